@@ -49,9 +49,9 @@
     It is neither a tensor library nor an autograd: the trainer does the arithmetic of its layers.
     It does not allocate during a step, print, abort, read the environment or keep global state.
     It does not change a number unless it is told that it may: recomputation, early updates and
-    offloading give the bits of the plain plan, and modes CONSERVATIVE and BALANCED nothing else.
-    In this version it plans these and optimizer state in 8 bits, but neither tiling nor mixed
-    precision.
+    offloading give the bits of the plain plan. By default the plans of modes CONSERVATIVE and
+    BALANCED use only these; those of mode AGGRESSIVE may also round: optimizer state to 8 bits, and
+    values, gradients and params to 16 bits in layers that accept that. Tiling is not built.
 
   STEP BY STEP
     1. ms_create             a model from a config; zero fields mean defaults
@@ -113,12 +113,56 @@
 
     OPTIMIZER STATE. The state of AdamW and the momentum of SGD are F32, or BF16 where the trainer
     asks for it (ms_optimizer_desc.state_format), rounded at random. In mode AGGRESSIVE, or where
-    ms_config.optimizer_8bit is ON, a plan that needs memory keeps it in codes of 8 bits, of which
-    docs/techniques.md tells what they do to training: by rule only that of params with 4,096
-    elements or more, of rank 2 or more, which no layer with an integer input reads; by force, that
-    of any param. It is never coded where it is borrowed or the update is the trainer's own. ms_read
-    and ms_write convert from and to F32, and so does an ms_wrap that plans otherwise. Updates give
-    the same bits whatever else the plan does.
+    ms_config.optimizer_8bit is ON, a plan that needs memory may keep it in codes of 8 bits: by rule
+    only that of params with 4,096 elements or more, of rank 2 or more, which no layer with an
+    integer input reads; by force, that of any param. It is never coded where it is borrowed or the
+    update is the trainer's own. By rule all such params are coded or none, whichever is predicted
+    to be faster: on a GPU, updates in codes are faster than in F32, since less is read and written;
+    on a CPU they are slower, since coding takes longer than that, and recomputation may cost less.
+    docs/techniques.md says what codes do to training. ms_read and ms_write convert from and to F32,
+    and so does an ms_wrap that plans otherwise. Updates give the same bits whatever else the plan
+    does.
+
+    PRECISION. A plan may have values in 16 bits (mixed precision), in BF16 or F16
+    (ms_config.mixed_dtype). A layer declares in ms_layer_desc.dtypes which of the two its calls may
+    have, which operands stay F32 in such a call, and which gradients of params may be in 16 bits
+    too. Each call is either in F32 or in 16 bits: ms_call.dtype says so, and so does the dtype of
+    each view. Operands that were not created as F32, state, and tensors on the host keep their
+    dtype in every call. The plan decides for each output and saved tensor in which dtype it is
+    stored; its gradient is stored in the same. Where a call sees another dtype than what is stored,
+    the value is cast before or after the call, and nowhere else. Casts round to the nearest. Sums
+    of contributions to a gradient are computed in F32 and rounded once each. A recomputation sees
+    the dtypes that its forward saw. The loss, inputs, buffers and tensors on the host are never
+    stored in 16 bits; a call in 16 bits sees an F32 input or buffer cast, and the losses that it
+    makes are rounded, unless dtypes keeps those slots F32.
+
+    A param can be in 16 bits if every layer that reads it accepts that, in each slot that has it.
+    By default it then has a master: its value in F32, as one more tensor of optimizer state, which
+    moves to the host and back with the rest of it. An update changes the master and rounds it to
+    the param, in one pass. ms_read and ms_write of the param are about the master, and ms_data
+    returns NULL. Where ms_config.master_weights is OFF, the 16 bits are all there is: updates round
+    them at random to BF16, by bits that depend on the seed, the step, the param and the element
+    alone; in F16 trained params stay F32. Frozen params are in 16 bits only with OFF, rounded once,
+    when they are written. Params stay F32 if they are borrowed, and if they are trained by
+    MS_OPTIMIZER_CUSTOM or MS_OPTIMIZER_NONE.
+
+    Such plans belong to mode AGGRESSIVE, on devices that compute in the dtype themselves
+    (ms_hardware.bf16, fp16_tensor), and to any mode on any device where ms_config.mixed_precision
+    is ON. Like 8-bit state they are used where a plan needs memory that early updates do not free:
+    all values that can be are in 16 bits, or none; so too for params; and all combinations with
+    8-bit state compete by their predicted time. What is forced is in 16 bits in every plan except
+    that of ms_detach. With ms_config.debug nothing is: debug mode checks calls in F32. For given dtypes, all else that a plan does changes no bit. ms_verify
+    compares with calls in F32, and so measures what the rounding does to the gradients.
+
+    In F16, gradients are multiplied by a loss scale, or many of them would be 0. It begins at 65536
+    and is doubled after 2000 steps without an overflow (ms_config.loss_scaling). A step in which a
+    gradient is not finite updates nothing and halves it, down to 1. That is not an error, and no
+    host waits for it; it counts as a step, also in AdamW's bias correction. ms_memory_report has
+    the scale, the skipped steps, and the layer of the last overflow. The updates undo the scale,
+    but gradients that ms_read copies between ms_backward and ms_update are multiplied by it, and a
+    layer with grads_in_forward must multiply by *ms_call.loss_scale. The scale needs all gradients
+    before the first update, so nothing is updated inside backward, and it excludes
+    MS_OPTIMIZER_CUSTOM and MS_OPTIMIZER_NONE: to ask for F16 with these is UNSUPPORTED.
 
     ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is updated inside backward.
     With accumulation, the gradients are resident.
@@ -172,9 +216,9 @@
     is allocated after ms_wrap in three cases: ms_reshape makes a plan for sizes that are new to it;
     ms_smallest_budget makes one and frees it; the C library has a file buffer while a backend reads
     /proc/cpuinfo, /proc/meminfo, /proc/self/cgroup, /proc/self/mountinfo, and memory.* of the
-    cgroups of the process. ms_hardware_report, ms_read and ms_write of state that is not F32, ms_verify, ms_find_nonfinite, ms_visit_decisions and
-    ms_print_plan (and _full) take memory and give it back. With empirical_profiling, the step that
-    plans again allocates as ms_wrap does.
+    cgroups of the process. ms_hardware_report, ms_read and ms_write of what is not F32 in memory,
+    ms_verify, ms_find_nonfinite, ms_visit_decisions and ms_print_plan (and _full) take memory and
+    give it back. With empirical_profiling, the step that plans again allocates as ms_wrap does.
 
     THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
     run on the thread that called ms_step. Of the functions that take the model, a callback may call
@@ -209,8 +253,8 @@
     implementation  >>base >>structs >>names >>log >>text >>memory >>backend cpu >>hardware >>graph
                     >>validate >>profile >>rules >>store >>lower >>alias >>cost >>schedule >>layout
                     >>simulate >>score >>greedy >>chain >>exhaustive >>solve >>order >>plan
-                    >>policy >>explain >>optimizer >>call >>debug >>timing >>execute >>state >>verify
-                    >>report >>api >>listing >>trace
+                    >>policy >>explain >>optimizer >>call >>debug >>timing >>execute >>state
+                    >>verify >>report >>api >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -370,6 +414,7 @@ typedef struct ms_call {
     void *user;      // ms_layer_desc.user
     ms_model *model; // for ms_gemm and ms_cast
     ms_phase phase;
+    ms_dtype dtype; // F32, or that of its operands in 16 bits: see ms_layer_dtypes
     const ms_view *in, *out, *saved, *param;
     const ms_view *state; // in backward only what backward_state names has data
     /* Zeroed views except in backward; grad_in also in the forward, but not the eval, of a layer
@@ -379,7 +424,10 @@ typedef struct ms_call {
     void *workspace; // 64-byte aligned; contents as declared in the ms_workspace of the desc
     uint64_t workspace_bytes;
     uint32_t wanted_out, wanted_saved; // outside backward: masks of those to write, with data
-    float loss_factor; // what backward begins with: grads_in_forward layers multiply by it
+    /* What backward begins with: grads_in_forward layers multiply by both. loss_scale points to
+       device memory; it is 1, except in plans in F16. */
+    float loss_factor;
+    const float *loss_scale;
     /* For random numbers: seed differs by layer, step and micro-batch, and is the same when that
        forward is recomputed. It is layer_seed ^ *step_seed. step_seed points to device memory:
        kernels that read it there draw new numbers in every replay of a recording
@@ -432,8 +480,8 @@ typedef struct ms_hardware {
        /proc: sysinfo. Windows: GlobalMemoryStatusEx. macOS: hw.memsize, free and inactive pages. */
     uint64_t host_total_bytes, host_free_bytes;
     uint32_t compute_major, compute_minor; // of CUDA devices
-    /* What the hardware computes itself, while compilers emulate more than that: a CUDA device by
-       its compute capability, a processor by what it says of itself (cpuid, hwcap). */
+    /* Formats with native arithmetic; compilers may emulate others. Of a CUDA device by its compute
+       capability, of a processor by what it says of itself (cpuid, hwcap). */
     bool bf16;        // from 8.0; AVX512-BF16, AMX-BF16, ARM's BF16
     bool fp16_tensor; // FP16 tensor cores: from 7.0; AVX512-FP16, AMX-FP16, ARM's FP16
     bool tf32;        // from 8.0
@@ -455,30 +503,54 @@ typedef enum ms_optimizer_kind {
     MS_OPTIMIZER_NONE    // no update: ms_read can read the gradients until the next step
 } ms_optimizer_kind;
 
+/* How the factor of gradients in F16 follows their overflows; see PRECISION. A field of 0 has the
+   value in brackets. */
+typedef struct ms_loss_scaling {
+    float initial;         // [65536]
+    float growth, backoff; // [2, 0.5] times this: after growth_steps steps, after an overflow
+    float least;           // [1] it does not go below
+    uint32_t growth_steps; // [2000] without an overflow
+} ms_loss_scaling;
+
 /* The part of a step's state that lies in device memory: the backend's verdict on the step, and
    what the host uploads for its kernels before it. */
 typedef struct ms_step_state {
     double loss;          // sum of the elements of the loss tensor, times the loss factor
-    double norm;          // of the gradients, if they are clipped
+    double norm;          // of the gradients, if they are clipped or scaled
     uint64_t halted_step; // the step that was halted
     uint32_t halted;      // an ms_halt; if not 0, updates change nothing
-    uint32_t reserved;
+    /* Loss scaling; growth_steps is 0 without it. loss_scale: of the next step. */
+    uint32_t nonfinite; // of this step: number of the first param whose gradient is not finite; 0
+    float loss_scale;
+    uint32_t clean_steps;   // since the last overflow or growth
+    uint32_t skipped_steps; // by overflows
+    uint32_t overflow;      // nonfinite of the last of these
+    ms_loss_scaling scaling;
     uint64_t step, seed; // uploaded: number of the step; *ms_call.step_seed
 } ms_step_state;
 
 typedef enum ms_halt {
     MS_HALT_NONE,
-    MS_HALT_LOSS, // the loss is not a finite number
-    MS_HALT_NORM  // the norm of the gradients is not
+    MS_HALT_LOSS,    // the loss is not a finite number
+    MS_HALT_NORM,    // the norm of the gradients is not
+    MS_HALT_OVERFLOW // nor is it here, but scaled: no error, and the next loss ends it
 } ms_halt;
 
 /* How optimizer state lies in memory. BF16: rounded at random to one of its two neighbours, so that
    small changes add up in the mean; the random bits depend on the step, the param and the element
-   alone. 8BIT: blocks of 256 elements, each with the largest magnitude among them and a code of 8
-   bits for each element: the nearest value of a book, for the first moment and momentum one with
-   signs (Dettmers et al., "8-bit optimizers via block-wise quantization", 2022). In groups of 4096
-   elements, the last of which may be smaller: the codes, padded to 64 bytes, then a float for each
-   block; 1.016 bytes an element. Zeroed memory is state of zeros in each format. */
+   alone. 8BIT: blocks of 256 elements, each with the largest magnitude among them (the scale) and a
+   code of 8 bits for each element: the nearest value of a code book, times the scale. The code book
+   for the first moment and momentum has signs (Dettmers et al., "8-bit optimizers via block-wise
+   quantization", 2022). Values rise with their codes: with signs, code 127 is 0 and code 255 is 1,
+   and there is no -1; without, code 0 is 0 and code 255 is 1. Of two values that are as near, an
+   element gets the larger magnitude. In groups of 4096 elements, the last of which may be smaller:
+   the codes, padded to 64 bytes, then the scale of each block, a float; 1.016 bytes an element. A
+   block with an element that is not finite becomes zeros. Zeroed memory is state of zeros in each
+   format: where the scale is 0, codes do not matter.
+   For the update of another backend, the exact functions are under >>formats, for C and CUDA:
+   msi_units_of_signed and msi_units_of_unsigned decode, msi_signed_code and msi_unsigned_code
+   encode; element i of the param is rounded by msi_bf16_at_random(x, msi_random(key, i)), with the
+   key of msi_state_key (>>arithmetic) for the tensor of state. */
 typedef enum ms_state_format {
     MS_STATE_FORMAT_F32,
     MS_STATE_FORMAT_BF16,
@@ -496,9 +568,13 @@ typedef struct ms_update_factors {
 
 /* One update of one param, or of a part of it, for the backend's kernel or the trainer's own
    callback. All arrays have count floats in device memory, except that the library's own optimizers
-   may have state in another format, which is then not really of floats. AdamW: state[0] and
-   state[1] are the first and second moments; SGD: state[0] is the momentum. The update multiplies
-   the gradient by *gradient_scale (device memory; NULL: 1). If any state is not F32, elements whose
+   may have the value and the gradient in 16 bits (value_dtype, gradient_dtype), and state in another
+   format (state_format[k] says how state[k] lies in memory): what is not F32 must not be read
+   through the pointer to float. Where the value is in 16 bits, the update is of `master`, which is
+   then rounded to the nearest; without it, of the value itself, rounded at random (BF16). AdamW:
+   state[0] and state[1] are the first and second moments; SGD: state[0] is the momentum. The update
+   multiplies the gradient by *gradient_scale (device memory; NULL: 1). If anything is not F32,
+   elements whose
    gradient is not below 2^64 in magnitude stay as they are. A custom update multiplies so too,
    enqueues its work on stream and may overwrite the gradient (which nobody reads again, unless it
    is borrowed); no halted step calls it. */
@@ -518,6 +594,8 @@ typedef struct ms_update_args {
     ms_state_format state_format[MS_LIMIT_OPTIMIZER_STATE];
     uint64_t begin; // number of the first element in the param: a multiple of 4096 if state is 8BIT
     uint64_t seed;  // of the param, for random bits, along with that of state_of_step
+    ms_dtype value_dtype, gradient_dtype;
+    float *master; // NULL: there is none
     /* For the backend's kernel; in device memory. */
     const ms_update_factors *factors;
     const ms_step_state *state_of_step; // if it is halted, change nothing
@@ -568,7 +646,8 @@ typedef struct ms_backend {
        synchronize to wait_on_host are required. is_asynchronous implies it. */
     bool has_copy_streams;
     bool maps_host; // update may be given memory of host_alloc as state, as if it were the device's
-    bool has_state_formats;   // update takes state in every ms_state_format; otherwise all is F32
+    bool has_state_formats; // update takes state in every ms_state_format, and values and gradients
+                            // in 16 bits; otherwise all is F32
     uint64_t workspace_bytes; // device memory for the backend in each arena; part of the budget
 
     /* The result is aligned to 64 bytes, or to 256 if workspace_bytes is not 0. */
@@ -593,16 +672,23 @@ typedef struct ms_backend {
     int (*copy)(void *state, void *device, const void *source, uint64_t bytes);
     int (*fill_bytes)(void *state, void *device, uint8_t value, uint64_t bytes);
     int (*fill_f32)(void *state, void *device, float value, uint64_t count);
-    int (*add_f32)(void *state, void *device, const void *source, uint64_t count); // +=
+    /* Between F32, F16 and BF16, to the nearest, ties to even. add: target += source, in F32. */
+    int (*add)(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
+               uint64_t count);
     int (*cast)(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
-                uint64_t count); // between F32, F16 and BF16, to the nearest, ties to even
+                uint64_t count);
+    int (*scale_f32)(void *state, void *device, const float *factor, uint64_t count); // *=
     /* Unless step->halted is set: step->loss = factor * sum of the losses; if that is not finite,
-       halted = MS_HALT_LOSS and halted_step = step->step. */
+       halted = MS_HALT_LOSS and halted_step = step->step. A halt by an overflow in an earlier step
+       ends before. */
     int (*loss)(void *state, const void *losses, uint64_t count, double factor,
                 ms_step_state *step);
-    /* Clipping: *sum += sum of squares; then *scale = min(1, limit / sqrt(*sum)), step->norm =
-       sqrt(*sum), and halted = MS_HALT_NORM as above if that is not finite. */
-    int (*add_squares_f32)(void *state, const void *device, uint64_t count, double *sum);
+    /* Clipping: *sum += sum of squares, and if that is not finite and *nonfinite is 0, it becomes
+       `number`; then *scale = min(1, limit / sqrt(*sum)), step->norm = sqrt(*sum), and halted =
+       MS_HALT_NORM as above if that is not finite. With step->scaling, gradients are loss_scale
+       times too large, and the limit may be infinite. */
+    int (*add_squares)(void *state, const void *device, ms_dtype dtype, uint64_t count, double *sum,
+                       uint32_t number, uint32_t *nonfinite);
     int (*clip_scale)(void *state, const double *sum, float limit, float *scale,
                       ms_step_state *step);
     int (*update)(void *state, const ms_update_args *args);
@@ -635,15 +721,15 @@ typedef struct ms_backend {
 typedef enum ms_switch { MS_SWITCH_DEFAULT, MS_SWITCH_ON, MS_SWITCH_OFF } ms_switch;
 
 /* What a plan can do to a layer or a tensor; see ms_set_layer_technique. This version does not have
-   TILING and MIXED_PRECISION. Modes, switches and explained plans know them, but no plan uses them,
-   and ms_wrap refuses (UNSUPPORTED) to switch one ON. */
+   TILING. Modes, switches and explained plans know it, but no plan uses it, and ms_wrap refuses
+   (UNSUPPORTED) to switch it ON. */
 typedef enum ms_technique {
-    MS_TECHNIQUE_CHECKPOINTING, // outputs and saved tensors: dropped and recomputed
-    MS_TECHNIQUE_EARLY_UPDATE,  // params: updated inside backward
-    MS_TECHNIQUE_OFFLOADING,    // copied to host memory and back
-    MS_TECHNIQUE_TILING,        // computed in groups of rows
-    MS_TECHNIQUE_MIXED_PRECISION,
-    MS_TECHNIQUE_OPTIMIZER_8BIT, // params: optimizer state as codes of 8 bits
+    MS_TECHNIQUE_CHECKPOINTING,   // outputs and saved tensors: dropped and recomputed
+    MS_TECHNIQUE_EARLY_UPDATE,    // params: updated inside backward
+    MS_TECHNIQUE_OFFLOADING,      // copied to host memory and back
+    MS_TECHNIQUE_TILING,          // computed in groups of rows
+    MS_TECHNIQUE_MIXED_PRECISION, // outputs, their gradients, saved tensors, params: in 16 bits
+    MS_TECHNIQUE_OPTIMIZER_8BIT,  // params: optimizer state as codes of 8 bits
     MS_TECHNIQUE_COUNT
 } ms_technique;
 
@@ -688,7 +774,8 @@ typedef struct ms_config {
     double target_utilization;    // 0 < x <= 1; 0: 0.85
     ms_mode mode;                 // 0: BALANCED
     /* DEFAULT: as the mode says; ON: the plan uses it if the budget requires it; OFF: never, unless
-       it is forced for a layer or tensor. */
+       it is forced for a layer or tensor. A framework that only plans here, and updates params
+       itself in F32, sets optimizer_8bit OFF. */
     ms_switch checkpointing, offloading, tiling, mixed_precision, optimizer_8bit;
     /* Update a param inside backward, as soon as its gradient is complete, so that the gradient can
        be freed. DEFAULT: if the budget requires it, and no sooner than the arena gains from it; ON:
@@ -733,9 +820,18 @@ typedef struct ms_config {
        the trainer lends, and one of all activations. What it cannot see is listed in
        docs/porting.md. */
     bool debug;
-    uint64_t seed;               // ms_call.seed is derived from it
-    uint32_t accumulation_steps; // micro-batches per step; 0: 1
-    ms_arena *arena;             // shared with other models; NULL: the model's own
+    uint64_t seed; // ms_call.seed is derived from it
+    /* DEFAULT and ON: a param in 16 bits has its value in F32 beside it, as one more tensor of
+       optimizer state, from which each update makes both. OFF: its 16 bits are all there is; an
+       update rounds at random to one of the two neighbours, so that small changes add up in the
+       mean. OFF also has params that are frozen in 16 bits. */
+    ms_switch master_weights;
+    /* The dtype of plans with mixed precision: BF16 or F16. 0: BF16, or F16 where the device
+       computes in that alone. */
+    ms_dtype mixed_dtype;
+    ms_loss_scaling loss_scaling; // of plans in F16
+    uint32_t accumulation_steps;  // micro-batches per step; 0: 1
+    ms_arena *arena;              // shared with other models; NULL: the model's own
     /* The trainer's cudaStream_t for all work, as long as the model lives; cudaStreamLegacy for the
        default stream. NULL: a stream of the model's own, not synchronized with the default one. */
     void *stream;
@@ -769,6 +865,20 @@ typedef struct ms_workspace {
     uint64_t bytes, row_bytes;
     ms_contents contents; // what the callback finds in it
 } ms_workspace;
+
+/* Which operands of a layer can be in 16 bits; see PRECISION. All zero: none. In a call in 16 bits
+   (ms_call.dtype is BF16 or F16) the operands in `in`, `out`, `saved` and `param` that were created
+   as F32 have that dtype, except those in the masks, which keep F32, and so do grad_out and grad_in
+   for the operands that they belong to. A call in F32 has all operands as they were created, as has
+   every call of what was created with another dtype than F32, and of state. grad_param stays F32,
+   except in the slots of half_gradients. */
+typedef struct ms_layer_dtypes {
+    uint32_t accepts; // mask of 1 << ms_dtype: MS_DTYPE_BF16, MS_DTYPE_F16
+    uint32_t f32_in, f32_out, f32_saved, f32_param; // masks of slots that stay F32
+    /* Params whose gradient has the dtype of the call. Such a gradient adds up in 16 bits, if every
+       layer that contributes to it says so. */
+    uint32_t half_gradients;
+} ms_layer_dtypes;
 
 /* A layer: as small as one operator, as large as a transformer block. Slots may be empty anywhere;
    the callback sees them as zeroed views. */
@@ -822,7 +932,8 @@ typedef struct ms_layer_desc {
        reads needs ms_stop_gradient. */
     uint32_t grads_in_forward;
     uint32_t optional_saved; // no data if nobody is going to read them; the others always have it
-    bool no_recompute;       // forward can run only once in a step; a recompute callback may run
+    ms_layer_dtypes dtypes;
+    bool no_recompute; // forward can run only once in a step; a recompute callback may run
     /* The layer does not change its state in MS_PHASE_RECOMPUTE, and its outputs do not depend on
        it. Otherwise the library saves the state before a recomputation and restores it after. */
     bool keeps_state;
@@ -959,8 +1070,8 @@ typedef struct ms_verify_report {
     double absolute, relative;           // the largest of all ms_difference
     double plain_loss, wrapped_loss;     // by the plain plan, and by the present one
     /* Tensors of optimizer state that are not F32, which do not count above, and what rounding does
-       to them in the next update: the root of the mean square of the error over that of the state,
-       of all of them together. */
+       to them in the next update: of each, the root mean square of the error over that of the
+       state, in F32; the largest of these. */
     uint32_t state_count;
     double state_error;
 } ms_verify_report;
@@ -1029,6 +1140,13 @@ typedef struct ms_memory_report {
     /* Duration of the last step of this plan that was timed instruction by instruction; 0: none was
        (see ms_config.empirical_profiling). */
     double measured_step_us;
+    /* Of plans in F16, as of the last step whose loss or norm was read: the loss scale; steps that
+       an overflow skipped, since the first ms_wrap, and the steps without one since the last
+       overflow or growth; and the first layer whose param had a gradient that was not finite in the
+       last overflow ("": there was none). Otherwise 1, 0, 0 and "". */
+    double loss_scale;
+    uint32_t skipped_steps, clean_steps;
+    const char *overflow_layer;
     const char *backend_name; // ms_backend.name
     const char *device_name;  // the device that the plan is for; valid until the next ms_wrap
 } ms_memory_report;
@@ -1049,6 +1167,8 @@ typedef struct ms_lifetime {
     bool is_outside;                  // borrowed or on the host: not in the arena
     bool is_at_peak;                  // in the arena, and alive at the peak of this program
     bool is_on_host;                  // outside the arena, in host memory
+    ms_state_format format;           // of optimizer state; otherwise F32
+    ms_dtype dtype;                   // of any other value, in this plan; of scratch memory U8
 } ms_lifetime;
 
 /* lifetime is valid only during the call. */
@@ -1066,6 +1186,7 @@ typedef void (*ms_lifetime_fn)(const ms_lifetime *lifetime, void *user);
     X(MS_EVENT_SEED, "seed") /* the gradient of the loss is set to ms_call.loss_factor */          \
     X(MS_EVENT_ZERO, "zero")                                                                       \
     X(MS_EVENT_COPY, "copy") /* target, source; nothing to do if both are at one arena offset */   \
+    X(MS_EVENT_CAST, "cast") /* target, source: of other dtypes, rounded to the nearest */         \
     X(MS_EVENT_COPY_IN, "copy in")   /* target, source, and so on: from the host, on its stream */ \
     X(MS_EVENT_COPY_OUT, "copy out") /* target, source, and so on: to the host, on its stream */   \
     X(MS_EVENT_WAIT, "wait")     /* for the copies of these operands: target, source, and so on */ \
@@ -1111,6 +1232,8 @@ typedef struct ms_event_operand {
        landing buffer of the arena holds no more than the part. */
     bool is_part;
     uint64_t begin;
+    ms_state_format format; // of optimizer state, whole or in part; otherwise F32
+    ms_dtype dtype;         // of any other value, as this instruction has it; of scratch memory U8
 } ms_event_operand;
 
 /* One instruction of a program, what can be freed after it, or what else a step does. New fields
@@ -1319,8 +1442,9 @@ MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor);
 MEMSCALE_API void ms_add_output(ms_model *model, ms_tensor tensor);
 MEMSCALE_API void ms_add_eval_output(ms_model *model, ms_tensor tensor);
 
-/* How params are updated; if never called, by AdamW with its defaults.
-   Errors: INVALID, ORDER (after ms_wrap); both stick. */
+/* How params are updated; if never called, by AdamW with its defaults. Errors: INVALID, ORDER (after
+   ms_wrap), UNSUPPORTED (a state_format that the update of the backend does not take:
+   ms_backend.has_state_formats); all stick. */
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc);
 
 /* Change a rate between steps, at any time.
@@ -1371,8 +1495,8 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
    mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET.
    One byte less is refused. A larger budget never makes the predicted step slower, and a smaller
    one never makes the arena larger; with offloading, where times rise and fall along the plans that
-   are tried, the first holds within about 2 %. It does not hold between plans that round
-   (MS_TECHNIQUE_OPTIMIZER_8BIT), which may be faster than the plain one, and those that need not. */
+   are tried, the first holds within about 2 %. Exception: a plan with optimizer state in 8 bits may
+   be faster than the plan for a larger budget that does without. */
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
 /* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches,
@@ -1412,9 +1536,12 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
    since backward would see other values. Inputs and params have no value, and steps return ORDER,
    until they are written or borrowed, or ms_data has given their address; after ms_reshape the same
    holds for inputs along an axis that has changed. Buffers and optimizer state begin with zeros.
+   State is read and written in F32; what is written is rounded to the format of the state, and in 8
+   bits a number that is not finite makes zeros of its block of 256 elements. So are values and
+   gradients that a plan has in 16 bits; a param with a master is read and written exactly.
    ms_read: the same (zeros, if it was never written) and accumulated gradients, at any time; also
    every value that is live where the last step stopped: the loss, outputs, and between ms_backward
-   and ms_update the gradients. Stream: both wait, except ms_write to an input on the device, which
+   and ms_update the gradients, in plans in F16 times the loss scale. Stream: both wait, except ms_write to an input on the device, which
    is staged in pinned memory. Errors: INVALID, ORDER (not live; ms_write in a callback), DRY_RUN,
    OUT_OF_MEMORY, BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data);
@@ -1422,8 +1549,7 @@ MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *
 
 /* The address of a value in device memory (host memory for a tensor on the host, and for what the
    plan has there: see ms_lifetime.is_on_host); NULL before ms_wrap, where ms_read would fail, and
-   for optimizer state that is not F32 in memory.
-   Use it to fill an input in place or to use params elsewhere, by work enqueued on ms_stream or
+   for what a plan has in another dtype than it was created with, optimizer state included. Use it to fill an input in place or to use params elsewhere, by work enqueued on ms_stream or
    after ms_synchronize. What is kept between steps stays there until the next ms_wrap or ms_detach,
    or the step that plans again (ms_config.empirical_profiling); everything else until the next
    step. */
@@ -1436,7 +1562,8 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 
-/* Present shape, element count and bytes of a tensor; rank -1, 0 and 0 for a wrong handle. */
+/* Present shape, element count and bytes of a tensor; rank -1, 0 and 0 for a wrong handle. The bytes
+   are those that ms_read gives: of optimizer state those in F32, whatever its format in memory. */
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
@@ -1526,7 +1653,11 @@ MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_deci
    and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update,
    and compares the gradients of all trained params and the buffers that layers change. Afterwards
    visit (may be NULL) receives each of them, in the order of registration. If all bits are equal,
-   the plan changes nothing. Memory that a callback is to write holds poison, which also exposes a
+   the plan changes nothing, except that updates round optimizer state that is not F32: visit
+   receives such state after the gradient of its param, with what rounding will do to it (see
+   ms_difference), and report->state_error has the largest error of them; and except that values in
+   16 bits round: the plain plan computes in F32, from params as they are, in 16 bits where they are
+   so. A loss scale is undone. Memory that a callback is to write holds poison, which also exposes a
    layer that reads what nobody has written; only ms_config.debug finds a mistake that both passes
    make. A loss that is not finite is compared like any other. Borrowed gradients and buffers are
    used where they are: each pass begins with the values that they hold, which are put back bit for
@@ -1762,18 +1893,18 @@ MSI_HD uint16_t msi_bf16_at_random(float x, uint32_t random) {
     return (uint16_t)(((up & fits) | (bits & ~fits)) >> 16);
 }
 
-/* Numbers in 8 bits: codes into a book of 256 values from -1 or 0 to 1, the same for all numbers,
-   times a scale, the largest magnitude among 256 neighbours. The books are those of Dettmers et
-   al., "8-bit optimizers via block-wise quantization", 2022: for each i from 0 to 6, 10^(i-6) times
+/* Numbers in 8 bits: codes into a code book of 256 values from -1 or 0 to 1, the same for all
+   numbers, times a scale, the largest magnitude among 256 neighbours. The code books are those of
+   Dettmers et al., "8-bit optimizers via block-wise quantization", 2022: for each i from 0 to 6, 10^(i-6) times
    the means of a linear partition of [0.1, 1] into 2^i parts, positive and negative (for m), or
    into 2^(i+1) parts (for v); and 0 and 1; in rising order.
 
-   Code c has the rank y = |c - 127|, or c + 1 in the book without signs. With e = floor(log2(y)),
-   part number y - 2^e of 2^e has the mean (18 y - 16 * 2^e + 9) / (20 * 2^e), and is worth
+   Code c has the rank y = |c - 127|, or c + 1 in the code book without signs. With
+   e = floor(log2(y)), part number y - 2^e of 2^e has the mean (18 y - 16 * 2^e + 9) / (20 * 2^e), and its value is
 
        V = 5^e * 2 * (18 y - 16 * 2^e + 9)
 
-   in units of 1 / 4e7, or of 1 / 4e8 in the book without signs: a whole number, as are the middles
+   in units of 1 / 4e7, or of 1 / 4e8 without signs: a whole number, as are the middles
    between neighbours. So the nearest code is found by exact comparisons of integers. The code is
    written without branches and tables, so that compilers make vector instructions of it. */
 enum { MSI_CODED_BLOCK = 256, MSI_CODED_GROUP = 4096, MSI_SIGNED_ZERO = 127 };
@@ -1795,8 +1926,8 @@ MSI_HD float msi_factor_by_bit(uint32_t e, uint32_t bit, float factor) {
     return msi_f32_of_bits(one + (more & (0u - (e >> bit & 1u))));
 }
 
-/* V of a rank from 1 to 255. */
-MSI_HD float msi_worth_of_rank(uint32_t rank) {
+/* V of a rank from 1 to 255, in units. */
+MSI_HD float msi_units_of_rank(uint32_t rank) {
     const float y = (float)(int32_t)rank;
     const uint32_t bits = msi_bits_of_f32(y), e = (bits >> 23) - 127u;
     const float parts = msi_f32_of_bits(bits & 0xff800000u); // 2^e
@@ -1805,20 +1936,20 @@ MSI_HD float msi_worth_of_rank(uint32_t rank) {
     return power * (36.0f * y + (18.0f - 32.0f * parts)); // sums of small whole numbers: exact
 }
 
-/* Codes as units of their book. */
+/* The values of codes, in units of their code book. */
 MSI_HD float msi_units_of_signed(uint8_t code) {
     const uint32_t number = (uint32_t)code - MSI_SIGNED_ZERO, sign = msi_mask(code < 127);
     const uint32_t rank = (number ^ sign) - sign;
     const uint32_t zero = msi_mask(rank == 0), top = msi_mask(rank == 128);
-    const uint32_t worth = msi_bits_of_f32(msi_worth_of_rank(rank));
-    return msi_f32_of_bits((worth & ~(zero | top)) | (msi_bits_of_f32(MSI_TOP_SIGNED) & top) |
+    const uint32_t units = msi_bits_of_f32(msi_units_of_rank(rank));
+    return msi_f32_of_bits((units & ~(zero | top)) | (msi_bits_of_f32(MSI_TOP_SIGNED) & top) |
                            (sign & 0x80000000u));
 }
 
 MSI_HD float msi_units_of_unsigned(uint8_t code) {
     const uint32_t zero = msi_mask(code == 0), top = msi_mask(code == 255);
-    const uint32_t worth = msi_bits_of_f32(msi_worth_of_rank((uint32_t)code + 1u));
-    return msi_f32_of_bits((worth & ~(zero | top)) | (msi_bits_of_f32(MSI_TOP_UNSIGNED) & top));
+    const uint32_t units = msi_bits_of_f32(msi_units_of_rank((uint32_t)code + 1u));
+    return msi_f32_of_bits((units & ~(zero | top)) | (msi_bits_of_f32(MSI_TOP_UNSIGNED) & top));
 }
 
 /* Past the middle between the last part of e - 1 and the first of e, it is part of e: the bits of
@@ -1830,8 +1961,8 @@ MSI_HD float msi_units_of_unsigned(uint8_t code) {
         decade -= past;                                                                            \
     }
 
-/* The rank whose worth is nearest to a number of units, which is not negative and of which only the
-   whole part matters; of two that are as near, the larger. For numbers nearer to the worth of rank
+/* The rank whose V is nearest to a number of units, which is not negative and of which only the
+   whole part matters; of two that are as near, the larger. For numbers nearer to the V of rank
    2^first than to 0, and up to 1. */
 MSI_HD uint32_t msi_nearest_rank(int32_t whole, uint32_t first) {
     uint32_t power_bits = first ? 0x40a00000u : 0x3f800000u, decade = first; // 5^e, e
@@ -1866,7 +1997,7 @@ MSI_HD float msi_units_of_scale(float scale, float top) {
 }
 
 /* The code of x, given the units in 1 divided by the scale. A value never changes its sign; -1,
-   which the book does not have, becomes the number after it. */
+   which the code book does not have, becomes the number after it. */
 MSI_HD uint8_t msi_signed_code(float x, float units) {
     const uint32_t bits = msi_bits_of_f32(x), sign = 0u - (bits >> 31);
     const int32_t whole = (int32_t)(msi_f32_of_bits(bits & 0x7fffffffu) * units);
@@ -2518,8 +2649,23 @@ MSI_HD uint32_t msi_state_key(const ms_update_args *args, int k) {
     return (uint32_t)(msi_mix(args->state_of_step->seed ^ msi_mix(args->seed + (uint64_t)k)) >> 32);
 }
 
+/* The same for a value in BF16 without a master. */
+MSI_HD uint16_t msi_value_at_random(const ms_update_args *args, uint32_t key, float x, uint64_t i) {
+    return msi_bf16_at_random(x, msi_random(key, args->begin + i));
+}
+
+/* Whether anything of an update is not F32. */
+MSI_HD bool msi_has_formats(const ms_update_args *args) {
+    return args->state_format[0] != MS_STATE_FORMAT_F32 ||
+           args->state_format[1] != MS_STATE_FORMAT_F32 || args->value_dtype != MS_DTYPE_F32 ||
+           args->gradient_dtype != MS_DTYPE_F32;
+}
+
 /* Halts the step if the loss is not finite. The first reason to halt stays. */
 MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
+    if (s->halted == (uint32_t)MS_HALT_OVERFLOW && s->halted_step != s->step) {
+        s->halted = MS_HALT_NONE;
+    }
     if (s->halted == (uint32_t)MS_HALT_NONE) {
         s->loss = loss;
         s->halted = (uint32_t)(msi_is_finite(loss) ? MS_HALT_NONE : MS_HALT_LOSS);
@@ -2527,16 +2673,40 @@ MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
     }
 }
 
-/* The same for the norm, from the sum of the squares of all gradients. Returns the factor that
-   scales the gradients down to a norm of `limit`. */
+/* Loss scaling after a step, whose gradients were finite or not. */
+MSI_HD void msi_follow_overflows(ms_step_state *s, bool finite) {
+    const ms_loss_scaling *l = &s->scaling;
+    float scale = s->loss_scale;
+    s->clean_steps = finite ? s->clean_steps + 1 : 0;
+    if (finite && s->clean_steps >= l->growth_steps) {
+        scale *= l->growth;
+        s->clean_steps = 0;
+    }
+    if (!finite) {
+        scale *= l->backoff;
+        scale = scale > l->least ? scale : l->least;
+        s->skipped_steps++;
+        s->overflow = s->nonfinite;
+    }
+    s->nonfinite = 0;
+    s->loss_scale = msi_is_finite((double)scale) ? scale : s->loss_scale;
+}
+
+/* The same as for the loss for the norm, from the sum of the squares of all gradients. Returns the
+   factor that scales the gradients down to a norm of `limit`, and undoes the loss scale. */
 MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
-    const double norm = sqrt(sum);
+    const bool scaled = s->scaling.growth_steps > 0, finite = msi_is_finite(sum);
+    const double loss_scale = scaled ? (double)s->loss_scale : 1.0;
+    const double norm = sqrt(sum) / loss_scale;
     if (s->halted == (uint32_t)MS_HALT_NONE) {
         s->norm = norm;
-        s->halted = (uint32_t)(msi_is_finite(sum) ? MS_HALT_NONE : MS_HALT_NORM);
+        s->halted = (uint32_t)(finite ? MS_HALT_NONE : scaled ? MS_HALT_OVERFLOW : MS_HALT_NORM);
         s->halted_step = s->step;
+        if (scaled) {
+            msi_follow_overflows(s, finite);
+        }
     }
-    return norm > (double)limit ? (float)((double)limit / norm) : 1.0f;
+    return (float)((norm > (double)limit ? (double)limit / norm : 1.0) / loss_scale);
 }
 
 #endif // MEMSCALE_SHARED_DONE
@@ -2645,11 +2815,25 @@ static msi_part msi_part_of(uint64_t count, uint32_t part, uint32_t part_count) 
     return p;
 }
 
-/* Bytes of so many elements of optimizer state. */
+/* The format of a value in F16; there is no state in it. F32 is that of any other value as it was
+   created. */
+static const ms_state_format MSI_FORMAT_F16 = MS_STATE_FORMAT_COUNT;
+
+static bool msi_is_half(ms_state_format format) {
+    return format == MS_STATE_FORMAT_BF16 || format == MSI_FORMAT_F16;
+}
+
+static ms_dtype msi_dtype_of(ms_state_format format, ms_dtype created) {
+    return format == MS_STATE_FORMAT_BF16 ? MS_DTYPE_BF16
+           : format == MSI_FORMAT_F16     ? MS_DTYPE_F16
+                                          : created;
+}
+
+/* Bytes of so many floats in a format. */
 static uint64_t msi_state_bytes(ms_state_format format, uint64_t count) {
-    return format == MS_STATE_FORMAT_8BIT   ? msi_coded_bytes(count)
-           : format == MS_STATE_FORMAT_BF16 ? count * sizeof(uint16_t)
-                                            : count * sizeof(float);
+    return format == MS_STATE_FORMAT_8BIT ? msi_coded_bytes(count)
+           : msi_is_half(format)          ? count * sizeof(uint16_t)
+                                          : count * sizeof(float);
 }
 
 /* The bytes of a part of a float param or its gradient (F32), or of its state. */
@@ -2762,7 +2946,8 @@ typedef enum msi_role {
     MSI_ROLE_VALUE,
     MSI_ROLE_GRADIENT,
     MSI_ROLE_STATE0, // of the optimizer, MS_LIMIT_OPTIMIZER_STATE of them
-    MSI_ROLE_RESIDENT_COUNT = MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE,
+    MSI_ROLE_MASTER = MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE, // the value, of 16 bits, in F32
+    MSI_ROLE_RESIDENT_COUNT,
     MSI_ROLE_CONTRIBUTION = MSI_ROLE_RESIDENT_COUNT, // to a gradient, to be added to it
     MSI_ROLE_SNAPSHOT,                               // a copy of a buffer
     MSI_ROLE_WORKSPACE,                              // of a layer
@@ -2781,6 +2966,8 @@ typedef struct msi_tensor {
     uint8_t forced_moves, forbidden_moves; // masks of MSI_MOVES_VALUE and others
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
     uint8_t borrowed;                      // mask of the roles whose memory is the trainer's
+    uint8_t not_half;                      // analysis: an msi_not_half
+    bool half_gradient;                    // params: in 16 bits, if the value is
     bool written;  // its value is the trainer's, at the present sizes of the axes
     bool in_place; // ms_data has given its address away, so it is written without our knowing
     /* analysis of the graph, by ms_wrap */
@@ -2837,7 +3024,12 @@ typedef enum msi_group_kind {
     X(must_grad_in_place, IN)                                                                      \
     X(grads_in_forward, IN)                                                                        \
     X(backward_state, STATE)                                                                       \
-    X(optional_saved, SAVED)
+    X(optional_saved, SAVED)                                                                       \
+    X(dtypes.f32_in, IN)                                                                           \
+    X(dtypes.f32_out, OUT)                                                                         \
+    X(dtypes.f32_saved, SAVED)                                                                     \
+    X(dtypes.f32_param, PARAM)                                                                     \
+    X(dtypes.half_gradients, PARAM)
 #define MSI_FLAGS(X)                                                                               \
     X(backward_reads.nothing)                                                                      \
     X(recompute_reads.nothing)                                                                     \
@@ -2854,6 +3046,7 @@ typedef struct msi_layer {
     ms_layer_time known;    // by ms_set_layer_time
     ms_layer_time measured; // by timed steps, or from ms_profile_load; 0: not measured
     ms_layer_time time;     // in force, at the present sizes
+    ms_layer_time half;     // the same for calls in 16 bits
     double known_elements, measured_elements; // the number of output elements for these times
     uint32_t name;
     uint32_t operand_first; // in graph.operands
@@ -2864,6 +3057,7 @@ typedef struct msi_layer {
     ms_edges accumulates, overwrites;
     ms_slot_masks clobbers;
     uint32_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved, backward_state;
+    ms_layer_dtypes dtypes;
     bool no_recompute : 1, keeps_state : 1, no_backward : 1;
     bool differentiable : 1; // gradients pass through it: it has a backward, or no callback at all
     bool has_backward : 1;   // analysis: its backward runs
@@ -2901,13 +3095,15 @@ typedef enum msi_cost {
     MSI_COST_ADD,
     MSI_COST_SUM,
     MSI_COST_UPDATE,
+    MSI_COST_UPDATE_8BIT,  // of state in codes of 8 bits
     MSI_COST_MEASURED_END, // from here on: by stated speeds, which timed steps do not measure
     MSI_COST_LINK = MSI_COST_MEASURED_END, // between the host and the device
     MSI_COST_COUNT
 } msi_cost;
 
 /* The properties of an op: its name; the kind of its events; what determines its time; how often it
-   passes over the bytes of its first operand (a copy: of all targets), reads and writes together;
+   passes over the bytes of its first operand (a copy: of all targets), reads and writes together,
+   besides those of the source of a CAST or an ADD;
    the stream that it runs on; the phase of the callback that it calls, or COUNT; a mask of the
    operands that it only reads, of an op that calls none. A copy has pairs of operands, a target and
    a source each: one for each value that moves in it; the mask is that of a pair. Between a copy on
@@ -2923,10 +3119,11 @@ typedef enum msi_cost {
     X(SEED, "seed", SEED, FILL, 1, COMPUTE, COUNT, 0)                                              \
     X(ZERO, "zero", ZERO, FILL, 1, COMPUTE, COUNT, 0)                                              \
     X(COPY, "copy", COPY, COPY, 2, COMPUTE, COUNT, 1 << 1)                                         \
+    X(CAST, "cast", CAST, COPY, 1, COMPUTE, COUNT, 1 << 1)                                         \
     X(COPY_IN, "copy in", COPY_IN, LINK, 1, TO_DEVICE, COUNT, 1 << 1)                              \
     X(COPY_OUT, "copy out", COPY_OUT, LINK, 1, TO_HOST, COUNT, 1 << 1)                             \
     X(WAIT, "wait", WAIT, NONE, 0, COMPUTE, COUNT, 1 << 1)                                         \
-    X(ADD, "add", ADD, ADD, 3, COMPUTE, COUNT, 1 << 1)                                             \
+    X(ADD, "add", ADD, ADD, 2, COMPUTE, COUNT, 1 << 1)                                             \
     X(NORM, "norm", NORM, SUM, 1, COMPUTE, COUNT, 1 << 0)                                          \
     X(CLIP, "clip", CLIP, SUM, 0, COMPUTE, COUNT, 0)                                               \
     X(UPDATE, "update", UPDATE, UPDATE, 0, COMPUTE, COUNT, 1 << 1 | 1 << 2)                        \
@@ -2980,7 +3177,7 @@ typedef struct msi_range {
     uint32_t block;
     uint8_t role, category;
     uint16_t part;  // 0: the whole value; n: its n-th part, as an instruction has it
-    uint8_t format; // an ms_state_format
+    uint8_t format; // an ms_state_format, or MSI_FORMAT_F16
     bool packed;    // its memory is right after that of the range before it, in one block
     bool aliased;   // another range uses this one's memory from its last instruction on
     bool outlives;  // it stays valid after the program, for ms_read
@@ -3004,6 +3201,7 @@ typedef struct msi_instruction {
     uint16_t part;       // of part_count equal ones: it works on that part of its tensor alone;
     uint16_t part_count; // 0: on all of it
     uint16_t event;      // of a copy, recorded after it, or MSI_NO_EVENT; of a WAIT, waited for
+    uint8_t format;      // of a layer's operands that can be in 16 bits
 } msi_instruction;
 
 enum { MSI_NO_EVENT = UINT16_MAX };
@@ -3031,6 +3229,7 @@ typedef struct msi_program {
     MSI_LIST(uint64_t) live_bytes; // per instruction, without the residents
     MSI_LIST(double) measured;     // start and duration of each, in the last timed step
     bool is_measured;              // there was a timed step
+    bool scales_loss;              // gradients are multiplied by the loss scale
     uint32_t forward_end, backward_end;
     uint32_t loss, norm;         // ranges of the loss, and of the norm or MSI_NONE
     uint32_t peak;               // the instruction with the most live bytes
@@ -3040,7 +3239,7 @@ typedef struct msi_program {
     uint64_t resident_bytes;     // of the residents that the decisions leave on the device
     uint64_t home_bytes;         // of those on the host
     uint64_t sent_bytes;         // of all transient values on the host, one beside the other
-    uint64_t homes;              // of which params the home is the host: a hash
+    uint64_t homes;              // which params have their home on the host, and formats: a hash
     uint32_t room;               // as in msi_tensor_decision
     bool is_laid_out;
     uint64_t link_bytes[MS_STREAM_COUNT]; // that it copies on each stream
@@ -3078,7 +3277,8 @@ enum {
 
 /* Device memory that each step has: the state of an eval, then that of a step, MSI_STATE_BYTES
    each, then the factors of the updates, one after the other. */
-enum { MSI_STATE_BYTES = 64, MSI_STATES_BYTES = 128 };
+enum { MSI_STATE_BYTES = 128, MSI_STATES_BYTES = 256 };
+typedef char msi_state_fits[sizeof(ms_step_state) <= MSI_STATE_BYTES ? 1 : -1];
 
 /* A recording of a step: of the first micro-batch, one in the middle, the last, or all in one. */
 enum { MSI_RECORDING_FIRST = 1, MSI_RECORDING_LAST = 2, MSI_RECORDING_COUNT = 4 };
@@ -3125,6 +3325,7 @@ typedef struct msi_store {
     uint8_t *step;    // in device memory
     msi_debug *debug; // NULL: the model is not in debug mode
     uint32_t micro_count;
+    bool knows_scale, scales; // the state of a step has been told of the loss scale, and has one
 } msi_store;
 
 /* What a plan does with one tensor. A plan is an array of these, one per tensor and one more, and
@@ -3139,6 +3340,8 @@ typedef struct msi_tensor_decision {
     uint16_t parts;  // of a param: in how many parts what is moved comes to its update; 0: one
     uint8_t moves;   // what lies on the host: a mask of MSI_MOVES_VALUE and others
     bool state_8bit; // of a param: its optimizer state is in codes of 8 bits
+    uint8_t
+        format; // of a value that a layer makes and of its gradient, or of a param: F32, BF16...
     /* Of the plan, in the element after that of the last tensor: how much more may be live than at
        the peak, in sixteenths of that, so that more copies can be under way. */
     uint8_t room;
@@ -3306,6 +3509,8 @@ struct ms_model {
     void *device;     // state of the backend, or its user
     ms_optimizer_desc optimizer;
     float loss_factor;
+    ms_state_format half; // of values in 16 bits, in the plans of this wrap
+    ms_step_state scale;  // the loss scale, while no store has it
     msi_graph graph;
     msi_costs costs;
     msi_sources sources;
@@ -3384,7 +3589,7 @@ static const char *msi_phase_name(ms_phase phase) {
       MSI_FROM_AGGRESSIVE, false)                                                                  \
     X(MS_TECHNIQUE_MIXED_PRECISION, mixed_precision, "mixed precision",                            \
       MSI_MADE_KINDS | MSI_PARAM_KIND, "a param, an activation or a saved tensor",                 \
-      MSI_FROM_AGGRESSIVE, false)                                                                  \
+      MSI_FROM_AGGRESSIVE, true)                                                                   \
     X(MS_TECHNIQUE_OPTIMIZER_8BIT, optimizer_8bit, "8-bit optimizer", MSI_PARAM_KIND,              \
       "a param: only params have optimizer state", MSI_FROM_AGGRESSIVE, true)
 
@@ -4135,33 +4340,71 @@ static int msi_cpu_fill_f32(void *user, void *device, float value, uint64_t coun
     return 0;
 }
 
-static int msi_cpu_add_f32(void *user, void *device, const void *source, uint64_t count) {
+/* Casts or adds elements of one chunk. */
+static inline void msi_cpu_elements(void *target, ms_dtype to, const void *source, ms_dtype from,
+                                    uint64_t begin, uint64_t end, bool adds) {
+    for (uint64_t i = begin; i < end; i++) {
+        const float x = msi_load(source, from, i);
+        msi_store_as(target, to, i, adds ? msi_load(target, to, i) + x : x);
+    }
+}
+
+/* The same, compiled for each pair of dtypes. */
+static void msi_cpu_chunk(void *target, ms_dtype to, const void *source, ms_dtype from,
+                          uint64_t begin, uint64_t end, bool adds) {
+#define MSI_X(a, b)                                                                                \
+    if (to == MS_DTYPE_##a && from == MS_DTYPE_##b && adds) {                                      \
+        msi_cpu_elements(target, MS_DTYPE_##a, source, MS_DTYPE_##b, begin, end, true);            \
+    } else if (to == MS_DTYPE_##a && from == MS_DTYPE_##b) {                                       \
+        msi_cpu_elements(target, MS_DTYPE_##a, source, MS_DTYPE_##b, begin, end, false);           \
+    }
+    MSI_X(F32, F32)
+    MSI_X(F32, BF16)
+    MSI_X(F32, F16)
+    MSI_X(BF16, F32)
+    MSI_X(BF16, BF16)
+    MSI_X(BF16, F16)
+    MSI_X(F16, F32)
+    MSI_X(F16, BF16)
+    MSI_X(F16, F16)
+#undef MSI_X
+}
+
+/* Eight sums side by side: fast, and the same on any number of threads. */
+static int msi_cpu_scale_f32(void *user, void *device, const float *factor, uint64_t count) {
     (void)user;
     float *items = (float *)device;
-    const float *more = (const float *)source;
-    const int64_t end = (int64_t)count;
-    MSI_PARALLEL_FOR(static, end > 16384)
-    for (int64_t i = 0; i < end; i++) {
-        items[i] += more[i];
+    for (uint64_t i = 0; i < count; i++) {
+        items[i] *= *factor;
     }
     return 0;
 }
 
-/* Eight sums side by side: fast, and the same on any number of threads. */
-static int msi_cpu_add_squares_f32(void *user, const void *device, uint64_t count, double *sum) {
+static int msi_cpu_add_squares(void *user, const void *device, ms_dtype dtype, uint64_t count,
+                               double *sum, uint32_t number, uint32_t *nonfinite) {
     (void)user;
-    const float *items = (const float *)device;
+    const uint64_t bytes = ms_dtype_bytes(dtype);
     double sums[8] = {0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
-    for (uint64_t i = 0; i < count / 8 * 8; i += 8) {
-        for (int k = 0; k < 8; k++) {
-            sums[k] += (double)items[i + (uint64_t)k] * (double)items[i + (uint64_t)k];
+    float converted[512];
+    for (uint64_t at = 0; at < count; at += 512) {
+        const uint64_t some = msi_smaller(count - at, 512);
+        const void *from = (const uint8_t *)device + at * bytes;
+        const float *items = dtype == MS_DTYPE_F32 ? (const float *)from : converted;
+        if (items == converted) {
+            msi_cpu_chunk(converted, MS_DTYPE_F32, from, dtype, 0, some, false);
         }
-    }
-    for (uint64_t i = count / 8 * 8; i < count; i++) {
-        sums[0] += (double)items[i] * (double)items[i];
+        for (uint64_t i = 0; i < some / 8 * 8; i += 8) {
+            for (int k = 0; k < 8; k++) {
+                sums[k] += (double)items[i + (uint64_t)k] * (double)items[i + (uint64_t)k];
+            }
+        }
+        for (uint64_t i = some / 8 * 8; i < some; i++) {
+            sums[0] += (double)items[i] * (double)items[i];
+        }
     }
     *sum +=
         ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+    *nonfinite = *nonfinite == 0 && !msi_is_finite(*sum) ? number : *nonfinite;
     return 0;
 }
 
@@ -4184,15 +4427,27 @@ static int msi_cpu_loss(void *user, const void *losses, uint64_t count, double f
     return 0;
 }
 
+static int msi_cpu_each(void *target, ms_dtype to, const void *source, ms_dtype from,
+                        uint64_t count, bool adds) {
+    const int64_t chunk = 4096, chunks = (int64_t)((count + 4095) / 4096);
+    MSI_PARALLEL_FOR(static, chunks > 4)
+    for (int64_t k = 0; k < chunks; k++) {
+        msi_cpu_chunk(target, to, source, from, (uint64_t)(k * chunk),
+                      msi_smaller(count, (uint64_t)((k + 1) * chunk)), adds);
+    }
+    return 0;
+}
+
+static int msi_cpu_add(void *user, void *target, ms_dtype to, const void *source, ms_dtype from,
+                       uint64_t count) {
+    (void)user;
+    return msi_cpu_each(target, to, source, from, count, true);
+}
+
 static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *source, ms_dtype from,
                         uint64_t count) {
     (void)user;
-    const int64_t end = (int64_t)count;
-    MSI_PARALLEL_FOR(static, end > 16384)
-    for (int64_t i = 0; i < end; i++) {
-        msi_store_as(target, to, (uint64_t)i, msi_load(source, from, (uint64_t)i));
-    }
-    return 0;
+    return msi_cpu_each(target, to, source, from, count, false);
 }
 
 #ifdef __AVX2__
@@ -4296,9 +4551,9 @@ MSI_WIDE void msi_wide_encode(const float *from, bool is_signed, float units, ui
     }
 }
 
-/* As msi_worth_of_rank, of which a table is indexed by the last bits of the exponent of the rank,
+/* As msi_units_of_rank, of which a table is indexed by the last bits of the exponent of the rank,
    127 + e. Those of 128, of the codes with a sign, stand where 134 does. */
-MSI_WIDE __m256 msi_wide_worth(__m256 rank, __m256 power, __m256 less) {
+MSI_WIDE __m256 msi_wide_units(__m256 rank, __m256 power, __m256 less) {
     const __m256i e = _mm256_srli_epi32(_mm256_castps_si256(rank), 23);
     return _mm256_mul_ps(_mm256_permutevar8x32_ps(power, e),
                          _mm256_add_ps(_mm256_mul_ps(rank, _mm256_set1_ps(36.0f)),
@@ -4316,7 +4571,7 @@ MSI_WIDE void msi_wide_decode(const uint8_t *codes, bool is_signed, float unit, 
         const __m128i packed = _mm_loadl_epi64((const __m128i *)(const void *)(codes + i));
         const __m256i number = _mm256_add_epi32(_mm256_cvtepu8_epi32(packed), offset);
         const __m256 rank = _mm256_cvtepi32_ps(_mm256_abs_epi32(number));
-        __m256 x = msi_wide_worth(rank, power, less);
+        __m256 x = msi_wide_units(rank, power, less);
         if (is_signed) {
             x = _mm256_and_ps(x, _mm256_cmp_ps(rank, _mm256_setzero_ps(), _CMP_GT_OQ));
             x = _mm256_or_ps(x, _mm256_and_ps(_mm256_castsi256_ps(number), minus));
@@ -4332,6 +4587,10 @@ MSI_WIDE void msi_wide_decode(const uint8_t *codes, bool is_signed, float unit, 
 /* Numbers in 8 bits, a block of them, from and to float. */
 static void msi_decode(const uint8_t *codes, float scale, bool is_signed, int count, float *to) {
     const float unit = scale * (is_signed ? MSI_UNIT_SIGNED : MSI_UNIT_UNSIGNED);
+    if (msi_bits_of_f32(scale) == 0) { // whatever the codes: those of zeroed memory have a sign
+        memset(to, 0, (size_t)count * sizeof *to);
+        return;
+    }
 #ifdef __AVX2__
     if (count == MSI_CODED_BLOCK) {
         if (is_signed) { // each with constants of its own
@@ -4409,7 +4668,10 @@ static void msi_load_state(const void *state, ms_state_format format, bool is_si
         msi_decode(bytes + msi_codes_at(at), scale, is_signed, count, to);
         break;
     }
-    case MS_STATE_FORMAT_COUNT:
+    case MS_STATE_FORMAT_COUNT: // F16: values, not state
+        for (int i = 0; i < count; i++) {
+            to[i] = msi_f32_of_f16(((const uint16_t *)state)[at + (uint64_t)i]);
+        }
         break;
     }
 }
@@ -4438,7 +4700,10 @@ static void msi_store_state(void *state, ms_state_format format, bool is_signed,
         memcpy(bytes + msi_scale_at(at, all), &scale, sizeof scale);
         break;
     }
-    case MS_STATE_FORMAT_COUNT:
+    case MS_STATE_FORMAT_COUNT: // F16
+        for (int i = 0; i < count; i++) {
+            halves[i] = msi_f16_of_f32(from[i]);
+        }
         break;
     }
 }
@@ -4449,7 +4714,18 @@ static void msi_store_state(void *state, ms_state_format format, bool is_signed,
 #define MSI_PREFETCH(address) ((void)(address))
 #endif
 
-/* The update of the block at element `at`, whose state is not all F32. */
+/* Elements of F32, BF16 or F16. */
+static void msi_load_floats(const void *from, ms_dtype dtype, uint64_t at, int count, float *to) {
+    msi_cpu_chunk(to, MS_DTYPE_F32, (const uint8_t *)from + at * ms_dtype_bytes(dtype), dtype, 0,
+                  (uint64_t)count, false);
+}
+
+static void msi_store_floats(void *to, ms_dtype dtype, uint64_t at, int count, const float *from) {
+    msi_cpu_chunk((uint8_t *)to + at * ms_dtype_bytes(dtype), dtype, from, MS_DTYPE_F32, 0,
+                  (uint64_t)count, false);
+}
+
+/* The update of the block at element `at`, of which not all is F32. */
 static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int states, float scale,
                              uint64_t at) {
     const int count = (int)msi_least((int64_t)(a->count - at), MSI_CODED_BLOCK);
@@ -4458,12 +4734,14 @@ static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int 
     memset(state, 0, sizeof state);
     const bool goes_on = at + 2 * MSI_CODED_BLOCK <= a->count;
     for (uint64_t i = at + MSI_CODED_BLOCK; i < at + 2 * MSI_CODED_BLOCK && goes_on; i += 16) {
-        MSI_PREFETCH(a->value + i);
+        MSI_PREFETCH((a->master ? a->master : a->value) + i);
         MSI_PREFETCH(a->gradient + i);
     }
+    msi_load_floats(a->master ? a->master : a->value, a->master ? MS_DTYPE_F32 : a->value_dtype, at,
+                    count, value);
+    msi_load_floats(a->gradient, a->gradient_dtype, at, count, gradient);
     for (int i = 0; i < count; i++) {
-        value[i] = a->value[at + (uint64_t)i];
-        gradient[i] = scale * a->gradient[at + (uint64_t)i];
+        gradient[i] *= scale;
     }
     for (int k = 0; k < states; k++) {
         msi_load_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), at, count,
@@ -4484,8 +4762,16 @@ static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int 
         msi_store_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), at, count,
                         a->count, &keys[k], a->begin, state[k]);
     }
+    if (a->master) {
+        memcpy(a->master + at, value, (size_t)count * sizeof *value);
+    }
+    if (a->value_dtype == MS_DTYPE_F32 || a->master) {
+        msi_store_floats(a->value, a->value_dtype, at, count, value);
+        return;
+    }
     for (int i = 0; i < count; i++) {
-        a->value[at + (uint64_t)i] = value[i];
+        ((uint16_t *)(void *)a->value)[at + (uint64_t)i] =
+            msi_value_at_random(a, keys[2], value[i], at + (uint64_t)i);
     }
 }
 
@@ -4497,12 +4783,12 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
     const float *gradient = args->gradient;
     const float scale = args->gradient_scale ? *args->gradient_scale : 1.0f; // times 1 is exact
     const ms_update_factors f = *args->factors;
-    if (args->state_format[0] != MS_STATE_FORMAT_F32 ||
-        args->state_format[1] != MS_STATE_FORMAT_F32) {
-        const uint32_t keys[2] = {msi_state_key(args, 0), msi_state_key(args, 1)};
+    if (msi_has_formats(args)) {
+        const uint32_t keys[3] = {msi_state_key(args, 0), msi_state_key(args, 1),
+                                  msi_state_key(args, MS_LIMIT_OPTIMIZER_STATE)};
         MSI_PARALLEL_FOR(static, count > 16384)
         for (int64_t i = 0; i < count; i += MSI_CODED_BLOCK) {
-            msi_update_block(args, keys, state1 ? 2 : 1, scale, (uint64_t)i);
+            msi_update_block(args, keys, state1 ? 2 : state0 ? 1 : 0, scale, (uint64_t)i);
         }
         return 0;
     }
@@ -5116,10 +5402,11 @@ static ms_backend msi_cpu_table(void) {
     b.copy_in = b.copy_out = b.copy = msi_cpu_copy;
     b.fill_bytes = msi_cpu_fill_bytes;
     b.fill_f32 = msi_cpu_fill_f32;
-    b.add_f32 = msi_cpu_add_f32;
+    b.add = msi_cpu_add;
     b.cast = msi_cpu_cast;
     b.loss = msi_cpu_loss;
-    b.add_squares_f32 = msi_cpu_add_squares_f32;
+    b.scale_f32 = msi_cpu_scale_f32;
+    b.add_squares = msi_cpu_add_squares;
     b.clip_scale = msi_cpu_clip_scale;
     b.update = msi_cpu_update;
     b.gemm = msi_cpu_gemm;
@@ -5773,22 +6060,24 @@ static uint8_t msi_move_of(msi_role role) {
 }
 
 /* Why the optimizer state of a param is not in codes of 8 bits: because it cannot be, or, from SMALL
-   on, by a rule that can be overruled by force. Which of them holds, in words. */
+   on, by a rule that can be overruled by force. The fact by which plans are explained; the reason in
+   words. */
 #define MSI_NOT_8BIT(X)                                                                            \
-    X(MSI_8BIT_MAY_BE, NULL)                                                                       \
-    X(MSI_8BIT_NOT_A_PARAM, "it has no optimizer state")                                           \
-    X(MSI_8BIT_CUSTOM, "the update is the trainer's own")                                          \
-    X(MSI_8BIT_BACKEND, "the backend's update takes state in F32 alone (has_state_formats)")       \
-    X(MSI_8BIT_BORROWED, "its state is borrowed")                                                  \
-    X(MSI_8BIT_SMALL, "it has fewer than 4,096 elements")                                          \
-    X(MSI_8BIT_VECTOR, "its rank is below 2")                                                      \
-    X(MSI_8BIT_LOOKED_UP, "a layer with an integer input reads it")
+    X(MSI_8BIT_MAY_BE, 0, NULL)                                                                    \
+    X(MSI_8BIT_NO_STATE, MSI_FACT(NO_STATE), "it has no optimizer state")                          \
+    X(MSI_8BIT_CUSTOM, MSI_FACT(CUSTOM), "the update is the trainer's own")                        \
+    X(MSI_8BIT_BACKEND, MSI_FACT(BACKEND),                                                         \
+      "the backend's update takes state in F32 alone (has_state_formats)")                         \
+    X(MSI_8BIT_BORROWED, MSI_FACT(BORROWED), "its state is borrowed")                              \
+    X(MSI_8BIT_SMALL, MSI_FACT(SMALL), "it has fewer than 4,096 elements")                         \
+    X(MSI_8BIT_VECTOR, MSI_FACT(VECTOR), "its rank is below 2")                                    \
+    X(MSI_8BIT_LOOKED_UP, MSI_FACT(LOOKED_UP), "a layer with an integer input reads it")
 
-#define MSI_X(constant, text) constant,
+#define MSI_X(constant, fact, text) constant,
 typedef enum msi_not_8bit { MSI_NOT_8BIT(MSI_X) } msi_not_8bit;
 #undef MSI_X
 
-#define MSI_X(constant, text) text,
+#define MSI_X(constant, fact, text) text,
 static const char *const msi_not_8bit_texts[] = {MSI_NOT_8BIT(MSI_X)};
 #undef MSI_X
 
@@ -5801,7 +6090,7 @@ static msi_not_8bit msi_why_not_8bit(const ms_optimizer_desc *o, bool has_format
     for (uint32_t k = 0; k < states; k++) {
         borrowed |= msi_is_borrowed(t, (msi_role)(MSI_ROLE_STATE0 + k));
     }
-    return states == 0 || !msi_is_trained(t) || t->last_gradient == MSI_NONE ? MSI_8BIT_NOT_A_PARAM
+    return states == 0 || !msi_is_trained(t) || t->last_gradient == MSI_NONE ? MSI_8BIT_NO_STATE
            : o->kind == MS_OPTIMIZER_CUSTOM                                  ? MSI_8BIT_CUSTOM
            : !has_formats                                                    ? MSI_8BIT_BACKEND
            : borrowed                                                        ? MSI_8BIT_BORROWED
@@ -5811,13 +6100,47 @@ static msi_not_8bit msi_why_not_8bit(const ms_optimizer_desc *o, bool has_format
                                                                              : MSI_8BIT_MAY_BE;
 }
 
-/* Whether the state of a param is coded where the plan may do so (`may`), or else by force alone. */
+/* Whether the state of a param can be coded, by force if not by rule. */
+static bool msi_can_be_8bit(msi_not_8bit why) {
+    return why == MSI_8BIT_MAY_BE || why >= MSI_8BIT_SMALL;
+}
+
+/* Whether the state of a param is coded: where the plan may do so (`may`), or by force alone. */
 static bool msi_is_8bit(const ms_optimizer_desc *o, bool has_formats, bool may,
                         const msi_tensor *t) {
     const ms_switch force = (ms_switch)t->technique[MS_TECHNIQUE_OPTIMIZER_8BIT];
     const msi_not_8bit why = msi_why_not_8bit(o, has_formats, t);
-    return force == MS_SWITCH_ON ? why == MSI_8BIT_MAY_BE || why >= MSI_8BIT_SMALL
+    return force == MS_SWITCH_ON ? msi_can_be_8bit(why)
                                  : may && force != MS_SWITCH_OFF && why == MSI_8BIT_MAY_BE;
+}
+
+/* Whether an operand in a slot has the dtype of the call of its layer. */
+static bool msi_follows_call(const msi_tensor *t, const msi_layer *l, int group, uint32_t slot) {
+    const ms_layer_dtypes *d = &l->dtypes;
+    const uint32_t f32[] = {d->f32_in, d->f32_out, d->f32_saved, d->f32_param};
+    return group <= MSI_GROUP_PARAM && t->view.dtype == MS_DTYPE_F32 && !t->on_host &&
+           !(f32[group] >> slot & 1);
+}
+
+/* The group whose tensors the operands of a group belong to: gradients are those of values. */
+static int msi_group_of_values(int group) {
+    return group == MSI_GROUP_GRAD_OUT     ? MSI_GROUP_OUT
+           : group == MSI_GROUP_GRAD_IN    ? MSI_GROUP_IN
+           : group == MSI_GROUP_GRAD_PARAM ? MSI_GROUP_PARAM
+                                           : group;
+}
+
+/* The format in which a call sees an operand. */
+static ms_state_format msi_seen_format(const msi_tensor *t, const msi_layer *l, int group,
+                                       uint32_t slot, ms_state_format call) {
+    const bool stays = group == MSI_GROUP_GRAD_PARAM && !(l->dtypes.half_gradients >> slot & 1);
+    return !stays && msi_follows_call(t, l, msi_group_of_values(group), slot) ? call
+                                                                              : MS_STATE_FORMAT_F32;
+}
+
+/* Bytes of a value or a gradient in a format. */
+static uint64_t msi_value_bytes(const msi_tensor *t, ms_state_format format) {
+    return msi_is_half(format) ? msi_state_bytes(format, t->bytes / sizeof(float)) : t->bytes;
 }
 
 /* The format of what a param has in a role, if its state is coded or not. */
@@ -6006,6 +6329,67 @@ static double msi_again_us(const msi_layer *l, msi_op op) {
     return op == MSI_OP_REPEAT ? l->time.forward_us : l->time.recompute_us;
 }
 
+/* Why a value cannot be in 16 bits. */
+#define MSI_NOT_HALF(X)                                                                            \
+    X(MSI_HALF_MAY_BE, NULL)                                                                       \
+    X(MSI_HALF_NOT_USED, "no layer makes or reads it")                                             \
+    X(MSI_HALF_NOT_ACCEPTED, "a layer that makes or reads it does not accept the dtype "           \
+                             "(ms_layer_desc.dtypes)")                                             \
+    X(MSI_HALF_STAYS, "it stays F32: it is the loss, is on the host, was not created as F32, or "  \
+                      "the dtypes of a layer say so")                                              \
+    X(MSI_HALF_FROZEN, "it is frozen, and master_weights is not OFF")                              \
+    X(MSI_HALF_UPDATE, "it is borrowed, or the update is the trainer's own or takes F32 alone")
+
+#define MSI_X(constant, text) constant,
+typedef enum msi_not_half { MSI_NOT_HALF(MSI_X) } msi_not_half;
+#undef MSI_X
+
+#define MSI_X(constant, text) text,
+static const char *const msi_not_half_texts[] = {MSI_NOT_HALF(MSI_X)};
+#undef MSI_X
+
+/* Whether a layer has to compute in F32: 16 bits are forbidden for an output. */
+static bool msi_is_kept_f32(const msi_graph *g, const msi_layer *l) {
+    bool kept = false;
+    for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+        kept |=
+            g->tensors.items[out.tensor].technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_OFF;
+    }
+    return kept;
+}
+
+/* What one layer says about its operands in 16 bits: those that it makes, and its params. */
+static void msi_mark_half(msi_graph *g, const msi_layer *l, uint32_t dtype) {
+    const bool accepts = l->dtypes.accepts & dtype, kept = msi_is_kept_f32(g, l);
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
+        for (MSI_EACH(operand, g, l, group)) {
+            msi_tensor *t = &g->tensors.items[operand.tensor];
+            const bool follows =
+                msi_follows_call(t, l, group, operand.slot) && operand.tensor != g->loss;
+            const msi_not_half why = !accepts           ? MSI_HALF_NOT_ACCEPTED
+                                     : kept || !follows ? MSI_HALF_STAYS
+                                                        : MSI_HALF_MAY_BE;
+            t->not_half = t->not_half == MSI_HALF_MAY_BE || t->not_half == MSI_HALF_NOT_USED
+                              ? (uint8_t)why
+                              : t->not_half;
+            t->half_gradient &= !l->has_backward || group != MSI_GROUP_PARAM ||
+                                msi_seen_format(t, l, MSI_GROUP_GRAD_PARAM, operand.slot,
+                                                MS_STATE_FORMAT_BF16) != MS_STATE_FORMAT_F32;
+        }
+    }
+}
+
+/* The format of a value: `half` where the plan may have it so (`may`), or else by force alone. */
+static ms_state_format msi_format_of_value(const msi_graph *g, uint32_t t, ms_state_format half,
+                                           bool may) {
+    const msi_tensor *tensor = &g->tensors.items[t];
+    const ms_switch force = (ms_switch)tensor->technique[MS_TECHNIQUE_MIXED_PRECISION];
+    return (force == MS_SWITCH_ON || (may && force != MS_SWITCH_OFF)) &&
+                   tensor->not_half == (uint8_t)MSI_HALF_MAY_BE
+               ? half
+               : MS_STATE_FORMAT_F32;
+}
+
 static uint32_t msi_lowest_bit(uint32_t mask) {
     uint32_t bit = 0;
     while (bit < 31 && !(mask >> bit & 1)) {
@@ -6136,6 +6520,7 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
     l.flops = desc->flops;
     l.backward_flops = desc->backward_flops;
     l.recompute_flops = desc->recompute_flops;
+    l.dtypes.accepts = desc->dtypes.accepts;
     l.operand_first = g->operands.count;
     l.mask_first = g->masks.count;
     msi_count_slots(desc, l.count);
@@ -6331,6 +6716,51 @@ static void msi_analyze_backward(msi_graph *g) {
     }
 }
 
+/* Whether the device computes in 16 bits itself. */
+static bool msi_has_half(const ms_model *m) {
+    const ms_hardware *h = &m->costs.hardware;
+    return m->half == MS_STATE_FORMAT_BF16 ? h->bf16 : h->fp16_tensor;
+}
+
+/* Whether gradients are multiplied by a loss scale, in a plan with mixed precision. */
+static bool msi_scales_loss(const ms_model *m) {
+    return m->half == MSI_FORMAT_F16;
+}
+
+/* Which values can be in 16 bits, and in which. */
+static void msi_analyze_half(ms_model *m) {
+    msi_graph *g = &m->graph;
+    const ms_hardware *h = &m->costs.hardware;
+    const bool f16 = m->config.mixed_dtype == MS_DTYPE_F16 ||
+                     (m->config.mixed_dtype != MS_DTYPE_BF16 && !h->bf16 && h->fp16_tensor);
+    m->half = f16 ? MSI_FORMAT_F16 : MS_STATE_FORMAT_BF16;
+    const bool masters = m->config.master_weights != MS_SWITCH_OFF;
+    const bool updates =
+        m->optimizer.kind <= MS_OPTIMIZER_SGD && m->config.backend.has_state_formats;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        msi_tensor *tensor = &g->tensors.items[t];
+        tensor->not_half = MSI_HALF_NOT_USED;
+        tensor->half_gradient = !msi_is_borrowed(tensor, MSI_ROLE_GRADIENT);
+    }
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        msi_mark_half(g, &g->layers.items[i], 1u << msi_dtype_of(m->half, MS_DTYPE_F32));
+    }
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        msi_tensor *tensor = &g->tensors.items[t];
+        const bool learns = msi_is_trained(tensor) && tensor->last_gradient != MSI_NONE;
+        if (m->config.debug && tensor->not_half == (uint8_t)MSI_HALF_MAY_BE) {
+            tensor->not_half = MSI_HALF_STAYS; // callbacks are checked in F32
+        }
+        if (tensor->kind == MSI_KIND_PARAM && tensor->not_half == (uint8_t)MSI_HALF_MAY_BE) {
+            tensor->not_half =
+                (uint8_t)(msi_is_borrowed(tensor, MSI_ROLE_VALUE)     ? MSI_HALF_UPDATE
+                          : !learns && masters                        ? MSI_HALF_FROZEN
+                          : learns && !(updates && (masters || !f16)) ? MSI_HALF_UPDATE
+                                                                      : MSI_HALF_MAY_BE);
+        }
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>validate  what a trainer can get wrong, each with its own text
 
@@ -6339,8 +6769,8 @@ static void msi_analyze_backward(msi_graph *g) {
 static bool msi_is_complete(const ms_backend *b) {
     const bool needed = b->size == sizeof *b && b->name && b->memory_alloc && b->memory_release &&
                         b->hardware && b->copy_in && b->copy_out && b->copy && b->fill_bytes &&
-                        b->fill_f32 && b->add_f32 && b->cast && b->loss && b->add_squares_f32 &&
-                        b->clip_scale && b->update && b->gemm;
+                        b->fill_f32 && b->scale_f32 && b->add && b->cast && b->loss &&
+                        b->add_squares && b->clip_scale && b->update && b->gemm;
     const bool streams = b->synchronize && b->record && b->wait && b->wait_on_host;
     const bool recordings = b->recording_check && b->recording_end && b->recording_launch &&
                             b->recording_release && streams;
@@ -6379,6 +6809,16 @@ static bool msi_switches_are_valid(const ms_config *c) {
     return valid;
 }
 
+static bool msi_scaling_is_valid(const ms_loss_scaling *l) {
+    const float numbers[] = {l->initial, l->growth, l->backoff, l->least};
+    bool valid = true;
+    for (int i = 0; i < 4; i++) {
+        valid &= msi_is_finite((double)numbers[i]) && !(numbers[i] < 0.0f);
+    }
+    return valid && (l->growth == 0.0f || !(l->growth < 1.0f)) && l->backoff < 1.0f &&
+           !((l->initial > 0.0f ? l->initial : 65536.0f) < l->least);
+}
+
 /* What is wrong with a config whose defaults are filled in, and the number that is wrong, or 0;
    NULL: nothing is. */
 static const char *msi_config_fault(const ms_config *c, double *number) {
@@ -6412,8 +6852,16 @@ static const char *msi_config_fault(const ms_config *c, double *number) {
          "mode: there is no such mode: set one of ms_mode"},
         {!msi_switches_are_valid(c), 0.0,
          "checkpointing, offloading, tiling, mixed_precision, optimizer_8bit, early_update, "
-         "async_offload, static_profiling or empirical_profiling: there is no such switch: set one "
+         "async_offload, static_profiling, empirical_profiling or master_weights: there is no such "
+         "switch: set one "
          "of ms_switch"},
+        {c->mixed_dtype != MS_DTYPE_F32 && c->mixed_dtype != MS_DTYPE_BF16 &&
+             c->mixed_dtype != MS_DTYPE_F16,
+         (double)(int)c->mixed_dtype,
+         "mixed_dtype: set MS_DTYPE_BF16 or MS_DTYPE_F16, or 0 for what the device has"},
+        {!msi_scaling_is_valid(&c->loss_scaling), (double)c->loss_scaling.initial,
+         "loss_scaling: initial and least must be positive, initial not below least, growth at "
+         "least 1, and backoff above 0 and below 1; 0 takes the default"},
         {c->warmup_steps > MSI_MAX_WARMUP, (double)c->warmup_steps,
          "warmup_steps: it must be at most 1000"}};
     for (uint32_t i = 0; i < sizeof checks / sizeof checks[0]; i++) {
@@ -6900,6 +7348,53 @@ static bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_des
     return good;
 }
 
+/* The dtypes that calls in 16 bits can have. */
+static const uint32_t MSI_HALF_DTYPES = 1u << MS_DTYPE_BF16 | 1u << MS_DTYPE_F16;
+
+/* Checks that a result and the operand in whose place it is computed have one dtype in every call. */
+static bool msi_check_dtypes_in_place(ms_model *m, const char *name, const ms_layer_desc *d) {
+    const ms_layer_dtypes *x = &d->dtypes;
+    const char *field = NULL;
+    uint32_t slot = 0;
+    for (uint32_t j = 0; j < MS_LIMIT_OUT; j++) {
+        const uint32_t in = msi_lowest_bit(d->in_place[j]);
+        if ((d->must_in_place >> j & 1) && (x->f32_out >> j & 1) != (x->f32_in >> in & 1)) {
+            field = "out";
+            slot = j;
+        }
+    }
+    for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
+        const uint32_t out = msi_lowest_bit(d->grad_in_place[i].grad_out);
+        if ((d->must_grad_in_place >> i & 1) && (x->f32_in >> i & 1) != (x->f32_out >> out & 1)) {
+            field = "the gradient of in";
+            slot = i;
+        }
+    }
+    return !field ||
+           MSI_REFUSE_LAYER(m, name,
+                            "%s[%u] must be computed in place, but dtypes keeps either it or the "
+                            "operand in whose place F32, and not the other: name both, or neither",
+                            field, (unsigned)slot);
+}
+
+static bool msi_check_dtypes(ms_model *m, const char *name, const ms_layer_desc *d) {
+    const ms_layer_dtypes *x = &d->dtypes;
+    const uint32_t both = x->half_gradients & x->f32_param;
+    if (x->accepts & ~MSI_HALF_DTYPES) {
+        return MSI_REFUSE_LAYER(m, name,
+                                "dtypes.accepts is 0x%x: it can have 1 << MS_DTYPE_BF16 and "
+                                "1 << MS_DTYPE_F16 alone",
+                                (unsigned)x->accepts);
+    }
+    if (both) {
+        return MSI_REFUSE_LAYER(m, name,
+                                "dtypes names param[%u] both in f32_param and in half_gradients: "
+                                "a gradient in 16 bits is of a param in 16 bits",
+                                (unsigned)msi_lowest_bit(both));
+    }
+    return x->accepts == 0 || msi_check_dtypes_in_place(m, name, d);
+}
+
 /* Gradients that overwrite are added up by the library, which adds f32. */
 static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *d) {
     const uint32_t both_in = d->accumulates.in & d->overwrites.in;
@@ -7014,7 +7509,7 @@ static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *
     }
     return msi_check_masks(m, name, d, count) && msi_check_slots(m, name, d, count) &&
            msi_check_in_place(m, name, d) && msi_check_edges(m, name, d) &&
-           msi_check_clobbers(m, name, d);
+           msi_check_clobbers(m, name, d) && msi_check_dtypes(m, name, d);
 }
 
 static ms_layer msi_register_layer(ms_model *m, const ms_layer_desc *desc) {
@@ -7092,9 +7587,42 @@ static const char *msi_drop_fault(const msi_graph *g, uint32_t t) {
                                  : "its layer has no_recompute";
 }
 
+/* Why no value can be in F16, or NULL. */
+static const char *msi_half_fault(const ms_model *m) {
+    return !msi_scales_loss(m) ? NULL
+           : m->optimizer.kind > MS_OPTIMIZER_SGD
+               ? "gradients in F16 are scaled, which an update of the trainer's own does not undo"
+               : NULL;
+}
+
+/* Whether plans in a mode may use a technique whose switch is at DEFAULT. */
+static bool msi_mode_has(ms_mode mode, ms_technique technique) {
+    return msi_techniques[technique].modes >> mode & 1;
+}
+
+/* Whether a plan of this wrap may have values in F16: by a switch or a mode, or by force. */
+static bool msi_may_scale_loss(const ms_model *m) {
+    const ms_switch is = m->config.mixed_precision;
+    const msi_graph *g = &m->graph;
+    const bool by_mode =
+        m->config.auto_policy || msi_mode_has(m->config.mode, MS_TECHNIQUE_MIXED_PRECISION);
+    const bool all =
+        !m->config.debug && !msi_half_fault(m) &&
+        (is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_has_half(m) && by_mode));
+    bool may = false;
+    for (uint32_t t = 0; t < g->tensors.count && !may && msi_scales_loss(m); t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const ms_switch force = (ms_switch)tensor->technique[MS_TECHNIQUE_MIXED_PRECISION];
+        may = tensor->not_half == (uint8_t)MSI_HALF_MAY_BE &&
+              (force == MS_SWITCH_ON || (all && force != MS_SWITCH_OFF));
+    }
+    return may;
+}
+
 /* Why params cannot be updated inside backward, or NULL. */
 static const char *msi_early_fault(const ms_model *m) {
-    return m->config.accumulation_steps > 1         ? "accumulation_steps is above 1"
+    return msi_may_scale_loss(m)                    ? "a loss scale needs all gradients"
+           : m->config.accumulation_steps > 1       ? "accumulation_steps is above 1"
            : m->optimizer.grad_clip_norm > 0.0f     ? "grad_clip_norm needs all gradients"
            : m->optimizer.kind == MS_OPTIMIZER_NONE ? "MS_OPTIMIZER_NONE does not update"
                                                     : NULL;
@@ -7135,10 +7663,27 @@ static ms_result msi_check_forced(ms_model *m) {
                             "early update is forced on \"%s\", but %s: leave it to the plan",
                             msi_tensor_name(&m->graph, t), fault);
         }
+        const msi_not_half half = (msi_not_half)tensor->not_half;
+        const char *half_fault = tensor->technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_ON ||
+                                         m->config.mixed_precision == MS_SWITCH_ON
+                                     ? msi_half_fault(m)
+                                     : NULL;
+        if (half_fault) {
+            return msi_fail(m, MS_RESULT_UNSUPPORTED,
+                            "mixed precision is asked for in F16, but %s: set mixed_dtype to "
+                            "MS_DTYPE_BF16, or use AdamW or SGD",
+                            half_fault);
+        }
+        if (tensor->technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_ON &&
+            half == MSI_HALF_NOT_ACCEPTED && tensor->kind != MSI_KIND_PARAM) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "mixed precision is forced on \"%s\", but %s: leave it to the plan",
+                            msi_tensor_name(g, t), msi_not_half_texts[half]);
+        }
         const msi_not_8bit why =
             msi_why_not_8bit(&m->optimizer, m->config.backend.has_state_formats, tensor);
         if (tensor->technique[MS_TECHNIQUE_OPTIMIZER_8BIT] == MS_SWITCH_ON &&
-            why != MSI_8BIT_MAY_BE && why < MSI_8BIT_SMALL) {
+            !msi_can_be_8bit(why)) {
             return msi_fail(m, MS_RESULT_INVALID,
                             "8-bit optimizer is forced on \"%s\", but %s: leave it to the plan",
                             msi_tensor_name(g, t), msi_not_8bit_texts[why]);
@@ -7228,6 +7773,7 @@ static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
         return result;
     }
     msi_analyze_backward(g);
+    msi_analyze_half(m);
     for (uint32_t i = 0; i < g->tensors.count; i++) {
         msi_tensor *t = &g->tensors.items[i];
         t->updates_early &= !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !msi_early_fault(m);
@@ -7294,9 +7840,9 @@ static void msi_get_hardware(ms_model *m) {
 
 /* Roofline (Williams, Waterman and Patterson, "Roofline", 2009): what takes longer, arithmetic or
    memory. */
-static double msi_roofline_us(const msi_costs *c, double flops, double bytes) {
+static double msi_roofline_us(const msi_costs *c, double flops, double bytes, bool half) {
     const ms_hardware *h = &c->hardware;
-    const double tflops = c->tf32 ? h->tf32_tflops : h->f32_tflops;
+    const double tflops = half ? h->f16_tflops : c->tf32 ? h->tf32_tflops : h->f32_tflops;
     const double compute_us = flops / (tflops * 1e6),
                  memory_us = bytes / (h->memory_gb_per_s * 1e3);
     return h->launch_us + (compute_us > memory_us ? compute_us : memory_us);
@@ -7318,11 +7864,15 @@ static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
     return params > 0.0 ? 2.0 * params * rows : msi_output_elements(g, l);
 }
 
-/* Bytes of those operands of a group whose slots are in a mask. */
-static double msi_group_bytes(const msi_graph *g, const msi_layer *l, int group, uint32_t mask) {
+/* Bytes of those operands of a group whose slots are in a mask, in F32 or in 16 bits. */
+static double msi_group_bytes(const msi_graph *g, const msi_layer *l, int group, uint32_t mask,
+                              bool half) {
+    const ms_state_format format = half ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
     double bytes = 0.0;
     for (MSI_EACH(operand, g, l, group)) {
-        bytes += mask >> operand.slot & 1 ? (double)g->tensors.items[operand.tensor].bytes : 0.0;
+        const msi_tensor *t = &g->tensors.items[operand.tensor];
+        const ms_state_format seen = msi_seen_format(t, l, group, operand.slot, format);
+        bytes += mask >> operand.slot & 1 ? (double)msi_value_bytes(t, seen) : 0.0;
     }
     return bytes;
 }
@@ -7331,28 +7881,31 @@ static double msi_growth(double elements, double before) {
     return before > 0.0 ? elements / before : 1.0;
 }
 
-/* Predicts the times of a layer. Every operand counts once, and so does every gradient. */
-static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, const msi_layer *l) {
+/* Predicts the times of a layer, for calls in F32 or in 16 bits. Every operand counts once, and so
+   does every gradient. */
+static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, const msi_layer *l,
+                                     bool half) {
     const double elements = msi_output_elements(g, l);
     const double grown = msi_growth(elements, l->elements);
     const double flops = l->flops > 0.0 ? l->flops * grown : msi_derived_flops(g, l);
     double forward = 0.0, backward = 0.0, recompute = 0.0;
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        const double all = msi_group_bytes(g, l, group, MS_ALL_SLOTS);
+        const double all = msi_group_bytes(g, l, group, MS_ALL_SLOTS, half);
         const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
         forward += all;
-        backward += msi_group_bytes(g, l, group, msi_reads_of(l, group));
+        backward += msi_group_bytes(g, l, group, msi_reads_of(l, group), half);
         backward += group == MSI_GROUP_SAVED || group == MSI_GROUP_STATE ? 0.0 : all;
-        recompute += made ? all : msi_group_bytes(g, l, group, msi_recompute_reads_of(l, group));
+        recompute +=
+            made ? all : msi_group_bytes(g, l, group, msi_recompute_reads_of(l, group), half);
     }
     ms_layer_time time;
-    time.forward_us = msi_roofline_us(c, flops, forward);
+    time.forward_us = msi_roofline_us(c, flops, forward, half);
     time.backward_us = msi_roofline_us(
-        c, l->backward_flops > 0.0 ? l->backward_flops * grown : 2.0 * flops, backward);
+        c, l->backward_flops > 0.0 ? l->backward_flops * grown : 2.0 * flops, backward, half);
     time.recompute_us = time.forward_us;
     if (l->recompute) {
         time.recompute_us = msi_roofline_us(
-            c, l->recompute_flops > 0.0 ? l->recompute_flops * grown : elements, recompute);
+            c, l->recompute_flops > 0.0 ? l->recompute_flops * grown : elements, recompute, half);
     }
     return time;
 }
@@ -7387,6 +7940,17 @@ static ms_time_source msi_time_source(const msi_graph *g) {
     return !some ? MS_TIME_SOURCE_ROOFLINE : all ? MS_TIME_SOURCE_MEASURED : MS_TIME_SOURCE_MIXED;
 }
 
+/* Times of calls in 16 bits from those of calls in F32, or the other way round if `back`: in the
+   ratio of the predictions. */
+static ms_layer_time msi_scale_time(const msi_graph *g, const msi_costs *c, const msi_layer *l,
+                                    ms_layer_time time, bool back) {
+    const ms_layer_time to = msi_static_time(g, c, l, !back), from = msi_static_time(g, c, l, back);
+    time.forward_us *= msi_growth(to.forward_us, from.forward_us);
+    time.backward_us *= msi_growth(to.backward_us, from.backward_us);
+    time.recompute_us *= msi_growth(to.recompute_us, from.recompute_us);
+    return time;
+}
+
 /* Finds the times of all layers at the present sizes. Known and measured times grow with the
    output. A recomputation by the forward callback takes as long as forward. */
 static void msi_find_times(ms_model *m) {
@@ -7398,7 +7962,7 @@ static void msi_find_times(ms_model *m) {
         const double a = msi_growth(elements, l->known_elements);
         const double b = msi_growth(elements, l->measured_elements);
         const ms_layer_time *known = &l->known, *measured = &l->measured;
-        const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l);
+        const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l, false);
         ms_layer_time *time = &l->time;
         time->forward_us =
             msi_choose_time(a * known->forward_us, b * measured->forward_us, guess.forward_us);
@@ -7407,6 +7971,7 @@ static void msi_find_times(ms_model *m) {
         time->recompute_us =
             msi_choose_time(a * known->recompute_us, b * measured->recompute_us,
                             l->recompute && predicts ? guess.recompute_us : time->forward_us);
+        l->half = l->dtypes.accepts ? msi_scale_time(&m->graph, &m->costs, l, *time, false) : *time;
     }
 }
 
@@ -7437,7 +8002,7 @@ static ms_result msi_check_times(ms_model *m) {
 
 #define MSI_PROFILE "memscale-profile"
 
-enum { MSI_PROFILE_VERSION = 3, MSI_PROFILE_COSTS = MSI_COST_MEASURED_END - MSI_COST_LAYER_END };
+enum { MSI_PROFILE_VERSION = 4, MSI_PROFILE_COSTS = MSI_COST_MEASURED_END - MSI_COST_LAYER_END };
 
 static const double msi_most_elements = 1e18;
 
@@ -7794,11 +8359,6 @@ static void msi_print_profile(const ms_model *m, const msi_printer *out) {
 // ------------------------------------------------------------------------------------------------
 // >>rules  what a mode and the switches allow
 
-/* Whether plans in a mode may use a technique whose switch is at DEFAULT. */
-static bool msi_mode_has(ms_mode mode, ms_technique technique) {
-    return msi_techniques[technique].modes >> mode & 1;
-}
-
 /* Whether the device computes in the memory of the host, so that moving something frees nothing. */
 static bool msi_shares_memory(const ms_model *m) {
     return m->costs.hardware.kind != MS_DEVICE_DISCRETE;
@@ -7811,10 +8371,12 @@ static uint32_t msi_allowed(const ms_model *m, ms_mode mode) {
         const ms_switch is = msi_switch_of(&m->config, (ms_technique)t);
         const bool may =
             is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_mode_has(mode, (ms_technique)t) &&
-                                   !(t == MS_TECHNIQUE_OFFLOADING && msi_shares_memory(m)));
+                                   !(t == MS_TECHNIQUE_OFFLOADING && msi_shares_memory(m)) &&
+                                   !(t == MS_TECHNIQUE_MIXED_PRECISION && !msi_has_half(m)));
         mask |= (uint32_t)may << t;
     }
-    return mask & MSI_BUILT & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u);
+    return mask & MSI_BUILT & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u) &
+           ~(m->config.debug || msi_half_fault(m) ? MSI_MIXED : 0u);
 }
 
 static double msi_pressure(const msi_plan *plan) {
@@ -7970,6 +8532,13 @@ static void msi_reserve(const ms_model *m, msi_store *store) {
     store->event_count = MSI_EVENT_COUNT;
 }
 
+/* Whether a plan of this wrap may have a value in 16 bits that can be. */
+static bool msi_may_be_mixed(const ms_model *m, const msi_tensor *t) {
+    const ms_switch force = (ms_switch)t->technique[MS_TECHNIQUE_MIXED_PRECISION];
+    return force == MS_SWITCH_ON ||
+           (force != MS_SWITCH_OFF && (m->wrapped.choice.techniques & MSI_MIXED));
+}
+
 /* Lists every value that is kept between steps: of a param also the optimizer state, and the
    gradient if that is accumulated or borrowed. */
 static bool msi_list_residents(ms_model *m, msi_store *store) {
@@ -7997,6 +8566,10 @@ static bool msi_list_residents(ms_model *m, msi_store *store) {
         }
         for (uint32_t k = 0; k < states; k++) {
             msi_add_resident(m, store, t, (msi_role)(MSI_ROLE_STATE0 + k));
+        }
+        if (m->config.master_weights != MS_SWITCH_OFF &&
+            tensor->not_half == (uint8_t)MSI_HALF_MAY_BE && msi_may_be_mixed(m, tensor)) {
+            msi_add_resident(m, store, t, MSI_ROLE_MASTER);
         }
     }
     return true;
@@ -8127,10 +8700,18 @@ static uint64_t msi_room_of(const msi_store *store) {
 typedef struct msi_edge {
     uint32_t tensor; // MSI_NONE: the layer does not write this gradient
     uint32_t range;  // MSI_NONE: not made yet, or w->gradient[tensor]
+    ms_state_format format;
     bool overwrites;
+    bool is_cast;    // it is written in another format than that of the gradient
     bool separate;   // it is written to memory of its own, and added to the gradient afterwards
     bool accumulate; // beta is 1
 } msi_edge;
+
+/* What a layer writes in another format than the one in which it is kept. */
+typedef struct msi_result_cast {
+    uint32_t tensor, from, to;
+    bool is_new; // `to` begins with the result
+} msi_result_cast;
 
 /* An operand of an update: the resident on the host that it is a copy of, and where it is now. */
 typedef struct msi_update_operand {
@@ -8139,10 +8720,10 @@ typedef struct msi_update_operand {
     bool is_fetched; // by this update, part by part
 } msi_update_operand;
 
-/* The update of a param. Its operands: the value, the gradient, the norm, and state. */
+/* The update of a param. Its operands: the value, the gradient, the norm, state, and the master. */
 typedef struct msi_param_update {
     uint32_t param, parts, count;
-    msi_update_operand operands[3 + MS_LIMIT_OPTIMIZER_STATE];
+    msi_update_operand operands[4 + MS_LIMIT_OPTIMIZER_STATE];
     bool moves; // an operand is copied
 } msi_param_update;
 
@@ -8174,6 +8755,12 @@ typedef struct msi_lowering {
     uint32_t slots[MSI_MAX_VALUES + MSI_MAX_SLOTS];
     msi_edge edges[MSI_MAX_EDGES];
     uint32_t edge_count;
+    msi_result_cast casts[2 * MSI_MAX_SLOTS];
+    uint32_t cast_count;
+    ms_state_format call; // of the next instruction: as in msi_instruction.format
+    bool has_half;        // some decision has a format of 16 bits
+    bool scales_loss;     // and that is F16
+    bool calls_f32;       // but all layers compute in F32
     msi_param_update updates[MSI_MOST_TOGETHER]; // to be emitted next
     uint32_t update_count;
     msi_batch batch; // of their params
@@ -8248,8 +8835,9 @@ static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role ro
     case MSI_ROLE_CONTRIBUTION:
         return g->tensors.items[tensor].kind == MSI_KIND_PARAM ? MS_CATEGORY_GRADIENT
                                                                : MS_CATEGORY_ACTIVATION_GRADIENT;
-    case MSI_ROLE_STATE0:
-        break; // and those that follow it
+    case MSI_ROLE_STATE0: // and those that follow it
+    case MSI_ROLE_MASTER:
+        break;
     }
     return MS_CATEGORY_OPTIMIZER;
 }
@@ -8270,6 +8858,21 @@ static uint32_t msi_new_range(msi_lowering *w, uint32_t target, msi_role role, u
     range->idle_first = range->idle_last = MSI_NONE;
     range->alias_of = range->block = MSI_NONE;
     return p->ranges.count++;
+}
+
+/* A live range for a value or a gradient in a format. */
+static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, ms_state_format format) {
+    const uint64_t bytes = msi_value_bytes(&w->graph->tensors.items[t], format);
+    const uint32_t range = msi_new_range(w, t, role, bytes);
+    if (range != MSI_NONE) {
+        w->program->ranges.items[range].format = (uint8_t)format;
+    }
+    return range;
+}
+
+static ms_state_format msi_format_at(const msi_lowering *w, uint32_t range) {
+    return range == MSI_NONE ? MS_STATE_FORMAT_F32
+                             : (ms_state_format)w->program->ranges.items[range].format;
 }
 
 /* Appends an operand to the last instruction, and extends its live range to there. */
@@ -8302,14 +8905,19 @@ static void msi_use_both(msi_lowering *w, uint32_t target, bool accumulate, uint
     msi_use(w, source, false);
 }
 
-static uint32_t msi_emit_copy(msi_lowering *w, uint32_t target, msi_role role, uint32_t range,
-                              uint32_t source) {
-    msi_emit(w, MSI_OP_COPY, target);
-    if (range == MSI_NONE) {
-        range = msi_new_range(w, target, role, w->graph->tensors.items[target].bytes);
-    }
+/* Copies a value to a range, or to a new one in a format: which may be another one. */
+static uint32_t msi_emit_copy_as(msi_lowering *w, uint32_t target, msi_role role, uint32_t range,
+                                 uint32_t source, ms_state_format format) {
+    const ms_state_format to = range == MSI_NONE ? format : msi_format_at(w, range);
+    msi_emit(w, to == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, target);
+    range = range == MSI_NONE ? msi_new_value(w, target, role, to) : range;
     msi_use_both(w, range, false, source);
     return range;
+}
+
+static uint32_t msi_emit_copy(msi_lowering *w, uint32_t target, msi_role role, uint32_t range,
+                              uint32_t source) {
+    return msi_emit_copy_as(w, target, role, range, source, msi_format_at(w, source));
 }
 
 /* The op of an instruction; a copy gets that of its direction, by where its ends are. */
@@ -8344,13 +8952,20 @@ static void msi_send(msi_lowering *w, uint32_t t, msi_role role) {
     *away = msi_emit_copy(w, t, role, *away, now);
     if (is_new && *away != MSI_NONE) {
         w->program->ranges.items[*away].on_host = true;
-        w->program->sent_bytes += msi_align(w->graph->tensors.items[t].bytes);
+        w->program->sent_bytes += msi_align(w->program->ranges.items[*away].bytes);
     }
 }
 
 static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
     msi_emit(w, MSI_OP_ZERO, target);
     const uint32_t range = msi_new_range(w, target, role, bytes);
+    msi_use(w, range, false);
+    return range;
+}
+
+static uint32_t msi_emit_zeros(msi_lowering *w, uint32_t t, msi_role role, ms_state_format format) {
+    msi_emit(w, MSI_OP_ZERO, t);
+    const uint32_t range = msi_new_value(w, t, role, format);
     msi_use(w, range, false);
     return range;
 }
@@ -8401,6 +9016,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     p->forward_end = p->backward_end = UINT32_MAX;
     p->recompute_count = 0;
     p->norm = MSI_NONE;
+    p->scales_loss = false;
     p->out_of_memory = p->is_laid_out = false;
     p->resident_bytes = store->reserved_bytes;
     p->home_bytes = p->sent_bytes = p->homes = 0;
@@ -8408,35 +9024,80 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     w->program = p;
     w->decisions = decisions;
     w->queue_first = w->queue_end = w->update_count = 0;
-    w->backward = false;
+    w->backward = w->has_half = w->scales_loss = false;
     w->pass_only_count = w->recomputation = w->pass_number = 0;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         w->value[t] = store->resident_of[t];
         w->gradient[t] = w->away[t] = w->gradient_away[t] = MSI_NONE;
         w->met[t] = w->wanted[t] = w->cleared[t] = 0;
+        if (decisions[t].format != MS_STATE_FORMAT_F32) {
+            p->homes = msi_mix_in(p->homes, (uint64_t)t << 8 | decisions[t].format);
+            w->has_half = true;
+            w->scales_loss |= (ms_state_format)decisions[t].format == MSI_FORMAT_F16;
+        }
     }
     for (uint32_t i = 0; i < w->graph->operands.count; i++) {
         w->snapshot[i] = MSI_NONE;
     }
     for (uint32_t i = 0; i < store->residents.count; i++) {
         const msi_resident *resident = &store->residents.items[i];
+        const msi_tensor *tensor = &w->graph->tensors.items[resident->tensor];
+        const ms_state_format half = (ms_state_format)decisions[resident->tensor].format;
         const ms_state_format format =
-            msi_format_of(w->optimizer, &w->graph->tensors.items[resident->tensor], resident->role,
-                          decisions[resident->tensor].state_8bit);
-        const uint64_t bytes =
-            resident->role >= MSI_ROLE_STATE0
-                ? msi_state_bytes(format, w->graph->tensors.items[resident->tensor].largest_bytes /
-                                              sizeof(float))
-                : resident->bytes;
+            resident->role == MSI_ROLE_VALUE && tensor->kind == MSI_KIND_PARAM ? half
+            : resident->role == MSI_ROLE_GRADIENT && tensor->half_gradient
+                ? half
+                : msi_format_of(w->optimizer, tensor, resident->role,
+                                decisions[resident->tensor].state_8bit);
+        const bool is_none = resident->role == MSI_ROLE_MASTER && !msi_is_half(half);
+        const uint64_t bytes = is_none ? 0
+                               : resident->role >= MSI_ROLE_STATE0 || msi_is_half(format)
+                                   ? msi_state_bytes(format, tensor->largest_bytes / sizeof(float))
+                                   : tensor->largest_bytes;
         const uint32_t range = msi_new_range(w, resident->tensor, resident->role, bytes);
         if (range == MSI_NONE) {
             return;
         }
         p->ranges.items[range].format = (uint8_t)format;
+        p->homes = format == MS_STATE_FORMAT_8BIT ? msi_mix_in(p->homes, range) : p->homes;
         p->ranges.items[range].first = 0;
         p->ranges.items[range].last = MSI_NONE;
         msi_start_resident(w, range);
     }
+}
+
+/* The format of the next call of a layer: that of the first operand in 16 bits which it accepts so,
+   and which is not to stay F32. */
+static ms_state_format msi_call_format(const msi_lowering *w, const msi_layer *l) {
+    if (!w->has_half || w->calls_f32 || !l->dtypes.accepts || msi_is_kept_f32(w->graph, l)) {
+        return MS_STATE_FORMAT_F32;
+    }
+    for (int group = 0; group <= MSI_GROUP_PARAM; group++) {
+        for (MSI_EACH(operand, w->graph, l, group)) {
+            const msi_tensor *t = &w->graph->tensors.items[operand.tensor];
+            const ms_state_format format = (ms_state_format)w->decisions[operand.tensor].format;
+            if (msi_is_half(format) && msi_follows_call(t, l, group, operand.slot) &&
+                (l->dtypes.accepts >> msi_dtype_of(format, MS_DTYPE_F32) & 1)) {
+                return format;
+            }
+        }
+    }
+    return MS_STATE_FORMAT_F32;
+}
+
+static ms_state_format msi_seen_by_call(const msi_lowering *w, const msi_layer *l, int group,
+                                        uint32_t slot, uint32_t t) {
+    return msi_seen_format(&w->graph->tensors.items[t], l, group, slot, w->call);
+}
+
+/* The format of the gradient of a tensor: that which it has, or the one that it will have. */
+static ms_state_format msi_gradient_format(const msi_lowering *w, uint32_t t) {
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    return w->gradient[t] != MSI_NONE        ? msi_format_at(w, w->gradient[t])
+           : w->gradient_away[t] != MSI_NONE ? msi_format_at(w, w->gradient_away[t])
+           : tensor->kind == MSI_KIND_PARAM && !tensor->half_gradient
+               ? MS_STATE_FORMAT_F32
+               : (ms_state_format)w->decisions[t].format;
 }
 
 /* Lists the edges of a layer: the gradients of the slots in the masks. A gradient to which the
@@ -8458,28 +9119,34 @@ static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask
                 continue;
             }
             edge->tensor = t;
+            edge->format =
+                msi_seen_by_call(w, l, of_in ? MSI_GROUP_GRAD_IN : MSI_GROUP_GRAD_PARAM, slot, t);
+            edge->is_cast = edge->format != msi_gradient_format(w, t);
             edge->overwrites = (of_in ? overwrites : l->overwrites.param) >> slot & 1;
             const uint32_t accumulates = of_in ? l->accumulates.in : l->accumulates.param;
-            if ((accumulates >> slot & 1) && w->gradient[t] == MSI_NONE) {
-                w->gradient[t] = msi_emit_zero(w, t, MSI_ROLE_GRADIENT, g->tensors.items[t].bytes);
+            if ((accumulates >> slot & 1) && edge->is_cast) {
+                edge->range = msi_emit_zeros(w, t, MSI_ROLE_CONTRIBUTION, edge->format);
+            } else if ((accumulates >> slot & 1) && w->gradient[t] == MSI_NONE) {
+                w->gradient[t] = msi_emit_zeros(w, t, MSI_ROLE_GRADIENT, edge->format);
             }
         }
     }
 }
 
 /* Decides where an edge writes: to the gradient itself, as its first contribution or on top of what
-   is there; or, if it overwrites and others contribute too, to memory of its own. */
+   is there; or to memory of its own, if that has another format, or if it overwrites and others
+   contribute too. */
 static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
     bool first = w->gradient[edge->tensor] == MSI_NONE, mixed = false;
     for (uint32_t k = 0; k < w->edge_count; k++) {
         const msi_edge *other = &w->edges[k];
-        if (other->tensor == edge->tensor) {
+        if (other->tensor == edge->tensor && !other->is_cast) {
             mixed |= !other->overwrites;
             first &= other >= edge || other->separate;
         }
     }
-    edge->separate = edge->overwrites && (!first || mixed);
-    edge->accumulate = !edge->overwrites && !first;
+    edge->separate = edge->is_cast || (edge->overwrites && (!first || mixed));
+    edge->accumulate = edge->is_cast ? edge->range != MSI_NONE : !edge->overwrites && !first;
 }
 
 /* Copies grad_out to where a gradient is to be computed in place of it; returns the live range of
@@ -8492,8 +9159,9 @@ static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t 
     const uint32_t source = w->gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
     const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
     const uint32_t t = edge->tensor;
-    grad_out[out] = source == MSI_NONE ? msi_emit_zero(w, t, role, g->tensors.items[t].bytes)
-                                       : msi_emit_copy(w, t, role, MSI_NONE, source);
+    grad_out[out] = source == MSI_NONE
+                        ? msi_emit_zeros(w, t, role, edge->format)
+                        : msi_emit_copy_as(w, t, role, MSI_NONE, source, edge->format);
     return grad_out[out];
 }
 
@@ -8525,9 +9193,9 @@ static void msi_use_edges(msi_lowering *w, uint32_t end) {
         }
         uint32_t *gradient = &w->gradient[edge->tensor];
         if (edge->range == MSI_NONE && (edge->separate || *gradient == MSI_NONE)) {
-            edge->range = msi_new_range(w, edge->tensor,
+            edge->range = msi_new_value(w, edge->tensor,
                                         edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT,
-                                        w->graph->tensors.items[edge->tensor].bytes);
+                                        edge->format);
             *gradient = edge->separate ? *gradient : edge->range;
         }
         msi_use(w, edge->range == MSI_NONE ? *gradient : edge->range, edge->accumulate);
@@ -8537,9 +9205,16 @@ static void msi_use_edges(msi_lowering *w, uint32_t end) {
 static void msi_add_contributions(msi_lowering *w) {
     for (uint32_t e = 0; e < w->edge_count; e++) {
         const msi_edge *edge = &w->edges[e];
-        if (edge->tensor != MSI_NONE && edge->separate) {
+        uint32_t *gradient = edge->tensor == MSI_NONE ? NULL : &w->gradient[edge->tensor];
+        if (!gradient || !edge->separate) {
+            continue;
+        }
+        if (*gradient == MSI_NONE) { // the first contribution, in another format
+            *gradient = msi_emit_copy_as(w, edge->tensor, MSI_ROLE_GRADIENT, MSI_NONE, edge->range,
+                                         msi_gradient_format(w, edge->tensor));
+        } else {
             msi_emit(w, MSI_OP_ADD, edge->tensor);
-            msi_use_both(w, w->gradient[edge->tensor], true, edge->range);
+            msi_use_both(w, *gradient, true, edge->range);
         }
     }
 }
@@ -8575,7 +9250,8 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     }
     /* A recomputation by forward also writes values that are still in memory once more, with the
        same bits. From here on the new ones are read: nothing needs the old ones in between. */
-    const uint32_t range = msi_new_range(w, t, MSI_ROLE_VALUE, tensor->bytes);
+    const uint32_t range =
+        msi_new_value(w, t, MSI_ROLE_VALUE, (ms_state_format)w->decisions[t].format);
     if (again && !there && w->decisions[t].pass > w->depth) {
         w->pass_only[w->pass_only_count++] = t;
     }
@@ -8607,6 +9283,36 @@ static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint
     }
 }
 
+/* The live range to which a call writes what is kept in `range`: another one if the call has it in
+   another format. Then the result is cast afterwards. */
+static uint32_t msi_written_range(msi_lowering *w, const msi_layer *l, int group, uint32_t slot,
+                                  uint32_t t, uint32_t range) {
+    const msi_program *p = w->program;
+    const ms_state_format seen = msi_seen_by_call(w, l, group, slot, t);
+    if (range == MSI_NONE || msi_format_at(w, range) == seen) {
+        return range;
+    }
+    msi_result_cast *cast = &w->casts[w->cast_count++];
+    cast->tensor = t;
+    cast->from = msi_new_value(w, t, MSI_ROLE_VALUE, seen);
+    cast->to = range;
+    cast->is_new = range >= w->store->residents.count &&
+                   p->ranges.items[range].first == p->instructions.count - 1;
+    return cast->from;
+}
+
+/* After a call: what it has written in another format becomes what is kept, which begins here. */
+static void msi_cast_results(msi_lowering *w) {
+    for (uint32_t k = 0; k < w->cast_count && !w->program->out_of_memory; k++) {
+        const msi_result_cast *cast = &w->casts[k];
+        msi_range *to = &w->program->ranges.items[cast->to];
+        msi_emit_copy_as(w, cast->tensor, MSI_ROLE_VALUE, cast->to, cast->from,
+                         MS_STATE_FORMAT_F32);
+        to->first = cast->is_new ? to->last : to->first;
+    }
+    w->cast_count = 0;
+}
+
 /* Copies inputs in whose place an output is computed to the memory of the output. The copy costs
    nothing where the output is an alias of the input. */
 static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t reader) {
@@ -8619,11 +9325,52 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
             (!own || (w->value[t] == MSI_NONE && msi_is_needed(w, t, reader)))) {
             const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + out.slot]);
             const uint32_t source = w->value[in[i]];
-            msi_emit(w, MSI_OP_COPY, t);
-            const uint32_t range = msi_output_range(w, op, t, false, reader);
+            const ms_state_format seen = msi_seen_by_call(w, l, MSI_GROUP_OUT, out.slot, t);
+            msi_emit(w, seen == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, t);
+            const uint32_t range = msi_written_range(w, l, MSI_GROUP_OUT, out.slot, t,
+                                                     msi_output_range(w, op, t, false, reader));
             msi_use_both(w, range, false, source);
             w->slots[i] = w->slots[msi_group_start(l, MSI_GROUP_OUT) + out.slot] = range;
         }
+    }
+}
+
+/* Casts what the next call reads in another format than it is kept in. */
+static void msi_cast_values(msi_lowering *w, msi_op op, const msi_layer *l) {
+    for (int group = 0; group <= MSI_GROUP_PARAM && w->has_half; group++) {
+        const uint32_t reads =
+            op == MSI_OP_BACKWARD ? msi_reads_of(l, group) : msi_op_reads(l, op, group);
+        for (MSI_EACH(operand, w->graph, l, group)) {
+            const uint32_t t = operand.tensor;
+            uint32_t *slot = &w->slots[msi_group_start(l, group) + operand.slot];
+            const ms_state_format seen = msi_seen_by_call(w, l, group, operand.slot, t);
+            if ((reads >> operand.slot & 1) && *slot == MSI_UNSET && w->value[t] != MSI_NONE &&
+                msi_format_at(w, w->value[t]) != seen) {
+                *slot = msi_emit_copy_as(w, t, MSI_ROLE_VALUE, MSI_NONE, w->value[t], seen);
+            }
+        }
+    }
+}
+
+/* Casts the gradients of outputs that backward reads in another format than they are kept in. */
+static void msi_cast_gradients(msi_lowering *w, const msi_layer *l, uint32_t *grad_out) {
+    for (MSI_EACH(out, w->graph, l, MSI_GROUP_OUT)) {
+        const uint32_t gradient = w->gradient[out.tensor];
+        const ms_state_format seen =
+            msi_seen_by_call(w, l, MSI_GROUP_GRAD_OUT, out.slot, out.tensor);
+        if (grad_out[out.slot] == MSI_UNSET && gradient != MSI_NONE &&
+            msi_format_at(w, gradient) != seen) {
+            grad_out[out.slot] =
+                msi_emit_copy_as(w, out.tensor, MSI_ROLE_GRADIENT, MSI_NONE, gradient, seen);
+        }
+    }
+}
+
+/* Emits the call of a layer. */
+static void msi_emit_call(msi_lowering *w, msi_op op, uint32_t layer) {
+    const uint32_t now = msi_emit(w, op, layer);
+    if (!w->program->out_of_memory) {
+        w->program->instructions.items[now].format = (uint8_t)w->call;
     }
 }
 
@@ -8642,7 +9389,8 @@ static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int g
             range = MSI_NONE;
         } else if (range == MSI_UNSET && written) {
             const bool optional = group == MSI_GROUP_SAVED && (l->optional_saved >> k & 1);
-            range = msi_output_range(w, op, operands[k], optional, reader);
+            range = msi_written_range(w, l, group, k, operands[k],
+                                      msi_output_range(w, op, operands[k], optional, reader));
         } else if (range == MSI_UNSET) {
             range = reads >> k & 1 ? w->value[operands[k]] : MSI_NONE;
         }
@@ -8795,15 +9543,17 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     const bool writes_gradients = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
     msi_program *p = w->program;
     uint32_t aside[MS_LIMIT_STATE];
+    w->call = msi_call_format(w, l);
     msi_unset_slots(w, l);
     msi_fetch_values(w, op, l);
     msi_lower_state(w, op, l, aside);
     msi_lower_in_place(w, op, l, reader);
+    msi_cast_values(w, op, l);
     if (writes_gradients) {
         msi_prepare_edges(w, l, l->grads_in_forward, 0, NULL);
     }
     const uint32_t workspace = msi_prepare_workspace(w, layer, which);
-    msi_emit(w, op, layer);
+    msi_emit_call(w, op, layer);
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         msi_use_values(w, op, l, group, reader);
     }
@@ -8811,6 +9561,7 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
         msi_use_edges(w, l->count[MSI_GROUP_IN]);
     }
     msi_use_workspace(w, layer, which, workspace);
+    msi_cast_results(w);
     if (writes_gradients) {
         msi_add_contributions(w);
     }
@@ -8925,7 +9676,7 @@ static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reade
 static void msi_lower_norm(msi_lowering *w) {
     const msi_graph *g = w->graph;
     msi_program *p = w->program;
-    if (!(w->optimizer->grad_clip_norm > 0.0f)) {
+    if (!(w->optimizer->grad_clip_norm > 0.0f) && !w->scales_loss) {
         return;
     }
     p->norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
@@ -8973,7 +9724,9 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
     }
     for (uint32_t i = resident + 1;
          i < store->residents.count && store->residents.items[i].tensor == param; i++) {
-        if (store->residents.items[i].role >= MSI_ROLE_STATE0) {
+        const bool is_there = store->residents.items[i].role != MSI_ROLE_MASTER ||
+                              w->program->ranges.items[i].bytes > 0;
+        if (store->residents.items[i].role >= MSI_ROLE_STATE0 && is_there) {
             const bool moved = msi_is_moved(w, param, MSI_ROLE_STATE0);
             const bool copied = moved && !msi_is_used_on_host(w, i);
             list[count].range = copied ? MSI_NONE : i;
@@ -9022,7 +9775,7 @@ static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
 /* One part of the updates at hand: what is moved is fetched before, and sent back after. What has
    come together goes together; a value that backward has used lies elsewhere, and goes by itself. */
 static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts) {
-    msi_update_operand *moved[MSI_MOST_TOGETHER * (1 + MS_LIMIT_OPTIMIZER_STATE)];
+    msi_update_operand *moved[MSI_MOST_TOGETHER * (2 + MS_LIMIT_OPTIMIZER_STATE)];
     const uint32_t count = msi_list_moved(w, moved);
     uint32_t before = MSI_NONE;
     for (uint32_t n = 0; n < w->update_count; n++) {
@@ -9199,9 +9952,10 @@ static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
     for (int group = MSI_GROUP_IN; group <= MSI_GROUP_OUT; group++) {
         const uint32_t mask = masks[group] & msi_reads_of(l, group);
         for (MSI_EACH(operand, w->graph, l, group)) {
-            if (mask >> operand.slot & 1) {
-                w->slots[msi_group_start(l, group) + operand.slot] = msi_emit_copy(
-                    w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE, w->value[operand.tensor]);
+            uint32_t *slot = &w->slots[msi_group_start(l, group) + operand.slot];
+            if ((mask >> operand.slot & 1) && *slot == MSI_UNSET) { // what was cast is a copy
+                *slot = msi_emit_copy(w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE,
+                                      w->value[operand.tensor]);
             }
         }
     }
@@ -9245,13 +9999,16 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
     uint32_t *grad_out = w->slots + msi_group_start(l, MSI_GROUP_COUNT);
     msi_lower_before_backward(w, layer);
+    w->call = msi_call_format(w, l);
     msi_unset_slots(w, l);
     msi_fetch_values(w, MSI_OP_BACKWARD, l);
     msi_fetch_gradients(w, l);
+    msi_cast_values(w, MSI_OP_BACKWARD, l);
     msi_lower_clobbers(w, l);
     msi_prepare_edges(w, l, MS_ALL_SLOTS, MS_ALL_SLOTS, grad_out);
+    msi_cast_gradients(w, l, grad_out);
     const uint32_t workspace = msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
-    msi_emit(w, MSI_OP_BACKWARD, layer);
+    msi_emit_call(w, MSI_OP_BACKWARD, layer);
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         msi_use_values(w, MSI_OP_BACKWARD, l, group, MSI_NONE);
     }
@@ -9400,6 +10157,7 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     msi_lower_all_backward(w);
     p->backward_end = p->instructions.count;
     p->loss = w->value[g->loss];
+    p->scales_loss = w->scales_loss;
     msi_lower_norm(w);
     msi_lower_updates(w);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -9440,9 +10198,10 @@ static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions
 
 /* Whether a value fits into the memory of another: with axes, at all their sizes or at none. */
 static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_range *old) {
-    return g->axis_count == 0
-               ? msi_align(range->bytes) == msi_align(old->bytes)
-               : range->bytes == old->bytes && msi_scales_alike(g, range->tensor, old->tensor);
+    return range->format == old->format &&
+           (g->axis_count == 0
+                ? msi_align(range->bytes) == msi_align(old->bytes)
+                : range->bytes == old->bytes && msi_scales_alike(g, range->tensor, old->tensor));
 }
 
 /* The live range whose memory `range` can go on using: it ends at this instruction, has the same
@@ -9628,12 +10387,15 @@ static uint64_t msi_updated_bytes(const msi_graph *g, const msi_program *p,
 static double msi_moved_bytes(const msi_graph *g, const msi_program *p, const msi_instruction *i) {
     uint64_t bytes = msi_operand_bytes(g, p, i, 0);
     if (i->op == MSI_OP_UPDATE) {
-        return 3.0 * (double)bytes + 2.0 * (double)msi_updated_bytes(g, p, i, false);
+        return 2.0 * (double)bytes + (double)msi_operand_bytes(g, p, i, 1) +
+               2.0 * (double)msi_updated_bytes(g, p, i, false);
     }
     for (uint32_t k = 1; k < msi_pair_count(i); k++) {
         bytes += msi_operand_bytes(g, p, i, 2 * k);
     }
-    return (double)bytes * (double)msi_ops[i->op].passes;
+    const bool reads = i->op == MSI_OP_CAST || i->op == MSI_OP_ADD;
+    return (double)bytes * (double)msi_ops[i->op].passes +
+           (reads ? (double)msi_operand_bytes(g, p, i, 1) : 0.0);
 }
 
 /* Whether an instruction does nothing, such as a copy whose target aliases its source. */
@@ -9667,24 +10429,33 @@ static double msi_mapped_us(const msi_graph *g, const msi_costs *c, const msi_pr
    update on a processor, and not on a GPU. */
 static const double MSI_CODE_FLOPS = 100.0;
 
-/* How long an update takes to compute, for state in codes. */
-static double msi_codes_us(const msi_costs *c, const msi_program *p, const msi_instruction *i,
-                           double elements) {
+/* How many tensors of state an update has in codes. */
+static uint32_t msi_coded_count(const msi_program *p, const msi_instruction *i) {
     uint32_t coded = 0;
-    for (uint32_t k = 3; k < i->operand_count; k++) {
+    for (uint32_t k = 3; k < i->operand_count && i->op == MSI_OP_UPDATE; k++) {
         const uint32_t range = p->operands.items[i->operand_first + k].range;
         coded += p->ranges.items[range].format == MS_STATE_FORMAT_8BIT;
     }
-    return coded > 0 ? c->hardware.launch_us +
-                           coded * elements * MSI_CODE_FLOPS / (c->hardware.f32_tflops * 1e6)
-                     : 0.0;
+    return coded;
 }
 
+/* What determines the time of an instruction, by its op or, of an update, by its state. */
+static msi_cost msi_cost_of(const msi_program *p, const msi_instruction *i) {
+    return msi_coded_count(p, i) > 0 ? MSI_COST_UPDATE_8BIT : msi_ops[i->op].cost;
+}
+
+/* Updates of state in codes have a speed of their own if that was measured. Otherwise they take as
+   long as those of F32 take for their bytes, or as coding does. */
 static double msi_update_us(const msi_graph *g, const msi_costs *c, const msi_program *p,
                             const msi_instruction *i, double bytes) {
-    const double moving = msi_bytes_us(c, MSI_COST_UPDATE, bytes);
-    const double coding = msi_codes_us(c, p, i, (double)msi_operand_bytes(g, p, i, 0) / 4.0);
-    return (moving > coding ? moving : coding) + msi_mapped_us(g, c, p, i);
+    const uint64_t all = g->tensors.items[i->target].bytes / sizeof(float);
+    const double elements = (double)msi_part_of(all, i->part, i->part_count).count;
+    const double flops = MSI_CODE_FLOPS * msi_coded_count(p, i) * elements;
+    const double coding =
+        flops > 0.0 ? c->hardware.launch_us + flops / (c->hardware.f32_tflops * 1e6) : 0.0;
+    const bool measured = flops > 0.0 && c->bytes_per_us[MSI_COST_UPDATE_8BIT] > 0.0;
+    const double moving = msi_bytes_us(c, measured ? MSI_COST_UPDATE_8BIT : MSI_COST_UPDATE, bytes);
+    return (measured || moving > coding ? moving : coding) + msi_mapped_us(g, c, p, i);
 }
 
 /* The stream that an op runs on: without copies of its own, a device has one. */
@@ -9698,7 +10469,10 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
     const msi_cost cost = msi_ops[op].cost;
     const bool layer = msi_calls_layer(op);
     const double bytes = layer ? 0.0 : msi_moved_bytes(g, p, i);
-    const ms_layer_time *time = layer ? &g->layers.items[i->target].time : NULL;
+    const msi_layer *l = layer ? &g->layers.items[i->target] : NULL;
+    const ms_layer_time *time = !l                                        ? NULL
+                                : msi_is_half((ms_state_format)i->format) ? &l->half
+                                                                          : &l->time;
     switch (cost) {
     case MSI_COST_NONE:
         return 0.0;
@@ -9724,6 +10498,7 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
     case MSI_COST_SUM:
         return msi_is_free(p, i) ? 0.0 : msi_bytes_us(c, cost, bytes);
     case MSI_COST_UPDATE:
+    case MSI_COST_UPDATE_8BIT:
         return msi_is_free(p, i) ? 0.0 : msi_update_us(g, c, p, i, bytes);
     case MSI_COST_COUNT:
         break;
@@ -11897,6 +12672,7 @@ typedef struct msi_scorer {
     const ms_allocator *allocator;
     bool checks_layouts;              // debug mode
     bool has_state_formats;           // of the backend
+    ms_state_format half;             // of values in 16 bits
     msi_lowering *lowering;           // its scratch memory
     msi_program *program;             // of the decisions that were scored last
     msi_program *eval;                // the eval program: it depends on the homes of params alone
@@ -12063,11 +12839,14 @@ typedef struct msi_search {
     uint64_t host_budget;      // of what lies on the host
     bool any;                  // one plan that fits is enough
     bool early;                // the plans proposed update params inside backward
-    bool codes_state;          // and have optimizer state in codes of 8 bits
+    uint32_t rounding;         // and have this rounded: a mask of MSI_ROUNDS_STATE and others
     msi_tensor_decision *best; // the best plan so far, if one was found
     bool found, fits, best_early;
     msi_score best_score;
 } msi_search;
+
+/* What plans round: optimizer state to codes of 8 bits; what layers make, and params, to 16. */
+enum { MSI_ROUNDS_STATE = 1, MSI_ROUNDS_VALUES = 2, MSI_ROUNDS_PARAMS = 4, MSI_ROUNDINGS = 8 };
 
 /* Estimates decisions for a search. */
 static msi_score msi_search_estimate(const msi_search *s, const msi_tensor_decision *decisions) {
@@ -12192,6 +12971,11 @@ static uint8_t msi_movable(const msi_graph *g, uint32_t t) {
     return (uint8_t)(waits ? MSI_MOVES_VALUE : 0);
 }
 
+/* Bytes of a value that a layer makes, in the format that was decided. */
+static uint64_t msi_decided_bytes(const msi_graph *g, const msi_tensor_decision *d, uint32_t t) {
+    return msi_value_bytes(&g->tensors.items[t], (ms_state_format)d[t].format);
+}
+
 /* What of a tensor lies in the trainer's memory. */
 static uint8_t msi_lent(const msi_tensor *t) {
     uint8_t lent = 0;
@@ -12238,13 +13022,14 @@ static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions)
         decisions[t].update_after = MSI_NONE;
         decisions[t].moves = (uint8_t)(msi_movable(g, t) & tensor->forced_moves & msi_lent(tensor));
         decisions[t].state_8bit = false;
+        decisions[t].format = MS_STATE_FORMAT_F32;
     }
     decisions[g->tensors.count].room = 0;
     msi_decide_parts(g, MSI_PART_BYTES, decisions);
 }
 
-/* What a search begins with: nothing is dropped or moved by choice, only what is forced; updates are
-   inside backward, and state is coded, if the search is at plans that do so. */
+/* What a search begins with: nothing is dropped or moved by choice, only what is forced; updates
+   are inside backward, and state is coded, if the search is at plans that do so. */
 static void msi_decide_base(const msi_search *search, msi_tensor_decision *decisions) {
     const msi_scorer *s = search->scorer;
     const msi_graph *g = s->graph;
@@ -12254,12 +13039,17 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
         const uint8_t forced = tensor->forced_moves & msi_movable(g, t);
         decisions[t].pass |= msi_is_drop_forced(g, t);
         decisions[t].moves = (uint8_t)(decisions[t].pass > 0 ? forced & ~MSI_MOVES_VALUE : forced);
-        decisions[t].state_8bit =
-            msi_is_8bit(s->lowering->optimizer, s->has_state_formats, search->codes_state, tensor);
+        decisions[t].state_8bit = msi_is_8bit(s->lowering->optimizer, s->has_state_formats,
+                                              search->rounding & MSI_ROUNDS_STATE, tensor);
         if (s->homes && tensor->kind == MSI_KIND_PARAM) {
             decisions[t].moves = s->homes[t].moves;
             decisions[t].state_8bit = s->homes[t].state_8bit;
         }
+        const uint32_t half =
+            tensor->kind == MSI_KIND_PARAM ? MSI_ROUNDS_PARAMS : MSI_ROUNDS_VALUES;
+        decisions[t].format =
+            s->homes ? s->homes[t].format
+                     : (uint8_t)msi_format_of_value(g, t, s->half, search->rounding & half);
     }
     msi_place_updates(g, decisions, search->early, 0);
 }
@@ -12550,7 +13340,8 @@ static void msi_join_segments(msi_greedy *w, uint32_t layer) {
     for (MSI_EACH_MADE(made, g, layer)) {
         const msi_tensor *t = &g->tensors.items[made.tensor];
         if (w->decisions[made.tensor].pass > 0 && t->last_reader != MSI_NONE) {
-            w->segment_bytes[msi_segment_of(w, layer)] += t->bytes;
+            w->segment_bytes[msi_segment_of(w, layer)] +=
+                msi_decided_bytes(g, w->decisions, made.tensor);
         }
     }
 }
@@ -12596,7 +13387,7 @@ static uint64_t msi_action_bytes(const msi_greedy *w, uint32_t t, uint32_t move)
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     return move == MSI_MOVES_STATE ? msi_all_state_bytes(w->scorer->lowering->optimizer, tensor,
                                                          w->decisions[t].state_8bit)
-                                   : msi_align(tensor->bytes);
+                                   : msi_align(msi_decided_bytes(w->graph, w->decisions, t));
 }
 
 /* Adds a move of the last members; the memory is reserved. */
@@ -12785,9 +13576,12 @@ static void msi_find_host_left(msi_greedy *w) {
 static bool msi_may_move(const msi_greedy *w, uint32_t t, uint32_t move) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     const msi_costs *costs = w->scorer->costs;
-    const double us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, tensor->bytes);
+    const uint64_t all = msi_action_bytes(w, t, move); // state is copied one tensor after another
+    const uint32_t states = msi_state_count(w->scorer->lowering->optimizer);
+    const uint64_t each = move == MSI_MOVES_STATE && states > 0 ? all / states : tensor->bytes;
+    const double us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, each);
     const uint32_t kind = tensor->kind == MSI_KIND_PARAM ? move : (uint32_t)MSI_MOVES_MADE;
-    return (w->search->moves & kind) && msi_action_bytes(w, t, move) <= w->host_left &&
+    return (w->search->moves & kind) && all <= w->host_left &&
            (msi_may_choose(w->graph, t) & move) && !(w->decisions[t].moves & move) &&
            us >= 2.0 * costs->hardware.launch_us &&
            !(w->scorer->homes && tensor->kind == MSI_KIND_PARAM);
@@ -13650,7 +14444,7 @@ static void msi_list_kept(msi_chain *c, uint32_t number) {
                 msi_move *move = &c->moves[c->move_count++];
                 memset(move, 0, sizeof *move);
                 move->key = made.tensor;
-                move->bytes_per_us = (double)g->tensors.items[made.tensor].bytes /
+                move->bytes_per_us = (double)msi_decided_bytes(g, c->decisions, made.tensor) /
                                      (1e-3 + msi_price_us(&c->pricing, c->decisions, made.tensor));
             }
         }
@@ -14761,6 +15555,7 @@ typedef struct msi_solver {
     msi_plan *plan;
     msi_score score; // of plan->decisions
     bool early;      // plan->decisions update params inside backward
+    bool forced;     // the trainer forces decisions
 } msi_solver;
 
 /* Gives a program that was lowered the copies, each in its place, of the program at the largest
@@ -14852,31 +15647,22 @@ static void msi_begin_early(msi_greedy *w) {
     w->score = msi_search_estimate(w->search, w->decisions);
 }
 
-/* Codes the optimizer state of the plan at hand. False: there is none that can be. */
-static bool msi_begin_codes(msi_greedy *w) {
-    const msi_scorer *s = w->scorer;
-    bool codes = false;
-    for (uint32_t t = 0; t < w->graph->tensors.count && !s->homes; t++) {
-        msi_tensor_decision *d = &w->decisions[t];
-        const bool was = d->state_8bit;
-        d->state_8bit = msi_is_8bit(s->lowering->optimizer, s->has_state_formats, true,
-                                    &w->graph->tensors.items[t]);
-        codes |= d->state_8bit != was;
+/* What decisions round: a hash. */
+static uint64_t msi_hash_rounding(const msi_graph *g, const msi_tensor_decision *decisions) {
+    uint64_t hash = 0;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        if (decisions[t].state_8bit || decisions[t].format != MS_STATE_FORMAT_F32) {
+            hash = msi_mix_in(hash, (uint64_t)t << 16 | (uint64_t)decisions[t].format << 8 |
+                                        decisions[t].state_8bit);
+        }
     }
-    if (codes) { // times are compared down to that of this plan, which nothing slows down
-        const double us = msi_estimate(s, w->decisions).us;
-        w->search->codes_state = true;
-        w->search->least_us = us < w->search->least_us ? us : w->search->least_us;
-        w->score = msi_search_estimate(w->search, w->decisions);
-    }
-    return codes;
+    return hash;
 }
 
 /* The first plans of the greedy list. The plain plan is scored first, for its size and time. Then
-   what is forced is added, and then, each if it is allowed and the budget requires it, updates
-   inside backward, and optimizer state in 8 bits. The first that fits is proposed. True: it is the
-   one to take. With forced drops the search goes on, since a plan that keeps what their
-   recomputation reads may be faster. */
+   what is forced is added, and then, if they are allowed and the budget requires it, updates inside
+   backward. The first that fits is proposed. True: it is the one to take. With forced drops the
+   search goes on, since a plan that keeps what their recomputation reads may be faster. */
 static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     const bool may_be_early = r->techniques & MSI_EARLY_UPDATE;
@@ -14889,9 +15675,12 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
         return true;
     }
     msi_decide_base(w->search, w->decisions);
-    const bool forced =
-        memcmp(w->decisions, s->plan->decisions, msi_decisions_bytes(w->graph)) != 0;
-    if (forced) {
+    s->forced = memcmp(w->decisions, s->plan->decisions, msi_decisions_bytes(w->graph)) != 0;
+    if (s->forced) {
+        const double us = msi_estimate(w->scorer, w->decisions).us;
+        const bool faster =
+            us < w->search->least_us && msi_hash_rounding(w->graph, w->decisions) != 0;
+        w->search->least_us = faster ? us : w->search->least_us;
         w->score = msi_search_estimate(w->search, w->decisions);
         (void)msi_fits(w->scorer, &w->score, MSI_NO_BUDGET, 0);
     }
@@ -14902,13 +15691,10 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
         msi_begin_early(w);
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
-    if (!fits && (r->techniques & MSI_8BIT) && msi_begin_codes(w)) {
-        fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
-    }
     if (fits) {
         msi_propose(w->search, w->decisions, &w->score);
     }
-    return fits && !forced;
+    return fits && !s->forced;
 }
 
 /* Whether updates may be delayed again: see msi_relax_updates. The large arena of a large graph, if
@@ -14929,9 +15715,9 @@ static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
     return r->goal != MSI_GOAL_ANY && (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
 }
 
-/* Searches on from the first plans: as a chain, greedily, and exhaustively; takes the best plan.
-   What is mostly best comes first, since plans that cannot win are not laid out. */
-static void msi_search_all(msi_solver *s, msi_greedy *w) {
+/* Searches on from the first plans: as a chain, greedily, and exhaustively. What is mostly best comes
+   first, since plans that cannot win are not laid out. */
+static void msi_search_all(const msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     msi_search *search = w->search;
     const bool may_drop = r->techniques & MSI_CHECKPOINTING, early = search->early;
@@ -14954,10 +15740,139 @@ static void msi_search_all(msi_solver *s, msi_greedy *w) {
     if ((may_drop || search->may_move) && !msi_is_found(search)) {
         msi_search_exhaustive(search, is_chain);
     }
+}
+
+/* A list of plans with the same roundings: what its first plan takes, without recomputation. */
+typedef struct msi_rounding {
+    uint32_t mask;
+    double us; // no plan of the list counts as faster
+    uint64_t live_bytes, resident_bytes;
+} msi_rounding;
+
+static void msi_begin_rounding(msi_search *search, uint32_t mask, msi_tensor_decision *decisions) {
+    search->rounding = mask;
+    msi_decide_base(search, decisions);
+}
+
+/* The roundings, each alone, that change anything: a mask. `decisions` is scratch memory. */
+static uint32_t msi_find_roundings(const msi_solver *s, msi_search *search,
+                                   msi_tensor_decision *decisions) {
+    const uint32_t techniques = s->request->techniques;
+    const uint32_t allowed =
+        (techniques & MSI_8BIT ? (uint32_t)MSI_ROUNDS_STATE : 0u) |
+        (techniques & MSI_MIXED ? (uint32_t)(MSI_ROUNDS_VALUES | MSI_ROUNDS_PARAMS) : 0u);
+    uint32_t found = 0;
+    msi_begin_rounding(search, 0, decisions);
+    const uint64_t plain = msi_hash_rounding(s->scorer->graph, decisions);
+    for (uint32_t one = 1; one < MSI_ROUNDINGS; one *= 2) {
+        if (allowed & one) {
+            msi_begin_rounding(search, one, decisions);
+            found |= msi_hash_rounding(s->scorer->graph, decisions) != plain ? one : 0u;
+        }
+    }
+    return found;
+}
+
+/* Whether the plans of one list need not be searched, since those of another begin no slower and
+   with no more bytes. Params in 16 bits, which have masters too, take more and still help to have
+   less on the device, where their masters are moved to the host. */
+static bool msi_is_worse(const msi_search *search, const msi_rounding *a, const msi_rounding *b) {
+    const bool alike =
+        !search->may_move || (a->mask & MSI_ROUNDS_PARAMS) == (b->mask & MSI_ROUNDS_PARAMS);
+    return a != b && alike && b->us <= a->us && b->live_bytes <= a->live_bytes &&
+           (b->us < a->us || b->live_bytes < a->live_bytes || b->mask < a->mask);
+}
+
+/* The lists to search, the one that begins fastest first. Returns how many. */
+static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
+                                   msi_tensor_decision *decisions, msi_rounding *list) {
+    const uint32_t found = msi_find_roundings(s, search, decisions);
+    msi_rounding all[MSI_ROUNDINGS];
+    uint32_t count = 0, kept = 0;
+    for (uint32_t mask = 0; mask < MSI_ROUNDINGS; mask++) {
+        if ((mask & found) == mask) {
+            msi_begin_rounding(search, mask, decisions);
+            const msi_score score = msi_estimate(s->scorer, decisions);
+            const msi_rounding one = {mask, score.us, score.live_bytes,
+                                      s->scorer->program->resident_bytes};
+            all[count++] = one;
+        }
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        bool worse = false;
+        for (uint32_t k = 0; k < count; k++) {
+            worse |= msi_is_worse(search, &all[i], &all[k]);
+        }
+        uint32_t at = kept;
+        for (; at > 0 && list[at - 1].us > all[i].us && !worse; at--) {
+            list[at] = list[at - 1];
+        }
+        if (!worse) {
+            list[at] = all[i];
+            kept++;
+        }
+    }
+    return kept;
+}
+
+/* Searches a list, whose first plan is at hand; unless something is forced, no plan counts as faster
+   than that one. */
+static void msi_search_list(const msi_solver *s, msi_greedy *w, const msi_rounding *r) {
+    msi_search *search = w->search;
+    search->rounding = r->mask;
+    search->least_us = r->us < search->least_us || !s->forced ? r->us : search->least_us;
+    search->enough = 0;
+    w->score = msi_search_estimate(search, w->decisions);
+    const bool fits = msi_add_prefix(w) && msi_fits(s->scorer, &w->score, search->budget, 0);
+    if (fits) {
+        msi_propose(search, w->decisions, &w->score);
+    }
+    if (!fits || s->forced) {
+        msi_search_all(s, w);
+    }
+}
+
+/* Searches where plans may round. On some devices that takes longer than to free the same bytes
+   otherwise, on others it makes the step faster: so each set of roundings has a list of its own, and
+   all of them compete. */
+static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
+    msi_search *search = plain->search;
+    const bool early = search->early;
+    const double least_us = search->least_us;
+    msi_rounding list[MSI_ROUNDINGS];
+    msi_greedy w;
+    const bool ready = msi_greedy_init(&w, search);
+    const uint32_t count = ready ? msi_list_roundings(s, search, w.decisions, list) : 0;
+    msi_greedy_free(&w);
+    for (uint32_t k = 0; k < count && !msi_is_found(search); k++) {
+        const bool too_large = !search->may_move && list[k].resident_bytes > search->budget;
+        if ((search->fits && list[k].us >= search->best_score.us) ||
+            (too_large && search->found && list[k].resident_bytes > search->best_score.bytes)) {
+            continue;
+        }
+        search->early = early;
+        search->least_us = least_us;
+        if (list[k].mask == 0) {
+            search->rounding = 0;
+            search->enough = 0;
+            plain->score = msi_search_estimate(search, plain->decisions);
+            msi_search_all(s, plain);
+        } else if (msi_greedy_init(&w, search)) {
+            msi_begin_rounding(search, list[k].mask, w.decisions);
+            msi_search_list(s, &w, &list[k]);
+            msi_greedy_free(&w);
+        } else {
+            msi_greedy_free(&w);
+        }
+    }
+}
+
+/* Takes the best plan that was found. */
+static void msi_take_best(msi_solver *s, const msi_search *search) {
     s->early = search->best_early;
     s->score = search->best_score;
     const bool known = !search->fits || s->score.bytes == s->score.live_bytes; // not ended early
-    if (!msi_is_to_run(r, s->score.bytes) || (known && msi_may_relax(s))) {
+    if (!msi_is_to_run(s->request, s->score.bytes) || (known && msi_may_relax(s))) {
         /* It was laid out when it was found, and will be when its updates are delayed. */
         s->score = msi_estimate(s->scorer, s->plan->decisions);
         s->score.bytes = search->best_score.bytes;
@@ -14992,7 +15907,12 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
         s->score = w->score; // the decisions are in place
         s->early = w->search->early;
     } else {
-        msi_search_all(s, w);
+        if (r->techniques & (MSI_8BIT | MSI_MIXED)) {
+            msi_search_roundings(s, w);
+        } else {
+            msi_search_all(s, w);
+        }
+        msi_take_best(s, w->search);
     }
     if (r->largest && !msi_has_room(s)) {
         msi_follow(s);
@@ -15514,6 +16434,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     s->allocator = &m->config.allocator;
     s->checks_layouts = m->config.debug;
     s->has_state_formats = m->config.backend.has_state_formats;
+    s->half = m->half;
     s->lowering = lowering;
     s->program = &plan->train;
     s->eval = &plan->eval;
@@ -15531,9 +16452,11 @@ static bool msi_plan_uses(const msi_graph *g, const msi_plan *plan, ms_technique
                 : technique == MS_TECHNIQUE_EARLY_UPDATE ? msi_updates_inside(&plan->train)
                                                          : false;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        uses |= technique == MS_TECHNIQUE_OFFLOADING       ? plan->decisions[t].moves != 0
-                : technique == MS_TECHNIQUE_OPTIMIZER_8BIT ? plan->decisions[t].state_8bit
-                                                           : false;
+        const msi_tensor_decision *d = &plan->decisions[t];
+        uses |= technique == MS_TECHNIQUE_OFFLOADING        ? d->moves != 0
+                : technique == MS_TECHNIQUE_OPTIMIZER_8BIT  ? d->state_8bit
+                : technique == MS_TECHNIQUE_MIXED_PRECISION ? d->format != MS_STATE_FORMAT_F32
+                                                            : false;
     }
     return uses;
 }
@@ -15546,23 +16469,24 @@ static void msi_take_out(const msi_graph *g, uint32_t techniques, msi_tensor_dec
         d->update_after = techniques & MSI_EARLY_UPDATE ? MSI_NONE : d->update_after;
         d->moves = techniques & MSI_OFFLOADING ? 0 : d->moves;
         d->state_8bit = d->state_8bit && !(techniques & MSI_8BIT);
+        d->format = techniques & MSI_MIXED ? (uint8_t)MS_STATE_FORMAT_F32 : d->format;
     }
 }
 
-enum { MSI_MOST_SHARES = 4 }; // techniques that are built
+enum { MSI_MOST_SHARES = 5 }; // techniques that are built
 
 /* Of n techniques, what the value of Shapley has for a set of k others: k! (n - k - 1)! / n!, as a
-   multiple of 1 / 4!. */
+   multiple of 1 / 5!. */
 static int64_t msi_shapley_parts(uint32_t n, uint32_t k) {
-    static const uint8_t factorials[MSI_MOST_SHARES + 1] = {1, 1, 2, 6, 24};
+    static const uint8_t factorials[MSI_MOST_SHARES + 1] = {1, 1, 2, 6, 24, 120};
     return factorials[k] * factorials[n - k - 1] * (factorials[MSI_MOST_SHARES] / factorials[n]);
 }
 
 /* Shares out what n techniques free together, given the live bytes with each set of them. Rounding
-   goes to the first. Wholes and remainders are summed apart: 24 times the bytes may be too much. */
+   goes to the first. Wholes and remainders are summed apart: 120 times the bytes may be too much. */
 static void msi_share_freed(const ms_technique *used, uint32_t n, const uint64_t *live_bytes,
                             int64_t *freed_bytes) {
-    const int64_t whole = 24;
+    const int64_t whole = 120;
     int64_t rest = n > 0 ? (int64_t)(live_bytes[0] - live_bytes[(1u << n) - 1]) : 0;
     for (uint32_t i = n; i-- > 1;) {
         int64_t bytes = 0, parts = 0;
@@ -16317,6 +17241,7 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     X(SHARED_MEMORY)                                                                               \
     X(NOT_NATIVE)                                                                                  \
     X(NOT_BUILT)                                                                                   \
+    X(DEBUG)                                                                                       \
     X(PLAIN_FITS)                                                                                  \
     X(UNREAD)                                                                                      \
     X(RUNS_ONCE)                                                                                   \
@@ -16339,7 +17264,9 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     X(BACKEND)                                                                                     \
     X(SMALL)                                                                                       \
     X(VECTOR)                                                                                      \
-    X(LOOKED_UP)
+    X(LOOKED_UP)                                                                                   \
+    X(NOT_ACCEPTED)                                                                                \
+    X(STAYS_F32)
 
 #define MSI_X(fact) MSI_FACT_##fact,
 enum { MSI_FACTS(MSI_X) MSI_FACT_COUNT };
@@ -16384,6 +17311,8 @@ static const msi_rule msi_rules[] = {
     MSI_RULE(MSI_8BIT, MSI_FACT(APPLIED), "8-bit", "without it the arena would exceed the budget",
              "optimizer state in codes of 8 bits takes a quarter of the memory and of the traffic; "
              "it rounds"),
+    MSI_RULE(MSI_MIXED, MSI_FACT(APPLIED), "16-bit", "without it the arena would exceed the budget",
+             "values in 16 bits take half of the memory and of the traffic; they round"),
     MSI_RULE(MSI_ANY, MSI_FACT(DETACHED), "detached", "the model is detached",
              "the plain plan uses nothing, whatever is forced"),
     MSI_RULE(MSI_ANY, MSI_FACT(FORBIDDEN), "forbidden",
@@ -16399,8 +17328,9 @@ static const msi_rule msi_rules[] = {
              "the device computes in the memory of the host",
              "what is copied out takes as much of the same memory"),
     MSI_RULE(MSI_MIXED, MSI_FACT(NOT_NATIVE), "not-native",
-             "the device does not say that it computes in BF16 or FP16",
+             "the device does not say that it computes in BF16 or FP16, and the switch is not ON",
              "arithmetic that is emulated is slower"),
+    MSI_RULE(MSI_MIXED, MSI_FACT(DEBUG), "debug", "debug mode is on", "it checks calls in F32"),
     MSI_RULE(MSI_ANY, MSI_FACT(NOT_BUILT), "not-built", "this version does not have it",
              "it has its place in modes and switches, and no plan uses it yet"),
     MSI_RULE(MSI_ANY, MSI_FACT(PLAIN_FITS), "smart-skip", "the plain arena is within the budget",
@@ -16428,8 +17358,8 @@ static const msi_rule msi_rules[] = {
              "no gradient may be used up before all of them are complete"),
     MSI_RULE(MSI_8BIT, MSI_FACT(NO_STATE), "no-state",
              "the layer has no param with optimizer state", "there is nothing to code"),
-    MSI_RULE(MSI_8BIT, MSI_FACT(CUSTOM), "custom-update", "the update is the trainer's own",
-             "it reads and writes its state as it likes"),
+    MSI_RULE(MSI_8BIT | MSI_MIXED, MSI_FACT(CUSTOM), "custom-update",
+             "the update is the trainer's own", "it reads and writes its state as it likes"),
     MSI_RULE(MSI_8BIT, MSI_FACT(BACKEND), "backend", "the backend has no has_state_formats",
              "its update takes state in F32 alone"),
     MSI_RULE(MSI_EARLY_UPDATE | MSI_OFFLOADING | MSI_8BIT, MSI_FACT(BORROWED), "borrowed",
@@ -16449,6 +17379,14 @@ static const msi_rule msi_rules[] = {
              "a layer with an integer input reads the param",
              "rows that are seldom looked up have gradients of very different sizes, with which "
              "8-bit Adam diverges"),
+    MSI_RULE(MSI_MIXED, MSI_FACT(NOT_ACCEPTED), "not-accepted",
+             "the dtypes of the layer do not accept the one of the plan",
+             "its callbacks read and write F32 alone"),
+    MSI_RULE(
+        MSI_MIXED, MSI_FACT(STAYS_F32), "stays-f32",
+        "what matters most is the loss, on the host, borrowed, frozen with master_weights, not "
+        "created as F32, or to stay F32 by the dtypes of a layer",
+        "losses and statistics lose too much by rounding"),
     MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(LATE), "late",
              "the plan may update inside backward, and its arena is no larger if this update waits",
              "an update right after the backward of its layer can be slow"),
@@ -16619,8 +17557,9 @@ static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique tec
         return r->moved[tensor] != 0 && msi_tells_of(r, layer, tensor);
     case MS_TECHNIQUE_OPTIMIZER_8BIT:
         return r->plan->decisions[tensor].state_8bit && msi_tells_of(r, layer, tensor);
-    case MS_TECHNIQUE_TILING: // not built
     case MS_TECHNIQUE_MIXED_PRECISION:
+        return r->plan->decisions[tensor].format != MS_STATE_FORMAT_F32;
+    case MS_TECHNIQUE_TILING: // not built
     case MS_TECHNIQUE_COUNT:
         break;
     }
@@ -16643,8 +17582,9 @@ static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique techni
         return t->kind == MSI_KIND_PARAM || waits;
     case MS_TECHNIQUE_OPTIMIZER_8BIT:
         return msi_tells_of(r, layer, tensor);
-    case MS_TECHNIQUE_TILING: // not built
     case MS_TECHNIQUE_MIXED_PRECISION:
+        return t->kind != MSI_KIND_PARAM;
+    case MS_TECHNIQUE_TILING: // not built
     case MS_TECHNIQUE_COUNT:
         break;
     }
@@ -16697,10 +17637,9 @@ static uint64_t msi_common_facts(const msi_review *r, ms_technique technique) {
            msi_fact(MSI_FACT(DETACHED), m->wrapped.goal == MSI_GOAL_PLAIN) |
            msi_fact(MSI_FACT(BEYOND_MODE), beyond) |
            msi_fact(MSI_FACT(SHARED_MEMORY), is != MS_SWITCH_ON && msi_shares_memory(m)) |
-           msi_fact(MSI_FACT(NOT_NATIVE),
-                    !m->costs.hardware.bf16 && !m->costs.hardware.fp16_tensor) |
+           msi_fact(MSI_FACT(NOT_NATIVE), is != MS_SWITCH_ON && !msi_has_half(m)) |
            msi_fact(MSI_FACT(NOT_BUILT), !(MSI_BUILT >> technique & 1)) |
-           msi_fact(MSI_FACT(PLAIN_FITS), plain_fits);
+           msi_fact(MSI_FACT(DEBUG), m->config.debug) | msi_fact(MSI_FACT(PLAIN_FITS), plain_fits);
 }
 
 /* The facts about the tensor of a layer that a technique is not applied to; MSI_NONE: there is no
@@ -16792,9 +17731,12 @@ static uint64_t msi_offloading_facts(const msi_review *r, uint32_t layer, uint32
     const bool waits = range && range->idle_last != MSI_NONE;
     const double gap_us =
         waits ? r->start_us[range->idle_last] - r->start_us[range->idle_first + 1] : 0.0;
-    uint64_t bytes = 0;
+    uint64_t bytes = 0, largest = 0;
     for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
-        bytes += msi_movable(g, tensor) & move ? msi_bytes_of_move(r, tensor, move) : 0;
+        const uint64_t part =
+            msi_movable(g, tensor) & move ? msi_bytes_of_move(r, tensor, move) : (uint64_t)0;
+        bytes += part;
+        largest = r->moved[tensor] & move ? largest : msi_larger(largest, part);
     }
     const uint64_t held = r->store->host_bytes + r->store->host_transient_bytes;
     const double busy_us = p->link_us[MS_STREAM_TO_DEVICE] > p->link_us[MS_STREAM_TO_HOST]
@@ -16807,21 +17749,16 @@ static uint64_t msi_offloading_facts(const msi_review *r, uint32_t layer, uint32
            msi_fact(MSI_FACT(SHARED_PARAM), !msi_tells_of(r, layer, tensor)) |
            msi_fact(MSI_FACT(BORROWED), !made && bytes == 0) |
            msi_fact(MSI_FACT(TOO_SMALL), in_us < 2.0 * costs->hardware.launch_us) |
-           msi_fact(MSI_FACT(HOST_FULL), held + t->bytes > msi_host_budget(m)) |
+           msi_fact(MSI_FACT(HOST_FULL), held + largest > msi_host_budget(m)) |
            msi_fact(MSI_FACT(AT_ONCE), waits && gap_us < in_us + out_us) |
            msi_fact(MSI_FACT(SATURATED), busy_us > 0.9 * p->step_us);
 }
 
 /* The facts about the param of a layer whose state is not coded. */
 static uint64_t msi_8bit_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
-    static const uint64_t facts[] = {0,
-                                     MSI_FACT(NO_STATE),
-                                     MSI_FACT(CUSTOM),
-                                     MSI_FACT(BACKEND),
-                                     MSI_FACT(BORROWED),
-                                     MSI_FACT(SMALL),
-                                     MSI_FACT(VECTOR),
-                                     MSI_FACT(LOOKED_UP)}; // in the order of msi_not_8bit
+#define MSI_X(constant, fact, text) fact,
+    static const uint64_t facts[] = {MSI_NOT_8BIT(MSI_X)};
+#undef MSI_X
     const ms_model *m = r->model;
     return tensor == MSI_NONE
                ? MSI_FACT(NO_STATE)
@@ -16835,10 +17772,28 @@ static uint64_t msi_bytes_of_codes(const msi_review *r, uint32_t tensor) {
     const ms_optimizer_desc *o = &r->model->optimizer;
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
     const msi_not_8bit why = msi_why_not_8bit(o, r->model->config.backend.has_state_formats, t);
-    const bool may =
-        (why == MSI_8BIT_MAY_BE || why >= MSI_8BIT_SMALL) && !(r->moved[tensor] & MSI_MOVES_STATE);
+    const bool may = msi_can_be_8bit(why) && !(r->moved[tensor] & MSI_MOVES_STATE);
     const uint64_t wide = msi_all_state_bytes(o, t, false), coded = msi_all_state_bytes(o, t, true);
     return may && wide > coded ? wide - coded : 0;
+}
+
+/* The facts about the value of a layer that is not in 16 bits. */
+static uint64_t msi_half_facts(const msi_review *r, uint32_t tensor) {
+    const msi_not_half why = tensor == MSI_NONE
+                                 ? MSI_HALF_MAY_BE
+                                 : (msi_not_half)r->model->graph.tensors.items[tensor].not_half;
+    return msi_fact(MSI_FACT(CUSTOM), msi_half_fault(r->model) != NULL) |
+           msi_fact(MSI_FACT(NOT_ACCEPTED), why == MSI_HALF_NOT_ACCEPTED) |
+           msi_fact(MSI_FACT(STAYS_F32), why > MSI_HALF_NOT_ACCEPTED);
+}
+
+/* Bytes that a value takes more in F32 than in 16 bits, if it can be in 16. */
+static uint64_t msi_bytes_of_half(const msi_graph *g, uint32_t t) {
+    const msi_tensor *tensor = &g->tensors.items[t];
+    return tensor->not_half != (uint8_t)MSI_HALF_MAY_BE
+               ? 0
+               : msi_align(tensor->bytes) -
+                     msi_align(msi_value_bytes(tensor, MS_STATE_FORMAT_BF16));
 }
 
 static const ms_rule *msi_find_rule(ms_technique technique, uint64_t facts) {
@@ -16877,6 +17832,9 @@ static void msi_add_refused(const msi_review *r, uint32_t layer, uint32_t tensor
     if (d->technique == MS_TECHNIQUE_OPTIMIZER_8BIT && msi_tells_of(r, layer, tensor)) {
         d->refused_bytes += msi_bytes_of_codes(r, tensor);
     }
+    if (d->technique == MS_TECHNIQUE_MIXED_PRECISION) {
+        d->refused_bytes += msi_bytes_of_half(&m->graph, tensor);
+    }
     const uint32_t left = moves ? msi_not_moved(r, layer, tensor) : 0;
     d->refused_bytes += frees ? msi_align(t->bytes) : 0;
     for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
@@ -16890,8 +17848,10 @@ static void msi_add_refused(const msi_review *r, uint32_t layer, uint32_t tensor
 static void msi_add_spared(const msi_review *r, uint32_t tensor, ms_decision *d) {
     const msi_graph *g = &r->model->graph;
     const bool codes = d->technique == MS_TECHNIQUE_OPTIMIZER_8BIT;
-    const uint64_t bytes =
-        codes ? msi_bytes_of_codes(r, tensor) : msi_align(g->tensors.items[tensor].bytes);
+    const uint64_t bytes = codes ? msi_bytes_of_codes(r, tensor)
+                           : d->technique == MS_TECHNIQUE_MIXED_PRECISION
+                               ? msi_bytes_of_half(g, tensor)
+                               : msi_align(g->tensors.items[tensor].bytes);
     if (d->technique != MS_TECHNIQUE_OFFLOADING) {
         const msi_role role = codes                                       ? MSI_ROLE_STATE0
                               : d->technique == MS_TECHNIQUE_EARLY_UPDATE ? MSI_ROLE_GRADIENT
@@ -16965,7 +17925,7 @@ static uint64_t msi_kept_bytes(const msi_review *r, uint32_t layer) {
         for (MSI_EACH(made, g, &g->layers.items[layer], group)) {
             const msi_range *range = msi_forward_range(r, made.tensor);
             const bool keeps = range && range->last >= r->plan->train.forward_end;
-            kept += keeps ? g->tensors.items[made.tensor].bytes : 0;
+            kept += keeps ? range->bytes : 0;
         }
     }
     return kept;
@@ -17000,8 +17960,10 @@ static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_techniqu
     case MS_TECHNIQUE_OPTIMIZER_8BIT:
         facts |= msi_8bit_facts(r, layer, left);
         break;
-    case MS_TECHNIQUE_TILING: // not built
     case MS_TECHNIQUE_MIXED_PRECISION:
+        facts |= msi_half_facts(r, left);
+        break;
+    case MS_TECHNIQUE_TILING: // not built
     case MS_TECHNIQUE_COUNT:
         break;
     }
@@ -17185,11 +18147,58 @@ static ms_result msi_upload(ms_model *m, uint64_t begin, uint64_t end) {
                      : msi_copy(m, to, false, from, true, end - begin);
 }
 
+/* *ms_call.step_seed in a micro-batch of the present step. */
+static uint64_t msi_seed_at(const ms_model *m, uint32_t micro) {
+    return msi_mix(m->config.seed ^ msi_mix(m->run.step + ((uint64_t)micro << 40)));
+}
+
+/* From it, the step and the element, updates draw the random bits for the state of a param. */
+static uint64_t msi_seed_of_param(const ms_model *m, uint32_t t) {
+    return msi_mix(m->config.seed + t);
+}
+
+/* Notes the loss scale that a store has, for the steps of another one. */
+static ms_result msi_keep_scale(ms_model *m, const msi_store *store) {
+    if (!store || !store->knows_scale || !store->scales) {
+        return MS_RESULT_OK;
+    }
+    const ms_result result = msi_copy(m, &m->scale, true, store->step + MSI_STATE_BYTES,
+                                      msi_is_direct(m), sizeof m->scale);
+    return result == MS_RESULT_OK ? msi_synchronize(m) : result;
+}
+
+/* Before a step: gives its state a loss scale, as it was or as it begins, or 1 and none. */
+static ms_result msi_set_scale(ms_model *m, bool scales) {
+    msi_store *store = m->run.store;
+    const ms_loss_scaling *given = &m->config.loss_scaling;
+    ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
+    if (store->knows_scale && store->scales == scales) {
+        return MS_RESULT_OK;
+    }
+    ms_result result = msi_keep_scale(m, store);
+    const bool begins = m->scale.scaling.growth_steps == 0;
+    state->loss_scale = !scales  ? 1.0f
+                        : begins ? msi_or(given->initial, 65536.0f)
+                                 : m->scale.loss_scale;
+    state->clean_steps = scales ? m->scale.clean_steps : 0;
+    state->skipped_steps = scales ? m->scale.skipped_steps : 0;
+    state->overflow = scales ? m->scale.overflow : 0;
+    state->scaling.growth = msi_or(given->growth, 2.0f);
+    state->scaling.backoff = msi_or(given->backoff, 0.5f);
+    state->scaling.least = msi_or(given->least, 1.0f);
+    state->scaling.growth_steps = !scales ? 0 : given->growth_steps ? given->growth_steps : 2000;
+    MSI_THEN(result, msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, loss_scale),
+                                MSI_STATES_BYTES));
+    store->knows_scale = result == MS_RESULT_OK;
+    store->scales = scales;
+    return result;
+}
+
 /* Uploads what changes from step to step. */
 static ms_result msi_upload_step(ms_model *m) {
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
     state->step = m->run.step;
-    state->seed = msi_mix(m->config.seed ^ msi_mix(m->run.step + ((uint64_t)m->run.micro << 40)));
+    state->seed = msi_seed_at(m, m->run.micro);
     return msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES);
 }
 
@@ -17237,10 +18246,15 @@ static msi_nonfinite_text msi_nonfinite_name(const ms_model *m, const ms_nonfini
     return t;
 }
 
+/* Whether a step was halted for a reason that is an error. */
+static bool msi_is_error_halt(const ms_step_state *state) {
+    return state->halted == (uint32_t)MS_HALT_LOSS || state->halted == (uint32_t)MS_HALT_NORM;
+}
+
 /* An error if a step or an eval was halted. */
 static ms_result msi_check_halt(ms_model *m, const ms_step_state *state, uint64_t step) {
     const bool loss = state->halted == (uint32_t)MS_HALT_LOSS, noted = m->run.nonfinite.count > 0;
-    return state->halted == (uint32_t)MS_HALT_NONE
+    return !msi_is_error_halt(state)
                ? MS_RESULT_OK
                : msi_fail(m, MS_RESULT_NONFINITE,
                           "the %s of step %llu is %g: nothing was updated; %s%s",
@@ -17259,9 +18273,9 @@ static ms_result msi_settle_verdict(ms_model *m) {
     const bool copied = m->run.verdict == MSI_VERDICT_COPIED;
     ms_result result = copied ? msi_wait_on_host(m, MSI_EVENT_VERDICT) : MS_RESULT_OK;
     const ms_step_state verdict = *msi_verdict(m, false);
-    if (result == MS_RESULT_OK && copied && verdict.halted != (uint32_t)MS_HALT_NONE) {
+    if (result == MS_RESULT_OK && copied && msi_is_error_halt(&verdict)) {
         result = msi_fill(m, m->run.store->step + MSI_STATE_BYTES, msi_is_direct(m), 0,
-                          offsetof(ms_step_state, step));
+                          offsetof(ms_step_state, loss_scale));
         m->run.halt = verdict;
         m->run.step = verdict.halted_step;
         m->run.updates_done = 0;
@@ -17331,28 +18345,45 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     const msi_tensor *t = &m->graph.tensors.items[i->target];
     const msi_store *store = m->run.store;
     const msi_resident *resident = &store->residents.items[store->resident_of[i->target]];
-    void *operands[3 + MS_LIMIT_OPTIMIZER_STATE] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    const msi_norm *norm = NULL;
     ms_update_args args;
     memset(&args, 0, sizeof args);
-    for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, states
-        const uint32_t range = p->operands.items[i->operand_first + k].range;
-        operands[k] = range == MSI_NONE ? NULL : msi_part_address(m, p, i, range);
-        if (k >= 3) {
-            args.state_format[k - 3] = (ms_state_format)p->ranges.items[range].format;
+    for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, state, master
+        const uint32_t index = p->operands.items[i->operand_first + k].range;
+        if (index == MSI_NONE) {
+            continue;
+        }
+        const msi_range *range = &p->ranges.items[index];
+        const ms_state_format format = (ms_state_format)range->format;
+        void *at = msi_part_address(m, p, i, index);
+        switch ((msi_role)range->role) {
+        case MSI_ROLE_VALUE:
+            args.value = (float *)at;
+            args.value_dtype = msi_dtype_of(format, MS_DTYPE_F32);
+            break;
+        case MSI_ROLE_GRADIENT:
+            args.gradient = (float *)at;
+            args.gradient_dtype = msi_dtype_of(format, MS_DTYPE_F32);
+            break;
+        case MSI_ROLE_NORM:
+            norm = (const msi_norm *)at;
+            break;
+        case MSI_ROLE_MASTER:
+            args.master = (float *)at;
+            break;
+        default:
+            args.state[range->role - MSI_ROLE_STATE0] = (float *)at;
+            args.state_format[range->role - MSI_ROLE_STATE0] = format;
         }
     }
-    const msi_norm *norm = (const msi_norm *)operands[2];
     args.user = o->user;
     args.param = msi_handle(&m->graph, i->target, MSI_ROLE_VALUE);
     args.kind = o->kind;
     const msi_part part = msi_part_of(t->bytes / sizeof(float), i->part, i->part_count);
     args.begin = part.begin;
     args.count = part.count;
-    args.seed = msi_mix(m->config.seed + i->target);
-    args.value = (float *)operands[0];
-    args.gradient = (float *)operands[1];
+    args.seed = msi_seed_of_param(m, i->target);
     args.gradient_scale = norm ? &norm->scale : NULL;
-    memcpy(args.state, operands + 3, sizeof args.state);
     args.learning_rate = o->learning_rate;
     args.weight_decay = msi_weight_decay(m, t);
     args.beta1 = o->beta1;
@@ -17376,9 +18407,12 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
 
 static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const uint32_t range = p->operands.items[i->operand_first].range;
-    const uint64_t count = p->ranges.items[range].bytes / sizeof(float);
-    const int error = m->config.backend.add_squares_f32(m->device, msi_address(m, p, range), count,
-                                                        (double *)msi_address(m, p, p->norm));
+    const ms_dtype dtype =
+        msi_dtype_of((ms_state_format)p->ranges.items[range].format, MS_DTYPE_F32);
+    const uint64_t count = p->ranges.items[range].bytes / ms_dtype_bytes(dtype);
+    const int error = m->config.backend.add_squares(
+        m->device, msi_address(m, p, range), dtype, count, (double *)msi_address(m, p, p->norm),
+        i->target + 1, &msi_state_on_device(m, false)->nonfinite);
     return msi_device(m, error, "sum of squares");
 }
 
@@ -17386,9 +18420,14 @@ static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instr
 static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     const ms_backend *b = &m->config.backend;
     msi_norm *norm = (msi_norm *)msi_address(m, p, p->norm);
-    const int error = b->clip_scale(m->device, &norm->sum, m->optimizer.grad_clip_norm,
-                                    &norm->scale, msi_state_on_device(m, false));
+    const bool clips = m->optimizer.grad_clip_norm > 0.0f;
+    const int error =
+        b->clip_scale(m->device, &norm->sum, clips ? m->optimizer.grad_clip_norm : FLT_MAX,
+                      &norm->scale, msi_state_on_device(m, false));
     ms_result result = msi_device(m, error, "clip");
+    if (!clips) { // there is no error to wait for
+        return result;
+    }
     m->run.verdict = MSI_VERDICT_ON_DEVICE;
     MSI_THEN(result, m->run.recording ? MS_RESULT_OK : msi_copy_verdict(m));
     MSI_THEN(result, b->is_asynchronous ? MS_RESULT_OK : msi_act_on_verdict(m));
@@ -17400,15 +18439,20 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
 
 /* Fills the views of a group, whose `count` tensors have these operands, and clears those that an
    earlier call has left beyond them. */
-static void msi_fill_views(ms_model *m, const msi_program *p, int group,
-                           const msi_operand *operands, const uint32_t *tensors, uint32_t count) {
+static void msi_fill_views(ms_model *m, const msi_program *p, const msi_instruction *i, int group,
+                           const msi_operand *operands, uint32_t count) {
+    const msi_layer *l = &m->graph.layers.items[i->target];
+    const uint32_t *tensors = msi_group(&m->graph, l, msi_group_of_values(group));
     ms_view *views = m->views.of[group];
     for (uint32_t k = 0; k < count; k++) {
         if (tensors[k] == MSI_NONE) {
             memset(&views[k], 0, sizeof views[k]);
             continue;
         }
-        views[k] = m->graph.tensors.items[tensors[k]].view;
+        const msi_tensor *t = &m->graph.tensors.items[tensors[k]];
+        views[k] = t->view;
+        views[k].dtype = msi_dtype_of(msi_seen_format(t, l, group, k, (ms_state_format)i->format),
+                                      t->view.dtype);
         if (operands[k].range != MSI_NONE) {
             views[k].data = msi_address(m, p, operands[k].range);
             views[k].beta = operands[k].accumulate ? 1.0f : 0.0f;
@@ -17432,22 +18476,13 @@ static uint32_t msi_wanted(const msi_layer *l, const msi_instruction *i,
     return mask;
 }
 
-/* The group whose tensors the operands of a group belong to: gradients are those of values. */
-static int msi_group_of_values(int group) {
-    return group == MSI_GROUP_GRAD_OUT     ? MSI_GROUP_OUT
-           : group == MSI_GROUP_GRAD_IN    ? MSI_GROUP_IN
-           : group == MSI_GROUP_GRAD_PARAM ? MSI_GROUP_PARAM
-                                           : group;
-}
-
 /* Fills the views of all groups. Operands have the order of the groups. */
 static void msi_fill_all_views(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const msi_layer *l = &m->graph.layers.items[i->target];
     const msi_operand *operands = p->operands.items + i->operand_first;
     for (int group = 0; group < MSI_GROUP_WORKSPACE; group++) {
         const uint32_t count = msi_operands_in(l, i, group);
-        msi_fill_views(m, p, group, operands, msi_group(&m->graph, l, msi_group_of_values(group)),
-                       count);
+        msi_fill_views(m, p, i, group, operands, count);
         operands += count;
     }
 }
@@ -17462,6 +18497,7 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     call->user = l->user;
     call->model = m;
     call->phase = msi_ops[i->op].phase;
+    call->dtype = msi_dtype_of((ms_state_format)i->format, MS_DTYPE_F32);
     call->in = m->views.of[MSI_GROUP_IN];
     call->out = m->views.of[MSI_GROUP_OUT];
     call->saved = m->views.of[MSI_GROUP_SAVED];
@@ -17478,6 +18514,7 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     call->layer_seed = msi_mix(i->target);
     call->seed = call->layer_seed ^ msi_seed_of_step(m);
     call->step_seed = &msi_state_on_device(m, false)->seed;
+    call->loss_scale = &msi_state_on_device(m, false)->loss_scale;
     call->stream = msi_stream(m);
     if (i->op != MSI_OP_BACKWARD) {
         call->wanted_out = msi_wanted(l, i, operands, MSI_GROUP_OUT);
@@ -19093,7 +20130,7 @@ static ms_result msi_begin_timing(ms_model *m) {
 static void msi_add_time(ms_model *m, const msi_program *p, uint32_t now, double us) {
     msi_timing *t = m->run.timing;
     const msi_instruction *i = &p->instructions.items[now];
-    const msi_cost cost = msi_ops[i->op].cost;
+    const msi_cost cost = msi_cost_of(p, i);
     const bool of_layer = msi_calls_layer((msi_op)i->op);
     if (cost >= MSI_COST_MEASURED_END || cost == MSI_COST_NONE || msi_is_free(p, i) ||
         (i->op == MSI_OP_ZERO && m->run.micro > 0)) {
@@ -19160,7 +20197,7 @@ static double msi_median(const msi_timing *t, uint32_t series) {
 /* The time of a recomputation that was not measured: that of forward; for a callback of its own its
    prediction, corrected by the same factor as that of forward. */
 static double msi_infer_recompute_us(const ms_model *m, const msi_layer *l, double forward_us) {
-    const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l);
+    const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l, false);
     return l->recompute && guess.forward_us > 0.0
                ? guess.recompute_us * forward_us / guess.forward_us
                : forward_us;
@@ -19169,6 +20206,7 @@ static double msi_infer_recompute_us(const ms_model *m, const msi_layer *l, doub
 /* From now on plans use the samples. */
 static void msi_learn_times(ms_model *m) {
     const msi_timing *t = m->run.timing;
+    const msi_program *p = &m->run.plan->train;
     const uint32_t layers = m->graph.layers.count;
     for (uint32_t i = 0; i < layers; i++) {
         msi_layer *l = &m->graph.layers.items[i];
@@ -19181,6 +20219,13 @@ static void msi_learn_times(ms_model *m) {
             time.recompute_us = msi_infer_recompute_us(m, l, time.forward_us);
         }
         msi_set_measured(l, &time, elements);
+    }
+    for (uint32_t k = 0; k < p->instructions.count; k++) { // what is kept is that of calls in F32
+        const msi_instruction *i = &p->instructions.items[k];
+        msi_layer *l = &m->graph.layers.items[i->target];
+        if (i->op == MSI_OP_FORWARD && msi_is_half((ms_state_format)i->format)) {
+            l->measured = msi_scale_time(&m->graph, &m->costs, l, l->measured, true);
+        }
     }
     for (uint32_t cost = MSI_COST_LAYER_END; cost < MSI_COST_MEASURED_END; cost++) {
         const double us = msi_median(t, 3 * layers + (cost - MSI_COST_LAYER_END));
@@ -19233,8 +20278,13 @@ static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instr
     const uint64_t bytes = p->ranges.items[range].bytes;
     void *memory = msi_address(m, p, range);
     if (i->op == MSI_OP_SEED) {
-        const int error = m->config.backend.fill_f32(m->device, memory, m->run.step_factor,
-                                                     bytes / sizeof(float));
+        const ms_backend *b = &m->config.backend;
+        const uint64_t count = bytes / sizeof(float);
+        int error = b->fill_f32(m->device, memory, m->run.step_factor, count);
+        if (error == 0 && p->scales_loss) {
+            error =
+                b->scale_f32(m->device, memory, &msi_state_on_device(m, false)->loss_scale, count);
+        }
         return msi_device(m, error, "fill");
     }
     return i->is_first && m->run.micro > 0 ? MS_RESULT_OK : msi_fill(m, memory, false, 0, bytes);
@@ -19266,11 +20316,21 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
     return pair;
 }
 
-static ms_result msi_run_add(ms_model *m, const msi_program *p, const msi_instruction *i) {
+/* Adds to a gradient, or casts a value. */
+static ms_result msi_run_elements(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const msi_pair pair = msi_pair_of(m, p, i, 0);
-    const int error =
-        m->config.backend.add_f32(m->device, pair.target, pair.source, pair.bytes / sizeof(float));
-    return msi_device(m, error, "add");
+    const msi_range *ranges = p->ranges.items;
+    const ms_view *view = &m->graph.tensors.items[ranges[pair.target_range].tensor].view;
+    const ms_dtype to =
+        msi_dtype_of((ms_state_format)ranges[pair.target_range].format, view->dtype);
+    const ms_dtype from =
+        msi_dtype_of((ms_state_format)ranges[pair.source_range].format, view->dtype);
+    const uint64_t count = ms_shape_count(&view->shape);
+    const ms_backend *b = &m->config.backend;
+    const int error = i->op == MSI_OP_ADD
+                          ? b->add(m->device, pair.target, to, pair.source, from, count)
+                          : b->cast(m->device, pair.target, to, pair.source, from, count);
+    return msi_device(m, error, msi_ops[i->op].name);
 }
 
 /* Whether callbacks use one of the ends of a copy on the host. */
@@ -19445,7 +20505,8 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
         result = msi_run_wait(m, p, i);
         break;
     case MSI_OP_ADD:
-        result = msi_run_add(m, p, i);
+    case MSI_OP_CAST:
+        result = msi_run_elements(m, p, i);
         break;
     case MSI_OP_NORM:
         result = msi_run_norm(m, p, i);
@@ -19564,6 +20625,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
         msi_asan_unpoison(msi_transient(&m->run), m->run.store->transient_bytes);
     }
     result = msi_wait_on_device(m, MSI_EVENT_VERDICT); // before kernels write another one
+    MSI_THEN(result, msi_is_eval(&m->run) ? MS_RESULT_OK : msi_set_scale(m, p->scales_loss));
     MSI_THEN(result, msi_upload_step(m));
     MSI_THEN(result, msi_is_timed(&m->run) ? msi_begin_timing(m) : MS_RESULT_OK);
     return msi_abandon_on_error(m, result);
@@ -19782,7 +20844,7 @@ static ms_result msi_finish_update(ms_model *m) {
    itself; its verdict is copied out while backward runs, unless one on the norm follows. */
 static ms_result msi_run_step(ms_model *m) {
     const bool asynchronous = m->config.backend.is_asynchronous;
-    const bool clips = m->run.program->norm != MSI_NONE && msi_is_last_micro(&m->run);
+    const bool clips = m->optimizer.grad_clip_norm > 0.0f && msi_is_last_micro(&m->run);
     ms_result result = msi_run_forward(m);
     if (result == MS_RESULT_OK && !m->run.recording && !(asynchronous && clips)) {
         result = asynchronous ? msi_copy_verdict(m) : msi_conclude(m, NULL);
@@ -19922,13 +20984,8 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
                         "ms_gradient_norm: there is no norm now; it can be read from an update "
                         "with grad_clip_norm to the next step or eval");
     }
-    const msi_norm *at = (const msi_norm *)msi_address(m, p, p->norm);
-    double sum;
-    const ms_result result = msi_copy(m, &sum, true, &at->sum, false, sizeof sum);
-    if (result == MS_RESULT_OK) {
-        *norm = sqrt(sum);
-    }
-    return result;
+    const double *at = &msi_state_on_device(m, false)->norm;
+    return msi_copy(m, norm, true, at, msi_is_direct(m), sizeof *norm);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -19964,7 +21021,7 @@ static ms_result msi_convert_state(ms_model *m, const msi_memory *to, const msi_
     ms_result result = MS_RESULT_OK;
     uint8_t *pieces = (uint8_t *)msi_alloc(&m->config.allocator, 2 * piece_bytes);
     if (!pieces) {
-        return msi_fail_memory(m, "the conversion of optimizer state", 2 * piece_bytes);
+        return msi_fail_memory(m, "the conversion of a value", 2 * piece_bytes);
     }
     for (uint64_t at = 0; at < count && result == MS_RESULT_OK; at += MSI_CONVERT_ELEMENTS) {
         const msi_part part = {at, msi_smaller(count - at, MSI_CONVERT_ELEMENTS)};
@@ -20001,6 +21058,14 @@ static ms_result msi_copy_value(ms_model *m, const msi_memory *to, const msi_mem
                     to->format == MS_STATE_FORMAT_F32 ? bytes : msi_state_bytes(to->format, count));
 }
 
+/* The resident that has the value of a tensor as the trainer knows it: the master of a param in 16
+   bits. NULL: there is none. */
+static const msi_resident *msi_find_value(const msi_store *store, uint32_t tensor, msi_role role) {
+    const msi_resident *master =
+        role == MSI_ROLE_VALUE ? msi_find_resident(store, tensor, MSI_ROLE_MASTER) : NULL;
+    return master && master->bytes > 0 ? master : msi_find_resident(store, tensor, role);
+}
+
 static msi_memory msi_memory_of(const msi_resident *r) {
     msi_memory memory = {r->address, r->address, r->format, r->on_host};
     return memory;
@@ -20023,14 +21088,18 @@ static ms_result msi_move_values(ms_model *m, const msi_store *store) {
     ms_result result = MS_RESULT_OK;
     for (uint32_t i = 0; i < store->residents.count && result == MS_RESULT_OK; i++) {
         const msi_resident *to = &store->residents.items[i];
-        const msi_resident *old = msi_find_resident(m->run.store, to->tensor, to->role);
+        const msi_role role = to->role == MSI_ROLE_MASTER ? MSI_ROLE_VALUE : to->role;
+        const msi_resident *old = msi_find_value(m->run.store, to->tensor, role);
         const msi_tensor *t = &m->graph.tensors.items[to->tensor];
+        if (to->bytes == 0) {
+            continue;
+        }
         const msi_memory now = msi_memory_of(to);
         if (!to->borrowed && old && old->address) {
             const msi_memory before = msi_memory_of(old);
             result = msi_copy_value(m, &now, &before, to->role, t->largest_bytes);
         } else if (!to->borrowed) {
-            const msi_memory written = msi_memory_to_read(t->memory[to->role]);
+            const msi_memory written = msi_memory_to_read(t->memory[role]);
             result = msi_fill(m, to->address, to->on_host, 0, to->bytes);
             MSI_THEN(result, written.source ? msi_copy_value(m, &now, &written, to->role, t->bytes)
                                             : MS_RESULT_OK);
@@ -20135,7 +21204,7 @@ static ms_result msi_settle(ms_model *m, msi_store *store) {
     MSI_THEN(result, msi_synchronize(m));
     if (result == MS_RESULT_OK) {
         memset(msi_staging_of(store), 0, (size_t)store->staging_bytes);
-        return result;
+        return msi_keep_scale(m, m->run.store);
     }
     const msi_errors errors = m->errors;
     (void)msi_synchronize(m); // the memory is going to be released
@@ -20444,7 +21513,7 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
 /* Where a value is that can be read now: that of a resident, or of a live range that spans the
    instruction where the program stopped. */
 static msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, msi_role role) {
-    const msi_resident *resident = msi_find_resident(m->run.store, tensor, role);
+    const msi_resident *resident = msi_find_value(m->run.store, tensor, role);
     const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
     void *staged = msi_staged_address(m, tensor, role);
     msi_memory memory = {staged, staged, MS_STATE_FORMAT_F32, resident && resident->is_shown};
@@ -20456,6 +21525,7 @@ static msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, msi_role r
         if (range->tensor == tensor && range->role == role && range->part == 0 &&
             range->first < m->run.position && (range->last >= m->run.position || range->outlives)) {
             memory.source = memory.target = msi_address(m, p, i);
+            memory.format = (ms_state_format)range->format;
             memory.on_host = range->on_host;
             return memory;
         }
@@ -20596,7 +21666,9 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
     if (m->run.stage == MSI_STAGE_FORWARD) {
         m->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
     }
-    const ms_result result = msi_write(m, resident, data, target->bytes);
+    const msi_resident *master = msi_find_value(m->run.store, t, role);
+    ms_result result = msi_write(m, resident, data, target->bytes);
+    MSI_THEN(result, master == resident ? MS_RESULT_OK : msi_write(m, master, data, target->bytes));
     target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
     return result;
 }
@@ -20757,8 +21829,11 @@ typedef struct msi_verification {
     ms_difference *differences;
     uint32_t count; // of these, state included
     uint32_t state_count;
-    double state_error, state_size; // sums of squares
+    /* Of the state of the param at hand: sums of squares of the errors, and of the state. */
+    double error[MS_LIMIT_OPTIMIZER_STATE], size[MS_LIMIT_OPTIMIZER_STATE];
+    double state_error; // the largest of one tensor so far, relative
     double loss[MSI_PASS_COUNT];
+    float loss_scale; // of the pass that has run
 } msi_verification;
 
 /* The k-th tensor of state of a param, if it is not F32, or NULL. */
@@ -20897,16 +21972,22 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
     msi_decide_plain(&m->graph, plan->decisions);
     for (uint32_t t = 0; t < m->graph.tensors.count && pass == MSI_PASS_WRAPPED; t++) {
         plan->decisions[t].pass = m->run.plan->decisions[t].pass;
+        plan->decisions[t].format = m->run.plan->decisions[t].format;
     }
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) { // homes are the same in both passes
         const bool moves = pass == MSI_PASS_WRAPPED || msi_is_resident(&m->graph.tensors.items[t]);
         plan->decisions[t].moves = moves ? m->run.plan->decisions[t].moves : 0;
         plan->decisions[t].state_8bit = m->run.plan->decisions[t].state_8bit;
+        if (m->graph.tensors.items[t].kind == MSI_KIND_PARAM) { // one store for both
+            plan->decisions[t].format = m->run.plan->decisions[t].format;
+        }
     }
     plan->plain_step_us = m->run.plan->plain_step_us;
     msi_program *p = &plan->train;
+    w.calls_f32 = pass == MSI_PASS_PLAIN;
     msi_lower_train(&w, plan->decisions, p);
     msi_lowering_free(&w);
+    p->scales_loss = m->run.plan->train.scales_loss; // the same in both passes
     msi_schedule(&m->graph, &m->costs, v->store, a, p);
     if (!p->out_of_memory) {
         msi_share_memory(&m->graph, p);
@@ -20955,6 +22036,8 @@ static ms_result msi_reset_store(msi_verification *v) {
     ms_model *m = v->model;
     const msi_store *store = v->store, *from = v->before.store;
     ms_result result = msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes);
+    v->store->knows_scale = false; // it is cleared here
+    MSI_THEN(result, msi_keep_scale(m, from));
     MSI_THEN(result, msi_move_saved(v, true));
     for (uint32_t i = 0; i < store->residents.count && result == MS_RESULT_OK; i++) {
         const msi_resident *r = &store->residents.items[i];
@@ -21047,8 +22130,8 @@ static void msi_compare_block(msi_verification *v, ms_difference *d, const ms_up
     msi_load_state(storage, args->state_format[k], is_signed, 0, count, (uint64_t)count, stored);
     for (int i = 0; i < count; i++) {
         const double a = (double)state[i], b = (double)stored[i];
-        v->state_error += (a - b) * (a - b);
-        v->state_size += a * a;
+        v->error[k] += (a - b) * (a - b);
+        v->size[k] += a * a;
         if (msi_bits_of_f32(state[i]) != msi_bits_of_f32(stored[i])) {
             msi_note_difference(d, a, b);
         }
@@ -21064,18 +22147,19 @@ static ms_result msi_compare_state(msi_verification *v, ms_difference *d, uint32
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     const msi_part part = {begin, count};
     const msi_part bytes = msi_part_bytes(r->format, part);
-    const ms_step_state *step =
-        (const ms_step_state *)(const void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
+    ms_step_state step; // of the last micro-batch, in which params are updated
     const ms_update_factors f =
         msi_factors_at(&m->optimizer, msi_update_number(&v->before, tensor));
     uint8_t *raw = v->results + v->result_bytes + MSI_PIECE_BYTES;
     ms_update_args args;
     float state[MSI_CODED_BLOCK];
     memset(&args, 0, sizeof args);
+    memset(&step, 0, sizeof step);
+    step.seed = msi_seed_at(m, m->run.store->micro_count - 1);
     args.kind = m->optimizer.kind;
     args.state_format[k] = r->format;
-    args.state_of_step = step;
-    args.seed = msi_mix(m->config.seed + t);
+    args.state_of_step = &step;
+    args.seed = msi_seed_of_param(m, t);
     d->tensor = msi_handle(&m->graph, t, r->role);
     d->name = msi_name(&m->graph, tensor->name);
     d->count += count;
@@ -21091,26 +22175,46 @@ static ms_result msi_compare_state(msi_verification *v, ms_difference *d, uint32
     return result;
 }
 
+/* Reads a part of the result of a pass, in bytes as the tensor was created, to the host. Gradients
+   in 16 bits become F32, and a loss scale is undone: by a power of two, so exactly. */
+static ms_result msi_read_result(const msi_verification *v, uint32_t range, uint64_t done,
+                                 uint64_t part, uint8_t *to) {
+    ms_model *m = v->model;
+    const msi_range *r = &m->run.program->ranges.items[range];
+    const bool half = msi_is_half((ms_state_format)r->format);
+    const uint64_t skipped = half ? done / 2 : done, bytes = half ? part / 2 : part;
+    const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, range) + skipped;
+    const ms_result result = msi_copy(m, to + (part - bytes), true, from, r->on_host, bytes);
+    const bool scaled =
+        r->role == MSI_ROLE_GRADIENT && (v->loss_scale < 1.0f || v->loss_scale > 1.0f);
+    for (uint64_t i = 0; i < part / sizeof(float) && (half || scaled); i++) {
+        const ms_dtype dtype = msi_dtype_of((ms_state_format)r->format, MS_DTYPE_F32);
+        const float x = msi_load(to + (part - bytes), dtype, i);
+        ((float *)(void *)to)[i] = scaled ? x / v->loss_scale : x;
+    }
+    return result;
+}
+
 /* The result of the pass that has run for one tensor: kept at `result`, or compared with that. The
    differences of state follow that of the gradient. */
 static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint8_t *result,
                                  ms_difference *d) {
     ms_model *m = v->model;
     const msi_tensor *tensor = &m->graph.tensors.items[t];
-    const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, v->range_of[t]);
-    const bool on_host = m->run.program->ranges.items[v->range_of[t]].on_host;
     uint8_t *piece = v->results + v->result_bytes;
     if (pass == MSI_PASS_PLAIN) {
-        return msi_copy(m, result, true, from, on_host, tensor->bytes);
+        return msi_read_result(v, v->range_of[t], 0, tensor->bytes, result);
     }
     d->tensor = msi_handle(&m->graph, t,
                            tensor->kind == MSI_KIND_PARAM ? MSI_ROLE_GRADIENT : MSI_ROLE_VALUE);
     d->name = msi_name(&m->graph, tensor->name);
     d->count = ms_shape_count(&tensor->view.shape);
+    memset(v->error, 0, sizeof v->error);
+    memset(v->size, 0, sizeof v->size);
     for (uint64_t done = 0; done < tensor->bytes; done += MSI_PIECE_BYTES) {
         const uint64_t rest = tensor->bytes - done;
         const uint64_t part = rest < MSI_PIECE_BYTES ? rest : MSI_PIECE_BYTES;
-        const ms_result copied = msi_copy(m, piece, true, from + done, on_host, part);
+        const ms_result copied = msi_read_result(v, v->range_of[t], done, part, piece);
         if (copied != MS_RESULT_OK) {
             return copied;
         }
@@ -21126,6 +22230,9 @@ static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint
         if (compared != MS_RESULT_OK) {
             return compared;
         }
+    }
+    for (uint32_t k = 0; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
+        msi_raise_to(&v->state_error, v->size[k] > 0.0 ? sqrt(v->error[k] / v->size[k]) : 0.0);
     }
     return MS_RESULT_OK;
 }
@@ -21170,6 +22277,7 @@ static ms_result msi_run_pass(msi_verification *v, int pass) {
     MSI_THEN(result, msi_copy(m, &state, true, msi_state_on_device(m, false), msi_is_direct(m),
                               sizeof state));
     v->loss[pass] = state.loss;
+    v->loss_scale = p->scales_loss ? state.loss_scale : 1.0f;
     MSI_THEN(result, msi_take_results(v, pass));
     return result;
 }
@@ -21222,14 +22330,15 @@ static ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n, uint32_t
     ms_model *m = v->model;
     const msi_range *range = &m->run.program->ranges.items[index];
     const msi_tensor *tensor = &m->graph.tensors.items[range->tensor];
-    const ms_dtype dtype = tensor->view.dtype;
+    const ms_state_format format = (ms_state_format)range->format;
+    const ms_dtype dtype = msi_dtype_of(format, tensor->view.dtype);
+    const uint64_t bytes = msi_value_bytes(tensor, format);
     const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, index);
     const bool on_host = range->on_host;
     uint8_t *piece = v->results + v->result_bytes;
     ms_result result = MS_RESULT_OK;
-    for (uint64_t done = 0; done < tensor->bytes && result == MS_RESULT_OK;
-         done += MSI_PIECE_BYTES) {
-        const uint64_t rest = tensor->bytes - done, size = ms_dtype_bytes(dtype);
+    for (uint64_t done = 0; done < bytes && result == MS_RESULT_OK; done += MSI_PIECE_BYTES) {
+        const uint64_t rest = bytes - done, size = ms_dtype_bytes(dtype);
         const uint64_t part = rest < MSI_PIECE_BYTES ? rest : MSI_PIECE_BYTES;
         result = msi_copy(m, piece, true, from + done, on_host, part);
         if (result == MS_RESULT_OK) {
@@ -21311,7 +22420,7 @@ static void msi_report_differences(const msi_verification *v, ms_difference_fn v
                                    ms_verify_report *report) {
     report->tensor_count = v->count - v->state_count;
     report->state_count = v->state_count;
-    report->state_error = v->state_size > 0.0 ? sqrt(v->state_error / v->state_size) : 0.0;
+    report->state_error = v->state_error;
     report->plain_loss = v->loss[MSI_PASS_PLAIN];
     report->wrapped_loss = v->loss[MSI_PASS_WRAPPED];
     for (uint32_t k = 0; k < v->count; k++) {
@@ -21430,7 +22539,8 @@ static uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
         msi_mix_in(store->reserved_bytes, store->resident_bytes + store->transient_bytes);
     for (uint32_t k = 0; k < store->residents.count; k++) {
         const msi_resident *resident = &store->residents.items[k];
-        const uint64_t outside = (uint64_t)resident->on_host << 1 | resident->borrowed;
+        const uint64_t outside =
+            (uint64_t)resident->format << 2 | (uint64_t)resident->on_host << 1 | resident->borrowed;
         hash = msi_mix_in(hash, (outside << 8 | (uint64_t)resident->role) << 32 | resident->tensor);
         hash = msi_mix_in(msi_mix_in(hash, resident->bytes), resident->offset);
     }
@@ -21540,6 +22650,30 @@ static void msi_report_host(const ms_model *m, ms_memory_report *r) {
     r->staging_bytes = m->run.store->staging_bytes;
 }
 
+/* The first layer that has a param. */
+static uint32_t msi_first_user(const msi_graph *g, uint32_t param) {
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        for (MSI_EACH(operand, g, &g->layers.items[i], MSI_GROUP_PARAM)) {
+            if (operand.tensor == param) {
+                return i;
+            }
+        }
+    }
+    return MSI_NONE;
+}
+
+/* What the host knows of the loss scale. */
+static void msi_report_scale(const ms_model *m, ms_memory_report *r) {
+    const ms_step_state *state = m->run.store && !m->config.dry_run ? msi_verdict(m, false) : NULL;
+    const bool scales = state && m->run.plan->train.scales_loss && state->scaling.growth_steps > 0;
+    const uint32_t layer =
+        scales && state->overflow ? msi_first_user(&m->graph, state->overflow - 1) : MSI_NONE;
+    r->loss_scale = scales ? (double)state->loss_scale : 1.0;
+    r->skipped_steps = scales ? state->skipped_steps : 0;
+    r->clean_steps = scales ? state->clean_steps : 0;
+    r->overflow_layer = layer == MSI_NONE ? "" : msi_layer_name(&m->graph, layer);
+}
+
 /* What is copied, and how much of that is hidden. */
 static void msi_report_copies(const ms_model *m, ms_memory_report *r) {
     const msi_program *p = &m->run.plan->train;
@@ -21591,8 +22725,24 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     msi_report_copies(m, r);
     r->step_count = m->run.step;
     r->measured_step_us = msi_measured_us(&plan->train);
+    msi_report_scale(m, r);
     r->backend_name = m->config.backend.name;
     r->device_name = m->costs.hardware.name;
+}
+
+/* The format of optimizer state, and the dtype of what is none, in a live range. */
+static ms_state_format msi_public_format(const msi_range *range) {
+    const bool is_state = range->role >= MSI_ROLE_STATE0 && (msi_role)range->role < MSI_ROLE_MASTER;
+    return is_state ? (ms_state_format)range->format : MS_STATE_FORMAT_F32;
+}
+
+static ms_dtype msi_public_dtype(const msi_graph *g, const msi_range *range) {
+    const msi_role role = (msi_role)range->role;
+    return role == MSI_ROLE_WORKSPACE || role == MSI_ROLE_NORM ? MS_DTYPE_U8
+           : role >= MSI_ROLE_STATE0 && role <= MSI_ROLE_MASTER
+               ? MS_DTYPE_F32
+               : msi_dtype_of((ms_state_format)range->format,
+                              g->tensors.items[range->tensor].view.dtype);
 }
 
 /* The role of a live range as handles know it: a contribution is part of a gradient. */
@@ -21617,6 +22767,8 @@ static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k, bool wh
         o.tensor = msi_handle(&w->model->graph, range->tensor, role);
     }
     o.bytes = range->bytes;
+    o.format = msi_public_format(range);
+    o.dtype = msi_public_dtype(&w->model->graph, range);
     o.is_outside = msi_is_outside(store, p, operand->range);
     o.is_on_host = msi_is_on_host(store, p, operand->range);
     o.offset = fixed            ? store->residents.items[operand->range].offset
@@ -21854,6 +23006,8 @@ static void msi_visit_lifetimes(const ms_model *m, const msi_program *p, ms_life
             l.name = msi_layer_name(&m->graph, range->tensor);
         }
         l.is_resident = resident;
+        l.format = msi_public_format(range);
+        l.dtype = msi_public_dtype(&m->graph, range);
         l.is_outside = msi_is_outside(m->run.store, p, k);
         l.is_on_host = msi_is_on_host(m->run.store, p, k);
         l.is_at_peak = !l.is_outside && l.first <= p->peak && p->peak <= l.last;
@@ -22217,8 +23371,10 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
     }
     const msi_role role = msi_role_of(&model->graph, tensor);
     const msi_memory memory = msi_live_memory(model, t, role);
-    model->graph.tensors.items[t].in_place |= role == MSI_ROLE_VALUE;
-    return memory.format == MS_STATE_FORMAT_F32 ? memory.target : NULL;
+    const msi_resident *resident = msi_find_resident(model->run.store, t, role);
+    const bool is_half = resident && resident->format != MS_STATE_FORMAT_F32;
+    model->graph.tensors.items[t].in_place |= role == MSI_ROLE_VALUE && !is_half;
+    return memory.format == MS_STATE_FORMAT_F32 && !is_half ? memory.target : NULL;
 }
 
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
@@ -22931,6 +24087,9 @@ static void msi_print_operand(const msi_program_listing *to, const ms_event_oper
         msi_print(&to->out, "%s@%s0x%llx", operand->accumulate ? "+" : "",
                   operand->is_on_host ? "host+" : "", (unsigned long long)operand->offset);
     }
+    if (operand->format != MS_STATE_FORMAT_F32) {
+        msi_print(&to->out, operand->format == MS_STATE_FORMAT_8BIT ? ":8-bit" : ":bf16");
+    }
 }
 
 /* What comes after the live bytes in the line of an instruction: which part of its tensor it works
@@ -23421,6 +24580,13 @@ static __global__ void msi_k_fill_f32(float *x, float value, msi_cuda_split r) {
     }
 }
 
+static __global__ void msi_k_scale_f32(float *x, const float *factor, uint64_t count) {
+    const uint64_t i = msi_cuda_index();
+    if (i < count) {
+        x[i] *= *factor;
+    }
+}
+
 /* An upload travels as an argument of the kernel. All arguments together take 4 KB at most. */
 enum { MSI_CUDA_WORDS = 896 };
 
@@ -23432,16 +24598,6 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     msi_k_upload(uint32_t *x, msi_cuda_words words, uint32_t count) {
     for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
         x[i] = words.word[i];
-    }
-}
-
-static __global__ void msi_k_add_f32(float *x, const float *y, msi_cuda_split r) {
-    const uint64_t i = msi_cuda_index();
-    if (i < r.groups) {
-        const float4 a = ((const float4 *)x)[i], b = ((const float4 *)y)[i];
-        ((float4 *)x)[i] = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-    } else if (i < r.threads) {
-        x[i + 3 * r.groups] += y[i + 3 * r.groups];
     }
 }
 
@@ -23492,6 +24648,23 @@ static __global__ void msi_k_cast(void *target, ms_dtype to, const void *source,
     }
 }
 
+static __global__ void msi_k_add(void *target, ms_dtype to, const void *source, ms_dtype from,
+                                 msi_cuda_split r) {
+    const uint64_t i = msi_cuda_index();
+    if (i < r.groups) {
+        float x[8], y[8];
+        msi_cuda_load8(x, target, to, i);
+        msi_cuda_load8(y, source, from, i);
+        for (int k = 0; k < 8; k++) {
+            x[k] += y[k];
+        }
+        msi_cuda_store8(target, to, i, x);
+    } else if (i < r.threads) {
+        const uint64_t at = i + 7 * r.groups;
+        msi_store_as(target, to, at, msi_load(target, to, at) + msi_load(source, from, at));
+    }
+}
+
 /* The sum over all threads of a block, in a fixed order. Only thread 0 may use the result. */
 static __device__ __forceinline__ double msi_cuda_block_sum(double *shared, double sum) {
     shared[threadIdx.x] = sum;
@@ -23527,6 +24700,28 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
+/* The same of squares in 16 bits. */
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
+    msi_k_half_squares(const void *data, ms_dtype dtype, msi_cuda_split r, double *partials) {
+    __shared__ double shared[MSI_CUDA_THREADS];
+    double sum = 0.0;
+    for (uint64_t i = msi_cuda_index(); i < r.threads; i += (uint64_t)gridDim.x * blockDim.x) {
+        float x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        if (i < r.groups) {
+            msi_cuda_load8(x, data, dtype, i);
+        } else {
+            x[0] = msi_load(data, dtype, i + 7 * r.groups);
+        }
+        for (int k = 0; k < 8; k++) {
+            sum += msi_cuda_square(x[k]);
+        }
+    }
+    sum = msi_cuda_block_sum(shared, sum);
+    if (threadIdx.x == 0) {
+        partials[blockIdx.x] = sum;
+    }
+}
+
 /* The sum of all partial sums. Only thread 0 may use the result. */
 static __device__ __forceinline__ double
 msi_cuda_partials_sum(double *shared, const double *partials, uint32_t count) {
@@ -23538,11 +24733,13 @@ msi_cuda_partials_sum(double *shared, const double *partials, uint32_t count) {
 }
 
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_add_partials(double *sum, const double *partials, uint32_t count) {
+    msi_k_add_partials(double *sum, const double *partials, uint32_t count, uint32_t number,
+                       uint32_t *nonfinite) {
     __shared__ double shared[MSI_CUDA_THREADS];
     const double all = msi_cuda_partials_sum(shared, partials, count);
     if (threadIdx.x == 0) {
         *sum += all;
+        *nonfinite = *nonfinite == 0 && !msi_is_finite(*sum) ? number : *nonfinite;
     }
 }
 
@@ -23657,7 +24854,7 @@ static __device__ __forceinline__ void msi_cuda_decode(float *x, const uint8_t *
     }
     for (uint32_t i = 0; i < 8; i++) {
         const uint8_t code = (uint8_t)((i < 4 ? packed.x : packed.y) >> (i % 4 * 8));
-        x[i] = i < lane.used
+        x[i] = i < lane.used && msi_bits_of_f32(scale) != 0 // zeroed codes have a sign
                    ? unit * (is_signed ? msi_units_of_signed(code) : msi_units_of_unsigned(code))
                    : 0.0f;
     }
@@ -23735,22 +24932,38 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     lane.aligned = aligned;
     const ms_update_factors f = *u.factors;
     const float scale = u.gradient_scale ? *u.gradient_scale : 1.0f;
-    const bool has_second = u.state[1] != NULL;
-    float p[8], g[8], first[8], second[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    msi_cuda_load_some(p, u.value, MS_DTYPE_F32, lane);
-    msi_cuda_load_some(g, u.gradient, MS_DTYPE_F32, lane);
-    msi_cuda_load_state(first, &u, 0, lane);
+    const bool has_first = u.state[0] != NULL, has_second = u.state[1] != NULL;
+    float p[8], g[8], first[8] = {0, 0, 0, 0, 0, 0, 0, 0}, second[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    if (u.master) {
+        msi_cuda_load_some(p, u.master, MS_DTYPE_F32, lane);
+    } else {
+        msi_cuda_load_some(p, u.value, u.value_dtype, lane);
+    }
+    msi_cuda_load_some(g, u.gradient, u.gradient_dtype, lane);
+    if (has_first) {
+        msi_cuda_load_state(first, &u, 0, lane);
+    }
     if (has_second) {
         msi_cuda_load_state(second, &u, 1, lane);
     }
     for (uint32_t i = 0; i < lane.used; i++) {
         p[i] = msi_guarded_element(u.kind, &f, p[i], scale * g[i], &first[i], &second[i]);
     }
-    msi_cuda_store_state(&u, 0, lane, first);
+    if (has_first) {
+        msi_cuda_store_state(&u, 0, lane, first);
+    }
     if (has_second) {
         msi_cuda_store_state(&u, 1, lane, second);
     }
-    msi_cuda_store_some(u.value, MS_DTYPE_F32, lane, p);
+    if (u.master) {
+        msi_cuda_store_some(u.master, MS_DTYPE_F32, lane, p);
+    } else if (u.value_dtype != MS_DTYPE_F32) {
+        const uint32_t key = msi_state_key(&u, MS_LIMIT_OPTIMIZER_STATE);
+        for (uint32_t i = 0; i < lane.used; i++) { // exact as BF16 from here on
+            p[i] = msi_f32_of_bf16(msi_value_at_random(&u, key, p[i], lane.at + i));
+        }
+    }
+    msi_cuda_store_some(u.value, u.value_dtype, lane, p);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -24050,10 +25263,16 @@ static int msi_cuda_fill_f32(void *state, void *device, float value, uint64_t co
                            value, r);
 }
 
-static int msi_cuda_add_f32(void *state, void *device, const void *source, uint64_t count) {
-    const msi_cuda_split r = msi_cuda_split_of(count, 4, (uintptr_t)device | (uintptr_t)source);
-    return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_add_f32, (float *)device,
-                           (const float *)source, r);
+static int msi_cuda_scale_f32(void *state, void *device, const float *factor, uint64_t count) {
+    return msi_cuda_launch(state, msi_cuda_blocks(count), msi_k_scale_f32, (float *)device, factor,
+                           count);
+}
+
+static int msi_cuda_add(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
+                        uint64_t count) {
+    const msi_cuda_split r = msi_cuda_split_of(count, 8, (uintptr_t)target | (uintptr_t)source);
+    return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_add, target, to, source, from,
+                           r);
 }
 
 static int msi_cuda_cast(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
@@ -24064,11 +25283,16 @@ static int msi_cuda_cast(void *state, void *target, ms_dtype to, const void *sou
 }
 
 /* Writes the partial sums of an array, or of its squares, to c->partials, and their number. */
-static int msi_cuda_sum(const msi_cuda *c, const void *device, uint64_t count, bool squares,
-                        uint32_t *partial_count) {
-    const msi_cuda_split r = msi_cuda_split_of(count, 4, (uintptr_t)device);
+static int msi_cuda_sum(const msi_cuda *c, const void *device, ms_dtype dtype, uint64_t count,
+                        bool squares, uint32_t *partial_count) {
+    const bool half = dtype != MS_DTYPE_F32;
+    const msi_cuda_split r = msi_cuda_split_of(count, half ? 8 : 4, (uintptr_t)device);
     const uint64_t blocks = msi_cuda_blocks(r.threads), most = MSI_CUDA_PARTIALS;
     *partial_count = (uint32_t)(blocks < most ? blocks : most);
+    if (half) {
+        return msi_cuda_launch(c, *partial_count, msi_k_half_squares, device, dtype, r,
+                               c->partials);
+    }
     return msi_cuda_launch(c, *partial_count, msi_k_sum, (const float *)device, r, squares,
                            c->partials);
 }
@@ -24077,17 +25301,19 @@ static int msi_cuda_loss(void *state, const void *losses, uint64_t count, double
                          ms_step_state *step) {
     const msi_cuda *c = (const msi_cuda *)state;
     uint32_t partial_count;
-    const int error = msi_cuda_sum(c, losses, count, false, &partial_count);
+    const int error = msi_cuda_sum(c, losses, MS_DTYPE_F32, count, false, &partial_count);
     return error ? error
                  : msi_cuda_launch(c, 1, msi_k_loss, c->partials, partial_count, factor, step);
 }
 
-static int msi_cuda_add_squares_f32(void *state, const void *device, uint64_t count, double *sum) {
+static int msi_cuda_add_squares(void *state, const void *device, ms_dtype dtype, uint64_t count,
+                                double *sum, uint32_t number, uint32_t *nonfinite) {
     const msi_cuda *c = (const msi_cuda *)state;
     uint32_t partial_count;
-    const int error = msi_cuda_sum(c, device, count, true, &partial_count);
+    const int error = msi_cuda_sum(c, device, dtype, count, true, &partial_count);
     return error ? error
-                 : msi_cuda_launch(c, 1, msi_k_add_partials, sum, c->partials, partial_count);
+                 : msi_cuda_launch(c, 1, msi_k_add_partials, sum, c->partials, partial_count,
+                                   number, nonfinite);
 }
 
 static int msi_cuda_clip_scale(void *state, const double *sum, float limit, float *scale,
@@ -24097,10 +25323,10 @@ static int msi_cuda_clip_scale(void *state, const double *sum, float limit, floa
 
 static int msi_cuda_update(void *state, const ms_update_args *args) {
     const uintptr_t bits = (uintptr_t)args->value | (uintptr_t)args->gradient |
-                           (uintptr_t)args->state[0] | (uintptr_t)args->state[1];
+                           (uintptr_t)args->state[0] | (uintptr_t)args->state[1] |
+                           (uintptr_t)args->master;
     const msi_cuda_split r = msi_cuda_split_of(args->count, 4, bits);
-    if (args->state_format[0] != MS_STATE_FORMAT_F32 ||
-        args->state_format[1] != MS_STATE_FORMAT_F32) {
+    if (msi_has_formats(args)) {
         const uint64_t warps = (args->count + MSI_CODED_BLOCK - 1) / MSI_CODED_BLOCK;
         return msi_cuda_launch(state, msi_cuda_blocks(32 * warps), msi_k_update_state, *args,
                                bits % 16 == 0);
@@ -24212,8 +25438,8 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     MSI_USE(memory_alloc), MSI_USE(memory_release), MSI_USE(host_alloc), MSI_USE(host_release);
     MSI_USE(hardware), MSI_USE(error_text), MSI_USE(open), MSI_USE(close), MSI_USE(prepare);
     MSI_USE(copy_in), MSI_USE(copy_out), MSI_USE(upload), MSI_USE(copy), MSI_USE(fill_bytes);
-    MSI_USE(fill_f32), MSI_USE(add_f32), MSI_USE(cast), MSI_USE(loss);
-    MSI_USE(add_squares_f32), MSI_USE(clip_scale), MSI_USE(update), MSI_USE(gemm);
+    MSI_USE(fill_f32), MSI_USE(scale_f32), MSI_USE(add), MSI_USE(cast), MSI_USE(loss);
+    MSI_USE(add_squares), MSI_USE(clip_scale), MSI_USE(update), MSI_USE(gemm);
     MSI_USE(synchronize), MSI_USE(record), MSI_USE(wait), MSI_USE(wait_on_host), MSI_USE(stream);
     MSI_USE(recording_begin), MSI_USE(recording_check), MSI_USE(recording_end);
     MSI_USE(recording_launch), MSI_USE(recording_release);

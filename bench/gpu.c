@@ -404,6 +404,7 @@ typedef struct kernels {
         ms_step_state step;
         ms_update_factors factors;
         double sum;
+        uint32_t nonfinite;
     } * device; // in device memory
 } kernels;
 
@@ -445,7 +446,8 @@ static int run_fill(const kernels *k, uint64_t bytes) {
 
 static int run_add(const kernels *k, uint64_t bytes) {
     (void)bytes;
-    return k->backend.add_f32(k->state, k->pool, k->pool + k->count, k->count);
+    return k->backend.add(k->state, k->pool, MS_DTYPE_F32, k->pool + k->count, MS_DTYPE_F32,
+                          k->count);
 }
 
 static int run_cast(const kernels *k, uint64_t bytes) {
@@ -456,7 +458,8 @@ static int run_cast(const kernels *k, uint64_t bytes) {
 
 static int run_squares(const kernels *k, uint64_t bytes) {
     (void)bytes;
-    return k->backend.add_squares_f32(k->state, k->pool, k->count, &k->device->sum);
+    return k->backend.add_squares(k->state, k->pool, MS_DTYPE_F32, k->count, &k->device->sum, 1,
+                                  &k->device->nonfinite);
 }
 
 /* Reads half of the bytes, writes the other half. */

@@ -210,9 +210,15 @@ static int fz_fill_f32(void *user, void *device, float value, uint64_t count) {
     return error != 0 ? error : CPU->fill_f32(CPU->user, device, value, count);
 }
 
-static int fz_add_f32(void *user, void *device, const void *source, uint64_t count) {
+static int fz_scale_f32(void *user, void *device, const float *factor, uint64_t count) {
     int error = backend_fails(user);
-    return error != 0 ? error : CPU->add_f32(CPU->user, device, source, count);
+    return error != 0 ? error : CPU->scale_f32(CPU->user, device, factor, count);
+}
+
+static int fz_add(void *user, void *target, ms_dtype to, const void *source, ms_dtype from,
+                  uint64_t count) {
+    int error = backend_fails(user);
+    return error != 0 ? error : CPU->add(CPU->user, target, to, source, from, count);
 }
 
 static int fz_loss(void *user, const void *losses, uint64_t count, double factor,
@@ -221,9 +227,11 @@ static int fz_loss(void *user, const void *losses, uint64_t count, double factor
     return error != 0 ? error : CPU->loss(CPU->user, losses, count, factor, step);
 }
 
-static int fz_add_squares_f32(void *user, const void *device, uint64_t count, double *sum) {
+static int fz_add_squares(void *user, const void *device, ms_dtype dtype, uint64_t count,
+                          double *sum, uint32_t number, uint32_t *nonfinite) {
     int error = backend_fails(user);
-    return error != 0 ? error : CPU->add_squares_f32(CPU->user, device, count, sum);
+    return error != 0 ? error
+                      : CPU->add_squares(CPU->user, device, dtype, count, sum, number, nonfinite);
 }
 
 static int fz_clip_scale(void *user, const double *sum, float limit, float *scale,
@@ -259,9 +267,10 @@ static ms_backend world_backend(world *w) {
     b.copy = fz_copy;
     b.fill_bytes = fz_fill_bytes;
     b.fill_f32 = fz_fill_f32;
-    b.add_f32 = fz_add_f32;
+    b.scale_f32 = fz_scale_f32;
+    b.add = fz_add;
     b.loss = fz_loss;
-    b.add_squares_f32 = fz_add_squares_f32;
+    b.add_squares = fz_add_squares;
     b.clip_scale = fz_clip_scale;
     b.update = fz_update;
     b.gemm = fz_gemm;

@@ -868,6 +868,38 @@ static inline rd_graph *rd_generate(uint64_t seed) {
     return g;
 }
 
+/* Gives most layers dtypes in 16 bits that they accept, with random masks. What is computed in place
+   has the dtype of what it lies in. */
+static inline void rd_random_dtypes(rd_graph *g, uint64_t seed) {
+    t_rng rng = t_seed(seed);
+    for (uint32_t i = 0; i < g->layer_count; ++i) {
+        rd_layer *l = &g->layer[i];
+        ms_layer_dtypes *d = &l->desc.dtypes;
+        uint32_t *const masks[] = {&d->f32_in, &d->f32_out, &d->f32_saved, &d->f32_param};
+        const bool in_place = (l->desc.must_in_place | l->desc.must_grad_in_place) != 0;
+        const bool masked = !in_place && t_chance(&rng, 0.5);
+        d->accepts = t_chance(&rng, 0.15)  ? 0
+                     : t_chance(&rng, 0.5) ? 1u << MS_DTYPE_BF16
+                                           : 1u << MS_DTYPE_BF16 | 1u << MS_DTYPE_F16;
+        for (int group = 0; group < 4; ++group) {
+            const uint32_t used = (1u << l->count[group]) - 1u;
+            *masks[group] = masked ? (uint32_t)t_next(&rng) & (uint32_t)t_next(&rng) & used : 0;
+        }
+        const uint32_t used = (1u << l->count[RD_GROUP_PARAM]) - 1u;
+        d->half_gradients = (uint32_t)t_next(&rng) & used & ~d->f32_param;
+    }
+}
+
+/* The dtype in which a call is to see an operand. */
+static inline ms_dtype rd_dtype(const rd_layer *l, ms_dtype call, int group, int slot,
+                                const rd_value *v, bool is_param_gradient) {
+    const ms_layer_dtypes *d = &l->desc.dtypes;
+    const uint32_t f32[] = {d->f32_in, d->f32_out, d->f32_saved, d->f32_param, MS_ALL_SLOTS};
+    const bool stays = rd_bit(f32[group], slot) || v->on_host || v->dtype != MS_DTYPE_F32 ||
+                       (is_param_gradient && !rd_bit(d->half_gradients, slot));
+    return stays ? v->dtype : call;
+}
+
 // ------------------------------------------------------------------------------------------------
 // what runs a graph, and what went wrong
 
@@ -988,13 +1020,13 @@ static inline bool rd_are_empty(const rd_op *op, const ms_view *views, int from)
 }
 
 /* Shape and dtype of one operand; data that is aligned, or absent as it must be. */
-static inline bool rd_check_view(rd_op *op, const ms_view *view, const rd_value *v,
+static inline bool rd_check_view(rd_op *op, const ms_view *view, const rd_value *v, ms_dtype dtype,
                                  const char *what, int slot) {
     if (v == NULL) {
         return view->data == NULL || rd_fail(op->run, "layer %u: %s[%d] is empty, but has data",
                                              (unsigned)op->index, what, slot);
     }
-    bool same = view->dtype == v->dtype && view->shape.rank == v->rank &&
+    bool same = view->dtype == dtype && view->shape.rank == v->rank &&
                 ms_shape_count(&view->shape) == rd_count(v, op->run->size) &&
                 (v->rank == 0 || view->shape.dim[0] == rd_rows(v, op->run->size));
     if (!same) {
@@ -1025,7 +1057,9 @@ static inline bool rd_check_group(rd_op *op, const ms_call *call, int group) {
     const ms_view *views = rd_views(call, group);
     for (int i = 0; i < op->layer->count[group]; ++i) {
         const rd_value *v = rd_at(op->run->graph, op->layer, group, i);
-        if (!rd_check_view(op, &views[i], v, names[group], i)) {
+        ms_dtype dtype =
+            v == NULL ? MS_DTYPE_F32 : rd_dtype(op->layer, call->dtype, group, i, v, false);
+        if (!rd_check_view(op, &views[i], v, dtype, names[group], i)) {
             return false;
         }
         int expected = v == NULL ? -1 : rd_expects(op, call->phase, group, i);
@@ -1049,9 +1083,13 @@ static inline bool rd_is_worked_on(const rd_layer *l, int out) {
     return false;
 }
 
-static inline bool rd_check_gradient(rd_op *op, const ms_view *view, const rd_value *v,
-                                     const char *what, int slot) {
-    if (!rd_check_view(op, view, v, what, slot)) {
+static inline bool rd_check_gradient(rd_op *op, const ms_call *call, const ms_view *view,
+                                     const rd_value *v, const char *what, int slot) {
+    const int group = what[5] == 'o' ? RD_GROUP_OUT : what[5] == 'i' ? RD_GROUP_IN : RD_GROUP_PARAM;
+    ms_dtype dtype =
+        v == NULL ? MS_DTYPE_F32
+                  : rd_dtype(op->layer, call->dtype, group, slot, v, group == RD_GROUP_PARAM);
+    if (!rd_check_view(op, view, v, dtype, what, slot)) {
         return false;
     }
     bool worked_on = what[5] == 'o' && rd_is_worked_on(op->layer, slot);
@@ -1074,18 +1112,19 @@ static inline bool rd_check_gradients(rd_op *op, const ms_call *call) {
                 rd_are_empty(op, call->grad_param, backward ? l->count[RD_GROUP_PARAM] : 0) &&
                 rd_are_empty(op, call->grad_in, backward || early ? l->count[RD_GROUP_IN] : 0);
     for (int i = 0; i < l->count[RD_GROUP_IN] && fine && (backward || early); ++i) {
-        fine = rd_check_gradient(op, &call->grad_in[i], rd_at(g, l, RD_GROUP_IN, i), "grad_in", i);
+        fine = rd_check_gradient(op, call, &call->grad_in[i], rd_at(g, l, RD_GROUP_IN, i),
+                                 "grad_in", i);
         bool not_its = early && !rd_bit(l->desc.grads_in_forward, i);
         if (fine && not_its && call->grad_in[i].data != NULL) {
             fine = rd_fail(op->run, "layer %u: grad_in[%d] in forward", (unsigned)op->index, i);
         }
     }
     for (int i = 0; i < l->count[RD_GROUP_OUT] && fine && backward; ++i) {
-        fine =
-            rd_check_gradient(op, &call->grad_out[i], rd_at(g, l, RD_GROUP_OUT, i), "grad_out", i);
+        fine = rd_check_gradient(op, call, &call->grad_out[i], rd_at(g, l, RD_GROUP_OUT, i),
+                                 "grad_out", i);
     }
     for (int i = 0; i < l->count[RD_GROUP_PARAM] && fine && backward; ++i) {
-        fine = rd_check_gradient(op, &call->grad_param[i], rd_at(g, l, RD_GROUP_PARAM, i),
+        fine = rd_check_gradient(op, call, &call->grad_param[i], rd_at(g, l, RD_GROUP_PARAM, i),
                                  "grad_param", i);
     }
     return fine;
@@ -1298,6 +1337,10 @@ static inline bool rd_check_wanted(rd_op *op, const ms_call *call) {
 static inline bool rd_check_call(rd_op *op, const ms_call *call) {
     op->run->calls += 1;
     bool fine = op->run->calls != op->run->fail_at && rd_check_numbers(op, call);
+    if (call->dtype != MS_DTYPE_F32 && !rd_bit(op->layer->desc.dtypes.accepts, (int)call->dtype)) {
+        return rd_fail(op->run, "layer %u does not accept %s", (unsigned)op->index,
+                       ms_dtype_name(call->dtype));
+    }
     for (int group = 0; group < RD_GROUP_COUNT && fine; ++group) {
         fine = rd_check_group(op, call, group);
     }
@@ -1319,6 +1362,12 @@ static RD_NOINLINE uint32_t rd_load(const ms_view *view, float *to) {
             break;
         case MS_DTYPE_F64:
             to[i] = (float)((const double *)from)[i];
+            break;
+        case MS_DTYPE_BF16:
+            to[i] = msi_f32_of_bf16(((const uint16_t *)from)[i]);
+            break;
+        case MS_DTYPE_F16:
+            to[i] = msi_f32_of_f16(((const uint16_t *)from)[i]);
             break;
         case MS_DTYPE_I64:
             to[i] = (float)(((const uint64_t *)from)[i] >> 40 & 1023) / 1024.0f;
@@ -1343,6 +1392,12 @@ static RD_NOINLINE void rd_store(const ms_view *view, const float *from) {
             break;
         case MS_DTYPE_F64:
             ((double *)view->data)[i] = (double)from[i];
+            break;
+        case MS_DTYPE_BF16:
+            ((uint16_t *)view->data)[i] = msi_bf16_of_f32(from[i]);
+            break;
+        case MS_DTYPE_F16:
+            ((uint16_t *)view->data)[i] = msi_f16_of_f32(from[i]);
             break;
         case MS_DTYPE_I32:
             ((int32_t *)view->data)[i] = (int32_t)(from[i] * 1000.0f);
@@ -1494,13 +1549,17 @@ static inline uint64_t rd_view_bytes(const ms_view *view) {
 
 static inline void rd_contribute(rd_op *op, const ms_view *view, const float *from, bool adds,
                                  bool overwrites) {
-    float *data = t_data(view);
+    float data[RD_ELEMENTS];
     uint32_t count = (uint32_t)ms_shape_count(&view->shape);
     bool add = adds || (!overwrites && view->beta != 0.0f);
     add = add && op->run->fault != RD_FAULT_BETA;
+    if (add) {
+        rd_load(view, data);
+    }
     for (uint32_t i = 0; i < count; ++i) {
         data[i] = add ? data[i] + from[i] : from[i];
     }
+    rd_store(view, data);
 }
 
 /* A loss layer that writes gradients in forward: factor times something of its inputs. */
@@ -2141,13 +2200,16 @@ static inline float rd_reference_clip(rd_reference *r) {
     const rd_graph *g = r->run.graph;
     double sum = 0.0;
     float scale = 1.0f;
+    uint32_t nonfinite = 0;
     if (!(g->optimizer.grad_clip_norm > 0.0f)) {
         return scale;
     }
     for (uint32_t i = 0; i < g->value_count; ++i) {
         if (g->value[i].role == RD_PARAM && r->takes_part[i]) {
             uint64_t count = rd_count(&g->value[i], r->run.size);
-            assert_int_equal(r->cpu.add_squares_f32(r->cpu.user, r->gradient[i], count, &sum), 0);
+            assert_int_equal(r->cpu.add_squares(r->cpu.user, r->gradient[i], MS_DTYPE_F32, count,
+                                                &sum, 1, &nonfinite),
+                             0);
         }
     }
     ms_step_state state;
@@ -2387,9 +2449,36 @@ static inline void rd_force_codes(rd_net *n, uint64_t seed) {
         const bool coded = t_chance(&rng, 0.5);
         const msi_not_8bit why =
             msi_why_not_8bit(&n->model->optimizer, true, &n->model->graph.tensors.items[t]);
-        if (coded && (why == MSI_8BIT_MAY_BE || why >= MSI_8BIT_SMALL)) {
+        if (coded && msi_can_be_8bit(why)) {
             ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_OPTIMIZER_8BIT,
                                     MS_SWITCH_ON);
+        }
+    }
+}
+
+/* Forces 16 bits on some values, and forbids them for others, the same ones in every net. */
+static inline void rd_force_half(rd_net *n, uint64_t seed) {
+    t_rng rng = t_seed(seed);
+    for (uint32_t i = 0; i < n->run.graph->value_count; ++i) {
+        const bool half = t_chance(&rng, 0.6);
+        if (n->run.graph->value[i].role == RD_PARAM && half) {
+            ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_MIXED_PRECISION,
+                                    MS_SWITCH_ON);
+        }
+    }
+    for (uint32_t i = 0; i < n->run.graph->layer_count; ++i) {
+        const rd_layer *l = &n->run.graph->layer[i];
+        for (int group = RD_GROUP_OUT; group <= RD_GROUP_SAVED; ++group) {
+            for (int k = 0; k < l->count[group]; ++k) {
+                const uint32_t value = l->slot[group][k];
+                const ms_switch force = t_chance(&rng, 0.05)  ? MS_SWITCH_OFF
+                                        : t_chance(&rng, 0.8) ? MS_SWITCH_ON
+                                                              : MS_SWITCH_DEFAULT;
+                if (value != 0 && l->desc.dtypes.accepts != 0) {
+                    ms_set_tensor_technique(n->model, n->handle[value - 1],
+                                            MS_TECHNIQUE_MIXED_PRECISION, force);
+                }
+            }
         }
     }
 }

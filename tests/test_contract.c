@@ -170,6 +170,7 @@ typedef struct trial {
     rd_graph *neighbour_graph; // another model in the same arena
     rd_net *neighbour;
     bool force[NETS];
+    bool mixed; // values are in 16 bits, the same ones in every net
     ms_arena *arena;
     rd_reference *reference;
     t_heap heap;
@@ -330,10 +331,14 @@ static bool settle_neighbour(trial *t, uint64_t seed) {
            (ms_arena_bytes(t->arena) > 0 || rd_fail(&t->neighbour->run, "the arena is empty"));
 }
 
-static bool trial_begin(trial *t, uint64_t seed, rd_fault fault, bool debug) {
+static bool trial_begin(trial *t, uint64_t seed, rd_fault fault, bool debug, bool mixed) {
     static const char *const names[] = {"plain", "planned", "planned too"};
     memset(t, 0, sizeof *t);
     t->graph = rd_generate(seed);
+    t->mixed = mixed;
+    if (mixed) {
+        rd_random_dtypes(t->graph, seed + 99);
+    }
     t->rng = t_seed(seed ^ 0xc0ffee);
     t->learning_rate = t->graph->optimizer.learning_rate;
     t->net_count = t_chance(&t->rng, 0.3) ? 3 : 2;
@@ -343,10 +348,14 @@ static bool trial_begin(trial *t, uint64_t seed, rd_fault fault, bool debug) {
     }
     for (uint32_t k = 0; k < t->net_count; ++k) {
         ms_config config = random_config(t, k);
-        config.debug |= debug && k > 0;
+        config.debug = (config.debug || (debug && k > 0)) && !mixed;
+        config.master_weights = mixed && seed % 3 == 0 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
         t->net[k] = rd_net_create(t->graph, &config, names[k], t->failure, false);
         t->net[k]->run.fault = k == 0 ? RD_FAULT_NONE : fault;
         t->force[k] = t_chance(&t->rng, 0.3);
+        if (mixed) {
+            rd_force_half(t->net[k], seed);
+        }
         if (k > 0 && t_chance(&t->rng, 0.5)) {
             rd_force_moves(t->net[k], &t->rng);
         }
@@ -358,7 +367,7 @@ static bool trial_begin(trial *t, uint64_t seed, rd_fault fault, bool debug) {
             return false;
         }
     }
-    if (t_chance(&t->rng, 0.8)) {
+    if (t_chance(&t->rng, 0.8) && !mixed) {
         t->reference = rd_reference_create(t->graph, t->failure);
         t->graph->seen[RD_REFERENCE] = 1;
     }
@@ -731,8 +740,10 @@ static bool replay_other(replay *r, const ms_event *event) {
             floats[i] += ((const float *)second)[i];
         }
         return true;
-    case MS_EVENT_NORM:
-        return r->cpu.add_squares_f32(r->cpu.user, data, count, sum) == 0;
+    case MS_EVENT_NORM: {
+        uint32_t nonfinite = 0;
+        return r->cpu.add_squares(r->cpu.user, data, MS_DTYPE_F32, count, sum, 1, &nonfinite) == 0;
+    }
     case MS_EVENT_CLIP: { // the scale lies after the sum
         ms_step_state state;
         memset(&state, 0, sizeof state);
@@ -1023,7 +1034,7 @@ static bool step_all(trial *t) {
     bool in_three = t_chance(&t->rng, 0.5);
     const msi_timing *timing = t->net[t->net_count - 1]->model->run.timing;
     bool plans = timing != NULL && timing->stage == MSI_WARMUP_PLAN; // at the beginning of the step
-    bool simple = t->graph->accumulation == 1 && t->arena == NULL && !plans &&
+    bool simple = t->graph->accumulation == 1 && t->arena == NULL && !plans && !t->mixed &&
                   t->graph->seen[RD_FROZEN_MEANWHILE] == 0; // which restarts AdamW's count
     t->replay = simple && t_chance(&t->rng, 0.2) ? t->net_count - 1 : 0;
     for (uint32_t k = 0; k < t->net_count; ++k) {
@@ -1129,7 +1140,7 @@ static bool disturb(trial *t, uint32_t k) {
             return false;
         }
     }
-    if (k > 0 && t_chance(&t->rng, 0.1)) {
+    if (k > 0 && t_chance(&t->rng, 0.1) && !t->mixed) {
         seen[RD_DETACHED] = 1;
         t->is_plain[k] = true;
         if (!TRY(n, ms_detach(n->model))) {
@@ -1221,8 +1232,8 @@ static bool has_mapped_state(const ms_model *m) {
 }
 
 /* Runs one graph; t->failure says what went wrong. */
-static bool run_trial(trial *t, uint64_t seed, rd_fault fault, bool debug) {
-    bool fine = trial_begin(t, seed, fault, debug);
+static bool run_trial(trial *t, uint64_t seed, rd_fault fault, bool debug, bool mixed) {
+    bool fine = trial_begin(t, seed, fault, debug, mixed);
     total_mapped += fine && has_mapped_state(t->net[1]->model);
     uint32_t steps = 2 + t_below(&t->rng, STEPS - 1);
     t->round = 1;
@@ -1241,7 +1252,7 @@ static void random_graphs_are_equal_bit_for_bit(void **state) {
     uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
     uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
     for (uint64_t seed = first; seed < first + count; ++seed) {
-        if (!run_trial(&t, seed, RD_FAULT_NONE, false)) {
+        if (!run_trial(&t, seed, RD_FAULT_NONE, false, false)) {
             print_error("%s\nfailed: MEMSCALE_TEST_SEED=%llu MEMSCALE_TEST_DAGS=1\n", t.failure,
                         (unsigned long long)seed);
             rd_print(t.graph);
@@ -1261,6 +1272,54 @@ static void random_graphs_are_equal_bit_for_bit(void **state) {
 }
 
 /* A net without a mesh catches no fish: each feature stands in its share of the graphs. */
+static uint32_t count_ops(const msi_program *p, msi_op op) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < p->instructions.count; ++i) {
+        count += p->instructions.items[i].op == (uint8_t)op;
+    }
+    return count;
+}
+
+/* Params in 16 bits, with a master or without one. */
+static uint32_t count_half_params(const msi_program *p, const msi_store *store, bool masters) {
+    uint32_t half = 0, with_master = 0;
+    for (uint32_t i = 0; i < store->residents.count; ++i) {
+        half += p->ranges.items[i].role == MSI_ROLE_VALUE && p->ranges.items[i].format != 0;
+        with_master += p->ranges.items[i].role == MSI_ROLE_MASTER && p->ranges.items[i].bytes > 0;
+    }
+    return masters ? with_master : half - with_master;
+}
+
+/* Values in 16 bits round, and nothing else that a plan does changes a bit of what comes of that. */
+static void mixed_graphs_are_equal_bit_for_bit(void **state) {
+    (void)state;
+    static trial t;
+    uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
+    uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
+    uint64_t casts = 0, recomputes = 0, masters = 0, alone = 0;
+    for (uint64_t seed = first; seed < first + count; ++seed) {
+        bool fine = run_trial(&t, seed, RD_FAULT_NONE, false, true);
+        if (!fine) {
+            print_error("%s\n", t.failure);
+            rd_print(t.graph);
+        } else {
+            const msi_program *p = &t.net[1]->model->run.plan->train;
+            casts += count_ops(p, MSI_OP_CAST);
+            recomputes += p->recompute_count;
+            masters += count_half_params(p, t.net[1]->model->run.store, true);
+            alone += count_half_params(p, t.net[1]->model->run.store, false);
+        }
+        trial_end(&t);
+        if (t.failure[0] != 0) {
+            print_error("%s\nfailed, mixed: MEMSCALE_TEST_SEED=%llu MEMSCALE_TEST_DAGS=1\n",
+                        t.failure, (unsigned long long)seed);
+            fail();
+        }
+    }
+    assert_true(count < 50 || (casts > 2 * count && recomputes > count / 2));
+    assert_true(count < 50 || (masters > count / 8 && alone > count / 8));
+}
+
 static void the_graphs_cover_the_contract(void **state) {
     (void)state;
     uint32_t lacking = 0;
@@ -1287,7 +1346,7 @@ static uint32_t count_failures(rd_fault fault, bool debug, uint32_t *named) {
     uint32_t failures = 0;
     *named = 0;
     for (uint64_t seed = 1; seed <= faulty_graphs(); ++seed) {
-        failures += !run_trial(&t, seed, fault, debug);
+        failures += !run_trial(&t, seed, fault, debug, false);
         *named += strstr(t.failure, "MS_RESULT_CONTRACT") != NULL;
         trial_end(&t);
     }
@@ -1376,6 +1435,7 @@ static void dry_runs_hand_out_whole_plans(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(random_graphs_are_equal_bit_for_bit),
+        cmocka_unit_test(mixed_graphs_are_equal_bit_for_bit),
         cmocka_unit_test(the_graphs_cover_the_contract),
         cmocka_unit_test(dry_runs_hand_out_whole_plans),
         cmocka_unit_test(planted_faults_are_seen),

@@ -162,6 +162,15 @@ static void test_fills(void **state) {
     bench_close(&b);
 }
 
+/* Numbers of a dtype in both copies of an array. */
+static void put_numbers(pair *p, ms_dtype dtype, uint64_t count, t_rng *rng) {
+    for (uint64_t i = 0; i < count; i++) {
+        msi_store_as(on_host(p), dtype, i, 4.0f * (float)t_unit(rng));
+    }
+    device_release(p->device);
+    p->device = (uint8_t *)device_put(p->host, pair_all(p));
+}
+
 static void test_sums(void **state) {
     (void)state;
     bench b;
@@ -172,8 +181,39 @@ static void test_sums(void **state) {
             pair x, y;
             pair_make(&x, count * sizeof(float), k % 4 * sizeof(float), &rng, 2.0f);
             pair_make(&y, count * sizeof(float), k / 4 * sizeof(float), &rng, 3.0f);
-            assert_int_equal(b.cuda.add_f32(b.state, on_device(&x), on_device(&y), count), 0);
-            assert_int_equal(b.cpu.add_f32(b.cpu.user, on_host(&x), on_host(&y), count), 0);
+            assert_int_equal(b.cuda.add(b.state, on_device(&x), MS_DTYPE_F32, on_device(&y),
+                                        MS_DTYPE_F32, count),
+                             0);
+            assert_int_equal(
+                b.cpu.add(b.cpu.user, on_host(&x), MS_DTYPE_F32, on_host(&y), MS_DTYPE_F32, count),
+                0);
+            bench_wait(&b);
+            assert_true(pair_same(&x));
+            assert_true(pair_same(&y));
+            pair_free(&x);
+            pair_free(&y);
+        }
+    }
+    bench_close(&b);
+}
+
+/* The same in each pair of dtypes: to the bit, since both sides add in F32 and round once. */
+static void test_sums_in_16_bits(void **state) {
+    (void)state;
+    static const ms_dtype dtypes[] = {MS_DTYPE_F32, MS_DTYPE_BF16, MS_DTYPE_F16};
+    bench b;
+    t_rng rng = t_seed(22);
+    bench_open(&b, 22);
+    EACH_COUNT(count) {
+        for (int k = 1; k < 9; k++) {
+            const ms_dtype to = dtypes[k % 3], from = dtypes[k / 3];
+            pair x, y;
+            pair_make(&x, count * ms_dtype_bytes(to), count % 3 * 4, &rng, 1.0f);
+            pair_make(&y, count * ms_dtype_bytes(from), count % 2 * 4, &rng, 1.0f);
+            put_numbers(&x, to, count, &rng);
+            put_numbers(&y, from, count, &rng);
+            assert_int_equal(b.cuda.add(b.state, on_device(&x), to, on_device(&y), from, count), 0);
+            assert_int_equal(b.cpu.add(b.cpu.user, on_host(&x), to, on_host(&y), from, count), 0);
             bench_wait(&b);
             assert_true(pair_same(&x));
             assert_true(pair_same(&y));
@@ -374,9 +414,10 @@ static void test_bad_losses(void **state) {
 }
 
 static void check_squares(bench *b, uint64_t count, size_t offset, t_rng *rng) {
-    pair x, sum;
+    pair x, sum, nonfinite;
     double expected = 1.5, found = 0.0;
     pair_make(&x, count * sizeof(float), offset, rng, 3.0f);
+    pair_make(&nonfinite, sizeof(uint32_t), 0, rng, 1.0f);
     pair_make(&sum, sizeof(double), 0, rng, 1.0f);
     memcpy(on_host(&sum), &expected, sizeof expected);
     device_release(sum.device);
@@ -386,8 +427,10 @@ static void check_squares(bench *b, uint64_t count, size_t offset, t_rng *rng) {
         expected += 2.0 * v * v; // it is added twice
     }
     for (int i = 0; i < 2; i++) {
-        assert_int_equal(
-            b->cuda.add_squares_f32(b->state, on_device(&x), count, (double *)on_device(&sum)), 0);
+        assert_int_equal(b->cuda.add_squares(b->state, on_device(&x), MS_DTYPE_F32, count,
+                                             (double *)on_device(&sum), 1,
+                                             (uint32_t *)on_device(&nonfinite)),
+                         0);
     }
     bench_wait(b);
     assert_true(pair_same(&x));
@@ -397,6 +440,7 @@ static void check_squares(bench *b, uint64_t count, size_t offset, t_rng *rng) {
     assert_true(pair_same(&sum));
     pair_free(&x);
     pair_free(&sum);
+    pair_free(&nonfinite);
 }
 
 static void test_squares(void **state) {
@@ -453,7 +497,7 @@ static void test_clip(void **state) {
 // ------------------------------------------------------------------------------------------------
 // updates
 
-enum { VALUE, GRADIENT, STATE0, STATE1, ARRAYS };
+enum { VALUE, GRADIENT, STATE0, STATE1, MASTER, ARRAYS };
 
 typedef struct update_case {
     ms_optimizer_kind kind;
@@ -461,6 +505,8 @@ typedef struct update_case {
     bool scaled, halted;
     uint64_t t;
     ms_state_format format[2];
+    ms_dtype value, gradient; // not zero: of 16 bits
+    bool has_master;
 } update_case;
 
 static ms_update_args args_of(const update_case *c, const pair *arrays, bool device) {
@@ -471,7 +517,10 @@ static ms_update_args args_of(const update_case *c, const pair *arrays, bool dev
         at[i] = (float *)(device ? on_device(&arrays[i]) : on_host(&arrays[i]));
     }
     args.kind = c->kind;
-    args.count = arrays[0].bytes / sizeof(float);
+    args.count = arrays[MASTER].bytes / sizeof(float);
+    args.value_dtype = c->value;
+    args.gradient_dtype = c->gradient;
+    args.master = c->has_master ? at[MASTER] : NULL;
     args.value = at[VALUE];
     args.gradient = at[GRADIENT];
     const bool adamw = c->kind == MS_OPTIMIZER_ADAMW;
@@ -565,10 +614,17 @@ static void check_update(bench *b, const update_case *c, uint64_t count, const s
     fill_shared(c, &shared);
     void *told = device_put(&shared, sizeof shared);
     for (int i = 0; i < ARRAYS; i++) { // codes take less than floats, except of a few elements
-        const bool coded = i >= STATE0 && c->format[i - STATE0] == MS_STATE_FORMAT_8BIT;
+        const bool coded =
+            i >= STATE0 && i < MASTER && c->format[i - STATE0] == MS_STATE_FORMAT_8BIT;
         const uint64_t least = coded ? 72 : 0, bytes = count * sizeof(float);
         pair_make(&arrays[i], bytes > least ? bytes : least, coded ? 0 : offsets[i] * sizeof(float),
                   rng, 1.0f);
+    }
+    if (c->value != MS_DTYPE_F32) {
+        put_numbers(&arrays[VALUE], c->value, count, rng);
+    }
+    if (c->gradient != MS_DTYPE_F32) {
+        put_numbers(&arrays[GRADIENT], c->gradient, count, rng);
     }
     put_moments(&arrays[STATE0], c, 0, count);
     put_moments(&arrays[STATE1], c, 1, count);
@@ -581,7 +637,11 @@ static void check_update(bench *b, const update_case *c, uint64_t count, const s
     }
     bench_wait(b);
     for (int i = 0; i < ARRAYS; i++) {
-        check_updated(&arrays[i], i < STATE0 || c->format[i - STATE0] == MS_STATE_FORMAT_F32);
+        const bool is_float = i == VALUE      ? c->value == MS_DTYPE_F32
+                              : i == GRADIENT ? c->gradient == MS_DTYPE_F32
+                              : i == MASTER   ? c->has_master
+                                              : c->format[i - STATE0] == MS_STATE_FORMAT_F32;
+        check_updated(&arrays[i], is_float);
         pair_free(&arrays[i]);
     }
     device_release(told);
@@ -592,7 +652,7 @@ static void test_updates_of_formats(void **state) {
     (void)state;
     static const uint64_t counts[] = {1, 7, 8, 255, 256, 257, 1000, 4000, 4095, 4096};
     static const size_t offsets[][ARRAYS] = {
-        {0, 0, 0, 0}, {1, 0, 0, 0}, {0, 3, 0, 0}, {0, 0, 1, 1}};
+        {0, 0, 0, 0, 0}, {1, 0, 0, 0, 0}, {0, 3, 0, 0, 0}, {0, 0, 1, 1, 0}};
     bench b;
     t_rng rng = t_seed(12);
     bench_open(&b, 12);
@@ -603,7 +663,10 @@ static void test_updates_of_formats(void **state) {
                              formats % 2 == 0,
                              false,
                              3,
-                             {(ms_state_format)(formats % 3), (ms_state_format)(formats / 3)}};
+                             {(ms_state_format)(formats % 3), (ms_state_format)(formats / 3)},
+                             MS_DTYPE_F32,
+                             MS_DTYPE_F32,
+                             false};
             c.format[1] = kind == MS_OPTIMIZER_SGD ? MS_STATE_FORMAT_F32 : c.format[1];
             for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
                 check_update(&b, &c, counts[i], offsets[i % 4], &rng);
@@ -615,18 +678,104 @@ static void test_updates_of_formats(void **state) {
     bench_close(&b);
 }
 
+/* Values and gradients in 16 bits, with a master and, in BF16, without. */
+static void test_updates_in_16_bits(void **state) {
+    (void)state;
+    static const uint64_t counts[] = {1, 7, 8, 255, 256, 257, 1000, 4095};
+    static const ms_dtype dtypes[] = {MS_DTYPE_F32, MS_DTYPE_BF16, MS_DTYPE_F16};
+    static const size_t offsets[][ARRAYS] = {
+        {0, 0, 0, 0, 0}, {1, 0, 0, 0, 0}, {0, 3, 0, 0, 0}, {0, 0, 0, 0, 1}};
+    bench b;
+    t_rng rng = t_seed(21);
+    bench_open(&b, 21);
+    for (int k = 1; k < 9; k++) {
+        for (int how = 0; how < 6; how++) {
+            const ms_dtype value = dtypes[k % 3];
+            const bool alone = how % 2 && value != MS_DTYPE_F16;
+            update_case c = {how / 2 == 0 ? MS_OPTIMIZER_ADAMW : MS_OPTIMIZER_SGD,
+                             how / 2 == 1 ? 0.9f : 0.0f,
+                             true,
+                             false,
+                             3,
+                             {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
+                             value,
+                             dtypes[k / 3],
+                             value != MS_DTYPE_F32 && !alone};
+            for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+                check_update(&b, &c, counts[i], offsets[i % 4], &rng);
+            }
+        }
+    }
+    bench_close(&b);
+}
+
 static void test_updates(void **state) {
     (void)state;
-    static const update_case cases[] = {
-        {MS_OPTIMIZER_ADAMW, 0.0f, false, false, 1, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}},
-        {MS_OPTIMIZER_ADAMW, 0.0f, true, false, 1000, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}},
-        {MS_OPTIMIZER_ADAMW, 0.0f, true, true, 3, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}},
-        {MS_OPTIMIZER_SGD, 0.0f, false, false, 1, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}},
-        {MS_OPTIMIZER_SGD, 0.9f, false, false, 2, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}},
-        {MS_OPTIMIZER_SGD, 0.9f, true, false, 2, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}},
-        {MS_OPTIMIZER_SGD, 0.9f, true, true, 2, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}}};
-    static const size_t offsets[][ARRAYS] = {{0, 0, 0, 0}, {1, 1, 1, 1}, {2, 0, 0, 0},
-                                             {0, 3, 0, 0}, {0, 0, 1, 0}, {0, 0, 0, 1}};
+    static const update_case cases[] = {{MS_OPTIMIZER_ADAMW,
+                                         0.0f,
+                                         false,
+                                         false,
+                                         1,
+                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
+                                         MS_DTYPE_F32,
+                                         MS_DTYPE_F32,
+                                         false},
+                                        {MS_OPTIMIZER_ADAMW,
+                                         0.0f,
+                                         true,
+                                         false,
+                                         1000,
+                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
+                                         MS_DTYPE_F32,
+                                         MS_DTYPE_F32,
+                                         false},
+                                        {MS_OPTIMIZER_ADAMW,
+                                         0.0f,
+                                         true,
+                                         true,
+                                         3,
+                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
+                                         MS_DTYPE_F32,
+                                         MS_DTYPE_F32,
+                                         false},
+                                        {MS_OPTIMIZER_SGD,
+                                         0.0f,
+                                         false,
+                                         false,
+                                         1,
+                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
+                                         MS_DTYPE_F32,
+                                         MS_DTYPE_F32,
+                                         false},
+                                        {MS_OPTIMIZER_SGD,
+                                         0.9f,
+                                         false,
+                                         false,
+                                         2,
+                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
+                                         MS_DTYPE_F32,
+                                         MS_DTYPE_F32,
+                                         false},
+                                        {MS_OPTIMIZER_SGD,
+                                         0.9f,
+                                         true,
+                                         false,
+                                         2,
+                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
+                                         MS_DTYPE_F32,
+                                         MS_DTYPE_F32,
+                                         false},
+                                        {MS_OPTIMIZER_SGD,
+                                         0.9f,
+                                         true,
+                                         true,
+                                         2,
+                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
+                                         MS_DTYPE_F32,
+                                         MS_DTYPE_F32,
+                                         false}};
+    static const size_t offsets[][ARRAYS] = {{0, 0, 0, 0, 0}, {1, 1, 1, 1, 1}, {2, 0, 0, 0, 0},
+                                             {0, 3, 0, 0, 0}, {0, 0, 1, 0, 0}, {0, 0, 0, 1, 0}};
     const size_t all = sizeof offsets / sizeof offsets[0];
     bench b;
     t_rng rng = t_seed(10);
@@ -882,6 +1031,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_fills),
         cmocka_unit_test(test_sums),
+        cmocka_unit_test(test_sums_in_16_bits),
         cmocka_unit_test(test_copies),
         cmocka_unit_test(test_casts),
         cmocka_unit_test(test_casts_of_a_call),
@@ -891,6 +1041,7 @@ int main(void) {
         cmocka_unit_test(test_clip),
         cmocka_unit_test(test_updates),
         cmocka_unit_test(test_updates_of_formats),
+        cmocka_unit_test(test_updates_in_16_bits),
         cmocka_unit_test(test_products),
         cmocka_unit_test(test_tf32),
         cmocka_unit_test(test_too_large),

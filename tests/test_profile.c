@@ -1010,15 +1010,15 @@ static void end_victim(victim *v, t_text *text) {
 static void errors_say_what_is_wrong_and_where(void **state) {
     (void)state;
     static const wrong_text wrong[] = {
-        {"memscale-profile 3", "memscale-profil 1", "this is not a profile"},
-        {"memscale-profile 3", "{\"a\": 1}",
+        {"memscale-profile 4", "memscale-profil 1", "this is not a profile"},
+        {"memscale-profile 4", "{\"a\": 1}",
          "this is not a profile: its first line is not "
-         "\"memscale-profile 3\""},
-        {"memscale-profile 3", "memscale-profile 1",
+         "\"memscale-profile 4\""},
+        {"memscale-profile 4", "memscale-profile 1",
          "line 1: the profile is of version 1, but this "
-         "library reads version 3"},
-        {"memscale-profile 3", "memscale-profile 0", "line 1: the profile is of version 0"},
-        {"memscale-profile 3", "memscale-profile", "line 1: \"\" is not a number"},
+         "library reads version 4"},
+        {"memscale-profile 4", "memscale-profile 0", "line 1: the profile is of version 0"},
+        {"memscale-profile 4", "memscale-profile", "line 1: \"\" is not a number"},
         {"graph ", "graph 0", "line 2: the profile is of graph 0"},
         {"graph ", "graf ", "line 2 does not begin with \"graph\""},
         {"device ", "", "line 3 does not begin with \"device\""},

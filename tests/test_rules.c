@@ -431,9 +431,9 @@ static void rules_of_the_device(void **state) {
         bool bf16;
         const char *offloading, *mixed;
     } devices[] = {{MS_DEVICE_CPU, false, "shared-memory", "not-native"},
-                   {MS_DEVICE_INTEGRATED, true, "shared-memory", "not-built"},
+                   {MS_DEVICE_INTEGRATED, true, "shared-memory", "smart-skip"},
                    {MS_DEVICE_DISCRETE, false, "smart-skip", "not-native"},
-                   {MS_DEVICE_DISCRETE, true, "smart-skip", "not-built"}};
+                   {MS_DEVICE_DISCRETE, true, "smart-skip", "smart-skip"}};
     for (size_t i = 0; i < sizeof devices / sizeof *devices; ++i) {
         zoo z;
         ms_config config = zoo_config();
@@ -754,9 +754,9 @@ static void modes_allow_what_they_say(void **state) {
         t_report(z.m, &report);
         assert_int_equal(report.mode, expected[i].mode);
         for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
-            const bool native = strcmp(expected[i].of[k], "not-native") == 0 &&
-                                (z.m->costs.hardware.bf16 || z.m->costs.hardware.fp16_tensor);
-            expect_rule(z.m, z.act[2], (ms_technique)k, native ? "not-built" : expected[i].of[k]);
+            const bool native =
+                strcmp(expected[i].of[k], "not-native") == 0 && z.m->costs.hardware.bf16;
+            expect_rule(z.m, z.act[2], (ms_technique)k, native ? "smart-skip" : expected[i].of[k]);
         }
         ms_destroy(z.m);
     }
@@ -795,36 +795,56 @@ static void wrong_configs_are_refused(void **state) {
 
 static void what_is_not_built_is_refused_by_name(void **state) {
     (void)state;
-    static const char *const names[] = {"tiling", "mixed precision"};
-    for (int k = 0; k < 2; ++k) {
-        const ms_technique technique = (ms_technique)(MS_TECHNIQUE_TILING + k);
-        for (int how = 0; how < 3; ++how) {
-            zoo z;
-            ms_config config = zoo_config();
-            if (how == 0) {
-                config.tiling = k == 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
-                config.mixed_precision = k == 1 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
-            }
-            zoo_create(&z, &config);
-            if (how == 1) {
-                ms_set_layer_technique(z.m, z.linear[2], technique, MS_SWITCH_ON);
-            } else if (how == 2) {
-                ms_set_tensor_technique(z.m, z.hidden[2], technique, MS_SWITCH_ON);
-            }
-            t_error(z.m, ms_wrap(z.m), MS_RESULT_UNSUPPORTED);
-            t_text_has(ms_last_error(z.m), names[k]);
-            t_text_has(ms_last_error(z.m), "this version does not have it");
-            uint64_t bytes;
-            t_error(z.m, ms_smallest_budget(z.m, &bytes), MS_RESULT_UNSUPPORTED);
-            if (how > 0) { // to forbid it is fine, and leaves nothing behind
-                t_text_has(ms_last_error(z.m), how == 2 ? "\"hidden\"" : "\"");
-                ms_set_layer_technique(z.m, z.linear[2], technique, MS_SWITCH_OFF);
-                ms_set_layer_technique(z.m, z.act[2], technique, MS_SWITCH_OFF);
-                t_ok(z.m, ms_wrap(z.m));
-                expect_rule(z.m, z.linear[2], technique, "forbidden");
-            }
-            ms_destroy(z.m);
+    const ms_technique technique = MS_TECHNIQUE_TILING;
+    for (int how = 0; how < 3; ++how) {
+        zoo z;
+        ms_config config = zoo_config();
+        config.tiling = how == 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+        zoo_create(&z, &config);
+        if (how == 1) {
+            ms_set_layer_technique(z.m, z.linear[2], technique, MS_SWITCH_ON);
+        } else if (how == 2) {
+            ms_set_tensor_technique(z.m, z.hidden[2], technique, MS_SWITCH_ON);
         }
+        t_error(z.m, ms_wrap(z.m), MS_RESULT_UNSUPPORTED);
+        t_text_has(ms_last_error(z.m), "tiling");
+        t_text_has(ms_last_error(z.m), "this version does not have it");
+        uint64_t bytes;
+        t_error(z.m, ms_smallest_budget(z.m, &bytes), MS_RESULT_UNSUPPORTED);
+        if (how > 0) { // to forbid it is fine, and leaves nothing behind
+            t_text_has(ms_last_error(z.m), how == 2 ? "\"hidden\"" : "\"");
+            ms_set_layer_technique(z.m, z.linear[2], technique, MS_SWITCH_OFF);
+            ms_set_layer_technique(z.m, z.act[2], technique, MS_SWITCH_OFF);
+            t_ok(z.m, ms_wrap(z.m));
+            expect_rule(z.m, z.linear[2], technique, "forbidden");
+        }
+        ms_destroy(z.m);
+    }
+}
+
+/* 16 bits cannot be forced on what a layer makes that takes F32 alone; a switch asks for what there
+   is. */
+static void layers_of_f32_stay_so(void **state) {
+    (void)state;
+    for (int how = 0; how < 3; ++how) {
+        zoo z;
+        ms_config config = zoo_config();
+        config.mixed_precision = how == 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+        config.force_optimize = true;
+        zoo_create(&z, &config);
+        if (how == 1) {
+            ms_set_layer_technique(z.m, z.linear[2], MS_TECHNIQUE_MIXED_PRECISION, MS_SWITCH_ON);
+        } else if (how == 2) {
+            ms_set_tensor_technique(z.m, z.hidden[2], MS_TECHNIQUE_MIXED_PRECISION, MS_SWITCH_ON);
+        }
+        if (how == 0) {
+            t_ok(z.m, ms_wrap(z.m));
+            expect_rule(z.m, z.linear[2], MS_TECHNIQUE_MIXED_PRECISION, "not-accepted");
+        } else {
+            t_error(z.m, ms_wrap(z.m), MS_RESULT_INVALID);
+            t_text_has(ms_last_error(z.m), "does not accept the dtype");
+        }
+        ms_destroy(z.m);
     }
 }
 
@@ -2328,9 +2348,12 @@ static void a_policy_chooses_the_mode(void **state) {
         for (uint32_t k = 0; k < MS_MODE_COUNT; ++k) {
             const ms_strategy *s = &a.strategies[k];
             assert_int_equal(s->mode, modes[k]);
-            assert_int_equal(s->techniques, 1u << CHECKPOINTING | 1u << EARLY_UPDATE |
-                                                (uint32_t)(s->mode == MS_MODE_AGGRESSIVE)
-                                                    << MS_TECHNIQUE_OPTIMIZER_8BIT);
+            const bool aggressive = s->mode == MS_MODE_AGGRESSIVE;
+            const bool mixed = aggressive && z.m->costs.hardware.bf16;
+            assert_int_equal(s->techniques,
+                             1u << CHECKPOINTING | 1u << EARLY_UPDATE |
+                                 (uint32_t)mixed << MS_TECHNIQUE_MIXED_PRECISION |
+                                 (uint32_t)aggressive << MS_TECHNIQUE_OPTIMIZER_8BIT);
             assert_true(s->fits && s->arena_bytes <= budget && s->step_us > 0.0);
         }
         const ms_strategy *chosen = &a.strategies[left ? 2 : i];
@@ -2519,6 +2542,7 @@ int main(void) {
                                        cmocka_unit_test(modes_allow_what_they_say),
                                        cmocka_unit_test(wrong_configs_are_refused),
                                        cmocka_unit_test(what_is_not_built_is_refused_by_name),
+                                       cmocka_unit_test(layers_of_f32_stay_so),
                                        cmocka_unit_test(techniques_have_their_tensors),
                                        cmocka_unit_test(names_of_enums),
                                        cmocka_unit_test(who_has_decided),

@@ -664,6 +664,158 @@ static void plans_code_what_rules_allow(void **state) {
     }
 }
 
+/* A chain of layers, some of which read an earlier one, with weights of rank 1 or 2 and a random
+   device, which is fast or slow at coding beside all else. It is only planned. */
+typedef struct drawn {
+    ms_model *m;
+    t_heap heap;
+    ms_tensor weight[24];
+    int layers;
+} drawn;
+
+static void drawn_create(drawn *z, uint64_t seed, const ms_config *config) {
+    t_rng rng = t_seed(seed);
+    ms_config with_heap = *config;
+    ms_hardware hardware;
+    ms_tensor made[24];
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    const int64_t batch = 16 + t_below(&rng, 240);
+    memset(z, 0, sizeof *z);
+    memset(&hardware, 0, sizeof hardware);
+    with_heap.dry_run = true;
+    with_heap.allocator = t_heap_allocator(&z->heap);
+    hardware.kind = seed % 3 == 0 ? MS_DEVICE_DISCRETE : MS_DEVICE_CPU;
+    hardware.memory_gb_per_s = hardware.to_device_gb_per_s = hardware.to_host_gb_per_s = 10.0;
+    hardware.f32_tflops = 0.02 * exp2(12.0 * t_unit(&rng));
+    hardware.launch_us = 1.0;
+    assert_int_equal(ms_create(&with_heap, &z->m), MS_RESULT_OK);
+    ms_set_hardware(z->m, &hardware);
+    z->layers = 3 + (int)t_below(&rng, 10);
+    for (int i = 0; i < z->layers; ++i) {
+        const ms_shape shape = ms_shape2(batch, 32 + t_below(&rng, 96));
+        const int64_t rows = 16 + t_below(&rng, 400);
+        const double us = 5.0 + 400.0 * t_unit(&rng) * t_unit(&rng);
+        const ms_layer_time time = {us, 2.0 * us, us};
+        ms_layer_desc d;
+        memset(&d, 0, sizeof d);
+        d.forward = d.backward = t_nothing;
+        d.in[0] = i == 0 ? ms_input(z->m, "x", MS_DTYPE_F32, shape) : made[i - 1];
+        if (i > 2 && t_chance(&rng, 0.3)) {
+            d.in[1] = made[t_below(&rng, (uint32_t)i - 1)];
+        }
+        d.param[0] = z->weight[i] =
+            ms_param(z->m, "w", MS_DTYPE_F32,
+                     t_chance(&rng, 0.8) ? ms_shape2(rows, 64) : ms_shape1(64 * rows));
+        d.out[0] = made[i] = ms_activation(z->m, "a", MS_DTYPE_F32, shape);
+        ms_set_layer_time(z->m, ms_register_layer(z->m, &d), &time);
+    }
+    ms_set_loss(z->m, made[z->layers - 1]);
+    ms_set_optimizer(z->m, &adamw);
+}
+
+static void drawn_destroy(drawn *z) {
+    ms_destroy(z->m);
+    assert_int_equal(z->heap.live_count, 0);
+}
+
+/* Whether a budget has a plan. The step counts no less than the plain one: plans do not compete to be
+   faster than that unless they code state. */
+static bool drawn_plan(drawn *z, uint64_t budget, ms_memory_report *report, double *us) {
+    ms_set_budget(z->m, budget);
+    const ms_result result = ms_wrap(z->m);
+    assert_true(result == MS_RESULT_OK || result == MS_RESULT_BUDGET);
+    if (result == MS_RESULT_OK) {
+        t_report(z->m, report);
+        *us = report->step_us > report->plain_step_us ? report->step_us : report->plain_step_us;
+    }
+    return result == MS_RESULT_OK;
+}
+
+/* At equal budgets a mode that may code state is at least as fast as one that may not, whether the
+   device codes slowly or not. */
+static void codes_make_no_plan_slower(void **state) {
+    (void)state;
+    int coded = 0, plain = 0, faster = 0;
+    for (uint64_t seed = 1; seed <= t_sweep(12, 1000); ++seed) {
+        drawn z[2];
+        uint64_t most = 0, least[2];
+        for (int k = 0; k < 2; ++k) {
+            ms_config config = t_config();
+            config.mode = k ? MS_MODE_AGGRESSIVE : MS_MODE_BALANCED;
+            drawn_create(&z[k], seed, &config);
+            t_ok(z[k].m, ms_wrap(z[k].m));
+            ms_memory_report report;
+            t_report(z[k].m, &report);
+            most = report.plain_bytes;
+            t_ok(z[k].m, ms_smallest_budget(z[k].m, &least[k]));
+        }
+        assert_true(least[1] <= least[0]);
+        for (uint64_t i = 0; i < 6; ++i) {
+            const uint64_t budget = least[1] + (most - least[1]) * i / 6;
+            ms_memory_report of[2];
+            double us[2];
+            const bool fits = drawn_plan(&z[0], budget, &of[0], &us[0]);
+            assert_true(drawn_plan(&z[1], budget, &of[1], &us[1]));
+            const bool codes = of[1].freed_bytes[MS_TECHNIQUE_OPTIMIZER_8BIT] > 0;
+            coded += codes;
+            plain += fits && !codes;
+            faster += codes && of[1].step_us < of[1].plain_step_us;
+            if (fits && us[1] > us[0]) {
+                print_message("net %llu, budget %llu: %.17g us without codes, %.17g with them\n",
+                              (unsigned long long)seed, (unsigned long long)budget, us[0], us[1]);
+            }
+            assert_true(!fits || us[1] <= us[0]);
+        }
+        drawn_destroy(&z[0]);
+        drawn_destroy(&z[1]);
+    }
+    assert_true(coded > 20 && plain > 10 && faster > 5);
+}
+
+/* Where codes are all that the budget asks for, and make the step faster, nothing else is done; where
+   they are forced, nothing is done for a large budget. */
+static void codes_that_are_fast_are_enough(void **state) {
+    (void)state;
+    int checked = 0;
+    for (uint64_t seed = 1; seed <= t_sweep(40, 3000); ++seed) {
+        drawn z;
+        ms_config config = t_config();
+        ms_memory_report plain, forced, report;
+        double us;
+        config.mode = MS_MODE_AGGRESSIVE;
+        config.early_update = config.offloading = MS_SWITCH_OFF;
+        drawn_create(&z, seed, &config);
+        assert_true(drawn_plan(&z, (uint64_t)1 << 40, &plain, &us));
+        for (int i = 0; i < z.layers; ++i) {
+            const ms_tensor w = z.weight[i];
+            ms_set_tensor_technique(z.m, w, MS_TECHNIQUE_OPTIMIZER_8BIT, MS_SWITCH_ON);
+        }
+        assert_true(drawn_plan(&z, (uint64_t)1 << 40, &forced, &us));
+        assert_int_equal(forced.recompute_count, 0);
+        for (int i = 0; i < z.layers; ++i) {
+            const bool vector =
+                msi_why_not_8bit(&z.m->optimizer, true,
+                                 &z.m->graph.tensors.items[msi_index(&z.m->graph, z.weight[i])]) !=
+                MSI_8BIT_MAY_BE;
+            ms_set_tensor_technique(z.m, z.weight[i], MS_TECHNIQUE_OPTIMIZER_8BIT,
+                                    vector ? MS_SWITCH_OFF : MS_SWITCH_ON);
+        }
+        assert_true(drawn_plan(&z, (uint64_t)1 << 40, &forced, &us));
+        for (int i = 0; i < z.layers; ++i) {
+            ms_set_tensor_technique(z.m, z.weight[i], MS_TECHNIQUE_OPTIMIZER_8BIT,
+                                    MS_SWITCH_DEFAULT);
+        }
+        if (forced.step_us < plain.step_us && forced.arena_bytes < plain.arena_bytes) {
+            assert_true(drawn_plan(&z, forced.arena_bytes, &report, &us));
+            assert_int_equal(report.recompute_count, 0);
+            assert_true(report.step_us <= forced.step_us);
+            checked += 1;
+        }
+        drawn_destroy(&z);
+    }
+    assert_true(checked > 10);
+}
+
 /* What explains why each param of a layer has its format; how often each rule was given. */
 typedef struct explained {
     const char *id[2];
@@ -723,7 +875,8 @@ static void steps_of(const ms_config *config, const ms_optimizer_desc *optimizer
     pulled_step(z, 3);
 }
 
-/* Moved in parts, updated inside backward, in debug mode, with accumulation and clipping: the bits are those of the plan that only codes. */
+/* Moved in parts, updated inside backward, in debug mode, with accumulation and clipping: the bits are
+   those of the plan that only codes. */
 static void plans_change_no_bit_of_coded_state(void **state) {
     (void)state;
     for (uint32_t how = 0; how < 32; ++how) {
@@ -768,7 +921,7 @@ static void state_is_f32_for_the_trainer(void **state) {
             t_ok(z.m, ms_wrap(z.m));
             read_state(&z, 0, 1, read);
             for (int i = 0; i < WIDE; ++i) {
-                assert_true(read[i] == 0.0f);
+                assert_true(msi_bits_of_f32(read[i]) == 0); // not -0
             }
         }
         for (int k = 0; k < 2; ++k) {
@@ -802,6 +955,186 @@ static void state_is_f32_for_the_trainer(void **state) {
         pulled_step(&z, 1);
         pulled_destroy(&z);
     }
+}
+
+/* A block with an element that is not finite becomes zeros; no other block changes. */
+static void what_is_not_finite_zeroes_its_block(void **state) {
+    (void)state;
+    static float written[WIDE], read[WIDE];
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    const float wrong[] = {NAN, INFINITY, -INFINITY};
+    pulled z;
+    const ms_config config = t_config();
+    pulled_create(&z, &config, &adamw);
+    force_codes(&z, 0, MS_SWITCH_ON);
+    t_ok(z.m, ms_wrap(z.m));
+    for (int i = 0; i < WIDE; ++i) {
+        written[i] = i % (2 * MSI_CODED_BLOCK) == 7 ? wrong[i / MSI_CODED_BLOCK % 3] : 1.0f;
+    }
+    t_ok(z.m, ms_write(z.m, ms_optimizer_state(z.m, z.p[0], 0), written));
+    read_state(&z, 0, 0, read);
+    for (int i = 0; i < WIDE; ++i) {
+        assert_true(read[i] == (i / MSI_CODED_BLOCK % 2 ? 1.0f : 0.0f));
+    }
+    pulled_destroy(&z);
+}
+
+/* What is shown of formats, in lifetimes and in events, of training and of eval. */
+typedef struct shown {
+    const pulled *z;
+    int lifetimes, updates;
+} shown;
+
+static ms_state_format format_shown(const pulled *z, ms_tensor tensor) {
+    const msi_role role = msi_role_of(&z->m->graph, tensor);
+    const bool coded = msi_index(&z->m->graph, tensor) == msi_index(&z->m->graph, z->p[0]);
+    return tensor.id == 0 || role < MSI_ROLE_STATE0 ? MS_STATE_FORMAT_F32
+           : coded                                  ? MS_STATE_FORMAT_8BIT
+           : role == MSI_ROLE_STATE0                ? MS_STATE_FORMAT_BF16
+                                                    : MS_STATE_FORMAT_F32;
+}
+
+static void look_at_lifetime(const ms_lifetime *l, void *user) {
+    shown *seen = (shown *)user;
+    assert_int_equal(l->format, format_shown(seen->z, l->tensor));
+    if (l->format == MS_STATE_FORMAT_8BIT && l->is_resident) {
+        assert_int_equal(l->bytes, msi_align(msi_coded_bytes(WIDE)));
+        seen->lifetimes += 1;
+    }
+}
+
+static void look_at_event(const ms_event *event, void *user) {
+    shown *seen = (shown *)user;
+    for (uint32_t k = 0; k < event->operand_count; ++k) {
+        const ms_event_operand *o = &event->operands[k];
+        assert_int_equal(o->format, format_shown(seen->z, o->tensor));
+        seen->updates += event->kind == MS_EVENT_UPDATE && o->format == MS_STATE_FORMAT_8BIT;
+    }
+}
+
+static void formats_are_shown(void **state) {
+    (void)state;
+    for (int moved = 0; moved < 2; ++moved) {
+        pulled z;
+        const ms_config config = t_config();
+        ms_optimizer_desc o = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+        o.state_format[0] = MS_STATE_FORMAT_BF16;
+        pulled_create(&z, &config, &o);
+        force_codes(&z, 0, MS_SWITCH_ON);
+        ms_set_tensor_technique(z.m, ms_optimizer_state(z.m, z.p[0], 0), MS_TECHNIQUE_OFFLOADING,
+                                moved ? MS_SWITCH_ON : MS_SWITCH_OFF);
+        t_ok(z.m, ms_wrap(z.m));
+        for (int program = 0; program < 2; ++program) {
+            shown seen = {&z, 0, 0};
+            t_ok(z.m, ms_visit_lifetimes(z.m, (ms_program)program, look_at_lifetime, &seen));
+            t_ok(z.m, ms_visit_events(z.m, (ms_program)program, look_at_event, &seen));
+            assert_int_equal(seen.lifetimes, 2);
+            assert_int_equal(seen.updates > 0, program == 0);
+        }
+        pulled_destroy(&z);
+    }
+}
+
+/* Plans whose state takes as many bytes in another format are not the same plan: 17 floats take those
+   of 17 codes, padded, and their scale. */
+static void the_hash_of_a_plan_tells_formats_apart(void **state) {
+    (void)state;
+    uint64_t hash[2];
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    for (int k = 0; k < 2; ++k) {
+        const ms_config config = t_config();
+        ms_memory_report report;
+        ms_layer_desc d;
+        ms_model *m;
+        memset(&d, 0, sizeof d);
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        d.forward = d.backward = t_nothing;
+        d.in[0] = ms_input(m, "x", MS_DTYPE_F32, ms_shape1(1));
+        d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(17));
+        d.out[0] = ms_activation(m, "y", MS_DTYPE_F32, ms_shape1(1));
+        ms_register_layer(m, &d);
+        ms_set_loss(m, d.out[0]);
+        ms_set_optimizer(m, &adamw);
+        ms_set_tensor_technique(m, d.param[0], MS_TECHNIQUE_OPTIMIZER_8BIT,
+                                k ? MS_SWITCH_ON : MS_SWITCH_OFF);
+        t_ok(m, ms_wrap(m));
+        t_report(m, &report);
+        hash[k] = report.plan_hash;
+        ms_destroy(m);
+    }
+    assert_int_equal(msi_state_bytes(MS_STATE_FORMAT_8BIT, 17), 17 * sizeof(float));
+    assert_true(hash[0] != hash[1]);
+}
+
+/* Whether state is worth a copy depends on the bytes that it has in its format: copying codes takes
+   less time than the launch here, and copying floats takes more. */
+static void what_is_moved_counts_in_its_format(void **state) {
+    (void)state;
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    pulled z;
+    ms_config config = t_config();
+    ms_hardware hardware;
+    memset(&hardware, 0, sizeof hardware);
+    hardware.kind = MS_DEVICE_DISCRETE;
+    hardware.memory_gb_per_s = 100.0;
+    hardware.f32_tflops = hardware.to_device_gb_per_s = hardware.to_host_gb_per_s = 1.0;
+    hardware.launch_us = 40.0;
+    config.dry_run = true;
+    pulled_create(&z, &config, &adamw);
+    ms_set_hardware(z.m, &hardware);
+    force_codes(&z, 0, MS_SWITCH_ON);
+    t_ok(z.m, ms_wrap(z.m));
+    msi_lowering lowering;
+    msi_scorer scorer;
+    msi_search search;
+    msi_greedy greedy;
+    memset(&lowering, 0, sizeof lowering);
+    memset(&scorer, 0, sizeof scorer);
+    memset(&search, 0, sizeof search);
+    memset(&greedy, 0, sizeof greedy);
+    lowering.optimizer = &z.m->optimizer;
+    scorer.graph = &z.m->graph;
+    scorer.costs = &z.m->costs;
+    scorer.lowering = &lowering;
+    search.moves = MSI_MOVES_ALL;
+    greedy.search = &search;
+    greedy.scorer = &scorer;
+    greedy.graph = &z.m->graph;
+    greedy.decisions = z.m->run.plan->decisions;
+    for (int k = 0; k < PARAMS; k += 3) { // both of the same shape
+        const uint32_t t = msi_index(&z.m->graph, z.p[k]);
+        greedy.host_left = UINT64_MAX;
+        assert_int_equal(msi_may_move(&greedy, t, MSI_MOVES_STATE), k == 3);
+        assert_true(msi_may_move(&greedy, t, MSI_MOVES_VALUE));
+        greedy.host_left = 2 * WIDE * sizeof(float) - 1; // room for one of two moments
+        assert_false(msi_may_move(&greedy, t, MSI_MOVES_STATE));
+    }
+    pulled_destroy(&z);
+}
+
+/* Updates of state in codes are timed apart from those of F32, and predicted by their own speed. */
+static void coded_updates_have_their_own_speed(void **state) {
+    (void)state;
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    pulled z;
+    ms_config config = t_config();
+    ms_memory_report before, after;
+    config.empirical_profiling = MS_SWITCH_ON;
+    pulled_create(&z, &config, &adamw);
+    force_codes(&z, 0, MS_SWITCH_ON);
+    t_ok(z.m, ms_wrap(z.m));
+    pulled_step(&z, 6);
+    assert_true(z.m->costs.bytes_per_us[MSI_COST_UPDATE] > 0.0);
+    assert_true(z.m->costs.bytes_per_us[MSI_COST_UPDATE_8BIT] > 0.0);
+    t_ok(z.m, ms_wrap(z.m));
+    t_report(z.m, &before);
+    const double moved = 12.0 * WIDE + 4.0 * (double)msi_coded_bytes(WIDE);
+    const double speed = z.m->costs.bytes_per_us[MSI_COST_UPDATE_8BIT];
+    z.m->costs.bytes_per_us[MSI_COST_UPDATE_8BIT] = speed / 2.0;
+    t_ok(z.m, ms_wrap(z.m));
+    t_report(z.m, &after);
+    assert_true(fabs(after.step_us - before.step_us - moved / speed) < 1e-6 * after.step_us);
+    pulled_destroy(&z);
 }
 
 /* Conversions that lack memory of the host change nothing, and leave nothing behind. */
@@ -841,6 +1174,22 @@ static int own_update(const ms_update_args *args) {
     return 0;
 }
 
+/* With an optimizer of a kind, and a backend whose update takes every format or F32 alone. */
+static void pulled_create_for(pulled *z, ms_optimizer_kind kind, const ms_state_format *formats,
+                              bool has_formats, t_device *device) {
+    ms_config config = t_config();
+    ms_optimizer_desc o = t_optimizer(kind, 0.01f);
+    o.update = kind == MS_OPTIMIZER_CUSTOM ? own_update : NULL;
+    o.state_count = kind == MS_OPTIMIZER_CUSTOM ? 1 : 0;
+    o.state_format[0] = formats[0];
+    o.state_format[1] = formats[1];
+    if (!has_formats) {
+        config.backend = t_device_backend(device);
+        config.backend.has_state_formats = false;
+    }
+    pulled_create(z, &config, &o);
+}
+
 /* Why a plan cannot be had. */
 static void what_cannot_be_coded_is_refused(void **state) {
     (void)state;
@@ -849,20 +1198,13 @@ static void what_cannot_be_coded_is_refused(void **state) {
                                           "no optimizer state", "no optimizer state",
                                           "has_state_formats"};
     for (int how = 0; how < 5; ++how) {
+        const ms_optimizer_kind kind = how == 1   ? MS_OPTIMIZER_CUSTOM
+                                       : how == 2 ? MS_OPTIMIZER_SGD
+                                                  : MS_OPTIMIZER_ADAMW;
+        const ms_state_format formats[2] = {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32};
         pulled z;
-        ms_config config = t_config();
         t_device device;
-        ms_optimizer_desc o = t_optimizer(how == 1   ? MS_OPTIMIZER_CUSTOM
-                                          : how == 2 ? MS_OPTIMIZER_SGD
-                                                     : MS_OPTIMIZER_ADAMW,
-                                          0.01f);
-        o.update = how == 1 ? own_update : NULL;
-        o.state_count = how == 1 ? 1 : 0;
-        if (how == 4) {
-            config.backend = t_device_backend(&device);
-            config.backend.has_state_formats = false;
-        }
-        pulled_create(&z, &config, &o);
+        pulled_create_for(&z, kind, formats, how != 4, &device);
         if (how == 0) {
             t_ok(z.m, ms_borrow(z.m, ms_optimizer_state(z.m, z.p[0], 1), lent));
         }
@@ -880,22 +1222,16 @@ static void what_cannot_be_coded_is_refused(void **state) {
 static void wrong_formats_are_refused(void **state) {
     (void)state;
     for (int how = 0; how < 5; ++how) {
+        const ms_optimizer_kind kind = how == 2   ? MS_OPTIMIZER_CUSTOM
+                                       : how == 3 ? MS_OPTIMIZER_NONE
+                                                  : MS_OPTIMIZER_ADAMW;
+        ms_state_format formats[2] = {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32};
         pulled z;
-        ms_config config = t_config();
         t_device device;
-        ms_optimizer_desc o = t_optimizer(how == 2   ? MS_OPTIMIZER_CUSTOM
-                                          : how == 3 ? MS_OPTIMIZER_NONE
-                                                     : MS_OPTIMIZER_ADAMW,
-                                          0.01f);
-        o.update = how == 2 ? own_update : NULL;
-        o.state_format[how % 2] = how == 0   ? MS_STATE_FORMAT_8BIT
-                                  : how == 1 ? MS_STATE_FORMAT_COUNT
-                                             : MS_STATE_FORMAT_BF16;
-        if (how == 4) {
-            config.backend = t_device_backend(&device);
-            config.backend.has_state_formats = false;
-        }
-        pulled_create(&z, &config, &o);
+        formats[how % 2] = how == 0   ? MS_STATE_FORMAT_8BIT
+                           : how == 1 ? MS_STATE_FORMAT_COUNT
+                                      : MS_STATE_FORMAT_BF16;
+        pulled_create_for(&z, kind, formats, how != 4, &device);
         t_error(z.m, ms_wrap(z.m), how == 4 ? MS_RESULT_UNSUPPORTED : MS_RESULT_INVALID);
         t_text_has(ms_last_error(z.m), "state_format");
         ms_destroy(z.m);
@@ -1025,6 +1361,70 @@ static void verify_says_what_rounding_does(void **state) {
     }
 }
 
+/* The error of small state is not hidden by large state that is rounded less. */
+static void verify_gives_the_largest_error_of_one_tensor(void **state) {
+    (void)state;
+    static float small[WIDE];
+    pulled z;
+    const ms_config config = t_config();
+    ms_optimizer_desc o = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    ms_verify_report all;
+    t_rng rng = t_seed(3);
+    o.state_format[0] = MS_STATE_FORMAT_BF16;
+    pulled_create(&z, &config, &o);
+    force_codes(&z, 0, MS_SWITCH_ON);
+    t_ok(z.m, ms_wrap(z.m));
+    pulled_step(&z, 1);
+    pulled_write(&z);
+    t_fill(&rng, small, WIDE, 1e-6f);
+    t_ok(z.m, ms_write(z.m, ms_optimizer_state(z.m, z.p[0], 0), small));
+    t_fill(&rng, small, WIDE, 1e-6f);
+    t_ok(z.m, ms_write(z.m, z.x[0], small));
+    t_ok(z.m, ms_verify(z.m, NULL, NULL, &all));
+    assert_true(all.state_error > 0.005 && all.state_error < 0.03);
+    pulled_destroy(&z);
+}
+
+/* With accumulation the rounding that ms_verify reports is that of the last micro-batch, in which
+   params are updated. All but that one have no gradients here. */
+static void verify_rounds_as_the_last_micro_batch(void **state) {
+    (void)state;
+    static float zeros[WIDE], written[WIDE], old[WIDE], now[WIDE];
+    pulled z;
+    ms_config config = t_config();
+    ms_optimizer_desc o = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    verified seen;
+    ms_verify_report report;
+    t_rng rng = t_seed(4);
+    o.state_format[1] = MS_STATE_FORMAT_BF16;
+    config.accumulation_steps = 3;
+    pulled_create(&z, &config, &o);
+    t_ok(z.m, ms_wrap(z.m));
+    pulled_step(&z, 1);
+    pulled_write(&z);
+    t_fill(&rng, written, WIDE, 1.0f);
+    t_ok(z.m, ms_write(z.m, z.x[0], written));
+    memset(&seen, 0, sizeof seen);
+    seen.z = &z;
+    t_ok(z.m, ms_verify(z.m, note_difference, &seen, &report));
+    read_state(&z, 0, 1, old);
+    for (int micro = 0; micro < 3; ++micro) {
+        t_ok(z.m, ms_write(z.m, z.x[0], micro < 2 ? zeros : written));
+        t_ok(z.m, ms_step(z.m, NULL));
+    }
+    t_ok(z.m, ms_synchronize(z.m));
+    read_state(&z, 0, 1, now);
+    double most = 0.0;
+    for (int i = 0; i < WIDE; ++i) {
+        const double g = (double)written[i];
+        const double exact =
+            (double)0.999f * (double)old[i] + (double)(float)(1.0 - (double)0.999f) * g * g;
+        most = fabs((double)now[i] - exact) > most ? fabs((double)now[i] - exact) : most;
+    }
+    assert_true(fabs(most - seen.absolute[0][1]) <= 1e-9);
+    pulled_destroy(&z);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(books_are_those_of_the_paper),
@@ -1037,15 +1437,24 @@ int main(void) {
         cmocka_unit_test(parts_and_threads_change_nothing),
         cmocka_unit_test(wrong_gradients_change_nothing),
         cmocka_unit_test(plans_code_what_rules_allow),
+        cmocka_unit_test(codes_make_no_plan_slower),
+        cmocka_unit_test(codes_that_are_fast_are_enough),
         cmocka_unit_test(decisions_name_their_rules),
         cmocka_unit_test(plans_change_no_bit_of_coded_state),
         cmocka_unit_test(state_is_f32_for_the_trainer),
+        cmocka_unit_test(what_is_not_finite_zeroes_its_block),
+        cmocka_unit_test(formats_are_shown),
+        cmocka_unit_test(the_hash_of_a_plan_tells_formats_apart),
+        cmocka_unit_test(what_is_moved_counts_in_its_format),
+        cmocka_unit_test(coded_updates_have_their_own_speed),
         cmocka_unit_test(conversions_may_lack_memory),
         cmocka_unit_test(what_cannot_be_coded_is_refused),
         cmocka_unit_test(wrong_formats_are_refused),
         cmocka_unit_test(bf16_is_for_all_other_state),
         cmocka_unit_test(runs_repeat),
         cmocka_unit_test(verify_says_what_rounding_does),
+        cmocka_unit_test(verify_gives_the_largest_error_of_one_tensor),
+        cmocka_unit_test(verify_rounds_as_the_last_micro_batch),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -608,12 +608,13 @@ static void sums_of_squares(void **state) {
     for (uint64_t count = 1; count <= 40; ++count) {
         double sum = 100.0, expected = 100.0;
         float scale = 0.0f;
+        uint32_t nonfinite = 0;
         ms_step_state step;
         for (uint64_t i = 0; i < 40; ++i) {
             a[i] = b[i] = (float)(i % 7) - 2.5f;
             expected += i < count ? (double)a[i] * (double)a[i] : 0.0;
         }
-        assert_int_equal(cpu.add_squares_f32(cpu.user, a, count, &sum), 0);
+        assert_int_equal(cpu.add_squares(cpu.user, a, MS_DTYPE_F32, count, &sum, 1, &nonfinite), 0);
         assert_true(sum == expected);
         memset(&step, 0, sizeof step);
         assert_int_equal(cpu.clip_scale(cpu.user, &sum, 5.0f, &scale, &step), 0);
@@ -621,7 +622,7 @@ static void sums_of_squares(void **state) {
         assert_true(fabs((double)scale - 5.0 / sqrt(expected)) < 1e-6);
         assert_int_equal(cpu.clip_scale(cpu.user, &sum, 50.0f, &scale, &step), 0);
         assert_true(scale == 1.0f);
-        assert_int_equal(cpu.add_f32(cpu.user, a, b, count), 0);
+        assert_int_equal(cpu.add(cpu.user, a, MS_DTYPE_F32, b, MS_DTYPE_F32, count), 0);
         for (uint64_t i = 0; i < 40; ++i) {
             assert_true(a[i] == (i < count ? 2.0f * b[i] : b[i]));
         }

@@ -716,12 +716,12 @@ static void backend_without_name(ms_config *c) {
 
 static void backend_without_add(ms_config *c) {
     c->backend = ms_backend_cpu();
-    c->backend.add_f32 = NULL;
+    c->backend.add = NULL;
 }
 
 static void backend_without_norm(ms_config *c) {
     c->backend = ms_backend_cpu();
-    c->backend.add_squares_f32 = NULL;
+    c->backend.add_squares = NULL;
 }
 
 static void backend_without_clip(ms_config *c) {

@@ -389,17 +389,26 @@ static inline int t_device_fill_f32(void *user, void *to, float value, uint64_t 
     return error != 0 ? error : device->cpu.fill_f32(device->cpu.user, to, value, count);
 }
 
-static inline int t_device_add_f32(void *user, void *to, const void *from, uint64_t count) {
+static inline int t_device_scale_f32(void *user, void *to, const float *factor, uint64_t count) {
     t_device *device = (t_device *)user;
     const int error = t_device_fails(device);
-    return error != 0 ? error : device->cpu.add_f32(device->cpu.user, to, from, count);
+    return error != 0 ? error : device->cpu.scale_f32(device->cpu.user, to, factor, count);
 }
 
-static inline int t_device_add_squares_f32(void *user, const void *from, uint64_t count,
-                                           double *sum) {
+static inline int t_device_add(void *user, void *target, ms_dtype to, const void *source,
+                               ms_dtype from, uint64_t count) {
     t_device *device = (t_device *)user;
     const int error = t_device_fails(device);
-    return error != 0 ? error : device->cpu.add_squares_f32(device->cpu.user, from, count, sum);
+    return error != 0 ? error : device->cpu.add(device->cpu.user, target, to, source, from, count);
+}
+
+static inline int t_device_add_squares(void *user, const void *from, ms_dtype dtype, uint64_t count,
+                                       double *sum, uint32_t number, uint32_t *nonfinite) {
+    t_device *device = (t_device *)user;
+    const int error = t_device_fails(device);
+    return error != 0 ? error
+                      : device->cpu.add_squares(device->cpu.user, from, dtype, count, sum, number,
+                                                nonfinite);
 }
 
 static inline int t_device_clip_scale(void *user, const double *sum, float limit, float *scale,
@@ -473,8 +482,9 @@ static inline ms_backend t_device_backend(t_device *device) {
     backend.copy = t_device_copy;
     backend.fill_bytes = t_device_fill_bytes;
     backend.fill_f32 = t_device_fill_f32;
-    backend.add_f32 = t_device_add_f32;
-    backend.add_squares_f32 = t_device_add_squares_f32;
+    backend.scale_f32 = t_device_scale_f32;
+    backend.add = t_device_add;
+    backend.add_squares = t_device_add_squares;
     backend.clip_scale = t_device_clip_scale;
     backend.loss = t_device_loss;
     backend.cast = t_device_cast;

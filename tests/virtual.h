@@ -81,7 +81,8 @@ typedef enum v_kind {
     V_TELL,
     V_FILL_BYTES,
     V_FILL_F32,
-    V_ADD_F32,
+    V_SCALE,
+    V_ADD,
     V_CAST,
     V_LOSS,
     V_ADD_SQUARES,
@@ -104,6 +105,7 @@ typedef struct v_work {
     ms_dtype to, from;
     float *scale;
     double *sum;
+    uint32_t param, *nonfinite;
     ms_step_state *step;
     ms_update_args update;
     float alpha, beta;
@@ -132,14 +134,16 @@ static inline int v_compute(const ms_backend *cpu, const v_work *w) {
         return cpu->fill_bytes(user, w->target, w->byte, w->count);
     case V_FILL_F32:
         return cpu->fill_f32(user, w->target, w->value, w->count);
-    case V_ADD_F32:
-        return cpu->add_f32(user, w->target, w->source, w->count);
+    case V_SCALE:
+        return cpu->scale_f32(user, w->target, (const float *)w->source, w->count);
+    case V_ADD:
+        return cpu->add(user, w->target, w->to, w->source, w->from, w->count);
     case V_CAST:
         return cpu->cast(user, w->target, w->to, w->source, w->from, w->count);
     case V_LOSS:
         return cpu->loss(user, w->source, w->count, w->factor, w->step);
     case V_ADD_SQUARES:
-        return cpu->add_squares_f32(user, w->source, w->count, w->sum);
+        return cpu->add_squares(user, w->source, w->from, w->count, w->sum, w->param, w->nonfinite);
     case V_CLIP_SCALE:
         return cpu->clip_scale(user, (const double *)w->source, w->value, w->scale, w->step);
     case V_UPDATE:
@@ -162,10 +166,14 @@ static inline bool v_runs(v_device *d) {
 /* The bytes that an operation writes, as far as copies to the host read such. */
 static inline v_range v_written(const v_work *w) {
     const bool judges = w->kind == V_LOSS || w->kind == V_CLIP_SCALE;
-    const bool of_floats = w->kind == V_FILL_F32 || w->kind == V_ADD_F32;
+    const bool of_floats = w->kind == V_FILL_F32 || w->kind == V_SCALE;
+    const bool of_elements = w->kind == V_ADD || w->kind == V_CAST;
     v_range r;
     r.start = (uint8_t *)(judges ? (void *)w->step : w->target);
-    r.bytes = judges ? sizeof *w->step : w->count * (of_floats ? sizeof(float) : 1);
+    r.bytes = judges ? sizeof *w->step
+                     : w->count * (of_floats     ? sizeof(float)
+                                   : of_elements ? ms_dtype_bytes(w->to)
+                                                 : 1);
     return r;
 }
 
@@ -254,8 +262,16 @@ static inline int v_fill_f32(void *state, void *device, float value, uint64_t co
     return v_put((v_state *)state, MS_STREAM_COMPUTE, &w);
 }
 
-static inline int v_add_f32(void *state, void *device, const void *source, uint64_t count) {
-    const v_work w = v_begin(V_ADD_F32, device, source, count);
+static inline int v_scale_f32(void *state, void *device, const float *factor, uint64_t count) {
+    const v_work w = v_begin(V_SCALE, device, factor, count);
+    return v_put((v_state *)state, MS_STREAM_COMPUTE, &w);
+}
+
+static inline int v_add(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
+                        uint64_t count) {
+    v_work w = v_begin(V_ADD, target, source, count);
+    w.to = to;
+    w.from = from;
     return v_put((v_state *)state, MS_STREAM_COMPUTE, &w);
 }
 
@@ -275,9 +291,13 @@ static inline int v_loss(void *state, const void *losses, uint64_t count, double
     return v_put((v_state *)state, MS_STREAM_COMPUTE, &w);
 }
 
-static inline int v_add_squares_f32(void *state, const void *device, uint64_t count, double *sum) {
+static inline int v_add_squares(void *state, const void *device, ms_dtype dtype, uint64_t count,
+                                double *sum, uint32_t number, uint32_t *nonfinite) {
     v_work w = v_begin(V_ADD_SQUARES, NULL, device, count);
     w.sum = sum;
+    w.from = dtype;
+    w.param = number;
+    w.nonfinite = nonfinite;
     return v_put((v_state *)state, MS_STREAM_COMPUTE, &w);
 }
 
@@ -550,10 +570,11 @@ static inline ms_backend v_backend(v_device *d) {
     b.copy = v_copy;
     b.fill_bytes = v_fill_bytes;
     b.fill_f32 = v_fill_f32;
-    b.add_f32 = v_add_f32;
+    b.scale_f32 = v_scale_f32;
+    b.add = v_add;
     b.cast = v_cast;
     b.loss = v_loss;
-    b.add_squares_f32 = v_add_squares_f32;
+    b.add_squares = v_add_squares;
     b.clip_scale = v_clip_scale;
     b.update = v_update;
     b.gemm = v_gemm;

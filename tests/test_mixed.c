@@ -1,0 +1,671 @@
+/*  test_mixed.c - values, gradients and params in 16 bits: against arithmetic in double that rounds
+    where a plan does; params with and without a master; the loss scale of F16 against an automaton,
+    with overflows injected at every layer; what a trainer reads and writes; and what is refused. */
+#define MEMSCALE_IMPLEMENTATION
+#define MSI_PART_BYTES 256 // so that params and state come in parts
+#include "../memscale.h"
+#include "toy_layers.h"
+
+// ------------------------------------------------------------------------------------------------
+// rounding by arithmetic alone
+
+/* A number rounded to so many significant bits, ties to even, with exponents down to `least`. */
+static double rounded(double x, int bits, int least) {
+    int e;
+    (void)frexp(x, &e);
+    const double unit = ldexp(1.0, (e - bits > least ? e - bits : least));
+    return nearbyint(x / unit) * unit;
+}
+
+static double in_dtype(ms_dtype dtype, double x) {
+    return dtype == MS_DTYPE_BF16  ? rounded(x, 8, -133)
+           : dtype == MS_DTYPE_F16 ? rounded(x, 11, -24)
+                                   : (double)(float)x;
+}
+
+static void conversions_are_those_of_arithmetic(void **state) {
+    (void)state;
+    const ms_dtype dtypes[] = {MS_DTYPE_BF16, MS_DTYPE_F16};
+    t_rng rng = t_seed(1);
+    for (int k = 0; k < 200000; ++k) {
+        const ms_dtype dtype = dtypes[k % 2];
+        const float x = (float)(t_unit(&rng) * exp2((double)t_below(&rng, 30) - 15.0));
+        uint16_t bits;
+        msi_store_as(&bits, dtype, 0, x);
+        assert_true((double)msi_load(&bits, dtype, 0) == in_dtype(dtype, (double)x));
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// a stack of products: y = x * w, with w (COLS) and x (ROWS, COLS); the loss is a sum of squares
+
+enum { ROWS = 3, COLS = 70, MOST_LAYERS = 6, SCALE = 1024 };
+
+typedef struct stack stack;
+
+typedef struct product {
+    stack *of;
+    int number;
+} product;
+
+struct stack {
+    ms_model *m;
+    int layers;
+    ms_tensor x, w[MOST_LAYERS], y[MOST_LAYERS], loss;
+    product op[MOST_LAYERS];
+    int overflow_at; // the layer whose gradient is infinite in this step, or -1
+    uint32_t calls_in_half, calls;
+};
+
+static float at(const ms_view *view, int64_t i) {
+    return msi_load(view->data, view->dtype, (uint64_t)i);
+}
+
+static void put(const ms_view *view, int64_t i, float x) {
+    const float old = view->beta == 0.0f ? 0.0f : at(view, i);
+    msi_store_as(view->data, view->dtype, (uint64_t)i, old + x);
+}
+
+static void count_call(const ms_call *call) {
+    stack *s = ((const product *)call->user)->of;
+    s->calls += 1;
+    s->calls_in_half += call->dtype != MS_DTYPE_F32;
+    assert_true(call->in[0].dtype == call->dtype || call->dtype == MS_DTYPE_F32);
+}
+
+static int product_forward(const ms_call *call) {
+    count_call(call);
+    for (int64_t i = 0; i < ROWS * COLS && call->out[0].data; ++i) {
+        msi_store_as(call->out[0].data, call->out[0].dtype, (uint64_t)i,
+                     at(&call->in[0], i) * at(&call->param[0], i % COLS));
+    }
+    return 0;
+}
+
+static int product_backward(const ms_call *call) {
+    const product *op = (const product *)call->user;
+    count_call(call);
+    for (int64_t i = 0; i < ROWS * COLS && call->grad_in[0].data; ++i) {
+        put(&call->grad_in[0], i, at(&call->grad_out[0], i) * at(&call->param[0], i % COLS));
+    }
+    for (int64_t c = 0; c < COLS && call->grad_param[0].data; ++c) {
+        float sum = 0.0f;
+        for (int64_t r = 0; r < ROWS; ++r) {
+            sum += at(&call->grad_out[0], r * COLS + c) * at(&call->in[0], r * COLS + c);
+        }
+        put(&call->grad_param[0], c, op->of->overflow_at == op->number && c == 7 ? INFINITY : sum);
+    }
+    return 0;
+}
+
+static int squares_forward(const ms_call *call) {
+    for (int64_t r = 0; r < ROWS; ++r) {
+        float sum = 0.0f;
+        for (int64_t c = 0; c < COLS; ++c) {
+            sum += at(&call->in[0], r * COLS + c) * at(&call->in[0], r * COLS + c);
+        }
+        t_data(&call->out[0])[r] = 0.5f * sum;
+    }
+    return 0;
+}
+
+static int squares_backward(const ms_call *call) {
+    for (int64_t i = 0; i < ROWS * COLS; ++i) {
+        put(&call->grad_in[0], i, t_data(&call->grad_out[0])[i / COLS] * at(&call->in[0], i));
+    }
+    return 0;
+}
+
+static void stack_register(stack *s, int layers, bool half_gradients) {
+    ms_layer_desc d;
+    memset(&d, 0, sizeof d);
+    s->layers = layers;
+    s->overflow_at = -1;
+    s->x = ms_input(s->m, "x", MS_DTYPE_F32, ms_shape2(ROWS, COLS));
+    d.dtypes.accepts = 1u << MS_DTYPE_BF16 | 1u << MS_DTYPE_F16;
+    for (int k = 0; k < layers; ++k) {
+        char name[32];
+        snprintf(name, sizeof name, "product%d", k);
+        s->op[k].of = s;
+        s->op[k].number = k;
+        s->w[k] = ms_param(s->m, "w", MS_DTYPE_F32, ms_shape1(COLS));
+        s->y[k] = ms_activation(s->m, "y", MS_DTYPE_F32, ms_shape2(ROWS, COLS));
+        d.name = name;
+        d.forward = product_forward;
+        d.backward = product_backward;
+        d.user = &s->op[k];
+        d.in[0] = k == 0 ? s->x : s->y[k - 1];
+        d.out[0] = s->y[k];
+        d.param[0] = s->w[k];
+        d.dtypes.half_gradients = half_gradients;
+        const ms_layer layer = ms_register_layer(s->m, &d);
+        ms_set_layer_technique(s->m, layer, MS_TECHNIQUE_MIXED_PRECISION, MS_SWITCH_ON);
+    }
+    s->loss = ms_activation(s->m, "losses", MS_DTYPE_F32, ms_shape1(ROWS));
+    d.name = "squares";
+    d.forward = squares_forward;
+    d.backward = squares_backward;
+    d.in[0] = s->y[layers - 1];
+    d.out[0] = s->loss;
+    d.param[0].id = 0;
+    d.dtypes.half_gradients = 0;
+    d.dtypes.f32_out = 1;
+    ms_register_layer(s->m, &d);
+    ms_set_loss(s->m, s->loss);
+}
+
+/* Params around 1, or far from what 16 bits can hold exactly. */
+static void stack_write(stack *s, uint64_t seed) {
+    float w[COLS], x[ROWS * COLS];
+    t_rng rng = t_seed(seed);
+    for (int k = 0; k < s->layers; ++k) {
+        for (int c = 0; c < COLS; ++c) {
+            w[c] = 1.0f + 0.3f * (float)t_unit(&rng);
+        }
+        t_ok(s->m, ms_write(s->m, s->w[k], w));
+    }
+    t_fill(&rng, x, ROWS * COLS, 1.0f);
+    t_ok(s->m, ms_write(s->m, s->x, x));
+}
+
+static void stack_create(stack *s, const ms_config *config, const ms_optimizer_desc *optimizer,
+                         int layers, bool half_gradients) {
+    memset(s, 0, sizeof *s);
+    assert_int_equal(ms_create(config, &s->m), MS_RESULT_OK);
+    stack_register(s, layers, half_gradients);
+    ms_set_optimizer(s->m, optimizer);
+}
+
+static ms_config mixed_config(ms_dtype dtype) {
+    ms_config config = t_config();
+    config.mixed_dtype = dtype;
+    config.loss_scaling.initial = SCALE; // gradients are around 1
+    return config;
+}
+
+// ------------------------------------------------------------------------------------------------
+// a step against arithmetic in double
+
+typedef struct expected {
+    double y[MOST_LAYERS + 1][ROWS * COLS], g[ROWS * COLS], w[MOST_LAYERS][COLS];
+    double grad[MOST_LAYERS][COLS];
+} expected;
+
+/* Forward and backward where each value, and each gradient of one, is rounded once. */
+static void expect_step(const stack *s, ms_dtype dtype, bool half_gradients, double factor,
+                        expected *e) {
+    float w[COLS], x[ROWS * COLS];
+    t_ok(s->m, ms_read(s->m, s->x, x));
+    for (int i = 0; i < ROWS * COLS; ++i) {
+        e->y[0][i] = in_dtype(dtype, (double)x[i]);
+    }
+    for (int k = 0; k < s->layers; ++k) {
+        t_ok(s->m, ms_read(s->m, s->w[k], w));
+        for (int c = 0; c < COLS; ++c) {
+            e->w[k][c] = in_dtype(dtype, (double)w[c]);
+        }
+        for (int i = 0; i < ROWS * COLS; ++i) {
+            e->y[k + 1][i] = in_dtype(dtype, e->y[k][i] * e->w[k][i % COLS]);
+        }
+    }
+    for (int i = 0; i < ROWS * COLS; ++i) {
+        e->g[i] = in_dtype(dtype, factor * e->y[s->layers][i]);
+    }
+    for (int k = s->layers; k-- > 0;) {
+        for (int c = 0; c < COLS; ++c) {
+            double sum = 0.0;
+            for (int r = 0; r < ROWS; ++r) {
+                sum += e->g[r * COLS + c] * e->y[k][r * COLS + c];
+            }
+            e->grad[k][c] = half_gradients ? in_dtype(dtype, sum) : sum;
+        }
+        for (int i = 0; i < ROWS * COLS; ++i) {
+            e->g[i] = in_dtype(dtype, e->g[i] * e->w[k][i % COLS]);
+        }
+    }
+}
+
+/* Gradients as ms_read gives them after ms_backward, against those in double: sums in F32 of three
+   products, which can be off by as many roundings; in 16 bits by one step of these more. */
+static void steps_round_where_plans_do(void **state) {
+    (void)state;
+    static expected e;
+    for (int how = 0; how < 8; ++how) {
+        const ms_dtype dtype = how % 2 ? MS_DTYPE_F16 : MS_DTYPE_BF16;
+        const bool half_gradients = how / 2 % 2, small = how / 4;
+        const double unit = !half_gradients          ? 0.0
+                            : dtype == MS_DTYPE_BF16 ? exp2(-7.0)
+                                                     : exp2(-10.0);
+        const ms_optimizer_desc sgd = t_optimizer(MS_OPTIMIZER_SGD, 0.5f);
+        ms_config config = mixed_config(dtype);
+        config.early_update = MS_SWITCH_OFF;
+        config.force_optimize = small; // with recomputation
+        stack s;
+        stack_create(&s, &config, &sgd, MOST_LAYERS, half_gradients);
+        t_ok(s.m, ms_wrap(s.m));
+        stack_write(&s, 3);
+        const double scale = dtype == MS_DTYPE_F16 ? SCALE : 1.0;
+        expect_step(&s, dtype, half_gradients, scale / ROWS, &e);
+        t_ok(s.m, ms_forward(s.m, NULL));
+        t_ok(s.m, ms_backward(s.m));
+        for (int k = 0; k < s.layers; ++k) {
+            float grad[COLS];
+            t_ok(s.m, ms_read(s.m, ms_gradient(s.m, s.w[k]), grad));
+            for (int c = 0; c < COLS; ++c) {
+                const double most = fabs(e.grad[k][c]) * (unit + exp2(-20.0)) + scale * exp2(-22.0);
+                assert_true(fabs((double)grad[c] - e.grad[k][c]) <= most);
+            }
+        }
+        assert_true(s.calls_in_half == s.calls && s.calls > 0);
+        t_ok(s.m, ms_update(s.m));
+        for (int k = 0; k < s.layers; ++k) { // p - rate * g, in F32 alone
+            float w[COLS];
+            t_ok(s.m, ms_read(s.m, s.w[k], w));
+            for (int c = 0; c < COLS; ++c) {
+                assert_true(msi_is_finite((double)w[c]));
+            }
+        }
+        ms_destroy(s.m);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// params
+
+/* The update of a master is that of a param in F32, bit for bit but for what the guard of gradients
+   costs, and the value is its nearest. */
+static void masters_are_updated_as_in_f32(void **state) {
+    (void)state;
+    enum { COUNT = 1000 };
+    static float master[COUNT], plain[COUNT], gradient[COUNT], m[4][COUNT];
+    static uint16_t value[COUNT], half_gradient[COUNT];
+    const ms_backend cpu = ms_backend_cpu();
+    ms_step_state step;
+    ms_update_factors factors;
+    ms_update_args args;
+    t_rng rng = t_seed(5);
+    memset(&step, 0, sizeof step);
+    memset(&args, 0, sizeof args);
+    memset(&factors, 0, sizeof factors);
+    factors.rate = -0.01f;
+    factors.decay = 0.999f;
+    factors.beta1 = 0.9f;
+    factors.beta2 = 0.99f;
+    factors.rest1 = 0.1f;
+    factors.rest2 = 0.01f;
+    factors.scale2 = 1.0f;
+    factors.epsilon = 1e-8f;
+    memset(m, 0, sizeof m);
+    t_fill(&rng, master, COUNT, 1.0f);
+    memcpy(plain, master, sizeof master);
+    for (int round = 0; round < 20; ++round) {
+        t_fill(&rng, gradient, COUNT, 1.0f);
+        for (int i = 0; i < COUNT; ++i) {
+            msi_store_as(half_gradient, MS_DTYPE_F16, (uint64_t)i, gradient[i]);
+            gradient[i] = msi_load(half_gradient, MS_DTYPE_F16, (uint64_t)i);
+        }
+        args.kind = MS_OPTIMIZER_ADAMW;
+        args.count = COUNT;
+        args.factors = &factors;
+        args.state_of_step = &step;
+        args.value = plain;
+        args.gradient = gradient;
+        args.state[0] = m[0];
+        args.state[1] = m[1];
+        assert_int_equal(cpu.update(cpu.user, &args), 0);
+        args.value = (float *)(void *)value;
+        args.value_dtype = MS_DTYPE_BF16;
+        args.gradient = (float *)(void *)half_gradient;
+        args.gradient_dtype = MS_DTYPE_F16;
+        args.master = master;
+        args.state[0] = m[2];
+        args.state[1] = m[3];
+        assert_int_equal(cpu.update(cpu.user, &args), 0);
+        memset(&args, 0, sizeof args);
+        for (int i = 0; i < COUNT; ++i) {
+            assert_true(fabsf(master[i] - plain[i]) <= 1e-6f * fabsf(plain[i]) + 1e-9f);
+            assert_true(value[i] == msi_bf16_of_f32(master[i]));
+        }
+    }
+}
+
+/* Without a master a value moves to one of its neighbours, in the mean to where it should. */
+static void values_alone_move_right_in_the_mean(void **state) {
+    (void)state;
+    enum { COUNT = 256, DRAWS = 4000 };
+    static uint16_t value[COUNT];
+    static float gradient[COUNT];
+    static double sum[COUNT];
+    const ms_backend cpu = ms_backend_cpu();
+    ms_step_state step;
+    ms_update_factors factors;
+    ms_update_args args;
+    t_rng rng = t_seed(6);
+    memset(&step, 0, sizeof step);
+    memset(&args, 0, sizeof args);
+    memset(&factors, 0, sizeof factors);
+    factors.rate = -1.0f;
+    t_fill(&rng, gradient, COUNT, 0.001f);
+    args.kind = MS_OPTIMIZER_SGD;
+    args.count = COUNT;
+    args.gradient = gradient;
+    args.value = (float *)(void *)value;
+    args.value_dtype = MS_DTYPE_BF16;
+    args.factors = &factors;
+    args.state_of_step = &step;
+    for (int draw = 0; draw < DRAWS; ++draw) {
+        step.seed = (uint64_t)draw + 1;
+        for (int i = 0; i < COUNT; ++i) {
+            value[i] = msi_bf16_of_f32(0.3f + 0.01f * (float)i);
+        }
+        assert_int_equal(cpu.update(cpu.user, &args), 0);
+        for (int i = 0; i < COUNT; ++i) {
+            const float before = msi_f32_of_bf16(msi_bf16_of_f32(0.3f + 0.01f * (float)i));
+            const float exact = before - gradient[i], now = msi_f32_of_bf16(value[i]);
+            const float unit = exp2f(floorf(log2f(exact)) - 7.0f);
+            assert_true(fabsf(now - exact) < unit * 1.0001f);
+            sum[i] += (double)now - (double)exact;
+        }
+    }
+    for (int i = 0; i < COUNT; ++i) { // five standard deviations of a mean of DRAWS
+        const double unit = exp2(floor(log2(0.3 + 0.01 * i)) - 7.0);
+        assert_true(fabs(sum[i] / DRAWS) < 5.0 * 0.5 * unit * 2.0 / sqrt((double)DRAWS));
+    }
+}
+
+/* A trainer reads what it wrote, where there is a master; a param alone in 16 bits is rounded once.
+   Another ms_wrap without 16 bits goes on with the same values. */
+static void trainers_see_f32(void **state) {
+    (void)state;
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.001f);
+    for (int alone = 0; alone < 2; ++alone) {
+        float written[COLS], before[COLS], after[COLS], y[ROWS * COLS];
+        ms_config config = mixed_config(MS_DTYPE_BF16);
+        config.master_weights = alone ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+        stack s;
+        t_rng rng = t_seed(9);
+        stack_create(&s, &config, &adamw, 3, true);
+        ms_add_output(s.m, s.y[1]);
+        stack_write(&s, 4);
+        t_fill(&rng, written, COLS, 2.0f);
+        t_ok(s.m, ms_write(s.m, s.w[2], written)); // before there is a plan
+        t_ok(s.m, ms_wrap(s.m));
+        t_ok(s.m, ms_read(s.m, s.w[2], before));
+        for (int c = 0; c < COLS; ++c) {
+            const double kept =
+                alone ? in_dtype(MS_DTYPE_BF16, (double)written[c]) : (double)written[c];
+            assert_true((double)before[c] == kept);
+        }
+        assert_null(ms_data(s.m, s.w[2]));
+        t_ok(s.m, ms_step(s.m, NULL));
+        t_ok(s.m, ms_read(s.m, s.y[1], y));
+        for (int i = 0; i < ROWS * COLS; ++i) {
+            assert_true((double)y[i] == in_dtype(MS_DTYPE_BF16, (double)y[i]));
+        }
+        t_ok(s.m, ms_read(s.m, s.w[2], before));
+        t_ok(s.m, ms_detach(s.m)); // everything is in F32 again
+        t_ok(s.m, ms_read(s.m, s.w[2], after));
+        assert_memory_equal(before, after, sizeof before);
+        s.calls_in_half = 0;
+        t_ok(s.m, ms_step(s.m, NULL));
+        assert_int_equal(s.calls_in_half, 0);
+        t_ok(s.m, ms_read(s.m, s.w[2], before));
+        t_ok(s.m, ms_wrap(s.m)); // and back
+        t_ok(s.m, ms_read(s.m, s.w[2], after));
+        for (int c = 0; c < COLS; ++c) {
+            const double kept =
+                alone ? in_dtype(MS_DTYPE_BF16, (double)before[c]) : (double)before[c];
+            assert_true((double)after[c] == kept);
+        }
+        ms_destroy(s.m);
+    }
+}
+
+/* Frozen params are in 16 bits where there are no masters. */
+static void frozen_params_keep_f32_with_masters(void **state) {
+    (void)state;
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.001f);
+    for (int alone = 0; alone < 2; ++alone) {
+        ms_config config = mixed_config(MS_DTYPE_BF16);
+        config.master_weights = alone ? MS_SWITCH_OFF : MS_SWITCH_ON;
+        stack s;
+        stack_create(&s, &config, &adamw, 3, false);
+        ms_set_frozen(s.m, s.w[0], true);
+        stack_write(&s, 4);
+        t_ok(s.m, ms_wrap(s.m));
+        t_ok(s.m, ms_step(s.m, NULL));
+        const msi_resident *r =
+            msi_find_resident(s.m->run.store, msi_index(&s.m->graph, s.w[0]), MSI_ROLE_VALUE);
+        assert_int_equal(r->format, alone ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32);
+        ms_destroy(s.m);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// the loss scale
+
+/* The reference: powers of two and counts. */
+typedef struct automaton {
+    int exponent;
+    uint32_t clean, skipped;
+} automaton;
+
+static void follow(automaton *a, bool overflow, uint32_t growth_steps) {
+    a->clean = overflow ? 0 : a->clean + 1;
+    a->exponent -= overflow && a->exponent > 0;
+    a->skipped += overflow;
+    if (a->clean == growth_steps) {
+        a->exponent += 1;
+        a->clean = 0;
+    }
+}
+
+static void the_scale_follows_an_automaton(void **state) {
+    (void)state;
+    enum { OUTCOMES = 10000, GROWTH = 17 };
+    const ms_backend cpu = ms_backend_cpu();
+    t_rng rng = t_seed(7);
+    automaton a = {16, 0, 0};
+    ms_step_state s;
+    memset(&s, 0, sizeof s);
+    s.loss_scale = 65536.0f;
+    s.scaling.growth = 2.0f;
+    s.scaling.backoff = 0.5f;
+    s.scaling.least = 1.0f;
+    s.scaling.growth_steps = GROWTH;
+    for (int i = 0; i < OUTCOMES; ++i) {
+        /* Overflows are the likelier the larger the scale is. */
+        const bool overflow =
+            t_chance(&rng, 0.02 + (a.exponent > 20 ? 0.5 : 0.0) + (i / 1000 % 4 == 3 ? 0.5 : 0.0));
+        const float before = s.loss_scale, loss = 1.0f;
+        float gradient[2], scale = 0.0f;
+        double sum = 0.0;
+        gradient[0] = before * 0.75f;
+        gradient[1] = overflow ? (i % 2 ? INFINITY : NAN) : 0.0f;
+        s.step = (uint64_t)i;
+        assert_int_equal(cpu.loss(cpu.user, &loss, 1, 1.0, &s), 0);
+        assert_int_equal(s.halted, MS_HALT_NONE);
+        assert_int_equal(
+            cpu.add_squares(cpu.user, gradient, MS_DTYPE_F32, 1, &sum, 4, &s.nonfinite), 0);
+        assert_int_equal(
+            cpu.add_squares(cpu.user, gradient + 1, MS_DTYPE_F32, 1, &sum, 9, &s.nonfinite), 0);
+        assert_int_equal(cpu.clip_scale(cpu.user, &sum, FLT_MAX, &scale, &s), 0);
+        follow(&a, overflow, GROWTH);
+        assert_true(s.loss_scale == ldexpf(1.0f, a.exponent));
+        assert_true(s.clean_steps == a.clean && s.skipped_steps == a.skipped);
+        assert_int_equal(s.halted, overflow ? MS_HALT_OVERFLOW : MS_HALT_NONE);
+        if (overflow) {
+            assert_int_equal(s.overflow, 9);
+        } else {
+            assert_true(scale == 1.0f / before && fabs(s.norm - 0.75) < 1e-12);
+        }
+    }
+    assert_true(a.skipped > 500 && a.exponent < 25);
+}
+
+/* An overflow at any layer skips the step: no param and no state changes, the scale is halved, and
+   the report names the layer. The next step goes on. */
+static void overflows_at_every_layer_skip_a_step(void **state) {
+    (void)state;
+    for (int how = 0; how < 8; ++how) {
+        const bool adamw = how % 2, clips = how / 2 % 2, micro = how / 4;
+        ms_optimizer_desc optimizer =
+            t_optimizer(adamw ? MS_OPTIMIZER_ADAMW : MS_OPTIMIZER_SGD, 0.001f);
+        optimizer.momentum = adamw ? 0.0f : 0.9f;
+        optimizer.grad_clip_norm = clips ? 10.0f : 0.0f;
+        ms_config config = mixed_config(MS_DTYPE_F16);
+        config.accumulation_steps = micro ? 2 : 1;
+        stack s;
+        stack_create(&s, &config, &optimizer, MOST_LAYERS, how % 3 == 0);
+        stack_write(&s, 8);
+        t_ok(s.m, ms_wrap(s.m));
+        double scale = SCALE;
+        for (int k = -1; k < s.layers; ++k) {
+            static float before[MOST_LAYERS][3][COLS], after[COLS];
+            ms_memory_report report;
+            const int states = adamw ? 2 : 1;
+            for (int p = 0; p < s.layers; ++p) {
+                t_ok(s.m, ms_read(s.m, s.w[p], before[p][0]));
+                for (int i = 0; i < states; ++i) {
+                    t_ok(s.m, ms_read(s.m, ms_optimizer_state(s.m, s.w[p], i), before[p][1 + i]));
+                }
+            }
+            for (uint32_t n = 0; n < (micro ? 2u : 1u); ++n) {
+                double loss = 0.0;
+                s.overflow_at = n == 0 ? k : -1; // an infinity stays one when more is added
+                t_ok(s.m, ms_step(s.m, &loss));
+                assert_true(msi_is_finite(loss));
+            }
+            t_ok(s.m, ms_synchronize(s.m));
+            t_report(s.m, &report);
+            scale *= k < 0 ? 1.0 : 0.5;
+            assert_true(report.loss_scale == scale);
+            assert_int_equal(report.skipped_steps, k + 1);
+            if (k >= 0) {
+                char name[32];
+                snprintf(name, sizeof name, "product%d", k);
+                assert_string_equal(report.overflow_layer, name);
+            }
+            for (int p = 0; p < s.layers; ++p) {
+                t_ok(s.m, ms_read(s.m, s.w[p], after));
+                assert_true((memcmp(before[p][0], after, sizeof after) == 0) == (k >= 0));
+                for (int i = 0; i < states && k >= 0; ++i) {
+                    t_ok(s.m, ms_read(s.m, ms_optimizer_state(s.m, s.w[p], i), after));
+                    assert_memory_equal(before[p][1 + i], after, sizeof after);
+                }
+            }
+        }
+        s.overflow_at = -1;
+        t_ok(s.m, ms_step(s.m, NULL));
+        t_ok(s.m, ms_wrap(s.m)); // the scale outlasts it
+        t_ok(s.m, ms_step(s.m, NULL));
+        ms_memory_report report;
+        t_ok(s.m, ms_synchronize(s.m));
+        t_report(s.m, &report);
+        assert_true(report.loss_scale == scale);
+        ms_destroy(s.m);
+    }
+}
+
+/* What ms_verify finds in BF16 is its rounding, in F16 less, with the loss scale undone. */
+static void verify_measures_rounding(void **state) {
+    (void)state;
+    double relative[2];
+    for (int k = 0; k < 2; ++k) {
+        const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.001f);
+        ms_config config = mixed_config(k == 0 ? MS_DTYPE_BF16 : MS_DTYPE_F16);
+        ms_verify_report report;
+        stack s;
+        stack_create(&s, &config, &adamw, 4, k == 1);
+        stack_write(&s, 11);
+        t_ok(s.m, ms_wrap(s.m));
+        t_ok(s.m, ms_verify(s.m, NULL, NULL, &report));
+        assert_int_equal(report.tensor_count, 4);
+        assert_true(report.differ_count > 0 && report.absolute < 1.0);
+        relative[k] = report.absolute;
+        t_ok(s.m, ms_step(s.m, NULL)); // as before
+        ms_destroy(s.m);
+    }
+    assert_true(relative[1] < 0.5 * relative[0]);
+}
+
+// ------------------------------------------------------------------------------------------------
+// what is refused
+
+static void wrong_precision_is_refused(void **state) {
+    (void)state;
+    ms_model *m;
+    ms_config config = t_config();
+    config.mixed_dtype = MS_DTYPE_I32;
+    t_not_created(&m, ms_create(&config, &m));
+    config = t_config();
+    config.loss_scaling.backoff = 1.0f;
+    t_not_created(&m, ms_create(&config, &m));
+    config = t_config();
+    config.loss_scaling.least = 1e6f; // above the initial scale
+    t_not_created(&m, ms_create(&config, &m));
+    config = t_config();
+    config.loss_scaling.growth = -1.0f;
+    t_not_created(&m, ms_create(&config, &m));
+    config = mixed_config(MS_DTYPE_F16);
+    const ms_optimizer_desc none = t_optimizer(MS_OPTIMIZER_NONE, 0.0f);
+    stack s;
+    stack_create(&s, &config, &none, 2, false);
+    t_error(s.m, ms_wrap(s.m), MS_RESULT_UNSUPPORTED);
+    t_text_has(ms_last_error(s.m), "F16");
+    ms_destroy(s.m);
+    config = mixed_config(MS_DTYPE_F16);
+    config.early_update = MS_SWITCH_ON;
+    const ms_optimizer_desc sgd = t_optimizer(MS_OPTIMIZER_SGD, 0.1f);
+    stack_create(&s, &config, &sgd, 2, false);
+    t_error(s.m, ms_wrap(s.m), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(s.m), "loss scale");
+    ms_destroy(s.m);
+}
+
+static void wrong_dtypes_of_layers_are_refused(void **state) {
+    (void)state;
+    static const char *const texts[] = {"dtypes.accepts is", "half_gradients", "computed in place",
+                                        "dtypes.f32_in is"};
+    for (int k = 0; k < 4; ++k) {
+        ms_config config = t_config();
+        ms_layer_desc d;
+        ms_model *m;
+        memset(&d, 0, sizeof d);
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        d.forward = product_forward;
+        d.backward = product_backward;
+        d.in[0] = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(ROWS, COLS));
+        d.out[0] = ms_activation(m, "y", MS_DTYPE_F32, ms_shape2(ROWS, COLS));
+        d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(COLS));
+        d.dtypes.accepts = 1u << (k == 0 ? MS_DTYPE_I8 : MS_DTYPE_BF16);
+        if (k == 1) {
+            d.dtypes.half_gradients = d.dtypes.f32_param = 1;
+        } else if (k == 2) {
+            d.must_in_place = d.in_place[0] = 1;
+            d.dtypes.f32_out = 1;
+        } else if (k == 3) {
+            d.dtypes.f32_in = 4;
+        }
+        assert_int_equal(ms_register_layer(m, &d).id, 0);
+        t_text_has(ms_last_error(m), texts[k]);
+        ms_destroy(m);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(conversions_are_those_of_arithmetic),
+        cmocka_unit_test(steps_round_where_plans_do),
+        cmocka_unit_test(masters_are_updated_as_in_f32),
+        cmocka_unit_test(values_alone_move_right_in_the_mean),
+        cmocka_unit_test(trainers_see_f32),
+        cmocka_unit_test(frozen_params_keep_f32_with_masters),
+        cmocka_unit_test(the_scale_follows_an_automaton),
+        cmocka_unit_test(overflows_at_every_layer_skip_a_step),
+        cmocka_unit_test(verify_measures_rounding),
+        cmocka_unit_test(wrong_precision_is_refused),
+        cmocka_unit_test(wrong_dtypes_of_layers_are_refused),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
