@@ -40,17 +40,27 @@
     from it, and ms_reshape can change the batch of any net and the sequence of a transformer. Make
     axes with nn_axis, before the layers.
 
-    NUMERICS. float32. On the CPU no sum depends on the number of threads: sums over rows
-    (gradients of bias, weight of a normalization, embedding) are parallel over columns, each
-    column in the order of its rows. (With -Ofast it may matter: the compiler may round the end
-    of a loop, and so of a thread's share, otherwise than the rest.) On the GPU no sum depends
-    on the order in which blocks run: there are no atomics, and partial sums are added up by a
-    second kernel. So each device gives the same bits again in another run and in a
-    recomputation. The two devices differ from each other by rounding, but their dropout masks
-    are equal. A block layer has the arithmetic of the operator layers, so without dropout both
-    granularities give the same bits. Dropout is applied to the embedding and to the two
-    branches of each block, not to attention probabilities. Sums over the images of a batch are
-    in double; with CUDA, the values that are added in double are sums of 4096 each.
+    NUMERICS. All arithmetic is float32. On the CPU no sum depends on the number of threads: sums
+    over rows (gradients of bias, weight of a normalization, embedding) are parallel over columns,
+    each column in the order of its rows. (With -Ofast it may matter: the compiler may round the end
+    of a loop, and so of a thread's share, otherwise than the rest.) On the GPU no sum depends on
+    the order in which blocks run: there are no atomics, and partial sums are added up by a second
+    kernel. So each device gives the same bits again in another run and in a recomputation. The two
+    devices differ from each other by rounding, but their dropout masks are equal. A block layer has
+    the arithmetic of the operator layers, so without dropout both granularities give the same bits.
+    Dropout is applied to the embedding and to the two branches of each block, not to attention
+    probabilities. Sums over the images of a batch are in double; with CUDA, the values that are
+    added in double are sums of 4096 each.
+
+    16 BITS. All layers can be called in BF16 and F16 (ms_layer_desc.dtypes). In memory,
+    activations, their gradients, weight matrices and embedding tables then have 16 bits. A kernel
+    converts them as it reads them, and rounds its results once, to nearest even; to a gradient that
+    accumulates it adds before that. Biases, params of normalizations, statistics and losses stay
+    F32. So do the gradients of params, except those of the weights of linear layers, if
+    nn_half_gradients allows it. Within a layer some values are rounded too: a product before its
+    bias is added (with CUDA; on the CPU it is the bias that is rounded); the probabilities of
+    attention and their gradients, as operands of products; and, in convolution, the gradient of
+    pixels that several bands of patches cover, once for each band.
 
     FILES, each of which uses only what comes before it:
 
@@ -74,8 +84,9 @@
     struct that both receive to ">>nn shared".
 
     A NEW LAYER is a declaration under ">>nn public", two callbacks under ">>nn callbacks", which
-    call kernels of the table, and a function under ">>nn layers", which registers them. If the
-    kernels exist, it needs nothing else, and it runs on both devices.
+    call kernels of the table, and a function under ">>nn layers", which registers them and names
+    what stays F32 in desc.dtypes. If the kernels exist, it needs nothing else, and it runs on both
+    devices, in F32, BF16 and F16.
 */
 #ifndef MEMSCALE_NN_H
 #define MEMSCALE_NN_H
@@ -201,6 +212,15 @@ NN_API ms_axis nn_axis(nn_net *net, const char *name, int64_t size, int64_t larg
    normalization) has no weight decay. */
 NN_API ms_tensor nn_param(nn_net *net, const char *name, ms_shape shape, nn_init_kind init,
                           float deviation);
+
+/* Whether layers that are registered from now on let the gradients of their weights be in 16 bits,
+   in steps that call them in 16 bits: those of linear layers, also within blocks. At first false.
+   All other gradients of params are F32. */
+NN_API void nn_half_gradients(nn_net *net, bool allowed);
+
+/* Whether layers that are registered from now on are called in 16 bits in every plan except that of
+   ms_detach, rather than where the budget asks for it. At first false. */
+NN_API void nn_force_half(nn_net *net, bool forced);
 
 /* ms_buffer, F32; the net remembers the initial values. */
 NN_API ms_tensor nn_buffer(nn_net *net, const char *name, ms_shape shape, nn_init_kind init);
@@ -348,18 +368,62 @@ NN_API int nn_first(int a, int b) {
     return a != 0 ? a : b;
 }
 
+/* Values that a kernel reads or writes: F32, BF16 or F16, all of them in the dtype of the call.
+   Kernels compute in F32 and round once, to nearest even, when they store. What is F32 in every
+   call (statistics, losses, biases, params of normalizations, scratch memory) is a float pointer.
+   data NULL: there are none. */
+typedef struct nn_values {
+    void *data;
+    ms_dtype dtype;
+} nn_values;
+
+NN_API nn_values nn_values_in(const void *data, ms_dtype dtype) {
+    nn_values values;
+    values.data = (void *)(uintptr_t)data; // to read or to write, as in ms_view
+    values.dtype = dtype;
+    return values;
+}
+
+NN_API nn_values nn_f32(const float *data) {
+    return nn_values_in(data, MS_DTYPE_F32);
+}
+
+NN_HD size_t nn_value_bytes(ms_dtype dtype) {
+    return dtype == MS_DTYPE_F32 ? sizeof(float) : sizeof(uint16_t);
+}
+
+/* The values from element `first` on. */
+NN_HD nn_values nn_from(nn_values values, int64_t first) {
+    values.data = (char *)values.data + first * (int64_t)nn_value_bytes(values.dtype);
+    return values;
+}
+
 /* Where a kernel writes: data = beta * data + what it computes, beta 0 or 1; data NULL: nowhere, as
    the result is not needed. */
 typedef struct nn_dest {
-    float *data;
+    void *data;
+    ms_dtype dtype;
     float beta;
 } nn_dest;
 
-NN_API nn_dest nn_dest_of(float *data, float beta) {
+NN_API nn_dest nn_dest_of(nn_values values, float beta) {
     nn_dest dest;
-    dest.data = data;
+    dest.data = values.data;
+    dest.dtype = values.dtype;
     dest.beta = beta;
     return dest;
+}
+
+NN_API nn_dest nn_nowhere(void) {
+    return nn_dest_of(nn_f32(NULL), 0.0f);
+}
+
+/* What is written there. */
+NN_HD nn_values nn_values_at(nn_dest dest) {
+    nn_values values;
+    values.data = dest.data;
+    values.dtype = dest.dtype;
+    return values;
 }
 
 /* Where the random numbers of a layer come from. `step` points to the step's seed in the memory of
@@ -377,9 +441,9 @@ typedef struct nn_drop {
 } nn_drop;
 
 /* One of the tables whose rows an embedding adds up: output row r takes row index[r] of the table,
-   or row r % period if index is NULL. table NULL: there is none. */
+   or row r % period if index is NULL. table.data NULL: there is none. */
 typedef struct nn_lookup {
-    const float *table;
+    nn_values table;
     const int32_t *index;
     int64_t entries, period;
 } nn_lookup;
@@ -475,37 +539,37 @@ typedef struct nn_attention_size {
     bool causal;
 } nn_attention_size;
 
-/* A matrix of floats for ms_gemm, to read or to write. */
-NN_API ms_matrix nn_matrix(const float *data, int64_t rows, int64_t cols, int64_t stride) {
+/* Values as a matrix for ms_gemm, to read or to write. */
+NN_API ms_matrix nn_matrix(nn_values values, int64_t rows, int64_t cols, int64_t stride) {
     ms_matrix matrix;
     memset(&matrix, 0, sizeof matrix);
-    matrix.data = (void *)(uintptr_t)data; // ms_matrix has no const
+    matrix.data = values.data;
     matrix.rows = rows;
     matrix.cols = cols;
     matrix.stride = stride;
-    matrix.dtype = MS_DTYPE_F32;
+    matrix.dtype = values.dtype;
     return matrix;
 }
 
 /* The values at these rows of patches, in `count` planes (patches) of one image. */
-NN_API ms_matrix nn_patch_matrix(const float *planes, int64_t count, nn_patch_rows rows,
+NN_API ms_matrix nn_patch_matrix(nn_values planes, int64_t count, nn_patch_rows rows,
                                  const nn_window *w) {
-    return nn_matrix(planes + rows.begin * w->out_width, count, rows.count * w->out_width,
+    return nn_matrix(nn_from(planes, rows.begin * w->out_width), count, rows.count * w->out_width,
                      nn_window_patches(w));
 }
 
 /* The two products of a linear layer's backward: the same calls on every device. */
-NN_API int nn_linear_products(const ms_call *call, nn_dest dx, nn_dest dweight, const float *dy,
-                              const float *x, const float *weight, nn_linear_size n) {
+NN_API int nn_linear_products(const ms_call *call, nn_dest dx, nn_dest dweight, nn_values dy,
+                              nn_values x, nn_values weight, nn_linear_size n) {
     const ms_matrix slope = nn_matrix(dy, n.rows, n.out, n.out);
     int result = 0;
     if (dx.data != NULL) {
         result = (int)ms_gemm(call, 1.0f, slope, nn_matrix(weight, n.out, n.in, n.in), dx.beta,
-                              nn_matrix(dx.data, n.rows, n.in, n.in));
+                              nn_matrix(nn_values_at(dx), n.rows, n.in, n.in));
     }
     if (result == 0 && dweight.data != NULL) {
         result = (int)ms_gemm(call, 1.0f, ms_transpose(slope), nn_matrix(x, n.rows, n.in, n.in),
-                              dweight.beta, nn_matrix(dweight.data, n.out, n.in, n.in));
+                              dweight.beta, nn_matrix(nn_values_at(dweight), n.out, n.in, n.in));
     }
     return result;
 }
@@ -532,6 +596,53 @@ NN_HD bool nn_is_nan(float x) {
 
 NN_HD float nn_nan(void) {
     return nn_of_bits(0x7fc00000u);
+}
+
+/* 16-bit floats by their bits, rounded to the nearest, ties to even. NaN stays NaN. */
+NN_HD float nn_of_bf16(uint16_t bits16) {
+    return nn_of_bits((uint32_t)bits16 << 16);
+}
+
+NN_HD uint16_t nn_bf16_of(float x) {
+    const uint32_t bits = nn_bits_of(x);
+    const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded);
+}
+
+/* The exponent moves by 127 - 15; infinity and NaN get the largest. A subnormal number gets the
+   exponent of 2^-14, which is then subtracted: without subnormal floats, which -Ofast flushes. */
+NN_HD float nn_of_f16(uint16_t bits16) {
+    const uint32_t rest = bits16 & 0x7fffu;
+    const uint32_t small = nn_bits_of(nn_of_bits(0x38800000u | rest << 13) - 6.103515625e-5f);
+    const uint32_t normal = (rest << 13) + (rest < 0x7c00u ? 0x38000000u : 0x70000000u);
+    return nn_of_bits((uint32_t)(bits16 & 0x8000u) << 16 | (rest < 0x400u ? small : normal));
+}
+
+/* 65520 and above become infinity. The last bits of the sum of a subnormal number and 0.5 count
+   units of 2^-24. */
+NN_HD uint16_t nn_f16_of(float x) {
+    const uint32_t bits = nn_bits_of(x);
+    const uint32_t rest = bits & 0x7fffffffu;
+    const uint32_t small = nn_bits_of(nn_of_bits(rest) + 0.5f) - 0x3f000000u;
+    const uint32_t normal = (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13;
+    const uint32_t large = rest > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    const uint32_t bits16 = rest < 0x38800000u ? small : rest < 0x477ff000u ? normal : large;
+    return (uint16_t)((bits >> 16 & 0x8000u) | bits16);
+}
+
+/* A single value. */
+NN_HD float nn_get(nn_values values, int64_t i) {
+    return values.dtype == MS_DTYPE_F32   ? ((const float *)values.data)[i]
+           : values.dtype == MS_DTYPE_F16 ? nn_of_f16(((const uint16_t *)values.data)[i])
+                                          : nn_of_bf16(((const uint16_t *)values.data)[i]);
+}
+
+NN_HD void nn_set(nn_values values, int64_t i, float x) {
+    if (values.dtype == MS_DTYPE_F32) {
+        ((float *)values.data)[i] = x;
+    } else {
+        ((uint16_t *)values.data)[i] = values.dtype == MS_DTYPE_F16 ? nn_f16_of(x) : nn_bf16_of(x);
+    }
 }
 
 /* max(x, 0), and NaN stays NaN: what is below -0 up to minus infinity becomes 0. */
@@ -646,7 +757,7 @@ NN_HD void nn_move_running(const nn_batch_norm_values *v, int64_t channel, float
 
 /* The place in its plane of the largest value of patch (y, x): the first of equal ones, and a NaN
    if there is one. */
-NN_HD int64_t nn_largest_place(const float *plane, const nn_window *w, int64_t y, int64_t x) {
+NN_HD int64_t nn_largest_place(nn_values plane, const nn_window *w, int64_t y, int64_t x) {
     const int64_t top = y * w->stride - w->padding;
     const int64_t left = x * w->stride - w->padding;
     const int64_t bottom = nn_least(top + w->kernel, w->height);
@@ -655,7 +766,7 @@ NN_HD int64_t nn_largest_place(const float *plane, const nn_window *w, int64_t y
     float largest = 0.0f;
     for (int64_t i = top < 0 ? 0 : top; i < bottom; i++) {
         for (int64_t k = left < 0 ? 0 : left; k < right; k++) {
-            const float value = plane[i * w->width + k];
+            const float value = nn_get(plane, i * w->width + k);
             if (place < 0 || value > largest || nn_is_nan(value)) {
                 place = i * w->width + k;
                 largest = value;
@@ -669,8 +780,9 @@ NN_HD int64_t nn_largest_place(const float *plane, const nn_window *w, int64_t y
 // >>nn device  the table between callbacks and kernels
 
 /* What the layers are made of. A kernel enqueues its work on call->stream (on the CPU: does it) and
-   returns 0 or an error number. Pointers to floats and integers are memory of the device, pointers
-   to structs are memory of the host. `work` is scratch memory of as many floats as the ..._floats
+   returns 0 or an error number. Values, and pointers to floats and integers, are memory of the
+   device, pointers to structs are memory of the host. Gradients of tables and of what is F32 in
+   every call are F32. `work` is scratch memory of as many floats as the ..._floats
    function returns. That number never shrinks as sizes grow, so that scratch memory for the largest
    size is enough for all. */
 struct nn_device {
@@ -682,61 +794,58 @@ struct nn_device {
     int64_t (*conv2d_floats)(const nn_window *w, int64_t out, bool backward);
     int64_t (*batch_norm_floats)(nn_planes n); // forward and backward
     /* y = x, or y += x: also the gradient of a sum or of another shape */
-    int (*copy)(const ms_call *call, nn_dest y, const float *x, int64_t count);
-    int (*add)(const ms_call *call, float *y, const float *a, const float *b, int64_t count);
-    int (*dropout)(const ms_call *call, nn_dest y, const float *x, int64_t count, float probability,
+    int (*copy)(const ms_call *call, nn_dest y, nn_values x, int64_t count);
+    int (*add)(const ms_call *call, nn_values y, nn_values a, nn_values b, int64_t count);
+    int (*dropout)(const ms_call *call, nn_dest y, nn_values x, int64_t count, float probability,
                    nn_seed seed);
-    int (*gelu)(const ms_call *call, float *y, const float *x, int64_t count, bool erf_form);
-    int (*gelu_backward)(const ms_call *call, nn_dest dx, const float *dy, const float *x,
-                         int64_t count, bool erf_form);
-    int (*embedding)(const ms_call *call, float *y, const nn_lookup *lookups, int lookup_count,
+    int (*gelu)(const ms_call *call, nn_values y, nn_values x, int64_t count, bool erf_form);
+    int (*gelu_backward)(const ms_call *call, nn_dest dx, nn_values dy, nn_values x, int64_t count,
+                         bool erf_form);
+    int (*embedding)(const ms_call *call, nn_values y, const nn_lookup *lookups, int lookup_count,
                      int64_t rows, int64_t channels);
     int (*embedding_backward)(const ms_call *call, nn_dest dtable, const nn_lookup *lookup,
-                              const float *dy, int64_t rows, int64_t channels, float *work);
-    int (*linear)(const ms_call *call, float *y, const float *x, const float *weight,
+                              nn_values dy, int64_t rows, int64_t channels, float *work);
+    int (*linear)(const ms_call *call, nn_values y, nn_values x, nn_values weight,
                   const float *bias, nn_linear_size n);
     /* h = x * transpose(weight) + bias, y = gelu(h) */
-    int (*linear_gelu)(const ms_call *call, float *y, float *h, const float *x, const float *weight,
+    int (*linear_gelu)(const ms_call *call, nn_values y, nn_values h, nn_values x, nn_values weight,
                        const float *bias, nn_linear_size n, bool erf_form);
     /* y = residual + dropout(x * transpose(weight) + bias) */
-    int (*linear_add)(const ms_call *call, float *y, const float *residual, const float *x,
-                      const float *weight, const float *bias, nn_linear_size n,
-                      const nn_drop *drop);
+    int (*linear_add)(const ms_call *call, nn_values y, nn_values residual, nn_values x,
+                      nn_values weight, const float *bias, nn_linear_size n, const nn_drop *drop);
     int (*linear_backward)(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
-                           const float *dy, const float *x, const float *weight, nn_linear_size n,
+                           nn_values dy, nn_values x, nn_values weight, nn_linear_size n,
                            float *work);
-    int (*layernorm)(const ms_call *call, float *y, const float *x, const nn_norm *n);
+    int (*layernorm)(const ms_call *call, nn_values y, nn_values x, const nn_norm *n);
     int (*layernorm_backward)(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
-                              const float *dy, const float *x, const nn_norm *n, float *work);
-    int (*attention)(const ms_call *call, float *out, float *scores, const float *qkv, float *work,
-                     nn_attention_size n);
-    int (*attention_backward)(const ms_call *call, nn_dest dqkv, const float *dout,
-                              const float *scores, const float *qkv, float *work,
-                              nn_attention_size n);
-    int (*cross_entropy)(const ms_call *call, float *losses, float *stats, const float *logits,
+                              nn_values dy, nn_values x, const nn_norm *n, float *work);
+    int (*attention)(const ms_call *call, nn_values out, nn_values scores, nn_values qkv,
+                     float *work, nn_attention_size n);
+    int (*attention_backward)(const ms_call *call, nn_dest dqkv, nn_values dout, nn_values scores,
+                              nn_values qkv, float *work, nn_attention_size n);
+    int (*cross_entropy)(const ms_call *call, float *losses, float *stats, nn_values logits,
                          const int32_t *targets, int64_t rows, int64_t classes);
     int (*cross_entropy_backward)(const ms_call *call, nn_dest dlogits, const float *dlosses,
-                                  const float *stats, const float *logits, const int32_t *targets,
+                                  const float *stats, nn_values logits, const int32_t *targets,
                                   int64_t rows, int64_t classes);
-    int (*relu)(const ms_call *call, float *y, const float *x, int64_t count);
-    int (*relu_backward)(const ms_call *call, nn_dest dx, const float *dy, const float *y,
-                         int64_t count);
-    int (*conv2d)(const ms_call *call, float *y, const float *x, const float *weight,
+    int (*relu)(const ms_call *call, nn_values y, nn_values x, int64_t count);
+    int (*relu_backward)(const ms_call *call, nn_dest dx, nn_values dy, nn_values y, int64_t count);
+    int (*conv2d)(const ms_call *call, nn_values y, nn_values x, nn_values weight,
                   const float *bias, int64_t out, const nn_window *w, float *work);
     int (*conv2d_backward)(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
-                           const float *dy, const float *x, const float *weight, int64_t out,
+                           nn_values dy, nn_values x, nn_values weight, int64_t out,
                            const nn_window *w, float *work);
-    int (*max_pool)(const ms_call *call, float *y, int32_t *places, const float *x,
+    int (*max_pool)(const ms_call *call, nn_values y, int32_t *places, nn_values x,
                     const nn_window *w);
-    int (*max_pool_backward)(const ms_call *call, nn_dest dx, const float *dy,
-                             const int32_t *places, const nn_window *w);
-    int (*batch_norm)(const ms_call *call, float *y, const float *x, const nn_batch_norm_values *v,
+    int (*max_pool_backward)(const ms_call *call, nn_dest dx, nn_values dy, const int32_t *places,
+                             const nn_window *w);
+    int (*batch_norm)(const ms_call *call, nn_values y, nn_values x, const nn_batch_norm_values *v,
                       nn_planes n, float *work);
     int (*batch_norm_backward)(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
-                               const float *dy, const float *x, const nn_batch_norm_values *v,
+                               nn_values dy, nn_values x, const nn_batch_norm_values *v,
                                nn_planes n, float *work);
-    int (*average)(const ms_call *call, float *means, const float *x, nn_planes n);
-    int (*average_backward)(const ms_call *call, nn_dest dx, const float *dmeans, nn_planes n);
+    int (*average)(const ms_call *call, nn_values means, nn_values x, nn_planes n);
+    int (*average_backward)(const ms_call *call, nn_dest dx, nn_values dmeans, nn_planes n);
 };
 
 #include "nn_cpu.h"
@@ -775,6 +884,7 @@ struct nn_net {
     const nn_device *device;
     nn_options *options;
     nn_list params, buffers;
+    bool half_gradients, forces_half; // for layers that are registered from now on
     int64_t axis_size[MS_LIMIT_AXES], axis_largest[MS_LIMIT_AXES]; // 0: not an axis of nn_axis
 };
 
@@ -813,6 +923,14 @@ NN_API void nn_destroy(nn_net *net) {
     free(net->params.infos);
     free(net->buffers.infos);
     free(net);
+}
+
+NN_API void nn_half_gradients(nn_net *net, bool allowed) {
+    net->half_gradients = allowed;
+}
+
+NN_API void nn_force_half(nn_net *net, bool forced) {
+    net->forces_half = forced;
 }
 
 /* Refuses with a sticky error of the model; returns the handle 0, for the caller to return. */
@@ -1032,8 +1150,12 @@ NN_API int32_t *nn_integers(const ms_view *view) {
     return (int32_t *)view->data;
 }
 
+NN_API nn_values nn_values_of(const ms_view *view) {
+    return nn_values_in(view->data, view->dtype);
+}
+
 NN_API nn_dest nn_gradient_of(const ms_view *view) {
-    return nn_dest_of((float *)view->data, view->beta);
+    return nn_dest_of(nn_values_of(view), view->beta);
 }
 
 NN_API int64_t nn_count(const ms_view *view) {
@@ -1072,7 +1194,7 @@ NN_API void nn_lookups_of(const ms_call *call, nn_lookup lookups[3]) {
     memset(lookups, 0, 3 * sizeof *lookups);
     for (int i = 0; i < 3; i++) {
         if (used[i]) {
-            lookups[i].table = nn_floats(&call->param[i]);
+            lookups[i].table = nn_values_of(&call->param[i]);
             lookups[i].entries = call->param[i].shape.dim[0];
             lookups[i].period = nn_last(call->in[0].shape);
         }
@@ -1084,7 +1206,7 @@ NN_API void nn_lookups_of(const ms_call *call, nn_lookup lookups[3]) {
 NN_API int nn_embedding_forward(const ms_call *call) {
     nn_lookup lookups[3];
     nn_lookups_of(call, lookups);
-    return nn_device_in(call)->embedding(call, nn_floats(&call->out[0]), lookups, 3,
+    return nn_device_in(call)->embedding(call, nn_values_of(&call->out[0]), lookups, 3,
                                          nn_count(&call->in[0]), nn_last(call->out[0].shape));
 }
 
@@ -1096,7 +1218,7 @@ NN_API int nn_embedding_backward(const ms_call *call) {
         if (lookups[i].entries != 0) {
             result = nn_device_in(call)->embedding_backward(
                 call, nn_gradient_of(&call->grad_param[i]), &lookups[i],
-                nn_floats(&call->grad_out[0]), nn_count(&call->in[0]),
+                nn_values_of(&call->grad_out[0]), nn_count(&call->in[0]),
                 nn_last(call->grad_out[0].shape), (float *)call->workspace);
         }
     }
@@ -1113,17 +1235,18 @@ NN_API nn_linear_size nn_linear_size_of(const ms_call *call) {
 
 NN_API int nn_linear_forward(const ms_call *call) {
     const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
-    return nn_device_in(call)->linear(
-        call, nn_floats(&call->out[0]), nn_floats(&call->in[0]), nn_floats(&call->param[0]),
-        biased ? nn_floats(&call->param[1]) : NULL, nn_linear_size_of(call));
+    return nn_device_in(call)->linear(call, nn_values_of(&call->out[0]), nn_values_of(&call->in[0]),
+                                      nn_values_of(&call->param[0]),
+                                      biased ? nn_floats(&call->param[1]) : NULL,
+                                      nn_linear_size_of(call));
 }
 
 NN_API int nn_linear_backward(const ms_call *call) {
     const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
     return nn_device_in(call)->linear_backward(
         call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
-        biased ? nn_gradient_of(&call->grad_param[1]) : nn_dest_of(NULL, 0.0f),
-        nn_floats(&call->grad_out[0]), nn_floats(&call->in[0]), nn_floats(&call->param[0]),
+        biased ? nn_gradient_of(&call->grad_param[1]) : nn_nowhere(),
+        nn_values_of(&call->grad_out[0]), nn_values_of(&call->in[0]), nn_values_of(&call->param[0]),
         nn_linear_size_of(call), (float *)call->workspace);
 }
 
@@ -1141,49 +1264,49 @@ NN_API nn_norm nn_norm_of(const ms_call *call) {
 
 NN_API int nn_layernorm_forward(const ms_call *call) {
     const nn_norm n = nn_norm_of(call);
-    return nn_device_in(call)->layernorm(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
-                                         &n);
+    return nn_device_in(call)->layernorm(call, nn_values_of(&call->out[0]),
+                                         nn_values_of(&call->in[0]), &n);
 }
 
 NN_API int nn_layernorm_backward(const ms_call *call) {
     const nn_norm n = nn_norm_of(call);
     return nn_device_in(call)->layernorm_backward(
         call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
-        nn_gradient_of(&call->grad_param[1]), nn_floats(&call->grad_out[0]),
-        nn_floats(&call->in[0]), &n, (float *)call->workspace);
+        nn_gradient_of(&call->grad_param[1]), nn_values_of(&call->grad_out[0]),
+        nn_values_of(&call->in[0]), &n, (float *)call->workspace);
 }
 
 NN_API int nn_gelu_forward(const ms_call *call) {
-    return nn_device_in(call)->gelu(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
+    return nn_device_in(call)->gelu(call, nn_values_of(&call->out[0]), nn_values_of(&call->in[0]),
                                     nn_count(&call->in[0]),
                                     (nn_options_in(call)->flags & NN_ERF) != 0);
 }
 
 NN_API int nn_gelu_backward(const ms_call *call) {
     return nn_device_in(call)->gelu_backward(call, nn_gradient_of(&call->grad_in[0]),
-                                             nn_floats(&call->grad_out[0]), nn_floats(&call->in[0]),
-                                             nn_count(&call->in[0]),
+                                             nn_values_of(&call->grad_out[0]),
+                                             nn_values_of(&call->in[0]), nn_count(&call->in[0]),
                                              (nn_options_in(call)->flags & NN_ERF) != 0);
 }
 
 NN_API int nn_add_forward(const ms_call *call) {
-    return nn_device_in(call)->add(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
-                                   nn_floats(&call->in[1]), nn_count(&call->out[0]));
+    return nn_device_in(call)->add(call, nn_values_of(&call->out[0]), nn_values_of(&call->in[0]),
+                                   nn_values_of(&call->in[1]), nn_count(&call->out[0]));
 }
 
 NN_API int nn_add_backward(const ms_call *call) {
     int result = 0;
     for (int i = 0; i < 2; i++) {
         result = nn_first(result, nn_device_in(call)->copy(call, nn_gradient_of(&call->grad_in[i]),
-                                                           nn_floats(&call->grad_out[0]),
+                                                           nn_values_of(&call->grad_out[0]),
                                                            nn_count(&call->grad_out[0])));
     }
     return result;
 }
 
 NN_API int nn_dropout_forward(const ms_call *call) {
-    const nn_dest out = nn_dest_of(nn_floats(&call->out[0]), 0.0f);
-    const float *x = nn_floats(&call->in[0]);
+    const nn_dest out = nn_dest_of(nn_values_of(&call->out[0]), 0.0f);
+    const nn_values x = nn_values_of(&call->in[0]);
     if (call->phase == MS_PHASE_EVAL) {
         return nn_device_in(call)->copy(call, out, x, nn_count(&call->in[0]));
     }
@@ -1192,9 +1315,9 @@ NN_API int nn_dropout_forward(const ms_call *call) {
 }
 
 NN_API int nn_dropout_backward(const ms_call *call) {
-    return nn_device_in(call)->dropout(call, nn_gradient_of(&call->grad_in[0]),
-                                       nn_floats(&call->grad_out[0]), nn_count(&call->grad_out[0]),
-                                       nn_options_in(call)->dropout, nn_seed_of(call, -1));
+    return nn_device_in(call)->dropout(
+        call, nn_gradient_of(&call->grad_in[0]), nn_values_of(&call->grad_out[0]),
+        nn_count(&call->grad_out[0]), nn_options_in(call)->dropout, nn_seed_of(call, -1));
 }
 
 NN_API nn_attention_size nn_attention_size_of(ms_shape qkv, int64_t heads, bool causal) {
@@ -1211,8 +1334,8 @@ NN_API int nn_attention_forward(const ms_call *call) {
     const nn_options *options = nn_options_in(call);
     const bool keeps = (options->flags & NN_SAVE_SCORES) != 0;
     return nn_device_in(call)->attention(
-        call, nn_floats(&call->out[0]), keeps ? nn_floats(&call->saved[0]) : NULL,
-        nn_floats(&call->in[0]), (float *)call->workspace,
+        call, nn_values_of(&call->out[0]), keeps ? nn_values_of(&call->saved[0]) : nn_f32(NULL),
+        nn_values_of(&call->in[0]), (float *)call->workspace,
         nn_attention_size_of(call->in[0].shape, options->heads, (options->flags & NN_CAUSAL) != 0));
 }
 
@@ -1220,34 +1343,34 @@ NN_API int nn_attention_backward(const ms_call *call) {
     const nn_options *options = nn_options_in(call);
     const bool keeps = (options->flags & NN_SAVE_SCORES) != 0;
     return nn_device_in(call)->attention_backward(
-        call, nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
-        keeps ? nn_floats(&call->saved[0]) : NULL, nn_floats(&call->in[0]),
+        call, nn_gradient_of(&call->grad_in[0]), nn_values_of(&call->grad_out[0]),
+        keeps ? nn_values_of(&call->saved[0]) : nn_f32(NULL), nn_values_of(&call->in[0]),
         (float *)call->workspace,
         nn_attention_size_of(call->in[0].shape, options->heads, (options->flags & NN_CAUSAL) != 0));
 }
 
 NN_API int nn_cross_entropy_forward(const ms_call *call) {
     return nn_device_in(call)->cross_entropy(
-        call, nn_floats(&call->out[0]), nn_floats(&call->saved[0]), nn_floats(&call->in[0]),
+        call, nn_floats(&call->out[0]), nn_floats(&call->saved[0]), nn_values_of(&call->in[0]),
         nn_integers(&call->in[1]), nn_count(&call->in[1]), nn_last(call->in[0].shape));
 }
 
 NN_API int nn_cross_entropy_backward(const ms_call *call) {
     return nn_device_in(call)->cross_entropy_backward(
         call, nn_gradient_of(&call->grad_in[0]), nn_floats(&call->grad_out[0]),
-        nn_floats(&call->saved[0]), nn_floats(&call->in[0]), nn_integers(&call->in[1]),
+        nn_floats(&call->saved[0]), nn_values_of(&call->in[0]), nn_integers(&call->in[1]),
         nn_count(&call->in[1]), nn_last(call->in[0].shape));
 }
 
 NN_API int nn_relu_forward(const ms_call *call) {
-    return nn_device_in(call)->relu(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
+    return nn_device_in(call)->relu(call, nn_values_of(&call->out[0]), nn_values_of(&call->in[0]),
                                     nn_count(&call->in[0]));
 }
 
 NN_API int nn_relu_backward(const ms_call *call) {
     return nn_device_in(call)->relu_backward(call, nn_gradient_of(&call->grad_in[0]),
-                                             nn_floats(&call->grad_out[0]),
-                                             nn_floats(&call->out[0]), nn_count(&call->out[0]));
+                                             nn_values_of(&call->grad_out[0]),
+                                             nn_values_of(&call->out[0]), nn_count(&call->out[0]));
 }
 
 /* (B, C, ...): all dims after the channels make up the plane. */
@@ -1267,8 +1390,8 @@ NN_API nn_window nn_window_in(const ms_call *call) {
 NN_API int nn_conv2d_forward(const ms_call *call) {
     const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
     const nn_window w = nn_window_in(call);
-    return nn_device_in(call)->conv2d(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
-                                      nn_floats(&call->param[0]),
+    return nn_device_in(call)->conv2d(call, nn_values_of(&call->out[0]), nn_values_of(&call->in[0]),
+                                      nn_values_of(&call->param[0]),
                                       biased ? nn_floats(&call->param[1]) : NULL,
                                       call->param[0].shape.dim[0], &w, (float *)call->workspace);
 }
@@ -1278,21 +1401,22 @@ NN_API int nn_conv2d_backward(const ms_call *call) {
     const nn_window w = nn_window_in(call);
     return nn_device_in(call)->conv2d_backward(
         call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
-        biased ? nn_gradient_of(&call->grad_param[1]) : nn_dest_of(NULL, 0.0f),
-        nn_floats(&call->grad_out[0]), nn_floats(&call->in[0]), nn_floats(&call->param[0]),
+        biased ? nn_gradient_of(&call->grad_param[1]) : nn_nowhere(),
+        nn_values_of(&call->grad_out[0]), nn_values_of(&call->in[0]), nn_values_of(&call->param[0]),
         call->param[0].shape.dim[0], &w, (float *)call->workspace);
 }
 
 NN_API int nn_max_pool_forward(const ms_call *call) {
     const nn_window w = nn_window_in(call);
-    return nn_device_in(call)->max_pool(call, nn_floats(&call->out[0]),
-                                        nn_integers(&call->saved[0]), nn_floats(&call->in[0]), &w);
+    return nn_device_in(call)->max_pool(call, nn_values_of(&call->out[0]),
+                                        nn_integers(&call->saved[0]), nn_values_of(&call->in[0]),
+                                        &w);
 }
 
 NN_API int nn_max_pool_backward(const ms_call *call) {
     const nn_window w = nn_window_in(call);
     return nn_device_in(call)->max_pool_backward(call, nn_gradient_of(&call->grad_in[0]),
-                                                 nn_floats(&call->grad_out[0]),
+                                                 nn_values_of(&call->grad_out[0]),
                                                  nn_integers(&call->saved[0]), &w);
 }
 
@@ -1316,45 +1440,45 @@ NN_API nn_batch_norm_values nn_batch_norm_values_of(const ms_call *call, nn_mome
 NN_API int nn_batch_norm_forward(const ms_call *call) {
     const nn_batch_norm_values v = nn_batch_norm_values_of(
         call, call->phase == MS_PHASE_EVAL ? NN_MOMENTS_RUNNING : NN_MOMENTS_OF_BATCH);
-    return nn_device_in(call)->batch_norm(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
-                                          &v, nn_planes_of(call->in[0].shape),
-                                          (float *)call->workspace);
+    return nn_device_in(call)->batch_norm(
+        call, nn_values_of(&call->out[0]), nn_values_of(&call->in[0]), &v,
+        nn_planes_of(call->in[0].shape), (float *)call->workspace);
 }
 
 NN_API int nn_batch_norm_recompute(const ms_call *call) {
     const nn_batch_norm_values v = nn_batch_norm_values_of(call, NN_MOMENTS_SAVED);
-    return nn_device_in(call)->batch_norm(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
-                                          &v, nn_planes_of(call->in[0].shape),
-                                          (float *)call->workspace);
+    return nn_device_in(call)->batch_norm(
+        call, nn_values_of(&call->out[0]), nn_values_of(&call->in[0]), &v,
+        nn_planes_of(call->in[0].shape), (float *)call->workspace);
 }
 
 NN_API int nn_batch_norm_backward(const ms_call *call) {
     const nn_batch_norm_values v = nn_batch_norm_values_of(call, NN_MOMENTS_SAVED);
     return nn_device_in(call)->batch_norm_backward(
         call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
-        nn_gradient_of(&call->grad_param[1]), nn_floats(&call->grad_out[0]),
-        nn_floats(&call->in[0]), &v, nn_planes_of(call->in[0].shape), (float *)call->workspace);
+        nn_gradient_of(&call->grad_param[1]), nn_values_of(&call->grad_out[0]),
+        nn_values_of(&call->in[0]), &v, nn_planes_of(call->in[0].shape), (float *)call->workspace);
 }
 
 NN_API int nn_average_pool_forward(const ms_call *call) {
-    return nn_device_in(call)->average(call, nn_floats(&call->out[0]), nn_floats(&call->in[0]),
-                                       nn_planes_of(call->in[0].shape));
+    return nn_device_in(call)->average(call, nn_values_of(&call->out[0]),
+                                       nn_values_of(&call->in[0]), nn_planes_of(call->in[0].shape));
 }
 
 NN_API int nn_average_pool_backward(const ms_call *call) {
     return nn_device_in(call)->average_backward(call, nn_gradient_of(&call->grad_in[0]),
-                                                nn_floats(&call->grad_out[0]),
+                                                nn_values_of(&call->grad_out[0]),
                                                 nn_planes_of(call->in[0].shape));
 }
 
 NN_API int nn_flatten_forward(const ms_call *call) {
-    return nn_device_in(call)->copy(call, nn_dest_of(nn_floats(&call->out[0]), 0.0f),
-                                    nn_floats(&call->in[0]), nn_count(&call->in[0]));
+    return nn_device_in(call)->copy(call, nn_dest_of(nn_values_of(&call->out[0]), 0.0f),
+                                    nn_values_of(&call->in[0]), nn_count(&call->in[0]));
 }
 
 NN_API int nn_flatten_backward(const ms_call *call) {
     return nn_device_in(call)->copy(call, nn_gradient_of(&call->grad_in[0]),
-                                    nn_floats(&call->grad_out[0]), nn_count(&call->grad_out[0]));
+                                    nn_values_of(&call->grad_out[0]), nn_count(&call->grad_out[0]));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1374,8 +1498,11 @@ NN_API ms_layer_desc nn_desc(const char *name, ms_layer_fn forward, ms_layer_fn 
 /* Registers desc with a new activation of this shape as its only output. */
 NN_API ms_tensor nn_register(nn_net *net, ms_layer_desc *desc, ms_shape shape) {
     desc->out[0] = ms_activation(net->model, desc->name, MS_DTYPE_F32, shape);
-    if (desc->user != NULL) {
-        ms_register_layer(net->model, desc);
+    desc->dtypes.accepts = 1u << MS_DTYPE_BF16 | 1u << MS_DTYPE_F16;
+    const ms_layer none = {0};
+    const ms_layer layer = desc->user != NULL ? ms_register_layer(net->model, desc) : none;
+    if (layer.id && net->forces_half) {
+        ms_set_layer_technique(net->model, layer, MS_TECHNIQUE_MIXED_PRECISION, MS_SWITCH_ON);
     }
     return desc->out[0];
 }
@@ -1469,6 +1596,12 @@ NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, m
     return nn_register(net, &desc, out);
 }
 
+/* The mask of slots of params that stay F32, in a layer whose params are a weight and this bias, if
+   it has one. */
+NN_API uint32_t nn_bias_mask(ms_tensor bias) {
+    return bias.id != 0 ? 2 : 0;
+}
+
 NN_API ms_tensor nn_linear_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
                                 ms_tensor bias) {
     const ms_shape from = ms_tensor_shape(net->model, x);
@@ -1484,6 +1617,8 @@ NN_API ms_tensor nn_linear_tied(nn_net *net, const char *name, ms_tensor x, ms_t
     desc.param[1] = bias;
     desc.backward_reads.in = 1;
     desc.backward_reads.param = 1;
+    desc.dtypes.f32_param = nn_bias_mask(bias);
+    desc.dtypes.half_gradients = net->half_gradients ? 1 : 0;
     const ms_shape out = nn_with_last(from, matrix.dim[0]);
     desc.backward_workspace =
         nn_workspace(net->device->column_floats(nn_rows(nn_largest(net, out)), nn_last(out)));
@@ -1536,6 +1671,8 @@ NN_API ms_tensor nn_layernorm_tied(nn_net *net, const char *name, ms_tensor x, m
     desc.param[1] = bias;
     desc.saved[0] = nn_saved(net, name, "mean", nn_per_row(shape, 1));
     desc.saved[1] = nn_saved(net, name, "rstd", nn_per_row(shape, 1));
+    desc.dtypes.f32_saved = 3;
+    desc.dtypes.f32_param = 3;
     desc.backward_reads.in = 1;
     desc.backward_reads.saved = 3;
     desc.backward_reads.param = 1;
@@ -1671,6 +1808,8 @@ NN_API ms_tensor nn_cross_entropy(nn_net *net, const char *name, ms_tensor logit
     desc.in[0] = logits;
     desc.in[1] = targets;
     desc.saved[0] = nn_saved(net, name, "stats", nn_per_row(shape, 2));
+    desc.dtypes.f32_out = 1;
+    desc.dtypes.f32_saved = 1;
     desc.backward_reads.in = 3;
     desc.backward_reads.saved = 1;
     desc.grad_in_place[0].in = 1;
@@ -1741,6 +1880,7 @@ NN_API ms_tensor nn_conv2d_tied(nn_net *net, const char *name, ms_tensor x, ms_t
     desc.param[1] = bias;
     desc.backward_reads.in = 1;
     desc.backward_reads.param = 1;
+    desc.dtypes.f32_param = nn_bias_mask(bias);
     desc.grad_in_place[0].in = 1;
     desc.forward_workspace = nn_workspace(net->device->conv2d_floats(&w, matrix.dim[0], false));
     desc.backward_workspace = nn_workspace(net->device->conv2d_floats(&w, matrix.dim[0], true));
@@ -1802,6 +1942,8 @@ NN_API ms_tensor nn_batch_norm_tied(nn_net *net, const char *name, ms_tensor x, 
     desc.saved[0] = nn_saved(net, name, "batch_mean", channels);
     desc.saved[1] = nn_saved(net, name, "batch_rstd", channels);
     desc.optional_saved = 3;
+    desc.dtypes.f32_saved = 3;
+    desc.dtypes.f32_param = 3;
     desc.backward_reads.in = 1;
     desc.backward_reads.saved = 3;
     desc.backward_reads.param = 1;
@@ -1875,7 +2017,9 @@ enum {
     NN_P_NORM2 = 6,
     NN_P_FC = 8,
     NN_P_FCPROJ = 10,
-    NN_P_COUNT = 12
+    NN_P_COUNT = 12,
+    NN_P_MATRICES = 1 << NN_P_QKV | 1 << NN_P_PROJ | 1 << NN_P_FC | 1 << NN_P_FCPROJ,
+    NN_P_FLOATS = ((1 << NN_P_COUNT) - 1) & ~NN_P_MATRICES // F32 in every call
 };
 
 enum {
@@ -1892,7 +2036,8 @@ enum {
     NN_S_SCORES, // only with NN_SAVE_SCORES
     NN_S_NORM2,  // only pre-norm
     NN_S_SUM2,   // only post-norm
-    NN_S_COUNT
+    NN_S_COUNT,
+    NN_S_FLOATS = 1 << NN_S_MEAN1 | 1 << NN_S_RSTD1 | 1 << NN_S_MEAN2 | 1 << NN_S_RSTD2
 };
 
 /* The operands of a block in one call. */
@@ -1903,8 +2048,8 @@ typedef struct nn_block {
     int64_t rows, channels, hidden;
     nn_attention_size attention;
     bool erf_form, drops;
-    float *saved[NN_S_COUNT];
-    const float *param[NN_P_COUNT];
+    nn_values saved[NN_S_COUNT];
+    nn_values param[NN_P_COUNT];
     nn_dest grad[NN_P_COUNT];
 } nn_block;
 
@@ -1925,15 +2070,15 @@ NN_API nn_block nn_block_of(const ms_call *call) {
     block.erf_form = (options->flags & NN_ERF) != 0;
     block.drops = options->dropout > 0.0f;
     for (int i = 0; i < NN_S_SCORES; i++) {
-        block.saved[i] = nn_floats(&call->saved[i]);
+        block.saved[i] = nn_values_of(&call->saved[i]);
     }
     if ((options->flags & NN_SAVE_SCORES) != 0) {
-        block.saved[NN_S_SCORES] = nn_floats(&call->saved[NN_S_SCORES]);
+        block.saved[NN_S_SCORES] = nn_values_of(&call->saved[NN_S_SCORES]);
     }
     const int last = post_norm ? NN_S_SUM2 : NN_S_NORM2;
-    block.saved[last] = nn_floats(&call->saved[last]);
+    block.saved[last] = nn_values_of(&call->saved[last]);
     for (int i = 0; i < NN_P_COUNT; i++) {
-        block.param[i] = nn_floats(&call->param[i]);
+        block.param[i] = nn_values_of(&call->param[i]);
         block.grad[i] = nn_gradient_of(&call->grad_param[i]);
     }
     return block;
@@ -1947,8 +2092,13 @@ NN_API nn_linear_size nn_block_size(const nn_block *b, int64_t in, int64_t out) 
     return n;
 }
 
-NN_API int nn_block_linear_backward(const nn_block *b, int param, nn_dest dx, const float *dy,
-                                    const float *x, nn_linear_size n, float *work) {
+/* A param that is F32 in every call: a bias, or of a normalization. */
+NN_API const float *nn_block_floats_of(const nn_block *b, int param) {
+    return (const float *)b->param[param].data;
+}
+
+NN_API int nn_block_linear_backward(const nn_block *b, int param, nn_dest dx, nn_values dy,
+                                    nn_values x, nn_linear_size n, float *work) {
     return b->device->linear_backward(b->call, dx, b->grad[param], b->grad[param + 1], dy, x,
                                       b->param[param], n, work);
 }
@@ -1957,21 +2107,21 @@ NN_API nn_norm nn_block_norm_of(const nn_block *b, int param, int mean) {
     nn_norm n;
     n.rows = b->rows;
     n.width = b->channels;
-    n.weight = b->param[param];
-    n.bias = b->param[param + 1];
-    n.mean = b->saved[mean];
-    n.rstd = b->saved[mean + 1];
+    n.weight = nn_block_floats_of(b, param);
+    n.bias = nn_block_floats_of(b, param + 1);
+    n.mean = (float *)b->saved[mean].data;
+    n.rstd = (float *)b->saved[mean + 1].data;
     n.epsilon = b->options->epsilon;
     return n;
 }
 
-NN_API int nn_block_norm(const nn_block *b, int param, int mean, float *y, const float *x) {
+NN_API int nn_block_norm(const nn_block *b, int param, int mean, nn_values y, nn_values x) {
     const nn_norm n = nn_block_norm_of(b, param, mean);
     return b->device->layernorm(b->call, y, x, &n);
 }
 
-NN_API int nn_block_norm_backward(const nn_block *b, int param, int mean, nn_dest dx,
-                                  const float *dy, const float *x, float *work) {
+NN_API int nn_block_norm_backward(const nn_block *b, int param, int mean, nn_dest dx, nn_values dy,
+                                  nn_values x, float *work) {
     const nn_norm n = nn_block_norm_of(b, param, mean);
     return b->device->layernorm_backward(b->call, dx, b->grad[param], b->grad[param + 1], dy, x, &n,
                                          work);
@@ -1987,7 +2137,7 @@ NN_API nn_drop nn_block_drop(const nn_block *b, int branch) {
 
 /* *dy, the gradient of the dropout's output, becomes that of its input: a masked copy, if the block
    drops at all. */
-NN_API int nn_block_drop_backward(const nn_block *b, int branch, const float **dy, float *copy) {
+NN_API int nn_block_drop_backward(const nn_block *b, int branch, nn_values *dy, nn_values copy) {
     if (!b->drops) {
         return 0;
     }
@@ -1999,11 +2149,11 @@ NN_API int nn_block_drop_backward(const nn_block *b, int branch, const float **d
 }
 
 /* y = residual + dropout(proj(attention(qkv(x)))) */
-NN_API int nn_block_attend(const nn_block *b, float *y, const float *residual, const float *x) {
+NN_API int nn_block_attend(const nn_block *b, nn_values y, nn_values residual, nn_values x) {
     const int64_t channels = b->channels;
-    int result =
-        b->device->linear(b->call, b->saved[NN_S_QKV], x, b->param[NN_P_QKV],
-                          b->param[NN_P_QKV + 1], nn_block_size(b, channels, 3 * channels));
+    int result = b->device->linear(b->call, b->saved[NN_S_QKV], x, b->param[NN_P_QKV],
+                                   nn_block_floats_of(b, NN_P_QKV + 1),
+                                   nn_block_size(b, channels, 3 * channels));
     if (result == 0) {
         result =
             b->device->attention(b->call, b->saved[NN_S_ATTENTION], b->saved[NN_S_SCORES],
@@ -2012,33 +2162,35 @@ NN_API int nn_block_attend(const nn_block *b, float *y, const float *residual, c
     if (result == 0) {
         const nn_drop drop = nn_block_drop(b, 0);
         result = b->device->linear_add(b->call, y, residual, b->saved[NN_S_ATTENTION],
-                                       b->param[NN_P_PROJ], b->param[NN_P_PROJ + 1],
+                                       b->param[NN_P_PROJ], nn_block_floats_of(b, NN_P_PROJ + 1),
                                        nn_block_size(b, channels, channels), &drop);
     }
     return result;
 }
 
 /* y = residual + dropout(fcproj(gelu(fc(x)))) */
-NN_API int nn_block_mlp(const nn_block *b, float *y, const float *residual, const float *x) {
+NN_API int nn_block_mlp(const nn_block *b, nn_values y, nn_values residual, nn_values x) {
     int result = b->device->linear_gelu(b->call, b->saved[NN_S_GELU], b->saved[NN_S_FCH], x,
-                                        b->param[NN_P_FC], b->param[NN_P_FC + 1],
+                                        b->param[NN_P_FC], nn_block_floats_of(b, NN_P_FC + 1),
                                         nn_block_size(b, b->channels, b->hidden), b->erf_form);
     if (result == 0) {
         const nn_drop drop = nn_block_drop(b, 1);
-        result = b->device->linear_add(b->call, y, residual, b->saved[NN_S_GELU],
-                                       b->param[NN_P_FCPROJ], b->param[NN_P_FCPROJ + 1],
-                                       nn_block_size(b, b->hidden, b->channels), &drop);
+        result =
+            b->device->linear_add(b->call, y, residual, b->saved[NN_S_GELU], b->param[NN_P_FCPROJ],
+                                  nn_block_floats_of(b, NN_P_FCPROJ + 1),
+                                  nn_block_size(b, b->hidden, b->channels), &drop);
     }
     return result;
 }
 
-/* The parts of the workspace of a block's backward. */
+/* The parts of the workspace of a block's backward. The gradients among them have the dtype of the
+   call, like those between operator layers: in 16 bits they take half of their memory. */
 typedef struct nn_block_scratch {
-    float *work;     // scratch memory of the kernels
-    float *wide;     // (rows, hidden), then (rows, 3C)
-    float *narrow;   // (rows, C)
-    float *residual; // (rows, C): the gradient of the residual stream
-    float *masked;   // (rows, C), only with dropout
+    float *work;        // scratch memory of the kernels
+    nn_values wide;     // (rows, hidden), then (rows, 3C)
+    nn_values narrow;   // (rows, C)
+    nn_values residual; // (rows, C): the gradient of the residual stream
+    nn_values masked;   // (rows, C), only with dropout
 } nn_block_scratch;
 
 NN_API int64_t nn_block_wide(int64_t channels, int64_t hidden) {
@@ -2059,10 +2211,11 @@ NN_API int64_t nn_block_floats(const nn_device *device, nn_attention_size n, int
 NN_API nn_block_scratch nn_block_scratch_of(const nn_block *b) {
     nn_block_scratch s;
     s.work = (float *)b->call->workspace;
-    s.wide = s.work + nn_block_floats(b->device, b->attention, b->hidden);
-    s.narrow = s.wide + b->rows * nn_block_wide(b->channels, b->hidden);
-    s.residual = s.narrow + b->rows * b->channels;
-    s.masked = s.residual + b->rows * b->channels;
+    const float *rest = s.work + nn_block_floats(b->device, b->attention, b->hidden);
+    s.wide = nn_values_in(rest, b->saved[NN_S_QKV].dtype);
+    s.narrow = nn_from(s.wide, b->rows * nn_block_wide(b->channels, b->hidden));
+    s.residual = nn_from(s.narrow, b->rows * b->channels);
+    s.masked = nn_from(s.residual, b->rows * b->channels);
     return s;
 }
 
@@ -2075,7 +2228,7 @@ NN_API uint64_t nn_block_row_bytes(int64_t sequence, int64_t channels, int64_t h
 /* Backward of nn_block_attend without its residual: dx is for the gradient of x, dy is that of
    y. */
 NN_API int nn_block_attend_backward(const nn_block *b, const nn_block_scratch *s, nn_dest dx,
-                                    const float *dy, const float *x) {
+                                    nn_values dy, nn_values x) {
     const int64_t channels = b->channels;
     int result = nn_block_drop_backward(b, 0, &dy, s->masked);
     if (result == 0) {
@@ -2097,7 +2250,7 @@ NN_API int nn_block_attend_backward(const nn_block *b, const nn_block_scratch *s
 
 /* The same for nn_block_mlp. */
 NN_API int nn_block_mlp_backward(const nn_block *b, const nn_block_scratch *s, nn_dest dx,
-                                 const float *dy, const float *x) {
+                                 nn_values dy, nn_values x) {
     const nn_dest wide = nn_dest_of(s->wide, 0.0f);
     int result = nn_block_drop_backward(b, 1, &dy, s->masked);
     if (result == 0) {
@@ -2117,10 +2270,10 @@ NN_API int nn_block_mlp_backward(const nn_block *b, const nn_block_scratch *s, n
 
 NN_API int nn_block_pre_forward(const ms_call *call) {
     const nn_block b = nn_block_of(call);
-    const float *x = nn_floats(&call->in[0]);
-    float *norm1 = b.saved[NN_S_NORM1];
-    float *sum1 = b.saved[NN_S_SUM1];
-    float *norm2 = b.saved[NN_S_NORM2];
+    const nn_values x = nn_values_of(&call->in[0]);
+    const nn_values norm1 = b.saved[NN_S_NORM1];
+    const nn_values sum1 = b.saved[NN_S_SUM1];
+    const nn_values norm2 = b.saved[NN_S_NORM2];
     int result = nn_block_norm(&b, NN_P_NORM1, NN_S_MEAN1, norm1, x);
     if (result == 0) {
         result = nn_block_attend(&b, sum1, x, norm1);
@@ -2128,14 +2281,14 @@ NN_API int nn_block_pre_forward(const ms_call *call) {
     if (result == 0) {
         result = nn_block_norm(&b, NN_P_NORM2, NN_S_MEAN2, norm2, sum1);
     }
-    return result != 0 ? result : nn_block_mlp(&b, nn_floats(&call->out[0]), sum1, norm2);
+    return result != 0 ? result : nn_block_mlp(&b, nn_values_of(&call->out[0]), sum1, norm2);
 }
 
 NN_API int nn_block_pre_backward(const ms_call *call) {
     const nn_block b = nn_block_of(call);
     const nn_block_scratch s = nn_block_scratch_of(&b);
     const int64_t count = b.rows * b.channels;
-    const float *dout = nn_floats(&call->grad_out[0]);
+    const nn_values dout = nn_values_of(&call->grad_out[0]);
     const nn_dest narrow = nn_dest_of(s.narrow, 0.0f);
     const nn_dest stream = nn_dest_of(s.residual, 1.0f);
     int result = b.device->copy(call, nn_dest_of(s.residual, 0.0f), dout, count);
@@ -2151,7 +2304,7 @@ NN_API int nn_block_pre_backward(const ms_call *call) {
     }
     if (result == 0) {
         result = nn_block_norm_backward(&b, NN_P_NORM1, NN_S_MEAN1, stream, s.narrow,
-                                        nn_floats(&call->in[0]), s.work);
+                                        nn_values_of(&call->in[0]), s.work);
     }
     return result != 0 ? result
                        : b.device->copy(call, nn_gradient_of(&call->grad_in[0]), s.residual, count);
@@ -2159,10 +2312,10 @@ NN_API int nn_block_pre_backward(const ms_call *call) {
 
 NN_API int nn_block_post_forward(const ms_call *call) {
     const nn_block b = nn_block_of(call);
-    const float *x = nn_floats(&call->in[0]);
-    float *sum1 = b.saved[NN_S_SUM1];
-    float *norm1 = b.saved[NN_S_NORM1];
-    float *sum2 = b.saved[NN_S_SUM2];
+    const nn_values x = nn_values_of(&call->in[0]);
+    const nn_values sum1 = b.saved[NN_S_SUM1];
+    const nn_values norm1 = b.saved[NN_S_NORM1];
+    const nn_values sum2 = b.saved[NN_S_SUM2];
     int result = nn_block_attend(&b, sum1, x, x);
     if (result == 0) {
         result = nn_block_norm(&b, NN_P_NORM1, NN_S_MEAN1, norm1, sum1);
@@ -2170,8 +2323,9 @@ NN_API int nn_block_post_forward(const ms_call *call) {
     if (result == 0) {
         result = nn_block_mlp(&b, sum2, norm1, norm1);
     }
-    return result != 0 ? result
-                       : nn_block_norm(&b, NN_P_NORM2, NN_S_MEAN2, nn_floats(&call->out[0]), sum2);
+    return result != 0
+               ? result
+               : nn_block_norm(&b, NN_P_NORM2, NN_S_MEAN2, nn_values_of(&call->out[0]), sum2);
 }
 
 NN_API int nn_block_post_backward(const ms_call *call) {
@@ -2179,8 +2333,9 @@ NN_API int nn_block_post_backward(const ms_call *call) {
     const nn_block_scratch s = nn_block_scratch_of(&b);
     const nn_dest set = nn_dest_of(s.residual, 0.0f);
     const nn_dest stream = nn_dest_of(s.residual, 1.0f);
-    int result = nn_block_norm_backward(&b, NN_P_NORM2, NN_S_MEAN2, set,
-                                        nn_floats(&call->grad_out[0]), b.saved[NN_S_SUM2], s.work);
+    int result =
+        nn_block_norm_backward(&b, NN_P_NORM2, NN_S_MEAN2, set, nn_values_of(&call->grad_out[0]),
+                               b.saved[NN_S_SUM2], s.work);
     if (result == 0) {
         result = nn_block_mlp_backward(&b, &s, stream, s.residual, b.saved[NN_S_NORM1]);
     }
@@ -2189,7 +2344,7 @@ NN_API int nn_block_post_backward(const ms_call *call) {
                                         b.saved[NN_S_SUM1], s.work);
     }
     if (result == 0) {
-        result = nn_block_attend_backward(&b, &s, stream, s.residual, nn_floats(&call->in[0]));
+        result = nn_block_attend_backward(&b, &s, stream, s.residual, nn_values_of(&call->in[0]));
     }
     return result != 0 ? result
                        : b.device->copy(call, nn_gradient_of(&call->grad_in[0]), s.residual,
@@ -2369,6 +2524,9 @@ NN_API ms_tensor nn_build_block(const nn_builder *b, ms_tensor x) {
     nn_build_saved(b, shape, &desc);
     desc.backward_reads.in = 1;
     desc.backward_reads.param = 0x555; // weights, no bias
+    desc.dtypes.f32_param = NN_P_FLOATS;
+    desc.dtypes.f32_saved = NN_S_FLOATS;
+    desc.dtypes.half_gradients = b->net->half_gradients ? (uint32_t)NN_P_MATRICES : 0;
     desc.in_place[0] = 1;
     desc.grad_in_place[0].in = 1;
     desc.grad_in_place[0].grad_out = 1;

@@ -5,11 +5,12 @@
     threads as OpenMP gives it.
 
         >>nn cpu loops       loops over threads and over vector registers; sums
+        >>nn cpu values      pieces of values, in F32
         >>nn cpu kernels     those without matrix products
         >>nn cpu products    those that call ms_gemm: linear, attention, convolution
         >>nn cpu table       nn_cpu()
 
-    A new kernel goes to the second or third section, and a row for it to nn_cpu(). */
+    A new kernel goes to the third or fourth section, and a row for it to nn_cpu(). */
 #ifndef MEMSCALE_NN_CPU_H
 #define MEMSCALE_NN_CPU_H
 
@@ -37,6 +38,7 @@
 
 enum {
     NN_WORTH = 16384,     // elements from which on a loop uses several threads
+    NN_ROOM = 1024,       // values of a row that are converted at a time
     NN_PRODUCTS = 16,     // multiplications of a matrix product that cost as much as an element
     NN_COLUMNS = 64,      // columns summed together
     NN_LANES = 16,        // partial sums of a row
@@ -107,6 +109,125 @@ NN_API float nn_max(const float *x, int64_t count) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>nn cpu values  kernels compute in F32, on pieces of what they read and write
+
+/* A loop over a row takes so many values of this dtype at once: all if they are F32, which are used
+   where they are, otherwise what a room on the stack holds, float[NN_ROOM], where they are
+   converted. */
+NN_API int64_t nn_piece(ms_dtype dtype, int64_t count) {
+    return dtype == MS_DTYPE_F32 ? nn_most(count, 1) : (int64_t)NN_ROOM;
+}
+
+NN_API void nn_expand(float *to, nn_values x, int64_t count) {
+    const uint16_t *from = (const uint16_t *)x.data;
+    if (x.dtype == MS_DTYPE_BF16) {
+        for (int64_t i = 0; i < count; i++) {
+            to[i] = nn_of_bf16(from[i]);
+        }
+    } else {
+        for (int64_t i = 0; i < count; i++) {
+            to[i] = nn_of_f16(from[i]);
+        }
+    }
+}
+
+NN_API void nn_round(nn_values y, const float *from, int64_t count) {
+    uint16_t *to = (uint16_t *)y.data;
+    if (y.dtype == MS_DTYPE_BF16) {
+        for (int64_t i = 0; i < count; i++) {
+            to[i] = nn_bf16_of(from[i]);
+        }
+    } else {
+        for (int64_t i = 0; i < count; i++) {
+            to[i] = nn_f16_of(from[i]);
+        }
+    }
+}
+
+/* The `count` values from element `first` on. */
+NN_API inline const float *nn_read(nn_values x, int64_t first, int64_t count, float *room) {
+    const nn_values from = nn_from(x, first);
+    if (x.dtype == MS_DTYPE_F32) {
+        return (const float *)from.data;
+    }
+    nn_expand(room, from, count);
+    return room;
+}
+
+/* Memory for what is going to be stored from element `first` on: the old values, if y.beta is 1. */
+NN_API inline float *nn_open(nn_dest y, int64_t first, int64_t count, float *room) {
+    const nn_values at = nn_from(nn_values_at(y), first);
+    if (y.dtype == MS_DTYPE_F32) {
+        return (float *)at.data;
+    }
+    if (y.beta != 0.0f) {
+        nn_expand(room, at, count);
+    }
+    return room;
+}
+
+/* Stores what has been computed in the memory that nn_open gave. */
+NN_API inline void nn_close(nn_dest y, int64_t first, int64_t count, const float *room) {
+    if (y.dtype != MS_DTYPE_F32) {
+        nn_round(nn_from(nn_values_at(y), first), room, count);
+    }
+}
+
+/* y[first + i] = x[i], or += that. x is not in y's memory. */
+NN_API void nn_store(nn_dest y, int64_t first, const float *x, int64_t count) {
+    const int64_t piece = nn_piece(y.dtype, count);
+    const bool adds = y.beta != 0.0f;
+    float room[NN_ROOM];
+    for (int64_t begin = 0; begin < count; begin += piece) {
+        const int64_t size = nn_least(piece, count - begin);
+        float *to = nn_open(y, first + begin, size, room);
+        const float *from = x + begin;
+        for (int64_t i = 0; i < size; i++) {
+            to[i] = adds ? to[i] + from[i] : from[i];
+        }
+        nn_close(y, first + begin, size, to);
+    }
+}
+
+NN_API float nn_sum_of(nn_values x, int64_t first, int64_t count) {
+    const int64_t piece = nn_piece(x.dtype, count);
+    float room[NN_ROOM];
+    float total = 0.0f;
+    for (int64_t begin = 0; begin < count; begin += piece) {
+        const int64_t size = nn_least(piece, count - begin);
+        total += nn_sum(nn_read(x, first + begin, size, room), size);
+    }
+    return total;
+}
+
+/* The sum of (x - middle)^2. */
+NN_API float nn_squares_of(nn_values x, int64_t first, float middle, int64_t count) {
+    const int64_t piece = nn_piece(x.dtype, count);
+    float room[NN_ROOM];
+    float total = 0.0f;
+    for (int64_t begin = 0; begin < count; begin += piece) {
+        const int64_t size = nn_least(piece, count - begin);
+        const float *from = nn_read(x, first + begin, size, room);
+        float squares;
+        NN_SUM(squares, i, size, (from[i] - middle) * (from[i] - middle));
+        total += squares;
+    }
+    return total;
+}
+
+NN_API float nn_max_of(nn_values x, int64_t first, int64_t count) {
+    const int64_t piece = nn_piece(x.dtype, count);
+    float room[NN_ROOM];
+    float most = 0.0f;
+    for (int64_t begin = 0; begin < count; begin += piece) {
+        const int64_t size = nn_least(piece, count - begin);
+        const float own = nn_max(nn_read(x, first + begin, size, room), size);
+        most = begin == 0 || own > most ? own : most;
+    }
+    return most;
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>nn cpu kernels
 
 NN_API void nn_constant_kernel(float *values, int64_t count, float constant) {
@@ -116,41 +237,45 @@ NN_API void nn_constant_kernel(float *values, int64_t count, float constant) {
 }
 
 /* y = a + b; y may be a or b. */
-NN_API int nn_add_kernel(const ms_call *call, float *y, const float *a, const float *b,
+NN_API int nn_add_kernel(const ms_call *call, nn_values y, nn_values a, nn_values b,
                          int64_t count) {
     (void)call;
+    const nn_dest out = nn_dest_of(y, 0.0f);
     NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
-        const int64_t end = nn_least(begin + NN_CHUNK, count);
+        const int64_t size = nn_least(NN_CHUNK, count - begin);
+        float room[3][NN_CHUNK];
+        const float *left = nn_read(a, begin, size, room[0]);
+        const float *right = nn_read(b, begin, size, room[1]);
+        float *to = nn_open(out, begin, size, room[2]);
         NN_SIMD
-        for (int64_t i = begin; i < end; i++) {
-            y[i] = a[i] + b[i];
+        for (int64_t i = 0; i < size; i++) {
+            to[i] = left[i] + right[i];
         }
+        nn_close(out, begin, size, to);
     }
     return 0;
 }
 
 /* y = x or y += x; nothing to do if y is x. */
-NN_API int nn_copy_kernel(const ms_call *call, nn_dest y, const float *x, int64_t count) {
-    if (y.data == NULL || (y.data == x && y.beta == 0.0f)) {
+NN_API int nn_copy_kernel(const ms_call *call, nn_dest y, nn_values x, int64_t count) {
+    if (y.data == NULL || (y.data == x.data && y.beta == 0.0f)) {
         return 0;
     }
     if (y.beta == 0.0f) {
-        memcpy(y.data, x, (size_t)count * sizeof *x);
-    } else {
-        return nn_add_kernel(call, y.data, y.data, x, count);
+        memcpy(y.data, x.data, (size_t)count * nn_value_bytes(x.dtype));
+        return 0;
     }
-    return 0;
+    return nn_add_kernel(call, nn_values_at(y), nn_values_at(y), x, count);
 }
 
 /* y = mask * x / (1 - probability), or y += that; y may be x. */
-NN_API int nn_dropout_kernel(const ms_call *call, nn_dest y, const float *x, int64_t count,
+NN_API int nn_dropout_kernel(const ms_call *call, nn_dest y, nn_values x, int64_t count,
                              float probability, nn_seed seeds) {
     (void)call;
     if (y.data == NULL) {
         return 0;
     }
-    float *out = y.data;
     const bool adds = y.beta != 0.0f;
     const float scale = 1.0f / (1.0f - probability);
     const uint32_t threshold = nn_threshold(probability);
@@ -159,64 +284,75 @@ NN_API int nn_dropout_kernel(const ms_call *call, nn_dest y, const float *x, int
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
         const int32_t size = (int32_t)nn_least(NN_CHUNK, count - begin);
         const uint64_t key = nn_chunk_key(seed, begin);
-        const float *from = x + begin;
-        float *to = out + begin;
+        float room[2][NN_CHUNK];
+        const float *from = nn_read(x, begin, size, room[0]);
+        float *to = nn_open(y, begin, size, room[1]);
         NN_SIMD
         for (int32_t i = 0; i < size; i++) {
             const float kept = nn_random(key, (uint32_t)i) >= threshold ? from[i] * scale : 0.0f;
             to[i] = adds ? to[i] + kept : kept;
         }
+        nn_close(y, begin, size, to);
     }
     return 0;
 }
 
 /* y = gelu(x); y may be x. */
-NN_API int nn_gelu_kernel(const ms_call *call, float *y, const float *x, int64_t count,
+NN_API int nn_gelu_kernel(const ms_call *call, nn_values y, nn_values x, int64_t count,
                           bool erf_form) {
     (void)call;
+    const nn_dest out = nn_dest_of(y, 0.0f);
     NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
-        const int64_t end = nn_least(begin + NN_CHUNK, count);
+        const int64_t size = nn_least(NN_CHUNK, count - begin);
+        float room[2][NN_CHUNK];
+        const float *from = nn_read(x, begin, size, room[0]);
+        float *to = nn_open(out, begin, size, room[1]);
         if (erf_form) {
             NN_SIMD
-            for (int64_t i = begin; i < end; i++) {
-                y[i] = nn_gelu_erf_value(x[i]);
+            for (int64_t i = 0; i < size; i++) {
+                to[i] = nn_gelu_erf_value(from[i]);
             }
         } else {
             NN_SIMD
-            for (int64_t i = begin; i < end; i++) {
-                y[i] = nn_gelu_tanh_value(x[i]);
+            for (int64_t i = 0; i < size; i++) {
+                to[i] = nn_gelu_tanh_value(from[i]);
             }
         }
+        nn_close(out, begin, size, to);
     }
     return 0;
 }
 
 /* dx = gelu'(x) * dy, or dx += that; dx may be x or dy. */
-NN_API int nn_gelu_backward_kernel(const ms_call *call, nn_dest dx, const float *dy, const float *x,
+NN_API int nn_gelu_backward_kernel(const ms_call *call, nn_dest dx, nn_values dy, nn_values x,
                                    int64_t count, bool erf_form) {
     (void)call;
     if (dx.data == NULL) {
         return 0;
     }
-    float *out = dx.data;
     const bool adds = dx.beta != 0.0f;
     NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
-        const int64_t end = nn_least(begin + NN_CHUNK, count);
+        const int64_t size = nn_least(NN_CHUNK, count - begin);
+        float room[3][NN_CHUNK];
+        const float *above = nn_read(dy, begin, size, room[0]);
+        const float *from = nn_read(x, begin, size, room[1]);
+        float *to = nn_open(dx, begin, size, room[2]);
         if (erf_form) {
             NN_SIMD
-            for (int64_t i = begin; i < end; i++) {
-                const float slope = nn_gelu_erf_slope(x[i]) * dy[i];
-                out[i] = adds ? out[i] + slope : slope;
+            for (int64_t i = 0; i < size; i++) {
+                const float slope = nn_gelu_erf_slope(from[i]) * above[i];
+                to[i] = adds ? to[i] + slope : slope;
             }
         } else {
             NN_SIMD
-            for (int64_t i = begin; i < end; i++) {
-                const float slope = nn_gelu_tanh_slope(x[i]) * dy[i];
-                out[i] = adds ? out[i] + slope : slope;
+            for (int64_t i = 0; i < size; i++) {
+                const float slope = nn_gelu_tanh_slope(from[i]) * above[i];
+                to[i] = adds ? to[i] + slope : slope;
             }
         }
+        nn_close(dx, begin, size, to);
     }
     return 0;
 }
@@ -236,8 +372,35 @@ NN_API int nn_index_check(const int32_t *index, int64_t count, int64_t entries, 
     return 0;
 }
 
-/* y (rows, channels): the sum of the table rows that the lookups name; the first has a table. */
-NN_API int nn_embedding_kernel(const ms_call *call, float *y, const nn_lookup *lookups,
+/* One row of y: the sum of the table rows that the lookups name; the first has a table. */
+NN_API void nn_embedding_row(nn_dest y, const nn_lookup *lookups, int lookup_count, int64_t row,
+                             int64_t channels) {
+    const int64_t piece = nn_piece(y.dtype, channels);
+    float room[2][NN_ROOM];
+    for (int64_t begin = 0; begin < channels; begin += piece) {
+        const int64_t size = nn_least(piece, channels - begin);
+        float *to = nn_open(y, row * channels + begin, size, room[0]);
+        for (int l = 0; l < lookup_count; l++) {
+            if (lookups[l].table.data == NULL) {
+                continue;
+            }
+            const int64_t first = nn_lookup_entry(&lookups[l], row) * channels + begin;
+            const float *from = nn_read(lookups[l].table, first, size, room[1]);
+            if (l == 0) {
+                memcpy(to, from, (size_t)size * sizeof *to);
+                continue;
+            }
+            NN_SIMD
+            for (int64_t c = 0; c < size; c++) {
+                to[c] += from[c];
+            }
+        }
+        nn_close(y, row * channels + begin, size, to);
+    }
+}
+
+/* y (rows, channels) */
+NN_API int nn_embedding_kernel(const ms_call *call, nn_values y, const nn_lookup *lookups,
                                int lookup_count, int64_t rows, int64_t channels) {
     (void)call;
     for (int l = 0; l < lookup_count; l++) {
@@ -248,47 +411,34 @@ NN_API int nn_embedding_kernel(const ms_call *call, float *y, const nn_lookup *l
     }
     NN_PARALLEL(rows * channels)
     for (int64_t r = 0; r < rows; r++) {
-        float *to = y + r * channels;
-        for (int l = 0; l < lookup_count; l++) {
-            if (lookups[l].table == NULL) {
-                continue;
-            }
-            const float *from = lookups[l].table + nn_lookup_entry(&lookups[l], r) * channels;
-            if (l == 0) {
-                memcpy(to, from, (size_t)channels * sizeof *to);
-                continue;
-            }
-            NN_SIMD
-            for (int64_t c = 0; c < channels; c++) {
-                to[c] += from[c];
-            }
-        }
+        nn_embedding_row(nn_dest_of(y, 0.0f), lookups, lookup_count, r, channels);
     }
     return 0;
 }
 
-/* dtable (entries, channels): for each entry the sum of the rows of dy (rows, channels) that took
-   it, or += that. */
+/* dtable (entries, channels), F32: for each entry the sum of the rows of dy (rows, channels) that
+   took it, or += that. */
 NN_API int nn_embedding_backward_kernel(const ms_call *call, nn_dest dtable,
-                                        const nn_lookup *lookup, const float *dy, int64_t rows,
+                                        const nn_lookup *lookup, nn_values dy, int64_t rows,
                                         int64_t channels, float *work) {
     (void)call;
     (void)work;
     if (dtable.data == NULL) {
         return 0;
     }
-    float *out = dtable.data;
+    float *out = (float *)dtable.data;
     if (dtable.beta == 0.0f) {
         memset(out, 0, (size_t)(lookup->entries * channels) * sizeof *out);
     }
     NN_PARALLEL(rows * channels)
     for (int64_t begin = 0; begin < channels; begin += NN_COLUMNS) {
-        const int64_t end = nn_least(begin + NN_COLUMNS, channels);
+        const int64_t width = nn_least(NN_COLUMNS, channels - begin);
+        float room[NN_COLUMNS];
         for (int64_t r = 0; r < rows; r++) {
-            float *to = out + nn_lookup_entry(lookup, r) * channels;
-            const float *from = dy + r * channels;
+            float *to = out + nn_lookup_entry(lookup, r) * channels + begin;
+            const float *from = nn_read(dy, r * channels + begin, width, room);
             NN_SIMD
-            for (int64_t c = begin; c < end; c++) {
+            for (int64_t c = 0; c < width; c++) {
                 to[c] += from[c];
             }
         }
@@ -296,69 +446,72 @@ NN_API int nn_embedding_backward_kernel(const ms_call *call, nn_dest dtable,
     return 0;
 }
 
-/* Every row of y (rows, columns) becomes row. */
-NN_API void nn_fill_rows_kernel(float *y, const float *row, int64_t rows, int64_t columns) {
+/* Every row of y (rows, columns) becomes row, rounded. */
+NN_API void nn_fill_rows_kernel(nn_values y, const float *row, int64_t rows, int64_t columns) {
     NN_PARALLEL(rows * columns)
     for (int64_t r = 0; r < rows; r++) {
-        memcpy(y + r * columns, row, (size_t)columns * sizeof *y);
-    }
-}
-
-/* dest[begin + c] = sum[c], or += that. */
-NN_API void nn_store_columns(nn_dest dest, int64_t begin, const float *sum, int64_t count) {
-    for (int64_t c = 0; c < count; c++) {
-        float *to = dest.data + begin + c;
-        *to = dest.beta != 0.0f ? *to + sum[c] : sum[c];
+        nn_store(nn_dest_of(y, 0.0f), r * columns, row, columns);
     }
 }
 
 /* sums (columns): of each column of x (rows, columns). */
-NN_API void nn_column_sums_kernel(nn_dest sums, const float *x, int64_t rows, int64_t columns) {
+NN_API void nn_column_sums_kernel(nn_dest sums, nn_values x, int64_t rows, int64_t columns) {
     if (sums.data == NULL) {
         return;
     }
     NN_PARALLEL(rows * columns)
     for (int64_t begin = 0; begin < columns; begin += NN_COLUMNS) {
         const int64_t width = nn_least(NN_COLUMNS, columns - begin);
+        float room[NN_COLUMNS];
         float sum[NN_COLUMNS] = {0};
         for (int64_t r = 0; r < rows; r++) {
-            const float *from = x + r * columns + begin;
+            const float *from = nn_read(x, r * columns + begin, width, room);
             NN_SIMD
             for (int64_t c = 0; c < width; c++) {
                 sum[c] += from[c];
             }
         }
-        nn_store_columns(sums, begin, sum, width);
+        nn_store(sums, begin, sum, width);
     }
 }
 
-/* x, y (rows, width); y may be x. */
-NN_API int nn_layernorm_kernel(const ms_call *call, float *y, const float *x, const nn_norm *n) {
-    (void)call;
+/* A row of x, y (rows, width). */
+NN_API void nn_layernorm_row(nn_dest y, nn_values x, int64_t row, const nn_norm *n) {
     const int64_t width = n->width;
-    NN_PARALLEL(n->rows * width)
-    for (int64_t r = 0; r < n->rows; r++) {
-        const float *from = x + r * width;
-        float *to = y + r * width;
-        const float m = nn_sum(from, width) / (float)width;
-        float squares;
-        NN_SUM(squares, i, width, (from[i] - m) * (from[i] - m));
-        const float s = 1.0f / sqrtf(squares / (float)width + n->epsilon);
-        const float *weight = n->weight;
-        const float *bias = n->bias;
+    const int64_t piece = nn_piece(x.dtype, width);
+    float room[2][NN_ROOM];
+    const float m = nn_sum_of(x, row * width, width) / (float)width;
+    const float squares = nn_squares_of(x, row * width, m, width);
+    const float s = 1.0f / sqrtf(squares / (float)width + n->epsilon);
+    for (int64_t begin = 0; begin < width; begin += piece) {
+        const int64_t size = nn_least(piece, width - begin);
+        const float *from = nn_read(x, row * width + begin, size, room[0]);
+        float *to = nn_open(y, row * width + begin, size, room[1]);
+        const float *weight = n->weight + begin;
+        const float *bias = n->bias + begin;
         NN_SIMD
-        for (int64_t i = 0; i < width; i++) {
+        for (int64_t i = 0; i < size; i++) {
             to[i] = (from[i] - m) * s * weight[i] + bias[i];
         }
-        n->mean[r] = m;
-        n->rstd[r] = s;
+        nn_close(y, row * width + begin, size, to);
+    }
+    n->mean[row] = m;
+    n->rstd[row] = s;
+}
+
+/* y may be x. */
+NN_API int nn_layernorm_kernel(const ms_call *call, nn_values y, nn_values x, const nn_norm *n) {
+    (void)call;
+    NN_PARALLEL(n->rows * n->width)
+    for (int64_t r = 0; r < n->rows; r++) {
+        nn_layernorm_row(nn_dest_of(y, 0.0f), x, r, n);
     }
     return 0;
 }
 
 /* Gradients of weight and bias (width each), from x, dy (rows, width). */
-NN_API void nn_layernorm_param_kernel(nn_dest dweight, nn_dest dbias, const float *dy,
-                                      const float *x, const nn_norm *n) {
+NN_API void nn_layernorm_param_kernel(nn_dest dweight, nn_dest dbias, nn_values dy, nn_values x,
+                                      const nn_norm *n) {
     const int64_t rows = n->rows;
     const int64_t width = n->width;
     const float *mean = n->mean;
@@ -370,50 +523,72 @@ NN_API void nn_layernorm_param_kernel(nn_dest dweight, nn_dest dbias, const floa
     NN_PARALLEL(rows * width)
     for (int64_t begin = 0; begin < width; begin += NN_COLUMNS) {
         const int64_t size = nn_least(NN_COLUMNS, width - begin);
+        float room[2][NN_COLUMNS];
         float sum[NN_COLUMNS] = {0};
         for (int64_t r = 0; r < rows; r++) {
-            const float *from = x + r * width + begin;
-            const float *slope = dy + r * width + begin;
+            const float *from = nn_read(x, r * width + begin, size, room[0]);
+            const float *slope = nn_read(dy, r * width + begin, size, room[1]);
             NN_SIMD
             for (int64_t c = 0; c < size; c++) {
                 sum[c] += slope[c] * ((from[c] - mean[r]) * rstd[r]);
             }
         }
-        nn_store_columns(dweight, begin, sum, size);
+        nn_store(dweight, begin, sum, size);
+    }
+}
+
+/* A row of the gradient of x. */
+NN_API void nn_layernorm_backward_row(nn_dest dx, nn_values dy, nn_values x, int64_t row,
+                                      const nn_norm *n) {
+    const int64_t width = n->width;
+    const int64_t piece = nn_piece(x.dtype, width);
+    const bool adds = dx.beta != 0.0f;
+    const float m = n->mean[row];
+    const float s = n->rstd[row];
+    float room[3][NN_ROOM];
+    float mean_slope = 0.0f;
+    float product = 0.0f;
+    for (int64_t begin = 0; begin < width; begin += piece) {
+        const int64_t size = nn_least(piece, width - begin);
+        const float *from = nn_read(x, row * width + begin, size, room[0]);
+        const float *slope = nn_read(dy, row * width + begin, size, room[1]);
+        const float *weight = n->weight + begin;
+        float products;
+        NN_SUM(products, i, size, slope[i] * weight[i] * ((from[i] - m) * s));
+        mean_slope += nn_dot(slope, weight, size);
+        product += products;
+    }
+    mean_slope /= (float)width;
+    product /= (float)width;
+    for (int64_t begin = 0; begin < width; begin += piece) {
+        const int64_t size = nn_least(piece, width - begin);
+        const float *from = nn_read(x, row * width + begin, size, room[0]);
+        const float *slope = nn_read(dy, row * width + begin, size, room[1]);
+        const float *weight = n->weight + begin;
+        float *to = nn_open(dx, row * width + begin, size, room[2]);
+        NN_SIMD
+        for (int64_t i = 0; i < size; i++) {
+            const float normal = (from[i] - m) * s;
+            const float value = (slope[i] * weight[i] - mean_slope - normal * product) * s;
+            to[i] = adds ? to[i] + value : value;
+        }
+        nn_close(dx, row * width + begin, size, to);
     }
 }
 
 /* Gradients from x, dy (rows, width). That of x comes last, as dx may be dy or x. */
 NN_API int nn_layernorm_backward_kernel(const ms_call *call, nn_dest dx, nn_dest dweight,
-                                        nn_dest dbias, const float *dy, const float *x,
-                                        const nn_norm *n, float *work) {
+                                        nn_dest dbias, nn_values dy, nn_values x, const nn_norm *n,
+                                        float *work) {
     (void)call;
     (void)work;
     nn_layernorm_param_kernel(dweight, dbias, dy, x, n);
     if (dx.data == NULL) {
         return 0;
     }
-    const int64_t width = n->width;
-    const float *weight = n->weight;
-    float *out = dx.data;
-    const bool adds = dx.beta != 0.0f;
-    NN_PARALLEL(n->rows * width)
+    NN_PARALLEL(n->rows * n->width)
     for (int64_t r = 0; r < n->rows; r++) {
-        const float *from = x + r * width;
-        const float *slope = dy + r * width;
-        float *to = out + r * width;
-        const float m = n->mean[r];
-        const float s = n->rstd[r];
-        const float mean_slope = nn_dot(slope, weight, width) / (float)width;
-        float product;
-        NN_SUM(product, i, width, slope[i] * weight[i] * ((from[i] - m) * s));
-        product /= (float)width;
-        NN_SIMD
-        for (int64_t i = 0; i < width; i++) {
-            const float normal = (from[i] - m) * s;
-            const float value = (slope[i] * weight[i] - mean_slope - normal * product) * s;
-            to[i] = adds ? to[i] + value : value;
-        }
+        nn_layernorm_backward_row(dx, dy, x, r, n);
     }
     return 0;
 }
@@ -429,14 +604,16 @@ NN_API float nn_exp_row(float *x, int64_t count) {
 }
 
 /* Sum of exp(x - shift). */
-NN_API float nn_exp_sum(const float *x, float shift, int64_t count) {
+NN_API float nn_exp_sum(nn_values x, int64_t first, float shift, int64_t count) {
     float total = 0.0f;
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
+        float room[NN_CHUNK];
         float value[NN_CHUNK];
         const int64_t size = nn_least(NN_CHUNK, count - begin);
+        const float *from = nn_read(x, first + begin, size, room);
         NN_SIMD
         for (int64_t i = 0; i < size; i++) {
-            value[i] = nn_exp(x[begin + i] - shift);
+            value[i] = nn_exp(from[i] - shift);
         }
         total += nn_sum(value, size);
     }
@@ -445,7 +622,7 @@ NN_API float nn_exp_sum(const float *x, float shift, int64_t count) {
 
 /* losses (rows), stats (rows, 2): maximum and log of the sum of exp(logits - maximum). */
 NN_API int nn_cross_entropy_kernel(const ms_call *call, float *losses, float *stats,
-                                   const float *logits, const int32_t *targets, int64_t rows,
+                                   nn_values logits, const int32_t *targets, int64_t rows,
                                    int64_t classes) {
     (void)call;
     if (nn_index_check(targets, rows, classes, true) != 0) {
@@ -453,14 +630,13 @@ NN_API int nn_cross_entropy_kernel(const ms_call *call, float *losses, float *st
     }
     NN_PARALLEL(rows * classes)
     for (int64_t r = 0; r < rows; r++) {
-        const float *row = logits + r * classes;
         float most = 0.0f;
         float log_sum = 0.0f;
         float loss = 0.0f;
         if (targets[r] >= 0) {
-            most = nn_max(row, classes);
-            log_sum = logf(nn_exp_sum(row, most, classes));
-            loss = log_sum - (row[targets[r]] - most);
+            most = nn_max_of(logits, r * classes, classes);
+            log_sum = logf(nn_exp_sum(logits, r * classes, most, classes));
+            loss = log_sum - (nn_get(logits, r * classes + targets[r]) - most);
         }
         losses[r] = loss;
         stats[2 * r] = most;
@@ -469,77 +645,99 @@ NN_API int nn_cross_entropy_kernel(const ms_call *call, float *losses, float *st
     return 0;
 }
 
+/* A row of dlogits that is not ignored; stats are those of the row. */
+NN_API void nn_cross_entropy_backward_row(nn_dest dlogits, float slope, const float *stats,
+                                          nn_values logits, int64_t target, int64_t first,
+                                          int64_t classes) {
+    const int64_t piece = nn_piece(logits.dtype, classes);
+    const bool adds = dlogits.beta != 0.0f;
+    const float most = stats[0];
+    const float log_sum = stats[1];
+    float room[2][NN_ROOM];
+    for (int64_t begin = 0; begin < classes; begin += piece) {
+        const int64_t size = nn_least(piece, classes - begin);
+        const float *row = nn_read(logits, first + begin, size, room[0]);
+        float *to = nn_open(dlogits, first + begin, size, room[1]);
+        NN_SIMD
+        for (int64_t i = 0; i < size; i++) {
+            const float value = slope * nn_exp(row[i] - most - log_sum);
+            to[i] = adds ? to[i] + value : value;
+        }
+        if (target >= begin && target < begin + size) {
+            to[target - begin] -= slope;
+        }
+        nn_close(dlogits, first + begin, size, to);
+    }
+}
+
 /* dlogits (rows, classes) from dlosses (rows); dlogits may be logits. */
 NN_API int nn_cross_entropy_backward_kernel(const ms_call *call, nn_dest dlogits,
                                             const float *dlosses, const float *stats,
-                                            const float *logits, const int32_t *targets,
-                                            int64_t rows, int64_t classes) {
+                                            nn_values logits, const int32_t *targets, int64_t rows,
+                                            int64_t classes) {
     (void)call;
     if (dlogits.data == NULL) {
         return 0;
     }
-    float *out = dlogits.data;
-    const bool adds = dlogits.beta != 0.0f;
     NN_PARALLEL(rows * classes)
     for (int64_t r = 0; r < rows; r++) {
-        const float *row = logits + r * classes;
-        float *to = out + r * classes;
-        const float slope = dlosses[r];
-        const float most = stats[2 * r];
-        const float log_sum = stats[2 * r + 1];
-        if (targets[r] < 0) {
-            if (!adds) {
-                memset(to, 0, (size_t)classes * sizeof *to);
-            }
-            continue;
+        if (targets[r] >= 0) {
+            nn_cross_entropy_backward_row(dlogits, dlosses[r], stats + 2 * r, logits, targets[r],
+                                          r * classes, classes);
+        } else if (dlogits.beta == 0.0f) {
+            memset(nn_from(nn_values_at(dlogits), r * classes).data, 0,
+                   (size_t)classes * nn_value_bytes(dlogits.dtype));
         }
-        NN_SIMD
-        for (int64_t i = 0; i < classes; i++) {
-            const float value = slope * nn_exp(row[i] - most - log_sum);
-            to[i] = adds ? to[i] + value : value;
-        }
-        to[targets[r]] -= slope;
     }
     return 0;
 }
 
 /* y may be x. */
-NN_API int nn_relu_kernel(const ms_call *call, float *y, const float *x, int64_t count) {
+NN_API int nn_relu_kernel(const ms_call *call, nn_values y, nn_values x, int64_t count) {
     (void)call;
+    const nn_dest out = nn_dest_of(y, 0.0f);
     NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
-        const int64_t end = nn_least(begin + NN_CHUNK, count);
+        const int64_t size = nn_least(NN_CHUNK, count - begin);
+        float room[2][NN_CHUNK];
+        const float *from = nn_read(x, begin, size, room[0]);
+        float *to = nn_open(out, begin, size, room[1]);
         NN_SIMD
-        for (int64_t i = begin; i < end; i++) {
-            y[i] = nn_relu_value(x[i]);
+        for (int64_t i = 0; i < size; i++) {
+            to[i] = nn_relu_value(from[i]);
         }
+        nn_close(out, begin, size, to);
     }
     return 0;
 }
 
 /* dx = dy where y, the output, is above 0, or dx += that; dx may be y or dy. */
-NN_API int nn_relu_backward_kernel(const ms_call *call, nn_dest dx, const float *dy, const float *y,
+NN_API int nn_relu_backward_kernel(const ms_call *call, nn_dest dx, nn_values dy, nn_values y,
                                    int64_t count) {
     (void)call;
     if (dx.data == NULL) {
         return 0;
     }
-    float *out = dx.data;
     const bool adds = dx.beta != 0.0f;
     NN_PARALLEL(count)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
-        const int64_t end = nn_least(begin + NN_CHUNK, count);
+        const int64_t size = nn_least(NN_CHUNK, count - begin);
+        float room[3][NN_CHUNK];
+        const float *above = nn_read(dy, begin, size, room[0]);
+        const float *from = nn_read(y, begin, size, room[1]);
+        float *to = nn_open(dx, begin, size, room[2]);
         NN_SIMD
-        for (int64_t i = begin; i < end; i++) {
-            const float slope = y[i] > 0.0f ? dy[i] : 0.0f;
-            out[i] = adds ? out[i] + slope : slope;
+        for (int64_t i = 0; i < size; i++) {
+            const float slope = from[i] > 0.0f ? above[i] : 0.0f;
+            to[i] = adds ? to[i] + slope : slope;
         }
+        nn_close(dx, begin, size, to);
     }
     return 0;
 }
 
 /* sums (channels): over images and plane of x. */
-NN_API void nn_channel_sums_kernel(nn_dest sums, const float *x, nn_planes n) {
+NN_API void nn_channel_sums_kernel(nn_dest sums, nn_values x, nn_planes n) {
     if (sums.data == NULL) {
         return;
     }
@@ -547,63 +745,69 @@ NN_API void nn_channel_sums_kernel(nn_dest sums, const float *x, nn_planes n) {
     for (int64_t c = 0; c < n.channels; c++) {
         double total = 0.0;
         for (int64_t b = 0; b < n.images; b++) {
-            total += (double)nn_sum(x + (b * n.channels + c) * n.plane, n.plane);
+            total += (double)nn_sum_of(x, (b * n.channels + c) * n.plane, n.plane);
         }
         const float sum = (float)total;
-        nn_store_columns(sums, c, &sum, 1);
+        nn_store(sums, c, &sum, 1);
     }
 }
 
 /* means (images, channels) of the planes of x. */
-NN_API int nn_average_kernel(const ms_call *call, float *means, const float *x, nn_planes n) {
+NN_API int nn_average_kernel(const ms_call *call, nn_values means, nn_values x, nn_planes n) {
     (void)call;
     NN_PARALLEL(nn_planes_count(n))
     for (int64_t i = 0; i < n.images * n.channels; i++) {
-        means[i] = nn_sum(x + i * n.plane, n.plane) / (float)n.plane;
+        nn_set(means, i, nn_sum_of(x, i * n.plane, n.plane) / (float)n.plane);
     }
     return 0;
 }
 
-NN_API int nn_average_backward_kernel(const ms_call *call, nn_dest dx, const float *dmeans,
+NN_API void nn_average_backward_plane(nn_dest dx, float slope, int64_t first, int64_t plane) {
+    const int64_t piece = nn_piece(dx.dtype, plane);
+    const bool adds = dx.beta != 0.0f;
+    float room[NN_ROOM];
+    for (int64_t begin = 0; begin < plane; begin += piece) {
+        const int64_t size = nn_least(piece, plane - begin);
+        float *to = nn_open(dx, first + begin, size, room);
+        NN_SIMD
+        for (int64_t k = 0; k < size; k++) {
+            to[k] = adds ? to[k] + slope : slope;
+        }
+        nn_close(dx, first + begin, size, to);
+    }
+}
+
+NN_API int nn_average_backward_kernel(const ms_call *call, nn_dest dx, nn_values dmeans,
                                       nn_planes n) {
     (void)call;
     if (dx.data == NULL) {
         return 0;
     }
-    const bool adds = dx.beta != 0.0f;
     NN_PARALLEL(nn_planes_count(n))
     for (int64_t i = 0; i < n.images * n.channels; i++) {
-        const float slope = dmeans[i] / (float)n.plane;
-        float *to = dx.data + i * n.plane;
-        NN_SIMD
-        for (int64_t k = 0; k < n.plane; k++) {
-            to[k] = adds ? to[k] + slope : slope;
-        }
+        nn_average_backward_plane(dx, nn_get(dmeans, i) / (float)n.plane, i * n.plane, n.plane);
     }
     return 0;
 }
 
-NN_API void nn_channel_moments(const float *x, int64_t channel, nn_planes n, float *mean,
+NN_API void nn_channel_moments(nn_values x, int64_t channel, nn_planes n, float *mean,
                                float *variance) {
     const double count = (double)(n.images * n.plane);
     double total = 0.0;
     for (int64_t b = 0; b < n.images; b++) {
-        total += (double)nn_sum(x + (b * n.channels + channel) * n.plane, n.plane);
+        total += (double)nn_sum_of(x, (b * n.channels + channel) * n.plane, n.plane);
     }
     const float m = (float)(total / count);
     total = 0.0;
     for (int64_t b = 0; b < n.images; b++) {
-        const float *from = x + (b * n.channels + channel) * n.plane;
-        float squares;
-        NN_SUM(squares, i, n.plane, (from[i] - m) * (from[i] - m));
-        total += (double)squares;
+        total += (double)nn_squares_of(x, (b * n.channels + channel) * n.plane, m, n.plane);
     }
     *mean = m;
     *variance = (float)(total / count);
 }
 
 /* Mean and 1 / sqrt(variance + epsilon) of a channel, from where v->moments says. */
-NN_API void nn_batch_norm_moments(const nn_batch_norm_values *v, const float *x, int64_t channel,
+NN_API void nn_batch_norm_moments(const nn_batch_norm_values *v, nn_values x, int64_t channel,
                                   nn_planes n, float *mean, float *rstd) {
     float variance;
     if (v->moments == NN_MOMENTS_SAVED) {
@@ -629,9 +833,26 @@ NN_API void nn_batch_norm_moments(const nn_batch_norm_values *v, const float *x,
     }
 }
 
+/* The plane of y that begins with element `first`. */
+NN_API void nn_batch_norm_plane(nn_dest y, nn_values x, int64_t first, int64_t plane, float mean,
+                                float rstd, float weight, float bias) {
+    const int64_t piece = nn_piece(x.dtype, plane);
+    float room[2][NN_ROOM];
+    for (int64_t begin = 0; begin < plane; begin += piece) {
+        const int64_t size = nn_least(piece, plane - begin);
+        const float *from = nn_read(x, first + begin, size, room[0]);
+        float *to = nn_open(y, first + begin, size, room[1]);
+        NN_SIMD
+        for (int64_t i = 0; i < size; i++) {
+            to[i] = (from[i] - mean) * rstd * weight + bias;
+        }
+        nn_close(y, first + begin, size, to);
+    }
+}
+
 /* y may be x. The loop is the same for all v->moments, so that a recomputation gives the same
    bits as forward. */
-NN_API int nn_batch_norm_kernel(const ms_call *call, float *y, const float *x,
+NN_API int nn_batch_norm_kernel(const ms_call *call, nn_values y, nn_values x,
                                 const nn_batch_norm_values *v, nn_planes n, float *work) {
     (void)call;
     (void)work;
@@ -640,74 +861,82 @@ NN_API int nn_batch_norm_kernel(const ms_call *call, float *y, const float *x,
         float mean;
         float rstd;
         nn_batch_norm_moments(v, x, c, n, &mean, &rstd);
-        const float weight = v->weight[c];
-        const float bias = v->bias[c];
         for (int64_t b = 0; b < n.images; b++) {
-            const float *from = x + (b * n.channels + c) * n.plane;
-            float *to = y + (b * n.channels + c) * n.plane;
-            NN_SIMD
-            for (int64_t i = 0; i < n.plane; i++) {
-                to[i] = (from[i] - mean) * rstd * weight + bias;
-            }
+            nn_batch_norm_plane(nn_dest_of(y, 0.0f), x, (b * n.channels + c) * n.plane, n.plane,
+                                mean, rstd, v->weight[c], v->bias[c]);
         }
     }
     return 0;
 }
 
-/* One channel of the gradient of x; slope and product are the channel's gradients of bias and
+/* One plane of a channel: adds to *slopes and *products the sums of dy, and of dy times
+   (x - mean) * rstd. */
+NN_API void nn_batch_norm_sums(nn_values dy, nn_values x, int64_t first, int64_t plane, float mean,
+                               float rstd, double *slopes, double *products) {
+    const int64_t piece = nn_piece(x.dtype, plane);
+    float room[2][NN_ROOM];
+    for (int64_t begin = 0; begin < plane; begin += piece) {
+        const int64_t size = nn_least(piece, plane - begin);
+        const float *from = nn_read(x, first + begin, size, room[0]);
+        const float *above = nn_read(dy, first + begin, size, room[1]);
+        float product;
+        NN_SUM(product, i, size, above[i] * ((from[i] - mean) * rstd));
+        *products += (double)product;
+        *slopes += (double)nn_sum(above, size);
+    }
+}
+
+/* One plane of the gradient of x; slope and product are the channel's gradients of bias and
    weight divided by the number of its values. */
-NN_API void nn_batch_norm_backward_channel(nn_dest dx, const float *dy, const float *x,
-                                           const nn_batch_norm_values *v, int64_t channel,
-                                           nn_planes n, float slope, float product) {
+NN_API void nn_batch_norm_backward_plane(nn_dest dx, nn_values dy, nn_values x,
+                                         const nn_batch_norm_values *v, int64_t channel,
+                                         int64_t first, int64_t plane, float slope, float product) {
+    const int64_t piece = nn_piece(x.dtype, plane);
     const bool adds = dx.beta != 0.0f;
     const float mean = v->mean[channel];
     const float rstd = v->rstd[channel];
     const float scale = rstd * v->weight[channel];
-    for (int64_t b = 0; b < n.images; b++) {
-        const int64_t begin = (b * n.channels + channel) * n.plane;
-        const float *from = x + begin;
-        const float *above = dy + begin;
-        float *to = dx.data + begin;
+    float room[3][NN_ROOM];
+    for (int64_t begin = 0; begin < plane; begin += piece) {
+        const int64_t size = nn_least(piece, plane - begin);
+        const float *from = nn_read(x, first + begin, size, room[0]);
+        const float *above = nn_read(dy, first + begin, size, room[1]);
+        float *to = nn_open(dx, first + begin, size, room[2]);
         NN_SIMD
-        for (int64_t i = 0; i < n.plane; i++) {
+        for (int64_t i = 0; i < size; i++) {
             const float normal = (from[i] - mean) * rstd;
             const float value = (above[i] - slope - normal * product) * scale;
             to[i] = adds ? to[i] + value : value;
         }
+        nn_close(dx, first + begin, size, to);
     }
 }
 
 /* Gradients from x, dy and the saved mean and rstd; dx may be dy or x. */
 NN_API int nn_batch_norm_backward_kernel(const ms_call *call, nn_dest dx, nn_dest dweight,
-                                         nn_dest dbias, const float *dy, const float *x,
+                                         nn_dest dbias, nn_values dy, nn_values x,
                                          const nn_batch_norm_values *v, nn_planes n, float *work) {
     (void)call;
     (void)work;
     NN_PARALLEL(nn_planes_count(n))
     for (int64_t c = 0; c < n.channels; c++) {
         const double count = (double)(n.images * n.plane);
-        const float mean = v->mean[c];
-        const float rstd = v->rstd[c];
         double slopes = 0.0;
         double products = 0.0;
         for (int64_t b = 0; b < n.images; b++) {
-            const float *from = x + (b * n.channels + c) * n.plane;
-            const float *above = dy + (b * n.channels + c) * n.plane;
-            float product;
-            NN_SUM(product, i, n.plane, above[i] * ((from[i] - mean) * rstd));
-            products += (double)product;
-            slopes += (double)nn_sum(above, n.plane);
+            nn_batch_norm_sums(dy, x, (b * n.channels + c) * n.plane, n.plane, v->mean[c],
+                               v->rstd[c], &slopes, &products);
         }
         const float sums[2] = {(float)slopes, (float)products};
         if (dbias.data != NULL) {
-            nn_store_columns(dbias, c, &sums[0], 1);
+            nn_store(dbias, c, &sums[0], 1);
         }
         if (dweight.data != NULL) {
-            nn_store_columns(dweight, c, &sums[1], 1);
+            nn_store(dweight, c, &sums[1], 1);
         }
-        if (dx.data != NULL) {
-            nn_batch_norm_backward_channel(dx, dy, x, v, c, n, (float)(slopes / count),
-                                           (float)(products / count));
+        for (int64_t b = 0; b < n.images && dx.data != NULL; b++) {
+            nn_batch_norm_backward_plane(dx, dy, x, v, c, (b * n.channels + c) * n.plane, n.plane,
+                                         (float)(slopes / count), (float)(products / count));
         }
     }
     return 0;
@@ -723,28 +952,31 @@ NN_API nn_span nn_span_of(int64_t offset, int64_t stride, int64_t extent, int64_
 }
 
 /* Copies one element of each patch of a row of patches. `from` is the row of pixels that holds it,
-   left its pixel in the first patch; only the patches `across` have it inside the image. */
-NN_API void nn_column_row(float *to, const float *from, int64_t left, nn_span across,
+   left its pixel in the first patch; only the patches `across` have it inside the image. Zeros have
+   the same bits in all dtypes. */
+NN_API void nn_column_row(nn_values to, nn_values from, int64_t left, nn_span across,
                           const nn_window *w) {
-    for (int64_t x = 0; x < across.begin; x++) {
-        to[x] = 0.0f;
-    }
-    if (w->stride == 1 && across.begin < across.end) {
-        memcpy(to + across.begin, from + across.begin + left,
-               (size_t)(across.end - across.begin) * sizeof *to);
+    const size_t bytes = nn_value_bytes(to.dtype);
+    const int64_t inside = across.end - across.begin;
+    memset(to.data, 0, (size_t)across.begin * bytes);
+    if (w->stride == 1 && inside > 0) {
+        memcpy(nn_from(to, across.begin).data, nn_from(from, across.begin + left).data,
+               (size_t)inside * bytes);
+    } else if (to.dtype == MS_DTYPE_F32) {
+        for (int64_t x = across.begin; x < across.end; x++) {
+            ((float *)to.data)[x] = ((const float *)from.data)[x * w->stride + left];
+        }
     } else {
         for (int64_t x = across.begin; x < across.end; x++) {
-            to[x] = from[x * w->stride + left];
+            ((uint16_t *)to.data)[x] = ((const uint16_t *)from.data)[x * w->stride + left];
         }
     }
-    for (int64_t x = across.end; x < w->out_width; x++) {
-        to[x] = 0.0f;
-    }
+    memset(nn_from(to, across.end).data, 0, (size_t)(w->out_width - across.end) * bytes);
 }
 
 /* columns (channels * kernel * kernel, rows.count * out_width) of one image: row (c, i, j) has
    element (i, j) of each of these patches in channel c. */
-NN_API void nn_columns_kernel(float *columns, const float *image, nn_patch_rows rows,
+NN_API void nn_columns_kernel(nn_values columns, nn_values image, nn_patch_rows rows,
                               const nn_window *w) {
     const int64_t area = w->kernel * w->kernel;
     for (int64_t row = 0; row < w->channels * area; row++) {
@@ -754,55 +986,76 @@ NN_API void nn_columns_kernel(float *columns, const float *image, nn_patch_rows 
         const nn_span across = nn_span_of(left, w->stride, w->width, w->out_width);
         for (int64_t i = 0; i < rows.count; i++) {
             const int64_t y = rows.begin + i;
-            float *to = columns + (row * rows.count + i) * w->out_width;
+            const nn_values to = nn_from(columns, (row * rows.count + i) * w->out_width);
             if (y < down.begin || y >= down.end) {
-                memset(to, 0, (size_t)w->out_width * sizeof *to);
+                memset(to.data, 0, (size_t)w->out_width * nn_value_bytes(to.dtype));
             } else {
                 const int64_t line = row / area * w->height + y * w->stride + top;
-                nn_column_row(to, image + line * w->width, left, across, w);
+                nn_column_row(to, nn_from(image, line * w->width), left, across, w);
             }
         }
     }
 }
 
-/* The reverse, for gradients: adds to each pixel of one image all of its copies in columns. */
-NN_API void nn_columns_backward_kernel(float *image, const float *columns, nn_patch_rows rows,
-                                       const nn_window *w) {
+/* The rows of pixels that these rows of patches cover. */
+NN_API nn_span nn_covered_rows(nn_patch_rows rows, const nn_window *w) {
+    const int64_t top = rows.begin * w->stride - w->padding;
+    nn_span span;
+    span.end = nn_most(nn_least(top + (rows.count - 1) * w->stride + w->kernel, w->height), 0);
+    span.begin = nn_least(nn_most(top, 0), span.end);
+    return span;
+}
+
+/* The reverse, for gradients: adds to each pixel of one image all of its copies in columns. Those
+   of a channel are added up in room, if the image has 16 bits. */
+NN_API void nn_columns_backward_kernel(nn_values image, const float *columns, nn_patch_rows rows,
+                                       float *room, const nn_window *w) {
     const int64_t area = w->kernel * w->kernel;
+    const nn_dest out = nn_dest_of(image, 1.0f);
+    const nn_span covered = nn_covered_rows(rows, w);
+    const int64_t count = (covered.end - covered.begin) * w->width;
+    float *pixels = NULL;
     for (int64_t row = 0; row < w->channels * area; row++) {
+        const int64_t first = (row / area * w->height + covered.begin) * w->width;
         const int64_t top = row % area / w->kernel - w->padding;
         const int64_t left = row % w->kernel - w->padding;
         const nn_span down = nn_span_of(top, w->stride, w->height, w->out_height);
         const nn_span across = nn_span_of(left, w->stride, w->width, w->out_width);
+        if (row % area == 0) {
+            pixels = nn_open(out, first, count, room);
+        }
         for (int64_t i = 0; i < rows.count; i++) {
             const int64_t y = rows.begin + i;
             if (y < down.begin || y >= down.end) {
                 continue;
             }
             const float *from = columns + (row * rows.count + i) * w->out_width;
-            float *to = image + (row / area * w->height + y * w->stride + top) * w->width;
+            float *to = pixels + (y * w->stride + top - covered.begin) * w->width;
             NN_SIMD
             for (int64_t x = across.begin; x < across.end; x++) {
                 to[x * w->stride + left] += from[x];
             }
+        }
+        if (row % area == area - 1) {
+            nn_close(out, first, count, pixels);
         }
     }
 }
 
 /* y (images, channels, out_height, out_width), and the places of its values in the planes of x;
    places may be NULL. */
-NN_API int nn_max_pool_kernel(const ms_call *call, float *y, int32_t *places, const float *x,
+NN_API int nn_max_pool_kernel(const ms_call *call, nn_values y, int32_t *places, nn_values x,
                               const nn_window *w) {
     (void)call;
     const int64_t plane = w->height * w->width;
     NN_PARALLEL(w->images * w->channels * plane)
     for (int64_t p = 0; p < w->images * w->channels; p++) {
-        const float *from = x + p * plane;
+        const nn_values from = nn_from(x, p * plane);
         for (int64_t i = 0; i < w->out_height; i++) {
             for (int64_t k = 0; k < w->out_width; k++) {
                 const int64_t at = (p * w->out_height + i) * w->out_width + k;
                 const int64_t place = nn_largest_place(from, w, i, k);
-                y[at] = from[place];
+                nn_set(y, at, nn_get(from, place));
                 if (places != NULL) {
                     places[at] = (int32_t)place;
                 }
@@ -812,23 +1065,37 @@ NN_API int nn_max_pool_kernel(const ms_call *call, float *y, int32_t *places, co
     return 0;
 }
 
-NN_API int nn_max_pool_backward_kernel(const ms_call *call, nn_dest dx, const float *dy,
+/* One plane: goes through the gradients of its patches for each piece of its pixels. */
+NN_API void nn_max_pool_backward_plane(nn_dest dx, nn_values dy, const int32_t *places,
+                                       int64_t index, const nn_window *w) {
+    const int64_t plane = w->height * w->width;
+    const int64_t patches = nn_window_patches(w);
+    const int64_t piece = nn_piece(dx.dtype, plane);
+    float room[NN_ROOM];
+    for (int64_t begin = 0; begin < plane; begin += piece) {
+        const int64_t size = nn_least(piece, plane - begin);
+        float *to = nn_open(dx, index * plane + begin, size, room);
+        if (dx.beta == 0.0f) {
+            memset(to, 0, (size_t)size * sizeof *to);
+        }
+        for (int64_t i = index * patches; i < (index + 1) * patches; i++) {
+            if (places[i] >= begin && places[i] < begin + size) {
+                to[places[i] - begin] += nn_get(dy, i);
+            }
+        }
+        nn_close(dx, index * plane + begin, size, to);
+    }
+}
+
+NN_API int nn_max_pool_backward_kernel(const ms_call *call, nn_dest dx, nn_values dy,
                                        const int32_t *places, const nn_window *w) {
     (void)call;
     if (dx.data == NULL) {
         return 0;
     }
-    const int64_t plane = w->height * w->width;
-    const int64_t out_plane = w->out_height * w->out_width;
-    NN_PARALLEL(w->images * w->channels * plane)
+    NN_PARALLEL(w->images * w->channels * w->height * w->width)
     for (int64_t p = 0; p < w->images * w->channels; p++) {
-        float *to = dx.data + p * plane;
-        if (dx.beta == 0.0f) {
-            memset(to, 0, (size_t)plane * sizeof *to);
-        }
-        for (int64_t i = p * out_plane; i < (p + 1) * out_plane; i++) {
-            to[places[i]] += dy[i];
-        }
+        nn_max_pool_backward_plane(dx, dy, places, p, w);
     }
     return 0;
 }
@@ -858,7 +1125,7 @@ NN_API void nn_normal_kernel(float *values, int64_t count, float deviation, uint
 // >>nn cpu products  return the result of ms_gemm
 
 /* y = x * transpose(weight) + bias; bias may be NULL. */
-NN_API int nn_linear_kernel(const ms_call *call, float *y, const float *x, const float *weight,
+NN_API int nn_linear_kernel(const ms_call *call, nn_values y, nn_values x, nn_values weight,
                             const float *bias, nn_linear_size n) {
     if (bias != NULL) {
         nn_fill_rows_kernel(y, bias, n.rows, n.out);
@@ -868,16 +1135,16 @@ NN_API int nn_linear_kernel(const ms_call *call, float *y, const float *x, const
                         bias != NULL ? 1.0f : 0.0f, nn_matrix(y, n.rows, n.out, n.out));
 }
 
-NN_API int nn_linear_gelu_kernel(const ms_call *call, float *y, float *h, const float *x,
-                                 const float *weight, const float *bias, nn_linear_size n,
+NN_API int nn_linear_gelu_kernel(const ms_call *call, nn_values y, nn_values h, nn_values x,
+                                 nn_values weight, const float *bias, nn_linear_size n,
                                  bool erf_form) {
     const int result = nn_linear_kernel(call, h, x, weight, bias, n);
     return result != 0 ? result : nn_gelu_kernel(call, y, h, n.rows * n.out, erf_form);
 }
 
-NN_API int nn_linear_add_kernel(const ms_call *call, float *y, const float *residual,
-                                const float *x, const float *weight, const float *bias,
-                                nn_linear_size n, const nn_drop *drop) {
+NN_API int nn_linear_add_kernel(const ms_call *call, nn_values y, nn_values residual, nn_values x,
+                                nn_values weight, const float *bias, nn_linear_size n,
+                                const nn_drop *drop) {
     int result = nn_linear_kernel(call, y, x, weight, bias, n);
     if (result == 0 && drop->probability > 0.0f) {
         result = nn_dropout_kernel(call, nn_dest_of(y, 0.0f), y, n.rows * n.out, drop->probability,
@@ -888,8 +1155,8 @@ NN_API int nn_linear_add_kernel(const ms_call *call, float *y, const float *resi
 
 /* dx = dy * weight, dweight = transpose(dy) * x, dbias = column sums of dy. */
 NN_API int nn_linear_backward_kernel(const ms_call *call, nn_dest dx, nn_dest dweight,
-                                     nn_dest dbias, const float *dy, const float *x,
-                                     const float *weight, nn_linear_size n, float *work) {
+                                     nn_dest dbias, nn_values dy, nn_values x, nn_values weight,
+                                     nn_linear_size n, float *work) {
     (void)work;
     const int result = nn_linear_products(call, dx, dweight, dy, x, weight, n);
     nn_column_sums_kernel(dbias, dy, n.rows, n.out);
@@ -946,13 +1213,13 @@ NN_API nn_band nn_band_of(nn_attention_size n, int64_t head, int64_t begin) {
 }
 
 /* p (rows of the band, sequence) = softmax(q k^T / sqrt(size)), 0 for keys after the query. */
-NN_API int nn_scores_kernel(const ms_call *call, float *p, const float *qkv, const nn_band *band,
+NN_API int nn_scores_kernel(const ms_call *call, float *p, nn_values qkv, const nn_band *band,
                             nn_attention_size n) {
     const float scale = 1.0f / sqrtf((float)n.size);
-    const int result =
-        (int)ms_gemm(call, scale, nn_matrix(qkv + band->q, band->rows, n.size, band->qkv_stride),
-                     ms_transpose(nn_matrix(qkv + band->k, band->keys, n.size, band->qkv_stride)),
-                     0.0f, nn_matrix(p, band->rows, band->keys, n.sequence));
+    const int result = (int)ms_gemm(
+        call, scale, nn_matrix(nn_from(qkv, band->q), band->rows, n.size, band->qkv_stride),
+        ms_transpose(nn_matrix(nn_from(qkv, band->k), band->keys, n.size, band->qkv_stride)), 0.0f,
+        nn_matrix(nn_f32(p), band->rows, band->keys, n.sequence));
     for (int64_t r = 0; r < band->rows; r++) {
         float *row = p + r * n.sequence;
         const int64_t seen = n.causal ? band->begin + r + 1 : n.sequence;
@@ -966,42 +1233,79 @@ NN_API int nn_scores_kernel(const ms_call *call, float *p, const float *qkv, con
     return result;
 }
 
+/* What has been computed for a band in work (rows, sequence), as an operand of products with others
+   of this dtype. If they have 16 bits, each row is rounded to where it begins, or to its place in
+   `kept`, unless kept.data is NULL. */
+NN_API ms_matrix nn_band_matrix(float *work, nn_values kept, ms_dtype dtype, const nn_band *band,
+                                nn_attention_size n) {
+    const bool keeps = kept.data != NULL;
+    const nn_values to = keeps ? nn_from(kept, band->scores) : nn_values_in(work, dtype);
+    const int64_t stride = keeps || dtype == MS_DTYPE_F32 ? n.sequence : 2 * n.sequence;
+    for (int64_t r = 0; r < band->rows && dtype != MS_DTYPE_F32; r++) {
+        for (int64_t begin = 0; begin < band->keys; begin += NN_CHUNK) {
+            const int64_t size = nn_least(NN_CHUNK, band->keys - begin);
+            float room[NN_CHUNK];
+            memcpy(room, work + r * n.sequence + begin, (size_t)size * sizeof *room);
+            nn_close(nn_dest_of(to, 0.0f), r * stride + begin, size, room);
+        }
+    }
+    return nn_matrix(to, band->rows, band->keys, stride);
+}
+
+/* Where the probabilities of a band are computed: where they are kept, if they are kept in F32. */
+NN_API float *nn_band_room(float *work, nn_values kept, const nn_band *band) {
+    const bool direct = kept.data != NULL && kept.dtype == MS_DTYPE_F32;
+    return direct ? (float *)kept.data + band->scores : work;
+}
+
 /* dp, the gradient of probabilities p, becomes that of q k^T. */
-NN_API void nn_scores_backward_kernel(float *dp, const float *p, const nn_band *band,
+NN_API void nn_scores_backward_kernel(float *dp, ms_matrix p, const nn_band *band,
                                       nn_attention_size n) {
     const float scale = 1.0f / sqrtf((float)n.size);
+    const nn_values rows = nn_values_in(p.data, p.dtype);
+    float room[NN_ROOM];
     for (int64_t r = 0; r < band->rows; r++) {
-        const float *row = p + r * n.sequence;
         float *to = dp + r * n.sequence;
         const int64_t seen = n.causal ? band->begin + r + 1 : n.sequence;
-        const float mean = nn_dot(row, to, seen);
-        NN_SIMD
-        for (int64_t i = 0; i < seen; i++) {
-            to[i] = row[i] * (to[i] - mean) * scale;
+        const int64_t piece = nn_piece(p.dtype, seen);
+        float mean = 0.0f;
+        for (int64_t begin = 0; begin < seen; begin += piece) {
+            const int64_t size = nn_least(piece, seen - begin);
+            mean += nn_dot(nn_read(rows, r * p.stride + begin, size, room), to + begin, size);
+        }
+        for (int64_t begin = 0; begin < seen; begin += piece) {
+            const int64_t size = nn_least(piece, seen - begin);
+            const float *row = nn_read(rows, r * p.stride + begin, size, room);
+            float *part = to + begin;
+            NN_SIMD
+            for (int64_t i = 0; i < size; i++) {
+                part[i] = row[i] * (part[i] - mean) * scale;
+            }
         }
         memset(to + seen, 0, (size_t)(band->keys - seen) * sizeof *to);
     }
 }
 
-/* One head of out (B, T, C) from qkv (B, T, 3C). scores (B, H, T, T) keeps the probabilities, except
-   for keys after the band, which nothing reads; or is NULL. */
-NN_API int nn_attention_head(const ms_call *call, float *out, float *scores, const float *qkv,
+/* One head of out (B, T, C) from qkv (B, T, 3C). scores (B, H, T, T) keeps the probabilities,
+   except for keys after the band, which nothing reads; or its data is NULL. */
+NN_API int nn_attention_head(const ms_call *call, nn_values out, nn_values scores, nn_values qkv,
                              float *work, int64_t head, nn_attention_size n) {
     int result = 0;
     for (int64_t begin = 0; begin < n.sequence && result == 0; begin += NN_QUERIES) {
         const nn_band band = nn_band_of(n, head, begin);
-        float *p = scores != NULL ? scores + band.scores : work;
+        float *p = nn_band_room(work, scores, &band);
         result = nn_scores_kernel(call, p, qkv, &band, n);
         if (result == 0) {
-            result = (int)ms_gemm(call, 1.0f, nn_matrix(p, band.rows, band.keys, n.sequence),
-                                  nn_matrix(qkv + band.v, band.keys, n.size, band.qkv_stride), 0.0f,
-                                  nn_matrix(out + band.o, band.rows, n.size, band.o_stride));
+            result = (int)ms_gemm(
+                call, 1.0f, nn_band_matrix(p, scores, qkv.dtype, &band, n),
+                nn_matrix(nn_from(qkv, band.v), band.keys, n.size, band.qkv_stride), 0.0f,
+                nn_matrix(nn_from(out, band.o), band.rows, n.size, band.o_stride));
         }
     }
     return result;
 }
 
-NN_API int nn_attention_kernel(const ms_call *call, float *out, float *scores, const float *qkv,
+NN_API int nn_attention_kernel(const ms_call *call, nn_values out, nn_values scores, nn_values qkv,
                                float *work, nn_attention_size n) {
     const int64_t workers = nn_attention_workers(n);
     const int64_t floats = nn_attention_worker_floats(n, false);
@@ -1021,49 +1325,41 @@ NN_API int nn_attention_kernel(const ms_call *call, float *out, float *scores, c
 
 /* Gradients of keys and values are summed in the scratch memory, and those of a band's queries are
    written after the last read of these queries: so dqkv may be qkv. */
-NN_API int nn_attention_backward_band(const ms_call *call, nn_dest dqkv, const float *dout,
-                                      const float *scores, const float *qkv, float *work,
+NN_API int nn_attention_backward_band(const ms_call *call, nn_dest dqkv, nn_values dout,
+                                      nn_values scores, nn_values qkv, float *work,
                                       const nn_band *band, nn_attention_size n) {
     const int64_t size = nn_least(NN_QUERIES, n.sequence) * n.sequence;
     float *dp = work + size;
     float *dk = dp + size;
     float *dv = dk + n.sequence * n.size;
     int result = 0;
-    if (scores == NULL) {
+    ms_matrix p = nn_matrix(nn_from(scores, band->scores), band->rows, band->keys, n.sequence);
+    if (scores.data == NULL) {
         result = nn_scores_kernel(call, work, qkv, band, n);
+        p = nn_band_matrix(work, scores, qkv.dtype, band, n);
     }
-    const float *p = scores != NULL ? scores + band->scores : work;
-    const ms_matrix p_matrix = nn_matrix(p, band->rows, band->keys, n.sequence);
-    const ms_matrix dp_matrix = nn_matrix(dp, band->rows, band->keys, n.sequence);
-    const ms_matrix dout_matrix = nn_matrix(dout + band->o, band->rows, n.size, band->o_stride);
-    result |=
-        (int)ms_gemm(call, 1.0f, dout_matrix,
-                     ms_transpose(nn_matrix(qkv + band->v, band->keys, n.size, band->qkv_stride)),
-                     0.0f, dp_matrix);
-    result |= (int)ms_gemm(call, 1.0f, ms_transpose(p_matrix), dout_matrix, 1.0f,
-                           nn_matrix(dv, band->keys, n.size, n.size));
-    nn_scores_backward_kernel(dp, p, band, n);
-    result |= (int)ms_gemm(call, 1.0f, ms_transpose(dp_matrix),
-                           nn_matrix(qkv + band->q, band->rows, n.size, band->qkv_stride), 1.0f,
-                           nn_matrix(dk, band->keys, n.size, n.size));
+    const ms_matrix slope = nn_matrix(nn_from(dout, band->o), band->rows, n.size, band->o_stride);
     result |= (int)ms_gemm(
-        call, 1.0f, dp_matrix, nn_matrix(qkv + band->k, band->keys, n.size, band->qkv_stride),
-        dqkv.beta, nn_matrix(dqkv.data + band->q, band->rows, n.size, band->qkv_stride));
+        call, 1.0f, slope,
+        ms_transpose(nn_matrix(nn_from(qkv, band->v), band->keys, n.size, band->qkv_stride)), 0.0f,
+        nn_matrix(nn_f32(dp), band->rows, band->keys, n.sequence));
+    result |= (int)ms_gemm(call, 1.0f, ms_transpose(p), slope, 1.0f,
+                           nn_matrix(nn_f32(dv), band->keys, n.size, n.size));
+    nn_scores_backward_kernel(dp, p, band, n);
+    const ms_matrix ds = nn_band_matrix(dp, nn_f32(NULL), qkv.dtype, band, n);
+    result |= (int)ms_gemm(call, 1.0f, ms_transpose(ds),
+                           nn_matrix(nn_from(qkv, band->q), band->rows, n.size, band->qkv_stride),
+                           1.0f, nn_matrix(nn_f32(dk), band->keys, n.size, n.size));
+    result |= (int)ms_gemm(
+        call, 1.0f, ds, nn_matrix(nn_from(qkv, band->k), band->keys, n.size, band->qkv_stride),
+        dqkv.beta,
+        nn_matrix(nn_from(nn_values_at(dqkv), band->q), band->rows, n.size, band->qkv_stride));
     return result;
 }
 
-/* Stores the rows of `from` (rows, size) in rows that are `stride` floats apart. */
-NN_API void nn_store_rows(nn_dest to, const float *from, int64_t rows, int64_t size,
-                          int64_t stride) {
-    for (int64_t r = 0; r < rows; r++) {
-        nn_dest row = nn_dest_of(to.data + r * stride, to.beta);
-        nn_store_columns(row, 0, from + r * size, size);
-    }
-}
-
-NN_API int nn_attention_backward_head(const ms_call *call, nn_dest dqkv, const float *dout,
-                                      const float *scores, const float *qkv, float *work,
-                                      int64_t head, nn_attention_size n) {
+NN_API int nn_attention_backward_head(const ms_call *call, nn_dest dqkv, nn_values dout,
+                                      nn_values scores, nn_values qkv, float *work, int64_t head,
+                                      nn_attention_size n) {
     const nn_band first = nn_band_of(n, head, 0);
     float *dk = work + 2 * nn_least(NN_QUERIES, n.sequence) * n.sequence;
     float *dv = dk + n.sequence * n.size;
@@ -1073,16 +1369,16 @@ NN_API int nn_attention_backward_head(const ms_call *call, nn_dest dqkv, const f
         const nn_band band = nn_band_of(n, head, begin);
         result |= nn_attention_backward_band(call, dqkv, dout, scores, qkv, work, &band, n);
     }
-    nn_store_rows(nn_dest_of(dqkv.data + first.k, dqkv.beta), dk, n.sequence, n.size,
-                  first.qkv_stride);
-    nn_store_rows(nn_dest_of(dqkv.data + first.v, dqkv.beta), dv, n.sequence, n.size,
-                  first.qkv_stride);
+    for (int64_t r = 0; r < n.sequence; r++) {
+        nn_store(dqkv, first.k + r * first.qkv_stride, dk + r * n.size, n.size);
+        nn_store(dqkv, first.v + r * first.qkv_stride, dv + r * n.size, n.size);
+    }
     return result;
 }
 
-/* dqkv (B, T, 3C) from dout (B, T, C); scores NULL: the probabilities are computed again. */
-NN_API int nn_attention_backward_kernel(const ms_call *call, nn_dest dqkv, const float *dout,
-                                        const float *scores, const float *qkv, float *work,
+/* dqkv (B, T, 3C) from dout (B, T, C); scores.data NULL: the probabilities are computed again. */
+NN_API int nn_attention_backward_kernel(const ms_call *call, nn_dest dqkv, nn_values dout,
+                                        nn_values scores, nn_values qkv, float *work,
                                         nn_attention_size n) {
     if (dqkv.data == NULL) {
         return 0;
@@ -1115,10 +1411,20 @@ NN_API int64_t nn_patch_rows_at_once(const nn_window *w) {
     return nn_is_pointwise(w) ? w->out_height : nn_least(rows, w->out_height);
 }
 
-/* Floats of scratch memory per worker: columns; in backward also a gradient of the weight. */
+/* Floats of scratch memory per worker: columns. */
+NN_API int64_t nn_columns_floats(const nn_window *w) {
+    return nn_is_pointwise(w) ? 0 : nn_window_depth(w) * nn_patch_rows_at_once(w) * w->out_width;
+}
+
+/* The pixels of a channel that these patches cover, at most. */
+NN_API int64_t nn_covered_floats(const nn_window *w) {
+    const int64_t rows = (nn_patch_rows_at_once(w) - 1) * w->stride + w->kernel;
+    return nn_is_pointwise(w) ? 0 : nn_least(rows, w->height) * w->width;
+}
+
+/* In backward also a gradient of the weight, and pixels of a channel. */
 NN_API int64_t nn_image_worker_floats(const nn_window *w, int64_t out, bool backward) {
-    const int64_t patches = nn_is_pointwise(w) ? 0 : nn_patch_rows_at_once(w) * w->out_width;
-    return nn_window_depth(w) * (patches + (backward ? out : 0));
+    return nn_columns_floats(w) + (backward ? nn_window_depth(w) * out + nn_covered_floats(w) : 0);
 }
 
 NN_API int64_t nn_conv2d_floats(const nn_window *w, int64_t out, bool backward) {
@@ -1138,24 +1444,36 @@ NN_API nn_patch_rows nn_patch_rows_from(const nn_window *w, int64_t begin) {
 
 /* The columns of these rows of patches of an image: copied to work, or, if the convolution is
    pointwise, the image itself. */
-NN_API ms_matrix nn_columns_of(float *work, const float *image, nn_patch_rows rows,
+NN_API ms_matrix nn_columns_of(float *work, nn_values image, nn_patch_rows rows,
                                const nn_window *w) {
     if (nn_is_pointwise(w)) {
         return nn_patch_matrix(image, w->channels, rows, w);
     }
-    nn_columns_kernel(work, image, rows, w);
+    const nn_values columns = nn_values_in(work, image.dtype);
+    nn_columns_kernel(columns, image, rows, w);
     const int64_t patches = rows.count * w->out_width;
-    return nn_matrix(work, nn_window_depth(w), patches, patches);
+    return nn_matrix(columns, nn_window_depth(w), patches, patches);
+}
+
+/* Values from element `first` on become the constant, rounded. */
+NN_API void nn_constant_values(nn_values y, int64_t first, int64_t count, float constant) {
+    if (y.dtype == MS_DTYPE_F32) {
+        nn_constant_kernel((float *)y.data + first, count, constant);
+        return;
+    }
+    for (int64_t i = first; i < first + count; i++) {
+        nn_set(y, i, constant);
+    }
 }
 
 /* One image: y (out, patches) from x. */
-NN_API int nn_conv2d_image(const ms_call *call, float *y, const float *x, const float *weight,
+NN_API int nn_conv2d_image(const ms_call *call, nn_values y, nn_values x, nn_values weight,
                            const float *bias, float *work, int64_t out, const nn_window *w) {
     const ms_matrix matrix = nn_matrix(weight, out, nn_window_depth(w), nn_window_depth(w));
     const int64_t patches = nn_window_patches(w);
     int result = 0;
     for (int64_t o = 0; bias != NULL && o < out; o++) {
-        nn_constant_kernel(y + o * patches, patches, bias[o]);
+        nn_constant_values(y, o * patches, patches, bias[o]);
     }
     for (int64_t begin = 0; begin < w->out_height && result == 0;
          begin += nn_patch_rows_at_once(w)) {
@@ -1167,7 +1485,7 @@ NN_API int nn_conv2d_image(const ms_call *call, float *y, const float *x, const 
 }
 
 /* y (images, out, patches) = weight (out, depth) * columns of x + bias; bias may be NULL. */
-NN_API int nn_conv2d_kernel(const ms_call *call, float *y, const float *x, const float *weight,
+NN_API int nn_conv2d_kernel(const ms_call *call, nn_values y, nn_values x, nn_values weight,
                             const float *bias, int64_t out, const nn_window *w, float *work) {
     const int64_t workers = nn_image_workers(w);
     const int64_t floats = nn_image_worker_floats(w, out, false);
@@ -1176,9 +1494,9 @@ NN_API int nn_conv2d_kernel(const ms_call *call, float *y, const float *x, const
     NN_PARALLEL(nn_conv2d_cost(w, out))
     for (int64_t worker = 0; worker < workers; worker++) {
         for (int64_t b = worker; b < w->images; b += workers) {
-            results[worker] |=
-                nn_conv2d_image(call, y + b * out * nn_window_patches(w), x + b * image, weight,
-                                bias, work + worker * floats, out, w);
+            results[worker] |= nn_conv2d_image(call, nn_from(y, b * out * nn_window_patches(w)),
+                                               nn_from(x, b * image), weight, bias,
+                                               work + worker * floats, out, w);
         }
     }
     for (int64_t worker = 1; worker < workers; worker++) {
@@ -1188,8 +1506,8 @@ NN_API int nn_conv2d_kernel(const ms_call *call, float *y, const float *x, const
 }
 
 /* dweight (out, depth): dy * transpose(columns) of one image. */
-NN_API int nn_conv2d_weight_image(const ms_call *call, nn_dest dweight, const float *dy,
-                                  const float *x, float *work, int64_t out, const nn_window *w) {
+NN_API int nn_conv2d_weight_image(const ms_call *call, nn_dest dweight, nn_values dy, nn_values x,
+                                  float *work, int64_t out, const nn_window *w) {
     const int64_t depth = nn_window_depth(w);
     int result = 0;
     for (int64_t begin = 0; begin < w->out_height && result == 0;
@@ -1198,41 +1516,41 @@ NN_API int nn_conv2d_weight_image(const ms_call *call, nn_dest dweight, const fl
         result = (int)ms_gemm(call, 1.0f, nn_patch_matrix(dy, out, rows, w),
                               ms_transpose(nn_columns_of(work, x, rows, w)),
                               begin == 0 ? dweight.beta : 1.0f,
-                              nn_matrix(dweight.data, out, depth, depth));
+                              nn_matrix(nn_values_at(dweight), out, depth, depth));
     }
     return result;
 }
 
 /* dx of one image: the columns transpose(weight) * dy, added to the pixels they are copies of. */
-NN_API int nn_conv2d_backward_image(const ms_call *call, nn_dest dx, const float *dy,
-                                    const float *weight, float *work, int64_t out,
-                                    const nn_window *w) {
+NN_API int nn_conv2d_backward_image(const ms_call *call, nn_dest dx, nn_values dy, nn_values weight,
+                                    float *work, int64_t out, const nn_window *w) {
     const int64_t depth = nn_window_depth(w);
     const ms_matrix turned = ms_transpose(nn_matrix(weight, out, depth, depth));
     int result = 0;
     if (nn_is_pointwise(w)) {
         const nn_patch_rows all = nn_patch_rows_from(w, 0);
         return (int)ms_gemm(call, 1.0f, turned, nn_patch_matrix(dy, out, all, w), dx.beta,
-                            nn_patch_matrix(dx.data, depth, all, w));
+                            nn_patch_matrix(nn_values_at(dx), depth, all, w));
     }
     if (dx.beta == 0.0f) {
-        memset(dx.data, 0, (size_t)(w->channels * w->height * w->width) * sizeof *dx.data);
+        memset(dx.data, 0, (size_t)(w->channels * w->height * w->width) * nn_value_bytes(dx.dtype));
     }
     for (int64_t begin = 0; begin < w->out_height && result == 0;
          begin += nn_patch_rows_at_once(w)) {
         const nn_patch_rows rows = nn_patch_rows_from(w, begin);
         const int64_t patches = rows.count * w->out_width;
         result = (int)ms_gemm(call, 1.0f, turned, nn_patch_matrix(dy, out, rows, w), 0.0f,
-                              nn_matrix(work, depth, patches, patches));
-        nn_columns_backward_kernel(dx.data, work, rows, w);
+                              nn_matrix(nn_f32(work), depth, patches, patches));
+        nn_columns_backward_kernel(nn_values_at(dx), work, rows,
+                                   work + nn_columns_floats(w) + out * depth, w);
     }
     return result;
 }
 
-/* sums (count): over the parts of all workers, which are `stride` floats apart. */
+/* sums (count), F32: over the parts of all workers, which are `stride` floats apart. */
 NN_API void nn_worker_sums_kernel(nn_dest sums, const float *parts, int64_t workers, int64_t stride,
                                   int64_t count) {
-    float *out = sums.data;
+    float *out = (float *)sums.data;
     const bool adds = sums.beta != 0.0f;
     NN_PARALLEL(count * workers)
     for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
@@ -1251,12 +1569,11 @@ NN_API void nn_worker_sums_kernel(nn_dest sums, const float *parts, int64_t work
 /* Each worker sums the gradient of the weight over its own images. An image is read before its
    gradient is written, so dx may be x. */
 NN_API int nn_conv2d_backward_kernel(const ms_call *call, nn_dest dx, nn_dest dweight,
-                                     nn_dest dbias, const float *dy, const float *x,
-                                     const float *weight, int64_t out, const nn_window *w,
-                                     float *work) {
+                                     nn_dest dbias, nn_values dy, nn_values x, nn_values weight,
+                                     int64_t out, const nn_window *w, float *work) {
     const int64_t workers = nn_image_workers(w);
     const int64_t floats = nn_image_worker_floats(w, out, true);
-    const int64_t columns = nn_image_worker_floats(w, out, false);
+    const int64_t columns = nn_columns_floats(w);
     const int64_t image = w->channels * w->height * w->width;
     int results[NN_IMAGE_WORKERS] = {0};
     const nn_planes slopes = {w->images, out, nn_window_patches(w)};
@@ -1265,15 +1582,16 @@ NN_API int nn_conv2d_backward_kernel(const ms_call *call, nn_dest dx, nn_dest dw
     for (int64_t worker = 0; worker < workers; worker++) {
         float *own = work + worker * floats;
         for (int64_t b = worker; b < w->images; b += workers) {
-            const float *slope = dy + b * out * nn_window_patches(w);
+            const nn_values slope = nn_from(dy, b * out * nn_window_patches(w));
             if (dweight.data != NULL) {
                 results[worker] |= nn_conv2d_weight_image(
-                    call, nn_dest_of(own + columns, b == worker ? 0.0f : 1.0f), slope,
-                    x + b * image, own, out, w);
+                    call, nn_dest_of(nn_f32(own + columns), b == worker ? 0.0f : 1.0f), slope,
+                    nn_from(x, b * image), own, out, w);
             }
             if (dx.data != NULL) {
                 results[worker] |= nn_conv2d_backward_image(
-                    call, nn_dest_of(dx.data + b * image, dx.beta), slope, weight, own, out, w);
+                    call, nn_dest_of(nn_from(nn_values_at(dx), b * image), dx.beta), slope, weight,
+                    own, out, w);
             }
         }
     }

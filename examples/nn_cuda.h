@@ -7,6 +7,7 @@
 
         >>nn cuda scratch          sizes of scratch memory; nn_cuda_dry()
         >>nn cuda launch           constants, launches, errors
+        >>nn cuda types            F32, BF16 and F16 in memory
         >>nn cuda elements         copy, add, dropout, gelu
         >>nn cuda columns          sums over rows
         >>nn cuda linear
@@ -237,6 +238,149 @@ __device__ __forceinline__ float nn_d_sum(float a, float b) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>nn cuda types  what kernels read and write; they compute in float
+
+struct nn_bf16 {
+    uint16_t bits;
+};
+
+struct nn_f16 {
+    uint16_t bits;
+};
+
+__device__ __forceinline__ float nn_d_float(float x) {
+    return x;
+}
+
+__device__ __forceinline__ float nn_d_float(nn_bf16 x) {
+    return nn_of_bf16(x.bits);
+}
+
+__device__ __forceinline__ float nn_d_float(nn_f16 x) {
+#if defined(__CUDA_ARCH__)
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x.bits));
+    return value;
+#else
+    return nn_of_f16(x.bits);
+#endif
+}
+
+__device__ __forceinline__ void nn_d_round(float *to, float x) {
+    *to = x;
+}
+
+__device__ __forceinline__ void nn_d_round(nn_bf16 *to, float x) {
+    to->bits = nn_bf16_of(x);
+}
+
+__device__ __forceinline__ void nn_d_round(nn_f16 *to, float x) {
+#if defined(__CUDA_ARCH__)
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->bits) : "f"(x));
+#else
+    to->bits = nn_f16_of(x);
+#endif
+}
+
+/* The float that a value becomes in memory of this type. */
+template <typename T> __device__ __forceinline__ float nn_d_rounded(float x) {
+    T stored;
+    nn_d_round(&stored, x);
+    return nn_d_float(stored);
+}
+
+/* Elements of a wide access, which is one of 16 bytes. */
+template <typename T> struct nn_type {
+    enum { WIDE = 16 / sizeof(T) };
+};
+
+/* What an access moves at once. */
+template <typename T, unsigned COUNT> struct alignas(COUNT * sizeof(T)) nn_pack { T value[COUNT]; };
+
+/* Left to itself, nvcc stores the members of a struct one by one in some kernels. */
+template <typename T, unsigned COUNT>
+__device__ __forceinline__ void nn_d_store(T *to, const nn_pack<T, COUNT> &pack) {
+#if defined(__CUDA_ARCH__)
+    if (sizeof pack == sizeof(uint4)) {
+        uint4 words;
+        memcpy(&words, &pack, sizeof pack);
+        __stwb((uint4 *)(void *)to, words);
+        return;
+    }
+    if (sizeof pack == sizeof(uint2)) {
+        uint2 words;
+        memcpy(&words, &pack, sizeof pack);
+        __stwb((uint2 *)(void *)to, words);
+        return;
+    }
+#endif
+    *(nn_pack<T, COUNT> *)(void *)to = pack;
+}
+
+/* WIDE elements: side by side, at an address that is a multiple of their size or of 16, or one. */
+template <unsigned WIDE> struct nn_wide {
+    template <typename T> static __device__ __forceinline__ void load(float *to, const T *from) {
+        enum { PART = WIDE * sizeof(T) > 16 ? 16 / sizeof(T) : WIDE };
+        NN_UNROLL
+        for (unsigned i = 0; i < WIDE; i += PART) {
+            const nn_pack<T, PART> pack = *(const nn_pack<T, PART> *)(const void *)(from + i);
+            NN_UNROLL
+            for (unsigned k = 0; k < PART; k++) {
+                to[i + k] = nn_d_float(pack.value[k]);
+            }
+        }
+    }
+    template <typename T> static __device__ __forceinline__ void store(T *to, const float *from) {
+        enum { PART = WIDE * sizeof(T) > 16 ? 16 / sizeof(T) : WIDE };
+        NN_UNROLL
+        for (unsigned i = 0; i < WIDE; i += PART) {
+            nn_pack<T, PART> pack;
+            NN_UNROLL
+            for (unsigned k = 0; k < PART; k++) {
+                nn_d_round(&pack.value[k], from[i + k]);
+            }
+            nn_d_store(to + i, pack);
+        }
+    }
+};
+
+/* Calls a function template, whose first parameter is the type of values of this dtype. */
+#define NN_AS(dtype, function, ...)                                                                \
+    ((dtype) == MS_DTYPE_F32    ? function<float>(__VA_ARGS__)                                     \
+     : (dtype) == MS_DTYPE_BF16 ? function<nn_bf16>(__VA_ARGS__)                                   \
+                                : function<nn_f16>(__VA_ARGS__))
+
+/* Elements of a wide access. */
+static int64_t nn_cuda_wide(ms_dtype dtype) {
+    return 16 / (int64_t)nn_value_bytes(dtype);
+}
+
+/* The place of a dtype in the tables below. */
+static int nn_type_index(ms_dtype dtype) {
+    return dtype == MS_DTYPE_F32 ? 0 : dtype == MS_DTYPE_BF16 ? 1 : 2;
+}
+
+/* Kernels that have shared memory, `count` floats for each element of an access, for every type,
+   with narrow and with wide accesses, and the table of them, name[nn_type_index][wide]. A kernel
+   calls function<type, width of accesses>(operands, shared). Macros, since in the tests' emulation
+   a template cannot have shared memory of its own. */
+#define NN_SHARED_KERNEL(name, threads, operands, count, function, type, wide)                     \
+    static __global__ void __launch_bounds__(threads) name(operands o) {                           \
+        __shared__ float shared[count];                                                            \
+        function<type, wide>(o, shared);                                                           \
+    }
+#define NN_SHARED_KERNELS(name, threads, operands, count, function)                                \
+    NN_SHARED_KERNEL(name##_f32_1, threads, operands, count, function, float, 1)                   \
+    NN_SHARED_KERNEL(name##_f32_4, threads, operands, count * 4, function, float, 4)               \
+    NN_SHARED_KERNEL(name##_bf16_1, threads, operands, count, function, nn_bf16, 1)                \
+    NN_SHARED_KERNEL(name##_bf16_8, threads, operands, count * 8, function, nn_bf16, 8)            \
+    NN_SHARED_KERNEL(name##_f16_1, threads, operands, count, function, nn_f16, 1)                  \
+    NN_SHARED_KERNEL(name##_f16_8, threads, operands, count * 8, function, nn_f16, 8)              \
+    static void (*const name[3][2])(operands o) = {{name##_f32_1, name##_f32_4},                   \
+                                                   {name##_bf16_1, name##_bf16_8},                 \
+                                                   {name##_f16_1, name##_f16_8}};
+
+// ------------------------------------------------------------------------------------------------
 // >>nn cuda elements
 
 /* What a kernel computes for each element i from its operands a and b. A thread calls start with
@@ -307,73 +451,82 @@ static nn_op_dropout nn_op_dropout_of(float probability, nn_seed seed, bool adds
     return op;
 }
 
-/* out = op(a, b), or out += that; b may be NULL. Four elements per thread, each of which is read
-   before it is written: out may be a or b. */
-template <typename F>
+/* out = op(a, b), or out += that; b may be NULL. A thread has the elements of a wide access, each
+   of which is read before it is written: out may be a or b. */
+template <typename T, typename F>
 static __global__ void __launch_bounds__(NN_THREADS)
-    nn_k_map(F op, float *out, const float *a, const float *b, int64_t count, bool adds,
-             bool aligned) {
-    const int64_t first = 4 * ((int64_t)blockIdx.x * NN_THREADS + threadIdx.x);
+    nn_k_map(F op, T *out, const T *a, const T *b, int64_t count, bool adds, bool aligned) {
+    enum { WIDE = nn_type<T>::WIDE };
+    const int64_t first = WIDE * ((int64_t)blockIdx.x * NN_THREADS + threadIdx.x);
     if (first >= count) {
         return;
     }
     op.start(first);
-    if (aligned && first + 4 <= count) {
-        const float4 x = *(const float4 *)(a + first);
-        const float4 y = b != NULL ? *(const float4 *)(b + first) : make_float4(0, 0, 0, 0);
-        float4 z = make_float4(op(first, x.x, y.x), op(first + 1, x.y, y.y),
-                               op(first + 2, x.z, y.z), op(first + 3, x.w, y.w));
-        if (adds) {
-            const float4 old = *(const float4 *)(out + first);
-            z = make_float4(nn_d_sum(old.x, z.x), nn_d_sum(old.y, z.y), nn_d_sum(old.z, z.z),
-                            nn_d_sum(old.w, z.w));
+    if (aligned && first + WIDE <= count) {
+        float x[WIDE];
+        float y[WIDE] = {0};
+        float old[WIDE] = {0};
+        nn_wide<WIDE>::load(x, a + first);
+        if (b != NULL) {
+            nn_wide<WIDE>::load(y, b + first);
         }
-        *(float4 *)(out + first) = z;
+        if (adds) {
+            nn_wide<WIDE>::load(old, out + first);
+        }
+        NN_UNROLL
+        for (int k = 0; k < WIDE; k++) {
+            x[k] = op(first + k, x[k], y[k]);
+            x[k] = adds ? nn_d_sum(old[k], x[k]) : x[k];
+        }
+        nn_wide<WIDE>::store(out + first, x);
         return;
     }
-    for (int64_t i = first; i < count && i < first + 4; i++) {
-        const float value = op(i, a[i], b != NULL ? b[i] : 0.0f);
-        out[i] = adds ? nn_d_sum(out[i], value) : value;
+    for (int64_t i = first; i < count && i < first + WIDE; i++) {
+        const float value = op(i, nn_d_float(a[i]), b != NULL ? nn_d_float(b[i]) : 0.0f);
+        nn_d_round(out + i, adds ? nn_d_sum(nn_d_float(out[i]), value) : value);
     }
 }
 
-/* Launches the kernel above, unless y.data is NULL. */
+template <typename T, typename F>
+static int nn_cuda_map_as(const ms_call *call, F op, nn_dest y, nn_values a, nn_values b,
+                          int64_t count) {
+    const bool aligned = nn_aligned(y.data) && nn_aligned(a.data) && nn_aligned(b.data);
+    const int64_t blocks = nn_divide_up(count, (int64_t)nn_type<T>::WIDE * NN_THREADS);
+    return nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS), nn_k_map<T, F>, op, y.data, a.data,
+                     b.data, count, y.beta != 0.0f, aligned);
+}
+
+/* Launches the kernel above, unless y.data is NULL; b.data may be NULL. */
 template <typename F>
-static int nn_cuda_map(const ms_call *call, F op, nn_dest y, const float *a, const float *b,
+static int nn_cuda_map(const ms_call *call, F op, nn_dest y, nn_values a, nn_values b,
                        int64_t count) {
-    if (y.data == NULL) {
-        return 0;
-    }
-    const bool aligned = nn_aligned(y.data) && nn_aligned(a) && nn_aligned(b);
-    return nn_launch(call, nn_grid_of(nn_divide_up(count, 4 * NN_THREADS), 1, NN_THREADS),
-                     nn_k_map<F>, op, y.data, a, b, count, y.beta != 0.0f, aligned);
+    return y.data == NULL ? 0 : NN_AS(y.dtype, nn_cuda_map_as, call, op, y, a, b, count);
 }
 
-static int nn_cuda_copy(const ms_call *call, nn_dest y, const float *x, int64_t count) {
-    if (y.data == x && y.beta == 0.0f) {
+static int nn_cuda_copy(const ms_call *call, nn_dest y, nn_values x, int64_t count) {
+    if (y.data == x.data && y.beta == 0.0f) {
         return 0;
     }
-    return nn_cuda_map(call, nn_op_copy(), y, x, NULL, count);
+    return nn_cuda_map(call, nn_op_copy(), y, x, nn_f32(NULL), count);
 }
 
-static int nn_cuda_add(const ms_call *call, float *y, const float *a, const float *b,
-                       int64_t count) {
+static int nn_cuda_add(const ms_call *call, nn_values y, nn_values a, nn_values b, int64_t count) {
     return nn_cuda_map(call, nn_op_add(), nn_dest_of(y, 0.0f), a, b, count);
 }
 
-static int nn_cuda_dropout(const ms_call *call, nn_dest y, const float *x, int64_t count,
+static int nn_cuda_dropout(const ms_call *call, nn_dest y, nn_values x, int64_t count,
                            float probability, nn_seed seed) {
-    return nn_cuda_map(call, nn_op_dropout_of(probability, seed, false), y, x, NULL, count);
+    return nn_cuda_map(call, nn_op_dropout_of(probability, seed, false), y, x, nn_f32(NULL), count);
 }
 
-static int nn_cuda_gelu(const ms_call *call, float *y, const float *x, int64_t count,
+static int nn_cuda_gelu(const ms_call *call, nn_values y, nn_values x, int64_t count,
                         bool erf_form) {
     nn_op_gelu op;
     op.erf_form = erf_form;
-    return nn_cuda_map(call, op, nn_dest_of(y, 0.0f), x, NULL, count);
+    return nn_cuda_map(call, op, nn_dest_of(y, 0.0f), x, nn_f32(NULL), count);
 }
 
-static int nn_cuda_gelu_backward(const ms_call *call, nn_dest dx, const float *dy, const float *x,
+static int nn_cuda_gelu_backward(const ms_call *call, nn_dest dx, nn_values dy, nn_values x,
                                  int64_t count, bool erf_form) {
     nn_op_gelu_backward op;
     op.erf_form = erf_form;
@@ -382,29 +535,6 @@ static int nn_cuda_gelu_backward(const ms_call *call, nn_dest dx, const float *d
 
 // ------------------------------------------------------------------------------------------------
 // >>nn cuda columns  sums over rows
-
-/* WIDE floats at once: four, at an address that is a multiple of 16, or one. */
-template <unsigned WIDE> struct nn_wide {
-    static __device__ __forceinline__ void load(float *to, const float *from) {
-        to[0] = from[0];
-    }
-    static __device__ __forceinline__ void store(float *to, const float *from) {
-        to[0] = from[0];
-    }
-};
-
-template <> struct nn_wide<4> {
-    static __device__ __forceinline__ void load(float *to, const float *from) {
-        const float4 four = *(const float4 *)from;
-        to[0] = four.x;
-        to[1] = four.y;
-        to[2] = four.z;
-        to[3] = four.w;
-    }
-    static __device__ __forceinline__ void store(float *to, const float *from) {
-        *(float4 *)to = make_float4(from[0], from[1], from[2], from[3]);
-    }
-};
 
 __device__ __forceinline__ int64_t nn_d_least(int64_t a, int64_t b) {
     return a < b ? a : b;
@@ -419,7 +549,8 @@ __device__ __forceinline__ unsigned nn_d_tiles(int64_t columns, unsigned width) 
 /* What nn_k_column_sums adds up: the rows of dy (rows, columns) and, if x is not NULL, also those
    of dy times (x - mean) * rstd. If index is not NULL, only the rows whose index is entry. */
 typedef struct nn_sums {
-    const float *dy, *x, *mean, *rstd;
+    nn_values dy, x; // of one dtype
+    const float *mean, *rstd;
     const int32_t *index;
     int32_t entry;
     int64_t rows, columns;
@@ -429,8 +560,10 @@ typedef struct nn_sums {
 } nn_sums;
 
 /* The rows of a chunk are distributed over NN_SUM_ROWS warps, the columns of a tile over lanes. */
-template <unsigned WIDE>
+template <typename T, unsigned WIDE>
 __device__ __forceinline__ void nn_d_column_sums(const nn_sums &s, float *shared) {
+    const T *dy = (const T *)s.dy.data;
+    const T *x = (const T *)s.x.data;
     const unsigned tiles = nn_d_tiles(s.columns, NN_WARP * WIDE);
     const int64_t chunk = blockIdx.x / tiles;
     const unsigned lane = threadIdx.x % NN_WARP;
@@ -446,13 +579,13 @@ __device__ __forceinline__ void nn_d_column_sums(const nn_sums &s, float *shared
             float slope[WIDE] = {0};
             float value[WIDE] = {0};
             if (counts) {
-                nn_wide<WIDE>::load(slope, s.dy + r * s.columns + c);
+                nn_wide<WIDE>::load(slope, dy + r * s.columns + c);
             }
-            if (s.x != NULL) {
-                nn_wide<WIDE>::load(value, s.x + r * s.columns + c);
+            if (x != NULL) {
+                nn_wide<WIDE>::load(value, x + r * s.columns + c);
             }
-            const float mean = s.x != NULL ? s.mean[r] : 0.0f;
-            const float rstd = s.x != NULL ? s.rstd[r] : 0.0f;
+            const float mean = x != NULL ? s.mean[r] : 0.0f;
+            const float rstd = x != NULL ? s.rstd[r] : 0.0f;
             NN_UNROLL
             for (unsigned k = 0; k < WIDE; k++) {
                 total[k] += slope[k];
@@ -466,29 +599,21 @@ __device__ __forceinline__ void nn_d_column_sums(const nn_sums &s, float *shared
         shared[(warp * WIDE + k + NN_SUM_ROWS * WIDE) * NN_WARP + lane] = product[k];
     }
     __syncthreads();
-    if (warp >= 2 * WIDE) {
-        return;
-    }
-    const unsigned part = warp / WIDE; // 0: the warp adds up the sums; 1: the products
-    const int64_t column = c + warp % WIDE;
-    float sum = 0.0f;
-    for (unsigned i = 0; i < NN_SUM_ROWS; i++) {
-        sum += shared[((i + part * NN_SUM_ROWS) * WIDE + warp % WIDE) * NN_WARP + lane];
-    }
-    if (column < s.columns && (part == 0 || s.x != NULL)) {
-        s.partial[(part * s.chunks + chunk) * s.columns + column] = sum;
+    for (unsigned i = warp; i < 2 * WIDE; i += NN_SUM_ROWS) {
+        const unsigned part = i / WIDE; // 0: the warp adds up the sums; 1: the products
+        const int64_t column = c + i % WIDE;
+        float sum = 0.0f;
+        for (unsigned k = 0; k < NN_SUM_ROWS; k++) {
+            sum += shared[((k + part * NN_SUM_ROWS) * WIDE + i % WIDE) * NN_WARP + lane];
+        }
+        if (column < s.columns && (part == 0 || x != NULL)) {
+            s.partial[(part * s.chunks + chunk) * s.columns + column] = sum;
+        }
     }
 }
 
-static __global__ void __launch_bounds__(NN_THREADS) nn_k_column_sums_4(nn_sums s) {
-    __shared__ float shared[2 * NN_SUM_ROWS * NN_WARP * 4];
-    nn_d_column_sums<4>(s, shared);
-}
-
-static __global__ void __launch_bounds__(NN_THREADS) nn_k_column_sums_1(nn_sums s) {
-    __shared__ float shared[2 * NN_SUM_ROWS * NN_WARP];
-    nn_d_column_sums<1>(s, shared);
-}
+NN_SHARED_KERNELS(nn_k_column_sums, NN_THREADS, nn_sums, 2 * NN_SUM_ROWS * NN_WARP,
+                  nn_d_column_sums)
 
 /* out (columns) = the sums of partial (chunks, columns) over the chunks, or += them. */
 static __global__ void __launch_bounds__(NN_THREADS)
@@ -548,8 +673,8 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_fold_sums(nn_fold f) {
 
 static int nn_cuda_fold(const ms_call *call, nn_dest sums, nn_dest products, const nn_sums *s) {
     nn_fold f;
-    f.out[0] = sums.data;
-    f.out[1] = products.data;
+    f.out[0] = (float *)sums.data;
+    f.out[1] = (float *)products.data;
     f.adds[0] = sums.beta != 0.0f;
     f.adds[1] = products.beta != 0.0f;
     f.partial = s->partial;
@@ -560,26 +685,27 @@ static int nn_cuda_fold(const ms_call *call, nn_dest sums, nn_dest products, con
                      nn_k_fold_sums, f);
 }
 
-/* sums and products (columns each): what s adds up. work has nn_cuda_column_floats, or twice that
-   if there are products. */
+/* sums and products (columns each), F32: what s adds up. work has nn_cuda_column_floats, or twice
+   that if there are products. */
 static int nn_cuda_column_sums(const ms_call *call, nn_dest sums, nn_dest products, nn_sums s,
                                float *work) {
     if (sums.data == NULL && products.data == NULL) {
         return 0;
     }
-    const bool wide = s.columns % 4 == 0 && nn_aligned(s.dy) && nn_aligned(s.x);
-    const int64_t tiles = nn_divide_up(s.columns, NN_WARP * (wide ? 4 : 1));
+    const int64_t width = nn_cuda_wide(s.dy.dtype);
+    const bool wide = s.columns % width == 0 && nn_aligned(s.dy.data) && nn_aligned(s.x.data);
+    const int64_t tiles = nn_divide_up(s.columns, NN_WARP * (wide ? width : 1));
     s.chunk_rows = nn_divide_up(s.rows, nn_cuda_chunks(s.rows, s.columns));
     s.chunks = nn_divide_up(s.rows, s.chunk_rows);
     s.partial = work;
-    s.x = products.data != NULL ? s.x : NULL;
+    s.x.data = products.data != NULL ? s.x.data : NULL;
     const int result = nn_launch(call, nn_grid_of(tiles * s.chunks, 1, NN_THREADS),
-                                 wide ? nn_k_column_sums_4 : nn_k_column_sums_1, s);
+                                 nn_k_column_sums[nn_type_index(s.dy.dtype)][wide], s);
     return nn_first(result, nn_cuda_fold(call, sums, products, &s));
 }
 
 /* The sums of dy, without products. */
-static nn_sums nn_sums_of(const float *dy, int64_t rows, int64_t columns) {
+static nn_sums nn_sums_of(nn_values dy, int64_t rows, int64_t columns) {
     nn_sums s;
     memset(&s, 0, sizeof s);
     s.dy = dy;
@@ -591,16 +717,16 @@ static nn_sums nn_sums_of(const float *dy, int64_t rows, int64_t columns) {
 // ------------------------------------------------------------------------------------------------
 // >>nn cuda linear
 
-/* x (rows, columns) is a product of matrices: h = x + bias, y = op(h, residual). h NULL: it is not
-   kept; bias and residual may be NULL. y may be x. Each thread has WIDE columns and NN_BIAS_ROWS
-   rows. */
+/* x (rows, columns) is a product of matrices: h = x + bias, y = op(h, residual), of h as it is
+   rounded in memory. h.data NULL: it is not kept; bias and residual.data may be NULL. y may be x.
+   Each thread has WIDE columns and NN_BIAS_ROWS rows. */
 typedef struct nn_bias {
-    float *y, *h;
-    const float *x, *bias, *residual;
+    nn_values y, h, x, residual; // of one dtype
+    const float *bias;
     int64_t rows, columns;
 } nn_bias;
 
-template <typename F, unsigned WIDE>
+template <typename T, typename F, unsigned WIDE>
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_bias(F op, nn_bias n) {
     const unsigned tiles = nn_d_tiles(n.columns, NN_THREADS * WIDE);
     const int64_t c = ((int64_t)(blockIdx.x % tiles) * NN_THREADS + threadIdx.x) * WIDE;
@@ -617,10 +743,10 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_bias(F op, nn_bias n) 
     NN_UNROLL
     for (int r = 0; r < NN_BIAS_ROWS; r++) {
         if (begin + r < n.rows) {
-            nn_wide<WIDE>::load(value[r], n.x + (begin + r) * n.columns + c);
+            nn_wide<WIDE>::load(value[r], (const T *)n.x.data + (begin + r) * n.columns + c);
         }
-        if (begin + r < n.rows && n.residual != NULL) {
-            nn_wide<WIDE>::load(other[r], n.residual + (begin + r) * n.columns + c);
+        if (begin + r < n.rows && n.residual.data != NULL) {
+            nn_wide<WIDE>::load(other[r], (const T *)n.residual.data + (begin + r) * n.columns + c);
         }
     }
     NN_UNROLL
@@ -631,39 +757,45 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_bias(F op, nn_bias n) 
         }
         NN_UNROLL
         for (unsigned k = 0; k < WIDE; k++) {
-            value[r][k] = nn_d_sum(value[r][k], shift[k]);
+            value[r][k] = nn_d_rounded<T>(nn_d_sum(value[r][k], shift[k]));
         }
-        if (n.h != NULL) {
-            nn_wide<WIDE>::store(n.h + i, value[r]);
+        if (n.h.data != NULL) {
+            nn_wide<WIDE>::store((T *)n.h.data + i, value[r]);
         }
         op.start(i);
         NN_UNROLL
         for (unsigned k = 0; k < WIDE; k++) {
             value[r][k] = op(i + k, value[r][k], other[r][k]);
         }
-        nn_wide<WIDE>::store(n.y + i, value[r]);
+        nn_wide<WIDE>::store((T *)n.y.data + i, value[r]);
     }
 }
 
 /* Launches the kernel above. */
-template <typename F> static int nn_cuda_bias(const ms_call *call, F op, nn_bias n) {
-    const bool wide = n.columns % 4 == 0 && nn_aligned(n.y) && nn_aligned(n.h) && nn_aligned(n.x) &&
-                      nn_aligned(n.bias) && nn_aligned(n.residual);
-    const int64_t tiles = nn_divide_up(n.columns, NN_THREADS * (wide ? 4 : 1));
+template <typename T, typename F>
+static int nn_cuda_bias_as(const ms_call *call, F op, const nn_bias &n) {
+    const bool wide = n.columns % nn_type<T>::WIDE == 0 && nn_aligned(n.y.data) &&
+                      nn_aligned(n.h.data) && nn_aligned(n.x.data) && nn_aligned(n.bias) &&
+                      nn_aligned(n.residual.data);
+    const int64_t tiles = nn_divide_up(n.columns, NN_THREADS * (wide ? nn_type<T>::WIDE : 1));
     const int64_t blocks = tiles * nn_divide_up(n.rows, NN_BIAS_ROWS);
     return nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS),
-                     wide ? nn_k_bias<F, 4> : nn_k_bias<F, 1>, op, n);
+                     wide ? nn_k_bias<T, F, nn_type<T>::WIDE> : nn_k_bias<T, F, 1>, op, n);
+}
+
+template <typename F> static int nn_cuda_bias(const ms_call *call, F op, const nn_bias &n) {
+    return NN_AS(n.y.dtype, nn_cuda_bias_as, call, op, n);
 }
 
 /* y = x * transpose(weight). */
-static int nn_cuda_product(const ms_call *call, float *y, const float *x, const float *weight,
+static int nn_cuda_product(const ms_call *call, nn_values y, nn_values x, nn_values weight,
                            nn_linear_size n) {
     return (int)ms_gemm(call, 1.0f, nn_matrix(x, n.rows, n.in, n.in),
                         ms_transpose(nn_matrix(weight, n.out, n.in, n.in)), 0.0f,
                         nn_matrix(y, n.rows, n.out, n.out));
 }
 
-static nn_bias nn_bias_of(float *y, float *x, const float *bias, nn_linear_size n) {
+static nn_bias nn_bias_of(nn_values y, nn_values x, const float *bias, nn_linear_size n) {
     nn_bias b;
     memset(&b, 0, sizeof b);
     b.y = y;
@@ -676,7 +808,7 @@ static nn_bias nn_bias_of(float *y, float *x, const float *bias, nn_linear_size 
 
 /* The bias is added to the product afterwards, as in linear_gelu and linear_add, where the same
    kernel also evaluates gelu or adds the residual: so a block layer gives the same bits. */
-static int nn_cuda_linear(const ms_call *call, float *y, const float *x, const float *weight,
+static int nn_cuda_linear(const ms_call *call, nn_values y, nn_values x, nn_values weight,
                           const float *bias, nn_linear_size n) {
     const int result = nn_cuda_product(call, y, x, weight, n);
     if (result != 0 || bias == NULL) {
@@ -685,8 +817,8 @@ static int nn_cuda_linear(const ms_call *call, float *y, const float *x, const f
     return nn_cuda_bias(call, nn_op_copy(), nn_bias_of(y, y, bias, n));
 }
 
-static int nn_cuda_linear_gelu(const ms_call *call, float *y, float *h, const float *x,
-                               const float *weight, const float *bias, nn_linear_size n,
+static int nn_cuda_linear_gelu(const ms_call *call, nn_values y, nn_values h, nn_values x,
+                               nn_values weight, const float *bias, nn_linear_size n,
                                bool erf_form) {
     nn_op_gelu op;
     nn_bias b = nn_bias_of(y, h, bias, n);
@@ -696,8 +828,8 @@ static int nn_cuda_linear_gelu(const ms_call *call, float *y, float *h, const fl
     return result != 0 ? result : nn_cuda_bias(call, op, b);
 }
 
-static int nn_cuda_linear_add(const ms_call *call, float *y, const float *residual, const float *x,
-                              const float *weight, const float *bias, nn_linear_size n,
+static int nn_cuda_linear_add(const ms_call *call, nn_values y, nn_values residual, nn_values x,
+                              nn_values weight, const float *bias, nn_linear_size n,
                               const nn_drop *drop) {
     nn_bias b = nn_bias_of(y, y, bias, n);
     b.residual = residual;
@@ -708,10 +840,10 @@ static int nn_cuda_linear_add(const ms_call *call, float *y, const float *residu
 }
 
 static int nn_cuda_linear_backward(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
-                                   const float *dy, const float *x, const float *weight,
-                                   nn_linear_size n, float *work) {
+                                   nn_values dy, nn_values x, nn_values weight, nn_linear_size n,
+                                   float *work) {
     const int result = nn_linear_products(call, dx, dweight, dy, x, weight, n);
-    return nn_first(result, nn_cuda_column_sums(call, dbias, nn_dest_of(NULL, 0.0f),
+    return nn_first(result, nn_cuda_column_sums(call, dbias, nn_nowhere(),
                                                 nn_sums_of(dy, n.rows, n.out), work));
 }
 
@@ -732,9 +864,9 @@ __device__ __forceinline__ int64_t nn_d_entry(const nn_lookup &lookup, int64_t r
 
 /* y (rows, channels) = the sum of the tables' rows, NaN if a table has no such entry. Each thread
    has WIDE channels. */
-template <unsigned WIDE>
+template <typename T, unsigned WIDE>
 static __global__ void __launch_bounds__(NN_THREADS)
-    nn_k_embedding(float *y, nn_lookups lookups, int64_t channels) {
+    nn_k_embedding(T *y, nn_lookups lookups, int64_t channels) {
     const unsigned tiles = nn_d_tiles(channels, NN_THREADS * WIDE);
     const int64_t row = blockIdx.x / tiles;
     const int64_t c = ((int64_t)(blockIdx.x % tiles) * NN_THREADS + threadIdx.x) * WIDE;
@@ -743,7 +875,8 @@ static __global__ void __launch_bounds__(NN_THREADS)
         return;
     }
     for (int l = 0; l < lookups.count; l++) {
-        if (lookups.table[l].table == NULL) {
+        const T *table = (const T *)lookups.table[l].table.data;
+        if (table == NULL) {
             continue;
         }
         const int64_t entry = nn_d_entry(lookups.table[l], row);
@@ -753,7 +886,7 @@ static __global__ void __launch_bounds__(NN_THREADS)
             value[k] = nn_nan();
         }
         if (entry >= 0) {
-            nn_wide<WIDE>::load(value, lookups.table[l].table + entry * channels + c);
+            nn_wide<WIDE>::load(value, table + entry * channels + c);
         }
         NN_UNROLL
         for (unsigned k = 0; k < WIDE; k++) {
@@ -763,25 +896,34 @@ static __global__ void __launch_bounds__(NN_THREADS)
     nn_wide<WIDE>::store(y + row * channels + c, sum);
 }
 
-static int nn_cuda_embedding(const ms_call *call, float *y, const nn_lookup *lookups,
+template <typename T>
+static int nn_cuda_embedding_as(const ms_call *call, nn_values y, const nn_lookups &lookups,
+                                int64_t rows, int64_t channels) {
+    bool wide = channels % nn_type<T>::WIDE == 0 && nn_aligned(y.data);
+    for (int l = 0; l < lookups.count; l++) {
+        wide = wide && nn_aligned(lookups.table[l].table.data);
+    }
+    const int64_t tiles = nn_divide_up(channels, NN_THREADS * (wide ? nn_type<T>::WIDE : 1));
+    return nn_launch(call, nn_grid_of(rows * tiles, 1, NN_THREADS),
+                     wide ? nn_k_embedding<T, nn_type<T>::WIDE> : nn_k_embedding<T, 1>, y.data,
+                     lookups, channels);
+}
+
+static int nn_cuda_embedding(const ms_call *call, nn_values y, const nn_lookup *lookups,
                              int lookup_count, int64_t rows, int64_t channels) {
     nn_lookups all;
-    bool wide = channels % 4 == 0 && nn_aligned(y);
     memset(&all, 0, sizeof all);
     all.count = lookup_count;
     for (int l = 0; l < lookup_count; l++) {
         all.table[l] = lookups[l];
-        wide = wide && nn_aligned(lookups[l].table);
     }
-    const int64_t tiles = nn_divide_up(channels, NN_THREADS * (wide ? 4 : 1));
-    return nn_launch(call, nn_grid_of(rows * tiles, 1, NN_THREADS),
-                     wide ? nn_k_embedding<4> : nn_k_embedding<1>, y, all, channels);
+    return NN_AS(y.dtype, nn_cuda_embedding_as, call, y, all, rows, channels);
 }
 
 /* Adds up the rows of dy that took the same entry of a table. */
 typedef struct nn_scatter {
     float *out; // (entries, channels)
-    const float *dy;
+    nn_values dy;
     const int32_t *index;
     int64_t rows, entries, channels, period;
     bool adds;
@@ -815,9 +957,9 @@ __device__ __forceinline__ int nn_d_matches(int *match, unsigned *votes, const n
 
 /* A block per row and NN_SCATTER_COLUMNS columns. If its row is the first that took its token, the
    block adds up all rows that did, in their order; otherwise the block of that first row does. */
-static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter(nn_scatter s) {
-    __shared__ int match[NN_THREADS];
-    __shared__ unsigned votes[NN_THREADS / NN_WARP];
+template <typename T>
+__device__ __forceinline__ void nn_d_scatter(const nn_scatter &s, int *match, unsigned *votes) {
+    const T *dy = (const T *)s.dy.data;
     const unsigned tiles = nn_d_tiles(s.channels, NN_SCATTER_COLUMNS);
     const int64_t row = blockIdx.x / tiles;
     const int64_t c = (int64_t)(blockIdx.x % tiles) * NN_SCATTER_COLUMNS + threadIdx.x;
@@ -842,7 +984,7 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter(nn_scatter s) 
                     first + match[m + j / NN_SCATTER_WIDTH < count ? m + j / NN_SCATTER_WIDTH : m];
                 const bool counts = m + j / NN_SCATTER_WIDTH < count && column < s.channels;
                 value[j / NN_SCATTER_WIDTH][j % NN_SCATTER_WIDTH] =
-                    counts ? s.dy[from * s.channels + column] : 0.0f;
+                    counts ? nn_d_float(dy[from * s.channels + column]) : 0.0f;
             }
             NN_UNROLL
             for (int j = 0; j < 4 * NN_SCATTER_WIDTH; j++) {
@@ -860,7 +1002,23 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter(nn_scatter s) 
     }
 }
 
+#define NN_SCATTER(name, type)                                                                     \
+    static __global__ void __launch_bounds__(NN_THREADS) name(nn_scatter s) {                      \
+        __shared__ int match[NN_THREADS];                                                          \
+        __shared__ unsigned votes[NN_THREADS / NN_WARP];                                           \
+        nn_d_scatter<type>(s, match, votes);                                                       \
+    }
+
+NN_SCATTER(nn_k_scatter_f32, float)
+NN_SCATTER(nn_k_scatter_bf16, nn_bf16)
+NN_SCATTER(nn_k_scatter_f16, nn_f16)
+
+/* By nn_type_index. */
+static void (*const nn_k_scatter[3])(nn_scatter s) = {nn_k_scatter_f32, nn_k_scatter_bf16,
+                                                      nn_k_scatter_f16};
+
 /* The same for a table without index, where row r takes entry r % period. A thread per element. */
+template <typename T>
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter_periodic(nn_scatter s) {
     const int64_t i = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
     float sum = 0.0f;
@@ -868,28 +1026,33 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter_periodic(nn_sc
         return;
     }
     for (int64_t r = i / s.channels; r < s.rows && i / s.channels < s.period; r += s.period) {
-        sum += s.dy[r * s.channels + i % s.channels];
+        sum += nn_d_float(((const T *)s.dy.data)[r * s.channels + i % s.channels]);
     }
     s.out[i] = s.adds ? nn_d_sum(s.out[i], sum) : sum;
 }
 
+template <typename T> static int nn_cuda_scatter_periodic_as(const ms_call *call, nn_scatter s) {
+    const int64_t blocks = nn_divide_up(s.entries * s.channels, NN_THREADS);
+    return nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS), nn_k_scatter_periodic<T>, s);
+}
+
 /* In a table of few entries many rows take each: they are added up by nn_k_column_sums. */
 static int nn_cuda_scatter_few(const ms_call *call, nn_dest dtable, const nn_lookup *lookup,
-                               const float *dy, int64_t rows, int64_t channels, float *work) {
+                               nn_values dy, int64_t rows, int64_t channels, float *work) {
     int result = 0;
     for (int32_t entry = 0; entry < lookup->entries; entry++) {
         nn_sums s = nn_sums_of(dy, rows, channels);
         s.index = lookup->index;
         s.entry = entry;
-        const nn_dest row = nn_dest_of(dtable.data + entry * channels, dtable.beta);
-        result = nn_first(result, nn_cuda_column_sums(call, row, nn_dest_of(NULL, 0.0f), s, work));
+        const nn_dest row =
+            nn_dest_of(nn_from(nn_values_at(dtable), entry * channels), dtable.beta);
+        result = nn_first(result, nn_cuda_column_sums(call, row, nn_nowhere(), s, work));
     }
     return result;
 }
 
 static int nn_cuda_embedding_backward(const ms_call *call, nn_dest dtable, const nn_lookup *lookup,
-                                      const float *dy, int64_t rows, int64_t channels,
-                                      float *work) {
+                                      nn_values dy, int64_t rows, int64_t channels, float *work) {
     nn_scatter s;
     int result = 0;
     if (dtable.data == NULL) {
@@ -898,7 +1061,7 @@ static int nn_cuda_embedding_backward(const ms_call *call, nn_dest dtable, const
     if (lookup->index != NULL && lookup->entries <= NN_FEW_ENTRIES) {
         return nn_cuda_scatter_few(call, dtable, lookup, dy, rows, channels, work);
     }
-    s.out = dtable.data;
+    s.out = (float *)dtable.data;
     s.dy = dy;
     s.index = lookup->index;
     s.rows = rows;
@@ -907,15 +1070,15 @@ static int nn_cuda_embedding_backward(const ms_call *call, nn_dest dtable, const
     s.period = lookup->period;
     s.adds = dtable.beta != 0.0f;
     if (lookup->index == NULL) {
-        const int64_t blocks = nn_divide_up(s.entries * channels, NN_THREADS);
-        return nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS), nn_k_scatter_periodic, s);
+        return NN_AS(dy.dtype, nn_cuda_scatter_periodic_as, call, s);
     }
     if (!s.adds) {
         result = nn_cuda_error(cudaMemsetAsync(
             s.out, 0, (size_t)(s.entries * channels) * sizeof(float), (cudaStream_t)call->stream));
     }
     const int64_t blocks = rows * nn_divide_up(channels, NN_SCATTER_COLUMNS);
-    return nn_first(result, nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS), nn_k_scatter, s));
+    return nn_first(result, nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS),
+                                      nn_k_scatter[nn_type_index(dy.dtype)], s));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -976,7 +1139,8 @@ template <unsigned TEAM, unsigned ITEMS, unsigned WIDE> struct nn_team {
     }
 
     /* v = the row's first count columns, and zeros for the others. */
-    __device__ __forceinline__ void load(float *v, const float *row, int64_t count) const {
+    template <typename T>
+    __device__ __forceinline__ void load(float *v, const T *row, int64_t count) const {
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i += WIDE) {
             if (column(i) < count) {
@@ -989,8 +1153,8 @@ template <unsigned TEAM, unsigned ITEMS, unsigned WIDE> struct nn_team {
         }
     }
 
-    __device__ __forceinline__ void store(float *row, const float *v, int64_t count,
-                                          bool adds) const {
+    template <typename T>
+    __device__ __forceinline__ void store(T *row, const float *v, int64_t count, bool adds) const {
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i += WIDE) {
             if (column(i) < count) {
@@ -1007,6 +1171,15 @@ template <unsigned TEAM, unsigned ITEMS, unsigned WIDE> struct nn_team {
         }
     }
 
+    /* What the team has read, its threads may overwrite from here on. */
+    __device__ __forceinline__ void wait() const {
+        if (TEAM == NN_WARP) {
+            __syncwarp();
+        } else {
+            __syncthreads();
+        }
+    }
+
     /* The sum over the team; all its threads get the same bits. */
     __device__ __forceinline__ float sum(float value) const {
         value = nn_d_warp_sum(value);
@@ -1019,26 +1192,32 @@ template <unsigned TEAM, unsigned ITEMS, unsigned WIDE> struct nn_team {
     }
 };
 
-/* The operands of kernels on rows: a and b are read, out is written. n has the numbers of rows and
-   columns, and the operands of a layer normalization. */
+/* The operands of kernels on rows: a and b are read, out is written; their rows are strides apart.
+   n has the numbers of rows and columns, and the operands of a layer normalization. */
 typedef struct nn_rowwise {
-    float *out;
-    const float *a, *b;
+    nn_values out, a, b; // out and b, if there is one, of one dtype
+    int64_t out_stride, a_stride, b_stride;
     nn_norm n;
     float scale;
     bool adds, causal;
 } nn_rowwise;
 
+/* Where a row of an operand begins. */
+template <typename T>
+__device__ __forceinline__ T *nn_d_row(const nn_values &values, int64_t stride, int64_t row) {
+    return (T *)values.data + row * stride;
+}
+
 /* out = (a - mean) * rstd * weight + bias; out may be a. */
 struct nn_row_layernorm {
-    template <unsigned TEAM, unsigned ITEMS, unsigned WIDE>
+    template <typename T, unsigned TEAM, unsigned ITEMS, unsigned WIDE>
     static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
                                                const nn_rowwise &w, int64_t row) {
         const int64_t width = w.n.width;
         float v[ITEMS];
         float total = 0.0f;
         float squares = 0.0f;
-        team.load(v, w.a + row * width, width);
+        team.load(v, nn_d_row<T>(w.a, w.a_stride, row), width);
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i++) {
             total += v[i];
@@ -1063,7 +1242,7 @@ struct nn_row_layernorm {
                 v[i + k] = (v[i + k] - mean) * rstd * weight[k] + bias[k];
             }
         }
-        team.store(w.out + row * width, v, width, false);
+        team.store(nn_d_row<T>(w.out, w.out_stride, row), v, width, false);
         if (team.lane == 0) {
             w.n.mean[row] = mean;
             w.n.rstd[row] = rstd;
@@ -1073,7 +1252,7 @@ struct nn_row_layernorm {
 
 /* a is dy, b is x; out, the gradient of x, may be either. */
 struct nn_row_layernorm_backward {
-    template <unsigned TEAM, unsigned ITEMS, unsigned WIDE>
+    template <typename T, unsigned TEAM, unsigned ITEMS, unsigned WIDE>
     static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
                                                const nn_rowwise &w, int64_t row) {
         const int64_t width = w.n.width;
@@ -1083,8 +1262,8 @@ struct nn_row_layernorm_backward {
         float normal[ITEMS]; // (x - mean) * rstd
         float slopes = 0.0f;
         float products = 0.0f;
-        team.load(slope, w.a + row * width, width);
-        team.load(normal, w.b + row * width, width);
+        team.load(slope, nn_d_row<T>(w.a, w.a_stride, row), width);
+        team.load(normal, nn_d_row<T>(w.b, w.b_stride, row), width);
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i += WIDE) {
             float weight[WIDE] = {0};
@@ -1105,7 +1284,7 @@ struct nn_row_layernorm_backward {
         for (unsigned i = 0; i < ITEMS; i++) {
             slope[i] = __fmul_rn(slope[i] - slopes - normal[i] * products, rstd);
         }
-        team.store(w.out + row * width, slope, width, w.adds);
+        team.store(nn_d_row<T>(w.out, w.out_stride, row), slope, width, w.adds);
     }
 };
 
@@ -1115,17 +1294,18 @@ __device__ __forceinline__ int64_t nn_d_seen(const nn_rowwise &w, int64_t row) {
     return w.causal ? (uint32_t)row % (uint32_t)w.n.width + 1 : w.n.width;
 }
 
-/* out = softmax(a) over the columns that the row sees, and 0 for the others, which are not read;
-   out may be a. */
+/* out = softmax(a) over the columns that the row sees, and 0 for the others, which are not read. a
+   is F32. Rows of out may begin where those of a begin: in 16 bits, where threads write what others
+   read, all of a team have read before one writes. */
 struct nn_row_softmax {
-    template <unsigned TEAM, unsigned ITEMS, unsigned WIDE>
+    template <typename T, unsigned TEAM, unsigned ITEMS, unsigned WIDE>
     static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
                                                const nn_rowwise &w, int64_t row) {
         const int64_t seen = nn_d_seen(w, row);
         float v[ITEMS];
         float most = -FLT_MAX;
         float total = 0.0f;
-        team.load(v, w.a + row * w.n.width, seen);
+        team.load(v, nn_d_row<float>(w.a, w.a_stride, row), seen);
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i++) {
             most = team.column(i) < seen ? fmaxf(most, v[i]) : most;
@@ -1141,21 +1321,24 @@ struct nn_row_softmax {
         for (unsigned i = 0; i < ITEMS; i++) {
             v[i] *= share;
         }
-        team.store(w.out + row * w.n.width, v, w.n.width, false);
+        if (sizeof(T) != sizeof(float)) {
+            team.wait();
+        }
+        team.store(nn_d_row<T>(w.out, w.out_stride, row), v, w.n.width, false);
     }
 };
 
-/* a is the gradient of probabilities b: out = b * (a - sum(a * b)) * scale; out may be a. */
+/* a, F32, is the gradient of probabilities b: out = b * (a - sum(a * b)) * scale; out as above. */
 struct nn_row_softmax_backward {
-    template <unsigned TEAM, unsigned ITEMS, unsigned WIDE>
+    template <typename T, unsigned TEAM, unsigned ITEMS, unsigned WIDE>
     static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
                                                const nn_rowwise &w, int64_t row) {
         const int64_t seen = nn_d_seen(w, row);
         float slope[ITEMS];
         float p[ITEMS];
         float total = 0.0f;
-        team.load(slope, w.a + row * w.n.width, seen);
-        team.load(p, w.b + row * w.n.width, seen);
+        team.load(slope, nn_d_row<float>(w.a, w.a_stride, row), seen);
+        team.load(p, nn_d_row<T>(w.b, w.b_stride, row), seen);
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i++) {
             total += slope[i] * p[i];
@@ -1165,80 +1348,98 @@ struct nn_row_softmax_backward {
         for (unsigned i = 0; i < ITEMS; i++) {
             slope[i] = p[i] * (slope[i] - total) * w.scale;
         }
-        team.store(w.out + row * w.n.width, slope, w.n.width, false);
+        if (sizeof(T) != sizeof(float)) {
+            team.wait();
+        }
+        team.store(nn_d_row<T>(w.out, w.out_stride, row), slope, w.n.width, false);
     }
 };
 
-template <typename F, unsigned ITEMS, unsigned WIDE>
+template <typename F, typename T, unsigned ITEMS, unsigned WIDE>
 static __global__ void __launch_bounds__(NN_ROW_WARPS *NN_WARP) nn_k_rows(nn_rowwise w) {
     const int64_t row = (int64_t)blockIdx.x * NN_ROW_WARPS + threadIdx.x / NN_WARP;
     nn_team<NN_WARP, ITEMS, WIDE> team;
     team.lane = threadIdx.x % NN_WARP;
     team.shared = NULL;
     if (row < w.n.rows) {
-        F::run(team, w, row);
+        F::template run<T>(team, w, row);
     }
 }
 
-/* A block per row; WIDE is 4 or 1. A macro, since in the tests' emulation a template cannot have
-   shared memory of its own. */
-#define NN_LONG_ROWS(name, operation, wide)                                                        \
-    static __global__ void __launch_bounds__(NN_THREADS) name(nn_rowwise w) {                      \
-        __shared__ float shared[NN_THREADS / NN_WARP];                                             \
-        nn_team<NN_THREADS, NN_WIDEST / NN_THREADS, wide> team;                                    \
-        team.lane = threadIdx.x;                                                                   \
-        team.shared = shared;                                                                      \
-        operation::run(team, w, (int64_t)blockIdx.x);                                              \
+/* A block per row. */
+template <typename F> struct nn_long {
+    template <typename T, unsigned WIDE>
+    static __device__ __forceinline__ void run(const nn_rowwise &w, float *shared) {
+        nn_team<NN_THREADS, NN_WIDEST / NN_THREADS, WIDE> team;
+        team.lane = threadIdx.x;
+        team.shared = shared;
+        F::template run<T>(team, w, (int64_t)blockIdx.x);
     }
+};
 
-NN_LONG_ROWS(nn_k_layernorm_4, nn_row_layernorm, 4)
-NN_LONG_ROWS(nn_k_layernorm_1, nn_row_layernorm, 1)
-NN_LONG_ROWS(nn_k_layernorm_backward_4, nn_row_layernorm_backward, 4)
-NN_LONG_ROWS(nn_k_layernorm_backward_1, nn_row_layernorm_backward, 1)
-NN_LONG_ROWS(nn_k_softmax_4, nn_row_softmax, 4)
-NN_LONG_ROWS(nn_k_softmax_1, nn_row_softmax, 1)
-NN_LONG_ROWS(nn_k_softmax_backward_4, nn_row_softmax_backward, 4)
-NN_LONG_ROWS(nn_k_softmax_backward_1, nn_row_softmax_backward, 1)
+#define NN_LONG_ROWS(name, operation)                                                              \
+    NN_SHARED_KERNELS(name, NN_THREADS, nn_rowwise, (NN_THREADS / NN_WARP), nn_long<operation>::run)
+
+NN_LONG_ROWS(nn_k_layernorm, nn_row_layernorm)
+NN_LONG_ROWS(nn_k_layernorm_backward, nn_row_layernorm_backward)
+NN_LONG_ROWS(nn_k_softmax, nn_row_softmax)
+NN_LONG_ROWS(nn_k_softmax_backward, nn_row_softmax_backward)
 
 typedef void (*nn_rows_kernel)(nn_rowwise w);
 
 /* Launches the kernel that holds rows of this width in the fewest registers. */
-template <typename F>
-static int nn_cuda_rows(const ms_call *call, nn_rowwise w, nn_rows_kernel long_4,
-                        nn_rows_kernel long_1) {
+template <typename T, typename F>
+static int nn_cuda_rows_as(const ms_call *call, const nn_rowwise &w, F,
+                           const nn_rows_kernel *long_rows) {
+    enum { WIDE = nn_type<T>::WIDE };
     static const nn_rows_kernel kernels[2][4] = {
-        {nn_k_rows<F, 8, 4>, nn_k_rows<F, 16, 4>, nn_k_rows<F, 32, 4>, nn_k_rows<F, 64, 4>},
-        {nn_k_rows<F, 8, 1>, NULL, nn_k_rows<F, 32, 1>, NULL},
+        {nn_k_rows<F, T, 8, 1>, NULL, nn_k_rows<F, T, 32, 1>, NULL},
+        {nn_k_rows<F, T, 8, WIDE>, nn_k_rows<F, T, 16, WIDE>, nn_k_rows<F, T, 32, WIDE>,
+         nn_k_rows<F, T, 64, WIDE>},
     };
-    const bool narrow = w.n.width % 4 != 0 || !nn_aligned(w.out) || !nn_aligned(w.a) ||
-                        !nn_aligned(w.b) || !nn_aligned(w.n.weight) || !nn_aligned(w.n.bias);
-    if (w.n.width > NN_WIDEST) {
-        return NN_ERROR_WIDTH;
-    }
+    const bool wide = w.n.width % WIDE == 0 && nn_aligned(w.out.data) && nn_aligned(w.a.data) &&
+                      nn_aligned(w.b.data) && nn_aligned(w.n.weight) && nn_aligned(w.n.bias);
     for (int i = 0; i < 4; i++) {
-        if (kernels[narrow][i] != NULL && w.n.width <= (8 << i) * NN_WARP) {
+        if (kernels[wide][i] != NULL && w.n.width <= (8 << i) * NN_WARP) {
             const int64_t blocks = nn_divide_up(w.n.rows, NN_ROW_WARPS);
-            return nn_launch(call, nn_grid_of(blocks, 1, NN_ROW_WARPS * NN_WARP),
-                             kernels[narrow][i], w);
+            return nn_launch(call, nn_grid_of(blocks, 1, NN_ROW_WARPS * NN_WARP), kernels[wide][i],
+                             w);
         }
     }
-    return nn_launch(call, nn_grid_of(w.n.rows, 1, NN_THREADS), narrow ? long_1 : long_4, w);
+    return nn_launch(call, nn_grid_of(w.n.rows, 1, NN_THREADS), long_rows[wide], w);
 }
 
-static int nn_cuda_layernorm(const ms_call *call, float *y, const float *x, const nn_norm *n) {
+template <typename F>
+static int nn_cuda_rows(const ms_call *call, const nn_rowwise &w,
+                        const nn_rows_kernel (&long_rows)[3][2]) {
+    const nn_rows_kernel *own = long_rows[nn_type_index(w.out.dtype)];
+    return w.n.width > NN_WIDEST ? (int)NN_ERROR_WIDTH
+                                 : NN_AS(w.out.dtype, nn_cuda_rows_as, call, w, F(), own);
+}
+
+/* Operands whose rows follow each other. */
+static nn_rowwise nn_rowwise_of(nn_values out, nn_values a, nn_values b, const nn_norm *n) {
     nn_rowwise w;
     memset(&w, 0, sizeof w);
-    w.out = y;
-    w.a = x;
+    w.out = out;
+    w.a = a;
+    w.b = b;
+    w.out_stride = n->width;
+    w.a_stride = n->width;
+    w.b_stride = n->width;
     w.n = *n;
-    return nn_cuda_rows<nn_row_layernorm>(call, w, nn_k_layernorm_4, nn_k_layernorm_1);
+    return w;
+}
+
+static int nn_cuda_layernorm(const ms_call *call, nn_values y, nn_values x, const nn_norm *n) {
+    return nn_cuda_rows<nn_row_layernorm>(call, nn_rowwise_of(y, x, nn_f32(NULL), n),
+                                          nn_k_layernorm);
 }
 
 static int nn_cuda_layernorm_backward(const ms_call *call, nn_dest dx, nn_dest dweight,
-                                      nn_dest dbias, const float *dy, const float *x,
-                                      const nn_norm *n, float *work) {
+                                      nn_dest dbias, nn_values dy, nn_values x, const nn_norm *n,
+                                      float *work) {
     nn_sums s = nn_sums_of(dy, n->rows, n->width);
-    nn_rowwise w;
     s.x = x;
     s.mean = n->mean;
     s.rstd = n->rstd;
@@ -1246,14 +1447,9 @@ static int nn_cuda_layernorm_backward(const ms_call *call, nn_dest dx, nn_dest d
     if (result != 0 || dx.data == NULL) {
         return result;
     }
-    memset(&w, 0, sizeof w);
-    w.out = dx.data;
-    w.a = dy;
-    w.b = x;
-    w.n = *n;
+    nn_rowwise w = nn_rowwise_of(nn_values_at(dx), dy, x, n);
     w.adds = dx.beta != 0.0f;
-    return nn_cuda_rows<nn_row_layernorm_backward>(call, w, nn_k_layernorm_backward_4,
-                                                   nn_k_layernorm_backward_1);
+    return nn_cuda_rows<nn_row_layernorm_backward>(call, w, nn_k_layernorm_backward);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1262,24 +1458,25 @@ static int nn_cuda_layernorm_backward(const ms_call *call, nn_dest dx, nn_dest d
 /* logits (rows, classes), a block per row, read once: each thread keeps the largest of its logits
    and the sum of exponentials relative to it. Milakov and Gimelshein, "Online Normalizer
    Calculation for Softmax", 2018, algorithm 3. Rows may have any alignment: neighbouring threads
-   read neighbouring floats, and each has four loads in flight. */
+   read neighbouring values, and each has four loads in flight. */
 typedef struct nn_entropy {
-    float *losses, *stats, *dlogits;
-    const float *dlosses, *saved_stats, *logits; // saved_stats: the stats that forward saved
+    float *losses, *stats;
+    nn_values logits, dlogits;
+    const float *dlosses, *saved_stats; // saved_stats: the stats that forward saved
     const int32_t *targets;
     int64_t classes;
     bool adds;
 } nn_entropy;
 
-static __global__ void __launch_bounds__(NN_LONG_THREADS) nn_k_cross_entropy(nn_entropy e) {
-    __shared__ float shared[NN_LONG_THREADS / NN_WARP];
+template <typename T, unsigned>
+__device__ __forceinline__ void nn_d_cross_entropy(const nn_entropy &e, float *shared) {
     const int64_t row = blockIdx.x;
-    const float *x = e.logits + row * e.classes;
+    const T *x = (const T *)e.logits.data + row * e.classes;
     const int32_t target = e.targets[row];
     float most = -FLT_MAX;
     float total = 0.0f;
     // an ignored row of NaN has the loss NaN, so that a token outside its table shows up here too
-    float loss = target < e.classes && !nn_is_nan(x[0]) ? 0.0f : nn_nan();
+    float loss = target < e.classes && !nn_is_nan(nn_d_float(x[0])) ? 0.0f : nn_nan();
     float log_sum = loss;
     if (target >= 0 && target < e.classes) {
         for (int64_t i = threadIdx.x; i < e.classes; i += 4 * NN_LONG_THREADS) {
@@ -1288,7 +1485,7 @@ static __global__ void __launch_bounds__(NN_LONG_THREADS) nn_k_cross_entropy(nn_
             NN_UNROLL
             for (int k = 0; k < 4; k++) {
                 const int64_t at = i + k * NN_LONG_THREADS;
-                value[k] = at < e.classes ? x[at] : -FLT_MAX;
+                value[k] = at < e.classes ? nn_d_float(x[at]) : -FLT_MAX;
                 larger = fmaxf(larger, value[k]);
             }
             total = larger > most ? total * nn_exp(most - larger) : total;
@@ -1304,7 +1501,7 @@ static __global__ void __launch_bounds__(NN_LONG_THREADS) nn_k_cross_entropy(nn_
         total = total * nn_exp(own - most);
         total = nn_d_block_sum(nn_d_warp_sum(total), shared);
         log_sum = logf(total);
-        loss = log_sum - (x[target] - most);
+        loss = log_sum - (nn_d_float(x[target]) - most);
     } else {
         most = loss;
     }
@@ -1315,12 +1512,25 @@ static __global__ void __launch_bounds__(NN_LONG_THREADS) nn_k_cross_entropy(nn_
     }
 }
 
+#define NN_CROSS_ENTROPY(name, type)                                                               \
+    NN_SHARED_KERNEL(name, NN_LONG_THREADS, nn_entropy, NN_LONG_THREADS / NN_WARP,                 \
+                     nn_d_cross_entropy, type, 1)
+
+NN_CROSS_ENTROPY(nn_k_cross_entropy_f32, float)
+NN_CROSS_ENTROPY(nn_k_cross_entropy_bf16, nn_bf16)
+NN_CROSS_ENTROPY(nn_k_cross_entropy_f16, nn_f16)
+
+/* By nn_type_index. */
+static void (*const nn_k_cross_entropy[3])(nn_entropy e) = {
+    nn_k_cross_entropy_f32, nn_k_cross_entropy_bf16, nn_k_cross_entropy_f16};
+
 /* dlogits = dlosses * (softmax(logits) - onehot(target)); dlogits may be logits. */
+template <typename T>
 static __global__ void __launch_bounds__(NN_LONG_THREADS)
     nn_k_cross_entropy_backward(nn_entropy e) {
     const int64_t row = blockIdx.x;
-    const float *x = e.logits + row * e.classes;
-    float *to = e.dlogits + row * e.classes;
+    const T *x = (const T *)e.logits.data + row * e.classes;
+    T *to = (T *)e.dlogits.data + row * e.classes;
     const int32_t target = e.targets[row];
     const float slope = e.dlosses[row];
     const float most = e.saved_stats[2 * row];
@@ -1333,7 +1543,7 @@ static __global__ void __launch_bounds__(NN_LONG_THREADS)
         NN_UNROLL
         for (int k = 0; k < 4; k++) {
             const int64_t at = i + k * NN_LONG_THREADS;
-            value[k] = at < e.classes && target >= 0 ? x[at] : 0.0f;
+            value[k] = at < e.classes && target >= 0 ? nn_d_float(x[at]) : 0.0f;
         }
         NN_UNROLL
         for (int k = 0; k < 4; k++) {
@@ -1341,15 +1551,14 @@ static __global__ void __launch_bounds__(NN_LONG_THREADS)
             const float share = __fmul_rn(slope, nn_exp(value[k] - most - log_sum));
             const float own = target < 0 ? 0.0f : nn_d_sum(share, at == target ? -slope : 0.0f);
             if (at < e.classes) {
-                to[at] = e.adds ? nn_d_sum(to[at], own) : own;
+                nn_d_round(to + at, e.adds ? nn_d_sum(nn_d_float(to[at]), own) : own);
             }
         }
     }
 }
 
-static int nn_cuda_cross_entropy(const ms_call *call, float *losses, float *stats,
-                                 const float *logits, const int32_t *targets, int64_t rows,
-                                 int64_t classes) {
+static int nn_cuda_cross_entropy(const ms_call *call, float *losses, float *stats, nn_values logits,
+                                 const int32_t *targets, int64_t rows, int64_t classes) {
     nn_entropy e;
     memset(&e, 0, sizeof e);
     e.losses = losses;
@@ -1357,26 +1566,33 @@ static int nn_cuda_cross_entropy(const ms_call *call, float *losses, float *stat
     e.logits = logits;
     e.targets = targets;
     e.classes = classes;
-    return nn_launch(call, nn_grid_of(rows, 1, NN_LONG_THREADS), nn_k_cross_entropy, e);
+    return nn_launch(call, nn_grid_of(rows, 1, NN_LONG_THREADS),
+                     nn_k_cross_entropy[nn_type_index(logits.dtype)], e);
+}
+
+template <typename T>
+static int nn_cuda_cross_entropy_backward_as(const ms_call *call, const nn_entropy &e,
+                                             int64_t rows) {
+    return nn_launch(call, nn_grid_of(rows, 1, NN_LONG_THREADS), nn_k_cross_entropy_backward<T>, e);
 }
 
 static int nn_cuda_cross_entropy_backward(const ms_call *call, nn_dest dlogits,
                                           const float *dlosses, const float *stats,
-                                          const float *logits, const int32_t *targets, int64_t rows,
+                                          nn_values logits, const int32_t *targets, int64_t rows,
                                           int64_t classes) {
     nn_entropy e;
     if (dlogits.data == NULL) {
         return 0;
     }
     memset(&e, 0, sizeof e);
-    e.dlogits = dlogits.data;
+    e.dlogits = nn_values_at(dlogits);
     e.dlosses = dlosses;
     e.saved_stats = stats;
     e.logits = logits;
     e.targets = targets;
     e.classes = classes;
     e.adds = dlogits.beta != 0.0f;
-    return nn_launch(call, nn_grid_of(rows, 1, NN_LONG_THREADS), nn_k_cross_entropy_backward, e);
+    return NN_AS(logits.dtype, nn_cuda_cross_entropy_backward_as, call, e, rows);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1388,7 +1604,10 @@ static int nn_cuda_cross_entropy_backward(const ms_call *call, nn_dest dlogits,
    qkv.
    Packed: if the heads of one sequence are too small to keep a GPU busy, a group is all heads of
    some sequences; their queries, keys and values are first copied head by head, so that one batched
-   product computes them all. Which of the two it is depends on sizes alone. */
+   product computes them all. Which of the two it is depends on sizes alone.
+   Probabilities and their gradients are computed in F32. If qkv has 16 bits, each row is then
+   rounded to where it begins in scratch memory, or to where the probabilities are kept. Packed
+   gradients are F32 in every call. */
 typedef struct nn_groups {
     bool packed;
     int64_t count, size; // groups, and heads or sequences in each but the last
@@ -1415,55 +1634,76 @@ static nn_groups nn_cuda_groups(nn_attention_size n) {
    and the matrices of heads, (sequences * heads, sequence, size) for each part. The parts are q, k
    and v, or there is one. */
 typedef struct nn_heads_copy {
-    float *rows;
-    float *part[3]; // as many as parts
+    nn_values rows;
+    nn_values part[3]; // as many as parts
     int64_t sequences, sequence, parts, part_stride, row_stride, heads, size;
     bool packs; // from rows to matrices; otherwise back
     bool adds;
 } nn_heads_copy;
 
-template <unsigned WIDE>
+/* T: of rows; P: of the parts, T or float. */
+template <typename T, typename P, unsigned WIDE>
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_heads_copy(nn_heads_copy h) {
     const unsigned parts = (unsigned)h.parts; // 32 bits, as blocks are counted
     const unsigned part = blockIdx.x % parts;
     const unsigned token = blockIdx.x / parts;
     const unsigned sequence = token / (unsigned)h.sequence;
     const unsigned time = token % (unsigned)h.sequence;
-    float *row = h.rows + token * h.row_stride + part * h.part_stride;
+    T *row = (T *)h.rows.data + token * h.row_stride + part * h.part_stride;
     const unsigned columns = (unsigned)(h.heads * h.size); // 32 bits: divided for each element
     const unsigned size = (unsigned)h.size;
     for (unsigned c = threadIdx.x * WIDE; c < columns; c += NN_THREADS * WIDE) {
         const unsigned head = c / size;
         const int64_t matrix_row = ((int64_t)sequence * h.heads + head) * h.sequence + time;
-        float *own = h.part[part] + matrix_row * h.size + c % size;
+        P *own = (P *)h.part[part].data + matrix_row * h.size + c % size;
         float value[WIDE];
-        nn_wide<WIDE>::load(value, h.packs ? row + c : own);
-        if (h.adds) {
-            float old[WIDE];
-            nn_wide<WIDE>::load(old, h.packs ? own : row + c);
-            NN_UNROLL
-            for (unsigned k = 0; k < WIDE; k++) {
-                value[k] = nn_d_sum(old[k], value[k]);
-            }
+        float old[WIDE] = {0};
+        if (h.packs) {
+            nn_wide<WIDE>::load(value, row + c);
+            nn_wide<WIDE>::store(own, value);
+            continue;
         }
-        nn_wide<WIDE>::store(h.packs ? own : row + c, value);
+        nn_wide<WIDE>::load(value, own);
+        if (h.adds) {
+            nn_wide<WIDE>::load(old, row + c);
+        }
+        NN_UNROLL
+        for (unsigned k = 0; k < WIDE; k++) {
+            value[k] = h.adds ? nn_d_sum(old[k], value[k]) : value[k];
+        }
+        nn_wide<WIDE>::store(row + c, value);
     }
 }
 
-static int nn_cuda_heads_copy(const ms_call *call, nn_heads_copy h) {
-    bool wide = h.size % 4 == 0 && nn_aligned(h.rows);
+template <typename T, typename P>
+static int nn_cuda_heads_copy_of(const ms_call *call, const nn_heads_copy &h) {
+    bool wide = h.size % nn_type<T>::WIDE == 0 && nn_aligned(h.rows.data);
     for (int64_t p = 0; p < h.parts; p++) {
-        wide = wide && nn_aligned(h.part[p]);
+        wide = wide && nn_aligned(h.part[p].data);
     }
     return nn_launch(call, nn_grid_of(h.sequences * h.sequence * h.parts, 1, NN_THREADS),
-                     wide ? nn_k_heads_copy<4> : nn_k_heads_copy<1>, h);
+                     wide ? nn_k_heads_copy<T, P, nn_type<T>::WIDE> : nn_k_heads_copy<T, P, 1>, h);
+}
+
+template <typename T>
+static int nn_cuda_heads_copy_as(const ms_call *call, const nn_heads_copy &h) {
+    return h.part[0].dtype == h.rows.dtype ? nn_cuda_heads_copy_of<T, T>(call, h)
+                                           : nn_cuda_heads_copy_of<T, float>(call, h);
 }
 
 /* Matrices (sequence, size), one per head, head_stride apart; their rows are stride apart. */
 typedef struct nn_heads {
-    float *data;
+    nn_values values;
     int64_t stride, head_stride;
 } nn_heads;
+
+/* Probabilities of heads, or their gradients, (heads, sequence, sequence): F32 where they are
+   computed; then operands of products. computed NULL: they are not. */
+typedef struct nn_square {
+    float *computed;
+    nn_values rounded; // in F32 the same
+    int64_t stride;    // of the rows of rounded
+} nn_square;
 
 /* A group, and where its operands are. The products of forward read q, k and v and write o; those
    of backward read q, k, v and o, and write dq, dk and dv: beta times the old values, plus
@@ -1477,13 +1717,13 @@ typedef struct nn_group {
     int64_t sequences;   // in the group; 1 unless it is packed
     nn_heads q, k, v, o; // o: the output, or in backward its gradient
     nn_heads dq, dk, dv; // backward
-    float *p, *dp;       // (heads, sequence, sequence); dp in backward
+    nn_square p, dp;     // dp in backward
     float *spare;        // scratch memory that is not in use yet
 } nn_group;
 
-static nn_heads nn_heads_of(const float *data, int64_t stride, int64_t head_stride) {
+static nn_heads nn_heads_of(nn_values values, int64_t stride, int64_t head_stride) {
     nn_heads heads;
-    heads.data = (float *)(uintptr_t)data; // an input is only read
+    heads.values = values;
     heads.stride = stride;
     heads.head_stride = head_stride;
     return heads;
@@ -1496,9 +1736,18 @@ static float *nn_cuda_take(nn_group *g, int64_t floats) {
     return taken;
 }
 
-/* A group without its gradients. scores NULL: the probabilities are not kept. */
-static nn_group nn_cuda_group(const ms_call *call, int64_t index, nn_groups groups, float *scores,
-                              float *work, nn_attention_size n) {
+/* Scratch memory for a square that is kept nowhere. */
+static nn_square nn_cuda_square(nn_group *g, ms_dtype dtype) {
+    nn_square s;
+    s.computed = nn_cuda_take(g, g->heads * g->n.sequence * g->n.sequence);
+    s.rounded = nn_values_in(s.computed, dtype);
+    s.stride = dtype == MS_DTYPE_F32 ? g->n.sequence : 2 * g->n.sequence;
+    return s;
+}
+
+/* A group of this dtype without its gradients. scores.data NULL: the probabilities are not kept. */
+static nn_group nn_cuda_group(const ms_call *call, int64_t index, nn_groups groups,
+                              nn_values scores, ms_dtype dtype, float *work, nn_attention_size n) {
     nn_group g;
     memset(&g, 0, sizeof g);
     const int64_t per_sequence = groups.packed ? 1 : groups.count / n.batch;
@@ -1511,40 +1760,50 @@ static nn_group nn_cuda_group(const ms_call *call, int64_t index, nn_groups grou
     g.head = groups.packed ? 0 : begin;
     g.sequences = groups.packed ? nn_least(groups.size, n.batch - begin) : 1;
     g.heads = groups.packed ? g.sequences * n.heads : nn_least(groups.size, n.heads - begin);
-    const int64_t square = n.sequence * n.sequence;
-    g.p = scores != NULL ? scores + (g.first * n.heads + g.head) * square
-                         : nn_cuda_take(&g, g.heads * square);
+    if (scores.data == NULL) {
+        g.p = nn_cuda_square(&g, dtype);
+        return g;
+    }
+    g.p.rounded = nn_from(scores, (g.first * n.heads + g.head) * n.sequence * n.sequence);
+    g.p.computed = dtype == MS_DTYPE_F32 ? (float *)g.p.rounded.data : NULL;
+    g.p.stride = n.sequence;
     return g;
 }
 
 /* Sets q, k, v and o to their places in qkv (B, T, 3C) and out (B, T, C). */
-static void nn_group_in_place(nn_group *g, const float *qkv, const float *out) {
+static void nn_group_in_place(nn_group *g, nn_values qkv, nn_values out) {
     const int64_t channels = g->n.heads * g->n.size;
     const int64_t token = g->first * g->n.sequence;
-    const float *q = qkv + token * 3 * channels + g->head * g->n.size;
+    const nn_values q = nn_from(qkv, token * 3 * channels + g->head * g->n.size);
     g->q = nn_heads_of(q, 3 * channels, g->n.size);
-    g->k = nn_heads_of(q + channels, 3 * channels, g->n.size);
-    g->v = nn_heads_of(q + 2 * channels, 3 * channels, g->n.size);
-    g->o = nn_heads_of(out + token * channels + g->head * g->n.size, channels, g->n.size);
+    g->k = nn_heads_of(nn_from(q, channels), 3 * channels, g->n.size);
+    g->v = nn_heads_of(nn_from(q, 2 * channels), 3 * channels, g->n.size);
+    g->o = nn_heads_of(nn_from(out, token * channels + g->head * g->n.size), channels, g->n.size);
 }
 
-/* Scratch memory for one packed operand. */
-static nn_heads nn_group_room(nn_group *g) {
+/* Scratch memory for one packed operand; enough for F32, whatever it is. */
+static nn_heads nn_group_room(nn_group *g, ms_dtype dtype) {
     const int64_t floats = g->n.sequence * g->n.size;
-    return nn_heads_of(nn_cuda_take(g, g->heads * floats), g->n.size, floats);
+    const float *room = nn_cuda_take(g, g->heads * floats);
+    return nn_heads_of(nn_values_in(room, dtype), g->n.size, floats);
+}
+
+/* An F32 gradient in the place of a packed operand. */
+static nn_heads nn_heads_f32(nn_heads heads) {
+    heads.values.dtype = MS_DTYPE_F32;
+    return heads;
 }
 
 /* Copies the group's rows of x, (B, T, parts * C), to packed operands, or back. */
-static int nn_group_copy(const nn_group *g, const float *x, int64_t parts, const nn_heads *a,
+static int nn_group_copy(const nn_group *g, nn_values x, int64_t parts, const nn_heads *a,
                          const nn_heads *b, const nn_heads *c, bool packs, float beta) {
     const int64_t channels = g->n.heads * g->n.size;
     nn_heads_copy h;
     memset(&h, 0, sizeof h);
-    h.rows =
-        (float *)(uintptr_t)x + g->first * g->n.sequence * parts * channels + g->head * g->n.size;
-    h.part[0] = a->data;
-    h.part[1] = b != NULL ? b->data : NULL;
-    h.part[2] = c != NULL ? c->data : NULL;
+    h.rows = nn_from(x, g->first * g->n.sequence * parts * channels + g->head * g->n.size);
+    h.part[0] = a->values;
+    h.part[1] = b != NULL ? b->values : nn_f32(NULL);
+    h.part[2] = c != NULL ? c->values : nn_f32(NULL);
     h.sequences = g->sequences;
     h.sequence = g->n.sequence;
     h.parts = b != NULL ? 3 : 1;
@@ -1554,32 +1813,36 @@ static int nn_group_copy(const nn_group *g, const float *x, int64_t parts, const
     h.size = g->n.size;
     h.packs = packs;
     h.adds = beta != 0.0f;
-    return nn_cuda_heads_copy(g->call, h);
+    return NN_AS(h.rows.dtype, nn_cuda_heads_copy_as, g->call, h);
 }
 
 /* The operands of a product. */
 static ms_matrix nn_group_matrix(const nn_group *g, nn_heads heads) {
-    ms_matrix m = nn_matrix(heads.data, g->n.sequence, g->n.size, heads.stride);
+    ms_matrix m = nn_matrix(heads.values, g->n.sequence, g->n.size, heads.stride);
     m.batch_count = g->heads;
     m.batch_stride = heads.head_stride;
     return m;
 }
 
-static ms_matrix nn_group_square(const nn_group *g, const float *scores) {
-    ms_matrix m = nn_matrix(scores, g->n.sequence, g->n.sequence, g->n.sequence);
+static ms_matrix nn_group_square(const nn_group *g, nn_values values, int64_t stride) {
+    ms_matrix m = nn_matrix(values, g->n.sequence, g->n.sequence, stride);
     m.batch_count = g->heads;
-    m.batch_stride = g->n.sequence * g->n.sequence;
+    m.batch_stride = g->n.sequence * stride;
     return m;
 }
 
-static nn_rowwise nn_group_rows(const nn_group *g, float *out, const float *p) {
-    nn_rowwise w;
-    memset(&w, 0, sizeof w);
-    w.out = out;
-    w.a = out;
-    w.b = p;
-    w.n.rows = g->heads * g->n.sequence;
-    w.n.width = g->n.sequence;
+/* The kernel rounds the square, and may read p. */
+static nn_rowwise nn_group_rows(const nn_group *g, const nn_square *square, const nn_square *p) {
+    nn_norm n;
+    memset(&n, 0, sizeof n);
+    n.rows = g->heads * g->n.sequence;
+    n.width = g->n.sequence;
+    nn_rowwise w = nn_rowwise_of(square->rounded, nn_f32(square->computed), nn_f32(NULL), &n);
+    w.out_stride = square->stride;
+    if (p != NULL) {
+        w.b = p->rounded;
+        w.b_stride = p->stride;
+    }
     w.scale = 1.0f / sqrtf((float)g->n.size);
     w.causal = g->n.causal;
     return w;
@@ -1587,20 +1850,22 @@ static nn_rowwise nn_group_rows(const nn_group *g, float *out, const float *p) {
 
 /* p = softmax(q k^T / sqrt(size)); the product also multiplies by the factor. */
 static int nn_group_softmax(const nn_group *g) {
-    const nn_rowwise w = nn_group_rows(g, g->p, NULL);
-    const int result =
-        (int)ms_gemm(g->call, w.scale, nn_group_matrix(g, g->q),
-                     ms_transpose(nn_group_matrix(g, g->k)), 0.0f, nn_group_square(g, g->p));
-    return result != 0 ? result
-                       : nn_cuda_rows<nn_row_softmax>(g->call, w, nn_k_softmax_4, nn_k_softmax_1);
+    const nn_rowwise w = nn_group_rows(g, &g->p, NULL);
+    const int result = (int)ms_gemm(g->call, w.scale, nn_group_matrix(g, g->q),
+                                    ms_transpose(nn_group_matrix(g, g->k)), 0.0f,
+                                    nn_group_square(g, nn_f32(g->p.computed), g->n.sequence));
+    return result != 0 ? result : nn_cuda_rows<nn_row_softmax>(g->call, w, nn_k_softmax);
 }
 
-static int nn_group_forward(nn_group *g, float *out, const float *qkv) {
+static int nn_group_forward(nn_group *g, nn_values out, nn_values qkv) {
     int result = 0;
+    if (g->p.computed == NULL) { // kept in 16 bits
+        g->p.computed = nn_cuda_take(g, g->heads * g->n.sequence * g->n.sequence);
+    }
     if (g->packed) {
-        g->q = nn_group_room(g);
-        g->k = nn_group_room(g);
-        g->v = nn_group_room(g);
+        g->q = nn_group_room(g, qkv.dtype);
+        g->k = nn_group_room(g, qkv.dtype);
+        g->v = nn_group_room(g, qkv.dtype);
         g->o = g->q; // no product reads both
         result = nn_group_copy(g, qkv, 3, &g->q, &g->k, &g->v, true, 0.0f);
     } else {
@@ -1610,19 +1875,19 @@ static int nn_group_forward(nn_group *g, float *out, const float *qkv) {
         result = nn_group_softmax(g);
     }
     if (result == 0) {
-        result = (int)ms_gemm(g->call, 1.0f, nn_group_square(g, g->p), nn_group_matrix(g, g->v),
-                              0.0f, nn_group_matrix(g, g->o));
+        result = (int)ms_gemm(g->call, 1.0f, nn_group_square(g, g->p.rounded, g->p.stride),
+                              nn_group_matrix(g, g->v), 0.0f, nn_group_matrix(g, g->o));
     }
     return result != 0 || !g->packed ? result
                                      : nn_group_copy(g, out, 1, &g->o, NULL, NULL, false, 0.0f);
 }
 
-static int nn_cuda_attention(const ms_call *call, float *out, float *scores, const float *qkv,
+static int nn_cuda_attention(const ms_call *call, nn_values out, nn_values scores, nn_values qkv,
                              float *work, nn_attention_size n) {
     const nn_groups groups = nn_cuda_groups(n);
     int result = 0;
     for (int64_t i = 0; i < groups.count && result == 0; i++) {
-        nn_group g = nn_cuda_group(call, i, groups, scores, work, n);
+        nn_group g = nn_cuda_group(call, i, groups, scores, qkv.dtype, work, n);
         result = nn_group_forward(&g, out, qkv);
     }
     return result;
@@ -1631,33 +1896,34 @@ static int nn_cuda_attention(const ms_call *call, float *out, float *scores, con
 /* Scratch memory of the gradients, in place of operands that no later product reads. If the group
    is not packed, the queries are copied first, as dqkv may be qkv: dq is then written over the
    queries, which the product for dk still reads. */
-static int nn_group_operands(nn_group *g, nn_dest dqkv, const float *dout, const float *qkv) {
+static int nn_group_operands(nn_group *g, nn_dest dqkv, nn_values dout, nn_values qkv) {
     nn_group gradient = *g;
-    g->dp = nn_cuda_take(g, g->heads * g->n.sequence * g->n.sequence);
+    g->dp = nn_cuda_square(g, qkv.dtype);
     if (!g->packed) {
-        nn_group_in_place(&gradient, dqkv.data, dout);
+        nn_group_in_place(&gradient, nn_values_at(dqkv), dout);
         g->dq = gradient.q;
         g->dk = gradient.k;
         g->dv = gradient.v;
         nn_group_in_place(g, qkv, dout);
-        g->q = nn_group_room(g);
+        g->q = nn_group_room(g, qkv.dtype);
         return nn_group_copy(g, qkv, 3, &g->q, NULL, NULL, true, 0.0f);
     }
-    g->q = nn_group_room(g);
-    g->k = nn_group_room(g);
-    g->v = nn_group_room(g);
-    g->o = nn_group_room(g);
-    g->dq = g->o;
-    g->dk = g->k;
-    g->dv = g->v;
+    g->q = nn_group_room(g, qkv.dtype);
+    g->k = nn_group_room(g, qkv.dtype);
+    g->v = nn_group_room(g, qkv.dtype);
+    g->o = nn_group_room(g, qkv.dtype);
+    g->dq = nn_heads_f32(g->o);
+    g->dk = nn_heads_f32(g->k);
+    g->dv = nn_heads_f32(g->v);
     return nn_first(nn_group_copy(g, qkv, 3, &g->q, &g->k, &g->v, true, 0.0f),
                     nn_group_copy(g, dout, 1, &g->o, NULL, NULL, true, 0.0f));
 }
 
 /* dp = do v^T, dv = p^T do, ds from dp, dq = ds k, dk = ds^T q, in this order. */
 static int nn_group_backward(nn_group *g, float beta) {
-    const ms_matrix p = nn_group_square(g, g->p);
-    const ms_matrix dp = nn_group_square(g, g->dp);
+    const ms_matrix p = nn_group_square(g, g->p.rounded, g->p.stride);
+    const ms_matrix dp = nn_group_square(g, nn_f32(g->dp.computed), g->n.sequence);
+    const ms_matrix ds = nn_group_square(g, g->dp.rounded, g->dp.stride);
     const ms_matrix slope = nn_group_matrix(g, g->o);
     int result =
         (int)ms_gemm(g->call, 1.0f, slope, ms_transpose(nn_group_matrix(g, g->v)), 0.0f, dp);
@@ -1666,21 +1932,20 @@ static int nn_group_backward(nn_group *g, float beta) {
             (int)ms_gemm(g->call, 1.0f, ms_transpose(p), slope, beta, nn_group_matrix(g, g->dv));
     }
     if (result == 0) {
-        result =
-            nn_cuda_rows<nn_row_softmax_backward>(g->call, nn_group_rows(g, g->dp, g->p),
-                                                  nn_k_softmax_backward_4, nn_k_softmax_backward_1);
+        result = nn_cuda_rows<nn_row_softmax_backward>(g->call, nn_group_rows(g, &g->dp, &g->p),
+                                                       nn_k_softmax_backward);
     }
     if (result == 0) {
-        result = (int)ms_gemm(g->call, 1.0f, dp, nn_group_matrix(g, g->k), beta,
+        result = (int)ms_gemm(g->call, 1.0f, ds, nn_group_matrix(g, g->k), beta,
                               nn_group_matrix(g, g->dq));
     }
     return result != 0 ? result
-                       : (int)ms_gemm(g->call, 1.0f, ms_transpose(dp), nn_group_matrix(g, g->q),
+                       : (int)ms_gemm(g->call, 1.0f, ms_transpose(ds), nn_group_matrix(g, g->q),
                                       beta, nn_group_matrix(g, g->dk));
 }
 
-static int nn_cuda_attention_backward(const ms_call *call, nn_dest dqkv, const float *dout,
-                                      const float *scores, const float *qkv, float *work,
+static int nn_cuda_attention_backward(const ms_call *call, nn_dest dqkv, nn_values dout,
+                                      nn_values scores, nn_values qkv, float *work,
                                       nn_attention_size n) {
     const nn_groups groups = nn_cuda_groups(n);
     int result = 0;
@@ -1688,16 +1953,17 @@ static int nn_cuda_attention_backward(const ms_call *call, nn_dest dqkv, const f
         return 0;
     }
     for (int64_t i = 0; i < groups.count && result == 0; i++) {
-        nn_group g = nn_cuda_group(call, i, groups, (float *)(uintptr_t)scores, work, n);
+        nn_group g = nn_cuda_group(call, i, groups, scores, qkv.dtype, work, n);
         result = nn_group_operands(&g, dqkv, dout, qkv);
-        if (result == 0 && scores == NULL) {
+        if (result == 0 && scores.data == NULL) {
             result = nn_group_softmax(&g);
         }
         if (result == 0) {
             result = nn_group_backward(&g, g.packed ? 0.0f : dqkv.beta);
         }
         if (result == 0 && g.packed) {
-            result = nn_group_copy(&g, dqkv.data, 3, &g.dq, &g.dk, &g.dv, false, dqkv.beta);
+            result =
+                nn_group_copy(&g, nn_values_at(dqkv), 3, &g.dq, &g.dk, &g.dv, false, dqkv.beta);
         }
     }
     return result;
@@ -1722,70 +1988,73 @@ struct nn_op_relu_backward : nn_op {
     }
 };
 
-static int nn_cuda_relu(const ms_call *call, float *y, const float *x, int64_t count) {
-    return nn_cuda_map(call, nn_op_relu(), nn_dest_of(y, 0.0f), x, NULL, count);
+static int nn_cuda_relu(const ms_call *call, nn_values y, nn_values x, int64_t count) {
+    return nn_cuda_map(call, nn_op_relu(), nn_dest_of(y, 0.0f), x, nn_f32(NULL), count);
 }
 
-static int nn_cuda_relu_backward(const ms_call *call, nn_dest dx, const float *dy, const float *y,
+static int nn_cuda_relu_backward(const ms_call *call, nn_dest dx, nn_values dy, nn_values y,
                                  int64_t count) {
     return nn_cuda_map(call, nn_op_relu_backward(), dx, dy, y, count);
 }
 
 /* out = op(a, b), or out += that. op.start receives the plane of the elements that come next,
-   counted modulo cycle: with cycle = channels it is the channel. a and b may be NULL. */
+   counted modulo cycle: with cycle = channels it is the channel. a.data and b.data may be NULL. */
 typedef struct nn_plane_map {
-    float *out;
-    const float *a, *b;
+    nn_values out, a, b; // of one dtype
     int64_t count, plane, cycle;
     bool adds, aligned;
 } nn_plane_map;
 
-/* The four floats from element first on, zeros for those at count and beyond. */
-__device__ __forceinline__ void nn_d_load_four(float *to, const float *from, int64_t first,
+/* The WIDE elements from element first on, zeros for those at count and beyond. */
+template <unsigned WIDE, typename T>
+__device__ __forceinline__ void nn_d_load_some(float *to, const T *from, int64_t first,
                                                int64_t count, bool aligned) {
-    if (from != NULL && aligned && first + 4 <= count) {
-        nn_wide<4>::load(to, from + first);
+    if (from != NULL && aligned && first + WIDE <= count) {
+        nn_wide<WIDE>::load(to, from + first);
         return;
     }
     NN_UNROLL
-    for (int k = 0; k < 4; k++) {
-        to[k] = from != NULL && first + k < count ? from[first + k] : 0.0f;
+    for (unsigned k = 0; k < WIDE; k++) {
+        to[k] = from != NULL && first + k < count ? nn_d_float(from[first + k]) : 0.0f;
     }
 }
 
-__device__ __forceinline__ void nn_d_store_four(float *to, const float *from, int64_t first,
+template <unsigned WIDE, typename T>
+__device__ __forceinline__ void nn_d_store_some(T *to, const float *from, int64_t first,
                                                 int64_t count, bool aligned) {
-    if (aligned && first + 4 <= count) {
-        nn_wide<4>::store(to + first, from);
+    if (aligned && first + WIDE <= count) {
+        nn_wide<WIDE>::store(to + first, from);
         return;
     }
     NN_UNROLL
-    for (int k = 0; k < 4; k++) {
+    for (unsigned k = 0; k < WIDE; k++) {
         if (first + k < count) {
-            to[first + k] = from[k];
+            nn_d_round(to + first + k, from[k]);
         }
     }
 }
 
-/* Four elements per thread, all of which are read before one is written: out may be a or b. */
-template <typename F>
+/* A thread has the elements of a wide access, all of which are read before one is written: out may
+   be a or b. */
+template <typename T, typename F>
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_planes(F op, nn_plane_map m) {
-    const int64_t first = 4 * ((int64_t)blockIdx.x * NN_THREADS + threadIdx.x);
-    float a[4];
-    float b[4];
-    float old[4];
+    enum { WIDE = nn_type<T>::WIDE };
+    const int64_t first = WIDE * ((int64_t)blockIdx.x * NN_THREADS + threadIdx.x);
+    float a[WIDE];
+    float b[WIDE];
+    float old[WIDE];
     if (first >= m.count) {
         return;
     }
-    nn_d_load_four(a, m.a, first, m.count, m.aligned);
-    nn_d_load_four(b, m.b, first, m.count, m.aligned);
-    nn_d_load_four(old, m.adds ? m.out : NULL, first, m.count, m.aligned);
+    nn_d_load_some<WIDE>(a, (const T *)m.a.data, first, m.count, m.aligned);
+    nn_d_load_some<WIDE>(b, (const T *)m.b.data, first, m.count, m.aligned);
+    nn_d_load_some<WIDE>(old, m.adds ? (const T *)m.out.data : NULL, first, m.count, m.aligned);
     int64_t plane = first / m.plane;
     int64_t inside = first - plane * m.plane;
     plane %= m.cycle;
     op.start(plane);
     NN_UNROLL
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < WIDE; k++) {
         if (inside == m.plane) {
             inside = 0;
             plane = plane + 1 == m.cycle ? 0 : plane + 1;
@@ -1795,33 +2064,38 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_planes(F op, nn_plane_
         a[k] = op(a[k], b[k]);
         a[k] = m.adds ? nn_d_sum(old[k], a[k]) : a[k];
     }
-    nn_d_store_four(m.out, a, first, m.count, m.aligned);
+    nn_d_store_some<WIDE>((T *)m.out.data, a, first, m.count, m.aligned);
+}
+
+template <typename T, typename F>
+static int nn_cuda_planes_as(const ms_call *call, F op, const nn_plane_map &m) {
+    const int64_t blocks = nn_divide_up(m.count, (int64_t)nn_type<T>::WIDE * NN_THREADS);
+    return nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS), nn_k_planes<T, F>, op, m);
 }
 
 /* Launches the kernel above, for elements (..., cycle, plane). */
 template <typename F>
-static int nn_cuda_planes(const ms_call *call, F op, nn_dest out, const float *a, const float *b,
+static int nn_cuda_planes(const ms_call *call, F op, nn_dest out, nn_values a, nn_values b,
                           nn_planes n, int64_t cycle) {
     nn_plane_map m;
     if (out.data == NULL) {
         return 0;
     }
-    m.out = out.data;
+    m.out = nn_values_at(out);
     m.a = a;
     m.b = b;
     m.count = nn_planes_count(n);
     m.plane = n.plane;
     m.cycle = cycle;
     m.adds = out.beta != 0.0f;
-    m.aligned = nn_aligned(out.data) && nn_aligned(a) && nn_aligned(b);
-    return nn_launch(call, nn_grid_of(nn_divide_up(m.count, 4 * NN_THREADS), 1, NN_THREADS),
-                     nn_k_planes<F>, op, m);
+    m.aligned = nn_aligned(out.data) && nn_aligned(a.data) && nn_aligned(b.data);
+    return NN_AS(out.dtype, nn_cuda_planes_as, call, op, m);
 }
 
 /* means (images * channels) of the planes of x; a warp per plane. */
-template <unsigned WIDE>
+template <typename T, unsigned WIDE>
 static __global__ void __launch_bounds__(NN_THREADS)
-    nn_k_average(float *means, const float *x, int64_t planes, int64_t plane) {
+    nn_k_average(T *means, const T *x, int64_t planes, int64_t plane) {
     const unsigned lane = threadIdx.x % NN_WARP;
     const int64_t p = (int64_t)blockIdx.x * (NN_THREADS / NN_WARP) + threadIdx.x / NN_WARP;
     float sum[WIDE] = {0};
@@ -1843,22 +2117,28 @@ static __global__ void __launch_bounds__(NN_THREADS)
     }
     const float total = nn_d_warp_sum(sum[0]);
     if (lane == 0) {
-        means[p] = total / (float)plane;
+        nn_d_round(means + p, total / (float)plane);
     }
 }
 
-static int nn_cuda_average(const ms_call *call, float *means, const float *x, nn_planes n) {
-    const bool wide = n.plane % 4 == 0 && nn_aligned(x);
+template <typename T>
+static int nn_cuda_average_as(const ms_call *call, nn_values means, nn_values x, nn_planes n) {
+    const bool wide = n.plane % nn_type<T>::WIDE == 0 && nn_aligned(x.data);
     const int64_t planes = n.images * n.channels;
     return nn_launch(call, nn_grid_of(nn_divide_up(planes, NN_THREADS / NN_WARP), 1, NN_THREADS),
-                     wide ? nn_k_average<4> : nn_k_average<1>, means, x, planes, n.plane);
+                     wide ? nn_k_average<T, nn_type<T>::WIDE> : nn_k_average<T, 1>, means.data,
+                     x.data, planes, n.plane);
+}
+
+static int nn_cuda_average(const ms_call *call, nn_values means, nn_values x, nn_planes n) {
+    return NN_AS(x.dtype, nn_cuda_average_as, call, means, x, n);
 }
 
 struct nn_op_average_backward {
-    const float *dmeans;
+    nn_values dmeans;
     float plane, slope;
     __device__ void start(int64_t p) {
-        slope = dmeans[p] / plane;
+        slope = nn_get(dmeans, p) / plane;
     }
     __device__ float operator()(float a, float b) const {
         (void)a;
@@ -1867,31 +2147,32 @@ struct nn_op_average_backward {
     }
 };
 
-static int nn_cuda_average_backward(const ms_call *call, nn_dest dx, const float *dmeans,
+static int nn_cuda_average_backward(const ms_call *call, nn_dest dx, nn_values dmeans,
                                     nn_planes n) {
     nn_op_average_backward op;
     op.dmeans = dmeans;
     op.plane = (float)n.plane;
     op.slope = 0.0f;
-    return nn_cuda_planes(call, op, dx, NULL, NULL, n, n.images * n.channels);
+    return nn_cuda_planes(call, op, dx, nn_f32(NULL), nn_f32(NULL), n, n.images * n.channels);
 }
 
 // ------------------------------------------------------------------------------------------------
 // >>nn cuda channels  sums over the channels of images
 
 /* The values of a channel, image after image, are cut into chunks, and a block adds up a chunk.
-   x NULL: sums of dy. dy NULL: sums of x, and of the squares of (x - the chunk's mean). Otherwise:
-   sums of dy, and of dy times (x - mean) * rstd. */
+   x.data NULL: sums of dy. dy.data NULL: sums of x, and of the squares of (x - the chunk's mean).
+   Otherwise: sums of dy, and of dy times (x - mean) * rstd. */
 typedef struct nn_channel_sums {
-    const float *dy, *x, *mean, *rstd;
+    nn_values dy, x; // of one dtype
+    const float *mean, *rstd;
     nn_planes n;
     int64_t chunks;
     float *sums, *products; // (channels, chunks)
 } nn_channel_sums;
 
 /* v = the thread's NN_CHANNEL_ITEMS floats of this chunk of a channel, zeros after the end. */
-template <unsigned WIDE>
-__device__ __forceinline__ void nn_d_channel_load(float *v, const float *x, int64_t channel,
+template <unsigned WIDE, typename T>
+__device__ __forceinline__ void nn_d_channel_load(float *v, const T *x, int64_t channel,
                                                   int64_t chunk, nn_planes n) {
     const int64_t count = n.images * n.plane;
     NN_UNROLL
@@ -1910,7 +2191,7 @@ __device__ __forceinline__ void nn_d_channel_load(float *v, const float *x, int6
 }
 
 /* A chunk is read once and stays in registers. */
-template <unsigned WIDE>
+template <typename T, unsigned WIDE>
 __device__ __forceinline__ void nn_d_channel_moments(const nn_channel_sums &s, float *shared) {
     const int64_t channel = blockIdx.x / s.chunks;
     const int64_t chunk = blockIdx.x % s.chunks;
@@ -1919,7 +2200,7 @@ __device__ __forceinline__ void nn_d_channel_moments(const nn_channel_sums &s, f
     float v[NN_CHANNEL_ITEMS];
     float total = 0.0f;
     float squares = 0.0f;
-    nn_d_channel_load<WIDE>(v, s.x, channel, chunk, s.n);
+    nn_d_channel_load<WIDE>(v, (const T *)s.x.data, channel, chunk, s.n);
     NN_UNROLL
     for (unsigned i = 0; i < NN_CHANNEL_ITEMS; i++) {
         total += v[i];
@@ -1939,7 +2220,7 @@ __device__ __forceinline__ void nn_d_channel_moments(const nn_channel_sums &s, f
     }
 }
 
-template <unsigned WIDE>
+template <typename T, unsigned WIDE>
 __device__ __forceinline__ void nn_d_channel_slopes(const nn_channel_sums &s, float *shared) {
     const int64_t channel = blockIdx.x / s.chunks;
     const int64_t chunk = blockIdx.x % s.chunks;
@@ -1947,12 +2228,12 @@ __device__ __forceinline__ void nn_d_channel_slopes(const nn_channel_sums &s, fl
     float x[NN_CHANNEL_ITEMS] = {0};
     float total = 0.0f;
     float product = 0.0f;
-    nn_d_channel_load<WIDE>(slope, s.dy, channel, chunk, s.n);
-    if (s.x != NULL) {
-        nn_d_channel_load<WIDE>(x, s.x, channel, chunk, s.n);
+    nn_d_channel_load<WIDE>(slope, (const T *)s.dy.data, channel, chunk, s.n);
+    if (s.x.data != NULL) {
+        nn_d_channel_load<WIDE>(x, (const T *)s.x.data, channel, chunk, s.n);
     }
-    const float mean = s.x != NULL ? s.mean[channel] : 0.0f;
-    const float rstd = s.x != NULL ? s.rstd[channel] : 0.0f;
+    const float mean = s.x.data != NULL ? s.mean[channel] : 0.0f;
+    const float rstd = s.x.data != NULL ? s.rstd[channel] : 0.0f;
     NN_UNROLL
     for (unsigned i = 0; i < NN_CHANNEL_ITEMS; i++) {
         total += slope[i];
@@ -1966,25 +2247,10 @@ __device__ __forceinline__ void nn_d_channel_slopes(const nn_channel_sums &s, fl
     }
 }
 
-static __global__ void __launch_bounds__(NN_THREADS) nn_k_channel_moments_4(nn_channel_sums s) {
-    __shared__ float shared[NN_THREADS / NN_WARP];
-    nn_d_channel_moments<4>(s, shared);
-}
-
-static __global__ void __launch_bounds__(NN_THREADS) nn_k_channel_moments_1(nn_channel_sums s) {
-    __shared__ float shared[NN_THREADS / NN_WARP];
-    nn_d_channel_moments<1>(s, shared);
-}
-
-static __global__ void __launch_bounds__(NN_THREADS) nn_k_channel_slopes_4(nn_channel_sums s) {
-    __shared__ float shared[NN_THREADS / NN_WARP];
-    nn_d_channel_slopes<4>(s, shared);
-}
-
-static __global__ void __launch_bounds__(NN_THREADS) nn_k_channel_slopes_1(nn_channel_sums s) {
-    __shared__ float shared[NN_THREADS / NN_WARP];
-    nn_d_channel_slopes<1>(s, shared);
-}
+NN_SHARED_KERNELS(nn_k_channel_moments, NN_THREADS, nn_channel_sums, (NN_THREADS / NN_WARP),
+                  nn_d_channel_moments)
+NN_SHARED_KERNELS(nn_k_channel_slopes, NN_THREADS, nn_channel_sums, (NN_THREADS / NN_WARP),
+                  nn_d_channel_slopes)
 
 /* The channel of a warp, in kernels that add up the chunks of a channel per warp. */
 __device__ __forceinline__ int64_t nn_d_warp_channel(void) {
@@ -2001,8 +2267,8 @@ __device__ __forceinline__ double nn_d_fold_chunks(const float *sums, int64_t ch
     return nn_d_warp_sum(total);
 }
 
-/* dbias and dweight (channels each): the sums and the products; means (2, channels): both, divided
-   by the number of values. Each may be NULL. */
+/* dbias and dweight (channels each), F32: the sums and the products; means (2, channels): both,
+   divided by the number of values. Each may be NULL. */
 static __global__ void __launch_bounds__(NN_THREADS)
     nn_k_channel_fold(nn_channel_sums s, nn_dest dbias, nn_dest dweight, float *means) {
     const int64_t channel = nn_d_warp_channel();
@@ -2011,17 +2277,17 @@ static __global__ void __launch_bounds__(NN_THREADS)
     }
     const double count = (double)(s.n.images * s.n.plane);
     const double total = nn_d_fold_chunks(s.sums, channel, s.chunks);
-    const double product = s.x != NULL ? nn_d_fold_chunks(s.products, channel, s.chunks) : 0.0;
+    const double product = s.x.data != NULL ? nn_d_fold_chunks(s.products, channel, s.chunks) : 0.0;
     if (threadIdx.x % NN_WARP != 0) {
         return;
     }
     if (dbias.data != NULL) {
-        const float old = dbias.beta != 0.0f ? dbias.data[channel] : 0.0f;
-        dbias.data[channel] = nn_d_sum(old, (float)total);
+        float *to = (float *)dbias.data + channel;
+        *to = nn_d_sum(dbias.beta != 0.0f ? *to : 0.0f, (float)total);
     }
     if (dweight.data != NULL) {
-        const float old = dweight.beta != 0.0f ? dweight.data[channel] : 0.0f;
-        dweight.data[channel] = nn_d_sum(old, (float)product);
+        float *to = (float *)dweight.data + channel;
+        *to = nn_d_sum(dweight.beta != 0.0f ? *to : 0.0f, (float)product);
     }
     if (means != NULL) {
         means[channel] = (float)(total / count);
@@ -2074,15 +2340,16 @@ static __global__ void __launch_bounds__(NN_THREADS)
 
 /* The first stage. work has nn_cuda_channel_floats; the last two per channel stay unused. */
 static int nn_cuda_channel_sums(const ms_call *call, nn_channel_sums *s, float *work) {
-    const bool wide = s->n.plane % 4 == 0 && nn_aligned(s->dy) && nn_aligned(s->x);
+    const ms_dtype dtype = s->dy.data != NULL ? s->dy.dtype : s->x.dtype;
+    const bool wide =
+        s->n.plane % nn_cuda_wide(dtype) == 0 && nn_aligned(s->dy.data) && nn_aligned(s->x.data);
     s->chunks = nn_cuda_channel_chunks(s->n);
     s->sums = work;
     s->products = work + s->n.channels * s->chunks;
-    const nn_grid grid = nn_grid_of(s->n.channels * s->chunks, 1, NN_THREADS);
-    if (s->dy == NULL) {
-        return nn_launch(call, grid, wide ? nn_k_channel_moments_4 : nn_k_channel_moments_1, *s);
-    }
-    return nn_launch(call, grid, wide ? nn_k_channel_slopes_4 : nn_k_channel_slopes_1, *s);
+    return nn_launch(call, nn_grid_of(s->n.channels * s->chunks, 1, NN_THREADS),
+                     (s->dy.data == NULL ? nn_k_channel_moments
+                                         : nn_k_channel_slopes)[nn_type_index(dtype)][wide],
+                     *s);
 }
 
 static nn_grid nn_channel_grid(nn_planes n) {
@@ -2090,7 +2357,7 @@ static nn_grid nn_channel_grid(nn_planes n) {
 }
 
 /* dbias (channels): the sums of dy over images and planes. */
-static int nn_cuda_channel_bias(const ms_call *call, nn_dest dbias, const float *dy, nn_planes n,
+static int nn_cuda_channel_bias(const ms_call *call, nn_dest dbias, nn_values dy, nn_planes n,
                                 float *work) {
     nn_channel_sums s;
     float *const means = NULL;
@@ -2102,7 +2369,7 @@ static int nn_cuda_channel_bias(const ms_call *call, nn_dest dbias, const float 
     s.n = n;
     const int result = nn_cuda_channel_sums(call, &s, work);
     return nn_first(result, nn_launch(call, nn_channel_grid(n), nn_k_channel_fold, s, dbias,
-                                      nn_dest_of(NULL, 0.0f), means));
+                                      nn_nowhere(), means));
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2142,7 +2409,7 @@ struct nn_op_batch_norm_backward {
 };
 
 /* Forward and a recomputation run the same kernel with the same mean and rstd: the same bits. */
-static int nn_cuda_batch_norm(const ms_call *call, float *y, const float *x,
+static int nn_cuda_batch_norm(const ms_call *call, nn_values y, nn_values x,
                               const nn_batch_norm_values *v, nn_planes n, float *work) {
     nn_op_batch_norm op;
     nn_channel_sums s;
@@ -2163,11 +2430,12 @@ static int nn_cuda_batch_norm(const ms_call *call, float *y, const float *x,
         result = nn_first(
             result, nn_launch(call, nn_channel_grid(n), nn_k_channel_norm, s, *v, mean, rstd));
     }
-    return nn_first(result, nn_cuda_planes(call, op, nn_dest_of(y, 0.0f), x, NULL, n, n.channels));
+    return nn_first(result,
+                    nn_cuda_planes(call, op, nn_dest_of(y, 0.0f), x, nn_f32(NULL), n, n.channels));
 }
 
 static int nn_cuda_batch_norm_backward(const ms_call *call, nn_dest dx, nn_dest dweight,
-                                       nn_dest dbias, const float *dy, const float *x,
+                                       nn_dest dbias, nn_values dy, nn_values x,
                                        const nn_batch_norm_values *v, nn_planes n, float *work) {
     float *means = work + nn_cuda_channel_floats(n) - 2 * n.channels;
     nn_op_batch_norm_backward op;
@@ -2194,23 +2462,23 @@ static int nn_cuda_batch_norm_backward(const ms_call *call, nn_dest dx, nn_dest 
 // >>nn cuda patches  max pooling, and what gathers the patches of a pixel
 
 static __global__ void __launch_bounds__(NN_THREADS)
-    nn_k_max_pool(float *y, int32_t *places, const float *x, nn_window w) {
+    nn_k_max_pool(nn_values y, int32_t *places, nn_values x, nn_window w) {
     const int64_t i = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
     if (i >= w.images * w.channels * w.out_height * w.out_width) {
         return;
     }
     const int64_t line = i / w.out_width;
     const int64_t plane = line / w.out_height;
-    const float *from = x + plane * (w.height * w.width);
+    const nn_values from = nn_from(x, plane * (w.height * w.width));
     const int64_t place =
         nn_largest_place(from, &w, line - plane * w.out_height, i - line * w.out_width);
-    y[i] = from[place];
+    nn_set(y, i, nn_get(from, place));
     if (places != NULL) {
         places[i] = (int32_t)place;
     }
 }
 
-static int nn_cuda_max_pool(const ms_call *call, float *y, int32_t *places, const float *x,
+static int nn_cuda_max_pool(const ms_call *call, nn_values y, int32_t *places, nn_values x,
                             const nn_window *w) {
     const int64_t count = w->images * w->channels * w->out_height * w->out_width;
     return nn_launch(call, nn_grid_of(nn_divide_up(count, NN_THREADS), 1, NN_THREADS),
@@ -2221,7 +2489,7 @@ static int nn_cuda_max_pool(const ms_call *call, float *y, int32_t *places, cons
    of patches. Only the pixel rows begin ... end - 1 of each plane are written; those before fresh
    are added to, even if adds is false. */
 typedef struct nn_gather {
-    float *dx;
+    nn_values dx;
     int64_t planes, begin, end, fresh;
     nn_patch_rows patches;
     nn_window w;
@@ -2285,13 +2553,13 @@ struct nn_walk {
 };
 
 /* Four pixels per thread. op.start receives the plane of the pixels that come next. */
-template <typename F>
+template <typename T, typename F>
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_gather(F op, nn_gather g) {
     const int64_t first = 4 * ((int64_t)blockIdx.x * NN_THREADS + threadIdx.x);
     const int64_t count = g.planes * (g.end - g.begin) * g.w.width;
     const bool wide = g.aligned && first + 4 <= count;
     float sum[4] = {0};
-    float *to[4] = {NULL};
+    T *to[4] = {NULL};
     if (first >= count) {
         return;
     }
@@ -2300,11 +2568,11 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_gather(F op, nn_gather
     NN_UNROLL
     for (int k = 0; k < 4; k++) {
         if (first + k < count) {
-            to[k] = g.dx + (walk.plane * g.w.height + walk.y) * g.w.width + walk.x;
+            to[k] = (T *)g.dx.data + (walk.plane * g.w.height + walk.y) * g.w.width + walk.x;
             sum[k] = op(walk.y, walk.x, walk.down,
                         nn_d_covering(walk.whole, walk.rest, g, g.w.out_width));
             if (g.adds || walk.y < g.fresh) {
-                sum[k] = nn_d_sum(*to[k], sum[k]);
+                sum[k] = nn_d_sum(nn_d_float(*to[k]), sum[k]);
             }
         }
         if (first + k + 1 < count && walk.advance(g)) {
@@ -2318,7 +2586,7 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_gather(F op, nn_gather
     NN_UNROLL
     for (int k = 0; k < 4; k++) {
         if (first + k < count) {
-            *to[k] = sum[k];
+            nn_d_round(to[k], sum[k]);
         }
     }
 }
@@ -2327,7 +2595,7 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_gather(F op, nn_gather
 static nn_gather nn_gather_of(nn_dest dx, int64_t planes, const nn_window *w) {
     nn_gather g;
     memset(&g, 0, sizeof g);
-    g.dx = dx.data;
+    g.dx = nn_values_at(dx);
     g.planes = planes;
     g.end = w->height;
     g.patches.count = w->out_height;
@@ -2340,16 +2608,17 @@ static nn_gather nn_gather_of(nn_dest dx, int64_t planes, const nn_window *w) {
     return g;
 }
 
-template <typename F> static int nn_cuda_gather(const ms_call *call, F op, nn_gather g) {
+template <typename T, typename F>
+static int nn_cuda_gather_as(const ms_call *call, F op, nn_gather g) {
     const int64_t count = g.planes * (g.end - g.begin) * g.w.width;
-    g.aligned = g.end - g.begin == g.w.height && nn_aligned(g.dx);
+    g.aligned = g.end - g.begin == g.w.height && nn_aligned(g.dx.data);
     return nn_launch(call, nn_grid_of(nn_divide_up(count, 4 * NN_THREADS), 1, NN_THREADS),
-                     nn_k_gather<F>, op, g);
+                     nn_k_gather<T, F>, op, g);
 }
 
 /* The sum of the gradients of all patches whose largest value is the pixel. */
-struct nn_op_max_pool_backward {
-    const float *dy;
+template <typename T> struct nn_op_max_pool_backward {
+    const T *dy;
     const int32_t *places;
     int64_t width, out_width, out_plane, begin;
     __device__ void start(int64_t plane) {
@@ -2361,26 +2630,30 @@ struct nn_op_max_pool_backward {
         for (int64_t i = down.begin; i < down.end; i++) {
             for (int64_t k = across.begin; k < across.end; k++) {
                 const int64_t at = begin + i * out_width + k;
-                sum += places[at] == place ? dy[at] : 0.0f;
+                sum += places[at] == place ? nn_d_float(dy[at]) : 0.0f;
             }
         }
         return sum;
     }
 };
 
-static int nn_cuda_max_pool_backward(const ms_call *call, nn_dest dx, const float *dy,
-                                     const int32_t *places, const nn_window *w) {
-    nn_op_max_pool_backward op;
-    if (dx.data == NULL) {
-        return 0;
-    }
-    op.dy = dy;
+template <typename T>
+static int nn_cuda_max_pool_backward_as(const ms_call *call, nn_dest dx, nn_values dy,
+                                        const int32_t *places, const nn_window *w) {
+    nn_op_max_pool_backward<T> op;
+    op.dy = (const T *)dy.data;
     op.places = places;
     op.width = w->width;
     op.out_width = w->out_width;
     op.out_plane = w->out_height * w->out_width;
     op.begin = 0;
-    return nn_cuda_gather(call, op, nn_gather_of(dx, w->images * w->channels, w));
+    return nn_cuda_gather_as<T>(call, op, nn_gather_of(dx, w->images * w->channels, w));
+}
+
+static int nn_cuda_max_pool_backward(const ms_call *call, nn_dest dx, nn_values dy,
+                                     const int32_t *places, const nn_window *w) {
+    return dx.data == NULL ? 0
+                           : NN_AS(dx.dtype, nn_cuda_max_pool_backward_as, call, dx, dy, places, w);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2436,14 +2709,16 @@ static nn_parts nn_cuda_column_parts(const nn_window *w, int64_t out) {
    the patches of all images in one sequence; those after the last patch, up to `patches`, write
    zeros. */
 typedef struct nn_columns {
-    float *columns;
-    const float *x; // the part's first image
+    nn_values columns;
+    nn_values x; // the part's first image
     nn_window w;
     nn_part part;
     int64_t patches, image_stride, row_stride;
 } nn_columns;
 
-/* A thread copies one patch of one channel; its neighbours in the warp copy the next patches. */
+/* A thread copies one patch of one channel; its neighbours in the warp copy the next patches. U: a
+   type of the size of the elements, whose 0 has the bits of theirs. */
+template <typename U>
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_columns(nn_columns n) {
     const int64_t index = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
     const int64_t channel = index / n.patches;
@@ -2458,14 +2733,15 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_columns(nn_columns n) 
     const int64_t top = (n.part.rows.begin + line) * n.w.stride - n.w.padding;
     const int64_t left = (place - line * n.w.out_width) * n.w.stride - n.w.padding;
     const int64_t plane = (image * n.w.channels + channel) * n.w.height;
-    float *to = n.columns + image * n.image_stride +
-                channel * n.w.kernel * n.w.kernel * n.row_stride + place;
+    U *to = (U *)n.columns.data + image * n.image_stride +
+            channel * n.w.kernel * n.w.kernel * n.row_stride + place;
     for (int64_t y = top; y < top + n.w.kernel; y++) {
         const bool inside = image < n.part.images && y >= 0 && y < n.w.height;
         const int64_t begin = (plane + y) * n.w.width;
         NN_UNROLL_FOUR
         for (int64_t x = left; x < left + n.w.kernel; x++) {
-            *to = inside && x >= 0 && x < n.w.width ? __ldg(n.x + (begin + x)) : 0.0f;
+            *to =
+                inside && x >= 0 && x < n.w.width ? __ldg((const U *)n.x.data + (begin + x)) : (U)0;
             to += n.row_stride;
         }
     }
@@ -2474,14 +2750,13 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_columns(nn_columns n) 
 static int nn_cuda_columns(const ms_call *call, nn_columns n) {
     return nn_launch(call,
                      nn_grid_of(nn_divide_up(n.w.channels * n.patches, NN_THREADS), 1, NN_THREADS),
-                     nn_k_columns, n);
+                     n.x.dtype == MS_DTYPE_F32 ? nn_k_columns<float> : nn_k_columns<uint16_t>, n);
 }
 
-static nn_columns nn_columns_in(float *work, const float *x, const nn_part *part,
-                                const nn_window *w) {
+static nn_columns nn_columns_in(float *work, nn_values x, const nn_part *part, const nn_window *w) {
     nn_columns n;
-    n.columns = work;
-    n.x = x + part->image * (w->channels * w->height * w->width);
+    n.columns = nn_values_in(work, x.dtype);
+    n.x = nn_from(x, part->image * (w->channels * w->height * w->width));
     n.w = *w;
     n.part = *part;
     n.patches = part->images * nn_part_patches(part, w);
@@ -2491,24 +2766,24 @@ static nn_columns nn_columns_in(float *work, const float *x, const nn_part *part
 }
 
 /* The values at the part's patches, in planes (images, count, patches). */
-static ms_matrix nn_part_matrix(const float *planes, int64_t count, const nn_part *part,
+static ms_matrix nn_part_matrix(nn_values planes, int64_t count, const nn_part *part,
                                 const nn_window *w) {
     const int64_t image = count * nn_window_patches(w);
-    ms_matrix m = nn_patch_matrix(planes + part->image * image, count, part->rows, w);
+    ms_matrix m = nn_patch_matrix(nn_from(planes, part->image * image), count, part->rows, w);
     m.batch_count = part->images;
     m.batch_stride = image;
     return m;
 }
 
-/* The part's columns (images, depth, patches): in work, or in x if the convolution is pointwise. */
-static ms_matrix nn_part_columns(const float *work, const float *x, const nn_part *part,
+/* The part's columns (images, depth, patches): these, or x if the convolution is pointwise. */
+static ms_matrix nn_part_columns(nn_values columns, nn_values x, const nn_part *part,
                                  const nn_window *w) {
     const int64_t depth = nn_window_depth(w);
     const int64_t patches = nn_part_patches(part, w);
     if (nn_is_pointwise(w)) {
         return nn_part_matrix(x, w->channels, part, w);
     }
-    ms_matrix m = nn_matrix(work, depth, patches, patches);
+    ms_matrix m = nn_matrix(columns, depth, patches, patches);
     m.batch_count = part->images;
     m.batch_stride = depth * patches;
     return m;
@@ -2527,7 +2802,7 @@ struct nn_op_channel_bias {
     }
 };
 
-static int nn_cuda_conv2d(const ms_call *call, float *y, const float *x, const float *weight,
+static int nn_cuda_conv2d(const ms_call *call, nn_values y, nn_values x, nn_values weight,
                           const float *bias, int64_t out, const nn_window *w, float *work) {
     const nn_parts parts = nn_cuda_column_parts(w, out);
     const int64_t depth = nn_window_depth(w);
@@ -2541,7 +2816,7 @@ static int nn_cuda_conv2d(const ms_call *call, float *y, const float *x, const f
         }
         if (result == 0) {
             result = (int)ms_gemm(call, 1.0f, nn_matrix(weight, out, depth, depth),
-                                  nn_part_columns(work, x, &part, w), 0.0f,
+                                  nn_part_columns(nn_values_in(work, x.dtype), x, &part, w), 0.0f,
                                   nn_part_matrix(y, out, &part, w));
         }
     }
@@ -2550,7 +2825,7 @@ static int nn_cuda_conv2d(const ms_call *call, float *y, const float *x, const f
     }
     op.bias = bias;
     op.shift = 0.0f;
-    return nn_cuda_planes(call, op, nn_dest_of(y, 0.0f), y, NULL, planes, out);
+    return nn_cuda_planes(call, op, nn_dest_of(y, 0.0f), y, nn_f32(NULL), planes, out);
 }
 
 /* The sum of a pixel's copies in the columns (images, depth, patches) of a part. */
@@ -2591,7 +2866,7 @@ static int nn_cuda_columns_backward(const ms_call *call, nn_dest dx, const float
     const int64_t image = w->channels * w->height * w->width;
     nn_gather g = nn_gather_of(dx, part->images * w->channels, w);
     nn_op_columns_backward op;
-    g.dx = dx.data + part->image * image;
+    g.dx = nn_from(g.dx, part->image * image);
     g.patches = part->rows;
     g.begin = nn_first_pixel_row(part->rows.begin, 0, w);
     g.fresh = nn_first_pixel_row(part->rows.begin, beyond, w);
@@ -2606,13 +2881,12 @@ static int nn_cuda_columns_backward(const ms_call *call, nn_dest dx, const float
     op.row_begin = part->rows.begin;
     op.row_stride = nn_part_patches(part, w);
     op.image_stride = nn_window_depth(w) * op.row_stride;
-    return nn_cuda_gather(call, op, g);
+    return NN_AS(dx.dtype, nn_cuda_gather_as, call, op, g);
 }
 
 /* dx: the columns transpose(weight) * dy, added to the pixels they are copies of. */
-static int nn_cuda_conv2d_images(const ms_call *call, nn_dest dx, const float *dy,
-                                 const float *weight, int64_t out, const nn_window *w,
-                                 float *work) {
+static int nn_cuda_conv2d_images(const ms_call *call, nn_dest dx, nn_values dy, nn_values weight,
+                                 int64_t out, const nn_window *w, float *work) {
     const nn_parts parts = nn_cuda_column_parts(w, out);
     const int64_t depth = nn_window_depth(w);
     const bool direct = nn_is_pointwise(w);
@@ -2621,7 +2895,7 @@ static int nn_cuda_conv2d_images(const ms_call *call, nn_dest dx, const float *d
         const nn_part part = nn_part_at(&parts, i, w);
         result = (int)ms_gemm(call, 1.0f, ms_transpose(nn_matrix(weight, out, depth, depth)),
                               nn_part_matrix(dy, out, &part, w), direct ? dx.beta : 0.0f,
-                              nn_part_columns(work, dx.data, &part, w));
+                              nn_part_columns(nn_f32(work), nn_values_at(dx), &part, w));
         if (result == 0 && !direct) {
             result = nn_cuda_columns_backward(call, dx, work, &part, w);
         }
@@ -2629,13 +2903,13 @@ static int nn_cuda_conv2d_images(const ms_call *call, nn_dest dx, const float *d
     return result;
 }
 
-/* dest: the sum of the products a * b of all a.batch_count pairs. If there are several, the
+/* dest, F32: the sum of the products a * b of all a.batch_count pairs. If there are several, the
    products go to partial first. */
 static int nn_cuda_sum_of_products(const ms_call *call, nn_dest dest, ms_matrix a, ms_matrix b,
                                    float *partial) {
     const bool single = a.batch_count == 1;
     const int64_t cols = b.transposed ? b.rows : b.cols;
-    ms_matrix c = nn_matrix(single ? dest.data : partial, a.rows, cols, cols);
+    ms_matrix c = nn_matrix(single ? nn_values_at(dest) : nn_f32(partial), a.rows, cols, cols);
     c.batch_count = a.batch_count;
     c.batch_stride = a.rows * cols;
     const int result = (int)ms_gemm(call, 1.0f, a, b, single ? dest.beta : 0.0f, c);
@@ -2643,8 +2917,8 @@ static int nn_cuda_sum_of_products(const ms_call *call, nn_dest dest, ms_matrix 
         return result;
     }
     return nn_launch(call, nn_grid_of(nn_divide_up(c.batch_stride, NN_THREADS), 1, NN_THREADS),
-                     nn_k_fold, dest.data, (const float *)partial, c.batch_count, c.batch_stride,
-                     dest.beta != 0.0f);
+                     nn_k_fold, (float *)dest.data, (const float *)partial, c.batch_count,
+                     c.batch_stride, dest.beta != 0.0f);
 }
 
 /* Segments of the patches: enough to keep a GPU busy, but so few that their products take no more
@@ -2670,38 +2944,37 @@ static nn_parts nn_cuda_segment_parts(const nn_window *w, int64_t out) {
 }
 
 /* dweight, image by image (nn_cuda_sums_images). */
-static int nn_cuda_weight_of_images(const ms_call *call, nn_dest dweight, const float *dy,
-                                    const float *x, int64_t out, const nn_window *w, float *work) {
+static int nn_cuda_weight_of_images(const ms_call *call, nn_dest dweight, nn_values dy, nn_values x,
+                                    int64_t out, const nn_window *w, float *work) {
     const int64_t most = nn_cuda_conv2d_limit(w, out) / (out * w->channels);
     const nn_parts parts = nn_parts_of(w, nn_most(1, most) * nn_window_patches(w));
     int result = 0;
     for (int64_t i = 0; i < parts.count && result == 0; i++) {
         const nn_part part = nn_part_at(&parts, i, w);
-        result =
-            nn_cuda_sum_of_products(call, nn_dest_of(dweight.data, i == 0 ? dweight.beta : 1.0f),
-                                    nn_part_matrix(dy, out, &part, w),
-                                    ms_transpose(nn_part_matrix(x, w->channels, &part, w)), work);
+        result = nn_cuda_sum_of_products(
+            call, nn_dest_of(nn_values_at(dweight), i == 0 ? dweight.beta : 1.0f),
+            nn_part_matrix(dy, out, &part, w),
+            ms_transpose(nn_part_matrix(x, w->channels, &part, w)), work);
     }
     return result;
 }
 
 /* Copies the part's patches of x side by side (depth, patches); m is that, cut into segments. */
-static int nn_cuda_segments(const ms_call *call, ms_matrix *m, float *work, const float *x,
+static int nn_cuda_segments(const ms_call *call, ms_matrix *m, float *work, nn_values x,
                             const nn_part *part, const nn_window *w, nn_segments s) {
     nn_columns n = nn_columns_in(work, x, part, w);
     n.patches = s.patches;
     n.row_stride = s.patches;
     n.image_stride = nn_part_patches(part, w);
-    *m = nn_matrix(work, nn_window_depth(w), s.size, s.patches);
+    *m = nn_matrix(n.columns, nn_window_depth(w), s.size, s.patches);
     m->batch_count = s.count;
     m->batch_stride = s.size;
     return nn_cuda_columns(call, n);
 }
 
 /* dweight, segment by segment. dy is copied likewise, as columns of a 1 * 1 convolution. */
-static int nn_cuda_weight_of_segments(const ms_call *call, nn_dest dweight, const float *dy,
-                                      const float *x, int64_t out, const nn_window *w,
-                                      float *work) {
+static int nn_cuda_weight_of_segments(const ms_call *call, nn_dest dweight, nn_values dy,
+                                      nn_values x, int64_t out, const nn_window *w, float *work) {
     const nn_parts parts = nn_cuda_segment_parts(w, out);
     const int64_t depth = nn_window_depth(w);
     const nn_window slopes =
@@ -2716,9 +2989,9 @@ static int nn_cuda_weight_of_segments(const ms_call *call, nn_dest dweight, cons
         result = nn_first(nn_cuda_segments(call, &b, work, x, &part, w, s),
                           nn_cuda_segments(call, &a, own, dy, &part, &slopes, s));
         if (result == 0) {
-            result = nn_cuda_sum_of_products(call,
-                                             nn_dest_of(dweight.data, i == 0 ? dweight.beta : 1.0f),
-                                             a, ms_transpose(b), own + out * s.patches);
+            result = nn_cuda_sum_of_products(
+                call, nn_dest_of(nn_values_at(dweight), i == 0 ? dweight.beta : 1.0f), a,
+                ms_transpose(b), own + out * s.patches);
         }
     }
     return result;
@@ -2726,8 +2999,8 @@ static int nn_cuda_weight_of_segments(const ms_call *call, nn_dest dweight, cons
 
 /* All images are read before the gradient of one is written, so dx may be x. */
 static int nn_cuda_conv2d_backward(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
-                                   const float *dy, const float *x, const float *weight,
-                                   int64_t out, const nn_window *w, float *work) {
+                                   nn_values dy, nn_values x, nn_values weight, int64_t out,
+                                   const nn_window *w, float *work) {
     const nn_planes slopes = {w->images, out, nn_window_patches(w)};
     int result = nn_cuda_channel_bias(call, dbias, dy, slopes, work);
     if (result == 0 && dweight.data != NULL) {

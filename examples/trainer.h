@@ -17,7 +17,7 @@ static const char *const default_files[] = {
     "examples/nn.h", "examples/nn_cpu.h", "examples/nn_cuda.h"};
 
 typedef struct settings {
-    const char *preset, *device, *mode, *off, *offload, *state;
+    const char *preset, *device, *mode, *off, *offload, *state, *precision;
     const char *trace, *metrics; // files to write, or NULL
     int64_t batch, sequence, steps, seconds, every, seed;
     uint64_t budget_bytes; // 0: half way between the smallest and the plain arena
@@ -61,7 +61,7 @@ struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { TRAINER_OPTIONS = 26 };
+enum { TRAINER_OPTIONS = 27 };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(const trainer_kind *kind, settings *o, option_spec *specs) {
@@ -79,6 +79,8 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--offload", "NAME", OPTION_TEXT, &o->offload, OPTION_OFFLOAD_HELP},
         {"--state", "NAME", OPTION_TEXT, &o->state,
          "moments of AdamW: f32 (default), bf16, or 8bit where rules allow that"},
+        {"--precision", "NAME", OPTION_TEXT, &o->precision,
+         "f32 (default), bf16, f16, or bf16-alone, without params in F32 beside"},
         {"--auto", NULL, OPTION_FLAG, &o->automatic, "let the built-in policy choose the mode"},
         {"--dropout", "X", OPTION_REAL, &o->dropout, "probability of dropout, below 1 (0)"},
         {"--steps", "N", OPTION_COUNT, &o->steps, "stop after N steps"},
@@ -275,6 +277,21 @@ static int choose_techniques(const settings *o, ms_config *config) {
     return choose_offloading(o->offload, &config->offloading);
 }
 
+/* Chooses the dtype that layers compute in; `forces`: whether it is to be another than F32. */
+static int choose_precision(const char *name, ms_config *config, bool *forces) {
+    const bool alone = name && strcmp(name, "bf16-alone") == 0;
+    const bool bf16 = alone || (name && strcmp(name, "bf16") == 0);
+    const bool f16 = name && strcmp(name, "f16") == 0;
+    *forces = bf16 || f16;
+    if (name && !*forces && strcmp(name, "f32") != 0) {
+        return fail("--precision %s: there are f32, bf16, f16 and bf16-alone", name);
+    }
+    config->mixed_dtype = bf16 ? MS_DTYPE_BF16 : f16 ? MS_DTYPE_F16 : MS_DTYPE_F32;
+    config->mixed_precision = name && !*forces ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    config->master_weights = alone ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    return 0;
+}
+
 /* Chooses the format of optimizer state before registration. */
 static int choose_state(const settings *o, ms_optimizer_desc *adamw) {
     const bool bf16 = o->state && strcmp(o->state, "bf16") == 0;
@@ -292,7 +309,8 @@ static int choose_state(const settings *o, ms_optimizer_desc *adamw) {
 static void force_codes(trainer *t) {
     for (int64_t i = 0; i < nn_param_count(t->net); i++) {
         const nn_param_info *param = nn_param_at(t->net, i);
-        const bool is_table = strlen(param->name) == 3; // wte, wpe, wse: rows are looked up
+        const bool is_table = strcmp(param->name, "wte") == 0 || // whose rows are looked up
+                              strcmp(param->name, "wpe") == 0 || strcmp(param->name, "wse") == 0;
         if (t->options.state && strcmp(t->options.state, "8bit") == 0 && param->shape.rank == 2 &&
             ms_shape_count(&param->shape) >= 4096 && !is_table) {
             ms_set_tensor_technique(t->model, param->tensor, MS_TECHNIQUE_OPTIMIZER_8BIT,
@@ -314,7 +332,9 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     config.tf32 = t->options.tf32;
     config.cuda_graph = t->options.graph;
     config.empirical_profiling = t->options.profile ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
-    if (choose_techniques(&t->options, &config) != 0 || choose_state(&t->options, &adamw) != 0) {
+    bool half = false;
+    if (choose_techniques(&t->options, &config) != 0 || choose_state(&t->options, &adamw) != 0 ||
+        choose_precision(t->options.precision, &config, &half) != 0) {
         return 1;
     }
     if (ms_create(&config, &t->model) != MS_RESULT_OK) {
@@ -324,6 +344,7 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     if (!t->net) {
         return fail("no memory for a net");
     }
+    nn_force_half(t->net, half);
     t->built = t->kind->build(t->net, &t->shape);
     if (!t->options.random) {
         ms_add_eval_output(t->model, t->built.logits);
@@ -543,6 +564,15 @@ static int train_step(trainer *t, progress *p, bool reads) {
     return 0;
 }
 
+/* In F16: what the loss scale has come to. */
+static void print_loss_scale(const trainer *t) {
+    ms_memory_report r;
+    if (ms_report(t->model, &r) == MS_RESULT_OK && (r.loss_scale < 1.0 || r.loss_scale > 1.0)) {
+        printf("loss scale %.0f; %u steps were skipped, the last for %s\n", r.loss_scale,
+               (unsigned)r.skipped_steps, r.overflow_layer[0] ? r.overflow_layer : "none");
+    }
+}
+
 static int train(trainer *t) {
     const settings *o = &t->options;
     ms_memory_report report;
@@ -566,6 +596,7 @@ static int train(trainer *t) {
             print_progress(t, &p, report.arena_bytes);
         }
     }
+    print_loss_scale(t);
     return print_device_memory(t);
 }
 
@@ -629,11 +660,11 @@ static int verify(trainer *t) {
     printf("\nloss %.9g by the plain plan, %.9g by this one\n", r.plain_loss, r.wrapped_loss);
     if (r.state_count > 0) {
         printf(
-            "%u tensors of optimizer state are rounded, in the next update by %.3g of their size\n",
+            "the next update rounds %u tensors of optimizer state, by %.3g of their size at most\n",
             (unsigned)r.state_count, r.state_error);
     }
     if (r.differ_count == 0) {
-        printf("all %u are equal bit for bit\n", (unsigned)r.tensor_count);
+        printf("all %u gradients and buffers are equal bit for bit\n", (unsigned)r.tensor_count);
         return 0;
     }
     printf("%u of %u differ, by %.3g at most, %.3g of the value\n", (unsigned)r.differ_count,

@@ -479,7 +479,7 @@ check quick 'all as C++11, without code' check_dialect
 
 # As trainers are often built: the compiler is told that no number is infinite or NaN, may regroup sums,
 # and the processor flushes subnormal numbers to zero. Most of all that matters to what computes.
-computes=' test_api test_contract test_debug test_nn test_offload test_simulate test_state test_verify '
+computes=' test_api test_contract test_debug test_half test_nn test_offload test_simulate test_state test_verify '
 group 'tests, -Ofast'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)
@@ -528,6 +528,7 @@ for name in test_cuda_backend test_cuda_graphs test_cuda_kernels emulation/test_
     check broad "${name#*/}" "run_test sanitize build/sanitize/emulated/tests/$name"
 done
 check broad 'test_nn, races in kernels' 'run_test release build/emulated/races/tests/test_nn'
+check broad 'test_half, races in kernels' 'run_test release build/emulated/races/tests/test_half'
 
 # Each cell checks flags and what the preprocessor makes of them; the first has the warnings that the
 # optimizer finds, so that others can do without it.

@@ -149,7 +149,7 @@ static float *add_work(side *s, const setting *o, int64_t floats) {
 }
 
 static nn_dest add_dest(side *s, const setting *o, int64_t count) {
-    return nn_dest_of(add_output(s, o, count, o->beta != 0.0f, false), o->beta);
+    return nn_dest_of(nn_f32(add_output(s, o, count, o->beta != 0.0f, false)), o->beta);
 }
 
 /* The gradient of a, which may stand in its place. */
@@ -160,7 +160,7 @@ static nn_dest add_gradient(side *s, const setting *o, int alias, float *a, int6
     for (int i = 0; i < s->count; i++) {
         s->buffers[i].is_written |= s->buffers[i].memory + MARGIN + o->shift == a;
     }
-    return nn_dest_of(a, o->beta);
+    return nn_dest_of(nn_f32(a), o->beta);
 }
 
 /* Fetches what the kernel wrote. */
@@ -231,7 +231,7 @@ static int run_relu(side *s, const setting *o) {
         s->buffers[0].is_written = true;
         s->buffers[0].is_exact = true;
     }
-    return s->device->relu(&s->call, y, x, count);
+    return s->device->relu(&s->call, nn_f32(y), nn_f32(x), count);
 }
 
 static int run_relu_backward(side *s, const setting *o) {
@@ -239,7 +239,7 @@ static int run_relu_backward(side *s, const setting *o) {
     float *dy = add_input(s, o, count);
     float *y = add_input(s, o, count);
     const nn_dest dx = add_gradient(s, o, o->alias, o->alias == 1 ? dy : y, count);
-    return s->device->relu_backward(&s->call, dx, dy, y, count);
+    return s->device->relu_backward(&s->call, dx, nn_f32(dy), nn_f32(y), count);
 }
 
 static int run_conv2d(side *s, const setting *o) {
@@ -249,7 +249,8 @@ static int run_conv2d(side *s, const setting *o) {
     float *bias = add_input(s, o, o->out);
     float *work = add_work(s, o, s->device->conv2d_floats(w, o->out, false));
     float *y = add_output(s, o, patch_count(w, o->out), false, false);
-    return s->device->conv2d(&s->call, y, x, weight, o->has_bias ? bias : NULL, o->out, w, work);
+    return s->device->conv2d(&s->call, nn_f32(y), nn_f32(x), nn_f32(weight),
+                             o->has_bias ? bias : NULL, o->out, w, work);
 }
 
 static int run_conv2d_backward(side *s, const setting *o) {
@@ -258,11 +259,12 @@ static int run_conv2d_backward(side *s, const setting *o) {
     float *x = add_input(s, o, image_count(w));
     float *weight = add_input(s, o, o->out * nn_window_depth(w));
     float *work = add_work(s, o, s->device->conv2d_floats(w, o->out, true));
-    const nn_dest nobody = nn_dest_of(NULL, 0.0f);
+    const nn_dest nobody = nn_nowhere();
     const nn_dest dweight = o->keeps ? add_dest(s, o, o->out * nn_window_depth(w)) : nobody;
     const nn_dest dbias = o->has_bias ? add_dest(s, o, o->out) : nobody;
     const nn_dest dx = add_gradient(s, o, 1, x, image_count(w));
-    return s->device->conv2d_backward(&s->call, dx, dweight, dbias, dy, x, weight, o->out, w, work);
+    return s->device->conv2d_backward(&s->call, dx, dweight, dbias, nn_f32(dy), nn_f32(x),
+                                      nn_f32(weight), o->out, w, work);
 }
 
 static int run_max_pool(side *s, const setting *o) {
@@ -270,7 +272,7 @@ static int run_max_pool(side *s, const setting *o) {
     float *x = add_ties(s, o, image_count(&o->window));
     float *y = add_output(s, o, count, false, true);
     int32_t *places = o->keeps ? (int32_t *)(void *)add_output(s, o, count, false, true) : NULL;
-    return s->device->max_pool(&s->call, y, places, x, &o->window);
+    return s->device->max_pool(&s->call, nn_f32(y), places, nn_f32(x), &o->window);
 }
 
 /* The places are those of the CPU. */
@@ -288,8 +290,8 @@ static int run_max_pool_backward(side *s, const setting *o) {
     free_side(&cpu);
     float *dy = add_input(s, o, count);
     const nn_dest dx = add_dest(s, o, image_count(&o->window));
-    return s->device->max_pool_backward(&s->call, dx, dy, (const int32_t *)(const void *)places,
-                                        &o->window);
+    return s->device->max_pool_backward(&s->call, dx, nn_f32(dy),
+                                        (const int32_t *)(const void *)places, &o->window);
 }
 
 /* Positive, as variances are. */
@@ -324,7 +326,7 @@ static int run_norm(side *s, const setting *o, nn_moments moments) {
     }
     float *work = add_work(s, o, s->device->batch_norm_floats(o->planes));
     const nn_dest y = add_gradient(s, o, 1, x, nn_planes_count(o->planes));
-    return s->device->batch_norm(&s->call, y.data, x, &v, o->planes, work);
+    return s->device->batch_norm(&s->call, nn_values_at(y), nn_f32(x), &v, o->planes, work);
 }
 
 static int run_batch_norm(side *s, const setting *o) {
@@ -342,7 +344,7 @@ static int run_batch_norm_saved(side *s, const setting *o) {
 static int run_batch_norm_backward(side *s, const setting *o) {
     const int64_t count = nn_planes_count(o->planes);
     const int64_t channels = o->planes.channels;
-    const nn_dest nobody = nn_dest_of(NULL, 0.0f);
+    const nn_dest nobody = nn_nowhere();
     nn_batch_norm_values v;
     memset(&v, 0, sizeof v);
     float *dy = add_input(s, o, count);
@@ -355,19 +357,20 @@ static int run_batch_norm_backward(side *s, const setting *o) {
     const nn_dest dx = add_gradient(s, o, o->alias, o->alias == 1 ? dy : x, count);
     const nn_dest dweight = o->keeps ? add_dest(s, o, channels) : nobody;
     const nn_dest dbias = o->has_bias ? add_dest(s, o, channels) : nobody;
-    return s->device->batch_norm_backward(&s->call, dx, dweight, dbias, dy, x, &v, o->planes, work);
+    return s->device->batch_norm_backward(&s->call, dx, dweight, dbias, nn_f32(dy), nn_f32(x), &v,
+                                          o->planes, work);
 }
 
 static int run_average(side *s, const setting *o) {
     float *x = add_input(s, o, nn_planes_count(o->planes));
     float *means = add_output(s, o, o->planes.images * o->planes.channels, false, false);
-    return s->device->average(&s->call, means, x, o->planes);
+    return s->device->average(&s->call, nn_f32(means), nn_f32(x), o->planes);
 }
 
 static int run_average_backward(side *s, const setting *o) {
     float *dmeans = add_input(s, o, o->planes.images * o->planes.channels);
     const nn_dest dx = add_dest(s, o, nn_planes_count(o->planes));
-    return s->device->average_backward(&s->call, dx, dmeans, o->planes);
+    return s->device->average_backward(&s->call, dx, nn_f32(dmeans), o->planes);
 }
 
 // ------------------------------------------------------------------------------------------------

@@ -52,20 +52,20 @@ static float c_weight(int j, int64_t i) {
 }
 
 static int c_lift_forward(const ms_call *call) {
-    return t_nn_device()->copy(call, nn_dest_of(nn_floats(&call->out[0]), 0.0f),
-                               nn_floats(&call->param[0]), nn_count(&call->out[0]));
+    return t_nn_device()->copy(call, nn_dest_of(nn_values_of(&call->out[0]), 0.0f),
+                               nn_values_of(&call->param[0]), nn_count(&call->out[0]));
 }
 
 static int c_lift_backward(const ms_call *call) {
     return t_nn_device()->copy(call, nn_gradient_of(&call->grad_param[0]),
-                               nn_floats(&call->grad_out[0]), nn_count(&call->grad_out[0]));
+                               nn_values_of(&call->grad_out[0]), nn_count(&call->grad_out[0]));
 }
 
 /* in[0] is the output under test, in[1 + j] the lifted leaf j, param[j] the leaf that is a param,
    and C_WEIGHTS inputs after them the weights of them all: products, which any device has. */
 static ms_matrix c_column(const ms_view *view) {
     const int64_t count = nn_count(view);
-    return nn_matrix(nn_floats(view), count, 1, 1);
+    return nn_matrix(nn_values_of(view), count, 1, 1);
 }
 
 /* The operand of the sum that has these weights; its gradient in backward. */
@@ -89,7 +89,7 @@ static int c_sum_forward(const ms_call *call) {
         if (operand != NULL) {
             result = (int)ms_gemm(call, 1.0f, ms_transpose(c_column(&call->in[C_WEIGHTS + j])),
                                   c_column(operand), j == C_LEAVES ? 0.0f : 1.0f,
-                                  nn_matrix(nn_floats(&call->out[0]), 1, 1, 1));
+                                  nn_matrix(nn_values_of(&call->out[0]), 1, 1, 1));
         }
     }
     return result;
@@ -101,8 +101,8 @@ static int c_sum_backward(const ms_call *call) {
         const ms_view *gradient = c_operand(call, j, true);
         if (gradient != NULL && gradient->data != NULL) {
             result = (int)ms_gemm(call, 1.0f, c_column(&call->in[C_WEIGHTS + j]),
-                                  nn_matrix(nn_floats(&call->grad_out[0]), 1, 1, 1), gradient->beta,
-                                  c_column(gradient));
+                                  nn_matrix(nn_values_of(&call->grad_out[0]), 1, 1, 1),
+                                  gradient->beta, c_column(gradient));
         }
     }
     return result;
@@ -669,7 +669,7 @@ static void a_reference(const c_case *c, const double *const *leaf, const float 
 static void test_add(void **state) {
     (void)state;
     float twice[] = {3.0f, -4.0f};
-    nn_copy_kernel(NULL, nn_dest_of(twice, 1.0f), twice, 2);
+    nn_copy_kernel(NULL, nn_dest_of(nn_f32(twice), 1.0f), nn_f32(twice), 2);
     assert_true(twice[0] > 5.5f && twice[1] < -7.5f);
     for (uint32_t same = 0; same < 2; same++) {
         c_case c = c_make("add", a_build, a_reference, 91, 0, 0, 0, same);
@@ -905,9 +905,9 @@ static void test_relu(void **state) {
     const float dy[] = {1.0f, 2.0f, 3.0f};
     float y[3];
     float dx[] = {5.0f, 5.0f, 5.0f};
-    nn_relu_kernel(NULL, y, x, 3);
+    nn_relu_kernel(NULL, nn_f32(y), nn_f32(x), 3);
     assert_true(t_is_nan(y[0]));
-    nn_relu_backward_kernel(NULL, nn_dest_of(dx, 1.0f), dy, y, 3);
+    nn_relu_backward_kernel(NULL, nn_dest_of(nn_f32(dx), 1.0f), nn_f32(dy), nn_f32(y), 3);
     assert_true(dx[1] > 6.5f && dx[1] < 7.5f && dx[2] > 4.5f && dx[2] < 5.5f);
 }
 
@@ -1069,9 +1069,9 @@ static void test_max_pool(void **state) {
     const float nan_first[] = {nanf(""), 2.0f, 3.0f, 1.0f};
     const float nan_last[] = {1.0f, 2.0f, 3.0f, nanf("")};
     const nn_window w = nn_window_of(ms_shape4(1, 1, 2, 2), 2, 2, 0);
-    assert_int_equal(nn_largest_place(equal, &w, 0, 0), 1);
-    assert_int_equal(nn_largest_place(nan_first, &w, 0, 0), 0);
-    assert_int_equal(nn_largest_place(nan_last, &w, 0, 0), 3);
+    assert_int_equal(nn_largest_place(nn_f32(equal), &w, 0, 0), 1);
+    assert_int_equal(nn_largest_place(nn_f32(nan_first), &w, 0, 0), 0);
+    assert_int_equal(nn_largest_place(nn_f32(nan_last), &w, 0, 0), 3);
 }
 
 // ------------------------------------------------------------------------------------------------

@@ -9,17 +9,17 @@
 #undef main
 
 /* Floats that a call takes, as nn_cuda_attention and its backward do. */
-static int64_t floats_taken(nn_attention_size n, bool backward, bool keeps) {
+static int64_t floats_taken(nn_attention_size n, bool backward, bool keeps, ms_dtype dtype) {
     const nn_groups groups = nn_cuda_groups(n);
     float *const begin = (float *)(uintptr_t)4096; // nobody reads it
     int64_t most = 0;
     for (int64_t i = 0; i < groups.count; i++) {
-        nn_group g = nn_cuda_group(NULL, i, groups, keeps ? begin : NULL, begin, n);
-        if (backward) {
+        nn_group g = nn_cuda_group(NULL, i, groups, nn_f32(keeps ? begin : NULL), dtype, begin, n);
+        if (backward || g.p.computed == NULL) {
             nn_cuda_take(&g, g.heads * n.sequence * n.sequence);
         }
         for (int k = 0; k < (g.packed ? 3 + backward : backward); k++) {
-            nn_group_room(&g);
+            nn_group_room(&g, dtype);
         }
         most = nn_most(most, g.spare - begin);
     }
@@ -32,14 +32,17 @@ static void check_groups(nn_attention_size n, nn_attention_size largest) {
     const nn_groups groups = nn_cuda_groups(n);
     int64_t heads = 0;
     for (int64_t i = 0; i < groups.count; i++) {
-        const nn_group g = nn_cuda_group(NULL, i, groups, NULL, NULL, n);
+        const nn_group g = nn_cuda_group(NULL, i, groups, nn_f32(NULL), MS_DTYPE_F32, NULL, n);
         assert_int_equal(g.first * n.heads + g.head, heads);
         heads += g.heads;
     }
     assert_int_equal(heads, n.batch * n.heads);
-    for (int keeps = 0; keeps < 2; keeps++) {
-        assert_true(floats_taken(n, false, keeps != 0) <= nn_cuda_attention_floats(largest, false));
-        assert_true(floats_taken(n, true, keeps != 0) <= nn_cuda_attention_floats(largest, true));
+    for (int i = 0; i < 4; i++) {
+        const ms_dtype dtype = i < 2 ? MS_DTYPE_F32 : MS_DTYPE_BF16;
+        const bool keeps = i % 2 != 0;
+        assert_true(floats_taken(n, false, keeps, dtype) <=
+                    nn_cuda_attention_floats(largest, false));
+        assert_true(floats_taken(n, true, keeps, dtype) <= nn_cuda_attention_floats(largest, true));
     }
 }
 
