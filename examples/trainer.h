@@ -78,7 +78,8 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--off", "NAME", OPTION_TEXT, &o->off, "switch off checkpointing or early-update"},
         {"--offload", "NAME", OPTION_TEXT, &o->offload, OPTION_OFFLOAD_HELP},
         {"--state", "NAME", OPTION_TEXT, &o->state,
-         "moments of AdamW: f32 (default), bf16, or 8bit where rules allow that"},
+         "moments of AdamW: f32 (default), bf16, 8bit where rules allow that, or 8bit-all,\n"
+         "of embedding tables too"},
         {"--precision", "NAME", OPTION_TEXT, &o->precision,
          "f32 (default), bf16, f16, or bf16-alone, without params in F32 beside"},
         {"--auto", NULL, OPTION_FLAG, &o->automatic, "let the built-in policy choose the mode"},
@@ -295,24 +296,26 @@ static int choose_precision(const char *name, ms_config *config, bool *forces) {
 /* Chooses the format of optimizer state before registration. */
 static int choose_state(const settings *o, ms_optimizer_desc *adamw) {
     const bool bf16 = o->state && strcmp(o->state, "bf16") == 0;
-    const bool coded = o->state && strcmp(o->state, "8bit") == 0;
+    const bool coded = o->state && strncmp(o->state, "8bit", 4) == 0 &&
+                       (!o->state[4] || strcmp(o->state + 4, "-all") == 0);
     if (o->state && !bf16 && !coded && strcmp(o->state, "f32") != 0) {
-        return fail("--state %s: there are f32, bf16 and 8bit", o->state);
+        return fail("--state %s: there are f32, bf16, 8bit and 8bit-all", o->state);
     }
     adamw->state_format[0] = adamw->state_format[1] =
         bf16 ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
     return 0;
 }
 
-/* With --state 8bit: codes the state of the params of all matrix products, whatever the budget. By
-   itself, a plan would do so where the budget asks for it. */
+/* With --state 8bit or 8bit-all: codes the state of the params of all matrix products, whatever the
+   budget. By itself, a plan would do so where the budget asks for it. */
 static void force_codes(trainer *t) {
     for (int64_t i = 0; i < nn_param_count(t->net); i++) {
         const nn_param_info *param = nn_param_at(t->net, i);
         const bool is_table = strcmp(param->name, "wte") == 0 || // whose rows are looked up
                               strcmp(param->name, "wpe") == 0 || strcmp(param->name, "wse") == 0;
-        if (t->options.state && strcmp(t->options.state, "8bit") == 0 && param->shape.rank == 2 &&
-            ms_shape_count(&param->shape) >= 4096 && !is_table) {
+        const char *state = t->options.state ? t->options.state : "f32";
+        if (strncmp(state, "8bit", 4) == 0 && param->shape.rank == 2 &&
+            ms_shape_count(&param->shape) >= 4096 && (!is_table || state[4])) {
             ms_set_tensor_technique(t->model, param->tensor, MS_TECHNIQUE_OPTIMIZER_8BIT,
                                     MS_SWITCH_ON);
         }
