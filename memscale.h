@@ -18356,22 +18356,17 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
         const msi_range *range = &p->ranges.items[index];
         const ms_state_format format = (ms_state_format)range->format;
         void *at = msi_part_address(m, p, i, index);
-        switch ((msi_role)range->role) {
-        case MSI_ROLE_VALUE:
+        if (k == 0) {
             args.value = (float *)at;
             args.value_dtype = msi_dtype_of(format, MS_DTYPE_F32);
-            break;
-        case MSI_ROLE_GRADIENT:
+        } else if (k == 1) {
             args.gradient = (float *)at;
             args.gradient_dtype = msi_dtype_of(format, MS_DTYPE_F32);
-            break;
-        case MSI_ROLE_NORM:
+        } else if (k == 2) {
             norm = (const msi_norm *)at;
-            break;
-        case MSI_ROLE_MASTER:
+        } else if (range->role == MSI_ROLE_MASTER) {
             args.master = (float *)at;
-            break;
-        default:
+        } else {
             args.state[range->role - MSI_ROLE_STATE0] = (float *)at;
             args.state_format[range->role - MSI_ROLE_STATE0] = format;
         }
@@ -25285,11 +25280,11 @@ static int msi_cuda_cast(void *state, void *target, ms_dtype to, const void *sou
 /* Writes the partial sums of an array, or of its squares, to c->partials, and their number. */
 static int msi_cuda_sum(const msi_cuda *c, const void *device, ms_dtype dtype, uint64_t count,
                         bool squares, uint32_t *partial_count) {
-    const bool half = dtype != MS_DTYPE_F32;
-    const msi_cuda_split r = msi_cuda_split_of(count, half ? 8 : 4, (uintptr_t)device);
+    const bool is_short = dtype != MS_DTYPE_F32;
+    const msi_cuda_split r = msi_cuda_split_of(count, is_short ? 8 : 4, (uintptr_t)device);
     const uint64_t blocks = msi_cuda_blocks(r.threads), most = MSI_CUDA_PARTIALS;
     *partial_count = (uint32_t)(blocks < most ? blocks : most);
-    if (half) {
+    if (is_short) {
         return msi_cuda_launch(c, *partial_count, msi_k_half_squares, device, dtype, r,
                                c->partials);
     }

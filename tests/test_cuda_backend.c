@@ -318,7 +318,8 @@ static void test_launches(void **state) {
     for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {
         const uint64_t launches = emulation_launches(kernels[i]);
         if (i < sizeof expected / sizeof expected[0]) {
-            assert_int_equal(launches, 3 * expected[i]);
+            const uint64_t once = strcmp(kernels[i], "msi_k_upload") == 0; // no loss scale
+            assert_int_equal(launches, 3 * expected[i] + once);
         }
         sum += launches;
     }

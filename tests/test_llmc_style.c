@@ -307,12 +307,33 @@ static void train_all(trainer *t) {
     }
 }
 
+/* With -ffast-math sums are vectorized by the alignment of their operands, which the trainer's own
+   memory and an arena give differently: there, numbers are about equal. */
+static void check_floats(const float *a, const float *b, int64_t count) {
+#ifdef __FAST_MATH__
+    for (int64_t i = 0; i < count; i++) {
+        assert_true(fabsf(a[i] - b[i]) <= 1e-2f);
+    }
+#else
+    assert_memory_equal(a, b, (size_t)count * sizeof *a);
+#endif
+}
+
+static void check_loss(double a, double b) {
+#ifdef __FAST_MATH__
+    assert_true(fabs(a - b) <= 1e-4 * fabs(a));
+#else
+    assert_memory_equal(&a, &b, sizeof a);
+#endif
+}
+
 static void check_same(const trainer *a, const trainer *b) {
-    const size_t bytes = (size_t)a->g.param_count * sizeof(float);
-    assert_memory_equal(a->losses, b->losses, sizeof a->losses);
-    assert_memory_equal(a->g.params_memory, b->g.params_memory, bytes);
-    assert_memory_equal(a->g.m_memory, b->g.m_memory, bytes);
-    assert_memory_equal(a->g.v_memory, b->g.v_memory, bytes);
+    for (int i = 0; i < STEPS; i++) {
+        check_loss(a->losses[i], b->losses[i]);
+    }
+    check_floats(a->g.params_memory, b->g.params_memory, a->g.param_count);
+    check_floats(a->g.m_memory, b->g.m_memory, a->g.param_count);
+    check_floats(a->g.v_memory, b->g.v_memory, a->g.param_count);
 }
 
 /* Trains with a plan and compares; the report of that plan. */
@@ -417,7 +438,7 @@ static void test_taking_turns(void **state) {
     t_ok(mixed.model, ms_detach(mixed.model));
     step_wrapped(&mixed);
     memcpy(mixed.losses, plain.losses, sizeof plain.losses); // those in between were not noted
-    assert_memory_equal(&mixed.g.mean_loss, &plain.g.mean_loss, sizeof(double));
+    check_loss(mixed.g.mean_loss, plain.g.mean_loss);
     check_same(&plain, &mixed);
     stop(&plain);
     stop(&mixed);

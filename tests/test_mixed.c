@@ -30,9 +30,9 @@ static void conversions_are_those_of_arithmetic(void **state) {
     for (int k = 0; k < 200000; ++k) {
         const ms_dtype dtype = dtypes[k % 2];
         const float x = (float)(t_unit(&rng) * exp2((double)t_below(&rng, 30) - 15.0));
-        uint16_t bits;
-        msi_store_as(&bits, dtype, 0, x);
-        assert_true((double)msi_load(&bits, dtype, 0) == in_dtype(dtype, (double)x));
+        uint16_t bits[2]; // room for a float
+        msi_store_as(bits, dtype, 0, x);
+        assert_true((double)msi_load(bits, dtype, 0) == in_dtype(dtype, (double)x));
     }
 }
 
@@ -244,7 +244,7 @@ static void steps_round_where_plans_do(void **state) {
         stack_create(&s, &config, &sgd, MOST_LAYERS, half_gradients);
         t_ok(s.m, ms_wrap(s.m));
         stack_write(&s, 3);
-        const double scale = dtype == MS_DTYPE_F16 ? SCALE : 1.0;
+        const double scale = dtype == MS_DTYPE_F16 ? (double)SCALE : 1.0;
         expect_step(&s, dtype, half_gradients, scale / ROWS, &e);
         t_ok(s.m, ms_forward(s.m, NULL));
         t_ok(s.m, ms_backward(s.m));
