@@ -28,12 +28,23 @@ static uint64_t end_seed(uint64_t quick, uint64_t full) {
 // ------------------------------------------------------------------------------------------------
 // the order of a program, without running it
 
+/* Whether a graph has values in 16 bits. */
+static bool is_mixed(const rd_graph *g) {
+    return g->seed % 2 == 1;
+}
+
 /* A random graph of which random things are moved, planned. */
 static rd_net *moved_net(rd_graph *g, char *failure) {
     t_rng rng = t_seed(g->seed ^ 0x0ff1);
     const ms_config config = t_config();
+    if (is_mixed(g)) {
+        rd_random_dtypes(g, g->seed + 99);
+    }
     rd_net *n = rd_net_create(g, &config, "moved", failure, false);
     rd_force_moves(n, &rng);
+    if (is_mixed(g)) {
+        rd_force_half(n, g->seed);
+    }
     t_ok(n->model, ms_wrap(n->model));
     return n;
 }
@@ -335,10 +346,19 @@ static bool gives_same_bits(pair_of_nets *t, const ms_config *config) {
         rd_random_formats(g, &rng);
     }
     t->round = 1;
+    if (is_mixed(g)) {
+        rd_random_dtypes(g, g->seed + 99);
+        plain.master_weights = moved.master_weights =
+            g->seed % 4 == 1 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    }
     t->moved = rd_net_create(g, &moved, "moved", t->failure, false);
     g->move = NULL;
     t->plain = rd_net_create(g, &plain, "plain", t->failure, false);
     rd_force_moves(t->moved, &rng);
+    if (is_mixed(g)) {
+        rd_force_half(t->moved, g->seed);
+        rd_force_half(t->plain, g->seed);
+    }
     const bool fine = run_both(t, &rng);
     rd_net_destroy(t->moved);
     rd_net_destroy(t->plain);
