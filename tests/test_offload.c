@@ -34,15 +34,15 @@ static bool is_mixed(const rd_graph *g) {
 }
 
 /* A random graph of which random things are moved, planned. */
-static rd_net *moved_net(rd_graph *g, char *failure) {
+static rd_net *moved_net(rd_graph *g, char *failure, bool mixed) {
     t_rng rng = t_seed(g->seed ^ 0x0ff1);
     const ms_config config = t_config();
-    if (is_mixed(g)) {
+    if (mixed) {
         rd_random_dtypes(g, g->seed + 99);
     }
     rd_net *n = rd_net_create(g, &config, "moved", failure, false);
     rd_force_moves(n, &rng);
-    if (is_mixed(g)) {
+    if (mixed) {
         rd_force_half(n, g->seed);
     }
     t_ok(n->model, ms_wrap(n->model));
@@ -55,7 +55,7 @@ static void what_conflicts_is_ordered(void **state) {
     for (uint64_t seed = first_seed(); seed < end; ++seed) {
         char failure[RD_TEXT] = "";
         rd_graph *g = rd_generate(seed);
-        rd_net *n = moved_net(g, failure);
+        rd_net *n = moved_net(g, failure, is_mixed(g));
         char where[32];
         snprintf(where, sizeof where, "graph %llu", (unsigned long long)seed);
         o_expect_ordered(n->model, where);
@@ -71,7 +71,7 @@ static void every_wait_matters(void **state) {
     for (uint64_t seed = first_seed(); seed < end; ++seed) {
         char failure[RD_TEXT] = "";
         rd_graph *g = rd_generate(seed);
-        rd_net *n = moved_net(g, failure);
+        rd_net *n = moved_net(g, failure, false);
         o_leave_out_each(n->model, &t);
         rd_net_destroy(n);
         free(g);
@@ -87,7 +87,7 @@ static void smaller_sizes_keep_the_schedule(void **state) {
     for (int k = 0; k < 2; ++k) {
         char failure[RD_TEXT] = "";
         rd_graph *g = rd_generate(seeds[k]);
-        rd_net *n = moved_net(g, failure);
+        rd_net *n = moved_net(g, failure, false);
         const msi_program *p = &n->model->run.plan->train;
         bool valid = false;
         uint64_t bound;
@@ -158,7 +158,7 @@ static void random_copies_have_what_moves_together(void **state) {
     for (uint64_t seed = first_seed(); seed < end; ++seed) {
         char failure[RD_TEXT] = "";
         rd_graph *g = rd_generate(seed);
-        rd_net *n = moved_net(g, failure);
+        rd_net *n = moved_net(g, failure, false);
         count_copies(n->model, &n->model->run.plan->train, &tally);
         count_copies(n->model, &n->model->run.plan->eval, &tally);
         rd_net_destroy(n);
