@@ -752,8 +752,8 @@ static void codes_make_no_plan_slower(void **state) {
         assert_true(least[1] <= least[0]);
         for (uint64_t i = 0; i < 6; ++i) {
             const uint64_t budget = least[1] + (most - least[1]) * i / 6;
-            ms_memory_report of[2];
-            double us[2];
+            ms_memory_report of[2] = {{0}};
+            double us[2] = {0.0, 0.0};
             const bool fits = drawn_plan(&z[0], budget, &of[0], &us[0]);
             assert_true(drawn_plan(&z[1], budget, &of[1], &us[1]));
             const bool codes = of[1].freed_bytes[MS_TECHNIQUE_OPTIMIZER_8BIT] > 0;
@@ -780,8 +780,8 @@ static void codes_that_are_fast_are_enough(void **state) {
     for (uint64_t seed = 1; seed <= t_sweep(40, 3000); ++seed) {
         drawn z;
         ms_config config = t_config();
-        ms_memory_report plain, forced, report;
-        double us;
+        ms_memory_report plain = {0}, forced = {0}, report = {0};
+        double us = 0.0;
         config.mode = MS_MODE_AGGRESSIVE;
         config.early_update = config.offloading = MS_SWITCH_OFF;
         drawn_create(&z, seed, &config);
