@@ -12,6 +12,10 @@
 
 enum { MAX_SPACES = 12, BYTE_COUNT = 256, WARMUP_STEPS = 20, CUDA_READ_EVERY = 10 };
 
+/* Of the blocks of a text, every so many-th is held out: trained on by no run, and evaluated after
+   training in the same batches by every run, whatever its seed. */
+enum { HELD_OUT_BLOCK = 4096, HELD_OUT_EVERY = 10, HELD_OUT_BATCHES = 64 };
+
 static const char *const default_files[] = {
     "memscale.h",    "README.md",         "docs/getting-started.md", "docs/internals.md",
     "examples/nn.h", "examples/nn_cpu.h", "examples/nn_cuda.h"};
@@ -53,6 +57,7 @@ struct trainer {
     int32_t *tokens, *targets; // (B, T)
     int32_t *window;           // (T + 1)
     float *logits;             // (B, T, V), to show what was learnt
+    int64_t held_out;          // number of the next window that is held out; -1 in training
     uint64_t free_bytes;       // of the device, before the training
     uint64_t random;
     double loss; // running mean of those that were read
@@ -240,7 +245,32 @@ static uint64_t next_random(trainer *t) {
     return t->random;
 }
 
-/* Fills the window with `count` tokens: from a random place in the text, or random ones. */
+static int64_t held_out_blocks(const trainer *t) {
+    return t->options.random ? 0 : t->text_bytes / (HELD_OUT_BLOCK * HELD_OUT_EVERY);
+}
+
+static bool is_held_out(const trainer *t, int64_t byte) {
+    const int64_t block = byte / HELD_OUT_BLOCK;
+    return block % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 &&
+           block / HELD_OUT_EVERY < held_out_blocks(t);
+}
+
+/* Where a window of the text begins: at random where nothing is held out, or the next of those that
+   are, which go round the blocks. */
+static int64_t place_window(trainer *t, int64_t count) {
+    if (t->held_out < 0) {
+        int64_t at;
+        do {
+            at = (int64_t)(next_random(t) % (uint64_t)(t->text_bytes - count + 1));
+        } while (is_held_out(t, at) || is_held_out(t, at + count - 1));
+        return at;
+    }
+    const int64_t blocks = held_out_blocks(t), number = t->held_out++;
+    const int64_t block = number % blocks * HELD_OUT_EVERY + HELD_OUT_EVERY - 1;
+    return block * HELD_OUT_BLOCK + number / blocks % (HELD_OUT_BLOCK / count) * count;
+}
+
+/* Fills the window with `count` tokens: from the text, or random ones. */
 static void draw_window(trainer *t, int64_t count) {
     if (t->options.random) {
         for (int64_t i = 0; i < count; i++) {
@@ -248,7 +278,7 @@ static void draw_window(trainer *t, int64_t count) {
         }
         return;
     }
-    const uint8_t *text = t->text + next_random(t) % (uint64_t)(t->text_bytes - count + 1);
+    const uint8_t *text = t->text + place_window(t, count);
     for (int64_t i = 0; i < count; i++) {
         t->window[i] = text[i];
     }
@@ -576,6 +606,32 @@ static void print_loss_scale(const trainer *t) {
     }
 }
 
+/* Prints the loss on what was held out. */
+static int evaluate(trainer *t) {
+    double sum = 0.0;
+    if (held_out_blocks(t) == 0) {
+        return 0;
+    }
+    const uint64_t random = t->random;
+    t->random = 1;
+    t->held_out = 0;
+    for (int i = 0; i < HELD_OUT_BATCHES; i++) {
+        double loss;
+        t->kind->draw_batch(t);
+        if (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
+            ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK ||
+            ms_eval(t->model, &loss) != MS_RESULT_OK) {
+            return fail("%s", ms_last_error(t->model));
+        }
+        sum += loss;
+    }
+    t->held_out = -1;
+    t->random = random;
+    printf("held out  loss %.4f on %d batches of text that training has not seen\n",
+           sum / HELD_OUT_BATCHES, HELD_OUT_BATCHES);
+    return 0;
+}
+
 static int train(trainer *t) {
     const settings *o = &t->options;
     ms_memory_report report;
@@ -600,7 +656,7 @@ static int train(trainer *t) {
         }
     }
     print_loss_scale(t);
-    return print_device_memory(t);
+    return evaluate(t) != 0 || print_device_memory(t) != 0;
 }
 
 // ---- verification -------------------------------------------------------------------------------
@@ -712,6 +768,7 @@ static int start(trainer *t) {
 static int run(trainer *t) {
     uint64_t budget_bytes = 0;
     t->random = 0x9e3779b97f4a7c15u ^ (uint64_t)t->options.seed;
+    t->held_out = -1;
     printf("memscale.h %d.%d.%d, %s\n\n", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
            MEMSCALE_VERSION_PATCH, t->kind->title);
     if (choose_shape(t) != 0 || choose_budget(t, &budget_bytes) != 0 ||
