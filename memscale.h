@@ -157,7 +157,7 @@
     In F16, gradients are multiplied by a loss scale, or many of them would be 0. It begins at 65536
     and is doubled after 2000 steps without an overflow (ms_config.loss_scaling). A step in which a
     gradient is not finite updates nothing and halves it, down to 1. That is not an error, and no
-    host waits for it; it counts as a step, also in AdamW's bias correction. ms_memory_report has
+    host waits for it; it counts as a step, but not in AdamW's bias correction. ms_memory_report has
     the scale, the skipped steps, and the layer of the last overflow. The updates undo the scale,
     but gradients that ms_read copies between ms_backward and ms_update are multiplied by it, and a
     layer with grads_in_forward must multiply by *ms_call.loss_scale. The scale needs all gradients
@@ -564,6 +564,8 @@ typedef enum ms_state_format {
    SGD: v = beta1 * v + g; p = p + rate * (v + decay * p). */
 typedef struct ms_update_factors {
     float rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
+    float learning_rate; // AdamW: of this and of the number, rate and scale2 are made
+    uint32_t number;     // of the update, from 1, with the steps that loss scaling skips; SGD: 0
 } ms_update_factors;
 
 /* One update of one param, or of a part of it, for the backend's kernel or the trainer's own
@@ -686,11 +688,12 @@ typedef struct ms_backend {
     /* Clipping: *sum += sum of squares, and if that is not finite and *nonfinite is 0, it becomes
        `number`; then *scale = min(1, limit / sqrt(*sum)), step->norm = sqrt(*sum), and halted =
        MS_HALT_NORM as above if that is not finite. With step->scaling, gradients are loss_scale
-       times too large, and the limit may be infinite. */
+       times too large, the limit may be infinite, and the `count` factors of the updates that
+       follow are corrected for the steps that were skipped (msi_correct_bias, >>arithmetic). */
     int (*add_squares)(void *state, const void *device, ms_dtype dtype, uint64_t count, double *sum,
                        uint32_t number, uint32_t *nonfinite);
     int (*clip_scale)(void *state, const double *sum, float limit, float *scale,
-                      ms_step_state *step);
+                      ms_step_state *step, ms_update_factors *factors, uint64_t count);
     int (*update)(void *state, const ms_update_args *args);
     int (*gemm)(void *state, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                 const ms_matrix *c); // already checked; batch counts are at least 1
@@ -2661,6 +2664,31 @@ MSI_HD bool msi_has_formats(const ms_update_args *args) {
            args->gradient_dtype != MS_DTYPE_F32;
 }
 
+/* x^n, by multiplications alone, so that hosts and devices round alike. */
+MSI_HD double msi_power(double x, uint32_t n) {
+    double power = 1.0;
+    for (; n > 0; n >>= 1, x *= x) {
+        power *= n & 1u ? x : 1.0;
+    }
+    return power;
+}
+
+/* The factors of update number n by AdamW that depend on n. What is volatile keeps compilers from
+   fusing the last multiplication with the subtraction. */
+MSI_HD void msi_set_bias_correction(ms_update_factors *f, uint32_t n) {
+    const volatile double power1 = msi_power((double)f->beta1, n);
+    const volatile double power2 = msi_power((double)f->beta2, n);
+    f->rate = (float)(-(double)f->learning_rate / (1.0 - power1));
+    f->scale2 = (float)(1.0 / sqrt(1.0 - power2));
+}
+
+/* Steps that loss scaling has skipped do not count as updates. */
+MSI_HD void msi_correct_bias(ms_update_factors *f, const ms_step_state *s) {
+    if (s->scaling.growth_steps > 0 && s->skipped_steps > 0 && f->number > s->skipped_steps) {
+        msi_set_bias_correction(f, f->number - s->skipped_steps);
+    }
+}
+
 /* Halts the step if the loss is not finite. The first reason to halt stays. */
 MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
     if (s->halted == (uint32_t)MS_HALT_OVERFLOW && s->halted_step != s->step) {
@@ -3318,6 +3346,7 @@ typedef struct msi_store {
     uint64_t host_transient_bytes; // after host_bytes
     uint64_t staging_bytes;        // after these: the step, its verdict, inputs
     uint64_t step_bytes;           // of the step's own memory: states and factors
+    uint64_t factor_count;
     uint32_t event_count;
     void *memory;     // of the residents; and of the transient values, if that is not shared
     void *transient;  // memory of the transient values; NULL: a shared arena has them
@@ -4409,9 +4438,12 @@ static int msi_cpu_add_squares(void *user, const void *device, ms_dtype dtype, u
 }
 
 static int msi_cpu_clip_scale(void *user, const double *sum, float limit, float *scale,
-                              ms_step_state *step) {
+                              ms_step_state *step, ms_update_factors *factors, uint64_t count) {
     (void)user;
     *scale = msi_judge_norm(step, *sum, limit);
+    for (uint64_t i = 0; i < count; i++) {
+        msi_correct_bias(&factors[i], step);
+    }
     return 0;
 }
 
@@ -8517,11 +8549,12 @@ static bool msi_learns(const msi_tensor *t) {
    copied out. Where the device computes in host memory, the memory of the step is there alone. */
 static void msi_reserve(const ms_model *m, msi_store *store) {
     const ms_backend *b = &m->config.backend;
-    uint64_t count = 0;
+    store->factor_count = 0;
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-        count += msi_learns(&m->graph.tensors.items[t]);
+        store->factor_count += msi_learns(&m->graph.tensors.items[t]);
     }
-    store->step_bytes = MSI_STATES_BYTES + msi_align(count * sizeof(ms_update_factors));
+    store->step_bytes =
+        MSI_STATES_BYTES + msi_align(store->factor_count * sizeof(ms_update_factors));
     store->staging_bytes = store->step_bytes;
     store->reserved_bytes = (b->workspace_bytes + 255) & ~(uint64_t)255;
     if (!msi_is_direct(m)) {
@@ -18093,13 +18126,14 @@ static ms_update_factors msi_factors_at(const ms_optimizer_desc *o, uint64_t t) 
         f.beta1 = o->momentum;
         return f;
     }
-    f.rate = (float)(-(double)o->learning_rate / (1.0 - pow((double)o->beta1, (double)t)));
     f.beta1 = o->beta1;
     f.beta2 = o->beta2;
     f.rest1 = (float)(1.0 - (double)o->beta1);
     f.rest2 = (float)(1.0 - (double)o->beta2);
-    f.scale2 = (float)(1.0 / sqrt(1.0 - pow((double)o->beta2, (double)t)));
     f.epsilon = o->epsilon;
+    f.learning_rate = o->learning_rate;
+    f.number = (uint32_t)t;
+    msi_set_bias_correction(&f, f.number);
     return f;
 }
 
@@ -18107,14 +18141,21 @@ static float msi_weight_decay(const ms_model *m, const msi_tensor *t) {
     return t->has_weight_decay ? t->weight_decay : m->optimizer.weight_decay;
 }
 
-/* Number of the update of a param in this step, from 1. */
-static uint64_t msi_update_number(const msi_run *r, const msi_tensor *t) {
-    return r->step - t->trained_since + 1;
+/* Number of the update of a param in this step, from 1, when this many steps were skipped. */
+static uint64_t msi_update_number(const msi_run *r, const msi_tensor *t, uint32_t skipped) {
+    return r->step - skipped - t->trained_since + 1;
+}
+
+/* The steps that loss scaling has skipped and that the host is to subtract. While a model scales,
+   the device subtracts them, since the host does not wait to learn of the latest. */
+static uint32_t msi_skipped_before(const ms_model *m) {
+    return m->run.store->scales ? 0 : m->scale.skipped_steps;
 }
 
 static void msi_fill_factors(ms_model *m) {
     const ms_optimizer_desc *o = &m->optimizer;
     ms_update_factors *to = (ms_update_factors *)(void *)(msi_step_on_host(m) + MSI_STATES_BYTES);
+    const uint32_t skipped = msi_skipped_before(m);
     ms_update_factors f;
     uint64_t number = 0;
     for (uint32_t i = 0; i < m->run.store->residents.count; i++) {
@@ -18123,8 +18164,8 @@ static void msi_fill_factors(ms_model *m) {
         if (resident->factors == MSI_NONE) {
             continue;
         }
-        if (number != msi_update_number(&m->run, t)) {
-            number = msi_update_number(&m->run, t);
+        if (number != msi_update_number(&m->run, t, skipped)) {
+            number = msi_update_number(&m->run, t, skipped);
             f = msi_factors_at(o, number);
         }
         to[resident->factors] = f;
@@ -18202,7 +18243,11 @@ static ms_result msi_upload_step(ms_model *m) {
     return msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES);
 }
 
-/* Uploads the factors of all updates of a step, before the first of them. */
+static ms_update_factors *msi_factors_on_device(const msi_store *store) {
+    return (ms_update_factors *)(void *)(store->step + MSI_STATES_BYTES);
+}
+
+/* Uploads the factors of all updates of a step, before what reads them first. */
 static ms_result msi_upload_factors(ms_model *m) {
     if (m->optimizer.kind > MS_OPTIMIZER_SGD) {
         return MS_RESULT_OK;
@@ -18385,15 +18430,14 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     args.beta2 = o->beta2;
     args.epsilon = o->epsilon;
     args.momentum = o->momentum;
-    args.t = msi_update_number(&m->run, t);
+    args.t = msi_update_number(&m->run, t, msi_skipped_before(m));
     args.stream = msi_stream(m);
-    args.factors = (const ms_update_factors *)(const void *)(store->step + MSI_STATES_BYTES) +
-                   resident->factors;
+    args.factors = msi_factors_on_device(store) + resident->factors;
     args.state_of_step = msi_state_on_device(m, false);
     if (o->kind == MS_OPTIMIZER_CUSTOM) {
         return msi_custom_update(m, &args, t);
     }
-    const bool first = m->run.updates_done == 0 && !m->run.recording;
+    const bool first = m->run.updates_done == 0 && p->norm == MSI_NONE && !m->run.recording;
     ms_result result = first ? msi_upload_factors(m) : MS_RESULT_OK;
     m->run.updates_done += result == MS_RESULT_OK;
     MSI_THEN(result, msi_device(m, b->update(m->device, &args), "update"));
@@ -18415,11 +18459,17 @@ static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instr
 static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     const ms_backend *b = &m->config.backend;
     msi_norm *norm = (msi_norm *)msi_address(m, p, p->norm);
+    const msi_store *store = m->run.store;
     const bool clips = m->optimizer.grad_clip_norm > 0.0f;
-    const int error =
-        b->clip_scale(m->device, &norm->sum, clips ? m->optimizer.grad_clip_norm : FLT_MAX,
-                      &norm->scale, msi_state_on_device(m, false));
-    ms_result result = msi_device(m, error, "clip");
+    const bool factors = m->optimizer.kind <= MS_OPTIMIZER_SGD;
+    ms_result result = m->run.recording ? MS_RESULT_OK : msi_upload_factors(m);
+    MSI_THEN(result,
+             msi_device(m,
+                        b->clip_scale(m->device, &norm->sum,
+                                      clips ? m->optimizer.grad_clip_norm : FLT_MAX, &norm->scale,
+                                      msi_state_on_device(m, false), msi_factors_on_device(store),
+                                      factors ? store->factor_count : 0),
+                        "clip"));
     if (!clips) { // there is no error to wait for
         return result;
     }
@@ -21120,7 +21170,7 @@ static void msi_note_new_state(ms_model *m, const msi_store *store) {
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
         const msi_resident *state = msi_find_resident(store, t, MSI_ROLE_STATE0);
         if (state && !state->borrowed && !msi_find_resident(m->run.store, t, MSI_ROLE_STATE0)) {
-            m->graph.tensors.items[t].trained_since = m->run.step;
+            m->graph.tensors.items[t].trained_since = m->run.step - m->scale.skipped_steps;
         }
     }
 }
@@ -22144,7 +22194,7 @@ static ms_result msi_compare_state(msi_verification *v, ms_difference *d, uint32
     const msi_part bytes = msi_part_bytes(r->format, part);
     ms_step_state step; // of the last micro-batch, in which params are updated
     const ms_update_factors f =
-        msi_factors_at(&m->optimizer, msi_update_number(&v->before, tensor));
+        msi_factors_at(&m->optimizer, msi_update_number(&v->before, tensor, m->scale.skipped_steps));
     uint8_t *raw = v->results + v->result_bytes + MSI_PIECE_BYTES;
     ms_update_args args;
     float state[MSI_CODED_BLOCK];
@@ -24747,9 +24797,17 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
-static __global__ void msi_k_clip(const double *sum, float limit, float *scale,
-                                  ms_step_state *step) {
-    *scale = msi_judge_norm(step, *sum, limit);
+/* By one block. */
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
+    msi_k_clip(const double *sum, float limit, float *scale, ms_step_state *step,
+               ms_update_factors *factors, uint64_t count) {
+    if (threadIdx.x == 0) {
+        *scale = msi_judge_norm(step, *sum, limit);
+    }
+    __syncthreads();
+    for (uint64_t i = threadIdx.x; i < count; i += blockDim.x) {
+        msi_correct_bias(&factors[i], step);
+    }
 }
 
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
@@ -25312,8 +25370,8 @@ static int msi_cuda_add_squares(void *state, const void *device, ms_dtype dtype,
 }
 
 static int msi_cuda_clip_scale(void *state, const double *sum, float limit, float *scale,
-                               ms_step_state *step) {
-    return msi_cuda_launch<1>(state, 1, msi_k_clip, sum, limit, scale, step);
+                               ms_step_state *step, ms_update_factors *factors, uint64_t count) {
+    return msi_cuda_launch(state, 1, msi_k_clip, sum, limit, scale, step, factors, count);
 }
 
 static int msi_cuda_update(void *state, const ms_update_args *args) {

@@ -2215,7 +2215,8 @@ static inline float rd_reference_clip(rd_reference *r) {
     ms_step_state state;
     memset(&state, 0, sizeof state);
     assert_int_equal(
-        r->cpu.clip_scale(r->cpu.user, &sum, g->optimizer.grad_clip_norm, &scale, &state), 0);
+        r->cpu.clip_scale(r->cpu.user, &sum, g->optimizer.grad_clip_norm, &scale, &state, NULL, 0),
+        0);
     r->norm = sqrt(sum);
     r->run.seen[RD_DID_CLIP] |= scale < 1.0f;
     return scale;

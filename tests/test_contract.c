@@ -748,7 +748,7 @@ static bool replay_other(replay *r, const ms_event *event) {
         ms_step_state state;
         memset(&state, 0, sizeof state);
         return r->cpu.clip_scale(r->cpu.user, sum, r->run.graph->optimizer.grad_clip_norm,
-                                 (float *)(sum + 1), &state) == 0;
+                                 (float *)(sum + 1), &state, NULL, 0) == 0;
     }
     default:
         replay_update(r, event);

@@ -458,6 +458,34 @@ static void test_squares(void **state) {
     bench_close(&b);
 }
 
+enum { FACTORS = 300 }; // more than threads of a block
+
+/* With steps that were skipped. */
+static void set_scaling(pair *p) {
+    ms_step_state *s = (ms_step_state *)on_host(p);
+    s->scaling.growth = 2.0f;
+    s->scaling.backoff = 0.5f;
+    s->scaling.least = 1.0f;
+    s->scaling.growth_steps = 100;
+    s->loss_scale = 1024.0f;
+    s->skipped_steps = 3;
+    device_release(p->device);
+    p->device = (uint8_t *)device_put(p->host, pair_all(p));
+}
+
+/* Of updates 0 (of SGD) to FACTORS - 1. */
+static void set_factors(pair *p) {
+    ms_update_factors *f = (ms_update_factors *)on_host(p);
+    for (uint32_t i = 0; i < FACTORS; i++) {
+        f[i].beta1 = 0.9f;
+        f[i].beta2 = 0.999f;
+        f[i].learning_rate = 1e-3f;
+        f[i].number = i;
+    }
+    device_release(p->device);
+    p->device = (uint8_t *)device_put(p->host, pair_all(p));
+}
+
 static void test_clip(void **state) {
     (void)state;
     static const double sums[] = {0.0,  1e-300, 1e-30, 0.25, 1.0,     1.0000001,
@@ -466,19 +494,26 @@ static void test_clip(void **state) {
     t_rng rng = t_seed(9);
     bench_open(&b, 9);
     for (size_t i = 0; i < 2 * sizeof sums / sizeof sums[0]; i++) {
-        pair s, sum, scale;
+        pair s, sum, scale, factors;
         pair_make(&s, sizeof(ms_step_state), 0, &rng, 1.0f);
         set_state(&s, i % 2 ? MS_HALT_LOSS : MS_HALT_NONE, 11);
+        if (i % 3 != 0) {
+            set_scaling(&s);
+        }
+        pair_make(&factors, FACTORS * sizeof(ms_update_factors), 0, &rng, 1.0f);
+        set_factors(&factors);
         pair_make(&sum, sizeof(double), 0, &rng, 1.0f);
         memcpy(on_host(&sum), &sums[i / 2], sizeof(double));
         device_release(sum.device);
         sum.device = (uint8_t *)device_put(sum.host, pair_all(&sum));
         pair_make(&scale, sizeof(float), 0, &rng, 1.0f);
         assert_int_equal(b.cuda.clip_scale(b.state, (const double *)on_device(&sum), 0.5f,
-                                           (float *)on_device(&scale), state_on_device(&s)),
+                                           (float *)on_device(&scale), state_on_device(&s),
+                                           (ms_update_factors *)on_device(&factors), FACTORS),
                          0);
         assert_int_equal(b.cpu.clip_scale(b.cpu.user, (const double *)on_host(&sum), 0.5f,
-                                          (float *)on_host(&scale), (ms_step_state *)on_host(&s)),
+                                          (float *)on_host(&scale), (ms_step_state *)on_host(&s),
+                                          (ms_update_factors *)on_host(&factors), FACTORS),
                          0);
         bench_wait(&b);
         const ms_step_state found = state_found(&s), expected = *(ms_step_state *)on_host(&s);
@@ -487,6 +522,8 @@ static void test_clip(void **state) {
         assert_true(found.norm == expected.norm || found.norm != found.norm);
         assert_true(sums[i / 2] == sums[i / 2] ? pair_same(&s) : true);
         assert_true(pair_same(&scale));
+        assert_true(pair_same(&factors));
+        pair_free(&factors);
         pair_free(&s);
         pair_free(&sum);
         pair_free(&scale);

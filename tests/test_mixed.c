@@ -492,7 +492,7 @@ static void the_scale_follows_an_automaton(void **state) {
             cpu.add_squares(cpu.user, gradient, MS_DTYPE_F32, 1, &sum, 4, &s.nonfinite), 0);
         assert_int_equal(
             cpu.add_squares(cpu.user, gradient + 1, MS_DTYPE_F32, 1, &sum, 9, &s.nonfinite), 0);
-        assert_int_equal(cpu.clip_scale(cpu.user, &sum, FLT_MAX, &scale, &s), 0);
+        assert_int_equal(cpu.clip_scale(cpu.user, &sum, FLT_MAX, &scale, &s, NULL, 0), 0);
         follow(&a, overflow, GROWTH);
         assert_true(s.loss_scale == ldexpf(1.0f, a.exponent));
         assert_true(s.clean_steps == a.clean && s.skipped_steps == a.skipped);
@@ -504,6 +504,59 @@ static void the_scale_follows_an_automaton(void **state) {
         }
     }
     assert_true(a.skipped > 500 && a.exponent < 25);
+}
+
+/* A step of either of two models; of the second one it overflows first, so many times. */
+static void step_after_overflows(stack *plain, stack *skips, int overflows) {
+    float of_plain[COLS], of_skips[COLS];
+    t_ok(plain->m, ms_step(plain->m, NULL));
+    for (int k = 0; k <= overflows; ++k) {
+        skips->overflow_at = k < overflows ? k % skips->layers : -1;
+        t_ok(skips->m, ms_step(skips->m, NULL));
+    }
+    for (int k = 0; k < plain->layers; ++k) {
+        t_ok(plain->m, ms_read(plain->m, plain->w[k], of_plain));
+        t_ok(skips->m, ms_read(skips->m, skips->w[k], of_skips));
+        assert_memory_equal(of_plain, of_skips, sizeof of_plain);
+    }
+}
+
+/* Training with steps that overflow gives the bits of training without them: they do not count in
+   AdamW's bias correction either, whether the device subtracts them or, in plans without loss
+   scaling and for new optimizer state, the host. */
+static void skipped_steps_leave_no_trace(void **state) {
+    (void)state;
+    for (int clips = 0; clips < 2; ++clips) {
+        ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+        ms_config config = mixed_config(MS_DTYPE_F16);
+        stack s[2];
+        adamw.grad_clip_norm = clips ? 0.5f : 0.0f;
+        for (int i = 0; i < 2; ++i) {
+            stack_create(&s[i], &config, &adamw, 3, false);
+            stack_write(&s[i], 11);
+            t_ok(s[i].m, ms_wrap(s[i].m));
+        }
+        for (int k = 0; k < 6; ++k) {
+            step_after_overflows(&s[0], &s[1], k % 3);
+        }
+        for (int i = 0; i < 2; ++i) {
+            t_ok(s[i].m, ms_detach(s[i].m)); // in F32
+        }
+        for (int k = 0; k < 3; ++k) {
+            step_after_overflows(&s[0], &s[1], 0);
+        }
+        for (int i = 0; i < 2; ++i) { // a param that is thawed has new state
+            ms_set_frozen(s[i].m, s[i].w[1], true);
+            t_ok(s[i].m, ms_wrap(s[i].m));
+            ms_set_frozen(s[i].m, s[i].w[1], false);
+            t_ok(s[i].m, ms_wrap(s[i].m));
+        }
+        for (int k = 0; k < 6; ++k) {
+            step_after_overflows(&s[0], &s[1], k % 2);
+        }
+        ms_destroy(s[0].m);
+        ms_destroy(s[1].m);
+    }
 }
 
 /* An overflow at any layer skips the step: no param and no state changes, the scale is halved, and
@@ -666,6 +719,7 @@ int main(void) {
         cmocka_unit_test(frozen_params_keep_f32_with_masters),
         cmocka_unit_test(the_scale_follows_an_automaton),
         cmocka_unit_test(overflows_at_every_layer_skip_a_step),
+        cmocka_unit_test(skipped_steps_leave_no_trace),
         cmocka_unit_test(verify_measures_rounding),
         cmocka_unit_test(wrong_precision_is_refused),
         cmocka_unit_test(wrong_dtypes_of_layers_are_refused),

@@ -617,10 +617,10 @@ static void sums_of_squares(void **state) {
         assert_int_equal(cpu.add_squares(cpu.user, a, MS_DTYPE_F32, count, &sum, 1, &nonfinite), 0);
         assert_true(sum == expected);
         memset(&step, 0, sizeof step);
-        assert_int_equal(cpu.clip_scale(cpu.user, &sum, 5.0f, &scale, &step), 0);
+        assert_int_equal(cpu.clip_scale(cpu.user, &sum, 5.0f, &scale, &step, NULL, 0), 0);
         assert_true(step.norm == sqrt(expected) && step.halted == (uint32_t)MS_HALT_NONE);
         assert_true(fabs((double)scale - 5.0 / sqrt(expected)) < 1e-6);
-        assert_int_equal(cpu.clip_scale(cpu.user, &sum, 50.0f, &scale, &step), 0);
+        assert_int_equal(cpu.clip_scale(cpu.user, &sum, 50.0f, &scale, &step, NULL, 0), 0);
         assert_true(scale == 1.0f);
         assert_int_equal(cpu.add(cpu.user, a, MS_DTYPE_F32, b, MS_DTYPE_F32, count), 0);
         for (uint64_t i = 0; i < 40; ++i) {

@@ -412,10 +412,13 @@ static inline int t_device_add_squares(void *user, const void *from, ms_dtype dt
 }
 
 static inline int t_device_clip_scale(void *user, const double *sum, float limit, float *scale,
-                                      ms_step_state *step) {
+                                      ms_step_state *step, ms_update_factors *factors,
+                                      uint64_t count) {
     t_device *device = (t_device *)user;
     const int error = t_device_fails(device);
-    return error != 0 ? error : device->cpu.clip_scale(device->cpu.user, sum, limit, scale, step);
+    return error != 0 ? error
+                      : device->cpu.clip_scale(device->cpu.user, sum, limit, scale, step, factors,
+                                               count);
 }
 
 static inline int t_device_loss(void *user, const void *losses, uint64_t count, double factor,

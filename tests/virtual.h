@@ -145,7 +145,8 @@ static inline int v_compute(const ms_backend *cpu, const v_work *w) {
     case V_ADD_SQUARES:
         return cpu->add_squares(user, w->source, w->from, w->count, w->sum, w->param, w->nonfinite);
     case V_CLIP_SCALE:
-        return cpu->clip_scale(user, (const double *)w->source, w->value, w->scale, w->step);
+        return cpu->clip_scale(user, (const double *)w->source, w->value, w->scale, w->step,
+                               (ms_update_factors *)w->target, w->count);
     case V_UPDATE:
         return cpu->update(user, &w->update);
     default:
@@ -302,8 +303,8 @@ static inline int v_add_squares(void *state, const void *device, ms_dtype dtype,
 }
 
 static inline int v_clip_scale(void *state, const double *sum, float limit, float *scale,
-                               ms_step_state *step) {
-    v_work w = v_begin(V_CLIP_SCALE, NULL, NULL, 0);
+                               ms_step_state *step, ms_update_factors *factors, uint64_t count) {
+    v_work w = v_begin(V_CLIP_SCALE, factors, NULL, count);
     w.source = sum;
     w.value = limit;
     w.scale = scale;
