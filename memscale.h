@@ -141,9 +141,8 @@
     moves to the host and back with the rest of it. An update changes the master and rounds it to
     the param, in one pass. ms_read and ms_write of the param are about the master, and ms_data
     returns NULL. Where ms_config.master_weights is OFF, the 16 bits are all there is: updates round
-    them at random to BF16, by bits that depend on the seed, the step, the param and the element
-    alone; in F16 trained params stay F32. Frozen params are in 16 bits only with OFF, rounded once,
-    when they are written. Params stay F32 if they are borrowed, and if they are trained by
+    them at random, by bits that depend on the seed, the step, the param and the element alone.
+    Frozen params are in 16 bits only with OFF, rounded once, when they are written. Params stay F32 if they are borrowed, and if they are trained by
     MS_OPTIMIZER_CUSTOM or MS_OPTIMIZER_NONE.
 
     Such plans belong to mode AGGRESSIVE, on devices that compute in the dtype themselves
@@ -550,7 +549,8 @@ typedef enum ms_halt {
    For the update of another backend, the exact functions are under >>formats, for C and CUDA:
    msi_units_of_signed and msi_units_of_unsigned decode, msi_signed_code and msi_unsigned_code
    encode; element i of the param is rounded by msi_bf16_at_random(x, msi_random(key, i)), with the
-   key of msi_state_key (>>arithmetic) for the tensor of state. */
+   key of msi_state_key (>>arithmetic) for the tensor of state, and so is the value itself, or by
+   msi_f16_at_random, with the key for number MS_LIMIT_OPTIMIZER_STATE. */
 typedef enum ms_state_format {
     MS_STATE_FORMAT_F32,
     MS_STATE_FORMAT_BF16,
@@ -573,7 +573,7 @@ typedef struct ms_update_factors {
    may have the value and the gradient in 16 bits (value_dtype, gradient_dtype), and state in another
    format (state_format[k] says how state[k] lies in memory): what is not F32 must not be read
    through the pointer to float. Where the value is in 16 bits, the update is of `master`, which is
-   then rounded to the nearest; without it, of the value itself, rounded at random (BF16). AdamW:
+   then rounded to the nearest; without it, of the value itself, rounded at random. AdamW:
    state[0] and state[1] are the first and second moments; SGD: state[0] is the momentum. The update
    multiplies the gradient by *gradient_scale (device memory; NULL: 1). If anything is not F32,
    elements whose
@@ -1896,6 +1896,19 @@ MSI_HD uint16_t msi_bf16_at_random(float x, uint32_t random) {
     return (uint16_t)(((up & fits) | (bits & ~fits)) >> 16);
 }
 
+/* The same to F16, for numbers of any size: what is larger than its largest becomes that, and
+   below 2^-14 neighbours are 2^-24 apart. */
+MSI_HD uint16_t msi_f16_at_random(float x, uint32_t random) {
+    const uint32_t bits = msi_bits_of_f32(x), sign = bits >> 16 & 0x8000u;
+    const uint32_t rest = bits & 0x7fffffffu, e = rest >> 23;
+    const uint32_t dropped = e >= 113 ? 13 : e >= 95 ? 126 - e : 31; // bits; x is 0 below 2^-32
+    const uint32_t kept = e >= 113   ? rest - 0x38000000u
+                          : e >= 95 ? (rest & 0x7fffffu) | 0x800000u
+                                    : 0;
+    const uint32_t up = (kept + (random >> (32 - dropped))) >> dropped;
+    return (uint16_t)(sign | (up < 0x7bffu ? up : 0x7bffu));
+}
+
 /* Numbers in 8 bits: codes into a code book of 256 values from -1 or 0 to 1, the same for all
    numbers, times a scale, the largest magnitude among 256 neighbours. The code books are those of
    Dettmers et al., "8-bit optimizers via block-wise quantization", 2022: for each i from 0 to 6, 10^(i-6) times
@@ -2652,9 +2665,11 @@ MSI_HD uint32_t msi_state_key(const ms_update_args *args, int k) {
     return (uint32_t)(msi_mix(args->state_of_step->seed ^ msi_mix(args->seed + (uint64_t)k)) >> 32);
 }
 
-/* The same for a value in BF16 without a master. */
+/* Element i of a value in 16 bits without a master. */
 MSI_HD uint16_t msi_value_at_random(const ms_update_args *args, uint32_t key, float x, uint64_t i) {
-    return msi_bf16_at_random(x, msi_random(key, args->begin + i));
+    const uint32_t random = msi_random(key, args->begin + i);
+    return args->value_dtype == MS_DTYPE_F16 ? msi_f16_at_random(x, random)
+                                             : msi_bf16_at_random(x, random);
 }
 
 /* Whether anything of an update is not F32. */
@@ -6785,10 +6800,10 @@ static void msi_analyze_half(ms_model *m) {
         }
         if (tensor->kind == MSI_KIND_PARAM && tensor->not_half == (uint8_t)MSI_HALF_MAY_BE) {
             tensor->not_half =
-                (uint8_t)(msi_is_borrowed(tensor, MSI_ROLE_VALUE)     ? MSI_HALF_UPDATE
-                          : !learns && masters                        ? MSI_HALF_FROZEN
-                          : learns && !(updates && (masters || !f16)) ? MSI_HALF_UPDATE
-                                                                      : MSI_HALF_MAY_BE);
+                (uint8_t)(msi_is_borrowed(tensor, MSI_ROLE_VALUE) ? MSI_HALF_UPDATE
+                          : !learns && masters ? MSI_HALF_FROZEN
+                          : learns && !updates ? MSI_HALF_UPDATE
+                                               : MSI_HALF_MAY_BE);
         }
     }
 }
@@ -25012,8 +25027,9 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
         msi_cuda_store_some(u.master, MS_DTYPE_F32, lane, p);
     } else if (u.value_dtype != MS_DTYPE_F32) {
         const uint32_t key = msi_state_key(&u, MS_LIMIT_OPTIMIZER_STATE);
-        for (uint32_t i = 0; i < lane.used; i++) { // exact as BF16 from here on
-            p[i] = msi_f32_of_bf16(msi_value_at_random(&u, key, p[i], lane.at + i));
+        for (uint32_t i = 0; i < lane.used; i++) { // exact in 16 bits from here on
+            const uint16_t value = msi_value_at_random(&u, key, p[i], lane.at + i);
+            p[i] = msi_load(&value, u.value_dtype, 0);
         }
     }
     msi_cuda_store_some(u.value, u.value_dtype, lane, p);

@@ -86,7 +86,7 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
          "moments of AdamW: f32 (default), bf16, 8bit where rules allow that, or 8bit-all,\n"
          "of embedding tables too"},
         {"--precision", "NAME", OPTION_TEXT, &o->precision,
-         "f32 (default), bf16, f16, or bf16-alone, without params in F32 beside"},
+         "f32 (default), bf16 or f16; bf16-alone or f16-alone: without params in F32 beside"},
         {"--auto", NULL, OPTION_FLAG, &o->automatic, "let the built-in policy choose the mode"},
         {"--dropout", "X", OPTION_REAL, &o->dropout, "probability of dropout, below 1 (0)"},
         {"--steps", "N", OPTION_COUNT, &o->steps, "stop after N steps"},
@@ -310,16 +310,27 @@ static int choose_techniques(const settings *o, ms_config *config) {
 
 /* Chooses the dtype that layers compute in; `forces`: whether it is to be another than F32. */
 static int choose_precision(const char *name, ms_config *config, bool *forces) {
-    const bool alone = name && strcmp(name, "bf16-alone") == 0;
-    const bool bf16 = alone || (name && strcmp(name, "bf16") == 0);
-    const bool f16 = name && strcmp(name, "f16") == 0;
-    *forces = bf16 || f16;
-    if (name && !*forces && strcmp(name, "f32") != 0) {
-        return fail("--precision %s: there are f32, bf16, f16 and bf16-alone", name);
+    static const struct {
+        const char *name;
+        ms_dtype dtype;
+        ms_switch masters;
+    } all[] = {{"f32", MS_DTYPE_F32, MS_SWITCH_DEFAULT},
+               {"bf16", MS_DTYPE_BF16, MS_SWITCH_DEFAULT},
+               {"f16", MS_DTYPE_F16, MS_SWITCH_DEFAULT},
+               {"bf16-alone", MS_DTYPE_BF16, MS_SWITCH_OFF},
+               {"f16-alone", MS_DTYPE_F16, MS_SWITCH_OFF}};
+    const int count = (int)(sizeof all / sizeof *all);
+    int i = 0;
+    while (name && i < count && strcmp(all[i].name, name) != 0) {
+        i++;
     }
-    config->mixed_dtype = bf16 ? MS_DTYPE_BF16 : f16 ? MS_DTYPE_F16 : MS_DTYPE_F32;
+    if (i == count) {
+        return fail("--precision %s: there are f32, bf16, f16, bf16-alone and f16-alone", name);
+    }
+    *forces = all[i].dtype != MS_DTYPE_F32;
+    config->mixed_dtype = all[i].dtype;
     config->mixed_precision = name && !*forces ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
-    config->master_weights = alone ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    config->master_weights = all[i].masters;
     return 0;
 }
 

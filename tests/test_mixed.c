@@ -334,12 +334,18 @@ static void masters_are_updated_as_in_f32(void **state) {
     }
 }
 
+/* The distance to the next larger number of a dtype. */
+static double unit_of(ms_dtype dtype, double x) {
+    const int bits = dtype == MS_DTYPE_BF16 ? 7 : 10, least = dtype == MS_DTYPE_BF16 ? -133 : -24;
+    const int e = (int)floor(log2(fabs(x))) - bits;
+    return exp2(e > least ? e : least);
+}
+
 /* Without a master a value moves to one of its neighbours, in the mean to where it should. */
-static void values_alone_move_right_in_the_mean(void **state) {
-    (void)state;
+static void check_values_alone(ms_dtype dtype, float size) {
     enum { COUNT = 256, DRAWS = 4000 };
     static uint16_t value[COUNT];
-    static float gradient[COUNT];
+    static float gradient[COUNT], before[COUNT];
     static double sum[COUNT];
     const ms_backend cpu = ms_backend_cpu();
     ms_step_state step;
@@ -348,31 +354,53 @@ static void values_alone_move_right_in_the_mean(void **state) {
     t_rng rng = t_seed(6);
     begin_update(&step, &factors, &args);
     factors.rate = -1.0f;
-    t_fill(&rng, gradient, COUNT, 0.001f);
+    t_fill(&rng, gradient, COUNT, 0.001f * size);
+    memset(sum, 0, sizeof sum);
     args.kind = MS_OPTIMIZER_SGD;
     args.count = COUNT;
     args.gradient = gradient;
     args.value = (float *)(void *)value;
-    args.value_dtype = MS_DTYPE_BF16;
+    args.value_dtype = dtype;
     args.factors = &factors;
     args.state_of_step = &step;
     for (int draw = 0; draw < DRAWS; ++draw) {
         step.seed = (uint64_t)draw + 1;
         for (int i = 0; i < COUNT; ++i) {
-            value[i] = msi_bf16_of_f32(0.3f + 0.01f * (float)i);
+            const float sign = i % 2 ? -size : size;
+            msi_store_as(value, dtype, (uint64_t)i, sign * (0.3f + 0.01f * (float)i));
+            before[i] = msi_load(value, dtype, (uint64_t)i);
         }
         assert_int_equal(cpu.update(cpu.user, &args), 0);
         for (int i = 0; i < COUNT; ++i) {
-            const float before = msi_f32_of_bf16(msi_bf16_of_f32(0.3f + 0.01f * (float)i));
-            const float exact = before - gradient[i], now = msi_f32_of_bf16(value[i]);
-            const float unit = exp2f(floorf(log2f(exact)) - 7.0f);
-            assert_true(fabsf(now - exact) < unit * 1.0001f);
-            sum[i] += (double)now - (double)exact;
+            const double exact = (double)(before[i] - gradient[i]);
+            const double now = (double)msi_load(value, dtype, (uint64_t)i);
+            assert_true(fabs(now - exact) < unit_of(dtype, exact) * 1.0001);
+            sum[i] += now - exact;
         }
     }
     for (int i = 0; i < COUNT; ++i) { // five standard deviations of a mean of DRAWS
-        const double unit = exp2(floor(log2(0.3 + 0.01 * i)) - 7.0);
+        const double unit = unit_of(dtype, (double)before[i]);
         assert_true(fabs(sum[i] / DRAWS) < 5.0 * 0.5 * unit * 2.0 / sqrt((double)DRAWS));
+    }
+}
+
+static void values_alone_move_right_in_the_mean(void **state) {
+    (void)state;
+    check_values_alone(MS_DTYPE_BF16, 1.0f);
+    check_values_alone(MS_DTYPE_F16, 1.0f);
+    check_values_alone(MS_DTYPE_F16, 2e-5f); // subnormal numbers and others
+    check_values_alone(MS_DTYPE_F16, 1e-7f);
+    check_values_alone(MS_DTYPE_F16, 2e4f);
+    /* What F16 cannot hold, and numbers that it can. */
+    for (uint32_t k = 0; k <= 256; ++k) {
+        const uint32_t random = k * 0xffffffu;
+        assert_int_equal(msi_f16_at_random(65504.0f, random), 0x7bff);
+        assert_int_equal(msi_f16_at_random(-1e30f, random), 0xfbff);
+        assert_int_equal(msi_f16_at_random(0.0f, random), 0);
+        assert_int_equal(msi_f16_at_random(-1.5f, random), 0xbe00);
+        for (uint16_t bits = 0; bits < 0x7c00; bits = (uint16_t)(bits + 37)) {
+            assert_int_equal(msi_f16_at_random(msi_f32_of_f16(bits), random), bits);
+        }
     }
 }
 
@@ -381,9 +409,11 @@ static void values_alone_move_right_in_the_mean(void **state) {
 static void trainers_see_f32(void **state) {
     (void)state;
     const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.001f);
-    for (int alone = 0; alone < 2; ++alone) {
+    for (int how = 0; how < 4; ++how) {
+        const bool alone = how % 2;
+        const ms_dtype dtype = how / 2 ? MS_DTYPE_F16 : MS_DTYPE_BF16;
         float written[COLS], before[COLS], after[COLS], y[ROWS * COLS];
-        ms_config config = mixed_config(MS_DTYPE_BF16);
+        ms_config config = mixed_config(dtype);
         config.master_weights = alone ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
         stack s;
         t_rng rng = t_seed(9);
@@ -396,14 +426,14 @@ static void trainers_see_f32(void **state) {
         t_ok(s.m, ms_read(s.m, s.w[2], before));
         for (int c = 0; c < COLS; ++c) {
             const double kept =
-                alone ? in_dtype(MS_DTYPE_BF16, (double)written[c]) : (double)written[c];
+                alone ? in_dtype(dtype, (double)written[c]) : (double)written[c];
             assert_true((double)before[c] == kept);
         }
         assert_null(ms_data(s.m, s.w[2]));
         t_ok(s.m, ms_step(s.m, NULL));
         t_ok(s.m, ms_read(s.m, s.y[1], y));
         for (int i = 0; i < ROWS * COLS; ++i) {
-            assert_true((double)y[i] == in_dtype(MS_DTYPE_BF16, (double)y[i]));
+            assert_true((double)y[i] == in_dtype(dtype, (double)y[i]));
         }
         t_ok(s.m, ms_read(s.m, s.w[2], before));
         t_ok(s.m, ms_detach(s.m)); // everything is in F32 again
@@ -417,7 +447,7 @@ static void trainers_see_f32(void **state) {
         t_ok(s.m, ms_read(s.m, s.w[2], after));
         for (int c = 0; c < COLS; ++c) {
             const double kept =
-                alone ? in_dtype(MS_DTYPE_BF16, (double)before[c]) : (double)before[c];
+                alone ? in_dtype(dtype, (double)before[c]) : (double)before[c];
             assert_true((double)after[c] == kept);
         }
         ms_destroy(s.m);
