@@ -3519,6 +3519,7 @@ typedef struct msi_run {
     float step_factor;          // of the gradient of the loss, in this step
     msi_stage stage;
     msi_verdict_stage verdict;
+    bool verdict_awaited; // the device waits for the end of its copy already
     ms_step_state halt; // of a halted step that no function has returned to the trainer yet
     uint64_t epoch;     // changes whenever recordings become invalid
     bool all_written;   // every input and param that layers read
@@ -18278,9 +18279,19 @@ static uint64_t msi_seed_of_step(const ms_model *m) {
 /* Enqueues a copy of the verdict to the host. */
 static ms_result msi_copy_verdict(ms_model *m) {
     m->run.verdict = MSI_VERDICT_COPIED;
+    m->run.verdict_awaited = msi_is_direct(m);
     return msi_is_direct(m) ? MS_RESULT_OK
                             : msi_copy_out(m, msi_verdicts(m), m->run.store->step, MSI_STATES_BYTES,
                                            MSI_EVENT_VERDICT);
+}
+
+/* Before kernels write a verdict in the step whose loss has been copied out already. */
+static ms_result msi_await_verdict_copy(ms_model *m) {
+    if (m->run.verdict != MSI_VERDICT_COPIED || m->run.verdict_awaited || m->run.recording) {
+        return MS_RESULT_OK;
+    }
+    m->run.verdict_awaited = true;
+    return msi_wait_on_device(m, MSI_EVENT_VERDICT);
 }
 
 /* Enqueues that copy, unless it has been enqueued already. */
@@ -18464,6 +18475,10 @@ static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instr
     const ms_dtype dtype =
         msi_dtype_of((ms_state_format)p->ranges.items[range].format, MS_DTYPE_F32);
     const uint64_t count = p->ranges.items[range].bytes / ms_dtype_bytes(dtype);
+    const ms_result result = msi_await_verdict_copy(m);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
     const int error = m->config.backend.add_squares(
         m->device, msi_address(m, p, range), dtype, count, (double *)msi_address(m, p, p->norm),
         i->target + 1, &msi_state_on_device(m, false)->nonfinite);
@@ -18478,6 +18493,7 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     const bool clips = m->optimizer.grad_clip_norm > 0.0f;
     const bool factors = m->optimizer.kind <= MS_OPTIMIZER_SGD;
     ms_result result = m->run.recording ? MS_RESULT_OK : msi_upload_factors(m);
+    MSI_THEN(result, msi_await_verdict_copy(m));
     MSI_THEN(result,
              msi_device(m,
                         b->clip_scale(m->device, &norm->sum,

@@ -2457,8 +2457,9 @@ static inline void rd_force_codes(rd_net *n, uint64_t seed) {
     }
 }
 
-/* Forces 16 bits on some values, and forbids them for others, the same ones in every net. */
-static inline void rd_force_half(rd_net *n, uint64_t seed) {
+/* Forces a dtype of 16 bits on some values that layers accept in it, and forbids it for others, the
+   same ones in every net. */
+static inline void rd_force_half(rd_net *n, ms_dtype dtype, uint64_t seed) {
     t_rng rng = t_seed(seed);
     for (uint32_t i = 0; i < n->run.graph->value_count; ++i) {
         const bool half = t_chance(&rng, 0.6);
@@ -2475,7 +2476,7 @@ static inline void rd_force_half(rd_net *n, uint64_t seed) {
                 const ms_switch force = t_chance(&rng, 0.05)  ? MS_SWITCH_OFF
                                         : t_chance(&rng, 0.8) ? MS_SWITCH_ON
                                                               : MS_SWITCH_DEFAULT;
-                if (value != 0 && l->desc.dtypes.accepts != 0) {
+                if (value != 0 && rd_bit(l->desc.dtypes.accepts, (int)dtype)) {
                     ms_set_tensor_technique(n->model, n->handle[value - 1],
                                             MS_TECHNIQUE_MIXED_PRECISION, force);
                 }

@@ -354,7 +354,7 @@ static bool trial_begin(trial *t, uint64_t seed, rd_fault fault, bool debug, boo
         t->net[k]->run.fault = k == 0 ? RD_FAULT_NONE : fault;
         t->force[k] = t_chance(&t->rng, 0.3);
         if (mixed) {
-            rd_force_half(t->net[k], seed);
+            rd_force_half(t->net[k], MS_DTYPE_BF16, seed);
         }
         if (k > 0 && t_chance(&t->rng, 0.5)) {
             rd_force_moves(t->net[k], &t->rng);
