@@ -42,13 +42,26 @@ struct c_case {
     int64_t out_count;
     float scale; // of the values in the leaves
     bool exact;  // the output has the same bits on all devices
+    /* In 16 bits: roundings of inner values, each of the size of the largest. In all other layers a
+       result differs from that in float64 by its own rounding alone. */
+    double inner_out, inner_gradient;
+    bool distinct; // neighbours in the leaves are, where derivatives need that
     const int32_t *ids[C_IDS];
 };
+
+/* The dtype that layers are called in. All that they are given is exact in it. */
+static ms_dtype c_dtype = MS_DTYPE_F32;
+
+static float c_rounded(float x) {
+    float stored;
+    msi_store_as(&stored, c_dtype, 0, x);
+    return msi_load(&stored, c_dtype, 0);
+}
 
 /* Weight of element i of operand j in the sum, in [-1, 1). */
 static float c_weight(int j, int64_t i) {
     t_rng rng = t_seed((uint64_t)i * 16 + (uint64_t)j);
-    return (float)(2.0 * t_unit(&rng) - 1.0);
+    return c_rounded((float)(2.0 * t_unit(&rng) - 1.0));
 }
 
 static int c_lift_forward(const ms_call *call) {
@@ -154,7 +167,12 @@ static void c_sum(c_run *run) {
 
 static void c_leaf_values(const c_case *c, int j, float *values) {
     t_rng rng = t_seed(77 + (uint64_t)j);
-    t_fill(&rng, values, ms_shape_count(&c->leaf[j]), c->scale);
+    const uint64_t count = ms_shape_count(&c->leaf[j]);
+    t_fill(&rng, values, count, c->scale);
+    for (uint64_t i = 0; i < count; i++) {
+        const float number = (float)(i * 7919 % 241) / 64.0f - 2.0f; // no two of a window are alike
+        values[i] = c->distinct ? number : c_rounded(values[i]);
+    }
 }
 
 static float *c_floats(uint64_t count) {
@@ -168,8 +186,10 @@ static float *c_floats(uint64_t count) {
 static void c_start(c_run *run, const c_case *c, bool shared, bool keep, int frozen) {
     ms_config config = t_device_config();
     config.early_update = MS_SWITCH_OFF;
-    config.debug = true;
+    config.debug = c_dtype == MS_DTYPE_F32;
     config.seed = 5;
+    config.mixed_dtype = c_dtype;
+    config.loss_scaling.initial = 1.0f; // gradients are those of the loss
     memset(run, 0, sizeof *run);
     run->what = c;
     run->shared = shared;
@@ -186,6 +206,7 @@ static void c_start(c_run *run, const c_case *c, bool shared, bool keep, int fro
             ms_set_frozen(run->model, run->leaf[j], true);
         }
     }
+    nn_force_half(run->net, c_dtype != MS_DTYPE_F32);
     run->out = c->build(run, c->d, c->flags);
     if (keep) {
         ms_add_output(run->model, run->out);
@@ -276,17 +297,29 @@ static double c_difference(const c_case *c, c_reference *r, int j, int64_t i) {
     return (above - below) / (2.0 * step);
 }
 
+/* Unit roundoff: half of the distance between 1 and the next number. */
+static double c_roundoff(void) {
+    return c_dtype == MS_DTYPE_BF16  ? ldexp(1.0, -8)
+           : c_dtype == MS_DTYPE_F16 ? ldexp(1.0, -11)
+                                     : 0.0;
+}
+
+/* The error of sums in F32, roundings of inner values, and `own` roundings of the result. */
 static void c_close(const c_case *c, const char *what, const float *library, const double *expected,
-                    int64_t count) {
+                    int64_t count, double inner, double own) {
+    const double u = c_roundoff();
     double largest = 0.0;
     for (int64_t i = 0; i < count; i++) {
         largest = fabs(expected[i]) > largest ? fabs(expected[i]) : largest;
     }
     for (int64_t i = 0; i < count; i++) {
         const double error = fabs((double)library[i] - expected[i]);
-        if (!(error <= 5e-6 * largest + 1e-7)) {
-            print_error("%s: %s[%lld] is %.9g, expected %.9g\n", c->name, what, (long long)i,
-                        (double)library[i], expected[i]);
+        const double f32 = 5e-6 * largest, least = c_dtype == MS_DTYPE_F16 ? ldexp(1.0, -25) : 0.0;
+        if (!(error <= f32 + 1e-7 + own * least + u * (inner * largest + own * fabs(expected[i])) +
+                           u * own * f32)) {
+            print_error("%s in %s: %s[%lld] is %.9g, expected %.9g\n", c->name,
+                        ms_dtype_name(c_dtype), what, (long long)i, (double)library[i],
+                        expected[i]);
             fail();
         }
     }
@@ -313,21 +346,22 @@ static void c_check_values(const c_case *c) {
         free(values);
     }
     c_evaluate(c, &r);
-    c_close(c, "output", r.library, r.out, c->out_count);
+    c_close(c, "output", r.library, r.out, c->out_count, c->inner_out, 1.0);
     for (int j = 0; j < c->leaf_count; j++) {
         const int64_t count = (int64_t)ms_shape_count(&c->leaf[j]);
+        const double own = j < c->lifted_count ? 1.0 : 0.0; // gradients of params are F32
         double *expected = c_doubles((uint64_t)count);
         for (int64_t i = 0; i < count; i++) {
             expected[i] = c_difference(c, &r, j, i);
         }
         float *gradient = c_gradient(&plain, j);
-        c_close(c, "gradient", gradient, expected, count);
+        c_close(c, "gradient", gradient, expected, count, c->inner_gradient, own);
         free(gradient);
         gradient = c_gradient(&shared, j);
         for (int64_t i = 0; i < count; i++) {
             expected[i] += (double)c_weight(j, i);
         }
-        c_close(c, "accumulated gradient", gradient, expected, count);
+        c_close(c, "accumulated gradient", gradient, expected, count, c->inner_gradient + own, own);
         free(gradient);
         free(expected);
     }
@@ -378,7 +412,7 @@ static void c_near(const c_case *c, const char *what, const float *values, const
     if (exact) {
         assert_memory_equal(values, expected, (size_t)count * sizeof(float));
     }
-    c_close(c, what, values, wanted, count);
+    c_close(c, what, values, wanted, count, 0.0, 0.0);
     free(wanted);
 }
 
@@ -409,11 +443,17 @@ static void c_check_devices(const c_case *c) {
 #endif
 
 static void c_check(const c_case *c) {
+    const ms_dtype half[] = {MS_DTYPE_BF16, MS_DTYPE_F16};
     c_check_values(c);
     c_check_same(c);
 #ifdef T_CUDA
     c_check_devices(c);
 #endif
+    for (int i = 0; i < 2; i++) {
+        c_dtype = half[i];
+        c_check_values(c);
+    }
+    c_dtype = MS_DTYPE_F32;
 }
 
 static c_case c_make(const char *name,
@@ -817,6 +857,8 @@ static void h_check(int64_t batch, int64_t sequence, int64_t heads, int64_t size
         c_add_leaf(&c, ms_shape3(batch, sequence, 3 * heads * size), true);
         c.out_count = batch * sequence * heads * size;
         c.scale = 2.0f;
+        c.inner_out = 1.0; // of probabilities, at most 1, and of their gradients
+        c.inner_gradient = 2.0;
         c_check(&c);
     }
 }
@@ -1000,6 +1042,8 @@ static void v_check(ms_shape x, int64_t outputs, int64_t kernel, int64_t stride,
             c_add_leaf(&c, ms_shape1(outputs), false);
         }
         c.out_count = x.dim[0] * outputs * w_places(&c, x.dim[2]) * w_places(&c, x.dim[3]);
+        c.inner_out = bias; // it is added to a product that is rounded
+        c.inner_gradient = (double)nn_divide_up(kernel, stride) - 1.0; // bands that cover a pixel
         c_check(&c);
     }
 }
@@ -1053,6 +1097,7 @@ static void o_check(ms_shape x, int64_t kernel, int64_t stride, int64_t padding)
                       w_flags(kernel, stride, padding));
     c_add_leaf(&c, x, true);
     c.out_count = x.dim[0] * x.dim[1] * w_places(&c, x.dim[2]) * w_places(&c, x.dim[3]);
+    c.distinct = true;
     c_check(&c);
 }
 
