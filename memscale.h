@@ -19425,19 +19425,20 @@ static const char *msi_overrun_cure(const msi_staged *s) {
                                              : "declare more in the ms_workspace of this callback";
 }
 
-/* Whether the run under way has written the first half of the bytes of an operand that is F32 in a
-   call in 16 bits, and no other: as if it were in 16 bits too. */
-static bool msi_is_half_written(const msi_trial *t, const msi_staged *s) {
-    const uint8_t *before = msi_own_bytes_in(t, MSI_IMAGE_SCENE, s);
-    const uint8_t *now = msi_own_bytes_in(t, t->how.into, s);
-    const size_t half = (size_t)s->bytes / 2;
-    return msi_is_in_half(t) && s->dtype == MS_DTYPE_F32 && memcmp(before, now, half) != 0 &&
-           memcmp(before + half, now + half, half) == 0;
+/* Whether the run that counts has left so many bytes of a gradient as they were. */
+static bool msi_is_left(const msi_trial *t, const msi_staged *s, uint64_t at, uint64_t bytes) {
+    const uint8_t *before = t->staged[MSI_SET_OWN][s->lies_in].before;
+    const uint8_t *now = msi_own_bytes_in(t, MSI_IMAGE_LAST, s) + at;
+    return before ? memcmp(before + at, now, (size_t)bytes) == 0
+                  : msi_is_filled_with(now, bytes, MSI_POISON_LAST);
 }
 
-/* Fails if the layer has written 16 bits to a gradient that is F32. */
+/* Fails if the layer has written the first half of the bytes of a gradient, as if it were in 16 bits
+   like the call. */
 static void msi_check_width(msi_trial *t, const msi_staged *s) {
-    if (msi_is_half_written(t, s)) {
+    const uint64_t half = s->bytes / 2;
+    if (msi_is_in_half(t) && s->dtype == MS_DTYPE_F32 && !msi_is_left(t, s, 0, half) &&
+        msi_is_left(t, s, half, half)) {
         msi_fail_operand(t, "writes elements of 2 bytes to", s,
                          s->group == MSI_GROUP_GRAD_PARAM
                              ? "go by ms_view.dtype: it is f32 in calls in 16 bits too, unless "
@@ -19495,11 +19496,16 @@ static void msi_check_rest(msi_trial *t) {
     }
 }
 
-/* Whether a resident is an operand of the call. */
+/* Whether a resident is an operand of the call, which may see a copy of it. */
 static bool msi_is_operand(const msi_trial *t, uint32_t resident) {
+    const msi_store *store = t->model->run.store;
     bool is = false;
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
-        is |= s->range == resident;
+        const msi_role role = s->group < MSI_GROUP_COUNT ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT;
+        is |= s->range == resident ||
+              (resident < store->residents.count && s->group != MSI_GROUP_WORKSPACE &&
+               store->residents.items[resident].tensor == s->tensor &&
+               store->residents.items[resident].role == role);
     }
     return is;
 }
