@@ -19418,8 +19418,8 @@ static const char *msi_change_cure(const msi_trial *t, const msi_staged *s) {
 
 static const char *msi_overrun_cure(const msi_staged *s) {
     return msi_is_half(s->format)
-               ? "keep to the bytes of the view; its elements have 2 bytes in this call: go by "
-                 "ms_view.dtype, or take the dtype out of dtypes.accepts"
+               ? "keep to the bytes of the view, whose elements have 2 bytes in this call, and go by "
+                 "ms_view.dtype; or take the dtype out of dtypes.accepts"
            : s->group != MSI_GROUP_WORKSPACE ? "keep to the bytes of the view"
            : s->bytes == 0                   ? "declare it in the ms_workspace of this callback"
                                              : "declare more in the ms_workspace of this callback";
@@ -19441,10 +19441,10 @@ static void msi_check_width(msi_trial *t, const msi_staged *s) {
         msi_is_left(t, s, half, half)) {
         msi_fail_operand(t, "writes elements of 2 bytes to", s,
                          s->group == MSI_GROUP_GRAD_PARAM
-                             ? "go by ms_view.dtype: it is f32 in calls in 16 bits too, unless "
+                             ? "go by ms_view.dtype, which is f32 in calls in 16 bits too, unless "
                                "dtypes.half_gradients names the slot"
-                             : "go by ms_view.dtype: it is f32 in calls in 16 bits too, since a "
-                               "mask of dtypes names the slot");
+                             : "go by ms_view.dtype, which is f32 in calls in 16 bits too, since "
+                               "dtypes.f32_in names the slot");
     }
 }
 
