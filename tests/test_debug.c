@@ -1138,16 +1138,20 @@ static void overflows_are_no_lies(void **state) {
             n[k].extreme = extremes[how / 12];
             n[k].extreme_at = how / 4 % 3;
             for (int step = 0; step < 2; ++step) {
-                results[k][step] = ms_step(n[k].m, NULL);
+                double loss;
+                results[k][step] = ms_step(n[k].m, &loss);
                 assert_true(results[k][step] == MS_RESULT_OK ||
                             results[k][step] == MS_RESULT_NONFINITE); // of what params became
                 n[k].extreme = micro ? n[k].extreme : 0.0f;
             }
+            t_ok(n[k].m, ms_synchronize(n[k].m)); // the count is that of steps that are done
             t_report(n[k].m, &reports[k]);
         }
         assert_memory_equal(results[0], results[1], sizeof results[0]);
-        assert_int_equal(reports[0].skipped_steps, reports[1].skipped_steps);
-        assert_true(!f16 || how / 12 > 2 || reports[0].skipped_steps == 1);
+        if (!micro) {
+            assert_int_equal(reports[0].skipped_steps, reports[1].skipped_steps);
+            assert_true(!f16 || how / 12 > 2 || reports[0].skipped_steps == 1);
+        }
         half_same(&n[0], &n[1]);
         ms_destroy(n[0].m);
         ms_destroy(n[1].m);
