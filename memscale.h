@@ -814,8 +814,8 @@ typedef struct ms_config {
        operands at addresses that change, with poison in all other memory, and in each of the ways
        that the desc allows; it must give the same bits each time. The error, MS_RESULT_CONTRACT,
        names the layer, the operand and the cure, and before it runs, each layer is logged (tag
-       debug, MS_LOG_DEBUG). Calls in 16 bits are checked in 16 bits. What ms_read and ms_data give a
-       callback beyond its operands is poison too, also where the trainer lends the memory. Slow:
+       debug, MS_LOG_DEBUG). Calls in 16 bits are checked in 16 bits. What ms_read and ms_data give
+       a callback beyond its operands is poison too, also where the trainer lends the memory. Slow:
        copies the whole arena at every call. Takes memory beside the arena: on the device two to
        three times what the largest layer uses, on the host four times that layer, a copy of the
        arena, of tensors on the host and of what the trainer lends, and one of all activations. What
@@ -3304,9 +3304,9 @@ enum { MSI_PLACE_COUNT = 2 };
 typedef struct msi_debug {
     void *stage[MSI_PLACE_COUNT];
     uint64_t half_bytes[MSI_PLACE_COUNT], tail_bytes[MSI_PLACE_COUNT], stage_bytes[MSI_PLACE_COUNT];
-    uint8_t *shadow; // a copy of everything that the store has, on the host
-    uint8_t *images; // copies of a half
-    uint8_t *made;   // what forward has made in this step: the values of the tensors
+    uint8_t *shadow;         // a copy of everything that the store has, on the host
+    uint8_t *images;         // copies of a half
+    uint8_t *made;           // what forward has made in this step: the values of the tensors
     msi_original *originals; // per tensor
     struct msi_trial *trial; // of the callback that is checked
     uint64_t shadow_bytes, image_bytes, images_bytes, made_bytes, trial_bytes;
@@ -18918,8 +18918,8 @@ static bool msi_is_output(const msi_staged *s) {
 /* Sets in which dtype the call sees an operand. */
 static void msi_set_staged_dtype(const msi_trial *t, msi_staged *s) {
     const msi_tensor *x = &t->model->graph.tensors.items[s->tensor];
-    s->format = msi_seen_format(x, t->layer, s->group, s->slot,
-                                (ms_state_format)t->instruction->format);
+    s->format =
+        msi_seen_format(x, t->layer, s->group, s->slot, (ms_state_format)t->instruction->format);
     s->dtype = s->before_dtype = s->kept_dtype = msi_dtype_of(s->format, x->view.dtype);
     s->bytes = msi_value_bytes(x, s->format);
     s->place = s->group < MSI_GROUP_COUNT && x->on_host;
@@ -19417,9 +19417,9 @@ static const char *msi_change_cure(const msi_trial *t, const msi_staged *s) {
 }
 
 static const char *msi_overrun_cure(const msi_staged *s) {
-    return msi_is_half(s->format)
-               ? "keep to the bytes of the view, whose elements have 2 bytes in this call, and go by "
-                 "ms_view.dtype; or take the dtype out of dtypes.accepts"
+    return msi_is_half(s->format) ? "keep to the bytes of the view, whose elements have 2 bytes in "
+                                    "this call, and go by "
+                                    "ms_view.dtype; or take the dtype out of dtypes.accepts"
            : s->group != MSI_GROUP_WORKSPACE ? "keep to the bytes of the view"
            : s->bytes == 0                   ? "declare it in the ms_workspace of this callback"
                                              : "declare more in the ms_workspace of this callback";
@@ -19696,8 +19696,8 @@ static void msi_explain_difference(msi_trial *t, const msi_staged *result) {
 static bool msi_is_made_otherwise(const msi_trial *t, const msi_staged *s) {
     const msi_original *made = s->tensor == MSI_NONE ? NULL : &t->debug->originals[s->tensor];
     return msi_is_output(s) && s->is_made && msi_is_given(t, s) && made->is_there &&
-           memcmp(t->debug->made + made->at, msi_bytes_in(t, MSI_IMAGE_NOW, s),
-                  (size_t)s->bytes) != 0;
+           memcmp(t->debug->made + made->at, msi_bytes_in(t, MSI_IMAGE_NOW, s), (size_t)s->bytes) !=
+               0;
 }
 
 /* Where a recomputation makes other bits: names an operand that it did not declare to read, if with
@@ -19858,9 +19858,8 @@ static bool msi_is_wrong_sum(const msi_trial *t, const msi_staged *s, uint64_t i
         return false;
     }
     return t->how.sums == MSI_SUMS_ADDED
-               ? msi_is_finite((double)now) &&
-                     fabsf(now - (garbage + contribution)) >
-                         garbage * rounding + fabsf(contribution)
+               ? msi_is_finite((double)now) && fabsf(now - (garbage + contribution)) >
+                                                   garbage * rounding + fabsf(contribution)
                : msi_is_nan((double)now);
 }
 

@@ -831,8 +831,8 @@ typedef struct half_net {
     ms_model *m;
     ms_tensor x, w, h, q, b, y, s, loss;
     half_lie tells;
-    float extreme; // added to element 3 of one gradient
-    int extreme_at; // 0: of in; 1, 2: of a param
+    float extreme;    // added to element 3 of one gradient
+    int extreme_at;   // 0: of in; 1, 2: of a param
     float read[COLS]; // q, by the last forward
     bool reads;
 } half_net;
@@ -1123,7 +1123,7 @@ static void debug_mode_changes_no_choice(void **state) {
 /* Overflows skip a step, as without debug mode, and numbers near the largest are added up. */
 static void overflows_are_no_lies(void **state) {
     (void)state;
-    const float extremes[] = {INFINITY, -INFINITY, NAN,    3e38f,   -3e38f, 65000.0f,
+    const float extremes[] = {INFINITY, -INFINITY, NAN,   3e38f,  -3e38f, 65000.0f,
                               -65000.f, 40000.0f,  33e3f, -33e3f, 1e30f,  -1e30f};
     for (int how = 0; how < 12 * 3 * 4; ++how) {
         const bool micro = how % 2, f16 = how / 2 % 2;

@@ -61,14 +61,14 @@ static struct {
     lie tells;
     uint32_t layer, told;
     const rd_layer *l;
-    float *elsewhere; // a param of another layer, or its own
-    ms_view kept;     // as forward had it
-    float shared;     // set by the forward of every layer
+    float *elsewhere;        // a param of another layer, or its own
+    ms_view kept;            // as forward had it
+    float shared;            // set by the forward of every layer
     int slot, of;            // of IN_PLACE and GRAD_IN_PLACE: the result, and the operand
     float old[2 * RD_SLOTS]; // what gradients began with
     uint8_t bytes[2 * RD_SLOTS][RD_ELEMENTS * sizeof(float)];
-    float old_out, operand;  // and the first element of that operand
-    bool seen[2];            // an optional saved tensor without and with data
+    float old_out, operand; // and the first element of that operand
+    bool seen[2];           // an optional saved tensor without and with data
 } liar;
 
 static float get(const ms_view *view, int64_t i) {

@@ -1242,9 +1242,9 @@ static ms_config m_backend(void) {
     return config;
 }
 
-static bool m_records = false;                // steps, as CUDA graphs
-static bool m_checks = true;                   // in debug mode
-static ms_dtype m_dtype = MS_DTYPE_F32;        // of values and params
+static bool m_records = false;                  // steps, as CUDA graphs
+static bool m_checks = true;                    // in debug mode
+static ms_dtype m_dtype = MS_DTYPE_F32;         // of values and params
 static ms_switch m_masters = MS_SWITCH_DEFAULT; // of params in 16 bits
 
 static void m_start(m_net *n, bool bert, const nn_transformer_config *shape) {
