@@ -150,8 +150,9 @@
     is ON. Like 8-bit state they are used where a plan needs memory that early updates do not free:
     all values that can be are in 16 bits, or none; so too for params; and all combinations with
     8-bit state compete by their predicted time. What is forced is in 16 bits in every plan except
-    that of ms_detach. With ms_config.debug nothing is: debug mode checks calls in F32. For given dtypes, all else that a plan does changes no bit. ms_verify
-    compares with calls in F32, and so measures what the rounding does to the gradients.
+    that of ms_detach. For given dtypes, all else that a plan does changes no bit, and
+    ms_config.debug checks each call in the dtypes that it has in the plan. ms_verify compares with
+    calls in F32, and so measures what the rounding does to the gradients.
 
     In F16, gradients are multiplied by a loss scale, or many of them would be 0. It begins at 65536
     and is doubled after 2000 steps without an overflow (ms_config.loss_scaling). A step in which a
@@ -816,12 +817,12 @@ typedef struct ms_config {
        operands at addresses that change, with poison in all other memory, and in each of the ways
        that the desc allows; it must give the same bits each time. The error, MS_RESULT_CONTRACT,
        names the layer, the operand and the cure, and before it runs, each layer is logged (tag
-       debug, MS_LOG_DEBUG). What ms_read and ms_data give a callback beyond its operands is poison
-       too, also where the trainer lends the memory. Slow: copies the whole arena at every call.
-       Takes memory beside the arena: on the device two to three times what the largest layer uses,
-       on the host four times that layer, a copy of the arena, of tensors on the host and of what
-       the trainer lends, and one of all activations. What it cannot see is listed in
-       docs/porting.md. */
+       debug, MS_LOG_DEBUG). Calls in 16 bits are checked in 16 bits. What ms_read and ms_data give
+       a callback beyond its operands is poison too, also where the trainer lends the memory. Slow:
+       copies the whole arena at every call. Takes memory beside the arena: on the device two to
+       three times what the largest layer uses, on the host four times that layer, a copy of the
+       arena, of tensors on the host and of what the trainer lends, and one of all activations. What
+       it cannot see is listed in docs/porting.md. */
     bool debug;
     uint64_t seed; // ms_call.seed is derived from it
     /* DEFAULT and ON: a param in 16 bits has its value in F32 beside it, as one more tensor of
@@ -3332,6 +3333,13 @@ typedef struct msi_recording {
     bool warm;         // such a step has run once without a recording
 } msi_recording;
 
+/* The value of a tensor, as its layer has made it in this step. */
+typedef struct msi_original {
+    uint64_t at; // in msi_debug.made
+    ms_dtype dtype;
+    bool is_there;
+} msi_original;
+
 /* Debug mode: memory beside a store. Callbacks run on the stage, which has two halves and a tail,
    in device memory, and once more on the host for tensors that stay there. */
 enum { MSI_PLACE_COUNT = 2 };
@@ -3339,11 +3347,10 @@ enum { MSI_PLACE_COUNT = 2 };
 typedef struct msi_debug {
     void *stage[MSI_PLACE_COUNT];
     uint64_t half_bytes[MSI_PLACE_COUNT], tail_bytes[MSI_PLACE_COUNT], stage_bytes[MSI_PLACE_COUNT];
-    uint8_t *shadow; // a copy of everything that the store has, on the host
-    uint8_t *images; // copies of a half
-    uint8_t *made;   // what forward has made in this step: the values of the tensors,
-    uint64_t *made_at;
-    uint8_t *is_made;
+    uint8_t *shadow;         // a copy of everything that the store has, on the host
+    uint8_t *images;         // copies of a half
+    uint8_t *made;           // what forward has made in this step: the values of the tensors
+    msi_original *originals; // per tensor
     struct msi_trial *trial; // of the callback that is checked
     uint64_t shadow_bytes, image_bytes, images_bytes, made_bytes, trial_bytes;
     uint32_t tensor_count;
@@ -6796,9 +6803,6 @@ static void msi_analyze_half(ms_model *m) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         msi_tensor *tensor = &g->tensors.items[t];
         const bool learns = msi_is_trained(tensor) && tensor->last_gradient != MSI_NONE;
-        if (m->config.debug && tensor->not_half == (uint8_t)MSI_HALF_MAY_BE) {
-            tensor->not_half = MSI_HALF_STAYS; // callbacks are checked in F32
-        }
         if (tensor->kind == MSI_KIND_PARAM && tensor->not_half == (uint8_t)MSI_HALF_MAY_BE) {
             tensor->not_half =
                 (uint8_t)(msi_is_borrowed(tensor, MSI_ROLE_VALUE) ? MSI_HALF_UPDATE
@@ -7655,7 +7659,7 @@ static bool msi_may_scale_loss(const ms_model *m) {
     const bool by_mode =
         m->config.auto_policy || msi_mode_has(m->config.mode, MS_TECHNIQUE_MIXED_PRECISION);
     const bool all =
-        !m->config.debug && !msi_half_fault(m) &&
+        !msi_half_fault(m) &&
         (is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_has_half(m) && by_mode));
     bool may = false;
     for (uint32_t t = 0; t < g->tensors.count && !may && msi_scales_loss(m); t++) {
@@ -8424,7 +8428,7 @@ static uint32_t msi_allowed(const ms_model *m, ms_mode mode) {
         mask |= (uint32_t)may << t;
     }
     return mask & MSI_BUILT & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u) &
-           ~(m->config.debug || msi_half_fault(m) ? MSI_MIXED : 0u);
+           ~(msi_half_fault(m) ? MSI_MIXED : 0u);
 }
 
 static double msi_pressure(const msi_plan *plan) {
@@ -8490,8 +8494,7 @@ static void msi_debug_free(ms_model *m, msi_debug *d) {
     msi_release(a, d->shadow, d->shadow_bytes);
     msi_release(a, d->images, d->images_bytes);
     msi_release(a, d->made, d->made_bytes + 1);
-    msi_release(a, d->made_at, d->tensor_count * sizeof(uint64_t));
-    msi_release(a, d->is_made, d->tensor_count);
+    msi_release(a, d->originals, d->tensor_count * sizeof(msi_original));
     msi_release(a, d->trial, d->trial_bytes);
     msi_release(a, d, sizeof *d);
 }
@@ -17290,7 +17293,6 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     X(SHARED_MEMORY)                                                                               \
     X(NOT_NATIVE)                                                                                  \
     X(NOT_BUILT)                                                                                   \
-    X(DEBUG)                                                                                       \
     X(PLAIN_FITS)                                                                                  \
     X(UNREAD)                                                                                      \
     X(RUNS_ONCE)                                                                                   \
@@ -17379,7 +17381,6 @@ static const msi_rule msi_rules[] = {
     MSI_RULE(MSI_MIXED, MSI_FACT(NOT_NATIVE), "not-native",
              "the device does not say that it computes in BF16 or FP16, and the switch is not ON",
              "arithmetic that is emulated is slower"),
-    MSI_RULE(MSI_MIXED, MSI_FACT(DEBUG), "debug", "debug mode is on", "it checks calls in F32"),
     MSI_RULE(MSI_ANY, MSI_FACT(NOT_BUILT), "not-built", "this version does not have it",
              "it has its place in modes and switches, and no plan uses it yet"),
     MSI_RULE(MSI_ANY, MSI_FACT(PLAIN_FITS), "smart-skip", "the plain arena is within the budget",
@@ -17688,7 +17689,7 @@ static uint64_t msi_common_facts(const msi_review *r, ms_technique technique) {
            msi_fact(MSI_FACT(SHARED_MEMORY), is != MS_SWITCH_ON && msi_shares_memory(m)) |
            msi_fact(MSI_FACT(NOT_NATIVE), is != MS_SWITCH_ON && !msi_has_half(m)) |
            msi_fact(MSI_FACT(NOT_BUILT), !(MSI_BUILT >> technique & 1)) |
-           msi_fact(MSI_FACT(DEBUG), m->config.debug) | msi_fact(MSI_FACT(PLAIN_FITS), plain_fits);
+           msi_fact(MSI_FACT(PLAIN_FITS), plain_fits);
 }
 
 /* The facts about the tensor of a layer that a technique is not applied to; MSI_NONE: there is no
@@ -18794,9 +18795,13 @@ typedef struct msi_staged {
     uint32_t lies_in;       // the operand in whose memory it lies: mostly itself
     int place;
     uint64_t at, bytes, gap_end; // offsets in a half
-    const uint8_t *before;       // its value before the call; NULL: none
+    ms_state_format format;      // in which the call sees it, and the dtype of that
+    ms_dtype dtype;
+    const uint8_t *before; // its value before the call; NULL: none
+    ms_dtype before_dtype; // of that, and of what keeps it until the call
+    ms_dtype kept_dtype;
     float beta;
-    bool is_f32, is_transient;
+    bool is_transient;
     bool is_undeclared; // has no data outside debug mode
     bool is_made;       // the layer computes it
     bool is_written;    // or may destroy it
@@ -18912,15 +18917,26 @@ static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
                                    : (double)msi_load(data, dtype, i); // F32, F16, BF16
 }
 
-/* Counts what is not finite in a piece of a value, whose first element has this number. Elements
-   with all bits set are poison that nobody has written over, if `poisoned`. */
+/* Whether an element has all bits set, or is such a one of 16 bits as F32: as no layer writes it
+   where numbers are. */
+static bool msi_is_unwritten(const uint8_t *at, ms_dtype dtype) {
+    uint32_t word = 0;
+    if (dtype != MS_DTYPE_F32) {
+        return msi_is_filled_with(at, ms_dtype_bytes(dtype), MSI_POISON_LAST);
+    }
+    memcpy(&word, at, sizeof word);
+    return word == UINT32_MAX || word == msi_bits_of_f32(msi_f32_of_bf16(UINT16_MAX)) ||
+           word == msi_bits_of_f32(msi_f32_of_f16(UINT16_MAX));
+}
+
+/* Counts what is not finite in a piece of a value, whose first element has this number, except what
+   is poison that nobody has written over, if `poisoned`. */
 static void msi_scan_piece(ms_nonfinite *n, const uint8_t *data, ms_dtype dtype, uint64_t count,
                            uint64_t first, bool poisoned) {
     const uint64_t size = ms_dtype_bytes(dtype);
     for (uint64_t i = 0; i < count && msi_is_float(dtype); i++) {
         const double x = msi_number(data, dtype, i);
-        if (msi_is_finite(x) ||
-            (poisoned && msi_is_filled_with(data + i * size, size, MSI_POISON_LAST))) {
+        if (msi_is_finite(x) || (poisoned && msi_is_unwritten(data + i * size, dtype))) {
             continue;
         }
         n->is_nan = n->count == 0 ? msi_is_nan(x) : n->is_nan;
@@ -18980,10 +18996,19 @@ static bool msi_is_output(const msi_staged *s) {
     return s->group == MSI_GROUP_OUT || s->group == MSI_GROUP_SAVED;
 }
 
-/* A new operand, in the memory of an earlier one of the same live range. */
+/* Sets in which dtype the call sees an operand. */
+static void msi_set_staged_dtype(const msi_trial *t, msi_staged *s) {
+    const msi_tensor *x = &t->model->graph.tensors.items[s->tensor];
+    s->format =
+        msi_seen_format(x, t->layer, s->group, s->slot, (ms_state_format)t->instruction->format);
+    s->dtype = s->before_dtype = s->kept_dtype = msi_dtype_of(s->format, x->view.dtype);
+    s->bytes = msi_value_bytes(x, s->format);
+    s->place = s->group < MSI_GROUP_COUNT && x->on_host;
+}
+
+/* A new operand, in the memory of an earlier one of the same live range and dtype. */
 static msi_staged *msi_add_staged(msi_trial *t, msi_staged_set set, int group, uint32_t slot,
                                   uint32_t tensor, uint32_t range) {
-    const ms_model *m = t->model;
     const uint32_t index = t->count[set]++;
     msi_staged *s = &t->staged[set][index];
     memset(s, 0, sizeof *s);
@@ -18992,16 +19017,14 @@ static msi_staged *msi_add_staged(msi_trial *t, msi_staged_set set, int group, u
     s->tensor = tensor;
     s->range = range;
     s->lies_in = index;
-    for (uint32_t k = 0; k < index && range != MSI_NONE && s->lies_in == index; k++) {
-        s->lies_in = t->staged[set][k].range == range ? k : index;
-    }
-    const uint32_t residents = m->run.store->residents.count;
-    s->is_transient = range == MSI_NONE || range >= residents;
     if (tensor != MSI_NONE) {
-        s->place = group < MSI_GROUP_COUNT && m->graph.tensors.items[tensor].on_host;
-        s->bytes = m->graph.tensors.items[tensor].bytes;
-        s->is_f32 = m->graph.tensors.items[tensor].view.dtype == MS_DTYPE_F32;
+        msi_set_staged_dtype(t, s);
     }
+    for (uint32_t k = 0; k < index && range != MSI_NONE && s->lies_in == index; k++) {
+        const msi_staged *x = &t->staged[set][k];
+        s->lies_in = x->range == range && x->format == s->format ? k : index;
+    }
+    s->is_transient = range == MSI_NONE || range >= t->model->run.store->residents.count;
     return s;
 }
 
@@ -19059,6 +19082,7 @@ static void msi_stage_instruction(msi_trial *t, uint32_t now) {
         s->is_written = given && msi_is_written(t->layer, i, group, slot);
         if (range != MSI_NONE) {
             const msi_range *r = &t->program->ranges.items[range];
+            MEMSCALE_ASSERT(tensor == MSI_NONE || r->format == (uint8_t)s->format);
             s->bytes = tensor == MSI_NONE ? r->bytes : s->bytes; // a resident has room for more
             s->before = !s->is_transient || r->first < now
                             ? t->debug->shadow + msi_extent_of_range(m, t->program, range).shadow
@@ -19068,14 +19092,24 @@ static void msi_stage_instruction(msi_trial *t, uint32_t now) {
     msi_place_staged(t, MSI_SET_OWN);
 }
 
-/* The value of a tensor that a recomputation would read: what its layer has made in this step, or a
-   resident. NULL: there is none. */
-static const uint8_t *msi_value_of(const msi_trial *t, uint32_t tensor) {
+/* Sets the value that a recomputation would read: what its layer has made in this step, or a
+   resident. False: there is none. */
+static bool msi_set_before(const msi_trial *t, msi_staged *s) {
     const msi_debug *d = t->debug;
-    const uint32_t resident = t->model->run.store->resident_of[tensor];
-    return resident != MSI_NONE ? d->shadow + msi_extent_at(t->model, resident).shadow
-           : d->is_made[tensor] ? d->made + d->made_at[tensor]
-                                : NULL;
+    const msi_original *made = &d->originals[s->tensor];
+    const uint32_t resident = t->model->run.store->resident_of[s->tensor];
+    const ms_dtype created = t->model->graph.tensors.items[s->tensor].view.dtype;
+    if (resident != MSI_NONE) {
+        const uint8_t format = t->program->ranges.items[resident].format;
+        s->before = d->shadow + msi_extent_at(t->model, resident).shadow;
+        s->before_dtype = s->kept_dtype = msi_dtype_of((ms_state_format)format, created);
+    } else if (made->is_there) {
+        const uint8_t format = t->model->run.plan->decisions[s->tensor].format;
+        s->before = d->made + made->at;
+        s->before_dtype = made->dtype;
+        s->kept_dtype = msi_dtype_of((ms_state_format)format, created);
+    }
+    return resident != MSI_NONE || made->is_there;
 }
 
 /* Whether an output can only be computed in the place of this input. */
@@ -19109,8 +19143,7 @@ static bool msi_stage_recompute(msi_trial *t) {
             s->is_made = s->is_written =
                 output ? !read : group == MSI_GROUP_STATE && !l->keeps_state;
             s->is_undeclared = !output && !read;
-            s->before = read ? msi_value_of(t, operand.tensor) : NULL;
-            complete &= !read || s->before != NULL;
+            complete &= !read || msi_set_before(t, s);
             if (group == MSI_GROUP_OUT && (l->must_in_place >> operand.slot & 1)) {
                 const uint32_t in = msi_lowest_bit(g->masks.items[l->mask_first + operand.slot]);
                 for (MSI_STAGED(x, t, MSI_SET_RECOMPUTE)) {
@@ -19157,20 +19190,15 @@ static uint8_t msi_poison_of_rest(const msi_trial *t) {
     return msi_poison_of(t, msi_region_count(t) - 1);
 }
 
-/* Whether a word of a value has all bits set, as no layer writes it where numbers are. */
-static bool msi_is_unwritten(const uint8_t *at) {
-    uint32_t word;
-    memcpy(&word, at, sizeof word);
-    return word == UINT32_MAX;
+/* A value that is finite and far from most gradients, so that adding to it changes it but little. */
+static float msi_garbage_in(ms_dtype dtype) {
+    return dtype == MS_DTYPE_F16 ? 32768.0f : 1.2676506e30f; // 2^100
 }
 
-/* A value that is finite and far from all gradients, so that adding to it changes it but little,
-   and its bits as a pattern of four bytes. */
-static const float msi_garbage = 1.2676506e30f; // 2^100
-
-static void msi_fill_garbage(uint8_t *data, uint64_t bytes) {
-    for (uint64_t i = 0; i + 4 <= bytes; i += 4) {
-        memcpy(data + i, &msi_garbage, 4);
+static void msi_fill_garbage(const msi_staged *s, uint8_t *data) {
+    const uint64_t count = s->bytes / ms_dtype_bytes(s->dtype);
+    for (uint64_t i = 0; i < count; i++) {
+        msi_store_as(data, s->dtype, i, msi_garbage_in(s->dtype));
     }
 }
 
@@ -19182,7 +19210,7 @@ static bool msi_takes_beta(const msi_trial *t, const msi_staged *s, bool anew) {
     const uint32_t sets =
         of_in ? (uint32_t)l->overwrites.in | l->must_grad_in_place : l->overwrites.param;
     const uint32_t adds = of_in ? l->accumulates.in : l->accumulates.param;
-    return t->instruction->op == MSI_OP_BACKWARD && s->is_f32 &&
+    return t->instruction->op == MSI_OP_BACKWARD && msi_is_castable(s->dtype) &&
            (of_in || s->group == MSI_GROUP_GRAD_PARAM) && !(sets >> s->slot & 1) &&
            !(anew && (adds >> s->slot & 1));
 }
@@ -19225,7 +19253,7 @@ static uint32_t msi_alias_in_round(const msi_trial *t, const msi_staged *result)
     for (uint32_t k = 0; k < t->count[MSI_SET_OWN]; k++) {
         const msi_staged *s = &t->staged[MSI_SET_OWN][k];
         bool usable = s->lies_in == k && s->before && s->is_transient && s->place == 0 &&
-                      s->bytes == result->bytes;
+                      s->bytes == result->bytes && s->format == result->format;
         for (MSI_STAGED(x, t, MSI_SET_OWN)) {
             usable &= x->lies_in != k || (allowed[x->group] >> x->slot & 1);
         }
@@ -19271,14 +19299,29 @@ static bool msi_is_given(const msi_trial *t, const msi_staged *s) {
     return !(omitted >> s->slot & 1);
 }
 
+/* Copies the value of an operand, rounded as on its way from the layer that made it. */
+static void msi_copy_before(const msi_staged *s, uint8_t *to) {
+    const uint64_t count = s->bytes / ms_dtype_bytes(s->dtype);
+    if (s->before_dtype == s->dtype && s->kept_dtype == s->dtype) {
+        memcpy(to, s->before, (size_t)s->bytes);
+        return;
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        float kept; // or 16 bits
+        msi_store_as(&kept, s->kept_dtype, 0, msi_load(s->before, s->before_dtype, i));
+        msi_store_as(to, s->dtype, i, msi_load(&kept, s->kept_dtype, 0));
+    }
+}
+
 /* The contents of an operand. Words of a value that no layer has written become poison, so that a
    layer which reads them is found. */
 static void msi_set_staged(const msi_trial *t, const msi_staged *s) {
     uint8_t *to = msi_bytes_in(t, MSI_IMAGE_SCENE, s);
     const bool own = t->how.set == MSI_SET_OWN;
     const uint8_t unwritten = msi_poison_of_staged(t, s, MSI_REGION_UNWRITTEN);
+    const uint64_t size = ms_dtype_bytes(s->dtype);
     if (own && t->how.sums == MSI_SUMS_ADDED && msi_takes_beta(t, s, false)) {
-        msi_fill_garbage(to, s->bytes);
+        msi_fill_garbage(s, to);
     } else if (own && msi_beta_of(t, s) != s->beta) {
         memset(to, MSI_POISON_LAST, (size_t)s->bytes);
     } else if (s->is_cleared) {
@@ -19287,12 +19330,12 @@ static void msi_set_staged(const msi_trial *t, const msi_staged *s) {
         const uint32_t kind = s->is_undeclared ? MSI_REGION_UNDECLARED : MSI_REGION_NEW;
         memset(to, msi_poison_of_staged(t, s, kind), (size_t)s->bytes);
     } else {
-        memcpy(to, s->before, (size_t)s->bytes);
-        for (uint64_t i = 0;
-             s->is_f32 && s->is_transient && unwritten != MSI_POISON_LAST && i + 4 <= s->bytes;
-             i += 4) {
-            if (msi_is_unwritten(to + i)) {
-                memset(to + i, unwritten, 4);
+        msi_copy_before(s, to);
+        for (uint64_t i = 0; s->tensor != MSI_NONE && s->is_transient && msi_is_float(s->dtype) &&
+                             unwritten != MSI_POISON_LAST && i < s->bytes;
+             i += size) {
+            if (msi_is_unwritten(to + i, s->dtype)) {
+                memset(to + i, unwritten, (size_t)size);
             }
         }
     }
@@ -19403,19 +19446,25 @@ typedef struct msi_operand_text {
     char text[160];
 } msi_operand_text;
 
-/* `in[0], the value of "x"`; `its workspace of 64 bytes` */
+/* Whether the layer is called in 16 bits. */
+static bool msi_is_in_half(const msi_trial *t) {
+    return msi_is_half((ms_state_format)t->instruction->format);
+}
+
+/* `in[0], the value of "x"`, in a call in 16 bits `... in bf16`; `its workspace of 64 bytes` */
 static msi_operand_text msi_staged_name(const msi_trial *t, const msi_staged *s) {
     static const char *const of_gradients[] = {"grad_out", "grad_in", "grad_param"};
-    const bool value = s->group < MSI_GROUP_COUNT;
+    const bool value = s->group < MSI_GROUP_COUNT, half = msi_is_in_half(t);
     msi_operand_text name;
     if (s->group == MSI_GROUP_WORKSPACE) {
         msi_format(name.text, sizeof name.text, "its workspace of %llu bytes",
                    (unsigned long long)s->bytes);
     } else {
-        msi_format(name.text, sizeof name.text, "%s[%u], the %s of \"%.100s\"",
+        msi_format(name.text, sizeof name.text, "%s[%u], the %s of \"%.100s\"%s%s",
                    value ? msi_group_names[s->group] : of_gradients[s->group - MSI_GROUP_GRAD_OUT],
                    (unsigned)s->slot, value ? "value" : "gradient",
-                   msi_tensor_name(&t->model->graph, s->tensor));
+                   msi_tensor_name(&t->model->graph, s->tensor), half ? " in " : "",
+                   half ? ms_dtype_name(s->dtype) : "");
     }
     return name;
 }
@@ -19449,9 +19498,35 @@ static const char *msi_change_cure(const msi_trial *t, const msi_staged *s) {
 }
 
 static const char *msi_overrun_cure(const msi_staged *s) {
-    return s->group != MSI_GROUP_WORKSPACE ? "keep to the bytes of the view"
-           : s->bytes == 0                 ? "declare it in the ms_workspace of this callback"
-                                           : "declare more in the ms_workspace of this callback";
+    return msi_is_half(s->format) ? "keep to the bytes of the view, whose elements have 2 bytes in "
+                                    "this call, and go by "
+                                    "ms_view.dtype; or take the dtype out of dtypes.accepts"
+           : s->group != MSI_GROUP_WORKSPACE ? "keep to the bytes of the view"
+           : s->bytes == 0                   ? "declare it in the ms_workspace of this callback"
+                                             : "declare more in the ms_workspace of this callback";
+}
+
+/* Whether the run that counts has left so many bytes of a gradient as they were. */
+static bool msi_is_left(const msi_trial *t, const msi_staged *s, uint64_t at, uint64_t bytes) {
+    const uint8_t *before = t->staged[MSI_SET_OWN][s->lies_in].before;
+    const uint8_t *now = msi_own_bytes_in(t, MSI_IMAGE_LAST, s) + at;
+    return before ? memcmp(before + at, now, (size_t)bytes) == 0
+                  : msi_is_filled_with(now, bytes, MSI_POISON_LAST);
+}
+
+/* Fails if the layer has written the first half of the bytes of a gradient, as if it were in 16 bits
+   like the call. */
+static void msi_check_width(msi_trial *t, const msi_staged *s) {
+    const uint64_t half = s->bytes / 2;
+    if (msi_is_in_half(t) && s->dtype == MS_DTYPE_F32 && !msi_is_left(t, s, 0, half) &&
+        msi_is_left(t, s, half, half)) {
+        msi_fail_operand(t, "writes elements of 2 bytes to", s,
+                         s->group == MSI_GROUP_GRAD_PARAM
+                             ? "go by ms_view.dtype, which is f32 in calls in 16 bits too, unless "
+                               "dtypes.half_gradients names the slot"
+                             : "go by ms_view.dtype, which is f32 in calls in 16 bits too, since "
+                               "dtypes.f32_in names the slot");
+    }
 }
 
 /* All bytes of the half that the layer may not write must be as they were set: first what lies
@@ -19502,11 +19577,16 @@ static void msi_check_rest(msi_trial *t) {
     }
 }
 
-/* Whether a resident is an operand of the call. */
+/* Whether a resident is an operand of the call, which may see a copy of it. */
 static bool msi_is_operand(const msi_trial *t, uint32_t resident) {
+    const msi_store *store = t->model->run.store;
     bool is = false;
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
-        is |= s->range == resident;
+        const msi_role role = s->group < MSI_GROUP_COUNT ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT;
+        is |= s->range == resident ||
+              (resident < store->residents.count && s->group != MSI_GROUP_WORKSPACE &&
+               store->residents.items[resident].tensor == s->tensor &&
+               store->residents.items[resident].role == role);
     }
     return is;
 }
@@ -19642,14 +19722,17 @@ static void msi_blame_region(msi_trial *t, const msi_staged *result, uint32_t re
         msi_fail_operand(t, "reads beyond the end of", s, msi_overrun_cure(s));
     } else if (kind == MSI_REGION_UNWRITTEN) {
         const uint32_t maker = m->graph.tensors.items[s->tensor].producer;
+        const bool half = maker != MSI_NONE && m->graph.layers.items[maker].dtypes.accepts;
         msi_format(cure, sizeof cure,
-                   "%s has left it out: let that write every element that is read",
-                   maker == MSI_NONE ? "its layer" : msi_layer_label(&m->graph, maker).text);
+                   "%s has left it out: let that write every element that is read%s",
+                   maker == MSI_NONE ? "its layer" : msi_layer_label(&m->graph, maker).text,
+                   half ? ", in the dtype of its ms_view" : "");
         msi_fail_operand(t, "reads a part that nobody has written of", s, cure);
     } else if (s->group == MSI_GROUP_WORKSPACE) {
         msi_fail_operand(t, "reads, before it has written there,", s,
                          "set its contents to MS_CONTENTS_ZERO, or clear it in the callback");
     } else if (s->group == MSI_GROUP_GRAD_IN || s->group == MSI_GROUP_GRAD_PARAM) {
+        msi_check_width(t, s);
         msi_fail_operand(t, "adds to, multiplies or leaves unwritten", s,
                          "its beta is 0: write every element with =, or declare the slot in "
                          "accumulates");
@@ -19692,10 +19775,10 @@ static void msi_explain_difference(msi_trial *t, const msi_staged *result) {
 
 /* Whether a recomputation has made other bits of an output than forward in this step. */
 static bool msi_is_made_otherwise(const msi_trial *t, const msi_staged *s) {
-    const msi_debug *d = t->debug;
-    return msi_is_output(s) && s->is_made && msi_is_given(t, s) && d->is_made[s->tensor] &&
-           memcmp(d->made + d->made_at[s->tensor], msi_bytes_in(t, MSI_IMAGE_NOW, s),
-                  (size_t)s->bytes) != 0;
+    const msi_original *made = s->tensor == MSI_NONE ? NULL : &t->debug->originals[s->tensor];
+    return msi_is_output(s) && s->is_made && msi_is_given(t, s) && made->is_there &&
+           memcmp(t->debug->made + made->at, msi_bytes_in(t, MSI_IMAGE_NOW, s), (size_t)s->bytes) !=
+               0;
 }
 
 /* Where a recomputation makes other bits: names an operand that it did not declare to read, if with
@@ -19704,10 +19787,7 @@ static void msi_blame_undeclared(msi_trial *t) {
     const msi_variant how = t->how;
     for (uint32_t k = 0; k < t->count[MSI_SET_RECOMPUTE]; k++) {
         msi_staged *undeclared = &t->staged[MSI_SET_RECOMPUTE][k];
-        const uint8_t *value =
-            undeclared->is_undeclared ? msi_value_of(t, undeclared->tensor) : NULL;
-        undeclared->before = value ? value : undeclared->before;
-        if (!value || !msi_act(t, &how)) {
+        if (!undeclared->is_undeclared || !msi_set_before(t, undeclared) || !msi_act(t, &how)) {
             continue;
         }
         bool same = true;
@@ -19778,12 +19858,14 @@ static void msi_log_made(msi_trial *t) {
         if (!msi_is_output(s) || !s->is_made || t->result != MS_RESULT_OK) {
             continue;
         }
-        const uint8_t *made = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
+        const uint8_t *now = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
+        msi_original *made = &d->originals[s->tensor];
         if (t->instruction->op == MSI_OP_FORWARD) {
-            memcpy(d->made + d->made_at[s->tensor], made, (size_t)s->bytes);
-            d->is_made[s->tensor] = 1;
-        } else if (msi_is_again((msi_op)t->instruction->op) && d->is_made[s->tensor] &&
-                   memcmp(d->made + d->made_at[s->tensor], made, (size_t)s->bytes) != 0) {
+            memcpy(d->made + made->at, now, (size_t)s->bytes);
+            made->dtype = s->dtype;
+            made->is_there = true;
+        } else if (msi_is_again((msi_op)t->instruction->op) && made->is_there &&
+                   memcmp(d->made + made->at, now, (size_t)s->bytes) != 0) {
             msi_fail_operand(
                 t, "makes other bits than forward did for", s,
                 "what it computes from was changed in between: declare it as state, or "
@@ -19841,16 +19923,25 @@ static void msi_try_aliases(msi_trial *t) {
     }
 }
 
-/* Whether a word of a gradient is far from the number that it held, to which the layer should have
-   added; or not finite, where it is finite over other contents. */
-static bool msi_is_wrong_sum(const msi_trial *t, const uint8_t *now, const uint8_t *planned) {
-    float value, before;
-    memcpy(&value, now, 4);
-    memcpy(&before, planned, 4);
-    const bool finite = msi_is_finite((double)value);
+/* Whether element i of a gradient is far from the sum of what it held and what the layer contributes
+   in the plan; or NaN, where it held NaN that was to be written over. What is not finite in the plan
+   shows nothing, nor does an infinity: sums may overflow with one number before them and not with
+   another. */
+static bool msi_is_wrong_sum(const msi_trial *t, const msi_staged *s, uint64_t i) {
+    const msi_staged *first = &t->staged[MSI_SET_OWN][s->lies_in];
+    const float planned = msi_load(msi_own_bytes_in(t, MSI_IMAGE_LAST, s), s->dtype, i);
+    const float now = msi_load(msi_bytes_in(t, MSI_IMAGE_NOW, s), s->dtype, i);
+    const float before =
+        first->beta == 0.0f || !first->before ? 0.0f : msi_load(first->before, s->dtype, i);
+    const float garbage = msi_garbage_in(s->dtype), contribution = planned - before;
+    const float rounding = s->dtype == MS_DTYPE_F32 ? 1.0f / 8192.0f : 1.0f / 64.0f;
+    if (!msi_is_finite((double)contribution)) {
+        return false;
+    }
     return t->how.sums == MSI_SUMS_ADDED
-               ? finite && fabsf(value - msi_garbage) > msi_garbage * 1e-3f
-               : !finite && msi_is_finite((double)before);
+               ? msi_is_finite((double)now) && fabsf(now - (garbage + contribution)) >
+                                                   garbage * rounding + fabsf(contribution)
+               : msi_is_nan((double)now);
 }
 
 /* Whether a gradient has another beta in the run under way than in the plan. */
@@ -19872,12 +19963,13 @@ static void msi_try_sums(msi_trial *t, msi_sums sums) {
         return;
     }
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
-        const uint8_t *now = msi_bytes_in(t, MSI_IMAGE_NOW, s);
-        const uint8_t *planned = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
-        const bool probed = msi_is_probed(t, s);
+        const uint64_t count = msi_is_probed(t, s) ? s->bytes / ms_dtype_bytes(s->dtype) : 0;
         bool wrong = false;
-        for (uint64_t i = 0; probed && i + 4 <= s->bytes && !wrong; i += 4) {
-            wrong = msi_is_wrong_sum(t, now + i, planned + i);
+        for (uint64_t i = 0; i < count && !wrong; i++) {
+            wrong = msi_is_wrong_sum(t, s, i);
+        }
+        if (wrong) {
+            msi_check_width(t, s);
         }
         if (wrong && sums == MSI_SUMS_ADDED) {
             msi_fail_operand(
@@ -19960,16 +20052,17 @@ static void msi_note_nonfinite(msi_trial *t) {
         if (!s->is_made || m->run.nonfinite.count > 0) {
             continue;
         }
-        const ms_dtype dtype = g->tensors.items[s->tensor].view.dtype;
         ms_nonfinite *n = &m->run.nonfinite;
-        msi_scan_piece(n, msi_own_bytes_in(t, MSI_IMAGE_LAST, s), dtype,
-                       s->bytes / ms_dtype_bytes(dtype), 0, true);
+        msi_scan_piece(n, msi_own_bytes_in(t, MSI_IMAGE_LAST, s), s->dtype,
+                       s->bytes / ms_dtype_bytes(s->dtype), 0, true);
         if (n->count > 0) {
             n->layer = msi_layer_handle(g, t->instruction->target);
             n->tensor = msi_handle(g, s->tensor,
                                    s->group < MSI_GROUP_COUNT ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
             n->phase = msi_ops[t->instruction->op].phase;
-            msi_log(m, MS_LOG_WARNING, "debug", "not finite: %s", msi_nonfinite_name(m, n).text);
+            const bool scaled = t->program->scales_loss && s->group >= MSI_GROUP_COUNT;
+            msi_log(m, scaled ? MS_LOG_INFO : MS_LOG_WARNING, "debug", "not finite%s: %s",
+                    scaled ? ", times the loss scale" : "", msi_nonfinite_name(m, n).text);
         }
     }
 }
@@ -19992,8 +20085,10 @@ static void msi_keep_results(msi_trial *t) {
     }
 }
 
-/* The address on the stage of an operand of the callback that runs; NULL: there is none. */
-static void *msi_staged_address(const ms_model *m, uint32_t tensor, msi_role role) {
+/* The address on the stage of an operand of the callback that runs, and its format there; NULL:
+   there is none. */
+static void *msi_staged_address(const ms_model *m, uint32_t tensor, msi_role role,
+                                ms_state_format *format) {
     const msi_debug *d = m->run.store ? m->run.store->debug : NULL;
     const msi_trial *t = d ? d->trial : NULL;
     const msi_staged_set set = t ? t->how.set : MSI_SET_OWN;
@@ -20005,10 +20100,17 @@ static void *msi_staged_address(const ms_model *m, uint32_t tensor, msi_role rol
         if (s->tensor == tensor && value == (role == MSI_ROLE_VALUE) &&
             (value || role == MSI_ROLE_GRADIENT) && !s->is_undeclared && msi_is_given(t, s)) {
             const msi_staged *at = &t->staged[set][t->lies_in[s - t->staged[set]]];
+            *format = s->format;
             return msi_stage_at(t, at->place, t->half) + at->at;
         }
     }
     return NULL;
+}
+
+/* The copy of a resident while a callback runs. */
+static const uint8_t *msi_shadow_of(const ms_model *m, const msi_resident *r) {
+    const uint32_t index = (uint32_t)(r - m->run.store->residents.items);
+    return m->run.store->debug->shadow + msi_extent_at(m, index).shadow;
 }
 
 static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now) {
@@ -20110,17 +20212,16 @@ static ms_result msi_alloc_debug(ms_model *m, msi_store *store) {
     d->shadow = (uint8_t *)msi_alloc(a, d->shadow_bytes);
     d->images = (uint8_t *)msi_alloc(a, d->images_bytes);
     d->made = (uint8_t *)msi_alloc(a, d->made_bytes + 1);
-    d->made_at = (uint64_t *)msi_alloc(a, d->tensor_count * sizeof(uint64_t));
-    d->is_made = (uint8_t *)msi_alloc_zeroed(a, d->tensor_count);
+    d->originals = (msi_original *)msi_alloc_zeroed(a, d->tensor_count * sizeof(msi_original));
     d->trial = (msi_trial *)msi_alloc_zeroed(a, sizeof(msi_trial));
-    if (!d->shadow || !d->images || !d->made || !d->made_at || !d->is_made || !d->trial) {
+    if (!d->shadow || !d->images || !d->made || !d->originals || !d->trial) {
         return msi_fail_memory(m, "the copies that debug mode keeps: a smaller batch takes less",
                                d->shadow_bytes + d->images_bytes + d->made_bytes);
     }
     uint64_t at = 0;
     for (uint32_t t = 0; t < d->tensor_count; t++) {
         const msi_tensor *x = &m->graph.tensors.items[t];
-        d->made_at[t] = at;
+        d->originals[t].at = at;
         at += msi_is_resident(x) ? 0 : msi_align(x->largest_bytes);
     }
     ms_result result = msi_device_alloc(m, d->stage_bytes[0], &d->stage[0]);
@@ -20691,8 +20792,8 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     m->run.program = p;
     m->run.position = 0;
     m->run.step_factor = msi_gradient_factor(m);
-    if (m->run.store->debug) {
-        memset(m->run.store->debug->is_made, 0, m->graph.tensors.count);
+    for (uint32_t t = 0; m->run.store->debug && t < m->graph.tensors.count; t++) {
+        m->run.store->debug->originals[t].is_there = false;
     }
     memset(&m->run.nonfinite, 0, sizeof m->run.nonfinite);
     if (msi_watches_memory(m)) {
@@ -21591,8 +21692,13 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
 static msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, msi_role role) {
     const msi_resident *resident = msi_find_value(m->run.store, tensor, role);
     const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
-    void *staged = msi_staged_address(m, tensor, role);
-    msi_memory memory = {staged, staged, MS_STATE_FORMAT_F32, resident && resident->is_shown};
+    ms_state_format format = MS_STATE_FORMAT_F32;
+    void *staged = msi_staged_address(m, tensor, role, &format);
+    msi_memory memory = {staged, staged, format, resident && resident->is_shown};
+    if (staged && resident && resident->format != format) { // the callback sees it rounded
+        const msi_memory saved = {msi_shadow_of(m, resident), NULL, resident->format, true};
+        return saved;
+    }
     if (staged || resident) {
         return staged ? memory : msi_memory_of(resident);
     }

@@ -2457,10 +2457,12 @@ static inline void rd_force_codes(rd_net *n, uint64_t seed) {
     }
 }
 
-/* Forces a dtype of 16 bits on some values that layers accept in it, and forbids it for others, the
+/* Forces the dtype of plans on some values that layers accept in it, and forbids it for others, the
    same ones in every net. */
-static inline void rd_force_half(rd_net *n, ms_dtype dtype, uint64_t seed) {
+static inline void rd_force_half(rd_net *n, uint64_t seed) {
     t_rng rng = t_seed(seed);
+    const ms_dtype asked = n->model->config.mixed_dtype;
+    const int dtype = asked == MS_DTYPE_F16 ? (int)MS_DTYPE_F16 : (int)MS_DTYPE_BF16;
     for (uint32_t i = 0; i < n->run.graph->value_count; ++i) {
         const bool half = t_chance(&rng, 0.6);
         if (n->run.graph->value[i].role == RD_PARAM && half) {
@@ -2476,7 +2478,7 @@ static inline void rd_force_half(rd_net *n, ms_dtype dtype, uint64_t seed) {
                 const ms_switch force = t_chance(&rng, 0.05)  ? MS_SWITCH_OFF
                                         : t_chance(&rng, 0.8) ? MS_SWITCH_ON
                                                               : MS_SWITCH_DEFAULT;
-                if (value != 0 && rd_bit(l->desc.dtypes.accepts, (int)dtype)) {
+                if (value != 0 && rd_bit(l->desc.dtypes.accepts, dtype)) {
                     ms_set_tensor_technique(n->model, n->handle[value - 1],
                                             MS_TECHNIQUE_MIXED_PRECISION, force);
                 }

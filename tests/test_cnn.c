@@ -215,6 +215,8 @@ static void test_order(void **state) {
     o_expect_needed(&tally);
 }
 
+static ms_dtype k_dtype = MS_DTYPE_F32; // of values and params
+
 /* A net of the trainer for this batch, on t_gemm; SGD, so that its state can be copied. */
 static void k_start(classifier *c, const settings *o, bool debug, bool graph) {
     ms_config config = t_device_config();
@@ -223,9 +225,13 @@ static void k_start(classifier *c, const settings *o, bool debug, bool graph) {
     memset(c, 0, sizeof *c);
     sgd.kind = MS_OPTIMIZER_SGD;
     sgd.learning_rate = 0.1f;
-    if (t_on_cpu) {
+    if (t_on_cpu && k_dtype == MS_DTYPE_F32) {
         config.backend = ms_backend_cpu();
         config.backend.gemm = t_gemm;
+    }
+    if (k_dtype != MS_DTYPE_F32) {
+        config.mixed_dtype = k_dtype;
+        config.mixed_precision = MS_SWITCH_ON;
     }
     config.debug = debug;
     config.cuda_graph = graph;
@@ -233,6 +239,7 @@ static void k_start(classifier *c, const settings *o, bool debug, bool graph) {
     assert_int_equal(ms_create(&config, &c->model), MS_RESULT_OK);
     c->net = nn_create_on(c->model, t_nn_device());
     assert_non_null(c->net);
+    nn_force_half(c->net, k_dtype != MS_DTYPE_F32);
     build_net(c, o);
     ms_set_optimizer(c->model, &sgd);
     t_ok(c->model, ms_wrap(c->model));
@@ -312,6 +319,26 @@ static void test_reshape(void **state) {
         k_step(&t, &t.trained);
         free_trainer(&t);
     }
+}
+
+/* In 16 bits, debug mode finds nothing to say, and changes no bit. */
+static void test_debug_in_half(void **state) {
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        trainer t;
+        k_dtype = i == 0 ? MS_DTYPE_BF16 : MS_DTYPE_F16;
+        k_trainer(&t, "--batch 3 --width 2");
+        k_start(&t.trained, &t.options, true, false);
+        k_start(&t.plain, &t.options, false, false);
+        for (int step = 0; step < 2; step++) {
+            draw_batch(&t);
+            k_step(&t, &t.trained);
+            k_step(&t, &t.plain);
+        }
+        assert_int_equal(check_values(&t), 0);
+        free_trainer(&t);
+    }
+    k_dtype = MS_DTYPE_F32;
 }
 
 /* Kaiming's deviation; zeros and ones for the running statistics. */
@@ -417,6 +444,7 @@ int main(void) {
         cmocka_unit_test(test_threads),
         cmocka_unit_test(test_graph),
         cmocka_unit_test(test_reshape),
+        cmocka_unit_test(test_debug_in_half),
         cmocka_unit_test(test_init),
         cmocka_unit_test(test_images),
         cmocka_unit_test(test_options),

@@ -651,13 +651,20 @@ static void a_sum_is_checked_to_its_end(void **state) {
 /* A gradient that overflows does so whatever it is added to: no lie. */
 static void an_infinite_gradient_is_no_lie(void **state) {
     (void)state;
-    long_layer l = {(float)INFINITY, false};
-    ms_config config = t_config();
-    config.debug = true;
-    config.accumulation_steps = 2; // the plan has beta 1: beta 0 is tried as well
-    ms_model *m = long_start(&config, &l);
-    t_ok(m, ms_step(m, NULL));
-    ms_destroy(m);
+    const float slopes[] = {(float)INFINITY, 3e38f, -3e38f, 1e30f, -1e30f};
+    for (int k = 0; k < 10; ++k) {
+        long_layer l = {slopes[k / 2], false};
+        ms_config config = t_config();
+        config.debug = true;
+        config.accumulation_steps = k % 2 ? 2 : 1; // the plan has beta 1: beta 0 is tried as well
+        ms_model *m = long_start(&config, &l);
+        t_ok(m, ms_step(m, NULL));
+        if (k % 2) { // the sum overflows, or not
+            const ms_result result = ms_step(m, NULL);
+            assert_true(result == MS_RESULT_OK || result == MS_RESULT_NONFINITE);
+        }
+        ms_destroy(m);
+    }
 }
 
 /* Fills its workspace, which is far larger than its operands: in one callback or another. */
@@ -787,6 +794,370 @@ static void callbacks_still_fail(void **state) {
     ms_destroy(n.m);
 }
 
+// ------------------------------------------------------------------------------------------------
+// calls in 16 bits: y = h q + b, s = h + 1; b and, where that is asked for, y stay F32
+
+typedef enum half_lie {
+    HALF_HONEST,
+    OUT_AS_FLOATS,
+    SAVED_AS_FLOATS,
+    IN_AS_FLOATS,
+    PARAM_AS_FLOATS,
+    GRAD_OUT_AS_FLOATS,
+    GRAD_IN_AS_FLOATS,
+    GRAD_PARAM_AS_FLOATS,
+    OUT_AS_HALF,
+    GRAD_PARAM_AS_HALF,
+    GRAD_PARAM_AS_HALF_SUM, // where the layer only adds
+    HALF_LIES
+} half_lie;
+
+/* What each error says. */
+static const char *const half_texts[HALF_LIES][2] = {
+    {"", ""},
+    {"writes beyond the end of out[0]", "elements have 2 bytes"},
+    {"writes beyond the end of saved[0]", "elements have 2 bytes"},
+    {"reads beyond the end of in[0]", "elements have 2 bytes"},
+    {"reads beyond the end of param[0]", "elements have 2 bytes"},
+    {"reads beyond the end of grad_out[0]", "elements have 2 bytes"},
+    {"writes beyond the end of grad_in[0]", "elements have 2 bytes"},
+    {"writes beyond the end of grad_param[0]", "elements have 2 bytes"},
+    {"reads a part that nobody has written of in[0]", "the dtype of its ms_view"},
+    {"writes elements of 2 bytes to grad_param[1]", "half_gradients"},
+    {"writes elements of 2 bytes to grad_param[1]", "half_gradients"},
+};
+
+typedef struct half_net {
+    ms_model *m;
+    ms_tensor x, w, h, q, b, y, s, loss;
+    half_lie tells;
+    float extreme;    // added to element 3 of one gradient
+    int extreme_at;   // 0: of in; 1, 2: of a param
+    float read[COLS]; // q, by the last forward
+    bool reads;
+} half_net;
+
+/* An element, in a dtype that is that of the view unless the layer lies about it. */
+static float half_get(const ms_view *v, int64_t i, bool lies) {
+    return msi_load(v->data, lies ? MS_DTYPE_F32 : v->dtype, (uint64_t)i);
+}
+
+static void half_put(const ms_view *v, int64_t i, float x, ms_dtype dtype) {
+    if (v->data != NULL) {
+        msi_store_as(v->data, dtype, (uint64_t)i, x);
+    }
+}
+
+static void half_give(const ms_view *v, int64_t i, float x, ms_dtype dtype, bool adds) {
+    if (v->data != NULL) {
+        const bool sum = adds || v->beta != 0.0f;
+        half_put(v, i, sum ? msi_load(v->data, dtype, (uint64_t)i) + x : x, dtype);
+    }
+}
+
+static ms_dtype half_dtype(const ms_view *v, bool as_floats) {
+    return as_floats ? MS_DTYPE_F32 : v->dtype;
+}
+
+static int half_forward(const ms_call *call) {
+    half_net *n = (half_net *)call->user;
+    const ms_view *y = &call->out[0], *s = &call->saved[0];
+    const ms_dtype y_dtype =
+        n->tells == OUT_AS_HALF ? call->dtype : half_dtype(y, n->tells == OUT_AS_FLOATS);
+    for (int64_t i = 0; i < COUNT; ++i) {
+        const float h = half_get(&call->in[0], i, n->tells == IN_AS_FLOATS);
+        const float q = half_get(&call->param[0], i % COLS, n->tells == PARAM_AS_FLOATS);
+        half_put(y, i, h * q + t_data(&call->param[1])[i % COLS], y_dtype);
+        half_put(s, i, h + 1.0f, half_dtype(s, n->tells == SAVED_AS_FLOATS));
+    }
+    return n->reads ? (int)ms_read(call->model, n->q, n->read) : 0;
+}
+
+static int half_backward(const ms_call *call) {
+    const half_net *n = (const half_net *)call->user;
+    const bool as_half = n->tells == GRAD_PARAM_AS_HALF || n->tells == GRAD_PARAM_AS_HALF_SUM;
+    const ms_view *grad_in = &call->grad_in[0], *grad_q = &call->grad_param[0];
+    const ms_view *grad_b = &call->grad_param[1];
+    for (int64_t i = 0; i < COUNT; ++i) {
+        const float g = half_get(&call->grad_out[0], i, n->tells == GRAD_OUT_AS_FLOATS);
+        const float x = i == 3 && n->extreme_at == 0 ? n->extreme : 0.0f;
+        half_give(grad_in, i, g * half_get(&call->param[0], i % COLS, false) + x,
+                  half_dtype(grad_in, n->tells == GRAD_IN_AS_FLOATS), false);
+    }
+    for (int64_t c = 0; c < COLS; ++c) {
+        float of_q = c == 3 && n->extreme_at == 1 ? n->extreme : 0.0f;
+        float of_b = c == 3 && n->extreme_at == 2 ? n->extreme : 0.0f;
+        for (int64_t i = c; i < COUNT; i += COLS) {
+            const float g = half_get(&call->grad_out[0], i, n->tells == GRAD_OUT_AS_FLOATS);
+            of_q += g * (half_get(&call->saved[0], i, false) - 1.0f);
+            of_b += g;
+        }
+        half_give(grad_q, c, of_q, half_dtype(grad_q, n->tells == GRAD_PARAM_AS_FLOATS), false);
+        half_give(grad_b, c, of_b, as_half ? call->dtype : MS_DTYPE_F32,
+                  n->tells == GRAD_PARAM_AS_HALF_SUM);
+    }
+    return 0;
+}
+
+/* h = x w */
+static int half_lift(const ms_call *call) {
+    for (int64_t i = 0; i < COUNT && call->out[0].data != NULL; ++i) {
+        half_put(&call->out[0], i,
+                 half_get(&call->in[0], i, false) * half_get(&call->param[0], i % COLS, false),
+                 call->out[0].dtype);
+    }
+    return 0;
+}
+
+static int half_lift_backward(const ms_call *call) {
+    const ms_view *grad = &call->grad_param[0];
+    for (int64_t c = 0; c < COLS; ++c) {
+        float sum = 0.0f;
+        for (int64_t i = c; i < COUNT; i += COLS) {
+            sum += half_get(&call->grad_out[0], i, false) * half_get(&call->in[0], i, false);
+        }
+        half_give(grad, c, sum, grad->dtype, false);
+    }
+    return 0;
+}
+
+/* The loss of a row is half its sum of squares; in F32. */
+static int half_squares(const ms_call *call) {
+    for (int64_t r = 0; r < ROWS; ++r) {
+        float sum = 0.0f;
+        for (int64_t i = r * COLS; i < (r + 1) * COLS; ++i) {
+            sum += 0.5f * half_get(&call->in[0], i, false) * half_get(&call->in[0], i, false);
+        }
+        t_data(&call->out[0])[r] = sum;
+    }
+    return 0;
+}
+
+static int half_squares_backward(const ms_call *call) {
+    for (int64_t i = 0; i < COUNT; ++i) {
+        half_give(&call->grad_in[0], i,
+                  half_get(&call->in[0], i, false) * t_data(&call->grad_out[0])[i / COLS],
+                  call->grad_in[0].dtype, false);
+    }
+    return 0;
+}
+
+static void half_register(half_net *n) {
+    ms_layer_desc d;
+    const ms_shape shape = ms_shape2(ROWS, COLS);
+    n->x = ms_input(n->m, "x", MS_DTYPE_F32, shape);
+    n->w = ms_param(n->m, "w", MS_DTYPE_F32, ms_shape1(COLS));
+    n->q = ms_param(n->m, "q", MS_DTYPE_F32, ms_shape1(COLS));
+    n->b = ms_param(n->m, "b", MS_DTYPE_F32, ms_shape1(COLS));
+    n->h = ms_activation(n->m, "h", MS_DTYPE_F32, shape);
+    n->y = ms_activation(n->m, "y", MS_DTYPE_F32, shape);
+    n->s = ms_saved(n->m, "s", MS_DTYPE_F32, shape);
+    n->loss = ms_activation(n->m, "losses", MS_DTYPE_F32, ms_shape1(ROWS));
+    ms_layer layer[3];
+    memset(&d, 0, sizeof d);
+    d.dtypes.accepts = 1u << MS_DTYPE_BF16 | 1u << MS_DTYPE_F16;
+    d.name = "lift";
+    d.forward = half_lift;
+    d.backward = half_lift_backward;
+    d.in[0] = n->x;
+    d.param[0] = n->w;
+    d.out[0] = n->h;
+    layer[0] = ms_register_layer(n->m, &d);
+    d.name = "liar";
+    d.forward = half_forward;
+    d.backward = half_backward;
+    d.user = n;
+    d.in[0] = n->h;
+    d.param[0] = n->q;
+    d.param[1] = n->b;
+    d.out[0] = n->y;
+    d.saved[0] = n->s;
+    d.dtypes.f32_param = 2;
+    d.dtypes.f32_out = n->tells == OUT_AS_HALF;
+    d.dtypes.half_gradients = 1;
+    d.accumulates.param = n->tells == GRAD_PARAM_AS_HALF_SUM ? 2 : 0;
+    layer[1] = ms_register_layer(n->m, &d);
+    memset(&d.dtypes, 0, sizeof d.dtypes);
+    d.name = "squares";
+    d.forward = half_squares;
+    d.backward = half_squares_backward;
+    d.in[0] = n->y;
+    d.param[0].id = d.param[1].id = d.saved[0].id = 0;
+    d.accumulates.param = 0;
+    d.out[0] = n->loss;
+    layer[2] = ms_register_layer(n->m, &d);
+    ms_set_loss(n->m, n->loss);
+    for (int k = 0; k < 2; ++k) {
+        ms_set_layer_technique(n->m, layer[k], MS_TECHNIQUE_MIXED_PRECISION, MS_SWITCH_ON);
+    }
+}
+
+static void half_create(half_net *n, half_lie tells, const ms_config *config) {
+    float data[COUNT];
+    t_rng rng = t_seed(21);
+    const ms_optimizer_desc sgd = t_optimizer(MS_OPTIMIZER_SGD, 0.01f);
+    memset(n, 0, sizeof *n);
+    n->tells = tells;
+    n->extreme_at = -1;
+    assert_int_equal(ms_create(config, &n->m), MS_RESULT_OK);
+    half_register(n);
+    ms_set_optimizer(n->m, &sgd);
+    t_ok(n->m, ms_wrap(n->m));
+    const ms_tensor all[] = {n->x, n->w, n->q, n->b};
+    for (int k = 0; k < 4; ++k) {
+        t_fill(&rng, data, COUNT, 1.0f);
+        t_ok(n->m, ms_write(n->m, all[k], data));
+    }
+}
+
+static ms_config half_config(ms_dtype dtype, bool smallest, bool masters) {
+    ms_config config = t_config();
+    config.debug = true;
+    config.mixed_dtype = dtype;
+    config.force_optimize = smallest;
+    config.master_weights = masters ? MS_SWITCH_DEFAULT : MS_SWITCH_OFF;
+    config.loss_scaling.initial = 64.0f;
+    return config;
+}
+
+static const ms_dtype half_dtypes[] = {MS_DTYPE_BF16, MS_DTYPE_F16};
+
+static void lies_about_the_dtype_are_caught(void **state) {
+    (void)state;
+    for (int how = 0; how < 8 * HALF_LIES; ++how) {
+        const half_lie tells = (half_lie)(how / 8);
+        const ms_config config = half_config(half_dtypes[how % 2], how / 2 % 2, how / 4 % 2);
+        half_net n;
+        half_create(&n, tells, &config);
+        const ms_result result = ms_step(n.m, NULL);
+        if (tells == HALF_HONEST) {
+            t_ok(n.m, result);
+        } else {
+            t_error(n.m, result, MS_RESULT_CONTRACT);
+            t_text_has(ms_last_error(n.m), "layer 1 \"liar\"");
+            t_text_has(ms_last_error(n.m), half_texts[tells][0]);
+            t_text_has(ms_last_error(n.m), half_texts[tells][1]);
+            if (t_environment("TEXTS", 0) != 0 && how % 8 == 0) {
+                printf("%s\n", ms_last_error(n.m));
+            }
+        }
+        ms_destroy(n.m);
+    }
+}
+
+static void half_same(const half_net *a, const half_net *b) {
+    const ms_tensor of_a[] = {a->w, a->q, a->b}, of_b[] = {b->w, b->q, b->b};
+    for (int k = 0; k < 3; ++k) {
+        float values[2][COLS];
+        t_ok(a->m, ms_read(a->m, of_a[k], values[0]));
+        t_ok(b->m, ms_read(b->m, of_b[k], values[1]));
+        assert_memory_equal(values[0], values[1], sizeof values[0]);
+    }
+}
+
+/* The same dtypes and bits as without debug mode; also what ms_read gives a callback. */
+static void the_honest_pass_in_16_bits(void **state) {
+    (void)state;
+    for (int how = 0; how < 16; ++how) {
+        ms_config config = half_config(half_dtypes[how % 2], how / 2 % 2, how / 4 % 2);
+        half_net n, twin;
+        config.accumulation_steps = how / 8 ? 2 : 1;
+        half_create(&n, HALF_HONEST, &config);
+        config.debug = false;
+        half_create(&twin, HALF_HONEST, &config);
+        n.reads = twin.reads = true;
+        for (uint32_t t = 0; t < n.m->graph.tensors.count; ++t) {
+            assert_int_equal(n.m->run.plan->decisions[t].format,
+                             twin.m->run.plan->decisions[t].format);
+        }
+        assert_int_not_equal(n.m->run.plan->decisions[msi_index(&n.m->graph, n.h)].format,
+                             MS_STATE_FORMAT_F32);
+        for (int step = 0; step < 4; ++step) {
+            double losses[2];
+            t_ok(n.m, ms_step(n.m, &losses[0]));
+            t_ok(twin.m, ms_step(twin.m, &losses[1]));
+            assert_true(losses[0] == losses[1]);
+            assert_memory_equal(n.read, twin.read, sizeof n.read);
+            half_same(&n, &twin);
+        }
+        ms_destroy(n.m);
+        ms_destroy(twin.m);
+    }
+}
+
+/* What a mode or a budget chooses, debug mode leaves as it is. */
+static void debug_mode_changes_no_choice(void **state) {
+    (void)state;
+    uint32_t in_half = 0;
+    for (int how = 0; how < 4; ++how) {
+        ms_memory_report reports[2];
+        for (int k = 0; k < 2; ++k) {
+            ms_config config = t_config();
+            ms_hardware hardware;
+            memset(&hardware, 0, sizeof hardware);
+            hardware.kind = MS_DEVICE_CPU;
+            hardware.bf16 = true;
+            config.debug = k == 1;
+            config.force_optimize = how % 2;
+            config.mode = how / 2 ? MS_MODE_AGGRESSIVE : MS_MODE_BALANCED;
+            config.mixed_precision = how / 2 ? MS_SWITCH_DEFAULT : MS_SWITCH_ON;
+            half_net n;
+            memset(&n, 0, sizeof n);
+            assert_int_equal(ms_create(&config, &n.m), MS_RESULT_OK);
+            half_register(&n);
+            for (uint32_t t = 0; t < n.m->graph.tensors.count; ++t) {
+                n.m->graph.tensors.items[t].technique[MS_TECHNIQUE_MIXED_PRECISION] =
+                    (uint8_t)MS_SWITCH_DEFAULT;
+            }
+            ms_set_hardware(n.m, &hardware);
+            t_ok(n.m, ms_wrap(n.m));
+            t_report(n.m, &reports[k]);
+            in_half += n.m->run.plan->decisions[msi_index(&n.m->graph, n.h)].format != 0;
+            ms_destroy(n.m);
+        }
+        assert_true(reports[0].plan_hash == reports[1].plan_hash);
+    }
+    assert_true(in_half >= 2);
+}
+
+/* Overflows skip a step, as without debug mode, and numbers near the largest are added up. */
+static void overflows_are_no_lies(void **state) {
+    (void)state;
+    const float extremes[] = {INFINITY, -INFINITY, NAN,   3e38f,  -3e38f, 65000.0f,
+                              -65000.f, 40000.0f,  33e3f, -33e3f, 1e30f,  -1e30f};
+    for (int how = 0; how < 12 * 3 * 4; ++how) {
+        const bool micro = how % 2, f16 = how / 2 % 2;
+        ms_config config = half_config(half_dtypes[f16], false, true);
+        ms_memory_report reports[2];
+        ms_result results[2][2];
+        half_net n[2];
+        config.accumulation_steps = micro ? 2 : 1;
+        for (int k = 0; k < 2; ++k) {
+            config.debug = k == 0;
+            half_create(&n[k], HALF_HONEST, &config);
+            n[k].extreme = extremes[how / 12];
+            n[k].extreme_at = how / 4 % 3;
+            for (int step = 0; step < 2; ++step) {
+                double loss;
+                results[k][step] = ms_step(n[k].m, &loss);
+                assert_true(results[k][step] == MS_RESULT_OK ||
+                            results[k][step] == MS_RESULT_NONFINITE); // of what params became
+                n[k].extreme = micro ? n[k].extreme : 0.0f;
+            }
+            t_ok(n[k].m, ms_synchronize(n[k].m)); // the count is that of steps that are done
+            t_report(n[k].m, &reports[k]);
+        }
+        assert_memory_equal(results[0], results[1], sizeof results[0]);
+        if (!micro) {
+            assert_int_equal(reports[0].skipped_steps, reports[1].skipped_steps);
+            assert_true(!f16 || how / 12 > 2 || reports[0].skipped_steps == 1);
+        }
+        half_same(&n[0], &n[1]);
+        ms_destroy(n[0].m);
+        ms_destroy(n[1].m);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_honest_pass),
@@ -798,6 +1169,10 @@ int main(void) {
         cmocka_unit_test(each_workspace_has_room),
         cmocka_unit_test(layers_are_logged_before_they_run),
         cmocka_unit_test(callbacks_still_fail),
+        cmocka_unit_test(lies_about_the_dtype_are_caught),
+        cmocka_unit_test(the_honest_pass_in_16_bits),
+        cmocka_unit_test(debug_mode_changes_no_choice),
+        cmocka_unit_test(overflows_are_no_lies),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

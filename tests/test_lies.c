@@ -1,6 +1,6 @@
 /*  test_lies.c - lies planted in random graphs: one layer does what it did not declare, in one of many
     ways. Debug mode must end the step with MS_RESULT_CONTRACT, and name the layer, by number and
-    name, and what to do; whatever the graph, the plan and the layer. */
+    name, and what to do; whatever the graph, the plan and the layer, in F32, BF16 and F16. */
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
 #include "toy_layers.h"
@@ -9,7 +9,7 @@
 enum { QUICK_GRAPHS = 10, GRAPHS = 200 };
 
 /* The lie, what the text has to say, and the share of the graphs, in per cent, that it must at least
-   be told in. */
+   be told in: in F32, for the last ones in 16 bits. */
 #define LIES(X)                                                                                    \
     X(READS_UNDECLARED, "asks whether there is", 17)                                               \
     X(WRITES_INPUT, "changes in[", 40)                                                             \
@@ -38,7 +38,10 @@ enum { QUICK_GRAPHS = 10, GRAPHS = 200 };
     X(CHANGES_STATE, "keeps_state", 8)                                                             \
     X(KEEPS_STATIC, "bits than forward did for", 10)                                               \
     X(NEEDS_OPTIONAL, "makes other bits", 3)                                                       \
-    X(WANTS_CLEARED, "before it has written there, its workspace", 2)
+    X(WANTS_CLEARED, "before it has written there, its workspace", 2)                              \
+    X(WRITES_FLOATS, "have 2 bytes in this call", 10)                                              \
+    X(READS_FLOATS, "have 2 bytes in this call", 10)                                               \
+    X(WRITES_HALF_GRADIENT, "writes elements of 2 bytes", 2)
 
 #define X(name, text, share) name,
 typedef enum lie { LIES(X) LIE_COUNT } lie;
@@ -58,18 +61,32 @@ static struct {
     lie tells;
     uint32_t layer, told;
     const rd_layer *l;
-    float *elsewhere, *kept; // a param of another layer, or its own; as forward had it
+    float *elsewhere;        // a param of another layer, or its own
+    ms_view kept;            // as forward had it
     float shared;            // set by the forward of every layer
     int slot, of;            // of IN_PLACE and GRAD_IN_PLACE: the result, and the operand
     float old[2 * RD_SLOTS]; // what gradients began with
-    float old_out, operand;  // and the first element of that operand
-    bool seen[2];            // an optional saved tensor without and with data
+    uint8_t bytes[2 * RD_SLOTS][RD_ELEMENTS * sizeof(float)];
+    float old_out, operand; // and the first element of that operand
+    bool seen[2];           // an optional saved tensor without and with data
 } liar;
+
+static float get(const ms_view *view, int64_t i) {
+    return msi_load(view->data, view->dtype, (uint64_t)i);
+}
+
+static void put(const ms_view *view, int64_t i, float x) {
+    msi_store_as(view->data, view->dtype, (uint64_t)i, x);
+}
+
+static bool is_float(const ms_view *view) {
+    return msi_is_castable(view->dtype);
+}
 
 /* The first float operand of some with data, of at least `count` elements. */
 static const ms_view *pick(const ms_view *views, int slots, uint64_t count) {
     for (int i = 0; i < slots; ++i) {
-        if (views[i].data != NULL && views[i].dtype == MS_DTYPE_F32 &&
+        if (views[i].data != NULL && is_float(&views[i]) &&
             ms_shape_count(&views[i].shape) >= count) {
             return &views[i];
         }
@@ -97,23 +114,21 @@ static bool takes_sums(int t) {
                         : !rd_bit(d->overwrites.param, t - RD_SLOTS);
 }
 
+/* Adds to the first element, so much that it is not lost where that is large. */
+static void add_to(const ms_view *view, float x) {
+    if (view != NULL && msi_is_finite((double)get(view, 0))) {
+        put(view, 0, get(view, 0) + x * (1.0f + fabsf(get(view, 0))));
+        liar.told += 1;
+    }
+}
+
 /* Adds a number to the first result of a call. */
 static void spoil_result(const ms_call *call, float x) {
     const ms_view *out = call->phase == MS_PHASE_BACKWARD ? NULL : pick_out(call);
     for (int t = 0; t < 2 * RD_SLOTS && call->phase == MS_PHASE_BACKWARD && out == NULL; ++t) {
         out = gradient_at(call, t);
     }
-    if (out != NULL) {
-        t_data(out)[0] += x;
-        liar.told += 1;
-    }
-}
-
-static void add_to(const ms_view *view, float x) {
-    if (view != NULL) {
-        t_data(view)[0] += x;
-        liar.told += 1;
-    }
+    add_to(out, x);
 }
 
 static void write_workspace(const ms_call *call, uint64_t at) {
@@ -124,9 +139,9 @@ static void write_workspace(const ms_call *call, uint64_t at) {
 static void lie_before_forward(const ms_call *call) {
     const ms_view *out = pick_out(call);
     const bool forward = call->phase == MS_PHASE_FORWARD;
-    liar.old_out = out != NULL ? t_data(out)[0] : 0.0f;
+    liar.old_out = out != NULL ? get(out, 0) : 0.0f;
     if (liar.tells == IN_PLACE && call->in[liar.of].data != NULL) {
-        liar.operand = t_data(&call->in[liar.of])[0];
+        liar.operand = get(&call->in[liar.of], 0);
     }
     if (liar.tells == KEEPS_STATIC && forward) {
         liar.shared = 0.25f;
@@ -134,13 +149,25 @@ static void lie_before_forward(const ms_call *call) {
     if (liar.tells == KEEPS_INPUT && forward) {
         const ms_view *in = pick(call->in, liar.l->count[RD_GROUP_IN], 1);
         const int slot = in == NULL ? 0 : (int)(in - call->in);
-        liar.kept =
-            in != NULL && rd_bit(rd_backward_reads(liar.l, RD_GROUP_IN), slot) ? t_data(in) : NULL;
+        memset(&liar.kept, 0, sizeof liar.kept);
+        if (in != NULL && rd_bit(rd_backward_reads(liar.l, RD_GROUP_IN), slot)) {
+            liar.kept = *in;
+        }
     }
     if (liar.tells == WANTS_CLEARED && forward && call->workspace_bytes >= 4 && out != NULL &&
         liar.l->desc.forward_workspace.contents == MS_CONTENTS_ANY) {
         liar.old_out = ((const float *)call->workspace)[0];
     }
+}
+
+/* Adds to the last element of a result what is now first in an operand, in whose place the result
+   may lie. */
+static void add_of_operand(const ms_view *result, const ms_view *operand) {
+    const float of_operand = get(operand, 0);
+    const float change = fabsf(liar.operand - get(result, 0));
+    liar.told += operand->data == result->data &&
+                 (result->dtype == MS_DTYPE_F32 ? change > 0.0f : change > 0.25f);
+    put(result, t_count(result) - 1, get(result, t_count(result) - 1) + 0.25f + 0.5f * of_operand);
 }
 
 /* The lies about what forward reads. */
@@ -149,7 +176,12 @@ static void lie_about_reads(const ms_call *call) {
     switch (liar.tells) {
     case READS_BEYOND_IN:
         if (in != NULL) {
-            spoil_result(call, t_data(in)[t_count(in)]);
+            spoil_result(call, get(in, t_count(in)));
+        }
+        break;
+    case READS_FLOATS:
+        if (in != NULL && in->dtype != MS_DTYPE_F32) {
+            spoil_result(call, t_data(in)[t_count(in) - 1]);
         }
         break;
     case READS_ELSEWHERE:
@@ -159,7 +191,7 @@ static void lie_about_reads(const ms_call *call) {
         }
         break;
     case COUNTS:
-        spoil_result(call, 0.001f * (float)(liar.told + 1));
+        spoil_result(call, 0.25f * (float)(liar.told + 1));
         break;
     case WANTS_CLEARED:
         if (call->phase == MS_PHASE_FORWARD && call->workspace_bytes >= 4 &&
@@ -170,9 +202,7 @@ static void lie_about_reads(const ms_call *call) {
     case IN_PLACE: {
         const ms_view *y = &call->out[liar.slot], *x = &call->in[liar.of];
         if (y->data != NULL && x->data != NULL) {
-            const float of_operand = t_data(x)[0];
-            liar.told += x->data == y->data && liar.operand != t_data(y)[0];
-            t_data(y)[t_count(y) - 1] += 0.25f + 0.25f * of_operand;
+            add_of_operand(y, x);
         }
         break;
     }
@@ -189,7 +219,7 @@ static void lie_about_results(const ms_call *call) {
     switch (liar.tells) {
     case LEAVES_OUT:
         if (out == &call->out[0]) {
-            t_data(out)[0] = liar.old_out;
+            put(out, 0, liar.old_out);
             liar.told += 1;
         }
         break;
@@ -210,7 +240,7 @@ static void lie_about_results(const ms_call *call) {
         break;
     case KEEPS_STATIC:
         if (out == &call->out[0] && rd_bit(call->wanted_out, 0)) {
-            t_data(out)[0] += liar.shared;
+            put(out, 0, get(out, 0) + liar.shared);
             liar.told += again && liar.shared != 0.25f;
         }
         break;
@@ -219,7 +249,7 @@ static void lie_about_results(const ms_call *call) {
                                              (uint32_t)liar.l->desc.optional_saved);
         liar.seen[call->saved[slot].data != NULL] |= out != NULL;
         if (out != NULL && call->saved[slot].data == NULL) {
-            t_data(out)[0] += 0.5f;
+            put(out, 0, get(out, 0) + 0.5f);
         }
         liar.told += liar.seen[0] && liar.seen[1];
         break;
@@ -240,7 +270,13 @@ static void lie_after_forward(const ms_call *call) {
         break;
     case WRITES_BEYOND_OUT:
         if (out != NULL) {
-            t_data(out)[t_count(out)] = 3.0f;
+            put(out, t_count(out), 3.0f);
+            liar.told += 1;
+        }
+        break;
+    case WRITES_FLOATS:
+        for (int64_t i = 0; out != NULL && out->dtype != MS_DTYPE_F32 && i < t_count(out); ++i) {
+            t_data(out)[i] = 0.5f;
             liar.told += 1;
         }
         break;
@@ -258,8 +294,9 @@ static void lie_after_forward(const ms_call *call) {
         break;
     case KEEPS_WORKSPACE:
         if (call->phase == MS_PHASE_FORWARD && call->workspace_bytes >= 4) {
-            liar.kept = (float *)call->workspace;
-            liar.kept[0] = 0.5f;
+            liar.kept.data = call->workspace;
+            liar.kept.dtype = MS_DTYPE_F32;
+            put(&liar.kept, 0, 0.5f);
         }
         break;
     default:
@@ -271,14 +308,17 @@ static void lie_after_forward(const ms_call *call) {
 
 static void lie_before_backward(const ms_call *call) {
     if (liar.tells == GRAD_IN_PLACE && call->grad_out[liar.of].data != NULL) {
-        liar.operand = t_data(&call->grad_out[liar.of])[0];
+        liar.operand = get(&call->grad_out[liar.of], 0);
     }
     for (int t = 0; t < 2 * RD_SLOTS; ++t) {
         const ms_view *view = gradient_at(call, t);
-        liar.old[t] = view != NULL ? t_data(view)[0] : 0.0f;
+        liar.old[t] = view != NULL ? get(view, 0) : 0.0f;
+        if (view != NULL && liar.tells == WRITES_HALF_GRADIENT) {
+            memcpy(liar.bytes[t], view->data, (size_t)rd_view_bytes(view));
+        }
         if (view != NULL && takes_sums(t) && view->beta == 1.0f && liar.tells == MULTIPLIES_SUM) {
             for (int64_t i = 0; i < t_count(view); ++i) {
-                t_data(view)[i] *= 0.0f;
+                put(view, i, get(view, i) * 0.0f);
             }
             liar.told += 1;
         }
@@ -290,7 +330,7 @@ static const ms_view *undeclared(const ms_call *call) {
     for (int group = 0; group < RD_GROUP_STATE; ++group) {
         for (int i = 0; i < liar.l->count[group]; ++i) {
             const ms_view *view = &rd_views(call, group)[i];
-            if (liar.l->slot[group][i] != 0 && view->dtype == MS_DTYPE_F32 &&
+            if (liar.l->slot[group][i] != 0 && is_float(view) &&
                 !rd_bit(rd_backward_reads(liar.l, group), i)) {
                 return view;
             }
@@ -299,24 +339,42 @@ static const ms_view *undeclared(const ms_call *call) {
     return NULL;
 }
 
+/* Leaves in a gradient in F32 what a layer does that takes it for one in 16 bits. */
+static void write_half(const ms_call *call, const ms_view *view, int t) {
+    const bool adds = view->beta != 0.0f;
+    memcpy(view->data, liar.bytes[t], (size_t)rd_view_bytes(view));
+    for (int64_t i = 0; i < t_count(view); ++i) {
+        const float old = adds ? msi_load(view->data, call->dtype, (uint64_t)i) : 0.0f;
+        msi_store_as(view->data, call->dtype, (uint64_t)i, old + 0.5f);
+    }
+    liar.told += 1;
+}
+
 static void lie_about_gradients(const ms_call *call) {
     for (int t = 0; t < 2 * RD_SLOTS; ++t) {
         const ms_view *view = gradient_at(call, t);
-        float *data = view == NULL ? NULL : t_data(view);
-        if (data == NULL) {
+        if (view == NULL) {
             continue;
         }
         if (liar.tells == SETS_SUM && takes_sums(t)) {
-            data[0] = 0.5f;
+            put(view, 0, 0.5f);
             liar.told += 1;
         }
         if (liar.tells == ADDS && view->beta == 0.0f) {
-            data[0] += liar.old[t];
+            put(view, 0, get(view, 0) + liar.old[t]);
             liar.told += 1;
         }
         if (liar.tells == LEAVES_GRADIENT && view->beta == 0.0f) {
-            data[0] = liar.old[t];
+            put(view, 0, liar.old[t]);
             liar.told += 1;
+        }
+        bool first = true; // of the slots of a tensor
+        for (int k = 0; k < t; ++k) {
+            first &= gradient_at(call, k) == NULL || gradient_at(call, k)->data != view->data;
+        }
+        if (liar.tells == WRITES_HALF_GRADIENT && call->dtype != MS_DTYPE_F32 &&
+            view->dtype == MS_DTYPE_F32 && first) {
+            write_half(call, view, t);
         }
     }
 }
@@ -327,7 +385,7 @@ static void lie_after_backward(const ms_call *call) {
     switch (liar.tells) {
     case READS_UNDECLARED:
         if (x != NULL) {
-            spoil_result(call, 0.5f * t_data(x)[0]);
+            spoil_result(call, 0.5f * get(x, 0));
         }
         break;
     case WRITES_PARAM_IN_BACKWARD:
@@ -348,16 +406,14 @@ static void lie_after_backward(const ms_call *call) {
         break;
     case KEEPS_INPUT:
     case KEEPS_WORKSPACE:
-        if (liar.kept != NULL) {
-            spoil_result(call, 0.125f + liar.kept[0]);
+        if (liar.kept.data != NULL) {
+            spoil_result(call, 0.125f + get(&liar.kept, 0));
         }
         break;
     case GRAD_IN_PLACE: {
         const ms_view *y = &call->grad_in[liar.slot], *from = &call->grad_out[liar.of];
         if (y->data != NULL && from->data != NULL && y->beta == 0.0f) {
-            const float of_operand = t_data(from)[0];
-            liar.told += from->data == y->data && liar.operand != t_data(y)[0];
-            t_data(y)[t_count(y) - 1] += 0.25f + 0.25f * of_operand;
+            add_of_operand(y, from);
         }
         break;
     }
@@ -473,6 +529,7 @@ static bool can_tell(const rd_graph *g, rd_layer *l) {
     case NEEDS_OPTIONAL:
         return !once && (rd_used(l, RD_GROUP_SAVED) & (uint32_t)d->optional_saved) != 0;
     case READS_BEYOND_IN:
+    case READS_FLOATS:
     case READS_ELSEWHERE:
     case KEEPS_PARAM:
     case COUNTS:
@@ -515,42 +572,52 @@ static float *param_at(const rd_net *n, bool own) {
 
 static uint32_t missed;
 
-static void complain(uint64_t seed, const char *how, const char *text) {
-    print_error("%s, graph %u, layer %u: %s: \"%s\"\n", lies[liar.tells].name, (unsigned)seed,
-                (unsigned)liar.layer, how, text);
+static void complain(uint64_t seed, ms_dtype dtype, const char *how, const char *text) {
+    print_error("%s, graph %u in %s, layer %u: %s: \"%s\"\n", lies[liar.tells].name, (unsigned)seed,
+                ms_dtype_name(dtype), (unsigned)liar.layer, how, text);
     missed += 1;
 }
 
-static void check_text(uint64_t seed, const char *text) {
+static void check_text(uint64_t seed, ms_dtype dtype, const char *text) {
     char label[64];
     snprintf(label, sizeof label, "layer %u \"layer%u\"", (unsigned)liar.layer,
              (unsigned)liar.layer);
     const char *cure = strrchr(text, ':');
     if (strstr(text, label) == NULL) {
-        complain(seed, "the layer is not named", text);
+        complain(seed, dtype, "the layer is not named", text);
     } else if (strstr(text, lies[liar.tells].text) == NULL) {
-        complain(seed, "something else is said", text);
+        complain(seed, dtype, "something else is said", text);
     } else if (cure == NULL || strlen(cure) < 12) {
-        complain(seed, "no cure is named", text);
+        complain(seed, dtype, "no cure is named", text);
     }
 }
 
-/* Whether the lie was told. */
-static bool try_lie(lie tells, uint64_t seed) {
+/* Whether the lie was told, in a graph that has values in this dtype. */
+static bool try_lie(lie tells, uint64_t seed, ms_dtype dtype) {
     char failure[RD_TEXT] = "";
     t_rng rng = t_seed(seed * 31 + (uint64_t)tells);
     ms_config config = t_config();
     rd_graph *g = rd_generate(seed);
+    const bool half = dtype != MS_DTYPE_F32;
+    const bool scales = g->optimizer.kind <= MS_OPTIMIZER_SGD; // as F16 needs
     memset(&liar, 0, sizeof liar);
     liar.tells = tells;
     config.debug = true;
     config.force_optimize = t_chance(&rng, 0.5);
-    if (!choose(g, &rng)) {
+    config.mixed_dtype = half ? dtype : config.mixed_dtype;
+    config.master_weights = half && seed % 3 == 0 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    if (half) {
+        rd_random_dtypes(g, seed + 99);
+    }
+    if ((dtype == MS_DTYPE_F16 && !scales) || !choose(g, &rng)) {
         free(g);
         return false;
     }
     g->move = wrap_layer;
     rd_net *n = rd_net_create(g, &config, "liar", failure, false);
+    if (half) {
+        rd_force_half(n, seed);
+    }
     t_ok(n->model, ms_wrap(n->model));
     assert_true(rd_net_write(n, 0, false));
     const bool own = tells == KEEPS_PARAM;
@@ -559,19 +626,18 @@ static bool try_lie(lie tells, uint64_t seed) {
     const ms_result result = ms_step(n->model, NULL);
     const bool told = liar.told > 0;
     if (failure[0] != 0) {
-        complain(seed, "an honest check fails", failure);
+        complain(seed, dtype, "an honest check fails", failure);
     } else if (told && result != MS_RESULT_CONTRACT) {
-        complain(seed, ms_result_name(result), ms_last_error(n->model));
+        complain(seed, dtype, ms_result_name(result), ms_last_error(n->model));
     } else if (result != MS_RESULT_OK) { // whoever is accused must be the liar
-        check_text(seed, ms_last_error(n->model));
+        check_text(seed, dtype, ms_last_error(n->model));
     }
     rd_net_destroy(n);
     free(g);
     return told;
 }
 
-static void lies_in_random_graphs_are_caught(void **state) {
-    (void)state;
+static void expect_caught(ms_dtype dtype) {
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
     const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
     const uint64_t only = t_environment("LIE", LIE_COUNT);
@@ -580,13 +646,14 @@ static void lies_in_random_graphs_are_caught(void **state) {
         uint32_t told = 0;
         for (uint64_t seed = first;
              seed < first + count && (only == LIE_COUNT || only == (uint64_t)k); ++seed) {
-            told += try_lie((lie)k, seed);
+            told += try_lie((lie)k, seed, dtype);
         }
         if (t_environment("TEXTS", 0) != 0) {
             print_message("%-26s told in %u of %u graphs\n", lies[k].name, (unsigned)told,
                           (unsigned)count);
         }
-        if (count >= 50 && only == LIE_COUNT && told * 100 < lies[k].share * count) {
+        const bool of_dtype = (dtype == MS_DTYPE_F32) == (k < WRITES_FLOATS);
+        if (count >= 50 && only == LIE_COUNT && of_dtype && told * 100 < lies[k].share * count) {
             print_error("%s is told in %u of %u graphs only\n", lies[k].name, (unsigned)told,
                         (unsigned)count);
             missed += 1;
@@ -595,9 +662,26 @@ static void lies_in_random_graphs_are_caught(void **state) {
     assert_int_equal(missed, 0);
 }
 
+static void lies_in_random_graphs_are_caught(void **state) {
+    (void)state;
+    expect_caught(MS_DTYPE_F32);
+}
+
+static void lies_in_bf16_are_caught(void **state) {
+    (void)state;
+    expect_caught(MS_DTYPE_BF16);
+}
+
+static void lies_in_f16_are_caught(void **state) {
+    (void)state;
+    expect_caught(MS_DTYPE_F16);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(lies_in_random_graphs_are_caught),
+        cmocka_unit_test(lies_in_bf16_are_caught),
+        cmocka_unit_test(lies_in_f16_are_caught),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

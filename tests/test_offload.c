@@ -43,7 +43,7 @@ static rd_net *moved_net(rd_graph *g, char *failure, bool mixed) {
     rd_net *n = rd_net_create(g, &config, "moved", failure, false);
     rd_force_moves(n, &rng);
     if (mixed) {
-        rd_force_half(n, MS_DTYPE_BF16, g->seed);
+        rd_force_half(n, g->seed);
     }
     t_ok(n->model, ms_wrap(n->model));
     return n;
@@ -360,8 +360,8 @@ static bool gives_same_bits(pair_of_nets *t, const ms_config *config) {
     t->plain = rd_net_create(g, &plain, "plain", t->failure, false);
     rd_force_moves(t->moved, &rng);
     if (is_mixed(g)) {
-        rd_force_half(t->moved, half, g->seed);
-        rd_force_half(t->plain, half, g->seed);
+        rd_force_half(t->moved, g->seed);
+        rd_force_half(t->plain, g->seed);
     }
     const bool fine = run_both(t, &rng);
     rd_net_destroy(t->moved);
