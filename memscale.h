@@ -152,7 +152,7 @@
     8-bit state compete by their predicted time. What is forced is in 16 bits in every plan except
     that of ms_detach. For given dtypes, all else that a plan does changes no bit, and
     ms_config.debug checks each call in the dtypes that it has in the plan. ms_verify compares with
-    calls in F32, and so measures what the rounding does to the gradients.
+    calls in F32 on the masters, and so measures what rounding does to the gradients.
 
     In F16, gradients are multiplied by a loss scale, or many of them would be 0. It begins at 65536
     and is doubled after 2000 steps without an overflow (ms_config.loss_scaling). A step in which a
@@ -8812,7 +8812,7 @@ typedef struct msi_lowering {
     ms_state_format call; // of the next instruction: as in msi_instruction.format
     bool has_half;        // some decision has a format of 16 bits
     bool scales_loss;     // and that is F16
-    bool calls_f32;       // but all layers compute in F32
+    bool calls_f32;       // but all layers compute in F32, and read masters where there are any
     msi_param_update updates[MSI_MOST_TOGETHER]; // to be emitted next
     uint32_t update_count;
     msi_batch batch; // of their params
@@ -9058,6 +9058,9 @@ static void msi_start_resident(msi_lowering *w, uint32_t range) {
         w->away[t] = range;
     } else if (resident->role == MSI_ROLE_GRADIENT && tensor->wants_gradient) {
         *(moved ? &w->gradient_away[t] : &w->gradient[t]) = range;
+    } else if (resident->role == MSI_ROLE_MASTER && w->calls_f32 && p->ranges.items[range].bytes) {
+        w->value[t] = moved ? MSI_NONE : range; // read in place of the 16 bits
+        w->away[t] = moved ? range : MSI_NONE;
     }
 }
 

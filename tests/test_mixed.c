@@ -653,6 +653,48 @@ static void overflows_at_every_layer_skip_a_step(void **state) {
     }
 }
 
+/* The plain pass of ms_verify reads the masters, on the device or on the host: its loss is that of
+   training in F32, which the 16 bits of params, all rounded downwards here, would miss. */
+static void verify_reads_masters(void **state) {
+    (void)state;
+    for (int how = 0; how < 4; ++how) {
+        const bool moves = how % 2, f32 = how / 2;
+        const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.001f);
+        ms_config config = mixed_config(MS_DTYPE_BF16);
+        ms_verify_report report;
+        stack s;
+        float w[COLS];
+        double loss;
+        stack_create(&s, &config, &adamw, 4, false);
+        stack_write(&s, 11);
+        for (int c = 0; c < COLS; ++c) {
+            w[c] = 1.0f + 0.003f; // 1 in BF16
+        }
+        for (int k = 0; k < s.layers; ++k) {
+            t_ok(s.m, ms_write(s.m, s.w[k], w));
+            if (moves) {
+                ms_set_tensor_technique(s.m, s.w[k], MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+                const ms_tensor moment = ms_optimizer_state(s.m, s.w[k], 0);
+                ms_set_tensor_technique(s.m, moment, MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+            }
+        }
+        t_ok(s.m, ms_wrap(s.m));
+        const msi_resident *master =
+            msi_find_resident(s.m->run.store, msi_index(&s.m->graph, s.w[1]), MSI_ROLE_MASTER);
+        assert_true(master != NULL && master->on_host == moves);
+        if (f32) { // what is read is what the model has, in any plan
+            t_ok(s.m, ms_detach(s.m));
+        }
+        t_ok(s.m, ms_verify(s.m, NULL, NULL, &report));
+        const double wrapped = report.wrapped_loss, plain = report.plain_loss;
+        t_ok(s.m, ms_detach(s.m));
+        t_ok(s.m, ms_forward(s.m, &loss));
+        assert_true(fabs(plain - loss) <= 1e-6 * loss);
+        assert_true(f32 ? fabs(wrapped - loss) <= 1e-6 * loss : wrapped < 0.99 * loss);
+        ms_destroy(s.m);
+    }
+}
+
 /* What ms_verify finds in BF16 is its rounding, in F16 less, with the loss scale undone. */
 static void verify_measures_rounding(void **state) {
     (void)state;
@@ -751,6 +793,7 @@ int main(void) {
         cmocka_unit_test(overflows_at_every_layer_skip_a_step),
         cmocka_unit_test(skipped_steps_leave_no_trace),
         cmocka_unit_test(verify_measures_rounding),
+        cmocka_unit_test(verify_reads_masters),
         cmocka_unit_test(wrong_precision_is_refused),
         cmocka_unit_test(wrong_dtypes_of_layers_are_refused),
     };
