@@ -1822,34 +1822,26 @@ MSI_HD uint16_t msi_bf16_of_f32(float x) {
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-/* Shifts exponent and mantissa to their places and corrects the bias of the exponent. A subnormal
-   number gets the exponent of 2^-14, which is then subtracted: exact, and without subnormal floats,
-   which -Ofast makes the processor flush to zero. */
+/* Shifts exponent and mantissa to their places and corrects the bias of the exponent; that of
+   infinity and NaN becomes the largest. A subnormal number gets the exponent of 2^-14, which is then
+   subtracted: exact, and without subnormal floats, which -Ofast makes the processor flush to zero.
+   All cases are computed and one is chosen, so that compilers vectorize loops over this. */
 MSI_HD float msi_f32_of_f16(uint16_t bits16) {
     const uint32_t sign = (uint32_t)(bits16 & 0x8000u) << 16, rest = bits16 & 0x7fffu;
-    if (rest >= 0x7c00u) { // infinity and NaN
-        return msi_f32_of_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
-    }
-    if (rest >= 0x400u) {
-        return msi_f32_of_bits(sign | ((rest << 13) + 0x38000000u));
-    }
     const float above = msi_f32_of_bits(0x38800000u | rest << 13) - 6.103515625e-5f; // 2^-14
-    return msi_f32_of_bits(sign | msi_bits_of_f32(above));
+    const uint32_t normal = (rest << 13) + (rest < 0x7c00u ? 0x38000000u : 0x70000000u);
+    return msi_f32_of_bits(sign | (rest < 0x400u ? msi_bits_of_f32(above) : normal));
 }
 
 MSI_HD uint16_t msi_f16_of_f32(float x) {
     const uint32_t bits = msi_bits_of_f32(x), rest = bits & 0x7fffffffu;
-    const uint32_t sign = bits >> 16 & 0x8000u;
-    if (rest > 0x7f800000u) {
-        return (uint16_t)(sign | 0x7e00u | (rest >> 13 & 0x3ffu));
-    }
-    if (rest >= 0x477ff000u) { // 65520 and above round to infinity
-        return (uint16_t)(sign | 0x7c00u);
-    }
-    if (rest < 0x38800000u) { // subnormal: the last bits of the sum with 0.5 count units of 2^-24
-        return (uint16_t)(sign | (msi_bits_of_f32(msi_f32_of_bits(rest) + 0.5f) - 0x3f000000u));
-    }
-    return (uint16_t)(sign | (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13);
+    // subnormal: the last bits of the sum with 0.5 count units of 2^-24
+    const uint32_t small = msi_bits_of_f32(msi_f32_of_bits(rest) + 0.5f) - 0x3f000000u;
+    const uint32_t normal = (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13;
+    const uint32_t large = rest > 0x7f800000u ? 0x7e00u | (rest >> 13 & 0x3ffu) : 0x7c00u;
+    // 65520 and above round to infinity
+    const uint32_t bits16 = rest < 0x38800000u ? small : rest < 0x477ff000u ? normal : large;
+    return (uint16_t)((bits >> 16 & 0x8000u) | bits16);
 }
 
 /* Element i of an array of F32, F16 or BF16, as float. */
@@ -4300,7 +4292,11 @@ static void msi_arena_leave(ms_arena *arena) {
 #define MSI_PARALLEL_FOR(schedule_by, when)
 #endif
 
-enum { MSI_GEMM_M = 64, MSI_GEMM_N = 128, MSI_GEMM_K = 64, MSI_TILE_M = 4, MSI_TILE_N = 32 };
+#ifdef __GNUC__ // gcc would call them, which takes nearly twice as long
+#define MSI_WIDE static inline __attribute__((always_inline))
+#else
+#define MSI_WIDE static inline
+#endif
 
 static int64_t msi_least(int64_t a, int64_t b) {
     return a < b ? a : b;
@@ -4453,12 +4449,6 @@ static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *sourc
 #ifdef __AVX2__
 /* The same codes and units, 8 at a time: decades are looked up by permutations, which compilers do
    not find. Entry k of a table is for the k-th decade, and the last one for 1. */
-#ifdef __GNUC__ // gcc would call them, which takes nearly twice as long
-#define MSI_WIDE static inline __attribute__((always_inline))
-#else
-#define MSI_WIDE static inline
-#endif
-
 typedef struct msi_decades {
     __m256i last_below; // the largest number of units below the decade
     __m256i base, each; // the middle before its first part; from there to the next
@@ -4806,58 +4796,267 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
     return 0;
 }
 
-/* Copies rows [row, row + rows) and cols [col, col + cols) of op(x) for the inner loop, into strips
-   of `width` rows (by_row) or cols, each strip contiguous and padded with zeros. */
-static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t rows, int64_t col,
-                          int64_t cols, int64_t width, float *packed) {
-    const int64_t row_stride = x->transposed ? 1 : x->stride;
-    const int64_t col_stride = x->transposed ? x->stride : 1;
-    const int64_t outer = by_row ? rows : cols, depth = by_row ? cols : rows;
-    const int64_t outer_stride = by_row ? row_stride : col_stride;
-    const int64_t depth_stride = by_row ? col_stride : row_stride;
-    const int64_t first = row * row_stride + col * col_stride;
-    for (int64_t strip = 0; strip < outer; strip += width) {
-        const int64_t used = msi_least(outer - strip, width);
-        for (int64_t d = 0; d < depth; d++) {
-            const int64_t at = first + strip * outer_stride + d * depth_stride;
-            if (x->dtype == MS_DTYPE_F32) {
-                const float *data = (const float *)x->data + at;
-                for (int64_t i = 0; i < width; i++) {
-                    *packed++ = i < used ? data[i * outer_stride] : 0.0f;
-                }
-                continue;
-            }
-            for (int64_t i = 0; i < width; i++) {
-                *packed++ = i < used
-                                ? msi_load(x->data, x->dtype, (uint64_t)(at + i * outer_stride))
-                                : 0.0f;
-            }
-        }
+/* How ms_gemm works. Each thread computes blocks of c. For a block, the rows of op(a) and the
+   columns of op(b), both called lines here, are packed for some steps of the depth at a time, so
+   that what is multiplied lies in cache and in the order of its use: in strips of MSI_STRIP lines,
+   the cells of all lines at one step side by side, with zeros for lines and numbers that are
+   missing. A cell is a number of the depth as float; or, where the processor multiplies BF16 itself,
+   a pair of neighbours in the depth.
+
+   Where the parts of a sum begin depends on the depth alone. So an element of c has the same bits
+   wherever it stands in c, whatever the strides and the alignment, and on any number of threads: a
+   recomputation gives what forward gave. */
+enum {
+    MSI_STRIP = 16,
+    MSI_GEMM_M = 128, // of a block of c
+    MSI_GEMM_N = 128,
+    MSI_GEMM_STEPS = 128, // packed at a time
+    MSI_TILE_M = 8,       // of a tile of c, which is summed in registers
+    MSI_TILE_N = 2 * MSI_STRIP
+};
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define MSI_AVX512 1
+#ifdef __AVX512BF16__
+#define MSI_PAIRS 1 // of BF16 are multiplied by the processor
+#endif
+#endif
+
+/* An operand as packing sees it. */
+typedef struct msi_gemm_lines {
+    const uint8_t *data;
+    ms_dtype dtype;
+    int64_t line_stride, depth_stride; // in elements; one of them is 1
+    bool paired;                       // cells are pairs
+} msi_gemm_lines;
+
+static msi_gemm_lines msi_gemm_lines_of(const ms_matrix *x, bool by_row) {
+    const bool turned = x->transposed == by_row; // lines lie across what is stored
+    msi_gemm_lines lines;
+    lines.data = (const uint8_t *)x->data;
+    lines.dtype = x->dtype;
+    lines.line_stride = turned ? 1 : x->stride;
+    lines.depth_stride = turned ? x->stride : 1;
+#ifdef MSI_PAIRS
+    lines.paired = x->dtype == MS_DTYPE_BF16;
+#else
+    lines.paired = false;
+#endif
+    return lines;
+}
+
+#ifdef MSI_AVX512
+/* MSI_STRIP cells of numbers that follow each other, of which only `count` are there. */
+MSI_WIDE void msi_gemm_read(const void *from, ms_dtype dtype, bool paired, int64_t count,
+                            float *cells) {
+    if (dtype == MS_DTYPE_F32 || paired) {
+        const __mmask32 there = (__mmask32)((1ull << (dtype == MS_DTYPE_F32 ? 2 * count : count)) - 1);
+        _mm512_storeu_si512(cells, _mm512_maskz_loadu_epi16(there, from));
+        return;
+    }
+    const __m256i halves = _mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1), from);
+    if (dtype == MS_DTYPE_F16) {
+        _mm512_storeu_ps(cells, _mm512_cvtph_ps(halves));
+    } else {
+        _mm512_storeu_si512(cells, _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
     }
 }
 
-/* sums = a strip of MSI_TILE_M rows times a strip of MSI_TILE_N columns. With one array per row,
-   gcc and clang both keep all sums in vector registers. */
-static void msi_gemm_tile(const float *a, const float *b, int64_t depth,
+/* Cells of pairs, of which each array has one half; the second may be NULL, for zeros. */
+MSI_WIDE void msi_gemm_pair(const uint16_t *first, const uint16_t *second, int64_t count,
+                            float *cells) {
+    const __mmask16 there = (__mmask16)((1u << count) - 1);
+    const __mmask16 both = second ? there : 0;
+    const __m256i low = _mm256_maskz_loadu_epi16(there, first);
+    const __m256i high = _mm256_maskz_loadu_epi16(both, second ? second : first);
+    _mm512_storeu_si512(cells, _mm512_or_si512(_mm512_cvtepu16_epi32(low),
+                                               _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16)));
+}
+
+/* Interleaves row i with row i + 8. Done four times this transposes: a cell's row and column are 4
+   bits each, and every time the 8 bits rotate by one. */
+MSI_WIDE void msi_gemm_interleave(const __m512i from[MSI_STRIP], __m512i to[MSI_STRIP]) {
+    const __m512i low =
+        _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high =
+        _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
+    for (int i = 0; i < MSI_STRIP / 2; i++) {
+        to[2 * i] = _mm512_permutex2var_epi32(from[i], low, from[i + MSI_STRIP / 2]);
+        to[2 * i + 1] = _mm512_permutex2var_epi32(from[i], high, from[i + MSI_STRIP / 2]);
+    }
+}
+
+static void msi_gemm_transpose(float cells[MSI_STRIP][MSI_STRIP], int64_t steps, float *packed) {
+    __m512i one[MSI_STRIP], other[MSI_STRIP];
+    for (int i = 0; i < MSI_STRIP; i++) {
+        one[i] = _mm512_loadu_si512(cells[i]);
+    }
+    msi_gemm_interleave(one, other);
+    msi_gemm_interleave(other, one);
+    msi_gemm_interleave(one, other);
+    msi_gemm_interleave(other, one);
+    for (int64_t i = 0; i < steps; i++) {
+        _mm512_storeu_si512(packed + i * MSI_STRIP, one[i]);
+    }
+}
+#else
+MSI_WIDE void msi_gemm_read(const void *from, ms_dtype dtype, bool paired, int64_t count,
+                            float *cells) {
+    (void)paired;
+    if (count == MSI_STRIP) {
+        for (uint64_t i = 0; i < MSI_STRIP; i++) {
+            cells[i] = msi_load(from, dtype, i);
+        }
+        return;
+    }
+    for (int64_t i = 0; i < MSI_STRIP; i++) {
+        cells[i] = i < count ? msi_load(from, dtype, (uint64_t)i) : 0.0f;
+    }
+}
+
+static void msi_gemm_transpose(float cells[MSI_STRIP][MSI_STRIP], int64_t steps, float *packed) {
+    for (int64_t i = 0; i < steps; i++) {
+        for (int64_t k = 0; k < MSI_STRIP; k++) {
+            packed[i * MSI_STRIP + k] = cells[k][i];
+        }
+    }
+}
+#endif
+
+/* Packs a strip of `lines` lines, of which `from` is the first, at `depth` numbers of the depth. */
+MSI_WIDE void msi_gemm_strip(const msi_gemm_lines *x, ms_dtype dtype, bool paired,
+                             const uint8_t *from, int64_t lines, int64_t depth, float *packed) {
+    const int64_t bytes = dtype == MS_DTYPE_F32 ? 4 : 2, each = paired ? 2 : 1;
+    if (x->depth_stride != 1) {
+        for (int64_t d = 0; d < depth; d += each, packed += MSI_STRIP) {
+            const uint8_t *first = from + d * x->depth_stride * bytes;
+#ifdef MSI_PAIRS
+            if (paired) {
+                const uint8_t *second = d + 1 < depth ? first + x->depth_stride * bytes : NULL;
+                msi_gemm_pair((const uint16_t *)(const void *)first,
+                              (const uint16_t *)(const void *)second, lines, packed);
+                continue;
+            }
+#endif
+            msi_gemm_read(first, dtype, false, lines, packed);
+        }
+        return;
+    }
+    float cells[MSI_STRIP][MSI_STRIP];
+    memset(cells, 0, sizeof cells);
+    for (int64_t d = 0; d < depth; d += MSI_STRIP * each, packed += MSI_STRIP * MSI_STRIP) {
+        const int64_t count = msi_least(depth - d, MSI_STRIP * each);
+        for (int64_t i = 0; i < lines; i++) {
+            msi_gemm_read(from + (i * x->line_stride + d) * bytes, dtype, paired, count, cells[i]);
+        }
+        msi_gemm_transpose(cells, (count + each - 1) / each, packed);
+    }
+}
+
+/* Packs lines [line, line + lines), in an even number of strips, from number d of the depth on. */
+static void msi_gemm_pack(const msi_gemm_lines *x, int64_t line, int64_t lines, int64_t d,
+                          int64_t depth, float *packed) {
+    const int64_t steps = x->paired ? (depth + 1) / 2 : depth;
+    const int64_t bytes = x->dtype == MS_DTYPE_F32 ? 4 : 2;
+    for (int64_t strip = 0; strip < lines; strip += MSI_STRIP, packed += steps * MSI_STRIP) {
+        const int64_t used = msi_least(lines - strip, MSI_STRIP);
+        const uint8_t *from =
+            x->data + ((line + strip) * x->line_stride + d * x->depth_stride) * bytes;
+        if (x->dtype == MS_DTYPE_F32) {
+            msi_gemm_strip(x, MS_DTYPE_F32, false, from, used, depth, packed);
+        } else if (x->dtype == MS_DTYPE_F16) {
+            msi_gemm_strip(x, MS_DTYPE_F16, false, from, used, depth, packed);
+        } else if (x->paired) {
+            msi_gemm_strip(x, MS_DTYPE_BF16, true, from, used, depth, packed);
+        } else {
+            msi_gemm_strip(x, MS_DTYPE_BF16, false, from, used, depth, packed);
+        }
+    }
+    if ((lines + MSI_STRIP - 1) / MSI_STRIP % 2 != 0) {
+        memset(packed, 0, (size_t)(steps * MSI_STRIP) * sizeof *packed);
+    }
+}
+
+#ifdef MSI_AVX512
+MSI_WIDE __m512 msi_gemm_add(__m512 sum, __m512 a, __m512 b, bool paired) {
+#ifdef MSI_PAIRS
+    if (paired) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(a),
+                                (__m512bh)_mm512_castps_si512(b));
+    }
+#endif
+    (void)paired;
+    return _mm512_fmadd_ps(a, b, sum);
+}
+
+/* Named one by one, the sums stay in registers, whatever the compiler does about loops. */
+MSI_WIDE void msi_gemm_tile_of(const float *a, const float *b, int64_t steps, bool paired,
+                               float sums[MSI_TILE_M][MSI_TILE_N]) {
+    const float *right = b + steps * MSI_STRIP;
+#define MSI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define MSI_X(i) __m512 left##i = _mm512_setzero_ps(), right##i = _mm512_setzero_ps();
+    MSI_ROWS(MSI_X)
+#undef MSI_X
+    for (int64_t d = 0; d < steps * MSI_STRIP; d += MSI_STRIP) {
+        const __m512 b0 = _mm512_loadu_ps(b + d), b1 = _mm512_loadu_ps(right + d);
+#define MSI_X(i)                                                                                   \
+    {                                                                                              \
+        const __m512 cell = _mm512_set1_ps(a[d + i]);                                              \
+        left##i = msi_gemm_add(left##i, cell, b0, paired);                                         \
+        right##i = msi_gemm_add(right##i, cell, b1, paired);                                       \
+    }
+        MSI_ROWS(MSI_X)
+#undef MSI_X
+    }
+#define MSI_X(i)                                                                                   \
+    _mm512_storeu_ps(sums[i], left##i);                                                            \
+    _mm512_storeu_ps(sums[i] + MSI_STRIP, right##i);
+    MSI_ROWS(MSI_X)
+#undef MSI_X
+#undef MSI_ROWS
+}
+
+/* sums = half of the lines of a strip of a times two strips of b. */
+static void msi_gemm_tile(const float *a, const float *b, int64_t steps, bool paired,
                           float sums[MSI_TILE_M][MSI_TILE_N]) {
-    float t0[MSI_TILE_N], t1[MSI_TILE_N], t2[MSI_TILE_N], t3[MSI_TILE_N];
-    for (int j = 0; j < MSI_TILE_N; j++) {
+    if (paired) {
+        msi_gemm_tile_of(a, b, steps, true, sums);
+    } else {
+        msi_gemm_tile_of(a, b, steps, false, sums);
+    }
+}
+#else
+/* With one array per row, gcc and clang both keep all sums in vector registers. */
+static void msi_gemm_quarter(const float *a, const float *b, int64_t steps, float *sums) {
+    float t0[MSI_STRIP], t1[MSI_STRIP], t2[MSI_STRIP], t3[MSI_STRIP];
+    for (int j = 0; j < MSI_STRIP; j++) {
         t0[j] = t1[j] = t2[j] = t3[j] = 0.0f;
     }
-    for (int64_t d = 0; d < depth; d++, a += MSI_TILE_M, b += MSI_TILE_N) {
+    for (int64_t d = 0; d < steps; d++, a += MSI_STRIP, b += MSI_STRIP) {
         const float a0 = a[0], a1 = a[1], a2 = a[2], a3 = a[3];
-        for (int j = 0; j < MSI_TILE_N; j++) {
+        for (int j = 0; j < MSI_STRIP; j++) {
             t0[j] = MSI_FMA(a0, b[j], t0[j]);
             t1[j] = MSI_FMA(a1, b[j], t1[j]);
             t2[j] = MSI_FMA(a2, b[j], t2[j]);
             t3[j] = MSI_FMA(a3, b[j], t3[j]);
         }
     }
-    memcpy(sums[0], t0, sizeof t0);
-    memcpy(sums[1], t1, sizeof t1);
-    memcpy(sums[2], t2, sizeof t2);
-    memcpy(sums[3], t3, sizeof t3);
+    memcpy(sums, t0, sizeof t0);
+    memcpy(sums + MSI_TILE_N, t1, sizeof t1);
+    memcpy(sums + 2 * MSI_TILE_N, t2, sizeof t2);
+    memcpy(sums + 3 * MSI_TILE_N, t3, sizeof t3);
 }
+
+/* sums = half of the lines of a strip of a times two strips of b. */
+static void msi_gemm_tile(const float *a, const float *b, int64_t steps, bool paired,
+                          float sums[MSI_TILE_M][MSI_TILE_N]) {
+    (void)paired;
+    for (int i = 0; i < MSI_TILE_M; i += 4) {
+        msi_gemm_quarter(a + i, b, steps, sums[i]);
+        msi_gemm_quarter(a + i, b + steps * MSI_STRIP, steps, sums[i] + MSI_STRIP);
+    }
+}
+#endif
 
 static void msi_gemm_store(const float sums[MSI_TILE_M][MSI_TILE_N], int64_t rows, int64_t cols,
                            float alpha, float beta, float *c, int64_t stride) {
@@ -4869,21 +5068,24 @@ static void msi_gemm_store(const float sums[MSI_TILE_M][MSI_TILE_N], int64_t row
     }
 }
 
-/* One block of c, which is float. It takes MSI_GEMM_K of the depth of a and b at a time, packed, so
-   that both parts stay in cache. */
+/* A block of c, which is float. */
 static void msi_gemm_block(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                            float *c, int64_t stride, int64_t row, int64_t rows, int64_t col,
                            int64_t cols) {
+    const msi_gemm_lines lines_a = msi_gemm_lines_of(a, true), lines_b = msi_gemm_lines_of(b, false);
     const int64_t depth = a->transposed ? a->rows : a->cols;
-    float packed_a[MSI_GEMM_M * MSI_GEMM_K], packed_b[MSI_GEMM_N * MSI_GEMM_K];
+    const int64_t most = lines_a.paired ? 2 * MSI_GEMM_STEPS : MSI_GEMM_STEPS;
+    float packed_a[MSI_GEMM_M * MSI_GEMM_STEPS], packed_b[MSI_GEMM_N * MSI_GEMM_STEPS];
     float sums[MSI_TILE_M][MSI_TILE_N];
-    for (int64_t d = 0; d < depth; d += MSI_GEMM_K) {
-        const int64_t part = msi_least(depth - d, MSI_GEMM_K);
-        msi_gemm_pack(a, true, row, rows, d, part, MSI_TILE_M, packed_a);
-        msi_gemm_pack(b, false, d, part, col, cols, MSI_TILE_N, packed_b);
-        for (int64_t i = 0; i < rows; i += MSI_TILE_M) {
-            for (int64_t j = 0; j < cols; j += MSI_TILE_N) {
-                msi_gemm_tile(packed_a + i * part, packed_b + j * part, part, sums);
+    for (int64_t d = 0; d < depth; d += most) {
+        const int64_t part = msi_least(depth - d, most);
+        const int64_t steps = lines_a.paired ? (part + 1) / 2 : part;
+        msi_gemm_pack(&lines_a, row, rows, d, part, packed_a);
+        msi_gemm_pack(&lines_b, col, cols, d, part, packed_b);
+        for (int64_t j = 0; j < cols; j += MSI_TILE_N) {
+            for (int64_t i = 0; i < rows; i += MSI_TILE_M) {
+                msi_gemm_tile(packed_a + i / MSI_STRIP * MSI_STRIP * steps + i % MSI_STRIP,
+                              packed_b + j * steps, steps, lines_a.paired, sums);
                 msi_gemm_store((const float(*)[MSI_TILE_N])sums, msi_least(rows - i, MSI_TILE_M),
                                msi_least(cols - j, MSI_TILE_N), alpha, d == 0 ? beta : 1.0f,
                                c + i * stride + j, stride);
@@ -4898,23 +5100,20 @@ static void msi_gemm_target(float alpha, const ms_matrix *a, const ms_matrix *b,
     float block[MSI_GEMM_M * MSI_GEMM_N];
     const int64_t rows = msi_least(c->rows - row, MSI_GEMM_M);
     const int64_t cols = msi_least(c->cols - col, MSI_GEMM_N);
+    const int64_t first = row * c->stride + col;
     if (c->dtype == MS_DTYPE_F32) {
-        msi_gemm_block(alpha, a, b, beta, (float *)c->data + row * c->stride + col, c->stride, row,
-                       rows, col, cols);
+        msi_gemm_block(alpha, a, b, beta, (float *)c->data + first, c->stride, row, rows, col,
+                       cols);
         return;
     }
     for (int64_t i = 0; i < rows && beta != 0.0f; i++) {
-        for (int64_t j = 0; j < cols; j++) {
-            block[i * MSI_GEMM_N + j] =
-                msi_load(c->data, c->dtype, (uint64_t)((row + i) * c->stride + col + j));
-        }
+        msi_load_floats(c->data, c->dtype, (uint64_t)(first + i * c->stride), (int)cols,
+                        block + i * MSI_GEMM_N);
     }
     msi_gemm_block(alpha, a, b, beta, block, MSI_GEMM_N, row, rows, col, cols);
     for (int64_t i = 0; i < rows; i++) {
-        for (int64_t j = 0; j < cols; j++) {
-            msi_store_as(c->data, c->dtype, (uint64_t)((row + i) * c->stride + col + j),
-                         block[i * MSI_GEMM_N + j]);
-        }
+        msi_store_floats(c->data, c->dtype, (uint64_t)(first + i * c->stride), (int)cols,
+                         block + i * MSI_GEMM_N);
     }
 }
 
@@ -4926,19 +5125,22 @@ static ms_matrix msi_matrix_at(const ms_matrix *x, int64_t index) {
     return one;
 }
 
+/* Blocks that follow each other share the longer operand, which they then find in a cache. */
 static int msi_builtin_gemm(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                             const ms_matrix *c) {
     const int64_t depth = a->transposed ? a->rows : a->cols;
     const int64_t across = (c->cols + MSI_GEMM_N - 1) / MSI_GEMM_N;
-    const int64_t blocks = across * ((c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M);
+    const int64_t down = (c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M;
+    const bool wide = across > down;
     (void)depth; // without OpenMP
-    MSI_PARALLEL_FOR(dynamic, blocks * c->batch_count > 1 && depth > 8)
-    for (int64_t i = 0; i < blocks * c->batch_count; i++) {
-        const int64_t index = i / blocks, block = i % blocks;
+    MSI_PARALLEL_FOR(dynamic, across * down * c->batch_count > 1 && depth > 8)
+    for (int64_t i = 0; i < across * down * c->batch_count; i++) {
+        const int64_t index = i / (across * down), block = i % (across * down);
         const ms_matrix a1 = msi_matrix_at(a, index), b1 = msi_matrix_at(b, index);
         const ms_matrix c1 = msi_matrix_at(c, index);
-        msi_gemm_target(alpha, &a1, &b1, beta, &c1, block / across * MSI_GEMM_M,
-                        block % across * MSI_GEMM_N);
+        msi_gemm_target(alpha, &a1, &b1, beta, &c1,
+                        (wide ? block % down : block / across) * MSI_GEMM_M,
+                        (wide ? block / down : block % across) * MSI_GEMM_N);
     }
     return 0;
 }
