@@ -4850,7 +4850,8 @@ static msi_gemm_lines msi_gemm_lines_of(const ms_matrix *x, bool by_row) {
 MSI_WIDE void msi_gemm_read(const void *from, ms_dtype dtype, bool paired, int64_t count,
                             float *cells) {
     if (dtype == MS_DTYPE_F32 || paired) {
-        const __mmask32 there = (__mmask32)((1ull << (dtype == MS_DTYPE_F32 ? 2 * count : count)) - 1);
+        const __mmask32 there =
+            (__mmask32)((1ull << (dtype == MS_DTYPE_F32 ? 2 * count : count)) - 1);
         _mm512_storeu_si512(cells, _mm512_maskz_loadu_epi16(there, from));
         return;
     }
@@ -4863,8 +4864,7 @@ MSI_WIDE void msi_gemm_read(const void *from, ms_dtype dtype, bool paired, int64
 }
 
 /* Cells of pairs, of which each array has one half; the second may be NULL, for zeros. */
-MSI_WIDE void msi_gemm_pair(const uint16_t *first, const uint16_t *second, int64_t count,
-                            float *cells) {
+MSI_WIDE void msi_gemm_pair(const void *first, const void *second, int64_t count, float *cells) {
     const __mmask16 there = (__mmask16)((1u << count) - 1);
     const __mmask16 both = second ? there : 0;
     const __m256i low = _mm256_maskz_loadu_epi16(there, first);
@@ -4876,8 +4876,7 @@ MSI_WIDE void msi_gemm_pair(const uint16_t *first, const uint16_t *second, int64
 /* Interleaves row i with row i + 8. Done four times this transposes: a cell's row and column are 4
    bits each, and every time the 8 bits rotate by one. */
 MSI_WIDE void msi_gemm_interleave(const __m512i from[MSI_STRIP], __m512i to[MSI_STRIP]) {
-    const __m512i low =
-        _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     const __m512i high =
         _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
     for (int i = 0; i < MSI_STRIP / 2; i++) {
@@ -4923,33 +4922,55 @@ static void msi_gemm_transpose(float cells[MSI_STRIP][MSI_STRIP], int64_t steps,
 }
 #endif
 
-/* Packs a strip of `lines` lines, of which `from` is the first, at `depth` numbers of the depth. */
-MSI_WIDE void msi_gemm_strip(const msi_gemm_lines *x, ms_dtype dtype, bool paired,
-                             const uint8_t *from, int64_t lines, int64_t depth, float *packed) {
+/* Packs lines that lie across what is stored: at each step, one after the other as they are read. */
+MSI_WIDE void msi_gemm_pack_across(const msi_gemm_lines *x, ms_dtype dtype, bool paired,
+                                   const uint8_t *from, int64_t lines, int64_t depth,
+                                   float *packed) {
     const int64_t bytes = dtype == MS_DTYPE_F32 ? 4 : 2, each = paired ? 2 : 1;
-    if (x->depth_stride != 1) {
-        for (int64_t d = 0; d < depth; d += each, packed += MSI_STRIP) {
-            const uint8_t *first = from + d * x->depth_stride * bytes;
+    const int64_t next = x->depth_stride * bytes, steps = (depth + each - 1) / each;
+    for (int64_t d = 0; d < depth; d += each, packed += MSI_STRIP) {
+        const uint8_t *first = from + d * next;
+        for (int64_t i = 0; i < lines; i += MSI_STRIP) {
+            const int64_t count = msi_least(lines - i, MSI_STRIP);
 #ifdef MSI_PAIRS
             if (paired) {
-                const uint8_t *second = d + 1 < depth ? first + x->depth_stride * bytes : NULL;
-                msi_gemm_pair((const uint16_t *)(const void *)first,
-                              (const uint16_t *)(const void *)second, lines, packed);
+                msi_gemm_pair(first + i * bytes, d + 1 < depth ? first + next + i * bytes : NULL,
+                              count, packed + i * steps);
                 continue;
             }
 #endif
-            msi_gemm_read(first, dtype, false, lines, packed);
+            msi_gemm_read(first + i * bytes, dtype, false, count, packed + i * steps);
         }
-        return;
     }
+}
+
+/* Packs lines that are stored one by one. */
+MSI_WIDE void msi_gemm_pack_along(const msi_gemm_lines *x, ms_dtype dtype, bool paired,
+                                  const uint8_t *from, int64_t lines, int64_t depth,
+                                  float *packed) {
+    const int64_t bytes = dtype == MS_DTYPE_F32 ? 4 : 2, each = paired ? 2 : 1;
+    const int64_t steps = (depth + each - 1) / each;
     float cells[MSI_STRIP][MSI_STRIP];
-    memset(cells, 0, sizeof cells);
-    for (int64_t d = 0; d < depth; d += MSI_STRIP * each, packed += MSI_STRIP * MSI_STRIP) {
-        const int64_t count = msi_least(depth - d, MSI_STRIP * each);
-        for (int64_t i = 0; i < lines; i++) {
-            msi_gemm_read(from + (i * x->line_stride + d) * bytes, dtype, paired, count, cells[i]);
+    for (int64_t strip = 0; strip < lines; strip += MSI_STRIP) {
+        memset(cells, 0, sizeof cells);
+        for (int64_t d = 0; d < depth; d += MSI_STRIP * each) {
+            const int64_t count = msi_least(depth - d, MSI_STRIP * each);
+            for (int64_t i = 0; i < msi_least(lines - strip, MSI_STRIP); i++) {
+                msi_gemm_read(from + ((strip + i) * x->line_stride + d) * bytes, dtype, paired,
+                              count, cells[i]);
+            }
+            msi_gemm_transpose(cells, (count + each - 1) / each,
+                               packed + strip * steps + d / each * MSI_STRIP);
         }
-        msi_gemm_transpose(cells, (count + each - 1) / each, packed);
+    }
+}
+
+MSI_WIDE void msi_gemm_pack_as(const msi_gemm_lines *x, ms_dtype dtype, bool paired,
+                               const uint8_t *from, int64_t lines, int64_t depth, float *packed) {
+    if (x->depth_stride == 1) {
+        msi_gemm_pack_along(x, dtype, paired, from, lines, depth, packed);
+    } else {
+        msi_gemm_pack_across(x, dtype, paired, from, lines, depth, packed);
     }
 }
 
@@ -4957,23 +4978,21 @@ MSI_WIDE void msi_gemm_strip(const msi_gemm_lines *x, ms_dtype dtype, bool paire
 static void msi_gemm_pack(const msi_gemm_lines *x, int64_t line, int64_t lines, int64_t d,
                           int64_t depth, float *packed) {
     const int64_t steps = x->paired ? (depth + 1) / 2 : depth;
-    const int64_t bytes = x->dtype == MS_DTYPE_F32 ? 4 : 2;
-    for (int64_t strip = 0; strip < lines; strip += MSI_STRIP, packed += steps * MSI_STRIP) {
-        const int64_t used = msi_least(lines - strip, MSI_STRIP);
-        const uint8_t *from =
-            x->data + ((line + strip) * x->line_stride + d * x->depth_stride) * bytes;
-        if (x->dtype == MS_DTYPE_F32) {
-            msi_gemm_strip(x, MS_DTYPE_F32, false, from, used, depth, packed);
-        } else if (x->dtype == MS_DTYPE_F16) {
-            msi_gemm_strip(x, MS_DTYPE_F16, false, from, used, depth, packed);
-        } else if (x->paired) {
-            msi_gemm_strip(x, MS_DTYPE_BF16, true, from, used, depth, packed);
-        } else {
-            msi_gemm_strip(x, MS_DTYPE_BF16, false, from, used, depth, packed);
-        }
+    const int64_t strips = (lines + MSI_STRIP - 1) / MSI_STRIP;
+    const int64_t at = line * x->line_stride + d * x->depth_stride;
+    const uint8_t *from = x->data + at * (x->dtype == MS_DTYPE_F32 ? 4 : 2);
+    if (x->dtype == MS_DTYPE_F32) {
+        msi_gemm_pack_as(x, MS_DTYPE_F32, false, from, lines, depth, packed);
+    } else if (x->dtype == MS_DTYPE_F16) {
+        msi_gemm_pack_as(x, MS_DTYPE_F16, false, from, lines, depth, packed);
+    } else if (x->paired) {
+        msi_gemm_pack_as(x, MS_DTYPE_BF16, true, from, lines, depth, packed);
+    } else {
+        msi_gemm_pack_as(x, MS_DTYPE_BF16, false, from, lines, depth, packed);
     }
-    if ((lines + MSI_STRIP - 1) / MSI_STRIP % 2 != 0) {
-        memset(packed, 0, (size_t)(steps * MSI_STRIP) * sizeof *packed);
+    if (strips % 2 != 0) {
+        memset(packed + strips * steps * MSI_STRIP, 0,
+               (size_t)(steps * MSI_STRIP) * sizeof *packed);
     }
 }
 
@@ -4994,7 +5013,7 @@ MSI_WIDE void msi_gemm_tile_of(const float *a, const float *b, int64_t steps, bo
                                float sums[MSI_TILE_M][MSI_TILE_N]) {
     const float *right = b + steps * MSI_STRIP;
 #define MSI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
-#define MSI_X(i) __m512 left##i = _mm512_setzero_ps(), right##i = _mm512_setzero_ps();
+#define MSI_X(i)    __m512 left##i = _mm512_setzero_ps(), right##i = _mm512_setzero_ps();
     MSI_ROWS(MSI_X)
 #undef MSI_X
     for (int64_t d = 0; d < steps * MSI_STRIP; d += MSI_STRIP) {
@@ -5072,7 +5091,8 @@ static void msi_gemm_store(const float sums[MSI_TILE_M][MSI_TILE_N], int64_t row
 static void msi_gemm_block(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                            float *c, int64_t stride, int64_t row, int64_t rows, int64_t col,
                            int64_t cols) {
-    const msi_gemm_lines lines_a = msi_gemm_lines_of(a, true), lines_b = msi_gemm_lines_of(b, false);
+    const msi_gemm_lines lines_a = msi_gemm_lines_of(a, true),
+                         lines_b = msi_gemm_lines_of(b, false);
     const int64_t depth = a->transposed ? a->rows : a->cols;
     const int64_t most = lines_a.paired ? 2 * MSI_GEMM_STEPS : MSI_GEMM_STEPS;
     float packed_a[MSI_GEMM_M * MSI_GEMM_STEPS], packed_b[MSI_GEMM_N * MSI_GEMM_STEPS];
