@@ -4902,6 +4902,16 @@ static void msi_gemm_transpose(float cells[MSI_STRIP][MSI_STRIP], int64_t steps,
 MSI_WIDE void msi_gemm_read(const void *from, ms_dtype dtype, bool paired, int64_t count,
                             float *cells) {
     (void)paired;
+#if defined(__AVX2__) && defined(__F16C__)
+    if (count == MSI_STRIP && dtype == MS_DTYPE_F16) {
+        const uint8_t *halves = (const uint8_t *)from;
+        const __m128i low = _mm_loadu_si128((const __m128i *)(const void *)halves);
+        const __m128i high = _mm_loadu_si128((const __m128i *)(const void *)(halves + 16));
+        _mm256_storeu_ps(cells, _mm256_cvtph_ps(low));
+        _mm256_storeu_ps(cells + 8, _mm256_cvtph_ps(high));
+        return;
+    }
+#endif
     if (count == MSI_STRIP) {
         for (uint64_t i = 0; i < MSI_STRIP; i++) {
             cells[i] = msi_load(from, dtype, i);
