@@ -36,7 +36,8 @@
                               emit the CUDA backend, in a file for nvcc; alone or with the above
     MEMSCALE_STATIC           make every function except ms_backend_cuda static: one private copy
                               per translation unit
-    MEMSCALE_CBLAS            ms_gemm calls cblas_sgemm of <cblas.h>; default: a built-in kernel
+    MEMSCALE_CBLAS            ms_gemm calls cblas_sgemm of <cblas.h> for F32 operands; default, and
+                              for F16 and BF16: a built-in kernel
     MEMSCALE_API              linkage of the public functions; default: extern, C linkage
     MEMSCALE_ASSERT(x)        checks of the library's own invariants, such as assert(x); default:
                               none, and the object does not import abort
@@ -1609,9 +1610,11 @@ MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 
 /* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read; c cannot be
    transposed. a and b are both F32, F16 or BF16, c is F32 or like them; products are summed in F32.
-   If c is a batch, a and b are each a batch of the same size or one matrix for all. Stream:
-   ms_call.stream. Return its error from the callback; the text reaches ms_last_error. Errors:
-   INVALID (shapes do not match), UNSUPPORTED (dtype), BACKEND. */
+   If c is a batch, a and b are each a batch of the same size or one matrix for all. On the CPU,
+   BF16 is multiplied by the processor's own instructions where they are compiled for
+   (__AVX512BF16__); these take subnormal numbers for 0. The built-in kernel needs 200 KB of stack.
+   Stream: ms_call.stream. Return its error from the callback; the text reaches ms_last_error.
+   Errors: INVALID (shapes do not match), UNSUPPORTED (dtype), BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a, ms_matrix b,
                                        float beta, ms_matrix c);
 
@@ -4715,51 +4718,65 @@ static void msi_store_floats(void *to, ms_dtype dtype, uint64_t at, int count, c
                   (uint64_t)count, false);
 }
 
-/* The update of the block at element `at`, of which not all is F32. */
+static void msi_update_elements(const ms_update_args *a, float *value, const float *gradient,
+                                float *state0, float *state1, int count) {
+    const ms_update_factors f = *a->factors;
+    if (a->kind == MS_OPTIMIZER_ADAMW) {
+        for (int i = 0; i < count; i++) {
+            value[i] = msi_guarded_element(MS_OPTIMIZER_ADAMW, &f, value[i], gradient[i],
+                                           &state0[i], &state1[i]);
+        }
+    } else {
+        for (int i = 0; i < count; i++) {
+            value[i] = msi_guarded_element(MS_OPTIMIZER_SGD, &f, value[i], gradient[i], &state0[i],
+                                           &state1[i]);
+        }
+    }
+}
+
+/* The update of the block at element `at`, of which not all is F32. What is F32 is updated where it
+   is. */
 static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int states, float scale,
                              uint64_t at) {
     const int count = (int)msi_least((int64_t)(a->count - at), MSI_CODED_BLOCK);
-    const ms_update_factors f = *a->factors;
-    float value[MSI_CODED_BLOCK], gradient[MSI_CODED_BLOCK], state[2][MSI_CODED_BLOCK];
-    memset(state, 0, sizeof state);
+    float room[MSI_CODED_BLOCK], gradient[MSI_CODED_BLOCK], states_room[2][MSI_CODED_BLOCK];
+    float *value = a->master                        ? a->master + at
+                   : a->value_dtype == MS_DTYPE_F32 ? a->value + at
+                                                    : room;
+    float *state[2] = {states_room[0], states_room[1]};
+    memset(states_room, 0, sizeof states_room);
     const bool goes_on = at + 2 * MSI_CODED_BLOCK <= a->count;
     for (uint64_t i = at + MSI_CODED_BLOCK; i < at + 2 * MSI_CODED_BLOCK && goes_on; i += 16) {
         MSI_PREFETCH((a->master ? a->master : a->value) + i);
         MSI_PREFETCH(a->gradient + i);
     }
-    msi_load_floats(a->master ? a->master : a->value, a->master ? MS_DTYPE_F32 : a->value_dtype, at,
-                    count, value);
+    if (value == room) {
+        msi_load_floats(a->value, a->value_dtype, at, count, room);
+    }
     msi_load_floats(a->gradient, a->gradient_dtype, at, count, gradient);
     for (int i = 0; i < count; i++) {
         gradient[i] *= scale;
     }
     for (int k = 0; k < states; k++) {
+        if (a->state_format[k] == MS_STATE_FORMAT_F32) {
+            state[k] = a->state[k] + at;
+            continue;
+        }
         msi_load_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), at, count,
                        a->count, state[k]);
     }
-    if (a->kind == MS_OPTIMIZER_ADAMW) {
-        for (int i = 0; i < count; i++) {
-            value[i] = msi_guarded_element(MS_OPTIMIZER_ADAMW, &f, value[i], gradient[i],
-                                           &state[0][i], &state[1][i]);
-        }
-    } else {
-        for (int i = 0; i < count; i++) {
-            value[i] = msi_guarded_element(MS_OPTIMIZER_SGD, &f, value[i], gradient[i],
-                                           &state[0][i], &state[1][i]);
-        }
-    }
+    msi_update_elements(a, value, gradient, state[0], state[1], count);
     for (int k = 0; k < states; k++) {
+        if (a->state_format[k] == MS_STATE_FORMAT_F32) {
+            continue;
+        }
         msi_store_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), at, count,
                         a->count, &keys[k], a->begin, state[k]);
     }
     if (a->master) {
-        memcpy(a->master + at, value, (size_t)count * sizeof *value);
-    }
-    if (a->value_dtype == MS_DTYPE_F32 || a->master) {
         msi_store_floats(a->value, a->value_dtype, at, count, value);
-        return;
     }
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < count && value == room; i++) {
         ((uint16_t *)(void *)a->value)[at + (uint64_t)i] =
             msi_value_at_random(a, keys[2], value[i], at + (uint64_t)i);
     }
