@@ -1826,9 +1826,9 @@ MSI_HD uint16_t msi_bf16_of_f32(float x) {
 }
 
 /* Shifts exponent and mantissa to their places and corrects the bias of the exponent; that of
-   infinity and NaN becomes the largest. A subnormal number gets the exponent of 2^-14, which is then
-   subtracted: exact, and without subnormal floats, which -Ofast makes the processor flush to zero.
-   All cases are computed and one is chosen, so that compilers vectorize loops over this. */
+   infinity and NaN becomes the largest. A subnormal number gets the exponent of 2^-14, which is
+   then subtracted: exact, and without subnormal floats, which -Ofast makes the processor flush to
+   zero. All cases are computed and one is chosen, so that compilers vectorize loops over this. */
 MSI_HD float msi_f32_of_f16(uint16_t bits16) {
     const uint32_t sign = (uint32_t)(bits16 & 0x8000u) << 16, rest = bits16 & 0x7fffu;
     const float above = msi_f32_of_bits(0x38800000u | rest << 13) - 6.103515625e-5f; // 2^-14
@@ -4817,8 +4817,8 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
    columns of op(b), both called lines here, are packed for some steps of the depth at a time, so
    that what is multiplied lies in cache and in the order of its use: in strips of MSI_STRIP lines,
    the cells of all lines at one step side by side, with zeros for lines and numbers that are
-   missing. A cell is a number of the depth as float; or, where the processor multiplies BF16 itself,
-   a pair of neighbours in the depth.
+   missing. A cell is one float; or, where the processor multiplies BF16 itself, a pair of BF16
+   numbers that follow each other in the depth.
 
    Where the parts of a sum begin depends on the depth alone. So an element of c has the same bits
    wherever it stands in c, whatever the strides and the alignment, and on any number of threads: a
