@@ -36,7 +36,8 @@
                               emit the CUDA backend, in a file for nvcc; alone or with the above
     MEMSCALE_STATIC           make every function except ms_backend_cuda static: one private copy
                               per translation unit
-    MEMSCALE_CBLAS            ms_gemm calls cblas_sgemm of <cblas.h>; default: a built-in kernel
+    MEMSCALE_CBLAS            ms_gemm calls cblas_sgemm of <cblas.h> for F32 operands; default, and
+                              for F16 and BF16: a built-in kernel
     MEMSCALE_API              linkage of the public functions; default: extern, C linkage
     MEMSCALE_ASSERT(x)        checks of the library's own invariants, such as assert(x); default:
                               none, and the object does not import abort
@@ -1613,9 +1614,11 @@ MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 
 /* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read; c cannot be
    transposed. a and b are both F32, F16 or BF16, c is F32 or like them; products are summed in F32.
-   If c is a batch, a and b are each a batch of the same size or one matrix for all. Stream:
-   ms_call.stream. Return its error from the callback; the text reaches ms_last_error. Errors:
-   INVALID (shapes do not match), UNSUPPORTED (dtype), BACKEND. */
+   If c is a batch, a and b are each a batch of the same size or one matrix for all. On the CPU,
+   BF16 is multiplied by the processor's own instructions where they are compiled for
+   (__AVX512BF16__); these take subnormal numbers for 0. The built-in kernel needs 200 KB of stack.
+   Stream: ms_call.stream. Return its error from the callback; the text reaches ms_last_error.
+   Errors: INVALID (shapes do not match), UNSUPPORTED (dtype), BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a, ms_matrix b,
                                        float beta, ms_matrix c);
 
@@ -1826,34 +1829,26 @@ MSI_HD uint16_t msi_bf16_of_f32(float x) {
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-/* Shifts exponent and mantissa to their places and corrects the bias of the exponent. A subnormal
-   number gets the exponent of 2^-14, which is then subtracted: exact, and without subnormal floats,
-   which -Ofast makes the processor flush to zero. */
+/* Shifts exponent and mantissa to their places and corrects the bias of the exponent; that of
+   infinity and NaN becomes the largest. A subnormal number gets the exponent of 2^-14, which is
+   then subtracted: exact, and without subnormal floats, which -Ofast makes the processor flush to
+   zero. All cases are computed and one is chosen, so that compilers vectorize loops over this. */
 MSI_HD float msi_f32_of_f16(uint16_t bits16) {
     const uint32_t sign = (uint32_t)(bits16 & 0x8000u) << 16, rest = bits16 & 0x7fffu;
-    if (rest >= 0x7c00u) { // infinity and NaN
-        return msi_f32_of_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
-    }
-    if (rest >= 0x400u) {
-        return msi_f32_of_bits(sign | ((rest << 13) + 0x38000000u));
-    }
     const float above = msi_f32_of_bits(0x38800000u | rest << 13) - 6.103515625e-5f; // 2^-14
-    return msi_f32_of_bits(sign | msi_bits_of_f32(above));
+    const uint32_t normal = (rest << 13) + (rest < 0x7c00u ? 0x38000000u : 0x70000000u);
+    return msi_f32_of_bits(sign | (rest < 0x400u ? msi_bits_of_f32(above) : normal));
 }
 
 MSI_HD uint16_t msi_f16_of_f32(float x) {
     const uint32_t bits = msi_bits_of_f32(x), rest = bits & 0x7fffffffu;
-    const uint32_t sign = bits >> 16 & 0x8000u;
-    if (rest > 0x7f800000u) {
-        return (uint16_t)(sign | 0x7e00u | (rest >> 13 & 0x3ffu));
-    }
-    if (rest >= 0x477ff000u) { // 65520 and above round to infinity
-        return (uint16_t)(sign | 0x7c00u);
-    }
-    if (rest < 0x38800000u) { // subnormal: the last bits of the sum with 0.5 count units of 2^-24
-        return (uint16_t)(sign | (msi_bits_of_f32(msi_f32_of_bits(rest) + 0.5f) - 0x3f000000u));
-    }
-    return (uint16_t)(sign | (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13);
+    // subnormal: the last bits of the sum with 0.5 count units of 2^-24
+    const uint32_t small = msi_bits_of_f32(msi_f32_of_bits(rest) + 0.5f) - 0x3f000000u;
+    const uint32_t normal = (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13;
+    const uint32_t large = rest > 0x7f800000u ? 0x7e00u | (rest >> 13 & 0x3ffu) : 0x7c00u;
+    // 65520 and above round to infinity
+    const uint32_t bits16 = rest < 0x38800000u ? small : rest < 0x477ff000u ? normal : large;
+    return (uint16_t)((bits >> 16 & 0x8000u) | bits16);
 }
 
 /* Element i of an array of F32, F16 or BF16, as float. */
@@ -4352,7 +4347,11 @@ static void msi_arena_leave(ms_arena *arena) {
 #define MSI_PARALLEL_FOR(schedule_by, when)
 #endif
 
-enum { MSI_GEMM_M = 64, MSI_GEMM_N = 128, MSI_GEMM_K = 64, MSI_TILE_M = 4, MSI_TILE_N = 32 };
+#ifdef __GNUC__ // gcc would call them, which takes nearly twice as long
+#define MSI_WIDE static inline __attribute__((always_inline))
+#else
+#define MSI_WIDE static inline
+#endif
 
 static int64_t msi_least(int64_t a, int64_t b) {
     return a < b ? a : b;
@@ -4508,12 +4507,6 @@ static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *sourc
 #ifdef __AVX2__
 /* The same codes and units, 8 at a time: decades are looked up by permutations, which compilers do
    not find. Entry k of a table is for the k-th decade, and the last one for 1. */
-#ifdef __GNUC__ // gcc would call them, which takes nearly twice as long
-#define MSI_WIDE static inline __attribute__((always_inline))
-#else
-#define MSI_WIDE static inline
-#endif
-
 typedef struct msi_decades {
     __m256i last_below; // the largest number of units below the decade
     __m256i base, each; // the middle before its first part; from there to the next
@@ -4780,51 +4773,65 @@ static void msi_store_floats(void *to, ms_dtype dtype, uint64_t at, int count, c
                   (uint64_t)count, false);
 }
 
-/* The update of the block at element `at`, of which not all is F32. */
+static void msi_update_elements(const ms_update_args *a, float *value, const float *gradient,
+                                float *state0, float *state1, int count) {
+    const ms_update_factors f = *a->factors;
+    if (a->kind == MS_OPTIMIZER_ADAMW) {
+        for (int i = 0; i < count; i++) {
+            value[i] = msi_guarded_element(MS_OPTIMIZER_ADAMW, &f, value[i], gradient[i],
+                                           &state0[i], &state1[i]);
+        }
+    } else {
+        for (int i = 0; i < count; i++) {
+            value[i] = msi_guarded_element(MS_OPTIMIZER_SGD, &f, value[i], gradient[i], &state0[i],
+                                           &state1[i]);
+        }
+    }
+}
+
+/* The update of the block at element `at`, of which not all is F32. What is F32 is updated where it
+   is. */
 static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int states, float scale,
                              uint64_t at) {
     const int count = (int)msi_least((int64_t)(a->count - at), MSI_CODED_BLOCK);
-    const ms_update_factors f = *a->factors;
-    float value[MSI_CODED_BLOCK], gradient[MSI_CODED_BLOCK], state[2][MSI_CODED_BLOCK];
-    memset(state, 0, sizeof state);
+    float room[MSI_CODED_BLOCK], gradient[MSI_CODED_BLOCK], states_room[2][MSI_CODED_BLOCK];
+    float *value = a->master                        ? a->master + at
+                   : a->value_dtype == MS_DTYPE_F32 ? a->value + at
+                                                    : room;
+    float *state[2] = {states_room[0], states_room[1]};
+    memset(states_room, 0, sizeof states_room);
     const bool goes_on = at + 2 * MSI_CODED_BLOCK <= a->count;
     for (uint64_t i = at + MSI_CODED_BLOCK; i < at + 2 * MSI_CODED_BLOCK && goes_on; i += 16) {
         MSI_PREFETCH((a->master ? a->master : a->value) + i);
         MSI_PREFETCH(a->gradient + i);
     }
-    msi_load_floats(a->master ? a->master : a->value, a->master ? MS_DTYPE_F32 : a->value_dtype, at,
-                    count, value);
+    if (value == room) {
+        msi_load_floats(a->value, a->value_dtype, at, count, room);
+    }
     msi_load_floats(a->gradient, a->gradient_dtype, at, count, gradient);
     for (int i = 0; i < count; i++) {
         gradient[i] *= scale;
     }
     for (int k = 0; k < states; k++) {
+        if (a->state_format[k] == MS_STATE_FORMAT_F32) {
+            state[k] = a->state[k] + at;
+            continue;
+        }
         msi_load_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), at, count,
                        a->count, state[k]);
     }
-    if (a->kind == MS_OPTIMIZER_ADAMW) {
-        for (int i = 0; i < count; i++) {
-            value[i] = msi_guarded_element(MS_OPTIMIZER_ADAMW, &f, value[i], gradient[i],
-                                           &state[0][i], &state[1][i]);
-        }
-    } else {
-        for (int i = 0; i < count; i++) {
-            value[i] = msi_guarded_element(MS_OPTIMIZER_SGD, &f, value[i], gradient[i],
-                                           &state[0][i], &state[1][i]);
-        }
-    }
+    msi_update_elements(a, value, gradient, state[0], state[1], count);
     for (int k = 0; k < states; k++) {
+        if (a->state_format[k] == MS_STATE_FORMAT_F32) {
+            continue;
+        }
         msi_store_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), at, count,
                         a->count, &keys[k], a->begin, state[k]);
     }
     if (a->master) {
-        memcpy(a->master + at, value, (size_t)count * sizeof *value);
-    }
-    if (a->value_dtype == MS_DTYPE_F32 || a->master) {
         msi_store_floats(a->value, a->value_dtype, at, count, value);
-        return;
     }
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < count && value == room; i++) {
         ((uint16_t *)(void *)a->value)[at + (uint64_t)i] =
             msi_value_at_random(a, keys[2], value[i], at + (uint64_t)i);
     }
@@ -4861,58 +4868,296 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
     return 0;
 }
 
-/* Copies rows [row, row + rows) and cols [col, col + cols) of op(x) for the inner loop, into strips
-   of `width` rows (by_row) or cols, each strip contiguous and padded with zeros. */
-static void msi_gemm_pack(const ms_matrix *x, bool by_row, int64_t row, int64_t rows, int64_t col,
-                          int64_t cols, int64_t width, float *packed) {
-    const int64_t row_stride = x->transposed ? 1 : x->stride;
-    const int64_t col_stride = x->transposed ? x->stride : 1;
-    const int64_t outer = by_row ? rows : cols, depth = by_row ? cols : rows;
-    const int64_t outer_stride = by_row ? row_stride : col_stride;
-    const int64_t depth_stride = by_row ? col_stride : row_stride;
-    const int64_t first = row * row_stride + col * col_stride;
-    for (int64_t strip = 0; strip < outer; strip += width) {
-        const int64_t used = msi_least(outer - strip, width);
-        for (int64_t d = 0; d < depth; d++) {
-            const int64_t at = first + strip * outer_stride + d * depth_stride;
-            if (x->dtype == MS_DTYPE_F32) {
-                const float *data = (const float *)x->data + at;
-                for (int64_t i = 0; i < width; i++) {
-                    *packed++ = i < used ? data[i * outer_stride] : 0.0f;
-                }
+/* How ms_gemm works. Each thread computes blocks of c. For a block, the rows of op(a) and the
+   columns of op(b), both called lines here, are packed for some steps of the depth at a time, so
+   that what is multiplied lies in cache and in the order of its use: in strips of MSI_STRIP lines,
+   the cells of all lines at one step side by side, with zeros for lines and numbers that are
+   missing. A cell is one float; or, where the processor multiplies BF16 itself, a pair of BF16
+   numbers that follow each other in the depth.
+
+   Where the parts of a sum begin depends on the depth alone. So an element of c has the same bits
+   wherever it stands in c, whatever the strides and the alignment, and on any number of threads: a
+   recomputation gives what forward gave. */
+enum {
+    MSI_STRIP = 16,
+    MSI_GEMM_M = 128, // of a block of c
+    MSI_GEMM_N = 128,
+    MSI_GEMM_STEPS = 128, // packed at a time
+    MSI_TILE_M = 8,       // of a tile of c, which is summed in registers
+    MSI_TILE_N = 2 * MSI_STRIP
+};
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define MSI_AVX512 1
+#ifdef __AVX512BF16__
+#define MSI_PAIRS 1 // of BF16 are multiplied by the processor
+#endif
+#endif
+
+/* An operand as packing sees it. */
+typedef struct msi_gemm_lines {
+    const uint8_t *data;
+    ms_dtype dtype;
+    int64_t line_stride, depth_stride; // in elements; one of them is 1
+    bool paired;                       // cells are pairs
+} msi_gemm_lines;
+
+static msi_gemm_lines msi_gemm_lines_of(const ms_matrix *x, bool by_row) {
+    const bool turned = x->transposed == by_row; // lines lie across what is stored
+    msi_gemm_lines lines;
+    lines.data = (const uint8_t *)x->data;
+    lines.dtype = x->dtype;
+    lines.line_stride = turned ? 1 : x->stride;
+    lines.depth_stride = turned ? x->stride : 1;
+#ifdef MSI_PAIRS
+    lines.paired = x->dtype == MS_DTYPE_BF16;
+#else
+    lines.paired = false;
+#endif
+    return lines;
+}
+
+#ifdef MSI_AVX512
+/* MSI_STRIP cells of numbers that follow each other, of which only `count` are there. */
+MSI_WIDE void msi_gemm_read(const void *from, ms_dtype dtype, bool paired, int64_t count,
+                            float *cells) {
+    if (dtype == MS_DTYPE_F32 || paired) {
+        const __mmask32 there =
+            (__mmask32)((1ull << (dtype == MS_DTYPE_F32 ? 2 * count : count)) - 1);
+        _mm512_storeu_si512(cells, _mm512_maskz_loadu_epi16(there, from));
+        return;
+    }
+    const __m256i halves = _mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1), from);
+    if (dtype == MS_DTYPE_F16) {
+        _mm512_storeu_ps(cells, _mm512_cvtph_ps(halves));
+    } else {
+        _mm512_storeu_si512(cells, _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+    }
+}
+
+/* Cells of pairs, of which each array has one half; the second may be NULL, for zeros. */
+MSI_WIDE void msi_gemm_pair(const void *first, const void *second, int64_t count, float *cells) {
+    const __mmask16 there = (__mmask16)((1u << count) - 1);
+    const __mmask16 both = second ? there : 0;
+    const __m256i low = _mm256_maskz_loadu_epi16(there, first);
+    const __m256i high = _mm256_maskz_loadu_epi16(both, second ? second : first);
+    _mm512_storeu_si512(cells, _mm512_or_si512(_mm512_cvtepu16_epi32(low),
+                                               _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16)));
+}
+
+/* Interleaves row i with row i + 8. Done four times this transposes: a cell's row and column are 4
+   bits each, and every time the 8 bits rotate by one. */
+MSI_WIDE void msi_gemm_interleave(const __m512i from[MSI_STRIP], __m512i to[MSI_STRIP]) {
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high =
+        _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
+    for (int i = 0; i < MSI_STRIP / 2; i++) {
+        to[2 * i] = _mm512_permutex2var_epi32(from[i], low, from[i + MSI_STRIP / 2]);
+        to[2 * i + 1] = _mm512_permutex2var_epi32(from[i], high, from[i + MSI_STRIP / 2]);
+    }
+}
+
+static void msi_gemm_transpose(float cells[MSI_STRIP][MSI_STRIP], int64_t steps, float *packed) {
+    __m512i one[MSI_STRIP], other[MSI_STRIP];
+    for (int i = 0; i < MSI_STRIP; i++) {
+        one[i] = _mm512_loadu_si512(cells[i]);
+    }
+    msi_gemm_interleave(one, other);
+    msi_gemm_interleave(other, one);
+    msi_gemm_interleave(one, other);
+    msi_gemm_interleave(other, one);
+    for (int64_t i = 0; i < steps; i++) {
+        _mm512_storeu_si512(packed + i * MSI_STRIP, one[i]);
+    }
+}
+#else
+MSI_WIDE void msi_gemm_read(const void *from, ms_dtype dtype, bool paired, int64_t count,
+                            float *cells) {
+    (void)paired;
+#if defined(__AVX2__) && defined(__F16C__)
+    if (count == MSI_STRIP && dtype == MS_DTYPE_F16) {
+        const uint8_t *halves = (const uint8_t *)from;
+        const __m128i low = _mm_loadu_si128((const __m128i *)(const void *)halves);
+        const __m128i high = _mm_loadu_si128((const __m128i *)(const void *)(halves + 16));
+        _mm256_storeu_ps(cells, _mm256_cvtph_ps(low));
+        _mm256_storeu_ps(cells + 8, _mm256_cvtph_ps(high));
+        return;
+    }
+#endif
+    if (count == MSI_STRIP) {
+        for (uint64_t i = 0; i < MSI_STRIP; i++) {
+            cells[i] = msi_load(from, dtype, i);
+        }
+        return;
+    }
+    for (int64_t i = 0; i < MSI_STRIP; i++) {
+        cells[i] = i < count ? msi_load(from, dtype, (uint64_t)i) : 0.0f;
+    }
+}
+
+static void msi_gemm_transpose(float cells[MSI_STRIP][MSI_STRIP], int64_t steps, float *packed) {
+    for (int64_t i = 0; i < steps; i++) {
+        for (int64_t k = 0; k < MSI_STRIP; k++) {
+            packed[i * MSI_STRIP + k] = cells[k][i];
+        }
+    }
+}
+#endif
+
+/* Packs lines that lie across what is stored: at each step, one after the other as they are read. */
+MSI_WIDE void msi_gemm_pack_across(const msi_gemm_lines *x, ms_dtype dtype, bool paired,
+                                   const uint8_t *from, int64_t lines, int64_t depth,
+                                   float *packed) {
+    const int64_t bytes = dtype == MS_DTYPE_F32 ? 4 : 2, each = paired ? 2 : 1;
+    const int64_t next = x->depth_stride * bytes, steps = (depth + each - 1) / each;
+    for (int64_t d = 0; d < depth; d += each, packed += MSI_STRIP) {
+        const uint8_t *first = from + d * next;
+        for (int64_t i = 0; i < lines; i += MSI_STRIP) {
+            const int64_t count = msi_least(lines - i, MSI_STRIP);
+#ifdef MSI_PAIRS
+            if (paired) {
+                msi_gemm_pair(first + i * bytes, d + 1 < depth ? first + next + i * bytes : NULL,
+                              count, packed + i * steps);
                 continue;
             }
-            for (int64_t i = 0; i < width; i++) {
-                *packed++ = i < used
-                                ? msi_load(x->data, x->dtype, (uint64_t)(at + i * outer_stride))
-                                : 0.0f;
-            }
+#endif
+            msi_gemm_read(first + i * bytes, dtype, false, count, packed + i * steps);
         }
     }
 }
 
-/* sums = a strip of MSI_TILE_M rows times a strip of MSI_TILE_N columns. With one array per row,
-   gcc and clang both keep all sums in vector registers. */
-static void msi_gemm_tile(const float *a, const float *b, int64_t depth,
+/* Packs lines that are stored one by one. */
+MSI_WIDE void msi_gemm_pack_along(const msi_gemm_lines *x, ms_dtype dtype, bool paired,
+                                  const uint8_t *from, int64_t lines, int64_t depth,
+                                  float *packed) {
+    const int64_t bytes = dtype == MS_DTYPE_F32 ? 4 : 2, each = paired ? 2 : 1;
+    const int64_t steps = (depth + each - 1) / each;
+    float cells[MSI_STRIP][MSI_STRIP];
+    for (int64_t strip = 0; strip < lines; strip += MSI_STRIP) {
+        memset(cells, 0, sizeof cells);
+        for (int64_t d = 0; d < depth; d += MSI_STRIP * each) {
+            const int64_t count = msi_least(depth - d, MSI_STRIP * each);
+            for (int64_t i = 0; i < msi_least(lines - strip, MSI_STRIP); i++) {
+                msi_gemm_read(from + ((strip + i) * x->line_stride + d) * bytes, dtype, paired,
+                              count, cells[i]);
+            }
+            msi_gemm_transpose(cells, (count + each - 1) / each,
+                               packed + strip * steps + d / each * MSI_STRIP);
+        }
+    }
+}
+
+MSI_WIDE void msi_gemm_pack_as(const msi_gemm_lines *x, ms_dtype dtype, bool paired,
+                               const uint8_t *from, int64_t lines, int64_t depth, float *packed) {
+    if (x->depth_stride == 1) {
+        msi_gemm_pack_along(x, dtype, paired, from, lines, depth, packed);
+    } else {
+        msi_gemm_pack_across(x, dtype, paired, from, lines, depth, packed);
+    }
+}
+
+/* Packs lines [line, line + lines), in an even number of strips, from number d of the depth on. */
+static void msi_gemm_pack(const msi_gemm_lines *x, int64_t line, int64_t lines, int64_t d,
+                          int64_t depth, float *packed) {
+    const int64_t steps = x->paired ? (depth + 1) / 2 : depth;
+    const int64_t strips = (lines + MSI_STRIP - 1) / MSI_STRIP;
+    const int64_t at = line * x->line_stride + d * x->depth_stride;
+    const uint8_t *from = x->data + at * (x->dtype == MS_DTYPE_F32 ? 4 : 2);
+    if (x->dtype == MS_DTYPE_F32) {
+        msi_gemm_pack_as(x, MS_DTYPE_F32, false, from, lines, depth, packed);
+    } else if (x->dtype == MS_DTYPE_F16) {
+        msi_gemm_pack_as(x, MS_DTYPE_F16, false, from, lines, depth, packed);
+    } else if (x->paired) {
+        msi_gemm_pack_as(x, MS_DTYPE_BF16, true, from, lines, depth, packed);
+    } else {
+        msi_gemm_pack_as(x, MS_DTYPE_BF16, false, from, lines, depth, packed);
+    }
+    if (strips % 2 != 0) {
+        memset(packed + strips * steps * MSI_STRIP, 0,
+               (size_t)(steps * MSI_STRIP) * sizeof *packed);
+    }
+}
+
+#ifdef MSI_AVX512
+MSI_WIDE __m512 msi_gemm_add(__m512 sum, __m512 a, __m512 b, bool paired) {
+#ifdef MSI_PAIRS
+    if (paired) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(a),
+                                (__m512bh)_mm512_castps_si512(b));
+    }
+#endif
+    (void)paired;
+    return _mm512_fmadd_ps(a, b, sum);
+}
+
+/* Named one by one, the sums stay in registers, whatever the compiler does about loops. */
+MSI_WIDE void msi_gemm_tile_of(const float *a, const float *b, int64_t steps, bool paired,
+                               float sums[MSI_TILE_M][MSI_TILE_N]) {
+    const float *right = b + steps * MSI_STRIP;
+#define MSI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define MSI_X(i)    __m512 left##i = _mm512_setzero_ps(), right##i = _mm512_setzero_ps();
+    MSI_ROWS(MSI_X)
+#undef MSI_X
+    for (int64_t d = 0; d < steps * MSI_STRIP; d += MSI_STRIP) {
+        const __m512 b0 = _mm512_loadu_ps(b + d), b1 = _mm512_loadu_ps(right + d);
+#define MSI_X(i)                                                                                   \
+    {                                                                                              \
+        const __m512 cell = _mm512_set1_ps(a[d + i]);                                              \
+        left##i = msi_gemm_add(left##i, cell, b0, paired);                                         \
+        right##i = msi_gemm_add(right##i, cell, b1, paired);                                       \
+    }
+        MSI_ROWS(MSI_X)
+#undef MSI_X
+    }
+#define MSI_X(i)                                                                                   \
+    _mm512_storeu_ps(sums[i], left##i);                                                            \
+    _mm512_storeu_ps(sums[i] + MSI_STRIP, right##i);
+    MSI_ROWS(MSI_X)
+#undef MSI_X
+#undef MSI_ROWS
+}
+
+/* sums = half of the lines of a strip of a times two strips of b. */
+static void msi_gemm_tile(const float *a, const float *b, int64_t steps, bool paired,
                           float sums[MSI_TILE_M][MSI_TILE_N]) {
-    float t0[MSI_TILE_N], t1[MSI_TILE_N], t2[MSI_TILE_N], t3[MSI_TILE_N];
-    for (int j = 0; j < MSI_TILE_N; j++) {
+    if (paired) {
+        msi_gemm_tile_of(a, b, steps, true, sums);
+    } else {
+        msi_gemm_tile_of(a, b, steps, false, sums);
+    }
+}
+#else
+/* With one array per row, gcc and clang both keep all sums in vector registers. */
+static void msi_gemm_quarter(const float *a, const float *b, int64_t steps, float *sums) {
+    float t0[MSI_STRIP], t1[MSI_STRIP], t2[MSI_STRIP], t3[MSI_STRIP];
+    for (int j = 0; j < MSI_STRIP; j++) {
         t0[j] = t1[j] = t2[j] = t3[j] = 0.0f;
     }
-    for (int64_t d = 0; d < depth; d++, a += MSI_TILE_M, b += MSI_TILE_N) {
+    for (int64_t d = 0; d < steps; d++, a += MSI_STRIP, b += MSI_STRIP) {
         const float a0 = a[0], a1 = a[1], a2 = a[2], a3 = a[3];
-        for (int j = 0; j < MSI_TILE_N; j++) {
+        for (int j = 0; j < MSI_STRIP; j++) {
             t0[j] = MSI_FMA(a0, b[j], t0[j]);
             t1[j] = MSI_FMA(a1, b[j], t1[j]);
             t2[j] = MSI_FMA(a2, b[j], t2[j]);
             t3[j] = MSI_FMA(a3, b[j], t3[j]);
         }
     }
-    memcpy(sums[0], t0, sizeof t0);
-    memcpy(sums[1], t1, sizeof t1);
-    memcpy(sums[2], t2, sizeof t2);
-    memcpy(sums[3], t3, sizeof t3);
+    memcpy(sums, t0, sizeof t0);
+    memcpy(sums + MSI_TILE_N, t1, sizeof t1);
+    memcpy(sums + 2 * MSI_TILE_N, t2, sizeof t2);
+    memcpy(sums + 3 * MSI_TILE_N, t3, sizeof t3);
 }
+
+/* sums = half of the lines of a strip of a times two strips of b. */
+static void msi_gemm_tile(const float *a, const float *b, int64_t steps, bool paired,
+                          float sums[MSI_TILE_M][MSI_TILE_N]) {
+    (void)paired;
+    for (int i = 0; i < MSI_TILE_M; i += 4) {
+        msi_gemm_quarter(a + i, b, steps, sums[i]);
+        msi_gemm_quarter(a + i, b + steps * MSI_STRIP, steps, sums[i] + MSI_STRIP);
+    }
+}
+#endif
 
 static void msi_gemm_store(const float sums[MSI_TILE_M][MSI_TILE_N], int64_t rows, int64_t cols,
                            float alpha, float beta, float *c, int64_t stride) {
@@ -4924,21 +5169,25 @@ static void msi_gemm_store(const float sums[MSI_TILE_M][MSI_TILE_N], int64_t row
     }
 }
 
-/* One block of c, which is float. It takes MSI_GEMM_K of the depth of a and b at a time, packed, so
-   that both parts stay in cache. */
+/* A block of c, which is float. */
 static void msi_gemm_block(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                            float *c, int64_t stride, int64_t row, int64_t rows, int64_t col,
                            int64_t cols) {
+    const msi_gemm_lines lines_a = msi_gemm_lines_of(a, true),
+                         lines_b = msi_gemm_lines_of(b, false);
     const int64_t depth = a->transposed ? a->rows : a->cols;
-    float packed_a[MSI_GEMM_M * MSI_GEMM_K], packed_b[MSI_GEMM_N * MSI_GEMM_K];
+    const int64_t most = lines_a.paired ? 2 * MSI_GEMM_STEPS : MSI_GEMM_STEPS;
+    float packed_a[MSI_GEMM_M * MSI_GEMM_STEPS], packed_b[MSI_GEMM_N * MSI_GEMM_STEPS];
     float sums[MSI_TILE_M][MSI_TILE_N];
-    for (int64_t d = 0; d < depth; d += MSI_GEMM_K) {
-        const int64_t part = msi_least(depth - d, MSI_GEMM_K);
-        msi_gemm_pack(a, true, row, rows, d, part, MSI_TILE_M, packed_a);
-        msi_gemm_pack(b, false, d, part, col, cols, MSI_TILE_N, packed_b);
-        for (int64_t i = 0; i < rows; i += MSI_TILE_M) {
-            for (int64_t j = 0; j < cols; j += MSI_TILE_N) {
-                msi_gemm_tile(packed_a + i * part, packed_b + j * part, part, sums);
+    for (int64_t d = 0; d < depth; d += most) {
+        const int64_t part = msi_least(depth - d, most);
+        const int64_t steps = lines_a.paired ? (part + 1) / 2 : part;
+        msi_gemm_pack(&lines_a, row, rows, d, part, packed_a);
+        msi_gemm_pack(&lines_b, col, cols, d, part, packed_b);
+        for (int64_t j = 0; j < cols; j += MSI_TILE_N) {
+            for (int64_t i = 0; i < rows; i += MSI_TILE_M) {
+                msi_gemm_tile(packed_a + i / MSI_STRIP * MSI_STRIP * steps + i % MSI_STRIP,
+                              packed_b + j * steps, steps, lines_a.paired, sums);
                 msi_gemm_store((const float(*)[MSI_TILE_N])sums, msi_least(rows - i, MSI_TILE_M),
                                msi_least(cols - j, MSI_TILE_N), alpha, d == 0 ? beta : 1.0f,
                                c + i * stride + j, stride);
@@ -4953,23 +5202,20 @@ static void msi_gemm_target(float alpha, const ms_matrix *a, const ms_matrix *b,
     float block[MSI_GEMM_M * MSI_GEMM_N];
     const int64_t rows = msi_least(c->rows - row, MSI_GEMM_M);
     const int64_t cols = msi_least(c->cols - col, MSI_GEMM_N);
+    const int64_t first = row * c->stride + col;
     if (c->dtype == MS_DTYPE_F32) {
-        msi_gemm_block(alpha, a, b, beta, (float *)c->data + row * c->stride + col, c->stride, row,
-                       rows, col, cols);
+        msi_gemm_block(alpha, a, b, beta, (float *)c->data + first, c->stride, row, rows, col,
+                       cols);
         return;
     }
     for (int64_t i = 0; i < rows && beta != 0.0f; i++) {
-        for (int64_t j = 0; j < cols; j++) {
-            block[i * MSI_GEMM_N + j] =
-                msi_load(c->data, c->dtype, (uint64_t)((row + i) * c->stride + col + j));
-        }
+        msi_load_floats(c->data, c->dtype, (uint64_t)(first + i * c->stride), (int)cols,
+                        block + i * MSI_GEMM_N);
     }
     msi_gemm_block(alpha, a, b, beta, block, MSI_GEMM_N, row, rows, col, cols);
     for (int64_t i = 0; i < rows; i++) {
-        for (int64_t j = 0; j < cols; j++) {
-            msi_store_as(c->data, c->dtype, (uint64_t)((row + i) * c->stride + col + j),
-                         block[i * MSI_GEMM_N + j]);
-        }
+        msi_store_floats(c->data, c->dtype, (uint64_t)(first + i * c->stride), (int)cols,
+                         block + i * MSI_GEMM_N);
     }
 }
 
@@ -4981,19 +5227,22 @@ static ms_matrix msi_matrix_at(const ms_matrix *x, int64_t index) {
     return one;
 }
 
+/* Blocks that follow each other share the longer operand, which they then find in a cache. */
 static int msi_builtin_gemm(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                             const ms_matrix *c) {
     const int64_t depth = a->transposed ? a->rows : a->cols;
     const int64_t across = (c->cols + MSI_GEMM_N - 1) / MSI_GEMM_N;
-    const int64_t blocks = across * ((c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M);
+    const int64_t down = (c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M;
+    const bool wide = across > down;
     (void)depth; // without OpenMP
-    MSI_PARALLEL_FOR(dynamic, blocks * c->batch_count > 1 && depth > 8)
-    for (int64_t i = 0; i < blocks * c->batch_count; i++) {
-        const int64_t index = i / blocks, block = i % blocks;
+    MSI_PARALLEL_FOR(dynamic, across * down * c->batch_count > 1 && depth > 8)
+    for (int64_t i = 0; i < across * down * c->batch_count; i++) {
+        const int64_t index = i / (across * down), block = i % (across * down);
         const ms_matrix a1 = msi_matrix_at(a, index), b1 = msi_matrix_at(b, index);
         const ms_matrix c1 = msi_matrix_at(c, index);
-        msi_gemm_target(alpha, &a1, &b1, beta, &c1, block / across * MSI_GEMM_M,
-                        block % across * MSI_GEMM_N);
+        msi_gemm_target(alpha, &a1, &b1, beta, &c1,
+                        (wide ? block % down : block / across) * MSI_GEMM_M,
+                        (wide ? block / down : block % across) * MSI_GEMM_N);
     }
     return 0;
 }
