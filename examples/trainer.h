@@ -10,7 +10,7 @@
 
 #include <unistd.h>
 
-enum { MAX_SPACES = 12, BYTE_COUNT = 256, WARMUP_STEPS = 20, CUDA_READ_EVERY = 10 };
+enum { MAX_SPACES = 12, BYTE_COUNT = 256, WARMUP_STEPS = 60, CUDA_READ_EVERY = 10 };
 
 /* Of the blocks of a text, every so many-th is held out: trained on by no run, and evaluated after
    training in the same batches by every run, whatever its seed. */
@@ -585,7 +585,7 @@ static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) 
 
 /* Linear warm-up, then a cosine down to a tenth (Loshchilov and Hutter, "SGDR", 2017, eq. 5). */
 static float learning_rate(const trainer *t, const progress *p) {
-    const double top = t->shape.channels < 512 ? 2e-3 : 3e-4;
+    const double top = t->shape.channels < 512 ? 1e-3 : 3e-4;
     const double warm = p->step < WARMUP_STEPS ? (double)(p->step + 1) / (double)WARMUP_STEPS : 1.0;
     return (float)(top * warm * (0.55 + 0.45 * cos(3.14159265358979 * p->done)));
 }
