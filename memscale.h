@@ -21123,12 +21123,15 @@ static ms_result msi_conclude(ms_model *m, double *loss) {
     return msi_doubt(m, result);
 }
 
-/* Waits for all that is enqueued, and looks at the verdict that a step without a loss has left. */
+/* Waits for all that is enqueued, and looks at the verdict that a step without a loss has left, and
+   at what has become of the loss scale since a loss was read. */
 static ms_result msi_settle_steps(ms_model *m) {
-    const bool pending = m->run.verdict != MSI_VERDICT_NONE;
+    const bool scales = m->run.store->scales, pending = m->run.verdict != MSI_VERDICT_NONE;
     ms_result result = msi_synchronize(m);
-    MSI_THEN(result, pending ? msi_fetch_verdict(m) : MS_RESULT_OK);
-    MSI_THEN(result, pending ? msi_settle_verdict(m) : MS_RESULT_OK);
+    MSI_THEN(result, scales    ? msi_copy_verdict(m)
+                     : pending ? msi_fetch_verdict(m)
+                               : MS_RESULT_OK);
+    MSI_THEN(result, scales || pending ? msi_settle_verdict(m) : MS_RESULT_OK);
     return msi_doubt(m, result);
 }
 
