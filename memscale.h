@@ -4345,11 +4345,6 @@ MSI_WIDE msi_floats msi_wide_choose(msi_lanes where, msi_floats x, msi_floats ot
     return _mm512_mask_blend_ps(where, otherwise, x);
 }
 
-/* 0 where the number is. */
-MSI_WIDE msi_floats msi_wide_or_zero(msi_floats x, msi_ints number) {
-    return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(number, number), x);
-}
-
 MSI_WIDE msi_ints msi_wide_load_bytes(const uint8_t *from) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)from));
 }
@@ -4410,11 +4405,6 @@ MSI_WIDE msi_floats msi_wide_choose(msi_lanes where, msi_floats x, msi_floats ot
     return _mm256_blendv_ps(otherwise, x, _mm256_castsi256_ps(where));
 }
 
-MSI_WIDE msi_floats msi_wide_or_zero(msi_floats x, msi_ints number) {
-    const msi_ints is_zero = _mm256_cmpeq_epi32(number, _mm256_setzero_si256());
-    return _mm256_andnot_ps(_mm256_castsi256_ps(is_zero), x);
-}
-
 MSI_WIDE msi_ints msi_wide_load_bytes(const uint8_t *from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)from));
 }
@@ -4445,12 +4435,33 @@ MSI_WIDE msi_ints msi_wide_iota(void) {
 }
 #endif
 
+/* Vectors are computed four at a time, step by step: where each step of one follows those of the
+   others, processors do not wait for its operands. */
+enum { MSI_STRIP = 4 };
+
+#ifdef __GNUC__
+#define MSI_IN_STRIP(k)                                                                            \
+    _Pragma("GCC unroll 4") for (int k = 0; k < MSI_STRIP; k++)
+#else
+#define MSI_IN_STRIP(k) for (int k = 0; k < MSI_STRIP; k++)
+#endif
+
 MSI_WIDE msi_floats msi_wide_of(float x) {
     return MSI_V(set1_ps)(x);
 }
 
 MSI_WIDE msi_ints msi_wide_of_u32(uint32_t x) {
     return MSI_V(set1_epi32)((int)x);
+}
+
+/* Numbers that are not negative have the order of their bits, and there are more units to compare
+   integers. */
+MSI_WIDE msi_floats msi_wide_smaller(msi_floats a, msi_floats b) {
+    return msi_wide_of_bits(MSI_V(min_epi32)(MSI_V_BITS(castps)(a), MSI_V_BITS(castps)(b)));
+}
+
+MSI_WIDE msi_floats msi_wide_positive(msi_floats x) {
+    return msi_wide_of_bits(MSI_V(max_epi32)(MSI_V_BITS(castps)(x), MSI_V_BITS(setzero)()));
 }
 
 MSI_WIDE msi_ints msi_wide_magnitude_bits(msi_floats x) {
@@ -4485,49 +4496,54 @@ static const msi_rank_rows msi_unsigned_rows = {
      256.0f},
     {3.0f, 7.0f, 15.0f, 31.0f, 63.0f, 127.0f, 255.0f, 256.0f}};
 
-/* As msi_nearest_rank; the whole part of the result counts. What is nearer to 0 has the rank 0 in
-   the rows with a sign, and 1 in the others. */
-MSI_WIDE msi_floats msi_wide_rank(const msi_rank_rows *rows, msi_floats x, msi_floats units) {
-    const msi_floats whole = msi_wide_whole(MSI_V(mul_ps)(x, units));
-    const msi_ints above = MSI_V(subs_epu16)(MSI_V_BITS(castps)(whole),
-                                             msi_wide_of_u32(rows->origin << 16));
-    msi_ints row = MSI_V(srli_epi32)(MSI_V(mulhi_epu16)(above, msi_wide_of_u32(160u << 16)), 16);
-    row = msi_wide_count_reached(row, whole, msi_wide_look_up(msi_wide_table(rows->next), row));
-    const msi_floats rank =
-        MSI_V(fmadd_ps)(whole, msi_wide_look_up(msi_wide_table(rows->slope), row),
-                        msi_wide_look_up(msi_wide_table(rows->intercept), row));
-    return MSI_V(min_ps)(rank, msi_wide_look_up(msi_wide_table(rows->last), row));
-}
-
-/* The rank, with the sign of x. */
-MSI_WIDE msi_ints msi_wide_signed_rank(const float *from, msi_floats units) {
-    const msi_floats x = MSI_V(loadu_ps)(from), minus = msi_wide_of(-0.0f);
-    const msi_floats rank = msi_wide_rank(&msi_signed_rows, MSI_V(andnot_ps)(minus, x), units);
-    return MSI_V(cvttps_epi32)(MSI_V(or_ps)(rank, MSI_V(and_ps)(minus, x)));
-}
-
-MSI_WIDE msi_ints msi_wide_unsigned_rank(const float *from, msi_floats units) {
-    const msi_floats x = MSI_V(max_ps)(MSI_V(loadu_ps)(from), MSI_V(setzero_ps)());
-    return MSI_V(cvttps_epi32)(msi_wide_rank(&msi_unsigned_rows, x, units));
+/* The ranks of four vectors, as of msi_nearest_rank, as float; the whole part counts. What is nearer
+   to 0 has the rank 0 in the rows with a sign, and 1 in the others. */
+MSI_WIDE void msi_wide_ranks(const msi_rank_rows *rows, msi_floats units, msi_floats *x) {
+    const msi_floats next = msi_wide_table(rows->next), slope = msi_wide_table(rows->slope);
+    const msi_floats intercept = msi_wide_table(rows->intercept);
+    const msi_floats last = msi_wide_table(rows->last);
+    const msi_ints origin = msi_wide_of_u32(rows->origin << 16);
+    const msi_ints rows_of_bits = msi_wide_of_u32(160u << 16);
+    msi_ints row[MSI_STRIP];
+    MSI_IN_STRIP(k) {
+        x[k] = msi_wide_whole(MSI_V(mul_ps)(x[k], units));
+    }
+    MSI_IN_STRIP(k) {
+        row[k] = MSI_V(subs_epu16)(MSI_V_BITS(castps)(x[k]), origin);
+        row[k] = MSI_V(srli_epi32)(MSI_V(mulhi_epu16)(row[k], rows_of_bits), 16);
+    }
+    MSI_IN_STRIP(k) {
+        row[k] = msi_wide_count_reached(row[k], x[k], msi_wide_look_up(next, row[k]));
+    }
+    MSI_IN_STRIP(k) {
+        x[k] = MSI_V(fmadd_ps)(x[k], msi_wide_look_up(slope, row[k]),
+                               msi_wide_look_up(intercept, row[k]));
+        x[k] = msi_wide_smaller(x[k], msi_wide_look_up(last, row[k]));
+    }
 }
 
 /* A block of codes. Rank -128, which has no code, becomes -127 as numbers are packed to bytes. */
 MSI_WIDE void msi_wide_encode(const float *from, bool is_signed, float units, uint8_t *codes) {
-    const msi_floats of_scale = msi_wide_of(units);
+    const msi_floats of_scale = msi_wide_of(units), minus = msi_wide_of(-0.0f);
     const msi_ints one = MSI_V(set1_epi16)(1), middle = MSI_V(set1_epi8)((char)-128);
-    for (int i = 0; i < MSI_CODED_BLOCK; i += 4 * MSI_LANES) {
-        msi_ints ranks[4];
-        for (int k = 0; k < 4; k++) {
-            const float *some = from + i + k * MSI_LANES;
-            ranks[k] = is_signed ? msi_wide_signed_rank(some, of_scale)
-                                 : msi_wide_unsigned_rank(some, of_scale);
+    for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_STRIP * MSI_LANES) {
+        msi_floats x[MSI_STRIP], sign[MSI_STRIP];
+        msi_ints rank[MSI_STRIP];
+        MSI_IN_STRIP(k) {
+            x[k] = MSI_V(loadu_ps)(from + i + k * MSI_LANES);
+            sign[k] = MSI_V(and_ps)(minus, x[k]);
+            x[k] = is_signed ? MSI_V(andnot_ps)(minus, x[k])
+                             : msi_wide_positive(x[k]);
         }
-        msi_ints a = MSI_V(packs_epi32)(ranks[0], ranks[1]);
-        msi_ints b = MSI_V(packs_epi32)(ranks[2], ranks[3]);
+        msi_wide_ranks(is_signed ? &msi_signed_rows : &msi_unsigned_rows, of_scale, x);
+        MSI_IN_STRIP(k) {
+            rank[k] = MSI_V(cvttps_epi32)(is_signed ? MSI_V(or_ps)(x[k], sign[k]) : x[k]);
+        }
+        msi_ints a = MSI_V(packs_epi32)(rank[0], rank[1]);
+        msi_ints b = MSI_V(packs_epi32)(rank[2], rank[3]);
         if (is_signed) {
-            a = MSI_V(sub_epi16)(a, one);
-            b = MSI_V(sub_epi16)(b, one);
-            a = MSI_V_BITS(xor)(MSI_V(packs_epi16)(a, b), middle);
+            a = MSI_V(packs_epi16)(MSI_V(sub_epi16)(a, one), MSI_V(sub_epi16)(b, one));
+            a = MSI_V_BITS(xor)(a, middle);
         } else {
             a = MSI_V(packus_epi16)(MSI_V(subs_epu16)(a, one), MSI_V(subs_epu16)(b, one));
         }
@@ -4535,37 +4551,59 @@ MSI_WIDE void msi_wide_encode(const float *from, bool is_signed, float units, ui
     }
 }
 
-/* As msi_units_of_rank, of which tables are indexed by the exponent of the rank, 127 + e. The rows
-   of 128, of the codes with a sign, are where those of 134 would be; the last row of the others is
-   for the ranks 1 and 256, of 0 and 1. */
-typedef struct msi_units_rows {
-    float power[8], less[8];
-} msi_units_rows;
-
-static const msi_units_rows msi_signed_units = {
-    {5.0f, 25.0f, 125.0f, 625.0f, 3125.0f, 15625.0f, 9765.625f, 1.0f},
-    {-46.0f, -110.0f, -238.0f, -494.0f, -1006.0f, -2030.0f, -512.0f, -14.0f}};
-
-static const msi_units_rows msi_unsigned_units = {
-    {5.0f, 25.0f, 125.0f, 625.0f, 3125.0f, 15625.0f, 78125.0f, 43572.9844f},
-    {-46.0f, -110.0f, -238.0f, -494.0f, -1006.0f, -2030.0f, -4078.0f, -36.0f}};
-
-/* The values of codes, of a scale times 1 / MSI_TOP_SIGNED or 1 / MSI_TOP_UNSIGNED. */
-MSI_WIDE msi_floats msi_wide_decode(const uint8_t *codes, bool is_signed, msi_floats unit) {
-    const msi_units_rows *rows = is_signed ? &msi_signed_units : &msi_unsigned_units;
-    const msi_ints number = MSI_V(sub_epi32)(msi_wide_load_bytes(codes),
-                                             MSI_V(set1_epi32)(is_signed ? MSI_SIGNED_ZERO : -1));
-    const msi_floats rank = MSI_V(cvtepi32_ps)(number);
-    const msi_ints e = MSI_V(srli_epi32)(MSI_V_BITS(castps)(rank), 23);
-    const msi_floats power = msi_wide_look_up(msi_wide_table(rows->power), e);
-    msi_floats less = msi_wide_look_up(msi_wide_table(rows->less), e);
-    if (is_signed) {
-        less = MSI_V(xor_ps)(less, MSI_V(and_ps)(rank, msi_wide_of(-0.0f)));
+/* The values of codes, of a scale times 1 / MSI_TOP_SIGNED or 1 / MSI_TOP_UNSIGNED. By the exponent e
+   of twice the rank, the units of a rank are a linear function, which is exact for the codes with a
+   sign. Its last row is for 128, of 1, and the first, for 0 and 1, goes through the origin. */
+MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float unit, msi_floats *x) {
+    static const float slopes[8] = {11.0f,    90.0f,    450.0f,    2250.0f,
+                                    11250.0f, 56250.0f, 281250.0f, 0.0f};
+    static const float intercepts[8] = {0.0f,       -230.0f,     -2750.0f,     -29750.0f,
+                                        -308750.0f, -3143750.0f, -31718750.0f, 4e7f};
+    const msi_floats slope = msi_wide_table(slopes), intercept = msi_wide_table(intercepts);
+    const msi_floats minus = msi_wide_of(-0.0f), of_scale = msi_wide_of(unit);
+    msi_ints e[MSI_STRIP];
+    MSI_IN_STRIP(k) {
+        const msi_ints number = MSI_V(sub_epi32)(msi_wide_load_bytes(codes + k * MSI_LANES),
+                                                 msi_wide_of_u32(MSI_SIGNED_ZERO));
+        x[k] = MSI_V(cvtepi32_ps)(MSI_V(add_epi32)(number, number));
+        e[k] = MSI_V(srli_epi32)(MSI_V_BITS(castps)(x[k]), 23);
     }
-    const msi_floats x =
-        MSI_V(mul_ps)(power, MSI_V(fmadd_ps)(rank, msi_wide_of(36.0f), less)); // exact, and rounded once
-    const msi_floats value = MSI_V(mul_ps)(unit, x);
-    return is_signed ? msi_wide_or_zero(value, number) : value;
+    MSI_IN_STRIP(k) {
+        const msi_floats sign = MSI_V(and_ps)(x[k], minus);
+        x[k] = MSI_V(fmadd_ps)(x[k], msi_wide_look_up(slope, e[k]),
+                               MSI_V(xor_ps)(msi_wide_look_up(intercept, e[k]), sign));
+        x[k] = MSI_V(mul_ps)(of_scale, x[k]);
+    }
+}
+
+/* The same for codes without a sign and the exponent of the rank. The linear function times a power
+   of 5 is rounded as in msi_units_of_rank. The last row is for the ranks 1 and 256, of 0 and 1. */
+MSI_WIDE void msi_wide_decode_unsigned(const uint8_t *codes, float unit, msi_floats *x) {
+    static const float powers[8] = {5.0f,    25.0f,    125.0f,   625.0f,
+                                    3125.0f, 15625.0f, 78125.0f, 43572.9844f};
+    static const float subtracted[8] = {-46.0f,   -110.0f,  -238.0f,  -494.0f,
+                                        -1006.0f, -2030.0f, -4078.0f, -36.0f};
+    const msi_floats power = msi_wide_table(powers), less = msi_wide_table(subtracted);
+    const msi_floats of_scale = msi_wide_of(unit), each = msi_wide_of(36.0f);
+    msi_ints e[MSI_STRIP];
+    MSI_IN_STRIP(k) {
+        const msi_ints code = msi_wide_load_bytes(codes + k * MSI_LANES);
+        x[k] = MSI_V(cvtepi32_ps)(MSI_V(add_epi32)(code, msi_wide_of_u32(1)));
+        e[k] = MSI_V(srli_epi32)(MSI_V_BITS(castps)(x[k]), 23);
+    }
+    MSI_IN_STRIP(k) {
+        x[k] = MSI_V(fmadd_ps)(x[k], each, msi_wide_look_up(less, e[k]));
+        x[k] = MSI_V(mul_ps)(msi_wide_look_up(power, e[k]), x[k]);
+        x[k] = MSI_V(mul_ps)(of_scale, x[k]);
+    }
+}
+
+MSI_WIDE void msi_wide_decode(const uint8_t *codes, bool is_signed, float unit, msi_floats *x) {
+    if (is_signed) {
+        msi_wide_decode_signed(codes, unit, x);
+    } else {
+        msi_wide_decode_unsigned(codes, unit, x);
+    }
 }
 
 /* As msi_bf16_at_random of msi_random, for elements with consecutive numbers that differ in the lower
@@ -4598,35 +4636,43 @@ typedef struct msi_wide_state {
     uint64_t number;
 } msi_wide_state;
 
-MSI_WIDE msi_floats msi_wide_load(const msi_wide_state *s, bool is_signed, int i) {
-    switch (s->format) {
-    case MS_STATE_FORMAT_8BIT:
-        return msi_wide_decode((const uint8_t *)s->stored + i, is_signed, msi_wide_of(s->unit));
-    case MS_STATE_FORMAT_BF16: {
-        const msi_ints halves = msi_wide_load_halves((const uint16_t *)s->stored + i);
-        return msi_wide_of_bits(MSI_V(slli_epi32)(halves, 16));
-    }
-    case MS_STATE_FORMAT_F32:
-    case MS_STATE_FORMAT_COUNT:
-        break;
-    }
-    return MSI_V(loadu_ps)(s->floats + i);
-}
-
-MSI_WIDE void msi_wide_store(msi_wide_state *s, int i, msi_floats x) {
-    if (s->format == MS_STATE_FORMAT_BF16) {
-        msi_wide_store_at_random((uint16_t *)s->stored + i, x, s->key, s->number + (uint64_t)i);
+MSI_WIDE void msi_wide_load(const msi_wide_state *s, bool is_signed, int i, msi_floats *x) {
+    if (s->format == MS_STATE_FORMAT_8BIT) {
+        msi_wide_decode((const uint8_t *)s->stored + i, is_signed, s->unit, x);
         return;
     }
-    MSI_V(storeu_ps)(s->floats + i, x);
-    if (s->format == MS_STATE_FORMAT_8BIT) {
-        s->most = MSI_V(max_epi32)(s->most, msi_wide_magnitude_bits(x));
+    if (s->format == MS_STATE_FORMAT_BF16) {
+        MSI_IN_STRIP(k) {
+            const uint16_t *halves = (const uint16_t *)s->stored + i + k * MSI_LANES;
+            x[k] = msi_wide_of_bits(MSI_V(slli_epi32)(msi_wide_load_halves(halves), 16));
+        }
+        return;
+    }
+    MSI_IN_STRIP(k) {
+        x[k] = MSI_V(loadu_ps)(s->floats + i + k * MSI_LANES);
+    }
+}
+
+MSI_WIDE void msi_wide_store(msi_wide_state *s, int i, const msi_floats *x) {
+    if (s->format == MS_STATE_FORMAT_BF16) {
+        MSI_IN_STRIP(k) {
+            const int at = i + k * MSI_LANES;
+            msi_wide_store_at_random((uint16_t *)s->stored + at, x[k], s->key,
+                                     s->number + (uint64_t)at);
+        }
+        return;
+    }
+    MSI_IN_STRIP(k) {
+        MSI_V(storeu_ps)(s->floats + i + k * MSI_LANES, x[k]);
+        s->most = MSI_V(max_epi32)(s->most, msi_wide_magnitude_bits(x[k]));
     }
 }
 
 /* The factors of an update, one in each lane. */
 typedef struct msi_wide_factors {
-    msi_floats rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon, scale;
+    msi_floats rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
+    msi_floats scale; // of gradients
+    bool scales;      // it is not 1
 } msi_wide_factors;
 
 MSI_WIDE msi_wide_factors msi_widen_factors(const ms_update_factors *f, float scale) {
@@ -4640,45 +4686,77 @@ MSI_WIDE msi_wide_factors msi_widen_factors(const ms_update_factors *f, float sc
     w.scale2 = msi_wide_of(f->scale2);
     w.epsilon = msi_wide_of(f->epsilon);
     w.scale = msi_wide_of(scale);
+    w.scales = msi_bits_of_f32(scale) != 0x3f800000u;
     return w;
 }
 
-/* As msi_adamw_element and msi_sgd_element. */
-MSI_WIDE msi_floats msi_wide_adamw(const msi_wide_factors *f, msi_floats value, msi_floats gradient,
-                                   msi_floats *m, msi_floats *v) {
-    *m = MSI_V(fmadd_ps)(f->rest1, gradient, MSI_V(mul_ps)(f->beta1, *m));
-    *v = MSI_V(fmadd_ps)(MSI_V(mul_ps)(f->rest2, gradient), gradient, MSI_V(mul_ps)(f->beta2, *v));
-    const msi_floats step =
-        MSI_V(div_ps)(*m, MSI_V(fmadd_ps)(MSI_V(sqrt_ps)(*v), f->scale2, f->epsilon));
-    return MSI_V(fmadd_ps)(f->rate, step, MSI_V(mul_ps)(f->decay, value));
+MSI_WIDE msi_lanes msi_wide_changes(msi_floats gradient) {
+    return msi_wide_below(msi_wide_magnitude_bits(gradient), msi_wide_of_u32(MSI_NO_GRADIENT));
 }
 
-MSI_WIDE msi_floats msi_wide_sgd(const msi_wide_factors *f, msi_floats value, msi_floats gradient,
-                                 msi_floats *momentum) {
-    *momentum = MSI_V(fmadd_ps)(f->beta1, *momentum, gradient);
-    return MSI_V(fmadd_ps)(f->rate, MSI_V(fmadd_ps)(f->decay, value, *momentum), value);
+/* As msi_guarded_element. */
+MSI_WIDE void msi_wide_adamw(const msi_wide_factors *f, msi_floats *value,
+                             const msi_floats *gradient, msi_floats *m, msi_floats *v) {
+    msi_floats new_m[MSI_STRIP], new_v[MSI_STRIP], step[MSI_STRIP];
+    MSI_IN_STRIP(k) {
+        new_v[k] = MSI_V(fmadd_ps)(MSI_V(mul_ps)(f->rest2, gradient[k]), gradient[k],
+                                   MSI_V(mul_ps)(f->beta2, v[k]));
+        step[k] = MSI_V(sqrt_ps)(new_v[k]);
+        new_m[k] = MSI_V(fmadd_ps)(f->rest1, gradient[k], MSI_V(mul_ps)(f->beta1, m[k]));
+    }
+    MSI_IN_STRIP(k) {
+        const msi_lanes changes = msi_wide_changes(gradient[k]);
+        step[k] = MSI_V(div_ps)(new_m[k], MSI_V(fmadd_ps)(step[k], f->scale2, f->epsilon));
+        m[k] = msi_wide_choose(changes, new_m[k], m[k]);
+        v[k] = msi_wide_choose(changes, new_v[k], v[k]);
+    }
+    MSI_IN_STRIP(k) {
+        const msi_floats new_value =
+            MSI_V(fmadd_ps)(f->rate, step[k], MSI_V(mul_ps)(f->decay, value[k]));
+        value[k] = msi_wide_choose(msi_wide_changes(gradient[k]), new_value, value[k]);
+    }
+}
+
+MSI_WIDE void msi_wide_sgd(const msi_wide_factors *f, msi_floats *value, const msi_floats *gradient,
+                           msi_floats *momentum) {
+    MSI_IN_STRIP(k) {
+        const msi_lanes changes = msi_wide_changes(gradient[k]);
+        const msi_floats v = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
+        const msi_floats new_value =
+            MSI_V(fmadd_ps)(f->rate, MSI_V(fmadd_ps)(f->decay, value[k], v), value[k]);
+        momentum[k] = msi_wide_choose(changes, v, momentum[k]);
+        value[k] = msi_wide_choose(changes, new_value, value[k]);
+    }
 }
 
 /* Updates a block, except for codes of its new state. */
 MSI_WIDE void msi_wide_update(ms_optimizer_kind kind, const msi_wide_factors *f, float *values,
                               const float *gradients, msi_wide_state *s0, msi_wide_state *s1) {
-    for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_LANES) {
-        const msi_floats value = MSI_V(loadu_ps)(values + i);
-        const msi_floats gradient = MSI_V(mul_ps)(f->scale, MSI_V(loadu_ps)(gradients + i));
-        const msi_lanes changes =
-            msi_wide_below(msi_wide_magnitude_bits(gradient), msi_wide_of_u32(MSI_NO_GRADIENT));
-        const msi_floats old0 = msi_wide_load(s0, true, i);
-        msi_floats new0 = old0, new_value;
+    for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_STRIP * MSI_LANES) {
+        msi_floats value[MSI_STRIP], gradient[MSI_STRIP], first[MSI_STRIP], second[MSI_STRIP];
+        msi_wide_load(s0, true, i, first);
         if (kind == MS_OPTIMIZER_ADAMW) {
-            const msi_floats old1 = msi_wide_load(s1, false, i);
-            msi_floats new1 = old1;
-            new_value = msi_wide_adamw(f, value, gradient, &new0, &new1);
-            msi_wide_store(s1, i, msi_wide_choose(changes, new1, old1));
-        } else {
-            new_value = msi_wide_sgd(f, value, gradient, &new0);
+            msi_wide_load(s1, false, i, second);
         }
-        msi_wide_store(s0, i, msi_wide_choose(changes, new0, old0));
-        MSI_V(storeu_ps)(values + i, msi_wide_choose(changes, new_value, value));
+        MSI_IN_STRIP(k) {
+            value[k] = MSI_V(loadu_ps)(values + i + k * MSI_LANES);
+            gradient[k] = MSI_V(loadu_ps)(gradients + i + k * MSI_LANES);
+        }
+        if (f->scales) {
+            MSI_IN_STRIP(k) {
+                gradient[k] = MSI_V(mul_ps)(f->scale, gradient[k]);
+            }
+        }
+        if (kind == MS_OPTIMIZER_ADAMW) {
+            msi_wide_adamw(f, value, gradient, first, second);
+            msi_wide_store(s1, i, second);
+        } else {
+            msi_wide_sgd(f, value, gradient, first);
+        }
+        msi_wide_store(s0, i, first);
+        MSI_IN_STRIP(k) {
+            MSI_V(storeu_ps)(values + i + k * MSI_LANES, value[k]);
+        }
     }
 }
 #endif
@@ -4852,8 +4930,12 @@ static void msi_decode(const uint8_t *codes, float scale, bool is_signed, int co
     }
 #ifdef MSI_LANES
     if (count == MSI_CODED_BLOCK) {
-        for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_LANES) {
-            MSI_V(storeu_ps)(to + i, msi_wide_decode(codes + i, is_signed, msi_wide_of(unit)));
+        for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_STRIP * MSI_LANES) {
+            msi_floats x[MSI_STRIP];
+            msi_wide_decode(codes + i, is_signed, unit, x);
+            MSI_IN_STRIP(k) {
+                MSI_V(storeu_ps)(to + i + k * MSI_LANES, x[k]);
+            }
         }
         return;
     }
@@ -5061,7 +5143,8 @@ MSI_WIDE void msi_wide_close(const ms_update_args *a, int k, uint64_t at, const 
 
 static void msi_update_wide(const ms_update_args *a, const uint32_t *keys,
                             const msi_update_floats *b) {
-    float floats[2][MSI_CODED_BLOCK];
+    msi_floats waiting[2][MSI_CODED_BLOCK / MSI_LANES]; // aligned, unlike an array of floats
+    float *floats[2] = {(float *)(void *)waiting[0], (float *)(void *)waiting[1]};
     const msi_wide_factors f = msi_widen_factors(a->factors, b->scale);
     msi_wide_state s0 = msi_wide_open(a, 0, keys[0], b->at, floats[0]);
     if (a->kind == MS_OPTIMIZER_ADAMW) {
