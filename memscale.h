@@ -4336,6 +4336,10 @@ MSI_WIDE msi_lanes msi_wide_below(msi_ints a, msi_ints b) {
     return _mm512_cmplt_epi32_mask(a, b);
 }
 
+MSI_WIDE bool msi_wide_any_below(msi_ints a, msi_ints b) {
+    return _mm512_cmplt_epi32_mask(a, b) != 0;
+}
+
 MSI_WIDE msi_ints msi_wide_count_reached(msi_ints count, msi_floats x, msi_floats least) {
     const msi_lanes reached = _mm512_cmp_ps_mask(x, least, _CMP_GE_OQ);
     return _mm512_mask_add_epi32(count, reached, count, _mm512_set1_epi32(1));
@@ -4397,6 +4401,10 @@ MSI_WIDE msi_lanes msi_wide_below(msi_ints a, msi_ints b) {
     return _mm256_cmpgt_epi32(b, a);
 }
 
+MSI_WIDE bool msi_wide_any_below(msi_ints a, msi_ints b) {
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi32(b, a)) != 0;
+}
+
 MSI_WIDE msi_ints msi_wide_count_reached(msi_ints count, msi_floats x, msi_floats least) {
     return _mm256_sub_epi32(count, _mm256_castps_si256(_mm256_cmp_ps(x, least, _CMP_GE_OQ)));
 }
@@ -4435,15 +4443,14 @@ MSI_WIDE msi_ints msi_wide_iota(void) {
 }
 #endif
 
-/* Vectors are computed four at a time, step by step: where each step of one follows those of the
-   others, processors do not wait for its operands. */
-enum { MSI_STRIP = 4 };
+/* Several vectors are computed side by side, each step for all of them before the next step, so that
+   processors seldom wait for operands. */
+enum { MSI_STRIP = 4, MSI_CODED_STRIP = 8 };
 
 #ifdef __GNUC__
-#define MSI_IN_STRIP(k)                                                                            \
-    _Pragma("GCC unroll 4") for (int k = 0; k < MSI_STRIP; k++)
+#define MSI_UNROLLED(k, count) _Pragma("GCC unroll 8") for (int k = 0; k < (count); k++)
 #else
-#define MSI_IN_STRIP(k) for (int k = 0; k < MSI_STRIP; k++)
+#define MSI_UNROLLED(k, count) for (int k = 0; k < (count); k++)
 #endif
 
 MSI_WIDE msi_floats msi_wide_of(float x) {
@@ -4468,86 +4475,96 @@ MSI_WIDE msi_ints msi_wide_magnitude_bits(msi_floats x) {
     return MSI_V_BITS(castps)(MSI_V(andnot_ps)(msi_wide_of(-0.0f), x));
 }
 
-/* How numbers of units become ranks. A row is for the ranks of a decade, the first row for all below
-   the second, and the last row for 1. With whole numbers of units, which are exact as float, a rank
-   is the whole part of a linear function, at most the last of its row. As the function is rounded,
-   this is not evident: test_state.c checks the numbers on both sides of each middle, for which the
-   intercepts of 56.9 and 113.8 are by one bit less than the nearest to the exact ones. */
+/* How numbers of units become ranks. Each row of the tables is for one decade; the first row is for
+   all below the second, and the last for 1. Of a whole number of units, the rank is the whole part of
+   slope * units + intercept, but at most the last rank of the row. That the rounding of this function
+   never matters was found by trying all middles between ranks, and test_state.c tries them again; to
+   that end, the intercepts of 56.9 and 113.8 are one bit below the floats that are nearest to them. */
 typedef struct msi_rank_rows {
-    uint32_t origin; // a product with the upper half of the bits above it gives the row, or one less
-    float next[8];   // the least number of units of the next row
+    uint32_t
+        origin; // subtracted from the upper half of a float, which then is proportional to the row
+    float next[8]; // the least number of units of the next row
     float slope[8], intercept[8], last[8];
 } msi_rank_rows;
 
 static const msi_rank_rows msi_signed_rows = {
     16832,
     {76.0f, 580.0f, 4900.0f, 44500.0f, 422500.0f, 4112500.0f, 39859376.0f, FLT_MAX},
-    {9.09090936e-2f, 5.55555569e-3f, 1.11111114e-3f, 2.22222225e-4f, 4.44444449e-5f,
-     8.88888917e-6f, 1.77777781e-6f, 0.0f},
+    {9.09090936e-2f, 5.55555569e-3f, 1.11111114e-3f, 2.22222225e-4f, 4.44444449e-5f, 8.88888917e-6f,
+     1.77777781e-6f, 0.0f},
     {0.0f, 1.77777779f, 3.55555558f, 7.11111116f, 14.2222223f, 28.4444447f, 56.8888855f, 128.0f},
     {1.0f, 3.0f, 7.0f, 15.0f, 31.0f, 63.0f, 127.0f, 128.0f}};
 
 static const msi_rank_rows msi_unsigned_rows = {
     17216,
     {580.0f, 4900.0f, 44500.0f, 422500.0f, 4112500.0f, 40562500.0f, 399296896.0f, FLT_MAX},
-    {6.45161280e-3f, 1.11111114e-3f, 2.22222225e-4f, 4.44444449e-5f, 8.88888917e-6f,
-     1.77777781e-6f, 3.55555557e-7f, 0.0f},
+    {6.45161280e-3f, 1.11111114e-3f, 2.22222225e-4f, 4.44444449e-5f, 8.88888917e-6f, 1.77777781e-6f,
+     3.55555557e-7f, 0.0f},
     {1.58064520f, 3.55555558f, 7.11111116f, 14.2222223f, 28.4444447f, 56.8888855f, 113.777771f,
      256.0f},
     {3.0f, 7.0f, 15.0f, 31.0f, 63.0f, 127.0f, 255.0f, 256.0f}};
 
-/* The ranks of four vectors, as of msi_nearest_rank, as float; the whole part counts. What is nearer
-   to 0 has the rank 0 in the rows with a sign, and 1 in the others. */
+/* As msi_nearest_rank, of a strip of numbers of units that are not negative; the whole parts of the
+   results count. What is nearer to 0 than to any other has the rank 0 with a sign, and 1 without. The
+   bits of a float are nearly linear in its logarithm: they give the row, or the one below it. */
 MSI_WIDE void msi_wide_ranks(const msi_rank_rows *rows, msi_floats units, msi_floats *x) {
-    const msi_floats next = msi_wide_table(rows->next), slope = msi_wide_table(rows->slope);
+    const msi_floats next = msi_wide_table(rows->next);
+    const msi_floats slope = msi_wide_table(rows->slope);
     const msi_floats intercept = msi_wide_table(rows->intercept);
     const msi_floats last = msi_wide_table(rows->last);
     const msi_ints origin = msi_wide_of_u32(rows->origin << 16);
     const msi_ints rows_of_bits = msi_wide_of_u32(160u << 16);
-    msi_ints row[MSI_STRIP];
-    MSI_IN_STRIP(k) {
+    msi_ints row[MSI_CODED_STRIP];
+    MSI_UNROLLED(k, MSI_CODED_STRIP) {
         x[k] = msi_wide_whole(MSI_V(mul_ps)(x[k], units));
     }
-    MSI_IN_STRIP(k) {
+    MSI_UNROLLED(k, MSI_CODED_STRIP) {
         row[k] = MSI_V(subs_epu16)(MSI_V_BITS(castps)(x[k]), origin);
         row[k] = MSI_V(srli_epi32)(MSI_V(mulhi_epu16)(row[k], rows_of_bits), 16);
     }
-    MSI_IN_STRIP(k) {
+    MSI_UNROLLED(k, MSI_CODED_STRIP) {
         row[k] = msi_wide_count_reached(row[k], x[k], msi_wide_look_up(next, row[k]));
     }
-    MSI_IN_STRIP(k) {
+    MSI_UNROLLED(k, MSI_CODED_STRIP) {
         x[k] = MSI_V(fmadd_ps)(x[k], msi_wide_look_up(slope, row[k]),
                                msi_wide_look_up(intercept, row[k]));
         x[k] = msi_wide_smaller(x[k], msi_wide_look_up(last, row[k]));
     }
 }
 
-/* A block of codes. Rank -128, which has no code, becomes -127 as numbers are packed to bytes. */
+/* Packs the ranks of four vectors to codes. With saturation, -128, which has no code, becomes -127. */
+MSI_WIDE void msi_wide_pack_codes(const msi_ints *rank, bool is_signed, uint8_t *codes) {
+    const msi_ints one = MSI_V(set1_epi16)(1), middle = MSI_V(set1_epi8)((char)-128);
+    const msi_ints a = MSI_V(packs_epi32)(rank[0], rank[1]);
+    const msi_ints b = MSI_V(packs_epi32)(rank[2], rank[3]);
+    if (is_signed) {
+        const msi_ints bytes =
+            MSI_V(packs_epi16)(MSI_V(sub_epi16)(a, one), MSI_V(sub_epi16)(b, one));
+        msi_wide_store_packed(codes, MSI_V_BITS(xor)(bytes, middle));
+    } else {
+        msi_wide_store_packed(
+            codes, MSI_V(packus_epi16)(MSI_V(subs_epu16)(a, one), MSI_V(subs_epu16)(b, one)));
+    }
+}
+
+/* The codes of a block, as of msi_signed_code or msi_unsigned_code. */
 MSI_WIDE void msi_wide_encode(const float *from, bool is_signed, float units, uint8_t *codes) {
     const msi_floats of_scale = msi_wide_of(units), minus = msi_wide_of(-0.0f);
-    const msi_ints one = MSI_V(set1_epi16)(1), middle = MSI_V(set1_epi8)((char)-128);
-    for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_STRIP * MSI_LANES) {
-        msi_floats x[MSI_STRIP], sign[MSI_STRIP];
-        msi_ints rank[MSI_STRIP];
-        MSI_IN_STRIP(k) {
+    for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_CODED_STRIP * MSI_LANES) {
+        msi_floats x[MSI_CODED_STRIP], sign[MSI_CODED_STRIP];
+        msi_ints rank[MSI_CODED_STRIP];
+        MSI_UNROLLED(k, MSI_CODED_STRIP) {
             x[k] = MSI_V(loadu_ps)(from + i + k * MSI_LANES);
             sign[k] = MSI_V(and_ps)(minus, x[k]);
-            x[k] = is_signed ? MSI_V(andnot_ps)(minus, x[k])
-                             : msi_wide_positive(x[k]);
+            x[k] = is_signed ? MSI_V(andnot_ps)(minus, x[k]) : msi_wide_positive(x[k]);
         }
         msi_wide_ranks(is_signed ? &msi_signed_rows : &msi_unsigned_rows, of_scale, x);
-        MSI_IN_STRIP(k) {
+        MSI_UNROLLED(k, MSI_CODED_STRIP) {
             rank[k] = MSI_V(cvttps_epi32)(is_signed ? MSI_V(or_ps)(x[k], sign[k]) : x[k]);
         }
-        msi_ints a = MSI_V(packs_epi32)(rank[0], rank[1]);
-        msi_ints b = MSI_V(packs_epi32)(rank[2], rank[3]);
-        if (is_signed) {
-            a = MSI_V(packs_epi16)(MSI_V(sub_epi16)(a, one), MSI_V(sub_epi16)(b, one));
-            a = MSI_V_BITS(xor)(a, middle);
-        } else {
-            a = MSI_V(packus_epi16)(MSI_V(subs_epu16)(a, one), MSI_V(subs_epu16)(b, one));
+        for (int k = 0; k < MSI_CODED_STRIP; k += 4) {
+            msi_wide_pack_codes(rank + k, is_signed, codes + i + k * MSI_LANES);
         }
-        msi_wide_store_packed(codes + i, a);
     }
 }
 
@@ -4562,13 +4579,13 @@ MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float unit, msi_float
     const msi_floats slope = msi_wide_table(slopes), intercept = msi_wide_table(intercepts);
     const msi_floats minus = msi_wide_of(-0.0f), of_scale = msi_wide_of(unit);
     msi_ints e[MSI_STRIP];
-    MSI_IN_STRIP(k) {
+    MSI_UNROLLED(k, MSI_STRIP) {
         const msi_ints number = MSI_V(sub_epi32)(msi_wide_load_bytes(codes + k * MSI_LANES),
                                                  msi_wide_of_u32(MSI_SIGNED_ZERO));
         x[k] = MSI_V(cvtepi32_ps)(MSI_V(add_epi32)(number, number));
         e[k] = MSI_V(srli_epi32)(MSI_V_BITS(castps)(x[k]), 23);
     }
-    MSI_IN_STRIP(k) {
+    MSI_UNROLLED(k, MSI_STRIP) {
         const msi_floats sign = MSI_V(and_ps)(x[k], minus);
         x[k] = MSI_V(fmadd_ps)(x[k], msi_wide_look_up(slope, e[k]),
                                MSI_V(xor_ps)(msi_wide_look_up(intercept, e[k]), sign));
@@ -4586,12 +4603,12 @@ MSI_WIDE void msi_wide_decode_unsigned(const uint8_t *codes, float unit, msi_flo
     const msi_floats power = msi_wide_table(powers), less = msi_wide_table(subtracted);
     const msi_floats of_scale = msi_wide_of(unit), each = msi_wide_of(36.0f);
     msi_ints e[MSI_STRIP];
-    MSI_IN_STRIP(k) {
+    MSI_UNROLLED(k, MSI_STRIP) {
         const msi_ints code = msi_wide_load_bytes(codes + k * MSI_LANES);
         x[k] = MSI_V(cvtepi32_ps)(MSI_V(add_epi32)(code, msi_wide_of_u32(1)));
         e[k] = MSI_V(srli_epi32)(MSI_V_BITS(castps)(x[k]), 23);
     }
-    MSI_IN_STRIP(k) {
+    MSI_UNROLLED(k, MSI_STRIP) {
         x[k] = MSI_V(fmadd_ps)(x[k], each, msi_wide_look_up(less, e[k]));
         x[k] = MSI_V(mul_ps)(msi_wide_look_up(power, e[k]), x[k]);
         x[k] = MSI_V(mul_ps)(of_scale, x[k]);
@@ -4642,27 +4659,27 @@ MSI_WIDE void msi_wide_load(const msi_wide_state *s, bool is_signed, int i, msi_
         return;
     }
     if (s->format == MS_STATE_FORMAT_BF16) {
-        MSI_IN_STRIP(k) {
+        MSI_UNROLLED(k, MSI_STRIP) {
             const uint16_t *halves = (const uint16_t *)s->stored + i + k * MSI_LANES;
             x[k] = msi_wide_of_bits(MSI_V(slli_epi32)(msi_wide_load_halves(halves), 16));
         }
         return;
     }
-    MSI_IN_STRIP(k) {
+    MSI_UNROLLED(k, MSI_STRIP) {
         x[k] = MSI_V(loadu_ps)(s->floats + i + k * MSI_LANES);
     }
 }
 
 MSI_WIDE void msi_wide_store(msi_wide_state *s, int i, const msi_floats *x) {
     if (s->format == MS_STATE_FORMAT_BF16) {
-        MSI_IN_STRIP(k) {
+        MSI_UNROLLED(k, MSI_STRIP) {
             const int at = i + k * MSI_LANES;
             msi_wide_store_at_random((uint16_t *)s->stored + at, x[k], s->key,
                                      s->number + (uint64_t)at);
         }
         return;
     }
-    MSI_IN_STRIP(k) {
+    MSI_UNROLLED(k, MSI_STRIP) {
         MSI_V(storeu_ps)(s->floats + i + k * MSI_LANES, x[k]);
         s->most = MSI_V(max_epi32)(s->most, msi_wide_magnitude_bits(x[k]));
     }
@@ -4690,72 +4707,91 @@ MSI_WIDE msi_wide_factors msi_widen_factors(const ms_update_factors *f, float sc
     return w;
 }
 
-MSI_WIDE msi_lanes msi_wide_changes(msi_floats gradient) {
-    return msi_wide_below(msi_wide_magnitude_bits(gradient), msi_wide_of_u32(MSI_NO_GRADIENT));
+/* Whether a gradient of the strip changes nothing, which is rare. */
+MSI_WIDE bool msi_wide_any_kept(const msi_floats *gradient) {
+    msi_ints most = MSI_V_BITS(setzero)();
+    MSI_UNROLLED(k, MSI_STRIP) {
+        most = MSI_V(max_epi32)(most, msi_wide_magnitude_bits(gradient[k]));
+    }
+    return msi_wide_any_below(msi_wide_of_u32(MSI_NO_GRADIENT - 1), most);
 }
 
-/* As msi_guarded_element. */
-MSI_WIDE void msi_wide_adamw(const msi_wide_factors *f, msi_floats *value,
-                             const msi_floats *gradient, msi_floats *m, msi_floats *v) {
-    msi_floats new_m[MSI_STRIP], new_v[MSI_STRIP], step[MSI_STRIP];
-    MSI_IN_STRIP(k) {
-        new_v[k] = MSI_V(fmadd_ps)(MSI_V(mul_ps)(f->rest2, gradient[k]), gradient[k],
-                                   MSI_V(mul_ps)(f->beta2, v[k]));
-        step[k] = MSI_V(sqrt_ps)(new_v[k]);
-        new_m[k] = MSI_V(fmadd_ps)(f->rest1, gradient[k], MSI_V(mul_ps)(f->beta1, m[k]));
-    }
-    MSI_IN_STRIP(k) {
-        const msi_lanes changes = msi_wide_changes(gradient[k]);
-        step[k] = MSI_V(div_ps)(new_m[k], MSI_V(fmadd_ps)(step[k], f->scale2, f->epsilon));
-        m[k] = msi_wide_choose(changes, new_m[k], m[k]);
-        v[k] = msi_wide_choose(changes, new_v[k], v[k]);
-    }
-    MSI_IN_STRIP(k) {
-        const msi_floats new_value =
-            MSI_V(fmadd_ps)(f->rate, step[k], MSI_V(mul_ps)(f->decay, value[k]));
-        value[k] = msi_wide_choose(msi_wide_changes(gradient[k]), new_value, value[k]);
+/* x where the gradient changes something, otherwise what it was. */
+MSI_WIDE void msi_wide_keep(const msi_floats *gradient, const msi_floats *old, msi_floats *x) {
+    MSI_UNROLLED(k, MSI_STRIP) {
+        const msi_lanes changes =
+            msi_wide_below(msi_wide_magnitude_bits(gradient[k]), msi_wide_of_u32(MSI_NO_GRADIENT));
+        x[k] = msi_wide_choose(changes, x[k], old[k]);
     }
 }
 
-MSI_WIDE void msi_wide_sgd(const msi_wide_factors *f, msi_floats *value, const msi_floats *gradient,
+/* As msi_adamw_element and msi_sgd_element. */
+MSI_WIDE void msi_wide_adamw(const msi_wide_factors *f, const msi_floats *gradient,
+                             msi_floats *value, msi_floats *m, msi_floats *v) {
+    msi_floats step[MSI_STRIP];
+    MSI_UNROLLED(k, MSI_STRIP) {
+        v[k] = MSI_V(fmadd_ps)(MSI_V(mul_ps)(f->rest2, gradient[k]), gradient[k],
+                               MSI_V(mul_ps)(f->beta2, v[k]));
+        step[k] = MSI_V(sqrt_ps)(v[k]);
+        m[k] = MSI_V(fmadd_ps)(f->rest1, gradient[k], MSI_V(mul_ps)(f->beta1, m[k]));
+    }
+    MSI_UNROLLED(k, MSI_STRIP) {
+        step[k] = MSI_V(div_ps)(m[k], MSI_V(fmadd_ps)(step[k], f->scale2, f->epsilon));
+    }
+    MSI_UNROLLED(k, MSI_STRIP) {
+        value[k] = MSI_V(fmadd_ps)(f->rate, step[k], MSI_V(mul_ps)(f->decay, value[k]));
+    }
+}
+
+MSI_WIDE void msi_wide_sgd(const msi_wide_factors *f, const msi_floats *gradient, msi_floats *value,
                            msi_floats *momentum) {
-    MSI_IN_STRIP(k) {
-        const msi_lanes changes = msi_wide_changes(gradient[k]);
-        const msi_floats v = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
-        const msi_floats new_value =
-            MSI_V(fmadd_ps)(f->rate, MSI_V(fmadd_ps)(f->decay, value[k], v), value[k]);
-        momentum[k] = msi_wide_choose(changes, v, momentum[k]);
-        value[k] = msi_wide_choose(changes, new_value, value[k]);
+    MSI_UNROLLED(k, MSI_STRIP) {
+        momentum[k] = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
+        value[k] =
+            MSI_V(fmadd_ps)(f->rate, MSI_V(fmadd_ps)(f->decay, value[k], momentum[k]), value[k]);
     }
 }
 
-/* Updates a block, except for codes of its new state. */
+/* As msi_guarded_element, of a block; codes of its new state are still to be stored. */
 MSI_WIDE void msi_wide_update(ms_optimizer_kind kind, const msi_wide_factors *f, float *values,
                               const float *gradients, msi_wide_state *s0, msi_wide_state *s1) {
+    const bool has_second = kind == MS_OPTIMIZER_ADAMW;
     for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_STRIP * MSI_LANES) {
-        msi_floats value[MSI_STRIP], gradient[MSI_STRIP], first[MSI_STRIP], second[MSI_STRIP];
-        msi_wide_load(s0, true, i, first);
-        if (kind == MS_OPTIMIZER_ADAMW) {
-            msi_wide_load(s1, false, i, second);
+        msi_floats gradient[MSI_STRIP], old[3][MSI_STRIP], x[3][MSI_STRIP]; // value and state
+        msi_wide_load(s0, true, i, old[1]);
+        if (has_second) {
+            msi_wide_load(s1, false, i, old[2]);
         }
-        MSI_IN_STRIP(k) {
-            value[k] = MSI_V(loadu_ps)(values + i + k * MSI_LANES);
+        MSI_UNROLLED(k, MSI_STRIP) {
+            old[0][k] = MSI_V(loadu_ps)(values + i + k * MSI_LANES);
             gradient[k] = MSI_V(loadu_ps)(gradients + i + k * MSI_LANES);
         }
         if (f->scales) {
-            MSI_IN_STRIP(k) {
+            MSI_UNROLLED(k, MSI_STRIP) {
                 gradient[k] = MSI_V(mul_ps)(f->scale, gradient[k]);
             }
         }
-        if (kind == MS_OPTIMIZER_ADAMW) {
-            msi_wide_adamw(f, value, gradient, first, second);
-            msi_wide_store(s1, i, second);
-        } else {
-            msi_wide_sgd(f, value, gradient, first);
+        MSI_UNROLLED(k, MSI_STRIP) {
+            x[0][k] = old[0][k];
+            x[1][k] = old[1][k];
+            x[2][k] = has_second ? old[2][k] : old[1][k];
         }
-        msi_wide_store(s0, i, first);
-        MSI_IN_STRIP(k) {
-            MSI_V(storeu_ps)(values + i + k * MSI_LANES, value[k]);
+        if (has_second) {
+            msi_wide_adamw(f, gradient, x[0], x[1], x[2]);
+        } else {
+            msi_wide_sgd(f, gradient, x[0], x[1]);
+        }
+        if (msi_wide_any_kept(gradient)) {
+            for (int j = 0; j < 2 + has_second; j++) {
+                msi_wide_keep(gradient, old[j], x[j]);
+            }
+        }
+        if (has_second) {
+            msi_wide_store(s1, i, x[2]);
+        }
+        msi_wide_store(s0, i, x[1]);
+        MSI_UNROLLED(k, MSI_STRIP) {
+            MSI_V(storeu_ps)(values + i + k * MSI_LANES, x[0][k]);
         }
     }
 }
@@ -4933,7 +4969,7 @@ static void msi_decode(const uint8_t *codes, float scale, bool is_signed, int co
         for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_STRIP * MSI_LANES) {
             msi_floats x[MSI_STRIP];
             msi_wide_decode(codes + i, is_signed, unit, x);
-            MSI_IN_STRIP(k) {
+            MSI_UNROLLED(k, MSI_STRIP) {
                 MSI_V(storeu_ps)(to + i + k * MSI_LANES, x[k]);
             }
         }
@@ -5065,6 +5101,8 @@ static void msi_store_floats(void *to, ms_dtype dtype, uint64_t at, int count, c
                   (uint64_t)count, false);
 }
 
+typedef struct msi_wide_waiting msi_wide_waiting; // of wide updates only
+
 /* A block whose params and gradients are F32: what they are, or converted. */
 typedef struct msi_update_floats {
     uint64_t at; // of the param
@@ -5131,41 +5169,53 @@ MSI_WIDE msi_wide_state msi_wide_open(const ms_update_args *a, int k, uint32_t k
     return s;
 }
 
-/* Stores codes, now that the largest magnitude is known. */
-MSI_WIDE void msi_wide_close(const ms_update_args *a, int k, uint64_t at, const msi_wide_state *s) {
-    if (s->format == MS_STATE_FORMAT_8BIT) {
-        const float scale =
-            msi_encode_up_to(msi_wide_largest(s->most), s->floats, msi_state_is_signed(a->kind, k),
-                             MSI_CODED_BLOCK, (uint8_t *)s->stored);
-        memcpy((uint8_t *)a->state[k] + msi_scale_at(at, a->count), &scale, sizeof scale);
+/* New state of a block that is still to be stored in codes. The next block is updated first: then
+   the scales are known when they are needed. */
+struct msi_wide_waiting {
+    msi_floats floats[2][MSI_CODED_BLOCK / MSI_LANES];
+    uint32_t most[2]; // the bits of the largest magnitudes
+    uint64_t at;
+    bool waits;
+};
+
+static void msi_wide_close(const ms_update_args *a, msi_wide_waiting *w) {
+    for (int k = 0; k < 2 && w->waits; k++) {
+        if (a->state[k] && a->state_format[k] == MS_STATE_FORMAT_8BIT) {
+            uint8_t *bytes = (uint8_t *)(void *)a->state[k];
+            const float scale = msi_encode_up_to(
+                w->most[k], (const float *)(const void *)w->floats[k],
+                msi_state_is_signed(a->kind, k), MSI_CODED_BLOCK, bytes + msi_codes_at(w->at));
+            memcpy(bytes + msi_scale_at(w->at, a->count), &scale, sizeof scale);
+        }
     }
+    w->waits = false;
 }
 
 static void msi_update_wide(const ms_update_args *a, const uint32_t *keys,
-                            const msi_update_floats *b) {
-    msi_floats waiting[2][MSI_CODED_BLOCK / MSI_LANES]; // aligned, unlike an array of floats
-    float *floats[2] = {(float *)(void *)waiting[0], (float *)(void *)waiting[1]};
+                            const msi_update_floats *b, msi_wide_waiting *w) {
     const msi_wide_factors f = msi_widen_factors(a->factors, b->scale);
-    msi_wide_state s0 = msi_wide_open(a, 0, keys[0], b->at, floats[0]);
+    msi_wide_state s0 = msi_wide_open(a, 0, keys[0], b->at, (float *)(void *)w->floats[0]);
     if (a->kind == MS_OPTIMIZER_ADAMW) {
-        msi_wide_state s1 = msi_wide_open(a, 1, keys[1], b->at, floats[1]);
+        msi_wide_state s1 = msi_wide_open(a, 1, keys[1], b->at, (float *)(void *)w->floats[1]);
         if (s0.format == MS_STATE_FORMAT_8BIT && s1.format == MS_STATE_FORMAT_8BIT) {
-            s0.format = s1.format = MS_STATE_FORMAT_8BIT;
+            s0.format = s1.format = MS_STATE_FORMAT_8BIT; // compiled without the other formats
             msi_wide_update(MS_OPTIMIZER_ADAMW, &f, b->value, b->gradient, &s0, &s1);
         } else {
             msi_wide_update(MS_OPTIMIZER_ADAMW, &f, b->value, b->gradient, &s0, &s1);
         }
-        msi_wide_close(a, 1, b->at, &s1);
+        w->most[1] = msi_wide_largest(s1.most);
     } else {
         msi_wide_update(MS_OPTIMIZER_SGD, &f, b->value, b->gradient, &s0, NULL);
     }
-    msi_wide_close(a, 0, b->at, &s0);
+    w->most[0] = msi_wide_largest(s0.most);
+    w->at = b->at;
+    w->waits = true;
 }
 #endif
 
 /* The update of the block at element `at`, of which not all is F32. */
 static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int states, float scale,
-                             uint64_t at) {
+                             uint64_t at, msi_wide_waiting *waiting) {
     float value[MSI_CODED_BLOCK], gradient[MSI_CODED_BLOCK];
     float *whole = a->master ? a->master : a->value_dtype == MS_DTYPE_F32 ? a->value : NULL;
     msi_update_floats b;
@@ -5183,11 +5233,12 @@ static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int 
 #ifdef MSI_LANES
     const bool carries = (uint32_t)(a->begin + at) > UINT32_MAX - MSI_CODED_BLOCK;
     if (b.count == MSI_CODED_BLOCK && !carries && states == (a->kind == MS_OPTIMIZER_ADAMW) + 1) {
-        msi_update_wide(a, keys, &b);
+        msi_update_wide(a, keys, &b, waiting);
     } else {
         msi_update_any(a, keys, states, &b);
     }
 #else
+    (void)waiting;
     msi_update_any(a, keys, states, &b);
 #endif
     if (a->master) {
@@ -5197,6 +5248,26 @@ static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int 
         ((uint16_t *)(void *)a->value)[at + (uint64_t)i] =
             msi_value_at_random(a, keys[2], value[i], at + (uint64_t)i);
     }
+}
+
+/* The same for a group of blocks. */
+static void msi_update_group(const ms_update_args *a, const uint32_t *keys, int states, float scale,
+                             uint64_t at) {
+    const uint64_t end = msi_smaller(a->count, at + MSI_CODED_GROUP);
+#ifdef MSI_LANES
+    msi_wide_waiting waiting[2];
+    waiting[0].waits = waiting[1].waits = false;
+    int n = 0;
+    for (; at < end; at += MSI_CODED_BLOCK, n = 1 - n) {
+        msi_update_block(a, keys, states, scale, at, &waiting[n]);
+        msi_wide_close(a, &waiting[1 - n]);
+    }
+    msi_wide_close(a, &waiting[1 - n]);
+#else
+    for (; at < end; at += MSI_CODED_BLOCK) {
+        msi_update_block(a, keys, states, scale, at, NULL);
+    }
+#endif
 }
 
 static int msi_cpu_update(void *user, const ms_update_args *args) {
@@ -5211,8 +5282,8 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
         const uint32_t keys[3] = {msi_state_key(args, 0), msi_state_key(args, 1),
                                   msi_state_key(args, MS_LIMIT_OPTIMIZER_STATE)};
         MSI_PARALLEL_FOR(static, count > 16384)
-        for (int64_t i = 0; i < count; i += MSI_CODED_BLOCK) {
-            msi_update_block(args, keys, state1 ? 2 : state0 ? 1 : 0, scale, (uint64_t)i);
+        for (int64_t i = 0; i < count; i += MSI_CODED_GROUP) {
+            msi_update_group(args, keys, state1 ? 2 : state0 ? 1 : 0, scale, (uint64_t)i);
         }
         return 0;
     }
