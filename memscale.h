@@ -4457,6 +4457,14 @@ MSI_WIDE msi_floats msi_wide_of(float x) {
     return MSI_V(set1_ps)(x);
 }
 
+/* With -ffast-math, clang would multiply the factors of a product in another order. */
+MSI_WIDE msi_floats msi_wide_rounded(msi_floats x) {
+#if defined(__FAST_MATH__) && defined(__GNUC__)
+    __asm__("" : "+v"(x));
+#endif
+    return x;
+}
+
 MSI_WIDE msi_ints msi_wide_of_u32(uint32_t x) {
     return MSI_V(set1_epi32)((int)x);
 }
@@ -4589,7 +4597,7 @@ MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float unit, msi_float
         const msi_floats sign = MSI_V(and_ps)(x[k], minus);
         x[k] = MSI_V(fmadd_ps)(x[k], msi_wide_look_up(slope, e[k]),
                                MSI_V(xor_ps)(msi_wide_look_up(intercept, e[k]), sign));
-        x[k] = MSI_V(mul_ps)(of_scale, x[k]);
+        x[k] = MSI_V(mul_ps)(of_scale, msi_wide_rounded(x[k]));
     }
 }
 
@@ -4611,7 +4619,7 @@ MSI_WIDE void msi_wide_decode_unsigned(const uint8_t *codes, float unit, msi_flo
     MSI_UNROLLED(k, MSI_STRIP) {
         x[k] = MSI_V(fmadd_ps)(x[k], each, msi_wide_look_up(less, e[k]));
         x[k] = MSI_V(mul_ps)(msi_wide_look_up(power, e[k]), x[k]);
-        x[k] = MSI_V(mul_ps)(of_scale, x[k]);
+        x[k] = MSI_V(mul_ps)(of_scale, msi_wide_rounded(x[k]));
     }
 }
 
