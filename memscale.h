@@ -143,8 +143,8 @@
     the param, in one pass. ms_read and ms_write of the param are about the master, and ms_data
     returns NULL. Where ms_config.master_weights is OFF, the 16 bits are all there is: updates round
     them at random, by bits that depend on the seed, the step, the param and the element alone.
-    Frozen params are in 16 bits only with OFF, rounded once, when they are written. Params stay F32 if they are borrowed, and if they are trained by
-    MS_OPTIMIZER_CUSTOM or MS_OPTIMIZER_NONE.
+    Frozen params are in 16 bits only with OFF, rounded once, when they are written. Params stay F32
+    if they are borrowed, and if they are trained by MS_OPTIMIZER_CUSTOM or MS_OPTIMIZER_NONE.
 
     Such plans belong to mode AGGRESSIVE, on devices that compute in the dtype themselves
     (ms_hardware.bf16, fp16_tensor), and to any mode on any device where ms_config.mixed_precision
@@ -251,9 +251,9 @@
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
     shared by both  >>formats >>shared >>arithmetic
-    implementation  >>base >>structs >>names >>log >>text >>memory >>backend cpu >>hardware >>graph
-                    >>validate >>profile >>rules >>store >>lower >>alias >>cost >>schedule >>layout
-                    >>simulate >>score >>greedy >>chain >>exhaustive >>solve >>order >>plan
+    implementation  >>base >>structs >>names >>log >>text >>memory >>wide >>backend cpu >>hardware
+                    >>graph >>validate >>profile >>rules >>store >>lower >>alias >>cost >>schedule
+                    >>layout >>simulate >>score >>greedy >>chain >>exhaustive >>solve >>order >>plan
                     >>policy >>explain >>optimizer >>call >>debug >>timing >>execute >>state
                     >>verify >>report >>api >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
@@ -575,13 +575,12 @@ typedef struct ms_update_factors {
    may have the value and the gradient in 16 bits (value_dtype, gradient_dtype), and state in another
    format (state_format[k] says how state[k] lies in memory): what is not F32 must not be read
    through the pointer to float. Where the value is in 16 bits, the update is of `master`, which is
-   then rounded to the nearest; without it, of the value itself, rounded at random. AdamW:
-   state[0] and state[1] are the first and second moments; SGD: state[0] is the momentum. The update
+   then rounded to the nearest; without it, of the value itself, rounded at random. AdamW: state[0]
+   and state[1] are the first and second moments; SGD: state[0] is the momentum. The update
    multiplies the gradient by *gradient_scale (device memory; NULL: 1). If anything is not F32,
-   elements whose
-   gradient is not below 2^64 in magnitude stay as they are. A custom update multiplies so too,
-   enqueues its work on stream and may overwrite the gradient (which nobody reads again, unless it
-   is borrowed); no halted step calls it. */
+   elements whose gradient is not below 2^64 in magnitude stay as they are. A custom update
+   multiplies so too, enqueues its work on stream and may overwrite the gradient (which nobody reads
+   again, unless it is borrowed); no halted step calls it. */
 typedef struct ms_update_args {
     void *user; // ms_optimizer_desc.user
     ms_tensor param;
@@ -1546,18 +1545,19 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
    gradients that a plan has in 16 bits; a param with a master is read and written exactly.
    ms_read: the same (zeros, if it was never written) and accumulated gradients, at any time; also
    every value that is live where the last step stopped: the loss, outputs, and between ms_backward
-   and ms_update the gradients, in plans in F16 times the loss scale. Stream: both wait, except ms_write to an input on the device, which
-   is staged in pinned memory. Errors: INVALID, ORDER (not live; ms_write in a callback), DRY_RUN,
-   OUT_OF_MEMORY, BACKEND. */
+   and ms_update the gradients, in plans in F16 times the loss scale. Stream: both wait, except
+   ms_write to an input on the device, which is staged in pinned memory. Errors: INVALID, ORDER (not
+   live; ms_write in a callback), DRY_RUN, OUT_OF_MEMORY, BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data);
 MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
 /* The address of a value in device memory (host memory for a tensor on the host, and for what the
    plan has there: see ms_lifetime.is_on_host); NULL before ms_wrap, where ms_read would fail, and
-   for what a plan has in another dtype than it was created with, optimizer state included. Use it to fill an input in place or to use params elsewhere, by work enqueued on ms_stream or
-   after ms_synchronize. What is kept between steps stays there until the next ms_wrap or ms_detach,
-   or the step that plans again (ms_config.empirical_profiling); everything else until the next
-   step. */
+   for what a plan has in another dtype than it was created with, optimizer state included. Use it
+   to fill an input in place or to use params elsewhere, by work enqueued on ms_stream or after
+   ms_synchronize. What is kept between steps stays there until the next ms_wrap or ms_detach, or
+   the step that plans again (ms_config.empirical_profiling); everything else until the next step.
+   */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
 /* Handles of the gradient of a param or activation, for ms_read, and of the optimizer state of a
@@ -1898,7 +1898,7 @@ MSI_HD uint16_t msi_f16_at_random(float x, uint32_t random) {
     const uint32_t bits = msi_bits_of_f32(x), sign = bits >> 16 & 0x8000u;
     const uint32_t rest = bits & 0x7fffffffu, e = rest >> 23;
     const uint32_t dropped = e >= 113 ? 13 : e >= 95 ? 126 - e : 31; // bits; x is 0 below 2^-32
-    const uint32_t kept = e >= 113   ? rest - 0x38000000u
+    const uint32_t kept = e >= 113  ? rest - 0x38000000u
                           : e >= 95 ? (rest & 0x7fffffu) | 0x800000u
                                     : 0;
     const uint32_t up = (kept + (random >> (32 - dropped))) >> dropped;
@@ -1907,12 +1907,13 @@ MSI_HD uint16_t msi_f16_at_random(float x, uint32_t random) {
 
 /* Numbers in 8 bits: codes into a code book of 256 values from -1 or 0 to 1, the same for all
    numbers, times a scale, the largest magnitude among 256 neighbours. The code books are those of
-   Dettmers et al., "8-bit optimizers via block-wise quantization", 2022: for each i from 0 to 6, 10^(i-6) times
-   the means of a linear partition of [0.1, 1] into 2^i parts, positive and negative (for m), or
-   into 2^(i+1) parts (for v); and 0 and 1; in rising order.
+   Dettmers et al., "8-bit optimizers via block-wise quantization", 2022: for each i from 0 to 6,
+   10^(i-6) times the means of a linear partition of [0.1, 1] into 2^i parts, positive and negative
+   (for m), or into 2^(i+1) parts (for v); and 0 and 1; in rising order.
 
    Code c has the rank y = |c - 127|, or c + 1 in the code book without signs. With
-   e = floor(log2(y)), part number y - 2^e of 2^e has the mean (18 y - 16 * 2^e + 9) / (20 * 2^e), and its value is
+   e = floor(log2(y)), part number y - 2^e of 2^e has the mean (18 y - 16 * 2^e + 9) / (20 * 2^e),
+   and its value is
 
        V = 5^e * 2 * (18 y - 16 * 2^e + 9)
 
@@ -2601,7 +2602,7 @@ static inline void msi_host_memory(const char *root, uint64_t *total_bytes, uint
 #define MSI_DIVIDE(a, b) __fdiv_rn(a, b)
 #define MSI_SQRT(a)      __fsqrt_rn(a)
 #else
-#if defined(FP_FAST_FMAF)
+#if defined(FP_FAST_FMAF) || defined(__FMA__) // clang does not define the first
 #define MSI_FMA(a, b, c) fmaf(a, b, c)
 #else
 #define MSI_FMA(a, b, c) ((a) * (b) + (c))
@@ -2630,8 +2631,10 @@ MSI_HD float msi_sgd_element(const ms_update_factors *f, float value, float grad
 
 /* Where state has fewer bits than float: whether an element changes, as a mask of all bits, and
    what it becomes. */
+#define MSI_NO_GRADIENT 0x5f800000u // the bits of 2^64
+
 MSI_HD uint32_t msi_changes(float gradient) {
-    return msi_mask((msi_bits_of_f32(gradient) & 0x7fffffffu) < 0x5f800000u); // 2^64
+    return msi_mask((msi_bits_of_f32(gradient) & 0x7fffffffu) < MSI_NO_GRADIENT);
 }
 
 MSI_HD float msi_choose(uint32_t mask, float x, float otherwise) {
@@ -2776,7 +2779,20 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 #include <cblas.h>
 #endif
 #ifdef __AVX2__
+#if defined(__GNUC__) && !defined(__clang__) // its header uses variables that are not initialized
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+#endif
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define MSI_LANES 16
+#elif defined(__AVX2__) && defined(__FMA__) // MSI_FMA is fused, as vector instructions are
+#define MSI_LANES 8
 #endif
 #if defined(__x86_64__) || defined(__i386__) || defined(_M_X64) || defined(_M_IX86)
 #define MSI_X86 1
@@ -3522,15 +3538,15 @@ typedef struct msi_run {
     msi_stage stage;
     msi_verdict_stage verdict;
     bool verdict_awaited; // the device waits for the end of its copy already
-    ms_step_state halt; // of a halted step that no function has returned to the trainer yet
-    uint64_t epoch;     // changes whenever recordings become invalid
-    bool all_written;   // every input and param that layers read
-    bool busy;          // inside a callback of a layer, or of an update
-    const char *visits; // the function whose callback, which is no layer's, runs; NULL: none does
-    bool recording;     // what is enqueued is recorded, and does not run
-    bool state_is_old;  // buffers hold the older values that a recomputation needs
-    bool copies;        // of the program may be under way, which ends with none
-    bool failed;        // params may be wrong, or the device unusable: no step until ms_wrap
+    ms_step_state halt;   // of a halted step that no function has returned to the trainer yet
+    uint64_t epoch;       // changes whenever recordings become invalid
+    bool all_written;     // every input and param that layers read
+    bool busy;            // inside a callback of a layer, or of an update
+    const char *visits;   // the function whose callback, which is no layer's, runs; NULL: none does
+    bool recording;       // what is enqueued is recorded, and does not run
+    bool state_is_old;    // buffers hold the older values that a recomputation needs
+    bool copies;          // of the program may be under way, which ends with none
+    bool failed;          // params may be wrong, or the device unusable: no step until ms_wrap
     ms_nonfinite nonfinite; // debug mode: the first in this step
 } msi_run;
 
@@ -4338,6 +4354,515 @@ static void msi_arena_leave(ms_arena *arena) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>wide  the update of 16 elements at a time by AVX-512, or of 8 by AVX2, with the bits that the
+//         functions of >>formats and >>arithmetic give: compilers do not find look-ups by permutation
+
+#ifdef __GNUC__ // gcc would call them, which takes nearly twice as long
+#define MSI_WIDE static inline __attribute__((always_inline))
+#else
+#define MSI_WIDE static inline
+#endif
+
+#ifdef MSI_LANES
+#if MSI_LANES == 16
+#define MSI_V(name)      _mm512_##name
+#define MSI_V_BITS(name) _mm512_##name##_si512
+typedef __m512 msi_floats;
+typedef __m512i msi_ints;
+typedef __mmask16 msi_lanes; // the lanes that a comparison holds for
+
+MSI_WIDE msi_floats msi_wide_of_bits(msi_ints x) {
+    return _mm512_castsi512_ps(x);
+}
+
+/* A table of 8 numbers; of an index into it, only the last three bits count. */
+MSI_WIDE msi_floats msi_wide_table(const float *numbers) {
+    return _mm512_broadcast_f32x8(_mm256_loadu_ps(numbers));
+}
+
+MSI_WIDE msi_floats msi_wide_look_up(msi_floats table, msi_ints index) {
+    return _mm512_permutexvar_ps(index, table);
+}
+
+MSI_WIDE msi_floats msi_wide_whole(msi_floats x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+}
+
+MSI_WIDE msi_lanes msi_wide_below(msi_ints a, msi_ints b) {
+    return _mm512_cmplt_epi32_mask(a, b);
+}
+
+MSI_WIDE bool msi_wide_any_below(msi_ints a, msi_ints b) {
+    return _mm512_cmplt_epi32_mask(a, b) != 0;
+}
+
+MSI_WIDE msi_ints msi_wide_count_reached(msi_ints count, msi_floats x, msi_floats least) {
+    const msi_lanes reached = _mm512_cmp_ps_mask(x, least, _CMP_GE_OQ);
+    return _mm512_mask_add_epi32(count, reached, count, _mm512_set1_epi32(1));
+}
+
+MSI_WIDE msi_floats msi_wide_choose(msi_lanes where, msi_floats x, msi_floats otherwise) {
+    return _mm512_mask_blend_ps(where, otherwise, x);
+}
+
+MSI_WIDE msi_ints msi_wide_load_bytes(const uint8_t *from) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)from));
+}
+
+MSI_WIDE msi_ints msi_wide_load_halves(const uint16_t *from) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)from));
+}
+
+MSI_WIDE void msi_wide_store_halves(uint16_t *to, msi_ints x) {
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtepi32_epi16(x));
+}
+
+/* Bytes that were packed twice, each time within 128 bits, in their order again. */
+MSI_WIDE void msi_wide_store_packed(uint8_t *to, msi_ints packed) {
+    const msi_ints order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512((void *)to, _mm512_permutexvar_epi32(order, packed));
+}
+
+MSI_WIDE uint32_t msi_wide_largest(msi_ints x) {
+    return (uint32_t)_mm512_reduce_max_epi32(x);
+}
+
+MSI_WIDE msi_ints msi_wide_iota(void) {
+    return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+#else
+#define MSI_V(name)      _mm256_##name
+#define MSI_V_BITS(name) _mm256_##name##_si256
+typedef __m256 msi_floats;
+typedef __m256i msi_ints;
+typedef __m256i msi_lanes; // all bits of the lanes that a comparison holds for
+
+MSI_WIDE msi_floats msi_wide_of_bits(msi_ints x) {
+    return _mm256_castsi256_ps(x);
+}
+
+MSI_WIDE msi_floats msi_wide_table(const float *numbers) {
+    return _mm256_loadu_ps(numbers);
+}
+
+MSI_WIDE msi_floats msi_wide_look_up(msi_floats table, msi_ints index) {
+    return _mm256_permutevar8x32_ps(table, index);
+}
+
+MSI_WIDE msi_floats msi_wide_whole(msi_floats x) {
+    return _mm256_round_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+}
+
+MSI_WIDE msi_lanes msi_wide_below(msi_ints a, msi_ints b) {
+    return _mm256_cmpgt_epi32(b, a);
+}
+
+MSI_WIDE bool msi_wide_any_below(msi_ints a, msi_ints b) {
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi32(b, a)) != 0;
+}
+
+MSI_WIDE msi_ints msi_wide_count_reached(msi_ints count, msi_floats x, msi_floats least) {
+    return _mm256_sub_epi32(count, _mm256_castps_si256(_mm256_cmp_ps(x, least, _CMP_GE_OQ)));
+}
+
+MSI_WIDE msi_floats msi_wide_choose(msi_lanes where, msi_floats x, msi_floats otherwise) {
+    return _mm256_blendv_ps(otherwise, x, _mm256_castsi256_ps(where));
+}
+
+MSI_WIDE msi_ints msi_wide_load_bytes(const uint8_t *from) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)from));
+}
+
+MSI_WIDE msi_ints msi_wide_load_halves(const uint16_t *from) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)from));
+}
+
+MSI_WIDE void msi_wide_store_halves(uint16_t *to, msi_ints x) {
+    const msi_ints pairs = _mm256_permute4x64_epi64(_mm256_packus_epi32(x, x), 0x08);
+    _mm_storeu_si128((__m128i *)(void *)to, _mm256_castsi256_si128(pairs));
+}
+
+MSI_WIDE void msi_wide_store_packed(uint8_t *to, msi_ints packed) {
+    const msi_ints order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm256_permutevar8x32_epi32(packed, order));
+}
+
+MSI_WIDE uint32_t msi_wide_largest(msi_ints x) {
+    x = _mm256_max_epi32(x, _mm256_permute4x64_epi64(x, 0x4e));
+    x = _mm256_max_epi32(x, _mm256_shuffle_epi32(x, 0x4e));
+    x = _mm256_max_epi32(x, _mm256_shuffle_epi32(x, 0xb1));
+    return (uint32_t)_mm_cvtsi128_si32(_mm256_castsi256_si128(x));
+}
+
+MSI_WIDE msi_ints msi_wide_iota(void) {
+    return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+}
+#endif
+
+/* Several vectors are computed side by side, each step for all of them before the next step, so that
+   processors seldom wait for operands. */
+enum { MSI_WIDE_STRIP = 4, MSI_CODED_STRIP = 8 };
+
+#ifdef __GNUC__
+#define MSI_UNROLLED(k, count) _Pragma("GCC unroll 8") for (int k = 0; k < (count); k++)
+#else
+#define MSI_UNROLLED(k, count) for (int k = 0; k < (count); k++)
+#endif
+
+MSI_WIDE msi_floats msi_wide_of(float x) {
+    return MSI_V(set1_ps)(x);
+}
+
+/* With -ffast-math, clang would multiply the factors of a product in another order. */
+MSI_WIDE msi_floats msi_wide_rounded(msi_floats x) {
+#if defined(__FAST_MATH__) && defined(__GNUC__)
+    __asm__("" : "+v"(x));
+#endif
+    return x;
+}
+
+MSI_WIDE msi_ints msi_wide_of_u32(uint32_t x) {
+    return MSI_V(set1_epi32)((int)x);
+}
+
+/* Numbers that are not negative have the order of their bits, and there are more units to compare
+   integers. */
+MSI_WIDE msi_floats msi_wide_smaller(msi_floats a, msi_floats b) {
+    return msi_wide_of_bits(MSI_V(min_epi32)(MSI_V_BITS(castps)(a), MSI_V_BITS(castps)(b)));
+}
+
+MSI_WIDE msi_floats msi_wide_positive(msi_floats x) {
+    return msi_wide_of_bits(MSI_V(max_epi32)(MSI_V_BITS(castps)(x), MSI_V_BITS(setzero)()));
+}
+
+MSI_WIDE msi_ints msi_wide_magnitude_bits(msi_floats x) {
+    return MSI_V_BITS(castps)(MSI_V(andnot_ps)(msi_wide_of(-0.0f), x));
+}
+
+/* How numbers of units become ranks. Each row of the tables is for one decade; the first row is for
+   all below the second, and the last for 1. Of a whole number of units, the rank is the whole part of
+   slope * units + intercept, but at most the last rank of the row. That the rounding of this function
+   never matters was found by trying all middles between ranks, and test_state.c tries them again; to
+   that end, the intercepts of 56.9 and 113.8 are one bit below the floats that are nearest to them. */
+typedef struct msi_rank_rows {
+    uint32_t
+        origin; // subtracted from the upper half of a float, which then is proportional to the row
+    float next[8]; // the least number of units of the next row
+    float slope[8], intercept[8], last[8];
+} msi_rank_rows;
+
+static const msi_rank_rows msi_signed_rows = {
+    16832,
+    {76.0f, 580.0f, 4900.0f, 44500.0f, 422500.0f, 4112500.0f, 39859376.0f, FLT_MAX},
+    {9.09090936e-2f, 5.55555569e-3f, 1.11111114e-3f, 2.22222225e-4f, 4.44444449e-5f, 8.88888917e-6f,
+     1.77777781e-6f, 0.0f},
+    {0.0f, 1.77777779f, 3.55555558f, 7.11111116f, 14.2222223f, 28.4444447f, 56.8888855f, 128.0f},
+    {1.0f, 3.0f, 7.0f, 15.0f, 31.0f, 63.0f, 127.0f, 128.0f}};
+
+static const msi_rank_rows msi_unsigned_rows = {
+    17216,
+    {580.0f, 4900.0f, 44500.0f, 422500.0f, 4112500.0f, 40562500.0f, 399296896.0f, FLT_MAX},
+    {6.45161280e-3f, 1.11111114e-3f, 2.22222225e-4f, 4.44444449e-5f, 8.88888917e-6f, 1.77777781e-6f,
+     3.55555557e-7f, 0.0f},
+    {1.58064520f, 3.55555558f, 7.11111116f, 14.2222223f, 28.4444447f, 56.8888855f, 113.777771f,
+     256.0f},
+    {3.0f, 7.0f, 15.0f, 31.0f, 63.0f, 127.0f, 255.0f, 256.0f}};
+
+/* As msi_nearest_rank, of a strip of numbers of units that are not negative; the whole parts of the
+   results count. What is nearer to 0 than to any other has the rank 0 with a sign, and 1 without. The
+   bits of a float are nearly linear in its logarithm: they give the row, or the one below it. */
+MSI_WIDE void msi_wide_ranks(const msi_rank_rows *rows, msi_floats units, msi_floats *x) {
+    const msi_floats next = msi_wide_table(rows->next);
+    const msi_floats slope = msi_wide_table(rows->slope);
+    const msi_floats intercept = msi_wide_table(rows->intercept);
+    const msi_floats last = msi_wide_table(rows->last);
+    const msi_ints origin = msi_wide_of_u32(rows->origin << 16);
+    const msi_ints rows_of_bits = msi_wide_of_u32(160u << 16);
+    msi_ints row[MSI_CODED_STRIP];
+    MSI_UNROLLED(k, MSI_CODED_STRIP) {
+        x[k] = msi_wide_whole(MSI_V(mul_ps)(x[k], units));
+    }
+    MSI_UNROLLED(k, MSI_CODED_STRIP) {
+        row[k] = MSI_V(subs_epu16)(MSI_V_BITS(castps)(x[k]), origin);
+        row[k] = MSI_V(srli_epi32)(MSI_V(mulhi_epu16)(row[k], rows_of_bits), 16);
+    }
+    MSI_UNROLLED(k, MSI_CODED_STRIP) {
+        row[k] = msi_wide_count_reached(row[k], x[k], msi_wide_look_up(next, row[k]));
+    }
+    MSI_UNROLLED(k, MSI_CODED_STRIP) {
+        x[k] = MSI_V(fmadd_ps)(x[k], msi_wide_look_up(slope, row[k]),
+                               msi_wide_look_up(intercept, row[k]));
+        x[k] = msi_wide_smaller(x[k], msi_wide_look_up(last, row[k]));
+    }
+}
+
+/* Packs the ranks of four vectors to codes. With saturation, -128, which has no code, becomes -127. */
+MSI_WIDE void msi_wide_pack_codes(const msi_ints *rank, bool is_signed, uint8_t *codes) {
+    const msi_ints one = MSI_V(set1_epi16)(1), middle = MSI_V(set1_epi8)((char)-128);
+    const msi_ints a = MSI_V(packs_epi32)(rank[0], rank[1]);
+    const msi_ints b = MSI_V(packs_epi32)(rank[2], rank[3]);
+    if (is_signed) {
+        const msi_ints bytes =
+            MSI_V(packs_epi16)(MSI_V(sub_epi16)(a, one), MSI_V(sub_epi16)(b, one));
+        msi_wide_store_packed(codes, MSI_V_BITS(xor)(bytes, middle));
+    } else {
+        msi_wide_store_packed(
+            codes, MSI_V(packus_epi16)(MSI_V(subs_epu16)(a, one), MSI_V(subs_epu16)(b, one)));
+    }
+}
+
+/* The codes of a block, as of msi_signed_code or msi_unsigned_code. */
+MSI_WIDE void msi_wide_encode(const float *from, bool is_signed, float units, uint8_t *codes) {
+    const msi_floats of_scale = msi_wide_of(units), minus = msi_wide_of(-0.0f);
+    for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_CODED_STRIP * MSI_LANES) {
+        msi_floats x[MSI_CODED_STRIP], sign[MSI_CODED_STRIP];
+        msi_ints rank[MSI_CODED_STRIP];
+        MSI_UNROLLED(k, MSI_CODED_STRIP) {
+            x[k] = MSI_V(loadu_ps)(from + i + k * MSI_LANES);
+            sign[k] = MSI_V(and_ps)(minus, x[k]);
+            x[k] = is_signed ? MSI_V(andnot_ps)(minus, x[k]) : msi_wide_positive(x[k]);
+        }
+        msi_wide_ranks(is_signed ? &msi_signed_rows : &msi_unsigned_rows, of_scale, x);
+        MSI_UNROLLED(k, MSI_CODED_STRIP) {
+            rank[k] = MSI_V(cvttps_epi32)(is_signed ? MSI_V(or_ps)(x[k], sign[k]) : x[k]);
+        }
+        for (int k = 0; k < MSI_CODED_STRIP; k += 4) {
+            msi_wide_pack_codes(rank + k, is_signed, codes + i + k * MSI_LANES);
+        }
+    }
+}
+
+/* The values of codes, of a scale times 1 / MSI_TOP_SIGNED or 1 / MSI_TOP_UNSIGNED. By the exponent e
+   of twice the rank, the units of a rank are a linear function, which is exact for the codes with a
+   sign. Its last row is for 128, of 1, and the first, for 0 and 1, goes through the origin. */
+MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float unit, msi_floats *x) {
+    static const float slopes[8] = {11.0f,    90.0f,    450.0f,    2250.0f,
+                                    11250.0f, 56250.0f, 281250.0f, 0.0f};
+    static const float intercepts[8] = {0.0f,       -230.0f,     -2750.0f,     -29750.0f,
+                                        -308750.0f, -3143750.0f, -31718750.0f, 4e7f};
+    const msi_floats slope = msi_wide_table(slopes), intercept = msi_wide_table(intercepts);
+    const msi_floats minus = msi_wide_of(-0.0f), of_scale = msi_wide_of(unit);
+    msi_ints e[MSI_WIDE_STRIP];
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        const msi_ints number = MSI_V(sub_epi32)(msi_wide_load_bytes(codes + k * MSI_LANES),
+                                                 msi_wide_of_u32(MSI_SIGNED_ZERO));
+        x[k] = MSI_V(cvtepi32_ps)(MSI_V(add_epi32)(number, number));
+        e[k] = MSI_V(srli_epi32)(MSI_V_BITS(castps)(x[k]), 23);
+    }
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        const msi_floats sign = MSI_V(and_ps)(x[k], minus);
+        x[k] = MSI_V(fmadd_ps)(x[k], msi_wide_look_up(slope, e[k]),
+                               MSI_V(xor_ps)(msi_wide_look_up(intercept, e[k]), sign));
+        x[k] = MSI_V(mul_ps)(of_scale, msi_wide_rounded(x[k]));
+    }
+}
+
+/* The same for codes without a sign and the exponent of the rank. The linear function times a power
+   of 5 is rounded as in msi_units_of_rank. The last row is for the ranks 1 and 256, of 0 and 1. */
+MSI_WIDE void msi_wide_decode_unsigned(const uint8_t *codes, float unit, msi_floats *x) {
+    static const float powers[8] = {5.0f,    25.0f,    125.0f,   625.0f,
+                                    3125.0f, 15625.0f, 78125.0f, 43572.9844f};
+    static const float subtracted[8] = {-46.0f,   -110.0f,  -238.0f,  -494.0f,
+                                        -1006.0f, -2030.0f, -4078.0f, -36.0f};
+    const msi_floats power = msi_wide_table(powers), less = msi_wide_table(subtracted);
+    const msi_floats of_scale = msi_wide_of(unit), each = msi_wide_of(36.0f);
+    msi_ints e[MSI_WIDE_STRIP];
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        const msi_ints code = msi_wide_load_bytes(codes + k * MSI_LANES);
+        x[k] = MSI_V(cvtepi32_ps)(MSI_V(add_epi32)(code, msi_wide_of_u32(1)));
+        e[k] = MSI_V(srli_epi32)(MSI_V_BITS(castps)(x[k]), 23);
+    }
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        x[k] = MSI_V(fmadd_ps)(x[k], each, msi_wide_look_up(less, e[k]));
+        x[k] = MSI_V(mul_ps)(msi_wide_look_up(power, e[k]), x[k]);
+        x[k] = MSI_V(mul_ps)(of_scale, msi_wide_rounded(x[k]));
+    }
+}
+
+MSI_WIDE void msi_wide_decode(const uint8_t *codes, bool is_signed, float unit, msi_floats *x) {
+    if (is_signed) {
+        msi_wide_decode_signed(codes, unit, x);
+    } else {
+        msi_wide_decode_unsigned(codes, unit, x);
+    }
+}
+
+/* As msi_bf16_at_random of msi_random, for elements with consecutive numbers that differ in the lower
+   half only. */
+MSI_WIDE void msi_wide_store_at_random(uint16_t *to, msi_floats x, uint32_t key, uint64_t number) {
+    const msi_ints bits = MSI_V_BITS(castps)(x);
+    msi_ints r = MSI_V(add_epi32)(msi_wide_of_u32((uint32_t)number), msi_wide_iota());
+    r = MSI_V(add_epi32)(MSI_V_BITS(xor)(r, msi_wide_of_u32(key)),
+                         msi_wide_of_u32((uint32_t)(number >> 32) * 0x9e3779b9u));
+    r = MSI_V_BITS(xor)(r, MSI_V(srli_epi32)(r, 16));
+    r = MSI_V(mullo_epi32)(r, msi_wide_of_u32(0x85ebca6bu));
+    r = MSI_V_BITS(xor)(r, MSI_V(srli_epi32)(r, 13));
+    r = MSI_V(mullo_epi32)(r, msi_wide_of_u32(0xc2b2ae35u));
+    r = MSI_V_BITS(xor)(r, MSI_V(srli_epi32)(r, 16));
+    const msi_floats up = msi_wide_of_bits(MSI_V(add_epi32)(bits, MSI_V(srli_epi32)(r, 16)));
+    const msi_lanes fits =
+        msi_wide_below(msi_wide_magnitude_bits(up), msi_wide_of_u32(0x7f800000u));
+    const msi_floats kept = msi_wide_choose(fits, up, x);
+    msi_wide_store_halves(to, MSI_V(srli_epi32)(MSI_V_BITS(castps)(kept), 16));
+}
+
+/* A tensor of state, of which a block is updated. */
+typedef struct msi_wide_state {
+    ms_state_format format;
+    void *stored;
+    float *floats; // F32: what is stored; 8BIT: where numbers wait for their scale
+    float unit;    // of codes, as they are before
+    msi_ints most; // the bits of the largest magnitude in each lane
+    uint32_t key;  // BF16: of random bits, and the number of the first element
+    uint64_t number;
+} msi_wide_state;
+
+MSI_WIDE void msi_wide_load(const msi_wide_state *s, bool is_signed, int i, msi_floats *x) {
+    if (s->format == MS_STATE_FORMAT_8BIT) {
+        msi_wide_decode((const uint8_t *)s->stored + i, is_signed, s->unit, x);
+        return;
+    }
+    if (s->format == MS_STATE_FORMAT_BF16) {
+        MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+            const uint16_t *halves = (const uint16_t *)s->stored + i + k * MSI_LANES;
+            x[k] = msi_wide_of_bits(MSI_V(slli_epi32)(msi_wide_load_halves(halves), 16));
+        }
+        return;
+    }
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        x[k] = MSI_V(loadu_ps)(s->floats + i + k * MSI_LANES);
+    }
+}
+
+MSI_WIDE void msi_wide_store(msi_wide_state *s, int i, const msi_floats *x) {
+    if (s->format == MS_STATE_FORMAT_BF16) {
+        MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+            const int at = i + k * MSI_LANES;
+            msi_wide_store_at_random((uint16_t *)s->stored + at, x[k], s->key,
+                                     s->number + (uint64_t)at);
+        }
+        return;
+    }
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        MSI_V(storeu_ps)(s->floats + i + k * MSI_LANES, x[k]);
+        s->most = MSI_V(max_epi32)(s->most, msi_wide_magnitude_bits(x[k]));
+    }
+}
+
+/* The factors of an update, one in each lane. */
+typedef struct msi_wide_factors {
+    msi_floats rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
+    msi_floats scale; // of gradients
+    bool scales;      // it is not 1
+} msi_wide_factors;
+
+MSI_WIDE msi_wide_factors msi_widen_factors(const ms_update_factors *f, float scale) {
+    msi_wide_factors w;
+    w.rate = msi_wide_of(f->rate);
+    w.decay = msi_wide_of(f->decay);
+    w.beta1 = msi_wide_of(f->beta1);
+    w.beta2 = msi_wide_of(f->beta2);
+    w.rest1 = msi_wide_of(f->rest1);
+    w.rest2 = msi_wide_of(f->rest2);
+    w.scale2 = msi_wide_of(f->scale2);
+    w.epsilon = msi_wide_of(f->epsilon);
+    w.scale = msi_wide_of(scale);
+    w.scales = msi_bits_of_f32(scale) != 0x3f800000u;
+    return w;
+}
+
+/* Whether a gradient of the strip changes nothing, which is rare. */
+MSI_WIDE bool msi_wide_any_kept(const msi_floats *gradient) {
+    msi_ints most = MSI_V_BITS(setzero)();
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        most = MSI_V(max_epi32)(most, msi_wide_magnitude_bits(gradient[k]));
+    }
+    return msi_wide_any_below(msi_wide_of_u32(MSI_NO_GRADIENT - 1), most);
+}
+
+/* x where the gradient changes something, otherwise what it was. */
+MSI_WIDE void msi_wide_keep(const msi_floats *gradient, const msi_floats *old, msi_floats *x) {
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        const msi_lanes changes =
+            msi_wide_below(msi_wide_magnitude_bits(gradient[k]), msi_wide_of_u32(MSI_NO_GRADIENT));
+        x[k] = msi_wide_choose(changes, x[k], old[k]);
+    }
+}
+
+/* As msi_adamw_element and msi_sgd_element. */
+MSI_WIDE void msi_wide_adamw(const msi_wide_factors *f, const msi_floats *gradient,
+                             msi_floats *value, msi_floats *m, msi_floats *v) {
+    msi_floats step[MSI_WIDE_STRIP];
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        v[k] = MSI_V(fmadd_ps)(MSI_V(mul_ps)(f->rest2, gradient[k]), gradient[k],
+                               MSI_V(mul_ps)(f->beta2, v[k]));
+        step[k] = MSI_V(sqrt_ps)(v[k]);
+        m[k] = MSI_V(fmadd_ps)(f->rest1, gradient[k], MSI_V(mul_ps)(f->beta1, m[k]));
+    }
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        step[k] = MSI_V(div_ps)(m[k], MSI_V(fmadd_ps)(step[k], f->scale2, f->epsilon));
+    }
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        value[k] = MSI_V(fmadd_ps)(f->rate, step[k], MSI_V(mul_ps)(f->decay, value[k]));
+    }
+}
+
+MSI_WIDE void msi_wide_sgd(const msi_wide_factors *f, const msi_floats *gradient, msi_floats *value,
+                           msi_floats *momentum) {
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        momentum[k] = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
+        value[k] =
+            MSI_V(fmadd_ps)(f->rate, MSI_V(fmadd_ps)(f->decay, value[k], momentum[k]), value[k]);
+    }
+}
+
+/* As msi_guarded_element, of a block; codes of its new state are still to be stored. */
+MSI_WIDE void msi_wide_update(ms_optimizer_kind kind, const msi_wide_factors *f, float *values,
+                              const float *gradients, msi_wide_state *s0, msi_wide_state *s1) {
+    const bool has_second = kind == MS_OPTIMIZER_ADAMW;
+    for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_WIDE_STRIP * MSI_LANES) {
+        msi_floats gradient[MSI_WIDE_STRIP], old[3][MSI_WIDE_STRIP],
+            x[3][MSI_WIDE_STRIP]; // value and state
+        msi_wide_load(s0, true, i, old[1]);
+        if (has_second) {
+            msi_wide_load(s1, false, i, old[2]);
+        }
+        MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+            old[0][k] = MSI_V(loadu_ps)(values + i + k * MSI_LANES);
+            gradient[k] = MSI_V(loadu_ps)(gradients + i + k * MSI_LANES);
+        }
+        if (f->scales) {
+            MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+                gradient[k] = MSI_V(mul_ps)(f->scale, gradient[k]);
+            }
+        }
+        MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+            x[0][k] = old[0][k];
+            x[1][k] = old[1][k];
+            x[2][k] = has_second ? old[2][k] : old[1][k];
+        }
+        if (has_second) {
+            msi_wide_adamw(f, gradient, x[0], x[1], x[2]);
+        } else {
+            msi_wide_sgd(f, gradient, x[0], x[1]);
+        }
+        if (msi_wide_any_kept(gradient)) {
+            for (int j = 0; j < 2 + has_second; j++) {
+                msi_wide_keep(gradient, old[j], x[j]);
+            }
+        }
+        if (has_second) {
+            msi_wide_store(s1, i, x[2]);
+        }
+        msi_wide_store(s0, i, x[1]);
+        MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+            MSI_V(storeu_ps)(values + i + k * MSI_LANES, x[0][k]);
+        }
+    }
+}
+#endif
+
+// ------------------------------------------------------------------------------------------------
 // >>backend cpu  the arena is host memory
 
 #ifdef _OPENMP
@@ -4345,12 +4870,6 @@ static void msi_arena_leave(ms_arena *arena) {
 #define MSI_PARALLEL_FOR(by, when) MSI_PRAGMA(omp parallel for schedule(by) if (when))
 #else
 #define MSI_PARALLEL_FOR(schedule_by, when)
-#endif
-
-#ifdef __GNUC__ // gcc would call them, which takes nearly twice as long
-#define MSI_WIDE static inline __attribute__((always_inline))
-#else
-#define MSI_WIDE static inline
 #endif
 
 static int64_t msi_least(int64_t a, int64_t b) {
@@ -4421,7 +4940,6 @@ static void msi_cpu_chunk(void *target, ms_dtype to, const void *source, ms_dtyp
 #undef MSI_X
 }
 
-/* Eight sums side by side: fast, and the same on any number of threads. */
 static int msi_cpu_scale_f32(void *user, void *device, const float *factor, uint64_t count) {
     (void)user;
     float *items = (float *)device;
@@ -4431,6 +4949,7 @@ static int msi_cpu_scale_f32(void *user, void *device, const float *factor, uint
     return 0;
 }
 
+/* Eight sums side by side: fast, and the same on any number of threads. */
 static int msi_cpu_add_squares(void *user, const void *device, ms_dtype dtype, uint64_t count,
                                double *sum, uint32_t number, uint32_t *nonfinite) {
     (void)user;
@@ -4504,134 +5023,6 @@ static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *sourc
     return msi_cpu_each(target, to, source, from, count, false);
 }
 
-#ifdef __AVX2__
-/* The same codes and units, 8 at a time: decades are looked up by permutations, which compilers do
-   not find. Entry k of a table is for the k-th decade, and the last one for 1. */
-typedef struct msi_decades {
-    __m256i last_below; // the largest number of units below the decade
-    __m256i base, each; // the middle before its first part; from there to the next
-    __m256i last;       // number of its last part
-    __m256 parts_per_unit;
-    int32_t first_parts, least; // of the first decade; the least number that is not 0
-} msi_decades;
-
-MSI_WIDE msi_decades msi_make_decades(uint32_t first) {
-    int32_t below[8], base[8], each[8], last[8], power = first ? 5 : 1; // 5^e
-    float parts_per_unit[8];
-    msi_decades d;
-    for (int32_t k = 0; k < 7; k++, power *= 5) {
-        const int32_t parts = 1 << (k + (int32_t)first);
-        below[k] = power / 5 * (20 * parts + 36) - 1;
-        base[k] = 4 * power * parts;
-        each[k] = 36 * power;
-        last[k] = parts - 1;
-        parts_per_unit[k] = 1.0f / (36.0001f * (float)power);
-    }
-    below[7] = power / 5 * (20 << (7 + first)) - power / 5 * 9 - 1;
-    base[7] = last[7] = 0;
-    each[7] = INT32_MAX;
-    parts_per_unit[7] = 0.0f;
-    memcpy(&d.last_below, below, sizeof below);
-    memcpy(&d.base, base, sizeof base);
-    memcpy(&d.each, each, sizeof each);
-    memcpy(&d.last, last, sizeof last);
-    memcpy(&d.parts_per_unit, parts_per_unit, sizeof parts_per_unit);
-    d.first_parts = 1 << first;
-    d.least = first ? 65 : 11;
-    return d;
-}
-
-/* All bits where a number of units reaches a decade. */
-MSI_WIDE __m256i msi_reaches(const msi_decades *d, __m256i whole, __m256i decade) {
-    return _mm256_cmpgt_epi32(whole, _mm256_permutevar8x32_epi32(d->last_below, decade));
-}
-
-/* As msi_nearest_rank, or 0. The decade is found by bisection. */
-MSI_WIDE __m256i msi_wide_rank(const msi_decades *d, __m256 x, __m256 units) {
-    const __m256i one = _mm256_set1_epi32(1), two = _mm256_set1_epi32(2);
-    const __m256i four = _mm256_set1_epi32(4);
-    const __m256i whole = _mm256_cvttps_epi32(_mm256_mul_ps(x, units));
-    __m256i decade = _mm256_and_si256(msi_reaches(d, whole, four), four);
-    decade = _mm256_or_si256(
-        decade, _mm256_and_si256(msi_reaches(d, whole, _mm256_or_si256(decade, two)), two));
-    decade = _mm256_or_si256(
-        decade, _mm256_and_si256(msi_reaches(d, whole, _mm256_or_si256(decade, one)), one));
-    const __m256i each = _mm256_permutevar8x32_epi32(d->each, decade);
-    const __m256i rest = _mm256_sub_epi32(whole, _mm256_permutevar8x32_epi32(d->base, decade));
-    const __m256 parts_per_unit = _mm256_permutevar8x32_ps(d->parts_per_unit, decade);
-    __m256i part = _mm256_cvttps_epi32(_mm256_mul_ps(_mm256_cvtepi32_ps(rest), parts_per_unit));
-    const __m256i over = _mm256_sub_epi32(rest, _mm256_mullo_epi32(part, each));
-    part = _mm256_add_epi32(part, _mm256_add_epi32(one, _mm256_cmpgt_epi32(each, over)));
-    part = _mm256_min_epi32(part, _mm256_permutevar8x32_epi32(d->last, decade));
-    const __m256i parts = _mm256_sllv_epi32(_mm256_set1_epi32(d->first_parts), decade);
-    return _mm256_and_si256(_mm256_add_epi32(parts, part),
-                            _mm256_cmpgt_epi32(whole, _mm256_set1_epi32(d->least - 1)));
-}
-
-MSI_WIDE __m256i msi_wide_code(const msi_decades *d, bool is_signed, const float *from,
-                               __m256 units) {
-    const __m256 x = _mm256_loadu_ps(from);
-    if (!is_signed) {
-        const __m256i rank = msi_wide_rank(d, x, units);
-        return _mm256_add_epi32(rank, _mm256_cmpgt_epi32(rank, _mm256_setzero_si256()));
-    }
-    const __m256i sign = _mm256_srai_epi32(_mm256_castps_si256(x), 31);
-    __m256i rank = msi_wide_rank(d, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x), units);
-    const __m256i is_top = _mm256_cmpgt_epi32(rank, _mm256_set1_epi32(127));
-    rank = _mm256_add_epi32(rank, _mm256_and_si256(sign, is_top));
-    return _mm256_add_epi32(_mm256_set1_epi32(MSI_SIGNED_ZERO),
-                            _mm256_sub_epi32(_mm256_xor_si256(rank, sign), sign));
-}
-
-MSI_WIDE void msi_wide_encode(const float *from, bool is_signed, float units, uint8_t *codes) {
-    const msi_decades d = msi_make_decades(is_signed ? 0 : 1);
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m256 of_scale = _mm256_set1_ps(units);
-    for (int i = 0; i < MSI_CODED_BLOCK; i += 32) {
-        const __m256i a = msi_wide_code(&d, is_signed, from + i, of_scale);
-        const __m256i b = msi_wide_code(&d, is_signed, from + i + 8, of_scale);
-        const __m256i ab = _mm256_packs_epi32(a, b);
-        const __m256i c = msi_wide_code(&d, is_signed, from + i + 16, of_scale);
-        const __m256i e = msi_wide_code(&d, is_signed, from + i + 24, of_scale);
-        const __m256i packed = _mm256_packus_epi16(ab, _mm256_packs_epi32(c, e));
-        _mm256_storeu_si256((__m256i *)(void *)(codes + i),
-                            _mm256_permutevar8x32_epi32(packed, order));
-    }
-}
-
-/* As msi_units_of_rank, of which a table is indexed by the last bits of the exponent of the rank,
-   127 + e. Those of 128, of the codes with a sign, stand where 134 does. */
-MSI_WIDE __m256 msi_wide_units(__m256 rank, __m256 power, __m256 less) {
-    const __m256i e = _mm256_srli_epi32(_mm256_castps_si256(rank), 23);
-    return _mm256_mul_ps(_mm256_permutevar8x32_ps(power, e),
-                         _mm256_add_ps(_mm256_mul_ps(rank, _mm256_set1_ps(36.0f)),
-                                       _mm256_permutevar8x32_ps(less, e)));
-}
-
-MSI_WIDE void msi_wide_decode(const uint8_t *codes, bool is_signed, float unit, float *to) {
-    const __m256 power = _mm256_setr_ps(5.0f, 25.0f, 125.0f, 625.0f, 3125.0f, 15625.0f,
-                                        is_signed ? 9765.625f : 78125.0f, 1.0f);
-    const __m256 less = _mm256_setr_ps(-46.0f, -110.0f, -238.0f, -494.0f, -1006.0f, -2030.0f,
-                                       is_signed ? -512.0f : -4078.0f, is_signed ? -14.0f : -36.0f);
-    const __m256i offset = _mm256_set1_epi32(is_signed ? -MSI_SIGNED_ZERO : 1);
-    const __m256 of_scale = _mm256_set1_ps(unit), minus = _mm256_set1_ps(-0.0f);
-    for (int i = 0; i < MSI_CODED_BLOCK; i += 8) {
-        const __m128i packed = _mm_loadl_epi64((const __m128i *)(const void *)(codes + i));
-        const __m256i number = _mm256_add_epi32(_mm256_cvtepu8_epi32(packed), offset);
-        const __m256 rank = _mm256_cvtepi32_ps(_mm256_abs_epi32(number));
-        __m256 x = msi_wide_units(rank, power, less);
-        if (is_signed) {
-            x = _mm256_and_ps(x, _mm256_cmp_ps(rank, _mm256_setzero_ps(), _CMP_GT_OQ));
-            x = _mm256_or_ps(x, _mm256_and_ps(_mm256_castsi256_ps(number), minus));
-        } else {
-            const __m256 is_top = _mm256_cmp_ps(rank, _mm256_set1_ps(255.5f), _CMP_GT_OQ);
-            x = _mm256_blendv_ps(x, _mm256_set1_ps(MSI_TOP_UNSIGNED), is_top);
-        }
-        _mm256_storeu_ps(to + i, _mm256_mul_ps(of_scale, x));
-    }
-}
-#endif
-
 /* Numbers in 8 bits, a block of them, from and to float. */
 static void msi_decode(const uint8_t *codes, float scale, bool is_signed, int count, float *to) {
     const float unit = scale * (is_signed ? MSI_UNIT_SIGNED : MSI_UNIT_UNSIGNED);
@@ -4639,12 +5030,14 @@ static void msi_decode(const uint8_t *codes, float scale, bool is_signed, int co
         memset(to, 0, (size_t)count * sizeof *to);
         return;
     }
-#ifdef __AVX2__
+#ifdef MSI_LANES
     if (count == MSI_CODED_BLOCK) {
-        if (is_signed) { // each with constants of its own
-            msi_wide_decode(codes, true, unit, to);
-        } else {
-            msi_wide_decode(codes, false, unit, to);
+        for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_WIDE_STRIP * MSI_LANES) {
+            msi_floats x[MSI_WIDE_STRIP];
+            msi_wide_decode(codes + i, is_signed, unit, x);
+            MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+                MSI_V(storeu_ps)(to + i + k * MSI_LANES, x[k]);
+            }
         }
         return;
     }
@@ -4660,13 +5053,9 @@ static void msi_decode(const uint8_t *codes, float scale, bool is_signed, int co
     }
 }
 
-/* Returns the scale. */
-static float msi_encode(const float *from, bool is_signed, int count, uint8_t *codes) {
-    uint32_t most = 0; // the order of magnitudes is that of their bits
-    for (int i = 0; i < count; i++) {
-        const uint32_t bits = msi_bits_of_f32(from[i]) & 0x7fffffffu;
-        most = bits > most ? bits : most;
-    }
+/* Numbers of which `most` has the bits of the largest magnitude. Returns the scale. */
+static float msi_encode_up_to(uint32_t most, const float *from, bool is_signed, int count,
+                              uint8_t *codes) {
     const float scale = msi_f32_of_bits(most);
     const float units = msi_units_of_scale(scale, is_signed ? MSI_TOP_SIGNED : MSI_TOP_UNSIGNED);
     const float kept = units > 0.0f ? scale : 0.0f;
@@ -4674,13 +5063,9 @@ static float msi_encode(const float *from, bool is_signed, int count, uint8_t *c
         memset(codes, is_signed ? MSI_SIGNED_ZERO : 0, (size_t)count);
         return 0.0f;
     }
-#ifdef __AVX2__
+#ifdef MSI_LANES
     if (count == MSI_CODED_BLOCK) {
-        if (is_signed) { // each with constants of its own
-            msi_wide_encode(from, true, units, codes);
-        } else {
-            msi_wide_encode(from, false, units, codes);
-        }
+        msi_wide_encode(from, is_signed, units, codes);
         return kept;
     }
 #endif
@@ -4691,6 +5076,15 @@ static float msi_encode(const float *from, bool is_signed, int count, uint8_t *c
         codes[i] = msi_unsigned_code(from[i], units);
     }
     return kept;
+}
+
+static float msi_encode(const float *from, bool is_signed, int count, uint8_t *codes) {
+    uint32_t most = 0; // the order of magnitudes is that of their bits
+    for (int i = 0; i < count; i++) {
+        const uint32_t bits = msi_bits_of_f32(from[i]) & 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    return msi_encode_up_to(most, from, is_signed, count, codes);
 }
 
 /* Elements [at, at + count) of `all` in a format, of which `at` begins a block, from and to float.
@@ -4773,68 +5167,173 @@ static void msi_store_floats(void *to, ms_dtype dtype, uint64_t at, int count, c
                   (uint64_t)count, false);
 }
 
-static void msi_update_elements(const ms_update_args *a, float *value, const float *gradient,
-                                float *state0, float *state1, int count) {
+typedef struct msi_wide_waiting msi_wide_waiting; // of wide updates only
+
+/* A block whose params and gradients are F32: what they are, or converted. */
+typedef struct msi_update_floats {
+    uint64_t at; // of the param
+    int count;
+    float *value;
+    const float *gradient;
+    float scale; // of gradients
+} msi_update_floats;
+
+static void msi_update_any(const ms_update_args *a, const uint32_t *keys, int states,
+                           const msi_update_floats *b) {
     const ms_update_factors f = *a->factors;
+    const float *gradient = b->gradient;
+    float *value = b->value, state[2][MSI_CODED_BLOCK];
+    memset(state, 0, sizeof state);
+    for (int k = 0; k < states; k++) {
+        msi_load_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), b->at,
+                       b->count, a->count, state[k]);
+    }
     if (a->kind == MS_OPTIMIZER_ADAMW) {
-        for (int i = 0; i < count; i++) {
-            value[i] = msi_guarded_element(MS_OPTIMIZER_ADAMW, &f, value[i], gradient[i],
-                                           &state0[i], &state1[i]);
+        for (int i = 0; i < b->count; i++) {
+            value[i] = msi_guarded_element(MS_OPTIMIZER_ADAMW, &f, value[i], b->scale * gradient[i],
+                                           &state[0][i], &state[1][i]);
         }
     } else {
-        for (int i = 0; i < count; i++) {
-            value[i] = msi_guarded_element(MS_OPTIMIZER_SGD, &f, value[i], gradient[i], &state0[i],
-                                           &state1[i]);
+        for (int i = 0; i < b->count; i++) {
+            value[i] = msi_guarded_element(MS_OPTIMIZER_SGD, &f, value[i], b->scale * gradient[i],
+                                           &state[0][i], &state[1][i]);
         }
+    }
+    for (int k = 0; k < states; k++) {
+        msi_store_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), b->at,
+                        b->count, a->count, &keys[k], a->begin, state[k]);
     }
 }
 
-/* The update of the block at element `at`, of which not all is F32. What is F32 is updated where it
-   is. */
+#ifdef MSI_LANES
+/* Tensor k of the state of a block; the numbers of codes wait in `floats`. */
+MSI_WIDE msi_wide_state msi_wide_open(const ms_update_args *a, int k, uint32_t key, uint64_t at,
+                                      float *floats) {
+    msi_wide_state s;
+    s.format = a->state_format[k];
+    s.floats = floats;
+    s.key = key;
+    s.number = a->begin + at;
+    s.unit = 0.0f;
+    s.most = MSI_V_BITS(setzero)();
+    s.stored = NULL;
+    if (s.format == MS_STATE_FORMAT_8BIT) {
+        const bool is_signed = msi_state_is_signed(a->kind, k);
+        uint8_t *bytes = (uint8_t *)a->state[k], *codes = bytes + msi_codes_at(at);
+        float scale;
+        memcpy(&scale, bytes + msi_scale_at(at, a->count), sizeof scale);
+        if (msi_bits_of_f32(scale) == 0) { // as in msi_decode
+            memset(codes, is_signed ? MSI_SIGNED_ZERO : 0, MSI_CODED_BLOCK);
+        }
+        s.stored = codes;
+        s.unit = scale * (is_signed ? MSI_UNIT_SIGNED : MSI_UNIT_UNSIGNED);
+    } else if (s.format == MS_STATE_FORMAT_BF16) {
+        s.stored = (uint16_t *)(void *)a->state[k] + at;
+    } else {
+        s.floats = a->state[k] + at;
+    }
+    return s;
+}
+
+/* New state of a block that is still to be stored in codes. The next block is updated first: then
+   the scales are known when they are needed. */
+struct msi_wide_waiting {
+    msi_floats floats[2][MSI_CODED_BLOCK / MSI_LANES];
+    uint32_t most[2]; // the bits of the largest magnitudes
+    uint64_t at;
+    bool waits;
+};
+
+static void msi_wide_close(const ms_update_args *a, msi_wide_waiting *w) {
+    for (int k = 0; k < 2 && w->waits; k++) {
+        if (a->state[k] && a->state_format[k] == MS_STATE_FORMAT_8BIT) {
+            uint8_t *bytes = (uint8_t *)(void *)a->state[k];
+            const float scale = msi_encode_up_to(
+                w->most[k], (const float *)(const void *)w->floats[k],
+                msi_state_is_signed(a->kind, k), MSI_CODED_BLOCK, bytes + msi_codes_at(w->at));
+            memcpy(bytes + msi_scale_at(w->at, a->count), &scale, sizeof scale);
+        }
+    }
+    w->waits = false;
+}
+
+static void msi_update_wide(const ms_update_args *a, const uint32_t *keys,
+                            const msi_update_floats *b, msi_wide_waiting *w) {
+    const msi_wide_factors f = msi_widen_factors(a->factors, b->scale);
+    msi_wide_state s0 = msi_wide_open(a, 0, keys[0], b->at, (float *)(void *)w->floats[0]);
+    if (a->kind == MS_OPTIMIZER_ADAMW) {
+        msi_wide_state s1 = msi_wide_open(a, 1, keys[1], b->at, (float *)(void *)w->floats[1]);
+        if (s0.format == MS_STATE_FORMAT_8BIT && s1.format == MS_STATE_FORMAT_8BIT) {
+            s0.format = s1.format = MS_STATE_FORMAT_8BIT; // compiled without the other formats
+            msi_wide_update(MS_OPTIMIZER_ADAMW, &f, b->value, b->gradient, &s0, &s1);
+        } else {
+            msi_wide_update(MS_OPTIMIZER_ADAMW, &f, b->value, b->gradient, &s0, &s1);
+        }
+        w->most[1] = msi_wide_largest(s1.most);
+    } else {
+        msi_wide_update(MS_OPTIMIZER_SGD, &f, b->value, b->gradient, &s0, NULL);
+    }
+    w->most[0] = msi_wide_largest(s0.most);
+    w->at = b->at;
+    w->waits = true;
+}
+#endif
+
+/* The update of the block at element `at`, of which not all is F32. */
 static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int states, float scale,
-                             uint64_t at) {
-    const int count = (int)msi_least((int64_t)(a->count - at), MSI_CODED_BLOCK);
-    float room[MSI_CODED_BLOCK], gradient[MSI_CODED_BLOCK], states_room[2][MSI_CODED_BLOCK];
-    float *value = a->master                        ? a->master + at
-                   : a->value_dtype == MS_DTYPE_F32 ? a->value + at
-                                                    : room;
-    float *state[2] = {states_room[0], states_room[1]};
-    memset(states_room, 0, sizeof states_room);
-    const bool goes_on = at + 2 * MSI_CODED_BLOCK <= a->count;
-    for (uint64_t i = at + MSI_CODED_BLOCK; i < at + 2 * MSI_CODED_BLOCK && goes_on; i += 16) {
-        MSI_PREFETCH((a->master ? a->master : a->value) + i);
-        MSI_PREFETCH(a->gradient + i);
+                             uint64_t at, msi_wide_waiting *waiting) {
+    float value[MSI_CODED_BLOCK], gradient[MSI_CODED_BLOCK];
+    float *whole = a->master ? a->master : a->value_dtype == MS_DTYPE_F32 ? a->value : NULL;
+    msi_update_floats b;
+    b.at = at;
+    b.count = (int)msi_least((int64_t)(a->count - at), MSI_CODED_BLOCK);
+    b.scale = scale;
+    b.value = whole ? whole + at : value;
+    b.gradient = a->gradient_dtype == MS_DTYPE_F32 ? a->gradient + at : gradient;
+    if (!whole) {
+        msi_load_floats(a->value, a->value_dtype, at, b.count, value);
     }
-    if (value == room) {
-        msi_load_floats(a->value, a->value_dtype, at, count, room);
+    if (b.gradient == gradient) {
+        msi_load_floats(a->gradient, a->gradient_dtype, at, b.count, gradient);
     }
-    msi_load_floats(a->gradient, a->gradient_dtype, at, count, gradient);
-    for (int i = 0; i < count; i++) {
-        gradient[i] *= scale;
+#ifdef MSI_LANES
+    const bool carries = (uint32_t)(a->begin + at) > UINT32_MAX - MSI_CODED_BLOCK;
+    if (b.count == MSI_CODED_BLOCK && !carries && states == (a->kind == MS_OPTIMIZER_ADAMW) + 1) {
+        msi_update_wide(a, keys, &b, waiting);
+    } else {
+        msi_update_any(a, keys, states, &b);
     }
-    for (int k = 0; k < states; k++) {
-        if (a->state_format[k] == MS_STATE_FORMAT_F32) {
-            state[k] = a->state[k] + at;
-            continue;
-        }
-        msi_load_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), at, count,
-                       a->count, state[k]);
-    }
-    msi_update_elements(a, value, gradient, state[0], state[1], count);
-    for (int k = 0; k < states; k++) {
-        if (a->state_format[k] == MS_STATE_FORMAT_F32) {
-            continue;
-        }
-        msi_store_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), at, count,
-                        a->count, &keys[k], a->begin, state[k]);
-    }
+#else
+    (void)waiting;
+    msi_update_any(a, keys, states, &b);
+#endif
     if (a->master) {
-        msi_store_floats(a->value, a->value_dtype, at, count, value);
+        msi_store_floats(a->value, a->value_dtype, at, b.count, b.value);
     }
-    for (int i = 0; i < count && value == room; i++) {
+    for (int i = 0; i < b.count && !whole; i++) {
         ((uint16_t *)(void *)a->value)[at + (uint64_t)i] =
             msi_value_at_random(a, keys[2], value[i], at + (uint64_t)i);
     }
+}
+
+/* The same for a group of blocks. */
+static void msi_update_group(const ms_update_args *a, const uint32_t *keys, int states, float scale,
+                             uint64_t at) {
+    const uint64_t end = msi_smaller(a->count, at + MSI_CODED_GROUP);
+#ifdef MSI_LANES
+    msi_wide_waiting waiting[2];
+    waiting[0].waits = waiting[1].waits = false;
+    int n = 0;
+    for (; at < end; at += MSI_CODED_BLOCK, n = 1 - n) {
+        msi_update_block(a, keys, states, scale, at, &waiting[n]);
+        msi_wide_close(a, &waiting[1 - n]);
+    }
+    msi_wide_close(a, &waiting[1 - n]);
+#else
+    for (; at < end; at += MSI_CODED_BLOCK) {
+        msi_update_block(a, keys, states, scale, at, NULL);
+    }
+#endif
 }
 
 static int msi_cpu_update(void *user, const ms_update_args *args) {
@@ -4849,8 +5348,8 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
         const uint32_t keys[3] = {msi_state_key(args, 0), msi_state_key(args, 1),
                                   msi_state_key(args, MS_LIMIT_OPTIMIZER_STATE)};
         MSI_PARALLEL_FOR(static, count > 16384)
-        for (int64_t i = 0; i < count; i += MSI_CODED_BLOCK) {
-            msi_update_block(args, keys, state1 ? 2 : state0 ? 1 : 0, scale, (uint64_t)i);
+        for (int64_t i = 0; i < count; i += MSI_CODED_GROUP) {
+            msi_update_group(args, keys, state1 ? 2 : state0 ? 1 : 0, scale, (uint64_t)i);
         }
         return 0;
     }
@@ -7053,11 +7552,10 @@ static void msi_analyze_half(ms_model *m) {
         msi_tensor *tensor = &g->tensors.items[t];
         const bool learns = msi_is_trained(tensor) && tensor->last_gradient != MSI_NONE;
         if (tensor->kind == MSI_KIND_PARAM && tensor->not_half == (uint8_t)MSI_HALF_MAY_BE) {
-            tensor->not_half =
-                (uint8_t)(msi_is_borrowed(tensor, MSI_ROLE_VALUE) ? MSI_HALF_UPDATE
-                          : !learns && masters ? MSI_HALF_FROZEN
-                          : learns && !updates ? MSI_HALF_UPDATE
-                                               : MSI_HALF_MAY_BE);
+            tensor->not_half = (uint8_t)(msi_is_borrowed(tensor, MSI_ROLE_VALUE) ? MSI_HALF_UPDATE
+                                         : !learns && masters                    ? MSI_HALF_FROZEN
+                                         : learns && !updates                    ? MSI_HALF_UPDATE
+                                                                                 : MSI_HALF_MAY_BE);
         }
     }
 }
@@ -21128,9 +21626,7 @@ static ms_result msi_conclude(ms_model *m, double *loss) {
 static ms_result msi_settle_steps(ms_model *m) {
     const bool scales = m->run.store->scales, pending = m->run.verdict != MSI_VERDICT_NONE;
     ms_result result = msi_synchronize(m);
-    MSI_THEN(result, scales    ? msi_copy_verdict(m)
-                     : pending ? msi_fetch_verdict(m)
-                               : MS_RESULT_OK);
+    MSI_THEN(result, scales ? msi_copy_verdict(m) : pending ? msi_fetch_verdict(m) : MS_RESULT_OK);
     MSI_THEN(result, scales || pending ? msi_settle_verdict(m) : MS_RESULT_OK);
     return msi_doubt(m, result);
 }
@@ -22585,8 +23081,8 @@ static ms_result msi_compare_state(msi_verification *v, ms_difference *d, uint32
     const msi_part part = {begin, count};
     const msi_part bytes = msi_part_bytes(r->format, part);
     ms_step_state step; // of the last micro-batch, in which params are updated
-    const ms_update_factors f =
-        msi_factors_at(&m->optimizer, msi_update_number(&v->before, tensor, m->scale.skipped_steps));
+    const ms_update_factors f = msi_factors_at(
+        &m->optimizer, msi_update_number(&v->before, tensor, m->scale.skipped_steps));
     uint8_t *raw = v->results + v->result_bytes + MSI_PIECE_BYTES;
     ms_update_args args;
     float state[MSI_CODED_BLOCK];

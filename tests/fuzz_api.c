@@ -237,9 +237,7 @@ static int fz_add_squares(void *user, const void *device, ms_dtype dtype, uint64
 static int fz_clip_scale(void *user, const double *sum, float limit, float *scale,
                          ms_step_state *step, ms_update_factors *factors, uint64_t count) {
     int error = backend_fails(user);
-    return error != 0
-               ? error
-               : CPU->clip_scale(CPU->user, sum, limit, scale, step, factors, count);
+    return error != 0 ? error : CPU->clip_scale(CPU->user, sum, limit, scale, step, factors, count);
 }
 
 static int fz_update(void *user, const ms_update_args *args) {

@@ -425,8 +425,7 @@ static void trainers_see_f32(void **state) {
         t_ok(s.m, ms_wrap(s.m));
         t_ok(s.m, ms_read(s.m, s.w[2], before));
         for (int c = 0; c < COLS; ++c) {
-            const double kept =
-                alone ? in_dtype(dtype, (double)written[c]) : (double)written[c];
+            const double kept = alone ? in_dtype(dtype, (double)written[c]) : (double)written[c];
             assert_true((double)before[c] == kept);
         }
         assert_null(ms_data(s.m, s.w[2]));
@@ -446,8 +445,7 @@ static void trainers_see_f32(void **state) {
         t_ok(s.m, ms_wrap(s.m)); // and back
         t_ok(s.m, ms_read(s.m, s.w[2], after));
         for (int c = 0; c < COLS; ++c) {
-            const double kept =
-                alone ? in_dtype(dtype, (double)before[c]) : (double)before[c];
+            const double kept = alone ? in_dtype(dtype, (double)before[c]) : (double)before[c];
             assert_true((double)after[c] == kept);
         }
         ms_destroy(s.m);

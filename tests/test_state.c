@@ -153,6 +153,48 @@ static void blocks_are_coded_as_numbers_are(void **state) {
     }
 }
 
+/* The same for the floats around each middle between neighbours, where vector instructions depend on
+   the rounding of their tables, and for random bits, of which some are not finite or negative. */
+static void blocks_are_coded_as_numbers_at_the_middles(void **state) {
+    (void)state;
+    float x[MSI_CODED_BLOCK];
+    uint8_t codes[MSI_CODED_BLOCK];
+    t_rng rng = t_seed(16);
+    for (int is_signed = 0; is_signed < 2; ++is_signed) {
+        const book b = make_book(is_signed);
+        for (int k = 0; k + 1 < b.count; ++k) {
+            const long double sum = b.value[k] + b.value[k + 1];
+            const float middle = (float)roundl(sum / 2 * (long double)top_of(&b));
+            float up = middle, down = middle;
+            x[0] = top_of(&b);
+            for (int i = 1; i < MSI_CODED_BLOCK; ++i) {
+                up = nextafterf(up, 1e9f);
+                down = nextafterf(down, 0.0f);
+                x[i] = i % 2 ? down : up <= x[0] ? up : middle;
+                x[i] = is_signed && t_chance(&rng, 0.5) ? -x[i] : x[i];
+            }
+            x[1] = middle;
+            assert_true(msi_encode(x, is_signed, MSI_CODED_BLOCK, codes) == x[0]);
+            for (int i = 0; i < MSI_CODED_BLOCK; ++i) { // the units of scale top are those of 1
+                assert_int_equal(codes[i], is_signed ? msi_signed_code(x[i], 1.0f)
+                                                     : msi_unsigned_code(x[i], 1.0f));
+            }
+        }
+        for (int round = 0; round < 3000; ++round) {
+            for (int i = 0; i < MSI_CODED_BLOCK; ++i) {
+                x[i] = msi_f32_of_bits((uint32_t)t_next(&rng) >> (round % 3 ? 1 : 0));
+                x[i] = round % 2 ? (float)(t_unit(&rng) - 0.5) : x[i];
+            }
+            const float scale = msi_encode(x, is_signed, MSI_CODED_BLOCK, codes);
+            const float units = msi_units_of_scale(scale, top_of(&b));
+            for (int i = 0; i < MSI_CODED_BLOCK && units > 0.0f; ++i) {
+                assert_int_equal(codes[i], is_signed ? msi_signed_code(x[i], units)
+                                                     : msi_unsigned_code(x[i], units));
+            }
+        }
+    }
+}
+
 static void blocks_keep_zeros_signs_and_the_largest(void **state) {
     (void)state;
     t_rng rng = t_seed(9);
@@ -399,6 +441,53 @@ static void updates_are_those_of_the_formulas(void **state) {
                         u.gradient[i] *= (float)(2.0 * t_unit(&rng) - 0.5);
                     }
                 }
+            }
+        }
+    }
+}
+
+/* Whole blocks are updated by vector instructions, where there are some, with the bits that elements
+   one by one have. The first element has a number such that the random bits of some block are those
+   of numbers on both sides of 2^32. */
+static void blocks_are_updated_as_elements_are(void **state) {
+    (void)state;
+#ifdef __FAST_MATH__
+    skip(); // divisions and square roots of loops are approximate
+#endif
+    static updated u, by_element;
+    const ms_backend cpu = ms_backend_cpu();
+    t_rng rng = t_seed(17);
+    for (int formats = 0; formats < 9; ++formats) {
+        for (int kind = MS_OPTIMIZER_ADAMW; kind <= MS_OPTIMIZER_SGD; ++kind) {
+            const ms_state_format second =
+                kind == MS_OPTIMIZER_ADAMW ? (ms_state_format)(formats / 3) : MS_STATE_FORMAT_F32;
+            updated_init(&u, (ms_optimizer_kind)kind, (ms_state_format)(formats % 3), second, 5000,
+                         &rng);
+            const float scale = 0.3f, wrong[] = {INFINITY, NAN, -3e38f};
+            u.args.begin = ((uint64_t)1 << 32) - (formats % 2 ? 4096 : 4000);
+            for (int step = 0; step < 4; ++step) {
+                u.args.gradient_scale = step % 2 ? &scale : NULL;
+                for (int i = 0; i < 12; ++i) {
+                    u.gradient[t_below(&rng, 5000)] = step < 2 ? 0.0f : wrong[i % 3];
+                }
+                by_element = u;
+                assert_int_equal(cpu.update(cpu.user, args_of(&u)), 0);
+                const ms_update_args *args = args_of(&by_element);
+                const uint32_t keys[2] = {msi_state_key(args, 0), msi_state_key(args, 1)};
+                for (uint64_t at = 0; at < 5000 && msi_has_formats(args); at += MSI_CODED_BLOCK) {
+                    msi_update_floats b;
+                    b.at = at;
+                    b.count = (int)msi_smaller(MSI_CODED_BLOCK, 5000 - at);
+                    b.value = args->value + at;
+                    b.gradient = args->gradient + at;
+                    b.scale = step % 2 ? scale : 1.0f;
+                    msi_update_any(args, keys, u.states, &b);
+                }
+                if (msi_has_formats(args)) {
+                    assert_memory_equal(u.value, by_element.value, sizeof u.value);
+                    assert_memory_equal(u.storage, by_element.storage, sizeof u.storage);
+                }
+                u.step.seed += 1;
             }
         }
     }
@@ -1430,10 +1519,12 @@ int main(void) {
         cmocka_unit_test(books_are_those_of_the_paper),
         cmocka_unit_test(codes_are_the_nearest),
         cmocka_unit_test(blocks_are_coded_as_numbers_are),
+        cmocka_unit_test(blocks_are_coded_as_numbers_at_the_middles),
         cmocka_unit_test(blocks_keep_zeros_signs_and_the_largest),
         cmocka_unit_test(codes_and_scales_have_places_of_their_own),
         cmocka_unit_test(bf16_is_rounded_at_random),
         cmocka_unit_test(updates_are_those_of_the_formulas),
+        cmocka_unit_test(blocks_are_updated_as_elements_are),
         cmocka_unit_test(parts_and_threads_change_nothing),
         cmocka_unit_test(wrong_gradients_change_nothing),
         cmocka_unit_test(plans_code_what_rules_allow),

@@ -416,9 +416,9 @@ static inline int t_device_clip_scale(void *user, const double *sum, float limit
                                       uint64_t count) {
     t_device *device = (t_device *)user;
     const int error = t_device_fails(device);
-    return error != 0 ? error
-                      : device->cpu.clip_scale(device->cpu.user, sum, limit, scale, step, factors,
-                                               count);
+    return error != 0
+               ? error
+               : device->cpu.clip_scale(device->cpu.user, sum, limit, scale, step, factors, count);
 }
 
 static inline int t_device_loss(void *user, const void *losses, uint64_t count, double factor,

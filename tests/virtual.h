@@ -170,10 +170,10 @@ static inline v_range v_written(const v_work *w) {
     const bool of_floats = w->kind == V_FILL_F32 || w->kind == V_SCALE;
     const bool of_elements = w->kind == V_ADD || w->kind == V_CAST;
     v_range r;
-    r.start = (uint8_t *)(judges                         ? (void *)w->step
+    r.start = (uint8_t *)(judges                     ? (void *)w->step
                           : w->kind == V_ADD_SQUARES ? (void *)w->nonfinite
                                                      : w->target);
-    r.bytes = judges                         ? sizeof *w->step
+    r.bytes = judges                     ? sizeof *w->step
               : w->kind == V_ADD_SQUARES ? sizeof *w->nonfinite
                                          : w->count * (of_floats     ? sizeof(float)
                                                        : of_elements ? ms_dtype_bytes(w->to)
