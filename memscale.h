@@ -4384,10 +4384,6 @@ MSI_WIDE msi_floats msi_wide_look_up(msi_floats table, msi_ints index) {
     return _mm512_permutexvar_ps(index, table);
 }
 
-MSI_WIDE msi_floats msi_wide_whole(msi_floats x) {
-    return _mm512_roundscale_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
-}
-
 MSI_WIDE msi_lanes msi_wide_below(msi_ints a, msi_ints b) {
     return _mm512_cmplt_epi32_mask(a, b);
 }
@@ -4447,10 +4443,6 @@ MSI_WIDE msi_floats msi_wide_table(const float *numbers) {
 
 MSI_WIDE msi_floats msi_wide_look_up(msi_floats table, msi_ints index) {
     return _mm256_permutevar8x32_ps(table, index);
-}
-
-MSI_WIDE msi_floats msi_wide_whole(msi_floats x) {
-    return _mm256_round_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
 }
 
 MSI_WIDE msi_lanes msi_wide_below(msi_ints a, msi_ints b) {
@@ -4545,9 +4537,8 @@ MSI_WIDE msi_ints msi_wide_magnitude_bits(msi_floats x) {
    never matters was found by trying all middles between ranks, and test_state.c tries them again; to
    that end, the intercepts of 56.9 and 113.8 are one bit below the floats that are nearest to them. */
 typedef struct msi_rank_rows {
-    uint32_t
-        origin; // subtracted from the upper half of a float, which then is proportional to the row
-    float next[8]; // the least number of units of the next row
+    uint32_t origin; // to be subtracted from the upper half of a float
+    float next[8];   // the least number of units of the next row
     float slope[8], intercept[8], last[8];
 } msi_rank_rows;
 
@@ -4580,7 +4571,7 @@ MSI_WIDE void msi_wide_ranks(const msi_rank_rows *rows, msi_floats units, msi_fl
     const msi_ints rows_of_bits = msi_wide_of_u32(160u << 16);
     msi_ints row[MSI_CODED_STRIP];
     MSI_UNROLLED(k, MSI_CODED_STRIP) {
-        x[k] = msi_wide_whole(MSI_V(mul_ps)(x[k], units));
+        x[k] = MSI_V(floor_ps)(MSI_V(mul_ps)(x[k], units));
     }
     MSI_UNROLLED(k, MSI_CODED_STRIP) {
         row[k] = MSI_V(subs_epu16)(MSI_V_BITS(castps)(x[k]), origin);
