@@ -4540,7 +4540,7 @@ MSI_WIDE void msi_wide_ranks(const msi_rank_rows *rows, msi_floats units, msi_fl
     }
 }
 
-/* Packs the ranks of four vectors to codes. By saturation, -128, which has no code, becomes -127. */
+/* Packs the ranks of four vectors to codes. Saturation makes -127 of -128, which has no code. */
 MSI_WIDE void msi_wide_pack_codes(const msi_ints *rank, bool is_signed, uint8_t *codes) {
     const msi_ints one = MSI_V(set1_epi16)(1), middle = MSI_V(set1_epi8)((char)-128);
     const msi_ints a = MSI_V(packs_epi32)(rank[0], rank[1]);
