@@ -4355,7 +4355,7 @@ static void msi_arena_leave(ms_arena *arena) {
 
 // ------------------------------------------------------------------------------------------------
 // >>wide  the update of 16 elements at a time by AVX-512, or of 8 by AVX2, with the bits that the
-//         functions of >>formats and >>arithmetic give: compilers do not find look-ups by permutation
+//         functions of >>formats and >>arithmetic give: compilers find no look-ups by permutation
 
 #ifdef __GNUC__ // gcc would call them, which takes nearly twice as long
 #define MSI_WIDE static inline __attribute__((always_inline))
@@ -4491,8 +4491,8 @@ MSI_WIDE msi_ints msi_wide_iota(void) {
 }
 #endif
 
-/* Several vectors are computed side by side, each step for all of them before the next step, so that
-   processors seldom wait for operands. */
+/* Several vectors are computed side by side, each step for all of them before the next step, so
+   that processors seldom wait for operands. */
 enum { MSI_WIDE_STRIP = 4, MSI_CODED_STRIP = 8 };
 
 #ifdef __GNUC__
@@ -4532,10 +4532,11 @@ MSI_WIDE msi_ints msi_wide_magnitude_bits(msi_floats x) {
 }
 
 /* How numbers of units become ranks. Each row of the tables is for one decade; the first row is for
-   all below the second, and the last for 1. Of a whole number of units, the rank is the whole part of
-   slope * units + intercept, but at most the last rank of the row. That the rounding of this function
-   never matters was found by trying all middles between ranks, and test_state.c tries them again; to
-   that end, the intercepts of 56.9 and 113.8 are one bit below the floats that are nearest to them. */
+   all below the second, and the last for 1. Of a whole number of units, the rank is the whole part
+   of slope * units + intercept, but at most the last rank of the row. That the rounding of this
+   function never matters was found by trying all middles between ranks, and test_state.c tries them
+   again; to that end, the intercepts of 56.9 and 113.8 are one bit below the floats that are
+   nearest to them. */
 typedef struct msi_rank_rows {
     uint32_t origin; // to be subtracted from the upper half of a float
     float next[8];   // the least number of units of the next row
@@ -4560,8 +4561,8 @@ static const msi_rank_rows msi_unsigned_rows = {
     {3.0f, 7.0f, 15.0f, 31.0f, 63.0f, 127.0f, 255.0f, 256.0f}};
 
 /* As msi_nearest_rank, of a strip of numbers of units that are not negative; the whole parts of the
-   results count. What is nearer to 0 than to any other has the rank 0 with a sign, and 1 without. The
-   bits of a float are nearly linear in its logarithm: they give the row, or the one below it. */
+   results count. What is nearer to 0 than to any other has the rank 0 with a sign, and 1 without.
+   The bits of a float are nearly linear in its logarithm: they give the row or the one below it. */
 MSI_WIDE void msi_wide_ranks(const msi_rank_rows *rows, msi_floats units, msi_floats *x) {
     const msi_floats next = msi_wide_table(rows->next);
     const msi_floats slope = msi_wide_table(rows->slope);
@@ -4587,7 +4588,7 @@ MSI_WIDE void msi_wide_ranks(const msi_rank_rows *rows, msi_floats units, msi_fl
     }
 }
 
-/* Packs the ranks of four vectors to codes. With saturation, -128, which has no code, becomes -127. */
+/* Packs the ranks of four vectors to codes. Saturation makes -127 of -128, which has no code. */
 MSI_WIDE void msi_wide_pack_codes(const msi_ints *rank, bool is_signed, uint8_t *codes) {
     const msi_ints one = MSI_V(set1_epi16)(1), middle = MSI_V(set1_epi8)((char)-128);
     const msi_ints a = MSI_V(packs_epi32)(rank[0], rank[1]);
@@ -4623,9 +4624,9 @@ MSI_WIDE void msi_wide_encode(const float *from, bool is_signed, float units, ui
     }
 }
 
-/* The values of codes, of a scale times 1 / MSI_TOP_SIGNED or 1 / MSI_TOP_UNSIGNED. By the exponent e
-   of twice the rank, the units of a rank are a linear function, which is exact for the codes with a
-   sign. Its last row is for 128, of 1, and the first, for 0 and 1, goes through the origin. */
+/* The values of codes, of a scale times 1 / MSI_TOP_SIGNED or 1 / MSI_TOP_UNSIGNED. By the exponent
+   e of twice the rank, the units of a rank are a linear function, which is exact for the codes with
+   a sign. Its last row is for 128, of 1, and the first, for 0 and 1, goes through the origin. */
 MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float unit, msi_floats *x) {
     static const float slopes[8] = {11.0f,    90.0f,    450.0f,    2250.0f,
                                     11250.0f, 56250.0f, 281250.0f, 0.0f};
@@ -4678,8 +4679,8 @@ MSI_WIDE void msi_wide_decode(const uint8_t *codes, bool is_signed, float unit, 
     }
 }
 
-/* As msi_bf16_at_random of msi_random, for elements with consecutive numbers that differ in the lower
-   half only. */
+/* As msi_bf16_at_random of msi_random, for elements with consecutive numbers that differ in the
+   lower half only. */
 MSI_WIDE void msi_wide_store_at_random(uint16_t *to, msi_floats x, uint32_t key, uint64_t number) {
     const msi_ints bits = MSI_V_BITS(castps)(x);
     msi_ints r = MSI_V(add_epi32)(msi_wide_of_u32((uint32_t)number), msi_wide_iota());
@@ -5140,12 +5141,6 @@ static void msi_store_state(void *state, ms_state_format format, bool is_signed,
         break;
     }
 }
-
-#ifdef __GNUC__ // a block is computed for longer than processors look ahead
-#define MSI_PREFETCH(address) __builtin_prefetch(address)
-#else
-#define MSI_PREFETCH(address) ((void)(address))
-#endif
 
 /* Elements of F32, BF16 or F16. */
 static void msi_load_floats(const void *from, ms_dtype dtype, uint64_t at, int count, float *to) {

@@ -153,8 +153,8 @@ static void blocks_are_coded_as_numbers_are(void **state) {
     }
 }
 
-/* The same for the floats around each middle between neighbours, where vector instructions depend on
-   the rounding of their tables, and for random bits, of which some are not finite or negative. */
+/* The same for the floats around each middle between neighbours, where vector instructions depend
+   on the rounding of their tables; and for random bits, of which some are negative or infinite. */
 static void blocks_are_coded_as_numbers_at_the_middles(void **state) {
     (void)state;
     float x[MSI_CODED_BLOCK];
@@ -446,9 +446,9 @@ static void updates_are_those_of_the_formulas(void **state) {
     }
 }
 
-/* Whole blocks are updated by vector instructions, where there are some, with the bits that elements
-   one by one have. The first element has a number such that the random bits of some block are those
-   of numbers on both sides of 2^32. */
+/* Whole blocks are updated by vector instructions, where there are some, with the bits that
+   elements one by one have. The first element has a number such that the random bits of some block
+   are those of numbers on both sides of 2^32. */
 static void blocks_are_updated_as_elements_are(void **state) {
     (void)state;
 #ifdef __FAST_MATH__
