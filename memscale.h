@@ -1842,12 +1842,14 @@ MSI_HD float msi_f32_of_f16(uint16_t bits16) {
 
 MSI_HD uint16_t msi_f16_of_f32(float x) {
     const uint32_t bits = msi_bits_of_f32(x), rest = bits & 0x7fffffffu;
-    // subnormal: the last bits of the sum with 0.5 count units of 2^-24
-    const uint32_t small = msi_bits_of_f32(msi_f32_of_bits(rest) + 0.5f) - 0x3f000000u;
+    // the last bits of the sum with 0.5 count units of 2^-24
+    const uint32_t subnormal = msi_bits_of_f32(msi_f32_of_bits(rest) + 0.5f) - 0x3f000000u;
     const uint32_t normal = (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13;
     const uint32_t large = rest > 0x7f800000u ? 0x7e00u | (rest >> 13 & 0x3ffu) : 0x7c00u;
     // 65520 and above round to infinity
-    const uint32_t bits16 = rest < 0x38800000u ? small : rest < 0x477ff000u ? normal : large;
+    const uint32_t bits16 = rest < 0x38800000u   ? subnormal
+                            : rest < 0x477ff000u ? normal
+                                                 : large;
     return (uint16_t)((bits >> 16 & 0x8000u) | bits16);
 }
 

@@ -57,7 +57,8 @@ static param make_param(uint64_t count, uint64_t apart_bytes) {
 static void time_formats(uint64_t count, uint64_t apart_bytes, int repeats, double *median_ns) {
     static double ns[FORMATS][MOST_REPEATS];
     const ms_backend cpu = ms_backend_cpu();
-    const ms_update_factors factors = {-1e-3f, 0.9999f, 0.9f, 0.999f, 0.1f, 1e-3f, 1.0f, 1e-8f};
+    const ms_update_factors factors = {-1e-3f, 0.9999f, 0.9f,  0.999f, 0.1f,
+                                       1e-3f,  1.0f,    1e-8f, 0.0f,   0};
     ms_step_state step;
     param params[FORMATS];
     memset(&step, 0, sizeof step);

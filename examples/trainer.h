@@ -639,7 +639,7 @@ static int evaluate(trainer *t) {
     t->held_out = -1;
     t->random = random;
     printf("held out  loss %.4f on %d batches of text that training has not seen\n",
-           sum / HELD_OUT_BATCHES, HELD_OUT_BATCHES);
+           sum / (double)HELD_OUT_BATCHES, HELD_OUT_BATCHES);
     return 0;
 }
 
