@@ -1847,9 +1847,7 @@ MSI_HD uint16_t msi_f16_of_f32(float x) {
     const uint32_t normal = (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13;
     const uint32_t large = rest > 0x7f800000u ? 0x7e00u | (rest >> 13 & 0x3ffu) : 0x7c00u;
     // 65520 and above round to infinity
-    const uint32_t bits16 = rest < 0x38800000u   ? subnormal
-                            : rest < 0x477ff000u ? normal
-                                                 : large;
+    const uint32_t bits16 = rest < 0x38800000u ? subnormal : rest < 0x477ff000u ? normal : large;
     return (uint16_t)((bits >> 16 & 0x8000u) | bits16);
 }
 
