@@ -52,6 +52,51 @@ static void check_rounding(float x) {
     }
 }
 
+/* The middles between neighbours of a dtype, from 0 up to what rounds to infinity. */
+static uint32_t make_middles(ms_dtype dtype, double *middles) {
+    const uint32_t infinity = dtype == MS_DTYPE_F16 ? 0x7c00 : 0x7f80;
+    for (uint32_t i = 0; i + 1 < infinity; i++) {
+        middles[i] = 0.5 * (f_value(dtype, (uint16_t)i) + f_value(dtype, (uint16_t)(i + 1)));
+    }
+    const double last = f_value(dtype, (uint16_t)(infinity - 1));
+    middles[infinity - 1] = last + (last - middles[infinity - 2]);
+    return infinity;
+}
+
+/* Whether a magnitude lies between the middles on both sides of a number; on one, if that is even. */
+static bool is_nearest(const double *middles, uint32_t infinity, uint32_t bits, double magnitude) {
+    const double below = bits > 0 ? middles[bits - 1] : 0.0;
+    const bool even = bits % 2 == 0;
+    return bits <= infinity && (even ? magnitude >= below : magnitude > below || bits == 0) &&
+           (bits == infinity || (even ? magnitude <= middles[bits] : magnitude < middles[bits]));
+}
+
+/* Every float to both dtypes in a full sweep, otherwise one in many. */
+static void every_float_to_the_nearest(void **state) {
+    (void)state;
+    static double half[0x7c00], brain[0x7f80];
+    const uint64_t stride = t_stride(65521);
+    const uint32_t half_infinity = make_middles(MS_DTYPE_F16, half);
+    const uint32_t brain_infinity = make_middles(MS_DTYPE_BF16, brain);
+    for (uint64_t i = 0; i <= UINT32_MAX; i += stride) {
+        const uint32_t bits = (uint32_t)i, sign = bits >> 16 & 0x8000u;
+        const float x = f_of_bits(bits);
+        const uint32_t to_half = msi_f16_of_f32(x), to_brain = msi_bf16_of_f32(x);
+        const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+        if (f_is_flushed(bits)) {
+            continue;
+        }
+        const double size = (bits & 0x7fffffffu) == 0x7f800000u ? HUGE_VAL : fabs((double)x);
+        if (is_nan ? (to_half & 0x7fffu) <= 0x7c00u || (to_brain & 0x7fffu) <= 0x7f80u
+                   : !is_nearest(half, half_infinity, to_half & 0x7fffu, size) ||
+                         !is_nearest(brain, brain_infinity, to_brain & 0x7fffu, size)) {
+            print_error("%08x became %04x in F16 and %04x in BF16\n", bits, to_half, to_brain);
+            fail();
+        }
+        assert_true((to_half & 0x8000u) == sign && (to_brain & 0x8000u) == sign);
+    }
+}
+
 /* Random bits, every boundary between two numbers, and what is next to it. */
 static void rounding_to_the_nearest(void **state) {
     (void)state;
@@ -164,6 +209,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_number_there_and_back),
         cmocka_unit_test(rounding_to_the_nearest),
+        cmocka_unit_test(every_float_to_the_nearest),
         cmocka_unit_test(known_numbers),
         cmocka_unit_test(casts),
         cmocka_unit_test(products),
