@@ -16620,9 +16620,19 @@ static void msi_search_list(const msi_solver *s, msi_greedy *w, const msi_roundi
     }
 }
 
+/* Searches the list of plans that round nothing but what is forced. */
+static void msi_search_unrounded(const msi_solver *s, msi_greedy *plain) {
+    msi_search *search = plain->search;
+    search->rounding = 0;
+    search->enough = 0;
+    plain->score = msi_search_estimate(search, plain->decisions);
+    msi_search_all(s, plain);
+}
+
 /* Searches where plans may round. On some devices that takes longer than to free the same bytes
    otherwise, on others it makes the step faster: so each set of roundings has a list of its own, and
-   all of them compete. */
+   all of them compete. Where none has a plan that fits, the list without roundings is searched even
+   if another begins with less: state in F32 moves in smaller parts than codes do. */
 static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
     msi_search *search = plain->search;
     const bool early = search->early;
@@ -16631,8 +16641,10 @@ static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
     msi_greedy w;
     const bool ready = msi_greedy_init(&w, search);
     const uint32_t count = ready ? msi_list_roundings(s, search, w.decisions, list) : 0;
+    bool has_unrounded = false;
     msi_greedy_free(&w);
     for (uint32_t k = 0; k < count && !msi_is_found(search); k++) {
+        has_unrounded |= list[k].mask == 0;
         const bool too_large = !search->may_move && list[k].resident_bytes > search->budget;
         if ((search->fits && list[k].us >= search->best_score.us) ||
             (too_large && search->found && list[k].resident_bytes > search->best_score.bytes)) {
@@ -16641,10 +16653,7 @@ static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
         search->early = early;
         search->least_us = least_us;
         if (list[k].mask == 0) {
-            search->rounding = 0;
-            search->enough = 0;
-            plain->score = msi_search_estimate(search, plain->decisions);
-            msi_search_all(s, plain);
+            msi_search_unrounded(s, plain);
         } else if (msi_greedy_init(&w, search)) {
             msi_begin_rounding(search, list[k].mask, w.decisions);
             msi_search_list(s, &w, &list[k]);
@@ -16652,6 +16661,11 @@ static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
         } else {
             msi_greedy_free(&w);
         }
+    }
+    if (!has_unrounded && search->may_move && !search->fits && !msi_is_found(search)) {
+        search->early = early;
+        search->least_us = least_us;
+        msi_search_unrounded(s, plain);
     }
 }
 
