@@ -252,8 +252,8 @@
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
     shared by both  >>formats >>shared >>arithmetic
     implementation  >>base >>structs >>names >>log >>text >>memory >>wide >>backend cpu >>hardware
-                    >>graph >>validate >>profile >>rules >>store >>lower >>alias >>cost >>schedule
-                    >>layout >>simulate >>score >>greedy >>chain >>exhaustive >>solve >>order >>plan
+                    >>graph >>tiles >>validate >>profile >>rules >>store >>lower >>alias >>cost
+                    >>schedule >>layout >>simulate >>score >>greedy >>chain >>exhaustive >>solve >>order >>plan
                     >>policy >>explain >>optimizer >>call >>debug >>timing >>execute >>state
                     >>verify >>report >>api >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
@@ -425,6 +425,9 @@ typedef struct ms_call {
     void *workspace; // 64-byte aligned; contents as declared in the ms_workspace of the desc
     uint64_t workspace_bytes;
     uint32_t wanted_out, wanted_saved; // outside backward: masks of those to write, with data
+    /* The rows of this call: all of them, from 0, unless it is for a tile. Without ms_layer_tile,
+       rows are the first dim of the first output. */
+    int64_t row_begin, row_count;
     /* What backward begins with: grads_in_forward layers multiply by both. loss_scale points to
        device memory; it is 1, except in plans in F16. */
     float loss_factor;
@@ -864,7 +867,7 @@ typedef struct ms_edges {
 /* FINITE is for kernels that multiply what they find by a beta of 0. Only ANY costs no time. */
 typedef enum ms_contents { MS_CONTENTS_ANY, MS_CONTENTS_FINITE, MS_CONTENTS_ZERO } ms_contents;
 
-/* Scratch memory of one call: bytes + row_bytes * (first dim of the first output, or 1). */
+/* Scratch memory of one call: bytes + row_bytes * ms_call.row_count. */
 typedef struct ms_workspace {
     uint64_t bytes, row_bytes;
     ms_contents contents; // what the callback finds in it
@@ -883,6 +886,22 @@ typedef struct ms_layer_dtypes {
        layer that contributes to it says so. */
     uint32_t half_gradients;
 } ms_layer_dtypes;
+
+/* A layer whose rows are independent, so that a plan may compute them in tiles; see TILING. All
+   zero: never. Its rows are the first `axes` dims of its first output, merged into one: 1 of (B, T,
+   C) are the B sequences, 2 of them the B * T tokens. Each output, saved tensor and input is cut in
+   the same proportion along as many leading dims of its own, merged into one: their product is a
+   multiple of the number of rows, or divides it, as where several rows share one. Params are never
+   cut, and neither are the inputs of whole_in, such as tables. */
+typedef struct ms_layer_tile {
+    uint32_t axes;
+    uint32_t whole_in; // mask of inputs that every tile sees whole
+    /* How many leading dims of an operand are rows, where these are not `axes` of them; 0: axes. */
+    uint8_t in_axes[MS_LIMIT_IN], out_axes[MS_LIMIT_OUT], saved_axes[MS_LIMIT_SAVED];
+    int64_t multiple;  // rows that belong together, such as those of a sequence; 0: 1
+    int64_t smallest;  // rows of a tile at least, except for the last one; 0: 1
+    int64_t preferred; // rows of a tile that is forced (ms_set_layer_technique); 0: a quarter
+} ms_layer_tile;
 
 /* A layer: as small as one operator, as large as a transformer block. Slots may be empty anywhere;
    the callback sees them as zeroed views. */
@@ -937,6 +956,7 @@ typedef struct ms_layer_desc {
     uint32_t grads_in_forward;
     uint32_t optional_saved; // no data if nobody is going to read them; the others always have it
     ms_layer_dtypes dtypes;
+    ms_layer_tile tile;
     bool no_recompute; // forward can run only once in a step; a recompute callback may run
     /* The layer does not change its state in MS_PHASE_RECOMPUTE, and its outputs do not depend on
        it. Otherwise the library saves the state before a recomputation and restores it after. */
@@ -3084,7 +3104,8 @@ typedef enum msi_group_kind {
     X(dtypes.f32_out, OUT)                                                                         \
     X(dtypes.f32_saved, SAVED)                                                                     \
     X(dtypes.f32_param, PARAM)                                                                     \
-    X(dtypes.half_gradients, PARAM)
+    X(dtypes.half_gradients, PARAM)                                                                \
+    X(tile.whole_in, IN)
 #define MSI_FLAGS(X)                                                                               \
     X(backward_reads.nothing)                                                                      \
     X(recompute_reads.nothing)                                                                     \
@@ -3098,10 +3119,11 @@ typedef struct msi_layer {
     ms_workspace workspace[3];
     /* As declared, and the number of output elements then. */
     double flops, backward_flops, recompute_flops, elements;
-    ms_layer_time known;    // by ms_set_layer_time
-    ms_layer_time measured; // by timed steps, or from ms_profile_load; 0: not measured
-    ms_layer_time time;     // in force, at the present sizes
-    ms_layer_time half;     // the same for calls in 16 bits
+    ms_layer_time known;      // by ms_set_layer_time
+    ms_layer_time measured;   // by timed steps, or from ms_profile_load; 0: not measured
+    ms_layer_time time;       // in force, at the present sizes
+    ms_layer_time half;       // the same for calls in 16 bits
+    double whole_bytes[2][2]; // that each tile moves: in forward, in backward; in F32, in 16 bits
     double known_elements, measured_elements; // the number of output elements for these times
     uint32_t name;
     uint32_t operand_first; // in graph.operands
@@ -3113,6 +3135,7 @@ typedef struct msi_layer {
     ms_slot_masks clobbers;
     uint32_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved, backward_state;
     ms_layer_dtypes dtypes;
+    ms_layer_tile tile;
     bool no_recompute : 1, keeps_state : 1, no_backward : 1;
     bool differentiable : 1; // gradients pass through it: it has a backward, or no callback at all
     bool has_backward : 1;   // analysis: its backward runs
@@ -3135,6 +3158,7 @@ typedef struct msi_graph {
     uint32_t axis_count;
     uint64_t bytes; // of all tensors and workspaces, below 2^58: no sum over a program overflows
     uint32_t loss;
+    uint32_t backward_begin; // analysis: the layers from here on have no backward
 } msi_graph;
 
 /* What determines the time of an instruction: the time of its layer, or the bytes that it moves and
@@ -3233,11 +3257,17 @@ typedef struct msi_range {
     uint8_t role, category;
     uint16_t part;  // 0: the whole value; n: its n-th part, as an instruction has it
     uint8_t format; // an ms_state_format, or MSI_FORMAT_F16
+    bool is_tile;   // it has the rows of one tile, that of the instructions which use it
     bool packed;    // its memory is right after that of the range before it, in one block
     bool aliased;   // another range uses this one's memory from its last instruction on
     bool outlives;  // it stays valid after the program, for ms_read
     bool on_host;
 } msi_range;
+
+/* The rows of a tile, of all rows of its group of layers. */
+typedef struct msi_rows {
+    uint32_t begin, count, of;
+} msi_rows;
 
 typedef struct msi_operand {
     uint32_t range;
@@ -3257,6 +3287,7 @@ typedef struct msi_instruction {
     uint16_t part_count; // 0: on all of it
     uint16_t event;      // of a copy, recorded after it, or MSI_NO_EVENT; of a WAIT, waited for
     uint8_t format;      // of a layer's operands that can be in 16 bits
+    msi_rows rows;       // it works on these alone, of operands that are cut; of 0: on all
 } msi_instruction;
 
 enum { MSI_NO_EVENT = UINT16_MAX };
@@ -3404,6 +3435,10 @@ typedef struct msi_tensor_decision {
     bool state_8bit; // of a param: its optimizer state is in codes of 8 bits
     uint8_t
         format; // of a value that a layer makes and of its gradient, or of a param: F32, BF16...
+    /* Of the first output of a layer. In how many tiles the layer is computed, together with those
+       before it back to the first of its group; 0: whole. */
+    uint16_t tiles;
+    bool begins_group;
     /* Of the plan, in the element after that of the last tensor: how much more may be live than at
        the peak, in sixteenths of that, so that more copies can be under way. */
     uint8_t room;
@@ -3649,7 +3684,7 @@ static const char *msi_phase_name(ms_phase phase) {
     X(MS_TECHNIQUE_OFFLOADING, offloading, "offloading", MSI_MADE_KINDS | MSI_PARAM_KIND,          \
       "a param, an activation or a saved tensor", MSI_FROM_BALANCED, true)                         \
     X(MS_TECHNIQUE_TILING, tiling, "tiling", MSI_MADE_KINDS, "an activation or a saved tensor",    \
-      MSI_FROM_AGGRESSIVE, false)                                                                  \
+      MSI_FROM_AGGRESSIVE, true)                                                                   \
     X(MS_TECHNIQUE_MIXED_PRECISION, mixed_precision, "mixed precision",                            \
       MSI_MADE_KINDS | MSI_PARAM_KIND, "a param, an activation or a saved tensor",                 \
       MSI_FROM_AGGRESSIVE, true)                                                                   \
@@ -3689,6 +3724,7 @@ static const msi_technique msi_techniques[MS_TECHNIQUE_COUNT] = {
 #define MSI_CHECKPOINTING (1u << MS_TECHNIQUE_CHECKPOINTING)
 #define MSI_EARLY_UPDATE  (1u << MS_TECHNIQUE_EARLY_UPDATE)
 #define MSI_OFFLOADING    (1u << MS_TECHNIQUE_OFFLOADING)
+#define MSI_TILING        (1u << MS_TECHNIQUE_TILING)
 #define MSI_MIXED         (1u << MS_TECHNIQUE_MIXED_PRECISION)
 #define MSI_8BIT          (1u << MS_TECHNIQUE_OPTIMIZER_8BIT)
 #define MSI_ANY           ((1u << MS_TECHNIQUE_COUNT) - 1)
@@ -7310,6 +7346,7 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
     l.backward_flops = desc->backward_flops;
     l.recompute_flops = desc->recompute_flops;
     l.dtypes.accepts = desc->dtypes.accepts;
+    l.tile = desc->tile;
     l.operand_first = g->operands.count;
     l.mask_first = g->masks.count;
     msi_count_slots(desc, l.count);
@@ -7328,15 +7365,30 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
     return l;
 }
 
-/* Rows of a layer: the first dim of its first output. */
-static uint64_t msi_layer_rows(const msi_graph *g, const msi_layer *l, bool largest) {
+/* The first output of a layer. */
+static uint32_t msi_first_output(const msi_graph *g, const msi_layer *l) {
     msi_operand_cursor out = msi_operands_of(g, l, MSI_GROUP_OUT);
-    if (!msi_next_operand(&out)) {
+    return msi_next_operand(&out) ? out.tensor : MSI_NONE;
+}
+
+/* The product of the first dims of a shape. */
+static uint64_t msi_leading(const ms_shape *shape, uint32_t dims) {
+    uint64_t product = 1;
+    for (uint32_t k = 0; k < dims && k < (uint32_t)shape->rank; k++) {
+        product *= (uint64_t)shape->dim[k];
+    }
+    return product;
+}
+
+/* Rows of a layer: the first dim of its first output, or as many dims as its tiles have. */
+static uint64_t msi_layer_rows(const msi_graph *g, const msi_layer *l, bool largest) {
+    const uint32_t t = msi_first_output(g, l), dims = l->tile.axes > 1 ? l->tile.axes : 1;
+    if (t == MSI_NONE) {
         return 1;
     }
-    const ms_shape *shape = &g->tensors.items[out.tensor].view.shape;
+    const ms_shape *shape = &g->tensors.items[t].view.shape;
     const ms_shape there = largest ? msi_resized(g, *shape, true, NULL) : *shape;
-    return there.rank > 0 ? (uint64_t)there.dim[0] : 1;
+    return msi_leading(&there, dims);
 }
 
 /* The caller has checked the desc. */
@@ -7374,10 +7426,60 @@ static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc
     return msi_layer_handle(g, index);
 }
 
-/* Bytes of the workspace of a call. */
+/* Bytes of the workspace of a call for so many rows. */
+static uint64_t msi_workspace_for(const msi_layer *l, int which, uint64_t rows) {
+    return l->workspace[which].bytes + l->workspace[which].row_bytes * rows;
+}
+
+/* Bytes of the workspace of a call for all rows. */
 static uint64_t msi_workspace_bytes(const msi_graph *g, const msi_layer *l, int which) {
-    const ms_workspace *w = &l->workspace[which];
-    return w->bytes + (w->row_bytes ? w->row_bytes * msi_layer_rows(g, l, false) : 0);
+    return msi_workspace_for(l, which, msi_layer_rows(g, l, false));
+}
+
+/* Whether the rows of a tile are cut out of an operand; the others are whole. */
+static bool msi_is_by_rows(const msi_layer *l, int group, uint32_t slot) {
+    const int of = msi_group_of_values(group);
+    return of == MSI_GROUP_OUT || of == MSI_GROUP_SAVED ||
+           (of == MSI_GROUP_IN && !(l->tile.whole_in >> slot & 1));
+}
+
+/* Along how many leading dims, merged into one, an operand is cut. */
+static uint32_t msi_row_dims(const msi_layer *l, int group, uint32_t slot) {
+    const ms_layer_tile *t = &l->tile;
+    const uint8_t *const own[] = {t->in_axes, t->out_axes, t->saved_axes};
+    const uint8_t dims = own[msi_group_of_values(group)][slot];
+    return dims > 0 ? dims : t->axes;
+}
+
+/* So many rows of all, in bytes or elements. The product of all and rows may be too large. */
+static uint64_t msi_scale_rows(uint64_t all, uint64_t rows, uint64_t of) {
+    return all / of * rows + all % of * rows / of;
+}
+
+static uint64_t msi_common_multiple(uint64_t a, uint64_t b) {
+    uint64_t x = a, y = b;
+    while (y != 0) {
+        const uint64_t rest = x % y;
+        x = y;
+        y = rest;
+    }
+    return a / x * b;
+}
+
+/* Rows that belong together: tiles of a layer have a multiple of them. 0: it has no tiles. */
+static uint64_t msi_tile_unit(const msi_graph *g, const msi_layer *l) {
+    const uint64_t rows = msi_layer_rows(g, l, false);
+    uint64_t unit = l->tile.multiple > 1 ? (uint64_t)l->tile.multiple : 1;
+    for (int group = MSI_GROUP_IN; group <= MSI_GROUP_SAVED && l->tile.axes > 0; group++) {
+        for (MSI_EACH(operand, g, l, group)) {
+            const ms_shape *shape = &g->tensors.items[operand.tensor].view.shape;
+            const uint64_t own = msi_leading(shape, msi_row_dims(l, group, operand.slot));
+            if (msi_is_by_rows(l, group, operand.slot) && own < rows) {
+                unit = msi_common_multiple(unit, rows / own);
+            }
+        }
+    }
+    return l->tile.axes > 0 && unit <= rows && rows % unit == 0 ? unit : 0;
 }
 
 /* Sets the sizes of the axes; NULL: the largest. */
@@ -7482,6 +7584,7 @@ static void msi_mark_backward(msi_graph *g, uint32_t layer) {
 /* From the loss back: a layer runs backward if one of its outputs has a gradient, and its inputs
    lead to the loss if an output does. */
 static void msi_analyze_backward(msi_graph *g) {
+    g->backward_begin = 0;
     for (uint32_t i = g->layers.count; i-- > 0;) {
         msi_layer *l = &g->layers.items[i];
         bool leads = false;
@@ -7497,6 +7600,7 @@ static void msi_analyze_backward(msi_graph *g) {
         }
         if (l->has_backward || l->ends_in_loss) {
             msi_mark_backward(g, i);
+            g->backward_begin = g->backward_begin > i ? g->backward_begin : i + 1;
         }
         /* A layer without backward could be recomputed after the update, and see new values. */
         for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
@@ -7544,6 +7648,197 @@ static void msi_analyze_half(ms_model *m) {
                                                                                  : MSI_HALF_MAY_BE);
         }
     }
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>tiles  groups of layers that are computed tile by tile
+
+/* A group is a run of layers. In forward, all of its layers run on the first tile of rows, then all
+   on the second, and so on; in backward, likewise: what is needed of the values between them is
+   recomputed for the tile at hand. So these values, the inner ones, and their gradients have memory
+   for one tile alone. What other layers read, and what is kept for backward, has memory for all
+   rows. A group that ends in the loss runs the backward of each tile right after its forward, and
+   recomputes nothing: it sweeps. */
+
+enum { MSI_MOST_GROUPED = 32, MSI_MOST_TILES = 256 };
+
+typedef struct msi_tiling {
+    uint32_t first, end;      // layers
+    uint32_t tiles;           // some at the end may have no rows
+    uint32_t rows, tile_rows; // of the group, that is of its layer with the most; of a tile
+    bool sweeps;
+} msi_tiling;
+
+/* The rows of a group, and those that belong together. 0: it has none in common. */
+static uint64_t msi_common_rows(const msi_graph *g, uint32_t first, uint32_t end, uint64_t *unit) {
+    uint64_t rows = 1;
+    *unit = 1;
+    for (uint32_t i = first; i < end; i++) {
+        rows = msi_larger(rows, msi_layer_rows(g, &g->layers.items[i], false));
+    }
+    for (uint32_t i = first; i<end && * unit> 0; i++) {
+        const uint64_t own = msi_layer_rows(g, &g->layers.items[i], false);
+        const uint64_t own_unit = msi_tile_unit(g, &g->layers.items[i]);
+        *unit = own_unit == 0 || rows % own != 0
+                    ? 0
+                    : msi_common_multiple(*unit, own_unit * (rows / own));
+    }
+    return *unit > 0 && *unit <= rows && rows < INT32_MAX ? rows : 0;
+}
+
+/* Whether a group ends in the loss: it has the first layers whose gradients are computed. */
+static bool msi_ends_in_loss(const msi_graph *g, uint32_t first, uint32_t end) {
+    const uint32_t producer =
+        g->loss < g->tensors.count ? g->tensors.items[g->loss].producer : MSI_NONE;
+    bool ends = producer >= first && producer < end && g->layers.items[producer].has_backward;
+    for (uint32_t i = first; i < end; i++) {
+        ends |= g->layers.items[i].ends_in_loss;
+    }
+    return ends && g->backward_begin <= end;
+}
+
+/* Whether a layer uses an input as the layers of the group before it do: all of them cut it, or none
+   does. What is made in the group cannot be used whole. */
+static bool msi_is_used_alike(const msi_graph *g, uint32_t first, uint32_t layer, uint32_t slot,
+                              uint32_t t) {
+    const bool cut = msi_is_by_rows(&g->layers.items[layer], MSI_GROUP_IN, slot);
+    const uint32_t producer = g->tensors.items[t].producer;
+    bool alike = cut || producer == MSI_NONE || producer < first;
+    for (uint32_t i = first; i <= layer && alike; i++) {
+        for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
+            alike &=
+                in.tensor != t || msi_is_by_rows(&g->layers.items[i], MSI_GROUP_IN, in.slot) == cut;
+        }
+    }
+    return alike;
+}
+
+/* Whether a layer can be in tiles with those before it, from `first` on. */
+static bool msi_can_join_group(const msi_graph *g, uint32_t first, uint32_t layer) {
+    const msi_layer *l = &g->layers.items[layer];
+    uint64_t unit;
+    const bool together = l->tile.axes > 0 && layer - first < MSI_MOST_GROUPED;
+    const uint64_t rows = together ? msi_common_rows(g, first, layer + 1, &unit) : 0;
+    bool can = rows > 0 && rows >= 2 * unit;
+    for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+        can = can && msi_is_used_alike(g, first, layer, in.slot, in.tensor);
+    }
+    return can;
+}
+
+/* Whether layers can be a group. One that writes gradients in forward has to sweep. */
+static bool msi_can_group(const msi_graph *g, uint32_t first, uint32_t end) {
+    bool can = first < end, writes = false;
+    for (uint32_t i = first; i < end && can; i++) {
+        can = msi_can_join_group(g, first, i);
+        writes |= g->layers.items[i].ends_in_loss;
+    }
+    return can && (!writes || msi_ends_in_loss(g, first, end));
+}
+
+/* In how many tiles a layer is computed; 0: whole. */
+static uint32_t msi_tiles_of(const msi_graph *g, const msi_tensor_decision *d, uint32_t layer) {
+    return d[msi_first_output(g, &g->layers.items[layer])].tiles;
+}
+
+/* The group that begins with a layer. At some sizes of the axes rows may not be parted: then the
+   first tile has them all. */
+static msi_tiling msi_group_at(const msi_graph *g, const msi_tensor_decision *d, uint32_t first) {
+    msi_tiling group = {first, first + 1, msi_tiles_of(g, d, first), 0, 0, false};
+    uint64_t unit;
+    while (group.end < g->layers.count && group.end - first < MSI_MOST_GROUPED &&
+           msi_tiles_of(g, d, group.end) == group.tiles &&
+           !d[msi_first_output(g, &g->layers.items[group.end])].begins_group) {
+        group.end++;
+    }
+    const uint64_t rows = msi_common_rows(g, first, group.end, &unit);
+    const uint64_t each = (rows + group.tiles - 1) / group.tiles;
+    group.rows = rows > 0 ? (uint32_t)rows : 1;
+    group.tile_rows =
+        rows > 0 ? (uint32_t)msi_smaller((each + unit - 1) / unit * unit, rows) : group.rows;
+    group.sweeps = msi_ends_in_loss(g, first, group.end);
+    return group;
+}
+
+static msi_rows msi_rows_of_tile(const msi_tiling *group, uint32_t tile) {
+    const uint64_t begin = msi_smaller((uint64_t)tile * group->tile_rows, group->rows);
+    const msi_rows rows = {
+        (uint32_t)begin, (uint32_t)msi_smaller(group->tile_rows, group->rows - begin), group->rows};
+    return rows;
+}
+
+/* Whether the trainer forces a layer to be in tiles, or forbids it: by any value that it makes. */
+static ms_switch msi_tiling_force(const msi_graph *g, const msi_layer *l) {
+    bool on = false, off = false;
+    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
+        for (MSI_EACH(made, g, l, group)) {
+            const uint8_t is = g->tensors.items[made.tensor].technique[MS_TECHNIQUE_TILING];
+            on |= is == MS_SWITCH_ON;
+            off |= is == MS_SWITCH_OFF;
+        }
+    }
+    return off ? MS_SWITCH_OFF : on ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+}
+
+/* The end of the group that begins with a layer and goes on as long as layers can join it and are
+   forced alike. */
+static uint32_t msi_longest_group(const msi_graph *g, uint32_t first) {
+    const ms_switch force = msi_tiling_force(g, &g->layers.items[first]);
+    uint32_t end = first;
+    while (end < g->layers.count && msi_tiling_force(g, &g->layers.items[end]) == force &&
+           msi_can_join_group(g, first, end)) {
+        end++;
+    }
+    while (end > first && !msi_can_group(g, first, end)) {
+        end--;
+    }
+    return end;
+}
+
+/* In how many tiles a group can be at most: of the rows that belong together, and of the smallest. */
+static uint32_t msi_most_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
+    uint64_t unit, rows = msi_common_rows(g, first, end, &unit), least = unit;
+    for (uint32_t i = first; i < end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint64_t scale = rows / msi_layer_rows(g, l, false);
+        least = msi_larger(least, (uint64_t)(l->tile.smallest > 1 ? l->tile.smallest : 1) * scale);
+    }
+    least = (least + unit - 1) / unit * unit;
+    const uint64_t most = rows / least;
+    return (uint32_t)(most < 1 ? 1 : most < MSI_MOST_TILES ? most : (uint64_t)MSI_MOST_TILES);
+}
+
+/* In how many tiles a group is that is forced: by the fewest rows that a layer of it prefers. */
+static uint32_t msi_forced_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
+    uint64_t unit, rows = msi_common_rows(g, first, end, &unit), each = (rows + 3) / 4;
+    for (uint32_t i = first; i < end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint64_t own = msi_layer_rows(g, l, false), prefers = (uint64_t)l->tile.preferred;
+        each =
+            prefers > 0 ? msi_smaller(each, prefers < own ? prefers * (rows / own) : rows) : each;
+    }
+    const uint64_t tiles = (rows + each - 1) / each, most = msi_most_tiles(g, first, end);
+    return (uint32_t)(tiles < 2 ? 2 : msi_smaller(tiles, most < 2 ? 2 : most));
+}
+
+/* Decides that layers are a group of so many tiles, or whole. */
+static void msi_decide_group(const msi_graph *g, msi_tensor_decision *d, uint32_t first,
+                             uint32_t end, uint32_t tiles) {
+    for (uint32_t i = first; i < end; i++) {
+        msi_tensor_decision *of = &d[msi_first_output(g, &g->layers.items[i])];
+        of->tiles = (uint16_t)tiles;
+        of->begins_group = tiles > 0 && i == first;
+    }
+}
+
+/* Whether an instruction has no rows to work on. */
+static bool msi_is_empty(const msi_instruction *i) {
+    return i->rows.of > 0 && i->rows.count == 0;
+}
+
+/* The part of the rows that an instruction works on. */
+static double msi_row_share(const msi_instruction *i) {
+    return i->rows.of > 0 ? (double)i->rows.count / (double)i->rows.of : 1.0;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -8236,6 +8531,103 @@ static bool msi_check_clobbers(ms_model *m, const char *name, const ms_layer_des
                                                            : saved));
 }
 
+/* How often an axis is among the first dims of a shape. */
+static int msi_count_axis(const ms_shape *shape, uint32_t dims, uint32_t axis) {
+    int count = 0;
+    for (uint32_t k = 0; k < dims && k < (uint32_t)shape->rank; k++) {
+        count += shape->axes[k] >> axis & 1;
+    }
+    return count;
+}
+
+/* Whether an operand, cut along its first dims, has the rows of a layer whose first output has this
+   shape, at all sizes of the axes. */
+static bool msi_can_cut(const msi_graph *g, const ms_shape *operand, uint32_t dims,
+                        const ms_shape *out, uint32_t axes) {
+    const uint64_t rows = msi_leading(out, axes), own = msi_leading(operand, dims);
+    bool can = own % rows == 0 || rows % own == 0;
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        const int more = msi_count_axis(out, axes, a) - msi_count_axis(operand, dims, a);
+        can &= own % rows == 0 ? more == 0 : more >= 0;
+    }
+    return can;
+}
+
+/* What is wrong with the numbers of a tile, or NULL. */
+static const char *msi_tile_fault(const ms_layer_desc *d, const uint8_t *count,
+                                  const ms_shape *out) {
+    const ms_layer_tile *t = &d->tile;
+    bool others = t->whole_in || t->multiple || t->smallest || t->preferred;
+    for (int k = 0; k < MS_LIMIT_IN; k++) {
+        others |= t->in_axes[k] || t->out_axes[k] || t->saved_axes[k];
+    }
+    return t->axes == 0 && !others ? NULL
+           : t->axes == 0
+               ? "its other fields are set, but tile.axes is 0: set it to the number of leading "
+                 "dims of the first output that are rows"
+           : t->axes > (uint32_t)out->rank
+               ? "tile.axes is larger than the rank of the first output, whose leading dims it "
+                 "counts"
+           : t->multiple < 0 || t->smallest < 0 || t->preferred < 0
+               ? "multiple, smallest and preferred are numbers of rows: 0 or more"
+           : count[MSI_GROUP_STATE] > 0
+               ? "a layer with state runs once for all rows: leave tile out"
+           : t->multiple > 1 && msi_leading(out, t->axes) % (uint64_t)t->multiple != 0
+               ? "the rows of the layer are not a multiple of tile.multiple"
+               : NULL;
+}
+
+/* The inputs in whose place something must be computed: such an operand is not whole. */
+static uint32_t msi_must_work_in(const ms_layer_desc *d) {
+    uint32_t mask = d->must_grad_in_place;
+    for (uint32_t j = 0; j < MS_LIMIT_OUT; j++) {
+        mask |= d->must_in_place >> j & 1 ? d->in_place[j] : 0u;
+    }
+    return mask;
+}
+
+static bool msi_check_tile(ms_model *m, const char *name, const ms_layer_desc *d,
+                           const uint8_t *count) {
+    const msi_graph *g = &m->graph;
+    uint32_t first = 0;
+    while (d->out[first].id == 0) {
+        first++;
+    }
+    const ms_shape *out = &msi_tensor_at(m, d->out[first])->view.shape;
+    const char *fault = msi_tile_fault(d, count, out);
+    const uint32_t both = d->tile.whole_in & msi_must_work_in(d);
+    if (fault) {
+        return MSI_REFUSE_LAYER(m, name, "tile: %s", fault);
+    }
+    if (both) {
+        return MSI_REFUSE_LAYER(m, name,
+                                "tile: in[%u] is in whole_in, but something must be computed in "
+                                "its place, or in that of its gradient: take it out of one of them",
+                                (unsigned)msi_lowest_bit(both));
+    }
+    for (int group = MSI_GROUP_IN; group <= MSI_GROUP_SAVED && d->tile.axes > 0; group++) {
+        for (uint32_t k = 0; k < count[group]; k++) {
+            const msi_tensor *t = msi_tensor_at(m, msi_slots_of(d, group)[k]);
+            const bool whole = group == MSI_GROUP_IN && (d->tile.whole_in >> k & 1);
+            const uint8_t *const all[] = {d->tile.in_axes, d->tile.out_axes, d->tile.saved_axes};
+            const uint32_t dims = all[group][k] > 0 ? all[group][k] : d->tile.axes;
+            if (t && !whole && !msi_can_cut(g, &t->view.shape, dims, out, d->tile.axes)) {
+                return MSI_REFUSE_LAYER(
+                    m, name,
+                    "tile: %s[%u] \"%s\" cannot be cut into %llu rows along its first %u dims, at "
+                    "all sizes of the axes: %s",
+                    msi_group_names[group], (unsigned)k, msi_name(g, t->name),
+                    (unsigned long long)msi_leading(out, d->tile.axes), (unsigned)dims,
+                    group == MSI_GROUP_IN ? "say how many dims are rows in tile.in_axes, or name "
+                                            "it in tile.whole_in"
+                                          : "say how many dims are rows in tile.out_axes or "
+                                            "saved_axes, or leave tile out");
+            }
+        }
+    }
+    return true;
+}
+
 /* What does not go together in the callbacks and promises of a layer, or NULL. */
 static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
                                       const uint8_t *count) {
@@ -8294,7 +8686,8 @@ static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *
     }
     return msi_check_masks(m, name, d, count) && msi_check_slots(m, name, d, count) &&
            msi_check_in_place(m, name, d) && msi_check_edges(m, name, d) &&
-           msi_check_clobbers(m, name, d) && msi_check_dtypes(m, name, d);
+           msi_check_clobbers(m, name, d) && msi_check_dtypes(m, name, d) &&
+           msi_check_tile(m, name, d, count);
 }
 
 static ms_layer msi_register_layer(ms_model *m, const ms_layer_desc *desc) {
@@ -8372,6 +8765,18 @@ static const char *msi_drop_fault(const msi_graph *g, uint32_t t) {
                                  : "its layer has no_recompute";
 }
 
+/* Why a layer cannot be in tiles although tiling is forced on it, or NULL. */
+static const char *msi_tiling_fault(const msi_graph *g, uint32_t layer) {
+    const msi_layer *l = &g->layers.items[layer];
+    return msi_tiling_force(g, l) != MS_SWITCH_ON ? NULL
+           : l->tile.axes == 0 ? "it does not declare rows: set ms_layer_desc.tile"
+           : !msi_can_join_group(g, layer, layer)
+               ? "its rows cannot be parted: see axes, multiple and whole_in of ms_layer_desc.tile"
+           : l->ends_in_loss && g->backward_begin > layer + 1
+               ? "it writes gradients in forward, and a later layer has a backward"
+               : NULL;
+}
+
 /* Why no value can be in F16, or NULL. */
 static const char *msi_half_fault(const ms_model *m) {
     return !msi_scales_loss(m) ? NULL
@@ -8423,6 +8828,14 @@ static ms_result msi_check_forced(ms_model *m) {
                         "set it to DEFAULT or OFF",
                         early, (unsigned)m->config.accumulation_steps,
                         (double)m->optimizer.grad_clip_norm);
+    }
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const char *fault = msi_tiling_fault(g, i);
+        if (fault) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "tiling is forced on %s, but %s; or leave it to the plan",
+                            msi_layer_label(g, i).text, fault);
+        }
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
@@ -8654,7 +9067,7 @@ static double msi_group_bytes(const msi_graph *g, const msi_layer *l, int group,
                               bool half) {
     const ms_state_format format = half ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
     double bytes = 0.0;
-    for (MSI_EACH(operand, g, l, group)) {
+    for (MSI_EACH(operand, g, l, msi_group_of_values(group))) {
         const msi_tensor *t = &g->tensors.items[operand.tensor];
         const ms_state_format seen = msi_seen_format(t, l, group, operand.slot, format);
         bytes += mask >> operand.slot & 1 ? (double)msi_value_bytes(t, seen) : 0.0;
@@ -8736,6 +9149,16 @@ static ms_layer_time msi_scale_time(const msi_graph *g, const msi_costs *c, cons
     return time;
 }
 
+/* Bytes of a layer that each tile moves whole, forward or backward: what it reads, and the gradients
+   of params, which it reads and writes. */
+static double msi_whole_bytes(const msi_graph *g, const msi_layer *l, bool backward, bool half) {
+    const uint32_t in = backward ? msi_reads_of(l, MSI_GROUP_IN) : MS_ALL_SLOTS;
+    const uint32_t param = backward ? msi_reads_of(l, MSI_GROUP_PARAM) : MS_ALL_SLOTS;
+    return msi_group_bytes(g, l, MSI_GROUP_IN, in & l->tile.whole_in, half) +
+           msi_group_bytes(g, l, MSI_GROUP_PARAM, param, half) +
+           (backward ? 2.0 * msi_group_bytes(g, l, MSI_GROUP_GRAD_PARAM, MS_ALL_SLOTS, half) : 0.0);
+}
+
 /* Finds the times of all layers at the present sizes. Known and measured times grow with the
    output. A recomputation by the forward callback takes as long as forward. */
 static void msi_find_times(ms_model *m) {
@@ -8757,6 +9180,9 @@ static void msi_find_times(ms_model *m) {
             msi_choose_time(a * known->recompute_us, b * measured->recompute_us,
                             l->recompute && predicts ? guess.recompute_us : time->forward_us);
         l->half = l->dtypes.accepts ? msi_scale_time(&m->graph, &m->costs, l, *time, false) : *time;
+        for (int k = 0; k < 4; k++) {
+            l->whole_bytes[k / 2][k % 2] = msi_whole_bytes(&m->graph, l, k / 2, k % 2);
+        }
     }
 }
 
@@ -8886,6 +9312,7 @@ static uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const msi_laye
         hash = msi_mix_in(msi_mix_in(hash, w->bytes), w->row_bytes);
         hash = msi_mix_in(hash, (uint64_t)w->contents);
     }
+    hash = msi_mix_in(msi_mix_in(hash, l->tile.axes), (uint64_t)l->tile.multiple);
     return msi_hash_masks(hash, l);
 }
 
@@ -9531,6 +9958,14 @@ typedef struct msi_lowering {
     uint32_t *met;       // per tensor: number of the last recomputation that has it in `missing`
     uint32_t *wanted;    // per tensor: number of the last pass that makes it on purpose
     uint32_t *snapshot;  // per operand of the graph: a copy of that state, or MSI_NONE
+    /* Tiles. Per layer: its group, from 1 on, or 0. Per tensor: the number of the last run through a
+       group in which rows of it are cut; and the ranges with all rows of its value and its gradient
+       that this run has made, or MSI_NONE. */
+    uint32_t *group_of, *cut, *whole_value, *whole_gradient;
+    MSI_LIST(msi_tiling) groups;
+    const msi_tiling *group; // that is run through, or NULL
+    msi_rows rows;           // of the tile at hand
+    uint32_t run_number;
     uint32_t queue_first, queue_end;
     uint32_t pass_only_count, recomputation;
     uint32_t pass_number; // of the present pass, from 1 on; 0: there was none
@@ -9546,6 +9981,9 @@ typedef struct msi_lowering {
     bool has_half;        // some decision has a format of 16 bits
     bool scales_loss;     // and that is F16
     bool calls_f32;       // but all layers compute in F32, and read masters where there are any
+    bool has_tiles;       // some decision has tiles
+    bool backward_tile;   // the run through a group is for its own backward
+    bool is_seeded;       // the gradient of the loss is there
     msi_param_update updates[MSI_MOST_TOGETHER]; // to be emitted next
     uint32_t update_count;
     msi_batch batch; // of their params
@@ -9554,7 +9992,7 @@ typedef struct msi_lowering {
 static const uint32_t MSI_UNSET = UINT32_MAX - 1; // of msi_lowering.slots
 
 static uint64_t msi_lowering_bytes(const msi_graph *g) {
-    return (11ull * g->tensors.count + g->operands.count) * sizeof(uint32_t);
+    return (14ull * g->tensors.count + g->operands.count + g->layers.count) * sizeof(uint32_t);
 }
 
 static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_store *store,
@@ -9565,16 +10003,19 @@ static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_sto
     w->store = store;
     w->optimizer = optimizer;
     w->value = (uint32_t *)msi_alloc(allocator, msi_lowering_bytes(g));
-    uint32_t **const others[] = {&w->gradient, &w->away,   &w->gradient_away, &w->cleared,
-                                 &w->queue,    &w->stack,  &w->missing,       &w->pass_only,
-                                 &w->met,      &w->wanted, &w->snapshot};
+    uint32_t **const others[] = {
+        &w->gradient, &w->away,        &w->gradient_away,  &w->cleared, &w->queue,
+        &w->stack,    &w->missing,     &w->pass_only,      &w->met,     &w->wanted,
+        &w->cut,      &w->whole_value, &w->whole_gradient, &w->snapshot};
     for (uint32_t k = 0; k < sizeof others / sizeof others[0] && w->value; k++) {
         *others[k] = w->value + (k + 1) * (size_t)g->tensors.count;
     }
+    w->group_of = w->value ? w->snapshot + g->operands.count : NULL;
     return w->value != NULL;
 }
 
 static void msi_lowering_free(msi_lowering *w) {
+    MSI_LIST_FREE(msi_tiling, w->allocator, w->groups);
     msi_release(w->allocator, w->value, msi_lowering_bytes(w->graph));
 }
 
@@ -9603,6 +10044,22 @@ static uint32_t msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
     i->operand_first = p->operands.count;
     i->event = MSI_NO_EVENT;
     return p->instructions.count++;
+}
+
+/* Whether the run through a group that is under way cuts rows out of a tensor. */
+static bool msi_cuts(const msi_lowering *w, uint32_t t) {
+    return w->group && w->cut[t] == w->run_number;
+}
+
+/* An instruction of the library's own on a tensor: on the rows of the tile, if it is cut, and on
+   nothing, if the tile has no rows. */
+static uint32_t msi_emit_on(msi_lowering *w, msi_op op, uint32_t t) {
+    const uint32_t now = msi_emit(w, op, t);
+    const bool is_empty = w->group && w->rows.count == 0;
+    if (!w->program->out_of_memory && (msi_cuts(w, t) || is_empty)) {
+        w->program->instructions.items[now].rows = w->rows;
+    }
+    return now;
 }
 
 static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role role) {
@@ -9645,14 +10102,43 @@ static uint32_t msi_new_range(msi_lowering *w, uint32_t target, msi_role role, u
     return p->ranges.count++;
 }
 
-/* A live range for a value or a gradient in a format. */
-static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, ms_state_format format) {
+/* A live range for all rows of a value or a gradient in a format. */
+static uint32_t msi_new_whole(msi_lowering *w, uint32_t t, msi_role role, ms_state_format format) {
     const uint64_t bytes = msi_value_bytes(&w->graph->tensors.items[t], format);
     const uint32_t range = msi_new_range(w, t, role, bytes);
     if (range != MSI_NONE) {
         w->program->ranges.items[range].format = (uint8_t)format;
     }
     return range;
+}
+
+/* A live range for a value or a gradient in a format; of what the present tile cuts, for its rows. */
+static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, ms_state_format format) {
+    const uint32_t range = msi_new_whole(w, t, role, format);
+    if (range != MSI_NONE && msi_cuts(w, t)) {
+        msi_range *r = &w->program->ranges.items[range];
+        r->bytes = msi_scale_rows(r->bytes, w->rows.count, w->rows.of);
+        r->is_tile = true;
+    }
+    return range;
+}
+
+/* The live range for all rows that the present run through a group makes, in its first tile. */
+static uint32_t msi_whole_of(msi_lowering *w, uint32_t *whole, uint32_t t, msi_role role,
+                             ms_state_format format) {
+    if (whole[t] == MSI_NONE) {
+        whole[t] = msi_new_whole(w, t, role, format);
+    }
+    return whole[t];
+}
+
+/* A live range for the gradient of a tensor. In tiles, that of what was made before the group has
+   all rows. */
+static uint32_t msi_new_gradient(msi_lowering *w, uint32_t t, ms_state_format format) {
+    const uint32_t producer = w->graph->tensors.items[t].producer;
+    return msi_cuts(w, t) && (producer == MSI_NONE || producer < w->group->first)
+               ? msi_whole_of(w, w->whole_gradient, t, MSI_ROLE_GRADIENT, format)
+               : msi_new_value(w, t, MSI_ROLE_GRADIENT, format);
 }
 
 static ms_state_format msi_format_at(const msi_lowering *w, uint32_t range) {
@@ -9694,7 +10180,7 @@ static void msi_use_both(msi_lowering *w, uint32_t target, bool accumulate, uint
 static uint32_t msi_emit_copy_as(msi_lowering *w, uint32_t target, msi_role role, uint32_t range,
                                  uint32_t source, ms_state_format format) {
     const ms_state_format to = range == MSI_NONE ? format : msi_format_at(w, range);
-    msi_emit(w, to == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, target);
+    msi_emit_on(w, to == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, target);
     range = range == MSI_NONE ? msi_new_value(w, target, role, to) : range;
     msi_use_both(w, range, false, source);
     return range;
@@ -9734,7 +10220,9 @@ static void msi_send(msi_lowering *w, uint32_t t, msi_role role) {
     const uint32_t now = role == MSI_ROLE_VALUE ? w->value[t] : w->gradient[t];
     uint32_t *away = role == MSI_ROLE_VALUE ? &w->away[t] : &w->gradient_away[t];
     const bool is_new = *away == MSI_NONE;
-    *away = msi_emit_copy(w, t, role, *away, now);
+    msi_emit_on(w, MSI_OP_COPY, t);
+    *away = is_new ? msi_new_whole(w, t, role, msi_format_at(w, now)) : *away;
+    msi_use_both(w, *away, false, now);
     if (is_new && *away != MSI_NONE) {
         w->program->ranges.items[*away].on_host = true;
         w->program->sent_bytes += msi_align(w->program->ranges.items[*away].bytes);
@@ -9749,17 +10237,24 @@ static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, u
 }
 
 static uint32_t msi_emit_zeros(msi_lowering *w, uint32_t t, msi_role role, ms_state_format format) {
-    msi_emit(w, MSI_OP_ZERO, t);
-    const uint32_t range = msi_new_value(w, t, role, format);
+    msi_emit_on(w, MSI_OP_ZERO, t);
+    const uint32_t range = role == MSI_ROLE_GRADIENT ? msi_new_gradient(w, t, format)
+                                                     : msi_new_value(w, t, role, format);
     msi_use(w, range, false);
     return range;
+}
+
+/* Rows of the next call of a layer. */
+static uint64_t msi_call_rows(const msi_lowering *w, const msi_layer *l) {
+    const uint64_t all = msi_layer_rows(w->graph, l, false);
+    return w->group ? msi_scale_rows(all, w->rows.count, w->rows.of) : all;
 }
 
 /* Scratch memory that must be cleared is made before the instruction that it is for. Any other is
    made with the instruction: MSI_UNSET. */
 static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer, int which) {
     const msi_layer *l = &w->graph->layers.items[layer];
-    const uint64_t bytes = msi_workspace_bytes(w->graph, l, which);
+    const uint64_t bytes = msi_workspace_for(l, which, msi_call_rows(w, l));
     return bytes == 0 ? MSI_NONE
            : l->workspace[which].contents == MS_CONTENTS_ANY
                ? MSI_UNSET
@@ -9768,7 +10263,7 @@ static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer, int which
 
 static void msi_use_workspace(msi_lowering *w, uint32_t layer, int which, uint32_t range) {
     const msi_layer *l = &w->graph->layers.items[layer];
-    const uint64_t bytes = msi_workspace_bytes(w->graph, l, which);
+    const uint64_t bytes = msi_workspace_for(l, which, msi_call_rows(w, l));
     msi_use(w, range == MSI_UNSET ? msi_new_range(w, layer, MSI_ROLE_WORKSPACE, bytes) : range,
             false);
 }
@@ -9797,6 +10292,29 @@ static void msi_start_resident(msi_lowering *w, uint32_t range) {
     }
 }
 
+/* Lists the groups of layers that are decided to be in tiles. */
+static void msi_list_tilings(msi_lowering *w) {
+    const msi_graph *g = w->graph;
+    msi_program *p = w->program;
+    memset(w->group_of, 0, g->layers.count * sizeof *w->group_of);
+    for (uint32_t i = 0; i < g->layers.count && w->has_tiles && !p->out_of_memory;) {
+        if (msi_tiles_of(g, w->decisions, i) == 0) {
+            i++;
+            continue;
+        }
+        if (!MSI_RESERVE(msi_tiling, w->allocator, w->groups, w->groups.count + 1ull)) {
+            p->out_of_memory = true;
+            return;
+        }
+        const msi_tiling group = msi_group_at(g, w->decisions, i);
+        w->groups.items[w->groups.count++] = group;
+        for (; i < group.end; i++) {
+            w->group_of[i] = w->groups.count;
+        }
+        p->homes = msi_mix_in(msi_mix_in(p->homes, group.end), group.tiles);
+    }
+}
+
 static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisions,
                               msi_program *p) {
     const msi_store *store = w->store;
@@ -9812,12 +10330,15 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     w->program = p;
     w->decisions = decisions;
     w->queue_first = w->queue_end = w->update_count = 0;
-    w->backward = w->has_half = w->scales_loss = false;
+    w->backward = w->has_half = w->scales_loss = w->has_tiles = w->is_seeded = false;
+    w->groups.count = w->run_number = 0;
+    w->group = NULL;
     w->pass_only_count = w->recomputation = w->pass_number = 0;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         w->value[t] = store->resident_of[t];
         w->gradient[t] = w->away[t] = w->gradient_away[t] = MSI_NONE;
-        w->met[t] = w->wanted[t] = w->cleared[t] = 0;
+        w->met[t] = w->wanted[t] = w->cleared[t] = w->cut[t] = 0;
+        w->has_tiles |= decisions[t].tiles > 0;
         if (decisions[t].format != MS_STATE_FORMAT_F32) {
             p->homes = msi_mix_in(p->homes, (uint64_t)t << 8 | decisions[t].format);
             w->has_half = true;
@@ -9827,6 +10348,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     for (uint32_t i = 0; i < w->graph->operands.count; i++) {
         w->snapshot[i] = MSI_NONE;
     }
+    msi_list_tilings(w);
     for (uint32_t i = 0; i < store->residents.count; i++) {
         const msi_resident *resident = &store->residents.items[i];
         const msi_tensor *tensor = &w->graph->tensors.items[resident->tensor];
@@ -9947,9 +10469,13 @@ static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t 
     const uint32_t source = w->gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
     const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
     const uint32_t t = edge->tensor;
-    grad_out[out] = source == MSI_NONE
-                        ? msi_emit_zeros(w, t, role, edge->format)
-                        : msi_emit_copy_as(w, t, role, MSI_NONE, source, edge->format);
+    if (source == MSI_NONE) {
+        return grad_out[out] = msi_emit_zeros(w, t, role, edge->format);
+    }
+    msi_emit_on(w, edge->format == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, t);
+    grad_out[out] = edge->separate ? msi_new_value(w, t, role, edge->format)
+                                   : msi_new_gradient(w, t, edge->format);
+    msi_use_both(w, grad_out[out], false, source);
     return grad_out[out];
 }
 
@@ -9981,9 +10507,9 @@ static void msi_use_edges(msi_lowering *w, uint32_t end) {
         }
         uint32_t *gradient = &w->gradient[edge->tensor];
         if (edge->range == MSI_NONE && (edge->separate || *gradient == MSI_NONE)) {
-            edge->range = msi_new_value(w, edge->tensor,
-                                        edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT,
-                                        edge->format);
+            edge->range = edge->separate
+                              ? msi_new_value(w, edge->tensor, MSI_ROLE_CONTRIBUTION, edge->format)
+                              : msi_new_gradient(w, edge->tensor, edge->format);
             *gradient = edge->separate ? *gradient : edge->range;
         }
         msi_use(w, edge->range == MSI_NONE ? *gradient : edge->range, edge->accumulate);
@@ -9998,10 +10524,13 @@ static void msi_add_contributions(msi_lowering *w) {
             continue;
         }
         if (*gradient == MSI_NONE) { // the first contribution, in another format
-            *gradient = msi_emit_copy_as(w, edge->tensor, MSI_ROLE_GRADIENT, MSI_NONE, edge->range,
-                                         msi_gradient_format(w, edge->tensor));
+            const ms_state_format format = msi_gradient_format(w, edge->tensor);
+            const bool is_same = format == msi_format_at(w, edge->range);
+            msi_emit_on(w, is_same ? MSI_OP_COPY : MSI_OP_CAST, edge->tensor);
+            *gradient = msi_new_gradient(w, edge->tensor, format);
+            msi_use_both(w, *gradient, false, edge->range);
         } else {
-            msi_emit(w, MSI_OP_ADD, edge->tensor);
+            msi_emit_on(w, MSI_OP_ADD, edge->tensor);
             msi_use_both(w, *gradient, true, edge->range);
         }
     }
@@ -10016,6 +10545,60 @@ static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
             w->decisions[t].pass <= w->depth);
 }
 
+/* Whether only the layers of the present group use what it makes. */
+static bool msi_is_within_group(const msi_lowering *w, msi_op op, uint32_t t) {
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    return tensor->last_use < w->group->end && !tensor->is_output && t != w->graph->loss &&
+           !(op == MSI_OP_EVAL && tensor->is_eval_output);
+}
+
+/* Whether what the present tile makes joins the rows of the others: where other layers use it, or
+   where it is kept for backward. */
+static bool msi_is_made_whole(const msi_lowering *w, msi_op op, uint32_t t, uint32_t reader) {
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    return msi_is_again(op)
+               ? !w->backward_tile && !msi_is_within_group(w, op, t) && msi_is_needed(w, t, reader)
+               : !msi_is_within_group(w, op, t) ||
+                     (op == MSI_OP_FORWARD && w->decisions[t].pass == 0 &&
+                      msi_is_read_again(tensor) && !w->group->sweeps &&
+                      !msi_is_moved(w, t, MSI_ROLE_VALUE));
+}
+
+/* Whether a call need not write an optional result: nothing reads it before it is made again. */
+static bool msi_is_left_out(const msi_lowering *w, msi_op op, uint32_t t) {
+    return op == MSI_OP_EVAL || !msi_is_read_again(&w->graph->tensors.items[t]) ||
+           (w->decisions[t].pass > 0 && !(w->group && w->group->sweeps));
+}
+
+/* msi_output_range for a tile. What a recomputation by forward finds in memory, it writes again to
+   memory of its own. */
+static uint32_t msi_output_tile(msi_lowering *w, msi_op op, uint32_t t, bool optional,
+                                uint32_t reader) {
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    const ms_state_format format = (ms_state_format)w->decisions[t].format;
+    const bool there = w->value[t] != MSI_NONE, again = msi_is_again(op);
+    const bool own = op == MSI_OP_RECOMPUTE && w->graph->layers.items[tensor->producer].recompute;
+    const bool whole = msi_is_made_whole(w, op, t, reader);
+    if (own && there) {
+        return tensor->serves_recompute ? w->value[t] : MSI_NONE;
+    }
+    const bool is_read =
+        tensor->kind != MSI_KIND_SAVED || (w->backward_tile && msi_is_needed(w, t, reader));
+    const bool needed = again ? !there && is_read : !msi_is_left_out(w, op, t);
+    if ((own || optional) && !needed) {
+        return MSI_NONE;
+    }
+    const bool is_new = whole && w->whole_value[t] == MSI_NONE;
+    const uint32_t range = there   ? msi_new_value(w, t, MSI_ROLE_VALUE, format)
+                           : whole ? msi_whole_of(w, w->whole_value, t, MSI_ROLE_VALUE, format)
+                                   : msi_new_value(w, t, MSI_ROLE_VALUE, format);
+    if (is_new && again && w->decisions[t].pass > w->depth) {
+        w->pass_only[w->pass_only_count++] = t;
+    }
+    w->value[t] = there ? w->value[t] : range;
+    return range;
+}
+
 /* The live range to which a forward, eval or recomputation writes a tensor; MSI_NONE where nobody
    needs it. A new one begins with the last instruction. */
 static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool optional,
@@ -10025,12 +10608,14 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     const bool again = msi_is_again(op);
     const bool there = w->value[t] != MSI_NONE;
     const bool own = op == MSI_OP_RECOMPUTE && g->layers.items[tensor->producer].recompute;
+    if (w->group) {
+        return msi_output_tile(w, op, t, optional, reader);
+    }
     if (own && there) { // what was kept: the recompute callback reads it, or leaves it alone
         return tensor->serves_recompute ? w->value[t] : MSI_NONE;
     }
     if (again ? (own || optional) && (there || !msi_is_needed(w, t, reader))
-              : optional &&
-                    (op == MSI_OP_EVAL || w->decisions[t].pass > 0 || !msi_is_read_again(tensor))) {
+              : optional && msi_is_left_out(w, op, t)) {
         return MSI_NONE;
     }
     if (there && (tensor->is_output || t == g->loss)) {
@@ -10114,7 +10699,7 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
             const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + out.slot]);
             const uint32_t source = w->value[in[i]];
             const ms_state_format seen = msi_seen_by_call(w, l, MSI_GROUP_OUT, out.slot, t);
-            msi_emit(w, seen == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, t);
+            msi_emit_on(w, seen == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, t);
             const uint32_t range = msi_written_range(w, l, MSI_GROUP_OUT, out.slot, t,
                                                      msi_output_range(w, op, t, false, reader));
             msi_use_both(w, range, false, source);
@@ -10159,6 +10744,9 @@ static void msi_emit_call(msi_lowering *w, msi_op op, uint32_t layer) {
     const uint32_t now = msi_emit(w, op, layer);
     if (!w->program->out_of_memory) {
         w->program->instructions.items[now].format = (uint8_t)w->call;
+    }
+    if (!w->program->out_of_memory && w->group) {
+        w->program->instructions.items[now].rows = w->rows;
     }
 }
 
@@ -10303,8 +10891,12 @@ static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
     }
 }
 
-/* Forgets the copies on the device of params whose home is the host. */
+/* Forgets the copies on the device of params whose home is the host; those of a group after its last
+   tile. */
 static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
+    if (w->group) {
+        return;
+    }
     for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
         if (w->away[param.tensor] != MSI_NONE) {
             w->value[param.tensor] = MSI_NONE;
@@ -10312,8 +10904,12 @@ static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
     }
 }
 
-/* After the forward of a layer: sends what it has made and what is moved to the host. */
+/* After the forward of a layer: sends what it has made and what is moved to the host. What a sweep
+   makes is used up by then, or not used in backward. */
 static void msi_send_made(msi_lowering *w, const msi_layer *l) {
+    if (w->group && w->group->sweeps) {
+        return;
+    }
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
         for (MSI_EACH(made, w->graph, l, group)) {
             const uint32_t t = made.tensor;
@@ -10386,23 +10982,84 @@ static msi_op msi_way_back(const msi_lowering *w, const msi_layer *l) {
     return there ? MSI_OP_RECOMPUTE : MSI_OP_REPEAT;
 }
 
-/* Lists what is missing to recompute a tensor, back to what is in memory. */
-static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
+/* The group of a layer, or NULL: it is computed whole. */
+static const msi_tiling *msi_group_of_layer(const msi_lowering *w, uint32_t layer) {
+    return w->has_tiles && w->group_of[layer] ? &w->groups.items[w->group_of[layer] - 1] : NULL;
+}
+
+/* Adds to a mask of the layers of a group those which make what is lost and what these read, back to
+   the first. Bits count from the first layer. */
+static uint32_t msi_add_producers(const msi_lowering *w, const msi_tiling *group, uint32_t mask) {
     const msi_graph *g = w->graph;
+    for (uint32_t i = group->end; i-- > group->first;) {
+        const msi_layer *l = &g->layers.items[i];
+        if (!(mask >> (i - group->first) & 1)) {
+            continue;
+        }
+        const uint32_t reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            const uint32_t producer = g->tensors.items[in.tensor].producer;
+            if ((reads >> in.slot & 1) && msi_is_lost(w, in.tensor) && producer >= group->first) {
+                mask |= 1u << (producer - group->first);
+            }
+        }
+    }
+    return mask;
+}
+
+/* Goes through what is lost of what some layers read to run again: those of a mask, as above, or one
+   that is in no group. Of a group, what it makes itself is left out. */
+typedef struct msi_lost_inputs {
+    uint32_t first, mask, layer, reads;
+    bool is_group, has_layer;
+    msi_operand_cursor in;
+} msi_lost_inputs;
+
+static msi_lost_inputs msi_lost_inputs_of(const msi_lowering *w, uint32_t t) {
+    msi_lost_inputs c = MSI_ZERO_INIT;
+    const uint32_t producer = w->graph->tensors.items[t].producer;
+    const msi_tiling *group = msi_group_of_layer(w, producer);
+    c.is_group = group != NULL;
+    c.first = group ? group->first : producer;
+    c.mask = group ? msi_add_producers(w, group, 1u << (producer - group->first)) : 1;
+    return c;
+}
+
+/* The next one, or MSI_NONE. */
+static uint32_t msi_next_lost(const msi_lowering *w, msi_lost_inputs *c) {
+    const msi_graph *g = w->graph;
+    for (;;) {
+        while (c->has_layer && msi_next_operand(&c->in)) {
+            const uint32_t producer = g->tensors.items[c->in.tensor].producer;
+            if ((c->reads >> c->in.slot & 1) && msi_is_lost(w, c->in.tensor) &&
+                (!c->is_group || producer < c->first)) {
+                return c->in.tensor;
+            }
+        }
+        if (c->mask == 0) {
+            return MSI_NONE;
+        }
+        const uint32_t bit = msi_lowest_bit(c->mask);
+        const msi_layer *l = &g->layers.items[c->first + bit];
+        c->mask &= c->mask - 1;
+        c->has_layer = true;
+        c->reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
+        c->in = msi_operands_of(g, l, MSI_GROUP_IN);
+    }
+}
+
+/* Lists what is missing to recompute a tensor, back to what is in memory. Inner values of groups,
+   which are recomputed with the tensors that are listed, are not. */
+static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
     uint32_t depth = 0, listed = 0;
     w->recomputation++;
     w->stack[depth++] = tensor;
     w->met[tensor] = w->recomputation;
     while (depth > 0) {
-        const msi_layer *l = &g->layers.items[g->tensors.items[w->stack[depth - 1]].producer];
-        const uint32_t reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
-        uint32_t next = MSI_NONE;
-        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            if ((reads >> in.slot & 1) && msi_is_lost(w, in.tensor) &&
-                w->met[in.tensor] != w->recomputation) {
-                next = in.tensor;
-                break;
-            }
+        msi_lost_inputs inputs = msi_lost_inputs_of(w, w->stack[depth - 1]);
+        uint32_t next = msi_next_lost(w, &inputs);
+        while (next != MSI_NONE && w->met[next] == w->recomputation) {
+            next = msi_next_lost(w, &inputs);
         }
         if (next == MSI_NONE) {
             w->missing[listed++] = w->stack[--depth];
@@ -10412,6 +11069,94 @@ static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
         }
     }
     return listed;
+}
+
+/* Begins a run through a group: notes which tensors are cut. */
+static void msi_begin_group(msi_lowering *w, const msi_tiling *group) {
+    const msi_graph *g = w->graph;
+    w->group = group;
+    w->run_number++;
+    for (uint32_t i = group->first; i < group->end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        for (int of = MSI_GROUP_IN; of <= MSI_GROUP_SAVED; of++) {
+            for (MSI_EACH(operand, g, l, of)) {
+                const uint32_t t = operand.tensor;
+                w->cut[t] = msi_is_by_rows(l, of, operand.slot) ? w->run_number : w->cut[t];
+                w->whole_value[t] = w->whole_gradient[t] = MSI_NONE;
+            }
+        }
+    }
+}
+
+/* Between two tiles, and after the last: forgets what has the rows of the last tile alone. Values and
+   gradients that collect the rows of all tiles are not there for the next one, and are in the end. */
+static void msi_leave_tile(msi_lowering *w, bool ends) {
+    const msi_graph *g = w->graph;
+    const msi_range *ranges = w->program->ranges.items;
+    for (uint32_t i = w->group->first; i < w->group->end && !w->program->out_of_memory; i++) {
+        for (int of = MSI_GROUP_IN; of <= MSI_GROUP_SAVED; of++) {
+            for (MSI_EACH(operand, g, &g->layers.items[i], of)) {
+                const uint32_t t = operand.tensor;
+                const uint32_t value = w->value[t], gradient = w->gradient[t];
+                const uint32_t all[] = {w->whole_value[t], w->whole_gradient[t]};
+                w->value[t] = all[0] != MSI_NONE ? (ends ? all[0] : MSI_NONE)
+                              : value != MSI_NONE && ranges[value].is_tile ? MSI_NONE
+                                                                           : value;
+                w->gradient[t] = all[1] != MSI_NONE ? (ends ? all[1] : MSI_NONE)
+                                 : gradient != MSI_NONE && ranges[gradient].is_tile ? MSI_NONE
+                                                                                    : gradient;
+            }
+        }
+    }
+}
+
+static void msi_end_group(msi_lowering *w) {
+    const msi_tiling *group = w->group;
+    msi_leave_tile(w, true);
+    w->group = NULL;
+    for (uint32_t i = group->first; i < group->end; i++) {
+        msi_drop_params(w, &w->graph->layers.items[i]);
+    }
+}
+
+/* Runs layers of a group again for the tile at hand: those in a mask. */
+static void msi_lower_tile_again(msi_lowering *w, uint32_t mask, uint32_t reader) {
+    for (uint32_t i = w->group->first; i < w->group->end && !w->program->out_of_memory; i++) {
+        if (mask >> (i - w->group->first) & 1) {
+            msi_lower_forward(w, msi_way_back(w, &w->graph->layers.items[i]), i, reader);
+            w->program->recompute_count += w->rows.begin == 0;
+        }
+    }
+}
+
+/* Recomputes for other layers what a group makes: runs the layers in a mask on all tiles. */
+static void msi_lower_group_again(msi_lowering *w, const msi_tiling *group, uint32_t mask,
+                                  uint32_t reader) {
+    msi_begin_group(w, group);
+    w->backward_tile = false;
+    for (uint32_t tile = 0; tile < group->tiles && !w->program->out_of_memory; tile++) {
+        w->rows = msi_rows_of_tile(group, tile);
+        msi_lower_tile_again(w, mask, reader);
+        msi_leave_tile(w, false);
+    }
+    msi_end_group(w);
+}
+
+/* The layers of a group that run again for a tensor which the present pass wants: with those for its
+   other tensors that are wanted, if what they read is there. */
+static uint32_t msi_wanted_layers(const msi_lowering *w, const msi_tiling *group, uint32_t tensor) {
+    const msi_graph *g = w->graph;
+    uint32_t mask = 0;
+    for (uint32_t i = group->first; i < group->end; i++) {
+        for (MSI_EACH(out, g, &g->layers.items[i], MSI_GROUP_OUT)) {
+            msi_lost_inputs inputs = msi_lost_inputs_of(w, out.tensor);
+            const bool wanted = w->wanted[out.tensor] == w->pass_number &&
+                                w->value[out.tensor] == MSI_NONE &&
+                                msi_next_lost(w, &inputs) == MSI_NONE;
+            mask |= wanted || out.tensor == tensor ? 1u << (i - group->first) : 0u;
+        }
+    }
+    return msi_add_producers(w, group, mask);
 }
 
 /* One pass: makes those of the first `count` missing tensors that belong to it, and what they are
@@ -10425,18 +11170,21 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
             (w->decisions[t].pass > w->depth && w->wanted[t] != w->pass_number)) {
             continue;
         }
-        const msi_layer *l = &g->layers.items[g->tensors.items[t].producer];
-        const uint32_t reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
+        msi_lost_inputs inputs = msi_lost_inputs_of(w, t);
         w->wanted[t] = w->pass_number;
-        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            if ((reads >> in.slot & 1) && msi_is_lost(w, in.tensor)) {
-                w->wanted[in.tensor] = w->pass_number;
-            }
+        for (uint32_t in; (in = msi_next_lost(w, &inputs)) != MSI_NONE;) {
+            w->wanted[in] = w->pass_number;
         }
     }
     for (uint32_t i = 0; i < count && !w->program->out_of_memory; i++) {
         const uint32_t t = w->missing[i], layer = g->tensors.items[t].producer;
-        if (w->wanted[t] == w->pass_number && w->value[t] == MSI_NONE) {
+        const msi_tiling *group = msi_group_of_layer(w, layer);
+        if (w->wanted[t] != w->pass_number || w->value[t] != MSI_NONE) {
+            continue;
+        }
+        if (group) {
+            msi_lower_group_again(w, group, msi_wanted_layers(w, group, t), reader);
+        } else {
             msi_lower_forward(w, msi_way_back(w, &g->layers.items[layer]), layer, reader);
             w->program->recompute_count++;
         }
@@ -10781,12 +11529,12 @@ static void msi_send_gradients(msi_lowering *w, const msi_layer *l) {
     }
 }
 
+/* Backward of a layer. What it reads is in memory or on the host. */
 static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     const msi_graph *g = w->graph;
     const msi_layer *l = &g->layers.items[layer];
     const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
     uint32_t *grad_out = w->slots + msi_group_start(l, MSI_GROUP_COUNT);
-    msi_lower_before_backward(w, layer);
     w->call = msi_call_format(w, l);
     msi_unset_slots(w, l);
     msi_fetch_values(w, MSI_OP_BACKWARD, l);
@@ -10810,6 +11558,121 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     msi_use_edges(w, w->edge_count);
     msi_use_workspace(w, layer, MSI_WORKSPACE_BACKWARD, workspace);
     msi_add_contributions(w);
+}
+
+/* The gradient of the loss. */
+static void msi_lower_seed(msi_lowering *w) {
+    const msi_graph *g = w->graph;
+    uint32_t *gradient = &w->gradient[g->loss];
+    if (!g->tensors.items[g->loss].wants_gradient || w->is_seeded) {
+        return;
+    }
+    w->is_seeded = true;
+    msi_emit(w, MSI_OP_SEED, g->loss);
+    if (*gradient == MSI_NONE) {
+        *gradient = msi_new_range(w, g->loss, MSI_ROLE_GRADIENT, g->tensors.items[g->loss].bytes);
+    }
+    msi_use(w, *gradient, false);
+}
+
+/* The backward of the layers of a group on the tile at hand. */
+static void msi_lower_tile_backward(msi_lowering *w) {
+    for (uint32_t i = w->group->end; i-- > w->group->first && !w->program->out_of_memory;) {
+        if (w->graph->layers.items[i].has_backward) {
+            msi_lower_backward(w, i);
+        }
+    }
+}
+
+/* Forward or eval of a group, tile by tile; where it sweeps, backward too. */
+static void msi_lower_group_forward(msi_lowering *w, msi_op op, const msi_tiling *group) {
+    const bool sweeps = op == MSI_OP_FORWARD && group->sweeps;
+    if (sweeps) {
+        msi_lower_seed(w);
+    }
+    msi_begin_group(w, group);
+    for (uint32_t tile = 0; tile < group->tiles && !w->program->out_of_memory; tile++) {
+        w->rows = msi_rows_of_tile(group, tile);
+        for (uint32_t i = group->first; i < group->end && !w->program->out_of_memory; i++) {
+            msi_lower_forward(w, op, i, MSI_NONE);
+        }
+        if (sweeps) {
+            msi_lower_tile_backward(w);
+        }
+        msi_leave_tile(w, false);
+    }
+    msi_end_group(w);
+}
+
+/* The layers of a group that run again before its backward: those which make what that reads, and
+   is lost. */
+static uint32_t msi_layers_before_backward(const msi_lowering *w, const msi_tiling *group) {
+    const msi_graph *g = w->graph;
+    uint32_t mask = 0;
+    for (uint32_t i = group->first; i < group->end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        for (int of = MSI_GROUP_IN; of <= MSI_GROUP_SAVED && l->has_backward; of++) {
+            for (MSI_EACH(operand, g, l, of)) {
+                const uint32_t producer = g->tensors.items[operand.tensor].producer;
+                if ((msi_reads_of(l, of) >> operand.slot & 1) && msi_is_lost(w, operand.tensor) &&
+                    producer >= group->first) {
+                    mask |= 1u << (producer - group->first);
+                }
+            }
+        }
+    }
+    return msi_add_producers(w, group, mask);
+}
+
+/* Makes ready for the backward of a group: what it reads of earlier layers is recomputed whole. */
+static void msi_lower_before_group(msi_lowering *w, const msi_tiling *group, uint32_t again) {
+    const msi_graph *g = w->graph;
+    for (uint32_t i = group->end; i-- > group->first;) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t read = l->has_backward ? msi_reads_of(l, MSI_GROUP_IN) : 0;
+        const uint32_t read_again =
+            again >> (i - group->first) & 1 ? msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN) : 0;
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            const uint32_t producer = g->tensors.items[in.tensor].producer;
+            if (((read | read_again) >> in.slot & 1) && producer < group->first) {
+                msi_lower_recompute(w, in.tensor, group->end - 1);
+            }
+        }
+    }
+}
+
+/* What the backward of a group reads, and layers before it read again, is fetched whole. */
+static void msi_fetch_for_group(msi_lowering *w, const msi_tiling *group) {
+    const msi_graph *g = w->graph;
+    for (uint32_t i = group->end; i-- > group->first;) {
+        const msi_layer *l = &g->layers.items[i];
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            const msi_tensor *t = &g->tensors.items[in.tensor];
+            if (l->has_backward && (msi_reads_of(l, MSI_GROUP_IN) >> in.slot & 1) &&
+                t->kind == MSI_KIND_ACTIVATION && t->producer < group->first &&
+                t->last_reader < group->first) {
+                msi_fetch(w, in.tensor, MSI_ROLE_VALUE);
+            }
+        }
+    }
+}
+
+/* The backward of a group, tile by tile. */
+static void msi_lower_group_backward(msi_lowering *w, const msi_tiling *group) {
+    const uint32_t again = msi_layers_before_backward(w, group);
+    msi_lower_before_group(w, group, again);
+    msi_fetch_for_group(w, group);
+    msi_begin_group(w, group);
+    w->backward_tile = true;
+    w->depth = UINT32_MAX;
+    for (uint32_t tile = 0; tile < group->tiles && !w->program->out_of_memory; tile++) {
+        w->rows = msi_rows_of_tile(group, tile);
+        msi_lower_tile_again(w, again, group->end - 1);
+        msi_lower_tile_backward(w);
+        msi_leave_tile(w, false);
+    }
+    msi_end_group(w);
+    w->backward_tile = false;
 }
 
 /* Extends a live range to the end of the program and beyond; residents stay anyway. */
@@ -10843,18 +11706,17 @@ static void msi_lower_all_backward(msi_lowering *w) {
         const bool drops = w->decisions[t].pass > 0 || w->away[t] != MSI_NONE;
         w->value[t] = drops ? MSI_NONE : w->value[t];
     }
-    if (g->tensors.items[g->loss].wants_gradient) {
-        uint32_t *gradient = &w->gradient[g->loss];
-        msi_emit(w, MSI_OP_SEED, g->loss);
-        if (*gradient == MSI_NONE) {
-            *gradient =
-                msi_new_range(w, g->loss, MSI_ROLE_GRADIENT, g->tensors.items[g->loss].bytes);
-        }
-        msi_use(w, *gradient, false);
-    }
+    msi_lower_seed(w);
     for (uint32_t i = g->layers.count; i-- > 0 && !w->program->out_of_memory;) {
+        const msi_tiling *group = msi_group_of_layer(w, i);
+        if (group && i + 1 == group->end && !group->sweeps) {
+            msi_lower_group_backward(w, group);
+        }
         if (g->layers.items[i].has_backward) {
-            msi_lower_backward(w, i);
+            if (!group) {
+                msi_lower_before_backward(w, i);
+                msi_lower_backward(w, i);
+            }
             msi_lower_early_updates(w, i);
             msi_send_gradients(w, &g->layers.items[i]);
             msi_drop_params(w, &g->layers.items[i]);
@@ -10919,7 +11781,8 @@ static void msi_drop_unused_copies(const msi_lowering *w) {
         const msi_operand *ends = p->operands.items + i->operand_first;
         msi_range *target = i->op == MSI_OP_COPY ? &p->ranges.items[ends[0].range] : NULL;
         const uint32_t source = target ? ends[1].range : MSI_NONE;
-        if (!target || target->last != now || ends[0].range < w->store->residents.count ||
+        if (!target || target->last != now || i->rows.of > 0 ||
+            ends[0].range < w->store->residents.count ||
             !(target->role == MSI_ROLE_SNAPSHOT || target->on_host)) {
             continue;
         }
@@ -10933,14 +11796,25 @@ static void msi_drop_unused_copies(const msi_lowering *w) {
     }
 }
 
+/* Forward or eval of all layers. */
+static void msi_lower_all_forward(msi_lowering *w, msi_op op) {
+    for (uint32_t i = 0; i < w->graph->layers.count && !w->program->out_of_memory;) {
+        const msi_tiling *group = msi_group_of_layer(w, i);
+        if (group) {
+            msi_lower_group_forward(w, op, group);
+            i = group->end;
+        } else {
+            msi_lower_forward(w, op, i++, MSI_NONE);
+        }
+    }
+}
+
 /* The training program: forward, at whose end dropped values are forgotten; backward; updates. */
 static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
     const msi_graph *g = w->graph;
     msi_start_program(w, decisions, p);
     msi_lower_first_micro(w);
-    for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
-        msi_lower_forward(w, MSI_OP_FORWARD, i, MSI_NONE);
-    }
+    msi_lower_all_forward(w, MSI_OP_FORWARD);
     p->forward_end = p->instructions.count;
     msi_lower_all_backward(w);
     p->backward_end = p->instructions.count;
@@ -10966,9 +11840,7 @@ static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions
     const msi_graph *g = w->graph;
     msi_start_program(w, decisions, p);
     p->room = 0;
-    for (uint32_t i = 0; i < g->layers.count && !p->out_of_memory; i++) {
-        msi_lower_forward(w, MSI_OP_EVAL, i, MSI_NONE);
-    }
+    msi_lower_all_forward(w, MSI_OP_EVAL);
     p->forward_end = p->backward_end = p->instructions.count;
     p->loss = w->value[g->loss];
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -11002,7 +11874,9 @@ static uint32_t msi_find_alias(const msi_graph *g, const msi_program *p, uint32_
         const uint32_t index = operands[k].range;
         const msi_range *old = index == MSI_NONE ? NULL : &p->ranges.items[index];
         bool usable = allowed[k] && old && old->last == now && !old->aliased && !old->outlives &&
-                      old->first != now && old->on_host == p->ranges.items[range].on_host &&
+                      old->first != now && old->is_tile == p->ranges.items[range].is_tile &&
+                      (i->rows.of == 0 || old->is_tile) &&
+                      old->on_host == p->ranges.items[range].on_host &&
                       msi_fits_in(g, &p->ranges.items[range], old);
         for (uint32_t j = 0; j < i->operand_count && usable; j++) {
             usable = operands[j].range != index || allowed[j];
@@ -11142,6 +12016,11 @@ static uint64_t msi_operand_bytes(const msi_graph *g, const msi_program *p,
                                   const msi_instruction *i, uint32_t k) {
     const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + k].range];
     const uint64_t elements = g->tensors.items[i->target].bytes / sizeof(float);
+    if (i->rows.of > 0 && !range->is_tile) {
+        const uint64_t all =
+            msi_value_bytes(&g->tensors.items[range->tensor], (ms_state_format)range->format);
+        return msi_scale_rows(all, i->rows.count, i->rows.of);
+    }
     return i->part_count > 1 ? msi_part_bytes((ms_state_format)range->format,
                                               msi_part_of(elements, i->part, i->part_count))
                                    .count
@@ -11188,7 +12067,7 @@ static double msi_moved_bytes(const msi_graph *g, const msi_program *p, const ms
 
 /* Whether an instruction does nothing, such as a copy whose target aliases its source. */
 static bool msi_is_free(const msi_program *p, const msi_instruction *i) {
-    return i->op == MSI_OP_NOTHING ||
+    return i->op == MSI_OP_NOTHING || msi_is_empty(i) ||
            (i->op == MSI_OP_COPY &&
             p->ranges.items[p->operands.items[i->operand_first].range].alias_of != MSI_NONE);
 }
@@ -11251,6 +12130,17 @@ static ms_stream_kind msi_stream_of(const msi_costs *c, msi_op op) {
     return c->has_links ? msi_ops[op].stream : MS_STREAM_COMPUTE;
 }
 
+/* The time of a call for a tile: its part of the time for all rows, but no less than it takes to read
+   what is whole, and to add to the gradients of params. */
+static double msi_tile_us(const msi_costs *c, const msi_layer *l, const msi_instruction *i,
+                          double us) {
+    const bool half = msi_is_half((ms_state_format)i->format);
+    const double whole = l->whole_bytes[i->op == MSI_OP_BACKWARD][half];
+    const double least_us = c->hardware.launch_us + whole / (c->hardware.memory_gb_per_s * 1e3);
+    const double part_us = us * msi_row_share(i);
+    return i->rows.of == 0 ? us : msi_is_empty(i) ? 0.0 : part_us > least_us ? part_us : least_us;
+}
+
 static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_program *p,
                               const msi_instruction *i) {
     const msi_op op = msi_direction(p, i);
@@ -11265,11 +12155,11 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
     case MSI_COST_NONE:
         return 0.0;
     case MSI_COST_FORWARD:
-        return time->forward_us;
+        return msi_tile_us(c, l, i, time->forward_us);
     case MSI_COST_BACKWARD:
-        return time->backward_us;
+        return msi_tile_us(c, l, i, time->backward_us);
     case MSI_COST_RECOMPUTE:
-        return time->recompute_us;
+        return msi_tile_us(c, l, i, time->recompute_us);
     case MSI_COST_LINK: {
         const double link = op == (msi_op)i->op ? bytes : bytes / msi_ops[MSI_OP_COPY].passes;
         uint32_t more_launches = 0;
@@ -11541,7 +12431,8 @@ static uint64_t msi_device_bytes(const msi_scheduling *s, const msi_transfer *t)
 }
 
 static bool msi_copies_whole(const msi_scheduling *s, const msi_transfer *t) {
-    return t->is_in && s->program->instructions.items[t->instruction].part_count == 0;
+    const msi_instruction *i = &s->program->instructions.items[t->instruction];
+    return t->is_in && i->part_count == 0 && i->rows.of == 0;
 }
 
 /* Keeps what a copy in brings in the range that it was brought to a little while before, if there is
@@ -11549,7 +12440,7 @@ static bool msi_copies_whole(const msi_scheduling *s, const msi_transfer *t) {
 static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_transfer *t) {
     const msi_range *range = earlier == MSI_NONE ? NULL : &s->program->ranges.items[earlier];
     const uint32_t end = range ? msi_live_end(s, range) : 0;
-    return range && range->part == 0 && msi_copies_whole(s, t) &&
+    return range && range->part == 0 && !range->is_tile && msi_copies_whole(s, t) &&
            t->needed < end + MSI_LONGEST_GAP && !(end <= s->barrier && t->needed >= s->barrier) &&
            msi_hold(s, end, t->needed, msi_align(range->bytes));
 }
@@ -13811,9 +14702,38 @@ static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions)
         decisions[t].moves = (uint8_t)(msi_movable(g, t) & tensor->forced_moves & msi_lent(tensor));
         decisions[t].state_8bit = false;
         decisions[t].format = MS_STATE_FORMAT_F32;
+        decisions[t].tiles = 0;
+        decisions[t].begins_group = false;
     }
     decisions[g->tensors.count].room = 0;
     msi_decide_parts(g, MSI_PART_BYTES, decisions);
+}
+
+/* Decides on a group, and drops what it makes for its own layers alone: for each tile that comes
+   back by itself. What is moved to the host stays so. */
+static void msi_decide_tiles(const msi_graph *g, msi_tensor_decision *decisions, uint32_t first,
+                             uint32_t end, uint32_t tiles) {
+    msi_decide_group(g, decisions, first, end, tiles);
+    for (uint32_t i = first; i < end; i++) {
+        for (MSI_EACH_MADE(made, g, i)) {
+            const uint32_t t = made.tensor;
+            const bool inner = g->tensors.items[t].last_use < end && msi_is_droppable(g, t) &&
+                               !(decisions[t].moves & MSI_MOVES_VALUE);
+            decisions[t].pass = inner && decisions[t].pass == 0 ? 1 : decisions[t].pass;
+        }
+    }
+}
+
+/* Puts the layers that are forced to be in tiles into groups. */
+static void msi_decide_forced_tiles(const msi_graph *g, msi_tensor_decision *decisions) {
+    for (uint32_t i = 0; i < g->layers.count;) {
+        const bool forced = msi_tiling_force(g, &g->layers.items[i]) == MS_SWITCH_ON;
+        const uint32_t end = forced ? msi_longest_group(g, i) : i;
+        if (end > i) {
+            msi_decide_tiles(g, decisions, i, end, msi_forced_tiles(g, i, end));
+        }
+        i = end > i ? end : i + 1;
+    }
 }
 
 /* What a search begins with: nothing is dropped or moved by choice, only what is forced; updates
@@ -13839,6 +14759,7 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
             s->homes ? s->homes[t].format
                      : (uint8_t)msi_format_of_value(g, t, s->half, search->rounding & half);
     }
+    msi_decide_forced_tiles(g, decisions);
     msi_place_updates(g, decisions, search->early, 0);
 }
 
@@ -17257,6 +18178,7 @@ static bool msi_plan_uses(const msi_graph *g, const msi_plan *plan, ms_technique
         const msi_tensor_decision *d = &plan->decisions[t];
         uses |= technique == MS_TECHNIQUE_OFFLOADING        ? d->moves != 0
                 : technique == MS_TECHNIQUE_OPTIMIZER_8BIT  ? d->state_8bit
+                : technique == MS_TECHNIQUE_TILING          ? d->tiles > 0
                 : technique == MS_TECHNIQUE_MIXED_PRECISION ? d->format != MS_STATE_FORMAT_F32
                                                             : false;
     }
@@ -17272,23 +18194,24 @@ static void msi_take_out(const msi_graph *g, uint32_t techniques, msi_tensor_dec
         d->moves = techniques & MSI_OFFLOADING ? 0 : d->moves;
         d->state_8bit = d->state_8bit && !(techniques & MSI_8BIT);
         d->format = techniques & MSI_MIXED ? (uint8_t)MS_STATE_FORMAT_F32 : d->format;
+        d->tiles = techniques & MSI_TILING ? 0 : d->tiles;
     }
 }
 
-enum { MSI_MOST_SHARES = 5 }; // techniques that are built
+enum { MSI_MOST_SHARES = MS_TECHNIQUE_COUNT };
 
 /* Of n techniques, what the value of Shapley has for a set of k others: k! (n - k - 1)! / n!, as a
-   multiple of 1 / 5!. */
+   multiple of 1 / 6!. */
 static int64_t msi_shapley_parts(uint32_t n, uint32_t k) {
-    static const uint8_t factorials[MSI_MOST_SHARES + 1] = {1, 1, 2, 6, 24, 120};
+    static const uint16_t factorials[MSI_MOST_SHARES + 1] = {1, 1, 2, 6, 24, 120, 720};
     return factorials[k] * factorials[n - k - 1] * (factorials[MSI_MOST_SHARES] / factorials[n]);
 }
 
 /* Shares out what n techniques free together, given the live bytes with each set of them. Rounding
-   goes to the first. Wholes and remainders are summed apart: 120 times the bytes may be too much. */
+   goes to the first. Wholes and remainders are summed apart: 720 times the bytes may be too much. */
 static void msi_share_freed(const ms_technique *used, uint32_t n, const uint64_t *live_bytes,
                             int64_t *freed_bytes) {
-    const int64_t whole = 120;
+    const int64_t whole = 720;
     int64_t rest = n > 0 ? (int64_t)(live_bytes[0] - live_bytes[(1u << n) - 1]) : 0;
     for (uint32_t i = n; i-- > 1;) {
         int64_t bytes = 0, parts = 0;
@@ -18359,7 +19282,11 @@ static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique tec
         return r->plan->decisions[tensor].state_8bit && msi_tells_of(r, layer, tensor);
     case MS_TECHNIQUE_MIXED_PRECISION:
         return r->plan->decisions[tensor].format != MS_STATE_FORMAT_F32;
-    case MS_TECHNIQUE_TILING: // not built
+    case MS_TECHNIQUE_TILING:
+        return r->plan
+                   ->decisions[msi_first_output(&r->model->graph,
+                                                &r->model->graph.layers.items[layer])]
+                   .tiles > 0;
     case MS_TECHNIQUE_COUNT:
         break;
     }
@@ -19149,10 +20076,25 @@ static void *msi_stream(const ms_model *m) {
 }
 
 /* Where the part of an operand begins that an instruction works on. */
+/* The address of the rows that an instruction works on, in a range that is cut. */
+static void *msi_rows_address(const ms_model *m, const msi_program *p, const msi_instruction *i,
+                              uint32_t range) {
+    uint8_t *whole = (uint8_t *)msi_address(m, p, range);
+    const msi_range *r = &p->ranges.items[range];
+    const msi_tensor *t = &m->graph.tensors.items[r->tensor];
+    return i->rows.of == 0 || r->is_tile
+               ? whole
+               : whole + msi_scale_rows(msi_value_bytes(t, (ms_state_format)r->format),
+                                        i->rows.begin, i->rows.of);
+}
+
 static void *msi_part_address(const ms_model *m, const msi_program *p, const msi_instruction *i,
                               uint32_t range) {
     uint8_t *whole = (uint8_t *)msi_address(m, p, range);
     const msi_range *r = &p->ranges.items[range];
+    if (i->rows.of > 0) {
+        return msi_rows_address(m, p, i, range);
+    }
     if (i->part_count == 0 || r->part > 0 || r->role == MSI_ROLE_NORM) {
         return whole;
     }
@@ -19264,6 +20206,21 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
 // ------------------------------------------------------------------------------------------------
 // >>call  views, and the callbacks of layers
 
+/* The shape of the rows of a tile, of an operand that is cut along its first dims. */
+static ms_shape msi_tile_shape(const ms_shape *shape, uint32_t dims, const msi_rows *rows) {
+    const uint32_t cut = dims < (uint32_t)shape->rank ? dims : (uint32_t)shape->rank;
+    ms_shape tile = *shape;
+    memset(tile.dim, 0, sizeof tile.dim);
+    memset(tile.axes, 0, sizeof tile.axes);
+    tile.rank = shape->rank - (int32_t)cut + 1;
+    tile.dim[0] = (int64_t)msi_scale_rows(msi_leading(shape, cut), rows->count, rows->of);
+    for (int32_t k = 1; k < tile.rank; k++) {
+        tile.dim[k] = shape->dim[k + (int32_t)cut - 1];
+        tile.axes[k] = shape->axes[k + (int32_t)cut - 1];
+    }
+    return tile;
+}
+
 /* Fills the views of a group, whose `count` tensors have these operands, and clears those that an
    earlier call has left beyond them. */
 static void msi_fill_views(ms_model *m, const msi_program *p, const msi_instruction *i, int group,
@@ -19280,8 +20237,13 @@ static void msi_fill_views(ms_model *m, const msi_program *p, const msi_instruct
         views[k] = t->view;
         views[k].dtype = msi_dtype_of(msi_seen_format(t, l, group, k, (ms_state_format)i->format),
                                       t->view.dtype);
+        if (i->rows.of > 0 && msi_is_by_rows(l, group, k)) {
+            views[k].shape = msi_tile_shape(&t->view.shape, msi_row_dims(l, group, k), &i->rows);
+        }
         if (operands[k].range != MSI_NONE) {
-            views[k].data = msi_address(m, p, operands[k].range);
+            views[k].data = msi_is_by_rows(l, group, k)
+                                ? msi_rows_address(m, p, i, operands[k].range)
+                                : msi_address(m, p, operands[k].range);
             views[k].beta = operands[k].accumulate ? 1.0f : 0.0f;
         }
     }
@@ -19343,6 +20305,10 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     call->step_seed = &msi_state_on_device(m, false)->seed;
     call->loss_scale = &msi_state_on_device(m, false)->loss_scale;
     call->stream = msi_stream(m);
+    const uint64_t rows = msi_layer_rows(&m->graph, l, false);
+    call->row_count =
+        (int64_t)(i->rows.of ? msi_scale_rows(rows, i->rows.count, i->rows.of) : rows);
+    call->row_begin = (int64_t)(i->rows.of ? msi_scale_rows(rows, i->rows.begin, i->rows.of) : 0);
     if (i->op != MSI_OP_BACKWARD) {
         call->wanted_out = msi_wanted(l, i, operands, MSI_GROUP_OUT);
         call->wanted_saved = msi_wanted(l, i, operands, MSI_GROUP_SAVED);
@@ -21063,9 +22029,9 @@ static void msi_add_time(ms_model *m, const msi_program *p, uint32_t now, double
         (i->op == MSI_OP_ZERO && m->run.micro > 0)) {
         return;
     }
-    const double amount = of_layer
-                              ? msi_output_elements(&m->graph, &m->graph.layers.items[i->target])
-                              : msi_moved_bytes(&m->graph, p, i);
+    const msi_layer *l = of_layer ? &m->graph.layers.items[i->target] : NULL;
+    const double amount =
+        l ? msi_output_elements(&m->graph, l) * msi_row_share(i) : msi_moved_bytes(&m->graph, p, i);
     const uint32_t series = of_layer
                                 ? 3 * i->target + (uint32_t)(cost - MSI_COST_FORWARD)
                                 : 3 * m->graph.layers.count + (uint32_t)(cost - MSI_COST_LAYER_END);
@@ -21202,8 +22168,8 @@ static float msi_gradient_factor(const ms_model *m) {
 
 static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const uint32_t range = p->operands.items[i->operand_first].range;
-    const uint64_t bytes = p->ranges.items[range].bytes;
-    void *memory = msi_address(m, p, range);
+    const uint64_t bytes = msi_operand_bytes(&m->graph, p, i, 0);
+    void *memory = msi_part_address(m, p, i, range);
     if (i->op == MSI_OP_SEED) {
         const ms_backend *b = &m->config.backend;
         const uint64_t count = bytes / sizeof(float);
@@ -21236,7 +22202,9 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
     const msi_range *target = &p->ranges.items[pair.target_range];
     const uint64_t bytes = m->graph.tensors.items[target->tensor].bytes;
     pair.bytes = bytes;
-    if (i->part_count > 1 || target->format != MS_STATE_FORMAT_F32) {
+    if (i->rows.of > 0) {
+        pair.bytes = msi_operand_bytes(&m->graph, p, i, 2 * number);
+    } else if (i->part_count > 1 || target->format != MS_STATE_FORMAT_F32) {
         const msi_part part = msi_part_of(bytes / sizeof(float), i->part, i->part_count);
         pair.bytes = msi_part_bytes((ms_state_format)target->format, part).count;
     }
@@ -21252,7 +22220,8 @@ static ms_result msi_run_elements(ms_model *m, const msi_program *p, const msi_i
         msi_dtype_of((ms_state_format)ranges[pair.target_range].format, view->dtype);
     const ms_dtype from =
         msi_dtype_of((ms_state_format)ranges[pair.source_range].format, view->dtype);
-    const uint64_t count = ms_shape_count(&view->shape);
+    const uint64_t all = ms_shape_count(&view->shape);
+    const uint64_t count = i->rows.of > 0 ? msi_scale_rows(all, i->rows.count, i->rows.of) : all;
     const ms_backend *b = &m->config.backend;
     const int error = i->op == MSI_OP_ADD
                           ? b->add(m->device, pair.target, to, pair.source, from, count)
@@ -21299,7 +22268,8 @@ static ms_result msi_run_transfer(ms_model *m, const msi_program *p, const msi_i
     for (uint32_t k = 0; k < msi_pair_count(i) && !error;) {
         msi_pair pair;
         k += msi_take_pairs(m, p, i, k, &pair);
-        error = i->op == MSI_OP_COPY_IN
+        error = msi_is_empty(i) ? 0
+                : i->op == MSI_OP_COPY_IN
                     ? b->copy_in(m->device, pair.target, pair.source, pair.bytes)
                     : b->copy_out(m->device, pair.target, pair.source, pair.bytes);
     }
@@ -21408,6 +22378,9 @@ static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t
     const msi_instruction *i = &p->instructions.items[now];
     const bool watch = msi_watches_memory(m);
     ms_result result = MS_RESULT_OK;
+    if (msi_is_empty(i) && msi_ops[i->op].stream == MS_STREAM_COMPUTE && i->op != MSI_OP_WAIT) {
+        return result;
+    }
     if (watch) {
         msi_mark_operands(m, p, now, false);
     }
