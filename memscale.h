@@ -253,7 +253,8 @@
     shared by both  >>formats >>shared >>arithmetic
     implementation  >>base >>structs >>names >>log >>text >>memory >>wide >>backend cpu >>hardware
                     >>graph >>tiles >>validate >>profile >>rules >>store >>lower >>alias >>cost
-                    >>schedule >>layout >>simulate >>score >>greedy >>chain >>exhaustive >>solve >>order >>plan
+                    >>schedule >>layout >>simulate >>score >>greedy >>chain >>exhaustive >>grouping >>solve >>order
+                    >>plan
                     >>policy >>explain >>optimizer >>call >>debug >>timing >>execute >>state
                     >>verify >>report >>api >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
@@ -14474,6 +14475,11 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
     return score;
 }
 
+/* The largest sum of live bytes, in training or eval, of what was scored. */
+static uint64_t msi_live_of(const msi_scorer *s, const msi_score *score) {
+    return msi_larger(score->live_bytes, s->program->resident_bytes + s->eval->peak_bytes);
+}
+
 /* Whether what was estimated last fits a budget. It is laid out if its live bytes do. */
 static bool msi_fits(const msi_scorer *s, msi_score *score, uint64_t budget, uint64_t enough) {
     if (score->live_bytes > budget || msi_is_short(s)) {
@@ -14497,6 +14503,15 @@ static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *de
     return score;
 }
 
+/* Sets of groups of layers in tiles: set n, from 1 on, is a part of one list of groups. */
+enum { MSI_MOST_TILINGS = 8 };
+
+typedef struct msi_tilings {
+    MSI_LIST(msi_tiling) groups;
+    uint32_t end[MSI_MOST_TILINGS + 1]; // of set n in the list; [0] is 0
+    uint32_t count;
+} msi_tilings;
+
 /* What plans have to meet, and the best one that the searches have found so far.
 
    A search is a function from a budget to a plan that fits it, or to none, with two properties:
@@ -14510,16 +14525,18 @@ static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *de
    both only nearly: see msi_search_offloading. */
 typedef struct msi_search {
     const msi_scorer *scorer;
-    uint64_t budget, enough;   // no layout need be smaller than `enough`
-    double least_us;           // the time of the plan that only rounds: none counts as faster
-    uint32_t techniques;       // mask of those that may be used
-    uint32_t moves;            // of params, a mask; MSI_MOVES_MADE: of what layers make
-    bool may_move;             // plans that move something to the host are searched too
-    uint64_t host_budget;      // of what lies on the host
-    bool any;                  // one plan that fits is enough
-    bool early;                // the plans proposed update params inside backward
-    uint32_t rounding;         // and have this rounded: a mask of MSI_ROUNDS_STATE and others
-    msi_tensor_decision *best; // the best plan so far, if one was found
+    uint64_t budget, enough;    // no layout need be smaller than `enough`
+    double least_us;            // the time of the plan that only rounds: none counts as faster
+    uint32_t techniques;        // mask of those that may be used
+    uint32_t moves;             // of params, a mask; MSI_MOVES_MADE: of what layers make
+    bool may_move;              // plans that move something to the host are searched too
+    uint64_t host_budget;       // of what lies on the host
+    bool any;                   // one plan that fits is enough
+    bool early;                 // the plans proposed update params inside backward
+    uint32_t rounding;          // and have this rounded: a mask of MSI_ROUNDS_STATE and others
+    const msi_tilings *tilings; // found by msi_find_tilings, or NULL
+    uint32_t tiling;            // they have the groups of this one, from 1 on; 0: none
+    msi_tensor_decision *best;  // the best plan so far, if one was found
     bool found, fits, best_early;
     msi_score best_score;
 } msi_search;
@@ -14760,6 +14777,11 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
                      : (uint8_t)msi_format_of_value(g, t, s->half, search->rounding & half);
     }
     msi_decide_forced_tiles(g, decisions);
+    for (uint32_t k = search->tiling > 0 ? search->tilings->end[search->tiling - 1] : 0;
+         search->tiling > 0 && k < search->tilings->end[search->tiling]; k++) {
+        const msi_tiling *group = &search->tilings->groups.items[k];
+        msi_decide_tiles(g, decisions, group->first, group->end, group->tiles);
+    }
     msi_place_updates(g, decisions, search->early, 0);
 }
 
@@ -16072,10 +16094,15 @@ static uint64_t msi_droppable_bytes(const msi_graph *g, uint32_t layer) {
     return bytes;
 }
 
-/* Whether a stage may begin at a layer: at most one value crosses, and it may be kept. */
+/* Whether a stage may begin at a layer: at most one value crosses, and it may be kept; and the layer
+   is not in tiles together with the one before it. */
 static bool msi_is_cut(const msi_chain *c, const msi_crossings *x, uint32_t layer) {
-    return x->count[layer] == 0 ||
-           (x->count[layer] == 1 && !msi_is_drop_forced(c->graph, (uint32_t)x->sum[layer] - 1));
+    const msi_tensor_decision *first =
+        &c->decisions[msi_first_output(c->graph, &c->graph->layers.items[layer])];
+    const bool parts_group = first->tiles > 0 && !first->begins_group;
+    return (x->count[layer] == 0 && !parts_group) ||
+           (x->count[layer] == 1 && !parts_group &&
+            !msi_is_drop_forced(c->graph, (uint32_t)x->sum[layer] - 1));
 }
 
 /* Cuts the graph where at most one value crosses; if these are too many stages, only where enough
@@ -16745,6 +16772,7 @@ static bool msi_chain_init(msi_chain *c, msi_search *search) {
     c->stage_of = (uint32_t *)(void *)(c->decisions + g->tensors.count + 1);
     c->option_of = (uint8_t *)(void *)(c->stage_of + g->layers.count);
     c->leads = c->option_of + g->tensors.count;
+    msi_decide_base(search, c->decisions);
     msi_find_stages(c);
     if (!msi_is_short(s)) {
         c->subchains = (msi_subchain *)msi_scratch(s, msi_subchains_bytes(c));
@@ -16920,7 +16948,8 @@ static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
         for (MSI_EACH_MADE(made, g, i)) {
             const uint32_t t = made.tensor;
             const bool joins = (all->search->techniques & MSI_CHECKPOINTING) &&
-                               msi_is_choice(g, t) && !(all->base[t].moves & MSI_MOVES_VALUE);
+                               msi_is_choice(g, t) && all->base[t].pass == 0 &&
+                               !(all->base[t].moves & MSI_MOVES_VALUE);
             if (joins && (!open || !by_layer) && !msi_open_group(all, member, MSI_NONE)) {
                 return false;
             }
@@ -17245,6 +17274,283 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>grouping  which groups of layers to compute in tiles: sets of groups, each with fewer bytes than
+//             the one before
+
+/* What tiles save shows where everything else is at its least: of a plan that moves or drops all that
+   it can, the peak is in one layer. Groups around this layer are tried, and the best is taken,
+   together with all groups that are alike; then the peak is elsewhere, or the group is parted
+   further. The sets that come up so do not depend on the budget. */
+enum {
+    MSI_GROUPING_ROUNDS = 24,
+    MSI_GROUPING_REACH = 8, // layers to each side
+    MSI_GROUPING_TRIES = 8, // groups for one peak
+    MSI_GROUPING_TILES = 16,
+    MSI_GROUPING_WORK = 1 << 20, // layers that are lowered
+    MSI_GROUPING_GAIN = 1024     // a set has at least so much less of its bytes
+};
+
+typedef struct msi_window {
+    uint32_t first, end;
+    uint64_t bytes; // what is whole in it, about
+} msi_window;
+
+typedef struct msi_grouping {
+    const msi_search *search;
+    const msi_scorer *scorer;
+    const msi_graph *graph;
+    msi_tensor_decision *decisions, *trial; // with the groups so far; with those that are tried
+    uint64_t live_bytes;                    // of `decisions`
+    uint32_t peak;                          // the layer there, or MSI_NONE
+    uint32_t tries_left;
+} msi_grouping;
+
+/* Whether two layers do the same on operands of the same shapes. */
+static bool msi_are_alike(const msi_graph *g, uint32_t a, uint32_t b) {
+    const msi_layer *x = &g->layers.items[a], *y = &g->layers.items[b];
+    const uint32_t count = msi_group_start(x, MSI_GROUP_COUNT);
+    bool alike = x->forward == y->forward && x->backward == y->backward &&
+                 memcmp(x->count, y->count, sizeof x->count) == 0 &&
+                 memcmp(&x->tile, &y->tile, sizeof x->tile) == 0 &&
+                 memcmp(x->workspace, y->workspace, sizeof x->workspace) == 0 &&
+                 x->has_backward == y->has_backward;
+    for (uint32_t k = 0; k < count && alike; k++) {
+        const uint32_t s = g->operands.items[x->operand_first + k];
+        const uint32_t t = g->operands.items[y->operand_first + k];
+        const msi_tensor *u = s == MSI_NONE ? NULL : &g->tensors.items[s];
+        const msi_tensor *v = t == MSI_NONE ? NULL : &g->tensors.items[t];
+        alike = (u == NULL) == (v == NULL) &&
+                (!u || (u->kind == v->kind && u->view.dtype == v->view.dtype &&
+                        memcmp(&u->view.shape, &v->view.shape, sizeof u->view.shape) == 0));
+    }
+    return alike;
+}
+
+/* Whether a window at another layer is like one: layer by layer, also in what each reads of others
+   in the window. */
+static bool msi_is_window_alike(const msi_graph *g, const msi_window *w, uint32_t at) {
+    bool alike = at + (w->end - w->first) <= g->layers.count;
+    for (uint32_t i = w->first; i < w->end && alike; i++) {
+        const msi_layer *x = &g->layers.items[i], *y = &g->layers.items[at + (i - w->first)];
+        alike = msi_are_alike(g, i, at + (i - w->first));
+        for (uint32_t k = 0; k < x->count[MSI_GROUP_IN] && alike; k++) {
+            const uint32_t s = g->operands.items[x->operand_first + k];
+            const uint32_t t = g->operands.items[y->operand_first + k];
+            const uint32_t from = s == MSI_NONE ? MSI_NONE : g->tensors.items[s].producer;
+            const uint32_t other = t == MSI_NONE ? MSI_NONE : g->tensors.items[t].producer;
+            alike = from != MSI_NONE && from >= w->first ? other == at + (from - w->first)
+                                                         : other == MSI_NONE || other < at;
+        }
+    }
+    return alike;
+}
+
+/* Whether layers may become a group: none is forced otherwise, and none is in a group with others. */
+static bool msi_may_group(const msi_graph *g, const msi_tensor_decision *d, uint32_t first,
+                          uint32_t end) {
+    bool may = end <= g->layers.count;
+    for (uint32_t i = first; i < end && may; i++) {
+        may = msi_tiling_force(g, &g->layers.items[i]) == MS_SWITCH_DEFAULT;
+    }
+    for (uint32_t k = 0; k < 2 && may; k++) { // a group begins here, and after it, or none goes on
+        const uint32_t layer = k == 0 ? first : end;
+        const uint32_t t =
+            layer < g->layers.count ? msi_first_output(g, &g->layers.items[layer]) : MSI_NONE;
+        may = t == MSI_NONE || d[t].tiles == 0 || d[t].begins_group;
+    }
+    return may && msi_can_group(g, first, end);
+}
+
+/* Makes a window a group; what it makes for itself is dropped rather than moved. */
+static void msi_group_window(const msi_graph *g, msi_tensor_decision *d, uint32_t first,
+                             uint32_t end, uint32_t tiles) {
+    for (uint32_t i = first; i < end; i++) {
+        for (MSI_EACH_MADE(made, g, i)) {
+            const bool inner = g->tensors.items[made.tensor].last_use < end;
+            uint8_t *moves = &d[made.tensor].moves;
+            *moves = (uint8_t)(inner && msi_is_droppable(g, made.tensor) ? *moves & ~MSI_MOVES_VALUE
+                                                                         : *moves);
+        }
+    }
+    msi_decide_tiles(g, d, first, end, tiles);
+}
+
+/* Makes a window and all that are alike groups of so many tiles, in the trial. Returns the live
+   bytes, in training or eval, and the time. */
+static uint64_t msi_try_window(msi_grouping *c, const msi_window *w, uint32_t tiles, double *us) {
+    const msi_graph *g = c->graph;
+    memcpy(c->trial, c->decisions, msi_decisions_bytes(g));
+    for (uint32_t i = 0; i < g->layers.count;) {
+        const uint32_t end = i + (w->end - w->first);
+        const bool is_it = i == w->first;
+        const bool apart = end <= w->first || i >= w->end;
+        if ((is_it || (apart && msi_are_alike(g, w->first, i) && msi_is_window_alike(g, w, i))) &&
+            msi_may_group(g, c->trial, i, end)) {
+            msi_group_window(g, c->trial, i, end, tiles);
+            i = end;
+        } else {
+            i++;
+        }
+    }
+    const msi_score score = msi_estimate(c->scorer, c->trial);
+    c->tries_left -= c->tries_left > 0;
+    *us = score.us;
+    return msi_is_short(c->scorer) ? UINT64_MAX : msi_live_of(c->scorer, &score);
+}
+
+/* About what a group has whole: what it reads and makes for others, and params, with gradients. */
+static uint64_t msi_whole_in_window(const msi_graph *g, uint32_t first, uint32_t end) {
+    uint64_t bytes = 0;
+    for (uint32_t i = first; i < end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        for (int group = MSI_GROUP_IN; group <= MSI_GROUP_PARAM; group++) {
+            for (MSI_EACH(operand, g, l, group)) {
+                const msi_tensor *t = &g->tensors.items[operand.tensor];
+                const bool inner = t->producer != MSI_NONE && t->producer >= first &&
+                                   t->producer < end && t->last_use < end;
+                bytes +=
+                    inner ? t->bytes / MSI_GROUPING_TILES : t->bytes * (t->wants_gradient ? 2 : 1);
+            }
+        }
+    }
+    return bytes;
+}
+
+/* Lists groups that have the layer at the peak: those which have least whole. */
+static uint32_t msi_list_windows(const msi_grouping *c, msi_window *list) {
+    uint32_t count = 0;
+    const uint32_t peak = c->peak, layers = c->graph->layers.count;
+    const uint32_t from = peak > MSI_GROUPING_REACH ? peak - MSI_GROUPING_REACH : 0;
+    for (uint32_t first = from; first <= peak; first++) {
+        for (uint32_t end = peak + 1; end <= layers && end <= peak + MSI_GROUPING_REACH; end++) {
+            const msi_window w = {first, end, msi_whole_in_window(c->graph, first, end)};
+            if ((count == MSI_GROUPING_TRIES && w.bytes >= list[count - 1].bytes) ||
+                !msi_may_group(c->graph, c->decisions, first, end)) {
+                continue;
+            }
+            uint32_t at = count < MSI_GROUPING_TRIES ? count++ : count - 1;
+            for (; at > 0 && list[at - 1].bytes > w.bytes; at--) {
+                list[at] = list[at - 1];
+            }
+            list[at] = w;
+        }
+    }
+    return count;
+}
+
+/* Scores the decisions: notes their bytes, and the layer that runs at the peak. */
+static void msi_find_peak(msi_grouping *c) {
+    const msi_scorer *s = c->scorer;
+    const msi_score score = msi_estimate(s, c->decisions);
+    const msi_program *p = s->eval->peak_bytes > s->program->peak_bytes ? s->eval : s->program;
+    uint32_t now = p->peak;
+    c->live_bytes = msi_live_of(s, &score);
+    c->peak = MSI_NONE;
+    for (; now < p->instructions.count && c->peak == MSI_NONE; now++) {
+        const msi_instruction *i = &p->instructions.items[now];
+        if (i->op == MSI_OP_UPDATE) {
+            break;
+        }
+        c->peak = msi_calls_layer((msi_op)i->op) ? i->target : MSI_NONE;
+    }
+}
+
+/* Finds the best group around the peak; false: none has fewer live bytes. It is left as the trial. */
+static bool msi_find_group(msi_grouping *c) {
+    msi_window list[MSI_GROUPING_TRIES], best = MSI_ZERO_INIT;
+    const uint32_t count = msi_list_windows(c, list);
+    const uint32_t now = msi_tiles_of(c->graph, c->decisions, c->peak);
+    const uint32_t wanted = now < MSI_GROUPING_TILES ? (uint32_t)MSI_GROUPING_TILES : 4 * now;
+    uint64_t least = c->live_bytes - c->live_bytes / MSI_GROUPING_GAIN;
+    double us = 0.0, least_us = 0.0;
+    uint32_t tiles = 0;
+    for (uint32_t k = 0; k < count && c->tries_left > 0; k++) {
+        const uint32_t most = msi_most_tiles(c->graph, list[k].first, list[k].end);
+        const uint32_t some = wanted < most ? wanted : most;
+        const uint64_t bytes = some < 2 ? UINT64_MAX : msi_try_window(c, &list[k], some, &us);
+        if (bytes < least || (tiles > 0 && bytes == least && us < least_us)) {
+            least = bytes;
+            least_us = us;
+            best = list[k];
+            tiles = some;
+        }
+    }
+    const uint32_t enough = tiles; // fewer may do
+    for (uint32_t k = 2; k < enough && tiles == enough && c->tries_left > 0; k *= 2) {
+        tiles = msi_try_window(c, &best, k, &us) <= least + least / MSI_GROUPING_GAIN ? k : tiles;
+    }
+    return tiles > 0 && msi_try_window(c, &best, tiles, &us) < UINT64_MAX;
+}
+
+/* Decisions that have as little as possible on the device beside what a layer needs. */
+static void msi_decide_squeezed(const msi_grouping *c) {
+    const msi_graph *g = c->graph;
+    uint32_t width = 1;
+    while (width * width < g->layers.count) {
+        width++;
+    }
+    msi_decide_base(c->search, c->decisions);
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        msi_tensor_decision *d = &c->decisions[t];
+        const uint32_t may = c->search->may_move ? msi_may_choose(g, t) : 0u;
+        const bool inside =
+            msi_is_choice(g, t) && tensor->producer / width == tensor->last_use / width;
+        if (d->pass == 0) {
+            d->moves = (uint8_t)(d->moves | may);
+            d->pass = !(d->moves & MSI_MOVES_VALUE) && inside;
+        }
+    }
+}
+
+/* Adds the groups of the decisions as a set. */
+static void msi_add_tiling(const msi_grouping *c, msi_tilings *to) {
+    const msi_graph *g = c->graph;
+    const uint32_t set = to->count < MSI_MOST_TILINGS ? ++to->count : to->count;
+    to->groups.count = to->end[set - 1];
+    for (uint32_t i = 0; i < g->layers.count;) {
+        if (msi_tiles_of(g, c->decisions, i) == 0) {
+            i++;
+            continue;
+        }
+        const msi_tiling group = msi_group_at(g, c->decisions, i);
+        const bool forced = msi_tiling_force(g, &g->layers.items[i]) != MS_SWITCH_DEFAULT;
+        if (!forced &&
+            MSI_SCRATCH_LIST(msi_tiling, c->scorer, to->groups, to->groups.count + 1ull)) {
+            to->groups.items[to->groups.count++] = group;
+        }
+        i = group.end;
+    }
+    to->end[set] = to->groups.count;
+}
+
+/* Finds the sets. `search` says what plans may move and round. */
+static void msi_find_tilings(const msi_search *search, msi_tilings *found) {
+    const msi_graph *g = search->scorer->graph;
+    const uint64_t bytes = 2 * msi_decisions_bytes(g);
+    msi_grouping c = MSI_ZERO_INIT;
+    c.search = search;
+    c.scorer = search->scorer;
+    c.graph = g;
+    c.tries_left = MSI_GROUPING_WORK / (1 + g->layers.count);
+    c.decisions = (msi_tensor_decision *)msi_scratch(c.scorer, bytes);
+    if (!c.decisions) {
+        return;
+    }
+    c.trial = c.decisions + g->tensors.count + 1;
+    msi_decide_squeezed(&c);
+    msi_find_peak(&c);
+    for (uint32_t k = 0; k < MSI_GROUPING_ROUNDS && c.peak != MSI_NONE && !msi_is_short(c.scorer) &&
+                         msi_find_group(&c);
+         k++) {
+        memcpy(c.decisions, c.trial, msi_decisions_bytes(g));
+        msi_find_peak(&c);
+        msi_add_tiling(&c, found);
+    }
+    msi_release(c.scorer->allocator, c.decisions, bytes);
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>solve  from a budget to decisions: the best of all searches
 
 /* What a plan is to be made for. */
@@ -17342,11 +17648,6 @@ static void msi_follow(msi_solver *s) {
         s->score.bytes = msi_arena_of(&plan->train, &plan->eval);
         s->score.host_bytes = msi_host_of(&plan->train, &plan->eval);
     }
-}
-
-/* The largest sum of live bytes, in training or eval, of what was scored. */
-static uint64_t msi_live_of(const msi_scorer *s, const msi_score *score) {
-    return msi_larger(score->live_bytes, s->program->resident_bytes + s->eval->peak_bytes);
 }
 
 /* Places the updates of the plan at hand inside backward. */
@@ -17451,15 +17752,17 @@ static void msi_search_all(const msi_solver *s, msi_greedy *w) {
     }
 }
 
-/* A list of plans with the same roundings: what its first plan takes, without recomputation. */
+/* A list of plans with the same roundings and tiles: what its first plan takes. */
 typedef struct msi_rounding {
-    uint32_t mask;
+    uint32_t mask, tiling;
     double us; // no plan of the list counts as faster
     uint64_t live_bytes, resident_bytes;
 } msi_rounding;
 
-static void msi_begin_rounding(msi_search *search, uint32_t mask, msi_tensor_decision *decisions) {
+static void msi_begin_rounding(msi_search *search, uint32_t mask, uint32_t tiling,
+                               msi_tensor_decision *decisions) {
     search->rounding = mask;
+    search->tiling = tiling;
     msi_decide_base(search, decisions);
 }
 
@@ -17471,11 +17774,11 @@ static uint32_t msi_find_roundings(const msi_solver *s, msi_search *search,
         (techniques & MSI_8BIT ? (uint32_t)MSI_ROUNDS_STATE : 0u) |
         (techniques & MSI_MIXED ? (uint32_t)(MSI_ROUNDS_VALUES | MSI_ROUNDS_PARAMS) : 0u);
     uint32_t found = 0;
-    msi_begin_rounding(search, 0, decisions);
+    msi_begin_rounding(search, 0, 0, decisions);
     const uint64_t plain = msi_hash_rounding(s->scorer->graph, decisions);
     for (uint32_t one = 1; one < MSI_ROUNDINGS; one *= 2) {
         if (allowed & one) {
-            msi_begin_rounding(search, one, decisions);
+            msi_begin_rounding(search, one, 0, decisions);
             found |= msi_hash_rounding(s->scorer->graph, decisions) != plain ? one : 0u;
         }
     }
@@ -17488,7 +17791,8 @@ static uint32_t msi_find_roundings(const msi_solver *s, msi_search *search,
 static bool msi_is_worse(const msi_search *search, const msi_rounding *a, const msi_rounding *b) {
     const bool alike =
         !search->may_move || (a->mask & MSI_ROUNDS_PARAMS) == (b->mask & MSI_ROUNDS_PARAMS);
-    return a != b && alike && b->us <= a->us && b->live_bytes <= a->live_bytes &&
+    return a != b && alike && a->tiling == b->tiling && b->us <= a->us &&
+           b->live_bytes <= a->live_bytes &&
            (b->us < a->us || b->live_bytes < a->live_bytes || b->mask < a->mask);
 }
 
@@ -17496,13 +17800,15 @@ static bool msi_is_worse(const msi_search *search, const msi_rounding *a, const 
 static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
                                    msi_tensor_decision *decisions, msi_rounding *list) {
     const uint32_t found = msi_find_roundings(s, search, decisions);
-    msi_rounding all[MSI_ROUNDINGS];
+    const uint32_t tilings = search->tilings->count + 1;
+    msi_rounding all[MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1)];
     uint32_t count = 0, kept = 0;
-    for (uint32_t mask = 0; mask < MSI_ROUNDINGS; mask++) {
+    for (uint32_t k = 0; k < MSI_ROUNDINGS * tilings; k++) {
+        const uint32_t mask = k / tilings, tiling = k % tilings;
         if ((mask & found) == mask) {
-            msi_begin_rounding(search, mask, decisions);
+            msi_begin_rounding(search, mask, tiling, decisions);
             const msi_score score = msi_estimate(s->scorer, decisions);
-            const msi_rounding one = {mask, score.us, score.live_bytes,
+            const msi_rounding one = {mask, tiling, score.us, score.live_bytes,
                                       s->scorer->program->resident_bytes};
             all[count++] = one;
         }
@@ -17529,6 +17835,7 @@ static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
 static void msi_search_list(const msi_solver *s, msi_greedy *w, const msi_rounding *r) {
     msi_search *search = w->search;
     search->rounding = r->mask;
+    search->tiling = r->tiling;
     search->least_us = r->us < search->least_us || !s->forced ? r->us : search->least_us;
     search->enough = 0;
     w->score = msi_search_estimate(search, w->decisions);
@@ -17544,7 +17851,7 @@ static void msi_search_list(const msi_solver *s, msi_greedy *w, const msi_roundi
 /* Searches the list of plans that round nothing but what is forced. */
 static void msi_search_unrounded(const msi_solver *s, msi_greedy *plain) {
     msi_search *search = plain->search;
-    search->rounding = 0;
+    search->rounding = search->tiling = 0;
     search->enough = 0;
     plain->score = msi_search_estimate(search, plain->decisions);
     msi_search_all(s, plain);
@@ -17558,14 +17865,21 @@ static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
     msi_search *search = plain->search;
     const bool early = search->early;
     const double least_us = search->least_us;
-    msi_rounding list[MSI_ROUNDINGS];
+    msi_rounding list[MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1)];
+    msi_tilings tilings = MSI_ZERO_INIT;
     msi_greedy w;
     const bool ready = msi_greedy_init(&w, search);
+    search->tilings = &tilings;
+    if (ready && (s->request->techniques & MSI_TILING)) {
+        search->rounding = msi_find_roundings(s, search, w.decisions);
+        msi_find_tilings(search, &tilings);
+    }
     const uint32_t count = ready ? msi_list_roundings(s, search, w.decisions, list) : 0;
     bool has_unrounded = false;
     msi_greedy_free(&w);
     for (uint32_t k = 0; k < count && !msi_is_found(search); k++) {
-        has_unrounded |= list[k].mask == 0;
+        const bool is_plain = list[k].mask == 0 && list[k].tiling == 0;
+        has_unrounded |= is_plain;
         const bool too_large = !search->may_move && list[k].resident_bytes > search->budget;
         if ((search->fits && list[k].us >= search->best_score.us) ||
             (too_large && search->found && list[k].resident_bytes > search->best_score.bytes)) {
@@ -17573,10 +17887,10 @@ static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
         }
         search->early = early;
         search->least_us = least_us;
-        if (list[k].mask == 0) {
+        if (is_plain) {
             msi_search_unrounded(s, plain);
         } else if (msi_greedy_init(&w, search)) {
-            msi_begin_rounding(search, list[k].mask, w.decisions);
+            msi_begin_rounding(search, list[k].mask, list[k].tiling, w.decisions);
             msi_search_list(s, &w, &list[k]);
             msi_greedy_free(&w);
         } else {
@@ -17588,6 +17902,9 @@ static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
         search->least_us = least_us;
         msi_search_unrounded(s, plain);
     }
+    search->tiling = 0;
+    search->tilings = NULL;
+    MSI_LIST_FREE(msi_tiling, s->scorer->allocator, tilings.groups);
 }
 
 /* Takes the best plan that was found. */
@@ -17630,7 +17947,7 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
         s->score = w->score; // the decisions are in place
         s->early = w->search->early;
     } else {
-        if (r->techniques & (MSI_8BIT | MSI_MIXED)) {
+        if (r->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
             msi_search_roundings(s, w);
         } else {
             msi_search_all(s, w);

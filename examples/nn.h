@@ -1507,6 +1507,14 @@ NN_API ms_tensor nn_register(nn_net *net, ms_layer_desc *desc, ms_shape shape) {
     return desc->out[0];
 }
 
+enum { NN_TILE_ROWS = 64 }; // of a linear layer: with fewer, a product waits for its weight
+
+/* Says that the rows of a layer are independent: its first dims, but not the last one. Of a sequence
+   that is a token, of images that is one of them. */
+NN_API void nn_declare_rows(ms_layer_desc *desc, ms_shape out) {
+    desc->tile.axes = out.rank == 3 ? 2 : out.rank > 1 ? 1 : 0;
+}
+
 /* A workspace of this many floats. */
 NN_API ms_workspace nn_workspace(int64_t floats) {
     ms_workspace workspace;
@@ -1593,6 +1601,7 @@ NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, m
         nn_workspace(net->device->column_floats(nn_rows(nn_largest(net, out)), nn_last(out)));
     desc.flops = nn_elements(out) * ((positions.id != 0) + (segmented ? 2.0 : 1.0));
     desc.backward_flops = desc.flops;
+    desc.tile.axes = 1; // the position of a token is that in its sequence
     return nn_register(net, &desc, out);
 }
 
@@ -1623,6 +1632,8 @@ NN_API ms_tensor nn_linear_tied(nn_net *net, const char *name, ms_tensor x, ms_t
     desc.backward_workspace =
         nn_workspace(net->device->column_floats(nn_rows(nn_largest(net, out)), nn_last(out)));
     desc.flops = nn_elements(out) * 2.0 * (double)matrix.dim[1];
+    nn_declare_rows(&desc, out);
+    desc.tile.smallest = out.rank == 3 ? NN_TILE_ROWS : 0;
     return nn_register(net, &desc, out);
 }
 
@@ -1682,6 +1693,8 @@ NN_API ms_tensor nn_layernorm_tied(nn_net *net, const char *name, ms_tensor x, m
     desc.backward_workspace = nn_workspace(
         net->device->layernorm_floats(nn_rows(nn_largest(net, shape)), nn_last(shape)));
     desc.flops = nn_elements(shape) * 8.0;
+    nn_declare_rows(&desc, shape);
+    desc.tile.saved_axes[0] = desc.tile.saved_axes[1] = desc.tile.axes > 0;
     return nn_register(net, &desc, shape);
 }
 
@@ -1701,6 +1714,7 @@ NN_API ms_tensor nn_gelu_of_form(nn_net *net, const char *name, ms_tensor x, uin
     desc.grad_in_place[0].grad_out = 1;
     desc.flops = nn_elements(shape) * 20.0;
     desc.backward_flops = nn_elements(shape) * 30.0;
+    nn_declare_rows(&desc, shape);
     return nn_register(net, &desc, shape);
 }
 
@@ -1728,6 +1742,9 @@ NN_API ms_tensor nn_add(nn_net *net, const char *name, ms_tensor a, ms_tensor b)
     desc.grad_in_place[1].grad_out = 1;
     desc.flops = nn_elements(shape);
     desc.backward_flops = desc.flops;
+    if (shape.rank == other.rank && memcmp(shape.dim, other.dim, sizeof shape.dim) == 0) {
+        nn_declare_rows(&desc, shape);
+    }
     return nn_register(net, &desc, shape);
 }
 
@@ -1793,6 +1810,7 @@ NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int6
     desc.backward_workspace = nn_workspace(net->device->attention_floats(largest, true));
     desc.flops = nn_attention_flops(net->device, n, save_scores, false);
     desc.backward_flops = nn_attention_flops(net->device, n, save_scores, true);
+    desc.tile.axes = 1; // sequences
     return nn_register(net, &desc, nn_with_last(shape, heads * n.size));
 }
 
@@ -1815,6 +1833,10 @@ NN_API ms_tensor nn_cross_entropy(nn_net *net, const char *name, ms_tensor logit
     desc.grad_in_place[0].in = 1;
     desc.flops = nn_elements(shape) * 15.0;
     desc.backward_flops = desc.flops;
+    if (rows.rank == shape.rank - 1) {
+        desc.tile.axes = (uint32_t)rows.rank;
+        desc.tile.saved_axes[0] = 1;
+    }
     return nn_register(net, &desc, rows);
 }
 
@@ -1829,6 +1851,7 @@ NN_API ms_tensor nn_relu(nn_net *net, const char *name, ms_tensor x) {
     desc.grad_in_place[0].grad_out = 1;
     desc.flops = nn_elements(shape);
     desc.backward_flops = desc.flops;
+    nn_declare_rows(&desc, shape);
     return nn_register(net, &desc, shape);
 }
 
@@ -1885,6 +1908,7 @@ NN_API ms_tensor nn_conv2d_tied(nn_net *net, const char *name, ms_tensor x, ms_t
     desc.forward_workspace = nn_workspace(net->device->conv2d_floats(&w, matrix.dim[0], false));
     desc.backward_workspace = nn_workspace(net->device->conv2d_floats(&w, matrix.dim[0], true));
     desc.flops = nn_elements(out) * 2.0 * (double)matrix.dim[1];
+    nn_declare_rows(&desc, out);
     return nn_register(net, &desc, out);
 }
 
@@ -1915,6 +1939,7 @@ NN_API ms_tensor nn_max_pool(nn_net *net, const char *name, ms_tensor x, int64_t
     desc.optional_saved = 1;
     desc.flops = nn_elements(out) * (double)(kernel * kernel) * 2.0;
     desc.backward_flops = nn_elements(out);
+    nn_declare_rows(&desc, out);
     return nn_register(net, &desc, out);
 }
 
@@ -1982,6 +2007,7 @@ NN_API ms_tensor nn_average_pool(nn_net *net, const char *name, ms_tensor x) {
     shape.rank = 2;
     shape.axes[2] = 0;
     shape.axes[3] = 0;
+    desc.tile.axes = 1;
     return nn_register(net, &desc, shape);
 }
 
@@ -2001,6 +2027,7 @@ NN_API ms_tensor nn_flatten(nn_net *net, const char *name, ms_tensor x) {
     desc.grad_in_place[0].grad_out = 1;
     desc.flops = nn_elements(shape);
     desc.backward_flops = desc.flops;
+    desc.tile.axes = 1;
     return nn_register(net, &desc, out);
 }
 
