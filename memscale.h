@@ -3317,6 +3317,7 @@ typedef struct msi_program {
     MSI_LIST(double) measured;     // start and duration of each, in the last timed step
     bool is_measured;              // there was a timed step
     bool scales_loss;              // gradients are multiplied by the loss scale
+    bool sweeps;                   // forward computes gradients of params, of a group in tiles
     uint32_t forward_end, backward_end;
     uint32_t loss, norm;         // ranges of the loss, and of the norm or MSI_NONE
     uint32_t peak;               // the instruction with the most live bytes
@@ -3581,6 +3582,7 @@ typedef struct msi_run {
     const char *visits;   // the function whose callback, which is no layer's, runs; NULL: none does
     bool recording;       // what is enqueued is recorded, and does not run
     bool state_is_old;    // buffers hold the older values that a recomputation needs
+    bool swept;           // forward has added to gradients, and its backward has not run
     bool copies;          // of the program may be under way, which ends with none
     bool failed;          // params may be wrong, or the device unusable: no step until ms_wrap
     ms_nonfinite nonfinite; // debug mode: the first in this step
@@ -7432,11 +7434,6 @@ static uint64_t msi_workspace_for(const msi_layer *l, int which, uint64_t rows) 
     return l->workspace[which].bytes + l->workspace[which].row_bytes * rows;
 }
 
-/* Bytes of the workspace of a call for all rows. */
-static uint64_t msi_workspace_bytes(const msi_graph *g, const msi_layer *l, int which) {
-    return msi_workspace_for(l, which, msi_layer_rows(g, l, false));
-}
-
 /* Whether the rows of a tile are cut out of an operand; the others are whole. */
 static bool msi_is_by_rows(const msi_layer *l, int group, uint32_t slot) {
     const int of = msi_group_of_values(group);
@@ -7687,15 +7684,20 @@ static uint64_t msi_common_rows(const msi_graph *g, uint32_t first, uint32_t end
     return *unit > 0 && *unit <= rows && rows < INT32_MAX ? rows : 0;
 }
 
-/* Whether a group ends in the loss: it has the first layers whose gradients are computed. */
+/* Whether a group ends in the loss: it has the first layers whose gradients are computed. Gradients
+   in the trainer's memory, which is never cleared, wait for ms_backward. */
 static bool msi_ends_in_loss(const msi_graph *g, uint32_t first, uint32_t end) {
     const uint32_t producer =
         g->loss < g->tensors.count ? g->tensors.items[g->loss].producer : MSI_NONE;
     bool ends = producer >= first && producer < end && g->layers.items[producer].has_backward;
+    bool lent = false;
     for (uint32_t i = first; i < end; i++) {
         ends |= g->layers.items[i].ends_in_loss;
+        for (MSI_EACH(param, g, &g->layers.items[i], MSI_GROUP_PARAM)) {
+            lent |= msi_is_borrowed(&g->tensors.items[param.tensor], MSI_ROLE_GRADIENT);
+        }
     }
-    return ends && g->backward_begin <= end;
+    return ends && !lent && g->backward_begin <= end;
 }
 
 /* Whether a layer uses an input as the layers of the group before it do: all of them cut it, or none
@@ -10323,7 +10325,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     p->forward_end = p->backward_end = UINT32_MAX;
     p->recompute_count = 0;
     p->norm = MSI_NONE;
-    p->scales_loss = false;
+    p->scales_loss = p->sweeps = false;
     p->out_of_memory = p->is_laid_out = false;
     p->resident_bytes = store->reserved_bytes;
     p->home_bytes = p->sent_bytes = p->homes = 0;
@@ -11590,6 +11592,7 @@ static void msi_lower_group_forward(msi_lowering *w, msi_op op, const msi_tiling
     const bool sweeps = op == MSI_OP_FORWARD && group->sweeps;
     if (sweeps) {
         msi_lower_seed(w);
+        w->program->sweeps = true;
     }
     msi_begin_group(w, group);
     for (uint32_t tile = 0; tile < group->tiles && !w->program->out_of_memory; tile++) {
@@ -20828,7 +20831,10 @@ typedef struct msi_staged {
     uint32_t lies_in;       // the operand in whose memory it lies: mostly itself
     int place;
     uint64_t at, bytes, gap_end; // offsets in a half
-    ms_state_format format;      // in which the call sees it, and the dtype of that
+    /* Of the rows of a tile: bytes of the value before them, in all that is made in a step and where
+       the instruction has the operand. */
+    uint64_t made_within, within;
+    ms_state_format format; // in which the call sees it, and the dtype of that
     ms_dtype dtype;
     const uint8_t *before; // its value before the call; NULL: none
     ms_dtype before_dtype; // of that, and of what keeps it until the call
@@ -20883,12 +20889,14 @@ typedef struct msi_trial {
     uint32_t count[MSI_SET_COUNT];
     msi_variant how; // the run under way
     uint32_t lies_in[MSI_MAX_VIEWS + 1], half;
-    ms_phase phase;         // of that run
-    msi_op way;             // of a recomputation on trial: RECOMPUTE or REPEAT
-    uint32_t outside_reach; // what the model's memory is filled for
-    bool has_rivals;        // several results could lie in one operand in that run
-    bool is_acting;         // the callback runs
-    ms_result result;       // the first error: after it nothing is run or checked
+    ms_phase phase;           // of that run
+    msi_op way;               // of a recomputation on trial: RECOMPUTE or REPEAT
+    uint32_t outside_reach;   // what the model's memory is filled for
+    bool has_rivals;          // several results could lie in one operand in that run
+    msi_rows rows;            // of a tile that the run is for; of 0: it is for all
+    uint64_t workspace_bytes; // of the run, at most
+    bool is_acting;           // the callback runs
+    ms_result result;         // the first error: after it nothing is run or checked
 } msi_trial;
 
 // the model's memory
@@ -21036,6 +21044,11 @@ static void msi_set_staged_dtype(const msi_trial *t, msi_staged *s) {
         msi_seen_format(x, t->layer, s->group, s->slot, (ms_state_format)t->instruction->format);
     s->dtype = s->before_dtype = s->kept_dtype = msi_dtype_of(s->format, x->view.dtype);
     s->bytes = msi_value_bytes(x, s->format);
+    if (t->instruction->rows.of > 0 && msi_is_by_rows(t->layer, s->group, s->slot)) {
+        const msi_rows *rows = &t->instruction->rows;
+        s->within = s->made_within = msi_scale_rows(s->bytes, rows->begin, rows->of);
+        s->bytes = msi_scale_rows(s->bytes, rows->count, rows->of);
+    }
     s->place = s->group < MSI_GROUP_COUNT && x->on_host;
 }
 
@@ -21088,6 +21101,16 @@ static void msi_place_staged(msi_trial *t, msi_staged_set set) {
     }
 }
 
+/* Where the shadow has an operand of the instruction. */
+static uint64_t msi_shadow_at(const msi_trial *t, const msi_staged *s) {
+    return msi_extent_of_range(t->model, t->program, s->range).shadow + s->within;
+}
+
+/* Bytes of a value, with elements of this dtype, before the rows of the instruction. */
+static uint64_t msi_bytes_before(const msi_staged *s, ms_dtype dtype) {
+    return s->made_within / ms_dtype_bytes(s->dtype) * ms_dtype_bytes(dtype);
+}
+
 /* The operands of an instruction. What a layer did not declare to read is added as poison. */
 static void msi_stage_instruction(msi_trial *t, uint32_t now) {
     const ms_model *m = t->model;
@@ -21117,9 +21140,9 @@ static void msi_stage_instruction(msi_trial *t, uint32_t now) {
             const msi_range *r = &t->program->ranges.items[range];
             MEMSCALE_ASSERT(tensor == MSI_NONE || r->format == (uint8_t)s->format);
             s->bytes = tensor == MSI_NONE ? r->bytes : s->bytes; // a resident has room for more
-            s->before = !s->is_transient || r->first < now
-                            ? t->debug->shadow + msi_extent_of_range(m, t->program, range).shadow
-                            : NULL;
+            s->within = r->is_tile ? 0 : s->within;
+            s->before =
+                !s->is_transient || r->first < now ? t->debug->shadow + msi_shadow_at(t, s) : NULL;
         }
     }
     msi_place_staged(t, MSI_SET_OWN);
@@ -21136,9 +21159,10 @@ static bool msi_set_before(const msi_trial *t, msi_staged *s) {
         const uint8_t format = t->program->ranges.items[resident].format;
         s->before = d->shadow + msi_extent_at(t->model, resident).shadow;
         s->before_dtype = s->kept_dtype = msi_dtype_of((ms_state_format)format, created);
+        s->before += msi_bytes_before(s, s->before_dtype);
     } else if (made->is_there) {
         const uint8_t format = t->model->run.plan->decisions[s->tensor].format;
-        s->before = d->made + made->at;
+        s->before = d->made + made->at + msi_bytes_before(s, made->dtype);
         s->before_dtype = made->dtype;
         s->kept_dtype = msi_dtype_of((ms_state_format)format, created);
     }
@@ -21190,7 +21214,10 @@ static bool msi_stage_recompute(msi_trial *t) {
     const int which = own ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
     msi_staged *s =
         msi_add_staged(t, MSI_SET_RECOMPUTE, MSI_GROUP_WORKSPACE, 0, MSI_NONE, MSI_NONE);
-    s->bytes = msi_workspace_bytes(g, l, which);
+    const msi_rows *rows = &t->instruction->rows;
+    const uint64_t all = msi_layer_rows(g, l, false);
+    s->bytes = msi_workspace_for(l, which,
+                                 rows->of > 0 ? msi_scale_rows(all, rows->count, rows->of) : all);
     s->is_cleared = l->workspace[which].contents != MS_CONTENTS_ANY;
     s->is_written = true;
     msi_place_staged(t, MSI_SET_RECOMPUTE);
@@ -21248,10 +21275,21 @@ static bool msi_takes_beta(const msi_trial *t, const msi_staged *s, bool anew) {
            !(anew && (adds >> s->slot & 1));
 }
 
+/* Whether a gradient is the sum of what the tiles contribute, and the layer adds that up. */
+static bool msi_is_added_up(const msi_trial *t, const msi_staged *s) {
+    const uint32_t sets = s->group == MSI_GROUP_GRAD_IN ? (uint32_t)t->layer->overwrites.in
+                                                        : t->layer->overwrites.param;
+    return (s->group == MSI_GROUP_GRAD_IN || s->group == MSI_GROUP_GRAD_PARAM) &&
+           !msi_is_by_rows(t->layer, s->group, s->slot) && !(sets >> s->slot & 1);
+}
+
 /* The beta of a gradient in the run under way. The later slots of one tensor always add to what the
    first has made. */
 static float msi_beta_of(const msi_trial *t, const msi_staged *s) {
     const bool first = s->lies_in == (uint32_t)(s - t->staged[MSI_SET_OWN]);
+    if (t->rows.begin > 0 && msi_is_added_up(t, s)) {
+        return 1.0f;
+    }
     return t->how.sums == MSI_SUMS_ADDED && msi_takes_beta(t, s, false)         ? 1.0f
            : t->how.sums == MSI_SUMS_NEW && first && msi_takes_beta(t, s, true) ? 0.0f
                                                                                 : s->beta;
@@ -21388,6 +21426,38 @@ static void msi_set_outside(msi_trial *t) {
     }
 }
 
+/* The rows of an operand that a run for a tile works on: offset and bytes; all, if it is whole. */
+static msi_part msi_rows_in(const msi_trial *t, const msi_staged *s) {
+    msi_part part = {0, s->bytes};
+    if (t->rows.of > 0 && s->group != MSI_GROUP_WORKSPACE &&
+        msi_is_by_rows(t->layer, s->group, s->slot)) {
+        part.begin = msi_scale_rows(s->bytes, t->rows.begin, t->rows.of);
+        part.count = msi_scale_rows(s->bytes, t->rows.count, t->rows.of);
+    }
+    return part;
+}
+
+/* For a run for a tile: rows of other tiles are poison, except for what the runs for tiles before
+   this one have made, and so is what they have added up, which is carried from run to run. */
+static void msi_set_rows(const msi_trial *t) {
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        const msi_part part = msi_rows_in(t, s);
+        uint8_t *to = msi_bytes_in(t, MSI_IMAGE_SCENE, s);
+        const uint8_t *carried = msi_bytes_in(t, MSI_IMAGE_FIRST, s);
+        const uint64_t end = part.begin + part.count;
+        if (part.count == s->bytes) {
+            memcpy(to, carried, s->is_made && t->rows.begin > 0 ? (size_t)s->bytes : 0);
+            continue;
+        }
+        if (s->is_made) {
+            memcpy(to, carried, (size_t)part.begin);
+        } else {
+            memset(to, MSI_POISON_LAST, (size_t)part.begin);
+        }
+        memset(to + end, MSI_POISON_LAST, (size_t)(s->bytes - end));
+    }
+}
+
 /* Sets the stage: the next half as the run needs it, the rest poison. */
 static void msi_set_scene(msi_trial *t) {
     const msi_debug *d = t->debug;
@@ -21408,6 +21478,9 @@ static void msi_set_scene(msi_trial *t) {
             uint8_t *at = msi_image_at(t, MSI_IMAGE_SCENE, s->place) + s->at;
             memset(at, msi_poison_of_staged(t, s, MSI_REGION_GAP), (size_t)s->bytes);
         }
+    }
+    if (t->rows.of > 0) {
+        msi_set_rows(t);
     }
     msi_set_outside(t);
     for (int place = 0; place < MSI_PLACE_COUNT; place++) {
@@ -21445,10 +21518,10 @@ static void msi_aim_call(msi_trial *t, ms_call *call) {
     uint32_t wanted[MSI_GROUP_COUNT] = {0, 0, 0, 0, 0};
     for (MSI_STAGED(s, t, t->how.set)) {
         const msi_staged *at = &t->staged[t->how.set][t->lies_in[s - t->staged[t->how.set]]];
-        uint8_t *data = msi_stage_at(t, at->place, t->half) + at->at;
+        uint8_t *data = msi_stage_at(t, at->place, t->half) + at->at + msi_rows_in(t, s).begin;
         if (s->group == MSI_GROUP_WORKSPACE) {
             call->workspace = data;
-            call->workspace_bytes = s->bytes;
+            call->workspace_bytes = msi_smaller(s->bytes, t->workspace_bytes);
             continue;
         }
         ms_view *view = &t->model->views.of[s->group][s->slot];
@@ -21671,7 +21744,9 @@ static bool msi_act(msi_trial *t, const msi_variant *how) {
     t->phase =
         how->set == MSI_SET_RECOMPUTE ? MS_PHASE_RECOMPUTE : msi_ops[t->instruction->op].phase;
     msi_set_scene(t);
-    msi_fill_call(t->model, t->program, t->instruction, &call);
+    msi_instruction part = *t->instruction;
+    part.rows = t->rows.of > 0 ? t->rows : part.rows;
+    msi_fill_call(t->model, t->program, &part, &call);
     if (how->set == MSI_SET_RECOMPUTE) {
         msi_turn_into_recompute(t, &call);
     }
@@ -21810,8 +21885,8 @@ static void msi_explain_difference(msi_trial *t, const msi_staged *result) {
 static bool msi_is_made_otherwise(const msi_trial *t, const msi_staged *s) {
     const msi_original *made = s->tensor == MSI_NONE ? NULL : &t->debug->originals[s->tensor];
     return msi_is_output(s) && s->is_made && msi_is_given(t, s) && made->is_there &&
-           memcmp(t->debug->made + made->at, msi_bytes_in(t, MSI_IMAGE_NOW, s), (size_t)s->bytes) !=
-               0;
+           memcmp(t->debug->made + made->at + s->made_within, msi_bytes_in(t, MSI_IMAGE_NOW, s),
+                  (size_t)s->bytes) != 0;
 }
 
 /* Where a recomputation makes other bits: names an operand that it did not declare to read, if with
@@ -21894,11 +21969,11 @@ static void msi_log_made(msi_trial *t) {
         const uint8_t *now = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
         msi_original *made = &d->originals[s->tensor];
         if (t->instruction->op == MSI_OP_FORWARD) {
-            memcpy(d->made + made->at, now, (size_t)s->bytes);
+            memcpy(d->made + made->at + s->made_within, now, (size_t)s->bytes);
             made->dtype = s->dtype;
             made->is_there = true;
         } else if (msi_is_again((msi_op)t->instruction->op) && made->is_there &&
-                   memcmp(d->made + made->at, now, (size_t)s->bytes) != 0) {
+                   memcmp(d->made + made->at + s->made_within, now, (size_t)s->bytes) != 0) {
             msi_fail_operand(
                 t, "makes other bits than forward did for", s,
                 "what it computes from was changed in between: declare it as state, or "
@@ -22037,6 +22112,99 @@ static void msi_try_without_optional(msi_trial *t) {
     }
 }
 
+/* Adds what earlier tiles have contributed to a gradient that the layer overwrites. */
+static void msi_add_carried(msi_trial *t) {
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        const bool gradient = s->group == MSI_GROUP_GRAD_IN || s->group == MSI_GROUP_GRAD_PARAM;
+        if (!s->is_made || !gradient || msi_is_by_rows(t->layer, s->group, s->slot) ||
+            msi_is_added_up(t, s) || t->rows.begin == 0) {
+            continue;
+        }
+        uint8_t *now = msi_bytes_in(t, MSI_IMAGE_NOW, s);
+        const uint8_t *carried = msi_bytes_in(t, MSI_IMAGE_FIRST, s);
+        for (uint64_t i = 0; i < s->bytes / ms_dtype_bytes(s->dtype); i++) {
+            const float sum = msi_load(now, s->dtype, i) + msi_load(carried, s->dtype, i);
+            msi_store_as(now, s->dtype, i, sum);
+        }
+    }
+}
+
+/* Whether a result in tiles is another one than for all rows at once, by more than the rounding of
+   sums in another order. */
+static bool msi_is_other_number(const msi_staged *s, const uint8_t *tiles, const uint8_t *whole) {
+    const uint64_t size = ms_dtype_bytes(s->dtype), count = s->bytes / size;
+    const double share =
+        msi_is_half(s->format) || s->dtype == MS_DTYPE_F16 || s->dtype == MS_DTYPE_BF16
+            ? 1.0 / 16.0
+            : 1.0 / 1024.0;
+    double most = 0.0;
+    for (uint64_t i = 0; i < count; i++) {
+        const double x = fabs(msi_number(whole, s->dtype, i));
+        most = msi_is_finite(x) && x > most ? x : most;
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        const double a = msi_number(tiles, s->dtype, i), b = msi_number(whole, s->dtype, i);
+        const bool same = memcmp(tiles + i * size, whole + i * size, (size_t)size) == 0;
+        const bool near = msi_is_float(s->dtype) && msi_is_finite(a) && fabs(a - b) <= share * most;
+        if (msi_is_finite(b) && !same && !near) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* In so many tiles, one after the other, which must make the same numbers. */
+static void msi_try_tiles(msi_trial *t, uint32_t tiles) {
+    const msi_graph *g = &t->model->graph;
+    const msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
+    const uint64_t unit = msi_tile_unit(g, t->layer), rows = msi_layer_rows(g, t->layer, false);
+    const uint64_t each = ((rows + tiles - 1) / tiles + unit - 1) / unit * unit;
+    const int which =
+        t->instruction->op == MSI_OP_BACKWARD ? MSI_WORKSPACE_BACKWARD : MSI_WORKSPACE_FORWARD;
+    for (uint64_t begin = 0; begin < rows && t->result == MS_RESULT_OK; begin += each) {
+        const msi_rows tile = {(uint32_t)begin, (uint32_t)msi_smaller(each, rows - begin),
+                               (uint32_t)rows};
+        t->rows = tile;
+        t->workspace_bytes = msi_workspace_for(t->layer, which, tile.count);
+        if (msi_act(t, &how)) {
+            msi_add_carried(t);
+            memcpy(msi_image_at(t, MSI_IMAGE_FIRST, 0), msi_image_at(t, MSI_IMAGE_NOW, 0),
+                   (size_t)t->debug->image_bytes);
+        }
+    }
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        if (s->is_made && s->group != MSI_GROUP_WORKSPACE &&
+            msi_is_other_number(s, msi_own_bytes_in(t, MSI_IMAGE_NOW, s),
+                                msi_own_bytes_in(t, MSI_IMAGE_LAST, s))) {
+            char what[96];
+            msi_format(what, sizeof what, "makes other numbers in tiles of %llu rows for",
+                       (unsigned long long)each);
+            msi_fail_operand(t, what, s,
+                             "its rows are not independent, as ms_layer_desc.tile says they are: "
+                             "take all sizes from the views, count rows from ms_call.row_begin, "
+                             "name what all rows read in whole_in; or leave tile out");
+        }
+    }
+    memset(&t->rows, 0, sizeof t->rows);
+    t->workspace_bytes = UINT64_MAX;
+}
+
+/* In two tiles, and in as many as there can be, if the layer has rows; a recomputation is a forward
+   once more. */
+static void msi_try_all_tiles(msi_trial *t) {
+    const msi_graph *g = &t->model->graph;
+    const msi_instruction *i = t->instruction;
+    const uint64_t unit = msi_tile_unit(g, t->layer), rows = msi_layer_rows(g, t->layer, false);
+    const uint64_t most = unit > 0 ? rows / unit : 0;
+    if (i->rows.of > 0 || most < 2 || rows >= INT32_MAX || msi_is_again((msi_op)i->op)) {
+        return;
+    }
+    msi_try_tiles(t, 2);
+    if (most > 2 && t->result == MS_RESULT_OK) {
+        msi_try_tiles(t, (uint32_t)msi_smaller(most, 5));
+    }
+}
+
 /* Runs the layer in all the ways that its declarations allow, also in those that the plan has not
    chosen. */
 static void msi_run_trials(msi_trial *t) {
@@ -22073,6 +22241,7 @@ static void msi_run_trials(msi_trial *t) {
         msi_try_aliases(t);
         msi_try_sums(t, MSI_SUMS_ADDED);
         msi_try_sums(t, MSI_SUMS_NEW);
+        msi_try_all_tiles(t);
     }
     msi_check_outside(t);
 }
@@ -22108,7 +22277,7 @@ static void msi_keep_results(msi_trial *t) {
             if (s->range == MSI_NONE || !s->is_written || s->is_made != (made == 1)) {
                 continue;
             }
-            uint8_t *to = shadow + msi_extent_of_range(t->model, t->program, s->range).shadow;
+            uint8_t *to = shadow + msi_shadow_at(t, s);
             if (made) {
                 memcpy(to, msi_own_bytes_in(t, MSI_IMAGE_LAST, s), (size_t)s->bytes);
             } else {
@@ -22157,6 +22326,7 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
     t->layer = &m->graph.layers.items[t->instruction->target];
     t->phase = msi_ops[t->instruction->op].phase;
     t->outside_reach = MSI_NONE;
+    t->workspace_bytes = UINT64_MAX;
     msi_log(m, MS_LOG_DEBUG, "debug", "%s: %s", // so that even a crash has a name
             msi_layer_label(&m->graph, t->instruction->target).text, msi_phase_name(t->phase));
     t->result = msi_shadow_all(m, false);
@@ -22758,7 +22928,9 @@ static void msi_drop_step(msi_run *r) {
 static ms_result msi_abandon(ms_model *m, ms_result result) {
     const msi_errors errors = m->errors;
     m->run.failed |= m->run.updates_done > 0 && !m->run.recording;
-    m->run.micro = m->run.program == &m->run.plan->eval ? m->run.micro : 0;
+    const bool is_eval = m->run.program == &m->run.plan->eval;
+    m->run.micro = is_eval ? m->run.micro : 0;
+    m->run.swept &= is_eval;
     msi_drop_step(&m->run);
     if (!m->run.recording) {
         (void)msi_synchronize(m);
@@ -22822,9 +22994,25 @@ static ms_result msi_join_copies(ms_model *m) {
     return msi_device(m, error, "waiting for a copy");
 }
 
+/* Whether a forward may run: one before it may have added to the gradients of earlier micro-batches,
+   and no backward has followed. */
+static ms_result msi_check_swept(ms_model *m, const msi_program *p) {
+    const bool tainted = m->run.swept && p == &m->run.plan->train && m->run.micro > 0;
+    if (!tainted) {
+        m->run.swept &= p != &m->run.plan->train;
+        return MS_RESULT_OK;
+    }
+    m->run.micro = 0;
+    m->run.swept = false;
+    return msi_fail(m, MS_RESULT_ORDER,
+                    "the last ms_forward was not followed by ms_backward, but its tiles have added "
+                    "to the gradients already: the step begins anew with its first micro-batch");
+}
+
 static ms_result msi_start(ms_model *m, const msi_program *p) {
     msi_drop_step(&m->run);
-    ms_result result = msi_join_copies(m);
+    ms_result result = msi_check_swept(m, p);
+    MSI_THEN(result, msi_join_copies(m));
     MSI_THEN(result, msi_enter_arena(m));
     if (result != MS_RESULT_OK) {
         return result;
@@ -23019,6 +23207,7 @@ static void msi_note_backward(msi_run *r) {
     const bool last = msi_is_last_micro(r);
     r->position = r->program->backward_end;
     r->micro += !last;
+    r->swept = false;
     r->stage = last ? MSI_STAGE_BACKWARD : MSI_STAGE_IDLE;
 }
 
@@ -23144,6 +23333,7 @@ static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
     MSI_THEN(result, waits ? msi_conclude(m, loss) : MS_RESULT_OK);
     if (result == MS_RESULT_OK && p == &m->run.plan->train) {
         m->run.stage = MSI_STAGE_FORWARD;
+        m->run.swept = p->sweeps;
     }
     return result;
 }

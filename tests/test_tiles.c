@@ -234,6 +234,8 @@ static ms_config random_config(uint64_t seed) {
     config.master_weights = seed % 5 == 0 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
     config.force_optimize = seed % 4 == 0;
     config.offloading = seed % 8 == 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+    config.tiling = seed % 8 == 4 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+    config.debug = seed % 5 == 3;
     return config;
 }
 
@@ -271,6 +273,7 @@ static void tiles_wait_for_all_they_need(void **state) {
     for (uint64_t seed = first_seed(); seed < end; ++seed) {
         v_device device;
         ms_config config = random_config(seed);
+        config.debug = false;
         v_open(&device, seed);
         config.backend = v_backend(&device);
         expect_same_bits(rt_generate(seed), &config, run_late, layers, &t);
