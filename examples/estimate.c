@@ -5,11 +5,13 @@
         build/examples/estimate path/to/config.json --gpu 24GB --clip --accumulate 8
         build/examples/estimate --family gpt2 --layers 48 --channels 2048 --heads 32 --gpu 16G
         build/examples/estimate --model bert-large --batch 16 --sequence 128 --sweep budgets.svg
+        build/examples/estimate --model qwen2.5-7B --gpu 4090 --precision bf16-alone --state bf16
+            --gradients bf16 --batch 4 --sequence 1024 --tokens 524288
 
     Every number comes from the library: the model is registered as its trainer would do it, planned
     by a dry run, which does not allocate its memory, and described by ms_report. GPT-2 and BERT are
-    the nets of nn.h, which examples/gpt2 and examples/bert train; Llama is llama_shape.h, which has
-    no kernels. */
+    the nets of nn.h, which examples/gpt2 and examples/bert train; Llama, Mistral and Qwen2.5 are
+    llama_shape.h, which has no kernels. */
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L
 #endif
@@ -29,17 +31,18 @@ enum { STATUS_FITS, STATUS_FAILED, STATUS_USAGE, STATUS_NO_FIT };
 // ---- options ------------------------------------------------------------------------------------
 
 typedef struct settings {
-    const char *model, *family, *gpu, *budget, *precision, *optimizer, *offload, *sweep;
+    const char *model, *family, *gpu, *budget, *optimizer, *offload, *sweep;
+    const char *precision, *gradients, *state; // NULL: not said
     int64_t layers, channels, heads, kv_heads, feed_forward, vocabulary, positions;
-    int64_t batch, sequence, accumulate, rank;
-    float tflops, tf32_tflops, bandwidth, link;
+    int64_t batch, sequence, accumulate, tokens, rank;
+    float tflops, tf32_tflops, f16_tflops, bandwidth, link;
     uint64_t host_bytes; // 0: as much as is needed
     bool clip, frozen, plan, full_plan, json, help;
     ms_switch offloading;
     option_words files;
 } settings;
 
-enum { ESTIMATE_OPTIONS = 30 };
+enum { ESTIMATE_OPTIONS = 34 };
 
 static void list_options(settings *s, option_spec *specs) {
     const option_spec all[ESTIMATE_OPTIONS] = {
@@ -63,13 +66,22 @@ static void list_options(settings *s, option_spec *specs) {
         {"--batch", "N", OPTION_COUNT, &s->batch, "sequences at a time (4)"},
         {"--sequence", "N", OPTION_COUNT, &s->sequence, "tokens per sequence (512)"},
         {"--precision", "NAME", OPTION_TEXT, &s->precision,
-         "f32 (default), or tf32: the same bytes, faster products"},
+         "what layers compute in. f32; tf32: the same bytes, faster products; bf16 or\n"
+         "f16, with params in f32 beside; bf16-alone or f16-alone: without. By\n"
+         "default f32, and 16 bits where mode AGGRESSIVE gains by them"},
+        {"--gradients", "NAME", OPTION_TEXT, &s->gradients,
+         "of weights: f32 (default), or the 16 bits of --precision, bf16 or f16"},
+        {"--state", "NAME", OPTION_TEXT, &s->state,
+         "of the optimizer: f32 or bf16. By default f32, and 8 bits where mode\n"
+         "AGGRESSIVE gains by them"},
         {"--optimizer", "NAME", OPTION_TEXT, &s->optimizer,
          "adamw (default), sgd, or momentum: SGD with one moment"},
         {"--clip", NULL, OPTION_FLAG, &s->clip,
          "gradients are clipped by their global norm, for which all exist at once"},
         {"--accumulate", "N", OPTION_COUNT, &s->accumulate,
          "gradients are summed over N batches before each update (1)"},
+        {"--tokens", "N", OPTION_COUNT, &s->tokens,
+         "the same by the tokens of a step, rounded up to whole batches"},
         {"--frozen", NULL, OPTION_FLAG, &s->frozen,
          "train adapters beside the linear layers of the blocks; all else is frozen"},
         {"--rank", "N", OPTION_COUNT, &s->rank, "of these adapters (8)"},
@@ -79,6 +91,7 @@ static void list_options(settings *s, option_spec *specs) {
         {"--tflops", "X", OPTION_REAL, &s->tflops,
          "its F32 matrix products, 1e12 flops a second, if they are others"},
         {"--tf32-tflops", "X", OPTION_REAL, &s->tf32_tflops, "those in TF32"},
+        {"--f16-tflops", "X", OPTION_REAL, &s->f16_tflops, "those in BF16 and F16"},
         {"--bandwidth", "X", OPTION_REAL, &s->bandwidth, "its memory, 1e9 bytes a second"},
         {"--link", "X", OPTION_REAL, &s->link, "copies from and to the host, 1e9 bytes a second"},
         {"--budget", "SIZE|%", OPTION_TEXT, &s->budget,
@@ -120,7 +133,7 @@ static void print_help(void) {
     list_options(&s, specs);
     list_models(models);
     print_options("[options] [config.json]", specs, ESTIMATE_OPTIONS);
-    printf("\nA config.json as published with weights: of GPT-2, BERT, Llama or Mistral.\n"
+    printf("\nA config.json as published with weights: of GPT-2, BERT, Llama, Mistral or Qwen2.5.\n"
            "Models (sizes given beside a name or a file replace those of the model):\n");
     print_names(stdout, models, PUBLISHED_MODELS, 0, "");
     printf("\nDevices:\n");
@@ -128,6 +141,12 @@ static void print_help(void) {
     printf("\nThe exit status is %d if the batch fits the budget in some mode, %d if in none, %d\n"
            "after an error, and %d after a mistake in the options.\n",
            STATUS_FITS, STATUS_NO_FIT, STATUS_FAILED, STATUS_USAGE);
+}
+
+/* Batches of so many sequences that make up a step. */
+static int64_t batches_of_step(const settings *o, int64_t batch) {
+    const int64_t tokens = batch * o->sequence;
+    return o->tokens ? (o->tokens + tokens - 1) / tokens : o->accumulate;
 }
 
 // ---- the model ----------------------------------------------------------------------------------
@@ -179,7 +198,11 @@ static int check_sizes(const settings *o, const shape *s) {
                         (long long)sizes[i].most);
         }
     }
-    return 0;
+    const long long count = (long long)batches_of_step(o, o->batch);
+    return count <= 1 << 20
+               ? 0
+               : fail("--tokens %lld: %lld batches of %lld tokens, and a step has at most %d",
+                      (long long)o->tokens, count, (long long)(o->batch * o->sequence), 1 << 20);
 }
 
 static int check_shape(const settings *o, const shape *s) {
@@ -348,6 +371,7 @@ static int choose_target(const settings *o, destination *t) {
     }
     take_speed(o->tflops, &t->hardware.f32_tflops);
     take_speed(o->tf32_tflops, &t->hardware.tf32_tflops);
+    take_speed(o->f16_tflops, &t->hardware.f16_tflops);
     take_speed(o->bandwidth, &t->hardware.memory_gb_per_s);
     take_speed(o->link, &t->hardware.to_device_gb_per_s);
     take_speed(o->link, &t->hardware.to_host_gb_per_s);
@@ -379,8 +403,77 @@ static int optimizer_of(const settings *o) {
     return i;
 }
 
+/* What the layers compute in, and who decides it. */
+typedef struct precision {
+    const char *name;
+    ms_dtype dtype;
+    ms_switch mixed;   // ms_config.mixed_precision; ON: forced for each layer
+    ms_switch masters; // ms_config.master_weights
+    bool tf32;
+} precision;
+
+/* The first is that of a run that says nothing. */
+static const precision precisions[] = {
+    {"f32", MS_DTYPE_F32, MS_SWITCH_DEFAULT, MS_SWITCH_DEFAULT, false},
+    {"f32", MS_DTYPE_F32, MS_SWITCH_OFF, MS_SWITCH_DEFAULT, false},
+    {"tf32", MS_DTYPE_F32, MS_SWITCH_DEFAULT, MS_SWITCH_DEFAULT, true},
+    {"bf16", MS_DTYPE_BF16, MS_SWITCH_ON, MS_SWITCH_DEFAULT, false},
+    {"bf16-alone", MS_DTYPE_BF16, MS_SWITCH_ON, MS_SWITCH_OFF, false},
+    {"f16", MS_DTYPE_F16, MS_SWITCH_ON, MS_SWITCH_DEFAULT, false},
+    {"f16-alone", MS_DTYPE_F16, MS_SWITCH_ON, MS_SWITCH_OFF, false}};
+enum { PRECISIONS = sizeof precisions / sizeof precisions[0] };
+
+/* NULL: there is none of that name. */
+static const precision *precision_of(const settings *o) {
+    for (int i = 1; o->precision && i < PRECISIONS; i++) {
+        if (has_suffix(o->precision, precisions[i].name)) {
+            return &precisions[i];
+        }
+    }
+    return o->precision ? NULL : &precisions[0];
+}
+
+static const char *name_of_dtype(ms_dtype dtype) {
+    return dtype == MS_DTYPE_BF16 ? "bf16" : dtype == MS_DTYPE_F16 ? "f16" : "f32";
+}
+
+/* Whether gradients of weights are in 16 bits too. */
+static bool has_half_gradients(const settings *o) {
+    return o->gradients && !has_suffix(o->gradients, "f32");
+}
+
+static bool has_half_state(const settings *o) {
+    return o->state && has_suffix(o->state, "bf16");
+}
+
+static bool has_state(const settings *o) {
+    const int i = optimizer_of(o);
+    return optimizers[i].kind == MS_OPTIMIZER_ADAMW || optimizers[i].momentum > 0.0f;
+}
+
+static int choose_formats(const settings *o) {
+    const precision *p = precision_of(o);
+    if (!p) {
+        return fail("--precision %s: there are f32, tf32, bf16, f16, bf16-alone and f16-alone",
+                    o->precision);
+    }
+    if (o->gradients && !has_suffix(o->gradients, "f32") &&
+        !has_suffix(o->gradients, name_of_dtype(p->dtype))) {
+        return p->dtype == MS_DTYPE_F32
+                   ? fail("--gradients %s: f32, unless --precision is in 16 bits", o->gradients)
+                   : fail("--gradients %s: with --precision %s there are f32 and %s", o->gradients,
+                          p->name, name_of_dtype(p->dtype));
+    }
+    if (o->state && !has_suffix(o->state, "f32") && !has_suffix(o->state, "bf16")) {
+        return fail("--state %s: there are f32 and bf16", o->state);
+    }
+    return o->state && !has_state(o) ? fail("--state: SGD without momentum has none") : 0;
+}
+
 static int choose_training(settings *o) {
-    o->precision = o->precision ? o->precision : "f32";
+    if (o->accumulate && o->tokens) {
+        return fail("--accumulate and --tokens: give one of them, since the other follows");
+    }
     o->accumulate = o->accumulate ? o->accumulate : 1;
     if (o->rank && !o->frozen) {
         return fail("--rank: of the adapters that --frozen trains");
@@ -389,20 +482,12 @@ static int choose_training(settings *o) {
     if (optimizer_of(o) == OPTIMIZERS) {
         return fail("--optimizer %s: there are adamw, sgd and momentum", o->optimizer);
     }
-    if (choose_offloading(o->offload, &o->offloading) != 0) {
-        return 1;
-    }
-    return strcmp(o->precision, "f32") == 0 || strcmp(o->precision, "tf32") == 0
-               ? 0
-               : fail("--precision %s: this version plans params, gradients and optimizer state in "
-                      "f32, and the layers of these models compute in it: f32, or tf32 for the "
-                      "products",
-                      o->precision);
+    return choose_offloading(o->offload, &o->offloading) != 0 || choose_formats(o) != 0;
 }
 
 /* Whether all gradients of params must exist at once, so that none is updated inside backward. */
 static bool needs_all_gradients(const settings *o) {
-    return o->clip || o->accumulate > 1;
+    return o->clip || batches_of_step(o, o->batch) > 1 || precision_of(o)->dtype == MS_DTYPE_F16;
 }
 
 static void set_optimizer(const settings *o, ms_model *model) {
@@ -411,6 +496,8 @@ static void set_optimizer(const settings *o, ms_model *model) {
     desc.kind = optimizers[optimizer_of(o)].kind;
     desc.momentum = optimizers[optimizer_of(o)].momentum;
     desc.grad_clip_norm = o->clip ? 1.0f : 0.0f;
+    desc.state_format[0] = desc.state_format[1] =
+        has_half_state(o) ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
     ms_set_optimizer(model, &desc);
 }
 
@@ -432,8 +519,21 @@ typedef struct value_group {
 
 enum { MOST_GROUPS = 64, SHOWN_GROUPS = 3 };
 
+/* Times as predicted. With accumulation, those of a micro-batch are the same for all of them, and
+   the last is followed by the update. */
+typedef struct step_times {
+    double us, stall_us; // a whole step, and what of it computing waits for copies
+    double micro_us, micro_stall_us;
+    double recompute_us; // of a micro-batch
+    double block_us;     // one forward of all blocks
+    /* While events are read: */
+    double end_us, busy_us; // end of all so far; what the compute stream has done
+    bool is_after;          // what follows the last backward so far has begun
+} step_times;
+
 typedef struct plan {
     ms_memory_report report;
+    step_times times;
     bool fits;
     uint64_t largest[MS_CATEGORY_COUNT]; // of each category, each at its own moment
     uint64_t trained_count;              // elements of the params that are not frozen
@@ -445,8 +545,9 @@ static void register_layers(const estimate *e, int64_t batch, nn_net *net) {
     const shape *s = &e->model;
     const settings *o = &e->options;
     if (s->kind == FAMILY_LLAMA) {
-        llama_config c = {s->vocabulary,   s->layers, s->channels, s->heads,    s->kv_heads,
-                          s->feed_forward, s->tied,   batch,       o->sequence, o->rank};
+        llama_config c = {s->vocabulary, s->layers,       s->channels, s->heads,
+                          s->kv_heads,   s->feed_forward, s->tied,     s->qkv_bias,
+                          batch,         o->sequence,     o->rank};
         llama(net, &c);
         return;
     }
@@ -466,13 +567,18 @@ static void register_layers(const estimate *e, int64_t batch, nn_net *net) {
 /* A model that is not wrapped; on failure prints the reason and returns NULL. */
 static ms_model *register_model(const estimate *e, int64_t batch, ms_config *config, nn_net **net) {
     ms_model *model;
+    const precision *p = precision_of(&e->options);
     config->backend = e->device.backend;
     config->dry_run = true;
-    config->tf32 = strcmp(e->options.precision, "tf32") == 0;
+    config->tf32 = p->tf32;
+    config->mixed_precision = p->mixed;
+    config->mixed_dtype = p->dtype;
+    config->master_weights = p->masters;
+    config->optimizer_8bit = e->options.state ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
     config->offloading =
         config->offloading == MS_SWITCH_OFF ? MS_SWITCH_OFF : e->options.offloading;
     config->max_host_bytes = e->options.host_bytes;
-    config->accumulation_steps = (uint32_t)e->options.accumulate;
+    config->accumulation_steps = (uint32_t)batches_of_step(&e->options, batch);
     if (ms_create(config, &model) != MS_RESULT_OK) {
         fail("%s", ms_last_error(model));
         ms_destroy(model);
@@ -485,6 +591,8 @@ static ms_model *register_model(const estimate *e, int64_t batch, ms_config *con
         return NULL;
     }
     ms_set_hardware(model, &e->device.hardware);
+    nn_force_half(*net, p->mixed == MS_SWITCH_ON);
+    nn_half_gradients(*net, has_half_gradients(&e->options));
     register_layers(e, batch, *net);
     set_optimizer(&e->options, model);
     return model;
@@ -501,13 +609,47 @@ static uint64_t count_trained(const estimate *e, const nn_net *net) {
     return count;
 }
 
-static void keep_largest(const ms_event *event, void *user) {
+/* A micro-batch ends before the first event that belongs to the update: a copy to the device, or
+   the update itself, after the last backward. */
+static void keep_times(const ms_event *event, step_times *t) {
+    const bool begins_update = event->kind == MS_EVENT_COPY_IN || event->kind == MS_EVENT_NORM ||
+                               event->kind == MS_EVENT_CLIP || event->kind == MS_EVENT_UPDATE;
+    const double end_us = event->start_us + event->duration_us;
+    if (event->kind == MS_EVENT_BACKWARD) {
+        t->is_after = false;
+    } else if (begins_update && !t->is_after) {
+        t->is_after = true;
+        t->micro_us = t->end_us;
+        t->micro_stall_us = t->end_us - t->busy_us;
+    }
+    t->end_us = end_us > t->end_us ? end_us : t->end_us;
+    t->busy_us += event->stream == MS_STREAM_COMPUTE ? event->duration_us : 0.0;
+    t->recompute_us += event->kind == MS_EVENT_RECOMPUTE ? event->duration_us : 0.0;
+    if (event->kind == MS_EVENT_FORWARD && event->name[0] == 'h' &&
+        isdigit((unsigned char)event->name[1])) {
+        t->block_us += event->duration_us;
+    }
+}
+
+static void keep_event(const ms_event *event, void *user) {
     plan *p = (plan *)user;
     for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
         if (event->live_bytes_of[c] > p->largest[c]) {
             p->largest[c] = event->live_bytes_of[c];
         }
     }
+    if (event->kind != MS_EVENT_DROP) {
+        keep_times(event, &p->times);
+    }
+}
+
+/* Completes the times after the last event of a step that has so many micro-batches. */
+static void sum_times(const ms_memory_report *r, int64_t count, step_times *t) {
+    const double before = (double)(count - 1);
+    t->micro_us = count > 1 ? t->micro_us : r->step_us;
+    t->micro_stall_us = count > 1 ? t->micro_stall_us : r->stall_us;
+    t->us = before * t->micro_us + r->step_us;
+    t->stall_us = before * t->micro_stall_us + r->stall_us;
 }
 
 static uint64_t group_bytes(const value_group *g) {
@@ -543,11 +685,12 @@ static void keep_value(const ms_lifetime *l, void *user) {
 }
 
 /* What is to be known of a plan; prints the reason and returns 1 if it cannot be had. */
-static int look_at_plan(ms_model *model, plan *p) {
+static int look_at_plan(ms_model *model, int64_t batch_count, plan *p) {
     ms_result result = ms_report(model, &p->report);
     p->report.peak_layer = ""; // belongs to the model
     if (result == MS_RESULT_OK) {
-        result = ms_visit_events(model, MS_PROGRAM_TRAIN, keep_largest, p);
+        result = ms_visit_events(model, MS_PROGRAM_TRAIN, keep_event, p);
+        sum_times(&p->report, batch_count, &p->times);
     }
     if (result == MS_RESULT_OK) {
         result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, keep_value, p);
@@ -568,7 +711,7 @@ static int make_plan(const estimate *e, int64_t batch, ms_config *config, plan *
     p->fits = result == MS_RESULT_OK;
     p->trained_count = count_trained(e, net);
     if (p->fits) {
-        status = look_at_plan(model, p);
+        status = look_at_plan(model, batches_of_step(&e->options, batch), p);
     } else if (result != MS_RESULT_BUDGET) {
         status = fail("%s", ms_last_error(model));
     }
@@ -681,8 +824,7 @@ static int advise(const estimate *e, findings *f) {
     for (int i = 0; i < MODES; i++) {
         const plan *p = &f->at_budget[i];
         const plan *best = f->advised < 0 ? NULL : &f->at_budget[f->advised];
-        f->advised =
-            p->fits && (!best || p->report.step_us < best->report.step_us) ? i : f->advised;
+        f->advised = p->fits && (!best || p->times.us < best->times.us) ? i : f->advised;
     }
     if (f->advised >= 0) {
         return 0;
@@ -764,6 +906,11 @@ static int find_all(const estimate *e, findings *f) {
         return 1;
     }
     return advise(e, f);
+}
+
+/* The whole step of a plan as a multiple of that of the plain plan with the same batch. */
+static double over_plain(const findings *f, const plan *p) {
+    return p->times.us / f->plain.times.us;
 }
 
 static bool is_fit(const findings *f) {
@@ -880,8 +1027,7 @@ static void print_bytes(const char *name, const plans *p, int row, unit u) {
 static void print_ratios(const char *name, const plans *p) {
     char cells[COLUMNS][32];
     for (int c = 0; c < COLUMNS; c++) {
-        const ms_memory_report *r = &p->of[c]->report;
-        snprintf(cells[c], sizeof cells[c], "%.3f", r->step_us / r->plain_step_us);
+        snprintf(cells[c], sizeof cells[c], "%.3f", p->of[c]->times.us / p->of[0]->times.us);
     }
     print_cells(name, cells);
 }
@@ -892,26 +1038,27 @@ static double link_share(const ms_memory_report *r) {
     return us / r->step_us;
 }
 
-/* What the plans have on the host and copy in a step, for how much of the step the link is busy, and
-   how much of the time of these copies is hidden: rows that there are only if some plan moves
-   anything. */
+/* What the plans have on the host and copy in a step, for how much of the step the link is busy,
+   how much of the time of these copies is hidden, and for how much of a whole step computing waits
+   for them: rows that there are only if some plan moves anything. */
 static void print_host(const plans *p, unit u) {
-    static const char *const names[] = {"on the host", "copied in", "copied out", "link busy",
-                                        "copies hidden"};
+    static const char *const names[] = {"on the host", "copied in",     "copied out",
+                                        "link busy",   "copies hidden", "waits for copies"};
     bool moves = false;
     for (int c = 0; c < COLUMNS; c++) {
         moves |= p->of[c]->report.host_bytes > 0;
     }
-    for (int row = 0; row < 5 && moves; row++) {
+    for (int row = 0; row < 6 && moves; row++) {
         char cells[COLUMNS][32];
         for (int c = 0; c < COLUMNS; c++) {
             const ms_memory_report *r = &p->of[c]->report;
+            const step_times *t = &p->of[c]->times;
+            const double shares[] = {link_share(r), r->hidden_share, t->stall_us / t->us};
             const uint64_t bytes[] = {r->host_bytes, r->to_device_bytes, r->to_host_bytes};
             if (row < 3) {
                 snprintf(cells[c], sizeof cells[c], "%.*f", u.digits, (double)bytes[row] / u.bytes);
             } else if (r->to_device_bytes + r->to_host_bytes > 0) {
-                snprintf(cells[c], sizeof cells[c], "%.1f %%",
-                         100.0 * (row == 3 ? link_share(r) : r->hidden_share));
+                snprintf(cells[c], sizeof cells[c], "%.1f %%", 100.0 * shares[row - 3]);
             } else {
                 snprintf(cells[c], sizeof cells[c], "-");
             }
@@ -920,7 +1067,28 @@ static void print_host(const plans *p, unit u) {
     }
 }
 
-static void print_table(const findings *f) {
+/* Where a step has several micro-batches, the time of all of them and the update. */
+static void print_whole_step(const estimate *e, const plans *p) {
+    char cells[COLUMNS][32];
+    for (int c = 0; c < COLUMNS; c++) {
+        snprintf(cells[c], sizeof cells[c], "%s", show_time(p->of[c]->times.us).text);
+    }
+    if (batches_of_step(&e->options, e->options.batch) > 1) {
+        print_cells("whole step", cells);
+    }
+}
+
+/* The time of the recomputations in a micro-batch, as a multiple of one forward of all blocks. */
+static void print_recomputed(const plans *p) {
+    char cells[COLUMNS][32];
+    for (int c = 0; c < COLUMNS; c++) {
+        const step_times *t = &p->of[c]->times;
+        snprintf(cells[c], sizeof cells[c], "%.3f", t->recompute_us / t->block_us);
+    }
+    print_cells("recomputed", cells);
+}
+
+static void print_table(const estimate *e, const findings *f) {
     const unit u = unit_for(f->plain.report.arena_bytes);
     const plans p = columns_of(f, f->at_budget), smallest = columns_of(f, f->smallest);
     char cells[COLUMNS][32];
@@ -942,7 +1110,9 @@ static void print_table(const findings *f) {
         snprintf(cells[c], sizeof cells[c], "%s", show_time(p.of[c]->report.step_us).text);
     }
     print_cells("step (roofline)", cells);
+    print_whole_step(e, &p);
     print_ratios("step over plain", &p);
+    print_recomputed(&p);
     print_host(&p, u);
     print_bytes("smallest peak there is", &smallest, ROWS + 1, u);
     print_ratios("its step over plain", &smallest);
@@ -989,6 +1159,7 @@ static void print_model(const estimate *e, const findings *f) {
         printf(" (%lld of keys), feed-forward %lld", (long long)s->kv_heads,
                (long long)s->feed_forward);
     }
+    printf("%s", s->qkv_bias ? ", biases of qkv" : "");
     printf(", vocabulary %lld: %.2f M params\n", (long long)s->vocabulary, (double)all / 1e6);
     if (e->options.frozen) {
         printf(
@@ -998,24 +1169,54 @@ static void print_model(const estimate *e, const findings *f) {
 }
 
 static void print_training(const settings *o) {
+    const long long count = (long long)batches_of_step(o, o->batch);
     printf("training  ");
-    if (o->accumulate > 1) {
-        printf("%lld micro-batches of ", (long long)o->accumulate);
+    if (count > 1) {
+        printf("%lld micro-batches of ", count);
     } else {
         printf("batch ");
     }
-    printf("%lld x %lld tokens, %s, %s%s%s\n", (long long)o->batch, (long long)o->sequence,
-           o->precision, optimizers[optimizer_of(o)].title,
+    printf("%lld x %lld tokens", (long long)o->batch, (long long)o->sequence);
+    if (o->tokens) {
+        printf(" (%lld a step)", count * (long long)(o->batch * o->sequence));
+    }
+    printf(", %s, %s%s%s\n", precision_of(o)->name, optimizers[optimizer_of(o)].title,
            o->clip ? ", clipped by the norm of all gradients" : "",
-           o->accumulate > 1 ? "; a step below is one of them and the update" : "");
+           count > 1 ? "; a step below is one of them and the update" : "");
+}
+
+/* In which formats numbers are in memory. */
+static void print_formats(const settings *o) {
+    const precision *p = precision_of(o);
+    const char *dtype = name_of_dtype(p->dtype), *state = has_half_state(o) ? "bf16" : "f32";
+    const bool chooses = p->mixed == MS_SWITCH_DEFAULT, codes = has_state(o) && !o->state;
+    const bool has_masters = p->mixed == MS_SWITCH_ON && p->masters != MS_SWITCH_OFF;
+    const char *also = chooses && codes ? "; AGGRESSIVE may round all of these, state to 8 bits"
+                       : chooses        ? "; AGGRESSIVE may round the first two to 16 bits"
+                       : codes          ? "; AGGRESSIVE may round state to 8 bits"
+                                        : "";
+    printf("          %sparams %s%s, gradients %s",
+           o->frozen && has_masters ? "frozen params f32, trained " : "", dtype,
+           p->mixed != MS_SWITCH_ON ? ""
+           : has_masters            ? " with masters in f32"
+                                    : " without masters",
+           has_half_gradients(o) ? dtype : "f32");
+    if (has_state(o)) {
+        printf(", optimizer state %s", state);
+    }
+    printf("%s\n", also);
+    if (p->mixed == MS_SWITCH_ON) {
+        printf("          activations %s; f32: biases, norms, statistics, losses%s\n", dtype,
+               has_half_gradients(o) ? ", and gradients of these and of token tables" : "");
+    }
 }
 
 /* What the figures depend on beside the sizes: when params are updated. */
 static void print_assumption(const estimate *e, const findings *f) {
     const uint64_t late = f->late.report.arena_bytes;
     if (needs_all_gradients(&e->options)) {
-        printf("assumes   all gradients are kept until the end of the step, as clipping and "
-               "accumulation need it\n");
+        printf("assumes   all gradients are kept until the end of the step, as clipping, "
+               "accumulation and f16 need it\n");
     } else if (late != 0) {
         printf("assumes   no clipping and no accumulation, so that the modes update params inside "
                "backward;\n          with --clip the smallest peak is %s, which %s\n",
@@ -1040,6 +1241,7 @@ static void print_device(const destination *t) {
     printf("\nspeeds    ");
     print_speed("F32", h->f32_tflops, "TFLOP/s");
     print_speed("TF32", h->tf32_tflops, "TFLOP/s");
+    print_speed("BF16 and F16", h->f16_tflops, "TFLOP/s");
     print_speed("memory", h->memory_gb_per_s, "GB/s");
     print_speed("link", h->to_device_gb_per_s, "GB/s");
     printf("%s\n", h->is_measured ? "measured here"
@@ -1053,6 +1255,7 @@ static void print_head(const estimate *e, const findings *f) {
     print_model(e, f);
     print_training(&e->options);
     print_assumption(e, f);
+    print_formats(&e->options);
     print_device(&e->device);
     printf("budget    %s", show_bytes(e->device.budget_bytes).text);
     if (!e->device.is_user_size) {
@@ -1067,12 +1270,12 @@ static void print_head(const estimate *e, const findings *f) {
 
 /* Why this mode: by the table alone. */
 static void print_advised(const findings *f) {
-    const ms_memory_report *r = &f->at_budget[f->advised].report;
+    const plan *p = &f->at_budget[f->advised];
     int slower = 0;
     printf("%s, which fits in %.3f times the plain step", ms_mode_name(modes[f->advised]),
-           r->step_us / r->plain_step_us);
+           over_plain(f, p));
     for (int i = 0; i < MODES; i++) {
-        slower += f->at_budget[i].fits && f->at_budget[i].report.step_us > r->step_us;
+        slower += f->at_budget[i].fits && f->at_budget[i].times.us > p->times.us;
     }
     printf("%s\n", slower ? ", the fastest" : f->advised == 0 ? "; no other mode is faster" : "");
 }
@@ -1103,9 +1306,11 @@ static void print_advice(const estimate *e, const findings *f) {
     }
     printf("%s, and a smaller batch\n", ms_mode_name(modes[f->advised]));
     const ms_memory_report *r = &f->largest.report;
-    printf("          the largest batch that fits is %lld: %s, %s a step, %.3f of its plain step\n",
-           (long long)f->largest_batch, show_bytes(r->arena_bytes).text, show_time(r->step_us).text,
-           r->step_us / r->plain_step_us);
+    printf(
+        "          the largest batch that fits is %lld: %s, %s a step, %.3f of its plain step%s\n",
+        (long long)f->largest_batch, show_bytes(r->arena_bytes).text, show_time(r->step_us).text,
+        r->step_us / r->plain_step_us,
+        precision_of(&e->options)->mixed == MS_SWITCH_ON ? " in f32" : "");
 }
 
 /* The plan that is advised; where none fits, the smallest. */
@@ -1147,7 +1352,7 @@ static void print_largest(const findings *f) {
 
 static void print_text(const estimate *e, const findings *f) {
     print_head(e, f);
-    print_table(f);
+    print_table(e, f);
     printf("\nAt other moments of the plain step there are up to %s of gradients and %s of "
            "activations.\n",
            show_bytes(row_bytes(f->plain.largest, 1)).text,
@@ -1235,7 +1440,7 @@ static void json_flag(json *j, const char *key, bool value) {
     fprintf(j->file, value ? "true" : "false");
 }
 
-static void json_plan(json *j, const char *key, const plan *p) {
+static void json_plan(json *j, const char *key, const findings *f, const plan *p) {
     const ms_memory_report *r = &p->report;
     json_open(j, key, '{');
     json_flag(j, "fits", p->fits);
@@ -1247,8 +1452,14 @@ static void json_plan(json *j, const char *key, const plan *p) {
     json_count(j, "largest_gradients_bytes", row_bytes(p->largest, 1));
     json_count(j, "largest_activations_bytes", r->activation_peak_bytes);
     json_real(j, "step_us", r->step_us);
-    json_real(j, "step_over_plain", r->step_us / r->plain_step_us);
+    json_real(j, "step_over_plain",
+              p == &f->largest ? r->step_us / r->plain_step_us : over_plain(f, p));
     json_real(j, "stall_us", r->stall_us);
+    json_real(j, "micro_batch_us", p->times.micro_us);
+    json_real(j, "whole_step_us", p->times.us);
+    json_real(j, "whole_step_stall_us", p->times.stall_us);
+    json_real(j, "recompute_us", p->times.recompute_us);
+    json_real(j, "recompute_over_block_forward", p->times.recompute_us / p->times.block_us);
     json_count(j, "host_bytes", r->host_bytes);
     json_count(j, "to_device_bytes", r->to_device_bytes);
     json_count(j, "to_host_bytes", r->to_host_bytes);
@@ -1288,17 +1499,30 @@ static void json_model(json *j, const estimate *e, const findings *f) {
     json_count(j, "vocabulary", (uint64_t)s->vocabulary);
     json_count(j, "positions", (uint64_t)s->positions);
     json_flag(j, "tied_head", s->tied);
+    json_flag(j, "qkv_bias", s->qkv_bias);
     json_count(j, "params", f->plain.report.param_count);
     json_close(j, '}');
+}
+
+static void json_training(json *j, const settings *o, uint64_t trained_count) {
+    static const char *const switches[] = {"default", "on", "off"};
+    const precision *p = precision_of(o);
+    const int64_t count = batches_of_step(o, o->batch);
     json_open(j, "training", '{');
-    json_count(j, "batch", (uint64_t)e->options.batch);
-    json_count(j, "sequence", (uint64_t)e->options.sequence);
-    json_text(j, "precision", e->options.precision);
-    json_text(j, "optimizer", optimizers[optimizer_of(&e->options)].title);
-    json_flag(j, "clip", e->options.clip);
-    json_count(j, "accumulation_steps", (uint64_t)e->options.accumulate);
-    json_count(j, "adapter_rank", (uint64_t)e->options.rank);
-    json_count(j, "trained_params", f->plain.trained_count);
+    json_count(j, "batch", (uint64_t)o->batch);
+    json_count(j, "sequence", (uint64_t)o->sequence);
+    json_text(j, "precision", p->name);
+    json_text(j, "mixed_precision", switches[p->mixed]);
+    json_flag(j, "master_weights", p->mixed == MS_SWITCH_ON && p->masters != MS_SWITCH_OFF);
+    json_text(j, "gradients", has_half_gradients(o) ? name_of_dtype(p->dtype) : "f32");
+    json_text(j, "optimizer", optimizers[optimizer_of(o)].title);
+    json_text(j, "state", !has_state(o) ? "none" : has_half_state(o) ? "bf16" : "f32");
+    json_text(j, "state_in_8_bits", switches[o->state ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT]);
+    json_flag(j, "clip", o->clip);
+    json_count(j, "accumulation_steps", (uint64_t)count);
+    json_count(j, "tokens", (uint64_t)(count * o->batch * o->sequence));
+    json_count(j, "adapter_rank", (uint64_t)o->rank);
+    json_count(j, "trained_params", trained_count);
     json_close(j, '}');
 }
 
@@ -1310,6 +1534,7 @@ static void json_device(json *j, const destination *t, uint64_t host_bytes) {
     json_flag(j, "speeds_are_its_own", t->is_named);
     json_real(j, "f32_tflops", t->hardware.f32_tflops);
     json_real(j, "tf32_tflops", t->hardware.tf32_tflops);
+    json_real(j, "f16_tflops", t->hardware.f16_tflops);
     json_real(j, "memory_gb_per_s", t->hardware.memory_gb_per_s);
     json_real(j, "link_gb_per_s", t->hardware.to_device_gb_per_s);
     json_count(j, "memory_bytes", t->memory_bytes);
@@ -1329,7 +1554,7 @@ static void json_advice(json *j, const findings *f) {
         json_count(j, "largest_batch", (uint64_t)f->largest_batch);
     }
     if (f->largest_batch > 0) {
-        json_plan(j, "largest_batch_plan", &f->largest);
+        json_plan(j, "largest_batch_plan", f, &f->largest);
     }
     json_groups(j, advised_plan(f));
     json_close(j, '}');
@@ -1343,16 +1568,17 @@ static void write_json(const estimate *e, const findings *f, FILE *file) {
     json_open(&j, NULL, '{');
     json_text(&j, "memscale", version);
     json_model(&j, e, f);
+    json_training(&j, &e->options, f->plain.trained_count);
     json_device(&j, &e->device, e->options.host_bytes);
-    json_plan(&j, "plain", &f->plain);
+    json_plan(&j, "plain", f, &f->plain);
     if (f->late.report.arena_bytes != 0) {
-        json_plan(&j, "smallest_with_clipping", &f->late);
+        json_plan(&j, "smallest_with_clipping", f, &f->late);
     }
     json_open(&j, "modes", '{');
     for (int i = 0; i < MODES; i++) {
         json_open(&j, ms_mode_name(modes[i]), '{');
-        json_plan(&j, "at_budget", &f->at_budget[i]);
-        json_plan(&j, "smallest", &f->smallest[i]);
+        json_plan(&j, "at_budget", f, &f->at_budget[i]);
+        json_plan(&j, "smallest", f, &f->smallest[i]);
         json_close(&j, '}');
     }
     json_close(&j, '}');
@@ -1388,7 +1614,7 @@ static int make_sweep(const estimate *e, const findings *f, int mode, sweep *s) 
         if (p.fits) {
             s->budget[s->count] = (double)budget;
             s->peak[s->count] = (double)p.report.arena_bytes;
-            s->ratio[s->count++] = p.report.step_us / p.report.plain_step_us;
+            s->ratio[s->count++] = over_plain(f, &p);
         }
     }
     return 0;
@@ -1537,8 +1763,8 @@ static void svg_style(FILE *file) {
 static void svg_head(FILE *file, const estimate *e, const findings *f) {
     char text[256];
     snprintf(text, sizeof text, "%s, batch %lld x %lld tokens, %s, %s", e->model.name,
-             (long long)e->options.batch, (long long)e->options.sequence, e->options.precision,
-             optimizers[optimizer_of(&e->options)].title);
+             (long long)e->options.batch, (long long)e->options.sequence,
+             precision_of(&e->options)->name, optimizers[optimizer_of(&e->options)].title);
     svg_text(file, 80.0, 30.0, "class=\"title\"", text);
     snprintf(text, sizeof text, "%.1f M params; predicted for %s, %s; the plain step takes %s",
              (double)f->plain.report.param_count / 1e6, e->device.hardware.name,

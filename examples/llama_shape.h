@@ -1,6 +1,6 @@
-/*  llama_shape.h - the tensors and layers of models in the shape of Llama, for dry runs: every
-    operator is a layer that declares what it reads, writes, saves and computes, but that has no
-    callbacks.
+/*  llama_shape.h - the tensors and layers of models in the shape of Llama, Mistral and Qwen2.5, for
+    dry runs: every operator is a layer that declares what it reads, writes, saves and computes, but
+    that has no callbacks.
 
     Include nn.h first: the token table, products, sums and the loss are its layers. A model with
     ms_config.dry_run takes them; to train one, give the layers of this file kernels.
@@ -8,7 +8,11 @@
     Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, section 2.2 and
     "LLaMA", 2023, section 2.2: a norm by the root of the mean square before attention and before
     the feed-forward net, SwiGLU, rotary positions, no biases, and, in larger models, several heads
-    of queries to one of keys and values.
+    of queries to one of keys and values. Qwen Team, "Qwen2.5 Technical Report", 2024, section 2:
+    the same with biases of queries, keys and values.
+
+    16 BITS as in nn.h: activations, their gradients and weight matrices can have them; biases,
+    weights of norms, statistics of rows and losses stay F32.
 
     LETTERS. B batch, T sequence, C channels, H heads of queries, K heads of keys and of values, D
     size of a head = C / H, F width of the feed-forward net, V vocabulary. */
@@ -17,7 +21,8 @@
 
 typedef struct llama_config {
     int64_t vocabulary, layers, channels, heads, kv_heads, feed_forward;
-    bool tied; // the head is the token table
+    bool tied;     // the head is the token table
+    bool qkv_bias; // queries, keys and values have biases
     int64_t batch, sequence;
     int64_t adapter_rank; // as in nn_transformer_config
 } llama_config;
@@ -25,23 +30,30 @@ typedef struct llama_config {
 typedef struct llama_preset {
     const char *name;
     int64_t vocabulary, layers, channels, heads, kv_heads, feed_forward;
-    bool tied;
+    bool tied, qkv_bias;
 } llama_preset;
 
 /* Llama 2: Touvron et al., 2023, table 1 and the published configurations (7B and 13B as in LLaMA,
    2023, table 2). Llama 3: Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 3; 3.2:
    the model cards of Meta, 2024. TinyLlama: Zhang et al., "TinyLlama", 2024, table 1. Mistral:
-   Jiang et al., "Mistral 7B", 2023, table 1. */
+   Jiang et al., "Mistral 7B", 2023, table 1. Qwen2.5: Qwen Team, "Qwen2.5 Technical Report", 2024,
+   table 1, and the published config.json for what that leaves out (widths and rows of the token
+   table, which has more rows than there are tokens). */
 static const llama_preset llama_presets[] = {
-    {"tinyllama-1.1B", 32000, 22, 2048, 32, 4, 5632, false},
-    {"llama3.2-1B", 128256, 16, 2048, 32, 8, 8192, true},
-    {"llama3.2-3B", 128256, 28, 3072, 24, 8, 8192, true},
-    {"llama2-7B", 32000, 32, 4096, 32, 32, 11008, false},
-    {"mistral-7B", 32000, 32, 4096, 32, 8, 14336, false},
-    {"llama3-8B", 128256, 32, 4096, 32, 8, 14336, false},
-    {"llama2-13B", 32000, 40, 5120, 40, 40, 13824, false},
-    {"llama2-70B", 32000, 80, 8192, 64, 8, 28672, false},
-    {"llama3-70B", 128256, 80, 8192, 64, 8, 28672, false},
+    {"tinyllama-1.1B", 32000, 22, 2048, 32, 4, 5632, false, false},
+    {"llama3.2-1B", 128256, 16, 2048, 32, 8, 8192, true, false},
+    {"llama3.2-3B", 128256, 28, 3072, 24, 8, 8192, true, false},
+    {"llama2-7B", 32000, 32, 4096, 32, 32, 11008, false, false},
+    {"mistral-7B", 32000, 32, 4096, 32, 8, 14336, false, false},
+    {"llama3-8B", 128256, 32, 4096, 32, 8, 14336, false, false},
+    {"llama2-13B", 32000, 40, 5120, 40, 40, 13824, false, false},
+    {"llama2-70B", 32000, 80, 8192, 64, 8, 28672, false, false},
+    {"llama3-70B", 128256, 80, 8192, 64, 8, 28672, false, false},
+    {"qwen2.5-0.5B", 151936, 24, 896, 14, 2, 4864, true, true},
+    {"qwen2.5-1.5B", 151936, 28, 1536, 12, 2, 8960, true, true},
+    {"qwen2.5-3B", 151936, 36, 2048, 16, 2, 11008, true, true},
+    {"qwen2.5-7B", 152064, 28, 3584, 28, 4, 18944, false, true},
+    {"qwen2.5-14B", 152064, 48, 5120, 40, 8, 13824, false, true},
 };
 enum { LLAMA_PRESETS = sizeof llama_presets / sizeof llama_presets[0] };
 
@@ -55,11 +67,16 @@ static ms_layer_desc llama_desc(const char *name, ms_tensor x) {
     return desc;
 }
 
-/* Registers desc with a new activation as its output, in the shape of x except for the last dim. */
+/* Registers desc with a new activation as its output, in the shape of x except for the last dim. As
+   nn_register, but without callbacks. */
 static ms_tensor llama_register(nn_net *net, ms_layer_desc *desc, int64_t width) {
     const ms_shape shape = nn_with_last(ms_tensor_shape(net->model, desc->in[0]), width);
     desc->out[0] = ms_activation(net->model, desc->name, MS_DTYPE_F32, shape);
-    ms_register_layer(net->model, desc);
+    desc->dtypes.accepts = 1u << MS_DTYPE_BF16 | 1u << MS_DTYPE_F16;
+    const ms_layer layer = ms_register_layer(net->model, desc);
+    if (layer.id && net->forces_half) {
+        ms_set_layer_technique(net->model, layer, MS_TECHNIQUE_MIXED_PRECISION, MS_SWITCH_ON);
+    }
     return desc->out[0];
 }
 
@@ -75,10 +92,11 @@ static ms_tensor llama_linear(nn_net *net, const char *name, ms_tensor x, int64_
 }
 
 /* A linear layer of a block, with an adapter if the model has them. */
-static ms_tensor llama_project(nn_net *net, const char *prefix, const char *name, ms_tensor x,
-                               int64_t out, const llama_config *config) {
+static ms_tensor llama_project(nn_net *net, const char *prefix, const char *name, bool has_bias,
+                               ms_tensor x, int64_t out, const llama_config *config) {
     const nn_name whole = nn_join(prefix, name);
-    const ms_tensor y = llama_linear(net, whole.text, x, out);
+    const ms_tensor y = has_bias ? nn_linear(net, whole.text, x, out, 0.02f)
+                                 : llama_linear(net, whole.text, x, out);
     const int64_t rank = config->adapter_rank;
     return rank > 0 ? nn_adapter(net, whole.text, x, y, rank) : y;
 }
@@ -92,6 +110,8 @@ static ms_tensor llama_norm(nn_net *net, const char *name, ms_tensor x) {
     desc.param[0] =
         nn_param(net, nn_join(name, "weight").text, ms_shape1(nn_last(shape)), NN_INIT_ONES, 0.0f);
     desc.saved[0] = nn_saved(net, name, "rstd", nn_per_row(shape, 1));
+    desc.dtypes.f32_saved = 1;
+    desc.dtypes.f32_param = 1;
     desc.backward_reads.in = 1;
     desc.backward_reads.saved = 1;
     desc.backward_reads.param = 1;
@@ -139,6 +159,7 @@ static ms_tensor llama_attention(nn_net *net, const char *name, ms_tensor qkv,
     desc.saved[0] =
         nn_saved(net, name, "sums", ms_shape3(config->batch, config->heads, config->sequence));
     desc.optional_saved = 1;
+    desc.dtypes.f32_saved = 1;
     desc.backward_reads.in = 1;
     desc.backward_reads.out = 1;
     desc.backward_reads.saved = 1;
@@ -174,16 +195,16 @@ static ms_tensor llama_block(nn_net *net, const char *prefix, ms_tensor x,
     const int64_t size = config->channels / config->heads, width = config->feed_forward;
     const int64_t wide = (config->heads + 2 * config->kv_heads) * size;
     ms_tensor y = llama_norm(net, nn_join(prefix, "norm1").text, x);
-    y = llama_project(net, prefix, "qkv", y, wide, config);
+    y = llama_project(net, prefix, "qkv", config->qkv_bias, y, wide, config);
     y = llama_rotate(net, nn_join(prefix, "rotate").text, y, config);
     y = llama_attention(net, nn_join(prefix, "attention").text, y, config);
-    y = llama_project(net, prefix, "proj", y, config->channels, config);
+    y = llama_project(net, prefix, "proj", false, y, config->channels, config);
     x = nn_add(net, nn_join(prefix, "add1").text, x, y);
     y = llama_norm(net, nn_join(prefix, "norm2").text, x);
-    const ms_tensor gate = llama_project(net, prefix, "gate", y, width, config);
-    const ms_tensor up = llama_project(net, prefix, "up", y, width, config);
+    const ms_tensor gate = llama_project(net, prefix, "gate", false, y, width, config);
+    const ms_tensor up = llama_project(net, prefix, "up", false, y, width, config);
     y = llama_swiglu(net, nn_join(prefix, "swiglu").text, gate, up);
-    y = llama_project(net, prefix, "down", y, config->channels, config);
+    y = llama_project(net, prefix, "down", false, y, config->channels, config);
     return nn_add(net, nn_join(prefix, "add2").text, x, y);
 }
 

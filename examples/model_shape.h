@@ -21,7 +21,7 @@ typedef struct shape {
     family kind;
     int64_t layers, channels, heads, kv_heads, feed_forward, vocabulary;
     int64_t positions; // llama: 0, no table
-    bool tied;
+    bool tied, qkv_bias;
 } shape;
 
 // ---- by name ------------------------------------------------------------------------------------
@@ -65,6 +65,7 @@ static void get_model(int number, shape *s) {
         s->feed_forward = p->feed_forward;
         s->vocabulary = p->vocabulary;
         s->tied = p->tied;
+        s->qkv_bias = p->qkv_bias;
     }
 }
 
@@ -109,14 +110,19 @@ static family find_family(const char *name) {
 
 enum { CONFIG_BYTES = 1 << 20 };
 
-/* Values of "model_type", and how the names in "architectures" begin. */
-static const struct {
+/* Values of "model_type", and how the names in "architectures" begin. Qwen2.5 is of type qwen2: it
+   has biases of queries, keys and values, which no key of the file mentions. */
+typedef struct config_type {
     const char *type, *architecture;
     family kind;
-} config_types[] = {{"gpt2", "GPT2", FAMILY_GPT2},
-                    {"bert", "Bert", FAMILY_BERT},
-                    {"llama", "Llama", FAMILY_LLAMA},
-                    {"mistral", "Mistral", FAMILY_LLAMA}};
+    bool qkv_bias;
+} config_type;
+
+static const config_type config_types[] = {{"gpt2", "GPT2", FAMILY_GPT2, false},
+                                           {"bert", "Bert", FAMILY_BERT, false},
+                                           {"llama", "Llama", FAMILY_LLAMA, false},
+                                           {"mistral", "Mistral", FAMILY_LLAMA, false},
+                                           {"qwen2", "Qwen2For", FAMILY_LLAMA, true}};
 enum { CONFIG_TYPES = sizeof config_types / sizeof config_types[0] };
 
 /* The keys of a family; where is_optional, a missing one or null leaves 0. */
@@ -221,8 +227,8 @@ static int check_config(const char *path, const cJSON *config, shape *s) {
                       path, (long long)s->feed_forward, (long long)s->channels);
 }
 
-/* The family that a file names; FAMILY_COUNT after an error. */
-static family config_family(const char *path, const cJSON *config) {
+/* What a file says it is; NULL after an error. */
+static const config_type *find_type(const char *path, const cJSON *config) {
     const cJSON *type = config_item(config, "model_type");
     const cJSON *first = cJSON_GetArrayItem(config_item(config, "architectures"), 0);
     const char *name = type ? cJSON_GetStringValue(type) : cJSON_GetStringValue(first);
@@ -230,24 +236,26 @@ static family config_family(const char *path, const cJSON *config) {
         const char *start = config_types[i].architecture;
         if (type ? strcmp(name, config_types[i].type) == 0
                  : strncmp(name, start, strlen(start)) == 0) {
-            return config_types[i].kind;
+            return &config_types[i];
         }
     }
-    fail("%s: \"model_type\" is %s%s%s: there are gpt2, bert, llama and mistral; --family gpt2, "
-         "bert or llama takes it as one of these",
+    fail("%s: \"model_type\" is %s%s%s: there are gpt2, bert, llama, mistral and qwen2; --family "
+         "gpt2, bert or llama takes it as one of these",
          path, name ? "\"" : "", name ? name : "missing", name ? "\"" : "");
-    return FAMILY_COUNT;
+    return NULL;
 }
 
 static int read_config(const char *path, const cJSON *config, const char *family_name, shape *s) {
     if (!cJSON_IsObject(config)) {
         return fail("%s: no object of JSON, as a config.json is", path);
     }
-    const family kind = family_name ? find_family(family_name) : config_family(path, config);
+    const config_type *type = family_name ? NULL : find_type(path, config);
+    const family kind = family_name ? find_family(family_name) : type ? type->kind : FAMILY_COUNT;
     if (kind == FAMILY_COUNT) {
         return 1;
     }
     memset(s, 0, sizeof *s);
+    s->qkv_bias = type && type->qkv_bias;
     const size_t length = strlen(path), most = sizeof s->name - 1;
     const char *name = length > most ? path + (length - most) : path;
     while (name > path && ((unsigned char)*name & 0xc0) == 0x80) { // within a character of UTF-8

@@ -73,16 +73,19 @@ static void prepare(estimate *e, const char *model, int64_t batch, int64_t seque
 // params
 
 /* Params as published: Radford et al., 2019 (as released), and, with the head for masked words and
-   without pooler, Devlin et al., 2018; the model cards of the others. */
+   without pooler, Devlin et al., 2018; the model cards of the others, and for Qwen2.5 the sizes of
+   the published tensors. */
 static const struct {
     const char *name;
     uint64_t params;
 } published[] = {
-    {"gpt2-124M", 124439808u},       {"gpt2-355M", 354823168u},    {"gpt2-774M", 774030080u},
-    {"gpt2-1558M", 1557611200u},     {"bert-base", 109514298u},    {"bert-large", 335174458u},
-    {"tinyllama-1.1B", 1100048384u}, {"llama3.2-1B", 1235814400u}, {"llama3.2-3B", 3212749824u},
-    {"llama2-7B", 6738415616u},      {"mistral-7B", 7241732096u},  {"llama3-8B", 8030261248u},
-    {"llama2-13B", 13015864320u},    {"llama2-70B", 68976648192u}, {"llama3-70B", 70553706496u},
+    {"gpt2-124M", 124439808u},       {"gpt2-355M", 354823168u},     {"gpt2-774M", 774030080u},
+    {"gpt2-1558M", 1557611200u},     {"bert-base", 109514298u},     {"bert-large", 335174458u},
+    {"tinyllama-1.1B", 1100048384u}, {"llama3.2-1B", 1235814400u},  {"llama3.2-3B", 3212749824u},
+    {"llama2-7B", 6738415616u},      {"mistral-7B", 7241732096u},   {"llama3-8B", 8030261248u},
+    {"llama2-13B", 13015864320u},    {"llama2-70B", 68976648192u},  {"llama3-70B", 70553706496u},
+    {"qwen2.5-0.5B", 494032768u},    {"qwen2.5-1.5B", 1543714304u}, {"qwen2.5-3B", 3085938688u},
+    {"qwen2.5-7B", 7615616512u},     {"qwen2.5-14B", 14770033664u},
 };
 enum { PUBLISHED = sizeof published / sizeof published[0] };
 
@@ -93,7 +96,9 @@ static uint64_t closed_params(const shape *s) {
     const uint64_t size = C / (uint64_t)s->heads, K = size * (uint64_t)s->kv_heads;
     const uint64_t layers = (uint64_t)s->layers;
     if (s->kind == FAMILY_LLAMA) {
-        return V * C * (s->tied ? 1 : 2) + layers * (2 * C * C + 2 * C * K + 3 * C * F + 2 * C) + C;
+        const uint64_t biases = s->qkv_bias ? C + 2 * K : 0;
+        return V * C * (s->tied ? 1 : 2) +
+               layers * (2 * C * C + 2 * C * K + 3 * C * F + 2 * C + biases) + C;
     }
     const uint64_t block = 4 * C * C + 2 * C * F + 4 * C + F + C + 4 * C; // weights, biases, norms
     if (s->kind == FAMILY_BERT) {
@@ -119,6 +124,109 @@ static void test_params(void **state) {
         assert_true(bytes >= 16 * published[i].params);
         assert_true(bytes < 16 * published[i].params + 4 * 64 * (uint64_t)p.report.tensor_count);
     }
+}
+
+/* An estimate with these formats. */
+static void prepare_formats(estimate *e, const char *model, int64_t batch, int64_t sequence,
+                            const char *of_layers, const char *gradients, const char *state) {
+    memset(e, 0, sizeof *e);
+    e->options.model = model;
+    e->options.batch = batch;
+    e->options.sequence = sequence;
+    e->options.precision = of_layers;
+    e->options.gradients = gradients;
+    e->options.state = state;
+    e->options.gpu = "4090";
+    assert_int_equal(choose_training(&e->options), 0);
+    assert_int_equal(choose_shape(&e->options, &e->model), 0);
+    assert_int_equal(choose_target(&e->options, &e->device), 0);
+}
+
+/* Bytes that a param takes, its gradient and its optimizer state, by what was asked for. Biases and
+   norms stay in f32, and the gradient of the token table, which no product makes. */
+static void test_formats(void **state) {
+    (void)state;
+    static const struct {
+        const char *model, *precision, *gradients, *state;
+        uint64_t param, gradient, optimizer;
+    } all[] = {{"qwen2.5-0.5B", "f32", NULL, NULL, 4, 4, 8},
+               {"qwen2.5-0.5B", "tf32", NULL, "bf16", 4, 4, 4},
+               {"qwen2.5-0.5B", "bf16", NULL, NULL, 2, 4, 12},
+               {"qwen2.5-7B", "bf16", "bf16", "bf16", 2, 2, 8},
+               {"qwen2.5-7B", "bf16-alone", "bf16", "bf16", 2, 2, 4},
+               {"llama3.2-1B", "bf16-alone", "f32", "f32", 2, 4, 8},
+               {"qwen2.5-3B", "f16", "f16", "bf16", 2, 2, 8},
+               {"qwen2.5-1.5B", "f16-alone", "f16", NULL, 2, 2, 8},
+               {"gpt2-124M", "bf16-alone", "bf16", "bf16", 2, 2, 4},
+               {"bert-base", "BF16", "f32", "bf16", 2, 4, 8}};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        estimate e;
+        plan p;
+        prepare_formats(&e, all[i].model, 1, 64, all[i].precision, all[i].gradients, all[i].state);
+        assert_int_equal(plan_plain(&e, 1, &p), 0);
+        const uint64_t params = p.report.param_count;
+        const uint64_t table = (uint64_t)((e.model.vocabulary + e.model.positions + 2) * //
+                                          e.model.channels);
+        const uint64_t rounded = 64 * (uint64_t)p.report.tensor_count;
+        const uint64_t f32 = params / 500 + rounded; // biases and norms
+        const uint64_t halved = all[i].gradient == 2;
+        const shape *s = &e.model;
+        const int64_t keys = s->kv_heads * s->channels / s->heads;
+        const int64_t small =
+            s->layers * (2 * s->channels + (s->qkv_bias ? s->channels + 2 * keys : 0)) +
+            s->channels; // of llama: norms and biases, 4 bytes in any case
+        const uint64_t more = s->kind == FAMILY_LLAMA ? (uint64_t)small * (4 - all[i].param) : 0;
+        assert_true(p.report.peak_bytes[MS_CATEGORY_PARAM] >= all[i].param * params + more);
+        assert_true(s->kind != FAMILY_LLAMA || p.report.peak_bytes[MS_CATEGORY_PARAM] <=
+                                                   all[i].param * params + more + rounded);
+        assert_true(p.report.peak_bytes[MS_CATEGORY_PARAM] <= all[i].param * params + 2 * f32);
+        assert_true(p.largest[MS_CATEGORY_GRADIENT] >= all[i].gradient * params);
+        assert_true(p.largest[MS_CATEGORY_GRADIENT] <=
+                    all[i].gradient * params + halved * 2 * table + 2 * f32);
+        /* What has no 16 bits has no master either, but its state is as that of all. */
+        assert_true(p.largest[MS_CATEGORY_OPTIMIZER] >= all[i].optimizer * params - 4 * f32);
+        assert_true(p.largest[MS_CATEGORY_OPTIMIZER] <= all[i].optimizer * params + 3 * rounded);
+    }
+}
+
+/* In 16 bits a block has half of the bytes, except what stays in f32: 1 / deviation of both norms,
+   and a sum for each head. */
+static void test_half_activations(void **state) {
+    (void)state;
+    static const char *const precisions_of_runs[] = {"bf16-alone", "f16"};
+    const uint64_t C = 3584, qkv = C + 2 * 512, F = 18944, heads = 28;
+    for (int i = 0; i < 2; i++) {
+        estimate e;
+        plan one, two;
+        prepare_formats(&e, "qwen2.5-7B", 2, 1024, precisions_of_runs[i], NULL, NULL);
+        e.model.layers = 1;
+        assert_int_equal(plan_plain(&e, 2, &one), 0);
+        e.model.layers = 2;
+        assert_int_equal(plan_plain(&e, 2, &two), 0);
+        assert_int_equal(two.report.activation_peak_bytes - one.report.activation_peak_bytes,
+                         2 * 1024 * ((4 * C + qkv + C + 3 * F) * 2 + (2 + heads) * 4));
+    }
+}
+
+/* What is forced is in 16 bits in every mode, and half as large; times are relative to that. */
+static void test_half_plans(void **state) {
+    (void)state;
+    estimate e;
+    findings f, g;
+    prepare_formats(&e, "qwen2.5-0.5B", 4, 512, "f32", NULL, NULL);
+    e.model.layers = 4;
+    assert_int_equal(find_all(&e, &f), 0);
+    prepare_formats(&e, "qwen2.5-0.5B", 4, 512, "bf16-alone", "bf16", "bf16");
+    e.model.layers = 4;
+    assert_int_equal(find_all(&e, &g), 0);
+    assert_int_equal(g.same_as[MODES - 1], 1); // nothing is left to round
+    assert_true(g.plain.report.arena_bytes < f.plain.report.arena_bytes / 10 * 6);
+    assert_true(g.plain.report.step_us < f.plain.report.step_us / 10.0 * 6.0);
+    for (int i = 0; i < MODES - 1; i++) {
+        assert_true(g.smallest[i].report.arena_bytes < f.smallest[i].report.arena_bytes / 10 * 7);
+    }
+    assert_true(over_plain(&g, &g.plain) - 1.0 == 0.0);
+    assert_true(over_plain(&g, &g.smallest[1]) >= 1.0);
 }
 
 /* Bytes that one block more adds to the activations of a plain step. */
@@ -520,6 +628,101 @@ static void test_json(void **state) {
     t_text_has(p.out, "\"optimizer\": \"SGD\"");
 }
 
+/* Tokens of a step make micro-batches, rounded up; a whole step has all of them and one update. */
+static void test_tokens(void **state) {
+    (void)state;
+    static const struct {
+        int64_t tokens, batch, sequence, count;
+    } all[] = {{524288, 16, 1024, 32},
+               {524288, 32, 1024, 16},
+               {524288, 5, 1024, 103},
+               {4096, 4, 1024, 1},
+               {4097, 4, 1024, 2},
+               {1, 4, 1024, 1},
+               {2147483647, 2, 1024, 1048576}};
+    static printed p;
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        settings o;
+        memset(&o, 0, sizeof o);
+        o.tokens = all[i].tokens;
+        o.batch = all[i].batch;
+        o.sequence = all[i].sequence;
+        assert_int_equal(choose_training(&o), 0);
+        assert_int_equal(batches_of_step(&o, o.batch), all[i].count);
+        assert_true(needs_all_gradients(&o) == (all[i].count > 1));
+    }
+    estimate e;
+    plan one, many;
+    prepare_formats(&e, "qwen2.5-0.5B", 2, 1024, "bf16-alone", "bf16", "bf16");
+    e.options.accumulate = 2;
+    assert_int_equal(plan_plain(&e, 2, &one), 0);
+    e.options.accumulate = 1;
+    e.options.tokens = 100 * 2 * 1024;
+    assert_int_equal(plan_plain(&e, 2, &many), 0);
+    assert_true(many.times.micro_us < many.report.step_us && many.times.block_us > 0.0);
+    assert_true(many.times.micro_us > 3.0 * many.times.block_us);
+    assert_true(fabs(one.times.us - one.report.step_us - one.times.micro_us) < 1.0);
+    assert_true(fabs(many.times.us - many.report.step_us - 99.0 * many.times.micro_us) < 1.0);
+    assert_true(many.times.recompute_us <= 0.0);
+    assert_int_equal(plan_smallest(&e, 2, MS_MODE_BALANCED, &many), 0);
+    assert_true(many.times.recompute_us > 0.0 && many.times.stall_us > 0.0);
+    assert_true(many.times.stall_us < many.times.us);
+    assert_true(many.times.micro_stall_us < many.times.micro_us);
+
+    run_words(&p, "--json --layers 2 --batch 3 --sequence 100 --tokens 1000");
+    assert_true(is_json(p.out));
+    assert_true(number_of(p.out, "accumulation_steps") == 4.0);
+    assert_true(number_of(p.out, "tokens") == 1200.0);
+    run_words(&p, "--layers 2 --batch 3 --sequence 100 --tokens 1000");
+    t_text_has(p.out, "4 micro-batches of 3 x 100 tokens (1200 a step), f32, AdamW;");
+    t_text_has(p.out, "\n  whole step  ");
+    run_words(&p, "--layers 2 --batch 3 --sequence 100");
+    assert_null(strstr(p.out, "\n  whole step  "));
+}
+
+/* What it says of formats. */
+static void test_formats_said(void **state) {
+    (void)state;
+    static printed p;
+    static const struct {
+        const char *words, *text, *json;
+    } all[] = {
+        {"", "params f32, gradients f32, optimizer state f32; AGGRESSIVE may round all of these",
+         "\"mixed_precision\": \"default\""},
+        {"--precision f32", "optimizer state f32; AGGRESSIVE may round state to 8 bits",
+         "\"mixed_precision\": \"off\""},
+        {"--precision f32 --state f32", "params f32, gradients f32, optimizer state f32\n",
+         "\"state_in_8_bits\": \"off\""},
+        {"--precision bf16 --state bf16",
+         "params bf16 with masters in f32, gradients f32, optimizer state bf16\n",
+         "\"master_weights\": true"},
+        {"--precision bf16-alone --gradients bf16", "params bf16 without masters, gradients bf16",
+         "\"gradients\": \"bf16\""},
+        {"--precision f16-alone --clip", "activations f16; f32: biases, norms, statistics, losses",
+         "\"precision\": \"f16-alone\""},
+        {"--optimizer sgd --precision bf16", "params bf16 with masters in f32, gradients f32\n",
+         "\"state\": \"none\""},
+        {"--frozen --precision bf16-alone", "params bf16 without masters",
+         "\"master_weights\": false"},
+        {"--frozen --precision bf16", "frozen params f32, trained params bf16 with masters in f32",
+         "\"master_weights\": true"}};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        char words[256];
+        snprintf(words, sizeof words, "--model qwen2.5-0.5B --layers 2 --gpu 4090 %s",
+                 all[i].words);
+        run_words(&p, words);
+        assert_int_equal(p.status, STATUS_FITS);
+        t_text_has(p.out, all[i].text);
+        t_text_has(p.out, "BF16 and F16 165.2 TFLOP/s");
+        snprintf(words, sizeof words, "--json --model qwen2.5-0.5B --layers 2 --gpu 4090 %s",
+                 all[i].words);
+        run_words(&p, words);
+        assert_true(is_json(p.out));
+        t_text_has(p.out, all[i].json);
+        t_text_has(p.out, "\"qkv_bias\": true");
+    }
+}
+
 /* However many kinds of values there are, the largest are among those that are kept. */
 static void test_many_groups(void **state) {
     (void)state;
@@ -682,6 +885,9 @@ static void write_config(char *path, const char *text) {
 #define LLAMA3                                                                                     \
     "'hidden_size': 4096, 'num_hidden_layers': 32, 'num_attention_heads': 32, "                    \
     "'num_key_value_heads': 8, 'intermediate_size': 14336, 'vocab_size': 128256"
+#define QWEN7                                                                                      \
+    "'hidden_size': 3584, 'num_hidden_layers': 28, 'num_attention_heads': 28, "                    \
+    "'num_key_value_heads': 4, 'intermediate_size': 18944, 'vocab_size': 152064"
 #define GPT2 "'model_type': 'gpt2', 'n_embd': 768, 'n_layer': 12, 'n_head': 12, 'vocab_size': 50257"
 #define BERT                                                                                       \
     "'hidden_size': 768, 'num_hidden_layers': 12, 'num_attention_heads': 12, 'vocab_size': "       \
@@ -715,6 +921,11 @@ static void test_config(void **state) {
          "'num_attention_heads': 32, 'intermediate_size': 11008, 'vocab_size': 32000}",
          "", 6738415616u, false},
         {"{'model_type': 'unheard', " LLAMA3 "}", "--family llama", 8030261248u, false},
+        {"{'architectures': ['Qwen2ForCausalLM'], 'model_type': 'qwen2', " QWEN7
+         ", 'sliding_window': 131072, 'use_sliding_window': false, 'tie_word_embeddings': false}",
+         "", 7615616512u, false},
+        {"{'architectures': ['Qwen2ForCausalLM'], " QWEN7 "}", "", 7615616512u, false},
+        {"{'model_type': 'qwen2', " QWEN7 "}", "--family llama", 7615616512u - 28u * 4608u, false},
         {"{'model_type': 'llama', " LLAMA3 ", 'tie_word_embeddings': true}", "--layers 32",
          8030261248u - 128256u * 4096u, true},
     };
@@ -730,7 +941,7 @@ static void test_config(void **state) {
         assert_true(is_json(p.out));
         assert_true(number_of(p.out, "params") == (double)models[i].params);
         t_text_has(p.out, models[i].tied ? "\"tied_head\": true" : "\"tied_head\": false");
-        assert_true(number_of(p.out, "kv_heads") >= 8.0);
+        assert_true(number_of(p.out, "kv_heads") >= 4.0);
 #else
         assert_int_equal(p.status, STATUS_USAGE);
         t_text_has(p.error, "libcjson-dev");
@@ -782,7 +993,8 @@ static void test_wrong_config(void **state) {
         {"{" GPT2 ", 'n_ctx': 1024}\n}", "line 2 is not JSON"},
         {"[1, 2]", "no object"},
         {"{}", "\"model_type\" is missing"},
-        {"{'model_type': 'mamba'}", "\"mamba\": there are gpt2, bert, llama and mistral"},
+        {"{'model_type': 'mamba'}", "\"mamba\": there are gpt2, bert, llama, mistral and qwen2"},
+        {"{'model_type': 'qwen2_moe', " LLAMA3 "}", "\"qwen2_moe\": there are"},
         {"{'model_type': 7}", "\"model_type\" is missing"},
         {"{'architectures': []}", "\"model_type\" is missing"},
         {"{" GPT2 "}", "\"n_positions\" is missing"},
@@ -967,6 +1179,8 @@ static void test_forgiving(void **state) {
         {"--gpu rtx3090 --layers 2", "GeForce RTX 3090, "},
         {"--gpu nvidia_3090 --layers 2", "GeForce RTX 3090, "},
         {"--gpu 4090 --layers 2", "GeForce RTX 4090, "},
+        {"--gpu 5060_Ti_16GB --layers 2", "BF16 and F16 47.4 TFLOP/s, memory 448 GB/s, link 31.5 "},
+        {"--model Qwen2.5-0.5b --offload off", "model     qwen2.5-0.5B:"},
         {"--gpu a100_sxm --layers 2", "NVIDIA A100 80GB SXM"},
         {"--gpu Orin_Nano_8GB --layers 2", "Jetson Orin Nano 8GB, "},
         {"--family GPT2 --layers 2 --channels 64 --heads 2", "gpt2 of your own"},
@@ -993,8 +1207,8 @@ static void test_speeds(void **state) {
     }
     assert_true(us[1] > 1.2 * us[0] && us[2] > 1.1 * us[0] && us[3] > us[1] && us[3] > us[2]);
     assert_true(us[3] > 1.9 * us[0] && us[3] <= 2.001 * us[0]);
-    run_words(&p, "--gpu 24G --layers 2 --tflops 10 --link 3");
-    t_text_has(p.out, "F32 10 TFLOP/s, link 3 GB/s, where not given");
+    run_words(&p, "--gpu 24G --layers 2 --tflops 10 --link 3 --f16-tflops 40");
+    t_text_has(p.out, "F32 10 TFLOP/s, BF16 and F16 40 TFLOP/s, link 3 GB/s, where not given");
 }
 
 /* What is moved to the host, by the table and for programs. Params, state and gradients of a model
@@ -1002,8 +1216,9 @@ static void test_speeds(void **state) {
 static void test_offloading(void **state) {
     (void)state;
     static printed p;
-    static const char *const rows[] = {"\n  on the host  ", "\n  copied in  ", "\n  copied out  ",
-                                       "\n  link busy  ", "\n  copies hidden  "};
+    static const char *const rows[] = {"\n  on the host  ",   "\n  copied in  ",
+                                       "\n  copied out  ",    "\n  link busy  ",
+                                       "\n  copies hidden  ", "\n  waits for copies  "};
     run_words(&p, "--model gpt2-124M --gpu 3090 --budget 1.5G --offload on --host 8G");
     assert_int_equal(p.status, STATUS_FITS);
     t_text_has(p.out, "; on the host 8.00 GiB\n");
@@ -1113,7 +1328,19 @@ static void test_mistakes(void **state) {
         {"--sequence 2048", "1024 rows"},
         {"--batch 2000000", "at most"},
         {"--batch", "whole number"},
-        {"--precision bf16", "f32"},
+        {"--precision f8", "f32, tf32, bf16, f16, bf16-alone and f16-alone"},
+        {"--gradients bf16", "unless --precision is in 16 bits"},
+        {"--gradients bf16 --precision f32", "unless --precision is in 16 bits"},
+        {"--gradients f16 --precision bf16", "with --precision bf16 there are f32 and bf16"},
+        {"--gradients bf16 --precision f16-alone", "f32 and f16"},
+        {"--state 8bit", "f32 and bf16"},
+        {"--state f16", "f32 and bf16"},
+        {"--state bf16 --optimizer sgd", "without momentum has none"},
+        {"--tokens 4096 --accumulate 2", "one of them"},
+        {"--tokens 0", "from 1"},
+        {"--tokens 1048577 --batch 1 --sequence 1", "at most 1048576"},
+        {"--f16-tflops many", "number"},
+        {"--gpu 5060_Ti", "5060 Ti 8GB, "},
         {"--gpu Voodoo2", "H200"},
         {"--gpu", "name"},
         {"--gpu _", "24G"},
@@ -1167,18 +1394,35 @@ static void test_plan(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_params),         cmocka_unit_test(test_activations),
-        cmocka_unit_test(test_equal),          cmocka_unit_test(test_training),
-        cmocka_unit_test(test_adapters),       cmocka_unit_test(test_advice),
-        cmocka_unit_test(test_largest_batch),  cmocka_unit_test(test_json),
-        cmocka_unit_test(test_many_groups),    cmocka_unit_test(test_json_text),
-        cmocka_unit_test(test_sweep),          cmocka_unit_test(test_sweep_is_monotone),
-        cmocka_unit_test(test_text),           cmocka_unit_test(test_plan),
-        cmocka_unit_test(test_largest_values), cmocka_unit_test(test_typed_in_again),
-        cmocka_unit_test(test_forgiving),      cmocka_unit_test(test_speeds),
-        cmocka_unit_test(test_config),         cmocka_unit_test(test_long_path),
-        cmocka_unit_test(test_wrong_config),   cmocka_unit_test(test_mistakes),
-        cmocka_unit_test(test_extremes),       cmocka_unit_test(test_offloading),
+        cmocka_unit_test(test_params),
+        cmocka_unit_test(test_activations),
+        cmocka_unit_test(test_formats),
+        cmocka_unit_test(test_half_activations),
+        cmocka_unit_test(test_tokens),
+        cmocka_unit_test(test_formats_said),
+        cmocka_unit_test(test_half_plans),
+        cmocka_unit_test(test_equal),
+        cmocka_unit_test(test_training),
+        cmocka_unit_test(test_adapters),
+        cmocka_unit_test(test_advice),
+        cmocka_unit_test(test_largest_batch),
+        cmocka_unit_test(test_json),
+        cmocka_unit_test(test_many_groups),
+        cmocka_unit_test(test_json_text),
+        cmocka_unit_test(test_sweep),
+        cmocka_unit_test(test_sweep_is_monotone),
+        cmocka_unit_test(test_text),
+        cmocka_unit_test(test_plan),
+        cmocka_unit_test(test_largest_values),
+        cmocka_unit_test(test_typed_in_again),
+        cmocka_unit_test(test_forgiving),
+        cmocka_unit_test(test_speeds),
+        cmocka_unit_test(test_config),
+        cmocka_unit_test(test_long_path),
+        cmocka_unit_test(test_wrong_config),
+        cmocka_unit_test(test_mistakes),
+        cmocka_unit_test(test_extremes),
+        cmocka_unit_test(test_offloading),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
