@@ -728,9 +728,7 @@ typedef struct ms_backend {
 
 typedef enum ms_switch { MS_SWITCH_DEFAULT, MS_SWITCH_ON, MS_SWITCH_OFF } ms_switch;
 
-/* What a plan can do to a layer or a tensor; see ms_set_layer_technique. This version does not have
-   TILING. Modes, switches and explained plans know it, but no plan uses it, and ms_wrap refuses
-   (UNSUPPORTED) to switch it ON. */
+/* What a plan can do to a layer or a tensor; see ms_set_layer_technique. */
 typedef enum ms_technique {
     MS_TECHNIQUE_CHECKPOINTING,   // outputs and saved tensors: dropped and recomputed
     MS_TECHNIQUE_EARLY_UPDATE,    // params: updated inside backward
@@ -1057,6 +1055,11 @@ typedef struct ms_decision {
     /* Bytes of the layer's outputs and saved tensors that are there from forward to backward,
        whatever the technique. */
     uint64_t kept_bytes;
+    /* Of TILING that is applied: the group of layers that run on a tile, one after the other; how
+       many tiles there are, and the rows of each but the last, as the layer counts its own. */
+    ms_layer group_first, group_last;
+    uint32_t tile_count;
+    uint64_t tile_rows;
     /* Where successive blocks of layers are alike (in the decisions and bytes of each layer, in its
        name except for the numbers, and roughly in its times), the layers of the first block stand
        for those of all: how many layers this one stands for, itself included, and the last of them.
@@ -1255,7 +1258,7 @@ typedef struct ms_event_operand {
     bool is_borrowed; // the trainer's own memory (ms_borrow)
     /* Only a part of the value: `bytes` bytes from byte `begin` of it on, which lie at `offset`. A
        landing buffer of the arena holds no more than the part. */
-    bool is_part;
+    bool is_part; // also the rows of a tile
     uint64_t begin;
     ms_state_format format; // of optimizer state, whole or in part; otherwise F32
     ms_dtype dtype;         // of any other value, as this instruction has it; of scratch memory U8
@@ -1286,6 +1289,9 @@ typedef struct ms_event {
     /* An instruction that works on a part of its tensor alone: part 0 to part_count - 1; otherwise
        part_count is 0. Parts are equal and whole multiples of 64 bytes, except the last. */
     uint32_t part, part_count;
+    /* An instruction for a tile: its rows, of row_total in its group of layers; see TILING.
+       Otherwise all are 0. A tile at the end of a group may have no rows. */
+    uint64_t row_begin, row_count, row_total;
     /* Copies on streams of their own. A copy with `follows` waits for all that was enqueued on the
        compute stream before it; one without waits for the copies before it on its stream alone.
        `signal` of a copy is a number that it records when it is done, or UINT32_MAX if no WAIT is
@@ -1663,9 +1669,6 @@ MEMSCALE_API const char *ms_mode_name(ms_mode mode);
 MEMSCALE_API const char *ms_technique_name(ms_technique technique);
 MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source);
 MEMSCALE_API const char *ms_time_source_name(ms_time_source source);
-
-/* Whether this version has the technique; false out of range. */
-MEMSCALE_API bool ms_technique_is_built(ms_technique technique);
 
 /* The rules in the order in which they are tried (the first that holds explains a decision); NULL
    after the last. */
@@ -3678,21 +3681,21 @@ static const char *msi_phase_name(ms_phase phase) {
 
 /* What differs between techniques, in the order of ms_technique: the switch in ms_config; the name;
    the tensors that it can be set on, as a mask of kinds and in words; the modes in which plans may
-   use it while its switch is at DEFAULT; and whether this version implements it. */
+   use it while its switch is at DEFAULT. */
 #define MSI_TECHNIQUES(X)                                                                          \
     X(MS_TECHNIQUE_CHECKPOINTING, checkpointing, "checkpointing", MSI_MADE_KINDS,                  \
-      "an activation or a saved tensor: only these are recomputed", MSI_FROM_CONSERVATIVE, true)   \
+      "an activation or a saved tensor: only these are recomputed", MSI_FROM_CONSERVATIVE)         \
     X(MS_TECHNIQUE_EARLY_UPDATE, early_update, "early update", MSI_PARAM_KIND,                     \
-      "a param: only params are updated", MSI_FROM_CONSERVATIVE, true)                             \
+      "a param: only params are updated", MSI_FROM_CONSERVATIVE)                                   \
     X(MS_TECHNIQUE_OFFLOADING, offloading, "offloading", MSI_MADE_KINDS | MSI_PARAM_KIND,          \
-      "a param, an activation or a saved tensor", MSI_FROM_BALANCED, true)                         \
+      "a param, an activation or a saved tensor", MSI_FROM_BALANCED)                               \
     X(MS_TECHNIQUE_TILING, tiling, "tiling", MSI_MADE_KINDS, "an activation or a saved tensor",    \
-      MSI_FROM_AGGRESSIVE, true)                                                                   \
+      MSI_FROM_AGGRESSIVE)                                                                         \
     X(MS_TECHNIQUE_MIXED_PRECISION, mixed_precision, "mixed precision",                            \
       MSI_MADE_KINDS | MSI_PARAM_KIND, "a param, an activation or a saved tensor",                 \
-      MSI_FROM_AGGRESSIVE, true)                                                                   \
+      MSI_FROM_AGGRESSIVE)                                                                         \
     X(MS_TECHNIQUE_OPTIMIZER_8BIT, optimizer_8bit, "8-bit optimizer", MSI_PARAM_KIND,              \
-      "a param: only params have optimizer state", MSI_FROM_AGGRESSIVE, true)
+      "a param: only params have optimizer state", MSI_FROM_AGGRESSIVE)
 
 enum {
     MSI_MADE_KINDS = 1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED,
@@ -3719,7 +3722,7 @@ typedef struct msi_technique {
 } msi_technique;
 
 static const msi_technique msi_techniques[MS_TECHNIQUE_COUNT] = {
-#define MSI_X(technique, field, name, kinds, needed, modes, built) {name, needed, kinds, modes},
+#define MSI_X(technique, field, name, kinds, needed, modes) {name, needed, kinds, modes},
     MSI_TECHNIQUES(MSI_X)
 #undef MSI_X
 };
@@ -3732,17 +3735,12 @@ static const msi_technique msi_techniques[MS_TECHNIQUE_COUNT] = {
 #define MSI_8BIT          (1u << MS_TECHNIQUE_OPTIMIZER_8BIT)
 #define MSI_ANY           ((1u << MS_TECHNIQUE_COUNT) - 1)
 
-/* The techniques that this version implements. */
-#define MSI_X(technique, field, name, kinds, needed, modes, built) | (built ? 1 << technique : 0)
-enum { MSI_BUILT = 0 MSI_TECHNIQUES(MSI_X) };
-#undef MSI_X
-
-#define MSI_X(technique, field, name, kinds, needed, modes, built) #field,
+#define MSI_X(technique, field, name, kinds, needed, modes) #field,
 static const char *const msi_switch_names[] = {MSI_TECHNIQUES(MSI_X)};
 #undef MSI_X
 
 static ms_switch msi_switch_of(const ms_config *c, ms_technique technique) {
-#define MSI_X(technique, field, name, kinds, needed, modes, built) c->field,
+#define MSI_X(technique, field, name, kinds, needed, modes) c->field,
     const ms_switch all[] = {MSI_TECHNIQUES(MSI_X)};
 #undef MSI_X
     return all[technique];
@@ -9590,7 +9588,7 @@ static uint32_t msi_allowed(const ms_model *m, ms_mode mode) {
                                    !(t == MS_TECHNIQUE_MIXED_PRECISION && !msi_has_half(m)));
         mask |= (uint32_t)may << t;
     }
-    return mask & MSI_BUILT & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u) &
+    return mask & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u) &
            ~(msi_half_fault(m) ? MSI_MIXED : 0u);
 }
 
@@ -9613,32 +9611,6 @@ static msi_choice msi_config_choice(const ms_model *m) {
     }
     choice.source = said ? MS_DECISION_SOURCE_USER_CONFIG : MS_DECISION_SOURCE_RULE;
     return choice;
-}
-
-/* An error if the user asks for a technique that this version does not have. */
-static ms_result msi_check_built(ms_model *m) {
-    const msi_graph *g = &m->graph;
-    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        if (MSI_BUILT >> k & 1) {
-            continue;
-        }
-        const char *name = msi_techniques[k].name;
-        if (msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_ON) {
-            return msi_fail(
-                m, MS_RESULT_UNSUPPORTED,
-                "%s is switched ON, but this version does not have it: set it to DEFAULT or OFF",
-                name);
-        }
-        for (uint32_t t = 0; t < g->tensors.count; t++) {
-            if (g->tensors.items[t].technique[k] == MS_SWITCH_ON) {
-                return msi_fail(m, MS_RESULT_UNSUPPORTED,
-                                "%s is forced on \"%s\", but this version does not have it: leave "
-                                "it to the plan",
-                                name, msi_tensor_name(&m->graph, t));
-            }
-        }
-    }
-    return MS_RESULT_OK;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -19019,7 +18991,7 @@ static void msi_add_cures(msi_text *to) {
         const bool off = msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_OFF;
         const bool cure = off && !(early && k == MS_TECHNIQUE_EARLY_UPDATE) &&
                           !(k == MS_TECHNIQUE_OFFLOADING && msi_shares_memory(m));
-        added |= cure ? MSI_BUILT & ~allowed & 1u << k : 0u;
+        added |= cure ? ~allowed & 1u << k : 0u;
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const uint8_t *is = g->tensors.items[t].technique;
@@ -19205,7 +19177,6 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
 static ms_result msi_check_all(ms_model *m, msi_goal goal) {
     ms_result result = goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_check_hardware(m);
     MSI_THEN(result, msi_check_graph(m, goal));
-    MSI_THEN(result, goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_check_built(m));
     MSI_THEN(result, msi_check_times(m));
     MSI_THEN(result, goal == MSI_GOAL_BUDGET ? msi_check_budget(m) : MS_RESULT_OK);
     return result;
@@ -19285,7 +19256,6 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     X(BEYOND_MODE)                                                                                 \
     X(SHARED_MEMORY)                                                                               \
     X(NOT_NATIVE)                                                                                  \
-    X(NOT_BUILT)                                                                                   \
     X(PLAIN_FITS)                                                                                  \
     X(UNREAD)                                                                                      \
     X(RUNS_ONCE)                                                                                   \
@@ -19310,7 +19280,8 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     X(VECTOR)                                                                                      \
     X(LOOKED_UP)                                                                                   \
     X(NOT_ACCEPTED)                                                                                \
-    X(STAYS_F32)
+    X(STAYS_F32)                                                                                   \
+    X(NO_ROWS)
 
 #define MSI_X(fact) MSI_FACT_##fact,
 enum { MSI_FACTS(MSI_X) MSI_FACT_COUNT };
@@ -19357,6 +19328,9 @@ static const msi_rule msi_rules[] = {
              "it rounds"),
     MSI_RULE(MSI_MIXED, MSI_FACT(APPLIED), "16-bit", "without it the arena would exceed the budget",
              "values in 16 bits take half of the memory and of the traffic; they round"),
+    MSI_RULE(MSI_TILING, MSI_FACT(APPLIED), "tile", "without it the arena would exceed the budget",
+             "what the layers of a group hand to each other has memory for the rows of a tile "
+             "alone; sums over rows are grouped otherwise, and so rounded otherwise"),
     MSI_RULE(MSI_ANY, MSI_FACT(DETACHED), "detached", "the model is detached",
              "the plain plan uses nothing, whatever is forced"),
     MSI_RULE(MSI_ANY, MSI_FACT(FORBIDDEN), "forbidden",
@@ -19374,8 +19348,6 @@ static const msi_rule msi_rules[] = {
     MSI_RULE(MSI_MIXED, MSI_FACT(NOT_NATIVE), "not-native",
              "the device does not say that it computes in BF16 or FP16, and the switch is not ON",
              "arithmetic that is emulated is slower"),
-    MSI_RULE(MSI_ANY, MSI_FACT(NOT_BUILT), "not-built", "this version does not have it",
-             "it has its place in modes and switches, and no plan uses it yet"),
     MSI_RULE(MSI_ANY, MSI_FACT(PLAIN_FITS), "smart-skip", "the plain arena is within the budget",
              "nothing has to be done, so nothing is"),
     MSI_RULE(MSI_CHECKPOINTING | MSI_OFFLOADING, MSI_FACT(UNREAD), "unread",
@@ -19430,6 +19402,9 @@ static const msi_rule msi_rules[] = {
         "what matters most is the loss, on the host, borrowed, frozen with master_weights, not "
         "created as F32, or to stay F32 by the dtypes of a layer",
         "losses and statistics lose too much by rounding"),
+    MSI_RULE(MSI_TILING, MSI_FACT(NO_ROWS), "no-rows",
+             "ms_layer_desc.tile is not set, or the rows of the layer belong together",
+             "rows of which nothing is said may depend on each other"),
     MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(LATE), "late",
              "the plan may update inside backward, and its arena is no larger if this update waits",
              "an update right after the backward of its layer can be slow"),
@@ -19463,7 +19438,8 @@ typedef struct msi_review {
     const ms_model *model;
     const msi_store *store;
     const msi_plan *plan;
-    double *again_us;  // per layer: the time of its recomputations
+    double *again_us;  // per layer: the time of its recomputations, those of tiles apart
+    double *tile_us;   // per layer: by how much longer it takes in tiles, recomputation included
     double *wait_us;   // per tensor: how long computing waits for its copies, or its update more
     double *start_us;  // per instruction
     uint32_t *forward; // per layer: its instruction in forward
@@ -19475,7 +19451,7 @@ typedef struct msi_review {
 } msi_review;
 
 static uint64_t msi_review_bytes(const msi_graph *g, const msi_plan *plan) {
-    return g->layers.count * (uint64_t)(sizeof(double) + 2 * sizeof(uint32_t)) +
+    return g->layers.count * (uint64_t)(2 * sizeof(double) + 2 * sizeof(uint32_t)) +
            g->tensors.count * (uint64_t)(sizeof(double) + 2 * sizeof(uint32_t) + 1) +
            plan->train.instructions.count * (uint64_t)sizeof(double);
 }
@@ -19542,6 +19518,17 @@ static void msi_review_params(msi_review *r) {
     }
 }
 
+/* By how much a call for a tile makes a step longer: all of it, if it runs again; otherwise by what it
+   takes beyond its part of a call for all rows. */
+static double msi_tile_cost_us(const msi_review *r, const msi_instruction *i) {
+    const msi_layer *l = &r->model->graph.layers.items[i->target];
+    const bool half = msi_is_half((ms_state_format)i->format);
+    const ms_layer_time *time = half ? &l->half : &l->time;
+    const double us = msi_duration_us(&r->model->graph, &r->model->costs, &r->plan->train, i);
+    const double whole = i->op == MSI_OP_BACKWARD ? time->backward_us : time->forward_us;
+    return msi_is_again((msi_op)i->op) ? us : us - whole * msi_row_share(i);
+}
+
 static bool msi_review_init(msi_review *r, const ms_model *m, const msi_store *store,
                             const msi_plan *plan) {
     const msi_graph *g = &m->graph;
@@ -19554,7 +19541,8 @@ static bool msi_review_init(msi_review *r, const ms_model *m, const msi_store *s
     if (!r->again_us) {
         return false;
     }
-    r->wait_us = r->again_us + g->layers.count;
+    r->tile_us = r->again_us + g->layers.count;
+    r->wait_us = r->tile_us + g->layers.count;
     r->start_us = r->wait_us + g->tensors.count;
     r->forward = (uint32_t *)(void *)(r->start_us + p->instructions.count);
     r->again = r->forward + g->layers.count;
@@ -19564,9 +19552,12 @@ static bool msi_review_init(msi_review *r, const ms_model *m, const msi_store *s
     msi_review_params(r);
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
+        if (i->rows.of > 0 && msi_calls_layer((msi_op)i->op)) {
+            r->tile_us[i->target] += msi_tile_cost_us(r, i);
+        }
         if (i->op == MSI_OP_FORWARD) {
             r->forward[i->target] = now;
-        } else if (msi_is_again((msi_op)i->op)) {
+        } else if (msi_is_again((msi_op)i->op) && i->rows.of == 0) {
             r->again[i->target]++;
             r->again_us[i->target] += msi_again_us(&g->layers.items[i->target], (msi_op)i->op);
         } else if (i->op == MSI_OP_UPDATE) {
@@ -19587,13 +19578,40 @@ static bool msi_tells_of(const msi_review *r, uint32_t layer, uint32_t tensor) {
     return r->model->graph.tensors.items[tensor].kind != MSI_KIND_PARAM || r->user[tensor] == layer;
 }
 
+/* The live range in which a value is made in forward, or NULL. */
+static const msi_range *msi_forward_range(const msi_review *r, uint32_t tensor) {
+    const msi_program *p = &r->plan->train;
+    const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
+    const msi_instruction *i = &p->instructions.items[r->forward[producer]];
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const uint32_t index = p->operands.items[i->operand_first + k].range;
+        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        if (range && range->tensor == tensor && range->role == MSI_ROLE_VALUE) {
+            return range;
+        }
+    }
+    return NULL;
+}
+
+/* Whether a value exists for one tile at a time alone. */
+static bool msi_is_at_tile_size(const msi_review *r, uint32_t tensor) {
+    const msi_range *range = msi_forward_range(r, tensor);
+    return range && range->is_tile;
+}
+
+/* Whether a layer is computed in tiles. */
+static bool msi_is_in_tiles(const msi_review *r, uint32_t layer) {
+    return msi_tiles_of(&r->model->graph, r->plan->decisions, layer) > 0;
+}
+
 /* Whether a technique is applied to a tensor, at this layer. */
 static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique technique,
                            uint32_t tensor) {
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
     switch (technique) {
     case MS_TECHNIQUE_CHECKPOINTING:
-        return r->plan->decisions[tensor].pass > 0 && t->last_reader != MSI_NONE;
+        return r->plan->decisions[tensor].pass > 0 && t->last_reader != MSI_NONE &&
+               !msi_is_at_tile_size(r, tensor);
     case MS_TECHNIQUE_EARLY_UPDATE:
         return r->update[tensor] < r->plan->train.backward_end && t->last_gradient == layer;
     case MS_TECHNIQUE_OFFLOADING:
@@ -19603,10 +19621,7 @@ static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique tec
     case MS_TECHNIQUE_MIXED_PRECISION:
         return r->plan->decisions[tensor].format != MS_STATE_FORMAT_F32;
     case MS_TECHNIQUE_TILING:
-        return r->plan
-                   ->decisions[msi_first_output(&r->model->graph,
-                                                &r->model->graph.layers.items[layer])]
-                   .tiles > 0;
+        return msi_is_in_tiles(r, layer);
     case MS_TECHNIQUE_COUNT:
         break;
     }
@@ -19631,26 +19646,12 @@ static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique techni
         return msi_tells_of(r, layer, tensor);
     case MS_TECHNIQUE_MIXED_PRECISION:
         return t->kind != MSI_KIND_PARAM;
-    case MS_TECHNIQUE_TILING: // not built
+    case MS_TECHNIQUE_TILING:
+        return t->kind == MSI_KIND_ACTIVATION;
     case MS_TECHNIQUE_COUNT:
         break;
     }
     return true;
-}
-
-/* The live range in which a value is made in forward, or NULL. */
-static const msi_range *msi_forward_range(const msi_review *r, uint32_t tensor) {
-    const msi_program *p = &r->plan->train;
-    const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
-    const msi_instruction *i = &p->instructions.items[r->forward[producer]];
-    for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t index = p->operands.items[i->operand_first + k].range;
-        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
-        if (range && range->tensor == tensor && range->role == MSI_ROLE_VALUE) {
-            return range;
-        }
-    }
-    return NULL;
 }
 
 /* Whether layers run while a value lies idle between its last use in forward and its first in
@@ -19685,7 +19686,6 @@ static uint64_t msi_common_facts(const msi_review *r, ms_technique technique) {
            msi_fact(MSI_FACT(BEYOND_MODE), beyond) |
            msi_fact(MSI_FACT(SHARED_MEMORY), is != MS_SWITCH_ON && msi_shares_memory(m)) |
            msi_fact(MSI_FACT(NOT_NATIVE), is != MS_SWITCH_ON && !msi_has_half(m)) |
-           msi_fact(MSI_FACT(NOT_BUILT), !(MSI_BUILT >> technique & 1)) |
            msi_fact(MSI_FACT(PLAIN_FITS), plain_fits);
 }
 
@@ -19772,6 +19772,8 @@ static uint64_t msi_offloading_facts(const msi_review *r, uint32_t layer, uint32
     }
     const msi_tensor *t = &g->tensors.items[tensor];
     const bool made = t->kind != MSI_KIND_PARAM;
+    const bool again =
+        r->plan->decisions[tensor].pass > 0 && !(made && msi_is_at_tile_size(r, tensor));
     const double in_us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, t->bytes);
     const double out_us = msi_copy_us(costs, MS_STREAM_TO_HOST, t->bytes);
     const msi_range *range = made ? msi_forward_range(r, tensor) : NULL;
@@ -19790,9 +19792,8 @@ static uint64_t msi_offloading_facts(const msi_review *r, uint32_t layer, uint32
                                ? p->link_us[MS_STREAM_TO_DEVICE]
                                : p->link_us[MS_STREAM_TO_HOST];
     return msi_fact(MSI_FACT(OUTPUT), t->is_output || tensor == g->loss) |
-           msi_fact(MSI_FACT(RECOMPUTED), r->plan->decisions[tensor].pass > 0) |
-           msi_fact(MSI_FACT(NOT_IDLE),
-                    made && r->plan->decisions[tensor].pass == 0 && !msi_lies_idle(r, tensor)) |
+           msi_fact(MSI_FACT(RECOMPUTED), again) |
+           msi_fact(MSI_FACT(NOT_IDLE), made && !again && !msi_lies_idle(r, tensor)) |
            msi_fact(MSI_FACT(SHARED_PARAM), !msi_tells_of(r, layer, tensor)) |
            msi_fact(MSI_FACT(BORROWED), !made && bytes == 0) |
            msi_fact(MSI_FACT(TOO_SMALL), in_us < 2.0 * costs->hardware.launch_us) |
@@ -19843,6 +19844,27 @@ static uint64_t msi_bytes_of_half(const msi_graph *g, uint32_t t) {
                      msi_align(msi_value_bytes(tensor, MS_STATE_FORMAT_BF16));
 }
 
+/* The facts about the tiles of a layer; sets what the decision says about them. */
+static uint64_t msi_tiling_facts(const msi_review *r, uint32_t layer, ms_decision *d) {
+    const msi_graph *g = &r->model->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    const uint64_t unit = msi_tile_unit(g, l), rows = msi_layer_rows(g, l, false);
+    uint32_t first = layer;
+    if (!msi_is_in_tiles(r, layer)) {
+        return msi_fact(MSI_FACT(NO_ROWS), unit == 0 || unit == rows);
+    }
+    while (!r->plan->decisions[msi_first_output(g, &g->layers.items[first])].begins_group) {
+        first--;
+    }
+    const msi_tiling group = msi_group_at(g, r->plan->decisions, first);
+    d->group_first = msi_layer_handle(g, group.first);
+    d->group_last = msi_layer_handle(g, group.end - 1);
+    d->tile_count = (group.rows + group.tile_rows - 1) / group.tile_rows;
+    d->tile_rows = msi_scale_rows(rows, group.tile_rows, group.rows);
+    d->added_us = r->tile_us[layer] > 0.0 ? r->tile_us[layer] : 0.0;
+    return 0;
+}
+
 static const ms_rule *msi_find_rule(ms_technique technique, uint64_t facts) {
     uint32_t k = 0;
     while (!(msi_rules[k].techniques >> technique & 1) ||
@@ -19891,14 +19913,24 @@ static void msi_add_refused(const msi_review *r, uint32_t layer, uint32_t tensor
     }
 }
 
+/* Bytes that a value takes less, since it has the rows of a tile alone. */
+static uint64_t msi_bytes_of_tiles(const msi_review *r, uint32_t tensor) {
+    const msi_range *range = msi_forward_range(r, tensor);
+    const msi_tensor *t = &r->model->graph.tensors.items[tensor];
+    return range && range->is_tile ? msi_align(msi_value_bytes(t, (ms_state_format)range->format)) -
+                                         msi_align(range->bytes)
+                                   : 0;
+}
+
 /* Adds what is not held because a technique is applied to a tensor. */
 static void msi_add_spared(const msi_review *r, uint32_t tensor, ms_decision *d) {
     const msi_graph *g = &r->model->graph;
     const bool codes = d->technique == MS_TECHNIQUE_OPTIMIZER_8BIT;
-    const uint64_t bytes = codes ? msi_bytes_of_codes(r, tensor)
-                           : d->technique == MS_TECHNIQUE_MIXED_PRECISION
-                               ? msi_bytes_of_half(g, tensor)
-                               : msi_align(g->tensors.items[tensor].bytes);
+    const uint64_t bytes =
+        codes                                          ? msi_bytes_of_codes(r, tensor)
+        : d->technique == MS_TECHNIQUE_MIXED_PRECISION ? msi_bytes_of_half(g, tensor)
+        : d->technique == MS_TECHNIQUE_TILING          ? msi_bytes_of_tiles(r, tensor)
+                                                       : msi_align(g->tensors.items[tensor].bytes);
     if (d->technique != MS_TECHNIQUE_OFFLOADING) {
         const msi_role role = codes                                       ? MSI_ROLE_STATE0
                               : d->technique == MS_TECHNIQUE_EARLY_UPDATE ? MSI_ROLE_GRADIENT
@@ -20010,7 +20042,9 @@ static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_techniqu
     case MS_TECHNIQUE_MIXED_PRECISION:
         facts |= msi_half_facts(r, left);
         break;
-    case MS_TECHNIQUE_TILING: // not built
+    case MS_TECHNIQUE_TILING:
+        facts |= msi_tiling_facts(r, layer, &d);
+        break;
     case MS_TECHNIQUE_COUNT:
         break;
     }
@@ -20052,7 +20086,7 @@ static msi_alike msi_alike_of(const msi_review *r, uint32_t layer) {
         const ms_decision d = msi_decision(r, layer, (ms_technique)k);
         row.key = msi_mix_name(msi_mix_in(row.key, d.is_applied), d.rule->id);
         row.key = msi_mix_in(msi_mix_in(row.key, d.saved_bytes), d.refused_bytes);
-        row.key = msi_mix_in(row.key, d.kept_bytes);
+        row.key = msi_mix_in(msi_mix_in(row.key, d.kept_bytes), d.tile_count);
         row.us += k == MS_TECHNIQUE_OFFLOADING ? 0.0 : d.added_us + d.refused_us;
     }
     return row;
@@ -25165,6 +25199,22 @@ static msi_role msi_public_role(const msi_range *range) {
                                                 : (msi_role)range->role;
 }
 
+/* Whether an instruction for a tile works on the rows of an operand alone. */
+static bool msi_is_operand_cut(const msi_graph *g, const msi_program *p, const msi_instruction *i,
+                               uint32_t k) {
+    const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + k].range];
+    uint32_t slot;
+    if (i->rows.of == 0 || range->role >= MSI_ROLE_WORKSPACE) {
+        return false;
+    }
+    if (!msi_calls_layer((msi_op)i->op)) {
+        return range->is_tile || g->tensors.items[range->tensor].kind != MSI_KIND_PARAM;
+    }
+    const msi_layer *l = &g->layers.items[i->target];
+    const int group = msi_operand_group(l, i, k, &slot);
+    return msi_is_by_rows(l, group, slot);
+}
+
 /* Operand k of the present instruction, as an event has it. */
 static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k, bool whole) {
     const msi_program *p = w->program;
@@ -25197,6 +25247,14 @@ static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k, bool wh
         o.begin = part.begin;
         o.bytes = part.count;
         o.offset += range->part > 0 || o.is_borrowed ? 0 : part.begin;
+    }
+    if (!whole && msi_is_operand_cut(&w->model->graph, p, i, k)) {
+        const msi_tensor *t = &w->model->graph.tensors.items[range->tensor];
+        const uint64_t all = msi_value_bytes(t, (ms_state_format)range->format);
+        o.is_part = true;
+        o.begin = msi_scale_rows(all, i->rows.begin, i->rows.of);
+        o.bytes = msi_scale_rows(all, i->rows.count, i->rows.of);
+        o.offset += range->is_tile || o.is_borrowed ? 0 : o.begin;
     }
     o.is_new = !fixed && range->first == w->now;
     o.accumulate = operand->accumulate;
@@ -25275,6 +25333,9 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     event.by_forward = i->op == MSI_OP_REPEAT && !drops;
     event.part = drops ? 0 : i->part;
     event.part_count = drops ? 0 : i->part_count;
+    event.row_begin = drops ? 0 : i->rows.begin;
+    event.row_count = drops ? 0 : i->rows.count;
+    event.row_total = drops ? 0 : i->rows.of;
     event.follows = i->follows && !drops;
     event.signal = drops || i->event == MSI_NO_EVENT ? UINT32_MAX : i->event;
     if (w->program->is_measured) {
@@ -25996,10 +26057,6 @@ MEMSCALE_API uint32_t ms_layer_index(const ms_model *model, ms_layer layer) {
     return model ? msi_layer_index(&model->graph, layer) : UINT32_MAX;
 }
 
-MEMSCALE_API bool ms_technique_is_built(ms_technique technique) {
-    return (unsigned)technique < MS_TECHNIQUE_COUNT && (MSI_BUILT >> technique & 1);
-}
-
 // ------------------------------------------------------------------------------------------------
 // >>listing  a plan and a program as text for people, made by public functions only
 
@@ -26110,13 +26167,10 @@ static void msi_print_techniques(const msi_printer *out, const msi_technique_tot
               "rule");
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         const msi_technique_total *t = &totals[k];
-        const bool said = strcmp(t->rule->id, "not-built") == 0;
-        msi_print(out, "%-16s %7u %14s %10s  %s%s\n", ms_technique_name((ms_technique)k),
+        msi_print(out, "%-16s %7u %14s %10s  %s\n", ms_technique_name((ms_technique)k),
                   (unsigned)t->layers, t->layers ? msi_signed_size(r->freed_bytes[k]).text : "-",
                   t->added_us > 0.0 ? msi_time(t->added_us).text : "-",
-                  t->differs ? "by layer" : t->rule->id,
-                  ms_technique_is_built((ms_technique)k) || said ? ""
-                                                                 : ", not built in this version");
+                  t->differs ? "by layer" : t->rule->id);
     }
     msi_print(out, "%-16s %7s %14s %10s  gaps, and what is reserved for larger sizes\n", "layout",
               "", msi_signed_size(r->layout_freed_bytes).text, "");
@@ -26344,7 +26398,7 @@ static bool msi_has_times(const msi_technique_total *total) {
     return total->added_us > 0.0 || total->refused_us > 0.0;
 }
 
-enum { MSI_MOVED_WIDTH = 6 };
+enum { MSI_MOVED_WIDTH = 6, MSI_TILED_WIDTH = 12 };
 
 /* What of a layer is moved, by letters. */
 static const char *msi_moved_letters(const ms_decision *d, char *text) {
@@ -26374,6 +26428,10 @@ static void msi_print_layer_head(msi_plan_listing *to) {
             "Offloading moves P: params, O: optimizer state, G: gradients, A: activations, S: "
             "saved tensors.\n");
     }
+    if (to->totals[MS_TECHNIQUE_TILING].layers > 0) {
+        msi_print(c->out, "Tiling has the number of tiles and the rows of each; ^: with the layers "
+                          "above, on each tile in turn.\n");
+    }
     if (!to->full) {
         msi_print(c->out,
                   "count: the number of layers that a line stands for, in blocks of layers that "
@@ -26390,6 +26448,7 @@ static void msi_print_layer_head(msi_plan_listing *to) {
             c->missing += 2;
             msi_print_column(c, 17, ms_technique_name((ms_technique)k));
             c->missing += k == MS_TECHNIQUE_OFFLOADING ? MSI_MOVED_WIDTH : 0;
+            c->missing += k == MS_TECHNIQUE_TILING ? MSI_TILED_WIDTH : 0;
             c->missing += msi_has_times(&to->totals[k]) ? 21 : 12;
         }
     }
@@ -26423,6 +26482,13 @@ static void msi_print_decision(const ms_decision *d, void *user) {
         if (d->technique == MS_TECHNIQUE_OFFLOADING) {
             char moved[MS_CATEGORY_COUNT + 1];
             msi_print_column(c, MSI_MOVED_WIDTH, msi_moved_letters(d, moved));
+        }
+        if (d->technique == MS_TECHNIQUE_TILING) {
+            char tiles[32];
+            const bool joins = d->group_first.id != d->layer.id;
+            msi_format(tiles, sizeof tiles, "%s%u x %llu", joins ? "^" : "",
+                       (unsigned)d->tile_count, (unsigned long long)d->tile_rows);
+            msi_print_column(c, MSI_TILED_WIDTH, d->is_applied ? tiles : "");
         }
         msi_print_column(c, 15, d->rule->id);
         msi_print_column(c, -12, bytes ? msi_size(bytes).text : "");
@@ -26511,6 +26577,10 @@ static void msi_print_order(const msi_printer *out, const ms_event *event) {
     const bool waits = event->kind == MS_EVENT_WAIT;
     if (event->part_count > 0) {
         msi_print(out, ", part %u of %u", (unsigned)event->part + 1, (unsigned)event->part_count);
+    }
+    if (event->row_total > 0) {
+        msi_print(out, ", rows %llu+%llu of %llu", (unsigned long long)event->row_begin,
+                  (unsigned long long)event->row_count, (unsigned long long)event->row_total);
     }
     if (event->follows) {
         msi_print(out, ", after what is computed");

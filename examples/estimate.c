@@ -1132,22 +1132,15 @@ static int print_followers(const findings *f, int first) {
 
 /* Says why the columns of some modes are equal. */
 static void print_same(const findings *f) {
-    uint32_t used = 0;
-    const char *before = "Not built yet: ";
+    bool any = false;
     for (int i = 0; i < MODES; i++) {
         const int count = print_followers(f, i);
-        used |= f->techniques[i];
         if (count > 0) {
             printf(" plan%s as %s does. ", count == 1 ? "s" : "", ms_mode_name(modes[i]));
         }
+        any |= count > 0;
     }
-    for (int t = 0; t < MS_TECHNIQUE_COUNT; t++) {
-        if (!(used >> t & 1) && !ms_technique_is_built((ms_technique)t)) {
-            printf("%s%s", before, ms_technique_name((ms_technique)t));
-            before = ", ";
-        }
-    }
-    printf("%s", *before == ',' ? ".\n" : "\n");
+    printf("%s", any ? "\n" : "");
 }
 
 static void print_model(const estimate *e, const findings *f) {

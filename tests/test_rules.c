@@ -449,7 +449,7 @@ static void rules_of_the_device(void **state) {
         t_ok(z.m, ms_wrap(z.m));
         expect_rule(z.m, z.act[2], MS_TECHNIQUE_OFFLOADING, devices[i].offloading);
         expect_rule(z.m, z.act[2], MS_TECHNIQUE_MIXED_PRECISION, devices[i].mixed);
-        expect_rule(z.m, z.act[2], MS_TECHNIQUE_TILING, "not-built");
+        expect_rule(z.m, z.act[2], MS_TECHNIQUE_TILING, "smart-skip");
         expect_rule(z.m, z.act[2], MS_TECHNIQUE_OPTIMIZER_8BIT, "smart-skip");
         ms_destroy(z.m);
     }
@@ -743,7 +743,7 @@ static void modes_allow_what_they_say(void **state) {
         {MS_MODE_CONSERVATIVE, {"smart-skip", "smart-skip", "mode", "mode", "mode", "mode"}},
         {MS_MODE_BALANCED, {"smart-skip", "smart-skip", "shared-memory", "mode", "mode", "mode"}},
         {MS_MODE_AGGRESSIVE,
-         {"smart-skip", "smart-skip", "shared-memory", "not-built", "not-native", "smart-skip"}}};
+         {"smart-skip", "smart-skip", "shared-memory", "smart-skip", "not-native", "smart-skip"}}};
     for (size_t i = 0; i < sizeof expected / sizeof *expected; ++i) {
         zoo z;
         ms_config config = zoo_config();
@@ -793,7 +793,8 @@ static void wrong_configs_are_refused(void **state) {
     }
 }
 
-static void what_is_not_built_is_refused_by_name(void **state) {
+/* Tiles cannot be forced on a layer that does not declare rows; a switch asks for what there is. */
+static void tiles_need_rows(void **state) {
     (void)state;
     const ms_technique technique = MS_TECHNIQUE_TILING;
     for (int how = 0; how < 3; ++how) {
@@ -806,18 +807,21 @@ static void what_is_not_built_is_refused_by_name(void **state) {
         } else if (how == 2) {
             ms_set_tensor_technique(z.m, z.hidden[2], technique, MS_SWITCH_ON);
         }
-        t_error(z.m, ms_wrap(z.m), MS_RESULT_UNSUPPORTED);
-        t_text_has(ms_last_error(z.m), "tiling");
-        t_text_has(ms_last_error(z.m), "this version does not have it");
-        uint64_t bytes;
-        t_error(z.m, ms_smallest_budget(z.m, &bytes), MS_RESULT_UNSUPPORTED);
-        if (how > 0) { // to forbid it is fine, and leaves nothing behind
-            t_text_has(ms_last_error(z.m), how == 2 ? "\"hidden\"" : "\"");
-            ms_set_layer_technique(z.m, z.linear[2], technique, MS_SWITCH_OFF);
-            ms_set_layer_technique(z.m, z.act[2], technique, MS_SWITCH_OFF);
-            t_ok(z.m, ms_wrap(z.m));
-            expect_rule(z.m, z.linear[2], technique, "forbidden");
+        if (how == 0) {
+            zoo_wrap(&z, 25);
+            expect_rule(z.m, z.linear[2], technique, "no-rows");
+            ms_destroy(z.m);
+            continue;
         }
+        t_error(z.m, ms_wrap(z.m), MS_RESULT_INVALID);
+        t_text_has(ms_last_error(z.m), "tiling is forced on");
+        t_text_has(ms_last_error(z.m), "does not declare rows");
+        uint64_t bytes;
+        t_error(z.m, ms_smallest_budget(z.m, &bytes), MS_RESULT_INVALID);
+        ms_set_layer_technique(z.m, z.linear[2], technique, MS_SWITCH_OFF);
+        ms_set_layer_technique(z.m, z.act[2], technique, MS_SWITCH_OFF);
+        t_ok(z.m, ms_wrap(z.m)); // to forbid it is fine, and leaves nothing behind
+        expect_rule(z.m, z.linear[2], technique, "forbidden");
         ms_destroy(z.m);
     }
 }
@@ -877,10 +881,6 @@ static void names_of_enums(void **state) {
     assert_string_equal(ms_technique_name(MS_TECHNIQUE_EARLY_UPDATE), "early update");
     assert_string_equal(ms_technique_name(MS_TECHNIQUE_OPTIMIZER_8BIT), "8-bit optimizer");
     assert_string_equal(ms_technique_name(MS_TECHNIQUE_COUNT), "?");
-    assert_true(ms_technique_is_built(MS_TECHNIQUE_CHECKPOINTING));
-    assert_true(ms_technique_is_built(MS_TECHNIQUE_EARLY_UPDATE));
-    assert_false(ms_technique_is_built(MS_TECHNIQUE_TILING));
-    assert_false(ms_technique_is_built(MS_TECHNIQUE_COUNT));
     assert_string_equal(ms_decision_source_name(MS_DECISION_SOURCE_RULE), "rule");
     assert_string_equal(ms_decision_source_name(MS_DECISION_SOURCE_USER_CONFIG), "user_config");
     assert_string_equal(ms_decision_source_name(MS_DECISION_SOURCE_POLICY), "policy");
@@ -1296,7 +1296,6 @@ static void the_listing_explains(void **state) {
         }
         assert_int_equal(lines, ZOO_LAYERS + 1);
         t_text_has(text.data, "mode BALANCED (rule), pressure ");
-        t_text_has(text.data, "not built in this version");
         free(text.data);
     }
     assert_int_equal(ms_visit_decisions(NULL, keep_decision, NULL), MS_RESULT_INVALID);
@@ -2352,6 +2351,7 @@ static void a_policy_chooses_the_mode(void **state) {
             const bool mixed = aggressive && z.m->costs.hardware.bf16;
             assert_int_equal(s->techniques,
                              1u << CHECKPOINTING | 1u << EARLY_UPDATE |
+                                 (uint32_t)aggressive << MS_TECHNIQUE_TILING |
                                  (uint32_t)mixed << MS_TECHNIQUE_MIXED_PRECISION |
                                  (uint32_t)aggressive << MS_TECHNIQUE_OPTIMIZER_8BIT);
             assert_true(s->fits && s->arena_bytes <= budget && s->step_us > 0.0);
@@ -2360,7 +2360,7 @@ static void a_policy_chooses_the_mode(void **state) {
         assert_true(chosen->arena_bytes == report.arena_bytes);
         assert_true(chosen->step_us >= report.step_us && chosen->step_us <= report.step_us);
         expect_rule(z.m, z.act[2], MS_TECHNIQUE_TILING,
-                    report.mode == MS_MODE_AGGRESSIVE ? "not-built" : "mode");
+                    report.mode == MS_MODE_AGGRESSIVE ? "no-rows" : "mode");
         assert_int_equal(t.info_policy, MS_MODE_COUNT + 1);
         t_text_has(t.all, ms_mode_name(report.mode));
     }
@@ -2541,7 +2541,7 @@ int main(void) {
                                        cmocka_unit_test(listings_show_what_is_moved),
                                        cmocka_unit_test(modes_allow_what_they_say),
                                        cmocka_unit_test(wrong_configs_are_refused),
-                                       cmocka_unit_test(what_is_not_built_is_refused_by_name),
+                                       cmocka_unit_test(tiles_need_rows),
                                        cmocka_unit_test(layers_of_f32_stay_so),
                                        cmocka_unit_test(techniques_have_their_tensors),
                                        cmocka_unit_test(names_of_enums),
