@@ -56,8 +56,8 @@
     activations, their gradients, weight matrices and embedding tables then have 16 bits. A kernel
     converts them as it reads them, and rounds its results once, to nearest even; to a gradient that
     accumulates it adds before that. Biases, params of normalizations, statistics and losses stay
-    F32. So do the gradients of params, except those of the weights of linear layers, if
-    nn_half_gradients allows it. Within a layer some values are rounded too: a product before its
+    F32. So do the gradients of params, except those of the weights of linear layers and of
+    embedding tables, if nn_half_gradients allows it. Within a layer some values are rounded too: a product before its
     bias is added (with CUDA; on the CPU it is the bias that is rounded); the probabilities of
     attention and their gradients, as operands of products; and, in convolution, the gradient of
     pixels that several bands of patches cover, once for each band.
@@ -214,8 +214,8 @@ NN_API ms_tensor nn_param(nn_net *net, const char *name, ms_shape shape, nn_init
                           float deviation);
 
 /* Whether layers that are registered from now on let the gradients of their weights be in 16 bits,
-   in steps that call them in 16 bits: those of linear layers, also within blocks. At first false.
-   All other gradients of params are F32. */
+   in steps that call them in 16 bits: those of linear layers, also within blocks, and embedding
+   tables. At first false. All other gradients of params are F32. */
 NN_API void nn_half_gradients(nn_net *net, bool allowed);
 
 /* Whether layers that are registered from now on are called in 16 bits in every plan except that of
@@ -1601,6 +1601,7 @@ NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, m
         nn_workspace(net->device->column_floats(nn_rows(nn_largest(net, out)), nn_last(out)));
     desc.flops = nn_elements(out) * ((positions.id != 0) + (segmented ? 2.0 : 1.0));
     desc.backward_flops = desc.flops;
+    desc.dtypes.half_gradients = net->half_gradients ? MS_ALL_SLOTS : 0;
     desc.tile.axes = 1; // the position of a token is that in its sequence
     return nn_register(net, &desc, out);
 }

@@ -426,21 +426,17 @@ NN_API int nn_embedding_backward_kernel(const ms_call *call, nn_dest dtable,
     if (dtable.data == NULL) {
         return 0;
     }
-    float *out = (float *)dtable.data;
     if (dtable.beta == 0.0f) {
-        memset(out, 0, (size_t)(lookup->entries * channels) * sizeof *out);
+        memset(dtable.data, 0, (size_t)(lookup->entries * channels) * nn_value_bytes(dtable.dtype));
     }
+    const nn_dest sum = nn_dest_of(nn_values_at(dtable), 1.0f);
     NN_PARALLEL(rows * channels)
     for (int64_t begin = 0; begin < channels; begin += NN_COLUMNS) {
         const int64_t width = nn_least(NN_COLUMNS, channels - begin);
         float room[NN_COLUMNS];
         for (int64_t r = 0; r < rows; r++) {
-            float *to = out + nn_lookup_entry(lookup, r) * channels + begin;
             const float *from = nn_read(dy, r * channels + begin, width, room);
-            NN_SIMD
-            for (int64_t c = 0; c < width; c++) {
-                to[c] += from[c];
-            }
+            nn_store(sum, nn_lookup_entry(lookup, r) * channels + begin, from, width);
         }
     }
     return 0;

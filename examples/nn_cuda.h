@@ -922,12 +922,29 @@ static int nn_cuda_embedding(const ms_call *call, nn_values y, const nn_lookup *
 
 /* Adds up the rows of dy that took the same entry of a table. */
 typedef struct nn_scatter {
-    float *out; // (entries, channels)
+    nn_values out; // (entries, channels)
     nn_values dy;
     const int32_t *index;
     int64_t rows, entries, channels, period;
     bool adds;
 } nn_scatter;
+
+template <typename T>
+__device__ __forceinline__ void nn_d_give_as(const nn_scatter &s, int64_t i, float sum) {
+    T *to = (T *)s.out.data + i;
+    nn_d_round(to, s.adds ? nn_d_sum(nn_d_float(*to), sum) : sum);
+}
+
+/* Stores a sum as element i of the table, or adds it. */
+__device__ __forceinline__ void nn_d_give(const nn_scatter &s, int64_t i, float sum) {
+    if (s.out.dtype == MS_DTYPE_F32) {
+        nn_d_give_as<float>(s, i, sum);
+    } else if (s.out.dtype == MS_DTYPE_BF16) {
+        nn_d_give_as<nn_bf16>(s, i, sum);
+    } else {
+        nn_d_give_as<nn_f16>(s, i, sum);
+    }
+}
 
 /* Writes to match, in order, which of the rows first ... first + NN_THREADS - 1 took this token,
    and returns how many did. */
@@ -996,8 +1013,7 @@ __device__ __forceinline__ void nn_d_scatter(const nn_scatter &s, int *match, un
     for (int k = 0; k < NN_SCATTER_WIDTH; k++) {
         const int64_t column = c + (int64_t)k * NN_THREADS;
         if (column < s.channels) {
-            float *to = s.out + token * s.channels + column;
-            *to = s.adds ? nn_d_sum(*to, sum[k]) : sum[k];
+            nn_d_give(s, token * s.channels + column, sum[k]);
         }
     }
 }
@@ -1028,7 +1044,7 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter_periodic(nn_sc
     for (int64_t r = i / s.channels; r < s.rows && i / s.channels < s.period; r += s.period) {
         sum += nn_d_float(((const T *)s.dy.data)[r * s.channels + i % s.channels]);
     }
-    s.out[i] = s.adds ? nn_d_sum(s.out[i], sum) : sum;
+    nn_d_give(s, i, sum);
 }
 
 template <typename T> static int nn_cuda_scatter_periodic_as(const ms_call *call, nn_scatter s) {
@@ -1061,7 +1077,7 @@ static int nn_cuda_embedding_backward(const ms_call *call, nn_dest dtable, const
     if (lookup->index != NULL && lookup->entries <= NN_FEW_ENTRIES) {
         return nn_cuda_scatter_few(call, dtable, lookup, dy, rows, channels, work);
     }
-    s.out = (float *)dtable.data;
+    s.out = nn_values_at(dtable);
     s.dy = dy;
     s.index = lookup->index;
     s.rows = rows;
@@ -1074,7 +1090,8 @@ static int nn_cuda_embedding_backward(const ms_call *call, nn_dest dtable, const
     }
     if (!s.adds) {
         result = nn_cuda_error(cudaMemsetAsync(
-            s.out, 0, (size_t)(s.entries * channels) * sizeof(float), (cudaStream_t)call->stream));
+            s.out.data, 0, (size_t)(s.entries * channels) * nn_value_bytes(s.out.dtype),
+            (cudaStream_t)call->stream));
     }
     const int64_t blocks = rows * nn_divide_up(channels, NN_SCATTER_COLUMNS);
     return nn_first(result, nn_launch(call, nn_grid_of(blocks, 1, NN_THREADS),
