@@ -48,9 +48,11 @@
     kernel. So each device gives the same bits again in another run and in a recomputation. The two
     devices differ from each other by rounding, but their dropout masks are equal. A block layer has
     the arithmetic of the operator layers, so without dropout both granularities give the same bits.
-    Dropout is applied to the embedding and to the two branches of each block, not to attention
-    probabilities. Sums over the images of a batch are in double; with CUDA, the values that are
-    added in double are sums of 4096 each.
+    Attention that saves its probabilities sums over all keys of a row at once, attention in tiles
+    over one tile after another, so these two differ by rounding. Dropout is applied to the
+    embedding and to the two branches of each block, not to attention probabilities. Sums over the
+    images of a batch are in double; with CUDA, the values that are added in double are sums of 4096
+    each.
 
     16 BITS. All layers can be called in BF16 and F16 (ms_layer_desc.dtypes). In memory,
     activations, their gradients, weight matrices and embedding tables then have 16 bits. A kernel
@@ -59,8 +61,9 @@
     F32. So do the gradients of params, except those of the weights of linear layers and of
     embedding tables, if nn_half_gradients allows it. Within a layer some values are rounded too: a product before its
     bias is added (with CUDA; on the CPU it is the bias that is rounded); the probabilities of
-    attention and their gradients, as operands of products; and, in convolution, the gradient of
-    pixels that several bands of patches cover, once for each band.
+    attention and their gradients, as operands of products; its output, which backward reads, if it
+    works in tiles; and, in convolution, the gradient of pixels that several bands of patches cover,
+    once for each band.
 
     FILES, each of which uses only what comes before it:
 
@@ -154,7 +157,7 @@ typedef struct nn_transformer_config {
     int64_t largest_batch, largest_sequence;
     float dropout; // 0: no dropout layers are registered
     nn_granularity granularity;
-    bool save_scores; // keep the attention probabilities for backward; else compute them again
+    bool save_scores; // keep the attention probabilities for backward; else compute them in tiles
     /* 0: none; else every linear layer of a block has an adapter of this rank, and all other params
        are frozen. Not with NN_BLOCKS. */
     int64_t adapter_rank;
@@ -274,9 +277,11 @@ NN_API ms_tensor nn_dropout(nn_net *net, const char *name, ms_tensor x, float pr
 
 /* Multi-head self-attention: qkv (B, T, 3C) holds queries, keys and values side by side; out is
    (B, T, C). softmax(Q K^T / sqrt(C / H)) V per head; causal: row t sees the keys 0 ... t.
-   save_scores keeps the probabilities (B, H, T, T) for backward; otherwise backward computes them
-   again, on the CPU 64 rows at a time, on the GPU some heads at a time. Vaswani et al., "Attention
-   Is All You Need", 2017, equation 1. */
+   save_scores keeps the probabilities (B, H, T, T) for backward. Otherwise they are computed in
+   tiles of some queries and some keys, and nothing grows with T * T: what is saved is the logarithm
+   of the sum of exponentials of each row, (B, H, T), and backward, which also reads out, computes
+   the tiles again. Vaswani et al., "Attention Is All You Need", 2017, equation 1; Dao et al.,
+   "FlashAttention", 2022, algorithms 1 and 4. */
 NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int64_t heads,
                               bool causal, bool save_scores);
 
@@ -669,6 +674,17 @@ NN_HD float nn_exp(float any) {
     return nn_is_nan(any) ? any : p * nn_of_bits((whole + 127u) << 23);
 }
 
+/* Of a row of scores whose largest is `most`, and whose sum of exponentials relative to it is
+   total: the logarithm of the sum of exponentials, and what makes the exponentials probabilities.
+   NaN if all scores are minus infinity. */
+NN_HD float nn_log_sum(float most, float total) {
+    return most > -FLT_MAX ? most + logf(total) : nn_nan();
+}
+
+NN_HD float nn_share(float most, float total) {
+    return most > -FLT_MAX ? 1.0f / total : nn_nan();
+}
+
 /* The tanh form is x * s(x), s the logistic function of 2 sqrt(2 / pi) (x + 0.044715 x^3). */
 NN_HD float nn_gelu_tanh_share(float x) {
     return 1.0f / (1.0f + nn_exp(-1.59576912f * (x + 0.044715f * x * x * x)));
@@ -787,10 +803,13 @@ NN_HD int64_t nn_largest_place(nn_values plane, const nn_window *w, int64_t y, i
    size is enough for all. */
 struct nn_device {
     const char *name;
-    bool skips_masked; // causal attention omits most of the products with keys that no query sees
+    /* Causal attention omits the products of so many queries at a time with the keys that none of
+       them sees; 0: it omits none */
+    int64_t (*attention_queries)(bool keeps_scores);
     int64_t (*column_floats)(int64_t rows, int64_t columns);  // embedding and linear, backward
     int64_t (*layernorm_floats)(int64_t rows, int64_t width); // backward
     int64_t (*attention_floats)(nn_attention_size n, bool backward);
+    int64_t (*tiled_attention_floats)(nn_attention_size n, bool backward);
     int64_t (*conv2d_floats)(const nn_window *w, int64_t out, bool backward);
     int64_t (*batch_norm_floats)(nn_planes n); // forward and backward
     /* y = x, or y += x: also the gradient of a sum or of another shape */
@@ -819,10 +838,18 @@ struct nn_device {
     int (*layernorm)(const ms_call *call, nn_values y, nn_values x, const nn_norm *n);
     int (*layernorm_backward)(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
                               nn_values dy, nn_values x, const nn_norm *n, float *work);
+    /* scores (B, H, T, T) keeps the probabilities for backward; in forward its data may be NULL */
     int (*attention)(const ms_call *call, nn_values out, nn_values scores, nn_values qkv,
                      float *work, nn_attention_size n);
     int (*attention_backward)(const ms_call *call, nn_dest dqkv, nn_values dout, nn_values scores,
                               nn_values qkv, float *work, nn_attention_size n);
+    /* The same without probabilities of whole rows. log_sums (B, H, T): the logarithm of the sum of
+       exponentials of each row; in forward its data may be NULL. dqkv is not qkv. */
+    int (*tiled_attention)(const ms_call *call, nn_values out, float *log_sums, nn_values qkv,
+                           float *work, nn_attention_size n);
+    int (*tiled_attention_backward)(const ms_call *call, nn_dest dqkv, nn_values dout,
+                                    nn_values out, const float *log_sums, nn_values qkv,
+                                    float *work, nn_attention_size n);
     int (*cross_entropy)(const ms_call *call, float *losses, float *stats, nn_values logits,
                          const int32_t *targets, int64_t rows, int64_t classes);
     int (*cross_entropy_backward)(const ms_call *call, nn_dest dlogits, const float *dlosses,
@@ -1330,23 +1357,37 @@ NN_API nn_attention_size nn_attention_size_of(ms_shape qkv, int64_t heads, bool 
     return n;
 }
 
-NN_API int nn_attention_forward(const ms_call *call) {
+NN_API nn_attention_size nn_attention_size_in(const ms_call *call) {
     const nn_options *options = nn_options_in(call);
-    const bool keeps = (options->flags & NN_SAVE_SCORES) != 0;
-    return nn_device_in(call)->attention(
-        call, nn_values_of(&call->out[0]), keeps ? nn_values_of(&call->saved[0]) : nn_f32(NULL),
-        nn_values_of(&call->in[0]), (float *)call->workspace,
-        nn_attention_size_of(call->in[0].shape, options->heads, (options->flags & NN_CAUSAL) != 0));
+    return nn_attention_size_of(call->in[0].shape, options->heads,
+                                (options->flags & NN_CAUSAL) != 0);
+}
+
+/* With NN_SAVE_SCORES. */
+NN_API int nn_attention_forward(const ms_call *call) {
+    return nn_device_in(call)->attention(call, nn_values_of(&call->out[0]),
+                                         nn_values_of(&call->saved[0]), nn_values_of(&call->in[0]),
+                                         (float *)call->workspace, nn_attention_size_in(call));
 }
 
 NN_API int nn_attention_backward(const ms_call *call) {
-    const nn_options *options = nn_options_in(call);
-    const bool keeps = (options->flags & NN_SAVE_SCORES) != 0;
     return nn_device_in(call)->attention_backward(
         call, nn_gradient_of(&call->grad_in[0]), nn_values_of(&call->grad_out[0]),
-        keeps ? nn_values_of(&call->saved[0]) : nn_f32(NULL), nn_values_of(&call->in[0]),
-        (float *)call->workspace,
-        nn_attention_size_of(call->in[0].shape, options->heads, (options->flags & NN_CAUSAL) != 0));
+        nn_values_of(&call->saved[0]), nn_values_of(&call->in[0]), (float *)call->workspace,
+        nn_attention_size_in(call));
+}
+
+NN_API int nn_tiled_attention_forward(const ms_call *call) {
+    return nn_device_in(call)->tiled_attention(
+        call, nn_values_of(&call->out[0]), nn_floats(&call->saved[0]), nn_values_of(&call->in[0]),
+        (float *)call->workspace, nn_attention_size_in(call));
+}
+
+NN_API int nn_tiled_attention_backward(const ms_call *call) {
+    return nn_device_in(call)->tiled_attention_backward(
+        call, nn_gradient_of(&call->grad_in[0]), nn_values_of(&call->grad_out[0]),
+        nn_values_of(&call->out[0]), nn_floats(&call->saved[0]), nn_values_of(&call->in[0]),
+        (float *)call->workspace, nn_attention_size_in(call));
 }
 
 NN_API int nn_cross_entropy_forward(const ms_call *call) {
@@ -1769,18 +1810,43 @@ NN_API ms_tensor nn_dropout(nn_net *net, const char *name, ms_tensor x, float pr
 }
 
 /* For each pair of a query and a key: two products in forward, four in backward and one more if the
-   probabilities are computed again, and the softmax. A device that skips masked keys works on bands
-   of NN_QUERIES queries, each with the keys up to its last query. */
+   probabilities are computed again, and the softmax. If some queries at a time omit the keys that
+   none of them sees, a query has pairs with the keys up to the last of these queries. On the CPU, a
+   backward of long sequences in 16 bits has two more products, which are not counted. */
 NN_API double nn_attention_flops(const nn_device *device, nn_attention_size n, bool keeps_scores,
                                  bool backward) {
     const double products = backward ? (keeps_scores ? 4.0 : 5.0) : 2.0;
     const double softmax = backward && keeps_scores ? 5.0 : backward ? 15.0 : 10.0;
+    const int64_t queries = device->attention_queries(keeps_scores);
     double keys = (double)n.sequence;
-    if (n.causal && device->skips_masked && n.sequence > NN_QUERIES) {
-        keys = 0.5 * (double)(n.sequence + NN_QUERIES);
+    if (n.causal && queries != 0 && n.sequence > queries) {
+        keys = 0.5 * (double)(n.sequence + queries);
     }
     return (double)(n.batch * n.heads * n.sequence) * keys *
            (2.0 * products * (double)n.size + softmax);
+}
+
+NN_API int64_t nn_attention_scratch(const nn_device *device, nn_attention_size n, bool keeps_scores,
+                                    bool backward) {
+    return keeps_scores ? device->attention_floats(n, backward)
+                        : device->tiled_attention_floats(n, backward);
+}
+
+/* (B, H, T, T), from the shape of qkv, or of another (B, T, ...). */
+NN_API ms_shape nn_scores_shape(ms_shape x, int64_t heads) {
+    ms_shape scores = ms_shape4(x.dim[0], heads, x.dim[1], x.dim[1]);
+    scores.axes[0] = x.axes[0];
+    scores.axes[2] = x.axes[1];
+    scores.axes[3] = x.axes[1];
+    return scores;
+}
+
+/* (B, H, T) */
+NN_API ms_shape nn_log_sums_shape(ms_shape x, int64_t heads) {
+    ms_shape sums = ms_shape3(x.dim[0], heads, x.dim[1]);
+    sums.axes[0] = x.axes[0];
+    sums.axes[2] = x.axes[1];
+    return sums;
 }
 
 NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int64_t heads,
@@ -1791,24 +1857,26 @@ NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int6
     }
     const nn_attention_size n = nn_attention_size_of(shape, heads, causal);
     const nn_attention_size largest = nn_attention_size_of(nn_largest(net, shape), heads, causal);
-    const uint32_t flags =
-        (causal ? (uint32_t)NN_CAUSAL : 0) | (save_scores ? (uint32_t)NN_SAVE_SCORES : 0);
-    ms_layer_desc desc = nn_desc(name, nn_attention_forward, nn_attention_backward,
-                                 nn_options_of(net, heads, 0.0f, 0.0f, flags));
+    ms_layer_desc desc =
+        nn_desc(name, save_scores ? nn_attention_forward : nn_tiled_attention_forward,
+                save_scores ? nn_attention_backward : nn_tiled_attention_backward,
+                nn_options_of(net, heads, 0.0f, 0.0f, causal ? (uint32_t)NN_CAUSAL : 0));
     desc.in[0] = qkv;
     desc.backward_reads.in = 1;
+    desc.backward_reads.saved = 1;
+    desc.optional_saved = 1;
     if (save_scores) {
-        ms_shape scores = ms_shape4(n.batch, heads, n.sequence, n.sequence);
-        scores.axes[0] = shape.axes[0];
-        scores.axes[2] = shape.axes[1];
-        scores.axes[3] = shape.axes[1];
-        desc.saved[0] = nn_saved(net, name, "scores", scores);
-        desc.backward_reads.saved = 1;
-        desc.optional_saved = 1;
+        desc.saved[0] = nn_saved(net, name, "scores", nn_scores_shape(shape, heads));
+        desc.grad_in_place[0].in = 1;
+    } else {
+        desc.saved[0] = nn_saved(net, name, "log_sums", nn_log_sums_shape(shape, heads));
+        desc.dtypes.f32_saved = 1;
+        desc.backward_reads.out = 1;
     }
-    desc.grad_in_place[0].in = 1;
-    desc.forward_workspace = nn_workspace(net->device->attention_floats(largest, false));
-    desc.backward_workspace = nn_workspace(net->device->attention_floats(largest, true));
+    desc.forward_workspace =
+        nn_workspace(nn_attention_scratch(net->device, largest, save_scores, false));
+    desc.backward_workspace =
+        nn_workspace(nn_attention_scratch(net->device, largest, save_scores, true));
     desc.flops = nn_attention_flops(net->device, n, save_scores, false);
     desc.backward_flops = nn_attention_flops(net->device, n, save_scores, true);
     desc.tile.axes = 1; // sequences
@@ -2061,11 +2129,13 @@ enum {
     NN_S_RSTD2,
     NN_S_FCH,
     NN_S_GELU,
-    NN_S_SCORES, // only with NN_SAVE_SCORES
-    NN_S_NORM2,  // only pre-norm
-    NN_S_SUM2,   // only post-norm
+    NN_S_SCORES,   // only with NN_SAVE_SCORES
+    NN_S_LOG_SUMS, // only without
+    NN_S_NORM2,    // only pre-norm
+    NN_S_SUM2,     // only post-norm
     NN_S_COUNT,
-    NN_S_FLOATS = 1 << NN_S_MEAN1 | 1 << NN_S_RSTD1 | 1 << NN_S_MEAN2 | 1 << NN_S_RSTD2
+    NN_S_FLOATS =
+        1 << NN_S_MEAN1 | 1 << NN_S_RSTD1 | 1 << NN_S_MEAN2 | 1 << NN_S_RSTD2 | 1 << NN_S_LOG_SUMS
 };
 
 /* The operands of a block in one call. */
@@ -2075,7 +2145,7 @@ typedef struct nn_block {
     const nn_device *device;
     int64_t rows, channels, hidden;
     nn_attention_size attention;
-    bool erf_form, drops;
+    bool erf_form, drops, keeps_scores;
     nn_values saved[NN_S_COUNT];
     nn_values param[NN_P_COUNT];
     nn_dest grad[NN_P_COUNT];
@@ -2100,9 +2170,9 @@ NN_API nn_block nn_block_of(const ms_call *call) {
     for (int i = 0; i < NN_S_SCORES; i++) {
         block.saved[i] = nn_values_of(&call->saved[i]);
     }
-    if ((options->flags & NN_SAVE_SCORES) != 0) {
-        block.saved[NN_S_SCORES] = nn_values_of(&call->saved[NN_S_SCORES]);
-    }
+    block.keeps_scores = (options->flags & NN_SAVE_SCORES) != 0;
+    const int kept = block.keeps_scores ? NN_S_SCORES : NN_S_LOG_SUMS;
+    block.saved[kept] = nn_values_of(&call->saved[kept]);
     const int last = post_norm ? NN_S_SUM2 : NN_S_NORM2;
     block.saved[last] = nn_values_of(&call->saved[last]);
     for (int i = 0; i < NN_P_COUNT; i++) {
@@ -2123,6 +2193,10 @@ NN_API nn_linear_size nn_block_size(const nn_block *b, int64_t in, int64_t out) 
 /* A param that is F32 in every call: a bias, or of a normalization. */
 NN_API const float *nn_block_floats_of(const nn_block *b, int param) {
     return (const float *)b->param[param].data;
+}
+
+NN_API float *nn_block_log_sums(const nn_block *b) {
+    return (float *)b->saved[NN_S_LOG_SUMS].data;
 }
 
 NN_API int nn_block_linear_backward(const nn_block *b, int param, nn_dest dx, nn_values dy,
@@ -2183,9 +2257,13 @@ NN_API int nn_block_attend(const nn_block *b, nn_values y, nn_values residual, n
                                    nn_block_floats_of(b, NN_P_QKV + 1),
                                    nn_block_size(b, channels, 3 * channels));
     if (result == 0) {
-        result =
-            b->device->attention(b->call, b->saved[NN_S_ATTENTION], b->saved[NN_S_SCORES],
-                                 b->saved[NN_S_QKV], (float *)b->call->workspace, b->attention);
+        float *work = (float *)b->call->workspace;
+        const nn_values out = b->saved[NN_S_ATTENTION];
+        const nn_values qkv = b->saved[NN_S_QKV];
+        result = b->keeps_scores ? b->device->attention(b->call, out, b->saved[NN_S_SCORES], qkv,
+                                                        work, b->attention)
+                                 : b->device->tiled_attention(b->call, out, nn_block_log_sums(b),
+                                                              qkv, work, b->attention);
     }
     if (result == 0) {
         const nn_drop drop = nn_block_drop(b, 0);
@@ -2227,11 +2305,12 @@ NN_API int64_t nn_block_wide(int64_t channels, int64_t hidden) {
 
 /* Floats of scratch memory of the kernels in a block's backward: whole cache lines, so that what
    follows stays aligned. */
-NN_API int64_t nn_block_floats(const nn_device *device, nn_attention_size n, int64_t hidden) {
+NN_API int64_t nn_block_floats(const nn_device *device, nn_attention_size n, int64_t hidden,
+                               bool keeps_scores) {
     const int64_t rows = n.batch * n.sequence;
     const int64_t channels = n.heads * n.size;
     const int64_t columns = device->column_floats(rows, nn_block_wide(channels, hidden));
-    int64_t floats = device->attention_floats(n, true);
+    int64_t floats = nn_attention_scratch(device, n, keeps_scores, true);
     floats = nn_most(floats, nn_most(columns, device->layernorm_floats(rows, channels)));
     return (floats + 15) / 16 * 16;
 }
@@ -2239,7 +2318,8 @@ NN_API int64_t nn_block_floats(const nn_device *device, nn_attention_size n, int
 NN_API nn_block_scratch nn_block_scratch_of(const nn_block *b) {
     nn_block_scratch s;
     s.work = (float *)b->call->workspace;
-    const float *rest = s.work + nn_block_floats(b->device, b->attention, b->hidden);
+    const float *rest =
+        s.work + nn_block_floats(b->device, b->attention, b->hidden, b->keeps_scores);
     s.wide = nn_values_in(rest, b->saved[NN_S_QKV].dtype);
     s.narrow = nn_from(s.wide, b->rows * nn_block_wide(b->channels, b->hidden));
     s.residual = nn_from(s.narrow, b->rows * b->channels);
@@ -2265,9 +2345,14 @@ NN_API int nn_block_attend_backward(const nn_block *b, const nn_block_scratch *s
                                           nn_block_size(b, channels, channels), s->work);
     }
     if (result == 0) {
-        result = b->device->attention_backward(b->call, nn_dest_of(s->wide, 0.0f), s->narrow,
-                                               b->saved[NN_S_SCORES], b->saved[NN_S_QKV], s->work,
-                                               b->attention);
+        const nn_dest dqkv = nn_dest_of(s->wide, 0.0f);
+        const nn_values qkv = b->saved[NN_S_QKV];
+        result = b->keeps_scores ? b->device->attention_backward(b->call, dqkv, s->narrow,
+                                                                 b->saved[NN_S_SCORES], qkv,
+                                                                 s->work, b->attention)
+                                 : b->device->tiled_attention_backward(
+                                       b->call, dqkv, s->narrow, b->saved[NN_S_ATTENTION],
+                                       nn_block_log_sums(b), qkv, s->work, b->attention);
     }
     if (result == 0) {
         result = nn_block_linear_backward(b, NN_P_QKV, dx, s->wide, x,
@@ -2511,14 +2596,17 @@ NN_API void nn_build_saved(const nn_builder *b, ms_shape x, ms_layer_desc *desc)
         {NN_S_RSTD2, "rstd2", 1, true},
         {NN_S_FCH, "fc", 4 * channels, true},
         {NN_S_GELU, "gelu", 4 * channels, true},
-        {NN_S_SCORES, "scores", b->config->heads * x.dim[1], b->config->save_scores},
+        {NN_S_SCORES, "scores", 0, b->config->save_scores},
+        {NN_S_LOG_SUMS, "log_sums", 0, !b->config->save_scores},
         {NN_S_NORM2, "ln2", channels, !b->style->post_norm},
         {NN_S_SUM2, "sum2", channels, b->style->post_norm},
     };
     for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         if (rows[i].used) {
-            ms_shape shape = nn_with_last(x, rows[i].width);
-            shape.axes[2] = rows[i].slot == NN_S_SCORES ? x.axes[1] : (uint8_t)0;
+            const ms_shape shape =
+                rows[i].slot == NN_S_SCORES     ? nn_scores_shape(x, b->config->heads)
+                : rows[i].slot == NN_S_LOG_SUMS ? nn_log_sums_shape(x, b->config->heads)
+                                                : nn_with_last(x, rows[i].width);
             desc->saved[rows[i].slot] = nn_saved(b->net, b->prefix, rows[i].name, shape);
             desc->backward_reads.saved = desc->backward_reads.saved | 1u << rows[i].slot;
         }
@@ -2558,14 +2646,15 @@ NN_API ms_tensor nn_build_block(const nn_builder *b, ms_tensor x) {
     desc.in_place[0] = 1;
     desc.grad_in_place[0].in = 1;
     desc.grad_in_place[0].grad_out = 1;
-    desc.optional_saved = config->save_scores ? (1u << NN_S_SCORES) : 0;
-    desc.forward_workspace = nn_workspace(b->net->device->attention_floats(largest, false));
+    const bool keeps_scores = config->save_scores;
+    desc.optional_saved = keeps_scores ? 1u << NN_S_SCORES : 1u << NN_S_LOG_SUMS;
+    desc.forward_workspace =
+        nn_workspace(nn_attention_scratch(b->net->device, largest, keeps_scores, false));
     desc.backward_workspace =
-        nn_workspace(nn_block_floats(b->net->device, largest, 4 * config->channels));
+        nn_workspace(nn_block_floats(b->net->device, largest, 4 * config->channels, keeps_scores));
     desc.backward_workspace.row_bytes = nn_block_row_bytes(
         largest.sequence, config->channels, 4 * config->channels, config->dropout > 0.0f);
     const double rest = nn_elements(shape) * (24.0 * (double)config->channels + 120.0);
-    const bool keeps_scores = config->save_scores;
     desc.flops = rest + nn_attention_flops(b->net->device, attention, keeps_scores, false);
     desc.backward_flops =
         2.0 * rest + nn_attention_flops(b->net->device, attention, keeps_scores, true);

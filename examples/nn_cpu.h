@@ -8,9 +8,10 @@
         >>nn cpu values      pieces of values, in F32
         >>nn cpu kernels     those without matrix products
         >>nn cpu products    those that call ms_gemm: linear, attention, convolution
+        >>nn cpu tiles       attention in tiles
         >>nn cpu table       nn_cpu()
 
-    A new kernel goes to the third or fourth section, and a row for it to nn_cpu(). */
+    A new kernel goes to the section of its kind, and a row for it to nn_cpu(). */
 #ifndef MEMSCALE_NN_CPU_H
 #define MEMSCALE_NN_CPU_H
 
@@ -47,6 +48,18 @@ enum {
     NN_IMAGE_WORKERS = 4, // images of a convolution that may run at once
     NN_PATCHES = 256      // patches of an image that are in memory at once, about
 };
+
+/* Queries and keys of a tile of attention, and queries, at most, whose gradients have F32 sums in
+   scratch memory all at once. Tests, whose sequences are short, set them lower. */
+#ifndef NN_TILE_QUERIES
+#define NN_TILE_QUERIES 64
+#endif
+#ifndef NN_TILE_KEYS
+#define NN_TILE_KEYS 256
+#endif
+#ifndef NN_TILE_SUMS
+#define NN_TILE_SUMS 1024
+#endif
 
 NN_API float nn_lanes_sum(const float *lane) {
     float pair[NN_LANES / 2];
@@ -170,6 +183,16 @@ NN_API inline float *nn_open(nn_dest y, int64_t first, int64_t count, float *roo
 NN_API inline void nn_close(nn_dest y, int64_t first, int64_t count, const float *room) {
     if (y.dtype != MS_DTYPE_F32) {
         nn_round(nn_from(nn_values_at(y), first), room, count);
+    }
+}
+
+/* y = x, in 16 bits; y may begin where x does. */
+NN_API void nn_round_row(nn_values y, const float *x, int64_t count) {
+    for (int64_t begin = 0; begin < count; begin += NN_ROOM) {
+        const int64_t size = nn_least(NN_ROOM, count - begin);
+        float room[NN_ROOM];
+        memcpy(room, x + begin, (size_t)size * sizeof *room);
+        nn_round(nn_from(y, begin), room, size);
     }
 }
 
@@ -589,12 +612,11 @@ NN_API int nn_layernorm_backward_kernel(const ms_call *call, nn_dest dx, nn_dest
     return 0;
 }
 
-/* x (count) becomes exp(x - its maximum); returns the sum. */
-NN_API float nn_exp_row(float *x, int64_t count) {
-    const float most = nn_max(x, count);
+/* x (count) becomes exp(x - shift); returns the sum. */
+NN_API float nn_exp_row(float *x, float shift, int64_t count) {
     NN_SIMD
     for (int64_t i = 0; i < count; i++) {
-        x[i] = nn_exp(x[i] - most);
+        x[i] = nn_exp(x[i] - shift);
     }
     return nn_sum(x, count);
 }
@@ -1165,11 +1187,11 @@ NN_API int64_t nn_attention_workers(nn_attention_size n) {
     return nn_least(NN_HEAD_WORKERS, n.batch * n.heads);
 }
 
-/* Floats of scratch memory per worker: a band of probabilities; in backward also the gradients of
-   these, and those of keys and values. */
+/* Floats of scratch memory per worker: a band of probabilities; in backward that of their
+   gradients, and the gradients of keys and values. */
 NN_API int64_t nn_attention_worker_floats(nn_attention_size n, bool backward) {
     const int64_t band = nn_least(NN_QUERIES, n.sequence) * n.sequence;
-    return backward ? 2 * band + 2 * n.sequence * n.size : band;
+    return backward ? band + 2 * n.sequence * n.size : band;
 }
 
 NN_API int64_t nn_attention_cost(nn_attention_size n) {
@@ -1219,7 +1241,7 @@ NN_API int nn_scores_kernel(const ms_call *call, float *p, nn_values qkv, const 
     for (int64_t r = 0; r < band->rows; r++) {
         float *row = p + r * n.sequence;
         const int64_t seen = n.causal ? band->begin + r + 1 : n.sequence;
-        const float share = 1.0f / nn_exp_row(row, seen);
+        const float share = 1.0f / nn_exp_row(row, nn_max(row, seen), seen);
         NN_SIMD
         for (int64_t i = 0; i < seen; i++) {
             row[i] *= share;
@@ -1229,23 +1251,31 @@ NN_API int nn_scores_kernel(const ms_call *call, float *p, nn_values qkv, const 
     return result;
 }
 
-/* What has been computed for a band in work (rows, sequence), as an operand of products with others
-   of this dtype. If they have 16 bits, each row is rounded to where it begins, or to its place in
-   `kept`, unless kept.data is NULL. */
+/* Rows of floats, `stride` apart, as an operand of products with others of this dtype. If they have
+   16 bits, each row is rounded to where it begins. */
+NN_API ms_matrix nn_rows_matrix(float *x, ms_dtype dtype, int64_t rows, int64_t cols,
+                                int64_t stride) {
+    const nn_values to = nn_values_in(x, dtype);
+    const int64_t to_stride = dtype == MS_DTYPE_F32 ? stride : 2 * stride;
+    for (int64_t r = 0; r < rows && dtype != MS_DTYPE_F32; r++) {
+        nn_round_row(nn_from(to, r * to_stride), x + r * stride, cols);
+    }
+    return nn_matrix(to, rows, cols, to_stride);
+}
+
+/* The probabilities of a band, which have been computed in work (rows, sequence), as an operand of
+   products with others of this dtype. If they have 16 bits, each row is rounded to its place in
+   `kept`, or, if kept.data is NULL, to where it begins. */
 NN_API ms_matrix nn_band_matrix(float *work, nn_values kept, ms_dtype dtype, const nn_band *band,
                                 nn_attention_size n) {
-    const bool keeps = kept.data != NULL;
-    const nn_values to = keeps ? nn_from(kept, band->scores) : nn_values_in(work, dtype);
-    const int64_t stride = keeps || dtype == MS_DTYPE_F32 ? n.sequence : 2 * n.sequence;
-    for (int64_t r = 0; r < band->rows && dtype != MS_DTYPE_F32; r++) {
-        for (int64_t begin = 0; begin < band->keys; begin += NN_CHUNK) {
-            const int64_t size = nn_least(NN_CHUNK, band->keys - begin);
-            float room[NN_CHUNK];
-            memcpy(room, work + r * n.sequence + begin, (size_t)size * sizeof *room);
-            nn_close(nn_dest_of(to, 0.0f), r * stride + begin, size, room);
-        }
+    if (kept.data == NULL) {
+        return nn_rows_matrix(work, dtype, band->rows, band->keys, n.sequence);
     }
-    return nn_matrix(to, band->rows, band->keys, stride);
+    const nn_values to = nn_from(kept, band->scores);
+    for (int64_t r = 0; r < band->rows && dtype != MS_DTYPE_F32; r++) {
+        nn_round_row(nn_from(to, r * n.sequence), work + r * n.sequence, band->keys);
+    }
+    return nn_matrix(to, band->rows, band->keys, n.sequence);
 }
 
 /* Where the probabilities of a band are computed: where they are kept, if they are kept in F32. */
@@ -1324,25 +1354,20 @@ NN_API int nn_attention_kernel(const ms_call *call, nn_values out, nn_values sco
 NN_API int nn_attention_backward_band(const ms_call *call, nn_dest dqkv, nn_values dout,
                                       nn_values scores, nn_values qkv, float *work,
                                       const nn_band *band, nn_attention_size n) {
-    const int64_t size = nn_least(NN_QUERIES, n.sequence) * n.sequence;
-    float *dp = work + size;
-    float *dk = dp + size;
+    float *dp = work;
+    float *dk = dp + nn_least(NN_QUERIES, n.sequence) * n.sequence;
     float *dv = dk + n.sequence * n.size;
-    int result = 0;
-    ms_matrix p = nn_matrix(nn_from(scores, band->scores), band->rows, band->keys, n.sequence);
-    if (scores.data == NULL) {
-        result = nn_scores_kernel(call, work, qkv, band, n);
-        p = nn_band_matrix(work, scores, qkv.dtype, band, n);
-    }
+    const ms_matrix p =
+        nn_matrix(nn_from(scores, band->scores), band->rows, band->keys, n.sequence);
     const ms_matrix slope = nn_matrix(nn_from(dout, band->o), band->rows, n.size, band->o_stride);
-    result |= (int)ms_gemm(
+    int result = (int)ms_gemm(
         call, 1.0f, slope,
         ms_transpose(nn_matrix(nn_from(qkv, band->v), band->keys, n.size, band->qkv_stride)), 0.0f,
         nn_matrix(nn_f32(dp), band->rows, band->keys, n.sequence));
     result |= (int)ms_gemm(call, 1.0f, ms_transpose(p), slope, 1.0f,
                            nn_matrix(nn_f32(dv), band->keys, n.size, n.size));
     nn_scores_backward_kernel(dp, p, band, n);
-    const ms_matrix ds = nn_band_matrix(dp, nn_f32(NULL), qkv.dtype, band, n);
+    const ms_matrix ds = nn_rows_matrix(dp, qkv.dtype, band->rows, band->keys, n.sequence);
     result |= (int)ms_gemm(call, 1.0f, ms_transpose(ds),
                            nn_matrix(nn_from(qkv, band->q), band->rows, n.size, band->qkv_stride),
                            1.0f, nn_matrix(nn_f32(dk), band->keys, n.size, n.size));
@@ -1357,7 +1382,7 @@ NN_API int nn_attention_backward_head(const ms_call *call, nn_dest dqkv, nn_valu
                                       nn_values scores, nn_values qkv, float *work, int64_t head,
                                       nn_attention_size n) {
     const nn_band first = nn_band_of(n, head, 0);
-    float *dk = work + 2 * nn_least(NN_QUERIES, n.sequence) * n.sequence;
+    float *dk = work + nn_least(NN_QUERIES, n.sequence) * n.sequence;
     float *dv = dk + n.sequence * n.size;
     memset(dk, 0, (size_t)(2 * n.sequence * n.size) * sizeof *dk);
     int result = 0;
@@ -1372,7 +1397,7 @@ NN_API int nn_attention_backward_head(const ms_call *call, nn_dest dqkv, nn_valu
     return result;
 }
 
-/* dqkv (B, T, 3C) from dout (B, T, C); scores.data NULL: the probabilities are computed again. */
+/* dqkv (B, T, 3C) from dout (B, T, C) and the probabilities that forward has kept. */
 NN_API int nn_attention_backward_kernel(const ms_call *call, nn_dest dqkv, nn_values dout,
                                         nn_values scores, nn_values qkv, float *work,
                                         nn_attention_size n) {
@@ -1601,6 +1626,385 @@ NN_API int nn_conv2d_backward_kernel(const ms_call *call, nn_dest dx, nn_dest dw
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>nn cpu tiles  attention whose scratch memory does not grow with the sequence
+
+/* Dao et al., "FlashAttention", 2022, algorithms 1 and 4. A tile, the scores of some queries with
+   some keys, is in memory at a time. While forward goes through the tiles of a query, it keeps the
+   largest score so far, the sum of exponentials relative to it, and the output before it is divided
+   by that sum; where a tile has a larger score, both sums are scaled to it. Forward saves the
+   logarithm of the sum of exponentials, from which backward computes the probabilities of a tile
+   without the other tiles. Tiles of keys that none of their queries sees are left out. */
+typedef struct nn_tiled {
+    const ms_call *call;
+    nn_attention_size n;
+    nn_values qkv, out, dout; // dout in backward
+    nn_dest dqkv;             // backward
+    float *log_sums;          // (B, H, T)
+} nn_tiled;
+
+/* Scratch memory of a worker. Forward has no use for the last two lines, backward none for the line
+   before them. */
+typedef struct nn_tile_room {
+    float *sum;          // (queries, size): of outputs, or in backward of dq
+    float *p;            // (queries, keys) of a tile
+    float *most, *total; // (queries)
+    float *ds, *means;   // (queries, keys) of a tile, (queries)
+    float *dk, *dv;      // (keys, size)
+} nn_tile_room;
+
+/* Queries and keys of a tile, from `query` and `key` on; no keys: no query sees any. Offsets, in
+   elements: of them in qkv, and of the queries in the output and in the saved logarithms. */
+typedef struct nn_tile {
+    int64_t query, queries, key, keys;
+    int64_t q, k, v, o, row;
+    int64_t qkv_stride, o_stride, p_stride;
+} nn_tile;
+
+NN_API nn_tile nn_tile_of(nn_attention_size n, int64_t head, int64_t query, int64_t key) {
+    const int64_t channels = n.heads * n.size;
+    const int64_t token = (head / n.heads) * n.sequence;
+    const int64_t column = (head % n.heads) * n.size;
+    nn_tile t;
+    t.query = query;
+    t.queries = nn_least(NN_TILE_QUERIES, n.sequence - query);
+    t.key = key;
+    t.keys = nn_least(NN_TILE_KEYS, (n.causal ? query + t.queries : n.sequence) - key);
+    t.qkv_stride = 3 * channels;
+    t.o_stride = channels;
+    t.p_stride = nn_least(NN_TILE_KEYS, n.sequence);
+    t.q = (token + query) * t.qkv_stride + column;
+    t.k = (token + key) * t.qkv_stride + column + channels;
+    t.v = t.k + channels;
+    t.o = (token + query) * channels + column;
+    t.row = head * n.sequence + query;
+    return t;
+}
+
+/* How many keys of the tile its query r sees. */
+NN_API int64_t nn_tile_seen(const nn_tile *t, int64_t r, bool causal) {
+    return causal ? nn_most(0, nn_least(t->keys, t->query + r + 1 - t->key)) : t->keys;
+}
+
+/* The rows of sums that are in scratch memory at once: of one tile's queries, or in backward of as
+   many as that has room for. */
+NN_API int64_t nn_tile_sum_rows(nn_attention_size n, bool backward) {
+    return nn_least(n.sequence,
+                    backward ? nn_most(NN_TILE_QUERIES, NN_TILE_SUMS) : NN_TILE_QUERIES);
+}
+
+NN_API int64_t nn_tiled_worker_floats(nn_attention_size n, bool backward) {
+    const int64_t queries = nn_least(NN_TILE_QUERIES, n.sequence);
+    const int64_t keys = nn_least(NN_TILE_KEYS, n.sequence);
+    const int64_t tiles =
+        backward ? 2 * queries * keys + queries + 2 * keys * n.size : queries * keys + 2 * queries;
+    return tiles + nn_tile_sum_rows(n, backward) * n.size;
+}
+
+NN_API int64_t nn_attention_queries(bool keeps_scores) {
+    return keeps_scores ? (int64_t)NN_QUERIES : (int64_t)NN_TILE_QUERIES;
+}
+
+NN_API int64_t nn_tiled_attention_floats(nn_attention_size n, bool backward) {
+    return nn_attention_workers(n) * nn_tiled_worker_floats(n, backward);
+}
+
+NN_API nn_tile_room nn_tile_room_of(float *work, nn_attention_size n, bool backward) {
+    const int64_t queries = nn_least(NN_TILE_QUERIES, n.sequence);
+    const int64_t keys = nn_least(NN_TILE_KEYS, n.sequence);
+    nn_tile_room room;
+    memset(&room, 0, sizeof room);
+    room.sum = work;
+    room.p = room.sum + nn_tile_sum_rows(n, backward) * n.size;
+    float *rest = room.p + queries * keys;
+    if (!backward) {
+        room.most = rest;
+        room.total = room.most + queries;
+        return room;
+    }
+    room.ds = rest;
+    room.means = room.ds + queries * keys;
+    room.dk = room.means + queries;
+    room.dv = room.dk + keys * n.size;
+    return room;
+}
+
+/* The tile's queries, keys or values, which begin at this offset of qkv or of its gradient. */
+NN_API ms_matrix nn_tile_operand(const nn_tiled *a, const nn_tile *t, nn_values qkv, int64_t offset,
+                                 int64_t rows) {
+    return nn_matrix(nn_from(qkv, offset), rows, a->n.size, t->qkv_stride);
+}
+
+/* p = q k^T / sqrt(size) */
+NN_API int nn_tile_scores(const nn_tiled *a, const nn_tile *t, float *p) {
+    return (int)ms_gemm(a->call, 1.0f / sqrtf((float)a->n.size),
+                        nn_tile_operand(a, t, a->qkv, t->q, t->queries),
+                        ms_transpose(nn_tile_operand(a, t, a->qkv, t->k, t->keys)), 0.0f,
+                        nn_matrix(nn_f32(p), t->queries, t->keys, t->p_stride));
+}
+
+/* The sums of a tile's outputs: if these are F32, where they are going to be. */
+NN_API ms_matrix nn_tile_sums(const nn_tiled *a, const nn_tile *t, const nn_tile_room *room) {
+    return a->out.dtype == MS_DTYPE_F32
+               ? nn_matrix(nn_from(a->out, t->o), t->queries, a->n.size, t->o_stride)
+               : nn_matrix(nn_f32(room->sum), t->queries, a->n.size, a->n.size);
+}
+
+/* x *= factor */
+NN_API void nn_scale_row(float *x, float factor, int64_t count) {
+    NN_SIMD
+    for (int64_t i = 0; i < count; i++) {
+        x[i] *= factor;
+    }
+}
+
+/* Scores of a tile become exponentials relative to the largest score so far. What has been summed
+   relative to a smaller one is scaled. */
+NN_API void nn_tile_softmax(const nn_tiled *a, const nn_tile *t, const nn_tile_room *room) {
+    const ms_matrix sums = nn_tile_sums(a, t, room);
+    for (int64_t r = 0; r < t->queries; r++) {
+        float *row = room->p + r * t->p_stride;
+        const int64_t seen = nn_tile_seen(t, r, a->n.causal);
+        const float before = t->key == 0 ? -FLT_MAX : room->most[r];
+        const float own = seen > 0 ? nn_max(row, seen) : before;
+        const float most = own > before ? own : before;
+        const float total = nn_exp_row(row, most, seen);
+        const float share = nn_exp(before - most);
+        memset(row + seen, 0, (size_t)(t->keys - seen) * sizeof *row);
+        room->most[r] = most;
+        room->total[r] = t->key == 0 ? total : room->total[r] * share + total;
+        if (t->key > 0 && most > before) {
+            nn_scale_row((float *)sums.data + r * sums.stride, share, a->n.size);
+        }
+    }
+}
+
+/* Divides the sums of a tile's queries, when all keys have gone by. */
+NN_API void nn_tile_close(const nn_tiled *a, const nn_tile *t, const nn_tile_room *room) {
+    const ms_matrix sums = nn_tile_sums(a, t, room);
+    for (int64_t r = 0; r < t->queries; r++) {
+        float *sum = (float *)sums.data + r * sums.stride;
+        nn_scale_row(sum, nn_share(room->most[r], room->total[r]), a->n.size);
+        if (a->out.dtype != MS_DTYPE_F32) {
+            nn_round_row(nn_from(a->out, t->o + r * t->o_stride), sum, a->n.size);
+        }
+        if (a->log_sums != NULL) {
+            a->log_sums[t->row + r] = nn_log_sum(room->most[r], room->total[r]);
+        }
+    }
+}
+
+/* The output of the queries of a head. */
+NN_API int nn_tiled_head(const nn_tiled *a, const nn_tile_room *room, int64_t head) {
+    int result = 0;
+    for (int64_t query = 0; query < a->n.sequence && result == 0; query += NN_TILE_QUERIES) {
+        nn_tile t = nn_tile_of(a->n, head, query, 0);
+        while (t.keys > 0 && result == 0) {
+            result = nn_tile_scores(a, &t, room->p);
+            nn_tile_softmax(a, &t, room);
+            const ms_matrix p =
+                nn_rows_matrix(room->p, a->qkv.dtype, t.queries, t.keys, t.p_stride);
+            result = nn_first(
+                result, (int)ms_gemm(a->call, 1.0f, p, nn_tile_operand(a, &t, a->qkv, t.v, t.keys),
+                                     t.key == 0 ? 0.0f : 1.0f, nn_tile_sums(a, &t, room)));
+            t = nn_tile_of(a->n, head, query, t.key + NN_TILE_KEYS);
+        }
+        nn_tile_close(a, &t, room);
+    }
+    return result;
+}
+
+/* The sum of out times its gradient, for each query of a tile: what the softmax takes from the
+   gradients of probabilities. Appendix B.2. */
+NN_API void nn_tile_means(const nn_tiled *a, const nn_tile *t, float *means) {
+    float room[2][NN_ROOM];
+    const int64_t piece = nn_piece(a->out.dtype, a->n.size);
+    for (int64_t r = 0; r < t->queries; r++) {
+        means[r] = 0.0f;
+        for (int64_t begin = 0; begin < a->n.size; begin += piece) {
+            const int64_t size = nn_least(piece, a->n.size - begin);
+            const int64_t first = t->o + r * t->o_stride + begin;
+            means[r] += nn_dot(nn_read(a->out, first, size, room[0]),
+                               nn_read(a->dout, first, size, room[1]), size);
+        }
+    }
+}
+
+/* room->p = the probabilities of a tile, room->ds = the gradients of q k^T. */
+NN_API int nn_tile_slopes(const nn_tiled *a, const nn_tile *t, const nn_tile_room *room) {
+    const float scale = 1.0f / sqrtf((float)a->n.size);
+    const int result =
+        nn_first(nn_tile_scores(a, t, room->p),
+                 (int)ms_gemm(a->call, 1.0f,
+                              nn_matrix(nn_from(a->dout, t->o), t->queries, a->n.size, t->o_stride),
+                              ms_transpose(nn_tile_operand(a, t, a->qkv, t->v, t->keys)), 0.0f,
+                              nn_matrix(nn_f32(room->ds), t->queries, t->keys, t->p_stride)));
+    nn_tile_means(a, t, room->means);
+    for (int64_t r = 0; r < t->queries; r++) {
+        float *p = room->p + r * t->p_stride;
+        float *ds = room->ds + r * t->p_stride;
+        const int64_t seen = nn_tile_seen(t, r, a->n.causal);
+        const float log_sum = a->log_sums[t->row + r];
+        const float mean = room->means[r];
+        NN_SIMD
+        for (int64_t i = 0; i < seen; i++) {
+            p[i] = nn_exp(p[i] - log_sum);
+            ds[i] = p[i] * (ds[i] - mean) * scale;
+        }
+        memset(p + seen, 0, (size_t)(t->keys - seen) * sizeof *p);
+        memset(ds + seen, 0, (size_t)(t->keys - seen) * sizeof *ds);
+    }
+    return result;
+}
+
+/* Whether gradients of all queries add up while the gradients of keys are computed: in their place,
+   or, in 16 bits, in scratch memory, if it has room for all. Otherwise they have a pass of their
+   own, which computes the tiles again. */
+NN_API bool nn_tiled_in_one_pass(const nn_tiled *a) {
+    return a->dqkv.dtype == MS_DTYPE_F32 || a->n.sequence <= nn_tile_sum_rows(a->n, true);
+}
+
+/* Adds ds k to the gradients of a tile's queries: in their place, or in sums. */
+NN_API int nn_tile_add_queries(const nn_tiled *a, const nn_tile *t, ms_matrix ds, float *sums) {
+    const bool direct = a->dqkv.dtype == MS_DTYPE_F32;
+    const float beta = direct ? a->dqkv.beta : 0.0f;
+    const ms_matrix to = direct ? nn_tile_operand(a, t, nn_values_at(a->dqkv), t->q, t->queries)
+                                : nn_matrix(nn_f32(sums), t->queries, a->n.size, a->n.size);
+    return (int)ms_gemm(a->call, 1.0f, ds, nn_tile_operand(a, t, a->qkv, t->k, t->keys),
+                        t->key == 0 ? beta : 1.0f, to);
+}
+
+/* Adds what a tile gives to the gradients of its keys and values, and to those of its queries,
+   unless they have a pass of their own. */
+NN_API int nn_tile_backward(const nn_tiled *a, const nn_tile *t, const nn_tile_room *room) {
+    const int64_t size = a->n.size;
+    const ms_dtype dtype = a->qkv.dtype;
+    int result = nn_tile_slopes(a, t, room);
+    const ms_matrix p = nn_rows_matrix(room->p, dtype, t->queries, t->keys, t->p_stride);
+    const ms_matrix ds = nn_rows_matrix(room->ds, dtype, t->queries, t->keys, t->p_stride);
+    result |= (int)ms_gemm(a->call, 1.0f, ms_transpose(p),
+                           nn_matrix(nn_from(a->dout, t->o), t->queries, size, t->o_stride), 1.0f,
+                           nn_matrix(nn_f32(room->dv), t->keys, size, size));
+    result |= (int)ms_gemm(a->call, 1.0f, ms_transpose(ds),
+                           nn_tile_operand(a, t, a->qkv, t->q, t->queries), 1.0f,
+                           nn_matrix(nn_f32(room->dk), t->keys, size, size));
+    if (nn_tiled_in_one_pass(a)) {
+        result |= nn_tile_add_queries(a, t, ds, room->sum + t->query * size);
+    }
+    return result;
+}
+
+/* The gradients of keys from `key` on, and of their values. */
+NN_API int nn_tiled_backward_keys(const nn_tiled *a, const nn_tile_room *room, int64_t head,
+                                  int64_t key) {
+    const int64_t size = a->n.size;
+    const int64_t keys = nn_least(NN_TILE_KEYS, a->n.sequence - key);
+    const int64_t first = a->n.causal ? key / NN_TILE_QUERIES * NN_TILE_QUERIES : 0;
+    int result = 0;
+    memset(room->dk, 0, (size_t)(keys * size) * sizeof *room->dk);
+    memset(room->dv, 0, (size_t)(keys * size) * sizeof *room->dv);
+    for (int64_t query = first; query < a->n.sequence && result == 0; query += NN_TILE_QUERIES) {
+        const nn_tile t = nn_tile_of(a->n, head, query, key);
+        result = nn_tile_backward(a, &t, room);
+    }
+    const nn_tile t = nn_tile_of(a->n, head, 0, key);
+    for (int64_t r = 0; r < keys; r++) {
+        nn_store(a->dqkv, t.k + r * t.qkv_stride, room->dk + r * size, size);
+        nn_store(a->dqkv, t.v + r * t.qkv_stride, room->dv + r * size, size);
+    }
+    return result;
+}
+
+/* The sums of the gradients of queries from `query` on become gradients. */
+NN_API void nn_tile_store_queries(const nn_tiled *a, const float *sums, int64_t head, int64_t query,
+                                  int64_t queries) {
+    const nn_tile t = nn_tile_of(a->n, head, query, 0);
+    for (int64_t r = 0; r < queries; r++) {
+        nn_store(a->dqkv, t.q + r * t.qkv_stride, sums + r * a->n.size, a->n.size);
+    }
+}
+
+/* The gradients of a tile's queries, in a pass of their own. */
+NN_API int nn_tiled_backward_queries(const nn_tiled *a, const nn_tile_room *room, int64_t head,
+                                     int64_t query) {
+    nn_tile t = nn_tile_of(a->n, head, query, 0);
+    int result = 0;
+    while (t.keys > 0 && result == 0) {
+        result = nn_tile_slopes(a, &t, room);
+        const ms_matrix ds = nn_rows_matrix(room->ds, a->qkv.dtype, t.queries, t.keys, t.p_stride);
+        result |= nn_tile_add_queries(a, &t, ds, room->sum);
+        t = nn_tile_of(a->n, head, query, t.key + NN_TILE_KEYS);
+    }
+    nn_tile_store_queries(a, room->sum, head, query, t.queries);
+    return result;
+}
+
+NN_API int nn_tiled_backward_head(const nn_tiled *a, const nn_tile_room *room, int64_t head) {
+    int result = 0;
+    for (int64_t key = 0; key < a->n.sequence && result == 0; key += NN_TILE_KEYS) {
+        result = nn_tiled_backward_keys(a, room, head, key);
+    }
+    if (a->dqkv.dtype == MS_DTYPE_F32) {
+        return result;
+    }
+    if (nn_tiled_in_one_pass(a)) {
+        nn_tile_store_queries(a, room->sum, head, 0, a->n.sequence);
+        return result;
+    }
+    for (int64_t query = 0; query < a->n.sequence && result == 0; query += NN_TILE_QUERIES) {
+        result = nn_tiled_backward_queries(a, room, head, query);
+    }
+    return result;
+}
+
+/* Forward or backward of all heads, in parallel. */
+NN_API int nn_tiled_heads(const nn_tiled *a, float *work, bool backward) {
+    const int64_t workers = nn_attention_workers(a->n);
+    const int64_t floats = nn_tiled_worker_floats(a->n, backward);
+    int results[NN_HEAD_WORKERS] = {0};
+    NN_PARALLEL(nn_attention_cost(a->n))
+    for (int64_t worker = 0; worker < workers; worker++) {
+        const nn_tile_room room = nn_tile_room_of(work + worker * floats, a->n, backward);
+        for (int64_t head = worker; head < a->n.batch * a->n.heads; head += workers) {
+            results[worker] |=
+                backward ? nn_tiled_backward_head(a, &room, head) : nn_tiled_head(a, &room, head);
+        }
+    }
+    for (int64_t worker = 1; worker < workers; worker++) {
+        results[0] |= results[worker];
+    }
+    return results[0];
+}
+
+NN_API int nn_tiled_attention_kernel(const ms_call *call, nn_values out, float *log_sums,
+                                     nn_values qkv, float *work, nn_attention_size n) {
+    nn_tiled a;
+    memset(&a, 0, sizeof a);
+    a.call = call;
+    a.n = n;
+    a.qkv = qkv;
+    a.out = out;
+    a.log_sums = log_sums;
+    return nn_tiled_heads(&a, work, false);
+}
+
+NN_API int nn_tiled_attention_backward_kernel(const ms_call *call, nn_dest dqkv, nn_values dout,
+                                              nn_values out, const float *log_sums, nn_values qkv,
+                                              float *work, nn_attention_size n) {
+    nn_tiled a;
+    if (dqkv.data == NULL) {
+        return 0;
+    }
+    a.call = call;
+    a.n = n;
+    a.qkv = qkv;
+    a.out = out;
+    a.dout = dout;
+    a.dqkv = dqkv;
+    a.log_sums = (float *)(uintptr_t)log_sums; // only read
+    return nn_tiled_heads(&a, work, true);
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>nn cpu table
 
 NN_API int64_t nn_no_floats(int64_t rows, int64_t columns) {
@@ -1617,10 +2021,11 @@ NN_API int64_t nn_no_floats_of_planes(nn_planes n) {
 NN_API const nn_device *nn_cpu(void) {
     static const nn_device cpu = {
         "cpu",
-        true,
+        nn_attention_queries,
         nn_no_floats,
         nn_no_floats,
         nn_attention_floats,
+        nn_tiled_attention_floats,
         nn_conv2d_floats,
         nn_no_floats_of_planes,
         nn_copy_kernel,
@@ -1638,6 +2043,8 @@ NN_API const nn_device *nn_cpu(void) {
         nn_layernorm_backward_kernel,
         nn_attention_kernel,
         nn_attention_backward_kernel,
+        nn_tiled_attention_kernel,
+        nn_tiled_attention_backward_kernel,
         nn_cross_entropy_kernel,
         nn_cross_entropy_backward_kernel,
         nn_relu_kernel,

@@ -15,6 +15,7 @@
         >>nn cuda rows             layer normalization, softmax
         >>nn cuda cross-entropy
         >>nn cuda attention
+        >>nn cuda tiles            attention in tiles
         >>nn cuda images           relu, average pooling
         >>nn cuda channels         sums over the channels of images
         >>nn cuda batch norm
@@ -40,12 +41,18 @@
 #define NN_GROUP_FLOATS (9 << 20)
 #endif
 
+/* Queries of a tile of attention, and its keys: at most 1024. */
+#ifndef NN_CUDA_TILE
+#define NN_CUDA_TILE 1024
+#endif
+
 enum {
     NN_THREADS = 256,          // threads of a block, in most kernels
     NN_SUM_FLOATS = 64 * 1024, // partial sums in scratch memory, about
     NN_TILE = 128,             // rows of a product's tile
     NN_BUSY_TILES = 128,       // tiles that keep a GPU busy
     NN_GROUP_PADDING = 128,    // floats that the alignment of a group of heads may take
+    NN_ROW_PADDING = 8,        // rows of a tile of attention begin at multiples of so many floats
     NN_CHANNEL_ITEMS = 16,     // values of a channel that a thread sums
     NN_CHANNEL_CHUNK = NN_CHANNEL_ITEMS * NN_THREADS,
     NN_SEGMENT = 256,      // patches of a segment, at least, if there are several
@@ -97,6 +104,55 @@ NN_API int64_t nn_cuda_attention_floats(nn_attention_size n, bool backward) {
         floats = nn_most(floats, nn_most(one, nn_least(NN_GROUP_FLOATS, n.batch * one)));
     }
     return (backward ? floats : floats - floats / 4) + NN_GROUP_PADDING;
+}
+
+/* Queries and keys of a tile: fewer in tests that have little scratch memory. */
+NN_API int64_t nn_cuda_tile_side(nn_attention_size n) {
+    int64_t side = NN_CUDA_TILE;
+    while (side > 1 && 2 * side * side > NN_GROUP_FLOATS) {
+        side /= 2;
+    }
+    return nn_least(side, n.sequence);
+}
+
+/* Floats between the rows of a tile with so many keys. */
+NN_API int64_t nn_cuda_tile_stride(int64_t keys) {
+    return nn_divide_up(keys, NN_ROW_PADDING) * NN_ROW_PADDING;
+}
+
+/* Floats of attention in tiles: of one head in place, and of one sequence packed, which is a single
+   tile. Forward: a tile, and the sums, the largest score and the total of its queries. Backward: a
+   tile of probabilities and one of their gradients; with several tiles, in 16 bits, also sums of
+   the gradients of all queries and of a tile's keys and values. */
+NN_API int64_t nn_cuda_tiled_head_floats(nn_attention_size n, bool backward) {
+    const int64_t side = nn_cuda_tile_side(n);
+    const int64_t tile = side * nn_cuda_tile_stride(side);
+    const int64_t sums = n.sequence > side ? (n.sequence + 2 * side) * n.size : 0;
+    return backward ? 2 * tile + sums : tile + side * (n.size + 2);
+}
+
+NN_API int64_t nn_cuda_tiled_sequence_floats(nn_attention_size n, bool backward) {
+    const int64_t operands = (backward ? 4 : 3) * n.sequence * n.size;
+    return n.heads * (nn_cuda_tiled_head_floats(n, backward) + operands);
+}
+
+NN_API int64_t nn_cuda_attention_queries(bool keeps_scores) {
+    return keeps_scores ? 0 : NN_CUDA_TILE;
+}
+
+NN_API int64_t nn_cuda_tiled_attention_floats(nn_attention_size n, bool backward) {
+    const int64_t head = nn_cuda_tiled_head_floats(n, backward);
+    int64_t floats = nn_most(head, nn_least(NN_GROUP_FLOATS, n.heads * head));
+    int64_t tiles = nn_divide_up(n.sequence, NN_TILE);
+    while (tiles > 0 && tiles * tiles * n.heads >= NN_BUSY_TILES) {
+        tiles--;
+    }
+    if (n.batch > 1 && tiles > 0) {
+        n.sequence = nn_least(nn_cuda_tile_side(n), tiles * NN_TILE);
+        const int64_t one = nn_cuda_tiled_sequence_floats(n, backward);
+        floats = nn_most(floats, nn_most(one, nn_least(NN_GROUP_FLOATS, n.batch * one)));
+    }
+    return floats + NN_GROUP_PADDING;
 }
 
 NN_API int64_t nn_cuda_channel_chunks(nn_planes n) {
@@ -159,11 +215,13 @@ NN_API int64_t nn_cuda_conv2d_floats(const nn_window *w, int64_t out, bool backw
 
 NN_API const nn_device *nn_cuda_dry(void) {
     static const nn_device cuda = {
-        "cuda", false, nn_cuda_column_floats, nn_cuda_layernorm_floats, nn_cuda_attention_floats,
-        nn_cuda_conv2d_floats, nn_cuda_channel_floats,
+        "cuda", nn_cuda_attention_queries, nn_cuda_column_floats, nn_cuda_layernorm_floats,
+        nn_cuda_attention_floats, nn_cuda_tiled_attention_floats, nn_cuda_conv2d_floats,
+        nn_cuda_channel_floats,
         // clang-format off
         NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+        NULL,
         // clang-format on
     };
     return &cuda;
@@ -1762,9 +1820,9 @@ static nn_square nn_cuda_square(nn_group *g, ms_dtype dtype) {
     return s;
 }
 
-/* A group of this dtype without its gradients. scores.data NULL: the probabilities are not kept. */
-static nn_group nn_cuda_group(const ms_call *call, int64_t index, nn_groups groups,
-                              nn_values scores, ms_dtype dtype, float *work, nn_attention_size n) {
+/* A group without its operands. */
+static nn_group nn_group_at(const ms_call *call, int64_t index, nn_groups groups, float *work,
+                            nn_attention_size n) {
     nn_group g;
     memset(&g, 0, sizeof g);
     const int64_t per_sequence = groups.packed ? 1 : groups.count / n.batch;
@@ -1777,6 +1835,13 @@ static nn_group nn_cuda_group(const ms_call *call, int64_t index, nn_groups grou
     g.head = groups.packed ? 0 : begin;
     g.sequences = groups.packed ? nn_least(groups.size, n.batch - begin) : 1;
     g.heads = groups.packed ? g.sequences * n.heads : nn_least(groups.size, n.heads - begin);
+    return g;
+}
+
+/* A group of this dtype with its probabilities. scores.data NULL: they are not kept. */
+static nn_group nn_cuda_group(const ms_call *call, int64_t index, nn_groups groups,
+                              nn_values scores, ms_dtype dtype, float *work, nn_attention_size n) {
+    nn_group g = nn_group_at(call, index, groups, work, n);
     if (scores.data == NULL) {
         g.p = nn_cuda_square(&g, dtype);
         return g;
@@ -1972,9 +2037,6 @@ static int nn_cuda_attention_backward(const ms_call *call, nn_dest dqkv, nn_valu
     for (int64_t i = 0; i < groups.count && result == 0; i++) {
         nn_group g = nn_cuda_group(call, i, groups, scores, qkv.dtype, work, n);
         result = nn_group_operands(&g, dqkv, dout, qkv);
-        if (result == 0 && scores.data == NULL) {
-            result = nn_group_softmax(&g);
-        }
         if (result == 0) {
             result = nn_group_backward(&g, g.packed ? 0.0f : dqkv.beta);
         }
@@ -1982,6 +2044,439 @@ static int nn_cuda_attention_backward(const ms_call *call, nn_dest dqkv, nn_valu
             result =
                 nn_group_copy(&g, nn_values_at(dqkv), 3, &g.dq, &g.dk, &g.dv, false, dqkv.beta);
         }
+    }
+    return result;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>nn cuda tiles  attention whose scratch memory does not grow with the square of the sequence
+
+/* Dao et al., "FlashAttention", 2022, algorithms 1 and 4, with tiles so large that each product of
+   theirs is one batched product for a group of heads, as above; between these, a kernel has a warp
+   for each row of a tile. Groups are packed only if a sequence is a single tile. Tiles of keys that
+   none of their queries sees are left out. */
+static nn_groups nn_cuda_tiled_groups(nn_attention_size n, bool backward) {
+    nn_groups g;
+    g.packed = nn_cuda_packs(n) && nn_cuda_tile_side(n) == n.sequence;
+    const int64_t all = g.packed ? n.batch : n.heads;
+    const int64_t floats = g.packed ? nn_cuda_tiled_sequence_floats(n, backward)
+                                    : nn_cuda_tiled_head_floats(n, backward);
+    const int64_t count = nn_divide_up(all, nn_most(1, nn_least(all, NN_GROUP_FLOATS / floats)));
+    g.size = nn_divide_up(all, count);
+    g.count = nn_divide_up(all, g.size) * (g.packed ? 1 : n.batch);
+    return g;
+}
+
+/* A tile of each head of a group, and what the kernels between products need of them. A row is a
+   query of a head; rows of a tile are stride floats apart. */
+typedef struct nn_tile_rows {
+    int64_t heads, head;  // in the group, and the first of them among all sequences'
+    int64_t heads_of_all; // of a sequence
+    int64_t sequence, size;
+    int64_t query, queries, key, keys; // from `query` and `key` on
+    int64_t stride;
+    float *p, *ds;             // (heads, queries, keys); ds in backward
+    float *sum, *most, *total; // (heads, queries): of size elements, and of one
+    float *log_sums;           // (B, H, T); in forward it may be NULL
+    nn_values out, dout;       // (B, T, C); dout in backward
+    float scale;
+    bool causal;
+} nn_tile_rows;
+
+/* Where a row of the tile is in the output; *sums: and in the logarithms of sums. Numbers of rows
+   and heads fit 32 bits, whose division is much faster than that of 64. */
+__device__ __forceinline__ int64_t nn_d_tile_place(const nn_tile_rows &w, int64_t row,
+                                                   int64_t *sums) {
+    const uint32_t queries = (uint32_t)w.queries;
+    const uint32_t head = (uint32_t)w.head + (uint32_t)row / queries; // of all sequences
+    const uint32_t sequence = head / (uint32_t)w.heads_of_all;
+    const int64_t time = w.query + (uint32_t)row % queries;
+    *sums = head * w.sequence + time;
+    return ((sequence * w.sequence + time) * w.heads_of_all + head % (uint32_t)w.heads_of_all) *
+           w.size;
+}
+
+/* How many keys of the tile a row sees. */
+__device__ __forceinline__ int64_t nn_d_tile_seen(const nn_tile_rows &w, int64_t row) {
+    const int64_t seen = w.query + (uint32_t)row % (uint32_t)w.queries + 1 - w.key;
+    return !w.causal || seen > w.keys ? w.keys : seen < 0 ? 0 : seen;
+}
+
+/* Scores become exponentials relative to the row's largest score so far, each row rounded to where
+   it begins; what has been summed relative to a smaller one is scaled. */
+struct nn_row_tile_softmax {
+    template <typename T, unsigned ITEMS, unsigned WIDE>
+    static __device__ __forceinline__ void run(const nn_team<NN_WARP, ITEMS, WIDE> &team,
+                                               const nn_tile_rows &w, int64_t row) {
+        const int64_t seen = nn_d_tile_seen(w, row);
+        const float before = w.key == 0 ? -FLT_MAX : w.most[row];
+        float v[ITEMS];
+        float most = before;
+        float total = 0.0f;
+        team.load(v, w.p + row * w.stride, seen);
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i++) {
+            most = team.column(i) < seen ? fmaxf(most, v[i]) : most;
+        }
+        most = team.most(most);
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i++) {
+            v[i] = team.column(i) < seen ? nn_exp(v[i] - most) : 0.0f;
+            total += v[i];
+        }
+        total = team.sum(total);
+        team.wait();
+        team.store((T *)(void *)(w.p + row * w.stride), v, w.keys, false);
+        const float share = nn_exp(before - most);
+        if (w.key > 0 && most > before) {
+            for (int64_t i = team.lane; i < w.size; i += NN_WARP) {
+                w.sum[row * w.size + i] *= share;
+            }
+        }
+        if (team.lane == 0) {
+            w.total[row] = w.key == 0 ? total : w.total[row] * share + total;
+            w.most[row] = most;
+        }
+    }
+};
+
+/* Divides the sums of a tile's queries, when all keys have gone by. */
+struct nn_row_tile_close {
+    template <typename T, unsigned ITEMS, unsigned WIDE>
+    static __device__ __forceinline__ void run(const nn_team<NN_WARP, ITEMS, WIDE> &team,
+                                               const nn_tile_rows &w, int64_t row) {
+        int64_t sums;
+        T *out = (T *)w.out.data + nn_d_tile_place(w, row, &sums);
+        const float share = nn_share(w.most[row], w.total[row]);
+        for (int64_t i = team.lane; i < w.size; i += NN_WARP) {
+            nn_d_round(out + i, w.sum[row * w.size + i] * share);
+        }
+        if (team.lane == 0 && w.log_sums != NULL) {
+            w.log_sums[sums] = nn_log_sum(w.most[row], w.total[row]);
+        }
+    }
+};
+
+/* Scores p become probabilities, and their gradients ds those of q k^T: each probability times what
+   its gradient exceeds the sum of out * dout by. Both are rounded to where their rows begin. */
+struct nn_row_tile_slopes {
+    template <typename T, unsigned ITEMS, unsigned WIDE>
+    static __device__ __forceinline__ void run(const nn_team<NN_WARP, ITEMS, WIDE> &team,
+                                               const nn_tile_rows &w, int64_t row) {
+        const int64_t seen = nn_d_tile_seen(w, row);
+        int64_t sums;
+        const int64_t place = nn_d_tile_place(w, row, &sums);
+        const float log_sum = w.log_sums[sums];
+        float p[ITEMS];
+        float ds[ITEMS];
+        float mean = 0.0f;
+        for (int64_t i = team.lane; i < w.size; i += NN_WARP) {
+            mean += nn_d_float(((const T *)w.out.data)[place + i]) *
+                    nn_d_float(((const T *)w.dout.data)[place + i]);
+        }
+        mean = team.sum(mean);
+        team.load(p, w.p + row * w.stride, seen);
+        team.load(ds, w.ds + row * w.stride, seen);
+        NN_UNROLL
+        for (unsigned i = 0; i < ITEMS; i++) {
+            const bool sees = team.column(i) < seen;
+            p[i] = sees ? nn_exp(p[i] - log_sum) : 0.0f;
+            ds[i] = sees ? p[i] * (ds[i] - mean) * w.scale : 0.0f;
+        }
+        team.wait();
+        team.store((T *)(void *)(w.p + row * w.stride), p, w.keys, false);
+        team.store((T *)(void *)(w.ds + row * w.stride), ds, w.keys, false);
+    }
+};
+
+template <typename F, typename T, unsigned ITEMS, unsigned WIDE>
+static __global__ void __launch_bounds__(NN_ROW_WARPS *NN_WARP) nn_k_tile(nn_tile_rows w) {
+    const int64_t row = (int64_t)blockIdx.x * NN_ROW_WARPS + threadIdx.x / NN_WARP;
+    nn_team<NN_WARP, ITEMS, WIDE> team;
+    team.lane = threadIdx.x % NN_WARP;
+    team.shared = NULL;
+    if (row < w.heads * w.queries) {
+        F::template run<T>(team, w, row);
+    }
+}
+
+/* Launches the kernel that holds rows of this width in the fewest registers. Rows of tiles are
+   aligned and padded, so that all accesses are wide. */
+template <typename T, typename F>
+static int nn_cuda_tile_as(const ms_call *call, const nn_tile_rows &w, F) {
+    enum { WIDE = nn_type<T>::WIDE };
+    const nn_grid grid =
+        nn_grid_of(nn_divide_up(w.heads * w.queries, NN_ROW_WARPS), 1, NN_ROW_WARPS * NN_WARP);
+    return nn_launch(call, grid,
+                     w.keys <= 8 * NN_WARP    ? nn_k_tile<F, T, 8, WIDE>
+                     : w.keys <= 16 * NN_WARP ? nn_k_tile<F, T, 16, WIDE>
+                                              : nn_k_tile<F, T, 32, WIDE>,
+                     w);
+}
+
+template <typename F> static int nn_cuda_tile_rows(const ms_call *call, const nn_tile_rows &w) {
+    return NN_AS(w.out.dtype, nn_cuda_tile_as, call, w, F());
+}
+
+/* A tile of a group, from `query` and `key` on. */
+static nn_tile_rows nn_group_tile_at(const nn_group *g, nn_tile_rows w, int64_t query,
+                                     int64_t key) {
+    const int64_t side = nn_cuda_tile_side(g->n);
+    w.query = query;
+    w.queries = nn_least(side, g->n.sequence - query);
+    w.key = key;
+    w.keys = nn_least(side, (g->n.causal ? query + w.queries : g->n.sequence) - key);
+    w.stride = nn_cuda_tile_stride(w.keys);
+    return w;
+}
+
+/* What all tiles of a group have in common. */
+static nn_tile_rows nn_tile_rows_of(const nn_group *g, nn_values out, float *log_sums) {
+    nn_tile_rows w;
+    memset(&w, 0, sizeof w);
+    w.heads = g->heads;
+    w.head = g->first * g->n.heads + g->head;
+    w.heads_of_all = g->n.heads;
+    w.sequence = g->n.sequence;
+    w.size = g->n.size;
+    w.out = out;
+    w.log_sums = log_sums;
+    w.scale = 1.0f / sqrtf((float)g->n.size);
+    w.causal = g->n.causal;
+    return w;
+}
+
+/* The rows of operands or gradients from `begin` on. */
+static ms_matrix nn_group_part(const nn_group *g, nn_heads heads, int64_t begin, int64_t rows) {
+    ms_matrix m =
+        nn_matrix(nn_from(heads.values, begin * heads.stride), rows, g->n.size, heads.stride);
+    m.batch_count = g->heads;
+    m.batch_stride = heads.head_stride;
+    return m;
+}
+
+/* The tile, as it is computed (F32), or as an operand of products in this dtype. */
+static ms_matrix nn_group_tile(const nn_tile_rows *w, const float *tile, ms_dtype dtype) {
+    const int64_t stride = dtype == MS_DTYPE_F32 ? w->stride : 2 * w->stride;
+    ms_matrix m = nn_matrix(nn_values_in(tile, dtype), w->queries, w->keys, stride);
+    m.batch_count = w->heads;
+    m.batch_stride = w->queries * stride;
+    return m;
+}
+
+/* F32 sums (heads, rows, size) of gradients or outputs. */
+static nn_heads nn_group_sums(const nn_group *g, const float *sums, int64_t rows) {
+    return nn_heads_of(nn_f32(sums), g->n.size, rows * g->n.size);
+}
+
+/* p = q k^T / sqrt(size) */
+static int nn_group_scores(const nn_group *g, const nn_tile_rows *w) {
+    return (int)ms_gemm(g->call, w->scale, nn_group_part(g, g->q, w->query, w->queries),
+                        ms_transpose(nn_group_part(g, g->k, w->key, w->keys)), 0.0f,
+                        nn_group_tile(w, w->p, MS_DTYPE_F32));
+}
+
+/* The outputs of a tile's queries. */
+static int nn_group_tile_forward(const nn_group *g, nn_tile_rows w, int64_t query) {
+    const ms_dtype dtype = w.out.dtype;
+    int result = 0;
+    w = nn_group_tile_at(g, w, query, 0);
+    while (w.keys > 0 && result == 0) {
+        result = nn_group_scores(g, &w);
+        if (result == 0) {
+            result = nn_cuda_tile_rows<nn_row_tile_softmax>(g->call, w);
+        }
+        if (result == 0) {
+            result =
+                (int)ms_gemm(g->call, 1.0f, nn_group_tile(&w, w.p, dtype),
+                             nn_group_part(g, g->v, w.key, w.keys), w.key == 0 ? 0.0f : 1.0f,
+                             nn_group_part(g, nn_group_sums(g, w.sum, w.queries), 0, w.queries));
+        }
+        w = nn_group_tile_at(g, w, query, w.key + nn_cuda_tile_side(g->n));
+    }
+    w = nn_group_tile_at(g, w, query, 0);
+    return result != 0 ? result : nn_cuda_tile_rows<nn_row_tile_close>(g->call, w);
+}
+
+/* Sets q, k and v, and in backward o, to the gradient of the output: in place, or packed. */
+static int nn_group_inputs(nn_group *g, nn_values qkv, nn_values out, bool backward) {
+    if (!g->packed) {
+        nn_group_in_place(g, qkv, out);
+        return 0;
+    }
+    g->q = nn_group_room(g, qkv.dtype);
+    g->k = nn_group_room(g, qkv.dtype);
+    g->v = nn_group_room(g, qkv.dtype);
+    const int result = nn_group_copy(g, qkv, 3, &g->q, &g->k, &g->v, true, 0.0f);
+    if (result != 0 || !backward) {
+        return result;
+    }
+    g->o = nn_group_room(g, qkv.dtype);
+    return nn_group_copy(g, out, 1, &g->o, NULL, NULL, true, 0.0f);
+}
+
+static int nn_cuda_tiled_attention(const ms_call *call, nn_values out, float *log_sums,
+                                   nn_values qkv, float *work, nn_attention_size n) {
+    const nn_groups groups = nn_cuda_tiled_groups(n, false);
+    const int64_t side = nn_cuda_tile_side(n);
+    int result = 0;
+    for (int64_t i = 0; i < groups.count && result == 0; i++) {
+        nn_group g = nn_group_at(call, i, groups, work, n);
+        nn_tile_rows w = nn_tile_rows_of(&g, out, log_sums);
+        w.p = nn_cuda_take(&g, g.heads * side * nn_cuda_tile_stride(side));
+        w.sum = nn_cuda_take(&g, g.heads * side * n.size);
+        w.most = nn_cuda_take(&g, g.heads * side);
+        w.total = nn_cuda_take(&g, g.heads * side);
+        result = nn_group_inputs(&g, qkv, out, false);
+        for (int64_t query = 0; query < n.sequence && result == 0; query += side) {
+            result = nn_group_tile_forward(&g, w, query);
+        }
+    }
+    return result;
+}
+
+/* Where the gradients of a group add up while tiles go by: in dqkv, or, if the group is packed, in
+   place of operands that no later product reads. If dqkv has 16 bits and there are several tiles,
+   sums are F32 in scratch memory: of all queries, and of the keys and values of one tile. */
+typedef struct nn_group_gradients {
+    nn_heads dq, dk, dv;
+    float *sums[3]; // of dq, dk, dv; NULL: they add up in dq, dk and dv
+    float beta;     // of dqkv
+} nn_group_gradients;
+
+static nn_group_gradients nn_group_gradients_of(nn_group *g, nn_dest dqkv) {
+    const int64_t side = nn_cuda_tile_side(g->n);
+    nn_group gradient = *g;
+    nn_group_gradients to;
+    memset(&to, 0, sizeof to);
+    nn_group_in_place(&gradient, nn_values_at(dqkv), nn_values_at(dqkv));
+    to.dq = g->packed ? nn_heads_f32(g->o) : gradient.q;
+    to.dk = g->packed ? nn_heads_f32(g->k) : gradient.k;
+    to.dv = g->packed ? nn_heads_f32(g->v) : gradient.v;
+    to.beta = g->packed ? 0.0f : dqkv.beta;
+    if (dqkv.dtype != MS_DTYPE_F32 && side < g->n.sequence) {
+        to.sums[0] = nn_cuda_take(g, g->heads * g->n.sequence * g->n.size);
+        to.sums[1] = nn_cuda_take(g, g->heads * side * g->n.size);
+        to.sums[2] = nn_cuda_take(g, g->heads * side * g->n.size);
+    }
+    return to;
+}
+
+/* to (rows from `begin` on) = beta * to + sums (heads, rows, size), of a group in place. */
+static int nn_group_store(const nn_group *g, nn_heads to, int64_t begin, int64_t rows,
+                          const float *sums, float beta) {
+    nn_heads_copy h;
+    memset(&h, 0, sizeof h);
+    h.rows = nn_from(to.values, begin * to.stride);
+    h.part[0] = nn_f32(sums);
+    h.sequences = 1;
+    h.sequence = rows;
+    h.parts = 1;
+    h.row_stride = to.stride;
+    h.heads = g->heads;
+    h.size = g->n.size;
+    h.adds = beta != 0.0f;
+    return NN_AS(h.rows.dtype, nn_cuda_heads_copy_as, g->call, h);
+}
+
+/* c += a * b, or, if it is the first product that c gets, c = beta * c + a * b. */
+static int nn_group_add(const nn_group *g, ms_matrix a, ms_matrix b, bool first, float beta,
+                        ms_matrix c) {
+    return (int)ms_gemm(g->call, 1.0f, a, b, first ? beta : 1.0f, c);
+}
+
+/* Gradients of operands from `begin` on: in their place, or in the sums. */
+static ms_matrix nn_group_gradient(const nn_group *g, nn_heads to, const float *sums, int64_t first,
+                                   int64_t all, int64_t begin, int64_t rows) {
+    return sums != NULL ? nn_group_part(g, nn_group_sums(g, sums, all), begin - first, rows)
+                        : nn_group_part(g, to, begin, rows);
+}
+
+/* Adds what a tile gives to gradients: p and ds, then dv, dq, dk, in this order. */
+static int nn_group_tile_backward(const nn_group *g, const nn_tile_rows *w,
+                                  const nn_group_gradients *to, bool first) {
+    const ms_dtype dtype = w->out.dtype;
+    const int64_t all = nn_least(nn_cuda_tile_side(g->n), g->n.sequence - w->key);
+    const float beta = to->sums[0] != NULL ? 0.0f : to->beta;
+    const ms_matrix p = nn_group_tile(w, w->p, dtype);
+    const ms_matrix ds = nn_group_tile(w, w->ds, dtype);
+    const ms_matrix slope = nn_group_part(g, g->o, w->query, w->queries);
+    int result = nn_group_scores(g, w);
+    if (result == 0) {
+        result = (int)ms_gemm(g->call, 1.0f, slope,
+                              ms_transpose(nn_group_part(g, g->v, w->key, w->keys)), 0.0f,
+                              nn_group_tile(w, w->ds, MS_DTYPE_F32));
+    }
+    if (result == 0) {
+        result = nn_cuda_tile_rows<nn_row_tile_slopes>(g->call, *w);
+    }
+    if (result == 0) {
+        result =
+            nn_group_add(g, ms_transpose(p), slope, first, beta,
+                         nn_group_gradient(g, to->dv, to->sums[2], w->key, all, w->key, w->keys));
+    }
+    if (result == 0) {
+        result = nn_group_add(
+            g, ds, nn_group_part(g, g->k, w->key, w->keys), w->key == 0, beta,
+            nn_group_gradient(g, to->dq, to->sums[0], 0, g->n.sequence, w->query, w->queries));
+    }
+    return result != 0
+               ? result
+               : nn_group_add(
+                     g, ms_transpose(ds), nn_group_part(g, g->q, w->query, w->queries), first, beta,
+                     nn_group_gradient(g, to->dk, to->sums[1], w->key, all, w->key, w->keys));
+}
+
+/* All tiles with the keys from `key` on. The first one of them has all these keys. */
+static int nn_group_backward_keys(const nn_group *g, const nn_tile_rows *all,
+                                  const nn_group_gradients *to, int64_t key) {
+    const int64_t side = nn_cuda_tile_side(g->n);
+    const int64_t keys = nn_least(side, g->n.sequence - key);
+    const int64_t begin = g->n.causal ? key : 0;
+    int result = 0;
+    for (int64_t query = begin; query < g->n.sequence && result == 0; query += side) {
+        const nn_tile_rows w = nn_group_tile_at(g, *all, query, key);
+        result = nn_group_tile_backward(g, &w, to, query == begin);
+    }
+    if (result != 0 || to->sums[0] == NULL) {
+        return result;
+    }
+    return nn_first(nn_group_store(g, to->dk, key, keys, to->sums[1], to->beta),
+                    nn_group_store(g, to->dv, key, keys, to->sums[2], to->beta));
+}
+
+static int nn_tiled_group_backward(nn_group *g, nn_dest dqkv, nn_tile_rows w, nn_values qkv) {
+    const int64_t side = nn_cuda_tile_side(g->n);
+    w.p = nn_cuda_take(g, g->heads * side * nn_cuda_tile_stride(side));
+    w.ds = nn_cuda_take(g, g->heads * side * nn_cuda_tile_stride(side));
+    int result = nn_group_inputs(g, qkv, w.dout, true);
+    const nn_group_gradients to = nn_group_gradients_of(g, dqkv);
+    for (int64_t key = 0; key < g->n.sequence && result == 0; key += side) {
+        result = nn_group_backward_keys(g, &w, &to, key);
+    }
+    if (result != 0) {
+        return result;
+    }
+    if (g->packed) {
+        return nn_group_copy(g, nn_values_at(dqkv), 3, &to.dq, &to.dk, &to.dv, false, dqkv.beta);
+    }
+    return to.sums[0] == NULL ? 0 : nn_group_store(g, to.dq, 0, g->n.sequence, to.sums[0], to.beta);
+}
+
+static int nn_cuda_tiled_attention_backward(const ms_call *call, nn_dest dqkv, nn_values dout,
+                                            nn_values out, const float *log_sums, nn_values qkv,
+                                            float *work, nn_attention_size n) {
+    const nn_groups groups = nn_cuda_tiled_groups(n, true);
+    float *sums = (float *)(uintptr_t)log_sums; // only read
+    int result = 0;
+    if (dqkv.data == NULL) {
+        return 0;
+    }
+    for (int64_t i = 0; i < groups.count && result == 0; i++) {
+        nn_group g = nn_group_at(call, i, groups, work, n);
+        nn_tile_rows w = nn_tile_rows_of(&g, out, sums);
+        w.dout = dout;
+        result = nn_tiled_group_backward(&g, dqkv, w, qkv);
     }
     return result;
 }
@@ -3037,10 +3532,11 @@ static int nn_cuda_conv2d_backward(const ms_call *call, nn_dest dx, nn_dest dwei
 const nn_device *nn_cuda(void) {
     static const nn_device cuda = {
         "cuda",
-        false,
+        nn_cuda_attention_queries,
         nn_cuda_column_floats,
         nn_cuda_layernorm_floats,
         nn_cuda_attention_floats,
+        nn_cuda_tiled_attention_floats,
         nn_cuda_conv2d_floats,
         nn_cuda_channel_floats,
         nn_cuda_copy,
@@ -3058,6 +3554,8 @@ const nn_device *nn_cuda(void) {
         nn_cuda_layernorm_backward,
         nn_cuda_attention,
         nn_cuda_attention_backward,
+        nn_cuda_tiled_attention,
+        nn_cuda_tiled_attention_backward,
         nn_cuda_cross_entropy,
         nn_cuda_cross_entropy_backward,
         nn_cuda_relu,

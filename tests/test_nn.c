@@ -4,9 +4,21 @@
     errors. */
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
+
+static int64_t tile_queries = 64, tile_keys = 256, tile_sums = 1024; // as in nn_cpu.h
+#define NN_TILE_QUERIES tile_queries
+#define NN_TILE_KEYS    tile_keys
+#define NN_TILE_SUMS    tile_sums
 #include "nn.h"
 #include "testing.h"
 #include "testing_nn.h"
+
+/* -Ofast may regroup x - n ln 2, and n is up to 127. */
+#ifdef __FAST_MATH__
+#define EXP_ERROR 2e-5
+#else
+#define EXP_ERROR 3e-7
+#endif
 
 // ------------------------------------------------------------------------------------------------
 // the harness: leaves -> [lift] -> layer under test -> weighted sum
@@ -871,6 +883,405 @@ static void h_check(int64_t batch, int64_t sequence, int64_t heads, int64_t size
     }
 }
 
+// ---- in tiles: the kernels themselves against sums in float64, with a bound for each element
+
+/* Memory of the device. */
+typedef struct a_memory {
+    void *data;
+    size_t bytes;
+} a_memory;
+
+enum { A_QKV, A_OUT, A_DOUT, A_DQKV, A_SUMS, A_WORK, A_COUNT };
+
+/* A call: operands, and the results as floats. */
+typedef struct a_run {
+    ms_model *model;
+    nn_attention_size n;
+    int64_t rows, channels;
+    ms_dtype dtype;
+    float beta;
+    a_memory memory[A_COUNT];
+    float *qkv, *out, *dout, *dqkv, *old, *sums;
+} a_run;
+
+/* What is expected; the bounds are to be multiplied by the relative error of a probability or its
+   gradient. */
+typedef struct a_reference {
+    double *out, *out_bound, *dqkv, *dqkv_bound, *sums;
+    double largest; // score
+} a_expected;
+
+static void a_alloc(a_run *run, int which, int64_t count, ms_dtype dtype) {
+    const ms_backend *b = &run->model->config.backend;
+    a_memory *m = &run->memory[which];
+    m->bytes = (size_t)count * nn_value_bytes(dtype);
+    assert_int_equal(b->memory_alloc(b->user, &run->model->config.allocator, m->bytes, &m->data),
+                     0);
+}
+
+/* Values to the device, in this dtype; values NULL: NaN, in all bytes. */
+static void a_put(a_run *run, int which, const float *values, int64_t count, ms_dtype dtype) {
+    const ms_backend *b = &run->model->config.backend;
+    a_alloc(run, which, count, dtype);
+    uint8_t *bytes = (uint8_t *)malloc(run->memory[which].bytes);
+    assert_non_null(bytes);
+    memset(bytes, 0xff, run->memory[which].bytes);
+    for (int64_t i = 0; i < count && values != NULL; i++) {
+        msi_store_as(bytes, dtype, (uint64_t)i, values[i]);
+    }
+    assert_int_equal(
+        b->copy_in(run->model->device, run->memory[which].data, bytes, run->memory[which].bytes),
+        0);
+    assert_true(b->synchronize == NULL || b->synchronize(run->model->device) == 0);
+    free(bytes);
+}
+
+static void a_get(a_run *run, int which, float *values, int64_t count, ms_dtype dtype) {
+    const ms_backend *b = &run->model->config.backend;
+    uint8_t *bytes = (uint8_t *)malloc(run->memory[which].bytes);
+    assert_non_null(bytes);
+    assert_true(b->synchronize == NULL || b->synchronize(run->model->device) == 0);
+    assert_int_equal(
+        b->copy_out(run->model->device, bytes, run->memory[which].data, run->memory[which].bytes),
+        0);
+    assert_true(b->synchronize == NULL || b->synchronize(run->model->device) == 0);
+    for (int64_t i = 0; i < count; i++) {
+        values[i] = msi_load(bytes, dtype, (uint64_t)i);
+    }
+    free(bytes);
+}
+
+/* Scores of about 1; or, if hard, between -80 and 80, the largest of which a row sees late: the
+   first component of all queries is alike, and that of a late key is large. */
+static void a_fill(a_run *run, bool hard) {
+    t_rng rng = t_seed(41);
+    const int64_t all = run->rows * 3 * run->channels;
+    for (int64_t i = 0; i < all; i++) {
+        const int64_t token = i / (3 * run->channels);
+        const int64_t time = token % run->n.sequence;
+        const int64_t part = i % (3 * run->channels) / run->channels;
+        const float value = (float)(2.0 * t_unit(&rng) - 1.0);
+        run->qkv[i] = value;
+        if (hard && part < 2 && i % run->n.size == 0) {
+            const float size = (float)run->n.size;
+            const float key = time % 13 == 11 ? 26.0f : time % 3 == 0 ? -26.0f : 8.0f * value;
+            run->qkv[i] = part == 0 ? 3.0f * sqrtf(size) : key;
+        }
+        run->qkv[i] = c_rounded(run->qkv[i]);
+    }
+    for (int64_t i = 0; i < run->rows * run->channels; i++) {
+        run->dout[i] = c_rounded((float)(2.0 * t_unit(&rng) - 1.0));
+    }
+    for (int64_t i = 0; i < all; i++) {
+        run->old[i] = c_rounded((float)(2.0 * t_unit(&rng) - 1.0));
+    }
+}
+
+/* Forward and backward; scratch memory and results are NaN at first. */
+static void a_call(a_run *run) {
+    const nn_device *device = t_nn_device();
+    const int64_t all = run->rows * 3 * run->channels;
+    const int64_t heads = run->n.batch * run->n.heads * run->n.sequence;
+    ms_call call;
+    memset(&call, 0, sizeof call);
+    call.model = run->model;
+    call.stream = ms_stream(run->model);
+    a_put(run, A_QKV, run->qkv, all, run->dtype);
+    a_put(run, A_DOUT, run->dout, run->rows * run->channels, run->dtype);
+    a_put(run, A_OUT, NULL, run->rows * run->channels, run->dtype);
+    a_put(run, A_DQKV, run->beta != 0.0f ? run->old : NULL, all, run->dtype);
+    a_put(run, A_SUMS, NULL, heads, MS_DTYPE_F32);
+    a_put(run, A_WORK, NULL,
+          nn_most(device->tiled_attention_floats(run->n, false),
+                  device->tiled_attention_floats(run->n, true)),
+          MS_DTYPE_F32);
+    const nn_values qkv = nn_values_in(run->memory[A_QKV].data, run->dtype);
+    const nn_values out = nn_values_in(run->memory[A_OUT].data, run->dtype);
+    float *sums = (float *)run->memory[A_SUMS].data;
+    float *work = (float *)run->memory[A_WORK].data;
+    assert_int_equal(device->tiled_attention(&call, out, sums, qkv, work, run->n), 0);
+    assert_int_equal(
+        device->tiled_attention_backward(
+            &call, nn_dest_of(nn_values_in(run->memory[A_DQKV].data, run->dtype), run->beta),
+            nn_values_in(run->memory[A_DOUT].data, run->dtype), out, sums, qkv, work, run->n),
+        0);
+    a_get(run, A_OUT, run->out, run->rows * run->channels, run->dtype);
+    a_get(run, A_DQKV, run->dqkv, all, run->dtype);
+    a_get(run, A_SUMS, run->sums, heads, MS_DTYPE_F32);
+}
+
+static void a_start(a_run *run, ms_model *model, nn_attention_size n, float beta, bool hard) {
+    memset(run, 0, sizeof *run);
+    run->model = model;
+    run->n = n;
+    run->dtype = c_dtype;
+    run->beta = beta;
+    run->rows = n.batch * n.sequence;
+    run->channels = n.heads * n.size;
+    const uint64_t count = (uint64_t)(run->rows * run->channels);
+    run->qkv = c_floats(3 * count);
+    run->dqkv = c_floats(3 * count);
+    run->old = c_floats(3 * count);
+    run->out = c_floats(count);
+    run->dout = c_floats(count);
+    run->sums = c_floats((uint64_t)(run->rows * n.heads));
+    a_fill(run, hard);
+    a_call(run);
+}
+
+static void a_release(a_run *run, int which) {
+    const ms_backend *b = &run->model->config.backend;
+    b->memory_release(b->user, &run->model->config.allocator, run->memory[which].data,
+                      run->memory[which].bytes);
+}
+
+static void a_stop(a_run *run) {
+    for (int i = 0; i < A_COUNT; i++) {
+        a_release(run, i);
+    }
+    free(run->qkv);
+    free(run->dqkv);
+    free(run->old);
+    free(run->out);
+    free(run->dout);
+    free(run->sums);
+}
+
+/* One query: offsets of it and of the head's first key, value, output. p has room for a row. */
+static void a_expect_row(const a_run *run, a_expected *r, int64_t head, int64_t time, double *p) {
+    const int64_t size = run->n.size, channels = run->channels, stride = 3 * channels;
+    const int64_t token = head / run->n.heads * run->n.sequence;
+    const int64_t q = (token + time) * stride + head % run->n.heads * size;
+    const int64_t k = q - time * stride + channels;
+    const int64_t o = (token + time) * channels + head % run->n.heads * size;
+    const int64_t seen = run->n.causal ? time + 1 : run->n.sequence;
+    const double scale = 1.0 / sqrt((double)size);
+    double most = -1e300, total = 0.0, mean = 0.0, terms = 0.0;
+    for (int64_t u = 0; u < seen; u++) {
+        p[u] = 0.0;
+        for (int64_t i = 0; i < size; i++) {
+            p[u] += (double)run->qkv[q + i] * (double)run->qkv[k + u * stride + i] * scale;
+        }
+        most = p[u] > most ? p[u] : most;
+        r->largest = fabs(p[u]) > r->largest ? fabs(p[u]) : r->largest;
+    }
+    for (int64_t u = 0; u < seen; u++) {
+        p[u] = exp(p[u] - most);
+        total += p[u];
+    }
+    r->sums[head * run->n.sequence + time] = most + log(total);
+    for (int64_t u = 0; u < seen; u++) {
+        p[u] /= total;
+        for (int64_t i = 0; i < size; i++) {
+            const double value = p[u] * (double)run->qkv[k + channels + u * stride + i];
+            r->out[o + i] += value;
+            r->out_bound[o + i] += fabs(value);
+        }
+    }
+    for (int64_t i = 0; i < size; i++) {
+        mean += r->out[o + i] * (double)run->dout[o + i];
+        terms += fabs(r->out[o + i] * (double)run->dout[o + i]);
+    }
+    for (int64_t u = 0; u < seen; u++) {
+        double slope = 0.0, slopes = 0.0;
+        for (int64_t i = 0; i < size; i++) {
+            const double value = (double)run->qkv[k + channels + u * stride + i];
+            const double above = (double)run->dout[o + i];
+            slope += above * value;
+            slopes += fabs(above * value);
+            r->dqkv[k + channels + u * stride + i] += p[u] * above;
+            r->dqkv_bound[k + channels + u * stride + i] += p[u] * fabs(above);
+        }
+        const double ds = p[u] * (slope - mean) * scale;
+        const double bound = p[u] * (slopes + terms) * scale;
+        for (int64_t i = 0; i < size; i++) {
+            const double query = (double)run->qkv[q + i];
+            const double key = (double)run->qkv[k + u * stride + i];
+            r->dqkv[q + i] += ds * key;
+            r->dqkv_bound[q + i] += bound * fabs(key);
+            r->dqkv[k + u * stride + i] += ds * query;
+            r->dqkv_bound[k + u * stride + i] += bound * fabs(query);
+        }
+    }
+}
+
+static void a_within(const char *what, double value, double expected, double bound, int64_t i) {
+    if (!(fabs(value - expected) <= bound)) {
+        print_error("attention in tiles in %s: %s[%lld] is %.9g, expected %.9g +- %.3g\n",
+                    ms_dtype_name(c_dtype), what, (long long)i, value, expected, bound);
+        fail();
+    }
+}
+
+/* A probability is the exponential of a score, whose error grows with it. In 16 bits the operands
+   of products are rounded, and so is the output that backward reads; small ones in F16 are not
+   exact either. */
+static void a_compare(const a_run *run, const a_expected *r) {
+    const int64_t count = run->rows * run->channels;
+    const double u = c_roundoff();
+    const double f32 = 4e-7 * (8.0 + r->largest) + 4.0 * EXP_ERROR;
+    const double least = c_dtype == MS_DTYPE_F16 ? ldexp(1.0, -24) * (double)run->n.sequence : 0.0;
+    const double small = 1e-7 + 30.0 * least;
+    for (int64_t i = 0; i < run->rows * run->n.heads; i++) {
+        a_within("sum", (double)run->sums[i], r->sums[i], f32, i);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const double bound = (u + f32) * r->out_bound[i] + 1.01 * u * fabs(r->out[i]) + small;
+        a_within("out", (double)run->out[i], r->out[i], bound, i);
+    }
+    for (int64_t i = 0; i < 3 * count; i++) {
+        const double old = run->beta != 0.0f ? (double)run->old[i] : 0.0;
+        const double expected = r->dqkv[i] + old;
+        const double own = 1.01 * u * (fabs(expected) + (3.0 * u + f32) * r->dqkv_bound[i]);
+        const double bound = (3.0 * u + f32) * r->dqkv_bound[i] + own + small;
+        a_within("gradient", (double)run->dqkv[i], expected, bound, i);
+    }
+}
+
+static double *a_zeros(int64_t count) {
+    double *values = c_doubles((uint64_t)count);
+    for (int64_t i = 0; i < count; i++) {
+        values[i] = 0.0;
+    }
+    return values;
+}
+
+/* The same bits in another run, too. */
+static void a_check(ms_model *model, int64_t batch, int64_t sequence, int64_t heads, int64_t size,
+                    bool causal, bool hard) {
+    nn_attention_size n;
+    n.batch = batch;
+    n.sequence = sequence;
+    n.heads = heads;
+    n.size = size;
+    n.causal = causal;
+    const int64_t count = batch * sequence * heads * size;
+    for (int beta = 0; beta < 2; beta++) {
+        a_run run, again;
+        a_expected r;
+        a_start(&run, model, n, (float)beta, hard);
+        a_start(&again, model, n, (float)beta, hard);
+        assert_memory_equal(run.out, again.out, (size_t)count * sizeof(float));
+        assert_memory_equal(run.dqkv, again.dqkv, (size_t)(3 * count) * sizeof(float));
+        r.out = a_zeros(count);
+        r.out_bound = a_zeros(count);
+        r.dqkv = a_zeros(3 * count);
+        r.dqkv_bound = a_zeros(3 * count);
+        r.sums = a_zeros(batch * heads * sequence);
+        r.largest = 0.0;
+        double *row = a_zeros(sequence);
+        for (int64_t head = 0; head < batch * heads; head++) {
+            for (int64_t time = 0; time < sequence; time++) {
+                a_expect_row(&run, &r, head, time, row);
+            }
+        }
+        assert_true(!hard || (r.largest > 70.0 && r.largest < 90.0) || sequence < 12);
+        a_compare(&run, &r);
+        free(row);
+        free(r.out);
+        free(r.out_bound);
+        free(r.dqkv);
+        free(r.dqkv_bound);
+        free(r.sums);
+        a_stop(&run);
+        a_stop(&again);
+    }
+}
+
+/* A model for products. */
+static ms_model *a_open(void) {
+    const ms_config config = t_device_config();
+    ms_model *model;
+    assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
+    nn_net *net = nn_create_on(model, t_nn_device());
+    assert_non_null(net);
+    const ms_tensor x = ms_input(model, "x", MS_DTYPE_F32, ms_shape2(1, 1));
+    ms_set_loss(model, nn_linear(net, "y", x, 1, 1.0f));
+    t_ok(model, ms_wrap(model));
+    nn_destroy(net); // no step is made
+    return model;
+}
+
+/* A key that is NaN makes the rows NaN that see it, and no others; minus infinity as the only score
+   of a row makes it NaN too. */
+static void a_check_nan(ms_model *model) {
+    const nn_attention_size n = {1, 70, 1, 4, true};
+    a_run run;
+    a_start(&run, model, n, 0.0f, false);
+    for (int i = 0; i < A_COUNT; i++) {
+        a_release(&run, i);
+    }
+    run.qkv[40 * 12 + 4] = nanf("");
+    for (int i = 0; i < 4; i++) {
+        run.qkv[i] = 1e30f;
+        run.qkv[4 + i] = -1e30f;
+    }
+    a_call(&run);
+    for (int time = 0; time < n.sequence; time++) {
+        const bool wrong = time == 0 || time >= 40;
+        assert_int_equal(t_is_nan(run.sums[time]), wrong);
+        assert_int_equal(t_is_nan(run.out[time * 4]), wrong);
+    }
+    a_stop(&run);
+}
+
+/* Sequences of less than one tile, of one, of several and a part. */
+static void a_check_all(void) {
+    const int64_t sizes[][4] = {{2, 1, 1, 3},   {2, 5, 3, 4},  {1, 16, 2, 8}, {3, 24, 2, 5},
+                                {2, 70, 3, 16}, {1, 97, 2, 7}, {1, 64, 9, 8}};
+    const ms_dtype dtypes[] = {MS_DTYPE_F32, MS_DTYPE_BF16, MS_DTYPE_F16};
+    const int64_t tiles[][3] = {{64, 256, 1024}, {16, 24, 64}, {24, 16, 1}, {7, 5, 70}};
+    ms_model *model = a_open();
+    const int kinds = t_on_cpu ? 4 : 1; // of tiles
+    for (int i = 0; i < kinds * 3 * 4; i++) {
+        c_dtype = dtypes[i / 4 % 3];
+        tile_queries = tiles[i / 12][0];
+        tile_keys = tiles[i / 12][1];
+        tile_sums = tiles[i / 12][2];
+        for (size_t k = 0; k < sizeof sizes / sizeof sizes[0]; k++) {
+            const int64_t *d = sizes[k];
+            a_check(model, d[0], d[1], d[2], d[3], (i & 1) != 0, (i & 2) != 0);
+        }
+        if (i / 12 == 0 && (i & 3) == 3) { // several of the tiles that CUDA has
+            a_check(model, 1, 1100, 1, 4, true, true);
+        }
+    }
+    c_dtype = MS_DTYPE_F32;
+    a_check_nan(model);
+    ms_destroy(model);
+    tile_queries = 64;
+    tile_keys = 256;
+    tile_sums = 1024;
+}
+
+/* Scratch memory for 12 heads of 64: on the CPU it does not grow, with CUDA it grows no faster than
+   the sequence. */
+static void a_check_scratch(const nn_device *device, bool grows) {
+    nn_attention_size n;
+    n.batch = 1;
+    n.heads = 12;
+    n.size = 64;
+    n.causal = true;
+    for (int backward = 0; backward < 2; backward++) {
+        int64_t before = 0;
+        for (n.sequence = 64; n.sequence <= 1 << 20; n.sequence *= 2) {
+            const int64_t floats = device->tiled_attention_floats(n, backward != 0);
+            const int64_t qkv = n.sequence * 3 * n.heads * n.size;
+            assert_true(floats >= before);
+            assert_true(n.sequence <= 32768 || floats <= 2 * before);
+            assert_true(n.sequence < 32768 || grows || floats == before);
+            assert_true(n.sequence != 32768 || floats <= (grows ? qkv / 6 : 7 << 18));
+            before = floats;
+        }
+    }
+}
+
+static void test_attention_scratch(void **state) {
+    (void)state;
+    a_check_scratch(nn_cpu(), false);
+    a_check_scratch(nn_cuda_dry(), true);
+}
+
 /* More heads than run at once, and more rows than a band has. */
 static void test_attention(void **state) {
     (void)state;
@@ -880,6 +1291,7 @@ static void test_attention(void **state) {
     h_check(6, 3, 3, 2);
     h_check(1, 70, 1, 3);
     h_check(1, 132, 1, 2);
+    a_check_all();
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1210,13 +1622,6 @@ static void test_average_pool_and_flatten(void **state) {
 // ------------------------------------------------------------------------------------------------
 // elementary functions
 
-/* -Ofast may regroup x - n ln 2, and n is up to 127. */
-#ifdef __FAST_MATH__
-#define EXP_ERROR 2e-5
-#else
-#define EXP_ERROR 3e-7
-#endif
-
 static void test_functions(void **state) {
     (void)state;
     for (int i = -86999; i <= 87999; i++) {
@@ -1362,9 +1767,9 @@ static void test_granularity(void **state) {
         m_net operators;
         m_net blocks;
         nn_transformer_config config = m_config(NN_OPERATORS, 0.0f);
+        config.save_scores = (i & 2) != 0;
         m_start(&operators, bert, &config);
         config.granularity = NN_BLOCKS;
-        config.save_scores = (i & 2) != 0;
         m_start(&blocks, bert, &config);
         if ((i & 4) != 0) {
             t_ok(operators.model, ms_step(operators.model, NULL));
@@ -2071,6 +2476,7 @@ int main(void) {
         cmocka_unit_test(test_dropout),
         cmocka_unit_test(test_dropout_mask),
         cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_attention_scratch),
         cmocka_unit_test(test_cross_entropy),
         cmocka_unit_test(test_relu),
         cmocka_unit_test(test_conv2d),
