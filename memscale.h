@@ -12206,12 +12206,13 @@ typedef struct msi_scheduling {
     msi_transfer *transfers; // in the order of the old list
     double *begin_us;        // per slot, and of the end: when it begins if nothing waits for copies
     uint64_t *live_bytes;    // per slot, on the device
-    uint32_t *slot;      // per old instruction: its slot, or of a copy the next one; and the end
-    uint32_t *moved;     // per old instruction, and of the end: its new number
-    uint32_t *of_range;  // per range: the last transfer that has it as an end, or MSI_NONE
-    uint32_t *used_for;  // per range: the range that is used in its place
-    uint64_t bytes;      // of all these
-    uint64_t most_bytes; // that may be live
+    uint32_t *slot;        // per old instruction: its slot, or of a copy the next one; and the end
+    uint32_t *moved;       // per old instruction, and of the end: its new number
+    uint32_t *of_range;    // per range: the last transfer that has it as an end, or MSI_NONE
+    uint32_t *used_for;    // per range: the range that is used in its place
+    uint8_t *transfers_at; // per old instruction: whether it is a transfer
+    uint64_t bytes;        // of all these
+    uint64_t most_bytes;   // that may be live
     /* The first slot after backward, or MSI_NONE. Between ms_backward and ms_update a
        trainer may write values, and other micro-batches may follow: no copy in for a later
        slot is issued before. */
@@ -12235,7 +12236,7 @@ static bool msi_crosses_link(const msi_program *p) {
 
 /* Whether an instruction is a transfer. A copy of what callbacks use on the host is none: it is
    awaited where it is. */
-static bool msi_is_transfer(const msi_scheduling *s, const msi_instruction *i) {
+static bool msi_is_a_transfer(const msi_scheduling *s, const msi_instruction *i) {
     const msi_operand *operands = s->program->operands.items + i->operand_first;
     const msi_op op = msi_direction(s->program, i);
     if (op == (msi_op)i->op) {
@@ -12245,14 +12246,18 @@ static bool msi_is_transfer(const msi_scheduling *s, const msi_instruction *i) {
     return host >= s->store->residents.count || !s->store->residents.items[host].is_shown;
 }
 
+static bool msi_is_transfer(const msi_scheduling *s, const msi_instruction *i) {
+    return s->transfers_at[i - s->program->instructions.items];
+}
+
 static bool msi_scheduling_init(msi_scheduling *s) {
     const msi_program *p = s->program;
     const uint64_t instructions = p->instructions.count + 1ull, ranges = p->ranges.count;
     for (uint32_t now = 0; now < p->instructions.count; now++) {
-        s->transfer_count += msi_is_transfer(s, &p->instructions.items[now]);
+        s->transfer_count += msi_is_a_transfer(s, &p->instructions.items[now]);
     }
     s->bytes = s->transfer_count * (uint64_t)sizeof(msi_transfer) +
-               instructions * (sizeof(double) + sizeof(uint64_t) + 2 * sizeof(uint32_t)) +
+               instructions * (sizeof(double) + sizeof(uint64_t) + 2 * sizeof(uint32_t) + 1) +
                2 * ranges * sizeof(uint32_t);
     s->begin_us = (double *)msi_alloc_zeroed(s->allocator, s->bytes);
     if (!s->begin_us) {
@@ -12264,6 +12269,10 @@ static bool msi_scheduling_init(msi_scheduling *s) {
     s->moved = s->slot + instructions;
     s->of_range = s->moved + instructions;
     s->used_for = s->of_range + ranges;
+    s->transfers_at = (uint8_t *)(s->used_for + ranges);
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        s->transfers_at[now] = msi_is_a_transfer(s, &p->instructions.items[now]);
+    }
     for (uint32_t k = 0; k < p->ranges.count; k++) {
         s->of_range[k] = MSI_NONE;
         s->used_for[k] = k;
@@ -12488,6 +12497,7 @@ typedef struct msi_placing {
     /* Copies out that are not awaited yet, in a ring: their number, and when each is done. */
     uint32_t outs[MSI_COPY_EVENTS], out_first, out_count;
     double done_us[MSI_COPY_EVENTS];
+    uint64_t out_bytes; // of all of them on the device
     /* Copies in: the next one; one that did not fit, and the slot where it did not. When those that
        were issued are done, in a ring. */
     uint32_t next_in, blocked_in, blocked_to;
@@ -12501,6 +12511,7 @@ static void msi_await_out(msi_placing *w) {
     const uint32_t at = w->out_first++ % MSI_COPY_EVENTS;
     w->us = w->done_us[at] > w->us ? w->done_us[at] : w->us;
     w->s->transfers[w->outs[at]].wait = w->slot;
+    w->out_bytes -= msi_device_bytes(w->s, &w->s->transfers[w->outs[at]]);
     w->out_count--;
 }
 
@@ -12513,6 +12524,7 @@ static void msi_begin_out(msi_placing *w, uint32_t number) {
     w->free_us[0] = (w->us > w->free_us[0] ? w->us : w->free_us[0]) + t->us;
     w->outs[at] = number;
     w->done_us[at] = w->free_us[0];
+    w->out_bytes += msi_device_bytes(w->s, t);
 }
 
 /* Bytes that are live in the present slot only because copies out are under way. */
@@ -12523,6 +12535,14 @@ static uint64_t msi_outgoing_bytes(const msi_placing *w) {
         bytes += msi_bytes_under_way(w->s, &w->s->transfers[w->outs[at]], w->slot);
     }
     return bytes;
+}
+
+/* Whether so many bytes more fit into the present slot. What copies out hold there is summed only if
+   not all of their bytes would fit. */
+static bool msi_has_room_for(const msi_placing *w, uint64_t bytes) {
+    const msi_scheduling *s = w->s;
+    bytes += s->live_bytes[w->slot];
+    return bytes + w->out_bytes <= s->most_bytes || bytes + msi_outgoing_bytes(w) <= s->most_bytes;
 }
 
 /* Whether the next copy in may be issued before the present slot: its time has come, it need not
@@ -12537,7 +12557,7 @@ static bool msi_may_begin(msi_placing *w, const msi_transfer *t) {
         (t->needed >= s->barrier && w->slot < s->barrier) ||
         (w->blocked_in == w->next_in && w->slot <= w->blocked_to) ||
         (t->after != MSI_NONE && s->transfers[t->after].wait == MSI_NONE) ||
-        s->live_bytes[w->slot] + msi_outgoing_bytes(w) + bytes > s->most_bytes) {
+        !msi_has_room_for(w, bytes)) {
         return false;
     }
     for (uint32_t k = t->needed; k-- > w->slot;) {
@@ -12603,9 +12623,8 @@ static void msi_place_transfers(msi_scheduling *s) {
         }
         const bool ends = w.slot == s->slot_count || s->costs->waits_for_copies ||
                           (w.slot == s->barrier && s->store->micro_count > 1);
-        while (w.out_count > 0 &&
-               (ends || w.done_us[w.out_first % MSI_COPY_EVENTS] <= w.us ||
-                s->live_bytes[w.slot] + msi_outgoing_bytes(&w) > s->most_bytes)) {
+        while (w.out_count > 0 && (ends || w.done_us[w.out_first % MSI_COPY_EVENTS] <= w.us ||
+                                   !msi_has_room_for(&w, 0))) {
             msi_await_out(&w);
         }
         msi_begin_ins(&w);
@@ -17730,7 +17749,8 @@ static void msi_search_all(const msi_solver *s, msi_greedy *w) {
 /* A list of plans with the same roundings and tiles: what its first plan takes. */
 typedef struct msi_rounding {
     uint32_t mask, tiling;
-    double us; // no plan of the list counts as faster
+    double us;       // no plan of the list counts as faster
+    double bound_us; // and no plan that fits is
     uint64_t live_bytes, resident_bytes;
 } msi_rounding;
 
@@ -17771,7 +17791,24 @@ static bool msi_is_worse(const msi_search *search, const msi_rounding *a, const 
            (b->us < a->us || b->live_bytes < a->live_bytes || b->mask < a->mask);
 }
 
-/* The lists to search, the one that begins fastest first. Returns how many. */
+/* A time below which no plan of a list fits the budget: what is resident and has no place in it is
+   copied to the device in each step, or used on the host where it is. By the program of the first
+   plan of the list. */
+static double msi_bound_us(const msi_search *search, double us) {
+    const ms_hardware *h = &search->scorer->costs->hardware;
+    const uint64_t resident = search->scorer->program->resident_bytes;
+    const uint64_t away = resident > search->budget ? resident - search->budget : 0;
+    const double link = h->to_device_gb_per_s > 0.5 * h->mapped_gb_per_s ? h->to_device_gb_per_s
+                                                                         : 0.5 * h->mapped_gb_per_s;
+    const double copies_us = (double)away / (link * 1e3);
+    return search->may_move && search->budget > 0 && copies_us > us ? copies_us : us;
+}
+
+static bool msi_begins_faster(const msi_rounding *a, const msi_rounding *b) {
+    return a->bound_us < b->bound_us || (a->bound_us <= b->bound_us && a->us < b->us);
+}
+
+/* The lists to search, the one whose plans may be fastest first. Returns how many. */
 static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
                                    msi_tensor_decision *decisions, msi_rounding *list) {
     const uint32_t found = msi_find_roundings(s, search, decisions);
@@ -17783,7 +17820,11 @@ static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
         if ((mask & found) == mask) {
             msi_begin_rounding(search, mask, tiling, decisions);
             const msi_score score = msi_estimate(s->scorer, decisions);
-            const msi_rounding one = {mask, tiling, score.us, score.live_bytes,
+            const msi_rounding one = {mask,
+                                      tiling,
+                                      score.us,
+                                      msi_bound_us(search, score.us),
+                                      score.live_bytes,
                                       s->scorer->program->resident_bytes};
             all[count++] = one;
         }
@@ -17794,7 +17835,7 @@ static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
             worse |= msi_is_worse(search, &all[i], &all[k]);
         }
         uint32_t at = kept;
-        for (; at > 0 && list[at - 1].us > all[i].us && !worse; at--) {
+        for (; at > 0 && msi_begins_faster(&all[i], &list[at - 1]) && !worse; at--) {
             list[at] = list[at - 1];
         }
         if (!worse) {
@@ -17856,7 +17897,7 @@ static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
         const bool is_plain = list[k].mask == 0 && list[k].tiling == 0;
         has_unrounded |= is_plain;
         const bool too_large = !search->may_move && list[k].resident_bytes > search->budget;
-        if ((search->fits && list[k].us >= search->best_score.us) ||
+        if ((search->fits && list[k].bound_us >= search->best_score.us) ||
             (too_large && search->found && list[k].resident_bytes > search->best_score.bytes)) {
             continue;
         }
