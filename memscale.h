@@ -14498,7 +14498,7 @@ static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *de
 }
 
 /* Sets of groups of layers in tiles: set n, from 1 on, is a part of one list of groups. */
-enum { MSI_MOST_TILINGS = 8 };
+enum { MSI_MOST_TILINGS = 24 };
 
 typedef struct msi_tilings {
     MSI_LIST(msi_tiling) groups;
@@ -17271,16 +17271,19 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
 // >>grouping  which groups of layers to compute in tiles: sets of groups, each with fewer bytes than
 //             the one before
 
-/* What tiles save shows where everything else is at its least: of a plan that moves or drops all that
-   it can, the peak is in one layer. Groups around this layer are tried, and the best is taken,
+/* At the peak of a plan runs one layer. Groups around this layer are tried, and the best is taken,
    together with all groups that are alike; then the peak is elsewhere, or the group is parted
-   further. The sets that come up so do not depend on the budget. */
+   further. So it goes from two plans: that which keeps everything, of which tiles free what waits for
+   backward; and one that moves or drops all that it can, of which they free what one layer needs. The
+   sets that come up so do not depend on the budget. */
 enum {
     MSI_GROUPING_ROUNDS = 24,
     MSI_GROUPING_REACH = 8, // layers to each side
     MSI_GROUPING_TRIES = 8, // groups for one peak
     MSI_GROUPING_TILES = 16,
     MSI_GROUPING_WORK = 1 << 20, // layers that are lowered
+    MSI_GROUPING_SMALL = 64,     // layers of a graph of which all roundings are tried
+    MSI_GROUPING_SETS = 2,       // of a larger graph, from each plan
     MSI_GROUPING_GAIN = 1024     // a set has at least so much less of its bytes
 };
 
@@ -17477,17 +17480,17 @@ static bool msi_find_group(msi_grouping *c) {
 }
 
 /* Decisions that have as little as possible on the device beside what a layer needs. */
-static void msi_decide_squeezed(const msi_grouping *c) {
-    const msi_graph *g = c->graph;
+static void msi_decide_squeezed(const msi_search *search, msi_tensor_decision *decisions) {
+    const msi_graph *g = search->scorer->graph;
     uint32_t width = 1;
     while (width * width < g->layers.count) {
         width++;
     }
-    msi_decide_base(c->search, c->decisions);
+    msi_decide_base(search, decisions);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        msi_tensor_decision *d = &c->decisions[t];
-        const uint32_t may = c->search->may_move ? msi_may_choose(g, t) : 0u;
+        msi_tensor_decision *d = &decisions[t];
+        const uint32_t may = search->may_move ? msi_may_choose(g, t) : 0u;
         const bool inside =
             msi_is_choice(g, t) && tensor->producer / width == tensor->last_use / width;
         if (d->pass == 0) {
@@ -17497,10 +17500,24 @@ static void msi_decide_squeezed(const msi_grouping *c) {
     }
 }
 
-/* Adds the groups of the decisions as a set. */
-static void msi_add_tiling(const msi_grouping *c, msi_tilings *to) {
+/* Whether two sets are the same. */
+static bool msi_are_same_tilings(const msi_tilings *t, uint32_t a, uint32_t b) {
+    const uint32_t count = t->end[a] - t->end[a - 1];
+    bool same = count == t->end[b] - t->end[b - 1];
+    for (uint32_t k = 0; k < count && same; k++) {
+        const msi_tiling *x = &t->groups.items[t->end[a - 1] + k];
+        const msi_tiling *y = &t->groups.items[t->end[b - 1] + k];
+        same = x->first == y->first && x->end == y->end && x->tiles == y->tiles;
+    }
+    return same;
+}
+
+/* Adds the groups of the decisions as a set, unless there is such a one, in the place of the sets
+   from number `most` on. */
+static void msi_add_tiling(const msi_grouping *c, msi_tilings *to, uint32_t most) {
     const msi_graph *g = c->graph;
-    const uint32_t set = to->count < MSI_MOST_TILINGS ? ++to->count : to->count;
+    const uint32_t set = (to->count < most ? to->count : most - 1) + 1;
+    bool known = false;
     to->groups.count = to->end[set - 1];
     for (uint32_t i = 0; i < g->layers.count;) {
         if (msi_tiles_of(g, c->decisions, i) == 0) {
@@ -17516,12 +17533,38 @@ static void msi_add_tiling(const msi_grouping *c, msi_tilings *to) {
         i = group.end;
     }
     to->end[set] = to->groups.count;
+    for (uint32_t k = 1; k < set; k++) {
+        known |= msi_are_same_tilings(to, k, set);
+    }
+    to->count = known ? set - 1 : set;
 }
 
-/* Finds the sets. `search` says what plans may move and round. */
-static void msi_find_tilings(const msi_search *search, msi_tilings *found) {
+/* Finds the sets from one plan on. */
+static void msi_find_tilings_from(msi_grouping *c, bool squeezed, msi_tilings *found) {
+    const bool is_small = c->graph->layers.count <= MSI_GROUPING_SMALL;
+    const uint32_t more = is_small ? (uint32_t)MSI_MOST_TILINGS : (uint32_t)MSI_GROUPING_SETS;
+    const uint32_t most =
+        found->count + more < MSI_MOST_TILINGS ? found->count + more : (uint32_t)MSI_MOST_TILINGS;
+    if (squeezed) {
+        msi_decide_squeezed(c->search, c->decisions);
+    } else {
+        msi_decide_base(c->search, c->decisions);
+    }
+    msi_find_peak(c);
+    for (uint32_t k = 0; k < MSI_GROUPING_ROUNDS && c->peak != MSI_NONE &&
+                         !msi_is_short(c->scorer) && msi_find_group(c);
+         k++) {
+        memcpy(c->decisions, c->trial, msi_decisions_bytes(c->graph));
+        msi_find_peak(c);
+        msi_add_tiling(c, found, most);
+    }
+}
+
+/* Finds the sets. `search` says what plans may move; `roundings` is a mask of those that it may use. */
+static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings *found) {
     const msi_graph *g = search->scorer->graph;
     const uint64_t bytes = 2 * msi_decisions_bytes(g);
+    const uint32_t first = g->layers.count <= MSI_GROUPING_SMALL ? 0 : roundings;
     msi_grouping c = MSI_ZERO_INIT;
     c.search = search;
     c.scorer = search->scorer;
@@ -17532,14 +17575,12 @@ static void msi_find_tilings(const msi_search *search, msi_tilings *found) {
         return;
     }
     c.trial = c.decisions + g->tensors.count + 1;
-    msi_decide_squeezed(&c);
-    msi_find_peak(&c);
-    for (uint32_t k = 0; k < MSI_GROUPING_ROUNDS && c.peak != MSI_NONE && !msi_is_short(c.scorer) &&
-                         msi_find_group(&c);
-         k++) {
-        memcpy(c.decisions, c.trial, msi_decisions_bytes(g));
-        msi_find_peak(&c);
-        msi_add_tiling(&c, found);
+    for (uint32_t mask = first; mask <= roundings; mask++) {
+        if ((mask & roundings) == mask) {
+            search->rounding = mask;
+            msi_find_tilings_from(&c, true, found);
+            msi_find_tilings_from(&c, false, found);
+        }
     }
     msi_release(c.scorer->allocator, c.decisions, bytes);
 }
@@ -17752,7 +17793,11 @@ typedef struct msi_rounding {
     double us;       // no plan of the list counts as faster
     double bound_us; // and no plan that fits is
     uint64_t live_bytes, resident_bytes;
+    uint64_t least_bytes; // about those of its smallest plan
+    bool is_worse;        // another list begins no slower and with no more bytes
 } msi_rounding;
+
+enum { MSI_LISTS = MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1) };
 
 static void msi_begin_rounding(msi_search *search, uint32_t mask, uint32_t tiling,
                                msi_tensor_decision *decisions) {
@@ -17804,8 +17849,26 @@ static double msi_bound_us(const msi_search *search, double us) {
     return search->may_move && search->budget > 0 && copies_us > us ? copies_us : us;
 }
 
-static bool msi_begins_faster(const msi_rounding *a, const msi_rounding *b) {
-    return a->bound_us < b->bound_us || (a->bound_us <= b->bound_us && a->us < b->us);
+/* Whether it is unlikely that a plan of a list takes so few bytes. */
+static bool msi_is_too_large(const msi_rounding *r, uint64_t bytes) {
+    return r->least_bytes - r->least_bytes / 8 > bytes;
+}
+
+/* Whether a list is to be searched before another: those with plans that may fit first, by the time
+   that they may have; then the others, by their bytes; and those that are worse at the end. */
+static bool msi_comes_before(const msi_search *s, const msi_rounding *a, const msi_rounding *b) {
+    const bool large = msi_is_too_large(a, s->budget);
+    return a->is_worse != b->is_worse                ? b->is_worse
+           : large != msi_is_too_large(b, s->budget) ? !large
+           : large                                   ? a->least_bytes < b->least_bytes
+           : a->bound_us < b->bound_us || b->bound_us < a->bound_us ? a->bound_us < b->bound_us
+                                                                    : a->us < b->us;
+}
+
+/* About the bytes of the smallest plan of a list, in whose base the search is. */
+static uint64_t msi_least_bytes(const msi_search *search, msi_tensor_decision *decisions) {
+    msi_decide_squeezed(search, decisions);
+    return msi_estimate(search->scorer, decisions).live_bytes;
 }
 
 /* The lists to search, the one whose plans may be fastest first. Returns how many. */
@@ -17813,37 +17876,36 @@ static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
                                    msi_tensor_decision *decisions, msi_rounding *list) {
     const uint32_t found = msi_find_roundings(s, search, decisions);
     const uint32_t tilings = search->tilings->count + 1;
-    msi_rounding all[MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1)];
-    uint32_t count = 0, kept = 0;
+    uint32_t count = 0;
     for (uint32_t k = 0; k < MSI_ROUNDINGS * tilings; k++) {
-        const uint32_t mask = k / tilings, tiling = k % tilings;
-        if ((mask & found) == mask) {
-            msi_begin_rounding(search, mask, tiling, decisions);
+        msi_rounding one = MSI_ZERO_INIT;
+        one.mask = k / tilings;
+        one.tiling = k % tilings;
+        if ((one.mask & found) == one.mask) {
+            msi_begin_rounding(search, one.mask, one.tiling, decisions);
             const msi_score score = msi_estimate(s->scorer, decisions);
-            const msi_rounding one = {mask,
-                                      tiling,
-                                      score.us,
-                                      msi_bound_us(search, score.us),
-                                      score.live_bytes,
-                                      s->scorer->program->resident_bytes};
-            all[count++] = one;
+            one.us = score.us;
+            one.bound_us = msi_bound_us(search, score.us);
+            one.live_bytes = score.live_bytes;
+            one.resident_bytes = s->scorer->program->resident_bytes;
+            one.least_bytes = msi_least_bytes(search, decisions);
+            list[count++] = one;
         }
     }
     for (uint32_t i = 0; i < count; i++) {
-        bool worse = false;
         for (uint32_t k = 0; k < count; k++) {
-            worse |= msi_is_worse(search, &all[i], &all[k]);
-        }
-        uint32_t at = kept;
-        for (; at > 0 && msi_begins_faster(&all[i], &list[at - 1]) && !worse; at--) {
-            list[at] = list[at - 1];
-        }
-        if (!worse) {
-            list[at] = all[i];
-            kept++;
+            list[i].is_worse |= msi_is_worse(search, &list[i], &list[k]);
         }
     }
-    return kept;
+    for (uint32_t i = 1; i < count; i++) {
+        const msi_rounding one = list[i];
+        uint32_t at = i;
+        for (; at > 0 && msi_comes_before(search, &one, &list[at - 1]); at--) {
+            list[at] = list[at - 1];
+        }
+        list[at] = one;
+    }
+    return count;
 }
 
 /* Searches a list, whose first plan is at hand; unless something is forced, no plan counts as faster
@@ -17873,37 +17935,45 @@ static void msi_search_unrounded(const msi_solver *s, msi_greedy *plain) {
     msi_search_all(s, plain);
 }
 
-/* Searches where plans may round. On some devices that takes longer than to free the same bytes
-   otherwise, on others it makes the step faster: so each set of roundings has a list of its own, and
-   all of them compete. Where none has a plan that fits, the list without roundings is searched even
-   if another begins with less: state in F32 moves in smaller parts than codes do. */
+/* Whether a list cannot have the best plan. Of those that are worse, a plan may still be the only one
+   that fits: state in F32 moves in smaller parts than codes do. A large graph has no time for these,
+   nor for lists whose plans are hardly ever smaller than the best so far. */
+static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
+    const bool is_large = search->scorer->graph->layers.count > MSI_GROUPING_SMALL;
+    const uint64_t least = search->found ? search->best_score.bytes : UINT64_MAX;
+    return search->fits ? r->is_worse || r->bound_us >= search->best_score.us ||
+                              (is_large && msi_is_too_large(r, search->budget))
+                        : (!search->may_move && r->resident_bytes > search->budget &&
+                           r->resident_bytes > least) ||
+                              (is_large && search->found &&
+                               (r->least_bytes >= least || (r->is_worse && r->mask != 0)));
+}
+
+/* Searches where plans may round, or run in tiles. On some devices that takes longer than to free the
+   same bytes otherwise, on others it makes the step faster: so each set of roundings and of groups has
+   a list of its own, and all of them compete. */
 static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
     msi_search *search = plain->search;
     const bool early = search->early;
     const double least_us = search->least_us;
-    msi_rounding list[MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1)];
+    msi_rounding *list = (msi_rounding *)msi_scratch(s->scorer, MSI_LISTS * sizeof *list);
     msi_tilings tilings = MSI_ZERO_INIT;
     msi_greedy w;
-    const bool ready = msi_greedy_init(&w, search);
+    const bool ready = msi_greedy_init(&w, search) && list;
     search->tilings = &tilings;
     if (ready && (s->request->techniques & MSI_TILING)) {
-        search->rounding = msi_find_roundings(s, search, w.decisions);
-        msi_find_tilings(search, &tilings);
+        const uint32_t roundings = msi_find_roundings(s, search, w.decisions);
+        msi_find_tilings(search, roundings, &tilings);
     }
     const uint32_t count = ready ? msi_list_roundings(s, search, w.decisions, list) : 0;
-    bool has_unrounded = false;
     msi_greedy_free(&w);
     for (uint32_t k = 0; k < count && !msi_is_found(search); k++) {
-        const bool is_plain = list[k].mask == 0 && list[k].tiling == 0;
-        has_unrounded |= is_plain;
-        const bool too_large = !search->may_move && list[k].resident_bytes > search->budget;
-        if ((search->fits && list[k].bound_us >= search->best_score.us) ||
-            (too_large && search->found && list[k].resident_bytes > search->best_score.bytes)) {
+        if (msi_is_hopeless(search, &list[k])) {
             continue;
         }
         search->early = early;
         search->least_us = least_us;
-        if (is_plain) {
+        if (list[k].mask == 0 && list[k].tiling == 0) {
             msi_search_unrounded(s, plain);
         } else if (msi_greedy_init(&w, search)) {
             msi_begin_rounding(search, list[k].mask, list[k].tiling, w.decisions);
@@ -17913,13 +17983,9 @@ static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
             msi_greedy_free(&w);
         }
     }
-    if (!has_unrounded && search->may_move && !search->fits && !msi_is_found(search)) {
-        search->early = early;
-        search->least_us = least_us;
-        msi_search_unrounded(s, plain);
-    }
     search->tiling = 0;
     search->tilings = NULL;
+    msi_release(s->scorer->allocator, list, list ? MSI_LISTS * sizeof *list : 0);
     MSI_LIST_FREE(msi_tiling, s->scorer->allocator, tilings.groups);
 }
 
