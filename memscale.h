@@ -14498,7 +14498,7 @@ static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *de
 }
 
 /* Sets of groups of layers in tiles: set n, from 1 on, is a part of one list of groups. */
-enum { MSI_MOST_TILINGS = 24 };
+enum { MSI_MOST_TILINGS = 32 };
 
 typedef struct msi_tilings {
     MSI_LIST(msi_tiling) groups;
@@ -17539,6 +17539,25 @@ static void msi_add_tiling(const msi_grouping *c, msi_tilings *to, uint32_t most
     to->count = known ? set - 1 : set;
 }
 
+/* Adds sets with the groups of set number `set` in half as many tiles, and so on down to two. */
+static void msi_add_fewer_tiles(const msi_grouping *c, msi_tilings *to, uint32_t set) {
+    msi_decide_base(c->search, c->decisions);
+    for (bool more = true; more && to->count < MSI_MOST_TILINGS && !msi_is_short(c->scorer);) {
+        more = false;
+        for (uint32_t k = to->end[set - 1]; k < to->end[set]; k++) {
+            const msi_tiling *group = &to->groups.items[k];
+            const uint32_t now = msi_tiles_of(c->graph, c->decisions, group->first);
+            const uint32_t before = now > 0 ? now : group->tiles;
+            const uint32_t tiles = before > 3 ? before / 2 : 2;
+            more |= tiles < before;
+            msi_decide_tiles(c->graph, c->decisions, group->first, group->end, tiles);
+        }
+        if (more) {
+            msi_add_tiling(c, to, MSI_MOST_TILINGS);
+        }
+    }
+}
+
 /* Finds the sets from one plan on. */
 static void msi_find_tilings_from(msi_grouping *c, bool squeezed, msi_tilings *found) {
     const bool is_small = c->graph->layers.count <= MSI_GROUPING_SMALL;
@@ -17581,6 +17600,10 @@ static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings
             msi_find_tilings_from(&c, true, found);
             msi_find_tilings_from(&c, false, found);
         }
+    }
+    const uint32_t sets = g->layers.count <= MSI_GROUPING_SMALL ? found->count : 0;
+    for (uint32_t set = 1; set <= sets; set++) {
+        msi_add_fewer_tiles(&c, found, set);
     }
     msi_release(c.scorer->allocator, c.decisions, bytes);
 }
