@@ -20690,6 +20690,22 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
 // ------------------------------------------------------------------------------------------------
 // >>call  views, and the callbacks of layers
 
+/* Whether an instruction for a tile works on the rows of an operand alone. */
+static bool msi_is_operand_cut(const msi_graph *g, const msi_program *p, const msi_instruction *i,
+                               uint32_t k) {
+    const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + k].range];
+    uint32_t slot;
+    if (i->rows.of == 0 || range->role >= MSI_ROLE_WORKSPACE) {
+        return false;
+    }
+    if (!msi_calls_layer((msi_op)i->op)) {
+        return range->is_tile || g->tensors.items[range->tensor].kind != MSI_KIND_PARAM;
+    }
+    const msi_layer *l = &g->layers.items[i->target];
+    const int group = msi_operand_group(l, i, k, &slot);
+    return msi_is_by_rows(l, group, slot);
+}
+
 /* The shape of the rows of a tile, of an operand that is cut along its first dims. */
 static ms_shape msi_tile_shape(const ms_shape *shape, uint32_t dims, const msi_rows *rows) {
     const uint32_t cut = dims < (uint32_t)shape->rank ? dims : (uint32_t)shape->rank;
@@ -22309,8 +22325,9 @@ static bool msi_is_other_number(const msi_staged *s, const uint8_t *tiles, const
     for (uint64_t i = 0; i < count; i++) {
         const double a = msi_number(tiles, s->dtype, i), b = msi_number(whole, s->dtype, i);
         const bool same = memcmp(tiles + i * size, whole + i * size, (size_t)size) == 0;
-        const bool near = msi_is_float(s->dtype) && msi_is_finite(a) && fabs(a - b) <= share * most;
-        if (msi_is_finite(b) && !same && !near) {
+        const bool is_near =
+            msi_is_float(s->dtype) && msi_is_finite(a) && fabs(a - b) <= share * most;
+        if (msi_is_finite(b) && !same && !is_near) {
             return true;
         }
     }
@@ -22420,7 +22437,8 @@ static void msi_note_nonfinite(msi_trial *t) {
         }
         ms_nonfinite *n = &m->run.nonfinite;
         msi_scan_piece(n, msi_own_bytes_in(t, MSI_IMAGE_LAST, s), s->dtype,
-                       s->bytes / ms_dtype_bytes(s->dtype), 0, true);
+                       s->bytes / ms_dtype_bytes(s->dtype),
+                       s->made_within / ms_dtype_bytes(s->dtype), true);
         if (n->count > 0) {
             n->layer = msi_layer_handle(g, t->instruction->target);
             n->tensor = msi_handle(g, s->tensor,
@@ -24550,6 +24568,8 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
     for (uint32_t t = 0; t < m->graph.tensors.count && pass == MSI_PASS_WRAPPED; t++) {
         plan->decisions[t].pass = m->run.plan->decisions[t].pass;
         plan->decisions[t].format = m->run.plan->decisions[t].format;
+        plan->decisions[t].tiles = m->run.plan->decisions[t].tiles;
+        plan->decisions[t].begins_group = m->run.plan->decisions[t].begins_group;
     }
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) { // homes are the same in both passes
         const bool moves = pass == MSI_PASS_WRAPPED || msi_is_resident(&m->graph.tensors.items[t]);
@@ -24636,8 +24656,8 @@ static ms_result msi_poison_new(ms_model *m, uint8_t poison) {
     for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
         const uint32_t index = p->operands.items[i->operand_first + k].range;
         const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
-        if (range && index >= m->run.store->residents.count && range->first == m->run.position &&
-            range->alias_of == MSI_NONE) {
+        if (range && range->bytes > 0 && index >= m->run.store->residents.count &&
+            range->first == m->run.position && range->alias_of == MSI_NONE) {
             if (m->config.backend.device_is_host) {
                 msi_asan_unpoison(msi_address(m, p, index), range->bytes);
             }
@@ -24902,15 +24922,19 @@ static void msi_end_verification(msi_verification *v) {
     msi_release(a, v->differences, (v->count + 1ull) * sizeof(ms_difference));
 }
 
-/* Looks for what is not finite in an operand. */
-static ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n, uint32_t index) {
+/* Looks for what is not finite in an operand, or in these rows of it. */
+static ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n, uint32_t index,
+                                  const msi_rows *rows) {
     ms_model *m = v->model;
     const msi_range *range = &m->run.program->ranges.items[index];
     const msi_tensor *tensor = &m->graph.tensors.items[range->tensor];
     const ms_state_format format = (ms_state_format)range->format;
     const ms_dtype dtype = msi_dtype_of(format, tensor->view.dtype);
-    const uint64_t bytes = msi_value_bytes(tensor, format);
-    const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, index);
+    const uint64_t all = msi_value_bytes(tensor, format);
+    const uint64_t first = rows ? msi_scale_rows(all, rows->begin, rows->of) : 0;
+    const uint64_t bytes = rows ? msi_scale_rows(all, rows->count, rows->of) : all;
+    const uint8_t *from =
+        (const uint8_t *)msi_address(m, m->run.program, index) + (range->is_tile ? 0 : first);
     const bool on_host = range->on_host;
     uint8_t *piece = v->results + v->result_bytes;
     ms_result result = MS_RESULT_OK;
@@ -24919,7 +24943,7 @@ static ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n, uint32_t
         const uint64_t part = rest < MSI_PIECE_BYTES ? rest : MSI_PIECE_BYTES;
         result = msi_copy(m, piece, true, from + done, on_host, part);
         if (result == MS_RESULT_OK) {
-            msi_scan_piece(n, piece, dtype, part / size, done / size, m->config.debug);
+            msi_scan_piece(n, piece, dtype, part / size, (first + done) / size, m->config.debug);
         }
     }
     return result;
@@ -24934,7 +24958,8 @@ static ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite *n, uint
     const msi_instruction *i = &p->instructions.items[now];
     const msi_layer *l = &m->graph.layers.items[msi_calls_layer((msi_op)i->op) ? i->target : 0];
     ms_result result = MS_RESULT_OK;
-    for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
+    for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op) && !msi_is_empty(i);
+         k++) {
         uint32_t slot;
         const uint32_t range = p->operands.items[i->operand_first + k].range;
         const int group = msi_operand_group(l, i, k, &slot);
@@ -24945,7 +24970,8 @@ static ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite *n, uint
                     : value && range < m->run.store->residents.count)) {
             continue;
         }
-        result = msi_scan_operand(v, n, range);
+        const bool cut = msi_is_operand_cut(&m->graph, p, i, k);
+        result = msi_scan_operand(v, n, range, cut ? &i->rows : NULL);
         n->layer = msi_layer_handle(&m->graph, i->target);
         n->tensor = msi_handle(&m->graph, p->ranges.items[range].tensor,
                                value ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
@@ -25327,22 +25353,6 @@ static msi_role msi_public_role(const msi_range *range) {
     return range->role == MSI_ROLE_CONTRIBUTION ? MSI_ROLE_GRADIENT
            : range->role == MSI_ROLE_SNAPSHOT   ? MSI_ROLE_VALUE
                                                 : (msi_role)range->role;
-}
-
-/* Whether an instruction for a tile works on the rows of an operand alone. */
-static bool msi_is_operand_cut(const msi_graph *g, const msi_program *p, const msi_instruction *i,
-                               uint32_t k) {
-    const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + k].range];
-    uint32_t slot;
-    if (i->rows.of == 0 || range->role >= MSI_ROLE_WORKSPACE) {
-        return false;
-    }
-    if (!msi_calls_layer((msi_op)i->op)) {
-        return range->is_tile || g->tensors.items[range->tensor].kind != MSI_KIND_PARAM;
-    }
-    const msi_layer *l = &g->layers.items[i->target];
-    const int group = msi_operand_group(l, i, k, &slot);
-    return msi_is_by_rows(l, group, slot);
 }
 
 /* Operand k of the present instruction, as an event has it. */
