@@ -381,7 +381,8 @@ static inline void rt_check_view(rt_op *op, const ms_call *call, const ms_view *
 static inline void rt_check_call(rt_op *op, const ms_call *call) {
     const rt_layer *l = op->layer;
     const rt_graph *g = op->net->graph;
-    const int64_t rows = l->axes == 2 ? rt_rows(g, g->value[l->out[0]].shape) : g->batch;
+    const rt_shape shape = g->value[l->out[0]].shape;
+    const int64_t rows = l->axes == 2 || shape == RT_TABLE ? rt_rows(g, shape) : g->batch;
     if (call->row_begin < 0 || call->row_count < 1 || call->row_begin + call->row_count > rows ||
         (l->axes == 0 && call->row_count != rows) ||
         (l->desc.tile.multiple > 1 && (call->row_begin % l->desc.tile.multiple != 0 ||
