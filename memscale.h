@@ -14344,7 +14344,7 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
         p->recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
     }
     const msi_times last = msi_read_clock(&c);
-    p->micro = p->backward_end < p->instructions.count ? p->micro : last;
+    p->micro = store->micro_count > 1 && p->backward_end < p->instructions.count ? p->micro : last;
     p->whole = msi_sum_step(&p->micro, &last, store->micro_count);
     p->step_us = last.us;
     p->stall_us = last.stall_us;
@@ -15915,22 +15915,24 @@ static void msi_list_made_moves(msi_greedy *w, const msi_blame *b) {
     msi_sort_moves(w->moves.items, w->moves.count);
 }
 
+/* Plans that take back more and more of the moves of one plan. */
+typedef struct msi_give_back {
+    const msi_tensor_decision *from;
+    MSI_LIST(msi_candidate) list;
+    MSI_LIST(uint32_t) kept; // of each plan: how many of the moves it still makes
+} msi_give_back;
+
 /* Takes back the moves after the first `count`. */
-static void msi_keep_moves(msi_greedy *w, uint32_t count) {
-    memcpy(w->decisions, w->search->best, msi_decisions_bytes(w->graph));
+static void msi_keep_moves(msi_greedy *w, const msi_give_back *back, uint32_t count) {
+    memcpy(w->decisions, back->from, msi_decisions_bytes(w->graph));
     for (uint32_t i = count; i < w->moves.count; i++) {
         const uint32_t action = w->moves.items[i].key;
         msi_tensor_decision *d = &w->decisions[msi_action_tensor(action)];
         msi_do(w->decisions, action, false);
         d->moves = (uint8_t)(d->moves & MSI_MOVES_STATE ? d->moves : d->moves & ~MSI_IN_PLACE);
     }
+    w->score = msi_search_estimate(w->search, w->decisions);
 }
-
-/* Plans that take back more and more of the moves of the best one. */
-typedef struct msi_give_back {
-    MSI_LIST(msi_candidate) list;
-    MSI_LIST(uint32_t) kept; // of each plan: how many of the moves it still makes
-} msi_give_back;
 
 /* Makes the list of plans, as long as their live bytes fit: no later plan has fewer. */
 static void msi_list_given_back(msi_greedy *w, msi_give_back *back) {
@@ -15946,8 +15948,8 @@ static void msi_list_given_back(msi_greedy *w, msi_give_back *back) {
         if (i > 0 && given < (all / most) * (1 + back->list.count)) {
             continue;
         }
-        msi_keep_moves(w, i);
-        const msi_candidate one = {msi_search_estimate(w->search, w->decisions), false};
+        msi_keep_moves(w, back, i);
+        const msi_candidate one = {w->score, false};
         if (one.score.live_bytes > w->search->budget ||
             !MSI_SCRATCH_LIST(msi_candidate, w->scorer, back->list, back->list.count + 1ull) ||
             !MSI_SCRATCH_LIST(uint32_t, w->scorer, back->kept, back->kept.count + 1ull)) {
@@ -15958,44 +15960,47 @@ static void msi_list_given_back(msi_greedy *w, msi_give_back *back) {
     }
 }
 
-/* Of these plans, that which fits: the fastest, and of equally fast ones the one that copies least. */
+/* The plan to lay out next: of those that are faster than the best so far the fastest, and of
+   equally fast ones that which copies least. Those of the best plan itself may be as fast. */
+static uint32_t msi_next_given_back(const msi_search *s, const msi_give_back *back) {
+    uint32_t next = MSI_NONE;
+    for (uint32_t k = 0; k < back->list.count && !msi_is_short(s->scorer); k++) {
+        const msi_candidate *c = &back->list.items[k];
+        const bool better = back->from == s->best ? c->score.us <= s->best_score.us
+                                                  : !s->fits || c->score.us < s->best_score.us;
+        const bool first = next == MSI_NONE || c->score.us <= back->list.items[next].score.us;
+        next = !c->done && better && first ? k : next;
+    }
+    return next;
+}
+
+/* Takes the first of these plans that fits. */
 static void msi_take_given_back(msi_greedy *w, msi_give_back *back) {
     msi_search *s = w->search;
-    msi_candidate *next = back->list.items;
-    while (next && !msi_is_short(s->scorer)) {
-        next = NULL;
-        for (uint32_t k = 0; k < back->list.count; k++) {
-            msi_candidate *c = &back->list.items[k];
-            const bool may = !c->done && c->score.us <= s->best_score.us;
-            next = may && (!next || c->score.us <= next->score.us) ? c : next;
-        }
-        if (next) {
-            msi_keep_moves(w, back->kept.items[next - back->list.items]);
-            w->score = msi_search_estimate(s, w->decisions);
-            next->done = true;
-        }
-        if (next && msi_fits(s->scorer, &w->score, s->budget, 0) &&
-            w->score.host_bytes <= s->host_budget) {
+    for (uint32_t k; (k = msi_next_given_back(s, back)) != MSI_NONE;) {
+        msi_keep_moves(w, back, back->kept.items[k]);
+        back->list.items[k].done = true;
+        if (msi_fits(s->scorer, &w->score, s->budget, 0) && msi_host_suffices(w)) {
+            s->found = s->fits = true;
             s->best_score = w->score;
+            s->best_early = s->early;
             memcpy(s->best, w->decisions, msi_decisions_bytes(w->graph));
             return;
         }
     }
 }
 
-/* Gives room that the best plan leaves of the budget back to what it moves: that stays on the
-   device. The list of plans depends on that plan alone. */
-static void msi_give_room_back(msi_search *s) {
+/* Gives room that a plan, the best or another one, leaves of the budget back to what it moves: that
+   stays on the device. The list of plans depends on that plan alone. */
+static void msi_give_room_back(msi_search *s, const msi_tensor_decision *from) {
     msi_greedy w;
     msi_blame blame = MSI_ZERO_INIT;
     msi_give_back back = MSI_ZERO_INIT;
-    if (s->scorer->store->micro_count == 1 || !s->fits || s->any) {
-        return;
-    }
+    back.from = from;
     if (msi_greedy_init(&w, s)) {
-        memcpy(w.decisions, s->best, msi_decisions_bytes(w.graph));
-        (void)msi_search_estimate(s, w.decisions);
-        if (msi_blame_init(&blame, s->scorer)) {
+        memcpy(w.decisions, from, msi_decisions_bytes(w.graph));
+        w.score = msi_search_estimate(s, w.decisions);
+        if (w.score.live_bytes <= s->budget && msi_blame_init(&blame, s->scorer)) {
             msi_blame_copies(&blame, s->scorer);
             msi_list_made_moves(&w, &blame);
             msi_list_given_back(&w, &back);
@@ -16006,6 +16011,32 @@ static void msi_give_room_back(msi_search *s) {
     MSI_LIST_FREE(msi_candidate, s->scorer->allocator, back.list);
     MSI_LIST_FREE(uint32_t, s->scorer->allocator, back.kept);
     msi_greedy_free(&w);
+}
+
+/* Whether room is given back: with accumulation, where params cross the link many times a step. */
+static bool msi_gives_back(const msi_search *s) {
+    return s->scorer->store->micro_count > 1 && !s->any && s->budget > 0;
+}
+
+/* Gives room back from the best plan, if that fits. */
+static void msi_give_back_best(msi_search *s) {
+    if (msi_gives_back(s) && s->fits) {
+        msi_give_room_back(s, s->best);
+    }
+}
+
+/* Gives room back from the smallest plan of a list, which leaves most of it: for larger budgets,
+   too, that may become faster than the list's fastest plan. */
+static void msi_give_back_smallest(msi_greedy *w) {
+    uint32_t least = 0;
+    for (uint32_t k = 1; k < w->prefixes.count; k++) {
+        const msi_prefix *p = &w->prefixes.items[k];
+        least = p->counts && p->live_bytes < w->prefixes.items[least].live_bytes ? k : least;
+    }
+    if (msi_gives_back(w->search) && w->prefixes.count > 0 && !msi_is_short(w->scorer)) {
+        msi_return_to(w, &w->prefixes.items[least]);
+        msi_give_room_back(w->search, w->decisions);
+    }
 }
 
 /* The fewest bytes that residents have on the device in any plan of a list, the first of which was
@@ -16043,6 +16074,9 @@ static void msi_search_moves(msi_greedy *w, const msi_move_list *list) {
     }
     if (!list->begun || !s->fits || w->score.us <= s->best_score.us) {
         msi_search_whole(w);
+        if (list->begun) {
+            msi_give_back_smallest(w);
+        }
     }
 }
 
@@ -16065,7 +16099,7 @@ static void msi_search_offloading(msi_search *s) {
             const double before_us = s->fits ? s->best_score.us : 1e300;
             msi_search_moves(&w, &msi_move_lists[k]);
             if (s->fits && s->best_score.us < before_us) {
-                msi_give_room_back(s);
+                msi_give_back_best(s);
             }
             coarse = w.was_coarse;
         }
@@ -18236,7 +18270,7 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
         } else {
             msi_search_all(s, w);
         }
-        msi_give_room_back(w->search);
+        msi_give_back_best(w->search);
         msi_take_best(s, w->search);
     }
     if (r->largest && !msi_has_room(s)) {
