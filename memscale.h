@@ -14307,6 +14307,14 @@ static msi_times msi_read_clock(const msi_clock *c) {
     return times;
 }
 
+/* The same at the end of a micro-batch: the next one begins when all streams are done, for which
+   computing waits. */
+static msi_times msi_end_micro(const msi_clock *c) {
+    msi_times times = msi_read_clock(c);
+    times.stall_us += times.us - c->free_us[MS_STREAM_COMPUTE];
+    return times;
+}
+
 /* The times of a step: of all its micro-batches, the last of which goes on to the update. */
 static msi_times msi_sum_step(const msi_times *micro, const msi_times *last, uint32_t micro_count) {
     const double before = (double)(micro_count - 1);
@@ -14331,7 +14339,7 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
         const double us = msi_duration_us(g, costs, p, i);
-        p->micro = now == p->backward_end ? msi_read_clock(&c) : p->micro;
+        p->micro = now == p->backward_end ? msi_end_micro(&c) : p->micro;
         msi_clock_run(&c, now, us);
         if (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT) {
             p->link_bytes[msi_ops[i->op].stream] += (uint64_t)msi_moved_bytes(g, p, i);
