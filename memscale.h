@@ -753,7 +753,7 @@ typedef struct ms_strategy {
     ms_mode mode;
     uint32_t techniques;  // mask of 1 << ms_technique: those that the plan may use
     uint64_t arena_bytes; // of the plan for the budget; if none fits, of the smallest plan
-    double step_us;       // predicted time of a step
+    double step_us;       // predicted time of a step, with all its micro-batches
     bool fits;            // the plan fits the budget
 } ms_strategy;
 
@@ -1142,7 +1142,10 @@ typedef struct ms_memory_report {
     /* Predicted times of a step of this plan, of a step of the plain plan, and of the waits for
        copies in this one. With accumulation, a step here is one micro-batch and the update. */
     double step_us, plain_step_us, stall_us;
-    ms_time_source time_source; // of these three
+    /* Of a micro-batch that no update follows, and of a step of this plan with all micro-batches;
+       plans are compared by the latter. Without accumulation all three are those above. */
+    double micro_us, whole_step_us, whole_stall_us;
+    ms_time_source time_source; // of these six
     double pressure;            // plain_bytes / budget_bytes
     ms_mode mode;               // in force
     ms_decision_source decision_source;
@@ -1526,7 +1529,7 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
    mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET.
    One byte less is refused. A larger budget never makes the predicted step slower, and a smaller
    one never makes the arena larger; with offloading, where times rise and fall along the plans that
-   are tried, the first holds within about 2 %. Exception: a plan with optimizer state in 8 bits may
+   are tried, the first holds within about 2 %, with accumulation within about 7 %. Exception: a plan with optimizer state in 8 bits may
    be faster than the plan for a larger budget that does without. */
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
@@ -3310,6 +3313,12 @@ typedef struct msi_block {
     uint8_t from_top;     // a hint to place it from the top, as gradients pile up while others end
 } msi_block;
 
+/* Simulated times: of all, of the waits of computing for copies, of what is recomputed, and of the
+   copies on each stream. */
+typedef struct msi_times {
+    double us, stall_us, recompute_us, link_us[MS_STREAM_COUNT];
+} msi_times;
+
 typedef struct msi_program {
     MSI_LIST(msi_instruction) instructions;
     MSI_LIST(msi_operand) operands;
@@ -3336,8 +3345,11 @@ typedef struct msi_program {
     uint64_t link_bytes[MS_STREAM_COUNT]; // that it copies on each stream
     double link_us[MS_STREAM_COUNT];      // how long these copies take
     uint64_t activation_peak_bytes;
-    double step_us, stall_us; // simulated: the whole step, and how long computing waits for copies
+    double step_us, stall_us; // simulated: once through the program, and the waits for copies in it
     double recompute_us;
+    /* With accumulation a step has several micro-batches, of which all but the last run the program
+       up to the end of backward: the times of one of these, and of the step. */
+    msi_times micro, whole;
     uint32_t recompute_count;
     bool out_of_memory;
 } msi_program;
@@ -14273,6 +14285,40 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     return start_us;
 }
 
+/* The times of the program so far. */
+static msi_times msi_read_clock(const msi_clock *c) {
+    msi_times times;
+    times.us = 0.0;
+    for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
+        times.us = c->free_us[stream] > times.us ? c->free_us[stream] : times.us;
+        times.link_us[stream] = c->program->link_us[stream];
+    }
+    times.stall_us = c->stall_us;
+    times.recompute_us = c->program->recompute_us;
+    return times;
+}
+
+/* The same at the end of a micro-batch: the next one begins when all streams are done, for which
+   computing waits. */
+static msi_times msi_end_micro(const msi_clock *c) {
+    msi_times times = msi_read_clock(c);
+    times.stall_us += times.us - c->free_us[MS_STREAM_COMPUTE];
+    return times;
+}
+
+/* The times of a step: of all its micro-batches, the last of which goes on to the update. */
+static msi_times msi_sum_step(const msi_times *micro, const msi_times *last, uint32_t micro_count) {
+    const double before = (double)(micro_count - 1);
+    msi_times step = *last;
+    step.us += before * micro->us;
+    step.stall_us += before * micro->stall_us;
+    step.recompute_us += before * micro->recompute_us;
+    for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
+        step.link_us[stream] += before * micro->link_us[stream];
+    }
+    return step;
+}
+
 /* Simulates a step: fills in the times of the program. */
 static void msi_time_program(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                              msi_program *p) {
@@ -14284,6 +14330,7 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
         const double us = msi_duration_us(g, costs, p, i);
+        p->micro = now == p->backward_end ? msi_end_micro(&c) : p->micro;
         msi_clock_run(&c, now, us);
         if (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT) {
             p->link_bytes[msi_ops[i->op].stream] += (uint64_t)msi_moved_bytes(g, p, i);
@@ -14295,11 +14342,11 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
         }
         p->recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
     }
-    p->step_us = 0.0;
-    for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
-        p->step_us = c.free_us[stream] > p->step_us ? c.free_us[stream] : p->step_us;
-    }
-    p->stall_us = c.stall_us;
+    const msi_times last = msi_read_clock(&c);
+    p->micro = store->micro_count > 1 && p->backward_end < p->instructions.count ? p->micro : last;
+    p->whole = msi_sum_step(&p->micro, &last, store->micro_count);
+    p->step_us = last.us;
+    p->stall_us = last.stall_us;
 }
 
 /* Fills in live bytes and times of a program; without memory for that, sets p->out_of_memory. */
@@ -14464,7 +14511,7 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
     }
     if (!msi_is_short(s)) {
         score.live_bytes = s->program->resident_bytes + s->program->peak_bytes;
-        score.us = s->program->step_us;
+        score.us = s->program->whole.us;
     }
     return score;
 }
@@ -14545,10 +14592,15 @@ static msi_score msi_search_estimate(const msi_search *s, const msi_tensor_decis
     return score;
 }
 
+/* The most bytes of a plan that may be better than the best so far. */
+static uint64_t msi_most_bytes(const msi_search *s) {
+    return s->fits ? s->budget : msi_larger(s->budget, s->best_score.bytes);
+}
+
 /* Whether decisions that were estimated may be the best so far, and so are worth a layout. */
 static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
-    const uint64_t most = s->fits ? s->budget : msi_larger(s->budget, s->best_score.bytes);
-    return !s->found || (score->live_bytes <= most && (!s->fits || score->us <= s->best_score.us));
+    return !s->found ||
+           (score->live_bytes <= msi_most_bytes(s) && (!s->fits || score->us <= s->best_score.us));
 }
 
 static uint64_t msi_decisions_bytes(const msi_graph *g) {
@@ -14799,6 +14851,7 @@ enum {
     MSI_LIST_WORK = 1 << 22, // layers that are lowered for the whole list
     MSI_TRIM_TRIES = 8,
     MSI_OFFLOAD_TRIES = 16,   // the same where something is moved
+    MSI_GIVE_BACK_SHARE = 4,  // times as many plans that take moves back
     MSI_POLISH_LIMIT = 64,    // values
     MSI_POLISH_LAYERS = 1000, // of a graph
     MSI_CUTS = 80             // into segments: as many as 2^32 layers have
@@ -14972,7 +15025,7 @@ typedef struct msi_prefix {
 typedef struct msi_link_load {
     MSI_LIST(double) in_us;
     MSI_LIST(double) out_us;
-    uint32_t *first_use, *last_use, *update; // per param: by layers; its update
+    uint32_t *first_use, *last_use, *first_gradient, *update; // per param: by layers; its update
 } msi_link_load;
 
 typedef struct msi_greedy {
@@ -15001,7 +15054,7 @@ typedef struct msi_greedy {
 
 static uint64_t msi_greedy_bytes(const msi_graph *g) {
     return msi_decisions_bytes(g) +
-           g->tensors.count * (uint64_t)(sizeof(uint64_t) + 3 * sizeof(uint32_t)) +
+           g->tensors.count * (uint64_t)(sizeof(uint64_t) + 4 * sizeof(uint32_t)) +
            g->layers.count * (uint64_t)(sizeof(uint64_t) + sizeof(uint32_t));
 }
 
@@ -15027,7 +15080,8 @@ static bool msi_greedy_init(msi_greedy *w, msi_search *search) {
     w->segment = (uint32_t *)(void *)(w->decisions + g->tensors.count + 1);
     w->load.first_use = w->segment + g->layers.count;
     w->load.last_use = w->load.first_use + g->tensors.count;
-    w->load.update = w->load.last_use + g->tensors.count;
+    w->load.first_gradient = w->load.last_use + g->tensors.count;
+    w->load.update = w->load.first_gradient + g->tensors.count;
     msi_decide_plain(g, w->decisions);
     return msi_pricing_init(&w->pricing, s);
 }
@@ -15154,6 +15208,9 @@ static void msi_note_uses(msi_link_load *load, const msi_program *p, uint32_t no
             uint32_t *first = &load->first_use[range->tensor];
             *first = *first == MSI_NONE ? now : *first;
             load->last_use[range->tensor] = now;
+        } else if (range && range->category == MS_CATEGORY_GRADIENT) {
+            uint32_t *first = &load->first_gradient[range->tensor];
+            *first = *first == MSI_NONE ? now : *first;
         }
     }
 }
@@ -15227,7 +15284,8 @@ static void msi_find_load(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
     const uint64_t count = p->instructions.count;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
-        w->load.first_use[t] = w->load.last_use[t] = w->load.update[t] = MSI_NONE;
+        w->load.first_use[t] = w->load.last_use[t] = MSI_NONE;
+        w->load.first_gradient[t] = w->load.update[t] = MSI_NONE;
     }
     if (MSI_SCRATCH_LIST(double, w->scorer, w->load.in_us, count) &&
         MSI_SCRATCH_LIST(double, w->scorer, w->load.out_us, count)) {
@@ -15247,7 +15305,8 @@ static double msi_exposed_us(double us, double left_us) {
     return us - hidden + 0.05 * share * hidden;
 }
 
-/* The time that it costs to move something to the host, in the plan at hand. */
+/* The time that it costs to move something to the host, in the plan at hand, for each micro-batch.
+   The first of them has no sum of gradients to copy in. */
 static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     const uint32_t t = msi_action_tensor(of->key), move = of->key >> MSI_ACTION_SHIFT;
     const msi_link_load *load = &w->load;
@@ -15256,7 +15315,8 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     const double in_us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, bytes);
     const double out_us = msi_copy_us(costs, MS_STREAM_TO_HOST, bytes);
     const uint32_t uses[] = {load->first_use[t], load->last_use[t], load->update[t]};
-    double us = 0.0;
+    const double micros = (double)w->scorer->store->micro_count;
+    double us = 0.0, once_us = 0.0; // in each micro-batch, and with the update
     if (w->graph->tensors.items[t].kind != MSI_KIND_PARAM) {
         return msi_exposed_us(in_us, load->in_us.items[of->idle_last]) +
                msi_exposed_us(out_us, load->out_us.items[of->idle_first]);
@@ -15270,13 +15330,17 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     if (move == MSI_MOVES_GRADIENT && uses[1] != MSI_NONE) {
         us += msi_exposed_us(out_us, load->out_us.items[uses[1]]);
     }
+    if (move == MSI_MOVES_GRADIENT && load->first_gradient[t] != MSI_NONE) {
+        us += (micros - 1.0) / micros *
+              msi_exposed_us(in_us, load->in_us.items[load->first_gradient[t]]);
+    }
     if (move != MSI_MOVES_VALUE && uses[2] != MSI_NONE) {
-        us += msi_exposed_us(in_us, load->in_us.items[uses[2]]);
+        once_us += msi_exposed_us(in_us, load->in_us.items[uses[2]]);
     }
     if (move != MSI_MOVES_GRADIENT && uses[2] != MSI_NONE) {
-        us += msi_exposed_us(out_us, load->out_us.items[uses[2]]);
+        once_us += msi_exposed_us(out_us, load->out_us.items[uses[2]]);
     }
-    return us;
+    return us + once_us / micros;
 }
 
 /* Whether the instruction at the peak uses a live range. */
@@ -15637,8 +15701,9 @@ static bool msi_cannot_win(const msi_greedy *w, double fastest_us) {
     const msi_program *p = w->scorer->program;
     const double best_us = w->search->fits ? w->search->best_score.us : 1e300;
     const double limit_us = 1.1 * fastest_us < best_us ? 1.1 * fastest_us : best_us;
-    return p->link_us[MS_STREAM_TO_DEVICE] > limit_us || p->link_us[MS_STREAM_TO_HOST] > limit_us ||
-           w->search->least_us + p->recompute_us > limit_us;
+    return p->whole.link_us[MS_STREAM_TO_DEVICE] > limit_us ||
+           p->whole.link_us[MS_STREAM_TO_HOST] > limit_us ||
+           w->search->least_us + p->whole.recompute_us > limit_us;
 }
 
 /* Goes through the whole list, where times rise and fall along it: copies hide, or do not. Proposes
@@ -15708,29 +15773,41 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
 }
 
 /* The lists of plans that move something to the host: what they may move, how many times as fine
-   the steps from plan to plan are, and whether they begin with all of that moved. Lists that may do
+   the steps from plan to plan are, and what of all params they begin with there. Lists that may do
    less are not always slower: greedy moves cannot see what becomes of the link. */
-static const struct {
+typedef struct msi_move_list {
     uint32_t moves;
     uint8_t fineness;
-    bool begins_moved;
+    uint8_t begun; // a mask of MSI_MOVES_VALUE and others
     uint8_t room;
     uint8_t in_place; // MSI_IN_PLACE: updates use state on the host where it is
-} msi_move_lists[] = {{0, 1, false, 1, 0}, // only what is forced
-                      {0, 1, false, 4, 0},
-                      {MSI_MOVES_STATE, 1, false, 1, 0},
-                      {MSI_MOVES_VALUE | MSI_MOVES_STATE, 1, false, 1, 0},
-                      {MSI_MOVES_VALUE | MSI_MOVES_STATE, 2, false, 1, 0},
-                      {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, false, 1, 0},
-                      {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, true, 0, 0},
-                      {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, true, 0, MSI_IN_PLACE}};
+    bool many;        // only with accumulation, which moves state at little cost
+} msi_move_list;
 
-/* Moves all that may be moved of params. */
-static void msi_move_params(msi_greedy *w, uint8_t in_place) {
+enum { MSI_MOVES_OF_STEP = MSI_MOVES_VALUE | MSI_MOVES_STATE }; // what is not summed up
+
+static const msi_move_list msi_move_lists[] = {
+    {0, 1, 0, 1, 0, false}, // only what is forced
+    {0, 1, 0, 4, 0, false},
+    {MSI_MOVES_STATE, 1, 0, 1, 0, false},
+    {MSI_MOVES_OF_STEP, 1, 0, 1, 0, false},
+    {MSI_MOVES_OF_STEP, 2, 0, 1, 0, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, 0, 1, 0, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, 0, false},
+    {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_OF_STEP, 0, 0, true},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_OF_STEP, 0, 0, true},
+    {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_STATE, 0, 0, true},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, MSI_IN_PLACE, false}};
+
+enum { MSI_FIRST_BEGUN = 6 }; // the first list that begins with all moved
+
+/* Moves all that may be moved of params, of what `begun` says. */
+static void msi_move_params(msi_greedy *w, uint32_t begun, uint8_t in_place) {
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
-            const bool moves =
-                w->graph->tensors.items[t].kind == MSI_KIND_PARAM && msi_may_move(w, t, move);
+            const bool moves = (begun & move) &&
+                               w->graph->tensors.items[t].kind == MSI_KIND_PARAM &&
+                               msi_may_move(w, t, move);
             w->host_left -= moves ? msi_action_bytes(w, t, move) : 0;
             w->decisions[t].moves = (uint8_t)(w->decisions[t].moves | (moves ? move : 0));
         }
@@ -15747,7 +15824,263 @@ static bool msi_is_list_of_use(const msi_search *s, int number) {
         forces |= g->tensors.items[t].forced_moves != 0;
     }
     return (forces || msi_move_lists[number].moves != 0) &&
+           (s->scorer->store->micro_count > 1 || !msi_move_lists[number].many) &&
            (s->scorer->costs->maps_host || !msi_move_lists[number].in_place);
+}
+
+/* What the copies of a plan cost, by the waits that they are to blame for. */
+typedef struct msi_blame {
+    double *begin_us, *us,
+        *stall_us;   // per instruction: when it begins, how long it takes and waits
+    double *cost_us; // per tensor, three: of the copies of its value, its gradient and its state
+    uint64_t bytes;  // of all these
+} msi_blame;
+
+static bool msi_blame_init(msi_blame *b, const msi_scorer *s) {
+    const uint64_t instructions = s->program->instructions.count;
+    b->bytes = (3 * instructions + 3ull * s->graph->tensors.count) * sizeof(double);
+    b->begin_us = msi_is_short(s) ? NULL : (double *)msi_scratch(s, b->bytes);
+    if (b->begin_us) {
+        b->us = b->begin_us + instructions;
+        b->stall_us = b->us + instructions;
+        b->cost_us = b->stall_us + instructions;
+    }
+    return b->begin_us != NULL;
+}
+
+/* Adds the cost of a copy to what it copies, by bytes. */
+static void msi_blame_copy(msi_blame *b, const msi_scorer *s, const msi_instruction *i, double us) {
+    const msi_program *p = s->program;
+    const double all = msi_moved_bytes(s->graph, p, i);
+    for (uint32_t k = 0; k < msi_pair_count(i) && all > 0.0; k++) {
+        const uint32_t host = 2 * k + (i->op == MSI_OP_COPY_IN);
+        const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + host].range];
+        const uint8_t move = msi_move_of((msi_role)range->role);
+        const uint32_t of = move == MSI_MOVES_VALUE ? 0 : move == MSI_MOVES_GRADIENT ? 1 : 2;
+        b->cost_us[3ull * range->tensor + of] +=
+            us * (double)msi_operand_bytes(s->graph, p, i, host) / all;
+    }
+}
+
+/* A copy is to blame for the waits for it and for those that follow it in its stream without a
+   pause. A copy for which nothing waits costs a little of its time. */
+static void msi_blame_copies(msi_blame *b, const msi_scorer *s) {
+    const msi_program *p = s->program;
+    double owed_us[MS_STREAM_COUNT] = {0.0}, next_us[MS_STREAM_COUNT] = {0.0};
+    msi_clock c;
+    msi_clock_start(&c, s->graph, s->costs, s->store, p);
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const double before_us = c.stall_us;
+        b->us[now] = msi_duration_us(s->graph, s->costs, p, &p->instructions.items[now]);
+        b->begin_us[now] = msi_clock_run(&c, now, b->us[now]);
+        b->stall_us[now] = c.stall_us - before_us;
+    }
+    for (uint32_t now = p->instructions.count; now-- > 0;) {
+        const msi_instruction *i = &p->instructions.items[now];
+        const double times = now < p->backward_end ? (double)s->store->micro_count : 1.0;
+        if (i->op == MSI_OP_WAIT) {
+            owed_us[msi_waits_for_device(p, i) ? MS_STREAM_TO_DEVICE : MS_STREAM_TO_HOST] +=
+                times * b->stall_us[now];
+        } else if (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT) {
+            const ms_stream_kind stream = msi_ops[i->op].stream;
+            const double us = times * b->us[now];
+            const bool pauses = b->begin_us[now] + b->us[now] < next_us[stream];
+            owed_us[stream] = pauses ? 0.0 : owed_us[stream];
+            next_us[stream] = b->begin_us[now];
+            msi_blame_copy(b, s, i, 0.05 * us + (us < owed_us[stream] ? us : owed_us[stream]));
+        }
+    }
+}
+
+/* Lists what a plan moves by choice, that which frees most bytes for the time of its copies first. */
+static void msi_list_made_moves(msi_greedy *w, const msi_blame *b) {
+    const msi_graph *g = w->graph;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const bool fixed = tensor->kind == MSI_KIND_PARAM && w->scorer->homes;
+        const uint32_t moved = w->decisions[t].moves & msi_may_choose(g, t) & ~tensor->forced_moves;
+        for (int k = 0; k < 3 && !fixed; k++) {
+            if ((moved >> k & 1) &&
+                MSI_SCRATCH_LIST(uint32_t, w->scorer, w->members, w->members.count + 1ull) &&
+                MSI_SCRATCH_LIST(msi_move, w->scorer, w->moves, w->moves.count + 1ull)) {
+                w->members.items[w->members.count++] = t | 1u << (k + MSI_ACTION_SHIFT);
+                msi_add_move(w, 1);
+                msi_move *move = &w->moves.items[w->moves.count - 1];
+                move->segment_bytes = 0;
+                move->bytes_per_us /= 1e-3 + b->cost_us[3ull * t + (uint32_t)k];
+            }
+        }
+    }
+    msi_sort_moves(w->moves.items, w->moves.count);
+}
+
+/* Plans that take back more and more of the moves of one plan. */
+typedef struct msi_give_back {
+    const msi_tensor_decision *from;
+    MSI_LIST(msi_candidate) list;
+    MSI_LIST(uint32_t) kept; // of each plan: how many of the moves it still makes
+} msi_give_back;
+
+/* Takes back the moves after the first `count`. */
+static void msi_keep_moves(msi_greedy *w, const msi_give_back *back, uint32_t count) {
+    memcpy(w->decisions, back->from, msi_decisions_bytes(w->graph));
+    for (uint32_t i = count; i < w->moves.count; i++) {
+        const uint32_t action = w->moves.items[i].key;
+        msi_tensor_decision *d = &w->decisions[msi_action_tensor(action)];
+        msi_do(w->decisions, action, false);
+        d->moves = (uint8_t)(d->moves & MSI_MOVES_STATE ? d->moves : d->moves & ~MSI_IN_PLACE);
+    }
+    w->score = msi_search_estimate(w->search, w->decisions);
+}
+
+/* Makes the list of plans, as long as their live bytes fit: no later plan has fewer. */
+static void msi_list_given_back(msi_greedy *w, msi_give_back *back) {
+    const uint32_t most = MSI_GIVE_BACK_SHARE * w->try_limit;
+    uint64_t all = 0, given = 0;
+    for (uint32_t i = 0; i < w->moves.count; i++) {
+        const uint32_t action = w->moves.items[i].key;
+        all += msi_action_bytes(w, msi_action_tensor(action), action >> MSI_ACTION_SHIFT);
+    }
+    for (uint32_t i = w->moves.count; i-- > 0 && !msi_is_short(w->scorer);) {
+        const uint32_t action = w->moves.items[i].key;
+        given += msi_action_bytes(w, msi_action_tensor(action), action >> MSI_ACTION_SHIFT);
+        if (i > 0 && given < (all / most) * (1 + back->list.count)) {
+            continue;
+        }
+        msi_keep_moves(w, back, i);
+        const msi_candidate one = {w->score, false};
+        if (one.score.live_bytes > w->search->budget ||
+            !MSI_SCRATCH_LIST(msi_candidate, w->scorer, back->list, back->list.count + 1ull) ||
+            !MSI_SCRATCH_LIST(uint32_t, w->scorer, back->kept, back->kept.count + 1ull)) {
+            return;
+        }
+        back->list.items[back->list.count++] = one;
+        back->kept.items[back->kept.count++] = i;
+    }
+}
+
+/* The plan to lay out next: of those that are faster than the best so far the fastest, and of
+   equally fast ones that which copies least. Those of the best plan itself may be as fast. */
+static uint32_t msi_next_given_back(const msi_search *s, const msi_give_back *back) {
+    uint32_t next = MSI_NONE;
+    for (uint32_t k = 0; k < back->list.count && !msi_is_short(s->scorer); k++) {
+        const msi_candidate *c = &back->list.items[k];
+        const bool better = back->from == s->best ? c->score.us <= s->best_score.us
+                                                  : !s->fits || c->score.us < s->best_score.us;
+        const bool first = next == MSI_NONE || c->score.us <= back->list.items[next].score.us;
+        next = !c->done && better && first ? k : next;
+    }
+    return next;
+}
+
+/* Takes the first of these plans that fits. */
+static void msi_take_given_back(msi_greedy *w, msi_give_back *back) {
+    msi_search *s = w->search;
+    for (uint32_t k; (k = msi_next_given_back(s, back)) != MSI_NONE;) {
+        msi_keep_moves(w, back, back->kept.items[k]);
+        back->list.items[k].done = true;
+        if (msi_fits(s->scorer, &w->score, s->budget, 0) && msi_host_suffices(w)) {
+            s->found = s->fits = true;
+            s->best_score = w->score;
+            s->best_early = s->early;
+            memcpy(s->best, w->decisions, msi_decisions_bytes(w->graph));
+            return;
+        }
+    }
+}
+
+/* Gives room that a plan, the best or another one, leaves of the budget back to what it moves: that
+   stays on the device. The list of plans depends on that plan alone. */
+static void msi_give_room_back(msi_search *s, const msi_tensor_decision *from) {
+    msi_greedy w;
+    msi_blame blame = MSI_ZERO_INIT;
+    msi_give_back back = MSI_ZERO_INIT;
+    back.from = from;
+    if (msi_greedy_init(&w, s)) {
+        memcpy(w.decisions, from, msi_decisions_bytes(w.graph));
+        w.score = msi_search_estimate(s, w.decisions);
+        if (w.score.live_bytes <= s->budget && msi_blame_init(&blame, s->scorer)) {
+            msi_blame_copies(&blame, s->scorer);
+            msi_list_made_moves(&w, &blame);
+            msi_list_given_back(&w, &back);
+            msi_take_given_back(&w, &back);
+            msi_release(s->scorer->allocator, blame.begin_us, blame.bytes);
+        }
+    }
+    MSI_LIST_FREE(msi_candidate, s->scorer->allocator, back.list);
+    MSI_LIST_FREE(uint32_t, s->scorer->allocator, back.kept);
+    msi_greedy_free(&w);
+}
+
+/* Whether room is given back: with accumulation, where params cross the link many times a step. */
+static bool msi_gives_back(const msi_search *s) {
+    return s->scorer->store->micro_count > 1 && !s->any && s->budget > 0;
+}
+
+/* Gives room back from the best plan, if that fits. */
+static void msi_give_back_best(msi_search *s) {
+    if (msi_gives_back(s) && s->fits) {
+        msi_give_room_back(s, s->best);
+    }
+}
+
+/* Gives room back from the smallest plan of a list, which leaves most of it: for larger budgets,
+   too, that may become faster than the list's fastest plan. */
+static void msi_give_back_smallest(msi_greedy *w) {
+    uint32_t least = 0;
+    for (uint32_t k = 1; k < w->prefixes.count; k++) {
+        const msi_prefix *p = &w->prefixes.items[k];
+        least = p->counts && p->live_bytes < w->prefixes.items[least].live_bytes ? k : least;
+    }
+    if (msi_gives_back(w->search) && w->prefixes.count > 0 && !msi_is_short(w->scorer)) {
+        msi_return_to(w, &w->prefixes.items[least]);
+        msi_give_room_back(w->search, w->decisions);
+    }
+}
+
+/* The fewest bytes that residents have on the device in any plan of a list, the first of which was
+   estimated: all that it may move of params lies on the host. */
+static uint64_t msi_least_resident_bytes(const msi_greedy *w) {
+    const msi_graph *g = w->graph;
+    uint64_t moved = 0;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const uint32_t may = g->tensors.items[t].kind == MSI_KIND_PARAM && !w->scorer->homes
+                                 ? w->search->moves & msi_may_choose(g, t)
+                                 : 0u;
+        for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
+            moved += may & move & ~w->decisions[t].moves ? msi_action_bytes(w, t, move) : 0;
+        }
+    }
+    const uint64_t bytes = w->scorer->program->resident_bytes;
+    return bytes > moved ? bytes - moved : 0;
+}
+
+/* Searches a list, unless none of its plans can fit or be the smallest. */
+static void msi_search_moves(msi_greedy *w, const msi_move_list *list) {
+    msi_search *s = w->search;
+    msi_decide_base(s, w->decisions);
+    w->decisions[w->graph->tensors.count].room = list->room;
+    w->try_limit = MSI_OFFLOAD_TRIES;
+    w->batch_share *= list->fineness;
+    w->score = msi_search_estimate(s, w->decisions);
+    if (s->found && msi_least_resident_bytes(w) > msi_most_bytes(s)) {
+        return;
+    }
+    if (list->begun) {
+        msi_find_host_left(w);
+        msi_move_params(w, list->begun, list->in_place);
+        w->score = msi_search_estimate(s, w->decisions);
+    }
+    if (!list->begun || !s->fits || w->score.us <= s->best_score.us) {
+        const double before_us = s->fits ? s->best_score.us : 1e300;
+        msi_search_whole(w);
+        if (s->best_score.us < before_us) {
+            msi_give_back_best(s);
+        }
+        if (list->begun) {
+            msi_give_back_smallest(w);
+        }
+    }
 }
 
 /* Searches for plans that move something to the host. What is at hand when a list begins to be
@@ -15758,26 +16091,15 @@ static void msi_search_offloading(msi_search *s) {
     const int count = sizeof msi_move_lists / sizeof msi_move_lists[0];
     bool coarse = false; // the list before made several moves at a time: a finer one differs
     s->techniques |= MSI_OFFLOADING;
-    for (int k = 0; k < count && !msi_is_short(s->scorer) && !(s->any && s->fits); k++) {
+    for (int turn = 0; turn < count && !msi_is_short(s->scorer) && !(s->any && s->fits); turn++) {
+        const int k = (turn + (s->scorer->store->micro_count > 1 ? MSI_FIRST_BEGUN : 0)) % count;
         msi_greedy w;
         s->moves = msi_move_lists[k].moves;
         if (!msi_is_list_of_use(s, k) || (msi_move_lists[k].fineness > 1 && !coarse)) {
             continue;
         }
         if (msi_greedy_init(&w, s)) {
-            msi_decide_base(s, w.decisions);
-            w.decisions[s->scorer->graph->tensors.count].room = msi_move_lists[k].room;
-            w.try_limit = MSI_OFFLOAD_TRIES;
-            w.batch_share *= msi_move_lists[k].fineness;
-            if (msi_move_lists[k].begins_moved) {
-                (void)msi_search_estimate(s, w.decisions);
-                msi_find_host_left(&w);
-                msi_move_params(&w, msi_move_lists[k].in_place);
-            }
-            w.score = msi_search_estimate(s, w.decisions);
-            if (!msi_move_lists[k].begins_moved || !s->fits || w.score.us <= s->best_score.us) {
-                msi_search_whole(&w);
-            }
+            msi_search_moves(&w, &msi_move_lists[k]);
             coarse = w.was_coarse;
         }
         msi_greedy_free(&w);
@@ -17702,7 +18024,7 @@ static void msi_follow(msi_solver *s) {
         msi_follow_program(s->scorer, &plan->train, &largest->train);
         msi_lower_eval(s->scorer->lowering, plan->decisions, &plan->eval);
         msi_follow_program(s->scorer, &plan->eval, &largest->eval);
-        s->score.us = plan->train.step_us;
+        s->score.us = plan->train.whole.us;
         s->score.bytes = msi_arena_of(&plan->train, &plan->eval);
         s->score.host_bytes = msi_host_of(&plan->train, &plan->eval);
     }
@@ -17738,7 +18060,8 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     w->score = msi_score_of(w->scorer, w->decisions);
     s->plan->plain_bytes = w->score.bytes;
     s->plan->plain_live_bytes = msi_live_of(s->scorer, &w->score);
-    s->plan->plain_step_us = w->search->least_us = w->score.us;
+    s->plan->plain_step_us = w->scorer->program->step_us;
+    w->search->least_us = w->score.us;
     if (r->goal == MSI_GOAL_PLAIN) {
         return true;
     }
@@ -18057,6 +18380,7 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
         } else {
             msi_search_all(s, w);
         }
+        msi_give_back_best(w->search);
         msi_take_best(s, w->search);
     }
     if (r->largest && !msi_has_room(s)) {
@@ -19237,7 +19561,7 @@ static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *
             return result;
         }
         s->arena_bytes = msi_room_of(contenders[i].store);
-        s->step_us = contenders[i].plans->train.step_us;
+        s->step_us = contenders[i].plans->train.whole.us;
         s->fits = s->arena_bytes <= msi_plan_at_largest(contenders[i].plans)->budget_bytes;
     }
     return MS_RESULT_OK;
@@ -25316,6 +25640,9 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->recompute_count = plan->train.recompute_count;
     r->recompute_share = plan->train.recompute_us / plan->plain_step_us;
     r->step_us = plan->train.step_us;
+    r->micro_us = plan->train.micro.us;
+    r->whole_step_us = plan->train.whole.us;
+    r->whole_stall_us = plan->train.whole.stall_us;
     r->plain_step_us = plan->plain_step_us;
     r->time_source = m->costs.source;
     r->plan_hash = msi_hash_plan(m->run.store, plan);
