@@ -51,8 +51,9 @@
     It does not allocate during a step, print, abort, read the environment or keep global state.
     It does not change a number unless it is told that it may: recomputation, early updates and
     offloading give the bits of the plain plan. By default the plans of modes CONSERVATIVE and
-    BALANCED use only these; those of mode AGGRESSIVE may also round: optimizer state to 8 bits, and
-    values, gradients and params to 16 bits in layers that accept that. Tiling is not built.
+    BALANCED use only these; those of mode AGGRESSIVE may also round optimizer state to 8 bits, and
+    values, gradients and params to 16 bits in layers that accept that; and in layers that declare
+    rows they may add up sums over rows tile by tile, which rounds them in another order.
 
   STEP BY STEP
     1. ms_create             a model from a config; zero fields mean defaults
@@ -121,8 +122,8 @@
     to be faster: on a GPU, updates in codes are faster than in F32, since less is read and written;
     on a CPU they are slower, since coding takes longer than that, and recomputation may cost less.
     docs/techniques.md says what codes do to training. ms_read and ms_write convert from and to F32,
-    and so does an ms_wrap that plans otherwise. Updates give the same bits whatever else the plan
-    does.
+    and so does an ms_wrap that plans otherwise. From the same gradients, updates give the same bits
+    whatever else the plan does.
 
     PRECISION. A plan may have values in 16 bits (mixed precision), in BF16 or F16
     (ms_config.mixed_dtype). A layer declares in ms_layer_desc.dtypes which of the two its calls may
@@ -151,9 +152,9 @@
     is ON. Like 8-bit state they are used where a plan needs memory that early updates do not free:
     all values that can be are in 16 bits, or none; so too for params; and all combinations with
     8-bit state compete by their predicted time. What is forced is in 16 bits in every plan except
-    that of ms_detach. For given dtypes, all else that a plan does changes no bit, and
-    ms_config.debug checks each call in the dtypes that it has in the plan. ms_verify compares with
-    calls in F32 on the masters, and so measures what rounding does to the gradients.
+    that of ms_detach. For given dtypes, all else that a plan does, tiling apart, changes no bit,
+    and ms_config.debug checks each call in the dtypes that it has in the plan. ms_verify compares
+    with calls in F32 on the masters, and so measures what rounding does to the gradients.
 
     In F16, gradients are multiplied by a loss scale, or many of them would be 0. It begins at 65536
     and is doubled after 2000 steps without an overflow (ms_config.loss_scaling). A step in which a
@@ -165,6 +166,43 @@
     before the first update, so nothing is updated inside backward, and it excludes
     MS_OPTIMIZER_CUSTOM and MS_OPTIMIZER_NONE: to ask for F16 with these is UNSUPPORTED.
 
+    TILING. Layers whose rows are independent can be computed in tiles, some of the rows at a time.
+    Such a layer declares its rows in ms_layer_desc.tile: the first `axes` dims of its first output,
+    merged into one. Its outputs, saved tensors and inputs are cut in the same proportion; params
+    never are, nor are inputs in whole_in. A plan makes a group of up to 32 successive layers and
+    computes it in up to 256 tiles. In forward, all layers of the group run on the first tile, then
+    all on the second, and so on. Backward goes through the tiles in the same way, and first
+    recomputes for each what it reads of the values between the layers. So these values and their
+    gradients have memory for one tile alone. What layers outside of the group read has memory for
+    all rows, and so has what the plan keeps for backward. Params of the group stay on the device as
+    long as it runs. What is moved to the host goes there tile by tile. Eval runs in the same tiles.
+
+    A call for a tile has smaller views: the leading dims that are rows are merged into one, so that
+    of (B, T, C) with 2 axes it sees (n, C). ms_call.row_count is n, and row_begin the number of the
+    first row. Random numbers and positions are counted from there, since all tiles have the same
+    seed. The workspace has bytes + row_bytes * row_count bytes. Where an operand has memory for all
+    rows, its view begins at the first row of the tile, which need not be at a multiple of 64 bytes:
+    a layer whose kernels need that sets ms_layer_tile.multiple. What is not cut is the same in the
+    call for each tile, and its gradient, such as that of a param, is a sum over the tiles: each
+    call contributes to it in the way that the layer declares. So sums over rows are grouped, and
+    rounded, in another way than in the plain plan. One plan gives the same bits in every run, but
+    not those of the plain plan; ms_verify measures the difference.
+
+    A group that ends in the loss runs the backward of each tile right after its forward, and
+    recomputes nothing: it sweeps. A layer with grads_in_forward can only be in such a group. So
+    ms_forward computes gradients there. If no ms_backward follows it, it has changed those of the
+    earlier micro-batches of the step: the next ms_forward then fails with ORDER, and the step
+    begins anew with its first micro-batch. A group that has a param with a borrowed gradient does
+    not sweep.
+
+    Plans in tiles belong to mode AGGRESSIVE, and to any mode where ms_config.tiling is ON. They are
+    used where a plan needs memory that early updates do not free. The planner finds the groups, and
+    plans with and without them compete by their predicted time. Layers that are forced to be in
+    tiles (ms_set_layer_technique) and follow each other are one group, in every plan except that of
+    ms_detach. Layers with state have no tiles. At sizes of the axes where rows cannot be parted,
+    the first tile has all of them. ms_config.debug runs each layer that declares rows in two and in
+    more tiles. docs/techniques.md has an example.
+
     ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is updated inside backward.
     With accumulation, the gradients are resident.
 
@@ -174,7 +212,8 @@
 
     NUMERICS. A recomputation runs the same callback on the same inputs with the same seed, so it
     gives the same bits wherever the callback is deterministic. Gradients are summed in one fixed
-    order: first those that loss layers wrote in forward, then those of the layers, last to first.
+    order: first those that loss layers wrote in forward, then those of the layers, last to first;
+    of a group in tiles, tile by tile, and of each tile the layers, last to first.
 
     COMPILER FLAGS. -Ofast and -ffast-math are allowed: what is finite is decided by bits, so a loss
     or a norm that is not finite still ends the step with MS_RESULT_NONFINITE, and subnormal numbers
@@ -235,13 +274,14 @@
     ms_hardware_report measures.
 
     LIMITS. A layer has up to 32 inputs, outputs, saved tensors, params and state buffers each. Rank
-    6; 8 axes; fewer than 2^28 tensors; 2^58 bytes. A handle belongs to one model. The ids of a
-    model begin at a number drawn from its address, and a tensor has six of them, so each of two
-    models with n tensors refuses the other's handles except with a probability of 3 n / 2^30 (one
-    in 350,000 for a thousand tensors). The library's own arithmetic (updates, sums, ms_gemm) is
-    float32. An update on a GPU gives the bits of one on a CPU whose compiler may use fused
-    multiply-add; products and sums may differ. Debug mode does not see what a callback does outside
-    the model's memory, unless its results show it.
+    6; 8 axes; fewer than 2^28 tensors; 2^58 bytes; a group of 32 layers and 256 tiles, of fewer
+    than 2^31 - 1 rows. A handle belongs to one model. The ids of a model begin at a number drawn
+    from its address, and a tensor has six of them, so each of two models with n tensors refuses the
+    other's handles except with a probability of 3 n / 2^30 (one in 350,000 for a thousand tensors).
+    The library's own arithmetic (updates, sums, ms_gemm) is float32. An update on a GPU gives the
+    bits of one on a CPU whose compiler may use fused multiply-add; products and sums may differ.
+    Debug mode does not see what a callback does outside the model's memory, unless its results show
+    it.
 
     HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
     contract with trainers as they are. 0.3.0 (2026): CUDA. 0.4.0 (2026): modes, rules, profiles,
@@ -253,10 +293,9 @@
     shared by both  >>formats >>shared >>arithmetic
     implementation  >>base >>structs >>names >>log >>text >>memory >>wide >>backend cpu >>hardware
                     >>graph >>tiles >>validate >>profile >>rules >>store >>lower >>alias >>cost
-                    >>schedule >>layout >>simulate >>score >>greedy >>chain >>exhaustive >>grouping >>solve >>order
-                    >>plan
-                    >>policy >>explain >>optimizer >>call >>debug >>timing >>execute >>state
-                    >>verify >>report >>api >>listing >>trace
+                    >>schedule >>layout >>simulate >>score >>greedy >>chain >>exhaustive
+                    >>grouping >>solve >>order >>plan >>policy >>explain >>optimizer >>call >>debug
+                    >>timing >>execute >>state >>verify >>report >>api >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -426,8 +465,11 @@ typedef struct ms_call {
     void *workspace; // 64-byte aligned; contents as declared in the ms_workspace of the desc
     uint64_t workspace_bytes;
     uint32_t wanted_out, wanted_saved; // outside backward: masks of those to write, with data
-    /* The rows of this call: all of them, from 0, unless it is for a tile. Without ms_layer_tile,
-       rows are the first dim of the first output. */
+    /* The rows of this call: its first one, and how many there are. In a call for a tile these are
+       the rows of the tile, in any other all rows of the layer, from 0 on. A layer that declares no
+       rows (ms_layer_tile) has the first dim of its first output as rows. Random numbers and
+       positions depend on row_begin: two tiles with the same shapes and the same seed differ in
+       nothing else. */
     int64_t row_begin, row_count;
     /* What backward begins with: grads_in_forward layers multiply by both. loss_scale points to
        device memory; it is 1, except in plans in F16. */
@@ -733,7 +775,7 @@ typedef enum ms_technique {
     MS_TECHNIQUE_CHECKPOINTING,   // outputs and saved tensors: dropped and recomputed
     MS_TECHNIQUE_EARLY_UPDATE,    // params: updated inside backward
     MS_TECHNIQUE_OFFLOADING,      // copied to host memory and back
-    MS_TECHNIQUE_TILING,          // computed in groups of rows
+    MS_TECHNIQUE_TILING,          // outputs and saved tensors: computed in tiles of rows
     MS_TECHNIQUE_MIXED_PRECISION, // outputs, their gradients, saved tensors, params: in 16 bits
     MS_TECHNIQUE_OPTIMIZER_8BIT,  // params: optimizer state as codes of 8 bits
     MS_TECHNIQUE_COUNT
@@ -886,20 +928,21 @@ typedef struct ms_layer_dtypes {
     uint32_t half_gradients;
 } ms_layer_dtypes;
 
-/* A layer whose rows are independent, so that a plan may compute them in tiles; see TILING. All
-   zero: never. Its rows are the first `axes` dims of its first output, merged into one: 1 of (B, T,
-   C) are the B sequences, 2 of them the B * T tokens. Each output, saved tensor and input is cut in
-   the same proportion along as many leading dims of its own, merged into one: their product is a
-   multiple of the number of rows, or divides it, as where several rows share one. Params are never
-   cut, and neither are the inputs of whole_in, such as tables. */
+/* The rows of a layer, so that a plan may compute them in tiles; see TILING. All zero: never. What
+   the layer makes of a row must depend on that row alone, and on params and inputs in whole_in;
+   gradients of these may be sums over rows. Rows are the first `axes` dims of the first output,
+   merged into one: with 1, those of (B, T, C) are the B sequences; with 2, the B * T tokens. Each
+   input, output and saved tensor is cut along leading dims of its own, merged into one as well.
+   There are as many of these as rows, or several to each row, or one to several rows, which then
+   stay together. Params are never cut. */
 typedef struct ms_layer_tile {
     uint32_t axes;
-    uint32_t whole_in; // mask of inputs that every tile sees whole
-    /* How many leading dims of an operand are rows, where these are not `axes` of them; 0: axes. */
+    uint32_t whole_in; // mask of inputs, such as tables, that the call for each tile has whole
+    /* How many leading dims of an operand are its rows, if that is not `axes`; 0: `axes`. */
     uint8_t in_axes[MS_LIMIT_IN], out_axes[MS_LIMIT_OUT], saved_axes[MS_LIMIT_SAVED];
-    int64_t multiple;  // rows that belong together, such as those of a sequence; 0: 1
-    int64_t smallest;  // rows of a tile at least, except for the last one; 0: 1
-    int64_t preferred; // rows of a tile that is forced (ms_set_layer_technique); 0: a quarter
+    int64_t multiple;  // rows that stay together, such as those of a sequence; 0: 1
+    int64_t smallest;  // rows of a tile, at least, except of the last one; 0: 1
+    int64_t preferred; // rows of a tile where tiling is forced; 0: a quarter of all rows
 } ms_layer_tile;
 
 /* A layer: as small as one operator, as large as a transformer block. Slots may be empty anywhere;
@@ -1055,8 +1098,8 @@ typedef struct ms_decision {
     /* Bytes of the layer's outputs and saved tensors that are there from forward to backward,
        whatever the technique. */
     uint64_t kept_bytes;
-    /* Of TILING that is applied: the group of layers that run on a tile, one after the other; how
-       many tiles there are, and the rows of each but the last, as the layer counts its own. */
+    /* Where TILING is applied: the first and the last layer of the group; in how many tiles it is
+       computed; and how many rows of this layer are in each tile, except the last. */
     ms_layer group_first, group_last;
     uint32_t tile_count;
     uint64_t tile_rows;
@@ -1292,8 +1335,9 @@ typedef struct ms_event {
     /* An instruction that works on a part of its tensor alone: part 0 to part_count - 1; otherwise
        part_count is 0. Parts are equal and whole multiples of 64 bytes, except the last. */
     uint32_t part, part_count;
-    /* An instruction for a tile: its rows, of row_total in its group of layers; see TILING.
-       Otherwise all are 0. A tile at the end of a group may have no rows. */
+    /* Of an instruction for a tile: the rows of the tile, out of row_total of the group, which are
+       those of its layer with the most rows; see TILING. Otherwise all are 0. The last tiles of a
+       group may have no rows. */
     uint64_t row_begin, row_count, row_total;
     /* Copies on streams of their own. A copy with `follows` waits for all that was enqueued on the
        compute stream before it; one without waits for the copies before it on its stream alone.
@@ -1499,10 +1543,11 @@ MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
    for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING of a
    param is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient
    and about all of its state; through a layer about all three. It has no effect on outputs, the
-   loss, and what no backward reads. Takes effect at the next ms_wrap, which fails with the reason
-   if it is impossible (UNSUPPORTED, if this version does not have the technique). What is forced
-   holds in every plan except that of ms_detach, even if the technique's switch is OFF. Errors:
-   INVALID; sticks. */
+   loss, and what no backward reads. TILING holds for the whole layer, whichever of its outputs and
+   saved tensors it is set for; layers that are forced and follow each other become one group, if
+   they can. Takes effect at the next ms_wrap, which fails with the reason if it is impossible.
+   What is forced holds in every plan except that of ms_detach, even if the technique's switch is
+   OFF. Errors: INVALID; sticks. */
 MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force);
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
@@ -1541,10 +1586,9 @@ MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *byt
    new arena exist side by side for a moment. A failing call leaves the model as it was, unless the
    failure is that of the device in earlier steps that were not waited for. Stream: waits. Errors:
    the first that sticks; INVALID; ORDER (in a callback; between ms_backward and ms_update where
-   early updates have begun, here or in a model that shares the arena); UNSUPPORTED (a technique
-   that this version does not have is switched ON or forced); BUDGET (the text has the smallest
-   budget that would do, the largest size for which this one suffices, and what else helps);
-   OUT_OF_MEMORY; BACKEND. */
+   early updates have begun, here or in a model that shares the arena); UNSUPPORTED (F16 is asked
+   for, and updates are the trainer's own); BUDGET (the text has the smallest budget that would do,
+   the largest size for which this one suffices, and what else helps); OUT_OF_MEMORY; BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_wrap(ms_model *model);
 
 /* Back to the plain plan, whatever the budget; values are kept. On error the model stays wrapped as
@@ -1629,7 +1673,9 @@ MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
 
 /* The same in three calls. With a plan that updates early (ms_memory_report.early_update),
    ms_backward updates some params and ms_update completes the step. With accumulation, call
-   ms_update only after the last micro-batch. Errors: as ms_step; ORDER if called out of turn. */
+   ms_update only after the last micro-batch. Errors: as ms_step; ORDER if called out of turn, of
+   ms_forward also where the one before it has computed gradients and no ms_backward has followed
+   (see TILING). */
 MEMSCALE_API_CHECKED ms_result ms_forward(ms_model *model, double *loss);
 MEMSCALE_API_CHECKED ms_result ms_backward(ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_update(ms_model *model);
