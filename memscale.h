@@ -7800,7 +7800,30 @@ static uint32_t msi_tiles_of(const msi_graph *g, const msi_tensor_decision *d, u
     return d[msi_first_output(g, &g->layers.items[layer])].tiles;
 }
 
-/* The group that begins with a layer. At some sizes of the axes rows may not be parted: then the
+/* Rows of a group whose bytes are a multiple of the alignment, in all operands that are cut and in
+   16 bits too: a multiple of `unit`. */
+static uint64_t msi_aligned_unit(const msi_graph *g, uint32_t first, uint32_t end, uint64_t rows,
+                                 uint64_t unit) {
+    uint64_t times = 1;
+    for (uint32_t i = first; i < end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        for (int group = MSI_GROUP_IN; group <= MSI_GROUP_SAVED; group++) {
+            for (MSI_EACH(operand, g, l, group)) {
+                const msi_tensor *t = &g->tensors.items[operand.tensor];
+                const uint64_t piece = msi_scale_rows(t->bytes, unit, rows);
+                const uint64_t least = t->view.dtype == MS_DTYPE_F32 ? piece / 2 : piece;
+                if (msi_is_by_rows(l, group, operand.slot)) {
+                    times = msi_common_multiple(times,
+                                                msi_common_multiple(least, MSI_ALIGNMENT) / least);
+                }
+            }
+        }
+    }
+    return times * unit;
+}
+
+/* The group that begins with a layer. Where there are enough rows, tiles begin at aligned addresses.
+   At some sizes of the axes rows may not be parted: then the
    first tile has them all. */
 static msi_tiling msi_group_at(const msi_graph *g, const msi_tensor_decision *d, uint32_t first) {
     msi_tiling group = {first, first + 1, msi_tiles_of(g, d, first), 0, 0, false};
@@ -7812,6 +7835,8 @@ static msi_tiling msi_group_at(const msi_graph *g, const msi_tensor_decision *d,
     }
     const uint64_t rows = msi_common_rows(g, first, group.end, &unit);
     const uint64_t each = (rows + group.tiles - 1) / group.tiles;
+    const uint64_t aligned = rows > 0 ? msi_aligned_unit(g, first, group.end, rows, unit) : 1;
+    unit = 2 * aligned <= rows ? aligned : unit;
     group.rows = rows > 0 ? (uint32_t)rows : 1;
     group.tile_rows =
         rows > 0 ? (uint32_t)msi_smaller((each + unit - 1) / unit * unit, rows) : group.rows;
@@ -21443,7 +21468,8 @@ typedef struct msi_trial {
     msi_op way;               // of a recomputation on trial: RECOMPUTE or REPEAT
     uint32_t outside_reach;   // what the model's memory is filled for
     bool has_rivals;          // several results could lie in one operand in that run
-    msi_rows rows;            // of a tile that the run is for; of 0: it is for all
+    msi_rows rows;            // of a tile that the run is for; of 0: for all of the instruction
+    msi_rows base;            // those of the instruction, as the layer counts them
     uint64_t workspace_bytes; // of the run, at most
     bool is_acting;           // the callback runs
     ms_result result;         // the first error: after it nothing is run or checked
@@ -21825,6 +21851,11 @@ static bool msi_takes_beta(const msi_trial *t, const msi_staged *s, bool anew) {
            !(anew && (adds >> s->slot & 1));
 }
 
+/* Whether the run is for the first of the tiles that are tried, or for none. */
+static bool msi_is_first_tile(const msi_trial *t) {
+    return t->rows.of == 0 || t->rows.begin == t->base.begin;
+}
+
 /* Whether a gradient is the sum of what the tiles contribute, and the layer adds that up. */
 static bool msi_is_added_up(const msi_trial *t, const msi_staged *s) {
     const uint32_t sets = s->group == MSI_GROUP_GRAD_IN ? (uint32_t)t->layer->overwrites.in
@@ -21837,7 +21868,7 @@ static bool msi_is_added_up(const msi_trial *t, const msi_staged *s) {
    first has made. */
 static float msi_beta_of(const msi_trial *t, const msi_staged *s) {
     const bool first = s->lies_in == (uint32_t)(s - t->staged[MSI_SET_OWN]);
-    if (t->rows.begin > 0 && msi_is_added_up(t, s)) {
+    if (!msi_is_first_tile(t) && msi_is_added_up(t, s)) {
         return 1.0f;
     }
     return t->how.sums == MSI_SUMS_ADDED && msi_takes_beta(t, s, false)         ? 1.0f
@@ -21981,8 +22012,9 @@ static msi_part msi_rows_in(const msi_trial *t, const msi_staged *s) {
     msi_part part = {0, s->bytes};
     if (t->rows.of > 0 && s->group != MSI_GROUP_WORKSPACE &&
         msi_is_by_rows(t->layer, s->group, s->slot)) {
-        part.begin = msi_scale_rows(s->bytes, t->rows.begin, t->rows.of);
-        part.count = msi_scale_rows(s->bytes, t->rows.count, t->rows.of);
+        const uint32_t before = t->rows.begin - t->base.begin;
+        part.begin = msi_scale_rows(s->bytes, before, t->base.count);
+        part.count = msi_scale_rows(s->bytes, t->rows.count, t->base.count);
     }
     return part;
 }
@@ -21996,7 +22028,7 @@ static void msi_set_rows(const msi_trial *t) {
         const uint8_t *carried = msi_bytes_in(t, MSI_IMAGE_FIRST, s);
         const uint64_t end = part.begin + part.count;
         if (part.count == s->bytes) {
-            memcpy(to, carried, s->is_made && t->rows.begin > 0 ? (size_t)s->bytes : 0);
+            memcpy(to, carried, s->is_made && !msi_is_first_tile(t) ? (size_t)s->bytes : 0);
             continue;
         }
         if (s->is_made) {
@@ -22198,14 +22230,20 @@ static void msi_check_half(msi_trial *t) {
     for (int gaps = 1; gaps >= 0; gaps--) {
         for (MSI_STAGED(s, t, set)) {
             const uint32_t index = (uint32_t)(s - t->staged[set]);
-            const uint64_t first = s->at + (gaps ? s->bytes : 0);
-            const uint64_t end = gaps ? s->gap_end : s->at + s->bytes;
+            const bool scratch = s->group == MSI_GROUP_WORKSPACE;
+            const uint64_t bytes = scratch ? msi_smaller(s->bytes, t->workspace_bytes) : s->bytes;
+            const uint64_t first = s->at + (gaps ? bytes : 0);
+            const uint64_t end = gaps ? s->gap_end : s->at + bytes;
             const uint8_t *scene = msi_image_at(t, MSI_IMAGE_SCENE, s->place);
             const uint8_t *now = msi_image_at(t, t->how.into, s->place);
             if (s->lies_in == index && (gaps || !written[index]) && t->result == MS_RESULT_OK &&
                 memcmp(scene + first, now + first, (size_t)(end - first)) != 0) {
                 msi_fail_operand(t, gaps ? "writes beyond the end of" : "changes", s,
-                                 gaps ? msi_overrun_cure(s) : msi_change_cure(t, s));
+                                 t->rows.of > 0 && gaps
+                                     ? "in a tile, as ms_layer_desc.tile allows: take all sizes "
+                                       "from the views, and the rows from ms_call.row_count"
+                                 : gaps ? msi_overrun_cure(s)
+                                        : msi_change_cure(t, s));
             }
         }
     }
@@ -22667,7 +22705,7 @@ static void msi_add_carried(msi_trial *t) {
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         const bool gradient = s->group == MSI_GROUP_GRAD_IN || s->group == MSI_GROUP_GRAD_PARAM;
         if (!s->is_made || !gradient || msi_is_by_rows(t->layer, s->group, s->slot) ||
-            msi_is_added_up(t, s) || t->rows.begin == 0) {
+            msi_is_added_up(t, s) || msi_is_first_tile(t)) {
             continue;
         }
         uint8_t *now = msi_bytes_in(t, MSI_IMAGE_NOW, s);
@@ -22704,17 +22742,14 @@ static bool msi_is_other_number(const msi_staged *s, const uint8_t *tiles, const
     return false;
 }
 
-/* In so many tiles, one after the other, which must make the same numbers. */
-static void msi_try_tiles(msi_trial *t, uint32_t tiles) {
-    const msi_graph *g = &t->model->graph;
+/* In tiles of so many rows, one after the other, which must make the same numbers. */
+static void msi_try_tiles(msi_trial *t, uint32_t each) {
     const msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
-    const uint64_t unit = msi_tile_unit(g, t->layer), rows = msi_layer_rows(g, t->layer, false);
-    const uint64_t each = ((rows + tiles - 1) / tiles + unit - 1) / unit * unit;
     const int which =
         t->instruction->op == MSI_OP_BACKWARD ? MSI_WORKSPACE_BACKWARD : MSI_WORKSPACE_FORWARD;
-    for (uint64_t begin = 0; begin < rows && t->result == MS_RESULT_OK; begin += each) {
-        const msi_rows tile = {(uint32_t)begin, (uint32_t)msi_smaller(each, rows - begin),
-                               (uint32_t)rows};
+    const uint32_t end = t->base.begin + t->base.count;
+    for (uint32_t begin = t->base.begin; begin < end && t->result == MS_RESULT_OK; begin += each) {
+        const msi_rows tile = {begin, each < end - begin ? each : end - begin, t->base.of};
         t->rows = tile;
         t->workspace_bytes = msi_workspace_for(t->layer, which, tile.count);
         if (msi_act(t, &how)) {
@@ -22728,8 +22763,8 @@ static void msi_try_tiles(msi_trial *t, uint32_t tiles) {
             msi_is_other_number(s, msi_own_bytes_in(t, MSI_IMAGE_NOW, s),
                                 msi_own_bytes_in(t, MSI_IMAGE_LAST, s))) {
             char what[96];
-            msi_format(what, sizeof what, "makes other numbers in tiles of %llu rows for",
-                       (unsigned long long)each);
+            msi_format(what, sizeof what, "makes other numbers in tiles of %u rows for",
+                       (unsigned)each);
             msi_fail_operand(t, what, s,
                              "its rows are not independent, as ms_layer_desc.tile says they are: "
                              "take all sizes from the views, count rows from ms_call.row_begin, "
@@ -22740,19 +22775,24 @@ static void msi_try_tiles(msi_trial *t, uint32_t tiles) {
     t->workspace_bytes = UINT64_MAX;
 }
 
-/* In two tiles, and in as many as there can be, if the layer has rows; a recomputation is a forward
-   once more. */
+/* In two tiles, and in more, if the layer has rows; so it is with the rows of an instruction that is
+   for a tile itself. A recomputation is a forward once more. */
 static void msi_try_all_tiles(msi_trial *t) {
     const msi_graph *g = &t->model->graph;
-    const msi_instruction *i = t->instruction;
+    const msi_rows *of = &t->instruction->rows;
     const uint64_t unit = msi_tile_unit(g, t->layer), rows = msi_layer_rows(g, t->layer, false);
-    const uint64_t most = unit > 0 ? rows / unit : 0;
-    if (i->rows.of > 0 || most < 2 || rows >= INT32_MAX || msi_is_again((msi_op)i->op)) {
+    const uint64_t begin = of->of > 0 ? msi_scale_rows(rows, of->begin, of->of) : 0;
+    const uint64_t count = of->of > 0 ? msi_scale_rows(rows, of->count, of->of) : rows;
+    if (unit == 0 || count < 2 * unit || rows >= INT32_MAX ||
+        msi_is_again((msi_op)t->instruction->op)) {
         return;
     }
-    msi_try_tiles(t, 2);
-    if (most > 2 && t->result == MS_RESULT_OK) {
-        msi_try_tiles(t, (uint32_t)msi_smaller(most, 5));
+    const msi_rows base = {(uint32_t)begin, (uint32_t)count, (uint32_t)rows};
+    const uint64_t units = count / unit;
+    t->base = base;
+    msi_try_tiles(t, (uint32_t)((units + 1) / 2 * unit));
+    if (units > 2 && t->result == MS_RESULT_OK) {
+        msi_try_tiles(t, (uint32_t)((units + 4) / 5 * unit));
     }
 }
 
