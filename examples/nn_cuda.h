@@ -705,7 +705,7 @@ NN_API int64_t nn_cuda_chunks(int64_t rows, int64_t columns) {
 
 /* The second stage: adds up the partial sums of all chunks. */
 typedef struct nn_fold {
-    float *out[2]; // sums, products; NULL: they are not needed
+    nn_values out[2]; // sums, products; NULL: they are not needed
     bool adds[2];
     const float *partial;
     int64_t chunks, columns;
@@ -720,27 +720,27 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_fold_sums(nn_fold f) {
     const unsigned warp = threadIdx.x / NN_WARP;
     const int64_t c = (int64_t)(blockIdx.x % tiles) * NN_WARP + lane;
     const float *from = f.partial + part * f.chunks * f.columns + c;
-    float *out = f.out[part];
+    const nn_values out = f.out[part];
     float sum = 0.0f;
     NN_UNROLL_FOUR
     for (int64_t i = warp; i < f.chunks; i += NN_SUM_ROWS) {
-        sum += c < f.columns && out != NULL ? from[i * f.columns] : 0.0f;
+        sum += c < f.columns && out.data != NULL ? from[i * f.columns] : 0.0f;
     }
     shared[threadIdx.x] = sum;
     __syncthreads();
-    if (warp > 0 || c >= f.columns || out == NULL) {
+    if (warp > 0 || c >= f.columns || out.data == NULL) {
         return;
     }
     for (unsigned i = 1; i < NN_SUM_ROWS; i++) {
         sum += shared[i * NN_WARP + lane];
     }
-    out[c] = f.adds[part] ? nn_d_sum(out[c], sum) : sum;
+    nn_set(out, c, f.adds[part] ? nn_d_sum(nn_get(out, c), sum) : sum);
 }
 
 static int nn_cuda_fold(const ms_call *call, nn_dest sums, nn_dest products, const nn_sums *s) {
     nn_fold f;
-    f.out[0] = (float *)sums.data;
-    f.out[1] = (float *)products.data;
+    f.out[0] = nn_values_at(sums);
+    f.out[1] = nn_values_at(products);
     f.adds[0] = sums.beta != 0.0f;
     f.adds[1] = products.beta != 0.0f;
     f.partial = s->partial;
@@ -751,8 +751,8 @@ static int nn_cuda_fold(const ms_call *call, nn_dest sums, nn_dest products, con
                      nn_k_fold_sums, f);
 }
 
-/* sums and products (columns each), F32: what s adds up. work has nn_cuda_column_floats, or twice
-   that if there are products. */
+/* sums and products (columns each), rounded once: what s adds up. work has nn_cuda_column_floats,
+   or twice that if there are products. */
 static int nn_cuda_column_sums(const ms_call *call, nn_dest sums, nn_dest products, nn_sums s,
                                float *work) {
     if (sums.data == NULL && products.data == NULL) {
