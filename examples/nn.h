@@ -65,6 +65,12 @@
     works in tiles; and, in convolution, the gradient of pixels that several bands of patches cover,
     once for each band.
 
+    TILES. All layers except batch normalization declare their rows (ms_layer_desc.tile): images,
+    the sequences of attention and of whole blocks, and otherwise tokens. In tiles, outputs and
+    dropout masks are those of all rows at once, since what depends on the place of a row counts
+    from ms_call.row_begin; the products of fewer rows may round otherwise, and sums over rows, the
+    gradients of params, are added up tile by tile. nn_force_tiles sets the rows of a tile.
+
     FILES, each of which uses only what comes before it:
 
         nn.h       >>nn public       the declarations of all that a program calls
@@ -88,8 +94,8 @@
 
     A NEW LAYER is a declaration under ">>nn public", two callbacks under ">>nn callbacks", which
     call kernels of the table, and a function under ">>nn layers", which registers them and names
-    what stays F32 in desc.dtypes. If the kernels exist, it needs nothing else, and it runs on both
-    devices, in F32, BF16 and F16.
+    what stays F32 in desc.dtypes, and its rows in desc.tile (nn_declare_rows). If the kernels
+    exist, it needs nothing else, and it runs on both devices, in F32, BF16 and F16.
 */
 #ifndef MEMSCALE_NN_H
 #define MEMSCALE_NN_H
@@ -1233,7 +1239,7 @@ NN_API nn_seed nn_seed_of(const ms_call *call, int branch, int64_t elements) {
     nn_seed seed;
     seed.layer = call->layer_seed;
     seed.step = call->step_seed;
-    seed.first = call->row_begin * (elements / call->row_count);
+    seed.first = call->row_begin > 0 ? call->row_begin * (elements / call->row_count) : 0;
     seed.branch = branch;
     return seed;
 }
@@ -1260,7 +1266,7 @@ NN_API int nn_embedding_forward(const ms_call *call) {
     nn_lookup lookups[3];
     nn_lookups_of(call, lookups);
     return nn_device_in(call)->embedding(call, nn_values_of(&call->out[0]), lookups, 3,
-                                         call->row_count, nn_last(call->out[0].shape));
+                                         nn_rows(call->out[0].shape), nn_last(call->out[0].shape));
 }
 
 NN_API int nn_embedding_backward(const ms_call *call) {
@@ -1271,8 +1277,8 @@ NN_API int nn_embedding_backward(const ms_call *call) {
         if (lookups[i].entries != 0) {
             result = nn_device_in(call)->embedding_backward(
                 call, nn_gradient_of(&call->grad_param[i]), &lookups[i],
-                nn_values_of(&call->grad_out[0]), call->row_count, nn_last(call->grad_out[0].shape),
-                (float *)call->workspace);
+                nn_values_of(&call->grad_out[0]), nn_rows(call->grad_out[0].shape),
+                nn_last(call->grad_out[0].shape), (float *)call->workspace);
         }
     }
     return result;
