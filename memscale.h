@@ -51,8 +51,9 @@
     It does not allocate during a step, print, abort, read the environment or keep global state.
     It does not change a number unless it is told that it may: recomputation, early updates and
     offloading give the bits of the plain plan. By default the plans of modes CONSERVATIVE and
-    BALANCED use only these; those of mode AGGRESSIVE may also round: optimizer state to 8 bits, and
-    values, gradients and params to 16 bits in layers that accept that. Tiling is not built.
+    BALANCED use only these; those of mode AGGRESSIVE may also round optimizer state to 8 bits, and
+    values, gradients and params to 16 bits in layers that accept that; and in layers that declare
+    rows they may add up sums over rows tile by tile, which rounds them in another order.
 
   STEP BY STEP
     1. ms_create             a model from a config; zero fields mean defaults
@@ -121,8 +122,8 @@
     to be faster: on a GPU, updates in codes are faster than in F32, since less is read and written;
     on a CPU they are slower, since coding takes longer than that, and recomputation may cost less.
     docs/techniques.md says what codes do to training. ms_read and ms_write convert from and to F32,
-    and so does an ms_wrap that plans otherwise. Updates give the same bits whatever else the plan
-    does.
+    and so does an ms_wrap that plans otherwise. From the same gradients, updates give the same bits
+    whatever else the plan does.
 
     PRECISION. A plan may have values in 16 bits (mixed precision), in BF16 or F16
     (ms_config.mixed_dtype). A layer declares in ms_layer_desc.dtypes which of the two its calls may
@@ -151,9 +152,9 @@
     is ON. Like 8-bit state they are used where a plan needs memory that early updates do not free:
     all values that can be are in 16 bits, or none; so too for params; and all combinations with
     8-bit state compete by their predicted time. What is forced is in 16 bits in every plan except
-    that of ms_detach. For given dtypes, all else that a plan does changes no bit, and
-    ms_config.debug checks each call in the dtypes that it has in the plan. ms_verify compares with
-    calls in F32 on the masters, and so measures what rounding does to the gradients.
+    that of ms_detach. For given dtypes, all else that a plan does, tiling apart, changes no bit,
+    and ms_config.debug checks each call in the dtypes that it has in the plan. ms_verify compares
+    with calls in F32 on the masters, and so measures what rounding does to the gradients.
 
     In F16, gradients are multiplied by a loss scale, or many of them would be 0. It begins at 65536
     and is doubled after 2000 steps without an overflow (ms_config.loss_scaling). A step in which a
@@ -165,6 +166,43 @@
     before the first update, so nothing is updated inside backward, and it excludes
     MS_OPTIMIZER_CUSTOM and MS_OPTIMIZER_NONE: to ask for F16 with these is UNSUPPORTED.
 
+    TILING. Layers whose rows are independent can be computed in tiles, some of the rows at a time.
+    Such a layer declares its rows in ms_layer_desc.tile: the first `axes` dims of its first output,
+    merged into one. Its outputs, saved tensors and inputs are cut in the same proportion; params
+    never are, nor are inputs in whole_in. A plan makes a group of up to 32 successive layers and
+    computes it in up to 256 tiles. In forward, all layers of the group run on the first tile, then
+    all on the second, and so on. Backward goes through the tiles in the same way, and first
+    recomputes for each what it reads of the values between the layers. So these values and their
+    gradients have memory for one tile alone. What layers outside of the group read has memory for
+    all rows, and so has what the plan keeps for backward. Params of the group stay on the device as
+    long as it runs. What is moved to the host goes there tile by tile. Eval runs in the same tiles.
+
+    A call for a tile has smaller views: the leading dims that are rows are merged into one, so that
+    of (B, T, C) with 2 axes it sees (n, C). ms_call.row_count is n, and row_begin the number of the
+    first row. Random numbers and positions are counted from there, since all tiles have the same
+    seed. The workspace has bytes + row_bytes * row_count bytes. Where an operand has memory for all
+    rows, its view begins at the first row of the tile, which need not be at a multiple of 64 bytes:
+    a layer whose kernels need that sets ms_layer_tile.multiple. What is not cut is the same in the
+    call for each tile, and its gradient, such as that of a param, is a sum over the tiles: each
+    call contributes to it in the way that the layer declares. So sums over rows are grouped, and
+    rounded, in another way than in the plain plan. One plan gives the same bits in every run, but
+    not those of the plain plan; ms_verify measures the difference.
+
+    A group that ends in the loss runs the backward of each tile right after its forward, and
+    recomputes nothing: it sweeps. A layer with grads_in_forward can only be in such a group. So
+    ms_forward computes gradients there. If no ms_backward follows it, it has changed those of the
+    earlier micro-batches of the step: the next ms_forward then fails with ORDER, and the step
+    begins anew with its first micro-batch. A group that has a param with a borrowed gradient does
+    not sweep.
+
+    Plans in tiles belong to mode AGGRESSIVE, and to any mode where ms_config.tiling is ON. They are
+    used where a plan needs memory that early updates do not free. The planner finds the groups, and
+    plans with and without them compete by their predicted time. Layers that are forced to be in
+    tiles (ms_set_layer_technique) and follow each other are one group, in every plan except that of
+    ms_detach. Layers with state have no tiles. At sizes of the axes where rows cannot be parted,
+    the first tile has all of them. ms_config.debug runs each layer that declares rows in two and in
+    more tiles. docs/techniques.md has an example.
+
     ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is updated inside backward.
     With accumulation, the gradients are resident.
 
@@ -174,7 +212,8 @@
 
     NUMERICS. A recomputation runs the same callback on the same inputs with the same seed, so it
     gives the same bits wherever the callback is deterministic. Gradients are summed in one fixed
-    order: first those that loss layers wrote in forward, then those of the layers, last to first.
+    order: first those that loss layers wrote in forward, then those of the layers, last to first;
+    of a group in tiles, tile by tile, and of each tile the layers, last to first.
 
     COMPILER FLAGS. -Ofast and -ffast-math are allowed: what is finite is decided by bits, so a loss
     or a norm that is not finite still ends the step with MS_RESULT_NONFINITE, and subnormal numbers
@@ -235,13 +274,14 @@
     ms_hardware_report measures.
 
     LIMITS. A layer has up to 32 inputs, outputs, saved tensors, params and state buffers each. Rank
-    6; 8 axes; fewer than 2^28 tensors; 2^58 bytes. A handle belongs to one model. The ids of a
-    model begin at a number drawn from its address, and a tensor has six of them, so each of two
-    models with n tensors refuses the other's handles except with a probability of 3 n / 2^30 (one
-    in 350,000 for a thousand tensors). The library's own arithmetic (updates, sums, ms_gemm) is
-    float32. An update on a GPU gives the bits of one on a CPU whose compiler may use fused
-    multiply-add; products and sums may differ. Debug mode does not see what a callback does outside
-    the model's memory, unless its results show it.
+    6; 8 axes; fewer than 2^28 tensors; 2^58 bytes; a group of 32 layers and 256 tiles, of fewer
+    than 2^31 - 1 rows. A handle belongs to one model. The ids of a model begin at a number drawn
+    from its address, and a tensor has six of them, so each of two models with n tensors refuses the
+    other's handles except with a probability of 3 n / 2^30 (one in 350,000 for a thousand tensors).
+    The library's own arithmetic (updates, sums, ms_gemm) is float32. An update on a GPU gives the
+    bits of one on a CPU whose compiler may use fused multiply-add; products and sums may differ.
+    Debug mode does not see what a callback does outside the model's memory, unless its results show
+    it.
 
     HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
     contract with trainers as they are. 0.3.0 (2026): CUDA. 0.4.0 (2026): modes, rules, profiles,
@@ -253,10 +293,9 @@
     shared by both  >>formats >>shared >>arithmetic
     implementation  >>base >>structs >>names >>log >>text >>memory >>wide >>backend cpu >>hardware
                     >>graph >>tiles >>validate >>profile >>rules >>store >>lower >>alias >>cost
-                    >>schedule >>layout >>simulate >>score >>greedy >>chain >>exhaustive >>grouping >>solve >>order
-                    >>plan
-                    >>policy >>explain >>optimizer >>call >>debug >>timing >>execute >>state
-                    >>verify >>report >>api >>listing >>trace
+                    >>schedule >>layout >>simulate >>score >>greedy >>chain >>exhaustive
+                    >>grouping >>solve >>order >>plan >>policy >>explain >>optimizer >>call >>debug
+                    >>timing >>execute >>state >>verify >>report >>api >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -426,8 +465,11 @@ typedef struct ms_call {
     void *workspace; // 64-byte aligned; contents as declared in the ms_workspace of the desc
     uint64_t workspace_bytes;
     uint32_t wanted_out, wanted_saved; // outside backward: masks of those to write, with data
-    /* The rows of this call: all of them, from 0, unless it is for a tile. Without ms_layer_tile,
-       rows are the first dim of the first output. */
+    /* The rows of this call: its first one, and how many there are. In a call for a tile these are
+       the rows of the tile, in any other all rows of the layer, from 0 on. A layer that declares no
+       rows (ms_layer_tile) has the first dim of its first output as rows. Random numbers and
+       positions depend on row_begin: two tiles with the same shapes and the same seed differ in
+       nothing else. */
     int64_t row_begin, row_count;
     /* What backward begins with: grads_in_forward layers multiply by both. loss_scale points to
        device memory; it is 1, except in plans in F16. */
@@ -733,7 +775,7 @@ typedef enum ms_technique {
     MS_TECHNIQUE_CHECKPOINTING,   // outputs and saved tensors: dropped and recomputed
     MS_TECHNIQUE_EARLY_UPDATE,    // params: updated inside backward
     MS_TECHNIQUE_OFFLOADING,      // copied to host memory and back
-    MS_TECHNIQUE_TILING,          // computed in groups of rows
+    MS_TECHNIQUE_TILING,          // outputs and saved tensors: computed in tiles of rows
     MS_TECHNIQUE_MIXED_PRECISION, // outputs, their gradients, saved tensors, params: in 16 bits
     MS_TECHNIQUE_OPTIMIZER_8BIT,  // params: optimizer state as codes of 8 bits
     MS_TECHNIQUE_COUNT
@@ -753,7 +795,7 @@ typedef struct ms_strategy {
     ms_mode mode;
     uint32_t techniques;  // mask of 1 << ms_technique: those that the plan may use
     uint64_t arena_bytes; // of the plan for the budget; if none fits, of the smallest plan
-    double step_us;       // predicted time of a step
+    double step_us;       // predicted time of a step, with all its micro-batches
     bool fits;            // the plan fits the budget
 } ms_strategy;
 
@@ -886,20 +928,21 @@ typedef struct ms_layer_dtypes {
     uint32_t half_gradients;
 } ms_layer_dtypes;
 
-/* A layer whose rows are independent, so that a plan may compute them in tiles; see TILING. All
-   zero: never. Its rows are the first `axes` dims of its first output, merged into one: 1 of (B, T,
-   C) are the B sequences, 2 of them the B * T tokens. Each output, saved tensor and input is cut in
-   the same proportion along as many leading dims of its own, merged into one: their product is a
-   multiple of the number of rows, or divides it, as where several rows share one. Params are never
-   cut, and neither are the inputs of whole_in, such as tables. */
+/* The rows of a layer, so that a plan may compute them in tiles; see TILING. All zero: never. What
+   the layer makes of a row must depend on that row alone, and on params and inputs in whole_in;
+   gradients of these may be sums over rows. Rows are the first `axes` dims of the first output,
+   merged into one: with 1, those of (B, T, C) are the B sequences; with 2, the B * T tokens. Each
+   input, output and saved tensor is cut along leading dims of its own, merged into one as well.
+   There are as many of these as rows, or several to each row, or one to several rows, which then
+   stay together. Params are never cut. */
 typedef struct ms_layer_tile {
     uint32_t axes;
-    uint32_t whole_in; // mask of inputs that every tile sees whole
-    /* How many leading dims of an operand are rows, where these are not `axes` of them; 0: axes. */
+    uint32_t whole_in; // mask of inputs, such as tables, that the call for each tile has whole
+    /* How many leading dims of an operand are its rows, if that is not `axes`; 0: `axes`. */
     uint8_t in_axes[MS_LIMIT_IN], out_axes[MS_LIMIT_OUT], saved_axes[MS_LIMIT_SAVED];
-    int64_t multiple;  // rows that belong together, such as those of a sequence; 0: 1
-    int64_t smallest;  // rows of a tile at least, except for the last one; 0: 1
-    int64_t preferred; // rows of a tile that is forced (ms_set_layer_technique); 0: a quarter
+    int64_t multiple;  // rows that stay together, such as those of a sequence; 0: 1
+    int64_t smallest;  // rows of a tile, at least, except of the last one; 0: 1
+    int64_t preferred; // rows of a tile where tiling is forced; 0: a quarter of all rows
 } ms_layer_tile;
 
 /* A layer: as small as one operator, as large as a transformer block. Slots may be empty anywhere;
@@ -1055,8 +1098,8 @@ typedef struct ms_decision {
     /* Bytes of the layer's outputs and saved tensors that are there from forward to backward,
        whatever the technique. */
     uint64_t kept_bytes;
-    /* Of TILING that is applied: the group of layers that run on a tile, one after the other; how
-       many tiles there are, and the rows of each but the last, as the layer counts its own. */
+    /* Where TILING is applied: the first and the last layer of the group; in how many tiles it is
+       computed; and how many rows of this layer are in each tile, except the last. */
     ms_layer group_first, group_last;
     uint32_t tile_count;
     uint64_t tile_rows;
@@ -1142,7 +1185,10 @@ typedef struct ms_memory_report {
     /* Predicted times of a step of this plan, of a step of the plain plan, and of the waits for
        copies in this one. With accumulation, a step here is one micro-batch and the update. */
     double step_us, plain_step_us, stall_us;
-    ms_time_source time_source; // of these three
+    /* Of a micro-batch that no update follows, and of a step of this plan with all micro-batches;
+       plans are compared by the latter. Without accumulation all three are those above. */
+    double micro_us, whole_step_us, whole_stall_us;
+    ms_time_source time_source; // of these six
     double pressure;            // plain_bytes / budget_bytes
     ms_mode mode;               // in force
     ms_decision_source decision_source;
@@ -1289,8 +1335,9 @@ typedef struct ms_event {
     /* An instruction that works on a part of its tensor alone: part 0 to part_count - 1; otherwise
        part_count is 0. Parts are equal and whole multiples of 64 bytes, except the last. */
     uint32_t part, part_count;
-    /* An instruction for a tile: its rows, of row_total in its group of layers; see TILING.
-       Otherwise all are 0. A tile at the end of a group may have no rows. */
+    /* Of an instruction for a tile: the rows of the tile, out of row_total of the group, which are
+       those of its layer with the most rows; see TILING. Otherwise all are 0. The last tiles of a
+       group may have no rows. */
     uint64_t row_begin, row_count, row_total;
     /* Copies on streams of their own. A copy with `follows` waits for all that was enqueued on the
        compute stream before it; one without waits for the copies before it on its stream alone.
@@ -1496,10 +1543,11 @@ MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
    for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING of a
    param is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient
    and about all of its state; through a layer about all three. It has no effect on outputs, the
-   loss, and what no backward reads. Takes effect at the next ms_wrap, which fails with the reason
-   if it is impossible (UNSUPPORTED, if this version does not have the technique). What is forced
-   holds in every plan except that of ms_detach, even if the technique's switch is OFF. Errors:
-   INVALID; sticks. */
+   loss, and what no backward reads. TILING holds for the whole layer, whichever of its outputs and
+   saved tensors it is set for; layers that are forced and follow each other become one group, if
+   they can. Takes effect at the next ms_wrap, which fails with the reason if it is impossible.
+   What is forced holds in every plan except that of ms_detach, even if the technique's switch is
+   OFF. Errors: INVALID; sticks. */
 MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force);
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
@@ -1526,7 +1574,7 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
    mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET.
    One byte less is refused. A larger budget never makes the predicted step slower, and a smaller
    one never makes the arena larger; with offloading, where times rise and fall along the plans that
-   are tried, the first holds within about 2 %. Exception: a plan with optimizer state in 8 bits may
+   are tried, the first holds within about 2 %, with accumulation within about 7 %. Exception: a plan with optimizer state in 8 bits may
    be faster than the plan for a larger budget that does without. */
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
@@ -1538,10 +1586,9 @@ MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *byt
    new arena exist side by side for a moment. A failing call leaves the model as it was, unless the
    failure is that of the device in earlier steps that were not waited for. Stream: waits. Errors:
    the first that sticks; INVALID; ORDER (in a callback; between ms_backward and ms_update where
-   early updates have begun, here or in a model that shares the arena); UNSUPPORTED (a technique
-   that this version does not have is switched ON or forced); BUDGET (the text has the smallest
-   budget that would do, the largest size for which this one suffices, and what else helps);
-   OUT_OF_MEMORY; BACKEND. */
+   early updates have begun, here or in a model that shares the arena); UNSUPPORTED (F16 is asked
+   for, and updates are the trainer's own); BUDGET (the text has the smallest budget that would do,
+   the largest size for which this one suffices, and what else helps); OUT_OF_MEMORY; BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_wrap(ms_model *model);
 
 /* Back to the plain plan, whatever the budget; values are kept. On error the model stays wrapped as
@@ -1626,7 +1673,9 @@ MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
 
 /* The same in three calls. With a plan that updates early (ms_memory_report.early_update),
    ms_backward updates some params and ms_update completes the step. With accumulation, call
-   ms_update only after the last micro-batch. Errors: as ms_step; ORDER if called out of turn. */
+   ms_update only after the last micro-batch. Errors: as ms_step; ORDER if called out of turn, of
+   ms_forward also where the one before it has computed gradients and no ms_backward has followed
+   (see TILING). */
 MEMSCALE_API_CHECKED ms_result ms_forward(ms_model *model, double *loss);
 MEMSCALE_API_CHECKED ms_result ms_backward(ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_update(ms_model *model);
@@ -3310,6 +3359,12 @@ typedef struct msi_block {
     uint8_t from_top;     // a hint to place it from the top, as gradients pile up while others end
 } msi_block;
 
+/* Simulated times: of all, of the waits of computing for copies, of what is recomputed, and of the
+   copies on each stream. */
+typedef struct msi_times {
+    double us, stall_us, recompute_us, link_us[MS_STREAM_COUNT];
+} msi_times;
+
 typedef struct msi_program {
     MSI_LIST(msi_instruction) instructions;
     MSI_LIST(msi_operand) operands;
@@ -3336,8 +3391,11 @@ typedef struct msi_program {
     uint64_t link_bytes[MS_STREAM_COUNT]; // that it copies on each stream
     double link_us[MS_STREAM_COUNT];      // how long these copies take
     uint64_t activation_peak_bytes;
-    double step_us, stall_us; // simulated: the whole step, and how long computing waits for copies
+    double step_us, stall_us; // simulated: once through the program, and the waits for copies in it
     double recompute_us;
+    /* With accumulation a step has several micro-batches, of which all but the last run the program
+       up to the end of backward: the times of one of these, and of the step. */
+    msi_times micro, whole;
     uint32_t recompute_count;
     bool out_of_memory;
 } msi_program;
@@ -7742,7 +7800,30 @@ static uint32_t msi_tiles_of(const msi_graph *g, const msi_tensor_decision *d, u
     return d[msi_first_output(g, &g->layers.items[layer])].tiles;
 }
 
-/* The group that begins with a layer. At some sizes of the axes rows may not be parted: then the
+/* Rows of a group whose bytes are a multiple of the alignment, in all operands that are cut and in
+   16 bits too: a multiple of `unit`. */
+static uint64_t msi_aligned_unit(const msi_graph *g, uint32_t first, uint32_t end, uint64_t rows,
+                                 uint64_t unit) {
+    uint64_t times = 1;
+    for (uint32_t i = first; i < end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        for (int group = MSI_GROUP_IN; group <= MSI_GROUP_SAVED; group++) {
+            for (MSI_EACH(operand, g, l, group)) {
+                const msi_tensor *t = &g->tensors.items[operand.tensor];
+                const uint64_t piece = msi_scale_rows(t->bytes, unit, rows);
+                const uint64_t least = t->view.dtype == MS_DTYPE_F32 ? piece / 2 : piece;
+                if (msi_is_by_rows(l, group, operand.slot)) {
+                    times = msi_common_multiple(times,
+                                                msi_common_multiple(least, MSI_ALIGNMENT) / least);
+                }
+            }
+        }
+    }
+    return times * unit;
+}
+
+/* The group that begins with a layer. Where there are enough rows, tiles begin at aligned addresses.
+   At some sizes of the axes rows may not be parted: then the
    first tile has them all. */
 static msi_tiling msi_group_at(const msi_graph *g, const msi_tensor_decision *d, uint32_t first) {
     msi_tiling group = {first, first + 1, msi_tiles_of(g, d, first), 0, 0, false};
@@ -7754,6 +7835,8 @@ static msi_tiling msi_group_at(const msi_graph *g, const msi_tensor_decision *d,
     }
     const uint64_t rows = msi_common_rows(g, first, group.end, &unit);
     const uint64_t each = (rows + group.tiles - 1) / group.tiles;
+    const uint64_t aligned = rows > 0 ? msi_aligned_unit(g, first, group.end, rows, unit) : 1;
+    unit = 2 * aligned <= rows ? aligned : unit;
     group.rows = rows > 0 ? (uint32_t)rows : 1;
     group.tile_rows =
         rows > 0 ? (uint32_t)msi_smaller((each + unit - 1) / unit * unit, rows) : group.rows;
@@ -12206,12 +12289,13 @@ typedef struct msi_scheduling {
     msi_transfer *transfers; // in the order of the old list
     double *begin_us;        // per slot, and of the end: when it begins if nothing waits for copies
     uint64_t *live_bytes;    // per slot, on the device
-    uint32_t *slot;      // per old instruction: its slot, or of a copy the next one; and the end
-    uint32_t *moved;     // per old instruction, and of the end: its new number
-    uint32_t *of_range;  // per range: the last transfer that has it as an end, or MSI_NONE
-    uint32_t *used_for;  // per range: the range that is used in its place
-    uint64_t bytes;      // of all these
-    uint64_t most_bytes; // that may be live
+    uint32_t *slot;        // per old instruction: its slot, or of a copy the next one; and the end
+    uint32_t *moved;       // per old instruction, and of the end: its new number
+    uint32_t *of_range;    // per range: the last transfer that has it as an end, or MSI_NONE
+    uint32_t *used_for;    // per range: the range that is used in its place
+    uint8_t *transfers_at; // per old instruction: whether it is a transfer
+    uint64_t bytes;        // of all these
+    uint64_t most_bytes;   // that may be live
     /* The first slot after backward, or MSI_NONE. Between ms_backward and ms_update a
        trainer may write values, and other micro-batches may follow: no copy in for a later
        slot is issued before. */
@@ -12235,7 +12319,7 @@ static bool msi_crosses_link(const msi_program *p) {
 
 /* Whether an instruction is a transfer. A copy of what callbacks use on the host is none: it is
    awaited where it is. */
-static bool msi_is_transfer(const msi_scheduling *s, const msi_instruction *i) {
+static bool msi_is_a_transfer(const msi_scheduling *s, const msi_instruction *i) {
     const msi_operand *operands = s->program->operands.items + i->operand_first;
     const msi_op op = msi_direction(s->program, i);
     if (op == (msi_op)i->op) {
@@ -12245,14 +12329,18 @@ static bool msi_is_transfer(const msi_scheduling *s, const msi_instruction *i) {
     return host >= s->store->residents.count || !s->store->residents.items[host].is_shown;
 }
 
+static bool msi_is_transfer(const msi_scheduling *s, const msi_instruction *i) {
+    return s->transfers_at[i - s->program->instructions.items];
+}
+
 static bool msi_scheduling_init(msi_scheduling *s) {
     const msi_program *p = s->program;
     const uint64_t instructions = p->instructions.count + 1ull, ranges = p->ranges.count;
     for (uint32_t now = 0; now < p->instructions.count; now++) {
-        s->transfer_count += msi_is_transfer(s, &p->instructions.items[now]);
+        s->transfer_count += msi_is_a_transfer(s, &p->instructions.items[now]);
     }
     s->bytes = s->transfer_count * (uint64_t)sizeof(msi_transfer) +
-               instructions * (sizeof(double) + sizeof(uint64_t) + 2 * sizeof(uint32_t)) +
+               instructions * (sizeof(double) + sizeof(uint64_t) + 2 * sizeof(uint32_t) + 1) +
                2 * ranges * sizeof(uint32_t);
     s->begin_us = (double *)msi_alloc_zeroed(s->allocator, s->bytes);
     if (!s->begin_us) {
@@ -12264,6 +12352,10 @@ static bool msi_scheduling_init(msi_scheduling *s) {
     s->moved = s->slot + instructions;
     s->of_range = s->moved + instructions;
     s->used_for = s->of_range + ranges;
+    s->transfers_at = (uint8_t *)(s->used_for + ranges);
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        s->transfers_at[now] = msi_is_a_transfer(s, &p->instructions.items[now]);
+    }
     for (uint32_t k = 0; k < p->ranges.count; k++) {
         s->of_range[k] = MSI_NONE;
         s->used_for[k] = k;
@@ -12488,6 +12580,7 @@ typedef struct msi_placing {
     /* Copies out that are not awaited yet, in a ring: their number, and when each is done. */
     uint32_t outs[MSI_COPY_EVENTS], out_first, out_count;
     double done_us[MSI_COPY_EVENTS];
+    uint64_t out_bytes; // of all of them on the device
     /* Copies in: the next one; one that did not fit, and the slot where it did not. When those that
        were issued are done, in a ring. */
     uint32_t next_in, blocked_in, blocked_to;
@@ -12501,6 +12594,7 @@ static void msi_await_out(msi_placing *w) {
     const uint32_t at = w->out_first++ % MSI_COPY_EVENTS;
     w->us = w->done_us[at] > w->us ? w->done_us[at] : w->us;
     w->s->transfers[w->outs[at]].wait = w->slot;
+    w->out_bytes -= msi_device_bytes(w->s, &w->s->transfers[w->outs[at]]);
     w->out_count--;
 }
 
@@ -12513,6 +12607,7 @@ static void msi_begin_out(msi_placing *w, uint32_t number) {
     w->free_us[0] = (w->us > w->free_us[0] ? w->us : w->free_us[0]) + t->us;
     w->outs[at] = number;
     w->done_us[at] = w->free_us[0];
+    w->out_bytes += msi_device_bytes(w->s, t);
 }
 
 /* Bytes that are live in the present slot only because copies out are under way. */
@@ -12523,6 +12618,14 @@ static uint64_t msi_outgoing_bytes(const msi_placing *w) {
         bytes += msi_bytes_under_way(w->s, &w->s->transfers[w->outs[at]], w->slot);
     }
     return bytes;
+}
+
+/* Whether so many bytes more fit into the present slot. What copies out hold there is summed only if
+   not all of their bytes would fit. */
+static bool msi_has_room_for(const msi_placing *w, uint64_t bytes) {
+    const msi_scheduling *s = w->s;
+    bytes += s->live_bytes[w->slot];
+    return bytes + w->out_bytes <= s->most_bytes || bytes + msi_outgoing_bytes(w) <= s->most_bytes;
 }
 
 /* Whether the next copy in may be issued before the present slot: its time has come, it need not
@@ -12537,7 +12640,7 @@ static bool msi_may_begin(msi_placing *w, const msi_transfer *t) {
         (t->needed >= s->barrier && w->slot < s->barrier) ||
         (w->blocked_in == w->next_in && w->slot <= w->blocked_to) ||
         (t->after != MSI_NONE && s->transfers[t->after].wait == MSI_NONE) ||
-        s->live_bytes[w->slot] + msi_outgoing_bytes(w) + bytes > s->most_bytes) {
+        !msi_has_room_for(w, bytes)) {
         return false;
     }
     for (uint32_t k = t->needed; k-- > w->slot;) {
@@ -12603,9 +12706,8 @@ static void msi_place_transfers(msi_scheduling *s) {
         }
         const bool ends = w.slot == s->slot_count || s->costs->waits_for_copies ||
                           (w.slot == s->barrier && s->store->micro_count > 1);
-        while (w.out_count > 0 &&
-               (ends || w.done_us[w.out_first % MSI_COPY_EVENTS] <= w.us ||
-                s->live_bytes[w.slot] + msi_outgoing_bytes(&w) > s->most_bytes)) {
+        while (w.out_count > 0 && (ends || w.done_us[w.out_first % MSI_COPY_EVENTS] <= w.us ||
+                                   !msi_has_room_for(&w, 0))) {
             msi_await_out(&w);
         }
         msi_begin_ins(&w);
@@ -14254,6 +14356,40 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     return start_us;
 }
 
+/* The times of the program so far. */
+static msi_times msi_read_clock(const msi_clock *c) {
+    msi_times times;
+    times.us = 0.0;
+    for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
+        times.us = c->free_us[stream] > times.us ? c->free_us[stream] : times.us;
+        times.link_us[stream] = c->program->link_us[stream];
+    }
+    times.stall_us = c->stall_us;
+    times.recompute_us = c->program->recompute_us;
+    return times;
+}
+
+/* The same at the end of a micro-batch: the next one begins when all streams are done, for which
+   computing waits. */
+static msi_times msi_end_micro(const msi_clock *c) {
+    msi_times times = msi_read_clock(c);
+    times.stall_us += times.us - c->free_us[MS_STREAM_COMPUTE];
+    return times;
+}
+
+/* The times of a step: of all its micro-batches, the last of which goes on to the update. */
+static msi_times msi_sum_step(const msi_times *micro, const msi_times *last, uint32_t micro_count) {
+    const double before = (double)(micro_count - 1);
+    msi_times step = *last;
+    step.us += before * micro->us;
+    step.stall_us += before * micro->stall_us;
+    step.recompute_us += before * micro->recompute_us;
+    for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
+        step.link_us[stream] += before * micro->link_us[stream];
+    }
+    return step;
+}
+
 /* Simulates a step: fills in the times of the program. */
 static void msi_time_program(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                              msi_program *p) {
@@ -14265,6 +14401,7 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
         const double us = msi_duration_us(g, costs, p, i);
+        p->micro = now == p->backward_end ? msi_end_micro(&c) : p->micro;
         msi_clock_run(&c, now, us);
         if (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT) {
             p->link_bytes[msi_ops[i->op].stream] += (uint64_t)msi_moved_bytes(g, p, i);
@@ -14276,11 +14413,11 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
         }
         p->recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
     }
-    p->step_us = 0.0;
-    for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
-        p->step_us = c.free_us[stream] > p->step_us ? c.free_us[stream] : p->step_us;
-    }
-    p->stall_us = c.stall_us;
+    const msi_times last = msi_read_clock(&c);
+    p->micro = store->micro_count > 1 && p->backward_end < p->instructions.count ? p->micro : last;
+    p->whole = msi_sum_step(&p->micro, &last, store->micro_count);
+    p->step_us = last.us;
+    p->stall_us = last.stall_us;
 }
 
 /* Fills in live bytes and times of a program; without memory for that, sets p->out_of_memory. */
@@ -14445,7 +14582,7 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
     }
     if (!msi_is_short(s)) {
         score.live_bytes = s->program->resident_bytes + s->program->peak_bytes;
-        score.us = s->program->step_us;
+        score.us = s->program->whole.us;
     }
     return score;
 }
@@ -14479,7 +14616,7 @@ static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *de
 }
 
 /* Sets of groups of layers in tiles: set n, from 1 on, is a part of one list of groups. */
-enum { MSI_MOST_TILINGS = 8 };
+enum { MSI_MOST_TILINGS = 32 };
 
 typedef struct msi_tilings {
     MSI_LIST(msi_tiling) groups;
@@ -14526,10 +14663,15 @@ static msi_score msi_search_estimate(const msi_search *s, const msi_tensor_decis
     return score;
 }
 
+/* The most bytes of a plan that may be better than the best so far. */
+static uint64_t msi_most_bytes(const msi_search *s) {
+    return s->fits ? s->budget : msi_larger(s->budget, s->best_score.bytes);
+}
+
 /* Whether decisions that were estimated may be the best so far, and so are worth a layout. */
 static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
-    const uint64_t most = s->fits ? s->budget : msi_larger(s->budget, s->best_score.bytes);
-    return !s->found || (score->live_bytes <= most && (!s->fits || score->us <= s->best_score.us));
+    return !s->found ||
+           (score->live_bytes <= msi_most_bytes(s) && (!s->fits || score->us <= s->best_score.us));
 }
 
 static uint64_t msi_decisions_bytes(const msi_graph *g) {
@@ -14780,6 +14922,7 @@ enum {
     MSI_LIST_WORK = 1 << 22, // layers that are lowered for the whole list
     MSI_TRIM_TRIES = 8,
     MSI_OFFLOAD_TRIES = 16,   // the same where something is moved
+    MSI_GIVE_BACK_SHARE = 4,  // times as many plans that take moves back
     MSI_POLISH_LIMIT = 64,    // values
     MSI_POLISH_LAYERS = 1000, // of a graph
     MSI_CUTS = 80             // into segments: as many as 2^32 layers have
@@ -14953,7 +15096,7 @@ typedef struct msi_prefix {
 typedef struct msi_link_load {
     MSI_LIST(double) in_us;
     MSI_LIST(double) out_us;
-    uint32_t *first_use, *last_use, *update; // per param: by layers; its update
+    uint32_t *first_use, *last_use, *first_gradient, *update; // per param: by layers; its update
 } msi_link_load;
 
 typedef struct msi_greedy {
@@ -14982,7 +15125,7 @@ typedef struct msi_greedy {
 
 static uint64_t msi_greedy_bytes(const msi_graph *g) {
     return msi_decisions_bytes(g) +
-           g->tensors.count * (uint64_t)(sizeof(uint64_t) + 3 * sizeof(uint32_t)) +
+           g->tensors.count * (uint64_t)(sizeof(uint64_t) + 4 * sizeof(uint32_t)) +
            g->layers.count * (uint64_t)(sizeof(uint64_t) + sizeof(uint32_t));
 }
 
@@ -15008,7 +15151,8 @@ static bool msi_greedy_init(msi_greedy *w, msi_search *search) {
     w->segment = (uint32_t *)(void *)(w->decisions + g->tensors.count + 1);
     w->load.first_use = w->segment + g->layers.count;
     w->load.last_use = w->load.first_use + g->tensors.count;
-    w->load.update = w->load.last_use + g->tensors.count;
+    w->load.first_gradient = w->load.last_use + g->tensors.count;
+    w->load.update = w->load.first_gradient + g->tensors.count;
     msi_decide_plain(g, w->decisions);
     return msi_pricing_init(&w->pricing, s);
 }
@@ -15135,6 +15279,9 @@ static void msi_note_uses(msi_link_load *load, const msi_program *p, uint32_t no
             uint32_t *first = &load->first_use[range->tensor];
             *first = *first == MSI_NONE ? now : *first;
             load->last_use[range->tensor] = now;
+        } else if (range && range->category == MS_CATEGORY_GRADIENT) {
+            uint32_t *first = &load->first_gradient[range->tensor];
+            *first = *first == MSI_NONE ? now : *first;
         }
     }
 }
@@ -15208,7 +15355,8 @@ static void msi_find_load(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
     const uint64_t count = p->instructions.count;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
-        w->load.first_use[t] = w->load.last_use[t] = w->load.update[t] = MSI_NONE;
+        w->load.first_use[t] = w->load.last_use[t] = MSI_NONE;
+        w->load.first_gradient[t] = w->load.update[t] = MSI_NONE;
     }
     if (MSI_SCRATCH_LIST(double, w->scorer, w->load.in_us, count) &&
         MSI_SCRATCH_LIST(double, w->scorer, w->load.out_us, count)) {
@@ -15228,7 +15376,8 @@ static double msi_exposed_us(double us, double left_us) {
     return us - hidden + 0.05 * share * hidden;
 }
 
-/* The time that it costs to move something to the host, in the plan at hand. */
+/* The time that it costs to move something to the host, in the plan at hand, for each micro-batch.
+   The first of them has no sum of gradients to copy in. */
 static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     const uint32_t t = msi_action_tensor(of->key), move = of->key >> MSI_ACTION_SHIFT;
     const msi_link_load *load = &w->load;
@@ -15237,7 +15386,8 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     const double in_us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, bytes);
     const double out_us = msi_copy_us(costs, MS_STREAM_TO_HOST, bytes);
     const uint32_t uses[] = {load->first_use[t], load->last_use[t], load->update[t]};
-    double us = 0.0;
+    const double micros = (double)w->scorer->store->micro_count;
+    double us = 0.0, once_us = 0.0; // in each micro-batch, and with the update
     if (w->graph->tensors.items[t].kind != MSI_KIND_PARAM) {
         return msi_exposed_us(in_us, load->in_us.items[of->idle_last]) +
                msi_exposed_us(out_us, load->out_us.items[of->idle_first]);
@@ -15251,13 +15401,17 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     if (move == MSI_MOVES_GRADIENT && uses[1] != MSI_NONE) {
         us += msi_exposed_us(out_us, load->out_us.items[uses[1]]);
     }
+    if (move == MSI_MOVES_GRADIENT && load->first_gradient[t] != MSI_NONE) {
+        us += (micros - 1.0) / micros *
+              msi_exposed_us(in_us, load->in_us.items[load->first_gradient[t]]);
+    }
     if (move != MSI_MOVES_VALUE && uses[2] != MSI_NONE) {
-        us += msi_exposed_us(in_us, load->in_us.items[uses[2]]);
+        once_us += msi_exposed_us(in_us, load->in_us.items[uses[2]]);
     }
     if (move != MSI_MOVES_GRADIENT && uses[2] != MSI_NONE) {
-        us += msi_exposed_us(out_us, load->out_us.items[uses[2]]);
+        once_us += msi_exposed_us(out_us, load->out_us.items[uses[2]]);
     }
-    return us;
+    return us + once_us / micros;
 }
 
 /* Whether the instruction at the peak uses a live range. */
@@ -15618,8 +15772,9 @@ static bool msi_cannot_win(const msi_greedy *w, double fastest_us) {
     const msi_program *p = w->scorer->program;
     const double best_us = w->search->fits ? w->search->best_score.us : 1e300;
     const double limit_us = 1.1 * fastest_us < best_us ? 1.1 * fastest_us : best_us;
-    return p->link_us[MS_STREAM_TO_DEVICE] > limit_us || p->link_us[MS_STREAM_TO_HOST] > limit_us ||
-           w->search->least_us + p->recompute_us > limit_us;
+    return p->whole.link_us[MS_STREAM_TO_DEVICE] > limit_us ||
+           p->whole.link_us[MS_STREAM_TO_HOST] > limit_us ||
+           w->search->least_us + p->whole.recompute_us > limit_us;
 }
 
 /* Goes through the whole list, where times rise and fall along it: copies hide, or do not. Proposes
@@ -15689,29 +15844,41 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
 }
 
 /* The lists of plans that move something to the host: what they may move, how many times as fine
-   the steps from plan to plan are, and whether they begin with all of that moved. Lists that may do
+   the steps from plan to plan are, and what of all params they begin with there. Lists that may do
    less are not always slower: greedy moves cannot see what becomes of the link. */
-static const struct {
+typedef struct msi_move_list {
     uint32_t moves;
     uint8_t fineness;
-    bool begins_moved;
+    uint8_t begun; // a mask of MSI_MOVES_VALUE and others
     uint8_t room;
     uint8_t in_place; // MSI_IN_PLACE: updates use state on the host where it is
-} msi_move_lists[] = {{0, 1, false, 1, 0}, // only what is forced
-                      {0, 1, false, 4, 0},
-                      {MSI_MOVES_STATE, 1, false, 1, 0},
-                      {MSI_MOVES_VALUE | MSI_MOVES_STATE, 1, false, 1, 0},
-                      {MSI_MOVES_VALUE | MSI_MOVES_STATE, 2, false, 1, 0},
-                      {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, false, 1, 0},
-                      {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, true, 0, 0},
-                      {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, true, 0, MSI_IN_PLACE}};
+    bool many;        // only with accumulation, which moves state at little cost
+} msi_move_list;
 
-/* Moves all that may be moved of params. */
-static void msi_move_params(msi_greedy *w, uint8_t in_place) {
+enum { MSI_MOVES_OF_STEP = MSI_MOVES_VALUE | MSI_MOVES_STATE }; // what is not summed up
+
+static const msi_move_list msi_move_lists[] = {
+    {0, 1, 0, 1, 0, false}, // only what is forced
+    {0, 1, 0, 4, 0, false},
+    {MSI_MOVES_STATE, 1, 0, 1, 0, false},
+    {MSI_MOVES_OF_STEP, 1, 0, 1, 0, false},
+    {MSI_MOVES_OF_STEP, 2, 0, 1, 0, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, 0, 1, 0, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, 0, false},
+    {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_OF_STEP, 0, 0, true},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_OF_STEP, 0, 0, true},
+    {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_STATE, 0, 0, true},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, MSI_IN_PLACE, false}};
+
+enum { MSI_FIRST_BEGUN = 6 }; // the first list that begins with all moved
+
+/* Moves all that may be moved of params, of what `begun` says. */
+static void msi_move_params(msi_greedy *w, uint32_t begun, uint8_t in_place) {
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
-            const bool moves =
-                w->graph->tensors.items[t].kind == MSI_KIND_PARAM && msi_may_move(w, t, move);
+            const bool moves = (begun & move) &&
+                               w->graph->tensors.items[t].kind == MSI_KIND_PARAM &&
+                               msi_may_move(w, t, move);
             w->host_left -= moves ? msi_action_bytes(w, t, move) : 0;
             w->decisions[t].moves = (uint8_t)(w->decisions[t].moves | (moves ? move : 0));
         }
@@ -15728,7 +15895,263 @@ static bool msi_is_list_of_use(const msi_search *s, int number) {
         forces |= g->tensors.items[t].forced_moves != 0;
     }
     return (forces || msi_move_lists[number].moves != 0) &&
+           (s->scorer->store->micro_count > 1 || !msi_move_lists[number].many) &&
            (s->scorer->costs->maps_host || !msi_move_lists[number].in_place);
+}
+
+/* What the copies of a plan cost, by the waits that they are to blame for. */
+typedef struct msi_blame {
+    double *begin_us, *us,
+        *stall_us;   // per instruction: when it begins, how long it takes and waits
+    double *cost_us; // per tensor, three: of the copies of its value, its gradient and its state
+    uint64_t bytes;  // of all these
+} msi_blame;
+
+static bool msi_blame_init(msi_blame *b, const msi_scorer *s) {
+    const uint64_t instructions = s->program->instructions.count;
+    b->bytes = (3 * instructions + 3ull * s->graph->tensors.count) * sizeof(double);
+    b->begin_us = msi_is_short(s) ? NULL : (double *)msi_scratch(s, b->bytes);
+    if (b->begin_us) {
+        b->us = b->begin_us + instructions;
+        b->stall_us = b->us + instructions;
+        b->cost_us = b->stall_us + instructions;
+    }
+    return b->begin_us != NULL;
+}
+
+/* Adds the cost of a copy to what it copies, by bytes. */
+static void msi_blame_copy(msi_blame *b, const msi_scorer *s, const msi_instruction *i, double us) {
+    const msi_program *p = s->program;
+    const double all = msi_moved_bytes(s->graph, p, i);
+    for (uint32_t k = 0; k < msi_pair_count(i) && all > 0.0; k++) {
+        const uint32_t host = 2 * k + (i->op == MSI_OP_COPY_IN);
+        const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + host].range];
+        const uint8_t move = msi_move_of((msi_role)range->role);
+        const uint32_t of = move == MSI_MOVES_VALUE ? 0 : move == MSI_MOVES_GRADIENT ? 1 : 2;
+        b->cost_us[3ull * range->tensor + of] +=
+            us * (double)msi_operand_bytes(s->graph, p, i, host) / all;
+    }
+}
+
+/* A copy is to blame for the waits for it and for those that follow it in its stream without a
+   pause. A copy for which nothing waits costs a little of its time. */
+static void msi_blame_copies(msi_blame *b, const msi_scorer *s) {
+    const msi_program *p = s->program;
+    double owed_us[MS_STREAM_COUNT] = {0.0}, next_us[MS_STREAM_COUNT] = {0.0};
+    msi_clock c;
+    msi_clock_start(&c, s->graph, s->costs, s->store, p);
+    for (uint32_t now = 0; now < p->instructions.count; now++) {
+        const double before_us = c.stall_us;
+        b->us[now] = msi_duration_us(s->graph, s->costs, p, &p->instructions.items[now]);
+        b->begin_us[now] = msi_clock_run(&c, now, b->us[now]);
+        b->stall_us[now] = c.stall_us - before_us;
+    }
+    for (uint32_t now = p->instructions.count; now-- > 0;) {
+        const msi_instruction *i = &p->instructions.items[now];
+        const double times = now < p->backward_end ? (double)s->store->micro_count : 1.0;
+        if (i->op == MSI_OP_WAIT) {
+            owed_us[msi_waits_for_device(p, i) ? MS_STREAM_TO_DEVICE : MS_STREAM_TO_HOST] +=
+                times * b->stall_us[now];
+        } else if (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT) {
+            const ms_stream_kind stream = msi_ops[i->op].stream;
+            const double us = times * b->us[now];
+            const bool pauses = b->begin_us[now] + b->us[now] < next_us[stream];
+            owed_us[stream] = pauses ? 0.0 : owed_us[stream];
+            next_us[stream] = b->begin_us[now];
+            msi_blame_copy(b, s, i, 0.05 * us + (us < owed_us[stream] ? us : owed_us[stream]));
+        }
+    }
+}
+
+/* Lists what a plan moves by choice, that which frees most bytes for the time of its copies first. */
+static void msi_list_made_moves(msi_greedy *w, const msi_blame *b) {
+    const msi_graph *g = w->graph;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const bool fixed = tensor->kind == MSI_KIND_PARAM && w->scorer->homes;
+        const uint32_t moved = w->decisions[t].moves & msi_may_choose(g, t) & ~tensor->forced_moves;
+        for (int k = 0; k < 3 && !fixed; k++) {
+            if ((moved >> k & 1) &&
+                MSI_SCRATCH_LIST(uint32_t, w->scorer, w->members, w->members.count + 1ull) &&
+                MSI_SCRATCH_LIST(msi_move, w->scorer, w->moves, w->moves.count + 1ull)) {
+                w->members.items[w->members.count++] = t | 1u << (k + MSI_ACTION_SHIFT);
+                msi_add_move(w, 1);
+                msi_move *move = &w->moves.items[w->moves.count - 1];
+                move->segment_bytes = 0;
+                move->bytes_per_us /= 1e-3 + b->cost_us[3ull * t + (uint32_t)k];
+            }
+        }
+    }
+    msi_sort_moves(w->moves.items, w->moves.count);
+}
+
+/* Plans that take back more and more of the moves of one plan. */
+typedef struct msi_give_back {
+    const msi_tensor_decision *from;
+    MSI_LIST(msi_candidate) list;
+    MSI_LIST(uint32_t) kept; // of each plan: how many of the moves it still makes
+} msi_give_back;
+
+/* Takes back the moves after the first `count`. */
+static void msi_keep_moves(msi_greedy *w, const msi_give_back *back, uint32_t count) {
+    memcpy(w->decisions, back->from, msi_decisions_bytes(w->graph));
+    for (uint32_t i = count; i < w->moves.count; i++) {
+        const uint32_t action = w->moves.items[i].key;
+        msi_tensor_decision *d = &w->decisions[msi_action_tensor(action)];
+        msi_do(w->decisions, action, false);
+        d->moves = (uint8_t)(d->moves & MSI_MOVES_STATE ? d->moves : d->moves & ~MSI_IN_PLACE);
+    }
+    w->score = msi_search_estimate(w->search, w->decisions);
+}
+
+/* Makes the list of plans, as long as their live bytes fit: no later plan has fewer. */
+static void msi_list_given_back(msi_greedy *w, msi_give_back *back) {
+    const uint32_t most = MSI_GIVE_BACK_SHARE * w->try_limit;
+    uint64_t all = 0, given = 0;
+    for (uint32_t i = 0; i < w->moves.count; i++) {
+        const uint32_t action = w->moves.items[i].key;
+        all += msi_action_bytes(w, msi_action_tensor(action), action >> MSI_ACTION_SHIFT);
+    }
+    for (uint32_t i = w->moves.count; i-- > 0 && !msi_is_short(w->scorer);) {
+        const uint32_t action = w->moves.items[i].key;
+        given += msi_action_bytes(w, msi_action_tensor(action), action >> MSI_ACTION_SHIFT);
+        if (i > 0 && given < (all / most) * (1 + back->list.count)) {
+            continue;
+        }
+        msi_keep_moves(w, back, i);
+        const msi_candidate one = {w->score, false};
+        if (one.score.live_bytes > w->search->budget ||
+            !MSI_SCRATCH_LIST(msi_candidate, w->scorer, back->list, back->list.count + 1ull) ||
+            !MSI_SCRATCH_LIST(uint32_t, w->scorer, back->kept, back->kept.count + 1ull)) {
+            return;
+        }
+        back->list.items[back->list.count++] = one;
+        back->kept.items[back->kept.count++] = i;
+    }
+}
+
+/* The plan to lay out next: of those that are faster than the best so far the fastest, and of
+   equally fast ones that which copies least. Those of the best plan itself may be as fast. */
+static uint32_t msi_next_given_back(const msi_search *s, const msi_give_back *back) {
+    uint32_t next = MSI_NONE;
+    for (uint32_t k = 0; k < back->list.count && !msi_is_short(s->scorer); k++) {
+        const msi_candidate *c = &back->list.items[k];
+        const bool better = back->from == s->best ? c->score.us <= s->best_score.us
+                                                  : !s->fits || c->score.us < s->best_score.us;
+        const bool first = next == MSI_NONE || c->score.us <= back->list.items[next].score.us;
+        next = !c->done && better && first ? k : next;
+    }
+    return next;
+}
+
+/* Takes the first of these plans that fits. */
+static void msi_take_given_back(msi_greedy *w, msi_give_back *back) {
+    msi_search *s = w->search;
+    for (uint32_t k; (k = msi_next_given_back(s, back)) != MSI_NONE;) {
+        msi_keep_moves(w, back, back->kept.items[k]);
+        back->list.items[k].done = true;
+        if (msi_fits(s->scorer, &w->score, s->budget, 0) && msi_host_suffices(w)) {
+            s->found = s->fits = true;
+            s->best_score = w->score;
+            s->best_early = s->early;
+            memcpy(s->best, w->decisions, msi_decisions_bytes(w->graph));
+            return;
+        }
+    }
+}
+
+/* Gives room that a plan, the best or another one, leaves of the budget back to what it moves: that
+   stays on the device. The list of plans depends on that plan alone. */
+static void msi_give_room_back(msi_search *s, const msi_tensor_decision *from) {
+    msi_greedy w;
+    msi_blame blame = MSI_ZERO_INIT;
+    msi_give_back back = MSI_ZERO_INIT;
+    back.from = from;
+    if (msi_greedy_init(&w, s)) {
+        memcpy(w.decisions, from, msi_decisions_bytes(w.graph));
+        w.score = msi_search_estimate(s, w.decisions);
+        if (w.score.live_bytes <= s->budget && msi_blame_init(&blame, s->scorer)) {
+            msi_blame_copies(&blame, s->scorer);
+            msi_list_made_moves(&w, &blame);
+            msi_list_given_back(&w, &back);
+            msi_take_given_back(&w, &back);
+            msi_release(s->scorer->allocator, blame.begin_us, blame.bytes);
+        }
+    }
+    MSI_LIST_FREE(msi_candidate, s->scorer->allocator, back.list);
+    MSI_LIST_FREE(uint32_t, s->scorer->allocator, back.kept);
+    msi_greedy_free(&w);
+}
+
+/* Whether room is given back: with accumulation, where params cross the link many times a step. */
+static bool msi_gives_back(const msi_search *s) {
+    return s->scorer->store->micro_count > 1 && !s->any && s->budget > 0;
+}
+
+/* Gives room back from the best plan, if that fits. */
+static void msi_give_back_best(msi_search *s) {
+    if (msi_gives_back(s) && s->fits) {
+        msi_give_room_back(s, s->best);
+    }
+}
+
+/* Gives room back from the smallest plan of a list, which leaves most of it: for larger budgets,
+   too, that may become faster than the list's fastest plan. */
+static void msi_give_back_smallest(msi_greedy *w) {
+    uint32_t least = 0;
+    for (uint32_t k = 1; k < w->prefixes.count; k++) {
+        const msi_prefix *p = &w->prefixes.items[k];
+        least = p->counts && p->live_bytes < w->prefixes.items[least].live_bytes ? k : least;
+    }
+    if (msi_gives_back(w->search) && w->prefixes.count > 0 && !msi_is_short(w->scorer)) {
+        msi_return_to(w, &w->prefixes.items[least]);
+        msi_give_room_back(w->search, w->decisions);
+    }
+}
+
+/* The fewest bytes that residents have on the device in any plan of a list, the first of which was
+   estimated: all that it may move of params lies on the host. */
+static uint64_t msi_least_resident_bytes(const msi_greedy *w) {
+    const msi_graph *g = w->graph;
+    uint64_t moved = 0;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const uint32_t may = g->tensors.items[t].kind == MSI_KIND_PARAM && !w->scorer->homes
+                                 ? w->search->moves & msi_may_choose(g, t)
+                                 : 0u;
+        for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
+            moved += may & move & ~w->decisions[t].moves ? msi_action_bytes(w, t, move) : 0;
+        }
+    }
+    const uint64_t bytes = w->scorer->program->resident_bytes;
+    return bytes > moved ? bytes - moved : 0;
+}
+
+/* Searches a list, unless none of its plans can fit or be the smallest. */
+static void msi_search_moves(msi_greedy *w, const msi_move_list *list) {
+    msi_search *s = w->search;
+    msi_decide_base(s, w->decisions);
+    w->decisions[w->graph->tensors.count].room = list->room;
+    w->try_limit = MSI_OFFLOAD_TRIES;
+    w->batch_share *= list->fineness;
+    w->score = msi_search_estimate(s, w->decisions);
+    if (s->found && msi_least_resident_bytes(w) > msi_most_bytes(s)) {
+        return;
+    }
+    if (list->begun) {
+        msi_find_host_left(w);
+        msi_move_params(w, list->begun, list->in_place);
+        w->score = msi_search_estimate(s, w->decisions);
+    }
+    if (!list->begun || !s->fits || w->score.us <= s->best_score.us) {
+        const double before_us = s->fits ? s->best_score.us : 1e300;
+        msi_search_whole(w);
+        if (s->best_score.us < before_us) {
+            msi_give_back_best(s);
+        }
+        if (list->begun) {
+            msi_give_back_smallest(w);
+        }
+    }
 }
 
 /* Searches for plans that move something to the host. What is at hand when a list begins to be
@@ -15739,26 +16162,15 @@ static void msi_search_offloading(msi_search *s) {
     const int count = sizeof msi_move_lists / sizeof msi_move_lists[0];
     bool coarse = false; // the list before made several moves at a time: a finer one differs
     s->techniques |= MSI_OFFLOADING;
-    for (int k = 0; k < count && !msi_is_short(s->scorer) && !(s->any && s->fits); k++) {
+    for (int turn = 0; turn < count && !msi_is_short(s->scorer) && !(s->any && s->fits); turn++) {
+        const int k = (turn + (s->scorer->store->micro_count > 1 ? MSI_FIRST_BEGUN : 0)) % count;
         msi_greedy w;
         s->moves = msi_move_lists[k].moves;
         if (!msi_is_list_of_use(s, k) || (msi_move_lists[k].fineness > 1 && !coarse)) {
             continue;
         }
         if (msi_greedy_init(&w, s)) {
-            msi_decide_base(s, w.decisions);
-            w.decisions[s->scorer->graph->tensors.count].room = msi_move_lists[k].room;
-            w.try_limit = MSI_OFFLOAD_TRIES;
-            w.batch_share *= msi_move_lists[k].fineness;
-            if (msi_move_lists[k].begins_moved) {
-                (void)msi_search_estimate(s, w.decisions);
-                msi_find_host_left(&w);
-                msi_move_params(&w, msi_move_lists[k].in_place);
-            }
-            w.score = msi_search_estimate(s, w.decisions);
-            if (!msi_move_lists[k].begins_moved || !s->fits || w.score.us <= s->best_score.us) {
-                msi_search_whole(&w);
-            }
+            msi_search_moves(&w, &msi_move_lists[k]);
             coarse = w.was_coarse;
         }
         msi_greedy_free(&w);
@@ -17252,16 +17664,19 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
 // >>grouping  which groups of layers to compute in tiles: sets of groups, each with fewer bytes than
 //             the one before
 
-/* What tiles save shows where everything else is at its least: of a plan that moves or drops all that
-   it can, the peak is in one layer. Groups around this layer are tried, and the best is taken,
+/* At the peak of a plan runs one layer. Groups around this layer are tried, and the best is taken,
    together with all groups that are alike; then the peak is elsewhere, or the group is parted
-   further. The sets that come up so do not depend on the budget. */
+   further. So it goes from two plans: that which keeps everything, of which tiles free what waits for
+   backward; and one that moves or drops all that it can, of which they free what one layer needs. The
+   sets that come up so do not depend on the budget. */
 enum {
     MSI_GROUPING_ROUNDS = 24,
     MSI_GROUPING_REACH = 8, // layers to each side
     MSI_GROUPING_TRIES = 8, // groups for one peak
     MSI_GROUPING_TILES = 16,
     MSI_GROUPING_WORK = 1 << 20, // layers that are lowered
+    MSI_GROUPING_SMALL = 64,     // layers of a graph of which all roundings are tried
+    MSI_GROUPING_SETS = 2,       // of a larger graph, from each plan
     MSI_GROUPING_GAIN = 1024     // a set has at least so much less of its bytes
 };
 
@@ -17458,17 +17873,17 @@ static bool msi_find_group(msi_grouping *c) {
 }
 
 /* Decisions that have as little as possible on the device beside what a layer needs. */
-static void msi_decide_squeezed(const msi_grouping *c) {
-    const msi_graph *g = c->graph;
+static void msi_decide_squeezed(const msi_search *search, msi_tensor_decision *decisions) {
+    const msi_graph *g = search->scorer->graph;
     uint32_t width = 1;
     while (width * width < g->layers.count) {
         width++;
     }
-    msi_decide_base(c->search, c->decisions);
+    msi_decide_base(search, decisions);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        msi_tensor_decision *d = &c->decisions[t];
-        const uint32_t may = c->search->may_move ? msi_may_choose(g, t) : 0u;
+        msi_tensor_decision *d = &decisions[t];
+        const uint32_t may = search->may_move ? msi_may_choose(g, t) : 0u;
         const bool inside =
             msi_is_choice(g, t) && tensor->producer / width == tensor->last_use / width;
         if (d->pass == 0) {
@@ -17478,10 +17893,24 @@ static void msi_decide_squeezed(const msi_grouping *c) {
     }
 }
 
-/* Adds the groups of the decisions as a set. */
-static void msi_add_tiling(const msi_grouping *c, msi_tilings *to) {
+/* Whether two sets are the same. */
+static bool msi_are_same_tilings(const msi_tilings *t, uint32_t a, uint32_t b) {
+    const uint32_t count = t->end[a] - t->end[a - 1];
+    bool same = count == t->end[b] - t->end[b - 1];
+    for (uint32_t k = 0; k < count && same; k++) {
+        const msi_tiling *x = &t->groups.items[t->end[a - 1] + k];
+        const msi_tiling *y = &t->groups.items[t->end[b - 1] + k];
+        same = x->first == y->first && x->end == y->end && x->tiles == y->tiles;
+    }
+    return same;
+}
+
+/* Adds the groups of the decisions as a set, unless there is such a one, in the place of the sets
+   from number `most` on. */
+static void msi_add_tiling(const msi_grouping *c, msi_tilings *to, uint32_t most) {
     const msi_graph *g = c->graph;
-    const uint32_t set = to->count < MSI_MOST_TILINGS ? ++to->count : to->count;
+    const uint32_t set = (to->count < most ? to->count : most - 1) + 1;
+    bool known = false;
     to->groups.count = to->end[set - 1];
     for (uint32_t i = 0; i < g->layers.count;) {
         if (msi_tiles_of(g, c->decisions, i) == 0) {
@@ -17497,12 +17926,57 @@ static void msi_add_tiling(const msi_grouping *c, msi_tilings *to) {
         i = group.end;
     }
     to->end[set] = to->groups.count;
+    for (uint32_t k = 1; k < set; k++) {
+        known |= msi_are_same_tilings(to, k, set);
+    }
+    to->count = known ? set - 1 : set;
 }
 
-/* Finds the sets. `search` says what plans may move and round. */
-static void msi_find_tilings(const msi_search *search, msi_tilings *found) {
+/* Adds sets with the groups of set number `set` in half as many tiles, and so on down to two. */
+static void msi_add_fewer_tiles(const msi_grouping *c, msi_tilings *to, uint32_t set) {
+    msi_decide_base(c->search, c->decisions);
+    for (bool more = true; more && to->count < MSI_MOST_TILINGS && !msi_is_short(c->scorer);) {
+        more = false;
+        for (uint32_t k = to->end[set - 1]; k < to->end[set]; k++) {
+            const msi_tiling *group = &to->groups.items[k];
+            const uint32_t now = msi_tiles_of(c->graph, c->decisions, group->first);
+            const uint32_t before = now > 0 ? now : group->tiles;
+            const uint32_t tiles = before > 3 ? before / 2 : 2;
+            more |= tiles < before;
+            msi_decide_tiles(c->graph, c->decisions, group->first, group->end, tiles);
+        }
+        if (more) {
+            msi_add_tiling(c, to, MSI_MOST_TILINGS);
+        }
+    }
+}
+
+/* Finds the sets from one plan on. */
+static void msi_find_tilings_from(msi_grouping *c, bool squeezed, msi_tilings *found) {
+    const bool is_small = c->graph->layers.count <= MSI_GROUPING_SMALL;
+    const uint32_t more = is_small ? (uint32_t)MSI_MOST_TILINGS : (uint32_t)MSI_GROUPING_SETS;
+    const uint32_t most =
+        found->count + more < MSI_MOST_TILINGS ? found->count + more : (uint32_t)MSI_MOST_TILINGS;
+    if (squeezed) {
+        msi_decide_squeezed(c->search, c->decisions);
+    } else {
+        msi_decide_base(c->search, c->decisions);
+    }
+    msi_find_peak(c);
+    for (uint32_t k = 0; k < MSI_GROUPING_ROUNDS && c->peak != MSI_NONE &&
+                         !msi_is_short(c->scorer) && msi_find_group(c);
+         k++) {
+        memcpy(c->decisions, c->trial, msi_decisions_bytes(c->graph));
+        msi_find_peak(c);
+        msi_add_tiling(c, found, most);
+    }
+}
+
+/* Finds the sets. `search` says what plans may move; `roundings` is a mask of those that it may use. */
+static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings *found) {
     const msi_graph *g = search->scorer->graph;
     const uint64_t bytes = 2 * msi_decisions_bytes(g);
+    const uint32_t first = g->layers.count <= MSI_GROUPING_SMALL ? 0 : roundings;
     msi_grouping c = MSI_ZERO_INIT;
     c.search = search;
     c.scorer = search->scorer;
@@ -17513,14 +17987,16 @@ static void msi_find_tilings(const msi_search *search, msi_tilings *found) {
         return;
     }
     c.trial = c.decisions + g->tensors.count + 1;
-    msi_decide_squeezed(&c);
-    msi_find_peak(&c);
-    for (uint32_t k = 0; k < MSI_GROUPING_ROUNDS && c.peak != MSI_NONE && !msi_is_short(c.scorer) &&
-                         msi_find_group(&c);
-         k++) {
-        memcpy(c.decisions, c.trial, msi_decisions_bytes(g));
-        msi_find_peak(&c);
-        msi_add_tiling(&c, found);
+    for (uint32_t mask = first; mask <= roundings; mask++) {
+        if ((mask & roundings) == mask) {
+            search->rounding = mask;
+            msi_find_tilings_from(&c, true, found);
+            msi_find_tilings_from(&c, false, found);
+        }
+    }
+    const uint32_t sets = g->layers.count <= MSI_GROUPING_SMALL ? found->count : 0;
+    for (uint32_t set = 1; set <= sets; set++) {
+        msi_add_fewer_tiles(&c, found, set);
     }
     msi_release(c.scorer->allocator, c.decisions, bytes);
 }
@@ -17619,7 +18095,7 @@ static void msi_follow(msi_solver *s) {
         msi_follow_program(s->scorer, &plan->train, &largest->train);
         msi_lower_eval(s->scorer->lowering, plan->decisions, &plan->eval);
         msi_follow_program(s->scorer, &plan->eval, &largest->eval);
-        s->score.us = plan->train.step_us;
+        s->score.us = plan->train.whole.us;
         s->score.bytes = msi_arena_of(&plan->train, &plan->eval);
         s->score.host_bytes = msi_host_of(&plan->train, &plan->eval);
     }
@@ -17655,7 +18131,8 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     w->score = msi_score_of(w->scorer, w->decisions);
     s->plan->plain_bytes = w->score.bytes;
     s->plan->plain_live_bytes = msi_live_of(s->scorer, &w->score);
-    s->plan->plain_step_us = w->search->least_us = w->score.us;
+    s->plan->plain_step_us = w->scorer->program->step_us;
+    w->search->least_us = w->score.us;
     if (r->goal == MSI_GOAL_PLAIN) {
         return true;
     }
@@ -17730,9 +18207,14 @@ static void msi_search_all(const msi_solver *s, msi_greedy *w) {
 /* A list of plans with the same roundings and tiles: what its first plan takes. */
 typedef struct msi_rounding {
     uint32_t mask, tiling;
-    double us; // no plan of the list counts as faster
+    double us;       // no plan of the list counts as faster
+    double bound_us; // and no plan that fits is
     uint64_t live_bytes, resident_bytes;
+    uint64_t least_bytes; // about those of its smallest plan
+    bool is_worse;        // another list begins no slower and with no more bytes
 } msi_rounding;
+
+enum { MSI_LISTS = MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1) };
 
 static void msi_begin_rounding(msi_search *search, uint32_t mask, uint32_t tiling,
                                msi_tensor_decision *decisions) {
@@ -17771,38 +18253,76 @@ static bool msi_is_worse(const msi_search *search, const msi_rounding *a, const 
            (b->us < a->us || b->live_bytes < a->live_bytes || b->mask < a->mask);
 }
 
-/* The lists to search, the one that begins fastest first. Returns how many. */
+/* A time below which no plan of a list fits the budget: what is resident and has no place in it is
+   copied to the device in each step, or used on the host where it is. By the program of the first
+   plan of the list. */
+static double msi_bound_us(const msi_search *search, double us) {
+    const ms_hardware *h = &search->scorer->costs->hardware;
+    const uint64_t resident = search->scorer->program->resident_bytes;
+    const uint64_t away = resident > search->budget ? resident - search->budget : 0;
+    const double link = h->to_device_gb_per_s > 0.5 * h->mapped_gb_per_s ? h->to_device_gb_per_s
+                                                                         : 0.5 * h->mapped_gb_per_s;
+    const double copies_us = (double)away / (link * 1e3);
+    return search->may_move && search->budget > 0 && copies_us > us ? copies_us : us;
+}
+
+/* Whether it is unlikely that a plan of a list takes so few bytes. */
+static bool msi_is_too_large(const msi_rounding *r, uint64_t bytes) {
+    return r->least_bytes - r->least_bytes / 8 > bytes;
+}
+
+/* Whether a list is to be searched before another: those with plans that may fit first, by the time
+   that they may have; then the others, by their bytes; and those that are worse at the end. */
+static bool msi_comes_before(const msi_search *s, const msi_rounding *a, const msi_rounding *b) {
+    const bool large = msi_is_too_large(a, s->budget);
+    return a->is_worse != b->is_worse                ? b->is_worse
+           : large != msi_is_too_large(b, s->budget) ? !large
+           : large                                   ? a->least_bytes < b->least_bytes
+           : a->bound_us < b->bound_us || b->bound_us < a->bound_us ? a->bound_us < b->bound_us
+                                                                    : a->us < b->us;
+}
+
+/* About the bytes of the smallest plan of a list, in whose base the search is. */
+static uint64_t msi_least_bytes(const msi_search *search, msi_tensor_decision *decisions) {
+    msi_decide_squeezed(search, decisions);
+    return msi_estimate(search->scorer, decisions).live_bytes;
+}
+
+/* The lists to search, the one whose plans may be fastest first. Returns how many. */
 static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
                                    msi_tensor_decision *decisions, msi_rounding *list) {
     const uint32_t found = msi_find_roundings(s, search, decisions);
     const uint32_t tilings = search->tilings->count + 1;
-    msi_rounding all[MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1)];
-    uint32_t count = 0, kept = 0;
+    uint32_t count = 0;
     for (uint32_t k = 0; k < MSI_ROUNDINGS * tilings; k++) {
-        const uint32_t mask = k / tilings, tiling = k % tilings;
-        if ((mask & found) == mask) {
-            msi_begin_rounding(search, mask, tiling, decisions);
+        msi_rounding one = MSI_ZERO_INIT;
+        one.mask = k / tilings;
+        one.tiling = k % tilings;
+        if ((one.mask & found) == one.mask) {
+            msi_begin_rounding(search, one.mask, one.tiling, decisions);
             const msi_score score = msi_estimate(s->scorer, decisions);
-            const msi_rounding one = {mask, tiling, score.us, score.live_bytes,
-                                      s->scorer->program->resident_bytes};
-            all[count++] = one;
+            one.us = score.us;
+            one.bound_us = msi_bound_us(search, score.us);
+            one.live_bytes = score.live_bytes;
+            one.resident_bytes = s->scorer->program->resident_bytes;
+            one.least_bytes = msi_least_bytes(search, decisions);
+            list[count++] = one;
         }
     }
     for (uint32_t i = 0; i < count; i++) {
-        bool worse = false;
         for (uint32_t k = 0; k < count; k++) {
-            worse |= msi_is_worse(search, &all[i], &all[k]);
-        }
-        uint32_t at = kept;
-        for (; at > 0 && list[at - 1].us > all[i].us && !worse; at--) {
-            list[at] = list[at - 1];
-        }
-        if (!worse) {
-            list[at] = all[i];
-            kept++;
+            list[i].is_worse |= msi_is_worse(search, &list[i], &list[k]);
         }
     }
-    return kept;
+    for (uint32_t i = 1; i < count; i++) {
+        const msi_rounding one = list[i];
+        uint32_t at = i;
+        for (; at > 0 && msi_comes_before(search, &one, &list[at - 1]); at--) {
+            list[at] = list[at - 1];
+        }
+        list[at] = one;
+    }
+    return count;
 }
 
 /* Searches a list, whose first plan is at hand; unless something is forced, no plan counts as faster
@@ -17832,37 +18352,45 @@ static void msi_search_unrounded(const msi_solver *s, msi_greedy *plain) {
     msi_search_all(s, plain);
 }
 
-/* Searches where plans may round. On some devices that takes longer than to free the same bytes
-   otherwise, on others it makes the step faster: so each set of roundings has a list of its own, and
-   all of them compete. Where none has a plan that fits, the list without roundings is searched even
-   if another begins with less: state in F32 moves in smaller parts than codes do. */
+/* Whether a list cannot have the best plan. Of those that are worse, a plan may still be the only one
+   that fits: state in F32 moves in smaller parts than codes do. A large graph has no time for these,
+   nor for lists whose plans are hardly ever smaller than the best so far. */
+static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
+    const bool is_large = search->scorer->graph->layers.count > MSI_GROUPING_SMALL;
+    const uint64_t least = search->found ? search->best_score.bytes : UINT64_MAX;
+    return search->fits ? r->is_worse || r->bound_us >= search->best_score.us ||
+                              (is_large && msi_is_too_large(r, search->budget))
+                        : (!search->may_move && r->resident_bytes > search->budget &&
+                           r->resident_bytes > least) ||
+                              (is_large && search->found &&
+                               (r->least_bytes >= least || (r->is_worse && r->mask != 0)));
+}
+
+/* Searches where plans may round, or run in tiles. On some devices that takes longer than to free the
+   same bytes otherwise, on others it makes the step faster: so each set of roundings and of groups has
+   a list of its own, and all of them compete. */
 static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
     msi_search *search = plain->search;
     const bool early = search->early;
     const double least_us = search->least_us;
-    msi_rounding list[MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1)];
+    msi_rounding *list = (msi_rounding *)msi_scratch(s->scorer, MSI_LISTS * sizeof *list);
     msi_tilings tilings = MSI_ZERO_INIT;
     msi_greedy w;
-    const bool ready = msi_greedy_init(&w, search);
+    const bool ready = msi_greedy_init(&w, search) && list;
     search->tilings = &tilings;
     if (ready && (s->request->techniques & MSI_TILING)) {
-        search->rounding = msi_find_roundings(s, search, w.decisions);
-        msi_find_tilings(search, &tilings);
+        const uint32_t roundings = msi_find_roundings(s, search, w.decisions);
+        msi_find_tilings(search, roundings, &tilings);
     }
     const uint32_t count = ready ? msi_list_roundings(s, search, w.decisions, list) : 0;
-    bool has_unrounded = false;
     msi_greedy_free(&w);
     for (uint32_t k = 0; k < count && !msi_is_found(search); k++) {
-        const bool is_plain = list[k].mask == 0 && list[k].tiling == 0;
-        has_unrounded |= is_plain;
-        const bool too_large = !search->may_move && list[k].resident_bytes > search->budget;
-        if ((search->fits && list[k].us >= search->best_score.us) ||
-            (too_large && search->found && list[k].resident_bytes > search->best_score.bytes)) {
+        if (msi_is_hopeless(search, &list[k])) {
             continue;
         }
         search->early = early;
         search->least_us = least_us;
-        if (is_plain) {
+        if (list[k].mask == 0 && list[k].tiling == 0) {
             msi_search_unrounded(s, plain);
         } else if (msi_greedy_init(&w, search)) {
             msi_begin_rounding(search, list[k].mask, list[k].tiling, w.decisions);
@@ -17872,13 +18400,9 @@ static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
             msi_greedy_free(&w);
         }
     }
-    if (!has_unrounded && search->may_move && !search->fits && !msi_is_found(search)) {
-        search->early = early;
-        search->least_us = least_us;
-        msi_search_unrounded(s, plain);
-    }
     search->tiling = 0;
     search->tilings = NULL;
+    msi_release(s->scorer->allocator, list, list ? MSI_LISTS * sizeof *list : 0);
     MSI_LIST_FREE(msi_tiling, s->scorer->allocator, tilings.groups);
 }
 
@@ -17927,6 +18451,7 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
         } else {
             msi_search_all(s, w);
         }
+        msi_give_back_best(w->search);
         msi_take_best(s, w->search);
     }
     if (r->largest && !msi_has_room(s)) {
@@ -19107,7 +19632,7 @@ static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *
             return result;
         }
         s->arena_bytes = msi_room_of(contenders[i].store);
-        s->step_us = contenders[i].plans->train.step_us;
+        s->step_us = contenders[i].plans->train.whole.us;
         s->fits = s->arena_bytes <= msi_plan_at_largest(contenders[i].plans)->budget_bytes;
     }
     return MS_RESULT_OK;
@@ -20560,6 +21085,22 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
 // ------------------------------------------------------------------------------------------------
 // >>call  views, and the callbacks of layers
 
+/* Whether an instruction for a tile works on the rows of an operand alone. */
+static bool msi_is_operand_cut(const msi_graph *g, const msi_program *p, const msi_instruction *i,
+                               uint32_t k) {
+    const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + k].range];
+    uint32_t slot;
+    if (i->rows.of == 0 || range->role >= MSI_ROLE_WORKSPACE) {
+        return false;
+    }
+    if (!msi_calls_layer((msi_op)i->op)) {
+        return range->is_tile || g->tensors.items[range->tensor].kind != MSI_KIND_PARAM;
+    }
+    const msi_layer *l = &g->layers.items[i->target];
+    const int group = msi_operand_group(l, i, k, &slot);
+    return msi_is_by_rows(l, group, slot);
+}
+
 /* The shape of the rows of a tile, of an operand that is cut along its first dims. */
 static ms_shape msi_tile_shape(const ms_shape *shape, uint32_t dims, const msi_rows *rows) {
     const uint32_t cut = dims < (uint32_t)shape->rank ? dims : (uint32_t)shape->rank;
@@ -20927,7 +21468,8 @@ typedef struct msi_trial {
     msi_op way;               // of a recomputation on trial: RECOMPUTE or REPEAT
     uint32_t outside_reach;   // what the model's memory is filled for
     bool has_rivals;          // several results could lie in one operand in that run
-    msi_rows rows;            // of a tile that the run is for; of 0: it is for all
+    msi_rows rows;            // of a tile that the run is for; of 0: for all of the instruction
+    msi_rows base;            // those of the instruction, as the layer counts them
     uint64_t workspace_bytes; // of the run, at most
     bool is_acting;           // the callback runs
     ms_result result;         // the first error: after it nothing is run or checked
@@ -21309,6 +21851,11 @@ static bool msi_takes_beta(const msi_trial *t, const msi_staged *s, bool anew) {
            !(anew && (adds >> s->slot & 1));
 }
 
+/* Whether the run is for the first of the tiles that are tried, or for none. */
+static bool msi_is_first_tile(const msi_trial *t) {
+    return t->rows.of == 0 || t->rows.begin == t->base.begin;
+}
+
 /* Whether a gradient is the sum of what the tiles contribute, and the layer adds that up. */
 static bool msi_is_added_up(const msi_trial *t, const msi_staged *s) {
     const uint32_t sets = s->group == MSI_GROUP_GRAD_IN ? (uint32_t)t->layer->overwrites.in
@@ -21321,7 +21868,7 @@ static bool msi_is_added_up(const msi_trial *t, const msi_staged *s) {
    first has made. */
 static float msi_beta_of(const msi_trial *t, const msi_staged *s) {
     const bool first = s->lies_in == (uint32_t)(s - t->staged[MSI_SET_OWN]);
-    if (t->rows.begin > 0 && msi_is_added_up(t, s)) {
+    if (!msi_is_first_tile(t) && msi_is_added_up(t, s)) {
         return 1.0f;
     }
     return t->how.sums == MSI_SUMS_ADDED && msi_takes_beta(t, s, false)         ? 1.0f
@@ -21465,8 +22012,9 @@ static msi_part msi_rows_in(const msi_trial *t, const msi_staged *s) {
     msi_part part = {0, s->bytes};
     if (t->rows.of > 0 && s->group != MSI_GROUP_WORKSPACE &&
         msi_is_by_rows(t->layer, s->group, s->slot)) {
-        part.begin = msi_scale_rows(s->bytes, t->rows.begin, t->rows.of);
-        part.count = msi_scale_rows(s->bytes, t->rows.count, t->rows.of);
+        const uint32_t before = t->rows.begin - t->base.begin;
+        part.begin = msi_scale_rows(s->bytes, before, t->base.count);
+        part.count = msi_scale_rows(s->bytes, t->rows.count, t->base.count);
     }
     return part;
 }
@@ -21480,7 +22028,7 @@ static void msi_set_rows(const msi_trial *t) {
         const uint8_t *carried = msi_bytes_in(t, MSI_IMAGE_FIRST, s);
         const uint64_t end = part.begin + part.count;
         if (part.count == s->bytes) {
-            memcpy(to, carried, s->is_made && t->rows.begin > 0 ? (size_t)s->bytes : 0);
+            memcpy(to, carried, s->is_made && !msi_is_first_tile(t) ? (size_t)s->bytes : 0);
             continue;
         }
         if (s->is_made) {
@@ -21682,14 +22230,20 @@ static void msi_check_half(msi_trial *t) {
     for (int gaps = 1; gaps >= 0; gaps--) {
         for (MSI_STAGED(s, t, set)) {
             const uint32_t index = (uint32_t)(s - t->staged[set]);
-            const uint64_t first = s->at + (gaps ? s->bytes : 0);
-            const uint64_t end = gaps ? s->gap_end : s->at + s->bytes;
+            const bool scratch = s->group == MSI_GROUP_WORKSPACE;
+            const uint64_t bytes = scratch ? msi_smaller(s->bytes, t->workspace_bytes) : s->bytes;
+            const uint64_t first = s->at + (gaps ? bytes : 0);
+            const uint64_t end = gaps ? s->gap_end : s->at + bytes;
             const uint8_t *scene = msi_image_at(t, MSI_IMAGE_SCENE, s->place);
             const uint8_t *now = msi_image_at(t, t->how.into, s->place);
             if (s->lies_in == index && (gaps || !written[index]) && t->result == MS_RESULT_OK &&
                 memcmp(scene + first, now + first, (size_t)(end - first)) != 0) {
                 msi_fail_operand(t, gaps ? "writes beyond the end of" : "changes", s,
-                                 gaps ? msi_overrun_cure(s) : msi_change_cure(t, s));
+                                 t->rows.of > 0 && gaps
+                                     ? "in a tile, as ms_layer_desc.tile allows: take all sizes "
+                                       "from the views, and the rows from ms_call.row_count"
+                                 : gaps ? msi_overrun_cure(s)
+                                        : msi_change_cure(t, s));
             }
         }
     }
@@ -22151,7 +22705,7 @@ static void msi_add_carried(msi_trial *t) {
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         const bool gradient = s->group == MSI_GROUP_GRAD_IN || s->group == MSI_GROUP_GRAD_PARAM;
         if (!s->is_made || !gradient || msi_is_by_rows(t->layer, s->group, s->slot) ||
-            msi_is_added_up(t, s) || t->rows.begin == 0) {
+            msi_is_added_up(t, s) || msi_is_first_tile(t)) {
             continue;
         }
         uint8_t *now = msi_bytes_in(t, MSI_IMAGE_NOW, s);
@@ -22179,25 +22733,23 @@ static bool msi_is_other_number(const msi_staged *s, const uint8_t *tiles, const
     for (uint64_t i = 0; i < count; i++) {
         const double a = msi_number(tiles, s->dtype, i), b = msi_number(whole, s->dtype, i);
         const bool same = memcmp(tiles + i * size, whole + i * size, (size_t)size) == 0;
-        const bool near = msi_is_float(s->dtype) && msi_is_finite(a) && fabs(a - b) <= share * most;
-        if (msi_is_finite(b) && !same && !near) {
+        const bool is_near =
+            msi_is_float(s->dtype) && msi_is_finite(a) && fabs(a - b) <= share * most;
+        if (msi_is_finite(b) && !same && !is_near) {
             return true;
         }
     }
     return false;
 }
 
-/* In so many tiles, one after the other, which must make the same numbers. */
-static void msi_try_tiles(msi_trial *t, uint32_t tiles) {
-    const msi_graph *g = &t->model->graph;
+/* In tiles of so many rows, one after the other, which must make the same numbers. */
+static void msi_try_tiles(msi_trial *t, uint32_t each) {
     const msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
-    const uint64_t unit = msi_tile_unit(g, t->layer), rows = msi_layer_rows(g, t->layer, false);
-    const uint64_t each = ((rows + tiles - 1) / tiles + unit - 1) / unit * unit;
     const int which =
         t->instruction->op == MSI_OP_BACKWARD ? MSI_WORKSPACE_BACKWARD : MSI_WORKSPACE_FORWARD;
-    for (uint64_t begin = 0; begin < rows && t->result == MS_RESULT_OK; begin += each) {
-        const msi_rows tile = {(uint32_t)begin, (uint32_t)msi_smaller(each, rows - begin),
-                               (uint32_t)rows};
+    const uint32_t end = t->base.begin + t->base.count;
+    for (uint32_t begin = t->base.begin; begin < end && t->result == MS_RESULT_OK; begin += each) {
+        const msi_rows tile = {begin, each < end - begin ? each : end - begin, t->base.of};
         t->rows = tile;
         t->workspace_bytes = msi_workspace_for(t->layer, which, tile.count);
         if (msi_act(t, &how)) {
@@ -22211,8 +22763,8 @@ static void msi_try_tiles(msi_trial *t, uint32_t tiles) {
             msi_is_other_number(s, msi_own_bytes_in(t, MSI_IMAGE_NOW, s),
                                 msi_own_bytes_in(t, MSI_IMAGE_LAST, s))) {
             char what[96];
-            msi_format(what, sizeof what, "makes other numbers in tiles of %llu rows for",
-                       (unsigned long long)each);
+            msi_format(what, sizeof what, "makes other numbers in tiles of %u rows for",
+                       (unsigned)each);
             msi_fail_operand(t, what, s,
                              "its rows are not independent, as ms_layer_desc.tile says they are: "
                              "take all sizes from the views, count rows from ms_call.row_begin, "
@@ -22223,19 +22775,24 @@ static void msi_try_tiles(msi_trial *t, uint32_t tiles) {
     t->workspace_bytes = UINT64_MAX;
 }
 
-/* In two tiles, and in as many as there can be, if the layer has rows; a recomputation is a forward
-   once more. */
+/* In two tiles, and in more, if the layer has rows; so it is with the rows of an instruction that is
+   for a tile itself. A recomputation is a forward once more. */
 static void msi_try_all_tiles(msi_trial *t) {
     const msi_graph *g = &t->model->graph;
-    const msi_instruction *i = t->instruction;
+    const msi_rows *of = &t->instruction->rows;
     const uint64_t unit = msi_tile_unit(g, t->layer), rows = msi_layer_rows(g, t->layer, false);
-    const uint64_t most = unit > 0 ? rows / unit : 0;
-    if (i->rows.of > 0 || most < 2 || rows >= INT32_MAX || msi_is_again((msi_op)i->op)) {
+    const uint64_t begin = of->of > 0 ? msi_scale_rows(rows, of->begin, of->of) : 0;
+    const uint64_t count = of->of > 0 ? msi_scale_rows(rows, of->count, of->of) : rows;
+    if (unit == 0 || count < 2 * unit || rows >= INT32_MAX ||
+        msi_is_again((msi_op)t->instruction->op)) {
         return;
     }
-    msi_try_tiles(t, 2);
-    if (most > 2 && t->result == MS_RESULT_OK) {
-        msi_try_tiles(t, (uint32_t)msi_smaller(most, 5));
+    const msi_rows base = {(uint32_t)begin, (uint32_t)count, (uint32_t)rows};
+    const uint64_t units = count / unit;
+    t->base = base;
+    msi_try_tiles(t, (uint32_t)((units + 1) / 2 * unit));
+    if (units > 2 && t->result == MS_RESULT_OK) {
+        msi_try_tiles(t, (uint32_t)((units + 4) / 5 * unit));
     }
 }
 
@@ -22290,7 +22847,8 @@ static void msi_note_nonfinite(msi_trial *t) {
         }
         ms_nonfinite *n = &m->run.nonfinite;
         msi_scan_piece(n, msi_own_bytes_in(t, MSI_IMAGE_LAST, s), s->dtype,
-                       s->bytes / ms_dtype_bytes(s->dtype), 0, true);
+                       s->bytes / ms_dtype_bytes(s->dtype),
+                       s->made_within / ms_dtype_bytes(s->dtype), true);
         if (n->count > 0) {
             n->layer = msi_layer_handle(g, t->instruction->target);
             n->tensor = msi_handle(g, s->tensor,
@@ -24420,6 +24978,8 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
     for (uint32_t t = 0; t < m->graph.tensors.count && pass == MSI_PASS_WRAPPED; t++) {
         plan->decisions[t].pass = m->run.plan->decisions[t].pass;
         plan->decisions[t].format = m->run.plan->decisions[t].format;
+        plan->decisions[t].tiles = m->run.plan->decisions[t].tiles;
+        plan->decisions[t].begins_group = m->run.plan->decisions[t].begins_group;
     }
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) { // homes are the same in both passes
         const bool moves = pass == MSI_PASS_WRAPPED || msi_is_resident(&m->graph.tensors.items[t]);
@@ -24506,8 +25066,8 @@ static ms_result msi_poison_new(ms_model *m, uint8_t poison) {
     for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
         const uint32_t index = p->operands.items[i->operand_first + k].range;
         const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
-        if (range && index >= m->run.store->residents.count && range->first == m->run.position &&
-            range->alias_of == MSI_NONE) {
+        if (range && range->bytes > 0 && index >= m->run.store->residents.count &&
+            range->first == m->run.position && range->alias_of == MSI_NONE) {
             if (m->config.backend.device_is_host) {
                 msi_asan_unpoison(msi_address(m, p, index), range->bytes);
             }
@@ -24772,15 +25332,19 @@ static void msi_end_verification(msi_verification *v) {
     msi_release(a, v->differences, (v->count + 1ull) * sizeof(ms_difference));
 }
 
-/* Looks for what is not finite in an operand. */
-static ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n, uint32_t index) {
+/* Looks for what is not finite in an operand, or in these rows of it. */
+static ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n, uint32_t index,
+                                  const msi_rows *rows) {
     ms_model *m = v->model;
     const msi_range *range = &m->run.program->ranges.items[index];
     const msi_tensor *tensor = &m->graph.tensors.items[range->tensor];
     const ms_state_format format = (ms_state_format)range->format;
     const ms_dtype dtype = msi_dtype_of(format, tensor->view.dtype);
-    const uint64_t bytes = msi_value_bytes(tensor, format);
-    const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, index);
+    const uint64_t all = msi_value_bytes(tensor, format);
+    const uint64_t first = rows ? msi_scale_rows(all, rows->begin, rows->of) : 0;
+    const uint64_t bytes = rows ? msi_scale_rows(all, rows->count, rows->of) : all;
+    const uint8_t *from =
+        (const uint8_t *)msi_address(m, m->run.program, index) + (range->is_tile ? 0 : first);
     const bool on_host = range->on_host;
     uint8_t *piece = v->results + v->result_bytes;
     ms_result result = MS_RESULT_OK;
@@ -24789,7 +25353,7 @@ static ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n, uint32_t
         const uint64_t part = rest < MSI_PIECE_BYTES ? rest : MSI_PIECE_BYTES;
         result = msi_copy(m, piece, true, from + done, on_host, part);
         if (result == MS_RESULT_OK) {
-            msi_scan_piece(n, piece, dtype, part / size, done / size, m->config.debug);
+            msi_scan_piece(n, piece, dtype, part / size, (first + done) / size, m->config.debug);
         }
     }
     return result;
@@ -24804,7 +25368,8 @@ static ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite *n, uint
     const msi_instruction *i = &p->instructions.items[now];
     const msi_layer *l = &m->graph.layers.items[msi_calls_layer((msi_op)i->op) ? i->target : 0];
     ms_result result = MS_RESULT_OK;
-    for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
+    for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op) && !msi_is_empty(i);
+         k++) {
         uint32_t slot;
         const uint32_t range = p->operands.items[i->operand_first + k].range;
         const int group = msi_operand_group(l, i, k, &slot);
@@ -24815,7 +25380,8 @@ static ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite *n, uint
                     : value && range < m->run.store->residents.count)) {
             continue;
         }
-        result = msi_scan_operand(v, n, range);
+        const bool cut = msi_is_operand_cut(&m->graph, p, i, k);
+        result = msi_scan_operand(v, n, range, cut ? &i->rows : NULL);
         n->layer = msi_layer_handle(&m->graph, i->target);
         n->tensor = msi_handle(&m->graph, p->ranges.items[range].tensor,
                                value ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
@@ -25160,6 +25726,9 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->recompute_count = plan->train.recompute_count;
     r->recompute_share = plan->train.recompute_us / plan->plain_step_us;
     r->step_us = plan->train.step_us;
+    r->micro_us = plan->train.micro.us;
+    r->whole_step_us = plan->train.whole.us;
+    r->whole_stall_us = plan->train.whole.stall_us;
     r->plain_step_us = plan->plain_step_us;
     r->time_source = m->costs.source;
     r->plan_hash = msi_hash_plan(m->run.store, plan);
@@ -25197,22 +25766,6 @@ static msi_role msi_public_role(const msi_range *range) {
     return range->role == MSI_ROLE_CONTRIBUTION ? MSI_ROLE_GRADIENT
            : range->role == MSI_ROLE_SNAPSHOT   ? MSI_ROLE_VALUE
                                                 : (msi_role)range->role;
-}
-
-/* Whether an instruction for a tile works on the rows of an operand alone. */
-static bool msi_is_operand_cut(const msi_graph *g, const msi_program *p, const msi_instruction *i,
-                               uint32_t k) {
-    const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + k].range];
-    uint32_t slot;
-    if (i->rows.of == 0 || range->role >= MSI_ROLE_WORKSPACE) {
-        return false;
-    }
-    if (!msi_calls_layer((msi_op)i->op)) {
-        return range->is_tile || g->tensors.items[range->tensor].kind != MSI_KIND_PARAM;
-    }
-    const msi_layer *l = &g->layers.items[i->target];
-    const int group = msi_operand_group(l, i, k, &slot);
-    return msi_is_by_rows(l, group, slot);
 }
 
 /* Operand k of the present instruction, as an event has it. */

@@ -519,16 +519,10 @@ typedef struct value_group {
 
 enum { MOST_GROUPS = 64, SHOWN_GROUPS = 3 };
 
-/* Times as predicted. With accumulation, those of a micro-batch are the same for all of them, and
-   the last is followed by the update. */
+/* Times as predicted, in a micro-batch. */
 typedef struct step_times {
-    double us, stall_us; // a whole step, and what of it computing waits for copies
-    double micro_us, micro_stall_us;
-    double recompute_us; // of a micro-batch
-    double block_us;     // one forward of all blocks
-    /* While events are read: */
-    double end_us, busy_us; // end of all so far; what the compute stream has done
-    bool is_after;          // what follows the last backward so far has begun
+    double recompute_us;
+    double block_us; // one forward of all blocks
 } step_times;
 
 typedef struct plan {
@@ -609,21 +603,7 @@ static uint64_t count_trained(const estimate *e, const nn_net *net) {
     return count;
 }
 
-/* A micro-batch ends before the first event that belongs to the update: a copy to the device, or
-   the update itself, after the last backward. */
 static void keep_times(const ms_event *event, step_times *t) {
-    const bool begins_update = event->kind == MS_EVENT_COPY_IN || event->kind == MS_EVENT_NORM ||
-                               event->kind == MS_EVENT_CLIP || event->kind == MS_EVENT_UPDATE;
-    const double end_us = event->start_us + event->duration_us;
-    if (event->kind == MS_EVENT_BACKWARD) {
-        t->is_after = false;
-    } else if (begins_update && !t->is_after) {
-        t->is_after = true;
-        t->micro_us = t->end_us;
-        t->micro_stall_us = t->end_us - t->busy_us;
-    }
-    t->end_us = end_us > t->end_us ? end_us : t->end_us;
-    t->busy_us += event->stream == MS_STREAM_COMPUTE ? event->duration_us : 0.0;
     t->recompute_us += event->kind == MS_EVENT_RECOMPUTE ? event->duration_us : 0.0;
     if (event->kind == MS_EVENT_FORWARD && event->name[0] == 'h' &&
         isdigit((unsigned char)event->name[1])) {
@@ -641,15 +621,6 @@ static void keep_event(const ms_event *event, void *user) {
     if (event->kind != MS_EVENT_DROP) {
         keep_times(event, &p->times);
     }
-}
-
-/* Completes the times after the last event of a step that has so many micro-batches. */
-static void sum_times(const ms_memory_report *r, int64_t count, step_times *t) {
-    const double before = (double)(count - 1);
-    t->micro_us = count > 1 ? t->micro_us : r->step_us;
-    t->micro_stall_us = count > 1 ? t->micro_stall_us : r->stall_us;
-    t->us = before * t->micro_us + r->step_us;
-    t->stall_us = before * t->micro_stall_us + r->stall_us;
 }
 
 static uint64_t group_bytes(const value_group *g) {
@@ -685,12 +656,11 @@ static void keep_value(const ms_lifetime *l, void *user) {
 }
 
 /* What is to be known of a plan; prints the reason and returns 1 if it cannot be had. */
-static int look_at_plan(ms_model *model, int64_t batch_count, plan *p) {
+static int look_at_plan(ms_model *model, plan *p) {
     ms_result result = ms_report(model, &p->report);
     p->report.peak_layer = ""; // belongs to the model
     if (result == MS_RESULT_OK) {
         result = ms_visit_events(model, MS_PROGRAM_TRAIN, keep_event, p);
-        sum_times(&p->report, batch_count, &p->times);
     }
     if (result == MS_RESULT_OK) {
         result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, keep_value, p);
@@ -711,7 +681,7 @@ static int make_plan(const estimate *e, int64_t batch, ms_config *config, plan *
     p->fits = result == MS_RESULT_OK;
     p->trained_count = count_trained(e, net);
     if (p->fits) {
-        status = look_at_plan(model, batches_of_step(&e->options, batch), p);
+        status = look_at_plan(model, p);
     } else if (result != MS_RESULT_BUDGET) {
         status = fail("%s", ms_last_error(model));
     }
@@ -824,7 +794,9 @@ static int advise(const estimate *e, findings *f) {
     for (int i = 0; i < MODES; i++) {
         const plan *p = &f->at_budget[i];
         const plan *best = f->advised < 0 ? NULL : &f->at_budget[f->advised];
-        f->advised = p->fits && (!best || p->times.us < best->times.us) ? i : f->advised;
+        f->advised = p->fits && (!best || p->report.whole_step_us < best->report.whole_step_us)
+                         ? i
+                         : f->advised;
     }
     if (f->advised >= 0) {
         return 0;
@@ -910,7 +882,7 @@ static int find_all(const estimate *e, findings *f) {
 
 /* The whole step of a plan as a multiple of that of the plain plan with the same batch. */
 static double over_plain(const findings *f, const plan *p) {
-    return p->times.us / f->plain.times.us;
+    return p->report.whole_step_us / f->plain.report.whole_step_us;
 }
 
 static bool is_fit(const findings *f) {
@@ -1027,7 +999,8 @@ static void print_bytes(const char *name, const plans *p, int row, unit u) {
 static void print_ratios(const char *name, const plans *p) {
     char cells[COLUMNS][32];
     for (int c = 0; c < COLUMNS; c++) {
-        snprintf(cells[c], sizeof cells[c], "%.3f", p->of[c]->times.us / p->of[0]->times.us);
+        snprintf(cells[c], sizeof cells[c], "%.3f",
+                 p->of[c]->report.whole_step_us / p->of[0]->report.whole_step_us);
     }
     print_cells(name, cells);
 }
@@ -1052,8 +1025,8 @@ static void print_host(const plans *p, unit u) {
         char cells[COLUMNS][32];
         for (int c = 0; c < COLUMNS; c++) {
             const ms_memory_report *r = &p->of[c]->report;
-            const step_times *t = &p->of[c]->times;
-            const double shares[] = {link_share(r), r->hidden_share, t->stall_us / t->us};
+            const double shares[] = {link_share(r), r->hidden_share,
+                                     r->whole_stall_us / r->whole_step_us};
             const uint64_t bytes[] = {r->host_bytes, r->to_device_bytes, r->to_host_bytes};
             if (row < 3) {
                 snprintf(cells[c], sizeof cells[c], "%.*f", u.digits, (double)bytes[row] / u.bytes);
@@ -1071,7 +1044,7 @@ static void print_host(const plans *p, unit u) {
 static void print_whole_step(const estimate *e, const plans *p) {
     char cells[COLUMNS][32];
     for (int c = 0; c < COLUMNS; c++) {
-        snprintf(cells[c], sizeof cells[c], "%s", show_time(p->of[c]->times.us).text);
+        snprintf(cells[c], sizeof cells[c], "%s", show_time(p->of[c]->report.whole_step_us).text);
     }
     if (batches_of_step(&e->options, e->options.batch) > 1) {
         print_cells("whole step", cells);
@@ -1268,7 +1241,8 @@ static void print_advised(const findings *f) {
     printf("%s, which fits in %.3f times the plain step", ms_mode_name(modes[f->advised]),
            over_plain(f, p));
     for (int i = 0; i < MODES; i++) {
-        slower += f->at_budget[i].fits && f->at_budget[i].times.us > p->times.us;
+        slower +=
+            f->at_budget[i].fits && f->at_budget[i].report.whole_step_us > p->report.whole_step_us;
     }
     printf("%s\n", slower ? ", the fastest" : f->advised == 0 ? "; no other mode is faster" : "");
 }
@@ -1448,9 +1422,9 @@ static void json_plan(json *j, const char *key, const findings *f, const plan *p
     json_real(j, "step_over_plain",
               p == &f->largest ? r->step_us / r->plain_step_us : over_plain(f, p));
     json_real(j, "stall_us", r->stall_us);
-    json_real(j, "micro_batch_us", p->times.micro_us);
-    json_real(j, "whole_step_us", p->times.us);
-    json_real(j, "whole_step_stall_us", p->times.stall_us);
+    json_real(j, "micro_batch_us", p->report.micro_us);
+    json_real(j, "whole_step_us", p->report.whole_step_us);
+    json_real(j, "whole_step_stall_us", p->report.whole_stall_us);
     json_real(j, "recompute_us", p->times.recompute_us);
     json_real(j, "recompute_over_block_forward", p->times.recompute_us / p->times.block_us);
     json_count(j, "host_bytes", r->host_bytes);

@@ -187,6 +187,9 @@ static inline void rt_declare_reads(rt_graph *g, rt_layer *l) {
 
 static inline void rt_declare_tile(rt_graph *g, rt_layer *l) {
     ms_layer_tile *t = &l->desc.tile;
+    for (uint32_t k = 0; k < l->in_count; ++k) {
+        l->desc.dtypes.f32_in |= g->value[l->in[k]].shape == RT_TABLE ? 1u << k : 0u;
+    }
     if (l->axes == 0) {
         return;
     }
@@ -231,7 +234,8 @@ static inline void rt_add_layer(rt_graph *g, bool is_loss, bool trains) {
     l->out_count = is_loss ? 1 : 1 + (uint32_t)t_chance(&g->rng, 0.2);
     for (uint32_t k = 0; k < l->out_count; ++k) {
         const bool sequences = l->axes != 2 && t_chance(&g->rng, 0.3);
-        l->out[k] = rt_new(g, RT_MADE, sequences ? RT_SEQUENCES : RT_TOKENS);
+        const bool table = l->axes == 0 && !is_loss && t_chance(&g->rng, 0.3);
+        l->out[k] = rt_new(g, RT_MADE, table ? RT_TABLE : sequences ? RT_SEQUENCES : RT_TOKENS);
         if (k > 0 && l->axes != 0) { // one shape of rows
             g->value[l->out[k]].shape = g->value[l->out[0]].shape;
         }
@@ -377,7 +381,8 @@ static inline void rt_check_view(rt_op *op, const ms_call *call, const ms_view *
 static inline void rt_check_call(rt_op *op, const ms_call *call) {
     const rt_layer *l = op->layer;
     const rt_graph *g = op->net->graph;
-    const int64_t rows = l->axes == 2 ? rt_rows(g, g->value[l->out[0]].shape) : g->batch;
+    const rt_shape shape = g->value[l->out[0]].shape;
+    const int64_t rows = l->axes == 2 || shape == RT_TABLE ? rt_rows(g, shape) : g->batch;
     if (call->row_begin < 0 || call->row_count < 1 || call->row_begin + call->row_count > rows ||
         (l->axes == 0 && call->row_count != rows) ||
         (l->desc.tile.multiple > 1 && (call->row_begin % l->desc.tile.multiple != 0 ||
@@ -417,7 +422,7 @@ static inline int64_t rt_source(const rt_op *op, const ms_call *call, uint32_t k
     const rt_layer *l = op->layer;
     const rt_value *v = &g->value[l->in[k]];
     const rt_span span = rt_span_of(op, call, l->in[k]);
-    int64_t batch = rows_of == RT_TOKENS ? row / g->tokens : row;
+    int64_t batch = rows_of == RT_TOKENS ? row / g->tokens : row % g->batch;
     int64_t token = rows_of == RT_TOKENS ? row % g->tokens : (col + l->salt) % g->tokens;
     if (l->axes < 2) {
         token = (token + l->shift[k]) % g->tokens;
@@ -492,7 +497,8 @@ static inline void rt_gradients(rt_op *op, const ms_call *call) {
             by = rt_wrap(by + rt_dropout(op, call, row * v->cols + col));
             for (uint32_t k = 0; k < l->in_count; ++k) {
                 float *at = &in[k][rt_source(op, call, k, row, v->shape, col)];
-                *at = rt_wrap(*at + l->factor[k] * by);
+                const bool table = g->value[l->in[k]].shape == RT_TABLE; // a sum over tiles
+                *at = table ? *at + l->factor[k] * by : rt_wrap(*at + l->factor[k] * by);
             }
             for (uint32_t k = 0; k < l->param_count; ++k) {
                 param[k][col % g->value[l->param[k]].cols] += by;
