@@ -65,6 +65,12 @@
     works in tiles; and, in convolution, the gradient of pixels that several bands of patches cover,
     once for each band.
 
+    TILES. All layers except batch normalization declare their rows (ms_layer_desc.tile): images,
+    the sequences of attention and of whole blocks, and otherwise tokens. In tiles, outputs and
+    dropout masks are those of all rows at once, since what depends on the place of a row counts
+    from ms_call.row_begin; the products of fewer rows may round otherwise, and sums over rows, the
+    gradients of params, are added up tile by tile. nn_force_tiles sets the rows of a tile.
+
     FILES, each of which uses only what comes before it:
 
         nn.h       >>nn public       the declarations of all that a program calls
@@ -88,8 +94,8 @@
 
     A NEW LAYER is a declaration under ">>nn public", two callbacks under ">>nn callbacks", which
     call kernels of the table, and a function under ">>nn layers", which registers them and names
-    what stays F32 in desc.dtypes. If the kernels exist, it needs nothing else, and it runs on both
-    devices, in F32, BF16 and F16.
+    what stays F32 in desc.dtypes, and its rows in desc.tile (nn_declare_rows). If the kernels
+    exist, it needs nothing else, and it runs on both devices, in F32, BF16 and F16.
 */
 #ifndef MEMSCALE_NN_H
 #define MEMSCALE_NN_H
@@ -224,6 +230,11 @@ NN_API void nn_half_gradients(nn_net *net, bool allowed);
 /* Whether layers that are registered from now on are called in 16 bits in every plan except that of
    ms_detach, rather than where the budget asks for it. At first false. */
 NN_API void nn_force_half(nn_net *net, bool forced);
+
+/* Layers that are registered from now on, and whose rows are independent, are computed in tiles of
+   about so many rows in every plan except that of ms_detach, rather than where the budget asks for
+   it; 0, as at first: as the plan sees fit. Layers one after the other share their tiles. */
+NN_API void nn_force_tiles(nn_net *net, int64_t rows);
 
 /* ms_buffer, F32; the net remembers the initial values. */
 NN_API ms_tensor nn_buffer(nn_net *net, const char *name, ms_shape shape, nn_init_kind init);
@@ -432,11 +443,13 @@ NN_HD nn_values nn_values_at(nn_dest dest) {
 }
 
 /* Where the random numbers of a layer come from. `step` points to the step's seed in the memory of
-   the device; kernels read it when they run, so that a replayed recording draws new numbers. */
+   the device; kernels read it when they run, so that a replayed recording draws new numbers. The
+   numbers of an element depend on its place among all rows of the layer: a tile draws its own. */
 typedef struct nn_seed {
     uint64_t layer;
     const uint64_t *step;
-    int branch; // which dropout of a layer that has several; below 0: it has one
+    int64_t first; // place of the kernel's first element
+    int branch;    // which dropout of a layer that has several; below 0: it has one
 } nn_seed;
 
 /* The dropout that a kernel applies to a value before it goes on; probability 0: none. */
@@ -446,11 +459,12 @@ typedef struct nn_drop {
 } nn_drop;
 
 /* One of the tables whose rows an embedding adds up: output row r takes row index[r] of the table,
-   or row r % period if index is NULL. table.data NULL: there is none. */
+   or row (first + r) % period if index is NULL: a tile begins with row `first`. table.data NULL:
+   there is none. */
 typedef struct nn_lookup {
     nn_values table;
     const int32_t *index;
-    int64_t entries, period;
+    int64_t entries, first, period;
 } nn_lookup;
 
 /* A layer normalization of rows of this width. It saves mean and rstd (rows). */
@@ -912,6 +926,7 @@ struct nn_net {
     nn_options *options;
     nn_list params, buffers;
     bool half_gradients, forces_half; // for layers that are registered from now on
+    int64_t tile_rows;                // likewise; 0: not forced
     int64_t axis_size[MS_LIMIT_AXES], axis_largest[MS_LIMIT_AXES]; // 0: not an axis of nn_axis
 };
 
@@ -958,6 +973,10 @@ NN_API void nn_half_gradients(nn_net *net, bool allowed) {
 
 NN_API void nn_force_half(nn_net *net, bool forced) {
     net->forces_half = forced;
+}
+
+NN_API void nn_force_tiles(nn_net *net, int64_t rows) {
+    net->tile_rows = rows;
 }
 
 /* Refuses with a sticky error of the model; returns the handle 0, for the caller to return. */
@@ -1198,6 +1217,15 @@ NN_API int64_t nn_rows(ms_shape shape) {
     return (int64_t)ms_shape_count(&shape) / nn_last(shape);
 }
 
+/* The product of the first dims. */
+NN_API int64_t nn_leading(ms_shape shape, uint32_t dims) {
+    int64_t product = 1;
+    for (uint32_t i = 0; i < dims; i++) {
+        product *= shape.dim[i];
+    }
+    return product;
+}
+
 NN_API const nn_options *nn_options_in(const ms_call *call) {
     return (const nn_options *)call->user;
 }
@@ -1206,15 +1234,18 @@ NN_API const nn_device *nn_device_in(const ms_call *call) {
     return nn_options_in(call)->device;
 }
 
-NN_API nn_seed nn_seed_of(const ms_call *call, int branch) {
+/* For a call of so many elements. */
+NN_API nn_seed nn_seed_of(const ms_call *call, int branch, int64_t elements) {
     nn_seed seed;
     seed.layer = call->layer_seed;
     seed.step = call->step_seed;
+    seed.first = call->row_begin > 0 ? call->row_begin * (elements / call->row_count) : 0;
     seed.branch = branch;
     return seed;
 }
 
-/* Three lookups: tokens, positions, segments; one that the layer does not have has no entries. */
+/* Three lookups: tokens, positions, segments; one that the layer does not have has no entries. The
+   ids are those of all rows, (B, T), also in a tile. */
 NN_API void nn_lookups_of(const ms_call *call, nn_lookup lookups[3]) {
     const uint32_t flags = nn_options_in(call)->flags;
     const bool used[3] = {true, (flags & NN_POSITIONS) != 0, (flags & NN_SEGMENTS) != 0};
@@ -1223,18 +1254,19 @@ NN_API void nn_lookups_of(const ms_call *call, nn_lookup lookups[3]) {
         if (used[i]) {
             lookups[i].table = nn_values_of(&call->param[i]);
             lookups[i].entries = call->param[i].shape.dim[0];
+            lookups[i].first = call->row_begin;
             lookups[i].period = nn_last(call->in[0].shape);
         }
     }
-    lookups[0].index = nn_integers(&call->in[0]);
-    lookups[2].index = used[2] ? nn_integers(&call->in[1]) : NULL;
+    lookups[0].index = nn_integers(&call->in[0]) + call->row_begin;
+    lookups[2].index = used[2] ? nn_integers(&call->in[1]) + call->row_begin : NULL;
 }
 
 NN_API int nn_embedding_forward(const ms_call *call) {
     nn_lookup lookups[3];
     nn_lookups_of(call, lookups);
     return nn_device_in(call)->embedding(call, nn_values_of(&call->out[0]), lookups, 3,
-                                         nn_count(&call->in[0]), nn_last(call->out[0].shape));
+                                         nn_rows(call->out[0].shape), nn_last(call->out[0].shape));
 }
 
 NN_API int nn_embedding_backward(const ms_call *call) {
@@ -1245,7 +1277,7 @@ NN_API int nn_embedding_backward(const ms_call *call) {
         if (lookups[i].entries != 0) {
             result = nn_device_in(call)->embedding_backward(
                 call, nn_gradient_of(&call->grad_param[i]), &lookups[i],
-                nn_values_of(&call->grad_out[0]), nn_count(&call->in[0]),
+                nn_values_of(&call->grad_out[0]), nn_rows(call->grad_out[0].shape),
                 nn_last(call->grad_out[0].shape), (float *)call->workspace);
         }
     }
@@ -1334,17 +1366,19 @@ NN_API int nn_add_backward(const ms_call *call) {
 NN_API int nn_dropout_forward(const ms_call *call) {
     const nn_dest out = nn_dest_of(nn_values_of(&call->out[0]), 0.0f);
     const nn_values x = nn_values_of(&call->in[0]);
+    const int64_t count = nn_count(&call->in[0]);
     if (call->phase == MS_PHASE_EVAL) {
-        return nn_device_in(call)->copy(call, out, x, nn_count(&call->in[0]));
+        return nn_device_in(call)->copy(call, out, x, count);
     }
-    return nn_device_in(call)->dropout(call, out, x, nn_count(&call->in[0]),
-                                       nn_options_in(call)->dropout, nn_seed_of(call, -1));
+    return nn_device_in(call)->dropout(call, out, x, count, nn_options_in(call)->dropout,
+                                       nn_seed_of(call, -1, count));
 }
 
 NN_API int nn_dropout_backward(const ms_call *call) {
-    return nn_device_in(call)->dropout(
-        call, nn_gradient_of(&call->grad_in[0]), nn_values_of(&call->grad_out[0]),
-        nn_count(&call->grad_out[0]), nn_options_in(call)->dropout, nn_seed_of(call, -1));
+    const int64_t count = nn_count(&call->grad_out[0]);
+    return nn_device_in(call)->dropout(call, nn_gradient_of(&call->grad_in[0]),
+                                       nn_values_of(&call->grad_out[0]), count,
+                                       nn_options_in(call)->dropout, nn_seed_of(call, -1, count));
 }
 
 NN_API nn_attention_size nn_attention_size_of(ms_shape qkv, int64_t heads, bool causal) {
@@ -1540,10 +1574,18 @@ NN_API ms_layer_desc nn_desc(const char *name, ms_layer_fn forward, ms_layer_fn 
 NN_API ms_tensor nn_register(nn_net *net, ms_layer_desc *desc, ms_shape shape) {
     desc->out[0] = ms_activation(net->model, desc->name, MS_DTYPE_F32, shape);
     desc->dtypes.accepts = 1u << MS_DTYPE_BF16 | 1u << MS_DTYPE_F16;
+    const bool in_tiles = net->tile_rows > 0 && nn_leading(shape, desc->tile.axes) > 1;
+    if (in_tiles) {
+        desc->tile.preferred = net->tile_rows;
+        desc->tile.smallest = nn_least(desc->tile.smallest, net->tile_rows);
+    }
     const ms_layer none = {0};
     const ms_layer layer = desc->user != NULL ? ms_register_layer(net->model, desc) : none;
     if (layer.id && net->forces_half) {
         ms_set_layer_technique(net->model, layer, MS_TECHNIQUE_MIXED_PRECISION, MS_SWITCH_ON);
+    }
+    if (layer.id && in_tiles) {
+        ms_set_layer_technique(net->model, layer, MS_TECHNIQUE_TILING, MS_SWITCH_ON);
     }
     return desc->out[0];
 }
@@ -1562,6 +1604,61 @@ NN_API ms_workspace nn_workspace(int64_t floats) {
     memset(&workspace, 0, sizeof workspace);
     workspace.bytes = (uint64_t)floats * sizeof(float);
     return workspace;
+}
+
+/* What the scratch memory of a layer depends on, beside its rows: the largest sizes. */
+typedef struct nn_scratch {
+    int64_t (*floats)(const struct nn_scratch *scratch, int64_t rows);
+    const nn_device *device;
+    int64_t rows;           // of the layer
+    int64_t inner, columns; // rows of sums over columns for each of these, and the columns
+    nn_attention_size attention;
+    nn_window window;
+    bool keeps_scores, backward;
+} nn_scratch;
+
+enum { NN_MOST_ROWS = 1 << 16, NN_TIGHT = 16 };
+
+/* The workspace of a layer. Where floats grows with the rows in a straight line, up to a NN_TIGHT-th
+   of it, a tile of the layer takes less. */
+NN_API ms_workspace nn_workspace_by_rows(const nn_scratch *scratch) {
+    const int64_t rows = scratch->rows;
+    const int64_t all = scratch->floats(scratch, rows);
+    if (rows < 2 || rows > NN_MOST_ROWS) {
+        return nn_workspace(all);
+    }
+    const int64_t slope = (all - scratch->floats(scratch, 1)) / (rows - 1);
+    int64_t least = 0;
+    for (int64_t r = 1; r <= rows && slope > 0; r++) {
+        least = nn_most(least, scratch->floats(scratch, r) - slope * r);
+    }
+    if (slope < 1 || least + slope * rows > all + all / NN_TIGHT) {
+        return nn_workspace(all);
+    }
+    ms_workspace workspace = nn_workspace(least);
+    workspace.row_bytes = (uint64_t)slope * sizeof(float);
+    return workspace;
+}
+
+NN_API int64_t nn_column_scratch(const nn_scratch *s, int64_t rows) {
+    return s->device->column_floats(rows * s->inner, s->columns);
+}
+
+NN_API int64_t nn_layernorm_scratch(const nn_scratch *s, int64_t rows) {
+    return s->device->layernorm_floats(rows * s->inner, s->columns);
+}
+
+/* The workspace for sums over the columns of a layer whose output has this shape, at its largest. */
+NN_API ms_workspace nn_column_workspace(const nn_net *net, ms_shape out, uint32_t axes,
+                                        int64_t (*floats)(const nn_scratch *s, int64_t rows)) {
+    nn_scratch s;
+    memset(&s, 0, sizeof s);
+    s.floats = floats;
+    s.device = net->device;
+    s.columns = nn_last(out);
+    s.rows = nn_leading(out, axes);
+    s.inner = nn_rows(out) / s.rows;
+    return nn_workspace_by_rows(&s);
 }
 
 NN_API double nn_elements(ms_shape shape) {
@@ -1584,6 +1681,18 @@ NN_API uint8_t nn_axes(ms_shape shape, int32_t begin, int32_t end) {
         axes |= shape.axes[i];
     }
     return (uint8_t)axes;
+}
+
+/* How many leading dims of x have together as many rows as the first dims of another shape, also
+   when an axis changes its size; 0: there are none. */
+NN_API uint8_t nn_row_dims(ms_shape x, ms_shape other, uint32_t dims) {
+    for (int32_t i = 1; i <= x.rank && dims > 0; i++) {
+        if (nn_leading(x, (uint32_t)i) == nn_leading(other, dims) &&
+            nn_axes(x, 0, i) == nn_axes(other, 0, (int32_t)dims)) {
+            return (uint8_t)i;
+        }
+    }
+    return 0;
 }
 
 /* (rows, columns) with the rows of a shape, along all axes of its dims except the last. */
@@ -1638,12 +1747,13 @@ NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, m
     ms_shape out = ids;
     out.rank = 3;
     out = nn_with_last(out, nn_last(ms_tensor_shape(net->model, table)));
-    desc.backward_workspace =
-        nn_workspace(net->device->column_floats(nn_rows(nn_largest(net, out)), nn_last(out)));
     desc.flops = nn_elements(out) * ((positions.id != 0) + (segmented ? 2.0 : 1.0));
     desc.backward_flops = desc.flops;
     desc.dtypes.half_gradients = net->half_gradients ? MS_ALL_SLOTS : 0;
-    desc.tile.axes = 1; // the position of a token is that in its sequence
+    nn_declare_rows(&desc, out);
+    desc.backward_workspace =
+        nn_column_workspace(net, nn_largest(net, out), desc.tile.axes, nn_column_scratch);
+    desc.tile.whole_in = segmented ? 3 : 1; // their shape has T, of which positions are
     return nn_register(net, &desc, out);
 }
 
@@ -1671,10 +1781,10 @@ NN_API ms_tensor nn_linear_tied(nn_net *net, const char *name, ms_tensor x, ms_t
     desc.dtypes.f32_param = nn_bias_mask(bias);
     desc.dtypes.half_gradients = net->half_gradients ? 1 : 0;
     const ms_shape out = nn_with_last(from, matrix.dim[0]);
-    desc.backward_workspace =
-        nn_workspace(net->device->column_floats(nn_rows(nn_largest(net, out)), nn_last(out)));
     desc.flops = nn_elements(out) * 2.0 * (double)matrix.dim[1];
     nn_declare_rows(&desc, out);
+    desc.backward_workspace =
+        nn_column_workspace(net, nn_largest(net, out), desc.tile.axes, nn_column_scratch);
     desc.tile.smallest = out.rank == 3 ? NN_TILE_ROWS : 0;
     return nn_register(net, &desc, out);
 }
@@ -1732,10 +1842,10 @@ NN_API ms_tensor nn_layernorm_tied(nn_net *net, const char *name, ms_tensor x, m
     desc.in_place[0] = 1;
     desc.grad_in_place[0].in = 1;
     desc.grad_in_place[0].grad_out = 1;
-    desc.backward_workspace = nn_workspace(
-        net->device->layernorm_floats(nn_rows(nn_largest(net, shape)), nn_last(shape)));
     desc.flops = nn_elements(shape) * 8.0;
     nn_declare_rows(&desc, shape);
+    desc.backward_workspace =
+        nn_column_workspace(net, nn_largest(net, shape), desc.tile.axes, nn_layernorm_scratch);
     desc.tile.saved_axes[0] = desc.tile.saved_axes[1] = desc.tile.axes > 0;
     return nn_register(net, &desc, shape);
 }
@@ -1784,9 +1894,9 @@ NN_API ms_tensor nn_add(nn_net *net, const char *name, ms_tensor a, ms_tensor b)
     desc.grad_in_place[1].grad_out = 1;
     desc.flops = nn_elements(shape);
     desc.backward_flops = desc.flops;
-    if (shape.rank == other.rank && memcmp(shape.dim, other.dim, sizeof shape.dim) == 0) {
-        nn_declare_rows(&desc, shape);
-    }
+    nn_declare_rows(&desc, shape);
+    desc.tile.in_axes[1] = nn_row_dims(other, shape, desc.tile.axes);
+    desc.tile.axes = desc.tile.in_axes[1] > 0 ? desc.tile.axes : 0;
     return nn_register(net, &desc, shape);
 }
 
@@ -1806,6 +1916,7 @@ NN_API ms_tensor nn_dropout(nn_net *net, const char *name, ms_tensor x, float pr
     desc.grad_in_place[0].grad_out = 1;
     desc.flops = nn_elements(shape) * 10.0;
     desc.backward_flops = desc.flops; // the mask is drawn again
+    nn_declare_rows(&desc, shape);
     return nn_register(net, &desc, shape);
 }
 
@@ -1830,6 +1941,32 @@ NN_API int64_t nn_attention_scratch(const nn_device *device, nn_attention_size n
                                     bool backward) {
     return keeps_scores ? device->attention_floats(n, backward)
                         : device->tiled_attention_floats(n, backward);
+}
+
+/* Of some sequences. */
+NN_API int64_t nn_sequence_scratch(const nn_scratch *s, int64_t rows) {
+    nn_attention_size n = s->attention;
+    n.batch = rows;
+    return nn_attention_scratch(s->device, n, s->keeps_scores, s->backward);
+}
+
+NN_API nn_scratch nn_sequences_of(const nn_device *device, nn_attention_size n, bool keeps_scores,
+                                  bool backward) {
+    nn_scratch s;
+    memset(&s, 0, sizeof s);
+    s.floats = nn_sequence_scratch;
+    s.device = device;
+    s.rows = n.batch;
+    s.attention = n;
+    s.keeps_scores = keeps_scores;
+    s.backward = backward;
+    return s;
+}
+
+NN_API ms_workspace nn_attention_workspace(const nn_device *device, nn_attention_size n,
+                                           bool keeps_scores, bool backward) {
+    const nn_scratch s = nn_sequences_of(device, n, keeps_scores, backward);
+    return nn_workspace_by_rows(&s);
 }
 
 /* (B, H, T, T), from the shape of qkv, or of another (B, T, ...). */
@@ -1873,10 +2010,8 @@ NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int6
         desc.dtypes.f32_saved = 1;
         desc.backward_reads.out = 1;
     }
-    desc.forward_workspace =
-        nn_workspace(nn_attention_scratch(net->device, largest, save_scores, false));
-    desc.backward_workspace =
-        nn_workspace(nn_attention_scratch(net->device, largest, save_scores, true));
+    desc.forward_workspace = nn_attention_workspace(net->device, largest, save_scores, false);
+    desc.backward_workspace = nn_attention_workspace(net->device, largest, save_scores, true);
     desc.flops = nn_attention_flops(net->device, n, save_scores, false);
     desc.backward_flops = nn_attention_flops(net->device, n, save_scores, true);
     desc.tile.axes = 1; // sequences
@@ -1951,6 +2086,26 @@ NN_API bool nn_window_shape(nn_net *net, ms_shape x, int64_t channels, int64_t k
     return true;
 }
 
+/* Of some images. */
+NN_API int64_t nn_image_scratch(const nn_scratch *s, int64_t rows) {
+    nn_window w = s->window;
+    w.images = rows;
+    return s->device->conv2d_floats(&w, s->columns, s->backward);
+}
+
+NN_API ms_workspace nn_conv2d_workspace(const nn_device *device, const nn_window *w, int64_t out,
+                                        bool backward) {
+    nn_scratch s;
+    memset(&s, 0, sizeof s);
+    s.floats = nn_image_scratch;
+    s.device = device;
+    s.rows = w->images;
+    s.columns = out;
+    s.window = *w;
+    s.backward = backward;
+    return nn_workspace_by_rows(&s);
+}
+
 NN_API ms_tensor nn_conv2d_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
                                 ms_tensor bias, int64_t kernel, int64_t stride, int64_t padding) {
     const ms_tensor none = {0};
@@ -1974,8 +2129,8 @@ NN_API ms_tensor nn_conv2d_tied(nn_net *net, const char *name, ms_tensor x, ms_t
     desc.backward_reads.param = 1;
     desc.dtypes.f32_param = nn_bias_mask(bias);
     desc.grad_in_place[0].in = 1;
-    desc.forward_workspace = nn_workspace(net->device->conv2d_floats(&w, matrix.dim[0], false));
-    desc.backward_workspace = nn_workspace(net->device->conv2d_floats(&w, matrix.dim[0], true));
+    desc.forward_workspace = nn_conv2d_workspace(net->device, &w, matrix.dim[0], false);
+    desc.backward_workspace = nn_conv2d_workspace(net->device, &w, matrix.dim[0], true);
     desc.flops = nn_elements(out) * 2.0 * (double)matrix.dim[1];
     nn_declare_rows(&desc, out);
     return nn_register(net, &desc, out);
@@ -2233,7 +2388,7 @@ NN_API int nn_block_norm_backward(const nn_block *b, int param, int mean, nn_des
 NN_API nn_drop nn_block_drop(const nn_block *b, int branch) {
     nn_drop drop;
     drop.probability = b->call->phase != MS_PHASE_EVAL ? b->options->dropout : 0.0f;
-    drop.seed = nn_seed_of(b->call, branch);
+    drop.seed = nn_seed_of(b->call, branch, b->rows * b->channels);
     return drop;
 }
 
@@ -2243,9 +2398,9 @@ NN_API int nn_block_drop_backward(const nn_block *b, int branch, nn_values *dy, 
     if (!b->drops) {
         return 0;
     }
-    const int result =
-        b->device->dropout(b->call, nn_dest_of(copy, 0.0f), *dy, b->rows * b->channels,
-                           b->options->dropout, nn_seed_of(b->call, branch));
+    const int64_t count = b->rows * b->channels;
+    const int result = b->device->dropout(b->call, nn_dest_of(copy, 0.0f), *dy, count,
+                                          b->options->dropout, nn_seed_of(b->call, branch, count));
     *dy = copy;
     return result;
 }
@@ -2313,6 +2468,13 @@ NN_API int64_t nn_block_floats(const nn_device *device, nn_attention_size n, int
     int64_t floats = nn_attention_scratch(device, n, keeps_scores, true);
     floats = nn_most(floats, nn_most(columns, device->layernorm_floats(rows, channels)));
     return (floats + 15) / 16 * 16;
+}
+
+/* Of some sequences; columns: those of the hidden layer. */
+NN_API int64_t nn_blocks_scratch(const nn_scratch *s, int64_t rows) {
+    nn_attention_size n = s->attention;
+    n.batch = rows;
+    return nn_block_floats(s->device, n, s->columns, s->keeps_scores);
 }
 
 NN_API nn_block_scratch nn_block_scratch_of(const nn_block *b) {
@@ -2648,16 +2810,18 @@ NN_API ms_tensor nn_build_block(const nn_builder *b, ms_tensor x) {
     desc.grad_in_place[0].grad_out = 1;
     const bool keeps_scores = config->save_scores;
     desc.optional_saved = keeps_scores ? 1u << NN_S_SCORES : 1u << NN_S_LOG_SUMS;
-    desc.forward_workspace =
-        nn_workspace(nn_attention_scratch(b->net->device, largest, keeps_scores, false));
-    desc.backward_workspace =
-        nn_workspace(nn_block_floats(b->net->device, largest, 4 * config->channels, keeps_scores));
-    desc.backward_workspace.row_bytes = nn_block_row_bytes(
+    desc.forward_workspace = nn_attention_workspace(b->net->device, largest, keeps_scores, false);
+    nn_scratch scratch = nn_sequences_of(b->net->device, largest, keeps_scores, true);
+    scratch.floats = nn_blocks_scratch;
+    scratch.columns = 4 * config->channels;
+    desc.backward_workspace = nn_workspace_by_rows(&scratch);
+    desc.backward_workspace.row_bytes += nn_block_row_bytes(
         largest.sequence, config->channels, 4 * config->channels, config->dropout > 0.0f);
     const double rest = nn_elements(shape) * (24.0 * (double)config->channels + 120.0);
     desc.flops = rest + nn_attention_flops(b->net->device, attention, keeps_scores, false);
     desc.backward_flops =
         2.0 * rest + nn_attention_flops(b->net->device, attention, keeps_scores, true);
+    desc.tile.axes = 1; // sequences
     return nn_register(b->net, &desc, shape);
 }
 

@@ -292,7 +292,7 @@ NN_API int nn_copy_kernel(const ms_call *call, nn_dest y, nn_values x, int64_t c
     return nn_add_kernel(call, nn_values_at(y), nn_values_at(y), x, count);
 }
 
-/* y = mask * x / (1 - probability), or y += that; y may be x. */
+/* y = mask * x / (1 - probability), or y += that; y may be x. A tile may begin within a chunk. */
 NN_API int nn_dropout_kernel(const ms_call *call, nn_dest y, nn_values x, int64_t count,
                              float probability, nn_seed seeds) {
     (void)call;
@@ -303,16 +303,20 @@ NN_API int nn_dropout_kernel(const ms_call *call, nn_dest y, nn_values x, int64_
     const float scale = 1.0f / (1.0f - probability);
     const uint32_t threshold = nn_threshold(probability);
     const uint64_t seed = nn_seed_value(seeds);
+    const int64_t before = seeds.first % NN_CHUNK;
     NN_PARALLEL(count)
-    for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
-        const int32_t size = (int32_t)nn_least(NN_CHUNK, count - begin);
-        const uint64_t key = nn_chunk_key(seed, begin);
+    for (int64_t chunk = -before; chunk < count; chunk += NN_CHUNK) {
+        const int64_t begin = nn_most(chunk, 0);
+        const int32_t size = (int32_t)(nn_least(chunk + NN_CHUNK, count) - begin);
+        const uint32_t counter = (uint32_t)(begin - chunk);
+        const uint64_t key = nn_chunk_key(seed, seeds.first + chunk);
         float room[2][NN_CHUNK];
         const float *from = nn_read(x, begin, size, room[0]);
         float *to = nn_open(y, begin, size, room[1]);
         NN_SIMD
         for (int32_t i = 0; i < size; i++) {
-            const float kept = nn_random(key, (uint32_t)i) >= threshold ? from[i] * scale : 0.0f;
+            const bool keeps = nn_random(key, counter + (uint32_t)i) >= threshold;
+            const float kept = keeps ? from[i] * scale : 0.0f;
             to[i] = adds ? to[i] + kept : kept;
         }
         nn_close(y, begin, size, to);
@@ -381,7 +385,8 @@ NN_API int nn_gelu_backward_kernel(const ms_call *call, nn_dest dx, nn_values dy
 }
 
 NN_API inline int64_t nn_lookup_entry(const nn_lookup *lookup, int64_t row) {
-    return lookup->index != NULL ? (int64_t)lookup->index[row] : row % lookup->period;
+    return lookup->index != NULL ? (int64_t)lookup->index[row]
+                                 : (lookup->first + row) % lookup->period;
 }
 
 /* NN_ERROR_INDEX if one of the `count` indices is not below entries, or if one is below 0 and this

@@ -82,16 +82,18 @@ NN_API int64_t nn_cuda_layernorm_floats(int64_t rows, int64_t width) {
 /* Floats of scratch memory in backward, of one head in place and of one sequence packed (">>nn cuda
    attention" has what these two are). */
 NN_API int64_t nn_cuda_head_floats(nn_attention_size n) {
-    return n.sequence * (2 * n.sequence + n.size);
+    return n.sequence * (n.sequence + n.size);
 }
 
 NN_API int64_t nn_cuda_sequence_floats(nn_attention_size n) {
-    return n.heads * n.sequence * (2 * n.sequence + 4 * n.size);
+    return n.heads * n.sequence * (n.sequence + 4 * n.size);
 }
 
 /* Enough for these sizes and for all smaller ones: for the heads in place, and for the longest
-   sequence that would be packed. Forward needs at most three quarters of it. */
+   sequence that would be packed. Forward, of which a group has as many heads, needs no more: where
+   it does not keep the probabilities in F32, they are a square of their own. */
 NN_API int64_t nn_cuda_attention_floats(nn_attention_size n, bool backward) {
+    (void)backward;
     int64_t floats = nn_most(nn_cuda_head_floats(n),
                              nn_least(NN_GROUP_FLOATS, n.heads * nn_cuda_head_floats(n)));
     int64_t tiles = nn_divide_up(n.sequence, NN_TILE);
@@ -103,7 +105,7 @@ NN_API int64_t nn_cuda_attention_floats(nn_attention_size n, bool backward) {
         const int64_t one = nn_cuda_sequence_floats(n);
         floats = nn_most(floats, nn_most(one, nn_least(NN_GROUP_FLOATS, n.batch * one)));
     }
-    return (backward ? floats : floats - floats / 4) + NN_GROUP_PADDING;
+    return floats + NN_GROUP_PADDING;
 }
 
 /* Queries and keys of a tile: fewer in tests that have little scratch memory. */
@@ -482,18 +484,24 @@ struct nn_op_gelu_backward : nn_op {
     }
 };
 
-/* dropout(a), or a if threshold is 0; plus b, a residual, if adds. */
+/* dropout(a), or a if threshold is 0; plus b, a residual, if adds. The first element of a tile may be
+   anywhere in a chunk, so that the elements of a thread can be in two of them. */
 struct nn_op_dropout : nn_op {
     nn_seed seed;
     uint64_t key;
     float scale;
     uint32_t threshold;
     bool adds;
-    __device__ void start(int64_t first) {
+    __device__ void start(int64_t i) {
+        const int64_t first = seed.first + i;
         key = threshold != 0 ? nn_chunk_key(nn_seed_value(seed), first - first % NN_CHUNK) : 0;
     }
-    __device__ float operator()(int64_t i, float a, float b) const {
-        const bool kept = threshold == 0 || nn_random(key, (uint32_t)(i % NN_CHUNK)) >= threshold;
+    __device__ float operator()(int64_t i, float a, float b) {
+        const uint32_t counter = (uint32_t)((seed.first + i) % NN_CHUNK);
+        if (counter == 0) {
+            start(i);
+        }
+        const bool kept = threshold == 0 || nn_random(key, counter) >= threshold;
         const float value = kept ? __fmul_rn(a, scale) : 0.0f;
         return adds ? nn_d_sum(b, value) : value;
     }
@@ -697,7 +705,7 @@ NN_API int64_t nn_cuda_chunks(int64_t rows, int64_t columns) {
 
 /* The second stage: adds up the partial sums of all chunks. */
 typedef struct nn_fold {
-    float *out[2]; // sums, products; NULL: they are not needed
+    nn_values out[2]; // sums, products; NULL: they are not needed
     bool adds[2];
     const float *partial;
     int64_t chunks, columns;
@@ -712,27 +720,27 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_fold_sums(nn_fold f) {
     const unsigned warp = threadIdx.x / NN_WARP;
     const int64_t c = (int64_t)(blockIdx.x % tiles) * NN_WARP + lane;
     const float *from = f.partial + part * f.chunks * f.columns + c;
-    float *out = f.out[part];
+    const nn_values out = f.out[part];
     float sum = 0.0f;
     NN_UNROLL_FOUR
     for (int64_t i = warp; i < f.chunks; i += NN_SUM_ROWS) {
-        sum += c < f.columns && out != NULL ? from[i * f.columns] : 0.0f;
+        sum += c < f.columns && out.data != NULL ? from[i * f.columns] : 0.0f;
     }
     shared[threadIdx.x] = sum;
     __syncthreads();
-    if (warp > 0 || c >= f.columns || out == NULL) {
+    if (warp > 0 || c >= f.columns || out.data == NULL) {
         return;
     }
     for (unsigned i = 1; i < NN_SUM_ROWS; i++) {
         sum += shared[i * NN_WARP + lane];
     }
-    out[c] = f.adds[part] ? nn_d_sum(out[c], sum) : sum;
+    nn_set(out, c, f.adds[part] ? nn_d_sum(nn_get(out, c), sum) : sum);
 }
 
 static int nn_cuda_fold(const ms_call *call, nn_dest sums, nn_dest products, const nn_sums *s) {
     nn_fold f;
-    f.out[0] = (float *)sums.data;
-    f.out[1] = (float *)products.data;
+    f.out[0] = nn_values_at(sums);
+    f.out[1] = nn_values_at(products);
     f.adds[0] = sums.beta != 0.0f;
     f.adds[1] = products.beta != 0.0f;
     f.partial = s->partial;
@@ -743,8 +751,8 @@ static int nn_cuda_fold(const ms_call *call, nn_dest sums, nn_dest products, con
                      nn_k_fold_sums, f);
 }
 
-/* sums and products (columns each), F32: what s adds up. work has nn_cuda_column_floats, or twice
-   that if there are products. */
+/* sums and products (columns each), rounded once: what s adds up. work has nn_cuda_column_floats,
+   or twice that if there are products. */
 static int nn_cuda_column_sums(const ms_call *call, nn_dest sums, nn_dest products, nn_sums s,
                                float *work) {
     if (sums.data == NULL && products.data == NULL) {
@@ -916,7 +924,8 @@ typedef struct nn_lookups {
 
 /* The entry that a row takes; below 0: the table has no such entry. */
 __device__ __forceinline__ int64_t nn_d_entry(const nn_lookup &lookup, int64_t row) {
-    const int64_t entry = lookup.index != NULL ? lookup.index[row] : row % lookup.period;
+    const int64_t entry =
+        lookup.index != NULL ? lookup.index[row] : (lookup.first + row) % lookup.period;
     return entry < lookup.entries ? entry : -1;
 }
 
@@ -983,7 +992,7 @@ typedef struct nn_scatter {
     nn_values out; // (entries, channels)
     nn_values dy;
     const int32_t *index;
-    int64_t rows, entries, channels, period;
+    int64_t rows, entries, channels, first, period; // first: as in nn_lookup
     bool adds;
 } nn_scatter;
 
@@ -1091,15 +1100,18 @@ NN_SCATTER(nn_k_scatter_f16, nn_f16)
 static void (*const nn_k_scatter[3])(nn_scatter s) = {nn_k_scatter_f32, nn_k_scatter_bf16,
                                                       nn_k_scatter_f16};
 
-/* The same for a table without index, where row r takes entry r % period. A thread per element. */
+/* The same for a table without index, where row r takes entry (first + r) % period. A thread per
+   element. */
 template <typename T>
 static __global__ void __launch_bounds__(NN_THREADS) nn_k_scatter_periodic(nn_scatter s) {
     const int64_t i = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
+    const int64_t entry = i / s.channels;
+    const int64_t begin = (entry + s.period - s.first % s.period) % s.period;
     float sum = 0.0f;
-    if (i >= s.entries * s.channels) {
+    if (i >= s.entries * s.channels || (s.adds && (entry >= s.period || begin >= s.rows))) {
         return;
     }
-    for (int64_t r = i / s.channels; r < s.rows && i / s.channels < s.period; r += s.period) {
+    for (int64_t r = begin; r < s.rows && entry < s.period; r += s.period) {
         sum += nn_d_float(((const T *)s.dy.data)[r * s.channels + i % s.channels]);
     }
     nn_d_give(s, i, sum);
@@ -1141,6 +1153,7 @@ static int nn_cuda_embedding_backward(const ms_call *call, nn_dest dtable, const
     s.rows = rows;
     s.entries = lookup->entries;
     s.channels = channels;
+    s.first = lookup->first;
     s.period = lookup->period;
     s.adds = dtable.beta != 0.0f;
     if (lookup->index == NULL) {

@@ -245,8 +245,8 @@ static uint64_t block_bytes(const char *model, int64_t batch, int64_t sequence) 
 static void test_activations(void **state) {
     (void)state;
     /* Each token of GPT-2: both normed values and both sums, qkv (3 C), what attention mixed, and
-       4 C each before and behind gelu: 16 C; and mean and rstd of both norms. */
-    assert_int_equal(block_bytes("gpt2-124M", 2, 512), 2 * 512 * (16 * 768 + 4) * 4);
+       4 C each before and behind gelu: 16 C; mean and rstd of both norms, and a sum for each head. */
+    assert_int_equal(block_bytes("gpt2-124M", 2, 512), 2 * 512 * (16 * 768 + 4 + 12) * 4);
     /* Each token of Llama: both normed values and both sums, qkv (turned in place), what attention
        mixed, gate, up and their product; rstd of both norms, and a sum for each head. */
     const uint64_t C = 4096, qkv = C + 2 * 1024, F = 14336, heads = 32;

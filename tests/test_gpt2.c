@@ -749,7 +749,7 @@ static void published_models_stay_small(void **state) {
     (void)state;
     static const uint64_t mega = 1000000;
     static const size_limit limits[] = {
-        {"gpt2-124M", 4, 64, false, 205 * mega, 58 * mega},
+        {"gpt2-124M", 4, 64, false, 206 * mega, 58 * mega},
         {"gpt2-124M", 4, 64, true, 215 * mega, 64 * mega},
         {"gpt2-355M", 4, 512, true, 5270 * mega, 640 * mega},
         {"gpt2-774M", 2, 512, false, 3250 * mega, 320 * mega},

@@ -53,7 +53,8 @@ struct c_case {
     ms_shape leaf[C_LEAVES];
     int64_t out_count;
     float scale; // of the values in the leaves
-    bool exact;  // the output has the same bits on all devices
+    bool exact;  // the output has the same bits on all devices, and in tiles
+    bool whole;  // it is not computed in tiles
     /* In 16 bits: roundings of inner values, each of the size of the largest. In all other layers a
        result differs from that in float64 by its own rounding alone. */
     double inner_out, inner_gradient;
@@ -63,6 +64,9 @@ struct c_case {
 
 /* The dtype that layers are called in. All that they are given is exact in it. */
 static ms_dtype c_dtype = MS_DTYPE_F32;
+
+/* The rows of the tiles that the layer under test is computed in; 0: it is not. */
+static int64_t c_tile_rows = 0;
 
 static float c_rounded(float x) {
     float stored;
@@ -193,6 +197,17 @@ static float *c_floats(uint64_t count) {
     return values;
 }
 
+/* Whether a step runs some layer on a part of its rows. */
+static bool c_is_in_tiles(const ms_model *model) {
+    const msi_program *p = &model->run.plan->train;
+    bool in_tiles = false;
+    for (uint32_t i = 0; i < p->instructions.count; i++) {
+        const msi_instruction *at = &p->instructions.items[i];
+        in_tiles |= at->rows.of > 0 && at->rows.count > 0 && at->rows.count < at->rows.of;
+    }
+    return in_tiles;
+}
+
 /* Registers, wraps and writes. keep: outputs and inputs of the layer stay readable, and so nothing
    runs in place. frozen: this leaf takes no gradient; -1: none. */
 static void c_start(c_run *run, const c_case *c, bool shared, bool keep, int frozen) {
@@ -219,12 +234,16 @@ static void c_start(c_run *run, const c_case *c, bool shared, bool keep, int fro
         }
     }
     nn_force_half(run->net, c_dtype != MS_DTYPE_F32);
+    nn_force_tiles(run->net, c_tile_rows);
     run->out = c->build(run, c->d, c->flags);
     if (keep) {
         ms_add_output(run->model, run->out);
     }
     c_sum(run);
     t_ok(run->model, ms_wrap(run->model));
+    const msi_graph *g = &run->model->graph;
+    const uint64_t rows = msi_layer_rows(g, &g->layers.items[g->layers.count - 2], false);
+    assert_int_equal(c_is_in_tiles(run->model), c_tile_rows > 0 && !c->whole && rows > 1);
     for (int j = 0; j < c->leaf_count; j++) {
         float *values = c_floats(ms_shape_count(&c->leaf[j]));
         c_leaf_values(c, j, values);
@@ -342,15 +361,56 @@ static void c_close(const c_case *c, const char *what, const float *library, con
     }
 }
 
-/* Outputs, and all gradients with overwriting and with accumulation. */
-static void c_check_values(const c_case *c) {
+/* Outputs, and all gradients with overwriting and with accumulation, against `expected` of each
+   leaf. */
+static void c_check_run(const c_case *c, c_reference *r, double *const *expected) {
     c_run plain;
     c_run shared;
-    c_reference r;
-    memset(&r, 0, sizeof r);
     c_start(&plain, c, false, true, -1);
     c_start(&shared, c, true, true, -1);
-    r.library = c_read(&plain, plain.out, (uint64_t)c->out_count);
+    float *values = c_read(&plain, plain.out, (uint64_t)c->out_count);
+    c_close(c, "output", values, r->out, c->out_count, 1, c->inner_out, 1.0);
+    free(values);
+    for (int j = 0; j < c->leaf_count; j++) {
+        const int64_t count = (int64_t)ms_shape_count(&c->leaf[j]);
+        const double own = j < c->lifted_count ? 1.0 : 0.0; // gradients of params are F32
+        const int64_t stride = c_stride(count);
+        double *sum = c_doubles((uint64_t)count);
+        for (int64_t i = 0; i < count; i += stride) {
+            sum[i] = expected[j][i] + (double)c_weight(j, i);
+        }
+        float *gradient = c_gradient(&plain, j);
+        c_close(c, "gradient", gradient, expected[j], count, stride, c->inner_gradient, own);
+        free(gradient);
+        gradient = c_gradient(&shared, j);
+        c_close(c, "accumulated gradient", gradient, sum, count, stride, c->inner_gradient + own,
+                own);
+        free(gradient);
+        free(sum);
+    }
+    c_stop(&plain);
+    c_stop(&shared);
+}
+
+/* The library's output, for all rows at once. */
+static float *c_output(const c_case *c) {
+    c_run run;
+    c_start(&run, c, false, true, -1);
+    float *values = c_read(&run, run.out, (uint64_t)c->out_count);
+    c_stop(&run);
+    return values;
+}
+
+/* For all rows at once, and in tiles: of unequal sizes, if the rows are no multiple of that. */
+static const int64_t c_tiles[] = {0, 2, 4};
+
+enum { C_TILES = sizeof c_tiles / sizeof c_tiles[0] };
+
+static void c_check_values(const c_case *c) {
+    c_reference r;
+    double *expected[C_LEAVES] = {NULL};
+    memset(&r, 0, sizeof r);
+    r.library = c_output(c);
     r.out = c_doubles((uint64_t)c->out_count);
     for (int j = 0; j < c->leaf_count; j++) {
         const uint64_t count = ms_shape_count(&c->leaf[j]);
@@ -363,34 +423,52 @@ static void c_check_values(const c_case *c) {
         free(values);
     }
     c_evaluate(c, &r);
-    c_close(c, "output", r.library, r.out, c->out_count, 1, c->inner_out, 1.0);
+    double *out = r.out; // differences evaluate again
+    r.out = c_doubles((uint64_t)c->out_count);
     for (int j = 0; j < c->leaf_count; j++) {
         const int64_t count = (int64_t)ms_shape_count(&c->leaf[j]);
-        const double own = j < c->lifted_count ? 1.0 : 0.0; // gradients of params are F32
-        const int64_t stride = c_stride(count);
-        double *expected = c_doubles((uint64_t)count);
-        for (int64_t i = 0; i < count; i += stride) {
-            expected[i] = c_difference(c, &r, j, i);
+        expected[j] = c_doubles((uint64_t)count);
+        for (int64_t i = 0; i < count; i += c_stride(count)) {
+            expected[j][i] = c_difference(c, &r, j, i);
         }
-        float *gradient = c_gradient(&plain, j);
-        c_close(c, "gradient", gradient, expected, count, stride, c->inner_gradient, own);
-        free(gradient);
-        gradient = c_gradient(&shared, j);
-        for (int64_t i = 0; i < count; i += stride) {
-            expected[i] += (double)c_weight(j, i);
-        }
-        c_close(c, "accumulated gradient", gradient, expected, count, stride,
-                c->inner_gradient + own, own);
-        free(gradient);
-        free(expected);
     }
+    free(r.out);
+    r.out = out;
+    for (int k = 0; k < C_TILES; k++) {
+        c_tile_rows = c_tiles[k];
+        c_check_run(c, &r, expected);
+    }
+    c_tile_rows = 0;
     for (int j = 0; j < c->leaf_count; j++) {
         free(r.leaf[j]);
+        free(expected[j]);
     }
     free(r.out);
     free(r.library);
-    c_stop(&plain);
-    c_stop(&shared);
+}
+
+/* The bits of outputs, and of the gradients of what is lifted, are those of all rows at once. */
+static void c_check_tiles(const c_case *c, int64_t rows) {
+    c_run whole;
+    c_run tiled;
+    c_start(&whole, c, false, true, -1);
+    c_tile_rows = rows;
+    c_start(&tiled, c, false, true, -1);
+    c_tile_rows = 0;
+    float *expected = c_read(&whole, whole.out, (uint64_t)c->out_count);
+    float *values = c_read(&tiled, tiled.out, (uint64_t)c->out_count);
+    assert_memory_equal(values, expected, (size_t)c->out_count * sizeof(float));
+    free(expected);
+    free(values);
+    for (int j = 0; j < c->lifted_count; j++) {
+        expected = c_gradient(&whole, j);
+        values = c_gradient(&tiled, j);
+        assert_memory_equal(values, expected, (size_t)ms_shape_count(&c->leaf[j]) * sizeof(float));
+        free(expected);
+        free(values);
+    }
+    c_stop(&whole);
+    c_stop(&tiled);
 }
 
 /* Sharing memory, and leaving out the gradient of any one leaf, change no bit of the others. */
@@ -468,6 +546,9 @@ static void c_check(const c_case *c) {
 #ifdef T_CUDA
     c_check_devices(c);
 #endif
+    for (int k = 1; k < C_TILES && c->exact; k++) {
+        c_check_tiles(c, c_tiles[k]);
+    }
     for (int i = 0; i < 2; i++) {
         c_dtype = half[i];
         c_check_values(c);
@@ -560,10 +641,11 @@ static void test_embedding(void **state) {
     for (uint32_t i = 0; i < 4; i++) {
         const uint32_t flags = ((i & 1) != 0 ? (uint32_t)NN_POSITIONS : 0) |
                                ((i & 2) != 0 ? (uint32_t)NN_SEGMENTS : 0);
-        c_case c = c_make("embedding", e_build, e_reference, 2, 5, 7, 67, flags);
+        const int64_t batch = i < 3 ? 2 : 1; // one sequence is computed in tiles as well
+        c_case c = c_make("embedding", e_build, e_reference, batch, 10 / batch, 7, 67, flags);
         c_add_leaf(&c, ms_shape2(7, 67), false);
         if ((flags & NN_POSITIONS) != 0) {
-            c_add_leaf(&c, ms_shape2(6, 67), false);
+            c_add_leaf(&c, ms_shape2(11, 67), false);
         }
         if ((flags & NN_SEGMENTS) != 0) {
             c_add_leaf(&c, ms_shape2(2, 67), false);
@@ -705,10 +787,13 @@ static void test_gelu(void **state) {
         c.out_count = c.d[0];
         c.scale = 6.0f;
         c_check_same(&c);
-        c.d[0] = 131;
-        c.leaf[0] = ms_shape1(131);
-        c.out_count = 131;
+        c.d[0] = 133;
+        c.leaf[0] = ms_shape2(7, 19);
+        c.out_count = 133;
         c_check(&c);
+        c.leaf[0] = ms_shape1(133);
+        c.whole = true;
+        c_check_same(&c);
     }
 }
 
@@ -725,7 +810,8 @@ static void a_reference(const c_case *c, const double *const *leaf, const float 
     }
 }
 
-/* Two tensors, one tensor in both slots, and a gradient that is added to itself. */
+/* Two tensors, one tensor in both slots, tensors whose leading dims are the same rows, and a
+   gradient that is added to itself. */
 static void test_add(void **state) {
     (void)state;
     float twice[] = {3.0f, -4.0f};
@@ -740,6 +826,20 @@ static void test_add(void **state) {
         c.out_count = 91;
         c.exact = true;
         c_check(&c);
+    }
+    const ms_shape shapes[] = {ms_shape3(7, 3, 4), ms_shape2(21, 4), ms_shape2(7, 12),
+                               ms_shape4(7, 2, 3, 2), ms_shape2(12, 7)};
+    for (int i = 0; i < 5; i++) {
+        c_case c = c_make("add", a_build, a_reference, 84, 0, 0, 0, 0);
+        c_add_leaf(&c, shapes[i == 4 ? 0 : i], true);
+        c_add_leaf(&c, shapes[i == 0 ? 1 : i == 1 ? 0 : i == 2 ? 3 : i == 3 ? 2 : 4], true);
+        c.out_count = 84;
+        c.exact = true;
+        c.whole = i == 4; // 21 rows are no leading dims of (12, 7)
+        c_check_values(&c);
+        if (i < 4) {
+            c_check_tiles(&c, 2);
+        }
     }
 }
 
@@ -779,6 +879,13 @@ static void test_dropout(void **state) {
 #ifdef T_CUDA
     c_check_devices(&c);
 #endif
+    c_check_tiles(&c, 9); // these begin and end within chunks, at any element of a wide access
+    c_check_tiles(&c, 50);
+    c.leaf[0] = ms_shape3(4, 25, 131);
+    c_check_tiles(&c, 37);
+    c_dtype = MS_DTYPE_BF16;
+    c_check_tiles(&c, 37);
+    c_dtype = MS_DTYPE_F32;
 }
 
 static int64_t d_dropped_in_both(const float *a, const float *b, int64_t count) {
@@ -1359,9 +1466,10 @@ static void test_relu(void **state) {
     c_add_leaf(&c, ms_shape2(2, 3001), true);
     c.out_count = c.d[0];
     c_check_same(&c);
-    c.d[0] = 131;
-    c.leaf[0] = ms_shape1(131);
-    c.out_count = 131;
+    c.d[0] = 133;
+    c.leaf[0] = ms_shape2(7, 19);
+    c.out_count = 133;
+    c.exact = true;
     c_check(&c);
     const float x[] = {nanf(""), 1.0f, -1.0f};
     const float dy[] = {1.0f, 2.0f, 3.0f};
@@ -1576,6 +1684,7 @@ static void b_check(ms_shape x) {
     c_add_leaf(&c, ms_shape1(x.dim[1]), false);
     c_add_leaf(&c, ms_shape1(x.dim[1]), false);
     c.out_count = (int64_t)ms_shape_count(&x);
+    c.whole = true; // its sums are over all images
     c_check(&c);
 }
 
@@ -1891,8 +2000,285 @@ static void test_model_dropout(void **state) {
     const uint64_t step_seed = 7;
     memset(&call, 0, sizeof call);
     call.step_seed = &step_seed;
-    const nn_seed seeds[] = {nn_seed_of(&call, 0), nn_seed_of(&call, 1), nn_seed_of(&call, -1)};
-    assert_true(nn_seed_value(seeds[0]) != nn_seed_value(seeds[1]));
+    call.row_count = 1;
+    assert_true(nn_seed_value(nn_seed_of(&call, 0, 1)) != nn_seed_value(nn_seed_of(&call, 1, 1)));
+}
+
+// ------------------------------------------------------------------------------------------------
+// models in tiles: losses and gradients near those of the plain plan, whose sums over rows have
+// another order
+
+typedef enum u_kind { U_GPT2, U_GPT2_BLOCKS, U_BERT, U_BERT_BLOCKS, U_CNN, U_KINDS } u_kind;
+
+enum { U_BATCH = 8, U_TOKENS = 32, U_SIDE = 10, U_CLASSES = 211 };
+
+/* How a model is computed. */
+typedef struct u_way {
+    u_kind kind;
+    ms_dtype dtype;
+    bool clips;
+    uint32_t micro_count;
+    bool by_plan;      // the smallest plan chooses the tiles
+    int64_t tile_rows; // these are forced; both 0: none
+    bool debug;
+    bool half_gradients;
+} u_way;
+
+typedef struct u_net {
+    ms_model *model;
+    nn_net *net;
+    u_way way;
+    ms_tensor tokens, segments, targets, images, losses;
+} u_net;
+
+static void u_transformer(u_net *n) {
+    nn_transformer_config shape = m_config(NN_OPERATORS, 0.2f);
+    const bool blocks = n->way.kind == U_GPT2_BLOCKS || n->way.kind == U_BERT_BLOCKS;
+    shape.granularity = blocks ? NN_BLOCKS : NN_OPERATORS;
+    shape.vocabulary = U_CLASSES;
+    shape.context = U_TOKENS + 3;
+    shape.channels = 40;
+    shape.batch = n->way.debug ? 2 : U_BATCH;
+    shape.sequence = n->way.debug ? 9 : U_TOKENS;
+    const bool bert = n->way.kind == U_BERT || n->way.kind == U_BERT_BLOCKS;
+    const nn_transformer t = bert ? nn_bert(n->net, &shape) : nn_gpt2(n->net, &shape);
+    n->tokens = t.tokens;
+    n->segments = t.segments;
+    n->targets = t.targets;
+    n->losses = t.losses;
+}
+
+/* All layers of images; the batch normalization parts the groups around it. */
+static void u_cnn(u_net *n) {
+    const ms_tensor none = {0};
+    n->images = ms_input(n->model, "images", MS_DTYPE_F32, ms_shape4(U_BATCH, 3, U_SIDE, U_SIDE));
+    n->targets = ms_input(n->model, "targets", MS_DTYPE_I32, ms_shape1(U_BATCH));
+    ms_tensor x = nn_conv2d(n->net, "conv1", n->images, 6, 3, 1, 1);
+    x = nn_relu(n->net, "relu1", x);
+    x = nn_max_pool(n->net, "pool", x, 3, 2, 1);
+    x = nn_conv2d_tied(n->net, "conv2", x,
+                       nn_param(n->net, "conv2", ms_shape2(8, 6), NN_INIT_NORMAL, 0.5f), none, 1, 1,
+                       0); // the normalization takes a bias away
+    x = nn_batch_norm(n->net, "norm", x);
+    x = nn_relu(n->net, "relu2", x);
+    x = nn_conv2d(n->net, "conv3", x, 7, 3, 2, 1);
+    const ms_tensor means = nn_average_pool(n->net, "means", x);
+    const ms_tensor flat = nn_flatten(n->net, "flat", nn_dropout(n->net, "drop", x, 0.2f));
+    x = nn_add(n->net, "sum", nn_linear(n->net, "fc1", means, U_CLASSES, 0.3f),
+               nn_linear(n->net, "fc2", flat, U_CLASSES, 0.1f));
+    n->losses = nn_cross_entropy(n->net, "loss", x, n->targets);
+    ms_set_loss(n->model, n->losses);
+}
+
+static void u_start(u_net *n, const u_way *way) {
+    ms_config config = t_device_config();
+    ms_optimizer_desc sgd;
+    const bool half = way->dtype != MS_DTYPE_F32;
+    memset(&sgd, 0, sizeof sgd);
+    sgd.kind = MS_OPTIMIZER_SGD;
+    sgd.learning_rate = 0.05f;
+    sgd.grad_clip_norm = way->clips ? 0.2f : 0.0f;
+    config.early_update = MS_SWITCH_OFF;
+    config.tiling = way->by_plan ? MS_SWITCH_ON : MS_SWITCH_OFF;
+    config.force_optimize = way->by_plan;
+    config.accumulation_steps = way->micro_count;
+    config.mixed_dtype = way->dtype;
+    config.mixed_precision = MS_SWITCH_OFF;
+    config.loss_scaling.initial = 1024.0f; // so that gradients in F16 are no subnormal numbers
+    config.debug = way->debug;
+    config.seed = 11;
+    memset(n, 0, sizeof *n);
+    n->way = *way;
+    assert_int_equal(ms_create(&config, &n->model), MS_RESULT_OK);
+    n->net = nn_create_on(n->model, t_nn_device());
+    assert_non_null(n->net);
+    nn_force_half(n->net, half);
+    nn_half_gradients(n->net, way->half_gradients);
+    nn_force_tiles(n->net, way->tile_rows);
+    if (way->kind == U_CNN) {
+        u_cnn(n);
+    } else {
+        u_transformer(n);
+    }
+    ms_add_output(n->model, n->losses);
+    ms_set_optimizer(n->model, &sgd);
+    t_ok(n->model, ms_wrap(n->model));
+    t_ok(n->model, nn_init(n->net, 3));
+    assert_int_equal(c_is_in_tiles(n->model), way->by_plan || way->tile_rows > 0);
+}
+
+static void u_stop(u_net *n) {
+    ms_destroy(n->model);
+    nn_destroy(n->net);
+}
+
+static void u_write_ids(u_net *n, ms_tensor tensor, t_rng *rng, uint32_t below, bool ignores) {
+    const uint64_t count = tensor.id != 0 ? ms_tensor_count(n->model, tensor) : 0;
+    int32_t ids[U_BATCH * U_TOKENS];
+    for (uint64_t i = 0; i < count; i++) {
+        ids[i] = ignores && i % 7 == 2 ? -1 : (int32_t)t_below(rng, below);
+    }
+    if (tensor.id != 0) {
+        t_ok(n->model, ms_write(n->model, tensor, ids));
+    }
+}
+
+static void u_write(u_net *n, uint64_t seed) {
+    t_rng rng = t_seed(seed);
+    u_write_ids(n, n->tokens, &rng, U_CLASSES, false);
+    u_write_ids(n, n->segments, &rng, 2, false);
+    u_write_ids(n, n->targets, &rng, U_CLASSES, true);
+    if (n->images.id != 0) {
+        float values[U_BATCH * 3 * U_SIDE * U_SIDE];
+        t_fill(&rng, values, sizeof values / sizeof values[0], 1.0f);
+        t_ok(n->model, ms_write(n->model, n->images, values));
+    }
+}
+
+/* Of sums of a few hundred terms in another order; in 16 bits, where their last bits decide how
+   values are rounded, a few roundings, and one more for each tile that adds to a gradient. Of
+   images, another pixel may then be the largest of a patch. */
+static void u_near(u_net *a, u_net *b, ms_tensor of_a, ms_tensor of_b, const char *name) {
+    const double roundings =
+        (a->way.half_gradients ? 16.0 : 8.0) * (a->way.kind == U_CNN ? 4.0 : 1.0);
+    const double share = a->way.dtype == MS_DTYPE_F32    ? 2e-5
+                         : a->way.dtype == MS_DTYPE_BF16 ? roundings * ldexp(1.0, -8)
+                                                         : roundings * ldexp(1.0, -11);
+    const uint64_t count = ms_tensor_count(a->model, of_a);
+    float *values_a = c_floats(count);
+    float *values_b = c_floats(count);
+    double largest = 0.0;
+    t_ok(a->model, ms_read(a->model, of_a, values_a));
+    t_ok(b->model, ms_read(b->model, of_b, values_b));
+    for (uint64_t i = 0; i < count; i++) {
+        largest = fabs((double)values_a[i]) > largest ? fabs((double)values_a[i]) : largest;
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        if (!(fabs((double)values_a[i] - (double)values_b[i]) <= share * largest + 1e-9)) {
+            print_error("model %d in %s: %s[%d] is %.9g, in tiles %.9g; the largest is %.9g\n",
+                        (int)a->way.kind, ms_dtype_name(a->way.dtype), name, (int)i,
+                        (double)values_a[i], (double)values_b[i], largest);
+            fail();
+        }
+    }
+    free(values_a);
+    free(values_b);
+}
+
+static void u_near_params(u_net *a, u_net *b, bool gradients) {
+    for (int64_t i = 0; i < nn_param_count(a->net); i++) {
+        const nn_param_info *p = nn_param_at(a->net, i), *q = nn_param_at(b->net, i);
+        u_near(a, b, gradients ? ms_gradient(a->model, p->tensor) : p->tensor,
+               gradients ? ms_gradient(b->model, q->tensor) : q->tensor, p->name);
+    }
+    for (int64_t i = 0; i < nn_buffer_count(a->net); i++) {
+        const nn_param_info *p = nn_buffer_at(a->net, i);
+        u_near(a, b, p->tensor, nn_buffer_at(b->net, i)->tensor, p->name);
+    }
+}
+
+/* ms_verify finds no more than the other order of sums, and roundings to 16 bits. */
+static void u_verify(u_net *n) {
+    ms_verify_report r;
+    const bool half = n->way.dtype != MS_DTYPE_F32;
+    t_ok(n->model, ms_verify(n->model, NULL, NULL, &r));
+    assert_in_range(r.differ_count, half, r.tensor_count);
+    assert_true(r.absolute < (half ? 0.1 : 1e-5));
+    assert_true(fabs(r.plain_loss - r.wrapped_loss) <= (half ? 0.02 : 1e-6) * fabs(r.plain_loss));
+}
+
+/* Two steps and an eval. */
+static void u_check(u_way way) {
+    u_net nets[2];
+    u_way plain = way;
+    plain.by_plan = false;
+    plain.tile_rows = 0;
+    u_start(&nets[0], &plain);
+    u_start(&nets[1], &way);
+    for (uint64_t step = 0; step < 2; step++) {
+        for (uint64_t micro = 0; micro < way.micro_count; micro++) {
+            double loss[2];
+            for (int k = 0; k < 2; k++) {
+                u_write(&nets[k], step * 8 + micro + 1);
+                t_ok(nets[k].model, ms_forward(nets[k].model, &loss[k]));
+            }
+            u_near(&nets[0], &nets[1], nets[0].losses, nets[1].losses, "losses");
+            assert_true(fabs(loss[0] - loss[1]) <= 0.01 * fabs(loss[0]));
+            for (int k = 0; k < 2; k++) {
+                t_ok(nets[k].model, ms_backward(nets[k].model));
+            }
+        }
+        u_near_params(&nets[0], &nets[1], true);
+        for (int k = 0; k < 2; k++) {
+            t_ok(nets[k].model, ms_update(nets[k].model));
+        }
+        u_near_params(&nets[0], &nets[1], false);
+        for (int k = 0; k < 2; k++) {
+            u_write(&nets[k], 100 + step);
+            t_ok(nets[k].model, ms_eval(nets[k].model, NULL));
+        }
+        u_near(&nets[0], &nets[1], nets[0].losses, nets[1].losses, "losses of eval");
+    }
+    if (!way.debug || way.dtype == MS_DTYPE_F32) {
+        u_verify(&nets[1]);
+    }
+    u_stop(&nets[0]);
+    u_stop(&nets[1]);
+}
+
+static u_way u_way_of(u_kind kind, ms_dtype dtype, bool by_plan, int64_t tile_rows) {
+    u_way way;
+    memset(&way, 0, sizeof way);
+    way.kind = kind;
+    way.dtype = dtype;
+    way.by_plan = by_plan;
+    way.tile_rows = tile_rows;
+    way.micro_count = 1;
+    return way;
+}
+
+/* By the smallest plan, and forced; with clipping and accumulation too. */
+static void test_model_tiles(void **state) {
+    (void)state;
+    for (int kind = 0; kind < U_KINDS; kind++) {
+        for (uint64_t i = 0; i < 8; i += t_stride(5)) {
+            const int64_t rows = kind == U_CNN ? 3 : 37;
+            const bool by_plan = (i & 1) == 0;
+            u_way way = u_way_of((u_kind)kind, MS_DTYPE_F32, by_plan, by_plan ? 0 : rows);
+            way.clips = (i & 4) != 0;
+            way.micro_count = (i & 2) != 0 ? 3 : 1;
+            u_check(way);
+        }
+        u_way way = u_way_of((u_kind)kind, MS_DTYPE_F32, kind % 2 == 0, kind % 2 == 0 ? 0 : 37);
+        way.micro_count = 2;
+        way.clips = true;
+        u_check(way);
+    }
+}
+
+static void test_model_tiles_in_half(void **state) {
+    (void)state;
+    for (uint64_t i = 0; i < 4 * U_KINDS; i += t_stride(3)) {
+        const u_kind kind = (u_kind)(i % U_KINDS);
+        u_way way = u_way_of(kind, i / U_KINDS % 2 != 0 ? MS_DTYPE_F16 : MS_DTYPE_BF16, false,
+                             kind == U_CNN ? 3 : 37);
+        way.half_gradients = i / U_KINDS >= 2;
+        way.micro_count = way.half_gradients ? 2 : 1;
+        u_check(way);
+    }
+}
+
+/* Debug mode finds nothing to say about layers in tiles. */
+static void test_model_tiles_in_debug(void **state) {
+    (void)state;
+    for (int kind = 0; kind < U_KINDS; kind++) {
+        u_way way = u_way_of((u_kind)kind, MS_DTYPE_F32, false, kind == U_CNN ? 3 : 7);
+        way.debug = true;
+        way.micro_count = 2;
+        u_check(way);
+        way.dtype = MS_DTYPE_BF16;
+        u_check(way);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -2489,6 +2875,9 @@ int main(void) {
         cmocka_unit_test(test_model_slope),
         cmocka_unit_test(test_debug_in_half),
         cmocka_unit_test(test_model_dropout),
+        cmocka_unit_test(test_model_tiles),
+        cmocka_unit_test(test_model_tiles_in_half),
+        cmocka_unit_test(test_model_tiles_in_debug),
         cmocka_unit_test(test_threads),
         cmocka_unit_test(test_weight_decay),
         cmocka_unit_test(test_init),

@@ -1,0 +1,295 @@
+// What computing in tiles of rows takes and gains: the head of GPT-2 with its cross-entropy, the
+// feed-forward net of GPT-2 XL, both run on this CPU, and GPT-2 124M on one sequence of 32,768
+// tokens, which is only planned.
+#include "bench.h"
+
+#define MEMSCALE_IMPLEMENTATION
+#include "memscale.h"
+#include "nn.h"
+#include "models.h"
+
+enum { REPEATS_MAX = 64, MOST_INNER = 2, VOCABULARY = 50257, CLASSES = 16 };
+
+// ------------------------------------------------------------------------------------------------
+// the head and the feed-forward net: layers of nn.h between an embedding and a loss
+
+typedef struct net {
+    ms_model *model;
+    nn_net *nn;
+    ms_tensor tokens, targets;
+    ms_tensor inner[MOST_INNER]; // values that layers in tiles make for each other
+    int inner_count;
+    double seconds[REPEATS_MAX], cpu_seconds[REPEATS_MAX];
+    double loss;
+} net;
+
+/* (rows, channels), an activation. */
+static ms_tensor begin_net(net *n, int64_t rows, int64_t channels) {
+    ms_config config;
+    ms_optimizer_desc none;
+    const ms_tensor nothing = {0};
+    memset(&config, 0, sizeof config);
+    memset(&none, 0, sizeof none);
+    memset(n, 0, sizeof *n);
+    config.memory_budget_bytes = (uint64_t)1 << 50;
+    config.tiling = MS_SWITCH_OFF; // but where it is forced
+    none.kind = MS_OPTIMIZER_NONE;
+    if (ms_create(&config, &n->model) != MS_RESULT_OK || !(n->nn = nn_create(n->model))) {
+        bench_stop("no memory");
+    }
+    ms_set_optimizer(n->model, &none);
+    n->tokens = ms_input(n->model, "tokens", MS_DTYPE_I32, ms_shape2(1, rows));
+    n->targets = ms_input(n->model, "targets", MS_DTYPE_I32, ms_shape2(1, rows));
+    const ms_tensor table =
+        nn_param(n->nn, "table", ms_shape2(CLASSES, channels), NN_INIT_NORMAL, 1.0f);
+    return nn_embedding(n->nn, "embedding", n->tokens, table, nothing, nothing, nothing);
+}
+
+static void end_net(net *n, ms_tensor losses, int64_t rows, int64_t classes) {
+    ms_set_loss(n->model, losses);
+    bench_check(n->model, ms_wrap(n->model));
+    bench_check(n->model, nn_init(n->nn, 1));
+    int32_t *ids = (int32_t *)malloc((size_t)rows * sizeof *ids);
+    if (!ids) {
+        bench_stop("no memory");
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        ids[i] = (int32_t)(i * 7 % CLASSES);
+    }
+    bench_check(n->model, ms_write(n->model, n->tokens, ids));
+    for (int64_t i = 0; i < rows; i++) {
+        ids[i] = (int32_t)(i * 7919 % classes);
+    }
+    bench_check(n->model, ms_write(n->model, n->targets, ids));
+    free(ids);
+}
+
+/* The head of GPT-2: logits and losses. */
+static void make_head(net *n, int64_t rows, int64_t tile_rows) {
+    const ms_tensor none = {0};
+    const ms_tensor x = begin_net(n, rows, 768);
+    const ms_tensor weight =
+        nn_param(n->nn, "wte", ms_shape2(VOCABULARY, 768), NN_INIT_NORMAL, 0.02f);
+    nn_force_tiles(n->nn, tile_rows);
+    const ms_tensor logits = nn_linear_tied(n->nn, "head", x, weight, none);
+    const ms_tensor losses = nn_cross_entropy(n->nn, "loss", logits, n->targets);
+    n->inner[n->inner_count++] = logits;
+    end_net(n, losses, rows, VOCABULARY);
+}
+
+/* The feed-forward net of GPT-2 XL, with a loss that is not in tiles. */
+static void make_mlp(net *n, int64_t rows, int64_t tile_rows) {
+    const int64_t channels = 1600;
+    const ms_tensor x = begin_net(n, rows, channels);
+    nn_force_tiles(n->nn, tile_rows);
+    const ms_tensor hidden = nn_linear(n->nn, "fc", x, 4 * channels, 0.02f);
+    const ms_tensor gelu = nn_gelu(n->nn, "gelu", hidden);
+    const ms_tensor y = nn_linear(n->nn, "fcproj", gelu, channels, 0.02f);
+    nn_force_tiles(n->nn, 0);
+    const ms_tensor logits = nn_linear(n->nn, "classes", y, CLASSES, 0.02f);
+    n->inner[n->inner_count++] = hidden;
+    n->inner[n->inner_count++] = gelu;
+    end_net(n, nn_cross_entropy(n->nn, "loss", logits, n->targets), rows, CLASSES);
+}
+
+static void destroy_net(net *n) {
+    ms_destroy(n->model);
+    nn_destroy(n->nn);
+}
+
+/* Forward and backward; in tiles, the forward of the head has its backward in it. */
+static void run(net *n, int repeat) {
+    const double start = bench_seconds();
+    const clock_t cpu_start = clock();
+    bench_check(n->model, ms_forward(n->model, &n->loss));
+    bench_check(n->model, ms_backward(n->model));
+    n->seconds[repeat] = bench_seconds() - start;
+    n->cpu_seconds[repeat] = (double)(clock() - cpu_start) / CLOCKS_PER_SEC;
+}
+
+/* What the events of a step say. */
+typedef struct account {
+    const net *of;
+    uint64_t inner_bytes[MOST_INNER]; // of the memory that a value has
+    double forwards;                  // of the layer after the embedding, recomputations included
+} account;
+
+static void see_event(const ms_event *e, void *user) {
+    account *a = (account *)user;
+    if ((e->kind == MS_EVENT_FORWARD || e->kind == MS_EVENT_RECOMPUTE) && e->layer_index == 1) {
+        a->forwards += e->row_total > 0 ? (double)e->row_count / (double)e->row_total : 1.0;
+    }
+    for (uint32_t k = 0; k < e->operand_count; k++) {
+        for (int i = 0; i < a->of->inner_count; i++) {
+            const ms_event_operand *o = &e->operands[k];
+            if (o->tensor.id == a->of->inner[i].id && o->is_new && o->bytes > a->inner_bytes[i]) {
+                a->inner_bytes[i] = o->bytes;
+            }
+        }
+    }
+}
+
+static uint64_t inner_bytes(const net *n, double *forwards) {
+    account a;
+    memset(&a, 0, sizeof a);
+    a.of = n;
+    bench_check(n->model, ms_visit_events(n->model, MS_PROGRAM_TRAIN, see_event, &a));
+    *forwards = a.forwards;
+    return a.inner_bytes[0] + a.inner_bytes[1];
+}
+
+// ------------------------------------------------------------------------------------------------
+// tables
+
+/* A row of two numbers, untiled and tiled, and their ratio. */
+static void print_bytes(bench_table *table, const char *what, int64_t tile_rows, uint64_t whole,
+                        uint64_t tiled) {
+    bench_cell(table, what);
+    bench_count(table, (uint64_t)tile_rows);
+    bench_bytes(table, whole);
+    bench_bytes(table, tiled);
+    bench_value(table, (double)tiled / (double)whole, 4);
+}
+
+static void print_values(bench_table *table, const char *what, int64_t tile_rows, double whole,
+                         double tiled) {
+    bench_cell(table, what);
+    bench_count(table, (uint64_t)tile_rows);
+    bench_value(table, whole, 4);
+    bench_value(table, tiled, 4);
+    bench_value(table, tiled / whole, 4);
+}
+
+/* Both nets by turns: the medians of their times, and of the time of all threads. The last row has
+   the ratios of the turns: the smallest, the largest, and their median. */
+static void time_nets(bench_table *table, const char *name, net *whole, net *tiled,
+                      int64_t tile_rows, int repeats) {
+    double ratio[REPEATS_MAX];
+    char what[64];
+    run(whole, 0); // to warm up
+    run(tiled, 0);
+    for (int i = 0; i < repeats; i++) {
+        run(i % 2 == 0 ? whole : tiled, i);
+        run(i % 2 == 0 ? tiled : whole, i);
+        ratio[i] = tiled->seconds[i] / whole->seconds[i];
+    }
+    const double difference = whole->loss - tiled->loss;
+    if (difference > 1e-5 || difference < -1e-5) {
+        fprintf(stderr, "%s: loss %.9g, in tiles %.9g\n", name, whole->loss, tiled->loss);
+        exit(1);
+    }
+    snprintf(what, sizeof what, "%s_seconds", name);
+    print_values(table, what, tile_rows, bench_median(whole->seconds, repeats),
+                 bench_median(tiled->seconds, repeats));
+    snprintf(what, sizeof what, "%s_cpu_seconds", name);
+    print_values(table, what, tile_rows, bench_median(whole->cpu_seconds, repeats),
+                 bench_median(tiled->cpu_seconds, repeats));
+    snprintf(what, sizeof what, "%s_ratio", name);
+    bench_cell(table, what);
+    bench_count(table, (uint64_t)tile_rows);
+    const double median = bench_median(ratio, repeats);
+    bench_value(table, ratio[0], 4);
+    bench_value(table, ratio[repeats - 1], 4);
+    bench_value(table, median, 4);
+}
+
+/* A net whole and in tiles: bytes and times. */
+static void compare(bench_table *table, const char *name,
+                    void (*make)(net *n, int64_t rows, int64_t tile_rows), int64_t rows,
+                    int64_t tile_rows, int repeats) {
+    static net whole, tiled;
+    ms_memory_report of_whole, of_tiled;
+    double forwards, again;
+    char what[64];
+    make(&whole, rows, 0);
+    make(&tiled, rows, tile_rows);
+    bench_check(whole.model, ms_report(whole.model, &of_whole));
+    bench_check(tiled.model, ms_report(tiled.model, &of_tiled));
+    const uint64_t bytes = inner_bytes(&whole, &forwards);
+    snprintf(what, sizeof what, "%s_inner", name);
+    print_bytes(table, what, tile_rows, bytes, inner_bytes(&tiled, &again));
+    snprintf(what, sizeof what, "%s_activations", name);
+    print_bytes(table, what, tile_rows, of_whole.activation_peak_bytes,
+                of_tiled.activation_peak_bytes);
+    snprintf(what, sizeof what, "%s_forwards", name);
+    print_values(table, what, tile_rows, forwards, again);
+    time_nets(table, name, &whole, &tiled, tile_rows, repeats);
+    destroy_net(&whole);
+    destroy_net(&tiled);
+}
+
+// ------------------------------------------------------------------------------------------------
+// one long sequence, planned for the CPU or for CUDA
+
+static void plan_long(const nn_device *device, int64_t tokens, ms_switch tiling, bool keeps_scores,
+                      ms_memory_report *report) {
+    nn_transformer_config shape;
+    ms_config config;
+    ms_model *model;
+    bench_shape("gpt2-124M", &shape);
+    shape.context = tokens;
+    shape.batch = 1;
+    shape.sequence = tokens;
+    shape.save_scores = keeps_scores;
+    memset(&config, 0, sizeof config);
+    config.dry_run = true;
+    config.mode = MS_MODE_AGGRESSIVE;
+    config.force_optimize = true;
+    config.tiling = tiling;
+    config.memory_budget_bytes = (uint64_t)1 << 50;
+    if (ms_create(&config, &model) != MS_RESULT_OK) {
+        bench_stop("no memory");
+    }
+    nn_net *owner = nn_create_on(model, device);
+    nn_gpt2(owner, &shape);
+    bench_check(model, ms_wrap(model));
+    bench_check(model, ms_report(model, report));
+    ms_destroy(model);
+    nn_destroy(owner);
+}
+
+static uint64_t passing_bytes(const ms_memory_report *r) {
+    return r->peak_bytes[MS_CATEGORY_ACTIVATION] + r->peak_bytes[MS_CATEGORY_ACTIVATION_GRADIENT] +
+           r->peak_bytes[MS_CATEGORY_SAVED] + r->peak_bytes[MS_CATEGORY_WORKSPACE];
+}
+
+/* The smallest plan in tiles beside the smallest of whole layers, and of whole layers whose attention
+   keeps its probabilities. */
+static void compare_long(bench_table *table, const nn_device *device, int64_t tokens) {
+    ms_memory_report whole, tiled, scores;
+    char what[64];
+    plan_long(device, tokens, MS_SWITCH_OFF, false, &whole);
+    plan_long(device, tokens, MS_SWITCH_ON, false, &tiled);
+    plan_long(device, tokens, MS_SWITCH_OFF, true, &scores);
+    snprintf(what, sizeof what, "long_%s_passing", device->name);
+    print_bytes(table, what, 0, passing_bytes(&whole), passing_bytes(&tiled));
+    snprintf(what, sizeof what, "long_%s_scores", device->name);
+    print_bytes(table, what, 0, passing_bytes(&scores), passing_bytes(&tiled));
+    snprintf(what, sizeof what, "long_%s_arena", device->name);
+    print_bytes(table, what, 0, whole.arena_bytes, tiled.arena_bytes);
+}
+
+int main(int argc, char **argv) {
+    bool tsv = false;
+    int64_t rows = 2048, tile_rows = 256, repeats = 7, tokens = 32768;
+    const bench_option options[] = {
+        {"--tsv", "tab-separated output", &tsv, NULL, NULL},
+        {"--rows", "tokens of the head", NULL, &rows, NULL},
+        {"--tile", "rows of its tiles", NULL, &tile_rows, NULL},
+        {"--repeats", "timed steps of each; 64 at most", NULL, &repeats, NULL},
+        {"--tokens", "of the long sequence", NULL, &tokens, NULL},
+    };
+    bench_options(argc, argv,
+                  "Layers in tiles of rows: bytes and time, beside those of whole layers.", options,
+                  5);
+    if (repeats > REPEATS_MAX) {
+        fprintf(stderr, "more than %d repeats\n", (int)REPEATS_MAX);
+        return 2;
+    }
+    bench_table table = bench_table_begin(tsv, "what tile_rows untiled tiled ratio");
+    compare(&table, "head", make_head, rows, tile_rows, (int)repeats);
+    compare(&table, "mlp", make_mlp, 512, 64, (int)repeats);
+    compare_long(&table, nn_cpu(), tokens);
+    compare_long(&table, nn_cuda_dry(), tokens);
+    return 0;
+}
