@@ -146,7 +146,7 @@ nvcc_flags  = -std=c++17 -O3 -lineinfo $(if $(werror),-Werror all-warnings) \
 cuda_c      = $(compile) -DNN_CUDA -isystem $(cuda_home)/include
 cuda_link   = -L$(cuda_libs) -Wl,-rpath,$(cuda_libs) -lcublas -lcudart -lstdc++
 
-cuda_programs := $(patsubst %.c,$(cuda)/%,$(wildcard $(addsuffix .c,examples/gpt2 examples/bert examples/cnn examples/lora bench/gpu)))
+cuda_programs := $(patsubst %.c,$(cuda)/%,$(wildcard $(addsuffix .c,examples/gpt2 examples/bert examples/cnn examples/lora bench/gpu bench/whole)))
 cuda_tests    := $(patsubst %.c,$(cuda)/%,$(sources))
 cuda_kernels  := $(patsubst %.c,$(cuda)/%,$(wildcard tests/test_cuda*.c))
 
@@ -319,7 +319,7 @@ help:
 	@echo 'make test       what a commit needs, in a quarter of an hour; the last line has the totals'
 	@echo 'make test-broad  what a release needs beside that, in half an hour'
 	@echo 'make test-all   everything that is tested: both, and what is left out there, in two hours'
-	@echo 'make cuda       gpt2, bert, cnn, lora and bench/gpu for NVIDIA GPUs, at build/cuda/<folder>/<name>'
+	@echo 'make cuda       gpt2, bert, cnn, lora, bench/gpu and bench/whole for NVIDIA GPUs, at build/cuda/<folder>/<name>'
 	@echo 'make test-gpu   the tests on a GPU, with compute-sanitizer where it is found'
 	@echo 'make bench-gpu  the published models on a GPU, beside PyTorch where it is found'
 	@echo 'make fuzz       random sequences of calls for ten minutes, by clang'"'"'s fuzzer'

@@ -72,17 +72,29 @@ typedef struct bench_model {
     nn_transformer_config shape;
 } bench_model;
 
+/* A model without layers: settings of the net come before bench_model_build, which registers
+   those of a preset. */
+BENCH_API void bench_model_begin(bench_model *m, const ms_config *config, const nn_device *device) {
+    memset(m, 0, sizeof *m);
+    const ms_result created = ms_create(config, &m->model);
+    bench_check(m->model, created);
+    m->net = nn_create_on(m->model, device);
+    if (!m->net) {
+        bench_stop("no memory for a net");
+    }
+}
+
+BENCH_API void bench_model_build(bench_model *m, const char *preset,
+                                 const nn_transformer_config *shape) {
+    m->shape = *shape;
+    m->built = strncmp(preset, "bert", 4) == 0 ? nn_bert(m->net, shape) : nn_gpt2(m->net, shape);
+}
+
 BENCH_API bench_model bench_model_create(const ms_config *config, const nn_device *device,
                                          const char *preset, const nn_transformer_config *shape) {
     bench_model m;
-    m.shape = *shape;
-    const ms_result created = ms_create(config, &m.model);
-    bench_check(m.model, created);
-    m.net = nn_create_on(m.model, device);
-    if (!m.net) {
-        bench_stop("no memory for a net");
-    }
-    m.built = strncmp(preset, "bert", 4) == 0 ? nn_bert(m.net, shape) : nn_gpt2(m.net, shape);
+    bench_model_begin(&m, config, device);
+    bench_model_build(&m, preset, shape);
     return m;
 }
 

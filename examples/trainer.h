@@ -27,6 +27,7 @@ typedef struct settings {
     uint64_t budget_bytes; // 0: half way between the smallest and the plain arena
     float dropout;
     bool random, tf32, graph, automatic, dry, plan, full_plan, profile, verify, help;
+    bool half_gradients;
     option_words files;
 } settings;
 
@@ -66,7 +67,7 @@ struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { TRAINER_OPTIONS = 27 };
+enum { TRAINER_OPTIONS = 28 };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(const trainer_kind *kind, settings *o, option_spec *specs) {
@@ -87,6 +88,8 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
          "of embedding tables too"},
         {"--precision", "NAME", OPTION_TEXT, &o->precision,
          "f32 (default), bf16 or f16; bf16-alone or f16-alone: without params in F32 beside"},
+        {"--half-gradients", NULL, OPTION_FLAG, &o->half_gradients,
+         "gradients of weights and token tables in 16 bits, where a step computes in these"},
         {"--auto", NULL, OPTION_FLAG, &o->automatic, "let the built-in policy choose the mode"},
         {"--dropout", "X", OPTION_REAL, &o->dropout, "probability of dropout, below 1 (0)"},
         {"--steps", "N", OPTION_COUNT, &o->steps, "stop after N steps"},
@@ -218,20 +221,30 @@ static int append_file(trainer *t, const char *path) {
     return result;
 }
 
-static int read_text(trainer *t) {
+/* Reads the files that are named, or the default ones; returns how many there are, or -1. */
+static int load_text(trainer *t) {
     const option_words *named = &t->options.files;
     const char *const *files = named->count ? named->items : default_files;
     const int count =
         named->count ? named->count : (int)(sizeof default_files / sizeof *default_files);
     for (int i = 0; i < count; i++) {
         if (append_file(t, files[i]) != 0) {
-            return 1;
+            return -1;
         }
     }
     if (t->text_bytes <= t->shape.sequence) {
-        return fail("the text has %lld bytes; a sequence of %lld needs at least %lld",
-                    (long long)t->text_bytes, (long long)t->shape.sequence,
-                    (long long)t->shape.sequence + 1);
+        fail("the text has %lld bytes; a sequence of %lld needs at least %lld",
+             (long long)t->text_bytes, (long long)t->shape.sequence,
+             (long long)t->shape.sequence + 1);
+        return -1;
+    }
+    return count;
+}
+
+static int read_text(trainer *t) {
+    const int count = load_text(t);
+    if (count < 0) {
+        return 1;
     }
     printf("text      %lld bytes from %d file%s\n", (long long)t->text_bytes, count,
            count == 1 ? "" : "s");
@@ -389,6 +402,7 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
         return fail("no memory for a net");
     }
     nn_force_half(t->net, half);
+    nn_half_gradients(t->net, t->options.half_gradients);
     t->built = t->kind->build(t->net, &t->shape);
     if (!t->options.random) {
         ms_add_eval_output(t->model, t->built.logits);
@@ -617,12 +631,9 @@ static void print_loss_scale(const trainer *t) {
     }
 }
 
-/* Prints the loss on what was held out. */
-static int evaluate(trainer *t) {
+/* The mean loss on what was held out, of which there must be something. */
+static int held_out_loss(trainer *t, double *mean) {
     double sum = 0.0;
-    if (held_out_blocks(t) == 0) {
-        return 0;
-    }
     const uint64_t random = t->random;
     t->random = 1;
     t->held_out = 0;
@@ -638,8 +649,21 @@ static int evaluate(trainer *t) {
     }
     t->held_out = -1;
     t->random = random;
-    printf("held out  loss %.4f on %d batches of text that training has not seen\n",
-           sum / (double)HELD_OUT_BATCHES, HELD_OUT_BATCHES);
+    *mean = sum / (double)HELD_OUT_BATCHES;
+    return 0;
+}
+
+/* Prints it. */
+static int evaluate(trainer *t) {
+    double loss;
+    if (held_out_blocks(t) == 0) {
+        return 0;
+    }
+    if (held_out_loss(t, &loss) != 0) {
+        return 1;
+    }
+    printf("held out  loss %.4f on %d batches of text that training has not seen\n", loss,
+           HELD_OUT_BATCHES);
     return 0;
 }
 
@@ -745,7 +769,7 @@ static int verify(trainer *t) {
 // ---- main ---------------------------------------------------------------------------------------
 
 /* Runs one forward on the present batch and reads its logits. */
-static int read_logits(trainer *t) {
+NN_API int read_logits(trainer *t) {
     if (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
         ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK ||
         ms_eval(t->model, NULL) != MS_RESULT_OK ||
@@ -815,7 +839,7 @@ static void free_trainer(trainer *t) {
 }
 
 /* A whole program. */
-static int train_program(const trainer_kind *kind, int argc, char **argv) {
+NN_API int train_program(const trainer_kind *kind, int argc, char **argv) {
     trainer t;
     memset(&t, 0, sizeof t);
     t.kind = kind;

@@ -76,6 +76,15 @@ NR > 1 {
     printf "| %s | %s M | %s MB | %s MB | %.2f | %s -> %s MB | %s, %s MB | %.0f %% |\n", title, params, mb($3),
         mb($4), $3 / $4, mb($6), mb($7), mb(16 * $2), mb(12 * $2), 100 * $8
 }' <<< "$workloads" | rows docs/memory-budget.md
+# Published plain -> optimized, plain, the smallest arena of each mode, and the throughput of AGGRESSIVE at the
+# published peak over that of the plain F32 step.
+awk "$mega"'
+NR > 1 {
+    split("3140 7600 10870 14870 0", published, " ")
+    before = published[NR - 1] > 0 ? mb(1e6 * published[NR - 1]) : "none"
+    printf "| %s | %s -> %s MB | %s MB | %s MB | %s MB | %s MB | %.2f |\n", title, before, mb($11), mb($3), mb($4), mb($9),
+        mb($14), 1 / $17
+}' <<< "$workloads" | rows README.md
 
 # What examples/gpt2 prints of a dry run, by the first word of a line: plain, smallest, arena; in MiB
 mebi() { # WORD TEXT
