@@ -221,7 +221,7 @@ static void print_summary(const outcome *outcomes, int count) {
         "published: MB by MemScale for Python on a GPU of 24 GB, plain -> optimized; none: plain "
         "does not fit\n"
         "plain: arena in F32; then the smallest arena of each mode\n"
-        "AGGRESSIVE rounds: values, params and gradients to BF16, state of the optimizer to 8 "
+        "AGGRESSIVE may round: values, params and gradients to BF16, state of the optimizer to 8 "
         "bits; layers\n"
         "let the gradients of weights and of embedding tables be in 16 bits too "
         "(nn_half_gradients)\n"

@@ -88,7 +88,7 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
          "of embedding tables too"},
         {"--precision", "NAME", OPTION_TEXT, &o->precision,
          "f32 (default), bf16 or f16; bf16-alone or f16-alone: without params in F32 beside"},
-        {"--half-gradients", NULL, OPTION_FLAG, &o->half_gradients,
+        {"--half-grads", NULL, OPTION_FLAG, &o->half_gradients,
          "gradients of weights and token tables in 16 bits, where a step computes in these"},
         {"--auto", NULL, OPTION_FLAG, &o->automatic, "let the built-in policy choose the mode"},
         {"--dropout", "X", OPTION_REAL, &o->dropout, "probability of dropout, below 1 (0)"},
@@ -655,7 +655,7 @@ static int held_out_loss(trainer *t, double *mean) {
 
 /* Prints it. */
 static int evaluate(trainer *t) {
-    double loss;
+    double loss = 0.0;
     if (held_out_blocks(t) == 0) {
         return 0;
     }
