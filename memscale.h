@@ -17675,7 +17675,7 @@ enum {
     MSI_GROUPING_TRIES = 8, // groups for one peak
     MSI_GROUPING_TILES = 16,
     MSI_GROUPING_WORK = 1 << 20, // layers that are lowered
-    MSI_GROUPING_SMALL = 64,     // layers of a graph of which all roundings are tried
+    MSI_GROUPING_SMALL = 8,      // layers of a graph of which all roundings are tried
     MSI_GROUPING_SETS = 2,       // of a larger graph, from each plan
     MSI_GROUPING_GAIN = 1024     // a set has at least so much less of its bytes
 };
@@ -18214,7 +18214,10 @@ typedef struct msi_rounding {
     bool is_worse;        // another list begins no slower and with no more bytes
 } msi_rounding;
 
-enum { MSI_LISTS = MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1) };
+enum {
+    MSI_LISTS = MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1),
+    MSI_LISTS_LAYERS = 24 // of a graph of which no list is left out that could have the best plan
+};
 
 static void msi_begin_rounding(msi_search *search, uint32_t mask, uint32_t tiling,
                                msi_tensor_decision *decisions) {
@@ -18356,7 +18359,7 @@ static void msi_search_unrounded(const msi_solver *s, msi_greedy *plain) {
    that fits: state in F32 moves in smaller parts than codes do. A large graph has no time for these,
    nor for lists whose plans are hardly ever smaller than the best so far. */
 static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
-    const bool is_large = search->scorer->graph->layers.count > MSI_GROUPING_SMALL;
+    const bool is_large = search->scorer->graph->layers.count > MSI_LISTS_LAYERS;
     const uint64_t least = search->found ? search->best_score.bytes : UINT64_MAX;
     return search->fits ? r->is_worse || r->bound_us >= search->best_score.us ||
                               (is_large && msi_is_too_large(r, search->budget))
