@@ -219,7 +219,8 @@ static void test_half_plans(void **state) {
     prepare_formats(&e, "qwen2.5-0.5B", 4, 512, "bf16-alone", "bf16", "bf16");
     e.model.layers = 4;
     assert_int_equal(find_all(&e, &g), 0);
-    assert_int_equal(g.same_as[MODES - 1], MODES - 1); // nothing is left to round, but there are tiles
+    assert_int_equal(g.same_as[MODES - 1],
+                     MODES - 1); // nothing is left to round, but there are tiles
     assert_true(g.plain.report.arena_bytes < f.plain.report.arena_bytes / 10 * 6);
     assert_true(g.plain.report.step_us < f.plain.report.step_us / 10.0 * 6.0);
     for (int i = 0; i < MODES - 1; i++) {
