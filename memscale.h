@@ -3515,8 +3515,9 @@ enum {
     MSI_MOVES_GRADIENT = 1 << 1,
     MSI_MOVES_STATE = 1 << 2,
     MSI_MOVES_ALL = 7,
-    MSI_MOVES_MADE = 8, // only for searches
-    MSI_IN_PLACE = 16   // with MSI_MOVES_STATE: the update uses it there, and nothing is copied
+    MSI_MOVES_OF_STEP = MSI_MOVES_VALUE | MSI_MOVES_STATE, // what is not summed up
+    MSI_MOVES_MADE = 8,                                    // only for searches
+    MSI_IN_PLACE = 16 // with MSI_MOVES_STATE: the update uses it there, and nothing is copied
 };
 
 static const uint32_t MSI_AT_END = UINT32_MAX - 1;
@@ -15854,8 +15855,6 @@ typedef struct msi_move_list {
     uint8_t in_place; // MSI_IN_PLACE: updates use state on the host where it is
     bool many;        // only with accumulation, which moves state at little cost
 } msi_move_list;
-
-enum { MSI_MOVES_OF_STEP = MSI_MOVES_VALUE | MSI_MOVES_STATE }; // what is not summed up
 
 static const msi_move_list msi_move_lists[] = {
     {0, 1, 0, 1, 0, false}, // only what is forced
