@@ -3376,6 +3376,7 @@ typedef struct msi_program {
     bool is_measured;              // there was a timed step
     bool scales_loss;              // gradients are multiplied by the loss scale
     bool sweeps;                   // forward computes gradients of params, of a group in tiles
+    bool reads_masters;            // calls are in F32, and read masters where there are any
     uint32_t forward_end, backward_end;
     uint32_t loss, norm;         // ranges of the loss, and of the norm or MSI_NONE
     uint32_t peak;               // the instruction with the most live bytes
@@ -10382,6 +10383,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     p->recompute_count = 0;
     p->norm = MSI_NONE;
     p->scales_loss = p->sweeps = false;
+    p->reads_masters = w->calls_f32;
     p->out_of_memory = p->is_laid_out = false;
     p->resident_bytes = store->reserved_bytes;
     p->home_bytes = p->sent_bytes = p->homes = 0;
@@ -14651,6 +14653,7 @@ typedef struct msi_search {
     uint32_t tiling;            // they have the groups of this one, from 1 on; 0: none
     msi_tensor_decision *best;  // the best plan so far, if one was found
     bool found, fits, best_early;
+    uint32_t best_rounding;
     msi_score best_score;
 } msi_search;
 
@@ -14700,6 +14703,7 @@ static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
         s->fits = fits;
         s->best_score = *score;
         s->best_early = s->early;
+        s->best_rounding = s->rounding;
         memcpy(s->best, decisions, msi_decisions_bytes(s->scorer->graph));
     }
 }
@@ -17904,9 +17908,9 @@ static bool msi_are_same_tilings(const msi_tilings *t, uint32_t a, uint32_t b) {
     return same;
 }
 
-/* Adds the groups of the decisions as a set, unless there is such a one, in the place of the sets
-   from number `most` on. */
-static void msi_add_tiling(const msi_grouping *c, msi_tilings *to, uint32_t most) {
+/* Adds the groups of the decisions as a set, unless there is such a one (false), in the place of the
+   sets from number `most` on. */
+static bool msi_add_tiling(const msi_grouping *c, msi_tilings *to, uint32_t most) {
     const msi_graph *g = c->graph;
     const uint32_t set = (to->count < most ? to->count : most - 1) + 1;
     bool known = false;
@@ -17929,6 +17933,7 @@ static void msi_add_tiling(const msi_grouping *c, msi_tilings *to, uint32_t most
         known |= msi_are_same_tilings(to, k, set);
     }
     to->count = known ? set - 1 : set;
+    return !known;
 }
 
 /* Adds sets with the groups of set number `set` in half as many tiles, and so on down to two. */
@@ -17945,7 +17950,7 @@ static void msi_add_fewer_tiles(const msi_grouping *c, msi_tilings *to, uint32_t
             msi_decide_tiles(c->graph, c->decisions, group->first, group->end, tiles);
         }
         if (more) {
-            msi_add_tiling(c, to, MSI_MOST_TILINGS);
+            (void)msi_add_tiling(c, to, MSI_MOST_TILINGS);
         }
     }
 }
@@ -17967,25 +17972,36 @@ static void msi_find_tilings_from(msi_grouping *c, bool squeezed, msi_tilings *f
          k++) {
         memcpy(c->decisions, c->trial, msi_decisions_bytes(c->graph));
         msi_find_peak(c);
-        msi_add_tiling(c, found, most);
+        (void)msi_add_tiling(c, found, most);
     }
 }
 
-/* Finds the sets. `search` says what plans may move; `roundings` is a mask of those that it may use. */
+/* `search` says what plans may move. False without memory. */
+static bool msi_grouping_init(msi_grouping *c, const msi_search *search) {
+    const msi_graph *g = search->scorer->graph;
+    const msi_grouping zero = MSI_ZERO_INIT;
+    *c = zero;
+    c->search = search;
+    c->scorer = search->scorer;
+    c->graph = g;
+    c->tries_left = MSI_GROUPING_WORK / (1 + g->layers.count);
+    c->decisions = (msi_tensor_decision *)msi_scratch(c->scorer, 2 * msi_decisions_bytes(g));
+    c->trial = c->decisions ? c->decisions + g->tensors.count + 1 : NULL;
+    return c->decisions != NULL;
+}
+
+static void msi_grouping_free(msi_grouping *c) {
+    msi_release(c->scorer->allocator, c->decisions, 2 * msi_decisions_bytes(c->graph));
+}
+
+/* Finds the sets; `roundings` is a mask of those that plans may use. */
 static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings *found) {
     const msi_graph *g = search->scorer->graph;
-    const uint64_t bytes = 2 * msi_decisions_bytes(g);
     const uint32_t first = g->layers.count <= MSI_GROUPING_SMALL ? 0 : roundings;
-    msi_grouping c = MSI_ZERO_INIT;
-    c.search = search;
-    c.scorer = search->scorer;
-    c.graph = g;
-    c.tries_left = MSI_GROUPING_WORK / (1 + g->layers.count);
-    c.decisions = (msi_tensor_decision *)msi_scratch(c.scorer, bytes);
-    if (!c.decisions) {
+    msi_grouping c;
+    if (!msi_grouping_init(&c, search)) {
         return;
     }
-    c.trial = c.decisions + g->tensors.count + 1;
     for (uint32_t mask = first; mask <= roundings; mask++) {
         if ((mask & roundings) == mask) {
             search->rounding = mask;
@@ -17997,7 +18013,7 @@ static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings
     for (uint32_t set = 1; set <= sets; set++) {
         msi_add_fewer_tiles(&c, found, set);
     }
-    msi_release(c.scorer->allocator, c.decisions, bytes);
+    msi_grouping_free(&c);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -18176,14 +18192,30 @@ static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
     return r->goal != MSI_GOAL_ANY && (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
 }
 
+enum {
+    MSI_LISTS_LAYERS = 24
+}; // of a graph of which nothing is left out that could have the best plan
+
+/* Whether a plan of a large graph has to move params or their state, for which others there is no
+   time: without that, these alone are over the budget. */
+static bool msi_has_to_move(const msi_scorer *s, const msi_search *search,
+                            const msi_tensor_decision *decisions) {
+    if (!search->may_move || s->graph->layers.count <= MSI_LISTS_LAYERS) {
+        return false;
+    }
+    (void)msi_estimate(s, decisions);
+    return s->program->resident_bytes > search->budget;
+}
+
 /* Searches on from the first plans: as a chain, greedily, and exhaustively. What is mostly best comes
    first, since plans that cannot win are not laid out. */
 static void msi_search_all(const msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     msi_search *search = w->search;
     const bool may_drop = r->techniques & MSI_CHECKPOINTING, early = search->early;
-    const bool is_chain = may_drop && msi_search_chain(search), cut = search->found;
-    if (!msi_is_found(search)) {
+    const bool moves = msi_has_to_move(s->scorer, search, w->decisions);
+    const bool is_chain = may_drop && !moves && msi_search_chain(search), cut = search->found;
+    if (!msi_is_found(search) && !moves) {
         msi_search_greedy(w, may_drop);
     }
     search->early = early;
@@ -18213,10 +18245,7 @@ typedef struct msi_rounding {
     bool is_worse;        // another list begins no slower and with no more bytes
 } msi_rounding;
 
-enum {
-    MSI_LISTS = MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1),
-    MSI_LISTS_LAYERS = 24 // of a graph of which no list is left out that could have the best plan
-};
+enum { MSI_LISTS = MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1), MSI_REGROUPINGS = 4 };
 
 static void msi_begin_rounding(msi_search *search, uint32_t mask, uint32_t tiling,
                                msi_tensor_decision *decisions) {
@@ -18327,22 +18356,23 @@ static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
     return count;
 }
 
-/* Searches a list, whose first plan is at hand; unless something is forced, no plan counts as faster
-   than that one. */
-static void msi_search_list(const msi_solver *s, msi_greedy *w, const msi_rounding *r) {
-    msi_search *search = w->search;
-    search->rounding = r->mask;
-    search->tiling = r->tiling;
-    search->least_us = r->us < search->least_us || !s->forced ? r->us : search->least_us;
-    search->enough = 0;
-    w->score = msi_search_estimate(search, w->decisions);
-    const bool fits = msi_add_prefix(w) && msi_fits(s->scorer, &w->score, search->budget, 0);
-    if (fits) {
-        msi_propose(search, w->decisions, &w->score);
+/* Searches a list; unless something is forced, no plan counts as faster than its first. */
+static void msi_search_list(const msi_solver *s, msi_search *search, const msi_rounding *r) {
+    msi_greedy w;
+    if (msi_greedy_init(&w, search)) {
+        msi_begin_rounding(search, r->mask, r->tiling, w.decisions);
+        search->least_us = r->us < search->least_us || !s->forced ? r->us : search->least_us;
+        search->enough = 0;
+        w.score = msi_search_estimate(search, w.decisions);
+        const bool fits = msi_add_prefix(&w) && msi_fits(s->scorer, &w.score, search->budget, 0);
+        if (fits) {
+            msi_propose(search, w.decisions, &w.score);
+        }
+        if (!fits || s->forced) {
+            msi_search_all(s, &w);
+        }
     }
-    if (!fits || s->forced) {
-        msi_search_all(s, w);
-    }
+    msi_greedy_free(&w);
 }
 
 /* Searches the list of plans that round nothing but what is forced. */
@@ -18368,39 +18398,76 @@ static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
                                (r->least_bytes >= least || (r->is_worse && r->mask != 0)));
 }
 
+/* Groups the layers at the peak of the smallest plan otherwise, and searches the plans with these
+   groups, as long as they are smaller. */
+static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_tilings *tilings) {
+    const bool early = search->early;
+    msi_grouping c;
+    bool smaller = search->found && msi_grouping_init(&c, search);
+    const bool ready = smaller;
+    for (uint32_t k = 0; k < MSI_REGROUPINGS && smaller; k++) {
+        const uint64_t least = search->best_score.bytes;
+        msi_rounding r = MSI_ZERO_INIT;
+        memcpy(c.decisions, search->best, msi_decisions_bytes(c.graph));
+        msi_find_peak(&c);
+        const bool found = c.peak != MSI_NONE && msi_find_group(&c);
+        memcpy(c.decisions, found ? c.trial : c.decisions, msi_decisions_bytes(c.graph));
+        if (!found || !msi_add_tiling(&c, tilings, MSI_MOST_TILINGS)) {
+            break;
+        }
+        r.mask = search->best_rounding;
+        r.tiling = tilings->count;
+        search->early = early;
+        msi_begin_rounding(search, r.mask, r.tiling, c.decisions);
+        r.us = msi_estimate(s->scorer, c.decisions).us;
+        msi_search_list(s, search, &r);
+        smaller = search->best_score.bytes < least && !msi_is_short(s->scorer);
+    }
+    if (ready) {
+        msi_grouping_free(&c);
+    }
+}
+
+/* Searches the lists in their order. */
+static void msi_search_lists(const msi_solver *s, msi_search *search, const msi_rounding *list,
+                             uint32_t count, msi_greedy *plain) {
+    const bool early = search->early;
+    const double least_us = search->least_us;
+    for (uint32_t k = 0; k < count && !msi_is_found(search); k++) {
+        search->early = early;
+        search->least_us = least_us;
+        if (msi_is_hopeless(search, &list[k])) {
+            continue;
+        }
+        if (plain && list[k].mask == 0 && list[k].tiling == 0) {
+            msi_search_unrounded(s, plain);
+        } else {
+            msi_search_list(s, search, &list[k]);
+        }
+    }
+    search->early = early;
+    search->least_us = least_us;
+}
+
 /* Searches where plans may round, or run in tiles. On some devices that takes longer than to free the
    same bytes otherwise, on others it makes the step faster: so each set of roundings and of groups has
    a list of its own, and all of them compete. */
-static void msi_search_roundings(const msi_solver *s, msi_greedy *plain) {
-    msi_search *search = plain->search;
-    const bool early = search->early;
-    const double least_us = search->least_us;
+static void msi_search_roundings(const msi_solver *s, msi_search *search, msi_greedy *plain) {
+    const uint32_t techniques = s->request->techniques;
     msi_rounding *list = (msi_rounding *)msi_scratch(s->scorer, MSI_LISTS * sizeof *list);
     msi_tilings tilings = MSI_ZERO_INIT;
     msi_greedy w;
     const bool ready = msi_greedy_init(&w, search) && list;
     search->tilings = &tilings;
-    if (ready && (s->request->techniques & MSI_TILING)) {
+    if (ready && (techniques & MSI_TILING)) {
         const uint32_t roundings = msi_find_roundings(s, search, w.decisions);
         msi_find_tilings(search, roundings, &tilings);
     }
     const uint32_t count = ready ? msi_list_roundings(s, search, w.decisions, list) : 0;
     msi_greedy_free(&w);
-    for (uint32_t k = 0; k < count && !msi_is_found(search); k++) {
-        if (msi_is_hopeless(search, &list[k])) {
-            continue;
-        }
-        search->early = early;
-        search->least_us = least_us;
-        if (list[k].mask == 0 && list[k].tiling == 0) {
-            msi_search_unrounded(s, plain);
-        } else if (msi_greedy_init(&w, search)) {
-            msi_begin_rounding(search, list[k].mask, list[k].tiling, w.decisions);
-            msi_search_list(s, &w, &list[k]);
-            msi_greedy_free(&w);
-        } else {
-            msi_greedy_free(&w);
-        }
+    msi_search_lists(s, search, list, count, plain);
+    if (!search->fits && !search->any && (techniques & MSI_TILING)) {
+        msi_search_regrouped(s, search, &tilings);
     }
     search->tiling = 0;
     search->tilings = NULL;
@@ -18441,6 +18508,31 @@ static void msi_relax_updates(msi_solver *s) {
     }
 }
 
+/* Searches all plans that the request allows. `plain` has the first of those that round nothing;
+   NULL: they are searched anew. */
+static void msi_search_allowed(const msi_solver *s, msi_search *search, msi_greedy *plain) {
+    const msi_rounding none = MSI_ZERO_INIT;
+    if (s->request->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
+        msi_search_roundings(s, search, plain);
+    } else if (plain) {
+        msi_search_all(s, plain);
+    } else {
+        msi_search_list(s, search, &none);
+    }
+}
+
+/* Searches the smallest plan, as ms_smallest_budget does, where none was found that fits. A search
+   for a budget goes no further than to live bytes within it, although a layout may need more; so it
+   can miss this plan. */
+static void msi_search_smallest(const msi_solver *s, msi_search *search) {
+    const uint64_t budget = search->budget;
+    search->budget = 0;
+    search->found = false;
+    msi_search_allowed(s, search, NULL);
+    search->budget = budget;
+    search->fits = search->found && search->best_score.bytes <= budget;
+}
+
 /* Chooses the decisions, and leaves the program lowered and laid out. */
 static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
@@ -18448,12 +18540,14 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
         s->score = w->score; // the decisions are in place
         s->early = w->search->early;
     } else {
-        if (r->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
-            msi_search_roundings(s, w);
-        } else {
-            msi_search_all(s, w);
+        msi_search *search = w->search;
+        const bool early = search->early;
+        msi_search_allowed(s, search, w);
+        if (!search->fits && !search->any && search->budget > 0 && !msi_is_short(s->scorer)) {
+            search->early = early;
+            msi_search_smallest(s, search);
         }
-        msi_give_back_best(w->search);
+        msi_give_back_best(search);
         msi_take_best(s, w->search);
     }
     if (r->largest && !msi_has_room(s)) {
@@ -21726,12 +21820,21 @@ static void msi_stage_instruction(msi_trial *t, uint32_t now) {
     msi_place_staged(t, MSI_SET_OWN);
 }
 
+/* The resident from which the calls of the program take the value of a tensor, or MSI_NONE. */
+static uint32_t msi_resident_read(const msi_trial *t, uint32_t tensor) {
+    const msi_store *store = t->model->run.store;
+    const msi_resident *master =
+        t->program->reads_masters ? msi_find_resident(store, tensor, MSI_ROLE_MASTER) : NULL;
+    const uint32_t index = master ? (uint32_t)(master - store->residents.items) : MSI_NONE;
+    return master && t->program->ranges.items[index].bytes > 0 ? index : store->resident_of[tensor];
+}
+
 /* Sets the value that a recomputation would read: what its layer has made in this step, or a
    resident. False: there is none. */
 static bool msi_set_before(const msi_trial *t, msi_staged *s) {
     const msi_debug *d = t->debug;
     const msi_original *made = &d->originals[s->tensor];
-    const uint32_t resident = t->model->run.store->resident_of[s->tensor];
+    const uint32_t resident = msi_resident_read(t, s->tensor);
     const ms_dtype created = t->model->graph.tensors.items[s->tensor].view.dtype;
     if (resident != MSI_NONE) {
         const uint8_t format = t->program->ranges.items[resident].format;
@@ -21767,7 +21870,7 @@ static bool msi_stage_recompute(msi_trial *t) {
         const bool output = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
         const uint32_t reads = msi_op_reads(l, t->way, group);
         for (MSI_EACH(operand, g, l, group)) {
-            const uint32_t resident = store->resident_of[operand.tensor];
+            const uint32_t resident = msi_resident_read(t, operand.tensor);
             const bool read = reads >> operand.slot & 1;
             const bool apart = !read || msi_is_worked_in(g, l, group, operand.slot);
             msi_staged *s = msi_add_staged( // else one tensor in several slots has one memory

@@ -221,8 +221,14 @@ static void compare(bench_table *table, const char *name,
 // ------------------------------------------------------------------------------------------------
 // one long sequence, planned for the CPU or for CUDA
 
-static void plan_long(const nn_device *device, int64_t tokens, ms_switch tiling, bool keeps_scores,
-                      ms_memory_report *report) {
+/* The attention of a plan of the long sequence. */
+typedef struct long_attention {
+    bool keeps_scores;
+    int64_t head_groups; // 0: one
+} long_attention;
+
+static void plan_long(const nn_device *device, int64_t tokens, ms_switch tiling,
+                      long_attention attention, ms_memory_report *report) {
     nn_transformer_config shape;
     ms_config config;
     ms_model *model;
@@ -230,7 +236,8 @@ static void plan_long(const nn_device *device, int64_t tokens, ms_switch tiling,
     shape.context = tokens;
     shape.batch = 1;
     shape.sequence = tokens;
-    shape.save_scores = keeps_scores;
+    shape.save_scores = attention.keeps_scores;
+    shape.head_groups = attention.head_groups;
     memset(&config, 0, sizeof config);
     config.dry_run = true;
     config.mode = MS_MODE_AGGRESSIVE;
@@ -253,35 +260,47 @@ static uint64_t passing_bytes(const ms_memory_report *r) {
            r->peak_bytes[MS_CATEGORY_SAVED] + r->peak_bytes[MS_CATEGORY_WORKSPACE];
 }
 
+static void print_long(bench_table *table, const nn_device *device, const char *what,
+                       const ms_memory_report *whole, const ms_memory_report *tiled) {
+    char name[64];
+    snprintf(name, sizeof name, "long_%s_%s", device->name, what);
+    print_bytes(table, name, 0, passing_bytes(whole), passing_bytes(tiled));
+}
+
 /* The smallest plan in tiles beside the smallest of whole layers, and of whole layers whose attention
-   keeps its probabilities. */
-static void compare_long(bench_table *table, const nn_device *device, int64_t tokens) {
-    ms_memory_report whole, tiled, scores;
+   keeps its probabilities; and in tiles with the heads in groups. */
+static void compare_long(bench_table *table, const nn_device *device, int64_t tokens,
+                         int64_t head_groups) {
+    const long_attention online = {false, 0}, keeping = {true, 0}, grouped = {false, head_groups};
+    ms_memory_report whole, tiled, scores, groups;
     char what[64];
-    plan_long(device, tokens, MS_SWITCH_OFF, false, &whole);
-    plan_long(device, tokens, MS_SWITCH_ON, false, &tiled);
-    plan_long(device, tokens, MS_SWITCH_OFF, true, &scores);
-    snprintf(what, sizeof what, "long_%s_passing", device->name);
-    print_bytes(table, what, 0, passing_bytes(&whole), passing_bytes(&tiled));
-    snprintf(what, sizeof what, "long_%s_scores", device->name);
-    print_bytes(table, what, 0, passing_bytes(&scores), passing_bytes(&tiled));
+    plan_long(device, tokens, MS_SWITCH_OFF, online, &whole);
+    plan_long(device, tokens, MS_SWITCH_ON, online, &tiled);
+    plan_long(device, tokens, MS_SWITCH_OFF, keeping, &scores);
+    plan_long(device, tokens, MS_SWITCH_ON, grouped, &groups);
+    print_long(table, device, "passing", &whole, &tiled);
+    print_long(table, device, "scores", &scores, &tiled);
+    print_long(table, device, "head_groups", &whole, &groups);
     snprintf(what, sizeof what, "long_%s_arena", device->name);
     print_bytes(table, what, 0, whole.arena_bytes, tiled.arena_bytes);
+    snprintf(what, sizeof what, "long_%s_groups_arena", device->name);
+    print_bytes(table, what, 0, whole.arena_bytes, groups.arena_bytes);
 }
 
 int main(int argc, char **argv) {
     bool tsv = false;
-    int64_t rows = 2048, tile_rows = 256, repeats = 7, tokens = 32768;
+    int64_t rows = 2048, tile_rows = 256, repeats = 7, tokens = 32768, head_groups = 4;
     const bench_option options[] = {
         {"--tsv", "tab-separated output", &tsv, NULL, NULL},
         {"--rows", "tokens of the head", NULL, &rows, NULL},
         {"--tile", "rows of its tiles", NULL, &tile_rows, NULL},
         {"--repeats", "timed steps of each; 64 at most", NULL, &repeats, NULL},
         {"--tokens", "of the long sequence", NULL, &tokens, NULL},
+        {"--head-groups", "of its attention, in the rows head_groups", NULL, &head_groups, NULL},
     };
     bench_options(argc, argv,
                   "Layers in tiles of rows: bytes and time, beside those of whole layers.", options,
-                  5);
+                  (int)(sizeof options / sizeof options[0]));
     if (repeats > REPEATS_MAX) {
         fprintf(stderr, "more than %d repeats\n", (int)REPEATS_MAX);
         return 2;
@@ -289,7 +308,7 @@ int main(int argc, char **argv) {
     bench_table table = bench_table_begin(tsv, "what tile_rows untiled tiled ratio");
     compare(&table, "head", make_head, rows, tile_rows, (int)repeats);
     compare(&table, "mlp", make_mlp, 512, 64, (int)repeats);
-    compare_long(&table, nn_cpu(), tokens);
-    compare_long(&table, nn_cuda_dry(), tokens);
+    compare_long(&table, nn_cpu(), tokens, head_groups);
+    compare_long(&table, nn_cuda_dry(), tokens, head_groups);
     return 0;
 }

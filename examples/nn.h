@@ -164,6 +164,11 @@ typedef struct nn_transformer_config {
     float dropout; // 0: no dropout layers are registered
     nn_granularity granularity;
     bool save_scores; // keep the attention probabilities for backward; else compute them in tiles
+    /* The heads of a block in so many equal groups, one after the other, each with a qkv and a proj
+       layer of its own, named qkv0, proj0 and so on: only one group's queries, keys, values and their
+       gradients need to be in memory at a time. 0: one group, named qkv and proj. The initial
+       weights are drawn per group. Not with NN_BLOCKS. */
+    int64_t head_groups;
     /* 0: none; else every linear layer of a block has an adapter of this rank, and all other params
        are frozen. Not with NN_BLOCKS. */
     int64_t adapter_rank;
@@ -2666,11 +2671,15 @@ NN_API void nn_block_params(nn_net *net, const char *prefix, const nn_transforme
     const int64_t channels = config->channels;
     const float deviation = style->projection_deviation;
     nn_pair pair[6]; // in the order of the slots
+    memset(pair, 0, sizeof pair);
     if (!style->post_norm) {
         pair[0] = nn_layernorm_params(net, nn_join(prefix, "ln1").text, channels);
     }
-    pair[1] = nn_linear_params(net, nn_join(prefix, "qkv").text, channels, 3 * channels, 0.02f);
-    pair[2] = nn_linear_params(net, nn_join(prefix, "proj").text, channels, channels, deviation);
+    if (config->head_groups == 0) { // groups have params of their own
+        pair[1] = nn_linear_params(net, nn_join(prefix, "qkv").text, channels, 3 * channels, 0.02f);
+        pair[2] =
+            nn_linear_params(net, nn_join(prefix, "proj").text, channels, channels, deviation);
+    }
     pair[style->post_norm ? 0 : 3] =
         nn_layernorm_params(net, nn_join(prefix, style->post_norm ? "ln1" : "ln2").text, channels);
     pair[4] = nn_linear_params(net, nn_join(prefix, "fc").text, channels, 4 * channels, 0.02f);
@@ -2694,11 +2703,19 @@ typedef struct nn_builder {
     ms_tensor param[NN_P_COUNT];
 } nn_builder;
 
-NN_API ms_tensor nn_build_linear(const nn_builder *b, const char *name, int param, ms_tensor x) {
-    const nn_name whole = nn_join(b->prefix, name);
-    const ms_tensor y = nn_linear_tied(b->net, whole.text, x, b->param[param], b->param[param + 1]);
+/* The whole name of the layer tells it from those of other blocks. */
+NN_API ms_tensor nn_build_linear_of(const nn_builder *b, const char *whole, nn_pair pair,
+                                    ms_tensor x) {
+    const ms_tensor y = nn_linear_tied(b->net, whole, x, pair.weight, pair.bias);
     const int64_t rank = b->config->adapter_rank;
-    return rank > 0 ? nn_adapter(b->net, whole.text, x, y, rank) : y;
+    return rank > 0 ? nn_adapter(b->net, whole, x, y, rank) : y;
+}
+
+NN_API ms_tensor nn_build_linear(const nn_builder *b, const char *name, int param, ms_tensor x) {
+    nn_pair pair;
+    pair.weight = b->param[param];
+    pair.bias = b->param[param + 1];
+    return nn_build_linear_of(b, nn_join(b->prefix, name).text, pair, x);
 }
 
 NN_API ms_tensor nn_build_norm(const nn_builder *b, const char *name, int param, ms_tensor x) {
@@ -2706,13 +2723,72 @@ NN_API ms_tensor nn_build_norm(const nn_builder *b, const char *name, int param,
                              b->param[param + 1], b->style->epsilon);
 }
 
-NN_API ms_tensor nn_build_attend(const nn_builder *b, ms_tensor x) {
+/* "h0.qkv2" of the third group. */
+NN_API nn_name nn_group_name(const nn_builder *b, const char *part, int64_t group) {
+    nn_name name;
+    snprintf(name.text, sizeof name.text, "%s.%s%lld", b->prefix, part, (long long)group);
+    return name;
+}
+
+/* The heads of a group: what they add to the projection of all. Only the first group has a bias in
+   that projection. */
+NN_API ms_tensor nn_build_heads(const nn_builder *b, int64_t group, ms_tensor x) {
+    const nn_transformer_config *config = b->config;
+    const int64_t channels = config->channels / config->head_groups;
+    const nn_name qkv_name = nn_group_name(b, "qkv", group);
+    const nn_name proj_name = nn_group_name(b, "proj", group);
+    const ms_tensor none = {0};
+    const ms_tensor qkv = nn_build_linear_of(
+        b, qkv_name.text,
+        nn_linear_params(b->net, qkv_name.text, config->channels, 3 * channels, 0.02f), x);
+    const ms_tensor attention =
+        nn_attention(b->net, nn_group_name(b, "attention", group).text, qkv,
+                     config->heads / config->head_groups, b->style->causal, config->save_scores);
+    const float deviation = b->style->projection_deviation;
+    nn_pair proj;
+    if (group == 0) {
+        proj = nn_linear_params(b->net, proj_name.text, channels, config->channels, deviation);
+    } else {
+        proj.weight = nn_param(b->net, nn_join(proj_name.text, "weight").text,
+                               ms_shape2(config->channels, channels), NN_INIT_NORMAL, deviation);
+        proj.bias = none;
+    }
+    return nn_build_linear_of(b, proj_name.text, proj, attention);
+}
+
+NN_API ms_tensor nn_build_dropout1(const nn_builder *b, ms_tensor proj) {
+    return nn_dropout(b->net, nn_join(b->prefix, "dropout1").text, proj, b->config->dropout);
+}
+
+/* residual + what all groups of heads make of x. The groups add to the residual one after the other,
+   so that backward has one gradient of all these sums; but what dropout is for must be summed up
+   first. */
+NN_API ms_tensor nn_build_head_groups(const nn_builder *b, ms_tensor residual, ms_tensor x) {
+    const int64_t groups = b->config->head_groups;
+    if (groups < 1 || b->config->heads % groups != 0 || b->config->channels % groups != 0) {
+        return nn_refuse(b->net, "nn: heads must be a multiple of head_groups");
+    }
+    const bool drops = b->config->dropout > 0.0f;
+    ms_tensor sum = drops ? nn_build_heads(b, 0, x) : residual;
+    for (int64_t i = drops ? 1 : 0; i < groups; i++) {
+        sum = nn_add(b->net, nn_group_name(b, "sum", i).text, sum, nn_build_heads(b, i, x));
+    }
+    return !drops ? sum
+                  : nn_add(b->net, nn_join(b->prefix, "add1").text, residual,
+                           nn_build_dropout1(b, sum));
+}
+
+/* residual + attention of x. */
+NN_API ms_tensor nn_build_attend(const nn_builder *b, ms_tensor residual, ms_tensor x) {
+    if (b->config->head_groups != 0) {
+        return nn_build_head_groups(b, residual, x);
+    }
     const ms_tensor qkv = nn_build_linear(b, "qkv", NN_P_QKV, x);
     const ms_tensor attention =
         nn_attention(b->net, nn_join(b->prefix, "attention").text, qkv, b->config->heads,
                      b->style->causal, b->config->save_scores);
     const ms_tensor proj = nn_build_linear(b, "proj", NN_P_PROJ, attention);
-    return nn_dropout(b->net, nn_join(b->prefix, "dropout1").text, proj, b->config->dropout);
+    return nn_add(b->net, nn_join(b->prefix, "add1").text, residual, nn_build_dropout1(b, proj));
 }
 
 NN_API ms_tensor nn_build_mlp(const nn_builder *b, ms_tensor x) {
@@ -2724,16 +2800,15 @@ NN_API ms_tensor nn_build_mlp(const nn_builder *b, ms_tensor x) {
 }
 
 NN_API ms_tensor nn_build_operators(const nn_builder *b, ms_tensor x) {
-    const nn_name add1 = nn_join(b->prefix, "add1");
     const nn_name add2 = nn_join(b->prefix, "add2");
     if (b->style->post_norm) {
-        const ms_tensor sum1 = nn_add(b->net, add1.text, x, nn_build_attend(b, x));
+        const ms_tensor sum1 = nn_build_attend(b, x, x);
         const ms_tensor norm1 = nn_build_norm(b, "ln1", NN_P_NORM1, sum1);
         const ms_tensor sum2 = nn_add(b->net, add2.text, norm1, nn_build_mlp(b, norm1));
         return nn_build_norm(b, "ln2", NN_P_NORM2, sum2);
     }
     const ms_tensor norm1 = nn_build_norm(b, "ln1", NN_P_NORM1, x);
-    const ms_tensor sum1 = nn_add(b->net, add1.text, x, nn_build_attend(b, norm1));
+    const ms_tensor sum1 = nn_build_attend(b, x, norm1);
     const ms_tensor norm2 = nn_build_norm(b, "ln2", NN_P_NORM2, sum1);
     return nn_add(b->net, add2.text, sum1, nn_build_mlp(b, norm2));
 }
@@ -2782,8 +2857,9 @@ NN_API ms_tensor nn_build_block(const nn_builder *b, ms_tensor x) {
     if (shape.rank != 3 || config->heads < 1 || config->channels % config->heads != 0) {
         return nn_refuse(b->net, "nn: channels must be a multiple of heads");
     }
-    if (config->adapter_rank > 0) {
-        return nn_refuse(b->net, "nn: a block that is one layer has no adapters");
+    if (config->adapter_rank > 0 || config->head_groups != 0) {
+        return nn_refuse(b->net,
+                         "nn: a block that is one layer has no adapters or groups of heads");
     }
     const ms_shape qkv = nn_with_last(shape, 3 * config->channels);
     const nn_attention_size attention = nn_attention_size_of(qkv, config->heads, style->causal);

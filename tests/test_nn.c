@@ -2219,9 +2219,7 @@ static void u_check(u_way way) {
         }
         u_near(&nets[0], &nets[1], nets[0].losses, nets[1].losses, "losses of eval");
     }
-    if (!way.debug || way.dtype == MS_DTYPE_F32) {
-        u_verify(&nets[1]);
-    }
+    u_verify(&nets[1]);
     u_stop(&nets[0]);
     u_stop(&nets[1]);
 }
