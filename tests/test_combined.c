@@ -321,10 +321,38 @@ static void fewer_techniques_are_not_better(void **state) {
     }
 }
 
+/* What the error of a budget that is too small calls the smallest is what ms_smallest_budget says,
+   and that budget and all above it have a plan. */
+static void budgets_from_the_smallest_on_have_plans(void **state) {
+    (void)state;
+    const uint64_t end = end_seed(20, GRAPHS);
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        uint64_t plain;
+        char number[32];
+        ms_config config = all_techniques();
+        const uint64_t smallest = smallest_of(seed, config, &plain);
+        snprintf(number, sizeof number, "(%llu bytes)", (unsigned long long)smallest);
+        for (uint64_t k = 0; k < 8; ++k) {
+            const uint64_t budget = smallest + (plain - smallest) * k / 16;
+            if (!(planned_us(seed, config, budget) > 0.0)) {
+                fail_msg("MEMSCALE_TEST_SEED=%llu: smallest %llu, but no plan in %llu",
+                         (unsigned long long)seed, (unsigned long long)smallest,
+                         (unsigned long long)budget);
+            }
+        }
+        config.memory_budget_bytes = smallest - 1;
+        ms_model *m = random_model(seed, config);
+        t_error(m, ms_wrap(m), MS_RESULT_BUDGET);
+        t_text_has(ms_last_error(m), number);
+        ms_destroy(m);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(plans_are_close_to_the_best_of_all),
         cmocka_unit_test(fewer_techniques_are_not_better),
+        cmocka_unit_test(budgets_from_the_smallest_on_have_plans),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1897,6 +1897,147 @@ static void test_granularity(void **state) {
     }
 }
 
+typedef struct h_part {
+    int64_t row, rows, column, columns; // in the matrix of all heads
+} h_part;
+
+/* What a param of a group of heads is in that of all: up to three parts, one below the other. The
+   shape of the whole is rows x columns; a vector has one column. */
+static int h_parts(const nn_transformer_config *c, const char *kind, bool weight, int64_t group,
+                   h_part part[3]) {
+    const int64_t channels = c->channels;
+    const int64_t share = channels / c->head_groups;
+    const int64_t columns = weight ? channels : 1;
+    if (strcmp(kind, "qkv") == 0) { // queries, keys, values of these heads
+        for (int k = 0; k < 3; k++) {
+            const h_part at = {k * channels + group * share, share, 0, columns};
+            part[k] = at;
+        }
+        return 3;
+    }
+    const h_part columns_of = {0, channels, weight ? group * share : 0, weight ? share : 1};
+    part[0] = columns_of;
+    return 1;
+}
+
+/* The param of all heads that one of a group is a part of, or NULL. */
+static const nn_param_info *h_whole(const m_net *all, const char *name, char kind[8],
+                                    int64_t *group) {
+    char block[16], rest[32], whole[64];
+    long long number = 0;
+    if (sscanf(name, "%15[^.].%7[a-z]%lld.%31s", block, kind, &number, rest) != 4 ||
+        (strcmp(kind, "qkv") != 0 && strcmp(kind, "proj") != 0)) {
+        return NULL;
+    }
+    snprintf(whole, sizeof whole, "%s.%s.%s", block, kind, rest);
+    *group = number;
+    for (int64_t i = 0; i < nn_param_count(all->net); i++) {
+        if (strcmp(nn_param_at(all->net, i)->name, whole) == 0) {
+            return nn_param_at(all->net, i);
+        }
+    }
+    fail_msg("no param %s", whole);
+    return NULL;
+}
+
+/* The values of all heads that are those of this param of a group, from a tensor of the whole. */
+static float *h_take(const m_net *all, const nn_transformer_config *c, const nn_param_info *whole,
+                     ms_tensor tensor, const char *kind, int64_t group) {
+    const bool weight = strstr(whole->name, ".weight") != NULL;
+    float *from = c_floats(ms_tensor_count(all->model, tensor));
+    float *to = c_floats(ms_tensor_count(all->model, tensor));
+    h_part part[3];
+    int64_t next = 0;
+    t_ok(all->model, ms_read(all->model, tensor, from));
+    const int count = h_parts(c, kind, weight, group, part);
+    for (int k = 0; k < count; k++) {
+        for (int64_t i = 0; i < part[k].rows; i++) {
+            for (int64_t j = 0; j < part[k].columns; j++) {
+                to[next++] =
+                    from[(part[k].row + i) * (weight ? c->channels : 1) + part[k].column + j];
+            }
+        }
+    }
+    free(from);
+    return to;
+}
+
+static float *h_values(const m_net *all, const m_net *groups, int64_t i, bool gradient) {
+    char kind[8] = "";
+    int64_t group = 0;
+    const nn_param_info *p = nn_param_at(groups->net, i);
+    const nn_param_info *whole = h_whole(all, p->name, kind, &group);
+    if (whole) {
+        return h_take(all, &groups->config, whole,
+                      gradient ? ms_gradient(all->model, whole->tensor) : whole->tensor, kind,
+                      group);
+    }
+    for (int64_t k = 0; k < nn_param_count(all->net); k++) {
+        const nn_param_info *same = nn_param_at(all->net, k);
+        if (strcmp(same->name, p->name) == 0) {
+            const ms_tensor tensor =
+                gradient ? ms_gradient(all->model, same->tensor) : same->tensor;
+            float *values = c_floats(ms_tensor_count(all->model, tensor));
+            t_ok(all->model, ms_read(all->model, tensor, values));
+            return values;
+        }
+    }
+    fail_msg("no param %s", p->name);
+    return NULL;
+}
+
+static void h_near(const m_net *n, ms_tensor tensor, const float *expected, const char *name) {
+    const uint64_t count = ms_tensor_count(n->model, tensor);
+    float *values = c_floats(count);
+    double largest = 0.0;
+    t_ok(n->model, ms_read(n->model, tensor, values));
+    for (uint64_t i = 0; i < count; i++) {
+        largest = fmax(largest, fabs((double)expected[i]));
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        if (!(fabs((double)values[i] - (double)expected[i]) <= 1e-5 * largest + 1e-7)) {
+            fail_msg("%s[%d] is %.9g, with all heads together %.9g", name, (int)i,
+                     (double)values[i], (double)expected[i]);
+        }
+    }
+    free(values);
+}
+
+/* Groups of heads with the weights of all heads together: the same losses and gradients, but for the
+   order of sums. */
+static void test_head_groups(void **state) {
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        const bool bert = (i & 1) != 0;
+        nn_transformer_config config = m_config(NN_OPERATORS, 0.0f);
+        m_net all, groups;
+        m_start(&all, bert, &config);
+        config.head_groups = (i & 2) != 0 ? config.heads : 1;
+        m_start(&groups, bert, &config);
+        for (int64_t k = 0; k < nn_param_count(groups.net); k++) {
+            float *values = h_values(&all, &groups, k, false);
+            t_ok(groups.model, ms_write(groups.model, nn_param_at(groups.net, k)->tensor, values));
+            free(values);
+        }
+        t_ok(all.model, ms_forward(all.model, NULL));
+        t_ok(groups.model, ms_forward(groups.model, NULL));
+        t_ok(all.model, ms_backward(all.model));
+        t_ok(groups.model, ms_backward(groups.model));
+        float *losses = c_floats(ms_tensor_count(all.model, all.t.losses));
+        t_ok(all.model, ms_read(all.model, all.t.losses, losses));
+        h_near(&groups, groups.t.losses, losses, "losses");
+        free(losses);
+        for (int64_t k = 0; k < nn_param_count(groups.net); k++) {
+            const nn_param_info *p = nn_param_at(groups.net, k);
+            float *values = h_values(&all, &groups, k, true);
+            h_near(&groups, ms_gradient(groups.model, p->tensor), values, p->name);
+            free(values);
+        }
+        m_stop(&all);
+        m_stop(&groups);
+    }
+}
+
 /* With dropout: the loss along a random direction in the space of all params changes as the
    gradients say. The mask is that of the first step each time. */
 static double m_loss_along(bool bert, const nn_transformer_config *config, float step,
@@ -1934,10 +2075,10 @@ static double m_loss_along(bool bert, const nn_transformer_config *config, float
 
 static void test_model_slope(void **state) {
     (void)state;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 6; i++) {
         const bool bert = (i & 1) != 0;
-        const nn_transformer_config config =
-            m_config((i & 2) != 0 ? NN_BLOCKS : NN_OPERATORS, 0.2f);
+        nn_transformer_config config = m_config((i & 2) != 0 ? NN_BLOCKS : NN_OPERATORS, 0.2f);
+        config.head_groups = i >= 4 ? config.heads : 0;
         const float step = 1e-3f;
         double slope = 0.0;
         double ignored = 0.0;
@@ -2008,7 +2149,15 @@ static void test_model_dropout(void **state) {
 // models in tiles: losses and gradients near those of the plain plan, whose sums over rows have
 // another order
 
-typedef enum u_kind { U_GPT2, U_GPT2_BLOCKS, U_BERT, U_BERT_BLOCKS, U_CNN, U_KINDS } u_kind;
+typedef enum u_kind {
+    U_GPT2,
+    U_GPT2_BLOCKS,
+    U_GPT2_GROUPS, // of heads
+    U_BERT,
+    U_BERT_BLOCKS,
+    U_CNN,
+    U_KINDS
+} u_kind;
 
 enum { U_BATCH = 8, U_TOKENS = 32, U_SIDE = 10, U_CLASSES = 211 };
 
@@ -2035,6 +2184,7 @@ static void u_transformer(u_net *n) {
     nn_transformer_config shape = m_config(NN_OPERATORS, 0.2f);
     const bool blocks = n->way.kind == U_GPT2_BLOCKS || n->way.kind == U_BERT_BLOCKS;
     shape.granularity = blocks ? NN_BLOCKS : NN_OPERATORS;
+    shape.head_groups = n->way.kind == U_GPT2_GROUPS ? shape.heads : 0;
     shape.vocabulary = U_CLASSES;
     shape.context = U_TOKENS + 3;
     shape.channels = 40;
@@ -2812,6 +2962,36 @@ static void test_refusals(void **state) {
     nn_destroy(NULL);
 }
 
+static void test_refused_transformers(void **state) {
+    static const struct {
+        nn_granularity granularity;
+        int64_t head_groups, adapter_rank;
+        const char *text;
+    } cases[] = {
+        {NN_OPERATORS, 2, 0, "multiple of head_groups"}, // of 5 heads
+        {NN_OPERATORS, -1, 0, "multiple of head_groups"},
+        {NN_OPERATORS, 25, 0, "multiple of head_groups"},
+        {NN_BLOCKS, 5, 0, "groups of heads"},
+        {NN_BLOCKS, 0, 2, "adapters"},
+    };
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        nn_transformer_config shape = m_config(cases[i].granularity, 0.0f);
+        ms_config config = t_device_config();
+        ms_model *model = NULL;
+        assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
+        nn_net *net = nn_create_on(model, t_nn_device());
+        assert_non_null(net);
+        shape.head_groups = cases[i].head_groups;
+        shape.adapter_rank = cases[i].adapter_rank;
+        (void)nn_gpt2(net, &shape);
+        t_error(model, ms_wrap(model), MS_RESULT_INVALID);
+        t_text_has(ms_last_error(model), cases[i].text);
+        ms_destroy(model);
+        nn_destroy(net);
+    }
+}
+
 /* A kernel cannot return an error: what it makes is NaN. */
 static void m_expect_index_error(m_net *n, ms_tensor ids, int32_t value, bool wrong) {
     const ms_result error = t_on_cpu ? MS_RESULT_CALLBACK : MS_RESULT_NONFINITE;
@@ -2871,6 +3051,7 @@ int main(void) {
         cmocka_unit_test(test_reshape),
         cmocka_unit_test(test_granularity),
         cmocka_unit_test(test_model_slope),
+        cmocka_unit_test(test_head_groups),
         cmocka_unit_test(test_debug_in_half),
         cmocka_unit_test(test_model_dropout),
         cmocka_unit_test(test_model_tiles),
@@ -2884,6 +3065,7 @@ int main(void) {
         cmocka_unit_test(test_frozen),
         cmocka_unit_test(test_lent),
         cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_refused_transformers),
         cmocka_unit_test(test_index_errors),
 #ifdef T_CUDA
         cmocka_unit_test(test_recorded_steps),
