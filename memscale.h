@@ -17678,10 +17678,15 @@ enum {
     MSI_GROUPING_TRIES = 8, // groups for one peak
     MSI_GROUPING_TILES = 16,
     MSI_GROUPING_WORK = 1 << 20, // layers that are lowered
-    MSI_GROUPING_SMALL = 8,      // layers of a graph of which all roundings are tried
+    MSI_GROUPING_SMALL = 8,      // layers of a graph of which nothing is left out
     MSI_GROUPING_SETS = 2,       // of a larger graph, from each plan
     MSI_GROUPING_GAIN = 1024     // a set has at least so much less of its bytes
 };
+
+/* Whether there is time for all combinations of roundings and groups. */
+static bool msi_is_small(const msi_graph *g) {
+    return g->layers.count <= MSI_GROUPING_SMALL;
+}
 
 typedef struct msi_window {
     uint32_t first, end;
@@ -17957,7 +17962,7 @@ static void msi_add_fewer_tiles(const msi_grouping *c, msi_tilings *to, uint32_t
 
 /* Finds the sets from one plan on. */
 static void msi_find_tilings_from(msi_grouping *c, bool squeezed, msi_tilings *found) {
-    const bool is_small = c->graph->layers.count <= MSI_GROUPING_SMALL;
+    const bool is_small = msi_is_small(c->graph);
     const uint32_t more = is_small ? (uint32_t)MSI_MOST_TILINGS : (uint32_t)MSI_GROUPING_SETS;
     const uint32_t most =
         found->count + more < MSI_MOST_TILINGS ? found->count + more : (uint32_t)MSI_MOST_TILINGS;
@@ -17997,7 +18002,7 @@ static void msi_grouping_free(msi_grouping *c) {
 /* Finds the sets; `roundings` is a mask of those that plans may use. */
 static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings *found) {
     const msi_graph *g = search->scorer->graph;
-    const uint32_t first = g->layers.count <= MSI_GROUPING_SMALL ? 0 : roundings;
+    const uint32_t first = msi_is_small(g) ? 0 : roundings;
     msi_grouping c;
     if (!msi_grouping_init(&c, search)) {
         return;
@@ -18009,7 +18014,7 @@ static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings
             msi_find_tilings_from(&c, false, found);
         }
     }
-    const uint32_t sets = g->layers.count <= MSI_GROUPING_SMALL ? found->count : 0;
+    const uint32_t sets = msi_is_small(g) ? found->count : 0;
     for (uint32_t set = 1; set <= sets; set++) {
         msi_add_fewer_tiles(&c, found, set);
     }
@@ -18192,15 +18197,11 @@ static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
     return r->goal != MSI_GOAL_ANY && (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
 }
 
-enum {
-    MSI_LISTS_LAYERS = 24
-}; // of a graph of which nothing is left out that could have the best plan
-
 /* Whether a plan of a large graph has to move params or their state, for which others there is no
    time: without that, these alone are over the budget. */
 static bool msi_has_to_move(const msi_scorer *s, const msi_search *search,
                             const msi_tensor_decision *decisions) {
-    if (!search->may_move || s->graph->layers.count <= MSI_LISTS_LAYERS) {
+    if (!search->may_move || msi_is_small(s->graph)) {
         return false;
     }
     (void)msi_estimate(s, decisions);
@@ -18245,7 +18246,7 @@ typedef struct msi_rounding {
     bool is_worse;        // another list begins no slower and with no more bytes
 } msi_rounding;
 
-enum { MSI_LISTS = MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1), MSI_REGROUPINGS = 4 };
+enum { MSI_LISTS = MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1), MSI_REGROUPINGS = 2 };
 
 static void msi_begin_rounding(msi_search *search, uint32_t mask, uint32_t tiling,
                                msi_tensor_decision *decisions) {
@@ -18388,7 +18389,7 @@ static void msi_search_unrounded(const msi_solver *s, msi_greedy *plain) {
    that fits: state in F32 moves in smaller parts than codes do. A large graph has no time for these,
    nor for lists whose plans are hardly ever smaller than the best so far. */
 static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
-    const bool is_large = search->scorer->graph->layers.count > MSI_LISTS_LAYERS;
+    const bool is_large = !msi_is_small(search->scorer->graph);
     const uint64_t least = search->found ? search->best_score.bytes : UINT64_MAX;
     return search->fits ? r->is_worse || r->bound_us >= search->best_score.us ||
                               (is_large && msi_is_too_large(r, search->budget))

@@ -219,19 +219,40 @@ static void compare(bench_table *table, const char *name,
 }
 
 // ------------------------------------------------------------------------------------------------
-// one long sequence, planned for the CPU or for CUDA
+// one long sequence, planned for this CPU, and for an RTX 3090, where plans may offload
 
-/* The attention of a plan of the long sequence. */
+/* The attention of the long sequence. */
 typedef struct long_attention {
     bool keeps_scores;
     int64_t head_groups; // 0: one
 } long_attention;
 
-static void plan_long(const nn_device *device, int64_t tokens, ms_switch tiling,
-                      long_attention attention, ms_memory_report *report) {
+/* Bytes of a smallest plan: of activations, their gradients, saved tensors and workspace, where the
+   arena is fullest and at the most in a step. */
+typedef struct long_plan {
+    uint64_t at_peak, most, arena;
+} long_plan;
+
+static uint64_t passing_bytes(const uint64_t bytes_of[MS_CATEGORY_COUNT]) {
+    return bytes_of[MS_CATEGORY_ACTIVATION] + bytes_of[MS_CATEGORY_ACTIVATION_GRADIENT] +
+           bytes_of[MS_CATEGORY_SAVED] + bytes_of[MS_CATEGORY_WORKSPACE];
+}
+
+static void see_most(const ms_event *e, void *user) {
+    uint64_t *most = (uint64_t *)user;
+    const uint64_t bytes = passing_bytes(e->live_bytes_of);
+    *most = bytes > *most ? bytes : *most;
+}
+
+/* gpu: NULL for this CPU. */
+static long_plan plan_long(const ms_hardware *gpu, int64_t tokens, ms_switch tiling,
+                           long_attention attention) {
     nn_transformer_config shape;
     ms_config config;
+    ms_memory_report report;
     ms_model *model;
+    long_plan plan;
+    memset(&plan, 0, sizeof plan);
     bench_shape("gpt2-124M", &shape);
     shape.context = tokens;
     shape.batch = 1;
@@ -247,44 +268,46 @@ static void plan_long(const nn_device *device, int64_t tokens, ms_switch tiling,
     if (ms_create(&config, &model) != MS_RESULT_OK) {
         bench_stop("no memory");
     }
-    nn_net *owner = nn_create_on(model, device);
+    if (gpu) {
+        ms_set_hardware(model, gpu);
+    }
+    nn_net *owner = nn_create_on(model, gpu ? nn_cuda_dry() : nn_cpu());
+    nn_half_gradients(owner, gpu != NULL);
     nn_gpt2(owner, &shape);
     bench_check(model, ms_wrap(model));
-    bench_check(model, ms_report(model, report));
+    bench_check(model, ms_report(model, &report));
+    bench_check(model, ms_visit_events(model, MS_PROGRAM_TRAIN, see_most, &plan.most));
+    plan.at_peak = passing_bytes(report.peak_bytes);
+    plan.arena = report.arena_bytes;
     ms_destroy(model);
     nn_destroy(owner);
+    return plan;
 }
 
-static uint64_t passing_bytes(const ms_memory_report *r) {
-    return r->peak_bytes[MS_CATEGORY_ACTIVATION] + r->peak_bytes[MS_CATEGORY_ACTIVATION_GRADIENT] +
-           r->peak_bytes[MS_CATEGORY_SAVED] + r->peak_bytes[MS_CATEGORY_WORKSPACE];
-}
-
-static void print_long(bench_table *table, const nn_device *device, const char *what,
-                       const ms_memory_report *whole, const ms_memory_report *tiled) {
+/* A plan in tiles beside one of whole layers. */
+static void print_long(bench_table *table, const char *device, const char *what, long_plan whole,
+                       long_plan tiled) {
     char name[64];
-    snprintf(name, sizeof name, "long_%s_%s", device->name, what);
-    print_bytes(table, name, 0, passing_bytes(whole), passing_bytes(tiled));
+    snprintf(name, sizeof name, "long_%s_%s_at_peak", device, what);
+    print_bytes(table, name, 0, whole.at_peak, tiled.at_peak);
+    snprintf(name, sizeof name, "long_%s_%s_most", device, what);
+    print_bytes(table, name, 0, whole.most, tiled.most);
+    snprintf(name, sizeof name, "long_%s_%s_arena", device, what);
+    print_bytes(table, name, 0, whole.arena, tiled.arena);
 }
 
-/* The smallest plan in tiles beside the smallest of whole layers, and of whole layers whose attention
-   keeps its probabilities; and in tiles with the heads in groups. */
-static void compare_long(bench_table *table, const nn_device *device, int64_t tokens,
-                         int64_t head_groups) {
+/* The smallest plan in tiles, and in tiles with the heads in groups, beside the smallest of whole
+   layers; and in tiles beside whole layers whose attention keeps its probabilities. */
+static void compare_long(bench_table *table, const char *device, const ms_hardware *gpu,
+                         int64_t tokens, int64_t head_groups) {
     const long_attention online = {false, 0}, keeping = {true, 0}, grouped = {false, head_groups};
-    ms_memory_report whole, tiled, scores, groups;
-    char what[64];
-    plan_long(device, tokens, MS_SWITCH_OFF, online, &whole);
-    plan_long(device, tokens, MS_SWITCH_ON, online, &tiled);
-    plan_long(device, tokens, MS_SWITCH_OFF, keeping, &scores);
-    plan_long(device, tokens, MS_SWITCH_ON, grouped, &groups);
-    print_long(table, device, "passing", &whole, &tiled);
-    print_long(table, device, "scores", &scores, &tiled);
-    print_long(table, device, "head_groups", &whole, &groups);
-    snprintf(what, sizeof what, "long_%s_arena", device->name);
-    print_bytes(table, what, 0, whole.arena_bytes, tiled.arena_bytes);
-    snprintf(what, sizeof what, "long_%s_groups_arena", device->name);
-    print_bytes(table, what, 0, whole.arena_bytes, groups.arena_bytes);
+    const long_plan whole = plan_long(gpu, tokens, MS_SWITCH_OFF, online);
+    const long_plan tiled = plan_long(gpu, tokens, MS_SWITCH_ON, online);
+    const long_plan groups = plan_long(gpu, tokens, MS_SWITCH_ON, grouped);
+    const long_plan scores = plan_long(gpu, tokens, MS_SWITCH_OFF, keeping);
+    print_long(table, device, "tiles", whole, tiled);
+    print_long(table, device, "groups", whole, groups);
+    print_long(table, device, "scores", scores, tiled);
 }
 
 int main(int argc, char **argv) {
@@ -296,7 +319,7 @@ int main(int argc, char **argv) {
         {"--tile", "rows of its tiles", NULL, &tile_rows, NULL},
         {"--repeats", "timed steps of each; 64 at most", NULL, &repeats, NULL},
         {"--tokens", "of the long sequence", NULL, &tokens, NULL},
-        {"--head-groups", "of its attention, in the rows head_groups", NULL, &head_groups, NULL},
+        {"--head-groups", "of its attention, in the rows groups", NULL, &head_groups, NULL},
     };
     bench_options(argc, argv,
                   "Layers in tiles of rows: bytes and time, beside those of whole layers.", options,
@@ -308,7 +331,7 @@ int main(int argc, char **argv) {
     bench_table table = bench_table_begin(tsv, "what tile_rows untiled tiled ratio");
     compare(&table, "head", make_head, rows, tile_rows, (int)repeats);
     compare(&table, "mlp", make_mlp, 512, 64, (int)repeats);
-    compare_long(&table, nn_cpu(), tokens, head_groups);
-    compare_long(&table, nn_cuda_dry(), tokens, head_groups);
+    compare_long(&table, "cpu", NULL, tokens, head_groups);
+    compare_long(&table, "3090", ms_hardware_find("RTX 3090"), tokens, head_groups);
     return 0;
 }
