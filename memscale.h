@@ -1572,10 +1572,12 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
 
 /* The smallest budget that ms_wrap would accept with the present switches (with auto_policy, in any
    mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET.
-   One byte less is refused. A larger budget never makes the predicted step slower, and a smaller
-   one never makes the arena larger; with offloading, where times rise and fall along the plans that
-   are tried, the first holds within about 2 %, with accumulation within about 7 %. Exception: a plan with optimizer state in 8 bits may
-   be faster than the plan for a larger budget that does without. */
+   One byte less is refused, all above is accepted. A larger budget never makes the predicted step
+   slower, and a smaller one never makes the arena larger; with offloading, where times rise and
+   fall along the plans that are tried, the first holds within about 2 %, with accumulation within
+   about 7 %, and where graphs of more than 8 layers may be in tiles or in 16 bits, both hold
+   nearly. Exception: a plan with optimizer state in 8 bits may be faster than the plan for a larger
+   budget that does without. */
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
 /* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches,

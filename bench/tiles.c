@@ -312,7 +312,7 @@ static void compare_long(bench_table *table, const char *device, const ms_hardwa
 
 int main(int argc, char **argv) {
     bool tsv = false;
-    int64_t rows = 2048, tile_rows = 256, repeats = 7, tokens = 32768, head_groups = 4;
+    int64_t rows = 2048, tile_rows = 256, repeats = 7, tokens = 32768, head_groups = 6;
     const bench_option options[] = {
         {"--tsv", "tab-separated output", &tsv, NULL, NULL},
         {"--rows", "tokens of the head", NULL, &rows, NULL},
