@@ -606,7 +606,7 @@ static void test_json(void **state) {
     static const char *const runs[] = {
         "--json --layers 2", "--json --model bert-large --layers 3 --gpu H200",
         "--json --model llama2-7B --gpu 24G --offload off",
-        "--json --model gpt2-1558M --batch 199 --gpu 3090 --offload off",
+        "--json --model gpt2-355M --layers 2 --batch 1999 --gpu 4G --offload off",
         "--json --family llama --layers 3 --channels 96 --heads 6 --kv-heads 2 --precision tf32"};
     for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
         run_words(&p, runs[i]);

@@ -405,7 +405,7 @@ static void room_is_given_back(void **state) {
 }
 
 /* With accumulation too, a smaller budget gets no larger arena. Its step may be faster: room is given
-   back from the best plans that were found, not from all. Of 60 chains, eight have such steps, by up
+   back from the best plans that were found, not from all. Of 60 chains, half have such steps, by up
    to 7 %. */
 static void budgets_with_accumulation_are_monotone(void **state) {
     (void)state;
