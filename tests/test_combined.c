@@ -121,7 +121,9 @@ static void census_values(census *c) {
             const bool fixed = c->base[c->values[k]].pass > 0; // inner values of tiles
             changes &= !fixed || left % 3 == 0;
             d->pass = left % 3 == 1 ? 1 : d->pass;
-            d->moves = left % 3 == 2 ? MSI_MOVES_VALUE : d->moves;
+            if (left % 3 == 2) {
+                d->moves = MSI_MOVES_VALUE;
+            }
         }
         if (changes) {
             census_try(c);

@@ -322,7 +322,7 @@ typedef struct head {
     ms_model *model;
     ms_tensor in, mid, logits, loss, target, w0, w1;
     ms_layer first, second, last;
-    lie lie;
+    lie tells;
 } head;
 
 /* out = in W, and, of the second layer, what the lie adds to it. */
@@ -331,7 +331,7 @@ static int head_product(const ms_call *call) {
     const ms_matrix in = ms_matrix_of(&call->in[0]), out = ms_matrix_of(&call->out[0]);
     const float *x = t_data(&call->in[0]), *w = t_data(&call->param[0]);
     const bool wide = out.cols == HEAD_OUT;
-    const int64_t rows = wide && h->lie == KEEPS_SIZES ? HEAD_ROWS : out.rows;
+    const int64_t rows = wide && h->tells == KEEPS_SIZES ? (int64_t)HEAD_ROWS : out.rows;
     float sum = 0.0f;
     for (int64_t i = 0; i < in.rows * in.cols; ++i) {
         sum += x[i];
@@ -340,11 +340,11 @@ static int head_product(const ms_call *call) {
         for (int64_t c = 0; c < out.cols; ++c) {
             float y = 0.0f;
             for (int64_t k = 0; k < in.cols; ++k) {
-                const int64_t row = wide && h->lie == READS_NEXT_ROW ? (r + 1) % HEAD_ROWS : r;
+                const int64_t row = wide && h->tells == READS_NEXT_ROW ? (r + 1) % HEAD_ROWS : r;
                 y += x[row * in.cols + k] * w[k * out.cols + c];
             }
-            y += wide && h->lie == COUNTS_FROM_0 ? (float)r : 0.0f;
-            y += wide && h->lie == IS_A_MEAN ? sum / (float)in.rows : 0.0f;
+            y += wide && h->tells == COUNTS_FROM_0 ? (float)r : 0.0f;
+            y += wide && h->tells == IS_A_MEAN ? sum / (float)in.rows : 0.0f;
             t_data(&call->out[0])[r * out.cols + c] = y;
         }
     }
@@ -356,7 +356,7 @@ static int head_product_backward(const ms_call *call) {
     const ms_matrix in = ms_matrix_of(&call->in[0]), dy = ms_matrix_of(&call->grad_out[0]);
     const float *x = t_data(&call->in[0]), *w = t_data(&call->param[0]);
     const float *d = t_data(&call->grad_out[0]);
-    const bool forgets = dy.cols == HEAD_OUT && h->lie == DROPS_OTHER_SUMS;
+    const bool forgets = dy.cols == HEAD_OUT && h->tells == DROPS_OTHER_SUMS;
     for (int64_t k = 0; k < in.cols; ++k) {
         for (int64_t c = 0; c < dy.cols; ++c) {
             float sum = 0.0f;
@@ -410,7 +410,7 @@ static int head_loss_backward(const ms_call *call) {
 
 static void head_create(head *h, const ms_config *config, lie told) {
     memset(h, 0, sizeof *h);
-    h->lie = told;
+    h->tells = told;
     t_ok(h->model, ms_create(config, &h->model));
     ms_model *m = h->model;
     ms_layer_desc d;
@@ -567,7 +567,7 @@ static void a_forward_given_up_is_told(void **state) {
 static void layers_that_lie_about_rows_are_named(void **state) {
     (void)state;
     static const struct {
-        lie lie;
+        lie told;
         const char *text;
     } lies[] = {{READS_NEXT_ROW, "out[0]"},
                 {KEEPS_SIZES, ""},
@@ -579,8 +579,8 @@ static void layers_that_lie_about_rows_are_named(void **state) {
             head h;
             ms_config config = t_config();
             config.debug = true;
-            head_create(&h, &config, lies[k].lie);
-            if (forced && lies[k].lie != KEEPS_SIZES) {
+            head_create(&h, &config, lies[k].told);
+            if (forced && lies[k].told != KEEPS_SIZES) {
                 ms_set_layer_technique(h.model, h.last, MS_TECHNIQUE_TILING, MS_SWITCH_ON);
             }
             t_ok(h.model, ms_wrap(h.model));
