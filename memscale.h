@@ -25488,11 +25488,16 @@ static ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite *n, uint
                     : value && range < m->run.store->residents.count)) {
             continue;
         }
+        const msi_range *scanned = &p->ranges.items[range];
+        if (after && scanned->block != MSI_NONE && !scanned->on_host &&
+            msi_block_of(p, scanned)->last == now) { // nothing reads it, so it is poisoned
+            msi_asan_unpoison(msi_address(m, p, range), scanned->bytes);
+        }
         const bool cut = msi_is_operand_cut(&m->graph, p, i, k);
         result = msi_scan_operand(v, n, range, cut ? &i->rows : NULL);
         n->layer = msi_layer_handle(&m->graph, i->target);
-        n->tensor = msi_handle(&m->graph, p->ranges.items[range].tensor,
-                               value ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
+        n->tensor =
+            msi_handle(&m->graph, scanned->tensor, value ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
         n->phase = msi_ops[i->op].phase;
         n->is_read = !after;
     }

@@ -413,7 +413,7 @@ static void budgets_with_accumulation_are_monotone(void **state) {
     for (uint64_t seed = 1; seed <= t_sweep(8, 200); ++seed) {
         ms_model *m = heavy_create(seed, 2 + 5 * (uint32_t)(seed % 3));
         ms_memory_report last, now;
-        uint64_t least;
+        uint64_t least = 0;
         ms_set_budget(m, UINT64_MAX);
         t_ok(m, ms_wrap(m));
         t_report(m, &last);
