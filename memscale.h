@@ -18406,16 +18406,20 @@ static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
 static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_tilings *tilings) {
     const bool early = search->early;
     msi_grouping c;
-    bool smaller = search->found && msi_grouping_init(&c, search);
-    const bool ready = smaller;
+    if (!search->found || !msi_grouping_init(&c, search)) {
+        return;
+    }
+    bool smaller = true;
     for (uint32_t k = 0; k < MSI_REGROUPINGS && smaller; k++) {
         const uint64_t least = search->best_score.bytes;
         msi_rounding r = MSI_ZERO_INIT;
         memcpy(c.decisions, search->best, msi_decisions_bytes(c.graph));
         msi_find_peak(&c);
-        const bool found = c.peak != MSI_NONE && msi_find_group(&c);
-        memcpy(c.decisions, found ? c.trial : c.decisions, msi_decisions_bytes(c.graph));
-        if (!found || !msi_add_tiling(&c, tilings, MSI_MOST_TILINGS)) {
+        if (c.peak == MSI_NONE || !msi_find_group(&c)) {
+            break;
+        }
+        memcpy(c.decisions, c.trial, msi_decisions_bytes(c.graph));
+        if (!msi_add_tiling(&c, tilings, MSI_MOST_TILINGS)) {
             break;
         }
         r.mask = search->best_rounding;
@@ -18426,9 +18430,7 @@ static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_ti
         msi_search_list(s, search, &r);
         smaller = search->best_score.bytes < least && !msi_is_short(s->scorer);
     }
-    if (ready) {
-        msi_grouping_free(&c);
-    }
+    msi_grouping_free(&c);
 }
 
 /* Searches the lists in their order. */
