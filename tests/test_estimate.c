@@ -208,6 +208,37 @@ static void test_half_activations(void **state) {
     }
 }
 
+/* Plans that the budget alone leads to: the share of a step of gradient accumulation that waits for
+   copies, and the forward work of the blocks that runs again, over one forward. */
+static void test_from_the_budget(void **state) {
+    (void)state;
+    static const struct {
+        const char *model, *gpu;
+        int64_t batch;
+        double waits, recomputed;
+    } all[] = {{"qwen2.5-7B", "5060 Ti 16GB", 8, 0.015, 0.02},
+               {"qwen2.5-14B", "4090", 8, 0.03, 0.15},
+               {"qwen2.5-7B", "4090", 8, 0.03, 0.15},
+               {"qwen2.5-7B", "5060 Ti 16GB", 16, 0.015, 0.02},
+               {"qwen2.5-7B", "4090", 16, 0.03, 0.15},
+               {"qwen2.5-14B", "4090", 16, 0.03, 0.15}};
+    const uint64_t rows = t_sweep(1, sizeof all / sizeof all[0]);
+    for (uint64_t i = 0; i < rows; i++) {
+        estimate e;
+        plan p;
+        prepare_formats(&e, all[i].model, all[i].batch, 1024, "bf16-alone", "bf16", "bf16");
+        e.options.gpu = all[i].gpu;
+        e.options.tokens = 524288;
+        assert_int_equal(choose_target(&e.options, &e.device), 0);
+        assert_int_equal(
+            plan_budget(&e, all[i].batch, MS_MODE_AGGRESSIVE, e.device.budget_bytes, &p), 0);
+        assert_true(p.fits && p.report.arena_bytes <= e.device.budget_bytes);
+        assert_true(p.report.arena_bytes < (all[i].gpu[0] == '4' ? 24u : 16u) * 1000000000ull);
+        assert_true(p.report.whole_stall_us <= all[i].waits * p.report.whole_step_us);
+        assert_true(p.times.recompute_us <= all[i].recomputed * p.times.block_us);
+    }
+}
+
 /* What is forced is in 16 bits in every mode, and half as large; times are relative to that. */
 static void test_half_plans(void **state) {
     (void)state;
@@ -1403,6 +1434,7 @@ int main(void) {
         cmocka_unit_test(test_tokens),
         cmocka_unit_test(test_formats_said),
         cmocka_unit_test(test_half_plans),
+        cmocka_unit_test(test_from_the_budget),
         cmocka_unit_test(test_equal),
         cmocka_unit_test(test_training),
         cmocka_unit_test(test_adapters),
