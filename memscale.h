@@ -12968,8 +12968,8 @@ static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_s
 /* The search has five stages and keeps the best layout. It ends when the effort is spent or the
    layout is small enough. From the peak: first-fit around two stacks, near O(n log n) for what
    training makes. Skylines in several orders (as Sekiyama et al. 2018 pack training memory) cost
-   O(n log n) each. First-fit in several orders, the usual greedy method, also fills gaps, at
-   O(n^2). Then orders are mended where first-fit fails, and ejection chains press the layout below
+   O(n log n) each. First-fit in several orders, the usual greedy method, also fills gaps; it looks
+   at the blocks that a block can meet, O(n^2) where all meet. Then orders are mended where first-fit fails, and ejection chains press the layout below
    one target after another. */
 
 /* A placed block, with what is needed to compare it with others. */
@@ -13024,22 +13024,24 @@ typedef struct msi_layout_work {
     uint64_t *load;              // per compressed time: live bytes
     uint64_t *offset, *best;     // per block: in the layout at hand, in the best one
     uint64_t *from_peak;         // per block: in the best one from the peak
-    /* Of one stage each, so that these four share their memory. */
+    /* First-fit: blocks that live at each multiple of the stride, per multiple the end of its list
+       (where the next one begins), and per block its place in the order. */
+    uint32_t stride, *living, *living_end, *ranks;
+    /* Of one stage each, so that these three share their memory. */
     uint32_t *starts;           // to compress time; per compressed time: the instruction
     uint32_t *best_order;       // first-fit in several orders: the best one
-    uint32_t *ranks;            // to mend an order; per block: its place in it
     uint32_t *waiting;          // from the peak: what may hang; ejection chains: what has no place
     msi_skyline bottom, top;    // also to sort by load; in the memory of the spots
     msi_stacks stacks;          // in the same memory
-    msi_spot *by_low, *by_high; // the same spots, sorted either way
+    msi_spot *by_low, *by_high; // ejection chains: the same spots, sorted either way
     uint32_t spot_count, waiting_count;
     uint64_t bound, enough, height, effort; // the search ends at `enough`, never below the bound
     uint64_t random;
 } msi_layout_work;
 
 /* Largest first, except START, which is by rising start. LOAD is the largest sum of live bytes that
-   a block is part of. The classes grow in width with the figure, by a constant factor. Ties of
-   BYTES_CLASS are ordered by SPAN, of SPAN_CLASS by BYTES, of LOAD by SPAN and then by BYTES. */
+   a block is part of, with ties by SPAN and then by BYTES. The classes grow in width with the
+   figure, by a constant factor. */
 typedef enum msi_layout_order {
     MSI_ORDER_LOAD,
     MSI_ORDER_BYTES,
@@ -13207,10 +13209,8 @@ static void msi_layout_sort_by(msi_layout_work *w, msi_layout_order order, uint6
 }
 
 static void msi_layout_sort(msi_layout_work *w, msi_layout_order order, uint64_t width) {
-    if (order == MSI_ORDER_LOAD || order == MSI_ORDER_SPAN_CLASS) {
+    if (order == MSI_ORDER_LOAD) {
         msi_layout_sort_by(w, MSI_ORDER_BYTES, 1);
-    }
-    if (order == MSI_ORDER_LOAD || order == MSI_ORDER_BYTES_CLASS) {
         msi_layout_sort_by(w, MSI_ORDER_SPAN, 1);
     }
     if (order == MSI_ORDER_LOAD) {
@@ -13493,12 +13493,25 @@ static void msi_stacks_hang(msi_layout_work *w, bool after) {
     }
 }
 
-/* Where the search for a gap is in each list of what may be in the way, all upwards. */
+/* Where the search for a gap is in each list of what may be in the way, all upwards. One that hangs
+   is searched downwards: all heights are distances from the bound. */
 typedef struct msi_gap {
     uint32_t block, met, standing;
     uint32_t stretch[3];
     uint64_t low, bytes, ceiling; // the block goes to `low`, unless something is in the way there
+    bool hangs;
 } msi_gap;
+
+/* The lower end of a placed block, and its upper one. */
+static uint64_t msi_gap_low_of(const msi_layout_work *w, const msi_gap *gap, uint32_t block) {
+    const uint64_t low = w->offset[block], high = low + w->blocks[block].bytes;
+    return !gap->hangs ? low : high < w->bound ? w->bound - high : 0;
+}
+
+static uint64_t msi_gap_high_of(const msi_layout_work *w, const msi_gap *gap, uint32_t block) {
+    const uint64_t low = w->offset[block], high = low + w->blocks[block].bytes;
+    return !gap->hangs ? high : low < w->bound ? w->bound - low : 0;
+}
 
 /* Passes what hangs on one side, or the rest that lives long. */
 static void msi_gap_pass_stretches(msi_layout_work *w, msi_gap *gap, uint32_t list) {
@@ -13534,9 +13547,9 @@ static void msi_gap_pass_standing(msi_layout_work *w, msi_gap *gap) {
 /* Passes a placed block that is in the way, or adds it to the list of what is met further up, with
    its lower end. */
 static void msi_gap_meet(msi_layout_work *w, msi_gap *gap, uint32_t block) {
-    const uint64_t low = w->offset[block], high = low + w->blocks[block].bytes;
+    const uint64_t low = msi_gap_low_of(w, gap, block);
     if (low < gap->low + gap->bytes) {
-        gap->low = msi_larger(gap->low, high);
+        gap->low = msi_larger(gap->low, msi_gap_high_of(w, gap, block));
     } else {
         w->key[gap->met] = low;
         w->scratch[gap->met++] = block;
@@ -13579,15 +13592,23 @@ static void msi_gap_sift(const msi_layout_work *w, const msi_gap *gap, uint32_t 
     w->scratch[i] = block;
 }
 
+/* Makes a heap of what is met. */
+static void msi_gap_sort_met(msi_layout_work *w, const msi_gap *gap) {
+    for (uint32_t i = gap->met / 2; i-- > 0;) {
+        msi_gap_sift(w, gap, i);
+    }
+    msi_layout_spend(w, 4 * (uint64_t)gap->met);
+}
+
 /* Passes what is met. */
 static void msi_gap_pass_met(msi_layout_work *w, msi_gap *gap) {
     while (gap->met > 0 && w->key[0] < gap->low + gap->bytes) {
-        gap->low = msi_larger(gap->low, w->key[0] + w->blocks[w->scratch[0]].bytes);
+        gap->low = msi_larger(gap->low, msi_gap_high_of(w, gap, w->scratch[0]));
         gap->met--;
         w->key[0] = w->key[gap->met];
         w->scratch[0] = w->scratch[gap->met];
         msi_gap_sift(w, gap, 0);
-        msi_layout_spend(w, 32);
+        msi_layout_spend(w, 16);
     }
 }
 
@@ -13614,7 +13635,7 @@ static msi_gap msi_gap_begin(const msi_layout_work *w, uint32_t block) {
     const uint32_t first = w->first[block], last = w->last[block];
     const bool after = first > s->peak;
     const uint32_t time = s->hung_at[after];
-    msi_gap gap = {block, 0, 0, {0, 0, 0}, 0, w->blocks[block].bytes, UINT64_MAX};
+    msi_gap gap = {block, 0, 0, {0, 0, 0}, 0, w->blocks[block].bytes, UINT64_MAX, false};
     if (msi_layout_lives_at(w, block, s->peak)) {
         return gap;
     }
@@ -13634,10 +13655,7 @@ static uint64_t msi_stacks_lowest_gap(msi_layout_work *w, uint32_t block) {
     uint64_t low = UINT64_MAX;
     msi_gap_pass(w, &gap);
     msi_gap_meet_all(w, &gap);
-    for (uint32_t i = gap.met / 2; i-- > 0;) {
-        msi_gap_sift(w, &gap, i);
-    }
-    msi_layout_spend(w, 8 * (uint64_t)gap.met);
+    msi_gap_sort_met(w, &gap);
     while (low != gap.low) {
         low = gap.low;
         msi_gap_pass_met(w, &gap);
@@ -13693,104 +13711,95 @@ static uint64_t msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how
     return limit;
 }
 
-/* The lowest gap among the spots that holds a block. */
-static uint64_t msi_layout_lowest_gap(msi_layout_work *w, uint32_t block) {
-    uint64_t low = 0, bytes = w->blocks[block].bytes;
-    uint32_t k = 0;
-    for (; k < w->spot_count && w->by_low[k].low < low + bytes; k++) {
-        bool meets = msi_spot_meets(&w->by_low[k], w->first[block], w->last[block]);
-        low = meets ? msi_larger(low, w->by_low[k].high) : low;
+/* Lists the blocks that live at each time which is a multiple of the stride and began before. With
+   those that begin later, these are all that a block can meet. The stride is the smallest power of
+   two with which the lists have no more than `count` blocks together. */
+static void msi_layout_list_living(msi_layout_work *w) {
+    uint64_t total = UINT64_MAX;
+    for (w->stride = 1; total > w->count; w->stride *= 2) {
+        total = 0;
+        for (uint32_t i = 0; i < w->used; i++) {
+            const uint32_t block = w->by_start[i];
+            total += w->last[block] / w->stride - w->first[block] / w->stride;
+        }
     }
-    msi_layout_spend(w, (uint64_t)w->spot_count + k + 1);
-    return low;
-}
-
-static void msi_layout_put(msi_layout_work *w, uint32_t block, uint64_t low) {
-    w->offset[block] = low;
-    msi_spots_insert(w->by_low, w->spot_count++, msi_layout_spot(w, block, low), false);
-}
-
-static void msi_layout_put_in_both(msi_layout_work *w, uint32_t block, uint64_t low) {
-    msi_spots_insert(w->by_high, w->spot_count, msi_layout_spot(w, block, low), true);
-    msi_layout_put(w, block, low);
-}
-
-/* First-fit: places each block into the lowest gap, in the given order. Gives up once the layout
-   cannot beat the best one; true if it does. */
-static bool msi_layout_first_fit(msi_layout_work *w) {
-    uint64_t height = 0;
-    w->spot_count = 0;
+    w->stride /= 2;
+    const uint32_t lists = (w->times - 1) / w->stride + 1;
+    memset(w->living_end, 0, lists * sizeof *w->living_end);
     for (uint32_t i = 0; i < w->used; i++) {
-        uint32_t block = w->order[i];
-        uint64_t low = msi_layout_lowest_gap(w, block);
-        height = msi_larger(height, low + w->blocks[block].bytes);
+        const uint32_t block = w->by_start[i], end = w->last[block] / w->stride;
+        for (uint32_t k = w->first[block] / w->stride + 1; k <= end; k++) {
+            w->living_end[k]++;
+        }
+    }
+    for (uint32_t k = 0, begin = 0; k < lists; k++) { // to be filled from its begin to its end
+        const uint32_t count = w->living_end[k];
+        w->living_end[k] = begin;
+        begin += count;
+    }
+    for (uint32_t i = 0; i < w->used; i++) {
+        const uint32_t block = w->by_start[i], end = w->last[block] / w->stride;
+        for (uint32_t k = w->first[block] / w->stride + 1; k <= end; k++) {
+            w->living[w->living_end[k]++] = block;
+        }
+    }
+}
+
+/* The lowest gap that holds a block beside the blocks whose rank is below `placed`; or, hanging, the
+   highest one below the bound, as the distance of its top from there. */
+static uint64_t msi_layout_gap(msi_layout_work *w, uint32_t block, uint32_t placed, bool hangs) {
+    const uint32_t first = w->first[block], list = first / w->stride;
+    const uint32_t living = list > 0 ? w->living_end[list - 1] : 0;
+    const uint32_t begun = list > 0 ? w->begun[list * w->stride - 1] : 0;
+    const uint32_t *const others[] = {w->living + living, w->by_start + begun};
+    const uint32_t counts[] = {w->living_end[list] - living, w->begun[w->last[block]] - begun};
+    msi_gap gap = {block, 0, 0, {0, 0, 0}, 0, w->blocks[block].bytes, UINT64_MAX, hangs};
+    for (uint32_t k = 0; k < 2; k++) {
+        for (uint32_t i = 0; i < counts[k]; i++) {
+            const uint32_t other = others[k][i];
+            if ((w->ranks[other] < placed) & (w->last[other] >= first)) {
+                msi_gap_meet(w, &gap, other);
+            }
+        }
+    }
+    msi_layout_spend(w, 2 * ((uint64_t)counts[0] + counts[1]) + 8);
+    msi_gap_sort_met(w, &gap);
+    msi_gap_pass_met(w, &gap);
+    return gap.low;
+}
+
+static void msi_layout_rank(msi_layout_work *w) {
+    for (uint32_t i = 0; i < w->used; i++) {
+        w->ranks[w->order[i]] = i;
+    }
+}
+
+/* First-fit: places each block into the lowest gap, in the given order. From both ends, for programs
+   whose values lie on each other like a stack, blocks with short live ranges go into the highest
+   gap below the bound. Gives up once the layout cannot beat the best one; true if it does. */
+static bool msi_layout_first_fit(msi_layout_work *w, bool from_both_ends) {
+    uint64_t height = 0;
+    msi_layout_rank(w);
+    for (uint32_t i = 0; i < w->used; i++) {
+        const uint32_t block = w->order[i];
+        const uint64_t bytes = w->blocks[block].bytes;
+        const bool hangs = from_both_ends && w->last[block] - w->first[block] < 3;
+        const uint64_t depth = hangs ? msi_layout_gap(w, block, i, true) + bytes : UINT64_MAX;
+        w->offset[block] =
+            depth <= w->bound ? w->bound - depth : msi_layout_gap(w, block, i, false);
+        height = msi_larger(height, w->offset[block] + bytes);
         if (height >= w->height || w->effort == 0) {
             return false;
         }
-        msi_layout_put(w, block, low);
     }
     msi_layout_keep_best(w, height);
     return true;
 }
 
-/* Places blocks as an allocator would: in the order of their starts, each into the lowest gap among
-   those that are live then. For long programs in which most live ranges are short. */
-static void msi_layout_fit_in_turn(msi_layout_work *w) {
-    const uint64_t least = w->effort - w->effort / 4;
-    uint64_t height = 0;
-    uint32_t i = 0;
-    w->spot_count = 0;
-    for (; i < w->used && height < w->height && w->effort > least; i++) {
-        const uint32_t block = w->order[i];
-        uint32_t kept = 0;
-        for (uint32_t k = 0; k < w->spot_count; k++) {
-            if (w->by_low[k].last >= w->first[block]) {
-                w->by_low[kept++] = w->by_low[k];
-            }
-        }
-        msi_layout_spend(w, w->spot_count);
-        w->spot_count = kept;
-        const uint64_t low = msi_layout_lowest_gap(w, block);
-        height = msi_larger(height, low + w->blocks[block].bytes);
-        msi_layout_put(w, block, low);
-    }
-    if (i == w->used) {
-        msi_layout_keep_best(w, height);
-    }
-}
-
-/* The highest gap below the bound that holds a block; false: there is none. */
-static bool msi_layout_highest_gap(msi_layout_work *w, uint32_t block, uint64_t *low) {
-    const uint64_t bytes = w->blocks[block].bytes;
-    uint64_t high = w->bound;
-    uint32_t k = w->spot_count;
-    for (; k > 0 && high >= bytes && w->by_high[k - 1].high > high - bytes; k--) {
-        const msi_spot *spot = &w->by_high[k - 1];
-        const bool meets = msi_spot_meets(spot, w->first[block], w->last[block]);
-        high = meets && spot->low < high ? spot->low : high;
-    }
-    msi_layout_spend(w, 2 * (uint64_t)w->spot_count - k + 1);
-    *low = high >= bytes ? high - bytes : 0;
-    return high >= bytes;
-}
-
-/* First-fit from both ends, for programs whose values lie on each other like a stack: blocks with
-   short live ranges are placed from above. */
-static void msi_layout_fit_both(msi_layout_work *w) {
-    uint64_t height = 0, low = 0;
-    w->spot_count = 0;
-    for (uint32_t i = 0; i < w->used && height < w->height && w->effort > 0; i++) {
-        const uint32_t block = w->order[i];
-        const bool brief = w->last[block] - w->first[block] < 3;
-        if (!brief || !msi_layout_highest_gap(w, block, &low)) {
-            low = msi_layout_lowest_gap(w, block);
-        }
-        height = msi_larger(height, low + w->blocks[block].bytes);
-        msi_layout_put_in_both(w, block, low);
-    }
-    if (w->spot_count == w->used) {
-        msi_layout_keep_best(w, height);
-    }
+static void msi_layout_put_in_both(msi_layout_work *w, uint32_t block, uint64_t low) {
+    w->offset[block] = low;
+    msi_spots_insert(w->by_high, w->spot_count, msi_layout_spot(w, block, low), true);
+    msi_spots_insert(w->by_low, w->spot_count++, msi_layout_spot(w, block, low), false);
 }
 
 /* xorshift64*: the same numbers in every run. */
@@ -13803,25 +13812,14 @@ static uint32_t msi_layout_random(msi_layout_work *w, uint32_t below) {
     return (uint32_t)(w->random * UINT64_C(0x2545F4914F6CDD1D) >> 32) % below;
 }
 
-/* Removes the blocks whose rank in the order is `rank` or higher from the layout. */
-static void msi_layout_take_up(msi_layout_work *w, uint32_t rank) {
-    uint32_t kept = 0;
-    for (uint32_t i = 0; i < w->spot_count; i++) {
-        if (w->ranks[w->by_low[i].block] < rank) {
-            w->by_low[kept++] = w->by_low[i];
-        }
-    }
-    msi_layout_spend(w, (uint64_t)w->spot_count + (w->used - rank));
-    w->spot_count = kept;
-}
-
 /* Notes a better layout: all blocks have places below the best height. Returns where to go on in
    the order: at the first block that has to come lower. */
 static uint32_t msi_layout_note_better(msi_layout_work *w) {
     uint64_t height = 0;
     uint32_t next = 0;
-    for (uint32_t i = 0; i < w->spot_count; i++) {
-        height = msi_larger(height, w->by_low[i].high);
+    for (uint32_t i = 0; i < w->used; i++) {
+        const uint32_t block = w->order[i];
+        height = msi_larger(height, w->offset[block] + w->blocks[block].bytes);
     }
     msi_layout_keep_best(w, height);
     while (w->offset[w->order[next]] + w->blocks[w->order[next]].bytes < height) {
@@ -13835,19 +13833,15 @@ static uint32_t msi_layout_note_better(msi_layout_work *w) {
    again. It moves halfway to the front, or by a random distance, more often a short one. */
 static void msi_layout_mend(msi_layout_work *w, uint64_t effort, bool halfway) {
     uint64_t stop = w->effort - msi_smaller(w->effort, effort);
-    uint32_t next = 0;
-    w->spot_count = 0;
-    for (uint32_t i = 0; i < w->used; i++) {
-        w->ranks[w->order[i]] = i;
-    }
+    uint32_t next = 0; // those before it in the order have places
+    msi_layout_rank(w);
     while (w->effort > stop && w->height > w->enough) {
         uint32_t block = w->order[next];
-        uint64_t low = msi_layout_lowest_gap(w, block);
+        uint64_t low = msi_layout_gap(w, block, next, false);
         if (low + w->blocks[block].bytes < w->height) {
-            msi_layout_put(w, block, low);
+            w->offset[block] = low;
             if (++next == w->used) {
                 next = msi_layout_note_better(w);
-                msi_layout_take_up(w, next);
             }
             continue;
         }
@@ -13860,7 +13854,7 @@ static void msi_layout_mend(msi_layout_work *w, uint64_t effort, bool halfway) {
             w->ranks[w->order[i]] = i;
         }
         next = to;
-        msi_layout_take_up(w, next);
+        msi_layout_spend(w, 4 * (uint64_t)back);
     }
 }
 
@@ -14007,24 +14001,27 @@ static bool msi_layout_goes_on(const msi_layout_work *w) {
 /* First-fit in several orders, then two of these orders mended: the best one, and that by load. */
 static void msi_layout_fill_gaps(msi_layout_work *w) {
     static const struct {
-        msi_layout_order order;
+        msi_layout_order ties, order;
         uint64_t width;
-    } orders[] = {{MSI_ORDER_BYTES_CLASS, 4}, {MSI_ORDER_SPAN_CLASS, 4},
-                  {MSI_ORDER_BYTES_CLASS, 8}, {MSI_ORDER_SPAN_CLASS, 8},
-                  {MSI_ORDER_BYTES_CLASS, 2}, {MSI_ORDER_SPAN_CLASS, 2},
-                  {MSI_ORDER_LOAD, 1}};
+        bool from_both_ends;
+    } orders[] = {{MSI_ORDER_SPAN, MSI_ORDER_START, 1, false},
+                  {MSI_ORDER_BYTES, MSI_ORDER_LOAD, 1, true},
+                  {MSI_ORDER_START, MSI_ORDER_BYTES_CLASS, 8, false},
+                  {MSI_ORDER_START, MSI_ORDER_SPAN_CLASS, 8, false},
+                  {MSI_ORDER_START, MSI_ORDER_BYTES_CLASS, 2, false},
+                  {MSI_ORDER_SPAN, MSI_ORDER_BYTES_CLASS, 4, false},
+                  {MSI_ORDER_BYTES, MSI_ORDER_SPAN_CLASS, 4, false},
+                  {MSI_ORDER_SPAN, MSI_ORDER_BYTES_CLASS, 8, false},
+                  {MSI_ORDER_BYTES, MSI_ORDER_SPAN_CLASS, 8, false},
+                  {MSI_ORDER_SPAN, MSI_ORDER_BYTES_CLASS, 2, false},
+                  {MSI_ORDER_BYTES, MSI_ORDER_SPAN_CLASS, 2, false},
+                  {MSI_ORDER_BYTES, MSI_ORDER_LOAD, 1, false}};
     memcpy(w->best_order, w->order, w->used * sizeof *w->order);
-    if (msi_layout_goes_on(w)) {
-        msi_layout_sort(w, MSI_ORDER_START, 1);
-        msi_layout_fit_in_turn(w);
-    }
-    if (msi_layout_goes_on(w)) {
-        msi_layout_sort(w, MSI_ORDER_LOAD, 1);
-        msi_layout_fit_both(w);
-    }
+    msi_layout_list_living(w);
     for (uint32_t i = 0; i < sizeof orders / sizeof orders[0] && msi_layout_goes_on(w); i++) {
+        msi_layout_sort(w, orders[i].ties, 1);
         msi_layout_sort(w, orders[i].order, orders[i].width);
-        if (msi_layout_first_fit(w)) {
+        if (msi_layout_first_fit(w, orders[i].from_both_ends)) {
             memcpy(w->best_order, w->order, w->used * sizeof *w->order);
         }
     }
@@ -14116,8 +14113,9 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
                             &w->top.applied};
     uint64_t **by_block[] = {&w->key,       &w->offset,       &w->best,
                              &w->from_peak, &w->stacks.floor, &w->load};
-    uint32_t **numbers[] = {&w->first,  &w->last, &w->order,    &w->scratch, &w->penalty,
-                            &w->starts, &w->rank, &w->by_start, &w->begun};
+    uint32_t **numbers[] = {&w->first,   &w->last,   &w->order,      &w->scratch,
+                            &w->penalty, &w->starts, &w->rank,       &w->by_start,
+                            &w->begun,   &w->living, &w->living_end, &w->ranks};
     const uint64_t count = w->count, number_count = sizeof numbers / sizeof numbers[0];
     uint64_t nodes = 2;
     while (nodes < 2 * count) {
@@ -14139,7 +14137,7 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
         w->stacks.stretches[0] = (msi_spot *)(void *)(memory + lists);
         w->by_low = (msi_spot *)(void *)memory;
         w->by_high = w->by_low + count;
-        w->best_order = w->ranks = w->waiting = w->starts;
+        w->best_order = w->waiting = w->starts;
     }
     return words * sizeof(uint64_t) + number_count * count * sizeof(uint32_t);
 }

@@ -180,7 +180,8 @@ static uint64_t greedy_height(const char *path, const buffers *b) {
     }
     work.effort = UINT64_MAX;
     msi_layout_sort(&work, MSI_ORDER_BYTES, 1);
-    (void)msi_layout_first_fit(&work);
+    msi_layout_list_living(&work);
+    (void)msi_layout_first_fit(&work, false);
     const uint64_t height = work.used ? work.height : 0;
     msi_release(&MALLOC, memory, msi_layout_bind(&work, NULL));
     return height;

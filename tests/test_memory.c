@@ -796,6 +796,63 @@ static void layouts_from_the_peak(void **state) {
     }
 }
 
+/* What a block that meets those before it in the order of w can have as highest offset below the
+   bound, found by trial of all; UINT64_MAX: there is none. */
+static uint64_t highest_offset(const msi_layout_work *w, uint32_t i) {
+    const uint32_t block = w->order[i];
+    const uint64_t bytes = w->blocks[block].bytes;
+    uint64_t high = w->bound;
+    for (uint32_t k = 0; k < i && high >= bytes; ++k) {
+        const uint32_t other = w->order[k];
+        if (w->first[other] <= w->last[block] && w->first[block] <= w->last[other] &&
+            w->best[other] < high && w->best[other] + w->blocks[other].bytes > high - bytes) {
+            high = w->best[other];
+            k = UINT32_MAX; // again, from the first
+        }
+    }
+    return high >= bytes ? high - bytes : UINT64_MAX;
+}
+
+/* First-fit looks at few blocks and finds what trial of all finds, in any order, and from both ends. */
+static void first_fit_finds_the_first_gap(void **state) {
+    (void)state;
+    const ms_allocator none = {NULL, NULL, NULL};
+    static msi_block blocks[PEAK_BLOCKS];
+    uint32_t hanging = 0, strides = 0;
+    for (uint64_t seed = 0; seed < t_sweep(300, 3000); ++seed) {
+        t_rng rng = t_seed(seed);
+        const uint32_t count = nested_blocks(&rng, blocks);
+        const bool both = t_chance(&rng, 0.5);
+        msi_layout_work w;
+        uint64_t *memory, bound;
+        assert_int_equal(msi_layout_begin(&w, &none, blocks, count, &memory), MS_RESULT_OK);
+        if (w.used > 0) {
+            w.effort = UINT64_MAX;
+            msi_layout_list_living(&w);
+            strides += w.stride > 1;
+            msi_layout_sort(&w, (msi_layout_order)t_below(&rng, MSI_ORDER_SPAN_CLASS + 1), 4);
+            assert_true(msi_layout_first_fit(&w, both));
+        }
+        for (uint32_t i = 0; i < count; ++i) {
+            blocks[i].offset = blocks[i].bytes ? w.best[i] : 0;
+        }
+        assert_true(is_valid(blocks, count, &bound));
+        for (uint32_t i = 0; i < w.used && both; ++i) {
+            const uint32_t block = w.order[i];
+            const uint64_t high = highest_offset(&w, i);
+            if (w.last[block] - w.first[block] < 3 && high < UINT64_MAX) {
+                assert_true(w.best[block] == high);
+                hanging++;
+            }
+        }
+        if (!both) {
+            check_first_fit(&w, 0);
+        }
+        msi_release(&none, memory, msi_layout_bind(&w, NULL));
+    }
+    assert_true(hanging > 1000 && strides > 100);
+}
+
 /* With tens of thousands of blocks the layout still comes close to the bound. */
 static void layouts_of_large_graphs(void **state) {
     (void)state;
@@ -985,6 +1042,7 @@ int main(void) {
         cmocka_unit_test(random_layouts),
         cmocka_unit_test(layouts_of_recomputation),
         cmocka_unit_test(layouts_from_the_peak),
+        cmocka_unit_test(first_fit_finds_the_first_gap),
         cmocka_unit_test(layouts_of_large_graphs),
         cmocka_unit_test(layouts_of_recomputation_take_near_linear_time),
         cmocka_unit_test(an_invalid_layout_is_told),
