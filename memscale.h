@@ -10008,6 +10008,7 @@ typedef struct msi_lowering {
     const msi_tensor_decision *decisions;
     const ms_optimizer_desc *optimizer;
     msi_program *program;
+    uint64_t lowered;        // instructions of all training programs so far
     uint32_t *value;         // per tensor: the live range that holds its value now, or MSI_NONE
     uint32_t *gradient;      // per tensor: that of its gradient
     uint32_t *away;          // per tensor: the range on the host that its value can be fetched from
@@ -11892,6 +11893,7 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
         }
     }
     msi_keep_to_end(w, p->norm);
+    w->lowered += p->instructions.count;
     if (!p->out_of_memory) {
         msi_drop_unused_copies(w);
         msi_take_apart(p, w->store->residents.count);
@@ -18246,7 +18248,11 @@ typedef struct msi_rounding {
     bool is_worse;        // another list begins no slower and with no more bytes
 } msi_rounding;
 
-enum { MSI_LISTS = MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1), MSI_REGROUPINGS = 2 };
+enum {
+    MSI_LISTS = MSI_ROUNDINGS * (MSI_MOST_TILINGS + 1),
+    MSI_LISTS_WORK = 1 << 24, // instructions that are lowered
+    MSI_REGROUPINGS = 2
+};
 
 static void msi_begin_rounding(msi_search *search, uint32_t mask, uint32_t tiling,
                                msi_tensor_decision *decisions) {
@@ -18431,12 +18437,17 @@ static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_ti
     msi_grouping_free(&c);
 }
 
-/* Searches the lists in their order. */
+/* Searches the lists in their order, as long as not too many instructions were lowered: with hundreds
+   of tiles, a list of plans takes seconds. */
 static void msi_search_lists(const msi_solver *s, msi_search *search, const msi_rounding *list,
                              uint32_t count, msi_greedy *plain) {
     const bool early = search->early;
     const double least_us = search->least_us;
+    const uint64_t end = s->scorer->lowering->lowered + MSI_LISTS_WORK;
     for (uint32_t k = 0; k < count && !msi_is_found(search); k++) {
+        if (s->scorer->lowering->lowered > end) {
+            break;
+        }
         search->early = early;
         search->least_us = least_us;
         if (msi_is_hopeless(search, &list[k])) {

@@ -508,13 +508,13 @@ static void test_largest_batch(void **state) {
     estimate e;
     findings f;
     plan p;
-    prepare(&e, "bert-base", 300, 128);
+    prepare(&e, "bert-base", 96, 128);
     e.model.layers = 2;
     e.device.budget_bytes = e.device.memory_bytes = (uint64_t)256 << 20;
     assert_int_equal(find_all(&e, &f), 0);
     assert_true(f.pressure > 3.0 && f.searched);
     assert_int_equal(f.advised, f.same_as[MODES - 1]);
-    assert_in_range(f.largest_batch, 2, 299);
+    assert_in_range(f.largest_batch, 2, 95);
     assert_true(f.largest.fits && f.largest.report.arena_bytes <= e.device.budget_bytes);
     assert_int_equal(plan_smallest(&e, f.largest_batch + 1, MS_MODE_AGGRESSIVE, &p), 0);
     assert_true(p.report.arena_bytes > e.device.budget_bytes);
