@@ -12971,8 +12971,8 @@ static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_s
    layout is small enough. From the peak: first-fit around two stacks, near O(n log n) for what
    training makes. Skylines in several orders (as Sekiyama et al. 2018 pack training memory) cost
    O(n log n) each. First-fit in several orders, the usual greedy method, also fills gaps; it looks
-   at the blocks that a block can meet, O(n^2) where all meet. Then orders are mended where first-fit fails, and ejection chains press the layout below
-   one target after another. */
+   at the blocks that a block can meet, O(n^2) where all meet. Then orders are mended where
+   first-fit fails, and ejection chains press the layout below one target after another. */
 
 /* A placed block, with what is needed to compare it with others. */
 typedef struct msi_spot {
@@ -14003,7 +14003,7 @@ static bool msi_layout_goes_on(const msi_layout_work *w) {
 /* First-fit in several orders, then two of these orders mended: the best one, and that by load. */
 static void msi_layout_fill_gaps(msi_layout_work *w) {
     static const struct {
-        msi_layout_order ties, order;
+        msi_layout_order ties, order; // START needs no ties, LOAD has its own
         uint64_t width;
         bool from_both_ends;
     } orders[] = {{MSI_ORDER_SPAN, MSI_ORDER_START, 1, false},
@@ -18437,17 +18437,15 @@ static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_ti
     msi_grouping_free(&c);
 }
 
-/* Searches the lists in their order, as long as not too many instructions were lowered: with hundreds
-   of tiles, a list of plans takes seconds. */
+/* Searches the lists in their order, up to a limit of work: with hundreds of tiles, each list takes
+   seconds. */
 static void msi_search_lists(const msi_solver *s, msi_search *search, const msi_rounding *list,
                              uint32_t count, msi_greedy *plain) {
     const bool early = search->early;
     const double least_us = search->least_us;
     const uint64_t end = s->scorer->lowering->lowered + MSI_LISTS_WORK;
-    for (uint32_t k = 0; k < count && !msi_is_found(search); k++) {
-        if (s->scorer->lowering->lowered > end) {
-            break;
-        }
+    for (uint32_t k = 0; k < count && !msi_is_found(search) && s->scorer->lowering->lowered <= end;
+         k++) {
         search->early = early;
         search->least_us = least_us;
         if (msi_is_hopeless(search, &list[k])) {
