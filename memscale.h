@@ -355,7 +355,9 @@
     X(MS_RESULT_FAILED, "an update failed halfway; write params and state again, then wrap")       \
     X(MS_RESULT_DRY_RUN, "the model is a dry run and has no memory")                               \
     X(MS_RESULT_UNSUPPORTED, "not supported by this version, backend or dtype")                    \
-    X(MS_RESULT_CONTRACT, "debug mode: a layer does not do what it declared")
+    X(MS_RESULT_CONTRACT, "debug mode: a layer does not do what it declared")                      \
+    X(MS_RESULT_MORE, "not an error: the slice has ended before the step; call again")             \
+    X(MS_RESULT_CANCELLED, "ms_cancel has ended the step, nothing of which counts")
 
 typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_FIRST) MS_RESULT_COUNT } ms_result;
 
@@ -506,6 +508,9 @@ typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DE
 
 /* tag: debug, error, graph, plan, policy, rules or timing; text: one line without its line end. */
 typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text, void *user);
+
+/* Microseconds of a clock that is never set back, from any beginning. */
+typedef double (*ms_clock_fn)(void *user);
 
 /* Receives the next piece of a text: length bytes, without a NUL at the end. */
 typedef void (*ms_text_fn)(const char *text, size_t length, void *user);
@@ -679,6 +684,9 @@ typedef struct ms_prepare_args {
 /* The error number of a function of a backend that lacks memory of the host. */
 enum { MS_BACKEND_OUT_OF_MEMORY = INT32_MIN };
 
+/* The events with numbers below this are those that ms_backend.elapsed is asked about. */
+enum { MS_BACKEND_TIMED_EVENTS = 16 };
+
 /* Everything that touches device memory. Functions return 0, MS_BACKEND_OUT_OF_MEMORY or an error
    number of the backend's own. Device pointers from the library are aligned to at least 64 bytes.
    Functions that need no model receive user; the others receive the state that open has made, or
@@ -754,6 +762,12 @@ typedef struct ms_backend {
     int (*wait)(void *state, ms_stream_kind stream, uint32_t event);
     int (*wait_on_host)(void *state, uint32_t event);
     void *(*stream)(void *state); // optional: the handle of MS_STREAM_COMPUTE, for ms_call.stream
+    /* For ms_step_slice. query: whether the event has come, without waiting for it; true if it was
+       never recorded. Without it, a slice waits where a step does, and has a device that enqueues
+       do at most a slice at a time. elapsed: the time between two events that have come, of those
+       whose numbers are below MS_BACKEND_TIMED_EVENTS. Both are optional. */
+    int (*query)(void *state, uint32_t event, bool *has_come);
+    int (*elapsed)(void *state, uint32_t first_event, uint32_t last_event, double *microseconds);
 
     /* Optional, all or none: what is enqueued on MS_STREAM_COMPUTE between begin and end is
        recorded and does not run. check returns an error if something has invalidated the recording.
@@ -818,6 +832,8 @@ typedef struct ms_config {
     ms_allocator allocator; // zero: malloc and free
     ms_log_fn log;          // NULL: silent
     void *log_user;
+    ms_clock_fn clock; // for slices, and for what is measured; NULL: that of the platform
+    void *clock_user;
     uint64_t memory_budget_bytes; // of the arena, at most; 0: target_utilization of free memory
     double target_utilization;    // 0 < x <= 1; 0: 0.85
     ms_mode mode;                 // 0: BALANCED
@@ -1672,6 +1688,35 @@ MEMSCALE_API uint32_t ms_layer_index(const ms_model *model, ms_layer layer);
    CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped; else as ms_wrap), UNSUPPORTED
    (a recording, with state on the host that a recomputation changes), DRY_RUN. */
 MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
+
+/* A step in slices: runs instructions of it while the next one is expected to end within so many
+   microseconds from the call, and returns MORE; the call that completes the step returns OK, with
+   its loss. The first call begins a step, with accumulation a micro-batch. Its bits are those of
+   ms_step. A call runs one instruction at least, however long it takes, unless microseconds is 0 or
+   a copy that this instruction needs is still under way; so with UINT64_MAX it completes the step.
+   What an instruction takes is predicted, and measured whenever it runs in a slice; see
+   ms_config.max_instruction_us. A device that works asynchronously is given what it is expected to
+   finish within that time, less what is left of earlier slices; the slice does not wait for it, and
+   returns MORE until the loss has come, or OK as soon as all is enqueued if loss is NULL.
+   Between slices the model may be reported on, printed, cancelled, suspended or destroyed.
+   ms_read gives what the step has not changed: inputs; params, buffers and optimizer state until it
+   begins to update, and with buffers only while no recomputation has their old values; after
+   forward also the loss and outputs. All else that needs the model between steps is an error (ORDER)
+   until the step is completed or cancelled. Steps in slices are not timed for empirical_profiling,
+   and cuda_graph has no effect on them.
+   Stream: does not wait, with exceptions: where the backend has no query; for another model that
+   has used the shared arena; after a failure. Errors: as ms_step; MORE is none. */
+MEMSCALE_API_CHECKED ms_result ms_step_slice(ms_model *model, uint64_t microseconds, double *loss);
+
+/* Ends the step, forward, backward, update, eval or ms_verify that is under way, or else the next
+   one, before its next instruction. That call, or the next ms_step_slice of a step in slices,
+   returns CANCELLED, and the step ends like one that fails: params and optimizer state are as after
+   the last completed update, buffers that forward has changed stay changed, and earlier
+   micro-batches do not count. A step that has begun to update is completed first, in slices or
+   whole, since half of its params would be of this step and half of the one before; then the next
+   step is CANCELLED. Threads: may be called from any thread, and in callbacks, as long as the model
+   exists; calls before the first that returns CANCELLED are one. */
+MEMSCALE_API void ms_cancel(ms_model *model);
 
 /* The same in three calls. With a plan that updates early (ms_memory_report.early_update),
    ms_backward updates some params and ms_update completes the step. With accumulation, call
@@ -2992,9 +3037,30 @@ typedef struct timespec msi_timespec;
 #define MSI_CLOCK CLOCK_MONOTONIC
 #endif
 
-/* Microseconds of a clock that is not set back, for differences. Tests give one of their own. */
-#ifndef MSI_NOW_US
-static inline double msi_now_us(void) {
+/* A flag that any thread sets, and one reads and clears. */
+typedef volatile long msi_flag;
+
+static void msi_flag_put(msi_flag *flag, long value) {
+#if defined(__GNUC__)
+    __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+#elif defined(_WIN32)
+    (void)InterlockedExchange(flag, value);
+#else
+    *flag = value;
+#endif
+}
+
+static bool msi_flag_is_set(const msi_flag *flag) {
+#if defined(__GNUC__)
+    return __atomic_load_n(flag, __ATOMIC_ACQUIRE) != 0;
+#else
+    return *flag != 0;
+#endif
+}
+
+/* The clock of the platform: microseconds, not set back. Tests give one of their own. */
+#ifndef MSI_PLATFORM_US
+static inline double msi_platform_us(void) {
 #if defined(_WIN32)
     LARGE_INTEGER now, per_second;
     return QueryPerformanceFrequency(&per_second) && QueryPerformanceCounter(&now)
@@ -3013,6 +3079,10 @@ static inline double msi_now_us(void) {
 #endif
 }
 #endif
+
+static inline double msi_now_us(const ms_config *c) {
+    return c->clock ? c->clock(c->clock_user) : msi_platform_us();
+}
 
 static void *msi_alloc_zeroed(const ms_allocator *allocator, uint64_t bytes) {
     void *memory = msi_alloc(allocator, bytes);
@@ -3375,6 +3445,7 @@ typedef struct msi_program {
     MSI_LIST(msi_block) host_blocks;
     MSI_LIST(uint64_t) live_bytes; // per instruction, without the residents
     MSI_LIST(double) measured;     // start and duration of each, in the last timed step
+    MSI_LIST(float) expected;      // microseconds of each: see msi_expected_us
     bool is_measured;              // there was a timed step
     bool scales_loss;              // gradients are multiplied by the loss scale
     bool sweeps;                   // forward computes gradients of params, of a group in tiles
@@ -3417,11 +3488,16 @@ typedef struct msi_resident {
     bool is_shown; // on the host: to callbacks
 } msi_resident;
 
+/* Slices that an asynchronous device may have been given and not finished. */
+enum { MSI_MOST_SLICES = MS_BACKEND_TIMED_EVENTS / 2 };
+
 /* Events of a model; those of staged inputs follow. */
 enum {
-    MSI_EVENT_COMPUTE, // the end of what was enqueued before a copy
-    MSI_EVENT_COPY,    // the end of a copy that the host waits for
-    MSI_EVENT_VERDICT, // the end of the copy of a verdict to the host
+    MSI_EVENT_SLICES, // the beginning and the end of each slice
+    MSI_EVENT_COMPUTE =
+        MSI_EVENT_SLICES + 2 * MSI_MOST_SLICES, // of what was enqueued before a copy
+    MSI_EVENT_COPY,                             // the end of a copy that the host waits for
+    MSI_EVENT_VERDICT,                          // the end of the copy of a verdict to the host
     MSI_EVENT_COPIES, // from here on: the ends of the copies of a program, by msi_instruction.event
     MSI_COPY_EVENTS = 32, // of each direction
     MSI_EVENT_COUNT = MSI_EVENT_COPIES + 2 * MSI_COPY_EVENTS
@@ -3625,6 +3701,21 @@ typedef enum msi_verdict_stage {
     MSI_VERDICT_COPIED     // its copy to the host is enqueued, and the host has not read it yet
 } msi_verdict_stage;
 
+/* A step that runs in slices, and the slice that runs. */
+typedef struct msi_slices {
+    bool is_open;          // a step has begun, and not ended
+    bool is_enqueued;      // all of it is, on a device that has not told its loss yet
+    bool has_run;          // an instruction, in this slice
+    uint64_t step;         // completed updates before it
+    double now_us, end_us; // by the clock: when the last instruction ended, and when the slice does
+    double room_us;        // that an asynchronous device can still be given in this slice
+    double correction;     // what has run took this times what was predicted; 0: nothing has run
+    /* Of an asynchronous device: the slices that it has not finished, the oldest first, by number
+       modulo MSI_MOST_SLICES, and what was predicted for each. */
+    double given_us[MSI_MOST_SLICES];
+    uint32_t first, count;
+} msi_slices;
+
 /* The step under way, or an eval, and all that it runs on. */
 typedef struct msi_run {
     msi_store *store;
@@ -3637,7 +3728,10 @@ typedef struct msi_run {
     uint32_t micro;             // micro-batches of it that are done
     uint64_t step;              // completed updates
     float step_factor;          // of the gradient of the loss, in this step
+    float loss_factor;          // of the loss itself
     msi_stage stage;
+    bool is_summed; // the loss of the forward under way
+    msi_slices slices;
     msi_verdict_stage verdict;
     bool verdict_awaited; // the device waits for the end of its copy already
     ms_step_state halt;   // of a halted step that no function has returned to the trainer yet
@@ -3681,6 +3775,7 @@ struct ms_model {
     msi_costs costs;
     msi_sources sources;
     msi_wrapped wrapped;
+    msi_flag cancel; // ms_cancel was called, and no step has ended by it
     msi_run run;
     msi_views views;
     msi_errors errors;
@@ -3936,6 +4031,14 @@ static ms_result msi_check_called(ms_model *m, const char *function) {
                           "call it after that has returned",
                           function, m->run.visits)
                : MS_RESULT_OK;
+}
+
+/* The error of what needs the model between steps, while one is in slices. */
+static ms_result msi_fail_in_slices(ms_model *m, const char *function) {
+    return msi_fail(m, MS_RESULT_ORDER,
+                    "%s: a step is under way in slices: complete it with ms_step_slice, or end it "
+                    "with ms_cancel and one more ms_step_slice",
+                    function);
 }
 
 static ms_result msi_fail_memory(ms_model *m, const char *what, uint64_t bytes) {
@@ -6194,6 +6297,17 @@ static int msi_cpu_wait_on_host(void *state, uint32_t event) {
     return 0;
 }
 
+static int msi_cpu_query(void *state, uint32_t event, bool *has_come) {
+    const msi_cpu *c = (const msi_cpu *)state;
+    MEMSCALE_ASSERT(event < c->event_count);
+    msi_copy_stream *s = c->events[event].stream;
+    if (s && s->known_count < c->events[event].job_count) {
+        s->known_count = msi_done_jobs(s, 0);
+    }
+    *has_come = !s || s->known_count >= c->events[event].job_count;
+    return 0;
+}
+
 static int msi_cpu_wait(void *state, ms_stream_kind stream, uint32_t event) {
     msi_cpu *c = (msi_cpu *)state;
     msi_copy_stream *s = msi_cpu_stream(c, stream);
@@ -6315,6 +6429,7 @@ MEMSCALE_API ms_backend ms_backend_cpu(void) {
     b.record = msi_cpu_record;
     b.wait = msi_cpu_wait;
     b.wait_on_host = msi_cpu_wait_on_host;
+    b.query = msi_cpu_query;
 #endif
     return b;
 }
@@ -6380,6 +6495,7 @@ enum {
 
 /* A state of the backend for measuring, with memory of its own. */
 typedef struct msi_bench {
+    const ms_config *config; // for its clock
     const ms_backend *backend;
     const ms_allocator *allocator;
     void *state, *device, *workspace, *host;
@@ -6434,7 +6550,7 @@ static int msi_bench_call(msi_bench *t, msi_timed what) {
 
 /* The time of so many calls, until the device has done them. */
 static double msi_bench_calls_us(msi_bench *t, msi_timed what, int calls) {
-    const double start = msi_now_us();
+    const double start = msi_now_us(t->config);
     for (int i = 0; i < calls && !t->error; i++) {
         t->error = msi_bench_call(t, what);
     }
@@ -6442,18 +6558,18 @@ static double msi_bench_calls_us(msi_bench *t, msi_timed what, int calls) {
         const int error = t->backend->synchronize(t->state);
         t->error = t->error ? t->error : error;
     }
-    return msi_now_us() - start;
+    return msi_now_us(t->config) - start;
 }
 
 /* Median time of a call, over several samples. `one` is what a call took before: it sets the number
    of calls in a sample, and is the result if there is no time left. 0 if nothing is known. */
 static double msi_bench_median_us(msi_bench *t, msi_timed what, double one) {
-    double samples[MSI_BENCH_SAMPLES], end = msi_now_us() + (double)MSI_BENCH_FIGURE_US;
+    double samples[MSI_BENCH_SAMPLES], end = msi_now_us(t->config) + (double)MSI_BENCH_FIGURE_US;
     int count = 0;
     end = end < t->end_us ? end : t->end_us;
     const double fit = (double)MSI_BENCH_SAMPLE_US / (one > 1.0 ? one : 1.0);
     const int calls = fit < 1.0 ? 1 : (int)msi_smaller((uint64_t)fit, MSI_BENCH_MOST_CALLS);
-    while (!t->error && count < MSI_BENCH_SAMPLES && msi_now_us() < end) {
+    while (!t->error && count < MSI_BENCH_SAMPLES && msi_now_us(t->config) < end) {
         const double us = msi_bench_calls_us(t, what, calls);
         int at = count++;
         for (; at > 0 && samples[at - 1] > us; at--) {
@@ -6467,7 +6583,7 @@ static double msi_bench_median_us(msi_bench *t, msi_timed what, double one) {
 
 static double msi_bench_us(msi_bench *t, msi_timed what) {
     double one = msi_bench_calls_us(t, what, 1); // includes what a backend sets up at a first call
-    one = msi_now_us() < t->end_us ? msi_bench_calls_us(t, what, 1) : one;
+    one = msi_now_us(t->config) < t->end_us ? msi_bench_calls_us(t, what, 1) : one;
     return msi_bench_median_us(t, what, one);
 }
 
@@ -6487,7 +6603,7 @@ static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
     for (int64_t n = MSI_BENCH_LEAST_SIDE; n <= MSI_BENCH_MOST_SIDE && !t->error;) {
         const uint64_t bytes = (uint64_t)(n * n) * item;
         if (3 * bytes > t->device_bytes || us > (double)MSI_BENCH_SAMPLE_US ||
-            (side > 0.0 && msi_now_us() > t->end_us)) {
+            (side > 0.0 && msi_now_us(t->config) > t->end_us)) {
             break;
         }
         t->a.rows = t->a.cols = t->a.stride = n;
@@ -6498,7 +6614,7 @@ static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
         t->b.data = (uint8_t *)t->device + bytes;
         t->c.data = (uint8_t *)t->device + 2 * bytes;
         us = msi_bench_calls_us(t, MSI_TIMED_PRODUCT, 1);
-        if (us > (double)MSI_BENCH_SAMPLE_US && msi_now_us() < t->end_us) {
+        if (us > (double)MSI_BENCH_SAMPLE_US && msi_now_us(t->config) < t->end_us) {
             us = msi_bench_calls_us(t, MSI_TIMED_PRODUCT, 1); // without the set-up of a first call
         }
         side = (double)n;
@@ -6578,7 +6694,7 @@ static void msi_bench_all(msi_bench *t, ms_hardware *h) {
     const double copied = (double)t->copy_bytes * 1e-3, passed = (double)t->host_bytes * 1e-3;
     memset(t->host, 0x3c, (size_t)t->host_bytes);
     t->error = t->backend->fill_bytes(t->state, t->device, 0x3c, t->device_bytes);
-    t->end_us = msi_now_us() + (double)MSI_BENCH_WHOLE_US;
+    t->end_us = msi_now_us(t->config) + (double)MSI_BENCH_WHOLE_US;
     msi_set_speed(&h->launch_us, msi_bench_us(t, MSI_TIMED_LAUNCH), 1.0);
     msi_set_speed(&h->memory_gb_per_s, 2.0 * copied, msi_bench_us(t, MSI_TIMED_COPY));
     msi_set_speed(&h->to_device_gb_per_s, passed, msi_bench_us(t, MSI_TIMED_TO_DEVICE));
@@ -6599,6 +6715,7 @@ static ms_result msi_measure(ms_model *m, ms_hardware *h) {
     ms_hardware measured = *h;
     msi_bench t;
     memset(&t, 0, sizeof t);
+    t.config = &m->config;
     t.backend = &m->config.backend;
     t.allocator = &m->config.allocator;
     const bool done = msi_bench_alloc(&t, h) && msi_bench_open(&t, false);
@@ -6607,7 +6724,7 @@ static ms_result msi_measure(ms_model *m, ms_hardware *h) {
     }
     msi_bench_close(&t);
     if (done && !t.error && h->tf32 && msi_bench_open(&t, true)) {
-        t.end_us = msi_now_us() + (double)MSI_BENCH_WHOLE_US;
+        t.end_us = msi_now_us(&m->config) + (double)MSI_BENCH_WHOLE_US;
         msi_set_speed(&measured.tf32_tflops, msi_bench_tflops(&t, MS_DTYPE_F32), 1.0);
     }
     msi_bench_close(&t);
@@ -7955,7 +8072,7 @@ static bool msi_lacks_cpu_state(const ms_backend *b) {
             b->copy_out == cpu.copy_out ||
             (msi_enqueues_copies(b) &&
              (b->synchronize == cpu.synchronize || b->record == cpu.record || b->wait == cpu.wait ||
-              b->wait_on_host == cpu.wait_on_host)));
+              b->wait_on_host == cpu.wait_on_host || b->query == cpu.query)));
 }
 
 /* Whether the shared arena is of the backend that the model is to run on. */
@@ -10090,6 +10207,7 @@ static void msi_program_free(const ms_allocator *a, msi_program *p) {
     MSI_LIST_FREE(msi_block, a, p->host_blocks);
     MSI_LIST_FREE(uint64_t, a, p->live_bytes);
     MSI_LIST_FREE(double, a, p->measured);
+    MSI_LIST_FREE(float, a, p->expected);
     memset(p, 0, sizeof *p);
 }
 
@@ -12248,6 +12366,35 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
         break;
     }
     return 0.0;
+}
+
+/* Fills in what each instruction of a program that is to run is predicted to take; see
+   msi_expected_us. A copy on a stream of its own is only issued, and a wait for it takes at most as
+   long as the copy. False without memory. */
+static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_allocator *a,
+                             msi_program *p) {
+    float copying[2 * MSI_COPY_EVENTS];
+    memset(copying, 0, sizeof copying);
+    if (!MSI_RESERVE(float, a, p->expected, p->instructions.count)) {
+        return false;
+    }
+    p->expected.count = p->instructions.count;
+    for (uint32_t k = 0; k < p->instructions.count; k++) {
+        const msi_instruction *i = &p->instructions.items[k];
+        const bool on_its_own = msi_stream_of(c, (msi_op)i->op) != MS_STREAM_COMPUTE;
+        const bool has_event = i->event < 2 * MSI_COPY_EVENTS;
+        float us = (float)msi_duration_us(g, c, p, i);
+        if (on_its_own && has_event) {
+            copying[i->event] = us;
+        }
+        if (on_its_own) {
+            us = (float)c->hardware.launch_us;
+        } else if (i->op == MSI_OP_WAIT && has_event) {
+            us = copying[i->event];
+        }
+        p->expected.items[k] = -us;
+    }
+    return true;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -19224,6 +19371,10 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     if (m->run.timing && !MSI_RESERVE(double, s.allocator, plan->train.measured, moments)) {
         msi_run_short(&s, "the times of the plan", moments * sizeof(double));
     }
+    if (msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s) &&
+        !msi_expect_times(s.graph, s.costs, s.allocator, &plan->train)) {
+        msi_run_short(&s, "the times of slices", plan->train.instructions.count * sizeof(float));
+    }
     return shortage;
 }
 
@@ -23184,7 +23335,7 @@ static ms_result msi_make_timing(ms_model *m) {
 static bool msi_is_timed(const msi_run *r) {
     const msi_timing *t = r->timing;
     return t && (t->stage == MSI_WARMUP_SAMPLE || t->stage == MSI_WARMUP_SHOW) &&
-           r->program == &r->plan->train;
+           r->program == &r->plan->train && !r->slices.is_open;
 }
 
 /* What timing adds on an asynchronous device: the time to enqueue next to nothing and wait. */
@@ -23193,10 +23344,10 @@ static ms_result msi_measure_overhead(ms_model *m) {
     ms_result result = msi_synchronize(m);
     t->overhead_us = 0.0;
     for (int i = 0; i < 3 && result == MS_RESULT_OK && m->config.backend.is_asynchronous; i++) {
-        const double start_us = msi_now_us();
+        const double start_us = msi_now_us(&m->config);
         result = msi_upload_step(m); // once more
         MSI_THEN(result, msi_synchronize(m));
-        const double us = msi_now_us() - start_us;
+        const double us = msi_now_us(&m->config) - start_us;
         t->overhead_us = i == 0 || us < t->overhead_us ? us : t->overhead_us;
     }
     return result;
@@ -23211,7 +23362,7 @@ static ms_result msi_begin_timing(ms_model *m) {
         memset(t->amount, 0, t->series_count * sizeof *t->amount);
     }
     m->run.plan->train.is_measured = false;
-    t->begin_us = msi_now_us();
+    t->begin_us = msi_now_us(&m->config);
     return result;
 }
 
@@ -23630,6 +23781,7 @@ static void msi_drop_step(msi_run *r) {
     r->program = NULL;
     r->updates_done = 0;
     r->stage = MSI_STAGE_IDLE;
+    r->is_summed = false;
 }
 
 /* Gives up the step, earlier micro-batches included, or an eval, and waits for what is enqueued.
@@ -23640,6 +23792,7 @@ static ms_result msi_abandon(ms_model *m, ms_result result) {
     const bool is_eval = m->run.program == &m->run.plan->eval;
     m->run.micro = is_eval ? m->run.micro : 0;
     m->run.swept &= is_eval;
+    m->run.slices.is_open = false;
     msi_drop_step(&m->run);
     if (!m->run.recording) {
         (void)msi_synchronize(m);
@@ -23729,6 +23882,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     m->run.program = p;
     m->run.position = 0;
     m->run.step_factor = msi_gradient_factor(m);
+    m->run.loss_factor = msi_loss_factor(m);
     for (uint32_t t = 0; m->run.store->debug && t < m->graph.tensors.count; t++) {
         m->run.store->debug->originals[t].is_there = false;
     }
@@ -23745,18 +23899,122 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     return msi_abandon_on_error(m, result);
 }
 
-/* Runs the program up to an instruction. Steps that are timed share this loop with the others, so
-   that msi_run_instruction is called in one place only, and the compiler can inline it. */
+/* What an instruction is expected to take: as measured in slices, or else as predicted, which is
+   stored as a negative number, times what was measured over what was predicted of others. */
+static double msi_expected_us(const msi_slices *s, const msi_program *p, uint32_t now) {
+    const double us = (double)p->expected.items[now];
+    return us < 0.0 ? -us * (s->correction > 0.0 ? s->correction : 1.0) : us;
+}
+
+/* Corrects predictions by a measured time; one that is far off moves them little by little. */
+static void msi_correct(msi_slices *s, double predicted_us, double us) {
+    const double old = s->correction > 0.0 ? s->correction : 1.0;
+    const double now = predicted_us > 0.0 ? us / predicted_us : old;
+    const double bounded = s->correction > 0.0 && now > 4.0 * old ? 4.0 * old : now;
+    s->correction = old + (bounded - old) * 0.125;
+}
+
+/* Notes how long an instruction took. What took long once may do so again: its expectation rises
+   fast and falls slowly. */
+static void msi_note_slice(msi_run *r, uint32_t now, double us) {
+    float *expected = &r->plan->train.expected.items[now];
+    const double old = (double)*expected;
+    us = us > 0.0 ? us : 0.0;
+    if (old < 0.0) {
+        msi_correct(&r->slices, -old, us);
+        *expected = (float)us;
+    } else {
+        *expected = (float)(old + (us - old) * (us > old ? 0.5 : 0.125));
+    }
+}
+
+/* The event that the host would wait for in an instruction, or MSI_NONE. */
+static uint32_t msi_event_of_host(const ms_model *m, const msi_program *p, uint32_t now) {
+    const msi_instruction *i = &p->instructions.items[now];
+    const bool asynchronous = m->config.backend.is_asynchronous;
+    if (i->op == MSI_OP_WAIT && msi_has_copy_streams(m)) {
+        const msi_pair pair = msi_pair_of(m, p, i, 0);
+        return !asynchronous || m->config.debug || msi_is_shown(m->run.store, &pair)
+                   ? (uint32_t)MSI_EVENT_COPIES + i->event
+                   : MSI_NONE;
+    }
+    return i->op == MSI_OP_UPDATE && m->optimizer.kind == MS_OPTIMIZER_CUSTOM && asynchronous &&
+                   m->run.updates_done == 0 && m->run.verdict == MSI_VERDICT_COPIED
+               ? (uint32_t)MSI_EVENT_VERDICT
+               : MSI_NONE;
+}
+
+/* OK if an event has come, else MORE; OK too where the backend cannot tell. */
+static ms_result msi_has_come(ms_model *m, uint32_t event) {
+    const ms_backend *b = &m->config.backend;
+    bool has_come = true;
+    const ms_result result =
+        msi_has_copy_streams(m) && b->query
+            ? msi_device(m, b->query(m->device, event, &has_come), "asking for an event")
+            : MS_RESULT_OK;
+    return result == MS_RESULT_OK && !has_come ? MS_RESULT_MORE : result;
+}
+
+/* OK if a slice has time for the next instruction, else MORE. One that waits for a copy has no right
+   to run, however often it is put off: the copy comes to its end without it. */
+static ms_result msi_admit(ms_model *m, const msi_program *p, uint32_t now) {
+    msi_slices *s = &m->run.slices;
+    const double us = msi_expected_us(s, p, now);
+    const uint32_t event = msi_event_of_host(m, p, now);
+    const ms_result come = event == MSI_NONE ? MS_RESULT_OK : msi_has_come(m, event);
+    const bool starts = !s->has_run && s->count == 0 && event == MSI_NONE;
+    if (come != MS_RESULT_OK && come != MS_RESULT_MORE) {
+        return come;
+    }
+    if (event != MSI_NONE && come == MS_RESULT_OK) {
+        return MS_RESULT_OK;
+    }
+    if (m->config.backend.is_asynchronous) {
+        const bool fits = starts || (event == MSI_NONE && us <= s->room_us);
+        s->room_us -= fits ? us : 0.0;
+        s->has_run |= fits;
+        return fits ? MS_RESULT_OK : MS_RESULT_MORE;
+    }
+    const bool fits = starts || s->now_us + us <= s->end_us;
+    s->has_run |= fits;
+    return fits ? MS_RESULT_OK : MS_RESULT_MORE;
+}
+
+/* Ends a step by ms_cancel, unless it has begun to update. */
+static ms_result msi_check_cancel(ms_model *m) {
+    if (!msi_flag_is_set(&m->cancel) || m->run.updates_done > 0) {
+        return MS_RESULT_OK;
+    }
+    msi_flag_put(&m->cancel, 0);
+    return msi_fail(m, MS_RESULT_CANCELLED,
+                    "ms_cancel was called: the step ends before instruction %u, and counts as not "
+                    "begun",
+                    (unsigned)m->run.position);
+}
+
+/* Runs the program up to an instruction, or as far as a slice has time: MORE. Steps that are timed
+   or in slices share this loop with the others, so that msi_run_instruction is called in one place
+   only, and the compiler can inline it. */
 static ms_result msi_run_to(ms_model *m, uint32_t end) {
     const msi_program *p = m->run.program;
-    const bool timed = msi_is_timed(&m->run);
+    const bool timed = msi_is_timed(&m->run), sliced = m->run.slices.is_open;
     while (m->run.position < end) {
-        ms_result result = timed ? msi_synchronize(m) : MS_RESULT_OK;
-        const double start_us = timed ? msi_now_us() : 0.0;
+        ms_result result = msi_check_cancel(m);
+        MSI_THEN(result, sliced ? msi_admit(m, p, m->run.position) : MS_RESULT_OK);
+        if (result == MS_RESULT_MORE) {
+            return result;
+        }
+        MSI_THEN(result, timed ? msi_synchronize(m) : MS_RESULT_OK);
+        const double start_us = timed ? msi_now_us(&m->config) : 0.0;
         MSI_THEN(result, msi_run_instruction(m, p, m->run.position));
         if (timed && result == MS_RESULT_OK) {
             result = msi_synchronize(m);
-            msi_note_time(m, m->run.position, start_us, msi_now_us());
+            msi_note_time(m, m->run.position, start_us, msi_now_us(&m->config));
+        }
+        if (sliced && !m->config.backend.is_asynchronous) {
+            const double before_us = m->run.slices.now_us;
+            m->run.slices.now_us = msi_now_us(&m->config);
+            msi_note_slice(&m->run, m->run.position, m->run.slices.now_us - before_us);
         }
         if (result != MS_RESULT_OK) {
             msi_restore_state(m, p, m->run.position);
@@ -23782,9 +24040,10 @@ static ms_result msi_run_forward(ms_model *m) {
     int error = msi_is_eval(&m->run) ? b->fill_bytes(m->device, state, 0, sizeof *state) : 0;
     if (error == 0) {
         error = b->loss(m->device, msi_address(m, p, p->loss),
-                        p->ranges.items[p->loss].bytes / sizeof(float), (double)msi_loss_factor(m),
+                        p->ranges.items[p->loss].bytes / sizeof(float), (double)m->run.loss_factor,
                         state);
         m->run.verdict = MSI_VERDICT_ON_DEVICE;
+        m->run.is_summed = true;
     }
     return msi_abandon_on_error(m, msi_device(m, error, "sum of the losses"));
 }
@@ -23835,6 +24094,9 @@ static ms_result msi_check_between_steps(ms_model *m, const char *function) {
     if (result != MS_RESULT_OK) {
         return result;
     }
+    if (m->run.slices.is_open) {
+        return msi_fail_in_slices(m, function);
+    }
     if (m->run.stage == MSI_STAGE_BACKWARD && m->run.updates_done > 0) {
         return msi_fail(m, MS_RESULT_ORDER,
                         "%s: this plan has updated params in ms_backward; complete the step with "
@@ -23842,12 +24104,12 @@ static ms_result msi_check_between_steps(ms_model *m, const char *function) {
                         function);
     }
     const ms_model *other = m->run.arena ? m->run.arena->user : NULL;
-    if (other && other != m && other->run.stage == MSI_STAGE_BACKWARD &&
-        other->run.updates_done > 0) {
+    if (other && other != m && other->run.updates_done > 0 &&
+        (other->run.stage == MSI_STAGE_BACKWARD || other->run.slices.is_open)) {
         return msi_fail(
             m, MS_RESULT_ORDER,
-            "%s: another model of this arena has updated params in ms_backward; complete "
-            "its step with ms_update first",
+            "%s: another model of this arena has begun to update its params in ms_backward or in "
+            "a slice; complete its step first",
             function);
     }
     return MS_RESULT_OK;
@@ -23950,15 +24212,15 @@ static ms_result msi_finish_update(ms_model *m) {
     if (result == MS_RESULT_OK) {
         msi_note_update(&m->run);
     }
-    if (result == MS_RESULT_OK && m->run.timing) {
+    if (result == MS_RESULT_OK && m->run.timing && !m->run.slices.is_open) {
         result = msi_doubt(m, msi_end_timing(m, timed));
     }
     return msi_count_success(m, result, step);
 }
 
-/* Everything that a step enqueues after msi_start. An asynchronous device judges the loss by
-   itself; its verdict is copied out while backward runs, unless one on the norm follows. */
-static ms_result msi_run_step(ms_model *m) {
+/* The forward of a step. An asynchronous device judges the loss by itself; its verdict is copied out
+   while backward runs, unless one on the norm follows. */
+static ms_result msi_run_forward_of_step(ms_model *m) {
     const bool asynchronous = m->config.backend.is_asynchronous;
     const bool clips = m->optimizer.grad_clip_norm > 0.0f && msi_is_last_micro(&m->run);
     ms_result result = msi_run_forward(m);
@@ -23966,7 +24228,13 @@ static ms_result msi_run_step(ms_model *m) {
         result = asynchronous ? msi_copy_verdict(m) : msi_conclude(m, NULL);
         result = result == MS_RESULT_OK || !m->run.program ? result : msi_abandon(m, result);
     }
-    MSI_THEN(result, msi_finish_backward(m));
+    return result;
+}
+
+/* Everything that a step enqueues after msi_start, or what is left of it after a slice. */
+static ms_result msi_run_step(ms_model *m) {
+    ms_result result = m->run.is_summed ? MS_RESULT_OK : msi_run_forward_of_step(m);
+    MSI_THEN(result, m->run.stage == MSI_STAGE_BACKWARD ? MS_RESULT_OK : msi_finish_backward(m));
     return result == MS_RESULT_OK && m->run.stage == MSI_STAGE_BACKWARD ? msi_finish_update(m)
                                                                         : result;
 }
@@ -24013,7 +24281,8 @@ static ms_result msi_replay(ms_model *m) {
         return result;
     }
     const bool made = g->handle && g->made_for == msi_recording_key(m);
-    ms_result result = msi_is_last_micro(&m->run) ? msi_upload_factors(m) : MS_RESULT_OK;
+    ms_result result = msi_check_cancel(m);
+    MSI_THEN(result, msi_is_last_micro(&m->run) ? msi_upload_factors(m) : MS_RESULT_OK);
     result = msi_abandon_on_error(m, result);
     MSI_THEN(result, made ? MS_RESULT_OK : msi_record(m, g));
     if (result == MS_RESULT_OK) {
@@ -24061,7 +24330,7 @@ static ms_result msi_backward(ms_model *m) {
 }
 
 static ms_result msi_update(ms_model *m) {
-    const bool begun = m->run.stage == MSI_STAGE_BACKWARD;
+    const bool begun = m->run.stage == MSI_STAGE_BACKWARD && !m->run.slices.is_open;
     if (begun && !m->run.busy && !m->run.visits && msi_owns_arena(m)) {
         return msi_finish_update(m);
     }
@@ -24090,6 +24359,135 @@ static ms_result msi_step(ms_model *m, double *loss) {
         *loss = msi_verdict(m, false)->loss;
     }
     return result;
+}
+
+/* Forgets the slices that an asynchronous device has finished, and learns from how long they took. */
+static ms_result msi_retire_slices(ms_model *m) {
+    const ms_backend *b = &m->config.backend;
+    msi_slices *s = &m->run.slices;
+    ms_result result = MS_RESULT_OK;
+    while (s->count > 0 && result == MS_RESULT_OK) {
+        const uint32_t number = s->first % MSI_MOST_SLICES;
+        const uint32_t begin = MSI_EVENT_SLICES + 2 * number;
+        double us = 0.0;
+        result = msi_has_come(m, begin + 1);
+        if (result == MS_RESULT_OK && b->elapsed) {
+            result = msi_device(m, b->elapsed(m->device, begin, begin + 1, &us), "timing a slice");
+        }
+        if (result == MS_RESULT_OK) {
+            if (us > 0.0) {
+                const double old = s->correction > 0.0 ? s->correction : 1.0;
+                msi_correct(s, s->given_us[number] / old, us);
+            }
+            s->first++;
+            s->count--;
+        }
+    }
+    return result == MS_RESULT_MORE ? MS_RESULT_OK : result;
+}
+
+/* Begins a slice: sets its end, or what an asynchronous device can be given beyond what it has. */
+static ms_result msi_begin_slice(ms_model *m, double begin_us, uint64_t microseconds) {
+    const ms_backend *b = &m->config.backend;
+    msi_slices *s = &m->run.slices;
+    s->has_run = microseconds == 0;
+    if (!b->is_asynchronous) {
+        s->now_us = begin_us;
+        s->end_us = begin_us + (double)microseconds;
+        return MS_RESULT_OK;
+    }
+    ms_result result = msi_retire_slices(m);
+    s->room_us = (double)microseconds;
+    for (uint32_t k = 0; k < s->count; k++) {
+        s->room_us -= s->given_us[(s->first + k) % MSI_MOST_SLICES];
+    }
+    if (s->count == MSI_MOST_SLICES) {
+        s->room_us = -1.0;
+    } else {
+        const uint32_t begin = MSI_EVENT_SLICES + 2 * ((s->first + s->count) % MSI_MOST_SLICES);
+        MSI_THEN(result, msi_device(m, b->record(m->device, MS_STREAM_COMPUTE, begin), "slice"));
+    }
+    return result;
+}
+
+/* Ends a slice that had `room_us` for an asynchronous device: notes what that was given. */
+static ms_result msi_end_slice(ms_model *m, double room_us) {
+    msi_slices *s = &m->run.slices;
+    const uint32_t number = (s->first + s->count) % MSI_MOST_SLICES;
+    if (!m->config.backend.is_asynchronous || !(room_us > s->room_us)) {
+        return MS_RESULT_OK;
+    }
+    s->given_us[number] = room_us - s->room_us;
+    s->count++;
+    const int error =
+        m->config.backend.record(m->device, MS_STREAM_COMPUTE, MSI_EVENT_SLICES + 2 * number + 1);
+    return msi_device(m, error, "slice");
+}
+
+/* What a step in slices returns after all of it is enqueued: MORE until its loss has come. */
+static ms_result msi_complete_slices(ms_model *m, double *loss) {
+    m->run.slices.is_enqueued = true;
+    ms_result result = MS_RESULT_OK;
+    if (m->config.backend.is_asynchronous && loss) {
+        result = msi_fetch_verdict(m);
+        MSI_THEN(result, m->run.verdict == MSI_VERDICT_COPIED ? msi_has_come(m, MSI_EVENT_VERDICT)
+                                                              : result);
+        MSI_THEN(result, msi_conclude(m, loss));
+    } else if (loss) {
+        *loss = msi_verdict(m, false)->loss;
+    }
+    return result;
+}
+
+/* Begins a step in slices, or goes on with it, if the shared arena still has its values. */
+static ms_result msi_enter_slices(ms_model *m) {
+    static const char *const function = "ms_step_slice";
+    msi_slices *s = &m->run.slices;
+    if (s->is_open && !m->run.busy && !m->run.visits) {
+        return msi_owns_arena(m)
+                   ? MS_RESULT_OK
+                   : msi_abandon(m, msi_fail(m, MS_RESULT_ORDER,
+                                             "%s: another model has used the shared arena since "
+                                             "the last slice: the step begins anew",
+                                             function));
+    }
+    ms_result result = msi_check_start(m, function);
+    if (result == MS_RESULT_OK) {
+        s->is_open = true;
+        s->is_enqueued = false;
+        s->step = m->run.step;
+        result = msi_start(m, &m->run.plan->train);
+    }
+    return result;
+}
+
+static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss) {
+    msi_slices *s = &m->run.slices;
+    const bool goes_on = s->is_open;
+    const double begin_us =
+        m->config.backend.is_asynchronous || microseconds == 0 ? 0.0 : msi_now_us(&m->config);
+    ms_result result = msi_enter_slices(m);
+    if (goes_on && (m->run.busy || m->run.visits)) { // the step goes on, and this call is an error
+        return result;
+    }
+    MSI_THEN(result, msi_begin_slice(m, begin_us, microseconds));
+    if (result == MS_RESULT_OK) {
+        const double room_us = s->room_us;
+        result = s->is_enqueued ? MS_RESULT_OK : msi_run_step(m);
+        if (result == MS_RESULT_OK || result == MS_RESULT_MORE) {
+            const ms_result ended = msi_end_slice(m, room_us);
+            result = ended == MS_RESULT_OK ? result : ended;
+        }
+    }
+    MSI_THEN(result, msi_complete_slices(m, loss));
+    if (result == MS_RESULT_MORE) {
+        return result;
+    }
+    if (result != MS_RESULT_OK && s->is_open && m->run.program) {
+        result = msi_doubt(m, result);
+    }
+    s->is_open = false;
+    return msi_count_success(m, result, s->step);
 }
 
 /* The norm of the last update, while its sum of squares is in memory. */
@@ -24675,7 +25073,8 @@ static ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role) {
                  "optimizer state can be borrowed"
         : m->run.stage == MSI_STAGE_BACKWARD
             ? "is lent between ms_backward and ms_update; complete the step first"
-        : m->run.busy ? "is lent in a callback; lend it between steps"
+        : m->run.busy           ? "is lent in a callback; lend it between steps"
+        : m->run.slices.is_open ? "is lent between slices; complete the step first"
         : m->run.plan && !msi_is_borrowed(tensor, role)
             ? "was not borrowed when the model was wrapped; lend it before ms_wrap"
             : NULL;
@@ -24776,6 +25175,9 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
         return msi_fail(m, MS_RESULT_ORDER,
                         "ms_write: called from a callback of a layer: call it between steps");
     }
+    if (m->run.slices.is_open) {
+        return msi_fail_in_slices(m, "ms_write");
+    }
     if (!m->run.plan) {
         const ms_result result = msi_write_unplanned(m, target, role, data);
         target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
@@ -24816,11 +25218,32 @@ static ms_result msi_read_unplanned(ms_model *m, const msi_tensor *t, msi_role r
                            : msi_fill(m, data, true, 0, t->bytes);
 }
 
+/* Whether a value can be read between slices: one that the step has not changed, or the loss or an
+   output after forward. */
+static bool msi_is_settled(const ms_model *m, uint32_t t, msi_role role) {
+    const msi_run *r = &m->run;
+    const msi_tensor *tensor = &m->graph.tensors.items[t];
+    return msi_is_resident(tensor) ? role != MSI_ROLE_GRADIENT && r->updates_done == 0 &&
+                                         !(tensor->kind == MSI_KIND_BUFFER && r->state_is_old)
+                                   : r->is_summed && role == MSI_ROLE_VALUE &&
+                                         (t == m->graph.loss || tensor->is_output);
+}
+
+static bool msi_hides_value(const ms_model *m, uint32_t t, msi_role role) {
+    return m->run.slices.is_open && !m->run.busy && !msi_is_settled(m, t, role);
+}
+
 static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *data) {
     const msi_tensor *source = &m->graph.tensors.items[t];
     const char *name = msi_name(&m->graph, source->name);
     if (m->config.dry_run) {
         return msi_fail(m, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"", name);
+    }
+    if (msi_hides_value(m, t, role)) {
+        return msi_fail(m, MS_RESULT_ORDER,
+                        "ms_read: a step is under way in slices, which changes the %s \"%s\": read "
+                        "it after the step",
+                        msi_role_name(role), name);
     }
     if (!m->run.plan && msi_is_kept(source, role)) {
         return msi_read_unplanned(m, source, role, data);
@@ -26519,6 +26942,9 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
         return NULL;
     }
     const msi_role role = msi_role_of(&model->graph, tensor);
+    if (msi_hides_value(model, t, role)) {
+        return NULL;
+    }
     const msi_memory memory = msi_live_memory(model, t, role);
     const msi_resident *resident = msi_find_resident(model->run.store, t, role);
     const bool is_half = resident && resident->format != MS_STATE_FORMAT_F32;
@@ -26576,6 +27002,17 @@ MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
     ms_result result = model ? msi_begin_step(model, "ms_step") : MS_RESULT_INVALID;
     MSI_THEN(result, msi_step(model, loss));
     return result;
+}
+
+MEMSCALE_API ms_result ms_step_slice(ms_model *model, uint64_t microseconds, double *loss) {
+    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
+                                           : msi_step_slice(model, microseconds, loss);
+}
+
+MEMSCALE_API void ms_cancel(ms_model *model) {
+    if (model) {
+        msi_flag_put(&model->cancel, 1);
+    }
 }
 
 MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
@@ -28305,8 +28742,9 @@ static int msi_cuda_make_events(msi_cuda *c, uint32_t count) {
         events[i] = c->events[i];
     }
     for (uint32_t i = before; i < count; i++) {
-        const int error =
-            msi_cuda_error(cudaEventCreateWithFlags(&events[i], cudaEventDisableTiming));
+        const bool is_timed = i < (uint32_t)MS_BACKEND_TIMED_EVENTS;
+        const int error = msi_cuda_error(cudaEventCreateWithFlags(
+            &events[i], is_timed ? cudaEventDefault : cudaEventDisableTiming));
         if (error) {
             while (i-- > before) {
                 (void)msi_cuda_error(cudaEventDestroy(events[i]));
@@ -28530,6 +28968,28 @@ static int msi_cuda_wait_on_host(void *state, uint32_t event) {
                          [&](const msi_cuda *c) { return cudaEventSynchronize(c->events[event]); });
 }
 
+static int msi_cuda_query(void *state, uint32_t event, bool *has_come) {
+    *has_come = true;
+    return msi_cuda_with(state, [&](const msi_cuda *c) {
+        const cudaError_t error = cudaEventQuery(c->events[event]);
+        *has_come = error != cudaErrorNotReady;
+        if (!*has_come) {
+            (void)cudaGetLastError();
+        }
+        return *has_come ? error : cudaSuccess;
+    });
+}
+
+static int msi_cuda_elapsed(void *state, uint32_t first_event, uint32_t last_event,
+                            double *microseconds) {
+    float milliseconds = 0.0f;
+    const int error = msi_cuda_with(state, [&](const msi_cuda *c) {
+        return cudaEventElapsedTime(&milliseconds, c->events[first_event], c->events[last_event]);
+    });
+    *microseconds = 1e3 * (double)milliseconds;
+    return error;
+}
+
 static void *msi_cuda_stream(void *state) {
     return ((const msi_cuda *)state)->streams[MS_STREAM_COMPUTE];
 }
@@ -28609,7 +29069,7 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     MSI_USE(add_squares), MSI_USE(clip_scale), MSI_USE(update), MSI_USE(gemm);
     MSI_USE(synchronize), MSI_USE(record), MSI_USE(wait), MSI_USE(wait_on_host), MSI_USE(stream);
     MSI_USE(recording_begin), MSI_USE(recording_check), MSI_USE(recording_end);
-    MSI_USE(recording_launch), MSI_USE(recording_release);
+    MSI_USE(recording_launch), MSI_USE(recording_release), MSI_USE(query), MSI_USE(elapsed);
 #undef MSI_USE
     return b;
 }

@@ -6,6 +6,7 @@
 #include "../memscale.h"
 #include "toy_layers.h"
 #include "random_dag.h"
+#include "slices.h"
 
 /* The emulated device is some ten times slower. */
 #ifdef T_CUDA
@@ -303,6 +304,8 @@ static ms_config random_config(trial *t, uint32_t k) {
         config.empirical_profiling = MS_SWITCH_ON;
         config.warmup_steps = 1;
         t->graph->seen[RD_PROFILED] = 1;
+    } else if (g->seed % 5 < 3) {
+        s_slice(&config, g->seed);
     }
     t->graph->seen[RD_DEBUG_MODE] |= config.debug;
     if (g->seed % 64 == 2) { // moves by choice too, which takes long to plan
@@ -988,7 +991,7 @@ static bool one_micro(trial *t, uint32_t k, uint32_t micro, bool in_three) {
     }
     bool fine = in_three ? TRY(n, ms_forward(n->model, &loss)) && TRY(n, ms_backward(n->model)) &&
                                (!last || TRY(n, ms_update(n->model)))
-                         : TRY(n, ms_step(n->model, &loss));
+                         : TRY(n, s_step(n->model, &loss));
     view_number(&seen_by[k], "loss", loss);
     return fine && msi_is_finite((double)loss) && check_forbidden(t, k);
 }

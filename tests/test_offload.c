@@ -9,6 +9,7 @@
 #include "virtual.h"
 #include "late_dag.h"
 #include "orders.h"
+#include "slices.h"
 
 /* The emulated device is some ten times slower. */
 #ifdef T_CUDA
@@ -253,7 +254,7 @@ static bool one_micro(rd_net *n, uint64_t round, bool at_once, double *loss) {
         n->run.op[i].forwards = n->run.op[i].backwards = n->run.op[i].recomputes = 0;
     }
     return rd_net_write(n, round, false) &&
-           (at_once ? TRY(n, ms_step(n->model, loss))
+           (at_once ? TRY(n, s_step(n->model, loss))
                     : TRY(n, ms_forward(n->model, loss)) && TRY(n, ms_backward(n->model))) &&
            settle(n);
 }
@@ -341,6 +342,9 @@ static bool gives_same_bits(pair_of_nets *t, const ms_config *config) {
     plain.checkpointing = plain.early_update = MS_SWITCH_OFF;
     moved.allocator = t_heap_allocator(&heap);
     moved.force_optimize = t_chance(&rng, 0.2);
+    if (t_chance(&rng, 0.5)) {
+        s_slice(&moved, g->seed);
+    }
     t->codes = t_chance(&rng, 0.5);
     if (t->codes) {
         rd_random_formats(g, &rng);

@@ -7,12 +7,12 @@
 static double clock_us = 1e9; // the platform's, as the library sees it
 static uint64_t clock_reads;
 
-static inline double msi_now_us(void) {
+static inline double msi_platform_us(void) {
     clock_reads += 1;
     return clock_us;
 }
 
-#define MSI_NOW_US
+#define MSI_PLATFORM_US
 #define MEMSCALE_IMPLEMENTATION
 #include "../memscale.h"
 #include "toy_layers.h"

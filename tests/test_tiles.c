@@ -5,6 +5,7 @@
 #include "../memscale.h"
 #include "toy_layers.h"
 #include "random_tiles.h"
+#include "slices.h"
 #include "virtual.h"
 
 enum { QUICK_GRAPHS = 600, GRAPHS = 20000 };
@@ -85,7 +86,7 @@ static void one_step(const rt_graph *g, rt_net *const *nets, uint64_t round, boo
         for (int k = 0; k < 2; ++k) {
             rt_net_write(nets[k], round * 8 + micro, micro == 0);
             if (at_once) {
-                OK(nets[k], ms_step(nets[k]->model, &loss[k]));
+                OK(nets[k], s_step(nets[k]->model, &loss[k]));
             } else {
                 OK(nets[k], ms_forward(nets[k]->model, &loss[k]));
                 OK(nets[k], ms_backward(nets[k]->model));
@@ -175,6 +176,9 @@ static void expect_same_bits(rt_graph *g, const ms_config *config,
     ms_config tiled = *config;
     memset(&heap, 0, sizeof heap);
     tiled.allocator = t_heap_allocator(&heap);
+    if (g->seed % 4 < 3) {
+        s_slice(&tiled, g->seed);
+    }
     rt_net *const nets[] = {rt_net_create(g, &plain, NULL, NULL),
                             rt_net_create(g, &tiled, move, mover)};
     OK(nets[0], ms_wrap(nets[0]->model));

@@ -536,6 +536,19 @@ static inline int v_wait_on_host(void *state, uint32_t event) {
     return v_heard(d, streams_finish_event(&d->engine, s->events[event]));
 }
 
+/* As an impatient host is answered: not yet, though the work may be done as soon as it waits. */
+static inline int v_query(void *state, uint32_t event, bool *has_come) {
+    v_state *s = (v_state *)state;
+    v_device *d = s->device;
+    if (event >= s->event_count || streams_fails(&d->engine)) {
+        return event >= s->event_count ? V_ERROR_EVENT : V_ERROR_CALL;
+    }
+    const streams_event *of = &d->engine.events[s->events[event]];
+    *has_come =
+        streams_event_is_done(&d->engine, s->events[event]) || streams_ask(&d->engine, of->point);
+    return *has_come ? v_heard(d, true) : 0;
+}
+
 static inline void *v_stream_of(void *state) {
     return &((v_state *)state)->streams[MS_STREAM_COMPUTE];
 }
@@ -586,6 +599,7 @@ static inline ms_backend v_backend(v_device *d) {
     b.record = v_record;
     b.wait = v_wait;
     b.wait_on_host = v_wait_on_host;
+    b.query = v_query;
     b.stream = v_stream_of;
     return b;
 }

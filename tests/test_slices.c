@@ -1,0 +1,628 @@
+/*  test_slices.c - steps in slices, and steps that are cancelled: how far a slice goes, what may be
+    done between slices, and that a step which is cancelled anywhere counts as not begun. That
+    slices change no bit of random graphs is tested beside what else changes none: in
+    test_contract.c, test_offload.c and test_tiles.c. MEMSCALE_TEST_DAGS sets how many random graphs
+    there are, MEMSCALE_TEST_SEED which is the first. */
+#define MEMSCALE_IMPLEMENTATION
+#define MSI_PART_BYTES 128 // so that state comes in parts
+#include "../memscale.h"
+#include "toy_layers.h"
+#include "random_dag.h"
+#include "virtual.h"
+#include "late_dag.h"
+
+enum { QUICK_GRAPHS = 30, GRAPHS = 400 };
+
+static uint64_t first_seed(void) {
+    return t_environment("MEMSCALE_TEST_SEED", 1);
+}
+
+static uint64_t end_seed(void) {
+    return first_seed() + t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
+}
+
+/* A clock that layers move on by their cost, and each look at it by `look_us`. */
+typedef struct turned_clock {
+    double now_us, look_us;
+    uint64_t looks;
+} turned_clock;
+
+static double clock_now(void *user) {
+    turned_clock *c = (turned_clock *)user;
+    c->now_us += c->look_us;
+    c->looks += 1;
+    return c->now_us;
+}
+
+// ------------------------------------------------------------------------------------------------
+// how far a slice goes
+
+enum { LAYERS = 6 };
+
+/* A chain whose layer i takes cost[i] microseconds, in both directions, by the clock. */
+typedef struct costly {
+    t_net n;
+    turned_clock clock;
+    ms_tensor p;
+    double cost[LAYERS], extra_us;
+    uint32_t calls;
+} costly;
+
+static costly *the_costly;
+
+static int costly_forward(const ms_call *call) {
+    const t_op *op = (const t_op *)call->user;
+    the_costly->clock.now_us += the_costly->cost[op - the_costly->n.ops] + the_costly->extra_us;
+    the_costly->calls += 1;
+    return t_forward(call);
+}
+
+static int costly_backward(const ms_call *call) {
+    const t_op *op = (const t_op *)call->user;
+    the_costly->clock.now_us += the_costly->cost[op - the_costly->n.ops] + the_costly->extra_us;
+    the_costly->calls += 1;
+    return t_backward(call);
+}
+
+static void costly_start(costly *c, double cost) {
+    memset(c, 0, sizeof *c);
+    the_costly = c;
+    t_net_begin(&c->n);
+    c->n.config.clock = clock_now;
+    c->n.config.clock_user = &c->clock;
+    t_net_create(&c->n);
+    t_net_optimizer(&c->n, MS_OPTIMIZER_SGD, 0.0009765625f);
+    c->p = t_net_param(&c->n, "p");
+    ms_tensor at = c->n.x;
+    for (int i = 0; i < LAYERS; ++i) {
+        ms_layer_desc d = t_net_own(&c->n, costly_forward, costly_backward, "costly", at,
+                                    t_net_like(&c->n, "y", at));
+        c->cost[i] = cost;
+        c->n.ops[i].c[0] = 1.0f;
+        if (i == 0) {
+            d.param[0] = c->p;
+            c->n.ops[i].c[0] = 0.0f;
+        }
+        t_net_register(&c->n, &d);
+        at = d.out[0];
+    }
+    t_net_loss(&c->n, at, 0.125f);
+    t_net_start(&c->n);
+    t_net_write_param(&c->n, c->p, 2.0f);
+}
+
+/* One step in slices of so many microseconds. Returns how many slices it took; *most_us is the
+   longest. */
+static uint32_t step_in(costly *c, uint64_t microseconds, double *most_us) {
+    ms_result result = MS_RESULT_MORE;
+    uint32_t slices = 0;
+    double loss;
+    *most_us = 0.0;
+    while (result == MS_RESULT_MORE) {
+        const double begin_us = c->clock.now_us;
+        result = ms_step_slice(c->n.m, microseconds, &loss);
+        const double us = c->clock.now_us - begin_us;
+        *most_us = us > *most_us ? us : *most_us;
+        ++slices;
+        assert_true(slices < 1000);
+    }
+    t_ok(c->n.m, result);
+    return slices;
+}
+
+static void instructions_run_while_they_fit(void **state) {
+    (void)state;
+    costly c;
+    double most_us;
+    costly_start(&c, 100.0);
+    (void)step_in(&c, 100, &most_us); // learns
+    c.calls = 0;
+    (void)step_in(&c, 100, &most_us);
+    assert_true(most_us <= 100.0 && c.calls == 2 * LAYERS);
+    assert_int_equal(step_in(&c, 250, &most_us), LAYERS); // two layers in each
+    assert_true(most_us <= 250.0);
+    assert_int_equal(step_in(&c, 1200, &most_us), 1);
+    assert_int_equal(step_in(&c, UINT64_MAX, &most_us), 1);
+    assert_in_range(step_in(&c, 1, &most_us), 2 * LAYERS, 2 * LAYERS + 4); // each is longer
+    c.cost[3] = 400.0;
+    (void)step_in(&c, 250, &most_us); // does not know yet
+    assert_true(most_us > 250.0);
+    (void)step_in(&c, 450, &most_us);
+    assert_true(most_us <= 450.0);
+    c.cost[3] = 100.0;
+    for (int i = 0; i < 40; ++i) { // forgets slowly
+        (void)step_in(&c, 250, &most_us);
+    }
+    assert_int_equal(step_in(&c, 250, &most_us), LAYERS);
+    t_net_end(&c.n);
+}
+
+/* One instruction that took long by chance must not keep others of its layer from running. */
+static void a_hiccup_is_forgotten(void **state) {
+    (void)state;
+    costly c;
+    double most_us;
+    costly_start(&c, 100.0);
+    (void)step_in(&c, 100, &most_us);
+    c.extra_us = 1e6;
+    (void)step_in(&c, 100, &most_us);
+    c.extra_us = 0.0;
+    for (int i = 0; i < 100; ++i) {
+        (void)step_in(&c, 1000, &most_us);
+        assert_true(most_us <= 1000.0);
+    }
+    assert_true(step_in(&c, 1250, &most_us) == 1);
+    t_net_end(&c.n);
+}
+
+static void no_time_runs_nothing(void **state) {
+    (void)state;
+    costly c;
+    double loss = 0.0;
+    costly_start(&c, 100.0);
+    for (int i = 0; i < 5; ++i) {
+        assert_int_equal(ms_step_slice(c.n.m, 0, &loss), MS_RESULT_MORE);
+    }
+    assert_int_equal(c.calls, 0);
+    t_ok(c.n.m, ms_step_slice(c.n.m, UINT64_MAX, &loss));
+    t_net_end(&c.n);
+}
+
+// ------------------------------------------------------------------------------------------------
+// between slices
+
+static void the_model_cannot_change_between_slices(void **state) {
+    (void)state;
+    costly c;
+    double loss, eval_loss;
+    float p[T_NET_COLS], now[T_NET_COLS];
+    uint64_t bytes;
+    ms_verify_report verified;
+    ms_nonfinite nonfinite;
+    ms_memory_report report;
+    costly_start(&c, 100.0);
+    ms_model *m = c.n.m;
+    t_ok(m, ms_read(m, c.p, p));
+    ms_result result = ms_step_slice(m, 100, &loss);
+    uint32_t slices = 1, hidden = 0, losses = 0;
+    for (; result == MS_RESULT_MORE; ++slices) {
+        t_error(m, ms_step(m, &loss), MS_RESULT_ORDER);
+        t_text_has(ms_last_error(m), "ms_step_slice");
+        t_error(m, ms_forward(m, &loss), MS_RESULT_ORDER);
+        t_error(m, ms_backward(m), MS_RESULT_ORDER);
+        t_error(m, ms_update(m), MS_RESULT_ORDER);
+        t_error(m, ms_eval(m, &eval_loss), MS_RESULT_ORDER);
+        t_error(m, ms_wrap(m), MS_RESULT_ORDER);
+        t_error(m, ms_detach(m), MS_RESULT_ORDER);
+        t_error(m, ms_smallest_budget(m, &bytes), MS_RESULT_ORDER);
+        t_error(m, ms_verify(m, NULL, NULL, &verified), MS_RESULT_ORDER);
+        t_error(m, ms_find_nonfinite(m, &nonfinite), MS_RESULT_ORDER);
+        t_error(m, ms_reshape(m, &c.n.rows), MS_RESULT_ORDER);
+        t_error(m, ms_write(m, c.p, p), MS_RESULT_ORDER);
+        t_error(m, ms_write(m, c.n.x, p), MS_RESULT_ORDER);
+        t_ok(m, ms_report(m, &report));
+        const ms_result read = ms_read(m, c.p, now);
+        if (read == MS_RESULT_OK) { // until the update
+            assert_memory_equal(now, p, sizeof p);
+            assert_non_null(ms_data(m, c.p));
+        } else {
+            t_error(m, read, MS_RESULT_ORDER);
+            assert_null(ms_data(m, c.p));
+            ++hidden;
+        }
+        float rows[T_NET_ROWS * 4];
+        losses += ms_read(m, c.n.loss, rows) == MS_RESULT_OK;
+        t_error(m, ms_read(m, ms_gradient(m, c.p), now), MS_RESULT_ORDER);
+        result = ms_step_slice(m, 100, &loss);
+    }
+    t_ok(m, result);
+    assert_true(slices >= 2 * LAYERS && losses >= LAYERS - 1 && hidden <= 1);
+    t_ok(m, ms_read(m, c.p, now));
+    assert_true(memcmp(now, p, sizeof p) != 0);
+    t_net_end(&c.n);
+}
+
+static void a_model_can_be_destroyed_between_slices(void **state) {
+    (void)state;
+    for (uint32_t after = 0; after < 2 * LAYERS + 2; ++after) {
+        costly c;
+        double loss;
+        costly_start(&c, 100.0);
+        for (uint32_t i = 0; i < after; ++i) {
+            (void)!ms_step_slice(c.n.m, 1, &loss);
+        }
+        t_net_end(&c.n);
+    }
+}
+
+static void a_failure_ends_the_slices(void **state) {
+    (void)state;
+    costly c, twin;
+    double loss, most_us;
+    costly_start(&twin, 100.0);
+    (void)step_in(&twin, 100, &most_us);
+    costly_start(&c, 100.0);
+    c.n.ops[2].failing = 1u << MS_PHASE_BACKWARD;
+    ms_result result = MS_RESULT_MORE;
+    while (result == MS_RESULT_MORE) {
+        result = ms_step_slice(c.n.m, 100, &loss);
+    }
+    t_error(c.n.m, result, MS_RESULT_CALLBACK);
+    c.n.ops[2].failing = 0;
+    t_ok(c.n.m, ms_step(c.n.m, &loss));
+    t_net_same(&c.n, c.p, &twin.n, twin.p);
+    t_net_end(&c.n);
+    t_net_end(&twin.n);
+}
+
+static void wrong_calls_are_errors(void **state) {
+    (void)state;
+    double loss;
+    ms_model *m;
+    ms_config config = t_config();
+    assert_int_equal(ms_step_slice(NULL, 100, &loss), MS_RESULT_INVALID);
+    ms_cancel(NULL);
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    t_error(m, ms_step_slice(m, 100, &loss), MS_RESULT_ORDER);
+    ms_destroy(m);
+    t_chain chain;
+    config.dry_run = true;
+    assert_int_equal(t_chain_create(&chain, &config, 2, 4, 4), MS_RESULT_OK);
+    t_ok(chain.model, ms_wrap(chain.model));
+    t_error(chain.model, ms_step_slice(chain.model, 100, &loss), MS_RESULT_DRY_RUN);
+    ms_destroy(chain.model);
+}
+
+static void many_slices_take_no_memory(void **state) {
+    (void)state;
+    costly c;
+    double loss;
+    costly_start(&c, 1.0);
+    t_ok(c.n.m, ms_step(c.n.m, &loss));
+    const uint64_t calls = c.n.heap.calls, bytes = c.n.heap.live_bytes;
+    const int count = t_sweep(10000, 100000) > 10000 ? 100000 : 10000;
+    for (int i = 0; i < count; ++i) {
+        const ms_result result = ms_step_slice(c.n.m, 2, i % 2 ? &loss : NULL);
+        assert_true(result == MS_RESULT_OK || result == MS_RESULT_MORE);
+    }
+    assert_true(c.n.heap.calls == calls && c.n.heap.live_bytes == bytes);
+    t_net_end(&c.n);
+}
+
+// ------------------------------------------------------------------------------------------------
+// cancel
+
+/* What outlasts a step, of a net of a random graph. */
+typedef struct lasting {
+    uint8_t *data;
+    size_t used;
+} lasting;
+
+static lasting take_lasting(rd_net *n) {
+    const rd_graph *g = n->run.graph;
+    lasting l = {(uint8_t *)malloc(RD_VALUES * (1 + RD_STATES) * RD_ELEMENTS * sizeof(double)), 0};
+    assert_non_null(l.data);
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        const rd_value *v = &g->value[i];
+        const int states = v->frozen ? 0 : (int)rd_state_count(&g->optimizer);
+        for (int k = -1; k < states && v->role == RD_PARAM; ++k) {
+            const ms_tensor t =
+                k < 0 ? n->handle[i] : ms_optimizer_state(n->model, n->handle[i], k);
+            if (ms_read(n->model, t, l.data + l.used) == MS_RESULT_OK) {
+                l.used += (size_t)ms_tensor_bytes(n->model, t);
+            }
+        }
+    }
+    return l;
+}
+
+static void write_buffers(rd_net *n, const lasting *l) {
+    const rd_graph *g = n->run.graph;
+    size_t at = 0;
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        const rd_value *v = &g->value[i];
+        if (v->role == RD_BUFFER) {
+            t_ok(n->model, ms_write(n->model, n->handle[i], l->data + at));
+            at += (size_t)ms_tensor_bytes(n->model, n->handle[i]);
+        }
+    }
+}
+
+static lasting take_buffers(rd_net *n) {
+    const rd_graph *g = n->run.graph;
+    lasting l = {(uint8_t *)malloc(RD_VALUES * RD_ELEMENTS * sizeof(double)), 0};
+    assert_non_null(l.data);
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        if (g->value[i].role == RD_BUFFER) {
+            t_ok(n->model, ms_read(n->model, n->handle[i], l.data + l.used));
+            l.used += (size_t)ms_tensor_bytes(n->model, n->handle[i]);
+        }
+    }
+    return l;
+}
+
+static void expect_lasting(rd_net *n, const lasting *expected, const char *what, uint64_t where) {
+    lasting now = take_lasting(n);
+    if (now.used != expected->used || memcmp(now.data, expected->data, now.used) != 0) {
+        fail_msg("MEMSCALE_TEST_SEED=%llu: %s at slice %llu: params or state differ",
+                 (unsigned long long)n->run.graph->seed, what, (unsigned long long)where);
+    }
+    free(now.data);
+}
+
+static void begin_pass(rd_net *n, uint32_t micro) {
+    n->run.micro = micro;
+    for (uint32_t i = 0; i < n->run.graph->layer_count; ++i) {
+        n->run.op[i].forwards = n->run.op[i].backwards = n->run.op[i].recomputes = 0;
+    }
+}
+
+/* The micro-batches of a step, from the first on. */
+static void whole_step(rd_net *n, double *loss) {
+    for (uint32_t micro = 0; micro < n->run.graph->accumulation; ++micro) {
+        begin_pass(n, micro);
+        assert_true(rd_net_write(n, 1 + micro, false));
+        t_ok(n->model, ms_step(n->model, loss));
+        t_ok(n->model, ms_synchronize(n->model));
+    }
+    n->run.step += 1;
+}
+
+/* Cancels a step after so many slices of one instruction each; false if it was done before that. A
+   step that has begun to update is completed, and the next one cancelled. */
+static bool cancel_after(rd_net *n, uint64_t slices, bool *completed) {
+    ms_result result = MS_RESULT_OK;
+    double loss;
+    *completed = false;
+    for (uint32_t micro = 0; micro < n->run.graph->accumulation; ++micro) {
+        begin_pass(n, micro);
+        assert_true(rd_net_write(n, 1 + micro, false));
+        do {
+            if (slices-- == 0) {
+                const bool updates = n->model->run.updates_done > 0;
+                const bool was_enqueued = n->model->run.slices.is_enqueued;
+                ms_cancel(n->model);
+                ms_cancel(n->model);
+                do {
+                    result = ms_step_slice(n->model, 1, &loss);
+                } while (result == MS_RESULT_MORE);
+                assert_true(result != MS_RESULT_OK || updates || was_enqueued);
+                *completed = result == MS_RESULT_OK && micro + 1 == n->run.graph->accumulation;
+                t_ok(n->model, ms_synchronize(n->model)); // layers that run late look at the pass
+                n->run.step += *completed;
+                if (result == MS_RESULT_OK) {
+                    begin_pass(n, *completed ? 0 : micro + 1);
+                    result = ms_step_slice(n->model, 1, &loss);
+                }
+                t_error(n->model, result, MS_RESULT_CANCELLED);
+                return true;
+            }
+            result = ms_step_slice(n->model, 1, &loss);
+        } while (result == MS_RESULT_MORE);
+        t_ok(n->model, result);
+        t_ok(n->model, ms_synchronize(n->model));
+    }
+    n->run.step += 1;
+    *completed = true;
+    return false;
+}
+
+/* Gradients that the trainer lends go on adding up, whatever becomes of a step. */
+static bool is_suitable(const rd_graph *g) {
+    bool lent = g->optimizer.kind == MS_OPTIMIZER_NONE;
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        lent |= g->value[i].borrowed_gradient;
+    }
+    return !lent;
+}
+
+/* A net of a random graph with random moves, after its first step. */
+static rd_net *moved_net(rd_graph *g, const ms_config *config, char *failure) {
+    t_rng moves = t_seed(g->seed);
+    double loss;
+    rd_net *n = rd_net_create(g, config, "moved", failure, false);
+    rd_force_moves(n, &moves);
+    t_ok(n->model, ms_wrap(n->model));
+    assert_true(rd_net_write(n, 0, false));
+    whole_step(n, &loss);
+    return n;
+}
+
+/* Two nets alike, of which one runs whole steps. Steps of the other are cancelled, at instructions
+   all over the program, and then run whole. */
+static void cancel_everywhere(rd_graph *g, ms_config config) {
+    char failure[RD_TEXT] = "";
+    turned_clock clock = {0.0, 10.0, 0}; // what has run once takes 10 and does not fit into 1
+    t_rng rng = t_seed(g->seed);
+    double loss;
+    t_heap heap;
+    memset(&heap, 0, sizeof heap);
+    config.allocator = t_heap_allocator(&heap);
+    config.clock = clock_now;
+    config.clock_user = &clock;
+    config.force_optimize = t_chance(&rng, 0.5);
+    config.early_update = t_chance(&rng, 0.5) ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    rd_net *whole = moved_net(g, &config, failure);
+    g->mover = g->mover ? (v_layer *)g->mover + RD_LAYERS : NULL; // has a place for each net
+    rd_net *n = moved_net(g, &config, failure);
+    const uint32_t stride = 1 + n->model->run.plan->train.instructions.count / 40;
+    bool completed = false;
+    for (uint64_t at = t_below(&rng, 2), more = true; more; at += stride) {
+        lasting before = take_lasting(n), buffers = take_buffers(n);
+        more = cancel_after(n, at, &completed);
+        if (!completed) {
+            expect_lasting(n, &before, "cancelled", at);
+            write_buffers(n, &buffers);
+            whole_step(n, &loss);
+        } else if (more) { // the next step had begun
+            write_buffers(n, &buffers);
+        }
+        lasting once = take_lasting(n);
+        whole_step(whole, &loss);
+        expect_lasting(whole, &once, completed ? "completed" : "after", at);
+        lasting of_whole = take_buffers(whole);
+        write_buffers(n, &of_whole);
+        free(before.data);
+        free(buffers.data);
+        free(once.data);
+        free(of_whole.data);
+    }
+    rd_net_destroy(n);
+    rd_net_destroy(whole);
+    assert_true(failure[0] == 0 && heap.live_count == 0 && heap.wrong_releases == 0);
+}
+
+static void a_cancelled_step_counts_as_not_begun(void **state) {
+    (void)state;
+    for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
+        rd_graph *g = rd_generate(seed);
+        if (is_suitable(g)) {
+            cancel_everywhere(g, t_config());
+        }
+        free(g);
+    }
+}
+
+static void a_cancelled_step_leaves_no_work(void **state) {
+    (void)state;
+    static v_layer layers[2 * RD_LAYERS];
+    for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
+        v_device device;
+        ms_config config = t_config();
+        rd_graph *g = ld_make_late(rd_generate(seed), layers);
+        v_open(&device, seed);
+        config.backend = v_backend(&device);
+        if (is_suitable(g)) {
+            cancel_everywhere(g, config);
+        }
+        assert_int_equal(device.engine.pending, 0);
+        assert_int_equal(device.callback_error, 0);
+        v_close(&device);
+        free(g);
+    }
+}
+
+static int cancelling_forward(const ms_call *call) {
+    ms_cancel(call->model);
+    return t_forward(call);
+}
+
+static void a_callback_can_cancel(void **state) {
+    (void)state;
+    t_net n;
+    double loss, eval_loss;
+    t_net_begin(&n);
+    t_net_create(&n);
+    t_net_optimizer(&n, MS_OPTIMIZER_SGD, 0.125f);
+    const ms_tensor p = t_net_param(&n, "p");
+    const ms_tensor y = t_net_scale(&n, "scale", n.x, 0.0f, p);
+    n.ops[n.count].c[0] = 1.0f;
+    const ms_layer_desc d =
+        t_net_own(&n, cancelling_forward, t_backward, "cancels", y, t_net_like(&n, "z", y));
+    t_net_register(&n, &d);
+    t_net_loss(&n, d.out[0], 1.0f);
+    t_net_start(&n);
+    t_net_write_param(&n, p, 2.0f);
+    t_error(n.m, ms_step(n.m, &loss), MS_RESULT_CANCELLED);
+    t_text_has(ms_last_error(n.m), "ms_cancel");
+    t_error(n.m, ms_eval(n.m, &eval_loss), MS_RESULT_CANCELLED);
+    t_error(n.m, ms_forward(n.m, &loss), MS_RESULT_CANCELLED);
+    t_net_end(&n);
+}
+
+/* Before a step, and of one that was begun by ms_forward. */
+static void cancel_waits_for_a_step(void **state) {
+    (void)state;
+    costly c;
+    double loss;
+    costly_start(&c, 1.0);
+    ms_cancel(c.n.m);
+    t_error(c.n.m, ms_step(c.n.m, &loss), MS_RESULT_CANCELLED);
+    assert_int_equal(c.calls, 0);
+    t_ok(c.n.m, ms_forward(c.n.m, &loss));
+    ms_cancel(c.n.m);
+    t_error(c.n.m, ms_backward(c.n.m), MS_RESULT_CANCELLED);
+    t_error(c.n.m, ms_backward(c.n.m), MS_RESULT_ORDER);
+    t_ok(c.n.m, ms_forward(c.n.m, &loss));
+    t_ok(c.n.m, ms_backward(c.n.m));
+    ms_cancel(c.n.m);
+    t_error(c.n.m, ms_update(c.n.m), MS_RESULT_CANCELLED);
+    t_ok(c.n.m, ms_step(c.n.m, &loss));
+    t_net_end(&c.n);
+}
+
+// ------------------------------------------------------------------------------------------------
+// a device that works later
+
+#ifndef T_CUDA
+/* Slices enqueue and look, and never wait. */
+static void slices_do_not_wait_for_a_device(void **state) {
+    (void)state;
+    static v_layer layers[LAYERS + 1];
+    v_device device;
+    t_net n;
+    double loss;
+    v_open(&device, 7);
+    t_net_begin(&n);
+    n.config.backend = v_backend(&device);
+    t_net_create(&n);
+    t_net_optimizer(&n, MS_OPTIMIZER_SGD, 0.0009765625f);
+    const ms_tensor p = t_net_param(&n, "p");
+    ms_tensor at = n.x;
+    for (int i = 0; i < LAYERS; ++i) {
+        n.ops[n.count].c[0] = i ? 1.0f : 0.0f;
+        ms_layer_desc d = t_net_own(&n, t_forward, t_backward, "late", at, t_net_like(&n, "y", at));
+        d.param[0] = i ? d.param[0] : p;
+        const ms_tensor out = d.out[0];
+        d = v_wrap(&d, &layers[i]);
+        d.user = &layers[i];
+        n.layers[n.count] = ms_register_layer(n.m, &d);
+        n.count++;
+        at = out;
+    }
+    n.loss = ms_activation(n.m, "loss", MS_DTYPE_F32, ms_shape1(n.rows));
+    ms_layer_desc loss_desc = t_layer(&n.ops[n.count], T_SQUARES, "loss", at, t_losses_of(n.m, at));
+    n.loss = loss_desc.out[0];
+    loss_desc = v_wrap(&loss_desc, &layers[LAYERS]);
+    (void)ms_register_layer(n.m, &loss_desc);
+    ms_set_loss(n.m, n.loss);
+    t_ok(n.m, ms_wrap(n.m));
+    t_net_write_x(&n);
+    t_net_write_param(&n, p, 2.0f);
+    t_ok(n.m, ms_synchronize(n.m));
+    const uint64_t waits = device.waits_of_host;
+    uint32_t slices = 0, steps = 0;
+    while (steps < 20) {
+        const ms_result result = ms_step_slice(n.m, 3, steps % 2 ? &loss : NULL);
+        assert_true(result == MS_RESULT_OK || result == MS_RESULT_MORE);
+        steps += result == MS_RESULT_OK;
+        ++slices;
+        assert_true(slices < 100000);
+    }
+    assert_int_equal(device.waits_of_host, waits);
+    assert_true(slices > steps);
+    t_net_end(&n);
+    v_close(&device);
+}
+#endif
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(instructions_run_while_they_fit),
+        cmocka_unit_test(a_hiccup_is_forgotten),
+        cmocka_unit_test(no_time_runs_nothing),
+        cmocka_unit_test(the_model_cannot_change_between_slices),
+        cmocka_unit_test(a_model_can_be_destroyed_between_slices),
+        cmocka_unit_test(a_failure_ends_the_slices),
+        cmocka_unit_test(wrong_calls_are_errors),
+        cmocka_unit_test(many_slices_take_no_memory),
+        cmocka_unit_test(a_cancelled_step_counts_as_not_begun),
+        cmocka_unit_test(a_cancelled_step_leaves_no_work),
+        cmocka_unit_test(a_callback_can_cancel),
+        cmocka_unit_test(cancel_waits_for_a_step),
+#ifndef T_CUDA
+        cmocka_unit_test(slices_do_not_wait_for_a_device),
+#endif
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
