@@ -4,6 +4,7 @@
     which jump, stay on the main one. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
+#include <time.h>
 
 /* As the library starts threads: counted, and made to fail from a number on. */
 static int threads_started, thread_that_fails = -1;
@@ -601,6 +602,72 @@ static void host_state_is_copied_by_threads(void **state) {
     t_net_end(&n);
 }
 
+// ------------------------------------------------------------------------------------------------
+// cancel, from another thread
+
+enum { CANCELLED_STEPS = 200 };
+
+typedef struct cancelled_job {
+    t_chain chain;
+    bool in_slices;
+    uint32_t cancelled;
+    ms_result result;
+    volatile long is_done; // by __atomic
+} cancelled_job;
+
+/* Steps until so many have counted. */
+static void *run_cancelled(void *argument) {
+    cancelled_job *j = (cancelled_job *)argument;
+    for (uint32_t done = 0; done < CANCELLED_STEPS;) {
+        ms_result result = MS_RESULT_MORE;
+        while (result == MS_RESULT_MORE) {
+            result = j->in_slices ? ms_step_slice(j->chain.model, 20, NULL)
+                                  : ms_step(j->chain.model, NULL);
+        }
+        done += result == MS_RESULT_OK;
+        j->cancelled += result == MS_RESULT_CANCELLED;
+        if (result != MS_RESULT_OK && result != MS_RESULT_CANCELLED) {
+            j->result = result;
+            break;
+        }
+    }
+    __atomic_store_n(&j->is_done, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+static void steps_are_cancelled_by_another_thread(void **state) {
+    (void)state;
+    static cancelled_job j;
+    static t_chain whole;
+    const ms_config config = t_config();
+    for (int in_slices = 0; in_slices < 2; ++in_slices) {
+        memset(&j, 0, sizeof j);
+        j.in_slices = in_slices != 0;
+        t_chain_start(&j.chain, &config, DEPTH);
+        t_chain_start(&whole, &config, DEPTH);
+        pthread_t thread;
+        assert_int_equal(pthread_create(&thread, NULL, run_cancelled, &j), 0);
+        uint32_t calls = 0;
+        while (!__atomic_load_n(&j.is_done, __ATOMIC_ACQUIRE)) {
+            if (calls < 100) { // then steps come to their end
+                ms_cancel(j.chain.model);
+                ++calls;
+            }
+            const struct timespec pause = {0, 20000 + 10000 * (long)(calls % 50)};
+            (void)nanosleep(&pause, NULL);
+        }
+        assert_int_equal(pthread_join(thread, NULL), 0);
+        assert_int_equal(j.result, MS_RESULT_OK);
+        assert_in_range(j.cancelled, 1, calls);
+        for (int i = 0; i < CANCELLED_STEPS; ++i) {
+            t_ok(whole.model, ms_step(whole.model, NULL));
+        }
+        t_chain_same(&j.chain, &whole);
+        ms_destroy(j.chain.model);
+        ms_destroy(whole.model);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(two_models_in_two_threads),
@@ -615,6 +682,7 @@ int main(void) {
         cmocka_unit_test(a_state_that_cannot_be_opened),
         cmocka_unit_test(training_starts_no_thread),
         cmocka_unit_test(host_state_is_copied_by_threads),
+        cmocka_unit_test(steps_are_cancelled_by_another_thread),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
