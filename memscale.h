@@ -496,12 +496,15 @@ typedef int (*ms_layer_fn)(const ms_call *call);
 // ------------------------------------------------------------------------------------------------
 // >>backend  allocator, log, and the table of what runs on the device
 
-/* Both functions or neither (NULL: malloc and free). release receives the size that was passed to
-   alloc. */
+/* Both functions or neither (NULL: malloc, free and realloc). release receives the size that was
+   passed to alloc. */
 typedef struct ms_allocator {
     void *(*alloc)(uint64_t bytes, void *user);
     void (*release)(void *memory, uint64_t bytes, void *user);
     void *user;
+    /* As realloc: the block with another size, at the same address or another; or NULL, and it stays
+       as it was. Optional: with it, an arena on the CPU grows and shrinks where it is. */
+    void *(*resize)(void *memory, uint64_t old_bytes, uint64_t bytes, void *user);
 } ms_allocator;
 
 typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DEBUG } ms_log_level;
@@ -684,6 +687,9 @@ typedef struct ms_prepare_args {
 /* The error number of a function of a backend that lacks memory of the host. */
 enum { MS_BACKEND_OUT_OF_MEMORY = INT32_MIN };
 
+/* That of memory_resize where it cannot resize this memory at all. */
+enum { MS_BACKEND_UNSUPPORTED = INT32_MIN + 1 };
+
 /* The events with numbers below this are those that ms_backend.elapsed is asked about. */
 enum { MS_BACKEND_TIMED_EVENTS = 16 };
 
@@ -710,6 +716,12 @@ typedef struct ms_backend {
     /* The result is aligned to 64 bytes, or to 256 if workspace_bytes is not 0. */
     int (*memory_alloc)(void *user, const ms_allocator *host, uint64_t bytes, void **device);
     void (*memory_release)(void *user, const ms_allocator *host, void *device, uint64_t bytes);
+    /* Grows or shrinks memory, with its contents up to the smaller size; *device may change. No work
+       uses it meanwhile. After an error it is as before. With equal sizes it only tells whether it
+       could: 0 or MS_BACKEND_UNSUPPORTED. Optional: without it, an arena of another size is filled
+       from a copy on the host. */
+    int (*memory_resize)(void *user, const ms_allocator *host, void **device, uint64_t old_bytes,
+                         uint64_t bytes);
     /* Pinned memory, for asynchronous copies. Optional: memory of the allocator is used instead. */
     int (*host_alloc)(void *user, const ms_allocator *host, uint64_t bytes, void **memory);
     void (*host_release)(void *user, const ms_allocator *host, void *memory, uint64_t bytes);
@@ -896,6 +908,11 @@ typedef struct ms_config {
     ms_loss_scaling loss_scaling; // of plans in F16
     uint32_t accumulation_steps;  // micro-batches per step; 0: 1
     ms_arena *arena;              // shared with other models; NULL: the model's own
+    /* A block of device memory that the trainer lends for the arena, as long as the model lives; NULL:
+       memory of the backend. Plans are never larger, and a budget of 0 is all of it. Not with a
+       shared arena. */
+    void *memory;
+    uint64_t memory_bytes;
     /* The trainer's cudaStream_t for all work, as long as the model lives; cudaStreamLegacy for the
        default stream. NULL: a stream of the model's own, not synchronized with the default one. */
     void *stream;
@@ -1400,8 +1417,8 @@ MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis);
    with the first of them (not on platforms without threads: there, has_copy_streams is false).
 
    A table of your own can begin as a copy of this one. If functions of yours receive the state and
-   look for user there, set open, close and prepare to NULL, has_copy_streams to false, and copy_in
-   and copy_out to copy or to your own: all others take any state. */
+   look for user there, set open, close, prepare and query to NULL, has_copy_streams to false, and
+   copy_in and copy_out to copy or to your own: all others take any state. */
 MEMSCALE_API ms_backend ms_backend_cpu(void);
 
 /* The backend of a CUDA device, by its number; defined where MEMSCALE_CUDA_IMPLEMENTATION is. If
@@ -1600,9 +1617,15 @@ MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *byt
    after ms_set_budget, ms_set_frozen, ms_set_accumulation, ms_set_layer_technique,
    ms_set_tensor_technique, ms_set_hardware, ms_clear_hardware, ms_set_layer_time or
    ms_profile_load: every value that is kept between steps stays, and so do the micro-batches done
-   so far, unless their number changes or a param is trained that was not before. The old and the
-   new arena exist side by side for a moment. A failing call leaves the model as it was, unless the
-   failure is that of the device in earlier steps that were not waited for. Stream: waits. Errors:
+   so far, unless their number changes or a param is trained that was not before. There are never
+   two arenas: the present one grows or shrinks where it is and values move inside it, if the
+   memory can do that (ms_config.memory, ms_backend.memory_resize); otherwise a copy of what it keeps
+   lies on the host while it is exchanged. The last 16 plans are kept for as long as only the budget
+   changes: to come back to one of these budgets takes no planning, and no memory of the host unless
+   that copy is made. A failing call leaves the model as it was, with three exceptions: a device that
+   fails in earlier steps that were not waited for; one that fails while values move inside the arena,
+   after which the model is marked failed; and an arena that was given back and is refused in its old
+   size too, after which the model is suspended (see ms_suspend). Stream: waits. Errors:
    the first that sticks; INVALID; ORDER (in a callback; between ms_backward and ms_update where
    early updates have begun, here or in a model that shares the arena); UNSUPPORTED (F16 is asked
    for, and updates are the trainer's own); BUDGET (the text has the smallest budget that would do,
@@ -1612,6 +1635,21 @@ MEMSCALE_API_CHECKED ms_result ms_wrap(ms_model *model);
 /* Back to the plain plan, whatever the budget; values are kept. On error the model stays wrapped as
    it was. Errors: as ms_wrap, except BUDGET. */
 MEMSCALE_API_CHECKED ms_result ms_detach(ms_model *model);
+
+/* ms_suspend: gives all device memory of the model back (what ms_config.memory lends is the trainer's
+   to use), and keeps its contents on the host: in `memory`, which the trainer lends until ms_resume
+   and which has ms_suspended_bytes(model), or, if that is NULL, in memory of the backend. At any time
+   except in callbacks, also between ms_forward, ms_backward and ms_update, and between slices.
+   ms_resume: allocates the arena anew and goes on bit for bit; addresses of ms_data have changed.
+   Without memory for that the model stays suspended. Meanwhile it can be reported on, ms_wrap and
+   ms_detach after ms_set_budget resume it with another arena, unless a step is under way, and all
+   that needs values is an error (ORDER). A shared arena stays. CUDA keeps streams, events and cuBLAS.
+   ms_suspended_bytes: what ms_suspend would keep now; 0 for a model that has nothing to give back.
+   Stream: waits. Errors: ORDER (not wrapped, suspended or not, in a callback), OUT_OF_MEMORY,
+   BACKEND. */
+MEMSCALE_API_CHECKED ms_result ms_suspend(ms_model *model, void *memory);
+MEMSCALE_API_CHECKED ms_result ms_resume(ms_model *model);
+MEMSCALE_API uint64_t ms_suspended_bytes(const ms_model *model);
 
 /* Sets the sizes of all axes, in the order of ms_add_axis, between steps; the micro-batches of one
    step may differ, and each counts 1/n, whatever its rows. The plan for these sizes is made, or is
@@ -3486,6 +3524,7 @@ typedef struct msi_resident {
     ms_state_format format;
     bool on_host, borrowed;
     bool is_shown; // on the host: to callbacks
+    bool is_saved; // of the device, and on the host now, in the image of a suspended model
 } msi_resident;
 
 /* Slices that an asynchronous device may have been given and not finished. */
@@ -3554,9 +3593,14 @@ typedef struct msi_store {
     uint64_t step_bytes;           // of the step's own memory: states and factors
     uint64_t factor_count;
     uint32_t event_count;
-    void *memory;     // of the residents; and of the transient values, if that is not shared
-    void *transient;  // memory of the transient values; NULL: a shared arena has them
-    uint8_t *host;    // residents on the host, transient values, staging
+    void *memory;    // of the residents; and of the transient values, if that is not shared
+    void *transient; // memory of the transient values; NULL: a shared arena has them
+    uint8_t *host;   // residents on the host, transient values, staging
+    uint64_t memory_bytes, host_room; // of these two blocks, which may be more than is needed
+    bool is_lent;                     // the first is ms_config.memory
+    uint8_t *image;                   // of a suspended model: what its device memory held
+    uint64_t image_bytes;
+    bool image_is_lent;
     uint8_t *step;    // in device memory
     msi_debug *debug; // NULL: the model is not in debug mode
     uint32_t micro_count;
@@ -3694,6 +3738,16 @@ typedef struct msi_wrapped {
     bool changed; // something has been set since that takes effect with the next ms_wrap
 } msi_wrapped;
 
+/* Plans that were made for another budget, in a store without memory. */
+typedef struct msi_kept {
+    msi_store *store;
+    msi_plan *plans, *largest; // as in msi_wrapped
+    msi_goal goal;
+    msi_choice choice;
+} msi_kept;
+
+enum { MSI_MOST_KEPT = 16 };
+
 /* Where the verdict of the device on the loss and on the norm of the gradients is. */
 typedef enum msi_verdict_stage {
     MSI_VERDICT_NONE,      // the host knows the last one
@@ -3775,7 +3829,11 @@ struct ms_model {
     msi_costs costs;
     msi_sources sources;
     msi_wrapped wrapped;
-    msi_flag cancel; // ms_cancel was called, and no step has ended by it
+    msi_flag cancel;              // ms_cancel was called, and no step has ended by it
+    msi_kept kept[MSI_MOST_KEPT]; // the last used last
+    uint32_t kept_count;
+    uint8_t *carry; // host memory for values that change places
+    uint64_t carry_bytes;
     msi_run run;
     msi_views views;
     msi_errors errors;
@@ -4031,6 +4089,12 @@ static ms_result msi_check_called(ms_model *m, const char *function) {
                           "call it after that has returned",
                           function, m->run.visits)
                : MS_RESULT_OK;
+}
+
+/* The error of what needs device memory while a model is suspended. */
+static ms_result msi_fail_suspended(ms_model *m, const char *function) {
+    return msi_fail(m, MS_RESULT_ORDER, "%s: the model is suspended: call ms_resume first",
+                    function);
 }
 
 /* The error of what needs the model between steps, while one is in slices. */
@@ -4293,6 +4357,38 @@ static void msi_cpu_memory_release(void *user, const ms_allocator *host, void *d
     msi_release(host, memory, bytes + 2 * MSI_ALIGNMENT);
 }
 
+/* What lies before the aligned address may have another length in the new block. */
+static int msi_cpu_memory_resize(void *user, const ms_allocator *host, void **device,
+                                 uint64_t old_bytes, uint64_t bytes) {
+    (void)user;
+    const uint64_t whole = bytes + 2 * MSI_ALIGNMENT, old_whole = old_bytes + 2 * MSI_ALIGNMENT;
+    void *memory, *moved;
+    if (host->alloc && !host->resize) {
+        return MS_BACKEND_UNSUPPORTED;
+    }
+    if (bytes == old_bytes) {
+        return 0;
+    }
+    memcpy(&memory, (uint8_t *)*device - sizeof(void *), sizeof(void *));
+    const size_t before = (size_t)((uint8_t *)*device - (uint8_t *)memory);
+    if (whole < bytes || (uint64_t)(size_t)whole != whole) {
+        return 1;
+    }
+    moved = host->alloc ? host->resize(memory, old_whole, whole, host->user)
+                        : realloc(memory, (size_t)whole);
+    if (!moved) {
+        return 1;
+    }
+    const uintptr_t start = (uintptr_t)moved + sizeof(void *);
+    uint8_t *aligned = (uint8_t *)moved + (msi_align((uint64_t)start) - (uintptr_t)moved);
+    if (aligned != (uint8_t *)moved + before) {
+        memmove(aligned, (uint8_t *)moved + before, (size_t)msi_smaller(bytes, old_bytes));
+    }
+    memcpy(aligned - sizeof(void *), &moved, sizeof(void *));
+    *device = aligned;
+    return 0;
+}
+
 /* Host memory for copies: the backend's, or the allocator's. */
 static int msi_backend_host_alloc(const ms_backend *b, const ms_allocator *allocator,
                                   uint64_t bytes, void **memory) {
@@ -4346,6 +4442,33 @@ static ms_result msi_device_alloc(ms_model *m, uint64_t bytes, void **memory) {
     }
     *memory = NULL;
     return msi_fail_device_memory(m, bytes, "the arena", error);
+}
+
+/* The block that the trainer lends, from its first aligned byte on. */
+static uint8_t *msi_lent_memory(const ms_model *m) {
+    const uint64_t unit = m->config.backend.workspace_bytes ? 256 : MSI_ALIGNMENT;
+    const uint64_t past = (uint64_t)(uintptr_t)m->config.memory % unit;
+    return (uint8_t *)m->config.memory + (past ? unit - past : 0);
+}
+
+static uint64_t msi_lent_bytes(const ms_model *m) {
+    const uint64_t skipped = (uint64_t)(msi_lent_memory(m) - (uint8_t *)m->config.memory);
+    return m->config.memory_bytes > skipped ? m->config.memory_bytes - skipped : 0;
+}
+
+/* The device memory of a model's store: what is lent, or of the backend. */
+static ms_result msi_take_device(ms_model *m, msi_store *store, uint64_t bytes) {
+    const bool lent = m->config.memory != NULL;
+    const ms_result result = lent ? MS_RESULT_OK : msi_device_alloc(m, bytes, &store->memory);
+    if (lent && bytes > msi_lent_bytes(m)) {
+        return msi_fail(m, MS_RESULT_OUT_OF_MEMORY,
+                        "the arena takes %s, but ms_config.memory has %s", msi_size(bytes).text,
+                        msi_size_down(msi_lent_bytes(m)).text);
+    }
+    store->memory = lent ? msi_lent_memory(m) : store->memory;
+    store->memory_bytes = bytes;
+    store->is_lent = lent;
+    return result;
 }
 
 static ms_result msi_host_alloc(ms_model *m, uint64_t bytes, uint8_t **memory) {
@@ -6399,6 +6522,7 @@ static ms_backend msi_cpu_table(void) {
     b.name = "cpu";
     b.memory_alloc = msi_cpu_memory_alloc;
     b.memory_release = msi_cpu_memory_release;
+    b.memory_resize = msi_cpu_memory_resize;
     b.device_is_host = true;
     b.has_state_formats = true;
     b.copy_in = b.copy_out = b.copy = msi_cpu_copy;
@@ -8121,12 +8245,18 @@ static const char *msi_config_fault(const ms_config *c, double *number) {
          "of ms_backend_cpu()"},
         {msi_lacks_cpu_state(&c->backend), 0.0,
          "backend: open is not that of ms_backend_cpu(), but close, prepare or a function of its "
-         "copy streams is: set these to NULL, has_copy_streams to false, and copy_in and copy_out "
-         "to copy or to your own"},
+         "copy streams is: set these and query to NULL, has_copy_streams to false, and copy_in and "
+         "copy_out to copy or to your own"},
         {c->allocator.alloc && !c->allocator.release, 0.0,
          "allocator: release is missing: set both functions, or neither for malloc and free"},
         {!c->allocator.alloc && c->allocator.release, 0.0,
          "allocator: alloc is missing: set both functions, or neither for malloc and free"},
+        {c->allocator.resize && !c->allocator.alloc, 0.0,
+         "allocator: alloc and release are missing: set them along with resize, or none"},
+        {c->memory && c->arena, 0.0,
+         "memory: it cannot be lent to a model that shares an arena: lend each of the two alone"},
+        {!c->memory && c->memory_bytes > 0, (double)c->memory_bytes,
+         "memory_bytes: there is no ms_config.memory of that size: set memory_budget_bytes"},
         {!msi_arena_fits(c), 0.0,
          "arena: its backend is not that of the model: give the same one to ms_arena_create"},
         {!(msi_is_finite(c->target_utilization) && c->target_utilization > 0.0 &&
@@ -9847,20 +9977,33 @@ static uint64_t msi_order_bytes(const msi_store *store) {
     return 2ull * store->residents.count * sizeof(uint32_t);
 }
 
+/* Gives the device memory of a store back. */
+static void msi_release_device(ms_model *m, msi_store *store) {
+    const ms_backend *b = &m->config.backend;
+    if (store->memory && b->device_is_host) {
+        msi_asan_unpoison(store->memory, store->memory_bytes);
+    }
+    if (store->memory && !store->is_lent) {
+        b->memory_release(b->user, &m->config.allocator, store->memory, store->memory_bytes);
+    }
+    store->memory = store->transient = NULL;
+}
+
+static void msi_release_image(ms_model *m, msi_store *store) {
+    if (!store->image_is_lent) {
+        msi_host_release(m, store->image, store->image_bytes);
+    }
+    store->image = NULL;
+}
+
 static void msi_store_free(ms_model *m, msi_store *store) {
     const ms_allocator *a = &m->config.allocator;
-    const ms_backend *b = &m->config.backend;
     if (!store) {
         return;
     }
-    if (store->memory) {
-        const uint64_t bytes = store->resident_bytes + (m->run.arena ? 0 : store->transient_bytes);
-        if (b->device_is_host) {
-            msi_asan_unpoison(store->memory, bytes);
-        }
-        b->memory_release(b->user, a, store->memory, bytes);
-    }
-    msi_host_release(m, store->host, msi_host_room_of(store));
+    msi_release_device(m, store);
+    msi_release_image(m, store);
+    msi_host_release(m, store->host, store->host_room);
     msi_debug_free(m, store->debug);
     msi_release(a, store->home_order, msi_order_bytes(store));
     MSI_LIST_FREE(msi_resident, a, store->residents);
@@ -19129,16 +19272,21 @@ static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
 // ------------------------------------------------------------------------------------------------
 // >>plan  the life cycle of plans: for the largest sizes, and for others in the same arena
 
+static void msi_release_recordings(const ms_model *m, msi_plan *plan) {
+    for (int i = 0; i < MSI_RECORDING_COUNT; i++) {
+        if (plan->recordings[i].handle) {
+            m->config.backend.recording_release(m->device, plan->recordings[i].handle);
+            plan->recordings[i].handle = NULL;
+        }
+    }
+}
+
 static void msi_plan_free(const ms_model *m, msi_plan *plan) {
     const ms_allocator *a = &m->config.allocator;
     if (!plan) {
         return;
     }
-    for (int i = 0; i < MSI_RECORDING_COUNT; i++) {
-        if (plan->recordings[i].handle) {
-            m->config.backend.recording_release(m->device, plan->recordings[i].handle);
-        }
-    }
+    msi_release_recordings(m, plan);
     msi_program_free(a, &plan->train);
     msi_program_free(a, &plan->eval);
     msi_release(a, plan->decisions, msi_decisions_bytes(&m->graph));
@@ -19153,13 +19301,36 @@ static void msi_plans_free(const ms_model *m, msi_plan *plans) {
     }
 }
 
+static void msi_drop_kept_at(ms_model *m, uint32_t number) {
+    msi_plans_free(m, m->kept[number].plans);
+    msi_store_free(m, m->kept[number].store);
+    m->kept_count--;
+    memmove(&m->kept[number], &m->kept[number + 1], (m->kept_count - number) * sizeof m->kept[0]);
+}
+
+/* Frees the plans for other budgets, for when more than the budget changes. */
+static void msi_drop_kept(ms_model *m) {
+    while (m->kept_count > 0) {
+        msi_drop_kept_at(m, m->kept_count - 1);
+    }
+}
+
+static bool msi_has_plan_for(const msi_plan *plans, const int64_t *sizes) {
+    while (plans && memcmp(plans->sizes, sizes, sizeof plans->sizes) != 0) {
+        plans = plans->next;
+    }
+    return plans != NULL;
+}
+
 /* The budget in force: as configured, or a share of what the device has left, by ms_set_hardware or
    by its own account, which is then increased by what the model itself holds. */
 static uint64_t msi_budget(const ms_model *m) {
     const ms_hardware *given = &m->sources.given;
     double most = (double)(given->free_bytes ? given->free_bytes : given->total_bytes);
-    if (m->config.memory_budget_bytes) {
-        return m->config.memory_budget_bytes;
+    const uint64_t lent = m->config.memory ? msi_lent_bytes(m) : UINT64_MAX;
+    if (m->config.memory_budget_bytes || m->config.memory) {
+        return m->config.memory_budget_bytes ? msi_smaller(m->config.memory_budget_bytes, lent)
+                                             : lent;
     }
     if (!m->sources.is_given || !(most > 0.0)) {
         ms_hardware hardware;
@@ -19176,8 +19347,7 @@ static uint64_t msi_budget(const ms_model *m) {
 
 /* What a plan may hold on the host. The model's own memory there counts as free. */
 static uint64_t msi_host_budget(const ms_model *m) {
-    const double held =
-        m->run.store && m->run.store->host ? (double)msi_host_room_of(m->run.store) : 0.0;
+    const double held = m->run.store && m->run.store->host ? (double)m->run.store->host_room : 0.0;
     const double most = (double)m->costs.hardware.host_free_bytes;
     return m->config.max_host_bytes ? m->config.max_host_bytes
            : most > 0.0             ? (uint64_t)(0.85 * (most + held))
@@ -23824,6 +23994,10 @@ static void msi_restore_state(ms_model *m, const msi_program *p, uint32_t failed
     m->errors = errors;
 }
 
+static bool msi_is_suspended(const ms_model *m) {
+    return m->run.store && m->run.store->image;
+}
+
 /* Makes this model the user of the shared arena, after what another model has enqueued there. */
 static ms_result msi_enter_arena(ms_model *m) {
     ms_arena *arena = m->run.arena;
@@ -24079,7 +24253,7 @@ static ms_result msi_settle_steps(ms_model *m) {
 
 /* As msi_settle_steps, and reports a step that was halted. */
 static ms_result msi_await_steps(ms_model *m) {
-    if (m->config.dry_run || !m->run.store) {
+    if (m->config.dry_run || !m->run.store || msi_is_suspended(m)) {
         return m->config.dry_run ? MS_RESULT_OK : msi_synchronize(m);
     }
     ms_result result =
@@ -24108,8 +24282,8 @@ static ms_result msi_check_between_steps(ms_model *m, const char *function) {
         (other->run.stage == MSI_STAGE_BACKWARD || other->run.slices.is_open)) {
         return msi_fail(
             m, MS_RESULT_ORDER,
-            "%s: another model of this arena has begun to update its params in ms_backward or in "
-            "a slice; complete its step first",
+            "%s: another model of this arena has begun to update its params; complete its step "
+            "first, with ms_update or in slices",
             function);
     }
     return MS_RESULT_OK;
@@ -24148,6 +24322,9 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
     }
     if (m->config.dry_run) {
         return msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run plans but does not compute", function);
+    }
+    if (msi_is_suspended(m)) {
+        return msi_fail_suspended(m, function);
     }
     if (m->run.halt.halted != (uint32_t)MS_HALT_NONE) {
         return msi_abandon(m, msi_report_halt(m));
@@ -24331,7 +24508,7 @@ static ms_result msi_backward(ms_model *m) {
 
 static ms_result msi_update(ms_model *m) {
     const bool begun = m->run.stage == MSI_STAGE_BACKWARD && !m->run.slices.is_open;
-    if (begun && !m->run.busy && !m->run.visits && msi_owns_arena(m)) {
+    if (begun && !m->run.busy && !m->run.visits && msi_owns_arena(m) && !msi_is_suspended(m)) {
         return msi_finish_update(m);
     }
     const ms_result result = msi_check_ready(m, "ms_update");
@@ -24443,6 +24620,9 @@ static ms_result msi_complete_slices(ms_model *m, double *loss) {
 static ms_result msi_enter_slices(ms_model *m) {
     static const char *const function = "ms_step_slice";
     msi_slices *s = &m->run.slices;
+    if (s->is_open && msi_is_suspended(m)) {
+        return msi_fail_suspended(m, function);
+    }
     if (s->is_open && !m->run.busy && !m->run.visits) {
         return msi_owns_arena(m)
                    ? MS_RESULT_OK
@@ -24467,7 +24647,8 @@ static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss
     const double begin_us =
         m->config.backend.is_asynchronous || microseconds == 0 ? 0.0 : msi_now_us(&m->config);
     ms_result result = msi_enter_slices(m);
-    if (goes_on && (m->run.busy || m->run.visits)) { // the step goes on, and this call is an error
+    const bool refused = goes_on && (m->run.busy || m->run.visits || msi_is_suspended(m));
+    if (refused || !s->is_open) { // only this call fails, or no step is under way
         return result;
     }
     MSI_THEN(result, msi_begin_slice(m, begin_us, microseconds));
@@ -24492,7 +24673,7 @@ static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss
 
 /* The norm of the last update, while its sum of squares is in memory. */
 static ms_result msi_gradient_norm(ms_model *m, double *norm) {
-    const msi_program *p = m->run.plan ? &m->run.plan->train : NULL;
+    const msi_program *p = m->run.plan && !msi_is_suspended(m) ? &m->run.plan->train : NULL;
     if (!p || p->norm == MSI_NONE || m->run.program != p || !msi_owns_arena(m) ||
         m->run.position < p->instructions.count) {
         return msi_fail(m, MS_RESULT_ORDER,
@@ -24583,6 +24764,7 @@ static const msi_resident *msi_find_value(const msi_store *store, uint32_t tenso
 
 static msi_memory msi_memory_of(const msi_resident *r) {
     msi_memory memory = {r->address, r->address, r->format, r->on_host};
+    memory.on_host |= r->is_saved;
     return memory;
 }
 
@@ -24597,27 +24779,45 @@ static msi_memory msi_memory_to_write(void *target) {
     return memory;
 }
 
-/* Gives the residents of a new store their values: from the store before it, from what was written
-   before there was one, or zeros. Borrowed memory stays as it is. */
+/* The resident of an old store from which one of a new store has its value; NULL: there is none. The
+   value of a param in 16 bits comes from its master, unless both stores have it in the same format. */
+static const msi_resident *msi_source_of(const msi_store *old, const msi_store *store,
+                                         const msi_resident *to) {
+    const bool is_value = to->role == MSI_ROLE_VALUE || to->role == MSI_ROLE_MASTER;
+    const msi_resident *same = msi_find_resident(old, to->tensor, to->role);
+    const msi_resident *master = msi_find_resident(store, to->tensor, MSI_ROLE_MASTER);
+    const msi_resident *old_master = msi_find_resident(old, to->tensor, MSI_ROLE_MASTER);
+    const bool both = master && master->bytes > 0 && old_master && old_master->bytes > 0;
+    const bool alike = same && same->bytes > 0 && same->format == to->format;
+    const msi_resident *from =
+        !is_value || (both && alike) ? same : msi_find_value(old, to->tensor, MSI_ROLE_VALUE);
+    return from && from->address ? from : NULL;
+}
+
+/* Gives a resident its first value: what was written before there was a store, or zeros. */
+static ms_result msi_set_first_value(ms_model *m, const msi_resident *to) {
+    const msi_tensor *t = &m->graph.tensors.items[to->tensor];
+    const msi_role role = to->role == MSI_ROLE_MASTER ? MSI_ROLE_VALUE : to->role;
+    const msi_memory now = msi_memory_of(to), written = msi_memory_to_read(t->memory[role]);
+    ms_result result = msi_fill(m, to->address, to->on_host, 0, to->bytes);
+    MSI_THEN(result,
+             written.source ? msi_copy_value(m, &now, &written, to->role, t->bytes) : MS_RESULT_OK);
+    return result;
+}
+
+/* Gives the residents of a new store, which has other memory, their values: from the store before
+   it, or first ones. Borrowed memory stays as it is. */
 static ms_result msi_move_values(ms_model *m, const msi_store *store) {
     ms_result result = MS_RESULT_OK;
     for (uint32_t i = 0; i < store->residents.count && result == MS_RESULT_OK; i++) {
         const msi_resident *to = &store->residents.items[i];
-        const msi_role role = to->role == MSI_ROLE_MASTER ? MSI_ROLE_VALUE : to->role;
-        const msi_resident *old = msi_find_value(m->run.store, to->tensor, role);
-        const msi_tensor *t = &m->graph.tensors.items[to->tensor];
-        if (to->bytes == 0) {
-            continue;
-        }
-        const msi_memory now = msi_memory_of(to);
-        if (!to->borrowed && old && old->address) {
-            const msi_memory before = msi_memory_of(old);
-            result = msi_copy_value(m, &now, &before, to->role, t->largest_bytes);
-        } else if (!to->borrowed) {
-            const msi_memory written = msi_memory_to_read(t->memory[role]);
-            result = msi_fill(m, to->address, to->on_host, 0, to->bytes);
-            MSI_THEN(result, written.source ? msi_copy_value(m, &now, &written, to->role, t->bytes)
-                                            : MS_RESULT_OK);
+        const msi_resident *old = msi_source_of(m->run.store, store, to);
+        if (to->bytes > 0 && !to->borrowed && old) {
+            const msi_memory now = msi_memory_of(to), before = msi_memory_of(old);
+            result = msi_copy_value(m, &now, &before, to->role,
+                                    m->graph.tensors.items[to->tensor].largest_bytes);
+        } else if (to->bytes > 0 && !to->borrowed) {
+            result = msi_set_first_value(m, to);
         }
     }
     return result;
@@ -24672,20 +24872,13 @@ static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
     return MS_RESULT_OK;
 }
 
-/* Allocates what a store needs, and gives its residents their addresses. */
-static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
-    const uint64_t own = m->run.arena ? 0 : store->transient_bytes;
-    ms_result result = msi_device_alloc(m, store->resident_bytes + own, &store->memory);
-    MSI_THEN(result, msi_host_alloc(m, msi_host_room_of(store), &store->host));
-    MSI_THEN(result, msi_alloc_debug(m, store));
-    MSI_THEN(result, msi_grow_arena(m, store->transient_bytes));
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
+/* Gives the residents of a store their addresses in its memory. */
+static void msi_place_store(ms_model *m, msi_store *store) {
     store->transient = m->run.arena ? NULL : (uint8_t *)store->memory + store->resident_bytes;
     for (uint32_t i = 0; i < store->residents.count; i++) {
         msi_resident *resident = &store->residents.items[i];
         uint8_t *room = resident->on_host ? store->host : (uint8_t *)store->memory;
+        resident->is_saved = false;
         resident->address = resident->borrowed
                                 ? m->graph.tensors.items[resident->tensor].memory[resident->role]
                                 : (void *)(room + resident->offset);
@@ -24693,41 +24886,523 @@ static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
     store->step = msi_is_direct(m)
                       ? msi_staging_of(store)
                       : (uint8_t *)store->memory + (store->reserved_bytes - store->step_bytes);
-    return MS_RESULT_OK;
+}
+
+/* Bytes of device memory that a store takes of its own. */
+static uint64_t msi_own_room(const ms_model *m, const msi_store *store) {
+    return store->resident_bytes + (m->run.arena ? 0 : store->transient_bytes);
+}
+
+static ms_result msi_alloc_host(ms_model *m, msi_store *store) {
+    store->host_room = msi_host_room_of(store);
+    return msi_host_alloc(m, store->host_room, &store->host);
+}
+
+/* Allocates what a store needs, and gives its residents their addresses. */
+static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
+    ms_result result = msi_take_device(m, store, msi_own_room(m, store));
+    MSI_THEN(result, msi_alloc_host(m, store));
+    MSI_THEN(result, msi_alloc_debug(m, store));
+    MSI_THEN(result, msi_grow_arena(m, store->transient_bytes));
+    if (result == MS_RESULT_OK) {
+        msi_place_store(m, store);
+    }
+    return result;
 }
 
 /* Gives the backend its events and its workspace in a store. */
-static ms_result msi_prepare(ms_model *m, const msi_store *store) {
+static ms_result msi_prepare(ms_model *m, const msi_store *store, void *memory) {
     const ms_backend *b = &m->config.backend;
     ms_prepare_args args;
     memset(&args, 0, sizeof args);
     args.event_count = store->event_count;
-    args.workspace = b->workspace_bytes ? store->memory : NULL;
+    args.workspace = b->workspace_bytes ? memory : NULL;
     args.workspace_bytes = b->workspace_bytes;
     return b->prepare ? msi_device(m, b->prepare(m->device, &args), "preparing") : MS_RESULT_OK;
 }
 
-/* Gives a store memory, and the values that it is to hold. */
+/* Gives a new store memory of its own, and the values that it is to hold. */
 static ms_result msi_settle(ms_model *m, msi_store *store) {
     ms_result result = msi_alloc_store(m, store);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    result = msi_prepare(m, store);
+    MSI_THEN(result, msi_prepare(m, store, store->memory));
     MSI_THEN(result, msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes));
     MSI_THEN(result, msi_move_values(m, store));
     MSI_THEN(result, msi_synchronize(m));
     if (result == MS_RESULT_OK) {
         memset(msi_staging_of(store), 0, (size_t)store->staging_bytes);
-        return msi_keep_scale(m, m->run.store);
     }
-    const msi_errors errors = m->errors;
-    (void)msi_synchronize(m); // the memory is going to be released
-    if (m->run.store && !m->config.dry_run && msi_prepare(m, m->run.store) != MS_RESULT_OK) {
-        m->run.failed = true;
-    }
-    m->errors = errors;
     return result;
+}
+
+/* Gives the first store of a model its memory and values. */
+static ms_result msi_settle_first(ms_model *m, msi_store *store) {
+    const ms_result result = msi_settle(m, store);
+    if (result != MS_RESULT_OK) {
+        const msi_errors errors = m->errors;
+        (void)msi_synchronize(m); // the memory is going to be released
+        m->errors = errors;
+    }
+    return result;
+}
+
+/* Where the image of a store begins in its device memory: after the workspace of the backend. */
+static uint64_t msi_image_begin(const ms_model *m, const msi_store *store) {
+    return store->reserved_bytes - (msi_is_direct(m) ? 0 : store->step_bytes);
+}
+
+/* The next live range from number `range` on that is on the device, is not resident, and has a value
+   that is still needed or can be read; or the number of ranges. Values in a shared arena stay. */
+static uint32_t msi_next_live(const ms_model *m, uint32_t range) {
+    const msi_program *p = m->run.arena ? NULL : m->run.program;
+    const uint32_t count = p ? p->ranges.count : 0;
+    for (; range < count; range++) {
+        const msi_range *r = &p->ranges.items[range];
+        if (r->bytes > 0 && !r->on_host && r->block != MSI_NONE && r->first < m->run.position &&
+            (r->last >= m->run.position || r->outlives)) {
+            break;
+        }
+    }
+    return range < count ? range : MSI_NONE;
+}
+
+/* Bytes that the device memory of a model holds, and that have to be kept. */
+static uint64_t msi_image_bytes(const ms_model *m) {
+    const msi_store *store = m->run.store;
+    uint64_t bytes = store->resident_bytes - msi_image_begin(m, store);
+    for (uint32_t k = msi_next_live(m, store->residents.count); k != MSI_NONE;
+         k = msi_next_live(m, k + 1)) {
+        bytes += msi_align(m->run.program->ranges.items[k].bytes);
+    }
+    return store->memory ? bytes : 0;
+}
+
+/* Copies between device memory and an image. */
+static ms_result msi_copy_image(ms_model *m, bool to_device) {
+    msi_store *store = m->run.store;
+    const uint64_t begin = msi_image_begin(m, store), residents = store->resident_bytes - begin;
+    uint8_t *device = (uint8_t *)store->memory + begin, *image = store->image;
+    uint64_t at = residents;
+    ms_result result = to_device ? msi_copy(m, device, false, image, true, residents)
+                                 : msi_copy(m, image, true, device, false, residents);
+    for (uint32_t k = msi_next_live(m, store->residents.count);
+         k != MSI_NONE && result == MS_RESULT_OK; k = msi_next_live(m, k + 1)) {
+        const uint64_t bytes = m->run.program->ranges.items[k].bytes;
+        void *value = msi_address(m, m->run.program, k);
+        result = to_device ? msi_copy(m, value, false, image + at, true, bytes)
+                           : msi_copy(m, image + at, true, value, false, bytes);
+        at += msi_align(bytes);
+    }
+    MSI_THEN(result, msi_synchronize(m));
+    return result;
+}
+
+/* Gives up the device memory of the model's store, and keeps an image of it on the host, in memory
+   of the trainer unless that is NULL. */
+static ms_result msi_save_store(ms_model *m, void *memory) {
+    msi_store *store = m->run.store;
+    ms_result result = msi_synchronize(m);
+    MSI_THEN(result, msi_keep_scale(m, store));
+    store->image_bytes = msi_image_bytes(m) + MSI_ALIGNMENT; // there may be nothing to keep
+    store->image_is_lent = memory != NULL;
+    store->image = (uint8_t *)memory;
+    MSI_THEN(result, memory ? MS_RESULT_OK : msi_host_alloc(m, store->image_bytes, &store->image));
+    if (m->config.backend.device_is_host && store->memory) {
+        msi_asan_unpoison(store->memory, store->memory_bytes);
+    }
+    MSI_THEN(result, msi_copy_image(m, false));
+    if (result != MS_RESULT_OK) {
+        msi_release_image(m, store);
+        return result;
+    }
+    msi_release_device(m, store);
+    if (store->debug && store->debug->stage[0]) {
+        const ms_backend *b = &m->config.backend;
+        b->memory_release(b->user, &m->config.allocator, store->debug->stage[0],
+                          store->debug->stage_bytes[0]);
+        store->debug->stage[0] = NULL;
+    }
+    for (uint32_t i = 0; i < store->residents.count; i++) {
+        msi_resident *r = &store->residents.items[i];
+        if (!r->on_host && !r->borrowed) {
+            r->is_saved = true;
+            r->address = store->image + (r->offset - msi_image_begin(m, store));
+        }
+    }
+    m->run.epoch++;
+    return MS_RESULT_OK;
+}
+
+/* Gives the model's store device memory again, with what its image holds. */
+static ms_result msi_load_store(ms_model *m) {
+    msi_store *store = m->run.store;
+    msi_debug *d = store->debug;
+    ms_result result = msi_take_device(m, store, msi_own_room(m, store));
+    MSI_THEN(result, d ? msi_device_alloc(m, d->stage_bytes[0], &d->stage[0]) : MS_RESULT_OK);
+    MSI_THEN(result, msi_prepare(m, store, store->memory));
+    if (result == MS_RESULT_OK) {
+        uint8_t *image = store->image;
+        msi_place_store(m, store);
+        result = msi_copy_image(m, true);
+        store->image = image;
+    }
+    if (result == MS_RESULT_OK) {
+        msi_release_image(m, store);
+        return result;
+    }
+    msi_release_device(m, store);
+    for (uint32_t i = 0; i < store->residents.count; i++) {
+        msi_resident *r = &store->residents.items[i];
+        if (!r->on_host && !r->borrowed) {
+            r->is_saved = true;
+            r->address = store->image + (r->offset - msi_image_begin(m, store));
+        }
+    }
+    return result;
+}
+
+/* Gives a new store its values by way of the host: the old one gives up its device memory before the
+   new one has any. After a failure the old one has it again; if even that fails, the model is
+   suspended. */
+static ms_result msi_exchange(ms_model *m, msi_store *store) {
+    const bool was_suspended = msi_is_suspended(m);
+    ms_result result = was_suspended ? MS_RESULT_OK : msi_save_store(m, NULL);
+    const bool given_up = msi_is_suspended(m) && !was_suspended;
+    MSI_THEN(result, msi_settle(m, store));
+    if (result != MS_RESULT_OK) {
+        const msi_errors errors = m->errors;
+        (void)msi_synchronize(m); // its memory is going to be released
+        msi_release_device(m, store);
+        if (given_up && msi_load_store(m) != MS_RESULT_OK) {
+            msi_log(m, MS_LOG_WARNING, "plan",
+                    "the arena was given up for another one, and is refused now: the model is "
+                    "suspended, with all its values; call ms_resume once there is memory");
+        }
+        m->errors = errors;
+    }
+    return result;
+}
+
+/* How a value gets from an old store to a new one in the same device memory. */
+typedef enum msi_route {
+    MSI_ROUTE_NONE,   // it is the trainer's, or there is none
+    MSI_ROUTE_FIRST,  // it is new
+    MSI_ROUTE_SLIDES, // inside the memory that it is in, in the order of addresses
+    MSI_ROUTE_CROSSES,
+    MSI_ROUTE_IS_CARRIED // to memory beside both, before anything moves, and then to its place
+} msi_route;
+
+typedef struct msi_relocation {
+    ms_model *model;
+    const msi_store *from, *to;
+    bool crosses_to_host, crosses_to_device; // directions in which values can go at once
+    uint8_t *carry;
+    ms_result result;
+} msi_relocation;
+
+/* Copies of fewer bytes than this in a value that slides would be too many. */
+enum { MSI_MOST_SLIDES = 64 };
+
+static msi_route msi_route_of(const msi_relocation *r, const msi_resident *to,
+                              const msi_resident **from) {
+    *from = to->bytes > 0 && !to->borrowed ? msi_source_of(r->from, r->to, to) : NULL;
+    if (to->bytes == 0 || to->borrowed || !*from) {
+        return to->bytes == 0 || to->borrowed ? MSI_ROUTE_NONE : MSI_ROUTE_FIRST;
+    }
+    const msi_resident *f = *from;
+    const uint64_t distance =
+        f->offset > to->offset ? f->offset - to->offset : to->offset - f->offset;
+    const bool in_few = msi_is_direct(r->model) || to->on_host || distance == 0 ||
+                        to->bytes / distance <= MSI_MOST_SLIDES;
+    const bool crosses = to->on_host ? r->crosses_to_host : r->crosses_to_device;
+    return f->role != to->role || f->format != to->format ? MSI_ROUTE_IS_CARRIED
+           : f->on_host == to->on_host && in_few          ? MSI_ROUTE_SLIDES
+           : f->on_host != to->on_host && crosses         ? MSI_ROUTE_CROSSES
+                                                          : MSI_ROUTE_IS_CARRIED;
+}
+
+/* Bytes in `carry` of a value: as it was and, in another format, as it will be. */
+static uint64_t msi_carried_bytes(const msi_resident *from, const msi_resident *to) {
+    return msi_align(from->bytes) + (from->format != to->format ? msi_align(to->bytes) : 0);
+}
+
+static uint64_t msi_carry_room(const msi_relocation *r) {
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < r->to->residents.count; i++) {
+        const msi_resident *to = &r->to->residents.items[i], *from;
+        bytes +=
+            msi_route_of(r, to, &from) == MSI_ROUTE_IS_CARRIED ? msi_carried_bytes(from, to) : 0;
+    }
+    return bytes;
+}
+
+/* Moves bytes inside device or host memory. A device copies no more at once than do not overlap. */
+static ms_result msi_slide(ms_model *m, bool on_host, uint8_t *to, const uint8_t *from,
+                           uint64_t bytes) {
+    const ms_backend *b = &m->config.backend;
+    if (on_host || msi_is_direct(m)) {
+        memmove(to, from, (size_t)bytes);
+        return MS_RESULT_OK;
+    }
+    const bool down = to < from;
+    const uint64_t most = (uint64_t)(down ? from - to : to - from);
+    int error = 0;
+    for (uint64_t done = 0; done < bytes && most > 0 && error == 0;) {
+        const uint64_t some = msi_smaller(most, bytes - done);
+        const uint64_t at = down ? done : bytes - done - some;
+        error = b->copy(m->device, to + at, from + at, some);
+        done += some;
+    }
+    return msi_device(m, error, "moving values");
+}
+
+/* Values that slide: those that go down from the lowest on, then those that go up from the highest
+   on. Since their order is the same before and after, none is overwritten before it has moved. */
+static void msi_relocate_inside(msi_relocation *r, bool on_host) {
+    const uint32_t count = r->to->residents.count;
+    const uint8_t *source = on_host ? r->from->host : (const uint8_t *)r->to->memory;
+    uint8_t *target = on_host ? r->to->host : (uint8_t *)r->to->memory;
+    for (int up = 0; up < 2; up++) {
+        for (uint32_t k = 0; k < count; k++) {
+            const uint32_t turn = up ? count - 1 - k : k;
+            const uint32_t number = on_host ? r->to->home_order[turn] : turn;
+            const msi_resident *to = &r->to->residents.items[number], *from;
+            if (to->on_host == on_host && msi_route_of(r, to, &from) == MSI_ROUTE_SLIDES &&
+                (from->offset < to->offset) == (up == 1)) {
+                MSI_THEN(r->result, msi_slide(r->model, on_host, target + to->offset,
+                                              source + from->offset, to->bytes));
+            }
+        }
+    }
+}
+
+/* Where a value is in an old store whose device memory the new one has already. */
+static const uint8_t *msi_old_place(const msi_relocation *r, const msi_resident *from) {
+    return (from->on_host ? r->from->host : (const uint8_t *)r->to->memory) + from->offset;
+}
+
+/* Values that go from one memory to the other at once. */
+static void msi_relocate_across(msi_relocation *r, bool to_host) {
+    for (uint32_t i = 0; i < r->to->residents.count; i++) {
+        const msi_resident *to = &r->to->residents.items[i], *from;
+        if (to->on_host == to_host && msi_route_of(r, to, &from) == MSI_ROUTE_CROSSES) {
+            MSI_THEN(r->result, msi_copy(r->model, to->address, to_host, msi_old_place(r, from),
+                                         !to_host, to->bytes));
+        }
+    }
+}
+
+/* A value in `carry` to its place, in its new format. */
+static void msi_put_carried(msi_relocation *r, const msi_resident *from, const msi_resident *to,
+                            uint8_t *carried) {
+    const uint64_t count = r->model->graph.tensors.items[to->tensor].largest_bytes / sizeof(float);
+    const bool converts = from->format != to->format;
+    uint8_t *now = converts ? carried + msi_align(from->bytes) : carried;
+    if (converts) {
+        const int state = (int)to->role - (int)MSI_ROLE_STATE0;
+        msi_convert_on_host(now, to->format, carried, from->format,
+                            msi_state_is_signed(r->model->optimizer.kind, state), count);
+    }
+    MSI_THEN(r->result, msi_copy(r->model, to->address, to->on_host, now, true, to->bytes));
+}
+
+/* Takes values out, or puts them in their places. */
+static void msi_relocate_carried(msi_relocation *r, bool in) {
+    uint64_t at = 0;
+    for (uint32_t i = 0; i < r->to->residents.count; i++) {
+        const msi_resident *to = &r->to->residents.items[i], *from;
+        if (msi_route_of(r, to, &from) != MSI_ROUTE_IS_CARRIED) {
+            continue;
+        }
+        if (in) {
+            msi_put_carried(r, from, to, r->carry + at);
+        } else {
+            MSI_THEN(r->result, msi_copy(r->model, r->carry + at, true, msi_old_place(r, from),
+                                         from->on_host, from->bytes));
+        }
+        at += msi_carried_bytes(from, to);
+    }
+}
+
+static void msi_relocate_first(msi_relocation *r) {
+    for (uint32_t i = 0; i < r->to->residents.count; i++) {
+        const msi_resident *to = &r->to->residents.items[i], *from;
+        if (msi_route_of(r, to, &from) == MSI_ROUTE_FIRST) {
+            MSI_THEN(r->result, msi_set_first_value(r->model, to));
+        }
+    }
+}
+
+/* Moves all values: each of these begins when what it overwrites is somewhere else. */
+static void msi_relocate_all(msi_relocation *r) {
+    msi_relocate_carried(r, false);
+    if (r->crosses_to_host) {
+        msi_relocate_inside(r, true);
+        msi_relocate_across(r, true);
+        msi_relocate_inside(r, false);
+        msi_relocate_across(r, false);
+    } else {
+        msi_relocate_inside(r, false);
+        msi_relocate_across(r, false);
+        msi_relocate_inside(r, true);
+    }
+    msi_relocate_carried(r, true);
+    msi_relocate_first(r);
+}
+
+/* Chooses what crosses at once: with other memory on the host all of it, else the direction that
+   leaves less to be carried. Returns how much that is. */
+static uint64_t msi_choose_routes(msi_relocation *r, bool other_host) {
+    r->crosses_to_host = r->crosses_to_device = other_host;
+    if (other_host) {
+        return msi_carry_room(r);
+    }
+    r->crosses_to_device = true;
+    const uint64_t out = msi_carry_room(r);
+    r->crosses_to_device = false;
+    r->crosses_to_host = true;
+    const uint64_t in = msi_carry_room(r);
+    r->crosses_to_device = out < in;
+    r->crosses_to_host = out >= in;
+    return msi_smaller(out, in);
+}
+
+/* Gives the device memory of a store another size; contents up to the smaller one stay. */
+static ms_result msi_resize_device(ms_model *m, msi_store *store, uint64_t bytes) {
+    const ms_backend *b = &m->config.backend;
+    if (b->device_is_host) {
+        msi_asan_unpoison(store->memory, store->memory_bytes);
+    }
+    if (store->is_lent) {
+        if (bytes > msi_lent_bytes(m)) {
+            return msi_fail(m, MS_RESULT_OUT_OF_MEMORY,
+                            "the arena takes %s, but ms_config.memory has %s", msi_size(bytes).text,
+                            msi_size_down(msi_lent_bytes(m)).text);
+        }
+    } else {
+        const int error = b->memory_resize(b->user, &m->config.allocator, &store->memory,
+                                           store->memory_bytes, bytes);
+        if (error != 0) {
+            return msi_fail_device_memory(m, bytes, "the arena", error);
+        }
+    }
+    store->memory_bytes = bytes;
+    msi_place_store(m, store);
+    return MS_RESULT_OK;
+}
+
+/* Gives back what a store no longer needs; what is not taken back stays with it. */
+static ms_result msi_shrink_device(ms_model *m, msi_store *store, uint64_t bytes) {
+    const msi_errors errors = m->errors;
+    m->errors.tolerant = true;
+    const ms_result result = msi_resize_device(m, store, bytes);
+    m->errors = errors;
+    return result == MS_RESULT_OK ? msi_prepare(m, store, store->memory) : MS_RESULT_OK;
+}
+
+static ms_result msi_reserve_carry(ms_model *m, uint64_t bytes) {
+    if (bytes <= m->carry_bytes) {
+        return MS_RESULT_OK;
+    }
+    msi_host_release(m, m->carry, m->carry_bytes);
+    m->carry_bytes = 0;
+    m->carry = NULL;
+    const ms_result result = msi_host_alloc(m, bytes, &m->carry);
+    m->carry_bytes = result == MS_RESULT_OK ? bytes : 0;
+    return result;
+}
+
+/* Whether values that stay in the memory that they are in have the same order there. */
+static bool msi_keeps_order(const msi_store *old, const msi_store *store) {
+    uint64_t at[2] = {0, 0};
+    for (int host = 0; host < 2; host++) {
+        for (uint32_t k = 0; k < store->residents.count; k++) {
+            const msi_resident *to = &store->residents.items[host ? store->home_order[k] : k];
+            const msi_resident *from = msi_find_resident(old, to->tensor, to->role);
+            if (to->on_host != (host == 1) || to->borrowed || to->bytes == 0 || !from ||
+                from->on_host != to->on_host || from->bytes == 0) {
+                continue;
+            }
+            if (from->offset < at[host]) {
+                return false;
+            }
+            at[host] = from->offset;
+        }
+    }
+    return true;
+}
+
+/* Whether the values of the model's store can move to a new one inside its device memory. */
+static bool msi_can_relocate(const ms_model *m, const msi_store *store) {
+    const ms_backend *b = &m->config.backend;
+    const msi_store *old = m->run.store;
+    void *memory = old->memory;
+    return old->memory && !old->image && msi_keeps_order(old, store) &&
+           (old->is_lent || old->memory_bytes == msi_own_room(m, store) ||
+            (b->memory_resize && b->memory_resize(b->user, &m->config.allocator, &memory,
+                                                  old->memory_bytes, old->memory_bytes) == 0));
+}
+
+/* What a relocation needs besides the values: nothing has moved if it fails. */
+static ms_result msi_prepare_relocation(msi_relocation *r, msi_store *store, bool other_host) {
+    ms_model *m = r->model;
+    msi_store *old = m->run.store;
+    const uint64_t room = msi_own_room(m, store), old_bytes = old->memory_bytes;
+    const uint64_t carried = msi_choose_routes(r, other_host);
+    ms_result result = msi_keep_scale(m, old);
+    MSI_THEN(result, other_host ? msi_alloc_host(m, store) : MS_RESULT_OK);
+    MSI_THEN(result, msi_alloc_debug(m, store));
+    MSI_THEN(result, msi_reserve_carry(m, carried));
+    MSI_THEN(result, msi_grow_arena(m, store->transient_bytes));
+    MSI_THEN(result, room > old_bytes ? msi_resize_device(m, old, room) : MS_RESULT_OK);
+    MSI_THEN(result, msi_prepare(m, store, old->memory));
+    if (result != MS_RESULT_OK) {
+        const msi_errors errors = m->errors;
+        if (old->memory_bytes > old_bytes) {
+            (void)msi_resize_device(m, old, old_bytes);
+        }
+        m->run.failed |= msi_prepare(m, old, old->memory) != MS_RESULT_OK;
+        m->errors = errors;
+    }
+    r->carry = m->carry;
+    return result;
+}
+
+/* Gives a new store the device memory of the model's, which grows before values move, or shrinks
+   afterwards, and the host memory too if it suffices. *moved: the old one has lost its values. */
+static ms_result msi_relocate(ms_model *m, msi_store *store, bool *moved) {
+    msi_store *old = m->run.store;
+    const uint64_t room = msi_own_room(m, store);
+    const bool other_host = msi_host_room_of(store) > old->host_room;
+    msi_relocation r = {m, old, store, false, false, NULL, MS_RESULT_OK};
+    r.result = msi_prepare_relocation(&r, store, other_host);
+    if (r.result != MS_RESULT_OK) {
+        return r.result;
+    }
+    *moved = true;
+    store->memory = old->memory;
+    store->memory_bytes = old->memory_bytes;
+    store->is_lent = old->is_lent;
+    old->memory = old->transient = NULL;
+    if (!other_host) {
+        store->host = old->host;
+        store->host_room = old->host_room;
+    }
+    if (m->config.backend.device_is_host && store->memory) {
+        msi_asan_unpoison(store->memory, store->memory_bytes);
+    }
+    msi_place_store(m, store);
+    msi_relocate_all(&r);
+    MSI_THEN(r.result, msi_synchronize(m));
+    if (!other_host) {
+        old->host = NULL;
+    }
+    if (room < store->memory_bytes && r.result == MS_RESULT_OK) {
+        r.result = msi_shrink_device(m, store, room);
+    }
+    memset(msi_staging_of(store), 0, (size_t)store->staging_bytes);
+    MSI_THEN(r.result, msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes));
+    MSI_THEN(r.result, msi_synchronize(m));
+    return r.result;
 }
 
 /* Whether a store has all sums of another one, so that finished micro-batches still count. */
@@ -24741,12 +25416,11 @@ static bool msi_sums_alike(const msi_store *old, const msi_store *store) {
 }
 
 /* Makes these the plans of the model, for the store that it has now. */
-static void msi_put_plans(ms_model *m, msi_plan *plans, msi_goal goal) {
-    msi_plans_free(m, m->run.plan);
+static void msi_put_plans(ms_model *m, msi_plan *plans, msi_plan *largest, msi_goal goal) {
     msi_drop_step(&m->run);
     m->run.verdict = MSI_VERDICT_NONE;
     m->run.plan = plans;
-    m->wrapped.largest = plans->next ? plans->next : plans;
+    m->wrapped.largest = largest;
     m->wrapped.goal = goal;
     m->wrapped.changed = false;
     msi_log(m, MS_LOG_INFO, "plan",
@@ -24756,27 +25430,151 @@ static void msi_put_plans(ms_model *m, msi_plan *plans, msi_goal goal) {
             msi_updates_inside(&plans->train) ? "inside" : "after");
 }
 
+/* Keeps the plans of the model, and their store without its memory, for when their budget comes
+   back; or frees them, if more than the budget has changed since they were made. */
+static void msi_keep_plans(ms_model *m) {
+    msi_store *store = m->run.store;
+    if (m->wrapped.changed || m->config.auto_policy || !m->run.plan) {
+        msi_plans_and_store_free(m, store, m->run.plan);
+        msi_drop_kept(m);
+        return;
+    }
+    for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
+        msi_release_recordings(m, plan);
+    }
+    msi_release_device(m, store);
+    msi_release_image(m, store);
+    msi_host_release(m, store->host, store->host_room);
+    msi_debug_free(m, store->debug);
+    store->host = NULL;
+    store->host_room = 0;
+    store->debug = NULL;
+    store->step = NULL;
+    if (m->kept_count == MSI_MOST_KEPT) {
+        msi_drop_kept_at(m, 0);
+    }
+    const msi_kept kept = {store, m->run.plan, m->wrapped.largest, m->wrapped.goal,
+                           m->wrapped.choice};
+    m->kept[m->kept_count++] = kept;
+}
+
 /* Replaces the plans of the model. Every value that outlasts a step moves to the new store, or
-   stays where it is if the store is the same. */
-static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
+   stays where it is if the store is the same. After an error with the old plans in force, the new
+   ones are the caller's to free. */
+static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_plan *largest,
+                           msi_goal goal) {
     msi_store *old = m->run.store;
+    bool moved = false;
+    ms_result result = MS_RESULT_OK;
     if (store == old) {
-        msi_put_plans(m, plans, goal);
+        msi_drop_kept(m);
+        msi_plans_free(m, m->run.plan);
+        msi_put_plans(m, plans, largest, goal);
         return MS_RESULT_OK;
     }
-    const ms_result result = m->config.dry_run ? MS_RESULT_OK : msi_settle(m, store);
-    if (result != MS_RESULT_OK) {
-        msi_plans_and_store_free(m, store, plans);
+    if (!m->config.dry_run) {
+        result = !old                         ? msi_settle_first(m, store)
+                 : msi_can_relocate(m, store) ? msi_relocate(m, store, &moved)
+                                              : msi_exchange(m, store);
+    }
+    if (result != MS_RESULT_OK && !moved) {
         return result;
     }
     msi_note_new_state(m, store);
     msi_drop_written(m);
+    const bool sums_alike = msi_sums_alike(old, store);
+    if (old) {
+        msi_keep_plans(m);
+    }
     m->run.store = store;
-    msi_put_plans(m, plans, goal);
-    m->run.micro = msi_sums_alike(old, store) ? m->run.micro : 0;
-    msi_store_free(m, old);
+    m->run.epoch++;
+    msi_put_plans(m, plans, largest, goal);
+    m->run.micro = sums_alike ? m->run.micro : 0;
     m->run.failed &= goal == MSI_GOAL_PLAIN; // after ms_wrap values count as written again
-    return MS_RESULT_OK;
+    m->run.failed |= result != MS_RESULT_OK;
+    return result;
+}
+
+/* Moves the plan for these sizes to the head of the list; false if there is none. */
+static bool msi_find_plan(ms_model *m, const int64_t *sizes) {
+    for (msi_plan **at = &m->run.plan; *at; at = &(*at)->next) {
+        msi_plan *plan = *at;
+        if (memcmp(plan->sizes, sizes, sizeof plan->sizes) == 0) {
+            *at = plan->next;
+            plan->next = m->run.plan;
+            m->run.plan = plan;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Takes up the plans that were kept for the present budget, if there are any, or stays with those
+   that are in force if they are for it. */
+static bool msi_readopt(ms_model *m, msi_goal goal, ms_result *result) {
+    int64_t sizes[MS_LIMIT_AXES];
+    if (m->wrapped.changed || m->config.auto_policy || !m->run.plan || m->sources.given_fault) {
+        return false;
+    }
+    const uint64_t budget = msi_budget(m);
+    if (m->wrapped.goal == goal && m->wrapped.largest->budget_bytes == budget) {
+        *result = msi_is_suspended(m) ? msi_load_store(m) : MS_RESULT_OK;
+        if (*result == MS_RESULT_OK) {
+            msi_put_plans(m, m->run.plan, m->wrapped.largest, goal);
+            m->run.failed &= goal == MSI_GOAL_PLAIN;
+        }
+        return true;
+    }
+    msi_get_sizes(&m->graph, sizes);
+    for (uint32_t k = 0; k < m->kept_count; k++) {
+        const msi_kept kept = m->kept[k];
+        if (kept.goal != goal || kept.largest->budget_bytes != budget ||
+            !msi_has_plan_for(kept.plans, sizes)) {
+            continue;
+        }
+        m->kept_count--;
+        memmove(&m->kept[k], &m->kept[k + 1], (m->kept_count - k) * sizeof m->kept[0]);
+        *result = msi_adopt(m, kept.store, kept.plans, kept.largest, goal);
+        if (m->run.plan == kept.plans) {
+            m->wrapped.choice = kept.choice;
+            (void)msi_find_plan(m, sizes);
+        } else {
+            m->kept[m->kept_count++] = kept;
+        }
+        return true;
+    }
+    return false;
+}
+
+/* Whether a model has memory to be suspended. */
+static ms_result msi_check_suspendable(ms_model *m, const char *function) {
+    const ms_result result = msi_check_called(m, function);
+    return result != MS_RESULT_OK ? result
+           : !m->run.plan         ? msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function)
+           : m->config.dry_run
+               ? msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run has no memory", function)
+               : MS_RESULT_OK;
+}
+
+static ms_result msi_suspend(ms_model *m, void *memory) {
+    ms_result result = msi_check_suspendable(m, "ms_suspend");
+    if (result == MS_RESULT_OK && msi_is_suspended(m)) {
+        result = msi_fail(m, MS_RESULT_ORDER, "ms_suspend: the model is suspended already");
+    }
+    if (result == MS_RESULT_OK && !m->run.slices.is_open && m->run.stage == MSI_STAGE_IDLE) {
+        result = msi_settle_steps(m);
+    }
+    MSI_THEN(result, msi_save_store(m, memory));
+    return result;
+}
+
+static ms_result msi_resume(ms_model *m) {
+    ms_result result = msi_check_suspendable(m, "ms_resume");
+    if (result == MS_RESULT_OK && !msi_is_suspended(m)) {
+        result = msi_fail(m, MS_RESULT_ORDER, "ms_resume: the model is not suspended");
+    }
+    MSI_THEN(result, msi_load_store(m));
+    return result;
 }
 
 /* Logs what was decided: a line about the plan, one per technique, and one per layer to which a
@@ -24811,19 +25609,22 @@ static void msi_log_decisions(const ms_model *m, const msi_review *r) {
    after the change. */
 static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
     msi_review review;
-    if (!m->config.log) {
-        return msi_adopt(m, store, plans, goal);
+    ms_result result = MS_RESULT_OK;
+    const bool is_new = store != m->run.store;
+    if (m->config.log && !msi_review_init(&review, m, store, plans)) {
+        result = msi_fail_memory(m, "the decisions", msi_review_bytes(&m->graph, plans));
+    } else {
+        result = msi_adopt(m, store, plans, plans->next ? plans->next : plans, goal);
+        if (m->config.log && result == MS_RESULT_OK) {
+            msi_log_decisions(m, &review);
+        }
+        if (m->config.log) {
+            msi_review_free(&review);
+        }
     }
-    if (!msi_review_init(&review, m, store, plans)) {
-        const uint64_t bytes = msi_review_bytes(&m->graph, plans);
-        msi_plans_and_store_free(m, store == m->run.store ? NULL : store, plans);
-        return msi_fail_memory(m, "the decisions", bytes);
+    if (result != MS_RESULT_OK && m->run.plan != plans) {
+        msi_plans_and_store_free(m, is_new ? store : NULL, plans);
     }
-    const ms_result result = msi_adopt(m, store, plans, goal);
-    if (result == MS_RESULT_OK) {
-        msi_log_decisions(m, &review);
-    }
-    msi_review_free(&review);
     return result;
 }
 
@@ -24845,12 +25646,19 @@ static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     }
     const msi_choice choice = m->wrapped.choice;
     const msi_costs costs = m->costs;
+    const bool runs = m->run.store && !m->config.dry_run && !m->run.store->image;
     ms_result result = msi_check_between_steps(m, function);
     MSI_THEN(result, goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_take_refused(m));
-    MSI_THEN(result, m->run.store && !m->config.dry_run ? msi_settle_steps(m) : MS_RESULT_OK);
+    MSI_THEN(result, runs ? msi_settle_steps(m) : MS_RESULT_OK);
     MSI_THEN(result, msi_make_timing(m));
-    MSI_THEN(result, msi_decide(m, goal, &store, &plans));
-    MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
+    if (m->run.timing && m->run.timing->stage == MSI_WARMUP_PLAN) {
+        m->wrapped.changed = true; // plans that were kept know nothing of the measured times
+    }
+    const bool seen = result == MS_RESULT_OK && msi_readopt(m, goal, &result);
+    if (!seen) {
+        MSI_THEN(result, msi_decide(m, goal, &store, &plans));
+        MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
+    }
     if (result != MS_RESULT_OK) {
         msi_stay_with(m, &choice, &costs);
     }
@@ -24888,7 +25696,9 @@ static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
         msi_store_free(m, store);
         store = m->run.store;
     }
+    m->wrapped.changed = true; // what was kept knows nothing of these times
     MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
+    m->wrapped.changed = false;
     if (result != MS_RESULT_OK) {
         msi_stay_with(m, &choice, &costs);
     }
@@ -24952,20 +25762,6 @@ static ms_result msi_begin_step(ms_model *m, const char *function) {
 }
 
 enum { MSI_MAX_PLANS = 64 };
-
-/* Moves the plan for these sizes to the head of the list; false if there is none. */
-static bool msi_find_plan(ms_model *m, const int64_t *sizes) {
-    for (msi_plan **at = &m->run.plan; *at; at = &(*at)->next) {
-        msi_plan *plan = *at;
-        if (memcmp(plan->sizes, sizes, sizeof plan->sizes) == 0) {
-            *at = plan->next;
-            plan->next = m->run.plan;
-            m->run.plan = plan;
-            return true;
-        }
-    }
-    return false;
-}
 
 /* Puts a plan at the head of the list. Frees the least recently used one if there are too many. */
 static void msi_add_plan(ms_model *m, msi_plan *plan) {
@@ -25175,8 +25971,9 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
         return msi_fail(m, MS_RESULT_ORDER,
                         "ms_write: called from a callback of a layer: call it between steps");
     }
-    if (m->run.slices.is_open) {
-        return msi_fail_in_slices(m, "ms_write");
+    if (m->run.slices.is_open || msi_is_suspended(m)) {
+        return msi_is_suspended(m) ? msi_fail_suspended(m, "ms_write")
+                                   : msi_fail_in_slices(m, "ms_write");
     }
     if (!m->run.plan) {
         const ms_result result = msi_write_unplanned(m, target, role, data);
@@ -25239,6 +26036,9 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
     if (m->config.dry_run) {
         return msi_fail(m, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"", name);
     }
+    if (msi_is_suspended(m)) {
+        return msi_fail_suspended(m, "ms_read");
+    }
     if (msi_hides_value(m, t, role)) {
         return msi_fail(m, MS_RESULT_ORDER,
                         "ms_read: a step is under way in slices, which changes the %s \"%s\": read "
@@ -25272,7 +26072,7 @@ static ms_result msi_break(ms_model *m, ms_result result) {
 /* Makes a model that only carries what is wrong with a config. */
 static ms_result msi_make_broken(const ms_config *c, const char *fault, double number,
                                  ms_model **model) {
-    const ms_allocator none = {NULL, NULL, NULL};
+    const ms_allocator none = MSI_ZERO_INIT;
     const ms_allocator allocator = c->allocator.alloc && c->allocator.release ? c->allocator : none;
     ms_model *m = (ms_model *)msi_alloc_zeroed(&allocator, sizeof *m);
     char is[48] = "";
@@ -25329,6 +26129,8 @@ static void msi_free_model(ms_model *m) {
     }
     msi_plans_free(m, m->run.plan);
     msi_store_free(m, m->run.store);
+    msi_drop_kept(m);
+    msi_host_release(m, m->carry, m->carry_bytes);
     msi_drop_written(m);
     msi_timing_free(&allocator, m->run.timing);
     MSI_LIST_FREE(char, &allocator, g->names);
@@ -25557,17 +26359,22 @@ static ms_result msi_enter_store(msi_verification *v) {
     ms_model *m = v->model;
     msi_store *store = v->store;
     m->run.arena = NULL;
-    const ms_result result = msi_alloc_store(m, store);
-    if (result == MS_RESULT_OUT_OF_MEMORY && !store->memory) {
+    ms_result result =
+        msi_device_alloc(m, store->resident_bytes + store->transient_bytes, &store->memory);
+    store->memory_bytes = store->resident_bytes + store->transient_bytes;
+    if (result == MS_RESULT_OUT_OF_MEMORY) {
         return msi_fail(m, result,
                         "%s: a pass takes %s besides the arena, which backend %s does not have: "
                         "call it with a smaller batch, or free what else is on the device",
                         v->function, msi_size(store->resident_bytes + store->transient_bytes).text,
                         m->config.backend.name);
     }
+    MSI_THEN(result, msi_alloc_host(m, store));
+    MSI_THEN(result, msi_alloc_debug(m, store));
     if (result != MS_RESULT_OK) {
         return result;
     }
+    msi_place_store(m, store);
     memset(msi_staging_of(store), 0, (size_t)store->staging_bytes);
     for (uint32_t i = 0; i < store->residents.count; i++) {
         msi_resident *r = &store->residents.items[i];
@@ -26594,7 +27401,7 @@ static void msi_visit_lifetimes(const ms_model *m, const msi_program *p, ms_life
 
 MEMSCALE_API ms_result ms_arena_create(const ms_backend *backend, const ms_allocator *allocator,
                                        ms_arena **arena) {
-    const ms_allocator none = {NULL, NULL, NULL}, a = allocator ? *allocator : none;
+    const ms_allocator none = MSI_ZERO_INIT, a = allocator ? *allocator : none;
     const ms_backend b = backend && backend->size ? *backend : ms_backend_cpu();
     if (arena) {
         *arena = NULL;
@@ -26903,6 +27710,18 @@ MEMSCALE_API ms_result ms_detach(ms_model *model) {
     return msi_replan(model, "ms_detach", MSI_GOAL_PLAIN);
 }
 
+MEMSCALE_API ms_result ms_suspend(ms_model *model, void *memory) {
+    return msi_made(model) != MS_RESULT_OK ? msi_made(model) : msi_suspend(model, memory);
+}
+
+MEMSCALE_API ms_result ms_resume(ms_model *model) {
+    return msi_made(model) != MS_RESULT_OK ? msi_made(model) : msi_resume(model);
+}
+
+MEMSCALE_API uint64_t ms_suspended_bytes(const ms_model *model) {
+    return msi_made(model) == MS_RESULT_OK && model->run.store ? msi_image_bytes(model) : 0;
+}
+
 MEMSCALE_API ms_result ms_reshape(ms_model *model, const int64_t *sizes) {
     if (!model || !sizes) {
         return msi_fail_argument(model, "ms_reshape", "an argument is NULL");
@@ -26942,7 +27761,7 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
         return NULL;
     }
     const msi_role role = msi_role_of(&model->graph, tensor);
-    if (msi_hides_value(model, t, role)) {
+    if (msi_is_suspended(model) || msi_hides_value(model, t, role)) {
         return NULL;
     }
     const msi_memory memory = msi_live_memory(model, t, role);

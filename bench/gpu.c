@@ -495,7 +495,7 @@ static double bandwidth(const kernels *k, int (*run)(const kernels *, uint64_t),
 }
 
 static void open_kernels(kernels *k, uint64_t count) {
-    static const ms_allocator host = {NULL, NULL, NULL};
+    static const ms_allocator host = {NULL, NULL, NULL, NULL};
     const ms_update_factors factors = {-1e-3f, 0.9999f, 0.9f,  0.999f, 0.1f,
                                        1e-3f,  1.0f,    1e-8f, 0.0f,   0};
     ms_open_args args;

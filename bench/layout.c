@@ -9,7 +9,7 @@
 #include "memscale.h"
 
 static const char HEADER[] = "id,lower,upper,size";
-static const ms_allocator MALLOC = {NULL, NULL, NULL}; // malloc and free
+static const ms_allocator MALLOC = {NULL, NULL, NULL, NULL}; // malloc and free
 
 typedef struct buffers {
     msi_block *blocks;

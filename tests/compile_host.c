@@ -24,7 +24,7 @@ static int copies_keep_their_order(const ms_backend *cpu, void *state, uint8_t *
 
 static int copy_streams(const ms_backend *cpu) {
     static uint8_t memory[3 * CELLS * CELL_BYTES];
-    const ms_allocator host = {NULL, NULL, NULL};
+    const ms_allocator host = {NULL, NULL, NULL, NULL};
     ms_open_args args;
     void *state;
     memset(&args, 0, sizeof args);

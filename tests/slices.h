@@ -1,7 +1,7 @@
 /*  slices.h - steps in slices of random length, for tests that compare the bits of steps. A model
     whose config is given to s_slice runs by a clock that moves only when it is read, by a random
     number of microseconds; s_step runs each of its steps in slices, and those of other models at
-    once. Include it after testing.h. */
+    once. Between slices it may be suspended and resumed. Include it after testing.h. */
 #ifndef SLICES_H
 #define SLICES_H
 
@@ -45,6 +45,11 @@ static inline ms_result s_step(ms_model *m, double *loss) {
             if (refused != MS_RESULT_ORDER) {
                 fail_msg("ms_step between slices: %s", ms_result_name(refused));
             }
+        }
+        if (result == MS_RESULT_MORE && t_chance(&s->rng, 0.03)) {
+            const ms_result suspended = ms_suspend(m, NULL);
+            result = suspended == MS_RESULT_OK ? ms_resume(m) : suspended;
+            result = result == MS_RESULT_OK ? MS_RESULT_MORE : result;
         }
     }
     s->steps += 1;

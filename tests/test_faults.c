@@ -377,6 +377,7 @@ static ms_result act_eval(fault_net *net) {
 }
 
 static ms_result act_wrap_again(fault_net *net) {
+    ms_clear_hardware(net->model); // so that it plans again
     return ms_wrap(net->model);
 }
 

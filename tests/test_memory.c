@@ -591,7 +591,7 @@ static void check_layout(const msi_block *blocks, uint32_t count, uint64_t heigh
 }
 
 static bool is_valid(const msi_block *blocks, uint32_t count, uint64_t *bound) {
-    const ms_allocator none = {NULL, NULL, NULL};
+    const ms_allocator none = {NULL, NULL, NULL, NULL};
     bool valid = false;
     assert_int_equal(msi_layout_check(&none, blocks, count, &valid, bound), MS_RESULT_OK);
     return valid;
@@ -771,7 +771,7 @@ static void layouts_from_the_peak(void **state) {
                                         {0, false, MSI_ORDER_BYTES},  {0, true, MSI_ORDER_LOAD},
                                         {0, false, MSI_ORDER_LOAD},   {8, true, MSI_ORDER_BYTES},
                                         {100, true, MSI_ORDER_BYTES}, {1, false, MSI_ORDER_SPAN}};
-    const ms_allocator none = {NULL, NULL, NULL};
+    const ms_allocator none = {NULL, NULL, NULL, NULL};
     static msi_block blocks[PEAK_BLOCKS];
     for (uint64_t seed = 0; seed < 400; ++seed) {
         t_rng rng = t_seed(seed);
@@ -816,7 +816,7 @@ static uint64_t highest_offset(const msi_layout_work *w, uint32_t i) {
 /* First-fit looks at few blocks and finds what trial of all finds, in any order, and from both ends. */
 static void first_fit_finds_the_first_gap(void **state) {
     (void)state;
-    const ms_allocator none = {NULL, NULL, NULL};
+    const ms_allocator none = {NULL, NULL, NULL, NULL};
     static msi_block blocks[PEAK_BLOCKS];
     uint32_t hanging = 0, strides = 0;
     for (uint64_t seed = 0; seed < t_sweep(300, 3000); ++seed) {
@@ -897,7 +897,7 @@ static void layouts_of_recomputation_take_near_linear_time(void **state) {
     (void)state;
     static const msi_stacking way = {0, true, MSI_ORDER_BYTES};
     static const uint32_t widths[] = {50, 200}; // squares of these are layers
-    const ms_allocator none = {NULL, NULL, NULL};
+    const ms_allocator none = {NULL, NULL, NULL, NULL};
     double each[2];
     for (int i = 0; i < 2; ++i) {
         const uint32_t layers = widths[i] * widths[i];

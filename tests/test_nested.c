@@ -860,7 +860,7 @@ static const msi_program *chain_nest(bare_chain *c) {
         with.of[c->tensor[i]] = c->depth[i];
     }
     t_ok(c->model, make_nested(c->model, NULL, &with, &store, &plans));
-    t_ok(c->model, msi_adopt(c->model, store, plans, MSI_GOAL_PLAIN));
+    t_ok(c->model, msi_adopt_and_log(c->model, store, plans, MSI_GOAL_PLAIN));
     if (!plan_is_sound(c->model, &longest, text)) {
         fail_msg("%s", text);
     }
@@ -1099,7 +1099,7 @@ static ms_result nest_quietly(trial *t) {
     msi_plan *plans;
     ms_model *m = t->nested->model;
     const ms_result result = make_nested(m, &t->rng, &t->with, &store, &plans);
-    return result == MS_RESULT_OK ? msi_adopt(m, store, plans, MSI_GOAL_PLAIN) : result;
+    return result == MS_RESULT_OK ? msi_adopt_and_log(m, store, plans, MSI_GOAL_PLAIN) : result;
 }
 
 static bool is_sound(trial *t) {

@@ -2788,7 +2788,7 @@ typedef struct l_net {
     int count;
 } l_net;
 
-static const ms_allocator l_malloc = {NULL, NULL, NULL};
+static const ms_allocator l_malloc = {NULL, NULL, NULL, NULL};
 
 enum { L_BYTES = sizeof(float) * (L_COLUMNS * L_COLUMNS + 1) };
 

@@ -1220,6 +1220,7 @@ static void coded_updates_have_their_own_speed(void **state) {
     const double moved = 12.0 * WIDE + 4.0 * (double)msi_coded_bytes(WIDE);
     const double speed = z.m->costs.bytes_per_us[MSI_COST_UPDATE_8BIT];
     z.m->costs.bytes_per_us[MSI_COST_UPDATE_8BIT] = speed / 2.0;
+    z.m->wrapped.changed = true;
     t_ok(z.m, ms_wrap(z.m));
     t_report(z.m, &after);
     assert_true(fabs(after.step_us - before.step_us - moved / speed) < 1e-6 * after.step_us);

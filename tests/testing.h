@@ -258,6 +258,7 @@ static inline void t_heap_release(void *memory, uint64_t bytes, void *user) {
 
 static inline ms_allocator t_heap_allocator(t_heap *heap) {
     ms_allocator allocator;
+    memset(&allocator, 0, sizeof allocator);
     allocator.alloc = t_heap_alloc;
     allocator.release = t_heap_release;
     allocator.user = heap;
@@ -468,6 +469,7 @@ static inline ms_backend t_backend_without_state(void) {
     backend.close = NULL;
     backend.prepare = NULL;
     backend.has_copy_streams = false;
+    backend.query = NULL;
     backend.copy_in = backend.copy_out = backend.copy;
     return backend;
 }
@@ -480,6 +482,7 @@ static inline ms_backend t_device_backend(t_device *device) {
     backend.user = device;
     backend.memory_alloc = t_device_memory_alloc;
     backend.memory_release = t_device_memory_release;
+    backend.memory_resize = NULL;
     backend.copy_in = t_device_copy_in;
     backend.copy_out = t_device_copy_out;
     backend.copy = t_device_copy;

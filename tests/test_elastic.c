@@ -1,0 +1,653 @@
+/*  test_elastic.c - budgets that change between steps, and models that are suspended and resumed: no
+    bit changes, there are never two arenas, budgets that were seen before take no memory of the
+    host, and a failed allocation leaves what there was. MEMSCALE_TEST_DAGS sets how many random
+    graphs there are, MEMSCALE_TEST_SEED which is the first. */
+#define _DEFAULT_SOURCE
+#define T_OFFLOADS
+#define MEMSCALE_IMPLEMENTATION
+#define MSI_PART_BYTES 128 // so that state comes in parts
+#include "../memscale.h"
+#include "toy_layers.h"
+#include "random_dag.h"
+#include "virtual.h"
+#include "late_dag.h"
+#include "slices.h"
+
+enum { QUICK_GRAPHS = 40, GRAPHS = 1000, BUDGETS = 12 };
+
+static uint64_t first_seed(void) {
+    return t_environment("MEMSCALE_TEST_SEED", 1);
+}
+
+static uint64_t end_seed(void) {
+    return first_seed() + t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
+}
+
+// ------------------------------------------------------------------------------------------------
+// device memory that is counted: what of it there is at once, and how often it is asked for
+
+typedef struct counted {
+    ms_backend cpu;
+    uint64_t bytes, most_bytes;
+    uint64_t calls;   // of alloc and of resize to another size
+    uint64_t fail_at; // the call that fails, from 1; 0: none
+    bool fails_on;    // as do all after it
+    bool resizes;
+} counted;
+
+static bool call_fails(counted *c) {
+    c->calls += 1;
+    return c->calls == c->fail_at || (c->fails_on && c->calls > c->fail_at);
+}
+
+static void note_bytes(counted *c, uint64_t more, uint64_t less) {
+    c->bytes += more;
+    c->bytes -= less;
+    c->most_bytes = c->bytes > c->most_bytes ? c->bytes : c->most_bytes;
+}
+
+static int counted_alloc(void *user, const ms_allocator *host, uint64_t bytes, void **device) {
+    counted *c = (counted *)user;
+    if (call_fails(c) || c->cpu.memory_alloc(NULL, host, bytes, device) != 0) {
+        return 1;
+    }
+    note_bytes(c, bytes, 0);
+    memset(*device, 0x7f, (size_t)bytes);
+    return 0;
+}
+
+static void counted_release(void *user, const ms_allocator *host, void *device, uint64_t bytes) {
+    counted *c = (counted *)user;
+    note_bytes(c, 0, bytes);
+    memset(device, 0x7f, (size_t)bytes);
+    c->cpu.memory_release(NULL, host, device, bytes);
+}
+
+/* To other memory each time, so that a stale address shows. */
+static int counted_resize(void *user, const ms_allocator *host, void **device, uint64_t old_bytes,
+                          uint64_t bytes) {
+    counted *c = (counted *)user;
+    void *moved;
+    if (!c->resizes || bytes == old_bytes) {
+        return c->resizes ? 0 : MS_BACKEND_UNSUPPORTED;
+    }
+    if (call_fails(c) || c->cpu.memory_alloc(NULL, host, bytes, &moved) != 0) {
+        return 1;
+    }
+    memset(moved, 0x7f, (size_t)bytes);
+    memcpy(moved, *device, (size_t)(bytes < old_bytes ? bytes : old_bytes));
+    memset(*device, 0x7f, (size_t)old_bytes);
+    c->cpu.memory_release(NULL, host, *device, old_bytes);
+    note_bytes(c, bytes > old_bytes ? bytes - old_bytes : 0,
+               bytes < old_bytes ? old_bytes - bytes : 0);
+    *device = moved;
+    return 0;
+}
+
+static ms_backend counted_backend(counted *c, bool resizes) {
+    ms_backend b = t_backend_without_state();
+    memset(c, 0, sizeof *c);
+    c->cpu = ms_backend_cpu();
+    c->resizes = resizes;
+    b.user = c;
+    b.memory_alloc = counted_alloc;
+    b.memory_release = counted_release;
+    b.memory_resize = counted_resize;
+    return b;
+}
+
+// ------------------------------------------------------------------------------------------------
+// random graphs under budgets that change
+
+typedef struct elastic {
+    rd_graph *graph;
+    rd_net *fixed, *net;
+    char failure[RD_TEXT];
+    uint64_t budget[BUDGETS];
+    uint64_t round;
+    t_rng rng;
+} elastic;
+
+static void stop(const elastic *e, const char *what) {
+    fail_msg("MEMSCALE_TEST_SEED=%llu: %s: %s: %s", (unsigned long long)e->graph->seed, what,
+             e->failure, ms_last_error(e->net->model));
+}
+
+#define CHECK(e, call)                                                                             \
+    do {                                                                                           \
+        if (!(call)) {                                                                             \
+            stop(e, #call);                                                                        \
+        }                                                                                          \
+    } while (0)
+
+static bool is_ok(const rd_net *n, ms_result result) {
+    return result == MS_RESULT_OK ||
+           rd_fail(&n->run, "%s: %s", ms_result_name(result), ms_last_error(n->model));
+}
+
+static void same_tensor(const elastic *e, const char *what, uint32_t value, ms_tensor a,
+                        ms_tensor b) {
+    uint64_t of_fixed[RD_ELEMENTS], of_net[RD_ELEMENTS];
+    const ms_result from_fixed = ms_read(e->fixed->model, a, of_fixed);
+    const ms_result from_net = ms_read(e->net->model, b, of_net);
+    const uint64_t bytes = ms_tensor_bytes(e->fixed->model, a);
+    if (from_fixed != from_net ||
+        (from_net == MS_RESULT_OK && memcmp(of_fixed, of_net, (size_t)bytes) != 0)) {
+        fail_msg("MEMSCALE_TEST_SEED=%llu: %s of value %u differs (%s, %s)",
+                 (unsigned long long)e->graph->seed, what, (unsigned)value,
+                 ms_result_name(from_fixed), ms_last_error(e->net->model));
+    }
+}
+
+static void same_lasting(const elastic *e) {
+    const rd_graph *g = e->graph;
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        const rd_value *v = &g->value[i];
+        const ms_tensor a = e->fixed->handle[i], b = e->net->handle[i];
+        const int states =
+            v->role == RD_PARAM && !v->frozen ? (int)rd_state_count(&g->optimizer) : 0;
+        if (v->role < RD_ACTIVATION) {
+            same_tensor(e, "the value", i, a, b);
+        }
+        for (int k = 0; k < states; ++k) {
+            same_tensor(e, "the state", i, ms_optimizer_state(e->fixed->model, a, k),
+                        ms_optimizer_state(e->net->model, b, k));
+        }
+    }
+}
+
+static void one_micro(elastic *e, rd_net *n, uint32_t micro, double *loss) {
+    n->run.micro = micro;
+    for (uint32_t i = 0; i < n->run.graph->layer_count; ++i) {
+        n->run.op[i].forwards = n->run.op[i].backwards = n->run.op[i].recomputes = 0;
+    }
+    CHECK(e, rd_net_write(n, e->round, false) && is_ok(n, s_step(n->model, loss)));
+    CHECK(e, is_ok(n, ms_synchronize(n->model)));
+}
+
+/* Wraps for one of the budgets; twice in ten to the plain plan and back. */
+static void change_budget(elastic *e) {
+    ms_model *m = e->net->model;
+    const uint32_t which = t_below(&e->rng, BUDGETS);
+    if (t_chance(&e->rng, 0.1)) {
+        CHECK(e, is_ok(e->net, ms_detach(m)));
+    }
+    ms_set_budget(m, e->budget[which]);
+    CHECK(e, is_ok(e->net, ms_wrap(m)));
+    ms_memory_report report;
+    t_report(m, &report);
+    CHECK(e, report.arena_bytes <= e->budget[which]);
+}
+
+static void suspend_for_a_while(elastic *e) {
+    ms_model *m = e->net->model;
+    const bool lends = t_chance(&e->rng, 0.5);
+    const uint64_t bytes = ms_suspended_bytes(m);
+    void *memory = lends ? malloc((size_t)bytes + 1) : NULL;
+    CHECK(e, is_ok(e->net, ms_suspend(m, memory)));
+    CHECK(e, is_ok(e->net, ms_resume(m)));
+    free(memory);
+}
+
+/* One step of both; the budget of one of them may change between micro-batches. */
+static void step_both(elastic *e) {
+    double loss[2];
+    for (uint32_t micro = 0; micro < e->graph->accumulation; ++micro) {
+        one_micro(e, e->fixed, micro, &loss[0]);
+        if (t_chance(&e->rng, 0.5)) {
+            change_budget(e);
+        }
+        if (t_chance(&e->rng, 0.2)) {
+            suspend_for_a_while(e);
+        }
+        one_micro(e, e->net, micro, &loss[1]);
+        if (memcmp(&loss[0], &loss[1], sizeof loss[0]) != 0) {
+            fail_msg("MEMSCALE_TEST_SEED=%llu: the loss differs",
+                     (unsigned long long)e->graph->seed);
+        }
+        e->round += 1;
+    }
+    e->fixed->run.step += 1;
+    e->net->run.step += 1;
+    same_lasting(e);
+}
+
+/* What is planned by other budgets must not be a technique that rounds. */
+static void elastic_start(elastic *e, rd_graph *g, const ms_config *config) {
+    ms_config plain = t_config(), elastic_config = *config;
+    uint64_t smallest;
+    ms_memory_report report;
+    e->graph = g;
+    e->failure[0] = 0;
+    e->rng = t_seed(g->seed ^ 0xe1a5);
+    e->round = 1;
+    plain.checkpointing = plain.early_update = MS_SWITCH_OFF;
+    elastic_config.offloading = MS_SWITCH_ON;
+    e->net = rd_net_create(g, &elastic_config, "elastic", e->failure, false);
+    g->move = NULL;
+    e->fixed = rd_net_create(g, &plain, "fixed", e->failure, false);
+    CHECK(e, is_ok(e->fixed, ms_wrap(e->fixed->model)) && rd_net_write(e->fixed, 0, false));
+    CHECK(e, rd_net_write(e->net, 0, false));
+    CHECK(e, is_ok(e->net, ms_smallest_budget(e->net->model, &smallest)));
+    CHECK(e, is_ok(e->net, ms_wrap(e->net->model)));
+    t_report(e->net->model, &report);
+    const uint64_t most = report.arena_bytes > smallest ? report.arena_bytes : smallest;
+    for (int i = 0; i < BUDGETS; ++i) {
+        e->budget[i] = smallest + (most - smallest) * (uint64_t)i / (BUDGETS - 1);
+    }
+}
+
+static void elastic_end(elastic *e) {
+    rd_net_destroy(e->net);
+    rd_net_destroy(e->fixed);
+    CHECK(e, e->failure[0] == 0);
+    free(e->graph);
+}
+
+static void run_elastic(rd_graph *g, const ms_config *config, int steps) {
+    static elastic e;
+    elastic_start(&e, g, config);
+    for (int step = 0; step < steps; ++step) {
+        step_both(&e);
+    }
+    elastic_end(&e);
+}
+
+/* Gradients that the trainer lends are not the library's to keep. */
+static bool is_suitable(const rd_graph *g) {
+    bool lent = g->optimizer.kind == MS_OPTIMIZER_NONE;
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        lent |= g->value[i].borrowed_gradient;
+    }
+    return !lent;
+}
+
+static void budgets_change_no_bit(void **state) {
+    (void)state;
+    for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
+        rd_graph *g = rd_generate(seed);
+        ms_config config = t_config();
+        t_heap heap;
+        memset(&heap, 0, sizeof heap);
+        if (!is_suitable(g)) {
+            free(g);
+            continue;
+        }
+        config.debug = seed % 8 == 1;
+        if (seed % 2) { // without resize
+            config.allocator = t_heap_allocator(&heap);
+        }
+        if (seed % 3 == 0) {
+            s_slice(&config, seed);
+        }
+        run_elastic(g, &config, 20);
+        assert_true(heap.live_count == 0 && heap.wrong_releases == 0);
+    }
+}
+
+static void budgets_change_a_thousand_times(void **state) {
+    (void)state;
+    const ms_config config = t_config();
+    uint64_t seed = 3;
+    rd_graph *g = rd_generate(seed);
+    while (!is_suitable(g) || g->axis_count > 0) {
+        free(g);
+        g = rd_generate(++seed);
+    }
+    run_elastic(g, &config, 1000);
+}
+
+#ifndef T_CUDA
+/* In a block that the trainer lends, between bytes that must stay as they are. */
+static void budgets_change_in_lent_memory(void **state) {
+    (void)state;
+    enum { ROOM = 1 << 20, GUARD = 4096 };
+    uint8_t *block = (uint8_t *)malloc(ROOM + 2 * GUARD);
+    assert_non_null(block);
+    for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
+        rd_graph *g = rd_generate(seed);
+        ms_config config = t_config();
+        counted c;
+        if (!is_suitable(g)) {
+            free(g);
+            continue;
+        }
+        memset(block, 0x5a, ROOM + 2 * GUARD);
+        config.backend = counted_backend(&c, false);
+        config.memory = block + GUARD + seed % 64;
+        config.memory_bytes = ROOM - 64;
+        run_elastic(g, &config, 10);
+        assert_int_equal(c.calls, 0);
+        for (uint32_t i = 0; i < GUARD; ++i) {
+            assert_true(block[i] == 0x5a && block[ROOM + GUARD + i] == 0x5a);
+        }
+    }
+    free(block);
+}
+
+/* On a device that works later, by way of the host. */
+static void budgets_change_on_a_device(void **state) {
+    (void)state;
+    static v_layer layers[RD_LAYERS];
+    for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
+        rd_graph *g = rd_generate(seed);
+        v_device device;
+        t_heap heap;
+        ms_config config = t_config();
+        if (!is_suitable(g)) {
+            free(g);
+            continue;
+        }
+        memset(&heap, 0, sizeof heap);
+        v_open(&device, seed);
+        config.backend = v_backend(&device);
+        config.allocator = t_heap_allocator(&heap);
+        uint8_t *block = NULL;
+        if (seed % 2) { // or inside lent memory, where values slide
+            block = (uint8_t *)malloc(1 << 20);
+            config.memory = block;
+            config.memory_bytes = 1 << 20;
+        }
+        if (seed % 3 == 0) {
+            s_slice(&config, seed);
+        }
+        run_elastic(ld_make_late(g, layers), &config, 8);
+        assert_true(heap.live_count == 0 && device.engine.pending == 0);
+        assert_int_equal(device.callback_error, 0);
+        v_close(&device);
+        free(block);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// memory
+
+enum { DEPTH = 12 };
+
+static void chain_budgets(t_chain *chain, uint64_t *budgets) {
+    ms_memory_report report;
+    uint64_t smallest;
+    t_report(chain->model, &report);
+    t_ok(chain->model, ms_smallest_budget(chain->model, &smallest));
+    for (int i = 0; i < BUDGETS; ++i) {
+        budgets[i] = smallest + (report.arena_bytes - smallest) * (uint64_t)i / (BUDGETS - 1);
+    }
+}
+
+/* Device memory is never more than the larger of two arenas, with one allocation at most. */
+static void there_are_never_two_arenas(void **state) {
+    (void)state;
+    for (int resizes = 0; resizes < 2; ++resizes) {
+        counted c;
+        t_chain chain, twin;
+        uint64_t budgets[BUDGETS];
+        t_heap heap;
+        t_rng rng = t_seed(5);
+        ms_memory_report before, after;
+        const ms_config plain = t_config();
+        ms_config config = t_config();
+        memset(&heap, 0, sizeof heap);
+        config.backend = counted_backend(&c, resizes != 0);
+        config.allocator = t_heap_allocator(&heap);
+        config.offloading = MS_SWITCH_ON;
+        t_chain_start(&chain, &config, DEPTH);
+        t_chain_start(&twin, &plain, DEPTH);
+        chain_budgets(&chain, budgets);
+        for (int i = 0; i < 200; ++i) {
+            const uint64_t to = budgets[t_below(&rng, BUDGETS)];
+            const bool seen = i >= 100;
+            t_report(chain.model, &before);
+            c.most_bytes = c.bytes;
+            const uint64_t calls = c.calls, allocated = heap.calls;
+            ms_set_budget(chain.model, to);
+            t_ok(chain.model, ms_wrap(chain.model));
+            t_report(chain.model, &after);
+            const uint64_t larger =
+                before.arena_bytes > after.arena_bytes ? before.arena_bytes : after.arena_bytes;
+            assert_true(c.bytes == after.arena_bytes && c.most_bytes <= larger);
+            assert_true(c.calls <= calls + 1);
+            assert_true(!seen || !resizes || heap.calls == allocated + c.calls - calls);
+            t_ok(chain.model, ms_step(chain.model, NULL));
+            t_ok(twin.model, ms_step(twin.model, NULL));
+        }
+        t_chain_same(&chain, &twin);
+        ms_destroy(chain.model);
+        ms_destroy(twin.model);
+        assert_true(c.bytes == 0 && heap.live_count == 0);
+    }
+}
+
+/* A change whose n-th allocation, on the device or on the host, fails; whether there was one. A
+   failure leaves the old plan, with all its values. */
+static bool change_fails_cleanly(bool resizes, bool grows, bool of_heap, uint64_t n) {
+    counted c;
+    t_heap heap;
+    t_chain chain, twin;
+    uint64_t budgets[BUDGETS];
+    const ms_config plain = t_config();
+    ms_config config = t_config();
+    ms_memory_report before, after;
+    memset(&heap, 0, sizeof heap);
+    config.backend = counted_backend(&c, resizes);
+    config.allocator = t_heap_allocator(&heap);
+    config.offloading = MS_SWITCH_ON;
+    t_chain_start(&chain, &config, 3);
+    t_chain_start(&twin, &plain, 3);
+    chain_budgets(&chain, budgets);
+    ms_set_budget(chain.model, budgets[grows ? 0 : BUDGETS - 1]);
+    t_ok(chain.model, ms_wrap(chain.model));
+    t_ok(chain.model, ms_step(chain.model, NULL));
+    t_report(chain.model, &before);
+    ms_set_budget(chain.model, budgets[grows ? BUDGETS - 1 : 0]);
+    const uint64_t fail_at = c.calls + n;
+    c.fail_at = of_heap ? 0 : fail_at;
+    heap.fail_at = of_heap ? heap.calls + n : 0;
+    heap.has_failed = false;
+    const ms_result result = ms_wrap(chain.model);
+    const bool failed = of_heap ? heap.has_failed : c.calls >= fail_at;
+    c.fail_at = heap.fail_at = 0;
+    t_report(chain.model, &after);
+    if (failed && resizes && !grows && !of_heap) { // what cannot be given back is kept
+        t_ok(chain.model, result);
+        assert_true(c.bytes == before.arena_bytes && after.arena_bytes < before.arena_bytes);
+    } else if (failed) {
+        t_error(chain.model, result, MS_RESULT_OUT_OF_MEMORY);
+        assert_int_equal(after.plan_hash, before.plan_hash);
+        assert_true(c.bytes == before.arena_bytes && after.arena_bytes == before.arena_bytes);
+    } else {
+        t_ok(chain.model, result);
+    }
+    t_ok(twin.model, ms_step(twin.model, NULL));
+    t_ok(twin.model, ms_step(twin.model, NULL));
+    t_ok(chain.model, ms_step(chain.model, NULL));
+    t_chain_same(&chain, &twin);
+    ms_destroy(chain.model);
+    ms_destroy(twin.model);
+    assert_true(c.bytes == 0 && heap.live_count == 0);
+    return failed;
+}
+
+static void a_refused_arena_leaves_the_old_one(void **state) {
+    (void)state;
+    for (int how = 0; how < 8; ++how) {
+        uint64_t n = 1;
+        while (change_fails_cleanly((how & 1) != 0, (how & 2) != 0, (how & 4) != 0, n)) {
+            n += how & 4 ? 1 + n / 20 : 1;
+        }
+        assert_true(n > 1 || (how & 3) == 1); // an arena that shrinks where it is needs nothing
+    }
+}
+
+static void what_is_lost_for_good_is_suspended(void **state) {
+    (void)state;
+    counted c;
+    t_chain chain, twin;
+    uint64_t budgets[BUDGETS];
+    ms_config config = t_config();
+    const ms_config plain = config;
+    config.backend = counted_backend(&c, false);
+    t_chain_start(&chain, &config, 3);
+    t_chain_start(&twin, &plain, 3);
+    chain_budgets(&chain, budgets);
+    t_ok(chain.model, ms_step(chain.model, NULL));
+    ms_set_budget(chain.model, budgets[0]);
+    c.fail_at = c.calls + 1;
+    c.fails_on = true; // the old arena is refused as well
+    t_error(chain.model, ms_wrap(chain.model), MS_RESULT_OUT_OF_MEMORY);
+    t_error(chain.model, ms_step(chain.model, NULL), MS_RESULT_ORDER);
+    t_error(chain.model, ms_resume(chain.model), MS_RESULT_OUT_OF_MEMORY);
+    c.fail_at = 0;
+    c.fails_on = false;
+    t_ok(chain.model, ms_wrap(chain.model));
+    t_ok(chain.model, ms_step(chain.model, NULL));
+    t_ok(twin.model, ms_step(twin.model, NULL));
+    t_ok(twin.model, ms_step(twin.model, NULL));
+    t_chain_same(&chain, &twin);
+    ms_destroy(chain.model);
+    ms_destroy(twin.model);
+    assert_int_equal(c.bytes, 0);
+}
+#endif
+
+// ------------------------------------------------------------------------------------------------
+// suspend and resume
+
+/* Suspends at every slice of one step. */
+static void a_step_is_suspended_anywhere(void **state) {
+    (void)state;
+    t_chain chain, twin;
+    double loss[2];
+    const ms_config plain = t_config();
+    ms_config config = t_config();
+    s_slice(&config, 3);
+    config.offloading = MS_SWITCH_ON;
+    config.force_optimize = true;
+    t_chain_start(&chain, &config, DEPTH);
+    t_chain_start(&twin, &plain, DEPTH);
+    for (int step = 0; step < 6; ++step) {
+        ms_result result = MS_RESULT_MORE;
+        while (result == MS_RESULT_MORE) {
+            result = ms_step_slice(chain.model, 1 + (uint64_t)step, &loss[0]);
+            t_ok(chain.model, ms_suspend(chain.model, NULL));
+            assert_int_equal(ms_step_slice(chain.model, 1, &loss[0]), MS_RESULT_ORDER);
+            t_text_has(ms_last_error(chain.model), "ms_resume");
+            t_ok(chain.model, ms_resume(chain.model));
+        }
+        t_ok(chain.model, result);
+        t_ok(twin.model, ms_step(twin.model, &loss[1]));
+        assert_memory_equal(&loss[0], &loss[1], sizeof loss[0]);
+    }
+    t_chain_same(&chain, &twin);
+    ms_destroy(chain.model);
+    ms_destroy(twin.model);
+}
+
+static void calls_of_a_suspended_model(void **state) {
+    (void)state;
+    t_chain chain, twin;
+    double loss;
+    uint64_t budgets[BUDGETS];
+    float data[T_CHAIN_COLS * T_CHAIN_COLS];
+    ms_memory_report report;
+    ms_verify_report verified;
+    const ms_config config = t_config();
+    t_chain_start(&twin, &config, 3);
+    assert_int_equal(t_chain_create(&chain, &config, 3, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
+    t_error(chain.model, ms_suspend(chain.model, NULL), MS_RESULT_ORDER);
+    t_error(chain.model, ms_resume(chain.model), MS_RESULT_ORDER);
+    assert_int_equal(ms_suspended_bytes(chain.model), 0);
+    assert_int_equal(ms_suspended_bytes(NULL), 0);
+    assert_int_equal(ms_suspend(NULL, NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_resume(NULL), MS_RESULT_INVALID);
+    t_ok(chain.model, ms_wrap(chain.model));
+    t_ok(chain.model, t_chain_write(&chain, 1));
+    t_error(chain.model, ms_resume(chain.model), MS_RESULT_ORDER);
+    chain_budgets(&chain, budgets);
+    t_ok(chain.model, ms_step(chain.model, &loss));
+    assert_true(ms_suspended_bytes(chain.model) > 3 * sizeof data);
+    t_ok(chain.model, ms_suspend(chain.model, NULL));
+    t_error(chain.model, ms_suspend(chain.model, NULL), MS_RESULT_ORDER);
+    t_error(chain.model, ms_step(chain.model, &loss), MS_RESULT_ORDER);
+    t_error(chain.model, ms_eval(chain.model, &loss), MS_RESULT_ORDER);
+    t_error(chain.model, ms_update(chain.model), MS_RESULT_ORDER);
+    t_error(chain.model, ms_read(chain.model, chain.weight[0], data), MS_RESULT_ORDER);
+    t_error(chain.model, ms_write(chain.model, chain.weight[0], data), MS_RESULT_ORDER);
+    t_error(chain.model, ms_verify(chain.model, NULL, NULL, &verified), MS_RESULT_ORDER);
+    assert_null(ms_data(chain.model, chain.weight[0]));
+    t_ok(chain.model, ms_report(chain.model, &report));
+    t_ok(chain.model, ms_synchronize(chain.model));
+    assert_int_equal(ms_suspended_bytes(chain.model), 0);
+    ms_set_budget(chain.model, budgets[BUDGETS / 2]); // resumed by another plan
+    t_ok(chain.model, ms_wrap(chain.model));
+    t_ok(chain.model, ms_step(chain.model, &loss));
+    t_ok(chain.model, ms_suspend(chain.model, NULL));
+    t_ok(chain.model, ms_wrap(chain.model)); // and by the same one
+    t_ok(chain.model, ms_step(chain.model, &loss));
+    for (int i = 0; i < 3; ++i) {
+        t_ok(twin.model, ms_step(twin.model, &loss));
+    }
+    t_chain_same(&chain, &twin);
+    t_ok(chain.model, ms_suspend(chain.model, NULL));
+    ms_destroy(chain.model); // as it is
+    ms_destroy(twin.model);
+}
+
+#ifndef T_CUDA
+/* Without memory a model stays as it was, suspended or not. */
+static void suspending_fails_cleanly(void **state) {
+    (void)state;
+    bool more = true;
+    for (uint64_t fail_at = 1; more; ++fail_at) {
+        counted c;
+        t_heap heap;
+        t_chain chain, twin;
+        const ms_config plain = t_config();
+        ms_config config = plain;
+        memset(&heap, 0, sizeof heap);
+        config.backend = counted_backend(&c, false);
+        config.allocator = t_heap_allocator(&heap);
+        t_chain_start(&chain, &config, 3);
+        t_chain_start(&twin, &plain, 3);
+        t_ok(chain.model, ms_step(chain.model, NULL));
+        t_ok(twin.model, ms_step(twin.model, NULL));
+        heap.fail_at = heap.calls + fail_at;
+        heap.has_failed = false;
+        ms_result result = ms_suspend(chain.model, NULL);
+        if (result == MS_RESULT_OK) {
+            assert_int_equal(c.bytes, 0);
+            result = ms_resume(chain.model);
+            if (result != MS_RESULT_OK) {
+                t_error(chain.model, ms_step(chain.model, NULL), MS_RESULT_ORDER);
+                t_ok(chain.model, ms_resume(chain.model));
+            }
+        }
+        more = heap.has_failed;
+        assert_int_equal(result, more ? MS_RESULT_OUT_OF_MEMORY : MS_RESULT_OK);
+        t_ok(chain.model, ms_step(chain.model, NULL));
+        t_ok(twin.model, ms_step(twin.model, NULL));
+        t_chain_same(&chain, &twin);
+        ms_destroy(chain.model);
+        ms_destroy(twin.model);
+        assert_true(heap.live_count == 0 && c.bytes == 0);
+        assert_true(fail_at < 50);
+    }
+}
+#endif
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(budgets_change_no_bit),
+        cmocka_unit_test(budgets_change_a_thousand_times),
+#ifndef T_CUDA
+        cmocka_unit_test(budgets_change_in_lent_memory),
+        cmocka_unit_test(budgets_change_on_a_device),
+        cmocka_unit_test(there_are_never_two_arenas),
+        cmocka_unit_test(a_refused_arena_leaves_the_old_one),
+        cmocka_unit_test(what_is_lost_for_good_is_suspended),
+        cmocka_unit_test(suspending_fails_cleanly),
+#endif
+        cmocka_unit_test(a_step_is_suspended_anywhere),
+        cmocka_unit_test(calls_of_a_suspended_model),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
