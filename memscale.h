@@ -9996,15 +9996,24 @@ static void msi_release_image(ms_model *m, msi_store *store) {
     store->image = NULL;
 }
 
+/* Gives back all memory in which a store has values. */
+static void msi_strip_store(ms_model *m, msi_store *store) {
+    msi_release_device(m, store);
+    msi_release_image(m, store);
+    msi_host_release(m, store->host, store->host_room);
+    msi_debug_free(m, store->debug);
+    store->host = store->step = NULL;
+    store->host_room = 0;
+    store->debug = NULL;
+    store->knows_scale = store->scales = false;
+}
+
 static void msi_store_free(ms_model *m, msi_store *store) {
     const ms_allocator *a = &m->config.allocator;
     if (!store) {
         return;
     }
-    msi_release_device(m, store);
-    msi_release_image(m, store);
-    msi_host_release(m, store->host, store->host_room);
-    msi_debug_free(m, store->debug);
+    msi_strip_store(m, store);
     msi_release(a, store->home_order, msi_order_bytes(store));
     MSI_LIST_FREE(msi_resident, a, store->residents);
     msi_release(a, store->resident_of, m->graph.tensors.count * sizeof(uint32_t));
@@ -25442,14 +25451,7 @@ static void msi_keep_plans(ms_model *m) {
     for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
         msi_release_recordings(m, plan);
     }
-    msi_release_device(m, store);
-    msi_release_image(m, store);
-    msi_host_release(m, store->host, store->host_room);
-    msi_debug_free(m, store->debug);
-    store->host = NULL;
-    store->host_room = 0;
-    store->debug = NULL;
-    store->step = NULL;
+    msi_strip_store(m, store);
     if (m->kept_count == MSI_MOST_KEPT) {
         msi_drop_kept_at(m, 0);
     }
@@ -25539,6 +25541,7 @@ static bool msi_readopt(ms_model *m, msi_goal goal, ms_result *result) {
             m->wrapped.choice = kept.choice;
             (void)msi_find_plan(m, sizes);
         } else {
+            msi_strip_store(m, kept.store);
             m->kept[m->kept_count++] = kept;
         }
         return true;

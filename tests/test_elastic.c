@@ -24,76 +24,18 @@ static uint64_t end_seed(void) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// device memory that is counted: what of it there is at once, and how often it is asked for
+// budgets of a chain, from the smallest to that of the plain plan
 
-typedef struct counted {
-    ms_backend cpu;
-    uint64_t bytes, most_bytes;
-    uint64_t calls;   // of alloc and of resize to another size
-    uint64_t fail_at; // the call that fails, from 1; 0: none
-    bool fails_on;    // as do all after it
-    bool resizes;
-} counted;
+enum { DEPTH = 12 };
 
-static bool call_fails(counted *c) {
-    c->calls += 1;
-    return c->calls == c->fail_at || (c->fails_on && c->calls > c->fail_at);
-}
-
-static void note_bytes(counted *c, uint64_t more, uint64_t less) {
-    c->bytes += more;
-    c->bytes -= less;
-    c->most_bytes = c->bytes > c->most_bytes ? c->bytes : c->most_bytes;
-}
-
-static int counted_alloc(void *user, const ms_allocator *host, uint64_t bytes, void **device) {
-    counted *c = (counted *)user;
-    if (call_fails(c) || c->cpu.memory_alloc(NULL, host, bytes, device) != 0) {
-        return 1;
+static void chain_budgets(t_chain *chain, uint64_t *budgets) {
+    ms_memory_report report;
+    uint64_t smallest;
+    t_report(chain->model, &report);
+    t_ok(chain->model, ms_smallest_budget(chain->model, &smallest));
+    for (int i = 0; i < BUDGETS; ++i) {
+        budgets[i] = smallest + (report.arena_bytes - smallest) * (uint64_t)i / (BUDGETS - 1);
     }
-    note_bytes(c, bytes, 0);
-    memset(*device, 0x7f, (size_t)bytes);
-    return 0;
-}
-
-static void counted_release(void *user, const ms_allocator *host, void *device, uint64_t bytes) {
-    counted *c = (counted *)user;
-    note_bytes(c, 0, bytes);
-    memset(device, 0x7f, (size_t)bytes);
-    c->cpu.memory_release(NULL, host, device, bytes);
-}
-
-/* To other memory each time, so that a stale address shows. */
-static int counted_resize(void *user, const ms_allocator *host, void **device, uint64_t old_bytes,
-                          uint64_t bytes) {
-    counted *c = (counted *)user;
-    void *moved;
-    if (!c->resizes || bytes == old_bytes) {
-        return c->resizes ? 0 : MS_BACKEND_UNSUPPORTED;
-    }
-    if (call_fails(c) || c->cpu.memory_alloc(NULL, host, bytes, &moved) != 0) {
-        return 1;
-    }
-    memset(moved, 0x7f, (size_t)bytes);
-    memcpy(moved, *device, (size_t)(bytes < old_bytes ? bytes : old_bytes));
-    memset(*device, 0x7f, (size_t)old_bytes);
-    c->cpu.memory_release(NULL, host, *device, old_bytes);
-    note_bytes(c, bytes > old_bytes ? bytes - old_bytes : 0,
-               bytes < old_bytes ? old_bytes - bytes : 0);
-    *device = moved;
-    return 0;
-}
-
-static ms_backend counted_backend(counted *c, bool resizes) {
-    ms_backend b = t_backend_without_state();
-    memset(c, 0, sizeof *c);
-    c->cpu = ms_backend_cpu();
-    c->resizes = resizes;
-    b.user = c;
-    b.memory_alloc = counted_alloc;
-    b.memory_release = counted_release;
-    b.memory_resize = counted_resize;
-    return b;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -298,6 +240,82 @@ static void budgets_change_a_thousand_times(void **state) {
 }
 
 #ifndef T_CUDA
+// ------------------------------------------------------------------------------------------------
+// device memory that is counted: what of it there is at once, and how often it is asked for
+
+typedef struct counted {
+    ms_backend cpu;
+    uint64_t bytes, most_bytes;
+    uint64_t calls;   // of alloc and of resize to another size
+    uint64_t fail_at; // the call that fails, from 1; 0: none
+    bool fails_on;    // as do all after it
+    bool resizes;
+} counted;
+
+static bool call_fails(counted *c) {
+    c->calls += 1;
+    return c->calls == c->fail_at || (c->fails_on && c->calls > c->fail_at);
+}
+
+static void note_bytes(counted *c, uint64_t more, uint64_t less) {
+    c->bytes += more;
+    c->bytes -= less;
+    c->most_bytes = c->bytes > c->most_bytes ? c->bytes : c->most_bytes;
+}
+
+static int counted_alloc(void *user, const ms_allocator *host, uint64_t bytes, void **device) {
+    counted *c = (counted *)user;
+    if (call_fails(c) || c->cpu.memory_alloc(NULL, host, bytes, device) != 0) {
+        return 1;
+    }
+    note_bytes(c, bytes, 0);
+    memset(*device, 0x7f, (size_t)bytes);
+    return 0;
+}
+
+static void counted_release(void *user, const ms_allocator *host, void *device, uint64_t bytes) {
+    counted *c = (counted *)user;
+    note_bytes(c, 0, bytes);
+    memset(device, 0x7f, (size_t)bytes);
+    c->cpu.memory_release(NULL, host, device, bytes);
+}
+
+/* To other memory each time, so that a stale address shows. */
+static int counted_resize(void *user, const ms_allocator *host, void **device, uint64_t old_bytes,
+                          uint64_t bytes) {
+    counted *c = (counted *)user;
+    void *moved;
+    if (!c->resizes || bytes == old_bytes) {
+        return c->resizes ? 0 : MS_BACKEND_UNSUPPORTED;
+    }
+    if (call_fails(c) || c->cpu.memory_alloc(NULL, host, bytes, &moved) != 0) {
+        return 1;
+    }
+    memset(moved, 0x7f, (size_t)bytes);
+    memcpy(moved, *device, (size_t)(bytes < old_bytes ? bytes : old_bytes));
+    memset(*device, 0x7f, (size_t)old_bytes);
+    c->cpu.memory_release(NULL, host, *device, old_bytes);
+    note_bytes(c, bytes > old_bytes ? bytes - old_bytes : 0,
+               bytes < old_bytes ? old_bytes - bytes : 0);
+    *device = moved;
+    return 0;
+}
+
+static ms_backend counted_backend(counted *c, bool resizes) {
+    ms_backend b = t_backend_without_state();
+    memset(c, 0, sizeof *c);
+    c->cpu = ms_backend_cpu();
+    c->resizes = resizes;
+    b.user = c;
+    b.memory_alloc = counted_alloc;
+    b.memory_release = counted_release;
+    b.memory_resize = counted_resize;
+    return b;
+}
+
+// ------------------------------------------------------------------------------------------------
+// budgets that change in other memory
+
 /* In a block that the trainer lends, between bytes that must stay as they are. */
 static void budgets_change_in_lent_memory(void **state) {
     (void)state;
@@ -361,18 +379,6 @@ static void budgets_change_on_a_device(void **state) {
 
 // ------------------------------------------------------------------------------------------------
 // memory
-
-enum { DEPTH = 12 };
-
-static void chain_budgets(t_chain *chain, uint64_t *budgets) {
-    ms_memory_report report;
-    uint64_t smallest;
-    t_report(chain->model, &report);
-    t_ok(chain->model, ms_smallest_budget(chain->model, &smallest));
-    for (int i = 0; i < BUDGETS; ++i) {
-        budgets[i] = smallest + (report.arena_bytes - smallest) * (uint64_t)i / (BUDGETS - 1);
-    }
-}
 
 /* Device memory is never more than the larger of two arenas, with one allocation at most. */
 static void there_are_never_two_arenas(void **state) {
