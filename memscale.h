@@ -896,6 +896,12 @@ typedef struct ms_config {
        arena, of tensors on the host and of what the trainer lends, and one of all activations. What
        it cannot see is listed in docs/porting.md. */
     bool debug;
+    /* Microseconds that an instruction should take at most, for slices; 0: no limit. Plans, except
+       that of ms_detach, then compute layers that are predicted to take longer in tiles, as if these
+       were forced, and their updates in parts. This needs rows (ms_layer_desc.tile) and a tiling that
+       is not OFF, and sums over rows are rounded in another order. A warning names what is still
+       longer; so does ms_memory_report.longest_us. */
+    double max_instruction_us;
     uint64_t seed; // ms_call.seed is derived from it
     /* DEFAULT and ON: a param in 16 bits has its value in F32 beside it, as one more tensor of
        optimizer state, from which each update makes both. OFF: its 16 bits are all there is; an
@@ -1218,10 +1224,12 @@ typedef struct ms_memory_report {
     /* Predicted times of a step of this plan, of a step of the plain plan, and of the waits for
        copies in this one. With accumulation, a step here is one micro-batch and the update. */
     double step_us, plain_step_us, stall_us;
+    double longest_us; // of the instructions of this plan that compute, or copy on their stream,
+    ms_layer longest_layer; // the longest: of this layer, or 0
     /* Of a micro-batch that no update follows, and of a step of this plan with all micro-batches;
        plans are compared by the latter. Without accumulation all three are those above. */
     double micro_us, whole_step_us, whole_stall_us;
-    ms_time_source time_source; // of these six
+    ms_time_source time_source; // of these seven
     double pressure;            // plain_bytes / budget_bytes
     ms_mode mode;               // in force
     ms_decision_source decision_source;
@@ -3484,10 +3492,12 @@ typedef struct msi_program {
     MSI_LIST(uint64_t) live_bytes; // per instruction, without the residents
     MSI_LIST(double) measured;     // start and duration of each, in the last timed step
     MSI_LIST(float) expected;      // microseconds of each: see msi_expected_us
-    bool is_measured;              // there was a timed step
-    bool scales_loss;              // gradients are multiplied by the loss scale
-    bool sweeps;                   // forward computes gradients of params, of a group in tiles
-    bool reads_masters;            // calls are in F32, and read masters where there are any
+    uint32_t longest, long_count; // the longest that computes; how many exceed most_us of the costs
+    double longest_us;            // as predicted
+    bool is_measured;             // there was a timed step
+    bool scales_loss;             // gradients are multiplied by the loss scale
+    bool sweeps;                  // forward computes gradients of params, of a group in tiles
+    bool reads_masters;           // calls are in F32, and read masters where there are any
     uint32_t forward_end, backward_end;
     uint32_t loss, norm;         // ranges of the loss, and of the norm or MSI_NONE
     uint32_t peak;               // the instruction with the most live bytes
@@ -3617,6 +3627,7 @@ typedef struct msi_tensor_decision {
        whole backward; MSI_AT_END: so too, although it could be updated inside backward. */
     uint32_t update_after;
     uint16_t parts;  // of a param: in how many parts what is moved comes to its update; 0: one
+    bool splits;     // so it is although nothing is moved: the update would take too long
     uint8_t moves;   // what lies on the host: a mask of MSI_MOVES_VALUE and others
     bool state_8bit; // of a param: its optimizer state is in codes of 8 bits
     uint8_t
@@ -3716,6 +3727,8 @@ typedef struct msi_costs {
     bool waits_for_copies;               // ms_config.async_offload is OFF
     uint32_t copies_ahead;               // copies to the device that may be under way
     bool tf32;                           // ms_config.tf32
+    double most_us;                      // ms_config.max_instruction_us
+    bool splits_layers;                  // that take longer
     double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs by bytes; 0: not measured
     ms_time_source source;               // of the times of the layers
 } msi_costs;
@@ -8277,6 +8290,9 @@ static const char *msi_config_fault(const ms_config *c, double *number) {
         {!msi_scaling_is_valid(&c->loss_scaling), (double)c->loss_scaling.initial,
          "loss_scaling: initial and least must be positive, initial not below least, growth at "
          "least 1, and backoff above 0 and below 1; 0 takes the default"},
+        {!msi_is_finite(c->max_instruction_us) || c->max_instruction_us < 0.0,
+         c->max_instruction_us,
+         "max_instruction_us: it must not be negative, and finite; 0: no limit"},
         {c->warmup_steps > MSI_MAX_WARMUP, (double)c->warmup_steps,
          "warmup_steps: it must be at most 1000"}};
     for (uint32_t i = 0; i < sizeof checks / sizeof checks[0]; i++) {
@@ -9359,6 +9375,8 @@ static void msi_get_hardware(ms_model *m) {
     }
     msi_fill_speeds(h);
     m->costs.tf32 = m->config.tf32;
+    m->costs.most_us = m->config.max_instruction_us;
+    m->costs.splits_layers = m->config.tiling != MS_SWITCH_OFF;
     m->costs.has_copies =
         m->config.backend.is_asynchronous || (m->sources.is_given && h->kind != MS_DEVICE_CPU);
     m->costs.has_links = m->costs.has_copies || msi_has_copy_streams(m);
@@ -11610,7 +11628,7 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
     for (uint32_t k = 0; k < count; k++) {
         u->moves |= list[k].home != MSI_NONE;
     }
-    u->parts = u->moves ? msi_update_parts(w, param) : 1;
+    u->parts = u->moves || w->decisions[param].splits ? msi_update_parts(w, param) : 1;
 }
 
 /* Whether somebody may look at a gradient after its update, which may have changed it. */
@@ -12342,6 +12360,11 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
 // ------------------------------------------------------------------------------------------------
 // >>cost  how long an instruction takes
 
+static double msi_longest_time(const ms_layer_time *t) {
+    const double longer = t->forward_us > t->backward_us ? t->forward_us : t->backward_us;
+    return longer > t->recompute_us ? longer : t->recompute_us;
+}
+
 /* How many targets and sources a copy has. */
 static uint32_t msi_pair_count(const msi_instruction *i) {
     return msi_has_pairs((msi_op)i->op) ? i->operand_count / 2u : 1;
@@ -12531,6 +12554,8 @@ static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_al
         return false;
     }
     p->expected.count = p->instructions.count;
+    p->longest = p->long_count = 0;
+    p->longest_us = 0.0;
     for (uint32_t k = 0; k < p->instructions.count; k++) {
         const msi_instruction *i = &p->instructions.items[k];
         const bool on_its_own = msi_stream_of(c, (msi_op)i->op) != MS_STREAM_COMPUTE;
@@ -12545,6 +12570,11 @@ static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_al
             us = copying[i->event];
         }
         p->expected.items[k] = -us;
+        if (i->op != MSI_OP_WAIT) {
+            p->longest = (double)us > p->longest_us ? k : p->longest;
+            p->longest_us = (double)us > p->longest_us ? (double)us : p->longest_us;
+            p->long_count += c->most_us > 0.0 && (double)us > c->most_us;
+        }
     }
     return true;
 }
@@ -15124,6 +15154,7 @@ static void msi_decide_parts(const msi_graph *g, uint64_t part_bytes,
         const uint32_t parts = (uint32_t)msi_smaller(wanted, MSI_MAX_PARTS);
         const uint64_t elements = bytes / sizeof(float), each = msi_part_size(elements, parts);
         decisions[t].parts = (uint16_t)(parts > 1 ? (elements + each - 1) / each : 0);
+        decisions[t].splits = false;
     }
 }
 
@@ -15176,6 +15207,59 @@ static void msi_decide_forced_tiles(const msi_graph *g, msi_tensor_decision *dec
     }
 }
 
+/* In how many tiles a layer has to be so that none takes longer than an instruction may; 0: it can be
+   whole, or not be parted. */
+static uint32_t msi_tiles_for_time(const msi_graph *g, const msi_costs *c, uint32_t layer) {
+    const msi_layer *l = &g->layers.items[layer];
+    const double longest = msi_longest_time(&l->time);
+    if (!(c->most_us > 0.0) || !c->splits_layers || !(longest > c->most_us) ||
+        msi_tiling_force(g, l) == MS_SWITCH_OFF || !msi_can_group(g, layer, layer + 1)) {
+        return 0;
+    }
+    uint64_t unit;
+    const uint64_t rows = msi_common_rows(g, layer, layer + 1, &unit);
+    const uint64_t fit = (uint64_t)((double)rows * (c->most_us / longest));
+    const uint64_t each = fit > unit ? fit : unit;
+    return (uint32_t)msi_smaller((rows + each - 1) / each, msi_most_tiles(g, layer, layer + 1));
+}
+
+/* Decides on a group in as many tiles as are wanted, or as its slowest layer needs. */
+static void msi_decide_tiles_in_time(const msi_graph *g, const msi_costs *c,
+                                     msi_tensor_decision *decisions, uint32_t first, uint32_t end,
+                                     uint32_t tiles) {
+    const uint32_t most = msi_most_tiles(g, first, end);
+    for (uint32_t i = first; i < end; i++) {
+        const uint32_t needed = msi_tiles_for_time(g, c, i);
+        tiles = needed > tiles ? needed : tiles;
+    }
+    msi_decide_tiles(g, decisions, first, end, tiles < most || most < 2 ? tiles : most);
+}
+
+/* Splits what would take longer than an instruction may: layers alone, in tiles, and updates. An
+   update reads and writes some five times the bytes of its param. */
+static void msi_split_long(const msi_graph *g, const msi_costs *c, msi_tensor_decision *decisions) {
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const uint32_t tiles = msi_tiles_for_time(g, c, i);
+        if (tiles > 1) {
+            msi_decide_tiles(g, decisions, i, i + 1, tiles);
+        }
+    }
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const double us = msi_bytes_us(c, MSI_COST_UPDATE, 7.0 * (double)tensor->bytes);
+        if (tensor->kind == MSI_KIND_PARAM && us > c->most_us) {
+            const double wanted = us / c->most_us;
+            const uint32_t most =
+                wanted < (double)MSI_MAX_PARTS ? (uint32_t)wanted + 1 : (uint32_t)MSI_MAX_PARTS;
+            const uint64_t elements = tensor->bytes / sizeof(float);
+            const uint64_t each = msi_part_size(elements, most);
+            const uint32_t parts = (uint32_t)((elements + each - 1) / each);
+            decisions[t].splits = parts > 1;
+            decisions[t].parts = parts > decisions[t].parts ? (uint16_t)parts : decisions[t].parts;
+        }
+    }
+}
+
 /* What a search begins with: nothing is dropped or moved by choice, only what is forced; updates
    are inside backward, and state is coded, if the search is at plans that do so. */
 static void msi_decide_base(const msi_search *search, msi_tensor_decision *decisions) {
@@ -15200,10 +15284,13 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
                      : (uint8_t)msi_format_of_value(g, t, s->half, search->rounding & half);
     }
     msi_decide_forced_tiles(g, decisions);
+    if (s->costs->most_us > 0.0) {
+        msi_split_long(g, s->costs, decisions);
+    }
     for (uint32_t k = search->tiling > 0 ? search->tilings->end[search->tiling - 1] : 0;
          search->tiling > 0 && k < search->tilings->end[search->tiling]; k++) {
         const msi_tiling *group = &search->tilings->groups.items[k];
-        msi_decide_tiles(g, decisions, group->first, group->end, group->tiles);
+        msi_decide_tiles_in_time(g, s->costs, decisions, group->first, group->end, group->tiles);
     }
     msi_place_updates(g, decisions, search->early, 0);
 }
@@ -25608,6 +25695,28 @@ static void msi_log_decisions(const ms_model *m, const msi_review *r) {
     }
 }
 
+/* Warns of instructions that take longer than ms_config.max_instruction_us all the same. */
+static void msi_log_long(const ms_model *m) {
+    const msi_program *p = &m->run.plan->train;
+    if (p->long_count == 0) {
+        return;
+    }
+    const msi_instruction *i = &p->instructions.items[p->longest];
+    const bool layer = msi_calls_layer((msi_op)i->op);
+    msi_log(
+        m, MS_LOG_WARNING, "plan",
+        "%u instructions are predicted to take longer than max_instruction_us (%s); the longest "
+        "is %s of %s%s%s, %s%s",
+        (unsigned)p->long_count, msi_time(m->costs.most_us).text, msi_ops[i->op].name,
+        layer ? msi_layer_label(&m->graph, i->target).text : "\"",
+        layer ? "" : msi_tensor_name(&m->graph, i->target), layer ? "" : "\"",
+        msi_time(p->longest_us).text,
+        !layer ? ": the library does not split it"
+        : m->graph.layers.items[i->target].tile.axes == 0
+            ? ": it declares no rows (ms_layer_desc.tile) by which to split it"
+            : ": its rows, or a tiling that is OFF, allow no smaller tiles");
+}
+
 /* As msi_adopt, and logs the reasons. Memory for that is allocated first, so that nothing can fail
    after the change. */
 static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
@@ -25620,6 +25729,7 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
         result = msi_adopt(m, store, plans, plans->next ? plans->next : plans, goal);
         if (m->config.log && result == MS_RESULT_OK) {
             msi_log_decisions(m, &review);
+            msi_log_long(m);
         }
         if (m->config.log) {
             msi_review_free(&review);
@@ -27081,6 +27191,12 @@ static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->recompute_count = plan->train.recompute_count;
     r->recompute_share = plan->train.recompute_us / plan->plain_step_us;
     r->step_us = plan->train.step_us;
+    r->longest_us = plan->train.longest_us;
+    if (plan->train.longest_us > 0.0 &&
+        msi_calls_layer((msi_op)plan->train.instructions.items[plan->train.longest].op)) {
+        r->longest_layer =
+            msi_layer_handle(g, plan->train.instructions.items[plan->train.longest].target);
+    }
     r->micro_us = plan->train.micro.us;
     r->whole_step_us = plan->train.whole.us;
     r->whole_stall_us = plan->train.whole.stall_us;

@@ -169,6 +169,143 @@ static void no_time_runs_nothing(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// the longest instruction
+
+typedef struct last_warning {
+    char text[512];
+    uint32_t count;
+} last_warning;
+
+static void take_warning(ms_log_level level, const char *tag, const char *text, void *user) {
+    last_warning *w = (last_warning *)user;
+    if (level == MS_LOG_WARNING && strcmp(tag, "plan") == 0) {
+        snprintf(w->text, sizeof w->text, "%s", text);
+        w->count += 1;
+    }
+}
+
+/* Rows of 16 numbers through three layers that take 100 us each way; the second may be without
+   rows. */
+typedef struct long_net {
+    t_net n;
+    ms_tensor p;
+    last_warning warning;
+    ms_layer layers[3];
+} long_net;
+
+static void long_net_start(long_net *l, double most_us, bool cuts_all) {
+    memset(l, 0, sizeof *l);
+    t_net_begin(&l->n);
+    l->n.rows = l->n.largest = 64;
+    l->n.config.max_instruction_us = most_us;
+    l->n.config.log = take_warning;
+    l->n.config.log_user = &l->warning;
+    t_net_create(&l->n);
+    t_net_optimizer(&l->n, MS_OPTIMIZER_SGD, 0.0009765625f);
+    ms_hardware device = *ms_hardware_find("RTX 3090");
+    device.launch_us = 0.001;
+    ms_set_hardware(l->n.m, &device);
+    l->p = t_net_param(&l->n, "p");
+    ms_tensor at = l->n.x;
+    for (int i = 0; i < 3; ++i) {
+        const ms_layer_time time = {100.0, 100.0, 100.0};
+        l->n.ops[l->n.count].c[0] = i ? 1.0f : 0.0f;
+        ms_layer_desc d = t_net_own(&l->n, t_forward, t_backward, i == 1 ? "second" : "other", at,
+                                    t_net_like(&l->n, "y", at));
+        d.tile.axes = cuts_all || i != 1 ? 1 : 0;
+        if (i == 0) {
+            d.param[0] = l->p;
+        }
+        l->layers[i] = ms_register_layer(l->n.m, &d);
+        l->n.ops[l->n.count].in_count = 1;
+        l->n.ops[l->n.count].param_count = i == 0;
+        l->n.layers[l->n.count++] = l->layers[i];
+        ms_set_layer_time(l->n.m, l->layers[i], &time);
+        at = d.out[0];
+    }
+    t_net_loss(&l->n, at, 0.125f);
+    t_ok(l->n.m, ms_wrap(l->n.m));
+    t_net_write_x(&l->n);
+    t_net_write_param(&l->n, l->p, 2.0f);
+}
+
+static void long_instructions_are_split(void **state) {
+    (void)state;
+    static const double limits[] = {0.0, 120.0, 60.0, 30.0, 10.0};
+    for (int cuts_all = 0; cuts_all < 2; ++cuts_all) {
+        for (size_t k = 0; k < sizeof limits / sizeof limits[0]; ++k) {
+            static long_net l, whole;
+            ms_memory_report report;
+            double loss[2];
+            const double most_us = limits[k];
+            long_net_start(&whole, 0.0, true);
+            long_net_start(&l, most_us, cuts_all != 0);
+            t_report(l.n.m, &report);
+            const bool fits = most_us == 0.0 || most_us > 100.0 || cuts_all;
+            if (most_us > 0.0 && fits) {
+                if (report.longest_us > most_us)
+                    fail_msg("%g of %g: %s", report.longest_us, most_us, l.warning.text);
+                assert_int_equal(l.warning.count, 0);
+            } else {
+                assert_true(report.longest_us >= 100.0 && report.longest_us < 101.0);
+                assert_true(report.longest_layer.id != 0);
+            }
+            if (!fits) {
+                assert_true(l.warning.count == 1);
+                assert_int_equal(report.longest_layer.id, l.layers[1].id);
+                t_text_has(l.warning.text, "second");
+                t_text_has(l.warning.text, "declares no rows");
+            }
+            for (int step = 0; step < 3; ++step) { // the numbers are small and whole
+                ms_result result = MS_RESULT_MORE;
+                while (result == MS_RESULT_MORE) {
+                    result = ms_step_slice(l.n.m, 1, &loss[0]);
+                }
+                t_ok(l.n.m, result);
+                t_ok(whole.n.m, ms_step(whole.n.m, &loss[1]));
+                assert_memory_equal(&loss[0], &loss[1], sizeof loss[0]);
+                t_net_same(&l.n, l.p, &whole.n, whole.p);
+            }
+            t_net_end(&l.n);
+            t_net_end(&whole.n);
+        }
+    }
+}
+
+/* Updates in parts, of params that nothing moves. */
+static void long_updates_are_split(void **state) {
+    (void)state;
+    t_chain whole, split;
+    const ms_config plain = t_config();
+    ms_config config = plain;
+    ms_memory_report report;
+    config.max_instruction_us = 0.05;
+    config.tiling = MS_SWITCH_OFF;
+    assert_int_equal(t_chain_create(&whole, &plain, 3, 4, 256), MS_RESULT_OK);
+    assert_int_equal(t_chain_create(&split, &config, 3, 4, 256), MS_RESULT_OK);
+    ms_hardware device = *ms_hardware_find("RTX 3090");
+    device.launch_us = 0.001;
+    ms_set_hardware(split.model, &device);
+    t_ok(whole.model, ms_wrap(whole.model));
+    t_ok(split.model, ms_wrap(split.model));
+    t_ok(whole.model, t_chain_write(&whole, 1));
+    t_ok(split.model, t_chain_write(&split, 1));
+    t_report(split.model, &report);
+    t_net n;
+    memset(&n, 0, sizeof n);
+    n.m = split.model;
+    const t_tally tally = t_net_tally(&n);
+    assert_true(tally.count[MS_EVENT_UPDATE] > 3 * 8);
+    for (int step = 0; step < 3; ++step) {
+        t_ok(whole.model, ms_step(whole.model, NULL));
+        t_ok(split.model, ms_step(split.model, NULL));
+        t_chain_same(&whole, &split);
+    }
+    ms_destroy(whole.model);
+    ms_destroy(split.model);
+}
+
+// ------------------------------------------------------------------------------------------------
 // between slices
 
 static void the_model_cannot_change_between_slices(void **state) {
@@ -611,6 +748,8 @@ int main(void) {
         cmocka_unit_test(instructions_run_while_they_fit),
         cmocka_unit_test(a_hiccup_is_forgotten),
         cmocka_unit_test(no_time_runs_nothing),
+        cmocka_unit_test(long_instructions_are_split),
+        cmocka_unit_test(long_updates_are_split),
         cmocka_unit_test(the_model_cannot_change_between_slices),
         cmocka_unit_test(a_model_can_be_destroyed_between_slices),
         cmocka_unit_test(a_failure_ends_the_slices),
