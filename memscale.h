@@ -62,7 +62,8 @@
     4. ms_set_loss           which tensor to minimise; ms_set_optimizer: how
     5. ms_wrap               everything is decided and allocated here
     6. ms_write              initial params once, then one batch per step
-    7. ms_step               or ms_forward, ms_backward, ms_update; ms_eval for forward alone
+    7. ms_step               or ms_step_slice; or ms_forward, ms_backward, ms_update; ms_eval for
+                             forward alone
     8. ms_detach             back to the plain plan; ms_destroy frees everything
 
     Errors of these calls stick: ms_wrap returns the first one, so that a trainer need not check
@@ -206,6 +207,12 @@
     ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is updated inside backward.
     With accumulation, the gradients are resident.
 
+    SLICES. ms_step_slice runs a part of a step that takes about so many microseconds, for a frame
+    of an engine or a tick of a controller, and ms_cancel ends a step from another thread. A budget
+    may change between steps (ms_set_budget, ms_wrap) without a second arena, and ms_suspend gives
+    all device memory back until ms_resume, also in the middle of a step. None of this changes a
+    bit. docs/embedding.md has more.
+
     SIZES. Dims along axes (ms_add_axis, ms_along) can change between steps. The arena is allocated
     for the plan of the largest sizes; plans for other sizes fit into it, and are kept. A callback
     reads the sizes from its views; one that it keeps in user goes stale.
@@ -253,14 +260,16 @@
     ALLOCATOR. All host memory comes from ms_config.allocator, device memory and pinned memory from
     ms_config.backend. A step allocates nothing, and after ms_wrap no device memory is allocated,
     except what CUDA itself takes when a kernel is first launched, and for a recording. Host memory
-    is allocated after ms_wrap in three cases: ms_reshape makes a plan for sizes that are new to it;
+    is allocated after ms_wrap in four cases: ms_reshape makes a plan for sizes that are new to it;
+    ms_suspend keeps what is on the device, unless the trainer lends memory for that;
     ms_smallest_budget makes one and frees it; the C library has a file buffer while a backend reads
     /proc/cpuinfo, /proc/meminfo, /proc/self/cgroup, /proc/self/mountinfo, and memory.* of the
     cgroups of the process. ms_hardware_report, ms_read and ms_write of what is not F32 in memory,
     ms_verify, ms_find_nonfinite, ms_visit_decisions and ms_print_plan (and _full) take memory and
     give it back. With empirical_profiling, the step that plans again allocates as ms_wrap does.
 
-    THREADS. One model is used by one thread at a time; separate models are independent. Callbacks
+    THREADS. One model is used by one thread at a time, except that any thread may call ms_cancel;
+    separate models are independent. Callbacks
     run on the thread that called ms_step. Of the functions that take the model, a callback may call
     only ms_gemm, ms_cast, ms_read (not while a step is recorded), ms_data, ms_report and those
     about tensors. Other callbacks (of the functions that visit or print, of ms_config.log and of a
