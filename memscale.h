@@ -516,6 +516,18 @@ typedef struct ms_allocator {
     void *(*resize)(void *memory, uint64_t old_bytes, uint64_t bytes, void *user);
 } ms_allocator;
 
+/* The trainer's job system, for the CPU backend: in the place of OpenMP in the library's own loops
+   (updates, copies, casts, the built-in ms_gemm), and of the threads that copy for offloading, which
+   then run as part of the step. `run` calls piece(argument, i) for each i below count, once each, on
+   any threads, and returns when all are done. Pieces wait for nothing and call nothing back; most
+   take 1 to 100 us. Where it makes no difference for speed, it is not called. */
+typedef void (*ms_piece_fn)(void *argument, uint32_t piece);
+typedef struct ms_parallel {
+    void (*run)(void *user, uint32_t count, ms_piece_fn piece,
+                void *argument); // NULL: there is none
+    void *user;
+} ms_parallel;
+
 typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DEBUG } ms_log_level;
 
 /* tag: debug, error, graph, plan, policy, rules or timing; text: one line without its line end. */
@@ -680,10 +692,11 @@ typedef enum ms_stream_kind {
 
 /* What a model wants of the state that a backend opens for it. */
 typedef struct ms_open_args {
-    const ms_allocator *host; // for host memory that the backend needs; outlives the state
-    void *stream;             // ms_config.stream
-    uint32_t event_count;     // events that the state needs until prepare asks for more
-    bool tf32;                // ms_config.tf32
+    const ms_allocator *host;    // for host memory that the backend needs; outlives the state
+    void *stream;                // ms_config.stream
+    uint32_t event_count;        // events that the state needs until prepare asks for more
+    bool tf32;                   // ms_config.tf32
+    const ms_parallel *parallel; // ms_config.parallel; outlives the state
 } ms_open_args;
 
 /* What ms_wrap gives to a backend for its own use, until the next ms_wrap. */
@@ -853,6 +866,7 @@ typedef struct ms_config {
     ms_allocator allocator; // zero: malloc and free
     ms_log_fn log;          // NULL: silent
     void *log_user;
+    ms_parallel parallel;
     ms_clock_fn clock; // for slices, and for what is measured; NULL: that of the platform
     void *clock_user;
     uint64_t memory_budget_bytes; // of the arena, at most; 0: target_utilization of free memory
@@ -4669,6 +4683,7 @@ static ms_result msi_open(ms_model *m) {
     args.stream = m->config.stream;
     args.event_count = MSI_EVENT_COUNT;
     args.tf32 = m->config.tf32;
+    args.parallel = &m->config.parallel;
     return msi_device(m, b->open(b->user, &args, &m->device), "opening it for ms_create");
 }
 
@@ -5211,6 +5226,28 @@ MSI_WIDE void msi_wide_update(ms_optimizer_kind kind, const msi_wide_factors *f,
 #define MSI_PARALLEL_FOR(schedule_by, when)
 #endif
 
+/* Calls a piece of work for each number below count: by the trainer's job system, by the threads of
+   OpenMP, of which each takes one range if pieces are alike, or here, if more threads are not worth
+   it. Functions with `jobs` NULL have no job system. */
+static void msi_for_each(const ms_parallel *jobs, bool is_worth, bool alike, int64_t count,
+                         ms_piece_fn piece, void *argument) {
+    if (jobs && is_worth && count <= INT32_MAX) {
+        jobs->run(jobs->user, (uint32_t)count, piece, argument);
+        return;
+    }
+    if (alike) {
+        MSI_PARALLEL_FOR(static, is_worth && !jobs)
+        for (int64_t i = 0; i < count; i++) {
+            piece(argument, (uint32_t)i);
+        }
+        return;
+    }
+    MSI_PARALLEL_FOR(dynamic, is_worth && !jobs)
+    for (int64_t i = 0; i < count; i++) {
+        piece(argument, (uint32_t)i);
+    }
+}
+
 static int64_t msi_least(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
@@ -5219,24 +5256,45 @@ static int64_t msi_least(int64_t a, int64_t b) {
    trainer do, so that it finds in its cache what it is about to write. */
 enum { MSI_CHUNK_BYTES = 16384 };
 
+typedef struct msi_bytes_job {
+    uint8_t *target;
+    const uint8_t *source; // NULL: a fill
+    uint8_t value;
+    uint64_t bytes, chunk; // of each piece
+} msi_bytes_job;
+
+static void msi_bytes_piece(void *argument, uint32_t piece) {
+    const msi_bytes_job *j = (const msi_bytes_job *)argument;
+    const uint64_t at = piece * j->chunk;
+    const size_t some = (size_t)msi_smaller(j->bytes - at, j->chunk);
+    if (j->source) {
+        memcpy(j->target + at, j->source + at, some);
+    } else {
+        memset(j->target + at, j->value, some);
+    }
+}
+
+static void msi_bytes_for(const ms_parallel *jobs, void *target, const void *source, uint8_t value,
+                          uint64_t bytes) {
+    const uint64_t chunk = jobs ? 16 * (uint64_t)MSI_CHUNK_BYTES : (uint64_t)MSI_CHUNK_BYTES;
+    msi_bytes_job job = {(uint8_t *)target, (const uint8_t *)source, value, bytes, chunk};
+    uint64_t count = (bytes + chunk - 1) / chunk;
+    while (count > UINT32_MAX) {
+        job.chunk *= 2;
+        count = (bytes + job.chunk - 1) / job.chunk;
+    }
+    msi_for_each(jobs, bytes > 4 * chunk, true, (int64_t)count, msi_bytes_piece, &job);
+}
+
 static int msi_cpu_copy(void *user, void *target, const void *source, uint64_t bytes) {
     (void)user;
-    const int64_t end = (int64_t)bytes;
-    MSI_PARALLEL_FOR(static, end > 4 * MSI_CHUNK_BYTES)
-    for (int64_t i = 0; i < end; i += MSI_CHUNK_BYTES) {
-        memcpy((uint8_t *)target + i, (const uint8_t *)source + i,
-               (size_t)msi_least(end - i, MSI_CHUNK_BYTES));
-    }
+    msi_bytes_for(NULL, target, source, 0, bytes);
     return 0;
 }
 
 static int msi_cpu_fill_bytes(void *user, void *device, uint8_t value, uint64_t bytes) {
     (void)user;
-    const int64_t end = (int64_t)bytes;
-    MSI_PARALLEL_FOR(static, end > 4 * MSI_CHUNK_BYTES)
-    for (int64_t i = 0; i < end; i += MSI_CHUNK_BYTES) {
-        memset((uint8_t *)device + i, value, (size_t)msi_least(end - i, MSI_CHUNK_BYTES));
-    }
+    msi_bytes_for(NULL, device, NULL, value, bytes);
     return 0;
 }
 
@@ -5339,27 +5397,42 @@ static int msi_cpu_loss(void *user, const void *losses, uint64_t count, double f
     return 0;
 }
 
-static int msi_cpu_each(void *target, ms_dtype to, const void *source, ms_dtype from,
-                        uint64_t count, bool adds) {
-    const int64_t chunk = 4096, chunks = (int64_t)((count + 4095) / 4096);
-    MSI_PARALLEL_FOR(static, chunks > 4)
-    for (int64_t k = 0; k < chunks; k++) {
-        msi_cpu_chunk(target, to, source, from, (uint64_t)(k * chunk),
-                      msi_smaller(count, (uint64_t)((k + 1) * chunk)), adds);
-    }
+typedef struct msi_elements_job {
+    void *target;
+    const void *source;
+    ms_dtype to, from;
+    uint64_t count;
+    bool adds;
+} msi_elements_job;
+
+enum { MSI_CHUNK_ELEMENTS = 4096 };
+
+static void msi_elements_piece(void *argument, uint32_t piece) {
+    const msi_elements_job *j = (const msi_elements_job *)argument;
+    const uint64_t begin = (uint64_t)piece * MSI_CHUNK_ELEMENTS;
+    msi_cpu_chunk(j->target, j->to, j->source, j->from, begin,
+                  msi_smaller(j->count, begin + MSI_CHUNK_ELEMENTS), j->adds);
+}
+
+static int msi_elements_for(const ms_parallel *jobs, const msi_elements_job *job) {
+    msi_elements_job each = *job;
+    const uint64_t chunks = (job->count + MSI_CHUNK_ELEMENTS - 1) / MSI_CHUNK_ELEMENTS;
+    msi_for_each(jobs, chunks > 4, true, (int64_t)chunks, msi_elements_piece, &each);
     return 0;
 }
 
 static int msi_cpu_add(void *user, void *target, ms_dtype to, const void *source, ms_dtype from,
                        uint64_t count) {
+    const msi_elements_job job = {target, source, to, from, count, true};
     (void)user;
-    return msi_cpu_each(target, to, source, from, count, true);
+    return msi_elements_for(NULL, &job);
 }
 
 static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *source, ms_dtype from,
                         uint64_t count) {
+    const msi_elements_job job = {target, source, to, from, count, false};
     (void)user;
-    return msi_cpu_each(target, to, source, from, count, false);
+    return msi_elements_for(NULL, &job);
 }
 
 /* Numbers in 8 bits, a block of them, from and to float. */
@@ -5669,35 +5742,63 @@ static void msi_update_group(const ms_update_args *a, const uint32_t *keys, int 
 #endif
 }
 
-static int msi_cpu_update(void *user, const ms_update_args *args) {
-    (void)user;
-    const bool halted = args->state_of_step->halted != (uint32_t)MS_HALT_NONE;
-    const int64_t count = halted ? 0 : (int64_t)args->count;
-    float *value = args->value, *state0 = args->state[0], *state1 = args->state[1];
-    const float *gradient = args->gradient;
-    const float scale = args->gradient_scale ? *args->gradient_scale : 1.0f; // times 1 is exact
-    const ms_update_factors f = *args->factors;
-    if (msi_has_formats(args)) {
-        const uint32_t keys[3] = {msi_state_key(args, 0), msi_state_key(args, 1),
-                                  msi_state_key(args, MS_LIMIT_OPTIMIZER_STATE)};
-        MSI_PARALLEL_FOR(static, count > 16384)
-        for (int64_t i = 0; i < count; i += MSI_CODED_GROUP) {
-            msi_update_group(args, keys, state1 ? 2 : state0 ? 1 : 0, scale, (uint64_t)i);
-        }
-        return 0;
+typedef struct msi_update_job {
+    const ms_update_args *args;
+    ms_update_factors factors;
+    uint32_t keys[3];
+    int states;
+    float scale;
+    bool has_formats;
+} msi_update_job;
+
+/* An update of MSI_CODED_GROUP elements. */
+static void msi_update_piece(void *argument, uint32_t piece) {
+    const msi_update_job *j = (const msi_update_job *)argument;
+    const ms_update_args *a = j->args;
+    const ms_update_factors f = j->factors;
+    const uint64_t begin = (uint64_t)piece * MSI_CODED_GROUP;
+    const int count = (int)msi_smaller(a->count - begin, MSI_CODED_GROUP);
+    if (j->has_formats) {
+        msi_update_group(a, j->keys, j->states, j->scale, begin);
+        return;
     }
-    if (args->kind == MS_OPTIMIZER_ADAMW) {
-        MSI_PARALLEL_FOR(static, count > 16384)
-        for (int64_t i = 0; i < count; i++) {
+    const float scale = j->scale;
+    float *value = a->value + begin;
+    const float *gradient = a->gradient + begin;
+    float *state0 = a->state[0] ? a->state[0] + begin : NULL;
+    if (a->kind == MS_OPTIMIZER_ADAMW) {
+        float *state1 = a->state[1] + begin;
+        for (int i = 0; i < count; i++) {
             value[i] = msi_adamw_element(&f, value[i], scale * gradient[i], &state0[i], &state1[i]);
         }
-        return 0;
+        return;
     }
-    MSI_PARALLEL_FOR(static, count > 16384)
-    for (int64_t i = 0; i < count; i++) {
+    for (int i = 0; i < count; i++) {
         value[i] = msi_sgd_element(&f, value[i], scale * gradient[i], state0 ? &state0[i] : NULL);
     }
+}
+
+static int msi_update_for(const ms_parallel *jobs, const ms_update_args *args) {
+    const bool halted = args->state_of_step->halted != (uint32_t)MS_HALT_NONE;
+    const uint64_t count = halted ? 0 : args->count;
+    msi_update_job job;
+    job.args = args;
+    job.factors = *args->factors;
+    job.scale = args->gradient_scale ? *args->gradient_scale : 1.0f; // times 1 is exact
+    job.states = args->state[1] ? 2 : args->state[0] ? 1 : 0;
+    job.has_formats = msi_has_formats(args);
+    job.keys[0] = msi_state_key(args, 0);
+    job.keys[1] = msi_state_key(args, 1);
+    job.keys[2] = msi_state_key(args, MS_LIMIT_OPTIMIZER_STATE);
+    msi_for_each(jobs, count > 4 * MSI_CODED_GROUP, true,
+                 (int64_t)((count + MSI_CODED_GROUP - 1) / MSI_CODED_GROUP), msi_update_piece,
+                 &job);
     return 0;
+}
+
+static int msi_cpu_update(void *user, const ms_update_args *args) {
+    (void)user;
+    return msi_update_for(NULL, args);
 }
 
 /* How ms_gemm works. Each thread computes blocks of c. For a block, the rows of op(a) and the
@@ -6059,29 +6160,45 @@ static ms_matrix msi_matrix_at(const ms_matrix *x, int64_t index) {
     return one;
 }
 
-/* Blocks that follow each other share the longer operand, which they then find in a cache. */
-static int msi_builtin_gemm(float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
-                            const ms_matrix *c) {
+/* A product in blocks of c. Blocks that follow each other share the longer operand, which they then
+   find in a cache. */
+typedef struct msi_gemm_job {
+    float alpha, beta;
+    const ms_matrix *a, *b, *c;
+    int64_t across, down; // blocks of one matrix
+} msi_gemm_job;
+
+static void msi_gemm_piece(void *argument, uint32_t piece) {
+    const msi_gemm_job *j = (const msi_gemm_job *)argument;
+    const int64_t index = piece / (j->across * j->down), block = piece % (j->across * j->down);
+    const ms_matrix a1 = msi_matrix_at(j->a, index), b1 = msi_matrix_at(j->b, index);
+    const ms_matrix c1 = msi_matrix_at(j->c, index);
+    const bool wide = j->across > j->down;
+    msi_gemm_target(j->alpha, &a1, &b1, j->beta, &c1,
+                    (wide ? block % j->down : block / j->across) * MSI_GEMM_M,
+                    (wide ? block / j->down : block % j->across) * MSI_GEMM_N);
+}
+
+static int msi_builtin_gemm(const ms_parallel *jobs, float alpha, const ms_matrix *a,
+                            const ms_matrix *b, float beta, const ms_matrix *c) {
     const int64_t depth = a->transposed ? a->rows : a->cols;
-    const int64_t across = (c->cols + MSI_GEMM_N - 1) / MSI_GEMM_N;
-    const int64_t down = (c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M;
-    const bool wide = across > down;
-    (void)depth; // without OpenMP
-    MSI_PARALLEL_FOR(dynamic, across * down * c->batch_count > 1 && depth > 8)
-    for (int64_t i = 0; i < across * down * c->batch_count; i++) {
-        const int64_t index = i / (across * down), block = i % (across * down);
-        const ms_matrix a1 = msi_matrix_at(a, index), b1 = msi_matrix_at(b, index);
-        const ms_matrix c1 = msi_matrix_at(c, index);
-        msi_gemm_target(alpha, &a1, &b1, beta, &c1,
-                        (wide ? block % down : block / across) * MSI_GEMM_M,
-                        (wide ? block / down : block % across) * MSI_GEMM_N);
+    msi_gemm_job job = {alpha,
+                        beta,
+                        a,
+                        b,
+                        c,
+                        (c->cols + MSI_GEMM_N - 1) / MSI_GEMM_N,
+                        (c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M};
+    const int64_t blocks = job.across * job.down * c->batch_count;
+    if (blocks > UINT32_MAX) {
+        return 1;
     }
+    msi_for_each(jobs, blocks > 1 && depth > 8, false, blocks, msi_gemm_piece, &job);
     return 0;
 }
 
-static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
-                        const ms_matrix *c) {
-    (void)user;
+static int msi_gemm_for(const ms_parallel *jobs, float alpha, const ms_matrix *a,
+                        const ms_matrix *b, float beta, const ms_matrix *c) {
 #ifdef MEMSCALE_CBLAS
     const int64_t k = a->transposed ? a->rows : a->cols, most = INT32_MAX;
     if (a->dtype == MS_DTYPE_F32) {
@@ -6100,7 +6217,13 @@ static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_ma
         return 0;
     }
 #endif
-    return msi_builtin_gemm(alpha, a, b, beta, c);
+    return msi_builtin_gemm(jobs, alpha, a, b, beta, c);
+}
+
+static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
+                        const ms_matrix *c) {
+    (void)user;
+    return msi_gemm_for(NULL, alpha, a, b, beta, c);
 }
 
 /* What a processor says of itself. x86: Intel, "Software developer's manual", volume 2A, CPUID, and
@@ -6562,6 +6685,76 @@ static ms_backend msi_cpu_table(void) {
     return b;
 }
 
+/* A state with the trainer's job system, and the functions that use it. */
+typedef struct msi_jobs {
+    const ms_allocator *host;
+    const ms_parallel *parallel;
+} msi_jobs;
+
+static const ms_parallel *msi_jobs_of(void *state) {
+    return ((const msi_jobs *)state)->parallel;
+}
+
+static int msi_jobs_open(void *user, const ms_open_args *args, void **state) {
+    (void)user;
+    msi_jobs *j = (msi_jobs *)msi_alloc_zeroed(args->host, sizeof *j);
+    *state = j;
+    if (!j) {
+        return MS_BACKEND_OUT_OF_MEMORY;
+    }
+    j->host = args->host;
+    j->parallel = args->parallel;
+    return 0;
+}
+
+static void msi_jobs_close(void *state) {
+    msi_release(((const msi_jobs *)state)->host, state, sizeof(msi_jobs));
+}
+
+static int msi_jobs_copy(void *state, void *target, const void *source, uint64_t bytes) {
+    msi_bytes_for(msi_jobs_of(state), target, source, 0, bytes);
+    return 0;
+}
+
+static int msi_jobs_fill_bytes(void *state, void *device, uint8_t value, uint64_t bytes) {
+    msi_bytes_for(msi_jobs_of(state), device, NULL, value, bytes);
+    return 0;
+}
+
+static int msi_jobs_add(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
+                        uint64_t count) {
+    const msi_elements_job job = {target, source, to, from, count, true};
+    return msi_elements_for(msi_jobs_of(state), &job);
+}
+
+static int msi_jobs_cast(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
+                         uint64_t count) {
+    const msi_elements_job job = {target, source, to, from, count, false};
+    return msi_elements_for(msi_jobs_of(state), &job);
+}
+
+static int msi_jobs_update(void *state, const ms_update_args *args) {
+    return msi_update_for(msi_jobs_of(state), args);
+}
+
+static int msi_jobs_gemm(void *state, float alpha, const ms_matrix *a, const ms_matrix *b,
+                         float beta, const ms_matrix *c) {
+    return msi_gemm_for(msi_jobs_of(state), alpha, a, b, beta, c);
+}
+
+static ms_backend msi_jobs_table(void) {
+    ms_backend b = msi_cpu_table();
+    b.open = msi_jobs_open;
+    b.close = msi_jobs_close;
+    b.copy_in = b.copy_out = b.copy = msi_jobs_copy;
+    b.fill_bytes = msi_jobs_fill_bytes;
+    b.add = msi_jobs_add;
+    b.cast = msi_jobs_cast;
+    b.update = msi_jobs_update;
+    b.gemm = msi_jobs_gemm;
+    return b;
+}
+
 MEMSCALE_API ms_backend ms_backend_cpu(void) {
     ms_backend b = msi_cpu_table();
 #ifdef MSI_THREADS
@@ -6814,6 +7007,7 @@ static bool msi_bench_open(msi_bench *t, bool tf32) {
     open.host = t->allocator;
     open.event_count = prepare.event_count = MSI_EVENT_COUNT;
     open.tf32 = tf32;
+    open.parallel = &t->config->parallel;
     prepare.workspace = t->workspace;
     prepare.workspace_bytes = b->workspace_bytes;
     t->state = b->user;
@@ -8221,6 +8415,15 @@ static bool msi_lacks_cpu_state(const ms_backend *b) {
               b->wait_on_host == cpu.wait_on_host || b->query == cpu.query)));
 }
 
+/* Whether a table is that of the CPU backend, unchanged. */
+static bool msi_is_cpu_table(const ms_backend *b) {
+    const ms_backend cpu = ms_backend_cpu();
+    return b->open == cpu.open && b->copy == cpu.copy && b->copy_in == cpu.copy_in &&
+           b->copy_out == cpu.copy_out && b->fill_bytes == cpu.fill_bytes && b->add == cpu.add &&
+           b->cast == cpu.cast && b->update == cpu.update && b->gemm == cpu.gemm &&
+           b->memory_alloc == cpu.memory_alloc && !b->is_asynchronous;
+}
+
 /* Whether the shared arena is of the backend that the model is to run on. */
 static bool msi_arena_fits(const ms_config *c) {
     return !c->arena ||
@@ -8273,6 +8476,10 @@ static const char *msi_config_fault(const ms_config *c, double *number) {
          "allocator: release is missing: set both functions, or neither for malloc and free"},
         {!c->allocator.alloc && c->allocator.release, 0.0,
          "allocator: alloc is missing: set both functions, or neither for malloc and free"},
+        {c->parallel.run && !msi_is_cpu_table(&c->backend), 0.0,
+         "parallel: only the CPU backend, as ms_backend_cpu() gives it, uses a job system: leave "
+         "it "
+         "out"},
         {c->allocator.resize && !c->allocator.alloc, 0.0,
          "allocator: alloc and release are missing: set them along with resize, or none"},
         {c->memory && c->arena, 0.0,
@@ -26222,9 +26429,10 @@ static ms_result msi_make_model(const ms_config *c, ms_model **model) {
     *model = m;
     m->self = m;
     m->config = *c;
+    m->config.backend = c->parallel.run ? msi_jobs_table() : c->backend;
     m->graph.loss = MSI_NONE;
-    m->device = c->backend.open ? NULL : c->backend.user;
-    const ms_result opened = c->backend.open && !c->dry_run ? msi_open(m) : MS_RESULT_OK;
+    m->device = m->config.backend.open ? NULL : c->backend.user;
+    const ms_result opened = m->config.backend.open && !c->dry_run ? msi_open(m) : MS_RESULT_OK;
     if (opened != MS_RESULT_OK) {
         return msi_break(m, opened);
     }

@@ -603,6 +603,143 @@ static void host_state_is_copied_by_threads(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// the trainer's job system
+
+enum { WORKERS = 3 };
+
+/* Workers that take the pieces of one call at a time. */
+typedef struct pool {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    pthread_t workers[WORKERS];
+    ms_piece_fn piece;
+    void *argument;
+    uint32_t next, count, done; // pieces
+    uint64_t calls, pieces;
+    bool ends;
+} pool;
+
+/* Does pieces as long as there are any; called with the lock. */
+static void pool_work(pool *p) {
+    while (p->next < p->count) {
+        const uint32_t piece = p->next++;
+        (void)pthread_mutex_unlock(&p->lock);
+        p->piece(p->argument, piece);
+        (void)pthread_mutex_lock(&p->lock);
+        p->pieces += 1;
+        p->done += 1;
+        (void)pthread_cond_broadcast(&p->changed);
+    }
+}
+
+static void *pool_worker(void *argument) {
+    pool *p = (pool *)argument;
+    (void)pthread_mutex_lock(&p->lock);
+    while (!p->ends) {
+        pool_work(p);
+        if (!p->ends && p->next >= p->count) {
+            (void)pthread_cond_wait(&p->changed, &p->lock);
+        }
+    }
+    (void)pthread_mutex_unlock(&p->lock);
+    return NULL;
+}
+
+static void pool_run(void *user, uint32_t count, ms_piece_fn piece, void *argument) {
+    pool *p = (pool *)user;
+    (void)pthread_mutex_lock(&p->lock);
+    p->piece = piece;
+    p->argument = argument;
+    p->next = p->done = 0;
+    p->count = count;
+    p->calls += 1;
+    (void)pthread_cond_broadcast(&p->changed);
+    pool_work(p);
+    while (p->done < count) {
+        (void)pthread_cond_wait(&p->changed, &p->lock);
+    }
+    p->count = p->next = 0;
+    (void)pthread_mutex_unlock(&p->lock);
+}
+
+static void pool_open(pool *p) {
+    memset(p, 0, sizeof *p);
+    assert_int_equal(pthread_mutex_init(&p->lock, NULL), 0);
+    assert_int_equal(pthread_cond_init(&p->changed, NULL), 0);
+    for (int i = 0; i < WORKERS; ++i) {
+        assert_int_equal(pthread_create(&p->workers[i], NULL, pool_worker, p), 0);
+    }
+}
+
+static void pool_close(pool *p) {
+    (void)pthread_mutex_lock(&p->lock);
+    p->ends = true;
+    (void)pthread_cond_broadcast(&p->changed);
+    (void)pthread_mutex_unlock(&p->lock);
+    for (int i = 0; i < WORKERS; ++i) {
+        assert_int_equal(pthread_join(p->workers[i], NULL), 0);
+    }
+    (void)pthread_cond_destroy(&p->changed);
+    (void)pthread_mutex_destroy(&p->lock);
+}
+
+/* Large layers, all on the host, state in 8 bits or not: the bits of a model without a job system,
+   and no thread of the library's own. */
+static void jobs_change_no_bit(void **state) {
+    (void)state;
+    enum { WIDE_DEPTH = 3, WIDE_ROWS = 160, WIDE_COLS = 192 };
+    for (int coded = 0; coded < 2; ++coded) {
+        static pool p;
+        static t_chain of[2];
+        double losses[2];
+        pool_open(&p);
+        for (int k = 0; k < 2; ++k) {
+            ms_config config = t_config();
+            config.offloading = MS_SWITCH_ON;
+            config.optimizer_8bit = coded ? MS_SWITCH_ON : MS_SWITCH_OFF;
+            config.force_optimize = true;
+            if (k == 1) {
+                config.parallel.run = pool_run;
+                config.parallel.user = &p;
+            }
+            assert_int_equal(t_chain_create(&of[k], &config, WIDE_DEPTH, WIDE_ROWS, WIDE_COLS),
+                             MS_RESULT_OK);
+            t_ok(of[k].model, ms_wrap(of[k].model));
+            t_ok(of[k].model, t_chain_write(&of[k], 5));
+        }
+        t_ok(of[0].model, ms_step(of[0].model, &losses[0]));
+        const int started = threads_started;
+        t_ok(of[1].model, ms_step(of[1].model, &losses[1]));
+        assert_int_equal(threads_started, started);
+        assert_true(p.calls >= WIDE_DEPTH && p.pieces > 4 * p.calls); // a CBLAS has its own
+        for (int step = 0; step < 4; ++step) {
+            assert_memory_equal(&losses[0], &losses[1], sizeof losses[0]);
+            t_ok(of[0].model, ms_step(of[0].model, &losses[0]));
+            t_ok(of[1].model, step % 2 ? ms_step(of[1].model, &losses[1])
+                                       : ms_step_slice(of[1].model, UINT64_MAX, &losses[1]));
+            t_chain_same(&of[0], &of[1]);
+        }
+        t_ok(of[1].model, ms_detach(of[1].model));
+        t_chain_same(&of[0], &of[1]);
+        ms_destroy(of[0].model);
+        ms_destroy(of[1].model);
+        pool_close(&p);
+    }
+}
+
+static void jobs_are_for_the_cpu_backend(void **state) {
+    (void)state;
+    t_device device;
+    ms_model *m;
+    ms_config config = t_config();
+    config.parallel.run = pool_run;
+    config.backend = t_device_backend(&device);
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(m), "parallel");
+    ms_destroy(m);
+}
+
+// ------------------------------------------------------------------------------------------------
 // cancel, from another thread
 
 enum { CANCELLED_STEPS = 200 };
@@ -682,6 +819,8 @@ int main(void) {
         cmocka_unit_test(a_state_that_cannot_be_opened),
         cmocka_unit_test(training_starts_no_thread),
         cmocka_unit_test(host_state_is_copied_by_threads),
+        cmocka_unit_test(jobs_change_no_bit),
+        cmocka_unit_test(jobs_are_for_the_cpu_backend),
         cmocka_unit_test(steps_are_cancelled_by_another_thread),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
