@@ -45,6 +45,8 @@
                               of the library's own, to the same bytes, and /proc is not read, so
                               that free memory on Linux does not count caches as free, nor obey
                               cgroups
+    MEMSCALE_NO_SYSTEM        MEMSCALE_NO_STDIO, and no threads, clock or questions to the system:
+                              set ms_config.clock for slices, a budget, and max_host_bytes
 
   WHAT IT DOES NOT DO
     It is neither a tensor library nor an autograd: the trainer does the arithmetic of its layers.
@@ -1774,7 +1776,8 @@ MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
    until the step is completed or cancelled. Steps in slices are not timed for empirical_profiling,
    and cuda_graph has no effect on them.
    Stream: does not wait, with exceptions: where the backend has no query; for another model that
-   has used the shared arena; after a failure. Errors: as ms_step; MORE is none. */
+   has used the shared arena; after a failure. Errors: as ms_step, and UNSUPPORTED (there is no
+   clock: MEMSCALE_NO_SYSTEM); MORE is none. */
 MEMSCALE_API_CHECKED ms_result ms_step_slice(ms_model *model, uint64_t microseconds, double *loss);
 
 /* Ends the step, forward, backward, update, eval or ms_verify that is under way, or else the next
@@ -1933,6 +1936,10 @@ MEMSCALE_API_CHECKED ms_result ms_print_metrics(const ms_model *model, ms_text_f
     !defined(MEMSCALE_SHARED_DONE)
 #define MEMSCALE_SHARED_DONE
 
+#if defined(MEMSCALE_NO_SYSTEM) && !defined(MEMSCALE_NO_STDIO)
+#define MEMSCALE_NO_STDIO
+#endif
+
 #include <float.h>
 #include <math.h>
 #include <stdarg.h>
@@ -1942,7 +1949,8 @@ MEMSCALE_API_CHECKED ms_result ms_print_metrics(const ms_model *model, ms_text_f
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(_WIN32)
+#if defined(MEMSCALE_NO_SYSTEM) // no headers of the system
+#elif defined(_WIN32)
 #ifndef NOMINMAX
 #define NOMINMAX
 #endif
@@ -2730,7 +2738,9 @@ static inline void msi_limit_by_cgroups(msi_host *h) {
 /* What the system says by a call, where it has no /proc. Free memory includes what is reclaimed on
    demand: on macOS inactive pages, on Linux, which does not tell more here, buffers. */
 static inline void msi_ask_system(msi_host *h) {
-#if defined(_WIN32)
+#if defined(MEMSCALE_NO_SYSTEM)
+    (void)h;
+#elif defined(_WIN32)
     MEMORYSTATUSEX status;
     status.dwLength = sizeof status;
     if (GlobalMemoryStatusEx(&status)) {
@@ -2949,11 +2959,15 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 #define MEMSCALE_IMPLEMENTATION_DONE
 
 #include <stdarg.h>
+#ifndef MEMSCALE_NO_SYSTEM
 #include <time.h>
-#if !defined(_WIN32) && !defined(CLOCK_MONOTONIC) && !defined(__linux__)
+#endif
+#if defined(MEMSCALE_NO_SYSTEM)
+#elif !defined(_WIN32) && !defined(CLOCK_MONOTONIC) && !defined(__linux__)
 #include <sys/time.h>
 #endif
-#if defined(_WIN32) && _WIN32_WINNT >= 0x0600 // the first with SRWLOCK
+#if defined(MEMSCALE_NO_SYSTEM)                 // copies run on the thread that computes
+#elif defined(_WIN32) && _WIN32_WINNT >= 0x0600 // the first with SRWLOCK
 #define MSI_THREADS 1
 #elif !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__))
 #include <pthread.h>
@@ -2990,7 +3004,7 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 #else
 #include <cpuid.h>
 #endif
-#elif defined(__linux__) && defined(__aarch64__)
+#elif defined(__linux__) && defined(__aarch64__) && !defined(MEMSCALE_NO_SYSTEM)
 #include <sys/auxv.h>
 #endif
 
@@ -3094,7 +3108,8 @@ static uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
 
 /* Strict dialects of C (-std=c99) hide the declaration of a function that every C library of Linux
    has. Where long has 64 bits, so has time_t, and 1 is CLOCK_MONOTONIC. */
-#if defined(__linux__) && defined(__LP64__) && !defined(CLOCK_MONOTONIC)
+#if defined(MEMSCALE_NO_SYSTEM) // no clock
+#elif defined(__linux__) && defined(__LP64__) && !defined(CLOCK_MONOTONIC)
 typedef struct msi_timespec {
     time_t tv_sec;
     long tv_nsec;
@@ -3112,8 +3127,8 @@ typedef volatile long msi_flag;
 static void msi_flag_put(msi_flag *flag, long value) {
 #if defined(__GNUC__)
     __atomic_store_n(flag, value, __ATOMIC_RELEASE);
-#elif defined(_WIN32)
-    (void)InterlockedExchange(flag, value);
+#elif defined(_MSC_VER)
+    (void)_InterlockedExchange(flag, value);
 #else
     *flag = value;
 #endif
@@ -3130,7 +3145,9 @@ static bool msi_flag_is_set(const msi_flag *flag) {
 /* The clock of the platform: microseconds, not set back. Tests give one of their own. */
 #ifndef MSI_PLATFORM_US
 static inline double msi_platform_us(void) {
-#if defined(_WIN32)
+#if defined(MEMSCALE_NO_SYSTEM)
+    return 0.0;
+#elif defined(_WIN32)
     LARGE_INTEGER now, per_second;
     return QueryPerformanceFrequency(&per_second) && QueryPerformanceCounter(&now)
                ? 1e6 * (double)now.QuadPart / (double)per_second.QuadPart
@@ -3148,6 +3165,15 @@ static inline double msi_platform_us(void) {
 #endif
 }
 #endif
+
+static bool msi_has_clock(const ms_config *c) {
+#ifdef MEMSCALE_NO_SYSTEM
+    return c->clock != NULL;
+#else
+    (void)c;
+    return true;
+#endif
+}
 
 static inline double msi_now_us(const ms_config *c) {
     return c->clock ? c->clock(c->clock_user) : msi_platform_us();
@@ -6272,12 +6298,12 @@ static void msi_native_formats(ms_hardware *h) {
     h->bf16 = (has_avx512 && (more >> 5 & 1)) || (has_tiles && (first.d >> 22 & 1));
     h->fp16_tensor = (has_avx512 && (first.d >> 23 & 1)) || (has_tiles && (more >> 21 & 1));
 }
-#elif defined(__linux__) && defined(__aarch64__)
+#elif defined(__linux__) && defined(__aarch64__) && !defined(MEMSCALE_NO_SYSTEM)
 static void msi_native_formats(ms_hardware *h) {
     h->bf16 = getauxval(26) >> 14 & 1;        // AT_HWCAP2, HWCAP2_BF16
     h->fp16_tensor = getauxval(16) >> 10 & 1; // AT_HWCAP, HWCAP_ASIMDHP
 }
-#elif defined(__APPLE__)
+#elif defined(__APPLE__) && !defined(MEMSCALE_NO_SYSTEM)
 static bool msi_has_feature(const char *name) {
     int is = 0;
     size_t bytes = sizeof is;
@@ -7084,7 +7110,7 @@ static ms_result msi_report_hardware(ms_model *m, ms_hardware *report) {
         return MS_RESULT_OK;
     }
     ms_result result = m->config.dry_run ? MS_RESULT_OK : msi_synchronize(m);
-    MSI_THEN(result, msi_measure(m, report));
+    MSI_THEN(result, msi_has_clock(&m->config) ? msi_measure(m, report) : MS_RESULT_OK);
     m->sources.reported = *report;
     return result;
 }
@@ -8506,6 +8532,8 @@ static const char *msi_config_fault(const ms_config *c, double *number) {
         {!msi_scaling_is_valid(&c->loss_scaling), (double)c->loss_scaling.initial,
          "loss_scaling: initial and least must be positive, initial not below least, growth at "
          "least 1, and backoff above 0 and below 1; 0 takes the default"},
+        {c->empirical_profiling == MS_SWITCH_ON && !msi_has_clock(c), 0.0,
+         "empirical_profiling: compiled with MEMSCALE_NO_SYSTEM there is no clock: set clock"},
         {!msi_is_finite(c->max_instruction_us) || c->max_instruction_us < 0.0,
          c->max_instruction_us,
          "max_instruction_us: it must not be negative, and finite; 0: no limit"},
@@ -24956,6 +24984,11 @@ static ms_result msi_enter_slices(ms_model *m) {
 static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss) {
     msi_slices *s = &m->run.slices;
     const bool goes_on = s->is_open;
+    if (!msi_has_clock(&m->config)) {
+        return msi_fail(m, MS_RESULT_UNSUPPORTED,
+                        "ms_step_slice: compiled with MEMSCALE_NO_SYSTEM there is no clock: set "
+                        "ms_config.clock");
+    }
     const double begin_us =
         m->config.backend.is_asynchronous || microseconds == 0 ? 0.0 : msi_now_us(&m->config);
     ms_result result = msi_enter_slices(m);

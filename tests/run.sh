@@ -252,13 +252,15 @@ check_static_exports() {
     [ -z "$(nm -g --defined-only "$object")" ]
 }
 
-# Nothing beyond tests/allow_imports.txt and the arguments, and every argument indeed.
+# Nothing beyond the list in docs/embedding.md and the arguments, and every argument indeed.
 imports() { # FLAGS NAMES
-    local object name stdio='s/ # stdio$//'
-    [[ $1 != *MEMSCALE_NO_STDIO* ]] || stdio='/# stdio$/d'
+    local object name gone='^none'
+    [[ $1 != *MEMSCALE_NO_STDIO* ]] || gone='# stdio'
+    [[ $1 != *MEMSCALE_NO_SYSTEM* ]] || gone='# '
     object=$(implementation $1) || return 1
     nm -u "$object" | awk '$2 != "_GLOBAL_OFFSET_TABLE_" { print $2 }' | sort > "$object.imported"
-    { sed "/^#/d; $stdio" tests/allow_imports.txt; printf '%s\n' $2; } | sort > "$object.allowed"
+    { sed -n '/^```imports/,/^```$/p' docs/embedding.md | grep -v '^```' | grep -v "$gone" |
+        sed 's/ #.*//'; printf '%s\n' $2; } | sort > "$object.allowed"
     for name in $2; do
         grep -qx "$name" "$object.imported" || { echo "$name is not used"; return 1; }
     done
@@ -557,6 +559,7 @@ for compiler in gcc clang g++ clang++; do
     check full 'OpenMP, -O2' "cell_library $compiler OpenMP '$OPENMP' $body -O2 $program"
     check full 'MEMSCALE_ASSERT, -O3' "cell $compiler $body -include tests/asserts.h -O3 $program"
     check broad 'MEMSCALE_NO_STDIO' "$plain $body -DMEMSCALE_NO_STDIO $program"
+    check broad 'MEMSCALE_NO_SYSTEM' "$plain $body -DMEMSCALE_NO_SYSTEM $program"
     check quick 'examples and benchmarks' "cell_sources $compiler"
     check quick "one translation unit, ${newest^^}" "cell_newest $compiler $newest $program $cuda"
     check full "examples and benchmarks, ${newest^^}" "cell_newest $compiler $newest examples/*.c bench/*.c"
@@ -600,6 +603,7 @@ check quick 'exports nothing with MEMSCALE_STATIC' check_static_exports
 check quick 'imports' 'imports "" "clock_gettime fopen vsnprintf"'
 check quick 'imports with MEMSCALE_ASSERT' 'imports "-include tests/asserts.h" __assert_fail'
 check quick 'imports with MEMSCALE_NO_STDIO' 'imports -DMEMSCALE_NO_STDIO clock_gettime'
+check quick 'imports with MEMSCALE_NO_SYSTEM' 'imports -DMEMSCALE_NO_SYSTEM memcpy'
 check quick 'imports with MEMSCALE_CBLAS' \
     '[ -n "$CBLAS" ] || skip "no CBLAS"; imports -DMEMSCALE_CBLAS cblas_sgemm'
 check quick 'macros of the public half' 'macros "" "MEMSCALE_[A-Z0-9_]+|MS_OPTIMIZE|MS_ALL_SLOTS"'
