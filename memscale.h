@@ -300,7 +300,7 @@
     ms_find_nonfinite, -Ofast, near-linear planning of large graphs.
 
   TABLE OF CONTENTS (search for the tag)
-    public          >>version >>results >>tensors >>backend >>descs >>reports >>functions
+    public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
     shared by both  >>formats >>shared >>arithmetic
     implementation  >>base >>structs >>names >>log >>text >>memory >>wide >>backend cpu >>hardware
                     >>graph >>tiles >>validate >>profile >>rules >>store >>lower >>alias >>cost
@@ -1567,6 +1567,12 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
    Errors: INVALID (with the names of layer and tensor), ORDER (after ms_wrap), OUT_OF_MEMORY. */
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc);
 
+/* Memory of the model's allocator that lives as long as the model, zeroed and aligned to 16 bytes, as
+   far as the allocator is: for what the callbacks of a layer need. `end`, if it is not NULL, is called
+   with it in ms_destroy, once no callback runs any more; what came last ends first. NULL, and an error
+   that sticks, if there is no memory (OUT_OF_MEMORY). */
+MEMSCALE_API void *ms_attach(ms_model *model, uint64_t bytes, void (*end)(void *memory));
+
 /* For code that registers on behalf of a trainer: makes ms_wrap fail with INVALID and this text.
    Sticks, unless an earlier error does. */
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
@@ -1922,6 +1928,172 @@ MEMSCALE_API_CHECKED ms_result ms_print_trace(const ms_model *model, ms_text_fn 
    are bytes and seconds. Errors: INVALID, ORDER (no plan yet). */
 MEMSCALE_API_CHECKED ms_result ms_print_metrics(const ms_model *model, ms_text_fn write,
                                                 void *user);
+
+// ------------------------------------------------------------------------------------------------
+// >>cpp  for C++ alone: a model that ends with its scope, lambdas as callbacks, spans. No exceptions,
+//        no RTTI, no header of the standard library.
+
+#ifdef __cplusplus
+namespace ms {
+
+/* `size` items from `data` on: of a pointer and a count, an array, or a container such as
+   std::vector. Owns nothing. */
+template <typename T> class span {
+  public:
+    span() : data_(nullptr), size_(0) {
+    }
+    span(T *data, size_t size) : data_(data), size_(size) {
+    }
+    template <size_t N> span(T (&array)[N]) : data_(array), size_(N) {
+    }
+    template <typename C> span(C &container) : data_(container.data()), size_(container.size()) {
+    }
+    T *data() const {
+        return data_;
+    }
+    size_t size() const {
+        return size_;
+    }
+    T &operator[](size_t i) const {
+        return data_[i];
+    }
+    T *begin() const {
+        return data_;
+    }
+    T *end() const {
+        return data_ + size_;
+    }
+
+  private:
+    T *data_;
+    size_t size_;
+};
+
+/* The elements of a view of a callback, which must be of type T; none if the view has no data. */
+template <typename T> span<T> values(const ms_view &view) {
+    return span<T>(static_cast<T *>(view.data),
+                   view.data ? static_cast<size_t>(ms_shape_count(&view.shape)) : 0);
+}
+
+/* The callbacks of a layer, in memory of the model. */
+template <typename F, typename B> struct callbacks {
+    F forward;
+    B backward;
+
+    callbacks(const F &f, const B &b) : forward(f), backward(b) {
+    }
+    static int run_forward(const ms_call *call) {
+        return static_cast<callbacks *>(call->user)->forward(*call);
+    }
+    static int run_backward(const ms_call *call) {
+        return static_cast<callbacks *>(call->user)->backward(*call);
+    }
+    static void end(void *memory) {
+        static_cast<callbacks *>(memory)->~callbacks();
+    }
+    static void *operator new(size_t, void *memory) noexcept {
+        return memory;
+    }
+    static void operator delete(void *, void *) noexcept {
+    }
+};
+
+/* A model that is moved, not copied, and destroyed at the end of its scope. It converts to ms_model *,
+   so that every function of this header takes it. If ms_create fails, they return its error. */
+class model {
+  public:
+    model() noexcept : model_(nullptr) {
+    }
+    explicit model(const ms_config &config) noexcept : model_(nullptr) {
+        const ms_result made = ms_create(&config, &model_);
+        (void)made; // a model that carries its error
+    }
+    model(model &&other) noexcept : model_(other.model_) {
+        other.model_ = nullptr;
+    }
+    model &operator=(model &&other) noexcept {
+        if (this != &other) {
+            ms_destroy(model_);
+            model_ = other.model_;
+            other.model_ = nullptr;
+        }
+        return *this;
+    }
+    model(const model &) = delete;
+    model &operator=(const model &) = delete;
+    ~model() {
+        ms_destroy(model_);
+    }
+    operator ms_model *() const noexcept {
+        return model_;
+    }
+    const char *error() const {
+        return ms_last_error(model_);
+    }
+
+    /* Registers a layer whose callbacks are two functions or lambdas, int(const ms_call &): 0, or an
+       error number. They are copied, and live as long as the model; call.user is not theirs to use.
+       All else is as in the desc. Without `backward` no gradient passes through. */
+    template <typename F, typename B>
+    ms_layer layer(const ms_layer_desc &desc, const F &forward, const B &backward) {
+        ms_layer_desc d = desc;
+        d.user = keep(forward, backward);
+        d.forward = callbacks<F, B>::run_forward;
+        d.backward = callbacks<F, B>::run_backward;
+        return add(d);
+    }
+    template <typename F> ms_layer layer(const ms_layer_desc &desc, const F &forward) {
+        ms_layer_desc d = desc;
+        d.user = keep(forward, 0);
+        d.forward = callbacks<F, int>::run_forward;
+        return add(d);
+    }
+
+    /* ms_write and ms_read of a whole tensor, to and from anything of which a span can be made.
+       Errors: also INVALID, if it has not the bytes of the tensor. */
+    template <typename T> ms_result write(ms_tensor tensor, span<T> from) {
+        return has_bytes(tensor, from.size() * sizeof(T)) ? ms_write(model_, tensor, from.data())
+                                                          : MS_RESULT_INVALID;
+    }
+    template <typename T, size_t N> ms_result write(ms_tensor tensor, const T (&from)[N]) {
+        return write(tensor, span<const T>(from));
+    }
+    template <typename C> ms_result write(ms_tensor tensor, const C &from) {
+        return write(tensor, make(from.data(), from.size()));
+    }
+    template <typename T> ms_result read(ms_tensor tensor, span<T> to) {
+        return has_bytes(tensor, to.size() * sizeof(T)) ? ms_read(model_, tensor, to.data())
+                                                        : MS_RESULT_INVALID;
+    }
+    template <typename T, size_t N> ms_result read(ms_tensor tensor, T (&to)[N]) {
+        return read(tensor, span<T>(to));
+    }
+    template <typename C> ms_result read(ms_tensor tensor, C &to) {
+        return read(tensor, make(to.data(), to.size()));
+    }
+
+  private:
+    ms_model *model_;
+
+    template <typename T> static span<T> make(T *data, size_t size) {
+        return span<T>(data, size);
+    }
+    bool has_bytes(ms_tensor tensor, uint64_t bytes) const {
+        return ms_tensor_bytes(model_, tensor) == bytes;
+    }
+    template <typename F, typename B> void *keep(const F &forward, const B &backward) {
+        typedef callbacks<F, B> both;
+        void *memory = ms_attach(model_, sizeof(both), both::end);
+        return memory ? new (memory) both(forward, backward) : nullptr;
+    }
+    ms_layer add(const ms_layer_desc &desc) {
+        const ms_layer none = {0};
+        return desc.user ? ms_register_layer(model_, &desc) : none;
+    }
+};
+
+} // namespace ms
+#endif
 
 #endif // MEMSCALE_H
 
@@ -3879,10 +4051,18 @@ typedef struct msi_errors {
     char text[MSI_ERROR_BYTES], sticky_text[MSI_ERROR_BYTES];
 } msi_errors;
 
+/* What the trainer has attached to a model; its memory follows. */
+typedef struct msi_attached {
+    struct msi_attached *next; // that was attached before it
+    void (*end)(void *memory);
+    uint64_t bytes, reserved; // so that what follows is aligned to 16 bytes
+} msi_attached;
+
 struct ms_model {
-    ms_model *self;   // for msi_enter
-    ms_config config; // defaults resolved
-    void *device;     // state of the backend, or its user
+    ms_model *self;         // for msi_enter
+    msi_attached *attached; // the last
+    ms_config config;       // defaults resolved
+    void *device;           // state of the backend, or its user
     ms_optimizer_desc optimizer;
     float loss_factor;
     ms_state_format half; // of values in 16 bits, in the plans of this wrap
@@ -26480,6 +26660,34 @@ static ms_result msi_make_model(const ms_config *c, ms_model **model) {
     return MS_RESULT_OK;
 }
 
+/* Ends what is attached to a model. */
+static void msi_detach_all(ms_model *m) {
+    while (m->attached) {
+        msi_attached *last = m->attached;
+        m->attached = last->next;
+        if (last->end) {
+            last->end(last + 1);
+        }
+        msi_release(&m->config.allocator, last, sizeof *last + last->bytes);
+    }
+}
+
+static void *msi_attach(ms_model *m, uint64_t bytes, void (*end)(void *memory)) {
+    const uint64_t whole = sizeof(msi_attached) + bytes;
+    msi_attached *made =
+        whole > bytes ? (msi_attached *)msi_alloc_zeroed(&m->config.allocator, whole) : NULL;
+    if (!made) {
+        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "ms_attach: no memory for %llu bytes",
+                  (unsigned long long)bytes);
+        return NULL;
+    }
+    made->next = m->attached;
+    made->end = end;
+    made->bytes = bytes;
+    m->attached = made;
+    return made + 1;
+}
+
 static void msi_free_model(ms_model *m) {
     const ms_allocator allocator = m->config.allocator;
     msi_graph *g = &m->graph;
@@ -26504,6 +26712,7 @@ static void msi_free_model(ms_model *m) {
     if (m->config.backend.close && !m->config.dry_run) {
         m->config.backend.close(m->device);
     }
+    msi_detach_all(m);
     msi_release(&allocator, m, sizeof *m);
     msi_arena_leave(arena);
 }
@@ -27889,6 +28098,10 @@ MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *de
         MSI_STICK(model, MS_RESULT_INVALID, "ms_register_layer: desc is NULL");
     }
     return open && desc ? msi_register_layer(model, desc) : none;
+}
+
+MEMSCALE_API void *ms_attach(ms_model *model, uint64_t bytes, void (*end)(void *memory)) {
+    return msi_made(model) == MS_RESULT_OK ? msi_attach(model, bytes, end) : NULL;
 }
 
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason) {

@@ -204,6 +204,15 @@ cell_mixed() { # C_COMPILER CXX_COMPILER: a C++ program on an implementation tha
         cell "$2" tests/compile_program.c -x none "$object"
 }
 
+cell_cpp() { # C_COMPILER CXX_COMPILER: the part for C++, without exceptions and RTTI, run
+    need "$1" && need "$2"
+    [ -n "$CMOCKA" ] || skip 'no cmocka'
+    local object=$checks/cpp.$1
+    compile "$1" -O1 -c tests/compile_implementation.c -o "$object.o" &&
+        "$2" -std=c++11 -fno-exceptions -fno-rtti $WARNINGS -Werror -O1 -I. tests/test_cpp.cpp \
+            "$object.o" -o "$object" $CMOCKA -lm -pthread && "$object"
+}
+
 cell_sources() { # COMPILER: C++ would rather see {} than {0}, which C programs write
     need "$1"
     local source status=0
@@ -426,7 +435,7 @@ check_figures() {
 
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
-export -f cell_library cell_newest cell_elsewhere cell_mixed cell_sources check_dialect
+export -f cell_library cell_newest cell_elsewhere cell_mixed cell_cpp cell_sources check_dialect
 export -f misplaced plant check_order defaults check_switches check_new_technique check_new_op
 export -f implementation same check_exports check_static_exports imports macros check_listings
 export -f check_install check_readme_program check_figures
@@ -567,6 +576,9 @@ done
 group 'compile, both languages'
 check broad 'g++ on an object of gcc' 'cell_mixed gcc g++'
 check broad 'clang++ on an object of clang' 'cell_mixed clang clang++'
+
+check quick 'test_cpp, g++ without exceptions and RTTI' 'cell_cpp gcc g++'
+check broad 'test_cpp, clang++ without exceptions and RTTI' 'cell_cpp clang clang++'
 
 group 'other machines'
 windows='cell_elsewhere wine x86_64-w64-mingw32'
