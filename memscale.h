@@ -282,7 +282,8 @@
     model's own, one for each direction: none unless a plan offloads, or restores state on the host
     after a recomputation. Each starts with the first copy and ends in ms_destroy. They call nothing
     but memcpy. Where none can be started, the thread that called ms_step copies. Two more run while
-    ms_hardware_report measures.
+    ms_hardware_report measures. With ms_config.parallel there are none of these, and OpenMP is not
+    used: the trainer's job system runs pieces of updates, copies, casts and products.
 
     LIMITS. A layer has up to 32 inputs, outputs, saved tensors, params and state buffers each. Rank
     6; 8 axes; fewer than 2^28 tensors; 2^58 bytes; a group of 32 layers and 256 tiles, of fewer
