@@ -158,8 +158,7 @@ int main(int argc, char **argv) {
         printf("  over by %s %8.0f us: %llu\n", bin < BINS - 1 ? "at most" : "more than",
                bin < BINS - 1 ? edge : edge / 4.0, (unsigned long long)all.bins[bin]);
     }
-    printf("slices of a step over a whole step: %.3f\n",
-           in_slices / bench_median(whole, steps));
+    printf("slices of a step over a whole step: %.3f\n", in_slices / bench_median(whole, steps));
 
     double loss;
     bench_write_batch(&m);

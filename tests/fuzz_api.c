@@ -280,6 +280,7 @@ static ms_backend world_backend(world *w) {
 
 static ms_allocator world_allocator(world *w) {
     ms_allocator a;
+    memset(&a, 0, sizeof a);
     a.alloc = world_alloc;
     a.release = world_release;
     a.user = w;

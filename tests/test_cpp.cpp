@@ -111,8 +111,8 @@ static net make_net(int *calls, const ms_config &config) {
 static void lambdas_train(void **) {
     int calls = 0;
     net first = make_net(&calls, config_of());
-    net n = {static_cast<ms::model &&>(first.model), first.x, first.p, first.target, first.loss,
-             &calls};
+    net n = {
+        static_cast<ms::model &&>(first.model), first.x, first.p, first.target, first.loss, &calls};
     assert_null(static_cast<ms_model *>(first.model));
     const float wanted[COLS] = {1.0f, -2.0f, 0.5f, 3.0f};
     std::vector<float> x(ROWS * COLS), target(ROWS);
