@@ -105,7 +105,7 @@ sources  := $(filter-out tests/test_cuda%,$(wildcard tests/test_*.c))
 tests    := $(patsubst %.c,$(OUT)/%,$(sources))
 twins    := $(addsuffix _cpp,$(tests))
 
-.PHONY: all cuda run test test-broad test-all test-gpu bench-gpu fuzz fuzz-corpus coverage clean format help FORCE
+.PHONY: all cuda run cross test test-broad test-all test-gpu bench-gpu fuzz fuzz-corpus coverage clean format help FORCE
 all: $(programs)
 
 say = $(if $(V),,@echo '  $(1)' &&)
@@ -264,6 +264,11 @@ test-all: tiers := quick broad full
 test test-broad test-all:
 	@ONLY='$(ONLY)' tests/run.sh $(tiers)
 
+# Other machines, as far as their compilers are here: Windows (mingw, run by wine), aarch64, riscv64 and
+# 32-bit ARM (run by qemu).
+cross:
+	@ONLY='other machines' tests/run.sh quick broad full
+
 test-gpu: need-nvcc
 	@[ -n '$(CMOCKA)' ] || { echo 'make test-gpu needs cmocka (libcmocka-dev)'; exit 1; }
 	@CC='$(CC)' MAKE='$(MAKE)' CUDA_HOME='$(cuda_home)' CUDA_FLAGS='-I$(cuda_home)/include' \
@@ -318,6 +323,7 @@ help:
 	@echo 'make run        train a small GPT-2 inside a byte budget (about a minute)'
 	@echo 'make test       what a commit needs, in a quarter of an hour; the last line has the totals'
 	@echo 'make test-broad  what a release needs beside that, in half an hour'
+	@echo 'make cross      programs for Windows, aarch64, riscv64 and 32-bit ARM, by wine and qemu'
 	@echo 'make test-all   everything that is tested: both, and what is left out there, in two hours'
 	@echo 'make cuda       gpt2, bert, cnn, lora, bench/gpu and bench/whole for NVIDIA GPUs, at build/cuda/<folder>/<name>'
 	@echo 'make test-gpu   the tests on a GPU, with compute-sanitizer where it is found'

@@ -15460,7 +15460,7 @@ static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
         s->best_score = *score;
         s->best_early = s->early;
         s->best_rounding = s->rounding;
-        memcpy(s->best, decisions, msi_decisions_bytes(s->scorer->graph));
+        memcpy(s->best, decisions, (size_t)msi_decisions_bytes(s->scorer->graph));
     }
 }
 
@@ -16810,7 +16810,7 @@ typedef struct msi_give_back {
 
 /* Takes back the moves after the first `count`. */
 static void msi_keep_moves(msi_greedy *w, const msi_give_back *back, uint32_t count) {
-    memcpy(w->decisions, back->from, msi_decisions_bytes(w->graph));
+    memcpy(w->decisions, back->from, (size_t)msi_decisions_bytes(w->graph));
     for (uint32_t i = count; i < w->moves.count; i++) {
         const uint32_t action = w->moves.items[i].key;
         msi_tensor_decision *d = &w->decisions[msi_action_tensor(action)];
@@ -16870,7 +16870,7 @@ static void msi_take_given_back(msi_greedy *w, msi_give_back *back) {
             s->found = s->fits = true;
             s->best_score = w->score;
             s->best_early = s->early;
-            memcpy(s->best, w->decisions, msi_decisions_bytes(w->graph));
+            memcpy(s->best, w->decisions, (size_t)msi_decisions_bytes(w->graph));
             return;
         }
     }
@@ -16884,7 +16884,7 @@ static void msi_give_room_back(msi_search *s, const msi_tensor_decision *from) {
     msi_give_back back = MSI_ZERO_INIT;
     back.from = from;
     if (msi_greedy_init(&w, s)) {
-        memcpy(w.decisions, from, msi_decisions_bytes(w.graph));
+        memcpy(w.decisions, from, (size_t)msi_decisions_bytes(w.graph));
         w.score = msi_search_estimate(s, w.decisions);
         if (w.score.live_bytes <= s->budget && msi_blame_init(&blame, s->scorer)) {
             msi_blame_copies(&blame, s->scorer);
@@ -17487,7 +17487,7 @@ static void msi_sum_stages(msi_chain *c, uint32_t option) {
     }
     c->own = c->bytes.items;
     c->carried = c->own + count + 2;
-    memset(c->own, 0, 2 * (count + 2ull) * sizeof *c->own);
+    memset(c->own, 0, 2 * ((size_t)count + 2) * sizeof *c->own);
     msi_mark_stages(c, p);
     for (uint32_t k = 0; k < c->count; k++) {
         c->stages[k].carried_bytes = 0;
@@ -18193,7 +18193,7 @@ static void msi_make_sound(const msi_exhaustive *all, msi_groups *groups) {
 }
 
 static msi_score msi_estimate_groups(msi_exhaustive *all, const msi_groups *groups) {
-    memcpy(all->decisions, all->base, msi_decisions_bytes(all->graph));
+    memcpy(all->decisions, all->base, (size_t)msi_decisions_bytes(all->graph));
     for (uint32_t k = 0; k < all->group_count; k++) {
         for (uint32_t i = all->first[k]; msi_has_group(groups, k) && i < all->first[k + 1]; i++) {
             if (all->members[i] == all->graph->tensors.count) {
@@ -18346,7 +18346,7 @@ static void msi_try_random(msi_exhaustive *all, const msi_front *f) {
 static void msi_try_greedy(msi_exhaustive *all) {
     msi_greedy w;
     if (msi_greedy_init(&w, all->search)) {
-        memcpy(w.decisions, all->base, msi_decisions_bytes(all->graph));
+        memcpy(w.decisions, all->base, (size_t)msi_decisions_bytes(all->graph));
         w.score = msi_search_estimate(all->search, w.decisions);
         while (msi_may_try(all) && msi_next_plan(&w)) {
             msi_groups groups = MSI_ZERO_INIT;
@@ -18590,7 +18590,7 @@ static void msi_group_window(const msi_graph *g, msi_tensor_decision *d, uint32_
    bytes, in training or eval, and the time. */
 static uint64_t msi_try_window(msi_grouping *c, const msi_window *w, uint32_t tiles, double *us) {
     const msi_graph *g = c->graph;
-    memcpy(c->trial, c->decisions, msi_decisions_bytes(g));
+    memcpy(c->trial, c->decisions, (size_t)msi_decisions_bytes(g));
     for (uint32_t i = 0; i < g->layers.count;) {
         const uint32_t end = i + (w->end - w->first);
         const bool is_it = i == w->first;
@@ -18788,7 +18788,7 @@ static void msi_find_tilings_from(msi_grouping *c, bool squeezed, msi_tilings *f
     for (uint32_t k = 0; k < MSI_GROUPING_ROUNDS && c->peak != MSI_NONE &&
                          !msi_is_short(c->scorer) && msi_find_group(c);
          k++) {
-        memcpy(c->decisions, c->trial, msi_decisions_bytes(c->graph));
+        memcpy(c->decisions, c->trial, (size_t)msi_decisions_bytes(c->graph));
         msi_find_peak(c);
         (void)msi_add_tiling(c, found, most);
     }
@@ -18920,7 +18920,7 @@ static bool msi_has_room(const msi_solver *s) {
 static void msi_follow(msi_solver *s) {
     const msi_plan *largest = s->request->largest;
     msi_plan *plan = s->plan;
-    memcpy(plan->decisions, largest->decisions, msi_decisions_bytes(s->scorer->graph));
+    memcpy(plan->decisions, largest->decisions, (size_t)msi_decisions_bytes(s->scorer->graph));
     s->score = msi_score_of(s->scorer, plan->decisions);
     s->early = false; // the updates stay where that plan has them
     if (!msi_has_room(s) && !msi_is_short(s->scorer)) {
@@ -18970,7 +18970,8 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
         return true;
     }
     msi_decide_base(w->search, w->decisions);
-    s->forced = memcmp(w->decisions, s->plan->decisions, msi_decisions_bytes(w->graph)) != 0;
+    s->forced =
+        memcmp(w->decisions, s->plan->decisions, (size_t)msi_decisions_bytes(w->graph)) != 0;
     if (s->forced) {
         const double us = msi_estimate(w->scorer, w->decisions).us;
         const bool faster =
@@ -19228,12 +19229,12 @@ static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_ti
     for (uint32_t k = 0; k < MSI_REGROUPINGS && smaller; k++) {
         const uint64_t least = search->best_score.bytes;
         msi_rounding r = MSI_ZERO_INIT;
-        memcpy(c.decisions, search->best, msi_decisions_bytes(c.graph));
+        memcpy(c.decisions, search->best, (size_t)msi_decisions_bytes(c.graph));
         msi_find_peak(&c);
         if (c.peak == MSI_NONE || !msi_find_group(&c)) {
             break;
         }
-        memcpy(c.decisions, c.trial, msi_decisions_bytes(c.graph));
+        memcpy(c.decisions, c.trial, (size_t)msi_decisions_bytes(c.graph));
         if (!msi_add_tiling(&c, tilings, MSI_MOST_TILINGS)) {
             break;
         }
@@ -20020,7 +20021,7 @@ static void msi_find_freed(const msi_scorer *s, msi_plan *plan) {
         for (uint32_t i = 0; i < n; i++) {
             out |= set >> i & 1 ? 0 : 1u << used[i];
         }
-        memcpy(some, plan->decisions, msi_decisions_bytes(g));
+        memcpy(some, plan->decisions, (size_t)msi_decisions_bytes(g));
         msi_take_out(g, out, some);
         msi_make_eval(&apart, some);
         const msi_score score = msi_estimate(&apart, some);

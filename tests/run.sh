@@ -213,6 +213,23 @@ cell_cpp() { # C_COMPILER CXX_COMPILER: the part for C++, without exceptions and
             "$object.o" -o "$object" $CMOCKA -lm -pthread && "$object"
 }
 
+# The robot takes nothing from the heap, loses at most what it has learned since its last save when the
+# power is cut, and is better from the start with what it has saved.
+check_robot() {
+    local program=$checks/robot params=$checks/robot.params output=$checks/robot.txt
+    rm -f "$params"
+    "$CC" -std=c99 -O2 -I. examples/robot.c tests/no_heap.c -o "$program" -lm -pthread \
+        -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc || return 1
+    "$program" --seconds 20 --params "$params" --die 12 > "$output"
+    [ $? -eq 137 ] && [ -s "$params" ] || { echo 'no params after a power cut'; return 1; }
+    "$program" --seconds 15 --params "$params" > "$output.2" || return 1
+    grep -q 'params: new' "$output" && grep -q 'params: loaded' "$output.2" || return 1
+    awk '$2 == "s:" { print $4 }' "$output" "$output.2" | awk '
+        { error[NR] = $1 } # 10 s; 10 s and 15 s of the second life
+        END { exit !(NR == 3 && error[2] < error[1] / 3 && error[3] < 0.05) }' ||
+        { echo "it has not learned:"; cat "$output" "$output.2"; return 1; }
+}
+
 cell_sources() { # COMPILER: C++ would rather see {} than {0}, which C programs write
     need "$1"
     local source status=0
@@ -435,7 +452,7 @@ check_figures() {
 
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
-export -f cell_library cell_newest cell_elsewhere cell_mixed cell_cpp cell_sources check_dialect
+export -f cell_library cell_newest cell_elsewhere cell_mixed cell_cpp cell_sources check_robot check_dialect
 export -f misplaced plant check_order defaults check_switches check_new_technique check_new_op
 export -f implementation same check_exports check_static_exports imports macros check_listings
 export -f check_install check_readme_program check_figures
@@ -592,6 +609,12 @@ check broad 'aarch64, one translation unit' "$arm-gcc $body $program"
 check broad 'aarch64, examples/llmc_style' \
     "$arm-gcc -O2 examples/llmc_style.c --size tiny --steps 2 --compare --budget 300K"
 check broad 'aarch64, what the system tells' "$arm-gcc '' tests/compile_host.c"
+check broad 'aarch64, examples/robot' "$arm-gcc -O2 examples/robot.c --seconds 12"
+riscv='cell_elsewhere qemu-riscv64 riscv64-linux-gnu'
+check broad 'riscv64, one translation unit' "$riscv-gcc $body $program"
+check broad 'riscv64, examples/robot' "$riscv-gcc -O2 examples/robot.c --seconds 12"
+arm32='cell_elsewhere qemu-arm arm-linux-gnueabihf'
+check broad '32-bit ARM, one translation unit' "$arm32-gcc '$body -O1' $program"
 check broad 'what the system tells' "cell gcc tests/compile_host.c"
 
 group 'compile, nvcc'
@@ -635,6 +658,7 @@ check broad 'figures of predictions are those that the programs print' check_fig
 check quick 'README.md and .ci/run install the same' check_install
 
 group 'programs'
+check quick 'examples/robot: no heap, a power cut and a restart' check_robot
 while read -r tier line; do
     name=${line%% =>*} name=${name#build/}
     check $tier "${name#quick/}" "run_program '$line'"

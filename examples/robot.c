@@ -1,0 +1,548 @@
+// A robot that learns while it moves: a two-link arm, simulated here, follows a path at 200 Hz. Its
+// controller adds what a small network predicts, the torque for a wanted acceleration, to a weak
+// proportional-derivative controller; and the network learns that from what the arm just did, one time
+// slice of training in each tick, after the torque is out. All memory is a static block: nothing is
+// taken from the heap, no thread is started, and a step never delays a tick by more than its slice.
+//
+//     robot [--seconds S] [--slice US] [--params FILE] [--die S] [--real]
+//
+// --params: params are loaded from there, if it exists, and saved there every 5 seconds, so that a power
+// cut (--die: the process kills itself) loses no more than that. --real: ticks are 5 ms apart.
+#define _POSIX_C_SOURCE 200809L
+#include <fcntl.h>
+#include <signal.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MEMSCALE_IMPLEMENTATION
+#include "memscale.h"
+
+enum { TICK_US = 5000, SUBSTEPS = 5, SAVE_TICKS = 1000, REPORT_TICKS = 2000 };
+enum { INPUTS = 8, HIDDEN = 64, JOINTS = 2, BATCH = 64, SAMPLES = 8192, ENOUGH = 400 };
+
+// ------------------------------------------------------------------------------------------------
+// memory: a static block, first fit, free neighbours merged
+
+typedef struct piece {
+    struct piece *next; // the free one after it, by address
+    uint64_t bytes;     // whole
+} piece;
+
+enum { HOST_BYTES = 4 << 20, ARENA_BYTES = 2 << 20, UNIT = 64 };
+
+static union {
+    unsigned char bytes[HOST_BYTES];
+    double aligned;
+    piece first;
+} host;
+static unsigned char arena[ARENA_BYTES];
+
+typedef struct pool {
+    piece *available;
+    uint64_t used, most_used;
+} pool;
+
+static uint64_t whole_bytes(uint64_t bytes) {
+    return (bytes + sizeof(piece) + UNIT - 1) / UNIT * UNIT;
+}
+
+static void *pool_alloc(uint64_t bytes, void *user) {
+    pool *p = (pool *)user;
+    piece **at = &p->available;
+    const uint64_t whole = bytes < HOST_BYTES ? whole_bytes(bytes) : UINT64_MAX;
+    while (*at && (*at)->bytes < whole) {
+        at = &(*at)->next;
+    }
+    piece *found = *at;
+    if (!found) {
+        return NULL;
+    }
+    if (found->bytes > whole) {
+        piece *rest = (piece *)(void *)((unsigned char *)found + whole);
+        rest->next = found->next;
+        rest->bytes = found->bytes - whole;
+        *at = rest;
+    } else {
+        *at = found->next;
+    }
+    p->used += whole;
+    p->most_used = p->used > p->most_used ? p->used : p->most_used;
+    return (unsigned char *)found + sizeof(piece);
+}
+
+static void pool_release(void *memory, uint64_t bytes, void *user) {
+    pool *p = (pool *)user;
+    if (!memory) {
+        return;
+    }
+    piece *back = (piece *)(void *)((unsigned char *)memory - sizeof(piece));
+    piece *before = NULL, *after = p->available;
+    back->bytes = whole_bytes(bytes);
+    p->used -= back->bytes;
+    while (after && after < back) {
+        before = after;
+        after = after->next;
+    }
+    back->next = after;
+    if (after && (unsigned char *)back + back->bytes == (unsigned char *)after) {
+        back->bytes += after->bytes;
+        back->next = after->next;
+    }
+    if (!before) {
+        p->available = back;
+    } else if ((unsigned char *)before + before->bytes == (unsigned char *)back) {
+        before->bytes += back->bytes;
+        before->next = back->next;
+    } else {
+        before->next = back;
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// the arm: Spong, Hutchinson and Vidyasagar, "Robot Modeling and Control", 2006, section 7.4, with
+// friction in the joints
+
+typedef struct arm {
+    double angle[JOINTS], speed[JOINTS];
+} arm;
+
+static void accelerations(const arm *a, const double *torque, double *acceleration) {
+    const double m1 = 1.2, m2 = 0.8, l1 = 0.4, c1 = 0.2, c2 = 0.18, i1 = 0.02, i2 = 0.01;
+    const double gravity = 9.81, friction = 0.15, cosine = cos(a->angle[1]);
+    const double k = m2 * l1 * c2, h = k * sin(a->angle[1]);
+    const double m22 = i2 + m2 * c2 * c2, m12 = m22 + k * cosine;
+    const double m11 = i1 + i2 + m1 * c1 * c1 + m2 * (l1 * l1 + c2 * c2) + 2.0 * k * cosine;
+    const double g2 = m2 * c2 * gravity * cos(a->angle[0] + a->angle[1]);
+    const double g1 = (m1 * c1 + m2 * l1) * gravity * cos(a->angle[0]) + g2;
+    const double u1 = torque[0] + h * (2.0 * a->speed[0] + a->speed[1]) * a->speed[1] - g1 -
+                      friction * a->speed[0];
+    const double u2 = torque[1] - h * a->speed[0] * a->speed[0] - g2 - friction * a->speed[1];
+    const double determinant = m11 * m22 - m12 * m12;
+    acceleration[0] = (m22 * u1 - m12 * u2) / determinant;
+    acceleration[1] = (m11 * u2 - m12 * u1) / determinant;
+}
+
+static void move(arm *a, const double *torque) {
+    const double dt = 1e-6 * TICK_US / SUBSTEPS;
+    for (int i = 0; i < SUBSTEPS; i++) {
+        double acceleration[JOINTS];
+        accelerations(a, torque, acceleration);
+        for (int j = 0; j < JOINTS; j++) {
+            a->speed[j] += dt * acceleration[j];
+            a->angle[j] += dt * a->speed[j];
+        }
+    }
+}
+
+/* The path: angle, speed and acceleration that a joint is to have. */
+static void wanted(double t, int joint, double *angle, double *speed, double *acceleration) {
+    static const double size[JOINTS] = {0.9, 1.1}, rate[JOINTS] = {2.1, 3.3};
+    const double w = rate[joint], x = w * t + joint;
+    *angle = size[joint] * sin(x) + 0.3 * sin(0.31 * x);
+    *speed = size[joint] * w * cos(x) + 0.3 * 0.31 * w * cos(0.31 * x);
+    *acceleration = -size[joint] * w * w * sin(x) - 0.3 * 0.31 * 0.31 * w * w * sin(0.31 * x);
+}
+
+// ------------------------------------------------------------------------------------------------
+// the network: torques from what the arm does. Two hidden layers; y = tanh(x W + b), or x W + b
+
+typedef struct dense {
+    bool is_last;
+} dense;
+
+static int dense_forward(const ms_call *call) {
+    const dense *d = (const dense *)call->user;
+    const ms_matrix out = ms_matrix_of(&call->out[0]);
+    const ms_result result =
+        ms_gemm(call, 1.0f, ms_matrix_of(&call->in[0]), ms_matrix_of(&call->param[0]), 0.0f, out);
+    const float *bias = (const float *)call->param[1].data;
+    float *y = (float *)out.data;
+    for (int64_t i = 0; i < out.rows * out.cols; i++) {
+        const float sum = y[i] + bias[i % out.cols];
+        y[i] = d->is_last ? sum : tanhf(sum);
+    }
+    return (int)result;
+}
+
+static int dense_backward(const ms_call *call) {
+    const dense *d = (const dense *)call->user;
+    const ms_view *to_in = &call->grad_in[0], *to_weight = &call->grad_param[0];
+    const ms_view *to_bias = &call->grad_param[1];
+    const float *y = (const float *)call->out[0].data, *of = (const float *)call->grad_out[0].data;
+    ms_matrix product = ms_matrix_of(&call->grad_out[0]);
+    float *gradient = (float *)call->workspace, *bias = (float *)to_bias->data;
+    product.data = gradient;
+    for (int64_t i = 0; i < product.cols; i++) {
+        bias[i] = to_bias->beta == 0.0f ? 0.0f : bias[i];
+    }
+    for (int64_t i = 0; i < product.rows * product.cols; i++) {
+        gradient[i] = d->is_last ? of[i] : of[i] * (1.0f - y[i] * y[i]);
+        bias[i % product.cols] += gradient[i];
+    }
+    return ms_gemm(call, 1.0f, ms_transpose(ms_matrix_of(&call->in[0])), product, to_weight->beta,
+                   ms_matrix_of(to_weight)) != MS_RESULT_OK ||
+           (to_in->data && ms_gemm(call, 1.0f, product, ms_transpose(ms_matrix_of(&call->param[0])),
+                                   to_in->beta, ms_matrix_of(to_in)) != MS_RESULT_OK);
+}
+
+/* Half the squared error of each row. */
+static int error_forward(const ms_call *call) {
+    const float *x = (const float *)call->in[0].data, *target = (const float *)call->in[1].data;
+    float *loss = (float *)call->out[0].data;
+    for (int64_t r = 0; r < call->row_count; r++) {
+        loss[r] = 0.0f;
+        for (int64_t j = r * JOINTS; j < (r + 1) * JOINTS; j++) {
+            loss[r] += 0.5f * (x[j] - target[j]) * (x[j] - target[j]);
+        }
+    }
+    return 0;
+}
+
+static int error_backward(const ms_call *call) {
+    const float *x = (const float *)call->in[0].data, *target = (const float *)call->in[1].data;
+    const float *of = (const float *)call->grad_out[0].data;
+    float *to = (float *)call->grad_in[0].data;
+    const bool adds = call->grad_in[0].beta != 0.0f;
+    for (int64_t j = 0; j < call->row_count * JOINTS; j++) {
+        to[j] = (adds ? to[j] : 0.0f) + of[j / JOINTS] * (x[j] - target[j]);
+    }
+    return 0;
+}
+
+enum { LAYERS = 3, PARAMS = 2 * LAYERS };
+static const int widths[LAYERS + 1] = {INPUTS, HIDDEN, HIDDEN, JOINTS};
+
+/* What the controller uses while the next step is under way: the params of the last step. */
+typedef struct params {
+    float weight[LAYERS][HIDDEN * HIDDEN], bias[LAYERS][HIDDEN];
+} params;
+
+typedef struct learner {
+    ms_model *model;
+    ms_tensor x, target, param[PARAMS];
+    dense layers[LAYERS];
+    params now;
+    float inputs[SAMPLES][INPUTS], torques[SAMPLES][JOINTS]; // a ring of what happened
+    uint32_t count, random;
+    uint64_t steps, slices;
+    bool in_step;
+    double loss;
+} learner;
+
+static learner the_learner;
+static pool the_pool;
+
+static void fail(const char *text) {
+    (void)!write(2, text, strlen(text));
+    (void)!write(2, "\n", 1);
+    _exit(1);
+}
+
+static void check(const ms_model *model, ms_result result) {
+    if (result != MS_RESULT_OK) {
+        fail(ms_last_error(model));
+    }
+}
+
+static double now_us(void *user) {
+    struct timespec now;
+    (void)user;
+    (void)clock_gettime(CLOCK_MONOTONIC, &now);
+    return 1e6 * (double)now.tv_sec + 1e-3 * (double)now.tv_nsec;
+}
+
+static float random_unit(learner *l) { // xorshift, Marsaglia, 2003
+    l->random ^= l->random << 13;
+    l->random ^= l->random >> 17;
+    l->random ^= l->random << 5;
+    return (float)(l->random >> 8) / 8388608.0f - 1.0f;
+}
+
+static float *param_values(learner *l, int k) {
+    return k % 2 ? l->now.bias[k / 2] : l->now.weight[k / 2];
+}
+
+static void learner_create(learner *l) {
+    ms_config config;
+    memset(&config, 0, sizeof config);
+    memset(&host.first, 0, sizeof host.first);
+    host.first.bytes = HOST_BYTES;
+    the_pool.available = &host.first;
+    config.allocator.alloc = pool_alloc;
+    config.allocator.release = pool_release;
+    config.allocator.user = &the_pool;
+    config.memory = arena;
+    config.memory_bytes = ARENA_BYTES;
+    config.clock = now_us;
+    config.offloading = MS_SWITCH_OFF; // no threads
+    check(l->model, ms_create(&config, &l->model));
+    ms_model *m = l->model;
+    l->random = 12345;
+    l->x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(BATCH, INPUTS));
+    l->target = ms_input(m, "torque", MS_DTYPE_F32, ms_shape2(BATCH, JOINTS));
+    ms_tensor at = l->x;
+    for (int i = 0; i < LAYERS; i++) {
+        ms_layer_desc d;
+        memset(&d, 0, sizeof d);
+        d.name = "dense";
+        l->layers[i].is_last = i == LAYERS - 1;
+        d.user = &l->layers[i];
+        d.forward = dense_forward;
+        d.backward = dense_backward;
+        d.backward_workspace.row_bytes = (uint64_t)widths[i + 1] * sizeof(float);
+        d.in[0] = at;
+        d.param[0] = l->param[2 * i] =
+            ms_param(m, "weight", MS_DTYPE_F32, ms_shape2(widths[i], widths[i + 1]));
+        d.param[1] = l->param[2 * i + 1] =
+            ms_param(m, "bias", MS_DTYPE_F32, ms_shape1(widths[i + 1]));
+        at = d.out[0] = ms_activation(m, "y", MS_DTYPE_F32, ms_shape2(BATCH, widths[i + 1]));
+        ms_register_layer(m, &d);
+    }
+    ms_layer_desc error;
+    memset(&error, 0, sizeof error);
+    error.name = "error";
+    error.forward = error_forward;
+    error.backward = error_backward;
+    error.in[0] = at;
+    error.in[1] = l->target;
+    error.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(BATCH));
+    ms_register_layer(m, &error);
+    ms_set_loss(m, error.out[0]);
+    ms_optimizer_desc adamw;
+    memset(&adamw, 0, sizeof adamw);
+    adamw.learning_rate = 0.003f;
+    ms_set_optimizer(m, &adamw);
+    check(m, ms_wrap(m));
+    for (int i = 0; i < LAYERS; i++) { // the last layer begins with 0: no torque
+        for (int k = 0; k < widths[i] * widths[i + 1] && i < LAYERS - 1; k++) {
+            l->now.weight[i][k] = 1.7f * random_unit(l) / sqrtf((float)widths[i]);
+        }
+    }
+}
+
+/* Loads params that were saved; false if there are none. */
+static bool load_params(learner *l, const char *path) {
+    const int file = path ? open(path, O_RDONLY) : -1;
+    const bool loaded = file >= 0 && read(file, &l->now, sizeof l->now) == (ssize_t)sizeof l->now;
+    if (file >= 0) {
+        (void)close(file);
+    }
+    return loaded;
+}
+
+/* Saves them beside the file, and then puts them in its place: a power cut leaves one of the two. */
+static void save_params(const learner *l, const char *path) {
+    char beside[512];
+    const size_t length = strlen(path);
+    if (length + 5 > sizeof beside) {
+        fail("the name of the file is too long");
+    }
+    memcpy(beside, path, length);
+    memcpy(beside + length, ".new", 5);
+    const int file = open(beside, O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    if (file < 0 || write(file, &l->now, sizeof l->now) != (ssize_t)sizeof l->now ||
+        fsync(file) != 0 || close(file) != 0 || rename(beside, path) != 0) {
+        fail("params could not be saved");
+    }
+}
+
+/* Notes what a torque has done. */
+static void note_sample(learner *l, const float *inputs, const double *torque) {
+    float *to = l->torques[l->count % SAMPLES];
+    memcpy(l->inputs[l->count % SAMPLES], inputs, sizeof l->inputs[0]);
+    for (int j = 0; j < JOINTS; j++) {
+        to[j] = (float)torque[j] / 10.0f;
+    }
+    l->count++;
+}
+
+static void write_batch(learner *l) {
+    float x[BATCH][INPUTS], target[BATCH][JOINTS];
+    const uint32_t known = l->count < SAMPLES ? l->count : SAMPLES;
+    for (int r = 0; r < BATCH; r++) {
+        const uint32_t which = (uint32_t)(0.5f * (random_unit(l) + 1.0f) * (float)known) % known;
+        memcpy(x[r], l->inputs[which], sizeof x[r]);
+        memcpy(target[r], l->torques[which], sizeof target[r]);
+    }
+    check(l->model, ms_write(l->model, l->x, x));
+    check(l->model, ms_write(l->model, l->target, target));
+}
+
+/* Trains for so many microseconds; after a whole step the controller has its params. */
+static void learn(learner *l, uint64_t microseconds) {
+    if (!l->in_step && l->count < ENOUGH) {
+        return;
+    }
+    if (!l->in_step) {
+        write_batch(l);
+        l->in_step = true;
+    }
+    const ms_result result = ms_step_slice(l->model, microseconds, &l->loss);
+    l->slices++;
+    if (result == MS_RESULT_MORE) {
+        return;
+    }
+    check(l->model, result);
+    l->in_step = false;
+    l->steps++;
+    for (int k = 0; k < PARAMS; k++) {
+        check(l->model, ms_read(l->model, l->param[k], param_values(l, k)));
+    }
+}
+
+static void features(const arm *a, const double *acceleration, float *to) {
+    for (int j = 0; j < JOINTS; j++) {
+        to[j] = (float)sin(a->angle[j]);
+        to[JOINTS + j] = (float)cos(a->angle[j]);
+        to[2 * JOINTS + j] = (float)a->speed[j] / 4.0f;
+        to[3 * JOINTS + j] = (float)acceleration[j] / 12.0f;
+    }
+}
+
+static void predict(const params *p, const float *inputs, double *torque) {
+    float x[HIDDEN], y[HIDDEN];
+    memcpy(x, inputs, INPUTS * sizeof(float));
+    for (int i = 0; i < LAYERS; i++) {
+        for (int c = 0; c < widths[i + 1]; c++) {
+            float sum = p->bias[i][c];
+            for (int r = 0; r < widths[i]; r++) {
+                sum += x[r] * p->weight[i][r * widths[i + 1] + c];
+            }
+            y[c] = i == LAYERS - 1 ? sum : tanhf(sum);
+        }
+        memcpy(x, y, sizeof x);
+    }
+    for (int j = 0; j < JOINTS; j++) {
+        torque[j] = 10.0 * (double)x[j];
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// ticks
+
+/* One tick of control: the torque for now, and what it did. Returns the square of the error. */
+static double control(learner *l, arm *a, double t) {
+    double torque[JOINTS], along[JOINTS], error = 0.0;
+    float inputs[INPUTS];
+    double angle[JOINTS], speed[JOINTS];
+    for (int j = 0; j < JOINTS; j++) {
+        wanted(t, j, &angle[j], &speed[j], &along[j]);
+        error += (angle[j] - a->angle[j]) * (angle[j] - a->angle[j]);
+    }
+    features(a, along, inputs);
+    predict(&l->now, inputs, torque);
+    for (int j = 0; j < JOINTS; j++) {
+        torque[j] += 12.0 * (angle[j] - a->angle[j]) + 1.2 * (speed[j] - a->speed[j]);
+        torque[j] = torque[j] > 20.0 ? 20.0 : torque[j] < -20.0 ? -20.0 : torque[j];
+    }
+    const arm before = *a;
+    move(a, torque);
+    for (int j = 0; j < JOINTS; j++) {
+        along[j] = (a->speed[j] - before.speed[j]) / (1e-6 * TICK_US);
+    }
+    features(&before, along, inputs);
+    note_sample(l, inputs, torque);
+    return error;
+}
+
+typedef struct options {
+    double seconds, die;
+    uint64_t slice_us;
+    const char *path;
+    bool real;
+} options;
+
+static options read_options(int argc, char **argv) {
+    options o = {60.0, 0.0, 2000, NULL, false};
+    for (int i = 1; i < argc; i++) {
+        const char *value = i + 1 < argc ? argv[i + 1] : NULL;
+        if (strcmp(argv[i], "--real") == 0) {
+            o.real = true;
+            continue;
+        }
+        if (value && strcmp(argv[i], "--seconds") == 0) {
+            o.seconds = strtod(value, NULL);
+        } else if (value && strcmp(argv[i], "--slice") == 0) {
+            o.slice_us = strtoull(value, NULL, 10);
+        } else if (value && strcmp(argv[i], "--params") == 0) {
+            o.path = value;
+        } else if (value && strcmp(argv[i], "--die") == 0) {
+            o.die = strtod(value, NULL);
+        } else {
+            fail("usage: robot [--seconds S] [--slice US] [--params FILE] [--die S] [--real]");
+        }
+        i++;
+    }
+    return o;
+}
+
+static void sleep_until(double us) {
+    double left = us - now_us(NULL);
+    struct timespec t;
+    if (left > 0.0) {
+        t.tv_sec = (time_t)(left * 1e-6);
+        t.tv_nsec = (long)((left - 1e6 * (double)t.tv_sec) * 1e3);
+        (void)nanosleep(&t, NULL);
+    }
+}
+
+int main(int argc, char **argv) {
+    static char line[256], out[BUFSIZ];
+    const options o = read_options(argc, argv);
+    learner *l = &the_learner;
+    arm a = {{0.0, 0.0}, {0.0, 0.0}};
+    (void)setvbuf(stdout, out, _IOLBF, sizeof out); // printf takes no memory either
+    learner_create(l);
+    const bool loaded = load_params(l, o.path);
+    for (int k = 0; k < PARAMS; k++) {
+        check(l->model, ms_write(l->model, l->param[k], param_values(l, k)));
+    }
+    printf("params: %s\n", loaded ? "loaded" : "new");
+    for (int j = 0; j < JOINTS; j++) { // it begins on its path
+        double acceleration;
+        wanted(0.0, j, &a.angle[j], &a.speed[j], &acceleration);
+    }
+    const int64_t ticks = (int64_t)(o.seconds * 1e6 / TICK_US);
+    double squares = 0.0, first_error = 0.0, last_error = 0.0, worst_us = 0.0;
+    uint32_t late = 0;
+    const double begin_us = now_us(NULL);
+    for (int64_t tick = 0; tick < ticks; tick++) {
+        const double start_us = o.real ? begin_us + (double)(tick * TICK_US) : now_us(NULL);
+        const double t = 1e-6 * TICK_US * (double)tick;
+        if (o.die > 0.0 && t >= o.die) {
+            (void)raise(SIGKILL);
+        }
+        squares += control(l, &a, t);
+        learn(l, o.slice_us);
+        if (o.path && (tick + 1) % SAVE_TICKS == 0) {
+            save_params(l, o.path); // on a robot: outside of the loop of control
+        }
+        const double us = now_us(NULL) - start_us;
+        worst_us = us > worst_us ? us : worst_us;
+        late += us > (double)TICK_US && (tick + 1) % SAVE_TICKS != 0;
+        if ((tick + 1) % REPORT_TICKS == 0 || tick + 1 == ticks) {
+            const int64_t some = tick % REPORT_TICKS + 1;
+            last_error = sqrt(squares / (double)some);
+            first_error = tick < REPORT_TICKS ? last_error : first_error;
+            squares = 0.0;
+            (void)snprintf(line, sizeof line,
+                           "%5.1f s: error %.4f rad, %llu steps in %llu slices, loss %.5f",
+                           t + 0.005, last_error, (unsigned long long)l->steps,
+                           (unsigned long long)l->slices, l->loss);
+            puts(line);
+        }
+        if (o.real) {
+            sleep_until(begin_us + (double)((tick + 1) * TICK_US));
+        }
+    }
+    ms_memory_report report;
+    check(l->model, ms_report(l->model, &report));
+    printf("ticks %lld, late %u, longest %.0f us; error %.4f rad at first, %.4f in the end\n",
+           (long long)ticks, (unsigned)late, worst_us, first_error, last_error);
+    printf("memory: host %llu of %d bytes, arena %llu of %d, all of the program's own %llu\n",
+           (unsigned long long)the_pool.most_used, HOST_BYTES,
+           (unsigned long long)report.arena_bytes, ARENA_BYTES,
+           (unsigned long long)(sizeof host + sizeof arena + sizeof the_learner));
+    ms_destroy(l->model);
+    return the_pool.used == 0 ? 0 : 1;
+}
