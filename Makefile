@@ -9,7 +9,7 @@
 #   werror=1                                        warnings are errors
 #   V=1                                             show the commands
 #   CC, CXX, CFLAGS, LDFLAGS                        as usual; CFLAGS come last and win
-#   OPENMP= CBLAS= CJSON=                           build without what was found
+#   OPENMP= CBLAS= CJSON= PNG= SDL=                 build without what was found
 #   NVCC=/usr/local/cuda/bin/nvcc                   of make cuda, where it is not on the PATH
 #   CUDA_CODES="sm_90"                              the machine code that it makes; default: 7.5 to 9.0
 #   ONLY=emulated                                   of make test, test-broad and test-all: the groups
@@ -70,7 +70,15 @@ endif
 ifeq ($(origin NVCC),undefined)
 NVCC := $(or $(shell command -v nvcc 2>/dev/null),$(lastword $(wildcard /usr/local/cuda*/bin/nvcc)))
 endif
-export OPENMP CBLAS CMOCKA CJSON NVCC
+# For examples/engine.cpp, which shows or writes pictures, and for which there may be no C++ compiler.
+ifeq ($(origin PNG),undefined)
+PNG := $(call try,png.h,PNG_LIBPNG_VER < 0,-DENGINE_PNG -lpng)
+endif
+ifeq ($(origin SDL),undefined)
+SDL := $(call try,SDL2/SDL.h,SDL_WasInit == 0,-DENGINE_SDL -I/usr/include/SDL2 -lSDL2)
+endif
+has_cxx := $(shell command -v $(CXX) 2>/dev/null)
+export OPENMP CBLAS CMOCKA CJSON NVCC PNG SDL
 
 lacks := $(if $(OPENMP),,no OpenMP: one thread only.) \
          $(if $(CBLAS),,no CBLAS (libopenblas-openmp-dev): matrix products several times slower.) \
@@ -100,7 +108,8 @@ libs    += -lm -pthread
 
 # ---- programs ------------------------------------------------------------------------------------
 
-programs := $(patsubst %.c,$(OUT)/%,$(wildcard examples/*.c bench/*.c))
+programs := $(patsubst %.c,$(OUT)/%,$(wildcard examples/*.c bench/*.c)) \
+            $(if $(has_cxx),$(OUT)/examples/engine)
 sources  := $(filter-out tests/test_cuda%,$(wildcard tests/test_*.c))
 tests    := $(patsubst %.c,$(OUT)/%,$(sources))
 twins    := $(addsuffix _cpp,$(tests))
@@ -119,6 +128,12 @@ $(OUT)/%: %.c $(OUT)/flags
 $(OUT)/%_cpp: %.c $(OUT)/flags
 	@mkdir -p $(@D)
 	$(call say,$(CXX) $@) $(twin) -MMD -MP -MF $@.d -o $@ $< $(LDFLAGS) $(libs)
+
+# It has a job system of its own.
+engine = $(CXX) -std=c++11 $(filter-out -fopenmp -DMEMSCALE_CBLAS,$(common)) $(idioms) $(CFLAGS)
+$(OUT)/examples/engine: examples/engine.cpp $(OUT)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(engine) -MMD -MP -MF $@.d -o $@ $< $(PNG) $(SDL) $(LDFLAGS) -lm -pthread
 
 # Changes when the commands do, so that a new compiler, flag or library rebuilds everything.
 $(OUT)/flags: FORCE
