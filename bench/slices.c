@@ -168,7 +168,7 @@ int main(int argc, char **argv) {
         (void)!ms_step_slice(m.model, 0, &loss);
     }
     printf("a slice that has nothing to do: %.3f us\n",
-           1e6 * (bench_seconds() - start) / EMPTY_SLICES);
+           1e6 * (bench_seconds() - start) / (double)EMPTY_SLICES);
     bench_check(m.model, ms_step_slice(m.model, UINT64_MAX, &loss));
     if (!idle) {
         __atomic_store_n(&l.ends, 1, __ATOMIC_RELAXED);

@@ -123,7 +123,7 @@ static void accelerations(const arm *a, const double *torque, double *accelerati
 }
 
 static void move(arm *a, const double *torque) {
-    const double dt = 1e-6 * TICK_US / SUBSTEPS;
+    const double dt = 1e-6 * (double)TICK_US / (double)SUBSTEPS;
     for (int i = 0; i < SUBSTEPS; i++) {
         double acceleration[JOINTS];
         accelerations(a, torque, acceleration);
@@ -358,7 +358,7 @@ static void note_sample(learner *l, const float *inputs, const double *torque) {
 
 static void write_batch(learner *l) {
     float x[BATCH][INPUTS], target[BATCH][JOINTS];
-    const uint32_t known = l->count < SAMPLES ? l->count : SAMPLES;
+    const uint32_t known = l->count < (uint32_t)SAMPLES ? l->count : (uint32_t)SAMPLES;
     for (int r = 0; r < BATCH; r++) {
         const uint32_t which = (uint32_t)(0.5f * (random_unit(l) + 1.0f) * (float)known) % known;
         memcpy(x[r], l->inputs[which], sizeof x[r]);
@@ -438,7 +438,7 @@ static double control(learner *l, arm *a, double t) {
     const arm before = *a;
     move(a, torque);
     for (int j = 0; j < JOINTS; j++) {
-        along[j] = (a->speed[j] - before.speed[j]) / (1e-6 * TICK_US);
+        along[j] = (a->speed[j] - before.speed[j]) / (1e-6 * (double)TICK_US);
     }
     features(&before, along, inputs);
     note_sample(l, inputs, torque);
@@ -502,13 +502,13 @@ int main(int argc, char **argv) {
         double acceleration;
         wanted(0.0, j, &a.angle[j], &a.speed[j], &acceleration);
     }
-    const int64_t ticks = (int64_t)(o.seconds * 1e6 / TICK_US);
+    const int64_t ticks = (int64_t)(o.seconds * 1e6 / (double)TICK_US);
     double squares = 0.0, first_error = 0.0, last_error = 0.0, worst_us = 0.0;
     uint32_t late = 0;
     const double begin_us = now_us(NULL);
     for (int64_t tick = 0; tick < ticks; tick++) {
         const double start_us = o.real ? begin_us + (double)(tick * TICK_US) : now_us(NULL);
-        const double t = 1e-6 * TICK_US * (double)tick;
+        const double t = 1e-6 * (double)TICK_US * (double)tick;
         if (o.die > 0.0 && t >= o.die) {
             (void)raise(SIGKILL);
         }
