@@ -25069,7 +25069,7 @@ static ms_result msi_retire_slices(ms_model *m) {
         const uint32_t number = s->first % MSI_MOST_SLICES;
         const uint32_t begin = MSI_EVENT_SLICES + 2 * number;
         double us = 0.0;
-        result = msi_has_come(m, begin + 1);
+        result = b->query ? msi_has_come(m, begin + 1) : msi_wait_on_host(m, begin + 1);
         if (result == MS_RESULT_OK && b->elapsed) {
             result = msi_device(m, b->elapsed(m->device, begin, begin + 1, &us), "timing a slice");
         }
