@@ -25523,6 +25523,28 @@ static ms_result msi_copy_image(ms_model *m, bool to_device) {
     return result;
 }
 
+/* The values of a store without device memory are in its image. */
+static void msi_point_to_image(const ms_model *m, msi_store *store) {
+    const uint64_t begin = msi_image_begin(m, store);
+    for (uint32_t i = 0; i < store->residents.count; i++) {
+        msi_resident *r = &store->residents.items[i];
+        if (!r->on_host && !r->borrowed) {
+            r->is_saved = true;
+            r->address = store->image + (r->offset - begin);
+        }
+    }
+}
+
+/* Gives up the device memory of debug mode. */
+static void msi_release_stage(ms_model *m, msi_store *store) {
+    const ms_backend *b = &m->config.backend;
+    msi_debug *d = store->debug;
+    if (d && d->stage[0]) {
+        b->memory_release(b->user, &m->config.allocator, d->stage[0], d->stage_bytes[0]);
+        d->stage[0] = NULL;
+    }
+}
+
 /* Gives up the device memory of the model's store, and keeps an image of it on the host, in memory
    of the trainer unless that is NULL. */
 static ms_result msi_save_store(ms_model *m, void *memory) {
@@ -25542,19 +25564,8 @@ static ms_result msi_save_store(ms_model *m, void *memory) {
         return result;
     }
     msi_release_device(m, store);
-    if (store->debug && store->debug->stage[0]) {
-        const ms_backend *b = &m->config.backend;
-        b->memory_release(b->user, &m->config.allocator, store->debug->stage[0],
-                          store->debug->stage_bytes[0]);
-        store->debug->stage[0] = NULL;
-    }
-    for (uint32_t i = 0; i < store->residents.count; i++) {
-        msi_resident *r = &store->residents.items[i];
-        if (!r->on_host && !r->borrowed) {
-            r->is_saved = true;
-            r->address = store->image + (r->offset - msi_image_begin(m, store));
-        }
-    }
+    msi_release_stage(m, store);
+    msi_point_to_image(m, store);
     m->run.epoch++;
     return MS_RESULT_OK;
 }
@@ -25567,23 +25578,16 @@ static ms_result msi_load_store(ms_model *m) {
     MSI_THEN(result, d ? msi_device_alloc(m, d->stage_bytes[0], &d->stage[0]) : MS_RESULT_OK);
     MSI_THEN(result, msi_prepare(m, store, store->memory));
     if (result == MS_RESULT_OK) {
-        uint8_t *image = store->image;
         msi_place_store(m, store);
         result = msi_copy_image(m, true);
-        store->image = image;
     }
     if (result == MS_RESULT_OK) {
         msi_release_image(m, store);
         return result;
     }
     msi_release_device(m, store);
-    for (uint32_t i = 0; i < store->residents.count; i++) {
-        msi_resident *r = &store->residents.items[i];
-        if (!r->on_host && !r->borrowed) {
-            r->is_saved = true;
-            r->address = store->image + (r->offset - msi_image_begin(m, store));
-        }
-    }
+    msi_release_stage(m, store);
+    msi_point_to_image(m, store);
     return result;
 }
 

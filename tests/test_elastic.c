@@ -600,8 +600,7 @@ static void calls_of_a_suspended_model(void **state) {
 
 #ifndef T_CUDA
 /* Without memory a model stays as it was, suspended or not. */
-static void suspending_fails_cleanly(void **state) {
-    (void)state;
+static void suspend_with_failures(bool debug) {
     bool more = true;
     for (uint64_t fail_at = 1; more; ++fail_at) {
         counted c;
@@ -612,6 +611,7 @@ static void suspending_fails_cleanly(void **state) {
         memset(&heap, 0, sizeof heap);
         config.backend = counted_backend(&c, false);
         config.allocator = t_heap_allocator(&heap);
+        config.debug = debug;
         t_chain_start(&chain, &config, 3);
         t_chain_start(&twin, &plain, 3);
         t_ok(chain.model, ms_step(chain.model, NULL));
@@ -637,6 +637,12 @@ static void suspending_fails_cleanly(void **state) {
         assert_true(heap.live_count == 0 && c.bytes == 0);
         assert_true(fail_at < 50);
     }
+}
+
+static void suspending_fails_cleanly(void **state) {
+    (void)state;
+    suspend_with_failures(false);
+    suspend_with_failures(true);
 }
 #endif
 
