@@ -13,7 +13,7 @@
 #include "late_dag.h"
 #include "slices.h"
 
-enum { QUICK_GRAPHS = 40, GRAPHS = 1000, BUDGETS = 12 };
+enum { QUICK_GRAPHS = 24, GRAPHS = 1000, BUDGETS = 12 };
 
 static uint64_t first_seed(void) {
     return t_environment("MEMSCALE_TEST_SEED", 1);
