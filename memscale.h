@@ -24192,17 +24192,23 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 // ------------------------------------------------------------------------------------------------
 // >>execute  run a program: no allocation, no lookup by name
 
+/* a / b, rounded once; -Ofast would take an approximate reciprocal of b, were all of it in float. */
+static float msi_quotient(float a, float b) {
+    return (float)((double)a / (double)b);
+}
+
 /* The factor of the loss in the value that is reported, for a step that begins now. */
 static float msi_loss_factor(const ms_model *m) {
-    return m->loss_factor != 0.0f
-               ? m->loss_factor
-               : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
+    const ms_shape *shape = &m->graph.tensors.items[m->graph.loss].view.shape;
+    return m->loss_factor != 0.0f ? m->loss_factor
+                                  : msi_quotient(1.0f, (float)ms_shape_count(shape));
 }
 
 /* The factor of the loss in its gradient: the mean over all micro-batches is minimised. */
 static float msi_gradient_factor(const ms_model *m) {
-    return m->loss_factor != 0.0f ? m->loss_factor
-                                  : msi_loss_factor(m) / (float)m->run.store->micro_count;
+    return m->loss_factor != 0.0f
+               ? m->loss_factor
+               : msi_quotient(msi_loss_factor(m), (float)m->run.store->micro_count);
 }
 
 static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
