@@ -4017,7 +4017,7 @@ typedef struct msi_run {
     uint32_t micro;             // micro-batches of it that are done
     uint64_t step;              // completed updates
     float step_factor;          // of the gradient of the loss, in this step
-    float loss_factor;          // of the loss itself
+    float loss_factor;          // as the trainer had set it when the step began; 0: the mean
     msi_stage stage;
     bool is_summed; // the loss of the forward under way
     msi_slices slices;
@@ -24192,23 +24192,17 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 // ------------------------------------------------------------------------------------------------
 // >>execute  run a program: no allocation, no lookup by name
 
-/* a / b, rounded once; -Ofast would take an approximate reciprocal of b, were all of it in float. */
-static float msi_quotient(float a, float b) {
-    return (float)((double)a / (double)b);
-}
-
-/* The factor of the loss in the value that is reported, for a step that begins now. */
+/* The factor of the loss in the value that is reported, for the step that has begun. */
 static float msi_loss_factor(const ms_model *m) {
-    const ms_shape *shape = &m->graph.tensors.items[m->graph.loss].view.shape;
-    return m->loss_factor != 0.0f ? m->loss_factor
-                                  : msi_quotient(1.0f, (float)ms_shape_count(shape));
+    return m->run.loss_factor != 0.0f
+               ? m->run.loss_factor
+               : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
 }
 
 /* The factor of the loss in its gradient: the mean over all micro-batches is minimised. */
 static float msi_gradient_factor(const ms_model *m) {
-    return m->loss_factor != 0.0f
-               ? m->loss_factor
-               : msi_quotient(msi_loss_factor(m), (float)m->run.store->micro_count);
+    return m->run.loss_factor != 0.0f ? m->run.loss_factor
+                                      : msi_loss_factor(m) / (float)m->run.store->micro_count;
 }
 
 static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
@@ -24583,8 +24577,8 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     }
     m->run.program = p;
     m->run.position = 0;
+    m->run.loss_factor = m->loss_factor;
     m->run.step_factor = msi_gradient_factor(m);
-    m->run.loss_factor = msi_loss_factor(m);
     for (uint32_t t = 0; m->run.store->debug && t < m->graph.tensors.count; t++) {
         m->run.store->debug->originals[t].is_there = false;
     }
@@ -24742,7 +24736,7 @@ static ms_result msi_run_forward(ms_model *m) {
     int error = msi_is_eval(&m->run) ? b->fill_bytes(m->device, state, 0, sizeof *state) : 0;
     if (error == 0) {
         error = b->loss(m->device, msi_address(m, p, p->loss),
-                        p->ranges.items[p->loss].bytes / sizeof(float), (double)m->run.loss_factor,
+                        p->ranges.items[p->loss].bytes / sizeof(float), (double)msi_loss_factor(m),
                         state);
         m->run.verdict = MSI_VERDICT_ON_DEVICE;
         m->run.is_summed = true;
