@@ -25630,7 +25630,8 @@ typedef struct msi_relocation {
     ms_result result;
 } msi_relocation;
 
-/* Copies of fewer bytes than this in a value that slides would be too many. */
+/* A device moves overlapping memory by copies of the distance each. A value that would take more of
+   them than this is carried instead. */
 enum { MSI_MOST_SLIDES = 64 };
 
 static msi_route msi_route_of(const msi_relocation *r, const msi_resident *to,
@@ -26667,7 +26668,7 @@ static ms_result msi_make_model(const ms_config *c, ms_model **model) {
 }
 
 /* Ends what is attached to a model. */
-static void msi_detach_all(ms_model *m) {
+static void msi_end_attached(ms_model *m) {
     while (m->attached) {
         msi_attached *last = m->attached;
         m->attached = last->next;
@@ -26718,7 +26719,7 @@ static void msi_free_model(ms_model *m) {
     if (m->config.backend.close && !m->config.dry_run) {
         m->config.backend.close(m->device);
     }
-    msi_detach_all(m);
+    msi_end_attached(m);
     msi_release(&allocator, m, sizeof *m);
     msi_arena_leave(arena);
 }

@@ -527,8 +527,12 @@ struct histogram {
     void print() const {
         for (int bin = 0; bin < BINS; bin++) {
             const double from = bin == 0 ? 0.0 : 6.0 + 2.0 * bin;
-            std::printf("  %s %4.0f ms: %llu\n", bin == BINS - 1 ? "from" : "from", from,
-                        static_cast<unsigned long long>(count[bin]));
+            if (bin < BINS - 1) {
+                std::printf("  %2.0f to %2.0f ms", from, bin == 0 ? 8.0 : from + 2.0);
+            } else {
+                std::printf("  above %2.0f ms", from);
+            }
+            std::printf(": %llu\n", static_cast<unsigned long long>(count[bin]));
         }
     }
 };

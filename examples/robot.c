@@ -2,7 +2,8 @@
 // controller adds what a small network predicts, the torque for a wanted acceleration, to a weak
 // proportional-derivative controller; and the network learns that from what the arm just did, one time
 // slice of training in each tick, after the torque is out. All memory is a static block: nothing is
-// taken from the heap, no thread is started, and a step never delays a tick by more than its slice.
+// taken from the heap, no thread is started, and training takes no more of a tick than its slice and one
+// instruction.
 //
 //     robot [--seconds S] [--slice US] [--params FILE] [--die S] [--real]
 //
@@ -420,7 +421,8 @@ static void predict(const params *p, const float *inputs, double *torque) {
 // ------------------------------------------------------------------------------------------------
 // ticks
 
-/* One tick of control: the torque for now, and what it did. Returns the square of the error. */
+/* One tick of control: chooses the torque, moves the arm, and notes what came of it. Returns the
+   square of the error. */
 static double control(learner *l, arm *a, double t) {
     double torque[JOINTS], along[JOINTS], error = 0.0;
     float inputs[INPUTS];
@@ -539,7 +541,7 @@ int main(int argc, char **argv) {
     check(l->model, ms_report(l->model, &report));
     printf("ticks %lld, late %u, longest %.0f us; error %.4f rad at first, %.4f in the end\n",
            (long long)ticks, (unsigned)late, worst_us, first_error, last_error);
-    printf("memory: host %llu of %d bytes, arena %llu of %d, all of the program's own %llu\n",
+    printf("memory: host %llu of %d bytes, arena %llu of %d, all static memory %llu\n",
            (unsigned long long)the_pool.most_used, HOST_BYTES,
            (unsigned long long)report.arena_bytes, ARENA_BYTES,
            (unsigned long long)(sizeof host + sizeof arena + sizeof the_learner));

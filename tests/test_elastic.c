@@ -380,96 +380,100 @@ static void budgets_change_on_a_device(void **state) {
 // ------------------------------------------------------------------------------------------------
 // memory
 
+/* A chain on counted memory, and one on the CPU under a budget that does not change. */
+typedef struct twins {
+    counted c;
+    t_heap heap;
+    t_chain chain, twin;
+    uint64_t budgets[BUDGETS];
+} twins;
+
+static void twins_start(twins *t, uint32_t depth, bool resizes, bool debug) {
+    const ms_config plain = t_config();
+    ms_config config = plain;
+    memset(t, 0, sizeof *t);
+    config.backend = counted_backend(&t->c, resizes);
+    config.allocator = t_heap_allocator(&t->heap);
+    config.offloading = MS_SWITCH_ON;
+    config.debug = debug;
+    t_chain_start(&t->chain, &config, depth);
+    t_chain_start(&t->twin, &plain, depth);
+    chain_budgets(&t->chain, t->budgets);
+}
+
+static void twins_step(twins *t) {
+    t_ok(t->chain.model, ms_step(t->chain.model, NULL));
+    t_ok(t->twin.model, ms_step(t->twin.model, NULL));
+}
+
+static void twins_end(twins *t) {
+    t_chain_same(&t->chain, &t->twin);
+    ms_destroy(t->chain.model);
+    ms_destroy(t->twin.model);
+    assert_true(t->c.bytes == 0 && t->heap.live_count == 0);
+}
+
 /* Device memory is never more than the larger of two arenas, with one allocation at most. */
 static void there_are_never_two_arenas(void **state) {
     (void)state;
     for (int resizes = 0; resizes < 2; ++resizes) {
-        counted c;
-        t_chain chain, twin;
-        uint64_t budgets[BUDGETS];
-        t_heap heap;
+        twins t;
         t_rng rng = t_seed(5);
         ms_memory_report before, after;
-        const ms_config plain = t_config();
-        ms_config config = t_config();
-        memset(&heap, 0, sizeof heap);
-        config.backend = counted_backend(&c, resizes != 0);
-        config.allocator = t_heap_allocator(&heap);
-        config.offloading = MS_SWITCH_ON;
-        t_chain_start(&chain, &config, DEPTH);
-        t_chain_start(&twin, &plain, DEPTH);
-        chain_budgets(&chain, budgets);
+        twins_start(&t, DEPTH, resizes != 0, false);
+        ms_model *m = t.chain.model;
         for (int i = 0; i < 200; ++i) {
-            const uint64_t to = budgets[t_below(&rng, BUDGETS)];
+            const uint64_t to = t.budgets[t_below(&rng, BUDGETS)];
             const bool seen = i >= 100;
-            t_report(chain.model, &before);
-            c.most_bytes = c.bytes;
-            const uint64_t calls = c.calls, allocated = heap.calls;
-            ms_set_budget(chain.model, to);
-            t_ok(chain.model, ms_wrap(chain.model));
-            t_report(chain.model, &after);
+            t_report(m, &before);
+            t.c.most_bytes = t.c.bytes;
+            const uint64_t calls = t.c.calls, allocated = t.heap.calls;
+            ms_set_budget(m, to);
+            t_ok(m, ms_wrap(m));
+            t_report(m, &after);
             const uint64_t larger =
                 before.arena_bytes > after.arena_bytes ? before.arena_bytes : after.arena_bytes;
-            assert_true(c.bytes == after.arena_bytes && c.most_bytes <= larger);
-            assert_true(c.calls <= calls + 1);
-            assert_true(!seen || !resizes || heap.calls == allocated + c.calls - calls);
-            t_ok(chain.model, ms_step(chain.model, NULL));
-            t_ok(twin.model, ms_step(twin.model, NULL));
+            assert_true(t.c.bytes == after.arena_bytes && t.c.most_bytes <= larger);
+            assert_true(t.c.calls <= calls + 1);
+            assert_true(!seen || !resizes || t.heap.calls == allocated + t.c.calls - calls);
+            twins_step(&t);
         }
-        t_chain_same(&chain, &twin);
-        ms_destroy(chain.model);
-        ms_destroy(twin.model);
-        assert_true(c.bytes == 0 && heap.live_count == 0);
+        twins_end(&t);
     }
 }
 
 /* A change whose n-th allocation, on the device or on the host, fails; whether there was one. A
    failure leaves the old plan, with all its values. */
 static bool change_fails_cleanly(bool resizes, bool grows, bool of_heap, uint64_t n) {
-    counted c;
-    t_heap heap;
-    t_chain chain, twin;
-    uint64_t budgets[BUDGETS];
-    const ms_config plain = t_config();
-    ms_config config = t_config();
+    twins t;
     ms_memory_report before, after;
-    memset(&heap, 0, sizeof heap);
-    config.backend = counted_backend(&c, resizes);
-    config.allocator = t_heap_allocator(&heap);
-    config.offloading = MS_SWITCH_ON;
-    t_chain_start(&chain, &config, 3);
-    t_chain_start(&twin, &plain, 3);
-    chain_budgets(&chain, budgets);
-    ms_set_budget(chain.model, budgets[grows ? 0 : BUDGETS - 1]);
-    t_ok(chain.model, ms_wrap(chain.model));
-    t_ok(chain.model, ms_step(chain.model, NULL));
-    t_report(chain.model, &before);
-    ms_set_budget(chain.model, budgets[grows ? BUDGETS - 1 : 0]);
-    const uint64_t fail_at = c.calls + n;
-    c.fail_at = of_heap ? 0 : fail_at;
-    heap.fail_at = of_heap ? heap.calls + n : 0;
-    heap.has_failed = false;
-    const ms_result result = ms_wrap(chain.model);
-    const bool failed = of_heap ? heap.has_failed : c.calls >= fail_at;
-    c.fail_at = heap.fail_at = 0;
-    t_report(chain.model, &after);
+    twins_start(&t, 3, resizes, false);
+    ms_model *m = t.chain.model;
+    ms_set_budget(m, t.budgets[grows ? 0 : BUDGETS - 1]);
+    t_ok(m, ms_wrap(m));
+    twins_step(&t);
+    t_report(m, &before);
+    ms_set_budget(m, t.budgets[grows ? BUDGETS - 1 : 0]);
+    const uint64_t fail_at = t.c.calls + n;
+    t.c.fail_at = of_heap ? 0 : fail_at;
+    t.heap.fail_at = of_heap ? t.heap.calls + n : 0;
+    t.heap.has_failed = false;
+    const ms_result result = ms_wrap(m);
+    const bool failed = of_heap ? t.heap.has_failed : t.c.calls >= fail_at;
+    t.c.fail_at = t.heap.fail_at = 0;
+    t_report(m, &after);
     if (failed && resizes && !grows && !of_heap) { // what cannot be given back is kept
-        t_ok(chain.model, result);
-        assert_true(c.bytes == before.arena_bytes && after.arena_bytes < before.arena_bytes);
+        t_ok(m, result);
+        assert_true(t.c.bytes == before.arena_bytes && after.arena_bytes < before.arena_bytes);
     } else if (failed) {
-        t_error(chain.model, result, MS_RESULT_OUT_OF_MEMORY);
+        t_error(m, result, MS_RESULT_OUT_OF_MEMORY);
         assert_int_equal(after.plan_hash, before.plan_hash);
-        assert_true(c.bytes == before.arena_bytes && after.arena_bytes == before.arena_bytes);
+        assert_true(t.c.bytes == before.arena_bytes && after.arena_bytes == before.arena_bytes);
     } else {
-        t_ok(chain.model, result);
+        t_ok(m, result);
     }
-    t_ok(twin.model, ms_step(twin.model, NULL));
-    t_ok(twin.model, ms_step(twin.model, NULL));
-    t_ok(chain.model, ms_step(chain.model, NULL));
-    t_chain_same(&chain, &twin);
-    ms_destroy(chain.model);
-    ms_destroy(twin.model);
-    assert_true(c.bytes == 0 && heap.live_count == 0);
+    twins_step(&t);
+    twins_end(&t);
     return failed;
 }
 
@@ -486,32 +490,21 @@ static void a_refused_arena_leaves_the_old_one(void **state) {
 
 static void what_is_lost_for_good_is_suspended(void **state) {
     (void)state;
-    counted c;
-    t_chain chain, twin;
-    uint64_t budgets[BUDGETS];
-    ms_config config = t_config();
-    const ms_config plain = config;
-    config.backend = counted_backend(&c, false);
-    t_chain_start(&chain, &config, 3);
-    t_chain_start(&twin, &plain, 3);
-    chain_budgets(&chain, budgets);
-    t_ok(chain.model, ms_step(chain.model, NULL));
-    ms_set_budget(chain.model, budgets[0]);
-    c.fail_at = c.calls + 1;
-    c.fails_on = true; // the old arena is refused as well
-    t_error(chain.model, ms_wrap(chain.model), MS_RESULT_OUT_OF_MEMORY);
-    t_error(chain.model, ms_step(chain.model, NULL), MS_RESULT_ORDER);
-    t_error(chain.model, ms_resume(chain.model), MS_RESULT_OUT_OF_MEMORY);
-    c.fail_at = 0;
-    c.fails_on = false;
-    t_ok(chain.model, ms_wrap(chain.model));
-    t_ok(chain.model, ms_step(chain.model, NULL));
-    t_ok(twin.model, ms_step(twin.model, NULL));
-    t_ok(twin.model, ms_step(twin.model, NULL));
-    t_chain_same(&chain, &twin);
-    ms_destroy(chain.model);
-    ms_destroy(twin.model);
-    assert_int_equal(c.bytes, 0);
+    twins t;
+    twins_start(&t, 3, false, false);
+    ms_model *m = t.chain.model;
+    twins_step(&t);
+    ms_set_budget(m, t.budgets[0]);
+    t.c.fail_at = t.c.calls + 1;
+    t.c.fails_on = true; // the old arena is refused as well
+    t_error(m, ms_wrap(m), MS_RESULT_OUT_OF_MEMORY);
+    t_error(m, ms_step(m, NULL), MS_RESULT_ORDER);
+    t_error(m, ms_resume(m), MS_RESULT_OUT_OF_MEMORY);
+    t.c.fail_at = 0;
+    t.c.fails_on = false;
+    t_ok(m, ms_wrap(m));
+    twins_step(&t);
+    twins_end(&t);
 }
 #endif
 
@@ -603,38 +596,25 @@ static void calls_of_a_suspended_model(void **state) {
 static void suspend_with_failures(bool debug) {
     bool more = true;
     for (uint64_t fail_at = 1; more; ++fail_at) {
-        counted c;
-        t_heap heap;
-        t_chain chain, twin;
-        const ms_config plain = t_config();
-        ms_config config = plain;
-        memset(&heap, 0, sizeof heap);
-        config.backend = counted_backend(&c, false);
-        config.allocator = t_heap_allocator(&heap);
-        config.debug = debug;
-        t_chain_start(&chain, &config, 3);
-        t_chain_start(&twin, &plain, 3);
-        t_ok(chain.model, ms_step(chain.model, NULL));
-        t_ok(twin.model, ms_step(twin.model, NULL));
-        heap.fail_at = heap.calls + fail_at;
-        heap.has_failed = false;
-        ms_result result = ms_suspend(chain.model, NULL);
+        twins t;
+        twins_start(&t, 3, false, debug);
+        ms_model *m = t.chain.model;
+        twins_step(&t);
+        t.heap.fail_at = t.heap.calls + fail_at;
+        t.heap.has_failed = false;
+        ms_result result = ms_suspend(m, NULL);
         if (result == MS_RESULT_OK) {
-            assert_int_equal(c.bytes, 0);
-            result = ms_resume(chain.model);
+            assert_int_equal(t.c.bytes, 0);
+            result = ms_resume(m);
             if (result != MS_RESULT_OK) {
-                t_error(chain.model, ms_step(chain.model, NULL), MS_RESULT_ORDER);
-                t_ok(chain.model, ms_resume(chain.model));
+                t_error(m, ms_step(m, NULL), MS_RESULT_ORDER);
+                t_ok(m, ms_resume(m));
             }
         }
-        more = heap.has_failed;
+        more = t.heap.has_failed;
         assert_int_equal(result, more ? MS_RESULT_OUT_OF_MEMORY : MS_RESULT_OK);
-        t_ok(chain.model, ms_step(chain.model, NULL));
-        t_ok(twin.model, ms_step(twin.model, NULL));
-        t_chain_same(&chain, &twin);
-        ms_destroy(chain.model);
-        ms_destroy(twin.model);
-        assert_true(heap.live_count == 0 && c.bytes == 0);
+        twins_step(&t);
+        twins_end(&t);
         assert_true(fail_at < 50);
     }
 }
