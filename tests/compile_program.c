@@ -63,8 +63,11 @@ static bool refuses_a_missing_device(void) {
 #endif
 
 int main(void) {
+    ms_config config;
     ms_model *model;
-    if (ms_create(NULL, &model) != MS_RESULT_OK) {
+    memset(&config, 0, sizeof config);
+    config.memory_budget_bytes = 1u << 20; // with MEMSCALE_NO_SYSTEM nothing else is known
+    if (ms_create(&config, &model) != MS_RESULT_OK) {
         return 1;
     }
     ms_tensor target = register_square(model);

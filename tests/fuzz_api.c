@@ -92,6 +92,7 @@ typedef struct slot {
     bool has_refused; // a registration error, which sticks
     bool may_refuse;  // there may be one that was not told
     bool has_plan;    // wrapped at least once
+    void *image;      // memory that a suspended model was given, if any
 } slot;
 
 typedef struct world {
@@ -101,6 +102,7 @@ typedef struct world {
     uint64_t allocation_fails_in, backend_fails_in, callback_fails_in; // 0: never
     uint64_t faults;
     bool reenters; // callbacks call what they may not
+    double now_us; // the clock moves when it is read
     ms_backend cpu;
     ms_arena *arena;
     slot slots[MODELS];
@@ -285,6 +287,12 @@ static ms_allocator world_allocator(world *w) {
     a.release = world_release;
     a.user = w;
     return a;
+}
+
+static double world_clock(void *user) {
+    world *w = (world *)user;
+    w->now_us += 1.0;
+    return w->now_us;
 }
 
 static void hear(ms_log_level level, const char *tag, const char *text, void *user) {
@@ -550,6 +558,9 @@ static void try_to_reenter(const ms_call *call, const slot *s) {
     CHECK(ms_wrap(m) == MS_RESULT_ORDER);
     CHECK(ms_detach(m) == MS_RESULT_ORDER);
     CHECK(ms_step(m, NULL) == MS_RESULT_ORDER);
+    CHECK(ms_step_slice(m, 5, NULL) == MS_RESULT_ORDER);
+    CHECK(ms_suspend(m, NULL) == MS_RESULT_ORDER);
+    CHECK(ms_resume(m) == MS_RESULT_ORDER);
     CHECK(ms_forward(m, NULL) == MS_RESULT_ORDER);
     CHECK(ms_backward(m) == MS_RESULT_ORDER);
     CHECK(ms_update(m) == MS_RESULT_ORDER);
@@ -751,10 +762,11 @@ static int fz_custom(const ms_update_args *args) {
 
 /* Every error has its text, and a layer that keeps to its contract is never accused. */
 static ms_result told(const slot *s, ms_result result) {
-    trace("    %s%s%s", ms_result_name(result), result == MS_RESULT_OK ? "" : ": ",
-          result == MS_RESULT_OK ? "" : ms_last_error(s->model));
+    const bool is_error = result != MS_RESULT_OK && result != MS_RESULT_MORE;
+    trace("    %s%s%s", ms_result_name(result), is_error ? ": " : "",
+          is_error ? ms_last_error(s->model) : "");
     CHECK((int)result >= 0 && result < MS_RESULT_COUNT && result != MS_RESULT_CONTRACT);
-    CHECK(result == MS_RESULT_OK || ms_last_error(s->model)[0] != 0);
+    CHECK(!is_error || ms_last_error(s->model)[0] != 0);
     return result;
 }
 
@@ -778,7 +790,7 @@ static void check_step(const slot *s, ms_result result, bool is_clean) {
     told(s, result);
     CHECK(!is_clean || result == MS_RESULT_OK || result == MS_RESULT_ORDER ||
           result == MS_RESULT_NONFINITE || result == MS_RESULT_FAILED ||
-          result == MS_RESULT_DRY_RUN || s->model == NULL);
+          result == MS_RESULT_CANCELLED || result == MS_RESULT_DRY_RUN || s->model == NULL);
     CHECK(result != MS_RESULT_DRY_RUN || s->config.dry_run);
 }
 
@@ -845,6 +857,7 @@ static void op_destroy(world *w, slot *s) {
     for (uint32_t i = 0; i < s->loan_count; ++i) {
         free(s->loans[i].memory);
     }
+    free(s->image);
     memset(s, 0, sizeof *s);
     s->world = w;
 }
@@ -924,6 +937,9 @@ static void op_create(world *w, slot *s) {
     s->config.policy_user = &s->answer;
     s->config.empirical_profiling = (s->answer & 96) == 96 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     s->config.warmup_steps = s->answer & 1;
+    s->config.max_instruction_us = (s->answer & 128) != 0 ? 0.001 : 0.0;
+    s->config.clock = world_clock;
+    s->config.clock_user = w;
     s->shape = ms_shape2(1 + (int64_t)below(w, 5), 1 + (int64_t)below(w, 24));
     if (one_in(w, 16)) {
         spoil_config(w, &s->config);
@@ -1658,6 +1674,65 @@ static void op_part_of_a_step(world *w, slot *s) {
     check_step(s, result, faults == w->faults);
 }
 
+static void op_slices(world *w, slot *s) {
+    double loss = 0.0;
+    ms_result result = MS_RESULT_MORE;
+    for (uint32_t n = 1 + below(w, 16); n > 0 && result == MS_RESULT_MORE; --n) {
+        const uint64_t faults = w->faults;
+        result = ms_step_slice(s->model, below(w, 32), &loss);
+        CHECK(result != MS_RESULT_MORE || (s->has_plan && !s->has_refused));
+        if (result != MS_RESULT_MORE) {
+            check_step(s, result, faults == w->faults);
+        }
+    }
+}
+
+static void op_cancel(world *w, slot *s) {
+    (void)w;
+    ms_cancel(s->model);
+}
+
+/* What can be read of params and buffers, as a number. */
+static uint64_t values_digest(const slot *s) {
+    uint64_t h = 1;
+    for (uint32_t i = 0; i < s->tensor_count; ++i) {
+        const uint64_t bytes = ms_tensor_bytes(s->model, s->tensors[i]);
+        if ((s->kinds[i] == KIND_PARAM || s->kinds[i] == KIND_BUFFER) && bytes <= LARGEST_BLOCK) {
+            void *data = exact_block(bytes);
+            const ms_result result = ms_read(s->model, s->tensors[i], data);
+            h = digest(h, &result, sizeof result);
+            h = result == MS_RESULT_OK ? digest(h, data, (size_t)bytes) : h;
+            free(data);
+        }
+    }
+    return h;
+}
+
+/* A model that gives its memory up, and takes it again, keeps what it holds. */
+static void op_suspend(world *w, slot *s) {
+    const bool lends = one_in(w, 2), resumes = one_in(w, 2);
+    const uint64_t bytes = ms_suspended_bytes(s->model), faults = w->faults;
+    const uint64_t before = values_digest(s);
+    void *image = lends && bytes <= LARGEST_BLOCK ? exact_block(bytes) : NULL;
+    const ms_result suspended = told(s, ms_suspend(s->model, image));
+    if (suspended == MS_RESULT_OK) {
+        free(s->image);
+        s->image = image;
+    } else {
+        free(image);
+    }
+    CHECK(suspended != MS_RESULT_OK || s->has_plan);
+    if (suspended == MS_RESULT_OK && resumes) {
+        CHECK(told(s, ms_resume(s->model)) == MS_RESULT_OK || faults != w->faults);
+        CHECK(faults != w->faults || values_digest(s) == before);
+    }
+}
+
+static void op_resume(world *w, slot *s) {
+    (void)w;
+    told(s, ms_resume(s->model));
+}
+
 static void op_optimize(world *w, slot *s) {
     (void)w;
     MS_OPTIMIZE(s->model) {
@@ -1784,6 +1859,10 @@ static const operation operations[] = {
     {"arena", op_arena},
     {"other model", op_other_model},
     {"destroy", op_destroy},
+    {"slices", op_slices},
+    {"cancel", op_cancel},
+    {"suspend", op_suspend},
+    {"resume", op_resume},
 };
 enum { OPERATIONS = sizeof operations / sizeof operations[0] };
 
@@ -1796,6 +1875,7 @@ static void run_input(const uint8_t *data, size_t size) {
     w->cpu.open = NULL; // all functions receive user
     w->cpu.close = NULL;
     w->cpu.prepare = NULL;
+    w->cpu.query = NULL;
     w->cpu.has_copy_streams = false;
     w->cpu.copy_in = w->cpu.copy_out = w->cpu.copy;
     for (uint32_t i = 0; i < MODELS; ++i) {

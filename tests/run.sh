@@ -498,6 +498,8 @@ for source in tests/test_*.c; do
     [[ $host_only != *" $name "* ]] || check full "$name, C++11" "run_test release build/tests/${name}_cpp"
 done
 check quick 'test_formats, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_formats.c'
+check quick 'test_slices, MEMSCALE_NO_SYSTEM' 'run_test_with -DMEMSCALE_NO_SYSTEM tests/test_slices.c'
+check broad 'test_elastic, MEMSCALE_NO_SYSTEM' 'run_test_with -DMEMSCALE_NO_SYSTEM tests/test_elastic.c'
 check broad 'test_profile, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_profile.c'
 check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
 check full 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'

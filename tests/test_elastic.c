@@ -2,7 +2,6 @@
     bit changes, there are never two arenas, budgets that were seen before take no memory of the
     host, and a failed allocation leaves what there was. MEMSCALE_TEST_DAGS sets how many random
     graphs there are, MEMSCALE_TEST_SEED which is the first. */
-#define _DEFAULT_SOURCE
 #define T_OFFLOADS
 #define MEMSCALE_IMPLEMENTATION
 #define MSI_PART_BYTES 128 // so that state comes in parts
@@ -12,6 +11,10 @@
 #include "virtual.h"
 #include "late_dag.h"
 #include "slices.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 enum { QUICK_GRAPHS = 24, GRAPHS = 1000, BUDGETS = 12 };
 
@@ -98,13 +101,17 @@ static void same_lasting(const elastic *e) {
     }
 }
 
-static void one_micro(elastic *e, rd_net *n, uint32_t micro, double *loss) {
+static void begin_micro(elastic *e, rd_net *n, uint32_t micro) {
     n->run.micro = micro;
     for (uint32_t i = 0; i < n->run.graph->layer_count; ++i) {
         n->run.op[i].forwards = n->run.op[i].backwards = n->run.op[i].recomputes = 0;
     }
-    CHECK(e, rd_net_write(n, e->round, false) && is_ok(n, s_step(n->model, loss)));
-    CHECK(e, is_ok(n, ms_synchronize(n->model)));
+    CHECK(e, rd_net_write(n, e->round, false));
+}
+
+static void one_micro(elastic *e, rd_net *n, uint32_t micro, double *loss) {
+    begin_micro(e, n, micro);
+    CHECK(e, is_ok(n, s_step(n->model, loss)) && is_ok(n, ms_synchronize(n->model)));
 }
 
 /* Wraps for one of the budgets; twice in ten to the plain plan and back. */
@@ -316,12 +323,34 @@ static ms_backend counted_backend(counted *c, bool resizes) {
 // ------------------------------------------------------------------------------------------------
 // budgets that change in other memory
 
-/* In a block that the trainer lends, between bytes that must stay as they are. */
+/* Pages of which the first and the last cannot be touched. */
+typedef struct guarded {
+    uint8_t *pages;
+    size_t page, room; // bytes of each of these two, and between them
+} guarded;
+
+static guarded take_guarded(size_t least) {
+    guarded g;
+    g.page = (size_t)sysconf(_SC_PAGESIZE);
+    g.room = (least + g.page - 1) / g.page * g.page;
+    const int zeros = open("/dev/zero", O_RDWR);
+    assert_true(zeros >= 0);
+    g.pages = (uint8_t *)mmap(NULL, g.room + 2 * g.page, PROT_NONE, MAP_PRIVATE, zeros, 0);
+    close(zeros);
+    assert_true(g.pages != MAP_FAILED);
+    assert_int_equal(mprotect(g.pages + g.page, g.room, PROT_READ | PROT_WRITE), 0);
+    return g;
+}
+
+static void give_guarded(const guarded *g) {
+    assert_int_equal(munmap(g->pages, g->room + 2 * g->page), 0);
+}
+
+/* In a block that the trainer lends: it ends where a page does that cannot be touched, and begins
+   where one ended, or at an address that is not aligned. */
 static void budgets_change_in_lent_memory(void **state) {
     (void)state;
-    enum { ROOM = 1 << 20, GUARD = 4096 };
-    uint8_t *block = (uint8_t *)malloc(ROOM + 2 * GUARD);
-    assert_non_null(block);
+    const guarded block = take_guarded(1 << 20);
     for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
         rd_graph *g = rd_generate(seed);
         ms_config config = t_config();
@@ -330,17 +359,21 @@ static void budgets_change_in_lent_memory(void **state) {
             free(g);
             continue;
         }
-        memset(block, 0x5a, ROOM + 2 * GUARD);
+        const size_t skipped = seed % 2 ? (size_t)(seed % 64) : 0;
+        memset(block.pages + block.page, 0x5a, block.room);
         config.backend = counted_backend(&c, false);
-        config.memory = block + GUARD + seed % 64;
-        config.memory_bytes = ROOM - 64;
+        config.memory = block.pages + block.page + skipped;
+        config.memory_bytes = block.room - skipped;
+        if (seed % 3 == 0) {
+            s_slice(&config, seed);
+        }
         run_elastic(g, &config, 10);
         assert_int_equal(c.calls, 0);
-        for (uint32_t i = 0; i < GUARD; ++i) {
-            assert_true(block[i] == 0x5a && block[ROOM + GUARD + i] == 0x5a);
+        for (size_t i = 0; i < skipped; ++i) {
+            assert_int_equal(block.pages[block.page + i], 0x5a);
         }
     }
-    free(block);
+    give_guarded(&block);
 }
 
 /* On a device that works later, by way of the host. */
@@ -541,6 +574,69 @@ static void a_step_is_suspended_anywhere(void **state) {
     ms_destroy(twin.model);
 }
 
+#ifndef T_CUDA
+/* Calls again what failed for want of memory. */
+static void call_again(elastic *e, t_heap *heap, ms_result result, ms_result (*call)(ms_model *)) {
+    if (result != MS_RESULT_OK) {
+        CHECK(e, heap->has_failed && result == MS_RESULT_OUT_OF_MEMORY);
+        result = call(e->net->model);
+    }
+    CHECK(e, is_ok(e->net, result));
+}
+
+static ms_result suspend_to_own(ms_model *m) {
+    return ms_suspend(m, NULL);
+}
+
+/* Suspends and resumes, while one of the first allocations fails, or none. */
+static void suspend_short_of_memory(elastic *e, t_heap *heap) {
+    const uint64_t nth = t_below(&e->rng, 4);
+    heap->fail_at = nth ? heap->calls + nth : 0;
+    heap->has_failed = false;
+    call_again(e, heap, suspend_to_own(e->net->model), suspend_to_own);
+    CHECK(e, ms_step_slice(e->net->model, 1, NULL) == MS_RESULT_ORDER);
+    call_again(e, heap, ms_resume(e->net->model), ms_resume);
+    heap->fail_at = 0;
+}
+
+/* After each instruction of random graphs. */
+static void random_steps_are_suspended_anywhere(void **state) {
+    (void)state;
+    static elastic e;
+    for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
+        rd_graph *g = rd_generate(seed);
+        ms_config config = t_config();
+        t_heap heap;
+        memset(&heap, 0, sizeof heap);
+        if (!is_suitable(g)) {
+            free(g);
+            continue;
+        }
+        config.allocator = t_heap_allocator(&heap);
+        s_slice(&config, seed); // for its clock: two instructions seldom fit
+        elastic_start(&e, g, &config);
+        for (int step = 0; step < 3; ++step) {
+            for (uint32_t micro = 0; micro < g->accumulation; ++micro, ++e.round) {
+                double loss[2];
+                ms_result result = MS_RESULT_MORE;
+                one_micro(&e, e.fixed, micro, &loss[0]);
+                for (begin_micro(&e, e.net, micro); result == MS_RESULT_MORE;) {
+                    result = ms_step_slice(e.net->model, 1, &loss[1]);
+                    suspend_short_of_memory(&e, &heap);
+                }
+                CHECK(&e, is_ok(e.net, result));
+                assert_memory_equal(&loss[0], &loss[1], sizeof loss[0]);
+            }
+            e.fixed->run.step += 1;
+            e.net->run.step += 1;
+            same_lasting(&e);
+        }
+        elastic_end(&e);
+        assert_true(heap.live_count == 0 && heap.wrong_releases == 0);
+    }
+}
+#endif
+
 static void calls_of_a_suspended_model(void **state) {
     (void)state;
     t_chain chain, twin;
@@ -637,6 +733,7 @@ int main(void) {
         cmocka_unit_test(a_refused_arena_leaves_the_old_one),
         cmocka_unit_test(what_is_lost_for_good_is_suspended),
         cmocka_unit_test(suspending_fails_cleanly),
+        cmocka_unit_test(random_steps_are_suspended_anywhere),
 #endif
         cmocka_unit_test(a_step_is_suspended_anywhere),
         cmocka_unit_test(calls_of_a_suspended_model),
