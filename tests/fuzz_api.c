@@ -101,8 +101,8 @@ typedef struct world {
     uint64_t live_blocks, live_bytes;
     uint64_t allocation_fails_in, backend_fails_in, callback_fails_in; // 0: never
     uint64_t faults;
-    bool reenters; // callbacks call what they may not
-    double now_us; // the clock moves when it is read
+    bool reenters;          // callbacks call what they may not
+    double now_us, look_us; // the clock moves when it is read: less in slices than when measuring
     ms_backend cpu;
     ms_arena *arena;
     slot slots[MODELS];
@@ -291,7 +291,7 @@ static ms_allocator world_allocator(world *w) {
 
 static double world_clock(void *user) {
     world *w = (world *)user;
-    w->now_us += 1.0;
+    w->now_us += w->look_us;
     return w->now_us;
 }
 
@@ -1677,6 +1677,7 @@ static void op_part_of_a_step(world *w, slot *s) {
 static void op_slices(world *w, slot *s) {
     double loss = 0.0;
     ms_result result = MS_RESULT_MORE;
+    w->look_us = 1.0;
     for (uint32_t n = 1 + below(w, 16); n > 0 && result == MS_RESULT_MORE; --n) {
         const uint64_t faults = w->faults;
         result = ms_step_slice(s->model, below(w, 32), &loss);
@@ -1685,6 +1686,7 @@ static void op_slices(world *w, slot *s) {
             check_step(s, result, faults == w->faults);
         }
     }
+    w->look_us = 1000.0;
 }
 
 static void op_cancel(world *w, slot *s) {
@@ -1803,7 +1805,9 @@ static void op_compare(world *w, slot *s) {
     memset(&r, 0, sizeof r);
     w->allocation_fails_in = w->backend_fails_in = w->callback_fails_in = 0;
     const uint32_t micro_count = 1 + below(w, 3);
-    if (!s->has_plan || s->config.dry_run || plan_anew(s, micro_count, ms_wrap) != MS_RESULT_OK) {
+    const bool is_cancelled = s->model && msi_flag_is_set(&s->model->cancel);
+    if (!s->has_plan || s->config.dry_run || is_cancelled ||
+        plan_anew(s, micro_count, ms_wrap) != MS_RESULT_OK) {
         return;
     }
     CHECK(ms_report(s->model, &r) == MS_RESULT_OK);
@@ -1871,6 +1875,7 @@ static void run_input(const uint8_t *data, size_t size) {
     CHECK(w != NULL);
     w->data = data;
     w->size = size;
+    w->look_us = 1000.0;
     w->cpu = ms_backend_cpu();
     w->cpu.open = NULL; // all functions receive user
     w->cpu.close = NULL;
