@@ -523,7 +523,9 @@ typedef struct ms_allocator {
    (updates, copies, casts, the built-in ms_gemm), and of the threads that copy for offloading, which
    then run as part of the step. `run` calls piece(argument, i) for each i below count, once each, on
    any threads, and returns when all are done. Pieces wait for nothing and call nothing back; most
-   take 1 to 100 us. Where it makes no difference for speed, it is not called. */
+   take 1 to 100 us. Where it makes no difference for speed, it is not called. It is called on the
+   thread that called the library, and by ms_gemm on the thread of the callback: a callback that
+   multiplies in jobs of its own needs a `run` that several threads may call, and pieces too. */
 typedef void (*ms_piece_fn)(void *argument, uint32_t piece);
 typedef struct ms_parallel {
     void (*run)(void *user, uint32_t count, ms_piece_fn piece,
@@ -536,7 +538,9 @@ typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DE
 /* tag: debug, error, graph, plan, policy, rules or timing; text: one line without its line end. */
 typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text, void *user);
 
-/* Microseconds of a clock that is never set back, from any beginning. */
+/* Microseconds of a clock that is never set back, from any beginning, and that goes on while a call
+   computes: not the time of a frame. By a clock that stands still, a slice takes no time and runs the
+   whole step, and ms_hardware_report measures nothing. */
 typedef double (*ms_clock_fn)(void *user);
 
 /* Receives the next piece of a text: length bytes, without a NUL at the end. */
@@ -941,7 +945,8 @@ typedef struct ms_config {
     uint32_t accumulation_steps;  // micro-batches per step; 0: 1
     ms_arena *arena;              // shared with other models; NULL: the model's own
     /* A block of device memory that the trainer lends for the arena, as long as the model lives; NULL:
-       memory of the backend. Plans are never larger, and a budget of 0 is all of it. Not with a
+       memory of the backend. Plans are never larger, and a budget of 0 is all of it, from the first
+       address that is a multiple of 64 on (of 256 where the backend has a workspace). Not with a
        shared arena. */
     void *memory;
     uint64_t memory_bytes;
@@ -1681,10 +1686,14 @@ MEMSCALE_API_CHECKED ms_result ms_detach(ms_model *model);
    and which has ms_suspended_bytes(model), or, if that is NULL, in memory of the backend. At any time
    except in callbacks, also between ms_forward, ms_backward and ms_update, and between slices.
    ms_resume: allocates the arena anew and goes on bit for bit; addresses of ms_data have changed.
-   Without memory for that the model stays suspended. Meanwhile it can be reported on, ms_wrap and
-   ms_detach after ms_set_budget resume it with another arena, unless a step is under way, and all
-   that needs values is an error (ORDER). A shared arena stays. CUDA keeps streams, events and cuBLAS.
-   ms_suspended_bytes: what ms_suspend would keep now; 0 for a model that has nothing to give back.
+   Without memory for that the model stays suspended. Meanwhile it can be reported on, and all that
+   needs values is an error (ORDER). ms_wrap and ms_detach, after ms_set_budget, resume it with another
+   arena. A step in slices that is under way has to end before that: ms_cancel and ms_step_slice end
+   it, unless it has begun to update or a recomputation has old values of a buffer in place, and then
+   only ms_resume goes on. One that has come to ms_forward or ms_backward ends by itself. A shared
+   arena stays. CUDA keeps streams, events and cuBLAS.
+   ms_suspended_bytes: what ms_suspend would keep now, at most arena_bytes of ms_report and 64; a step
+   that is under way has more to keep. 0 for a model that has nothing to give back.
    Stream: waits. Errors: ORDER (not wrapped, suspended or not, in a callback), OUT_OF_MEMORY,
    BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_suspend(ms_model *model, void *memory);
@@ -1743,6 +1752,10 @@ MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
 
+/* OK if a tensor has so many bytes: for wrappers that know the size of what they give to ms_write and
+   ms_read. Errors: INVALID, with both numbers; that of ms_create if it failed. */
+MEMSCALE_API_CHECKED ms_result ms_expect_bytes(ms_model *model, ms_tensor tensor, uint64_t bytes);
+
 /* The tensor that a handle of ms_gradient or ms_optimizer_state belongs to; any other handle is
    returned as it is, a wrong one as 0. */
 MEMSCALE_API ms_tensor ms_tensor_of(const ms_model *model, ms_tensor tensor);
@@ -1777,9 +1790,9 @@ MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
    finish within that time, less what is left of earlier slices; the slice does not wait for it, and
    returns MORE until the loss has come, or OK as soon as all is enqueued if loss is NULL.
    Between slices the model may be reported on, printed, cancelled, suspended or destroyed.
-   ms_read gives what the step has not changed: inputs; params, buffers and optimizer state until it
-   begins to update, and with buffers only while no recomputation has their old values; after
-   forward also the loss and outputs. All else that needs the model between steps is an error (ORDER)
+   ms_read gives what the step has not changed: inputs and frozen params; other params, buffers and
+   optimizer state until it begins to update, and with buffers only while no recomputation has their
+   old values; after forward also the loss and outputs. All else that needs the model between steps is an error (ORDER)
    until the step is completed or cancelled. Steps in slices are not timed for empirical_profiling,
    and cuda_graph has no effect on them.
    Stream: does not wait, with exceptions: where the backend has no query; for another model that
@@ -1989,8 +2002,14 @@ template <typename F, typename B> struct callbacks {
     static int run_backward(const ms_call *call) {
         return static_cast<callbacks *>(call->user)->backward(*call);
     }
+    /* In memory of the model there is a byte after the callbacks: 1 once they are constructed. */
+    static unsigned char &is_made(void *memory) {
+        return static_cast<unsigned char *>(memory)[sizeof(callbacks)];
+    }
     static void end(void *memory) {
-        static_cast<callbacks *>(memory)->~callbacks();
+        if (is_made(memory)) {
+            static_cast<callbacks *>(memory)->~callbacks();
+        }
     }
     static void *operator new(size_t, void *memory) noexcept {
         return memory;
@@ -2033,7 +2052,8 @@ class model {
     }
 
     /* Registers a layer whose callbacks are two functions or lambdas, int(const ms_call &): 0, or an
-       error number. They are copied, and live as long as the model; call.user is not theirs to use.
+       error number. They are copied, live as long as the model, and must not throw. call.user is the
+       place of the copies, also for a bind and a recompute of the desc, whose own `user` is not kept.
        All else is as in the desc. Without `backward` no gradient passes through. */
     template <typename F, typename B>
     ms_layer layer(const ms_layer_desc &desc, const F &forward, const B &backward) {
@@ -2053,8 +2073,8 @@ class model {
     /* ms_write and ms_read of a whole tensor, to and from anything of which a span can be made.
        Errors: also INVALID, if it has not the bytes of the tensor. */
     template <typename T> ms_result write(ms_tensor tensor, span<T> from) {
-        return has_bytes(tensor, from.size() * sizeof(T)) ? ms_write(model_, tensor, from.data())
-                                                          : MS_RESULT_INVALID;
+        const ms_result fits = ms_expect_bytes(model_, tensor, from.size() * sizeof(T));
+        return fits == MS_RESULT_OK ? ms_write(model_, tensor, from.data()) : fits;
     }
     template <typename T, size_t N> ms_result write(ms_tensor tensor, const T (&from)[N]) {
         return write(tensor, span<const T>(from));
@@ -2063,8 +2083,8 @@ class model {
         return write(tensor, make(from.data(), from.size()));
     }
     template <typename T> ms_result read(ms_tensor tensor, span<T> to) {
-        return has_bytes(tensor, to.size() * sizeof(T)) ? ms_read(model_, tensor, to.data())
-                                                        : MS_RESULT_INVALID;
+        const ms_result fits = ms_expect_bytes(model_, tensor, to.size() * sizeof(T));
+        return fits == MS_RESULT_OK ? ms_read(model_, tensor, to.data()) : fits;
     }
     template <typename T, size_t N> ms_result read(ms_tensor tensor, T (&to)[N]) {
         return read(tensor, span<T>(to));
@@ -2079,13 +2099,16 @@ class model {
     template <typename T> static span<T> make(T *data, size_t size) {
         return span<T>(data, size);
     }
-    bool has_bytes(ms_tensor tensor, uint64_t bytes) const {
-        return ms_tensor_bytes(model_, tensor) == bytes;
-    }
     template <typename F, typename B> void *keep(const F &forward, const B &backward) {
         typedef callbacks<F, B> both;
-        void *memory = ms_attach(model_, sizeof(both), both::end);
-        return memory ? new (memory) both(forward, backward) : nullptr;
+        static_assert(alignof(both) <= 16,
+                      "what a callback captures is aligned to more than 16 bytes");
+        void *memory = ms_attach(model_, sizeof(both) + 1, both::end);
+        if (memory) {
+            new (memory) both(forward, backward); // a copy of what is captured may throw
+            both::is_made(memory) = 1;
+        }
+        return memory;
     }
     ms_layer add(const ms_layer_desc &desc) {
         const ms_layer none = {0};
@@ -3350,6 +3373,18 @@ static bool msi_has_clock(const ms_config *c) {
 
 static inline double msi_now_us(const ms_config *c) {
     return c->clock ? c->clock(c->clock_user) : msi_platform_us();
+}
+
+/* Whether the clock moves while this thread works. One that stands still for a frame does not. */
+static bool msi_clock_runs(const ms_config *c) {
+    bool runs = false;
+    if (msi_has_clock(c)) {
+        const double begin_us = msi_now_us(c);
+        for (int i = 0; i < 1000000 && !runs; i++) {
+            runs = msi_now_us(c) > begin_us;
+        }
+    }
+    return runs;
 }
 
 static void *msi_alloc_zeroed(const ms_allocator *allocator, uint64_t bytes) {
@@ -7293,7 +7328,7 @@ static ms_result msi_report_hardware(ms_model *m, ms_hardware *report) {
         return MS_RESULT_OK;
     }
     ms_result result = m->config.dry_run ? MS_RESULT_OK : msi_synchronize(m);
-    MSI_THEN(result, msi_has_clock(&m->config) ? msi_measure(m, report) : MS_RESULT_OK);
+    MSI_THEN(result, msi_clock_runs(&m->config) ? msi_measure(m, report) : MS_RESULT_OK);
     m->sources.reported = *report;
     return result;
 }
@@ -8693,6 +8728,8 @@ static const char *msi_config_fault(const ms_config *c, double *number) {
          "allocator: alloc and release are missing: set them along with resize, or none"},
         {c->memory && c->arena, 0.0,
          "memory: it cannot be lent to a model that shares an arena: lend each of the two alone"},
+        {c->memory && c->memory_bytes == 0, 0.0,
+         "memory: memory_bytes is 0: set the size of the block"},
         {!c->memory && c->memory_bytes > 0, (double)c->memory_bytes,
          "memory_bytes: there is no ms_config.memory of that size: set memory_budget_bytes"},
         {!msi_arena_fits(c), 0.0,
@@ -20531,6 +20568,10 @@ static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan 
                      msi_size(store->reserved_bytes).text);
     }
     msi_add_text(&text, ")");
+    if (m->config.memory) {
+        msi_add_text(&text, ". ms_config.memory has %llu bytes from its first aligned address on",
+                     (unsigned long long)msi_lent_bytes(m));
+    }
     msi_add_modes(&text, least);
     msi_add_host(&text, least);
     msi_add_size(&text, smallest);
@@ -25144,10 +25185,13 @@ static ms_result msi_complete_slices(ms_model *m, double *loss) {
 static ms_result msi_enter_slices(ms_model *m) {
     static const char *const function = "ms_step_slice";
     msi_slices *s = &m->run.slices;
-    if (s->is_open && msi_is_suspended(m)) {
-        return msi_fail_suspended(m, function);
+    const bool called_back = m->run.busy || m->run.visits;
+    if (s->is_open && !called_back &&
+        msi_is_suspended(m)) { // what is kept needs no old state undone
+        const ms_result ended = m->run.state_is_old ? MS_RESULT_OK : msi_check_cancel(m);
+        return ended == MS_RESULT_OK ? msi_fail_suspended(m, function) : ended;
     }
-    if (s->is_open && !m->run.busy && !m->run.visits) {
+    if (s->is_open && !called_back) {
         return msi_owns_arena(m)
                    ? MS_RESULT_OK
                    : msi_abandon(m, msi_fail(m, MS_RESULT_ORDER,
@@ -25176,7 +25220,8 @@ static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss
     const double begin_us =
         m->config.backend.is_asynchronous || microseconds == 0 ? 0.0 : msi_now_us(&m->config);
     ms_result result = msi_enter_slices(m);
-    const bool refused = goes_on && (m->run.busy || m->run.visits || msi_is_suspended(m));
+    const bool refused = goes_on && (m->run.busy || m->run.visits ||
+                                     (msi_is_suspended(m) && result != MS_RESULT_CANCELLED));
     if (refused || !s->is_open) { // only this call fails, or no step is under way
         return result;
     }
@@ -26571,7 +26616,9 @@ static ms_result msi_read_unplanned(ms_model *m, const msi_tensor *t, msi_role r
 static bool msi_is_settled(const ms_model *m, uint32_t t, msi_role role) {
     const msi_run *r = &m->run;
     const msi_tensor *tensor = &m->graph.tensors.items[t];
-    return msi_is_resident(tensor) ? role != MSI_ROLE_GRADIENT && r->updates_done == 0 &&
+    const bool stays =
+        tensor->kind == MSI_KIND_INPUT || (tensor->kind == MSI_KIND_PARAM && !msi_learns(tensor));
+    return msi_is_resident(tensor) ? role != MSI_ROLE_GRADIENT && (r->updates_done == 0 || stays) &&
                                          !(tensor->kind == MSI_KIND_BUFFER && r->state_is_old)
                                    : r->is_summed && role == MSI_ROLE_VALUE &&
                                          (t == m->graph.loss || tensor->is_output);
@@ -28392,6 +28439,23 @@ MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor) {
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
     return t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
+}
+
+MEMSCALE_API ms_result ms_expect_bytes(ms_model *model, ms_tensor tensor, uint64_t bytes) {
+    if (msi_made(model) != MS_RESULT_OK) {
+        return msi_made(model);
+    }
+    const uint32_t t = msi_index(&model->graph, tensor);
+    if (t == MSI_NONE) {
+        return msi_fail(model, MS_RESULT_INVALID, "there is no such tensor: its handle is 0x%x",
+                        (unsigned)tensor.id);
+    }
+    const msi_tensor *of = &model->graph.tensors.items[t];
+    return of->bytes == bytes ? MS_RESULT_OK
+                              : msi_fail(model, MS_RESULT_INVALID,
+                                         "\"%s\" has %llu bytes, and what is given has %llu",
+                                         msi_name(&model->graph, of->name),
+                                         (unsigned long long)of->bytes, (unsigned long long)bytes);
 }
 
 MEMSCALE_API ms_result ms_forward(ms_model *model, double *loss) {

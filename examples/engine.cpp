@@ -232,11 +232,7 @@ class painter {
         in_step_ = result == MS_RESULT_MORE;
         if (!in_step_) {
             check(model_, result);
-            steps_++;
-            for (int i = 0; i < LAYERS; i++) { // what paints while the next step is under way
-                check(model_, model_.read(weight_[i], weights_[i]));
-                check(model_, model_.read(bias_[i], biases_[i]));
-            }
+            take_step();
         }
         return over_us;
     }
@@ -255,14 +251,20 @@ class painter {
         return longest;
     }
 
-    /* Ends the step that is under way, which then does not count. */
+    /* Ends the step that is under way: it does not count, unless it has begun to update. Then it is
+       completed, and the cancel ends the next one, before that has run anything. */
     void end_step() {
-        if (in_step_) {
-            ms_cancel(model_);
-            while (ms_step_slice(model_, UINT64_MAX, nullptr) == MS_RESULT_OK) {
-            }
-            in_step_ = false;
+        if (!in_step_) {
+            return;
         }
+        ms_cancel(model_);
+        ms_result result = ms_step_slice(model_, UINT64_MAX, nullptr);
+        if (result == MS_RESULT_OK) {
+            take_step();
+            result = ms_step_slice(model_, UINT64_MAX, nullptr);
+        }
+        check(model_, result == MS_RESULT_CANCELLED ? MS_RESULT_OK : result);
+        in_step_ = false;
     }
 
     /* Paints some rows, by the job system. */
@@ -275,6 +277,15 @@ class painter {
     }
 
   private:
+    /* Counts a step, and takes the params that paint while the next one is under way. */
+    void take_step() {
+        steps_++;
+        for (int i = 0; i < LAYERS; i++) {
+            check(model_, model_.read(weight_[i], weights_[i]));
+            check(model_, model_.read(bias_[i], biases_[i]));
+        }
+    }
+
     ms_tensor add_dense(int i, ms_tensor in) {
         ms_layer_desc d = ms_layer_desc();
         const bool last = i == LAYERS - 1;

@@ -1715,6 +1715,8 @@ static void op_suspend(world *w, slot *s) {
     const bool lends = one_in(w, 2), resumes = one_in(w, 2);
     const uint64_t bytes = ms_suspended_bytes(s->model), faults = w->faults;
     const uint64_t before = values_digest(s);
+    ms_memory_report r;
+    CHECK(bytes == 0 || ms_report(s->model, &r) != MS_RESULT_OK || bytes <= r.arena_bytes + 64);
     void *image = lends && bytes <= LARGEST_BLOCK ? exact_block(bytes) : NULL;
     const ms_result suspended = told(s, ms_suspend(s->model, image));
     if (suspended == MS_RESULT_OK) {

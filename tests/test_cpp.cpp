@@ -145,6 +145,7 @@ static void sizes_are_checked(void **) {
     std::vector<double> wide(COLS);
     assert_int_equal(ms_wrap(n.model), MS_RESULT_OK);
     assert_int_equal(n.model.write(n.p, few), MS_RESULT_INVALID);
+    assert_non_null(strstr(n.model.error(), "bytes, and what is given has"));
     assert_int_equal(n.model.write(n.p, wide), MS_RESULT_INVALID);
     assert_int_equal(n.model.read(n.p, few), MS_RESULT_INVALID);
     assert_int_equal(n.model.write(n.p, p), MS_RESULT_OK);
@@ -157,6 +158,8 @@ static void a_config_that_is_wrong(void **) {
     config.target_utilization = 7.0;
     ms::model m(config);
     assert_int_equal(ms_wrap(m), MS_RESULT_INVALID);
+    float p[COLS];
+    assert_int_equal(m.read(ms_tensor(), p), MS_RESULT_INVALID);
     assert_non_null(strstr(m.error(), "target_utilization"));
     ms::model none;
     assert_int_equal(ms_wrap(none), MS_RESULT_INVALID);

@@ -128,10 +128,19 @@ static void change_budget(elastic *e) {
     CHECK(e, report.arena_bytes <= e->budget[which]);
 }
 
+/* What the image of a model takes now. */
+static uint64_t bounded_image(const elastic *e) {
+    ms_memory_report report;
+    t_report(e->net->model, &report);
+    const uint64_t bytes = ms_suspended_bytes(e->net->model);
+    CHECK(e, bytes <= report.arena_bytes + 64);
+    return bytes;
+}
+
 static void suspend_for_a_while(elastic *e) {
     ms_model *m = e->net->model;
     const bool lends = t_chance(&e->rng, 0.5);
-    const uint64_t bytes = ms_suspended_bytes(m);
+    const uint64_t bytes = bounded_image(e);
     void *memory = lends ? malloc((size_t)bytes + 1) : NULL;
     CHECK(e, is_ok(e->net, ms_suspend(m, memory)));
     CHECK(e, is_ok(e->net, ms_resume(m)));
@@ -211,15 +220,24 @@ static bool is_suitable(const rd_graph *g) {
     return !lent;
 }
 
+/* A random graph that is suitable, or NULL. */
+static rd_graph *suitable_graph(uint64_t seed) {
+    rd_graph *g = rd_generate(seed);
+    if (!is_suitable(g)) {
+        free(g);
+        return NULL;
+    }
+    return g;
+}
+
 static void budgets_change_no_bit(void **state) {
     (void)state;
     for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
-        rd_graph *g = rd_generate(seed);
+        rd_graph *g = suitable_graph(seed);
         ms_config config = t_config();
         t_heap heap;
         memset(&heap, 0, sizeof heap);
-        if (!is_suitable(g)) {
-            free(g);
+        if (!g) {
             continue;
         }
         config.debug = seed % 8 == 1;
@@ -352,11 +370,10 @@ static void budgets_change_in_lent_memory(void **state) {
     (void)state;
     const guarded block = take_guarded(1 << 20);
     for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
-        rd_graph *g = rd_generate(seed);
+        rd_graph *g = suitable_graph(seed);
         ms_config config = t_config();
         counted c;
-        if (!is_suitable(g)) {
-            free(g);
+        if (!g) {
             continue;
         }
         const size_t skipped = seed % 2 ? (size_t)(seed % 64) : 0;
@@ -376,17 +393,33 @@ static void budgets_change_in_lent_memory(void **state) {
     give_guarded(&block);
 }
 
+static void a_lent_block_that_is_too_small(void **state) {
+    (void)state;
+    t_chain chain;
+    uint64_t block[16];
+    ms_config config = t_config();
+    config.memory = block;
+    assert_int_equal(t_chain_create(&chain, &config, 2, T_CHAIN_ROWS, T_CHAIN_COLS),
+                     MS_RESULT_INVALID);
+    t_text_has(ms_last_error(chain.model), "memory_bytes is 0");
+    ms_destroy(chain.model);
+    config.memory_bytes = 1;
+    assert_int_equal(t_chain_create(&chain, &config, 2, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
+    t_error(chain.model, ms_wrap(chain.model), MS_RESULT_BUDGET);
+    t_text_has(ms_last_error(chain.model), "ms_config.memory has ");
+    ms_destroy(chain.model);
+}
+
 /* On a device that works later, by way of the host. */
 static void budgets_change_on_a_device(void **state) {
     (void)state;
     static v_layer layers[RD_LAYERS];
     for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
-        rd_graph *g = rd_generate(seed);
+        rd_graph *g = suitable_graph(seed);
         v_device device;
         t_heap heap;
         ms_config config = t_config();
-        if (!is_suitable(g)) {
-            free(g);
+        if (!g) {
             continue;
         }
         memset(&heap, 0, sizeof heap);
@@ -593,6 +626,7 @@ static void suspend_short_of_memory(elastic *e, t_heap *heap) {
     const uint64_t nth = t_below(&e->rng, 4);
     heap->fail_at = nth ? heap->calls + nth : 0;
     heap->has_failed = false;
+    (void)bounded_image(e);
     call_again(e, heap, suspend_to_own(e->net->model), suspend_to_own);
     CHECK(e, ms_step_slice(e->net->model, 1, NULL) == MS_RESULT_ORDER);
     call_again(e, heap, ms_resume(e->net->model), ms_resume);
@@ -604,12 +638,11 @@ static void random_steps_are_suspended_anywhere(void **state) {
     (void)state;
     static elastic e;
     for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
-        rd_graph *g = rd_generate(seed);
+        rd_graph *g = suitable_graph(seed);
         ms_config config = t_config();
         t_heap heap;
         memset(&heap, 0, sizeof heap);
-        if (!is_suitable(g)) {
-            free(g);
+        if (!g) {
             continue;
         }
         config.allocator = t_heap_allocator(&heap);
@@ -636,6 +669,60 @@ static void random_steps_are_suspended_anywhere(void **state) {
     }
 }
 #endif
+
+/* In the middle of a step, where the arena cannot be had again: the step is cancelled, and a smaller
+   one will do. */
+static void a_suspended_step_can_be_cancelled(void **state) {
+    (void)state;
+    const ms_config plain = t_config();
+    uint32_t cancelled = 0;
+    for (uint32_t slices = 1, more = 1; more; ++slices) {
+        t_chain chain, twin;
+        double loss;
+        uint64_t budgets[BUDGETS];
+        float data[T_CHAIN_COLS * T_CHAIN_COLS];
+        ms_config config = t_config();
+        s_slice(&config, slices);
+        config.early_update = MS_SWITCH_OFF;
+        t_chain_start(&chain, &config, 3);
+        t_chain_start(&twin, &plain, 3);
+        ms_model *m = chain.model;
+        chain_budgets(&chain, budgets);
+        ms_result result = MS_RESULT_MORE;
+        for (uint32_t i = 0; i < slices && result == MS_RESULT_MORE; ++i) {
+            result = ms_step_slice(m, 1, &loss);
+        }
+        more = result == MS_RESULT_MORE;
+        const bool updates = m->run.updates_done > 0;
+        t_ok(m, ms_suspend(m, NULL));
+        ms_set_budget(m, budgets[0]);
+        if (more) {
+            t_error(m, ms_wrap(m), MS_RESULT_ORDER);
+            t_error(m, ms_step_slice(m, 1, &loss), MS_RESULT_ORDER);
+            ms_cancel(m);
+            result = ms_step_slice(m, 1, &loss);
+            t_error(m, result, updates ? MS_RESULT_ORDER : MS_RESULT_CANCELLED);
+        }
+        if (updates && more) {
+            t_ok(m, ms_resume(m));
+            t_ok(m, ms_step_slice(m, UINT64_MAX, &loss));
+            t_error(m, ms_step(m, &loss), MS_RESULT_CANCELLED);
+        } else if (slices % 2) {
+            t_ok(m, ms_resume(m));
+        }
+        cancelled += more && !updates;
+        t_ok(m, ms_wrap(m));
+        t_ok(m, ms_read(m, chain.weight[0], data));
+        t_ok(twin.model, ms_step(twin.model, &loss));
+        if (more && !updates) {
+            t_ok(m, ms_step(m, &loss));
+        }
+        t_chain_same(&chain, &twin);
+        ms_destroy(m);
+        ms_destroy(twin.model);
+    }
+    assert_true(cancelled > 3);
+}
 
 static void calls_of_a_suspended_model(void **state) {
     (void)state;
@@ -728,6 +815,7 @@ int main(void) {
         cmocka_unit_test(budgets_change_a_thousand_times),
 #ifndef T_CUDA
         cmocka_unit_test(budgets_change_in_lent_memory),
+        cmocka_unit_test(a_lent_block_that_is_too_small),
         cmocka_unit_test(budgets_change_on_a_device),
         cmocka_unit_test(there_are_never_two_arenas),
         cmocka_unit_test(a_refused_arena_leaves_the_old_one),
@@ -736,6 +824,7 @@ int main(void) {
         cmocka_unit_test(random_steps_are_suspended_anywhere),
 #endif
         cmocka_unit_test(a_step_is_suspended_anywhere),
+        cmocka_unit_test(a_suspended_step_can_be_cancelled),
         cmocka_unit_test(calls_of_a_suspended_model),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -356,7 +356,8 @@ static void the_model_cannot_change_between_slices(void **state) {
             assert_null(ms_data(m, c.p));
             ++hidden;
         }
-        float rows[T_NET_ROWS * 4];
+        float rows[T_NET_ROWS * 4], x[T_NET_ROWS * T_NET_COLS * 4];
+        t_ok(m, ms_read(m, c.n.x, x));
         losses += ms_read(m, c.n.loss, rows) == MS_RESULT_OK;
         t_error(m, ms_read(m, ms_gradient(m, c.p), now), MS_RESULT_ORDER);
         result = ms_step_slice(m, 100, &loss);
@@ -441,6 +442,30 @@ static void slices_need_a_clock(void **state) {
     }
 #endif
     t_ok(chain.model, result);
+    ms_destroy(chain.model);
+}
+
+static double no_time(void *user) {
+    return *(double *)user;
+}
+
+/* By a clock that stands still a slice takes no time, and nothing can be measured. */
+static void a_clock_that_stands_still(void **state) {
+    (void)state;
+    t_chain chain;
+    double loss, now_us = 5.0;
+    ms_hardware hardware;
+    ms_config config = t_config();
+    config.clock = no_time;
+    config.clock_user = &now_us;
+    t_chain_start(&chain, &config, 3);
+    t_ok(chain.model, ms_hardware_report(chain.model, &hardware));
+    assert_true(!hardware.is_measured);
+    for (ms_result result = MS_RESULT_MORE; result == MS_RESULT_MORE;) { // the first are expected
+        result = ms_step_slice(chain.model, 1000, &loss);
+        assert_true(result == MS_RESULT_OK || result == MS_RESULT_MORE);
+    }
+    t_ok(chain.model, ms_step_slice(chain.model, 1, &loss));
     ms_destroy(chain.model);
 }
 
@@ -794,6 +819,7 @@ int main(void) {
         cmocka_unit_test(a_failure_ends_the_slices),
         cmocka_unit_test(wrong_calls_are_errors),
         cmocka_unit_test(slices_need_a_clock),
+        cmocka_unit_test(a_clock_that_stands_still),
         cmocka_unit_test(many_slices_take_no_memory),
         cmocka_unit_test(a_cancelled_step_counts_as_not_begun),
         cmocka_unit_test(a_cancelled_step_leaves_no_work),
