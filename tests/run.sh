@@ -204,12 +204,13 @@ cell_mixed() { # C_COMPILER CXX_COMPILER: a C++ program on an implementation tha
         cell "$2" tests/compile_program.c -x none "$object"
 }
 
-cell_cpp() { # C_COMPILER CXX_COMPILER: the part for C++, without exceptions and RTTI, run
+cell_cpp() { # C_COMPILER CXX_COMPILER FLAGS: the part for C++
     need "$1" && need "$2"
     [ -n "$CMOCKA" ] || skip 'no cmocka'
-    local object=$checks/cpp.$1
+    local object
+    object=$(mktemp $checks/cpp.XXXXXX)
     compile "$1" -O1 -c tests/compile_implementation.c -o "$object.o" &&
-        "$2" -std=c++11 -fno-exceptions -fno-rtti $WARNINGS -Werror -O1 -I. tests/test_cpp.cpp \
+        "$2" -std=c++11 $3 $WARNINGS -Werror -O1 -I. tests/test_cpp.cpp \
             "$object.o" -o "$object" $CMOCKA -lm -pthread && "$object"
 }
 
@@ -596,8 +597,10 @@ group 'compile, both languages'
 check broad 'g++ on an object of gcc' 'cell_mixed gcc g++'
 check broad 'clang++ on an object of clang' 'cell_mixed clang clang++'
 
-check quick 'test_cpp, g++ without exceptions and RTTI' 'cell_cpp gcc g++'
-check broad 'test_cpp, clang++ without exceptions and RTTI' 'cell_cpp clang clang++'
+check quick 'test_cpp, g++ without exceptions and RTTI' 'cell_cpp gcc g++ "-fno-exceptions -fno-rtti"'
+check broad 'test_cpp, clang++ without exceptions and RTTI' \
+    'cell_cpp clang clang++ "-fno-exceptions -fno-rtti"'
+check broad 'test_cpp, with exceptions and sanitizers' 'cell_cpp gcc g++ -fsanitize=address,undefined'
 
 group 'other machines'
 windows='cell_elsewhere wine x86_64-w64-mingw32'

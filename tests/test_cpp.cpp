@@ -1,5 +1,5 @@
 /*  test_cpp.cpp - the part of memscale.h for C++: models that move, lambdas, spans; compiled without
-    exceptions and RTTI, and against an implementation in C. */
+    exceptions and RTTI, and with them, against an implementation in C. */
 #include "../memscale.h"
 
 #include <array>
@@ -209,12 +209,56 @@ static void callbacks_end_with_the_model(void **) {
     assert_int_equal(ends, 2);
 }
 
+#ifdef __cpp_exceptions
+/* A callback that counts its copies that live, and whose copy may throw. */
+struct fragile {
+    int *live;
+    bool throws;
+    fragile(int *count, bool breaks) : live(count), throws(breaks) {
+        ++*live;
+    }
+    fragile(const fragile &other) : live(other.live), throws(other.throws) {
+        if (throws) {
+            throw 5;
+        }
+        ++*live;
+    }
+    fragile &operator=(const fragile &) = delete;
+    ~fragile() {
+        --*live;
+    }
+    int operator()(const ms_call &) const {
+        return 0;
+    }
+};
+
+/* Wherever a copy throws, what was copied ends once, and the model is as before. */
+static void copies_that_throw_end_once(void **) {
+    int live = 0;
+    for (int which = 0; which < 2; which++) {
+        ms::model model(config_of());
+        const fragile forward(&live, which == 0), backward(&live, which == 1);
+        bool thrown = false;
+        try {
+            model.layer(ms_layer_desc(), forward, backward);
+        } catch (int) {
+            thrown = true;
+        }
+        assert_true(thrown && live == 2);
+    }
+    assert_int_equal(live, 0);
+}
+#endif
+
 int main() {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(lambdas_train),
         cmocka_unit_test(sizes_are_checked),
         cmocka_unit_test(a_config_that_is_wrong),
         cmocka_unit_test(callbacks_end_with_the_model),
+#ifdef __cpp_exceptions
+        cmocka_unit_test(copies_that_throw_end_once),
+#endif
     };
     return cmocka_run_group_tests(tests, nullptr, nullptr);
 }
