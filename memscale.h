@@ -3375,14 +3375,15 @@ static inline double msi_now_us(const ms_config *c) {
     return c->clock ? c->clock(c->clock_user) : msi_platform_us();
 }
 
-/* Whether the clock moves while this thread works. One that stands still for a frame does not. */
+/* Whether the clock goes on while this thread works: that of a trainer may stand still for a frame. */
 static bool msi_clock_runs(const ms_config *c) {
+    if (!c->clock) {
+        return msi_has_clock(c);
+    }
+    const double begin_us = msi_now_us(c);
     bool runs = false;
-    if (msi_has_clock(c)) {
-        const double begin_us = msi_now_us(c);
-        for (int i = 0; i < 1000000 && !runs; i++) {
-            runs = msi_now_us(c) > begin_us;
-        }
+    for (int i = 0; i < 1000000 && !runs; i++) {
+        runs = msi_now_us(c) > begin_us;
     }
     return runs;
 }
