@@ -25186,13 +25186,13 @@ static ms_result msi_complete_slices(ms_model *m, double *loss) {
 static ms_result msi_enter_slices(ms_model *m) {
     static const char *const function = "ms_step_slice";
     msi_slices *s = &m->run.slices;
-    const bool called_back = m->run.busy || m->run.visits;
-    if (s->is_open && !called_back &&
-        msi_is_suspended(m)) { // what is kept needs no old state undone
+    const bool goes_on = s->is_open && !m->run.busy && !m->run.visits;
+    if (goes_on &&
+        msi_is_suspended(m)) { // to undo old state takes instructions, and these a device
         const ms_result ended = m->run.state_is_old ? MS_RESULT_OK : msi_check_cancel(m);
-        return ended == MS_RESULT_OK ? msi_fail_suspended(m, function) : ended;
+        return ended == MS_RESULT_OK ? msi_fail_suspended(m, function) : msi_abandon(m, ended);
     }
-    if (s->is_open && !called_back) {
+    if (goes_on) {
         return msi_owns_arena(m)
                    ? MS_RESULT_OK
                    : msi_abandon(m, msi_fail(m, MS_RESULT_ORDER,
@@ -25221,8 +25221,7 @@ static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss
     const double begin_us =
         m->config.backend.is_asynchronous || microseconds == 0 ? 0.0 : msi_now_us(&m->config);
     ms_result result = msi_enter_slices(m);
-    const bool refused = goes_on && (m->run.busy || m->run.visits ||
-                                     (msi_is_suspended(m) && result != MS_RESULT_CANCELLED));
+    const bool refused = goes_on && (m->run.busy || m->run.visits || msi_is_suspended(m));
     if (refused || !s->is_open) { // only this call fails, or no step is under way
         return result;
     }
@@ -26179,6 +26178,14 @@ static void msi_log_decisions(const ms_model *m, const msi_review *r) {
     }
 }
 
+/* Whether an instruction is about the workspace of a layer, and has that as its target. */
+static bool msi_is_of_workspace(const msi_program *p, const msi_instruction *i) {
+    const uint32_t range =
+        i->operand_count > 0 ? p->operands.items[i->operand_first].range : MSI_NONE;
+    return range != MSI_NONE && !msi_calls_layer((msi_op)i->op) &&
+           p->ranges.items[range].role == MSI_ROLE_WORKSPACE;
+}
+
 /* Warns of instructions that take longer than ms_config.max_instruction_us all the same. */
 static void msi_log_long(const ms_model *m) {
     const msi_program *p = &m->run.plan->train;
@@ -26186,7 +26193,8 @@ static void msi_log_long(const ms_model *m) {
         return;
     }
     const msi_instruction *i = &p->instructions.items[p->longest];
-    const bool layer = msi_calls_layer((msi_op)i->op);
+    const bool calls = msi_calls_layer((msi_op)i->op);
+    const bool layer = calls || msi_is_of_workspace(p, i);
     msi_log(
         m, MS_LOG_WARNING, "plan",
         "%u instructions are predicted to take longer than max_instruction_us (%s); the longest "
@@ -26195,7 +26203,7 @@ static void msi_log_long(const ms_model *m) {
         layer ? msi_layer_label(&m->graph, i->target).text : "\"",
         layer ? "" : msi_tensor_name(&m->graph, i->target), layer ? "" : "\"",
         msi_time(p->longest_us).text,
-        !layer ? ": the library does not split it"
+        !calls ? ": the library does not split it"
         : m->graph.layers.items[i->target].tile.axes == 0
             ? ": it declares no rows (ms_layer_desc.tile) by which to split it"
             : ": its rows, or a tiling that is OFF, allow no smaller tiles");
@@ -28443,20 +28451,16 @@ MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
 }
 
 MEMSCALE_API ms_result ms_expect_bytes(ms_model *model, ms_tensor tensor, uint64_t bytes) {
-    if (msi_made(model) != MS_RESULT_OK) {
-        return msi_made(model);
-    }
-    const uint32_t t = msi_index(&model->graph, tensor);
-    if (t == MSI_NONE) {
-        return msi_fail(model, MS_RESULT_INVALID, "there is no such tensor: its handle is 0x%x",
-                        (unsigned)tensor.id);
-    }
-    const msi_tensor *of = &model->graph.tensors.items[t];
-    return of->bytes == bytes ? MS_RESULT_OK
-                              : msi_fail(model, MS_RESULT_INVALID,
-                                         "\"%s\" has %llu bytes, and what is given has %llu",
-                                         msi_name(&model->graph, of->name),
-                                         (unsigned long long)of->bytes, (unsigned long long)bytes);
+    const uint32_t t = msi_transfer_index(model, "ms_expect_bytes", tensor, &bytes);
+    const uint64_t has = t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
+    return t == MSI_NONE ? msi_invalid(model)
+           : has == bytes
+               ? MS_RESULT_OK
+               : msi_fail(model, MS_RESULT_INVALID,
+                          "ms_expect_bytes: \"%s\" has %llu bytes, and what is given has "
+                          "%llu",
+                          msi_tensor_name(&model->graph, t), (unsigned long long)has,
+                          (unsigned long long)bytes);
 }
 
 MEMSCALE_API ms_result ms_forward(ms_model *model, double *loss) {

@@ -111,6 +111,7 @@ static void null_arguments(void **state) {
     assert_int_equal(ms_gradient(NULL, none).id, 0);
     assert_int_equal(ms_optimizer_state(NULL, none, 0).id, 0);
     assert_true(ms_tensor_count(NULL, none) == 0 && ms_tensor_bytes(NULL, none) == 0);
+    assert_int_equal(ms_expect_bytes(NULL, none, 0), MS_RESULT_INVALID);
     assert_int_equal(ms_tensor_of(NULL, none).id, 0);
     assert_string_equal(ms_tensor_name(NULL, none), "?");
     assert_string_equal(ms_layer_name(NULL, no_layer), "?");
@@ -1004,6 +1005,11 @@ static void sizes_of_tensors(void **state) {
     ms_tensor wrong = {77};
     assert_true(ms_tensor_count(m, x) == 24 && ms_tensor_bytes(m, x) == 48);
     assert_true(ms_tensor_count(m, wrong) == 0 && ms_tensor_bytes(m, wrong) == 0);
+    t_ok(m, ms_expect_bytes(m, x, 48));
+    t_error(m, ms_expect_bytes(m, x, 24), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(m), "\"x\" has 48 bytes, and what is given has 24");
+    t_error(m, ms_expect_bytes(m, wrong, 0), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(m), "no tensor of this model");
     ms_destroy(m);
 }
 // ------------------------------------------------------------------------------------------------

@@ -220,36 +220,36 @@ static bool is_suitable(const rd_graph *g) {
     return !lent;
 }
 
-/* A random graph that is suitable, or NULL. */
-static rd_graph *suitable_graph(uint64_t seed) {
-    rd_graph *g = rd_generate(seed);
-    if (!is_suitable(g)) {
-        free(g);
-        return NULL;
+/* Runs a test, which frees its graph, on random graphs; `heap` counts what it takes, if it uses it. */
+static void with_each_graph(void (*test)(rd_graph *g, t_heap *heap)) {
+    for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
+        rd_graph *g = rd_generate(seed);
+        t_heap heap;
+        memset(&heap, 0, sizeof heap);
+        if (is_suitable(g)) {
+            test(g, &heap);
+        } else {
+            free(g);
+        }
+        assert_true(heap.live_count == 0 && heap.wrong_releases == 0);
     }
-    return g;
+}
+
+static void change_budgets(rd_graph *g, t_heap *heap) {
+    ms_config config = t_config();
+    config.debug = g->seed % 8 == 1;
+    if (g->seed % 2) { // without resize
+        config.allocator = t_heap_allocator(heap);
+    }
+    if (g->seed % 3 == 0) {
+        s_slice(&config, g->seed);
+    }
+    run_elastic(g, &config, 20);
 }
 
 static void budgets_change_no_bit(void **state) {
     (void)state;
-    for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
-        rd_graph *g = suitable_graph(seed);
-        ms_config config = t_config();
-        t_heap heap;
-        memset(&heap, 0, sizeof heap);
-        if (!g) {
-            continue;
-        }
-        config.debug = seed % 8 == 1;
-        if (seed % 2) { // without resize
-            config.allocator = t_heap_allocator(&heap);
-        }
-        if (seed % 3 == 0) {
-            s_slice(&config, seed);
-        }
-        run_elastic(g, &config, 20);
-        assert_true(heap.live_count == 0 && heap.wrong_releases == 0);
-    }
+    with_each_graph(change_budgets);
 }
 
 static void budgets_change_a_thousand_times(void **state) {
@@ -366,31 +366,30 @@ static void give_guarded(const guarded *g) {
 
 /* In a block that the trainer lends: it ends where a page does that cannot be touched, and begins
    where one ended, or at an address that is not aligned. */
-static void budgets_change_in_lent_memory(void **state) {
-    (void)state;
+static void change_budgets_in_lent_memory(rd_graph *g, t_heap *heap) {
+    (void)heap;
     const guarded block = take_guarded(1 << 20);
-    for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
-        rd_graph *g = suitable_graph(seed);
-        ms_config config = t_config();
-        counted c;
-        if (!g) {
-            continue;
-        }
-        const size_t skipped = seed % 2 ? (size_t)(seed % 64) : 0;
-        memset(block.pages + block.page, 0x5a, block.room);
-        config.backend = counted_backend(&c, false);
-        config.memory = block.pages + block.page + skipped;
-        config.memory_bytes = block.room - skipped;
-        if (seed % 3 == 0) {
-            s_slice(&config, seed);
-        }
-        run_elastic(g, &config, 10);
-        assert_int_equal(c.calls, 0);
-        for (size_t i = 0; i < skipped; ++i) {
-            assert_int_equal(block.pages[block.page + i], 0x5a);
-        }
+    const size_t skipped = g->seed % 2 ? (size_t)(g->seed % 64) : 0;
+    ms_config config = t_config();
+    counted c;
+    memset(block.pages + block.page, 0x5a, block.room);
+    config.backend = counted_backend(&c, false);
+    config.memory = block.pages + block.page + skipped;
+    config.memory_bytes = block.room - skipped;
+    if (g->seed % 3 == 0) {
+        s_slice(&config, g->seed);
+    }
+    run_elastic(g, &config, 10);
+    assert_int_equal(c.calls, 0);
+    for (size_t i = 0; i < skipped; ++i) {
+        assert_int_equal(block.pages[block.page + i], 0x5a);
     }
     give_guarded(&block);
+}
+
+static void budgets_change_in_lent_memory(void **state) {
+    (void)state;
+    with_each_graph(change_budgets_in_lent_memory);
 }
 
 static void a_lent_block_that_is_too_small(void **state) {
@@ -411,36 +410,32 @@ static void a_lent_block_that_is_too_small(void **state) {
 }
 
 /* On a device that works later, by way of the host. */
+static void change_budgets_on_a_device(rd_graph *g, t_heap *heap) {
+    static v_layer layers[RD_LAYERS];
+    v_device device;
+    ms_config config = t_config();
+    v_open(&device, g->seed);
+    config.backend = v_backend(&device);
+    config.allocator = t_heap_allocator(heap);
+    uint8_t *block = NULL;
+    if (g->seed % 2) { // or inside lent memory, where values slide
+        block = (uint8_t *)malloc(1 << 20);
+        config.memory = block;
+        config.memory_bytes = 1 << 20;
+    }
+    if (g->seed % 3 == 0) {
+        s_slice(&config, g->seed);
+    }
+    run_elastic(ld_make_late(g, layers), &config, 8);
+    assert_int_equal(device.engine.pending, 0);
+    assert_int_equal(device.callback_error, 0);
+    v_close(&device);
+    free(block);
+}
+
 static void budgets_change_on_a_device(void **state) {
     (void)state;
-    static v_layer layers[RD_LAYERS];
-    for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
-        rd_graph *g = suitable_graph(seed);
-        v_device device;
-        t_heap heap;
-        ms_config config = t_config();
-        if (!g) {
-            continue;
-        }
-        memset(&heap, 0, sizeof heap);
-        v_open(&device, seed);
-        config.backend = v_backend(&device);
-        config.allocator = t_heap_allocator(&heap);
-        uint8_t *block = NULL;
-        if (seed % 2) { // or inside lent memory, where values slide
-            block = (uint8_t *)malloc(1 << 20);
-            config.memory = block;
-            config.memory_bytes = 1 << 20;
-        }
-        if (seed % 3 == 0) {
-            s_slice(&config, seed);
-        }
-        run_elastic(ld_make_late(g, layers), &config, 8);
-        assert_true(heap.live_count == 0 && device.engine.pending == 0);
-        assert_int_equal(device.callback_error, 0);
-        v_close(&device);
-        free(block);
-    }
+    with_each_graph(change_budgets_on_a_device);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -633,40 +628,35 @@ static void suspend_short_of_memory(elastic *e, t_heap *heap) {
     heap->fail_at = 0;
 }
 
-/* After each instruction of random graphs. */
+/* After each instruction. */
+static void suspend_anywhere(rd_graph *g, t_heap *heap) {
+    static elastic e;
+    ms_config config = t_config();
+    config.allocator = t_heap_allocator(heap);
+    s_slice(&config, g->seed); // for its clock: two instructions seldom fit
+    elastic_start(&e, g, &config);
+    for (int step = 0; step < 3; ++step) {
+        for (uint32_t micro = 0; micro < g->accumulation; ++micro, ++e.round) {
+            double loss[2];
+            ms_result result = MS_RESULT_MORE;
+            one_micro(&e, e.fixed, micro, &loss[0]);
+            for (begin_micro(&e, e.net, micro); result == MS_RESULT_MORE;) {
+                result = ms_step_slice(e.net->model, 1, &loss[1]);
+                suspend_short_of_memory(&e, heap);
+            }
+            CHECK(&e, is_ok(e.net, result));
+            assert_memory_equal(&loss[0], &loss[1], sizeof loss[0]);
+        }
+        e.fixed->run.step += 1;
+        e.net->run.step += 1;
+        same_lasting(&e);
+    }
+    elastic_end(&e);
+}
+
 static void random_steps_are_suspended_anywhere(void **state) {
     (void)state;
-    static elastic e;
-    for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
-        rd_graph *g = suitable_graph(seed);
-        ms_config config = t_config();
-        t_heap heap;
-        memset(&heap, 0, sizeof heap);
-        if (!g) {
-            continue;
-        }
-        config.allocator = t_heap_allocator(&heap);
-        s_slice(&config, seed); // for its clock: two instructions seldom fit
-        elastic_start(&e, g, &config);
-        for (int step = 0; step < 3; ++step) {
-            for (uint32_t micro = 0; micro < g->accumulation; ++micro, ++e.round) {
-                double loss[2];
-                ms_result result = MS_RESULT_MORE;
-                one_micro(&e, e.fixed, micro, &loss[0]);
-                for (begin_micro(&e, e.net, micro); result == MS_RESULT_MORE;) {
-                    result = ms_step_slice(e.net->model, 1, &loss[1]);
-                    suspend_short_of_memory(&e, &heap);
-                }
-                CHECK(&e, is_ok(e.net, result));
-                assert_memory_equal(&loss[0], &loss[1], sizeof loss[0]);
-            }
-            e.fixed->run.step += 1;
-            e.net->run.step += 1;
-            same_lasting(&e);
-        }
-        elastic_end(&e);
-        assert_true(heap.live_count == 0 && heap.wrong_releases == 0);
-    }
+    with_each_graph(suspend_anywhere);
 }
 #endif
 

@@ -281,6 +281,39 @@ static void long_instructions_are_split(void **state) {
     }
 }
 
+/* What is not split is named all the same: here the layer whose workspace takes long to be cleared. */
+static void a_long_fill_is_named(void **state) {
+    (void)state;
+    t_net n;
+    last_warning warning;
+    ms_memory_report report;
+    const ms_layer_time time = {0.1, 0.1, 0.1};
+    memset(&warning, 0, sizeof warning);
+    t_net_begin(&n);
+    n.config.max_instruction_us = 3.0;
+    n.config.log = take_warning;
+    n.config.log_user = &warning;
+    t_net_create(&n);
+    ms_hardware device = *ms_hardware_find("RTX 3090");
+    device.launch_us = 0.001;
+    ms_set_hardware(n.m, &device);
+    t_net_optimizer(&n, MS_OPTIMIZER_SGD, 0.125f);
+    const ms_tensor y = t_net_scale(&n, "scale", n.x, 0.0f, t_net_param(&n, "p"));
+    ms_layer_desc d = t_net_own(&n, t_forward, t_backward, "clears", y, t_net_like(&n, "z", y));
+    d.forward_workspace.bytes = 8 << 20; // some 9 us at 936 GB/s
+    d.forward_workspace.contents = MS_CONTENTS_ZERO;
+    t_net_register(&n, &d);
+    ms_set_layer_time(n.m, n.layers[n.count - 1], &time);
+    t_net_loss(&n, d.out[0], 1.0f);
+    t_ok(n.m, ms_wrap(n.m));
+    t_report(n.m, &report);
+    assert_true(report.longest_us > 3.0 && report.longest_layer.id == 0);
+    assert_int_equal(warning.count, 1);
+    t_text_has(warning.text, "zero of layer 1 \"clears\"");
+    t_text_has(warning.text, "does not split it");
+    t_net_end(&n);
+}
+
 /* Updates in parts, of params that nothing moves. */
 static void long_updates_are_split(void **state) {
     (void)state;
@@ -356,8 +389,7 @@ static void the_model_cannot_change_between_slices(void **state) {
             assert_null(ms_data(m, c.p));
             ++hidden;
         }
-        float rows[T_NET_ROWS * 4], x[T_NET_ROWS * T_NET_COLS * 4];
-        t_ok(m, ms_read(m, c.n.x, x));
+        float rows[T_NET_ROWS * 4];
         losses += ms_read(m, c.n.loss, rows) == MS_RESULT_OK;
         t_error(m, ms_read(m, ms_gradient(m, c.p), now), MS_RESULT_ORDER);
         result = ms_step_slice(m, 100, &loss);
@@ -367,6 +399,32 @@ static void the_model_cannot_change_between_slices(void **state) {
     t_ok(m, ms_read(m, c.p, now));
     assert_true(memcmp(now, p, sizeof p) != 0);
     t_net_end(&c.n);
+}
+
+/* While the others are updated. */
+static void inputs_and_frozen_params_can_be_read_all_the_time(void **state) {
+    (void)state;
+    t_chain chain;
+    double loss;
+    float x[T_CHAIN_ROWS * T_CHAIN_COLS], weight[T_CHAIN_COLS * T_CHAIN_COLS];
+    uint32_t updating = 0;
+    ms_config config = t_config();
+    give_clock(&config);
+    config.early_update = MS_SWITCH_OFF;
+    assert_int_equal(t_chain_create(&chain, &config, 4, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
+    ms_model *m = chain.model;
+    ms_set_frozen(m, chain.weight[0], true);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, t_chain_write(&chain, 1));
+    while (ms_step_slice(m, 1, &loss) == MS_RESULT_MORE) {
+        const bool is_hidden = ms_read(m, chain.weight[1], weight) != MS_RESULT_OK;
+        updating += is_hidden;
+        t_ok(m, ms_read(m, chain.x, x));
+        t_ok(m, ms_read(m, chain.weight[0], weight));
+        assert_non_null(ms_data(m, chain.x));
+    }
+    assert_true(updating >= 2); // of three updates the last is in the slice that ends the step
+    ms_destroy(m);
 }
 
 static void a_model_can_be_destroyed_between_slices(void **state) {
@@ -813,8 +871,10 @@ int main(void) {
         cmocka_unit_test(a_hiccup_is_forgotten),
         cmocka_unit_test(no_time_runs_nothing),
         cmocka_unit_test(long_instructions_are_split),
+        cmocka_unit_test(a_long_fill_is_named),
         cmocka_unit_test(long_updates_are_split),
         cmocka_unit_test(the_model_cannot_change_between_slices),
+        cmocka_unit_test(inputs_and_frozen_params_can_be_read_all_the_time),
         cmocka_unit_test(a_model_can_be_destroyed_between_slices),
         cmocka_unit_test(a_failure_ends_the_slices),
         cmocka_unit_test(wrong_calls_are_errors),
