@@ -17,6 +17,7 @@
 #   FUZZ_SECONDS=600 FUZZ_CC=clang                  of make fuzz
 
 config ?= release
+header ?= memscale.h
 OUT    := build$(patsubst %,/%,$(filter-out release,$(config)))
 
 export WARNINGS   := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual \
@@ -24,7 +25,7 @@ export WARNINGS   := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Ws
 export WARNINGS_C := -Wstrict-prototypes -Wmissing-prototypes
 
 release  := -O3 -march=native -fno-math-errno
-quick    := -O1
+quick    := -O1 -march=native
 debug    := -O0 -g
 # -g1: lines for stack traces; where variables are would take longer to compile than the checks. What
 # address finds as well need not be looked for twice.
@@ -118,16 +119,45 @@ twins    := $(addsuffix _cpp,$(tests))
 all: $(programs)
 
 say = $(if $(V),,@echo '  $(1)' &&)
+
+# The implementation is compiled once, not with each program that could hold it: what programs link is
+# memscale.o; and tests, which call private functions too, link library.o and include private.h.
+$(OUT)/memscale.o: tests/compile_implementation.c $(OUT)/flags
+	$(call say,$(CC) $@) $(compile) -MMD -MP -MF $@.d -c -o $@ $<
+
+# quick: what is compiled once and runs in each test is worth -O2; programs link it too.
+once := $(if $(filter quick,$(config)),-O2)
+
+private := build/private
+$(private)/private.h $(private)/bodies.h: $(private)/%.h: tests/private.awk $(header)
+	@mkdir -p $(@D)
+	@awk $(if $(filter bodies,$*),-v bodies=1) -f $^ > $@.$$$$ && mv $@.$$$$ $@
+
+$(OUT)/library.o $(OUT)/library_cpp.o: tests/library.c $(private)/bodies.h $(OUT)/flags
+$(OUT)/library.o:
+	$(call say,$(CC) $@) $(compile) $(once) $(on_library) -Wno-missing-prototypes -MMD -MP -MF $@.d -c -o $@ $<
+$(OUT)/library_cpp.o:
+	$(call say,$(CXX) $@) $(twin) $(once) $(on_library) -MMD -MP -MF $@.d -c -o $@ $<
+
+on_object  := -DMEMSCALE_IMPLEMENTATION_DONE
+on_library := -I$(private) -Itests
+
+on_private := $(tests) $(OUT)/tests/fuzz_api $(OUT)/bench/nets
+$(on_private) $(twins): on_object = $(on_library)
+$(on_private) $(twins): | $(private)/private.h
+$(filter-out $(on_private) %/engine,$(programs)): $(OUT)/$(if $(once),library,memscale).o
+$(on_private): $(OUT)/library.o
+$(twins): $(OUT)/library_cpp.o
 $(tests) $(twins): libs += $(CMOCKA)
 $(OUT)/examples/estimate $(OUT)/tests/test_estimate $(OUT)/tests/test_estimate_cpp: libs += $(CJSON)
 
 $(OUT)/%: %.c $(OUT)/flags
 	@mkdir -p $(@D)
-	$(call say,$(CC) $@) $(compile) -MMD -MP -MF $@.d -o $@ $< $(LDFLAGS) $(libs)
+	$(call say,$(CC) $@) $(compile) $(on_object) -MMD -MP -MF $@.d -o $@ $< $(filter %.o,$^) $(LDFLAGS) $(libs)
 
 $(OUT)/%_cpp: %.c $(OUT)/flags
 	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(twin) -MMD -MP -MF $@.d -o $@ $< $(LDFLAGS) $(libs)
+	$(call say,$(CXX) $@) $(twin) $(on_object) -MMD -MP -MF $@.d -o $@ $< -x none $(filter %.o,$^) $(LDFLAGS) $(libs)
 
 # It has a job system of its own.
 engine = $(CXX) -std=c++11 $(filter-out -fopenmp -DMEMSCALE_CBLAS,$(common)) $(idioms) $(CFLAGS)
@@ -141,132 +171,11 @@ $(OUT)/flags: FORCE
 	@echo '$(compile) $(twin) $(LDFLAGS) $(libs) $(CMOCKA) $(CJSON)' | cmp -s - $@ || \
 	 echo '$(compile) $(twin) $(LDFLAGS) $(libs) $(CMOCKA) $(CJSON)' > $@
 
--include $(wildcard $(OUT)/*/*.d)
+-include $(wildcard $(OUT)/*.d $(OUT)/*/*.d)
 
-# ---- for the GPU ---------------------------------------------------------------------------------
-# One object has all that nvcc compiles. The programs around it are C, and have --device cuda.
+# ---- for the GPU, and for the emulation of one -----------------------------------------------------
 
-CUDA_CODES ?= $(filter sm_75 sm_80 sm_86 sm_87 sm_89 sm_90,$(shell $(NVCC) --list-gpu-code))
-cuda       := build/cuda
-# Tests whose layers are host code: tests/emulation/on_cuda.h gives them to the CUDA backend.
-with_trampolines := $(addprefix test_,api contract darknet_style debug faults features llmc_style \
-                      memory plan shapes steps threads validate verify)
-cuda_home   = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
-cuda_libs   = $(firstword $(wildcard $(cuda_home)/lib64 $(cuda_home)/targets/*/lib $(cuda_home)/lib))
-# -Wpedantic and -Wundef are not for what nvcc makes of a source, nor for CUDA's headers.
-nvcc_codes  = $(foreach c,$(CUDA_CODES:sm_%=%),-gencode arch=compute_$c,code=sm_$c) \
-              -gencode arch=compute_90,code=compute_90
-nvcc_flags  = -std=c++17 -O3 -lineinfo $(if $(werror),-Werror all-warnings) \
-              $(addprefix -Xcompiler ,$(filter-out -Wpedantic -Wundef -Werror,$(WARNINGS))) -I. -Iexamples
-cuda_c      = $(compile) -DNN_CUDA -isystem $(cuda_home)/include
-cuda_link   = -L$(cuda_libs) -Wl,-rpath,$(cuda_libs) -lcublas -lcudart -lstdc++
-
-cuda_programs := $(patsubst %.c,$(cuda)/%,$(wildcard $(addsuffix .c,examples/gpt2 examples/bert examples/cnn examples/lora bench/gpu bench/whole)))
-cuda_tests    := $(patsubst %.c,$(cuda)/%,$(sources))
-cuda_kernels  := $(patsubst %.c,$(cuda)/%,$(wildcard tests/test_cuda*.c))
-
-cuda: need-nvcc $(cuda_programs)
-
-.PHONY: need-nvcc
-need-nvcc:
-	@[ -n "$(NVCC)" ] || { echo 'make cuda needs nvcc, of the CUDA toolkit: not on the PATH, and NVCC= is not given'; exit 1; }
-
-$(cuda)/cuda.o: examples/cuda.cu $(cuda)/flags
-	$(call say,nvcc $@) $(NVCC) $(nvcc_flags) $(nvcc_codes) -MMD -MP -MF $@.d -c -o $@ $<
-
-$(cuda_tests): cuda_c += -DT_CUDA -D_POSIX_C_SOURCE=200809L $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
-$(cuda_tests): libs += $(CMOCKA)
-$(cuda_programs) $(cuda_tests): $(cuda)/%: %.c $(cuda)/cuda.o $(cuda)/flags
-	@mkdir -p $(@D)
-	$(call say,$(CC) $@) $(cuda_c) -MMD -MP -MF $@.d -o $@ $< $(cuda)/cuda.o $(LDFLAGS) $(cuda_link) $(libs)
-
-# Tests with kernels of their own: the driver compiles them for the device that is there.
-$(cuda_kernels): $(cuda)/%: %.c $(cuda)/cuda.o $(cuda)/flags
-	@mkdir -p $(@D)
-	$(call say,nvcc $@) $(NVCC) $(nvcc_flags) -gencode arch=compute_75,code=compute_75 -DT_CUDA -DNN_CUDA \
-	 -MMD -MP -MF $@.d -x cu -o $@ $< -x none $(cuda)/cuda.o -lcublas $(CMOCKA) -Xlinker -rpath,$(cuda_libs)
-
-$(cuda)/flags: FORCE | need-nvcc
-	@mkdir -p $(@D)
-	@echo '$(nvcc_flags) $(nvcc_codes) $(cuda_c) $(cuda_link) $(libs)' | cmp -s - $@ || \
-	 echo '$(nvcc_flags) $(nvcc_codes) $(cuda_c) $(cuda_link) $(libs)' > $@
-
--include $(wildcard $(cuda)/*.d $(cuda)/*/*.d)
-
-# ---- for the emulation of a GPU ------------------------------------------------------------------
-# The same sources, by the C++ compiler, with tests/emulation in the place of CUDA's headers. The
-# emulation and the CUDA part are compiled once. It takes the other half of the code: no OpenMP, and
-# the built-in products for what is compared.
-
-emulated       := $(OUT)/emulated
-# What is compiled once is faster for it; a test has more to compile than to do.
-emulated_release = $(if $(filter $(emulated_tests),$@),-O1,-O2)
-emulated_cpp    = $(CXX) -std=c++11 $(or $(filter-out $(release),$($(config))),$(emulated_release)) \
-                  -ffp-contract=off $(WARNINGS) -Wno-missing-field-initializers -Itests/emulation -I. -Iexamples $(CFLAGS)
-emulated_test   = $(emulated_cpp) -x c++ -DT_CUDA -DNN_CUDA -D_POSIX_C_SOURCE=200809L \
-                  $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
-emulated_parts := $(patsubst %,$(emulated)/%.o,cuda runtime memory fibers cublas)
-
-emulated_tests    := $(patsubst %.c,$(emulated)/%,$(wildcard tests/test_*.c))
-emulated_programs := $(patsubst $(cuda)/%,$(emulated)/%,$(cuda_programs))
-emulated_own      := $(patsubst %.cpp,$(emulated)/%,$(filter-out %/test_races.cpp,$(wildcard tests/emulation/test_*.cpp)))
-
-# With g++, wide accesses to addresses that are not aligned to them trap.
-alignment = $(if $(findstring g++,$(CXX)),$(if $(findstring clang,$(CXX)),,-fsanitize=alignment -fsanitize-undefined-trap-on-error))
-$(emulated)/cuda.o: examples/cuda.cu $(emulated)/flags
-	$(call say,$(CXX) $@) $(emulated_cpp) $(if $(filter sanitize,$(config)),,$(alignment)) -x c++ -D__CUDACC__=1 -MMD -MP -MF $@.d -c -o $@ $<
-
-$(filter-out %/cuda.o,$(emulated_parts)): $(emulated)/%.o: tests/emulation/%.cpp $(emulated)/flags
-	$(call say,$(CXX) $@) $(emulated_cpp) -MMD -MP -MF $@.d -c -o $@ $<
-
-# An archive, so that a test can have parts of its own instead.
-$(emulated)/cuda.a: $(emulated_parts)
-	@rm -f $@
-	$(call say,ar $@) ar rcs $@ $^
-
-$(emulated_tests): $(emulated)/%: %.c $(emulated)/cuda.a
-	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_test) -MMD -MP -MF $@.d -o $@ $< -x none $(emulated)/cuda.a \
-	 $(LDFLAGS) $(CMOCKA) -lm -pthread
-
-$(emulated_programs): $(emulated)/%: %.c $(emulated)/cuda.a
-	@mkdir -p $(@D)
-	$(call say,$(CC) $@) $(CC) -std=c99 $(WARNINGS_C) $(WARNINGS) -O1 -Itests/emulation -I. -Iexamples \
-	 -DNN_CUDA $(CFLAGS) -MMD -MP -MF $@.d -o $@ $< $(emulated)/cuda.a $(LDFLAGS) -lstdc++ -lm -pthread
-
-$(emulated_own): $(emulated)/%: %.cpp $(emulated)/cuda.a
-	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_cpp) -D__CUDACC__=1 -MMD -MP -MF $@.d -o $@ $< $(emulated)/cuda.a \
-	 $(LDFLAGS) $(CMOCKA) -lm -pthread
-
-# With the finder of races in kernels: these are compiled for the thread sanitizer, all else without.
-races := $(emulated)/races
-$(races)/cuda.o: examples/cuda.cu $(emulated)/flags
-	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_cpp) -x c++ -D__CUDACC__=1 -fsanitize=thread -MMD -MP -MF $@.d -c -o $@ $<
-
-$(races)/test_races.o: tests/emulation/test_races.cpp $(emulated)/flags
-	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_cpp) -D__CUDACC__=1 -fsanitize=thread -MMD -MP -MF $@.d -c -o $@ $<
-
-$(races)/races.o: tests/emulation/races.cpp $(emulated)/flags
-	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_cpp) -MMD -MP -MF $@.d -c -o $@ $<
-
-race_parts := $(filter-out %/cuda.o,$(emulated_parts)) $(races)/races.o
-$(races)/test_races: $(races)/test_races.o $(race_parts)
-	$(call say,$(CXX) $@) $(CXX) -o $@ $^ $(LDFLAGS) $(CMOCKA) -lm -pthread
-
-$(patsubst %.c,$(races)/%,$(sources)): $(races)/%: %.c $(races)/cuda.o $(race_parts)
-	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_test) -MMD -MP -MF $@.d -o $@ $< -x none $(races)/cuda.o $(race_parts) \
-	 $(LDFLAGS) $(CMOCKA) -lm -pthread
-
-$(emulated)/flags: FORCE
-	@mkdir -p $(@D)
-	@echo '$(emulated_cpp) $(LDFLAGS) $(CMOCKA)' | cmp -s - $@ || echo '$(emulated_cpp) $(LDFLAGS) $(CMOCKA)' > $@
-
--include $(wildcard $(addsuffix .d,$(addprefix $(emulated)/,* */* */*/* */*/*/*)))
+include tests/emulation.mk
 
 # ---- what to do with them ------------------------------------------------------------------------
 
@@ -301,13 +210,13 @@ FUZZ_SECONDS ?= 600
 FUZZ_CC      ?= clang
 FUZZ_FLAGS   := -max_len=600 -len_control=20 -timeout=20 -print_final_stats=1
 
-build/fuzz/fuzz_api: tests/fuzz_api.c memscale.h
+build/fuzz/fuzz_api: tests/fuzz_api.c tests/library.c $(private)/bodies.h $(private)/private.h
 	@mkdir -p build/fuzz/corpus build/fuzz/findings
 	@echo 'int LLVMFuzzerTestOneInput(const char *d, long n) { return d && n < 0; }' \
 	 | $(FUZZ_CC) -x c - -fsanitize=fuzzer -o build/fuzz/trial 2> /dev/null || \
 	 { echo 'make fuzz needs clang with its fuzzer library (clang, libclang-rt-dev)'; exit 1; }
 	$(call say,$(FUZZ_CC) $@) $(FUZZ_CC) -std=c99 $(WARNINGS_C) $(WARNINGS) -I. -O1 -g -DFUZZ_LIBRARY \
-	 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $(CFLAGS) -o $@ $< $(LDFLAGS) -lm
+	 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $(on_library) -Wno-missing-prototypes $(CFLAGS) -o $@ $< tests/library.c $(LDFLAGS) -lm -pthread
 
 fuzz: build/fuzz/fuzz_api
 	@$< $(FUZZ_FLAGS) -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=build/fuzz/findings/ \

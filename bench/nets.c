@@ -6,8 +6,7 @@
 
 #include <time.h>
 
-#define MEMSCALE_IMPLEMENTATION
-#include "memscale.h"
+#include "private.h"
 #include "nn.h"
 #include "models.h"
 #include "nets.h"

@@ -5,8 +5,7 @@
 
     With clang's fuzzer (make fuzz) this is LLVMFuzzerTestOneInput; without FUZZ_LIBRARY, a program
     that runs the files it is given; with -v it tells what is called. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 
 #include <math.h>
 #include <stdarg.h>

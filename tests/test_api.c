@@ -1,7 +1,6 @@
 /*  test_api.c - the life cycle and its misuse, failing callbacks, optimizers against float64
     formulas, ms_gemm, names and listings. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 
 static ms_model *plain_model(void) {

@@ -1,6 +1,11 @@
 /*  test_cnn.c - the trainer of examples/cnn.c and what its layers share: running statistics against
     a reference in float64 and against recomputation, any number of threads, any batch, and what a
     small net learns. On the CPU, or with T_CUDA on the CUDA device, true or emulated. */
+#ifndef _XOPEN_SOURCE
+#define _XOPEN_SOURCE 700
+#endif
+#include "private.h"
+
 int cnn_main(int argc, char **argv);
 #define main cnn_main
 #include "cnn.c"

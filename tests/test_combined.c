@@ -2,8 +2,7 @@
     each technique can do, and against those with some techniques switched off. MEMSCALE_TEST_DAGS
     sets how many graphs there are, MEMSCALE_TEST_SEED which is the first. */
 #define T_OFFLOADS
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 
 enum { QUICK_GRAPHS = 6, GRAPHS = 120, BUDGETS = 4, MOST_LAYERS = 6, MOST_VALUES = 7 };

@@ -2,8 +2,7 @@
     whole contract are run by the plain plan, by plans for random budgets, and by a reference that
     has no plan; all that can be seen is compared bit for bit. MEMSCALE_TEST_DAGS sets how many
     graphs are run, MEMSCALE_TEST_SEED which is the first. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 #include "random_dag.h"
 #include "slices.h"

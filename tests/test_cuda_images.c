@@ -4,8 +4,7 @@
     the emulation. */
 #include <cuda_runtime.h>
 
-#define MEMSCALE_IMPLEMENTATION
-#include "memscale.h"
+#include "private.h"
 
 /* Kernels of its own, whose groups can be made small. */
 static int64_t group_floats;

@@ -1,6 +1,11 @@
 /*  test_cuda_trainers.c - whole training runs of small GPT-2s and BERTs on the CUDA backend, true or
     emulated: the same losses as on the CPU, the same bits under every budget, with a graph and
     without waiting; and the trainer of examples/bert.c from end to end on both. */
+#ifndef _XOPEN_SOURCE
+#define _XOPEN_SOURCE 700
+#endif
+#include "private.h"
+
 int bert_main(int argc, char **argv);
 #define main bert_main
 #include "bert.c"

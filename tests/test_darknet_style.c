@@ -1,6 +1,11 @@
 /*  test_darknet_style.c - the example in the shape of darknet: its gradients against differences of
     the loss, and the wrapped trainer against the trainer by itself, bit by bit, under every budget;
     the size of the adapter, and the bytes that it saves. */
+#ifndef _XOPEN_SOURCE
+#define _XOPEN_SOURCE 700
+#endif
+#include "private.h"
+
 int darknet_style_main(int argc, char **argv);
 #define main darknet_style_main
 #include "../examples/darknet_style.c"

@@ -1,8 +1,7 @@
 /*  test_debug.c - ms_config.debug catches layers that do not do what they declare: a table of lies,
     each with the layer and the tensor that the error has to name. (That honest layers pass, with
     every feature there is, is test_features.c, which runs each test with debug as well.) */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 
 /* A row is 64 bytes, so that what lies behind a tensor belongs to somebody else. */

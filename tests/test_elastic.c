@@ -3,9 +3,7 @@
     host, and a failed allocation leaves what there was. MEMSCALE_TEST_DAGS sets how many random
     graphs there are, MEMSCALE_TEST_SEED which is the first. */
 #define T_OFFLOADS
-#define MEMSCALE_IMPLEMENTATION
-#define MSI_PART_BYTES 128 // so that state comes in parts
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 #include "random_dag.h"
 #include "virtual.h"
@@ -800,6 +798,7 @@ static void suspending_fails_cleanly(void **state) {
 #endif
 
 int main(void) {
+    t_hook.part_bytes = 128; // so that state comes in parts
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(budgets_change_no_bit),
         cmocka_unit_test(budgets_change_a_thousand_times),

@@ -1,6 +1,11 @@
 /*  test_estimate.c - examples/estimate.c: its numbers against published counts, closed formulas and
     wrapped models that train; its advice; models from files; that what it writes is JSON and XML;
     what it refuses. */
+#ifndef _XOPEN_SOURCE
+#define _XOPEN_SOURCE 700
+#endif
+#include "private.h"
+
 int estimate_main(int argc, char **argv);
 #define main estimate_main
 #include "../examples/estimate.c"

@@ -2,8 +2,7 @@
     models whose programs hold every kind of event, except copies of state on the host: each time
     with an error that has a text, no leak, and a model that trains on as if nothing had happened,
     or that is marked failed and can be cured. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 
 // ------------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
     float32 is exact and sums may come in any order. Nearly every test runs twice, the second
     time with ms_config.debug: the layers are honest, so it has to pass and to give the same
     numbers. What steps do is in test_steps.c, other shapes are in test_shapes.c. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 
 enum { ROWS = T_NET_ROWS, COLS = T_NET_COLS, COUNT = ROWS * COLS };

@@ -1,7 +1,6 @@
 /*  test_formats.c - 16-bit floats on the CPU: conversions of every number and every boundary against
     float64 arithmetic, casts, and products with sums in float32. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 #include "testing_formats.h"
 

@@ -1,8 +1,7 @@
 /*  test_gpt2.c - whole training steps of GPT-2 against an implementation in float64 that is written
     from the formulas and shares no code; and GPT-2 and BERT, with dropout, equal bit for bit under
     every budget. */
-#define MEMSCALE_IMPLEMENTATION
-#include "memscale.h"
+#include "private.h"
 #include "testing.h"
 #include "nn.h"
 #include "testing_nn.h"

@@ -2,8 +2,7 @@
     are called with operands in 16 bits, and with the same values in F32 on the CPU, which test_nn.c
     compares with references in float64. The same bits where results may be in place.
     Conversions. */
-#define MEMSCALE_IMPLEMENTATION
-#include "memscale.h"
+#include "private.h"
 
 static ms_layer h_register(ms_model *model, const ms_layer_desc *desc);
 

@@ -1,9 +1,7 @@
 /*  test_homes.c - values whose home is the host: what a trainer does with them over the life of a
     model, failures, memory, and budgets for both sides. MEMSCALE_TEST_SEED is the first seed,
     MEMSCALE_TEST_LIVES the number of lives of each kind of model. */
-#define MEMSCALE_IMPLEMENTATION
-#define MSI_PART_BYTES 128 // so that state comes in parts
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 #include "virtual.h"
 
@@ -1339,6 +1337,7 @@ static void a_device_that_fails_late_fails_the_model(void **state) {
 }
 
 int main(void) {
+    t_hook.part_bytes = 128; // so that state comes in parts
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_life_on_the_host_has_the_bits_of_the_plain_plan),
         cmocka_unit_test(memory_is_flat),

@@ -3,8 +3,7 @@
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L
 #endif
-#define MEMSCALE_IMPLEMENTATION
-#include "memscale.h"
+#include "private.h"
 #include "testing.h"
 
 int llmc_style_main(int argc, char **argv);

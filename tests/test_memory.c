@@ -1,7 +1,6 @@
 /*  test_memory.c - who may see which byte: debug mode, the layout, the allocator's hooks, and every
     allocation and every call of the backend failing once. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 
 #if defined(__SANITIZE_ADDRESS__)

@@ -1,9 +1,7 @@
 /*  test_mixed.c - values, gradients and params in 16 bits: against arithmetic in double that rounds
     where a plan does; params with and without a master; the loss scale of F16 against an automaton,
     with overflows injected at every layer; what a trainer reads and writes; and what is refused. */
-#define MEMSCALE_IMPLEMENTATION
-#define MSI_PART_BYTES 256 // so that params and state come in parts
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 
 // ------------------------------------------------------------------------------------------------
@@ -780,6 +778,7 @@ static void wrong_dtypes_of_layers_are_refused(void **state) {
 }
 
 int main(void) {
+    t_hook.part_bytes = 256; // so that params and state come in parts
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(conversions_are_those_of_arithmetic),
         cmocka_unit_test(steps_round_where_plans_do),

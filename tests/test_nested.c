@@ -3,8 +3,7 @@
     and compared with passes that are found in another way; their steps give the bits of the plain
     plan, and the numbers of a reference that has no plan. MEMSCALE_TEST_DAGS sets how many graphs
     are run, MEMSCALE_TEST_SEED which is the first. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 #include "random_dag.h"
 #include "virtual.h"

@@ -2,8 +2,7 @@
     outputs directly, gradients by central differences of the reference. Then the models: both
     granularities alike, any number of threads alike, reshaped alike, initial values, sizes,
     errors. */
-#define MEMSCALE_IMPLEMENTATION
-#include "memscale.h"
+#include "private.h"
 
 static int64_t tile_queries = 64, tile_keys = 256, tile_sums = 1024; // as in nn_cpu.h
 #define NN_TILE_QUERIES tile_queries

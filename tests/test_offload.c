@@ -1,9 +1,7 @@
 /*  test_offload.c - what a plan moves to the host and back: the order of copies and of what is
     computed, of random graphs with random moves. MEMSCALE_TEST_DAGS sets how many graphs there are,
     MEMSCALE_TEST_SEED which is the first. */
-#define MEMSCALE_IMPLEMENTATION
-#define MSI_PART_BYTES 128 // so that state comes in parts
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 #include "random_dag.h"
 #include "virtual.h"
@@ -458,6 +456,7 @@ static void left_out_waits_show(void **state) {
 }
 
 int main(void) {
+    t_hook.part_bytes = 128; // so that state comes in parts
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_conflicts_is_ordered),
         cmocka_unit_test(every_wait_matters),

@@ -1,8 +1,7 @@
 /*  test_plan.c - plans change no bit and never pass their budget: random graphs, budget sweeps, the
     arithmetic of the report, the listing of the program. MEMSCALE_TEST_DAGS sets how many random
     graphs are run. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 #include "../examples/nn.h"
 

@@ -11,7 +11,7 @@
 static const char *decimal_point = ".";
 
 /* vsnprintf, with this decimal point in numbers of the profile. */
-static inline int local_vsnprintf(char *text, size_t bytes, const char *format, va_list args) {
+static int local_vsnprintf(char *text, size_t bytes, const char *format, va_list args) {
     char plain[1024], local[2048];
     size_t count = 0;
     va_list again;
@@ -56,13 +56,7 @@ static double local_strtod(const char *text, char **end) {
     return strtod(plain, NULL);
 }
 
-#define vsnprintf local_vsnprintf
-#define strtod    local_strtod
-#define MEMSCALE_IMPLEMENTATION
-#include "memscale.h"
-#undef vsnprintf
-#undef strtod
-
+#include "private.h"
 #include "toy_layers.h"
 
 static void use_point(const char *point) {
@@ -1254,6 +1248,8 @@ static void nothing_is_allocated(void **state) {
 }
 
 int main(void) {
+    t_hook.format = local_vsnprintf;
+    t_hook.parse = local_strtod;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(times_are_those_of_the_device_that_is_set),
         cmocka_unit_test(what_takes_longer_is_the_time),

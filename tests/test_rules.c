@@ -1,8 +1,7 @@
 /*  test_rules.c - modes, switches and forced techniques; what was decided for each layer, and the
     rule that did; the words where nothing fits; policies. */
 #define T_OFFLOADS
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 #include "random_dag.h"
 

@@ -1,8 +1,7 @@
 /*  test_shapes.c - shapes that change between steps: the numbers of a fresh model, inside the
     memory that was allocated for the largest shape. Nearly every test runs twice, the second
     time with ms_config.debug. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 
 enum { ROWS = T_NET_ROWS, COLS = T_NET_COLS, COUNT = ROWS * COLS };

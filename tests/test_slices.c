@@ -3,9 +3,7 @@
     slices change no bit of random graphs is tested beside what else changes none: in
     test_contract.c, test_offload.c and test_tiles.c. MEMSCALE_TEST_DAGS sets how many random graphs
     there are, MEMSCALE_TEST_SEED which is the first. */
-#define MEMSCALE_IMPLEMENTATION
-#define MSI_PART_BYTES 128 // so that state comes in parts
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 #include "random_dag.h"
 #include "virtual.h"
@@ -866,6 +864,7 @@ static void slices_do_not_wait_for_a_device(void **state) {
 #endif
 
 int main(void) {
+    t_hook.part_bytes = 128; // so that state comes in parts
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(instructions_run_while_they_fit),
         cmocka_unit_test(a_hiccup_is_forgotten),

@@ -4,8 +4,7 @@
     bench/chain) to hold their plans to the same. MEMSCALE_TEST_SEED makes other chains and graphs,
     MEMSCALE_TEST_DAGS more of the latter. */
 #include "../bench/bench.h"
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 #include "../examples/nn.h"
 #include "../bench/models.h"

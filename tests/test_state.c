@@ -1,9 +1,7 @@
 /*  test_state.c - optimizer state in BF16 and in codes of 8 bits: the books and their nearest codes
     against the published formula, updates against float64 arithmetic, and what plans, ms_read,
     ms_write and another ms_wrap make of it. */
-#define MEMSCALE_IMPLEMENTATION
-#define MSI_PART_BYTES 65536 // so that state comes in parts
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 
 // ------------------------------------------------------------------------------------------------
@@ -1516,6 +1514,7 @@ static void verify_rounds_as_the_last_micro_batch(void **state) {
 }
 
 int main(void) {
+    t_hook.part_bytes = 65536; // so that state comes in parts
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(books_are_those_of_the_paper),
         cmocka_unit_test(codes_are_the_nearest),

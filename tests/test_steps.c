@@ -1,8 +1,7 @@
 /*  test_steps.c - what a step does beside running the layers: updates, micro-batches, clipping,
     memory that is borrowed or shared with other models, and steps that fail, with numbers known
     in closed form. Nearly every test runs twice, the second time with ms_config.debug. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 
 enum { ROWS = T_NET_ROWS, COLS = T_NET_COLS, COUNT = ROWS * COLS };

@@ -17,10 +17,7 @@ static int start_thread(pthread_t *thread, const pthread_attr_t *attributes, voi
                : pthread_create(thread, attributes, run, argument);
 }
 
-#define pthread_create start_thread
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
-#undef pthread_create
+#include "private.h"
 #include "toy_layers.h"
 
 enum { THREADS = 4, STEPS = 12, DEPTH = 12, ROUNDS = 25, LOSSES = 64 };
@@ -806,6 +803,7 @@ static void steps_are_cancelled_by_another_thread(void **state) {
 }
 
 int main(void) {
+    t_hook.start_thread = start_thread;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(two_models_in_two_threads),
         cmocka_unit_test(models_come_and_go),

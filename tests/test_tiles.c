@@ -1,8 +1,7 @@
 /*  test_tiles.c - layers that are computed in tiles of rows: random graphs of whole numbers, whose
     plans in tiles give the bits of the plain one. MEMSCALE_TEST_DAGS sets how many graphs there are,
     MEMSCALE_TEST_SEED which is the first. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 #include "random_tiles.h"
 #include "slices.h"

@@ -3,8 +3,7 @@
     wrapped model that refuses a call computes on as if nothing had been asked.
 
         TEXTS=1 build/tests/test_validate    prints every text, for people to read */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 
 // ------------------------------------------------------------------------------------------------

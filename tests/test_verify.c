@@ -1,8 +1,7 @@
 /*  test_verify.c - ms_verify: deterministic layers give equal bits, whatever they declare; a layer
     that breaks a promise is found, with the tensor that shows it; the differences that are reported
     are those of cases made by hand; and nothing of a model is changed, nor by a failure. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 #include "random_dag.h"
 

@@ -1,8 +1,7 @@
 /*  test_virtual.c - training on the virtual device (virtual.h): the same bits as on the CPU for
     every order in which streams may run; wrong ones where a wait is left out; every call and every
     operation fails once. */
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 #include "virtual.h"
 

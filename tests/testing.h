@@ -14,6 +14,8 @@
 #include <omp.h>
 #endif
 
+#include "hooks.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif

@@ -7,8 +7,7 @@
 
 #include <cuda_runtime.h>
 
-#define MEMSCALE_IMPLEMENTATION
-#include "../memscale.h"
+#include "private.h"
 #include "toy_layers.h"
 
 #ifdef CUDART_EMULATION

@@ -14,8 +14,7 @@
 #ifndef ON_CUDA_H
 #define ON_CUDA_H
 
-#define MEMSCALE_IMPLEMENTATION
-#include "memscale.h"
+#include "private.h"
 
 #include <stdio.h>
 #include <stdlib.h>

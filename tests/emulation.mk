@@ -1,0 +1,136 @@
+# emulation.mk - of the Makefile: what nvcc compiles for a GPU, and the same sources with the emulation of
+# one, which needs neither.
+
+# ---- for the GPU ---------------------------------------------------------------------------------
+# One object has all that nvcc compiles. The programs around it are C, and have --device cuda.
+
+CUDA_CODES ?= $(filter sm_75 sm_80 sm_86 sm_87 sm_89 sm_90,$(shell $(NVCC) --list-gpu-code))
+cuda       := build/cuda
+# Tests whose layers are host code: tests/emulation/on_cuda.h gives them to the CUDA backend.
+with_trampolines := $(addprefix test_,api contract darknet_style debug faults features llmc_style \
+                      memory plan shapes steps threads validate verify)
+cuda_home   = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
+cuda_libs   = $(firstword $(wildcard $(cuda_home)/lib64 $(cuda_home)/targets/*/lib $(cuda_home)/lib))
+# -Wpedantic and -Wundef are not for what nvcc makes of a source, nor for CUDA's headers.
+nvcc_codes  = $(foreach c,$(CUDA_CODES:sm_%=%),-gencode arch=compute_$c,code=sm_$c) \
+              -gencode arch=compute_90,code=compute_90
+nvcc_flags  = -std=c++17 -O3 -lineinfo $(if $(werror),-Werror all-warnings) \
+              $(addprefix -Xcompiler ,$(filter-out -Wpedantic -Wundef -Werror,$(WARNINGS))) -I. -Iexamples
+cuda_c      = $(compile) -DNN_CUDA -isystem $(cuda_home)/include
+cuda_link   = -L$(cuda_libs) -Wl,-rpath,$(cuda_libs) -lcublas -lcudart -lstdc++
+
+cuda_programs := $(patsubst %.c,$(cuda)/%,$(wildcard $(addsuffix .c,examples/gpt2 examples/bert examples/cnn examples/lora bench/gpu bench/whole)))
+cuda_tests    := $(patsubst %.c,$(cuda)/%,$(sources))
+cuda_kernels  := $(patsubst %.c,$(cuda)/%,$(wildcard tests/test_cuda*.c))
+
+cuda: need-nvcc $(cuda_programs)
+
+.PHONY: need-nvcc
+need-nvcc:
+	@[ -n "$(NVCC)" ] || { echo 'make cuda needs nvcc, of the CUDA toolkit: not on the PATH, and NVCC= is not given'; exit 1; }
+
+$(cuda)/cuda.o: examples/cuda.cu $(cuda)/flags
+	$(call say,nvcc $@) $(NVCC) $(nvcc_flags) $(nvcc_codes) -MMD -MP -MF $@.d -c -o $@ $<
+
+$(cuda_tests): cuda_c += -DT_CUDA -D_POSIX_C_SOURCE=200809L $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
+$(cuda_tests): libs += $(CMOCKA)
+$(cuda_tests): on_object = $(on_library)
+$(cuda_tests): $(OUT)/library.o | $(private)/private.h
+$(cuda_programs): $(OUT)/memscale.o
+$(cuda_programs) $(cuda_tests): $(cuda)/%: %.c $(cuda)/cuda.o $(cuda)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CC) $@) $(cuda_c) $(on_object) -MMD -MP -MF $@.d -o $@ $< $(filter %.o,$^) $(LDFLAGS) $(cuda_link) $(libs)
+
+# Tests with kernels of their own: the driver compiles them for the device that is there.
+$(cuda_kernels): $(cuda)/%: %.c $(cuda)/cuda.o $(OUT)/library.o $(cuda)/flags | $(private)/private.h
+	@mkdir -p $(@D)
+	$(call say,nvcc $@) $(NVCC) $(nvcc_flags) -gencode arch=compute_75,code=compute_75 -DT_CUDA -DNN_CUDA $(on_library) \
+	 -MMD -MP -MF $@.d -x cu -o $@ $< -x none $(filter %.o,$^) -lcublas $(libs:-pthread=) $(CMOCKA) -Xlinker -rpath,$(cuda_libs)
+
+$(cuda)/flags: FORCE | need-nvcc
+	@mkdir -p $(@D)
+	@echo '$(nvcc_flags) $(nvcc_codes) $(cuda_c) $(cuda_link) $(libs)' | cmp -s - $@ || \
+	 echo '$(nvcc_flags) $(nvcc_codes) $(cuda_c) $(cuda_link) $(libs)' > $@
+
+-include $(wildcard $(cuda)/*.d $(cuda)/*/*.d)
+
+# ---- for the emulation of a GPU ------------------------------------------------------------------
+# The same sources, by the C++ compiler, with tests/emulation in the place of CUDA's headers. The
+# emulation and the CUDA part are compiled once. It takes the other half of the code: no OpenMP, and
+# the built-in products for what is compared.
+
+emulated       := $(OUT)/emulated
+# What is compiled once is faster for it; a test has more to compile than to do.
+emulated_release = $(if $(filter $(emulated_tests) %/library.o,$@),-O1,-O2)
+emulated_cpp    = $(CXX) -std=c++11 $(or $(filter-out $(release),$($(config))),$(emulated_release)) \
+                  -ffp-contract=off $(WARNINGS) -Wno-missing-field-initializers -Itests/emulation -I. -Iexamples $(CFLAGS)
+emulated_test   = $(emulated_cpp) $(on_library) -x c++ -DT_CUDA -DNN_CUDA -D_POSIX_C_SOURCE=200809L \
+                  $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
+emulated_parts := $(patsubst %,$(emulated)/%.o,cuda library runtime memory fibers cublas)
+
+emulated_tests    := $(patsubst %.c,$(emulated)/%,$(wildcard tests/test_*.c))
+emulated_programs := $(patsubst $(cuda)/%,$(emulated)/%,$(cuda_programs))
+emulated_own      := $(patsubst %.cpp,$(emulated)/%,$(filter-out %/test_races.cpp,$(wildcard tests/emulation/test_*.cpp)))
+
+# With g++, wide accesses to addresses that are not aligned to them trap.
+alignment = $(if $(findstring g++,$(CXX)),$(if $(findstring clang,$(CXX)),,-fsanitize=alignment -fsanitize-undefined-trap-on-error))
+$(emulated)/cuda.o: examples/cuda.cu $(emulated)/flags
+	$(call say,$(CXX) $@) $(emulated_cpp) $(if $(filter sanitize,$(config)),,$(alignment)) -x c++ -D__CUDACC__=1 -MMD -MP -MF $@.d -c -o $@ $<
+
+$(emulated)/library.o: tests/library.c $(private)/bodies.h $(emulated)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(emulated_cpp) -include tests/asserts.h $(on_library) -x c++ -MMD -MP -MF $@.d -c -o $@ $<
+
+$(filter-out %/cuda.o %/library.o,$(emulated_parts)): $(emulated)/%.o: tests/emulation/%.cpp $(emulated)/flags
+	$(call say,$(CXX) $@) $(emulated_cpp) -MMD -MP -MF $@.d -c -o $@ $<
+
+# An archive, so that a test can have parts of its own instead.
+$(emulated)/cuda.a: $(emulated_parts)
+	@rm -f $@
+	$(call say,ar $@) ar rcs $@ $^
+
+$(emulated_tests) $(emulated_own): | $(private)/private.h
+$(emulated_tests): $(emulated)/%: %.c $(emulated)/cuda.a
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(emulated_test) -MMD -MP -MF $@.d -o $@ $< -x none $(emulated)/cuda.a \
+	 $(LDFLAGS) $(CMOCKA) -lm -pthread
+
+$(emulated_programs): $(emulated)/%: %.c $(emulated)/cuda.a
+	@mkdir -p $(@D)
+	$(call say,$(CC) $@) $(CC) -std=c99 $(WARNINGS_C) $(WARNINGS) -O1 -Itests/emulation -I. -Iexamples \
+	 -DNN_CUDA $(on_object) $(CFLAGS) -MMD -MP -MF $@.d -o $@ $< $(emulated)/cuda.a $(LDFLAGS) -lstdc++ -lm -pthread
+
+$(emulated_own): $(emulated)/%: %.cpp $(emulated)/cuda.a
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(emulated_cpp) $(on_library) -D__CUDACC__=1 -MMD -MP -MF $@.d -o $@ $< $(emulated)/cuda.a \
+	 $(LDFLAGS) $(CMOCKA) -lm -pthread
+
+# With the finder of races in kernels: these are compiled for the thread sanitizer, all else without.
+races := $(emulated)/races
+$(races)/cuda.o: examples/cuda.cu $(emulated)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(emulated_cpp) -x c++ -D__CUDACC__=1 -fsanitize=thread -MMD -MP -MF $@.d -c -o $@ $<
+
+$(races)/test_races.o: tests/emulation/test_races.cpp $(emulated)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(emulated_cpp) -D__CUDACC__=1 -fsanitize=thread -MMD -MP -MF $@.d -c -o $@ $<
+
+$(races)/races.o: tests/emulation/races.cpp $(emulated)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(emulated_cpp) -MMD -MP -MF $@.d -c -o $@ $<
+
+race_parts := $(filter-out %/cuda.o,$(emulated_parts)) $(races)/races.o
+$(races)/test_races: $(races)/test_races.o $(race_parts)
+	$(call say,$(CXX) $@) $(CXX) -o $@ $^ $(LDFLAGS) $(CMOCKA) -lm -pthread
+
+$(patsubst %.c,$(races)/%,$(sources)): $(races)/%: %.c $(races)/cuda.o $(race_parts) | $(private)/private.h
+	@mkdir -p $(@D)
+	$(call say,$(CXX) $@) $(emulated_test) -MMD -MP -MF $@.d -o $@ $< -x none $(races)/cuda.o $(race_parts) \
+	 $(LDFLAGS) $(CMOCKA) -lm -pthread
+
+$(emulated)/flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(emulated_cpp) $(LDFLAGS) $(CMOCKA)' | cmp -s - $@ || echo '$(emulated_cpp) $(LDFLAGS) $(CMOCKA)' > $@
+
+-include $(wildcard $(addsuffix .d,$(addprefix $(emulated)/,* */* */*/* */*/*/*)))
+
