@@ -128,7 +128,7 @@ $(OUT)/memscale.o: tests/compile_implementation.c $(OUT)/flags
 # quick: what is compiled once and runs in each test is worth -O2; programs link it too.
 once := $(if $(filter quick,$(config)),-O2)
 
-private := build/private
+private ?= build/private
 $(private)/private.h $(private)/bodies.h: $(private)/%.h: tests/private.awk $(header)
 	@mkdir -p $(@D)
 	@awk $(if $(filter bodies,$*),-v bodies=1) -f $^ > $@.$$$$ && mv $@.$$$$ $@

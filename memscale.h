@@ -8590,8 +8590,9 @@ static uint32_t msi_most_tiles(const msi_graph *g, uint32_t first, uint32_t end)
     uint64_t unit, rows = msi_common_rows(g, first, end, &unit), least = unit;
     for (uint32_t i = first; i < end; i++) {
         const msi_layer *l = &g->layers.items[i];
-        const uint64_t scale = rows / msi_layer_rows(g, l, false);
-        least = msi_larger(least, (uint64_t)(l->tile.smallest > 1 ? l->tile.smallest : 1) * scale);
+        const uint64_t own = msi_layer_rows(g, l, false);
+        const uint64_t smallest = l->tile.smallest > 1 ? (uint64_t)l->tile.smallest : 1;
+        least = msi_larger(least, msi_smaller(smallest, own) * (rows / own));
     }
     least = (least + unit - 1) / unit * unit;
     const uint64_t most = rows / least;
@@ -9928,9 +9929,11 @@ static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, con
 
 /* The first time that there is: known, measured, predicted; limited, so that no sum over a program
    leaves the range of a float. */
+static const double msi_longest_us = 1e27; // so that sums of times are finite
+
 static double msi_choose_time(double known, double measured, double predicted) {
     const double us = known > 0.0 ? known : measured > 0.0 ? measured : predicted;
-    return us < 1e27 ? us : 1e27;
+    return us < msi_longest_us ? us : msi_longest_us;
 }
 
 /* Which of the times of forward and backward are known or were measured: mask of a bit for each. */
@@ -10288,7 +10291,7 @@ static void msi_read_layers(msi_reader *r, bool keep) {
                                (unsigned)g->layers.count);
         }
         for (int k = 0; k < 4; k++) {
-            numbers[k] = msi_next_number(r, what[k], k < 3 ? msi_most_us : msi_most_elements);
+            numbers[k] = msi_next_number(r, what[k], k < 3 ? msi_longest_us : msi_most_elements);
         }
         if (keep && r->result == MS_RESULT_OK) {
             const ms_layer_time time = {numbers[0], numbers[1], numbers[2]};
@@ -24198,8 +24201,9 @@ static void msi_learn_times(ms_model *m) {
     }
     for (uint32_t k = 0; k < p->instructions.count; k++) { // what is kept is that of calls in F32
         const msi_instruction *i = &p->instructions.items[k];
-        msi_layer *l = &m->graph.layers.items[i->target];
-        if (i->op == MSI_OP_FORWARD && msi_is_half((ms_state_format)i->format)) {
+        const bool is_first = i->op == MSI_OP_FORWARD && i->rows.begin == 0; // of the tiles
+        if (is_first && msi_is_half((ms_state_format)i->format)) {
+            msi_layer *l = &m->graph.layers.items[i->target];
             l->measured = msi_scale_time(&m->graph, &m->costs, l, l->measured, true);
         }
     }
@@ -25133,14 +25137,15 @@ static ms_result msi_retire_slices(ms_model *m) {
 static ms_result msi_begin_slice(ms_model *m, double begin_us, uint64_t microseconds) {
     const ms_backend *b = &m->config.backend;
     msi_slices *s = &m->run.slices;
+    const double room_us = microseconds > 0 ? (double)microseconds : -1.0; // none: not even for 0 us
     s->has_run = microseconds == 0;
     if (!b->is_asynchronous) {
         s->now_us = begin_us;
-        s->end_us = begin_us + (double)microseconds;
+        s->end_us = begin_us + room_us;
         return MS_RESULT_OK;
     }
     ms_result result = msi_retire_slices(m);
-    s->room_us = (double)microseconds;
+    s->room_us = room_us;
     for (uint32_t k = 0; k < s->count; k++) {
         s->room_us -= s->given_us[(s->first + k) % MSI_MOST_SLICES];
     }

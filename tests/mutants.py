@@ -1,100 +1,232 @@
 #!/usr/bin/env python3
-"""mutants.py - mistakes that the tests have to see. tests/mutants/*.txt plants one after the other in
+"""mutants.py - how much the tests see. tests/mutants/*.txt lists mistakes that could be made in
 memscale.h, each in one function:
 
-    == msi_function: what is wrong, and what a user would see of it
+    == msi_function: what is wrong, and who would see it
     - text of the function, which occurs in it once; any white space counts as one blank
     + what stands there instead
 
-mutants.py plant FROM TO: the header with all of them, of which the environment variable MUTANT
-chooses one by its number: the function begins with a copy of its body for each."""
+One build has all of them: a function with mistakes begins with a copy of its body for each, and the
+environment variable MUTANT says which is made. Every test is run by itself once, to see how long it
+takes and which of these functions it calls; then, for each mistake, those that call the function, the
+shortest first, until one fails. What was found is kept in build/mutants/seen.json.
+
+    make mutants                    all of them; the last lines have the sums
+    make mutants MUTANTS=lower      those of sections that have this in their names
+    tests/mutants.py plant HEADER   prints the header with all mistakes; errors where a text is gone
+"""
+import concurrent.futures
 import glob
+import json
 import os
 import re
+import subprocess
 import sys
+import threading
+import time
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OUT = 'build/mutants'
+LEAST_S, TIMES = 20.0, 10.0  # a test that takes longer, and so many times as long as without, has failed
+
+# What the header with mistakes takes from tests/mutants.c.
+SHARED = '''#define MEMSCALE_SHARED_DONE
+#ifdef __cplusplus
+extern "C" {
+#endif
+extern int msi_mutant;
+extern unsigned char msi_reached[];
+#ifdef __cplusplus
+}
+#endif
+'''
 
 
 class Mutant:
     def __init__(self, where, function, says):
         self.where, self.function, self.says = where, function, says
-        self.old, self.new = [], []
+        self.old, self.new, self.section, self.number = [], [], '', 0
+
+    def key(self):
+        return '%s | %s | %s' % (self.function, ' '.join(self.old), ' '.join(self.new))
 
 
-def read(paths):
-    """The mutants of these files, in order."""
+def read():
+    """All mutants, in the order of their files."""
     mutants = []
-    for path in paths:
+    for path in sorted(glob.glob(ROOT + '/tests/mutants/*.txt')):
         for number, line in enumerate(open(path), 1):
-            line = line.rstrip('\n')
             if line.startswith('== '):
                 function, _, says = line[3:].partition(':')
-                mutants.append(Mutant('%s:%d' % (path, number), function.strip(), says.strip()))
-            elif line[:1] in '-+' and line and mutants:
-                (mutants[-1].old if line[0] == '-' else mutants[-1].new).append(line[1:].strip())
+                where = '%s:%d' % (os.path.relpath(path, ROOT), number)
+                mutants.append(Mutant(where, function.strip(), says.strip()))
+            elif line[0] == '-':
+                mutants[-1].old.append(line[1:].strip())
+            elif line[0] == '+':
+                mutants[-1].new.append(line[1:].strip())
     return mutants
 
 
-def functions(text):
-    """name -> where its body begins and ends: behind the brace that ends its first lines, and at the
-    brace in the first column."""
+# ---- the header with all mistakes ----------------------------------------------------------------
+
+HEAD = re.compile(r'^(?:MSI_HD|MSI_WIDE|MEMSCALE_API|static)\b[^;{}=]*?\b(msi?_\w+)\([^;{}]*\)\s*\{\n', re.M)
+
+
+def bodies(text):
+    """function -> [where a body begins and ends, whether it returns nothing, section]."""
     found = {}
-    for match in re.finditer(r'^(?:MSI_HD|MSI_WIDE|MEMSCALE_API|static)\b[^;{}=]*?\b(msi?_\w+)\([^;{}]*\)\s*\{\n',
-                             text, re.M):
-        found.setdefault(match.group(1), []).append((match.end(), text.index('\n}\n', match.end() - 1) + 1))
+    tags = [(m.start(), m.group(1)) for m in re.finditer(r'^// >>([a-z]+(?: [a-z]+)?)', text, re.M)]
+    for head in HEAD.finditer(text):
+        section = [name for at, name in tags if at < head.start()][-1]
+        is_void = re.search(r'\bvoid\s+\w+\($', head.group(0)[:head.group(0).index('(') + 1]) is not None
+        end = text.index('\n}\n', head.end() - 1) + 1
+        found.setdefault(head.group(1), []).append((head.end(), end, is_void, section))
     return found
 
 
-def change(body, mutant):
-    """The body with the mistake, or an error."""
-    old = re.compile(r'\s+'.join(re.escape(word) for word in ' '.join(mutant.old).split()))
-    hits = old.findall(body)
-    if not mutant.old or len(hits) != 1:
-        raise ValueError('%s: %s has the text %d times' % (mutant.where, mutant.function, len(hits)))
-    new = '\n'.join(mutant.new)
-    return old.sub(lambda _: new, body)
-
-
 def plant(text, mutants):
-    """The header with all mutants, and what was wrong with those that could not be planted."""
-    bodies, errors, copies = functions(text), [], {}
+    """The header with those mutants that can be planted, which get numbers; and the others' errors."""
+    found, copies, errors = bodies(text), {}, []
     for number, mutant in enumerate(mutants, 1):
-        at = bodies.get(mutant.function)
-        if not at:
-            errors.append('%s: no function %s' % (mutant.where, mutant.function))
+        old = re.compile(r'\s+'.join(re.escape(word) for word in ' '.join(mutant.old).split()))
+        places = [p for p in found.get(mutant.function, []) if len(old.findall(text[p[0]:p[1]])) == 1]
+        if not mutant.old or not places:
+            errors.append('%s: not in %s, or not once' % (mutant.where, mutant.function))
             continue
-        for place in at:
-            body = text[slice(*place)]
-            try:
-                changed = change(body, mutant)
-            except ValueError as error:
-                if place is at[-1]:
-                    errors.append(str(error))
-                continue
-            labels = set(re.findall(r'^(\w+):$', body, re.M))
-            for label in labels:
-                changed = re.sub(r'\b%s\b' % label, '%s_%d' % (label, number), changed)
-            copies.setdefault(place, []).append('    if (msi_mutant == %d) {\n%s    return%s;\n    }\n' % (
-                number, changed, '' if re.search(r'\bvoid\s+\w+\([^()]*(\([^()]*\)[^()]*)*\)\s*\{\n$',
-                                                 text[:place[0]][-600:]) else ' MUTANT_RESULT'))
-            break
-    pieces, last = [], 0
-    for place in sorted(copies):
-        pieces += [text[last:place[0]]] + [c.replace('    return MUTANT_RESULT;\n', '') for c in copies[place]]
-        last = place[0]
-    text = ''.join(pieces) + text[last:]
-    return text.replace('#define MEMSCALE_SHARED_DONE\n',
-                        '#define MEMSCALE_SHARED_DONE\n#ifdef __cplusplus\nextern "C"\n#else\nextern\n#endif\nint msi_mutant;\n', 1), errors
+        begin, end, is_void, mutant.section = places[0]
+        body = old.sub(lambda _: '\n'.join(mutant.new), text[begin:end])
+        for label in set(re.findall(r'^(\w+):$', body, re.M)):
+            body = re.sub(r'\b%s\b' % label, '%s_%d' % (label, number), body)
+        mutant.number = number
+        copies.setdefault(begin, []).append('    if (msi_reached[%d] = 1, msi_mutant == %d) {\n%s%s    }\n' % (
+            number, number, body, '    return;\n' if is_void else ''))
+    last, pieces = 0, []
+    for begin in sorted(copies):
+        pieces += [text[last:begin]] + copies[begin]
+        last = begin
+    return (''.join(pieces) + text[last:]).replace('#define MEMSCALE_SHARED_DONE\n', SHARED, 1), errors
+
+
+# ---- tests, one by one ---------------------------------------------------------------------------
+
+class Unit:
+    """One function of a test program, or, without a name, a whole program."""
+    def __init__(self, command, name):
+        self.command, self.name = command, name
+        self.seconds, self.reached = 0.0, frozenset()
+
+    def run(self, mutant, timeout):
+        """Whether it passes, and its output."""
+        env = dict(os.environ, MUTANT=str(mutant), OMP_NUM_THREADS='1', OMP_WAIT_POLICY='passive',
+                   OPENBLAS_NUM_THREADS='1')
+        if self.name:
+            env['TEST_FILTER'] = self.name
+        reached = '%s/reached.%d' % (OUT, threading.get_ident())
+        env['REACHED'] = reached if mutant == 0 else ''
+        start = time.time()
+        try:
+            done = subprocess.run(self.command, cwd=ROOT, env=env, timeout=timeout, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT)
+            passes, output = done.returncode == 0, done.stdout.decode(errors='replace')
+        except subprocess.TimeoutExpired:
+            passes, output = False, 'took too long'
+        if mutant == 0:
+            self.seconds = time.time() - start
+            if os.path.exists(reached):
+                self.reached = frozenset(int(n) for n in open(reached).read().split())
+                os.remove(reached)
+        return passes, output
+
+
+def make(*targets):
+    subprocess.run(['make', '-s', '-k', '-j%d' % os.cpu_count(), 'config=quick', 'OUT=' + OUT, 'private=' + OUT,
+                    'header=%s/memscale.h' % OUT, 'LDFLAGS=%s/choose.o' % OUT] + list(targets), cwd=ROOT, check=True)
+
+
+def programs():
+    """The test programs of the tier `quick`, and the corpus of the fuzzer."""
+    tests = [OUT + '/' + os.path.relpath(p, ROOT)[:-2] for p in sorted(glob.glob(ROOT + '/tests/test_*.c'))
+             if 'test_cuda' not in p]
+    emulated = [OUT + '/emulated/' + os.path.relpath(p, ROOT)[:-2] for p in sorted(
+        glob.glob(ROOT + '/tests/test_cuda*.c') + [ROOT + '/tests/test_%s.c' % n for n in
+                                                   ('api', 'contract', 'memory', 'verify')])]
+    return tests, emulated
+
+
+def list_units(pool):
+    tests, emulated = programs()
+    units = []
+    make(*tests, *emulated, OUT + '/tests/fuzz_api')
+
+    def functions(program):
+        env = dict(os.environ, MUTANT='0', TEST_FILTER='', OMP_NUM_THREADS='1')
+        text = subprocess.run([program], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        names = re.findall(r'^\[ RUN      \] (\w+)', text.stdout.decode(errors='replace'), re.M)
+        return [Unit([program], name) for name in names] if text.returncode == 0 else []
+    for found in pool.map(functions, tests + emulated):
+        units += found
+    units.append(Unit([OUT + '/tests/fuzz_api'] + sorted(glob.glob(ROOT + '/tests/corpus/*')), ''))
+    results = list(pool.map(lambda unit: unit.run(0, 600), units))
+    for unit, (passes, _) in zip(units, results):
+        if not passes:
+            print('fails by itself: %s %s' % (unit.command[0], unit.name))
+    return [unit for unit, (passes, _) in zip(units, results) if passes]
+
+
+def judge(mutant, units, most):
+    """What sees a mutant first, or ''."""
+    for unit in units:
+        if mutant.number in unit.reached and unit.seconds <= most:
+            passes, _ = unit.run(mutant.number, LEAST_S + TIMES * unit.seconds)
+            if not passes:
+                return '%s %s' % (os.path.basename(unit.command[0]), unit.name)
+    return ''
 
 
 def main():
-    paths = sys.argv[4:] or sorted(glob.glob(HERE + '/mutants/*.txt'))
-    text, errors = plant(open(sys.argv[2]).read(), read(paths))
-    open(sys.argv[3], 'w').write(text)
+    if sys.argv[1:2] == ['plant']:
+        text, errors = plant(open(sys.argv[2]).read(), read())
+        print(text)
+        for error in errors:
+            print(error, file=sys.stderr)
+        return bool(errors)
+    only, most = os.environ.get('MUTANTS', ''), float(os.environ.get('MUTANTS_MOST_S', '1e9'))
+    os.chdir(ROOT)
+    os.makedirs(OUT, exist_ok=True)
+    mutants = read()
+    text, errors = plant(open('memscale.h').read(), mutants)
     for error in errors:
         print(error)
-    return bool(errors)
+    open(OUT + '/memscale.h', 'w').write(text)
+    subprocess.run(['cc', '-DMUTANTS=%d' % (len(mutants) + 1), '-c', 'tests/mutants.c', '-o', OUT + '/choose.o'],
+                   check=True)
+    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    units = sorted(list_units(pool), key=lambda unit: unit.seconds)
+    print('%d tests, %.0f s' % (len(units), sum(unit.seconds for unit in units)), flush=True)
+    path = OUT + '/seen.json'
+    seen = json.load(open(path)) if os.path.exists(path) else {}
+    planted = [m for m in mutants if m.number and only in m.section]
+    todo = [m for m in planted if not seen.get(m.key())]
+    lock = threading.Lock()
+
+    def look(mutant):
+        by = judge(mutant, units, most)
+        with lock:
+            seen[mutant.key()] = by
+            json.dump(seen, open(path, 'w'), indent=0)
+            print('%-4s %s (%s) %s: %s' % ('seen' if by else 'NOT', by, mutant.section, mutant.function,
+                                           mutant.says), flush=True)
+    list(pool.map(look, todo))
+    sections = {}
+    for mutant in planted:
+        counts = sections.setdefault(mutant.section, [0, 0])
+        counts[0] += bool(seen.get(mutant.key()))
+        counts[1] += 1
+    for section, (caught, all_of) in sorted(sections.items()):
+        print('%-14s %3d of %3d' % (section, caught, all_of))
+    caught, all_of = (sum(c[i] for c in sections.values()) for i in (0, 1))
+    print('%-14s %3d of %3d, %.1f %%' % ('all', caught, all_of, 100.0 * caught / max(all_of, 1)))
+    return 0
 
 
 if __name__ == '__main__':

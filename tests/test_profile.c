@@ -645,6 +645,25 @@ static void what_is_saved_is_loaded_to_the_bit(void **state) {
     free(first.data);
 }
 
+/* Of layers so large that no time of theirs could be set: as times that grow with the sizes are. */
+static void the_longest_times_are_loaded_too(void **state) {
+    (void)state;
+    t_chain a, b;
+    create_chain(&a, NULL, 4);
+    create_chain(&b, NULL, 4);
+    layer_at(&a, 1)->known = time_of(3e16, 1e26, 0.0);
+    layer_at(&a, 2)->known = time_of(1e300, 1.0, 1e29); // more than is believed
+    t_ok(a.model, ms_wrap(a.model));
+    assert_true(layer_at(&a, 2)->time.forward_us == 1e27);
+    t_text text = save(a.model);
+    t_ok(b.model, ms_profile_load(b.model, text.data, text.length));
+    t_ok(b.model, ms_wrap(b.model));
+    expect_same_times(&a, &b);
+    free(text.data);
+    ms_destroy(a.model);
+    ms_destroy(b.model);
+}
+
 /* Loaded times decide what is dropped: never a dear layer, where there are cheap ones. */
 static void loaded_times_decide(void **state) {
     (void)state;
@@ -1125,9 +1144,10 @@ static void mutated_texts_are_refused_or_make_sense(void **state) {
         loaded++;
         for (uint32_t k = 0; k < layer_count(&v.chain); k++) {
             const msi_layer *l = layer_at(&v.chain, k);
-            assert_true(msi_is_time(l->measured.forward_us) &&
-                        msi_is_time(l->measured.backward_us));
-            assert_true(msi_is_time(l->measured.recompute_us));
+            const ms_layer_time *us = &l->measured;
+            assert_true(us->forward_us >= 0.0 && us->forward_us <= msi_longest_us);
+            assert_true(us->backward_us >= 0.0 && us->backward_us <= msi_longest_us);
+            assert_true(us->recompute_us >= 0.0 && us->recompute_us <= msi_longest_us);
             assert_true(l->measured_elements >= 0.0 && l->measured_elements <= 1e18);
         }
         if (loaded % 64 == 0) {
@@ -1265,6 +1285,7 @@ int main(void) {
         cmocka_unit_test(samples_are_of_their_layer_and_phase),
         cmocka_unit_test(times_grow_with_the_output),
         cmocka_unit_test(what_is_saved_is_loaded_to_the_bit),
+        cmocka_unit_test(the_longest_times_are_loaded_too),
         cmocka_unit_test(loaded_times_decide),
         cmocka_unit_test(known_before_loaded_before_predicted),
         cmocka_unit_test(speeds_are_loaded),

@@ -702,6 +702,25 @@ static void wrong_declarations_are_refused(void **state) {
     }
 }
 
+/* A layer that wants more rows in a tile than there are is in the fewest tiles. */
+static void tiles_of_more_rows_than_there_are(void **state) {
+    (void)state;
+    static const int64_t smallest[] = {HEAD_ROWS, HEAD_ROWS + 1, (int64_t)1 << 62, INT64_MAX};
+    for (size_t k = 0; k < sizeof smallest / sizeof smallest[0]; ++k) {
+        head h;
+        ms_config config = t_config();
+        config.dry_run = true;
+        head_create(&h, &config, TELLS_TRUTH);
+        msi_layer *l = &h.model->graph.layers.items[1];
+        l->tile.smallest = smallest[k];
+        l->tile.multiple = 2;
+        assert_int_equal(msi_most_tiles(&h.model->graph, 1, 3), 1);
+        head_force(&h);
+        t_ok(h.model, ms_wrap(h.model));
+        ms_destroy(h.model);
+    }
+}
+
 /* Every allocation of ms_wrap fails once: it says so, and what comes after is as if it had not been
    called. */
 static void plans_in_tiles_fail_cleanly(void **state) {
@@ -746,6 +765,7 @@ int main(void) {
         cmocka_unit_test(honest_layers_pass_debug_mode),
         cmocka_unit_test(plans_say_what_is_in_tiles),
         cmocka_unit_test(wrong_declarations_are_refused),
+        cmocka_unit_test(tiles_of_more_rows_than_there_are),
         cmocka_unit_test(plans_in_tiles_fail_cleanly),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

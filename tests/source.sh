@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# source.sh CHECK: what the text of memscale.h keeps to. Each check is a function check_CHECK below; most
+# of them plant what they look for in a copy first, to see that they find it.
+set -u
+cd "$(dirname "$0")/.."
+checks=$(mktemp -d)
+trap 'rm -rf $checks' EXIT
+
+compile() { # SOURCES: as the house compiles, without code
+    ${CC:-cc} -std=c99 ${WARNINGS_C-} ${WARNINGS--Wall} -Werror -I. -fsyntax-only -x c "$@"
+}
+
+# A function calls only what is defined above it. Prints where a header names a function, public or
+# private, whose definition comes later, and where it declares a private function without a body. A
+# macro names what its text names.
+misplaced() { # HEADER
+    awk '
+        /^#endif \/\/ MEMSCALE_H/ { inside = 1; next }
+        !inside { next }
+        {
+            if (comment && !sub(/^.*\*\//, "")) { next }
+            comment = 0
+            gsub(/"([^"\\]|\\.)*"/, "0")
+            gsub(/\047([^\047\\]|\\.)\047/, "0")
+            gsub(/\/\*([^*]|\*+[^*\/])*\*+\//, " ")
+            sub(/\/\/.*/, "")
+            comment = sub(/\/\*.*/, "")
+            directive = continued || /^#/
+            continued = directive && /\\$/
+            gsub(/[^A-Za-z0-9_.>(){};]/, " ")
+            gsub(/[.>(){};]/, " & ")
+            count = split($0, words, " ")
+            for (i = 1; i <= count; i++) { word(words[i]) }
+        }
+        function word(w) {
+            if (w ~ /^msi?_[a-z0-9_]+$/ && last != "." && last != ">" && last != "struct") {
+                uses[++used] = w
+                line[used] = NR
+                if (!directive && !braces && !parens) { name = w; begins = NR }
+            }
+            last = w
+            if (directive) { return }
+            if (w == ";" && ends && name ~ /^msi_/) { print "line " NR " declares " name " without a body" }
+            if (w == "{" && ends && !(name in defined)) { defined[name] = begins }
+            if (w == "{") { braces++ }
+            if (w == "}") { braces-- }
+            if (w == "(") { parens++ }
+            if (w == ")") { parens-- }
+            ends = w == ")" && !parens && !braces && name != "" # of the parameters of a function
+            if (!braces && (w == ";" || w == "}")) { name = "" }
+        }
+        END {
+            for (i = 1; i <= used; i++) {
+                if (uses[i] in defined && line[i] < defined[uses[i]]) {
+                    print "line " line[i] " names " uses[i] ", which line " defined[uses[i]] " defines"
+                }
+            }
+        }' "$1"
+}
+
+# A copy of the header with a line after the one that has PATTERN.
+plant() { # PATTERN LINE: the path of the copy
+    local copy
+    copy=$(mktemp $checks/planted.XXXXXX)
+    awk -v pattern="$1" -v line="$2" '{ print } !done && index($0, pattern) { print line; done = 1 }
+        END { exit !done }' memscale.h > "$copy" && echo "$copy"
+}
+
+# Of planted copies, so that it is seen to find what it looks for: a call, an address, a macro, a
+# declaration.
+check_order() {
+    local line copy
+    for line in 'static void msi_planted(void) { ms_destroy(NULL); }' \
+        'static void (*const msi_planted)(ms_model *) = &msi_free_model;' \
+        '#define MSI_PLANTED(m) msi_free_model(m)' 'static void msi_free_model(ms_model *m);'; do
+        copy=$(plant '// >>names' "$line") || return 1
+        [ -n "$(misplaced "$copy")" ] || { echo "not found: $line"; return 1; }
+    done
+    ! misplaced memscale.h | grep .
+}
+
+# A switch over an enum of ours lists its cases, so that the compiler names one that is missing.
+defaults() { # HEADER
+    awk '/^\/\/ >>/ { section = $2 } /^ *default:/ { print "line " NR ", " section ": " $0 }' "$1"
+}
+
+check_switches() {
+    local copy
+    copy=$(plant '    switch (' '    default:') && [ -n "$(defaults "$copy")" ] || return 1
+    ! defaults memscale.h | grep .
+}
+
+# What a technique takes that is put in the middle of ms_technique: a row of MSI_TECHNIQUES at the
+# same place, without which nothing compiles, and which brings its name, switch, tensors, modes and
+# whether it is built to all that asks; and a case in each switch, which the compiler names.
+check_new_technique() {
+    local copy text
+    compile -DMEMSCALE_IMPLEMENTATION memscale.h || return 1
+    copy=$(plant '    MS_TECHNIQUE_EARLY_UPDATE,' '    MS_TECHNIQUE_PLANTED,') || return 1
+    ! text=$(compile -DMEMSCALE_IMPLEMENTATION "$copy" 2>&1) || return 1
+    grep -q msi_technique_rows_match <<< "$text" || { echo "without a row: $text"; return 1; }
+    sed -i 's/X(MS_TECHNIQUE_OFFLOADING,/X(MS_TECHNIQUE_PLANTED, tiling, "planted", 0, "", 0, false) &/' "$copy"
+    ! text=$(compile -DMEMSCALE_IMPLEMENTATION "$copy" 2>&1) || return 1
+    ! grep -q msi_technique_rows_match <<< "$text" && grep -q "MS_TECHNIQUE_PLANTED.*switch" <<< "$text" ||
+        { echo "with a row: $text"; return 1; }
+}
+
+# What an op takes that is put in the middle of MSI_OPS: a row with all that there is to know of it,
+# and a case in the one switch over ops, that which runs them.
+check_new_op() {
+    local copy text row='PLANTED, "planted", ZERO, FILL, 1, COMPUTE'
+    copy=$(plant '    X(ZERO, ' "    X($row, COUNT, 0) \\\\") || return 1
+    ! text=$(compile -DMEMSCALE_IMPLEMENTATION "$copy" 2>&1) || return 1
+    grep -q 'MSI_OP_PLANTED.*switch' <<< "$text" || { echo "no case is asked for: $text"; return 1; }
+    copy=$(plant '    X(ZERO, ' "    X($row) \\\\") || return 1
+    ! compile -DMEMSCALE_IMPLEMENTATION "$copy" > /dev/null 2>&1
+}
+
+# The listings, the trace and the metrics compile on the public half, where ms_model is opaque, and
+# the section of texts alone: they know nothing else of the implementation.
+check_listings() {
+    local source=$checks/listings.c tag
+    printf '%s\n' '#include "memscale.h"' '#include <stdarg.h>' '#include <stdio.h>' \
+        '#include <string.h>' '#define msi_format snprintf' '#define msi_vformat vsnprintf' > $source
+    sed -n '/^#define MSI_THEN/,/[^\\]$/p' memscale.h >> $source
+    for tag in text listing trace; do
+        awk -v tag=">>$tag" '/^\/\/ (>>|=====)/ || /^#endif \/\/ MEMSCALE/ { inside = $2 == tag }
+            inside { print; found = 1 }
+            END { exit !found }' memscale.h >> $source || { echo "no section $tag"; return 1; }
+    done
+    compile $source
+}
+
+check_readme_program() {
+    awk '/^```/ { inside = !inside && $0 == "```c"; if (inside) { text = "" }; next }
+         inside { text = text $0 "\n" }
+         inside && /^int main/ { whole = 1 }
+         !inside && whole { exit }
+         END { printf "%s", text }' README.md > $checks/readme.c
+    diff $checks/readme.c examples/minimal.c
+}
+
+"check_$1"
