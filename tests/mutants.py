@@ -143,40 +143,32 @@ def make(*targets):
                     'header=%s/memscale.h' % OUT, 'LDFLAGS=%s/choose.o' % OUT] + list(targets), cwd=ROOT, check=True)
 
 
-def programs():
-    """The test programs of the tier `quick`, and the corpus of the fuzzer."""
-    tests = [OUT + '/' + os.path.relpath(p, ROOT)[:-2] for p in sorted(glob.glob(ROOT + '/tests/test_*.c'))
-             if 'test_cuda' not in p]
-    emulated = [OUT + '/emulated/' + os.path.relpath(p, ROOT)[:-2] for p in sorted(
-        glob.glob(ROOT + '/tests/test_cuda*.c') + [ROOT + '/tests/test_%s.c' % n for n in
-                                                   ('api', 'contract', 'memory', 'verify')])]
-    return tests, emulated
-
-
-def list_units(pool):
-    tests, emulated = programs()
+def list_units(pool, most):
+    """The tests of the tier `quick`, those that pass in so many seconds, and the corpus of the fuzzer."""
+    sources = [os.path.relpath(p, ROOT)[:-2] for p in sorted(glob.glob(ROOT + '/tests/test_*.c'))]
+    on_device = [s for s in sources if 'test_cuda' in s or s[11:] in ('api', 'contract', 'memory', 'verify')]
     units = []
-    make(*tests, *emulated, OUT + '/tests/fuzz_api')
-
-    def functions(program):
-        env = dict(os.environ, MUTANT='0', TEST_FILTER='', OMP_NUM_THREADS='1')
-        text = subprocess.run([program], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        names = re.findall(r'^\[ RUN      \] (\w+)', text.stdout.decode(errors='replace'), re.M)
-        return [Unit([program], name) for name in names] if text.returncode == 0 else []
-    for found in pool.map(functions, tests + emulated):
-        units += found
+    for programs, folder in (([s for s in sources if 'test_cuda' not in s], OUT), (on_device, OUT + '/emulated')):
+        make(*['%s/%s' % (folder, program) for program in programs])
+        for program in programs:
+            text = open('%s/%s.c' % (ROOT, program)).read()
+            units += [Unit(['%s/%s' % (folder, program)], name)
+                      for name in dict.fromkeys(re.findall(r'(?:cmocka_unit_test\w*|T_TWICE)\(\s*(\w+)', text))]
+    make(OUT + '/tests/fuzz_api')
     units.append(Unit([OUT + '/tests/fuzz_api'] + sorted(glob.glob(ROOT + '/tests/corpus/*')), ''))
-    results = list(pool.map(lambda unit: unit.run(0, 600), units))
-    for unit, (passes, _) in zip(units, results):
-        if not passes:
-            print('fails by itself: %s %s' % (unit.command[0], unit.name))
-    return [unit for unit, (passes, _) in zip(units, results) if passes]
+    passing = []
+    for unit, (passes, output) in zip(units, pool.map(lambda unit: unit.run(0, min(most, 600)), units)):
+        if passes:
+            passing.append(unit)
+        else:
+            print('left out: %s %s: %s' % (unit.command[0], unit.name, output[-300:].strip().split('\n')[-1]))
+    return passing
 
 
-def judge(mutant, units, most):
+def judge(mutant, units):
     """What sees a mutant first, or ''."""
     for unit in units:
-        if mutant.number in unit.reached and unit.seconds <= most:
+        if mutant.number in unit.reached:
             passes, _ = unit.run(mutant.number, LEAST_S + TIMES * unit.seconds)
             if not passes:
                 return '%s %s' % (os.path.basename(unit.command[0]), unit.name)
@@ -201,7 +193,7 @@ def main():
     subprocess.run(['cc', '-DMUTANTS=%d' % (len(mutants) + 1), '-c', 'tests/mutants.c', '-o', OUT + '/choose.o'],
                    check=True)
     pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-    units = sorted(list_units(pool), key=lambda unit: unit.seconds)
+    units = sorted(list_units(pool, most), key=lambda unit: unit.seconds)
     print('%d tests, %.0f s' % (len(units), sum(unit.seconds for unit in units)), flush=True)
     path = OUT + '/seen.json'
     seen = json.load(open(path)) if os.path.exists(path) else {}
@@ -210,7 +202,7 @@ def main():
     lock = threading.Lock()
 
     def look(mutant):
-        by = judge(mutant, units, most)
+        by = judge(mutant, units)
         with lock:
             seen[mutant.key()] = by
             json.dump(seen, open(path, 'w'), indent=0)
