@@ -700,11 +700,12 @@ static void the_numbers_for_programs_are_json(void **state) {
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
         assert_false(is_json(wrong[i]));
     }
-    static const char *const runs[] = {
+    const char *const runs[] = {
         "--json --layers 2", "--json --model bert-large --layers 3 --gpu H200",
         "--json --model llama2-7B --gpu 24G --offload off --batch 4 --sequence 512",
-        "--json --model gpt2-355M --layers 2 --batch 1999 --sequence 512 --gpu 4G --offload "
-        "off",
+        is_long() ? "--json --model gpt2-355M --layers 2 --batch 1999 --gpu 4G --offload off"
+                  : "--json --layers 1 --channels 64 --heads 2 --vocabulary 512 --batch 1999 "
+                    "--sequence 64 --gpu 40M --offload off",
         "--json --family llama --layers 3 --channels 96 --heads 6 --kv-heads 2 --precision tf32 "
         "--offload "
         "auto"};
@@ -1238,11 +1239,12 @@ static void the_largest_values_at_the_peak_come_first(void **state) {
 static void a_printed_peak_is_accepted_as_a_budget(void **state) {
     (void)state;
     static printed p;
-    static const char *const runs[] = {"--batch 1 --layers 3 --offload auto",
-                                       "--model tinyllama-1.1B --layers 5 --offload off --batch 4 "
-                                       "--sequence 512",
-                                       "--model bert-base --batch 3 --layers 4",
-                                       "--model gpt2-355M --batch 2 --offload off"};
+    const char *const runs[] = {
+        is_long() ? "--batch 1 --layers 3"
+                  : "--batch 1 --layers 2 --channels 64 --heads 2 --offload auto",
+        "--model tinyllama-1.1B --layers 5 --offload off --batch 4 "
+        "--sequence 512",
+        "--model bert-base --batch 3 --layers 4", "--model gpt2-355M --batch 2 --offload off"};
     for (int i = 0; i < of_size(2, sizeof runs / sizeof runs[0]); i++) {
         static const char label[] = "smallest peak there is";
         char words[256];
@@ -1346,8 +1348,10 @@ static void what_is_on_the_host_is_said(void **state) {
     static const char *const rows[] = {"\n  on the host  ",   "\n  copied in  ",
                                        "\n  copied out  ",    "\n  link busy  ",
                                        "\n  copies hidden  ", "\n  waits for copies  "};
-    const char *const model = is_long() ? "--model gpt2-124M --gpu 3090 --budget 1.5G"
-                                        : "--layers 4 --gpu 3090 --budget 1G";
+    const char *const model =
+        is_long() ? "--model gpt2-124M --gpu 3090 --budget 1.5G"
+                  : "--layers 2 --gpu 3090 --budget 100M --vocabulary 512 --sequence 64 "
+                    "--batch 1";
     const char *const of_json =
         is_long() ? "--json --layers 4 --gpu 3090 --budget 1G"
                   : "--json --layers 2 --gpu 3090 --budget 100M --vocabulary 512 --sequence 64 "
