@@ -1531,7 +1531,8 @@ static void the_plan_is_listed_with_equal_blocks_as_one(void **state) {
         assert_in_range(lines, k == 0 ? 50 : 180, k == 0 ? 130 : 5000);
         t_text_has(p.out, k == 0 ? "  h0..11.fc                   12 " : "  h7.fc ");
     }
-    run_small(&p, "--model gpt2-1558M --batch 1 --gpu 8G --plan --offload off");
+    run_small(&p, is_long() ? "--model gpt2-1558M --batch 1 --gpu 8G --plan --offload off"
+                            : "--layers 2 --gpu 400M --plan");
     assert_int_equal(p.status, 3);
     t_text_has(p.out, "\nplan      the smallest of mode ");
 }
