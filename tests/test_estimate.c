@@ -20,6 +20,16 @@ int estimate_main(int argc, char **argv);
 
 enum { MOST_WORDS = 24, TEXT_BYTES = 1 << 18 };
 
+/* Whether sweeps are longer: then models have their full size, and plans offload. Otherwise models that
+   are smaller take the same paths. */
+static bool is_long(void) {
+    return t_environment("MEMSCALE_TEST_SWEEP", 0) > 0;
+}
+
+static int64_t of_size(int64_t quick, int64_t full) {
+    return is_long() ? full : quick;
+}
+
 /* What a run printed. */
 typedef struct printed {
     int status;
@@ -60,6 +70,26 @@ static void run_words(printed *p, const char *words) {
     close(old_error);
     read_back(out, p->out, sizeof p->out);
     read_back(error, p->error, sizeof p->error);
+}
+
+/* For what does not depend on offloading, on which most of the time of planning is spent. */
+static ms_switch resident_unless_long(void) {
+    return is_long() ? MS_SWITCH_DEFAULT : MS_SWITCH_OFF;
+}
+
+/* A run in which neither offloading matters nor how many tokens there are, unless its words say so. */
+static void run_small(printed *p, const char *words) {
+    static const char *const small[][2] = {
+        {"--offload", "off"}, {"--batch", "1"}, {"--sequence", "64"}};
+    char all[512];
+    snprintf(all, sizeof all, "%s", words);
+    for (int i = 0; i < 3 && !is_long(); i++) {
+        if (!strstr(words, small[i][0])) {
+            const size_t used = strlen(all);
+            snprintf(all + used, sizeof all - used, " %s %s", small[i][0], small[i][1]);
+        }
+    }
+    run_words(p, all);
 }
 
 /* An estimate without its program. */
@@ -112,7 +142,7 @@ static uint64_t closed_params(const shape *s) {
     return V * C + P * C + layers * block + 2 * C;
 }
 
-static void test_params(void **state) {
+static void params_are_as_published(void **state) {
     (void)state;
     assert_int_equal(PUBLISHED, NN_MODELS + LLAMA_PRESETS);
     for (int i = 0; i < PUBLISHED; i++) {
@@ -149,7 +179,7 @@ static void prepare_formats(estimate *e, const char *model, int64_t batch, int64
 
 /* Bytes that a param takes, its gradient and its optimizer state, by what was asked for. Biases and
    norms stay in f32, and the gradient of the token table, which no product makes. */
-static void test_formats(void **state) {
+static void a_param_takes_the_bytes_of_its_formats(void **state) {
     (void)state;
     static const struct {
         const char *model, *precision, *gradients, *state;
@@ -196,7 +226,7 @@ static void test_formats(void **state) {
 
 /* In 16 bits a block has half of the bytes, except what stays in f32: 1 / deviation of both norms,
    and a sum for each head. */
-static void test_half_activations(void **state) {
+static void a_block_in_16_bits_has_half_of_the_bytes(void **state) {
     (void)state;
     static const char *const precisions_of_runs[] = {"bf16-alone", "f16"};
     const uint64_t C = 3584, qkv = C + 2 * 512, F = 18944, heads = 28;
@@ -215,19 +245,22 @@ static void test_half_activations(void **state) {
 
 /* Plans that the budget alone leads to: the share of a step of gradient accumulation that waits for
    copies, and the forward work of the blocks that runs again, over one forward. */
-static void test_from_the_budget(void **state) {
+static void plans_from_the_budget_wait_and_recompute_little(void **state) {
     (void)state;
     static const struct {
         const char *model, *gpu;
         int64_t batch;
         double waits, recomputed;
-    } all[] = {{"qwen2.5-7B", "5060 Ti 16GB", 8, 0.015, 0.02},
-               {"qwen2.5-14B", "4090", 8, 0.03, 0.15},
-               {"qwen2.5-7B", "4090", 8, 0.03, 0.15},
-               {"qwen2.5-7B", "5060 Ti 16GB", 16, 0.015, 0.02},
-               {"qwen2.5-7B", "4090", 16, 0.03, 0.15},
-               {"qwen2.5-14B", "4090", 16, 0.03, 0.15}};
-    const uint64_t rows = t_sweep(1, sizeof all / sizeof all[0]);
+        int64_t layers; // 0: those of the model, and the budget of the GPU
+        uint64_t budget_bytes;
+    } all[] = {{"qwen2.5-7B", "5060 Ti 16GB", 8, 0.015, 0.02, 4, 9600000000u},
+               {"qwen2.5-7B", "5060 Ti 16GB", 8, 0.015, 0.02, 0, 0},
+               {"qwen2.5-14B", "4090", 8, 0.03, 0.15, 0, 0},
+               {"qwen2.5-7B", "4090", 8, 0.03, 0.15, 0, 0},
+               {"qwen2.5-7B", "5060 Ti 16GB", 16, 0.015, 0.02, 0, 0},
+               {"qwen2.5-7B", "4090", 16, 0.03, 0.15, 0, 0},
+               {"qwen2.5-14B", "4090", 16, 0.03, 0.15, 0, 0}};
+    const uint64_t rows = 1 + t_sweep(0, sizeof all / sizeof all[0] - 1);
     for (uint64_t i = 0; i < rows; i++) {
         estimate e;
         plan p;
@@ -235,6 +268,10 @@ static void test_from_the_budget(void **state) {
         e.options.gpu = all[i].gpu;
         e.options.tokens = 524288;
         assert_int_equal(choose_target(&e.options, &e.device), 0);
+        if (all[i].layers) {
+            e.model.layers = all[i].layers;
+            e.device.budget_bytes = all[i].budget_bytes;
+        }
         assert_int_equal(
             plan_budget(&e, all[i].batch, MS_MODE_AGGRESSIVE, e.device.budget_bytes, &p), 0);
         assert_true(p.fits && p.report.arena_bytes <= e.device.budget_bytes);
@@ -245,15 +282,17 @@ static void test_from_the_budget(void **state) {
 }
 
 /* What is forced is in 16 bits in every mode, and half as large; times are relative to that. */
-static void test_half_plans(void **state) {
+static void what_is_forced_is_in_16_bits_in_every_mode(void **state) {
     (void)state;
     estimate e;
     findings f, g;
     prepare_formats(&e, "qwen2.5-0.5B", 4, 512, "f32", NULL, NULL);
     e.model.layers = 4;
+    e.options.offloading = resident_unless_long();
     assert_int_equal(find_all(&e, &f), 0);
     prepare_formats(&e, "qwen2.5-0.5B", 4, 512, "bf16-alone", "bf16", "bf16");
     e.model.layers = 4;
+    e.options.offloading = resident_unless_long();
     assert_int_equal(find_all(&e, &g), 0);
     assert_int_equal(g.same_as[MODES - 1],
                      MODES - 1); // nothing is left to round, but there are tiles
@@ -279,7 +318,7 @@ static uint64_t block_bytes(const char *model, int64_t batch, int64_t sequence) 
 }
 
 /* What backward reads of a block, by hand. */
-static void test_activations(void **state) {
+static void a_block_adds_what_its_backward_reads(void **state) {
     (void)state;
     /* Each token of GPT-2: both normed values and both sums, qkv (3 C), what attention mixed, and
        4 C each before and behind gelu: 16 C; mean and rstd of both norms, and a sum for each head. */
@@ -402,7 +441,7 @@ static void check_equal(family kind, bool is_plain, habit also) {
     nn_destroy(net);
 }
 
-static void test_equal(void **state) {
+static void an_estimate_equals_a_model_that_trains(void **state) {
     (void)state;
     check_equal(FAMILY_GPT2, true, NOTHING_ELSE);
     check_equal(FAMILY_GPT2, false, NOTHING_ELSE);
@@ -415,7 +454,7 @@ static void test_equal(void **state) {
 
 /* Clipping and accumulation forbid early updates: all gradients exist at the end of backward, and
    with accumulation during forward too. Momentum takes 4 bytes a param less than AdamW, SGD 8. */
-static void test_training(void **state) {
+static void clipping_and_accumulation_keep_all_gradients(void **state) {
     (void)state;
     static const char *const names[] = {"adamw", "momentum", "SGD"};
     uint64_t bytes[3];
@@ -447,7 +486,7 @@ static void test_training(void **state) {
 
 /* Adapters of rank r of a linear layer in -> out are r (in + out) params; nothing else is trained.
    Of the frozen params there is neither gradient nor state. */
-static void test_adapters(void **state) {
+static void only_adapters_have_gradients_and_state(void **state) {
     (void)state;
     estimate e;
     plan p;
@@ -465,12 +504,33 @@ static void test_adapters(void **state) {
 // ------------------------------------------------------------------------------------------------
 // advice
 
+/* As find_all, for another budget, on which the smallest plans do not depend. */
+static void find_again(const estimate *e, findings *f) {
+    const uint64_t budget = e->device.budget_bytes;
+    if (is_long()) {
+        assert_int_equal(find_all(e, f), 0);
+        return;
+    }
+    f->plain.fits = f->plain.report.arena_bytes <= budget;
+    f->searched = false;
+    for (int i = 0; i < MODES; i++) {
+        f->smallest[i].fits = f->smallest[i].report.arena_bytes <= budget;
+        f->at_budget[i] = f->smallest[i];
+        if (f->smallest[i].fits) {
+            assert_int_equal(plan_budget(e, e->options.batch, modes[i], budget, &f->at_budget[i]),
+                             0);
+        }
+    }
+    assert_int_equal(advise(e, f), 0);
+}
+
 /* The mode that is advised, for budgets that are a share of the plain peak. */
-static void test_advice(void **state) {
+static void the_mode_that_is_advised_follows_the_budget(void **state) {
     (void)state;
     estimate e;
     findings f;
-    prepare(&e, "bert-base", 8, 128);
+    prepare(&e, "bert-base", of_size(16, 8), 128);
+    e.model.layers = of_size(2, 12);
     e.options.offloading = MS_SWITCH_OFF;
     assert_int_equal(find_all(&e, &f), 0);
     const uint64_t plain = f.plain.report.arena_bytes;
@@ -500,7 +560,7 @@ static void test_advice(void **state) {
     assert_true(f.at_budget[1].report.step_us < f.at_budget[0].report.step_us);
     assert_true(f.at_budget[2].report.step_us <= f.at_budget[1].report.step_us);
     e.device.budget_bytes = least / 2;
-    assert_int_equal(find_all(&e, &f), 0);
+    find_again(&e, &f);
     assert_true(!f.at_budget[0].fits && f.advised > 0 && !f.searched);
     f.at_budget[1].fits = false;
     assert_int_equal(advise(&e, &f), 0);
@@ -508,14 +568,15 @@ static void test_advice(void **state) {
 }
 
 /* The largest batch fits, and one more does not. */
-static void test_largest_batch(void **state) {
+static void the_largest_batch_is_the_largest_that_fits(void **state) {
     (void)state;
     estimate e;
     findings f;
     plan p;
     prepare(&e, "bert-base", 96, 128);
     e.model.layers = 2;
-    e.device.budget_bytes = e.device.memory_bytes = (uint64_t)256 << 20;
+    e.options.offloading = resident_unless_long();
+    e.device.budget_bytes = e.device.memory_bytes = (uint64_t)of_size(512, 256) << 20;
     assert_int_equal(find_all(&e, &f), 0);
     assert_true(f.pressure > 3.0 && f.searched);
     assert_int_equal(f.advised, f.same_as[MODES - 1]);
@@ -630,7 +691,7 @@ static double number_of(const char *text, const char *key) {
     return strtod(at + strlen(quoted), NULL);
 }
 
-static void test_json(void **state) {
+static void the_numbers_for_programs_are_json(void **state) {
     (void)state;
     static printed p;
     assert_true(is_json("{\"a\": [1, -2.5e3, \"\\u0041\", {}], \"b\": null}\n"));
@@ -639,24 +700,28 @@ static void test_json(void **state) {
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
         assert_false(is_json(wrong[i]));
     }
-    static const char *const runs[] = {
+    const char *const runs[] = {
         "--json --layers 2", "--json --model bert-large --layers 3 --gpu H200",
-        "--json --model llama2-7B --gpu 24G --offload off",
-        "--json --model gpt2-355M --layers 2 --batch 1999 --gpu 4G --offload off",
-        "--json --family llama --layers 3 --channels 96 --heads 6 --kv-heads 2 --precision tf32"};
+        "--json --model llama2-7B --gpu 24G --offload off --batch 4 --sequence 512",
+        is_long() ? "--json --model gpt2-355M --layers 2 --batch 1999 --gpu 4G --offload off"
+                  : "--json --layers 1 --channels 64 --heads 2 --vocabulary 512 --batch 1999 "
+                    "--sequence 64 --gpu 40M --offload off",
+        "--json --family llama --layers 3 --channels 96 --heads 6 --kv-heads 2 --precision tf32 "
+        "--offload "
+        "auto"};
     for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
-        run_words(&p, runs[i]);
+        run_small(&p, runs[i]);
         assert_int_equal(p.status, i == 2 || i == 3 ? STATUS_NO_FIT : STATUS_FITS);
         assert_int_equal(p.error[0], 0);
         assert_true(is_json(p.out));
     }
-    run_words(&p, "--json --model gpt2-355M --batch 4 --sequence 512 --budget 6G");
+    run_small(&p, "--json --model gpt2-355M --batch 4 --sequence 512 --budget 6G");
     assert_true(is_json(p.out));
     assert_true(number_of(p.out, "params") == 354823168.0);
     assert_true(number_of(p.out, "budget_bytes") == 6.0 * 1073741824.0);
     t_text_has(p.out, "\"mode\": \"AGGRESSIVE\"");
     assert_true(number_of(p.out, "accumulation_steps") == 1.0);
-    run_words(&p, "--json --layers 2 --clip --accumulate 3 --frozen --optimizer sgd --gpu 8GB");
+    run_small(&p, "--json --layers 2 --clip --accumulate 3 --frozen --optimizer sgd --gpu 8GB");
     assert_true(is_json(p.out));
     assert_true(number_of(p.out, "accumulation_steps") == 3.0);
     assert_true(number_of(p.out, "adapter_rank") == 8.0);
@@ -667,7 +732,7 @@ static void test_json(void **state) {
 }
 
 /* Tokens of a step make micro-batches, rounded up; a whole step has all of them and one update. */
-static void test_tokens(void **state) {
+static void tokens_of_a_step_make_micro_batches(void **state) {
     (void)state;
     static const struct {
         int64_t tokens, batch, sequence, count;
@@ -692,6 +757,7 @@ static void test_tokens(void **state) {
     estimate e;
     plan one, many;
     prepare_formats(&e, "qwen2.5-0.5B", 2, 1024, "bf16-alone", "bf16", "bf16");
+    e.model.layers = of_size(3, e.model.layers);
     e.options.accumulate = 2;
     assert_int_equal(plan_plain(&e, 2, &one), 0);
     e.options.accumulate = 1;
@@ -707,19 +773,19 @@ static void test_tokens(void **state) {
     assert_true(many.times.recompute_us > 0.0 && b->whole_stall_us > b->stall_us);
     assert_true(b->whole_stall_us < b->whole_step_us);
 
-    run_words(&p, "--json --layers 2 --batch 3 --sequence 100 --tokens 1000");
+    run_small(&p, "--json --layers 2 --batch 3 --sequence 100 --tokens 1000");
     assert_true(is_json(p.out));
     assert_true(number_of(p.out, "accumulation_steps") == 4.0);
     assert_true(number_of(p.out, "tokens") == 1200.0);
-    run_words(&p, "--layers 2 --batch 3 --sequence 100 --tokens 1000");
+    run_small(&p, "--layers 2 --batch 3 --sequence 100 --tokens 1000");
     t_text_has(p.out, "4 micro-batches of 3 x 100 tokens (1200 a step), f32, AdamW;");
     t_text_has(p.out, "\n  whole step  ");
-    run_words(&p, "--layers 2 --batch 3 --sequence 100");
+    run_small(&p, "--layers 2 --batch 3 --sequence 100");
     assert_null(strstr(p.out, "\n  whole step  "));
 }
 
 /* What it says of formats. */
-static void test_formats_said(void **state) {
+static void formats_are_said(void **state) {
     (void)state;
     static printed p;
     static const struct {
@@ -748,13 +814,13 @@ static void test_formats_said(void **state) {
         char words[256];
         snprintf(words, sizeof words, "--model qwen2.5-0.5B --layers 2 --gpu 4090 %s",
                  all[i].words);
-        run_words(&p, words);
+        run_small(&p, words);
         assert_int_equal(p.status, STATUS_FITS);
         t_text_has(p.out, all[i].text);
         t_text_has(p.out, "BF16 and F16 165.2 TFLOP/s");
         snprintf(words, sizeof words, "--json --model qwen2.5-0.5B --layers 2 --gpu 4090 %s",
                  all[i].words);
-        run_words(&p, words);
+        run_small(&p, words);
         assert_true(is_json(p.out));
         t_text_has(p.out, all[i].json);
         t_text_has(p.out, "\"qkv_bias\": true");
@@ -762,7 +828,7 @@ static void test_formats_said(void **state) {
 }
 
 /* However many kinds of values there are, the largest are among those that are kept. */
-static void test_many_groups(void **state) {
+static void the_largest_groups_are_kept(void **state) {
     (void)state;
     static plan p;
     ms_lifetime l;
@@ -789,7 +855,7 @@ static void test_many_groups(void **state) {
 }
 
 /* Text that no model or device has now is written so that it can be read. */
-static void test_json_text(void **state) {
+static void any_text_is_escaped(void **state) {
     (void)state;
     char text[256];
     json j;
@@ -849,7 +915,7 @@ static bool is_xml(const char *text) {
     return depth == 0 && roots == 1;
 }
 
-static void test_sweep(void **state) {
+static void a_sweep_is_drawn_as_xml(void **state) {
     (void)state;
     static printed p;
     static char text[TEXT_BYTES];
@@ -865,6 +931,7 @@ static void test_sweep(void **state) {
     findings f;
     prepare(&e, "gpt2-124M", 8, 64);
     e.model.layers = 1;
+    e.options.offloading = resident_unless_long();
     e.options.sweep = path;
     assert_int_equal(find_all(&e, &f), 0);
     assert_int_equal(write_sweep(&e, &f), 0);
@@ -876,20 +943,21 @@ static void test_sweep(void **state) {
     t_text_has(text, "no plan fits");
     t_text_has(text, "budget, MiB");
     t_text_has(text, "CONSERVATIVE");
-    run_words(&p, "--sweep /nowhere/at/all.svg --layers 1");
+    run_small(&p, "--sweep /nowhere/at/all.svg --layers 1");
     assert_int_equal(p.status, 1);
     t_text_has(p.error, "/nowhere/at/all.svg");
 }
 
 /* Over budgets, neither the peak nor the time goes the wrong way. A plan that rounds may be faster
    than the plain one, which a larger budget gets. */
-static void test_sweep_is_monotone(void **state) {
+static void a_larger_budget_takes_no_more_time_in_a_sweep(void **state) {
     (void)state;
     estimate e;
     findings f;
     sweep s;
     prepare(&e, "gpt2-124M", 8, 64);
     e.model.layers = 2;
+    e.options.offloading = resident_unless_long();
     assert_int_equal(find_all(&e, &f), 0);
     assert_int_equal(make_sweep(&e, &f, MODES - 1, &s), 0);
     assert_int_equal(s.count, SWEEP_POINTS);
@@ -933,7 +1001,7 @@ static void write_config(char *path, const char *text) {
     "'max_position_embeddings': 512, 'intermediate_size': 3072, 'type_vocab_size': 2"
 
 /* The keys of published files, and the params of the models. */
-static void test_config(void **state) {
+static void published_files_give_published_params(void **state) {
     (void)state;
     static const struct {
         const char *text, *more;
@@ -971,8 +1039,9 @@ static void test_config(void **state) {
     for (size_t i = 0; i < sizeof models / sizeof models[0]; i++) {
         char path[64], words[256];
         write_config(path, models[i].text);
-        snprintf(words, sizeof words, "--json --batch 1 --offload off %s %s", path, models[i].more);
-        run_words(&p, words);
+        snprintf(words, sizeof words, "--json --batch 1 --offload off %s %s %s", path,
+                 models[i].more, is_long() ? "" : "--precision f32 --optimizer sgd --clip");
+        run_small(&p, words);
         remove(path);
 #ifdef MODEL_SHAPE_CJSON
         assert_true(p.status == STATUS_FITS || p.status == STATUS_NO_FIT);
@@ -988,7 +1057,7 @@ static void test_config(void **state) {
 }
 
 /* The end of a long path, from the start of a character on. */
-static void test_long_path(void **state) {
+static void a_long_path_is_cut_between_characters(void **state) {
     (void)state;
 #ifndef MODEL_SHAPE_CJSON
     print_message("built without cJSON\n");
@@ -1017,7 +1086,7 @@ static void test_long_path(void **state) {
 #endif
 }
 
-static void test_wrong_config(void **state) {
+static void a_wrong_file_is_refused_with_the_reason(void **state) {
     (void)state;
 #ifndef MODEL_SHAPE_CJSON
     print_message("built without cJSON\n");
@@ -1079,32 +1148,47 @@ static void test_wrong_config(void **state) {
 // ------------------------------------------------------------------------------------------------
 // what it says
 
-static void test_text(void **state) {
+static void the_text_says_what_it_assumes(void **state) {
     (void)state;
     static printed p;
-    run_words(&p, "--model gpt2-1558M --batch 1 --sequence 512 --gpu RTX_3090");
-    assert_int_equal(p.status, 0);
-    t_text_has(p.out, "1557.61 M params");
-    t_text_has(p.out, "RTX 3090");
-    t_text_has(p.out, "BALANCED");
-    t_text_has(p.out, "optimizer state");
-    t_text_has(p.out, "no clipping and no accumulation"); // what the figures assume
-    t_text_has(p.out, "with --clip the smallest peak is 528.1 MiB, which fits too");
-    run_words(&p, "--model gpt2-1558M --batch 1 --sequence 512 --gpu RTX_3090 --offload off");
-    assert_int_equal(p.status, 0);
-    t_text_has(p.out, "with --clip the smallest peak is 15.0");
-    run_words(&p, "--model gpt2-1558M --batch 1 --sequence 512 --gpu 12G --offload off");
-    t_text_has(p.out, "does not fit");
-    static const char *const not_early[] = {"--clip", "--accumulate 4"};
-    for (int i = 0; i < 2; i++) {
-        char words[128];
-        snprintf(words, sizeof words, "--model gpt2-1558M --batch 1 --gpu 12G --offload off %s",
-                 not_early[i]);
+    static const struct {
+        const char *model, *params, *gpu; // a GPU that is too small
+        const char *clipped, *clipped_resident;
+    } all[] = {{"gpt2-124M", "124.44 M params", "1G", "240.5 MiB", "1441.2 MiB"},
+               {"gpt2-1558M", "1557.61 M params", "12G", "528.1 MiB", "15.0"}};
+    for (int i = 0; i < of_size(1, 2); i++) {
+        char words[128], text[128];
+        snprintf(words, sizeof words, "--model %s --batch 1 --sequence 512 --gpu RTX_3090",
+                 all[i].model);
         run_words(&p, words);
-        assert_int_equal(p.status, STATUS_NO_FIT);
-        t_text_has(p.out, "all gradients are kept");
+        assert_int_equal(p.status, 0);
+        t_text_has(p.out, all[i].params);
+        t_text_has(p.out, "RTX 3090");
+        t_text_has(p.out, "BALANCED");
+        t_text_has(p.out, "optimizer state");
+        t_text_has(p.out, "no clipping and no accumulation"); // what the figures assume
+        snprintf(text, sizeof text, "with --clip the smallest peak is %s, which fits too",
+                 all[i].clipped);
+        t_text_has(p.out, text);
+        strcat(words, " --offload off");
+        run_words(&p, words);
+        assert_int_equal(p.status, 0);
+        snprintf(text, sizeof text, "with --clip the smallest peak is %s", all[i].clipped_resident);
+        t_text_has(p.out, text);
+        snprintf(words, sizeof words, "--model %s --batch 1 --sequence 512 --gpu %s --offload off",
+                 all[i].model, all[i].gpu);
+        run_words(&p, words);
+        t_text_has(p.out, "does not fit");
+        static const char *const not_early[] = {"--clip", "--accumulate 4"};
+        for (int k = 0; k < 2; k++) {
+            snprintf(words, sizeof words, "--model %s --batch 1 --gpu %s --offload off %s",
+                     all[i].model, all[i].gpu, not_early[k]);
+            run_words(&p, words);
+            assert_int_equal(p.status, STATUS_NO_FIT);
+            t_text_has(p.out, "all gradients are kept");
+        }
     }
-    run_words(&p, "--frozen --rank 16 --clip --layers 2");
+    run_small(&p, "--frozen --rank 16 --clip --layers 2");
     t_text_has(p.out, "adapters of rank 16");
     run_words(&p, "--help");
     assert_int_equal(p.status, 0);
@@ -1118,14 +1202,15 @@ static void test_text(void **state) {
 }
 
 /* What is listed as alive at the peak is all of it, and the largest come first. */
-static void test_largest_values(void **state) {
+static void the_largest_values_at_the_peak_come_first(void **state) {
     (void)state;
     static printed p;
     estimate e;
     findings f;
     prepare(&e, "gpt2-124M", 8, 256);
     e.options.offloading = MS_SWITCH_OFF;
-    e.device.budget_bytes = (uint64_t)2200 << 20;
+    e.device.budget_bytes = (uint64_t)of_size(900, 2200) << 20;
+    e.model.layers = of_size(2, 12);
     assert_int_equal(find_all(&e, &f), 0);
     assert_true(advised_plan(&f) == &f.at_budget[f.advised]);
     const plan *const both[] = {advised_plan(&f), &f.plain};
@@ -1136,30 +1221,35 @@ static void test_largest_values(void **state) {
         }
         assert_memory_equal(bytes, both[i]->report.peak_bytes, sizeof bytes);
     }
-    run_words(&p, "--batch 8 --sequence 256 --gpu 24G --budget 2200M --offload off");
+    run_words(&p, is_long() ? "--batch 8 --sequence 256 --gpu 24G --budget 2200M --offload off"
+                            : "--batch 8 --sequence 256 --gpu 24G --budget 900M --offload off "
+                              "--layers 2");
     assert_int_equal(p.status, STATUS_FITS);
     t_text_has(p.out, "The largest values at the peak of AGGRESSIVE");
-    t_text_has(p.out, "24 x 9.0 MiB      params               h0.fc.weight, ...");
+    t_text_has(p.out, is_long() ? "24 x 9.0 MiB      params               h0.fc.weight, ..."
+                                : "4 x 9.0 MiB      params               h0.fc.weight, ...");
     t_text_has(p.out, "2 x 147.3 MiB    optimizer state      wte, ...");
-    run_words(&p, "--gpu 100M --layers 2");
+    run_small(&p, "--gpu 100M --layers 2");
     t_text_has(p.out, "at the peak of the smallest plan");
-    run_words(&p, "--gpu 24G --layers 2");
+    run_small(&p, "--gpu 24G --layers 2");
     t_text_has(p.out, "at the peak of the plain plan");
 }
 
 /* The smallest peak that is printed is accepted as a budget. */
-static void test_typed_in_again(void **state) {
+static void a_printed_peak_is_accepted_as_a_budget(void **state) {
     (void)state;
     static printed p;
-    static const char *const runs[] = {"--batch 1 --layers 3",
-                                       "--model bert-base --batch 3 --layers 4",
-                                       "--model gpt2-355M --batch 2 --offload off",
-                                       "--model tinyllama-1.1B --layers 5 --offload off"};
-    for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
+    const char *const runs[] = {
+        is_long() ? "--batch 1 --layers 3"
+                  : "--batch 1 --layers 2 --channels 64 --heads 2 --offload auto",
+        "--model tinyllama-1.1B --layers 5 --offload off --batch 4 "
+        "--sequence 512",
+        "--model bert-base --batch 3 --layers 4", "--model gpt2-355M --batch 2 --offload off"};
+    for (int i = 0; i < of_size(2, sizeof runs / sizeof runs[0]); i++) {
         static const char label[] = "smallest peak there is";
         char words[256];
         double cells[COLUMNS];
-        run_words(&p, runs[i]);
+        run_small(&p, runs[i]);
         const char *at = strstr(p.out, label);
         assert_non_null(at);
         char *end = (char *)(uintptr_t)at + strlen(label);
@@ -1173,7 +1263,7 @@ static void test_typed_in_again(void **state) {
             }
             snprintf(words, sizeof words, "%s --budget %.*f%s", runs[i], is_gibi ? 2 : 1, cells[c],
                      is_gibi ? "G" : "M");
-            run_words(&p, words);
+            run_small(&p, words);
             assert_int_equal(p.status, STATUS_FITS);
         }
     }
@@ -1185,7 +1275,7 @@ static void test_typed_in_again(void **state) {
 }
 
 /* What people write. */
-static void test_forgiving(void **state) {
+static void names_and_sizes_are_read_as_people_write_them(void **state) {
     (void)state;
     static const struct {
         const char *text;
@@ -1225,13 +1315,13 @@ static void test_forgiving(void **state) {
         {"--layers 2", "like gpt2-124M"},
     };
     for (size_t i = 0; i < sizeof runs / sizeof runs[0]; i++) {
-        run_words(&p, runs[i][0]);
+        run_small(&p, runs[i][0]);
         t_text_has(p.out, runs[i][1]);
     }
 }
 
 /* A device of the user's own: half the speed, twice the time. */
-static void test_speeds(void **state) {
+static void half_the_speed_takes_twice_the_time(void **state) {
     (void)state;
     static printed p;
     double us[4];
@@ -1239,36 +1329,50 @@ static void test_speeds(void **state) {
                                        "--tflops 17.8 --bandwidth 468"};
     for (int i = 0; i < 4; i++) {
         char words[128];
-        snprintf(words, sizeof words, "--json --gpu 3090 --offload off %s", runs[i]);
+        snprintf(words, sizeof words, "--json --layers %d --gpu 3090 --offload off %s",
+                 (int)of_size(3, 12), runs[i]);
         run_words(&p, words);
         us[i] = number_of(strstr(p.out, "\"plain\""), "step_us");
     }
     assert_true(us[1] > 1.2 * us[0] && us[2] > 1.1 * us[0] && us[3] > us[1] && us[3] > us[2]);
     assert_true(us[3] > 1.9 * us[0] && us[3] <= 2.001 * us[0]);
-    run_words(&p, "--gpu 24G --layers 2 --tflops 10 --link 3 --f16-tflops 40");
+    run_small(&p, "--gpu 24G --layers 2 --tflops 10 --link 3 --f16-tflops 40");
     t_text_has(p.out, "F32 10 TFLOP/s, BF16 and F16 40 TFLOP/s, link 3 GB/s, where not given");
 }
 
 /* What is moved to the host, by the table and for programs. Params, state and gradients of a model
    that does not fit lie there, all of them where the smallest plan is asked for. */
-static void test_offloading(void **state) {
+static void what_is_on_the_host_is_said(void **state) {
     (void)state;
     static printed p;
     static const char *const rows[] = {"\n  on the host  ",   "\n  copied in  ",
                                        "\n  copied out  ",    "\n  link busy  ",
                                        "\n  copies hidden  ", "\n  waits for copies  "};
-    run_words(&p, "--model gpt2-124M --gpu 3090 --budget 1.5G --offload on --host 8G");
+    const char *const model =
+        is_long() ? "--model gpt2-124M --gpu 3090 --budget 1.5G"
+                  : "--layers 2 --gpu 3090 --budget 100M --vocabulary 512 --sequence 64 "
+                    "--batch 1";
+    const char *const of_json =
+        is_long() ? "--json --layers 4 --gpu 3090 --budget 1G"
+                  : "--json --layers 2 --gpu 3090 --budget 100M --vocabulary 512 --sequence 64 "
+                    "--batch 1";
+    char words[256];
+    snprintf(words, sizeof words, "%s --offload on --host 8G", model);
+    run_words(&p, words);
     assert_int_equal(p.status, STATUS_FITS);
     t_text_has(p.out, "; on the host 8.00 GiB\n");
     for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         t_text_has(p.out, rows[i]);
     }
-    run_words(&p, "--model gpt2-124M --gpu 3090 --budget 1.5G --offload off");
+    snprintf(words, sizeof words, "%s --offload off", model);
+    run_words(&p, words);
     assert_null(strstr(p.out, rows[0]));
 
     estimate e;
     plan resident, moved, slow;
-    prepare(&e, "gpt2-124M", 4, 512);
+    prepare(&e, "gpt2-124M", 4, of_size(128, 512));
+    e.model.layers = of_size(3, 12);
+    e.model.vocabulary = of_size(5000, e.model.vocabulary);
     e.options.offloading = MS_SWITCH_OFF;
     assert_int_equal(plan_smallest(&e, 4, MS_MODE_BALANCED, &resident), 0);
     e.options.offloading = MS_SWITCH_ON;
@@ -1282,12 +1386,14 @@ static void test_offloading(void **state) {
     assert_true(slow.report.hidden_share < moved.report.hidden_share);
     assert_true(slow.report.step_us > moved.report.step_us);
 
-    run_words(&p, "--json --layers 4 --gpu 3090 --budget 1G --offload on");
+    snprintf(words, sizeof words, "%s --offload on", of_json);
+    run_words(&p, words);
     assert_true(is_json(p.out));
     t_text_has(p.out, "\"host_bytes\": ");
     t_text_has(p.out, "\"hidden_share\": ");
     t_text_has(p.out, "\"link_share\": ");
-    run_words(&p, "--json --layers 4 --gpu 3090 --budget 1G --host 256M");
+    snprintf(words, sizeof words, "%s --host 256M", of_json);
+    run_words(&p, words);
     assert_true(is_json(p.out));
     t_text_has(p.out, "\"max_host_bytes\": 268435456");
     e.device.hardware.to_device_gb_per_s = e.device.hardware.to_host_gb_per_s = 25.0;
@@ -1301,7 +1407,7 @@ static void test_offloading(void **state) {
 }
 
 /* Sizes that no machine has are planned too, or refused. */
-static void test_extremes(void **state) {
+static void sizes_that_no_machine_has_are_planned_or_refused(void **state) {
     (void)state;
     static printed p;
     run_words(&p, "--family gpt2 --layers 1 --channels 1048576 --heads 1 --vocabulary 1 --offload "
@@ -1323,7 +1429,7 @@ static void test_extremes(void **state) {
     t_text_has(p.error, "2^58");
 }
 
-static void test_mistakes(void **state) {
+static void mistakes_are_refused_with_the_cure(void **state) {
     (void)state;
     static printed p;
     static const struct {
@@ -1406,7 +1512,7 @@ static void test_mistakes(void **state) {
 }
 
 /* The listing of the advised plan, in which the blocks of a transformer are one entry. */
-static void test_plan(void **state) {
+static void the_plan_is_listed_with_equal_blocks_as_one(void **state) {
     (void)state;
     static const char *const full[] = {"", "=full"};
     static printed p;
@@ -1414,7 +1520,7 @@ static void test_plan(void **state) {
         char words[128];
         int lines = 0;
         snprintf(words, sizeof words, "--model gpt2-124M --batch 1 --gpu 24G --plan%s", full[k]);
-        run_words(&p, words);
+        run_small(&p, words);
         assert_int_equal(p.status, 0);
         t_text_has(p.out, "\nplan      the fastest found of mode ");
         t_text_has(p.out, "predicted (roofline): a step ");
@@ -1425,43 +1531,44 @@ static void test_plan(void **state) {
         assert_in_range(lines, k == 0 ? 50 : 180, k == 0 ? 130 : 5000);
         t_text_has(p.out, k == 0 ? "  h0..11.fc                   12 " : "  h7.fc ");
     }
-    run_words(&p, "--model gpt2-1558M --batch 1 --gpu 8G --plan --offload off");
+    run_small(&p, is_long() ? "--model gpt2-1558M --batch 1 --gpu 8G --plan --offload off"
+                            : "--layers 2 --gpu 400M --plan");
     assert_int_equal(p.status, 3);
     t_text_has(p.out, "\nplan      the smallest of mode ");
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_params),
-        cmocka_unit_test(test_activations),
-        cmocka_unit_test(test_formats),
-        cmocka_unit_test(test_half_activations),
-        cmocka_unit_test(test_tokens),
-        cmocka_unit_test(test_formats_said),
-        cmocka_unit_test(test_half_plans),
-        cmocka_unit_test(test_from_the_budget),
-        cmocka_unit_test(test_equal),
-        cmocka_unit_test(test_training),
-        cmocka_unit_test(test_adapters),
-        cmocka_unit_test(test_advice),
-        cmocka_unit_test(test_largest_batch),
-        cmocka_unit_test(test_json),
-        cmocka_unit_test(test_many_groups),
-        cmocka_unit_test(test_json_text),
-        cmocka_unit_test(test_sweep),
-        cmocka_unit_test(test_sweep_is_monotone),
-        cmocka_unit_test(test_text),
-        cmocka_unit_test(test_plan),
-        cmocka_unit_test(test_largest_values),
-        cmocka_unit_test(test_typed_in_again),
-        cmocka_unit_test(test_forgiving),
-        cmocka_unit_test(test_speeds),
-        cmocka_unit_test(test_config),
-        cmocka_unit_test(test_long_path),
-        cmocka_unit_test(test_wrong_config),
-        cmocka_unit_test(test_mistakes),
-        cmocka_unit_test(test_extremes),
-        cmocka_unit_test(test_offloading),
+        cmocka_unit_test(params_are_as_published),
+        cmocka_unit_test(a_block_adds_what_its_backward_reads),
+        cmocka_unit_test(a_param_takes_the_bytes_of_its_formats),
+        cmocka_unit_test(a_block_in_16_bits_has_half_of_the_bytes),
+        cmocka_unit_test(tokens_of_a_step_make_micro_batches),
+        cmocka_unit_test(formats_are_said),
+        cmocka_unit_test(what_is_forced_is_in_16_bits_in_every_mode),
+        cmocka_unit_test(plans_from_the_budget_wait_and_recompute_little),
+        cmocka_unit_test(an_estimate_equals_a_model_that_trains),
+        cmocka_unit_test(clipping_and_accumulation_keep_all_gradients),
+        cmocka_unit_test(only_adapters_have_gradients_and_state),
+        cmocka_unit_test(the_mode_that_is_advised_follows_the_budget),
+        cmocka_unit_test(the_largest_batch_is_the_largest_that_fits),
+        cmocka_unit_test(the_numbers_for_programs_are_json),
+        cmocka_unit_test(the_largest_groups_are_kept),
+        cmocka_unit_test(any_text_is_escaped),
+        cmocka_unit_test(a_sweep_is_drawn_as_xml),
+        cmocka_unit_test(a_larger_budget_takes_no_more_time_in_a_sweep),
+        cmocka_unit_test(the_text_says_what_it_assumes),
+        cmocka_unit_test(the_plan_is_listed_with_equal_blocks_as_one),
+        cmocka_unit_test(the_largest_values_at_the_peak_come_first),
+        cmocka_unit_test(a_printed_peak_is_accepted_as_a_budget),
+        cmocka_unit_test(names_and_sizes_are_read_as_people_write_them),
+        cmocka_unit_test(half_the_speed_takes_twice_the_time),
+        cmocka_unit_test(published_files_give_published_params),
+        cmocka_unit_test(a_long_path_is_cut_between_characters),
+        cmocka_unit_test(a_wrong_file_is_refused_with_the_reason),
+        cmocka_unit_test(mistakes_are_refused_with_the_cure),
+        cmocka_unit_test(sizes_that_no_machine_has_are_planned_or_refused),
+        cmocka_unit_test(what_is_on_the_host_is_said),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
