@@ -601,6 +601,60 @@ static void a_step_is_suspended_anywhere(void **state) {
 }
 
 #ifndef T_CUDA
+/* The loss and the outputs of what ran last, one after the other, as far as they can be read. */
+static size_t read_outputs(const elastic *e, uint8_t *data) {
+    const rd_graph *g = e->graph;
+    size_t used = 0;
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        const rd_value *v = &g->value[i];
+        if ((v->kept || v->kept_in_eval || i == g->loss) &&
+            ms_read(e->net->model, e->net->handle[i], data + used) == MS_RESULT_OK) {
+            used += (size_t)ms_tensor_bytes(e->net->model, e->net->handle[i]);
+        }
+    }
+    return used;
+}
+
+static void outputs_are_resumed(const elastic *e) {
+    static uint8_t before[RD_VALUES * RD_ELEMENTS * 8], after[sizeof before];
+    ms_model *m = e->net->model;
+    const size_t used = read_outputs(e, before);
+    assert_true(used >= sizeof(float));
+    CHECK(e, is_ok(e->net, ms_suspend(m, NULL)) && is_ok(e->net, ms_resume(m)));
+    if (read_outputs(e, after) != used || memcmp(before, after, used) != 0) {
+        fail_msg("MEMSCALE_TEST_SEED=%llu: a loss or an output is lost by suspending",
+                 (unsigned long long)e->graph->seed);
+    }
+}
+
+static void suspend_after_steps(rd_graph *g, t_heap *heap) {
+    static elastic e;
+    counted c; // other memory is full of garbage
+    double loss;
+    ms_config config = t_config();
+    config.backend = counted_backend(&c, false);
+    config.allocator = t_heap_allocator(heap);
+    config.force_optimize = g->seed % 2 == 0;
+    elastic_start(&e, g, &config);
+    for (uint32_t micro = 0; micro < g->accumulation; ++micro, ++e.round) {
+        one_micro(&e, e.net, micro, &loss);
+        outputs_are_resumed(&e);
+    }
+    e.net->run.step += 1;
+    begin_micro(&e, e.net, 0);
+    CHECK(&e, is_ok(e.net, ms_eval(e.net->model, &loss)));
+    outputs_are_resumed(&e);
+    begin_micro(&e, e.net, 0);
+    CHECK(&e, is_ok(e.net, ms_forward(e.net->model, &loss)));
+    outputs_are_resumed(&e);
+    elastic_end(&e);
+}
+
+static void losses_and_outputs_are_resumed(void **state) {
+    (void)state;
+    with_each_graph(suspend_after_steps);
+}
+
 /* Calls again what failed for want of memory. */
 static void call_again(elastic *e, t_heap *heap, ms_result result, ms_result (*call)(ms_model *)) {
     if (result != MS_RESULT_OK) {
@@ -811,6 +865,7 @@ int main(void) {
         cmocka_unit_test(what_is_lost_for_good_is_suspended),
         cmocka_unit_test(suspending_fails_cleanly),
         cmocka_unit_test(random_steps_are_suspended_anywhere),
+        cmocka_unit_test(losses_and_outputs_are_resumed),
 #endif
         cmocka_unit_test(a_step_is_suspended_anywhere),
         cmocka_unit_test(a_suspended_step_can_be_cancelled),

@@ -172,6 +172,104 @@ static void random_copies_have_what_moves_together(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// what there is on the host
+
+static uint64_t host_bytes; // that the backend has given
+
+static int count_host_alloc(void *user, const ms_allocator *host, uint64_t bytes, void **memory) {
+    (void)user;
+    *memory = host->alloc(bytes, host->user);
+    host_bytes += *memory != NULL ? bytes : 0;
+    return *memory == NULL;
+}
+
+static void count_host_release(void *user, const ms_allocator *host, void *memory, uint64_t bytes) {
+    (void)user;
+    host_bytes -= bytes;
+    host->release(memory, bytes, host->user);
+}
+
+/* Whether a program copies to this place on the host. */
+static bool is_copied_to(const msi_program *p, uint32_t range) {
+    bool found = false;
+    for (uint32_t now = 0; now < p->instructions.count; ++now) {
+        const msi_instruction *i = &p->instructions.items[now];
+        for (uint32_t k = 0; k < i->operand_count && i->op == MSI_OP_COPY_OUT; k += 2) {
+            found |= p->operands.items[i->operand_first + k].range == range;
+        }
+    }
+    return found;
+}
+
+/* Returns how many bytes lie on the host for a while, and checks that copies bring them there. */
+static uint64_t expect_copied(const msi_program *p, uint32_t residents, const char *where) {
+    uint64_t sent = 0, all = 0, most = 0;
+    for (uint32_t k = residents; k < p->ranges.count; ++k) {
+        const msi_range *range = &p->ranges.items[k];
+        if (range->on_host && range->bytes > 0) {
+            if (!is_copied_to(p, k)) {
+                fail_msg("%s: range %u is on the host, and nothing is copied there", where,
+                         (unsigned)k);
+            }
+            sent += range->role != MSI_ROLE_SNAPSHOT ? msi_align(range->bytes) : 0;
+            all += msi_align(range->bytes);
+        }
+    }
+    for (uint32_t now = 0; now < p->instructions.count; ++now) {
+        uint64_t live = 0;
+        for (uint32_t k = residents; k < p->ranges.count; ++k) {
+            const msi_range *range = &p->ranges.items[k];
+            live += range->on_host && range->first <= now && now <= range->last
+                        ? msi_align(range->bytes)
+                        : 0;
+        }
+        most = live > most ? live : most;
+    }
+    assert_true(p->host_height >= most && p->host_height <= all);
+    return sent;
+}
+
+/* A plan has no place on the host for what it does not copy there, and searches, which stay within
+   max_host_bytes, count none; what is allocated is what the report says. */
+static void the_host_holds_what_is_copied_there(void **state) {
+    (void)state;
+    const uint64_t end = end_seed(QUICK_ORDERED, ORDERED);
+    uint64_t moving = 0;
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        char failure[RD_TEXT] = "", where[32];
+        t_rng rng = t_seed(seed ^ 0x0ff1);
+        t_heap heap;
+        ms_memory_report report;
+        ms_config config = t_config();
+        rd_graph *g = rd_generate(seed);
+        memset(&heap, 0, sizeof heap);
+        config.allocator = t_heap_allocator(&heap);
+        config.backend = ms_backend_cpu();
+        config.backend.host_alloc = count_host_alloc;
+        config.backend.host_release = count_host_release;
+        config.force_optimize = seed % 3 == 0;
+        rd_net *n = rd_net_create(g, &config, "counted", failure, false);
+        rd_force_moves(n, &rng);
+        t_ok(n->model, ms_wrap(n->model));
+        snprintf(where, sizeof where, "graph %llu", (unsigned long long)seed);
+        const msi_store *store = n->model->run.store;
+        const msi_plan *plan = n->model->run.plan;
+        const uint64_t sent = expect_copied(&plan->train, store->residents.count, where);
+        assert_int_equal(plan->train.sent_bytes, sent);
+        assert_int_equal(expect_copied(&plan->eval, store->residents.count, where), 0);
+        t_report(n->model, &report);
+        assert_true(g->axis_count > 0 ||
+                    report.host_bytes == plan->train.home_bytes + plan->train.host_height);
+        assert_int_equal(host_bytes, report.host_bytes + report.staging_bytes);
+        moving += sent > 0;
+        rd_net_destroy(n);
+        assert_true(host_bytes == 0 && heap.live_count == 0 && heap.wrong_releases == 0);
+        free(g);
+    }
+    assert_true(moving > 0);
+}
+
+// ------------------------------------------------------------------------------------------------
 // random graphs: the bits of the plain plan on the CPU
 
 enum { STEPS = 3 };
@@ -455,6 +553,140 @@ static void left_out_waits_show(void **state) {
     assert_true(shown * 10 >= omissions * 6);
 }
 
+// ------------------------------------------------------------------------------------------------
+// steps that are given up
+
+static uint64_t calls_left; // of layers until one fails where it is called; 0: none does
+
+static int fail_or_forward(const ms_call *call) {
+    return calls_left > 0 && --calls_left == 0 ? RD_CALLBACK_ERROR : v_forward(call);
+}
+
+static int fail_or_backward(const ms_call *call) {
+    return calls_left > 0 && --calls_left == 0 ? RD_CALLBACK_ERROR : v_backward(call);
+}
+
+static ms_layer_desc move_failing(void *layers, uint32_t layer, const ms_layer_desc *desc) {
+    ms_layer_desc d = v_wrap(desc, (v_layer *)layers + layer);
+    d.forward = fail_or_forward;
+    d.backward = d.backward != NULL ? fail_or_backward : NULL;
+    return d;
+}
+
+/* Begins a step that does not come to its end. Its layers are not told of other numbers, since what
+   a forward has left is not waited for. */
+static bool give_up(pair_of_nets *t, v_device *device, t_rng *rng) {
+    ms_model *m = t->moved->model;
+    ms_result result = MS_RESULT_OK;
+    const uint32_t way = t_below(rng, 4);
+    calls_left = way == 1 ? 1 + t_below(rng, 2 * t->graph->layer_count) : 0;
+    if (way == 0) { // dropped by the next one; the plain model goes the same way for its buffers
+        return TRY(t->moved, ms_forward(m, NULL)) &&
+               TRY(t->plain, ms_forward(t->plain->model, NULL));
+    }
+    if (way == 1) {
+        result = ms_forward(m, NULL);
+        result = result == MS_RESULT_OK ? ms_backward(m) : result;
+    } else if (way == 2) {
+        result = ms_step_slice(m, t_below(rng, 100), NULL);
+        if (result == MS_RESULT_MORE && m->run.updates_done == 0) {
+            ms_cancel(m);
+            result = ms_step_slice(m, 1, NULL);
+            return result == MS_RESULT_CANCELLED || TRY(t->moved, result);
+        }
+        result = result == MS_RESULT_MORE ? ms_step_slice(m, UINT64_MAX, NULL) : result;
+        const bool fine = TRY(t->moved, result) && TRY(t->plain, ms_step(t->plain->model, NULL)) &&
+                          settle(t->moved); // it was done
+        t->plain->run.step += 1;
+        t->moved->run.step += 1;
+        return fine;
+    } else {
+        device->engine.fail_at = device->engine.calls + 1 + t_below(rng, 60);
+        result = ms_forward(m, NULL);
+        result = result == MS_RESULT_OK ? ms_backward(m) : result;
+        device->engine.fail_at = 0;
+    }
+    calls_left = 0;
+    assert_true(result == MS_RESULT_OK || device->engine.pending == 0);
+    return true;
+}
+
+/* Gives the moved net the buffers of the plain one, and both what a step needs. */
+static bool same_start(pair_of_nets *t) {
+    const rd_graph *g = t->graph;
+    uint64_t data[RD_ELEMENTS];
+    bool fine = true;
+    for (uint32_t i = 0; i < g->value_count && fine; ++i) {
+        fine = g->value[i].role != RD_BUFFER ||
+               (TRY(t->plain, ms_read(t->plain->model, t->plain->handle[i], data)) &&
+                TRY(t->moved, ms_write(t->moved->model, t->moved->handle[i], data)));
+    }
+    return fine;
+}
+
+static bool run_given_up(pair_of_nets *t, v_device *device, t_rng *rng) {
+    rd_net *const nets[] = {t->plain, t->moved};
+    bool fine = TRY(t->plain, ms_wrap(t->plain->model)) &&
+                TRY(t->moved, ms_wrap(t->moved->model)) && rd_net_write(t->plain, 0, false) &&
+                rd_net_write(t->moved, 0, false);
+    for (int step = 0; step < 4 * STEPS && fine; ++step) {
+        double loss[2] = {0.0, 0.0};
+        fine = same_start(t) && settle(t->moved) && give_up(t, device, rng);
+        fine = fine && (t->moved->model->run.stage == MSI_STAGE_FORWARD || same_start(t));
+        for (int k = 0; k < 2 && fine; ++k) {
+            fine = TRY(nets[k], ms_step(nets[k]->model, &loss[k])) && settle(nets[k]);
+        }
+        fine = fine && memcmp(&loss[0], &loss[1], sizeof loss[0]) == 0;
+        t->plain->run.step += 1;
+        t->moved->run.step += 1;
+        fine = fine && same_values(t);
+    }
+    return fine && t->failure[0] == 0;
+}
+
+/* A step that is given up leaves no copy that comes late into the next one: whether the next one
+   takes its place, or it fails where a layer or the device is called, or it is cancelled. */
+static void what_is_given_up_leaves_no_copies(void **state) {
+    (void)state;
+    static v_layer layers[RD_LAYERS];
+    static pair_of_nets t;
+    const uint64_t end = end_seed(QUICK_GRAPHS / 2, GRAPHS);
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        v_device device;
+        t_rng rng = t_seed(seed ^ 0x91fe);
+        ms_config plain = t_config(), moved = t_config();
+        t_heap heap;
+        rd_graph *g = ld_make_late(rd_generate(seed), layers);
+        bool is_suitable = g->accumulation == 1 && g->optimizer.kind != MS_OPTIMIZER_NONE;
+        for (uint32_t i = 0; i < g->value_count; ++i) {
+            is_suitable &= !g->value[i].borrowed_gradient;
+        }
+        v_open(&device, seed);
+        memset(&t, 0, sizeof t);
+        memset(&heap, 0, sizeof heap);
+        t.graph = g;
+        g->move = move_failing;
+        plain.checkpointing = plain.early_update = moved.early_update = MS_SWITCH_OFF;
+        moved.allocator = t_heap_allocator(&heap);
+        moved.backend = v_backend(&device);
+        s_slice(&moved, seed);
+        t.moved = rd_net_create(g, &moved, "given up", t.failure, false);
+        g->move = NULL;
+        t.plain = rd_net_create(g, &plain, "plain", t.failure, false);
+        t.plain->run.debug = t.moved->run.debug = true; // forward may run twice
+        rd_force_moves(t.moved, &rng);
+        if (is_suitable && !run_given_up(&t, &device, &rng)) {
+            fail_msg("MEMSCALE_TEST_SEED=%llu: %s: %s", (unsigned long long)seed, t.failure,
+                     ms_last_error(t.moved->model));
+        }
+        rd_net_destroy(t.moved);
+        rd_net_destroy(t.plain);
+        assert_true(device.engine.pending == 0 && heap.live_count == 0);
+        v_close(&device);
+        free(g);
+    }
+}
+
 int main(void) {
     t_hook.part_bytes = 128; // so that state comes in parts
     const struct CMUnitTest tests[] = {
@@ -462,9 +694,11 @@ int main(void) {
         cmocka_unit_test(every_wait_matters),
         cmocka_unit_test(smaller_sizes_keep_the_schedule),
         cmocka_unit_test(random_copies_have_what_moves_together),
+        cmocka_unit_test(the_host_holds_what_is_copied_there),
         cmocka_unit_test(moves_change_no_bit),
         cmocka_unit_test(moves_wait_for_all_they_need),
         cmocka_unit_test(left_out_waits_show),
+        cmocka_unit_test(what_is_given_up_leaves_no_copies),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -179,6 +179,59 @@ static void no_time_runs_nothing(void **state) {
     t_net_end(&c.n);
 }
 
+/* How many times as long as predicted layers really take. */
+typedef struct pace {
+    double factor, jump; // 0: none
+} pace;
+
+/* Layers are predicted to take 100 us and take something else. A slice is late by one instruction at
+   most; where the pace is steady, none is late once each has run. Bits stay. */
+static void late_slices_are_late_by_one_instruction(void **state) {
+    (void)state;
+    static const pace paces[] = {{1.0, 0.0}, {0.1, 0.0}, {10.0, 0.0}, {1.0, 10.0}, {0.1, 100.0}};
+    enum { BUDGET = 250, STEPS = 40 };
+    for (size_t k = 0; k < sizeof paces / sizeof paces[0]; ++k) {
+        static costly whole, c;
+        const ms_layer_time predicted = {100.0, 100.0, 100.0};
+        t_rng rng = t_seed(k);
+        double loss[2];
+        costly_start(&whole, 100.0);
+        costly_start(&c, 100.0);
+        for (int i = 0; i < LAYERS; ++i) {
+            ms_set_layer_time(c.n.m, c.n.layers[i], &predicted);
+        }
+        t_ok(c.n.m, ms_wrap(c.n.m));
+        for (int step = 0; step < STEPS; ++step) {
+            double longest_us = 0.0;
+            the_costly = &c;
+            c.calls = 0;
+            for (int i = 0; i < LAYERS; ++i) {
+                const bool jumps = paces[k].jump > 0.0 && t_chance(&rng, 0.3);
+                c.cost[i] = 100.0 * (jumps ? paces[k].jump : paces[k].factor);
+                longest_us = c.cost[i] > longest_us ? c.cost[i] : longest_us;
+            }
+            ms_result result = MS_RESULT_MORE;
+            for (uint32_t slices = 0; result == MS_RESULT_MORE; ++slices) {
+                const double begin_us = c.clock.now_us;
+                const uint32_t calls = c.calls;
+                result = ms_step_slice(c.n.m, BUDGET, &loss[0]);
+                const double us = c.clock.now_us - begin_us;
+                const bool is_one = c.calls <= calls + 1;
+                const bool learned = step > 0 && !(paces[k].jump > 0.0);
+                assert_true(us <= BUDGET + longest_us && slices < 100);
+                assert_true(!learned || us <= BUDGET || is_one);
+            }
+            t_ok(c.n.m, result);
+            the_costly = &whole;
+            t_ok(whole.n.m, ms_step(whole.n.m, &loss[1]));
+            assert_memory_equal(&loss[0], &loss[1], sizeof loss[0]);
+            t_net_same(&c.n, c.p, &whole.n, whole.p);
+        }
+        t_net_end(&c.n);
+        t_net_end(&whole.n);
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // the longest instruction
 
@@ -810,61 +863,236 @@ static void cancel_waits_for_a_step(void **state) {
 // a device that works later
 
 #ifndef T_CUDA
-/* Slices enqueue and look, and never wait, unless they cannot look: then for the slice before. */
-static void steps_on_a_device(bool can_look) {
-    static v_layer layers[LAYERS + 1];
+/* A chain of layers that run late. */
+typedef struct late_net {
     v_device device;
     t_net n;
-    double loss;
-    v_open(&device, 7);
-    t_net_begin(&n);
-    n.config.backend = v_backend(&device);
-    give_clock(&n.config);
-    n.config.backend.query = can_look ? n.config.backend.query : NULL;
-    t_net_create(&n);
-    t_net_optimizer(&n, MS_OPTIMIZER_SGD, 0.0009765625f);
-    const ms_tensor p = t_net_param(&n, "p");
-    ms_tensor at = n.x;
-    for (int i = 0; i < LAYERS; ++i) {
-        n.ops[n.count].c[0] = i ? 1.0f : 0.0f;
-        ms_layer_desc d = t_net_own(&n, t_forward, t_backward, "late", at, t_net_like(&n, "y", at));
-        d.param[0] = i ? d.param[0] : p;
-        const ms_tensor out = d.out[0];
-        d = v_wrap(&d, &layers[i]);
-        d.user = &layers[i];
-        n.layers[n.count] = ms_register_layer(n.m, &d);
-        n.count++;
-        at = out;
+    ms_tensor p;
+    v_layer layers[LAYERS + 1];
+} late_net;
+
+static void late_start(late_net *l, ms_layer_fn forward, ms_layer_fn backward) {
+    const ms_layer_time predicted = {100.0, 100.0, 100.0};
+    t_net *n = &l->n;
+    t_net_create(n);
+    t_net_optimizer(n, MS_OPTIMIZER_SGD, 0.0009765625f);
+    l->p = t_net_param(n, "p");
+    ms_tensor at = n->x;
+    for (int i = 0; i <= LAYERS; ++i) {
+        ms_layer_desc d;
+        n->ops[n->count].c[0] = i ? 1.0f : 0.0f;
+        if (i == LAYERS) {
+            n->loss = t_losses_of(n->m, at);
+            d = t_layer(&n->ops[n->count], T_SQUARES, "loss", at, n->loss);
+        } else {
+            d = t_net_own(n, t_forward, t_backward, "late", at, t_net_like(n, "y", at));
+            d.param[0] = i ? d.param[0] : l->p;
+            at = d.out[0];
+        }
+        d = v_wrap(&d, &l->layers[i]);
+        d.forward = forward;
+        d.backward = backward;
+        n->layers[n->count] = ms_register_layer(n->m, &d);
+        ms_set_layer_time(n->m, n->layers[n->count++], &predicted);
     }
-    n.loss = ms_activation(n.m, "loss", MS_DTYPE_F32, ms_shape1(n.rows));
-    ms_layer_desc loss_desc = t_layer(&n.ops[n.count], T_SQUARES, "loss", at, t_losses_of(n.m, at));
-    n.loss = loss_desc.out[0];
-    loss_desc = v_wrap(&loss_desc, &layers[LAYERS]);
-    (void)ms_register_layer(n.m, &loss_desc);
-    ms_set_loss(n.m, n.loss);
-    t_ok(n.m, ms_wrap(n.m));
-    t_net_write_x(&n);
-    t_net_write_param(&n, p, 2.0f);
-    t_ok(n.m, ms_synchronize(n.m));
-    const uint64_t waits = device.waits_of_host;
+    ms_set_loss(n->m, n->loss);
+    t_ok(n->m, ms_wrap(n->m));
+    t_net_write_x(n);
+    t_net_write_param(n, l->p, 2.0f);
+    t_ok(n->m, ms_synchronize(n->m));
+}
+
+/* Slices enqueue and look, and never wait, unless they cannot look: then for the slice before. */
+static void steps_on_a_device(bool can_look) {
+    static late_net l;
+    double loss;
+    v_open(&l.device, 7);
+    t_net_begin(&l.n);
+    l.n.config.backend = v_backend(&l.device);
+    give_clock(&l.n.config);
+    l.n.config.backend.query = can_look ? l.n.config.backend.query : NULL;
+    late_start(&l, v_forward, v_backward);
+    const uint64_t waits = l.device.waits_of_host;
     uint32_t slices = 0, steps = 0;
     while (steps < 20) {
-        const ms_result result = ms_step_slice(n.m, 3, steps % 2 ? &loss : NULL);
+        const ms_result result = ms_step_slice(l.n.m, 300, steps % 2 ? &loss : NULL);
         assert_true(result == MS_RESULT_OK || result == MS_RESULT_MORE);
         steps += result == MS_RESULT_OK;
         ++slices;
         assert_true(slices < 100000);
     }
-    assert_true(can_look == (device.waits_of_host == waits));
+    assert_true(can_look == (l.device.waits_of_host == waits));
     assert_true(slices > steps || !can_look);
-    t_net_end(&n);
-    v_close(&device);
+    t_net_end(&l.n);
+    v_close(&l.device);
 }
 
 static void slices_do_not_wait_for_a_device(void **state) {
     (void)state;
     steps_on_a_device(true);
     steps_on_a_device(false);
+}
+
+/* A device that works in time: what layers enqueue takes its time after what was enqueued before, and
+   an event has come when that has passed. */
+typedef struct timed_device {
+    late_net l;
+    turned_clock clock;
+    double free_us; // when all that is enqueued is done
+    double factor;  // how many times as long as predicted layers take
+    double *event_us;
+    bool is_busy; // for ever, as far as it tells
+    uint64_t asked;
+} timed_device;
+
+static timed_device the_timed;
+
+static void take_time(timed_device *t) {
+    const double now_us = t->clock.now_us;
+    t->free_us = (t->free_us > now_us ? t->free_us : now_us) + 100.0 * t->factor;
+}
+
+static int timed_forward(const ms_call *call) {
+    take_time(&the_timed);
+    return v_forward(call);
+}
+
+static int timed_backward(const ms_call *call) {
+    take_time(&the_timed);
+    return v_backward(call);
+}
+
+enum { TIMED_EVENTS = 4096 };
+
+static int timed_record(void *state, ms_stream_kind stream, uint32_t event) {
+    assert_true(event < TIMED_EVENTS);
+    the_timed.event_us[event] =
+        the_timed.free_us > the_timed.clock.now_us ? the_timed.free_us : the_timed.clock.now_us;
+    return v_record(state, stream, event);
+}
+
+static int timed_query(void *state, uint32_t event, bool *has_come) {
+    the_timed.asked += 1;
+    *has_come = !the_timed.is_busy && the_timed.event_us[event] <= the_timed.clock.now_us;
+    return *has_come ? v_wait_on_host(state, event) : 0;
+}
+
+static int timed_elapsed(void *state, uint32_t begin, uint32_t end, double *us) {
+    (void)state;
+    *us = the_timed.event_us[end] - the_timed.event_us[begin];
+    return 0;
+}
+
+static void timed_start(double factor) {
+    static double event_us[TIMED_EVENTS];
+    timed_device *t = &the_timed;
+    memset(t, 0, sizeof *t);
+    t->factor = factor;
+    t->event_us = event_us;
+    v_open(&t->l.device, 7);
+    t_net_begin(&t->l.n);
+    ms_backend *b = &t->l.n.config.backend;
+    *b = v_backend(&t->l.device);
+    b->record = timed_record;
+    b->query = timed_query;
+    b->elapsed = timed_elapsed;
+    t->l.n.config.clock = clock_now;
+    t->l.n.config.clock_user = &t->clock;
+    late_start(&t->l, timed_forward, timed_backward);
+    t->free_us = t->clock.now_us;
+}
+
+static void timed_end(void) {
+    t_net_end(&the_timed.l.n);
+    v_close(&the_timed.l.device);
+}
+
+/* What the instructions from `first` to before `end` are predicted to take together. */
+static double predicted_us(const ms_model *m, uint32_t first, uint32_t end) {
+    double us = 0.0;
+    for (uint32_t now = first; now < end; ++now) {
+        us += msi_expected_us(&m->run.slices, &m->run.plan->train, now);
+    }
+    return us;
+}
+
+/* As long as it has not said that a slice is done, slices together are given what fits into the
+   present one: nothing more in one that is not longer than those before. */
+static void a_busy_device_is_given_what_fits(void **state) {
+    (void)state;
+    for (uint64_t seed = 0; seed < 40; ++seed) {
+        t_rng rng = t_seed(seed);
+        double given_us = 0.0, loss;
+        uint32_t idle = 0;
+        timed_start(1.0);
+        ms_model *m = the_timed.l.n.m;
+        the_timed.is_busy = true;
+        ms_result result = MS_RESULT_MORE;
+        for (uint32_t k = 0; k < 60 && result == MS_RESULT_MORE; ++k) {
+            const uint64_t most_us = t_below(&rng, 4) == 0 ? t_below(&rng, 3) : t_below(&rng, 900);
+            const uint32_t first = k ? m->run.position : 0;
+            result = ms_step_slice(m, most_us, k % 2 ? NULL : &loss);
+            const double us = predicted_us(m, first, m->run.position);
+            const double least_us = given_us > 0.0 || most_us == 0 || !(us > 0.0)
+                                        ? 0.0
+                                        : predicted_us(m, first, first + 1); // runs in any case
+            const double room_us = least_us > (double)most_us ? least_us : (double)most_us;
+            given_us += us;
+            idle += m->run.position == first;
+            if (given_us > room_us + 1e-6 && us > 0.0) {
+                fail_msg("seed %u, slice %u of %u us: %g us more, %g us in all", (unsigned)seed,
+                         (unsigned)k, (unsigned)most_us, us, given_us);
+            }
+        }
+        assert_true(idle > 0 && the_timed.asked > 0);
+        the_timed.is_busy = false;
+        timed_end();
+    }
+}
+
+/* A device that is slower or faster than predicted, steadily or by turns, gets a slice in each frame.
+   What it has to do beyond the frame is bounded: at first as the prediction is wrong, and after some
+   steps at a steady pace by a frame and one instruction. Steps end, with the bits of whole ones. */
+static void a_device_of_another_pace_is_given_no_more(void **state) {
+    (void)state;
+    static const pace paces[] = {{1.0, 0.0}, {0.1, 0.0}, {10.0, 0.0}, {1.0, 10.0}, {0.3, 3.0}};
+    enum { FRAME = 1600, STEPS = 60 };
+    for (size_t k = 0; k < sizeof paces / sizeof paces[0]; ++k) {
+        static late_net whole; // on a device that does all at once
+        t_rng rng = t_seed(k);
+        double loss[2];
+        v_open(&whole.device, 0);
+        t_net_begin(&whole.n);
+        whole.n.config.backend = v_backend(&whole.device);
+        late_start(&whole, v_forward, v_backward);
+        timed_start(paces[k].factor);
+        timed_device *t = &the_timed;
+        const double slowest = paces[k].jump > paces[k].factor ? paces[k].jump : paces[k].factor;
+        for (int step = 0; step < STEPS; ++step) {
+            ms_result result = MS_RESULT_MORE;
+            for (uint32_t frames = 0; result == MS_RESULT_MORE; ++frames) {
+                const bool jumps = paces[k].jump > 0.0 && t_chance(&rng, 0.3);
+                const bool learned = step >= STEPS / 2 && !(paces[k].jump > 0.0);
+                t->factor = jumps ? paces[k].jump : paces[k].factor;
+                result = ms_step_slice(t->l.n.m, FRAME, &loss[0]);
+                const double backlog_us = t->free_us - t->clock.now_us;
+                const double bound_us =
+                    learned ? 1.25 * FRAME + 100.0 * slowest : 2.0 * slowest * (FRAME + 100.0);
+                if (backlog_us > bound_us || frames > 1000) {
+                    fail_msg("pace %u, step %d, frame %u: %g us are enqueued", (unsigned)k, step,
+                             (unsigned)frames, backlog_us);
+                }
+                t->clock.now_us += FRAME;
+            }
+            t_ok(t->l.n.m, result);
+            t_ok(whole.n.m, ms_step(whole.n.m, &loss[1]));
+            assert_memory_equal(&loss[0], &loss[1], sizeof loss[0]);
+            t_net_same(&t->l.n, t->l.p, &whole.n, whole.p);
+        }
+        timed_end();
+        t_net_end(&whole.n);
+        v_close(&whole.device);
+    }
 }
 #endif
 
@@ -873,6 +1101,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(instructions_run_while_they_fit),
         cmocka_unit_test(a_hiccup_is_forgotten),
+        cmocka_unit_test(late_slices_are_late_by_one_instruction),
         cmocka_unit_test(no_time_runs_nothing),
         cmocka_unit_test(long_instructions_are_split),
         cmocka_unit_test(a_long_fill_is_named),
@@ -891,6 +1120,8 @@ int main(void) {
         cmocka_unit_test(cancel_waits_for_a_step),
 #ifndef T_CUDA
         cmocka_unit_test(slices_do_not_wait_for_a_device),
+        cmocka_unit_test(a_busy_device_is_given_what_fits),
+        cmocka_unit_test(a_device_of_another_pace_is_given_no_more),
 #endif
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
