@@ -879,7 +879,7 @@ static void fail_update(const mixture *k, uint64_t count, int how) {
              (int)k->half_gradients);
 }
 
-/* Three updates: of usual gradients; with one odd number in each strip of 24 elements, at another
+/* Three updates of elements on both sides of 2^32: of usual gradients; with one odd number in each strip of 24 elements, at another
    place and with another number in each; and of odd numbers alone. */
 static void check_update(const mixture *k, uint64_t count, t_rng *rng) {
     static updated fast, slow;
@@ -887,7 +887,9 @@ static void check_update(const mixture *k, uint64_t count, t_rng *rng) {
     static const float scales[] = {1.0f, 0.5f, 1e-3f};
     const ms_backend cpu = ms_backend_cpu();
     updated_init(&fast, k, count, rng);
-    fast.args.begin = count % 2 ? 0 : ((uint64_t)1 << 32) - 4096;
+    const bool has_groups =
+        k->formats[0] == MS_STATE_FORMAT_8BIT || k->formats[1] == MS_STATE_FORMAT_8BIT;
+    fast.args.begin = ((uint64_t)1 << 32) - (has_groups ? 4096 : 4096 + count / 2 % 256);
     for (int round = 0; round < 3; ++round) {
         const uint32_t shift = t_below(rng, 1000);
         for (uint64_t i = 0; i < count; ++i) {
