@@ -889,7 +889,7 @@ static void check_update(const mixture *k, uint64_t count, t_rng *rng) {
     updated_init(&fast, k, count, rng);
     const bool has_groups =
         k->formats[0] == MS_STATE_FORMAT_8BIT || k->formats[1] == MS_STATE_FORMAT_8BIT;
-    fast.args.begin = ((uint64_t)1 << 32) - (has_groups ? 4096 : 4096 + count / 2 % 256);
+    fast.args.begin = ((uint64_t)1 << 32) - (has_groups ? 4096 : count / 2);
     for (int round = 0; round < 3; ++round) {
         const uint32_t shift = t_below(rng, 1000);
         for (uint64_t i = 0; i < count; ++i) {
