@@ -2428,6 +2428,247 @@ static void the_built_in_policy(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// where a rule with a number begins to hold
+
+/* Four layers for one case: the first has a param of `shape`, the second reads in backward what the
+   first has made, and the third takes some time in between; on a discrete GPU that copies a byte in
+   a nanosecond. */
+typedef struct bordered {
+    ms_config config;
+    ms_hardware hardware;
+    ms_optimizer_desc optimizer;
+    ms_shape shape;
+    ms_layer_time between;
+    ms_layer_tile tile;
+    int64_t rows;
+    bool freezes; // the param, which is forced to be on the host
+    ms_model *m;
+    ms_layer layer[4];
+    ms_tensor p;
+    double passed_us[2]; // when the second layer's forward ends, and its backward begins
+} bordered;
+
+static bordered border_begin(void) {
+    bordered b;
+    memset(&b, 0, sizeof b);
+    b.config = zoo_config();
+    b.hardware = gpu_hardware(1.0);
+    b.hardware.memory_gb_per_s = 1.0;
+    b.hardware.launch_us = 0.5;
+    b.optimizer = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    b.shape = ms_shape2(64, 64);
+    b.between.forward_us = b.between.backward_us = b.between.recompute_us = 1.0;
+    b.rows = 512; // its values are smaller than the param
+    return b;
+}
+
+static void note_passing(const ms_event *event, void *user) {
+    bordered *b = (bordered *)user;
+    if (event->layer.id == b->layer[1].id && event->kind == MS_EVENT_FORWARD) {
+        b->passed_us[0] = event->start_us + event->duration_us;
+    } else if (event->layer.id == b->layer[1].id && event->kind == MS_EVENT_BACKWARD) {
+        b->passed_us[1] = event->start_us;
+    }
+}
+
+static void border_wrap(bordered *b) {
+    assert_int_equal(ms_create(&b->config, &b->m), MS_RESULT_OK);
+    ms_set_hardware(b->m, &b->hardware);
+    ms_set_optimizer(b->m, &b->optimizer);
+    ms_tensor last = ms_input(b->m, "x", MS_DTYPE_F32, ms_shape2(b->rows, 4));
+    const ms_layer_time time = {1.0, 1.0, 1.0};
+    b->p = ms_param(b->m, "p", MS_DTYPE_F32, b->shape);
+    for (int i = 0; i < 4; ++i) {
+        const ms_shape shape = i < 3 ? ms_shape2(b->rows, 4) : ms_shape1(b->rows);
+        ms_layer_desc d = zoo_layer("layer", last, ms_activation(b->m, "y", MS_DTYPE_F32, shape));
+        d.backward_reads.in = i == 1;
+        d.backward_reads.out = i == 3;
+        d.param[0].id = i == 0 ? b->p.id : 0;
+        d.backward_reads.param = i == 0;
+        if (i == 2 && b->freezes) { // something has to learn
+            d.param[0] = ms_param(b->m, "q", MS_DTYPE_F32, ms_shape1(4096));
+        }
+        if (i < 3) {
+            d.tile = b->tile;
+        }
+        b->layer[i] = ms_register_layer(b->m, &d);
+        ms_set_layer_time(b->m, b->layer[i], i == 2 ? &b->between : &time);
+        last = d.out[0];
+    }
+    ms_set_loss(b->m, last);
+    if (b->freezes) {
+        ms_set_frozen(b->m, b->p, true);
+        ms_set_tensor_technique(b->m, b->p, OFFLOADING, MS_SWITCH_ON);
+    }
+    t_ok(b->m, ms_wrap(b->m));
+    t_ok(b->m, ms_visit_events(b->m, MS_PROGRAM_TRAIN, note_passing, b));
+}
+
+/* Whether a rule has decided; the model ends. */
+static bool border_ends(bordered *b, int layer, ms_technique technique, const char *rule) {
+    decisions d;
+    get_decisions(b->m, &d);
+    const bool holds = strcmp(decision_of(&d, b->layer[layer], technique)->rule->id, rule) == 0;
+    ms_destroy(b->m);
+    return holds;
+}
+
+/* Each function below plans a case for a number x, and says whether the rule decides in it, and what
+   the rule compares with its limit. */
+typedef bool (*border_fn)(double x, double *compared);
+
+static bool is_small(double elements, double *compared) {
+    bordered b = border_begin();
+    b.config.optimizer_8bit = MS_SWITCH_ON;
+    b.shape = ms_shape2(1, (int64_t)elements);
+    *compared = elements;
+    border_wrap(&b);
+    return border_ends(&b, 0, MS_TECHNIQUE_OPTIMIZER_8BIT, "small");
+}
+
+static bool is_vector(double rank, double *compared) {
+    bordered b = border_begin();
+    b.config.optimizer_8bit = MS_SWITCH_ON;
+    b.shape = rank < 2.0 ? ms_shape1(8192) : rank < 3.0 ? ms_shape2(64, 128) : ms_shape3(2, 64, 64);
+    *compared = rank;
+    border_wrap(&b);
+    return border_ends(&b, 0, MS_TECHNIQUE_OPTIMIZER_8BIT, "vector");
+}
+
+static bool has_no_rows(double groups, double *compared) {
+    bordered b = border_begin();
+    b.config.tiling = MS_SWITCH_ON;
+    b.tile.axes = 1;
+    b.tile.multiple = 512;
+    b.rows = 512 * (int64_t)groups;
+    *compared = groups;
+    border_wrap(&b);
+    return border_ends(&b, 1, MS_TECHNIQUE_TILING, "no-rows");
+}
+
+static bool is_skipped(double spare_bytes, double *compared) {
+    bordered b = border_begin();
+    ms_memory_report report;
+    border_wrap(&b);
+    t_report(b.m, &report);
+    ms_set_budget(b.m, (uint64_t)((double)report.plain_bytes + spare_bytes));
+    *compared = ((double)report.plain_bytes + spare_bytes) / (double)report.plain_bytes;
+    t_ok(b.m, ms_wrap(b.m));
+    return border_ends(&b, 1, CHECKPOINTING, "smart-skip");
+}
+
+/* Without a budget, 85 % of the free memory are one. */
+static bool is_skipped_by_share(double free_bytes, double *compared) {
+    bordered b = border_begin();
+    ms_memory_report report;
+    border_wrap(&b);
+    t_report(b.m, &report);
+    ms_destroy(b.m);
+    b.config.memory_budget_bytes = 0;
+    b.hardware.free_bytes = (uint64_t)free_bytes;
+    *compared = (double)report.plain_bytes / free_bytes;
+    border_wrap(&b);
+    return border_ends(&b, 1, CHECKPOINTING, "smart-skip");
+}
+
+static bool is_too_small(double launch_us, double *compared) {
+    bordered b = border_begin();
+    b.config.offloading = MS_SWITCH_ON;
+    b.hardware.launch_us = launch_us;
+    *compared = (launch_us + 64 * 64 * 4 * 1e-3) / launch_us;
+    border_wrap(&b);
+    return border_ends(&b, 0, OFFLOADING, "too-small");
+}
+
+/* The largest of what could be moved of the param is its state. */
+static bool is_full(double host_bytes, double *compared) {
+    bordered b = border_begin();
+    b.config.offloading = MS_SWITCH_ON;
+    b.config.max_host_bytes = (uint64_t)host_bytes;
+    *compared = host_bytes;
+    border_wrap(&b);
+    return border_ends(&b, 0, OFFLOADING, "host-full");
+}
+
+static bool is_full_by_share(double free_bytes, double *compared) {
+    bordered b = border_begin();
+    b.config.offloading = MS_SWITCH_ON;
+    b.hardware.host_free_bytes = (uint64_t)free_bytes;
+    *compared = free_bytes * 0.85;
+    border_wrap(&b);
+    return border_ends(&b, 0, OFFLOADING, "host-full");
+}
+
+/* The value that the first layer makes lies idle from the second layer's forward to its backward. */
+static bool is_needed_at_once(double between_us, double *compared) {
+    bordered b = border_begin();
+    b.config.offloading = MS_SWITCH_ON;
+    b.config.checkpointing = MS_SWITCH_OFF;
+    b.between.forward_us = between_us;
+    b.shape = ms_shape2(8, 8); // smaller than the value
+    border_wrap(&b);
+    *compared = (b.passed_us[1] - b.passed_us[0]) / (2.0 * (0.5 + 512 * 4 * 4 * 1e-3));
+    return border_ends(&b, 0, OFFLOADING, "needed-at-once");
+}
+
+/* The copies of a frozen param that is forced to be on the host, beside all else that a step does: the
+   third layer has one that could be moved too. */
+static bool is_saturated(double between_us, double *compared) {
+    bordered b = border_begin();
+    ms_memory_report report;
+    b.config.offloading = MS_SWITCH_ON;
+    b.hardware.memory_gb_per_s = 500.0;
+    b.freezes = true;
+    b.shape = ms_shape2(256, 256);
+    b.between.forward_us = between_us;
+    border_wrap(&b);
+    t_report(b.m, &report);
+    const double to = report.to_device_us, from = report.to_host_us;
+    *compared = (to > from ? to : from) / report.step_us;
+    return border_ends(&b, 2, OFFLOADING, "link-saturated");
+}
+
+/* The border between cases where a rule decides and others is where its text says: to the whole number,
+   or, of what it compares, nearly. */
+static void numbers_of_rules_are_exact(void **state) {
+    (void)state;
+    static const struct {
+        const char *rule;
+        border_fn decides;
+        double in, out, step; // numbers where it decides and where not, and how near these come
+        double last;          // number where it decides; 0: what it compares is at the limit there
+        double limit;
+    } borders[] = {{"small", is_small, 1, 10000, 1, 4095, 0},
+                   {"vector", is_vector, 1, 3, 1, 1, 0},
+                   {"no-rows", has_no_rows, 1, 4, 1, 1, 0},
+                   {"smart-skip", is_skipped, 5000, -5000, 1, 0, 1},
+                   {"smart-skip by a share", is_skipped_by_share, 1e7, 110000, 1, 0, 0.85},
+                   {"too-small", is_too_small, 1000, 1, 1e-5, 0, 2},
+                   {"host-full", is_full, 1, 1e6, 1, 2 * 64 * 64 * 4 - 1, 0},
+                   {"host-full by a share", is_full_by_share, 10, 1e6, 1, 0, 2 * 64 * 64 * 4},
+                   {"needed-at-once", is_needed_at_once, 1, 1000, 1e-5, 0, 1},
+                   {"link-saturated", is_saturated, 1, 5000, 1e-4, 0, 0.9}};
+    for (size_t i = 0; i < sizeof borders / sizeof *borders; ++i) {
+        double in = borders[i].in, out = borders[i].out, of_in, of_out;
+        if (!borders[i].decides(in, &of_in) || borders[i].decides(out, &of_out)) {
+            fail_msg("%s does not decide where it should, or does elsewhere", borders[i].rule);
+        }
+        while (fabs(in - out) > 1.5 * borders[i].step) {
+            const double half = 0.5 * (in + out), x = borders[i].step < 1.0 ? half : floor(half);
+            double compared;
+            const bool decides = borders[i].decides(x, &compared);
+            *(decides ? &in : &out) = x;
+            *(decides ? &of_in : &of_out) = compared;
+        }
+        const double far = fmax(fabs(of_in - borders[i].limit), fabs(of_out - borders[i].limit));
+        if (borders[i].last > 0.0 ? in != borders[i].last : far > 3e-5 * borders[i].limit) {
+            fail_msg("%s decides up to %.9g and not at %.9g; it compares %.9g and %.9g",
+                     borders[i].rule, in, out, of_in, of_out);
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
 // no memory
 
 typedef ms_result (*try_fn)(zoo *z);
@@ -2573,6 +2814,7 @@ int main(void) {
                                        cmocka_unit_test(sizes_of_the_error_are_enough),
                                        cmocka_unit_test(a_policy_chooses_the_mode),
                                        cmocka_unit_test(the_built_in_policy),
+                                       cmocka_unit_test(numbers_of_rules_are_exact),
                                        cmocka_unit_test(every_allocation_fails_once)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

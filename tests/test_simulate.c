@@ -464,6 +464,250 @@ static void the_library_has_its_price(void **state) {
     ms_destroy(chain.model);
 }
 
+/* What every instruction of a program that is not a layer's takes, by docs/timing.md, from what
+   ms_visit_events says of its operands. */
+typedef struct priced {
+    ms_model *m;
+    ms_hardware hardware;
+    uint32_t count[MS_EVENT_COUNT];
+    uint32_t coded, mapped, split; // updates
+} priced;
+
+static double update_price(priced *p, const ms_event *e) {
+    const ms_hardware *h = &p->hardware;
+    double moved = 0.0, on_host = 0.0, elements = 0.0;
+    uint32_t coded = 0;
+    for (uint32_t k = 0; k < e->operand_count; ++k) {
+        const ms_event_operand *o = &e->operands[k];
+        const double bytes = (double)o->bytes;
+        if (o->slot == 0) {
+            elements = bytes / (double)ms_dtype_bytes(o->dtype);
+        }
+        if (o->slot != 2) { // what clipping left is a number
+            moved += o->slot == 1 ? bytes : 2.0 * bytes;
+        }
+        on_host += o->slot > 2 && o->is_on_host ? bytes : 0.0;
+        coded += o->slot > 2 && o->format == MS_STATE_FORMAT_8BIT;
+    }
+    const double moving = moved / (h->memory_gb_per_s * 1e3);
+    const double coding = 100.0 * coded * elements / (h->f32_tflops * 1e6);
+    const double mapped = on_host > 0.0 ? 2.0 * on_host / (h->mapped_gb_per_s * 1e3) : 0.0;
+    p->coded += coded > 0;
+    p->mapped += on_host > 0.0;
+    p->split += e->part_count > 1;
+    return h->launch_us + (moving > coding ? moving : coding) + mapped;
+}
+
+/* A launch for each value, unless it lies right after the one before it at both ends. */
+static double copy_price(const priced *p, const ms_event *e, double gb_per_s) {
+    double bytes = 0.0, launches = 0.0;
+    for (uint32_t k = 0; k < e->operand_count; k += 2) {
+        bool follows = k > 0;
+        for (uint32_t end = k; end < k + 2 && follows; ++end) {
+            const ms_event_operand *before = &e->operands[end - 2];
+            follows &= e->operands[end].offset == before->offset + before->bytes;
+        }
+        launches += !follows;
+        bytes += (double)e->operands[k].bytes;
+    }
+    return launches * p->hardware.launch_us + bytes / (gb_per_s * 1e3);
+}
+
+static double price(priced *p, const ms_event *e) {
+    const ms_hardware *h = &p->hardware;
+    const ms_event_operand *o = e->operands;
+    const double bytes = e->operand_count > 0 ? (double)o[0].bytes : 0.0;
+    const double a_pass = bytes / (h->memory_gb_per_s * 1e3);
+    const double source =
+        e->operand_count > 1 ? (double)o[1].bytes / (h->memory_gb_per_s * 1e3) : 0.0;
+    switch (e->kind) {
+    case MS_EVENT_SEED:
+    case MS_EVENT_ZERO:
+    case MS_EVENT_NORM:
+    case MS_EVENT_LOSS:
+        return h->launch_us + a_pass;
+    case MS_EVENT_CLIP:
+        return h->launch_us;
+    case MS_EVENT_COPY:
+        return o[0].offset == o[1].offset ? 0.0 : h->launch_us + 2.0 * a_pass;
+    case MS_EVENT_CAST:
+        return h->launch_us + a_pass + source;
+    case MS_EVENT_ADD:
+        return h->launch_us + 2.0 * a_pass + source;
+    case MS_EVENT_UPDATE:
+        return update_price(p, e);
+    case MS_EVENT_COPY_IN:
+        return copy_price(p, e, h->to_device_gb_per_s);
+    case MS_EVENT_COPY_OUT:
+        return copy_price(p, e, h->to_host_gb_per_s);
+    default: // layers have times of their own, waits depend on others, and a drop takes none
+        return -1.0;
+    }
+}
+
+static void check_price(const ms_event *event, void *user) {
+    priced *p = (priced *)user;
+    const double us = price(p, event), is = event->duration_us;
+    p->count[event->kind] += 1;
+    if (us >= 0.0 && !(fabs(is - us) <= 1e-6 * (1.0 + us))) {
+        fail_msg("%s of \"%s\" takes %.9g us, not %.9g", msi_event_names[event->kind], event->name,
+                 is, us);
+    }
+}
+
+/* Layers for every kind of instruction: two that read one value, of which one adds to its gradient
+   and the other overwrites it; one that computes in place on what others still read; one with a
+   workspace of zeros; and layers in 16 bits beside others. */
+static void priced_register(ms_model *m, bool half, ms_switch moves, ms_switch codes) {
+    const ms_shape shape = ms_shape2(32, 40);
+    ms_tensor y[6], p[3];
+    const ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, shape);
+    for (int i = 0; i < 6; ++i) {
+        static const int reads[6][3] = {{-1, 9, 9}, {0, 9, 9}, {0, 9, 9},
+                                        {1, 9, 9},  {1, 2, 3}, {4, 9, 9}};
+        ms_layer_desc d;
+        memset(&d, 0, sizeof d);
+        d.forward = d.backward = t_nothing;
+        for (int k = 0; k < 3 && reads[i][k] < 9; ++k) {
+            d.in[k] = reads[i][k] < 0 ? x : y[reads[i][k]];
+        }
+        d.out[0] = y[i] = ms_activation(m, "y", MS_DTYPE_F32, i == 5 ? ms_shape1(32) : shape);
+        if (i < 3) {
+            p[i] = d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape2(70 + i, 80));
+            ms_set_tensor_technique(m, p[i], MS_TECHNIQUE_OPTIMIZER_8BIT, codes);
+            ms_set_tensor_technique(m, p[i], MS_TECHNIQUE_OFFLOADING,
+                                    i < 2 ? moves : MS_SWITCH_OFF);
+        }
+        d.accumulates.in = i == 1;
+        d.overwrites.in = i == 2;
+        d.must_in_place = d.in_place[0] = i == 3;
+        d.forward_workspace.bytes = i == 4 ? 3000 : 0;
+        d.forward_workspace.contents = i == 4 ? MS_CONTENTS_ZERO : MS_CONTENTS_ANY;
+        d.dtypes.accepts = half && i < 2 ? 1u << MS_DTYPE_BF16 | 1u << MS_DTYPE_F16 : 0u;
+        const ms_layer layer = ms_register_layer(m, &d);
+        if (half && i < 2) {
+            ms_set_layer_technique(m, layer, MS_TECHNIQUE_MIXED_PRECISION, MS_SWITCH_ON);
+        }
+    }
+    ms_set_loss(m, y[5]);
+}
+
+/* On devices of two speeds: plans with every format of values and state, moved or not, of each
+   optimizer. */
+static void every_instruction_has_its_price(void **state) {
+    (void)state;
+    static const struct {
+        ms_optimizer_kind kind;
+        float momentum, clip;
+        ms_state_format format;
+        bool codes, moves, half, masters;
+        double most_us;
+    } cases[] = {{MS_OPTIMIZER_SGD, 0, 0, MS_STATE_FORMAT_F32, false, false, false, false, 0},
+                 {MS_OPTIMIZER_SGD, 0.9f, 1, MS_STATE_FORMAT_F32, false, false, false, false, 0},
+                 {MS_OPTIMIZER_SGD, 0.9f, 0, MS_STATE_FORMAT_BF16, false, true, false, false, 0},
+                 {MS_OPTIMIZER_ADAMW, 0, 0, MS_STATE_FORMAT_F32, false, true, false, false, 0},
+                 {MS_OPTIMIZER_ADAMW, 0, 1, MS_STATE_FORMAT_BF16, false, false, true, true, 0},
+                 {MS_OPTIMIZER_ADAMW, 0, 0, MS_STATE_FORMAT_F32, true, false, false, false, 0},
+                 {MS_OPTIMIZER_SGD, 0.9f, 0, MS_STATE_FORMAT_F32, true, true, true, false, 0},
+                 {MS_OPTIMIZER_ADAMW, 0, 0, MS_STATE_FORMAT_BF16, false, true, true, false, 5},
+                 {MS_OPTIMIZER_ADAMW, 0, 0, MS_STATE_FORMAT_F32, false, false, false, false, 5}};
+    priced p;
+    memset(&p, 0, sizeof p);
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; ++c) {
+        for (int device = 0; device < 3; ++device) {
+            ms_config config = t_config();
+            ms_optimizer_desc o = t_optimizer(cases[c].kind, 0.01f);
+            p.hardware = round_hardware(MS_DEVICE_DISCRETE);
+            p.hardware.bf16 = true;
+            if (device > 0) {
+                p.hardware.memory_gb_per_s = 7.0;
+                p.hardware.to_device_gb_per_s = 0.75;
+                p.hardware.to_host_gb_per_s = 3.0;
+                p.hardware.mapped_gb_per_s = device == 2 ? 1.5 : 0.0;
+                p.hardware.f32_tflops = 0.02;
+                p.hardware.launch_us = 0.3;
+            }
+            config.dry_run = true;
+            config.max_instruction_us = cases[c].most_us;
+            config.master_weights = cases[c].masters ? MS_SWITCH_ON : MS_SWITCH_OFF;
+            o.momentum = cases[c].momentum;
+            o.grad_clip_norm = cases[c].clip;
+            o.state_format[0] = cases[c].format;
+            o.state_format[1] =
+                cases[c].kind == MS_OPTIMIZER_ADAMW ? cases[c].format : MS_STATE_FORMAT_F32;
+            assert_int_equal(ms_create(&config, &p.m), MS_RESULT_OK);
+            ms_set_optimizer(p.m, &o);
+            ms_set_hardware(p.m, &p.hardware);
+            priced_register(p.m, cases[c].half, cases[c].moves ? MS_SWITCH_ON : MS_SWITCH_OFF,
+                            cases[c].codes ? MS_SWITCH_ON : MS_SWITCH_OFF);
+            if (device == 2 && cases[c].moves) { // updates use state on the host
+                uint64_t budget = 0;
+                t_ok(p.m, ms_smallest_budget(p.m, &budget));
+                ms_set_budget(p.m, budget);
+            }
+            t_ok(p.m, ms_wrap(p.m));
+            t_ok(p.m, ms_visit_events(p.m, MS_PROGRAM_TRAIN, check_price, &p));
+            ms_destroy(p.m);
+        }
+    }
+    for (int kind = MS_EVENT_SEED; kind <= MS_EVENT_LOSS; ++kind) {
+        if (p.count[kind] == 0 && kind != MS_EVENT_INPUT) {
+            fail_msg("no %s in any plan", msi_event_names[kind]);
+        }
+    }
+    assert_true(p.coded > 0 && p.mapped > 0 && p.split > 0);
+}
+
+/* What a device is said to do changes plans, never bits. */
+static void wrong_speeds_change_no_bit(void **state) {
+    (void)state;
+    static const double factors[] = {1.0, 0.1, 10.0};
+    t_chain plain;
+    const ms_config whole = t_config();
+    uint64_t hashes[4 * 3], budget = 0;
+    uint32_t plans = 0;
+    t_chain_start(&plain, &whole, 8);
+    for (int step = 0; step < 3; ++step) {
+        t_ok(plain.model, ms_step(plain.model, NULL));
+    }
+    for (int off = 0; off < 4; ++off) {
+        for (int f = 0; f < 3; ++f) {
+            t_chain chain;
+            ms_memory_report report;
+            ms_config config = t_config();
+            ms_hardware h = *ms_hardware_find("RTX 3090");
+            h.launch_us = 0.01;
+            double *const speeds[] = {&h.memory_gb_per_s, &h.to_device_gb_per_s, &h.f32_tflops,
+                                      &h.launch_us};
+            *speeds[off] *= factors[f];
+            h.to_host_gb_per_s *= off == 1 ? factors[f] : 1.0;
+            config.offloading = MS_SWITCH_ON;
+            assert_int_equal(t_chain_create(&chain, &config, 8, T_CHAIN_ROWS, T_CHAIN_COLS),
+                             MS_RESULT_OK);
+            ms_set_hardware(chain.model, &h);
+            if (budget == 0) {
+                t_ok(chain.model, ms_smallest_budget(chain.model, &budget));
+            }
+            ms_set_budget(chain.model, budget + budget / 4);
+            t_ok(chain.model, ms_wrap(chain.model));
+            t_report(chain.model, &report);
+            hashes[plans++] = report.plan_hash;
+            t_ok(chain.model, t_chain_write(&chain, 1));
+            for (int step = 0; step < 3; ++step) {
+                t_ok(chain.model, ms_step(chain.model, NULL));
+            }
+            t_chain_same(&plain, &chain);
+            ms_destroy(chain.model);
+        }
+    }
+    ms_destroy(plain.model);
+    bool differ = false;
+    for (uint32_t k = 1; k < plans; ++k) {
+        differ |= hashes[k] != hashes[0];
+    }
+    assert_true(differ);
+}
+
 /* A chain whose params are nearly all that it has, planned for a budget (0: the smallest) on a device
    whose updates use state on the host at a speed. Returns how many do. */
 static uint32_t state_in_place(uint64_t budget, double mapped_gb_per_s, ms_memory_report *report) {
@@ -1877,6 +2121,8 @@ int main(void) {
         cmocka_unit_test(room_is_given_back),
         cmocka_unit_test(budgets_with_accumulation_are_monotone),
         cmocka_unit_test(the_library_has_its_price),
+        cmocka_unit_test(every_instruction_has_its_price),
+        cmocka_unit_test(wrong_speeds_change_no_bit),
         cmocka_unit_test(state_is_used_where_that_is_faster),
         cmocka_unit_test(recomputation_has_its_price),
         cmocka_unit_test(categories_add_up),
