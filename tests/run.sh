@@ -464,7 +464,7 @@ export -f check_install check_readme_program check_figures
 : > $checks/list
 
 sweeps() { # SOURCE: whether it asks how far to go
-    grep -qE 't_sweep|t_stride|cn_seeds' "$1"
+    grep -qE 't_sweep|t_stride|t_size|cn_seeds' "$1"
 }
 
 # Tests that the emulated device does not run: they have no model on a device of CUDA's, or (test_threads)
