@@ -327,7 +327,7 @@ export -f implementation same check_exports check_static_exports imports macros 
 : > $checks/list
 
 sweeps() { # SOURCE: whether it asks how far to go
-    grep -qE 't_sweep|t_stride|cn_seeds' "$1"
+    grep -qE 't_sweep|t_stride|t_size|cn_seeds' "$1"
 }
 
 # Tests that the emulated device does not run: they have no model on a device of CUDA's, or (test_threads)

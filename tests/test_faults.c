@@ -639,10 +639,10 @@ static bool is_applicable(const fault_case *how, const act *a) {
     return (a->run != act_another_model || how->shared) && (a->run != act_borrow || how->borrows);
 }
 
-/* The call that fails next: of a full sweep each, otherwise each of the first ones and then one in a
-   hundred and one, or in fifteen where there are few. */
+/* The call that fails next: of a full sweep each, otherwise each of the first ones and then one in
+   fifteen, or of allocations one in a hundred and one. */
 static uint64_t next_call(fault_kind kind, uint64_t at) {
-    return at + (at > 10 ? t_stride(kind == FAULT_CALLBACK ? 15 : 101) : 1);
+    return at + (at > t_size(4, 10) ? t_stride(kind == FAULT_HEAP ? 101 : 15) : 1);
 }
 
 /* Returns about the number of calls that can fail. Debug mode copies all memory around each

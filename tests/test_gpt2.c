@@ -570,8 +570,8 @@ static void same_eval(trained *a, trained *b) {
     assert_memory_equal(&loss_a, &loss_b, sizeof loss_a);
 }
 
-/* One variant from the plain plan down to the smallest, in twentieths (on an emulated GPU, which is
-   slow, in fifths), two steps under each budget; returns recomputations. */
+/* One variant from the plain plan down to the smallest, in tenths or twentieths (on an emulated
+   GPU, which is slow, in fifths), two steps under each budget; returns recomputations. */
 static uint32_t check_budgets(int variant, ms_switch early, bool debug) {
     uint32_t recomputations = 0;
     bool last = false;
@@ -587,7 +587,7 @@ static uint32_t check_budgets(int variant, ms_switch early, bool debug) {
     bit_start(&planned);
     t_ok(planned.model, ms_smallest_budget(planned.model, &smallest));
     t_report(planned.model, &report);
-    for (uint64_t percent = 100; !last; percent -= t_on_cpu ? 5 : 20) {
+    for (uint64_t percent = 100; !last; percent -= t_on_cpu ? t_size(10, 5) : 20) {
         uint64_t budget = report.plain_bytes * percent / 100;
         last = budget <= smallest;
         ms_set_budget(planned.model, last ? smallest : budget);
@@ -783,7 +783,7 @@ static void every_wait_matters(void **state) {
         bit_start(&n);
         t_report(n.model, &report);
         t_ok(n.model, ms_smallest_budget(n.model, &smallest));
-        for (uint64_t fifths = 0; fifths < 4; ++fifths) {
+        for (uint64_t fifths = 0; fifths < 4; fifths += t_size(3, 1)) {
             ms_set_budget(n.model, smallest + (report.plain_bytes - smallest) * fifths / 5);
             t_ok(n.model, ms_wrap(n.model));
             o_expect_ordered(n.model, "a transformer");

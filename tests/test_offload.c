@@ -13,7 +13,7 @@
 #ifdef T_CUDA
 enum { QUICK_GRAPHS = 40, GRAPHS = 400, QUICK_ORDERED = 30, ORDERED = 30 };
 #else
-enum { QUICK_GRAPHS = 200, GRAPHS = 4500, QUICK_ORDERED = 300, ORDERED = 10000 };
+enum { QUICK_GRAPHS = 120, GRAPHS = 4500, QUICK_ORDERED = 180, ORDERED = 10000 };
 #endif
 
 static uint64_t first_seed(void) {

@@ -542,7 +542,7 @@ static uint64_t graph_count(void) {
 #ifdef T_CUDA
     return t_environment("MEMSCALE_TEST_DAGS", t_sweep(50, 150));
 #else
-    return t_environment("MEMSCALE_TEST_DAGS", t_sweep(300, 2000));
+    return t_environment("MEMSCALE_TEST_DAGS", t_sweep(150, 2000));
 #endif
 }
 
@@ -687,7 +687,7 @@ static void sweep(ms_model *m) {
     t_ok(m, ms_smallest_budget(m, &smallest));
     assert_true(plain.arena_bytes == plain.plain_bytes && plain.recompute_count == 0);
     last = plain;
-    for (uint64_t percent = 100; percent > 0; percent -= 5) {
+    for (uint64_t percent = 100; percent > 0; percent -= t_size(10, 5)) {
         uint64_t budget = plain.plain_bytes * percent / 100;
         ms_set_budget(m, budget);
         t_error(m, ms_wrap(m), budget >= smallest ? MS_RESULT_OK : MS_RESULT_BUDGET);

@@ -259,7 +259,7 @@ static void micro_batches_add_up(void **state) {
 }
 
 /* A chain of layers with params of all sizes, some of them shared, on a device with a link. */
-static ms_model *heavy_create(uint64_t seed, uint32_t micro_count) {
+static ms_model *heavy_create(uint64_t seed, uint32_t micro_count, uint32_t most_layers) {
     const ms_optimizer_desc optimizer = t_optimizer(MS_OPTIMIZER_ADAMW, 0.0f);
     ms_hardware hardware = round_hardware(MS_DEVICE_DISCRETE);
     ms_config config = t_config();
@@ -276,7 +276,7 @@ static ms_model *heavy_create(uint64_t seed, uint32_t micro_count) {
     ms_set_optimizer(m, &optimizer);
     ms_tensor last = ms_input(m, "in", MS_DTYPE_F32, ms_shape1(4096));
     const ms_tensor shared = ms_param(m, "shared", MS_DTYPE_F32, ms_shape1(1 << 20));
-    const uint32_t layers = 4 + t_below(&rng, 24);
+    const uint32_t layers = 4 + t_below(&rng, most_layers - 3);
     for (uint32_t i = 0; i < layers; ++i) {
         const int64_t size = (int64_t)1 << (12 + t_below(&rng, 10));
         const int64_t made = i + 1 < layers ? (int64_t)1 << (12 + t_below(&rng, 9)) : 16;
@@ -307,7 +307,7 @@ typedef struct scored {
 
 static void scored_open(scored *s, uint64_t seed, uint32_t micro_count) {
     memset(s, 0, sizeof *s);
-    s->model = heavy_create(seed, micro_count);
+    s->model = heavy_create(seed, micro_count, 27);
     t_ok(s->model, ms_wrap(s->model)); // analyses the graph
     t_ok(s->model, msi_make_plans(s->model, MSI_GOAL_PLAIN, &s->store, &s->plan));
     assert_true(
@@ -409,9 +409,10 @@ static void room_is_given_back(void **state) {
    half have such steps, of 200 one by 14 %. */
 static void budgets_with_accumulation_are_monotone(void **state) {
     (void)state;
-    enum { BUDGETS = 16 };
-    for (uint64_t seed = 1; seed <= t_sweep(8, 200); ++seed) {
-        ms_model *m = heavy_create(seed, 2 + 5 * (uint32_t)(seed % 3));
+    const uint64_t budgets = t_size(8, 16);
+    const uint32_t most_layers = (uint32_t)t_size(10, 27);
+    for (uint64_t seed = 1; seed <= t_sweep(7, 200); ++seed) {
+        ms_model *m = heavy_create(seed, 2 + 5 * (uint32_t)(seed % 3), most_layers);
         ms_memory_report last, now;
         uint64_t least = 0;
         ms_set_budget(m, UINT64_MAX);
@@ -419,8 +420,8 @@ static void budgets_with_accumulation_are_monotone(void **state) {
         t_report(m, &last);
         t_ok(m, ms_smallest_budget(m, &least));
         const uint64_t most = last.arena_bytes;
-        for (uint64_t i = 1; i <= BUDGETS; ++i) {
-            const uint64_t even = most - (most - least) * i / BUDGETS;
+        for (uint64_t i = 1; i <= budgets; ++i) {
+            const uint64_t even = most - (most - least) * i / budgets;
             const uint64_t budget =
                 i % 4 == 0 && last.arena_bytes > least ? last.arena_bytes - 1 : even;
             ms_set_budget(m, budget);
@@ -1474,7 +1475,7 @@ static allocation_failures fail_allocations(uint64_t budget) {
     ms_memory_report report;
     allocation_failures count = {0, 0, 0};
     bool failed = true;
-    for (uint64_t at = 0; failed; ++at) {
+    for (uint64_t at = 0; failed; at += at < 30 ? 1 : t_size(4, 1)) {
         clocked_net n;
         ms_config config = clocked_config(&n, NULL);
         config.memory_budget_bytes = budget;
@@ -1543,9 +1544,10 @@ static bool plan_elsewhere(uint64_t budget, bool refuses, ms_memory_report *befo
 static void a_new_plan_finds_room(void **state) {
     (void)state;
     uint32_t grown = 0, stayed = 0;
+    const uint64_t smallest = clocked_budget(0.0), room = clocked_budget(1.0) - smallest;
     for (int i = 0; i <= 40; ++i) {
         ms_memory_report before, after, within;
-        const uint64_t budget = clocked_budget(i / 40.0);
+        const uint64_t budget = smallest + (uint64_t)(i / 40.0 * (double)room);
         const bool asked = plan_elsewhere(budget, false, &before, &after);
         assert_true(after.arena_bytes <= budget && after.budget_bytes == budget);
         assert_true(asked == (after.arena_bytes != before.arena_bytes));
@@ -1636,7 +1638,7 @@ static void every_call_of_the_device_fails_once(void **state) {
     for (int late = 0; late < 2; ++late) {
         bool failed = true;
         uint64_t failures = 0;
-        for (uint64_t at = 1; failed; at += 1 + at / 20) {
+        for (uint64_t at = 1; failed; at += 1 + at / t_size(12, 20)) {
             clocked_outcome found;
             clocked_net n;
             v_device device;

@@ -777,7 +777,7 @@ static void drawn_create(drawn *z, uint64_t seed, const ms_config *config) {
     hardware.launch_us = 1.0;
     assert_int_equal(ms_create(&with_heap, &z->m), MS_RESULT_OK);
     ms_set_hardware(z->m, &hardware);
-    z->layers = 3 + (int)t_below(&rng, 10);
+    z->layers = 3 + (int)t_below(&rng, (uint32_t)t_size(6, 10));
     for (int i = 0; i < z->layers; ++i) {
         const ms_shape shape = ms_shape2(batch, 32 + t_below(&rng, 96));
         const int64_t rows = 16 + t_below(&rng, 400);

@@ -7,7 +7,7 @@
 #include "slices.h"
 #include "virtual.h"
 
-enum { QUICK_GRAPHS = 600, GRAPHS = 20000 };
+enum { QUICK_GRAPHS = 120, GRAPHS = 20000 };
 
 static uint64_t first_seed(void) {
     return t_environment("MEMSCALE_TEST_SEED", 1);

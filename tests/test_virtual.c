@@ -253,7 +253,7 @@ static void every_order_gives_the_same(void **state) {
         outcome expected;
         run_on_cpu(&cases[c], &expected);
         assert_true(expected.loss[STEPS - 1] < expected.loss[0]);
-        for (uint64_t seed = 0; seed < SEEDS; ++seed) {
+        for (uint64_t seed = 0; seed < t_size(SEEDS / 3, SEEDS); ++seed) {
             v_device device;
             v_open(&device, seed);
             device.lends = seed % 2 == 1;
@@ -283,15 +283,15 @@ static void inputs_on_the_host_stay_until_they_are_read(void **state) {
 
 /* How many of the seeds show that something is wrong, without verification, which reads to memory
    that is gone when a copy comes too late. */
-static int count_caught(const net_case *how, bool of_streams, bool of_host) {
+static int count_caught(const net_case *how, int seeds, bool of_streams, bool of_host) {
     net_case unverified = *how;
     unverified.verifies = false;
     outcome expected;
     int caught = 0;
     run_on_cpu(&unverified, &expected);
-    for (uint64_t seed = 1; seed <= 100; ++seed) {
+    for (int seed = 1; seed <= seeds; ++seed) {
         v_device device;
-        v_open(&device, seed);
+        v_open(&device, (uint64_t)seed);
         device.drops_waits = of_streams;
         device.drops_waits_of_host = of_host;
         caught += !run_on(&device, &unverified, &expected);
@@ -302,18 +302,19 @@ static int count_caught(const net_case *how, bool of_streams, bool of_host) {
 
 static void net_catches_missing_waits(void **state) {
     (void)state;
-    const int of_streams = count_caught(&cases[0], true, false);
-    const int of_host = count_caught(&cases[0], false, true);
+    const int seeds = (int)t_size(40, 100), least = seeds * 9 / 10;
+    const int of_streams = count_caught(&cases[0], seeds, true, false);
+    const int of_host = count_caught(&cases[0], seeds, false, true);
     print_message("without waits between streams wrong for %d, without those of the host for %d of "
-                  "100 seeds\n",
-                  of_streams, of_host);
-    assert_in_range(of_streams, 90, 100);
-    assert_in_range(of_host, 90, 100);
-    assert_int_equal(count_caught(&cases[0], false, false), 0);
-    const int of_host_state = count_caught(&cases[CASES - 1], false, true);
+                  "%d seeds\n",
+                  of_streams, of_host, seeds);
+    assert_in_range(of_streams, least, seeds);
+    assert_in_range(of_host, least, seeds);
+    assert_int_equal(count_caught(&cases[0], seeds, false, false), 0);
+    const int of_host_state = count_caught(&cases[CASES - 1], seeds, false, true);
     print_message("with state on the host, without waits of the host wrong for %d\n",
                   of_host_state);
-    assert_in_range(of_host_state, 90, 100);
+    assert_in_range(of_host_state, least, seeds);
 }
 
 typedef struct timeline {
@@ -424,7 +425,7 @@ static void every_call_fails_once(void **state) {
             failed = device.engine.calls >= n;
             assert_true(run_on(&device, &cases[c], &expected));
             v_close(&device);
-            n += n > 200 ? 5 + t_stride(81) : n > 30 ? t_stride(21) - 1 : 0; // steps are alike
+            n += n > 200 ? 5 + t_stride(81) : n > t_size(10, 30) ? t_stride(21) - 1 : 0; // steps are alike
         }
         assert_true(n > 200);
     }
@@ -440,7 +441,7 @@ static void every_operation_fails_once(void **state) {
     const uint64_t total = device.operations;
     v_close(&device);
     assert_true(total > 200);
-    for (uint64_t n = 1; n <= total; n += 1 + n / 15) {
+    for (uint64_t n = 1; n <= total; n += 1 + n / t_size(8, 15)) {
         net first;
         v_open(&device, n);
         device.late_fail_at = n;

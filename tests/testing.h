@@ -86,6 +86,11 @@ static inline uint64_t t_sweep(uint64_t quick, uint64_t full) {
     return count > quick ? count : quick;
 }
 
+/* The size of a case, or a number of steps within it, that longer sweeps of any length do not cut. */
+static inline uint64_t t_size(uint64_t quick, uint64_t full) {
+    return t_environment("MEMSCALE_TEST_SWEEP", 0) == 0 ? quick : full;
+}
+
 /* The distance between the cases of a sweep that is run: `quick` with MEMSCALE_TEST_SWEEP at 0, 1 from
    100 on, a full sweep, which is of all cases. */
 static inline uint64_t t_stride(uint64_t quick) {
