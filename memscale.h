@@ -2169,6 +2169,18 @@ class model {
 #define MSI_HD static inline
 #endif
 
+/* MSI_COLD is for what runs seldom: it is compiled for size, and faster. For gcc, code that always
+   leads to a cold call is cold too, and so is what only such code calls. So functions that lead to
+   planning or to a step, and public ones, make such calls only under a condition. MSI_NOINLINE is
+   for what many places call and gains nothing from being copied into them. */
+#if defined(__GNUC__)
+#define MSI_COLD     __attribute__((cold))
+#define MSI_NOINLINE __attribute__((noinline, unused))
+#else
+#define MSI_COLD
+#define MSI_NOINLINE
+#endif
+
 // ------------------------------------------------------------------------------------------------
 // >>formats  16-bit floats by their bits, rounded to the nearest, ties to even
 
@@ -2453,7 +2465,7 @@ static inline void *msi_alloc(const ms_allocator *allocator, uint64_t bytes) {
     return allocator->alloc ? allocator->alloc(bytes, allocator->user) : malloc((size_t)bytes);
 }
 
-static inline void msi_release(const ms_allocator *allocator, void *memory, uint64_t bytes) {
+static MSI_NOINLINE void msi_release(const ms_allocator *allocator, void *memory, uint64_t bytes) {
     if (!allocator->release) {
         free(memory);
     } else if (memory) {
@@ -2721,7 +2733,8 @@ enum { MSI_PATH_BYTES = 4096 };
 typedef FILE msi_file;
 
 /* root is "", except in tests, which write a tree of files of their own. NULL: no such file. */
-static inline msi_file *msi_open_file(const char *root, const char *directory, const char *name) {
+static MSI_NOINLINE msi_file *msi_open_file(const char *root, const char *directory,
+                                            const char *name) {
     char path[MSI_PATH_BYTES];
     const int length = msi_format(path, sizeof path, "%s%s/%s", root, directory, name);
     return length > 0 && length < (int)sizeof path ? fopen(path, "r") : NULL;
@@ -2729,7 +2742,7 @@ static inline msi_file *msi_open_file(const char *root, const char *directory, c
 
 /* Reads the next line, without its end, and drops what does not fit. False at the end of the file,
    which is closed then, so callers read each file to its end; false too for NULL. */
-static inline bool msi_read_line(msi_file *file, char *line, int bytes) {
+static MSI_NOINLINE bool msi_read_line(msi_file *file, char *line, int bytes) {
     char rest[256];
     if (!file || !fgets(line, bytes, file)) {
         if (file) {
@@ -2752,12 +2765,13 @@ typedef struct msi_file {
 } msi_file;
 
 /* No file is read. */
-static inline msi_file *msi_open_file(const char *root, const char *directory, const char *name) {
+static MSI_NOINLINE msi_file *msi_open_file(const char *root, const char *directory,
+                                            const char *name) {
     (void)root, (void)directory, (void)name;
     return NULL;
 }
 
-static inline bool msi_read_line(msi_file *file, char *line, int bytes) {
+static MSI_NOINLINE bool msi_read_line(msi_file *file, char *line, int bytes) {
     (void)file, (void)line, (void)bytes;
     return false;
 }
@@ -3388,7 +3402,7 @@ static bool msi_clock_runs(const ms_config *c) {
     return runs;
 }
 
-static void *msi_alloc_zeroed(const ms_allocator *allocator, uint64_t bytes) {
+static MSI_NOINLINE void *msi_alloc_zeroed(const ms_allocator *allocator, uint64_t bytes) {
     void *memory = msi_alloc(allocator, bytes);
     if (memory) {
         memset(memory, 0, (size_t)bytes);
@@ -4340,7 +4354,7 @@ static void msi_log(const ms_model *m, ms_log_level level, const char *tag, cons
 }
 
 MEMSCALE_PRINTF(3, 4)
-static ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...) {
+static MSI_COLD ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...) {
     char text[MSI_ERROR_BYTES]; // the arguments may point into m->errors
     va_list args;
     if (m->errors.broken != MS_RESULT_OK) {
@@ -4358,7 +4372,7 @@ static ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...
 }
 
 /* An error in a callback of the model: the function would change or free what its caller uses. */
-static ms_result msi_check_called(ms_model *m, const char *function) {
+static MSI_NOINLINE ms_result msi_check_called(ms_model *m, const char *function) {
     return m->run.busy
                ? msi_fail(m, MS_RESULT_ORDER,
                           "%s: called from a callback of a layer: call it between steps", function)
@@ -4371,20 +4385,20 @@ static ms_result msi_check_called(ms_model *m, const char *function) {
 }
 
 /* The error of what needs device memory while a model is suspended. */
-static ms_result msi_fail_suspended(ms_model *m, const char *function) {
+static MSI_COLD ms_result msi_fail_suspended(ms_model *m, const char *function) {
     return msi_fail(m, MS_RESULT_ORDER, "%s: the model is suspended: call ms_resume first",
                     function);
 }
 
 /* The error of what needs the model between steps, while one is in slices. */
-static ms_result msi_fail_in_slices(ms_model *m, const char *function) {
+static MSI_COLD ms_result msi_fail_in_slices(ms_model *m, const char *function) {
     return msi_fail(m, MS_RESULT_ORDER,
                     "%s: a step is under way in slices: complete it with ms_step_slice, or end it "
                     "with ms_cancel and one more ms_step_slice",
                     function);
 }
 
-static ms_result msi_fail_memory(ms_model *m, const char *what, uint64_t bytes) {
+static MSI_COLD ms_result msi_fail_memory(ms_model *m, const char *what, uint64_t bytes) {
     return msi_fail(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s (%llu bytes)", what,
                     (unsigned long long)bytes);
 }
@@ -4395,18 +4409,18 @@ static ms_result msi_made(const ms_model *m) {
 }
 
 /* The result for a wrong argument. */
-static ms_result msi_invalid(const ms_model *m) {
+static MSI_COLD ms_result msi_invalid(const ms_model *m) {
     return msi_made(m) != MS_RESULT_OK ? msi_made(m) : MS_RESULT_INVALID;
 }
 
 /* A wrong argument of an API function, whose name the text begins with. */
-static ms_result msi_fail_argument(ms_model *m, const char *function, const char *what) {
+static MSI_COLD ms_result msi_fail_argument(ms_model *m, const char *function, const char *what) {
     return m ? msi_fail(m, MS_RESULT_INVALID, "%s: %s", function, what) : MS_RESULT_INVALID;
 }
 
 /* Notes the error of a function that cannot return it; the first one stays. Before there is a plan,
    every ms_wrap returns it; afterwards the next one does. */
-static void msi_stick(ms_model *m, ms_result result) {
+static MSI_COLD void msi_stick(ms_model *m, ms_result result) {
     if (m->errors.sticky == MS_RESULT_OK) {
         m->errors.sticky = result;
         memcpy(m->errors.sticky_text, m->errors.text, sizeof m->errors.text);
@@ -4441,12 +4455,12 @@ static msi_size_text msi_round_size(const char *sign, uint64_t bytes, bool up) {
 }
 
 /* What is needed. Rounded up, so that a budget that is copied from a text suffices. */
-static msi_size_text msi_size(uint64_t bytes) {
+static MSI_NOINLINE msi_size_text msi_size(uint64_t bytes) {
     return msi_round_size("", bytes, true);
 }
 
 /* What there is. Rounded down, so that what is copied from a text does not ask for more. */
-static msi_size_text msi_size_down(uint64_t bytes) {
+static MSI_NOINLINE msi_size_text msi_size_down(uint64_t bytes) {
     return msi_round_size("", bytes, false);
 }
 
@@ -4455,7 +4469,7 @@ static msi_size_text msi_signed_size(int64_t bytes) {
     return bytes < 0 ? msi_round_size("-", 0 - (uint64_t)bytes, true) : msi_size((uint64_t)bytes);
 }
 
-static msi_size_text msi_time(double us) {
+static MSI_NOINLINE msi_size_text msi_time(double us) {
     static const char *const units[] = {"us", "ms", "s"};
     msi_size_text s;
     int unit = 0;
@@ -4699,7 +4713,8 @@ static ms_result msi_device(ms_model *m, int error, const char *what) {
                     error, text ? ": " : "", text ? text : "");
 }
 
-static ms_result msi_fail_device_memory(ms_model *m, uint64_t bytes, const char *what, int error) {
+static MSI_COLD ms_result msi_fail_device_memory(ms_model *m, uint64_t bytes, const char *what,
+                                                 int error) {
     const ms_backend *b = &m->config.backend;
     ms_hardware hardware;
     memset(&hardware, 0, sizeof hardware);
@@ -4779,7 +4794,7 @@ static bool msi_has_copy_streams(const ms_model *m) {
     return msi_enqueues_copies(&m->config.backend);
 }
 
-static ms_result msi_synchronize(ms_model *m) {
+static MSI_NOINLINE ms_result msi_synchronize(ms_model *m) {
     return msi_has_copy_streams(m)
                ? msi_device(m, m->config.backend.synchronize(m->device), "waiting for the device")
                : MS_RESULT_OK;
@@ -6869,7 +6884,7 @@ static int msi_cpu_prepare(void *state, const ms_prepare_args *args) {
 }
 
 /* After the last job of either, no thread uses the monitor of the other. */
-static void msi_cpu_close(void *state) {
+static MSI_COLD void msi_cpu_close(void *state) {
     msi_cpu *c = (msi_cpu *)state;
     msi_copy_stream *const streams[2] = {&c->to_device, &c->to_host};
     (void)msi_cpu_synchronize(c);
@@ -6887,7 +6902,7 @@ static void msi_cpu_close(void *state) {
     msi_release(c->host, c, sizeof *c);
 }
 
-static int msi_cpu_open(void *user, const ms_open_args *args, void **state) {
+static MSI_COLD int msi_cpu_open(void *user, const ms_open_args *args, void **state) {
     (void)user;
     msi_cpu *c = (msi_cpu *)msi_alloc_zeroed(args->host, sizeof *c);
     *state = c;
@@ -6940,7 +6955,7 @@ static const ms_parallel *msi_jobs_of(void *state) {
     return ((const msi_jobs *)state)->parallel;
 }
 
-static int msi_jobs_open(void *user, const ms_open_args *args, void **state) {
+static MSI_COLD int msi_jobs_open(void *user, const ms_open_args *args, void **state) {
     (void)user;
     msi_jobs *j = (msi_jobs *)msi_alloc_zeroed(args->host, sizeof *j);
     *state = j;
@@ -6987,7 +7002,7 @@ static int msi_jobs_gemm(void *state, float alpha, const ms_matrix *a, const ms_
     return msi_gemm_for(msi_jobs_of(state), alpha, a, b, beta, c);
 }
 
-static ms_backend msi_jobs_table(void) {
+static MSI_COLD ms_backend msi_jobs_table(void) {
     ms_backend b = msi_cpu_table();
     b.open = msi_jobs_open;
     b.close = msi_jobs_close;
@@ -7024,7 +7039,7 @@ MEMSCALE_API ms_backend ms_backend_cpu(void) {
 enum { MSI_SPEED_COUNT = 8 };
 
 /* The speeds of a description, by number. */
-static double *msi_speed(ms_hardware *h, int speed) {
+static MSI_NOINLINE double *msi_speed(ms_hardware *h, int speed) {
     double *const all[MSI_SPEED_COUNT] = {
         &h->memory_gb_per_s, &h->to_device_gb_per_s, &h->to_host_gb_per_s, &h->mapped_gb_per_s,
         &h->f32_tflops,      &h->tf32_tflops,        &h->f16_tflops,       &h->launch_us};
@@ -7147,7 +7162,7 @@ static double msi_bench_calls_us(msi_bench *t, msi_timed what, int calls) {
 
 /* Median time of a call, over several samples. `one` is what a call took before: it sets the number
    of calls in a sample, and is the result if there is no time left. 0 if nothing is known. */
-static double msi_bench_median_us(msi_bench *t, msi_timed what, double one) {
+static MSI_COLD double msi_bench_median_us(msi_bench *t, msi_timed what, double one) {
     double samples[MSI_BENCH_SAMPLES], end = msi_now_us(t->config) + (double)MSI_BENCH_FIGURE_US;
     int count = 0;
     end = end < t->end_us ? end : t->end_us;
@@ -7181,7 +7196,7 @@ static double msi_bench_mapped_us(msi_bench *t) {
 
 /* 1e12 flops a second of a product of square matrices: of the first size tried that takes longer
    than MSI_BENCH_SAMPLE_US, or the last that memory, time and MSI_BENCH_MOST_SIDE allow. */
-static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
+static MSI_COLD double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
     const uint64_t item = dtype == MS_DTYPE_F32 ? 4 : 2;
     double us = 0.0, side = 0.0;
     for (int64_t n = MSI_BENCH_LEAST_SIDE; n <= MSI_BENCH_MOST_SIDE && !t->error;) {
@@ -7210,7 +7225,7 @@ static double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
 }
 
 /* Memory for measuring: less on a device that has little memory, or little free. */
-static bool msi_bench_alloc(msi_bench *t, const ms_hardware *h) {
+static MSI_COLD bool msi_bench_alloc(msi_bench *t, const ms_hardware *h) {
     const ms_backend *b = t->backend;
     const uint64_t mega = (uint64_t)1 << 20;
     uint64_t bytes = MSI_BENCH_HOST_BYTES;
@@ -7231,7 +7246,7 @@ static bool msi_bench_alloc(msi_bench *t, const ms_hardware *h) {
            msi_backend_host_alloc(b, t->allocator, t->host_bytes, &t->host) == 0 && t->host;
 }
 
-static void msi_bench_release(msi_bench *t) {
+static MSI_COLD void msi_bench_release(msi_bench *t) {
     const ms_backend *b = t->backend;
     msi_backend_host_release(b, t->allocator, t->host, t->host_bytes);
     if (t->workspace) {
@@ -7243,7 +7258,7 @@ static void msi_bench_release(msi_bench *t) {
 }
 
 /* Opens a state. False if the backend cannot open another one. */
-static bool msi_bench_open(msi_bench *t, bool tf32) {
+static MSI_COLD bool msi_bench_open(msi_bench *t, bool tf32) {
     const ms_backend *b = t->backend;
     ms_open_args open;
     ms_prepare_args prepare;
@@ -7260,7 +7275,7 @@ static bool msi_bench_open(msi_bench *t, bool tf32) {
     return t->is_open && (!b->prepare || b->prepare(t->state, &prepare) == 0);
 }
 
-static void msi_bench_close(msi_bench *t) {
+static MSI_COLD void msi_bench_close(msi_bench *t) {
     if (t->is_open && msi_enqueues_copies(t->backend)) {
         (void)t->backend->synchronize(t->state);
     }
@@ -7275,7 +7290,7 @@ static void msi_set_speed(double *speed, double amount, double us) {
 }
 
 /* All speeds except that of TF32. The pattern 0x3c is a small number in every dtype. */
-static void msi_bench_all(msi_bench *t, ms_hardware *h) {
+static MSI_COLD void msi_bench_all(msi_bench *t, ms_hardware *h) {
     const double copied = (double)t->copy_bytes * 1e-3, passed = (double)t->host_bytes * 1e-3;
     memset(t->host, 0x3c, (size_t)t->host_bytes);
     t->error = t->backend->fill_bytes(t->state, t->device, 0x3c, t->device_bytes);
@@ -7296,7 +7311,7 @@ static void msi_bench_all(msi_bench *t, ms_hardware *h) {
 
 /* Measures through the functions of the backend alone, with a state of its own, because the model's
    state may be in the middle of a step. If there is no memory for that, *h stays as it is. */
-static ms_result msi_measure(ms_model *m, ms_hardware *h) {
+static MSI_COLD ms_result msi_measure(ms_model *m, ms_hardware *h) {
     ms_hardware measured = *h;
     msi_bench t;
     memset(&t, 0, sizeof t);
@@ -7322,7 +7337,7 @@ static ms_result msi_measure(ms_model *m, ms_hardware *h) {
 }
 
 /* The backend's description of its device, with speeds that are measured once. */
-static ms_result msi_report_hardware(ms_model *m, ms_hardware *report) {
+static MSI_COLD ms_result msi_report_hardware(ms_model *m, ms_hardware *report) {
     m->config.backend.hardware(m->config.backend.user, report);
     if (m->sources.reported.is_measured) {
         msi_take_speeds(report, &m->sources.reported);
@@ -7335,7 +7350,7 @@ static ms_result msi_report_hardware(ms_model *m, ms_hardware *report) {
 }
 
 /* From the next ms_wrap on, plans are for this device; NULL: for the model's own. */
-static void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
+static MSI_COLD void msi_use_hardware(ms_model *m, const ms_hardware *hardware) {
     const ms_hardware none = MSI_ZERO_INIT;
     m->sources.given = hardware ? *hardware : none;
     m->sources.is_given = hardware != NULL;
@@ -7474,7 +7489,7 @@ static const ms_hardware msi_devices[] = {MSI_DEVICES(MSI_X)};
 enum { MSI_NAME_BYTES = sizeof(((ms_hardware *)0)->name) };
 
 /* The letters, in lower case, and digits of a name; false if they do not fit. */
-static bool msi_squeeze(const char *name, char *squeezed) {
+static MSI_COLD bool msi_squeeze(const char *name, char *squeezed) {
     size_t length = 0;
     for (; *name && length < MSI_NAME_BYTES; name++) {
         const bool is_upper = *name >= 'A' && *name <= 'Z';
@@ -7538,11 +7553,11 @@ static msi_label msi_label_of(uint32_t number, const char *name) {
     return label;
 }
 
-static msi_label msi_layer_label(const msi_graph *g, uint32_t layer) {
+static MSI_NOINLINE msi_label msi_layer_label(const msi_graph *g, uint32_t layer) {
     return msi_label_of(layer, msi_layer_name(g, layer));
 }
 
-static bool msi_add_name(ms_model *m, const char *name, uint32_t *offset) {
+static MSI_COLD bool msi_add_name(ms_model *m, const char *name, uint32_t *offset) {
     const uint64_t length = strlen(name) + 1;
     if (!MSI_RESERVE(char, &m->config.allocator, m->graph.names, m->graph.names.count + length)) {
         MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for the name \"%s\"", name);
@@ -7571,12 +7586,12 @@ static ms_tensor msi_handle(const msi_graph *g, uint32_t tensor, msi_role role) 
 }
 
 /* Index of the tensor of a handle; MSI_NONE if there is none. */
-static uint32_t msi_index(const msi_graph *g, ms_tensor handle) {
+static MSI_NOINLINE uint32_t msi_index(const msi_graph *g, ms_tensor handle) {
     const uint32_t index = msi_id_number(g, handle.id) / (uint32_t)MSI_ROLE_RESIDENT_COUNT;
     return index < g->tensors.count ? index : MSI_NONE;
 }
 
-static msi_role msi_role_of(const msi_graph *g, ms_tensor handle) {
+static MSI_NOINLINE msi_role msi_role_of(const msi_graph *g, ms_tensor handle) {
     return (msi_role)(msi_id_number(g, handle.id) % (uint32_t)MSI_ROLE_RESIDENT_COUNT);
 }
 
@@ -7796,8 +7811,8 @@ static bool msi_shape_bytes(const ms_shape *shape, ms_dtype dtype, uint64_t *byt
     return msi_multiply(ms_shape_count(shape), ms_dtype_bytes(dtype), bytes) && *bytes != 0;
 }
 
-static ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
-                                const ms_shape *shape) {
+static MSI_COLD ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char *name,
+                                         ms_dtype dtype, const ms_shape *shape) {
     const ms_tensor none = {0};
     msi_graph *g = &m->graph;
     const ms_shape largest = msi_resized(g, *shape, true, NULL);
@@ -8131,7 +8146,7 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
 }
 
 /* The first output of a layer. */
-static uint32_t msi_first_output(const msi_graph *g, const msi_layer *l) {
+static MSI_NOINLINE uint32_t msi_first_output(const msi_graph *g, const msi_layer *l) {
     msi_operand_cursor out = msi_operands_of(g, l, MSI_GROUP_OUT);
     return msi_next_operand(&out) ? out.tensor : MSI_NONE;
 }
@@ -8157,7 +8172,7 @@ static uint64_t msi_layer_rows(const msi_graph *g, const msi_layer *l, bool larg
 }
 
 /* The caller has checked the desc. */
-static ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc *desc) {
+static MSI_COLD ms_layer msi_add_layer(ms_model *m, const char *name, const ms_layer_desc *desc) {
     const ms_layer none = {0};
     msi_graph *g = &m->graph;
     const uint32_t index = g->layers.count;
@@ -8679,7 +8694,7 @@ static bool msi_arena_fits(const ms_config *c) {
 
 enum { MSI_MAX_WARMUP = 1000 };
 
-static bool msi_switches_are_valid(const ms_config *c) {
+static MSI_COLD bool msi_switches_are_valid(const ms_config *c) {
     bool valid = (unsigned)c->static_profiling <= MS_SWITCH_OFF &&
                  (unsigned)c->empirical_profiling <= MS_SWITCH_OFF &&
                  (unsigned)c->async_offload <= MS_SWITCH_OFF;
@@ -8689,7 +8704,7 @@ static bool msi_switches_are_valid(const ms_config *c) {
     return valid;
 }
 
-static bool msi_scaling_is_valid(const ms_loss_scaling *l) {
+static MSI_COLD bool msi_scaling_is_valid(const ms_loss_scaling *l) {
     const float numbers[] = {l->initial, l->growth, l->backoff, l->least};
     bool valid = true;
     for (int i = 0; i < 4; i++) {
@@ -8701,7 +8716,7 @@ static bool msi_scaling_is_valid(const ms_loss_scaling *l) {
 
 /* What is wrong with a config whose defaults are filled in, and the number that is wrong, or 0;
    NULL: nothing is. */
-static const char *msi_config_fault(const ms_config *c, double *number) {
+static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number) {
     const struct {
         bool wrong;
         double number;
@@ -8813,7 +8828,7 @@ static bool msi_is_positive_or_zero(double value) {
 }
 
 /* What does not go together in an optimizer, or NULL. */
-static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
+static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
     const bool custom = desc && desc->kind == MS_OPTIMIZER_CUSTOM;
     unsigned formats = 0;
     for (int k = 0; k < 2 && desc; k++) {
@@ -8834,7 +8849,7 @@ static const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
                : NULL;
 }
 
-static bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
+static MSI_COLD bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
     const char *fault = msi_optimizer_fault(desc);
     if (fault) {
         return MSI_REFUSE(m, "ms_set_optimizer: %s", fault);
@@ -8874,8 +8889,8 @@ static bool msi_check_finite(ms_model *m, const char *function, const char *tens
                             (double)value));
 }
 
-static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
-                            const ms_shape *shape) {
+static MSI_COLD bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
+                                     const ms_shape *shape) {
     const msi_graph *g = &m->graph;
     const char *what = msi_kind_names[kind];
     if (ms_dtype_bytes(dtype) == 0) {
@@ -8927,8 +8942,8 @@ static bool msi_check_shape(ms_model *m, msi_kind kind, const char *name, ms_dty
     return true;
 }
 
-static ms_tensor msi_register_tensor(ms_model *m, msi_kind kind, const char *name, ms_dtype dtype,
-                                     const ms_shape *shape) {
+static MSI_NOINLINE ms_tensor msi_register_tensor(ms_model *m, msi_kind kind, const char *name,
+                                                  ms_dtype dtype, const ms_shape *shape) {
     const ms_tensor none = {0};
     name = name ? name : "";
     return msi_registering(m, msi_kind_names[kind], name) &&
@@ -8937,7 +8952,7 @@ static ms_tensor msi_register_tensor(ms_model *m, msi_kind kind, const char *nam
                : none;
 }
 
-static bool msi_check_axis(ms_model *m, const char *name, int64_t size, int64_t largest) {
+static MSI_COLD bool msi_check_axis(ms_model *m, const char *name, int64_t size, int64_t largest) {
     const uint32_t count = m->graph.axis_count;
     return (size >= 1 && largest >= size && count < MS_LIMIT_AXES) ||
            MSI_REFUSE(m,
@@ -8964,7 +8979,8 @@ static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
 }
 
 /* Why a tensor cannot be in a slot of this group, or NULL. */
-static const char *msi_operand_fault(const msi_graph *g, msi_group_kind group, ms_tensor handle) {
+static MSI_COLD const char *msi_operand_fault(const msi_graph *g, msi_group_kind group,
+                                              ms_tensor handle) {
     const uint32_t index = msi_value_index(g, handle);
     if (index == MSI_NONE) {
         return msi_index(g, handle) == MSI_NONE
@@ -9134,8 +9150,8 @@ static void msi_set_on_layer(ms_model *m, const msi_layer *l, ms_technique techn
 }
 
 /* Checks every slot by itself, and that no output, saved tensor or state is named twice. */
-static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *d,
-                            const uint8_t *count) {
+static MSI_COLD bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *d,
+                                     const uint8_t *count) {
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         const ms_tensor *slots = msi_slots_of(d, group);
         const bool single = group != MSI_GROUP_IN && group != MSI_GROUP_PARAM;
@@ -9161,8 +9177,8 @@ static bool msi_check_slots(ms_model *m, const char *name, const ms_layer_desc *
     return true;
 }
 
-static bool msi_check_mask(ms_model *m, const char *name, const char *field, uint32_t mask,
-                           uint32_t slot_count) {
+static MSI_COLD bool msi_check_mask(ms_model *m, const char *name, const char *field, uint32_t mask,
+                                    uint32_t slot_count) {
     return slot_count >= 32 || mask >> slot_count == 0 ||
            MSI_REFUSE_LAYER(m, name,
                             "%s is 0x%x and names slot %u; the layer uses %u, from 0: bit i is "
@@ -9172,8 +9188,8 @@ static bool msi_check_mask(ms_model *m, const char *name, const char *field, uin
                             (unsigned)slot_count);
 }
 
-static bool msi_check_masks(ms_model *m, const char *name, const ms_layer_desc *d,
-                            const uint8_t *count) {
+static MSI_COLD bool msi_check_masks(ms_model *m, const char *name, const ms_layer_desc *d,
+                                     const uint8_t *count) {
     const uint32_t in = count[MSI_GROUP_IN], out = count[MSI_GROUP_OUT];
     const uint32_t saved = count[MSI_GROUP_SAVED];
     bool good = true;
@@ -9199,9 +9215,9 @@ static bool msi_check_masks(ms_model *m, const char *name, const ms_layer_desc *
 
 /* Checks one result that must be computed in place: its mask names one operand, of its size and
    dtype, in whose memory no other result is computed. */
-static bool msi_check_must(ms_model *m, const char *name, const char *field, uint32_t slot,
-                           ms_tensor result, uint32_t mask, const ms_tensor *operands,
-                           uint32_t *claimed) {
+static MSI_COLD bool msi_check_must(ms_model *m, const char *name, const char *field, uint32_t slot,
+                                    ms_tensor result, uint32_t mask, const ms_tensor *operands,
+                                    uint32_t *claimed) {
     const uint32_t k = msi_lowest_bit(mask);
     const char *fault =
         mask == 0 ? "names none: set the bit of the operand in whose memory it is computed"
@@ -9228,7 +9244,7 @@ static bool msi_check_must(ms_model *m, const char *name, const char *field, uin
                (unsigned long long)(y ? y->bytes : 0), y ? ms_dtype_name(y->view.dtype) : "?");
 }
 
-static bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_desc *d) {
+static MSI_COLD bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_desc *d) {
     uint32_t claimed = 0, grads_claimed = 0;
     bool good = true;
     for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
@@ -9249,7 +9265,8 @@ static bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_des
 static const uint32_t MSI_HALF_DTYPES = 1u << MS_DTYPE_BF16 | 1u << MS_DTYPE_F16;
 
 /* Checks that a result and the operand in whose place it is computed have one dtype in every call. */
-static bool msi_check_dtypes_in_place(ms_model *m, const char *name, const ms_layer_desc *d) {
+static MSI_COLD bool msi_check_dtypes_in_place(ms_model *m, const char *name,
+                                               const ms_layer_desc *d) {
     const ms_layer_dtypes *x = &d->dtypes;
     const char *field = NULL;
     uint32_t slot = 0;
@@ -9274,7 +9291,7 @@ static bool msi_check_dtypes_in_place(ms_model *m, const char *name, const ms_la
                             field, (unsigned)slot);
 }
 
-static bool msi_check_dtypes(ms_model *m, const char *name, const ms_layer_desc *d) {
+static MSI_COLD bool msi_check_dtypes(ms_model *m, const char *name, const ms_layer_desc *d) {
     const ms_layer_dtypes *x = &d->dtypes;
     const uint32_t both = x->half_gradients & x->f32_param;
     if (x->accepts & ~MSI_HALF_DTYPES) {
@@ -9293,7 +9310,7 @@ static bool msi_check_dtypes(ms_model *m, const char *name, const ms_layer_desc 
 }
 
 /* Gradients that overwrite are added up by the library, which adds f32. */
-static bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *d) {
+static MSI_COLD bool msi_check_edges(ms_model *m, const char *name, const ms_layer_desc *d) {
     const uint32_t both_in = d->accumulates.in & d->overwrites.in;
     const uint32_t both_param = d->accumulates.param & d->overwrites.param;
     const uint32_t must = d->must_grad_in_place & d->accumulates.in;
@@ -9330,7 +9347,7 @@ static bool msi_names_slots(const ms_reads *r) {
 }
 
 /* Backward can destroy only what it receives. */
-static bool msi_check_clobbers(ms_model *m, const char *name, const ms_layer_desc *d) {
+static MSI_COLD bool msi_check_clobbers(ms_model *m, const char *name, const ms_layer_desc *d) {
     const ms_reads *r = &d->backward_reads;
     const uint32_t in = d->clobbers.in & ~r->in;
     const uint32_t out = d->clobbers.out & ~r->out;
@@ -9349,7 +9366,7 @@ static bool msi_check_clobbers(ms_model *m, const char *name, const ms_layer_des
 }
 
 /* How often an axis is among the first dims of a shape. */
-static int msi_count_axis(const ms_shape *shape, uint32_t dims, uint32_t axis) {
+static MSI_COLD int msi_count_axis(const ms_shape *shape, uint32_t dims, uint32_t axis) {
     int count = 0;
     for (uint32_t k = 0; k < dims && k < (uint32_t)shape->rank; k++) {
         count += shape->axes[k] >> axis & 1;
@@ -9359,8 +9376,8 @@ static int msi_count_axis(const ms_shape *shape, uint32_t dims, uint32_t axis) {
 
 /* Whether an operand, cut along its first dims, has the rows of a layer whose first output has this
    shape, at all sizes of the axes. */
-static bool msi_can_cut(const msi_graph *g, const ms_shape *operand, uint32_t dims,
-                        const ms_shape *out, uint32_t axes) {
+static MSI_COLD bool msi_can_cut(const msi_graph *g, const ms_shape *operand, uint32_t dims,
+                                 const ms_shape *out, uint32_t axes) {
     const uint64_t rows = msi_leading(out, axes), own = msi_leading(operand, dims);
     bool can = own % rows == 0 || rows % own == 0;
     for (uint32_t a = 0; a < g->axis_count; a++) {
@@ -9371,8 +9388,8 @@ static bool msi_can_cut(const msi_graph *g, const ms_shape *operand, uint32_t di
 }
 
 /* What is wrong with the numbers of a tile, or NULL. */
-static const char *msi_tile_fault(const ms_layer_desc *d, const uint8_t *count,
-                                  const ms_shape *out) {
+static MSI_COLD const char *msi_tile_fault(const ms_layer_desc *d, const uint8_t *count,
+                                           const ms_shape *out) {
     const ms_layer_tile *t = &d->tile;
     bool others = t->whole_in || t->multiple || t->smallest || t->preferred;
     for (int k = 0; k < MS_LIMIT_IN; k++) {
@@ -9395,7 +9412,7 @@ static const char *msi_tile_fault(const ms_layer_desc *d, const uint8_t *count,
 }
 
 /* The inputs in whose place something must be computed: such an operand is not whole. */
-static uint32_t msi_must_work_in(const ms_layer_desc *d) {
+static MSI_COLD uint32_t msi_must_work_in(const ms_layer_desc *d) {
     uint32_t mask = d->must_grad_in_place;
     for (uint32_t j = 0; j < MS_LIMIT_OUT; j++) {
         mask |= d->must_in_place >> j & 1 ? d->in_place[j] : 0u;
@@ -9403,8 +9420,8 @@ static uint32_t msi_must_work_in(const ms_layer_desc *d) {
     return mask;
 }
 
-static bool msi_check_tile(ms_model *m, const char *name, const ms_layer_desc *d,
-                           const uint8_t *count) {
+static MSI_COLD bool msi_check_tile(ms_model *m, const char *name, const ms_layer_desc *d,
+                                    const uint8_t *count) {
     const msi_graph *g = &m->graph;
     uint32_t first = 0;
     while (d->out[first].id == 0) {
@@ -9446,8 +9463,8 @@ static bool msi_check_tile(ms_model *m, const char *name, const ms_layer_desc *d
 }
 
 /* What does not go together in the callbacks and promises of a layer, or NULL. */
-static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
-                                      const uint8_t *count) {
+static MSI_COLD const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
+                                               const uint8_t *count) {
     const ms_reads *r = &d->backward_reads, *p = &d->recompute_reads;
     const ms_workspace *w = &d->recompute_workspace;
     return count[MSI_GROUP_OUT] == 0 ? "a layer needs an output: set out[0] to an ms_activation"
@@ -9488,8 +9505,8 @@ static const char *msi_callback_fault(const ms_model *m, const ms_layer_desc *d,
                : NULL;
 }
 
-static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *d,
-                            const uint8_t *count) {
+static MSI_COLD bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *d,
+                                     const uint8_t *count) {
     const char *fault = msi_callback_fault(m, d, count);
     if (fault) {
         return MSI_REFUSE_LAYER(m, name, "%s", fault);
@@ -9507,7 +9524,7 @@ static bool msi_check_layer(ms_model *m, const char *name, const ms_layer_desc *
            msi_check_tile(m, name, d, count);
 }
 
-static ms_layer msi_register_layer(ms_model *m, const ms_layer_desc *desc) {
+static MSI_COLD ms_layer msi_register_layer(ms_model *m, const ms_layer_desc *desc) {
     const ms_layer none = {0};
     char numbered[32];
     msi_format(numbered, sizeof numbered, "layer %u", (unsigned)m->graph.layers.count);
@@ -10048,7 +10065,7 @@ static size_t msi_digits(const char *text, size_t length) {
 
 /* A number such as 12, 0.5 or 1.25e-05; false for anything else. The point is moved to the end,
    since that of strtod depends on the locale. */
-static bool msi_parse_number(const char *text, size_t length, double *number) {
+static MSI_COLD bool msi_parse_number(const char *text, size_t length, double *number) {
     char local[64];
     const size_t whole = msi_digits(text, length);
     size_t at = whole, count = whole;
@@ -10084,7 +10101,7 @@ typedef struct msi_decimal_text {
 } msi_decimal_text;
 
 /* A number as the fewest digits, of 15 and 17, that are read back as the same bits. */
-static msi_decimal_text msi_decimal(double x) {
+static MSI_COLD msi_decimal_text msi_decimal(double x) {
     msi_decimal_text t;
     char raw[48];
     double back = 0.0;
@@ -10105,7 +10122,7 @@ static msi_decimal_text msi_decimal(double x) {
     return t;
 }
 
-static uint64_t msi_hash_masks(uint64_t hash, const msi_layer *l) {
+static MSI_COLD uint64_t msi_hash_masks(uint64_t hash, const msi_layer *l) {
 #define MSI_X(field, group) hash = msi_mix_in(hash, l->field);
     MSI_MASKS(MSI_X)
 #undef MSI_X
@@ -10115,7 +10132,7 @@ static uint64_t msi_hash_masks(uint64_t hash, const msi_layer *l) {
     return msi_mix_in(msi_mix_in(hash, l->differentiable), l->recompute != NULL);
 }
 
-static uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const msi_layer *l) {
+static MSI_COLD uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const msi_layer *l) {
     uint32_t operands = 0;
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         operands += l->count[group];
@@ -10138,7 +10155,7 @@ static uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const msi_laye
 }
 
 /* A hash of what layers compute from what, without addresses, names and present sizes of axes. */
-static uint64_t msi_hash_graph(const msi_graph *g) {
+static MSI_COLD uint64_t msi_hash_graph(const msi_graph *g) {
     uint64_t hash = msi_mix_in(g->tensors.count, g->layers.count);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
@@ -10171,7 +10188,7 @@ typedef struct msi_reader {
                                                                  "ms_profile_load: " __VA_ARGS__)) \
                                  : (void)0)
 
-static bool msi_next_line(msi_reader *r) {
+static MSI_COLD bool msi_next_line(msi_reader *r) {
     if (r->at == r->end) {
         return false;
     }
@@ -10187,7 +10204,7 @@ static bool msi_next_line(msi_reader *r) {
 }
 
 /* Takes the next word of the line, and the blank after it. */
-static size_t msi_next_word(msi_reader *r, const char **word) {
+static MSI_COLD size_t msi_next_word(msi_reader *r, const char **word) {
     *word = r->line;
     while (r->line < r->stop && *r->line != ' ') {
         r->line++;
@@ -10204,7 +10221,7 @@ static bool msi_next_word_is(msi_reader *r, const char *expected) {
 }
 
 /* Goes to the next line, which must begin with this word. */
-static void msi_expect_line(msi_reader *r, const char *word) {
+static MSI_COLD void msi_expect_line(msi_reader *r, const char *word) {
     if (r->result == MS_RESULT_OK && !msi_next_line(r)) {
         MSI_REFUSE_PROFILE(r,
                            "the text ends after line %u, where \"%s\" should follow: it is cut off",
@@ -10215,7 +10232,7 @@ static void msi_expect_line(msi_reader *r, const char *word) {
 }
 
 /* The next number of the line, at most `most`; 0 after a fault. */
-static double msi_next_number(msi_reader *r, const char *what, double most) {
+static MSI_COLD double msi_next_number(msi_reader *r, const char *what, double most) {
     const char *word;
     double number = 0.0;
     const size_t length = msi_next_word(r, &word);
@@ -10230,7 +10247,7 @@ static double msi_next_number(msi_reader *r, const char *what, double most) {
 }
 
 /* Reads the version and the graph. */
-static void msi_read_head(msi_reader *r) {
+static MSI_COLD void msi_read_head(msi_reader *r) {
     const char *word;
     char own[20];
     if (!msi_next_line(r) || !msi_next_word_is(r, MSI_PROFILE)) {
@@ -10255,7 +10272,7 @@ static void msi_read_head(msi_reader *r) {
     }
 }
 
-static void msi_read_speeds(msi_reader *r, ms_hardware *h, double *costs) {
+static MSI_COLD void msi_read_speeds(msi_reader *r, ms_hardware *h, double *costs) {
     msi_expect_line(r, "device"); // for people
     msi_expect_line(r, "speeds");
     for (int i = 0; i < MSI_SPEED_COUNT; i++) {
@@ -10273,7 +10290,7 @@ static void msi_read_speeds(msi_reader *r, ms_hardware *h, double *costs) {
 }
 
 /* Reads the lines of the layers; takes their times where `keep`. */
-static void msi_read_layers(msi_reader *r, bool keep) {
+static MSI_COLD void msi_read_layers(msi_reader *r, bool keep) {
     static const char *const what[] = {"a forward time", "a backward time", "a recompute time",
                                        "elements of output"};
     msi_graph *g = &r->model->graph;
@@ -10300,7 +10317,8 @@ static void msi_read_layers(msi_reader *r, bool keep) {
     }
 }
 
-static ms_result msi_read_profile(ms_model *m, const char *text, size_t length, bool keep) {
+static MSI_COLD ms_result msi_read_profile(ms_model *m, const char *text, size_t length,
+                                           bool keep) {
     ms_hardware speeds;
     double costs[MSI_PROFILE_COSTS];
     msi_reader r = {m, MS_RESULT_OK, text, text + length, text, text, 0};
@@ -10320,7 +10338,8 @@ static ms_result msi_read_profile(ms_model *m, const char *text, size_t length, 
     return r.result;
 }
 
-static bool msi_check_layer_time(ms_model *m, const msi_layer *l, const ms_layer_time *time) {
+static MSI_COLD bool msi_check_layer_time(ms_model *m, const msi_layer *l,
+                                          const ms_layer_time *time) {
     return !time ||
            (msi_is_time(time->forward_us) && msi_is_time(time->backward_us) &&
             msi_is_time(time->recompute_us)) ||
@@ -10348,7 +10367,7 @@ static ms_result msi_load_profile(ms_model *m, const char *text, size_t length) 
 }
 
 /* Prints a name as the end of a line, with a question mark for each control character. */
-static void msi_print_line(const msi_printer *out, const char *name) {
+static MSI_COLD void msi_print_line(const msi_printer *out, const char *name) {
     for (const char *at = name; *at;) {
         size_t length = 0;
         while ((unsigned char)at[length] >= ' ' && at[length] != 0x7f) {
@@ -10364,7 +10383,7 @@ static void msi_print_line(const msi_printer *out, const char *name) {
     out->write("\n", 1, out->user);
 }
 
-static void msi_print_profile(const ms_model *m, const msi_printer *out) {
+static MSI_COLD void msi_print_profile(const ms_model *m, const msi_printer *out) {
     const msi_graph *g = &m->graph;
     ms_hardware h = m->costs.hardware;
     msi_print(out, "%s %d\ngraph %016llx\ndevice ", MSI_PROFILE, (int)MSI_PROFILE_VERSION,
@@ -12906,7 +12925,7 @@ static double msi_bytes_us(const msi_costs *c, msi_cost cost, double bytes) {
 }
 
 /* How long a copy between host and device takes. */
-static double msi_copy_us(const msi_costs *c, ms_stream_kind stream, uint64_t bytes) {
+static MSI_NOINLINE double msi_copy_us(const msi_costs *c, ms_stream_kind stream, uint64_t bytes) {
     const double gb_per_s = stream == MS_STREAM_TO_DEVICE ? c->hardware.to_device_gb_per_s
                                                           : c->hardware.to_host_gb_per_s;
     return c->hardware.launch_us + (double)bytes / (gb_per_s * 1e3);
@@ -14099,7 +14118,8 @@ static bool msi_spot_meets(const msi_spot *a, uint32_t first, uint32_t last) {
     return (a->first <= last) & (first <= a->last); // no branch: it would be unpredictable
 }
 
-static msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t block, uint64_t low) {
+static MSI_NOINLINE msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t block,
+                                             uint64_t low) {
     uint64_t high = low + w->blocks[block].bytes;
     msi_spot spot = {low, high, w->first[block], w->last[block], block, w->penalty[block]};
     return spot;
@@ -15460,7 +15480,8 @@ typedef struct msi_search {
 enum { MSI_ROUNDS_STATE = 1, MSI_ROUNDS_VALUES = 2, MSI_ROUNDS_PARAMS = 4, MSI_ROUNDINGS = 8 };
 
 /* Estimates decisions for a search. */
-static msi_score msi_search_estimate(const msi_search *s, const msi_tensor_decision *decisions) {
+static MSI_NOINLINE msi_score msi_search_estimate(const msi_search *s,
+                                                  const msi_tensor_decision *decisions) {
     msi_score score = msi_estimate(s->scorer, decisions);
     score.us = score.us > s->least_us ? score.us : s->least_us;
     return score;
@@ -15547,7 +15568,7 @@ static msi_operand_cursor msi_made_operands(const msi_graph *g, uint32_t layer) 
     msi_next_operand(&operand);
 
 /* Whether the plan may drop a value to recompute it. */
-static bool msi_is_droppable(const msi_graph *g, uint32_t t) {
+static MSI_NOINLINE bool msi_is_droppable(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     return !msi_is_resident(tensor) && !tensor->is_output && t != g->loss && !tensor->must_stay &&
            tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
@@ -15572,7 +15593,7 @@ static msi_op msi_decided_way(const msi_graph *g, const msi_tensor_decision *dec
 }
 
 /* Whether dropping a value is a choice. What nothing reads again, the plain plan drops already. */
-static bool msi_is_choice(const msi_graph *g, uint32_t t) {
+static MSI_NOINLINE bool msi_is_choice(const msi_graph *g, uint32_t t) {
     return msi_is_read_again(&g->tensors.items[t]) && msi_is_droppable(g, t) &&
            !msi_is_drop_forced(g, t);
 }
@@ -15878,7 +15899,7 @@ static bool msi_is_done(const msi_tensor_decision *decisions, uint32_t action) {
     return move ? d->moves & move : d->pass > 0;
 }
 
-static void msi_do(msi_tensor_decision *decisions, uint32_t action, bool done) {
+static MSI_NOINLINE void msi_do(msi_tensor_decision *decisions, uint32_t action, bool done) {
     msi_tensor_decision *d = &decisions[msi_action_tensor(action)];
     const uint32_t move = action >> MSI_ACTION_SHIFT;
     if (move) {
@@ -16231,7 +16252,7 @@ static void msi_find_load(msi_greedy *w) {
 
 /* By how much a copy makes the step longer if the link has so much time left for it. What hides
    costs a little too, the more the less time is left, so that the link is used where it is idle. */
-static double msi_exposed_us(double us, double left_us) {
+static MSI_NOINLINE double msi_exposed_us(double us, double left_us) {
     const double hidden = left_us <= 0.0 ? 0.0 : left_us < us ? left_us : us;
     const double share = us > 0.0 ? us / (us + (left_us > 0.0 ? left_us : 0.0)) : 0.0;
     return us - hidden + 0.05 * share * hidden;
@@ -19464,7 +19485,8 @@ static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_
    left out makes all else only more necessary, so one pass finds all. */
 
 /* The number of operands of a group that a layer's instruction has. */
-static uint32_t msi_operands_in(const msi_layer *l, const msi_instruction *i, int group) {
+static MSI_NOINLINE uint32_t msi_operands_in(const msi_layer *l, const msi_instruction *i,
+                                             int group) {
     const bool backward = i->op == MSI_OP_BACKWARD;
     const bool in_forward = i->op == MSI_OP_FORWARD && l->grads_in_forward != 0;
     return group < MSI_GROUP_COUNT        ? l->count[group]
@@ -19644,7 +19666,7 @@ static uint32_t msi_awaited_by(const msi_ordering *o, uint32_t wait, uint32_t be
 }
 
 /* The next WAIT for copies of a direction from instruction `now` on, or the end. */
-static uint32_t msi_next_wait(const msi_program *p, uint32_t now, bool is_in) {
+static MSI_NOINLINE uint32_t msi_next_wait(const msi_program *p, uint32_t now, bool is_in) {
     for (; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
         if (i->op == MSI_OP_WAIT && msi_awaits_in(i) == is_in) {
@@ -20442,7 +20464,7 @@ typedef struct msi_text {
 } msi_text;
 
 MEMSCALE_PRINTF(2, 3)
-static void msi_add_text(msi_text *to, const char *format, ...) {
+static MSI_COLD void msi_add_text(msi_text *to, const char *format, ...) {
     const size_t room = sizeof to->text - to->length;
     va_list args;
     va_start(args, format);
@@ -20452,7 +20474,7 @@ static void msi_add_text(msi_text *to, const char *format, ...) {
 }
 
 /* Adds the smallest arenas of the other modes, where they differ. */
-static void msi_add_modes(msi_text *to, uint64_t least) {
+static MSI_COLD void msi_add_modes(msi_text *to, uint64_t least) {
     ms_model *m = to->model;
     bool alike = true;
     for (int mode = 0; mode < MS_MODE_COUNT; mode++) {
@@ -20470,7 +20492,7 @@ static void msi_add_modes(msi_text *to, uint64_t least) {
 }
 
 /* Adds the largest size that would fit the budget. */
-static void msi_add_size(msi_text *to, const msi_plan *smallest) {
+static MSI_COLD void msi_add_size(msi_text *to, const msi_plan *smallest) {
     ms_model *m = to->model;
     msi_resizing z;
     int64_t size = -1;
@@ -20500,7 +20522,7 @@ static void msi_add_size(msi_text *to, const msi_plan *smallest) {
 }
 
 /* Adds what else would help. */
-static void msi_add_cures(msi_text *to) {
+static MSI_COLD void msi_add_cures(msi_text *to) {
     ms_model *m = to->model;
     const msi_graph *g = &m->graph;
     const char *early = msi_early_fault(m);
@@ -20538,7 +20560,7 @@ static void msi_add_cures(msi_text *to) {
 }
 
 /* Adds what more memory of the host would help. */
-static void msi_add_host(msi_text *to, uint64_t least) {
+static MSI_COLD void msi_add_host(msi_text *to, uint64_t least) {
     ms_model *m = to->model;
     const uint64_t most = msi_host_budget(m), old = m->config.max_host_bytes;
     uint64_t bytes = least, host_bytes = 0;
@@ -20556,7 +20578,8 @@ static void msi_add_host(msi_text *to, uint64_t least) {
 }
 
 /* The error where no plan fits; `smallest` comes nearest. Leaves the model as it is. */
-static ms_result msi_no_fit(ms_model *m, const msi_store *store, const msi_plan *smallest) {
+static MSI_COLD ms_result msi_no_fit(ms_model *m, const msi_store *store,
+                                     const msi_plan *smallest) {
     const uint64_t least = msi_room_of(store);
     msi_text text;
     memset(&text, 0, sizeof text);
@@ -20980,7 +21003,7 @@ static uint64_t msi_review_bytes(const msi_graph *g, const msi_plan *plan) {
 }
 
 /* Shares out a wait among the copies that it is for, by their bytes. */
-static void msi_review_wait(msi_review *r, const msi_instruction *i, double us) {
+static MSI_COLD void msi_review_wait(msi_review *r, const msi_instruction *i, double us) {
     const msi_program *p = &r->plan->train;
     const msi_operand *ends = p->operands.items + i->operand_first;
     uint64_t bytes = 0;
@@ -20997,7 +21020,7 @@ static void msi_review_wait(msi_review *r, const msi_instruction *i, double us) 
 
 /* Simulates the step once more, for the starts of the instructions and the waits for copies. A
    device without streams for copies waits for all of each. */
-static void msi_review_times(msi_review *r) {
+static MSI_COLD void msi_review_times(msi_review *r) {
     const ms_model *m = r->model;
     const msi_program *p = &r->plan->train;
     msi_clock c;
@@ -21023,7 +21046,7 @@ static void msi_review_times(msi_review *r) {
 }
 
 /* Finds out which params are whose, and where they and their state have their home. */
-static void msi_review_params(msi_review *r) {
+static MSI_COLD void msi_review_params(msi_review *r) {
     const msi_graph *g = &r->model->graph;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         r->update[t] = r->user[t] = MSI_NONE;
@@ -21043,7 +21066,7 @@ static void msi_review_params(msi_review *r) {
 
 /* By how much a call for a tile makes a step longer: all of it, if it runs again; otherwise by what it
    takes beyond its part of a call for all rows. */
-static double msi_tile_cost_us(const msi_review *r, const msi_instruction *i) {
+static MSI_COLD double msi_tile_cost_us(const msi_review *r, const msi_instruction *i) {
     const msi_layer *l = &r->model->graph.layers.items[i->target];
     const bool half = msi_is_half((ms_state_format)i->format);
     const ms_layer_time *time = half ? &l->half : &l->time;
@@ -21052,8 +21075,8 @@ static double msi_tile_cost_us(const msi_review *r, const msi_instruction *i) {
     return msi_is_again((msi_op)i->op) ? us : us - whole * msi_row_share(i);
 }
 
-static bool msi_review_init(msi_review *r, const ms_model *m, const msi_store *store,
-                            const msi_plan *plan) {
+static MSI_COLD bool msi_review_init(msi_review *r, const ms_model *m, const msi_store *store,
+                                     const msi_plan *plan) {
     const msi_graph *g = &m->graph;
     const msi_program *p = &plan->train;
     r->model = m;
@@ -21102,7 +21125,7 @@ static bool msi_tells_of(const msi_review *r, uint32_t layer, uint32_t tensor) {
 }
 
 /* The live range in which a value is made in forward, or NULL. */
-static const msi_range *msi_forward_range(const msi_review *r, uint32_t tensor) {
+static MSI_COLD const msi_range *msi_forward_range(const msi_review *r, uint32_t tensor) {
     const msi_program *p = &r->plan->train;
     const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
     const msi_instruction *i = &p->instructions.items[r->forward[producer]];
@@ -21128,8 +21151,8 @@ static bool msi_is_in_tiles(const msi_review *r, uint32_t layer) {
 }
 
 /* Whether a technique is applied to a tensor, at this layer. */
-static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique technique,
-                           uint32_t tensor) {
+static MSI_COLD bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique technique,
+                                    uint32_t tensor) {
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
     switch (technique) {
     case MS_TECHNIQUE_CHECKPOINTING:
@@ -21152,8 +21175,8 @@ static bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique tec
 }
 
 /* Whether a technique could matter for a tensor that it is not applied to. */
-static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique technique,
-                        uint32_t tensor) {
+static MSI_COLD bool msi_matters(const msi_review *r, uint32_t layer, ms_technique technique,
+                                 uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
     const msi_tensor *t = &g->tensors.items[tensor];
     const bool waits =
@@ -21179,7 +21202,7 @@ static bool msi_matters(const msi_review *r, uint32_t layer, ms_technique techni
 
 /* Whether layers run while a value lies idle between its last use in forward and its first in
    backward. */
-static bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
+static MSI_COLD bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
     const msi_program *p = &r->plan->train;
     const msi_range *range = msi_forward_range(r, tensor);
     bool idle = false;
@@ -21196,7 +21219,7 @@ static uint64_t msi_fact(uint64_t fact, bool holds) {
 }
 
 /* The facts about a technique that hold for every layer. */
-static uint64_t msi_common_facts(const msi_review *r, ms_technique technique) {
+static MSI_COLD uint64_t msi_common_facts(const msi_review *r, ms_technique technique) {
     const ms_model *m = r->model;
     const ms_switch is = msi_switch_of(&m->config, technique);
     const bool plain_fits = m->wrapped.goal == MSI_GOAL_BUDGET && is != MS_SWITCH_ON &&
@@ -21214,7 +21237,8 @@ static uint64_t msi_common_facts(const msi_review *r, ms_technique technique) {
 
 /* The facts about the tensor of a layer that a technique is not applied to; MSI_NONE: there is no
    such tensor. */
-static uint64_t msi_checkpointing_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+static MSI_COLD uint64_t msi_checkpointing_facts(const msi_review *r, uint32_t layer,
+                                                 uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
     if (tensor == MSI_NONE || !msi_matters(r, layer, MS_TECHNIQUE_CHECKPOINTING, tensor)) {
         return MSI_FACT(UNREAD);
@@ -21226,7 +21250,7 @@ static uint64_t msi_checkpointing_facts(const msi_review *r, uint32_t layer, uin
            msi_fact(MSI_FACT(NOT_IDLE), !msi_lies_idle(r, tensor));
 }
 
-static uint64_t msi_early_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+static MSI_COLD uint64_t msi_early_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
     const msi_tensor *t = tensor == MSI_NONE ? NULL : &r->model->graph.tensors.items[tensor];
     if (!t || !msi_is_trained(t) || t->last_gradient == MSI_NONE) {
         return MSI_FACT(NO_GRADIENT);
@@ -21239,7 +21263,7 @@ static uint64_t msi_early_facts(const msi_review *r, uint32_t layer, uint32_t te
 }
 
 /* What a plan could move of a tensor, at this layer, and does not. */
-static uint32_t msi_not_moved(const msi_review *r, uint32_t layer, uint32_t tensor) {
+static MSI_COLD uint32_t msi_not_moved(const msi_review *r, uint32_t layer, uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
     const bool made = g->tensors.items[tensor].kind != MSI_KIND_PARAM;
     const bool early = r->update[tensor] < r->plan->train.backward_end; // the gradient is gone
@@ -21251,7 +21275,7 @@ static uint32_t msi_not_moved(const msi_review *r, uint32_t layer, uint32_t tens
 }
 
 /* How long the copies take in a step of what can be moved, by the bit of what it is. */
-static double msi_copies_us(const msi_review *r, uint32_t tensor, uint32_t move) {
+static MSI_COLD double msi_copies_us(const msi_review *r, uint32_t tensor, uint32_t move) {
     const ms_model *m = r->model;
     const msi_tensor *t = &m->graph.tensors.items[tensor];
     const bool weight = t->kind == MSI_KIND_PARAM && move == MSI_MOVES_VALUE;
@@ -21265,7 +21289,7 @@ static double msi_copies_us(const msi_review *r, uint32_t tensor, uint32_t move)
 
 /* Bytes of the arena that it takes to have something that can be moved there, by the bit of what it
    is: none for memory of the trainer. */
-static uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor, uint32_t move) {
+static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor, uint32_t move) {
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
     const int first = move == MSI_MOVES_VALUE      ? MSI_ROLE_VALUE
                       : move == MSI_MOVES_GRADIENT ? MSI_ROLE_GRADIENT
@@ -21285,7 +21309,8 @@ static uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor, uint32_t
 
 /* The facts about the tensor of a layer that is not moved. Of a param with several parts that could
    be moved, its largest decides. */
-static uint64_t msi_offloading_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t layer,
+                                              uint32_t tensor) {
     const ms_model *m = r->model;
     const msi_graph *g = &m->graph;
     const msi_program *p = &r->plan->train;
@@ -21326,7 +21351,7 @@ static uint64_t msi_offloading_facts(const msi_review *r, uint32_t layer, uint32
 }
 
 /* The facts about the param of a layer whose state is not coded. */
-static uint64_t msi_8bit_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+static MSI_COLD uint64_t msi_8bit_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
 #define MSI_X(constant, fact, text) fact,
     static const uint64_t facts[] = {MSI_NOT_8BIT(MSI_X)};
 #undef MSI_X
@@ -21339,7 +21364,7 @@ static uint64_t msi_8bit_facts(const msi_review *r, uint32_t layer, uint32_t ten
 }
 
 /* Bytes of the arena that the state of a param takes more if it is not coded. */
-static uint64_t msi_bytes_of_codes(const msi_review *r, uint32_t tensor) {
+static MSI_COLD uint64_t msi_bytes_of_codes(const msi_review *r, uint32_t tensor) {
     const ms_optimizer_desc *o = &r->model->optimizer;
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
     const msi_not_8bit why = msi_why_not_8bit(o, r->model->config.backend.has_state_formats, t);
@@ -21349,7 +21374,7 @@ static uint64_t msi_bytes_of_codes(const msi_review *r, uint32_t tensor) {
 }
 
 /* The facts about the value of a layer that is not in 16 bits. */
-static uint64_t msi_half_facts(const msi_review *r, uint32_t tensor) {
+static MSI_COLD uint64_t msi_half_facts(const msi_review *r, uint32_t tensor) {
     const msi_not_half why = tensor == MSI_NONE
                                  ? MSI_HALF_MAY_BE
                                  : (msi_not_half)r->model->graph.tensors.items[tensor].not_half;
@@ -21359,7 +21384,7 @@ static uint64_t msi_half_facts(const msi_review *r, uint32_t tensor) {
 }
 
 /* Bytes that a value takes more in F32 than in 16 bits, if it can be in 16. */
-static uint64_t msi_bytes_of_half(const msi_graph *g, uint32_t t) {
+static MSI_COLD uint64_t msi_bytes_of_half(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     return tensor->not_half != (uint8_t)MSI_HALF_MAY_BE
                ? 0
@@ -21368,7 +21393,7 @@ static uint64_t msi_bytes_of_half(const msi_graph *g, uint32_t t) {
 }
 
 /* The facts about the tiles of a layer; sets what the decision says about them. */
-static uint64_t msi_tiling_facts(const msi_review *r, uint32_t layer, ms_decision *d) {
+static MSI_COLD uint64_t msi_tiling_facts(const msi_review *r, uint32_t layer, ms_decision *d) {
     const msi_graph *g = &r->model->graph;
     const msi_layer *l = &g->layers.items[layer];
     const uint64_t unit = msi_tile_unit(g, l), rows = msi_layer_rows(g, l, false);
@@ -21388,7 +21413,7 @@ static uint64_t msi_tiling_facts(const msi_review *r, uint32_t layer, ms_decisio
     return 0;
 }
 
-static const ms_rule *msi_find_rule(ms_technique technique, uint64_t facts) {
+static MSI_COLD const ms_rule *msi_find_rule(ms_technique technique, uint64_t facts) {
     uint32_t k = 0;
     while (!(msi_rules[k].techniques >> technique & 1) ||
            (msi_rules[k].facts & facts) != msi_rules[k].facts) {
@@ -21399,8 +21424,8 @@ static const ms_rule *msi_find_rule(ms_technique technique, uint64_t facts) {
 
 /* Whether tensor `a` explains better than `b` why a technique is not applied: one that matters
    does, then the larger one, then the first. */
-static bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique technique,
-                              uint32_t a, uint32_t b) {
+static MSI_COLD bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique technique,
+                                       uint32_t a, uint32_t b) {
     const msi_tensor *tensors = r->model->graph.tensors.items;
     if (b == MSI_NONE) {
         return true;
@@ -21412,7 +21437,8 @@ static bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique 
 
 /* Adds what would not be held if a technique were applied to a tensor that it is not applied to;
    for offloading also the time of its copies. */
-static void msi_add_refused(const msi_review *r, uint32_t layer, uint32_t tensor, ms_decision *d) {
+static MSI_COLD void msi_add_refused(const msi_review *r, uint32_t layer, uint32_t tensor,
+                                     ms_decision *d) {
     const ms_model *m = r->model;
     const msi_tensor *t = &m->graph.tensors.items[tensor];
     const bool frees = d->technique == MS_TECHNIQUE_CHECKPOINTING ? msi_lies_idle(r, tensor)
@@ -21437,7 +21463,7 @@ static void msi_add_refused(const msi_review *r, uint32_t layer, uint32_t tensor
 }
 
 /* Bytes that a value takes less, since it has the rows of a tile alone. */
-static uint64_t msi_bytes_of_tiles(const msi_review *r, uint32_t tensor) {
+static MSI_COLD uint64_t msi_bytes_of_tiles(const msi_review *r, uint32_t tensor) {
     const msi_range *range = msi_forward_range(r, tensor);
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
     return range && range->is_tile ? msi_align(msi_value_bytes(t, (ms_state_format)range->format)) -
@@ -21446,7 +21472,7 @@ static uint64_t msi_bytes_of_tiles(const msi_review *r, uint32_t tensor) {
 }
 
 /* Adds what is not held because a technique is applied to a tensor. */
-static void msi_add_spared(const msi_review *r, uint32_t tensor, ms_decision *d) {
+static MSI_COLD void msi_add_spared(const msi_review *r, uint32_t tensor, ms_decision *d) {
     const msi_graph *g = &r->model->graph;
     const bool codes = d->technique == MS_TECHNIQUE_OPTIMIZER_8BIT;
     const uint64_t bytes =
@@ -21474,8 +21500,8 @@ static void msi_add_spared(const msi_review *r, uint32_t tensor, ms_decision *d)
 }
 
 /* Whether what is done to a tensor was forced, or what is not done to it forbidden. */
-static bool msi_is_said(const msi_review *r, ms_technique technique, uint32_t tensor,
-                        ms_switch force) {
+static MSI_COLD bool msi_is_said(const msi_review *r, ms_technique technique, uint32_t tensor,
+                                 ms_switch force) {
     const msi_graph *g = &r->model->graph;
     const msi_tensor *t = &g->tensors.items[tensor];
     if (technique != MS_TECHNIQUE_OFFLOADING) {
@@ -21489,7 +21515,8 @@ static bool msi_is_said(const msi_review *r, ms_technique technique, uint32_t te
 
 /* Adds up the tensors of a layer that a technique is applied to, and the others; returns, of the
    others, the one that explains most. */
-static uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_decision *d, uint64_t *facts) {
+static MSI_COLD uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_decision *d,
+                                    uint64_t *facts) {
     const msi_graph *g = &r->model->graph;
     uint32_t left = MSI_NONE;
     bool applied = false, forced = true;
@@ -21520,7 +21547,7 @@ static uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_decision *d, 
 }
 
 /* Bytes of what a layer makes in forward and that is still there in backward. */
-static uint64_t msi_kept_bytes(const msi_review *r, uint32_t layer) {
+static MSI_COLD uint64_t msi_kept_bytes(const msi_review *r, uint32_t layer) {
     const msi_graph *g = &r->model->graph;
     uint64_t kept = 0;
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
@@ -21535,7 +21562,8 @@ static uint64_t msi_kept_bytes(const msi_review *r, uint32_t layer) {
 
 /* What was decided about a technique for a layer: read from the plan, and explained by the first
    rule whose facts hold. */
-static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_technique technique) {
+static MSI_COLD ms_decision msi_decision(const msi_review *r, uint32_t layer,
+                                         ms_technique technique) {
     const msi_graph *g = &r->model->graph;
     uint64_t facts = msi_common_facts(r, technique);
     ms_decision d;
@@ -21579,7 +21607,8 @@ static ms_decision msi_decision(const msi_review *r, uint32_t layer, ms_techniqu
     return d;
 }
 
-static msi_technique_total msi_technique_total_of(const msi_review *r, ms_technique technique) {
+static MSI_COLD msi_technique_total msi_technique_total_of(const msi_review *r,
+                                                           ms_technique technique) {
     msi_technique_total total;
     memset(&total, 0, sizeof total);
     for (uint32_t i = 0; i < r->model->graph.layers.count; i++) {
@@ -21601,7 +21630,7 @@ typedef struct msi_alike {
 enum { MSI_LONGEST_BLOCK = 256 };
 
 /* Waits for copies do not count: where a link is busy, they fall on some of many equal layers. */
-static msi_alike msi_alike_of(const msi_review *r, uint32_t layer) {
+static MSI_COLD msi_alike msi_alike_of(const msi_review *r, uint32_t layer) {
     msi_alike row;
     memset(&row, 0, sizeof row);
     row.key = msi_mix_name(0, msi_layer_name(&r->model->graph, layer));
@@ -21620,7 +21649,7 @@ static bool msi_is_alike(const msi_alike *a, const msi_alike *b) {
 }
 
 /* How many blocks of so many layers, from the first of `rows` on, are like the first one. */
-static uint32_t msi_count_blocks(const msi_alike *rows, uint32_t count, uint32_t layers) {
+static MSI_COLD uint32_t msi_count_blocks(const msi_alike *rows, uint32_t count, uint32_t layers) {
     uint32_t end = layers;
     while (end < count && msi_is_alike(&rows[end], &rows[end % layers])) {
         end++;
@@ -21631,7 +21660,7 @@ static uint32_t msi_count_blocks(const msi_alike *rows, uint32_t count, uint32_t
 /* Finds the blocks, from the first layer on: each time those that cover most layers and, of these,
    the shortest. This takes time in proportion to the layers times MSI_LONGEST_BLOCK: where many
    lengths compare long stretches, the stretches have a short period, and are covered by it. */
-static void msi_find_alike(msi_alike *rows, uint32_t count) {
+static MSI_COLD void msi_find_alike(msi_alike *rows, uint32_t count) {
     for (uint32_t at = 0; at < count;) {
         const uint32_t left = count - at;
         uint32_t layers = 1, blocks = 1;
@@ -21658,7 +21687,7 @@ static float msi_or(float value, float otherwise) {
     return value != 0.0f ? value : otherwise;
 }
 
-static void msi_use_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
+static MSI_COLD void msi_use_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
     m->optimizer = *desc;
     m->optimizer.learning_rate = msi_or(desc->learning_rate, 0.001f);
     m->optimizer.beta1 = msi_or(desc->beta1, 0.9f);
@@ -21859,7 +21888,7 @@ typedef struct msi_nonfinite_text {
 } msi_nonfinite_text;
 
 /* `layer 3 "ln1": its forward callback makes element 5 of "x" nan, and 2 more` */
-static msi_nonfinite_text msi_nonfinite_name(const ms_model *m, const ms_nonfinite *n) {
+static MSI_COLD msi_nonfinite_text msi_nonfinite_name(const ms_model *m, const ms_nonfinite *n) {
     msi_nonfinite_text t;
     const bool gradient = msi_role_of(&m->graph, n->tensor) == MSI_ROLE_GRADIENT;
     msi_format(t.text, sizeof t.text,
@@ -22477,7 +22506,7 @@ typedef struct msi_trial {
 
 /* Resident i, or after the last of them the transient values. The shadow has the residents in the
    arena first, then those on the host, borrowed ones, and the transient values last. */
-static msi_extent msi_extent_at(const ms_model *m, uint32_t i) {
+static MSI_COLD msi_extent msi_extent_at(const ms_model *m, uint32_t i) {
     const msi_store *store = m->run.store;
     const uint64_t bases[] = {0, store->resident_bytes, store->resident_bytes + store->host_bytes};
     const uint64_t end = bases[2] + store->borrowed_bytes, transient = store->transient_bytes;
@@ -22491,7 +22520,8 @@ static msi_extent msi_extent_at(const ms_model *m, uint32_t i) {
     return extent;
 }
 
-static msi_extent msi_extent_of_range(const ms_model *m, const msi_program *p, uint32_t range) {
+static MSI_COLD msi_extent msi_extent_of_range(const ms_model *m, const msi_program *p,
+                                               uint32_t range) {
     const msi_range *r = &p->ranges.items[range];
     msi_extent extent = msi_extent_at(m, range);
     extent.bytes = r->bytes;
@@ -22505,7 +22535,7 @@ static msi_extent msi_extent_of_range(const ms_model *m, const msi_program *p, u
 
 /* Saves everything that is in memory to the shadow, or restores it. Goes on after an error, so that
    as much as possible is restored. */
-static ms_result msi_shadow_all(ms_model *m, bool restore) {
+static MSI_COLD ms_result msi_shadow_all(ms_model *m, bool restore) {
     ms_result result = MS_RESULT_OK;
     for (uint32_t i = 0; i <= m->run.store->residents.count; i++) {
         const msi_extent e = msi_extent_at(m, i);
@@ -22612,7 +22642,7 @@ static bool msi_is_output(const msi_staged *s) {
 }
 
 /* Sets in which dtype the call sees an operand. */
-static void msi_set_staged_dtype(const msi_trial *t, msi_staged *s) {
+static MSI_COLD void msi_set_staged_dtype(const msi_trial *t, msi_staged *s) {
     const msi_tensor *x = &t->model->graph.tensors.items[s->tensor];
     s->format =
         msi_seen_format(x, t->layer, s->group, s->slot, (ms_state_format)t->instruction->format);
@@ -22627,8 +22657,8 @@ static void msi_set_staged_dtype(const msi_trial *t, msi_staged *s) {
 }
 
 /* A new operand, in the memory of an earlier one of the same live range and dtype. */
-static msi_staged *msi_add_staged(msi_trial *t, msi_staged_set set, int group, uint32_t slot,
-                                  uint32_t tensor, uint32_t range) {
+static MSI_COLD msi_staged *msi_add_staged(msi_trial *t, msi_staged_set set, int group,
+                                           uint32_t slot, uint32_t tensor, uint32_t range) {
     const uint32_t index = t->count[set]++;
     msi_staged *s = &t->staged[set][index];
     memset(s, 0, sizeof *s);
@@ -22655,7 +22685,7 @@ static uint32_t msi_tensor_in(const msi_graph *g, const msi_layer *l, int group,
 }
 
 /* Gives each operand its place in a half, one after the other. */
-static void msi_place_staged(msi_trial *t, msi_staged_set set) {
+static MSI_COLD void msi_place_staged(msi_trial *t, msi_staged_set set) {
     uint64_t end[MSI_PLACE_COUNT] = {MSI_GAP_BYTES, MSI_GAP_BYTES};
     msi_staged *last[MSI_PLACE_COUNT] = {NULL, NULL};
     for (uint32_t k = 0; k < t->count[set]; k++) {
@@ -22686,7 +22716,7 @@ static uint64_t msi_bytes_before(const msi_staged *s, ms_dtype dtype) {
 }
 
 /* The operands of an instruction. What a layer did not declare to read is added as poison. */
-static void msi_stage_instruction(msi_trial *t, uint32_t now) {
+static MSI_COLD void msi_stage_instruction(msi_trial *t, uint32_t now) {
     const ms_model *m = t->model;
     const msi_instruction *i = t->instruction;
     const msi_operand *operands = t->program->operands.items + i->operand_first;
@@ -22723,7 +22753,7 @@ static void msi_stage_instruction(msi_trial *t, uint32_t now) {
 }
 
 /* The resident from which the calls of the program take the value of a tensor, or MSI_NONE. */
-static uint32_t msi_resident_read(const msi_trial *t, uint32_t tensor) {
+static MSI_COLD uint32_t msi_resident_read(const msi_trial *t, uint32_t tensor) {
     const msi_store *store = t->model->run.store;
     const msi_resident *master =
         t->program->reads_masters ? msi_find_resident(store, tensor, MSI_ROLE_MASTER) : NULL;
@@ -22733,7 +22763,7 @@ static uint32_t msi_resident_read(const msi_trial *t, uint32_t tensor) {
 
 /* Sets the value that a recomputation would read: what its layer has made in this step, or a
    resident. False: there is none. */
-static bool msi_set_before(const msi_trial *t, msi_staged *s) {
+static MSI_COLD bool msi_set_before(const msi_trial *t, msi_staged *s) {
     const msi_debug *d = t->debug;
     const msi_original *made = &d->originals[s->tensor];
     const uint32_t resident = msi_resident_read(t, s->tensor);
@@ -22753,7 +22783,8 @@ static bool msi_set_before(const msi_trial *t, msi_staged *s) {
 }
 
 /* Whether an output can only be computed in the place of this input. */
-static bool msi_is_worked_in(const msi_graph *g, const msi_layer *l, int group, uint32_t slot) {
+static MSI_COLD bool msi_is_worked_in(const msi_graph *g, const msi_layer *l, int group,
+                                      uint32_t slot) {
     bool is = false;
     for (uint32_t j = 0; j < l->count[MSI_GROUP_OUT] && group == MSI_GROUP_IN; j++) {
         is |= (l->must_in_place >> j & 1) && (g->masks.items[l->mask_first + j] >> slot & 1);
@@ -22762,7 +22793,7 @@ static bool msi_is_worked_in(const msi_graph *g, const msi_layer *l, int group, 
 }
 
 /* The operands of a recomputation, whether or not the plan has one. False: a value is missing. */
-static bool msi_stage_recompute(msi_trial *t) {
+static MSI_COLD bool msi_stage_recompute(msi_trial *t) {
     const msi_graph *g = &t->model->graph;
     const msi_layer *l = t->layer;
     const msi_store *store = t->model->run.store;
@@ -22819,7 +22850,8 @@ static uint8_t msi_poison_of(const msi_trial *t, uint32_t region) {
     return (uint8_t)(region < t->how.reach ? MSI_POISON_LAST : MSI_POISON_FIRST);
 }
 
-static uint8_t msi_poison_of_staged(const msi_trial *t, const msi_staged *s, uint32_t kind) {
+static MSI_COLD uint8_t msi_poison_of_staged(const msi_trial *t, const msi_staged *s,
+                                             uint32_t kind) {
     const uint32_t index = (uint32_t)(s - t->staged[t->how.set]);
     const uint32_t region = kind * t->count[MSI_SET_OWN] + index;
     const bool output =
@@ -22847,7 +22879,7 @@ static void msi_fill_garbage(const msi_staged *s, uint8_t *data) {
 
 /* Whether the gradient of an operand can be added to, or, with `anew`, can be written: by what the
    layer declares. */
-static bool msi_takes_beta(const msi_trial *t, const msi_staged *s, bool anew) {
+static MSI_COLD bool msi_takes_beta(const msi_trial *t, const msi_staged *s, bool anew) {
     const msi_layer *l = t->layer;
     const bool of_in = s->group == MSI_GROUP_GRAD_IN;
     const uint32_t sets =
@@ -22873,7 +22905,7 @@ static bool msi_is_added_up(const msi_trial *t, const msi_staged *s) {
 
 /* The beta of a gradient in the run under way. The later slots of one tensor always add to what the
    first has made. */
-static float msi_beta_of(const msi_trial *t, const msi_staged *s) {
+static MSI_COLD float msi_beta_of(const msi_trial *t, const msi_staged *s) {
     const bool first = s->lies_in == (uint32_t)(s - t->staged[MSI_SET_OWN]);
     if (!msi_is_first_tile(t) && msi_is_added_up(t, s)) {
         return 1.0f;
@@ -22885,7 +22917,7 @@ static float msi_beta_of(const msi_trial *t, const msi_staged *s) {
 
 /* The operand that a result may alias in this round, or MSI_NONE. All that lie there must
    be allowed, and none may be taken. */
-static uint32_t msi_alias_in_round(const msi_trial *t, const msi_staged *result) {
+static MSI_COLD uint32_t msi_alias_in_round(const msi_trial *t, const msi_staged *result) {
     const msi_graph *g = &t->model->graph;
     const msi_layer *l = t->layer;
     const uint32_t *mask = g->masks.items + l->mask_first;
@@ -22925,7 +22957,7 @@ static uint32_t msi_alias_in_round(const msi_trial *t, const msi_staged *result)
 }
 
 /* Sets in whose memory the operands lie: false if nothing is an alias in this round. */
-static bool msi_arrange(msi_trial *t) {
+static MSI_COLD bool msi_arrange(msi_trial *t) {
     const msi_staged *staged = t->staged[t->how.set];
     const uint32_t count = t->count[t->how.set];
     bool any = false;
@@ -22959,7 +22991,7 @@ static bool msi_is_given(const msi_trial *t, const msi_staged *s) {
 }
 
 /* Copies the value of an operand, rounded as on its way from the layer that made it. */
-static void msi_copy_before(const msi_staged *s, uint8_t *to) {
+static MSI_COLD void msi_copy_before(const msi_staged *s, uint8_t *to) {
     const uint64_t count = s->bytes / ms_dtype_bytes(s->dtype);
     if (s->before_dtype == s->dtype && s->kept_dtype == s->dtype) {
         memcpy(to, s->before, (size_t)s->bytes);
@@ -22974,7 +23006,7 @@ static void msi_copy_before(const msi_staged *s, uint8_t *to) {
 
 /* The contents of an operand. Words of a value that no layer has written become poison, so that a
    layer which reads them is found. */
-static void msi_set_staged(const msi_trial *t, const msi_staged *s) {
+static MSI_COLD void msi_set_staged(const msi_trial *t, const msi_staged *s) {
     uint8_t *to = msi_bytes_in(t, MSI_IMAGE_SCENE, s);
     const bool own = t->how.set == MSI_SET_OWN;
     const uint8_t unwritten = msi_poison_of_staged(t, s, MSI_REGION_UNWRITTEN);
@@ -23001,7 +23033,7 @@ static void msi_set_staged(const msi_trial *t, const msi_staged *s) {
 }
 
 /* Fills the model's memory with poison, unless that was done for this reach before. */
-static void msi_set_outside(msi_trial *t) {
+static MSI_COLD void msi_set_outside(msi_trial *t) {
     const uint32_t residents = t->model->run.store->residents.count;
     if (t->outside_reach == t->how.reach) {
         return;
@@ -23015,7 +23047,7 @@ static void msi_set_outside(msi_trial *t) {
 }
 
 /* The rows of an operand that a run for a tile works on: offset and bytes; all, if it is whole. */
-static msi_part msi_rows_in(const msi_trial *t, const msi_staged *s) {
+static MSI_COLD msi_part msi_rows_in(const msi_trial *t, const msi_staged *s) {
     msi_part part = {0, s->bytes};
     if (t->rows.of > 0 && s->group != MSI_GROUP_WORKSPACE &&
         msi_is_by_rows(t->layer, s->group, s->slot)) {
@@ -23028,7 +23060,7 @@ static msi_part msi_rows_in(const msi_trial *t, const msi_staged *s) {
 
 /* For a run for a tile: rows of other tiles are poison, except for what the runs for tiles before
    this one have made, and so is what they have added up, which is carried from run to run. */
-static void msi_set_rows(const msi_trial *t) {
+static MSI_COLD void msi_set_rows(const msi_trial *t) {
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         const msi_part part = msi_rows_in(t, s);
         uint8_t *to = msi_bytes_in(t, MSI_IMAGE_SCENE, s);
@@ -23048,7 +23080,7 @@ static void msi_set_rows(const msi_trial *t) {
 }
 
 /* Sets the stage: the next half as the run needs it, the rest poison. */
-static void msi_set_scene(msi_trial *t) {
+static MSI_COLD void msi_set_scene(msi_trial *t) {
     const msi_debug *d = t->debug;
     const uint8_t rest = msi_poison_of_rest(t);
     memset(msi_image_at(t, MSI_IMAGE_SCENE, 0), rest, (size_t)d->image_bytes);
@@ -23086,7 +23118,7 @@ static void msi_set_scene(msi_trial *t) {
 }
 
 /* The call of a recomputation, made of that of another instruction of the layer. */
-static void msi_turn_into_recompute(msi_trial *t, ms_call *call) {
+static MSI_COLD void msi_turn_into_recompute(msi_trial *t, ms_call *call) {
     msi_views *views = &t->model->views;
     call->phase = MS_PHASE_RECOMPUTE;
     for (int group = 0; group < MSI_GROUP_WORKSPACE; group++) {
@@ -23103,7 +23135,7 @@ static void msi_turn_into_recompute(msi_trial *t, ms_call *call) {
 }
 
 /* Points a call to the stage. */
-static void msi_aim_call(msi_trial *t, ms_call *call) {
+static MSI_COLD void msi_aim_call(msi_trial *t, ms_call *call) {
     uint32_t wanted[MSI_GROUP_COUNT] = {0, 0, 0, 0, 0};
     for (MSI_STAGED(s, t, t->how.set)) {
         const msi_staged *at = &t->staged[t->how.set][t->lies_in[s - t->staged[t->how.set]]];
@@ -23125,7 +23157,7 @@ static void msi_aim_call(msi_trial *t, ms_call *call) {
 }
 
 /* Copies what the run has left. */
-static void msi_take_image(msi_trial *t) {
+static MSI_COLD void msi_take_image(msi_trial *t) {
     for (int place = 0; place < MSI_PLACE_COUNT; place++) {
         if (t->debug->half_bytes[place] > 0) {
             MSI_THEN(t->result, msi_copy(t->model, msi_image_at(t, t->how.into, place), true,
@@ -23147,7 +23179,7 @@ static bool msi_is_in_half(const msi_trial *t) {
 }
 
 /* `in[0], the value of "x"`, in a call in 16 bits `... in bf16`; `its workspace of 64 bytes` */
-static msi_operand_text msi_staged_name(const msi_trial *t, const msi_staged *s) {
+static MSI_COLD msi_operand_text msi_staged_name(const msi_trial *t, const msi_staged *s) {
     static const char *const of_gradients[] = {"grad_out", "grad_in", "grad_param"};
     const bool value = s->group < MSI_GROUP_COUNT, half = msi_is_in_half(t);
     msi_operand_text name;
@@ -23165,20 +23197,21 @@ static msi_operand_text msi_staged_name(const msi_trial *t, const msi_staged *s)
 }
 
 /* "layer 3 "ln1": its backward callback <what> <where>: <cure>" */
-static void msi_fail_contract(msi_trial *t, const char *what, const char *where, const char *cure) {
+static MSI_COLD void msi_fail_contract(msi_trial *t, const char *what, const char *where,
+                                       const char *cure) {
     ms_model *m = t->model;
     MSI_THEN(t->result, msi_fail(m, MS_RESULT_CONTRACT, "%s: its %s callback %s %s: %s",
                                  msi_layer_label(&m->graph, t->instruction->target).text,
                                  msi_phase_name(t->phase), what, where, cure));
 }
 
-static void msi_fail_operand(msi_trial *t, const char *what, const msi_staged *s,
-                             const char *cure) {
+static MSI_COLD void msi_fail_operand(msi_trial *t, const char *what, const msi_staged *s,
+                                      const char *cure) {
     msi_fail_contract(t, what, msi_staged_name(t, s).text, cure);
 }
 
 /* What to do about an operand that was changed and may not be. */
-static const char *msi_change_cure(const msi_trial *t, const msi_staged *s) {
+static MSI_COLD const char *msi_change_cure(const msi_trial *t, const msi_staged *s) {
     return s->is_undeclared              ? "it does not receive that: declare it, or leave it alone"
            : s->group == MSI_GROUP_STATE ? "keeps_state promised that a recomputation would not"
            : s->group == MSI_GROUP_PARAM
@@ -23192,7 +23225,7 @@ static const char *msi_change_cure(const msi_trial *t, const msi_staged *s) {
                  "must_in_place if it cannot be computed elsewhere";
 }
 
-static const char *msi_overrun_cure(const msi_staged *s) {
+static MSI_COLD const char *msi_overrun_cure(const msi_staged *s) {
     return msi_is_half(s->format) ? "keep to the bytes of the view, whose elements have 2 bytes in "
                                     "this call, and go by "
                                     "ms_view.dtype; or take the dtype out of dtypes.accepts"
@@ -23211,7 +23244,7 @@ static bool msi_is_left(const msi_trial *t, const msi_staged *s, uint64_t at, ui
 
 /* Fails if the layer has written the first half of the bytes of a gradient, as if it were in 16 bits
    like the call. */
-static void msi_check_width(msi_trial *t, const msi_staged *s) {
+static MSI_COLD void msi_check_width(msi_trial *t, const msi_staged *s) {
     const uint64_t half = s->bytes / 2;
     if (msi_is_in_half(t) && s->dtype == MS_DTYPE_F32 && !msi_is_left(t, s, 0, half) &&
         msi_is_left(t, s, half, half)) {
@@ -23226,7 +23259,7 @@ static void msi_check_width(msi_trial *t, const msi_staged *s) {
 
 /* All bytes of the half that the layer may not write must be as they were set: first what lies
    between the operands, since who writes beyond one may hit the next too. */
-static void msi_check_half(msi_trial *t) {
+static MSI_COLD void msi_check_half(msi_trial *t) {
     bool written[MSI_MAX_VIEWS + 1];
     const msi_staged_set set = t->how.set;
     memset(written, 0, sizeof written);
@@ -23264,7 +23297,7 @@ static void msi_check_half(msi_trial *t) {
 }
 
 /* The rest of the stage, where operands of earlier calls were, must be poison. */
-static void msi_check_rest(msi_trial *t) {
+static MSI_COLD void msi_check_rest(msi_trial *t) {
     const msi_debug *d = t->debug;
     const uint8_t rest = msi_poison_of_rest(t);
     for (int place = 0; place < MSI_PLACE_COUNT; place++) {
@@ -23279,7 +23312,7 @@ static void msi_check_rest(msi_trial *t) {
 }
 
 /* Whether a resident is an operand of the call, which may see a copy of it. */
-static bool msi_is_operand(const msi_trial *t, uint32_t resident) {
+static MSI_COLD bool msi_is_operand(const msi_trial *t, uint32_t resident) {
     const msi_store *store = t->model->run.store;
     bool is = false;
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
@@ -23292,7 +23325,7 @@ static bool msi_is_operand(const msi_trial *t, uint32_t resident) {
     return is;
 }
 
-static msi_operand_text msi_resident_name(const msi_trial *t, uint32_t resident) {
+static MSI_COLD msi_operand_text msi_resident_name(const msi_trial *t, uint32_t resident) {
     const msi_store *store = t->model->run.store;
     msi_operand_text name;
     if (resident >= store->residents.count) {
@@ -23306,7 +23339,7 @@ static msi_operand_text msi_resident_name(const msi_trial *t, uint32_t resident)
 }
 
 /* What to do about a resident that was written or read at its own address. */
-static const char *msi_resident_cure(const msi_trial *t, uint32_t resident) {
+static MSI_COLD const char *msi_resident_cure(const msi_trial *t, uint32_t resident) {
     return msi_is_operand(t, resident)
                ? "it is an operand of this call: take its pointer from the call, every time; keep "
                  "none, not of borrowed memory either"
@@ -23315,7 +23348,7 @@ static const char *msi_resident_cure(const msi_trial *t, uint32_t resident) {
 }
 
 /* The memory of the model must still be poison. */
-static void msi_check_outside(msi_trial *t) {
+static MSI_COLD void msi_check_outside(msi_trial *t) {
     for (uint32_t i = 0; i <= t->model->run.store->residents.count; i++) {
         const msi_extent e = msi_extent_at(t->model, i);
         const uint32_t region = t->count[MSI_SET_OWN] * MSI_REGION_KINDS + i;
@@ -23329,7 +23362,7 @@ static void msi_check_outside(msi_trial *t) {
 
 /* Runs the callback once, in one way; false if that way does not exist. All but the results must be
    as before. */
-static bool msi_act(msi_trial *t, const msi_variant *how) {
+static MSI_COLD bool msi_act(msi_trial *t, const msi_variant *how) {
     ms_call call;
     t->how = *how;
     if ((!msi_arrange(t) && how->round > 0) || t->result != MS_RESULT_OK) {
@@ -23385,7 +23418,7 @@ static const msi_staged *msi_find_difference(const msi_trial *t, msi_image a, ms
     return NULL;
 }
 
-static msi_variant msi_plain_variant(uint32_t reach, msi_image into) {
+static MSI_COLD msi_variant msi_plain_variant(uint32_t reach, msi_image into) {
     msi_variant how;
     memset(&how, 0, sizeof how);
     how.reach = reach;
@@ -23402,7 +23435,7 @@ static bool msi_is_same_again(msi_trial *t, uint32_t reach, uint32_t half, msi_i
 }
 
 /* Says what it is that influences the results. */
-static void msi_blame_region(msi_trial *t, const msi_staged *result, uint32_t region) {
+static MSI_COLD void msi_blame_region(msi_trial *t, const msi_staged *result, uint32_t region) {
     const ms_model *m = t->model;
     const uint32_t count = t->count[MSI_SET_OWN], kind = region / (count ? count : 1);
     const uint32_t outside = count * MSI_REGION_KINDS, residents = m->run.store->residents.count;
@@ -23446,7 +23479,7 @@ static void msi_blame_region(msi_trial *t, const msi_staged *result, uint32_t re
 }
 
 /* Finds out why two runs differ, over different poison and in different halves. */
-static void msi_explain_difference(msi_trial *t, const msi_staged *result) {
+static MSI_COLD void msi_explain_difference(msi_trial *t, const msi_staged *result) {
     const uint32_t half = t->half, all = msi_region_count(t);
     uint32_t same = 0, differs = all;
     if (!msi_is_same_again(t, all, half, MSI_IMAGE_LAST)) {
@@ -23486,7 +23519,7 @@ static bool msi_is_made_otherwise(const msi_trial *t, const msi_staged *s) {
 
 /* Where a recomputation makes other bits: names an operand that it did not declare to read, if with
    the value of that it would have made the right ones. */
-static void msi_blame_undeclared(msi_trial *t) {
+static MSI_COLD void msi_blame_undeclared(msi_trial *t) {
     const msi_variant how = t->how;
     for (uint32_t k = 0; k < t->count[MSI_SET_RECOMPUTE]; k++) {
         msi_staged *undeclared = &t->staged[MSI_SET_RECOMPUTE][k];
@@ -23506,7 +23539,7 @@ static void msi_blame_undeclared(msi_trial *t) {
 }
 
 /* As a recomputation, of all results or with some omitted, which must make the bits of forward. */
-static void msi_try_recompute(msi_trial *t, uint32_t omit_out, uint32_t omit_saved) {
+static MSI_COLD void msi_try_recompute(msi_trial *t, uint32_t omit_out, uint32_t omit_saved) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     how.set = MSI_SET_RECOMPUTE;
     how.omit_out = omit_out;
@@ -23532,7 +23565,7 @@ static void msi_try_recompute(msi_trial *t, uint32_t omit_out, uint32_t omit_sav
 
 /* A recomputation, whether the plan has one or not: both ways, if there is a recompute callback. Of
    this also parts: the first result that it can be asked for, and all others. */
-static void msi_try_recomputes(msi_trial *t) {
+static MSI_COLD void msi_try_recomputes(msi_trial *t) {
     uint32_t out = 0, saved = 0;
     t->way = MSI_OP_REPEAT;
     if (t->layer->recompute && msi_can_repeat(t->layer) && msi_stage_recompute(t)) {
@@ -23555,7 +23588,7 @@ static void msi_try_recomputes(msi_trial *t) {
 }
 
 /* Keeps what forward has made, or compares a recomputation with that. */
-static void msi_log_made(msi_trial *t) {
+static MSI_COLD void msi_log_made(msi_trial *t) {
     msi_debug *d = t->debug;
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         if (!msi_is_output(s) || !s->is_made || t->result != MS_RESULT_OK) {
@@ -23578,7 +23611,7 @@ static void msi_log_made(msi_trial *t) {
 }
 
 /* A result that differs where it, or another one, lies in the place of an operand. */
-static void msi_blame_alias(msi_trial *t, const msi_staged *differs) {
+static MSI_COLD void msi_blame_alias(msi_trial *t, const msi_staged *differs) {
     const msi_staged *staged = t->staged[MSI_SET_OWN], *result = differs;
     uint32_t k = (uint32_t)(differs - staged);
     for (uint32_t i = 0; t->lies_in[k] == staged[k].lies_in && i < t->count[MSI_SET_OWN]; i++) {
@@ -23599,7 +23632,7 @@ static void msi_blame_alias(msi_trial *t, const msi_staged *differs) {
 }
 
 /* Compares a run with aliases with the one apart. Unwritten bytes of outputs do not count. */
-static void msi_compare_alias(msi_trial *t) {
+static MSI_COLD void msi_compare_alias(msi_trial *t) {
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         const uint8_t *apart = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
         const uint8_t *alias = msi_bytes_in(t, MSI_IMAGE_NOW, s);
@@ -23614,7 +23647,7 @@ static void msi_compare_alias(msi_trial *t) {
 }
 
 /* Results in the place of operands, as the masks allow: as many rounds as there are candidates. */
-static void msi_try_aliases(msi_trial *t) {
+static MSI_COLD void msi_try_aliases(msi_trial *t) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     for (how.round = 1; msi_act(t, &how); how.round++) {
         msi_compare_alias(t);
@@ -23630,7 +23663,7 @@ static void msi_try_aliases(msi_trial *t) {
    in the plan; or NaN, where it held NaN that was to be written over. What is not finite in the plan
    shows nothing, nor does an infinity: sums may overflow with one number before them and not with
    another. */
-static bool msi_is_wrong_sum(const msi_trial *t, const msi_staged *s, uint64_t i) {
+static MSI_COLD bool msi_is_wrong_sum(const msi_trial *t, const msi_staged *s, uint64_t i) {
     const msi_staged *first = &t->staged[MSI_SET_OWN][s->lies_in];
     const float planned = msi_load(msi_own_bytes_in(t, MSI_IMAGE_LAST, s), s->dtype, i);
     const float now = msi_load(msi_bytes_in(t, MSI_IMAGE_NOW, s), s->dtype, i);
@@ -23655,7 +23688,7 @@ static bool msi_is_probed(const msi_trial *t, const msi_staged *s) {
 
 /* Runs with gradients that others have contributed to, or that nobody has, where the plan has it
    the other way round. */
-static void msi_try_sums(msi_trial *t, msi_sums sums) {
+static MSI_COLD void msi_try_sums(msi_trial *t, msi_sums sums) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     bool any = false;
     how.sums = t->how.sums = sums;
@@ -23687,7 +23720,7 @@ static void msi_try_sums(msi_trial *t, msi_sums sums) {
 }
 
 /* Without the saved tensors that are optional. */
-static void msi_try_without_optional(msi_trial *t) {
+static MSI_COLD void msi_try_without_optional(msi_trial *t) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     uint32_t given = 0;
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
@@ -23708,7 +23741,7 @@ static void msi_try_without_optional(msi_trial *t) {
 }
 
 /* Adds what earlier tiles have contributed to a gradient that the layer overwrites. */
-static void msi_add_carried(msi_trial *t) {
+static MSI_COLD void msi_add_carried(msi_trial *t) {
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         const bool gradient = s->group == MSI_GROUP_GRAD_IN || s->group == MSI_GROUP_GRAD_PARAM;
         if (!s->is_made || !gradient || msi_is_by_rows(t->layer, s->group, s->slot) ||
@@ -23750,7 +23783,7 @@ static bool msi_is_other_number(const msi_staged *s, const uint8_t *tiles, const
 }
 
 /* In tiles of so many rows, one after the other, which must make the same numbers. */
-static void msi_try_tiles(msi_trial *t, uint32_t each) {
+static MSI_COLD void msi_try_tiles(msi_trial *t, uint32_t each) {
     const msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     const int which =
         t->instruction->op == MSI_OP_BACKWARD ? MSI_WORKSPACE_BACKWARD : MSI_WORKSPACE_FORWARD;
@@ -23784,7 +23817,7 @@ static void msi_try_tiles(msi_trial *t, uint32_t each) {
 
 /* In two tiles, and in more, if the layer has rows; so it is with the rows of an instruction that is
    for a tile itself. A recomputation is a forward once more. */
-static void msi_try_all_tiles(msi_trial *t) {
+static MSI_COLD void msi_try_all_tiles(msi_trial *t) {
     const msi_graph *g = &t->model->graph;
     const msi_rows *of = &t->instruction->rows;
     const uint64_t unit = msi_tile_unit(g, t->layer), rows = msi_layer_rows(g, t->layer, false);
@@ -23805,7 +23838,7 @@ static void msi_try_all_tiles(msi_trial *t) {
 
 /* Runs the layer in all the ways that its declarations allow, also in those that the plan has not
    chosen. */
-static void msi_run_trials(msi_trial *t) {
+static MSI_COLD void msi_run_trials(msi_trial *t) {
     const msi_op op = (msi_op)t->instruction->op;
     const bool once = op == MSI_OP_FORWARD && !msi_can_repeat(t->layer);
     const msi_variant first = msi_plain_variant(0, MSI_IMAGE_FIRST);
@@ -23845,7 +23878,7 @@ static void msi_run_trials(msi_trial *t) {
 }
 
 /* Notes the first result of a step that is not finite, if it is among these. */
-static void msi_note_nonfinite(msi_trial *t) {
+static MSI_COLD void msi_note_nonfinite(msi_trial *t) {
     ms_model *m = t->model;
     const msi_graph *g = &m->graph;
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
@@ -23869,7 +23902,7 @@ static void msi_note_nonfinite(msi_trial *t) {
 }
 
 /* Puts the results where the shadow has the operands, and poison where the layer may destroy. */
-static void msi_keep_results(msi_trial *t) {
+static MSI_COLD void msi_keep_results(msi_trial *t) {
     uint8_t *shadow = t->debug->shadow;
     for (int made = 0; made <= 1; made++) {
         for (MSI_STAGED(s, t, MSI_SET_OWN)) {
@@ -23952,7 +23985,7 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
 // memory
 
 /* The bytes of a half that a layer needs, on the device or the host: all that it could be given. */
-static uint64_t msi_half_bytes_of(const msi_graph *g, const msi_layer *l, int place) {
+static MSI_COLD uint64_t msi_half_bytes_of(const msi_graph *g, const msi_layer *l, int place) {
     uint64_t bytes = MSI_GAP_BYTES + MSI_SLACK_BYTES, workspace = 0;
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         const bool twice =
@@ -23973,7 +24006,7 @@ static uint64_t msi_half_bytes_of(const msi_graph *g, const msi_layer *l, int pl
 }
 
 /* Sets the sizes of what debug mode needs beside a store. */
-static void msi_size_debug(const ms_model *m, const msi_store *store, msi_debug *d) {
+static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, msi_debug *d) {
     const msi_graph *g = &m->graph;
     bool on_host = false;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -24001,7 +24034,7 @@ static void msi_size_debug(const ms_model *m, const msi_store *store, msi_debug 
 }
 
 /* Debug mode: the stage, a copy of everything in memory, and what forward makes. */
-static ms_result msi_alloc_debug(ms_model *m, msi_store *store) {
+static MSI_COLD ms_result msi_alloc_debug(ms_model *m, msi_store *store) {
     const ms_allocator *a = &m->config.allocator;
     if (!m->config.debug) {
         return MS_RESULT_OK;
@@ -26157,7 +26190,7 @@ static ms_result msi_resume(ms_model *m) {
 
 /* Logs what was decided: a line about the plan, one per technique, and one per layer to which a
    technique is applied. */
-static void msi_log_decisions(const ms_model *m, const msi_review *r) {
+static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
     const msi_plan *plan = m->run.plan;
     msi_log(m, MS_LOG_INFO, "rules",
             "mode %s (%s), pressure %.3f; a step is predicted to take %s, a plain one %s (%s)",
@@ -26192,7 +26225,7 @@ static bool msi_is_of_workspace(const msi_program *p, const msi_instruction *i) 
 }
 
 /* Warns of instructions that take longer than ms_config.max_instruction_us all the same. */
-static void msi_log_long(const ms_model *m) {
+static MSI_COLD void msi_log_long(const ms_model *m) {
     const msi_program *p = &m->run.plan->train;
     if (p->long_count == 0) {
         return;
@@ -26460,8 +26493,8 @@ static msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, msi_role r
 }
 
 /* Notes an error of ms_borrow; before there is a plan it sticks. */
-static ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name,
-                                 const char *reason) {
+static MSI_COLD ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name,
+                                          const char *reason) {
     const ms_result refused = msi_fail(m, result, "ms_borrow: \"%s\" %s", name, reason);
     if (!m->run.plan) {
         msi_stick(m, refused);
@@ -26470,7 +26503,7 @@ static ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name
 }
 
 /* An error if a value cannot be borrowed now. */
-static ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role) {
+static MSI_COLD ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role) {
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     const bool lasts =
         msi_is_resident(tensor) && (role == MSI_ROLE_VALUE || tensor->kind == MSI_KIND_PARAM);
@@ -26604,7 +26637,7 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
     return result;
 }
 
-static const char *msi_read_cure(const msi_graph *g, uint32_t t, msi_role role) {
+static MSI_COLD const char *msi_read_cure(const msi_graph *g, uint32_t t, msi_role role) {
     if (role == MSI_ROLE_GRADIENT) {
         return "it is there from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
                "ms_update; MS_OPTIMIZER_NONE: to the next step)";
@@ -26673,7 +26706,7 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
 
 /* From now on a model without a plan only carries its last error. It has a backend that needs no
    device, and nothing that has to be closed. */
-static ms_result msi_break(ms_model *m, ms_result result) {
+static MSI_COLD ms_result msi_break(ms_model *m, ms_result result) {
     m->config.backend = msi_cpu_table();
     m->device = NULL;
     msi_stick(m, result);
@@ -26682,8 +26715,8 @@ static ms_result msi_break(ms_model *m, ms_result result) {
 }
 
 /* Makes a model that only carries what is wrong with a config. */
-static ms_result msi_make_broken(const ms_config *c, const char *fault, double number,
-                                 ms_model **model) {
+static MSI_COLD ms_result msi_make_broken(const ms_config *c, const char *fault, double number,
+                                          ms_model **model) {
     const ms_allocator none = MSI_ZERO_INIT;
     const ms_allocator allocator = c->allocator.alloc && c->allocator.release ? c->allocator : none;
     ms_model *m = (ms_model *)msi_alloc_zeroed(&allocator, sizeof *m);
@@ -26704,7 +26737,7 @@ static ms_result msi_make_broken(const ms_config *c, const char *fault, double n
 }
 
 /* Makes a model from a valid config with its defaults resolved. */
-static ms_result msi_make_model(const ms_config *c, ms_model **model) {
+static MSI_COLD ms_result msi_make_model(const ms_config *c, ms_model **model) {
     ms_model *m = (ms_model *)msi_alloc_zeroed(&c->allocator, sizeof *m);
     if (!m) {
         return MS_RESULT_OUT_OF_MEMORY;
@@ -26731,7 +26764,7 @@ static ms_result msi_make_model(const ms_config *c, ms_model **model) {
 }
 
 /* Ends what is attached to a model. */
-static void msi_end_attached(ms_model *m) {
+static MSI_COLD void msi_end_attached(ms_model *m) {
     while (m->attached) {
         msi_attached *last = m->attached;
         m->attached = last->next;
@@ -26742,7 +26775,7 @@ static void msi_end_attached(ms_model *m) {
     }
 }
 
-static void *msi_attach(ms_model *m, uint64_t bytes, void (*end)(void *memory)) {
+static MSI_COLD void *msi_attach(ms_model *m, uint64_t bytes, void (*end)(void *memory)) {
     const uint64_t whole = sizeof(msi_attached) + bytes;
     msi_attached *made =
         whole > bytes ? (msi_attached *)msi_alloc_zeroed(&m->config.allocator, whole) : NULL;
@@ -26758,7 +26791,7 @@ static void *msi_attach(ms_model *m, uint64_t bytes, void (*end)(void *memory)) 
     return made + 1;
 }
 
-static void msi_free_model(ms_model *m) {
+static MSI_COLD void msi_free_model(ms_model *m) {
     const ms_allocator allocator = m->config.allocator;
     msi_graph *g = &m->graph;
     ms_arena *arena = m->run.arena;
@@ -26826,7 +26859,8 @@ typedef struct msi_verification {
 } msi_verification;
 
 /* The k-th tensor of state of a param, if it is not F32, or NULL. */
-static const msi_resident *msi_rounded_state(const msi_verification *v, uint32_t t, uint32_t k) {
+static MSI_COLD const msi_resident *msi_rounded_state(const msi_verification *v, uint32_t t,
+                                                      uint32_t k) {
     const msi_resident *r =
         k < msi_state_count(&v->model->optimizer)
             ? msi_find_resident(v->before.store, t, (msi_role)(MSI_ROLE_STATE0 + k))
@@ -26842,7 +26876,7 @@ static uint64_t msi_pieces_bytes(const msi_verification *v) {
 /* Marks the params that learn and the buffers that layers change, and allocates for the results
    that are compared, and a piece.
    The live ranges of gradients are known only when a pass has been lowered. */
-static ms_result msi_choose_compared(msi_verification *v) {
+static MSI_COLD ms_result msi_choose_compared(msi_verification *v) {
     const ms_model *m = v->model;
     const msi_graph *g = &m->graph;
     const ms_allocator *a = &m->config.allocator;
@@ -26883,7 +26917,7 @@ static bool msi_pass_changes(const msi_verification *v, const msi_resident *r) {
 
 /* Makes a store with the same residents as the model's, which lends those that no pass changes.
    What the trainer lends stays where it is. */
-static ms_result msi_make_own_store(msi_verification *v) {
+static MSI_COLD ms_result msi_make_own_store(msi_verification *v) {
     ms_model *m = v->model;
     const ms_result result = msi_make_store(m, &v->store);
     if (result != MS_RESULT_OK) {
@@ -26906,7 +26940,7 @@ static ms_result msi_make_own_store(msi_verification *v) {
 }
 
 /* Copies what the passes change in the trainer's memory to v->saved, or from there back. */
-static ms_result msi_move_saved(const msi_verification *v, bool back) {
+static MSI_COLD ms_result msi_move_saved(const msi_verification *v, bool back) {
     ms_model *m = v->model;
     const msi_store *store = v->before.store;
     ms_result result = MS_RESULT_OK;
@@ -26925,7 +26959,7 @@ static ms_result msi_move_saved(const msi_verification *v, bool back) {
     return result;
 }
 
-static ms_result msi_save_borrowed(msi_verification *v) {
+static MSI_COLD ms_result msi_save_borrowed(msi_verification *v) {
     const msi_store *store = v->before.store;
     for (uint32_t i = 0; i < store->residents.count; i++) {
         const msi_resident *r = &store->residents.items[i];
@@ -26947,7 +26981,7 @@ static ms_result msi_save_borrowed(msi_verification *v) {
 
 /* Plans a pass: forward and backward that drop what the plan drops. Gradients stay, as without an
    optimizer. */
-static ms_result msi_make_pass(msi_verification *v, int pass) {
+static MSI_COLD ms_result msi_make_pass(msi_verification *v, int pass) {
     ms_model *m = v->model;
     const ms_allocator *a = &m->config.allocator;
     msi_plan *plan = v->plans[pass] = msi_new_plan(m);
@@ -26997,7 +27031,7 @@ static ms_result msi_make_pass(msi_verification *v, int pass) {
 }
 
 /* Allocates the store, and replaces the model's with it. */
-static ms_result msi_enter_store(msi_verification *v) {
+static MSI_COLD ms_result msi_enter_store(msi_verification *v) {
     ms_model *m = v->model;
     msi_store *store = v->store;
     m->run.arena = NULL;
@@ -27028,7 +27062,7 @@ static ms_result msi_enter_store(msi_verification *v) {
 
 /* A pass begins with the model's buffers, and without gradients, except borrowed ones, which are
    never cleared. */
-static ms_result msi_reset_store(msi_verification *v) {
+static MSI_COLD ms_result msi_reset_store(msi_verification *v) {
     ms_model *m = v->model;
     const msi_store *store = v->store, *from = v->before.store;
     ms_result result = msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes);
@@ -27048,7 +27082,7 @@ static ms_result msi_reset_store(msi_verification *v) {
 }
 
 /* Poisons what the next instruction makes, and its workspace. */
-static ms_result msi_poison_new(ms_model *m, uint8_t poison) {
+static MSI_COLD ms_result msi_poison_new(ms_model *m, uint8_t poison) {
     const msi_program *p = m->run.program;
     const msi_instruction *i = &p->instructions.items[m->run.position];
     ms_result result = MS_RESULT_OK;
@@ -27068,7 +27102,7 @@ static ms_result msi_poison_new(ms_model *m, uint8_t poison) {
 
 /* Fills what is new before each instruction, with another poison in each pass, so that reads of
    uninitialized values make a difference. */
-static ms_result msi_run_poisoned(ms_model *m, uint32_t end, uint8_t poison) {
+static MSI_COLD ms_result msi_run_poisoned(ms_model *m, uint32_t end, uint8_t poison) {
     ms_result result = MS_RESULT_OK;
     while (result == MS_RESULT_OK && m->run.position < end) {
         result = msi_poison_new(m, poison);
@@ -27082,7 +27116,7 @@ static void msi_raise_to(double *most, double x) {
 }
 
 /* Counts two elements with different bits. Two NaN do not differ as numbers, nor do 0 and -0. */
-static void msi_note_difference(ms_difference *d, double a, double b) {
+static MSI_COLD void msi_note_difference(ms_difference *d, double a, double b) {
     const double infinity = msi_f64_of_bits(0x7ffull << 52);
     const bool finite = msi_is_finite(a) && msi_is_finite(b);
     d->differ_count++;
@@ -27136,8 +27170,9 @@ static void msi_compare_block(msi_verification *v, ms_difference *d, const ms_up
 
 /* Compares the k-th tensor of state of a param for a piece of its gradient, from element `begin`
    on. */
-static ms_result msi_compare_state(msi_verification *v, ms_difference *d, uint32_t t, uint32_t k,
-                                   uint64_t begin, const float *gradient, uint64_t count) {
+static MSI_COLD ms_result msi_compare_state(msi_verification *v, ms_difference *d, uint32_t t,
+                                            uint32_t k, uint64_t begin, const float *gradient,
+                                            uint64_t count) {
     ms_model *m = v->model;
     const msi_resident *r = msi_rounded_state(v, t, k);
     const msi_tensor *tensor = &m->graph.tensors.items[t];
@@ -27173,8 +27208,8 @@ static ms_result msi_compare_state(msi_verification *v, ms_difference *d, uint32
 
 /* Reads a part of the result of a pass, in bytes as the tensor was created, to the host. Gradients
    in 16 bits become F32, and a loss scale is undone: by a power of two, so exactly. */
-static ms_result msi_read_result(const msi_verification *v, uint32_t range, uint64_t done,
-                                 uint64_t part, uint8_t *to) {
+static MSI_COLD ms_result msi_read_result(const msi_verification *v, uint32_t range, uint64_t done,
+                                          uint64_t part, uint8_t *to) {
     ms_model *m = v->model;
     const msi_range *r = &m->run.program->ranges.items[range];
     const bool half = msi_is_half((ms_state_format)r->format);
@@ -27193,8 +27228,8 @@ static ms_result msi_read_result(const msi_verification *v, uint32_t range, uint
 
 /* The result of the pass that has run for one tensor: kept at `result`, or compared with that. The
    differences of state follow that of the gradient. */
-static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint8_t *result,
-                                 ms_difference *d) {
+static MSI_COLD ms_result msi_take_result(msi_verification *v, int pass, uint32_t t,
+                                          uint8_t *result, ms_difference *d) {
     ms_model *m = v->model;
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     uint8_t *piece = v->results + v->result_bytes;
@@ -27233,7 +27268,7 @@ static ms_result msi_take_result(msi_verification *v, int pass, uint32_t t, uint
     return MS_RESULT_OK;
 }
 
-static ms_result msi_take_results(msi_verification *v, int pass) {
+static MSI_COLD ms_result msi_take_results(msi_verification *v, int pass) {
     ms_model *m = v->model;
     const msi_program *p = m->run.program;
     uint8_t *to = v->results;
@@ -27258,7 +27293,7 @@ static ms_result msi_take_results(msi_verification *v, int pass) {
 }
 
 /* Runs forward and backward. A loss that is not finite halts nothing here. */
-static ms_result msi_run_pass(msi_verification *v, int pass) {
+static MSI_COLD ms_result msi_run_pass(msi_verification *v, int pass) {
     ms_model *m = v->model;
     ms_step_state state;
     memset(&state, 0, sizeof state);
@@ -27280,7 +27315,7 @@ static ms_result msi_run_pass(msi_verification *v, int pass) {
 
 /* Puts back what the model ran before; a copy that fails is tried once more. If the trainer's
    memory could not be restored, or debug mode has lost params, the model has failed. */
-static ms_result msi_leave_store(msi_verification *v) {
+static MSI_COLD ms_result msi_leave_store(msi_verification *v) {
     ms_model *m = v->model;
     msi_errors errors = m->errors;
     ms_result result = MS_RESULT_OK;
@@ -27301,8 +27336,8 @@ static ms_result msi_leave_store(msi_verification *v) {
     return result;
 }
 
-static ms_result msi_begin_verification(msi_verification *v, ms_model *m, const char *function,
-                                        bool compares) {
+static MSI_COLD ms_result msi_begin_verification(msi_verification *v, ms_model *m,
+                                                 const char *function, bool compares) {
     memset(v, 0, sizeof *v);
     v->model = m;
     v->function = function;
@@ -27313,7 +27348,7 @@ static ms_result msi_begin_verification(msi_verification *v, ms_model *m, const 
     return result == MS_RESULT_OK ? msi_make_own_store(v) : result;
 }
 
-static void msi_end_verification(msi_verification *v) {
+static MSI_COLD void msi_end_verification(msi_verification *v) {
     const ms_allocator *a = &v->model->config.allocator;
     msi_release(a, v->range_of, v->model->graph.tensors.count * sizeof(uint32_t));
     msi_release(a, v->results, v->result_bytes + msi_pieces_bytes(v));
@@ -27322,8 +27357,8 @@ static void msi_end_verification(msi_verification *v) {
 }
 
 /* Looks for what is not finite in an operand, or in these rows of it. */
-static ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n, uint32_t index,
-                                  const msi_rows *rows) {
+static MSI_COLD ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n, uint32_t index,
+                                           const msi_rows *rows) {
     ms_model *m = v->model;
     const msi_range *range = &m->run.program->ranges.items[index];
     const msi_tensor *tensor = &m->graph.tensors.items[range->tensor];
@@ -27350,8 +27385,8 @@ static ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n, uint32_t
 
 /* Looks at the operands of a layer's instruction: before it runs at what it reads of residents,
    after it at what it has made. */
-static ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite *n, uint32_t now,
-                                      bool after) {
+static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite *n, uint32_t now,
+                                               bool after) {
     const ms_model *m = v->model;
     const msi_program *p = m->run.program;
     const msi_instruction *i = &p->instructions.items[now];
@@ -27387,7 +27422,7 @@ static ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite *n, uint
 
 /* Runs forward and backward by the present plan up to the first layer that reads or makes what is
    not finite. The poison is finite. */
-static ms_result msi_run_scanned(msi_verification *v, ms_nonfinite *n) {
+static MSI_COLD ms_result msi_run_scanned(msi_verification *v, ms_nonfinite *n) {
     ms_model *m = v->model;
     m->run.plan = v->plans[MSI_PASS_WRAPPED];
     const msi_program *p = &m->run.plan->train;
@@ -27407,7 +27442,7 @@ static ms_result msi_run_scanned(msi_verification *v, ms_nonfinite *n) {
     return result;
 }
 
-static ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
+static MSI_COLD ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
     msi_verification v;
     ms_result result = msi_begin_verification(&v, m, "ms_find_nonfinite", false);
     MSI_THEN(result, msi_make_pass(&v, MSI_PASS_WRAPPED));
@@ -27423,8 +27458,8 @@ static ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
     return result;
 }
 
-static void msi_report_differences(const msi_verification *v, ms_difference_fn visit, void *user,
-                                   ms_verify_report *report) {
+static MSI_COLD void msi_report_differences(const msi_verification *v, ms_difference_fn visit,
+                                            void *user, ms_verify_report *report) {
     report->tensor_count = v->count - v->state_count;
     report->state_count = v->state_count;
     report->state_error = v->state_error;
@@ -27459,8 +27494,8 @@ static ms_result msi_check_verifiable(ms_model *m, const char *function) {
                : MS_RESULT_OK;
 }
 
-static ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
-                            ms_verify_report *report) {
+static MSI_COLD ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
+                                     ms_verify_report *report) {
     msi_verification v;
     ms_result result = msi_begin_verification(&v, m, "ms_verify", true);
     MSI_THEN(result, msi_make_pass(&v, MSI_PASS_PLAIN));
@@ -27501,7 +27536,7 @@ static bool msi_is_outside(const msi_store *store, const msi_program *p, uint32_
            (range < store->residents.count && store->residents.items[range].borrowed);
 }
 
-static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
+static MSI_COLD void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     const msi_program *p = msi_widest(m->run.plan);
     const msi_instruction *i = &p->instructions.items[p->peak];
     for (uint32_t k = 0; k < p->ranges.count; k++) {
@@ -27515,7 +27550,7 @@ static void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     r->peak_layer = msi_calls_layer((msi_op)i->op) ? msi_layer_name(&m->graph, i->target) : "";
 }
 
-static void msi_report_freed(const ms_model *m, ms_memory_report *r) {
+static MSI_COLD void msi_report_freed(const ms_model *m, ms_memory_report *r) {
     r->layout_freed_bytes = (int64_t)(r->plain_bytes - r->arena_bytes);
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         r->freed_bytes[k] = m->run.plan->freed_bytes[k];
@@ -27523,7 +27558,8 @@ static void msi_report_freed(const ms_model *m, ms_memory_report *r) {
     }
 }
 
-static uint64_t msi_hash_program(uint64_t hash, const msi_program *p, uint32_t resident_count) {
+static MSI_COLD uint64_t msi_hash_program(uint64_t hash, const msi_program *p,
+                                          uint32_t resident_count) {
     hash = msi_mix_in(hash, p->instructions.count);
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const msi_instruction *i = &p->instructions.items[now];
@@ -27541,7 +27577,7 @@ static uint64_t msi_hash_program(uint64_t hash, const msi_program *p, uint32_t r
 }
 
 /* From indices, sizes and offsets, never from addresses, so that all processes agree. */
-static uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
+static MSI_COLD uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
     uint64_t hash =
         msi_mix_in(store->reserved_bytes, store->resident_bytes + store->transient_bytes);
     for (uint32_t k = 0; k < store->residents.count; k++) {
@@ -27556,7 +27592,7 @@ static uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
 }
 
 /* How long the last timed step of this program took; 0: no step has been timed. */
-static double msi_measured_us(const msi_program *p) {
+static MSI_COLD double msi_measured_us(const msi_program *p) {
     if (!p->is_measured) {
         return 0.0;
     }
@@ -27579,8 +27615,8 @@ typedef struct msi_walk {
     msi_clock clock;
 } msi_walk;
 
-static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p, ms_event_fn visit,
-                           void *user, ms_event_operand *operands) {
+static MSI_COLD void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p,
+                                    ms_event_fn visit, void *user, ms_event_operand *operands) {
     const msi_store *store = m->run.store;
     memset(w, 0, sizeof *w);
     w->model = m;
@@ -27599,7 +27635,7 @@ static void msi_walk_start(msi_walk *w, const ms_model *m, const msi_program *p,
 
 /* The transient range of operand k of the present instruction. NULL: the operand has none, or an
    operand before it has the same one, so that a caller sees each range once. */
-static const msi_range *msi_walk_range(const msi_walk *w, uint32_t k) {
+static MSI_COLD const msi_range *msi_walk_range(const msi_walk *w, uint32_t k) {
     const msi_operand *operands = w->program->operands.items + w->instruction->operand_first;
     const uint32_t range = operands[k].range;
     bool skipped = range == MSI_NONE || range < w->model->run.store->residents.count;
@@ -27612,7 +27648,7 @@ static const msi_range *msi_walk_range(const msi_walk *w, uint32_t k) {
 /* Brings the live bytes up to date, before an instruction or after it. A live range is an operand
    of the instruction where it begins and, unless it outlives the program, of the one where it ends.
    One whose memory is aliased there ends before that instruction already. */
-static void msi_walk_count(msi_walk *w, bool after) {
+static MSI_COLD void msi_walk_count(msi_walk *w, bool after) {
     for (uint32_t k = 0; k < w->instruction->operand_count; k++) {
         const msi_range *range = msi_walk_range(w, k);
         uint64_t *of = range && range->on_host ? w->host_bytes_of : w->live_bytes_of;
@@ -27624,7 +27660,7 @@ static void msi_walk_count(msi_walk *w, bool after) {
     }
 }
 
-static uint64_t msi_sum_categories(const uint64_t *bytes_of) {
+static MSI_COLD uint64_t msi_sum_categories(const uint64_t *bytes_of) {
     uint64_t bytes = 0;
     for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
         bytes += bytes_of[c];
@@ -27634,7 +27670,7 @@ static uint64_t msi_sum_categories(const uint64_t *bytes_of) {
 
 /* What the model has on the host: the categories at the moment when the larger of the two programs
    has most there. */
-static void msi_report_host(const ms_model *m, ms_memory_report *r) {
+static MSI_COLD void msi_report_host(const ms_model *m, ms_memory_report *r) {
     const msi_plan *plan = m->run.plan;
     const msi_program *p =
         plan->eval.host_height > plan->train.host_height ? &plan->eval : &plan->train;
@@ -27658,7 +27694,7 @@ static void msi_report_host(const ms_model *m, ms_memory_report *r) {
 }
 
 /* The first layer that has a param. */
-static uint32_t msi_first_user(const msi_graph *g, uint32_t param) {
+static MSI_COLD uint32_t msi_first_user(const msi_graph *g, uint32_t param) {
     for (uint32_t i = 0; i < g->layers.count; i++) {
         for (MSI_EACH(operand, g, &g->layers.items[i], MSI_GROUP_PARAM)) {
             if (operand.tensor == param) {
@@ -27670,7 +27706,7 @@ static uint32_t msi_first_user(const msi_graph *g, uint32_t param) {
 }
 
 /* What the host knows of the loss scale. */
-static void msi_report_scale(const ms_model *m, ms_memory_report *r) {
+static MSI_COLD void msi_report_scale(const ms_model *m, ms_memory_report *r) {
     const ms_step_state *state = m->run.store && !m->config.dry_run ? msi_verdict(m, false) : NULL;
     const bool scales = state && m->run.plan->train.scales_loss && state->scaling.growth_steps > 0;
     const uint32_t layer =
@@ -27682,7 +27718,7 @@ static void msi_report_scale(const ms_model *m, ms_memory_report *r) {
 }
 
 /* What is copied, and how much of that is hidden. */
-static void msi_report_copies(const ms_model *m, ms_memory_report *r) {
+static MSI_COLD void msi_report_copies(const ms_model *m, ms_memory_report *r) {
     const msi_program *p = &m->run.plan->train;
     msi_clock start; // of a step: computing waits for the inputs
     msi_clock_start(&start, &m->graph, &m->costs, m->run.store, p);
@@ -27696,7 +27732,7 @@ static void msi_report_copies(const ms_model *m, ms_memory_report *r) {
     r->hidden_share = !hides ? 0.0 : waits_us > 0.0 ? 1.0 - waits_us / us : 1.0;
 }
 
-static void msi_fill_report(const ms_model *m, ms_memory_report *r) {
+static MSI_COLD void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     const msi_graph *g = &m->graph;
     const msi_plan *plan = m->run.plan;
     memset(r, 0, sizeof *r);
@@ -27752,7 +27788,7 @@ static ms_state_format msi_public_format(const msi_range *range) {
     return is_state ? (ms_state_format)range->format : MS_STATE_FORMAT_F32;
 }
 
-static ms_dtype msi_public_dtype(const msi_graph *g, const msi_range *range) {
+static MSI_COLD ms_dtype msi_public_dtype(const msi_graph *g, const msi_range *range) {
     const msi_role role = (msi_role)range->role;
     return role == MSI_ROLE_WORKSPACE || role == MSI_ROLE_NORM ? MS_DTYPE_U8
            : role >= MSI_ROLE_STATE0 && role <= MSI_ROLE_MASTER
@@ -27769,7 +27805,7 @@ static msi_role msi_public_role(const msi_range *range) {
 }
 
 /* Operand k of the present instruction, as an event has it. */
-static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k, bool whole) {
+static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k, bool whole) {
     const msi_program *p = w->program;
     const msi_store *store = w->model->run.store;
     const msi_instruction *i = w->instruction;
@@ -27827,7 +27863,7 @@ static ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k, bool wh
 
 /* The operands of the present instruction, or only those that are dead after it. Returns their
    count. */
-static uint32_t msi_event_operands(const msi_walk *w, bool dead_only) {
+static MSI_COLD uint32_t msi_event_operands(const msi_walk *w, bool dead_only) {
     const msi_operand *all = w->program->operands.items + w->instruction->operand_first;
     uint32_t count = 0;
     for (uint32_t k = 0; k < w->instruction->operand_count; k++) {
@@ -27840,8 +27876,8 @@ static uint32_t msi_event_operands(const msi_walk *w, bool dead_only) {
     return count;
 }
 
-static ms_event msi_event(const msi_walk *w, ms_event_kind kind, const ms_event_operand *operands,
-                          uint32_t count) {
+static MSI_COLD ms_event msi_event(const msi_walk *w, ms_event_kind kind,
+                                   const ms_event_operand *operands, uint32_t count) {
     ms_event event;
     memset(&event, 0, sizeof event);
     event.size = sizeof event;
@@ -27858,7 +27894,7 @@ static ms_event msi_event(const msi_walk *w, ms_event_kind kind, const ms_event_
 }
 
 /* The event of the present instruction, or of what is dead after it. */
-static void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
+static MSI_COLD void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     const ms_model *m = w->model;
     const msi_instruction *i = w->instruction;
     const bool drops = kind == MS_EVENT_DROP;
@@ -27900,8 +27936,8 @@ static void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
 }
 
 /* What a step does besides its instructions. */
-static void msi_emit_besides(const msi_walk *w, ms_event_kind kind, ms_stream_kind stream,
-                             double start_us, double us, const ms_event_operand *operand) {
+static MSI_COLD void msi_emit_besides(const msi_walk *w, ms_event_kind kind, ms_stream_kind stream,
+                                      double start_us, double us, const ms_event_operand *operand) {
     const ms_tensor t = operand->tensor;
     ms_event event = msi_event(w, kind, operand, 1);
     event.tensor = t;
@@ -27913,7 +27949,7 @@ static void msi_emit_besides(const msi_walk *w, ms_event_kind kind, ms_stream_ki
 }
 
 /* The inputs are copied to the device before the first instruction. */
-static void msi_visit_inputs(const msi_walk *w) {
+static MSI_COLD void msi_visit_inputs(const msi_walk *w) {
     const ms_model *m = w->model;
     msi_clock c;
     memset(&c, 0, sizeof c);
@@ -27935,7 +27971,7 @@ static void msi_visit_inputs(const msi_walk *w) {
 }
 
 /* After forward the losses are summed; the verdict is copied to the host: see msi_clock_judge. */
-static void msi_visit_verdict(const msi_walk *w) {
+static MSI_COLD void msi_visit_verdict(const msi_walk *w) {
     const ms_model *m = w->model;
     const msi_range *range = &w->program->ranges.items[w->program->loss];
     const double end_us = w->start_us + w->duration_us;
@@ -27958,8 +27994,8 @@ static void msi_visit_verdict(const msi_walk *w) {
     }
 }
 
-static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit, void *user,
-                      ms_event_operand *operands) {
+static MSI_COLD void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit,
+                               void *user, ms_event_operand *operands) {
     msi_walk w;
     msi_walk_start(&w, m, p, visit, user, operands);
     msi_visit_inputs(&w);
@@ -27980,7 +28016,7 @@ static void msi_visit(const ms_model *m, const msi_program *p, ms_event_fn visit
 }
 
 /* The most operands that an instruction has. */
-static uint32_t msi_most_operands(const msi_program *p) {
+static MSI_COLD uint32_t msi_most_operands(const msi_program *p) {
     uint32_t most = 1;
     for (uint32_t now = 0; now < p->instructions.count; now++) {
         const uint32_t count = p->instructions.items[now].operand_count;
@@ -27996,8 +28032,9 @@ static ms_layer msi_layer_at(const msi_graph *g, const msi_program *p, uint32_t 
     return msi_calls_layer((msi_op)i->op) ? msi_layer_handle(g, i->target) : none;
 }
 
-static ms_lifetime msi_lifetime(const msi_graph *g, const msi_program *p, ms_category category,
-                                uint64_t bytes, uint32_t first, uint32_t last) {
+static MSI_COLD ms_lifetime msi_lifetime(const msi_graph *g, const msi_program *p,
+                                         ms_category category, uint64_t bytes, uint32_t first,
+                                         uint32_t last) {
     ms_lifetime l;
     memset(&l, 0, sizeof l);
     l.size = sizeof l;
@@ -28011,8 +28048,8 @@ static ms_lifetime msi_lifetime(const msi_graph *g, const msi_program *p, ms_cat
     return l;
 }
 
-static void msi_visit_lifetimes(const ms_model *m, const msi_program *p, ms_lifetime_fn visit,
-                                void *user) {
+static MSI_COLD void msi_visit_lifetimes(const ms_model *m, const msi_program *p,
+                                         ms_lifetime_fn visit, void *user) {
     const uint32_t end = p->instructions.count - 1, residents = m->run.store->residents.count;
     ms_lifetime l =
         msi_lifetime(&m->graph, p, MS_CATEGORY_WORKSPACE, m->run.store->reserved_bytes, 0, end);
@@ -28668,7 +28705,7 @@ typedef struct msi_columns {
 
 /* Begins a text of this length at the left of its column, or at the right for a negative width. The
    caller then writes that text. An empty one leaves its spaces for the next. */
-static void msi_begin_column(msi_columns *c, int width, size_t length) {
+static MSI_COLD void msi_begin_column(msi_columns *c, int width, size_t length) {
     const int taken = length < 1000 ? (int)length : 1000, room = width < 0 ? -width : width;
     const int spaces = taken < room ? room - taken : 0;
     c->missing += width < 0 ? spaces : 0;
@@ -28703,7 +28740,7 @@ typedef struct msi_plan_listing {
     bool decided[MSI_MOST_RULES]; // by the number of the rule: whether it has decided something
 } msi_plan_listing;
 
-static void msi_add_to_listing(const ms_decision *d, void *user) {
+static MSI_COLD void msi_add_to_listing(const ms_decision *d, void *user) {
     msi_plan_listing *to = (msi_plan_listing *)user;
     msi_add_decision(&to->totals[d->technique], d);
     for (uint32_t at = 0; at < MSI_MOST_RULES && ms_rule_at(at); at++) {
@@ -28712,7 +28749,7 @@ static void msi_add_to_listing(const ms_decision *d, void *user) {
 }
 
 /* The sizes of the categories that there are. */
-static void msi_print_categories(const msi_printer *out, const uint64_t *bytes_of) {
+static MSI_COLD void msi_print_categories(const msi_printer *out, const uint64_t *bytes_of) {
     for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
         if (bytes_of[c]) {
             msi_print(out, "  %s %s", ms_category_name((ms_category)c), msi_size(bytes_of[c]).text);
@@ -28722,7 +28759,7 @@ static void msi_print_categories(const msi_printer *out, const uint64_t *bytes_o
 }
 
 /* What is on the host, and what is copied. */
-static void msi_print_host(const msi_printer *out, const ms_memory_report *r) {
+static MSI_COLD void msi_print_host(const msi_printer *out, const ms_memory_report *r) {
     const double copies_us = r->to_device_us + r->to_host_us;
     if (r->host_bytes > 0) {
         msi_print(out, "on the host %s:", msi_size(r->host_bytes).text);
@@ -28737,7 +28774,7 @@ static void msi_print_host(const msi_printer *out, const ms_memory_report *r) {
     }
 }
 
-static void msi_print_summary(const msi_printer *out, const ms_memory_report *r) {
+static MSI_COLD void msi_print_summary(const msi_printer *out, const ms_memory_report *r) {
     msi_print(out, "plain plan %s, budget %s, arena %s", msi_size(r->plain_bytes).text,
               msi_size(r->budget_bytes).text, msi_size(r->arena_bytes).text);
     msi_print(out, ", %s above the lower bound\n", msi_size(r->gap_bytes).text);
@@ -28757,8 +28794,8 @@ static void msi_print_summary(const msi_printer *out, const ms_memory_report *r)
 }
 
 /* A line for each technique, with its rule if that is the same for all layers. */
-static void msi_print_techniques(const msi_printer *out, const msi_technique_total *totals,
-                                 const ms_memory_report *r) {
+static MSI_COLD void msi_print_techniques(const msi_printer *out, const msi_technique_total *totals,
+                                          const ms_memory_report *r) {
     msi_print(out, "\n%-16s %7s %14s %10s  %s\n", "technique", "layers", "off the peak", "added",
               "rule");
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
@@ -28812,7 +28849,7 @@ typedef struct msi_peak_listing {
 
 /* What is printed before the name of a tensor: nothing for its value, "d." for its gradient, and
    other prefixes for its optimizer state. */
-static const char *msi_handle_prefix(const ms_model *model, ms_tensor handle) {
+static MSI_COLD const char *msi_handle_prefix(const ms_model *model, ms_tensor handle) {
     static const char *const states[MS_LIMIT_OPTIMIZER_STATE] = {"m.", "v.", "s2.", "s3."};
     const ms_tensor t = ms_tensor_of(model, handle);
     for (int k = 0; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
@@ -28833,7 +28870,7 @@ static uint64_t msi_value_key(const ms_model *model, const ms_lifetime *l) {
 }
 
 /* Adds up what is alike. Where there are more kinds than places, the smallest makes room. */
-static void msi_find_values(const ms_lifetime *l, void *user) {
+static MSI_COLD void msi_find_values(const ms_lifetime *l, void *user) {
     msi_peak_listing *to = (msi_peak_listing *)user;
     if (!msi_is_listed(l, to->list)) {
         return;
@@ -28856,7 +28893,7 @@ static void msi_find_values(const ms_lifetime *l, void *user) {
 }
 
 /* Lists the largest kinds, of equal ones the first; their sums are made anew. */
-static void msi_choose_values(msi_peak_listing *to) {
+static MSI_COLD void msi_choose_values(msi_peak_listing *to) {
     for (; to->listed_count < MSI_LISTED_VALUES && to->listed_count < to->count;
          to->listed_count++) {
         uint32_t most = 0;
@@ -28872,7 +28909,7 @@ static void msi_choose_values(msi_peak_listing *to) {
     }
 }
 
-static void msi_sum_values(const ms_lifetime *l, void *user) {
+static MSI_COLD void msi_sum_values(const ms_lifetime *l, void *user) {
     msi_peak_listing *to = (msi_peak_listing *)user;
     const bool counts = msi_is_listed(l, to->list);
     const uint64_t key = counts ? msi_value_key(to->model, l) : 0;
@@ -28887,8 +28924,8 @@ static void msi_sum_values(const ms_lifetime *l, void *user) {
     }
 }
 
-static void msi_print_moment(msi_columns *c, const ms_model *model, uint32_t instruction,
-                             ms_layer layer) {
+static MSI_COLD void msi_print_moment(msi_columns *c, const ms_model *model, uint32_t instruction,
+                                      ms_layer layer) {
     char number[16];
     msi_format(number, sizeof number, "%u", (unsigned)instruction);
     msi_print_column(c, -8, number);
@@ -28897,7 +28934,7 @@ static void msi_print_moment(msi_columns *c, const ms_model *model, uint32_t ins
 }
 
 /* The line of a value, or of several that are alike. */
-static void msi_print_value(msi_columns *c, const ms_model *model, const msi_values *v) {
+static MSI_COLD void msi_print_value(msi_columns *c, const ms_model *model, const msi_values *v) {
     const ms_lifetime *l = &v->first;
     char count[16];
     msi_format(count, sizeof count, "%u", (unsigned)v->count);
@@ -28923,7 +28960,7 @@ static void msi_print_value(msi_columns *c, const ms_model *model, const msi_val
     msi_print(c->out, "\n");
 }
 
-static void msi_print_values_head(msi_columns *c, const char *title) {
+static MSI_COLD void msi_print_values_head(msi_columns *c, const char *title) {
     msi_print(c->out, "\n%s\n       bytes  count  what                  name", title);
     c->missing = 22;
     msi_print_column(c, 22, "alive from");
@@ -28933,8 +28970,8 @@ static void msi_print_values_head(msi_columns *c, const char *title) {
 }
 
 /* The largest values of a list. */
-static ms_result msi_print_largest_of(msi_columns *c, const ms_model *model, ms_program program,
-                                      msi_value_list list) {
+static MSI_COLD ms_result msi_print_largest_of(msi_columns *c, const ms_model *model,
+                                               ms_program program, msi_value_list list) {
     static const char *const titles[] = {"comes and goes at the peak",
                                          "lives between steps at the peak", "is on the host"};
     msi_peak_listing to;
@@ -28963,8 +29000,8 @@ static void msi_add_peak(const ms_lifetime *l, void *user) {
 }
 
 /* The largest values at the peak, that of training unless eval needs more; and on the host. */
-static ms_result msi_print_largest(msi_columns *c, const ms_model *model,
-                                   const ms_memory_report *r) {
+static MSI_COLD ms_result msi_print_largest(msi_columns *c, const ms_model *model,
+                                            const ms_memory_report *r) {
     uint64_t bytes = 0;
     ms_result result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, msi_add_peak, &bytes);
     const ms_program program = bytes == r->lower_bound_bytes ? MS_PROGRAM_TRAIN : MS_PROGRAM_EVAL;
@@ -28974,7 +29011,7 @@ static ms_result msi_print_largest(msi_columns *c, const ms_model *model,
     return result;
 }
 
-static void msi_print_lifetime(const ms_lifetime *l, void *user) {
+static MSI_COLD void msi_print_lifetime(const ms_lifetime *l, void *user) {
     msi_plan_listing *to = (msi_plan_listing *)user;
     msi_values v;
     memset(&v, 0, sizeof v);
@@ -28997,7 +29034,7 @@ static bool msi_has_times(const msi_technique_total *total) {
 enum { MSI_MOVED_WIDTH = 6, MSI_TILED_WIDTH = 12 };
 
 /* What of a layer is moved, by letters. */
-static const char *msi_moved_letters(const ms_decision *d, char *text) {
+static MSI_COLD const char *msi_moved_letters(const ms_decision *d, char *text) {
     static const char letters[] = {'I', 'P', 'B', 'O', 'G', 'A', 'D', 'S', 'W'}; // by category
     int count = 0;
     for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
@@ -29009,7 +29046,7 @@ static const char *msi_moved_letters(const ms_decision *d, char *text) {
     return text;
 }
 
-static void msi_print_layer_head(msi_plan_listing *to) {
+static MSI_COLD void msi_print_layer_head(msi_plan_listing *to) {
     msi_columns *c = &to->columns;
     msi_print(c->out,
               "\nkept: what the layer holds for backward. +: applied, -: not; then the rule, "
@@ -29053,7 +29090,7 @@ static void msi_print_layer_head(msi_plan_listing *to) {
 }
 
 /* The line of a layer, and of those that are like it, made by one call for each technique. */
-static void msi_print_decision(const ms_decision *d, void *user) {
+static MSI_COLD void msi_print_decision(const ms_decision *d, void *user) {
     msi_plan_listing *to = (msi_plan_listing *)user;
     const msi_technique_total *total = &to->totals[d->technique];
     const uint64_t bytes = d->is_applied ? d->saved_bytes : d->refused_bytes;
@@ -29098,7 +29135,7 @@ static void msi_print_decision(const ms_decision *d, void *user) {
     }
 }
 
-static void msi_print_rules(const msi_plan_listing *to) {
+static MSI_COLD void msi_print_rules(const msi_plan_listing *to) {
     msi_print(to->columns.out, "\nrules (+: applied, -: not)\n");
     for (uint32_t at = 0; at < MSI_MOST_RULES; at++) {
         if (to->decided[at]) {
@@ -29152,7 +29189,8 @@ typedef struct msi_program_listing {
     msi_printer out;
 } msi_program_listing;
 
-static void msi_print_operand(const msi_program_listing *to, const ms_event_operand *operand) {
+static MSI_COLD void msi_print_operand(const msi_program_listing *to,
+                                       const ms_event_operand *operand) {
     const ms_tensor t = operand->tensor;
     msi_print(&to->out, " %s", t.id ? msi_handle_prefix(to->model, t) : "");
     msi_print_name(&to->out, t.id ? ms_tensor_name(to->model, t) : "workspace", 0);
@@ -29169,7 +29207,7 @@ static void msi_print_operand(const msi_program_listing *to, const ms_event_oper
 
 /* What comes after the live bytes in the line of an instruction: which part of its tensor it works
    on; and of a copy on a stream of its own or a wait, what orders it. */
-static void msi_print_order(const msi_printer *out, const ms_event *event) {
+static MSI_COLD void msi_print_order(const msi_printer *out, const ms_event *event) {
     const bool waits = event->kind == MS_EVENT_WAIT;
     if (event->part_count > 0) {
         msi_print(out, ", part %u of %u", (unsigned)event->part + 1, (unsigned)event->part_count);
@@ -29187,7 +29225,7 @@ static void msi_print_order(const msi_printer *out, const ms_event *event) {
 }
 
 /* Only instructions get a line. */
-static void msi_print_event(const ms_event *event, void *user) {
+static MSI_COLD void msi_print_event(const ms_event *event, void *user) {
     const msi_program_listing *to = (const msi_program_listing *)user;
     if (event->kind >= MS_EVENT_DROP) {
         return;
@@ -29231,7 +29269,7 @@ typedef struct msi_trace {
 } msi_trace;
 
 /* Bytes that an event writes, other than a callback. */
-static uint64_t msi_written_bytes(const ms_event *event) {
+static MSI_COLD uint64_t msi_written_bytes(const ms_event *event) {
     uint64_t bytes = 0;
     for (uint32_t k = 0; k < event->operand_count; k++) {
         bytes += event->operands[k].is_written ? event->operands[k].bytes : 0;
@@ -29240,7 +29278,7 @@ static uint64_t msi_written_bytes(const ms_event *event) {
 }
 
 /* An event as a slice of the track of its stream. */
-static void msi_trace_slice(const msi_printer *out, int process, const ms_event *event) {
+static MSI_COLD void msi_trace_slice(const msi_printer *out, int process, const ms_event *event) {
     const bool measured = process == MSI_TRACE_MEASURED;
     const char *what = event->is_restore ? "restore" : msi_event_names[event->kind];
     const char *name = event->kind == MS_EVENT_LOSS      ? "sum of the losses"
@@ -29283,7 +29321,8 @@ static void msi_trace_host(const msi_printer *out, int process, const ms_event *
     msi_print(out, ",\"args\":{\"host\":%llu}}", (unsigned long long)event->host_bytes);
 }
 
-static void msi_trace_counters(const msi_printer *out, int process, const ms_event *event) {
+static MSI_COLD void msi_trace_counters(const msi_printer *out, int process,
+                                        const ms_event *event) {
     msi_trace_counter(out, process, event, "live bytes");
     for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
         msi_print(out, "%s\"%s\":%llu", c == 0 ? ",\"args\":{" : ",",
@@ -29293,7 +29332,7 @@ static void msi_trace_counters(const msi_printer *out, int process, const ms_eve
 }
 
 /* Names of a process and of its tracks. */
-static void msi_trace_process(const msi_printer *out, int process) {
+static MSI_COLD void msi_trace_process(const msi_printer *out, int process) {
     static const char *const names[] = {"", "simulated", "measured"};
     msi_print(out,
               "%s{\"ph\":\"M\",\"pid\":%d,\"name\":\"process_name\",\"args\":{\"name\":\"%s\"}}",
@@ -29308,7 +29347,7 @@ static void msi_trace_process(const msi_printer *out, int process) {
 
 /* An event as simulated and, if it is an instruction, as measured. Counters follow where the live
    bytes have changed, in the arena or on the host. */
-static void msi_trace_event(const ms_event *event, void *user) {
+static MSI_COLD void msi_trace_event(const ms_event *event, void *user) {
     msi_trace *to = (msi_trace *)user;
     const bool runs = event->kind < MS_EVENT_DROP;
     const bool counts = runs && memcmp(to->counted, event->live_bytes_of, sizeof to->counted) != 0;
@@ -29423,8 +29462,8 @@ static void msi_print_metric_head(const msi_printer *out, const char *name, cons
 }
 
 /* The number in a field of the report, or in element k of one that is an array. */
-static void msi_print_field(const msi_printer *out, msi_metric_kind kind, const void *field,
-                            int k) {
+static MSI_COLD void msi_print_field(const msi_printer *out, msi_metric_kind kind,
+                                     const void *field, int k) {
     switch (kind) {
     case MSI_METRIC_RATIO:
     case MSI_METRIC_US:
@@ -29445,8 +29484,8 @@ static void msi_print_field(const msi_printer *out, msi_metric_kind kind, const 
     }
 }
 
-static void msi_print_metric(const msi_printer *out, const msi_metric *metric,
-                             const ms_memory_report *report) {
+static MSI_COLD void msi_print_metric(const msi_printer *out, const msi_metric *metric,
+                                      const ms_memory_report *report) {
     const void *field = (const uint8_t *)report + metric->offset;
     const bool by_category = metric->kind == MSI_METRIC_CATEGORIES;
     const bool by_technique = metric->kind == MSI_METRIC_TECHNIQUES;
@@ -29473,7 +29512,7 @@ static void msi_print_metric(const msi_printer *out, const msi_metric *metric,
 }
 
 /* Texts of the report, as labels of a metric that is always 1. */
-static void msi_print_info(const msi_printer *out, const ms_memory_report *r) {
+static MSI_COLD void msi_print_info(const msi_printer *out, const ms_memory_report *r) {
     char version[32], hash[20];
     const char *const labels[][2] = {
         {"version", version},
