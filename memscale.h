@@ -22113,7 +22113,7 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
 // >>call  views, and the callbacks of layers
 
 /* Whether an instruction for a tile works on the rows of an operand alone. */
-static bool msi_is_operand_cut(const msi_graph *g, const msi_program *p, const msi_instruction *i,
+static MSI_COLD bool msi_is_operand_cut(const msi_graph *g, const msi_program *p, const msi_instruction *i,
                                uint32_t k) {
     const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + k].range];
     uint32_t slot;

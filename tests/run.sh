@@ -300,6 +300,18 @@ imports() { # FLAGS NAMES
     [ -s "$object.imported" ] && ! comm -23 "$object.imported" "$object.allowed" | grep .
 }
 
+# gcc takes for cold what leads to cold code too. What plans, and what a step runs, must not be.
+check_cold() {
+    local object
+    need objdump
+    object=$(implementation -O2) || return 1
+    objdump -t "$object" | awk '$4 == ".text.unlikely" && $NF !~ /\./ { print $NF }' | sort > $checks/cold
+    awk '/^\/\/ >>/ { tag = $2 (($2 == ">>backend" || $2 == ">>cuda") ? $3 : "") }
+        /^(static|MSI_HD|MSI_WIDE) .*\(/ && tag ~ /^>>(tiles|store|lower|alias|cost|schedule|layout|simulate|score|greedy|chain|exhaustive|grouping|solve|order|call|execute|optimizer|wide)$/ && !/MSI_COLD/ {
+            sub(/\(.*/, ""); sub(/.*[ *]/, ""); print }' memscale.h | sort > $checks/warm
+    [ -s $checks/cold ] && [ -s $checks/warm ] && ! comm -12 $checks/cold $checks/warm | grep .
+}
+
 # Names that the preprocessor defines inside the header. Others would leak into the user's code.
 macros() { # FLAGS PATTERN
     local leaked
@@ -320,7 +332,7 @@ check_figures() {
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_newest cell_elsewhere cell_mixed cell_cpp cell_sources check_robot check_dialect
-export -f implementation same check_exports check_static_exports imports macros check_figures
+export -f implementation same check_exports check_static_exports imports check_cold macros check_figures
 
 # ---- what is checked -----------------------------------------------------------------------------
 
@@ -511,6 +523,7 @@ check quick 'imports with MEMSCALE_NO_STDIO' 'imports -DMEMSCALE_NO_STDIO clock_
 check quick 'imports with MEMSCALE_NO_SYSTEM' 'imports -DMEMSCALE_NO_SYSTEM memcpy'
 check broad 'imports with MEMSCALE_CBLAS' \
     '[ -n "$CBLAS" ] || skip "no CBLAS"; imports -DMEMSCALE_CBLAS cblas_sgemm'
+check broad 'neither planning nor a step is compiled as cold' check_cold
 check quick 'macros of the public half' 'macros "" "MEMSCALE_[A-Z0-9_]+|MS_OPTIMIZE|MS_ALL_SLOTS"'
 check quick 'macros of the implementation' "macros $body '(MEMSCALE|MSI)_[A-Z0-9_]+|MS_OPTIMIZE|MS_ALL_SLOTS'"
 check quick 'a function calls only what is above it' 'tests/source.sh order'
