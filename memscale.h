@@ -22113,8 +22113,8 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
 // >>call  views, and the callbacks of layers
 
 /* Whether an instruction for a tile works on the rows of an operand alone. */
-static MSI_COLD bool msi_is_operand_cut(const msi_graph *g, const msi_program *p, const msi_instruction *i,
-                               uint32_t k) {
+static MSI_COLD bool msi_is_operand_cut(const msi_graph *g, const msi_program *p,
+                                        const msi_instruction *i, uint32_t k) {
     const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + k].range];
     uint32_t slot;
     if (i->rows.of == 0 || range->role >= MSI_ROLE_WORKSPACE) {
@@ -25170,7 +25170,8 @@ static ms_result msi_retire_slices(ms_model *m) {
 static ms_result msi_begin_slice(ms_model *m, double begin_us, uint64_t microseconds) {
     const ms_backend *b = &m->config.backend;
     msi_slices *s = &m->run.slices;
-    const double room_us = microseconds > 0 ? (double)microseconds : -1.0; // none: not even for 0 us
+    const double room_us =
+        microseconds > 0 ? (double)microseconds : -1.0; // none: not even for 0 us
     s->has_run = microseconds == 0;
     if (!b->is_asynchronous) {
         s->now_us = begin_us;
