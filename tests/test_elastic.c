@@ -550,8 +550,8 @@ static void a_refused_arena_leaves_the_old_one(void **state) {
     twins_end(&all);
     for (int how = 0; how < 8; ++how) {
         uint64_t n = 1;
-        while (change_fails_cleanly(all.budgets, (how & 1) != 0, (how & 2) != 0, (how & 4) != 0,
-                                    n)) {
+        while (
+            change_fails_cleanly(all.budgets, (how & 1) != 0, (how & 2) != 0, (how & 4) != 0, n)) {
             n += how & 4 ? 1 + n / t_size(5, 20) : 1;
         }
         assert_true(n > 1 || (how & 3) == 1); // an arena that shrinks where it is needs nothing

@@ -642,7 +642,10 @@ static bool is_applicable(const fault_case *how, const act *a) {
 /* The call that fails next: of a full sweep each, otherwise each of the first ones and then one in
    fifteen, or of allocations one in a hundred and one. */
 static uint64_t next_call(fault_kind kind, uint64_t at) {
-    return at + (at > t_size(4, 10) ? t_stride(kind == FAULT_HEAP ? 101 : 15) : 1);
+    const uint64_t stride = kind == FAULT_CALLBACK ? t_stride(15)
+                            : kind == FAULT_DEVICE ? t_size(15, t_stride(101))
+                                                   : t_stride(101);
+    return at + (at > t_size(4, 10) ? stride : 1);
 }
 
 /* Returns about the number of calls that can fail. Debug mode copies all memory around each

@@ -2742,7 +2742,7 @@ static uint64_t fail_each(const ms_config *given, uint64_t budget, try_fn run, m
     t_report(z.m, &before);
     ms_set_budget(z.m, budget);
     uint64_t failures = 0, at = 1;
-    for (bool done = false; !done; at += failures > 10 ? t_stride(17) : 1) {
+    for (bool done = false; !done; at += failures > 10 ? t_size(17, t_stride(5)) : 1) {
         const uint64_t live = heap.live_bytes;
         heap.has_failed = false;
         heap.calls = 0;

@@ -918,7 +918,7 @@ static void sweep_chain(const chain *c, const char *name, bool strict, verdict *
     rotor r = rotor_solve(c);
     outcome last;
     memset(&last, 0, sizeof last);
-    for (uint64_t percent = 100; percent >= 15; percent -= 5) {
+    for (uint64_t percent = 100; percent >= 15; percent -= t_size(15, 5)) {
         const uint64_t budget = (uint64_t)((double)chain_peak(c) * (double)percent / 100.0);
         const uint64_t less = strict || percent == 100 ? budget : budget - budget / 100;
         const outcome o = plan_chain(c, budget);
@@ -981,7 +981,7 @@ static void plans_of_a_long_chain_are_as_fast_as_the_references(void **state) {
     (void)state;
     verdict v;
     memset(&v, 0, sizeof v);
-    chain c = make_chain(CHAIN_UNIFORM, (uint32_t)t_sweep(60, 100),
+    chain c = make_chain(CHAIN_UNIFORM, (uint32_t)t_sweep(40, 100),
                          t_environment("MEMSCALE_TEST_SEED", 1));
     sweep_chain(&c, "a long chain", false, &v);
     chain_free(&c);
@@ -1354,7 +1354,7 @@ static void plans_that_move_are_close_to_the_best(void **state) {
     static census c;
     static move_plan plans[MOVE_PLANS];
     uint32_t checked = 0, moved = 0, missed = 0;
-    for (uint64_t seed = 1; seed <= t_sweep(100, 4000); ++seed) {
+    for (uint64_t seed = 1; seed <= t_sweep(50, 4000); ++seed) {
         meter heap;
         graph g;
         t_rng rng = t_seed(seed + 77);
@@ -1416,7 +1416,7 @@ static void plans_of_small_graphs_are_close_to_the_best(void **state) {
     verdict v;
     memset(&v, 0, sizeof v);
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(60, 600));
+    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(30, 600));
     for (uint64_t seed = first; seed < first + count; ++seed) {
         check_graph(seed, &v);
     }
@@ -1454,7 +1454,7 @@ static void plans_of_larger_graphs_are_close_to_the_best(void **state) {
     verdict v;
     memset(&v, 0, sizeof v);
     v.one_in = 500;
-    uint64_t wanted = t_environment("MEMSCALE_TEST_DAGS", t_sweep(16, 200));
+    uint64_t wanted = t_environment("MEMSCALE_TEST_DAGS", t_sweep(8, 200));
     for (uint64_t seed = t_environment("MEMSCALE_TEST_SEED", 1); wanted > 0; ++seed) {
         wanted -= check_larger_graph(seed, &v);
     }
@@ -1561,7 +1561,7 @@ static uint32_t check_budgets(uint64_t seed) {
 static void budgets_are_monotone_and_the_smallest_is_exact(void **state) {
     (void)state;
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(6, 1000));
+    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(3, 1000));
     uint32_t wrong = 0;
     for (uint64_t seed = first; seed < first + count; ++seed) {
         wrong += check_budgets(seed);
@@ -1733,7 +1733,7 @@ static void each_search_is_monotone(void **state) {
     (void)state;
     static census with;
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
-    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(8, 500));
+    const uint64_t count = t_environment("MEMSCALE_TEST_NETS", t_sweep(4, 500));
     uint32_t wrong = 0;
     for (uint64_t seed = first; seed < first + count; ++seed) {
         meter heap;
@@ -1877,14 +1877,12 @@ static void choices_keep_early_updates(void **state) {
     assert_true(heap.live == 0);
 }
 
-enum { LONG_CHAIN = 3000 };
-
 /* A chain of layers whose activations have random sizes. */
-static void long_chain(const ms_config *config, ms_model **m) {
+static void long_chain(const ms_config *config, uint32_t layers, ms_model **m) {
     t_rng rng = t_seed(7);
     assert_int_equal(ms_create(config, m), MS_RESULT_OK);
     ms_tensor x = ms_input(*m, "x", MS_DTYPE_F32, ms_shape1(4096));
-    for (uint32_t i = 0; i < LONG_CHAIN; ++i) {
+    for (uint32_t i = 0; i < layers; ++i) {
         ms_layer_desc d;
         memset(&d, 0, sizeof d);
         d.name = "layer";
@@ -1907,9 +1905,10 @@ static void few_plans_of_large_graphs_are_laid_out(void **state) {
     planned plain, half;
     ms_config config = solver_config(&heap);
     config.early_update = MS_SWITCH_DEFAULT;
-    long_chain(&config, &m);
+    const uint32_t layers = 3000;
+    long_chain(&config, layers, &m);
     assert_true(take_plan(m, UINT64_MAX, &plain));
-    heap.large_bytes = 500 * LONG_CHAIN; // the working memory of a layout, and of the search
+    heap.large_bytes = 500 * (uint64_t)layers; // the working memory of a layout, and of the search
     heap.large_count = 0;
     assert_true(take_plan(m, plain.bytes / 2, &half));
     const uint32_t planned_count = heap.large_count;
@@ -1934,7 +1933,7 @@ static bench_model workload_create(int number, const ms_config *config) {
     return bench_model_create(config, nn_cpu(), w->preset, &shape);
 }
 
-/* Steps of 5 % from the plain plan down to the smallest, operator by operator. */
+/* Steps of 5 %, or of 20 % by default, from the plain plan down to the smallest, operator by operator. */
 static void sweep_workload(int number, verdict *v) {
     const char *name = bench_workloads[number].name;
     meter heap;
@@ -1945,7 +1944,8 @@ static void sweep_workload(int number, verdict *v) {
     const outcome plain = wrap_for(m.model, &heap, UINT64_MAX);
     outcome last = plain;
     t_ok(m.model, ms_smallest_budget(m.model, &smallest));
-    for (uint64_t percent = 100; plain.peak_bytes * percent / 100 >= smallest; percent -= 5) {
+    for (uint64_t percent = 100; plain.peak_bytes * percent / 100 >= smallest;
+         percent -= t_size(20, 5)) {
         const outcome o = wrap_for(m.model, &heap, plain.peak_bytes * percent / 100);
         judge(v, name, percent, &o, &last, NEVER, NEVER);
         if (!o.fits) {
@@ -1964,7 +1964,7 @@ static void sweep_workload(int number, verdict *v) {
 static void sweeps_of_published_models_are_monotone(void **state) {
     (void)state;
     bool good = true;
-    for (int i = 0; i < BENCH_WORKLOADS; i += (int)t_stride(4)) {
+    for (int i = 0; i < BENCH_WORKLOADS; i += (int)t_size(8, t_stride(4))) {
         verdict v;
         memset(&v, 0, sizeof v);
         sweep_workload(i, &v);

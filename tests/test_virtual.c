@@ -425,7 +425,9 @@ static void every_call_fails_once(void **state) {
             failed = device.engine.calls >= n;
             assert_true(run_on(&device, &cases[c], &expected));
             v_close(&device);
-            n += n > 200 ? 5 + t_stride(81) : n > t_size(10, 30) ? t_stride(21) - 1 : 0; // steps are alike
+            n += n > 200              ? 5 + t_stride(81)
+                 : n > t_size(10, 30) ? t_stride(21) - 1
+                                      : 0; // steps are alike
         }
         assert_true(n > 200);
     }
