@@ -248,6 +248,7 @@ static int own_update(const ms_update_args *args) {
     return 0;
 }
 
+#ifndef T_CUDA
 /* A job system that takes the last piece first. */
 static void run_backwards(void *user, uint32_t count, ms_piece_fn piece, void *argument) {
     (void)user;
@@ -255,6 +256,7 @@ static void run_backwards(void *user, uint32_t count, ms_piece_fn piece, void *a
         piece(argument, --count);
     }
 }
+#endif
 
 static void pulled_register(pulled *z, const mixture *k, const way *w) {
     ms_tensor last = {0};
