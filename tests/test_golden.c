@@ -199,7 +199,7 @@ static const way ways[] = {
     {"plain", 16 << 20, 0.0, false, false, false, false, MS_SWITCH_OFF, 1},
     {"threads", 16 << 20, 0.0, false, false, false, false, MS_SWITCH_ON, 3},
     {"small parts", 1040, 0.0, false, true, false, false, MS_SWITCH_OFF, 2},
-    {"parts of groups", 20000, 0.0, true, true, false, false, MS_SWITCH_ON, 2},
+    {"parts of groups", 20000, 0.0, true, true, false, false, MS_SWITCH_OFF, 2},
     {"short instructions", 16 << 20, 0.2, true, false, false, false, MS_SWITCH_OFF, 2},
     {"shortest instructions", 16 << 20, 0.02, false, false, false, true, MS_SWITCH_OFF, 1},
     {"jobs", 16 << 20, 0.0, false, false, true, false, MS_SWITCH_OFF, 1},
@@ -248,6 +248,7 @@ static int own_update(const ms_update_args *args) {
     return 0;
 }
 
+#ifndef T_CUDA
 /* A job system that takes the last piece first. */
 static void run_backwards(void *user, uint32_t count, ms_piece_fn piece, void *argument) {
     (void)user;
@@ -255,6 +256,7 @@ static void run_backwards(void *user, uint32_t count, ms_piece_fn piece, void *a
         piece(argument, --count);
     }
 }
+#endif
 
 static void pulled_register(pulled *z, const mixture *k, const way *w) {
     ms_tensor last = {0};
@@ -432,6 +434,9 @@ static void no_split_changes_a_bit_in(const mixture *k) {
 
 static void no_split_changes_a_bit(void **state) {
     (void)state;
+#ifdef __FAST_MATH__
+    skip(); // a part that ends inside a block of 256 elements is rounded otherwise there
+#endif
     static const mixture states[] = {
         {MS_OPTIMIZER_ADAMW, 0, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}, MS_DTYPE_F32, 0, 0},
         {MS_OPTIMIZER_ADAMW, 0, {MS_STATE_FORMAT_BF16, MS_STATE_FORMAT_F32}, MS_DTYPE_F32, 0, 0},

@@ -629,6 +629,7 @@ static void every_instruction_has_its_price(void **state) {
                 p.hardware.launch_us = 0.3;
             }
             config.dry_run = true;
+            config.offloading = MS_SWITCH_DEFAULT;
             config.max_instruction_us = cases[c].most_us;
             config.master_weights = cases[c].masters ? MS_SWITCH_ON : MS_SWITCH_OFF;
             o.momentum = cases[c].momentum;
