@@ -463,23 +463,17 @@ static void a_layout_without_effort(void **state) {
 static void a_layout_without_memory(void **state) {
     (void)state;
     t_heap heap;
-    ms_allocator allocator = plain_allocator(&heap);
+    const ms_allocator allocator = plain_allocator(&heap);
     msi_block blocks[LAYOUT_BLOCKS];
     t_rng rng = t_seed(3);
-    uint64_t fail_at = 1, height = 0;
-    uint32_t count = random_blocks(&rng, blocks);
-    for (;; ++fail_at) {
-        memset(&heap, 0, sizeof heap);
-        heap.fail_at = fail_at;
-        ms_result result = msi_layout(&allocator, blocks, count, LAYOUT_EFFORT, &height);
-        assert_true(heap.live_count == 0 && heap.wrong_releases == 0);
-        if (!heap.has_failed) {
-            assert_int_equal(result, MS_RESULT_OK);
-            break;
-        }
-        assert_int_equal(result, MS_RESULT_OUT_OF_MEMORY);
+    uint64_t height = 0;
+    const uint32_t count = random_blocks(&rng, blocks);
+    t_failing f = t_failing_heap(&heap);
+    while (t_next_failure(&f, 1)) {
+        t_arm(&f);
+        t_failed(&f, NULL, msi_layout(&allocator, blocks, count, LAYOUT_EFFORT, &height));
     }
-    assert_true(fail_at > 1);
+    assert_true(f.error_count > 0);
 }
 
 int main(void) {

@@ -405,24 +405,18 @@ static uint64_t chain_plain_bytes(uint32_t depth) {
 
 static void every_allocation_of_a_first_wrap_fails_once(void **state) {
     (void)state;
-    uint64_t budget = chain_plain_bytes(5) * 9 / 10;
-    for (uint64_t fail_at = 1;; ++fail_at) {
-        hooked h;
+    const uint64_t budget = chain_plain_bytes(5) * 9 / 10;
+    hooked h;
+    t_failing f = t_failing_heap(&h.heap);
+    f.device = &h.device;
+    while (t_next_failure(&f, 1)) {
         hooked_init(&h);
-        h.heap.fail_at = fail_at;
-        ms_result result = build(&h, budget);
-        if (!h.heap.has_failed) {
-            t_ok(h.chain.model, result);
-            assert_true(fail_at > 5);
-            ms_destroy(h.chain.model);
-            hooked_expect_empty(&h);
-            break;
-        }
-        t_error(h.chain.model, result, MS_RESULT_OUT_OF_MEMORY);
-        assert_true(ms_last_error(h.chain.model)[0] != 0);
+        t_arm(&f);
+        const ms_result result = build(&h, budget);
+        t_failed(&f, h.chain.model, result);
         ms_destroy(h.chain.model);
-        hooked_expect_empty(&h);
     }
+    assert_true(f.error_count > 4);
 }
 
 typedef ms_result (*model_fn)(ms_model *model);
@@ -440,103 +434,82 @@ static void step_both(hooked *h, t_chain *twin) {
     t_chain_same(&h->chain, twin);
 }
 
+static void start_both(hooked *h, t_chain *twin, uint32_t depth) {
+    const ms_config config = t_config();
+    hooked_init(h);
+    t_chain_start(&h->chain, &h->config, depth);
+    t_chain_start(twin, &config, depth);
+    step_both(h, twin);
+}
+
+static void end_both(hooked *h, t_chain *twin) {
+    ms_destroy(h->chain.model);
+    ms_destroy(twin->model);
+}
+
 /* One model, wrapped and trained, then act with its n-th allocation (or call of the backend)
    failing: the error is clean, and the model trains on as its untouched twin does. */
-static bool fails_cleanly(model_fn act, uint64_t budget, uint64_t fail_at, bool on_device) {
+static void fails_cleanly(model_fn act, bool on_device) {
+    const uint64_t budget = chain_plain_bytes(5) * 9 / 10;
     hooked h;
     t_chain twin;
-    ms_config config = t_config();
-    hooked_init(&h);
-    t_chain_start(&h.chain, &h.config, 5);
-    t_chain_start(&twin, &config, 5);
-    step_both(&h, &twin);
-    ms_set_budget(h.chain.model, budget);
-    if (on_device) {
-        h.device.fail_at = h.device.calls + fail_at;
-    } else {
-        h.heap.fail_at = h.heap.calls + fail_at;
+    t_failing f = on_device ? t_failing_device(&h.device) : t_failing_heap(&h.heap);
+    f.heap = &h.heap;
+    f.device = &h.device;
+    while (t_next_failure(&f, 1)) {
+        start_both(&h, &twin, 5);
+        ms_set_budget(h.chain.model, budget);
+        t_arm(&f);
+        const ms_result result = act(h.chain.model);
+        t_failed(&f, h.chain.model, result);
+        step_both(&h, &twin);
+        t_ok(h.chain.model, act(h.chain.model));
+        step_both(&h, &twin);
+        end_both(&h, &twin);
     }
-    ms_result result = act(h.chain.model);
-    bool failed = on_device ? h.device.calls >= h.device.fail_at : h.heap.has_failed;
-    h.heap.fail_at = h.device.fail_at = 0;
-    if (failed && on_device) {
-        assert_true(result == MS_RESULT_BACKEND || result == MS_RESULT_OUT_OF_MEMORY);
-    } else {
-        t_error(h.chain.model, result, failed ? MS_RESULT_OUT_OF_MEMORY : MS_RESULT_OK);
-    }
-    step_both(&h, &twin);
-    t_ok(h.chain.model, act(h.chain.model));
-    step_both(&h, &twin);
-    ms_destroy(h.chain.model);
-    ms_destroy(twin.model);
-    hooked_expect_empty(&h);
-    return failed;
+    assert_true(f.error_count > 0);
 }
 
 static void failing_calls_leave_the_model_as_it_was(void **state) {
     (void)state;
-    static const model_fn acts[] = {ms_wrap, ms_detach, ask_smallest};
-    uint64_t budget = chain_plain_bytes(5) * 9 / 10;
-    for (size_t i = 0; i < sizeof acts / sizeof acts[0]; ++i) {
-        uint64_t fail_at = 1;
-        while (fails_cleanly(acts[i], budget, fail_at, false)) {
-            fail_at += 1;
-        }
-        assert_true(fail_at > 1);
-    }
+    fails_cleanly(ms_wrap, false);
+    fails_cleanly(ms_detach, false);
+    fails_cleanly(ask_smallest, false);
 }
 
 static void every_backend_call_of_a_rewrap_fails_once(void **state) {
     (void)state;
-    uint64_t budget = chain_plain_bytes(5) * 9 / 10;
-    uint64_t fail_at = 1;
-    while (fails_cleanly(ms_wrap, budget, fail_at, true)) {
-        fail_at += 1;
-    }
-    assert_true(fail_at > 1);
+    fails_cleanly(ms_wrap, true);
 }
 
-/* Every call of the backend in a step fails once. A failure in forward or backward leaves the
-   values as they were; one in the update leaves a failed model, which writing and wrapping cure. */
-static bool step_fails_cleanly(uint64_t fail_at, uint32_t seen[2]) {
-    hooked h;
-    t_chain twin;
-    ms_config config = t_config();
-    hooked_init(&h);
-    t_chain_start(&h.chain, &h.config, 4);
-    t_chain_start(&twin, &config, 4);
-    step_both(&h, &twin);
-    h.device.fail_at = h.device.calls + fail_at;
-    uint64_t updates = h.device.updates;
-    ms_result result = ms_step(h.chain.model, NULL);
-    bool failed = h.device.calls >= h.device.fail_at;
-    updates = h.device.updates - updates;
-    if (!failed) {
-        t_ok(h.chain.model, result);
-    } else if (updates == 0) { // of a gemm the callback learns, and passes it on
-        assert_true(result == MS_RESULT_BACKEND || result == MS_RESULT_CALLBACK);
-        step_both(&h, &twin);
-        seen[0] += 1;
-    } else {
-        t_error(h.chain.model, result, MS_RESULT_BACKEND);
-        t_error(h.chain.model, ms_step(h.chain.model, NULL), MS_RESULT_FAILED);
-        t_ok(h.chain.model, t_chain_write(&h.chain, 1));
-        t_ok(h.chain.model, ms_wrap(h.chain.model));
-        t_ok(h.chain.model, ms_step(h.chain.model, NULL));
-        seen[1] += 1;
-    }
-    ms_destroy(h.chain.model);
-    ms_destroy(twin.model);
-    hooked_expect_empty(&h);
-    return failed;
-}
-
+/* A failure in forward or backward leaves the values as they were; one in the update leaves a failed
+   model, which writing and wrapping cure. */
 static void every_backend_call_of_a_step_fails_once(void **state) {
     (void)state;
     uint32_t seen[2] = {0, 0};
-    uint64_t fail_at = 1;
-    while (step_fails_cleanly(fail_at, seen)) {
-        fail_at += 1;
+    hooked h;
+    t_chain twin;
+    t_failing f = t_failing_device(&h.device);
+    f.heap = &h.heap;
+    while (t_next_failure(&f, 1)) {
+        start_both(&h, &twin, 4);
+        ms_model *m = h.chain.model;
+        const uint64_t updates = h.device.updates;
+        t_arm(&f);
+        const ms_result result = ms_step(m, NULL);
+        const bool failed = t_failed(&f, m, result), in_update = h.device.updates > updates;
+        if (failed && in_update) {
+            assert_int_equal(result, MS_RESULT_BACKEND);
+            t_error(m, ms_step(m, NULL), MS_RESULT_FAILED);
+            t_ok(m, t_chain_write(&h.chain, 1));
+            t_ok(m, ms_wrap(m));
+            t_ok(m, ms_step(m, NULL));
+        } else if (failed) {
+            assert_int_not_equal(result, MS_RESULT_OUT_OF_MEMORY);
+            step_both(&h, &twin);
+        }
+        seen[in_update] += failed;
+        end_both(&h, &twin);
     }
     assert_true(seen[0] > 0 && seen[1] > 0);
 }
