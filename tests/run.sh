@@ -350,7 +350,7 @@ host_only=' test_formats test_homes test_solver test_threads test_virtual '
 # longer with sanitizers too. Longer sweeps are of the release configuration: a part of the full ones, which
 # MEMSCALE_TEST_SWEEP=100 asks a test program for. As C++11 the tests run on the emulated device, or else
 # here.
-sanitized=' test_api test_memory test_profile test_validate '
+sanitized=' test_api test_gemm test_layout test_memory test_optimizer test_profile test_validate '
 plans_only=' test_estimate test_rules test_solver ' # of which fuzz_api and others run the code with sanitizers
 group 'tests'
 for source in tests/test_*.c; do
@@ -386,7 +386,7 @@ check quick 'all as C++11, without code' check_dialect
 
 # As trainers are often built: the compiler is told that no number is infinite or NaN, may regroup sums,
 # and the processor flushes subnormal numbers to zero. Most of all that matters to what computes.
-computes=' test_api test_contract test_debug test_half test_nn test_offload test_simulate test_state test_verify '
+computes=' test_api test_contract test_debug test_gemm test_half test_nn test_offload test_optimizer test_simulate test_state test_verify '
 group 'tests, -Ofast'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)
@@ -407,7 +407,7 @@ for source in tests/test_*.c; do
 done
 
 # The tests on the CUDA backend and a GPU that is emulated.
-emulated_first=' test_api test_contract test_memory test_verify '
+emulated_first=' test_api test_contract test_gemm test_layout test_memory test_optimizer test_verify '
 group 'tests, emulated CUDA'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)

@@ -507,40 +507,39 @@ static void there_are_never_two_arenas(void **state) {
     }
 }
 
-/* A change whose n-th allocation, on the device or on the host, fails; whether there was one. A
-   failure leaves the old plan, with all its values. */
-static bool change_fails_cleanly(const uint64_t *budgets, bool resizes, bool grows, bool of_heap,
-                                 uint64_t n) {
+/* An allocation of a change fails, on the device or on the host: the old plan stays, with all its
+   values. Returns how many there are. */
+static uint64_t change_fails_cleanly(const uint64_t *budgets, bool resizes, bool grows,
+                                     bool of_heap) {
     twins t;
-    ms_memory_report before, after;
-    twins_open(&t, 3, resizes, false);
-    ms_model *m = t.chain.model;
-    ms_set_budget(m, budgets[grows ? 0 : BUDGETS - 1]);
-    t_ok(m, ms_wrap(m));
-    twins_step(&t);
-    t_report(m, &before);
-    ms_set_budget(m, budgets[grows ? BUDGETS - 1 : 0]);
-    const uint64_t fail_at = t.c.calls + n;
-    t.c.fail_at = of_heap ? 0 : fail_at;
-    t.heap.fail_at = of_heap ? t.heap.calls + n : 0;
-    t.heap.has_failed = false;
-    const ms_result result = ms_wrap(m);
-    const bool failed = of_heap ? t.heap.has_failed : t.c.calls >= fail_at;
-    t.c.fail_at = t.heap.fail_at = 0;
-    t_report(m, &after);
-    if (failed && resizes && !grows && !of_heap) { // what cannot be given back is kept
-        t_ok(m, result);
-        assert_true(t.c.bytes == before.arena_bytes && after.arena_bytes < before.arena_bytes);
-    } else if (failed) {
-        t_error(m, result, MS_RESULT_OUT_OF_MEMORY);
-        assert_int_equal(after.plan_hash, before.plan_hash);
-        assert_true(t.c.bytes == before.arena_bytes && after.arena_bytes == before.arena_bytes);
-    } else {
-        t_ok(m, result);
+    const uint32_t errors = 1u << MS_RESULT_OUT_OF_MEMORY;
+    t_failing f =
+        of_heap ? t_failing_heap(&t.heap) : t_failing_of(&t.c.calls, &t.c.fail_at, errors);
+    const bool keeps = resizes && !grows && !of_heap; // what cannot be given back
+    f.errors = keeps ? 1u << MS_RESULT_OK : errors;
+    while (t_next_failure(&f, of_heap ? 1 + f.at / t_size(5, 20) : 1)) {
+        ms_memory_report before, after;
+        twins_open(&t, 3, resizes, false);
+        ms_model *m = t.chain.model;
+        ms_set_budget(m, budgets[grows ? 0 : BUDGETS - 1]);
+        t_ok(m, ms_wrap(m));
+        twins_step(&t);
+        t_report(m, &before);
+        ms_set_budget(m, budgets[grows ? BUDGETS - 1 : 0]);
+        t_arm(&f);
+        const ms_result result = ms_wrap(m);
+        const bool failed = t_failed(&f, m, result);
+        t_report(m, &after);
+        if (failed) {
+            assert_true(t.c.bytes == before.arena_bytes);
+            assert_true(keeps ? after.arena_bytes < before.arena_bytes
+                              : after.arena_bytes == before.arena_bytes &&
+                                    after.plan_hash == before.plan_hash);
+        }
+        twins_step(&t);
+        twins_end(&t);
     }
-    twins_step(&t);
-    twins_end(&t);
-    return failed;
+    return f.at - 1;
 }
 
 static void a_refused_arena_leaves_the_old_one(void **state) {
@@ -549,12 +548,9 @@ static void a_refused_arena_leaves_the_old_one(void **state) {
     twins_start(&all, 3, false, false); // the smallest budget takes most of the time of a change
     twins_end(&all);
     for (int how = 0; how < 8; ++how) {
-        uint64_t n = 1;
-        while (
-            change_fails_cleanly(all.budgets, (how & 1) != 0, (how & 2) != 0, (how & 4) != 0, n)) {
-            n += how & 4 ? 1 + n / t_size(5, 20) : 1;
-        }
-        assert_true(n > 1 || (how & 3) == 1); // an arena that shrinks where it is needs nothing
+        const uint64_t count =
+            change_fails_cleanly(all.budgets, (how & 1) != 0, (how & 2) != 0, (how & 4) != 0);
+        assert_true(count > 0 || (how & 3) == 1); // an arena that shrinks where it is needs nothing
     }
 }
 
@@ -830,29 +826,26 @@ static void calls_of_a_suspended_model(void **state) {
 #ifndef T_CUDA
 /* Without memory a model stays as it was, suspended or not. */
 static void suspend_with_failures(bool debug) {
-    bool more = true;
-    for (uint64_t fail_at = 1; more; ++fail_at) {
-        twins t;
+    twins t;
+    t_failing f = t_failing_heap(&t.heap);
+    while (t_next_failure(&f, 1)) {
         twins_start(&t, 3, false, debug);
         ms_model *m = t.chain.model;
         twins_step(&t);
-        t.heap.fail_at = t.heap.calls + fail_at;
-        t.heap.has_failed = false;
+        t_arm(&f);
         ms_result result = ms_suspend(m, NULL);
-        if (result == MS_RESULT_OK) {
-            assert_int_equal(t.c.bytes, 0);
-            result = ms_resume(m);
-            if (result != MS_RESULT_OK) {
-                t_error(m, ms_step(m, NULL), MS_RESULT_ORDER);
-                t_ok(m, ms_resume(m));
-            }
+        const bool suspended = result == MS_RESULT_OK;
+        assert_true(!suspended || t.c.bytes == 0);
+        result = suspended ? ms_resume(m) : result;
+        t_failed(&f, m, result);
+        if (suspended && result != MS_RESULT_OK) {
+            t_error(m, ms_step(m, NULL), MS_RESULT_ORDER);
+            t_ok(m, ms_resume(m));
         }
-        more = t.heap.has_failed;
-        assert_int_equal(result, more ? MS_RESULT_OUT_OF_MEMORY : MS_RESULT_OK);
         twins_step(&t);
         twins_end(&t);
-        assert_true(fail_at < 50);
     }
+    assert_true(f.error_count > 0 && f.at < 50);
 }
 
 static void suspending_fails_cleanly(void **state) {

@@ -513,36 +513,11 @@ static void expect(bool holds, const fault *where, const char *otherwise) {
     }
 }
 
-static void arm(fault_net *net, fault_kind kind, uint64_t fail_at) {
-    net->heap.has_failed = false;
-    net->heap.fail_at = kind == FAULT_HEAP ? net->heap.calls + fail_at : 0;
-    net->device.fail_at = kind == FAULT_DEVICE ? net->device.calls + fail_at : 0;
-    net->callbacks.fail_at = kind == FAULT_CALLBACK ? net->callbacks.calls + fail_at : 0;
-}
-
-/* Whether the fault came about. */
-static bool disarm(fault_net *net) {
-    const bool happened =
-        net->heap.has_failed ||
-        (net->device.fail_at != 0 && net->device.calls >= net->device.fail_at) ||
-        (net->callbacks.fail_at != 0 && net->callbacks.calls >= net->callbacks.fail_at);
-    net->heap.fail_at = net->device.fail_at = net->callbacks.fail_at = 0;
-    return happened;
-}
-
-/* The error that fits the fault. A failing matrix product comes by way of the callback that asked
-   for it. */
-static void check_error(const fault_net *net, fault_kind kind, ms_result result) {
-    bool fits = result == MS_RESULT_OUT_OF_MEMORY;
-    if (kind == FAULT_DEVICE) {
-        fits = fits || result == MS_RESULT_BACKEND || result == MS_RESULT_CALLBACK;
-    } else if (kind == FAULT_CALLBACK) {
-        fits = result == MS_RESULT_CALLBACK;
-    }
-    if (!fits || (net->model != NULL && ms_last_error(net->model)[0] == 0)) {
-        fail_msg("%s of kind %d: %s, \"%s\"", net->how->name, (int)kind, ms_result_name(result),
-                 ms_last_error(net->model));
-    }
+static t_failing failing_of(fault_net *net, fault_kind kind) {
+    return kind == FAULT_HEAP     ? t_failing_heap(&net->heap)
+           : kind == FAULT_DEVICE ? t_failing_device(&net->device)
+                                  : t_failing_of(&net->callbacks.calls, &net->callbacks.fail_at,
+                                                 1u << MS_RESULT_CALLBACK);
 }
 
 typedef struct expectation {
@@ -608,58 +583,47 @@ static void check_untouched(fault_net *net, const expectation *e, const float *l
            "the gradient that is lent has changed");
 }
 
-/* The call fails where it should; false where there is none. */
-static bool fails_cleanly(const fault_case *how, const fault *where, const expectation *e,
-                          uint32_t *cured) {
-    fault_net net;
-    float lent[KEPT_FLOATS];
-    fault_net_start(&net, how);
-    t_ok(net.model, act_step(&net));
-    put_back(&net, &e->before, e->before.buffer_at);
-    memcpy(lent, net.borrowed[2], sizeof lent);
-    arm(&net, where->kind, where->at);
-    const ms_result result = where->what->run(&net);
-    const bool happened = disarm(&net);
-    if (where->what->run == act_verify) {
-        check_untouched(&net, e, lent, where);
-    }
-    if (!happened || (result == MS_RESULT_OK && where->what->run == act_verify)) {
-        t_ok(net.model, result); // it puts back what is lent at the second try
-    } else if (where->what->run != act_another_model) {
-        check_error(&net, where->kind, result);
-    } else {
-        assert_true(result != MS_RESULT_OK);
-    }
-    check_recovery(&net, e, where, cured);
-    fault_net_end(&net);
-    return happened;
-}
-
 static bool is_applicable(const fault_case *how, const act *a) {
     return (a->run != act_another_model || how->shared) && (a->run != act_borrow || how->borrows);
 }
 
-/* The call that fails next: of a full sweep each, otherwise each of the first ones and then one in
-   fifteen, or of allocations one in a hundred and one. */
-static uint64_t next_call(fault_kind kind, uint64_t at) {
+/* How far away the call is that fails next: of a full sweep each, otherwise each of the first ones and
+   then one in fifteen, or of allocations one in a hundred and one. */
+static uint64_t stride_at(fault_kind kind, uint64_t at) {
     const uint64_t stride = kind == FAULT_CALLBACK ? t_stride(15)
                             : kind == FAULT_DEVICE ? t_size(15, t_stride(101))
                                                    : t_stride(101);
-    return at + (at > t_size(4, 10) ? stride : 1);
+    return at > t_size(4, 10) ? stride : 1;
 }
 
-/* Returns about the number of calls that can fail. Debug mode copies all memory around each
-   callback, thousands of calls in a row that are all alike: there, at most every 17th after the
-   first ones. */
+/* Returns the number of errors. Debug mode copies all memory around each callback, thousands of calls
+   in a row that are all alike: there, at most every 17th after the first ones. */
 static uint32_t every_call_fails_once(fault_kind kind, const fault_case *how, const act *a,
                                       const expectation *e, uint32_t *cured) {
     fault where = {how, a, kind, 1};
-    while (fails_cleanly(how, &where, e, cured)) {
-        where.at =
-            how->debug && where.at > 20 ? where.at + 16 + t_stride(85) : next_call(kind, where.at);
-        expect(where.at < 100000, &where, "there is no end to it");
+    const bool verifies = a->run == act_verify, takes_turns = a->run == act_another_model;
+    fault_net net;
+    t_failing f = failing_of(&net, kind);
+    f.errors = takes_turns ? UINT32_MAX - 1 : f.errors;
+    f.errors |= verifies; // MS_RESULT_OK: it puts back what is lent at the second try
+    while (
+        t_next_failure(&f, how->debug && f.at > 20 ? 16 + t_stride(85) : stride_at(kind, f.at))) {
+        float lent[KEPT_FLOATS];
+        where.at = f.at;
+        fault_net_start(&net, how);
+        t_ok(net.model, act_step(&net));
+        put_back(&net, &e->before, e->before.buffer_at);
+        memcpy(lent, net.borrowed[2], sizeof lent);
+        t_arm(&f);
+        const ms_result result = a->run(&net);
+        t_failed(&f, takes_turns ? NULL : net.model, result);
+        if (verifies) {
+            check_untouched(&net, e, lent, &where);
+        }
+        check_recovery(&net, e, &where, cured);
+        fault_net_end(&net);
     }
-    return (uint32_t)where.at - 1;
+    return (uint32_t)f.error_count;
 }
 
 static void every_act_fails_everywhere(fault_kind kind, uint32_t counts[ACTS], uint32_t *cured) {
@@ -727,42 +691,30 @@ static void plans_do_not_change_the_loss(void **state) {
     }
 }
 
-static void building_fails_cleanly_at(fault_kind kind, const fault_case *how, uint64_t fail_at,
-                                      bool *happened) {
-    fault_net net;
-    fault_net_init(&net, how);
-    arm(&net, kind, fail_at);
-    uint64_t smallest = 0;
-    const ms_result result = fault_net_build(&net, &smallest);
-    *happened = disarm(&net);
-    if (!*happened) {
-        t_ok(net.model, result);
-    } else {
-        check_error(&net, kind, result);
-    }
-    if (net.model != NULL) { // as it was, or with a registration error that sticks
-        ms_result again = fault_write(&net);
-        again = first_error(again, fault_budget(&net, &smallest));
-        again = first_error(again, ms_wrap(net.model));
-        if (again != MS_RESULT_OK) {
-            assert_true(*happened && kind == FAULT_HEAP);
-            t_error(net.model, ms_wrap(net.model), MS_RESULT_OUT_OF_MEMORY);
-        } else {
-            t_ok(net.model, act_step(&net));
-        }
-    }
-    fault_net_end(&net);
-}
-
 static void building_fails_cleanly(fault_kind kind) {
     for (size_t i = 0; i < FAULT_CASES; ++i) {
-        uint64_t fail_at = 0;
-        bool happened = true;
-        while (happened) {
-            fail_at = next_call(kind, fail_at);
-            building_fails_cleanly_at(kind, &fault_cases[i], fail_at, &happened);
+        fault_net net;
+        t_failing f = failing_of(&net, kind);
+        while (t_next_failure(&f, stride_at(kind, f.at))) {
+            uint64_t smallest = 0;
+            fault_net_init(&net, &fault_cases[i]);
+            t_arm(&f);
+            const ms_result result = fault_net_build(&net, &smallest);
+            const bool failed = t_failed(&f, net.model, result);
+            if (net.model != NULL) { // as it was, or with a registration error that sticks
+                ms_result again = fault_write(&net);
+                again = first_error(again, fault_budget(&net, &smallest));
+                again = first_error(again, ms_wrap(net.model));
+                if (again != MS_RESULT_OK) {
+                    assert_true(failed && kind == FAULT_HEAP);
+                    t_error(net.model, ms_wrap(net.model), MS_RESULT_OUT_OF_MEMORY);
+                } else {
+                    t_ok(net.model, act_step(&net));
+                }
+            }
+            fault_net_end(&net);
         }
-        assert_true(fail_at > 5);
+        assert_true(f.at > 5);
     }
 }
 
@@ -807,25 +759,18 @@ static void every_backend_call_fails_once(void **state) {
 /* Of verification: it is no success, and what it had saved is put back, or the model has failed. */
 static void a_device_that_stays_broken_is_told(void **state) {
     (void)state;
-    uint64_t at = 0;
-    bool happened = true;
-    while (happened) {
-        fault_net net;
-        at += t_stride(11);
+    fault_net net;
+    t_failing f = t_failing_device(&net.device);
+    while (t_next_failure(&f, t_stride(11))) {
         fault_net_start(&net, &fault_cases[4]); // lends a gradient
         t_ok(net.model, act_step(&net));
+        t_arm(&f);
         net.device.fails_on = true;
-        arm(&net, FAULT_DEVICE, at);
         const ms_result result = act_verify(&net);
-        happened = disarm(&net);
-        if (happened) {
-            check_error(&net, FAULT_DEVICE, result);
-        } else {
-            t_ok(net.model, result);
-        }
+        t_failed(&f, net.model, result);
         fault_net_end(&net);
     }
-    assert_true(at > 50);
+    assert_true(f.at > 50);
 }
 
 static void every_callback_fails_once(void **state) {
@@ -841,31 +786,25 @@ static void every_callback_fails_once(void **state) {
     assert_true(cured > 0); // own updates, and backward behind an early update
 }
 
-/* Whether ms_wrap for another device fails: then all that is told of the plan is as before. */
-static bool wrap_for_another_device_fails(uint64_t fail_at) {
-    fault_net net;
-    ms_memory_report before, after;
-    fault_net_start(&net, &fault_cases[0]);
-    t_report(net.model, &before);
-    ms_set_hardware(net.model, ms_hardware_find("NVIDIA T4"));
-    arm(&net, FAULT_HEAP, fail_at);
-    const ms_result result = ms_wrap(net.model);
-    disarm(&net);
-    t_report(net.model, &after);
-    assert_int_equal(result, result == MS_RESULT_OK ? MS_RESULT_OK : MS_RESULT_OUT_OF_MEMORY);
-    assert_int_equal(strcmp(after.device_name, "NVIDIA T4") == 0, result == MS_RESULT_OK);
-    assert_true(result == MS_RESULT_OK || after.step_us == before.step_us);
-    fault_net_end(&net);
-    return result != MS_RESULT_OK;
-}
-
+/* ms_wrap for another device fails: then all that is told of the plan is as before. */
 static void a_failed_wrap_leaves_the_device(void **state) {
     (void)state;
-    uint64_t fail_at = 1;
-    while (wrap_for_another_device_fails(fail_at)) {
-        ++fail_at;
+    fault_net net;
+    t_failing f = t_failing_heap(&net.heap);
+    while (t_next_failure(&f, 1)) {
+        ms_memory_report before, after;
+        fault_net_start(&net, &fault_cases[0]);
+        t_report(net.model, &before);
+        ms_set_hardware(net.model, ms_hardware_find("NVIDIA T4"));
+        t_arm(&f);
+        const ms_result result = ms_wrap(net.model);
+        const bool failed = t_failed(&f, net.model, result);
+        t_report(net.model, &after);
+        assert_int_equal(strcmp(after.device_name, "NVIDIA T4") == 0, !failed);
+        assert_true(!failed || after.step_us == before.step_us);
+        fault_net_end(&net);
     }
-    assert_true(fail_at > 20);
+    assert_true(f.error_count >= 20);
 }
 
 /* A failure in the second micro-batch gives up the first: a step starts at micro-batch 0. */
@@ -881,9 +820,8 @@ static void a_failing_micro_batch_gives_up_those_before(void **state) {
     put_back(&net, &e.before, e.before.buffer_at);
     for (uint64_t failing = 1; failing < 20; failing += 6) {
         t_ok(net.model, ms_step(net.model, NULL));
-        arm(&net, FAULT_CALLBACK, failing);
+        net.callbacks.fail_at = net.callbacks.calls + failing;
         t_error(net.model, ms_step(net.model, NULL), MS_RESULT_CALLBACK);
-        assert_true(disarm(&net));
         put_back(&net, &e.before, e.before.buffer_at);
     }
     keep(&net, &now);

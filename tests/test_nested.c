@@ -1519,25 +1519,7 @@ static void the_graphs_recompute_in_passes(void **state) {
 
 enum { FAULTY_GRAPHS = 6 };
 
-/* The n-th allocation fails: there is an error, the plan before stays in force, and nothing is
-   lost. Returns whether it came to that allocation. */
-static bool fails_cleanly(trial *t, uint64_t n, bool solves) {
-    ms_model *m = t->nested->model;
-    t->heap.has_failed = false;
-    t->heap.fail_at = t->heap.calls + n;
-    const ms_result result = solves ? ms_wrap(m) : nest_quietly(t);
-    t->heap.fail_at = 0;
-    const bool fits = result == (t->heap.has_failed ? MS_RESULT_OUT_OF_MEMORY : MS_RESULT_OK);
-    if (!fits || (t->heap.has_failed && strlen(ms_last_error(m)) < 10)) {
-        fail_msg("allocation %u: %s, \"%s\"", (unsigned)n, ms_result_name(result),
-                 ms_last_error(m));
-    }
-    if (!is_sound(t) || !step_all(t)) {
-        fail_msg("behind a failing allocation: %s", t->failure);
-    }
-    return t->heap.has_failed;
-}
-
+/* There is an error, the plan before stays in force, and nothing is lost. */
 static void every_allocation_fails_once(void **state) {
     (void)state;
     static trial t;
@@ -1547,15 +1529,22 @@ static void every_allocation_fails_once(void **state) {
             uint64_t budget = 0;
             assert_true(trial_begin(&t, generate(seed), &config));
             assert_true(nest(&t));
+            ms_model *m = t.nested->model;
             if (solves) {
-                t_ok(t.nested->model, ms_smallest_budget(t.nested->model, &budget));
-                ms_set_budget(t.nested->model, budget);
+                t_ok(m, ms_smallest_budget(m, &budget));
+                ms_set_budget(m, budget);
             }
-            uint64_t n = 1;
-            while (fails_cleanly(&t, n, solves != 0)) {
-                n += 1 + n / 20;
+            t_failing f = t_failing_heap(&t.heap);
+            f.heap = NULL; // the model lives on
+            while (t_next_failure(&f, 1 + f.at / 20)) {
+                t_arm(&f);
+                const ms_result result = solves ? ms_wrap(m) : nest_quietly(&t);
+                t_failed(&f, m, result);
+                if (!is_sound(&t) || !step_all(&t)) {
+                    fail_msg("behind a failing allocation: %s", t.failure);
+                }
             }
-            assert_true(n > 5);
+            assert_true(f.error_count > 3);
             trial_end(&t);
             assert_string_equal(t.failure, "");
         }
@@ -1570,25 +1559,15 @@ static bool has_all_forwards(const rd_net *n) {
     return all;
 }
 
-/* The n-th callback of a step fails: behind forward, buffers are as forward has left them, though a
-   recomputation may have had old ones in place. Returns whether it came to that callback. */
-static bool puts_state_back(trial *t, uint64_t n) {
-    double loss = 0.0;
-    rd_net *net = t->nested;
-    begin_pass(net, 0);
-    assert_true(rd_net_write(net, t->round, false));
-    net->run.fail_at = net->run.calls + n;
-    const ms_result result = ms_step(net->model, &loss);
-    const bool failed = net->run.calls >= net->run.fail_at;
-    net->run.fail_at = 0;
-    assert_int_equal(result, failed ? MS_RESULT_CALLBACK : MS_RESULT_OK);
-    for (uint32_t i = 0; i < t->graph->value_count && failed && has_all_forwards(net); ++i) {
+/* After forward, buffers are as forward has left them, though a recomputation may have had old ones in
+   place. */
+static void expect_buffers(trial *t, uint64_t at) {
+    for (uint32_t i = 0; i < t->graph->value_count && has_all_forwards(t->nested); ++i) {
         if (t->graph->value[i].role == RD_BUFFER &&
-            !same(t, "buffer", i, t->plain->handle[i], net->handle[i], NULL)) {
-            fail_msg("callback %u: %s", (unsigned)n, t->failure);
+            !same(t, "buffer", i, t->plain->handle[i], t->nested->handle[i], NULL)) {
+            fail_msg("callback %u: %s", (unsigned)at, t->failure);
         }
     }
-    return failed;
 }
 
 static void every_callback_fails_once(void **state) {
@@ -1596,18 +1575,29 @@ static void every_callback_fails_once(void **state) {
     static trial t;
     uint32_t graphs = 0;
     for (uint64_t seed = 3; graphs < FAULTY_GRAPHS; seed += 3) {
-        bool fails = true;
-        for (uint64_t n = 1; fails; n += 1 + n / 10) {
+        t_failing f = t_failing_of(NULL, NULL, 1u << MS_RESULT_CALLBACK);
+        rd_graph *g = generate(seed);
+        const bool fits = g->seen[RD_STATE_SNAPSHOT] != 0;
+        free(g);
+        graphs += fits;
+        while (fits && t_next_failure(&f, 1 + f.at / 10)) {
             double loss = 0.0;
-            ms_config config = t_config();
-            rd_graph *g = generate(seed);
+            const ms_config config = t_config();
+            g = generate(seed);
             g->accumulation = 1;
-            fails = g->seen[RD_STATE_SNAPSHOT] != 0;
-            graphs += fails && n == 1;
             assert_true(trial_begin(&t, g, &config));
             assert_true(nest(&t));
-            assert_true(!fails || forward_net(&t, t.plain, 0, &loss));
-            fails = fails && puts_state_back(&t, n);
+            assert_true(forward_net(&t, t.plain, 0, &loss));
+            rd_net *n = t.nested;
+            begin_pass(n, 0);
+            assert_true(rd_net_write(n, t.round, false));
+            f.calls = &n->run.calls;
+            f.fail_at = &n->run.fail_at;
+            t_arm(&f);
+            const ms_result result = ms_step(n->model, &loss);
+            if (t_failed(&f, n->model, result)) {
+                expect_buffers(&t, f.at);
+            }
             trial_end(&t);
             assert_string_equal(t.failure, "");
         }

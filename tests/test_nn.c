@@ -1844,16 +1844,23 @@ static void m_stop(m_net *n) {
     nn_destroy(n->net);
 }
 
-static void m_same(m_net *a, m_net *b, ms_tensor of_a, ms_tensor of_b) {
+static bool m_equal(m_net *a, m_net *b, ms_tensor of_a, ms_tensor of_b) {
     const uint64_t count = ms_tensor_count(a->model, of_a);
     float *values_a = c_floats(count);
     float *values_b = c_floats(count);
     assert_int_equal(ms_tensor_count(b->model, of_b), count);
     t_ok(a->model, ms_read(a->model, of_a, values_a));
     t_ok(b->model, ms_read(b->model, of_b, values_b));
-    assert_memory_equal(values_a, values_b, (size_t)count * sizeof(float));
+    const bool equal = memcmp(values_a, values_b, (size_t)count * sizeof(float)) == 0;
     free(values_a);
     free(values_b);
+    return equal;
+}
+
+static void m_same(m_net *a, m_net *b, ms_tensor of_a, ms_tensor of_b) {
+    if (!m_equal(a, b, of_a, of_b)) {
+        fail_msg("\"%s\" differs", ms_tensor_name(a->model, of_a));
+    }
 }
 
 /* Losses and the gradients of all params. */
@@ -1866,6 +1873,12 @@ static void m_same_nets(m_net *a, m_net *b) {
         assert_string_equal(of_a->name, of_b->name);
         m_same(a, b, ms_gradient(a->model, of_a->tensor), ms_gradient(b->model, of_b->tensor));
     }
+}
+
+static uint32_t m_layers(const m_net *n) {
+    ms_memory_report report;
+    t_report(n->model, &report);
+    return report.layer_count;
 }
 
 static void test_granularity(void **state) {
@@ -1881,6 +1894,7 @@ static void test_granularity(void **state) {
         m_start(&operators, bert, &config);
         config.granularity = NN_BLOCKS;
         m_start(&blocks, bert, &config);
+        assert_true(m_layers(&blocks) + 10 < m_layers(&operators));
         if ((i & 4) != 0) {
             t_ok(operators.model, ms_step(operators.model, NULL));
             t_ok(blocks.model, ms_step(blocks.model, NULL));
@@ -2015,6 +2029,7 @@ static void test_head_groups(void **state) {
         m_start(&all, bert, &config);
         config.head_groups = (i & 2) != 0 ? config.heads : 1;
         m_start(&groups, bert, &config);
+        assert_int_equal(m_layers(&groups) > m_layers(&all), config.head_groups > 1);
         for (int64_t k = 0; k < nn_param_count(groups.net); k++) {
             float *values = h_values(&all, &groups, k, false);
             t_ok(groups.model, ms_write(groups.model, nn_param_at(groups.net, k)->tensor, values));
@@ -2135,6 +2150,9 @@ static void test_model_dropout(void **state) {
         t_ok(a.model, ms_eval(a.model, NULL));
         t_ok(b.model, ms_eval(b.model, NULL));
         m_same(&a, &b, a.t.losses, b.t.losses);
+        t_ok(a.model, ms_step(a.model, NULL));
+        t_ok(b.model, ms_step(b.model, NULL));
+        assert_false(m_equal(&a, &b, a.t.losses, b.t.losses));
         m_stop(&a);
         m_stop(&b);
     }
@@ -2729,22 +2747,66 @@ static void test_presets(void **state) {
     assert_int_equal(shape.layers, 0);
 }
 
-static void test_frozen(void **state) {
+static bool f_is_frozen(const nn_param_info *p) {
+    static const char *const names[] = {"wpe", "h0.fc.bias", "h1.proj.weight"};
+    bool is_one = false;
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        is_one |= strcmp(p->name, names[i]) == 0;
+    }
+    return is_one;
+}
+
+/* Neither a gradient nor weight decay moves them. All other params have the gradients that they have
+   where nothing is frozen, and move as they do there. */
+static void frozen_params_stand_still_and_take_no_memory(void **state) {
     (void)state;
     const nn_transformer_config config = m_config(NN_OPERATORS, 0.0f);
-    m_net n;
-    m_start(&n, false, &config);
-    ms_set_frozen(n.model, nn_find_param(n.net, "wpe")->tensor, true);
-    ms_set_frozen(n.model, nn_find_param(n.net, "h0.fc.bias")->tensor, true);
-    m_net all;
+    m_net all, n;
+    ms_memory_report of_all, of_some;
+    uint64_t bytes = 0;
     m_start(&all, false, &config);
+    m_start(&n, false, &config);
+    for (int64_t i = 0; i < nn_param_count(n.net); i++) {
+        const nn_param_info *p = nn_param_at(n.net, i);
+        ms_set_frozen(n.model, p->tensor, f_is_frozen(p));
+        bytes += f_is_frozen(p) ? msi_align(ms_tensor_bytes(n.model, p->tensor)) : 0;
+    }
     t_ok(n.model, ms_wrap(n.model));
-    t_ok(n.model, ms_forward(n.model, NULL));
-    t_ok(all.model, ms_forward(all.model, NULL));
-    t_ok(n.model, ms_backward(n.model));
-    t_ok(all.model, ms_backward(all.model));
-    m_same(&n, &all, ms_gradient(n.model, nn_find_param(n.net, "wte")->tensor),
-           ms_gradient(all.model, nn_find_param(all.net, "wte")->tensor));
+    t_report(all.model, &of_all);
+    t_report(n.model, &of_some);
+    assert_true(of_some.peak_bytes[MS_CATEGORY_OPTIMIZER] + 2 * bytes ==
+                of_all.peak_bytes[MS_CATEGORY_OPTIMIZER]);
+    assert_true(of_some.plain_bytes + 2 * bytes <= of_all.plain_bytes);
+    assert_true(of_some.peak_bytes[MS_CATEGORY_GRADIENT] < of_all.peak_bytes[MS_CATEGORY_GRADIENT]);
+    for (int k = 0; k < 2; k++) {
+        m_net *one = k == 0 ? &all : &n;
+        t_ok(one->model, ms_forward(one->model, NULL));
+        t_ok(one->model, ms_backward(one->model));
+    }
+    for (int64_t i = 0; i < nn_param_count(n.net); i++) {
+        const nn_param_info *p = nn_param_at(n.net, i);
+        const ms_tensor of_p = nn_param_at(all.net, i)->tensor;
+        const ms_tensor gradient = ms_gradient(n.model, p->tensor);
+        if (f_is_frozen(p)) {
+            float *values = c_floats(ms_tensor_count(n.model, p->tensor));
+            assert_true(ms_read(n.model, gradient, values) != MS_RESULT_OK);
+            free(values);
+        } else {
+            m_same(&n, &all, gradient, ms_gradient(all.model, of_p));
+        }
+    }
+    t_ok(all.model, ms_update(all.model));
+    t_ok(n.model, ms_update(n.model));
+    m_net first; // values
+    m_start(&first, false, &config);
+    for (int64_t i = 0; i < nn_param_count(n.net); i++) {
+        const nn_param_info *p = nn_param_at(n.net, i);
+        const ms_tensor of_p = nn_param_at(all.net, i)->tensor;
+        const ms_tensor of_first = nn_param_at(first.net, i)->tensor;
+        m_same(&n, f_is_frozen(p) ? &first : &all, p->tensor, f_is_frozen(p) ? of_first : of_p);
+        assert_false(m_equal(&all, &first, of_p, of_first)); // it would have moved
+    }
+    m_stop(&first);
     m_stop(&n);
     m_stop(&all);
 }
@@ -2788,6 +2850,7 @@ typedef struct l_net {
     ms_tensor x, losses;
     ms_backend backend;
     uint8_t *memory[L_LENT];
+    ms_tensor lent[L_LENT];
     int count;
 } l_net;
 
@@ -2800,6 +2863,7 @@ static void l_lend(l_net *n, ms_tensor tensor) {
     assert_true(n->count < L_LENT);
     assert_int_equal(n->backend.memory_alloc(n->backend.user, &l_malloc, L_BYTES, &memory), 0);
     n->memory[n->count] = (uint8_t *)memory;
+    n->lent[n->count] = tensor;
     t_ok(n->model, ms_borrow(n->model, tensor, n->memory[n->count++] + sizeof(float)));
 }
 
@@ -2855,6 +2919,10 @@ static void test_lent(void **state) {
     l_net own, lent;
     l_start(&own, false);
     l_start(&lent, true);
+    assert_int_equal(lent.count, 7);
+    for (int i = 0; i < lent.count; i++) { // used where it lies
+        assert_ptr_equal(ms_data(lent.model, lent.lent[i]), lent.memory[i] + sizeof(float));
+    }
     l_near(&own, &lent, own.losses, lent.losses);
     for (int64_t i = 0; i < nn_param_count(own.net); i++) {
         l_near(&own, &lent, ms_gradient(own.model, nn_param_at(own.net, i)->tensor),
@@ -3065,7 +3133,7 @@ int main(void) {
         cmocka_unit_test(test_init),
         cmocka_unit_test(test_presets),
         cmocka_unit_test(test_options),
-        cmocka_unit_test(test_frozen),
+        cmocka_unit_test(frozen_params_stand_still_and_take_no_memory),
         cmocka_unit_test(test_lent),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_refused_transformers),

@@ -1,5 +1,5 @@
 /*  test_plan.c - plans change no bit and never pass their budget: random graphs, budget sweeps, the
-    arithmetic of the report, the listing of the program. MEMSCALE_TEST_DAGS sets how many random
+    arithmetic of the report, the listings of the plan and the program. MEMSCALE_TEST_DAGS sets how many random
     graphs are run. */
 #include "private.h"
 #include "toy_layers.h"
@@ -753,6 +753,30 @@ static void forced_plans_are_the_smallest(void **state) {
     }
 }
 
+/* The smallest plan is the one that its own size as a budget gets: no more recomputation. */
+static void the_smallest_plan_is_a_rung_too(void **state) {
+    (void)state;
+    for (uint32_t depth = 2; depth < 24; ++depth) {
+        t_chain chain;
+        ms_memory_report forced, budgeted;
+        ms_config config = t_config();
+        config.dry_run = true;
+        config.force_optimize = true;
+        assert_int_equal(t_chain_create(&chain, &config, depth, 64, 8), MS_RESULT_OK);
+        t_ok(chain.model, ms_wrap(chain.model));
+        t_report(chain.model, &forced);
+        ms_destroy(chain.model);
+        config.force_optimize = false;
+        config.memory_budget_bytes = forced.arena_bytes;
+        assert_int_equal(t_chain_create(&chain, &config, depth, 64, 8), MS_RESULT_OK);
+        t_ok(chain.model, ms_wrap(chain.model));
+        t_report(chain.model, &budgeted);
+        ms_destroy(chain.model);
+        assert_true(budgeted.arena_bytes == forced.arena_bytes);
+        assert_true(budgeted.recompute_count == forced.recompute_count);
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // the report against what is allocated
 
@@ -1219,10 +1243,81 @@ static void greedy_is_close_to_the_best(void **state) {
     scored_chain_close(&s);
 }
 
+// ------------------------------------------------------------------------------------------------
+// the listing of a plan
+
+static void ignore_lifetime(const ms_lifetime *l, void *user) {
+    (void)l, (void)user;
+}
+
+static void the_plan_is_printed(void **state) {
+    (void)state;
+    t_chain chain;
+    t_text text = {NULL, 0};
+    ms_config config = t_config();
+    uint64_t smallest = 0;
+    t_chain_start(&chain, &config, 6);
+    ms_model *m = chain.model;
+    t_ok(m, ms_smallest_budget(m, &smallest));
+    ms_set_budget(m, smallest);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_print_plan_full(m, t_append, &text));
+    for (uint32_t i = 0; i < chain.depth; ++i) { // a line per layer
+        char name[32];
+        snprintf(name, sizeof name, "matmul%u", (unsigned)i);
+        t_text_has(text.data, name);
+    }
+    t_text_has(text.data, "recompute");
+    t_text_has(text.data, "loss");
+    assert_int_equal(text.data[text.length - 1], '\n');
+    free(text.data);
+    t_error(m, ms_print_plan(m, NULL, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_print_plan_full(m, NULL, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_visit_lifetimes(m, MS_PROGRAM_TRAIN, NULL, NULL), MS_RESULT_INVALID);
+    for (int beyond = -1; beyond <= 2; beyond += 3) {
+        t_error(m, ms_visit_lifetimes(m, (ms_program)beyond, ignore_lifetime, NULL),
+                MS_RESULT_INVALID);
+    }
+    t_error(m, ms_print_program(m, MS_PROGRAM_TRAIN, NULL, NULL), MS_RESULT_INVALID);
+    ms_destroy(m);
+}
+
+/* The line of the peak is whole, however long the name of its layer. */
+static void long_names_cut_no_line(void **state) {
+    (void)state;
+    char name[400], expected[440];
+    memset(name, 'n', sizeof name - 1);
+    name[sizeof name - 1] = 0;
+    snprintf(expected, sizeof expected, "(%s):", name);
+    t_op ops[2];
+    t_text text = {NULL, 0};
+    const ms_config config = t_config();
+    ms_model *m;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    const ms_shape shape = ms_shape2(4, 4);
+    memset(ops, 0, sizeof ops);
+    ms_layer_desc d = t_layer(&ops[0], T_AFFINE, name, ms_input(m, "x", MS_DTYPE_F32, shape),
+                              ms_activation(m, "y", MS_DTYPE_F32, shape));
+    d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(4));
+    d.param[1] = ms_param(m, "q", MS_DTYPE_F32, ms_shape1(4));
+    ms_register_layer(m, &d);
+    d = t_layer(&ops[1], T_LOSS, name, d.out[0],
+                ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(4)));
+    ms_register_layer(m, &d);
+    ms_set_loss(m, d.out[0]);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_print_plan(m, t_append, &text));
+    t_text_has(text.data, expected);
+    free(text.data);
+    ms_destroy(m);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_teardown(live_ranges_never_overlap, name_failing_graph),
         cmocka_unit_test(listings_have_every_instruction_once),
+        cmocka_unit_test(the_plan_is_printed),
+        cmocka_unit_test(long_names_cut_no_line),
         cmocka_unit_test(planning_is_deterministic),
         cmocka_unit_test(the_arena_is_what_the_backend_is_asked_for),
         cmocka_unit_test(a_dry_run_reports_the_same),
@@ -1232,6 +1327,7 @@ int main(void) {
         cmocka_unit_test_teardown(sweep_with_late_updates, name_failing_graph),
         cmocka_unit_test_teardown(sweep_without_checkpointing, name_failing_graph),
         cmocka_unit_test(forced_plans_are_the_smallest),
+        cmocka_unit_test(the_smallest_plan_is_a_rung_too),
         cmocka_unit_test_teardown(random_graphs_are_equal_bit_for_bit, name_failing_graph),
         cmocka_unit_test(updates_wait_for_the_lag),
         cmocka_unit_test(greedy_is_close_to_the_best),

@@ -2741,18 +2741,14 @@ static uint64_t fail_each(const ms_config *given, uint64_t budget, try_fn run, m
     t_ok(z.m, ms_wrap(z.m));
     t_report(z.m, &before);
     ms_set_budget(z.m, budget);
-    uint64_t failures = 0, at = 1;
-    for (bool done = false; !done; at += failures > 10 ? t_size(17, t_stride(5)) : 1) {
+    t_failing f = t_failing_heap(&heap);
+    f.heap = NULL;
+    f.success = expected;
+    while (t_next_failure(&f, f.error_count > 10 ? t_size(17, t_stride(5)) : 1)) {
         const uint64_t live = heap.live_bytes;
-        heap.has_failed = false;
-        heap.calls = 0;
-        heap.fail_at = at;
+        t_arm(&f);
         const ms_result result = run(&z);
-        done = !heap.has_failed;
-        assert_int_equal(result, done ? expected : MS_RESULT_OUT_OF_MEMORY);
-        heap.fail_at = 0;
-        if (!done) {
-            failures++;
+        if (t_failed(&f, run == try_wrap ? z.m : NULL, result)) { // others cannot keep a text
             t_report(z.m, &after);
             assert_true(before.plan_hash == after.plan_hash && before.mode == after.mode);
             assert_true(heap.live_bytes == live);
@@ -2761,7 +2757,7 @@ static uint64_t fail_each(const ms_config *given, uint64_t budget, try_fn run, m
     }
     ms_destroy(z.m);
     assert_true(heap.live_count == 0 && heap.wrong_releases == 0);
-    return failures;
+    return f.error_count;
 }
 
 static void every_allocation_fails_once(void **state) {

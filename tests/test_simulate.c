@@ -1472,35 +1472,40 @@ typedef struct allocation_failures {
    which is then one for the present arena, or the old one. Steps never fail, and have the same
    results. */
 static allocation_failures fail_allocations(uint64_t budget) {
+    clocked_net n;
     clocked_outcome expected, found;
     ms_memory_report report;
     allocation_failures count = {0, 0, 0};
-    bool failed = true;
-    for (uint64_t at = 0; failed; at += at < 30 ? 1 : t_size(4, 1)) {
-        clocked_net n;
-        ms_config config = clocked_config(&n, NULL);
+    t_failing f = t_failing_heap(&n.heap);
+    f.errors |= 1u << MS_RESULT_OK;
+    ms_config config = clocked_config(&n, NULL);
+    config.memory_budget_bytes = budget;
+    clocked_start(&n, &config);
+    t_ok(n.model, clocked_train(&n, WAY_STEP, 1, &expected));
+    clocked_end(&n);
+    while (t_next_failure(&f, f.at < 30 ? 1 : t_size(4, 1))) {
+        config = clocked_config(&n, NULL);
         config.memory_budget_bytes = budget;
-        n.heap.fail_at = at;
+        t_arm(&f);
         ms_result result = clocked_create(&n, &config);
         result = result == MS_RESULT_OK ? ms_wrap(n.model) : result;
-        if (result == MS_RESULT_OK) {
-            t_ok(n.model, clocked_train(&n, WAY_STEP, 1, &found));
-            expected = at == 0 ? found : expected;
+        const bool wraps = result == MS_RESULT_OK;
+        result = wraps ? clocked_train(&n, WAY_STEP, 1, &found) : result;
+        const bool failed = t_failed(&f, n.model, result);
+        if (wraps) {
+            t_ok(n.model, result);
             assert_memory_equal(&found, &expected, sizeof found);
-            assert_true((n.log[0] != 0) == n.heap.has_failed);
+            assert_true((n.log[0] != 0) == failed);
             assert_string_equal(ms_last_error(n.model), "");
             near(n.model->graph.layers.items[1].time.forward_us, 200.0);
             t_report(n.model, &report); // by the new times, whichever plan it is
             assert_true(report.step_us > 7000.0 && report.plain_step_us > 7000.0);
             count.tries += n.log[0] != 0;
             count.kept += strstr(n.log, "stays") != NULL;
-        } else {
-            assert_int_equal(result, MS_RESULT_OUT_OF_MEMORY);
-            count.wraps += 1;
         }
-        failed = at == 0 || n.heap.has_failed;
         clocked_end(&n);
     }
+    count.wraps = (uint32_t)f.error_count;
     return count;
 }
 
@@ -1631,34 +1636,31 @@ static void halted_steps_are_no_samples(void **state) {
     v_close(&device);
 }
 
-/* Every call of the device, and every operation on it, fails once: nothing is lost, and the next
-   run is right. */
+/* Every call of the device, and every operation on it: nothing is lost. */
 static void every_call_of_the_device_fails_once(void **state) {
     (void)state;
     const uint64_t tight = clocked_budget(0.3) + 1024;
     for (int late = 0; late < 2; ++late) {
-        bool failed = true;
-        uint64_t failures = 0;
-        for (uint64_t at = 1; failed; at += 1 + at / t_size(12, 20)) {
-            clocked_outcome found;
-            clocked_net n;
-            v_device device;
-            v_open(&device, at);
+        clocked_outcome found;
+        clocked_net n;
+        v_device device;
+        uint64_t *fail_at = late ? &device.late_fail_at : &device.engine.fail_at;
+        t_failing f = t_failing_of(NULL, fail_at, UINT32_MAX);
+        f.heap = &n.heap;
+        while (t_next_failure(&f, 1 + f.at / t_size(12, 20))) {
+            v_open(&device, f.at);
             ms_config config = clocked_config(&n, &device);
             config.memory_budget_bytes = tight;
-            device.late_fail_at = late ? at : 0;
-            device.engine.fail_at = late ? 0 : at;
+            t_arm(&f);
             ms_result result = clocked_create(&n, &config);
             result = result == MS_RESULT_OK ? ms_wrap(n.model) : result;
             result = result == MS_RESULT_OK ? clocked_train(&n, WAY_NO_LOSS, 1, &found) : result;
-            failed = late ? device.late_fail_at == 0 : device.engine.fail_at == 0;
-            failures += result != MS_RESULT_OK;
-            device.late_fail_at = device.engine.fail_at = 0;
+            t_failed(&f, n.model, result);
             clocked_end(&n);
             assert_true(device.states == 0);
             v_close(&device);
         }
-        assert_true(failures > 40);
+        assert_true(f.error_count > 40);
     }
 }
 

@@ -725,33 +725,26 @@ static void tiles_of_more_rows_than_there_are(void **state) {
    called. */
 static void plans_in_tiles_fail_cleanly(void **state) {
     (void)state;
-    uint64_t failed = 0;
-    bool done = false;
-    for (uint64_t at = 1; !done; at += 1 + at / 64) { // all of the first, some of many
+    t_heap heap;
+    t_failing f = t_failing_heap(&heap);
+    memset(&heap, 0, sizeof heap);
+    while (t_next_failure(&f, 1 + f.at / 64)) { // all of the first, some of many
         head h;
-        t_heap heap;
+        double loss;
         ms_config config = t_config();
-        memset(&heap, 0, sizeof heap);
         config.allocator = t_heap_allocator(&heap);
         config.tiling = MS_SWITCH_ON;
         config.force_optimize = true;
         head_create(&h, &config, TELLS_TRUTH);
-        heap.calls = 0;
-        heap.fail_at = at;
+        t_arm(&f);
         const ms_result result = ms_wrap(h.model);
-        done = !heap.has_failed;
-        failed += result != MS_RESULT_OK;
-        assert_true(result == MS_RESULT_OK || result == MS_RESULT_OUT_OF_MEMORY);
-        heap.fail_at = 0;
-        double loss;
+        t_failed(&f, h.model, result);
         t_ok(h.model, ms_wrap(h.model));
         head_write(&h, 1);
         t_ok(h.model, ms_step(h.model, &loss));
         ms_destroy(h.model);
-        assert_int_equal(heap.live_count, 0);
-        assert_int_equal(heap.wrong_releases, 0);
     }
-    assert_true(failed > 20);
+    assert_true(f.error_count > 20);
 }
 
 int main(void) {

@@ -444,9 +444,6 @@ static const spoiler spoilers[] = {
     {"a buffer in `in` and in `state`",
      {TENSOR(in[2], W_RUNNING)},
      {"running", "in|reads", "state"}},
-    {"a buffer that another layer reads, in `state`",
-     {TENSOR(state[0], W_READ_ONLY)},
-     {"read-only", "reader"}},
     // masks
     {"backward_reads.in", {BITS(backward_reads.in, 4)}, {"backward_reads", "slot"}},
     {"backward_reads.out", {BITS(backward_reads.out, 4)}, {"backward_reads", "slot"}},
@@ -519,9 +516,6 @@ static const spoiler spoilers[] = {
     {"grads_in_forward and a backward",
      {BITS(grads_in_forward, 1)},
      {"grads_in_forward", "backward"}},
-    {"grads_in_forward, and others differentiate through its output",
-     {CALLBACK(backward, 0), BITS(grads_in_forward, 1)},
-     {"grads_in_forward|gradients in forward", "last", "y-out|z-out"}},
     {"grads_in_forward and a recompute",
      {CALLBACK(backward, 0), CALLBACK(recompute, 1), BITS(grads_in_forward, 1)},
      {"grads_in_forward"}},
@@ -623,6 +617,9 @@ static void spoiled_descs(void **state) {
         }
         w_layers_behind(&w);
         check_refusal(&w, s->what, MS_RESULT_INVALID, "\"spoiled\"", s->text);
+        if (w.layer[L_SPOILED].id != 0) {
+            complain(s->what, "it has a handle", ms_last_error(w.m));
+        }
         w_end(&w);
     }
     end_of_table(&rows);
@@ -683,6 +680,10 @@ static void bad_utilization(ms_config *c) {
     c->target_utilization = 1.25;
 }
 
+static void negative_utilization(ms_config *c) {
+    c->target_utilization = -0.1;
+}
+
 static void nan_utilization(ms_config *c) {
     c->target_utilization = NAN;
 }
@@ -706,6 +707,11 @@ static void other_half_of_an_allocator(ms_config *c) {
 static void old_backend(ms_config *c) {
     c->backend = ms_backend_cpu();
     c->backend.size -= 8;
+}
+
+static void backend_without_memory(ms_config *c) {
+    c->backend = ms_backend_cpu();
+    c->backend.memory_alloc = NULL;
 }
 
 static void backend_without_name(ms_config *c) {
@@ -797,11 +803,20 @@ static void bad_copy_streams(void **state) {
 
 static void bad_configs(void **state) {
     (void)state;
-    static const config_fn all[] = {
-        bad_utilization,      nan_utilization,      bad_checkpointing,
-        bad_early_update,     half_an_allocator,    other_half_of_an_allocator,
-        old_backend,          backend_without_name, backend_without_add,
-        backend_without_norm, backend_without_clip, backend_without_update};
+    static const config_fn all[] = {bad_utilization,
+                                    negative_utilization,
+                                    nan_utilization,
+                                    bad_checkpointing,
+                                    bad_early_update,
+                                    half_an_allocator,
+                                    other_half_of_an_allocator,
+                                    old_backend,
+                                    backend_without_memory,
+                                    backend_without_name,
+                                    backend_without_add,
+                                    backend_without_norm,
+                                    backend_without_clip,
+                                    backend_without_update};
     for (uint32_t i = 0; i < sizeof all / sizeof all[0]; ++i) {
         world w;
         w_begin(&w);
@@ -816,6 +831,29 @@ static void bad_configs(void **state) {
     }
     assert_int_equal(ms_create(NULL, NULL), MS_RESULT_INVALID);
     assert_true(strlen(ms_last_error(NULL)) > 20);
+}
+
+static void keep_error(ms_log_level level, const char *tag, const char *text, void *user) {
+    (void)tag;
+    if (level == MS_LOG_ERROR) {
+        snprintf((char *)user, 256, "%s", text);
+    }
+}
+
+/* A log knows why there is no model. */
+static void a_wrong_config_is_explained(void **state) {
+    (void)state;
+    ms_model *m;
+    char text[256] = "";
+    ms_config config = t_config();
+    config.log = keep_error;
+    config.log_user = text;
+    config.target_utilization = 1.5;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_INVALID);
+    t_text_has(text, "target_utilization");
+    t_text_has(ms_last_error(m), "target_utilization");
+    t_text_has(ms_last_error(m), "(it is 1.5)");
+    ms_destroy(m);
 }
 
 static void bad_arenas(void **state) {
@@ -910,6 +948,14 @@ static ms_result rank_negative(world *w) {
 static ms_result huge_tensor(world *w) {
     int64_t side = (int64_t)1 << 30;
     return none_is(ms_input(w->m, "huge", MS_DTYPE_F64, ms_shape3(side, side, 2)));
+}
+
+/* Each of them is small enough. */
+static ms_result many_huge_tensors(world *w) {
+    for (int i = 0; i < 512; ++i) {
+        ms_input(w->m, "vast", MS_DTYPE_U8, ms_shape1((int64_t)1 << 55));
+    }
+    return MS_RESULT_OK;
 }
 
 static ms_result integer_param(world *w) {
@@ -1072,6 +1118,11 @@ static ms_result loss_of_none(world *w) {
     return MS_RESULT_OK;
 }
 
+static ms_result loss_of_a_foreigner(world *w) {
+    ms_set_loss(w->m, w->t[W_FOREIGN]);
+    return MS_RESULT_OK;
+}
+
 static ms_result loss_of_integers(world *w) {
     ms_set_loss(w->m, w->t[W_INTS]);
     return MS_RESULT_OK;
@@ -1145,9 +1196,15 @@ static ms_result beta_of_one(world *w) {
     return optimize(w, &desc);
 }
 
-static ms_result momentum_of_two(world *w) {
+static ms_result negative_beta(world *w) {
+    ms_optimizer_desc desc = optimizer(MS_OPTIMIZER_ADAMW);
+    desc.beta1 = -0.1f;
+    return optimize(w, &desc);
+}
+
+static ms_result momentum_of_one(world *w) {
     ms_optimizer_desc desc = optimizer(MS_OPTIMIZER_SGD);
-    desc.momentum = 2.0f;
+    desc.momentum = 1.0f;
     return optimize(w, &desc);
 }
 
@@ -1473,6 +1530,7 @@ static const misuse registrations[] = {
     {"rank 7", BEFORE_WRAP, rank_seven, BAD, {"deep", "rank", "7", "6"}},
     {"rank -1", BEFORE_WRAP, rank_negative, BAD, {"hollow", "rank", "-1"}},
     {"a huge tensor", BEFORE_WRAP, huge_tensor, BAD, {"huge", "2^58"}},
+    {"many huge tensors", BEFORE_WRAP, many_huge_tensors, BAD, {"2^58"}},
     {"a param of integers",
      BEFORE_WRAP,
      integer_param,
@@ -1535,6 +1593,7 @@ static const misuse registrations[] = {
      BAD,
      {"ms_borrow", "hidden"}},
     {"no loss", BEFORE_WRAP, loss_of_none, BAD, {"loss"}},
+    {"a foreign handle as loss", BEFORE_WRAP, loss_of_a_foreigner, BAD, {"ms_set_loss"}},
     {"a loss of integers", BEFORE_WRAP, loss_of_integers, BAD, {"ints", "i32", "f32"}},
     {"a loss that nobody writes", BEFORE_WRAP, loss_of_an_orphan, BAD, {"orphan", "layer"}},
     {"a param as loss", BEFORE_WRAP, loss_of_a_param, BAD, {"p-scale", "layer"}},
@@ -1562,7 +1621,8 @@ static const misuse registrations[] = {
      BAD,
      {"ms_set_optimizer", "kind"}},
     {"a beta of 1", BEFORE_WRAP, beta_of_one, BAD, {"beta", "1"}},
-    {"a momentum of 2", BEFORE_WRAP, momentum_of_two, BAD, {"momentum", "2"}},
+    {"a negative beta", BEFORE_WRAP, negative_beta, BAD, {"beta", "-0.1"}},
+    {"a momentum of 1", BEFORE_WRAP, momentum_of_one, BAD, {"momentum", "1"}},
     {"a negative epsilon", BEFORE_WRAP, negative_epsilon, BAD, {"epsilon", "-0.5"}},
     {"a rate of NaN", BEFORE_WRAP, rate_that_is_no_number, BAD, {"rate", "nan"}},
     {"an infinite decay", BEFORE_WRAP, decay_without_an_end, BAD, {"decay", "inf"}},
@@ -1667,7 +1727,7 @@ static const misuse registrations[] = {
      BEFORE_LAYERS,
      reader_behind_the_gradient_in_forward,
      BAD,
-     {"spoiled", "grads_in_forward|gradients in forward"}},
+     {"spoiled", "grads_in_forward|gradients in forward", "last", "y-out|z-out"}},
     {"must_in_place between axes of one size",
      BEFORE_LAYERS,
      in_place_along_another_axis,
@@ -1728,6 +1788,29 @@ static void spoiled_registrations(void **state) {
         check_registration(&registrations[rows], NULL, NULL);
     }
     end_of_table(&rows);
+}
+
+/* What is refused later does not hide it. */
+static void the_first_error_sticks(void **state) {
+    (void)state;
+    world w;
+    w_begin(&w);
+    w_create(&w);
+    (void)refuse(&w);
+    ms_refuse(w.m, "nor that");
+    (void)negative_shape(&w);
+    (void)loss_of_none(&w);
+    t_error(w.m, ms_wrap(w.m), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(w.m), "50257");
+    w_end(&w);
+}
+
+static void a_model_without_layers_is_refused(void **state) {
+    (void)state;
+    ms_model *m;
+    t_ok(NULL, ms_create(NULL, &m));
+    t_error(m, ms_wrap(m), MS_RESULT_INVALID);
+    ms_destroy(m);
 }
 
 /* Each half is fine; both together are not. */
@@ -2505,6 +2588,52 @@ static void failed_models(void **state) {
     w_end(&w);
 }
 
+static void null_arguments(void **state) {
+    (void)state;
+    ms_model *m = NULL;
+    float x = 0.0f;
+    ms_tensor none = {0};
+    const ms_layer no_layer = {0};
+    ms_memory_report report;
+    ms_hardware hardware;
+    uint64_t bytes = 0;
+    double loss = 0.0;
+    assert_int_equal(ms_create(NULL, NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_create(NULL, &m), MS_RESULT_OK);
+    t_error(m, ms_write(m, none, &x), MS_RESULT_INVALID);
+    t_error(m, ms_read(m, none, &x), MS_RESULT_INVALID);
+    t_error(m, ms_hardware_report(m, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_smallest_budget(m, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_report(m, NULL), MS_RESULT_INVALID);
+    ms_destroy(m);
+    assert_int_equal(ms_wrap(NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_detach(NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_step(NULL, &loss), MS_RESULT_INVALID);
+    assert_int_equal(ms_forward(NULL, &loss), MS_RESULT_INVALID);
+    assert_int_equal(ms_backward(NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_update(NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_eval(NULL, &loss), MS_RESULT_INVALID);
+    assert_int_equal(ms_write(NULL, none, &x), MS_RESULT_INVALID);
+    assert_int_equal(ms_read(NULL, none, &x), MS_RESULT_INVALID);
+    assert_int_equal(ms_report(NULL, &report), MS_RESULT_INVALID);
+    assert_int_equal(ms_hardware_report(NULL, &hardware), MS_RESULT_INVALID);
+    assert_int_equal(ms_smallest_budget(NULL, &bytes), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_plan(NULL, t_append, NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_plan_full(NULL, t_append, NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_print_program(NULL, MS_PROGRAM_TRAIN, t_append, NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_input(NULL, "x", MS_DTYPE_F32, ms_shape1(1)).id, 0);
+    assert_int_equal(ms_register_layer(NULL, NULL).id, 0);
+    assert_int_equal(ms_gradient(NULL, none).id, 0);
+    assert_int_equal(ms_optimizer_state(NULL, none, 0).id, 0);
+    assert_true(ms_tensor_count(NULL, none) == 0 && ms_tensor_bytes(NULL, none) == 0);
+    assert_int_equal(ms_expect_bytes(NULL, none, 0), MS_RESULT_INVALID);
+    assert_int_equal(ms_tensor_of(NULL, none).id, 0);
+    assert_string_equal(ms_tensor_name(NULL, none), "?");
+    assert_string_equal(ms_layer_name(NULL, no_layer), "?");
+    assert_true(strlen(ms_last_error(NULL)) > 0);
+    ms_destroy(NULL);
+}
+
 /* Functions that take a model take NULL too. */
 static void null_models(void **state) {
     (void)state;
@@ -2548,10 +2677,13 @@ int main(void) {
         cmocka_unit_test(spoiled_descs),
         cmocka_unit_test(honest_descs),
         cmocka_unit_test(bad_configs),
+        cmocka_unit_test(a_wrong_config_is_explained),
         cmocka_unit_test(bad_copy_streams),
         cmocka_unit_test(bad_arenas),
         cmocka_unit_test(an_arena_of_another_backend),
         cmocka_unit_test(spoiled_registrations),
+        cmocka_unit_test(the_first_error_sticks),
+        cmocka_unit_test(a_model_without_layers_is_refused),
         cmocka_unit_test(what_cannot_be_together),
         cmocka_unit_test(a_param_that_nobody_uses),
         cmocka_unit_test(what_follows_from_a_graph),
@@ -2562,6 +2694,7 @@ int main(void) {
         cmocka_unit_test(reshape_in_the_middle_of_a_step),
         cmocka_unit_test(foreign_memory),
         cmocka_unit_test(failed_models),
+        cmocka_unit_test(null_arguments),
         cmocka_unit_test(null_models),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -393,65 +393,43 @@ static uint64_t waits_in_steps(bool with_loss, int steps) {
 // ------------------------------------------------------------------------------------------------
 // failures
 
-/* A run in which something fails; then, where the model is still there, one that does not. */
-static void run_failing(net *n, v_device *device, const net_case *how) {
-    outcome o;
-    ms_result result = create_net(n, how, device);
-    if (n->model != NULL && result == MS_RESULT_OK) {
-        result = train(n, &o);
+/* Runs in which something fails; after each, one that does not. Returns how many. */
+static uint64_t fails_cleanly(const net_case *how, bool late) {
+    outcome expected, o;
+    v_device device;
+    uint64_t *fail_at = late ? &device.late_fail_at : &device.engine.fail_at;
+    t_failing f = t_failing_of(NULL, fail_at, UINT32_MAX - 1);
+    run_on_cpu(how, &expected);
+    while (t_next_failure(&f, late                    ? 1 + f.at / t_size(8, 15)
+                              : f.at > 200            ? 5 + t_stride(81) // steps are alike
+                              : f.at > t_size(10, 30) ? t_stride(21)
+                                                      : 1)) {
+        net n;
+        v_open(&device, f.at);
+        t_arm(&f);
+        ms_result result = create_net(&n, how, &device);
+        result = n.model != NULL && result == MS_RESULT_OK ? train(&n, &o) : result;
+        t_failed(&f, n.model, result);
+        ms_destroy(n.model);
+        assert_int_equal(n.heap.live_bytes, 0);
+        assert_int_equal(device.states, 0);
+        device.late_error = 0;
+        assert_true(run_on(&device, how, &expected));
+        v_close(&device);
     }
-    if (n->model != NULL && result != MS_RESULT_OK) {
-        assert_true(strlen(ms_last_error(n->model)) > 10);
-    }
-    device->engine.fail_at = 0;
-    device->late_fail_at = 0;
-    ms_destroy(n->model);
-    assert_int_equal(n->heap.live_bytes, 0);
-    assert_int_equal(device->states, 0);
+    return f.at;
 }
 
 static void every_call_fails_once(void **state) {
     (void)state;
     for (int c = 0; c < CASES; ++c) {
-        outcome expected;
-        run_on_cpu(&cases[c], &expected);
-        uint64_t n = 1;
-        for (bool failed = true; failed; ++n) {
-            v_device device;
-            net first;
-            v_open(&device, n);
-            device.engine.fail_at = n;
-            run_failing(&first, &device, &cases[c]);
-            failed = device.engine.calls >= n;
-            assert_true(run_on(&device, &cases[c], &expected));
-            v_close(&device);
-            n += n > 200              ? 5 + t_stride(81)
-                 : n > t_size(10, 30) ? t_stride(21) - 1
-                                      : 0; // steps are alike
-        }
-        assert_true(n > 200);
+        assert_true(fails_cleanly(&cases[c], false) > 200);
     }
 }
 
 static void every_operation_fails_once(void **state) {
     (void)state;
-    outcome expected;
-    v_device device;
-    run_on_cpu(&cases[1], &expected);
-    v_open(&device, 1);
-    assert_true(run_on(&device, &cases[1], &expected));
-    const uint64_t total = device.operations;
-    v_close(&device);
-    assert_true(total > 200);
-    for (uint64_t n = 1; n <= total; n += 1 + n / t_size(8, 15)) {
-        net first;
-        v_open(&device, n);
-        device.late_fail_at = n;
-        run_failing(&first, &device, &cases[1]);
-        device.late_error = 0;
-        assert_true(run_on(&device, &cases[1], &expected));
-        v_close(&device);
-    }
+    assert_true(fails_cleanly(&cases[1], true) > 200);
 }
 
 /* The host waits for losses that it asks for, and for nothing else. */

@@ -508,6 +508,91 @@ static inline ms_backend t_device_backend(t_device *device) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// every call fails once
+
+/* A loop in which the n-th allocation, call or callback fails, for n = 1, 2, ..., until there is no
+   n-th:
+
+        t_failing f = t_failing_heap(&heap);
+        while (t_next_failure(&f, 1)) {
+            ... what comes before
+            t_arm(&f);
+            const ms_result result = ... what fails, if it has an n-th allocation
+            const bool failed = t_failed(&f, model, result);
+            ... what must hold then, and the end of it
+        } */
+typedef struct t_failing {
+    const uint64_t *calls;    // that were made so far; NULL: fail_at counts down to 0 instead
+    uint64_t *fail_at;        // the call that fails
+    uint32_t errors;          // a bit for each result that tells of a failure
+    ms_result success;        // the result without one
+    const t_heap *heap;       // NULL, or what is empty after each round
+    const t_device *device;   // the same
+    uint64_t at, error_count; // n; rounds that ended in an error
+    bool failed;
+} t_failing;
+
+static inline t_failing t_failing_of(const uint64_t *calls, uint64_t *fail_at, uint32_t errors) {
+    t_failing f;
+    memset(&f, 0, sizeof f);
+    f.calls = calls;
+    f.fail_at = fail_at;
+    f.errors = errors;
+    f.failed = true;
+    return f;
+}
+
+static inline t_failing t_failing_heap(t_heap *heap) {
+    t_failing f = t_failing_of(&heap->calls, &heap->fail_at, 1u << MS_RESULT_OUT_OF_MEMORY);
+    f.heap = heap;
+    return f;
+}
+
+/* Of a matrix product that fails, the layer that asked for it is told, and passes it on. */
+static inline t_failing t_failing_device(t_device *device) {
+    t_failing f = t_failing_of(&device->calls, &device->fail_at,
+                               1u << MS_RESULT_OUT_OF_MEMORY | 1u << MS_RESULT_BACKEND |
+                                   1u << MS_RESULT_CALLBACK);
+    f.device = device;
+    return f;
+}
+
+/* Whether there is another round: not after one in which nothing failed. */
+static inline bool t_next_failure(t_failing *f, uint64_t stride) {
+    const t_heap *heap = f->heap;
+    const t_device *device = f->device;
+    if (f->at > 0) {
+        assert_true(heap == NULL ||
+                    (heap->live_count == 0 && heap->live_bytes == 0 && heap->wrong_releases == 0));
+        assert_true(device == NULL || (device->live_count == 0 && device->live_bytes == 0 &&
+                                       device->wrong_releases == 0));
+    }
+    assert_true(f->at < 1000000); // or there is no end to it
+    f->at += !f->failed ? 0 : f->at == 0 ? 1 : stride;
+    return f->failed;
+}
+
+static inline void t_arm(t_failing *f) {
+    *f->fail_at = (f->calls != NULL ? *f->calls : 0) + f->at;
+}
+
+/* Whether the n-th call has failed. The result has to tell of it, and the model, unless it is NULL,
+   has to have a text. */
+static inline bool t_failed(t_failing *f, const ms_model *m, ms_result result) {
+    const char *text = ms_last_error(m);
+    f->failed = f->calls != NULL ? *f->calls >= *f->fail_at : *f->fail_at == 0;
+    *f->fail_at = 0;
+    const bool is_error = result != f->success;
+    const bool fits = f->failed ? (f->errors >> result & 1u) != 0 : !is_error;
+    f->error_count += f->failed && is_error;
+    if (!fits || (is_error && strlen(text) < 10)) {
+        fail_msg("call %u %s: %s, \"%s\"", (unsigned)f->at, f->failed ? "fails" : "is not made",
+                 ms_result_name(result), text);
+    }
+    return f->failed;
+}
+
+// ------------------------------------------------------------------------------------------------
 // descs
 
 /* Everything at its default, and a budget that is never reached. */

@@ -1,0 +1,185 @@
+/*  test_optimizer.c - updates in F32 against float64 formulas, the state that each kind needs, and frozen
+    params. Other formats of state are in test_state.c, what a step makes of updates in test_steps.c. */
+#include "private.h"
+#include "toy_layers.h"
+
+typedef struct optimizer_case {
+    ms_optimizer_desc desc;
+    float own_decay; // of weight 1; below 0: not set
+} optimizer_case;
+
+enum { TRAIN_STEPS = 6, TRAIN_LAYERS = 3, TRAIN_COUNT = 64 };
+
+/* p, m, v after one update with gradient g; the step's number is t, from 1. */
+static void reference_update(const ms_optimizer_desc *o, double rate, double decay, double t,
+                             double g, double value[3]) {
+    if (o->kind == MS_OPTIMIZER_SGD) {
+        value[1] = (double)o->momentum * value[1] + g;
+        value[0] -= rate * (value[1] + decay * value[0]);
+        return;
+    }
+    double b1 = o->beta1 == 0.0f ? 0.9 : (double)o->beta1;
+    double b2 = o->beta2 == 0.0f ? 0.999 : (double)o->beta2;
+    double epsilon = o->epsilon == 0.0f ? 1e-8 : (double)o->epsilon;
+    value[1] = b1 * value[1] + (1.0 - b1) * g;
+    value[2] = b2 * value[2] + (1.0 - b2) * g * g;
+    double m = value[1] / (1.0 - pow(b1, t));
+    double v = value[2] / (1.0 - pow(b2, t));
+    value[0] -= rate * (m / (sqrt(v) + epsilon) + decay * value[0]);
+}
+
+static void expect_close(const ms_model *m, double got, double expected, double scale) {
+    if (!(fabs(got - expected) <= 2e-5 * (fabs(expected) + scale))) {
+        print_error("%.9g, expected %.9g; %s\n", got, expected, ms_last_error(m));
+        fail();
+    }
+}
+
+/* The gradients are those that the model computed; params and state are followed in float64. */
+static void check_optimizer(const optimizer_case *c) {
+    t_chain chain;
+    static double follow[TRAIN_LAYERS][TRAIN_COUNT][3];
+    float data[TRAIN_COUNT];
+    ms_config config = t_config();
+    assert_int_equal(t_chain_create(&chain, &config, TRAIN_LAYERS, T_CHAIN_ROWS, T_CHAIN_COLS),
+                     MS_RESULT_OK);
+    ms_model *m = chain.model;
+    ms_set_optimizer(m, &c->desc);
+    if (c->own_decay >= 0.0f) {
+        ms_set_weight_decay(m, chain.weight[1], c->own_decay);
+    }
+    t_ok(m, ms_wrap(m));
+    t_ok(m, t_chain_write(&chain, 3));
+    memset(follow, 0, sizeof follow);
+    for (uint32_t i = 0; i < TRAIN_LAYERS; ++i) {
+        t_ok(m, ms_read(m, chain.weight[i], data));
+        for (int k = 0; k < TRAIN_COUNT; ++k) {
+            follow[i][k][0] = (double)data[k];
+        }
+    }
+    for (int step = 1; step <= TRAIN_STEPS; ++step) {
+        float rate = c->desc.learning_rate == 0.0f ? 0.001f : c->desc.learning_rate;
+        if (step > 1) { // warm up and down, and one step at zero
+            rate = step == 4 ? 0.0f : 0.01f / (float)step;
+            ms_set_learning_rate(m, rate);
+        }
+        t_ok(m, ms_forward(m, NULL));
+        t_ok(m, ms_backward(m));
+        for (uint32_t i = 0; i < TRAIN_LAYERS; ++i) {
+            bool own = i == 1 && c->own_decay >= 0.0f;
+            double decay = (double)(own ? c->own_decay : c->desc.weight_decay);
+            t_ok(m, ms_read(m, ms_gradient(m, chain.weight[i]), data));
+            for (int k = 0; k < TRAIN_COUNT; ++k) {
+                reference_update(&c->desc, (double)rate, decay, step, (double)data[k],
+                                 follow[i][k]);
+            }
+        }
+        t_ok(m, ms_update(m));
+        for (uint32_t i = 0; i < TRAIN_LAYERS; ++i) {
+            ms_tensor tensors[3];
+            tensors[0] = chain.weight[i];
+            tensors[1] = ms_optimizer_state(m, chain.weight[i], 0);
+            tensors[2] = ms_optimizer_state(m, chain.weight[i], 1);
+            for (int what = 0; what < 3; ++what) {
+                if (tensors[what].id == 0) {
+                    continue;
+                }
+                t_ok(m, ms_read(m, tensors[what], data));
+                for (int k = 0; k < TRAIN_COUNT; ++k) {
+                    expect_close(m, (double)data[k], follow[i][k][what], what == 2 ? 1e-9 : 1e-4);
+                }
+            }
+        }
+    }
+    ms_destroy(m);
+}
+
+#define STATE_F32                                                                                  \
+    { MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32 }
+
+static void optimizers_follow_their_formulas(void **state) {
+    (void)state;
+    static const optimizer_case cases[] = {
+        {{0.0f, MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32},
+         -1.0f},
+        {{0.01f, MS_OPTIMIZER_ADAMW, 0.8f, 0.95f, 1e-6f, 0.0f, 0.1f, 0.0f, NULL, NULL, 0,
+          STATE_F32},
+         0.0f},
+        {{0.003f, MS_OPTIMIZER_ADAMW, 0.9f, 0.99f, 1e-8f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0,
+          STATE_F32},
+         0.5f},
+        {{0.05f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32},
+         -1.0f},
+        {{0.05f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.9f, 0.1f, 0.0f, NULL, NULL, 0, STATE_F32},
+         0.3f},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
+        check_optimizer(&cases[i]);
+    }
+}
+
+static void sgd_without_momentum_has_no_state(void **state) {
+    (void)state;
+    static const float momenta[] = {0.0f, 0.5f};
+    for (int i = 0; i < 2; ++i) {
+        t_chain chain;
+        ms_memory_report report;
+        ms_optimizer_desc sgd;
+        ms_config config = t_config();
+        memset(&sgd, 0, sizeof sgd);
+        sgd.kind = MS_OPTIMIZER_SGD;
+        sgd.momentum = momenta[i];
+        assert_int_equal(t_chain_create(&chain, &config, 3, T_CHAIN_ROWS, T_CHAIN_COLS),
+                         MS_RESULT_OK);
+        ms_set_optimizer(chain.model, &sgd);
+        t_ok(chain.model, ms_wrap(chain.model));
+        t_report(chain.model, &report);
+        assert_true(report.peak_bytes[MS_CATEGORY_OPTIMIZER] == (uint64_t)i * 3 * 256);
+        assert_int_equal(ms_optimizer_state(chain.model, chain.weight[0], 0).id != 0, i);
+        assert_int_equal(ms_optimizer_state(chain.model, chain.weight[0], 1).id, 0);
+        ms_destroy(chain.model);
+    }
+}
+
+static void frozen_params_stand_still(void **state) {
+    (void)state;
+    t_chain chain;
+    float before[64], after[64], moment[64];
+    ms_memory_report trained, frozen;
+    ms_config config = t_config();
+    t_chain_start(&chain, &config, 3);
+    ms_model *m = chain.model;
+    t_report(m, &trained);
+    t_ok(m, ms_step(m, NULL));
+    ms_set_frozen(m, chain.weight[1], true);
+    t_ok(m, ms_wrap(m));
+    t_report(m, &frozen);
+    assert_true(frozen.plain_bytes < trained.plain_bytes);
+    assert_true(frozen.peak_bytes[MS_CATEGORY_OPTIMIZER] ==
+                trained.peak_bytes[MS_CATEGORY_OPTIMIZER] - 2 * 256);
+    assert_true(ms_read(m, ms_gradient(m, chain.weight[1]), moment) != MS_RESULT_OK);
+    assert_true(ms_read(m, ms_optimizer_state(m, chain.weight[1], 0), moment) != MS_RESULT_OK);
+    t_ok(m, ms_read(m, chain.weight[1], before));
+    t_ok(m, ms_step(m, NULL));
+    t_ok(m, ms_read(m, chain.weight[1], after));
+    assert_memory_equal(before, after, sizeof before);
+    ms_set_frozen(m, chain.weight[1], false);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_read(m, ms_optimizer_state(m, chain.weight[1], 0), moment));
+    for (int k = 0; k < 64; ++k) {
+        assert_true(moment[k] == 0.0f);
+    }
+    t_ok(m, ms_step(m, NULL));
+    t_ok(m, ms_read(m, chain.weight[1], after));
+    assert_true(memcmp(before, after, sizeof before) != 0);
+    ms_destroy(m);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(optimizers_follow_their_formulas),
+        cmocka_unit_test(sgd_without_momentum_has_no_state),
+        cmocka_unit_test(frozen_params_stand_still),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
