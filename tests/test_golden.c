@@ -1,6 +1,6 @@
-/*  test_golden.c - bits that must not change: random numbers by formulas of this file and by numbers
-    that are written down; updates in every format, whole and in whatever parts, slices and threads; and
-    updates by vector instructions beside those of single elements. */
+/*  test_golden.c - bits that must not change: random numbers by formulas of this file and by
+    numbers that are written down; updates in every format, whole and in whatever parts, slices and
+    threads; and updates by vector instructions beside those of single elements. */
 #include "private.h"
 #include "toy_layers.h"
 #include "slices.h"
@@ -127,8 +127,8 @@ static int compare_keys(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* No two of a few thousand keys are equal, and draws for neighbours, whether elements, params, tensors
-   of state, steps or micro-batches, have half of their bits in common. */
+/* No two of a few thousand keys are equal, and draws for neighbours, whether elements, params,
+   tensors of state, steps or micro-batches, have half of their bits in common. */
 static void neighbours_draw_other_bits(void **state) {
     (void)state;
     enum { PARAM_COUNT = 20, STEPS = 20, KEYS = PARAM_COUNT * STEPS * 3 * 2 };
@@ -552,7 +552,8 @@ static void expect_draws(const mixture *k, const way *w, uint64_t seed, uint32_t
     ms_destroy(z.m);
 }
 
-/* By the seed, the step, the param, its tensor of state and the element, in every way of updating. */
+/* By the seed, the step, the param, its tensor of state and the element, in every way of updating.
+   */
 static void updates_draw_by_the_formula(void **state) {
     (void)state;
     static const mixture cases[] = {
@@ -703,8 +704,8 @@ static double loss_of_draws(const float *x, uint64_t seed, uint32_t micro) {
     return sum;
 }
 
-/* Layers draw by the seed, the layer, the step and the micro-batch, and by rows of the whole: the same
-   in forward, its recomputation and backward, in tiles and in slices. */
+/* Layers draw by the seed, the layer, the step and the micro-batch, and by rows of the whole: the
+   same in forward, its recomputation and backward, in tiles and in slices. */
 static void layers_draw_by_the_formula(void **state) {
     (void)state;
     static const struct {
@@ -754,8 +755,8 @@ static void layers_draw_by_the_formula(void **state) {
 
 enum { WIDEST = 4200 };
 
-/* A param with gradient and state, all in memory of their own: of 4 bytes an element, whatever their
-   formats are, with room after it, which nothing may change. */
+/* A param with gradient and state, all in memory of their own: of 4 bytes an element, whatever
+   their formats are, with room after it, which nothing may change. */
 typedef struct updated {
     ms_update_args args;
     ms_update_factors factors;
@@ -884,8 +885,9 @@ static void fail_update(const mixture *k, uint64_t count, int how) {
              (int)k->half_gradients);
 }
 
-/* Three updates of elements on both sides of 2^32: of usual gradients; with one odd number in each strip of 24 elements, at another
-   place and with another number in each; and of odd numbers alone. */
+/* Three updates of elements on both sides of 2^32: of usual gradients; with one odd number in each
+   strip of 24 elements, at another place and with another number in each; and of odd numbers alone.
+   */
 static void check_update(const mixture *k, uint64_t count, t_rng *rng) {
     static updated fast, slow;
     static float gradient[WIDEST];

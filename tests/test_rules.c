@@ -2528,8 +2528,8 @@ static bool border_ends(bordered *b, int layer, ms_technique technique, const ch
     return holds;
 }
 
-/* Each function below plans a case for a number x, and says whether the rule decides in it, and what
-   the rule compares with its limit. */
+/* Each function below plans a case for a number x, and says whether the rule decides in it, and
+   what the rule compares with its limit. */
 typedef bool (*border_fn)(double x, double *compared);
 
 static bool is_small(double elements, double *compared) {
@@ -2614,7 +2614,8 @@ static bool is_full_by_share(double free_bytes, double *compared) {
     return border_ends(&b, 0, OFFLOADING, "host-full");
 }
 
-/* The value that the first layer makes lies idle from the second layer's forward to its backward. */
+/* The value that the first layer makes lies idle from the second layer's forward to its backward.
+   */
 static bool is_needed_at_once(double between_us, double *compared) {
     bordered b = border_begin();
     b.config.offloading = MS_SWITCH_ON;
@@ -2626,8 +2627,8 @@ static bool is_needed_at_once(double between_us, double *compared) {
     return border_ends(&b, 0, OFFLOADING, "needed-at-once");
 }
 
-/* The copies of a frozen param that is forced to be on the host, beside all else that a step does: the
-   third layer has one that could be moved too. */
+/* The copies of a frozen param that is forced to be on the host, beside all else that a step does:
+   the third layer has one that could be moved too. */
 static bool is_saturated(double between_us, double *compared) {
     bordered b = border_begin();
     ms_memory_report report;
@@ -2643,8 +2644,8 @@ static bool is_saturated(double between_us, double *compared) {
     return border_ends(&b, 2, OFFLOADING, "link-saturated");
 }
 
-/* The border between cases where a rule decides and others is where its text says: to the whole number,
-   or, of what it compares, nearly. */
+/* The border between cases where a rule decides and others is where its text says: to the whole
+   number, or, of what it compares, nearly. */
 static void numbers_of_rules_are_exact(void **state) {
     (void)state;
     static const struct {
