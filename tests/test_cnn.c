@@ -248,6 +248,7 @@ static void k_start(classifier *c, const settings *o, bool debug, bool graph) {
     build_net(c, o);
     ms_set_optimizer(c->model, &sgd);
     t_ok(c->model, ms_wrap(c->model));
+    assert_int_equal(t_is_half(c->model), k_dtype != MS_DTYPE_F32);
     t_ok(c->model, nn_init(c->net, 1));
 }
 

@@ -547,7 +547,7 @@ static void offset_cases(void) {
     free_side(&s);
 }
 
-static void norms_far_from_zero_match_the_cpu(void **state) {
+static void norms_far_from_zero_match_float64(void **state) {
     (void)state;
     in_rounds(offset_cases);
 }
@@ -702,7 +702,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(elementwise_kernels_match_the_cpu),
         cmocka_unit_test(batch_norms_match_the_cpu),
-        cmocka_unit_test(norms_far_from_zero_match_the_cpu),
+        cmocka_unit_test(norms_far_from_zero_match_float64),
         cmocka_unit_test(max_pools_match_the_cpu),
         cmocka_unit_test(convolutions_match_the_cpu_in_any_workspace),
         cmocka_unit_test(workspace_never_shrinks_as_images_grow),

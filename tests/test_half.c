@@ -618,7 +618,7 @@ static h_case h_make(const char *name, void (*build)(nn_net *net, const h_case *
     return c;
 }
 
-static void embeddings_round_once(void **state) {
+static void embeddings_are_near_f32(void **state) {
     (void)state;
     const int64_t channels[] = {72, 67, 4200};
     for (uint32_t i = 0; i < 6; i++) {
@@ -632,7 +632,7 @@ static void embeddings_round_once(void **state) {
 }
 
 /* The product is rounded before the bias is added, or the bias before the product is. */
-static void linear_layers_round_as_declared(void **state) {
+static void linear_layers_are_near_f32(void **state) {
     (void)state;
     for (uint32_t i = 0; i < 8; i++) {
         h_case c = h_make("linear", h_linear, ms_shape3(2, 3, i < 4 ? 16 : 21));
@@ -768,7 +768,7 @@ static void blocks_are_near_f32(void **state) {
 }
 
 /* Every number in 16 bits, and floats between and beyond them. */
-static void conversions_round_to_the_nearest(void **state) {
+static void conversions_are_those_of_the_library(void **state) {
     (void)state;
     t_rng rng = t_seed(1);
     for (uint32_t i = 0; i < 65536; i++) {
@@ -792,9 +792,9 @@ static void conversions_round_to_the_nearest(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(conversions_round_to_the_nearest),
-        cmocka_unit_test(embeddings_round_once),
-        cmocka_unit_test(linear_layers_round_as_declared),
+        cmocka_unit_test(conversions_are_those_of_the_library),
+        cmocka_unit_test(embeddings_are_near_f32),
+        cmocka_unit_test(linear_layers_are_near_f32),
         cmocka_unit_test(layernorms_are_near_f32),
         cmocka_unit_test(elementwise_layers_are_near_f32),
         cmocka_unit_test(attention_is_near_f32),

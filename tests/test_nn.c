@@ -1835,6 +1835,7 @@ static void m_start(m_net *n, bool bert, const nn_transformer_config *shape) {
     ms_add_output(n->model, n->t.losses);
     ms_set_optimizer(n->model, &adamw);
     t_ok(n->model, ms_wrap(n->model));
+    assert_int_equal(t_is_half(n->model), half);
     t_ok(n->model, nn_init(n->net, 3));
     m_write_batch(n, false);
 }
@@ -2272,6 +2273,7 @@ static void u_start(u_net *n, const u_way *way) {
     t_ok(n->model, ms_wrap(n->model));
     t_ok(n->model, nn_init(n->net, 3));
     assert_int_equal(c_is_in_tiles(n->model), way->by_plan || way->tile_rows > 0);
+    assert_int_equal(t_is_half(n->model), half);
 }
 
 static void u_stop(u_net *n) {
