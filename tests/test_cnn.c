@@ -87,7 +87,7 @@ static void r_compare(r_run *r, const char *name, const double *expected) {
 
 /* Initial values, several steps, and ms_eval, which normalises by the statistics and leaves them
    alone. */
-static void test_running_statistics(void **state) {
+static void running_statistics_match_float64(void **state) {
     (void)state;
     r_run r;
     float weight[R_CHANNELS];
@@ -170,7 +170,7 @@ static void k_count_recomputations(const ms_event *event, void *user) {
 
 /* Several steps with the smallest arena and with all the memory: losses, params and running
    statistics bit for bit, though normalizations were recomputed. */
-static void test_smallest_budget(void **state) {
+static void the_smallest_budget_changes_no_bit(void **state) {
     (void)state;
     const char *const arguments[] = {"--check --steps 5", "--check --steps 4 --clip 0.5",
                                      "--check --steps 3 --accumulate 2"};
@@ -195,7 +195,7 @@ static void test_smallest_budget(void **state) {
 }
 
 /* Plans that move values, from large arenas to the smallest: each wait is needed. */
-static void test_order(void **state) {
+static void every_wait_of_a_plan_that_moves_values_matters(void **state) {
     (void)state;
     const char *const arguments[] = {"--offload on", "--offload on --clip 0.5",
                                      "--offload on --accumulate 2"};
@@ -248,6 +248,7 @@ static void k_start(classifier *c, const settings *o, bool debug, bool graph) {
     build_net(c, o);
     ms_set_optimizer(c->model, &sgd);
     t_ok(c->model, ms_wrap(c->model));
+    assert_int_equal(t_is_half(c->model), k_dtype != MS_DTYPE_F32);
     t_ok(c->model, nn_init(c->net, 1));
 }
 
@@ -257,7 +258,7 @@ static void k_step(trainer *t, classifier *c) {
     t_ok(c->model, ms_step(c->model, NULL));
 }
 
-static void test_threads(void **state) {
+static void threads_change_no_bit(void **state) {
     (void)state;
 #ifndef _OPENMP
     if (t_on_cpu) {
@@ -282,7 +283,7 @@ static void test_threads(void **state) {
 }
 
 /* Steps replayed from a graph, with the dropout of each, and steps that are enqueued. */
-static void test_graph(void **state) {
+static void a_graph_changes_no_bit(void **state) {
     (void)state;
     trainer t;
     if (t_on_cpu) {
@@ -304,7 +305,7 @@ static void test_graph(void **state) {
 
 /* A net that is reshaped against one that is made for that batch, from the same values, with the
    checks of debug mode. Dropout draws by the number of the step: each net makes its first. */
-static void test_reshape(void **state) {
+static void a_reshaped_net_gives_the_bits_of_a_fresh_one(void **state) {
     (void)state;
     const int64_t sizes[] = {2, 5, 1};
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
@@ -327,7 +328,7 @@ static void test_reshape(void **state) {
 }
 
 /* In 16 bits, debug mode finds nothing to say, and changes no bit. */
-static void test_debug_in_half(void **state) {
+static void debug_mode_changes_no_bit_in_16_bits(void **state) {
     (void)state;
     for (int i = 0; i < 2; i++) {
         trainer t;
@@ -347,7 +348,7 @@ static void test_debug_in_half(void **state) {
 }
 
 /* Kaiming's deviation; zeros and ones for the running statistics. */
-static void test_init(void **state) {
+static void initial_values_are_those_of_kaiming(void **state) {
     (void)state;
     trainer t;
     k_trainer(&t, "--width 16");
@@ -379,7 +380,7 @@ static void test_init(void **state) {
 // the program
 
 /* The same image for the same number, another one for another seed; every class has pixels. */
-static void test_images(void **state) {
+static void images_depend_on_seed_and_number_alone(void **state) {
     (void)state;
     float a[PIXELS];
     float b[PIXELS];
@@ -414,7 +415,7 @@ static void k_expect_options(const char *option, const char *value, bool good) {
     assert_true(good || cnn_main(value != NULL ? 3 : 2, argv) == 2);
 }
 
-static void test_options(void **state) {
+static void wrong_options_are_refused(void **state) {
     (void)state;
     k_expect_options("--budget", "1.5M", true);
     k_expect_options("--budget", "half", true);
@@ -430,7 +431,7 @@ static void test_options(void **state) {
 }
 
 /* A short run from end to end, in the smallest arena: far above the tenth that guessing gives. */
-static void test_learns(void **state) {
+static void a_short_run_learns_in_the_smallest_arena(void **state) {
     (void)state;
     trainer t;
     memset(&t, 0, sizeof t);
@@ -443,17 +444,17 @@ static void test_learns(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_running_statistics),
-        cmocka_unit_test(test_smallest_budget),
-        cmocka_unit_test(test_order),
-        cmocka_unit_test(test_threads),
-        cmocka_unit_test(test_graph),
-        cmocka_unit_test(test_reshape),
-        cmocka_unit_test(test_debug_in_half),
-        cmocka_unit_test(test_init),
-        cmocka_unit_test(test_images),
-        cmocka_unit_test(test_options),
-        cmocka_unit_test(test_learns),
+        cmocka_unit_test(running_statistics_match_float64),
+        cmocka_unit_test(the_smallest_budget_changes_no_bit),
+        cmocka_unit_test(every_wait_of_a_plan_that_moves_values_matters),
+        cmocka_unit_test(threads_change_no_bit),
+        cmocka_unit_test(a_graph_changes_no_bit),
+        cmocka_unit_test(a_reshaped_net_gives_the_bits_of_a_fresh_one),
+        cmocka_unit_test(debug_mode_changes_no_bit_in_16_bits),
+        cmocka_unit_test(initial_values_are_those_of_kaiming),
+        cmocka_unit_test(images_depend_on_seed_and_number_alone),
+        cmocka_unit_test(wrong_options_are_refused),
+        cmocka_unit_test(a_short_run_learns_in_the_smallest_arena),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -63,7 +63,7 @@ static bool same_values(const cn_values *a, const cn_values *b, double tolerance
     return same;
 }
 
-static void test_same_as_cpu(void **state) {
+static void training_gives_the_numbers_of_the_cpu(void **state) {
     (void)state;
     train_case cases[TRAIN_CASES];
     make_cases(cases);
@@ -159,7 +159,7 @@ static void live(const cn_how *how, range *of) {
     cn_destroy(&net);
 }
 
-static void test_life(void **state) {
+static void a_whole_life_gives_the_numbers_of_the_cpu(void **state) {
     (void)state;
     cn_how how;
     range expected, found;
@@ -220,7 +220,7 @@ static void take_turns(bool cuda, cn_values *first, cn_values *second) {
     assert_int_equal(heap.live_count, 0);
 }
 
-static void test_shared_arena(void **state) {
+static void models_take_turns_in_one_arena(void **state) {
     (void)state;
     cn_values first, second, a, b;
     const double tolerance = CN_IS_EMULATED ? 0.0 : 2e-5;
@@ -273,7 +273,7 @@ static void check_lead(cn_net *net) {
 
 #endif
 
-static void test_waits(void **state) {
+static void the_host_waits_only_where_it_must(void **state) {
     (void)state;
     CN_SKIP_ON_GPU();
 #ifdef CUDART_EMULATION
@@ -297,7 +297,7 @@ static void test_waits(void **state) {
 }
 
 /* Kernels of the library by their names: none more than the program asks for. */
-static void test_launches(void **state) {
+static void no_kernel_is_launched_beyond_the_program(void **state) {
     (void)state;
     CN_SKIP_ON_GPU();
 #ifdef CUDART_EMULATION
@@ -420,7 +420,7 @@ static void run_trouble(const trouble_case *c, int later, cn_values *before, cn_
     cn_destroy(&net);
 }
 
-static void test_nonfinite(void **state) {
+static void a_loss_that_is_not_finite_halts_the_step(void **state) {
     (void)state;
     trouble_case cases[TROUBLES];
     make_troubles(cases);
@@ -441,7 +441,7 @@ static void test_nonfinite(void **state) {
 }
 
 /* An eval tells of its own loss, and does not halt the training. */
-static void test_nonfinite_eval(void **state) {
+static void an_eval_that_is_not_finite_halts_nothing(void **state) {
     (void)state;
     cn_how how;
     cn_net net;
@@ -492,7 +492,7 @@ static ms_result bad_step_in_calls(cn_net *net, int what) {
 }
 
 /* The report comes from what the host does, or from ms_synchronize after it. */
-static void test_nonfinite_in_calls(void **state) {
+static void what_is_not_finite_is_told_by_the_next_wait(void **state) {
     (void)state;
     cn_how how;
     cn_net net;
@@ -578,7 +578,7 @@ static void use_stream(cudaStream_t stream, cn_values *values, float *copies) {
     cn_destroy(&net);
 }
 
-static void test_streams(void **state) {
+static void the_streams_of_the_caller_are_used_in_order(void **state) {
     (void)state;
     cn_values expected, values;
     float first[4 * CN_COLS * CN_COLS], copies[4 * CN_COLS * CN_COLS];
@@ -610,7 +610,7 @@ static void test_streams(void **state) {
 }
 
 /* A model on the second device leaves the current one as it was. */
-static void test_current_device(void **state) {
+static void the_current_device_stays_current(void **state) {
     (void)state;
     int count = 0, current = -1;
     cn_reset(1);
@@ -649,11 +649,16 @@ static void test_current_device(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_same_as_cpu),    cmocka_unit_test(test_life),
-        cmocka_unit_test(test_shared_arena),   cmocka_unit_test(test_waits),
-        cmocka_unit_test(test_launches),       cmocka_unit_test(test_nonfinite),
-        cmocka_unit_test(test_nonfinite_eval), cmocka_unit_test(test_nonfinite_in_calls),
-        cmocka_unit_test(test_streams),        cmocka_unit_test(test_current_device),
+        cmocka_unit_test(training_gives_the_numbers_of_the_cpu),
+        cmocka_unit_test(a_whole_life_gives_the_numbers_of_the_cpu),
+        cmocka_unit_test(models_take_turns_in_one_arena),
+        cmocka_unit_test(the_host_waits_only_where_it_must),
+        cmocka_unit_test(no_kernel_is_launched_beyond_the_program),
+        cmocka_unit_test(a_loss_that_is_not_finite_halts_the_step),
+        cmocka_unit_test(an_eval_that_is_not_finite_halts_nothing),
+        cmocka_unit_test(what_is_not_finite_is_told_by_the_next_wait),
+        cmocka_unit_test(the_streams_of_the_caller_are_used_in_order),
+        cmocka_unit_test(the_current_device_stays_current),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

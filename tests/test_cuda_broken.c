@@ -55,7 +55,7 @@ static uint64_t break_everywhere(const cn_how *how) {
     }
 }
 
-static void test_broken_device(void **state) {
+static void a_broken_device_is_told_and_leaks_nothing(void **state) {
     (void)state;
     for (int i = 0; i < 3; i++) {
         cn_how how;
@@ -71,7 +71,7 @@ static void test_broken_device(void **state) {
 
 #else
 
-static void test_broken_device(void **state) {
+static void a_broken_device_is_told_and_leaks_nothing(void **state) {
     (void)state;
     CN_SKIP_ON_GPU();
 }
@@ -79,6 +79,6 @@ static void test_broken_device(void **state) {
 #endif
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_broken_device)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(a_broken_device_is_told_and_leaks_nothing)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -257,7 +257,7 @@ static void run_with_fault(const trial *of, uint64_t call, run *r, cn_values *va
     cn_clean();
 }
 
-static void test_cuda_calls(void **state) {
+static void every_cuda_call_fails_once(void **state) {
     (void)state;
     const uint64_t stride = t_stride(7);
     trial trials[TRIALS];
@@ -296,7 +296,7 @@ static void test_cuda_calls(void **state) {
 }
 
 /* Most are made where plans are searched for: some hundred of all are failed. */
-static void test_host_allocations(void **state) {
+static void host_allocations_fail_once(void **state) {
     (void)state;
     const uint64_t most = t_sweep(60, 600);
     trial trials[TRIALS];
@@ -323,7 +323,7 @@ static void test_host_allocations(void **state) {
 
 /* A report measures, or stays with what the runtime states, or is an error; it leaves nothing
    behind, and the next one measures. */
-static void test_report(void **state) {
+static void a_report_without_measurements_leaves_nothing_behind(void **state) {
     (void)state;
     const uint64_t stride = t_stride(7);
     uint64_t call = 0, errors = 0, stated = 0;
@@ -366,7 +366,7 @@ static void test_report(void **state) {
 // ------------------------------------------------------------------------------------------------
 // what is not there
 
-static void test_out_of_memory(void **state) {
+static void a_lack_of_device_memory_is_told(void **state) {
     (void)state;
     cn_how how;
     cn_net net;
@@ -419,7 +419,7 @@ static void test_out_of_memory(void **state) {
 }
 
 /* A budget of 0 takes what is free. */
-static void test_free_memory(void **state) {
+static void a_budget_of_0_takes_what_is_free(void **state) {
     (void)state;
     ms_config config;
     ms_memory_report report;
@@ -474,7 +474,7 @@ static void check_no_device(int device, const char *part) {
     assert_int_equal(cudaPeekAtLastError(), cudaSuccess);
 }
 
-static void test_no_device(void **state) {
+static void devices_that_are_not_there_are_named(void **state) {
     (void)state;
     emulation_reset(1);
     check_no_device(1, cudaGetErrorString(cudaErrorInvalidDevice));
@@ -611,7 +611,7 @@ static void report_orders(void) {
    neighbours order too, for copies in one direction keep their order: of several inputs the first
    waits for the step before, and for the last the step waits. A verdict that is copied too late is
    a newer one. */
-static void test_orders(void **state) {
+static void every_class_of_waits_matters(void **state) {
     (void)state;
     const uint64_t seeds = cn_seeds(20) < 8 ? 8 : cn_seeds(20);
     memset(&hole, 0, sizeof hole);
@@ -639,7 +639,7 @@ static void read_device_memory(void *user) {
     (void)data[0];
 }
 
-static void test_host_dereference(void **state) {
+static void the_host_cannot_read_device_memory(void **state) {
     (void)state;
     cn_how how;
     cn_net net;
@@ -659,23 +659,27 @@ static void test_host_dereference(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_cuda_calls),  cmocka_unit_test(test_host_allocations),
-        cmocka_unit_test(test_report),      cmocka_unit_test(test_out_of_memory),
-        cmocka_unit_test(test_free_memory), cmocka_unit_test(test_no_device),
-        cmocka_unit_test(test_orders),      cmocka_unit_test(test_host_dereference),
+        cmocka_unit_test(every_cuda_call_fails_once),
+        cmocka_unit_test(host_allocations_fail_once),
+        cmocka_unit_test(a_report_without_measurements_leaves_nothing_behind),
+        cmocka_unit_test(a_lack_of_device_memory_is_told),
+        cmocka_unit_test(a_budget_of_0_takes_what_is_free),
+        cmocka_unit_test(devices_that_are_not_there_are_named),
+        cmocka_unit_test(every_class_of_waits_matters),
+        cmocka_unit_test(the_host_cannot_read_device_memory),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
 
 #else
 
-static void test_nothing(void **state) {
+static void faults_need_the_emulation(void **state) {
     (void)state;
     CN_SKIP_ON_GPU();
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_nothing)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(faults_need_the_emulation)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
 

@@ -68,7 +68,7 @@ static cn_values train(const cn_how *how, double *loss) {
     return values;
 }
 
-static void test_same_bits(void **state) {
+static void replays_give_the_bits_of_steps(void **state) {
     (void)state;
     cn_how cases[GRAPH_CASES];
     make_cases(cases);
@@ -92,7 +92,7 @@ static void test_same_bits(void **state) {
 
 /* Steps that are timed run by themselves: one that is slow for once, two samples, and two by the
    new plan. Then comes the recording. */
-static void test_profiles_first(void **state) {
+static void steps_are_recorded_after_they_are_timed(void **state) {
     (void)state;
     for (int smallest = 0; smallest < 2; smallest++) {
         for (uint32_t micros = 1; micros <= 2; micros++) {
@@ -122,7 +122,7 @@ static void test_profiles_first(void **state) {
 }
 
 /* Masks of dropout that stood still would show in the losses of one batch and constant params. */
-static void test_dropout_moves(void **state) {
+static void replays_draw_new_masks(void **state) {
     (void)state;
     cn_how how;
     cn_net net;
@@ -225,7 +225,7 @@ static cn_values change_amid(const cn_how *how, int change) {
     return values;
 }
 
-static void test_changes(void **state) {
+static void changes_make_a_new_recording(void **state) {
     (void)state;
     for (int change = 0; change < CHANGES; change++) {
         for (uint64_t seed = 0; seed < cn_seeds(10); seed++) {
@@ -274,7 +274,7 @@ static void share(bool graph, cn_values *first, cn_values *second) {
     ms_arena_destroy(how.arena);
 }
 
-static void test_arena_grows(void **state) {
+static void an_arena_that_grows_makes_a_new_recording(void **state) {
     (void)state;
     cn_values first, second, a, b;
     for (uint64_t seed = 0; seed < cn_seeds(20); seed++) {
@@ -339,7 +339,7 @@ static void sin_once(cn_sin sin, ms_phase phase, uint32_t micros, bool in_last,
     cn_destroy(&net);
 }
 
-static void test_sins(void **state) {
+static void what_cannot_be_recorded_is_told(void **state) {
     (void)state;
     for (uint32_t micros = 1; micros < 3; micros++) {
         cn_how how;
@@ -385,7 +385,7 @@ static void check_refused(const ms_config *config, const char *part) {
     t_text_has(heard.text, part);
 }
 
-static void test_refusals(void **state) {
+static void graphs_that_cannot_be_are_refused(void **state) {
     (void)state;
     ms_config config;
     memset(&config, 0, sizeof config);
@@ -416,7 +416,7 @@ static void test_refusals(void **state) {
 }
 
 /* A callback on a stream that cannot be recorded. */
-static void test_legacy_stream(void **state) {
+static void the_legacy_stream_cannot_be_recorded(void **state) {
     (void)state;
     cn_how how;
     cn_net net;
@@ -437,10 +437,14 @@ static void test_legacy_stream(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_same_bits),     cmocka_unit_test(test_profiles_first),
-        cmocka_unit_test(test_dropout_moves), cmocka_unit_test(test_changes),
-        cmocka_unit_test(test_arena_grows),   cmocka_unit_test(test_sins),
-        cmocka_unit_test(test_refusals),      cmocka_unit_test(test_legacy_stream),
+        cmocka_unit_test(replays_give_the_bits_of_steps),
+        cmocka_unit_test(steps_are_recorded_after_they_are_timed),
+        cmocka_unit_test(replays_draw_new_masks),
+        cmocka_unit_test(changes_make_a_new_recording),
+        cmocka_unit_test(an_arena_that_grows_makes_a_new_recording),
+        cmocka_unit_test(what_cannot_be_recorded_is_told),
+        cmocka_unit_test(graphs_that_cannot_be_are_refused),
+        cmocka_unit_test(the_legacy_stream_cannot_be_recorded),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -497,7 +497,7 @@ static void elementwise_cases(void) {
     check_planes("average backward", run_average_backward, 0, true);
 }
 
-static void test_elementwise(void **state) {
+static void elementwise_kernels_match_the_cpu(void **state) {
     (void)state;
     in_rounds(elementwise_cases);
 }
@@ -509,7 +509,7 @@ static void norm_cases(void) {
     check_planes("batch norm backward", run_batch_norm_backward, 2, true);
 }
 
-static void test_batch_norm(void **state) {
+static void batch_norms_match_the_cpu(void **state) {
     (void)state;
     in_rounds(norm_cases);
 }
@@ -547,7 +547,7 @@ static void offset_cases(void) {
     free_side(&s);
 }
 
-static void test_offset(void **state) {
+static void norms_far_from_zero_match_float64(void **state) {
     (void)state;
     in_rounds(offset_cases);
 }
@@ -583,7 +583,7 @@ static void pool_cases(void) {
     }
 }
 
-static void test_max_pool(void **state) {
+static void max_pools_match_the_cpu(void **state) {
     (void)state;
     in_rounds(pool_cases);
 }
@@ -621,14 +621,14 @@ static void convolution_cases(void) {
     }
 }
 
-static void test_convolution(void **state) {
+static void convolutions_match_the_cpu_in_any_workspace(void **state) {
     (void)state;
     in_rounds(convolution_cases);
 }
 
 /* The least workspace leaves one row of patches at a time; of all there may be, several images and
    several segments are taken at once. And what is asked for never shrinks as the batch grows. */
-static void test_groups(void **state) {
+static void workspace_never_shrinks_as_images_grow(void **state) {
     (void)state;
     const nn_window large = window_of(&some_convolutions[9]);
     const nn_window many = window_of(&some_convolutions[CONVOLUTIONS - 1]);
@@ -669,7 +669,7 @@ static void test_groups(void **state) {
 }
 
 /* What is asked for is enough for each part. */
-static void test_room(void **state) {
+static void the_workspace_asked_for_is_enough(void **state) {
     (void)state;
     t_rng rng = t_seed(4);
     for (int i = 0; i < 4000; i++) {
@@ -700,10 +700,13 @@ static void test_room(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_elementwise), cmocka_unit_test(test_batch_norm),
-        cmocka_unit_test(test_offset),      cmocka_unit_test(test_max_pool),
-        cmocka_unit_test(test_convolution), cmocka_unit_test(test_groups),
-        cmocka_unit_test(test_room),
+        cmocka_unit_test(elementwise_kernels_match_the_cpu),
+        cmocka_unit_test(batch_norms_match_the_cpu),
+        cmocka_unit_test(norms_far_from_zero_match_float64),
+        cmocka_unit_test(max_pools_match_the_cpu),
+        cmocka_unit_test(convolutions_match_the_cpu_in_any_workspace),
+        cmocka_unit_test(workspace_never_shrinks_as_images_grow),
+        cmocka_unit_test(the_workspace_asked_for_is_enough),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -132,7 +132,7 @@ static uint64_t next_count(uint64_t count) {
 // ------------------------------------------------------------------------------------------------
 // fills, copies, sums
 
-static void test_fills(void **state) {
+static void fills_write_all_and_nothing_beside_it(void **state) {
     (void)state;
     bench b;
     t_rng rng = t_seed(1);
@@ -171,7 +171,7 @@ static void put_numbers(pair *p, ms_dtype dtype, uint64_t count, t_rng *rng) {
     p->device = (uint8_t *)device_put(p->host, pair_all(p));
 }
 
-static void test_sums(void **state) {
+static void sums_match_the_cpu(void **state) {
     (void)state;
     bench b;
     t_rng rng = t_seed(2);
@@ -198,7 +198,7 @@ static void test_sums(void **state) {
 }
 
 /* The same in each pair of dtypes: to the bit, since both sides add in F32 and round once. */
-static void test_sums_in_16_bits(void **state) {
+static void sums_in_16_bits_match_the_cpu_to_the_bit(void **state) {
     (void)state;
     static const ms_dtype dtypes[] = {MS_DTYPE_F32, MS_DTYPE_BF16, MS_DTYPE_F16};
     bench b;
@@ -226,7 +226,7 @@ static void test_sums_in_16_bits(void **state) {
 
 /* The four ways of copying, and what is told; the host's memory changes after the call where it
    may. */
-static void test_copies(void **state) {
+static void copies_copy_all_and_nothing_beside_it(void **state) {
     (void)state;
     bench b;
     t_rng rng = t_seed(3);
@@ -288,7 +288,7 @@ static void check_cast(bench *b, ms_dtype from, ms_dtype to, const uint8_t *inpu
     pair_free(&out);
 }
 
-static void test_casts(void **state) {
+static void casts_match_the_cpu(void **state) {
     (void)state;
     bench b;
     uint8_t *inputs = (uint8_t *)malloc((size_t)F_INPUTS * sizeof(float));
@@ -310,7 +310,7 @@ static void test_casts(void **state) {
     bench_close(&b);
 }
 
-static void test_casts_of_a_call(void **state) {
+static void casts_of_a_call_match_float64(void **state) {
     (void)state;
     cn_reset(5);
     const ms_backend cuda = ms_backend_cuda(0);
@@ -366,7 +366,7 @@ static void check_loss(bench *b, pair *s, uint64_t count, t_rng *rng) {
     pair_free(&x);
 }
 
-static void test_losses(void **state) {
+static void losses_match_float64(void **state) {
     (void)state;
     bench b;
     pair s;
@@ -383,7 +383,7 @@ static void test_losses(void **state) {
 }
 
 /* A bad loss halts, at whatever place it is; what was halted before keeps its first reason. */
-static void test_bad_losses(void **state) {
+static void bad_losses_halt_wherever_they_are(void **state) {
     (void)state;
     static const float bad[] = {NAN, INFINITY, -INFINITY};
     bench b;
@@ -443,7 +443,7 @@ static void check_squares(bench *b, uint64_t count, size_t offset, t_rng *rng) {
     pair_free(&nonfinite);
 }
 
-static void test_squares(void **state) {
+static void sums_of_squares_match_float64(void **state) {
     (void)state;
     bench b;
     t_rng rng = t_seed(8);
@@ -486,7 +486,7 @@ static void set_factors(pair *p) {
     p->device = (uint8_t *)device_put(p->host, pair_all(p));
 }
 
-static void test_clip(void **state) {
+static void factors_of_clipping_match_the_cpu(void **state) {
     (void)state;
     static const double sums[] = {0.0,  1e-300, 1e-30, 0.25, 1.0,     1.0000001,
                                   6.25, 1e30,   1e300, NAN,  INFINITY};
@@ -685,7 +685,7 @@ static void check_update(bench *b, const update_case *c, uint64_t count, const s
 }
 
 /* State in each format: the blocks of codes end where those of threads do not. */
-static void test_updates_of_formats(void **state) {
+static void updates_of_every_format_of_state_match_the_cpu(void **state) {
     (void)state;
     static const uint64_t counts[] = {1, 7, 8, 255, 256, 257, 1000, 4000, 4095, 4096};
     static const size_t offsets[][ARRAYS] = {
@@ -716,7 +716,7 @@ static void test_updates_of_formats(void **state) {
 }
 
 /* Values and gradients in 16 bits, with a master and without. */
-static void test_updates_in_16_bits(void **state) {
+static void updates_in_16_bits_match_the_cpu(void **state) {
     (void)state;
     static const uint64_t counts[] = {1, 7, 8, 255, 256, 257, 1000, 4095};
     static const ms_dtype dtypes[] = {MS_DTYPE_F32, MS_DTYPE_BF16, MS_DTYPE_F16};
@@ -746,7 +746,7 @@ static void test_updates_in_16_bits(void **state) {
     bench_close(&b);
 }
 
-static void test_updates(void **state) {
+static void updates_match_the_cpu(void **state) {
     (void)state;
     static const update_case cases[] = {{MS_OPTIMIZER_ADAMW,
                                          0.0f,
@@ -832,7 +832,7 @@ static void test_updates(void **state) {
 // ------------------------------------------------------------------------------------------------
 // products
 
-static void test_products(void **state) {
+static void products_match_float64(void **state) {
     (void)state;
     const f_memory memory = {device_put, device_get, device_release};
     cn_reset(11);
@@ -876,7 +876,7 @@ static float product_of_thirds(bool tf32) {
     return found[0];
 }
 
-static void test_tf32(void **state) {
+static void tf32_rounds_factors_where_it_is_native(void **state) {
     (void)state;
     cn_reset(12);
     struct cudaDeviceProp properties;
@@ -891,7 +891,7 @@ static void test_tf32(void **state) {
 }
 
 /* What cuBLAS counts by int. */
-static void test_too_large(void **state) {
+static void products_too_large_for_cublas_are_refused(void **state) {
     (void)state;
     cn_how how;
     cn_net net;
@@ -929,7 +929,7 @@ static ms_hardware report(void) {
 }
 
 /* As the runtime has it. */
-static void test_hardware(void **state) {
+static void the_report_is_what_the_runtime_states(void **state) {
     (void)state;
     cn_reset(14);
     struct cudaDeviceProp properties;
@@ -957,7 +957,7 @@ static void test_hardware(void **state) {
 }
 
 /* By compute capability: what the device has of itself, and the workspace that cuBLAS asks for. */
-static void test_capabilities(void **state) {
+static void native_formats_follow_the_compute_capability(void **state) {
     (void)state;
     CN_SKIP_ON_GPU();
 #ifdef CUDART_EMULATION
@@ -990,7 +990,7 @@ static bool is_near(double a, double b, double tolerance) {
 
 /* What clocks, width and multiprocessors of real devices come to is what their maker states of
    them. The tensor cores of the H200 are stated at a lower clock than the rest. */
-static void test_speeds(void **state) {
+static void stated_speeds_are_those_of_the_maker(void **state) {
     (void)state;
     CN_SKIP_ON_GPU();
 #ifdef CUDART_EMULATION
@@ -1039,7 +1039,7 @@ static void test_speeds(void **state) {
 }
 
 /* A device that shares the host's memory has what the host has left. */
-static void test_integrated(void **state) {
+static void an_integrated_device_has_what_the_host_has_left(void **state) {
     (void)state;
     CN_SKIP_ON_GPU();
 #ifdef CUDART_EMULATION
@@ -1066,26 +1066,26 @@ static void test_integrated(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_fills),
-        cmocka_unit_test(test_sums),
-        cmocka_unit_test(test_sums_in_16_bits),
-        cmocka_unit_test(test_copies),
-        cmocka_unit_test(test_casts),
-        cmocka_unit_test(test_casts_of_a_call),
-        cmocka_unit_test(test_losses),
-        cmocka_unit_test(test_bad_losses),
-        cmocka_unit_test(test_squares),
-        cmocka_unit_test(test_clip),
-        cmocka_unit_test(test_updates),
-        cmocka_unit_test(test_updates_of_formats),
-        cmocka_unit_test(test_updates_in_16_bits),
-        cmocka_unit_test(test_products),
-        cmocka_unit_test(test_tf32),
-        cmocka_unit_test(test_too_large),
-        cmocka_unit_test(test_hardware),
-        cmocka_unit_test(test_capabilities),
-        cmocka_unit_test(test_integrated),
-        cmocka_unit_test(test_speeds),
+        cmocka_unit_test(fills_write_all_and_nothing_beside_it),
+        cmocka_unit_test(sums_match_the_cpu),
+        cmocka_unit_test(sums_in_16_bits_match_the_cpu_to_the_bit),
+        cmocka_unit_test(copies_copy_all_and_nothing_beside_it),
+        cmocka_unit_test(casts_match_the_cpu),
+        cmocka_unit_test(casts_of_a_call_match_float64),
+        cmocka_unit_test(losses_match_float64),
+        cmocka_unit_test(bad_losses_halt_wherever_they_are),
+        cmocka_unit_test(sums_of_squares_match_float64),
+        cmocka_unit_test(factors_of_clipping_match_the_cpu),
+        cmocka_unit_test(updates_match_the_cpu),
+        cmocka_unit_test(updates_of_every_format_of_state_match_the_cpu),
+        cmocka_unit_test(updates_in_16_bits_match_the_cpu),
+        cmocka_unit_test(products_match_float64),
+        cmocka_unit_test(tf32_rounds_factors_where_it_is_native),
+        cmocka_unit_test(products_too_large_for_cublas_are_refused),
+        cmocka_unit_test(the_report_is_what_the_runtime_states),
+        cmocka_unit_test(native_formats_follow_the_compute_capability),
+        cmocka_unit_test(an_integrated_device_has_what_the_host_has_left),
+        cmocka_unit_test(stated_speeds_are_those_of_the_maker),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -147,7 +147,7 @@ static void k_same_bits(const k_run *a, const k_run *b) {
 // ------------------------------------------------------------------------------------------------
 // tests
 
-static void test_losses_of_cpu(void **state) {
+static void losses_are_those_of_the_cpu(void **state) {
     (void)state;
     for (int bert_too = 0; bert_too < 2; bert_too++) {
         k_run cpu = k_way(bert_too != 0);
@@ -167,7 +167,7 @@ static void test_losses_of_cpu(void **state) {
 /* Recomputation, early updates, a graph and asynchronous steps change no bit: dropout draws anew in
    each step and alike in its recomputation, and the learning rate and the batches differ by
    step. */
-static void test_bits(void **state) {
+static void no_plan_changes_a_bit(void **state) {
     (void)state;
     for (int bert_too = 0; bert_too < 2; bert_too++) {
         k_run plain = k_way(bert_too != 0);
@@ -192,7 +192,7 @@ static void test_bits(void **state) {
 }
 
 /* TF32 keeps 10 bits of each factor: products change, if the device has it, and not by much. */
-static void test_tf32(void **state) {
+static void tf32_changes_losses_a_little(void **state) {
     (void)state;
     ms_hardware hardware;
     ms_backend backend = ms_backend_cuda(0);
@@ -243,7 +243,7 @@ static double k_bert(const char *arguments) {
     return loss;
 }
 
-static void test_program(void **state) {
+static void the_program_gives_the_losses_of_the_cpu(void **state) {
     (void)state;
     const double cpu = k_bert("--every 4 LICENSE");
     const double cuda = k_bert("--device cuda --every 4 LICENSE");
@@ -255,7 +255,7 @@ static void test_program(void **state) {
     k_near(k_bert("--device cuda --random --tf32"), k_bert("--random --every 10"), 1e-2);
 }
 
-static void test_refusals(void **state) {
+static void wrong_options_are_refused(void **state) {
     (void)state;
     static const char *const wrong[] = {"--device fpga",     "--device",  "--graph",
                                         "--device cuda 1 -", "--every 0", "--dropout 1"};
@@ -268,7 +268,7 @@ static void test_refusals(void **state) {
 }
 
 /* Devlin et al., 2018, section 3.1: 15 %, of which 80 % are masked, 10 % random, 10 % kept. */
-static void test_masking(void **state) {
+static void masks_have_the_published_shares(void **state) {
     (void)state;
     enum { LONG = 200, ROUNDS = 1000 };
     trainer t;
@@ -309,9 +309,12 @@ static void test_masking(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_losses_of_cpu), cmocka_unit_test(test_bits),
-        cmocka_unit_test(test_tf32),          cmocka_unit_test(test_program),
-        cmocka_unit_test(test_refusals),      cmocka_unit_test(test_masking),
+        cmocka_unit_test(losses_are_those_of_the_cpu),
+        cmocka_unit_test(no_plan_changes_a_bit),
+        cmocka_unit_test(tf32_changes_losses_a_little),
+        cmocka_unit_test(the_program_gives_the_losses_of_the_cpu),
+        cmocka_unit_test(wrong_options_are_refused),
+        cmocka_unit_test(masks_have_the_published_shares),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

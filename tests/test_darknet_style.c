@@ -90,7 +90,7 @@ static double gradient_error(network *net, float *values, const float *updates, 
     return longer < 1e-5 * count ? 0.0 : sqrt(error / longer);
 }
 
-static void test_gradients(void **state) {
+static void gradients_are_slopes(void **state) {
     (void)state;
     run r;
     open_unwiped(&r, SMALL_BATCH);
@@ -125,7 +125,7 @@ static void test_gradients(void **state) {
 
 /* Backward of a 1x1 convolution overwrites the delta of its input, whatever is there; that of any
    other convolution adds to it. */
-static void test_delta_wiped(void **state) {
+static void a_1x1_convolution_overwrites_deltas(void **state) {
     (void)state;
     run r, found;
     open_small(&r);
@@ -150,7 +150,7 @@ static void test_delta_wiped(void **state) {
     close_run(&found);
 }
 
-static void test_trainer_learns(void **state) {
+static void the_trainer_learns(void **state) {
     (void)state;
     enum { STEPS = 400 };
     run r;
@@ -226,13 +226,13 @@ static void check_kinds(const layer_spec *specs, int n, int batch, int size, int
     }
 }
 
-static void test_equal_small(void **state) {
+static void every_plan_of_a_small_net_gives_the_same_bits(void **state) {
     (void)state;
     check_kinds(small_layers, SMALL_LAYERS, SMALL_BATCH, SMALL_SIZE, 8, false);
 }
 
 /* A shortcut to the layer before a dropout: in the plain program both have one memory. */
-static void test_equal_aliased(void **state) {
+static void every_plan_of_aliased_layers_gives_the_same_bits(void **state) {
     (void)state;
     layer_spec specs[SMALL_LAYERS];
     memcpy(specs, small_layers, sizeof specs);
@@ -242,7 +242,7 @@ static void test_equal_aliased(void **state) {
 }
 
 /* Two shortcuts to the input of a 1x1 convolution, one of them directly before another one. */
-static void test_equal_wiped(void **state) {
+static void every_plan_of_wiped_deltas_gives_the_same_bits(void **state) {
     (void)state;
     layer_spec specs[SMALL_LAYERS];
     memcpy(specs, small_layers, sizeof specs);
@@ -253,13 +253,13 @@ static void test_equal_wiped(void **state) {
     check_kinds(specs, SMALL_LAYERS, SMALL_BATCH, SMALL_SIZE, 2, true);
 }
 
-static void test_equal_default(void **state) {
+static void every_plan_of_the_default_net_gives_the_same_bits(void **state) {
     (void)state;
     check_kinds(default_layers, DEFAULT_LAYERS, 4, IMAGE_SIZE, 4, false);
 }
 
 /* The trap: outputs of dropout, dropped and made again. */
-static void test_dropout_recomputed(void **state) {
+static void recomputed_dropout_gives_the_same_bits(void **state) {
     (void)state;
     run plain, wrapped;
     open_small(&plain);
@@ -282,13 +282,13 @@ static void test_dropout_recomputed(void **state) {
     close_run(&wrapped);
 }
 
-static void test_debug(void **state) {
+static void debug_mode_passes_the_adapter(void **state) {
     (void)state;
     check_kinds(small_layers, SMALL_LAYERS, SMALL_BATCH, SMALL_SIZE, 3, true);
 }
 
 /* The comparison must be able to fail: one bit of a momentum, one number drawn too many. */
-static void test_comparison_sees(void **state) {
+static void the_comparison_sees_one_bit(void **state) {
     (void)state;
     run a, b;
     open_small(&a);
@@ -307,7 +307,7 @@ static void test_comparison_sees(void **state) {
 }
 
 /* Without recomputation: deltas pass, and x_norm is not kept. */
-static void test_activation_bytes(void **state) {
+static void the_plan_saves_activation_bytes(void **state) {
     (void)state;
     run r;
     open_run(&r, default_layers, DEFAULT_LAYERS, 32, IMAGE_SIZE);
@@ -328,7 +328,7 @@ static void test_activation_bytes(void **state) {
 // ------------------------------------------------------------------------------------------------
 // the text of the example
 
-static void test_adapter_lines(void **state) {
+static void the_adapter_is_short(void **state) {
     (void)state;
     FILE *file = fopen("examples/darknet_style.c", "r");
     if (file == NULL) {
@@ -354,7 +354,7 @@ static void test_adapter_lines(void **state) {
     assert_true(lines <= 160);
 }
 
-static void test_program(void **state) {
+static void the_program_compares_and_refuses(void **state) {
     (void)state;
     char name[] = "darknet_style", compare_option[] = "--compare", steps[] = "--steps", two[] = "2";
     char batch[] = "--batch", wrong[] = "--steps=2";
@@ -365,18 +365,19 @@ static void test_program(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_gradients),
-                                       cmocka_unit_test(test_delta_wiped),
-                                       cmocka_unit_test(test_trainer_learns),
-                                       cmocka_unit_test(test_equal_small),
-                                       cmocka_unit_test(test_equal_aliased),
-                                       cmocka_unit_test(test_equal_wiped),
-                                       cmocka_unit_test(test_equal_default),
-                                       cmocka_unit_test(test_dropout_recomputed),
-                                       cmocka_unit_test(test_debug),
-                                       cmocka_unit_test(test_comparison_sees),
-                                       cmocka_unit_test(test_activation_bytes),
-                                       cmocka_unit_test(test_adapter_lines),
-                                       cmocka_unit_test(test_program)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(gradients_are_slopes),
+        cmocka_unit_test(a_1x1_convolution_overwrites_deltas),
+        cmocka_unit_test(the_trainer_learns),
+        cmocka_unit_test(every_plan_of_a_small_net_gives_the_same_bits),
+        cmocka_unit_test(every_plan_of_aliased_layers_gives_the_same_bits),
+        cmocka_unit_test(every_plan_of_wiped_deltas_gives_the_same_bits),
+        cmocka_unit_test(every_plan_of_the_default_net_gives_the_same_bits),
+        cmocka_unit_test(recomputed_dropout_gives_the_same_bits),
+        cmocka_unit_test(debug_mode_passes_the_adapter),
+        cmocka_unit_test(the_comparison_sees_one_bit),
+        cmocka_unit_test(the_plan_saves_activation_bytes),
+        cmocka_unit_test(the_adapter_is_short),
+        cmocka_unit_test(the_program_compares_and_refuses)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -415,11 +415,14 @@ static void check_against_reference(int variant, bool tight) {
     config.early_update = MS_SWITCH_OFF;
     config.force_optimize = tight;
     config.debug = tight;
+    ms_memory_report report;
     trained n = train_create(&config, &sizes, false);
     assert_non_null(g);
     ms_set_optimizer(n.model, &adamw);
     t_ok(n.model, ms_wrap(n.model));
     ref_share_params(g, &n);
+    t_report(n.model, &report);
+    assert_int_equal(report.recompute_count > 0, tight);
     for (int step = 1; step <= REF_STEPS; ++step) {
         double factor = 0.0, loss = 0.0;
         ref_share_batch(g, &n, (uint64_t)step, &factor);
@@ -595,6 +598,7 @@ static uint32_t check_budgets(int variant, ms_switch early, bool debug) {
         t_report(planned.model, &report);
         assert_true(report.arena_bytes <= report.budget_bytes);
         recomputations += report.recompute_count;
+        assert_true(early != MS_SWITCH_OFF || !report.early_update); // then gradients are compared
         bit_step(&plain, &planned, step++, variant);
         bit_step(&plain, &planned, step++, variant);
     }
@@ -621,10 +625,11 @@ static void every_budget_gives_the_same_gradients(void **state) {
    notice. */
 static void budgets_change_between_steps(void **state) {
     (void)state;
+    uint32_t recomputations = 0;
     for (int variant = 0; variant < VARIANTS; variant += 5) {
         t_rng rng = t_seed((uint64_t)variant);
         uint64_t smallest = 0;
-        ms_memory_report report;
+        ms_memory_report report, now;
         ms_config config = t_device_config();
         trained plain = bit_create(variant, &config);
         trained planned = bit_create(variant, &config);
@@ -643,16 +648,18 @@ static void budgets_change_between_steps(void **state) {
                 smallest + (uint64_t)(t_unit(&rng) * (double)(report.plain_bytes - smallest));
             ms_set_budget(planned.model, budget);
             t_ok(planned.model, ms_wrap(planned.model));
+            t_report(planned.model, &now);
+            recomputations += now.recompute_count;
             same_params(&plain, &planned);
             same_eval(&plain, &planned);
         }
         train_destroy(&plain);
         train_destroy(&planned);
     }
+    assert_true(recomputations > 0);
 }
 
-/* ms_eval in between, between the calls of a step's beginning too, changes no number of training,
-   and without dropout gives the loss of the step that follows. */
+/* ms_eval in between, between the calls of a step's beginning too, changes no number of training. */
 static void evaluation_leaves_training_alone(void **state) {
     (void)state;
     for (int variant = 0; variant < VARIANTS; variant += 7) {

@@ -618,7 +618,7 @@ static h_case h_make(const char *name, void (*build)(nn_net *net, const h_case *
     return c;
 }
 
-static void test_embedding(void **state) {
+static void embeddings_are_near_f32(void **state) {
     (void)state;
     const int64_t channels[] = {72, 67, 4200};
     for (uint32_t i = 0; i < 6; i++) {
@@ -632,7 +632,7 @@ static void test_embedding(void **state) {
 }
 
 /* The product is rounded before the bias is added, or the bias before the product is. */
-static void test_linear(void **state) {
+static void linear_layers_are_near_f32(void **state) {
     (void)state;
     for (uint32_t i = 0; i < 8; i++) {
         h_case c = h_make("linear", h_linear, ms_shape3(2, 3, i < 4 ? 16 : 21));
@@ -645,7 +645,7 @@ static void test_linear(void **state) {
     }
 }
 
-static void test_layernorm(void **state) {
+static void layernorms_are_near_f32(void **state) {
     (void)state;
     const int64_t widths[] = {7, 13, 64, 264, 520, 1032, 2056, 4104, 4100};
     for (size_t i = 0; i < sizeof widths / sizeof widths[0]; i++) {
@@ -656,7 +656,7 @@ static void test_layernorm(void **state) {
     h_check(&many);
 }
 
-static void test_elements(void **state) {
+static void elementwise_layers_are_near_f32(void **state) {
     (void)state;
     const int64_t sizes[] = {131, 4096 + 72};
     for (int i = 0; i < 2; i++) {
@@ -678,7 +678,7 @@ static void test_elements(void **state) {
 }
 
 /* Probabilities, at most 1, are rounded, and so are their gradients. */
-static void test_attention(void **state) {
+static void attention_is_near_f32(void **state) {
     (void)state;
     for (uint32_t i = 0; i < 16; i++) {
         const int64_t size = (i & 8) != 0 ? 8 : 5;
@@ -694,7 +694,7 @@ static void test_attention(void **state) {
     }
 }
 
-static void test_cross_entropy(void **state) {
+static void cross_entropies_are_near_f32(void **state) {
     (void)state;
     const int64_t classes[] = {11, 24, 4099, 9000};
     for (int i = 0; i < 4; i++) {
@@ -707,7 +707,7 @@ static void test_cross_entropy(void **state) {
 
 /* d: out, kernel, stride, padding. The gradient of a pixel is rounded once for each band of patches
    that covers it; on the CPU, of which most of these images have one. */
-static void test_conv2d(void **state) {
+static void convolutions_are_near_f32(void **state) {
     (void)state;
     const int64_t d[][6] = {{9, 7, 4, 3, 1, 1},   {9, 7, 4, 1, 1, 0},  {12, 8, 5, 5, 2, 2},
                             {40, 24, 3, 3, 1, 1}, {8, 8, 16, 1, 1, 0}, {20, 260, 2, 3, 1, 1},
@@ -725,7 +725,7 @@ static void test_conv2d(void **state) {
     }
 }
 
-static void test_images(void **state) {
+static void layers_of_images_are_near_f32(void **state) {
     (void)state;
     const ms_shape shapes[] = {ms_shape4(2, 3, 7, 9), ms_shape4(3, 2, 8, 16),
                                ms_shape4(2, 2, 70, 66)};
@@ -750,7 +750,7 @@ static void test_images(void **state) {
 
 /* In a row of layers, values that were rounded differently go on. d: heads, half gradients,
    dropout. */
-static void test_block(void **state) {
+static void blocks_are_near_f32(void **state) {
     (void)state;
     for (uint32_t i = 0; i < 8; i++) {
         h_case c = h_make("h0", h_block, ms_shape3(2, 13, (i & 4) != 0 ? 16 : 10));
@@ -768,7 +768,7 @@ static void test_block(void **state) {
 }
 
 /* Every number in 16 bits, and floats between and beyond them. */
-static void test_conversions(void **state) {
+static void conversions_are_those_of_the_library(void **state) {
     (void)state;
     t_rng rng = t_seed(1);
     for (uint32_t i = 0; i < 65536; i++) {
@@ -792,11 +792,16 @@ static void test_conversions(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_conversions),   cmocka_unit_test(test_embedding),
-        cmocka_unit_test(test_linear),        cmocka_unit_test(test_layernorm),
-        cmocka_unit_test(test_elements),      cmocka_unit_test(test_attention),
-        cmocka_unit_test(test_cross_entropy), cmocka_unit_test(test_conv2d),
-        cmocka_unit_test(test_images),        cmocka_unit_test(test_block),
+        cmocka_unit_test(conversions_are_those_of_the_library),
+        cmocka_unit_test(embeddings_are_near_f32),
+        cmocka_unit_test(linear_layers_are_near_f32),
+        cmocka_unit_test(layernorms_are_near_f32),
+        cmocka_unit_test(elementwise_layers_are_near_f32),
+        cmocka_unit_test(attention_is_near_f32),
+        cmocka_unit_test(cross_entropies_are_near_f32),
+        cmocka_unit_test(convolutions_are_near_f32),
+        cmocka_unit_test(layers_of_images_are_near_f32),
+        cmocka_unit_test(blocks_are_near_f32),
     };
     return cmocka_run_group_tests(tests, h_open_all, h_close_all);
 }

@@ -134,7 +134,7 @@ static void check_differences(const operation *op, const char *which, float *val
     }
 }
 
-static void test_gradients(void **state) {
+static void gradients_of_operations_are_slopes(void **state) {
     (void)state;
     for (size_t i = 0; i < sizeof operations / sizeof operations[0]; i++) {
         const operation *op = &operations[i];
@@ -198,7 +198,7 @@ static double slope_along(gpt2 *g, int64_t first, int64_t last, double *length) 
     return slope;
 }
 
-static void test_model_gradient(void **state) {
+static void the_gradient_of_the_model_is_its_slope(void **state) {
     (void)state;
     gpt2 g;
     create(&g, &odd);
@@ -240,7 +240,7 @@ static void test_model_gradient(void **state) {
     gpt2_free(&g);
 }
 
-static void test_learns(void **state) {
+static void the_trainer_learns(void **state) {
     (void)state;
     gpt2 g;
     uint64_t random = 7;
@@ -388,20 +388,20 @@ static void check_plans(const gpt2_config *config, bool debug) {
     stop(&plain);
 }
 
-static void test_same_bits(void **state) {
+static void every_plan_gives_the_same_bits(void **state) {
     (void)state;
     check_plans(&even, false);
     check_plans(&odd, false);
 }
 
-static void test_debug(void **state) {
+static void debug_mode_passes_the_adapter(void **state) {
     (void)state;
     check_plans(&odd, true);
 }
 
 /* A loss that is not finite ends the step and changes nothing, whatever the compiler has been told
    of such numbers. */
-static void test_nan_loss(void **state) {
+static void a_loss_of_nan_changes_nothing(void **state) {
     (void)state;
     trainer t;
     const ms_config options = t_config();
@@ -421,7 +421,7 @@ static void test_nan_loss(void **state) {
 }
 
 /* Params are the trainer's, so it may step by itself in between, and change plans. */
-static void test_taking_turns(void **state) {
+static void the_trainer_may_step_by_itself_in_between(void **state) {
     (void)state;
     trainer plain, mixed;
     ms_config options = t_config();
@@ -443,7 +443,7 @@ static void test_taking_turns(void **state) {
     stop(&mixed);
 }
 
-static void test_eval(void **state) {
+static void an_eval_gives_the_loss_of_the_trainer(void **state) {
     (void)state;
     trainer t;
     double loss = 0.0;
@@ -475,7 +475,7 @@ static int call_main(const char *arguments) {
     return llmc_style_main(argc, argv);
 }
 
-static void test_program(void **state) {
+static void the_program_runs_and_refuses(void **state) {
     (void)state;
 #ifdef T_CUDA
     skip(); // its sampler takes the address of the probabilities, as programs of the CPU may
@@ -504,7 +504,7 @@ static bool mentions_memscale(const char *line) {
 }
 
 /* The adapter has at most 130 lines, and what stands above it does not know memscale.h. */
-static void test_adapter_is_short(void **state) {
+static void the_adapter_is_short(void **state) {
     (void)state;
     static const char here[] = "tests/test_llmc_style.c", there[] = "examples/llmc_style.c";
     char path[512], line[256];
@@ -531,11 +531,16 @@ static void test_adapter_is_short(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_gradients),    cmocka_unit_test(test_model_gradient),
-        cmocka_unit_test(test_learns),       cmocka_unit_test(test_same_bits),
-        cmocka_unit_test(test_debug),        cmocka_unit_test(test_nan_loss),
-        cmocka_unit_test(test_taking_turns), cmocka_unit_test(test_eval),
-        cmocka_unit_test(test_program),      cmocka_unit_test(test_adapter_is_short),
+        cmocka_unit_test(gradients_of_operations_are_slopes),
+        cmocka_unit_test(the_gradient_of_the_model_is_its_slope),
+        cmocka_unit_test(the_trainer_learns),
+        cmocka_unit_test(every_plan_gives_the_same_bits),
+        cmocka_unit_test(debug_mode_passes_the_adapter),
+        cmocka_unit_test(a_loss_of_nan_changes_nothing),
+        cmocka_unit_test(the_trainer_may_step_by_itself_in_between),
+        cmocka_unit_test(an_eval_gives_the_loss_of_the_trainer),
+        cmocka_unit_test(the_program_runs_and_refuses),
+        cmocka_unit_test(the_adapter_is_short),
     };
     return cmocka_run_group_tests_name("llmc_style", tests, NULL, NULL);
 }

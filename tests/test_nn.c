@@ -635,7 +635,7 @@ static void e_check_many(int64_t entries, bool late) {
     c_check(&c);
 }
 
-static void test_embedding(void **state) {
+static void embeddings_match_float64(void **state) {
     (void)state;
     for (uint32_t i = 0; i < 4; i++) {
         const uint32_t flags = ((i & 1) != 0 ? (uint32_t)NN_POSITIONS : 0) |
@@ -696,7 +696,7 @@ static void l_check(int64_t rows, int64_t in, int64_t out, uint32_t flags) {
     c_check(&c);
 }
 
-static void test_linear(void **state) {
+static void linear_layers_match_float64(void **state) {
     (void)state;
     l_check(6, 5, 71, 0);
     l_check(6, 5, 71, NN_BIAS);
@@ -744,7 +744,7 @@ static void n_check(int64_t rows, int64_t width, uint32_t flags) {
 }
 
 /* Rows of all that a thread, a warp and a block hold; more rows than one of them adds up. */
-static void test_layernorm(void **state) {
+static void layernorms_match_float64(void **state) {
     (void)state;
     const int64_t widths[] = {7, 13, 32, 77};
     for (uint32_t i = 0; i < 8; i++) {
@@ -778,7 +778,7 @@ static void g_reference(const c_case *c, const double *const *leaf, const float 
     }
 }
 
-static void test_gelu(void **state) {
+static void gelus_match_float64(void **state) {
     (void)state;
     for (uint32_t erf_form = 0; erf_form < 2; erf_form++) {
         c_case c = c_make("gelu", g_build, g_reference, 2 * 3001, 0, 0, 0, erf_form);
@@ -811,7 +811,7 @@ static void a_reference(const c_case *c, const double *const *leaf, const float 
 
 /* Two tensors, one tensor in both slots, tensors whose leading dims are the same rows, and a
    gradient that is added to itself. */
-static void test_add(void **state) {
+static void sums_match_float64(void **state) {
     (void)state;
     float twice[] = {3.0f, -4.0f};
     nn_copy_kernel(NULL, nn_dest_of(nn_f32(twice), 1.0f), nn_f32(twice), 2);
@@ -864,7 +864,7 @@ static int64_t d_dropped(const float *out, int64_t count) {
     return dropped;
 }
 
-static void test_dropout(void **state) {
+static void dropout_matches_its_reference(void **state) {
     (void)state;
     c_case c = c_make("dropout", d_build, d_reference, 299, 0, 0, 0, 0);
     c_add_leaf(&c, ms_shape2(23, 13), true);
@@ -897,7 +897,7 @@ static int64_t d_dropped_in_both(const float *a, const float *b, int64_t count) 
 
 /* The share of dropped elements, another mask in each chunk and each step, and the identity in
    ms_eval. */
-static void test_dropout_mask(void **state) {
+static void dropout_draws_its_share_anew_each_step(void **state) {
     (void)state;
     enum { COUNT = 100 * 131 };
     c_run run;
@@ -1382,14 +1382,14 @@ static void a_check_scratch(const nn_device *device, bool grows) {
     }
 }
 
-static void test_attention_scratch(void **state) {
+static void attention_has_scratch_for_every_size(void **state) {
     (void)state;
     a_check_scratch(nn_cpu(), false);
     a_check_scratch(nn_cuda_dry(), true);
 }
 
 /* More heads than run at once, and more rows than a band has. */
-static void test_attention(void **state) {
+static void attention_matches_float64(void **state) {
     (void)state;
     assert_int_equal(NN_CAUSAL | NN_SAVE_SCORES, 3);
     h_check(2, 7, 3, 5);
@@ -1427,7 +1427,7 @@ static void x_reference(const c_case *c, const double *const *leaf, const float 
     }
 }
 
-static void test_cross_entropy(void **state) {
+static void cross_entropies_match_float64(void **state) {
     (void)state;
     const int32_t *targets[] = {x_some, x_none, x_last};
     for (int i = 0; i < 3; i++) {
@@ -1459,7 +1459,7 @@ static void r_reference(const c_case *c, const double *const *leaf, const float 
     }
 }
 
-static void test_relu(void **state) {
+static void relus_match_float64_and_pass_nan_on(void **state) {
     (void)state;
     c_case c = c_make("relu", r_build, r_reference, 2 * 3001, 0, 0, 0, 0);
     c_add_leaf(&c, ms_shape2(2, 3001), true);
@@ -1577,7 +1577,7 @@ static void v_check(ms_shape x, int64_t outputs, int64_t kernel, int64_t stride,
 
 /* Squares, strips, strides that leave pixels out, padding wider than the image, one pixel; more
    images than run at once, and more patches than are in memory at once. */
-static void test_conv2d(void **state) {
+static void convolutions_match_float64(void **state) {
     (void)state;
     v_check(ms_shape4(2, 3, 6, 5), 4, 3, 1, 1);
     v_check(ms_shape4(2, 2, 7, 6), 3, 3, 2, 0);
@@ -1630,7 +1630,7 @@ static void o_check(ms_shape x, int64_t kernel, int64_t stride, int64_t padding)
 
 /* Squares apart, side by side and overlapping; of equal values the first, of NaN and a number
    NaN. */
-static void test_max_pool(void **state) {
+static void max_pools_match_float64_and_choose_the_first_of_equals(void **state) {
     (void)state;
     o_check(ms_shape4(2, 3, 6, 4), 2, 2, 0);
     o_check(ms_shape4(2, 2, 7, 5), 3, 2, 1);
@@ -1687,7 +1687,7 @@ static void b_check(ms_shape x) {
     c_check(&c);
 }
 
-static void test_batch_norm(void **state) {
+static void batch_norms_match_float64(void **state) {
     (void)state;
     b_check(ms_shape4(3, 2, 5, 7));
     b_check(ms_shape4(1, 3, 4, 5));
@@ -1716,7 +1716,7 @@ static void p_reference(const c_case *c, const double *const *leaf, const float 
     }
 }
 
-static void test_average_pool_and_flatten(void **state) {
+static void average_pools_and_flattened_images_match_float64(void **state) {
     (void)state;
     for (uint32_t flatten = 0; flatten < 2; flatten++) {
         c_case c = c_make(flatten != 0 ? "flatten" : "average_pool", p_build, p_reference, 3, 2, 20,
@@ -1730,7 +1730,7 @@ static void test_average_pool_and_flatten(void **state) {
 // ------------------------------------------------------------------------------------------------
 // elementary functions
 
-static void test_functions(void **state) {
+static void exp_and_the_normal_distribution_match_libm(void **state) {
     (void)state;
     for (int i = -86999; i <= 87999; i++) {
         const float x = (float)i * 1e-3f;
@@ -1835,6 +1835,7 @@ static void m_start(m_net *n, bool bert, const nn_transformer_config *shape) {
     ms_add_output(n->model, n->t.losses);
     ms_set_optimizer(n->model, &adamw);
     t_ok(n->model, ms_wrap(n->model));
+    assert_int_equal(t_is_half(n->model), half);
     t_ok(n->model, nn_init(n->net, 3));
     m_write_batch(n, false);
 }
@@ -1881,7 +1882,7 @@ static uint32_t m_layers(const m_net *n) {
     return report.layer_count;
 }
 
-static void test_granularity(void **state) {
+static void blocks_give_the_bits_of_operators(void **state) {
     (void)state;
     for (int i = 0; i < 8; i++) {
         const bool bert = (i & 1) != 0;
@@ -2020,7 +2021,7 @@ static void h_near(const m_net *n, ms_tensor tensor, const float *expected, cons
 
 /* Groups of heads with the weights of all heads together: the same losses and gradients, but for the
    order of sums. */
-static void test_head_groups(void **state) {
+static void groups_of_heads_give_what_all_heads_give(void **state) {
     (void)state;
     for (int i = 0; i < 4; i++) {
         const bool bert = (i & 1) != 0;
@@ -2089,7 +2090,7 @@ static double m_loss_along(bool bert, const nn_transformer_config *config, float
     return loss;
 }
 
-static void test_model_slope(void **state) {
+static void gradients_of_models_with_dropout_are_slopes(void **state) {
     (void)state;
     for (int i = 0; i < 6; i++) {
         const bool bert = (i & 1) != 0;
@@ -2111,7 +2112,7 @@ static void test_model_slope(void **state) {
 
 /* In 16 bits, debug mode finds nothing to say, and changes no bit. The first losses in F16 may
    overflow, times their scale. */
-static void test_debug_in_half(void **state) {
+static void debug_mode_changes_no_bit_in_16_bits(void **state) {
     (void)state;
     for (uint64_t i = 0; i < 16; i += t_sweep(5, 1)) {
         const nn_transformer_config config =
@@ -2137,7 +2138,7 @@ static void test_debug_in_half(void **state) {
 }
 
 /* Dropout is no part of an evaluation, and the two branches of a block draw different masks. */
-static void test_model_dropout(void **state) {
+static void dropout_is_for_training_only(void **state) {
     (void)state;
     for (int i = 0; i < 4; i++) {
         const nn_granularity granularity = (i & 2) != 0 ? NN_BLOCKS : NN_OPERATORS;
@@ -2275,6 +2276,7 @@ static void u_start(u_net *n, const u_way *way) {
     t_ok(n->model, ms_wrap(n->model));
     t_ok(n->model, nn_init(n->net, 3));
     assert_int_equal(c_is_in_tiles(n->model), way->by_plan || way->tile_rows > 0);
+    assert_int_equal(t_is_half(n->model), half);
 }
 
 static void u_stop(u_net *n) {
@@ -2407,7 +2409,7 @@ static u_way u_way_of(u_kind kind, ms_dtype dtype, bool by_plan, int64_t tile_ro
 }
 
 /* By the smallest plan, and forced; with clipping and accumulation too. */
-static void test_model_tiles(void **state) {
+static void models_in_tiles_are_near_the_plain_plan(void **state) {
     (void)state;
     for (int kind = 0; kind < U_KINDS; kind++) {
         for (uint64_t i = 0; i < 8; i += t_stride(5)) {
@@ -2425,7 +2427,7 @@ static void test_model_tiles(void **state) {
     }
 }
 
-static void test_model_tiles_in_half(void **state) {
+static void models_in_tiles_are_near_the_plain_plan_in_16_bits(void **state) {
     (void)state;
     for (uint64_t i = 0; i < 4 * U_KINDS; i += t_stride(3)) {
         const u_kind kind = (u_kind)(i % U_KINDS);
@@ -2438,7 +2440,7 @@ static void test_model_tiles_in_half(void **state) {
 }
 
 /* Debug mode finds nothing to say about layers in tiles. */
-static void test_model_tiles_in_debug(void **state) {
+static void debug_mode_passes_models_in_tiles(void **state) {
     (void)state;
     for (int kind = 0; kind < U_KINDS; kind++) {
         u_way way = u_way_of((u_kind)kind, MS_DTYPE_F32, false, kind == U_CNN ? 3 : 7);
@@ -2557,7 +2559,7 @@ static void z_check(bool bert, nn_transformer_config shape, bool smallest) {
 }
 
 /* Axes: batch, sequence, both. Sequences of more and of less than one band of attention. */
-static void test_reshape(void **state) {
+static void a_reshaped_model_gives_the_bits_of_a_fresh_one(void **state) {
     (void)state;
     for (int i = 0; i < 12; i++) {
         const int axes = 1 + i / 4;
@@ -2573,7 +2575,7 @@ static void test_reshape(void **state) {
 }
 
 /* Large enough that every loop of nn_cpu.h is worth a second thread. */
-static void test_threads(void **state) {
+static void threads_change_no_bit_of_transformers(void **state) {
     (void)state;
 #ifndef _OPENMP
     if (t_on_cpu) {
@@ -2611,7 +2613,7 @@ static void test_threads(void **state) {
 
 #ifdef T_CUDA
 /* A recorded step draws other masks each time that it runs: those of a step without recording. */
-static void test_recorded_steps(void **state) {
+static void recorded_steps_draw_the_masks_of_plain_ones(void **state) {
     (void)state;
     for (int i = 0; i < 4; i++) {
         const nn_transformer_config config =
@@ -2639,7 +2641,7 @@ static void test_recorded_steps(void **state) {
 #endif
 
 /* A step in which no row counts leaves weight decay alone to move params: those of rank 2. */
-static void test_weight_decay(void **state) {
+static void weight_decay_moves_matrices_alone(void **state) {
     (void)state;
     const nn_transformer_config config = m_config(NN_BLOCKS, 0.0f);
     m_net moved;
@@ -2682,7 +2684,7 @@ static void m_moments(m_net *n, const char *name, double *mean, double *deviatio
     free(values);
 }
 
-static void test_init(void **state) {
+static void initial_values_have_their_mean_and_deviation(void **state) {
     (void)state;
     const struct {
         const char *name;
@@ -2708,7 +2710,7 @@ static void test_init(void **state) {
 }
 
 /* The published numbers of params; BERT with its masked-language-model head, without pooler. */
-static void test_presets(void **state) {
+static void presets_have_the_published_number_of_params(void **state) {
     (void)state;
     const struct {
         const char *name;
@@ -2812,7 +2814,7 @@ static void frozen_params_stand_still_and_take_no_memory(void **state) {
 }
 
 /* Layers share options that are equal in everything, and no others. */
-static void test_options(void **state) {
+static void layers_share_equal_options_alone(void **state) {
     (void)state;
     ms_config config = t_device_config();
     ms_model *model = NULL;
@@ -2914,7 +2916,7 @@ static void l_near(l_net *a, l_net *b, ms_tensor of_a, ms_tensor of_b) {
     free(values_b);
 }
 
-static void test_lent(void **state) {
+static void lent_memory_is_used_where_it_lies(void **state) {
     (void)state;
     l_net own, lent;
     l_start(&own, false);
@@ -2982,7 +2984,7 @@ static const char *m_refused_images(ms_model *model, nn_net *net, int mistake) {
 }
 
 /* What goes wrong at registration comes back from ms_wrap, in words. */
-static void test_refusals(void **state) {
+static void wrong_layers_are_refused_in_words(void **state) {
     (void)state;
     for (int i = 0; i < 15; i++) {
         ms_config config = t_device_config();
@@ -3033,7 +3035,7 @@ static void test_refusals(void **state) {
     nn_destroy(NULL);
 }
 
-static void test_refused_transformers(void **state) {
+static void wrong_transformers_are_refused_in_words(void **state) {
     static const struct {
         nn_granularity granularity;
         int64_t head_groups, adapter_rank;
@@ -3074,7 +3076,7 @@ static void m_expect_index_error(m_net *n, ms_tensor ids, int32_t value, bool wr
     m_write_batch(n, false);
 }
 
-static void test_index_errors(void **state) {
+static void indices_out_of_range_are_errors(void **state) {
     (void)state;
     const nn_transformer_config config = m_config(NN_OPERATORS, 0.0f);
     m_net n;
@@ -3103,43 +3105,43 @@ static void test_index_errors(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_embedding),
-        cmocka_unit_test(test_linear),
-        cmocka_unit_test(test_layernorm),
-        cmocka_unit_test(test_gelu),
-        cmocka_unit_test(test_add),
-        cmocka_unit_test(test_dropout),
-        cmocka_unit_test(test_dropout_mask),
-        cmocka_unit_test(test_attention),
-        cmocka_unit_test(test_attention_scratch),
-        cmocka_unit_test(test_cross_entropy),
-        cmocka_unit_test(test_relu),
-        cmocka_unit_test(test_conv2d),
-        cmocka_unit_test(test_max_pool),
-        cmocka_unit_test(test_batch_norm),
-        cmocka_unit_test(test_average_pool_and_flatten),
-        cmocka_unit_test(test_functions),
-        cmocka_unit_test(test_reshape),
-        cmocka_unit_test(test_granularity),
-        cmocka_unit_test(test_model_slope),
-        cmocka_unit_test(test_head_groups),
-        cmocka_unit_test(test_debug_in_half),
-        cmocka_unit_test(test_model_dropout),
-        cmocka_unit_test(test_model_tiles),
-        cmocka_unit_test(test_model_tiles_in_half),
-        cmocka_unit_test(test_model_tiles_in_debug),
-        cmocka_unit_test(test_threads),
-        cmocka_unit_test(test_weight_decay),
-        cmocka_unit_test(test_init),
-        cmocka_unit_test(test_presets),
-        cmocka_unit_test(test_options),
+        cmocka_unit_test(embeddings_match_float64),
+        cmocka_unit_test(linear_layers_match_float64),
+        cmocka_unit_test(layernorms_match_float64),
+        cmocka_unit_test(gelus_match_float64),
+        cmocka_unit_test(sums_match_float64),
+        cmocka_unit_test(dropout_matches_its_reference),
+        cmocka_unit_test(dropout_draws_its_share_anew_each_step),
+        cmocka_unit_test(attention_matches_float64),
+        cmocka_unit_test(attention_has_scratch_for_every_size),
+        cmocka_unit_test(cross_entropies_match_float64),
+        cmocka_unit_test(relus_match_float64_and_pass_nan_on),
+        cmocka_unit_test(convolutions_match_float64),
+        cmocka_unit_test(max_pools_match_float64_and_choose_the_first_of_equals),
+        cmocka_unit_test(batch_norms_match_float64),
+        cmocka_unit_test(average_pools_and_flattened_images_match_float64),
+        cmocka_unit_test(exp_and_the_normal_distribution_match_libm),
+        cmocka_unit_test(a_reshaped_model_gives_the_bits_of_a_fresh_one),
+        cmocka_unit_test(blocks_give_the_bits_of_operators),
+        cmocka_unit_test(gradients_of_models_with_dropout_are_slopes),
+        cmocka_unit_test(groups_of_heads_give_what_all_heads_give),
+        cmocka_unit_test(debug_mode_changes_no_bit_in_16_bits),
+        cmocka_unit_test(dropout_is_for_training_only),
+        cmocka_unit_test(models_in_tiles_are_near_the_plain_plan),
+        cmocka_unit_test(models_in_tiles_are_near_the_plain_plan_in_16_bits),
+        cmocka_unit_test(debug_mode_passes_models_in_tiles),
+        cmocka_unit_test(threads_change_no_bit_of_transformers),
+        cmocka_unit_test(weight_decay_moves_matrices_alone),
+        cmocka_unit_test(initial_values_have_their_mean_and_deviation),
+        cmocka_unit_test(presets_have_the_published_number_of_params),
+        cmocka_unit_test(layers_share_equal_options_alone),
         cmocka_unit_test(frozen_params_stand_still_and_take_no_memory),
-        cmocka_unit_test(test_lent),
-        cmocka_unit_test(test_refusals),
-        cmocka_unit_test(test_refused_transformers),
-        cmocka_unit_test(test_index_errors),
+        cmocka_unit_test(lent_memory_is_used_where_it_lies),
+        cmocka_unit_test(wrong_layers_are_refused_in_words),
+        cmocka_unit_test(wrong_transformers_are_refused_in_words),
+        cmocka_unit_test(indices_out_of_range_are_errors),
 #ifdef T_CUDA
-        cmocka_unit_test(test_recorded_steps),
+        cmocka_unit_test(recorded_steps_draw_the_masks_of_plain_ones),
 #endif
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -29,4 +29,15 @@ static inline ms_config t_device_config(void) {
     return config;
 }
 
+static inline void t_note_half(const ms_decision *decision, void *user) {
+    *(bool *)user |= decision->technique == MS_TECHNIQUE_MIXED_PRECISION && decision->is_applied;
+}
+
+/* Whether the plan has anything in 16 bits. */
+static inline bool t_is_half(const ms_model *model) {
+    bool is_half = false;
+    assert_int_equal(ms_visit_decisions(model, t_note_half, &is_half), MS_RESULT_OK);
+    return is_half;
+}
+
 #endif // TESTING_NN_H

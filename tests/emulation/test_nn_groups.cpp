@@ -47,7 +47,7 @@ static void check_groups(nn_attention_size n, nn_attention_size largest) {
     }
 }
 
-static void test_groups(void **state) {
+static void groups_of_heads_fit_the_kernels(void **state) {
     (void)state;
     t_rng rng = t_seed(3);
     int packed = 0;
@@ -69,7 +69,7 @@ static void test_groups(void **state) {
 }
 
 /* The partial sums of columns fit their room, and that of all larger sizes. */
-static void test_column_floats(void **state) {
+static void partial_sums_of_columns_fit_their_room(void **state) {
     (void)state;
     t_rng rng = t_seed(4);
     for (int i = 0; i < 3000; i++) {
@@ -86,9 +86,9 @@ static void test_column_floats(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_groups),      cmocka_unit_test(test_column_floats),
-        cmocka_unit_test(test_attention),   cmocka_unit_test(test_granularity),
-        cmocka_unit_test(test_model_slope),
+        cmocka_unit_test(groups_of_heads_fit_the_kernels),      cmocka_unit_test(partial_sums_of_columns_fit_their_room),
+        cmocka_unit_test(attention_matches_float64),   cmocka_unit_test(blocks_give_the_bits_of_operators),
+        cmocka_unit_test(gradients_of_models_with_dropout_are_slopes),
     };
     (void)all_of_test_nn;
     return cmocka_run_group_tests(tests, NULL, NULL);
