@@ -13,7 +13,7 @@
 #include "late_dag.h"
 #include "slices.h"
 
-enum { QUICK_GRAPHS = 24, GRAPHS = 1500, MOVES = 40, BUDGETS = 4, TRAIL = 40, WIDEST = 1024 };
+enum { QUICK_GRAPHS = 48, GRAPHS = 1500, MOVES = 40, BUDGETS = 4, TRAIL = 40, WIDEST = 1024 };
 
 static uint64_t first_seed(void) {
     return t_environment("MEMSCALE_TEST_SEED", 1);
@@ -193,13 +193,11 @@ static bool has_gradients(const walk *w) {
     return w->at == AFTER_BACKWARD || (w->at == IDLE && w->micro > 0 && !w->tainted);
 }
 
-/* What both have to tell alike, unless early updates have begun to make them differ. */
+/* What both have to tell, or neither. */
 static bool is_told_alike(const walk *w, const msi_tensor *t, int role) {
     const uint32_t index = (uint32_t)(t - w->m[0]->graph.tensors.items);
-    const bool learns = t->kind == MSI_KIND_PARAM && msi_learns(t);
     return role == -1 ? is_lent_gradient(t) && has_gradients(w)
-                      : role >= 0 || is_kept(t) || t->is_output || index == w->m[0]->graph.loss ||
-                            (learns && !has_begun(w));
+                      : is_kept(t) || t->is_output || index == w->m[0]->graph.loss;
 }
 
 static void read_one(walk *w, uint32_t value, int role) {
@@ -216,8 +214,7 @@ static void read_one(walk *w, uint32_t value, int role) {
         }
     }
     const bool same_results = result[0] == result[1];
-    const bool is_early = w->m[1]->run.plan->train.instructions.count > 0 && role == -1 &&
-                          result[1] == MS_RESULT_ORDER && has_begun(w);
+    const bool is_early = role == -1 && result[1] == MS_RESULT_ORDER && has_begun(w);
     if (!same_results && is_told_alike(w, t, role) && !is_early) {
         stop(w, ms_tensor_name(w->m[0], w->handle[0][value]), "only one of the models tells it");
     }
@@ -306,7 +303,7 @@ static void try_forbidden(walk *w) {
     }
     if (has_begun(w)) {
         refuse_steps(w, 1);
-        if (!(w->seed % 2)) {
+        if (w->m[1]->config.clock != NULL) {
             REFUSED(w, 1, ms_step_slice(w->m[1], 1, NULL));
         }
     }
@@ -593,6 +590,11 @@ static void cancel(walk *w) {
 // ------------------------------------------------------------------------------------------------
 // walks
 
+/* Of few graphs, since plans for budgets take most of the time. */
+static bool has_budgets(const walk *w) {
+    return w->seed % 16 == 4;
+}
+
 static void move(walk *w) {
     const uint32_t chance = t_below(&w->rng, 100);
     if (chance < 5) {
@@ -631,11 +633,10 @@ static void gap(walk *w) {
     }
 }
 
-/* Of one graph in four, since plans for them take most of the time. */
 static void find_budgets(walk *w) {
     ms_memory_report report;
     uint64_t smallest;
-    if (w->seed % 4 != 0) {
+    if (!has_budgets(w)) {
         for (int i = 0; i < BUDGETS; ++i) {
             w->budget[i] = t_config().memory_budget_bytes;
         }
@@ -670,7 +671,7 @@ static void choose_config(walk *w, ms_config *plain, ms_config *moved) {
     const ms_switch early = t_chance(&w->rng, 0.7) ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
     plain->checkpointing = plain->early_update = MS_SWITCH_OFF;
     moved->early_update = early;
-    moved->offloading = w->seed % 4 == 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+    moved->offloading = has_budgets(w) ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     moved->force_optimize = w->seed % 8 == 2;
     plain->master_weights = moved->master_weights =
         w->seed % 4 == 1 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
@@ -743,15 +744,20 @@ static void walk_dag(uint64_t seed, const ms_backend *backend, v_layer *layers, 
     free(g);
 }
 
+/* That the walks did what they are for; of a few graphs one may not. */
+static void expect_writes(uint32_t writes) {
+    print_message("%u params and states were written between backward and update\n",
+                  (unsigned)writes);
+    assert_true(writes > 0 || end_seed() - first_seed() < 10);
+}
+
 static void what_is_written_between_calls_is_used(void **state) {
     (void)state;
     uint32_t writes = 0;
     for (uint64_t seed = first_seed(); seed < end_seed(); ++seed) {
         walk_dag(seed, NULL, NULL, &writes);
     }
-    print_message("%u params and states were written between backward and update\n",
-                  (unsigned)writes);
-    assert_true(writes >= end_seed() - first_seed());
+    expect_writes(writes);
 }
 
 /* On streams that run in an adversarial order. */
@@ -769,7 +775,7 @@ static void what_is_written_between_calls_of_a_device_is_used(void **state) {
         assert_int_equal(device.overtaken, 0);
         v_close(&device);
     }
-    assert_true(writes >= end_seed() - first_seed());
+    expect_writes(writes);
 }
 
 static ms_layer_desc run_late(void *layers, uint32_t layer, const ms_layer_desc *desc) {
@@ -842,7 +848,7 @@ static void what_is_written_between_calls_in_tiles_is_used(void **state) {
         assert_int_equal(device.engine.pending, 0);
         v_close(&device);
     }
-    assert_true(writes >= end_seed() - first_seed());
+    expect_writes(writes);
 }
 
 int main(void) {

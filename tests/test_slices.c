@@ -184,8 +184,8 @@ typedef struct pace {
     double factor, jump; // 0: none
 } pace;
 
-/* Layers are predicted to take 100 us and take something else. A slice is late by one instruction at
-   most; where the pace is steady, none is late once each has run. Bits stay. */
+/* Layers are predicted to take 100 us and take something else. A slice is late by one instruction
+   at most; where the pace is steady, none is late once each has run. Bits stay. */
 static void late_slices_are_late_by_one_instruction(void **state) {
     (void)state;
     static const pace paces[] = {{1.0, 0.0}, {0.1, 0.0}, {10.0, 0.0}, {1.0, 10.0}, {0.1, 100.0}};
@@ -1050,9 +1050,10 @@ static void a_busy_device_is_given_what_fits(void **state) {
     }
 }
 
-/* A device that is slower or faster than predicted, steadily or by turns, gets a slice in each frame.
-   What it has to do beyond the frame is bounded: at first as the prediction is wrong, and after some
-   steps at a steady pace by a frame and one instruction. Steps end, with the bits of whole ones. */
+/* A device that is slower or faster than predicted, steadily or by turns, gets a slice in each
+   frame. What it has to do beyond the frame is bounded: at first as the prediction is wrong, and
+   after some steps at a steady pace by a quarter of a frame and one instruction. Steps end, with the
+   bits of whole ones. */
 static void a_device_of_another_pace_is_given_no_more(void **state) {
     (void)state;
     static const pace paces[] = {{1.0, 0.0}, {0.1, 0.0}, {10.0, 0.0}, {1.0, 10.0}, {0.3, 3.0}};
