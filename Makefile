@@ -142,7 +142,7 @@ $(OUT)/library_cpp.o:
 on_object  := -DMEMSCALE_IMPLEMENTATION_DONE
 on_library := -I$(private) -Itests
 
-on_private := $(tests) $(OUT)/tests/fuzz_api $(OUT)/bench/nets
+on_private := $(tests) $(OUT)/tests/fuzz_api $(patsubst %.c,$(OUT)/%,$(shell grep -l '"private.h"' bench/*.c))
 $(on_private) $(twins): on_object = $(on_library)
 $(on_private) $(twins): | $(private)/private.h
 $(filter-out $(on_private) %/engine,$(programs)): $(OUT)/$(if $(once),library,memscale).o

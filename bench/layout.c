@@ -5,8 +5,7 @@
 
 #include <errno.h>
 
-#define MEMSCALE_IMPLEMENTATION
-#include "memscale.h"
+#include "private.h"
 
 static const char HEADER[] = "id,lower,upper,size";
 static const ms_allocator MALLOC = {NULL, NULL, NULL, NULL}; // malloc and free

@@ -122,6 +122,7 @@ check_listings() {
     local source=$checks/listings.c tag
     printf '%s\n' '#include "memscale.h"' '#include <stdarg.h>' '#include <stdio.h>' \
         '#include <string.h>' '#define msi_format snprintf' '#define msi_vformat vsnprintf' > $source
+    grep -E '^#define MSI_(COLD|NOINLINE) +_' memscale.h >> $source
     sed -n '/^#define MSI_THEN/,/[^\\]$/p' memscale.h >> $source
     for tag in text listing trace; do
         awk -v tag=">>$tag" '/^\/\/ (>>|=====)/ || /^#endif \/\/ MEMSCALE/ { inside = $2 == tag }
