@@ -272,7 +272,7 @@ same() { # WHAT EXPECTED ACTUAL: files of sorted lines
 # Exactly the functions that the public half declares; the one of the CUDA part is MEMSCALE_CUDA_API.
 check_exports() {
     local object
-    object=$(implementation) || return 1
+    object=$(implementation -O0) || return 1
     sed '/^#endif \/\/ MEMSCALE_H/q' memscale.h | tr '\n' ' ' | grep -o 'MEMSCALE_API[A-Z_]* [^;(]*(' |
         sed -n 's/.*[ *]\(ms_[a-z0-9_]*\)($/\1/p' | sort > $checks/declared
     nm -g --defined-only "$object" | awk '{ print $3 }' | sort > $checks/exported
