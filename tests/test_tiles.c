@@ -702,22 +702,124 @@ static void wrong_declarations_are_refused(void **state) {
     }
 }
 
-/* A layer that wants more rows in a tile than there are is in the fewest tiles. */
+/* Layers of rows that take 10 us each way for each row, and make zeros. */
+typedef struct timed_net {
+    ms_model *model;
+    ms_layer layers[3];
+    double now_us;
+} timed_net;
+
+enum { TIMED_ROWS = 32, TIMED_COLS = 8 };
+
+static double timed_clock(void *user) {
+    return ((const timed_net *)user)->now_us;
+}
+
+static void make_zeros(const ms_view *view) {
+    if (view->data != NULL) {
+        memset(view->data, 0, (size_t)((uint64_t)t_count(view) * ms_dtype_bytes(view->dtype)));
+    }
+}
+
+static int timed_call(const ms_call *call) {
+    const bool backward = call->phase == MS_PHASE_BACKWARD;
+    ((timed_net *)call->user)->now_us += 10.0 * (double)call->row_count;
+    make_zeros(backward ? &call->grad_in[0] : &call->out[0]);
+    if (backward) {
+        make_zeros(&call->grad_param[0]);
+    }
+    return 0;
+}
+
+static void timed_start(timed_net *n, const ms_config *with, int64_t smallest) {
+    ms_config config = *with;
+    memset(n, 0, sizeof *n);
+    config.clock = timed_clock;
+    config.clock_user = n;
+    t_ok(n->model, ms_create(&config, &n->model));
+    ms_tensor in = ms_input(n->model, "in", MS_DTYPE_F32, ms_shape2(TIMED_ROWS, TIMED_COLS));
+    for (int i = 0; i < 3; ++i) {
+        const int64_t rows = i == 1 ? TIMED_ROWS / 4 : TIMED_ROWS; // of one group, in other shapes
+        ms_layer_desc d;
+        memset(&d, 0, sizeof d);
+        d.user = n;
+        d.forward = d.backward = timed_call;
+        d.in[0] = in;
+        d.param[0] = ms_param(n->model, "w", MS_DTYPE_F32, ms_shape2(TIMED_COLS, TIMED_COLS));
+        d.out[0] = in = ms_activation(n->model, "out", MS_DTYPE_F32,
+                                      i == 2 ? ms_shape1(rows)
+                                             : ms_shape2(rows, TIMED_COLS * TIMED_ROWS / rows));
+        d.tile.axes = 1;
+        d.tile.multiple = 1 + (i == 1);
+        d.tile.smallest = i == 1 ? smallest : 0;
+        d.dtypes.accepts = i < 2 ? 1u << MS_DTYPE_BF16 : 0;
+        n->layers[i] = ms_register_layer(n->model, &d);
+    }
+    ms_set_loss(n->model, in);
+    const ms_optimizer_desc sgd = t_optimizer(MS_OPTIMIZER_SGD, 0.01f);
+    ms_set_optimizer(n->model, &sgd);
+}
+
+static void timed_force(timed_net *n, ms_technique technique) {
+    for (int i = 0; i < 2; ++i) {
+        ms_set_layer_technique(n->model, n->layers[i], technique, MS_SWITCH_ON);
+    }
+}
+
+/* What is measured of calls in 16 bits is kept as if of one call in F32, however many tiles there
+   are. */
+static void times_that_are_measured_in_tiles_are_scaled_once(void **state) {
+    (void)state;
+    double forward_us[2][2];
+    for (int in_tiles = 0; in_tiles < 2; ++in_tiles) {
+        timed_net n;
+        ms_config config = t_config();
+        double loss;
+        config.empirical_profiling = MS_SWITCH_ON;
+        config.mixed_precision = MS_SWITCH_ON;
+        timed_start(&n, &config, 0);
+        timed_force(&n, MS_TECHNIQUE_MIXED_PRECISION);
+        if (in_tiles) {
+            timed_force(&n, MS_TECHNIQUE_TILING);
+        }
+        t_ok(n.model, ms_wrap(n.model));
+        const msi_program *p = &n.model->run.plan->train;
+        uint32_t tiles = 0;
+        for (uint32_t k = 0; k < p->instructions.count; ++k) {
+            const msi_instruction *i = &p->instructions.items[k];
+            tiles += i->op == MSI_OP_FORWARD && i->target == 1;
+            assert_true(i->op != MSI_OP_FORWARD || i->target == 2 ||
+                        msi_is_half((ms_state_format)i->format));
+        }
+        assert_true(in_tiles ? tiles > 1 : tiles == 1);
+        t_write_zeros(n.model);
+        for (int step = 0; step < 6; ++step) {
+            t_ok(n.model, ms_step(n.model, &loss));
+        }
+        for (int i = 0; i < 2; ++i) {
+            forward_us[in_tiles][i] = n.model->graph.layers.items[i].measured.forward_us;
+            assert_true(forward_us[in_tiles][i] > 0.0);
+        }
+        ms_destroy(n.model);
+    }
+    for (int i = 0; i < 2; ++i) {
+        assert_true(fabs(forward_us[1][i] / forward_us[0][i] - 1.0) < 1e-9);
+    }
+}
+
+/* A layer that wants more rows in a tile than there are is in no more tiles for that. */
 static void tiles_of_more_rows_than_there_are(void **state) {
     (void)state;
-    static const int64_t smallest[] = {HEAD_ROWS, HEAD_ROWS + 1, (int64_t)1 << 62, INT64_MAX};
+    static const int64_t smallest[] = {TIMED_ROWS / 4, TIMED_ROWS, (int64_t)1 << 62, INT64_MAX};
     for (size_t k = 0; k < sizeof smallest / sizeof smallest[0]; ++k) {
-        head h;
+        timed_net n;
         ms_config config = t_config();
         config.dry_run = true;
-        head_create(&h, &config, TELLS_TRUTH);
-        msi_layer *l = &h.model->graph.layers.items[1];
-        l->tile.smallest = smallest[k];
-        l->tile.multiple = 2;
-        assert_int_equal(msi_most_tiles(&h.model->graph, 1, 3), 1);
-        head_force(&h);
-        t_ok(h.model, ms_wrap(h.model));
-        ms_destroy(h.model);
+        timed_start(&n, &config, smallest[k]);
+        timed_force(&n, MS_TECHNIQUE_TILING);
+        assert_int_equal(msi_most_tiles(&n.model->graph, 0, 2), 1);
+        t_ok(n.model, ms_wrap(n.model));
+        ms_destroy(n.model);
     }
 }
 
@@ -758,6 +860,7 @@ int main(void) {
         cmocka_unit_test(honest_layers_pass_debug_mode),
         cmocka_unit_test(plans_say_what_is_in_tiles),
         cmocka_unit_test(wrong_declarations_are_refused),
+        cmocka_unit_test(times_that_are_measured_in_tiles_are_scaled_once),
         cmocka_unit_test(tiles_of_more_rows_than_there_are),
         cmocka_unit_test(plans_in_tiles_fail_cleanly),
     };
