@@ -115,7 +115,7 @@ sources  := $(filter-out tests/test_cuda%,$(wildcard tests/test_*.c))
 tests    := $(patsubst %.c,$(OUT)/%,$(sources))
 twins    := $(addsuffix _cpp,$(tests))
 
-.PHONY: all cuda run cross test test-broad test-all test-gpu bench-gpu fuzz fuzz-corpus coverage clean format help FORCE
+.PHONY: all cuda run cross mutants test test-broad test-all test-gpu bench-gpu fuzz fuzz-corpus coverage clean format help FORCE
 all: $(programs)
 
 say = $(if $(V),,@echo '  $(1)' &&)
@@ -188,6 +188,10 @@ test-all: tiers := quick broad full
 test test-broad test-all:
 	@ONLY='$(ONLY)' tests/run.sh $(tiers)
 
+# What the tests see of mistakes: MUTANTS=lower of those in sections with that in the name.
+mutants:
+	@tests/mutants.py
+
 # Other machines, as far as their compilers are here: Windows (mingw, run by wine), aarch64, riscv64 and
 # 32-bit ARM (run by qemu).
 cross:
@@ -245,13 +249,14 @@ format:
 help:
 	@echo 'make            every program of examples/ and bench/, at build/<folder>/<name>'
 	@echo 'make run        train a small GPT-2 inside a byte budget (about a minute)'
-	@echo 'make test       what a commit needs, in a quarter of an hour; the last line has the totals'
-	@echo 'make test-broad  what a release needs beside that, in half an hour'
+	@echo 'make test       what a commit needs, in about six minutes; the last line has the totals'
+	@echo 'make test-broad  what a release needs beside that, in about twenty minutes'
 	@echo 'make cross      programs for Windows, aarch64, riscv64 and 32-bit ARM, by wine and qemu'
 	@echo 'make test-all   everything that is tested: both, and what is left out there, in two hours'
 	@echo 'make cuda       gpt2, bert, cnn, lora, bench/gpu and bench/whole for NVIDIA GPUs, at build/cuda/<folder>/<name>'
 	@echo 'make test-gpu   the tests on a GPU, with compute-sanitizer where it is found'
 	@echo 'make bench-gpu  the published models on a GPU, beside PyTorch where it is found'
+	@echo 'make mutants    which of the mistakes in tests/mutants the tests do not see, in about an hour'
 	@echo 'make fuzz       random sequences of calls for ten minutes, by clang'"'"'s fuzzer'
 	@echo 'make fuzz-corpus  the small corpus of the tests anew, from what make fuzz has found'
 	@echo 'make coverage   line coverage of the tests'

@@ -13,7 +13,7 @@ static ms_model *plain_model(void) {
 // ------------------------------------------------------------------------------------------------
 // names, shapes
 
-static void names(void **state) {
+static void every_enum_value_has_a_name(void **state) {
     (void)state;
     assert_string_equal(ms_result_name(MS_RESULT_BUDGET), "MS_RESULT_BUDGET");
     assert_string_equal(ms_result_text(MS_RESULT_BUDGET), "no plan fits the memory budget");
@@ -30,7 +30,7 @@ static void names(void **state) {
     assert_string_equal(ms_category_name(MS_CATEGORY_COUNT), "?");
 }
 
-static void dtypes(void **state) {
+static void dtypes_have_their_names_and_sizes(void **state) {
     (void)state;
     static const char *const expected[] = {"f32", "f64", "f16", "bf16", "i64",
                                            "i32", "i16", "i8",  "u8"};
@@ -43,7 +43,7 @@ static void dtypes(void **state) {
     assert_true(ms_dtype_bytes(MS_DTYPE_COUNT) == 0);
 }
 
-static void shapes(void **state) {
+static void shapes_count_their_elements(void **state) {
     (void)state;
     ms_shape shape = ms_shape4(2, 3, 5, 7);
     assert_int_equal(shape.rank, 4);
@@ -702,7 +702,7 @@ static void eval_outputs_are_kept_in_eval(void **state) {
 }
 
 /* What a handle is of, and its name: before ms_wrap and after it. */
-static void names_of_handles(void **state) {
+static void handles_keep_their_names(void **state) {
     (void)state;
     t_chain chain;
     ms_config config = t_config();
@@ -1437,9 +1437,9 @@ static void forged_handles_are_refused(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(names),
-        cmocka_unit_test(dtypes),
-        cmocka_unit_test(shapes),
+        cmocka_unit_test(every_enum_value_has_a_name),
+        cmocka_unit_test(dtypes_have_their_names_and_sizes),
+        cmocka_unit_test(shapes_count_their_elements),
         cmocka_unit_test(the_hardware_is_reported),
         cmocka_unit_test(the_default_budget_is_a_part_of_the_free_memory),
         cmocka_unit_test(steps_need_a_wrap),
@@ -1457,7 +1457,7 @@ int main(void) {
         cmocka_unit_test(values_survive_wrap_and_detach),
         cmocka_unit_test(everything_that_lives_is_read),
         T_TWICE(only_what_still_lives_is_read),
-        cmocka_unit_test(names_of_handles),
+        cmocka_unit_test(handles_keep_their_names),
         cmocka_unit_test(sizes_of_tensors),
         cmocka_unit_test(eval_outputs_are_kept_in_eval),
         cmocka_unit_test(optimize_scopes_a_block),

@@ -1645,7 +1645,7 @@ static void callbacks_may_be_bound(void **state) {
     t_net_end(&twin);
 }
 
-static void addresses(void **state) {
+static void data_has_one_aligned_address(void **state) {
     (void)state;
     t_net n;
     ms_tensor h[CHAIN], p[CHAIN / 2];
@@ -2113,7 +2113,7 @@ int main(void) {
         T_TWICE(forced_early_updates),
         T_TWICE(a_plan_can_be_carried_out_elsewhere),
         T_TWICE(callbacks_may_be_bound),
-        T_TWICE(addresses),
+        T_TWICE(data_has_one_aligned_address),
         T_TWICE(no_gradient_without_a_path_to_the_loss),
         T_TWICE(backward_may_change_state),
         T_TWICE(empty_slots_are_zeroed_views),
