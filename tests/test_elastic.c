@@ -513,6 +513,7 @@ static uint64_t change_fails_cleanly(const uint64_t *budgets, bool resizes, bool
                                      bool of_heap) {
     twins t;
     const uint32_t errors = 1u << MS_RESULT_OUT_OF_MEMORY;
+    memset(&t, 0, sizeof t);
     t_failing f =
         of_heap ? t_failing_heap(&t.heap) : t_failing_of(&t.c.calls, &t.c.fail_at, errors);
     const bool keeps = resizes && !grows && !of_heap; // what cannot be given back
