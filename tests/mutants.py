@@ -201,7 +201,9 @@ def main():
     text, errors = plant(open('memscale.h').read(), mutants)
     for error in errors:
         print(error)
-    open(OUT + '/memscale.h', 'w').write(text)
+    header = OUT + '/memscale.h'
+    if not os.path.exists(header) or open(header).read() != text: # or all would be built again
+        open(header, 'w').write(text)
     subprocess.run(['cc', '-DMUTANTS=%d' % (len(mutants) + 1), '-c', 'tests/mutants.c', '-o', OUT + '/choose.o'],
                    check=True)
     pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
