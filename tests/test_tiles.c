@@ -307,6 +307,295 @@ static void tiles_wait_for_all_they_need(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// groups of layers, as they are defined
+
+enum { PART_LAYERS = 7, PART_VALUES = 32, PART_GRAPHS = 400 };
+
+/* What a layer declares of its rows, and what it reads and makes: values by their numbers. */
+typedef struct part {
+    uint64_t rows, multiple;
+    bool by_rows, cuts[2], writes, is_lent;
+    uint32_t in[2], in_count, out, saved; // saved: or UINT32_MAX
+    ms_switch force[2];                   // of the output, and of what is saved
+} part;
+
+typedef struct parts {
+    part layer[PART_LAYERS];
+    uint64_t rows[PART_VALUES];
+    uint32_t producer[PART_VALUES]; // or UINT32_MAX
+    ms_tensor handle[PART_VALUES];
+    uint32_t count, value_count, loss;
+    ms_model *model;
+} parts;
+
+static uint32_t parts_value(parts *p, uint64_t rows, uint32_t producer, ms_tensor handle) {
+    assert_true(p->value_count < PART_VALUES);
+    p->rows[p->value_count] = rows;
+    p->producer[p->value_count] = producer;
+    p->handle[p->value_count] = handle;
+    return p->value_count++;
+}
+
+static void parts_add(parts *p, t_rng *rng, bool *forced) {
+    static const uint64_t rows[] = {2, 4, 4, 6, 8, 8, 8, 12, 24};
+    part *l = &p->layer[p->count];
+    ms_model *m = p->model;
+    ms_layer_desc d;
+    memset(&d, 0, sizeof d);
+    memset(l, 0, sizeof *l);
+    l->rows = rows[t_below(rng, 9)];
+    l->by_rows = !t_chance(rng, 0.05);
+    l->in_count = 1 + t_below(rng, 2);
+    for (uint32_t k = 0; k < l->in_count; ++k) {
+        const uint32_t all = p->value_count;
+        const bool is_new = all == 0 || t_chance(rng, 0.1);
+        l->in[k] = is_new ? parts_value(p, rows[t_below(rng, 9)], UINT32_MAX, d.in[k])
+                          : all - 1 - t_below(rng, all < 4 ? all : 4);
+        if (is_new) {
+            p->handle[l->in[k]] =
+                ms_input(m, "in", MS_DTYPE_F32, ms_shape2((int64_t)p->rows[l->in[k]], 4));
+        }
+        const uint64_t own = p->rows[l->in[k]];
+        l->cuts[k] =
+            l->by_rows && (own % l->rows == 0 || l->rows % own == 0) && !t_chance(rng, 0.1);
+        d.tile.whole_in |= l->by_rows && !l->cuts[k] ? 1u << k : 0u;
+        d.in[k] = p->handle[l->in[k]];
+    }
+    l->multiple = l->by_rows && t_chance(rng, 0.3) ? 2 : 1;
+    l->writes = t_chance(rng, 0.1);
+    l->is_lent = t_chance(rng, 0.1);
+    d.tile.axes = l->by_rows;
+    d.tile.multiple = l->multiple > 1 ? (int64_t)l->multiple : 0;
+    d.forward = t_nothing;
+    d.backward = l->writes ? NULL : t_nothing;
+    d.grads_in_forward = l->writes ? 1 : 0;
+    d.backward_reads.nothing = l->writes;
+    if (!l->writes) {
+        d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(4));
+    }
+    l->is_lent &= !l->writes;
+    d.out[0] = ms_activation(m, "out", MS_DTYPE_F32, ms_shape2((int64_t)l->rows, 4));
+    l->out = parts_value(p, l->rows, p->count, d.out[0]);
+    l->saved = UINT32_MAX;
+    if (!l->writes && t_chance(rng, 0.3)) {
+        d.saved[0] = ms_saved(m, "saved", MS_DTYPE_F32, ms_shape2((int64_t)l->rows, 4));
+        l->saved = 0;
+    }
+    ms_register_layer(m, &d);
+    t_ok(m, (ms_result)m->errors.sticky);
+    for (int k = 0; k < 2; ++k) {
+        const ms_tensor t = k == 0 ? d.out[0] : d.saved[0];
+        const bool rarely = t_chance(rng, 0.15);
+        *forced ^= k == 0 && t_chance(rng, 0.2);
+        l->force[k] = rarely ? MS_SWITCH_OFF : *forced && k == 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+        if (k == 0 || l->saved == 0) {
+            m->graph.tensors.items[msi_index(&m->graph, t)].technique[MS_TECHNIQUE_TILING] =
+                (uint8_t)l->force[k];
+        }
+    }
+    if (l->is_lent) {
+        m->graph.tensors.items[msi_index(&m->graph, d.param[0])].borrowed |=
+            (uint8_t)(1u << MSI_ROLE_GRADIENT);
+    }
+    p->count++;
+}
+
+static void parts_open(parts *p, uint64_t seed) {
+    ms_config config = t_config();
+    t_rng rng = t_seed(seed * 71 + 3);
+    const uint32_t count = 2 + t_below(&rng, PART_LAYERS - 1);
+    bool forced = false;
+    memset(p, 0, sizeof *p);
+    config.dry_run = true;
+    t_ok(p->model, ms_create(&config, &p->model));
+    while (p->count < count) {
+        parts_add(p, &rng, &forced);
+    }
+    p->loss = count - 1 - (t_chance(&rng, 0.3) ? t_below(&rng, count) : 0);
+    ms_set_loss(p->model, p->handle[p->layer[p->loss].out]);
+    msi_analyze(&p->model->graph);
+    msi_analyze_backward(&p->model->graph);
+}
+
+/* Whether so many of the rows of a group are whole rows, as many as it wants, of a layer. */
+static bool is_whole(const parts *p, const part *l, uint64_t some, uint64_t rows) {
+    const uint64_t own = some * l->rows / rows;
+    bool whole = some * l->rows % rows == 0 && own % l->multiple == 0;
+    for (uint32_t k = 0; k < l->in_count; ++k) {
+        whole &= !l->cuts[k] || own * p->rows[l->in[k]] % l->rows == 0;
+    }
+    return whole;
+}
+
+/* The rows of a group, and the fewest that are whole in each of its layers. 0: there are none. */
+static uint64_t parts_rows(const parts *p, uint32_t first, uint32_t end, uint64_t *unit) {
+    uint64_t rows = 0;
+    bool have = true, whole = false;
+    for (uint32_t i = first; i < end; ++i) {
+        rows = p->layer[i].rows > rows ? p->layer[i].rows : rows;
+    }
+    for (uint32_t i = first; i < end; ++i) {
+        have &= p->layer[i].by_rows && rows % p->layer[i].rows == 0;
+    }
+    for (*unit = 0; have && !whole && *unit < rows;) {
+        *unit += 1;
+        whole = true;
+        for (uint32_t i = first; i < end; ++i) {
+            whole &= is_whole(p, &p->layer[i], *unit, rows);
+        }
+    }
+    return whole ? rows : 0;
+}
+
+/* Whether each input is either cut by all that read it, or whole for all and made before. */
+static bool parts_read_alike(const parts *p, uint32_t first, uint32_t end) {
+    bool cut[PART_VALUES] = {false}, whole[PART_VALUES] = {false}, alike = true;
+    for (uint32_t i = first; i < end; ++i) {
+        for (uint32_t k = 0; k < p->layer[i].in_count; ++k) {
+            const uint32_t v = p->layer[i].in[k];
+            const bool inside = p->producer[v] != UINT32_MAX && p->producer[v] >= first;
+            cut[v] |= p->layer[i].cuts[k];
+            whole[v] |= !p->layer[i].cuts[k];
+            alike &= !(cut[v] && whole[v]) && !(whole[v] && inside);
+        }
+    }
+    return alike;
+}
+
+static bool parts_end_in_loss(const parts *p, uint32_t first, uint32_t end) {
+    const msi_layer *layers = p->model->graph.layers.items;
+    bool has = false, others = false;
+    for (uint32_t i = first; i < p->count; ++i) {
+        const bool writes = layers[i].ends_in_loss;
+        const bool runs = writes || layers[i].has_backward;
+        has |= i < end && (writes || (i == p->loss && layers[i].has_backward));
+        others |= i < end ? p->layer[i].is_lent : runs;
+    }
+    return has && !others;
+}
+
+static bool parts_can_group(const parts *p, uint32_t first, uint32_t end) {
+    bool can = true, writes = false;
+    for (uint32_t i = first; i < end; ++i) {
+        uint64_t unit;
+        const uint64_t rows = parts_rows(p, first, i + 1, &unit);
+        can &= rows > 0 && rows >= 2 * unit && parts_read_alike(p, first, i + 1);
+        writes |= p->model->graph.layers.items[i].ends_in_loss;
+    }
+    return can && (!writes || parts_end_in_loss(p, first, end));
+}
+
+static ms_switch parts_force(const parts *p, uint32_t layer) {
+    const part *l = &p->layer[layer];
+    const ms_switch saved = l->saved == UINT32_MAX ? MS_SWITCH_DEFAULT : l->force[1];
+    return l->force[0] == MS_SWITCH_OFF || saved == MS_SWITCH_OFF ? MS_SWITCH_OFF
+           : l->force[0] == MS_SWITCH_ON || saved == MS_SWITCH_ON ? MS_SWITCH_ON
+                                                                  : MS_SWITCH_DEFAULT;
+}
+
+/* The tiles of a group have all rows, each once, and whole ones in all of its layers. */
+static void expect_whole_tiles(const parts *p, const msi_tiling *group) {
+    uint32_t rows = 0;
+    for (uint32_t k = 0; k < group->tiles; ++k) {
+        const msi_rows tile = msi_rows_of_tile(group, k);
+        assert_true(tile.begin == rows && tile.of == group->rows);
+        rows += tile.count;
+        for (uint32_t i = group->first; i < group->end; ++i) {
+            assert_true(is_whole(p, &p->layer[i], tile.count, tile.of));
+        }
+    }
+    assert_int_equal(rows, group->rows);
+}
+
+/* Any layers of random graphs: whether they can be in tiles together, whether they sweep, and how far
+   a group goes that is forced. */
+static void groups_are_as_defined(void **state) {
+    (void)state;
+    uint32_t groups = 0, sweeping = 0, refused = 0;
+    for (uint64_t seed = 1; seed <= PART_GRAPHS; ++seed) {
+        static parts p;
+        parts_open(&p, seed);
+        const msi_graph *g = &p.model->graph;
+        for (uint32_t first = 0; first < p.count; ++first) {
+            uint32_t longest = first;
+            bool alike = true;
+            assert_int_equal(msi_tiling_force(g, &g->layers.items[first]), parts_force(&p, first));
+            for (uint32_t end = first + 1; end <= p.count; ++end) {
+                uint64_t units[2];
+                const bool can = parts_can_group(&p, first, end);
+                const uint64_t rows = parts_rows(&p, first, end, &units[0]);
+                assert_true(msi_common_rows(g, first, end, &units[1]) == rows);
+                assert_true(rows == 0 || units[0] == units[1]);
+                assert_int_equal(msi_ends_in_loss(g, first, end),
+                                 parts_end_in_loss(&p, first, end));
+                assert_int_equal(msi_can_group(g, first, end), can);
+                alike &= parts_force(&p, end - 1) == parts_force(&p, first);
+                longest = alike && can ? end : longest;
+                groups += can;
+                sweeping += can && parts_end_in_loss(&p, first, end);
+                refused += !can;
+            }
+            assert_int_equal(msi_longest_group(g, first), longest);
+        }
+        ms_destroy(p.model);
+    }
+    assert_true(groups > PART_GRAPHS && sweeping > PART_GRAPHS / 4 && refused > PART_GRAPHS);
+}
+
+/* Decided groups, one after the other, are found again where they begin; a group may take the place
+   of whole ones, where nothing is forced. */
+static void decided_groups_are_found(void **state) {
+    (void)state;
+    uint32_t beside = 0, taken = 0;
+    for (uint64_t seed = 1; seed <= PART_GRAPHS; ++seed) {
+        static parts p;
+        parts_open(&p, seed);
+        const msi_graph *g = &p.model->graph;
+        t_rng rng = t_seed(seed);
+        uint32_t ends[PART_LAYERS] = {0}; // of the group that begins with a layer
+        bool borders[PART_LAYERS + 1];    // no group goes on here
+        msi_tensor_decision d[PART_VALUES * 2];
+        assert_true(g->tensors.count <= PART_VALUES * 2);
+        memset(d, 0, sizeof d);
+        for (uint32_t first = 0; first < p.count;) {
+            uint32_t end = p.count;
+            while (end > first && (!parts_can_group(&p, first, end) || t_chance(&rng, 0.3))) {
+                --end;
+            }
+            ends[first] = end;
+            if (end > first) {
+                beside += first > 0 && msi_tiles_of(g, d, first - 1) > 0;
+                msi_decide_group(g, d, first, end, 2 + t_below(&rng, 2));
+            }
+            first = end > first ? end : first + 1;
+        }
+        memset(borders, true, sizeof borders);
+        for (uint32_t first = 0; first < p.count; ++first) {
+            for (uint32_t i = first + 1; i < ends[first]; ++i) {
+                borders[i] = false;
+            }
+            if (ends[first] > first) {
+                const msi_tiling group = msi_group_at(g, d, first);
+                assert_int_equal(group.end, ends[first]);
+                assert_int_equal(group.sweeps, parts_end_in_loss(&p, first, group.end));
+                expect_whole_tiles(&p, &group);
+            }
+        }
+        for (uint32_t first = 0; first < p.count; ++first) {
+            bool may = borders[first];
+            for (uint32_t end = first + 1; end <= p.count; ++end) {
+                may &= parts_force(&p, end - 1) == MS_SWITCH_DEFAULT;
+                const bool does = may && borders[end] && parts_can_group(&p, first, end);
+                assert_int_equal(msi_may_group(g, d, first, end), does);
+                taken += does;
+            }
+        }
+        ms_destroy(p.model);
+    }
+    assert_true(beside > PART_GRAPHS / 4 && taken > PART_GRAPHS);
+}
+
+// ------------------------------------------------------------------------------------------------
 // a head with a loss: products, and a loss for each row
 
 enum { HEAD_ROWS = 24, HEAD_IN = 4, HEAD_OUT = 64, HEAD_WIDE = HEAD_ROWS * HEAD_OUT };
@@ -854,6 +1143,8 @@ int main(void) {
         cmocka_unit_test(tiles_change_no_sum),
         cmocka_unit_test(tiles_wait_for_all_they_need),
         cmocka_unit_test(tiles_are_verified),
+        cmocka_unit_test(groups_are_as_defined),
+        cmocka_unit_test(decided_groups_are_found),
         cmocka_unit_test(a_group_that_ends_in_the_loss_sweeps),
         cmocka_unit_test(a_forward_given_up_is_told),
         cmocka_unit_test(layers_that_lie_about_rows_are_named),
