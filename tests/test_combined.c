@@ -350,11 +350,318 @@ static void budgets_from_the_smallest_on_have_plans(void **state) {
     }
 }
 
+// ------------------------------------------------------------------------------------------------
+// the search for groups, step by step
+
+enum { SOUGHT_GRAPHS = 60, SOUGHT_LAYERS = 12 };
+
+/* A chain of equal blocks of `period` layers, and the search for its groups. */
+typedef struct sought {
+    ms_model *model;
+    uint32_t period, layers;
+    msi_scorer scorer;
+    msi_lowering lowering;
+    msi_shortage shortage;
+    msi_store *store;
+    msi_plan *plan;
+    msi_search search;
+    msi_grouping c;
+} sought;
+
+/* No two layers of a block have the same width, which may be large. in_eval: only the last layer
+   trains, and eval keeps some values, so that it may have more bytes than training. */
+static void sought_model(sought *s, uint64_t seed, bool in_eval) {
+    t_rng rng = t_seed(seed * 57 + 1);
+    ms_config config = all_techniques();
+    ms_model *m;
+    int64_t width[3];
+    bool by_rows[3], product[3];
+    config.dry_run = true;
+    t_ok(m, ms_create(&config, &m));
+    s->model = m;
+    s->period = 1 + t_below(&rng, 3);
+    s->layers = s->period * (2 + t_below(&rng, SOUGHT_LAYERS / s->period - 1));
+    for (uint32_t k = 0; k < s->period; ++k) {
+        width[k] = (1 + (int64_t)k) * (8 << t_below(&rng, 7));
+        width[k] += (k > 0 && width[k] == width[0]) || (k > 1 && width[k] == width[1]) ? 8 : 0;
+        by_rows[k] = t_chance(&rng, 0.85);
+        product[k] = k == 0 || t_chance(&rng, 0.3);
+    }
+    ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(64, width[s->period - 1]));
+    for (uint32_t i = 0; i < s->layers; ++i) {
+        const uint32_t k = i % s->period, before = (i + s->period - 1) % s->period;
+        ms_layer_desc d;
+        memset(&d, 0, sizeof d);
+        d.tile.axes = by_rows[k];
+        d.in[0] = x;
+        d.backward_reads.in = 1;
+        if (in_eval ? i + 1 == s->layers : product[k]) {
+            d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape2(width[before], width[k]));
+            d.backward_reads.param = 1;
+        }
+        d.out[0] = x = ms_activation(m, "a", MS_DTYPE_F32, ms_shape2(64, width[k]));
+        ms_register_layer(m, &d);
+        if (in_eval && t_chance(&rng, 0.3)) {
+            ms_add_eval_output(m, x);
+        }
+    }
+    ms_set_loss(m, x);
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.1f);
+    ms_set_optimizer(m, &adamw);
+    ms_set_hardware(m, ms_hardware_find("RTX 3090"));
+}
+
+static void sought_open(sought *s, uint64_t seed, bool in_eval) {
+    memset(s, 0, sizeof *s);
+    sought_model(s, seed, in_eval);
+    ms_model *m = s->model;
+    t_ok(m, msi_check_graph(m, MSI_GOAL_PLAIN));
+    t_ok(m, msi_make_plans(m, MSI_GOAL_PLAIN, &s->store, &s->plan));
+    assert_true(msi_scorer_init(&s->scorer, m, s->store, s->plan, &s->lowering, &s->shortage));
+    s->search.scorer = &s->scorer;
+    assert_true(msi_grouping_init(&s->c, &s->search));
+    msi_decide_base(&s->search, s->c.decisions);
+    msi_find_peak(&s->c);
+}
+
+static void sought_close(sought *s) {
+    assert_false(msi_is_short(&s->scorer));
+    msi_grouping_free(&s->c);
+    msi_lowering_free(&s->lowering);
+    msi_plans_free(s->model, s->plan);
+    msi_store_free(s->model, s->store);
+    ms_destroy(s->model);
+}
+
+/* The live bytes of what was scored last, where it has most: in training or in eval. */
+static uint64_t live_bytes(const sought *s) {
+    const uint64_t train = s->scorer.program->peak_bytes, eval = s->scorer.eval->peak_bytes;
+    return s->scorer.program->resident_bytes + (train > eval ? train : eval);
+}
+
+/* Blocks are alike up to the last one, but for the first, which reads an input. */
+static void windows_are_alike_from_block_to_block(void **state) {
+    (void)state;
+    for (uint64_t seed = 1; seed <= SOUGHT_GRAPHS; ++seed) {
+        static sought s;
+        sought_open(&s, seed, false);
+        for (uint32_t first = 0; first < s.layers; ++first) {
+            for (uint32_t end = first + 1; end <= s.layers; ++end) {
+                const msi_window w = {first, end, 0};
+                for (uint32_t at = 0; at < s.layers; ++at) {
+                    const bool fits = at + (end - first) <= s.layers;
+                    const bool repeats =
+                        first > 0 && at > 0 && (at + s.layers - first) % s.period == 0;
+                    assert_int_equal(msi_is_window_alike(&s.model->graph, &w, at),
+                                     at == first || (fits && repeats));
+                }
+            }
+        }
+        sought_close(&s);
+    }
+}
+
+/* A window that is tried becomes a group, and all that are alike and do not overlap it; its bytes are
+   those of training or eval, whichever has more. */
+static void a_window_is_tried_with_its_like(void **state) {
+    (void)state;
+    uint32_t others = 0, in_eval = 0;
+    for (uint64_t seed = 1; seed <= SOUGHT_GRAPHS; ++seed) {
+        static sought s;
+        sought_open(&s, seed, seed % 2 == 0);
+        const msi_graph *g = &s.model->graph;
+        for (uint32_t first = 0; first < s.layers; ++first) {
+            for (uint32_t end = first + 1; end <= s.layers && end <= first + 4; ++end) {
+                const msi_window w = {first, end, 0};
+                double us;
+                if (!msi_may_group(g, s.c.decisions, first, end)) {
+                    continue;
+                }
+                assert_true(msi_try_window(&s.c, &w, 2, &us) == live_bytes(&s));
+                in_eval += s.scorer.eval->peak_bytes > s.scorer.program->peak_bytes;
+                for (uint32_t i = 0; i < s.layers; ++i) {
+                    if (msi_tiles_of(g, s.c.trial, i) == 0) {
+                        assert_true(i < first || i >= end);
+                        continue;
+                    }
+                    const msi_tiling group = msi_group_at(g, s.c.trial, i);
+                    assert_int_equal(group.end - i, end - first);
+                    assert_true(i == first || group.end <= first || i >= end);
+                    others += i != first;
+                    i = group.end - 1;
+                }
+            }
+        }
+        sought_close(&s);
+    }
+    assert_true(others > SOUGHT_GRAPHS && in_eval > SOUGHT_GRAPHS);
+}
+
+/* The windows of a layer are those with the fewest bytes of all that have it. */
+static void windows_have_the_layer_of_the_peak(void **state) {
+    (void)state;
+    for (uint64_t seed = 1; seed <= SOUGHT_GRAPHS; ++seed) {
+        static sought s;
+        sought_open(&s, seed, seed % 2 == 0);
+        const msi_graph *g = &s.model->graph;
+        for (s.c.peak = 0; s.c.peak < s.layers; ++s.c.peak) {
+            msi_window list[MSI_GROUPING_TRIES];
+            const uint32_t count = msi_list_windows(&s.c, list);
+            uint32_t all = 0, fewer = 0;
+            for (uint32_t first = 0; first <= s.c.peak; ++first) {
+                for (uint32_t end = s.c.peak + 1; end <= s.layers; ++end) {
+                    const bool reaches = s.c.peak - first <= MSI_GROUPING_REACH &&
+                                         end - s.c.peak <= MSI_GROUPING_REACH;
+                    if (reaches && msi_may_group(g, s.c.decisions, first, end)) {
+                        ++all;
+                        fewer +=
+                            count > 0 && msi_whole_in_window(g, first, end) < list[count - 1].bytes;
+                    }
+                }
+            }
+            assert_int_equal(count, all < MSI_GROUPING_TRIES ? all : (uint32_t)MSI_GROUPING_TRIES);
+            assert_true(count == 0 || fewer < count);
+        }
+        sought_close(&s);
+    }
+}
+
+/* The peak is that of training or of eval, whichever has more; the group that is found there has
+   fewer bytes, in as few tiles as do. */
+static void groups_are_found_at_the_peak(void **state) {
+    (void)state;
+    uint32_t found = 0, in_eval = 0, fewer = 0;
+    for (uint64_t seed = 1; seed <= SOUGHT_GRAPHS; ++seed) {
+        static sought s;
+        sought_open(&s, seed, seed % 2 == 0);
+        const msi_graph *g = &s.model->graph;
+        const bool of_eval = s.scorer.eval->peak_bytes > s.scorer.program->peak_bytes;
+        const msi_program *p = of_eval ? s.scorer.eval : s.scorer.program;
+        const uint64_t before = live_bytes(&s);
+        const msi_instruction *at = &p->instructions.items[p->peak];
+        assert_true(s.c.live_bytes == before);
+        if (msi_calls_layer((msi_op)at->op)) {
+            assert_int_equal(s.c.peak, at->target);
+        }
+        if (s.c.peak == MSI_NONE || !msi_find_group(&s.c)) {
+            sought_close(&s);
+            continue;
+        }
+        const uint64_t after = live_bytes(&s);
+        const uint32_t tiles = msi_tiles_of(g, s.c.trial, s.c.peak);
+        uint32_t first = s.c.peak;
+        while (!s.c.trial[msi_first_output(g, &g->layers.items[first])].begins_group) {
+            --first;
+        }
+        const msi_window w = {first, msi_group_at(g, s.c.trial, first).end, 0};
+        assert_true(after < before);
+        for (uint32_t k = 2; k < tiles; k *= 2) {
+            double us;
+            assert_true(msi_try_window(&s.c, &w, k, &us) > after);
+        }
+        ++found;
+        in_eval += of_eval;
+        fewer += tiles < MSI_GROUPING_TILES && tiles < msi_most_tiles(g, w.first, w.end);
+        sought_close(&s);
+    }
+    assert_true(found > SOUGHT_GRAPHS / 2 && in_eval > 0 && fewer > 0);
+}
+
+static bool has_set(const msi_tilings *all, const msi_tilings *of, uint32_t set) {
+    bool has = false;
+    const uint32_t count = of->end[set] - of->end[set - 1];
+    for (uint32_t k = 1; k <= all->count; ++k) {
+        bool same = all->end[k] - all->end[k - 1] == count;
+        for (uint32_t i = 0; i < count && same; ++i) {
+            const msi_tiling *x = &all->groups.items[all->end[k - 1] + i];
+            const msi_tiling *y = &of->groups.items[of->end[set - 1] + i];
+            same = x->first == y->first && x->end == y->end && x->tiles == y->tiles;
+        }
+        has |= same && (all != of || k != set);
+    }
+    return has;
+}
+
+/* Sets of groups that do not overlap, no two of them the same: those from the plan that keeps
+   everything and from the squeezed one, each of which goes on until no group at the peak has fewer
+   bytes; and of a small graph these in fewer tiles. */
+static void sets_of_groups_differ(void **state) {
+    (void)state;
+    uint32_t sets = 0, rounds = 0;
+    for (uint64_t seed = 1; seed <= SOUGHT_GRAPHS; ++seed) {
+        static sought s;
+        msi_tilings all, part;
+        sought_open(&s, seed, seed % 2 == 0);
+        memset(&all, 0, sizeof all);
+        msi_find_tilings(&s.search, 0, &all);
+        for (int squeezed = 0; squeezed < 2; ++squeezed) {
+            memset(&part, 0, sizeof part);
+            msi_find_tilings_from(&s.c, squeezed, &part);
+            const uint64_t bytes = s.c.live_bytes;
+            const uint32_t peak = s.c.peak;
+            msi_find_peak(&s.c);
+            assert_true(s.c.live_bytes == bytes && s.c.peak == peak);
+            for (uint32_t k = 1; k <= part.count; ++k) {
+                assert_true(has_set(&all, &part, k));
+            }
+            rounds += part.count > 1;
+            MSI_LIST_FREE(msi_tiling, s.scorer.allocator, part.groups);
+        }
+        for (uint32_t k = 1; k <= all.count; ++k) {
+            assert_false(has_set(&all, &all, k));
+            for (uint32_t i = all.end[k - 1]; i < all.end[k]; ++i) {
+                const msi_tiling *group = &all.groups.items[i];
+                assert_true(i == all.end[k - 1] || group[-1].end <= group->first);
+                assert_true(msi_can_group(&s.model->graph, group->first, group->end));
+            }
+        }
+        sets += all.count;
+        MSI_LIST_FREE(msi_tiling, s.scorer.allocator, all.groups);
+        sought_close(&s);
+    }
+    assert_true(sets > 2 * SOUGHT_GRAPHS && rounds > 0);
+}
+
+/* Two sets are the same if they have the same groups in the same numbers of tiles. */
+static void sets_are_told_apart(void **state) {
+    (void)state;
+    static const struct {
+        uint32_t first, end, tiles;
+        bool same;
+    } groups[] = {{2, 4, 8, true}, {1, 4, 8, false}, {2, 5, 8, false}, {2, 4, 4, false}};
+    for (size_t k = 0; k < sizeof groups / sizeof groups[0]; ++k) {
+        msi_tiling items[4];
+        msi_tilings t;
+        memset(&t, 0, sizeof t);
+        memset(items, 0, sizeof items);
+        for (uint32_t i = 0; i < 4; ++i) {
+            const size_t of = i == 3 ? k : 0;
+            items[i].first = groups[of].first + 4 * (i % 2 == 0 ? 0u : 1u);
+            items[i].end = groups[of].end + 4 * (i % 2 == 0 ? 0u : 1u);
+            items[i].tiles = groups[of].tiles;
+        }
+        t.groups.items = items;
+        t.groups.count = 4;
+        t.end[1] = 2;
+        t.end[2] = 4;
+        t.count = 2;
+        assert_int_equal(msi_are_same_tilings(&t, 1, 2), groups[k].same);
+        t.end[2] = 3;
+        assert_false(msi_are_same_tilings(&t, 1, 2));
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(plans_are_close_to_the_best_of_all),
         cmocka_unit_test(fewer_techniques_are_not_better),
         cmocka_unit_test(budgets_from_the_smallest_on_have_plans),
+        cmocka_unit_test(windows_are_alike_from_block_to_block),
+        cmocka_unit_test(a_window_is_tried_with_its_like),
+        cmocka_unit_test(windows_have_the_layer_of_the_peak),
+        cmocka_unit_test(groups_are_found_at_the_peak),
+        cmocka_unit_test(sets_of_groups_differ),
+        cmocka_unit_test(sets_are_told_apart),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
