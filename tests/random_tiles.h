@@ -42,6 +42,7 @@ typedef struct rt_layer {
     uint32_t in_count, out_count, param_count;
     int64_t shift[RT_IN]; // of columns, and of tokens where sequences are whole
     float factor[RT_IN];
+    uint32_t whole; // mask of inputs of which each tile reads other rows too
     rt_reads reads;
     bool is_loss, has_recompute, tiled; // tiled: forced in the net with tiles
     uint32_t salt;
@@ -185,6 +186,25 @@ static inline void rt_declare_reads(rt_graph *g, rt_layer *l) {
     l->desc.optional_saved = l->reads.saved && t_chance(&g->rng, 0.5) ? 1 : 0;
 }
 
+/* Some of the tokens that a layer reads once, each column at most once, so that sums over tiles are
+   exact in 16 bits too. Drawn apart from all else. */
+static inline uint32_t rt_some_whole(const rt_graph *g, const rt_layer *l) {
+    uint32_t whole = 0;
+    for (uint32_t k = 1; k < l->in_count; ++k) {
+        const rt_value *v = &g->value[l->in[k]];
+        t_rng rng = t_seed(g->seed * 1009 + g->layer_count * 11 + k);
+        bool may = l->axes == 2 && v->shape == RT_TOKENS && t_chance(&rng, 0.3);
+        for (uint32_t i = 0; i < l->in_count; ++i) {
+            may = may && (i == k || l->in[i] != l->in[k]);
+        }
+        for (uint32_t j = 0; j < l->out_count; ++j) {
+            may = may && g->value[l->out[j]].cols <= v->cols;
+        }
+        whole |= may ? 1u << k : 0u;
+    }
+    return whole;
+}
+
 static inline void rt_declare_tile(rt_graph *g, rt_layer *l) {
     ms_layer_tile *t = &l->desc.tile;
     for (uint32_t k = 0; k < l->in_count; ++k) {
@@ -197,6 +217,9 @@ static inline void rt_declare_tile(rt_graph *g, rt_layer *l) {
     for (uint32_t k = 0; k < l->in_count; ++k) {
         t->whole_in |= g->value[l->in[k]].shape == RT_TABLE ? 1u << k : 0u;
     }
+    l->whole = rt_some_whole(g, l);
+    t->whole_in |= l->whole;
+    l->desc.dtypes.f32_in |= l->salt % 2 ? l->whole : 0;
     for (uint32_t k = 0; k < l->in_count; ++k) {
         t->in_axes[k] = g->value[l->in[k]].shape == RT_SEQUENCES && l->axes == 2 ? 1 : 0;
     }
@@ -360,7 +383,11 @@ static inline rt_span rt_span_of(const rt_op *op, const ms_call *call, uint32_t 
     const rt_value *v = &g->value[value];
     const int64_t rows = rt_rows(g, v->shape);
     const rt_span all = {0, rows};
-    if (op->layer->axes == 0 || v->shape == RT_TABLE || v->shape == RT_VECTOR) {
+    bool whole = op->layer->axes == 0 || v->shape == RT_TABLE || v->shape == RT_VECTOR;
+    for (uint32_t k = 0; k < op->layer->in_count; ++k) {
+        whole |= op->layer->in[k] == value && (op->layer->whole >> k & 1);
+    }
+    if (whole) {
         return all;
     }
     const int64_t of =
@@ -430,6 +457,10 @@ static inline int64_t rt_source(const rt_op *op, const ms_call *call, uint32_t k
     if (l->axes == 0) {
         batch = (batch + l->shift[k]) % g->batch;
     }
+    if (l->whole >> k & 1) {
+        token = (batch * g->tokens + token + l->salt) % span.count;
+        batch = 0;
+    }
     const int64_t at = v->shape == RT_TOKENS      ? batch * g->tokens + token
                        : v->shape == RT_SEQUENCES ? batch
                                                   : row % RT_TABLE_ROWS;
@@ -497,8 +528,9 @@ static inline void rt_gradients(rt_op *op, const ms_call *call) {
             by = rt_wrap(by + rt_dropout(op, call, row * v->cols + col));
             for (uint32_t k = 0; k < l->in_count; ++k) {
                 float *at = &in[k][rt_source(op, call, k, row, v->shape, col)];
-                const bool table = g->value[l->in[k]].shape == RT_TABLE; // a sum over tiles
-                *at = table ? *at + l->factor[k] * by : rt_wrap(*at + l->factor[k] * by);
+                const bool sums = // over tiles
+                    g->value[l->in[k]].shape == RT_TABLE || (l->whole >> k & 1);
+                *at = sums ? *at + l->factor[k] * by : rt_wrap(*at + l->factor[k] * by);
             }
             for (uint32_t k = 0; k < l->param_count; ++k) {
                 param[k][col % g->value[l->param[k]].cols] += by;
