@@ -622,35 +622,6 @@ static void sets_of_groups_differ(void **state) {
     assert_true(sets > 2 * SOUGHT_GRAPHS && rounds > 0);
 }
 
-/* Two sets are the same if they have the same groups in the same numbers of tiles. */
-static void sets_are_told_apart(void **state) {
-    (void)state;
-    static const struct {
-        uint32_t first, end, tiles;
-        bool same;
-    } groups[] = {{2, 4, 8, true}, {1, 4, 8, false}, {2, 5, 8, false}, {2, 4, 4, false}};
-    for (size_t k = 0; k < sizeof groups / sizeof groups[0]; ++k) {
-        msi_tiling items[4];
-        msi_tilings t;
-        memset(&t, 0, sizeof t);
-        memset(items, 0, sizeof items);
-        for (uint32_t i = 0; i < 4; ++i) {
-            const size_t of = i == 3 ? k : 0;
-            items[i].first = groups[of].first + 4 * (i % 2 == 0 ? 0u : 1u);
-            items[i].end = groups[of].end + 4 * (i % 2 == 0 ? 0u : 1u);
-            items[i].tiles = groups[of].tiles;
-        }
-        t.groups.items = items;
-        t.groups.count = 4;
-        t.end[1] = 2;
-        t.end[2] = 4;
-        t.count = 2;
-        assert_int_equal(msi_are_same_tilings(&t, 1, 2), groups[k].same);
-        t.end[2] = 3;
-        assert_false(msi_are_same_tilings(&t, 1, 2));
-    }
-}
-
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(plans_are_close_to_the_best_of_all),
@@ -661,7 +632,6 @@ int main(void) {
         cmocka_unit_test(windows_have_the_layer_of_the_peak),
         cmocka_unit_test(groups_are_found_at_the_peak),
         cmocka_unit_test(sets_of_groups_differ),
-        cmocka_unit_test(sets_are_told_apart),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -234,6 +234,67 @@ static void tiles_change_no_sum(void **state) {
     expect_coverage(&t);
 }
 
+/* Two groups, one after the other, of 10 rows in tiles of 4, 4, 2 and none: the first layer of the
+   second also reads, whole, what the first layer of all makes. */
+static rt_graph *two_groups(uint64_t seed) {
+    enum { IN, PARAM, CUT, LAST, OUT, LOSS };
+    rt_graph *g = (rt_graph *)calloc(1, sizeof *g);
+    assert_non_null(g);
+    g->rng = t_seed(seed);
+    g->seed = seed;
+    g->batch = 5;
+    g->tokens = 2;
+    g->micro_count = 1 + seed % 2;
+    for (uint32_t v = IN; v <= LOSS; ++v) {
+        rt_new(g,
+               v == IN      ? RT_INPUT
+               : v == PARAM ? RT_TRAINED
+                            : RT_MADE,
+               v == PARAM ? RT_VECTOR : RT_TOKENS);
+        g->value[v].cols = 2;
+    }
+    for (uint32_t i = 0; i < 4; ++i) {
+        rt_layer *l = &g->layer[g->layer_count++];
+        l->axes = 2;
+        l->in[0] = i == 0 ? (uint32_t)IN : PARAM + i;
+        l->in[1] = CUT;
+        l->in_count = i == 2 ? 2 : 1;
+        l->out[0] = CUT + i;
+        l->out_count = 1;
+        l->saved = UINT32_MAX;
+        l->param[0] = PARAM;
+        l->param_count = i == 0;
+        l->factor[0] = l->factor[1] = 1.0f;
+        l->is_loss = i == 3;
+        l->salt = 3;
+        l->tiled = i < 3 || seed % 4 < 2; // with the loss, it sweeps
+        l->reads.in = l->reads.param = i == 0;
+        l->whole = i == 2 ? 2 : 0;
+        l->desc.tile.axes = 2;
+        l->desc.tile.multiple = 2;
+        l->desc.tile.whole_in = l->whole;
+        l->desc.dtypes.f32_in = t_chance(&g->rng, 0.5) ? l->whole : 0;
+        l->desc.backward_reads.in = l->desc.backward_reads.param = i == 0;
+        l->desc.backward_reads.nothing = i > 0;
+        l->desc.forward_workspace.row_bytes = l->desc.backward_workspace.row_bytes = 4;
+    }
+    g->layer[0].desc.overwrites.param = 1;
+    g->optimizer.kind = MS_OPTIMIZER_SGD;
+    g->optimizer.learning_rate = 0.25f;
+    return g;
+}
+
+static void what_a_group_cuts_is_whole_in_the_next(void **state) {
+    (void)state;
+    tally t;
+    memset(&t, 0, sizeof t);
+    for (uint64_t seed = 1; seed <= 16; ++seed) {
+        const ms_config config = random_config(seed);
+        expect_same_bits(two_groups(seed), &config, NULL, NULL, &t);
+    }
+    assert_true(t.tiled == t.graphs && t.sweeps > 0 && t.sweeps < t.graphs && t.half > 0);
+}
+
 /* ms_verify finds no difference, and ms_find_nonfinite nothing, in random plans in tiles. */
 static void tiles_are_verified(void **state) {
     (void)state;
@@ -1141,6 +1202,7 @@ static void plans_in_tiles_fail_cleanly(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(tiles_change_no_sum),
+        cmocka_unit_test(what_a_group_cuts_is_whole_in_the_next),
         cmocka_unit_test(tiles_wait_for_all_they_need),
         cmocka_unit_test(tiles_are_verified),
         cmocka_unit_test(groups_are_as_defined),
