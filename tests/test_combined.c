@@ -588,7 +588,7 @@ static bool has_set(const msi_tilings *all, const msi_tilings *of, uint32_t set)
 static void sets_of_groups_differ(void **state) {
     (void)state;
     uint32_t sets = 0, rounds = 0;
-    for (uint64_t seed = 1; seed <= SOUGHT_GRAPHS; ++seed) {
+    for (uint64_t seed = 1; seed <= SOUGHT_GRAPHS / 2; ++seed) {
         static sought s;
         msi_tilings all, part;
         sought_open(&s, seed, seed % 2 == 0);
@@ -619,7 +619,7 @@ static void sets_of_groups_differ(void **state) {
         MSI_LIST_FREE(msi_tiling, s.scorer.allocator, all.groups);
         sought_close(&s);
     }
-    assert_true(sets > 2 * SOUGHT_GRAPHS && rounds > 0);
+    assert_true(sets > SOUGHT_GRAPHS && rounds > 0);
 }
 
 int main(void) {
