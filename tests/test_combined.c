@@ -368,6 +368,18 @@ typedef struct sought {
     msi_grouping c;
 } sought;
 
+/* With these bytes where no field is. */
+static ms_shape padded_shape(int64_t rows, int64_t cols, int padding) {
+    const ms_shape fields = ms_shape2(rows, cols);
+    ms_shape shape;
+    memset(&shape, padding, sizeof shape);
+    memcpy(shape.dim, fields.dim, sizeof shape.dim);
+    memcpy(shape.axes, fields.axes, sizeof shape.axes);
+    shape.rank = fields.rank;
+    shape.axes_of = fields.axes_of;
+    return shape;
+}
+
 /* No two layers of a block have the same width, which may be large. in_eval: only the last layer
    trains, and eval keeps some values, so that it may have more bytes than training. */
 static void sought_model(sought *s, uint64_t seed, bool in_eval) {
@@ -396,10 +408,10 @@ static void sought_model(sought *s, uint64_t seed, bool in_eval) {
         d.in[0] = x;
         d.backward_reads.in = 1;
         if (in_eval ? i + 1 == s->layers : product[k]) {
-            d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape2(width[before], width[k]));
+            d.param[0] = ms_param(m, "w", MS_DTYPE_F32, padded_shape(width[before], width[k], 0));
             d.backward_reads.param = 1;
         }
-        d.out[0] = x = ms_activation(m, "a", MS_DTYPE_F32, ms_shape2(64, width[k]));
+        d.out[0] = x = ms_activation(m, "a", MS_DTYPE_F32, padded_shape(64, width[k], 0));
         ms_register_layer(m, &d);
         if (in_eval && t_chance(&rng, 0.3)) {
             ms_add_eval_output(m, x);
