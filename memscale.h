@@ -18580,6 +18580,17 @@ typedef struct msi_grouping {
     uint32_t tries_left;
 } msi_grouping;
 
+/* By fields, since what is between these may be anything. */
+static bool msi_is_same_shape(const ms_shape *a, const ms_shape *b) {
+    return a->rank == b->rank && a->axes_of == b->axes_of &&
+           memcmp(a->dim, b->dim, sizeof a->dim) == 0 &&
+           memcmp(a->axes, b->axes, sizeof a->axes) == 0;
+}
+
+static bool msi_is_same_workspace(const ms_workspace *a, const ms_workspace *b) {
+    return a->bytes == b->bytes && a->row_bytes == b->row_bytes && a->contents == b->contents;
+}
+
 /* Whether two layers do the same on operands of the same shapes. */
 static bool msi_are_alike(const msi_graph *g, uint32_t a, uint32_t b) {
     const msi_layer *x = &g->layers.items[a], *y = &g->layers.items[b];
@@ -18587,8 +18598,10 @@ static bool msi_are_alike(const msi_graph *g, uint32_t a, uint32_t b) {
     bool alike = x->forward == y->forward && x->backward == y->backward &&
                  memcmp(x->count, y->count, sizeof x->count) == 0 &&
                  memcmp(&x->tile, &y->tile, sizeof x->tile) == 0 &&
-                 memcmp(x->workspace, y->workspace, sizeof x->workspace) == 0 &&
                  x->has_backward == y->has_backward;
+    for (int k = 0; k < 3; k++) {
+        alike = alike && msi_is_same_workspace(&x->workspace[k], &y->workspace[k]);
+    }
     for (uint32_t k = 0; k < count && alike; k++) {
         const uint32_t s = g->operands.items[x->operand_first + k];
         const uint32_t t = g->operands.items[y->operand_first + k];
@@ -18596,7 +18609,7 @@ static bool msi_are_alike(const msi_graph *g, uint32_t a, uint32_t b) {
         const msi_tensor *v = t == MSI_NONE ? NULL : &g->tensors.items[t];
         alike = (u == NULL) == (v == NULL) &&
                 (!u || (u->kind == v->kind && u->view.dtype == v->view.dtype &&
-                        memcmp(&u->view.shape, &v->view.shape, sizeof u->view.shape) == 0));
+                        msi_is_same_shape(&u->view.shape, &v->view.shape)));
     }
     return alike;
 }

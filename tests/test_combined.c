@@ -408,10 +408,11 @@ static void sought_model(sought *s, uint64_t seed, bool in_eval) {
         d.in[0] = x;
         d.backward_reads.in = 1;
         if (in_eval ? i + 1 == s->layers : product[k]) {
-            d.param[0] = ms_param(m, "w", MS_DTYPE_F32, padded_shape(width[before], width[k], 0));
+            d.param[0] =
+                ms_param(m, "w", MS_DTYPE_F32, padded_shape(width[before], width[k], (int)i));
             d.backward_reads.param = 1;
         }
-        d.out[0] = x = ms_activation(m, "a", MS_DTYPE_F32, padded_shape(64, width[k], 0));
+        d.out[0] = x = ms_activation(m, "a", MS_DTYPE_F32, padded_shape(64, width[k], (int)i));
         ms_register_layer(m, &d);
         if (in_eval && t_chance(&rng, 0.3)) {
             ms_add_eval_output(m, x);
