@@ -1709,6 +1709,142 @@ static void what_is_kept_is_counted(void **state) {
     ms_destroy(m);
 }
 
+enum { TIED_LAYERS = 4, TIED_PARAMS = 6, TIED_SLOTS = 3, TIED_PARTS = 3 };
+
+/* A chain of layers whose params are tied at random, within a layer too, where everything is said: what
+   is lent, moved, coded, and updated early. The parts of a param: value, gradient, state. */
+typedef struct tied {
+    ms_model *m;
+    uint32_t param_of[TIED_LAYERS][TIED_SLOTS], user[TIED_PARAMS]; // the first layer that has it
+    ms_tensor param[TIED_PARAMS];
+    bool lent[TIED_PARAMS][TIED_PARTS], moved[TIED_PARAMS][TIED_PARTS];
+    bool coded[TIED_PARAMS], early[TIED_PARAMS];
+    float memory[TIED_PARAMS][TIED_PARTS + 1][128 * 128];
+} tied;
+
+static ms_switch on_or_off(bool on) {
+    return on ? MS_SWITCH_ON : MS_SWITCH_OFF;
+}
+
+static ms_tensor tied_part(const tied *t, uint32_t p, int part) {
+    return part == 0   ? t->param[p]
+           : part == 1 ? ms_gradient(t->m, t->param[p])
+                       : ms_optimizer_state(t->m, t->param[p], part - 2);
+}
+
+static void tied_say(tied *t, t_rng *rng, uint32_t p) {
+    ms_set_tensor_technique(t->m, t->param[p], EARLY_UPDATE, on_or_off(t->early[p]));
+    ms_set_tensor_technique(t->m, t->param[p], MS_TECHNIQUE_OPTIMIZER_8BIT,
+                            on_or_off(t->coded[p]));
+    const bool moves = t_chance(rng, 0.5);
+    for (int part = 0; part < TIED_PARTS; ++part) {
+        t->lent[p][part] = !t->coded[p] && !(part == 1 && t->early[p]) && t_chance(rng, 0.3);
+        t->moved[p][part] = moves && !t->lent[p][part] && !(part == 1 && t->early[p]) &&
+                            t_chance(rng, 0.6);
+        for (int k = part; k < TIED_PARTS + (part == 2); k += part == 2 ? 1 : TIED_PARTS) {
+            const ms_tensor of = tied_part(t, p, k);
+            if (t->lent[p][part]) {
+                t_ok(t->m, ms_borrow(t->m, of, t->memory[p][k]));
+            } else {
+                ms_set_tensor_technique(t->m, of, OFFLOADING, on_or_off(t->moved[p][part]));
+            }
+        }
+    }
+}
+
+static void tied_create(tied *t, t_rng *rng) {
+    memset(t, 0, sizeof *t);
+    t->m = adamw_model(0);
+    ms_tensor x = ms_input(t->m, "x", MS_DTYPE_F32, ms_shape2(16, 16));
+    for (uint32_t p = 0; p < TIED_PARAMS; ++p) {
+        t->param[p] = ms_param(t->m, "w", MS_DTYPE_F32, ms_shape2(p % 2 ? 128 : 8 + p, 128));
+        t->user[p] = UINT32_MAX;
+        t->coded[p] = t_chance(rng, 0.3);
+        t->early[p] = t_chance(rng, 0.5);
+    }
+    for (uint32_t i = 0; i < TIED_LAYERS; ++i) {
+        ms_layer_desc d = zoo_layer(
+            "layer", x, ms_activation(t->m, "y", MS_DTYPE_F32, ms_shape2(16, 16)));
+        for (uint32_t k = 0; k < TIED_SLOTS; ++k) {
+            const bool again = k > 0 && t_chance(rng, 0.4);
+            const uint32_t p = again ? t->param_of[i][t_below(rng, k)] : t_below(rng, TIED_PARAMS);
+            t->param_of[i][k] = p;
+            t->user[p] = t->user[p] == UINT32_MAX ? i : t->user[p];
+            d.param[k] = t->param[p];
+        }
+        d.backward_reads.param = (1u << TIED_SLOTS) - 1;
+        ms_register_layer(t->m, &d);
+        x = d.out[0];
+    }
+    ms_set_loss(t->m, x);
+    for (uint32_t p = 0; p < TIED_PARAMS; ++p) {
+        if (t->user[p] == UINT32_MAX) {
+            ms_set_frozen(t->m, t->param[p], true);
+        } else {
+            tied_say(t, rng, p);
+        }
+    }
+    t_ok(t->m, ms_wrap(t->m));
+}
+
+/* Adds what the first layer that has a param tells of it. */
+static void tied_add(const tied *t, uint32_t p, uint64_t *saved, uint64_t *refused) {
+    const uint64_t value = msi_align(ms_tensor_bytes(t->m, t->param[p]));
+    const uint64_t wide = 2 * value;
+    const uint64_t coded = 2 * msi_align(msi_state_bytes(MS_STATE_FORMAT_8BIT, value / 4));
+    const bool *moved = t->moved[p];
+    const bool any = moved[0] || moved[1] || moved[2];
+    const uint64_t bytes[TIED_PARTS] = {value, value, t->coded[p] ? coded : wide};
+    for (int part = 0; part < TIED_PARTS; ++part) {
+        const bool is_there = !t->lent[p][part] && !(part == 1 && t->early[p]);
+        saved[OFFLOADING] += moved[part] ? bytes[part] : 0;
+        refused[OFFLOADING] += !any && is_there ? bytes[part] : 0;
+    }
+    saved[EARLY_UPDATE] += t->early[p] ? value : 0;
+    refused[EARLY_UPDATE] += !t->early[p] && !t->lent[p][1] ? value : 0;
+    const bool may = !t->lent[p][2] && !moved[2];
+    saved[MS_TECHNIQUE_OPTIMIZER_8BIT] += t->coded[p] && may ? wide - coded : 0;
+    refused[MS_TECHNIQUE_OPTIMIZER_8BIT] += !t->coded[p] && may ? wide - coded : 0;
+}
+
+/* What several layers have, and what one has in several slots, is told of once: at the first layer. */
+static void tied_params_are_told_of_once(void **state) {
+    (void)state;
+    static tied t;
+    t_rng rng = t_seed(1);
+    uint32_t tied_once = 0;
+    for (int turn = 0; turn < 12; ++turn) {
+        decisions d;
+        tied_create(&t, &rng);
+        get_decisions(t.m, &d);
+        for (uint32_t i = 0; i < TIED_LAYERS; ++i) {
+            uint64_t saved[MS_TECHNIQUE_COUNT], refused[MS_TECHNIQUE_COUNT];
+            memset(saved, 0, sizeof saved);
+            memset(refused, 0, sizeof refused);
+            for (uint32_t p = 0; p < TIED_PARAMS; ++p) {
+                if (t.user[p] == i) {
+                    tied_add(&t, p, saved, refused);
+                }
+            }
+            for (uint32_t k = 1; k < TIED_SLOTS; ++k) {
+                tied_once += t.param_of[i][k] == t.param_of[i][0];
+            }
+            for (int k = EARLY_UPDATE; k <= MS_TECHNIQUE_OPTIMIZER_8BIT; ++k) {
+                if (d.at[i][k].saved_bytes != saved[k] || d.at[i][k].refused_bytes != refused[k]) {
+                    fail_msg("turn %d, layer %u, %s: saved %llu, not %llu; refused %llu, not %llu",
+                             turn, (unsigned)i, ms_technique_name((ms_technique)k),
+                             (unsigned long long)d.at[i][k].saved_bytes,
+                             (unsigned long long)saved[k],
+                             (unsigned long long)d.at[i][k].refused_bytes,
+                             (unsigned long long)refused[k]);
+                }
+            }
+        }
+        ms_destroy(t.m);
+    }
+    assert_true(tied_once > 5);
+}
+
 /* The row of a layer in a listing. */
 static const char *row_of(const char *text, const char *name) {
     const char *table = strstr(text, "\nlayer ");
@@ -2810,6 +2946,7 @@ int main(void) {
                                        cmocka_unit_test(params_of_a_layer_move_in_one_copy),
                                        cmocka_unit_test(a_shared_param_is_copied_once),
                                        cmocka_unit_test(what_is_kept_is_counted),
+                                       cmocka_unit_test(tied_params_are_told_of_once),
                                        cmocka_unit_test(refused_rows_have_numbers),
                                        cmocka_unit_test(equal_blocks_are_one_entry),
                                        cmocka_unit_test(blocks_are_found_anywhere),
