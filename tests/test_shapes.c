@@ -467,7 +467,7 @@ static void only_inputs_of_another_shape_are_forgotten(void **state) {
     (void)state;
     enum { AXES = 3, MASKS = 1 << AXES, INPUTS = 2 * MASKS };
     static const int64_t largest[AXES] = {2, 2, 2};
-    static const float zeros[MASKS];
+    static float zeros[MASKS];
     ms_config config = t_config();
     ms_model *m;
     ms_axis axes[AXES];
