@@ -663,6 +663,43 @@ static void losses_and_outputs_are_resumed(void **state) {
     with_each_graph(suspend_after_steps);
 }
 
+/* After a step and after an evaluation, whose outputs and losses stay until the next one. */
+static void outputs_outlive_a_suspension(void **state) {
+    (void)state;
+    for (int smallest = 0; smallest < 2; ++smallest) {
+        t_chain chain;
+        float before[3][T_CHAIN_INPUT], after[3][T_CHAIN_INPUT];
+        t_heap heap; // what it gives is full of garbage
+        ms_config config = t_config();
+        memset(&heap, 0, sizeof heap);
+        config.allocator = t_heap_allocator(&heap);
+        config.force_optimize = smallest != 0;
+        assert_int_equal(t_chain_create(&chain, &config, 4, T_CHAIN_ROWS, T_CHAIN_COLS),
+                         MS_RESULT_OK);
+        ms_model *m = chain.model;
+        ms_add_output(m, chain.hidden[0]);
+        ms_add_output(m, chain.hidden[2]);
+        t_ok(m, ms_wrap(m));
+        t_ok(m, t_chain_write(&chain, 1));
+        const ms_tensor all[3] = {chain.hidden[0], chain.hidden[2], chain.loss};
+        for (int turn = 0; turn < 4; ++turn) {
+            t_ok(m, turn % 2 == 0 ? ms_step(m, NULL) : ms_eval(m, NULL));
+            memset(before, 0, sizeof before);
+            memset(after, 0, sizeof after);
+            for (int k = 0; k < 3; ++k) {
+                t_ok(m, ms_read(m, all[k], before[k]));
+            }
+            t_ok(m, ms_suspend(m, NULL));
+            t_ok(m, ms_resume(m));
+            for (int k = 0; k < 3; ++k) {
+                t_ok(m, ms_read(m, all[k], after[k]));
+            }
+            assert_memory_equal(before, after, sizeof before);
+        }
+        ms_destroy(m);
+    }
+}
+
 /* Calls again what failed for want of memory. */
 static void call_again(elastic *e, t_heap *heap, ms_result result, ms_result (*call)(ms_model *)) {
     if (result != MS_RESULT_OK) {
@@ -871,6 +908,7 @@ int main(void) {
         cmocka_unit_test(suspending_fails_cleanly),
         cmocka_unit_test(random_steps_are_suspended_anywhere),
         cmocka_unit_test(losses_and_outputs_are_resumed),
+        cmocka_unit_test(outputs_outlive_a_suspension),
 #endif
         cmocka_unit_test(a_step_is_suspended_anywhere),
         cmocka_unit_test(a_suspended_step_can_be_cancelled),

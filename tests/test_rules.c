@@ -1219,6 +1219,78 @@ static void decisions_of_random_graphs(void **state) {
     assert_true(rules > MSI_RULE_COUNT / 2);
 }
 
+/* Where nothing runs beside copies, all of their time is waited for. */
+static void copies_without_streams_are_waited_for(void **state) {
+    (void)state;
+    zoo z;
+    decisions d;
+    ms_memory_report r;
+    double added_us = 0.0;
+    ms_config config = zoo_config();
+    config.backend = t_backend_without_state();
+    zoo_create_along(&z, &config, 24, 16, 0);
+    for (int i = 0; i < ZOO_OUTPUT; ++i) {
+        ms_set_tensor_technique(z.m, i % 2 == 0 ? z.weight[i] : z.hidden[i], OFFLOADING,
+                                MS_SWITCH_ON);
+    }
+    t_ok(z.m, ms_wrap(z.m));
+    get_decisions(z.m, &d);
+    t_report(z.m, &r);
+    for (uint32_t i = 0; i < r.layer_count; ++i) {
+        added_us += d.at[i][OFFLOADING].added_us;
+    }
+    const double us = r.to_device_us + r.to_host_us;
+    assert_true(r.to_device_us > 0.0 && r.to_host_us > 0.0 && !(r.hidden_share > 0.0));
+    assert_true(fabs(added_us - us) <= 1e-4 * us);
+    ms_destroy(z.m);
+}
+
+/* What a recompute callback reads stays only where forward cannot run again. */
+static void what_a_recomputation_reads(void **state) {
+    (void)state;
+    enum { CASES = 6, COUNT = 4 * CASES };
+    uint32_t kept[CASES] = {0}, dropped[CASES] = {0}, left[CASES] = {0};
+    ms_config config = zoo_config();
+    ms_model *m;
+    ms_layer layers[COUNT];
+    decisions d;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(64, 16));
+    for (int i = 0; i < COUNT; ++i) {
+        ms_layer_desc l =
+            zoo_layer("layer", x, ms_activation(m, "y", MS_DTYPE_F32, ms_shape2(64, 16)));
+        l.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(16));
+        l.backward_reads.out = 1;
+        l.no_recompute = i % CASES % 2;
+        l.recompute = i % CASES >= 2 ? t_nothing : NULL;
+        l.recompute_reads.out = i % CASES >= 4;
+        layers[i] = ms_register_layer(m, &l);
+        x = l.out[0];
+    }
+    ms_set_loss(m, x);
+    const uint64_t smallest = budget_between(m, 0), plain = budget_between(m, 100);
+    for (uint64_t percent = 0; percent < 100; percent += 20) {
+        ms_set_budget(m, smallest + (plain - smallest) * percent / 100);
+        t_ok(m, ms_wrap(m));
+        get_decisions(m, &d);
+        for (int i = 0; i < COUNT - 1; ++i) {
+            const ms_decision *c = decision_of(&d, layers[i], CHECKPOINTING);
+            const char *id = c->rule->id;
+            const bool forbids = strcmp(id, "runs-once") == 0 || strcmp(id, "recompute-reads") == 0;
+            kept[i % CASES] += forbids;
+            dropped[i % CASES] += c->is_applied;
+            left[i % CASES] += strcmp(id, "fits") == 0;
+        }
+    }
+    for (int k = 0; k < CASES; ++k) {
+        const bool stays =
+            k == 1 || k == 5; // no_recompute, without a callback or with one that reads
+        assert_true((kept[k] > 0) == stays && (dropped[k] > 0) == !stays &&
+                    (left[k] > 0) == !stays);
+    }
+    ms_destroy(m);
+}
+
 // ------------------------------------------------------------------------------------------------
 // the table of rules, and its page
 
@@ -1709,6 +1781,141 @@ static void what_is_kept_is_counted(void **state) {
     ms_destroy(m);
 }
 
+enum { TIED_LAYERS = 4, TIED_PARAMS = 6, TIED_SLOTS = 3, TIED_PARTS = 3 };
+
+/* A chain of layers whose params are tied at random, within a layer too, where everything is said: what
+   is lent, moved, coded, and updated early. The parts of a param: value, gradient, state. */
+typedef struct tied {
+    ms_model *m;
+    uint32_t param_of[TIED_LAYERS][TIED_SLOTS], user[TIED_PARAMS]; // the first layer that has it
+    ms_tensor param[TIED_PARAMS];
+    bool lent[TIED_PARAMS][TIED_PARTS], moved[TIED_PARAMS][TIED_PARTS];
+    bool coded[TIED_PARAMS], early[TIED_PARAMS];
+    float memory[TIED_PARAMS][TIED_PARTS + 1][128 * 128];
+} tied;
+
+static ms_switch on_or_off(bool on) {
+    return on ? MS_SWITCH_ON : MS_SWITCH_OFF;
+}
+
+static ms_tensor tied_part(const tied *t, uint32_t p, int part) {
+    return part == 0   ? t->param[p]
+           : part == 1 ? ms_gradient(t->m, t->param[p])
+                       : ms_optimizer_state(t->m, t->param[p], part - 2);
+}
+
+static void tied_say(tied *t, t_rng *rng, uint32_t p) {
+    ms_set_tensor_technique(t->m, t->param[p], EARLY_UPDATE, on_or_off(t->early[p]));
+    ms_set_tensor_technique(t->m, t->param[p], MS_TECHNIQUE_OPTIMIZER_8BIT, on_or_off(t->coded[p]));
+    const bool moves = t_chance(rng, 0.5);
+    for (int part = 0; part < TIED_PARTS; ++part) {
+        t->lent[p][part] = !t->coded[p] && !(part == 1 && t->early[p]) && t_chance(rng, 0.3);
+        t->moved[p][part] =
+            moves && !t->lent[p][part] && !(part == 1 && t->early[p]) && t_chance(rng, 0.6);
+        for (int k = part; k < TIED_PARTS + (part == 2); k += part == 2 ? 1 : TIED_PARTS) {
+            const ms_tensor of = tied_part(t, p, k);
+            if (t->lent[p][part]) {
+                t_ok(t->m, ms_borrow(t->m, of, t->memory[p][k]));
+            } else {
+                ms_set_tensor_technique(t->m, of, OFFLOADING, on_or_off(t->moved[p][part]));
+            }
+        }
+    }
+}
+
+static void tied_create(tied *t, t_rng *rng) {
+    memset(t, 0, sizeof *t);
+    t->m = adamw_model(0);
+    ms_tensor x = ms_input(t->m, "x", MS_DTYPE_F32, ms_shape2(16, 16));
+    for (uint32_t p = 0; p < TIED_PARAMS; ++p) {
+        t->param[p] = ms_param(t->m, "w", MS_DTYPE_F32, ms_shape2(p % 2 ? 128 : 8 + p, 128));
+        t->user[p] = UINT32_MAX;
+        t->coded[p] = t_chance(rng, 0.3);
+        t->early[p] = t_chance(rng, 0.5);
+    }
+    for (uint32_t i = 0; i < TIED_LAYERS; ++i) {
+        ms_layer_desc d =
+            zoo_layer("layer", x, ms_activation(t->m, "y", MS_DTYPE_F32, ms_shape2(16, 16)));
+        for (uint32_t k = 0; k < TIED_SLOTS; ++k) {
+            const bool again = k > 0 && t_chance(rng, 0.4);
+            const uint32_t p = again ? t->param_of[i][t_below(rng, k)] : t_below(rng, TIED_PARAMS);
+            t->param_of[i][k] = p;
+            t->user[p] = t->user[p] == UINT32_MAX ? i : t->user[p];
+            d.param[k] = t->param[p];
+        }
+        d.backward_reads.param = (1u << TIED_SLOTS) - 1;
+        ms_register_layer(t->m, &d);
+        x = d.out[0];
+    }
+    ms_set_loss(t->m, x);
+    for (uint32_t p = 0; p < TIED_PARAMS; ++p) {
+        if (t->user[p] == UINT32_MAX) {
+            ms_set_frozen(t->m, t->param[p], true);
+        } else {
+            tied_say(t, rng, p);
+        }
+    }
+    t_ok(t->m, ms_wrap(t->m));
+}
+
+/* Adds what the first layer that has a param tells of it. */
+static void tied_add(const tied *t, uint32_t p, uint64_t *saved, uint64_t *refused) {
+    const uint64_t value = msi_align(ms_tensor_bytes(t->m, t->param[p]));
+    const uint64_t wide = 2 * value;
+    const uint64_t coded = 2 * msi_align(msi_state_bytes(MS_STATE_FORMAT_8BIT, value / 4));
+    const bool *moved = t->moved[p];
+    const bool any = moved[0] || moved[1] || moved[2];
+    const uint64_t bytes[TIED_PARTS] = {value, value, t->coded[p] ? coded : wide};
+    for (int part = 0; part < TIED_PARTS; ++part) {
+        const bool is_there = !t->lent[p][part] && !(part == 1 && t->early[p]);
+        saved[OFFLOADING] += moved[part] ? bytes[part] : 0;
+        refused[OFFLOADING] += !any && is_there ? bytes[part] : 0;
+    }
+    saved[EARLY_UPDATE] += t->early[p] ? value : 0;
+    refused[EARLY_UPDATE] += !t->early[p] && !t->lent[p][1] ? value : 0;
+    const bool may = !t->lent[p][2] && !moved[2];
+    saved[MS_TECHNIQUE_OPTIMIZER_8BIT] += t->coded[p] && may ? wide - coded : 0;
+    refused[MS_TECHNIQUE_OPTIMIZER_8BIT] += !t->coded[p] && may ? wide - coded : 0;
+}
+
+/* What several layers have, and what one has in several slots, is told of once: at the first layer. */
+static void tied_params_are_told_of_once(void **state) {
+    (void)state;
+    static tied t;
+    t_rng rng = t_seed(1);
+    uint32_t tied_once = 0;
+    for (int turn = 0; turn < 12; ++turn) {
+        decisions d;
+        tied_create(&t, &rng);
+        get_decisions(t.m, &d);
+        for (uint32_t i = 0; i < TIED_LAYERS; ++i) {
+            uint64_t saved[MS_TECHNIQUE_COUNT], refused[MS_TECHNIQUE_COUNT];
+            memset(saved, 0, sizeof saved);
+            memset(refused, 0, sizeof refused);
+            for (uint32_t p = 0; p < TIED_PARAMS; ++p) {
+                if (t.user[p] == i) {
+                    tied_add(&t, p, saved, refused);
+                }
+            }
+            for (uint32_t k = 1; k < TIED_SLOTS; ++k) {
+                tied_once += t.param_of[i][k] == t.param_of[i][0];
+            }
+            for (int k = EARLY_UPDATE; k <= MS_TECHNIQUE_OPTIMIZER_8BIT; ++k) {
+                if (d.at[i][k].saved_bytes != saved[k] || d.at[i][k].refused_bytes != refused[k]) {
+                    fail_msg("turn %d, layer %u, %s: saved %llu, not %llu; refused %llu, not %llu",
+                             turn, (unsigned)i, ms_technique_name((ms_technique)k),
+                             (unsigned long long)d.at[i][k].saved_bytes,
+                             (unsigned long long)saved[k],
+                             (unsigned long long)d.at[i][k].refused_bytes,
+                             (unsigned long long)refused[k]);
+                }
+            }
+        }
+        ms_destroy(t.m);
+    }
+    assert_true(tied_once > 5);
+}
+
 /* The row of a layer in a listing. */
 static const char *row_of(const char *text, const char *name) {
     const char *table = strstr(text, "\nlayer ");
@@ -1823,6 +2030,35 @@ static void equal_blocks_are_one_entry(void **state) {
     ms_destroy(m);
     free(folded.data);
     free(full.data);
+}
+
+/* Layers that one stands for are decided alike, and by the same rules. */
+static void what_is_one_entry_has_one_rule(void **state) {
+    (void)state;
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
+        decisions d;
+        ms_model *m = blocks_create("h", 12, (uint64_t)1 << 40, 1.0);
+        ms_set_layer_technique(m, msi_layer_handle(&m->graph, 20), (ms_technique)k, MS_SWITCH_OFF);
+        t_ok(m, ms_wrap(m));
+        get_decisions(m, &d);
+        assert_string_equal(d.at[20][k].rule->id, "forbidden");
+        for (uint32_t i = 0, covered = 0; i < 38; i += covered) {
+            const uint32_t count = d.at[i][0].alike_count;
+            const uint32_t last = ms_layer_index(m, d.at[i][0].alike_last);
+            const uint32_t period = count > 1 ? (last - i) / (count - 1) : 1;
+            assert_true(count > 0);
+            covered = count * period;
+            for (uint32_t j = period; j < covered; ++j) {
+                for (int t = 0; t < MS_TECHNIQUE_COUNT; ++t) {
+                    const ms_decision *a = &d.at[i + j % period][t], *b = &d.at[i + j][t];
+                    assert_true(a->rule == b->rule && a->is_applied == b->is_applied);
+                    assert_true(a->saved_bytes == b->saved_bytes && a->kept_bytes == b->kept_bytes);
+                    assert_true(a->refused_bytes == b->refused_bytes && b->alike_count == 0);
+                }
+            }
+        }
+        ms_destroy(m);
+    }
 }
 
 /* Rows of few kinds, with periods and without. Every row is one of its block, or of a block that
@@ -2206,6 +2442,35 @@ static void an_error_changes_nothing(void **state) {
     }
 }
 
+/* What is tried for the text of the error is not left in the config. */
+static void an_error_leaves_the_config(void **state) {
+    (void)state;
+    for (int k = 0; k < 3; ++k) {
+        ms_model *m;
+        ms_config config = zoo_config();
+        const ms_hardware hardware = gpu_hardware(100.0);
+        config.offloading = k == 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+        config.auto_policy = k == 1;
+        config.checkpointing = k == 2 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+        config.max_host_bytes = 5000;
+        config.memory_budget_bytes = 1000;
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        ms_set_hardware(m, &hardware);
+        ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(8, 32));
+        for (int i = 0; i < 2; ++i) {
+            const ms_tensor w = ms_param(m, "w", MS_DTYPE_F32, ms_shape2(32, 32));
+            const ms_tensor params[3] = {w, {0}, {0}};
+            x = layer_of(m, x, params, 1, MS_SWITCH_DEFAULT);
+        }
+        ms_set_loss(m, x);
+        config = m->config;
+        t_error(m, ms_wrap(m), MS_RESULT_BUDGET);
+        assert_true(k == 2 || strstr(ms_last_error(m), "With max_host_bytes of ") != NULL);
+        assert_memory_equal(&m->config, &config, sizeof config);
+        ms_destroy(m);
+    }
+}
+
 static uint64_t least_with(ms_switch checkpointing, ms_switch early_update) {
     zoo z;
     uint64_t bytes = 0;
@@ -2393,6 +2658,32 @@ static void a_policy_chooses_the_mode(void **state) {
     t_ok(z.m, ms_smallest_budget(z.m, &report.budget_bytes));
     assert_true(a.calls == 0 && report.budget_bytes == a.strategies[0].arena_bytes);
     ms_destroy(z.m);
+}
+
+/* Whatever is chosen, the policy was told what the report says: of a step of several micro-batches. */
+static void a_policy_sees_whole_steps(void **state) {
+    (void)state;
+    for (uint32_t micro_count = 1; micro_count <= 4; micro_count += 3) {
+        zoo z;
+        asked a;
+        ms_memory_report report;
+        ms_config config = zoo_config();
+        memset(&a, 0, sizeof a);
+        config.auto_policy = true;
+        config.policy = answer;
+        config.policy_user = &a;
+        config.accumulation_steps = micro_count;
+        zoo_create(&z, &config);
+        ms_set_budget(z.m, budget_between(z.m, 30));
+        for (a.answer = 0; a.answer < MS_MODE_COUNT; ++a.answer) {
+            t_ok(z.m, ms_wrap(z.m));
+            t_report(z.m, &report);
+            const ms_strategy *s = &a.strategies[a.answer];
+            assert_true(s->step_us >= report.whole_step_us && s->step_us <= report.whole_step_us);
+            assert_true(s->mode == report.mode && s->arena_bytes == report.arena_bytes);
+        }
+        ms_destroy(z.m);
+    }
 }
 
 static void the_built_in_policy(void **state) {
@@ -2801,6 +3092,8 @@ int main(void) {
                                        cmocka_unit_test(who_has_decided),
                                        cmocka_unit_test(decisions_are_those_of_the_program),
                                        cmocka_unit_test(decisions_of_random_graphs),
+                                       cmocka_unit_test(copies_without_streams_are_waited_for),
+                                       cmocka_unit_test(what_a_recomputation_reads),
                                        cmocka_unit_test(rules_are_listed_once_each),
                                        cmocka_unit_test(rules_are_documented),
                                        cmocka_unit_test(the_listing_explains),
@@ -2810,8 +3103,10 @@ int main(void) {
                                        cmocka_unit_test(params_of_a_layer_move_in_one_copy),
                                        cmocka_unit_test(a_shared_param_is_copied_once),
                                        cmocka_unit_test(what_is_kept_is_counted),
+                                       cmocka_unit_test(tied_params_are_told_of_once),
                                        cmocka_unit_test(refused_rows_have_numbers),
                                        cmocka_unit_test(equal_blocks_are_one_entry),
+                                       cmocka_unit_test(what_is_one_entry_has_one_rule),
                                        cmocka_unit_test(blocks_are_found_anywhere),
                                        cmocka_unit_test(names_are_joined),
                                        cmocka_unit_test(the_largest_kinds_are_listed),
@@ -2822,9 +3117,11 @@ int main(void) {
                                        cmocka_unit_test(the_batch_is_a_factor_of_the_first_dim),
                                        cmocka_unit_test(advice_names_the_foremost_axis),
                                        cmocka_unit_test(an_error_changes_nothing),
+                                       cmocka_unit_test(an_error_leaves_the_config),
                                        cmocka_unit_test(what_else_would_help),
                                        cmocka_unit_test(sizes_of_the_error_are_enough),
                                        cmocka_unit_test(a_policy_chooses_the_mode),
+                                       cmocka_unit_test(a_policy_sees_whole_steps),
                                        cmocka_unit_test(the_built_in_policy),
                                        cmocka_unit_test(numbers_of_rules_are_exact),
                                        cmocka_unit_test(every_allocation_fails_once)};

@@ -412,6 +412,108 @@ static void a_failing_wrap_leaves_the_model_as_it_was(void **state) {
     }
 }
 
+/* Sizes and budgets change in any order: whichever plans are kept for a budget, the one in force is for
+   the present sizes. */
+static void budgets_return_at_other_sizes(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {1, 3, ROWS, 3 * ROWS};
+    t_rng rng = t_seed(1);
+    uint64_t budgets[3], least;
+    uint32_t returns = 0;
+    shaped s, twin;
+    shaped_create(&s, ROWS, false);
+    shaped_create(&twin, ROWS, false);
+    t_net_start(&s.n);
+    t_net_start(&twin.n);
+    t_ok(s.n.m, ms_smallest_budget(s.n.m, &least));
+    for (uint64_t k = 0; k < 3; ++k) {
+        budgets[k] = least + k * least / 2;
+    }
+    for (int turn = 0; turn < 40; ++turn) {
+        double losses[2];
+        const int64_t rows = sizes[t_below(&rng, 4)];
+        const uint64_t calls = s.n.heap.calls;
+        if (t_chance(&rng, 0.5)) {
+            t_ok(s.n.m, ms_reshape(s.n.m, &rows));
+            t_ok(twin.n.m, ms_reshape(twin.n.m, &rows));
+        } else {
+            ms_set_budget(s.n.m, budgets[t_below(&rng, 3)]);
+            t_ok(s.n.m, ms_wrap(s.n.m));
+            returns += s.n.heap.calls == calls;
+        }
+        const msi_plan *plan = s.n.m->run.plan;
+        assert_true(plan->sizes[0] == ms_tensor_shape(s.n.m, s.n.x).dim[0]);
+        t_net_write_x(&s.n);
+        t_net_write_x(&twin.n);
+        t_net_write_param(&s.n, s.p, 0.0f);
+        t_net_write_param(&twin.n, twin.p, 0.0f);
+        t_ok(s.n.m, ms_step(s.n.m, &losses[0]));
+        t_ok(twin.n.m, ms_step(twin.n.m, &losses[1]));
+        assert_true(losses[0] == losses[1]);
+        t_net_same(&s.n, s.p, &twin.n, twin.p);
+    }
+    assert_true(returns > 0);
+    t_net_end(&s.n);
+    t_net_end(&twin.n);
+}
+
+static int set_to_zero(const ms_call *call) {
+    t_data(&call->out[0])[0] = 0.0f;
+    return 0;
+}
+
+/* Inputs along any of three axes, in any dim: what has another shape is written anew, and that alone. */
+static void only_inputs_of_another_shape_are_forgotten(void **state) {
+    (void)state;
+    enum { AXES = 3, MASKS = 1 << AXES, INPUTS = 2 * MASKS };
+    static const int64_t largest[AXES] = {2, 2, 2};
+    static float zeros[MASKS];
+    ms_config config = t_config();
+    ms_model *m;
+    ms_axis axes[AXES];
+    ms_tensor input[INPUTS];
+    ms_layer_desc d;
+    memset(&d, 0, sizeof d);
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    for (int a = 0; a < AXES; ++a) {
+        axes[a] = ms_add_axis(m, "axis", 2, largest[a]);
+    }
+    for (int i = 0; i < INPUTS; ++i) {
+        ms_shape shape = ms_shape3(2, 2, 2);
+        for (int a = 0; a < AXES; ++a) {
+            const int dim = i < MASKS ? a : AXES - 1 - a;
+            shape = i >> a & 1 ? ms_along(shape, dim, axes[a]) : shape;
+        }
+        d.in[i] = input[i] = ms_input(m, "input", MS_DTYPE_F32, shape);
+    }
+    d.name = "none";
+    d.forward = set_to_zero;
+    d.backward = t_nothing;
+    d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(1));
+    d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
+    ms_register_layer(m, &d);
+    ms_set_loss(m, d.out[0]);
+    t_ok(m, ms_wrap(m));
+    for (int changed = 0; changed < MASKS; ++changed) {
+        for (int left = 0; left < INPUTS; ++left) { // all others are written
+            int64_t sizes[AXES];
+            t_ok(m, ms_reshape(m, largest));
+            t_write_zeros(m);
+            for (int a = 0; a < AXES; ++a) {
+                sizes[a] = largest[a] - (changed >> a & 1);
+            }
+            t_ok(m, ms_reshape(m, sizes));
+            for (int i = 0; i < INPUTS; ++i) {
+                if (i != left) {
+                    t_ok(m, ms_write(m, input[i], zeros));
+                }
+            }
+            t_error(m, ms_eval(m, NULL), left & changed ? MS_RESULT_ORDER : MS_RESULT_OK);
+        }
+    }
+    ms_destroy(m);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         T_TWICE(shapes_change_between_steps),
@@ -420,6 +522,8 @@ int main(void) {
         T_TWICE(more_shapes_than_plans_are_kept),
         T_TWICE(a_reshape_after_a_change_waits_for_a_wrap),
         T_TWICE(a_failing_wrap_leaves_the_model_as_it_was),
+        T_TWICE(budgets_return_at_other_sizes),
+        cmocka_unit_test(only_inputs_of_another_shape_are_forgotten),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -483,6 +483,84 @@ static void inputs_and_frozen_params_can_be_read_all_the_time(void **state) {
     ms_destroy(m);
 }
 
+/* A net whose running state is moved once more while its layer is recomputed: meanwhile the state has
+   its older value. Slices are of one instruction. */
+typedef struct running_net {
+    t_net n;
+    turned_clock clock;
+    ms_tensor running;
+} running_net;
+
+static void running_start(running_net *r, bool on_host) {
+    memset(r, 0, sizeof *r);
+    t_net *n = &r->n;
+    r->clock.look_us = 10.0; // what has run once takes 10 and does not fit into 1
+    t_net_begin(n);
+    n->config.clock = clock_now;
+    n->config.clock_user = &r->clock;
+    t_net_create(n);
+    r->running = ms_buffer(n->m, "running", MS_DTYPE_F32, ms_shape1(T_NET_COLS));
+    if (on_host) {
+        ms_set_on_host(n->m, r->running);
+    }
+    const ms_tensor p = t_net_param(n, "p"), scaled = t_net_scale(n, "scale", n->x, 0.0f, p);
+    ms_layer_desc d = t_net_layer(n, T_RUNNING, "running", scaled, t_net_like(n, "y", scaled));
+    d.state[0] = r->running;
+    t_net_register(n, &d);
+    ms_set_tensor_technique(n->m, d.out[0], MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_ON);
+    t_net_loss(n, t_net_square(n, "square", t_net_square(n, "square", d.out[0])), 0.125f);
+    t_net_start(n);
+    t_net_write_param(n, p, 2.0f);
+}
+
+/* From forward on, whoever can read the state reads what forward has made of it, also where the step
+   is suspended and cancelled. */
+static void old_state_is_never_seen(void **state) {
+    (void)state;
+    for (int on_host = 0; on_host < 2; ++on_host) {
+        running_net r;
+        double loss;
+        uint32_t hidden = 0, cancelled = 0;
+        running_start(&r, on_host != 0);
+        ms_model *m = r.n.m;
+        t_ok(m, ms_step(m, &loss));
+        for (uint32_t at = 1, more = 1; more; ++at) {
+            float before[T_NET_COLS], made[T_NET_COLS], now[T_NET_COLS];
+            ms_result result = MS_RESULT_MORE;
+            bool is_made = false;
+            t_ok(m, ms_read(m, r.running, before));
+            for (uint32_t i = 0; i < at && result == MS_RESULT_MORE; ++i) {
+                result = ms_step_slice(m, 1, &loss);
+                const ms_result read = ms_read(m, r.running, now);
+                assert_true((ms_data(m, r.running) != NULL) == (read == MS_RESULT_OK));
+                hidden += read != MS_RESULT_OK;
+                if (read != MS_RESULT_OK) {
+                    t_error(m, read, MS_RESULT_ORDER);
+                } else if (is_made) {
+                    assert_memory_equal(now, made, sizeof now);
+                } else if (memcmp(now, before, sizeof now) != 0) {
+                    memcpy(made, now, sizeof made);
+                    is_made = true;
+                }
+            }
+            more = result == MS_RESULT_MORE;
+            if (more) {
+                t_ok(m, ms_suspend(m, NULL));
+                ms_cancel(m);
+                result = ms_step_slice(m, 1, &loss);
+                cancelled += result == MS_RESULT_CANCELLED;
+                t_ok(m, ms_resume(m));
+                result = result == MS_RESULT_ORDER ? ms_step_slice(m, 1, &loss) : result;
+                t_error(m, result, MS_RESULT_CANCELLED);
+                t_ok(m, ms_read(m, r.running, now));
+                assert_memory_equal(now, is_made ? made : before, sizeof now);
+            }
+        }
+        assert_true(hidden > 0 && cancelled > 0);
+        t_net_end(&r.n);
+    }
+}
+
 static void a_model_can_be_destroyed_between_slices(void **state) {
     (void)state;
     for (uint32_t after = 0; after < 2 * LAYERS + 2; ++after) {
@@ -1109,6 +1187,7 @@ int main(void) {
         cmocka_unit_test(long_updates_are_split),
         cmocka_unit_test(the_model_cannot_change_between_slices),
         cmocka_unit_test(inputs_and_frozen_params_can_be_read_all_the_time),
+        cmocka_unit_test(old_state_is_never_seen),
         cmocka_unit_test(a_model_can_be_destroyed_between_slices),
         cmocka_unit_test(a_failure_ends_the_slices),
         cmocka_unit_test(wrong_calls_are_errors),

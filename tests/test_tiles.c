@@ -1024,6 +1024,134 @@ static void plans_say_what_is_in_tiles(void **state) {
     ms_destroy(h.model);
 }
 
+typedef struct tile_counts {
+    uint32_t events[2];
+    ms_decision of[2];
+} tile_counts;
+
+static void count_tiles(const ms_event *event, void *user) {
+    tile_counts *c = (tile_counts *)user;
+    if (event->kind == MS_EVENT_FORWARD) {
+        c->events[event->layer_index] += 1;
+    }
+}
+
+static void keep_tiling(const ms_decision *d, void *user) {
+    if (d->technique == MS_TECHNIQUE_TILING) {
+        ((tile_counts *)user)->of[d->layer_index] = *d;
+    }
+}
+
+/* A product and its loss with any number of rows, in tiles of any: the plan says as many tiles as there
+   are calls in forward, whether or not the last is smaller. */
+static void plans_count_the_last_tile(void **state) {
+    (void)state;
+    for (int64_t rows = 2; rows <= 24; rows += 1 + rows % 3) {
+        for (int64_t tile = 1; tile <= 7; tile += 2) {
+            tile_counts c;
+            ms_config config = t_config();
+            ms_model *m;
+            ms_layer_desc d;
+            config.dry_run = true;
+            memset(&c, 0, sizeof c);
+            memset(&d, 0, sizeof d);
+            t_ok(m, ms_create(&config, &m));
+            d.name = "layer";
+            d.forward = d.backward = t_nothing;
+            d.tile.axes = 1;
+            d.tile.preferred = tile;
+            d.in[0] = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(rows, 4));
+            d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(4));
+            d.out[0] = ms_activation(m, "y", MS_DTYPE_F32, ms_shape2(rows, 4));
+            ms_set_layer_technique(m, ms_register_layer(m, &d), MS_TECHNIQUE_TILING, MS_SWITCH_ON);
+            d.in[0] = d.out[0];
+            d.param[0].id = 0;
+            d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(rows));
+            ms_set_layer_technique(m, ms_register_layer(m, &d), MS_TECHNIQUE_TILING, MS_SWITCH_ON);
+            ms_set_loss(m, d.out[0]);
+            t_ok(m, ms_wrap(m));
+            t_ok(m, ms_visit_decisions(m, keep_tiling, &c));
+            t_ok(m, ms_visit_events(m, MS_PROGRAM_TRAIN, count_tiles, &c));
+            for (int i = 0; i < 2; ++i) {
+                const uint64_t count = c.of[i].tile_count, size = c.of[i].tile_rows;
+                assert_true(c.of[i].is_applied && count == c.events[i] && size <= (uint64_t)tile);
+                assert_true(count * size >= (uint64_t)rows && (count - 1) * size < (uint64_t)rows);
+            }
+            ms_destroy(m);
+        }
+    }
+}
+
+/* Which rows of a layer were computed in forward, and in backward. */
+typedef struct computed {
+    int64_t rows;
+    uint64_t done[2];
+    uint32_t calls[2], faults;
+} computed;
+
+static int compute_rows(const ms_call *call) {
+    computed *c = (computed *)call->user;
+    const bool back = call->phase == MS_PHASE_BACKWARD;
+    const bool inside =
+        call->row_begin >= 0 && call->row_count > 0 && call->row_begin + call->row_count <= c->rows;
+    const uint64_t rows = inside ? (((uint64_t)1 << call->row_count) - 1) << call->row_begin : 0;
+    c->faults += !inside || (call->phase != MS_PHASE_RECOMPUTE && (c->done[back] & rows) != 0);
+    c->done[back] |= rows;
+    c->calls[back]++;
+    for (int64_t i = 0; !back && i < t_count(&call->out[0]); ++i) {
+        t_data(&call->out[0])[i] = 0.0f;
+    }
+    for (int64_t i = 0; call->grad_in[0].data != NULL && i < t_count(&call->grad_in[0]); ++i) {
+        t_contribute(&call->grad_in[0], i, 0.0f);
+    }
+    for (int64_t i = 0; call->grad_param[0].data != NULL && i < t_count(&call->grad_param[0]);
+         ++i) {
+        t_contribute(&call->grad_param[0], i, 0.0f);
+    }
+    return 0;
+}
+
+/* Tokens, then whole sequences, of which there are fewer, in one group: each is told which of its own
+   rows it computes, and all are computed once. */
+static void rows_are_numbered_by_layer(void **state) {
+    (void)state;
+    for (int64_t sequences = 2; sequences <= 7; ++sequences) {
+        enum { TOKENS = 4 };
+        computed of[2];
+        ms_config config = t_config();
+        ms_model *m;
+        ms_layer_desc d;
+        memset(of, 0, sizeof of);
+        memset(&d, 0, sizeof d);
+        t_ok(m, ms_create(&config, &m));
+        d.name = "layer";
+        d.forward = d.backward = compute_rows;
+        d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(4));
+        d.in[0] = ms_input(m, "x", MS_DTYPE_F32, ms_shape3(sequences, TOKENS, 4));
+        for (int i = 0; i < 2; ++i) {
+            of[i].rows = i == 0 ? sequences * TOKENS : sequences;
+            d.user = &of[i];
+            d.tile.axes = i == 0 ? 2 : 1;
+            d.out[0] =
+                ms_activation(m, "y", MS_DTYPE_F32,
+                              i == 0 ? ms_shape3(sequences, TOKENS, 4) : ms_shape1(sequences));
+            ms_set_layer_technique(m, ms_register_layer(m, &d), MS_TECHNIQUE_TILING, MS_SWITCH_ON);
+            d.in[0] = d.out[0];
+            d.param[0].id = 0;
+        }
+        ms_set_loss(m, d.out[0]);
+        t_ok(m, ms_wrap(m));
+        t_write_zeros(m);
+        t_ok(m, ms_step(m, NULL));
+        for (int i = 0; i < 2; ++i) {
+            const uint64_t all = ((uint64_t)1 << of[i].rows) - 1;
+            assert_true(of[i].faults == 0 && of[i].done[0] == all && of[i].done[1] == all);
+            assert_true(of[i].calls[0] > 1 && of[i].calls[1] > 1);
+        }
+        ms_destroy(m);
+    }
+}
+
 static void wrong_declarations_are_refused(void **state) {
     (void)state;
     static const char *const texts[] = {
@@ -1212,6 +1340,8 @@ int main(void) {
         cmocka_unit_test(layers_that_lie_about_rows_are_named),
         cmocka_unit_test(honest_layers_pass_debug_mode),
         cmocka_unit_test(plans_say_what_is_in_tiles),
+        cmocka_unit_test(plans_count_the_last_tile),
+        cmocka_unit_test(rows_are_numbered_by_layer),
         cmocka_unit_test(wrong_declarations_are_refused),
         cmocka_unit_test(times_that_are_measured_in_tiles_are_scaled_once),
         cmocka_unit_test(tiles_of_more_rows_than_there_are),
