@@ -997,6 +997,36 @@ static void suspend_with_failures(bool debug) {
     assert_true(f.error_count > 0 && f.at < 50);
 }
 
+/* What its trainer suspended stays so when another plan lacks memory, on the device or on the host. */
+static void a_failing_wrap_leaves_a_model_suspended(void **state) {
+    (void)state;
+    for (int of_heap = 0; of_heap < 2; ++of_heap) {
+        twins t;
+        memset(&t, 0, sizeof t);
+        t_failing f = of_heap
+                          ? t_failing_heap(&t.heap)
+                          : t_failing_of(&t.c.calls, &t.c.fail_at, 1u << MS_RESULT_OUT_OF_MEMORY);
+        while (t_next_failure(&f, 1)) {
+            ms_memory_report report;
+            twins_open(&t, 3, false, false);
+            ms_model *m = t.chain.model;
+            twins_step(&t);
+            t_report(m, &report);
+            t_ok(m, ms_suspend(m, NULL));
+            ms_set_budget(m, report.arena_bytes + 4096);
+            t_arm(&f);
+            if (t_failed(&f, m, ms_wrap(m))) {
+                assert_true(t.c.bytes == 0);
+                t_error(m, ms_step(m, NULL), MS_RESULT_ORDER);
+                t_ok(m, ms_resume(m));
+            }
+            twins_step(&t);
+            twins_end(&t);
+        }
+        assert_true(f.error_count > 0);
+    }
+}
+
 static void suspending_fails_cleanly(void **state) {
     (void)state;
     suspend_with_failures(false);
@@ -1018,6 +1048,7 @@ int main(void) {
         cmocka_unit_test(a_refused_arena_leaves_the_old_one),
         cmocka_unit_test(what_is_lost_for_good_is_suspended),
         cmocka_unit_test(suspending_fails_cleanly),
+        cmocka_unit_test(a_failing_wrap_leaves_a_model_suspended),
         cmocka_unit_test(random_steps_are_suspended_anywhere),
         cmocka_unit_test(losses_and_outputs_are_resumed),
 #endif
