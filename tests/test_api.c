@@ -978,7 +978,9 @@ static void a_write_ends_the_step_that_it_would_spoil(void **state) {
     (void)state;
     for (int how = 0; how < 4; ++how) {
         tiny t;
-        float next = 4.0f, lent[2] = {4.0f, 4.0f};
+        const float next = 4.0f;
+        float *lent = (float *)t_lend(2 * sizeof *lent);
+        assert_non_null(lent);
         ms_config config = t_config();
         tiny_create(&t, &config, 1, false);
         ms_model *m = t.model;
@@ -998,6 +1000,7 @@ static void a_write_ends_the_step_that_it_would_spoil(void **state) {
         t_error(m, ms_backward(m), MS_RESULT_ORDER);
         t_ok(m, ms_step(m, NULL));
         ms_destroy(m);
+        t_take_back(lent);
     }
 }
 
