@@ -998,6 +998,7 @@ static void a_write_ends_the_step_that_it_would_spoil(void **state) {
             t_ok(m, ms_borrow(m, how == 2 ? t.x : t.p, &lent[1]));
         }
         t_error(m, ms_backward(m), MS_RESULT_ORDER);
+        t_ok(m, ms_write(m, how % 2 == 0 ? t.x : t.p, &next));
         t_ok(m, ms_step(m, NULL));
         ms_destroy(m);
         t_take_back(lent);
