@@ -181,9 +181,12 @@ static void a_batch_of_one_repeats_its_matrix(void **state) {
     enum { SIZE = 4, COUNT = 3, STRIDE = SIZE * SIZE };
     static const int64_t counts[] = {COUNT, 0, 1};
     ms_call call;
+    t_chain chain;
+    const ms_config config = t_config();
     t_rng rng = t_seed(13);
     memset(&call, 0, sizeof call);
-    call.model = plain_model();
+    t_chain_start(&chain, &config, 1);
+    call.model = chain.model;
     for (int i = 0; i < 48; ++i) {
         ms_matrix x[3]; // a, b, c
         for (int k = 0; k < 3; ++k) {
