@@ -439,6 +439,154 @@ static void budgets_change_on_a_device(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// values that move inside memory that two stores share
+
+enum { MOVED_PARAMS = 6, MOVED_ROLES = 4, MOVED = MOVED_PARAMS * MOVED_ROLES };
+enum { MOVED_BYTES = 1 << 17, MOVED_ELEMENTS = 1024 };
+
+static const msi_role moved_roles[MOVED_ROLES] = {
+    MSI_ROLE_VALUE, MSI_ROLE_STATE0, (msi_role)((int)MSI_ROLE_STATE0 + 1), MSI_ROLE_MASTER};
+
+/* The second moment of AdamW has no sign. */
+static bool is_second_moment(const msi_resident *r) {
+    return r->role == moved_roles[2];
+}
+
+/* A store as a plan could have it: values in their order, with gaps between them. */
+typedef struct moved_store {
+    msi_store store;
+    msi_resident residents[MOVED];
+    uint32_t order[MOVED], first[MOVED_PARAMS];
+} moved_store;
+
+static void place_moved(moved_store *s, const ms_model *m, t_rng *rng) {
+    static const ms_state_format formats[] = {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_BF16,
+                                              MS_STATE_FORMAT_8BIT};
+    const double on_host = 0.5 * t_unit(rng) + 0.25, tight = t_unit(rng);
+    memset(s, 0, sizeof *s);
+    for (uint32_t p = 0; p < MOVED_PARAMS; ++p) {
+        const uint64_t bytes = m->graph.tensors.items[p].largest_bytes;
+        const bool half = t_chance(rng, 0.5);
+        s->first[p] = p * MOVED_ROLES;
+        for (uint32_t k = 0; k < MOVED_ROLES; ++k) {
+            msi_resident *r = &s->residents[p * MOVED_ROLES + k];
+            r->tensor = p;
+            r->role = moved_roles[k];
+            r->format = k == 1 || k == 2 ? formats[t_below(rng, 3)]
+                        : k == 0 && half ? MS_STATE_FORMAT_BF16
+                                         : MS_STATE_FORMAT_F32;
+            r->bytes = k == 3 && !half ? 0 : msi_state_bytes(r->format, bytes / sizeof(float));
+            r->on_host = t_chance(rng, on_host);
+        }
+    }
+    uint64_t end[2] = {0, 0};
+    for (uint32_t i = 0; i < MOVED; ++i) {
+        const uint32_t number[2] = {i, MOVED - 1 - i}; // on the device, and on the host
+        s->order[i] = number[1];
+        for (int host = 0; host < 2; ++host) {
+            msi_resident *r = &s->residents[number[host]];
+            if (r->bytes > 0 && r->on_host == (host == 1)) {
+                r->offset = end[host] + (t_chance(rng, tight) ? 0 : 64 * t_below(rng, 20));
+                end[host] = r->offset + msi_align(r->bytes);
+                assert_true(end[host] <= MOVED_BYTES);
+            }
+        }
+    }
+    s->store.residents.items = s->residents;
+    s->store.residents.count = MOVED;
+    s->store.resident_of = s->first;
+    s->store.home_order = s->order;
+}
+
+static void lend_moved(moved_store *s, void *memory, uint8_t *host) {
+    s->store.memory = memory;
+    s->store.host = host;
+    for (uint32_t i = 0; i < MOVED; ++i) {
+        msi_resident *r = &s->residents[i];
+        r->address = (r->on_host ? host : (uint8_t *)memory) + r->offset;
+    }
+}
+
+/* What `to` is made of: the master is the value of a param that has one. */
+static const msi_resident *moved_from(const moved_store *old, const moved_store *now, uint32_t i) {
+    const uint32_t value = i / MOVED_ROLES * MOVED_ROLES, master = value + 3;
+    const bool had = old->residents[master].bytes > 0, has = now->residents[master].bytes > 0;
+    const bool is_state = i != value && i != master;
+    return &old->residents[is_state || (had && has) ? i : had ? master : value];
+}
+
+/* Between any two stores, on a device that sees host memory or not, in the same host memory or in
+   another one: each value has afterwards, in its format, what it had. */
+static void values_are_moved_whole(void **state) {
+    (void)state;
+    for (uint64_t seed = 0; seed < 200; ++seed) {
+        static uint8_t held[MOVED][MOVED_ELEMENTS * 4], host[2][MOVED_BYTES];
+        static uint8_t wanted[MOVED_ELEMENTS * 4], got[MOVED_ELEMENTS * 4];
+        static float values[2][MOVED_ELEMENTS];
+        const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+        const bool other_host = seed / 2 % 2 == 1;
+        t_rng rng = t_seed(seed);
+        t_device device;
+        moved_store old, now;
+        ms_config config = t_config();
+        ms_model *m;
+        void *memory;
+        config.backend = t_device_backend(&device);
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        m->config.backend.device_is_host = seed % 2 == 0;
+        ms_set_optimizer(m, &adamw);
+        for (int p = 0; p < MOVED_PARAMS; ++p) {
+            ms_param(m, "p", MS_DTYPE_F32, ms_shape1(1 + (int64_t)t_below(&rng, MOVED_ELEMENTS)));
+        }
+        t_ok(m, msi_device_alloc(m, MOVED_BYTES, &memory));
+        place_moved(&old, m, &rng);
+        place_moved(&now, m, &rng);
+        lend_moved(&old, memory, host[0]);
+        lend_moved(&now, memory, host[other_host]);
+        for (uint32_t i = 0; i < MOVED; ++i) {
+            const msi_resident *r = &old.residents[i];
+            const uint64_t count = m->graph.tensors.items[r->tensor].largest_bytes / sizeof(float);
+            t_fill(&rng, values[0], count, 1.0f);
+            for (uint64_t k = 0; k < count && is_second_moment(r); ++k) {
+                values[0][k] = fabsf(values[0][k]);
+            }
+            msi_convert_on_host(held[i], r->format, values[0], MS_STATE_FORMAT_F32,
+                                !is_second_moment(r), count);
+            t_ok(m, msi_copy(m, r->address, r->on_host, held[i], true, r->bytes));
+        }
+        msi_relocation r = {m, &old.store, &now.store, false, false, NULL, MS_RESULT_OK};
+        r.carry = (uint8_t *)malloc((size_t)msi_choose_routes(&r, other_host) + 1);
+        msi_relocate_all(&r);
+        t_ok(m, r.result);
+        for (uint32_t i = 0; i < MOVED; ++i) {
+            const msi_resident *to = &now.residents[i], *from = moved_from(&old, &now, i);
+            const uint64_t elements =
+                m->graph.tensors.items[to->tensor].largest_bytes / sizeof(float);
+            const uint64_t count = to->bytes > 0 ? elements : 0;
+            const void *source = held[from - old.residents];
+            if (to->format != from->format) {
+                msi_convert_on_host(wanted, to->format, source, from->format, !is_second_moment(to),
+                                    count);
+                source = wanted;
+            }
+            t_ok(m, msi_copy(m, got, true, to->address, to->on_host, to->bytes));
+            msi_convert_on_host(values[0], MS_STATE_FORMAT_F32, source, to->format,
+                                !is_second_moment(to), count);
+            msi_convert_on_host(values[1], MS_STATE_FORMAT_F32, got, to->format,
+                                !is_second_moment(to), count);
+            if (memcmp(values[0], values[1], (size_t)count * sizeof(float)) != 0) {
+                fail_msg("seed %u: role %d of param %u", (unsigned)seed, (int)to->role,
+                         (unsigned)to->tensor);
+            }
+        }
+        free(r.carry);
+        m->config.backend.memory_release(m->config.backend.user, &m->config.allocator, memory,
+                                         MOVED_BYTES);
+        ms_destroy(m);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
 // memory
 
 /* A chain on counted memory, and one on the CPU under a budget that does not change. */
@@ -886,6 +1034,36 @@ static void suspend_with_failures(bool debug) {
     assert_true(f.error_count > 0 && f.at < 50);
 }
 
+/* What its trainer suspended stays so when another plan lacks memory, on the device or on the host. */
+static void a_failing_wrap_leaves_a_model_suspended(void **state) {
+    (void)state;
+    for (int of_heap = 0; of_heap < 2; ++of_heap) {
+        twins t;
+        memset(&t, 0, sizeof t);
+        t_failing f = of_heap
+                          ? t_failing_heap(&t.heap)
+                          : t_failing_of(&t.c.calls, &t.c.fail_at, 1u << MS_RESULT_OUT_OF_MEMORY);
+        while (t_next_failure(&f, 1)) {
+            ms_memory_report report;
+            twins_open(&t, 3, false, false);
+            ms_model *m = t.chain.model;
+            twins_step(&t);
+            t_report(m, &report);
+            t_ok(m, ms_suspend(m, NULL));
+            ms_set_budget(m, report.arena_bytes + 4096);
+            t_arm(&f);
+            if (t_failed(&f, m, ms_wrap(m))) {
+                assert_true(t.c.bytes == 0);
+                t_error(m, ms_step(m, NULL), MS_RESULT_ORDER);
+                t_ok(m, ms_resume(m));
+            }
+            twins_step(&t);
+            twins_end(&t);
+        }
+        assert_true(f.error_count > 0);
+    }
+}
+
 static void suspending_fails_cleanly(void **state) {
     (void)state;
     suspend_with_failures(false);
@@ -902,10 +1080,12 @@ int main(void) {
         cmocka_unit_test(budgets_change_in_lent_memory),
         cmocka_unit_test(a_lent_block_that_is_too_small),
         cmocka_unit_test(budgets_change_on_a_device),
+        cmocka_unit_test(values_are_moved_whole),
         cmocka_unit_test(there_are_never_two_arenas),
         cmocka_unit_test(a_refused_arena_leaves_the_old_one),
         cmocka_unit_test(what_is_lost_for_good_is_suspended),
         cmocka_unit_test(suspending_fails_cleanly),
+        cmocka_unit_test(a_failing_wrap_leaves_a_model_suspended),
         cmocka_unit_test(random_steps_are_suspended_anywhere),
         cmocka_unit_test(losses_and_outputs_are_resumed),
         cmocka_unit_test(outputs_outlive_a_suspension),

@@ -174,6 +174,45 @@ static void gemm_against_float64(void **state) {
     ms_destroy(call.model);
 }
 
+/* In a batch, a matrix that is one of its kind is used for all products, whatever its batch_stride. */
+static void a_batch_of_one_repeats_its_matrix(void **state) {
+    (void)state;
+    static const ms_dtype dtypes[] = {MS_DTYPE_F32, MS_DTYPE_BF16, MS_DTYPE_F16};
+    enum { SIZE = 4, COUNT = 3, STRIDE = SIZE * SIZE };
+    static const int64_t counts[] = {COUNT, 0, 1};
+    ms_call call;
+    t_chain chain;
+    const ms_config config = t_config();
+    t_rng rng = t_seed(13);
+    memset(&call, 0, sizeof call);
+    t_chain_start(&chain, &config, 1);
+    call.model = chain.model;
+    for (int i = 0; i < 48; ++i) {
+        ms_matrix x[3]; // a, b, c
+        for (int k = 0; k < 3; ++k) {
+            x[k] = make_matrix(&rng, COUNT * SIZE, SIZE, 0, k < 2 ? dtypes[i % 3] : MS_DTYPE_F32);
+            x[k].rows = SIZE;
+            x[k].batch_count = counts[k == 2 ? 0 : t_below(&rng, 3)];
+            x[k].batch_stride = x[k].batch_count == 1 && t_chance(&rng, 0.3) ? 0 : STRIDE;
+        }
+        t_ok(call.model, ms_gemm(&call, 1.0f, x[0], x[1], 0.0f, x[2]));
+        for (int at = 0; at < COUNT * STRIDE; ++at) {
+            const int in_a = x[0].batch_count > 1 ? at / STRIDE * SIZE : 0;
+            const int in_b = x[1].batch_count > 1 ? at / STRIDE * SIZE : 0;
+            double sum = 0.0;
+            for (int p = 0; p < SIZE; ++p) {
+                sum += element(&x[0], in_a + at / SIZE % SIZE, p) *
+                       element(&x[1], in_b + p, at % SIZE);
+            }
+            assert_true(fabs((double)((float *)x[2].data)[at] - sum) < 1e-5);
+        }
+        for (int k = 0; k < 3; ++k) {
+            t_take_back(x[k].data);
+        }
+    }
+    ms_destroy(call.model);
+}
+
 #ifndef T_CUDA // cuBLAS promises nothing of the kind
 /* x, with a row of garbage above it, a column to its left, and other strides; transposed or not in
    memory, whatever x is. */
@@ -289,6 +328,7 @@ static void gemm_refuses_what_does_not_match(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gemm_against_float64),
+        cmocka_unit_test(a_batch_of_one_repeats_its_matrix),
 #ifndef T_CUDA
         cmocka_unit_test(gemm_has_the_same_bits_anywhere),
 #endif

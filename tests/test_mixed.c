@@ -585,6 +585,87 @@ static void skipped_steps_leave_no_trace(void **state) {
     }
 }
 
+/* Gradients are measured in the format that they have: where they are clipped, a step of SGD changes
+   the params by what was asked for. */
+static void clipped_steps_are_as_long_as_asked_for(void **state) {
+    (void)state;
+    enum { LAYERS = 3 };
+    for (int how = 0; how < 8; ++how) {
+        const float limit = how / 4 ? 0.5f : 0.01f;
+        ms_optimizer_desc sgd = t_optimizer(MS_OPTIMIZER_SGD, 1.0f);
+        ms_config config = mixed_config(how % 2 ? MS_DTYPE_BF16 : MS_DTYPE_F16);
+        float before[LAYERS][COLS], after[COLS];
+        double squares = 0.0;
+        stack s;
+        sgd.grad_clip_norm = limit;
+        stack_create(&s, &config, &sgd, LAYERS, how / 2 % 2 == 1);
+        stack_write(&s, 5);
+        t_ok(s.m, ms_wrap(s.m));
+        for (int k = 0; k < LAYERS; ++k) {
+            t_ok(s.m, ms_read(s.m, s.w[k], before[k]));
+        }
+        t_ok(s.m, ms_step(s.m, NULL));
+        for (int k = 0; k < LAYERS; ++k) {
+            t_ok(s.m, ms_read(s.m, s.w[k], after));
+            for (int c = 0; c < COLS; ++c) {
+                const double change = (double)after[c] - (double)before[k][c];
+                squares += change * change;
+            }
+        }
+        assert_true(fabs(sqrt(squares) - (double)limit) <= 1e-3 * (double)limit);
+        ms_destroy(s.m);
+    }
+}
+
+/* Whatever happens to the memory of a model between its steps: the loss scale, what it is going to be
+   and how many steps were skipped are as without that. */
+static void the_scale_outlasts_what_happens_between_steps(void **state) {
+    (void)state;
+    enum { WRAPS, MOVES, IS_SUSPENDED, MOVES_SUSPENDED, RUNS_IN_F32, WAYS };
+    for (int way = 0; way < WAYS; ++way) {
+        const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+        ms_config config = mixed_config(MS_DTYPE_F16);
+        ms_memory_report report[2];
+        stack s[2];
+        config.loss_scaling.growth_steps = 4;
+        for (int i = 0; i < 2; ++i) {
+            stack_create(&s[i], &config, &adamw, 3, false);
+            stack_write(&s[i], 11);
+            t_ok(s[i].m, ms_wrap(s[i].m));
+        }
+        for (int step = 0; step < 24; ++step) {
+            for (int i = 0; i < 2; ++i) {
+                s[i].overflow_at = step % 11 == 0 ? step % 3 : -1;
+                t_ok(s[i].m, ms_step(s[i].m, NULL));
+                t_ok(s[i].m, ms_synchronize(s[i].m));
+                t_report(s[i].m, &report[i]);
+            }
+            assert_true(report[0].loss_scale == report[1].loss_scale);
+            assert_int_equal(report[0].skipped_steps, report[1].skipped_steps);
+            ms_model *m = s[1].m;
+            if (way == IS_SUSPENDED || way == MOVES_SUSPENDED) {
+                t_ok(m, ms_suspend(m, NULL));
+            }
+            if (way == MOVES || way == MOVES_SUSPENDED) {
+                ms_set_budget(m, (1u << 20) + (uint64_t)step % 5 * 4096);
+            }
+            if (way == RUNS_IN_F32) {
+                t_ok(m, ms_detach(m));
+            }
+            t_ok(m, way == IS_SUSPENDED ? ms_resume(m) : ms_wrap(m));
+        }
+        for (int k = 0; k < 3; ++k) {
+            float w[2][COLS];
+            for (int i = 0; i < 2; ++i) {
+                t_ok(s[i].m, ms_read(s[i].m, s[i].w[k], w[i]));
+            }
+            assert_memory_equal(w[0], w[1], sizeof w[0]);
+        }
+        ms_destroy(s[0].m);
+        ms_destroy(s[1].m);
+    }
+}
+
 /* An overflow at any layer skips the step: no param and no state changes, the scale is halved, and
    the report names the layer. The next step goes on. */
 static void overflows_at_every_layer_skip_a_step(void **state) {
@@ -789,6 +870,8 @@ int main(void) {
         cmocka_unit_test(the_scale_follows_an_automaton),
         cmocka_unit_test(overflows_at_every_layer_skip_a_step),
         cmocka_unit_test(skipped_steps_leave_no_trace),
+        cmocka_unit_test(the_scale_outlasts_what_happens_between_steps),
+        cmocka_unit_test(clipped_steps_are_as_long_as_asked_for),
         cmocka_unit_test(verify_measures_rounding),
         cmocka_unit_test(verify_reads_masters),
         cmocka_unit_test(wrong_precision_is_refused),

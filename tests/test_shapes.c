@@ -333,6 +333,45 @@ static void more_shapes_than_plans_are_kept(void **state) {
     t_net_end(&s.n);
 }
 
+/* Plans that were kept for another budget may lack the present shape: whatever budget and shape are
+   now, a plan is for both. */
+static void shapes_change_with_budgets(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {ROWS, 3 * ROWS, 5};
+    uint64_t budgets[3];
+    double losses[3];
+    shaped s;
+    ms_memory_report report;
+    t_rng rng = t_seed(3);
+    for (int i = 0; i < 3; ++i) {
+        shaped fresh;
+        shaped_create(&fresh, sizes[i], false);
+        t_net_start(&fresh.n);
+        t_net_write_param(&fresh.n, fresh.p, 0.0f);
+        t_ok(fresh.n.m, ms_eval(fresh.n.m, &losses[i]));
+        t_net_end(&fresh.n);
+    }
+    shaped_create(&s, ROWS, false);
+    t_net_start(&s.n);
+    t_net_write_param(&s.n, s.p, 0.0f);
+    t_report(s.n.m, &report);
+    for (int i = 0; i < 3; ++i) {
+        budgets[i] = report.arena_bytes + (uint64_t)i * 4096;
+    }
+    for (int turn = 0; turn < 40; ++turn) {
+        const uint32_t size = t_below(&rng, 3);
+        double loss;
+        t_ok(s.n.m, ms_reshape(s.n.m, &sizes[size]));
+        ms_set_budget(s.n.m, budgets[t_below(&rng, 3)]);
+        t_ok(s.n.m, ms_wrap(s.n.m));
+        assert_int_equal((int)s.n.m->run.plan->sizes[0], (int)sizes[size]);
+        t_net_write_x(&s.n);
+        t_ok(s.n.m, ms_eval(s.n.m, &loss));
+        assert_true(loss == losses[size]);
+    }
+    t_net_end(&s.n);
+}
+
 /* A new shape after a change that asks for a new plan: refused until ms_wrap. */
 static void a_reshape_after_a_change_waits_for_a_wrap(void **state) {
     (void)state;
@@ -520,6 +559,7 @@ int main(void) {
         T_TWICE(aliases_hold_at_all_sizes),
         cmocka_unit_test(aliases_along_one_axis),
         T_TWICE(more_shapes_than_plans_are_kept),
+        T_TWICE(shapes_change_with_budgets),
         T_TWICE(a_reshape_after_a_change_waits_for_a_wrap),
         T_TWICE(a_failing_wrap_leaves_the_model_as_it_was),
         T_TWICE(budgets_return_at_other_sizes),

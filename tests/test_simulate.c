@@ -52,6 +52,122 @@ static void set_times(ms_model *m, double forward_us, double backward_us, double
     }
 }
 
+/* The parts of an update or of a copy take together what the whole would. */
+static void parts_move_the_bytes_of_the_whole(void **state) {
+    (void)state;
+    static const ms_state_format formats[] = {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_BF16,
+                                              MS_STATE_FORMAT_8BIT};
+    t_rng rng = t_seed(17);
+    for (int k = 0; k < 300; ++k) {
+        const uint64_t count = 5 * MSI_CODED_GROUP + t_below(&rng, 100000);
+        msi_graph g;
+        msi_program p;
+        msi_tensor tensor;
+        msi_range range;
+        msi_operand operand;
+        msi_instruction i;
+        memset(&g, 0, sizeof g);
+        memset(&p, 0, sizeof p);
+        memset(&tensor, 0, sizeof tensor);
+        memset(&range, 0, sizeof range);
+        memset(&operand, 0, sizeof operand);
+        memset(&i, 0, sizeof i);
+        tensor.bytes = count * sizeof(float);
+        range.format = (uint8_t)formats[k % 3];
+        range.bytes = msi_state_bytes(formats[k % 3], count);
+        g.tensors.items = &tensor;
+        p.ranges.items = &range;
+        p.operands.items = &operand;
+        assert_true(msi_operand_bytes(&g, &p, &i, 0) == range.bytes);
+        for (uint16_t parts = 1; parts < 6; ++parts) {
+            uint64_t sum = 0;
+            i.part_count = parts;
+            for (i.part = 0; i.part < parts && msi_part_size(count, parts) * i.part < count;
+                 ++i.part) {
+                sum += msi_operand_bytes(&g, &p, &i, 0);
+            }
+            assert_true(sum == range.bytes);
+        }
+    }
+}
+
+/* A tile takes its part of the layer's time, but no less than reading what is whole. */
+static void tiles_take_the_time_of_what_is_whole(void **state) {
+    (void)state;
+    t_rng rng = t_seed(18);
+    for (int k = 0; k < 300; ++k) {
+        msi_costs c;
+        msi_layer l;
+        msi_instruction i;
+        memset(&c, 0, sizeof c);
+        memset(&l, 0, sizeof l);
+        memset(&i, 0, sizeof i);
+        const int backward = k % 2, half = k / 2 % 2;
+        const double whole = 1000.0 * t_unit(&rng), us = 20.0 * t_unit(&rng);
+        c.hardware = round_hardware(MS_DEVICE_CPU);
+        for (int other = 0; other < 4; ++other) {
+            l.whole_bytes[other / 2][other % 2] = 1e9;
+        }
+        l.whole_bytes[backward][half] = whole;
+        i.op = (uint8_t)(backward ? MSI_OP_BACKWARD : k % 3 ? MSI_OP_FORWARD : MSI_OP_RECOMPUTE);
+        i.format = (uint8_t)(half ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32);
+        assert_true(msi_tile_us(&c, &l, &i, us) == us);
+        i.rows.of = 1 + t_below(&rng, 64);
+        i.rows.count = t_below(&rng, i.rows.of + 1);
+        const double part = us * i.rows.count / i.rows.of, least = 1.0 + whole / 1000.0;
+        near(msi_tile_us(&c, &l, &i, us), i.rows.count == 0 ? 0.0 : part > least ? part : least);
+    }
+}
+
+/* A copy of 1000 bytes in either direction and a wait for it, on a device with streams for copies and
+   on one without: the time is where the host's call takes it. */
+static void slices_expect_waits_for_copies(void **state) {
+    (void)state;
+    for (int how = 0; how < 4; ++how) {
+        const bool has_links = how % 2 == 1, to_host = how / 2 == 1;
+        msi_graph g;
+        msi_program p;
+        msi_costs c;
+        msi_range ranges[2];
+        msi_operand operands[2];
+        msi_instruction i[2];
+        t_heap heap;
+        memset(&g, 0, sizeof g);
+        memset(&p, 0, sizeof p);
+        memset(&c, 0, sizeof c);
+        memset(ranges, 0, sizeof ranges);
+        memset(operands, 0, sizeof operands);
+        memset(i, 0, sizeof i);
+        memset(&heap, 0, sizeof heap);
+        msi_tensor tensor;
+        memset(&tensor, 0, sizeof tensor);
+        const ms_allocator a = t_heap_allocator(&heap);
+        g.tensors.items = &tensor;
+        c.hardware = round_hardware(MS_DEVICE_DISCRETE);
+        c.has_links = has_links;
+        tensor.bytes = ranges[0].bytes = ranges[1].bytes = 1000;
+        ranges[to_host ? 0 : 1].on_host = true;
+        operands[1].range = 1;
+        for (int k = 0; k < 2; ++k) {
+            i[k].op = (uint8_t)(k == 1 ? MSI_OP_WAIT : to_host ? MSI_OP_COPY_OUT : MSI_OP_COPY_IN);
+            i[k].operand_count = 2;
+            i[k].event = 5;
+        }
+        p.instructions.items = i;
+        p.instructions.count = 2;
+        p.ranges.items = ranges;
+        p.operands.items = operands;
+        assert_true(msi_expect_times(&g, &c, &a, &p));
+        const double link = to_host ? 5.0 : 3.0; // a launch, and 4 or 2 us
+        const double copy = has_links ? 1.0 : msi_duration_us(&g, &c, &p, &i[0]);
+        near(p.expected.items[0], -copy);
+        near(p.expected.items[1], has_links ? -link : 0.0);
+        near(p.longest_us, copy);
+        MSI_LIST_FREE(float, &a, p.expected);
+        assert_int_equal(heap.live_count, 0);
+    }
+}
+
 /* matmul, squash, loss on 48 x 8, not wrapped: x, W, product, hidden, losses. A param has 256
    bytes, the losses 192. */
 static t_chain start_small(ms_device_kind kind) {
@@ -2118,6 +2234,9 @@ static void wrong_arguments_are_refused(void **state) {
 int main(void) {
     t_hook.platform_us = read_clock;
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(parts_move_the_bytes_of_the_whole),
+        cmocka_unit_test(tiles_take_the_time_of_what_is_whole),
+        cmocka_unit_test(slices_expect_waits_for_copies),
         cmocka_unit_test(a_step_by_hand),
         cmocka_unit_test(copies_in_are_waited_for),
         cmocka_unit_test(copies_are_waited_for_by_waits),

@@ -1226,6 +1226,34 @@ static void coded_updates_have_their_own_speed(void **state) {
 }
 
 /* Conversions that lack memory of the host change nothing, and leave nothing behind. */
+/* Long tensors are converted a piece at a time, to the same bits as at once. */
+static void conversions_in_pieces_change_nothing(void **state) {
+    (void)state;
+    enum { LONG = 2 * MSI_CONVERT_ELEMENTS + 1000 };
+    static float values[LONG], of_pieces[LONG], at_once[LONG];
+    static uint8_t from[LONG * sizeof(float)], to[2][LONG * sizeof(float)];
+    static const ms_state_format formats[] = {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_BF16,
+                                              MS_STATE_FORMAT_8BIT};
+    const ms_config config = t_config();
+    ms_model *m;
+    t_rng rng = t_seed(21);
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    t_fill(&rng, values, LONG, 1.0f);
+    for (int how = 0; how < 9; ++how) {
+        const msi_memory source = {from, NULL, formats[how / 3], true};
+        const msi_memory target = {NULL, to[0], formats[how % 3], true};
+        if (how / 3 != how % 3) {
+            msi_convert_on_host(from, source.format, values, MS_STATE_FORMAT_F32, true, LONG);
+            t_ok(m, msi_convert_state(m, &target, &source, true, LONG));
+            msi_convert_on_host(to[1], target.format, from, source.format, true, LONG);
+            msi_convert_on_host(of_pieces, MS_STATE_FORMAT_F32, to[0], target.format, true, LONG);
+            msi_convert_on_host(at_once, MS_STATE_FORMAT_F32, to[1], target.format, true, LONG);
+            assert_memory_equal(of_pieces, at_once, sizeof at_once);
+        }
+    }
+    ms_destroy(m);
+}
+
 static void conversions_may_lack_memory(void **state) {
     (void)state;
     static float before[WIDE], after[WIDE];
@@ -1537,6 +1565,7 @@ int main(void) {
         cmocka_unit_test(formats_are_shown),
         cmocka_unit_test(the_hash_of_a_plan_tells_formats_apart),
         cmocka_unit_test(what_is_moved_counts_in_its_format),
+        cmocka_unit_test(conversions_in_pieces_change_nothing),
         cmocka_unit_test(coded_updates_have_their_own_speed),
         cmocka_unit_test(conversions_may_lack_memory),
         cmocka_unit_test(what_cannot_be_coded_is_refused),
