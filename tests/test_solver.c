@@ -1991,9 +1991,10 @@ static uint32_t check_allowed(const msi_search *s, const msi_tensor_decision *ba
 /* Whatever is forced or forbidden, with accumulation or not, and whatever the host has room for. */
 static void searches_do_what_is_allowed(void **state) {
     (void)state;
+    enum { FEW_TENSORS = 15 };
     static census c;
     uint32_t chosen[SEARCHES] = {0}, in_place = 0;
-    for (uint64_t seed = 1; seed <= t_sweep(24, 400); ++seed) {
+    for (uint64_t seed = 1; seed <= t_sweep(10, 400); ++seed) {
         moving of;
         t_rng rng = t_seed(seed);
         moving_open(&of, &c, seed, seed % 3 == 0 ? 4 : 1);
@@ -2007,6 +2008,9 @@ static void searches_do_what_is_allowed(void **state) {
         const uint64_t plain = c.plan->plain_bytes;
         for (uint32_t k = 0; k < SEARCHES; ++k) {
             msi_search s = of.search;
+            if (searches[k].search == search_choices && tensors > FEW_TENSORS) {
+                continue; // takes longer than all others
+            }
             s.budget = plain * t_below(&rng, 120) / 100;
             s.techniques = searches[k].drops ? MSI_CHECKPOINTING : 0;
             s.may_move = searches[k].moves;
@@ -2147,7 +2151,8 @@ static void bounds_of_lists_hold(void **state) {
     const int lists = sizeof msi_move_lists / sizeof msi_move_lists[0];
     for (uint64_t seed = 1; seed <= t_sweep(10, 100); ++seed) {
         moving of;
-        moving_open(&of, &c, seed, 1);
+        const uint32_t micro_count = seed % 2 ? 1 : 3;
+        moving_open(&of, &c, seed, micro_count);
         for (int k = 0; k < lists; ++k) {
             msi_greedy w;
             of.search.moves = msi_move_lists[k].moves;
@@ -2160,7 +2165,8 @@ static void bounds_of_lists_hold(void **state) {
             msi_move_params(&w, of.search.moves & MSI_MOVES_ALL, 0);
             w.score = msi_search_estimate(&of.search, w.decisions);
             const uint64_t resident = c.plan->train.resident_bytes;
-            assert_true(least == resident && (resident < plain) == (of.search.moves != 0));
+            assert_true(least <= resident && (resident < plain) == (of.search.moves != 0));
+            assert_true(least == resident || micro_count == 1); // without sums of gradients
             of.search.budget = resident;
             msi_decide_base(&of.search, w.decisions);
             (void)msi_search_estimate(&of.search, w.decisions);
