@@ -1398,6 +1398,99 @@ static void techniques_share_what_they_free(void **state) {
     assert_int_equal(most, 3);
 }
 
+/* Where a plan goes so far that eval, which keeps outputs as well, has the larger peak. */
+static void what_is_freed_counts_the_peak_of_eval(void **state) {
+    (void)state;
+    uint32_t met = 0;
+    for (uint64_t seed = 1; seed <= 120; ++seed) {
+        char failure[RD_TEXT] = "";
+        ms_config config = zoo_config();
+        rd_graph *graph = rd_generate(seed);
+        config.force_optimize = true;
+        rd_net *net = rd_net_create(graph, &config, "net", failure, false);
+        t_ok(net->model, ms_wrap(net->model));
+        const msi_plan *plan = net->model->run.plan;
+        if (plan->eval.peak_bytes > plan->train.peak_bytes)
+            print_message("seed %d\n", (int)seed);
+        met += plan->eval.peak_bytes > plan->train.peak_bytes;
+        check_freed(net->model);
+        rd_net_destroy(net);
+        free(graph);
+    }
+    assert_true(met > 0);
+}
+
+/* Plans for other sizes have what is resident where the plan for the largest sizes has it, in the
+   same formats, and have room in its memory, on the device and on the host. */
+static void plans_for_other_sizes_keep_to_the_memory_there_is(void **state) {
+    (void)state;
+    enum { LARGEST = 64 };
+    uint32_t on_host = 0, sent = 0;
+    zoo z;
+    ms_config config = zoo_config();
+    ms_memory_report r;
+    const ms_hardware hardware = gpu_hardware(20.0);
+    config.offloading = MS_SWITCH_ON;
+    config.max_host_bytes = (uint64_t)1 << 34;
+    config.backend.has_state_formats = true;
+    config.optimizer_8bit = MS_SWITCH_ON;
+    zoo_create_along(&z, &config, LARGEST, 32, LARGEST);
+    ms_set_hardware(z.m, &hardware);
+    zoo_keep_budgets(&z);
+    for (uint64_t percent = 0; percent <= 60; percent += 20) {
+        int64_t rows = LARGEST;
+        t_ok(z.m, ms_reshape(z.m, &rows));
+        zoo_wrap(&z, percent);
+        t_report(z.m, &r);
+        const uint64_t room = r.arena_bytes, host_room = r.host_bytes;
+        for (rows = 1; rows < LARGEST; rows += 9) {
+            t_ok(z.m, ms_reshape(z.m, &rows));
+            t_report(z.m, &r);
+            assert_true(r.arena_bytes <= room && r.host_bytes <= host_room);
+            const msi_store *store = z.m->run.store;
+            for (uint32_t k = 0; k < store->residents.count; ++k) {
+                const msi_resident *there = &store->residents.items[k];
+                const msi_range *range = &z.m->run.plan->train.ranges.items[k];
+                assert_true(range->on_host == there->on_host && range->bytes == there->bytes);
+                assert_true(range->format == there->format);
+                on_host += there->on_host;
+            }
+            sent += z.m->run.plan->train.sent_bytes > 0;
+        }
+    }
+    print_message("%u %u\n", on_host, sent);
+    assert_true(on_host > 0);
+    ms_destroy(z.m);
+}
+
+/* What a model holds on the host already is there for its next plan. */
+static void the_host_memory_of_a_model_counts_as_free(void **state) {
+    (void)state;
+    zoo z;
+    ms_config config = t_config();
+    ms_memory_report before, after;
+    ms_hardware hardware = gpu_hardware(20.0);
+    config.offloading = MS_SWITCH_ON;
+    zoo_create_along(&z, &config, 24, 32, 0);
+    ms_set_hardware(z.m, &hardware);
+    const uint64_t budget = budget_between(z.m, 20);
+    ms_set_budget(z.m, budget);
+    t_ok(z.m, ms_wrap(z.m));
+    t_report(z.m, &before);
+    const uint64_t held = z.m->run.store->host_room;
+    assert_true(held > 0 && before.host_bytes > 0);
+    for (int left = 0; left < 2; ++left) { // a model that needs all that there is, wrapped again
+        hardware.host_free_bytes = held / 4 + (left ? 0 : held);
+        ms_set_hardware(z.m, &hardware);
+        t_ok(z.m, ms_wrap(z.m));
+        t_report(z.m, &after);
+        assert_true(msi_host_budget(z.m) ==
+                    (uint64_t)(0.85 * (double)(hardware.host_free_bytes + held)));
+        assert_true(after.plan_hash == before.plan_hash && after.host_bytes == before.host_bytes);
+    }
+    ms_destroy(z.m);
+}
+
 /* The copies of a program and what is on the host meanwhile, as its events have them. */
 typedef struct copied {
     uint64_t bytes[MS_STREAM_COUNT], host_bytes, mapped;
@@ -2088,6 +2181,23 @@ static void the_size_that_fits(void **state) {
     assert_true(some > 10 && none > 0);
 }
 
+/* A size whose smallest arena is exactly the budget fits. */
+static void a_size_of_exactly_the_budget_fits(void **state) {
+    (void)state;
+    static const size_case cases[] = {{true, 0, MS_SWITCH_OFF}, {false, 1, MS_SWITCH_OFF}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        for (int64_t rows = 1; rows < 60; rows += 16) {
+            char text[MSI_ERROR_BYTES];
+            assert_int_equal(wrap_with(&cases[i], rows, 1, text), MS_RESULT_BUDGET);
+            const uint64_t smallest = strtoull(strstr(text, "(") + 1, NULL, 10);
+            assert_int_equal(wrap_with(&cases[i], 60, smallest, text), MS_RESULT_BUDGET);
+            const long long said = rows_said(text);
+            assert_true(said >= rows);
+            assert_int_equal(wrap_with(&cases[i], said + 1, smallest, text), MS_RESULT_BUDGET);
+        }
+    }
+}
+
 /* A perceptron whose shapes have the batch as a factor of their only dim. */
 static ms_result wrap_flat(int64_t batch, uint64_t budget, char *text) {
     static const int64_t widths[] = {50, 300, 170, 400, 90, 130};
@@ -2162,6 +2272,47 @@ static void advice_names_the_foremost_axis(void **state) {
         t_text_has(ms_last_error(m), "in the axis \"length\", now 64");
         ms_destroy(m);
     }
+}
+
+/* Of several inputs the first that has an axis in the foremost dim tells the batch, whatever axes
+   the others have; without one, the first that has a dim. */
+static void the_first_input_of_the_foremost_axis_is_the_batch(void **state) {
+    (void)state;
+    enum { INPUTS = 3 };
+    uint32_t later = 0;
+    for (uint64_t seed = 1; seed <= 100; ++seed) {
+        ms_config config = zoo_config();
+        ms_model *m = NULL;
+        t_rng rng = t_seed(seed);
+        uint32_t input = MSI_NONE, axis = MSI_NONE, found_axis, of[INPUTS][MS_LIMIT_RANK];
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        ms_axis axes[2];
+        axes[0] = ms_add_axis(m, "batch", 8, 8);
+        axes[1] = ms_add_axis(m, "length", 8, 8);
+        memset(of, 0xff, sizeof of); // MSI_NONE
+        for (uint32_t t = 0; t < INPUTS; ++t) {
+            ms_shape shape = ms_shape4(8, 8, 8, 8);
+            shape.rank = (int32_t)t_below(&rng, 5);
+            for (int dim = 0; dim < shape.rank; ++dim) {
+                of[t][dim] = t_chance(&rng, 0.3) ? t_below(&rng, 2) : MSI_NONE;
+                shape = of[t][dim] == MSI_NONE ? shape : ms_along(shape, dim, axes[of[t][dim]]);
+            }
+            input = input == MSI_NONE && shape.rank > 0 ? t : input;
+            (void)ms_activation(m, "no input", MS_DTYPE_F32, ms_along(ms_shape1(8), 0, axes[0]));
+            (void)ms_input(m, "input", MS_DTYPE_F32, shape);
+        }
+        for (int dim = 0; dim < MS_LIMIT_RANK && axis == MSI_NONE; ++dim) {
+            for (uint32_t t = 0; t < INPUTS && axis == MSI_NONE; ++t) {
+                axis = of[t][dim];
+                input = axis == MSI_NONE ? input : t;
+            }
+        }
+        later += axis != MSI_NONE && input > 0;
+        const uint32_t found = msi_find_batch(&m->graph, &found_axis);
+        assert_true(found == (input == MSI_NONE ? MSI_NONE : 2 * input + 1) && found_axis == axis);
+        ms_destroy(m);
+    }
+    assert_true(later > 20);
 }
 
 /* Neither the sizes nor the plan that was in force change by an error, nor does the next plan. */
@@ -2781,52 +2932,58 @@ static void every_allocation_fails_once(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(rules_of_a_budget),
-                                       cmocka_unit_test(rules_of_early_updates),
-                                       cmocka_unit_test(updates_that_may_wait),
-                                       cmocka_unit_test(rules_of_the_user),
-                                       cmocka_unit_test(rules_of_two_outputs),
-                                       cmocka_unit_test(rules_of_the_device),
-                                       cmocka_unit_test(rules_of_offloading),
-                                       cmocka_unit_test(what_fits_is_left_alone),
-                                       cmocka_unit_test(what_is_lent_stays_where_it_is),
-                                       cmocka_unit_test(what_is_moved_is_told_by_category),
-                                       cmocka_unit_test(listings_show_what_is_moved),
-                                       cmocka_unit_test(modes_allow_what_they_say),
-                                       cmocka_unit_test(wrong_configs_are_refused),
-                                       cmocka_unit_test(tiles_need_rows),
-                                       cmocka_unit_test(layers_of_f32_stay_so),
-                                       cmocka_unit_test(techniques_have_their_tensors),
-                                       cmocka_unit_test(names_of_enums),
-                                       cmocka_unit_test(who_has_decided),
-                                       cmocka_unit_test(decisions_are_those_of_the_program),
-                                       cmocka_unit_test(decisions_of_random_graphs),
-                                       cmocka_unit_test(rules_are_listed_once_each),
-                                       cmocka_unit_test(rules_are_documented),
-                                       cmocka_unit_test(the_listing_explains),
-                                       cmocka_unit_test(techniques_share_what_they_free),
-                                       cmocka_unit_test(reports_tell_what_is_moved),
-                                       cmocka_unit_test(a_wait_may_be_for_any_number_of_copies),
-                                       cmocka_unit_test(params_of_a_layer_move_in_one_copy),
-                                       cmocka_unit_test(a_shared_param_is_copied_once),
-                                       cmocka_unit_test(what_is_kept_is_counted),
-                                       cmocka_unit_test(refused_rows_have_numbers),
-                                       cmocka_unit_test(equal_blocks_are_one_entry),
-                                       cmocka_unit_test(blocks_are_found_anywhere),
-                                       cmocka_unit_test(names_are_joined),
-                                       cmocka_unit_test(the_largest_kinds_are_listed),
-                                       cmocka_unit_test(sizes_can_be_typed_in_again),
-                                       cmocka_unit_test(times_say_where_they_come_from),
-                                       cmocka_unit_test(the_log_is_told_why),
-                                       cmocka_unit_test(the_size_that_fits),
-                                       cmocka_unit_test(the_batch_is_a_factor_of_the_first_dim),
-                                       cmocka_unit_test(advice_names_the_foremost_axis),
-                                       cmocka_unit_test(an_error_changes_nothing),
-                                       cmocka_unit_test(what_else_would_help),
-                                       cmocka_unit_test(sizes_of_the_error_are_enough),
-                                       cmocka_unit_test(a_policy_chooses_the_mode),
-                                       cmocka_unit_test(the_built_in_policy),
-                                       cmocka_unit_test(numbers_of_rules_are_exact),
-                                       cmocka_unit_test(every_allocation_fails_once)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(rules_of_a_budget),
+        cmocka_unit_test(rules_of_early_updates),
+        cmocka_unit_test(updates_that_may_wait),
+        cmocka_unit_test(rules_of_the_user),
+        cmocka_unit_test(rules_of_two_outputs),
+        cmocka_unit_test(rules_of_the_device),
+        cmocka_unit_test(rules_of_offloading),
+        cmocka_unit_test(what_fits_is_left_alone),
+        cmocka_unit_test(what_is_lent_stays_where_it_is),
+        cmocka_unit_test(what_is_moved_is_told_by_category),
+        cmocka_unit_test(listings_show_what_is_moved),
+        cmocka_unit_test(modes_allow_what_they_say),
+        cmocka_unit_test(wrong_configs_are_refused),
+        cmocka_unit_test(tiles_need_rows),
+        cmocka_unit_test(layers_of_f32_stay_so),
+        cmocka_unit_test(techniques_have_their_tensors),
+        cmocka_unit_test(names_of_enums),
+        cmocka_unit_test(who_has_decided),
+        cmocka_unit_test(decisions_are_those_of_the_program),
+        cmocka_unit_test(decisions_of_random_graphs),
+        cmocka_unit_test(rules_are_listed_once_each),
+        cmocka_unit_test(rules_are_documented),
+        cmocka_unit_test(the_listing_explains),
+        cmocka_unit_test(techniques_share_what_they_free),
+        cmocka_unit_test(what_is_freed_counts_the_peak_of_eval),
+        cmocka_unit_test(plans_for_other_sizes_keep_to_the_memory_there_is),
+        cmocka_unit_test(the_host_memory_of_a_model_counts_as_free),
+        cmocka_unit_test(reports_tell_what_is_moved),
+        cmocka_unit_test(a_wait_may_be_for_any_number_of_copies),
+        cmocka_unit_test(params_of_a_layer_move_in_one_copy),
+        cmocka_unit_test(a_shared_param_is_copied_once),
+        cmocka_unit_test(what_is_kept_is_counted),
+        cmocka_unit_test(refused_rows_have_numbers),
+        cmocka_unit_test(equal_blocks_are_one_entry),
+        cmocka_unit_test(blocks_are_found_anywhere),
+        cmocka_unit_test(names_are_joined),
+        cmocka_unit_test(the_largest_kinds_are_listed),
+        cmocka_unit_test(sizes_can_be_typed_in_again),
+        cmocka_unit_test(times_say_where_they_come_from),
+        cmocka_unit_test(the_log_is_told_why),
+        cmocka_unit_test(the_size_that_fits),
+        cmocka_unit_test(a_size_of_exactly_the_budget_fits),
+        cmocka_unit_test(the_batch_is_a_factor_of_the_first_dim),
+        cmocka_unit_test(advice_names_the_foremost_axis),
+        cmocka_unit_test(the_first_input_of_the_foremost_axis_is_the_batch),
+        cmocka_unit_test(an_error_changes_nothing),
+        cmocka_unit_test(what_else_would_help),
+        cmocka_unit_test(sizes_of_the_error_are_enough),
+        cmocka_unit_test(a_policy_chooses_the_mode),
+        cmocka_unit_test(the_built_in_policy),
+        cmocka_unit_test(numbers_of_rules_are_exact),
+        cmocka_unit_test(every_allocation_fails_once)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
