@@ -1071,6 +1071,8 @@ static void check_freed(const ms_model *m) {
         assert_true(k <= OFFLOADING || r.freed_bytes[k] == 0);
     }
     assert_true(sum == (int64_t)(r.plain_bytes - r.arena_bytes));
+    assert_true(sum - r.layout_freed_bytes ==
+                (int64_t)(m->run.plan->plain_live_bytes - r.lower_bound_bytes));
     assert_true(r.early_update || r.freed_bytes[EARLY_UPDATE] == 0);
     assert_true(r.recompute_count > 0 || r.freed_bytes[CHECKPOINTING] == 0);
 }
@@ -1398,26 +1400,26 @@ static void techniques_share_what_they_free(void **state) {
     assert_int_equal(most, 3);
 }
 
-/* Where a plan goes so far that eval, which keeps outputs as well, has the larger peak. */
+/* Graphs whose smallest plans recompute until eval, which takes as much as before, has the larger
+   peak. */
 static void what_is_freed_counts_the_peak_of_eval(void **state) {
     (void)state;
+    static const uint64_t seeds[] = {264, 512, 601, 650, 833, 1097, 1248, 1478, 1487};
     uint32_t met = 0;
-    for (uint64_t seed = 1; seed <= 120; ++seed) {
+    for (size_t i = 0; i < sizeof seeds / sizeof seeds[0]; ++i) {
         char failure[RD_TEXT] = "";
         ms_config config = zoo_config();
-        rd_graph *graph = rd_generate(seed);
+        rd_graph *graph = rd_generate(seeds[i]);
         config.force_optimize = true;
         rd_net *net = rd_net_create(graph, &config, "net", failure, false);
         t_ok(net->model, ms_wrap(net->model));
         const msi_plan *plan = net->model->run.plan;
-        if (plan->eval.peak_bytes > plan->train.peak_bytes)
-            print_message("seed %d\n", (int)seed);
-        met += plan->eval.peak_bytes > plan->train.peak_bytes;
-        check_freed(net->model);
+        const bool eval_is_larger = plan->eval.peak_bytes > plan->train.peak_bytes;
+        met += check_shares(net->model) > 0 && eval_is_larger;
         rd_net_destroy(net);
         free(graph);
     }
-    assert_true(met > 0);
+    assert_true(met > 0); // otherwise look for other seeds
 }
 
 /* Plans for other sizes have what is resident where the plan for the largest sizes has it, in the
@@ -1436,14 +1438,17 @@ static void plans_for_other_sizes_keep_to_the_memory_there_is(void **state) {
     config.optimizer_8bit = MS_SWITCH_ON;
     zoo_create_along(&z, &config, LARGEST, 32, LARGEST);
     ms_set_hardware(z.m, &hardware);
-    zoo_keep_budgets(&z);
-    for (uint64_t percent = 0; percent <= 60; percent += 20) {
+    t_ok(z.m, ms_wrap(z.m));
+    t_report(z.m, &r);
+    const uint64_t plain = r.plain_bytes;
+    for (uint64_t percent = 60; percent <= 80; percent += t_size(25, 5)) {
         int64_t rows = LARGEST;
         t_ok(z.m, ms_reshape(z.m, &rows));
-        zoo_wrap(&z, percent);
+        ms_set_budget(z.m, plain * percent / 100);
+        t_ok(z.m, ms_wrap(z.m));
         t_report(z.m, &r);
         const uint64_t room = r.arena_bytes, host_room = r.host_bytes;
-        for (rows = 1; rows < LARGEST; rows += 9) {
+        for (rows = 1; rows < LARGEST; rows += 16) {
             t_ok(z.m, ms_reshape(z.m, &rows));
             t_report(z.m, &r);
             assert_true(r.arena_bytes <= room && r.host_bytes <= host_room);
@@ -1458,8 +1463,7 @@ static void plans_for_other_sizes_keep_to_the_memory_there_is(void **state) {
             sent += z.m->run.plan->train.sent_bytes > 0;
         }
     }
-    print_message("%u %u\n", on_host, sent);
-    assert_true(on_host > 0);
+    assert_true(on_host > 0 && sent > 0);
     ms_destroy(z.m);
 }
 
@@ -1473,8 +1477,9 @@ static void the_host_memory_of_a_model_counts_as_free(void **state) {
     config.offloading = MS_SWITCH_ON;
     zoo_create_along(&z, &config, 24, 32, 0);
     ms_set_hardware(z.m, &hardware);
-    const uint64_t budget = budget_between(z.m, 20);
-    ms_set_budget(z.m, budget);
+    t_ok(z.m, ms_wrap(z.m));
+    t_report(z.m, &before);
+    ms_set_budget(z.m, before.plain_bytes * 60 / 100);
     t_ok(z.m, ms_wrap(z.m));
     t_report(z.m, &before);
     const uint64_t held = z.m->run.store->host_room;
@@ -2186,7 +2191,7 @@ static void a_size_of_exactly_the_budget_fits(void **state) {
     (void)state;
     static const size_case cases[] = {{true, 0, MS_SWITCH_OFF}, {false, 1, MS_SWITCH_OFF}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
-        for (int64_t rows = 1; rows < 60; rows += 16) {
+        for (int64_t rows = 1; rows < 60; rows += 24) {
             char text[MSI_ERROR_BYTES];
             assert_int_equal(wrap_with(&cases[i], rows, 1, text), MS_RESULT_BUDGET);
             const uint64_t smallest = strtoull(strstr(text, "(") + 1, NULL, 10);

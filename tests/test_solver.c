@@ -1991,10 +1991,10 @@ static uint32_t check_allowed(const msi_search *s, const msi_tensor_decision *ba
 /* Whatever is forced or forbidden, with accumulation or not, and whatever the host has room for. */
 static void searches_do_what_is_allowed(void **state) {
     (void)state;
-    enum { FEW_TENSORS = 15 };
+    enum { FEW_TENSORS = 13 };
     static census c;
     uint32_t chosen[SEARCHES] = {0}, in_place = 0;
-    for (uint64_t seed = 1; seed <= t_sweep(10, 400); ++seed) {
+    for (uint64_t seed = 1; seed <= t_sweep(16, 400); ++seed) {
         moving of;
         t_rng rng = t_seed(seed);
         moving_open(&of, &c, seed, seed % 3 == 0 ? 4 : 1);
@@ -2140,6 +2140,22 @@ static void a_list_ends_where_it_cannot_win(void **state) {
         of.fits = cases[i].best_us > 0.0;
         of.best_score.us = cases[i].best_us;
         assert_true(msi_cannot_win(&w, cases[i].fastest_us) == cases[i].ends);
+    }
+}
+
+/* A plan for other sizes fits if neither the device nor the host has too little memory. */
+static void a_plan_has_room_on_both_sides(void **state) {
+    (void)state;
+    msi_request request = MSI_ZERO_INIT;
+    msi_solver s = MSI_ZERO_INIT;
+    s.request = &request;
+    request.room = request.host_room = 100;
+    for (uint64_t bytes = 99; bytes <= 101; ++bytes) {
+        for (uint64_t host_bytes = 99; host_bytes <= 101; ++host_bytes) {
+            s.score.bytes = bytes;
+            s.score.host_bytes = host_bytes;
+            assert_true(msi_has_room(&s) == (bytes <= 100 && host_bytes <= 100));
+        }
     }
 }
 
@@ -2529,6 +2545,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(homes_are_taken_as_they_are),
         cmocka_unit_test(what_is_taken_back_comes_back_together),
         cmocka_unit_test(a_list_ends_where_it_cannot_win),
+        cmocka_unit_test(a_plan_has_room_on_both_sides),
         cmocka_unit_test(bounds_of_lists_hold),
         cmocka_unit_test(a_drop_costs_what_its_recomputation_reads),
         cmocka_unit_test(a_chain_needs_what_its_search_expects),
