@@ -1929,7 +1929,7 @@ static void set_techniques(ms_model *m, t_rng *rng) {
             (uint8_t)(t_chance(rng, 0.3) ? MSI_MOVES_ALL & ~tensor->forced_moves : 0);
         if (t_chance(rng, 0.3) && msi_is_choice(&m->graph, t)) {
             const ms_switch force = t_chance(rng, 0.7) ? MS_SWITCH_OFF : MS_SWITCH_ON;
-            tensor->technique[MS_TECHNIQUE_CHECKPOINTING] = force;
+            tensor->technique[MS_TECHNIQUE_CHECKPOINTING] = (uint8_t)force;
         }
     }
 }
