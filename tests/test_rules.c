@@ -1424,7 +1424,7 @@ static void what_is_freed_counts_the_peak_of_eval(void **state) {
 
 /* Plans for other sizes have what is resident where the plan for the largest sizes has it, in the
    same formats, and have room in its memory, on the device and on the host. */
-static void plans_for_other_sizes_keep_to_the_memory_there_is(void **state) {
+static void other_sizes_keep_to_the_memory_there_is(void **state) {
     (void)state;
     enum { LARGEST = 64 };
     uint32_t on_host = 0, sent = 0;
@@ -2281,7 +2281,7 @@ static void advice_names_the_foremost_axis(void **state) {
 
 /* Of several inputs the first that has an axis in the foremost dim tells the batch, whatever axes
    the others have; without one, the first that has a dim. */
-static void the_first_input_of_the_foremost_axis_is_the_batch(void **state) {
+static void the_first_foremost_axis_is_the_batch(void **state) {
     (void)state;
     enum { INPUTS = 3 };
     uint32_t later = 0;
@@ -2937,58 +2937,57 @@ static void every_allocation_fails_once(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(rules_of_a_budget),
-        cmocka_unit_test(rules_of_early_updates),
-        cmocka_unit_test(updates_that_may_wait),
-        cmocka_unit_test(rules_of_the_user),
-        cmocka_unit_test(rules_of_two_outputs),
-        cmocka_unit_test(rules_of_the_device),
-        cmocka_unit_test(rules_of_offloading),
-        cmocka_unit_test(what_fits_is_left_alone),
-        cmocka_unit_test(what_is_lent_stays_where_it_is),
-        cmocka_unit_test(what_is_moved_is_told_by_category),
-        cmocka_unit_test(listings_show_what_is_moved),
-        cmocka_unit_test(modes_allow_what_they_say),
-        cmocka_unit_test(wrong_configs_are_refused),
-        cmocka_unit_test(tiles_need_rows),
-        cmocka_unit_test(layers_of_f32_stay_so),
-        cmocka_unit_test(techniques_have_their_tensors),
-        cmocka_unit_test(names_of_enums),
-        cmocka_unit_test(who_has_decided),
-        cmocka_unit_test(decisions_are_those_of_the_program),
-        cmocka_unit_test(decisions_of_random_graphs),
-        cmocka_unit_test(rules_are_listed_once_each),
-        cmocka_unit_test(rules_are_documented),
-        cmocka_unit_test(the_listing_explains),
-        cmocka_unit_test(techniques_share_what_they_free),
-        cmocka_unit_test(what_is_freed_counts_the_peak_of_eval),
-        cmocka_unit_test(plans_for_other_sizes_keep_to_the_memory_there_is),
-        cmocka_unit_test(the_host_memory_of_a_model_counts_as_free),
-        cmocka_unit_test(reports_tell_what_is_moved),
-        cmocka_unit_test(a_wait_may_be_for_any_number_of_copies),
-        cmocka_unit_test(params_of_a_layer_move_in_one_copy),
-        cmocka_unit_test(a_shared_param_is_copied_once),
-        cmocka_unit_test(what_is_kept_is_counted),
-        cmocka_unit_test(refused_rows_have_numbers),
-        cmocka_unit_test(equal_blocks_are_one_entry),
-        cmocka_unit_test(blocks_are_found_anywhere),
-        cmocka_unit_test(names_are_joined),
-        cmocka_unit_test(the_largest_kinds_are_listed),
-        cmocka_unit_test(sizes_can_be_typed_in_again),
-        cmocka_unit_test(times_say_where_they_come_from),
-        cmocka_unit_test(the_log_is_told_why),
-        cmocka_unit_test(the_size_that_fits),
-        cmocka_unit_test(a_size_of_exactly_the_budget_fits),
-        cmocka_unit_test(the_batch_is_a_factor_of_the_first_dim),
-        cmocka_unit_test(advice_names_the_foremost_axis),
-        cmocka_unit_test(the_first_input_of_the_foremost_axis_is_the_batch),
-        cmocka_unit_test(an_error_changes_nothing),
-        cmocka_unit_test(what_else_would_help),
-        cmocka_unit_test(sizes_of_the_error_are_enough),
-        cmocka_unit_test(a_policy_chooses_the_mode),
-        cmocka_unit_test(the_built_in_policy),
-        cmocka_unit_test(numbers_of_rules_are_exact),
-        cmocka_unit_test(every_allocation_fails_once)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(rules_of_a_budget),
+                                       cmocka_unit_test(rules_of_early_updates),
+                                       cmocka_unit_test(updates_that_may_wait),
+                                       cmocka_unit_test(rules_of_the_user),
+                                       cmocka_unit_test(rules_of_two_outputs),
+                                       cmocka_unit_test(rules_of_the_device),
+                                       cmocka_unit_test(rules_of_offloading),
+                                       cmocka_unit_test(what_fits_is_left_alone),
+                                       cmocka_unit_test(what_is_lent_stays_where_it_is),
+                                       cmocka_unit_test(what_is_moved_is_told_by_category),
+                                       cmocka_unit_test(listings_show_what_is_moved),
+                                       cmocka_unit_test(modes_allow_what_they_say),
+                                       cmocka_unit_test(wrong_configs_are_refused),
+                                       cmocka_unit_test(tiles_need_rows),
+                                       cmocka_unit_test(layers_of_f32_stay_so),
+                                       cmocka_unit_test(techniques_have_their_tensors),
+                                       cmocka_unit_test(names_of_enums),
+                                       cmocka_unit_test(who_has_decided),
+                                       cmocka_unit_test(decisions_are_those_of_the_program),
+                                       cmocka_unit_test(decisions_of_random_graphs),
+                                       cmocka_unit_test(rules_are_listed_once_each),
+                                       cmocka_unit_test(rules_are_documented),
+                                       cmocka_unit_test(the_listing_explains),
+                                       cmocka_unit_test(techniques_share_what_they_free),
+                                       cmocka_unit_test(what_is_freed_counts_the_peak_of_eval),
+                                       cmocka_unit_test(other_sizes_keep_to_the_memory_there_is),
+                                       cmocka_unit_test(the_host_memory_of_a_model_counts_as_free),
+                                       cmocka_unit_test(reports_tell_what_is_moved),
+                                       cmocka_unit_test(a_wait_may_be_for_any_number_of_copies),
+                                       cmocka_unit_test(params_of_a_layer_move_in_one_copy),
+                                       cmocka_unit_test(a_shared_param_is_copied_once),
+                                       cmocka_unit_test(what_is_kept_is_counted),
+                                       cmocka_unit_test(refused_rows_have_numbers),
+                                       cmocka_unit_test(equal_blocks_are_one_entry),
+                                       cmocka_unit_test(blocks_are_found_anywhere),
+                                       cmocka_unit_test(names_are_joined),
+                                       cmocka_unit_test(the_largest_kinds_are_listed),
+                                       cmocka_unit_test(sizes_can_be_typed_in_again),
+                                       cmocka_unit_test(times_say_where_they_come_from),
+                                       cmocka_unit_test(the_log_is_told_why),
+                                       cmocka_unit_test(the_size_that_fits),
+                                       cmocka_unit_test(a_size_of_exactly_the_budget_fits),
+                                       cmocka_unit_test(the_batch_is_a_factor_of_the_first_dim),
+                                       cmocka_unit_test(advice_names_the_foremost_axis),
+                                       cmocka_unit_test(the_first_foremost_axis_is_the_batch),
+                                       cmocka_unit_test(an_error_changes_nothing),
+                                       cmocka_unit_test(what_else_would_help),
+                                       cmocka_unit_test(sizes_of_the_error_are_enough),
+                                       cmocka_unit_test(a_policy_chooses_the_mode),
+                                       cmocka_unit_test(the_built_in_policy),
+                                       cmocka_unit_test(numbers_of_rules_are_exact),
+                                       cmocka_unit_test(every_allocation_fails_once)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
