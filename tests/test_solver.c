@@ -1042,6 +1042,7 @@ enum { GRAPH_LAYERS = 9, GRAPH_TENSORS = 80, DROPPABLE = 18 };
 typedef struct graph {
     t_rng rng;
     ms_model *model;
+    bool has_params;                // of layers, with the state of Adam
     ms_tensor value[GRAPH_TENSORS]; // outputs of layers
     uint32_t value_count, readers[GRAPH_TENSORS];
 } graph;
@@ -1101,6 +1102,9 @@ static void graph_add(graph *g) {
         d.backward_reads.out = t_below(&g->rng, 1u << out);
         d.backward_reads.saved = MS_ALL_SLOTS;
     }
+    if (g->has_params && t_chance(&g->rng, 0.6)) {
+        d.param[0] = ms_param(g->model, "param", MS_DTYPE_F32, graph_shape(g));
+    }
     d.no_recompute = t_chance(&g->rng, 0.1);
     d.forward_workspace.bytes = t_chance(&g->rng, 0.2) ? 64 * t_below(&g->rng, 20) : 0;
     d.backward_workspace.bytes = t_chance(&g->rng, 0.3) ? 64 * t_below(&g->rng, 20) : 0;
@@ -1109,10 +1113,10 @@ static void graph_add(graph *g) {
 
 /* A source with a param, more layers, and a loss that reads what nobody else does. With `layers` 0
    they are up to seven. */
-static void graph_create(graph *g, uint64_t seed, uint32_t layers, const ms_config *config) {
+static void graph_fill(graph *g, uint64_t seed, uint32_t layers, const ms_config *config) {
     ms_layer_desc d;
-    const ms_optimizer_desc optimizer = t_optimizer(MS_OPTIMIZER_SGD, 0.0f);
-    memset(g, 0, sizeof *g);
+    const ms_optimizer_desc optimizer =
+        t_optimizer(g->has_params ? MS_OPTIMIZER_ADAMW : MS_OPTIMIZER_SGD, 0.0f);
     memset(&d, 0, sizeof d);
     g->rng = t_seed(seed);
     assert_int_equal(ms_create(config, &g->model), MS_RESULT_OK);
@@ -1135,6 +1139,11 @@ static void graph_create(graph *g, uint64_t seed, uint32_t layers, const ms_conf
     d.no_recompute = true;
     graph_register(g, &d);
     ms_set_loss(g->model, d.out[0]);
+}
+
+static void graph_create(graph *g, uint64_t seed, uint32_t layers, const ms_config *config) {
+    memset(g, 0, sizeof *g);
+    graph_fill(g, seed, layers, config);
 }
 
 /* All plans of a graph: each value that may be dropped is, or is not. */
@@ -1877,6 +1886,376 @@ static void choices_keep_early_updates(void **state) {
     assert_true(heap.live == 0);
 }
 
+// ------------------------------------------------------------------------------------------------
+// what each search keeps to, and the estimates it relies on
+
+/* A graph with params on a device with a link, for which nothing has been searched yet. */
+typedef struct moving {
+    meter heap;
+    graph g;
+    msi_search search;
+} moving;
+
+static void moving_open(moving *of, census *c, uint64_t seed, uint32_t micro_count) {
+    ms_config config = solver_config(&of->heap);
+    t_rng rng = t_seed(seed + 77);
+    const ms_hardware device = linked_device(&rng);
+    config.offloading = MS_SWITCH_ON;
+    config.max_host_bytes = (uint64_t)1 << 40;
+    config.accumulation_steps = micro_count;
+    memset(&of->g, 0, sizeof of->g);
+    of->g.has_params = true;
+    graph_fill(&of->g, seed, 0, &config);
+    ms_set_hardware(of->g.model, &device);
+    t_ok(of->g.model, ms_wrap(of->g.model)); // analyses the graph
+    census_open(c, of->g.model);
+    of->search = census_search(c, 0);
+    of->search.may_move = true;
+}
+
+static void moving_close(moving *of, census *c) {
+    census_free(c, of->g.model);
+    ms_destroy(of->g.model);
+    assert_true(of->heap.live == 0);
+}
+
+/* Forces some of the techniques of some tensors, and forbids others. */
+static void set_techniques(ms_model *m, t_rng *rng) {
+    for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
+        msi_tensor *tensor = &m->graph.tensors.items[t];
+        const uint32_t moves = t_below(rng, MSI_MOVES_ALL + 1);
+        tensor->forced_moves = (uint8_t)(t_chance(rng, 0.2) ? moves : 0);
+        tensor->forbidden_moves =
+            (uint8_t)(t_chance(rng, 0.3) ? MSI_MOVES_ALL & ~tensor->forced_moves : 0);
+        if (t_chance(rng, 0.3) && msi_is_choice(&m->graph, t)) {
+            const ms_switch force = t_chance(rng, 0.7) ? MS_SWITCH_OFF : MS_SWITCH_ON;
+            tensor->technique[MS_TECHNIQUE_CHECKPOINTING] = (uint8_t)force;
+        }
+    }
+}
+
+typedef void search_function(msi_search *s);
+
+static void search_list(msi_search *s) {
+    msi_greedy w;
+    assert_true(msi_greedy_init(&w, s));
+    msi_decide_base(s, w.decisions);
+    w.score = msi_search_estimate(s, w.decisions);
+    msi_search_greedy(&w, true);
+    msi_greedy_free(&w);
+}
+
+static void search_chain(msi_search *s) {
+    (void)msi_search_chain(s);
+}
+
+static void search_choices(msi_search *s) {
+    msi_search_exhaustive(s, false);
+}
+
+typedef struct search_case {
+    search_function *search;
+    bool drops, moves; // may do so
+} search_case;
+
+static const search_case searches[] = {
+    {search_list, true, false},          {search_chain, true, false},
+    {msi_search_segments, true, false},  {search_choices, true, true},
+    {msi_search_offloading, true, true}, {msi_search_bands, true, true},
+    {search_choices, false, true},       {msi_search_offloading, false, true},
+    {msi_search_bands, false, true}};
+
+enum { SEARCHES = sizeof searches / sizeof searches[0] };
+
+/* What a search has found does all that is forced, and nothing else that may not be done. Returns
+   how many tensors it drops or moves by choice. */
+static uint32_t check_allowed(const msi_search *s, const msi_tensor_decision *base) {
+    const msi_graph *g = s->scorer->graph;
+    uint32_t chosen = 0;
+    assert_true(s->best_score.host_bytes <= s->host_budget);
+    for (uint32_t t = 0; t < g->tensors.count; ++t) {
+        const msi_tensor_decision *d = &s->best[t];
+        const uint32_t more = d->moves & MSI_MOVES_ALL & ~base[t].moves;
+        const bool may_drop = (s->techniques & MSI_CHECKPOINTING) && msi_is_droppable(g, t);
+        assert_true(d->pass == 0 || base[t].pass > 0 || may_drop);
+        assert_true(d->pass > 0 || base[t].pass == 0);
+        assert_true((more & ~(s->may_move ? msi_may_choose(g, t) : 0u)) == 0);
+        assert_true((base[t].moves & ~d->moves) == 0);
+        assert_true(!(d->moves & MSI_IN_PLACE) ||
+                    (s->scorer->costs->maps_host && (d->moves & MSI_MOVES_STATE)));
+        chosen += more != 0 || (d->pass > 0 && base[t].pass == 0);
+    }
+    return chosen;
+}
+
+/* Whatever is forced or forbidden, with accumulation or not, and whatever the host has room for. */
+static void searches_do_what_is_allowed(void **state) {
+    (void)state;
+    enum { FEW_TENSORS = 13 };
+    static census c;
+    uint32_t chosen[SEARCHES] = {0}, in_place = 0;
+    for (uint64_t seed = 1; seed <= t_sweep(16, 400); ++seed) {
+        moving of;
+        t_rng rng = t_seed(seed);
+        moving_open(&of, &c, seed, seed % 3 == 0 ? 4 : 1);
+        const uint32_t tensors = of.g.model->graph.tensors.count;
+        msi_tensor_decision base[GRAPH_TENSORS * 3];
+        assert_true(tensors < sizeof base / sizeof base[0]);
+        set_techniques(of.g.model, &rng);
+        of.g.model->costs.maps_host = seed % 2 == 0;
+        msi_decide_base(&of.search, base);
+        const uint64_t forced = msi_score_of(&c.scorer, base).host_bytes;
+        const uint64_t plain = c.plan->plain_bytes;
+        for (uint32_t k = 0; k < SEARCHES; ++k) {
+            msi_search s = of.search;
+            if (searches[k].search == search_choices && tensors > FEW_TENSORS) {
+                continue; // takes longer than all others
+            }
+            s.budget = plain * t_below(&rng, 120) / 100;
+            s.techniques = searches[k].drops ? MSI_CHECKPOINTING : 0;
+            s.may_move = searches[k].moves;
+            s.host_budget = t_chance(&rng, 0.5) ? UINT64_MAX : plain * t_below(&rng, 60) / 100;
+            s.host_budget = most(s.host_budget, forced);
+            searches[k].search(&s);
+            assert_false(msi_is_short(&c.scorer));
+            chosen[k] += s.found ? check_allowed(&s, base) : 0;
+            for (uint32_t t = 0; s.found && t < tensors; ++t) {
+                in_place += (s.best[t].moves & MSI_IN_PLACE) != 0;
+            }
+        }
+        moving_close(&of, &c);
+    }
+    for (uint32_t k = 0; k < SEARCHES; ++k) {
+        assert_true(chosen[k] > 0);
+    }
+    assert_true(in_place > 0);
+}
+
+/* Whatever a plan for other sizes rounds by itself, the homes of params are those of the plan whose
+   store it uses. */
+static void homes_are_taken_as_they_are(void **state) {
+    (void)state;
+    static census c;
+    for (uint64_t seed = 1; seed <= 10; ++seed) {
+        moving of;
+        t_rng rng = t_seed(seed);
+        msi_tensor_decision homes[GRAPH_TENSORS * 3], now[GRAPH_TENSORS * 3];
+        moving_open(&of, &c, seed, 1);
+        const msi_graph *g = &of.g.model->graph;
+        set_techniques(of.g.model, &rng);
+        msi_decide_base(&of.search, homes);
+        for (uint32_t t = 0; t < g->tensors.count; ++t) {
+            if (g->tensors.items[t].kind == MSI_KIND_PARAM) {
+                homes[t].moves = (uint8_t)t_below(&rng, MSI_MOVES_ALL + 1);
+                homes[t].state_8bit = t_chance(&rng, 0.5);
+                homes[t].format = t_chance(&rng, 0.5) ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
+            }
+        }
+        c.scorer.homes = homes;
+        c.scorer.has_state_formats = true;
+        for (uint32_t rounding = 0; rounding < MSI_ROUNDINGS; ++rounding) {
+            of.search.rounding = rounding;
+            msi_decide_base(&of.search, now);
+            for (uint32_t t = 0; t < g->tensors.count; ++t) {
+                assert_true(now[t].format == homes[t].format);
+                assert_true(
+                    g->tensors.items[t].kind != MSI_KIND_PARAM ||
+                    (now[t].moves == homes[t].moves && now[t].state_8bit == homes[t].state_8bit));
+            }
+        }
+        moving_close(&of, &c);
+    }
+}
+
+/* To take back a drop of the list takes back all those of its layer and nothing else, and to do it
+   again is as if nothing had been; a move is taken back alone. */
+static void what_is_taken_back_comes_back_together(void **state) {
+    (void)state;
+    static census c;
+    uint32_t together = 0, moves = 0;
+    for (uint64_t seed = 1; seed <= t_sweep(15, 200); ++seed) {
+        moving of;
+        msi_greedy w;
+        msi_tensor_decision before[GRAPH_TENSORS * 3];
+        moving_open(&of, &c, seed, 1);
+        of.search.techniques |= MSI_OFFLOADING;
+        of.search.moves = MSI_MOVES_STATE | (seed % 2 ? MSI_MOVES_MADE : 0);
+        assert_true(msi_greedy_init(&w, &of.search));
+        msi_decide_base(&of.search, w.decisions);
+        w.score = msi_search_estimate(&of.search, w.decisions);
+        while (msi_next_plan(&w)) {
+        }
+        const msi_tensor *tensors = w.graph->tensors.items;
+        const size_t bytes = (size_t)msi_decisions_bytes(w.graph);
+        assert_true(bytes <= sizeof before);
+        memcpy(before, w.decisions, bytes);
+        for (uint32_t i = 0; i < w.drops.count; ++i) {
+            const uint32_t action = w.drops.items[i], t = msi_action_tensor(action);
+            const bool moved = t != action;
+            uint32_t count = 0;
+            msi_redo(&w, action, false);
+            for (uint32_t k = 0; k < w.drops.count; ++k) {
+                const uint32_t other = w.drops.items[k], u = msi_action_tensor(other);
+                const bool same = moved ? other == action
+                                        : u == other && tensors[u].producer == tensors[t].producer;
+                assert_true(msi_is_done(w.decisions, other) == !same);
+                count += same;
+            }
+            together += count > 1;
+            moves += moved;
+            msi_redo(&w, action, true);
+            assert_memory_equal(before, w.decisions, bytes);
+        }
+        msi_greedy_free(&w);
+        moving_close(&of, &c);
+    }
+    assert_true(together > 0 && moves > 0);
+}
+
+/* A list ends where recomputation or the copies of one direction, which overlap with those of the
+   other, take longer than the fastest plan that fits. */
+static void a_list_ends_where_it_cannot_win(void **state) {
+    (void)state;
+    static const struct {
+        double to_device_us, to_host_us, recompute_us;
+        double best_us, fastest_us; // of other lists, 0: none, and of this one
+        bool ends;
+    } cases[] = {{90.0, 90.0, 0.0, 100.0, 1e300, false}, {90.0, 90.0, 0.0, 0.0, 91.0, false},
+                 {101.0, 0.0, 0.0, 100.0, 1e300, true},  {0.0, 101.0, 0.0, 100.0, 1e300, true},
+                 {0.0, 0.0, 45.0, 100.0, 1e300, false},  {0.0, 0.0, 55.0, 100.0, 1e300, true},
+                 {80.0, 80.0, 45.0, 100.0, 95.0, false}, {99.0, 0.0, 0.0, 0.0, 91.0, false},
+                 {0.0, 99.0, 0.0, 0.0, 89.0, true},      {1e9, 1e9, 1e9, 0.0, 1e300, false}};
+    msi_program program = MSI_ZERO_INIT;
+    msi_scorer scorer = MSI_ZERO_INIT;
+    msi_search of = MSI_ZERO_INIT;
+    msi_greedy w = MSI_ZERO_INIT;
+    scorer.program = &program;
+    of.scorer = w.scorer = &scorer;
+    of.least_us = 50.0;
+    w.search = &of;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
+        program.whole.link_us[MS_STREAM_TO_DEVICE] = cases[i].to_device_us;
+        program.whole.link_us[MS_STREAM_TO_HOST] = cases[i].to_host_us;
+        program.whole.recompute_us = cases[i].recompute_us;
+        of.fits = cases[i].best_us > 0.0;
+        of.best_score.us = cases[i].best_us;
+        assert_true(msi_cannot_win(&w, cases[i].fastest_us) == cases[i].ends);
+    }
+}
+
+/* A plan for other sizes fits if neither the device nor the host has too little memory. */
+static void a_plan_has_room_on_both_sides(void **state) {
+    (void)state;
+    msi_request request = MSI_ZERO_INIT;
+    msi_solver s = MSI_ZERO_INIT;
+    s.request = &request;
+    request.room = request.host_room = 100;
+    for (uint64_t bytes = 99; bytes <= 101; ++bytes) {
+        for (uint64_t host_bytes = 99; host_bytes <= 101; ++host_bytes) {
+            s.score.bytes = bytes;
+            s.score.host_bytes = host_bytes;
+            assert_true(msi_has_room(&s) == (bytes <= 100 && host_bytes <= 100));
+        }
+    }
+}
+
+/* What a list is skipped for: no plan of it has fewer bytes resident, and where all that it may move
+   is moved, there are no more; and a plan with so little resident copies as long as is said. */
+static void bounds_of_lists_hold(void **state) {
+    (void)state;
+    static census c;
+    const int lists = sizeof msi_move_lists / sizeof msi_move_lists[0];
+    for (uint64_t seed = 1; seed <= t_sweep(10, 100); ++seed) {
+        moving of;
+        const uint32_t micro_count = seed % 2 ? 1 : 3;
+        moving_open(&of, &c, seed, micro_count);
+        for (int k = 0; k < lists; ++k) {
+            msi_greedy w;
+            of.search.moves = msi_move_lists[k].moves;
+            assert_true(msi_greedy_init(&w, &of.search));
+            msi_decide_base(&of.search, w.decisions);
+            w.score = msi_search_estimate(&of.search, w.decisions);
+            const uint64_t plain = c.plan->train.resident_bytes;
+            const uint64_t least = msi_least_resident_bytes(&w);
+            msi_find_host_left(&w);
+            msi_move_params(&w, of.search.moves & MSI_MOVES_ALL, 0);
+            w.score = msi_search_estimate(&of.search, w.decisions);
+            const uint64_t resident = c.plan->train.resident_bytes;
+            assert_true(least <= resident && (resident < plain) == (of.search.moves != 0));
+            assert_true(least == resident || micro_count == 1); // without sums of gradients
+            of.search.budget = resident;
+            msi_decide_base(&of.search, w.decisions);
+            (void)msi_search_estimate(&of.search, w.decisions);
+            const double us =
+                (double)(plain - resident) / (1e3 * c.scorer.costs->hardware.to_device_gb_per_s);
+            assert_true(fabs(msi_bound_us(&of.search, 0.0) - us) <= 1e-9 * us);
+            assert_true(msi_bound_us(&of.search, 1e9) >= 1e9);
+            msi_greedy_free(&w);
+        }
+        moving_close(&of, &c);
+    }
+}
+
+/* A layer of four inputs, some of which are dropped: to recompute it costs those of them, too, that
+   its recompute callback reads, or all without one. Those that come back anyway cost nothing. */
+static void a_drop_costs_what_its_recomputation_reads(void **state) {
+    (void)state;
+    enum { INPUTS = 4, SUBSETS = 1 << INPUTS };
+    static census c;
+    for (uint32_t reads = 0; reads <= SUBSETS; ++reads) { // the last: no callback
+        meter heap;
+        ms_model *m;
+        msi_pricing pricing;
+        ms_layer_desc d;
+        ms_tensor in[INPUTS], value = {0};
+        const ms_config config = solver_config(&heap);
+        const ms_shape shape = ms_shape1(64);
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        const ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, shape);
+        for (uint32_t k = 0; k < INPUTS + 2u; ++k) { // then that of their values, and the loss
+            const ms_layer_time time = {1.0, 1.0, (double)(1u << k)};
+            memset(&d, 0, sizeof d);
+            d.forward = d.backward = t_nothing;
+            d.in[0] = k > INPUTS ? value : x;
+            d.param[0] = ms_param(m, "w", MS_DTYPE_F32, shape);
+            d.out[0] = ms_activation(m, "value", MS_DTYPE_F32, shape);
+            if (k == INPUTS) {
+                memcpy(d.in, in, sizeof in);
+                d.recompute = reads < SUBSETS ? t_nothing : NULL;
+                d.recompute_reads.in = reads % SUBSETS;
+                d.recompute_reads.nothing = reads == 0;
+                value = d.out[0];
+            } else if (k < INPUTS) {
+                in[k] = d.out[0];
+            }
+            ms_set_layer_time(m, ms_register_layer(m, &d), &time);
+        }
+        ms_set_loss(m, d.out[0]);
+        t_ok(m, ms_wrap(m)); // analyses the graph
+        census_open(&c, m);
+        assert_true(msi_pricing_init(&pricing, &c.scorer));
+        for (uint32_t choice = 0; choice < SUBSETS * SUBSETS; ++choice) {
+            const uint32_t dropped = choice % SUBSETS, again = choice / SUBSETS;
+            const uint32_t paid = dropped & (reads < SUBSETS ? reads : SUBSETS - 1u) & ~again;
+            memset(pricing.recomputed, 0, m->graph.layers.count);
+            for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
+                const uint32_t layer = m->graph.tensors.items[t].producer;
+                if (layer < INPUTS) {
+                    c.plan->decisions[t].pass = dropped >> layer & 1;
+                    pricing.recomputed[layer] = again >> layer & 1;
+                }
+            }
+            const double us =
+                msi_price_us(&pricing, c.plan->decisions, msi_index(&m->graph, value));
+            assert_true(fabs(us - (double)(SUBSETS + paid)) < 1e-9);
+        }
+        msi_pricing_free(&pricing);
+        census_free(&c, m);
+        ms_destroy(m);
+        assert_true(heap.live == 0);
+    }
+}
+
 /* A chain of layers whose activations have random sizes. */
 static void long_chain(const ms_config *config, uint32_t layers, ms_model **m) {
     t_rng rng = t_seed(7);
@@ -2162,6 +2541,13 @@ int main(int argc, char **argv) {
         cmocka_unit_test(points_out_of_order_are_passed_over),
         cmocka_unit_test(the_list_ends_with_what_is_smallest),
         cmocka_unit_test(choices_keep_early_updates),
+        cmocka_unit_test(searches_do_what_is_allowed),
+        cmocka_unit_test(homes_are_taken_as_they_are),
+        cmocka_unit_test(what_is_taken_back_comes_back_together),
+        cmocka_unit_test(a_list_ends_where_it_cannot_win),
+        cmocka_unit_test(a_plan_has_room_on_both_sides),
+        cmocka_unit_test(bounds_of_lists_hold),
+        cmocka_unit_test(a_drop_costs_what_its_recomputation_reads),
         cmocka_unit_test(a_chain_needs_what_its_search_expects),
         cmocka_unit_test(a_plan_of_the_list_is_one_move_further),
         cmocka_unit_test(few_plans_of_large_graphs_are_laid_out),
