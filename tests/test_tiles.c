@@ -234,6 +234,44 @@ static void tiles_change_no_sum(void **state) {
     expect_coverage(&t);
 }
 
+/* What only ms_eval is to keep has all its rows, as a net that keeps everything has them. */
+static void outputs_of_eval_are_kept(void **state) {
+    (void)state;
+    const uint64_t end = end_seed(12, 400);
+    tally t;
+    memset(&t, 0, sizeof t);
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        rt_graph *g = rt_generate(seed), *kept = rt_generate(seed);
+        const ms_config config = t_config();
+        t_rng rng = t_seed(seed);
+        double loss;
+        for (uint32_t v = 0; v < g->value_count; ++v) {
+            g->value[v].is_output = false;
+            g->value[v].is_eval_output = g->value[v].role == RT_MADE && t_chance(&rng, 0.3);
+            kept->value[v].is_output = g->value[v].role == RT_MADE;
+            kept->value[v].is_eval_output = false;
+        }
+        rt_net *const nets[] = {rt_net_create(kept, &config, NULL, NULL),
+                                rt_net_create(g, &config, NULL, NULL)};
+        force(nets[1], seed, &t);
+        for (int k = 0; k < 2; ++k) {
+            wrap(nets[k]);
+            rt_net_write(nets[k], seed, true);
+            OK(nets[k], ms_eval(nets[k]->model, &loss));
+        }
+        for (uint32_t v = 0; v < g->value_count; ++v) {
+            if (g->value[v].is_eval_output) {
+                same_tensor(g, "output of eval", v, nets[0]->model, nets[0]->handle[v],
+                            nets[1]->model, nets[1]->handle[v]);
+            }
+        }
+        rt_net_destroy(nets[0]);
+        rt_net_destroy(nets[1]);
+        free(g);
+        free(kept);
+    }
+}
+
 /* ms_verify finds no difference, and ms_find_nonfinite nothing, in random plans in tiles. */
 static void tiles_are_verified(void **state) {
     (void)state;
@@ -853,6 +891,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(tiles_change_no_sum),
         cmocka_unit_test(tiles_wait_for_all_they_need),
+        cmocka_unit_test(outputs_of_eval_are_kept),
         cmocka_unit_test(tiles_are_verified),
         cmocka_unit_test(a_group_that_ends_in_the_loss_sweeps),
         cmocka_unit_test(a_forward_given_up_is_told),
