@@ -119,6 +119,10 @@ static void force(rt_net *n, uint64_t seed, tally *t) {
         if (g->layer[i].tiled) {
             ms_set_layer_technique(n->model, n->layer[i], MS_TECHNIQUE_TILING, MS_SWITCH_ON);
         }
+        if (g->layer[i].desc.recompute_reads.saved) { // without it, forward runs again instead
+            ms_set_tensor_technique(n->model, n->handle[g->layer[i].saved],
+                                    MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_OFF);
+        }
     }
     for (uint32_t v = 0; v < g->value_count; ++v) {
         const rt_value *value = &g->value[v];
