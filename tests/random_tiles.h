@@ -574,6 +574,10 @@ static inline int rt_backward(const ms_call *call) {
     rt_op *op = (rt_op *)call->user;
     const rt_layer *l = op->layer;
     rt_check_call(op, call);
+    if (l->desc.must_grad_in_place && call->grad_in[0].data != NULL &&
+        call->grad_in[0].data != call->grad_out[0].data) {
+        rt_blame(op, "a gradient is not in place of that of the output");
+    }
     rt_gradients(op, call);
     const struct {
         const ms_view *views;

@@ -349,6 +349,102 @@ static void tiles_wait_for_all_they_need(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// one program after another
+
+/* A model with its plain plan, and what scores decisions about it. */
+typedef struct scored_net {
+    rt_net *net;
+    msi_store *store;
+    msi_plan *plan;
+    msi_lowering lowering;
+    msi_shortage shortage;
+    msi_scorer scorer;
+} scored_net;
+
+static void scored_open(scored_net *s, const rt_graph *g) {
+    const ms_config config = t_config();
+    s->net = rt_net_create(g, &config, NULL, NULL);
+    ms_model *m = s->net->model;
+    assert_int_equal(msi_check_graph(m, MSI_GOAL_PLAIN), MS_RESULT_OK);
+    assert_int_equal(msi_make_plans(m, MSI_GOAL_PLAIN, &s->store, &s->plan), MS_RESULT_OK);
+    assert_true(msi_scorer_init(&s->scorer, m, s->store, s->plan, &s->lowering, &s->shortage));
+}
+
+static void scored_close(scored_net *s) {
+    msi_lowering_free(&s->lowering);
+    msi_plans_free(s->net->model, s->plan);
+    msi_store_free(s->net->model, s->store);
+    rt_net_destroy(s->net);
+}
+
+/* The longest groups, or none in their place, in a random number of tiles, and values in 16 bits. */
+static void decide(const msi_graph *g, t_rng *rng, msi_tensor_decision *d) {
+    const bool tiles = t_chance(rng, 0.7), half = t_chance(rng, 0.5);
+    for (uint32_t i = 0; i < g->layers.count && tiles; ++i) {
+        const uint32_t end = msi_longest_group(g, i);
+        const uint32_t most = end > i ? msi_most_tiles(g, i, end) : 1;
+        if (most > 1 && t_chance(rng, 0.8)) {
+            msi_decide_tiles(g, d, i, end, 2 + t_below(rng, most - 1));
+        }
+        i = end > i ? end - 1 : i;
+    }
+    for (uint32_t t = 0; t < g->tensors.count && half; ++t) {
+        const bool may = g->tensors.items[t].not_half == (uint8_t)MSI_HALF_MAY_BE;
+        d[t].format = may && t_chance(rng, 0.5) ? (uint8_t)MS_STATE_FORMAT_BF16 : d[t].format;
+    }
+}
+
+static void same_program(uint64_t seed, const msi_program *a, const msi_program *b) {
+    bool same = a->sweeps == b->sweeps && a->peak_bytes == b->peak_bytes &&
+                a->instructions.count == b->instructions.count &&
+                a->ranges.count == b->ranges.count;
+    for (uint32_t k = 0; same && k < a->ranges.count; ++k) {
+        same = a->ranges.items[k].bytes == b->ranges.items[k].bytes &&
+               a->ranges.items[k].format == b->ranges.items[k].format;
+    }
+    if (!same) {
+        fail_msg("MEMSCALE_TEST_SEED=%llu: a program is not that of its decisions",
+                 (unsigned long long)seed);
+    }
+}
+
+/* Programs are lowered one after another into the same memory, and that for eval only where it
+   changes: each is as if it were the first. */
+static void programs_are_those_of_their_decisions(void **state) {
+    (void)state;
+    const uint64_t end = end_seed(QUICK_GRAPHS, GRAPHS);
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        rt_graph *g = rt_generate(seed);
+        t_rng rng = t_seed(seed);
+        scored_net one, first;
+        for (uint32_t i = 0; i < g->layer_count; ++i) {
+            g->layer[i].desc.dtypes.accepts = 1u << MS_DTYPE_BF16;
+        }
+        scored_open(&one, g);
+        const msi_graph *graph = &one.net->model->graph;
+        const size_t bytes = (size_t)msi_decisions_bytes(graph);
+        msi_tensor_decision *plain = (msi_tensor_decision *)malloc(bytes);
+        assert_non_null(plain);
+        memcpy(plain, one.plan->decisions, bytes);
+        for (int k = 0; k < 6; ++k) {
+            memcpy(one.plan->decisions, plain, bytes);
+            decide(graph, &rng, one.plan->decisions);
+            scored_open(&first, g);
+            memcpy(first.plan->decisions, one.plan->decisions, bytes);
+            (void)msi_estimate(&one.scorer, one.plan->decisions);
+            (void)msi_estimate(&first.scorer, first.plan->decisions);
+            msi_make_eval(&first.scorer, first.plan->decisions);
+            same_program(seed, one.scorer.program, first.scorer.program);
+            same_program(seed, one.scorer.eval, first.scorer.eval);
+            scored_close(&first);
+        }
+        scored_close(&one);
+        free(plain);
+        free(g);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
 // a head with a loss: products, and a loss for each row
 
 enum { HEAD_ROWS = 24, HEAD_IN = 4, HEAD_OUT = 64, HEAD_WIDE = HEAD_ROWS * HEAD_OUT };
@@ -716,6 +812,35 @@ static void plans_say_what_is_in_tiles(void **state) {
     ms_destroy(h.model);
 }
 
+static uint32_t fetches;
+
+static void count_fetches(const ms_event *event, void *user) {
+    const head *h = (const head *)user;
+    for (uint32_t k = 0; k < event->operand_count && event->kind == MS_EVENT_COPY_IN; k += 2) {
+        fetches += event->operands[k].tensor.id == h->w1.id;
+    }
+}
+
+/* A param on the host comes once for all tiles of forward, and of backward; or of the sweep, and for
+   the update. */
+static void params_come_once_for_a_group(void **state) {
+    (void)state;
+    for (int sweeps = 0; sweeps < 2; ++sweeps) {
+        head h;
+        const ms_config config = t_config();
+        head_create(&h, &config, TELLS_TRUTH);
+        ms_set_layer_technique(h.model, h.second, MS_TECHNIQUE_TILING, MS_SWITCH_ON);
+        ms_set_layer_technique(h.model, h.last, MS_TECHNIQUE_TILING,
+                               sweeps ? MS_SWITCH_ON : MS_SWITCH_OFF);
+        ms_set_tensor_technique(h.model, h.w1, MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+        t_ok(h.model, ms_wrap(h.model));
+        fetches = 0;
+        t_ok(h.model, ms_visit_events(h.model, MS_PROGRAM_TRAIN, count_fetches, &h));
+        assert_int_equal(fetches, 2);
+        ms_destroy(h.model);
+    }
+}
+
 static void wrong_declarations_are_refused(void **state) {
     (void)state;
     static const char *const texts[] = {
@@ -897,11 +1022,13 @@ int main(void) {
         cmocka_unit_test(tiles_wait_for_all_they_need),
         cmocka_unit_test(outputs_of_eval_are_kept),
         cmocka_unit_test(tiles_are_verified),
+        cmocka_unit_test(programs_are_those_of_their_decisions),
         cmocka_unit_test(a_group_that_ends_in_the_loss_sweeps),
         cmocka_unit_test(a_forward_given_up_is_told),
         cmocka_unit_test(layers_that_lie_about_rows_are_named),
         cmocka_unit_test(honest_layers_pass_debug_mode),
         cmocka_unit_test(plans_say_what_is_in_tiles),
+        cmocka_unit_test(params_come_once_for_a_group),
         cmocka_unit_test(wrong_declarations_are_refused),
         cmocka_unit_test(times_that_are_measured_in_tiles_are_scaled_once),
         cmocka_unit_test(tiles_of_more_rows_than_there_are),
