@@ -11149,7 +11149,8 @@ static void msi_list_tilings(msi_lowering *w) {
         for (; i < group.end; i++) {
             w->group_of[i] = w->groups.count;
         }
-        p->homes = msi_mix_in(msi_mix_in(p->homes, group.end), group.tiles);
+        p->homes =
+            msi_mix_in(msi_mix_in(msi_mix_in(p->homes, group.first), group.end), group.tiles);
     }
 }
 

@@ -275,6 +275,10 @@ static inline void rt_add_layer(rt_graph *g, bool is_loss, bool trains) {
     l->desc.forward_workspace = rt_workspace(g);
     l->desc.backward_workspace = rt_workspace(g);
     l->has_recompute = !is_loss && !l->desc.must_in_place && t_chance(&g->rng, 0.2);
+    if (l->has_recompute && l->saved != UINT32_MAX && l->salt % 2 == 0) { // reads what was kept
+        l->desc.recompute_reads.in = l->desc.recompute_reads.param = MS_ALL_SLOTS;
+        l->desc.recompute_reads.saved = 1;
+    }
     l->desc.no_recompute = !is_loss && !l->has_recompute && t_chance(&g->rng, 0.05);
 }
 
@@ -579,10 +583,33 @@ static inline int rt_forward(const ms_call *call) {
     return 0;
 }
 
+/* Looks at what was kept, if it says that it reads that. */
+static inline int rt_recompute(const ms_call *call) {
+    rt_op *op = (rt_op *)call->user;
+    const rt_layer *l = op->layer;
+    if (l->desc.recompute_reads.saved) {
+        const rt_value *v = &op->net->graph->value[l->out[0]];
+        const rt_span span = rt_span_of(op, call, l->out[0]);
+        bool same = call->saved[0].data != NULL && call->wanted_saved == 0;
+        for (int64_t i = 0; i < span.count * v->cols && same; ++i) {
+            const float x = rt_element(op, call, 0, span.begin + i / v->cols, i % v->cols);
+            same = !(fabsf(rt_load(&call->saved[0], i) - rt_wrap(x + 3.0f)) > 0.0f);
+        }
+        if (!same) {
+            rt_blame(op, "recompute does not find what was kept");
+        }
+    }
+    return rt_forward(call);
+}
+
 static inline int rt_backward(const ms_call *call) {
     rt_op *op = (rt_op *)call->user;
     const rt_layer *l = op->layer;
     rt_check_call(op, call);
+    if (l->desc.must_grad_in_place && call->grad_in[0].data != NULL &&
+        call->grad_in[0].data != call->grad_out[0].data) {
+        rt_blame(op, "a gradient is not in place of that of the output");
+    }
     rt_gradients(op, call);
     const struct {
         const ms_view *views;
@@ -653,7 +680,7 @@ static inline rt_net *rt_net_create(const rt_graph *g, const ms_config *config,
         d.user = &n->op[i];
         d.forward = rt_forward;
         d.backward = l->desc.grads_in_forward ? NULL : rt_backward;
-        d.recompute = l->has_recompute ? rt_forward : NULL;
+        d.recompute = l->has_recompute ? rt_recompute : NULL;
         for (uint32_t k = 0; k < l->in_count; ++k) {
             d.in[k] = n->handle[l->in[k]];
         }

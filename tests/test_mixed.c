@@ -50,6 +50,7 @@ struct stack {
     ms_model *m;
     int layers;
     ms_tensor x, w[MOST_LAYERS], y[MOST_LAYERS], loss;
+    ms_layer layer[MOST_LAYERS];
     product op[MOST_LAYERS];
     int overflow_at; // the layer whose gradient is infinite in this step, or -1
     uint32_t calls_in_half, calls;
@@ -71,6 +72,8 @@ static void count_call(const ms_call *call) {
     assert_true(call->in[0].dtype == call->dtype || call->dtype == MS_DTYPE_F32);
 }
 
+static uint32_t in_place; // mask of the layers, but the first, that compute in place of grad_out
+
 static int product_forward(const ms_call *call) {
     count_call(call);
     for (int64_t i = 0; i < ROWS * COLS && call->out[0].data; ++i) {
@@ -83,15 +86,17 @@ static int product_forward(const ms_call *call) {
 static int product_backward(const ms_call *call) {
     const product *op = (const product *)call->user;
     count_call(call);
-    for (int64_t i = 0; i < ROWS * COLS && call->grad_in[0].data; ++i) {
-        put(&call->grad_in[0], i, at(&call->grad_out[0], i) * at(&call->param[0], i % COLS));
-    }
+    assert_true(op->number == 0 || !(in_place >> op->number & 1) ||
+                call->grad_in[0].data == call->grad_out[0].data);
     for (int64_t c = 0; c < COLS && call->grad_param[0].data; ++c) {
         float sum = 0.0f;
         for (int64_t r = 0; r < ROWS; ++r) {
             sum += at(&call->grad_out[0], r * COLS + c) * at(&call->in[0], r * COLS + c);
         }
         put(&call->grad_param[0], c, op->of->overflow_at == op->number && c == 7 ? INFINITY : sum);
+    }
+    for (int64_t i = 0; i < ROWS * COLS && call->grad_in[0].data; ++i) {
+        put(&call->grad_in[0], i, at(&call->grad_out[0], i) * at(&call->param[0], i % COLS));
     }
     return 0;
 }
@@ -136,10 +141,12 @@ static void stack_register(stack *s, int layers, bool half_gradients) {
         d.out[0] = s->y[k];
         d.param[0] = s->w[k];
         d.dtypes.half_gradients = half_gradients;
-        const ms_layer layer = ms_register_layer(s->m, &d);
-        ms_set_layer_technique(s->m, layer, MS_TECHNIQUE_MIXED_PRECISION, MS_SWITCH_ON);
+        d.must_grad_in_place = d.grad_in_place[0].grad_out = k > 0 && in_place >> k & 1;
+        s->layer[k] = ms_register_layer(s->m, &d);
+        ms_set_layer_technique(s->m, s->layer[k], MS_TECHNIQUE_MIXED_PRECISION, MS_SWITCH_ON);
     }
     s->loss = ms_activation(s->m, "losses", MS_DTYPE_F32, ms_shape1(ROWS));
+    d.must_grad_in_place = d.grad_in_place[0].grad_out = 0;
     d.name = "squares";
     d.forward = squares_forward;
     d.backward = squares_backward;
@@ -795,6 +802,68 @@ static void verify_measures_rounding(void **state) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// layers in 16 bits beside others in F32
+
+/* The layers of a mask are forced to F32: these calls alone are. */
+static void layers_compute_in_f32_where_that_is_forced(void **state) {
+    (void)state;
+    for (uint32_t f32 = 0; f32 < 16; ++f32) {
+        const ms_optimizer_desc sgd = t_optimizer(MS_OPTIMIZER_SGD, 0.001f);
+        const ms_config config = mixed_config(MS_DTYPE_BF16);
+        uint32_t forced = 0;
+        stack s;
+        stack_create(&s, &config, &sgd, 4, false);
+        for (int k = 0; k < s.layers; ++k) {
+            if (f32 >> k & 1) {
+                ms_set_layer_technique(s.m, s.layer[k], MS_TECHNIQUE_MIXED_PRECISION,
+                                       MS_SWITCH_OFF);
+                forced += 2; // forward and backward
+            }
+        }
+        t_ok(s.m, ms_wrap(s.m));
+        stack_write(&s, f32);
+        t_ok(s.m, ms_step(s.m, NULL));
+        assert_int_equal(s.calls, 2 * s.layers);
+        assert_int_equal(s.calls_in_half, s.calls - forced);
+        ms_destroy(s.m);
+    }
+}
+
+/* Gradients computed in place of those of the outputs, which are kept in F32 or in 16 bits. */
+static void gradients_in_place_are_the_same(void **state) {
+    (void)state;
+    for (uint32_t mask = 0; mask < 64; ++mask) { // of outputs that need not be in 16 bits; in place
+        const ms_optimizer_desc none = t_optimizer(MS_OPTIMIZER_NONE, 0.0f);
+        const ms_config config = mixed_config(MS_DTYPE_BF16);
+        stack s[2];
+        for (int n = 0; n < 2; ++n) {
+            in_place = n ? mask >> 2 & 14 : 0;
+            stack_create(&s[n], &config, &none, 4, false);
+            for (int k = 0; k < s[n].layers; ++k) {
+                const bool half = k == 0 || !(mask >> (k - 1) & 1);
+                ms_set_layer_technique(s[n].m, s[n].layer[k], MS_TECHNIQUE_MIXED_PRECISION,
+                                       MS_SWITCH_DEFAULT);
+                ms_set_tensor_technique(s[n].m, s[n].y[k], MS_TECHNIQUE_MIXED_PRECISION,
+                                        half ? MS_SWITCH_ON : MS_SWITCH_DEFAULT);
+            }
+            t_ok(s[n].m, ms_wrap(s[n].m));
+            stack_write(&s[n], mask);
+            t_ok(s[n].m, ms_step(s[n].m, NULL));
+        }
+        for (int k = 0; k < s[0].layers; ++k) {
+            float g[2][COLS];
+            for (int n = 0; n < 2; ++n) {
+                t_ok(s[n].m, ms_read(s[n].m, ms_gradient(s[n].m, s[n].w[k]), g[n]));
+            }
+            assert_memory_equal(g[0], g[1], sizeof g[0]);
+        }
+        ms_destroy(s[0].m);
+        ms_destroy(s[1].m);
+    }
+    in_place = 0;
+}
+
+// ------------------------------------------------------------------------------------------------
 // what is refused
 
 static void wrong_precision_is_refused(void **state) {
@@ -874,6 +943,8 @@ int main(void) {
         cmocka_unit_test(clipped_steps_are_as_long_as_asked_for),
         cmocka_unit_test(verify_measures_rounding),
         cmocka_unit_test(verify_reads_masters),
+        cmocka_unit_test(layers_compute_in_f32_where_that_is_forced),
+        cmocka_unit_test(gradients_in_place_are_the_same),
         cmocka_unit_test(wrong_precision_is_refused),
         cmocka_unit_test(wrong_dtypes_of_layers_are_refused),
     };

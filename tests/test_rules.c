@@ -1834,6 +1834,61 @@ static void params_of_a_layer_move_in_one_copy(void **state) {
     }
 }
 
+/* Appends who is updated, and what comes home. */
+static void append_update(const ms_event *event, void *user) {
+    copies_of *c = (copies_of *)user;
+    const size_t used = strlen(c->text);
+    if (event->kind == MS_EVENT_UPDATE) {
+        snprintf(c->text + used, sizeof c->text - used, "%s; ",
+                 ms_tensor_name(c->model, event->tensor));
+    } else if (event->kind == MS_EVENT_COPY_OUT) {
+        append_copy(event, user);
+    }
+}
+
+/* An update of the trainer's own sees its param as a whole, and may fail: those before it are home by
+   then. Others come in parts, or together. */
+static void updates_of_the_trainers_own_come_whole_and_alone(void **state) {
+    (void)state;
+    static const struct {
+        ms_optimizer_kind kind;
+        uint64_t part_bytes;
+        const char *updates;
+    } cases[] = {
+        {MS_OPTIMIZER_ADAMW, 1 << 20, "W; b; c; out W b c W W b b c c; "},
+        {MS_OPTIMIZER_CUSTOM, 1 << 20,
+         "W; out W W W (apart); b; out b b b (apart); c; out c c c (apart); "},
+        {MS_OPTIMIZER_ADAMW, 8192,
+         "W; out W W W (apart); W; out W W W (apart); b; c; out b c b b c c (apart); "},
+        {MS_OPTIMIZER_CUSTOM, 8192,
+         "W; out W W W (apart); b; out b b b (apart); c; out c c c (apart); "},
+    };
+    const uint64_t part_bytes = t_hook.part_bytes;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
+        t_hook.part_bytes = cases[i].part_bytes;
+        ms_model *m = adamw_model(0);
+        ms_optimizer_desc optimizer;
+        copies_of updates;
+        memset(&updates, 0, sizeof updates);
+        memset(&optimizer, 0, sizeof optimizer);
+        updates.model = m;
+        optimizer.kind = cases[i].kind;
+        optimizer.update = cases[i].kind == MS_OPTIMIZER_CUSTOM ? no_update : NULL;
+        optimizer.state_count = cases[i].kind == MS_OPTIMIZER_CUSTOM ? 2 : 0;
+        ms_set_optimizer(m, &optimizer);
+        const ms_tensor params[3] = {moved_param(m, "W", ms_shape2(64, 64), true),
+                                     moved_param(m, "b", ms_shape1(64), true),
+                                     moved_param(m, "c", ms_shape1(64), true)};
+        ms_set_loss(m, layer_of(m, ms_input(m, "x", MS_DTYPE_F32, ms_shape2(16, 64)), params, 1,
+                                MS_SWITCH_OFF));
+        t_ok(m, ms_wrap(m));
+        t_ok(m, ms_visit_events(m, MS_PROGRAM_TRAIN, append_update, &updates));
+        assert_string_equal(updates.text, cases[i].updates);
+        ms_destroy(m);
+    }
+    t_hook.part_bytes = part_bytes;
+}
+
 /* Of what comes together, each may serve another layer too: V is copied twice, not once for each
    use, and is on the device once. */
 static void a_shared_param_is_copied_once(void **state) {
@@ -3228,63 +3283,65 @@ static void every_allocation_fails_once(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(rules_of_a_budget),
-                                       cmocka_unit_test(rules_of_early_updates),
-                                       cmocka_unit_test(updates_that_may_wait),
-                                       cmocka_unit_test(rules_of_the_user),
-                                       cmocka_unit_test(rules_of_two_outputs),
-                                       cmocka_unit_test(rules_of_the_device),
-                                       cmocka_unit_test(rules_of_offloading),
-                                       cmocka_unit_test(what_fits_is_left_alone),
-                                       cmocka_unit_test(what_is_lent_stays_where_it_is),
-                                       cmocka_unit_test(what_is_moved_is_told_by_category),
-                                       cmocka_unit_test(listings_show_what_is_moved),
-                                       cmocka_unit_test(modes_allow_what_they_say),
-                                       cmocka_unit_test(wrong_configs_are_refused),
-                                       cmocka_unit_test(tiles_need_rows),
-                                       cmocka_unit_test(layers_of_f32_stay_so),
-                                       cmocka_unit_test(techniques_have_their_tensors),
-                                       cmocka_unit_test(names_of_enums),
-                                       cmocka_unit_test(who_has_decided),
-                                       cmocka_unit_test(decisions_are_those_of_the_program),
-                                       cmocka_unit_test(decisions_of_random_graphs),
-                                       cmocka_unit_test(copies_without_streams_are_waited_for),
-                                       cmocka_unit_test(what_a_recomputation_reads),
-                                       cmocka_unit_test(rules_are_listed_once_each),
-                                       cmocka_unit_test(rules_are_documented),
-                                       cmocka_unit_test(the_listing_explains),
-                                       cmocka_unit_test(techniques_share_what_they_free),
-                                       cmocka_unit_test(what_is_freed_counts_the_peak_of_eval),
-                                       cmocka_unit_test(other_sizes_keep_to_the_memory_there_is),
-                                       cmocka_unit_test(the_host_memory_of_a_model_counts_as_free),
-                                       cmocka_unit_test(reports_tell_what_is_moved),
-                                       cmocka_unit_test(a_wait_may_be_for_any_number_of_copies),
-                                       cmocka_unit_test(params_of_a_layer_move_in_one_copy),
-                                       cmocka_unit_test(a_shared_param_is_copied_once),
-                                       cmocka_unit_test(what_is_kept_is_counted),
-                                       cmocka_unit_test(tied_params_are_told_of_once),
-                                       cmocka_unit_test(refused_rows_have_numbers),
-                                       cmocka_unit_test(equal_blocks_are_one_entry),
-                                       cmocka_unit_test(what_is_one_entry_has_one_rule),
-                                       cmocka_unit_test(blocks_are_found_anywhere),
-                                       cmocka_unit_test(names_are_joined),
-                                       cmocka_unit_test(the_largest_kinds_are_listed),
-                                       cmocka_unit_test(sizes_can_be_typed_in_again),
-                                       cmocka_unit_test(times_say_where_they_come_from),
-                                       cmocka_unit_test(the_log_is_told_why),
-                                       cmocka_unit_test(the_size_that_fits),
-                                       cmocka_unit_test(a_size_of_exactly_the_budget_fits),
-                                       cmocka_unit_test(the_batch_is_a_factor_of_the_first_dim),
-                                       cmocka_unit_test(advice_names_the_foremost_axis),
-                                       cmocka_unit_test(the_first_foremost_axis_is_the_batch),
-                                       cmocka_unit_test(an_error_changes_nothing),
-                                       cmocka_unit_test(an_error_leaves_the_config),
-                                       cmocka_unit_test(what_else_would_help),
-                                       cmocka_unit_test(sizes_of_the_error_are_enough),
-                                       cmocka_unit_test(a_policy_chooses_the_mode),
-                                       cmocka_unit_test(a_policy_sees_whole_steps),
-                                       cmocka_unit_test(the_built_in_policy),
-                                       cmocka_unit_test(numbers_of_rules_are_exact),
-                                       cmocka_unit_test(every_allocation_fails_once)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(rules_of_a_budget),
+        cmocka_unit_test(rules_of_early_updates),
+        cmocka_unit_test(updates_that_may_wait),
+        cmocka_unit_test(rules_of_the_user),
+        cmocka_unit_test(rules_of_two_outputs),
+        cmocka_unit_test(rules_of_the_device),
+        cmocka_unit_test(rules_of_offloading),
+        cmocka_unit_test(what_fits_is_left_alone),
+        cmocka_unit_test(what_is_lent_stays_where_it_is),
+        cmocka_unit_test(what_is_moved_is_told_by_category),
+        cmocka_unit_test(listings_show_what_is_moved),
+        cmocka_unit_test(modes_allow_what_they_say),
+        cmocka_unit_test(wrong_configs_are_refused),
+        cmocka_unit_test(tiles_need_rows),
+        cmocka_unit_test(layers_of_f32_stay_so),
+        cmocka_unit_test(techniques_have_their_tensors),
+        cmocka_unit_test(names_of_enums),
+        cmocka_unit_test(who_has_decided),
+        cmocka_unit_test(decisions_are_those_of_the_program),
+        cmocka_unit_test(decisions_of_random_graphs),
+        cmocka_unit_test(copies_without_streams_are_waited_for),
+        cmocka_unit_test(what_a_recomputation_reads),
+        cmocka_unit_test(rules_are_listed_once_each),
+        cmocka_unit_test(rules_are_documented),
+        cmocka_unit_test(the_listing_explains),
+        cmocka_unit_test(techniques_share_what_they_free),
+        cmocka_unit_test(what_is_freed_counts_the_peak_of_eval),
+        cmocka_unit_test(other_sizes_keep_to_the_memory_there_is),
+        cmocka_unit_test(the_host_memory_of_a_model_counts_as_free),
+        cmocka_unit_test(reports_tell_what_is_moved),
+        cmocka_unit_test(a_wait_may_be_for_any_number_of_copies),
+        cmocka_unit_test(params_of_a_layer_move_in_one_copy),
+        cmocka_unit_test(updates_of_the_trainers_own_come_whole_and_alone),
+        cmocka_unit_test(a_shared_param_is_copied_once),
+        cmocka_unit_test(what_is_kept_is_counted),
+        cmocka_unit_test(tied_params_are_told_of_once),
+        cmocka_unit_test(refused_rows_have_numbers),
+        cmocka_unit_test(equal_blocks_are_one_entry),
+        cmocka_unit_test(what_is_one_entry_has_one_rule),
+        cmocka_unit_test(blocks_are_found_anywhere),
+        cmocka_unit_test(names_are_joined),
+        cmocka_unit_test(the_largest_kinds_are_listed),
+        cmocka_unit_test(sizes_can_be_typed_in_again),
+        cmocka_unit_test(times_say_where_they_come_from),
+        cmocka_unit_test(the_log_is_told_why),
+        cmocka_unit_test(the_size_that_fits),
+        cmocka_unit_test(a_size_of_exactly_the_budget_fits),
+        cmocka_unit_test(the_batch_is_a_factor_of_the_first_dim),
+        cmocka_unit_test(advice_names_the_foremost_axis),
+        cmocka_unit_test(the_first_foremost_axis_is_the_batch),
+        cmocka_unit_test(an_error_changes_nothing),
+        cmocka_unit_test(an_error_leaves_the_config),
+        cmocka_unit_test(what_else_would_help),
+        cmocka_unit_test(sizes_of_the_error_are_enough),
+        cmocka_unit_test(a_policy_chooses_the_mode),
+        cmocka_unit_test(a_policy_sees_whole_steps),
+        cmocka_unit_test(the_built_in_policy),
+        cmocka_unit_test(numbers_of_rules_are_exact),
+        cmocka_unit_test(every_allocation_fails_once)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

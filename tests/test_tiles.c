@@ -119,6 +119,10 @@ static void force(rt_net *n, uint64_t seed, tally *t) {
         if (g->layer[i].tiled) {
             ms_set_layer_technique(n->model, n->layer[i], MS_TECHNIQUE_TILING, MS_SWITCH_ON);
         }
+        if (g->layer[i].desc.recompute_reads.saved) { // without it, forward runs again instead
+            ms_set_tensor_technique(n->model, n->handle[g->layer[i].saved],
+                                    MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_OFF);
+        }
     }
     for (uint32_t v = 0; v < g->value_count; ++v) {
         const rt_value *value = &g->value[v];
@@ -293,6 +297,44 @@ static void what_a_group_cuts_is_whole_in_the_next(void **state) {
         expect_same_bits(two_groups(seed), &config, NULL, NULL, &t);
     }
     assert_true(t.tiled == t.graphs && t.sweeps > 0 && t.sweeps < t.graphs && t.half > 0);
+}
+
+/* What only ms_eval is to keep has all its rows, as a net that keeps everything has them. */
+static void outputs_of_eval_are_kept(void **state) {
+    (void)state;
+    const uint64_t end = end_seed(12, 400);
+    tally t;
+    memset(&t, 0, sizeof t);
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        rt_graph *g = rt_generate(seed), *kept = rt_generate(seed);
+        const ms_config config = t_config();
+        t_rng rng = t_seed(seed);
+        double loss;
+        for (uint32_t v = 0; v < g->value_count; ++v) {
+            g->value[v].is_output = false;
+            g->value[v].is_eval_output = g->value[v].role == RT_MADE && t_chance(&rng, 0.3);
+            kept->value[v].is_output = g->value[v].role == RT_MADE;
+            kept->value[v].is_eval_output = false;
+        }
+        rt_net *const nets[] = {rt_net_create(kept, &config, NULL, NULL),
+                                rt_net_create(g, &config, NULL, NULL)};
+        force(nets[1], seed, &t);
+        for (int k = 0; k < 2; ++k) {
+            wrap(nets[k]);
+            rt_net_write(nets[k], seed, true);
+            OK(nets[k], ms_eval(nets[k]->model, &loss));
+        }
+        for (uint32_t v = 0; v < g->value_count; ++v) {
+            if (g->value[v].is_eval_output) {
+                same_tensor(g, "output of eval", v, nets[0]->model, nets[0]->handle[v],
+                            nets[1]->model, nets[1]->handle[v]);
+            }
+        }
+        rt_net_destroy(nets[0]);
+        rt_net_destroy(nets[1]);
+        free(g);
+        free(kept);
+    }
 }
 
 /* ms_verify finds no difference, and ms_find_nonfinite nothing, in random plans in tiles. */
@@ -654,6 +696,102 @@ static void decided_groups_are_found(void **state) {
         ms_destroy(p.model);
     }
     assert_true(beside > PART_GRAPHS / 4 && taken > PART_GRAPHS);
+}
+
+// ------------------------------------------------------------------------------------------------
+// one program after another
+
+/* A model with its plain plan, and what scores decisions about it. */
+typedef struct scored_net {
+    rt_net *net;
+    msi_store *store;
+    msi_plan *plan;
+    msi_lowering lowering;
+    msi_shortage shortage;
+    msi_scorer scorer;
+} scored_net;
+
+static void scored_open(scored_net *s, const rt_graph *g) {
+    const ms_config config = t_config();
+    s->net = rt_net_create(g, &config, NULL, NULL);
+    ms_model *m = s->net->model;
+    assert_int_equal(msi_check_graph(m, MSI_GOAL_PLAIN), MS_RESULT_OK);
+    assert_int_equal(msi_make_plans(m, MSI_GOAL_PLAIN, &s->store, &s->plan), MS_RESULT_OK);
+    assert_true(msi_scorer_init(&s->scorer, m, s->store, s->plan, &s->lowering, &s->shortage));
+}
+
+static void scored_close(scored_net *s) {
+    msi_lowering_free(&s->lowering);
+    msi_plans_free(s->net->model, s->plan);
+    msi_store_free(s->net->model, s->store);
+    rt_net_destroy(s->net);
+}
+
+/* The longest groups, or none in their place, in a random number of tiles, and values in 16 bits. */
+static void decide(const msi_graph *g, t_rng *rng, msi_tensor_decision *d) {
+    const bool tiles = t_chance(rng, 0.7), half = t_chance(rng, 0.5);
+    for (uint32_t i = 0; i < g->layers.count && tiles; ++i) {
+        const uint32_t end = msi_longest_group(g, i);
+        const uint32_t most = end > i ? msi_most_tiles(g, i, end) : 1;
+        if (most > 1 && t_chance(rng, 0.8)) {
+            msi_decide_tiles(g, d, i, end, 2 + t_below(rng, most - 1));
+        }
+        i = most > 1 && d[msi_first_output(g, &g->layers.items[i])].tiles ? end - 1 : i;
+    }
+    for (uint32_t t = 0; t < g->tensors.count && half; ++t) {
+        const bool may = g->tensors.items[t].not_half == (uint8_t)MSI_HALF_MAY_BE;
+        d[t].format = may && t_chance(rng, 0.5) ? (uint8_t)MS_STATE_FORMAT_BF16 : d[t].format;
+    }
+}
+
+static void same_program(uint64_t seed, const msi_program *a, const msi_program *b) {
+    bool same = a->sweeps == b->sweeps && a->peak_bytes == b->peak_bytes &&
+                a->instructions.count == b->instructions.count &&
+                a->ranges.count == b->ranges.count;
+    for (uint32_t k = 0; same && k < a->ranges.count; ++k) {
+        same = a->ranges.items[k].bytes == b->ranges.items[k].bytes &&
+               a->ranges.items[k].format == b->ranges.items[k].format;
+    }
+    if (!same) {
+        fail_msg("MEMSCALE_TEST_SEED=%llu: a program is not that of its decisions",
+                 (unsigned long long)seed);
+    }
+}
+
+/* Programs are lowered one after another into the same memory, and that for eval only where it
+   changes: each is as if it were the first. */
+static void programs_are_those_of_their_decisions(void **state) {
+    (void)state;
+    const uint64_t end = end_seed(QUICK_GRAPHS, GRAPHS);
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        rt_graph *g = rt_generate(seed);
+        t_rng rng = t_seed(seed);
+        scored_net one, first;
+        for (uint32_t i = 0; i < g->layer_count; ++i) {
+            g->layer[i].desc.dtypes.accepts = 1u << MS_DTYPE_BF16;
+        }
+        scored_open(&one, g);
+        const msi_graph *graph = &one.net->model->graph;
+        const size_t bytes = (size_t)msi_decisions_bytes(graph);
+        msi_tensor_decision *plain = (msi_tensor_decision *)malloc(bytes);
+        assert_non_null(plain);
+        memcpy(plain, one.plan->decisions, bytes);
+        for (int k = 0; k < 6; ++k) {
+            memcpy(one.plan->decisions, plain, bytes);
+            decide(graph, &rng, one.plan->decisions);
+            scored_open(&first, g);
+            memcpy(first.plan->decisions, one.plan->decisions, bytes);
+            (void)msi_estimate(&one.scorer, one.plan->decisions);
+            (void)msi_estimate(&first.scorer, first.plan->decisions);
+            msi_make_eval(&first.scorer, first.plan->decisions);
+            same_program(seed, one.scorer.program, first.scorer.program);
+            same_program(seed, one.scorer.eval, first.scorer.eval);
+            scored_close(&first);
+        }
+        scored_close(&one);
+        free(plain);
+        free(g);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1152,6 +1290,48 @@ static void rows_are_numbered_by_layer(void **state) {
     }
 }
 
+/* How often a training program brings a param from the host as it is lowered. What lands may stay for
+   later uses, which hides it in a schedule, unless these are far away. */
+static uint32_t fetches_of(const ms_model *m, ms_tensor param) {
+    const msi_plan *plan = m->run.plan;
+    const uint32_t t = msi_index(&m->graph, param), home = m->run.store->resident_of[t];
+    msi_program *p = &m->run.plan->train;
+    msi_lowering w;
+    uint32_t fetches = 0;
+    assert_true(
+        msi_lowering_init(&w, &m->graph, m->run.store, &m->optimizer, &m->config.allocator));
+    msi_lower_train(&w, plan->decisions, p);
+    assert_false(p->out_of_memory);
+    msi_lowering_free(&w);
+    for (uint32_t k = 0; k < p->instructions.count; ++k) {
+        const msi_instruction *i = &p->instructions.items[k];
+        fetches += i->op == MSI_OP_COPY && i->target == t && i->operand_count >= 2 &&
+                   p->operands.items[i->operand_first + 1].range == home;
+    }
+    return fetches;
+}
+
+/* A param on the host comes once for all tiles: for forward and for backward, or for the sweep; and
+   for the update. */
+static void params_come_once_for_a_group(void **state) {
+    (void)state;
+    static const uint32_t expected[] = {3, 3, 2};
+    for (int tiled = 0; tiled < 3; ++tiled) {
+        head h;
+        const ms_config config = t_config();
+        head_create(&h, &config, TELLS_TRUTH);
+        ms_set_layer_technique(h.model, h.second, MS_TECHNIQUE_TILING,
+                               tiled > 0 ? MS_SWITCH_ON : MS_SWITCH_OFF);
+        ms_set_layer_technique(h.model, h.last, MS_TECHNIQUE_TILING,
+                               tiled > 1 ? MS_SWITCH_ON : MS_SWITCH_OFF);
+        ms_set_tensor_technique(h.model, h.w1, MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+        t_ok(h.model, ms_wrap(h.model));
+        assert_int_equal(h.model->run.plan->train.sweeps, tiled == 2);
+        assert_int_equal(fetches_of(h.model, h.w1), expected[tiled]);
+        ms_destroy(h.model);
+    }
+}
+
 static void wrong_declarations_are_refused(void **state) {
     (void)state;
     static const char *const texts[] = {
@@ -1332,9 +1512,11 @@ int main(void) {
         cmocka_unit_test(tiles_change_no_sum),
         cmocka_unit_test(what_a_group_cuts_is_whole_in_the_next),
         cmocka_unit_test(tiles_wait_for_all_they_need),
+        cmocka_unit_test(outputs_of_eval_are_kept),
         cmocka_unit_test(tiles_are_verified),
         cmocka_unit_test(groups_are_as_defined),
         cmocka_unit_test(decided_groups_are_found),
+        cmocka_unit_test(programs_are_those_of_their_decisions),
         cmocka_unit_test(a_group_that_ends_in_the_loss_sweeps),
         cmocka_unit_test(a_forward_given_up_is_told),
         cmocka_unit_test(layers_that_lie_about_rows_are_named),
@@ -1342,6 +1524,7 @@ int main(void) {
         cmocka_unit_test(plans_say_what_is_in_tiles),
         cmocka_unit_test(plans_count_the_last_tile),
         cmocka_unit_test(rows_are_numbered_by_layer),
+        cmocka_unit_test(params_come_once_for_a_group),
         cmocka_unit_test(wrong_declarations_are_refused),
         cmocka_unit_test(times_that_are_measured_in_tiles_are_scaled_once),
         cmocka_unit_test(tiles_of_more_rows_than_there_are),
