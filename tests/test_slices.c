@@ -458,6 +458,34 @@ static void the_model_cannot_change_between_slices(void **state) {
 }
 
 /* While the others are updated. */
+/* Wherever it is set: the step under way has the factor with which it began, in its loss and in its
+   gradients. */
+static void a_loss_factor_waits_for_the_next_step(void **state) {
+    (void)state;
+    costly expected;
+    double most_us, loss = 0.0;
+    costly_start(&expected, 100.0);
+    t_ok(expected.n.m, ms_step(expected.n.m, &loss));
+    for (uint32_t after = 1; after < 2 * LAYERS; ++after) {
+        costly c;
+        double found = 0.0;
+        ms_result result = MS_RESULT_MORE;
+        costly_start(&c, 100.0);
+        for (uint32_t k = 0; result == MS_RESULT_MORE; ++k) {
+            if (k == after) {
+                ms_set_loss_factor(c.n.m, 8.0f);
+            }
+            result = ms_step_slice(c.n.m, 1, &found);
+        }
+        t_ok(c.n.m, result);
+        assert_true(found == loss);
+        t_net_same(&c.n, c.p, &expected.n, expected.p);
+        (void)step_in(&c, UINT64_MAX, &most_us);
+        t_net_end(&c.n);
+    }
+    t_net_end(&expected.n);
+}
+
 static void inputs_and_frozen_params_can_be_read_all_the_time(void **state) {
     (void)state;
     t_chain chain;
@@ -1108,6 +1136,7 @@ int main(void) {
         cmocka_unit_test(a_long_fill_is_named),
         cmocka_unit_test(long_updates_are_split),
         cmocka_unit_test(the_model_cannot_change_between_slices),
+        cmocka_unit_test(a_loss_factor_waits_for_the_next_step),
         cmocka_unit_test(inputs_and_frozen_params_can_be_read_all_the_time),
         cmocka_unit_test(a_model_can_be_destroyed_between_slices),
         cmocka_unit_test(a_failure_ends_the_slices),
