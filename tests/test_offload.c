@@ -78,6 +78,177 @@ static void every_wait_matters(void **state) {
     o_expect_needed(&t);
 }
 
+// ------------------------------------------------------------------------------------------------
+// what copies keep to
+
+/* Whether an instruction that is neither a copy across the link nor a WAIT uses what a copy brings. */
+static bool uses_target(const msi_program *p, const msi_instruction *i,
+                        const msi_instruction *copy) {
+    for (uint32_t k = 0; k < i->operand_count; ++k) {
+        for (uint32_t pair = 0; pair < copy->operand_count; pair += 2) {
+            if (p->operands.items[i->operand_first + k].range ==
+                p->operands.items[copy->operand_first + pair].range) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* Where what each copy in brings is used first, or a later copy's, before which it has come. */
+static void find_needed(const msi_program *p, uint32_t *needed) {
+    uint32_t next = p->instructions.count;
+    for (uint32_t now = p->instructions.count; now-- > 0;) {
+        const msi_instruction *copy = &p->instructions.items[now];
+        needed[now] = 0;
+        if (copy->op == MSI_OP_COPY_IN) {
+            uint32_t use = now + 1;
+            for (; use < next; ++use) {
+                const msi_instruction *i = &p->instructions.items[use];
+                if (i->op != MSI_OP_COPY_IN && i->op != MSI_OP_COPY_OUT && i->op != MSI_OP_WAIT &&
+                    uses_target(p, i, copy)) {
+                    break;
+                }
+            }
+            needed[now] = next = use;
+        }
+    }
+}
+
+/* Counts, before each instruction that computes, the copies in whose values are needed later; with
+   async_offload OFF none of either direction is under way. Nor is any at the end, or at that of
+   backward if micro-batches follow. Returns how often there were as many copies in as there may be. */
+static uint32_t check_under_way(const ms_model *m, const msi_program *p) {
+    const uint32_t depth = m->config.prefetch_depth;
+    const bool waits = m->config.async_offload == MS_SWITCH_OFF;
+    uint32_t *needed = (uint32_t *)calloc(p->instructions.count + 1u, sizeof *needed);
+    uint32_t at_most = 0, issued[2] = {0, 0}, awaited[2] = {0, 0}, of_event[2 * MSI_COPY_EVENTS];
+    assert_non_null(needed);
+    memset(of_event, 0, sizeof of_event);
+    find_needed(p, needed);
+    for (uint32_t now = 0; now <= p->instructions.count; ++now) {
+        const bool ends = now == p->instructions.count;
+        const msi_instruction *i = ends ? NULL : &p->instructions.items[now];
+        const bool is_copy = i != NULL && (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT);
+        if (ends || (now == p->backward_end && m->run.store->micro_count > 1)) {
+            assert_true(issued[0] == awaited[0] && issued[1] == awaited[1]);
+        }
+        if (is_copy) {
+            const int is_in = i->op == MSI_OP_COPY_IN;
+            issued[is_in] += 1;
+            if (i->event != MSI_NO_EVENT) {
+                of_event[i->event] = issued[is_in];
+            }
+        } else if (i != NULL && i->op == MSI_OP_WAIT) {
+            awaited[i->event >= MSI_COPY_EVENTS] = of_event[i->event];
+        } else if (i != NULL && i->op != MSI_OP_NOTHING) {
+            uint32_t ahead = 0;
+            for (uint32_t k = 0; k < now; ++k) {
+                ahead += needed[k] > now;
+            }
+            assert_true(depth == 0 || ahead <= depth);
+            assert_true(!waits || (issued[0] == awaited[0] && issued[1] == awaited[1]));
+            at_most += ahead == depth;
+        }
+    }
+    free(needed);
+    return at_most;
+}
+
+static void copies_keep_to_their_limits(void **state) {
+    (void)state;
+    const uint64_t end = end_seed(QUICK_ORDERED / 3, ORDERED);
+    uint32_t at_most = 0, later = 0;
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        char failure[RD_TEXT] = "";
+        t_rng rng = t_seed(seed ^ 0x0ff1);
+        ms_config config = t_config();
+        rd_graph *g = rd_generate(seed);
+        config.prefetch_depth = (uint32_t)(seed % 3);
+        config.async_offload = seed % 3 == 0 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+        rd_net *n = rd_net_create(g, &config, "moved", failure, false);
+        rd_force_moves(n, &rng);
+        t_ok(n->model, ms_wrap(n->model));
+        at_most += check_under_way(n->model, &n->model->run.plan->train) * (seed % 3 > 0);
+        (void)check_under_way(n->model, &n->model->run.plan->eval);
+        later += g->accumulation > 1;
+        rd_net_destroy(n);
+        free(g);
+    }
+    assert_true(at_most > 0 && later > 0);
+}
+
+/* Copies in begin so that each has come when it or one behind it in the stream is needed: at most
+   as late as the last moment that lets all of them run one after another. */
+static void copies_begin_in_time_for_those_behind(void **state) {
+    (void)state;
+    enum { SLOTS = 6, COPIES = 5 };
+    t_rng rng = t_seed(3);
+    for (int round = 0; round < 200; ++round) {
+        msi_transfer copies[COPIES];
+        double begin_us[SLOTS + 1] = {0.0};
+        msi_scheduling s;
+        memset(&s, 0, sizeof s);
+        memset(copies, 0, sizeof copies);
+        s.transfers = copies;
+        s.transfer_count = COPIES;
+        s.begin_us = begin_us;
+        for (int k = 0; k < SLOTS; ++k) {
+            begin_us[k + 1] = begin_us[k] + 1.0 + t_below(&rng, 9);
+        }
+        for (uint32_t k = 0, needed = 0; k < COPIES; ++k) {
+            needed += t_below(&rng, 2);
+            copies[k].needed = needed;
+            copies[k].us = 1.0 + t_below(&rng, 5);
+            copies[k].is_in = t_chance(&rng, 0.8);
+            copies[k].is_left_out = t_chance(&rng, 0.2);
+            copies[k].start_us = NAN;
+        }
+        msi_find_starts(&s);
+        for (uint32_t k = 0; k < COPIES; ++k) {
+            double latest = 1e300, us = 0.0; // over all that are behind: when it is needed, less
+            for (uint32_t behind = k; behind < COPIES; ++behind) { // what runs until then
+                const msi_transfer *t = &copies[behind];
+                if (t->is_in && !t->is_left_out) {
+                    us += t->us;
+                    latest = begin_us[t->needed] - us < latest ? begin_us[t->needed] - us : latest;
+                }
+            }
+            assert_true(!copies[k].is_in || copies[k].is_left_out || copies[k].start_us == latest);
+        }
+    }
+}
+
+/* What is kept from slot to slot is held in all of them or in none, and nowhere beyond the peak. */
+static void what_is_kept_fits_everywhere(void **state) {
+    (void)state;
+    enum { SLOTS = 6, MOST = 10 };
+    t_rng rng = t_seed(4);
+    uint32_t held = 0;
+    for (int round = 0; round < 500; ++round) {
+        uint64_t live[SLOTS], before[SLOTS];
+        msi_scheduling s;
+        memset(&s, 0, sizeof s);
+        s.live_bytes = live;
+        s.most_bytes = MOST;
+        for (int k = 0; k < SLOTS; ++k) {
+            live[k] = before[k] = t_below(&rng, MOST + 1);
+        }
+        const uint32_t first = t_below(&rng, SLOTS), bytes = 1 + t_below(&rng, 5);
+        const uint32_t end = first + t_below(&rng, SLOTS - first + 1);
+        bool fits = true;
+        for (uint32_t k = first; k < end; ++k) {
+            fits &= before[k] + bytes <= MOST;
+        }
+        assert_int_equal(msi_hold(&s, first, end, bytes), fits);
+        for (uint32_t k = 0; k < SLOTS; ++k) {
+            assert_int_equal(live[k], before[k] + (fits && first <= k && k < end ? bytes : 0));
+        }
+        held += fits && end > first;
+    }
+    assert_true(held > 0);
+}
+
 /* At smaller sizes the plan may have to follow that for the largest, also in when copies begin and
    end: these two graphs, scheduled anew, have copies that overlap other values. */
 static void smaller_sizes_keep_the_schedule(void **state) {
@@ -706,6 +877,9 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_conflicts_is_ordered),
         cmocka_unit_test(every_wait_matters),
+        cmocka_unit_test(copies_keep_to_their_limits),
+        cmocka_unit_test(copies_begin_in_time_for_those_behind),
+        cmocka_unit_test(what_is_kept_fits_everywhere),
         cmocka_unit_test(smaller_sizes_keep_the_schedule),
         cmocka_unit_test(random_copies_have_what_moves_together),
         cmocka_unit_test(the_host_holds_what_is_copied_there),
