@@ -63,6 +63,62 @@ static void what_conflicts_is_ordered(void **state) {
     }
 }
 
+/* Keeps most of the state of layers on the host; false if there is none. */
+static bool keep_state_on_host(rd_graph *g, t_rng *rng) {
+    bool any = false;
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        rd_value *v = &g->value[i];
+        v->on_host |= v->is_state && t_chance(rng, 0.7);
+        any |= v->is_state && v->on_host;
+    }
+    return any;
+}
+
+/* Forces recomputation on some activations, most of which have a layer that allows it. */
+static void force_recomputations(rd_net *n, t_rng *rng) {
+    for (uint32_t i = 0; i < n->run.graph->value_count; ++i) {
+        const rd_value *v = &n->run.graph->value[i];
+        const bool stays = v->kept || v->kept_in_eval || v->stopped || i == n->run.graph->loss;
+        if (v->role == RD_ACTIVATION && !stays && t_chance(rng, 0.4)) {
+            ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_OFFLOADING,
+                                    MS_SWITCH_DEFAULT);
+            ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_CHECKPOINTING,
+                                    MS_SWITCH_ON);
+        }
+    }
+}
+
+/* Recomputations put state back, on the host where callbacks use it there, between copies that the
+   device alone waits for. */
+static void state_on_the_host_is_awaited_there(void **state) {
+    (void)state;
+    const uint64_t end = end_seed(QUICK_ORDERED, ORDERED);
+    uint32_t restored = 0;
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        char failure[RD_TEXT] = "", where[32];
+        t_rng rng = t_seed(seed ^ 0x0ff1);
+        const ms_config config = t_config();
+        rd_graph *g = rd_generate(seed);
+        if (keep_state_on_host(g, &rng)) {
+            rd_net *n = rd_net_create(g, &config, "shown", failure, false);
+            rd_force_moves(n, &rng);
+            force_recomputations(n, &rng);
+            if (ms_wrap(n->model) == MS_RESULT_OK) {
+                snprintf(where, sizeof where, "graph %llu", (unsigned long long)seed);
+                o_expect_ordered(n->model, where);
+                const msi_program *p = &n->model->run.plan->train;
+                for (uint32_t k = 0; k < p->instructions.count; ++k) {
+                    const msi_instruction *i = &p->instructions.items[k];
+                    restored += i->restores && i->op == MSI_OP_COPY_OUT;
+                }
+            }
+            rd_net_destroy(n);
+        }
+        free(g);
+    }
+    assert_true(restored >= 10);
+}
+
 static void every_wait_matters(void **state) {
     (void)state;
     const uint64_t end = end_seed(QUICK_ORDERED, ORDERED);
@@ -876,6 +932,7 @@ int main(void) {
     t_hook.part_bytes = 128; // so that state comes in parts
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_conflicts_is_ordered),
+        cmocka_unit_test(state_on_the_host_is_awaited_there),
         cmocka_unit_test(every_wait_matters),
         cmocka_unit_test(copies_keep_to_their_limits),
         cmocka_unit_test(copies_begin_in_time_for_those_behind),
