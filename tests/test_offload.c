@@ -215,11 +215,11 @@ static uint32_t check_under_way(const ms_model *m, const msi_program *p) {
 
 static void copies_keep_to_their_limits(void **state) {
     (void)state;
-    enum { AT_THE_END = 196 }; // a wait at the end of backward orders nothing before the next one
+    const uint64_t at_the_end = 196; // a wait at the end of backward orders nothing before the next
     const uint64_t end = end_seed(QUICK_ORDERED / 3, ORDERED);
     uint32_t at_most = 0, later = 0;
     for (uint64_t k = first_seed(); k <= end; ++k) {
-        const uint64_t seed = k < end ? k : AT_THE_END;
+        const uint64_t seed = k < end ? k : at_the_end;
         char failure[RD_TEXT] = "";
         t_rng rng = t_seed(seed ^ 0x0ff1);
         ms_config config = t_config();
@@ -932,6 +932,68 @@ static void what_is_given_up_leaves_no_copies(void **state) {
     }
 }
 
+static uint32_t joined; // mask of streams: what is computed waits for all that they were given
+
+static int note_record(void *state, ms_stream_kind stream, uint32_t event) {
+    joined |= event == MSI_EVENT_COPY ? 1u << (16 + (int)stream) : 0u;
+    return v_record(state, stream, event);
+}
+
+static int note_wait(void *state, ms_stream_kind stream, uint32_t event) {
+    joined |= event == MSI_EVENT_COPY && stream == MS_STREAM_COMPUTE ? joined >> 16 : 0u;
+    return v_wait(state, stream, event);
+}
+
+/* Whatever comes next waits for the copies of both directions: a recording, too, which copies on
+   streams of its own. */
+static void what_is_given_up_is_joined(void **state) {
+    (void)state;
+    static v_layer layers[RD_LAYERS];
+    const uint32_t both = 1u << MS_STREAM_TO_DEVICE | 1u << MS_STREAM_TO_HOST;
+    uint32_t found = 0;
+    for (uint64_t seed = first_seed(); seed < first_seed() + 20; ++seed) {
+        v_device device;
+        char failure[RD_TEXT] = "";
+        t_rng rng = t_seed(seed ^ 0x91fe);
+        ms_config config = t_config();
+        t_heap heap;
+        rd_graph *g = ld_make_late(rd_generate(seed), layers);
+        v_open(&device, seed);
+        memset(&heap, 0, sizeof heap);
+        config.allocator = t_heap_allocator(&heap);
+        config.early_update = MS_SWITCH_OFF;
+        config.backend = v_backend(&device);
+        config.backend.record = note_record;
+        config.backend.wait = note_wait;
+        rd_net *n = rd_net_create(g, &config, "given up", failure, false);
+        n->run.debug = true; // forward may run twice
+        rd_force_moves(n, &rng);
+        t_ok(n->model, ms_wrap(n->model));
+        assert_true(rd_net_write(n, 0, false));
+        const msi_program *p = &n->model->run.plan->train;
+        uint32_t copies = 0;
+        for (uint32_t k = 0; k < p->forward_end; ++k) {
+            copies += p->instructions.items[k].op == MSI_OP_COPY_OUT;
+        }
+        for (int backward = 0; backward < 2 && copies > 0 && can_be_given_up(g); ++backward) {
+            t_ok(n->model, ms_forward(n->model, NULL));
+            if (backward) {
+                t_ok(n->model, ms_backward(n->model));
+            }
+            joined = 0;
+            t_ok(n->model, ms_forward(n->model, NULL));
+            assert_int_equal(joined & both, both);
+            t_ok(n->model, ms_synchronize(n->model));
+            found++;
+        }
+        rd_net_destroy(n);
+        assert_true(device.engine.pending == 0 && heap.live_count == 0);
+        v_close(&device);
+        free(g);
+    }
+    assert_true(found > 0);
+}
+
 int main(void) {
     t_hook.part_bytes = 128; // so that state comes in parts
     const struct CMUnitTest tests[] = {
@@ -948,6 +1010,7 @@ int main(void) {
         cmocka_unit_test(moves_wait_for_all_they_need),
         cmocka_unit_test(left_out_waits_show),
         cmocka_unit_test(what_is_given_up_leaves_no_copies),
+        cmocka_unit_test(what_is_given_up_is_joined),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
