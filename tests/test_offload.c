@@ -63,6 +63,62 @@ static void what_conflicts_is_ordered(void **state) {
     }
 }
 
+/* Keeps most of the state of layers on the host; false if there is none. */
+static bool keep_state_on_host(rd_graph *g, t_rng *rng) {
+    bool any = false;
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        rd_value *v = &g->value[i];
+        v->on_host |= v->is_state && t_chance(rng, 0.7);
+        any |= v->is_state && v->on_host;
+    }
+    return any;
+}
+
+/* Forces recomputation on some activations, most of which have a layer that allows it. */
+static void force_recomputations(rd_net *n, t_rng *rng) {
+    for (uint32_t i = 0; i < n->run.graph->value_count; ++i) {
+        const rd_value *v = &n->run.graph->value[i];
+        const bool stays = v->kept || v->kept_in_eval || v->stopped || i == n->run.graph->loss;
+        if (v->role == RD_ACTIVATION && !stays && t_chance(rng, 0.4)) {
+            ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_OFFLOADING,
+                                    MS_SWITCH_DEFAULT);
+            ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_CHECKPOINTING,
+                                    MS_SWITCH_ON);
+        }
+    }
+}
+
+/* Recomputations put state back, on the host where callbacks use it there, between copies that the
+   device alone waits for. */
+static void state_on_the_host_is_awaited_there(void **state) {
+    (void)state;
+    const uint64_t end = end_seed(QUICK_ORDERED, ORDERED);
+    uint32_t restored = 0;
+    for (uint64_t seed = first_seed(); seed < end; ++seed) {
+        char failure[RD_TEXT] = "", where[32];
+        t_rng rng = t_seed(seed ^ 0x0ff1);
+        const ms_config config = t_config();
+        rd_graph *g = rd_generate(seed);
+        if (keep_state_on_host(g, &rng)) {
+            rd_net *n = rd_net_create(g, &config, "shown", failure, false);
+            rd_force_moves(n, &rng);
+            force_recomputations(n, &rng);
+            if (ms_wrap(n->model) == MS_RESULT_OK) {
+                snprintf(where, sizeof where, "graph %llu", (unsigned long long)seed);
+                o_expect_ordered(n->model, where);
+                const msi_program *p = &n->model->run.plan->train;
+                for (uint32_t k = 0; k < p->instructions.count; ++k) {
+                    const msi_instruction *i = &p->instructions.items[k];
+                    restored += i->restores && i->op == MSI_OP_COPY_OUT;
+                }
+            }
+            rd_net_destroy(n);
+        }
+        free(g);
+    }
+    assert_true(restored >= 10);
+}
+
 static void every_wait_matters(void **state) {
     (void)state;
     const uint64_t end = end_seed(QUICK_ORDERED, ORDERED);
@@ -76,6 +132,181 @@ static void every_wait_matters(void **state) {
         free(g);
     }
     o_expect_needed(&t);
+}
+
+// ------------------------------------------------------------------------------------------------
+// what copies keep to
+
+/* Whether an instruction uses, or awaits, what a copy brings. */
+static bool uses_target(const msi_program *p, const msi_instruction *i,
+                        const msi_instruction *copy) {
+    for (uint32_t k = 0; k < i->operand_count; ++k) {
+        for (uint32_t pair = 0; pair < copy->operand_count; pair += 2) {
+            if (p->operands.items[i->operand_first + k].range ==
+                p->operands.items[copy->operand_first + pair].range) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* Where each copy in must have come: where it is awaited, or what it brings is used first if other
+   copies are awaited in its place; or where a later copy must have come. */
+static void find_needed(const msi_program *p, uint32_t *needed) {
+    uint32_t next = p->instructions.count;
+    for (uint32_t now = p->instructions.count; now-- > 0;) {
+        const msi_instruction *copy = &p->instructions.items[now];
+        needed[now] = 0;
+        if (copy->op == MSI_OP_COPY_IN) {
+            uint32_t use = now + 1;
+            for (; use < next; ++use) {
+                const msi_instruction *i = &p->instructions.items[use];
+                const bool other = i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT ||
+                                   (i->op == MSI_OP_WAIT && i->event < MSI_COPY_EVENTS);
+                if (!other && uses_target(p, i, copy)) {
+                    break;
+                }
+            }
+            needed[now] = next = use;
+        }
+    }
+}
+
+/* Counts, before each instruction that computes, the copies in whose values are needed later; with
+   async_offload OFF none of either direction is under way. Nor is any at the end, or at that of
+   backward if micro-batches follow. Returns how often there were as many copies in as there may be. */
+static uint32_t check_under_way(const ms_model *m, const msi_program *p) {
+    const uint32_t depth = m->config.prefetch_depth;
+    const bool waits = m->config.async_offload == MS_SWITCH_OFF;
+    uint32_t *needed = (uint32_t *)calloc(p->instructions.count + 1u, sizeof *needed);
+    uint32_t at_most = 0, issued[2] = {0, 0}, awaited[2] = {0, 0}, of_event[2 * MSI_COPY_EVENTS];
+    assert_non_null(needed);
+    memset(of_event, 0, sizeof of_event);
+    find_needed(p, needed);
+    for (uint32_t now = 0; now <= p->instructions.count; ++now) {
+        const bool ends = now == p->instructions.count;
+        const msi_instruction *i = ends ? NULL : &p->instructions.items[now];
+        const bool is_copy = i != NULL && (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT);
+        if (ends || (now == p->backward_end && m->run.store->micro_count > 1)) {
+            assert_true(issued[0] == awaited[0] && issued[1] == awaited[1]);
+        }
+        if (is_copy) {
+            const int is_in = i->op == MSI_OP_COPY_IN;
+            issued[is_in] += 1;
+            if (i->event != MSI_NO_EVENT) {
+                of_event[i->event] = issued[is_in];
+            }
+        } else if (i != NULL && i->op == MSI_OP_WAIT) {
+            awaited[i->event >= MSI_COPY_EVENTS] = of_event[i->event];
+        } else if (i != NULL && i->op != MSI_OP_NOTHING) {
+            uint32_t ahead = 0;
+            for (uint32_t k = 0; k < now; ++k) {
+                ahead += needed[k] > now;
+            }
+            assert_true(depth == 0 || ahead <= depth);
+            assert_true(!waits || (issued[0] == awaited[0] && issued[1] == awaited[1]));
+            at_most += ahead == depth;
+        }
+    }
+    free(needed);
+    return at_most;
+}
+
+static void copies_keep_to_their_limits(void **state) {
+    (void)state;
+    const uint64_t at_the_end = 196; // a wait at the end of backward orders nothing before the next
+    const uint64_t end = end_seed(QUICK_ORDERED / 3, ORDERED);
+    uint32_t at_most = 0, later = 0;
+    for (uint64_t k = first_seed(); k <= end; ++k) {
+        const uint64_t seed = k < end ? k : at_the_end;
+        char failure[RD_TEXT] = "";
+        t_rng rng = t_seed(seed ^ 0x0ff1);
+        ms_config config = t_config();
+        rd_graph *g = rd_generate(seed);
+        config.prefetch_depth = (uint32_t)(seed % 3);
+        config.async_offload = seed % 3 == 0 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+        rd_net *n = rd_net_create(g, &config, "moved", failure, false);
+        rd_force_moves(n, &rng);
+        t_ok(n->model, ms_wrap(n->model));
+        at_most += check_under_way(n->model, &n->model->run.plan->train) * (seed % 3 > 0);
+        (void)check_under_way(n->model, &n->model->run.plan->eval);
+        later += g->accumulation > 1;
+        rd_net_destroy(n);
+        free(g);
+    }
+    assert_true(at_most > 0 && later > 0);
+}
+
+/* Copies in begin so that each has come when it or one behind it in the stream is needed: at most
+   as late as the last moment that lets all of them run one after another. */
+static void copies_begin_in_time_for_those_behind(void **state) {
+    (void)state;
+    enum { SLOTS = 6, COPIES = 5 };
+    t_rng rng = t_seed(3);
+    for (int round = 0; round < 200; ++round) {
+        msi_transfer copies[COPIES];
+        double begin_us[SLOTS + 1] = {0.0};
+        msi_scheduling s;
+        memset(&s, 0, sizeof s);
+        memset(copies, 0, sizeof copies);
+        s.transfers = copies;
+        s.transfer_count = COPIES;
+        s.begin_us = begin_us;
+        for (int k = 0; k < SLOTS; ++k) {
+            begin_us[k + 1] = begin_us[k] + 1.0 + t_below(&rng, 9);
+        }
+        for (uint32_t k = 0, needed = 0; k < COPIES; ++k) {
+            needed += t_below(&rng, 2);
+            copies[k].needed = needed;
+            copies[k].us = 1.0 + t_below(&rng, 5);
+            copies[k].is_in = t_chance(&rng, 0.8);
+            copies[k].is_left_out = t_chance(&rng, 0.2);
+            copies[k].start_us = NAN;
+        }
+        msi_find_starts(&s);
+        for (uint32_t k = 0; k < COPIES; ++k) {
+            double latest = 1e300, us = 0.0; // over all that are behind: when it is needed, less
+            for (uint32_t behind = k; behind < COPIES; ++behind) { // what runs until then
+                const msi_transfer *t = &copies[behind];
+                if (t->is_in && !t->is_left_out) {
+                    us += t->us;
+                    latest = begin_us[t->needed] - us < latest ? begin_us[t->needed] - us : latest;
+                }
+            }
+            assert_true(!copies[k].is_in || copies[k].is_left_out || copies[k].start_us == latest);
+        }
+    }
+}
+
+/* What is kept from slot to slot is held in all of them or in none, and nowhere beyond the peak. */
+static void what_is_kept_fits_everywhere(void **state) {
+    (void)state;
+    enum { SLOTS = 6, MOST = 10 };
+    t_rng rng = t_seed(4);
+    uint32_t held = 0;
+    for (int round = 0; round < 500; ++round) {
+        uint64_t live[SLOTS], before[SLOTS];
+        msi_scheduling s;
+        memset(&s, 0, sizeof s);
+        s.live_bytes = live;
+        s.most_bytes = MOST;
+        for (int k = 0; k < SLOTS; ++k) {
+            live[k] = before[k] = t_below(&rng, MOST + 1);
+        }
+        const uint32_t first = t_below(&rng, SLOTS), bytes = 1 + t_below(&rng, 5);
+        const uint32_t end = first + t_below(&rng, SLOTS - first + 1);
+        bool fits = true;
+        for (uint32_t k = first; k < end; ++k) {
+            fits &= before[k] + bytes <= MOST;
+        }
+        assert_int_equal(msi_hold(&s, first, end, bytes), fits);
+        for (uint32_t k = 0; k < SLOTS; ++k) {
+            assert_int_equal(live[k], before[k] + (fits && first <= k && k < end ? bytes : 0));
+        }
+        held += fits && end > first;
+    }
+    assert_true(held > 0);
 }
 
 /* At smaller sizes the plan may have to follow that for the largest, also in when copies begin and
@@ -701,11 +932,77 @@ static void what_is_given_up_leaves_no_copies(void **state) {
     }
 }
 
+static uint32_t joined; // mask of streams: what is computed waits for all that they were given
+
+static int note_record(void *state, ms_stream_kind stream, uint32_t event) {
+    joined |= event == MSI_EVENT_COPY ? 1u << (16 + (int)stream) : 0u;
+    return v_record(state, stream, event);
+}
+
+static int note_wait(void *state, ms_stream_kind stream, uint32_t event) {
+    joined |= event == MSI_EVENT_COPY && stream == MS_STREAM_COMPUTE ? joined >> 16 : 0u;
+    return v_wait(state, stream, event);
+}
+
+/* Whatever comes next waits for the copies of both directions: a recording, too, which copies on
+   streams of its own. */
+static void what_is_given_up_is_joined(void **state) {
+    (void)state;
+    static v_layer layers[RD_LAYERS];
+    const uint32_t both = 1u << MS_STREAM_TO_DEVICE | 1u << MS_STREAM_TO_HOST;
+    uint32_t found = 0;
+    for (uint64_t seed = first_seed(); seed < first_seed() + 20; ++seed) {
+        v_device device;
+        char failure[RD_TEXT] = "";
+        t_rng rng = t_seed(seed ^ 0x91fe);
+        ms_config config = t_config();
+        t_heap heap;
+        rd_graph *g = ld_make_late(rd_generate(seed), layers);
+        v_open(&device, seed);
+        memset(&heap, 0, sizeof heap);
+        config.allocator = t_heap_allocator(&heap);
+        config.early_update = MS_SWITCH_OFF;
+        config.backend = v_backend(&device);
+        config.backend.record = note_record;
+        config.backend.wait = note_wait;
+        rd_net *n = rd_net_create(g, &config, "given up", failure, false);
+        n->run.debug = true; // forward may run twice
+        rd_force_moves(n, &rng);
+        t_ok(n->model, ms_wrap(n->model));
+        assert_true(rd_net_write(n, 0, false));
+        const msi_program *p = &n->model->run.plan->train;
+        uint32_t copies = 0;
+        for (uint32_t k = 0; k < p->forward_end; ++k) {
+            copies += p->instructions.items[k].op == MSI_OP_COPY_OUT;
+        }
+        for (int backward = 0; backward < 2 && copies > 0 && can_be_given_up(g); ++backward) {
+            t_ok(n->model, ms_forward(n->model, NULL));
+            if (backward) {
+                t_ok(n->model, ms_backward(n->model));
+            }
+            joined = 0;
+            t_ok(n->model, ms_forward(n->model, NULL));
+            assert_int_equal(joined & both, both);
+            t_ok(n->model, ms_synchronize(n->model));
+            found++;
+        }
+        rd_net_destroy(n);
+        assert_true(device.engine.pending == 0 && heap.live_count == 0);
+        v_close(&device);
+        free(g);
+    }
+    assert_true(found > 0);
+}
+
 int main(void) {
     t_hook.part_bytes = 128; // so that state comes in parts
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_conflicts_is_ordered),
+        cmocka_unit_test(state_on_the_host_is_awaited_there),
         cmocka_unit_test(every_wait_matters),
+        cmocka_unit_test(copies_keep_to_their_limits),
+        cmocka_unit_test(copies_begin_in_time_for_those_behind),
+        cmocka_unit_test(what_is_kept_fits_everywhere),
         cmocka_unit_test(smaller_sizes_keep_the_schedule),
         cmocka_unit_test(random_copies_have_what_moves_together),
         cmocka_unit_test(the_host_holds_what_is_copied_there),
@@ -713,6 +1010,7 @@ int main(void) {
         cmocka_unit_test(moves_wait_for_all_they_need),
         cmocka_unit_test(left_out_waits_show),
         cmocka_unit_test(what_is_given_up_leaves_no_copies),
+        cmocka_unit_test(what_is_given_up_is_joined),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1516,6 +1516,34 @@ static void verifications_are_no_samples(void **state) {
     clocked_end(&n);
 }
 
+/* Whatever the stage, a step in slices is not timed, and leaves the times of others. */
+static void steps_in_slices_are_no_samples(void **state) {
+    (void)state;
+    clocked_net n;
+    const ms_config config = clocked_config(&n, NULL);
+    clocked_start(&n, &config);
+    for (uint64_t i = 0; i < 8; ++i) {
+        t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
+        const double sum = measured_sum(&n);
+        const uint32_t samples = n.model->run.timing->sample_count;
+        double loss;
+        ms_result result = MS_RESULT_MORE;
+        while (result == MS_RESULT_MORE && n.model->run.timing->stage != MSI_WARMUP_PLAN) {
+            time_factor = 50.0;
+            result = ms_step_slice(n.model, 1, &loss);
+            near(measured_sum(&n), sum);
+        }
+        assert_true(result == MS_RESULT_OK || n.model->run.timing->stage == MSI_WARMUP_PLAN);
+        assert_int_equal(n.model->run.timing->sample_count, samples);
+        near(measured_sum(&n), sum);
+    }
+    assert_int_equal(n.model->run.timing->stage, MSI_WARMUP_DONE);
+    for (uint32_t i = 0; i < LAYERS; ++i) {
+        near(n.model->graph.layers.items[i].measured.forward_us, 100.0 * (i + 1));
+    }
+    clocked_end(&n);
+}
+
 /* ms_wrap in the middle begins anew; after the samples it uses them, and so does ms_detach. */
 static void other_plans_in_between(void **state) {
     (void)state;
@@ -2260,6 +2288,7 @@ int main(void) {
         cmocka_unit_test(recomputations_are_measured),
         cmocka_unit_test(failing_steps_are_no_samples),
         cmocka_unit_test(verifications_are_no_samples),
+        cmocka_unit_test(steps_in_slices_are_no_samples),
         cmocka_unit_test(other_plans_in_between),
         cmocka_unit_test(settings_wait_for_wrap),
         cmocka_unit_test(every_allocation_fails_once),

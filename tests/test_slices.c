@@ -458,6 +458,34 @@ static void the_model_cannot_change_between_slices(void **state) {
 }
 
 /* While the others are updated. */
+/* Wherever it is set: the step under way has the factor with which it began, in its loss and in its
+   gradients. */
+static void a_loss_factor_waits_for_the_next_step(void **state) {
+    (void)state;
+    costly expected;
+    double most_us, loss = 0.0;
+    costly_start(&expected, 100.0);
+    t_ok(expected.n.m, ms_step(expected.n.m, &loss));
+    for (uint32_t after = 1; after < 2 * LAYERS; ++after) {
+        costly c;
+        double found = 0.0;
+        ms_result result = MS_RESULT_MORE;
+        costly_start(&c, 100.0);
+        for (uint32_t k = 0; result == MS_RESULT_MORE; ++k) {
+            if (k == after) {
+                ms_set_loss_factor(c.n.m, 8.0f);
+            }
+            result = ms_step_slice(c.n.m, 1, &found);
+        }
+        t_ok(c.n.m, result);
+        assert_true(found == loss);
+        t_net_same(&c.n, c.p, &expected.n, expected.p);
+        (void)step_in(&c, UINT64_MAX, &most_us);
+        t_net_end(&c.n);
+    }
+    t_net_end(&expected.n);
+}
+
 static void inputs_and_frozen_params_can_be_read_all_the_time(void **state) {
     (void)state;
     t_chain chain;
@@ -792,6 +820,91 @@ static bool cancel_after(rd_net *n, uint64_t slices, bool *completed) {
     n->run.step += 1;
     *completed = true;
     return false;
+}
+
+/* A layer with several buffers: each forward adds 1 to the first, 2 to the second and so on, and
+   y = x + the sum of what they were. A recomputation reads them, and fails if it is told to. */
+typedef struct counting {
+    uint32_t buffers, forwards;
+    bool fails;
+} counting;
+
+static int count_forward(const ms_call *call) {
+    counting *of = (counting *)call->user;
+    const bool again = call->phase == MS_PHASE_RECOMPUTE;
+    float sum = 0.0f;
+    for (uint32_t k = 0; k < of->buffers; ++k) {
+        float *count = t_data(&call->state[k]);
+        sum += *count;
+        *count += again ? 0.0f : (float)(k + 1);
+    }
+    of->forwards += !again;
+    for (int64_t i = 0; i < t_count(&call->out[0]); ++i) {
+        t_data(&call->out[0])[i] = t_data(&call->in[0])[i] + sum;
+    }
+    return again && of->fails ? T_CALLBACK_ERROR : 0;
+}
+
+static int count_backward(const ms_call *call) {
+    for (int64_t i = 0; i < t_count(&call->grad_out[0]); ++i) {
+        t_contribute(&call->grad_in[0], i, t_grad_out(call, 0, i));
+    }
+    return 0;
+}
+
+static void expect_counts(const t_net *n, const counting *of, const ms_tensor *buffer) {
+    for (uint32_t k = 0; k < of->buffers; ++k) {
+        float count = 0.0f;
+        t_ok(n->m, ms_read(n->m, buffer[k], &count));
+        assert_true(count == (float)((k + 1) * of->forwards));
+    }
+}
+
+/* Whether a recomputation has old state in place or has put some of it back: where the step is
+   cancelled, or the recomputation fails, all buffers have what forward left. */
+static void no_buffer_stays_old(void **state) {
+    (void)state;
+    for (uint32_t buffers = 1; buffers <= 4; ++buffers) {
+        t_net n;
+        ms_tensor buffer[4];
+        counting of = {buffers, 0, false};
+        double loss;
+        uint32_t old = 0;
+        t_net_begin(&n);
+        give_clock(&n.config);
+        t_net_create(&n);
+        const ms_tensor scaled = t_net_scale(&n, "scale", n.x, 0.0f, t_net_param(&n, "p"));
+        ms_layer_desc d = t_net_own(&n, count_forward, count_backward, "counting", scaled,
+                                    t_net_like(&n, "y", scaled));
+        d.recompute = count_forward;
+        d.user = &of;
+        d.backward_reads.nothing = true;
+        for (uint32_t k = 0; k < buffers; ++k) {
+            d.state[k] = buffer[k] = ms_buffer(n.m, "count", MS_DTYPE_F32, ms_shape1(1));
+        }
+        n.layers[n.count++] = ms_register_layer(n.m, &d);
+        ms_set_tensor_technique(n.m, d.out[0], MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_ON);
+        (void)t_net_loss(&n, t_net_square(&n, "square", d.out[0]), 1.0f);
+        t_net_start(&n);
+        for (uint32_t after = 1, more = true; more; ++after) {
+            ms_result result = MS_RESULT_MORE;
+            for (uint32_t k = 0; k < after && result == MS_RESULT_MORE; ++k) {
+                result = ms_step_slice(n.m, 1, &loss);
+            }
+            more = result == MS_RESULT_MORE;
+            old += n.m->run.state_is_old;
+            if (more) {
+                ms_cancel(n.m);
+                t_error(n.m, ms_step_slice(n.m, 1, &loss), MS_RESULT_CANCELLED);
+            }
+            expect_counts(&n, &of, buffer);
+        }
+        assert_in_range(old, buffers, UINT32_MAX);
+        of.fails = true;
+        t_error(n.m, ms_step(n.m, &loss), MS_RESULT_CALLBACK);
+        expect_counts(&n, &of, buffer);
+        t_net_end(&n);
+    }
 }
 
 /* Gradients that the trainer lends go on adding up, whatever becomes of a step. */
@@ -1186,6 +1299,7 @@ int main(void) {
         cmocka_unit_test(a_long_fill_is_named),
         cmocka_unit_test(long_updates_are_split),
         cmocka_unit_test(the_model_cannot_change_between_slices),
+        cmocka_unit_test(a_loss_factor_waits_for_the_next_step),
         cmocka_unit_test(inputs_and_frozen_params_can_be_read_all_the_time),
         cmocka_unit_test(old_state_is_never_seen),
         cmocka_unit_test(a_model_can_be_destroyed_between_slices),
@@ -1194,6 +1308,7 @@ int main(void) {
         cmocka_unit_test(slices_need_a_clock),
         cmocka_unit_test(a_clock_that_stands_still),
         cmocka_unit_test(many_slices_take_no_memory),
+        cmocka_unit_test(no_buffer_stays_old),
         cmocka_unit_test(a_cancelled_step_counts_as_not_begun),
         cmocka_unit_test(a_cancelled_step_leaves_no_work),
         cmocka_unit_test(a_callback_can_cancel),

@@ -581,6 +581,10 @@ static void check_clipping(float limit, uint32_t micro_count, bool custom) {
         t_ok(n.m, ms_gradient_norm(n.m, &norm));
         assert_true(fabs(norm - sqrt(squares)) <= 1e-5 * sqrt(squares));
     }
+    t_ok(n.m, ms_forward(n.m, NULL)); // the next step: there is none until its update
+    assert_int_equal(ms_gradient_norm(n.m, &norm), MS_RESULT_ORDER);
+    t_ok(n.m, ms_backward(n.m));
+    assert_int_equal(ms_gradient_norm(n.m, &norm), MS_RESULT_ORDER);
     t_tally t = t_net_tally(&n);
     assert_int_equal(t.count[MS_EVENT_NORM], custom ? 1 : 2);
     assert_int_equal(t.count[MS_EVENT_CLIP], 1);
