@@ -4,8 +4,8 @@
 #
 #   config=release|quick|debug|sanitize|thread|coverage|fast|fast_clang
 #                                   release is the default and builds under build/, the others under
-#                                   build/<config>/; quick is for tests, which compile in a third of the time;
-#                                   fast is -Ofast, as many trainers are built
+#                                   build/<config>/; quick is for tests: the library -O2, they -O1; fast is
+#                                   -Ofast, as many trainers are built
 #   werror=1                                        warnings are errors
 #   V=1                                             show the commands
 #   CC, CXX, CFLAGS, LDFLAGS                        as usual; CFLAGS come last and win
@@ -15,6 +15,9 @@
 #   ONLY=emulated                                   of make test, test-broad and test-all: the groups
 #                                                   with that in the name
 #   FUZZ_SECONDS=600 FUZZ_CC=clang                  of make fuzz
+#   MUTANTS=lower MUTANTS_MOST_S=0.3                of make mutants: those in sections with that in the name;
+#                                                   by tests that take no longer
+#   header= OUT= private=                           another header than memscale.h, in a folder of its own
 
 config ?= release
 header ?= memscale.h
@@ -188,7 +191,7 @@ test-all: tiers := quick broad full
 test test-broad test-all:
 	@ONLY='$(ONLY)' tests/run.sh $(tiers)
 
-# What the tests see of mistakes: MUTANTS=lower of those in sections with that in the name.
+# What the tests see of mistakes.
 mutants:
 	@tests/mutants.py
 
@@ -233,11 +236,11 @@ fuzz-corpus: build/fuzz/fuzz_api
 	@cd build/fuzz/small && cp $$(ls -S | head -n 60) ../../../tests/corpus
 
 # Line coverage of the headers over all tests, on one thread.
-covered := $(patsubst %.c,build/coverage/%,$(wildcard tests/test_*.c))
+covered := $(patsubst %.c,build/coverage/%,$(sources))
 coverage:
 	@$(MAKE) --no-print-directory config=coverage OPENMP= $(covered)
 	@for t in $(covered); do $$t > $$t.log 2>&1 || echo "$$t failed"; done
-	@gcov -n $(covered:=.gcda) 2> build/coverage/gcov.log | \
+	@gcov -n build/coverage/library.gcda $(covered:=.gcda) 2> build/coverage/gcov.log | \
 	 awk '/^File .(memscale.h|examples)/ { file = $$2; getline; print file, $$0 }'
 
 clean:

@@ -212,7 +212,7 @@ def main():
     path = OUT + '/seen.json'
     seen = json.load(open(path)) if os.path.exists(path) else {}
     planted = [m for m in mutants if m.number and only in m.section]
-    todo = [m for m in planted if not seen.get(m.key())]
+    unseen = [m for m in planted if not seen.get(m.key())]
     lock = threading.Lock()
 
     def look(mutant):
@@ -222,7 +222,7 @@ def main():
             json.dump(seen, open(path, 'w'), indent=0)
             print('%-4s %s (%s) %s: %s' % ('seen' if by else 'NOT', by, mutant.section, mutant.function,
                                            mutant.says), flush=True)
-    list(pool.map(look, todo))
+    list(pool.map(look, unseen))
     sections = {}
     for mutant in planted:
         counts = sections.setdefault(mutant.section, [0, 0])
