@@ -116,7 +116,7 @@ static void state_on_the_host_is_awaited_there(void **state) {
         }
         free(g);
     }
-    assert_true(restored >= 10);
+    assert_true(restored >= 10 || end - first_seed() < QUICK_ORDERED);
 }
 
 static void every_wait_matters(void **state) {
