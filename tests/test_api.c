@@ -56,8 +56,43 @@ static void shapes_count_their_elements(void **state) {
     assert_true(ms_shape_count(&shape) == 0);
     shape = ms_shape3((int64_t)1 << 40, (int64_t)1 << 40, 2);
     assert_true(ms_shape_count(&shape) == 0);
+    shape = ms_shape2((int64_t)1 << 40, ((int64_t)1 << 24) + 1); // 2^40 but for a carry
+    assert_true(ms_shape_count(&shape) == 0);
     memset(&shape, 0, sizeof shape);
     assert_true(ms_shape_count(&shape) == 1);
+}
+
+/* The high half of a product, by halves of its factors. */
+static uint64_t carry_of(uint64_t a, uint64_t b) {
+    const uint64_t low = a & UINT32_MAX, high = a >> 32;
+    const uint64_t middle = low * (b >> 32) + ((low * (b & UINT32_MAX)) >> 32);
+    const uint64_t other = high * (b & UINT32_MAX) + (middle & UINT32_MAX);
+    return high * (b >> 32) + (middle >> 32) + (other >> 32);
+}
+
+/* Whether a product wraps does not show in what is left of it: that may be larger than a factor. */
+static void products_never_wrap(void **state) {
+    (void)state;
+    t_rng rng = t_seed(75);
+    uint32_t larger = 0, whole = 0;
+    for (int i = 0; i < 20000; ++i) {
+        const uint64_t a = t_next(&rng) >> t_below(&rng, 64), b = t_next(&rng) >> t_below(&rng, 64);
+        uint64_t product = 0;
+        const bool fits = msi_multiply(a, b, &product);
+        assert_true(fits == (carry_of(a, b) == 0) && product == a * b);
+        larger += !fits && product >= a && product >= b;
+        whole += fits;
+    }
+    assert_true(larger > 1000 && whole > 1000);
+    static const uint64_t edges[] = {
+        0,         1, 2, 3, UINT32_MAX, (uint64_t)UINT32_MAX + 1, UINT64_MAX / 3, UINT64_MAX / 2,
+        UINT64_MAX};
+    enum { EDGES = sizeof edges / sizeof edges[0] };
+    for (int i = 0; i < EDGES * EDGES; ++i) {
+        const uint64_t a = edges[i / EDGES], b = edges[i % EDGES];
+        uint64_t product;
+        assert_true(msi_multiply(a, b, &product) == (carry_of(a, b) == 0));
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1085,6 +1120,14 @@ static void disturbing_log(ms_log_level level, const char *tag, const char *text
     }
 }
 
+/* Messages about what is refused in a visit do not end it. */
+static void silent_log(ms_log_level level, const char *tag, const char *text, void *user) {
+    (void)level;
+    (void)tag;
+    (void)text;
+    (void)user;
+}
+
 static uint32_t disturbing_policy(const ms_policy_args *args) {
     visitor *v = (visitor *)args->user;
     if (v->logs) {
@@ -1101,7 +1144,7 @@ static void visitors_cannot_change_the_plan(void **state) {
         ms_verify_report verified;
         visitor v = {NULL, 0, false};
         ms_config config = t_config();
-        config.log = which == 8 ? disturbing_log : NULL;
+        config.log = which == 8 ? disturbing_log : silent_log;
         config.log_user = &v;
         config.auto_policy = which == 9;
         config.policy = disturbing_policy;
@@ -1474,6 +1517,7 @@ int main(void) {
         cmocka_unit_test(every_enum_value_has_a_name),
         cmocka_unit_test(dtypes_have_their_names_and_sizes),
         cmocka_unit_test(shapes_count_their_elements),
+        cmocka_unit_test(products_never_wrap),
         cmocka_unit_test(the_hardware_is_reported),
         cmocka_unit_test(the_default_budget_is_a_part_of_the_free_memory),
         cmocka_unit_test(steps_need_a_wrap),

@@ -409,6 +409,52 @@ static void a_lent_block_that_is_too_small(void **state) {
     ms_destroy(chain.model);
 }
 
+/* What lies before the first aligned address of a lent block is no room: a block with one byte less
+   than the model needs from there on is refused, and the last one that suffices is used to its end,
+   but not beyond it. */
+static void what_is_skipped_of_a_lent_block_is_no_room(void **state) {
+    (void)state;
+    static uint8_t block[1 << 20];
+    for (int i = 0; i < 2 * 24; ++i) {
+        const size_t unit = i % 2 ? 256 : MSI_ALIGNMENT;
+        uint8_t *const aligned =
+            block + unit - (size_t)((uintptr_t)block % unit) + unit; // the block begins before it
+        const size_t skipped = i < 4 ? (size_t)(i / 2) : (size_t)i * 37 % unit;
+        ms_config config = t_config();
+        ms_memory_report report;
+        t_chain chain;
+        uint64_t bytes;
+        config.backend = ms_backend_cpu();
+        config.backend.workspace_bytes = i % 2 ? 256 : 0;
+        assert_int_equal(t_chain_create(&chain, &config, 2, T_CHAIN_ROWS, T_CHAIN_COLS),
+                         MS_RESULT_OK);
+        t_ok(chain.model, ms_smallest_budget(chain.model, &bytes));
+        ms_destroy(chain.model);
+        for (int less = 0; less < 2; ++less) {
+            memset(block, 0x5a, sizeof block);
+            config.memory = aligned - skipped;
+            config.memory_bytes = bytes + skipped - (uint64_t)less;
+            assert_int_equal(t_chain_create(&chain, &config, 2, T_CHAIN_ROWS, T_CHAIN_COLS),
+                             MS_RESULT_OK);
+            if (less) {
+                t_error(chain.model, ms_wrap(chain.model), MS_RESULT_BUDGET);
+            } else {
+                t_ok(chain.model, ms_wrap(chain.model));
+                t_ok(chain.model, t_chain_write(&chain, 1));
+                t_ok(chain.model, ms_step(chain.model, NULL));
+                t_report(chain.model, &report);
+                assert_true(report.arena_bytes == bytes);
+            }
+            for (const uint8_t *c = block; c < block + sizeof block; ++c) {
+                if ((c < aligned || c >= aligned + bytes) && *c != 0x5a) {
+                    fail_msg("byte %d of %d is written", (int)(c - aligned), (int)bytes);
+                }
+            }
+            ms_destroy(chain.model);
+        }
+    }
+}
+
 /* On a device that works later, by way of the host. */
 static void change_budgets_on_a_device(rd_graph *g, t_heap *heap) {
     static v_layer layers[RD_LAYERS];
@@ -1079,6 +1125,7 @@ int main(void) {
 #ifndef T_CUDA
         cmocka_unit_test(budgets_change_in_lent_memory),
         cmocka_unit_test(a_lent_block_that_is_too_small),
+        cmocka_unit_test(what_is_skipped_of_a_lent_block_is_no_room),
         cmocka_unit_test(budgets_change_on_a_device),
         cmocka_unit_test(values_are_moved_whole),
         cmocka_unit_test(there_are_never_two_arenas),

@@ -504,6 +504,49 @@ static void speeds_are_those_of_the_device(void **state) {
     assert_int_equal(heap.live_count, 0);
 }
 
+/* A device each of whose launches takes as long as a list says. */
+static const double *next_us;
+
+static int listed_fill(void *state, void *device, float value, uint64_t count) {
+    (void)state, (void)device, (void)value, (void)count;
+    spin(*next_us++);
+    return 0;
+}
+
+/* The middle one of the samples, the longer of two; as many as there is time for. */
+static void the_median_of_any_number_of_samples(void **state) {
+    (void)state;
+    static const struct {
+        double us[6]; // of the samples; the one after the last is not taken
+        int count;
+        double expected;
+    } cases[] = {{{6000.0, 1.0}, 1, 6000.0},
+                 {{4000.0, 5000.0, 1.0}, 2, 5000.0},
+                 {{5000.0, 1.0}, 1, 5000.0},
+                 {{1000.0, 3000.0, 2000.0, 1.0}, 3, 2000.0},
+                 {{3000.0, 1000.0, 2500.0, 1.0}, 3, 2500.0},
+                 {{900.0, 2000.0, 800.0, 3000.0, 1.0}, 4, 2000.0},
+                 {{700.0, 500.0, 900.0, 600.0, 800.0, 1.0}, 5, 700.0},
+                 {{500.0, 510.0, 900.0, 920.0, 910.0, 1.0}, 5, 900.0}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        slow s;
+        msi_bench t;
+        ms_backend b = slow_backend(&s);
+        const ms_config config = t_config();
+        memset(&t, 0, sizeof t);
+        b.fill_f32 = listed_fill;
+        t.config = &config;
+        t.backend = &b;
+        t.device_bytes = t.host_bytes = t.copy_bytes = 64;
+        t.end_us = played_us + 1e6;
+        next_us = cases[i].us;
+        expect_speed(msi_bench_median_us(&t, MSI_TIMED_LAUNCH, 1000.0), cases[i].expected);
+        assert_int_equal(next_us - cases[i].us, cases[i].count);
+        t.end_us = played_us; // no time left
+        expect_speed(msi_bench_median_us(&t, MSI_TIMED_LAUNCH, 1234.0), 1234.0);
+    }
+}
+
 /* Of a device on which everything takes long there is one call of each, and the start of a few. */
 static void a_slow_device_is_not_waited_for(void **state) {
     (void)state;
@@ -950,6 +993,7 @@ int main(void) {
         cmocka_unit_test(the_system_says_what_proc_says),
         cmocka_unit_test(a_budget_of_unknown_memory_is_an_error),
         cmocka_unit_test(speeds_are_those_of_the_device),
+        cmocka_unit_test(the_median_of_any_number_of_samples),
         cmocka_unit_test(a_slow_device_is_not_waited_for),
         cmocka_unit_test(a_dry_run_measures_too),
         cmocka_unit_test(speeds_stay_as_stated_without_memory),

@@ -460,6 +460,27 @@ static uint64_t expect_copied(const msi_program *p, uint32_t residents, const ch
     return sent;
 }
 
+/* Homes, what a program keeps on the host, and staging lie apart, inside of what is allocated. */
+static void expect_apart(const ms_model *m) {
+    const msi_store *store = m->run.store;
+    const msi_plan *plan = m->run.plan;
+    const uint8_t *staging = msi_staging_of(store), *end = staging + store->staging_bytes;
+    const uint8_t *homes_end = store->host + store->host_bytes;
+    assert_true(end <= store->host + host_bytes);
+    for (int which = 0; which < 2; ++which) {
+        const msi_program *p = which ? &plan->eval : &plan->train;
+        for (uint32_t k = 0; k < p->ranges.count; ++k) {
+            const msi_range *range = &p->ranges.items[k];
+            const uint8_t *at = (const uint8_t *)msi_address(m, p, k);
+            if (k >= store->residents.count && range->on_host) {
+                assert_true(at >= homes_end && at + range->bytes <= staging);
+            } else if (at >= store->host && at < end) {
+                assert_true(at + range->bytes <= homes_end);
+            }
+        }
+    }
+}
+
 /* A plan has no place on the host for what it does not copy there, and searches, which stay within
    max_host_bytes, count none; what is allocated is what the report says. */
 static void the_host_holds_what_is_copied_there(void **state) {
@@ -488,6 +509,7 @@ static void the_host_holds_what_is_copied_there(void **state) {
         const uint64_t sent = expect_copied(&plan->train, store->residents.count, where);
         assert_int_equal(plan->train.sent_bytes, sent);
         assert_int_equal(expect_copied(&plan->eval, store->residents.count, where), 0);
+        expect_apart(n->model);
         t_report(n->model, &report);
         assert_true(g->axis_count > 0 ||
                     report.host_bytes == plan->train.home_bytes + plan->train.host_height);

@@ -261,6 +261,36 @@ static void codes_and_scales_have_places_of_their_own(void **state) {
     assert_int_equal(msi_coded_bytes((uint64_t)1 << 30), (uint64_t)4160 << 18);
 }
 
+/* A part of a param has its elements, and its state lies where an update of the whole looks for it:
+   in parts that are smaller than a group there are no codes. */
+static void parts_lie_as_they_do_in_the_whole(void **state) {
+    (void)state;
+    t_rng rng = t_seed(29);
+    for (int k = 0; k < 500; ++k) {
+        const uint64_t count = 1 + t_below(&rng, k % 2 ? 100000 : 3000);
+        const uint32_t parts = 1 + (uint32_t)t_below(&rng, 9);
+        const bool coded = parts == 1 || msi_part_size(count, parts) >= MSI_CODED_GROUP;
+        uint64_t end = 0;
+        for (uint32_t part = 0; part < parts && end < count; ++part) {
+            const msi_part p = msi_part_of(count, part, parts);
+            const msi_part floats = msi_part_bytes(MS_STATE_FORMAT_F32, p);
+            const msi_part halves = msi_part_bytes(MS_STATE_FORMAT_BF16, p);
+            const msi_part codes = msi_part_bytes(MS_STATE_FORMAT_8BIT, p);
+            assert_true(p.begin == end && p.count > 0 && p.count <= count - end);
+            assert_true(floats.begin == 4 * p.begin && floats.count == 4 * p.count);
+            assert_true(halves.begin == 2 * p.begin && halves.count == 2 * p.count);
+            assert_true(halves.begin % MSI_ALIGNMENT == 0 && (!coded || codes.begin % 64 == 0));
+            for (uint64_t at = 0; coded && at < p.count; at += MSI_CODED_BLOCK) {
+                assert_true(msi_codes_at(p.begin + at) == codes.begin + msi_codes_at(at));
+                assert_true(msi_scale_at(p.begin + at, count) ==
+                            codes.begin + msi_scale_at(at, p.count));
+            }
+            end += p.count;
+        }
+        assert_true(end == count);
+    }
+}
+
 /* Up or down, by a random draw whose mean is the number; never to infinity. */
 static void bf16_is_rounded_at_random(void **state) {
     (void)state;
@@ -1550,6 +1580,7 @@ int main(void) {
         cmocka_unit_test(blocks_are_coded_as_numbers_at_the_middles),
         cmocka_unit_test(blocks_keep_zeros_signs_and_the_largest),
         cmocka_unit_test(codes_and_scales_have_places_of_their_own),
+        cmocka_unit_test(parts_lie_as_they_do_in_the_whole),
         cmocka_unit_test(bf16_is_rounded_at_random),
         cmocka_unit_test(updates_are_those_of_the_formulas),
         cmocka_unit_test(blocks_are_updated_as_elements_are),
