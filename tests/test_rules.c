@@ -1133,8 +1133,8 @@ static void what_is_taken_over_at_the_peak_counts_once(void **state) {
             ms_tensor y = ms_activation(m, "y", MS_DTYPE_F32, shape);
             ms_layer_desc d = zoo_layer("layer", x, y);
             if (i == 1) {
-                d.must_in_place = d.in_place[0] = 1;
-                d.must_grad_in_place = d.grad_in_place[0].grad_out = 1;
+                d.in_place[0] = 1;
+                d.grad_in_place[0].grad_out = 1;
                 (backward ? &d.backward_workspace : &d.forward_workspace)->bytes = 1 << 20;
             } else {
                 d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(16));
