@@ -1021,6 +1021,64 @@ static ms_config half_config(ms_dtype dtype, bool smallest, bool masters) {
 
 static const ms_dtype half_dtypes[] = {MS_DTYPE_BF16, MS_DTYPE_F16};
 
+static int clobbering_backward(const ms_call *call) {
+    for (int64_t i = 0; i < COUNT; ++i) {
+        const float g = t_data(&call->grad_out[0])[i];
+        if (call->param[0].data || call->grad_param[0].data) {
+            t_contribute(&call->grad_param[0], i, g);
+        } else {
+            t_data(&call->grad_in[0])[i] = 2.0f * g; // perhaps the same
+        }
+    }
+    return 0;
+}
+
+static int ones_forward(const ms_call *call) {
+    for (int64_t i = 0; i < COUNT; ++i) {
+        t_data(&call->out[0])[i] = 1.0f;
+    }
+    return 0;
+}
+
+/* What a layer may destroy and what it computes in the same place: the result is what stays. */
+static void a_result_over_what_may_be_destroyed_stays(void **state) {
+    (void)state;
+    const ms_optimizer_desc none = t_optimizer(MS_OPTIMIZER_NONE, 0.0f);
+    float gradient[2][COUNT];
+    for (int debug = 0; debug < 2; ++debug) {
+        ms_model *m;
+        ms_config config = t_config();
+        config.debug = debug == 1;
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        const ms_tensor w = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(COUNT));
+        ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape1(COUNT));
+        for (int i = 0; i < 3; ++i) {
+            ms_layer_desc d;
+            memset(&d, 0, sizeof d);
+            d.name = "layer";
+            d.forward = ones_forward;
+            d.backward = clobbering_backward;
+            d.backward_reads.nothing = true;
+            d.in[0] = x;
+            x = d.out[0] = ms_activation(m, "y", MS_DTYPE_F32, ms_shape1(COUNT));
+            if (i == 0) {
+                d.param[0] = w;
+            } else {
+                d.grad_in_place[0].grad_out = d.clobbers.grad_out = d.overwrites.in = 1;
+            }
+            ms_register_layer(m, &d);
+        }
+        ms_set_loss(m, x);
+        ms_set_optimizer(m, &none);
+        t_ok(m, ms_wrap(m));
+        t_write_zeros(m);
+        t_ok(m, ms_step(m, NULL));
+        t_ok(m, ms_read(m, ms_gradient(m, w), gradient[debug]));
+        ms_destroy(m);
+    }
+    assert_memory_equal(gradient[0], gradient[1], sizeof gradient[0]);
+}
+
 static void lies_about_the_dtype_are_caught(void **state) {
     (void)state;
     for (int how = 0; how < 8 * HALF_LIES; ++how) {
@@ -1166,6 +1224,7 @@ int main(void) {
         cmocka_unit_test(each_workspace_has_room),
         cmocka_unit_test(layers_are_logged_before_they_run),
         cmocka_unit_test(callbacks_still_fail),
+        cmocka_unit_test(a_result_over_what_may_be_destroyed_stays),
         cmocka_unit_test(lies_about_the_dtype_are_caught),
         cmocka_unit_test(the_honest_pass_in_16_bits),
         cmocka_unit_test(debug_mode_changes_no_choice),

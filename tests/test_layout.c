@@ -313,6 +313,34 @@ static void first_fit_finds_the_first_gap(void **state) {
 }
 
 /* With tens of thousands of blocks the layout still comes close to the bound. */
+/* A skyline is as high over a range as what was put anywhere on it. */
+static void a_skyline_is_as_high_as_its_blocks(void **state) {
+    (void)state;
+    enum { MOST_LEAVES = 32 };
+    for (uint64_t seed = 0; seed < 200; ++seed) {
+        t_rng rng = t_seed(seed);
+        uint64_t highest[2 * MOST_LEAVES], applied[2 * MOST_LEAVES], height[MOST_LEAVES] = {0};
+        const msi_skyline s = {highest, applied, 1u << t_below(&rng, 6)};
+        msi_skyline_clear(&s);
+        for (uint64_t k = 0; k < 40; ++k) {
+            const uint32_t first = t_below(&rng, s.leaves);
+            const uint32_t last = first + t_below(&rng, s.leaves - first);
+            const uint64_t raised = t_below(&rng, 1000);
+            uint64_t most = 0;
+            for (uint32_t t = first; t <= last; ++t) {
+                most = height[t] > most ? height[t] : most;
+            }
+            assert_int_equal(msi_skyline_max(&s, first, last), most);
+            for (uint32_t t = first; t <= last && k % 2 == 0; ++t) {
+                height[t] = raised > height[t] ? raised : height[t];
+            }
+            if (k % 2 == 0) {
+                msi_skyline_raise(&s, first, last, raised);
+            }
+        }
+    }
+}
+
 static void layouts_of_large_graphs(void **state) {
     (void)state;
     t_heap heap;
@@ -482,6 +510,7 @@ int main(void) {
         cmocka_unit_test(layouts_of_recomputation),
         cmocka_unit_test(layouts_from_the_peak),
         cmocka_unit_test(first_fit_finds_the_first_gap),
+        cmocka_unit_test(a_skyline_is_as_high_as_its_blocks),
         cmocka_unit_test(layouts_of_large_graphs),
         cmocka_unit_test(layouts_of_recomputation_take_near_linear_time),
         cmocka_unit_test(an_invalid_layout_is_told),

@@ -381,6 +381,24 @@ static void count_copies(const ms_model *m, const msi_program *p, copy_tally *ta
     }
 }
 
+/* So many params move in one copy, at most one of which is not small. */
+static void what_moves_in_one_copy_is_small_except_for_one(void **state) {
+    (void)state;
+    uint32_t counts[MSI_MOST_TOGETHER + 1] = {0};
+    t_rng rng = t_seed(1);
+    msi_batch b = {0, 0};
+    for (uint32_t k = 0, count = 0, large = 0; k < 2000; ++k) {
+        const bool is_large = t_chance(&rng, 0.3);
+        const bool fits = count > 0 && count < MSI_MOST_TOGETHER && large + is_large <= 1;
+        assert_int_equal(msi_goes_along(&b, MSI_SMALL_BYTES + (is_large ? 4 : 0)), fits);
+        counts[fits ? 0 : count] += 1;
+        count = fits ? count + 1 : 1;
+        large = (fits ? large : 0) + is_large;
+        assert_int_equal(b.count, count);
+    }
+    assert_true(counts[1] > 0 && counts[2] > 0 && counts[MSI_MOST_TOGETHER] > 0);
+}
+
 static void random_copies_have_what_moves_together(void **state) {
     (void)state;
     const uint64_t end = end_seed(QUICK_ORDERED, ORDERED);
@@ -1027,6 +1045,7 @@ int main(void) {
         cmocka_unit_test(what_is_kept_fits_everywhere),
         cmocka_unit_test(smaller_sizes_keep_the_schedule),
         cmocka_unit_test(random_copies_have_what_moves_together),
+        cmocka_unit_test(what_moves_in_one_copy_is_small_except_for_one),
         cmocka_unit_test(the_host_holds_what_is_copied_there),
         cmocka_unit_test(moves_change_no_bit),
         cmocka_unit_test(moves_wait_for_all_they_need),

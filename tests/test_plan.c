@@ -910,6 +910,57 @@ static bool is_declared(dag *d, const msi_instruction *i, const msi_range *from,
     return false;
 }
 
+/* The gradient of an input goes where the mask says, and nowhere else, though all else ends there. */
+static void each_mask_is_of_its_own_operands(void **state) {
+    (void)state;
+    enum { KINDS = 4 };
+    for (int kind = 0; kind < KINDS; ++kind) {
+        const ms_shape shape = ms_shape2(16, 16);
+        ms_model *m;
+        ms_layer_desc d[3];
+        assert_int_equal(ms_create(NULL, &m), MS_RESULT_OK);
+        memset(d, 0, sizeof d);
+        ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, shape), saved = x;
+        for (int i = 0; i < 3; ++i) {
+            d[i].name = "layer";
+            d[i].forward = d[i].backward = t_nothing;
+            d[i].in[0] = x;
+            x = d[i].out[0] = ms_activation(m, "y", MS_DTYPE_F32, shape);
+            d[i].backward_reads.nothing = i != 1;
+            if (i == 0) {
+                d[i].param[0] = ms_param(m, "w", MS_DTYPE_F32, shape);
+            } else if (i == 1) {
+                ms_slot_masks *over = &d[i].grad_in_place[0];
+                saved = d[i].saved[0] = ms_saved(m, "s", MS_DTYPE_F32, shape);
+                d[i].backward_reads.in = d[i].backward_reads.out = d[i].backward_reads.saved = 1;
+                over->in = kind == 0;
+                over->out = kind == 1;
+                over->saved = kind == 2;
+                over->grad_out = kind == 3;
+            }
+            ms_register_layer(m, &d[i]);
+        }
+        ms_set_loss(m, x);
+        t_ok(m, ms_wrap(m));
+        const msi_program *p = &m->run.plan->train;
+        const ms_tensor from[KINDS] = {d[1].in[0], d[1].out[0], saved, d[1].out[0]};
+        uint32_t taken = 0;
+        for (uint32_t k = m->run.store->residents.count; k < p->ranges.count; ++k) {
+            const msi_range *range = &p->ranges.items[k];
+            if (range->tensor == msi_index(&m->graph, d[1].in[0]) &&
+                range->role == MSI_ROLE_GRADIENT) {
+                assert_true(range->alias_of != MSI_NONE);
+                const msi_range *old = &p->ranges.items[range->alias_of];
+                assert_int_equal(old->tensor, msi_index(&m->graph, from[kind]));
+                assert_int_equal(old->role, kind == 3 ? MSI_ROLE_GRADIENT : MSI_ROLE_VALUE);
+                taken += 1;
+            }
+        }
+        assert_int_equal(taken, 1);
+        ms_destroy(m);
+    }
+}
+
 static bool lives_meet(const msi_range *a, const msi_range *b, bool fixed) {
     bool in_time = fixed || (a->first <= b->last && b->first <= a->last);
     return in_time && a->offset < b->offset + b->bytes && b->offset < a->offset + a->bytes;
@@ -1314,6 +1365,7 @@ static void long_names_cut_no_line(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(each_mask_is_of_its_own_operands),
         cmocka_unit_test_teardown(live_ranges_never_overlap, name_failing_graph),
         cmocka_unit_test(listings_have_every_instruction_once),
         cmocka_unit_test(the_plan_is_printed),

@@ -868,7 +868,7 @@ static void what_is_no_number(void **state) {
 // ------------------------------------------------------------------------------------------------
 // the hash of the graph: one small graph, and everything about it that can be otherwise
 
-enum { CHANGES = 30 };
+enum { CHANGES = 31 };
 
 static int nothing_else(const ms_call *call) {
     (void)call;
@@ -892,6 +892,8 @@ static uint64_t hash_of(int change, bool is_renamed) {
         ms_saved(m, "s", MS_DTYPE_F32, change == 4 ? shape : ms_along(shape, 0, axis));
     const ms_tensor w = change == 5 ? ms_buffer(m, "w", MS_DTYPE_F32, ms_shape1(3))
                                     : ms_param(m, "w", MS_DTYPE_F32, ms_shape1(3));
+    const ms_tensor v[] = {ms_param(m, "v0", MS_DTYPE_F32, ms_shape1(3)),
+                           ms_param(m, "v1", MS_DTYPE_F32, ms_shape1(3))};
     const ms_tensor z = ms_activation(m, "z", MS_DTYPE_F32, ms_shape1(2));
     d.name = is_renamed ? "renamed" : "first";
     d.forward = is_renamed ? nothing_else : t_nothing;
@@ -925,6 +927,7 @@ static uint64_t hash_of(int change, bool is_renamed) {
     e.forward = e.backward = t_nothing;
     e.in[0] = change == 26 ? y2 : y;
     e.out[0] = z;
+    e.param[0] = v[change == 30]; // the last operand of all
     ms_register_layer(m, &e);
     ms_set_loss(m, change == 27 ? y : z);
     if (change == 28) {

@@ -1113,6 +1113,64 @@ static void check_lifetimes(const ms_model *m) {
         free(a);
     }
     assert_true(most == r.lower_bound_bytes);
+    for (int category = 0; category < MS_CATEGORY_COUNT; ++category) {
+        most -= r.peak_bytes[category];
+    }
+    assert_true(most == 0);
+}
+
+/* A value whose memory is taken over at the peak does not count there. */
+static void what_is_taken_over_at_the_peak_counts_once(void **state) {
+    (void)state;
+    for (int backward = 0; backward < 2; ++backward) {
+        const ms_config config = zoo_config();
+        const ms_shape shape = ms_shape2(64, 16);
+        ms_model *m;
+        ms_memory_report r;
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, shape);
+        for (int i = 0; i < 3; ++i) {
+            ms_tensor y = ms_activation(m, "y", MS_DTYPE_F32, shape);
+            ms_layer_desc d = zoo_layer("layer", x, y);
+            if (i == 1) {
+                d.in_place[0] = 1;
+                d.grad_in_place[0].grad_out = 1;
+                (backward ? &d.backward_workspace : &d.forward_workspace)->bytes = 1 << 20;
+            } else {
+                d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(16));
+            }
+            d.backward_reads.nothing = 1;
+            ms_register_layer(m, &d);
+            x = y;
+        }
+        ms_set_loss(m, x);
+        t_ok(m, ms_wrap(m));
+        t_report(m, &r);
+        assert_true(r.peak_bytes[MS_CATEGORY_WORKSPACE] == 1 << 20);
+        check_lifetimes(m);
+        ms_destroy(m);
+    }
+}
+
+/* What an update of the trainer's own does not undo is not done to its gradients. */
+static void gradients_are_scaled_for_own_optimizers_only(void **state) {
+    (void)state;
+    zoo z;
+    const ms_config config = zoo_config();
+    zoo_create(&z, &config);
+    z.m->costs.hardware.fp16_tensor = z.m->costs.hardware.bf16 = true;
+    for (int f16 = 0; f16 < 2; ++f16) {
+        z.m->half = f16 ? MSI_FORMAT_F16 : MS_STATE_FORMAT_BF16;
+        for (int kind = MS_OPTIMIZER_ADAMW; kind <= MS_OPTIMIZER_NONE; ++kind) {
+            z.m->optimizer.kind = (ms_optimizer_kind)kind;
+            for (int how = 0; how < 2; ++how) {
+                z.m->config.mixed_precision = how ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+                const uint32_t allowed = msi_allowed(z.m, MS_MODE_AGGRESSIVE);
+                assert_int_equal((allowed & MSI_MIXED) != 0, !f16 || kind <= MS_OPTIMIZER_SGD);
+            }
+        }
+    }
+    ms_destroy(z.m);
 }
 
 static bool has_state_on_host(const ms_model *m) {
@@ -3313,6 +3371,8 @@ int main(void) {
         cmocka_unit_test(who_has_decided),
         cmocka_unit_test(decisions_are_those_of_the_program),
         cmocka_unit_test(decisions_of_random_graphs),
+        cmocka_unit_test(what_is_taken_over_at_the_peak_counts_once),
+        cmocka_unit_test(gradients_are_scaled_for_own_optimizers_only),
         cmocka_unit_test(copies_without_streams_are_waited_for),
         cmocka_unit_test(what_a_recomputation_reads),
         cmocka_unit_test(rules_are_listed_once_each),

@@ -1988,6 +1988,60 @@ static uint32_t check_allowed(const msi_search *s, const msi_tensor_decision *ba
     return chosen;
 }
 
+/* Each value that may be dropped is in a group of its own, or in that of its layer; each move that
+   may be chosen is one too. What is forced is in none. */
+static void a_small_graph_has_groups_for_all_that_may_be_chosen(void **state) {
+    (void)state;
+    static census c;
+    uint32_t drops = 0, joined = 0, moved[MSI_MOVES_ALL + 1] = {0};
+    for (uint64_t seed = 1; seed <= 20; ++seed) {
+        for (int by_layer = 0; by_layer < 2; ++by_layer) {
+            moving of;
+            t_rng rng = t_seed(seed);
+            moving_open(&of, &c, seed, 1);
+            set_techniques(of.g.model, &rng);
+            const msi_graph *g = &of.g.model->graph;
+            msi_exhaustive all = MSI_ZERO_INIT;
+            of.search.techniques = MSI_CHECKPOINTING;
+            assert_true(msi_exhaustive_init(&all, &of.search));
+            if (msi_list_groups(&all, by_layer == 1)) {
+                uint32_t seen[GRAPH_TENSORS * 3][MSI_MOVES_ALL + 1] = {{0}};
+                assert_true(g->tensors.count < GRAPH_TENSORS * 3);
+                for (uint32_t k = 0; k < all.group_count - all.has_room; ++k) {
+                    const uint32_t first = all.first[k], end = all.first[k + 1];
+                    const msi_tensor *of_first = &g->tensors.items[all.members[first] &
+                                                                   ((1u << MSI_ACTION_SHIFT) - 1)];
+                    assert_true(end == first + 1 || (by_layer && k < all.drop_count));
+                    joined += end > first + 1;
+                    for (uint32_t i = first; i < end; ++i) {
+                        const uint32_t t = msi_action_tensor(all.members[i]);
+                        const uint32_t move = all.members[i] >> MSI_ACTION_SHIFT;
+                        assert_int_equal(move != 0, k >= all.drop_count);
+                        assert_true(move || g->tensors.items[t].producer == of_first->producer);
+                        seen[t][move] += 1;
+                    }
+                }
+                for (uint32_t t = 0; t < g->tensors.count; ++t) {
+                    const msi_tensor_decision *d = &all.base[t];
+                    const bool drops_it =
+                        d->pass == 0 && !(d->moves & MSI_MOVES_VALUE) && msi_is_choice(g, t);
+                    assert_int_equal(seen[t][0], drops_it);
+                    drops += drops_it;
+                    for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
+                        const bool may =
+                            d->pass == 0 && (msi_may_choose(g, t) & ~(uint32_t)d->moves & move);
+                        assert_int_equal(seen[t][move], may);
+                        moved[move] += may;
+                    }
+                }
+            }
+            msi_release(c.scorer.allocator, all.tried, msi_exhaustive_bytes(&all));
+            moving_close(&of, &c);
+        }
+    }
+    assert_true(drops > 0 && joined > 0 && moved[MSI_MOVES_VALUE] > 0);
+}
+
 /* Whatever is forced or forbidden, with accumulation or not, and whatever the host has room for. */
 static void searches_do_what_is_allowed(void **state) {
     (void)state;
@@ -2542,6 +2596,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(the_list_ends_with_what_is_smallest),
         cmocka_unit_test(choices_keep_early_updates),
         cmocka_unit_test(searches_do_what_is_allowed),
+        cmocka_unit_test(a_small_graph_has_groups_for_all_that_may_be_chosen),
         cmocka_unit_test(homes_are_taken_as_they_are),
         cmocka_unit_test(what_is_taken_back_comes_back_together),
         cmocka_unit_test(a_list_ends_where_it_cannot_win),

@@ -1511,24 +1511,26 @@ static void verify_says_what_rounding_does(void **state) {
 static void verify_gives_the_largest_error_of_one_tensor(void **state) {
     (void)state;
     static float small[WIDE];
-    pulled z;
-    const ms_config config = t_config();
-    ms_optimizer_desc o = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
-    ms_verify_report all;
-    t_rng rng = t_seed(3);
-    o.state_format[0] = MS_STATE_FORMAT_BF16;
-    pulled_create(&z, &config, &o);
-    force_codes(&z, 0, MS_SWITCH_ON);
-    t_ok(z.m, ms_wrap(z.m));
-    pulled_step(&z, 1);
-    pulled_write(&z);
-    t_fill(&rng, small, WIDE, 1e-6f);
-    t_ok(z.m, ms_write(z.m, ms_optimizer_state(z.m, z.p[0], 0), small));
-    t_fill(&rng, small, WIDE, 1e-6f);
-    t_ok(z.m, ms_write(z.m, z.x[0], small));
-    t_ok(z.m, ms_verify(z.m, NULL, NULL, &all));
-    assert_true(all.state_error > 0.005 && all.state_error < 0.03);
-    pulled_destroy(&z);
+    for (int param = 0; param < PARAMS - 1; ++param) {
+        pulled z;
+        const ms_config config = t_config();
+        ms_optimizer_desc o = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+        ms_verify_report all;
+        t_rng rng = t_seed(3);
+        o.state_format[0] = MS_STATE_FORMAT_BF16;
+        pulled_create(&z, &config, &o);
+        force_codes(&z, param, MS_SWITCH_ON);
+        t_ok(z.m, ms_wrap(z.m));
+        pulled_step(&z, 1);
+        pulled_write(&z);
+        t_fill(&rng, small, WIDE, 1e-6f);
+        t_ok(z.m, ms_write(z.m, ms_optimizer_state(z.m, z.p[param], 0), small));
+        t_fill(&rng, small, WIDE, 1e-6f);
+        t_ok(z.m, ms_write(z.m, z.x[param], small));
+        t_ok(z.m, ms_verify(z.m, NULL, NULL, &all));
+        assert_true(all.state_error > 0.005 && all.state_error < 0.03);
+        pulled_destroy(&z);
+    }
 }
 
 /* With accumulation the rounding that ms_verify reports is that of the last micro-batch, in which

@@ -1756,6 +1756,100 @@ static const misuse registrations[] = {
     {"all params frozen", BEFORE_WRAP, freeze_everything, BAD, {"losses", "param"}},
 };
 
+/* Shapes of equal size that keep it at all sizes of the axes are those whose product has each axis
+   as many times. */
+static void shapes_that_grow_alike_do_so_along_every_axis(void **state) {
+    (void)state;
+    enum { AXES = 3, DIMS = 3 };
+    static const uint64_t primes[AXES] = {2, 3, 5};
+    uint32_t alike = 0, count = 4000;
+    for (uint64_t seed = 0; seed < count; ++seed) {
+        t_rng rng = t_seed(seed);
+        msi_tensor tensors[2];
+        uint64_t grown[2] = {1, 1};
+        msi_graph g = MSI_ZERO_INIT;
+        memset(tensors, 0, sizeof tensors);
+        for (int k = 0; k < 2; ++k) {
+            ms_shape *shape = &tensors[k].view.shape;
+            shape->rank = (int32_t)t_below(&rng, DIMS + 1);
+            for (int i = 0; i < shape->rank; ++i) {
+                shape->axes[i] = (uint8_t)(t_chance(&rng, 0.5) ? 0 : t_below(&rng, 1 << AXES));
+                for (int axis = 0; axis < AXES; ++axis) {
+                    grown[k] *= shape->axes[i] >> axis & 1 ? primes[axis] : 1;
+                }
+            }
+        }
+        g.tensors.items = tensors;
+        g.tensors.count = 2;
+        g.axis_count = AXES;
+        assert_int_equal(msi_scales_alike(&g, 0, 1), grown[0] == grown[1]);
+        alike += grown[0] == grown[1];
+    }
+    assert_true(alike > 100 && alike < count / 2);
+}
+
+/* An operand that has the rows of a layer, or a multiple of them, grows with each axis as often as
+   they do; one that has a part of them may grow less. */
+static void what_is_cut_into_tiles_grows_with_the_rows(void **state) {
+    (void)state;
+    static const struct {
+        int64_t rows;
+        uint8_t axes; // of the operand; the rows of the layer are along axis 0
+        bool can;
+    } cases[] = {{12, 1, true}, {24, 1, true},  {6, 1, true},  {5, 1, false}, {12, 0, false},
+                 {24, 0, false}, {6, 0, true},  {12, 2, false}, {6, 2, false}, {12, 3, false},
+                 {24, 3, false}, {6, 3, false}};
+    msi_graph g = MSI_ZERO_INIT;
+    g.axis_count = 2;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
+        ms_shape out = ms_shape2(12, COLS), operand = ms_shape2(cases[i].rows, COLS);
+        out.axes[0] = 1;
+        operand.axes[0] = cases[i].axes;
+        assert_int_equal(msi_can_cut(&g, &operand, 1, &out, 1), cases[i].can);
+    }
+}
+
+/* The smallest number of rows that is a multiple of tile.multiple, and of which each operand has
+   whole rows. */
+static void tiles_have_whole_rows_of_all_operands(void **state) {
+    (void)state;
+    enum { MOST = 12, OWN = 2 };
+    for (uint32_t seed = 0; seed < 200; ++seed) {
+        t_rng rng = t_seed(seed);
+        uint64_t own[OWN], unit = 1;
+        ms_layer_desc d;
+        ms_model *m;
+        assert_int_equal(ms_create(NULL, &m), MS_RESULT_OK);
+        memset(&d, 0, sizeof d);
+        d.name = "in tiles";
+        d.forward = d.backward = t_nothing;
+        d.tile.axes = 1;
+        do {
+            d.tile.multiple = 1 + t_below(&rng, MOST);
+        } while (MOST % d.tile.multiple != 0);
+        for (int k = 0; k < OWN; ++k) {
+            do {
+                own[k] = 1 + t_below(&rng, MOST);
+            } while (MOST % own[k] != 0);
+            const ms_shape shape = ms_shape2((int64_t)own[k], 2);
+            if (k == 0) {
+                d.in[0] = ms_input(m, "x", MS_DTYPE_F32, shape);
+            } else {
+                d.saved[0] = ms_saved(m, "s", MS_DTYPE_F32, shape);
+            }
+        }
+        d.out[0] = ms_activation(m, "y", MS_DTYPE_F32, ms_shape2(MOST, 2));
+        ms_register_layer(m, &d);
+        assert_int_equal(m->errors.sticky, MS_RESULT_OK);
+        while (unit % (uint64_t)d.tile.multiple != 0 || unit * own[0] % MOST != 0 ||
+               unit * own[1] % MOST != 0) {
+            unit += 1;
+        }
+        assert_int_equal(msi_tile_unit(&m->graph, &m->graph.layers.items[0]), unit);
+        ms_destroy(m);
+    }
+}
+
 static void check_registration(const misuse *c, act_fn early, act_fn late) {
     world w;
     w_begin(&w);
@@ -2674,6 +2768,9 @@ static void null_models(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(shapes_that_grow_alike_do_so_along_every_axis),
+        cmocka_unit_test(what_is_cut_into_tiles_grows_with_the_rows),
+        cmocka_unit_test(tiles_have_whole_rows_of_all_operands),
         cmocka_unit_test(spoiled_descs),
         cmocka_unit_test(honest_descs),
         cmocka_unit_test(bad_configs),
