@@ -2009,8 +2009,8 @@ static void a_small_graph_has_groups_for_all_that_may_be_chosen(void **state) {
                 assert_true(g->tensors.count < GRAPH_TENSORS * 3);
                 for (uint32_t k = 0; k < all.group_count - all.has_room; ++k) {
                     const uint32_t first = all.first[k], end = all.first[k + 1];
-                    const msi_tensor *of_first = &g->tensors.items[all.members[first] &
-                                                                   ((1u << MSI_ACTION_SHIFT) - 1)];
+                    const msi_tensor *of_first =
+                        &g->tensors.items[all.members[first] & ((1u << MSI_ACTION_SHIFT) - 1)];
                     assert_true(end == first + 1 || (by_layer && k < all.drop_count));
                     joined += end > first + 1;
                     for (uint32_t i = first; i < end; ++i) {

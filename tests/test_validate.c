@@ -1796,9 +1796,9 @@ static void what_is_cut_into_tiles_grows_with_the_rows(void **state) {
         int64_t rows;
         uint8_t axes; // of the operand; the rows of the layer are along axis 0
         bool can;
-    } cases[] = {{12, 1, true}, {24, 1, true},  {6, 1, true},  {5, 1, false}, {12, 0, false},
-                 {24, 0, false}, {6, 0, true},  {12, 2, false}, {6, 2, false}, {12, 3, false},
-                 {24, 3, false}, {6, 3, false}};
+    } cases[] = {{12, 1, true},  {24, 1, true},  {6, 1, true},   {5, 1, false},
+                 {12, 0, false}, {24, 0, false}, {6, 0, true},   {12, 2, false},
+                 {6, 2, false},  {12, 3, false}, {24, 3, false}, {6, 3, false}};
     msi_graph g = MSI_ZERO_INIT;
     g.axis_count = 2;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
