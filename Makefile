@@ -253,7 +253,7 @@ help:
 	@echo 'make            every program of examples/ and bench/, at build/<folder>/<name>'
 	@echo 'make run        train a small GPT-2 inside a byte budget (about a minute)'
 	@echo 'make test       what a commit needs, in about six minutes; the last line has the totals'
-	@echo 'make test-broad  what a release needs beside that, in about twenty minutes'
+	@echo 'make test-broad  what a release needs beside that, in about half an hour'
 	@echo 'make cross      programs for Windows, aarch64, riscv64 and 32-bit ARM, by wine and qemu'
 	@echo 'make test-all   everything that is tested: both, and what is left out there, in two hours'
 	@echo 'make cuda       gpt2, bert, cnn, lora, bench/gpu and bench/whole for NVIDIA GPUs, at build/cuda/<folder>/<name>'
