@@ -259,7 +259,7 @@ help:
 	@echo 'make cuda       gpt2, bert, cnn, lora, bench/gpu and bench/whole for NVIDIA GPUs, at build/cuda/<folder>/<name>'
 	@echo 'make test-gpu   the tests on a GPU, with compute-sanitizer where it is found'
 	@echo 'make bench-gpu  the published models on a GPU, beside PyTorch where it is found'
-	@echo 'make mutants    which of the mistakes in tests/mutants the tests do not see, in about an hour'
+	@echo 'make mutants    which of the mistakes in tests/mutants the tests do not see; it takes hours'
 	@echo 'make fuzz       random sequences of calls for ten minutes, by clang'"'"'s fuzzer'
 	@echo 'make fuzz-corpus  the small corpus of the tests anew, from what make fuzz has found'
 	@echo 'make coverage   line coverage of the tests'
