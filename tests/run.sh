@@ -359,7 +359,7 @@ for source in tests/test_*.c; do
     sanitize="run_test sanitize build/sanitize/tests/$name"
     sweeps "$source" && length=', longer sweeps' || length=
     case $name in
-    test_offload) share=100 longer=broad ;; # a wait that is missing shows in few of its graphs
+    test_offload) share=40 longer=broad ;; # a wait that is missing shows in few of its graphs
     test_solver) share=30 longer=full ;;
     *) share=50 longer=full ;;
     esac
