@@ -27989,23 +27989,23 @@ static MSI_COLD void msi_visit_inputs(const msi_walk *w) {
 static MSI_COLD void msi_visit_verdict(const msi_walk *w) {
     const ms_model *m = w->model;
     const msi_range *range = &w->program->ranges.items[w->program->loss];
-    const double end_us = w->start_us + w->duration_us;
+    const double us = msi_bytes_us(&m->costs, MSI_COST_SUM, (double)range->bytes);
     ms_event_operand loss, verdict;
     memset(&loss, 0, sizeof loss);
     loss.tensor = msi_handle(&m->graph, range->tensor, MSI_ROLE_VALUE);
     loss.kind = MS_OPERAND_SOURCE;
     loss.offset = m->run.store->resident_bytes + range->offset;
     loss.bytes = range->bytes;
-    msi_emit_besides(w, MS_EVENT_LOSS, MS_STREAM_COMPUTE, end_us,
-                     w->clock.free_us[MS_STREAM_COMPUTE] - end_us, &loss);
+    msi_emit_besides(w, MS_EVENT_LOSS, MS_STREAM_COMPUTE, w->clock.free_us[MS_STREAM_COMPUTE] - us,
+                     us, &loss);
     if (m->costs.has_copies) {
-        const double us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, MSI_STATES_BYTES);
+        const double copy_us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, MSI_STATES_BYTES);
         memset(&verdict, 0, sizeof verdict);
         verdict.kind = MS_OPERAND_TARGET;
         verdict.bytes = MSI_STATES_BYTES;
         verdict.is_outside = verdict.is_written = true;
         msi_emit_besides(w, MS_EVENT_VERDICT, MS_STREAM_TO_HOST,
-                         w->clock.free_us[MS_STREAM_TO_HOST] - us, us, &verdict);
+                         w->clock.free_us[MS_STREAM_TO_HOST] - copy_us, copy_us, &verdict);
     }
 }
 

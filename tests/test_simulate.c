@@ -1946,10 +1946,10 @@ static void the_checkers_check(void **state) {
                  is_utf8("\xf4\x90\x80\x80") || is_utf8("\xe2\x82"));
 }
 
-/* Events at which the live bytes of a category change. */
+/* Events at which the live bytes of a category change, and at which those on the host do. */
 typedef struct changes {
-    uint64_t live_bytes_of[MS_CATEGORY_COUNT];
-    uint32_t count;
+    uint64_t live_bytes_of[MS_CATEGORY_COUNT], host_bytes;
+    uint32_t count, host_count;
 } changes;
 
 static void count_changes(const ms_event *event, void *user) {
@@ -1958,6 +1958,10 @@ static void count_changes(const ms_event *event, void *user) {
         memcmp(c->live_bytes_of, event->live_bytes_of, sizeof c->live_bytes_of) != 0) {
         memcpy(c->live_bytes_of, event->live_bytes_of, sizeof c->live_bytes_of);
         c->count += 1;
+    }
+    if (event->index != UINT32_MAX && event->kind != MS_EVENT_DROP) {
+        c->host_count += event->host_bytes != c->host_bytes;
+        c->host_bytes = event->host_bytes;
     }
 }
 
@@ -1985,7 +1989,7 @@ static void find_slice(const ms_event *event, void *user) {
     assert_int_equal(sscanf(strstr(slice, "\"tid\":"), "\"tid\":%d", &stream), 1);
     assert_int_equal(sscanf(strstr(slice, "\"ts\":"), "\"ts\":%lf,\"dur\":%lf", &start_us, &us), 2);
     assert_true(name != NULL && end != NULL && stream == (int)event->stream);
-    assert_true(fabs(start_us - expected_us) < 1e-3 && fabs(us - duration_us) < 1e-3);
+    assert_true(fabs(start_us - expected_us) < 1e-3 && fabs(us - duration_us) < 1e-3 && us >= 0.0);
     unsigned long long number = 0;
     if (event->index == UINT32_MAX) {
         assert_int_equal(sscanf(strstr(name, "\"bytes\":"), "\"bytes\":%llu", &number), 1);
@@ -2069,24 +2073,36 @@ static void traces_show_copies(void **state) {
 
 static void traces_show_the_events(void **state) {
     (void)state;
+    uint32_t moved = 0, counted = 0;
     for (uint64_t seed = 1; seed <= 20; ++seed) {
         char failure[RD_TEXT] = "";
         const ms_hardware hardware = round_hardware(MS_DEVICE_DISCRETE);
         ms_config config = t_config();
+        t_rng rng = {seed};
+        changes c;
+        memset(&c, 0, sizeof c);
         config.dry_run = true;
         config.force_optimize = seed % 2 == 0;
         rd_graph *g = rd_generate(seed);
         rd_net *n = rd_net_create(g, &config, "traced", failure, true);
         ms_set_hardware(n->model, &hardware);
+        if (seed % 4 > 1) {
+            rd_force_moves(n, &rng);
+        }
         t_ok(n->model, ms_wrap(n->model));
         t_text text = trace_of(n->model);
         slices s = {text.data, 0, false, 0.0};
         t_ok(n->model, ms_visit_events(n->model, MS_PROGRAM_TRAIN, find_slice, &s));
         assert_int_equal(s.count, count_of(text.data, "\"ph\":\"X\""));
+        t_ok(n->model, ms_visit_events(n->model, MS_PROGRAM_TRAIN, count_changes, &c));
+        assert_int_equal(count_of(text.data, "\"name\":\"host bytes\""), c.host_count);
+        moved += c.host_count > 1;
+        counted += c.host_count > 0 && count_of(text.data, "\"copy in\"") > 0;
         free(text.data);
         rd_net_destroy(n);
         free(g);
     }
+    assert_true(moved > 1 && counted > 1);
 }
 
 /* Names of any bytes. */
