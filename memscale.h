@@ -29807,7 +29807,7 @@ static __device__ __forceinline__ double msi_cuda_block_sum(double *shared, doub
             shared[threadIdx.x] += shared[threadIdx.x + width];
         }
     }
-    return shared[0];
+    return threadIdx.x == 0 ? shared[0] : 0.0;
 }
 
 static __device__ __forceinline__ double msi_cuda_square(float x) {

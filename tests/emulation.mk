@@ -109,7 +109,7 @@ $(emulated_own): $(emulated)/%: %.cpp $(emulated)/cuda.a
 races := $(emulated)/races
 $(races)/cuda.o: examples/cuda.cu $(emulated)/flags
 	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_cpp) -x c++ -D__CUDACC__=1 -fsanitize=thread -MMD -MP -MF $@.d -c -o $@ $<
+	$(call say,$(CXX) $@) $(emulated_cpp) $(alignment) -x c++ -D__CUDACC__=1 -fsanitize=thread -MMD -MP -MF $@.d -c -o $@ $<
 
 $(races)/test_races.o: tests/emulation/test_races.cpp $(emulated)/flags
 	@mkdir -p $(@D)

@@ -121,13 +121,22 @@ sentence() { # DOCUMENT TEXT: line ends count as spaces
     [[ $(tr -s ' \n' ' ' < "$1") == *"$2"* ]] || stale "$1" "$2"
 }
 
+# What examples/estimate says of these arguments, which several figures are from.
+said_of=$(mktemp -d)
+trap 'rm -r "$said_of"' EXIT
+estimate() { # ARGUMENTS
+    local said="$said_of/${*//[^A-Za-z0-9]/_}"
+    [ -f "$said" ] || $folder/examples/estimate --json "$@" > "$said"
+    cat "$said"
+}
+
 # A number of the plain plan, or of the first mode's plan for the budget or smallest plan.
 estimated() { # PLAN KEY ARGUMENTS
     local plan=$1 key=$2
     shift 2
-    $folder/examples/estimate --json "$@" | awk -v plan="\"$plan\": {" -v key="\"$key\":" '
+    estimate "$@" | awk -v plan="\"$plan\": {" -v key="\"$key\":" '
         index($0, plan) { inside = 1 }
-        inside && index($0, key) { gsub(/.*: |,$/, ""); print; exit }'
+        inside && !found && index($0, key) { gsub(/.*: |,$/, ""); print; found = 1 }'
 }
 
 xl='--model gpt2-1558M --batch 1 --sequence 512'

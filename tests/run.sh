@@ -406,19 +406,27 @@ for source in tests/test_*.c; do
         check full "$name, clang, C++11" "run_test fast_clang build/fast_clang/tests/${name}_cpp"
 done
 
-# The tests on the CUDA backend and a GPU that is emulated.
+# The tests on the CUDA backend and a GPU that is emulated, and where they have most kernels with the finder
+# of races in these.
+raced=' test_half test_nn '
 emulated_first=' test_api test_contract test_gemm test_layout test_memory test_optimizer test_verify '
 group 'tests, emulated CUDA'
 for source in tests/test_*.c; do
     name=$(basename "$source" .c)
     [[ $host_only != *" $name "* ]] || continue
     emulate="run_test release build/emulated/tests/$name"
-    if [[ $name == test_cuda* || $emulated_first == *" $name "* ]]; then
-        check quick "$name" "$emulate"
-    else
-        [[ $plans_only == *" $name "* ]] && tier=full || tier=broad
-        check $tier "$name" "$emulate"
-    fi
+    case $name in
+    test_cuda*) tier=quick ;;
+    test_plan) tier=full ;;
+    *)
+        tier=broad
+        [[ $plans_only$raced != *" $name "* ]] || tier=full
+        [[ $emulated_first != *" $name "* ]] || tier=quick
+        ;;
+    esac
+    check $tier "$name" "$emulate"
+    [[ $raced != *" $name "* ]] ||
+        check broad "$name, races in kernels" "run_test release build/emulated/races/tests/$name"
     ! sweeps "$source" || check full "$name, longer sweeps" "$emulate 40"
 done
 for source in tests/emulation/test_*.cpp; do
@@ -434,8 +442,6 @@ group 'emulated CUDA, sanitizers'
 for name in test_cuda_backend test_cuda_graphs test_cuda_kernels emulation/test_emulation; do
     check broad "${name#*/}" "run_test sanitize build/sanitize/emulated/tests/$name"
 done
-check broad 'test_nn, races in kernels' 'run_test release build/emulated/races/tests/test_nn'
-check broad 'test_half, races in kernels' 'run_test release build/emulated/races/tests/test_half'
 
 # Each cell checks flags and what the preprocessor makes of them; the first has the warnings that the
 # optimizer finds, so that others can do without it.
@@ -511,7 +517,7 @@ check quick 'CUDA, one translation unit with the CUDA part' \
 check broad 'CUDA, the CUDA part alone, a C program on it' cell_cuda_object
 check quick 'the CUDA part without nvcc is refused, with the cure' check_cuda_refusal
 check broad 'CUDA, tests with kernels' cell_cuda_tests
-[[ $tiers == *' full '* ]] && codes='' || codes='sm_75 sm_90' # all of them take minutes
+[[ $tiers == *' full '* ]] && codes='' || codes=sm_90 # all of them take minutes
 check broad "make cuda${codes:+ for $codes}, and C programs on it" "build_cuda '$codes'"
 
 group 'symbols and macros'
