@@ -2172,7 +2172,8 @@ class model {
 /* MSI_COLD is for what runs seldom: it is compiled for size, and faster. For gcc, code that always
    leads to a cold call is cold too, and so is what only such code calls. So functions that lead to
    planning or to a step, and public ones, make such calls only under a condition. MSI_NOINLINE is
-   for what many places call and gains nothing from being copied into them. */
+   for what many places call and gains nothing from being copied into them, and for what is long and
+   called once: of two functions the compiler makes code faster than of one that is both. */
 #if defined(__GNUC__)
 #define MSI_COLD     __attribute__((cold))
 #define MSI_NOINLINE __attribute__((noinline, unused))
@@ -2778,8 +2779,8 @@ static MSI_NOINLINE bool msi_read_line(msi_file *file, char *line, int bytes) {
 #endif
 
 /* The number in the first line that begins with key and has one, or `otherwise`. */
-static inline uint64_t msi_read_key(const char *root, const char *directory, const char *name,
-                                    const char *key, uint64_t otherwise) {
+static MSI_NOINLINE uint64_t msi_read_key(const char *root, const char *directory, const char *name,
+                                          const char *key, uint64_t otherwise) {
     char line[256];
     uint64_t number = otherwise;
     msi_file *file = msi_open_file(root, directory, name);
@@ -2793,7 +2794,8 @@ static inline uint64_t msi_read_key(const char *root, const char *directory, con
 }
 
 /* The number in a file that has nothing else; UINT64_MAX if it has none, as in "max". */
-static inline uint64_t msi_read_number(const char *root, const char *directory, const char *name) {
+static MSI_NOINLINE uint64_t msi_read_number(const char *root, const char *directory,
+                                             const char *name) {
     return msi_read_key(root, directory, name, "", UINT64_MAX);
 }
 
@@ -2850,7 +2852,7 @@ static inline void msi_limit_by_groups(msi_host *h, int version, const char *mou
 }
 
 /* Cuts the next field off a line of fields that blanks separate; "" after the last. */
-static inline char *msi_next_field(char **line) {
+static MSI_NOINLINE char *msi_next_field(char **line) {
     char *field = *line + strspn(*line, " ");
     const size_t length = strcspn(field, " ");
     *line = field + length + (field[length] != 0);
@@ -3269,13 +3271,13 @@ typedef struct msi_part {
 
 /* Elements of each of so many parts of a param, except the last: whole groups of codes, so that a
    part of any state is contiguous, unless parts are smaller than that. */
-static uint64_t msi_part_size(uint64_t count, uint32_t part_count) {
+static MSI_NOINLINE uint64_t msi_part_size(uint64_t count, uint32_t part_count) {
     const uint64_t each = part_count > 1 ? (count + part_count - 1) / part_count : count;
     const uint64_t unit = each < MSI_CODED_GROUP ? MSI_ALIGNMENT / 2 : MSI_CODED_GROUP;
     return part_count > 1 ? (each + unit - 1) / unit * unit : each;
 }
 
-static msi_part msi_part_of(uint64_t count, uint32_t part, uint32_t part_count) {
+static MSI_NOINLINE msi_part msi_part_of(uint64_t count, uint32_t part, uint32_t part_count) {
     msi_part p;
     p.count = msi_part_size(count, part_count);
     p.begin = part * p.count;
@@ -3312,7 +3314,7 @@ static msi_part msi_part_bytes(ms_state_format format, msi_part part) {
     return bytes;
 }
 
-static uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
+static MSI_NOINLINE uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
     return msi_mix(hash ^ word);
 }
 
@@ -3354,7 +3356,7 @@ static bool msi_flag_is_set(const msi_flag *flag) {
 
 /* The clock of the platform: microseconds, not set back. Tests give one of their own. */
 #ifndef MSI_PLATFORM_US
-static inline double msi_platform_us(void) {
+static MSI_NOINLINE double msi_platform_us(void) {
 #if defined(MEMSCALE_NO_SYSTEM)
     return 0.0;
 #elif defined(_WIN32)
@@ -3572,6 +3574,9 @@ typedef struct msi_layer {
     uint32_t operand_first; // in graph.operands
     uint32_t mask_first;    // in graph.masks: in_place per out; four of grad_in_place per in
     uint8_t count[MSI_GROUP_COUNT];
+    uint16_t start[MSI_GROUP_COUNT + 1]; // of the groups among its operands; their number
+    /* Masks of the slots of the groups that a call reads. */
+    uint32_t backward_masks[MSI_GROUP_COUNT], recompute_masks[MSI_GROUP_COUNT];
     /* As in ms_layer_desc: see MSI_MASKS and MSI_FLAGS. */
     ms_reads backward_reads, recompute_reads;
     ms_edges accumulates, overwrites;
@@ -4689,8 +4694,9 @@ static int msi_backend_host_alloc(const ms_backend *b, const ms_allocator *alloc
                          : msi_cpu_memory_alloc(NULL, allocator, bytes, memory);
 }
 
-static void msi_backend_host_release(const ms_backend *b, const ms_allocator *allocator,
-                                     void *memory, uint64_t bytes) {
+static MSI_NOINLINE void msi_backend_host_release(const ms_backend *b,
+                                                  const ms_allocator *allocator, void *memory,
+                                                  uint64_t bytes) {
     if (memory && b->host_release) {
         b->host_release(b->user, allocator, memory, bytes);
     } else if (memory) {
@@ -4699,7 +4705,7 @@ static void msi_backend_host_release(const ms_backend *b, const ms_allocator *al
 }
 
 /* The result for an error number of the backend. */
-static ms_result msi_device(ms_model *m, int error, const char *what) {
+static MSI_NOINLINE ms_result msi_device(ms_model *m, int error, const char *what) {
     const ms_backend *b = &m->config.backend;
     if (error == 0) {
         return MS_RESULT_OK;
@@ -4776,7 +4782,7 @@ static ms_result msi_host_alloc(ms_model *m, uint64_t bytes, uint8_t **memory) {
                : msi_fail_memory(m, "tensors on the host and the staging of copies", bytes);
 }
 
-static void msi_host_release(ms_model *m, uint8_t *memory, uint64_t bytes) {
+static MSI_NOINLINE void msi_host_release(ms_model *m, uint8_t *memory, uint64_t bytes) {
     msi_backend_host_release(&m->config.backend, &m->config.allocator, memory, bytes);
 }
 
@@ -4826,7 +4832,7 @@ static ms_result msi_issue_copy_in(ms_model *m, void *device, const void *host, 
 }
 
 /* What is enqueued from now on runs after the last record of an event. */
-static ms_result msi_wait_on_device(ms_model *m, uint32_t event) {
+static MSI_NOINLINE ms_result msi_wait_on_device(ms_model *m, uint32_t event) {
     const ms_backend *b = &m->config.backend;
     return msi_has_copy_streams(m)
                ? msi_device(m, b->wait(m->device, MS_STREAM_COMPUTE, event), "waiting for a copy")
@@ -4847,7 +4853,7 @@ static ms_result msi_copy_out(ms_model *m, void *host, const void *device, uint6
     return msi_device(m, error, "copy to the host");
 }
 
-static ms_result msi_wait_on_host(ms_model *m, uint32_t event) {
+static MSI_NOINLINE ms_result msi_wait_on_host(ms_model *m, uint32_t event) {
     const ms_backend *b = &m->config.backend;
     return msi_has_copy_streams(m)
                ? msi_device(m, b->wait_on_host(m->device, event), "waiting for a copy")
@@ -5487,8 +5493,8 @@ MSI_WIDE void msi_wide_update(ms_optimizer_kind kind, const msi_wide_factors *f,
 /* Calls a piece of work for each number below count: by the trainer's job system, by the threads of
    OpenMP, of which each takes one range if pieces are alike, or here, if more threads are not worth
    it. Functions with `jobs` NULL have no job system. */
-static void msi_for_each(const ms_parallel *jobs, bool is_worth, bool alike, int64_t count,
-                         ms_piece_fn piece, void *argument) {
+static MSI_NOINLINE void msi_for_each(const ms_parallel *jobs, bool is_worth, bool alike,
+                                      int64_t count, ms_piece_fn piece, void *argument) {
     if (jobs && is_worth && count <= INT32_MAX) {
         jobs->run(jobs->user, (uint32_t)count, piece, argument);
         return;
@@ -5674,7 +5680,7 @@ static void msi_elements_piece(void *argument, uint32_t piece) {
                   msi_smaller(j->count, begin + MSI_CHUNK_ELEMENTS), j->adds);
 }
 
-static int msi_elements_for(const ms_parallel *jobs, const msi_elements_job *job) {
+static MSI_NOINLINE int msi_elements_for(const ms_parallel *jobs, const msi_elements_job *job) {
     msi_elements_job each = *job;
     const uint64_t chunks = (job->count + MSI_CHUNK_ELEMENTS - 1) / MSI_CHUNK_ELEMENTS;
     msi_for_each(jobs, chunks > 4, true, (int64_t)chunks, msi_elements_piece, &each);
@@ -5823,7 +5829,8 @@ static void msi_store_state(void *state, ms_state_format format, bool is_signed,
 }
 
 /* Elements of F32, BF16 or F16. */
-static void msi_load_floats(const void *from, ms_dtype dtype, uint64_t at, int count, float *to) {
+static MSI_NOINLINE void msi_load_floats(const void *from, ms_dtype dtype, uint64_t at, int count,
+                                         float *to) {
     msi_cpu_chunk(to, MS_DTYPE_F32, (const uint8_t *)from + at * ms_dtype_bytes(dtype), dtype, 0,
                   (uint64_t)count, false);
 }
@@ -6413,7 +6420,7 @@ static void msi_gemm_target(float alpha, const ms_matrix *a, const ms_matrix *b,
 }
 
 /* Matrix number `index` of a batch; a batch of one repeats its matrix. */
-static ms_matrix msi_matrix_at(const ms_matrix *x, int64_t index) {
+static MSI_NOINLINE ms_matrix msi_matrix_at(const ms_matrix *x, int64_t index) {
     ms_matrix one = *x;
     const int64_t stride = x->batch_count > 1 ? x->batch_stride : 0;
     one.data = (uint8_t *)x->data + index * stride * (x->dtype == MS_DTYPE_F32 ? 4 : 2);
@@ -6554,7 +6561,7 @@ static void msi_native_formats(ms_hardware *h) {
 }
 #endif
 
-static void msi_cpu_hardware(void *user, ms_hardware *hardware) {
+static MSI_COLD void msi_cpu_hardware(void *user, ms_hardware *hardware) {
     (void)user;
     char line[256];
     const char *value;
@@ -6720,7 +6727,7 @@ static uint64_t msi_done_jobs(msi_copy_stream *s, uint64_t job_count) {
 }
 
 /* As the model's thread waits: without the lock, if it knows that they are done. */
-static void msi_await_jobs(msi_copy_stream *s, uint64_t job_count) {
+static MSI_NOINLINE void msi_await_jobs(msi_copy_stream *s, uint64_t job_count) {
     if (s->known_count < job_count) {
         s->known_count = msi_done_jobs(s, job_count);
     }
@@ -7053,7 +7060,7 @@ static bool msi_is_time(double us) {
     return msi_is_finite(us) && us >= 0.0 && us <= msi_most_us;
 }
 
-static bool msi_is_speed(int speed, double x) {
+static MSI_NOINLINE bool msi_is_speed(int speed, double x) {
     return speed == MSI_SPEED_COUNT - 1
                ? msi_is_time(x)
                : msi_is_finite(x) && (x == 0.0 || (x >= msi_least_speed && x <= msi_most_speed));
@@ -7531,7 +7538,7 @@ static const char *msi_name(const msi_graph *g, uint32_t name) {
     return g->names.items + name;
 }
 
-static const char *msi_tensor_name(const msi_graph *g, uint32_t tensor) {
+static MSI_NOINLINE const char *msi_tensor_name(const msi_graph *g, uint32_t tensor) {
     return msi_name(g, g->tensors.items[tensor].name);
 }
 
@@ -7576,11 +7583,11 @@ static uint32_t msi_id(const msi_graph *g, uint32_t number) {
 
 /* The number of the handle that has this id; most likely beyond all that there are if it is another
    graph's; MSI_NONE for 0. */
-static uint32_t msi_id_number(const msi_graph *g, uint32_t id) {
+static MSI_NOINLINE uint32_t msi_id_number(const msi_graph *g, uint32_t id) {
     return id ? (uint32_t)(((uint64_t)id - 1 + UINT32_MAX - g->tag) % UINT32_MAX) : MSI_NONE;
 }
 
-static ms_tensor msi_handle(const msi_graph *g, uint32_t tensor, msi_role role) {
+static MSI_NOINLINE ms_tensor msi_handle(const msi_graph *g, uint32_t tensor, msi_role role) {
     ms_tensor handle = {msi_id(g, tensor * (uint32_t)MSI_ROLE_RESIDENT_COUNT + (uint32_t)role)};
     return handle;
 }
@@ -7639,7 +7646,7 @@ static bool msi_has_gradient(const msi_tensor *t) {
            (t->kind == MSI_KIND_PARAM || t->kind == MSI_KIND_ACTIVATION);
 }
 
-static uint32_t msi_state_count(const ms_optimizer_desc *o) {
+static MSI_NOINLINE uint32_t msi_state_count(const ms_optimizer_desc *o) {
     switch (o->kind) {
     case MS_OPTIMIZER_ADAMW:
         return 2;
@@ -7854,16 +7861,8 @@ static ms_axis msi_add_axis(ms_model *m, const char *name, int64_t size, int64_t
     return axis;
 }
 
-static uint32_t msi_group_start(const msi_layer *l, int group) {
-    uint32_t start = 0;
-    for (int k = 0; k < group; k++) {
-        start += l->count[k];
-    }
-    return start;
-}
-
 static const uint32_t *msi_group(const msi_graph *g, const msi_layer *l, int group) {
-    return g->operands.items + l->operand_first + msi_group_start(l, group);
+    return g->operands.items + l->operand_first + l->start[group];
 }
 
 /* Goes through the operands of a group of a layer, without empty slots:
@@ -7874,7 +7873,8 @@ typedef struct msi_operand_cursor {
     uint32_t slot, tensor; // of the present operand
 } msi_operand_cursor;
 
-static msi_operand_cursor msi_operands_of(const msi_graph *g, const msi_layer *l, int group) {
+static MSI_NOINLINE msi_operand_cursor msi_operands_of(const msi_graph *g, const msi_layer *l,
+                                                       int group) {
     const msi_operand_cursor c = {msi_group(g, l, group), l->count[group], 0, 0, 0};
     return c;
 }
@@ -7892,27 +7892,9 @@ static bool msi_next_operand(msi_operand_cursor *c) {
     msi_operand_cursor operand = msi_operands_of(g, l, group);                                     \
     msi_next_operand(&operand);
 
-/* The mask of a group in a declaration of reads, or `otherwise` if it declares nothing. */
-static uint32_t msi_declared_reads(const ms_reads *r, int group, uint32_t otherwise) {
-    const uint32_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, otherwise};
-    return r->nothing || (r->in | r->out | r->saved | r->param) ? masks[group] : otherwise;
-}
-
-/* The mask of the slots of a group that backward reads. */
-static uint32_t msi_reads_of(const msi_layer *l, int group) {
-    return group == MSI_GROUP_STATE ? l->backward_state
-                                    : msi_declared_reads(&l->backward_reads, group, MS_ALL_SLOTS);
-}
-
 /* The mask of the slots of a group that forward reads: all, except those of what it makes. */
 static uint32_t msi_forward_reads_of(int group) {
     return group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED ? 0 : MS_ALL_SLOTS;
-}
-
-/* The mask of the slots of a group that a recomputation reads. */
-static uint32_t msi_recompute_reads_of(const msi_layer *l, int group) {
-    const uint32_t by_forward = msi_forward_reads_of(group);
-    return l->recompute ? msi_declared_reads(&l->recompute_reads, group, by_forward) : by_forward;
 }
 
 /* Whether forward can run a second time. */
@@ -7926,7 +7908,7 @@ static bool msi_can_recompute(const msi_layer *l) {
 
 /* The mask of the slots of a group that a forward or a recomputation reads. */
 static uint32_t msi_op_reads(const msi_layer *l, msi_op op, int group) {
-    return op == MSI_OP_RECOMPUTE ? msi_recompute_reads_of(l, group) : msi_forward_reads_of(group);
+    return op == MSI_OP_RECOMPUTE ? l->recompute_masks[group] : msi_forward_reads_of(group);
 }
 
 /* The time of a layer's recomputation. */
@@ -7995,7 +7977,7 @@ static ms_state_format msi_format_of_value(const msi_graph *g, uint32_t t, ms_st
                : MS_STATE_FORMAT_F32;
 }
 
-static uint32_t msi_lowest_bit(uint32_t mask) {
+static MSI_NOINLINE uint32_t msi_lowest_bit(uint32_t mask) {
     uint32_t bit = 0;
     while (bit < 31 && !(mask >> bit & 1)) {
         bit++;
@@ -8046,7 +8028,7 @@ static double msi_output_elements(const msi_graph *g, const msi_layer *l) {
 static bool msi_reserve_layer(ms_model *m, const msi_layer *l) {
     msi_graph *g = &m->graph;
     const ms_allocator *a = &m->config.allocator;
-    const uint32_t operands = msi_group_start(l, MSI_GROUP_COUNT);
+    const uint32_t operands = l->start[MSI_GROUP_COUNT];
     const uint32_t masks = l->count[MSI_GROUP_OUT] + 4u * l->count[MSI_GROUP_IN];
     return MSI_RESERVE(msi_layer, a, g->layers, g->layers.count + 1) &&
            MSI_RESERVE(uint32_t, a, g->operands, g->operands.count + operands) &&
@@ -8089,7 +8071,7 @@ static void msi_count_slots(const ms_layer_desc *desc, uint8_t *count) {
 }
 
 /* MS_ALL_SLOTS becomes the mask of the used slots. */
-static void msi_clip_mask(uint32_t *mask, uint32_t slot_count) {
+static MSI_NOINLINE void msi_clip_mask(uint32_t *mask, uint32_t slot_count) {
     if (*mask == MS_ALL_SLOTS && slot_count < 32) {
         *mask = ((uint32_t)1 << slot_count) - 1;
     }
@@ -8107,6 +8089,29 @@ static void msi_clip_masks(ms_layer_desc *d, const uint8_t *count) {
         msi_clip_mask(&d->grad_in_place[i].out, count[MSI_GROUP_OUT]);
         msi_clip_mask(&d->grad_in_place[i].saved, count[MSI_GROUP_SAVED]);
         msi_clip_mask(&d->grad_in_place[i].grad_out, count[MSI_GROUP_OUT]);
+    }
+}
+
+/* The mask of a group in a declaration of reads, or `otherwise` if it declares nothing. */
+static uint32_t msi_declared_reads(const ms_reads *r, int group, uint32_t otherwise) {
+    const uint32_t masks[MSI_GROUP_COUNT] = {r->in, r->out, r->saved, r->param, otherwise};
+    return r->nothing || (r->in | r->out | r->saved | r->param) ? masks[group] : otherwise;
+}
+
+/* What the calls of a layer read. */
+static void msi_set_reads(msi_layer *l, const ms_layer_desc *desc) {
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        const uint32_t again = msi_forward_reads_of(group);
+        l->backward_masks[group] =
+            group == MSI_GROUP_STATE ? l->backward_state
+                                     : msi_declared_reads(&l->backward_reads, group, MS_ALL_SLOTS);
+        l->recompute_masks[group] =
+            l->recompute ? msi_declared_reads(&l->recompute_reads, group, again) : again;
+    }
+    uint32_t *in = &l->recompute_masks[MSI_GROUP_IN];
+    for (uint32_t j = 0; j < MS_LIMIT_OUT && *in != MS_ALL_SLOTS; j++) { // in place it reads too
+        l->recompute_reads.in |= l->must_in_place >> j & 1 ? desc->in_place[j] : 0u;
+        *in = l->recompute_reads.in;
     }
 }
 
@@ -8130,17 +8135,16 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
     l.operand_first = g->operands.count;
     l.mask_first = g->masks.count;
     msi_count_slots(desc, l.count);
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        l.start[group + 1] = (uint16_t)(l.start[group] + l.count[group]);
+    }
 #define MSI_X(field, group) l.field = desc->field;
     MSI_MASKS(MSI_X)
 #undef MSI_X
 #define MSI_X(field) l.field = desc->field;
     MSI_FLAGS(MSI_X)
 #undef MSI_X
-    const bool declared = msi_recompute_reads_of(&l, MSI_GROUP_IN) != MS_ALL_SLOTS;
-    for (uint32_t j = 0; j < MS_LIMIT_OUT && declared; j++) { // an in-place callback reads too
-        const uint32_t in_place = l.must_in_place >> j & 1 ? desc->in_place[j] : 0u;
-        l.recompute_reads.in |= in_place;
-    }
+    msi_set_reads(&l, desc);
     l.differentiable = desc->backward || (!desc->forward && !desc->no_backward);
     return l;
 }
@@ -8227,7 +8231,7 @@ static uint32_t msi_row_dims(const msi_layer *l, int group, uint32_t slot) {
 }
 
 /* So many rows of all, in bytes or elements. The product of all and rows may be too large. */
-static uint64_t msi_scale_rows(uint64_t all, uint64_t rows, uint64_t of) {
+static MSI_NOINLINE uint64_t msi_scale_rows(uint64_t all, uint64_t rows, uint64_t of) {
     return all / of * rows + all % of * rows / of;
 }
 
@@ -8269,7 +8273,7 @@ static void msi_set_sizes(msi_graph *g, const int64_t *sizes) {
     }
 }
 
-static void msi_get_sizes(const msi_graph *g, int64_t *sizes) {
+static MSI_NOINLINE void msi_get_sizes(const msi_graph *g, int64_t *sizes) {
     for (uint32_t a = 0; a < MS_LIMIT_AXES; a++) {
         sizes[a] = a < g->axis_count ? g->axes[a].size : 0;
     }
@@ -8288,7 +8292,7 @@ static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uin
    if forward runs only once, these ones, or all where there is no such recomputation. */
 static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-        const uint32_t read = l->recompute ? msi_recompute_reads_of(l, group) : 0;
+        const uint32_t read = l->recompute ? l->recompute_masks[group] : 0;
         for (MSI_EACH(made, g, l, group)) {
             msi_tensor *t = &g->tensors.items[made.tensor];
             t->serves_recompute = read >> made.slot & 1;
@@ -8342,7 +8346,7 @@ static void msi_mark_backward(msi_graph *g, uint32_t layer) {
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
         const bool edges = group == MSI_GROUP_IN || group == MSI_GROUP_PARAM;
         const uint32_t in_forward = group == MSI_GROUP_IN ? l->grads_in_forward : 0u;
-        const uint32_t reads = l->has_backward ? msi_reads_of(l, group) : 0u;
+        const uint32_t reads = l->has_backward ? l->backward_masks[group] : 0u;
         const uint32_t gives = l->has_backward && edges ? MS_ALL_SLOTS : in_forward;
         for (MSI_EACH(operand, g, l, group)) {
             msi_tensor *t = &g->tensors.items[operand.tensor];
@@ -8882,7 +8886,8 @@ static MSI_COLD bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *d
 }
 
 /* Checks a number that a setter received, perhaps for a tensor. */
-static bool msi_check_finite(ms_model *m, const char *function, const char *tensor, float value) {
+static MSI_NOINLINE bool msi_check_finite(ms_model *m, const char *function, const char *tensor,
+                                          float value) {
     return m && (msi_is_finite((double)value) ||
                  MSI_REFUSE(m, "%s%s%s%s: %g; it must be a finite number", function,
                             tensor ? " of \"" : "", tensor ? tensor : "", tensor ? "\"" : "",
@@ -9792,7 +9797,7 @@ static void msi_warn(const ms_model *m) {
 }
 
 /* Analyses the graph, and checks it as a whole. */
-static ms_result msi_check_graph(ms_model *m, msi_goal goal) {
+static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_graph *g = &m->graph;
     if (m->errors.sticky != MS_RESULT_OK && !m->run.plan) {
         return msi_fail(m, m->errors.sticky, "%s", m->errors.sticky_text);
@@ -9874,7 +9879,8 @@ static void msi_get_hardware(ms_model *m) {
 
 /* Roofline (Williams, Waterman and Patterson, "Roofline", 2009): what takes longer, arithmetic or
    memory. */
-static double msi_roofline_us(const msi_costs *c, double flops, double bytes, bool half) {
+static MSI_NOINLINE double msi_roofline_us(const msi_costs *c, double flops, double bytes,
+                                           bool half) {
     const ms_hardware *h = &c->hardware;
     const double tflops = half ? h->f16_tflops : c->tf32 ? h->tf32_tflops : h->f32_tflops;
     const double compute_us = flops / (tflops * 1e6),
@@ -9927,10 +9933,9 @@ static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, con
         const double all = msi_group_bytes(g, l, group, MS_ALL_SLOTS, half);
         const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
         forward += all;
-        backward += msi_group_bytes(g, l, group, msi_reads_of(l, group), half);
+        backward += msi_group_bytes(g, l, group, l->backward_masks[group], half);
         backward += group == MSI_GROUP_SAVED || group == MSI_GROUP_STATE ? 0.0 : all;
-        recompute +=
-            made ? all : msi_group_bytes(g, l, group, msi_recompute_reads_of(l, group), half);
+        recompute += made ? all : msi_group_bytes(g, l, group, l->recompute_masks[group], half);
     }
     ms_layer_time time;
     time.forward_us = msi_roofline_us(c, flops, forward, half);
@@ -9990,8 +9995,8 @@ static ms_layer_time msi_scale_time(const msi_graph *g, const msi_costs *c, cons
 /* Bytes of a layer that each tile moves whole, forward or backward: what it reads, and the gradients
    of params, which it reads and writes. */
 static double msi_whole_bytes(const msi_graph *g, const msi_layer *l, bool backward, bool half) {
-    const uint32_t in = backward ? msi_reads_of(l, MSI_GROUP_IN) : MS_ALL_SLOTS;
-    const uint32_t param = backward ? msi_reads_of(l, MSI_GROUP_PARAM) : MS_ALL_SLOTS;
+    const uint32_t in = backward ? l->backward_masks[MSI_GROUP_IN] : MS_ALL_SLOTS;
+    const uint32_t param = backward ? l->backward_masks[MSI_GROUP_PARAM] : MS_ALL_SLOTS;
     return msi_group_bytes(g, l, MSI_GROUP_IN, in & l->tile.whole_in, half) +
            msi_group_bytes(g, l, MSI_GROUP_PARAM, param, half) +
            (backward ? 2.0 * msi_group_bytes(g, l, MSI_GROUP_GRAD_PARAM, MS_ALL_SLOTS, half) : 0.0);
@@ -10979,7 +10984,7 @@ static uint32_t msi_new_gradient(msi_lowering *w, uint32_t t, ms_state_format fo
                : msi_new_value(w, t, MSI_ROLE_GRADIENT, format);
 }
 
-static ms_state_format msi_format_at(const msi_lowering *w, uint32_t range) {
+static MSI_NOINLINE ms_state_format msi_format_at(const msi_lowering *w, uint32_t range) {
     return range == MSI_NONE ? MS_STATE_FORMAT_F32
                              : (ms_state_format)w->program->ranges.items[range].format;
 }
@@ -11009,7 +11014,8 @@ static void msi_use(msi_lowering *w, uint32_t range, bool accumulate) {
     l->last = now;
 }
 
-static void msi_use_both(msi_lowering *w, uint32_t target, bool accumulate, uint32_t source) {
+static MSI_NOINLINE void msi_use_both(msi_lowering *w, uint32_t target, bool accumulate,
+                                      uint32_t source) {
     msi_use(w, target, accumulate);
     msi_use(w, source, false);
 }
@@ -11030,7 +11036,7 @@ static uint32_t msi_emit_copy(msi_lowering *w, uint32_t target, msi_role role, u
 }
 
 /* The op of an instruction; a copy gets that of its direction, by where its ends are. */
-static msi_op msi_direction(const msi_program *p, const msi_instruction *i) {
+static MSI_NOINLINE msi_op msi_direction(const msi_program *p, const msi_instruction *i) {
     const msi_operand *operands = p->operands.items + i->operand_first;
     if ((msi_op)i->op != MSI_OP_COPY) {
         return (msi_op)i->op;
@@ -11074,7 +11080,8 @@ static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, u
     return range;
 }
 
-static uint32_t msi_emit_zeros(msi_lowering *w, uint32_t t, msi_role role, ms_state_format format) {
+static MSI_NOINLINE uint32_t msi_emit_zeros(msi_lowering *w, uint32_t t, msi_role role,
+                                            ms_state_format format) {
     msi_emit_on(w, MSI_OP_ZERO, t);
     const uint32_t range = role == MSI_ROLE_GRADIENT ? msi_new_gradient(w, t, format)
                                                      : msi_new_value(w, t, role, format);
@@ -11235,8 +11242,8 @@ static ms_state_format msi_call_format(const msi_lowering *w, const msi_layer *l
     return MS_STATE_FORMAT_F32;
 }
 
-static ms_state_format msi_seen_by_call(const msi_lowering *w, const msi_layer *l, int group,
-                                        uint32_t slot, uint32_t t) {
+static MSI_NOINLINE ms_state_format msi_seen_by_call(const msi_lowering *w, const msi_layer *l,
+                                                     int group, uint32_t slot, uint32_t t) {
     return msi_seen_format(&w->graph->tensors.items[t], l, group, slot, w->call);
 }
 
@@ -11543,7 +11550,7 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
             const uint32_t range = msi_written_range(w, l, MSI_GROUP_OUT, out.slot, t,
                                                      msi_output_range(w, op, t, false, reader));
             msi_use_both(w, range, false, source);
-            w->slots[i] = w->slots[msi_group_start(l, MSI_GROUP_OUT) + out.slot] = range;
+            w->slots[i] = w->slots[l->start[MSI_GROUP_OUT] + out.slot] = range;
         }
     }
 }
@@ -11552,10 +11559,10 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
 static void msi_cast_values(msi_lowering *w, msi_op op, const msi_layer *l) {
     for (int group = 0; group <= MSI_GROUP_PARAM && w->has_half; group++) {
         const uint32_t reads =
-            op == MSI_OP_BACKWARD ? msi_reads_of(l, group) : msi_op_reads(l, op, group);
+            op == MSI_OP_BACKWARD ? l->backward_masks[group] : msi_op_reads(l, op, group);
         for (MSI_EACH(operand, w->graph, l, group)) {
             const uint32_t t = operand.tensor;
-            uint32_t *slot = &w->slots[msi_group_start(l, group) + operand.slot];
+            uint32_t *slot = &w->slots[l->start[group] + operand.slot];
             const ms_state_format seen = msi_seen_by_call(w, l, group, operand.slot, t);
             if ((reads >> operand.slot & 1) && *slot == MSI_UNSET && w->value[t] != MSI_NONE &&
                 msi_format_at(w, w->value[t]) != seen) {
@@ -11594,9 +11601,9 @@ static void msi_emit_call(msi_lowering *w, msi_op op, uint32_t layer) {
 static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int group,
                            uint32_t reader) {
     const uint32_t *operands = msi_group(w->graph, l, group);
-    const uint32_t start = msi_group_start(l, group);
+    const uint32_t start = l->start[group];
     const uint32_t reads =
-        op == MSI_OP_BACKWARD ? msi_reads_of(l, group) : msi_op_reads(l, op, group);
+        op == MSI_OP_BACKWARD ? l->backward_masks[group] : msi_op_reads(l, op, group);
     const bool written =
         op != MSI_OP_BACKWARD && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED);
     for (uint32_t k = 0; k < l->count[group]; k++) {
@@ -11615,7 +11622,7 @@ static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int g
 }
 
 static void msi_unset_slots(msi_lowering *w, const msi_layer *l) {
-    const uint32_t count = msi_group_start(l, MSI_GROUP_COUNT) + l->count[MSI_GROUP_OUT];
+    const uint32_t count = l->start[MSI_GROUP_COUNT] + l->count[MSI_GROUP_OUT];
     for (uint32_t k = 0; k < count; k++) {
         w->slots[k] = MSI_UNSET;
     }
@@ -11643,7 +11650,7 @@ static bool msi_lies_after(const msi_lowering *w, uint32_t home, uint32_t before
 }
 
 /* Makes the last instruction one for a part of its tensor. */
-static void msi_set_part(msi_lowering *w, uint32_t part, uint32_t part_count) {
+static MSI_NOINLINE void msi_set_part(msi_lowering *w, uint32_t part, uint32_t part_count) {
     msi_program *p = w->program;
     if (!p->out_of_memory && part_count > 1) {
         p->instructions.items[p->instructions.count - 1].part = (uint16_t)part;
@@ -11718,7 +11725,7 @@ static void msi_fetch_params(msi_lowering *w, const msi_layer *l, uint32_t reads
 static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
     for (int group = 0; group <= MSI_GROUP_PARAM; group++) {
         const uint32_t reads =
-            op == MSI_OP_BACKWARD ? msi_reads_of(l, group) : msi_op_reads(l, op, group);
+            op == MSI_OP_BACKWARD ? l->backward_masks[group] : msi_op_reads(l, op, group);
         if (group == MSI_GROUP_PARAM) {
             msi_fetch_params(w, l, reads);
             continue;
@@ -12191,7 +12198,7 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts
 }
 
 /* Emits the updates at hand. */
-static void msi_lower_gathered(msi_lowering *w) {
+static MSI_NOINLINE void msi_lower_gathered(msi_lowering *w) {
     const uint32_t parts = w->update_count > 0 ? w->updates[0].parts : 0;
     for (uint32_t part = 0; part < parts && !w->program->out_of_memory; part++) {
         msi_lower_update_part(w, part, parts);
@@ -12314,7 +12321,7 @@ static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
     const msi_layer *l = &g->layers.items[layer];
     for (int group = 0; group < MSI_GROUP_PARAM; group++) {
         for (MSI_EACH(operand, g, l, group)) {
-            if (msi_reads_of(l, group) >> operand.slot & 1) {
+            if (l->backward_masks[group] >> operand.slot & 1) {
                 msi_lower_recompute(w, operand.tensor, layer);
             }
         }
@@ -12326,9 +12333,9 @@ static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
 static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
     const uint32_t masks[] = {l->clobbers.in, l->clobbers.out};
     for (int group = MSI_GROUP_IN; group <= MSI_GROUP_OUT; group++) {
-        const uint32_t mask = masks[group] & msi_reads_of(l, group);
+        const uint32_t mask = masks[group] & l->backward_masks[group];
         for (MSI_EACH(operand, w->graph, l, group)) {
-            uint32_t *slot = &w->slots[msi_group_start(l, group) + operand.slot];
+            uint32_t *slot = &w->slots[l->start[group] + operand.slot];
             if ((mask >> operand.slot & 1) && *slot == MSI_UNSET) { // what was cast is a copy
                 *slot = msi_emit_copy(w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE,
                                       w->value[operand.tensor]);
@@ -12374,7 +12381,7 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     const msi_graph *g = w->graph;
     const msi_layer *l = &g->layers.items[layer];
     const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    uint32_t *grad_out = w->slots + msi_group_start(l, MSI_GROUP_COUNT);
+    uint32_t *grad_out = w->slots + l->start[MSI_GROUP_COUNT];
     w->call = msi_call_format(w, l);
     msi_unset_slots(w, l);
     msi_fetch_values(w, MSI_OP_BACKWARD, l);
@@ -12455,7 +12462,7 @@ static uint32_t msi_layers_before_backward(const msi_lowering *w, const msi_tili
         for (int of = MSI_GROUP_IN; of <= MSI_GROUP_SAVED && l->has_backward; of++) {
             for (MSI_EACH(operand, g, l, of)) {
                 const uint32_t producer = g->tensors.items[operand.tensor].producer;
-                if ((msi_reads_of(l, of) >> operand.slot & 1) && msi_is_lost(w, operand.tensor) &&
+                if ((l->backward_masks[of] >> operand.slot & 1) && msi_is_lost(w, operand.tensor) &&
                     producer >= group->first) {
                     mask |= 1u << (producer - group->first);
                 }
@@ -12470,7 +12477,7 @@ static void msi_lower_before_group(msi_lowering *w, const msi_tiling *group, uin
     const msi_graph *g = w->graph;
     for (uint32_t i = group->end; i-- > group->first;) {
         const msi_layer *l = &g->layers.items[i];
-        const uint32_t read = l->has_backward ? msi_reads_of(l, MSI_GROUP_IN) : 0;
+        const uint32_t read = l->has_backward ? l->backward_masks[MSI_GROUP_IN] : 0;
         const uint32_t read_again =
             again >> (i - group->first) & 1 ? msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN) : 0;
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
@@ -12489,7 +12496,7 @@ static void msi_fetch_for_group(msi_lowering *w, const msi_tiling *group) {
         const msi_layer *l = &g->layers.items[i];
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
             const msi_tensor *t = &g->tensors.items[in.tensor];
-            if (l->has_backward && (msi_reads_of(l, MSI_GROUP_IN) >> in.slot & 1) &&
+            if (l->has_backward && (l->backward_masks[MSI_GROUP_IN] >> in.slot & 1) &&
                 t->kind == MSI_KIND_ACTIVATION && t->producer < group->first &&
                 t->last_reader < group->first) {
                 msi_fetch(w, in.tensor, MSI_ROLE_VALUE);
@@ -12499,7 +12506,7 @@ static void msi_fetch_for_group(msi_lowering *w, const msi_tiling *group) {
 }
 
 /* The backward of a group, tile by tile. */
-static void msi_lower_group_backward(msi_lowering *w, const msi_tiling *group) {
+static MSI_NOINLINE void msi_lower_group_backward(msi_lowering *w, const msi_tiling *group) {
     const uint32_t again = msi_layers_before_backward(w, group);
     msi_lower_before_group(w, group, again);
     msi_fetch_for_group(w, group);
@@ -12517,7 +12524,7 @@ static void msi_lower_group_backward(msi_lowering *w, const msi_tiling *group) {
 }
 
 /* Extends a live range to the end of the program and beyond; residents stay anyway. */
-static void msi_keep_to_end(msi_lowering *w, uint32_t range) {
+static MSI_NOINLINE void msi_keep_to_end(msi_lowering *w, uint32_t range) {
     msi_program *p = w->program;
     if (!p->out_of_memory && range != MSI_NONE && range >= w->store->residents.count) {
         p->ranges.items[range].last = p->instructions.count - 1;
@@ -12540,7 +12547,7 @@ static void msi_lower_first_micro(msi_lowering *w) {
     }
 }
 
-static void msi_lower_all_backward(msi_lowering *w) {
+static MSI_NOINLINE void msi_lower_all_backward(msi_lowering *w) {
     const msi_graph *g = w->graph;
     w->backward = true;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -12731,7 +12738,7 @@ static uint32_t msi_find_alias(const msi_graph *g, const msi_program *p, uint32_
 }
 
 /* Allows operands from `first` on, by a mask that has no bits beyond the slots of the layer. */
-static void msi_allow(uint8_t *allowed, uint32_t first, uint32_t mask) {
+static MSI_NOINLINE void msi_allow(uint8_t *allowed, uint32_t first, uint32_t mask) {
     for (; mask != 0 && first < MSI_MAX_VIEWS; first++, mask >>= 1) {
         allowed[first] = mask & 1;
     }
@@ -12771,7 +12778,7 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
         const msi_layer *l = &g->layers.items[i->target];
         const uint32_t *mask = g->masks.items + l->mask_first;
         const uint32_t in = l->count[MSI_GROUP_IN], out = l->count[MSI_GROUP_OUT];
-        const uint32_t values = msi_group_start(l, MSI_GROUP_COUNT);
+        const uint32_t values = l->start[MSI_GROUP_COUNT];
         const bool backward = i->op == MSI_OP_BACKWARD;
         for (uint32_t k = 0; k < out && !backward; k++) {
             memset(allowed, 0, i->operand_count);
@@ -12854,7 +12861,7 @@ static double msi_longest_time(const ms_layer_time *t) {
 }
 
 /* How many targets and sources a copy has. */
-static uint32_t msi_pair_count(const msi_instruction *i) {
+static MSI_NOINLINE uint32_t msi_pair_count(const msi_instruction *i) {
     return msi_has_pairs((msi_op)i->op) ? i->operand_count / 2u : 1;
 }
 
@@ -12919,7 +12926,7 @@ static bool msi_is_free(const msi_program *p, const msi_instruction *i) {
             p->ranges.items[p->operands.items[i->operand_first].range].alias_of != MSI_NONE);
 }
 
-static double msi_bytes_us(const msi_costs *c, msi_cost cost, double bytes) {
+static MSI_NOINLINE double msi_bytes_us(const msi_costs *c, msi_cost cost, double bytes) {
     const double measured = c->bytes_per_us[cost];
     return c->hardware.launch_us +
            bytes / (measured > 0.0 ? measured : c->hardware.memory_gb_per_s * 1e3);
@@ -12933,8 +12940,8 @@ static MSI_NOINLINE double msi_copy_us(const msi_costs *c, ms_stream_kind stream
 }
 
 /* How much longer an update takes because it uses state on the host where it is. */
-static double msi_mapped_us(const msi_graph *g, const msi_costs *c, const msi_program *p,
-                            const msi_instruction *i) {
+static MSI_NOINLINE double msi_mapped_us(const msi_graph *g, const msi_costs *c,
+                                         const msi_program *p, const msi_instruction *i) {
     const uint64_t bytes = msi_updated_bytes(g, p, i, true);
     return bytes > 0 ? 2.0 * (double)bytes / (c->hardware.mapped_gb_per_s * 1e3) : 0.0;
 }
@@ -13934,7 +13941,7 @@ static void msi_skyline_clear(const msi_skyline *s) {
     memset(s->applied, 0, 2 * (size_t)s->leaves * sizeof *s->applied);
 }
 
-static bool msi_layout_spend(msi_layout_work *w, uint64_t operations) {
+static MSI_NOINLINE bool msi_layout_spend(msi_layout_work *w, uint64_t operations) {
     bool enough = w->effort >= operations;
     w->effort = enough ? w->effort - operations : 0;
     return enough;
@@ -14041,7 +14048,7 @@ static void msi_layout_sort(msi_layout_work *w, msi_layout_order order, uint64_t
     msi_layout_sort_by(w, order, width);
 }
 
-static void msi_layout_keep_best(msi_layout_work *w, uint64_t height) {
+static MSI_NOINLINE void msi_layout_keep_best(msi_layout_work *w, uint64_t height) {
     if (height < w->height) {
         w->height = height;
         for (uint32_t i = 0; i < w->used; i++) {
@@ -14623,7 +14630,7 @@ static void msi_layout_put_in_both(msi_layout_work *w, uint32_t block, uint64_t 
 }
 
 /* xorshift64*: the same numbers in every run. */
-static uint32_t msi_layout_random(msi_layout_work *w, uint32_t below) {
+static MSI_NOINLINE uint32_t msi_layout_random(msi_layout_work *w, uint32_t below) {
     MEMSCALE_ASSERT(below > 0);
     below += below == 0;
     w->random ^= w->random >> 12;
@@ -14788,7 +14795,7 @@ static void msi_layout_place_waiting(msi_layout_work *w, uint64_t target) {
    Braysy 2009): below a target that is less than the best height, each block that sticks out is
    placed where it does least harm, and the blocks that it overlaps are placed again. The penalty
    of blocks that are hard to place grows until all fit. */
-static void msi_layout_press(msi_layout_work *w) {
+static MSI_NOINLINE void msi_layout_press(msi_layout_work *w) {
     enum { PATIENCE = 4 };
     const msi_spot nothing = {0, 0, 0, 0, 0, 0};
     uint64_t target = w->height, round = PATIENCE * (uint64_t)w->used, rounds = 0;
@@ -14855,7 +14862,7 @@ static void msi_layout_fill_gaps(msi_layout_work *w) {
 }
 
 /* Skylines, then first-fit, mended orders and ejection chains while there is effort left. */
-static void msi_layout_search_orders(msi_layout_work *w) {
+static MSI_NOINLINE void msi_layout_search_orders(msi_layout_work *w) {
     static const struct {
         msi_layout_order order;
         bool two_sided;
@@ -15094,13 +15101,14 @@ typedef struct msi_clock {
 
 /* Rounds to multiples of 2^-24 us, so that sums of up to minutes are exact: two programs with the
    same instructions in another order take the same time to the bit. */
-static double msi_round_us(double us) {
+static MSI_NOINLINE double msi_round_us(double us) {
     const double ticks = 16777216.0;
     return us < 1e9 ? (double)(uint64_t)(us * ticks + 0.5) / ticks : us;
 }
 
 /* Enqueues work that starts no sooner than `ready_us`. Returns its start. */
-static double msi_enqueue(msi_clock *c, ms_stream_kind stream, double ready_us, double us) {
+static MSI_NOINLINE double msi_enqueue(msi_clock *c, ms_stream_kind stream, double ready_us,
+                                       double us) {
     const double free_us = c->free_us[stream];
     const double start_us = ready_us > free_us ? ready_us : free_us;
     c->stall_us += stream == MS_STREAM_COMPUTE ? start_us - free_us : 0.0;
@@ -15324,7 +15332,7 @@ static bool msi_is_short(const msi_scorer *s) {
 }
 
 /* Zeroed memory for a search, or NULL, and the scorer is short. */
-static void *msi_scratch(const msi_scorer *s, uint64_t bytes) {
+static MSI_NOINLINE void *msi_scratch(const msi_scorer *s, uint64_t bytes) {
     void *memory = msi_alloc_zeroed(s->allocator, bytes);
     if (!memory) {
         (void)msi_run_short(s, "the solver", bytes);
@@ -15388,7 +15396,7 @@ static uint64_t msi_host_of(const msi_program *train, const msi_program *eval) {
 }
 
 /* Lowers the eval program for these decisions. It keeps nothing for a backward. */
-static void msi_make_eval(const msi_scorer *s, const msi_tensor_decision *decisions) {
+static MSI_NOINLINE void msi_make_eval(const msi_scorer *s, const msi_tensor_decision *decisions) {
     msi_lower_eval(s->lowering, decisions, s->eval);
     msi_complete(s, s->eval);
 }
@@ -15549,8 +15557,9 @@ static uint32_t msi_next_candidate(const msi_search *s, const msi_candidate *lis
 }
 
 /* Lays out and proposes a candidate that was estimated last. */
-static void msi_propose_candidate(msi_search *s, msi_candidate *c,
-                                  const msi_tensor_decision *decisions, msi_score score) {
+static MSI_NOINLINE void msi_propose_candidate(msi_search *s, msi_candidate *c,
+                                               const msi_tensor_decision *decisions,
+                                               msi_score score) {
     (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
     msi_propose(s, decisions, &score);
     c->done = true;
@@ -15558,7 +15567,7 @@ static void msi_propose_candidate(msi_search *s, msi_candidate *c,
 
 /* The values that a layer makes, outputs and then saved tensors:
    for (MSI_EACH_MADE(made, g, layer)) { ... made.tensor ... } */
-static msi_operand_cursor msi_made_operands(const msi_graph *g, uint32_t layer) {
+static MSI_NOINLINE msi_operand_cursor msi_made_operands(const msi_graph *g, uint32_t layer) {
     msi_operand_cursor c = msi_operands_of(g, &g->layers.items[layer], MSI_GROUP_OUT);
     c.count += g->layers.items[layer].count[MSI_GROUP_SAVED];
     return c;
@@ -16144,7 +16153,7 @@ static bool msi_is_idle_at_peak(const msi_program *p, const msi_range *range) {
 }
 
 /* Adds the last members, saved tensors of a layer, as one move. One alone may be a move already. */
-static void msi_add_saved(msi_greedy *w, uint32_t layer, uint32_t count) {
+static MSI_NOINLINE void msi_add_saved(msi_greedy *w, uint32_t layer, uint32_t count) {
     if (layer != MSI_NONE && (count > 1 || !w->graph->layers.items[layer].recompute)) {
         msi_add_move(w, count);
     }
@@ -16363,7 +16372,7 @@ static void msi_list_offloads(msi_greedy *w) {
 
 /* The saved tensors of a layer are one move, since they come back together; where the layer can
    bring back one of them alone, each is a move as well. */
-static void msi_list_moves(msi_greedy *w) {
+static MSI_NOINLINE void msi_list_moves(msi_greedy *w) {
     const msi_graph *g = w->graph;
     const msi_program *p = w->scorer->program;
     uint32_t saved_of = MSI_NONE, together = 0; // the layer of the saved tensors met last; how many
@@ -16398,7 +16407,7 @@ static void msi_list_moves(msi_greedy *w) {
 }
 
 /* Finds the moves from the plan at hand, best first; without memory, none. */
-static void msi_find_moves(msi_greedy *w) {
+static MSI_NOINLINE void msi_find_moves(msi_greedy *w) {
     msi_note_recomputed(&w->pricing, w->scorer->program);
     if (w->search->techniques & MSI_OFFLOADING) {
         msi_find_load(w);
@@ -16662,7 +16671,7 @@ static bool msi_cannot_win(const msi_greedy *w, double fastest_us) {
 
 /* Goes through the whole list, where times rise and fall along it: copies hide, or do not. Proposes
    the fastest plan that fits, or the smallest. */
-static void msi_search_whole(msi_greedy *w) {
+static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
     const uint64_t budget = w->search->budget;
     double fastest_us = 1e300;
     do {
@@ -17008,7 +17017,7 @@ static uint64_t msi_least_resident_bytes(const msi_greedy *w) {
 }
 
 /* Searches a list, unless none of its plans can fit or be the smallest. */
-static void msi_search_moves(msi_greedy *w, const msi_move_list *list) {
+static MSI_NOINLINE void msi_search_moves(msi_greedy *w, const msi_move_list *list) {
     msi_search *s = w->search;
     msi_decide_base(s, w->decisions);
     w->decisions[w->graph->tensors.count].room = list->room;
@@ -17321,7 +17330,7 @@ typedef struct msi_chain {
 static const msi_pareto_point msi_no_points[2] = {{0, 0.0f, 0, 0}, {MSI_CHAIN_NEVER, 0.0f, 0, 0}};
 static const msi_subchain msi_no_subchain = {msi_no_points, 1};
 
-static msi_subchain *msi_subchain_of(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
+static MSI_NOINLINE msi_subchain *msi_subchain_of(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     return &c->subchains[((kept ? c->count : 0u) + s) * c->count + t];
 }
 
@@ -17415,7 +17424,7 @@ static void msi_find_stages(msi_chain *c) {
 }
 
 /* Whether an option may drop a value that its stage makes: any value except the output. */
-static bool msi_is_inner(const msi_chain *c, uint32_t number, uint32_t t) {
+static MSI_NOINLINE bool msi_is_inner(const msi_chain *c, uint32_t number, uint32_t t) {
     return msi_is_droppable(c->graph, t) &&
            (number + 1 == c->count || c->stages[number + 1].input != t);
 }
@@ -17580,7 +17589,7 @@ static void msi_sum_stages(msi_chain *c, uint32_t option) {
 }
 
 /* Fills in one option of all stages, from the program in which all stages have it. */
-static void msi_measure_option(msi_chain *c, uint32_t option) {
+static MSI_NOINLINE void msi_measure_option(msi_chain *c, uint32_t option) {
     const msi_program *p = c->scorer->program;
     msi_sum_stages(c, option);
     for (uint32_t k = 0; k < c->count && !msi_is_short(c->scorer); k++) {
@@ -18074,7 +18083,7 @@ static bool msi_is_chain(const msi_chain *c) {
 
 /* Plans the graph as a chain, if it is one, and proposes the best plans. Returns whether most
    stages are a layer or two, so that hardly anything is left to choose. */
-static bool msi_search_chain(msi_search *s) {
+static MSI_NOINLINE bool msi_search_chain(msi_search *s) {
     msi_chain *c = (msi_chain *)msi_scratch(s->scorer, sizeof *c);
     bool fine = false;
     if (!c) {
@@ -18156,7 +18165,7 @@ typedef struct msi_exhaustive {
     uint64_t random;
 } msi_exhaustive;
 
-static uint32_t msi_random_below(msi_exhaustive *all, uint32_t limit) {
+static MSI_NOINLINE uint32_t msi_random_below(msi_exhaustive *all, uint32_t limit) {
     all->random = msi_mix(all->random + 1);
     return (uint32_t)((all->random >> 32) * limit >> 32);
 }
@@ -18327,7 +18336,7 @@ static uint32_t *msi_find_tried(const msi_exhaustive *all, const msi_groups *gro
     return &all->index[at];
 }
 
-static bool msi_may_try(const msi_exhaustive *all) {
+static MSI_NOINLINE bool msi_may_try(const msi_exhaustive *all) {
     return all->count < all->limit && all->tries_left > 0 && !msi_is_short(all->search->scorer);
 }
 
@@ -18595,7 +18604,7 @@ static bool msi_is_same_workspace(const ms_workspace *a, const ms_workspace *b) 
 /* Whether two layers do the same on operands of the same shapes. */
 static bool msi_are_alike(const msi_graph *g, uint32_t a, uint32_t b) {
     const msi_layer *x = &g->layers.items[a], *y = &g->layers.items[b];
-    const uint32_t count = msi_group_start(x, MSI_GROUP_COUNT);
+    const uint32_t count = x->start[MSI_GROUP_COUNT];
     bool alike = x->forward == y->forward && x->backward == y->backward &&
                  memcmp(x->count, y->count, sizeof x->count) == 0 &&
                  memcmp(&x->tile, &y->tile, sizeof x->tile) == 0 &&
@@ -19436,7 +19445,7 @@ static void msi_search_smallest(const msi_solver *s, msi_search *search) {
 }
 
 /* Chooses the decisions, and leaves the program lowered and laid out. */
-static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
+static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     if (msi_begin_list(s, w)) {
         s->score = w->score; // the decisions are in place
@@ -19461,7 +19470,8 @@ static void msi_choose_plan(msi_solver *s, msi_greedy *w) {
 }
 
 /* Makes the decisions, the training program and the sizes of a plan that has its eval program. */
-static void msi_solve(const msi_scorer *scorer, const msi_request *request, msi_plan *plan) {
+static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *request,
+                                   msi_plan *plan) {
     msi_greedy greedy;
     msi_search search = MSI_ZERO_INIT;
     msi_solver s = MSI_ZERO_INIT;
@@ -20078,7 +20088,7 @@ static void msi_share_freed(const ms_technique *used, uint32_t n, const uint64_t
 
 /* Finds what each technique takes off the peak of live bytes: scores the decisions of the plan with
    every set of the techniques that it uses, in a program of its own. */
-static void msi_find_freed(const msi_scorer *s, msi_plan *plan) {
+static MSI_NOINLINE void msi_find_freed(const msi_scorer *s, msi_plan *plan) {
     const msi_graph *g = s->graph;
     msi_program train = MSI_ZERO_INIT, eval = MSI_ZERO_INIT;
     msi_scorer apart = *s;
@@ -20734,7 +20744,7 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     return MS_RESULT_OK;
 }
 
-static ms_result msi_check_all(ms_model *m, msi_goal goal) {
+static MSI_COLD ms_result msi_check_all(ms_model *m, msi_goal goal) {
     ms_result result = goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_check_hardware(m);
     MSI_THEN(result, msi_check_graph(m, goal));
     MSI_THEN(result, msi_check_times(m));
@@ -21719,7 +21729,7 @@ static bool msi_is_eval(const msi_run *r) {
 }
 
 /* Where the states of an eval and of a step are copied out to. */
-static uint8_t *msi_verdicts(const ms_model *m) {
+static MSI_NOINLINE uint8_t *msi_verdicts(const ms_model *m) {
     return msi_step_on_host(m) + (msi_is_direct(m) ? 0 : m->run.store->step_bytes);
 }
 
@@ -21884,7 +21894,7 @@ static ms_result msi_copy_verdict(ms_model *m) {
 }
 
 /* Before kernels write a verdict in the step whose loss has been copied out already. */
-static ms_result msi_await_verdict_copy(ms_model *m) {
+static MSI_NOINLINE ms_result msi_await_verdict_copy(ms_model *m) {
     if (m->run.verdict != MSI_VERDICT_COPIED || m->run.verdict_awaited || m->run.recording) {
         return MS_RESULT_OK;
     }
@@ -22192,7 +22202,7 @@ static void msi_fill_views(ms_model *m, const msi_program *p, const msi_instruct
 /* The mask of the operands of a group that are there to be written. */
 static uint32_t msi_wanted(const msi_layer *l, const msi_instruction *i,
                            const msi_operand *operands, int group) {
-    const msi_operand *first = operands + msi_group_start(l, group);
+    const msi_operand *first = operands + l->start[group];
     const uint32_t read = msi_op_reads(l, (msi_op)i->op, group);
     uint32_t mask = 0;
     for (uint32_t k = 0; k < l->count[group]; k++) {
@@ -24118,7 +24128,7 @@ static ms_result msi_make_timing(ms_model *m) {
 }
 
 /* Whether the instructions that run now are timed. */
-static bool msi_is_timed(const msi_run *r) {
+static MSI_NOINLINE bool msi_is_timed(const msi_run *r) {
     const msi_timing *t = r->timing;
     return t && (t->stage == MSI_WARMUP_SAMPLE || t->stage == MSI_WARMUP_SHOW) &&
            r->program == &r->plan->train && !r->slices.is_open;
@@ -24288,7 +24298,7 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 // >>execute  run a program: no allocation, no lookup by name
 
 /* The factor of the loss in the value that is reported, for the step that has begun. */
-static float msi_loss_factor(const ms_model *m) {
+static MSI_NOINLINE float msi_loss_factor(const ms_model *m) {
     return m->run.loss_factor != 0.0f
                ? m->run.loss_factor
                : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
@@ -24498,7 +24508,7 @@ static void msi_mark_operands(ms_model *m, const msi_program *p, uint32_t now, b
     }
 }
 
-static ms_result msi_run_layer(ms_model *m, const msi_program *p, uint32_t now) {
+static MSI_NOINLINE ms_result msi_run_layer(ms_model *m, const msi_program *p, uint32_t now) {
     if (m->config.debug) {
         return msi_debug_layer(m, p, now);
     }
@@ -24508,7 +24518,7 @@ static ms_result msi_run_layer(ms_model *m, const msi_program *p, uint32_t now) 
     return msi_call_layer(m, &m->graph.layers.items[i->target], &call, i->op == MSI_OP_RECOMPUTE);
 }
 
-static ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t now) {
+static MSI_NOINLINE ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t now) {
     const msi_instruction *i = &p->instructions.items[now];
     const bool watch = msi_watches_memory(m);
     ms_result result = MS_RESULT_OK;
@@ -24611,7 +24621,7 @@ static void msi_restore_state(ms_model *m, const msi_program *p, uint32_t failed
     m->errors = errors;
 }
 
-static bool msi_is_suspended(const ms_model *m) {
+static MSI_NOINLINE bool msi_is_suspended(const ms_model *m) {
     return m->run.store && m->run.store->image;
 }
 
@@ -24841,7 +24851,7 @@ static ms_result msi_run_forward(ms_model *m) {
 
 /* Gives the step up on an error. If the device fails after all of the step was enqueued, nobody
    knows how much of its update has run, so the model has failed. */
-static ms_result msi_doubt(ms_model *m, ms_result result) {
+static MSI_NOINLINE ms_result msi_doubt(ms_model *m, ms_result result) {
     m->run.failed |= result == MS_RESULT_BACKEND && m->run.program == &m->run.plan->train &&
                      m->run.position == m->run.program->instructions.count;
     return msi_abandon_on_error(m, result);
@@ -25337,8 +25347,9 @@ static void msi_convert_on_host(void *to, ms_state_format to_format, const void 
 }
 
 /* Converts a whole tensor of state through host memory, a piece at a time. */
-static ms_result msi_convert_state(ms_model *m, const msi_memory *to, const msi_memory *from,
-                                   bool is_signed, uint64_t count) {
+static MSI_COLD ms_result msi_convert_state(ms_model *m, const msi_memory *to,
+                                            const msi_memory *from, bool is_signed,
+                                            uint64_t count) {
     const uint64_t piece_bytes =
         msi_smaller(count, MSI_CONVERT_ELEMENTS) * sizeof(float) + MSI_ALIGNMENT; // of any format
     ms_result result = MS_RESULT_OK;
@@ -25604,7 +25615,7 @@ static uint64_t msi_image_bytes(const ms_model *m) {
 }
 
 /* Copies between device memory and an image. */
-static ms_result msi_copy_image(ms_model *m, bool to_device) {
+static MSI_COLD ms_result msi_copy_image(ms_model *m, bool to_device) {
     msi_store *store = m->run.store;
     const uint64_t begin = msi_image_begin(m, store), residents = store->resident_bytes - begin;
     uint8_t *device = (uint8_t *)store->memory + begin, *image = store->image;
@@ -25647,7 +25658,7 @@ static void msi_release_stage(ms_model *m, msi_store *store) {
 
 /* Gives up the device memory of the model's store, and keeps an image of it on the host, in memory
    of the trainer unless that is NULL. */
-static ms_result msi_save_store(ms_model *m, void *memory) {
+static MSI_COLD ms_result msi_save_store(ms_model *m, void *memory) {
     msi_store *store = m->run.store;
     ms_result result = msi_synchronize(m);
     MSI_THEN(result, msi_keep_scale(m, store));
@@ -25671,7 +25682,7 @@ static ms_result msi_save_store(ms_model *m, void *memory) {
 }
 
 /* Gives the model's store device memory again, with what its image holds. */
-static ms_result msi_load_store(ms_model *m) {
+static MSI_COLD ms_result msi_load_store(ms_model *m) {
     msi_store *store = m->run.store;
     msi_debug *d = store->debug;
     ms_result result = msi_take_device(m, store, msi_own_room(m, store));
@@ -26048,7 +26059,7 @@ static bool msi_sums_alike(const msi_store *old, const msi_store *store) {
 }
 
 /* Makes these the plans of the model, for the store that it has now. */
-static void msi_put_plans(ms_model *m, msi_plan *plans, msi_plan *largest, msi_goal goal) {
+static MSI_COLD void msi_put_plans(ms_model *m, msi_plan *plans, msi_plan *largest, msi_goal goal) {
     msi_drop_step(&m->run);
     m->run.verdict = MSI_VERDICT_NONE;
     m->run.plan = plans;
@@ -26086,8 +26097,8 @@ static void msi_keep_plans(ms_model *m) {
 /* Replaces the plans of the model. Every value that outlasts a step moves to the new store, or
    stays where it is if the store is the same. After an error with the old plans in force, the new
    ones are the caller's to free. */
-static ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans, msi_plan *largest,
-                           msi_goal goal) {
+static MSI_COLD ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *plans,
+                                    msi_plan *largest, msi_goal goal) {
     msi_store *old = m->run.store;
     bool moved = false;
     ms_result result = MS_RESULT_OK;
@@ -26296,12 +26307,9 @@ static ms_result msi_take_refused(ms_model *m) {
     return msi_fail(m, refused, "refused since the last ms_wrap: %s", m->errors.sticky_text);
 }
 
-static ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
+static MSI_COLD ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
     msi_store *store;
     msi_plan *plans;
-    if (!m) {
-        return MS_RESULT_INVALID;
-    }
     const msi_choice choice = m->wrapped.choice;
     const msi_costs costs = m->costs;
     const bool runs = m->run.store && !m->config.dry_run && !m->run.store->image;
@@ -26481,7 +26489,7 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
 
 /* Where a value is that can be read now: that of a resident, or of a live range that spans the
    instruction where the program stopped. */
-static msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, msi_role role) {
+static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, msi_role role) {
     const msi_resident *resident = msi_find_value(m->run.store, tensor, role);
     const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
     ms_state_format format = MS_STATE_FORMAT_F32;
@@ -28368,7 +28376,7 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
 }
 
 /* Read-only functions return their errors without a text: the model is const. */
-static ms_result msi_check_planned(const ms_model *m, bool has_arguments) {
+static MSI_NOINLINE ms_result msi_check_planned(const ms_model *m, bool has_arguments) {
     return msi_made(m) != MS_RESULT_OK ? msi_made(m)
            : !has_arguments            ? MS_RESULT_INVALID
            : m->run.plan               ? MS_RESULT_OK
@@ -28406,12 +28414,13 @@ MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
 }
 
 MEMSCALE_API ms_result ms_wrap(ms_model *model) {
-    return msi_replan(model, "ms_wrap",
-                      model && model->config.force_optimize ? MSI_GOAL_SMALLEST : MSI_GOAL_BUDGET);
+    return model ? msi_replan(model, "ms_wrap",
+                              model->config.force_optimize ? MSI_GOAL_SMALLEST : MSI_GOAL_BUDGET)
+                 : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API ms_result ms_detach(ms_model *model) {
-    return msi_replan(model, "ms_detach", MSI_GOAL_PLAIN);
+    return model ? msi_replan(model, "ms_detach", MSI_GOAL_PLAIN) : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API ms_result ms_suspend(ms_model *model, void *memory) {

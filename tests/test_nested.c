@@ -186,7 +186,7 @@ static bool walk_read(walk *w, uint32_t operand, uint32_t expected) {
 /* What a layer reads of its values. A buffer that some layer changes may hold any state. */
 static bool walk_values_read(walk *w, const msi_layer *l, int group, uint32_t mask) {
     const uint32_t *operands = msi_group(w->g, l, group);
-    const uint32_t start = msi_group_start(l, group);
+    const uint32_t start = l->start[group];
     for (uint32_t k = 0; k < l->count[group]; ++k) {
         const uint32_t t = operands[k];
         if (t == MSI_NONE || !(mask >> k & 1)) {
@@ -208,7 +208,7 @@ static bool walk_values_read(walk *w, const msi_layer *l, int group, uint32_t ma
 static bool walk_state(walk *w, const msi_layer *l, msi_op op) {
     const uint32_t *state = msi_group(w->g, l, MSI_GROUP_STATE);
     uint32_t *seen = w->seen + (state - w->g->operands.items);
-    const uint32_t start = msi_group_start(l, MSI_GROUP_STATE);
+    const uint32_t start = l->start[MSI_GROUP_STATE];
     for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; ++k) {
         if (state[k] == MSI_NONE) {
             continue;
@@ -249,8 +249,8 @@ static bool walk_written(walk *w, const msi_layer *l, msi_op op) {
     const bool own = op == MSI_OP_RECOMPUTE && l->recompute != NULL;
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; ++group) {
         const uint32_t *operands = msi_group(w->g, l, group);
-        const uint32_t start = msi_group_start(l, group);
-        const uint32_t read = own ? msi_recompute_reads_of(l, group) : 0;
+        const uint32_t start = l->start[group];
+        const uint32_t read = own ? l->recompute_masks[group] : 0;
         for (uint32_t k = 0; k < l->count[group]; ++k) {
             const bool is_there = operands[k] != MSI_NONE && life_at(w, start + k) != MSI_NONE;
             if (!is_there || (read >> k & 1)) {
@@ -285,23 +285,23 @@ static bool walk_forward(walk *w, const msi_layer *l, msi_op op) {
     const bool own = op == MSI_OP_RECOMPUTE && l->recompute != NULL;
     for (int group = 0; group < MSI_GROUP_STATE; ++group) {
         const bool written = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
-        const uint32_t reads = own ? msi_recompute_reads_of(l, group) : written ? 0 : UINT32_MAX;
+        const uint32_t reads = own ? l->recompute_masks[group] : written ? 0 : UINT32_MAX;
         if (!walk_values_read(w, l, group, reads)) {
             return false;
         }
     }
     const bool ends = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
-    const uint32_t edges = msi_group_start(l, MSI_GROUP_COUNT);
+    const uint32_t edges = l->start[MSI_GROUP_COUNT];
     return walk_state(w, l, op) && walk_written(w, l, op) &&
            (!ends || walk_edges(w, edges, l->count[MSI_GROUP_IN]));
 }
 
 static bool walk_backward(walk *w, const msi_layer *l) {
     const uint32_t clobbered[] = {l->clobbers.in, l->clobbers.out, l->clobbers.saved};
-    const uint32_t grad_out = msi_group_start(l, MSI_GROUP_COUNT);
+    const uint32_t grad_out = l->start[MSI_GROUP_COUNT];
     const uint32_t edges = grad_out + l->count[MSI_GROUP_OUT];
     for (int group = 0; group < MSI_GROUP_STATE; ++group) {
-        if (!walk_values_read(w, l, group, msi_reads_of(l, group))) {
+        if (!walk_values_read(w, l, group, l->backward_masks[group])) {
             return false;
         }
     }
@@ -312,7 +312,7 @@ static bool walk_backward(walk *w, const msi_layer *l) {
     }
     for (int group = 0; group <= MSI_GROUP_SAVED; ++group) {
         for (uint32_t k = 0; k < l->count[group]; ++k) {
-            const uint32_t operand = msi_group_start(l, group) + k;
+            const uint32_t operand = l->start[group] + k;
             if ((clobbered[group] >> k & 1) && life_at(w, operand) != MSI_NONE) {
                 *holds_at(w, operand) = HOLDS_RUBBISH;
             }
@@ -541,7 +541,7 @@ static bool comes_back_alone(const passes *s, const msi_layer *l) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED && alone; ++group) {
         const uint32_t *operands = msi_group(s->g, l, group);
         for (uint32_t k = 0; k < l->count[group]; ++k) {
-            const bool is_read = msi_recompute_reads_of(l, group) >> k & 1;
+            const bool is_read = l->recompute_masks[group] >> k & 1;
             alone = alone && (operands[k] == MSI_NONE || !is_read || s->there[operands[k]]);
         }
     }
@@ -556,8 +556,7 @@ static void close_over(const passes *s, uint32_t t, const bool *among, bool *mar
     marks[t] = true;
     const msi_layer *l = producer_of(s, t);
     const uint32_t *in = msi_group(s->g, l, MSI_GROUP_IN);
-    const uint32_t reads =
-        comes_back_alone(s, l) ? msi_recompute_reads_of(l, MSI_GROUP_IN) : UINT32_MAX;
+    const uint32_t reads = comes_back_alone(s, l) ? l->recompute_masks[MSI_GROUP_IN] : UINT32_MAX;
     for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; ++k) {
         if (in[k] != MSI_NONE && (reads >> k & 1)) {
             close_over(s, in[k], among, marks);
@@ -609,9 +608,9 @@ static bool made_for_something(const passes *s, const msi_instruction *i) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; ++group) {
         const uint32_t *operands = msi_group(s->g, l, group);
         for (uint32_t k = 0; k < l->count[group]; ++k) {
-            const uint32_t operand = i->operand_first + msi_group_start(l, group) + k;
+            const uint32_t operand = i->operand_first + l->start[group] + k;
             const bool is_given = s->p->operands.items[operand].range != MSI_NONE;
-            const bool is_read = own && (msi_recompute_reads_of(l, group) >> k & 1);
+            const bool is_read = own && (l->recompute_masks[group] >> k & 1);
             if (operands[k] != MSI_NONE && may_be_left_out(l, own, group, k) && !is_read &&
                 is_given != s->made[operands[k]]) {
                 return false;
@@ -722,7 +721,7 @@ static bool before_backward(passes *s, uint32_t layer) {
     for (int group = 0; group < MSI_GROUP_PARAM; ++group) {
         const uint32_t *operands = msi_group(s->g, l, group);
         for (uint32_t k = 0; k < l->count[group]; ++k) {
-            if (operands[k] != MSI_NONE && (msi_reads_of(l, group) >> k & 1) &&
+            if (operands[k] != MSI_NONE && (l->backward_masks[group] >> k & 1) &&
                 !bring_back(s, operands[k], layer)) {
                 return false;
             }
@@ -745,7 +744,7 @@ static void find_last_readers(passes *s) {
         for (int group = 0; group < MSI_GROUP_PARAM && l->has_backward; ++group) {
             for (uint32_t k = 0; k < l->count[group]; ++k) {
                 const uint32_t t = msi_group(s->g, l, group)[k];
-                if (t != MSI_NONE && (msi_reads_of(l, group) >> k & 1)) {
+                if (t != MSI_NONE && (l->backward_masks[group] >> k & 1)) {
                     s->last_reader[t] = i + 1;
                 }
             }
