@@ -2173,7 +2173,7 @@ class model {
    leads to a cold call is cold too, and so is what only such code calls. So functions that lead to
    planning or to a step, and public ones, make such calls only under a condition. MSI_NOINLINE is
    for what many places call and gains nothing from being copied into them, and for what is long and
-   called once: of two functions the compiler makes code faster than of one that is both. */
+   called once: two functions compile faster than one that is both. */
 #if defined(__GNUC__)
 #define MSI_COLD     __attribute__((cold))
 #define MSI_NOINLINE __attribute__((noinline, unused))
