@@ -147,7 +147,8 @@ def make(*targets):
 def list_units(pool):
     """The tests of the tier `quick`, and the corpus of the fuzzer."""
     sources = [os.path.relpath(p, ROOT)[:-2] for p in sorted(glob.glob(ROOT + '/tests/test_*.c'))]
-    on_device = [s for s in sources if 'test_cuda' in s or s[11:] in ('api', 'contract', 'memory', 'verify')]
+    emulated = ('api', 'contract', 'gemm', 'layout', 'memory', 'optimizer', 'verify')
+    on_device = [s for s in sources if 'test_cuda' in s or s[11:] in emulated]
     units = []
     for programs, folder in (([s for s in sources if 'test_cuda' not in s], OUT), (on_device, OUT + '/emulated')):
         make(*['%s/%s' % (folder, program) for program in programs])
