@@ -240,7 +240,7 @@ covered := $(patsubst %.c,build/coverage/%,$(sources))
 coverage:
 	@$(MAKE) --no-print-directory config=coverage OPENMP= $(covered)
 	@for t in $(covered); do $$t > $$t.log 2>&1 || echo "$$t failed"; done
-	@gcov -n build/coverage/library.gcda $(covered:=.gcda) 2> build/coverage/gcov.log | \
+	@gcov -n build/coverage/library.gcda build/coverage/tests/*.gcda 2> build/coverage/gcov.log | \
 	 awk '/^File .(memscale.h|examples)/ { file = $$2; getline; print file, $$0 }'
 
 clean:
@@ -253,7 +253,7 @@ help:
 	@echo 'make            every program of examples/ and bench/, at build/<folder>/<name>'
 	@echo 'make run        train a small GPT-2 inside a byte budget (about a minute)'
 	@echo 'make test       what a commit needs, in about six minutes; the last line has the totals'
-	@echo 'make test-broad  what a release needs beside that, in about half an hour'
+	@echo 'make test-broad  what a release needs beside that, in about 17 minutes'
 	@echo 'make cross      programs for Windows, aarch64, riscv64 and 32-bit ARM, by wine and qemu'
 	@echo 'make test-all   everything that is tested: both, and what is left out there, in two hours'
 	@echo 'make cuda       gpt2, bert, cnn, lora, bench/gpu and bench/whole for NVIDIA GPUs, at build/cuda/<folder>/<name>'

@@ -9,7 +9,8 @@ memscale.h, each in one function:
 One build has all of them: a function with mistakes begins with a copy of its body for each, and the
 environment variable MUTANT says which is made. Every test is run by itself once, to see how long it
 takes and which of these functions it calls; then, for each mistake, those that call the function, the
-best ones first, until one fails. What was found is kept in build/mutants/seen.json.
+best ones first, until one fails. What was seen is kept in build/mutants/seen.json, and not judged
+again: without that file all are.
 
     make mutants                    all of them; the last lines have the sums
     make mutants MUTANTS=lower      those of sections that have this in their names

@@ -3,8 +3,8 @@
 # include: the same text with prototypes in the place of the functions. Functions begin in the first
 # column and end with a brace there, as clang-format writes them.
 
-function line() {
-    printf "#line %d \"memscale.h\"\n", NR + 1
+function line(number) { # of the next line
+    printf "#line %d \"memscale.h\"\n", number
 }
 
 /^#endif \/\/ MEMSCALE_H/ {
@@ -12,7 +12,7 @@ function line() {
     print "#ifdef MEMSCALE_IMPLEMENTATION\n#error \"private.h is for programs that link the implementation\"\n#endif"
     print "#include \"memscale.h\"\n#define MEMSCALE_IMPLEMENTATION"
     public = 1
-    line()
+    line(NR + 1)
     next
 }
 !public || done { next }
@@ -21,7 +21,7 @@ function line() {
 /^\/\/ >>base/ {
     print "#pragma GCC system_header"
     print "#ifdef __cplusplus\nextern \"C\" {\n#endif"
-    line()
+    line(NR)
     private = 1
 }
 
@@ -36,7 +36,7 @@ function line() {
 skipping {
     if (/^}/) {
         skipping = 0
-        line()
+        line(NR + 1)
     }
     next
 }

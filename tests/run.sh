@@ -567,6 +567,7 @@ run_check() { # NUMBER
 export -f run_check
 
 count=$(wc -l < $checks/list)
+[ "$count" -gt 0 ] || { echo "no group has \"$only\" in its name"; exit 1; }
 # What several checks would otherwise build at the same time.
 build release build/private/private.h
 build release build/private/bodies.h

@@ -2577,6 +2577,22 @@ static void a_plan_chooses_the_way_back(void **state) {
     }
 }
 
+/* From none to all, by one where there are options for that, and never fewer than before. */
+static void the_last_option_of_a_stage_drops_all(void **state) {
+    (void)state;
+    for (uint32_t options = 2; options <= 20; ++options) {
+        for (uint32_t drops = 0; drops <= 100; ++drops) {
+            assert_int_equal(msi_drops_of_option(drops, 0, options), 0);
+            assert_int_equal(msi_drops_of_option(drops, options - 1, options), drops);
+            for (uint32_t k = 1; k < options; ++k) {
+                const uint32_t more = msi_drops_of_option(drops, k, options) -
+                                      msi_drops_of_option(drops, k - 1, options);
+                assert_in_range(more, 0, drops / (options - 1) + 1);
+            }
+        }
+    }
+}
+
 int main(int argc, char **argv) {
     (void)argc;
     const struct CMUnitTest tests[] = {
@@ -2611,6 +2627,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(the_same_model_gives_the_same_plan),
         cmocka_unit_test(what_a_forced_drop_reads_is_kept),
         cmocka_unit_test(a_plan_chooses_the_way_back),
+        cmocka_unit_test(the_last_option_of_a_stage_drops_all),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

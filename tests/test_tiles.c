@@ -341,7 +341,7 @@ static void outputs_of_eval_are_kept(void **state) {
 static void tiles_are_verified(void **state) {
     (void)state;
     const uint64_t end = end_seed(QUICK_GRAPHS / 4, GRAPHS / 4);
-    uint32_t found = 0;
+    uint32_t found = 0, named = 0;
     for (uint64_t seed = first_seed(); seed < end; ++seed) {
         ms_config config = random_config(seed);
         rt_graph *g = rt_generate(seed);
@@ -378,11 +378,12 @@ static void tiles_are_verified(void **state) {
         if (nonfinite.count > 0 && nonfinite.is_read &&
             ms_tensor_of(n->model, nonfinite.tensor).id == n->handle[input].id) {
             assert_int_equal(nonfinite.element, count - 1);
+            named += 1;
         }
         rt_net_destroy(n);
         free(g);
     }
-    assert_true(found > 0);
+    assert_true(found > 0 && named > 0);
 }
 
 static ms_layer_desc run_late(void *layers, uint32_t layer, const ms_layer_desc *desc) {
@@ -1235,6 +1236,34 @@ static void plans_count_the_last_tile(void **state) {
     }
 }
 
+/* In as many tiles as leave each the smallest number of rows, rounded up to those that stay together. */
+static void tiles_are_never_smaller_than_declared(void **state) {
+    (void)state;
+    for (int64_t multiple = 1; multiple <= 4; ++multiple) {
+        for (int64_t smallest = 0; smallest <= 12; ++smallest) {
+            ms_model *m;
+            ms_layer_desc d;
+            ms_config config = t_config();
+            config.dry_run = true;
+            t_ok(m, ms_create(&config, &m));
+            memset(&d, 0, sizeof d);
+            d.forward = d.backward = t_nothing;
+            d.tile.axes = 1;
+            d.tile.multiple = multiple;
+            d.tile.smallest = smallest;
+            d.in[0] = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(24, 4));
+            d.out[0] = ms_activation(m, "y", MS_DTYPE_F32, ms_shape2(24, 4));
+            ms_register_layer(m, &d);
+            int64_t least = multiple;
+            while (least < smallest) {
+                least += multiple;
+            }
+            assert_int_equal(msi_most_tiles(&m->graph, 0, 1), 24 / least);
+            ms_destroy(m);
+        }
+    }
+}
+
 /* Which rows of a layer were computed in forward, and in backward. */
 typedef struct computed {
     int64_t rows;
@@ -1543,6 +1572,7 @@ int main(void) {
         cmocka_unit_test(honest_layers_pass_debug_mode),
         cmocka_unit_test(plans_say_what_is_in_tiles),
         cmocka_unit_test(plans_count_the_last_tile),
+        cmocka_unit_test(tiles_are_never_smaller_than_declared),
         cmocka_unit_test(rows_are_numbered_by_layer),
         cmocka_unit_test(params_come_once_for_a_group),
         cmocka_unit_test(wrong_declarations_are_refused),
