@@ -2720,6 +2720,46 @@ static void an_error_changes_nothing(void **state) {
     }
 }
 
+/* Bytes on the host of the smallest plan of a random graph, with what is forced there too. */
+static uint64_t host_bytes_within(uint64_t seed, uint64_t limit, bool forced) {
+    char failure[RD_TEXT] = "";
+    const ms_hardware hardware = gpu_hardware(100.0);
+    ms_config config = t_config();
+    ms_memory_report report;
+    t_rng rng = t_seed(seed);
+    config.dry_run = config.force_optimize = true;
+    config.max_host_bytes = limit;
+    rd_graph *g = rd_generate(seed);
+    rd_net *n = rd_net_create(g, &config, "limited", failure, true);
+    ms_set_hardware(n->model, &hardware);
+    if (forced) {
+        rd_force_moves(n, &rng);
+    }
+    t_ok(n->model, ms_wrap(n->model));
+    t_report(n->model, &report);
+    rd_net_destroy(n);
+    free(g);
+    return report.host_bytes;
+}
+
+/* Nothing is moved beyond max_host_bytes, but for what is forced. */
+static void the_limit_of_the_host_holds(void **state) {
+    (void)state;
+    const uint64_t end = 1 + t_sweep(40, 400);
+    uint32_t limited = 0, kept = 0;
+    for (uint64_t seed = 1; seed < end; ++seed) {
+        const uint64_t least = host_bytes_within(seed, 1, false);
+        const uint64_t most = host_bytes_within(seed, (uint64_t)1 << 40, false);
+        const uint64_t limit = least + (most - least) / 2;
+        if (most > least) {
+            assert_in_range(host_bytes_within(seed, limit, false), least, limit);
+            limited += 1;
+        }
+        kept += host_bytes_within(seed, 1, true) > 1;
+    }
+    assert_true(limited > 5 && kept > 5);
+}
+
 /* What is tried for the text of the error is not left in the config. */
 static void an_error_leaves_the_config(void **state) {
     (void)state;
@@ -3404,6 +3444,7 @@ int main(void) {
         cmocka_unit_test(advice_names_the_foremost_axis),
         cmocka_unit_test(the_first_foremost_axis_is_the_batch),
         cmocka_unit_test(an_error_changes_nothing),
+        cmocka_unit_test(the_limit_of_the_host_holds),
         cmocka_unit_test(an_error_leaves_the_config),
         cmocka_unit_test(what_else_would_help),
         cmocka_unit_test(sizes_of_the_error_are_enough),
