@@ -417,7 +417,7 @@ for source in tests/test_*.c; do
     emulate="run_test release build/emulated/tests/$name"
     case $name in
     test_cuda*) tier=quick ;;
-    test_plan) tier=full ;;
+    test_plan) tier=full ;; # its sweeps compare plans, which are the same on every backend
     *)
         tier=broad
         [[ $plans_only$raced != *" $name "* ]] || tier=full
