@@ -3760,42 +3760,63 @@ typedef struct msi_times {
     double us, stall_us, recompute_us, link_us[MS_STREAM_COUNT];
 } msi_times;
 
-typedef struct msi_program {
+/* What runs: by >>lower, with the copies where >>schedule puts them and without the waits that
+   >>order drops. */
+typedef struct msi_code {
     MSI_LIST(msi_instruction) instructions;
     MSI_LIST(msi_operand) operands;
     MSI_LIST(msi_range) ranges;
-    MSI_LIST(msi_block) blocks; // offsets count from the end of the residents
+    uint32_t forward_end, backward_end;
+    uint32_t loss, norm; // ranges of the loss, and of the norm or MSI_NONE
+    bool scales_loss;    // gradients are multiplied by the loss scale
+    bool sweeps;         // forward computes gradients of params, of a group in tiles
+    bool reads_masters;  // calls are in F32, and read masters where there are any
+    uint32_t recompute_count;
+    uint32_t room;       // as in msi_tensor_decision
+    uint64_t most_bytes; // live bytes, residents too, that copies under way may bring it to
+    uint64_t homes;      // which params have their home on the host, and formats: a hash
+    uint64_t link_bytes[MS_STREAM_COUNT]; // that it copies on each stream
+} msi_code;
+
+/* Where its live ranges are: by >>layout. Offsets count from the end of the residents. */
+typedef struct msi_placement {
+    MSI_LIST(msi_block) blocks;
     MSI_LIST(msi_block) host_blocks;
     MSI_LIST(uint64_t) live_bytes; // per instruction, without the residents
-    MSI_LIST(double) measured;     // start and duration of each, in the last timed step
-    MSI_LIST(float) expected;      // microseconds of each: see msi_expected_us
-    uint32_t longest, long_count; // the longest that computes; how many exceed most_us of the costs
-    double longest_us;            // as predicted
-    bool is_measured;             // there was a timed step
-    bool scales_loss;             // gradients are multiplied by the loss scale
-    bool sweeps;                  // forward computes gradients of params, of a group in tiles
-    bool reads_masters;           // calls are in F32, and read masters where there are any
-    uint32_t forward_end, backward_end;
-    uint32_t loss, norm;         // ranges of the loss, and of the norm or MSI_NONE
-    uint32_t peak;               // the instruction with the most live bytes
-    uint64_t peak_bytes, height; // live bytes there; bytes that the layout takes
-    uint64_t host_height;        // the same on the host
-    uint64_t most_bytes;         // live bytes, residents too, that copies under way may bring it to
-    uint64_t resident_bytes;     // of the residents that the decisions leave on the device
-    uint64_t home_bytes;         // of those on the host
-    uint64_t sent_bytes;         // of all transient values on the host, one beside the other
-    uint64_t homes;              // which params have their home on the host, and formats: a hash
-    uint32_t room;               // as in msi_tensor_decision
-    bool is_laid_out;
-    uint64_t link_bytes[MS_STREAM_COUNT]; // that it copies on each stream
-    double link_us[MS_STREAM_COUNT];      // how long these copies take
+    uint32_t peak;                 // the instruction with the most live bytes
+    uint64_t peak_bytes, height;   // live bytes there; bytes that the layout takes
+    uint64_t host_height;          // the same on the host
+    uint64_t resident_bytes;       // of the residents that the decisions leave on the device
+    uint64_t home_bytes;           // of those on the host
+    uint64_t sent_bytes;           // of all transient values on the host, one beside the other
     uint64_t activation_peak_bytes;
-    double step_us, stall_us; // simulated: once through the program, and the waits for copies in it
+    bool is_done;
+} msi_placement;
+
+/* Its times as >>simulate predicts them. */
+typedef struct msi_prediction {
+    MSI_LIST(float) expected;     // microseconds of each instruction: see msi_expected_us
+    uint32_t longest, long_count; // the longest that computes; how many exceed most_us of the costs
+    double longest_us;
+    double step_us, stall_us; // once through the program, and the waits for copies in it
     double recompute_us;
+    double link_us[MS_STREAM_COUNT]; // how long the copies on each stream take
     /* With accumulation a step has several micro-batches, of which all but the last run the program
        up to the end of backward: the times of one of these, and of the step. */
     msi_times micro, whole;
-    uint32_t recompute_count;
+} msi_prediction;
+
+/* Its times in the last timed step. */
+typedef struct msi_measurement {
+    MSI_LIST(double) spans; // start and duration of each instruction
+    bool is_there;          // there was a timed step
+} msi_measurement;
+
+typedef struct msi_program {
+    msi_code code;
+    msi_placement layout;
+    msi_prediction predicted;
+    msi_measurement measured;
     bool out_of_memory;
 } msi_program;
 
@@ -4872,7 +4893,7 @@ static uint8_t *msi_transient(const msi_run *r) {
 
 static void *msi_address(const ms_model *m, const msi_program *p, uint32_t range) {
     const msi_store *store = m->run.store;
-    const msi_range *r = &p->ranges.items[range];
+    const msi_range *r = &p->code.ranges.items[range];
     return range < store->residents.count ? store->residents.items[range].address
            : r->on_host                   ? store->host + store->host_bytes + r->offset
                                           : msi_transient(&m->run) + r->offset;
@@ -10862,31 +10883,31 @@ static void msi_lowering_free(msi_lowering *w) {
 }
 
 static void msi_program_free(const ms_allocator *a, msi_program *p) {
-    MSI_LIST_FREE(msi_instruction, a, p->instructions);
-    MSI_LIST_FREE(msi_operand, a, p->operands);
-    MSI_LIST_FREE(msi_range, a, p->ranges);
-    MSI_LIST_FREE(msi_block, a, p->blocks);
-    MSI_LIST_FREE(msi_block, a, p->host_blocks);
-    MSI_LIST_FREE(uint64_t, a, p->live_bytes);
-    MSI_LIST_FREE(double, a, p->measured);
-    MSI_LIST_FREE(float, a, p->expected);
+    MSI_LIST_FREE(msi_instruction, a, p->code.instructions);
+    MSI_LIST_FREE(msi_operand, a, p->code.operands);
+    MSI_LIST_FREE(msi_range, a, p->code.ranges);
+    MSI_LIST_FREE(msi_block, a, p->layout.blocks);
+    MSI_LIST_FREE(msi_block, a, p->layout.host_blocks);
+    MSI_LIST_FREE(uint64_t, a, p->layout.live_bytes);
+    MSI_LIST_FREE(double, a, p->measured.spans);
+    MSI_LIST_FREE(float, a, p->predicted.expected);
     memset(p, 0, sizeof *p);
 }
 
 static uint32_t msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
     msi_program *p = w->program;
-    if (!MSI_RESERVE(msi_instruction, w->allocator, p->instructions,
-                     p->instructions.count + 1ull)) {
+    if (!MSI_RESERVE(msi_instruction, w->allocator, p->code.instructions,
+                     p->code.instructions.count + 1ull)) {
         p->out_of_memory = true;
         return 0;
     }
-    msi_instruction *i = &p->instructions.items[p->instructions.count];
+    msi_instruction *i = &p->code.instructions.items[p->code.instructions.count];
     memset(i, 0, sizeof *i);
     i->op = (uint8_t)op;
     i->target = target;
-    i->operand_first = p->operands.count;
+    i->operand_first = p->code.operands.count;
     i->event = MSI_NO_EVENT;
-    return p->instructions.count++;
+    return p->code.instructions.count++;
 }
 
 /* Whether the run through a group that is under way cuts rows out of a tensor. */
@@ -10900,7 +10921,7 @@ static uint32_t msi_emit_on(msi_lowering *w, msi_op op, uint32_t t) {
     const uint32_t now = msi_emit(w, op, t);
     const bool is_empty = w->group && w->rows.count == 0;
     if (!w->program->out_of_memory && (msi_cuts(w, t) || is_empty)) {
-        w->program->instructions.items[now].rows = w->rows;
+        w->program->code.instructions.items[now].rows = w->rows;
     }
     return now;
 }
@@ -10929,20 +10950,20 @@ static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role ro
 
 static uint32_t msi_new_range(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
     msi_program *p = w->program;
-    if (!MSI_RESERVE(msi_range, w->allocator, p->ranges, p->ranges.count + 1ull)) {
+    if (!MSI_RESERVE(msi_range, w->allocator, p->code.ranges, p->code.ranges.count + 1ull)) {
         p->out_of_memory = true;
         return MSI_NONE;
     }
-    msi_range *range = &p->ranges.items[p->ranges.count];
+    msi_range *range = &p->code.ranges.items[p->code.ranges.count];
     memset(range, 0, sizeof *range);
     range->tensor = target;
     range->role = (uint8_t)role;
     range->category = (uint8_t)msi_category(w->graph, target, role);
     range->bytes = bytes;
-    range->first = range->last = p->instructions.count - 1;
+    range->first = range->last = p->code.instructions.count - 1;
     range->idle_first = range->idle_last = MSI_NONE;
     range->alias_of = range->block = MSI_NONE;
-    return p->ranges.count++;
+    return p->code.ranges.count++;
 }
 
 /* A live range for all rows of a value or a gradient in a format. */
@@ -10950,7 +10971,7 @@ static uint32_t msi_new_whole(msi_lowering *w, uint32_t t, msi_role role, ms_sta
     const uint64_t bytes = msi_value_bytes(&w->graph->tensors.items[t], format);
     const uint32_t range = msi_new_range(w, t, role, bytes);
     if (range != MSI_NONE) {
-        w->program->ranges.items[range].format = (uint8_t)format;
+        w->program->code.ranges.items[range].format = (uint8_t)format;
     }
     return range;
 }
@@ -10959,7 +10980,7 @@ static uint32_t msi_new_whole(msi_lowering *w, uint32_t t, msi_role role, ms_sta
 static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, ms_state_format format) {
     const uint32_t range = msi_new_whole(w, t, role, format);
     if (range != MSI_NONE && msi_cuts(w, t)) {
-        msi_range *r = &w->program->ranges.items[range];
+        msi_range *r = &w->program->code.ranges.items[range];
         r->bytes = msi_scale_rows(r->bytes, w->rows.count, w->rows.of);
         r->is_tile = true;
     }
@@ -10986,28 +11007,28 @@ static uint32_t msi_new_gradient(msi_lowering *w, uint32_t t, ms_state_format fo
 
 static MSI_NOINLINE ms_state_format msi_format_at(const msi_lowering *w, uint32_t range) {
     return range == MSI_NONE ? MS_STATE_FORMAT_F32
-                             : (ms_state_format)w->program->ranges.items[range].format;
+                             : (ms_state_format)w->program->code.ranges.items[range].format;
 }
 
 /* Appends an operand to the last instruction, and extends its live range to there. */
 static void msi_use(msi_lowering *w, uint32_t range, bool accumulate) {
     msi_program *p = w->program;
     if (p->out_of_memory ||
-        !MSI_RESERVE(msi_operand, w->allocator, p->operands, p->operands.count + 1ull)) {
+        !MSI_RESERVE(msi_operand, w->allocator, p->code.operands, p->code.operands.count + 1ull)) {
         p->out_of_memory = true;
         return;
     }
-    const uint32_t now = p->instructions.count - 1;
-    msi_operand *operand = &p->operands.items[p->operands.count++];
+    const uint32_t now = p->code.instructions.count - 1;
+    msi_operand *operand = &p->code.operands.items[p->code.operands.count++];
     operand->range = range;
     operand->accumulate = accumulate;
     operand->beside = false;
-    p->instructions.items[now].operand_count++;
+    p->code.instructions.items[now].operand_count++;
     if (range == MSI_NONE || range < w->store->residents.count) {
         return;
     }
-    msi_range *l = &p->ranges.items[range];
-    if (w->backward && l->idle_last == MSI_NONE && l->first < p->forward_end) {
+    msi_range *l = &p->code.ranges.items[range];
+    if (w->backward && l->idle_last == MSI_NONE && l->first < p->code.forward_end) {
         l->idle_first = l->last;
         l->idle_last = now;
     }
@@ -11037,12 +11058,12 @@ static uint32_t msi_emit_copy(msi_lowering *w, uint32_t target, msi_role role, u
 
 /* The op of an instruction; a copy gets that of its direction, by where its ends are. */
 static MSI_NOINLINE msi_op msi_direction(const msi_program *p, const msi_instruction *i) {
-    const msi_operand *operands = p->operands.items + i->operand_first;
+    const msi_operand *operands = p->code.operands.items + i->operand_first;
     if ((msi_op)i->op != MSI_OP_COPY) {
         return (msi_op)i->op;
     }
-    const bool to_host = p->ranges.items[operands[0].range].on_host;
-    const bool from_host = p->ranges.items[operands[1].range].on_host;
+    const bool to_host = p->code.ranges.items[operands[0].range].on_host;
+    const bool from_host = p->code.ranges.items[operands[1].range].on_host;
     return to_host ? MSI_OP_COPY_OUT : from_host ? MSI_OP_COPY_IN : MSI_OP_COPY;
 }
 
@@ -11068,8 +11089,8 @@ static void msi_send(msi_lowering *w, uint32_t t, msi_role role) {
     *away = is_new ? msi_new_whole(w, t, role, msi_format_at(w, now)) : *away;
     msi_use_both(w, *away, false, now);
     if (is_new && *away != MSI_NONE) {
-        w->program->ranges.items[*away].on_host = true;
-        w->program->sent_bytes += msi_align(w->program->ranges.items[*away].bytes);
+        w->program->code.ranges.items[*away].on_host = true;
+        w->program->layout.sent_bytes += msi_align(w->program->code.ranges.items[*away].bytes);
     }
 }
 
@@ -11120,18 +11141,20 @@ static void msi_start_resident(msi_lowering *w, uint32_t range) {
     const uint32_t t = resident->tensor;
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     const bool moved = msi_is_moved(w, t, resident->role);
-    p->ranges.items[range].on_host = moved || resident->is_shown;
+    p->code.ranges.items[range].on_host = moved || resident->is_shown;
     if (!resident->borrowed) {
-        *(p->ranges.items[range].on_host ? &p->home_bytes : &p->resident_bytes) +=
-            msi_align(p->ranges.items[range].bytes);
+        *(p->code.ranges.items[range].on_host ? &p->layout.home_bytes
+                                              : &p->layout.resident_bytes) +=
+            msi_align(p->code.ranges.items[range].bytes);
     }
     if (resident->role == MSI_ROLE_VALUE && moved) {
-        p->homes = msi_mix_in(p->homes, range);
+        p->code.homes = msi_mix_in(p->code.homes, range);
         w->value[t] = MSI_NONE;
         w->away[t] = range;
     } else if (resident->role == MSI_ROLE_GRADIENT && tensor->wants_gradient) {
         *(moved ? &w->gradient_away[t] : &w->gradient[t]) = range;
-    } else if (resident->role == MSI_ROLE_MASTER && w->calls_f32 && p->ranges.items[range].bytes) {
+    } else if (resident->role == MSI_ROLE_MASTER && w->calls_f32 &&
+               p->code.ranges.items[range].bytes) {
         w->value[t] = moved ? MSI_NONE : range; // read in place of the 16 bits
         w->away[t] = moved ? range : MSI_NONE;
     }
@@ -11156,24 +11179,24 @@ static void msi_list_tilings(msi_lowering *w) {
         for (; i < group.end; i++) {
             w->group_of[i] = w->groups.count;
         }
-        p->homes =
-            msi_mix_in(msi_mix_in(msi_mix_in(p->homes, group.first), group.end), group.tiles);
+        p->code.homes =
+            msi_mix_in(msi_mix_in(msi_mix_in(p->code.homes, group.first), group.end), group.tiles);
     }
 }
 
 static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisions,
                               msi_program *p) {
     const msi_store *store = w->store;
-    p->instructions.count = p->operands.count = p->ranges.count = 0;
-    p->forward_end = p->backward_end = UINT32_MAX;
-    p->recompute_count = 0;
-    p->norm = MSI_NONE;
-    p->scales_loss = p->sweeps = false;
-    p->reads_masters = w->calls_f32;
-    p->out_of_memory = p->is_laid_out = false;
-    p->resident_bytes = store->reserved_bytes;
-    p->home_bytes = p->sent_bytes = p->homes = 0;
-    p->room = decisions[w->graph->tensors.count].room;
+    p->code.instructions.count = p->code.operands.count = p->code.ranges.count = 0;
+    p->code.forward_end = p->code.backward_end = UINT32_MAX;
+    p->code.recompute_count = 0;
+    p->code.norm = MSI_NONE;
+    p->code.scales_loss = p->code.sweeps = false;
+    p->code.reads_masters = w->calls_f32;
+    p->out_of_memory = p->layout.is_done = false;
+    p->layout.resident_bytes = store->reserved_bytes;
+    p->layout.home_bytes = p->layout.sent_bytes = p->code.homes = 0;
+    p->code.room = decisions[w->graph->tensors.count].room;
     w->program = p;
     w->decisions = decisions;
     w->queue_first = w->queue_end = w->update_count = 0;
@@ -11187,7 +11210,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
         w->met[t] = w->wanted[t] = w->cleared[t] = w->cut[t] = 0;
         w->has_tiles |= decisions[t].tiles > 0;
         if (decisions[t].format != MS_STATE_FORMAT_F32) {
-            p->homes = msi_mix_in(p->homes, (uint64_t)t << 8 | decisions[t].format);
+            p->code.homes = msi_mix_in(p->code.homes, (uint64_t)t << 8 | decisions[t].format);
             w->has_half = true;
             w->scales_loss |= (ms_state_format)decisions[t].format == MSI_FORMAT_F16;
         }
@@ -11215,10 +11238,11 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
         if (range == MSI_NONE) {
             return;
         }
-        p->ranges.items[range].format = (uint8_t)format;
-        p->homes = format == MS_STATE_FORMAT_8BIT ? msi_mix_in(p->homes, range) : p->homes;
-        p->ranges.items[range].first = 0;
-        p->ranges.items[range].last = MSI_NONE;
+        p->code.ranges.items[range].format = (uint8_t)format;
+        p->code.homes =
+            format == MS_STATE_FORMAT_8BIT ? msi_mix_in(p->code.homes, range) : p->code.homes;
+        p->code.ranges.items[range].first = 0;
+        p->code.ranges.items[range].last = MSI_NONE;
         msi_start_resident(w, range);
     }
 }
@@ -11517,7 +11541,7 @@ static uint32_t msi_written_range(msi_lowering *w, const msi_layer *l, int group
     cast->from = msi_new_value(w, t, MSI_ROLE_VALUE, seen);
     cast->to = range;
     cast->is_new = range >= w->store->residents.count &&
-                   p->ranges.items[range].first == p->instructions.count - 1;
+                   p->code.ranges.items[range].first == p->code.instructions.count - 1;
     return cast->from;
 }
 
@@ -11525,7 +11549,7 @@ static uint32_t msi_written_range(msi_lowering *w, const msi_layer *l, int group
 static void msi_cast_results(msi_lowering *w) {
     for (uint32_t k = 0; k < w->cast_count && !w->program->out_of_memory; k++) {
         const msi_result_cast *cast = &w->casts[k];
-        msi_range *to = &w->program->ranges.items[cast->to];
+        msi_range *to = &w->program->code.ranges.items[cast->to];
         msi_emit_copy_as(w, cast->tensor, MSI_ROLE_VALUE, cast->to, cast->from,
                          MS_STATE_FORMAT_F32);
         to->first = cast->is_new ? to->last : to->first;
@@ -11590,10 +11614,10 @@ static void msi_cast_gradients(msi_lowering *w, const msi_layer *l, uint32_t *gr
 static void msi_emit_call(msi_lowering *w, msi_op op, uint32_t layer) {
     const uint32_t now = msi_emit(w, op, layer);
     if (!w->program->out_of_memory) {
-        w->program->instructions.items[now].format = (uint8_t)w->call;
+        w->program->code.instructions.items[now].format = (uint8_t)w->call;
     }
     if (!w->program->out_of_memory && w->group) {
-        w->program->instructions.items[now].rows = w->rows;
+        w->program->code.instructions.items[now].rows = w->rows;
     }
 }
 
@@ -11642,7 +11666,7 @@ static bool msi_lies_after(const msi_lowering *w, uint32_t home, uint32_t before
     const msi_store *store = w->store;
     const uint32_t end = store->home_at[home];
     uint32_t at = store->home_at[before] + 1;
-    while (at < end && (!w->program->ranges.items[store->home_order[at]].on_host ||
+    while (at < end && (!w->program->code.ranges.items[store->home_order[at]].on_host ||
                         store->residents.items[store->home_order[at]].borrowed)) {
         at++;
     }
@@ -11653,8 +11677,9 @@ static bool msi_lies_after(const msi_lowering *w, uint32_t home, uint32_t before
 static MSI_NOINLINE void msi_set_part(msi_lowering *w, uint32_t part, uint32_t part_count) {
     msi_program *p = w->program;
     if (!p->out_of_memory && part_count > 1) {
-        p->instructions.items[p->instructions.count - 1].part = (uint16_t)part;
-        p->instructions.items[p->instructions.count - 1].part_count = (uint16_t)part_count;
+        p->code.instructions.items[p->code.instructions.count - 1].part = (uint16_t)part;
+        p->code.instructions.items[p->code.instructions.count - 1].part_count =
+            (uint16_t)part_count;
     }
 }
 
@@ -11665,7 +11690,7 @@ static void msi_use_home(msi_lowering *w, uint32_t target, uint32_t source, uint
     const bool beside = before != MSI_NONE && !p->out_of_memory && msi_lies_after(w, home, before);
     msi_use_both(w, target, false, source);
     if (beside && !p->out_of_memory) {
-        p->operands.items[p->operands.count - (target == home ? 2 : 1)].beside = true;
+        p->code.operands.items[p->code.operands.count - (target == home ? 2 : 1)].beside = true;
     }
 }
 
@@ -11674,9 +11699,9 @@ static void msi_use_home(msi_lowering *w, uint32_t target, uint32_t source, uint
 static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, uint32_t part,
                                uint32_t part_count) {
     msi_program *p = w->program;
-    const uint32_t t = p->ranges.items[home].tensor;
-    const msi_role role = (msi_role)p->ranges.items[home].role;
-    const ms_state_format format = (ms_state_format)p->ranges.items[home].format;
+    const uint32_t t = p->code.ranges.items[home].tensor;
+    const msi_role role = (msi_role)p->code.ranges.items[home].role;
+    const ms_state_format format = (ms_state_format)p->code.ranges.items[home].format;
     const uint64_t elements = w->graph->tensors.items[t].bytes / sizeof(float);
     const msi_part piece = msi_part_bytes(format, msi_part_of(elements, part, part_count));
     if (before == MSI_NONE) {
@@ -11685,9 +11710,9 @@ static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, 
     }
     const uint32_t range = msi_new_range(w, t, role, piece.count);
     if (range != MSI_NONE) {
-        p->ranges.items[range].format = (uint8_t)format;
-        p->ranges.items[range].part = (uint16_t)(part_count > 1 ? part + 1 : 0);
-        p->ranges.items[range].packed = before != MSI_NONE;
+        p->code.ranges.items[range].format = (uint8_t)format;
+        p->code.ranges.items[range].part = (uint16_t)(part_count > 1 ? part + 1 : 0);
+        p->code.ranges.items[range].packed = before != MSI_NONE;
     }
     msi_use_home(w, range, home, home, before);
     return range;
@@ -11698,7 +11723,7 @@ static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, 
 static void msi_send_home(msi_lowering *w, uint32_t home, uint32_t range, uint32_t before,
                           uint32_t part, uint32_t part_count) {
     if (before == MSI_NONE) {
-        msi_emit(w, MSI_OP_COPY, w->program->ranges.items[home].tensor);
+        msi_emit(w, MSI_OP_COPY, w->program->code.ranges.items[home].tensor);
         msi_set_part(w, part, part_count);
     }
     msi_use_home(w, home, range, home, before);
@@ -11801,7 +11826,7 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
         if (msi_is_again(op) && aside[state.slot] != MSI_NONE) {
             msi_emit_copy(w, t, MSI_ROLE_VALUE, w->value[t], aside[state.slot]);
             if (!p->out_of_memory) {
-                p->instructions.items[p->instructions.count - 1].restores = true;
+                p->code.instructions.items[p->code.instructions.count - 1].restores = true;
             }
         }
     }
@@ -11939,7 +11964,7 @@ static void msi_begin_group(msi_lowering *w, const msi_tiling *group) {
    gradients that collect the rows of all tiles are not there for the next one, and are in the end. */
 static void msi_leave_tile(msi_lowering *w, bool ends) {
     const msi_graph *g = w->graph;
-    const msi_range *ranges = w->program->ranges.items;
+    const msi_range *ranges = w->program->code.ranges.items;
     for (uint32_t i = w->group->first; i < w->group->end && !w->program->out_of_memory; i++) {
         for (int of = MSI_GROUP_IN; of <= MSI_GROUP_SAVED; of++) {
             for (MSI_EACH(operand, g, &g->layers.items[i], of)) {
@@ -11971,7 +11996,7 @@ static void msi_lower_tile_again(msi_lowering *w, uint32_t mask, uint32_t reader
     for (uint32_t i = w->group->first; i < w->group->end && !w->program->out_of_memory; i++) {
         if (mask >> (i - w->group->first) & 1) {
             msi_lower_forward(w, msi_way_back(w, &w->graph->layers.items[i]), i, reader);
-            w->program->recompute_count += w->rows.begin == 0;
+            w->program->code.recompute_count += w->rows.begin == 0;
         }
     }
 }
@@ -12033,7 +12058,7 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
             msi_lower_group_again(w, group, msi_wanted_layers(w, group, t), reader);
         } else {
             msi_lower_forward(w, msi_way_back(w, &g->layers.items[layer]), layer, reader);
-            w->program->recompute_count++;
+            w->program->code.recompute_count++;
         }
     }
     while (w->pass_only_count > 0) {
@@ -12062,17 +12087,17 @@ static void msi_lower_norm(msi_lowering *w) {
     if (!(w->optimizer->grad_clip_norm > 0.0f) && !w->scales_loss) {
         return;
     }
-    p->norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
+    p->code.norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (msi_learns(&g->tensors.items[t])) {
             msi_fetch(w, t, MSI_ROLE_GRADIENT);
             msi_emit(w, MSI_OP_NORM, t);
-            msi_use_both(w, w->gradient[t], false, p->norm);
+            msi_use_both(w, w->gradient[t], false, p->code.norm);
             w->gradient[t] = w->gradient_away[t] == MSI_NONE ? w->gradient[t] : MSI_NONE;
         }
     }
     msi_emit(w, MSI_OP_CLIP, 0);
-    msi_use(w, p->norm, false);
+    msi_use(w, p->code.norm, false);
 }
 
 /* Whether the update uses state on the host where it is. The trainer's own memory may be pageable,
@@ -12097,7 +12122,7 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
     const msi_store *store = w->store;
     const uint32_t resident = store->resident_of[param];
     msi_update_operand *list = u->operands;
-    const uint32_t now[] = {w->value[param], w->gradient[param], w->program->norm};
+    const uint32_t now[] = {w->value[param], w->gradient[param], w->program->code.norm};
     const uint32_t homes[] = {w->away[param], w->gradient_away[param], MSI_NONE};
     uint32_t count = 0;
     for (; count < 3; count++) {
@@ -12108,7 +12133,7 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
     for (uint32_t i = resident + 1;
          i < store->residents.count && store->residents.items[i].tensor == param; i++) {
         const bool is_there = store->residents.items[i].role != MSI_ROLE_MASTER ||
-                              w->program->ranges.items[i].bytes > 0;
+                              w->program->code.ranges.items[i].bytes > 0;
         if (store->residents.items[i].role >= MSI_ROLE_STATE0 && is_there) {
             const bool moved = msi_is_moved(w, param, MSI_ROLE_STATE0);
             const bool copied = moved && !msi_is_used_on_host(w, i);
@@ -12190,7 +12215,7 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts
     before = MSI_NONE;
     for (uint32_t k = 0; k < count && !w->program->out_of_memory; k++) {
         const bool landed_with = k > 0 && moved[k]->range == moved[k - 1]->range + 1 &&
-                                 w->program->ranges.items[moved[k]->range].packed;
+                                 w->program->code.ranges.items[moved[k]->range].packed;
         before = landed_with && msi_can_join(w, moved[k]->home, before) ? before : MSI_NONE;
         msi_send_home(w, moved[k]->home, moved[k]->range, before, part, parts);
         before = moved[k]->home;
@@ -12358,7 +12383,8 @@ static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
             msi_emit(w, MSI_OP_ZERO, t);
             msi_use(w, w->gradient[t], false);
             if (!w->program->out_of_memory) {
-                w->program->instructions.items[w->program->instructions.count - 1].is_first = true;
+                w->program->code.instructions.items[w->program->code.instructions.count - 1]
+                    .is_first = true;
             }
             w->cleared[t] = 1;
         }
@@ -12436,7 +12462,7 @@ static void msi_lower_group_forward(msi_lowering *w, msi_op op, const msi_tiling
     const bool sweeps = op == MSI_OP_FORWARD && group->sweeps;
     if (sweeps) {
         msi_lower_seed(w);
-        w->program->sweeps = true;
+        w->program->code.sweeps = true;
     }
     msi_begin_group(w, group);
     for (uint32_t tile = 0; tile < group->tiles && !w->program->out_of_memory; tile++) {
@@ -12527,8 +12553,8 @@ static MSI_NOINLINE void msi_lower_group_backward(msi_lowering *w, const msi_til
 static MSI_NOINLINE void msi_keep_to_end(msi_lowering *w, uint32_t range) {
     msi_program *p = w->program;
     if (!p->out_of_memory && range != MSI_NONE && range >= w->store->residents.count) {
-        p->ranges.items[range].last = p->instructions.count - 1;
-        p->ranges.items[range].outlives = true;
+        p->code.ranges.items[range].last = p->code.instructions.count - 1;
+        p->code.ranges.items[range].outlives = true;
     }
 }
 
@@ -12541,7 +12567,8 @@ static void msi_lower_first_micro(msi_lowering *w) {
             msi_emit(w, MSI_OP_ZERO, resident->tensor);
             msi_use(w, i, false);
             if (!w->program->out_of_memory) {
-                w->program->instructions.items[w->program->instructions.count - 1].is_first = true;
+                w->program->code.instructions.items[w->program->code.instructions.count - 1]
+                    .is_first = true;
             }
         }
     }
@@ -12591,18 +12618,18 @@ static void msi_lower_updates(msi_lowering *w) {
 /* Values that land together have one block of memory, unless one is used for longer than another.
    Between them may be some that are not copied after all, and have no bytes. */
 static void msi_take_apart(msi_program *p, uint32_t residents) {
-    for (uint32_t k = residents, end; k < p->ranges.count; k = end) {
-        msi_range *first = &p->ranges.items[k];
+    for (uint32_t k = residents, end; k < p->code.ranges.count; k = end) {
+        msi_range *first = &p->code.ranges.items[k];
         bool alike = true;
-        for (end = k + 1; end < p->ranges.count && p->ranges.items[end].packed &&
-                          (p->ranges.items[end].bytes == 0) == (first->bytes == 0);
+        for (end = k + 1; end < p->code.ranges.count && p->code.ranges.items[end].packed &&
+                          (p->code.ranges.items[end].bytes == 0) == (first->bytes == 0);
              end++) {
-            alike &= p->ranges.items[end].first == first->first &&
-                     p->ranges.items[end].last == first->last;
+            alike &= p->code.ranges.items[end].first == first->first &&
+                     p->code.ranges.items[end].last == first->last;
         }
         first->packed = false;
         for (uint32_t i = k + 1; i < end && !alike; i++) {
-            p->ranges.items[i].packed = false;
+            p->code.ranges.items[i].packed = false;
         }
     }
 }
@@ -12610,9 +12637,9 @@ static void msi_take_apart(msi_program *p, uint32_t residents) {
 /* Ends a live range at its last use before an instruction. */
 static void msi_end_before(msi_program *p, msi_range *range, uint32_t number, uint32_t now) {
     for (range->last = range->first; now-- > range->first;) {
-        const msi_instruction *i = &p->instructions.items[now];
+        const msi_instruction *i = &p->code.instructions.items[now];
         for (uint32_t k = 0; k < i->operand_count; k++) {
-            if (p->operands.items[i->operand_first + k].range == number) {
+            if (p->code.operands.items[i->operand_first + k].range == number) {
                 range->last = now;
                 return;
             }
@@ -12624,20 +12651,20 @@ static void msi_end_before(msi_program *p, msi_range *range, uint32_t number, ui
    that is run reads. */
 static void msi_drop_unused_copies(const msi_lowering *w) {
     msi_program *p = w->program;
-    for (uint32_t now = 0; now < p->forward_end && now < p->instructions.count; now++) {
-        msi_instruction *i = &p->instructions.items[now];
-        const msi_operand *ends = p->operands.items + i->operand_first;
-        msi_range *target = i->op == MSI_OP_COPY ? &p->ranges.items[ends[0].range] : NULL;
+    for (uint32_t now = 0; now < p->code.forward_end && now < p->code.instructions.count; now++) {
+        msi_instruction *i = &p->code.instructions.items[now];
+        const msi_operand *ends = p->code.operands.items + i->operand_first;
+        msi_range *target = i->op == MSI_OP_COPY ? &p->code.ranges.items[ends[0].range] : NULL;
         const uint32_t source = target ? ends[1].range : MSI_NONE;
         if (!target || target->last != now || i->rows.of > 0 ||
             ends[0].range < w->store->residents.count ||
             !(target->role == MSI_ROLE_SNAPSHOT || target->on_host)) {
             continue;
         }
-        if (source >= w->store->residents.count && p->ranges.items[source].last == now) {
-            msi_end_before(p, &p->ranges.items[source], source, now);
+        if (source >= w->store->residents.count && p->code.ranges.items[source].last == now) {
+            msi_end_before(p, &p->code.ranges.items[source], source, now);
         }
-        p->sent_bytes -= target->role == MSI_ROLE_VALUE ? msi_align(target->bytes) : 0;
+        p->layout.sent_bytes -= target->role == MSI_ROLE_VALUE ? msi_align(target->bytes) : 0;
         target->bytes = 0;
         i->op = (uint8_t)MSI_OP_NOTHING;
         i->operand_count = 0;
@@ -12663,11 +12690,11 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     msi_start_program(w, decisions, p);
     msi_lower_first_micro(w);
     msi_lower_all_forward(w, MSI_OP_FORWARD);
-    p->forward_end = p->instructions.count;
+    p->code.forward_end = p->code.instructions.count;
     msi_lower_all_backward(w);
-    p->backward_end = p->instructions.count;
-    p->loss = w->value[g->loss];
-    p->scales_loss = w->scales_loss;
+    p->code.backward_end = p->code.instructions.count;
+    p->code.loss = w->value[g->loss];
+    p->code.scales_loss = w->scales_loss;
     msi_lower_norm(w);
     msi_lower_updates(w);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -12675,8 +12702,8 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
             msi_keep_to_end(w, w->value[t]);
         }
     }
-    msi_keep_to_end(w, p->norm);
-    w->lowered += p->instructions.count;
+    msi_keep_to_end(w, p->code.norm);
+    w->lowered += p->code.instructions.count;
     if (!p->out_of_memory) {
         msi_drop_unused_copies(w);
         msi_take_apart(p, w->store->residents.count);
@@ -12688,10 +12715,10 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
 static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
     const msi_graph *g = w->graph;
     msi_start_program(w, decisions, p);
-    p->room = 0;
+    p->code.room = 0;
     msi_lower_all_forward(w, MSI_OP_EVAL);
-    p->forward_end = p->backward_end = p->instructions.count;
-    p->loss = w->value[g->loss];
+    p->code.forward_end = p->code.backward_end = p->code.instructions.count;
+    p->code.loss = w->value[g->loss];
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (g->tensors.items[t].is_output || g->tensors.items[t].is_eval_output || t == g->loss) {
             msi_keep_to_end(w, w->value[t]);
@@ -12717,16 +12744,16 @@ static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_ra
    size, and every operand that has it is allowed. `allowed` has a flag per operand. */
 static uint32_t msi_find_alias(const msi_graph *g, const msi_program *p, uint32_t now,
                                uint32_t range, const uint8_t *allowed) {
-    const msi_instruction *i = &p->instructions.items[now];
-    const msi_operand *operands = p->operands.items + i->operand_first;
+    const msi_instruction *i = &p->code.instructions.items[now];
+    const msi_operand *operands = p->code.operands.items + i->operand_first;
     for (uint32_t k = 0; k < i->operand_count; k++) {
         const uint32_t index = operands[k].range;
-        const msi_range *old = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        const msi_range *old = index == MSI_NONE ? NULL : &p->code.ranges.items[index];
         bool usable = allowed[k] && old && old->last == now && !old->aliased && !old->outlives &&
-                      old->first != now && old->is_tile == p->ranges.items[range].is_tile &&
+                      old->first != now && old->is_tile == p->code.ranges.items[range].is_tile &&
                       (i->rows.of == 0 || old->is_tile) &&
-                      old->on_host == p->ranges.items[range].on_host &&
-                      msi_fits_in(g, &p->ranges.items[range], old);
+                      old->on_host == p->code.ranges.items[range].on_host &&
+                      msi_fits_in(g, &p->code.ranges.items[range], old);
         for (uint32_t j = 0; j < i->operand_count && usable; j++) {
             usable = operands[j].range != index || allowed[j];
         }
@@ -12748,25 +12775,25 @@ static MSI_NOINLINE void msi_allow(uint8_t *allowed, uint32_t first, uint32_t ma
    and it is in one slot only. */
 static void msi_try_alias(const msi_graph *g, msi_program *p, uint32_t now, uint32_t k,
                           const uint8_t *allowed) {
-    const msi_instruction *i = &p->instructions.items[now];
-    const msi_operand *operands = p->operands.items + i->operand_first;
+    const msi_instruction *i = &p->code.instructions.items[now];
+    const msi_operand *operands = p->code.operands.items + i->operand_first;
     const uint32_t range = operands[k].range;
-    bool single = range != MSI_NONE && p->ranges.items[range].first == now;
+    bool single = range != MSI_NONE && p->code.ranges.items[range].first == now;
     for (uint32_t j = 0; j < i->operand_count && single; j++) {
         single = j == k || operands[j].range != range;
     }
     const uint32_t old = single ? msi_find_alias(g, p, now, range, allowed) : MSI_NONE;
     if (old != MSI_NONE) {
-        p->ranges.items[old].aliased = true;
-        p->ranges.items[range].alias_of = old;
+        p->code.ranges.items[old].aliased = true;
+        p->code.ranges.items[range].alias_of = old;
     }
 }
 
 /* Finds all aliases: by copies, and by what the layers allow in their masks. */
 static void msi_share_memory(const msi_graph *g, msi_program *p) {
     uint8_t allowed[MSI_MAX_VIEWS + 1]; // one per operand, workspace included
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         if (i->op == MSI_OP_COPY && i->operand_count == 2) {
             allowed[0] = 0;
             allowed[1] = 1;
@@ -12808,29 +12835,29 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
 /* How many transient values a program has on the host. */
 static uint32_t msi_count_on_host(const msi_program *p, uint32_t resident_count) {
     uint32_t count = 0;
-    for (uint32_t i = resident_count; i < p->ranges.count; i++) {
-        count += p->ranges.items[i].on_host;
+    for (uint32_t i = resident_count; i < p->code.ranges.count; i++) {
+        count += p->code.ranges.items[i].on_host;
     }
     return count;
 }
 
 static msi_block *msi_block_of(const msi_program *p, const msi_range *range) {
-    return (range->on_host ? p->host_blocks.items : p->blocks.items) + range->block;
+    return (range->on_host ? p->layout.host_blocks.items : p->layout.blocks.items) + range->block;
 }
 
 /* Makes one block of memory for each chain of aliases and for what is packed; residents have their
    places already. */
 static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resident_count) {
-    p->blocks.count = p->host_blocks.count = 0;
-    if (!MSI_RESERVE(msi_block, a, p->blocks, p->ranges.count) ||
-        !MSI_RESERVE(msi_block, a, p->host_blocks, msi_count_on_host(p, resident_count))) {
+    p->layout.blocks.count = p->layout.host_blocks.count = 0;
+    if (!MSI_RESERVE(msi_block, a, p->layout.blocks, p->code.ranges.count) ||
+        !MSI_RESERVE(msi_block, a, p->layout.host_blocks, msi_count_on_host(p, resident_count))) {
         return false;
     }
-    for (uint32_t i = resident_count; i < p->ranges.count; i++) {
-        msi_range *range = &p->ranges.items[i];
+    for (uint32_t i = resident_count; i < p->code.ranges.count; i++) {
+        msi_range *range = &p->code.ranges.items[i];
         if (range->alias_of != MSI_NONE) {
-            range->block = p->ranges.items[range->alias_of].block;
-            range->within = p->ranges.items[range->alias_of].within;
+            range->block = p->code.ranges.items[range->alias_of].block;
+            range->within = p->code.ranges.items[range->alias_of].within;
             msi_block_of(p, range)->last = range->last;
             continue;
         }
@@ -12841,7 +12868,7 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
             continue;
         }
         range->within = 0;
-        range->block = range->on_host ? p->host_blocks.count++ : p->blocks.count++;
+        range->block = range->on_host ? p->layout.host_blocks.count++ : p->layout.blocks.count++;
         msi_block *block = msi_block_of(p, range);
         block->bytes = msi_align(range->bytes);
         block->offset = 0;
@@ -12868,7 +12895,8 @@ static MSI_NOINLINE uint32_t msi_pair_count(const msi_instruction *i) {
 /* Bytes of an operand that an instruction of the library itself uses. */
 static uint64_t msi_operand_bytes(const msi_graph *g, const msi_program *p,
                                   const msi_instruction *i, uint32_t k) {
-    const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + k].range];
+    const msi_range *range =
+        &p->code.ranges.items[p->code.operands.items[i->operand_first + k].range];
     const uint64_t elements = g->tensors.items[i->target].bytes / sizeof(float);
     if (i->rows.of > 0 && !range->is_tile) {
         const uint64_t all =
@@ -12884,9 +12912,9 @@ static uint64_t msi_operand_bytes(const msi_graph *g, const msi_program *p,
 /* Whether a pair of a copy lies right after the one before it, without a gap, at both ends: then
    both are one copy of the backend. */
 static bool msi_continues(const msi_program *p, const msi_instruction *i, uint32_t pair) {
-    const msi_operand *ends = p->operands.items + i->operand_first + 2 * pair;
-    const uint32_t end = p->ranges.items[ends[0].range].on_host ? 1 : 0; // on the device
-    const msi_range *device = &p->ranges.items[ends[end].range];
+    const msi_operand *ends = p->code.operands.items + i->operand_first + 2 * pair;
+    const uint32_t end = p->code.ranges.items[ends[0].range].on_host ? 1 : 0; // on the device
+    const msi_range *device = &p->code.ranges.items[ends[end].range];
     return i->part_count <= 1 && ends[1 - end].beside && device->packed &&
            ends[end].range == (ends - 2)[end].range + 1 && device[-1].bytes % MSI_ALIGNMENT == 0;
 }
@@ -12896,9 +12924,9 @@ static uint64_t msi_updated_bytes(const msi_graph *g, const msi_program *p,
                                   const msi_instruction *i, bool on_host) {
     uint64_t bytes = 0;
     for (uint32_t k = 3; k < i->operand_count && i->op == MSI_OP_UPDATE; k++) {
-        const uint32_t range = p->operands.items[i->operand_first + k].range;
-        bytes += !on_host || p->ranges.items[range].on_host ? msi_operand_bytes(g, p, i, k)
-                                                            : (uint64_t)0;
+        const uint32_t range = p->code.operands.items[i->operand_first + k].range;
+        bytes += !on_host || p->code.ranges.items[range].on_host ? msi_operand_bytes(g, p, i, k)
+                                                                 : (uint64_t)0;
     }
     return bytes;
 }
@@ -12923,7 +12951,8 @@ static double msi_moved_bytes(const msi_graph *g, const msi_program *p, const ms
 static bool msi_is_free(const msi_program *p, const msi_instruction *i) {
     return i->op == MSI_OP_NOTHING || msi_is_empty(i) ||
            (i->op == MSI_OP_COPY &&
-            p->ranges.items[p->operands.items[i->operand_first].range].alias_of != MSI_NONE);
+            p->code.ranges.items[p->code.operands.items[i->operand_first].range].alias_of !=
+                MSI_NONE);
 }
 
 static MSI_NOINLINE double msi_bytes_us(const msi_costs *c, msi_cost cost, double bytes) {
@@ -12954,8 +12983,8 @@ static const double MSI_CODE_FLOPS = 100.0;
 static uint32_t msi_coded_count(const msi_program *p, const msi_instruction *i) {
     uint32_t coded = 0;
     for (uint32_t k = 3; k < i->operand_count && i->op == MSI_OP_UPDATE; k++) {
-        const uint32_t range = p->operands.items[i->operand_first + k].range;
-        coded += p->ranges.items[range].format == MS_STATE_FORMAT_8BIT;
+        const uint32_t range = p->code.operands.items[i->operand_first + k].range;
+        coded += p->code.ranges.items[range].format == MS_STATE_FORMAT_8BIT;
     }
     return coded;
 }
@@ -13045,14 +13074,14 @@ static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_al
                              msi_program *p) {
     float copying[2 * MSI_COPY_EVENTS];
     memset(copying, 0, sizeof copying);
-    if (!MSI_RESERVE(float, a, p->expected, p->instructions.count)) {
+    if (!MSI_RESERVE(float, a, p->predicted.expected, p->code.instructions.count)) {
         return false;
     }
-    p->expected.count = p->instructions.count;
-    p->longest = p->long_count = 0;
-    p->longest_us = 0.0;
-    for (uint32_t k = 0; k < p->instructions.count; k++) {
-        const msi_instruction *i = &p->instructions.items[k];
+    p->predicted.expected.count = p->code.instructions.count;
+    p->predicted.longest = p->predicted.long_count = 0;
+    p->predicted.longest_us = 0.0;
+    for (uint32_t k = 0; k < p->code.instructions.count; k++) {
+        const msi_instruction *i = &p->code.instructions.items[k];
         const bool on_its_own = msi_stream_of(c, (msi_op)i->op) != MS_STREAM_COMPUTE;
         const bool has_event = i->event < 2 * MSI_COPY_EVENTS;
         float us = (float)msi_duration_us(g, c, p, i);
@@ -13064,11 +13093,12 @@ static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_al
         } else if (i->op == MSI_OP_WAIT && has_event) {
             us = copying[i->event];
         }
-        p->expected.items[k] = -us;
+        p->predicted.expected.items[k] = -us;
         if (i->op != MSI_OP_WAIT) {
-            p->longest = (double)us > p->longest_us ? k : p->longest;
-            p->longest_us = (double)us > p->longest_us ? (double)us : p->longest_us;
-            p->long_count += c->most_us > 0.0 && (double)us > c->most_us;
+            p->predicted.longest = (double)us > p->predicted.longest_us ? k : p->predicted.longest;
+            p->predicted.longest_us =
+                (double)us > p->predicted.longest_us ? (double)us : p->predicted.longest_us;
+            p->predicted.long_count += c->most_us > 0.0 && (double)us > c->most_us;
         }
     }
     return true;
@@ -13141,8 +13171,8 @@ typedef struct msi_scheduling {
 /* Whether a program copies from or to the host. */
 static bool msi_crosses_link(const msi_program *p) {
     bool crosses = false;
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         crosses |= msi_direction(p, i) != (msi_op)i->op;
     }
     return crosses;
@@ -13151,7 +13181,7 @@ static bool msi_crosses_link(const msi_program *p) {
 /* Whether an instruction is a transfer. A copy of what callbacks use on the host is none: it is
    awaited where it is. */
 static bool msi_is_a_transfer(const msi_scheduling *s, const msi_instruction *i) {
-    const msi_operand *operands = s->program->operands.items + i->operand_first;
+    const msi_operand *operands = s->program->code.operands.items + i->operand_first;
     const msi_op op = msi_direction(s->program, i);
     if (op == (msi_op)i->op) {
         return false;
@@ -13161,14 +13191,14 @@ static bool msi_is_a_transfer(const msi_scheduling *s, const msi_instruction *i)
 }
 
 static bool msi_is_transfer(const msi_scheduling *s, const msi_instruction *i) {
-    return s->transfers_at[i - s->program->instructions.items];
+    return s->transfers_at[i - s->program->code.instructions.items];
 }
 
 static bool msi_scheduling_init(msi_scheduling *s) {
     const msi_program *p = s->program;
-    const uint64_t instructions = p->instructions.count + 1ull, ranges = p->ranges.count;
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        s->transfer_count += msi_is_a_transfer(s, &p->instructions.items[now]);
+    const uint64_t instructions = p->code.instructions.count + 1ull, ranges = p->code.ranges.count;
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        s->transfer_count += msi_is_a_transfer(s, &p->code.instructions.items[now]);
     }
     s->bytes = s->transfer_count * (uint64_t)sizeof(msi_transfer) +
                instructions * (sizeof(double) + sizeof(uint64_t) + 2 * sizeof(uint32_t) + 1) +
@@ -13184,10 +13214,10 @@ static bool msi_scheduling_init(msi_scheduling *s) {
     s->of_range = s->moved + instructions;
     s->used_for = s->of_range + ranges;
     s->transfers_at = (uint8_t *)(s->used_for + ranges);
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        s->transfers_at[now] = msi_is_a_transfer(s, &p->instructions.items[now]);
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        s->transfers_at[now] = msi_is_a_transfer(s, &p->code.instructions.items[now]);
     }
-    for (uint32_t k = 0; k < p->ranges.count; k++) {
+    for (uint32_t k = 0; k < p->code.ranges.count; k++) {
         s->of_range[k] = MSI_NONE;
         s->used_for[k] = k;
     }
@@ -13200,12 +13230,12 @@ typedef struct msi_ends {
 } msi_ends;
 
 static uint32_t msi_count_ends(const msi_scheduling *s, const msi_transfer *t) {
-    return msi_pair_count(&s->program->instructions.items[t->instruction]);
+    return msi_pair_count(&s->program->code.instructions.items[t->instruction]);
 }
 
 static msi_ends msi_ends_of(const msi_scheduling *s, const msi_transfer *t, uint32_t pair) {
-    const msi_instruction *i = &s->program->instructions.items[t->instruction];
-    const msi_operand *operands = s->program->operands.items + i->operand_first + 2 * pair;
+    const msi_instruction *i = &s->program->code.instructions.items[t->instruction];
+    const msi_operand *operands = s->program->code.operands.items + i->operand_first + 2 * pair;
     const msi_ends ends = {operands[t->is_in ? 0 : 1].range, operands[t->is_in ? 1 : 0].range};
     return ends;
 }
@@ -13213,7 +13243,7 @@ static msi_ends msi_ends_of(const msi_scheduling *s, const msi_transfer *t, uint
 /* Notes a copy. One in waits for the copies out that make its sources, of which the last is enough:
    copies in one direction run in the order of the list. */
 static void msi_note_transfer(msi_scheduling *s, uint32_t number, uint32_t now) {
-    const msi_instruction *all = s->program->instructions.items, *i = &all[now];
+    const msi_instruction *all = s->program->code.instructions.items, *i = &all[now];
     msi_transfer *t = &s->transfers[number];
     t->is_in = msi_direction(s->program, i) == MSI_OP_COPY_IN;
     t->instruction = now;
@@ -13242,17 +13272,17 @@ static void msi_list_transfers(msi_scheduling *s) {
     const msi_program *p = s->program;
     uint32_t number = 0;
     double us = 0.0;
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         s->slot[now] = s->slot_count;
         if (msi_is_transfer(s, i)) {
             msi_note_transfer(s, number++, now);
             continue;
         }
         for (uint32_t k = 0; k < i->operand_count; k++) {
-            const uint32_t range = p->operands.items[i->operand_first + k].range;
+            const uint32_t range = p->code.operands.items[i->operand_first + k].range;
             const uint32_t of = range == MSI_NONE ? MSI_NONE : s->of_range[range];
-            if (of != MSI_NONE && s->transfers[of].is_in && !p->ranges.items[range].on_host) {
+            if (of != MSI_NONE && s->transfers[of].is_in && !p->code.ranges.items[range].on_host) {
                 msi_transfer *t = &s->transfers[of];
                 t->needed = t->needed == MSI_NONE ? s->slot_count : t->needed;
                 t->last = s->slot_count;
@@ -13261,7 +13291,7 @@ static void msi_list_transfers(msi_scheduling *s) {
         s->begin_us[s->slot_count++] = us;
         us += msi_duration_us(s->graph, s->costs, p, i);
     }
-    s->slot[p->instructions.count] = s->slot_count;
+    s->slot[p->code.instructions.count] = s->slot_count;
     s->begin_us[s->slot_count] = us;
     MEMSCALE_ASSERT(number == s->transfer_count);
     for (uint32_t k = s->transfer_count, needed = MSI_NONE; k-- > 0;) {
@@ -13276,7 +13306,7 @@ static void msi_list_transfers(msi_scheduling *s) {
 
 /* The slot before which a range ends: where it is sent to the host, that of the copy. */
 static uint32_t msi_live_end(const msi_scheduling *s, const msi_range *range) {
-    const msi_instruction *all = s->program->instructions.items;
+    const msi_instruction *all = s->program->code.instructions.items;
     const bool sent = !range->outlives && msi_is_transfer(s, &all[range->last]);
     return range->outlives          ? s->slot_count
            : range->aliased || sent ? s->slot[range->last]
@@ -13286,8 +13316,8 @@ static uint32_t msi_live_end(const msi_scheduling *s, const msi_range *range) {
 /* Sums the live bytes of all slots, with each copy where it hides nothing. */
 static void msi_sum_slots(msi_scheduling *s) {
     const msi_program *p = s->program;
-    for (uint32_t k = s->store->residents.count; k < p->ranges.count; k++) {
-        const msi_range *range = &p->ranges.items[k];
+    for (uint32_t k = s->store->residents.count; k < p->code.ranges.count; k++) {
+        const msi_range *range = &p->code.ranges.items[k];
         const uint32_t of = s->of_range[k];
         const bool fetched = of != MSI_NONE && s->transfers[of].is_in;
         const uint32_t first = fetched ? s->transfers[of].needed : s->slot[range->first];
@@ -13304,8 +13334,8 @@ static void msi_sum_slots(msi_scheduling *s) {
     for (uint32_t k = 0; k < s->slot_count; k++) {
         s->most_bytes = msi_larger(s->most_bytes, s->live_bytes[k]);
     }
-    s->most_bytes += (p->resident_bytes + s->most_bytes) / 16 * p->room;
-    s->program->most_bytes = p->resident_bytes + s->most_bytes;
+    s->most_bytes += (p->layout.resident_bytes + s->most_bytes) / 16 * p->code.room;
+    s->program->code.most_bytes = p->layout.resident_bytes + s->most_bytes;
 }
 
 /* Adds to the live bytes of the slots from `first` to before `end`, if that is within the peak. */
@@ -13324,20 +13354,20 @@ static bool msi_hold(msi_scheduling *s, uint32_t first, uint32_t end, uint64_t b
 static uint64_t msi_device_bytes(const msi_scheduling *s, const msi_transfer *t) {
     uint64_t bytes = 0;
     for (uint32_t k = 0; k < msi_count_ends(s, t); k++) {
-        bytes += msi_align(s->program->ranges.items[msi_ends_of(s, t, k).device].bytes);
+        bytes += msi_align(s->program->code.ranges.items[msi_ends_of(s, t, k).device].bytes);
     }
     return bytes;
 }
 
 static bool msi_copies_whole(const msi_scheduling *s, const msi_transfer *t) {
-    const msi_instruction *i = &s->program->instructions.items[t->instruction];
+    const msi_instruction *i = &s->program->code.instructions.items[t->instruction];
     return t->is_in && i->part_count == 0 && i->rows.of == 0;
 }
 
 /* Keeps what a copy in brings in the range that it was brought to a little while before, if there is
    memory for that until the copy is needed. */
 static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_transfer *t) {
-    const msi_range *range = earlier == MSI_NONE ? NULL : &s->program->ranges.items[earlier];
+    const msi_range *range = earlier == MSI_NONE ? NULL : &s->program->code.ranges.items[earlier];
     const uint32_t end = range ? msi_live_end(s, range) : 0;
     return range && range->part == 0 && !range->is_tile && msi_copies_whole(s, t) &&
            t->needed < end + MSI_LONGEST_GAP && !(end <= s->barrier && t->needed >= s->barrier) &&
@@ -13349,13 +13379,13 @@ static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_trans
 static void msi_leave_out(msi_scheduling *s) {
     const msi_program *p = s->program;
     uint32_t *landed = s->of_range; // from now on, per range on the host: where it was copied last
-    for (uint32_t k = 0; k < p->ranges.count; k++) {
+    for (uint32_t k = 0; k < p->code.ranges.count; k++) {
         landed[k] = MSI_NONE;
     }
     for (uint32_t number = 0; number < s->transfer_count; number++) {
         msi_transfer *t = &s->transfers[number];
-        msi_instruction *i = &p->instructions.items[t->instruction];
-        msi_operand *operands = p->operands.items + i->operand_first;
+        msi_instruction *i = &p->code.instructions.items[t->instruction];
+        msi_operand *operands = p->code.operands.items + i->operand_first;
         const uint32_t count = msi_count_ends(s, t);
         uint32_t left = 0, next = 0; // the pair after the last one that is left
         for (uint32_t k = 0; k < count; k++) {
@@ -13397,7 +13427,7 @@ static void msi_find_starts(msi_scheduling *s) {
 static uint64_t msi_bytes_under_way(const msi_scheduling *s, const msi_transfer *t, uint32_t slot) {
     uint64_t bytes = 0;
     for (uint32_t k = 0; k < msi_count_ends(s, t); k++) {
-        const msi_range *range = &s->program->ranges.items[msi_ends_of(s, t, k).device];
+        const msi_range *range = &s->program->code.ranges.items[msi_ends_of(s, t, k).device];
         bytes += msi_live_end(s, range) <= slot ? msi_align(range->bytes) : 0;
     }
     return bytes;
@@ -13559,15 +13589,15 @@ static void msi_place(msi_scheduling *s, const msi_instruction *i) {
 /* Appends the ends of a copy to the operands of the last instruction that was placed. */
 static void msi_place_ends(msi_scheduling *s, const msi_instruction *copy) {
     msi_program *p = s->program;
-    if (p->out_of_memory || !MSI_RESERVE(msi_operand, s->allocator, p->operands,
-                                         p->operands.count + (uint64_t)copy->operand_count)) {
+    if (p->out_of_memory || !MSI_RESERVE(msi_operand, s->allocator, p->code.operands,
+                                         p->code.operands.count + (uint64_t)copy->operand_count)) {
         p->out_of_memory = true;
         return;
     }
     msi_instruction *last = &s->instructions.items[s->instructions.count - 1];
-    memcpy(p->operands.items + p->operands.count, p->operands.items + copy->operand_first,
-           copy->operand_count * sizeof(msi_operand));
-    p->operands.count += copy->operand_count;
+    memcpy(p->code.operands.items + p->code.operands.count,
+           p->code.operands.items + copy->operand_first, copy->operand_count * sizeof(msi_operand));
+    p->code.operands.count += copy->operand_count;
     last->operand_count = (uint16_t)(last->operand_count + copy->operand_count);
 }
 
@@ -13590,7 +13620,7 @@ static void msi_place_wait(msi_scheduling *s, const msi_instruction *copy, bool 
                            uint32_t end) {
     msi_instruction wait = *copy;
     wait.op = (uint8_t)MSI_OP_WAIT;
-    wait.operand_first = s->program->operands.count;
+    wait.operand_first = s->program->code.operands.count;
     wait.operand_count = 0;
     wait.restores = wait.follows = false;
     msi_place(s, &wait);
@@ -13607,7 +13637,7 @@ static void msi_place_wait(msi_scheduling *s, const msi_instruction *copy, bool 
 /* Places the issue of a copy. It has an event if it is the last one that a wait is for. */
 static void msi_place_issue(msi_scheduling *s, msi_transfer *t) {
     const msi_transfer *next = t->next < s->transfer_count ? &s->transfers[t->next] : NULL;
-    msi_instruction i = s->program->instructions.items[t->instruction];
+    msi_instruction i = s->program->code.instructions.items[t->instruction];
     const uint32_t of = t->is_in;
     i.op = (uint8_t)(t->is_in ? MSI_OP_COPY_IN : MSI_OP_COPY_OUT);
     i.follows = s->has_computed[of];
@@ -13660,9 +13690,9 @@ static void msi_place_wait_at_once(msi_scheduling *s, const msi_instruction *cop
 /* Places what is computed in a slot. What callbacks use on the host is awaited at once. */
 static void msi_place_slot(msi_scheduling *s, uint32_t now) {
     msi_program *p = s->program;
-    msi_instruction i = p->instructions.items[now];
+    msi_instruction i = p->code.instructions.items[now];
     i.op = (uint8_t)msi_direction(p, &i);
-    const bool shown = i.op != p->instructions.items[now].op, is_in = i.op == MSI_OP_COPY_IN;
+    const bool shown = i.op != p->code.instructions.items[now].op, is_in = i.op == MSI_OP_COPY_IN;
     i.follows = shown;
     i.event = (uint16_t)(shown ? is_in * MSI_COPY_EVENTS : MSI_NO_EVENT);
     s->moved[now] = s->instructions.count;
@@ -13676,23 +13706,25 @@ static void msi_place_slot(msi_scheduling *s, uint32_t now) {
 /* Makes the new list. */
 static void msi_place_all(msi_scheduling *s) {
     msi_program *p = s->program;
-    const uint32_t count = p->instructions.count;
-    const uint32_t ends[] = {p->forward_end < count ? p->forward_end : count,
-                             p->backward_end < count ? p->backward_end : count};
+    const uint32_t count = p->code.instructions.count;
+    const uint32_t ends[] = {p->code.forward_end < count ? p->code.forward_end : count,
+                             p->code.backward_end < count ? p->code.backward_end : count};
     uint32_t now = 0;
     s->has_computed[0] = s->has_computed[1] = true;
-    for (uint32_t k = 0; k < p->operands.count; k++) {
-        uint32_t *range = &p->operands.items[k].range;
+    for (uint32_t k = 0; k < p->code.operands.count; k++) {
+        uint32_t *range = &p->code.operands.items[k].range;
         *range = *range == MSI_NONE ? MSI_NONE : s->used_for[*range];
     }
     for (uint32_t slot = 0; slot <= s->slot_count && !p->out_of_memory; slot++) {
         msi_place_issues(s, slot, false);
         msi_place_waits(s, slot, false);
-        p->forward_end = slot == s->slot[ends[0]] ? s->instructions.count : p->forward_end;
-        p->backward_end = slot == s->slot[ends[1]] ? s->instructions.count : p->backward_end;
+        p->code.forward_end =
+            slot == s->slot[ends[0]] ? s->instructions.count : p->code.forward_end;
+        p->code.backward_end =
+            slot == s->slot[ends[1]] ? s->instructions.count : p->code.backward_end;
         msi_place_issues(s, slot, true);
         msi_place_waits(s, slot, true);
-        while (now < count && msi_is_transfer(s, &p->instructions.items[now])) {
+        while (now < count && msi_is_transfer(s, &p->code.instructions.items[now])) {
             now++;
         }
         if (slot < s->slot_count) {
@@ -13703,7 +13735,7 @@ static void msi_place_all(msi_scheduling *s) {
 }
 
 static void msi_extend_range(msi_program *p, uint32_t residents, uint32_t range, uint32_t now) {
-    msi_range *r = range == MSI_NONE || range < residents ? NULL : &p->ranges.items[range];
+    msi_range *r = range == MSI_NONE || range < residents ? NULL : &p->code.ranges.items[range];
     if (r) {
         r->first = now < r->first ? now : r->first;
         r->last = r->last == MSI_NONE || now > r->last ? now : r->last;
@@ -13714,8 +13746,8 @@ static void msi_extend_range(msi_program *p, uint32_t residents, uint32_t range,
 static void msi_renumber(const msi_scheduling *s) {
     msi_program *p = s->program;
     const uint32_t residents = s->store->residents.count, end = s->instructions.count;
-    for (uint32_t k = residents; k < p->ranges.count; k++) {
-        msi_range *range = &p->ranges.items[k];
+    for (uint32_t k = residents; k < p->code.ranges.count; k++) {
+        msi_range *range = &p->code.ranges.items[k];
         if (range->idle_last != MSI_NONE) {
             range->idle_first = s->moved[range->idle_first];
             range->idle_last = s->moved[range->idle_last];
@@ -13725,13 +13757,13 @@ static void msi_renumber(const msi_scheduling *s) {
     }
     for (uint32_t now = end; now-- > 0;) {
         const msi_instruction *i = &s->instructions.items[now];
-        const msi_operand *operands = p->operands.items + i->operand_first;
+        const msi_operand *operands = p->code.operands.items + i->operand_first;
         for (uint32_t k = 0; k < i->operand_count; k++) {
             msi_extend_range(p, residents, operands[k].range, now);
         }
     }
-    for (uint32_t k = residents; k < p->ranges.count; k++) {
-        msi_range *range = &p->ranges.items[k];
+    for (uint32_t k = residents; k < p->code.ranges.count; k++) {
+        msi_range *range = &p->code.ranges.items[k];
         const bool used = range->last != MSI_NONE;
         range->first = used ? range->first : 0;
         range->last = range->outlives ? end - 1 : used ? range->last : 0;
@@ -13741,9 +13773,9 @@ static void msi_renumber(const msi_scheduling *s) {
 
 /* Forgets which live ranges use the memory of others. */
 static void msi_unshare_memory(msi_program *p) {
-    for (uint32_t k = 0; k < p->ranges.count; k++) {
-        p->ranges.items[k].alias_of = MSI_NONE;
-        p->ranges.items[k].aliased = false;
+    for (uint32_t k = 0; k < p->code.ranges.count; k++) {
+        p->code.ranges.items[k].alias_of = MSI_NONE;
+        p->code.ranges.items[k].aliased = false;
     }
 }
 
@@ -13751,7 +13783,7 @@ static void msi_unshare_memory(msi_program *p) {
 static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                          const ms_allocator *allocator, msi_program *p) {
     msi_scheduling s;
-    p->most_bytes = 0;
+    p->code.most_bytes = 0;
     if (p->out_of_memory || !msi_crosses_link(p)) {
         return;
     }
@@ -13765,7 +13797,8 @@ static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_s
     if (!p->out_of_memory) {
         msi_share_memory(g, p); // for the sums
         msi_list_transfers(&s);
-        s.barrier = p->backward_end < p->instructions.count ? s.slot[p->backward_end] : MSI_NONE;
+        s.barrier = p->code.backward_end < p->code.instructions.count ? s.slot[p->code.backward_end]
+                                                                      : MSI_NONE;
         msi_sum_slots(&s);
         msi_unshare_memory(p);
         msi_leave_out(&s);
@@ -13776,10 +13809,10 @@ static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_s
     }
     if (!p->out_of_memory) {
         msi_renumber(&s);
-        MSI_LIST_FREE(msi_instruction, allocator, p->instructions);
-        p->instructions.items = s.instructions.items;
-        p->instructions.count = s.instructions.count;
-        p->instructions.capacity = s.instructions.capacity;
+        MSI_LIST_FREE(msi_instruction, allocator, p->code.instructions);
+        p->code.instructions.items = s.instructions.items;
+        p->code.instructions.count = s.instructions.count;
+        p->code.instructions.capacity = s.instructions.capacity;
     } else {
         MSI_LIST_FREE(msi_instruction, allocator, s.instructions);
     }
@@ -15067,11 +15100,11 @@ static bool msi_is_activation(ms_category category) {
    first instruction with the largest sum. Differences first, then their running sum: unsigned, so
    a difference that wraps is undone by the sum. */
 static uint32_t msi_sum_live(msi_program *p, uint32_t resident_count, bool activations_only) {
-    uint64_t *live = p->live_bytes.items;
-    const uint32_t count = p->instructions.count;
+    uint64_t *live = p->layout.live_bytes.items;
+    const uint32_t count = p->code.instructions.count;
     memset(live, 0, (count + 1) * sizeof *live);
-    for (uint32_t i = resident_count; i < p->ranges.count; i++) {
-        const msi_range *range = &p->ranges.items[i];
+    for (uint32_t i = resident_count; i < p->code.ranges.count; i++) {
+        const msi_range *range = &p->code.ranges.items[i];
         if (!range->on_host &&
             (!activations_only || msi_is_activation((ms_category)range->category))) {
             live[range->first] += msi_align(range->bytes);
@@ -15143,7 +15176,7 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
 /* The losses are summed after the last forward, and the verdict is copied out during backward.
    (With clipping a step copies it after CLIP, which is not simulated.) */
 static void msi_clock_judge(msi_clock *c) {
-    const double bytes = (double)c->program->ranges.items[c->program->loss].bytes;
+    const double bytes = (double)c->program->code.ranges.items[c->program->code.loss].bytes;
     msi_enqueue(c, MS_STREAM_COMPUTE, 0.0, msi_bytes_us(c->costs, MSI_COST_SUM, bytes));
     if (c->costs->has_copies) {
         msi_enqueue(c, MS_STREAM_TO_HOST, c->free_us[MS_STREAM_COMPUTE],
@@ -15172,7 +15205,7 @@ static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
 
 /* Runs the next instruction of the program, which takes `us`. Returns its start. */
 static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
-    const msi_instruction *i = &c->program->instructions.items[now];
+    const msi_instruction *i = &c->program->code.instructions.items[now];
     const ms_stream_kind stream = msi_stream_of(c->costs, (msi_op)i->op);
     const double start_us = msi_enqueue(c, stream, msi_ready_us(c, i), us);
     if (i->op == MSI_OP_UPDATE) {
@@ -15181,7 +15214,7 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     if (i->op != MSI_OP_WAIT && i->event != MSI_NO_EVENT) {
         c->event_us[i->event] = c->free_us[stream];
     }
-    if (now + 1 == c->program->forward_end) {
+    if (now + 1 == c->program->code.forward_end) {
         msi_clock_judge(c);
     }
     return start_us;
@@ -15193,10 +15226,10 @@ static msi_times msi_read_clock(const msi_clock *c) {
     times.us = 0.0;
     for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
         times.us = c->free_us[stream] > times.us ? c->free_us[stream] : times.us;
-        times.link_us[stream] = c->program->link_us[stream];
+        times.link_us[stream] = c->program->predicted.link_us[stream];
     }
     times.stall_us = c->stall_us;
-    times.recompute_us = c->program->recompute_us;
+    times.recompute_us = c->program->predicted.recompute_us;
     return times;
 }
 
@@ -15226,52 +15259,55 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
                              msi_program *p) {
     msi_clock c;
     msi_clock_start(&c, g, costs, store, p);
-    memset(p->link_bytes, 0, sizeof p->link_bytes);
-    memset(p->link_us, 0, sizeof p->link_us);
-    p->recompute_us = 0.0;
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
+    memset(p->code.link_bytes, 0, sizeof p->code.link_bytes);
+    memset(p->predicted.link_us, 0, sizeof p->predicted.link_us);
+    p->predicted.recompute_us = 0.0;
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         const double us = msi_duration_us(g, costs, p, i);
-        p->micro = now == p->backward_end ? msi_end_micro(&c) : p->micro;
+        p->predicted.micro = now == p->code.backward_end ? msi_end_micro(&c) : p->predicted.micro;
         msi_clock_run(&c, now, us);
         if (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT) {
-            p->link_bytes[msi_ops[i->op].stream] += (uint64_t)msi_moved_bytes(g, p, i);
-            p->link_us[msi_ops[i->op].stream] += us;
+            p->code.link_bytes[msi_ops[i->op].stream] += (uint64_t)msi_moved_bytes(g, p, i);
+            p->predicted.link_us[msi_ops[i->op].stream] += us;
         }
         for (int k = MS_STREAM_TO_DEVICE; k <= MS_STREAM_TO_HOST && i->op == MSI_OP_UPDATE; k++) {
-            p->link_bytes[k] += msi_updated_bytes(g, p, i, true);
-            p->link_us[k] += msi_mapped_us(g, costs, p, i);
+            p->code.link_bytes[k] += msi_updated_bytes(g, p, i, true);
+            p->predicted.link_us[k] += msi_mapped_us(g, costs, p, i);
         }
-        p->recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
+        p->predicted.recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
     }
     const msi_times last = msi_read_clock(&c);
-    p->micro = store->micro_count > 1 && p->backward_end < p->instructions.count ? p->micro : last;
-    p->whole = msi_sum_step(&p->micro, &last, store->micro_count);
-    p->step_us = last.us;
-    p->stall_us = last.stall_us;
+    p->predicted.micro = store->micro_count > 1 && p->code.backward_end < p->code.instructions.count
+                             ? p->predicted.micro
+                             : last;
+    p->predicted.whole = msi_sum_step(&p->predicted.micro, &last, store->micro_count);
+    p->predicted.step_us = last.us;
+    p->predicted.stall_us = last.stall_us;
 }
 
 /* Fills in live bytes and times of a program; without memory for that, sets p->out_of_memory. */
 static void msi_simulate(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                          const ms_allocator *allocator, msi_program *p) {
     const uint32_t residents = store->residents.count;
-    if (p->out_of_memory ||
-        !MSI_RESERVE(uint64_t, allocator, p->live_bytes, p->instructions.count + 1ull)) {
+    if (p->out_of_memory || !MSI_RESERVE(uint64_t, allocator, p->layout.live_bytes,
+                                         p->code.instructions.count + 1ull)) {
         p->out_of_memory = true;
         return;
     }
-    p->live_bytes.count = p->instructions.count;
-    p->activation_peak_bytes = p->live_bytes.items[msi_sum_live(p, residents, true)];
-    p->peak = msi_sum_live(p, residents, false);
-    p->peak_bytes = p->live_bytes.items[p->peak];
-    p->most_bytes = msi_larger(p->most_bytes, p->resident_bytes + p->peak_bytes);
+    p->layout.live_bytes.count = p->code.instructions.count;
+    p->layout.activation_peak_bytes = p->layout.live_bytes.items[msi_sum_live(p, residents, true)];
+    p->layout.peak = msi_sum_live(p, residents, false);
+    p->layout.peak_bytes = p->layout.live_bytes.items[p->layout.peak];
+    p->code.most_bytes =
+        msi_larger(p->code.most_bytes, p->layout.resident_bytes + p->layout.peak_bytes);
     msi_time_program(g, costs, store, p);
 }
 
 /* Whether some param is updated inside backward. */
 static bool msi_updates_inside(const msi_program *p) {
-    for (uint32_t i = p->forward_end; i < p->backward_end; i++) {
-        if (p->instructions.items[i].op == MSI_OP_UPDATE) {
+    for (uint32_t i = p->code.forward_end; i < p->code.backward_end; i++) {
+        if (p->code.instructions.items[i].op == MSI_OP_UPDATE) {
             return true;
         }
     }
@@ -15353,46 +15389,48 @@ static void msi_complete(const msi_scorer *s, msi_program *p) {
     }
     msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
     if (p->out_of_memory) {
-        msi_run_short(s, "the program", p->ranges.count * sizeof(msi_range));
+        msi_run_short(s, "the program", p->code.ranges.count * sizeof(msi_range));
     }
 }
 
 /* Debug mode: a layout that overlaps, or whose bound is not what was simulated, is our own bug. */
 static bool msi_check_layout(const msi_scorer *s, const msi_program *p) {
-    const msi_block *blocks = p->blocks.items;
-    const uint32_t count = p->blocks.count;
+    const msi_block *blocks = p->layout.blocks.items;
+    const uint32_t count = p->layout.blocks.count;
     bool valid = true;
-    uint64_t bound = p->peak_bytes;
+    uint64_t bound = p->layout.peak_bytes;
     const bool checked =
         msi_layout_check(s->allocator, blocks, count, &valid, &bound) == MS_RESULT_OK;
-    MEMSCALE_ASSERT(valid && bound == p->peak_bytes);
+    MEMSCALE_ASSERT(valid && bound == p->layout.peak_bytes);
     return checked;
 }
 
 /* Lays out a program. The layout need not be smaller than an arena of `enough` bytes. */
 static void msi_lay_out(const msi_scorer *s, msi_program *p, uint64_t enough) {
     const uint64_t effort = msi_smaller(
-        MSI_LAYOUT_EFFORT, MSI_LAYOUT_EFFORT_LEAST + p->ranges.count * MSI_LAYOUT_EFFORT_EACH);
-    const uint64_t residents = p->resident_bytes;
+        MSI_LAYOUT_EFFORT, MSI_LAYOUT_EFFORT_LEAST + p->code.ranges.count * MSI_LAYOUT_EFFORT_EACH);
+    const uint64_t residents = p->layout.resident_bytes;
     enough = enough > residents ? enough - residents : 0;
-    if (!msi_is_short(s) && (!msi_make_blocks(s->allocator, p, s->store->residents.count) ||
-                             msi_layout_within(s->allocator, p->blocks.items, p->blocks.count,
-                                               effort, enough, &p->height) != MS_RESULT_OK ||
-                             msi_layout(s->allocator, p->host_blocks.items, p->host_blocks.count,
-                                        effort, &p->host_height) != MS_RESULT_OK ||
-                             (s->checks_layouts && !msi_check_layout(s, p)))) {
-        msi_run_short(s, "the layout", p->ranges.count * sizeof(msi_block));
+    if (!msi_is_short(s) &&
+        (!msi_make_blocks(s->allocator, p, s->store->residents.count) ||
+         msi_layout_within(s->allocator, p->layout.blocks.items, p->layout.blocks.count, effort,
+                           enough, &p->layout.height) != MS_RESULT_OK ||
+         msi_layout(s->allocator, p->layout.host_blocks.items, p->layout.host_blocks.count, effort,
+                    &p->layout.host_height) != MS_RESULT_OK ||
+         (s->checks_layouts && !msi_check_layout(s, p)))) {
+        msi_run_short(s, "the layout", p->code.ranges.count * sizeof(msi_block));
     }
-    p->is_laid_out = true;
+    p->layout.is_done = true;
 }
 
 /* The arena that holds two programs, one at a time; and what they have on the host. */
 static uint64_t msi_arena_of(const msi_program *train, const msi_program *eval) {
-    return train->resident_bytes + msi_larger(train->height, eval->height);
+    return train->layout.resident_bytes + msi_larger(train->layout.height, eval->layout.height);
 }
 
 static uint64_t msi_host_of(const msi_program *train, const msi_program *eval) {
-    return train->home_bytes + msi_larger(train->host_height, eval->host_height);
+    return train->layout.home_bytes +
+           msi_larger(train->layout.host_height, eval->layout.host_height);
 }
 
 /* Lowers the eval program for these decisions. It keeps nothing for a backward. */
@@ -15408,19 +15446,20 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
         msi_lower_train(s->lowering, decisions, s->program);
         msi_complete(s, s->program);
     }
-    if (!msi_is_short(s) && s->eval->homes != s->program->homes) {
+    if (!msi_is_short(s) && s->eval->code.homes != s->program->code.homes) {
         msi_make_eval(s, decisions);
     }
     if (!msi_is_short(s)) {
-        score.live_bytes = s->program->resident_bytes + s->program->peak_bytes;
-        score.us = s->program->whole.us;
+        score.live_bytes = s->program->layout.resident_bytes + s->program->layout.peak_bytes;
+        score.us = s->program->predicted.whole.us;
     }
     return score;
 }
 
 /* The largest sum of live bytes, in training or eval, of what was scored. */
 static uint64_t msi_live_of(const msi_scorer *s, const msi_score *score) {
-    return msi_larger(score->live_bytes, s->program->resident_bytes + s->eval->peak_bytes);
+    return msi_larger(score->live_bytes,
+                      s->program->layout.resident_bytes + s->eval->layout.peak_bytes);
 }
 
 /* Whether what was estimated last fits a budget. It is laid out if its live bytes do. */
@@ -15429,7 +15468,7 @@ static bool msi_fits(const msi_scorer *s, msi_score *score, uint64_t budget, uin
         return false;
     }
     msi_lay_out(s, s->program, enough);
-    if (!s->eval->is_laid_out) {
+    if (!s->eval->layout.is_done) {
         msi_lay_out(s, s->eval, 0);
     }
     if (!msi_is_short(s)) {
@@ -15854,9 +15893,9 @@ static void msi_pricing_free(const msi_pricing *c) {
 
 static void msi_note_recomputed(msi_pricing *c, const msi_program *p) {
     memset(c->recomputed, 0, c->graph->layers.count);
-    for (uint32_t i = 0; i < p->instructions.count; i++) {
-        if (msi_is_again((msi_op)p->instructions.items[i].op)) {
-            c->recomputed[p->instructions.items[i].target] = 1;
+    for (uint32_t i = 0; i < p->code.instructions.count; i++) {
+        if (msi_is_again((msi_op)p->code.instructions.items[i].op)) {
+            c->recomputed[p->code.instructions.items[i].target] = 1;
         }
     }
 }
@@ -16149,7 +16188,7 @@ static void msi_add_move(msi_greedy *w, uint32_t member_count) {
 /* Whether a live range is a value that is idle at the peak, between forward and backward. */
 static bool msi_is_idle_at_peak(const msi_program *p, const msi_range *range) {
     return range->role == MSI_ROLE_VALUE && range->idle_last != MSI_NONE &&
-           range->idle_first < p->peak && range->idle_last > p->peak;
+           range->idle_first < p->layout.peak && range->idle_last > p->layout.peak;
 }
 
 /* Adds the last members, saved tensors of a layer, as one move. One alone may be a move already. */
@@ -16160,13 +16199,13 @@ static MSI_NOINLINE void msi_add_saved(msi_greedy *w, uint32_t layer, uint32_t c
 }
 
 static void msi_note_uses(msi_link_load *load, const msi_program *p, uint32_t now) {
-    const msi_instruction *i = &p->instructions.items[now];
+    const msi_instruction *i = &p->code.instructions.items[now];
     if (i->op == MSI_OP_UPDATE && load->update[i->target] == MSI_NONE) {
         load->update[i->target] = now;
     }
     for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
-        const uint32_t index = p->operands.items[i->operand_first + k].range;
-        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        const uint32_t index = p->code.operands.items[i->operand_first + k].range;
+        const msi_range *range = index == MSI_NONE ? NULL : &p->code.ranges.items[index];
         if (range && range->category == MS_CATEGORY_PARAM) {
             uint32_t *first = &load->first_use[range->tensor];
             *first = *first == MSI_NONE ? now : *first;
@@ -16183,8 +16222,9 @@ static double msi_awaited_us(const msi_greedy *w, const msi_instruction *wait) {
     const msi_program *p = w->scorer->program;
     double us = 0.0;
     for (uint32_t k = 0; k < wait->operand_count; k += 2) {
-        const msi_operand *ends = p->operands.items + wait->operand_first + k;
-        const msi_range *a = &p->ranges.items[ends[0].range], *b = &p->ranges.items[ends[1].range];
+        const msi_operand *ends = p->code.operands.items + wait->operand_first + k;
+        const msi_range *a = &p->code.ranges.items[ends[0].range],
+                        *b = &p->code.ranges.items[ends[1].range];
         us += msi_copy_us(w->scorer->costs, b->on_host ? MS_STREAM_TO_DEVICE : MS_STREAM_TO_HOST,
                           msi_smaller(a->bytes, b->bytes));
     }
@@ -16193,7 +16233,7 @@ static double msi_awaited_us(const msi_greedy *w, const msi_instruction *wait) {
 
 static bool msi_waits_for_device(const msi_program *p, const msi_instruction *i) {
     return i->op == MSI_OP_WAIT &&
-           p->ranges.items[p->operands.items[i->operand_first + 1].range].on_host;
+           p->code.ranges.items[p->code.operands.items[i->operand_first + 1].range].on_host;
 }
 
 /* What is left for copies in: the least of what all waits from an instruction on leave. The peak
@@ -16201,9 +16241,9 @@ static bool msi_waits_for_device(const msi_program *p, const msi_instruction *i)
 static void msi_find_load_in(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
     double *left = w->load.in_us.items, us = 0.0, in_us = 0.0, least = 1e300;
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
-        if (now == p->peak) {
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
+        if (now == p->layout.peak) {
             us = in_us = 0.0;
         }
         in_us += msi_waits_for_device(p, i) ? msi_awaited_us(w, i) : 0.0;
@@ -16212,9 +16252,9 @@ static void msi_find_load_in(msi_greedy *w) {
                   ? 0.0
                   : msi_duration_us(w->graph, w->scorer->costs, p, i);
     }
-    for (uint32_t now = p->instructions.count; now-- > 0;) {
-        const bool waits = msi_waits_for_device(p, &p->instructions.items[now]);
-        least = now + 1 == p->peak ? 1e300 : least;
+    for (uint32_t now = p->code.instructions.count; now-- > 0;) {
+        const bool waits = msi_waits_for_device(p, &p->code.instructions.items[now]);
+        least = now + 1 == p->layout.peak ? 1e300 : least;
         least = waits && left[now] < least ? left[now] : least;
         left[now] = left[now] < least ? left[now] : least;
     }
@@ -16225,19 +16265,19 @@ static void msi_find_load_in(msi_greedy *w) {
 static void msi_find_load_out(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
     double *left = w->load.out_us.items, us = 0.0, out_us = 0.0, least = 1e300;
-    for (uint32_t now = p->instructions.count; now-- > 0;) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (uint32_t now = p->code.instructions.count; now-- > 0;) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         const double own_us = msi_duration_us(w->graph, w->scorer->costs, p, i);
-        if (now + 1 == p->peak) {
+        if (now + 1 == p->layout.peak) {
             us = out_us = 0.0;
         }
         out_us += i->op == MSI_OP_COPY_OUT ? own_us : 0.0;
         left[now] = us - out_us;
         us += msi_ops[i->op].cost == MSI_COST_LINK ? 0.0 : own_us;
     }
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const bool sends = p->instructions.items[now].op == MSI_OP_COPY_OUT;
-        least = now == p->peak ? 1e300 : least;
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        const bool sends = p->code.instructions.items[now].op == MSI_OP_COPY_OUT;
+        least = now == p->layout.peak ? 1e300 : least;
         least = sends && left[now] < least ? left[now] : least;
         left[now] = left[now] < least ? left[now] : least;
     }
@@ -16245,14 +16285,14 @@ static void msi_find_load_out(msi_greedy *w) {
 
 static void msi_find_load(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
-    const uint64_t count = p->instructions.count;
+    const uint64_t count = p->code.instructions.count;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         w->load.first_use[t] = w->load.last_use[t] = MSI_NONE;
         w->load.first_gradient[t] = w->load.update[t] = MSI_NONE;
     }
     if (MSI_SCRATCH_LIST(double, w->scorer, w->load.in_us, count) &&
         MSI_SCRATCH_LIST(double, w->scorer, w->load.out_us, count)) {
-        for (uint32_t now = 0; now < p->instructions.count; now++) {
+        for (uint32_t now = 0; now < p->code.instructions.count; now++) {
             msi_note_uses(&w->load, p, now);
         }
         msi_find_load_in(w);
@@ -16308,10 +16348,10 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
 
 /* Whether the instruction at the peak uses a live range. */
 static bool msi_is_used_at_peak(const msi_program *p, uint32_t range) {
-    const msi_instruction *i = &p->instructions.items[p->peak];
+    const msi_instruction *i = &p->code.instructions.items[p->layout.peak];
     bool used = false;
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        used |= p->operands.items[i->operand_first + k].range == range;
+        used |= p->code.operands.items[i->operand_first + k].range == range;
     }
     return used;
 }
@@ -16319,7 +16359,8 @@ static bool msi_is_used_at_peak(const msi_program *p, uint32_t range) {
 /* Notes what the plan at hand, which was estimated, leaves of the host's memory. */
 static void msi_find_host_left(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
-    const uint64_t used = p->home_bytes + p->sent_bytes, most = w->search->host_budget;
+    const uint64_t used = p->layout.home_bytes + p->layout.sent_bytes,
+                   most = w->search->host_budget;
     w->host_left = used < most ? most - used : 0;
 }
 
@@ -16343,8 +16384,8 @@ static bool msi_may_move(const msi_greedy *w, uint32_t t, uint32_t move) {
 static void msi_list_offloads(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
     const uint32_t residents = w->scorer->store->residents.count;
-    for (uint32_t i = 0; i < p->ranges.count; i++) {
-        const msi_range *range = &p->ranges.items[i];
+    for (uint32_t i = 0; i < p->code.ranges.count; i++) {
+        const msi_range *range = &p->code.ranges.items[i];
         const msi_role role = (msi_role)range->role;
         const bool resident = i < residents;
         const bool owned = !resident || (!w->scorer->store->residents.items[i].borrowed &&
@@ -16353,8 +16394,8 @@ static void msi_list_offloads(msi_greedy *w) {
         const bool fixed = resident && role < MSI_ROLE_RESIDENT_COUNT &&
                            w->graph->tensors.items[range->tensor].kind == MSI_KIND_PARAM;
         const bool gradient = role == MSI_ROLE_GRADIENT &&
-                              range->category == MS_CATEGORY_GRADIENT && range->first < p->peak &&
-                              range->last > p->peak;
+                              range->category == MS_CATEGORY_GRADIENT &&
+                              range->first < p->layout.peak && range->last > p->layout.peak;
         if (range->on_host || range->part > 0 || !owned || !(value || fixed || gradient) ||
             (role < MSI_ROLE_STATE0 && msi_is_used_at_peak(p, i)) ||
             !msi_may_move(w, range->tensor, msi_move_of(role))) {
@@ -16377,17 +16418,17 @@ static MSI_NOINLINE void msi_list_moves(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
     uint32_t saved_of = MSI_NONE, together = 0; // the layer of the saved tensors met last; how many
     w->moves.count = w->members.count = 0;
-    if (!MSI_SCRATCH_LIST(msi_move, w->scorer, w->moves, 4ull * p->ranges.count) ||
-        !MSI_SCRATCH_LIST(uint32_t, w->scorer, w->members, 4ull * p->ranges.count)) {
+    if (!MSI_SCRATCH_LIST(msi_move, w->scorer, w->moves, 4ull * p->code.ranges.count) ||
+        !MSI_SCRATCH_LIST(uint32_t, w->scorer, w->members, 4ull * p->code.ranges.count)) {
         return;
     }
     if (w->search->techniques & MSI_OFFLOADING) {
         msi_list_offloads(w);
     }
-    for (uint32_t i = w->scorer->store->residents.count; i < p->ranges.count; i++) {
-        const uint32_t tensor = p->ranges.items[i].tensor;
+    for (uint32_t i = w->scorer->store->residents.count; i < p->code.ranges.count; i++) {
+        const uint32_t tensor = p->code.ranges.items[i].tensor;
         if (!(w->search->techniques & MSI_CHECKPOINTING) ||
-            !msi_is_idle_at_peak(p, &p->ranges.items[i]) || !msi_is_droppable(g, tensor) ||
+            !msi_is_idle_at_peak(p, &p->code.ranges.items[i]) || !msi_is_droppable(g, tensor) ||
             (w->decisions[tensor].moves & MSI_MOVES_VALUE)) {
             continue;
         }
@@ -16441,7 +16482,7 @@ static bool msi_add_prefix(msi_greedy *w) {
     const uint32_t count = w->prefixes.count;
     const double slowest = count > 0 ? w->prefixes.items[count - 1].us : 0.0;
     const bool counts = w->score.us >= slowest;
-    const msi_prefix prefix = {w->score.live_bytes, w->scorer->program->home_bytes,
+    const msi_prefix prefix = {w->score.live_bytes, w->scorer->program->layout.home_bytes,
                                w->drops.count,      counts ? w->score.us : slowest,
                                w->search->early,    counts};
     if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, count + 1ull)) {
@@ -16484,7 +16525,7 @@ typedef struct msi_peak {
 
 static msi_peak msi_peak_of(const msi_greedy *w) {
     const msi_program *p = w->scorer->program;
-    const msi_peak peak = {w->score.live_bytes, p->most_bytes, p->peak};
+    const msi_peak peak = {w->score.live_bytes, p->code.most_bytes, p->layout.peak};
     return peak;
 }
 
@@ -16664,9 +16705,9 @@ static bool msi_cannot_win(const msi_greedy *w, double fastest_us) {
     const msi_program *p = w->scorer->program;
     const double best_us = w->search->fits ? w->search->best_score.us : 1e300;
     const double limit_us = 1.1 * fastest_us < best_us ? 1.1 * fastest_us : best_us;
-    return p->whole.link_us[MS_STREAM_TO_DEVICE] > limit_us ||
-           p->whole.link_us[MS_STREAM_TO_HOST] > limit_us ||
-           w->search->least_us + p->whole.recompute_us > limit_us;
+    return p->predicted.whole.link_us[MS_STREAM_TO_DEVICE] > limit_us ||
+           p->predicted.whole.link_us[MS_STREAM_TO_HOST] > limit_us ||
+           w->search->least_us + p->predicted.whole.recompute_us > limit_us;
 }
 
 /* Goes through the whole list, where times rise and fall along it: copies hide, or do not. Proposes
@@ -16676,9 +16717,9 @@ static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
     double fastest_us = 1e300;
     do {
         const msi_prefix prefix = {
-            w->score.live_bytes, w->scorer->program->home_bytes,
+            w->score.live_bytes, w->scorer->program->layout.home_bytes,
             w->drops.count,      w->score.us,
-            w->search->early,    w->scorer->program->home_bytes <= w->search->host_budget};
+            w->search->early,    w->scorer->program->layout.home_bytes <= w->search->host_budget};
         if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, w->prefixes.count + 1ull)) {
             w->prefixes.items[w->prefixes.count++] = prefix;
         }
@@ -16798,7 +16839,7 @@ typedef struct msi_blame {
 } msi_blame;
 
 static bool msi_blame_init(msi_blame *b, const msi_scorer *s) {
-    const uint64_t instructions = s->program->instructions.count;
+    const uint64_t instructions = s->program->code.instructions.count;
     b->bytes = (3 * instructions + 3ull * s->graph->tensors.count) * sizeof(double);
     b->begin_us = msi_is_short(s) ? NULL : (double *)msi_scratch(s, b->bytes);
     if (b->begin_us) {
@@ -16815,7 +16856,8 @@ static void msi_blame_copy(msi_blame *b, const msi_scorer *s, const msi_instruct
     const double all = msi_moved_bytes(s->graph, p, i);
     for (uint32_t k = 0; k < msi_pair_count(i) && all > 0.0; k++) {
         const uint32_t host = 2 * k + (i->op == MSI_OP_COPY_IN);
-        const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + host].range];
+        const msi_range *range =
+            &p->code.ranges.items[p->code.operands.items[i->operand_first + host].range];
         const uint8_t move = msi_move_of((msi_role)range->role);
         const uint32_t of = move == MSI_MOVES_VALUE ? 0 : move == MSI_MOVES_GRADIENT ? 1 : 2;
         b->cost_us[3ull * range->tensor + of] +=
@@ -16830,15 +16872,15 @@ static void msi_blame_copies(msi_blame *b, const msi_scorer *s) {
     double owed_us[MS_STREAM_COUNT] = {0.0}, next_us[MS_STREAM_COUNT] = {0.0};
     msi_clock c;
     msi_clock_start(&c, s->graph, s->costs, s->store, p);
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
         const double before_us = c.stall_us;
-        b->us[now] = msi_duration_us(s->graph, s->costs, p, &p->instructions.items[now]);
+        b->us[now] = msi_duration_us(s->graph, s->costs, p, &p->code.instructions.items[now]);
         b->begin_us[now] = msi_clock_run(&c, now, b->us[now]);
         b->stall_us[now] = c.stall_us - before_us;
     }
-    for (uint32_t now = p->instructions.count; now-- > 0;) {
-        const msi_instruction *i = &p->instructions.items[now];
-        const double times = now < p->backward_end ? (double)s->store->micro_count : 1.0;
+    for (uint32_t now = p->code.instructions.count; now-- > 0;) {
+        const msi_instruction *i = &p->code.instructions.items[now];
+        const double times = now < p->code.backward_end ? (double)s->store->micro_count : 1.0;
         if (i->op == MSI_OP_WAIT) {
             owed_us[msi_waits_for_device(p, i) ? MS_STREAM_TO_DEVICE : MS_STREAM_TO_HOST] +=
                 times * b->stall_us[now];
@@ -17012,7 +17054,7 @@ static uint64_t msi_least_resident_bytes(const msi_greedy *w) {
             moved += may & move & ~w->decisions[t].moves ? msi_action_bytes(w, t, move) : 0;
         }
     }
-    const uint64_t bytes = w->scorer->program->resident_bytes;
+    const uint64_t bytes = w->scorer->program->layout.resident_bytes;
     return bytes > moved ? bytes - moved : 0;
 }
 
@@ -17496,31 +17538,31 @@ static uint32_t msi_count_drops(const msi_chain *c, uint32_t number) {
 /* Finds the stage of each instruction, and where each stage begins and ends. An instruction before
    that of a layer belongs to this layer; updates and sums belong to the instruction before them. */
 static void msi_mark_stages(msi_chain *c, const msi_program *p) {
-    const msi_instruction *items = p->instructions.items;
+    const msi_instruction *items = p->code.instructions.items;
     uint32_t *at = c->at.items;
     uint32_t stage = c->count - 1, i = 0;
-    for (i = p->backward_end; i-- > 0;) {
+    for (i = p->code.backward_end; i-- > 0;) {
         const bool of_layer = items[i].op == MSI_OP_FORWARD || items[i].op == MSI_OP_BACKWARD;
         stage = of_layer ? c->stage_of[items[i].target] : stage;
         at[i] = stage;
-        stage = i == p->forward_end ? c->count - 1 : stage;
+        stage = i == p->code.forward_end ? c->count - 1 : stage;
     }
-    for (i = 1; i < p->backward_end; i++) {
+    for (i = 1; i < p->code.backward_end; i++) {
         const bool after = items[i].op == MSI_OP_ADD || items[i].op == MSI_OP_UPDATE;
-        at[i] = after && i != p->forward_end ? at[i - 1] : at[i];
+        at[i] = after && i != p->code.forward_end ? at[i - 1] : at[i];
     }
     i = 0;
     for (uint32_t k = 0; k < c->count; k++) {
         c->stages[k].forward = i;
-        while (i < p->forward_end && at[i] == k) {
+        while (i < p->code.forward_end && at[i] == k) {
             i++;
         }
         c->stages[k].forward_end = i;
     }
-    i = p->forward_end;
+    i = p->code.forward_end;
     for (uint32_t k = c->count; k-- > 0;) {
         c->stages[k].backward = i;
-        while (i < p->backward_end && at[i] == k) {
+        while (i < p->code.backward_end && at[i] == k) {
             i++;
         }
         c->stages[k].backward_end = i;
@@ -17554,7 +17596,7 @@ static void msi_add_own(msi_chain *c, const msi_range *range, uint32_t home, uin
 static void msi_sum_stages(msi_chain *c, uint32_t option) {
     const msi_graph *g = c->graph;
     const msi_program *p = c->scorer->program;
-    const uint32_t count = p->instructions.count;
+    const uint32_t count = p->code.instructions.count;
     if (msi_is_short(c->scorer) || !MSI_SCRATCH_LIST(uint32_t, c->scorer, c->at, count + 2ull) ||
         !MSI_SCRATCH_LIST(uint64_t, c->scorer, c->bytes, 2 * (count + 2ull))) {
         return;
@@ -17566,8 +17608,8 @@ static void msi_sum_stages(msi_chain *c, uint32_t option) {
     for (uint32_t k = 0; k < c->count; k++) {
         c->stages[k].carried_bytes = 0;
     }
-    for (uint32_t i = c->scorer->store->residents.count; i < p->ranges.count; i++) {
-        const msi_range *range = &p->ranges.items[i];
+    for (uint32_t i = c->scorer->store->residents.count; i < p->code.ranges.count; i++) {
+        const msi_range *range = &p->code.ranges.items[i];
         if (range->role == MSI_ROLE_WORKSPACE) {
             msi_add_own(c, range, c->stage_of[range->tensor], option);
         } else if (range->role == MSI_ROLE_VALUE && msi_is_droppable(g, range->tensor)) {
@@ -17576,7 +17618,7 @@ static void msi_sum_stages(msi_chain *c, uint32_t option) {
         } else {
             const uint64_t bytes = msi_align(range->bytes);
             msi_add_range(c->carried, range->first, msi_counts_to(range), bytes);
-            if (range->first < p->backward_end &&
+            if (range->first < p->code.backward_end &&
                 c->stages[c->at.items[range->first]].backward == range->first) {
                 c->stages[c->at.items[range->first]].carried_bytes -= bytes; // not there before
             }
@@ -17601,7 +17643,7 @@ static MSI_NOINLINE void msi_measure_option(msi_chain *c, uint32_t option) {
             o->first_bytes = msi_larger(o->first_bytes, c->own[i] + c->carried[i]);
         }
         for (uint32_t i = stage->backward; i < stage->backward_end; i++) {
-            const msi_instruction *at = &p->instructions.items[i];
+            const msi_instruction *at = &p->code.instructions.items[i];
             o->backward_bytes = msi_larger(o->backward_bytes, c->own[i] + c->carried[i]);
             if (msi_is_again((msi_op)at->op)) {
                 o->recompute_us +=
@@ -18284,8 +18326,8 @@ static msi_score msi_estimate_groups(msi_exhaustive *all, const msi_groups *grou
 static double msi_crowd(const msi_exhaustive *all) {
     const msi_program *p = all->search->scorer->program;
     double sum = 0.0;
-    for (uint32_t i = 0; i < p->instructions.count; i++) {
-        double x = (double)p->live_bytes.items[i] * all->crowd_unit;
+    for (uint32_t i = 0; i < p->code.instructions.count; i++) {
+        double x = (double)p->layout.live_bytes.items[i] * all->crowd_unit;
         x *= x;
         x *= x;
         x *= x;
@@ -18362,8 +18404,8 @@ static void msi_try_groups(msi_exhaustive *all, const msi_groups *groups) {
 static msi_groups msi_groups_at_peak(const msi_exhaustive *all) {
     const msi_program *p = all->search->scorer->program;
     msi_groups groups = MSI_ZERO_INIT;
-    for (uint32_t i = all->search->scorer->store->residents.count; i < p->ranges.count; i++) {
-        const msi_range *range = &p->ranges.items[i];
+    for (uint32_t i = all->search->scorer->store->residents.count; i < p->code.ranges.count; i++) {
+        const msi_range *range = &p->code.ranges.items[i];
         const uint32_t group =
             msi_is_idle_at_peak(p, range) ? all->group_of[range->tensor] : MSI_NONE;
         if (group != MSI_NONE && !msi_has_group(&groups, group)) {
@@ -18527,7 +18569,7 @@ static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
     all->group_of = all->members + 4 * (size_t)g->tensors.count + 1;
     msi_decide_base(search, all->base);
     (void)msi_estimate(search->scorer, all->base);
-    all->crowd_unit = 1.0 / (1.0 + (double)search->scorer->program->peak_bytes);
+    all->crowd_unit = 1.0 / (1.0 + (double)search->scorer->program->layout.peak_bytes);
     return !msi_is_short(search->scorer);
 }
 
@@ -18740,12 +18782,13 @@ static uint32_t msi_list_windows(const msi_grouping *c, msi_window *list) {
 static void msi_find_peak(msi_grouping *c) {
     const msi_scorer *s = c->scorer;
     const msi_score score = msi_estimate(s, c->decisions);
-    const msi_program *p = s->eval->peak_bytes > s->program->peak_bytes ? s->eval : s->program;
-    uint32_t now = p->peak;
+    const msi_program *p =
+        s->eval->layout.peak_bytes > s->program->layout.peak_bytes ? s->eval : s->program;
+    uint32_t now = p->layout.peak;
     c->live_bytes = msi_live_of(s, &score);
     c->peak = MSI_NONE;
-    for (; now < p->instructions.count && c->peak == MSI_NONE; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (; now < p->code.instructions.count && c->peak == MSI_NONE; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         if (i->op == MSI_OP_UPDATE) {
             break;
         }
@@ -18948,22 +18991,23 @@ typedef struct msi_solver {
    sizes, which was lowered by the same decisions. Scheduled anew for smaller sizes, they could keep
    values live for longer. */
 static bool msi_copy_schedule(const ms_allocator *a, msi_program *p, const msi_program *from) {
-    MEMSCALE_ASSERT(p->ranges.count == from->ranges.count);
-    if (!MSI_RESERVE(msi_instruction, a, p->instructions, from->instructions.count) ||
-        !MSI_RESERVE(msi_operand, a, p->operands, from->operands.count)) {
+    MEMSCALE_ASSERT(p->code.ranges.count == from->code.ranges.count);
+    if (!MSI_RESERVE(msi_instruction, a, p->code.instructions, from->code.instructions.count) ||
+        !MSI_RESERVE(msi_operand, a, p->code.operands, from->code.operands.count)) {
         return false;
     }
-    memcpy(p->instructions.items, from->instructions.items,
-           from->instructions.count * sizeof(msi_instruction));
-    memcpy(p->operands.items, from->operands.items, from->operands.count * sizeof(msi_operand));
-    p->instructions.count = from->instructions.count;
-    p->operands.count = from->operands.count;
-    p->forward_end = from->forward_end;
-    p->backward_end = from->backward_end;
-    for (uint32_t k = 0; k < p->ranges.count; k++) {
-        msi_range *range = &p->ranges.items[k];
-        const uint64_t bytes = from->ranges.items[k].bytes > 0 ? range->bytes : 0;
-        *range = from->ranges.items[k];
+    memcpy(p->code.instructions.items, from->code.instructions.items,
+           from->code.instructions.count * sizeof(msi_instruction));
+    memcpy(p->code.operands.items, from->code.operands.items,
+           from->code.operands.count * sizeof(msi_operand));
+    p->code.instructions.count = from->code.instructions.count;
+    p->code.operands.count = from->code.operands.count;
+    p->code.forward_end = from->code.forward_end;
+    p->code.backward_end = from->code.backward_end;
+    for (uint32_t k = 0; k < p->code.ranges.count; k++) {
+        msi_range *range = &p->code.ranges.items[k];
+        const uint64_t bytes = from->code.ranges.items[k].bytes > 0 ? range->bytes : 0;
+        *range = from->code.ranges.items[k];
         range->bytes = bytes;
         range->alias_of = range->block = MSI_NONE;
         range->aliased = false;
@@ -18975,25 +19019,25 @@ static bool msi_copy_schedule(const ms_allocator *a, msi_program *p, const msi_p
    and its offsets: it has the same live ranges with the same aliases, none of which is larger. */
 static void msi_follow_program(const msi_scorer *s, msi_program *p, const msi_program *from) {
     if (p->out_of_memory || !msi_copy_schedule(s->allocator, p, from)) {
-        msi_run_short(s, "the program", from->ranges.count * sizeof(msi_range));
+        msi_run_short(s, "the program", from->code.ranges.count * sizeof(msi_range));
         return;
     }
     msi_share_memory(s->graph, p);
     msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
     if (p->out_of_memory || !msi_make_blocks(s->allocator, p, s->store->residents.count)) {
-        msi_run_short(s, "the layout", p->ranges.count * sizeof(msi_block));
+        msi_run_short(s, "the layout", p->code.ranges.count * sizeof(msi_block));
         return;
     }
-    MEMSCALE_ASSERT(p->blocks.count == from->blocks.count);
-    for (uint32_t i = 0; i < p->blocks.count; i++) {
-        p->blocks.items[i].offset = from->blocks.items[i].offset;
+    MEMSCALE_ASSERT(p->layout.blocks.count == from->layout.blocks.count);
+    for (uint32_t i = 0; i < p->layout.blocks.count; i++) {
+        p->layout.blocks.items[i].offset = from->layout.blocks.items[i].offset;
     }
-    for (uint32_t i = 0; i < p->host_blocks.count; i++) {
-        p->host_blocks.items[i].offset = from->host_blocks.items[i].offset;
+    for (uint32_t i = 0; i < p->layout.host_blocks.count; i++) {
+        p->layout.host_blocks.items[i].offset = from->layout.host_blocks.items[i].offset;
     }
-    p->height = from->height;
-    p->host_height = from->host_height;
-    p->is_laid_out = true;
+    p->layout.height = from->layout.height;
+    p->layout.host_height = from->layout.host_height;
+    p->layout.is_done = true;
 }
 
 /* Whether a plan fits into the memory of the plan at the largest sizes. */
@@ -19015,7 +19059,7 @@ static void msi_follow(msi_solver *s) {
         msi_follow_program(s->scorer, &plan->train, &largest->train);
         msi_lower_eval(s->scorer->lowering, plan->decisions, &plan->eval);
         msi_follow_program(s->scorer, &plan->eval, &largest->eval);
-        s->score.us = plan->train.whole.us;
+        s->score.us = plan->train.predicted.whole.us;
         s->score.bytes = msi_arena_of(&plan->train, &plan->eval);
         s->score.host_bytes = msi_host_of(&plan->train, &plan->eval);
     }
@@ -19051,7 +19095,7 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     w->score = msi_score_of(w->scorer, w->decisions);
     s->plan->plain_bytes = w->score.bytes;
     s->plan->plain_live_bytes = msi_live_of(s->scorer, &w->score);
-    s->plan->plain_step_us = w->scorer->program->step_us;
+    s->plan->plain_step_us = w->scorer->program->predicted.step_us;
     w->search->least_us = w->score.us;
     if (r->goal == MSI_GOAL_PLAIN) {
         return true;
@@ -19106,7 +19150,7 @@ static bool msi_has_to_move(const msi_scorer *s, const msi_search *search,
         return false;
     }
     (void)msi_estimate(s, decisions);
-    return s->program->resident_bytes > search->budget;
+    return s->program->layout.resident_bytes > search->budget;
 }
 
 /* Searches on from the first plans: as a chain, greedily, and exhaustively. What is mostly best comes
@@ -19195,7 +19239,7 @@ static bool msi_is_worse(const msi_search *search, const msi_rounding *a, const 
    plan of the list. */
 static double msi_bound_us(const msi_search *search, double us) {
     const ms_hardware *h = &search->scorer->costs->hardware;
-    const uint64_t resident = search->scorer->program->resident_bytes;
+    const uint64_t resident = search->scorer->program->layout.resident_bytes;
     const uint64_t away = resident > search->budget ? resident - search->budget : 0;
     const double link = h->to_device_gb_per_s > 0.5 * h->mapped_gb_per_s ? h->to_device_gb_per_s
                                                                          : 0.5 * h->mapped_gb_per_s;
@@ -19241,7 +19285,7 @@ static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
             one.us = score.us;
             one.bound_us = msi_bound_us(search, score.us);
             one.live_bytes = score.live_bytes;
-            one.resident_bytes = s->scorer->program->resident_bytes;
+            one.resident_bytes = s->scorer->program->layout.resident_bytes;
             one.least_bytes = msi_least_bytes(search, decisions);
             list[count++] = one;
         }
@@ -19587,9 +19631,9 @@ static bool msi_access_writes(const msi_graph *g, const msi_instruction *i, uint
 
 static msi_access msi_access_of(const msi_ordering *o, const msi_instruction *i, uint32_t k) {
     const msi_program *p = o->program;
-    const uint32_t index = p->operands.items[i->operand_first + k].range;
+    const uint32_t index = p->code.operands.items[i->operand_first + k].range;
     const uint32_t residents = o->store->residents.count;
-    const msi_range *range = &p->ranges.items[index];
+    const msi_range *range = &p->code.ranges.items[index];
     const bool in_parts =
         !msi_calls_layer((msi_op)i->op) && i->part_count > 1 && range->role != MSI_ROLE_NORM;
     msi_part part = {0, range->bytes};
@@ -19609,32 +19653,32 @@ static msi_access msi_access_of(const msi_ordering *o, const msi_instruction *i,
 
 static bool msi_ordering_init(msi_ordering *o) {
     const msi_program *p = o->program;
-    const uint64_t count = p->instructions.count + 1ull;
+    const uint64_t count = p->code.instructions.count + 1ull;
     uint32_t used = 0;
-    o->bytes = p->operands.count * (uint64_t)sizeof(msi_access) + 3 * count * sizeof(uint32_t) +
-               count * sizeof(uint8_t);
+    o->bytes = p->code.operands.count * (uint64_t)sizeof(msi_access) +
+               3 * count * sizeof(uint32_t) + count * sizeof(uint8_t);
     o->accesses = (msi_access *)msi_alloc_zeroed(o->allocator, o->bytes);
     if (!o->accesses) {
         return false;
     }
-    o->access_first = (uint32_t *)(void *)(o->accesses + p->operands.count);
+    o->access_first = (uint32_t *)(void *)(o->accesses + p->code.operands.count);
     o->copies[0] = o->access_first + count;
     o->copies[1] = o->copies[0] + count;
     o->relied_on = (uint8_t *)(o->copies[1] + count);
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         if (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT) {
             const int is_in = i->op == MSI_OP_COPY_IN;
             o->copies[is_in][o->count[is_in]++] = now;
         }
         o->access_first[now] = used;
         for (uint32_t k = 0; k < i->operand_count && i->op != MSI_OP_WAIT; k++) {
-            if (p->operands.items[i->operand_first + k].range != MSI_NONE) {
+            if (p->code.operands.items[i->operand_first + k].range != MSI_NONE) {
                 o->accesses[used++] = msi_access_of(o, i, k);
             }
         }
     }
-    o->access_first[p->instructions.count] = used;
+    o->access_first[p->code.instructions.count] = used;
     return true;
 }
 
@@ -19677,7 +19721,7 @@ static bool msi_awaits_in(const msi_instruction *i) {
 /* How many copies of its direction are awaited after a WAIT, `before` of them by others: up to the
    last one that records its event. */
 static uint32_t msi_awaited_by(const msi_ordering *o, uint32_t wait, uint32_t before) {
-    const msi_instruction *all = o->program->instructions.items;
+    const msi_instruction *all = o->program->code.instructions.items;
     const bool is_in = msi_awaits_in(&all[wait]);
     uint32_t end = before;
     while (end < o->count[is_in] && o->copies[is_in][end] < wait) {
@@ -19691,8 +19735,8 @@ static uint32_t msi_awaited_by(const msi_ordering *o, uint32_t wait, uint32_t be
 
 /* The next WAIT for copies of a direction from instruction `now` on, or the end. */
 static MSI_NOINLINE uint32_t msi_next_wait(const msi_program *p, uint32_t now, bool is_in) {
-    for (; now < p->instructions.count; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (; now < p->code.instructions.count; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         if (i->op == MSI_OP_WAIT && msi_awaits_in(i) == is_in) {
             break;
         }
@@ -19702,7 +19746,7 @@ static MSI_NOINLINE uint32_t msi_next_wait(const msi_program *p, uint32_t now, b
 
 /* Whether callbacks use an end of a copy on the host, which waits for it too. */
 static bool msi_waits_on_host(const msi_ordering *o, const msi_instruction *wait) {
-    const msi_operand *ends = o->program->operands.items + wait->operand_first;
+    const msi_operand *ends = o->program->code.operands.items + wait->operand_first;
     const uint32_t host = ends[msi_awaits_in(wait) ? 1 : 0].range;
     return host < o->store->residents.count && o->store->residents.items[host].is_shown;
 }
@@ -19715,18 +19759,18 @@ static bool msi_can_wait(const msi_ordering *o, uint32_t wait, bool is_in, uint3
     const msi_program *p = o->program;
     const uint32_t next = msi_next_wait(p, wait + 1, is_in);
     const bool ends =
-        o->store->micro_count > 1 && wait < p->backward_end && next >= p->backward_end;
-    bool fits =
-        next < p->instructions.count && !ends &&
-        !msi_waits_on_host(o, &p->instructions.items[wait]) &&
-        p->instructions.items[wait].operand_count + p->instructions.items[next].operand_count <=
-            MSI_MAX_VIEWS;
+        o->store->micro_count > 1 && wait < p->code.backward_end && next >= p->code.backward_end;
+    bool fits = next < p->code.instructions.count && !ends &&
+                !msi_waits_on_host(o, &p->code.instructions.items[wait]) &&
+                p->code.instructions.items[wait].operand_count +
+                        p->code.instructions.items[next].operand_count <=
+                    MSI_MAX_VIEWS;
     for (uint32_t now = wait + 1; now < next && fits; now++) {
-        fits = msi_is_copy_op((msi_op)p->instructions.items[now].op, is_in) ||
+        fits = msi_is_copy_op((msi_op)p->code.instructions.items[now].op, is_in) ||
                !msi_conflicts_with(o, now, is_in, first, end);
     }
-    for (uint32_t now = next; now < p->instructions.count && fits; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (uint32_t now = next; now < p->code.instructions.count && fits; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         if (msi_is_copy_op((msi_op)i->op, !is_in)) {
             if (i->follows) {
                 break;
@@ -19741,26 +19785,27 @@ static bool msi_can_wait(const msi_ordering *o, uint32_t wait, bool is_in, uint3
    then. */
 static bool msi_pass_on(msi_ordering *o, uint32_t wait, bool is_in) {
     msi_program *p = o->program;
-    msi_instruction *from = &p->instructions.items[wait];
+    msi_instruction *from = &p->code.instructions.items[wait];
     const uint32_t next = msi_next_wait(p, wait + 1, is_in);
-    msi_instruction *to = &p->instructions.items[next];
-    const uint32_t first = p->operands.count, count = to->operand_count + from->operand_count;
-    if (!MSI_RESERVE(msi_operand, o->allocator, p->operands, first + (uint64_t)count)) {
+    msi_instruction *to = &p->code.instructions.items[next];
+    const uint32_t first = p->code.operands.count, count = to->operand_count + from->operand_count;
+    if (!MSI_RESERVE(msi_operand, o->allocator, p->code.operands, first + (uint64_t)count)) {
         return false;
     }
-    msi_operand *operands = p->operands.items + first;
-    memcpy(operands, p->operands.items + to->operand_first, to->operand_count * sizeof *operands);
-    memcpy(operands + to->operand_count, p->operands.items + from->operand_first,
+    msi_operand *operands = p->code.operands.items + first;
+    memcpy(operands, p->code.operands.items + to->operand_first,
+           to->operand_count * sizeof *operands);
+    memcpy(operands + to->operand_count, p->code.operands.items + from->operand_first,
            from->operand_count * sizeof *operands);
     for (uint32_t k = 0; k < count; k++) {
-        msi_range *range = &p->ranges.items[operands[k].range];
+        msi_range *range = &p->code.ranges.items[operands[k].range];
         if (operands[k].range >= o->store->residents.count && range->last < next) {
             msi_block *block = msi_block_of(p, range);
             range->last = next;
             block->last = block->last < next ? next : block->last;
         }
     }
-    p->operands.count += count;
+    p->code.operands.count += count;
     to->operand_first = first;
     to->operand_count = (uint16_t)count;
     from->op = (uint8_t)MSI_OP_NOTHING;
@@ -19773,11 +19818,11 @@ static bool msi_pass_on(msi_ordering *o, uint32_t wait, bool is_in) {
 static bool msi_drop_waits(msi_ordering *o, bool is_in) {
     msi_program *p = o->program;
     uint32_t awaited = 0;
-    for (uint32_t now = msi_next_wait(p, 0, is_in); now < p->instructions.count;
+    for (uint32_t now = msi_next_wait(p, 0, is_in); now < p->code.instructions.count;
          now = msi_next_wait(p, now + 1, is_in)) {
         const uint32_t end = msi_awaited_by(o, now, awaited);
         if (end > awaited && msi_can_wait(o, now, is_in, awaited, end)) {
-            p->instructions.items[o->copies[is_in][end - 1]].event = MSI_NO_EVENT;
+            p->code.instructions.items[o->copies[is_in][end - 1]].event = MSI_NO_EVENT;
             if (!msi_pass_on(o, now, is_in)) {
                 return false;
             }
@@ -19799,7 +19844,7 @@ static bool msi_must_follow(const msi_ordering *o, bool is_in, uint32_t first, u
         }
     }
     for (uint32_t now = o->copies[is_in][first]; now-- > since + 1;) {
-        const msi_op op = (msi_op)o->program->instructions.items[now].op;
+        const msi_op op = (msi_op)o->program->code.instructions.items[now].op;
         if (!msi_is_copy_op(op, true) && !msi_is_copy_op(op, false) &&
             msi_conflicts_with(o, now, is_in, first, end)) {
             return true;
@@ -19811,7 +19856,7 @@ static bool msi_must_follow(const msi_ordering *o, bool is_in, uint32_t first, u
 /* The instruction of the last copy of a direction, of those before number `end`, that follows what
    is computed. */
 static uint32_t msi_last_to_follow(const msi_ordering *o, bool is_in, uint32_t end) {
-    while (end > 0 && !o->program->instructions.items[o->copies[is_in][end - 1]].follows) {
+    while (end > 0 && !o->program->code.instructions.items[o->copies[is_in][end - 1]].follows) {
         end--;
     }
     return end > 0 ? o->copies[is_in][end - 1] : MSI_NONE;
@@ -19828,7 +19873,7 @@ static void msi_drop_follows(const msi_ordering *o, bool is_in) {
     for (uint32_t k = 0, end; k < count; k = end) {
         for (; wait < copies[k]; wait = msi_next_wait(p, wait + 1, !is_in)) {
             awaited = msi_awaited_by(o, wait, awaited);
-            if (msi_waits_on_host(o, &p->instructions.items[wait])) {
+            if (msi_waits_on_host(o, &p->code.instructions.items[wait])) {
                 const uint32_t last = msi_last_to_follow(o, !is_in, awaited);
                 known = awaited;
                 if (since != MSI_NONE && last != MSI_NONE && last > since) {
@@ -19836,12 +19881,12 @@ static void msi_drop_follows(const msi_ordering *o, bool is_in) {
                 }
             }
         }
-        for (end = k + 1; end < count && !p->instructions.items[copies[end]].follows;) {
+        for (end = k + 1; end < count && !p->code.instructions.items[copies[end]].follows;) {
             end++;
         }
         if (since != MSI_NONE && !o->relied_on[copies[k]] &&
             !msi_must_follow(o, is_in, k, end, since, known, awaited)) {
-            p->instructions.items[copies[k]].follows = false;
+            p->code.instructions.items[copies[k]].follows = false;
             if (relies_on != MSI_NONE) {
                 o->relied_on[relies_on] = true;
             }
@@ -19858,7 +19903,7 @@ static void msi_drop_follows(const msi_ordering *o, bool is_in) {
 static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
     msi_ordering o;
     if (s->costs->waits_for_copies ||
-        msi_next_wait(p, 0, false) + msi_next_wait(p, 0, true) == 2 * p->instructions.count) {
+        msi_next_wait(p, 0, false) + msi_next_wait(p, 0, true) == 2 * p->code.instructions.count) {
         return;
     }
     memset(&o, 0, sizeof o);
@@ -19876,7 +19921,7 @@ static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
     msi_release(s->allocator, o.accesses, o.bytes);
     msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
     if (p->out_of_memory) {
-        msi_run_short(s, "the program", p->operands.count * sizeof(msi_operand));
+        msi_run_short(s, "the program", p->code.operands.count * sizeof(msi_operand));
     }
 }
 
@@ -19994,8 +20039,8 @@ static msi_plan *msi_new_plan(const ms_model *m) {
 
 /* Gives the live ranges the offsets of their blocks. */
 static void msi_resolve(const msi_store *store, msi_program *p) {
-    for (uint32_t i = store->residents.count; i < p->ranges.count; i++) {
-        msi_range *range = &p->ranges.items[i];
+    for (uint32_t i = store->residents.count; i < p->code.ranges.count; i++) {
+        msi_range *range = &p->code.ranges.items[i];
         range->offset = msi_block_of(p, range)->offset + range->within;
     }
 }
@@ -20024,7 +20069,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
 
 /* Whether a plan does something by a technique that can be taken out of its decisions. */
 static bool msi_plan_uses(const msi_graph *g, const msi_plan *plan, ms_technique technique) {
-    bool uses = technique == MS_TECHNIQUE_CHECKPOINTING  ? plan->train.recompute_count > 0
+    bool uses = technique == MS_TECHNIQUE_CHECKPOINTING  ? plan->train.code.recompute_count > 0
                 : technique == MS_TECHNIQUE_EARLY_UPDATE ? msi_updates_inside(&plan->train)
                                                          : false;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -20117,7 +20162,8 @@ static MSI_NOINLINE void msi_find_freed(const msi_scorer *s, msi_plan *plan) {
         live_bytes[set] = msi_live_of(&apart, &score);
     }
     live_bytes[(1u << n) - 1] =
-        plan->train.resident_bytes + msi_larger(plan->train.peak_bytes, plan->eval.peak_bytes);
+        plan->train.layout.resident_bytes +
+        msi_larger(plan->train.layout.peak_bytes, plan->eval.layout.peak_bytes);
     msi_share_freed(used, n, live_bytes, plan->freed_bytes);
     if (some) {
         msi_release(s->allocator, some, msi_decisions_bytes(g));
@@ -20148,13 +20194,14 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
         msi_drop_needless(&s, &plan->eval);
     }
     msi_lowering_free(&lowering);
-    const uint64_t moments = 2ull * plan->train.instructions.count;
-    if (m->run.timing && !MSI_RESERVE(double, s.allocator, plan->train.measured, moments)) {
+    const uint64_t moments = 2ull * plan->train.code.instructions.count;
+    if (m->run.timing && !MSI_RESERVE(double, s.allocator, plan->train.measured.spans, moments)) {
         msi_run_short(&s, "the times of the plan", moments * sizeof(double));
     }
     if (msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s) &&
         !msi_expect_times(s.graph, s.costs, s.allocator, &plan->train)) {
-        msi_run_short(&s, "the times of slices", plan->train.instructions.count * sizeof(float));
+        msi_run_short(&s, "the times of slices",
+                      plan->train.code.instructions.count * sizeof(float));
     }
     return shortage;
 }
@@ -20205,9 +20252,9 @@ static void msi_put_homes(msi_store *store, const msi_plan *plan) {
     store->host_bytes = store->borrowed_bytes = 0;
     for (uint32_t k = 0; k < store->residents.count; k++) {
         msi_resident *resident = &store->residents.items[k];
-        resident->on_host = plan->train.ranges.items[k].on_host;
-        resident->bytes = plan->train.ranges.items[k].bytes;
-        resident->format = (ms_state_format)plan->train.ranges.items[k].format;
+        resident->on_host = plan->train.code.ranges.items[k].on_host;
+        resident->bytes = plan->train.code.ranges.items[k].bytes;
+        resident->format = (ms_state_format)plan->train.code.ranges.items[k].format;
         if (!resident->on_host) {
             msi_place_resident(store, resident);
         }
@@ -20218,9 +20265,10 @@ static void msi_put_homes(msi_store *store, const msi_plan *plan) {
             msi_place_resident(store, resident);
         }
     }
-    MEMSCALE_ASSERT(store->resident_bytes == plan->train.resident_bytes);
+    MEMSCALE_ASSERT(store->resident_bytes == plan->train.layout.resident_bytes);
     store->transient_bytes = plan->arena_bytes - store->resident_bytes;
-    store->host_transient_bytes = msi_larger(plan->train.host_height, plan->eval.host_height);
+    store->host_transient_bytes =
+        msi_larger(plan->train.layout.host_height, plan->eval.layout.host_height);
 }
 
 /* Makes a store and the list of plans for the graph, which has been checked: the plan at the
@@ -20677,7 +20725,7 @@ static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *
             return result;
         }
         s->arena_bytes = msi_room_of(contenders[i].store);
-        s->step_us = contenders[i].plans->train.whole.us;
+        s->step_us = contenders[i].plans->train.predicted.whole.us;
         s->fits = s->arena_bytes <= msi_plan_at_largest(contenders[i].plans)->budget_bytes;
     }
     return MS_RESULT_OK;
@@ -21023,21 +21071,22 @@ typedef struct msi_review {
 static uint64_t msi_review_bytes(const msi_graph *g, const msi_plan *plan) {
     return g->layers.count * (uint64_t)(2 * sizeof(double) + 2 * sizeof(uint32_t)) +
            g->tensors.count * (uint64_t)(sizeof(double) + 2 * sizeof(uint32_t) + 1) +
-           plan->train.instructions.count * (uint64_t)sizeof(double);
+           plan->train.code.instructions.count * (uint64_t)sizeof(double);
 }
 
 /* Shares out a wait among the copies that it is for, by their bytes. */
 static MSI_COLD void msi_review_wait(msi_review *r, const msi_instruction *i, double us) {
     const msi_program *p = &r->plan->train;
-    const msi_operand *ends = p->operands.items + i->operand_first;
+    const msi_operand *ends = p->code.operands.items + i->operand_first;
     uint64_t bytes = 0;
     for (uint32_t k = 0; k < i->operand_count; k += 2) {
-        bytes += msi_smaller(p->ranges.items[ends[k].range].bytes,
-                             p->ranges.items[ends[k + 1].range].bytes);
+        bytes += msi_smaller(p->code.ranges.items[ends[k].range].bytes,
+                             p->code.ranges.items[ends[k + 1].range].bytes);
     }
     for (uint32_t k = 0; k < i->operand_count && bytes > 0; k += 2) {
-        const msi_range *range = &p->ranges.items[ends[k].range];
-        const uint64_t of = msi_smaller(range->bytes, p->ranges.items[ends[k + 1].range].bytes);
+        const msi_range *range = &p->code.ranges.items[ends[k].range];
+        const uint64_t of =
+            msi_smaller(range->bytes, p->code.ranges.items[ends[k + 1].range].bytes);
         r->wait_us[range->tensor] += us * ((double)of / (double)bytes);
     }
 }
@@ -21049,8 +21098,8 @@ static MSI_COLD void msi_review_times(msi_review *r) {
     const msi_program *p = &r->plan->train;
     msi_clock c;
     msi_clock_start(&c, &m->graph, &m->costs, r->store, p);
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         const double free_us = c.free_us[MS_STREAM_COMPUTE];
         const double us = msi_duration_us(&m->graph, &m->costs, p, i);
         const bool copies = i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT;
@@ -21062,8 +21111,8 @@ static MSI_COLD void msi_review_times(msi_review *r) {
             r->wait_us[i->target] += msi_mapped_us(&m->graph, &m->costs, p, i);
         }
         for (uint32_t k = 0; k < i->operand_count && i->op == MSI_OP_COPY_OUT; k += 2) {
-            const uint32_t range = p->operands.items[i->operand_first + k].range;
-            const msi_range *sent = &p->ranges.items[range];
+            const uint32_t range = p->code.operands.items[i->operand_first + k].range;
+            const msi_range *sent = &p->code.ranges.items[range];
             r->moved[sent->tensor] |= msi_move_of((msi_role)sent->role);
         }
     }
@@ -21081,7 +21130,7 @@ static MSI_COLD void msi_review_params(msi_review *r) {
         }
     }
     for (uint32_t k = 0; k < r->store->residents.count; k++) {
-        const msi_range *home = &r->plan->train.ranges.items[k];
+        const msi_range *home = &r->plan->train.code.ranges.items[k];
         if (home->on_host && g->tensors.items[home->tensor].kind == MSI_KIND_PARAM) {
             r->moved[home->tensor] |= msi_move_of((msi_role)home->role);
         }
@@ -21114,14 +21163,14 @@ static MSI_COLD bool msi_review_init(msi_review *r, const ms_model *m, const msi
     r->tile_us = r->again_us + g->layers.count;
     r->wait_us = r->tile_us + g->layers.count;
     r->start_us = r->wait_us + g->tensors.count;
-    r->forward = (uint32_t *)(void *)(r->start_us + p->instructions.count);
+    r->forward = (uint32_t *)(void *)(r->start_us + p->code.instructions.count);
     r->again = r->forward + g->layers.count;
     r->update = r->again + g->layers.count;
     r->user = r->update + g->tensors.count;
     r->moved = (uint8_t *)(r->user + g->tensors.count);
     msi_review_params(r);
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         if (i->rows.of > 0 && msi_calls_layer((msi_op)i->op)) {
             r->tile_us[i->target] += msi_tile_cost_us(r, i);
         }
@@ -21152,10 +21201,10 @@ static bool msi_tells_of(const msi_review *r, uint32_t layer, uint32_t tensor) {
 static MSI_COLD const msi_range *msi_forward_range(const msi_review *r, uint32_t tensor) {
     const msi_program *p = &r->plan->train;
     const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
-    const msi_instruction *i = &p->instructions.items[r->forward[producer]];
+    const msi_instruction *i = &p->code.instructions.items[r->forward[producer]];
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t index = p->operands.items[i->operand_first + k].range;
-        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        const uint32_t index = p->code.operands.items[i->operand_first + k].range;
+        const msi_range *range = index == MSI_NONE ? NULL : &p->code.ranges.items[index];
         if (range && range->tensor == tensor && range->role == MSI_ROLE_VALUE) {
             return range;
         }
@@ -21183,7 +21232,7 @@ static MSI_COLD bool msi_is_applied(const msi_review *r, uint32_t layer, ms_tech
         return r->plan->decisions[tensor].pass > 0 && t->last_reader != MSI_NONE &&
                !msi_is_at_tile_size(r, tensor);
     case MS_TECHNIQUE_EARLY_UPDATE:
-        return r->update[tensor] < r->plan->train.backward_end && t->last_gradient == layer;
+        return r->update[tensor] < r->plan->train.code.backward_end && t->last_gradient == layer;
     case MS_TECHNIQUE_OFFLOADING:
         return r->moved[tensor] != 0 && msi_tells_of(r, layer, tensor);
     case MS_TECHNIQUE_OPTIMIZER_8BIT:
@@ -21232,7 +21281,7 @@ static MSI_COLD bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
     bool idle = false;
     if (range && range->idle_last != MSI_NONE) {
         for (uint32_t now = range->idle_first + 1; now < range->idle_last && !idle; now++) {
-            idle = msi_calls_layer((msi_op)p->instructions.items[now].op);
+            idle = msi_calls_layer((msi_op)p->code.instructions.items[now].op);
         }
     }
     return idle;
@@ -21290,7 +21339,7 @@ static MSI_COLD uint64_t msi_early_facts(const msi_review *r, uint32_t layer, ui
 static MSI_COLD uint32_t msi_not_moved(const msi_review *r, uint32_t layer, uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
     const bool made = g->tensors.items[tensor].kind != MSI_KIND_PARAM;
-    const bool early = r->update[tensor] < r->plan->train.backward_end; // the gradient is gone
+    const bool early = r->update[tensor] < r->plan->train.code.backward_end; // the gradient is gone
     const bool may = made ? msi_lies_idle(r, tensor) && r->plan->decisions[tensor].pass == 0
                           : msi_tells_of(r, layer, tensor);
     return !may ? 0u
@@ -21360,9 +21409,10 @@ static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t laye
         largest = r->moved[tensor] & move ? largest : msi_larger(largest, part);
     }
     const uint64_t held = r->store->host_bytes + r->store->host_transient_bytes;
-    const double busy_us = p->link_us[MS_STREAM_TO_DEVICE] > p->link_us[MS_STREAM_TO_HOST]
-                               ? p->link_us[MS_STREAM_TO_DEVICE]
-                               : p->link_us[MS_STREAM_TO_HOST];
+    const double busy_us =
+        p->predicted.link_us[MS_STREAM_TO_DEVICE] > p->predicted.link_us[MS_STREAM_TO_HOST]
+            ? p->predicted.link_us[MS_STREAM_TO_DEVICE]
+            : p->predicted.link_us[MS_STREAM_TO_HOST];
     return msi_fact(MSI_FACT(OUTPUT), t->is_output || tensor == g->loss) |
            msi_fact(MSI_FACT(RECOMPUTED), again) |
            msi_fact(MSI_FACT(NOT_IDLE), made && !again && !msi_lies_idle(r, tensor)) |
@@ -21371,7 +21421,7 @@ static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t laye
            msi_fact(MSI_FACT(TOO_SMALL), in_us < 2.0 * costs->hardware.launch_us) |
            msi_fact(MSI_FACT(HOST_FULL), held + largest > msi_host_budget(m)) |
            msi_fact(MSI_FACT(AT_ONCE), waits && gap_us < in_us + out_us) |
-           msi_fact(MSI_FACT(SATURATED), busy_us > 0.9 * p->step_us);
+           msi_fact(MSI_FACT(SATURATED), busy_us > 0.9 * p->predicted.step_us);
 }
 
 /* The facts about the param of a layer whose state is not coded. */
@@ -21577,7 +21627,7 @@ static MSI_COLD uint64_t msi_kept_bytes(const msi_review *r, uint32_t layer) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
         for (MSI_EACH(made, g, &g->layers.items[layer], group)) {
             const msi_range *range = msi_forward_range(r, made.tensor);
-            const bool keeps = range && range->last >= r->plan->train.forward_end;
+            const bool keeps = range && range->last >= r->plan->train.code.forward_end;
             kept += keeps ? range->bytes : 0;
         }
     }
@@ -22010,7 +22060,7 @@ static void *msi_stream(const ms_model *m) {
 static void *msi_rows_address(const ms_model *m, const msi_program *p, const msi_instruction *i,
                               uint32_t range) {
     uint8_t *whole = (uint8_t *)msi_address(m, p, range);
-    const msi_range *r = &p->ranges.items[range];
+    const msi_range *r = &p->code.ranges.items[range];
     const msi_tensor *t = &m->graph.tensors.items[r->tensor];
     return i->rows.of == 0 || r->is_tile
                ? whole
@@ -22021,7 +22071,7 @@ static void *msi_rows_address(const ms_model *m, const msi_program *p, const msi
 static void *msi_part_address(const ms_model *m, const msi_program *p, const msi_instruction *i,
                               uint32_t range) {
     uint8_t *whole = (uint8_t *)msi_address(m, p, range);
-    const msi_range *r = &p->ranges.items[range];
+    const msi_range *r = &p->code.ranges.items[range];
     if (i->rows.of > 0) {
         return msi_rows_address(m, p, i, range);
     }
@@ -22043,11 +22093,11 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     ms_update_args args;
     memset(&args, 0, sizeof args);
     for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, state, master
-        const uint32_t index = p->operands.items[i->operand_first + k].range;
+        const uint32_t index = p->code.operands.items[i->operand_first + k].range;
         if (index == MSI_NONE) {
             continue;
         }
-        const msi_range *range = &p->ranges.items[index];
+        const msi_range *range = &p->code.ranges.items[index];
         const ms_state_format format = (ms_state_format)range->format;
         void *at = msi_part_address(m, p, i, index);
         if (k == 0) {
@@ -22086,7 +22136,7 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     if (o->kind == MS_OPTIMIZER_CUSTOM) {
         return msi_custom_update(m, &args, t);
     }
-    const bool first = m->run.updates_done == 0 && p->norm == MSI_NONE && !m->run.recording;
+    const bool first = m->run.updates_done == 0 && p->code.norm == MSI_NONE && !m->run.recording;
     ms_result result = first ? msi_upload_factors(m) : MS_RESULT_OK;
     m->run.updates_done += result == MS_RESULT_OK;
     MSI_THEN(result, msi_device(m, b->update(m->device, &args), "update"));
@@ -22094,24 +22144,25 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
 }
 
 static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const uint32_t range = p->operands.items[i->operand_first].range;
+    const uint32_t range = p->code.operands.items[i->operand_first].range;
     const ms_dtype dtype =
-        msi_dtype_of((ms_state_format)p->ranges.items[range].format, MS_DTYPE_F32);
-    const uint64_t count = p->ranges.items[range].bytes / ms_dtype_bytes(dtype);
+        msi_dtype_of((ms_state_format)p->code.ranges.items[range].format, MS_DTYPE_F32);
+    const uint64_t count = p->code.ranges.items[range].bytes / ms_dtype_bytes(dtype);
     const ms_result result = msi_await_verdict_copy(m);
     if (result != MS_RESULT_OK) {
         return result;
     }
-    const int error = m->config.backend.add_squares(
-        m->device, msi_address(m, p, range), dtype, count, (double *)msi_address(m, p, p->norm),
-        i->target + 1, &msi_state_on_device(m, false)->nonfinite);
+    const int error =
+        m->config.backend.add_squares(m->device, msi_address(m, p, range), dtype, count,
+                                      (double *)msi_address(m, p, p->code.norm), i->target + 1,
+                                      &msi_state_on_device(m, false)->nonfinite);
     return msi_device(m, error, "sum of squares");
 }
 
 /* The norm is checked before anything is updated: if it is not finite, nothing is. */
 static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     const ms_backend *b = &m->config.backend;
-    msi_norm *norm = (msi_norm *)msi_address(m, p, p->norm);
+    msi_norm *norm = (msi_norm *)msi_address(m, p, p->code.norm);
     const msi_store *store = m->run.store;
     const bool clips = m->optimizer.grad_clip_norm > 0.0f;
     const bool factors = m->optimizer.kind <= MS_OPTIMIZER_SGD;
@@ -22139,7 +22190,8 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
 /* Whether an instruction for a tile works on the rows of an operand alone. */
 static MSI_COLD bool msi_is_operand_cut(const msi_graph *g, const msi_program *p,
                                         const msi_instruction *i, uint32_t k) {
-    const msi_range *range = &p->ranges.items[p->operands.items[i->operand_first + k].range];
+    const msi_range *range =
+        &p->code.ranges.items[p->code.operands.items[i->operand_first + k].range];
     uint32_t slot;
     if (i->rows.of == 0 || range->role >= MSI_ROLE_WORKSPACE) {
         return false;
@@ -22214,7 +22266,7 @@ static uint32_t msi_wanted(const msi_layer *l, const msi_instruction *i,
 /* Fills the views of all groups. Operands have the order of the groups. */
 static void msi_fill_all_views(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const msi_layer *l = &m->graph.layers.items[i->target];
-    const msi_operand *operands = p->operands.items + i->operand_first;
+    const msi_operand *operands = p->code.operands.items + i->operand_first;
     for (int group = 0; group < MSI_GROUP_WORKSPACE; group++) {
         const uint32_t count = msi_operands_in(l, i, group);
         msi_fill_views(m, p, i, group, operands, count);
@@ -22226,7 +22278,7 @@ static void msi_fill_all_views(ms_model *m, const msi_program *p, const msi_inst
 static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instruction *i,
                           ms_call *call) {
     const msi_layer *l = &m->graph.layers.items[i->target];
-    const msi_operand *operands = p->operands.items + i->operand_first;
+    const msi_operand *operands = p->code.operands.items + i->operand_first;
     msi_fill_all_views(m, p, i);
     memset(call, 0, sizeof *call);
     call->user = l->user;
@@ -22262,7 +22314,7 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     const uint32_t scratch = operands[i->operand_count - 1u].range;
     if (scratch != MSI_NONE) {
         call->workspace = msi_address(m, p, scratch);
-        call->workspace_bytes = p->ranges.items[scratch].bytes;
+        call->workspace_bytes = p->code.ranges.items[scratch].bytes;
     }
 }
 
@@ -22546,7 +22598,7 @@ static MSI_COLD msi_extent msi_extent_at(const ms_model *m, uint32_t i) {
 
 static MSI_COLD msi_extent msi_extent_of_range(const ms_model *m, const msi_program *p,
                                                uint32_t range) {
-    const msi_range *r = &p->ranges.items[range];
+    const msi_range *r = &p->code.ranges.items[range];
     msi_extent extent = msi_extent_at(m, range);
     extent.bytes = r->bytes;
     if (range >= m->run.store->residents.count) {
@@ -22743,7 +22795,7 @@ static uint64_t msi_bytes_before(const msi_staged *s, ms_dtype dtype) {
 static MSI_COLD void msi_stage_instruction(msi_trial *t, uint32_t now) {
     const ms_model *m = t->model;
     const msi_instruction *i = t->instruction;
-    const msi_operand *operands = t->program->operands.items + i->operand_first;
+    const msi_operand *operands = t->program->code.operands.items + i->operand_first;
     const bool again = msi_is_again((msi_op)i->op);
     for (uint32_t k = 0; k < i->operand_count; k++) {
         uint32_t slot;
@@ -22765,7 +22817,7 @@ static MSI_COLD void msi_stage_instruction(msi_trial *t, uint32_t now) {
         s->is_made = given && msi_is_made(t->layer, i, group, slot);
         s->is_written = given && msi_is_written(t->layer, i, group, slot);
         if (range != MSI_NONE) {
-            const msi_range *r = &t->program->ranges.items[range];
+            const msi_range *r = &t->program->code.ranges.items[range];
             MEMSCALE_ASSERT(tensor == MSI_NONE || r->format == (uint8_t)s->format);
             s->bytes = tensor == MSI_NONE ? r->bytes : s->bytes; // a resident has room for more
             s->within = r->is_tile ? 0 : s->within;
@@ -22780,9 +22832,10 @@ static MSI_COLD void msi_stage_instruction(msi_trial *t, uint32_t now) {
 static MSI_COLD uint32_t msi_resident_read(const msi_trial *t, uint32_t tensor) {
     const msi_store *store = t->model->run.store;
     const msi_resident *master =
-        t->program->reads_masters ? msi_find_resident(store, tensor, MSI_ROLE_MASTER) : NULL;
+        t->program->code.reads_masters ? msi_find_resident(store, tensor, MSI_ROLE_MASTER) : NULL;
     const uint32_t index = master ? (uint32_t)(master - store->residents.items) : MSI_NONE;
-    return master && t->program->ranges.items[index].bytes > 0 ? index : store->resident_of[tensor];
+    return master && t->program->code.ranges.items[index].bytes > 0 ? index
+                                                                    : store->resident_of[tensor];
 }
 
 /* Sets the value that a recomputation would read: what its layer has made in this step, or a
@@ -22793,7 +22846,7 @@ static MSI_COLD bool msi_set_before(const msi_trial *t, msi_staged *s) {
     const uint32_t resident = msi_resident_read(t, s->tensor);
     const ms_dtype created = t->model->graph.tensors.items[s->tensor].view.dtype;
     if (resident != MSI_NONE) {
-        const uint8_t format = t->program->ranges.items[resident].format;
+        const uint8_t format = t->program->code.ranges.items[resident].format;
         s->before = d->shadow + msi_extent_at(t->model, resident).shadow;
         s->before_dtype = s->kept_dtype = msi_dtype_of((ms_state_format)format, created);
         s->before += msi_bytes_before(s, s->before_dtype);
@@ -23918,7 +23971,7 @@ static MSI_COLD void msi_note_nonfinite(msi_trial *t) {
             n->tensor = msi_handle(g, s->tensor,
                                    s->group < MSI_GROUP_COUNT ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
             n->phase = msi_ops[t->instruction->op].phase;
-            const bool scaled = t->program->scales_loss && s->group >= MSI_GROUP_COUNT;
+            const bool scaled = t->program->code.scales_loss && s->group >= MSI_GROUP_COUNT;
             msi_log(m, scaled ? MS_LOG_INFO : MS_LOG_WARNING, "debug", "not finite%s: %s",
                     scaled ? ", times the loss scale" : "", msi_nonfinite_name(m, n).text);
         }
@@ -23978,7 +24031,7 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
     t->model = m;
     t->debug = d;
     t->program = p;
-    t->instruction = &p->instructions.items[now];
+    t->instruction = &p->code.instructions.items[now];
     t->layer = &m->graph.layers.items[t->instruction->target];
     t->phase = msi_ops[t->instruction->op].phase;
     t->outside_reach = MSI_NONE;
@@ -24157,7 +24210,7 @@ static ms_result msi_begin_timing(ms_model *m) {
         memset(t->us, 0, t->series_count * sizeof *t->us);
         memset(t->amount, 0, t->series_count * sizeof *t->amount);
     }
-    m->run.plan->train.is_measured = false;
+    m->run.plan->train.measured.is_there = false;
     t->begin_us = msi_now_us(&m->config);
     return result;
 }
@@ -24165,7 +24218,7 @@ static ms_result msi_begin_timing(ms_model *m) {
 /* Adds the time of an instruction to its series. */
 static void msi_add_time(ms_model *m, const msi_program *p, uint32_t now, double us) {
     msi_timing *t = m->run.timing;
-    const msi_instruction *i = &p->instructions.items[now];
+    const msi_instruction *i = &p->code.instructions.items[now];
     const msi_cost cost = msi_cost_of(p, i);
     const bool of_layer = msi_calls_layer((msi_op)i->op);
     if (cost >= MSI_COST_MEASURED_END || cost == MSI_COST_NONE || msi_is_free(p, i) ||
@@ -24189,12 +24242,12 @@ static void msi_note_time(ms_model *m, uint32_t now, double start_us, double end
     msi_program *p = &m->run.plan->train;
     double us = end_us - start_us - t->overhead_us;
     us = us > 0.0 ? us : 0.0;
-    if (msi_calls_layer((msi_op)p->instructions.items[now].op) &&
+    if (msi_calls_layer((msi_op)p->code.instructions.items[now].op) &&
         m->config.backend.is_asynchronous) {
         us += m->costs.hardware.launch_us;
     }
-    p->measured.items[2 * now] = start_us - t->begin_us;
-    p->measured.items[2 * now + 1] = us;
+    p->measured.spans.items[2 * now] = start_us - t->begin_us;
+    p->measured.spans.items[2 * now + 1] = us;
     msi_add_time(m, p, now, us);
 }
 
@@ -24256,8 +24309,9 @@ static void msi_learn_times(ms_model *m) {
         }
         msi_set_measured(l, &time, elements);
     }
-    for (uint32_t k = 0; k < p->instructions.count; k++) { // what is kept is that of calls in F32
-        const msi_instruction *i = &p->instructions.items[k];
+    for (uint32_t k = 0; k < p->code.instructions.count;
+         k++) { // what is kept is that of calls in F32
+        const msi_instruction *i = &p->code.instructions.items[k];
         const bool is_first = i->op == MSI_OP_FORWARD && i->rows.begin == 0; // of the tiles
         if (is_first && msi_is_half((ms_state_format)i->format)) {
             msi_layer *l = &m->graph.layers.items[i->target];
@@ -24278,7 +24332,7 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
     if (result != MS_RESULT_OK || halted) {
         return result;
     }
-    m->run.plan->train.is_measured |= timed;
+    m->run.plan->train.measured.is_there |= timed;
     if (t->stage == MSI_WARMUP_SAMPLE) {
         for (uint32_t k = 0; k < t->series_count; k++) {
             t->samples[(uint64_t)k * t->wanted + t->sample_count] =
@@ -24311,14 +24365,14 @@ static float msi_gradient_factor(const ms_model *m) {
 }
 
 static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const uint32_t range = p->operands.items[i->operand_first].range;
+    const uint32_t range = p->code.operands.items[i->operand_first].range;
     const uint64_t bytes = msi_operand_bytes(&m->graph, p, i, 0);
     void *memory = msi_part_address(m, p, i, range);
     if (i->op == MSI_OP_SEED) {
         const ms_backend *b = &m->config.backend;
         const uint64_t count = bytes / sizeof(float);
         int error = b->fill_f32(m->device, memory, m->run.step_factor, count);
-        if (error == 0 && p->scales_loss) {
+        if (error == 0 && p->code.scales_loss) {
             error =
                 b->scale_f32(m->device, memory, &msi_state_on_device(m, false)->loss_scale, count);
         }
@@ -24337,13 +24391,13 @@ typedef struct msi_pair {
 
 static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_instruction *i,
                             uint32_t number) {
-    const msi_operand *ends = p->operands.items + i->operand_first + 2 * number;
+    const msi_operand *ends = p->code.operands.items + i->operand_first + 2 * number;
     msi_pair pair;
     pair.target_range = ends[0].range;
     pair.source_range = ends[1].range;
     pair.target = msi_part_address(m, p, i, pair.target_range);
     pair.source = msi_part_address(m, p, i, pair.source_range);
-    const msi_range *target = &p->ranges.items[pair.target_range];
+    const msi_range *target = &p->code.ranges.items[pair.target_range];
     const uint64_t bytes = m->graph.tensors.items[target->tensor].bytes;
     pair.bytes = bytes;
     if (i->rows.of > 0) {
@@ -24358,7 +24412,7 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
 /* Adds to a gradient, or casts a value. */
 static ms_result msi_run_elements(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const msi_pair pair = msi_pair_of(m, p, i, 0);
-    const msi_range *ranges = p->ranges.items;
+    const msi_range *ranges = p->code.ranges.items;
     const ms_view *view = &m->graph.tensors.items[ranges[pair.target_range].tensor].view;
     const ms_dtype to =
         msi_dtype_of((ms_state_format)ranges[pair.target_range].format, view->dtype);
@@ -24427,15 +24481,15 @@ static ms_result msi_run_transfer(ms_model *m, const msi_program *p, const msi_i
 /* Whether a range is the state of layers that is kept between steps. */
 static bool msi_is_buffer(const ms_model *m, const msi_program *p, uint32_t range) {
     return range < m->run.store->residents.count &&
-           m->graph.tensors.items[p->ranges.items[range].tensor].kind == MSI_KIND_BUFFER;
+           m->graph.tensors.items[p->code.ranges.items[range].tensor].kind == MSI_KIND_BUFFER;
 }
 
 /* The next copy that puts state back after a recomputation, from instruction `now` on and before a
    layer is called; or the end. On the host state is awaited after each. */
 static uint32_t msi_next_restore(const msi_program *p, uint32_t now) {
-    const uint32_t count = p->instructions.count;
-    for (; now < count && !p->instructions.items[now].restores; now++) {
-        if (msi_calls_layer((msi_op)p->instructions.items[now].op)) {
+    const uint32_t count = p->code.instructions.count;
+    for (; now < count && !p->code.instructions.items[now].restores; now++) {
+        if (msi_calls_layer((msi_op)p->code.instructions.items[now].op)) {
             return count;
         }
     }
@@ -24461,8 +24515,8 @@ static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instr
         result = msi_run_transfer(m, p, i);
     }
     if (i->restores && result == MS_RESULT_OK) {
-        const uint32_t now = (uint32_t)(i - p->instructions.items);
-        m->run.state_is_old = msi_next_restore(p, now + 1) < p->instructions.count;
+        const uint32_t now = (uint32_t)(i - p->code.instructions.items);
+        m->run.state_is_old = msi_next_restore(p, now + 1) < p->code.instructions.count;
     }
     return result;
 }
@@ -24492,10 +24546,10 @@ static bool msi_watches_memory(const ms_model *m) {
 /* For AddressSanitizer: before an instruction unpoisons the live ranges that begin with it, after
    it poisons the blocks that end with it. */
 static void msi_mark_operands(ms_model *m, const msi_program *p, uint32_t now, bool after) {
-    const msi_instruction *i = &p->instructions.items[now];
+    const msi_instruction *i = &p->code.instructions.items[now];
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t index = p->operands.items[i->operand_first + k].range;
-        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        const uint32_t index = p->code.operands.items[i->operand_first + k].range;
+        const msi_range *range = index == MSI_NONE ? NULL : &p->code.ranges.items[index];
         if (!range || range->block == MSI_NONE || range->on_host) {
             continue;
         }
@@ -24512,14 +24566,14 @@ static MSI_NOINLINE ms_result msi_run_layer(ms_model *m, const msi_program *p, u
     if (m->config.debug) {
         return msi_debug_layer(m, p, now);
     }
-    const msi_instruction *i = &p->instructions.items[now];
+    const msi_instruction *i = &p->code.instructions.items[now];
     ms_call call;
     msi_fill_call(m, p, i, &call);
     return msi_call_layer(m, &m->graph.layers.items[i->target], &call, i->op == MSI_OP_RECOMPUTE);
 }
 
 static MSI_NOINLINE ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t now) {
-    const msi_instruction *i = &p->instructions.items[now];
+    const msi_instruction *i = &p->code.instructions.items[now];
     const bool watch = msi_watches_memory(m);
     ms_result result = MS_RESULT_OK;
     if (msi_is_empty(i) && msi_ops[i->op].stream == MS_STREAM_COMPUTE && i->op != MSI_OP_WAIT) {
@@ -24565,7 +24619,7 @@ static MSI_NOINLINE ms_result msi_run_instruction(ms_model *m, const msi_program
     case MSI_OP_COUNT:
         break;
     }
-    if (result == MS_RESULT_OK && watch && now + 1 < p->instructions.count) {
+    if (result == MS_RESULT_OK && watch && now + 1 < p->code.instructions.count) {
         msi_mark_operands(m, p, now, true);
     }
     return result;
@@ -24606,8 +24660,8 @@ static ms_result msi_abandon_on_error(ms_model *m, ms_result result) {
 /* After a step failed while a recomputation had old state in place: puts the new state back, all of
    which was saved before the first copy to a resident. */
 static void msi_restore_state(ms_model *m, const msi_program *p, uint32_t failed) {
-    const msi_instruction *i = p->instructions.items;
-    const uint32_t count = p->instructions.count;
+    const msi_instruction *i = p->code.instructions.items;
+    const uint32_t count = p->code.instructions.count;
     const msi_errors errors = m->errors;
     uint32_t next = failed;
     m->run.state_is_old &= !m->run.recording;
@@ -24694,7 +24748,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
         msi_asan_unpoison(msi_transient(&m->run), m->run.store->transient_bytes);
     }
     result = msi_wait_on_device(m, MSI_EVENT_VERDICT); // before kernels write another one
-    MSI_THEN(result, msi_is_eval(&m->run) ? MS_RESULT_OK : msi_set_scale(m, p->scales_loss));
+    MSI_THEN(result, msi_is_eval(&m->run) ? MS_RESULT_OK : msi_set_scale(m, p->code.scales_loss));
     MSI_THEN(result, msi_upload_step(m));
     MSI_THEN(result, msi_is_timed(&m->run) ? msi_begin_timing(m) : MS_RESULT_OK);
     return msi_abandon_on_error(m, result);
@@ -24703,7 +24757,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
 /* What an instruction is expected to take: as measured in slices, or else as predicted, which is
    stored as a negative number, times what was measured over what was predicted of others. */
 static double msi_expected_us(const msi_slices *s, const msi_program *p, uint32_t now) {
-    const double us = (double)p->expected.items[now];
+    const double us = (double)p->predicted.expected.items[now];
     return us < 0.0 ? -us * (s->correction > 0.0 ? s->correction : 1.0) : us;
 }
 
@@ -24718,7 +24772,7 @@ static void msi_correct(msi_slices *s, double predicted_us, double us) {
 /* Notes how long an instruction took. What took long once may do so again: its expectation rises
    fast and falls slowly. */
 static void msi_note_slice(msi_run *r, uint32_t now, double us) {
-    float *expected = &r->plan->train.expected.items[now];
+    float *expected = &r->plan->train.predicted.expected.items[now];
     const double old = (double)*expected;
     us = us > 0.0 ? us : 0.0;
     if (old < 0.0) {
@@ -24731,7 +24785,7 @@ static void msi_note_slice(msi_run *r, uint32_t now, double us) {
 
 /* The event that the host would wait for in an instruction, or MSI_NONE. */
 static uint32_t msi_event_of_host(const ms_model *m, const msi_program *p, uint32_t now) {
-    const msi_instruction *i = &p->instructions.items[now];
+    const msi_instruction *i = &p->code.instructions.items[now];
     const bool asynchronous = m->config.backend.is_asynchronous;
     if (i->op == MSI_OP_WAIT && msi_has_copy_streams(m)) {
         const msi_pair pair = msi_pair_of(m, p, i, 0);
@@ -24823,8 +24877,8 @@ static ms_result msi_run_to(ms_model *m, uint32_t end) {
         }
         m->run.position++;
     }
-    const bool ends =
-        end == p->instructions.count || (end == p->backward_end && m->run.store->micro_count > 1);
+    const bool ends = end == p->code.instructions.count ||
+                      (end == p->code.backward_end && m->run.store->micro_count > 1);
     m->run.copies &= !ends; // all of them were awaited
     return MS_RESULT_OK;
 }
@@ -24834,15 +24888,15 @@ static ms_result msi_run_forward(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     const msi_program *p = m->run.program;
     ms_step_state *state = msi_state_on_device(m, msi_is_eval(&m->run));
-    const ms_result result = msi_run_to(m, p->forward_end);
+    const ms_result result = msi_run_to(m, p->code.forward_end);
     if (result != MS_RESULT_OK) {
         return result;
     }
     int error = msi_is_eval(&m->run) ? b->fill_bytes(m->device, state, 0, sizeof *state) : 0;
     if (error == 0) {
-        error = b->loss(m->device, msi_address(m, p, p->loss),
-                        p->ranges.items[p->loss].bytes / sizeof(float), (double)msi_loss_factor(m),
-                        state);
+        error = b->loss(m->device, msi_address(m, p, p->code.loss),
+                        p->code.ranges.items[p->code.loss].bytes / sizeof(float),
+                        (double)msi_loss_factor(m), state);
         m->run.verdict = MSI_VERDICT_ON_DEVICE;
         m->run.is_summed = true;
     }
@@ -24853,7 +24907,7 @@ static ms_result msi_run_forward(ms_model *m) {
    knows how much of its update has run, so the model has failed. */
 static MSI_NOINLINE ms_result msi_doubt(ms_model *m, ms_result result) {
     m->run.failed |= result == MS_RESULT_BACKEND && m->run.program == &m->run.plan->train &&
-                     m->run.position == m->run.program->instructions.count;
+                     m->run.position == m->run.program->code.instructions.count;
     return msi_abandon_on_error(m, result);
 }
 
@@ -24980,14 +25034,14 @@ static bool msi_owns_arena(const ms_model *m) {
 /* With accumulation, all micro-batches except the last end here. */
 static void msi_note_backward(msi_run *r) {
     const bool last = msi_is_last_micro(r);
-    r->position = r->program->backward_end;
+    r->position = r->program->code.backward_end;
     r->micro += !last;
     r->swept = false;
     r->stage = last ? MSI_STAGE_BACKWARD : MSI_STAGE_IDLE;
 }
 
 static ms_result msi_finish_backward(ms_model *m) {
-    const ms_result result = msi_run_to(m, m->run.program->backward_end);
+    const ms_result result = msi_run_to(m, m->run.program->code.backward_end);
     if (result == MS_RESULT_OK) {
         msi_note_backward(&m->run);
     }
@@ -24995,7 +25049,7 @@ static ms_result msi_finish_backward(ms_model *m) {
 }
 
 static void msi_note_update(msi_run *r) {
-    r->position = r->program->instructions.count;
+    r->position = r->program->code.instructions.count;
     r->step++;
     r->updates_done = 0;
     r->micro = 0;
@@ -25012,7 +25066,7 @@ static ms_result msi_count_success(ms_model *m, ms_result result, uint64_t step)
 static ms_result msi_finish_update(ms_model *m) {
     const bool timed = msi_is_timed(&m->run);
     const uint64_t step = m->run.step;
-    ms_result result = msi_run_to(m, m->run.program->instructions.count);
+    ms_result result = msi_run_to(m, m->run.program->code.instructions.count);
     if (result == MS_RESULT_OK) {
         msi_note_update(&m->run);
     }
@@ -25115,7 +25169,7 @@ static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
     MSI_THEN(result, waits ? msi_conclude(m, loss) : MS_RESULT_OK);
     if (result == MS_RESULT_OK && p == &m->run.plan->train) {
         m->run.stage = MSI_STAGE_FORWARD;
-        m->run.swept = p->sweeps;
+        m->run.swept = p->code.sweeps;
     }
     return result;
 }
@@ -25311,8 +25365,8 @@ static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss
 /* The norm of the last update, while its sum of squares is in memory. */
 static ms_result msi_gradient_norm(ms_model *m, double *norm) {
     const msi_program *p = m->run.plan && !msi_is_suspended(m) ? &m->run.plan->train : NULL;
-    if (!p || p->norm == MSI_NONE || m->run.program != p || !msi_owns_arena(m) ||
-        m->run.position < p->instructions.count) {
+    if (!p || p->code.norm == MSI_NONE || m->run.program != p || !msi_owns_arena(m) ||
+        m->run.position < p->code.instructions.count) {
         return msi_fail(m, MS_RESULT_ORDER,
                         "ms_gradient_norm: there is no norm now; it can be read from an update "
                         "with grad_clip_norm to the next step or eval");
@@ -25592,9 +25646,9 @@ static uint64_t msi_image_begin(const ms_model *m, const msi_store *store) {
    that is still needed or can be read; or the number of ranges. Values in a shared arena stay. */
 static uint32_t msi_next_live(const ms_model *m, uint32_t range) {
     const msi_program *p = m->run.arena ? NULL : m->run.program;
-    const uint32_t count = p ? p->ranges.count : 0;
+    const uint32_t count = p ? p->code.ranges.count : 0;
     for (; range < count; range++) {
-        const msi_range *r = &p->ranges.items[range];
+        const msi_range *r = &p->code.ranges.items[range];
         if (r->bytes > 0 && !r->on_host && r->block != MSI_NONE && r->first < m->run.position &&
             (r->last >= m->run.position || r->outlives)) {
             break;
@@ -25609,7 +25663,7 @@ static uint64_t msi_image_bytes(const ms_model *m) {
     uint64_t bytes = store->resident_bytes - msi_image_begin(m, store);
     for (uint32_t k = msi_next_live(m, store->residents.count); k != MSI_NONE;
          k = msi_next_live(m, k + 1)) {
-        bytes += msi_align(m->run.program->ranges.items[k].bytes);
+        bytes += msi_align(m->run.program->code.ranges.items[k].bytes);
     }
     return store->memory ? bytes : 0;
 }
@@ -25624,7 +25678,7 @@ static MSI_COLD ms_result msi_copy_image(ms_model *m, bool to_device) {
                                  : msi_copy(m, image, true, device, false, residents);
     for (uint32_t k = msi_next_live(m, store->residents.count);
          k != MSI_NONE && result == MS_RESULT_OK; k = msi_next_live(m, k + 1)) {
-        const uint64_t bytes = m->run.program->ranges.items[k].bytes;
+        const uint64_t bytes = m->run.program->code.ranges.items[k].bytes;
         void *value = msi_address(m, m->run.program, k);
         result = to_device ? msi_copy(m, value, false, image + at, true, bytes)
                            : msi_copy(m, image + at, true, value, false, bytes);
@@ -26069,7 +26123,7 @@ static MSI_COLD void msi_put_plans(ms_model *m, msi_plan *plans, msi_plan *large
     msi_log(m, MS_LOG_INFO, "plan",
             "plain %s, budget %s, arena %s, recomputations: %u, updates %s backward",
             msi_size(plans->plain_bytes).text, msi_size(plans->budget_bytes).text,
-            msi_size(msi_room_of(m->run.store)).text, (unsigned)plans->train.recompute_count,
+            msi_size(msi_room_of(m->run.store)).text, (unsigned)plans->train.code.recompute_count,
             msi_updates_inside(&plans->train) ? "inside" : "after");
 }
 
@@ -26221,7 +26275,7 @@ static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
     msi_log(m, MS_LOG_INFO, "rules",
             "mode %s (%s), pressure %.3f; a step is predicted to take %s, a plain one %s (%s)",
             msi_mode_names[m->wrapped.choice.mode], msi_source_names[m->wrapped.choice.source],
-            msi_pressure(plan), msi_time(plan->train.step_us).text,
+            msi_pressure(plan), msi_time(plan->train.predicted.step_us).text,
             msi_time(plan->plain_step_us).text, msi_time_source_names[m->costs.source]);
     for (int technique = 0; technique < MS_TECHNIQUE_COUNT; technique++) {
         const msi_technique_total total = msi_technique_total_of(r, (ms_technique)technique);
@@ -26245,28 +26299,28 @@ static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
 /* Whether an instruction is about the workspace of a layer, and has that as its target. */
 static bool msi_is_of_workspace(const msi_program *p, const msi_instruction *i) {
     const uint32_t range =
-        i->operand_count > 0 ? p->operands.items[i->operand_first].range : MSI_NONE;
+        i->operand_count > 0 ? p->code.operands.items[i->operand_first].range : MSI_NONE;
     return range != MSI_NONE && !msi_calls_layer((msi_op)i->op) &&
-           p->ranges.items[range].role == MSI_ROLE_WORKSPACE;
+           p->code.ranges.items[range].role == MSI_ROLE_WORKSPACE;
 }
 
 /* Warns of instructions that take longer than ms_config.max_instruction_us all the same. */
 static MSI_COLD void msi_log_long(const ms_model *m) {
     const msi_program *p = &m->run.plan->train;
-    if (p->long_count == 0) {
+    if (p->predicted.long_count == 0) {
         return;
     }
-    const msi_instruction *i = &p->instructions.items[p->longest];
+    const msi_instruction *i = &p->code.instructions.items[p->predicted.longest];
     const bool calls = msi_calls_layer((msi_op)i->op);
     const bool layer = calls || msi_is_of_workspace(p, i);
     msi_log(
         m, MS_LOG_WARNING, "plan",
         "%u instructions are predicted to take longer than max_instruction_us (%s); the longest "
         "is %s of %s%s%s, %s%s",
-        (unsigned)p->long_count, msi_time(m->costs.most_us).text, msi_ops[i->op].name,
+        (unsigned)p->predicted.long_count, msi_time(m->costs.most_us).text, msi_ops[i->op].name,
         layer ? msi_layer_label(&m->graph, i->target).text : "\"",
         layer ? "" : msi_tensor_name(&m->graph, i->target), layer ? "" : "\"",
-        msi_time(p->longest_us).text,
+        msi_time(p->predicted.longest_us).text,
         !calls ? ": the library does not split it"
         : m->graph.layers.items[i->target].tile.axes == 0
             ? ": it declares no rows (ms_layer_desc.tile) by which to split it"
@@ -26380,7 +26434,7 @@ static void msi_time_plans(ms_model *m) {
         msi_find_times(m);
         msi_time_program(&m->graph, &m->costs, m->run.store, &plan->train);
         msi_time_program(&m->graph, &m->costs, m->run.store, &plan->eval);
-        plan->plain_step_us = plan->train.step_us - plan->train.recompute_us;
+        plan->plain_step_us = plan->train.predicted.step_us - plan->train.predicted.recompute_us;
     }
     msi_set_sizes(&m->graph, sizes);
     msi_find_times(m);
@@ -26502,8 +26556,9 @@ static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, m
     if (staged || resident) {
         return staged ? memory : msi_memory_of(resident);
     }
-    for (uint32_t i = p ? m->run.store->residents.count : MSI_NONE; p && i < p->ranges.count; i++) {
-        const msi_range *range = &p->ranges.items[i];
+    for (uint32_t i = p ? m->run.store->residents.count : MSI_NONE; p && i < p->code.ranges.count;
+         i++) {
+        const msi_range *range = &p->code.ranges.items[i];
         if (range->tensor == tensor && range->role == role && range->part == 0 &&
             range->first < m->run.position && (range->last >= m->run.position || range->outlives)) {
             memory.source = memory.target = msi_address(m, p, i);
@@ -27035,21 +27090,23 @@ static MSI_COLD ms_result msi_make_pass(msi_verification *v, int pass) {
     w.calls_f32 = pass == MSI_PASS_PLAIN;
     msi_lower_train(&w, plan->decisions, p);
     msi_lowering_free(&w);
-    p->scales_loss = m->run.plan->train.scales_loss; // the same in both passes
+    p->code.scales_loss = m->run.plan->train.code.scales_loss; // the same in both passes
     msi_schedule(&m->graph, &m->costs, v->store, a, p);
     if (!p->out_of_memory) {
         msi_share_memory(&m->graph, p);
     }
     if (p->out_of_memory || !msi_make_blocks(a, p, v->store->residents.count) ||
-        msi_layout(a, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT, &p->height) !=
-            MS_RESULT_OK ||
-        msi_layout(a, p->host_blocks.items, p->host_blocks.count, MSI_LAYOUT_EFFORT,
-                   &p->host_height) != MS_RESULT_OK) {
-        return msi_fail_memory(m, "the program of a pass", p->ranges.count * sizeof(msi_range));
+        msi_layout(a, p->layout.blocks.items, p->layout.blocks.count, MSI_LAYOUT_EFFORT,
+                   &p->layout.height) != MS_RESULT_OK ||
+        msi_layout(a, p->layout.host_blocks.items, p->layout.host_blocks.count, MSI_LAYOUT_EFFORT,
+                   &p->layout.host_height) != MS_RESULT_OK) {
+        return msi_fail_memory(m, "the program of a pass",
+                               p->code.ranges.count * sizeof(msi_range));
     }
     msi_resolve(v->store, p);
-    v->store->transient_bytes = msi_larger(v->store->transient_bytes, p->height);
-    v->store->host_transient_bytes = msi_larger(v->store->host_transient_bytes, p->host_height);
+    v->store->transient_bytes = msi_larger(v->store->transient_bytes, p->layout.height);
+    v->store->host_transient_bytes =
+        msi_larger(v->store->host_transient_bytes, p->layout.host_height);
     return MS_RESULT_OK;
 }
 
@@ -27107,11 +27164,11 @@ static MSI_COLD ms_result msi_reset_store(msi_verification *v) {
 /* Poisons what the next instruction makes, and its workspace. */
 static MSI_COLD ms_result msi_poison_new(ms_model *m, uint8_t poison) {
     const msi_program *p = m->run.program;
-    const msi_instruction *i = &p->instructions.items[m->run.position];
+    const msi_instruction *i = &p->code.instructions.items[m->run.position];
     ms_result result = MS_RESULT_OK;
     for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
-        const uint32_t index = p->operands.items[i->operand_first + k].range;
-        const msi_range *range = index == MSI_NONE ? NULL : &p->ranges.items[index];
+        const uint32_t index = p->code.operands.items[i->operand_first + k].range;
+        const msi_range *range = index == MSI_NONE ? NULL : &p->code.ranges.items[index];
         if (range && range->bytes > 0 && index >= m->run.store->residents.count &&
             range->first == m->run.position && range->alias_of == MSI_NONE) {
             if (m->config.backend.device_is_host) {
@@ -27234,7 +27291,7 @@ static MSI_COLD ms_result msi_compare_state(msi_verification *v, ms_difference *
 static MSI_COLD ms_result msi_read_result(const msi_verification *v, uint32_t range, uint64_t done,
                                           uint64_t part, uint8_t *to) {
     ms_model *m = v->model;
-    const msi_range *r = &m->run.program->ranges.items[range];
+    const msi_range *r = &m->run.program->code.ranges.items[range];
     const bool half = msi_is_half((ms_state_format)r->format);
     const uint64_t skipped = half ? done / 2 : done, bytes = half ? part / 2 : part;
     const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, range) + skipped;
@@ -27296,8 +27353,8 @@ static MSI_COLD ms_result msi_take_results(msi_verification *v, int pass) {
     const msi_program *p = m->run.program;
     uint8_t *to = v->results;
     ms_result result = MS_RESULT_OK;
-    for (uint32_t i = 0; i < p->ranges.count; i++) {
-        const msi_range *range = &p->ranges.items[i];
+    for (uint32_t i = 0; i < p->code.ranges.count; i++) {
+        const msi_range *range = &p->code.ranges.items[i];
         const bool stays = i < v->store->residents.count || range->outlives;
         if (stays && range->role == MSI_ROLE_GRADIENT && range->category == MS_CATEGORY_GRADIENT) {
             v->range_of[range->tensor] = i;
@@ -27325,13 +27382,13 @@ static MSI_COLD ms_result msi_run_pass(msi_verification *v, int pass) {
     ms_result result = msi_reset_store(v);
     const msi_program *p = &m->run.plan->train;
     MSI_THEN(result, msi_start(m, p));
-    MSI_THEN(result, msi_run_poisoned(m, p->forward_end, poison));
+    MSI_THEN(result, msi_run_poisoned(m, p->code.forward_end, poison));
     MSI_THEN(result, msi_run_forward(m)); // nothing is left of it except the loss
-    MSI_THEN(result, msi_run_poisoned(m, p->backward_end, poison));
+    MSI_THEN(result, msi_run_poisoned(m, p->code.backward_end, poison));
     MSI_THEN(result, msi_copy(m, &state, true, msi_state_on_device(m, false), msi_is_direct(m),
                               sizeof state));
     v->loss[pass] = state.loss;
-    v->loss_scale = p->scales_loss ? state.loss_scale : 1.0f;
+    v->loss_scale = p->code.scales_loss ? state.loss_scale : 1.0f;
     MSI_THEN(result, msi_take_results(v, pass));
     return result;
 }
@@ -27383,7 +27440,7 @@ static MSI_COLD void msi_end_verification(msi_verification *v) {
 static MSI_COLD ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n, uint32_t index,
                                            const msi_rows *rows) {
     ms_model *m = v->model;
-    const msi_range *range = &m->run.program->ranges.items[index];
+    const msi_range *range = &m->run.program->code.ranges.items[index];
     const msi_tensor *tensor = &m->graph.tensors.items[range->tensor];
     const ms_state_format format = (ms_state_format)range->format;
     const ms_dtype dtype = msi_dtype_of(format, tensor->view.dtype);
@@ -27412,13 +27469,13 @@ static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite
                                                bool after) {
     const ms_model *m = v->model;
     const msi_program *p = m->run.program;
-    const msi_instruction *i = &p->instructions.items[now];
+    const msi_instruction *i = &p->code.instructions.items[now];
     const msi_layer *l = &m->graph.layers.items[msi_calls_layer((msi_op)i->op) ? i->target : 0];
     ms_result result = MS_RESULT_OK;
     for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op) && !msi_is_empty(i);
          k++) {
         uint32_t slot;
-        const uint32_t range = p->operands.items[i->operand_first + k].range;
+        const uint32_t range = p->code.operands.items[i->operand_first + k].range;
         const int group = msi_operand_group(l, i, k, &slot);
         const bool value = group < MSI_GROUP_COUNT;
         if (range == MSI_NONE || group == MSI_GROUP_WORKSPACE || n->count > 0 ||
@@ -27427,7 +27484,7 @@ static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite
                     : value && range < m->run.store->residents.count)) {
             continue;
         }
-        const msi_range *scanned = &p->ranges.items[range];
+        const msi_range *scanned = &p->code.ranges.items[range];
         if (after && scanned->block != MSI_NONE && !scanned->on_host &&
             msi_block_of(p, scanned)->last == now) { // nothing reads it, so it is poisoned
             msi_asan_unpoison(msi_address(m, p, range), scanned->bytes);
@@ -27451,7 +27508,7 @@ static MSI_COLD ms_result msi_run_scanned(msi_verification *v, ms_nonfinite *n) 
     const msi_program *p = &m->run.plan->train;
     ms_result result = msi_reset_store(v);
     MSI_THEN(result, msi_start(m, p));
-    while (result == MS_RESULT_OK && m->run.position < p->backward_end && n->count == 0) {
+    while (result == MS_RESULT_OK && m->run.position < p->code.backward_end && n->count == 0) {
         const uint32_t now = m->run.position;
         result = msi_scan_instruction(v, n, now, false);
         if (n->count == 0) {
@@ -27543,14 +27600,15 @@ static MSI_COLD ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *
 
 /* The program whose live bytes decide the size of the arena. */
 static const msi_program *msi_widest(const msi_plan *plan) {
-    return plan->eval.peak_bytes > plan->train.peak_bytes ? &plan->eval : &plan->train;
+    return plan->eval.layout.peak_bytes > plan->train.layout.peak_bytes ? &plan->eval
+                                                                        : &plan->train;
 }
 
 /* Whether a range is on the host. Of residents the store knows it: an eval program need not, since
    it is not made anew for what it does not use. */
 static bool msi_is_on_host(const msi_store *store, const msi_program *p, uint32_t range) {
     return range < store->residents.count ? store->residents.items[range].on_host
-                                          : p->ranges.items[range].on_host;
+                                          : p->code.ranges.items[range].on_host;
 }
 
 /* Whether a range is not in the arena: on the host, or the trainer's own. */
@@ -27561,15 +27619,15 @@ static bool msi_is_outside(const msi_store *store, const msi_program *p, uint32_
 
 static MSI_COLD void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     const msi_program *p = msi_widest(m->run.plan);
-    const msi_instruction *i = &p->instructions.items[p->peak];
-    for (uint32_t k = 0; k < p->ranges.count; k++) {
-        const msi_range *range = &p->ranges.items[k];
-        if (range->first <= p->peak && p->peak <= msi_counts_to(range) &&
+    const msi_instruction *i = &p->code.instructions.items[p->layout.peak];
+    for (uint32_t k = 0; k < p->code.ranges.count; k++) {
+        const msi_range *range = &p->code.ranges.items[k];
+        if (range->first <= p->layout.peak && p->layout.peak <= msi_counts_to(range) &&
             !msi_is_outside(m->run.store, p, k)) {
             r->peak_bytes[range->category] += msi_align(range->bytes);
         }
     }
-    r->peak_instruction = p->peak;
+    r->peak_instruction = p->layout.peak;
     r->peak_layer = msi_calls_layer((msi_op)i->op) ? msi_layer_name(&m->graph, i->target) : "";
 }
 
@@ -27583,18 +27641,19 @@ static MSI_COLD void msi_report_freed(const ms_model *m, ms_memory_report *r) {
 
 static MSI_COLD uint64_t msi_hash_program(uint64_t hash, const msi_program *p,
                                           uint32_t resident_count) {
-    hash = msi_mix_in(hash, p->instructions.count);
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const msi_instruction *i = &p->instructions.items[now];
+    hash = msi_mix_in(hash, p->code.instructions.count);
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         const uint64_t head = (uint64_t)i->op << 16 | i->operand_count;
         hash = msi_mix_in(hash, head << 32 | i->target);
         for (uint32_t k = 0; k < i->operand_count; k++) {
-            const msi_operand *operand = &p->operands.items[i->operand_first + k];
+            const msi_operand *operand = &p->code.operands.items[i->operand_first + k];
             hash = msi_mix_in(hash, (uint64_t)operand->accumulate << 32 | operand->range);
         }
     }
-    for (uint32_t k = resident_count; k < p->ranges.count; k++) {
-        hash = msi_mix_in(msi_mix_in(hash, p->ranges.items[k].bytes), p->ranges.items[k].offset);
+    for (uint32_t k = resident_count; k < p->code.ranges.count; k++) {
+        hash = msi_mix_in(msi_mix_in(hash, p->code.ranges.items[k].bytes),
+                          p->code.ranges.items[k].offset);
     }
     return hash;
 }
@@ -27616,10 +27675,10 @@ static MSI_COLD uint64_t msi_hash_plan(const msi_store *store, const msi_plan *p
 
 /* How long the last timed step of this program took; 0: no step has been timed. */
 static MSI_COLD double msi_measured_us(const msi_program *p) {
-    if (!p->is_measured) {
+    if (!p->measured.is_there) {
         return 0.0;
     }
-    const double *last = p->measured.items + 2ull * (p->instructions.count - 1);
+    const double *last = p->measured.spans.items + 2ull * (p->code.instructions.count - 1);
     return last[0] + last[1];
 }
 
@@ -27650,7 +27709,7 @@ static MSI_COLD void msi_walk_start(msi_walk *w, const ms_model *m, const msi_pr
     w->live_bytes_of[MS_CATEGORY_WORKSPACE] = store->reserved_bytes;
     for (uint32_t k = 0; k < store->residents.count; k++) {
         uint64_t *of = msi_is_on_host(store, p, k) ? w->host_bytes_of : w->live_bytes_of;
-        of[p->ranges.items[k].category] +=
+        of[p->code.ranges.items[k].category] +=
             store->residents.items[k].borrowed ? 0 : msi_align(store->residents.items[k].bytes);
     }
     msi_clock_start(&w->clock, &m->graph, &m->costs, store, p);
@@ -27659,13 +27718,13 @@ static MSI_COLD void msi_walk_start(msi_walk *w, const ms_model *m, const msi_pr
 /* The transient range of operand k of the present instruction. NULL: the operand has none, or an
    operand before it has the same one, so that a caller sees each range once. */
 static MSI_COLD const msi_range *msi_walk_range(const msi_walk *w, uint32_t k) {
-    const msi_operand *operands = w->program->operands.items + w->instruction->operand_first;
+    const msi_operand *operands = w->program->code.operands.items + w->instruction->operand_first;
     const uint32_t range = operands[k].range;
     bool skipped = range == MSI_NONE || range < w->model->run.store->residents.count;
     for (uint32_t j = 0; j < k && !skipped; j++) {
         skipped = operands[j].range == range;
     }
-    return skipped ? NULL : &w->program->ranges.items[range];
+    return skipped ? NULL : &w->program->code.ranges.items[range];
 }
 
 /* Brings the live bytes up to date, before an instruction or after it. A live range is an operand
@@ -27696,13 +27755,13 @@ static MSI_COLD uint64_t msi_sum_categories(const uint64_t *bytes_of) {
 static MSI_COLD void msi_report_host(const ms_model *m, ms_memory_report *r) {
     const msi_plan *plan = m->run.plan;
     const msi_program *p =
-        plan->eval.host_height > plan->train.host_height ? &plan->eval : &plan->train;
+        plan->eval.layout.host_height > plan->train.layout.host_height ? &plan->eval : &plan->train;
     uint64_t most = 0;
     msi_walk w;
     msi_walk_start(&w, m, p, NULL, NULL, NULL);
     memcpy(r->host_bytes_of, w.host_bytes_of, sizeof r->host_bytes_of);
-    for (w.now = 0; w.now < p->instructions.count && p->host_height > 0; w.now++) {
-        w.instruction = &p->instructions.items[w.now];
+    for (w.now = 0; w.now < p->code.instructions.count && p->layout.host_height > 0; w.now++) {
+        w.instruction = &p->code.instructions.items[w.now];
         msi_walk_count(&w, false);
         const uint64_t bytes = msi_sum_categories(w.host_bytes_of);
         if (bytes > most) {
@@ -27731,7 +27790,8 @@ static MSI_COLD uint32_t msi_first_user(const msi_graph *g, uint32_t param) {
 /* What the host knows of the loss scale. */
 static MSI_COLD void msi_report_scale(const ms_model *m, ms_memory_report *r) {
     const ms_step_state *state = m->run.store && !m->config.dry_run ? msi_verdict(m, false) : NULL;
-    const bool scales = state && m->run.plan->train.scales_loss && state->scaling.growth_steps > 0;
+    const bool scales =
+        state && m->run.plan->train.code.scales_loss && state->scaling.growth_steps > 0;
     const uint32_t layer =
         scales && state->overflow ? msi_first_user(&m->graph, state->overflow - 1) : MSI_NONE;
     r->loss_scale = scales ? (double)state->loss_scale : 1.0;
@@ -27745,12 +27805,13 @@ static MSI_COLD void msi_report_copies(const ms_model *m, ms_memory_report *r) {
     const msi_program *p = &m->run.plan->train;
     msi_clock start; // of a step: computing waits for the inputs
     msi_clock_start(&start, &m->graph, &m->costs, m->run.store, p);
-    r->to_device_bytes = p->link_bytes[MS_STREAM_TO_DEVICE];
-    r->to_host_bytes = p->link_bytes[MS_STREAM_TO_HOST];
-    r->to_device_us = p->link_us[MS_STREAM_TO_DEVICE];
-    r->to_host_us = p->link_us[MS_STREAM_TO_HOST];
-    r->stall_us = p->stall_us;
-    const double us = r->to_device_us + r->to_host_us, waits_us = p->stall_us - start.stall_us;
+    r->to_device_bytes = p->code.link_bytes[MS_STREAM_TO_DEVICE];
+    r->to_host_bytes = p->code.link_bytes[MS_STREAM_TO_HOST];
+    r->to_device_us = p->predicted.link_us[MS_STREAM_TO_DEVICE];
+    r->to_host_us = p->predicted.link_us[MS_STREAM_TO_HOST];
+    r->stall_us = p->predicted.stall_us;
+    const double us = r->to_device_us + r->to_host_us,
+                 waits_us = p->predicted.stall_us - start.stall_us;
     const bool hides = m->costs.has_links && us > 0.0 && waits_us < us;
     r->hidden_share = !hides ? 0.0 : waits_us > 0.0 ? 1.0 - waits_us / us : 1.0;
 }
@@ -27762,12 +27823,12 @@ static MSI_COLD void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->budget_bytes = plan->budget_bytes;
     r->plain_bytes = plan->plain_bytes;
     r->arena_bytes = m->run.store->resident_bytes + m->run.store->transient_bytes;
-    r->lower_bound_bytes = m->run.store->resident_bytes + msi_widest(plan)->peak_bytes;
+    r->lower_bound_bytes = m->run.store->resident_bytes + msi_widest(plan)->layout.peak_bytes;
     r->gap_bytes = r->arena_bytes - r->lower_bound_bytes;
     msi_report_peak(m, r);
     r->peak_bytes[MS_CATEGORY_WORKSPACE] += m->run.store->reserved_bytes;
     msi_report_freed(m, r);
-    r->activation_peak_bytes = plan->train.activation_peak_bytes;
+    r->activation_peak_bytes = plan->train.layout.activation_peak_bytes;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (g->tensors.items[t].kind == MSI_KIND_PARAM) {
             r->param_count += ms_shape_count(&g->tensors.items[t].view.shape);
@@ -27775,19 +27836,20 @@ static MSI_COLD void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     }
     r->layer_count = g->layers.count;
     r->tensor_count = g->tensors.count;
-    r->instruction_count = plan->train.instructions.count;
-    r->recompute_count = plan->train.recompute_count;
-    r->recompute_share = plan->train.recompute_us / plan->plain_step_us;
-    r->step_us = plan->train.step_us;
-    r->longest_us = plan->train.longest_us;
-    if (plan->train.longest_us > 0.0 &&
-        msi_calls_layer((msi_op)plan->train.instructions.items[plan->train.longest].op)) {
-        r->longest_layer =
-            msi_layer_handle(g, plan->train.instructions.items[plan->train.longest].target);
+    r->instruction_count = plan->train.code.instructions.count;
+    r->recompute_count = plan->train.code.recompute_count;
+    r->recompute_share = plan->train.predicted.recompute_us / plan->plain_step_us;
+    r->step_us = plan->train.predicted.step_us;
+    r->longest_us = plan->train.predicted.longest_us;
+    if (plan->train.predicted.longest_us > 0.0 &&
+        msi_calls_layer(
+            (msi_op)plan->train.code.instructions.items[plan->train.predicted.longest].op)) {
+        r->longest_layer = msi_layer_handle(
+            g, plan->train.code.instructions.items[plan->train.predicted.longest].target);
     }
-    r->micro_us = plan->train.micro.us;
-    r->whole_step_us = plan->train.whole.us;
-    r->whole_stall_us = plan->train.whole.stall_us;
+    r->micro_us = plan->train.predicted.micro.us;
+    r->whole_step_us = plan->train.predicted.whole.us;
+    r->whole_stall_us = plan->train.predicted.whole.stall_us;
     r->plain_step_us = plan->plain_step_us;
     r->time_source = m->costs.source;
     r->plan_hash = msi_hash_plan(m->run.store, plan);
@@ -27832,8 +27894,8 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
     const msi_program *p = w->program;
     const msi_store *store = w->model->run.store;
     const msi_instruction *i = w->instruction;
-    const msi_operand *operand = &p->operands.items[i->operand_first + k];
-    const msi_range *range = &p->ranges.items[operand->range];
+    const msi_operand *operand = &p->code.operands.items[i->operand_first + k];
+    const msi_range *range = &p->code.ranges.items[operand->range];
     const bool fixed = operand->range < store->residents.count;
     const msi_role role = msi_public_role(range);
     ms_event_operand o;
@@ -27887,7 +27949,7 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
 /* The operands of the present instruction, or only those that are dead after it. Returns their
    count. */
 static MSI_COLD uint32_t msi_event_operands(const msi_walk *w, bool dead_only) {
-    const msi_operand *all = w->program->operands.items + w->instruction->operand_first;
+    const msi_operand *all = w->program->code.operands.items + w->instruction->operand_first;
     uint32_t count = 0;
     for (uint32_t k = 0; k < w->instruction->operand_count; k++) {
         const msi_range *range = msi_walk_range(w, k);
@@ -27937,7 +27999,7 @@ static MSI_COLD void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
         event.tensor = msi_handle(&m->graph, i->target, MSI_ROLE_VALUE);
         event.name = msi_tensor_name(&m->graph, i->target);
     }
-    event.live_bytes = m->run.store->resident_bytes + w->program->live_bytes.items[w->now];
+    event.live_bytes = m->run.store->resident_bytes + w->program->layout.live_bytes.items[w->now];
     event.stream = msi_stream_of(&m->costs, (msi_op)i->op);
     event.start_us = drops ? w->start_us + w->duration_us : w->start_us;
     event.duration_us = drops ? 0.0 : w->duration_us;
@@ -27950,8 +28012,8 @@ static MSI_COLD void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     event.row_total = drops ? 0 : i->rows.of;
     event.follows = i->follows && !drops;
     event.signal = drops || i->event == MSI_NO_EVENT ? UINT32_MAX : i->event;
-    if (w->program->is_measured) {
-        const double *measured = w->program->measured.items + 2ull * w->now;
+    if (w->program->measured.is_there) {
+        const double *measured = w->program->measured.spans.items + 2ull * w->now;
         event.measured_us = drops ? 0.0 : measured[1];
         event.measured_start_us = drops ? measured[0] + measured[1] : measured[0];
     }
@@ -27985,7 +28047,7 @@ static MSI_COLD void msi_visit_inputs(const msi_walk *w) {
             input.tensor = msi_handle(&m->graph, resident->tensor, MSI_ROLE_VALUE);
             input.kind = MS_OPERAND_TARGET;
             input.offset = resident->offset;
-            input.bytes = w->program->ranges.items[k].bytes;
+            input.bytes = w->program->code.ranges.items[k].bytes;
             input.is_written = true;
             msi_emit_besides(w, MS_EVENT_INPUT, MS_STREAM_TO_DEVICE,
                              msi_enqueue(&c, MS_STREAM_TO_DEVICE, 0.0, us), us, &input);
@@ -27996,7 +28058,7 @@ static MSI_COLD void msi_visit_inputs(const msi_walk *w) {
 /* After forward the losses are summed; the verdict is copied to the host: see msi_clock_judge. */
 static MSI_COLD void msi_visit_verdict(const msi_walk *w) {
     const ms_model *m = w->model;
-    const msi_range *range = &w->program->ranges.items[w->program->loss];
+    const msi_range *range = &w->program->code.ranges.items[w->program->code.loss];
     const double us = msi_bytes_us(&m->costs, MSI_COST_SUM, (double)range->bytes);
     ms_event_operand loss, verdict;
     memset(&loss, 0, sizeof loss);
@@ -28022,8 +28084,8 @@ static MSI_COLD void msi_visit(const ms_model *m, const msi_program *p, ms_event
     msi_walk w;
     msi_walk_start(&w, m, p, visit, user, operands);
     msi_visit_inputs(&w);
-    for (w.now = 0; w.now < p->instructions.count; w.now++) {
-        w.instruction = &p->instructions.items[w.now];
+    for (w.now = 0; w.now < p->code.instructions.count; w.now++) {
+        w.instruction = &p->code.instructions.items[w.now];
         msi_walk_count(&w, false);
         w.duration_us = msi_duration_us(&m->graph, &m->costs, p, w.instruction);
         w.start_us = msi_clock_run(&w.clock, w.now, w.duration_us);
@@ -28032,7 +28094,7 @@ static MSI_COLD void msi_visit(const ms_model *m, const msi_program *p, ms_event
             msi_emit_event(&w, MS_EVENT_DROP);
         }
         msi_walk_count(&w, true);
-        if (w.now + 1 == p->forward_end) {
+        if (w.now + 1 == p->code.forward_end) {
             msi_visit_verdict(&w);
         }
     }
@@ -28041,8 +28103,8 @@ static MSI_COLD void msi_visit(const ms_model *m, const msi_program *p, ms_event
 /* The most operands that an instruction has. */
 static MSI_COLD uint32_t msi_most_operands(const msi_program *p) {
     uint32_t most = 1;
-    for (uint32_t now = 0; now < p->instructions.count; now++) {
-        const uint32_t count = p->instructions.items[now].operand_count;
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        const uint32_t count = p->code.instructions.items[now].operand_count;
         most = count > most ? count : most;
     }
     return most;
@@ -28050,7 +28112,7 @@ static MSI_COLD uint32_t msi_most_operands(const msi_program *p) {
 
 /* The layer that an instruction runs, or none. */
 static ms_layer msi_layer_at(const msi_graph *g, const msi_program *p, uint32_t now) {
-    const msi_instruction *i = &p->instructions.items[now];
+    const msi_instruction *i = &p->code.instructions.items[now];
     const ms_layer none = {0};
     return msi_calls_layer((msi_op)i->op) ? msi_layer_handle(g, i->target) : none;
 }
@@ -28073,15 +28135,15 @@ static MSI_COLD ms_lifetime msi_lifetime(const msi_graph *g, const msi_program *
 
 static MSI_COLD void msi_visit_lifetimes(const ms_model *m, const msi_program *p,
                                          ms_lifetime_fn visit, void *user) {
-    const uint32_t end = p->instructions.count - 1, residents = m->run.store->residents.count;
+    const uint32_t end = p->code.instructions.count - 1, residents = m->run.store->residents.count;
     ms_lifetime l =
         msi_lifetime(&m->graph, p, MS_CATEGORY_WORKSPACE, m->run.store->reserved_bytes, 0, end);
     l.is_resident = l.is_at_peak = true;
     if (l.bytes > 0) {
         visit(&l, user);
     }
-    for (uint32_t k = 0; k < p->ranges.count; k++) {
-        const msi_range *range = &p->ranges.items[k];
+    for (uint32_t k = 0; k < p->code.ranges.count; k++) {
+        const msi_range *range = &p->code.ranges.items[k];
         const msi_role role = msi_public_role(range);
         const bool resident = k < residents;
         l = msi_lifetime(&m->graph, p, (ms_category)range->category, range->bytes,
@@ -28097,7 +28159,7 @@ static MSI_COLD void msi_visit_lifetimes(const ms_model *m, const msi_program *p
         l.dtype = msi_public_dtype(&m->graph, range);
         l.is_outside = msi_is_outside(m->run.store, p, k);
         l.is_on_host = msi_is_on_host(m->run.store, p, k);
-        l.is_at_peak = !l.is_outside && l.first <= p->peak && p->peak <= l.last;
+        l.is_at_peak = !l.is_outside && l.first <= p->layout.peak && p->layout.peak <= l.last;
         if (l.first <= l.last) { // not aliased at once
             visit(&l, user);
         }

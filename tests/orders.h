@@ -106,11 +106,11 @@ static inline bool o_is_written(const o_order *o, const msi_instruction *i, uint
 
 static inline void o_use(o_order *o, const msi_program *p, const msi_instruction *i,
                          uint32_t operand) {
-    const uint32_t index = p->operands.items[i->operand_first + operand].range;
+    const uint32_t index = p->code.operands.items[i->operand_first + operand].range;
     if (index == MSI_NONE) {
         return;
     }
-    const msi_range *range = &p->ranges.items[index];
+    const msi_range *range = &p->code.ranges.items[index];
     const msi_tensor *tensor = &o->model->graph.tensors.items[range->tensor];
     const bool calls = msi_calls_layer((msi_op)i->op);
     const bool is_part = !calls && i->part_count > 1 && range->role != MSI_ROLE_NORM;
@@ -150,7 +150,7 @@ static inline o_operation *o_new(o_order *o) {
 
 static inline void o_run(o_order *o, const msi_program *p, uint32_t begin, uint32_t end) {
     for (uint32_t now = begin; now < end; ++now) {
-        const msi_instruction *i = &p->instructions.items[now];
+        const msi_instruction *i = &p->code.instructions.items[now];
         if (i->op == MSI_OP_NOTHING) {
             continue;
         }
@@ -184,15 +184,15 @@ static inline void o_anything(o_order *o) {
 static inline void o_step(o_order *o) {
     const msi_program *p = &o->model->run.plan->train;
     for (uint32_t micro = 1; micro < o->model->run.store->micro_count; ++micro) {
-        o_run(o, p, 0, p->backward_end);
+        o_run(o, p, 0, p->code.backward_end);
         o_anything(o);
     }
-    o_run(o, p, 0, p->instructions.count);
+    o_run(o, p, 0, p->code.instructions.count);
     o_anything(o);
 }
 
 static inline void o_eval(o_order *o) {
-    o_run(o, &o->model->run.plan->eval, 0, o->model->run.plan->eval.instructions.count);
+    o_run(o, &o->model->run.plan->eval, 0, o->model->run.plan->eval.code.instructions.count);
     o_anything(o);
 }
 
@@ -255,7 +255,7 @@ static inline void o_set_clocks(o_order *o, const o_omission *without) {
             continue;
         }
         const bool omits = without != NULL && without->program == op->program &&
-                           i == &op->program->instructions.items[without->instruction];
+                           i == &op->program->code.instructions.items[without->instruction];
         o_clock *stream = &on[op->stream];
         if (i->op == MSI_OP_WAIT) {
             if (!(omits && without->kind == O_WAIT)) {
@@ -303,8 +303,8 @@ static inline uint32_t o_races(o_order *o, const o_omission *without, o_conflict
    false: there is none. */
 static inline bool o_find(o_omission *at) {
     const msi_program *p = at->program;
-    for (; at->instruction < p->instructions.count; ++at->instruction, at->kind = O_WAIT) {
-        const msi_instruction *i = &p->instructions.items[at->instruction];
+    for (; at->instruction < p->code.instructions.count; ++at->instruction, at->kind = O_WAIT) {
+        const msi_instruction *i = &p->code.instructions.items[at->instruction];
         const bool copies = i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT;
         for (; at->kind < O_KIND_COUNT; at->kind = (o_kind)(at->kind + 1)) {
             if ((at->kind == O_WAIT && i->op == MSI_OP_WAIT) ||
@@ -323,7 +323,7 @@ static inline void o_next(o_omission *at) {
 
 /* Leaves it out of the plan that is run. */
 static inline void o_omit(const o_omission *at) {
-    msi_instruction *i = &at->program->instructions.items[at->instruction];
+    msi_instruction *i = &at->program->code.instructions.items[at->instruction];
     if (at->kind == O_WAIT) {
         i->op = (uint8_t)MSI_OP_NOTHING;
     } else if (at->kind == O_FOLLOWS) {
@@ -374,7 +374,8 @@ static inline void o_expect_needed(const o_tally *t) {
 
 /* The number of an operation's instruction. */
 static inline unsigned o_number(const o_operation *op) {
-    return op->program == NULL ? 0 : (unsigned)(op->instruction - op->program->instructions.items);
+    return op->program == NULL ? 0
+                               : (unsigned)(op->instruction - op->program->code.instructions.items);
 }
 
 static inline const char *o_name(const o_operation *op) {

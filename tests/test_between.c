@@ -162,7 +162,7 @@ static void write_value(walk *w, uint32_t value, double chance) {
         if (may && !(is_param && has_begun(w)) && t_chance(&w->rng, chance)) {
             write_one(w, value, role);
             *w->writes += is_param && w->at == AFTER_BACKWARD;
-            w->tainted |= w->at == AFTER_FORWARD && w->m[1]->run.plan->train.sweeps;
+            w->tainted |= w->at == AFTER_FORWARD && w->m[1]->run.plan->train.code.sweeps;
             w->at = w->at == AFTER_FORWARD ? IDLE : w->at;
         }
     }
@@ -337,7 +337,7 @@ static void begin_pass(walk *w) {
 
 static void drop_step(walk *w) {
     w->micro = w->at == AFTER_BACKWARD ? 0 : w->micro;
-    w->tainted |= w->at == AFTER_FORWARD && w->m[1]->run.plan->train.sweeps;
+    w->tainted |= w->at == AFTER_FORWARD && w->m[1]->run.plan->train.code.sweeps;
     w->at = IDLE;
 }
 
@@ -559,8 +559,9 @@ static void reshape(walk *w) {
 /* Whether the next call has an instruction before which it can end. */
 static bool has_next(const walk *w, int k) {
     const msi_program *p = &w->m[k]->run.plan->train;
-    return w->at == IDLE || (w->at == AFTER_FORWARD ? p->forward_end < p->backward_end
-                                                    : p->backward_end < p->instructions.count);
+    return w->at == IDLE ||
+           (w->at == AFTER_FORWARD ? p->code.forward_end < p->code.backward_end
+                                   : p->code.backward_end < p->code.instructions.count);
 }
 
 /* The next call is cancelled before its first instruction: the step counts as not begun. */

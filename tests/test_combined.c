@@ -448,8 +448,9 @@ static void sought_close(sought *s) {
 
 /* The live bytes of what was scored last, where it has most: in training or in eval. */
 static uint64_t live_bytes(const sought *s) {
-    const uint64_t train = s->scorer.program->peak_bytes, eval = s->scorer.eval->peak_bytes;
-    return s->scorer.program->resident_bytes + (train > eval ? train : eval);
+    const uint64_t train = s->scorer.program->layout.peak_bytes,
+                   eval = s->scorer.eval->layout.peak_bytes;
+    return s->scorer.program->layout.resident_bytes + (train > eval ? train : eval);
 }
 
 /* Blocks are alike up to the last one, but for the first, which reads an input. */
@@ -491,7 +492,7 @@ static void a_window_is_tried_with_its_like(void **state) {
                     continue;
                 }
                 assert_true(msi_try_window(&s.c, &w, 2, &us) == live_bytes(&s));
-                in_eval += s.scorer.eval->peak_bytes > s.scorer.program->peak_bytes;
+                in_eval += s.scorer.eval->layout.peak_bytes > s.scorer.program->layout.peak_bytes;
                 for (uint32_t i = 0; i < s.layers; ++i) {
                     if (msi_tiles_of(g, s.c.trial, i) == 0) {
                         assert_true(i < first || i >= end);
@@ -548,10 +549,10 @@ static void groups_are_found_at_the_peak(void **state) {
         static sought s;
         sought_open(&s, seed, seed % 2 == 0);
         const msi_graph *g = &s.model->graph;
-        const bool of_eval = s.scorer.eval->peak_bytes > s.scorer.program->peak_bytes;
+        const bool of_eval = s.scorer.eval->layout.peak_bytes > s.scorer.program->layout.peak_bytes;
         const msi_program *p = of_eval ? s.scorer.eval : s.scorer.program;
         const uint64_t before = live_bytes(&s);
-        const msi_instruction *at = &p->instructions.items[p->peak];
+        const msi_instruction *at = &p->code.instructions.items[p->layout.peak];
         assert_true(s.c.live_bytes == before);
         if (msi_calls_layer((msi_op)at->op)) {
             assert_int_equal(s.c.peak, at->target);

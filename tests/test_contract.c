@@ -1237,8 +1237,8 @@ static uint64_t totals[RD_FEATURE_COUNT], total_graphs, total_mapped;
 static bool has_mapped_state(const ms_model *m) {
     const msi_program *p = &m->run.plan->train;
     bool has = false;
-    for (uint32_t now = 0; now < p->instructions.count; ++now) {
-        has |= msi_updated_bytes(&m->graph, p, &p->instructions.items[now], true) > 0;
+    for (uint32_t now = 0; now < p->code.instructions.count; ++now) {
+        has |= msi_updated_bytes(&m->graph, p, &p->code.instructions.items[now], true) > 0;
     }
     return has;
 }
@@ -1286,8 +1286,8 @@ static void random_graphs_are_equal_bit_for_bit(void **state) {
 /* A net without a mesh catches no fish: each feature stands in its share of the graphs. */
 static uint32_t count_ops(const msi_program *p, msi_op op) {
     uint32_t count = 0;
-    for (uint32_t i = 0; i < p->instructions.count; ++i) {
-        count += p->instructions.items[i].op == (uint8_t)op;
+    for (uint32_t i = 0; i < p->code.instructions.count; ++i) {
+        count += p->code.instructions.items[i].op == (uint8_t)op;
     }
     return count;
 }
@@ -1296,8 +1296,10 @@ static uint32_t count_ops(const msi_program *p, msi_op op) {
 static uint32_t count_half_params(const msi_program *p, const msi_store *store, bool masters) {
     uint32_t half = 0, with_master = 0;
     for (uint32_t i = 0; i < store->residents.count; ++i) {
-        half += p->ranges.items[i].role == MSI_ROLE_VALUE && p->ranges.items[i].format != 0;
-        with_master += p->ranges.items[i].role == MSI_ROLE_MASTER && p->ranges.items[i].bytes > 0;
+        half +=
+            p->code.ranges.items[i].role == MSI_ROLE_VALUE && p->code.ranges.items[i].format != 0;
+        with_master +=
+            p->code.ranges.items[i].role == MSI_ROLE_MASTER && p->code.ranges.items[i].bytes > 0;
     }
     return masters ? with_master : half - with_master;
 }
@@ -1317,7 +1319,7 @@ static void mixed_graphs_are_equal_bit_for_bit(void **state) {
         } else {
             const msi_program *p = &t.net[1]->model->run.plan->train;
             casts += count_ops(p, MSI_OP_CAST);
-            recomputes += p->recompute_count;
+            recomputes += p->code.recompute_count;
             masters += count_half_params(p, t.net[1]->model->run.store, true);
             alone += count_half_params(p, t.net[1]->model->run.store, false);
         }

@@ -342,8 +342,8 @@ static void pulled_start(pulled *z, const mixture *k, const way *w,
     }
     t_ok(z->m, ms_wrap(z->m));
     const msi_program *p = &z->m->run.plan->train;
-    for (uint32_t i = 0; i < p->instructions.count; ++i) {
-        z->in_parts |= p->instructions.items[i].part_count > 1;
+    for (uint32_t i = 0; i < p->code.instructions.count; ++i) {
+        z->in_parts |= p->code.instructions.items[i].part_count > 1;
     }
 }
 

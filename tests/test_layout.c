@@ -435,11 +435,11 @@ static void gradients_come_from_the_top(void **state) {
     uint32_t count[2] = {0, 0};
     t_chain_start(&chain, &config, 6);
     const msi_program *p = &chain.model->run.plan->train;
-    for (uint32_t i = chain.model->run.store->residents.count; i < p->ranges.count; ++i) {
-        const msi_range *range = &p->ranges.items[i];
+    for (uint32_t i = chain.model->run.store->residents.count; i < p->code.ranges.count; ++i) {
+        const msi_range *range = &p->code.ranges.items[i];
         const bool gradient = range->category == MS_CATEGORY_GRADIENT;
         if (range->alias_of == MSI_NONE) {
-            assert_true(p->blocks.items[range->block].from_top == (uint8_t)gradient);
+            assert_true(p->layout.blocks.items[range->block].from_top == (uint8_t)gradient);
             count[gradient] += 1;
         }
     }

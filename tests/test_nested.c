@@ -79,11 +79,11 @@ static ms_result lower_again(ms_model *m, const msi_store *store, msi_plan *plan
         msi_share_memory(g, p);
         msi_simulate(g, &m->costs, store, a, p);
         fine = !p->out_of_memory && msi_make_blocks(a, p, store->residents.count) &&
-               msi_layout(a, p->blocks.items, p->blocks.count, MSI_LAYOUT_EFFORT, &p->height) ==
-                   MS_RESULT_OK;
+               msi_layout(a, p->layout.blocks.items, p->layout.blocks.count, MSI_LAYOUT_EFFORT,
+                          &p->layout.height) == MS_RESULT_OK;
     }
     if (!fine) {
-        return msi_fail_memory(m, "the nested plan", p->ranges.count);
+        return msi_fail_memory(m, "the nested plan", p->code.ranges.count);
     }
     msi_resolve(store, p);
     plan->arena_bytes = msi_arena_of(&plan->train, &plan->eval);
@@ -143,15 +143,15 @@ typedef struct walk {
 } walk;
 
 static bool wrong(walk *w, uint32_t operand, const char *what) {
-    const msi_instruction *i = &w->p->instructions.items[w->now];
+    const msi_instruction *i = &w->p->code.instructions.items[w->now];
     snprintf(w->text, TEXT, "instruction %u (op %d, target %u), operand %u: %s", (unsigned)w->now,
              (int)i->op, (unsigned)i->target, (unsigned)operand, what);
     return false;
 }
 
 static uint32_t life_at(const walk *w, uint32_t operand) {
-    const msi_instruction *i = &w->p->instructions.items[w->now];
-    return w->p->operands.items[i->operand_first + operand].range;
+    const msi_instruction *i = &w->p->code.instructions.items[w->now];
+    return w->p->code.operands.items[i->operand_first + operand].range;
 }
 
 static uint32_t *holds_at(const walk *w, uint32_t operand) {
@@ -164,10 +164,11 @@ static bool is_slot(const walk *w, uint32_t range) {
 
 /* Every operand lives now, and lives no longer than to its last use. */
 static bool walk_lives(walk *w) {
-    const msi_instruction *i = &w->p->instructions.items[w->now];
+    const msi_instruction *i = &w->p->code.instructions.items[w->now];
     for (uint32_t k = 0; k < i->operand_count; ++k) {
         const uint32_t at = life_at(w, k);
-        const msi_range *range = at == MSI_NONE || is_slot(w, at) ? NULL : &w->p->ranges.items[at];
+        const msi_range *range =
+            at == MSI_NONE || is_slot(w, at) ? NULL : &w->p->code.ranges.items[at];
         if (range != NULL && (w->now < range->first || w->now > range->last)) {
             return wrong(w, k, "is not alive");
         }
@@ -235,8 +236,8 @@ static bool walk_state(walk *w, const msi_layer *l, msi_op op) {
 
 /* Whether a value lives in another place too. */
 static bool is_twice(const walk *w, uint32_t tensor, uint32_t here) {
-    for (uint32_t i = w->store->residents.count; i < w->p->ranges.count; ++i) {
-        const msi_range *range = &w->p->ranges.items[i];
+    for (uint32_t i = w->store->residents.count; i < w->p->code.ranges.count; ++i) {
+        const msi_range *range = &w->p->code.ranges.items[i];
         if (i != here && range->tensor == tensor && range->role == MSI_ROLE_VALUE &&
             range->first < w->now && w->now <= range->last) {
             return true;
@@ -267,9 +268,9 @@ static bool walk_written(walk *w, const msi_layer *l, msi_op op) {
 
 /* Gradients of inputs and params, from operand `first` on. */
 static bool walk_edges(walk *w, uint32_t first, uint32_t count) {
-    const msi_instruction *i = &w->p->instructions.items[w->now];
+    const msi_instruction *i = &w->p->code.instructions.items[w->now];
     for (uint32_t k = first; k < first + count; ++k) {
-        const msi_operand *o = &w->p->operands.items[i->operand_first + k];
+        const msi_operand *o = &w->p->code.operands.items[i->operand_first + k];
         if (o->range == MSI_NONE) {
             continue;
         }
@@ -382,7 +383,7 @@ static bool walk_pending(walk *w, const msi_instruction *i) {
 }
 
 static bool walk_instruction(walk *w) {
-    const msi_instruction *i = &w->p->instructions.items[w->now];
+    const msi_instruction *i = &w->p->code.instructions.items[w->now];
     if (i->op == MSI_OP_NOTHING) {
         return true;
     }
@@ -410,10 +411,10 @@ static bool walk_instruction(walk *w) {
    begins where that one ends. */
 static bool walk_memory(walk *w) {
     const msi_program *p = w->p;
-    for (uint32_t i = 0; i < p->blocks.count; ++i) {
-        const msi_block *a = &p->blocks.items[i];
+    for (uint32_t i = 0; i < p->layout.blocks.count; ++i) {
+        const msi_block *a = &p->layout.blocks.items[i];
         for (uint32_t k = 0; k < i; ++k) {
-            const msi_block *b = &p->blocks.items[k];
+            const msi_block *b = &p->layout.blocks.items[k];
             const bool apart_in_time = a->last < b->first || b->last < a->first;
             const bool apart =
                 a->offset + a->bytes <= b->offset || b->offset + b->bytes <= a->offset;
@@ -423,10 +424,10 @@ static bool walk_memory(walk *w) {
             }
         }
     }
-    for (uint32_t i = w->store->residents.count; i < p->ranges.count; ++i) {
-        const msi_range *range = &p->ranges.items[i];
+    for (uint32_t i = w->store->residents.count; i < p->code.ranges.count; ++i) {
+        const msi_range *range = &p->code.ranges.items[i];
         const msi_range *old =
-            range->alias_of == MSI_NONE ? NULL : &p->ranges.items[range->alias_of];
+            range->alias_of == MSI_NONE ? NULL : &p->code.ranges.items[range->alias_of];
         if (old != NULL && (old->last != range->first || old->outlives || !old->aliased)) {
             snprintf(w->text, TEXT, "life %u takes over memory that is in use", (unsigned)i);
             return false;
@@ -439,26 +440,26 @@ static bool walk_memory(walk *w) {
 static bool walk_bytes(walk *w) {
     const msi_program *p = w->p;
     uint64_t bytes = 0;
-    for (uint32_t i = w->store->residents.count; i < p->ranges.count; ++i) {
-        const msi_range *range = &p->ranges.items[i];
+    for (uint32_t i = w->store->residents.count; i < p->code.ranges.count; ++i) {
+        const msi_range *range = &p->code.ranges.items[i];
         const bool is_given_on = range->aliased && range->last == w->now;
         bytes += range->first <= w->now && w->now <= range->last && !is_given_on
                      ? (range->bytes + 63) & ~(uint64_t)63
                      : 0;
     }
-    return bytes == p->live_bytes.items[w->now] || wrong(w, 0, "has other live bytes");
+    return bytes == p->layout.live_bytes.items[w->now] || wrong(w, 0, "has other live bytes");
 }
 
 static bool walk_whole(walk *w) {
     bool fine = walk_memory(w);
-    for (uint32_t i = 0; i < w->p->ranges.count; ++i) {
+    for (uint32_t i = 0; i < w->p->code.ranges.count; ++i) {
         const msi_resident *slot = is_slot(w, i) ? &w->store->residents.items[i] : NULL;
         w->holds[i] = slot == NULL                   ? HOLDS_NOTHING
                       : slot->role != MSI_ROLE_VALUE ? HOLDS_NUMBERS
                                                      : slot->tensor;
     }
-    for (w->now = 0; w->now < w->p->instructions.count && fine; ++w->now) {
-        if (w->now == w->p->forward_end) {
+    for (w->now = 0; w->now < w->p->code.instructions.count && fine; ++w->now) {
+        if (w->now == w->p->code.forward_end) {
             memcpy(w->after, w->holds, w->store->residents.count * sizeof *w->after);
         }
         fine = walk_instruction(w) && walk_bytes(w);
@@ -474,7 +475,7 @@ static bool walk_whole(walk *w) {
         snprintf(w->text, TEXT, "a copy is never awaited");
         fine = false;
     }
-    if (fine && w->holds[w->p->loss] != w->g->loss) {
+    if (fine && w->holds[w->p->code.loss] != w->g->loss) {
         snprintf(w->text, TEXT, "the loss is lost");
         fine = false;
     }
@@ -495,7 +496,7 @@ static bool walk_program(const msi_graph *g, const msi_store *store, const msi_p
     w.store = store;
     w.p = p;
     w.text = text;
-    w.holds = counters(p->ranges.count);
+    w.holds = counters(p->code.ranges.count);
     w.seen = counters(g->operands.count);
     w.after = counters(store->residents.count);
     for (int op = 0; op < MSI_OP_COUNT; ++op) {
@@ -609,7 +610,7 @@ static bool made_for_something(const passes *s, const msi_instruction *i) {
         const uint32_t *operands = msi_group(s->g, l, group);
         for (uint32_t k = 0; k < l->count[group]; ++k) {
             const uint32_t operand = i->operand_first + l->start[group] + k;
-            const bool is_given = s->p->operands.items[operand].range != MSI_NONE;
+            const bool is_given = s->p->code.operands.items[operand].range != MSI_NONE;
             const bool is_read = own && (l->recompute_masks[group] >> k & 1);
             if (operands[k] != MSI_NONE && may_be_left_out(l, own, group, k) && !is_read &&
                 is_given != s->made[operands[k]]) {
@@ -628,8 +629,8 @@ static bool compare_pass(passes *s) {
     for (uint32_t i = 0; i < s->g->layers.count; ++i) {
         left += s->ran[i] != MSI_OP_COUNT;
     }
-    for (; left > 0 && s->now < p->backward_end; ++s->now) {
-        const msi_instruction *i = &p->instructions.items[s->now];
+    for (; left > 0 && s->now < p->code.backward_end; ++s->now) {
+        const msi_instruction *i = &p->code.instructions.items[s->now];
         if (i->op == MSI_OP_BACKWARD) {
             break;
         }
@@ -650,8 +651,8 @@ static bool compare_pass(passes *s) {
     if (left > 0) {
         return unlike(s, 0, "something does not run again");
     }
-    for (uint32_t k = 0; k < p->ranges.count; ++k) {
-        const msi_range *range = &p->ranges.items[k];
+    for (uint32_t k = 0; k < p->code.ranges.count; ++k) {
+        const msi_range *range = &p->code.ranges.items[k];
         const bool is_of_pass =
             range->role == MSI_ROLE_VALUE && range->first >= first && range->first < s->now;
         if (is_of_pass && !is_always_there(s, range->tensor) && s->leaves[range->tensor] &&
@@ -727,14 +728,14 @@ static bool before_backward(passes *s, uint32_t layer) {
             }
         }
     }
-    while (s->p->instructions.items[s->now].op != MSI_OP_BACKWARD) {
-        const msi_instruction *i = &s->p->instructions.items[s->now];
+    while (s->p->code.instructions.items[s->now].op != MSI_OP_BACKWARD) {
+        const msi_instruction *i = &s->p->code.instructions.items[s->now];
         if (msi_is_again((msi_op)i->op)) {
             return unlike(s, i->target, "runs again once too often");
         }
         s->now++;
     }
-    return s->p->instructions.items[s->now++].target == layer ||
+    return s->p->code.instructions.items[s->now++].target == layer ||
            unlike(s, layer, "its backward is out of order");
 }
 
@@ -780,7 +781,7 @@ static bool passes_agree(const msi_graph *g, const msi_tensor_decision *decision
     for (uint32_t t = 0; t < g->tensors.count; ++t) {
         s.there[t] = decisions[t].pass == 0;
     }
-    s.now = p->forward_end;
+    s.now = p->code.forward_end;
     bool fine = true;
     for (uint32_t i = g->layers.count; i-- > 0 && fine;) {
         fine = !g->layers.items[i].has_backward || before_backward(&s, i);
@@ -868,8 +869,8 @@ static const msi_program *chain_nest(bare_chain *c) {
 
 static uint32_t count_ops(const msi_program *p, msi_op op) {
     uint32_t count = 0;
-    for (uint32_t i = 0; i < p->instructions.count; ++i) {
-        count += p->instructions.items[i].op == (uint8_t)op;
+    for (uint32_t i = 0; i < p->code.instructions.count; ++i) {
+        count += p->code.instructions.items[i].op == (uint8_t)op;
     }
     return count;
 }
@@ -896,9 +897,9 @@ static void halves_take_n_log_n(void **state) {
             c.depth[i] = (uint8_t)(k - msi_lowest_bit(i));
         }
         const msi_program *p = chain_nest(&c);
-        assert_int_equal(p->recompute_count, n / 2 * k);
+        assert_int_equal(p->code.recompute_count, n / 2 * k);
         assert_int_equal(count_ops(p, MSI_OP_RECOMPUTE), n / 2 * k);
-        assert_int_equal(p->peak_bytes, (uint64_t)UNIT * (k + 3));
+        assert_int_equal(p->layout.peak_bytes, (uint64_t)UNIT * (k + 3));
         ms_destroy(c.model);
     }
 }
@@ -914,8 +915,8 @@ static void last_first_takes_n_squared(void **state) {
             c.depth[i] = (uint8_t)(n - i);
         }
         const msi_program *p = chain_nest(&c);
-        assert_int_equal(p->recompute_count, n * (n - 1) / 2);
-        assert_int_equal(p->peak_bytes, 4 * (uint64_t)UNIT);
+        assert_int_equal(p->code.recompute_count, n * (n - 1) / 2);
+        assert_int_equal(p->layout.peak_bytes, 4 * (uint64_t)UNIT);
         ms_destroy(c.model);
     }
 }
@@ -930,8 +931,8 @@ static void one_pass_runs_each_layer_once(void **state) {
             c.depth[i] = (uint8_t)(deepening ? i : 255);
         }
         const msi_program *p = chain_nest(&c);
-        assert_int_equal(p->recompute_count, 199);
-        assert_int_equal(p->peak_bytes, (uint64_t)UNIT * (199 + 3));
+        assert_int_equal(p->code.recompute_count, 199);
+        assert_int_equal(p->layout.peak_bytes, (uint64_t)UNIT * (199 + 3));
         ms_destroy(c.model);
     }
 }
@@ -1005,8 +1006,8 @@ static void random_chains_need_what_the_envelope_says(void **state) {
         chain_make(&c);
         const msi_program *p = chain_nest(&c);
         envelope_fill(&e, &c);
-        assert_int_equal(p->recompute_count, e.runs);
-        assert_int_equal(p->peak_bytes, e.peak);
+        assert_int_equal(p->code.recompute_count, e.runs);
+        assert_int_equal(p->layout.peak_bytes, e.peak);
         deeper += e.runs >= c.layers;
         ms_destroy(c.model);
     }

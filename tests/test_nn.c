@@ -200,8 +200,8 @@ static float *c_floats(uint64_t count) {
 static bool c_is_in_tiles(const ms_model *model) {
     const msi_program *p = &model->run.plan->train;
     bool in_tiles = false;
-    for (uint32_t i = 0; i < p->instructions.count; i++) {
-        const msi_instruction *at = &p->instructions.items[i];
+    for (uint32_t i = 0; i < p->code.instructions.count; i++) {
+        const msi_instruction *at = &p->code.instructions.items[i];
         in_tiles |= at->rows.of > 0 && at->rows.count > 0 && at->rows.count < at->rows.of;
     }
     return in_tiles;

@@ -107,8 +107,8 @@ static void state_on_the_host_is_awaited_there(void **state) {
                 snprintf(where, sizeof where, "graph %llu", (unsigned long long)seed);
                 o_expect_ordered(n->model, where);
                 const msi_program *p = &n->model->run.plan->train;
-                for (uint32_t k = 0; k < p->instructions.count; ++k) {
-                    const msi_instruction *i = &p->instructions.items[k];
+                for (uint32_t k = 0; k < p->code.instructions.count; ++k) {
+                    const msi_instruction *i = &p->code.instructions.items[k];
                     restored += i->restores && i->op == MSI_OP_COPY_OUT;
                 }
             }
@@ -142,8 +142,8 @@ static bool uses_target(const msi_program *p, const msi_instruction *i,
                         const msi_instruction *copy) {
     for (uint32_t k = 0; k < i->operand_count; ++k) {
         for (uint32_t pair = 0; pair < copy->operand_count; pair += 2) {
-            if (p->operands.items[i->operand_first + k].range ==
-                p->operands.items[copy->operand_first + pair].range) {
+            if (p->code.operands.items[i->operand_first + k].range ==
+                p->code.operands.items[copy->operand_first + pair].range) {
                 return true;
             }
         }
@@ -154,14 +154,14 @@ static bool uses_target(const msi_program *p, const msi_instruction *i,
 /* Where each copy in must have come: where it is awaited, or what it brings is used first if other
    copies are awaited in its place; or where a later copy must have come. */
 static void find_needed(const msi_program *p, uint32_t *needed) {
-    uint32_t next = p->instructions.count;
-    for (uint32_t now = p->instructions.count; now-- > 0;) {
-        const msi_instruction *copy = &p->instructions.items[now];
+    uint32_t next = p->code.instructions.count;
+    for (uint32_t now = p->code.instructions.count; now-- > 0;) {
+        const msi_instruction *copy = &p->code.instructions.items[now];
         needed[now] = 0;
         if (copy->op == MSI_OP_COPY_IN) {
             uint32_t use = now + 1;
             for (; use < next; ++use) {
-                const msi_instruction *i = &p->instructions.items[use];
+                const msi_instruction *i = &p->code.instructions.items[use];
                 const bool other = i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT ||
                                    (i->op == MSI_OP_WAIT && i->event < MSI_COPY_EVENTS);
                 if (!other && uses_target(p, i, copy)) {
@@ -179,16 +179,16 @@ static void find_needed(const msi_program *p, uint32_t *needed) {
 static uint32_t check_under_way(const ms_model *m, const msi_program *p) {
     const uint32_t depth = m->config.prefetch_depth;
     const bool waits = m->config.async_offload == MS_SWITCH_OFF;
-    uint32_t *needed = (uint32_t *)calloc(p->instructions.count + 1u, sizeof *needed);
+    uint32_t *needed = (uint32_t *)calloc(p->code.instructions.count + 1u, sizeof *needed);
     uint32_t at_most = 0, issued[2] = {0, 0}, awaited[2] = {0, 0}, of_event[2 * MSI_COPY_EVENTS];
     assert_non_null(needed);
     memset(of_event, 0, sizeof of_event);
     find_needed(p, needed);
-    for (uint32_t now = 0; now <= p->instructions.count; ++now) {
-        const bool ends = now == p->instructions.count;
-        const msi_instruction *i = ends ? NULL : &p->instructions.items[now];
+    for (uint32_t now = 0; now <= p->code.instructions.count; ++now) {
+        const bool ends = now == p->code.instructions.count;
+        const msi_instruction *i = ends ? NULL : &p->code.instructions.items[now];
         const bool is_copy = i != NULL && (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT);
-        if (ends || (now == p->backward_end && m->run.store->micro_count > 1)) {
+        if (ends || (now == p->code.backward_end && m->run.store->micro_count > 1)) {
             assert_true(issued[0] == awaited[0] && issued[1] == awaited[1]);
         }
         if (is_copy) {
@@ -322,8 +322,8 @@ static void smaller_sizes_keep_the_schedule(void **state) {
         bool valid = false;
         uint64_t bound;
         assert_true(g->axis_count > 0);
-        assert_int_equal(msi_layout_check(&n->model->config.allocator, p->blocks.items,
-                                          p->blocks.count, &valid, &bound),
+        assert_int_equal(msi_layout_check(&n->model->config.allocator, p->layout.blocks.items,
+                                          p->layout.blocks.count, &valid, &bound),
                          MS_RESULT_OK);
         assert_true(valid);
         rd_net_destroy(n);
@@ -354,9 +354,9 @@ static uint32_t count_calls(const ms_model *m, const msi_program *p, const msi_i
 }
 
 static void count_copies(const ms_model *m, const msi_program *p, copy_tally *tally) {
-    for (uint32_t now = 0; now < p->instructions.count; ++now) {
-        const msi_instruction *i = &p->instructions.items[now];
-        const msi_operand *ends = p->operands.items + i->operand_first;
+    for (uint32_t now = 0; now < p->code.instructions.count; ++now) {
+        const msi_instruction *i = &p->code.instructions.items[now];
+        const msi_operand *ends = p->code.operands.items + i->operand_first;
         const uint32_t pairs = i->operand_count / 2u;
         uint32_t values = 0, states = 0;
         if (i->op != MSI_OP_COPY_IN && i->op != MSI_OP_COPY_OUT) {
@@ -364,8 +364,8 @@ static void count_copies(const ms_model *m, const msi_program *p, copy_tally *ta
         }
         assert_int_equal(i->operand_count % 2, 0);
         for (uint32_t k = 0; k < pairs; ++k) {
-            const msi_range *target = &p->ranges.items[ends[2 * k].range];
-            const msi_range *source = &p->ranges.items[ends[2 * k + 1].range];
+            const msi_range *target = &p->code.ranges.items[ends[2 * k].range];
+            const msi_range *source = &p->code.ranges.items[ends[2 * k + 1].range];
             assert_true(target->on_host == (i->op == MSI_OP_COPY_OUT));
             assert_true(source->on_host == (i->op == MSI_OP_COPY_IN));
             assert_true(pairs == 1 ||
@@ -441,10 +441,10 @@ static void count_host_release(void *user, const ms_allocator *host, void *memor
 /* Whether a program copies to this place on the host. */
 static bool is_copied_to(const msi_program *p, uint32_t range) {
     bool found = false;
-    for (uint32_t now = 0; now < p->instructions.count; ++now) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (uint32_t now = 0; now < p->code.instructions.count; ++now) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         for (uint32_t k = 0; k < i->operand_count && i->op == MSI_OP_COPY_OUT; k += 2) {
-            found |= p->operands.items[i->operand_first + k].range == range;
+            found |= p->code.operands.items[i->operand_first + k].range == range;
         }
     }
     return found;
@@ -453,8 +453,8 @@ static bool is_copied_to(const msi_program *p, uint32_t range) {
 /* Returns how many bytes lie on the host for a while, and checks that copies bring them there. */
 static uint64_t expect_copied(const msi_program *p, uint32_t residents, const char *where) {
     uint64_t sent = 0, all = 0, most = 0;
-    for (uint32_t k = residents; k < p->ranges.count; ++k) {
-        const msi_range *range = &p->ranges.items[k];
+    for (uint32_t k = residents; k < p->code.ranges.count; ++k) {
+        const msi_range *range = &p->code.ranges.items[k];
         if (range->on_host && range->bytes > 0) {
             if (!is_copied_to(p, k)) {
                 fail_msg("%s: range %u is on the host, and nothing is copied there", where,
@@ -464,17 +464,17 @@ static uint64_t expect_copied(const msi_program *p, uint32_t residents, const ch
             all += msi_align(range->bytes);
         }
     }
-    for (uint32_t now = 0; now < p->instructions.count; ++now) {
+    for (uint32_t now = 0; now < p->code.instructions.count; ++now) {
         uint64_t live = 0;
-        for (uint32_t k = residents; k < p->ranges.count; ++k) {
-            const msi_range *range = &p->ranges.items[k];
+        for (uint32_t k = residents; k < p->code.ranges.count; ++k) {
+            const msi_range *range = &p->code.ranges.items[k];
             live += range->on_host && range->first <= now && now <= range->last
                         ? msi_align(range->bytes)
                         : 0;
         }
         most = live > most ? live : most;
     }
-    assert_true(p->host_height >= most && p->host_height <= all);
+    assert_true(p->layout.host_height >= most && p->layout.host_height <= all);
     return sent;
 }
 
@@ -487,8 +487,8 @@ static void expect_apart(const ms_model *m) {
     assert_true(end <= store->host + host_bytes);
     for (int which = 0; which < 2; ++which) {
         const msi_program *p = which ? &plan->eval : &plan->train;
-        for (uint32_t k = 0; k < p->ranges.count; ++k) {
-            const msi_range *range = &p->ranges.items[k];
+        for (uint32_t k = 0; k < p->code.ranges.count; ++k) {
+            const msi_range *range = &p->code.ranges.items[k];
             const uint8_t *at = (const uint8_t *)msi_address(m, p, k);
             if (k >= store->residents.count && range->on_host) {
                 assert_true(at >= homes_end && at + range->bytes <= staging);
@@ -525,12 +525,12 @@ static void the_host_holds_what_is_copied_there(void **state) {
         const msi_store *store = n->model->run.store;
         const msi_plan *plan = n->model->run.plan;
         const uint64_t sent = expect_copied(&plan->train, store->residents.count, where);
-        assert_int_equal(plan->train.sent_bytes, sent);
+        assert_int_equal(plan->train.layout.sent_bytes, sent);
         assert_int_equal(expect_copied(&plan->eval, store->residents.count, where), 0);
         expect_apart(n->model);
         t_report(n->model, &report);
-        assert_true(g->axis_count > 0 ||
-                    report.host_bytes == plan->train.home_bytes + plan->train.host_height);
+        assert_true(g->axis_count > 0 || report.host_bytes == plan->train.layout.home_bytes +
+                                                                  plan->train.layout.host_height);
         assert_int_equal(host_bytes, report.host_bytes + report.staging_bytes);
         moving += sent > 0;
         rd_net_destroy(n);
@@ -1012,8 +1012,8 @@ static void what_is_given_up_is_joined(void **state) {
         assert_true(rd_net_write(n, 0, false));
         const msi_program *p = &n->model->run.plan->train;
         uint32_t copies = 0;
-        for (uint32_t k = 0; k < p->forward_end; ++k) {
-            copies += p->instructions.items[k].op == MSI_OP_COPY_OUT;
+        for (uint32_t k = 0; k < p->code.forward_end; ++k) {
+            copies += p->code.instructions.items[k].op == MSI_OP_COPY_OUT;
         }
         for (int backward = 0; backward < 2 && copies > 0 && can_be_given_up(g); ++backward) {
             t_ok(n->model, ms_forward(n->model, NULL));

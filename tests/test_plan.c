@@ -945,12 +945,12 @@ static void each_mask_is_of_its_own_operands(void **state) {
         const msi_program *p = &m->run.plan->train;
         const ms_tensor from[KINDS] = {d[1].in[0], d[1].out[0], saved, d[1].out[0]};
         uint32_t taken = 0;
-        for (uint32_t k = m->run.store->residents.count; k < p->ranges.count; ++k) {
-            const msi_range *range = &p->ranges.items[k];
+        for (uint32_t k = m->run.store->residents.count; k < p->code.ranges.count; ++k) {
+            const msi_range *range = &p->code.ranges.items[k];
             if (range->tensor == msi_index(&m->graph, d[1].in[0]) &&
                 range->role == MSI_ROLE_GRADIENT) {
                 assert_true(range->alias_of != MSI_NONE);
-                const msi_range *old = &p->ranges.items[range->alias_of];
+                const msi_range *old = &p->code.ranges.items[range->alias_of];
                 assert_int_equal(old->tensor, msi_index(&m->graph, from[kind]));
                 assert_int_equal(old->role, kind == 3 ? MSI_ROLE_GRADIENT : MSI_ROLE_VALUE);
                 taken += 1;
@@ -971,11 +971,11 @@ static bool lives_meet(const msi_range *a, const msi_range *b, bool fixed) {
 static uint32_t check_lives(dag *d, const msi_program *p) {
     const msi_store *store = d->model->run.store;
     uint32_t takeovers = 0;
-    for (uint32_t i = store->residents.count; i < p->ranges.count; ++i) {
-        const msi_range *a = &p->ranges.items[i];
+    for (uint32_t i = store->residents.count; i < p->code.ranges.count; ++i) {
+        const msi_range *a = &p->code.ranges.items[i];
         assert_true(a->offset % 64 == 0 && a->offset + a->bytes <= store->transient_bytes);
         for (uint32_t k = store->residents.count; k < i; ++k) {
-            const msi_range *b = &p->ranges.items[k];
+            const msi_range *b = &p->code.ranges.items[k];
             if (a->bytes == 0 || b->bytes == 0 || !lives_meet(a, b, false)) {
                 continue;
             }
@@ -983,7 +983,7 @@ static uint32_t check_lives(dag *d, const msi_program *p) {
             const msi_range *from = to == a ? b : a;
             assert_true(to->alias_of == (to == a ? k : i));
             assert_true(from->aliased && from->last == to->first && from->offset == to->offset);
-            assert_true(is_declared(d, &p->instructions.items[to->first], from, to));
+            assert_true(is_declared(d, &p->code.instructions.items[to->first], from, to));
             takeovers += 1;
         }
     }
@@ -993,28 +993,28 @@ static uint32_t check_lives(dag *d, const msi_program *p) {
 static void check_live_bytes(const msi_program *p, uint32_t slot_count) {
     uint64_t peak = 0;
     uint32_t first = 0; // with the peak
-    for (uint32_t now = 0; now < p->instructions.count; ++now) {
+    for (uint32_t now = 0; now < p->code.instructions.count; ++now) {
         uint64_t sum = 0;
-        for (uint32_t i = slot_count; i < p->ranges.count; ++i) {
-            const msi_range *range = &p->ranges.items[i];
+        for (uint32_t i = slot_count; i < p->code.ranges.count; ++i) {
+            const msi_range *range = &p->code.ranges.items[i];
             const uint64_t rounded = (range->bytes + 63) / 64 * 64;
             sum += range->first <= now && now + range->aliased <= range->last ? rounded : 0;
         }
-        assert_true(sum == p->live_bytes.items[now]);
+        assert_true(sum == p->layout.live_bytes.items[now]);
         first = sum > peak ? now : first;
         peak = sum > peak ? sum : peak;
     }
-    assert_true(peak == p->peak_bytes && first == p->peak);
+    assert_true(peak == p->layout.peak_bytes && first == p->layout.peak);
 }
 
 static void check_operands(const msi_program *p, uint32_t slot_count) {
-    for (uint32_t now = 0; now < p->instructions.count; ++now) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (uint32_t now = 0; now < p->code.instructions.count; ++now) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         for (uint32_t k = 0; k < i->operand_count; ++k) {
-            uint32_t range = p->operands.items[i->operand_first + k].range;
+            uint32_t range = p->code.operands.items[i->operand_first + k].range;
             if (range != MSI_NONE && range >= slot_count) {
-                assert_true(p->ranges.items[range].first <= now &&
-                            now <= p->ranges.items[range].last);
+                assert_true(p->code.ranges.items[range].first <= now &&
+                            now <= p->code.ranges.items[range].last);
             }
         }
     }
@@ -1046,10 +1046,10 @@ static void live_ranges_never_overlap(void **state) {
                 bool valid = false;
                 uint64_t bound = 0;
                 assert_int_equal(msi_layout_check(&d->model->config.allocator,
-                                                  programs[i]->blocks.items,
-                                                  programs[i]->blocks.count, &valid, &bound),
+                                                  programs[i]->layout.blocks.items,
+                                                  programs[i]->layout.blocks.count, &valid, &bound),
                                  MS_RESULT_OK);
-                assert_true(valid && bound == programs[i]->peak_bytes);
+                assert_true(valid && bound == programs[i]->layout.peak_bytes);
             }
             ms_set_budget(d->model, random_budget(&rng, smallest, report.plain_bytes, true));
         }
@@ -1163,11 +1163,11 @@ enum { LAG_DEPTH = 6, LAG_COLS = 8, LAG_BYTES = LAG_COLS * LAG_COLS * 4 };
    of backward. */
 static uint32_t updated_after(const msi_program *p, uint32_t param) {
     uint32_t layer = MSI_NONE, after = MSI_NONE, count = 0;
-    for (uint32_t now = 0; now < p->instructions.count; ++now) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (uint32_t now = 0; now < p->code.instructions.count; ++now) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         layer = i->op == MSI_OP_BACKWARD ? i->target : layer;
         if (i->op == MSI_OP_UPDATE && i->target == param) {
-            after = now < p->backward_end ? layer : MSI_AT_END;
+            after = now < p->code.backward_end ? layer : MSI_AT_END;
             count += 1;
         }
     }
@@ -1249,8 +1249,8 @@ static void best_of_all_plans(const msi_scorer *scorer, msi_tensor_decision *dec
         }
         (void)msi_estimate(scorer, decisions);
         assert_false(msi_is_short(scorer));
-        const uint32_t again = scorer->program->recompute_count;
-        const uint64_t peak = scorer->program->peak_bytes;
+        const uint32_t again = scorer->program->code.recompute_count;
+        const uint64_t peak = scorer->program->layout.peak_bytes;
         if (again <= GREEDY_DEPTH * 2 && peak < best[again]) {
             best[again] = peak;
         }
@@ -1280,16 +1280,16 @@ static void greedy_is_close_to_the_best(void **state) {
     for (bool more = true; more;) {
         more = msi_next_plan(&greedy);
         (void)msi_estimate(&s.scorer, greedy.decisions);
-        const uint32_t again = s.plan->train.recompute_count;
+        const uint32_t again = s.plan->train.code.recompute_count;
         for (uint32_t i = 0; i + 2 <= again; ++i) {
-            assert_true(s.plan->train.peak_bytes <= best[i]);
+            assert_true(s.plan->train.layout.peak_bytes <= best[i]);
         }
     }
     assert_false(msi_is_short(&s.scorer));
     for (uint32_t i = 0; i <= GREEDY_DEPTH * 2; ++i) {
         least = best[i] < least ? best[i] : least;
     }
-    assert_true(s.plan->train.peak_bytes == least);
+    assert_true(s.plan->train.layout.peak_bytes == least);
     msi_greedy_free(&greedy);
     scored_chain_close(&s);
 }

@@ -530,16 +530,16 @@ static void samples_are_of_their_layer_and_phase(void **state) {
     for (int sample = 0; sample < 3; sample++) {
         memset(t->us, 0, t->series_count * sizeof *t->us);
         memset(t->amount, 0, t->series_count * sizeof *t->amount);
-        for (uint32_t i = 0; i < p->instructions.count; i++) {
-            msi_add_time(m, p, i, factors[sample] * told_us(&p->instructions.items[i]));
+        for (uint32_t i = 0; i < p->code.instructions.count; i++) {
+            msi_add_time(m, p, i, factors[sample] * told_us(&p->code.instructions.items[i]));
         }
         t_ok(m, msi_end_timing(m, true));
     }
     for (uint32_t i = 0; i < layer_count(&chain); i++) {
         const ms_layer_time *learnt = &layer_at(&chain, i)->measured;
         bool again = false;
-        for (uint32_t k = 0; k < p->instructions.count; k++) {
-            const msi_instruction *at = &p->instructions.items[k];
+        for (uint32_t k = 0; k < p->code.instructions.count; k++) {
+            const msi_instruction *at = &p->code.instructions.items[k];
             again |= at->target == i && told_us(at) == 200.0 + i;
         }
         recomputed += again;

@@ -1042,8 +1042,8 @@ static void decisions_are_those_of_the_program(void **state) {
 static uint64_t early_bytes(const ms_model *m) {
     const msi_program *p = &m->run.plan->train;
     uint64_t bytes = 0;
-    for (uint32_t i = 0; i < p->backward_end; ++i) {
-        const msi_instruction *instruction = &p->instructions.items[i];
+    for (uint32_t i = 0; i < p->code.backward_end; ++i) {
+        const msi_instruction *instruction = &p->code.instructions.items[i];
         if (instruction->op == MSI_OP_UPDATE) {
             bytes += msi_align(m->graph.tensors.items[instruction->target].bytes);
         }
@@ -1470,7 +1470,7 @@ static int64_t live_without(ms_model *m, bool drops, bool early, bool moves) {
     }
     msi_make_eval(&s, plan->decisions);
     const msi_score score = msi_estimate(&s, plan->decisions);
-    const uint64_t eval = plan->train.resident_bytes + plan->eval.peak_bytes;
+    const uint64_t eval = plan->train.layout.resident_bytes + plan->eval.layout.peak_bytes;
     msi_lowering_free(&lowering);
     msi_plan_free(m, plan);
     return (int64_t)(score.live_bytes > eval ? score.live_bytes : eval);
@@ -1544,7 +1544,7 @@ static void what_is_freed_counts_the_peak_of_eval(void **state) {
         rd_net *net = rd_net_create(graph, &config, "net", failure, false);
         t_ok(net->model, ms_wrap(net->model));
         const msi_plan *plan = net->model->run.plan;
-        const bool eval_is_larger = plan->eval.peak_bytes > plan->train.peak_bytes;
+        const bool eval_is_larger = plan->eval.layout.peak_bytes > plan->train.layout.peak_bytes;
         met += check_shares(net->model) > 0 && eval_is_larger;
         rd_net_destroy(net);
         free(graph);
@@ -1585,12 +1585,12 @@ static void other_sizes_keep_to_the_memory_there_is(void **state) {
             const msi_store *store = z.m->run.store;
             for (uint32_t k = 0; k < store->residents.count; ++k) {
                 const msi_resident *there = &store->residents.items[k];
-                const msi_range *range = &z.m->run.plan->train.ranges.items[k];
+                const msi_range *range = &z.m->run.plan->train.code.ranges.items[k];
                 assert_true(range->on_host == there->on_host && range->bytes == there->bytes);
                 assert_true(range->format == there->format);
                 on_host += there->on_host;
             }
-            sent += z.m->run.plan->train.sent_bytes > 0;
+            sent += z.m->run.plan->train.layout.sent_bytes > 0;
         }
     }
     assert_true(on_host > 0 && sent > 0);

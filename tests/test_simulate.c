@@ -76,8 +76,8 @@ static void parts_move_the_bytes_of_the_whole(void **state) {
         range.format = (uint8_t)formats[k % 3];
         range.bytes = msi_state_bytes(formats[k % 3], count);
         g.tensors.items = &tensor;
-        p.ranges.items = &range;
-        p.operands.items = &operand;
+        p.code.ranges.items = &range;
+        p.code.operands.items = &operand;
         assert_true(msi_operand_bytes(&g, &p, &i, 0) == range.bytes);
         for (uint16_t parts = 1; parts < 6; ++parts) {
             uint64_t sum = 0;
@@ -153,17 +153,17 @@ static void slices_expect_waits_for_copies(void **state) {
             i[k].operand_count = 2;
             i[k].event = 5;
         }
-        p.instructions.items = i;
-        p.instructions.count = 2;
-        p.ranges.items = ranges;
-        p.operands.items = operands;
+        p.code.instructions.items = i;
+        p.code.instructions.count = 2;
+        p.code.ranges.items = ranges;
+        p.code.operands.items = operands;
         assert_true(msi_expect_times(&g, &c, &a, &p));
         const double link = to_host ? 5.0 : 3.0; // a launch, and 4 or 2 us
         const double copy = has_links ? 1.0 : msi_duration_us(&g, &c, &p, &i[0]);
-        near(p.expected.items[0], -copy);
-        near(p.expected.items[1], has_links ? -link : 0.0);
-        near(p.longest_us, copy);
-        MSI_LIST_FREE(float, &a, p.expected);
+        near(p.predicted.expected.items[0], -copy);
+        near(p.predicted.expected.items[1], has_links ? -link : 0.0);
+        near(p.predicted.longest_us, copy);
+        MSI_LIST_FREE(float, &a, p.predicted.expected);
         assert_int_equal(heap.live_count, 0);
     }
 }
@@ -312,7 +312,7 @@ static void copies_are_waited_for_by_waits(void **state) {
     (void)state;
     const t_chain chain = wrap_dry(1);
     msi_program *p = &chain.model->run.plan->train;
-    msi_instruction *first = &p->instructions.items[0]; // matmul0
+    msi_instruction *first = &p->code.instructions.items[0]; // matmul0
     msi_clock c;
     memset(&c, 0, sizeof c);
     c.graph = &chain.model->graph;
@@ -363,8 +363,8 @@ static void micro_batches_add_up(void **state) {
     near(report.stall_us, copy_us);
     near(report.whole_stall_us, 3.0 * copy_us);
     const msi_program *p = &chain.model->run.plan->train;
-    near(p->whole.us, report.whole_step_us);
-    near(p->whole.recompute_us, 0.0);
+    near(p->predicted.whole.us, report.whole_step_us);
+    near(p->predicted.whole.recompute_us, 0.0);
     ms_set_accumulation(chain.model, 1);
     t_ok(chain.model, ms_wrap(chain.model));
     t_report(chain.model, &report);
@@ -455,7 +455,7 @@ static void moves_have_their_price(void **state) {
         msi_decide_base(&s.search, w.decisions);
         w.score = msi_search_estimate(&s.search, w.decisions);
         msi_find_load(&w);
-        for (uint32_t i = 0; i < s.scorer.program->instructions.count; ++i) {
+        for (uint32_t i = 0; i < s.scorer.program->code.instructions.count; ++i) {
             w.load.in_us.items[i] = w.load.out_us.items[i] = 0.0;
         }
         const uint32_t param = 3; // "w" of the second layer, after "in", "shared" and "out"
@@ -491,16 +491,16 @@ static bool check_given_back(uint64_t seed, uint64_t percent) {
     msi_propose(&s.search, w.decisions, &w.score);
     const msi_score before = w.score;
     const msi_program *p = s.scorer.program;
-    const uint64_t home_bytes = p->home_bytes;
-    const double copies_us = p->whole.link_us[MS_STREAM_TO_DEVICE];
+    const uint64_t home_bytes = p->layout.home_bytes;
+    const double copies_us = p->predicted.whole.link_us[MS_STREAM_TO_DEVICE];
     s.search.budget = before.bytes + (plain_bytes - before.bytes) * percent / 100;
     msi_give_room_back(&s.search, s.search.best);
     const msi_score after = msi_score_of(&s.scorer, s.search.best);
     assert_true(after.us <= before.us && after.bytes <= s.search.budget);
     assert_true(after.us <= s.search.best_score.us && after.us >= s.search.best_score.us);
-    assert_true(p->home_bytes <= home_bytes);
-    assert_true(p->whole.link_us[MS_STREAM_TO_DEVICE] <= copies_us);
-    const bool gives = p->home_bytes < home_bytes;
+    assert_true(p->layout.home_bytes <= home_bytes);
+    assert_true(p->predicted.whole.link_us[MS_STREAM_TO_DEVICE] <= copies_us);
+    const bool gives = p->layout.home_bytes < home_bytes;
     msi_greedy_free(&w);
     scored_close(&s);
     return gives;
@@ -846,8 +846,8 @@ static uint32_t state_in_place(uint64_t budget, double mapped_gb_per_s, ms_memor
     t_ok(chain.model, ms_wrap(chain.model));
     t_report(chain.model, report);
     const msi_program *p = &chain.model->run.plan->train;
-    for (uint32_t now = 0; now < p->instructions.count; ++now) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (uint32_t now = 0; now < p->code.instructions.count; ++now) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         const double bytes = (double)msi_updated_bytes(&chain.model->graph, p, i, true);
         count += bytes > 0.0;
         if (bytes > 0.0) { // both states of AdamW; 28 bytes of memory an element
@@ -892,8 +892,8 @@ static void recomputation_has_its_price(void **state) {
     const msi_program *p = &chain.model->run.plan->train;
     ms_memory_report report;
     double sum = 0.0;
-    for (uint32_t i = 0; i < p->instructions.count; ++i) {
-        const msi_instruction *at = &p->instructions.items[i];
+    for (uint32_t i = 0; i < p->code.instructions.count; ++i) {
+        const msi_instruction *at = &p->code.instructions.items[i];
         sum += at->op == MSI_OP_RECOMPUTE ? 5.0 + at->target : 0.0;
     }
     t_report(chain.model, &report);
@@ -910,8 +910,8 @@ static void recomputation_has_its_price(void **state) {
    spans it, and what is reserved. */
 static uint64_t live_of(const ms_model *m, const msi_program *p, uint32_t now, ms_category c) {
     uint64_t sum = c == MS_CATEGORY_WORKSPACE ? m->run.store->reserved_bytes : 0;
-    for (uint32_t i = 0; i < p->ranges.count; ++i) {
-        const msi_range *range = &p->ranges.items[i];
+    for (uint32_t i = 0; i < p->code.ranges.count; ++i) {
+        const msi_range *range = &p->code.ranges.items[i];
         const msi_resident *slot =
             i < m->run.store->residents.count ? &m->run.store->residents.items[i] : NULL;
         const bool there = slot ? !slot->on_host && !slot->borrowed
@@ -1008,9 +1008,9 @@ static void hashes_see_everything(void **state) {
     msi_program *programs[] = {&plan->train, &plan->eval};
     for (int i = 0; i < 2; ++i) {
         msi_program *p = programs[i];
-        msi_instruction *last = &p->instructions.items[p->instructions.count - 1];
-        msi_range *range = &p->ranges.items[p->ranges.count - 1];
-        msi_operand *operand = &p->operands.items[p->operands.count - 1];
+        msi_instruction *last = &p->code.instructions.items[p->code.instructions.count - 1];
+        msi_range *range = &p->code.ranges.items[p->code.ranges.count - 1];
+        msi_operand *operand = &p->code.operands.items[p->code.operands.count - 1];
         uint32_t *const words[] = {&last->target, &operand->range};
         uint64_t *const longs[] = {&range->bytes, &range->offset};
         for (int k = 0; k < 2; ++k) {
@@ -1752,7 +1752,7 @@ static void devices_are_waited_for(void **state) {
             near(n.model->graph.layers.items[i].measured.forward_us, 100.0 * (i + 1) + 3.0);
             near(n.model->graph.layers.items[i].measured.backward_us, 250.0 * (i + 1) + 3.0);
         }
-        assert_true(n.model->run.plan->train.is_measured);
+        assert_true(n.model->run.plan->train.measured.is_there);
         clocked_end(&n);
         v_close(&device);
     }
@@ -2010,7 +2010,7 @@ static void traces_are_json(void **state) {
     ms_config config = clocked_config(&n, NULL);
     clocked_start(&n, &config);
     t_text text = trace_of(n.model);
-    const uint32_t instructions = n.model->run.plan->train.instructions.count;
+    const uint32_t instructions = n.model->run.plan->train.code.instructions.count;
     assert_int_equal(count_of(text.data, "\"ph\":\"X\""),
                      instructions + 1); // and the sum of losses
     assert_int_equal(count_of(text.data, "\"process_name\""), 1);
@@ -2048,7 +2048,7 @@ static void a_counter_follows_where_live_bytes_change(void **state) {
     clocked_start(&n, &config);
     t_text text = trace_of(n.model);
     t_ok(n.model, ms_visit_events(n.model, MS_PROGRAM_TRAIN, count_changes, &c));
-    assert_in_range(c.count, LAYERS, n.model->run.plan->train.instructions.count - 1);
+    assert_in_range(c.count, LAYERS, n.model->run.plan->train.code.instructions.count - 1);
     assert_int_equal(count_of(text.data, "\"ph\":\"C\""), c.count);
     free(text.data);
     clocked_end(&n);

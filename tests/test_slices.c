@@ -170,8 +170,8 @@ static void no_time_runs_nothing(void **state) {
         assert_int_equal(ms_step_slice(c.n.m, 0, &loss), MS_RESULT_MORE);
     }
     msi_program *p = &c.n.m->run.plan->train;
-    for (uint32_t k = 0; k < p->expected.count; ++k) {
-        p->expected.items[k] = 0.0f; // and takes no time, as it is thought
+    for (uint32_t k = 0; k < p->predicted.expected.count; ++k) {
+        p->predicted.expected.items[k] = 0.0f; // and takes no time, as it is thought
     }
     assert_int_equal(ms_step_slice(c.n.m, 0, &loss), MS_RESULT_MORE);
     assert_int_equal(c.calls, 0);

@@ -1214,8 +1214,8 @@ static bool census_take(census *c, ms_model *m, uint32_t limit) {
     c->plain_us = c->plan->plain_step_us;
     for (uint32_t mask = 0; mask >> c->count == 0; ++mask) {
         census_choose(c, mask);
-        c->peak_bytes[mask] = c->store->resident_bytes + c->plan->train.peak_bytes;
-        c->time[mask] = 1.0 + c->plan->train.recompute_us / c->plain_us;
+        c->peak_bytes[mask] = c->store->resident_bytes + c->plan->train.layout.peak_bytes;
+        c->time[mask] = 1.0 + c->plan->train.predicted.recompute_us / c->plain_us;
         c->order[mask] = mask;
     }
     census_of_sort = c;
@@ -1405,7 +1405,7 @@ static void plans_that_move_are_close_to_the_best(void **state) {
             best =
                 best > report.plain_step_us ? best : report.plain_step_us; // none counts as faster
             ++checked;
-            moved += g.model->run.plan->train.link_bytes[MS_STREAM_TO_HOST] > 0;
+            moved += g.model->run.plan->train.code.link_bytes[MS_STREAM_TO_HOST] > 0;
             missed += report.step_us > 1.02 * best;
         }
         census_free(&c, g.model);
@@ -1517,7 +1517,7 @@ static bool take_plan(ms_model *m, uint64_t budget, planned *p) {
     t_report(m, &report);
     assert_true(report.arena_bytes <= budget && drops_what_is_forced(m));
     p->bytes = report.arena_bytes;
-    p->us = m->run.plan->train.step_us;
+    p->us = m->run.plan->train.predicted.step_us;
     return true;
 }
 
@@ -2188,9 +2188,9 @@ static void a_list_ends_where_it_cannot_win(void **state) {
     of.least_us = 50.0;
     w.search = &of;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
-        program.whole.link_us[MS_STREAM_TO_DEVICE] = cases[i].to_device_us;
-        program.whole.link_us[MS_STREAM_TO_HOST] = cases[i].to_host_us;
-        program.whole.recompute_us = cases[i].recompute_us;
+        program.predicted.whole.link_us[MS_STREAM_TO_DEVICE] = cases[i].to_device_us;
+        program.predicted.whole.link_us[MS_STREAM_TO_HOST] = cases[i].to_host_us;
+        program.predicted.whole.recompute_us = cases[i].recompute_us;
         of.fits = cases[i].best_us > 0.0;
         of.best_score.us = cases[i].best_us;
         assert_true(msi_cannot_win(&w, cases[i].fastest_us) == cases[i].ends);
@@ -2229,12 +2229,12 @@ static void bounds_of_lists_hold(void **state) {
             assert_true(msi_greedy_init(&w, &of.search));
             msi_decide_base(&of.search, w.decisions);
             w.score = msi_search_estimate(&of.search, w.decisions);
-            const uint64_t plain = c.plan->train.resident_bytes;
+            const uint64_t plain = c.plan->train.layout.resident_bytes;
             const uint64_t least = msi_least_resident_bytes(&w);
             msi_find_host_left(&w);
             msi_move_params(&w, of.search.moves & MSI_MOVES_ALL, 0);
             w.score = msi_search_estimate(&of.search, w.decisions);
-            const uint64_t resident = c.plan->train.resident_bytes;
+            const uint64_t resident = c.plan->train.layout.resident_bytes;
             assert_true(least <= resident && (resident < plain) == (of.search.moves != 0));
             assert_true(least == resident || micro_count == 1); // without sums of gradients
             of.search.budget = resident;

@@ -1013,8 +1013,8 @@ static void plans_change_no_bit_of_coded_state(void **state) {
         steps_of(&config, &o, true, true, &wrapped);
         bool in_parts = false;
         const msi_program *p = &wrapped.m->run.plan->train;
-        for (uint32_t i = 0; i < p->instructions.count; ++i) {
-            in_parts |= p->instructions.items[i].part_count > 1;
+        for (uint32_t i = 0; i < p->code.instructions.count; ++i) {
+            in_parts |= p->code.instructions.items[i].part_count > 1;
         }
         assert_true(in_parts);
         expect_same_bits(&plain, &wrapped, sgd ? 1 : 2);

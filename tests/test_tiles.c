@@ -154,11 +154,11 @@ static void wrap(rt_net *n) {
 static void count(const rt_net *n, tally *t) {
     const msi_program *p = &n->model->run.plan->train;
     bool tiled = false, again = false, sweeps = false;
-    for (uint32_t i = 0; i < p->instructions.count; ++i) {
-        const msi_instruction *at = &p->instructions.items[i];
+    for (uint32_t i = 0; i < p->code.instructions.count; ++i) {
+        const msi_instruction *at = &p->code.instructions.items[i];
         tiled |= at->rows.of > 0 && at->rows.count < at->rows.of;
         again |= at->rows.of > 0 && msi_is_again((msi_op)at->op);
-        sweeps |= at->rows.of > 0 && i < p->forward_end && at->op == MSI_OP_BACKWARD;
+        sweeps |= at->rows.of > 0 && i < p->code.forward_end && at->op == MSI_OP_BACKWARD;
     }
     t->graphs++;
     t->tiled += tiled;
@@ -750,12 +750,12 @@ static void decide(const msi_graph *g, t_rng *rng, msi_tensor_decision *d) {
 }
 
 static void same_program(uint64_t seed, const msi_program *a, const msi_program *b) {
-    bool same = a->sweeps == b->sweeps && a->peak_bytes == b->peak_bytes &&
-                a->instructions.count == b->instructions.count &&
-                a->ranges.count == b->ranges.count;
-    for (uint32_t k = 0; same && k < a->ranges.count; ++k) {
-        same = a->ranges.items[k].bytes == b->ranges.items[k].bytes &&
-               a->ranges.items[k].format == b->ranges.items[k].format;
+    bool same = a->code.sweeps == b->code.sweeps && a->layout.peak_bytes == b->layout.peak_bytes &&
+                a->code.instructions.count == b->code.instructions.count &&
+                a->code.ranges.count == b->code.ranges.count;
+    for (uint32_t k = 0; same && k < a->code.ranges.count; ++k) {
+        same = a->code.ranges.items[k].bytes == b->code.ranges.items[k].bytes &&
+               a->code.ranges.items[k].format == b->code.ranges.items[k].format;
     }
     if (!same) {
         fail_msg("MEMSCALE_TEST_SEED=%llu: a program is not that of its decisions",
@@ -995,11 +995,11 @@ static void a_group_that_ends_in_the_loss_sweeps(void **state) {
     assert_int_equal(b.recompute_count, 0);
     assert_true(b.arena_bytes < a.arena_bytes - logits * 3 / 4);
     const msi_program *p = &tiled.model->run.plan->train;
-    for (uint32_t k = 0; k < p->ranges.count; ++k) { // values, and gradients in their place
+    for (uint32_t k = 0; k < p->code.ranges.count; ++k) { // values, and gradients in their place
         const bool of_logits =
-            p->ranges.items[k].tensor == msi_index(&tiled.model->graph, tiled.logits);
-        assert_true(!of_logits || p->ranges.items[k].role == MSI_ROLE_WORKSPACE ||
-                    p->ranges.items[k].bytes == logits / 6);
+            p->code.ranges.items[k].tensor == msi_index(&tiled.model->graph, tiled.logits);
+        assert_true(!of_logits || p->code.ranges.items[k].role == MSI_ROLE_WORKSPACE ||
+                    p->code.ranges.items[k].bytes == logits / 6);
     }
     double x, y;
     for (uint64_t step = 0; step < 3; ++step) {
@@ -1347,10 +1347,10 @@ static uint32_t fetches_of(const ms_model *m, ms_tensor param) {
     msi_lower_train(&w, plan->decisions, p);
     assert_false(p->out_of_memory);
     msi_lowering_free(&w);
-    for (uint32_t k = 0; k < p->instructions.count; ++k) {
-        const msi_instruction *i = &p->instructions.items[k];
+    for (uint32_t k = 0; k < p->code.instructions.count; ++k) {
+        const msi_instruction *i = &p->code.instructions.items[k];
         fetches += i->op == MSI_OP_COPY && i->target == t && i->operand_count >= 2 &&
-                   p->operands.items[i->operand_first + 1].range == home;
+                   p->code.operands.items[i->operand_first + 1].range == home;
     }
     return fetches;
 }
@@ -1370,7 +1370,7 @@ static void params_come_once_for_a_group(void **state) {
                                tiled > 1 ? MS_SWITCH_ON : MS_SWITCH_OFF);
         ms_set_tensor_technique(h.model, h.w1, MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
         t_ok(h.model, ms_wrap(h.model));
-        assert_int_equal(h.model->run.plan->train.sweeps, tiled == 2);
+        assert_int_equal(h.model->run.plan->train.code.sweeps, tiled == 2);
         assert_int_equal(fetches_of(h.model, h.w1), expected[tiled]);
         ms_destroy(h.model);
     }
@@ -1487,8 +1487,8 @@ static void times_that_are_measured_in_tiles_are_scaled_once(void **state) {
         t_ok(n.model, ms_wrap(n.model));
         const msi_program *p = &n.model->run.plan->train;
         uint32_t tiles = 0;
-        for (uint32_t k = 0; k < p->instructions.count; ++k) {
-            const msi_instruction *i = &p->instructions.items[k];
+        for (uint32_t k = 0; k < p->code.instructions.count; ++k) {
+            const msi_instruction *i = &p->code.instructions.items[k];
             tiles += i->op == MSI_OP_FORWARD && i->target == 1;
             assert_true(i->op != MSI_OP_FORWARD || i->target == 2 ||
                         msi_is_half((ms_state_format)i->format));

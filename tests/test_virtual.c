@@ -333,15 +333,16 @@ static void note_event(const ms_event *event, void *user) {
    that forward, after which the host may do as it likes, awaits its own copies. */
 static void check_copies(const msi_program *p, uint32_t resident_count) {
     uint32_t copies = 0, waits = 0;
-    for (uint32_t now = 0; now < p->instructions.count; ++now) {
-        const msi_instruction *i = &p->instructions.items[now];
+    for (uint32_t now = 0; now < p->code.instructions.count; ++now) {
+        const msi_instruction *i = &p->code.instructions.items[now];
         copies += i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT;
         waits += i->op == MSI_OP_WAIT;
-        assert_true(now + 1 != p->forward_end || (copies > 0 && waits == copies));
+        assert_true(now + 1 != p->code.forward_end || (copies > 0 && waits == copies));
         for (uint32_t k = 0; k < i->operand_count; ++k) {
-            const uint32_t range = p->operands.items[i->operand_first + k].range;
+            const uint32_t range = p->code.operands.items[i->operand_first + k].range;
             if (range != MSI_NONE && range >= resident_count) {
-                assert_in_range(now, p->ranges.items[range].first, p->ranges.items[range].last);
+                assert_in_range(now, p->code.ranges.items[range].first,
+                                p->code.ranges.items[range].last);
             }
         }
     }
