@@ -3775,10 +3775,9 @@ typedef struct msi_code {
     uint32_t room;       // as in msi_tensor_decision
     uint64_t most_bytes; // live bytes, residents too, that copies under way may bring it to
     uint64_t homes;      // which params have their home on the host, and formats: a hash
-    uint64_t link_bytes[MS_STREAM_COUNT]; // that it copies on each stream
 } msi_code;
 
-/* Where its live ranges are: by >>layout. Offsets count from the end of the residents. */
+/* Where its live ranges are, and the memory that they take. Offsets count from the end of the residents. */
 typedef struct msi_placement {
     MSI_LIST(msi_block) blocks;
     MSI_LIST(msi_block) host_blocks;
@@ -3800,7 +3799,8 @@ typedef struct msi_prediction {
     double longest_us;
     double step_us, stall_us; // once through the program, and the waits for copies in it
     double recompute_us;
-    double link_us[MS_STREAM_COUNT]; // how long the copies on each stream take
+    uint64_t link_bytes[MS_STREAM_COUNT]; // that are copied on each stream
+    double link_us[MS_STREAM_COUNT];      // how long these copies take
     /* With accumulation a step has several micro-batches, of which all but the last run the program
        up to the end of backward: the times of one of these, and of the step. */
     msi_times micro, whole;
@@ -10801,6 +10801,63 @@ typedef struct msi_param_update {
     bool moves; // an operand is copied
 } msi_param_update;
 
+/* Where values are at this point of the program. */
+typedef struct msi_whereabouts {
+    uint32_t *value;         // per tensor: the live range that holds its value, or MSI_NONE
+    uint32_t *gradient;      // per tensor: that of its gradient
+    uint32_t *away;          // per tensor: the range on the host that its value can be fetched from
+    uint32_t *gradient_away; // that of its gradient
+    uint32_t *cleared;       // per tensor: whether its gradient has been, in the first micro-batch
+    uint32_t *snapshot;      // per operand of the graph: a copy of that state, or MSI_NONE
+} msi_whereabouts;
+
+/* The operands of the next call of a layer. */
+typedef struct msi_next_call {
+    uint32_t
+        slots[MSI_MAX_VALUES + MSI_MAX_SLOTS]; // live ranges of its values, then of grad_out; or
+                                               // MSI_UNSET
+    msi_edge edges[MSI_MAX_EDGES];
+    uint32_t edge_count;
+    msi_result_cast casts[2 * MSI_MAX_SLOTS];
+    uint32_t cast_count;
+    ms_state_format format; // as in msi_instruction
+} msi_next_call;
+
+/* The recomputation at hand, and its present pass. */
+typedef struct msi_recomputation {
+    uint32_t *stack;     // of tensors
+    uint32_t *missing;   // tensors that it may need; what they are made of comes first
+    uint32_t *pass_only; // tensors that are in memory for the present pass only
+    uint32_t *met;       // per tensor: number of the last recomputation that has it in `missing`
+    uint32_t *wanted;    // per tensor: number of the last pass that makes it on purpose
+    uint32_t pass_only_count, recomputation;
+    uint32_t pass_number; // from 1 on; 0: there was none
+    uint32_t depth;       // of the pass, as in msi_tensor_decision.pass
+} msi_recomputation;
+
+/* The run through a group of layers, tile by tile. */
+typedef struct msi_tile_run {
+    uint32_t *group_of; // per layer: its group, from 1 on, or 0
+    /* Per tensor: the number of the last run in which rows of it are cut; and the ranges with all
+       rows of its value and its gradient that this run has made, or MSI_NONE. */
+    uint32_t *cut, *whole_value, *whole_gradient;
+    MSI_LIST(msi_tiling) groups;
+    const msi_tiling *group; // that is run through, or NULL
+    msi_rows rows;           // of the tile at hand
+    uint32_t run_number;
+    bool for_backward; // the run is for the group's own backward
+} msi_tile_run;
+
+/* Params whose gradient is complete, to be updated in this order, and the updates to be emitted
+   next, together. */
+typedef struct msi_update_queue {
+    uint32_t *params;
+    uint32_t first, end;
+    msi_param_update updates[MSI_MOST_TOGETHER];
+    uint32_t update_count;
+    msi_batch batch; // of their params
+} msi_update_queue;
+
 typedef struct msi_lowering {
     const msi_graph *graph;
     const ms_allocator *allocator;
@@ -10808,51 +10865,21 @@ typedef struct msi_lowering {
     const msi_tensor_decision *decisions;
     const ms_optimizer_desc *optimizer;
     msi_program *program;
-    uint64_t lowered;        // instructions of all training programs so far
-    uint32_t *value;         // per tensor: the live range that holds its value now, or MSI_NONE
-    uint32_t *gradient;      // per tensor: that of its gradient
-    uint32_t *away;          // per tensor: the range on the host that its value can be fetched from
-    uint32_t *gradient_away; // that of its gradient
-    uint32_t *cleared;       // per tensor: whether its gradient has been, in the first micro-batch
-    uint32_t *queue;         // params whose gradient is complete, to be updated in this order
-    uint32_t *stack;         // of tensors, for recomputation
-    uint32_t *missing;   // tensors that a recomputation may need; what they are made of comes first
-    uint32_t *pass_only; // tensors that are in memory for the present pass only
-    uint32_t *met;       // per tensor: number of the last recomputation that has it in `missing`
-    uint32_t *wanted;    // per tensor: number of the last pass that makes it on purpose
-    uint32_t *snapshot;  // per operand of the graph: a copy of that state, or MSI_NONE
-    /* Tiles. Per layer: its group, from 1 on, or 0. Per tensor: the number of the last run through a
-       group in which rows of it are cut; and the ranges with all rows of its value and its gradient
-       that this run has made, or MSI_NONE. */
-    uint32_t *group_of, *cut, *whole_value, *whole_gradient;
-    MSI_LIST(msi_tiling) groups;
-    const msi_tiling *group; // that is run through, or NULL
-    msi_rows rows;           // of the tile at hand
-    uint32_t run_number;
-    uint32_t queue_first, queue_end;
-    uint32_t pass_only_count, recomputation;
-    uint32_t pass_number; // of the present pass, from 1 on; 0: there was none
-    uint32_t depth;       // of the present pass, as in msi_tensor_decision.pass
-    bool backward;
-    /* Of the next instruction: live ranges, or MSI_UNSET; those of its values, then grad_out. */
-    uint32_t slots[MSI_MAX_VALUES + MSI_MAX_SLOTS];
-    msi_edge edges[MSI_MAX_EDGES];
-    uint32_t edge_count;
-    msi_result_cast casts[2 * MSI_MAX_SLOTS];
-    uint32_t cast_count;
-    ms_state_format call; // of the next instruction: as in msi_instruction.format
-    bool has_half;        // some decision has a format of 16 bits
-    bool scales_loss;     // and that is F16
-    bool calls_f32;       // but all layers compute in F32, and read masters where there are any
-    bool has_tiles;       // some decision has tiles
-    bool backward_tile;   // the run through a group is for its own backward
-    bool is_seeded;       // the gradient of the loss is there
-    msi_param_update updates[MSI_MOST_TOGETHER]; // to be emitted next
-    uint32_t update_count;
-    msi_batch batch; // of their params
+    uint64_t lowered; // instructions of all training programs so far
+    msi_whereabouts now;
+    msi_next_call next;
+    msi_recomputation again;
+    msi_tile_run tiles;
+    msi_update_queue queue;
+    bool backward;    // inside it
+    bool has_half;    // some decision has a format of 16 bits
+    bool scales_loss; // and that is F16
+    bool calls_f32;   // but all layers compute in F32, and read masters where there are any
+    bool has_tiles;   // some decision has tiles
+    bool is_seeded;   // the gradient of the loss is there
 } msi_lowering;
 
-static const uint32_t MSI_UNSET = UINT32_MAX - 1; // of msi_lowering.slots
+static const uint32_t MSI_UNSET = UINT32_MAX - 1; // of msi_next_call.slots
 
 static uint64_t msi_lowering_bytes(const msi_graph *g) {
     return (14ull * g->tensors.count + g->operands.count + g->layers.count) * sizeof(uint32_t);
@@ -10865,21 +10892,23 @@ static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_sto
     w->allocator = allocator;
     w->store = store;
     w->optimizer = optimizer;
-    w->value = (uint32_t *)msi_alloc(allocator, msi_lowering_bytes(g));
+    w->now.value = (uint32_t *)msi_alloc(allocator, msi_lowering_bytes(g));
     uint32_t **const others[] = {
-        &w->gradient, &w->away,        &w->gradient_away,  &w->cleared, &w->queue,
-        &w->stack,    &w->missing,     &w->pass_only,      &w->met,     &w->wanted,
-        &w->cut,      &w->whole_value, &w->whole_gradient, &w->snapshot};
-    for (uint32_t k = 0; k < sizeof others / sizeof others[0] && w->value; k++) {
-        *others[k] = w->value + (k + 1) * (size_t)g->tensors.count;
+        &w->now.gradient,         &w->now.away,        &w->now.gradient_away,
+        &w->now.cleared,          &w->queue.params,    &w->again.stack,
+        &w->again.missing,        &w->again.pass_only, &w->again.met,
+        &w->again.wanted,         &w->tiles.cut,       &w->tiles.whole_value,
+        &w->tiles.whole_gradient, &w->now.snapshot};
+    for (uint32_t k = 0; k < sizeof others / sizeof others[0] && w->now.value; k++) {
+        *others[k] = w->now.value + (k + 1) * (size_t)g->tensors.count;
     }
-    w->group_of = w->value ? w->snapshot + g->operands.count : NULL;
-    return w->value != NULL;
+    w->tiles.group_of = w->now.value ? w->now.snapshot + g->operands.count : NULL;
+    return w->now.value != NULL;
 }
 
 static void msi_lowering_free(msi_lowering *w) {
-    MSI_LIST_FREE(msi_tiling, w->allocator, w->groups);
-    msi_release(w->allocator, w->value, msi_lowering_bytes(w->graph));
+    MSI_LIST_FREE(msi_tiling, w->allocator, w->tiles.groups);
+    msi_release(w->allocator, w->now.value, msi_lowering_bytes(w->graph));
 }
 
 static void msi_program_free(const ms_allocator *a, msi_program *p) {
@@ -10912,16 +10941,16 @@ static uint32_t msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
 
 /* Whether the run through a group that is under way cuts rows out of a tensor. */
 static bool msi_cuts(const msi_lowering *w, uint32_t t) {
-    return w->group && w->cut[t] == w->run_number;
+    return w->tiles.group && w->tiles.cut[t] == w->tiles.run_number;
 }
 
 /* An instruction of the library's own on a tensor: on the rows of the tile, if it is cut, and on
    nothing, if the tile has no rows. */
 static uint32_t msi_emit_on(msi_lowering *w, msi_op op, uint32_t t) {
     const uint32_t now = msi_emit(w, op, t);
-    const bool is_empty = w->group && w->rows.count == 0;
+    const bool is_empty = w->tiles.group && w->tiles.rows.count == 0;
     if (!w->program->out_of_memory && (msi_cuts(w, t) || is_empty)) {
-        w->program->code.instructions.items[now].rows = w->rows;
+        w->program->code.instructions.items[now].rows = w->tiles.rows;
     }
     return now;
 }
@@ -10981,7 +11010,7 @@ static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, ms_sta
     const uint32_t range = msi_new_whole(w, t, role, format);
     if (range != MSI_NONE && msi_cuts(w, t)) {
         msi_range *r = &w->program->code.ranges.items[range];
-        r->bytes = msi_scale_rows(r->bytes, w->rows.count, w->rows.of);
+        r->bytes = msi_scale_rows(r->bytes, w->tiles.rows.count, w->tiles.rows.of);
         r->is_tile = true;
     }
     return range;
@@ -11000,8 +11029,8 @@ static uint32_t msi_whole_of(msi_lowering *w, uint32_t *whole, uint32_t t, msi_r
    all rows. */
 static uint32_t msi_new_gradient(msi_lowering *w, uint32_t t, ms_state_format format) {
     const uint32_t producer = w->graph->tensors.items[t].producer;
-    return msi_cuts(w, t) && (producer == MSI_NONE || producer < w->group->first)
-               ? msi_whole_of(w, w->whole_gradient, t, MSI_ROLE_GRADIENT, format)
+    return msi_cuts(w, t) && (producer == MSI_NONE || producer < w->tiles.group->first)
+               ? msi_whole_of(w, w->tiles.whole_gradient, t, MSI_ROLE_GRADIENT, format)
                : msi_new_value(w, t, MSI_ROLE_GRADIENT, format);
 }
 
@@ -11073,8 +11102,8 @@ static bool msi_is_moved(const msi_lowering *w, uint32_t t, msi_role role) {
 
 /* Brings a value or gradient that lies on the host alone to the device. */
 static void msi_fetch(msi_lowering *w, uint32_t t, msi_role role) {
-    uint32_t *now = role == MSI_ROLE_VALUE ? &w->value[t] : &w->gradient[t];
-    const uint32_t from = role == MSI_ROLE_VALUE ? w->away[t] : w->gradient_away[t];
+    uint32_t *now = role == MSI_ROLE_VALUE ? &w->now.value[t] : &w->now.gradient[t];
+    const uint32_t from = role == MSI_ROLE_VALUE ? w->now.away[t] : w->now.gradient_away[t];
     if (*now == MSI_NONE && from != MSI_NONE) {
         *now = msi_emit_copy(w, t, role, MSI_NONE, from);
     }
@@ -11082,8 +11111,8 @@ static void msi_fetch(msi_lowering *w, uint32_t t, msi_role role) {
 
 /* Copies a value or gradient to the host: to where it was before, or to a new live range there. */
 static void msi_send(msi_lowering *w, uint32_t t, msi_role role) {
-    const uint32_t now = role == MSI_ROLE_VALUE ? w->value[t] : w->gradient[t];
-    uint32_t *away = role == MSI_ROLE_VALUE ? &w->away[t] : &w->gradient_away[t];
+    const uint32_t now = role == MSI_ROLE_VALUE ? w->now.value[t] : w->now.gradient[t];
+    uint32_t *away = role == MSI_ROLE_VALUE ? &w->now.away[t] : &w->now.gradient_away[t];
     const bool is_new = *away == MSI_NONE;
     msi_emit_on(w, MSI_OP_COPY, t);
     *away = is_new ? msi_new_whole(w, t, role, msi_format_at(w, now)) : *away;
@@ -11113,7 +11142,7 @@ static MSI_NOINLINE uint32_t msi_emit_zeros(msi_lowering *w, uint32_t t, msi_rol
 /* Rows of the next call of a layer. */
 static uint64_t msi_call_rows(const msi_lowering *w, const msi_layer *l) {
     const uint64_t all = msi_layer_rows(w->graph, l, false);
-    return w->group ? msi_scale_rows(all, w->rows.count, w->rows.of) : all;
+    return w->tiles.group ? msi_scale_rows(all, w->tiles.rows.count, w->tiles.rows.of) : all;
 }
 
 /* Scratch memory that must be cleared is made before the instruction that it is for. Any other is
@@ -11149,14 +11178,14 @@ static void msi_start_resident(msi_lowering *w, uint32_t range) {
     }
     if (resident->role == MSI_ROLE_VALUE && moved) {
         p->code.homes = msi_mix_in(p->code.homes, range);
-        w->value[t] = MSI_NONE;
-        w->away[t] = range;
+        w->now.value[t] = MSI_NONE;
+        w->now.away[t] = range;
     } else if (resident->role == MSI_ROLE_GRADIENT && tensor->wants_gradient) {
-        *(moved ? &w->gradient_away[t] : &w->gradient[t]) = range;
+        *(moved ? &w->now.gradient_away[t] : &w->now.gradient[t]) = range;
     } else if (resident->role == MSI_ROLE_MASTER && w->calls_f32 &&
                p->code.ranges.items[range].bytes) {
-        w->value[t] = moved ? MSI_NONE : range; // read in place of the 16 bits
-        w->away[t] = moved ? range : MSI_NONE;
+        w->now.value[t] = moved ? MSI_NONE : range; // read in place of the 16 bits
+        w->now.away[t] = moved ? range : MSI_NONE;
     }
 }
 
@@ -11164,20 +11193,20 @@ static void msi_start_resident(msi_lowering *w, uint32_t range) {
 static void msi_list_tilings(msi_lowering *w) {
     const msi_graph *g = w->graph;
     msi_program *p = w->program;
-    memset(w->group_of, 0, g->layers.count * sizeof *w->group_of);
+    memset(w->tiles.group_of, 0, g->layers.count * sizeof *w->tiles.group_of);
     for (uint32_t i = 0; i < g->layers.count && w->has_tiles && !p->out_of_memory;) {
         if (msi_tiles_of(g, w->decisions, i) == 0) {
             i++;
             continue;
         }
-        if (!MSI_RESERVE(msi_tiling, w->allocator, w->groups, w->groups.count + 1ull)) {
+        if (!MSI_RESERVE(msi_tiling, w->allocator, w->tiles.groups, w->tiles.groups.count + 1ull)) {
             p->out_of_memory = true;
             return;
         }
         const msi_tiling group = msi_group_at(g, w->decisions, i);
-        w->groups.items[w->groups.count++] = group;
+        w->tiles.groups.items[w->tiles.groups.count++] = group;
         for (; i < group.end; i++) {
-            w->group_of[i] = w->groups.count;
+            w->tiles.group_of[i] = w->tiles.groups.count;
         }
         p->code.homes =
             msi_mix_in(msi_mix_in(msi_mix_in(p->code.homes, group.first), group.end), group.tiles);
@@ -11199,15 +11228,15 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     p->code.room = decisions[w->graph->tensors.count].room;
     w->program = p;
     w->decisions = decisions;
-    w->queue_first = w->queue_end = w->update_count = 0;
+    w->queue.first = w->queue.end = w->queue.update_count = 0;
     w->backward = w->has_half = w->scales_loss = w->has_tiles = w->is_seeded = false;
-    w->groups.count = w->run_number = 0;
-    w->group = NULL;
-    w->pass_only_count = w->recomputation = w->pass_number = 0;
+    w->tiles.groups.count = w->tiles.run_number = 0;
+    w->tiles.group = NULL;
+    w->again.pass_only_count = w->again.recomputation = w->again.pass_number = 0;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
-        w->value[t] = store->resident_of[t];
-        w->gradient[t] = w->away[t] = w->gradient_away[t] = MSI_NONE;
-        w->met[t] = w->wanted[t] = w->cleared[t] = w->cut[t] = 0;
+        w->now.value[t] = store->resident_of[t];
+        w->now.gradient[t] = w->now.away[t] = w->now.gradient_away[t] = MSI_NONE;
+        w->again.met[t] = w->again.wanted[t] = w->now.cleared[t] = w->tiles.cut[t] = 0;
         w->has_tiles |= decisions[t].tiles > 0;
         if (decisions[t].format != MS_STATE_FORMAT_F32) {
             p->code.homes = msi_mix_in(p->code.homes, (uint64_t)t << 8 | decisions[t].format);
@@ -11216,7 +11245,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
         }
     }
     for (uint32_t i = 0; i < w->graph->operands.count; i++) {
-        w->snapshot[i] = MSI_NONE;
+        w->now.snapshot[i] = MSI_NONE;
     }
     msi_list_tilings(w);
     for (uint32_t i = 0; i < store->residents.count; i++) {
@@ -11268,14 +11297,14 @@ static ms_state_format msi_call_format(const msi_lowering *w, const msi_layer *l
 
 static MSI_NOINLINE ms_state_format msi_seen_by_call(const msi_lowering *w, const msi_layer *l,
                                                      int group, uint32_t slot, uint32_t t) {
-    return msi_seen_format(&w->graph->tensors.items[t], l, group, slot, w->call);
+    return msi_seen_format(&w->graph->tensors.items[t], l, group, slot, w->next.format);
 }
 
 /* The format of the gradient of a tensor: that which it has, or the one that it will have. */
 static ms_state_format msi_gradient_format(const msi_lowering *w, uint32_t t) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
-    return w->gradient[t] != MSI_NONE        ? msi_format_at(w, w->gradient[t])
-           : w->gradient_away[t] != MSI_NONE ? msi_format_at(w, w->gradient_away[t])
+    return w->now.gradient[t] != MSI_NONE        ? msi_format_at(w, w->now.gradient[t])
+           : w->now.gradient_away[t] != MSI_NONE ? msi_format_at(w, w->now.gradient_away[t])
            : tensor->kind == MSI_KIND_PARAM && !tensor->half_gradient
                ? MS_STATE_FORMAT_F32
                : (ms_state_format)w->decisions[t].format;
@@ -11287,12 +11316,12 @@ static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask
                            uint32_t param_mask) {
     const msi_graph *g = w->graph;
     const uint32_t overwrites = l->overwrites.in | l->must_grad_in_place;
-    w->edge_count = 0;
+    w->next.edge_count = 0;
     for (int group = MSI_GROUP_IN; group <= MSI_GROUP_PARAM; group += MSI_GROUP_PARAM) {
         const bool of_in = group == MSI_GROUP_IN;
         const uint32_t mask = of_in ? in_mask : param_mask;
         for (uint32_t slot = 0; slot < l->count[group]; slot++) {
-            msi_edge *edge = &w->edges[w->edge_count++];
+            msi_edge *edge = &w->next.edges[w->next.edge_count++];
             const uint32_t t = msi_group(g, l, group)[slot];
             memset(edge, 0, sizeof *edge);
             edge->range = edge->tensor = MSI_NONE;
@@ -11307,8 +11336,8 @@ static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask
             const uint32_t accumulates = of_in ? l->accumulates.in : l->accumulates.param;
             if ((accumulates >> slot & 1) && edge->is_cast) {
                 edge->range = msi_emit_zeros(w, t, MSI_ROLE_CONTRIBUTION, edge->format);
-            } else if ((accumulates >> slot & 1) && w->gradient[t] == MSI_NONE) {
-                w->gradient[t] = msi_emit_zeros(w, t, MSI_ROLE_GRADIENT, edge->format);
+            } else if ((accumulates >> slot & 1) && w->now.gradient[t] == MSI_NONE) {
+                w->now.gradient[t] = msi_emit_zeros(w, t, MSI_ROLE_GRADIENT, edge->format);
             }
         }
     }
@@ -11318,9 +11347,9 @@ static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask
    is there; or to memory of its own, if that has another format, or if it overwrites and others
    contribute too. */
 static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
-    bool first = w->gradient[edge->tensor] == MSI_NONE, mixed = false;
-    for (uint32_t k = 0; k < w->edge_count; k++) {
-        const msi_edge *other = &w->edges[k];
+    bool first = w->now.gradient[edge->tensor] == MSI_NONE, mixed = false;
+    for (uint32_t k = 0; k < w->next.edge_count; k++) {
+        const msi_edge *other = &w->next.edges[k];
         if (other->tensor == edge->tensor && !other->is_cast) {
             mixed |= !other->overwrites;
             first &= other >= edge || other->separate;
@@ -11337,7 +11366,7 @@ static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t 
     const msi_graph *g = w->graph;
     const uint32_t *masks = g->masks.items + l->mask_first + l->count[MSI_GROUP_OUT] + 4 * in;
     const uint32_t out = msi_lowest_bit(masks[3]);
-    const uint32_t source = w->gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
+    const uint32_t source = w->now.gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
     const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
     const uint32_t t = edge->tensor;
     if (source == MSI_NONE) {
@@ -11355,15 +11384,16 @@ static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t 
 static void msi_prepare_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
                               uint32_t param_mask, uint32_t *grad_out) {
     msi_list_edges(w, l, in_mask, param_mask);
-    for (uint32_t e = 0; e < w->edge_count; e++) {
-        msi_edge *edge = &w->edges[e];
+    for (uint32_t e = 0; e < w->next.edge_count; e++) {
+        msi_edge *edge = &w->next.edges[e];
         if (edge->tensor == MSI_NONE) {
             continue;
         }
         msi_decide_edge(w, edge);
         if (e < l->count[MSI_GROUP_IN] && (l->must_grad_in_place >> e & 1)) {
             edge->range = msi_copy_grad_out(w, l, e, edge, grad_out);
-            w->gradient[edge->tensor] = edge->separate ? w->gradient[edge->tensor] : edge->range;
+            w->now.gradient[edge->tensor] =
+                edge->separate ? w->now.gradient[edge->tensor] : edge->range;
         }
     }
 }
@@ -11371,12 +11401,12 @@ static void msi_prepare_edges(msi_lowering *w, const msi_layer *l, uint32_t in_m
 /* Appends the edges before `end` as operands of their instruction. */
 static void msi_use_edges(msi_lowering *w, uint32_t end) {
     for (uint32_t e = 0; e < end; e++) {
-        msi_edge *edge = &w->edges[e];
+        msi_edge *edge = &w->next.edges[e];
         if (edge->tensor == MSI_NONE) {
             msi_use(w, MSI_NONE, false);
             continue;
         }
-        uint32_t *gradient = &w->gradient[edge->tensor];
+        uint32_t *gradient = &w->now.gradient[edge->tensor];
         if (edge->range == MSI_NONE && (edge->separate || *gradient == MSI_NONE)) {
             edge->range = edge->separate
                               ? msi_new_value(w, edge->tensor, MSI_ROLE_CONTRIBUTION, edge->format)
@@ -11388,9 +11418,9 @@ static void msi_use_edges(msi_lowering *w, uint32_t end) {
 }
 
 static void msi_add_contributions(msi_lowering *w) {
-    for (uint32_t e = 0; e < w->edge_count; e++) {
-        const msi_edge *edge = &w->edges[e];
-        uint32_t *gradient = edge->tensor == MSI_NONE ? NULL : &w->gradient[edge->tensor];
+    for (uint32_t e = 0; e < w->next.edge_count; e++) {
+        const msi_edge *edge = &w->next.edges[e];
+        uint32_t *gradient = edge->tensor == MSI_NONE ? NULL : &w->now.gradient[edge->tensor];
         if (!gradient || !edge->separate) {
             continue;
         }
@@ -11411,15 +11441,15 @@ static void msi_add_contributions(msi_lowering *w) {
 static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     return tensor->is_output || t == w->graph->loss ||
-           (w->pass_number && w->wanted[t] == w->pass_number) ||
+           (w->again.pass_number && w->again.wanted[t] == w->again.pass_number) ||
            (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader &&
-            w->decisions[t].pass <= w->depth);
+            w->decisions[t].pass <= w->again.depth);
 }
 
 /* Whether only the layers of the present group use what it makes. */
 static bool msi_is_within_group(const msi_lowering *w, msi_op op, uint32_t t) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
-    return tensor->last_use < w->group->end && !tensor->is_output && t != w->graph->loss &&
+    return tensor->last_use < w->tiles.group->end && !tensor->is_output && t != w->graph->loss &&
            !(op == MSI_OP_EVAL && tensor->is_eval_output);
 }
 
@@ -11427,18 +11457,18 @@ static bool msi_is_within_group(const msi_lowering *w, msi_op op, uint32_t t) {
    where it is kept for backward. */
 static bool msi_is_made_whole(const msi_lowering *w, msi_op op, uint32_t t, uint32_t reader) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
-    return msi_is_again(op)
-               ? !w->backward_tile && !msi_is_within_group(w, op, t) && msi_is_needed(w, t, reader)
-               : !msi_is_within_group(w, op, t) ||
-                     (op == MSI_OP_FORWARD && w->decisions[t].pass == 0 &&
-                      msi_is_read_again(tensor) && !w->group->sweeps &&
-                      !msi_is_moved(w, t, MSI_ROLE_VALUE));
+    return msi_is_again(op) ? !w->tiles.for_backward && !msi_is_within_group(w, op, t) &&
+                                  msi_is_needed(w, t, reader)
+                            : !msi_is_within_group(w, op, t) ||
+                                  (op == MSI_OP_FORWARD && w->decisions[t].pass == 0 &&
+                                   msi_is_read_again(tensor) && !w->tiles.group->sweeps &&
+                                   !msi_is_moved(w, t, MSI_ROLE_VALUE));
 }
 
 /* Whether a call need not write an optional result: nothing reads it before it is made again. */
 static bool msi_is_left_out(const msi_lowering *w, msi_op op, uint32_t t) {
     return op == MSI_OP_EVAL || !msi_is_read_again(&w->graph->tensors.items[t]) ||
-           (w->decisions[t].pass > 0 && !(w->group && w->group->sweeps));
+           (w->decisions[t].pass > 0 && !(w->tiles.group && w->tiles.group->sweeps));
 }
 
 /* msi_output_range for a tile. What a recomputation by forward finds in memory, it writes again to
@@ -11447,26 +11477,27 @@ static uint32_t msi_output_tile(msi_lowering *w, msi_op op, uint32_t t, bool opt
                                 uint32_t reader) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     const ms_state_format format = (ms_state_format)w->decisions[t].format;
-    const bool there = w->value[t] != MSI_NONE, again = msi_is_again(op);
+    const bool there = w->now.value[t] != MSI_NONE, again = msi_is_again(op);
     const bool own = op == MSI_OP_RECOMPUTE && w->graph->layers.items[tensor->producer].recompute;
     const bool whole = msi_is_made_whole(w, op, t, reader);
     if (own && there) {
-        return tensor->serves_recompute ? w->value[t] : MSI_NONE;
+        return tensor->serves_recompute ? w->now.value[t] : MSI_NONE;
     }
     const bool is_read =
-        tensor->kind != MSI_KIND_SAVED || (w->backward_tile && msi_is_needed(w, t, reader));
+        tensor->kind != MSI_KIND_SAVED || (w->tiles.for_backward && msi_is_needed(w, t, reader));
     const bool needed = again ? !there && is_read : !msi_is_left_out(w, op, t);
     if ((own || optional) && !needed) {
         return MSI_NONE;
     }
-    const bool is_new = whole && w->whole_value[t] == MSI_NONE;
-    const uint32_t range = there   ? msi_new_value(w, t, MSI_ROLE_VALUE, format)
-                           : whole ? msi_whole_of(w, w->whole_value, t, MSI_ROLE_VALUE, format)
-                                   : msi_new_value(w, t, MSI_ROLE_VALUE, format);
-    if (is_new && again && w->decisions[t].pass > w->depth) {
-        w->pass_only[w->pass_only_count++] = t;
+    const bool is_new = whole && w->tiles.whole_value[t] == MSI_NONE;
+    const uint32_t range = there ? msi_new_value(w, t, MSI_ROLE_VALUE, format)
+                           : whole
+                               ? msi_whole_of(w, w->tiles.whole_value, t, MSI_ROLE_VALUE, format)
+                               : msi_new_value(w, t, MSI_ROLE_VALUE, format);
+    if (is_new && again && w->decisions[t].pass > w->again.depth) {
+        w->again.pass_only[w->again.pass_only_count++] = t;
     }
-    w->value[t] = there ? w->value[t] : range;
+    w->now.value[t] = there ? w->now.value[t] : range;
     return range;
 }
 
@@ -11477,29 +11508,29 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     const msi_graph *g = w->graph;
     const msi_tensor *tensor = &g->tensors.items[t];
     const bool again = msi_is_again(op);
-    const bool there = w->value[t] != MSI_NONE;
+    const bool there = w->now.value[t] != MSI_NONE;
     const bool own = op == MSI_OP_RECOMPUTE && g->layers.items[tensor->producer].recompute;
-    if (w->group) {
+    if (w->tiles.group) {
         return msi_output_tile(w, op, t, optional, reader);
     }
     if (own && there) { // what was kept: the recompute callback reads it, or leaves it alone
-        return tensor->serves_recompute ? w->value[t] : MSI_NONE;
+        return tensor->serves_recompute ? w->now.value[t] : MSI_NONE;
     }
     if (again ? (own || optional) && (there || !msi_is_needed(w, t, reader))
               : optional && msi_is_left_out(w, op, t)) {
         return MSI_NONE;
     }
     if (there && (tensor->is_output || t == g->loss)) {
-        return w->value[t];
+        return w->now.value[t];
     }
     /* A recomputation by forward also writes values that are still in memory once more, with the
        same bits. From here on the new ones are read: nothing needs the old ones in between. */
     const uint32_t range =
         msi_new_value(w, t, MSI_ROLE_VALUE, (ms_state_format)w->decisions[t].format);
-    if (again && !there && w->decisions[t].pass > w->depth) {
-        w->pass_only[w->pass_only_count++] = t;
+    if (again && !there && w->decisions[t].pass > w->again.depth) {
+        w->again.pass_only[w->again.pass_only_count++] = t;
     }
-    w->value[t] = range;
+    w->now.value[t] = range;
     return range;
 }
 
@@ -11508,19 +11539,20 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
    aside here, is put back. A copy that no recomputation uses is dropped in the end. */
 static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t *aside) {
     const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
-    uint32_t *snapshot = w->snapshot + (state - w->graph->operands.items);
+    uint32_t *snapshot = w->now.snapshot + (state - w->graph->operands.items);
     const uint32_t count = op == MSI_OP_EVAL || l->keeps_state || !msi_can_recompute(l)
                                ? 0
                                : l->count[MSI_GROUP_STATE];
     for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; k++) {
         aside[k] = MSI_NONE;
         if (k < count && state[k] != MSI_NONE) {
-            aside[k] = msi_emit_copy(w, state[k], MSI_ROLE_SNAPSHOT, MSI_NONE, w->value[state[k]]);
+            aside[k] =
+                msi_emit_copy(w, state[k], MSI_ROLE_SNAPSHOT, MSI_NONE, w->now.value[state[k]]);
         }
     }
     for (uint32_t k = 0; k < count; k++) {
         if (msi_is_again(op) && state[k] != MSI_NONE) {
-            msi_emit_copy(w, state[k], MSI_ROLE_VALUE, w->value[state[k]], snapshot[k]);
+            msi_emit_copy(w, state[k], MSI_ROLE_VALUE, w->now.value[state[k]], snapshot[k]);
         } else {
             snapshot[k] = aside[k];
         }
@@ -11536,7 +11568,7 @@ static uint32_t msi_written_range(msi_lowering *w, const msi_layer *l, int group
     if (range == MSI_NONE || msi_format_at(w, range) == seen) {
         return range;
     }
-    msi_result_cast *cast = &w->casts[w->cast_count++];
+    msi_result_cast *cast = &w->next.casts[w->next.cast_count++];
     cast->tensor = t;
     cast->from = msi_new_value(w, t, MSI_ROLE_VALUE, seen);
     cast->to = range;
@@ -11547,14 +11579,14 @@ static uint32_t msi_written_range(msi_lowering *w, const msi_layer *l, int group
 
 /* After a call: what it has written in another format becomes what is kept, which begins here. */
 static void msi_cast_results(msi_lowering *w) {
-    for (uint32_t k = 0; k < w->cast_count && !w->program->out_of_memory; k++) {
-        const msi_result_cast *cast = &w->casts[k];
+    for (uint32_t k = 0; k < w->next.cast_count && !w->program->out_of_memory; k++) {
+        const msi_result_cast *cast = &w->next.casts[k];
         msi_range *to = &w->program->code.ranges.items[cast->to];
         msi_emit_copy_as(w, cast->tensor, MSI_ROLE_VALUE, cast->to, cast->from,
                          MS_STATE_FORMAT_F32);
         to->first = cast->is_new ? to->last : to->first;
     }
-    w->cast_count = 0;
+    w->next.cast_count = 0;
 }
 
 /* Copies inputs in whose place an output is computed to the memory of the output. The copy costs
@@ -11566,15 +11598,15 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
     for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
         const uint32_t t = out.tensor;
         if ((l->must_in_place >> out.slot & 1) &&
-            (!own || (w->value[t] == MSI_NONE && msi_is_needed(w, t, reader)))) {
+            (!own || (w->now.value[t] == MSI_NONE && msi_is_needed(w, t, reader)))) {
             const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + out.slot]);
-            const uint32_t source = w->value[in[i]];
+            const uint32_t source = w->now.value[in[i]];
             const ms_state_format seen = msi_seen_by_call(w, l, MSI_GROUP_OUT, out.slot, t);
             msi_emit_on(w, seen == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, t);
             const uint32_t range = msi_written_range(w, l, MSI_GROUP_OUT, out.slot, t,
                                                      msi_output_range(w, op, t, false, reader));
             msi_use_both(w, range, false, source);
-            w->slots[i] = w->slots[l->start[MSI_GROUP_OUT] + out.slot] = range;
+            w->next.slots[i] = w->next.slots[l->start[MSI_GROUP_OUT] + out.slot] = range;
         }
     }
 }
@@ -11586,11 +11618,11 @@ static void msi_cast_values(msi_lowering *w, msi_op op, const msi_layer *l) {
             op == MSI_OP_BACKWARD ? l->backward_masks[group] : msi_op_reads(l, op, group);
         for (MSI_EACH(operand, w->graph, l, group)) {
             const uint32_t t = operand.tensor;
-            uint32_t *slot = &w->slots[l->start[group] + operand.slot];
+            uint32_t *slot = &w->next.slots[l->start[group] + operand.slot];
             const ms_state_format seen = msi_seen_by_call(w, l, group, operand.slot, t);
-            if ((reads >> operand.slot & 1) && *slot == MSI_UNSET && w->value[t] != MSI_NONE &&
-                msi_format_at(w, w->value[t]) != seen) {
-                *slot = msi_emit_copy_as(w, t, MSI_ROLE_VALUE, MSI_NONE, w->value[t], seen);
+            if ((reads >> operand.slot & 1) && *slot == MSI_UNSET && w->now.value[t] != MSI_NONE &&
+                msi_format_at(w, w->now.value[t]) != seen) {
+                *slot = msi_emit_copy_as(w, t, MSI_ROLE_VALUE, MSI_NONE, w->now.value[t], seen);
             }
         }
     }
@@ -11599,7 +11631,7 @@ static void msi_cast_values(msi_lowering *w, msi_op op, const msi_layer *l) {
 /* Casts the gradients of outputs that backward reads in another format than they are kept in. */
 static void msi_cast_gradients(msi_lowering *w, const msi_layer *l, uint32_t *grad_out) {
     for (MSI_EACH(out, w->graph, l, MSI_GROUP_OUT)) {
-        const uint32_t gradient = w->gradient[out.tensor];
+        const uint32_t gradient = w->now.gradient[out.tensor];
         const ms_state_format seen =
             msi_seen_by_call(w, l, MSI_GROUP_GRAD_OUT, out.slot, out.tensor);
         if (grad_out[out.slot] == MSI_UNSET && gradient != MSI_NONE &&
@@ -11614,10 +11646,10 @@ static void msi_cast_gradients(msi_lowering *w, const msi_layer *l, uint32_t *gr
 static void msi_emit_call(msi_lowering *w, msi_op op, uint32_t layer) {
     const uint32_t now = msi_emit(w, op, layer);
     if (!w->program->out_of_memory) {
-        w->program->code.instructions.items[now].format = (uint8_t)w->call;
+        w->program->code.instructions.items[now].format = (uint8_t)w->next.format;
     }
-    if (!w->program->out_of_memory && w->group) {
-        w->program->code.instructions.items[now].rows = w->rows;
+    if (!w->program->out_of_memory && w->tiles.group) {
+        w->program->code.instructions.items[now].rows = w->tiles.rows;
     }
 }
 
@@ -11631,7 +11663,7 @@ static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int g
     const bool written =
         op != MSI_OP_BACKWARD && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED);
     for (uint32_t k = 0; k < l->count[group]; k++) {
-        uint32_t range = w->slots[start + k];
+        uint32_t range = w->next.slots[start + k];
         if (operands[k] == MSI_NONE) {
             range = MSI_NONE;
         } else if (range == MSI_UNSET && written) {
@@ -11639,7 +11671,7 @@ static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int g
             range = msi_written_range(w, l, group, k, operands[k],
                                       msi_output_range(w, op, operands[k], optional, reader));
         } else if (range == MSI_UNSET) {
-            range = reads >> k & 1 ? w->value[operands[k]] : MSI_NONE;
+            range = reads >> k & 1 ? w->now.value[operands[k]] : MSI_NONE;
         }
         msi_use(w, range, false);
     }
@@ -11648,7 +11680,7 @@ static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int g
 static void msi_unset_slots(msi_lowering *w, const msi_layer *l) {
     const uint32_t count = l->start[MSI_GROUP_COUNT] + l->count[MSI_GROUP_OUT];
     for (uint32_t k = 0; k < count; k++) {
-        w->slots[k] = MSI_UNSET;
+        w->next.slots[k] = MSI_UNSET;
     }
 }
 
@@ -11734,14 +11766,14 @@ static void msi_fetch_params(msi_lowering *w, const msi_layer *l, uint32_t reads
     uint32_t before = MSI_NONE;
     msi_batch batch = {0, 0};
     for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
-        const uint32_t t = param.tensor, home = w->away[t];
-        if (!(reads >> param.slot & 1) || w->value[t] != MSI_NONE || home == MSI_NONE ||
+        const uint32_t t = param.tensor, home = w->now.away[t];
+        if (!(reads >> param.slot & 1) || w->now.value[t] != MSI_NONE || home == MSI_NONE ||
             w->program->out_of_memory) {
             continue;
         }
         const bool along = msi_goes_along(&batch, w->graph->tensors.items[t].bytes);
         before = along && msi_can_join(w, home, before) ? before : MSI_NONE;
-        w->value[t] = msi_fetch_home(w, home, before, 0, 0);
+        w->now.value[t] = msi_fetch_home(w, home, before, 0, 0);
         before = home;
     }
 }
@@ -11766,12 +11798,12 @@ static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
 /* Forgets the copies on the device of params whose home is the host; those of a group after its last
    tile. */
 static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
-    if (w->group) {
+    if (w->tiles.group) {
         return;
     }
     for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
-        if (w->away[param.tensor] != MSI_NONE) {
-            w->value[param.tensor] = MSI_NONE;
+        if (w->now.away[param.tensor] != MSI_NONE) {
+            w->now.value[param.tensor] = MSI_NONE;
         }
     }
 }
@@ -11779,13 +11811,13 @@ static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
 /* After the forward of a layer: sends what it has made and what is moved to the host. What a sweep
    makes is used up by then, or not used in backward. */
 static void msi_send_made(msi_lowering *w, const msi_layer *l) {
-    if (w->group && w->group->sweeps) {
+    if (w->tiles.group && w->tiles.group->sweeps) {
         return;
     }
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
         for (MSI_EACH(made, w->graph, l, group)) {
             const uint32_t t = made.tensor;
-            if (msi_is_moved(w, t, MSI_ROLE_VALUE) && w->value[t] != MSI_NONE) {
+            if (msi_is_moved(w, t, MSI_ROLE_VALUE) && w->now.value[t] != MSI_NONE) {
                 msi_send(w, t, MSI_ROLE_VALUE);
             }
         }
@@ -11799,7 +11831,7 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     const bool writes_gradients = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
     msi_program *p = w->program;
     uint32_t aside[MS_LIMIT_STATE];
-    w->call = msi_call_format(w, l);
+    w->next.format = msi_call_format(w, l);
     msi_unset_slots(w, l);
     msi_fetch_values(w, op, l);
     msi_lower_state(w, op, l, aside);
@@ -11824,7 +11856,7 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     for (MSI_EACH(state, w->graph, l, MSI_GROUP_STATE)) {
         const uint32_t t = state.tensor;
         if (msi_is_again(op) && aside[state.slot] != MSI_NONE) {
-            msi_emit_copy(w, t, MSI_ROLE_VALUE, w->value[t], aside[state.slot]);
+            msi_emit_copy(w, t, MSI_ROLE_VALUE, w->now.value[t], aside[state.slot]);
             if (!p->out_of_memory) {
                 p->code.instructions.items[p->code.instructions.count - 1].restores = true;
             }
@@ -11838,7 +11870,7 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
 
 /* Whether a value is neither in memory nor on the host. */
 static bool msi_is_lost(const msi_lowering *w, uint32_t t) {
-    return w->value[t] == MSI_NONE && w->away[t] == MSI_NONE;
+    return w->now.value[t] == MSI_NONE && w->now.away[t] == MSI_NONE;
 }
 
 /* How the values of a layer come back: by its recompute callback, if all is in memory that this
@@ -11856,7 +11888,9 @@ static msi_op msi_way_back(const msi_lowering *w, const msi_layer *l) {
 
 /* The group of a layer, or NULL: it is computed whole. */
 static const msi_tiling *msi_group_of_layer(const msi_lowering *w, uint32_t layer) {
-    return w->has_tiles && w->group_of[layer] ? &w->groups.items[w->group_of[layer] - 1] : NULL;
+    return w->has_tiles && w->tiles.group_of[layer]
+               ? &w->tiles.groups.items[w->tiles.group_of[layer] - 1]
+               : NULL;
 }
 
 /* Adds to a mask of the layers of a group those which make what is lost and what these read, back to
@@ -11924,20 +11958,20 @@ static uint32_t msi_next_lost(const msi_lowering *w, msi_lost_inputs *c) {
    which are recomputed with the tensors that are listed, are not. */
 static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
     uint32_t depth = 0, listed = 0;
-    w->recomputation++;
-    w->stack[depth++] = tensor;
-    w->met[tensor] = w->recomputation;
+    w->again.recomputation++;
+    w->again.stack[depth++] = tensor;
+    w->again.met[tensor] = w->again.recomputation;
     while (depth > 0) {
-        msi_lost_inputs inputs = msi_lost_inputs_of(w, w->stack[depth - 1]);
+        msi_lost_inputs inputs = msi_lost_inputs_of(w, w->again.stack[depth - 1]);
         uint32_t next = msi_next_lost(w, &inputs);
-        while (next != MSI_NONE && w->met[next] == w->recomputation) {
+        while (next != MSI_NONE && w->again.met[next] == w->again.recomputation) {
             next = msi_next_lost(w, &inputs);
         }
         if (next == MSI_NONE) {
-            w->missing[listed++] = w->stack[--depth];
+            w->again.missing[listed++] = w->again.stack[--depth];
         } else {
-            w->met[next] = w->recomputation;
-            w->stack[depth++] = next;
+            w->again.met[next] = w->again.recomputation;
+            w->again.stack[depth++] = next;
         }
     }
     return listed;
@@ -11946,15 +11980,16 @@ static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
 /* Begins a run through a group: notes which tensors are cut. */
 static void msi_begin_group(msi_lowering *w, const msi_tiling *group) {
     const msi_graph *g = w->graph;
-    w->group = group;
-    w->run_number++;
+    w->tiles.group = group;
+    w->tiles.run_number++;
     for (uint32_t i = group->first; i < group->end; i++) {
         const msi_layer *l = &g->layers.items[i];
         for (int of = MSI_GROUP_IN; of <= MSI_GROUP_SAVED; of++) {
             for (MSI_EACH(operand, g, l, of)) {
                 const uint32_t t = operand.tensor;
-                w->cut[t] = msi_is_by_rows(l, of, operand.slot) ? w->run_number : w->cut[t];
-                w->whole_value[t] = w->whole_gradient[t] = MSI_NONE;
+                w->tiles.cut[t] =
+                    msi_is_by_rows(l, of, operand.slot) ? w->tiles.run_number : w->tiles.cut[t];
+                w->tiles.whole_value[t] = w->tiles.whole_gradient[t] = MSI_NONE;
             }
         }
     }
@@ -11965,27 +12000,28 @@ static void msi_begin_group(msi_lowering *w, const msi_tiling *group) {
 static void msi_leave_tile(msi_lowering *w, bool ends) {
     const msi_graph *g = w->graph;
     const msi_range *ranges = w->program->code.ranges.items;
-    for (uint32_t i = w->group->first; i < w->group->end && !w->program->out_of_memory; i++) {
+    for (uint32_t i = w->tiles.group->first; i < w->tiles.group->end && !w->program->out_of_memory;
+         i++) {
         for (int of = MSI_GROUP_IN; of <= MSI_GROUP_SAVED; of++) {
             for (MSI_EACH(operand, g, &g->layers.items[i], of)) {
                 const uint32_t t = operand.tensor;
-                const uint32_t value = w->value[t], gradient = w->gradient[t];
-                const uint32_t all[] = {w->whole_value[t], w->whole_gradient[t]};
-                w->value[t] = all[0] != MSI_NONE ? (ends ? all[0] : MSI_NONE)
-                              : value != MSI_NONE && ranges[value].is_tile ? MSI_NONE
-                                                                           : value;
-                w->gradient[t] = all[1] != MSI_NONE ? (ends ? all[1] : MSI_NONE)
-                                 : gradient != MSI_NONE && ranges[gradient].is_tile ? MSI_NONE
-                                                                                    : gradient;
+                const uint32_t value = w->now.value[t], gradient = w->now.gradient[t];
+                const uint32_t all[] = {w->tiles.whole_value[t], w->tiles.whole_gradient[t]};
+                w->now.value[t] = all[0] != MSI_NONE ? (ends ? all[0] : MSI_NONE)
+                                  : value != MSI_NONE && ranges[value].is_tile ? MSI_NONE
+                                                                               : value;
+                w->now.gradient[t] = all[1] != MSI_NONE ? (ends ? all[1] : MSI_NONE)
+                                     : gradient != MSI_NONE && ranges[gradient].is_tile ? MSI_NONE
+                                                                                        : gradient;
             }
         }
     }
 }
 
 static void msi_end_group(msi_lowering *w) {
-    const msi_tiling *group = w->group;
+    const msi_tiling *group = w->tiles.group;
     msi_leave_tile(w, true);
-    w->group = NULL;
+    w->tiles.group = NULL;
     for (uint32_t i = group->first; i < group->end; i++) {
         msi_drop_params(w, &w->graph->layers.items[i]);
     }
@@ -11993,10 +12029,11 @@ static void msi_end_group(msi_lowering *w) {
 
 /* Runs layers of a group again for the tile at hand: those in a mask. */
 static void msi_lower_tile_again(msi_lowering *w, uint32_t mask, uint32_t reader) {
-    for (uint32_t i = w->group->first; i < w->group->end && !w->program->out_of_memory; i++) {
-        if (mask >> (i - w->group->first) & 1) {
+    for (uint32_t i = w->tiles.group->first; i < w->tiles.group->end && !w->program->out_of_memory;
+         i++) {
+        if (mask >> (i - w->tiles.group->first) & 1) {
             msi_lower_forward(w, msi_way_back(w, &w->graph->layers.items[i]), i, reader);
-            w->program->code.recompute_count += w->rows.begin == 0;
+            w->program->code.recompute_count += w->tiles.rows.begin == 0;
         }
     }
 }
@@ -12005,9 +12042,9 @@ static void msi_lower_tile_again(msi_lowering *w, uint32_t mask, uint32_t reader
 static void msi_lower_group_again(msi_lowering *w, const msi_tiling *group, uint32_t mask,
                                   uint32_t reader) {
     msi_begin_group(w, group);
-    w->backward_tile = false;
+    w->tiles.for_backward = false;
     for (uint32_t tile = 0; tile < group->tiles && !w->program->out_of_memory; tile++) {
-        w->rows = msi_rows_of_tile(group, tile);
+        w->tiles.rows = msi_rows_of_tile(group, tile);
         msi_lower_tile_again(w, mask, reader);
         msi_leave_tile(w, false);
     }
@@ -12022,8 +12059,8 @@ static uint32_t msi_wanted_layers(const msi_lowering *w, const msi_tiling *group
     for (uint32_t i = group->first; i < group->end; i++) {
         for (MSI_EACH(out, g, &g->layers.items[i], MSI_GROUP_OUT)) {
             msi_lost_inputs inputs = msi_lost_inputs_of(w, out.tensor);
-            const bool wanted = w->wanted[out.tensor] == w->pass_number &&
-                                w->value[out.tensor] == MSI_NONE &&
+            const bool wanted = w->again.wanted[out.tensor] == w->again.pass_number &&
+                                w->now.value[out.tensor] == MSI_NONE &&
                                 msi_next_lost(w, &inputs) == MSI_NONE;
             mask |= wanted || out.tensor == tensor ? 1u << (i - group->first) : 0u;
         }
@@ -12035,23 +12072,23 @@ static uint32_t msi_wanted_layers(const msi_lowering *w, const msi_tiling *group
    made of. */
 static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
     const msi_graph *g = w->graph;
-    w->pass_number++;
+    w->again.pass_number++;
     for (uint32_t i = count; i-- > 0;) {
-        const uint32_t t = w->missing[i];
-        if (w->value[t] != MSI_NONE ||
-            (w->decisions[t].pass > w->depth && w->wanted[t] != w->pass_number)) {
+        const uint32_t t = w->again.missing[i];
+        if (w->now.value[t] != MSI_NONE ||
+            (w->decisions[t].pass > w->again.depth && w->again.wanted[t] != w->again.pass_number)) {
             continue;
         }
         msi_lost_inputs inputs = msi_lost_inputs_of(w, t);
-        w->wanted[t] = w->pass_number;
+        w->again.wanted[t] = w->again.pass_number;
         for (uint32_t in; (in = msi_next_lost(w, &inputs)) != MSI_NONE;) {
-            w->wanted[in] = w->pass_number;
+            w->again.wanted[in] = w->again.pass_number;
         }
     }
     for (uint32_t i = 0; i < count && !w->program->out_of_memory; i++) {
-        const uint32_t t = w->missing[i], layer = g->tensors.items[t].producer;
+        const uint32_t t = w->again.missing[i], layer = g->tensors.items[t].producer;
         const msi_tiling *group = msi_group_of_layer(w, layer);
-        if (w->wanted[t] != w->pass_number || w->value[t] != MSI_NONE) {
+        if (w->again.wanted[t] != w->again.pass_number || w->now.value[t] != MSI_NONE) {
             continue;
         }
         if (group) {
@@ -12061,8 +12098,8 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
             w->program->code.recompute_count++;
         }
     }
-    while (w->pass_only_count > 0) {
-        w->value[w->pass_only[--w->pass_only_count]] = MSI_NONE;
+    while (w->again.pass_only_count > 0) {
+        w->now.value[w->again.pass_only[--w->again.pass_only_count]] = MSI_NONE;
     }
 }
 
@@ -12071,10 +12108,10 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
 static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reader) {
     while (msi_is_lost(w, tensor) && !w->program->out_of_memory) {
         const uint32_t count = msi_list_missing(w, tensor);
-        w->depth = UINT32_MAX;
+        w->again.depth = UINT32_MAX;
         for (uint32_t i = 0; i < count; i++) {
-            const uint32_t depth = w->decisions[w->missing[i]].pass;
-            w->depth = depth < w->depth ? depth : w->depth;
+            const uint32_t depth = w->decisions[w->again.missing[i]].pass;
+            w->again.depth = depth < w->again.depth ? depth : w->again.depth;
         }
         msi_lower_pass(w, count, reader);
     }
@@ -12092,8 +12129,9 @@ static void msi_lower_norm(msi_lowering *w) {
         if (msi_learns(&g->tensors.items[t])) {
             msi_fetch(w, t, MSI_ROLE_GRADIENT);
             msi_emit(w, MSI_OP_NORM, t);
-            msi_use_both(w, w->gradient[t], false, p->code.norm);
-            w->gradient[t] = w->gradient_away[t] == MSI_NONE ? w->gradient[t] : MSI_NONE;
+            msi_use_both(w, w->now.gradient[t], false, p->code.norm);
+            w->now.gradient[t] =
+                w->now.gradient_away[t] == MSI_NONE ? w->now.gradient[t] : MSI_NONE;
         }
     }
     msi_emit(w, MSI_OP_CLIP, 0);
@@ -12122,8 +12160,8 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
     const msi_store *store = w->store;
     const uint32_t resident = store->resident_of[param];
     msi_update_operand *list = u->operands;
-    const uint32_t now[] = {w->value[param], w->gradient[param], w->program->code.norm};
-    const uint32_t homes[] = {w->away[param], w->gradient_away[param], MSI_NONE};
+    const uint32_t now[] = {w->now.value[param], w->now.gradient[param], w->program->code.norm};
+    const uint32_t homes[] = {w->now.away[param], w->now.gradient_away[param], MSI_NONE};
     uint32_t count = 0;
     for (; count < 3; count++) {
         list[count].range = now[count];
@@ -12162,8 +12200,8 @@ static bool msi_returns_gradient(const msi_lowering *w, uint32_t home) {
 static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
     const uint32_t *home_at = w->store->home_at;
     uint32_t count = 0;
-    for (uint32_t n = 0; n < w->update_count; n++) {
-        msi_param_update *u = &w->updates[n];
+    for (uint32_t n = 0; n < w->queue.update_count; n++) {
+        msi_param_update *u = &w->queue.updates[n];
         for (uint32_t k = 0; k < u->count; k = k == 0 ? 3 : k + 1) {
             msi_update_operand *o = &u->operands[k];
             uint32_t at = count;
@@ -12186,8 +12224,8 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts
     msi_update_operand *moved[MSI_MOST_TOGETHER * (2 + MS_LIMIT_OPTIMIZER_STATE)];
     const uint32_t count = msi_list_moved(w, moved);
     uint32_t before = MSI_NONE;
-    for (uint32_t n = 0; n < w->update_count; n++) {
-        msi_update_operand *gradient = &w->updates[n].operands[1];
+    for (uint32_t n = 0; n < w->queue.update_count; n++) {
+        msi_update_operand *gradient = &w->queue.updates[n].operands[1];
         if (gradient->is_fetched) {
             gradient->range = msi_fetch_home(w, gradient->home, MSI_NONE, part, parts);
         }
@@ -12199,15 +12237,15 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts
             before = moved[k]->home;
         }
     }
-    for (uint32_t n = 0; n < w->update_count; n++) {
-        msi_emit(w, MSI_OP_UPDATE, w->updates[n].param);
+    for (uint32_t n = 0; n < w->queue.update_count; n++) {
+        msi_emit(w, MSI_OP_UPDATE, w->queue.updates[n].param);
         msi_set_part(w, part, parts);
-        for (uint32_t k = 0; k < w->updates[n].count; k++) {
-            msi_use(w, w->updates[n].operands[k].range, false);
+        for (uint32_t k = 0; k < w->queue.updates[n].count; k++) {
+            msi_use(w, w->queue.updates[n].operands[k].range, false);
         }
     }
-    for (uint32_t n = 0; n < w->update_count; n++) {
-        const msi_update_operand *gradient = &w->updates[n].operands[1];
+    for (uint32_t n = 0; n < w->queue.update_count; n++) {
+        const msi_update_operand *gradient = &w->queue.updates[n].operands[1];
         if (gradient->home != MSI_NONE && msi_returns_gradient(w, gradient->home)) {
             msi_send_home(w, gradient->home, gradient->range, MSI_NONE, part, parts);
         }
@@ -12224,18 +12262,19 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts
 
 /* Emits the updates at hand. */
 static MSI_NOINLINE void msi_lower_gathered(msi_lowering *w) {
-    const uint32_t parts = w->update_count > 0 ? w->updates[0].parts : 0;
+    const uint32_t parts = w->queue.update_count > 0 ? w->queue.updates[0].parts : 0;
     for (uint32_t part = 0; part < parts && !w->program->out_of_memory; part++) {
         msi_lower_update_part(w, part, parts);
     }
-    w->update_count = 0;
+    w->queue.update_count = 0;
 }
 
 /* Whether an update may go along with those at hand: what is moved for them moves in one copy. One
    of the trainer's own may fail, and what was updated before it is sent home before. */
 static bool msi_may_join_updates(const msi_lowering *w, const msi_param_update *u) {
     const msi_tensor *tensors = w->graph->tensors.items;
-    const msi_param_update *last = w->update_count > 0 ? &w->updates[w->update_count - 1] : NULL;
+    const msi_param_update *last =
+        w->queue.update_count > 0 ? &w->queue.updates[w->queue.update_count - 1] : NULL;
     return last && last->moves && u->moves && last->parts == 1 && u->parts == 1 &&
            w->optimizer->kind != MS_OPTIMIZER_CUSTOM &&
            tensors[last->param].last_gradient == tensors[u->param].last_gradient;
@@ -12246,19 +12285,19 @@ static bool msi_may_join_updates(const msi_lowering *w, const msi_param_update *
 static void msi_lower_update(msi_lowering *w, uint32_t param) {
     const msi_tensor *t = &w->graph->tensors.items[param];
     msi_param_update u;
-    if ((w->gradient[param] == MSI_NONE && w->gradient_away[param] == MSI_NONE) ||
+    if ((w->now.gradient[param] == MSI_NONE && w->now.gradient_away[param] == MSI_NONE) ||
         t->last_gradient == MSI_NONE) {
         return;
     }
     msi_list_update(w, param, &u);
     if (!msi_may_join_updates(w, &u)) {
-        w->batch.count = 0;
+        w->queue.batch.count = 0;
     }
-    if (!msi_goes_along(&w->batch, t->bytes)) {
+    if (!msi_goes_along(&w->queue.batch, t->bytes)) {
         msi_lower_gathered(w);
     }
-    w->updates[w->update_count++] = u;
-    w->gradient[param] = w->gradient_away[param] = MSI_NONE;
+    w->queue.updates[w->queue.update_count++] = u;
+    w->now.gradient[param] = w->now.gradient_away[param] = MSI_NONE;
 }
 
 /* The param in a slot of a layer if its gradient is complete after the backward of that layer, and
@@ -12280,14 +12319,14 @@ static void msi_lower_early_updates(msi_lowering *w, uint32_t layer) {
     for (uint32_t k = 0; k < w->graph->layers.items[layer].count[MSI_GROUP_PARAM]; k++) {
         const uint32_t t = msi_completed_param(w->graph, layer, k);
         if (t != MSI_NONE && d[t].update_after != MSI_NONE &&
-            (w->gradient[t] != MSI_NONE || w->gradient_away[t] != MSI_NONE)) {
-            w->queue[w->queue_end++] = t;
+            (w->now.gradient[t] != MSI_NONE || w->now.gradient_away[t] != MSI_NONE)) {
+            w->queue.params[w->queue.end++] = t;
         }
     }
-    while (w->queue_first < w->queue_end &&
-           d[w->queue[w->queue_first]].update_after != MSI_AT_END &&
-           d[w->queue[w->queue_first]].update_after >= layer) {
-        msi_lower_update(w, w->queue[w->queue_first++]);
+    while (w->queue.first < w->queue.end &&
+           d[w->queue.params[w->queue.first]].update_after != MSI_AT_END &&
+           d[w->queue.params[w->queue.first]].update_after >= layer) {
+        msi_lower_update(w, w->queue.params[w->queue.first++]);
     }
     msi_lower_gathered(w);
 }
@@ -12360,10 +12399,10 @@ static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
     for (int group = MSI_GROUP_IN; group <= MSI_GROUP_OUT; group++) {
         const uint32_t mask = masks[group] & l->backward_masks[group];
         for (MSI_EACH(operand, w->graph, l, group)) {
-            uint32_t *slot = &w->slots[l->start[group] + operand.slot];
+            uint32_t *slot = &w->next.slots[l->start[group] + operand.slot];
             if ((mask >> operand.slot & 1) && *slot == MSI_UNSET) { // what was cast is a copy
                 *slot = msi_emit_copy(w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE,
-                                      w->value[operand.tensor]);
+                                      w->now.value[operand.tensor]);
             }
         }
     }
@@ -12373,20 +12412,20 @@ static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
    between micro-batches is cleared in the first. */
 static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
     for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
-        const uint32_t t = param.tensor, home = w->gradient_away[t];
-        if (w->gradient[t] != MSI_NONE || home == MSI_NONE) {
+        const uint32_t t = param.tensor, home = w->now.gradient_away[t];
+        if (w->now.gradient[t] != MSI_NONE || home == MSI_NONE) {
             continue;
         }
         msi_fetch(w, t, MSI_ROLE_GRADIENT);
         if (home < w->store->residents.count && !w->store->residents.items[home].borrowed &&
-            !w->cleared[t]) {
+            !w->now.cleared[t]) {
             msi_emit(w, MSI_OP_ZERO, t);
-            msi_use(w, w->gradient[t], false);
+            msi_use(w, w->now.gradient[t], false);
             if (!w->program->out_of_memory) {
                 w->program->code.instructions.items[w->program->code.instructions.count - 1]
                     .is_first = true;
             }
-            w->cleared[t] = 1;
+            w->now.cleared[t] = 1;
         }
     }
 }
@@ -12395,9 +12434,9 @@ static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
 static void msi_send_gradients(msi_lowering *w, const msi_layer *l) {
     for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
         const uint32_t t = param.tensor;
-        if (w->gradient[t] != MSI_NONE && msi_is_moved(w, t, MSI_ROLE_GRADIENT)) {
+        if (w->now.gradient[t] != MSI_NONE && msi_is_moved(w, t, MSI_ROLE_GRADIENT)) {
             msi_send(w, t, MSI_ROLE_GRADIENT);
-            w->gradient[t] = MSI_NONE;
+            w->now.gradient[t] = MSI_NONE;
         }
     }
 }
@@ -12407,8 +12446,8 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     const msi_graph *g = w->graph;
     const msi_layer *l = &g->layers.items[layer];
     const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    uint32_t *grad_out = w->slots + l->start[MSI_GROUP_COUNT];
-    w->call = msi_call_format(w, l);
+    uint32_t *grad_out = w->next.slots + l->start[MSI_GROUP_COUNT];
+    w->next.format = msi_call_format(w, l);
     msi_unset_slots(w, l);
     msi_fetch_values(w, MSI_OP_BACKWARD, l);
     msi_fetch_gradients(w, l);
@@ -12424,11 +12463,11 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
         msi_use(w,
                 out[k] == MSI_NONE         ? MSI_NONE
-                : grad_out[k] == MSI_UNSET ? w->gradient[out[k]]
+                : grad_out[k] == MSI_UNSET ? w->now.gradient[out[k]]
                                            : grad_out[k],
                 false);
     }
-    msi_use_edges(w, w->edge_count);
+    msi_use_edges(w, w->next.edge_count);
     msi_use_workspace(w, layer, MSI_WORKSPACE_BACKWARD, workspace);
     msi_add_contributions(w);
 }
@@ -12436,7 +12475,7 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
 /* The gradient of the loss. */
 static void msi_lower_seed(msi_lowering *w) {
     const msi_graph *g = w->graph;
-    uint32_t *gradient = &w->gradient[g->loss];
+    uint32_t *gradient = &w->now.gradient[g->loss];
     if (!g->tensors.items[g->loss].wants_gradient || w->is_seeded) {
         return;
     }
@@ -12450,7 +12489,8 @@ static void msi_lower_seed(msi_lowering *w) {
 
 /* The backward of the layers of a group on the tile at hand. */
 static void msi_lower_tile_backward(msi_lowering *w) {
-    for (uint32_t i = w->group->end; i-- > w->group->first && !w->program->out_of_memory;) {
+    for (uint32_t i = w->tiles.group->end;
+         i-- > w->tiles.group->first && !w->program->out_of_memory;) {
         if (w->graph->layers.items[i].has_backward) {
             msi_lower_backward(w, i);
         }
@@ -12466,7 +12506,7 @@ static void msi_lower_group_forward(msi_lowering *w, msi_op op, const msi_tiling
     }
     msi_begin_group(w, group);
     for (uint32_t tile = 0; tile < group->tiles && !w->program->out_of_memory; tile++) {
-        w->rows = msi_rows_of_tile(group, tile);
+        w->tiles.rows = msi_rows_of_tile(group, tile);
         for (uint32_t i = group->first; i < group->end && !w->program->out_of_memory; i++) {
             msi_lower_forward(w, op, i, MSI_NONE);
         }
@@ -12537,16 +12577,16 @@ static MSI_NOINLINE void msi_lower_group_backward(msi_lowering *w, const msi_til
     msi_lower_before_group(w, group, again);
     msi_fetch_for_group(w, group);
     msi_begin_group(w, group);
-    w->backward_tile = true;
-    w->depth = UINT32_MAX;
+    w->tiles.for_backward = true;
+    w->again.depth = UINT32_MAX;
     for (uint32_t tile = 0; tile < group->tiles && !w->program->out_of_memory; tile++) {
-        w->rows = msi_rows_of_tile(group, tile);
+        w->tiles.rows = msi_rows_of_tile(group, tile);
         msi_lower_tile_again(w, again, group->end - 1);
         msi_lower_tile_backward(w);
         msi_leave_tile(w, false);
     }
     msi_end_group(w);
-    w->backward_tile = false;
+    w->tiles.for_backward = false;
 }
 
 /* Extends a live range to the end of the program and beyond; residents stay anyway. */
@@ -12563,7 +12603,7 @@ static void msi_lower_first_micro(msi_lowering *w) {
     for (uint32_t i = 0; i < w->store->residents.count; i++) {
         const msi_resident *resident = &w->store->residents.items[i];
         if (resident->role == MSI_ROLE_GRADIENT && !resident->borrowed &&
-            w->gradient_away[resident->tensor] == MSI_NONE) {
+            w->now.gradient_away[resident->tensor] == MSI_NONE) {
             msi_emit(w, MSI_OP_ZERO, resident->tensor);
             msi_use(w, i, false);
             if (!w->program->out_of_memory) {
@@ -12578,8 +12618,8 @@ static MSI_NOINLINE void msi_lower_all_backward(msi_lowering *w) {
     const msi_graph *g = w->graph;
     w->backward = true;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const bool drops = w->decisions[t].pass > 0 || w->away[t] != MSI_NONE;
-        w->value[t] = drops ? MSI_NONE : w->value[t];
+        const bool drops = w->decisions[t].pass > 0 || w->now.away[t] != MSI_NONE;
+        w->now.value[t] = drops ? MSI_NONE : w->now.value[t];
     }
     msi_lower_seed(w);
     for (uint32_t i = g->layers.count; i-- > 0 && !w->program->out_of_memory;) {
@@ -12609,7 +12649,8 @@ static void msi_lower_updates(msi_lowering *w) {
         if (w->optimizer->kind != MS_OPTIMIZER_NONE) {
             msi_lower_update(w, t);
         } else {
-            msi_keep_to_end(w, w->gradient[t] != MSI_NONE ? w->gradient[t] : w->gradient_away[t]);
+            msi_keep_to_end(w, w->now.gradient[t] != MSI_NONE ? w->now.gradient[t]
+                                                              : w->now.gradient_away[t]);
         }
     }
     msi_lower_gathered(w);
@@ -12693,13 +12734,13 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     p->code.forward_end = p->code.instructions.count;
     msi_lower_all_backward(w);
     p->code.backward_end = p->code.instructions.count;
-    p->code.loss = w->value[g->loss];
+    p->code.loss = w->now.value[g->loss];
     p->code.scales_loss = w->scales_loss;
     msi_lower_norm(w);
     msi_lower_updates(w);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (g->tensors.items[t].is_output || t == g->loss) {
-            msi_keep_to_end(w, w->value[t]);
+            msi_keep_to_end(w, w->now.value[t]);
         }
     }
     msi_keep_to_end(w, p->code.norm);
@@ -12718,10 +12759,10 @@ static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions
     p->code.room = 0;
     msi_lower_all_forward(w, MSI_OP_EVAL);
     p->code.forward_end = p->code.backward_end = p->code.instructions.count;
-    p->code.loss = w->value[g->loss];
+    p->code.loss = w->now.value[g->loss];
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (g->tensors.items[t].is_output || g->tensors.items[t].is_eval_output || t == g->loss) {
-            msi_keep_to_end(w, w->value[t]);
+            msi_keep_to_end(w, w->now.value[t]);
         }
     }
     if (!p->out_of_memory) {
@@ -15259,7 +15300,7 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
                              msi_program *p) {
     msi_clock c;
     msi_clock_start(&c, g, costs, store, p);
-    memset(p->code.link_bytes, 0, sizeof p->code.link_bytes);
+    memset(p->predicted.link_bytes, 0, sizeof p->predicted.link_bytes);
     memset(p->predicted.link_us, 0, sizeof p->predicted.link_us);
     p->predicted.recompute_us = 0.0;
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
@@ -15268,11 +15309,11 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
         p->predicted.micro = now == p->code.backward_end ? msi_end_micro(&c) : p->predicted.micro;
         msi_clock_run(&c, now, us);
         if (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT) {
-            p->code.link_bytes[msi_ops[i->op].stream] += (uint64_t)msi_moved_bytes(g, p, i);
+            p->predicted.link_bytes[msi_ops[i->op].stream] += (uint64_t)msi_moved_bytes(g, p, i);
             p->predicted.link_us[msi_ops[i->op].stream] += us;
         }
         for (int k = MS_STREAM_TO_DEVICE; k <= MS_STREAM_TO_HOST && i->op == MSI_OP_UPDATE; k++) {
-            p->code.link_bytes[k] += msi_updated_bytes(g, p, i, true);
+            p->predicted.link_bytes[k] += msi_updated_bytes(g, p, i, true);
             p->predicted.link_us[k] += msi_mapped_us(g, costs, p, i);
         }
         p->predicted.recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
@@ -27805,8 +27846,8 @@ static MSI_COLD void msi_report_copies(const ms_model *m, ms_memory_report *r) {
     const msi_program *p = &m->run.plan->train;
     msi_clock start; // of a step: computing waits for the inputs
     msi_clock_start(&start, &m->graph, &m->costs, m->run.store, p);
-    r->to_device_bytes = p->code.link_bytes[MS_STREAM_TO_DEVICE];
-    r->to_host_bytes = p->code.link_bytes[MS_STREAM_TO_HOST];
+    r->to_device_bytes = p->predicted.link_bytes[MS_STREAM_TO_DEVICE];
+    r->to_host_bytes = p->predicted.link_bytes[MS_STREAM_TO_HOST];
     r->to_device_us = p->predicted.link_us[MS_STREAM_TO_DEVICE];
     r->to_host_us = p->predicted.link_us[MS_STREAM_TO_HOST];
     r->stall_us = p->predicted.stall_us;
