@@ -303,11 +303,33 @@
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
     shared by both  >>formats >>shared >>arithmetic
-    implementation  >>base >>structs >>names >>log >>text >>memory >>wide >>backend cpu >>hardware
-                    >>graph >>tiles >>validate >>profile >>rules >>store >>lower >>alias >>cost
-                    >>schedule >>layout >>simulate >>score >>greedy >>chain >>exhaustive
-                    >>grouping >>solve >>order >>plan >>policy >>explain >>optimizer >>call >>debug
-                    >>timing >>execute >>state >>verify >>report >>api >>listing >>trace
+    implementation  >>base >>structs >>names >>log >>text >>memory >>wide
+      on the host   >>cpu kernels    what is done to elements, piece by piece
+                    >>cpu gemm       matrix products
+                    >>backend cpu    the table of the backend, and the threads that copy
+                    >>hardware >>graph >>tiles >>validate >>profile >>rules >>store
+      lowering      >>emit           instructions, live ranges, and copies of what moves
+                    >>operands       the next call of a layer
+                    >>homes          what is fetched from the host for a call and sent back after it
+                    >>recompute      forward, and forward again for what a reader lacks
+                    >>updates        of params, early or late, in parts
+                    >>lower          backward, groups in tiles, and the whole program
+                    >>alias >>cost >>schedule >>layout >>simulate >>score
+      searches      >>moves          what can be changed, what that frees and is expected to cost
+                    >>greedy         one move after another
+                    >>lists          what greedy may offload, what is given back, bands
+                    >>chain >>exhaustive >>grouping >>solve
+                    >>order >>plan >>policy >>explain >>optimizer >>call
+      debug mode    >>stage          where a layer runs: its operands lie apart, amid poison
+                    >>checks         what it must leave as it was; who is to blame for a difference
+                    >>debug          its trials: again, elsewhere, over other poison
+                    >>timing >>execute
+      between steps >>values         what outlasts a step: written, read and borrowed
+                    >>place          memory for a store, or for its image while it is suspended
+                    >>relocate       values go to the places of another plan
+                    >>adopt          a plan takes effect, for a size or a budget
+                    >>model          is made and freed
+                    >>verify >>report >>api >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -5502,7 +5524,7 @@ MSI_WIDE void msi_wide_update(ms_optimizer_kind kind, const msi_wide_factors *f,
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// >>backend cpu  the arena is host memory
+// >>cpu kernels  fills, casts, sums and updates of elements on the host, piece by piece
 
 #ifdef _OPENMP
 #define MSI_PRAGMA(text) _Pragma(#text)
@@ -6096,6 +6118,9 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
    missing. A cell is one float; or, where the processor multiplies BF16 itself, a pair of BF16
    numbers that follow each other in the depth.
 
+// ------------------------------------------------------------------------------------------------
+// >>cpu gemm  matrix products, where no CBLAS computes them
+
    Where the parts of a sum begin depends on the depth alone. So an element of c has the same bits
    wherever it stands in c, whatever the strides and the alignment, and on any number of threads: a
    recomputation gives what forward gave. */
@@ -6513,6 +6538,9 @@ static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_ma
     (void)user;
     return msi_gemm_for(NULL, alpha, a, b, beta, c);
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>backend cpu  the arena is host memory; copies run on threads
 
 /* What a processor says of itself. x86: Intel, "Software developer's manual", volume 2A, CPUID, and
    volume 1, chapter 13, for what the system saves of the registers that it takes. ARM under Linux:
@@ -10767,7 +10795,7 @@ static uint64_t msi_room_of(const msi_store *store) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>lower  from graph and decisions to a program: instructions with operands, and live ranges
+// >>emit  instructions, their operands and live ranges, and copies of what moves
 
 /* One edge from a layer to an operand that gets a gradient from it, in its backward or in the
    forward of a loss layer: where that gradient is written. */
@@ -11276,6 +11304,9 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     }
 }
 
+// ------------------------------------------------------------------------------------------------
+// >>operands  the next call of a layer: formats, edges, results, and casts around it
+
 /* The format of the next call of a layer: that of the first operand in 16 bits which it accepts so,
    and which is not to stay F32. */
 static ms_state_format msi_call_format(const msi_lowering *w, const msi_layer *l) {
@@ -11684,6 +11715,9 @@ static void msi_unset_slots(msi_lowering *w, const msi_layer *l) {
     }
 }
 
+// ------------------------------------------------------------------------------------------------
+// >>homes  params and values that are fetched from the host for a call, and sent back after it
+
 /* Whether what has its home in one place can go in a copy with what has it in another: both lie in
    the model's own memory. */
 static bool msi_can_join(const msi_lowering *w, uint32_t a, uint32_t b) {
@@ -11823,6 +11857,9 @@ static void msi_send_made(msi_lowering *w, const msi_layer *l) {
         }
     }
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>recompute  forward of a layer, and forward again for what a reader lacks, whole or in tiles
 
 /* Forward, eval or recomputation of a layer whose inputs are in memory or on the host. */
 static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader) {
@@ -12117,6 +12154,9 @@ static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reade
     }
 }
 
+// ------------------------------------------------------------------------------------------------
+// >>updates  the update of a param, early or late, in parts, with what moves for it
+
 /* Computes the norm of all gradients, for clipping. */
 static void msi_lower_norm(msi_lowering *w) {
     const msi_graph *g = w->graph;
@@ -12378,6 +12418,9 @@ static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool e
         }
     }
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>lower  from graph and decisions to a program: backward, groups in tiles, and the whole
 
 /* Makes ready for the backward of a layer: dropped values that it reads are recomputed. */
 static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
@@ -15875,14 +15918,8 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>greedy  graphs of any shape: drop one value after another, each time the one that frees most
-//           for its time
-
-/* The greedy search goes through a list of plans whose order does not depend on the budget. The
-   budget only says where to stop: at the first plan that fits. A plan that is faster than one
-   before it does not count. The list begins with the plain plan, plus what is forced; next, if that
-   is allowed, is the plan that updates params inside backward; each plan after these drops some
-   more values than the one before, and has no more live bytes, copies under way apart. */
+// >>moves  what can be changed in a plan: the bytes that frees, and the time it is expected to
+// cost
 
 enum {
     MSI_PRICE_LIMIT = 64,
@@ -16518,6 +16555,16 @@ static MSI_NOINLINE void msi_find_moves(msi_greedy *w) {
     msi_sort_moves(w->moves.items, w->moves.count);
 }
 
+// ------------------------------------------------------------------------------------------------
+// >>greedy  graphs of any shape: one move after another, each time the one that frees most for
+// its time
+
+/* The greedy search goes through a list of plans whose order does not depend on the budget. The
+   budget only says where to stop: at the first plan that fits. A plan that is faster than one
+   before it does not count. The list begins with the plain plan, plus what is forced; next, if that
+   is allowed, is the plan that updates params inside backward; each plan after these drops some
+   more values than the one before, and has no more live bytes, copies under way apart. */
+
 /* Adds the plan at hand to the list. Returns whether it counts. */
 static bool msi_add_prefix(msi_greedy *w) {
     const uint32_t count = w->prefixes.count;
@@ -16816,6 +16863,9 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
         msi_propose(w->search, w->decisions, &w->score);
     }
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>lists  what greedy may offload: lists of moves, what is given back again, segments, bands
 
 /* The lists of plans that move something to the host: what they may move, how many times as fine
    the steps from plan to plan are, and what of all params they begin with there. Lists that may do
@@ -22503,7 +22553,7 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>debug  a layer runs several times, at other addresses and over other poison, with the same bits
+// >>stage  where debug mode runs a layer: its operands lie apart, amid poison
 
 /* How it works. All memory of the model is saved to the shadow, a copy on the host, and filled with
    one byte value, the poison. The layer runs on the stage, memory of its own in two halves that
@@ -23287,6 +23337,9 @@ static MSI_COLD void msi_take_image(msi_trial *t) {
 
 // what is found
 
+// ------------------------------------------------------------------------------------------------
+// >>checks  what a layer must leave as it was, and who is to blame for what differs
+
 typedef struct msi_operand_text {
     char text[160];
 } msi_operand_text;
@@ -23655,6 +23708,9 @@ static MSI_COLD void msi_blame_undeclared(msi_trial *t) {
         }
     }
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>debug  the trials of a layer: again, elsewhere, over other poison, with the same bits
 
 /* As a recomputation, of all results or with some omitted, which must make the bits of forward. */
 static MSI_COLD void msi_try_recompute(msi_trial *t, uint32_t omit_out, uint32_t omit_saved) {
@@ -25417,7 +25473,7 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>state  values that outlast a step: written, read, and moved from plan to plan
+// >>values  what outlasts a step: params, state, inputs and outputs, written, read and borrowed
 
 /* Where a value is, to be read and to be written, and the format that optimizer state has there. */
 typedef struct msi_memory {
@@ -25577,6 +25633,250 @@ static void msi_note_new_state(ms_model *m, const msi_store *store) {
         }
     }
 }
+
+/* Where a value is that can be read now: that of a resident, or of a live range that spans the
+   instruction where the program stopped. */
+static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, msi_role role) {
+    const msi_resident *resident = msi_find_value(m->run.store, tensor, role);
+    const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
+    ms_state_format format = MS_STATE_FORMAT_F32;
+    void *staged = msi_staged_address(m, tensor, role, &format);
+    msi_memory memory = {staged, staged, format, resident && resident->is_shown};
+    if (staged && resident && resident->format != format) { // the callback sees it rounded
+        const msi_memory saved = {msi_shadow_of(m, resident), NULL, resident->format, true};
+        return saved;
+    }
+    if (staged || resident) {
+        return staged ? memory : msi_memory_of(resident);
+    }
+    for (uint32_t i = p ? m->run.store->residents.count : MSI_NONE; p && i < p->code.ranges.count;
+         i++) {
+        const msi_range *range = &p->code.ranges.items[i];
+        if (range->tensor == tensor && range->role == role && range->part == 0 &&
+            range->first < m->run.position && (range->last >= m->run.position || range->outlives)) {
+            memory.source = memory.target = msi_address(m, p, i);
+            memory.format = (ms_state_format)range->format;
+            memory.on_host = range->on_host;
+            return memory;
+        }
+    }
+    return memory;
+}
+
+/* Notes an error of ms_borrow; before there is a plan it sticks. */
+static MSI_COLD ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name,
+                                          const char *reason) {
+    const ms_result refused = msi_fail(m, result, "ms_borrow: \"%s\" %s", name, reason);
+    if (!m->run.plan) {
+        msi_stick(m, refused);
+    }
+    return refused;
+}
+
+/* An error if a value cannot be borrowed now. */
+static MSI_COLD ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role) {
+    const msi_tensor *tensor = &m->graph.tensors.items[t];
+    const bool lasts =
+        msi_is_resident(tensor) && (role == MSI_ROLE_VALUE || tensor->kind == MSI_KIND_PARAM);
+    const char *reason =
+        !lasts ? "does not live between steps; inputs, params, buffers, gradients of params and "
+                 "optimizer state can be borrowed"
+        : m->run.stage == MSI_STAGE_BACKWARD
+            ? "is lent between ms_backward and ms_update; complete the step first"
+        : m->run.busy           ? "is lent in a callback; lend it between steps"
+        : m->run.slices.is_open ? "is lent between slices; complete the step first"
+        : m->run.plan && !msi_is_borrowed(tensor, role)
+            ? "was not borrowed when the model was wrapped; lend it before ms_wrap"
+            : NULL;
+    return reason ? msi_refuse_loan(m, lasts ? MS_RESULT_ORDER : MS_RESULT_INVALID,
+                                    msi_name(&m->graph, tensor->name), reason)
+                  : MS_RESULT_OK;
+}
+
+/* From now on a value is in the trainer's memory. */
+static void msi_borrow(ms_model *m, uint32_t t, msi_role role, void *memory) {
+    msi_tensor *tensor = &m->graph.tensors.items[t];
+    if (!msi_is_borrowed(tensor, role)) {
+        msi_release(&m->config.allocator, tensor->memory[role], tensor->largest_bytes);
+        tensor->borrowed = (uint8_t)(tensor->borrowed | 1u << role);
+    }
+    m->run.epoch += tensor->memory[role] != memory;
+    tensor->memory[role] = memory;
+    for (uint32_t i = 0; m->run.store && i < m->run.store->residents.count; i++) {
+        msi_resident *resident = &m->run.store->residents.items[i];
+        if (resident->tensor == t && resident->role == role && resident->borrowed) {
+            resident->address = memory;
+        }
+    }
+    if (m->run.stage == MSI_STAGE_FORWARD) {
+        m->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
+    }
+}
+
+/* Checks the arguments of ms_write and ms_read; the index of the tensor, or MSI_NONE. */
+static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor tensor,
+                                   const void *data) {
+    const uint32_t t = m ? msi_index(&m->graph, tensor) : MSI_NONE;
+    const bool is_state = t != MSI_NONE && msi_role_of(&m->graph, tensor) >= MSI_ROLE_STATE0;
+    if (t != MSI_NONE && data && (!is_state || m->graph.tensors.items[t].kind == MSI_KIND_PARAM)) {
+        return t;
+    }
+    if (m && data && t == MSI_NONE && m->errors.sticky != MS_RESULT_OK) {
+        (void)msi_fail(m, MS_RESULT_INVALID, "%s: an earlier registration has failed: %s", function,
+                       m->errors.sticky_text);
+    } else {
+        (void)msi_fail_argument(m, function,
+                                data ? "this is no tensor of this model" : "data is NULL");
+    }
+    return MSI_NONE;
+}
+
+/* Writes a resident after what is enqueued: an input by way of its staging memory, once the copy
+   before is done; or a tensor on the host, once the device, which may still read it, is idle. */
+static ms_result msi_write(ms_model *m, const msi_resident *resident, const void *data,
+                           uint64_t bytes) {
+    ms_result result = MS_RESULT_OK;
+    m->run.epoch += resident->is_shown; // a callback may have read it for a recording
+    if (resident->event == MSI_NONE) {
+        const msi_memory to = msi_memory_of(resident);
+        const msi_memory from = msi_memory_to_read(data);
+        result = resident->on_host ? msi_synchronize(m) : MS_RESULT_OK;
+        MSI_THEN(result, msi_copy_value(m, &to, &from, resident->role, bytes));
+        return result;
+    }
+    uint8_t *staging = msi_step_on_host(m) + resident->staging;
+    result = msi_wait_on_host(m, resident->event);
+    if (result == MS_RESULT_OK) {
+        memcpy(staging, data, (size_t)bytes);
+        result = msi_copy_in(m, resident->address, staging, bytes, resident->event);
+    }
+    return result;
+}
+
+/* Writes a value before there is a plan: to memory kept until ms_wrap, or to the trainer's. */
+static ms_result msi_write_unplanned(ms_model *m, msi_tensor *t, msi_role role, const void *data) {
+    void **memory = &t->memory[role];
+    const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
+    if (!*memory) {
+        *memory = msi_alloc_zeroed(&m->config.allocator, t->largest_bytes);
+    }
+    return *memory ? msi_copy(m, *memory, !on_device, data, true, t->bytes)
+                   : msi_fail_memory(m, msi_name(&m->graph, t->name), t->largest_bytes);
+}
+
+/* Whether a value can be written and read at any time. */
+static bool msi_is_kept(const msi_tensor *t, msi_role role) {
+    return msi_is_resident(t) && (role != MSI_ROLE_GRADIENT || msi_is_borrowed(t, role));
+}
+
+static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const void *data) {
+    msi_tensor *target = &m->graph.tensors.items[t];
+    const char *name = msi_name(&m->graph, target->name);
+    if (!msi_is_kept(target, role)) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "ms_write: the %s \"%s\" does not live between steps; inputs, params, "
+                        "buffers and optimizer state do, and what is borrowed",
+                        msi_role_name(role), name);
+    }
+    if (m->config.dry_run) {
+        return msi_fail(m, MS_RESULT_DRY_RUN, "ms_write: a dry run has no memory for \"%s\"", name);
+    }
+    if (m->run.busy) {
+        return msi_fail(m, MS_RESULT_ORDER,
+                        "ms_write: called from a callback of a layer: call it between steps");
+    }
+    if (m->run.slices.is_open || msi_is_suspended(m)) {
+        return msi_is_suspended(m) ? msi_fail_suspended(m, "ms_write")
+                                   : msi_fail_in_slices(m, "ms_write");
+    }
+    if (!m->run.plan) {
+        const ms_result result = msi_write_unplanned(m, target, role, data);
+        target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
+        return result;
+    }
+    const msi_resident *resident = msi_find_resident(m->run.store, t, role);
+    if (!resident) {
+        return msi_fail(m, MS_RESULT_INVALID, "ms_write: \"%s\" has no such state", name);
+    }
+    if (m->run.stage == MSI_STAGE_FORWARD) {
+        m->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
+    }
+    const msi_resident *master = msi_find_value(m->run.store, t, role);
+    ms_result result = msi_write(m, resident, data, target->bytes);
+    MSI_THEN(result, master == resident ? MS_RESULT_OK : msi_write(m, master, data, target->bytes));
+    target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
+    return result;
+}
+
+static MSI_COLD const char *msi_read_cure(const msi_graph *g, uint32_t t, msi_role role) {
+    if (role == MSI_ROLE_GRADIENT) {
+        return "it is there from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
+               "ms_update; MS_OPTIMIZER_NONE: to the next step)";
+    }
+    if (role != MSI_ROLE_VALUE) {
+        return "a param that is frozen, or that the loss does not depend on, has none";
+    }
+    return t == g->loss ? "run ms_step, ms_forward or ms_eval first"
+           : g->tensors.items[t].kind == MSI_KIND_SAVED
+               ? "a saved tensor lives only between forward and backward"
+               : "ms_add_output keeps an activation";
+}
+
+/* Reads a value before there is a plan: as it was written, or zeros. */
+static ms_result msi_read_unplanned(ms_model *m, const msi_tensor *t, msi_role role, void *data) {
+    const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
+    return t->memory[role] ? msi_copy(m, data, true, t->memory[role], !on_device, t->bytes)
+                           : msi_fill(m, data, true, 0, t->bytes);
+}
+
+/* Whether a value can be read between slices: one that the step has not changed, or the loss or an
+   output after forward. */
+static bool msi_is_settled(const ms_model *m, uint32_t t, msi_role role) {
+    const msi_run *r = &m->run;
+    const msi_tensor *tensor = &m->graph.tensors.items[t];
+    const bool stays =
+        tensor->kind == MSI_KIND_INPUT || (tensor->kind == MSI_KIND_PARAM && !msi_learns(tensor));
+    return msi_is_resident(tensor) ? role != MSI_ROLE_GRADIENT && (r->updates_done == 0 || stays) &&
+                                         !(tensor->kind == MSI_KIND_BUFFER && r->state_is_old)
+                                   : r->is_summed && role == MSI_ROLE_VALUE &&
+                                         (t == m->graph.loss || tensor->is_output);
+}
+
+static bool msi_hides_value(const ms_model *m, uint32_t t, msi_role role) {
+    return m->run.slices.is_open && !m->run.busy && !msi_is_settled(m, t, role);
+}
+
+static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *data) {
+    const msi_tensor *source = &m->graph.tensors.items[t];
+    const char *name = msi_name(&m->graph, source->name);
+    if (m->config.dry_run) {
+        return msi_fail(m, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"", name);
+    }
+    if (msi_is_suspended(m)) {
+        return msi_fail_suspended(m, "ms_read");
+    }
+    if (msi_hides_value(m, t, role)) {
+        return msi_fail(m, MS_RESULT_ORDER,
+                        "ms_read: a step is under way in slices, which changes the %s \"%s\": read "
+                        "it after the step",
+                        msi_role_name(role), name);
+    }
+    if (!m->run.plan && msi_is_kept(source, role)) {
+        return msi_read_unplanned(m, source, role, data);
+    }
+    const msi_memory to = msi_memory_to_write(data);
+    const msi_memory from = m->run.plan ? msi_live_memory(m, t, role) : msi_memory_to_read(NULL);
+    if (!from.source) {
+        return msi_fail(m, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory now; %s",
+                        msi_role_name(role), name, msi_read_cure(&m->graph, t, role));
+    }
+    ms_result result = from.on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write
+    MSI_THEN(result, msi_copy_value(m, &to, &from, role, source->bytes));
+    return result;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>place  memory for a store: allocated, filled, saved while a model is suspended
 
 /* Makes the shared arena at least this large. What it held is lost. */
 static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
@@ -25818,6 +26118,9 @@ static ms_result msi_exchange(ms_model *m, msi_store *store) {
     }
     return result;
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>relocate  values go to the places of another plan in the memory that there is
 
 /* How a value gets from an old store to a new one in the same device memory. */
 typedef enum msi_route {
@@ -26142,6 +26445,9 @@ static ms_result msi_relocate(ms_model *m, msi_store *store, bool *moved) {
     MSI_THEN(r.result, msi_synchronize(m));
     return r.result;
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>adopt  a plan takes effect, for a size or a budget; is kept, replaced, suspended and resumed
 
 /* Whether a store has all sums of another one, so that finished micro-batches still count. */
 static bool msi_sums_alike(const msi_store *old, const msi_store *store) {
@@ -26582,246 +26888,8 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     return MS_RESULT_OK;
 }
 
-/* Where a value is that can be read now: that of a resident, or of a live range that spans the
-   instruction where the program stopped. */
-static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, msi_role role) {
-    const msi_resident *resident = msi_find_value(m->run.store, tensor, role);
-    const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
-    ms_state_format format = MS_STATE_FORMAT_F32;
-    void *staged = msi_staged_address(m, tensor, role, &format);
-    msi_memory memory = {staged, staged, format, resident && resident->is_shown};
-    if (staged && resident && resident->format != format) { // the callback sees it rounded
-        const msi_memory saved = {msi_shadow_of(m, resident), NULL, resident->format, true};
-        return saved;
-    }
-    if (staged || resident) {
-        return staged ? memory : msi_memory_of(resident);
-    }
-    for (uint32_t i = p ? m->run.store->residents.count : MSI_NONE; p && i < p->code.ranges.count;
-         i++) {
-        const msi_range *range = &p->code.ranges.items[i];
-        if (range->tensor == tensor && range->role == role && range->part == 0 &&
-            range->first < m->run.position && (range->last >= m->run.position || range->outlives)) {
-            memory.source = memory.target = msi_address(m, p, i);
-            memory.format = (ms_state_format)range->format;
-            memory.on_host = range->on_host;
-            return memory;
-        }
-    }
-    return memory;
-}
-
-/* Notes an error of ms_borrow; before there is a plan it sticks. */
-static MSI_COLD ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name,
-                                          const char *reason) {
-    const ms_result refused = msi_fail(m, result, "ms_borrow: \"%s\" %s", name, reason);
-    if (!m->run.plan) {
-        msi_stick(m, refused);
-    }
-    return refused;
-}
-
-/* An error if a value cannot be borrowed now. */
-static MSI_COLD ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role) {
-    const msi_tensor *tensor = &m->graph.tensors.items[t];
-    const bool lasts =
-        msi_is_resident(tensor) && (role == MSI_ROLE_VALUE || tensor->kind == MSI_KIND_PARAM);
-    const char *reason =
-        !lasts ? "does not live between steps; inputs, params, buffers, gradients of params and "
-                 "optimizer state can be borrowed"
-        : m->run.stage == MSI_STAGE_BACKWARD
-            ? "is lent between ms_backward and ms_update; complete the step first"
-        : m->run.busy           ? "is lent in a callback; lend it between steps"
-        : m->run.slices.is_open ? "is lent between slices; complete the step first"
-        : m->run.plan && !msi_is_borrowed(tensor, role)
-            ? "was not borrowed when the model was wrapped; lend it before ms_wrap"
-            : NULL;
-    return reason ? msi_refuse_loan(m, lasts ? MS_RESULT_ORDER : MS_RESULT_INVALID,
-                                    msi_name(&m->graph, tensor->name), reason)
-                  : MS_RESULT_OK;
-}
-
-/* From now on a value is in the trainer's memory. */
-static void msi_borrow(ms_model *m, uint32_t t, msi_role role, void *memory) {
-    msi_tensor *tensor = &m->graph.tensors.items[t];
-    if (!msi_is_borrowed(tensor, role)) {
-        msi_release(&m->config.allocator, tensor->memory[role], tensor->largest_bytes);
-        tensor->borrowed = (uint8_t)(tensor->borrowed | 1u << role);
-    }
-    m->run.epoch += tensor->memory[role] != memory;
-    tensor->memory[role] = memory;
-    for (uint32_t i = 0; m->run.store && i < m->run.store->residents.count; i++) {
-        msi_resident *resident = &m->run.store->residents.items[i];
-        if (resident->tensor == t && resident->role == role && resident->borrowed) {
-            resident->address = memory;
-        }
-    }
-    if (m->run.stage == MSI_STAGE_FORWARD) {
-        m->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
-    }
-}
-
-/* Checks the arguments of ms_write and ms_read; the index of the tensor, or MSI_NONE. */
-static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor tensor,
-                                   const void *data) {
-    const uint32_t t = m ? msi_index(&m->graph, tensor) : MSI_NONE;
-    const bool is_state = t != MSI_NONE && msi_role_of(&m->graph, tensor) >= MSI_ROLE_STATE0;
-    if (t != MSI_NONE && data && (!is_state || m->graph.tensors.items[t].kind == MSI_KIND_PARAM)) {
-        return t;
-    }
-    if (m && data && t == MSI_NONE && m->errors.sticky != MS_RESULT_OK) {
-        (void)msi_fail(m, MS_RESULT_INVALID, "%s: an earlier registration has failed: %s", function,
-                       m->errors.sticky_text);
-    } else {
-        (void)msi_fail_argument(m, function,
-                                data ? "this is no tensor of this model" : "data is NULL");
-    }
-    return MSI_NONE;
-}
-
-/* Writes a resident after what is enqueued: an input by way of its staging memory, once the copy
-   before is done; or a tensor on the host, once the device, which may still read it, is idle. */
-static ms_result msi_write(ms_model *m, const msi_resident *resident, const void *data,
-                           uint64_t bytes) {
-    ms_result result = MS_RESULT_OK;
-    m->run.epoch += resident->is_shown; // a callback may have read it for a recording
-    if (resident->event == MSI_NONE) {
-        const msi_memory to = msi_memory_of(resident);
-        const msi_memory from = msi_memory_to_read(data);
-        result = resident->on_host ? msi_synchronize(m) : MS_RESULT_OK;
-        MSI_THEN(result, msi_copy_value(m, &to, &from, resident->role, bytes));
-        return result;
-    }
-    uint8_t *staging = msi_step_on_host(m) + resident->staging;
-    result = msi_wait_on_host(m, resident->event);
-    if (result == MS_RESULT_OK) {
-        memcpy(staging, data, (size_t)bytes);
-        result = msi_copy_in(m, resident->address, staging, bytes, resident->event);
-    }
-    return result;
-}
-
-/* Writes a value before there is a plan: to memory kept until ms_wrap, or to the trainer's. */
-static ms_result msi_write_unplanned(ms_model *m, msi_tensor *t, msi_role role, const void *data) {
-    void **memory = &t->memory[role];
-    const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
-    if (!*memory) {
-        *memory = msi_alloc_zeroed(&m->config.allocator, t->largest_bytes);
-    }
-    return *memory ? msi_copy(m, *memory, !on_device, data, true, t->bytes)
-                   : msi_fail_memory(m, msi_name(&m->graph, t->name), t->largest_bytes);
-}
-
-/* Whether a value can be written and read at any time. */
-static bool msi_is_kept(const msi_tensor *t, msi_role role) {
-    return msi_is_resident(t) && (role != MSI_ROLE_GRADIENT || msi_is_borrowed(t, role));
-}
-
-static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const void *data) {
-    msi_tensor *target = &m->graph.tensors.items[t];
-    const char *name = msi_name(&m->graph, target->name);
-    if (!msi_is_kept(target, role)) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_write: the %s \"%s\" does not live between steps; inputs, params, "
-                        "buffers and optimizer state do, and what is borrowed",
-                        msi_role_name(role), name);
-    }
-    if (m->config.dry_run) {
-        return msi_fail(m, MS_RESULT_DRY_RUN, "ms_write: a dry run has no memory for \"%s\"", name);
-    }
-    if (m->run.busy) {
-        return msi_fail(m, MS_RESULT_ORDER,
-                        "ms_write: called from a callback of a layer: call it between steps");
-    }
-    if (m->run.slices.is_open || msi_is_suspended(m)) {
-        return msi_is_suspended(m) ? msi_fail_suspended(m, "ms_write")
-                                   : msi_fail_in_slices(m, "ms_write");
-    }
-    if (!m->run.plan) {
-        const ms_result result = msi_write_unplanned(m, target, role, data);
-        target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
-        return result;
-    }
-    const msi_resident *resident = msi_find_resident(m->run.store, t, role);
-    if (!resident) {
-        return msi_fail(m, MS_RESULT_INVALID, "ms_write: \"%s\" has no such state", name);
-    }
-    if (m->run.stage == MSI_STAGE_FORWARD) {
-        m->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
-    }
-    const msi_resident *master = msi_find_value(m->run.store, t, role);
-    ms_result result = msi_write(m, resident, data, target->bytes);
-    MSI_THEN(result, master == resident ? MS_RESULT_OK : msi_write(m, master, data, target->bytes));
-    target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
-    return result;
-}
-
-static MSI_COLD const char *msi_read_cure(const msi_graph *g, uint32_t t, msi_role role) {
-    if (role == MSI_ROLE_GRADIENT) {
-        return "it is there from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
-               "ms_update; MS_OPTIMIZER_NONE: to the next step)";
-    }
-    if (role != MSI_ROLE_VALUE) {
-        return "a param that is frozen, or that the loss does not depend on, has none";
-    }
-    return t == g->loss ? "run ms_step, ms_forward or ms_eval first"
-           : g->tensors.items[t].kind == MSI_KIND_SAVED
-               ? "a saved tensor lives only between forward and backward"
-               : "ms_add_output keeps an activation";
-}
-
-/* Reads a value before there is a plan: as it was written, or zeros. */
-static ms_result msi_read_unplanned(ms_model *m, const msi_tensor *t, msi_role role, void *data) {
-    const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
-    return t->memory[role] ? msi_copy(m, data, true, t->memory[role], !on_device, t->bytes)
-                           : msi_fill(m, data, true, 0, t->bytes);
-}
-
-/* Whether a value can be read between slices: one that the step has not changed, or the loss or an
-   output after forward. */
-static bool msi_is_settled(const ms_model *m, uint32_t t, msi_role role) {
-    const msi_run *r = &m->run;
-    const msi_tensor *tensor = &m->graph.tensors.items[t];
-    const bool stays =
-        tensor->kind == MSI_KIND_INPUT || (tensor->kind == MSI_KIND_PARAM && !msi_learns(tensor));
-    return msi_is_resident(tensor) ? role != MSI_ROLE_GRADIENT && (r->updates_done == 0 || stays) &&
-                                         !(tensor->kind == MSI_KIND_BUFFER && r->state_is_old)
-                                   : r->is_summed && role == MSI_ROLE_VALUE &&
-                                         (t == m->graph.loss || tensor->is_output);
-}
-
-static bool msi_hides_value(const ms_model *m, uint32_t t, msi_role role) {
-    return m->run.slices.is_open && !m->run.busy && !msi_is_settled(m, t, role);
-}
-
-static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *data) {
-    const msi_tensor *source = &m->graph.tensors.items[t];
-    const char *name = msi_name(&m->graph, source->name);
-    if (m->config.dry_run) {
-        return msi_fail(m, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"", name);
-    }
-    if (msi_is_suspended(m)) {
-        return msi_fail_suspended(m, "ms_read");
-    }
-    if (msi_hides_value(m, t, role)) {
-        return msi_fail(m, MS_RESULT_ORDER,
-                        "ms_read: a step is under way in slices, which changes the %s \"%s\": read "
-                        "it after the step",
-                        msi_role_name(role), name);
-    }
-    if (!m->run.plan && msi_is_kept(source, role)) {
-        return msi_read_unplanned(m, source, role, data);
-    }
-    const msi_memory to = msi_memory_to_write(data);
-    const msi_memory from = m->run.plan ? msi_live_memory(m, t, role) : msi_memory_to_read(NULL);
-    if (!from.source) {
-        return msi_fail(m, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory now; %s",
-                        msi_role_name(role), name, msi_read_cure(&m->graph, t, role));
-    }
-    ms_result result = from.on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write
-    MSI_THEN(result, msi_copy_value(m, &to, &from, role, source->bytes));
-    return result;
-}
+// ------------------------------------------------------------------------------------------------
+// >>model  a model is made and freed, and what the trainer attaches to it
 
 /* From now on a model without a plan only carries its last error. It has a backend that needs no
    device, and nothing that has to be closed. */

@@ -307,7 +307,7 @@ check_cold() {
     object=$(implementation -O2) || return 1
     objdump -t "$object" | awk '$4 == ".text.unlikely" && $NF !~ /\./ { print $NF }' | sort > $checks/cold
     awk '/^\/\/ >>/ { tag = $2 (($2 == ">>backend" || $2 == ">>cuda") ? $3 : "") }
-        /^(static|MSI_HD|MSI_WIDE) .*\(/ && tag ~ /^>>(tiles|lower|alias|cost|schedule|layout|simulate|score|greedy|chain|exhaustive|grouping|solve|order|call|execute|optimizer|wide)$/ && !/MSI_COLD/ {
+        /^(static|MSI_HD|MSI_WIDE) .*\(/ && tag ~ /^>>(tiles|emit|operands|homes|recompute|updates|lower|alias|cost|schedule|layout|simulate|score|moves|greedy|lists|chain|exhaustive|grouping|solve|order|call|execute|optimizer|wide)$/ && !/MSI_COLD/ {
             sub(/\(.*/, ""); sub(/.*[ *]/, ""); print }' memscale.h | sort > $checks/warm
     [ -s $checks/cold ] && [ -s $checks/warm ] && ! comm -12 $checks/cold $checks/warm | grep .
 }
@@ -533,6 +533,7 @@ check broad 'neither planning nor a step is compiled as cold' check_cold
 check quick 'macros of the public half' 'macros "" "MEMSCALE_[A-Z0-9_]+|MS_OPTIMIZE|MS_ALL_SLOTS"'
 check quick 'macros of the implementation' "macros $body '(MEMSCALE|MSI)_[A-Z0-9_]+|MS_OPTIMIZE|MS_ALL_SLOTS'"
 check quick 'a function calls only what is above it' 'tests/source.sh order'
+check quick 'the table of contents lists all sections, and none is longer than a room' 'tests/source.sh rooms'
 check quick 'no default in a switch over an enum' 'tests/source.sh switches'
 check quick 'a technique without its row or its case is an error' 'tests/source.sh new_technique'
 check quick 'an op without a case is an error' 'tests/source.sh new_op'

@@ -79,6 +79,26 @@ check_order() {
     ! misplaced memscale.h | grep .
 }
 
+# Where the sections of a header do not agree with its table of contents, and which is longer than a
+# room may be.
+rooms() { # HEADER
+    awk -v most=1300 '
+        function ends() { if (tag && NR - begins > most) { print tag " has " NR - begins " lines" } }
+        /TABLE OF CONTENTS/ { inside = 1 }
+        /^\*\// { inside = 0 }
+        inside { while (match($0, />>(backend |cuda |cpu )?[a-z]+/)) {
+            listed[substr($0, RSTART, RLENGTH)] = 1; $0 = substr($0, RSTART + RLENGTH) } }
+        /^\/\/ >>/ { ends(); match($0, />>(backend |cuda |cpu )?[a-z]+/); tag = substr($0, RSTART, RLENGTH)
+            begins = NR; if (!(tag in listed)) { print tag " is not listed" } delete listed[tag] }
+        END { ends(); for (tag in listed) { print tag " is listed" } }' "$1"
+}
+
+check_rooms() {
+    local copy
+    copy=$(plant '// >>names' '// >>planted  a room') && [ -n "$(rooms "$copy")" ] || return 1
+    ! rooms memscale.h | grep .
+}
+
 # A switch over an enum of ours lists its cases, so that the compiler names one that is missing.
 defaults() { # HEADER
     awk '/^\/\/ >>/ { section = $2 } /^ *default:/ { print "line " NR ", " section ": " $0 }' "$1"
