@@ -1274,15 +1274,15 @@ typedef struct ms_memory_report {
     uint32_t layer_count, tensor_count, instruction_count;
     uint32_t recompute_count; // recompute instructions in a step
     double recompute_share;   // predicted time of the recomputations / that of a plain step
-    /* Predicted times of a step of this plan, of a step of the plain plan, and of the waits for
-       copies in this one. With accumulation, a step here is one micro-batch and the update. */
+    /* Predicted times of a step of this plan, with all its micro-batches; of a step of the plain
+       plan; and of the waits for copies in this one. */
     double step_us, plain_step_us, stall_us;
     double longest_us; // of the instructions of this plan that compute, or copy on their stream,
     ms_layer longest_layer; // the longest: of this layer, or 0
-    /* Of a micro-batch that no update follows, and of a step of this plan with all micro-batches;
-       plans are compared by the latter. Without accumulation all three are those above. */
-    double micro_us, whole_step_us, whole_stall_us;
-    ms_time_source time_source; // of these seven
+    /* Of a micro-batch that no update follows, and of the last one with its update. Without
+       accumulation both are step_us. */
+    double micro_us, last_micro_us;
+    ms_time_source time_source; // of these six
     double pressure;            // plain_bytes / budget_bytes
     ms_mode mode;               // in force
     ms_decision_source decision_source;
@@ -1295,14 +1295,13 @@ typedef struct ms_memory_report {
        layout loses counts as workspace. */
     uint64_t host_bytes, host_bytes_of[MS_CATEGORY_COUNT];
     uint64_t staging_bytes; // host memory through which inputs and verdicts are copied
-    /* What offloading copies in a step, or with accumulation in one micro-batch and the update, and
-       how long these copies take. State that updates use on the host is counted both ways, with the
+    /* What offloading copies in the last micro-batch and the update, and how long these copies take. State that updates use on the host is counted both ways, with the
        time by which it prolongs them. Inputs and verdicts are not counted. */
     uint64_t to_device_bytes, to_host_bytes;
     double to_device_us, to_host_us;
     /* The part of that time for which computing does not wait: 1 - waits / (to_device_us +
-       to_host_us), where the waits are stall_us without that for the inputs. 0: all of it is
-       waited for, or nothing is copied. */
+       to_host_us), where the waits are those of that micro-batch without that for the inputs. 0: all
+       of it is waited for, or nothing is copied. */
     double hidden_share;
     uint64_t step_count; // completed updates
     /* Duration of the last step of this plan that was timed instruction by instruction; 0: none was
@@ -3819,13 +3818,12 @@ typedef struct msi_prediction {
     MSI_LIST(float) expected;     // microseconds of each instruction: see msi_expected_us
     uint32_t longest, long_count; // the longest that computes; how many exceed most_us of the costs
     double longest_us;
-    double step_us, stall_us; // once through the program, and the waits for copies in it
-    double recompute_us;
     uint64_t link_bytes[MS_STREAM_COUNT]; // that are copied on each stream
     double link_us[MS_STREAM_COUNT];      // how long these copies take
-    /* With accumulation a step has several micro-batches, of which all but the last run the program
-       up to the end of backward: the times of one of these, and of the step. */
-    msi_times micro, whole;
+    /* Of a micro-batch that no update follows, which runs the program up to the end of backward; of
+       the last one, once through the program; and of the step, all of them together. Without
+       accumulation all three are equal. */
+    msi_times micro, last, step;
 } msi_prediction;
 
 /* Its times in the last timed step. */
@@ -15313,7 +15311,7 @@ static msi_times msi_read_clock(const msi_clock *c) {
         times.link_us[stream] = c->program->predicted.link_us[stream];
     }
     times.stall_us = c->stall_us;
-    times.recompute_us = c->program->predicted.recompute_us;
+    times.recompute_us = c->program->predicted.last.recompute_us;
     return times;
 }
 
@@ -15345,7 +15343,7 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
     msi_clock_start(&c, g, costs, store, p);
     memset(p->predicted.link_bytes, 0, sizeof p->predicted.link_bytes);
     memset(p->predicted.link_us, 0, sizeof p->predicted.link_us);
-    p->predicted.recompute_us = 0.0;
+    p->predicted.last.recompute_us = 0.0;
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
         const msi_instruction *i = &p->code.instructions.items[now];
         const double us = msi_duration_us(g, costs, p, i);
@@ -15359,15 +15357,13 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
             p->predicted.link_bytes[k] += msi_updated_bytes(g, p, i, true);
             p->predicted.link_us[k] += msi_mapped_us(g, costs, p, i);
         }
-        p->predicted.recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
+        p->predicted.last.recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
     }
-    const msi_times last = msi_read_clock(&c);
+    p->predicted.last = msi_read_clock(&c);
     p->predicted.micro = store->micro_count > 1 && p->code.backward_end < p->code.instructions.count
                              ? p->predicted.micro
-                             : last;
-    p->predicted.whole = msi_sum_step(&p->predicted.micro, &last, store->micro_count);
-    p->predicted.step_us = last.us;
-    p->predicted.stall_us = last.stall_us;
+                             : p->predicted.last;
+    p->predicted.step = msi_sum_step(&p->predicted.micro, &p->predicted.last, store->micro_count);
 }
 
 /* Fills in live bytes and times of a program; without memory for that, sets p->out_of_memory. */
@@ -15535,7 +15531,7 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
     }
     if (!msi_is_short(s)) {
         score.live_bytes = s->program->layout.resident_bytes + s->program->layout.peak_bytes;
-        score.us = s->program->predicted.whole.us;
+        score.us = s->program->predicted.step.us;
     }
     return score;
 }
@@ -16793,9 +16789,9 @@ static bool msi_cannot_win(const msi_greedy *w, double fastest_us) {
     const msi_program *p = w->scorer->program;
     const double best_us = w->search->fits ? w->search->best_score.us : 1e300;
     const double limit_us = 1.1 * fastest_us < best_us ? 1.1 * fastest_us : best_us;
-    return p->predicted.whole.link_us[MS_STREAM_TO_DEVICE] > limit_us ||
-           p->predicted.whole.link_us[MS_STREAM_TO_HOST] > limit_us ||
-           w->search->least_us + p->predicted.whole.recompute_us > limit_us;
+    return p->predicted.step.link_us[MS_STREAM_TO_DEVICE] > limit_us ||
+           p->predicted.step.link_us[MS_STREAM_TO_HOST] > limit_us ||
+           w->search->least_us + p->predicted.step.recompute_us > limit_us;
 }
 
 /* Goes through the whole list, where times rise and fall along it: copies hide, or do not. Proposes
@@ -19150,7 +19146,7 @@ static void msi_follow(msi_solver *s) {
         msi_follow_program(s->scorer, &plan->train, &largest->train);
         msi_lower_eval(s->scorer->lowering, plan->decisions, &plan->eval);
         msi_follow_program(s->scorer, &plan->eval, &largest->eval);
-        s->score.us = plan->train.predicted.whole.us;
+        s->score.us = plan->train.predicted.step.us;
         s->score.bytes = msi_arena_of(&plan->train, &plan->eval);
         s->score.host_bytes = msi_host_of(&plan->train, &plan->eval);
     }
@@ -19186,7 +19182,7 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     w->score = msi_score_of(w->scorer, w->decisions);
     s->plan->plain_bytes = w->score.bytes;
     s->plan->plain_live_bytes = msi_live_of(s->scorer, &w->score);
-    s->plan->plain_step_us = w->scorer->program->predicted.step_us;
+    s->plan->plain_step_us = w->scorer->program->predicted.step.us;
     w->search->least_us = w->score.us;
     if (r->goal == MSI_GOAL_PLAIN) {
         return true;
@@ -20816,7 +20812,7 @@ static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *
             return result;
         }
         s->arena_bytes = msi_room_of(contenders[i].store);
-        s->step_us = contenders[i].plans->train.predicted.whole.us;
+        s->step_us = contenders[i].plans->train.predicted.step.us;
         s->fits = s->arena_bytes <= msi_plan_at_largest(contenders[i].plans)->budget_bytes;
     }
     return MS_RESULT_OK;
@@ -21512,7 +21508,7 @@ static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t laye
            msi_fact(MSI_FACT(TOO_SMALL), in_us < 2.0 * costs->hardware.launch_us) |
            msi_fact(MSI_FACT(HOST_FULL), held + largest > msi_host_budget(m)) |
            msi_fact(MSI_FACT(AT_ONCE), waits && gap_us < in_us + out_us) |
-           msi_fact(MSI_FACT(SATURATED), busy_us > 0.9 * p->predicted.step_us);
+           msi_fact(MSI_FACT(SATURATED), busy_us > 0.9 * p->predicted.last.us);
 }
 
 /* The facts about the param of a layer whose state is not coded. */
@@ -26622,7 +26618,7 @@ static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
     msi_log(m, MS_LOG_INFO, "rules",
             "mode %s (%s), pressure %.3f; a step is predicted to take %s, a plain one %s (%s)",
             msi_mode_names[m->wrapped.choice.mode], msi_source_names[m->wrapped.choice.source],
-            msi_pressure(plan), msi_time(plan->train.predicted.step_us).text,
+            msi_pressure(plan), msi_time(plan->train.predicted.step.us).text,
             msi_time(plan->plain_step_us).text, msi_time_source_names[m->costs.source]);
     for (int technique = 0; technique < MS_TECHNIQUE_COUNT; technique++) {
         const msi_technique_total total = msi_technique_total_of(r, (ms_technique)technique);
@@ -26781,7 +26777,8 @@ static void msi_time_plans(ms_model *m) {
         msi_find_times(m);
         msi_time_program(&m->graph, &m->costs, m->run.store, &plan->train);
         msi_time_program(&m->graph, &m->costs, m->run.store, &plan->eval);
-        plan->plain_step_us = plan->train.predicted.step_us - plan->train.predicted.recompute_us;
+        plan->plain_step_us =
+            plan->train.predicted.step.us - plan->train.predicted.step.recompute_us;
     }
     msi_set_sizes(&m->graph, sizes);
     msi_find_times(m);
@@ -27918,9 +27915,9 @@ static MSI_COLD void msi_report_copies(const ms_model *m, ms_memory_report *r) {
     r->to_host_bytes = p->predicted.link_bytes[MS_STREAM_TO_HOST];
     r->to_device_us = p->predicted.link_us[MS_STREAM_TO_DEVICE];
     r->to_host_us = p->predicted.link_us[MS_STREAM_TO_HOST];
-    r->stall_us = p->predicted.stall_us;
+    r->stall_us = p->predicted.step.stall_us;
     const double us = r->to_device_us + r->to_host_us,
-                 waits_us = p->predicted.stall_us - start.stall_us;
+                 waits_us = p->predicted.last.stall_us - start.stall_us;
     const bool hides = m->costs.has_links && us > 0.0 && waits_us < us;
     r->hidden_share = !hides ? 0.0 : waits_us > 0.0 ? 1.0 - waits_us / us : 1.0;
 }
@@ -27947,8 +27944,8 @@ static MSI_COLD void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->tensor_count = g->tensors.count;
     r->instruction_count = plan->train.code.instructions.count;
     r->recompute_count = plan->train.code.recompute_count;
-    r->recompute_share = plan->train.predicted.recompute_us / plan->plain_step_us;
-    r->step_us = plan->train.predicted.step_us;
+    r->recompute_share = plan->train.predicted.step.recompute_us / plan->plain_step_us;
+    r->step_us = plan->train.predicted.step.us;
     r->longest_us = plan->train.predicted.longest_us;
     if (plan->train.predicted.longest_us > 0.0 &&
         msi_calls_layer(
@@ -27957,8 +27954,7 @@ static MSI_COLD void msi_fill_report(const ms_model *m, ms_memory_report *r) {
             g, plan->train.code.instructions.items[plan->train.predicted.longest].target);
     }
     r->micro_us = plan->train.predicted.micro.us;
-    r->whole_step_us = plan->train.predicted.whole.us;
-    r->whole_stall_us = plan->train.predicted.whole.stall_us;
+    r->last_micro_us = plan->train.predicted.last.us;
     r->plain_step_us = plan->plain_step_us;
     r->time_source = m->costs.source;
     r->plan_hash = msi_hash_plan(m->run.store, plan);

@@ -108,7 +108,7 @@ static msi_score greedy_alone(subject *s, uint64_t budget) {
 /* The library's plan for a budget; its time, or 0 if there is none. */
 static double plan_us(subject *s, uint64_t budget) {
     ms_set_budget(s->model, budget);
-    return ms_wrap(s->model) == MS_RESULT_OK ? s->model->run.plan->train.predicted.step_us : 0.0;
+    return ms_wrap(s->model) == MS_RESULT_OK ? s->model->run.plan->train.predicted.last.us : 0.0;
 }
 
 static void print_share(bench_table *table, double part, double whole) {

@@ -794,9 +794,8 @@ static int advise(const estimate *e, findings *f) {
     for (int i = 0; i < MODES; i++) {
         const plan *p = &f->at_budget[i];
         const plan *best = f->advised < 0 ? NULL : &f->at_budget[f->advised];
-        f->advised = p->fits && (!best || p->report.whole_step_us < best->report.whole_step_us)
-                         ? i
-                         : f->advised;
+        f->advised =
+            p->fits && (!best || p->report.step_us < best->report.step_us) ? i : f->advised;
     }
     if (f->advised >= 0) {
         return 0;
@@ -882,7 +881,7 @@ static int find_all(const estimate *e, findings *f) {
 
 /* The whole step of a plan as a multiple of that of the plain plan with the same batch. */
 static double over_plain(const findings *f, const plan *p) {
-    return p->report.whole_step_us / f->plain.report.whole_step_us;
+    return p->report.step_us / f->plain.report.step_us;
 }
 
 static bool is_fit(const findings *f) {
@@ -1000,7 +999,7 @@ static void print_ratios(const char *name, const plans *p) {
     char cells[COLUMNS][32];
     for (int c = 0; c < COLUMNS; c++) {
         snprintf(cells[c], sizeof cells[c], "%.3f",
-                 p->of[c]->report.whole_step_us / p->of[0]->report.whole_step_us);
+                 p->of[c]->report.step_us / p->of[0]->report.step_us);
     }
     print_cells(name, cells);
 }
@@ -1008,7 +1007,7 @@ static void print_ratios(const char *name, const plans *p) {
 /* The part of a step for which the busier direction of the link copies. */
 static double link_share(const ms_memory_report *r) {
     const double us = r->to_device_us > r->to_host_us ? r->to_device_us : r->to_host_us;
-    return us / r->step_us;
+    return us / r->last_micro_us;
 }
 
 /* What the plans have on the host and copy in a step, for how much of the step the link is busy,
@@ -1025,8 +1024,7 @@ static void print_host(const plans *p, unit u) {
         char cells[COLUMNS][32];
         for (int c = 0; c < COLUMNS; c++) {
             const ms_memory_report *r = &p->of[c]->report;
-            const double shares[] = {link_share(r), r->hidden_share,
-                                     r->whole_stall_us / r->whole_step_us};
+            const double shares[] = {link_share(r), r->hidden_share, r->stall_us / r->step_us};
             const uint64_t bytes[] = {r->host_bytes, r->to_device_bytes, r->to_host_bytes};
             if (row < 3) {
                 snprintf(cells[c], sizeof cells[c], "%.*f", u.digits, (double)bytes[row] / u.bytes);
@@ -1044,7 +1042,7 @@ static void print_host(const plans *p, unit u) {
 static void print_whole_step(const estimate *e, const plans *p) {
     char cells[COLUMNS][32];
     for (int c = 0; c < COLUMNS; c++) {
-        snprintf(cells[c], sizeof cells[c], "%s", show_time(p->of[c]->report.whole_step_us).text);
+        snprintf(cells[c], sizeof cells[c], "%s", show_time(p->of[c]->report.step_us).text);
     }
     if (batches_of_step(&e->options, e->options.batch) > 1) {
         print_cells("whole step", cells);
@@ -1241,8 +1239,7 @@ static void print_advised(const findings *f) {
     printf("%s, which fits in %.3f times the plain step", ms_mode_name(modes[f->advised]),
            over_plain(f, p));
     for (int i = 0; i < MODES; i++) {
-        slower +=
-            f->at_budget[i].fits && f->at_budget[i].report.whole_step_us > p->report.whole_step_us;
+        slower += f->at_budget[i].fits && f->at_budget[i].report.step_us > p->report.step_us;
     }
     printf("%s\n", slower ? ", the fastest" : f->advised == 0 ? "; no other mode is faster" : "");
 }
@@ -1423,8 +1420,7 @@ static void json_plan(json *j, const char *key, const findings *f, const plan *p
               p == &f->largest ? r->step_us / r->plain_step_us : over_plain(f, p));
     json_real(j, "stall_us", r->stall_us);
     json_real(j, "micro_batch_us", p->report.micro_us);
-    json_real(j, "whole_step_us", p->report.whole_step_us);
-    json_real(j, "whole_step_stall_us", p->report.whole_stall_us);
+    json_real(j, "last_micro_batch_us", r->last_micro_us);
     json_real(j, "recompute_us", p->times.recompute_us);
     json_real(j, "recompute_over_block_forward", p->times.recompute_us / p->times.block_us);
     json_count(j, "host_bytes", r->host_bytes);

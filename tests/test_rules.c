@@ -1008,7 +1008,7 @@ static void check_against_events(ms_model *m) {
         assert_true(c->kept_bytes == held_bytes_of(&w, i + 1));
         added_us += c->added_us;
     }
-    assert_true(fabs(added_us - report.recompute_share * report.plain_step_us) <=
+    assert_true(fabs(added_us - m->run.plan->train.predicted.last.recompute_us) <=
                 1e-6 * (1.0 + added_us));
 }
 
@@ -1225,7 +1225,7 @@ static void check_decisions(const ms_model *m) {
         1e-4 * copies_us + msi_copy_us(&m->costs, MS_STREAM_TO_HOST, MSI_STATES_BYTES); // verdict
     assert_true(waits_us >= -close_us); // the rest: for state on the host
     assert_true(has_state_on_host(m) || waits_us <= close_us);
-    assert_true(fabs(added_us - report.recompute_share * report.plain_step_us) <=
+    assert_true(fabs(added_us - m->run.plan->train.predicted.last.recompute_us) <=
                 1e-6 * (1.0 + added_us));
 }
 
@@ -2997,7 +2997,7 @@ static void a_policy_sees_whole_steps(void **state) {
             t_ok(z.m, ms_wrap(z.m));
             t_report(z.m, &report);
             const ms_strategy *s = &a.strategies[a.answer];
-            assert_true(s->step_us >= report.whole_step_us && s->step_us <= report.whole_step_us);
+            assert_true(s->step_us >= report.step_us && s->step_us <= report.step_us);
             assert_true(s->mode == report.mode && s->arena_bytes == report.arena_bytes);
         }
         ms_destroy(z.m);

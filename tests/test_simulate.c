@@ -358,19 +358,18 @@ static void micro_batches_add_up(void **state) {
     const double copy_us = 1.0 + 1.536 / 0.5, layers = 33.0 + 63.0, loss_and_seed = 2.0 * 1.192;
     const double zero = 1.0 + 0.256, update = 1.0 + 0.256 * 28 / 4;
     near(report.micro_us, copy_us + zero + layers + loss_and_seed);
-    near(report.step_us, report.micro_us + update);
-    near(report.whole_step_us, 3.0 * report.micro_us + update);
-    near(report.stall_us, copy_us);
-    near(report.whole_stall_us, 3.0 * copy_us);
+    near(report.last_micro_us, report.micro_us + update);
+    near(report.step_us, 3.0 * report.micro_us + update);
+    near(report.stall_us, 3.0 * copy_us);
     const msi_program *p = &chain.model->run.plan->train;
-    near(p->predicted.whole.us, report.whole_step_us);
-    near(p->predicted.whole.recompute_us, 0.0);
+    near(p->predicted.step.us, report.step_us);
+    near(p->predicted.step.recompute_us, 0.0);
     ms_set_accumulation(chain.model, 1);
     t_ok(chain.model, ms_wrap(chain.model));
     t_report(chain.model, &report);
     assert_true(report.micro_us >= report.step_us && report.micro_us <= report.step_us);
-    assert_true(report.whole_step_us >= report.step_us && report.whole_step_us <= report.step_us);
-    near(report.whole_stall_us, copy_us);
+    near(report.last_micro_us, report.step_us);
+    near(report.stall_us, copy_us);
     ms_destroy(chain.model);
 }
 
@@ -492,14 +491,14 @@ static bool check_given_back(uint64_t seed, uint64_t percent) {
     const msi_score before = w.score;
     const msi_program *p = s.scorer.program;
     const uint64_t home_bytes = p->layout.home_bytes;
-    const double copies_us = p->predicted.whole.link_us[MS_STREAM_TO_DEVICE];
+    const double copies_us = p->predicted.step.link_us[MS_STREAM_TO_DEVICE];
     s.search.budget = before.bytes + (plain_bytes - before.bytes) * percent / 100;
     msi_give_room_back(&s.search, s.search.best);
     const msi_score after = msi_score_of(&s.scorer, s.search.best);
     assert_true(after.us <= before.us && after.bytes <= s.search.budget);
     assert_true(after.us <= s.search.best_score.us && after.us >= s.search.best_score.us);
     assert_true(p->layout.home_bytes <= home_bytes);
-    assert_true(p->predicted.whole.link_us[MS_STREAM_TO_DEVICE] <= copies_us);
+    assert_true(p->predicted.step.link_us[MS_STREAM_TO_DEVICE] <= copies_us);
     const bool gives = p->layout.home_bytes < home_bytes;
     msi_greedy_free(&w);
     scored_close(&s);
@@ -544,11 +543,11 @@ static void budgets_with_accumulation_are_monotone(void **state) {
             t_ok(m, ms_wrap(m));
             t_report(m, &now);
             if (now.arena_bytes > budget || now.arena_bytes / 105 > last.arena_bytes / 100 ||
-                now.whole_step_us < 0.8 * last.whole_step_us) {
+                now.step_us < 0.8 * last.step_us) {
                 print_error("chain %llu, budget %llu: %llu bytes, %.9g us after %llu, %.9g\n",
                             (unsigned long long)seed, (unsigned long long)budget,
-                            (unsigned long long)now.arena_bytes, now.whole_step_us,
-                            (unsigned long long)last.arena_bytes, last.whole_step_us);
+                            (unsigned long long)now.arena_bytes, now.step_us,
+                            (unsigned long long)last.arena_bytes, last.step_us);
                 fail();
             }
             last = now;
@@ -577,7 +576,7 @@ static void the_library_has_its_price(void **state) {
     const double gradient = 0.256, sum_of_losses = 1.192, seed = 1.192, layers = 33.0 + 63.0;
     const double zeros = 1.0 + gradient + 1.0 + sizeof(msi_norm) * 1e-3, norm = 1.0 + gradient;
     const double clip = 1.0, update = 1.0 + 3.0 * gradient; // SGD without momentum: 12 bytes
-    near(report.step_us, layers + sum_of_losses + seed + zeros + norm + clip + update);
+    near(report.last_micro_us, layers + sum_of_losses + seed + zeros + norm + clip + update);
     ms_destroy(chain.model);
 }
 

@@ -1215,7 +1215,7 @@ static bool census_take(census *c, ms_model *m, uint32_t limit) {
     for (uint32_t mask = 0; mask >> c->count == 0; ++mask) {
         census_choose(c, mask);
         c->peak_bytes[mask] = c->store->resident_bytes + c->plan->train.layout.peak_bytes;
-        c->time[mask] = 1.0 + c->plan->train.predicted.recompute_us / c->plain_us;
+        c->time[mask] = 1.0 + c->plan->train.predicted.last.recompute_us / c->plain_us;
         c->order[mask] = mask;
     }
     census_of_sort = c;
@@ -1517,7 +1517,7 @@ static bool take_plan(ms_model *m, uint64_t budget, planned *p) {
     t_report(m, &report);
     assert_true(report.arena_bytes <= budget && drops_what_is_forced(m));
     p->bytes = report.arena_bytes;
-    p->us = m->run.plan->train.predicted.step_us;
+    p->us = m->run.plan->train.predicted.last.us;
     return true;
 }
 
@@ -2188,9 +2188,9 @@ static void a_list_ends_where_it_cannot_win(void **state) {
     of.least_us = 50.0;
     w.search = &of;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
-        program.predicted.whole.link_us[MS_STREAM_TO_DEVICE] = cases[i].to_device_us;
-        program.predicted.whole.link_us[MS_STREAM_TO_HOST] = cases[i].to_host_us;
-        program.predicted.whole.recompute_us = cases[i].recompute_us;
+        program.predicted.step.link_us[MS_STREAM_TO_DEVICE] = cases[i].to_device_us;
+        program.predicted.step.link_us[MS_STREAM_TO_HOST] = cases[i].to_host_us;
+        program.predicted.step.recompute_us = cases[i].recompute_us;
         of.fits = cases[i].best_us > 0.0;
         of.best_score.us = cases[i].best_us;
         assert_true(msi_cannot_win(&w, cases[i].fastest_us) == cases[i].ends);
