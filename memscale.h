@@ -116,7 +116,7 @@
     same graph, hardware, config and profile give the same plan, byte for byte; compare
     ms_memory_report.plan_hash. A dry run with ms_set_hardware plans for a device that is not there.
 
-    OPTIMIZER STATE. The state of AdamW and the momentum of SGD are F32, or BF16 where the trainer
+    OPTIMIZER STATE. The state of AdamW, SGD and Lion is F32, or BF16 where the trainer
     asks for it (ms_optimizer_desc.state_format), rounded at random. In mode AGGRESSIVE, or where
     ms_config.optimizer_8bit is ON, a plan that needs memory may keep it in codes of 8 bits: by rule
     only that of params with 4,096 elements or more, of rank 2 or more, which no layer with an
@@ -604,6 +604,7 @@ typedef struct ms_hardware {
 typedef enum ms_optimizer_kind {
     MS_OPTIMIZER_ADAMW,
     MS_OPTIMIZER_SGD,
+    MS_OPTIMIZER_LION,
     MS_OPTIMIZER_CUSTOM, // the trainer's own callback
     MS_OPTIMIZER_NONE    // no update: ms_read can read the gradients until the next step
 } ms_optimizer_kind;
@@ -667,11 +668,12 @@ typedef enum ms_state_format {
 /* The factors of an update that are the same for all elements, rounded once, bias corrections
    included. AdamW: m = beta1 * m + rest1 * g; v = beta2 * v + rest2 * g * g;
    p = decay * p + rate * m / (scale2 * sqrt(v) + epsilon).
-   SGD: v = beta1 * v + g; p = p + rate * (v + decay * p). */
+   SGD: v = beta1 * v + g; p = p + rate * (v + decay * p).
+   Lion: p = decay * p + rate * sign(beta1 * m + rest1 * g); m = beta2 * m + rest2 * g. */
 typedef struct ms_update_factors {
     float rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
     float learning_rate; // AdamW: of this and of the number, rate and scale2 are made
-    uint32_t number;     // of the update, from 1, with the steps that loss scaling skips; SGD: 0
+    uint32_t number;     // AdamW: of the update, from 1, with steps that loss scaling skips; else 0
 } ms_update_factors;
 
 /* One update of one param, or of a part of it, for the backend's kernel or the trainer's own
@@ -680,9 +682,9 @@ typedef struct ms_update_factors {
    format (state_format[k] says how state[k] lies in memory): what is not F32 must not be read
    through the pointer to float. Where the value is in 16 bits, the update is of `master`, which is
    then rounded to the nearest; without it, of the value itself, rounded at random. AdamW: state[0]
-   and state[1] are the first and second moments; SGD: state[0] is the momentum. The update
-   multiplies the gradient by *gradient_scale (device memory; NULL: 1). If anything is not F32,
-   elements whose gradient is not below 2^64 in magnitude stay as they are. A custom update
+   and state[1] are the first and second moments; SGD: state[0] is the momentum; Lion: the moment.
+   The update multiplies the gradient by *gradient_scale (device memory; NULL: 1). If anything is
+   not F32, elements whose gradient is not below 2^64 in magnitude stay as they are. A custom update
    multiplies so too, enqueues its work on stream and may overwrite the gradient (which nobody reads
    again, unless it is borrowed); no halted step calls it. */
 typedef struct ms_update_args {
@@ -694,7 +696,7 @@ typedef struct ms_update_args {
     const float *gradient_scale;
     float *state[MS_LIMIT_OPTIMIZER_STATE];
     float learning_rate, weight_decay;
-    float beta1, beta2, epsilon; // AdamW
+    float beta1, beta2, epsilon; // AdamW; Lion: the betas
     float momentum;              // SGD
     uint64_t t;                  // number of this update, from 1; again from 1 if the state is new
     void *stream;                // as ms_call.stream
@@ -1107,19 +1109,20 @@ typedef struct ms_layer_desc {
 } ms_layer_desc;
 
 /* AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
-   SGD: v = momentum * v + g; p = p - rate * (v + decay * p). Clipping: Pascanu, Mikolov and Bengio,
-   "On the difficulty of training recurrent neural networks", 2013, algorithm 1. */
+   SGD: v = momentum * v + g; p = p - rate * (v + decay * p). Lion: Chen et al., "Symbolic discovery
+   of optimization algorithms", 2023, algorithm 2. Clipping: Pascanu, Mikolov and Bengio, "On the
+   difficulty of training recurrent neural networks", 2013, algorithm 1. */
 typedef struct ms_optimizer_desc {
-    float learning_rate; // 0: 0.001; ms_set_learning_rate can set 0 itself
+    float learning_rate; // 0: 0.001; Lion: 0.0001; ms_set_learning_rate can set 0 itself
     ms_optimizer_kind kind;
-    float beta1, beta2, epsilon; // AdamW; 0: 0.9, 0.999, 1e-8
+    float beta1, beta2, epsilon; // AdamW; 0: 0.9, 0.999, 1e-8; Lion: 0.9, 0.99, and no epsilon
     float momentum;              // SGD; 0: none, and no state
     float weight_decay;          // of all params, unless ms_set_weight_decay says otherwise
     float grad_clip_norm; // scale all gradients down if their global norm exceeds this; 0: never
     ms_update_fn update;  // MS_OPTIMIZER_CUSTOM
     void *user;           // of update
     uint32_t state_count; // MS_OPTIMIZER_CUSTOM: tensors shaped like the param, initially zero
-    /* Format of the moments of AdamW, or of the momentum of SGD, where a plan does not make it
+    /* Format of the state of built-in optimizers, tensor by tensor, where a plan does not make it
        8-bit: F32 or BF16. State that is borrowed is F32. */
     ms_state_format state_format[2];
 } ms_optimizer_desc;
@@ -1761,9 +1764,9 @@ MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
 /* Handles of the gradient of a param or activation, for ms_read, and of the optimizer state of a
-   param, for ms_read and ms_write (AdamW: 0 and 1 are the moments; SGD: 0 is the momentum). Handle
-   0 if there cannot be one. Call ms_optimizer_state after ms_set_optimizer. A frozen param has a
-   handle, but nothing to read. */
+   param, for ms_read and ms_write (as in ms_update_args.state). Handle 0 if there cannot be one.
+   Call ms_optimizer_state after ms_set_optimizer. A frozen param has a handle, but nothing to read.
+   */
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 
@@ -3043,6 +3046,59 @@ static inline void msi_host_memory(const char *root, uint64_t *total_bytes, uint
 #define MSI_SQRT(a)      sqrtf(a)
 #endif
 
+/* What there is to know of an optimizer, if it is not the trainer's own. */
+typedef struct msi_optimizer {
+    bool is_built_in;
+    int states;         // tensors shaped like the param
+    int unsigned_codes; // a mask of those whose codes of 8 bits have no sign
+    int formats;        // that they may have, a mask of 1 << ms_state_format
+    bool has_momentum;  // which is beta1 of the factors; where it is 0, there are no states
+    bool shrinks;       // decay is 1 - rate * weight decay, and multiplies the value
+    bool corrects_bias; // rate and scale2 depend on the number of the update
+    float learning_rate, beta1, beta2, epsilon; // by default
+} msi_optimizer;
+
+enum { MSI_ANY_FORMAT = (1 << MS_STATE_FORMAT_COUNT) - 1 };
+
+/* Those that are built in. Columns: the constant; the name, as in msi_NAME_element and msi_wide_NAME;
+   the fields of msi_optimizer after the first. */
+#define MSI_OPTIMIZERS(X)                                                                          \
+    X(MS_OPTIMIZER_ADAMW, adamw, 2, 1 << 1, MSI_ANY_FORMAT, false, true, true, 1e-3f, 0.9f,        \
+      0.999f, 1e-8f)                                                                               \
+    X(MS_OPTIMIZER_SGD, sgd, 1, 0, MSI_ANY_FORMAT, true, false, false, 1e-3f, 0.9f, 0.999f, 1e-8f) \
+    X(MS_OPTIMIZER_LION, lion, 1, 0, MSI_ANY_FORMAT, false, true, false, 1e-4f, 0.9f, 0.99f, 1e-8f)
+
+/* A switch with the case MSI_X for each of them. */
+#define MSI_SWITCH_OPTIMIZERS(kind)                                                                \
+    switch (kind) {                                                                                \
+        MSI_OPTIMIZERS(MSI_X)                                                                      \
+    case MS_OPTIMIZER_CUSTOM:                                                                      \
+    case MS_OPTIMIZER_NONE:                                                                        \
+        break;                                                                                     \
+    }
+
+MSI_HD msi_optimizer msi_optimizer_of(ms_optimizer_kind kind) {
+    const msi_optimizer none = {false, 0, 0, 1, false, false, false, 1e-3f, 0.9f, 0.999f, 1e-8f};
+#define MSI_X(constant, name, ...)                                                                 \
+    case constant: {                                                                               \
+        const msi_optimizer row = {true, __VA_ARGS__};                                             \
+        return row;                                                                                \
+    }
+    MSI_SWITCH_OPTIMIZERS(kind)
+#undef MSI_X
+    return none;
+}
+
+MSI_HD bool msi_state_is_signed(ms_optimizer_kind kind, int k) {
+    return k < 0 || !(msi_optimizer_of(kind).unsigned_codes >> k & 1);
+}
+
+/* Whether there is a tensor of state; most optimizers know that without looking. */
+MSI_HD bool msi_has_state(ms_optimizer_kind kind, int k, const float *state) {
+    const msi_optimizer row = msi_optimizer_of(kind);
+    return k < row.states && (!row.has_momentum || state != NULL);
+}
+
 MSI_HD float msi_adamw_element(const ms_update_factors *f, float value, float gradient, float *m,
                                float *v) {
     *m = MSI_FMA(f->rest1, gradient, f->beta1 * *m);
@@ -3052,8 +3108,9 @@ MSI_HD float msi_adamw_element(const ms_update_factors *f, float value, float gr
 }
 
 MSI_HD float msi_sgd_element(const ms_update_factors *f, float value, float gradient,
-                             float *momentum) {
+                             float *momentum, float *none) {
     float v = gradient;
+    (void)none;
     if (momentum) {
         v = MSI_FMA(f->beta1, *momentum, gradient);
         *momentum = v;
@@ -3073,22 +3130,40 @@ MSI_HD float msi_choose(uint32_t mask, float x, float otherwise) {
     return msi_f32_of_bits((msi_bits_of_f32(x) & mask) | (msi_bits_of_f32(otherwise) & ~mask));
 }
 
-/* The update of an element by AdamW or SGD, unless nothing is to change. */
+/* 1 or -1; zero and NaN stay what they are. */
+MSI_HD float msi_sign(float x) {
+    const uint32_t bits = msi_bits_of_f32(x);
+    const uint32_t is_number = msi_mask((bits & 0x7fffffffu) - 1 < 0x7f800000u);
+    return msi_choose(is_number, msi_f32_of_bits((bits & 0x80000000u) | 0x3f800000u), x);
+}
+
+MSI_HD float msi_lion_element(const ms_update_factors *f, float value, float gradient, float *m,
+                              float *none) {
+    const float c = MSI_FMA(f->rest1, gradient, f->beta1 * *m);
+    (void)none;
+    *m = MSI_FMA(f->rest2, gradient, f->beta2 * *m);
+    return MSI_FMA(f->rate, msi_sign(c), f->decay * value);
+}
+
+MSI_HD float msi_element(ms_optimizer_kind kind, const ms_update_factors *f, float value,
+                         float gradient, float *s0, float *s1) {
+#define MSI_X(constant, name, ...)                                                                 \
+    case constant:                                                                                 \
+        return msi_##name##_element(f, value, gradient, s0, s1);
+    MSI_SWITCH_OPTIMIZERS(kind)
+#undef MSI_X
+    return value;
+}
+
+/* The update of an element, unless nothing is to change. */
 MSI_HD float msi_guarded_element(ms_optimizer_kind kind, const ms_update_factors *f, float value,
                                  float gradient, float *s0, float *s1) {
     const uint32_t changes = msi_changes(gradient);
     float new0 = *s0, new1 = *s1;
-    const float new_value = kind == MS_OPTIMIZER_ADAMW
-                                ? msi_adamw_element(f, value, gradient, &new0, &new1)
-                                : msi_sgd_element(f, value, gradient, &new0);
+    const float new_value = msi_element(kind, f, value, gradient, &new0, &new1);
     *s0 = msi_choose(changes, new0, *s0);
     *s1 = msi_choose(changes, new1, *s1);
     return msi_choose(changes, new_value, value);
-}
-
-/* Whether codes of this state have a sign: the second moment does not. */
-MSI_HD bool msi_state_is_signed(ms_optimizer_kind kind, int k) {
-    return kind != MS_OPTIMIZER_ADAMW || k == 0;
 }
 
 /* The key of the random bits for tensor k of the state of a param. */
@@ -3119,8 +3194,8 @@ MSI_HD double msi_power(double x, uint32_t n) {
     return power;
 }
 
-/* The factors of update number n by AdamW that depend on n. What is volatile keeps compilers from
-   fusing the last multiplication with the subtraction. */
+/* The factors of update number n that correct the bias of the moments. What is volatile keeps
+   compilers from fusing the last multiplication with the subtraction. */
 MSI_HD void msi_set_bias_correction(ms_update_factors *f, uint32_t n) {
     const volatile double power1 = msi_power((double)f->beta1, n);
     const volatile double power2 = msi_power((double)f->beta2, n);
@@ -5448,7 +5523,15 @@ MSI_WIDE void msi_wide_keep(const msi_floats *gradient, const msi_floats *old, m
     }
 }
 
-/* As msi_adamw_element and msi_sgd_element. */
+/* As msi_sign. */
+MSI_WIDE msi_floats msi_wide_sign(msi_floats x) {
+    const msi_ints size = msi_wide_magnitude_bits(x), zero = MSI_V_BITS(setzero)();
+    const msi_floats one = MSI_V(or_ps)(MSI_V(and_ps)(msi_wide_of(-0.0f), x), msi_wide_of(1.0f));
+    const msi_lanes is_number = msi_wide_below(size, msi_wide_of_u32(0x7f800001u));
+    return msi_wide_choose(msi_wide_below(zero, size), msi_wide_choose(is_number, one, x), x);
+}
+
+/* As msi_adamw_element, msi_sgd_element and msi_lion_element. */
 MSI_WIDE void msi_wide_adamw(const msi_wide_factors *f, const msi_floats *gradient,
                              msi_floats *value, msi_floats *m, msi_floats *v) {
     msi_floats step[MSI_WIDE_STRIP];
@@ -5467,7 +5550,8 @@ MSI_WIDE void msi_wide_adamw(const msi_wide_factors *f, const msi_floats *gradie
 }
 
 MSI_WIDE void msi_wide_sgd(const msi_wide_factors *f, const msi_floats *gradient, msi_floats *value,
-                           msi_floats *momentum) {
+                           msi_floats *momentum, msi_floats *none) {
+    (void)none;
     MSI_UNROLLED(k, MSI_WIDE_STRIP) {
         momentum[k] = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
         value[k] =
@@ -5475,16 +5559,26 @@ MSI_WIDE void msi_wide_sgd(const msi_wide_factors *f, const msi_floats *gradient
     }
 }
 
+MSI_WIDE void msi_wide_lion(const msi_wide_factors *f, const msi_floats *gradient,
+                            msi_floats *value, msi_floats *m, msi_floats *none) {
+    (void)none;
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        const msi_floats c = MSI_V(fmadd_ps)(f->rest1, gradient[k], MSI_V(mul_ps)(f->beta1, m[k]));
+        m[k] = MSI_V(fmadd_ps)(f->rest2, gradient[k], MSI_V(mul_ps)(f->beta2, m[k]));
+        value[k] = MSI_V(fmadd_ps)(f->rate, msi_wide_sign(c), MSI_V(mul_ps)(f->decay, value[k]));
+    }
+}
+
 /* As msi_guarded_element, of a block; codes of its new state are still to be stored. */
 MSI_WIDE void msi_wide_update(ms_optimizer_kind kind, const msi_wide_factors *f, float *values,
                               const float *gradients, msi_wide_state *s0, msi_wide_state *s1) {
-    const bool has_second = kind == MS_OPTIMIZER_ADAMW;
+    const bool has_second = msi_optimizer_of(kind).states > 1;
     for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_WIDE_STRIP * MSI_LANES) {
         msi_floats gradient[MSI_WIDE_STRIP], old[3][MSI_WIDE_STRIP],
             x[3][MSI_WIDE_STRIP]; // value and state
-        msi_wide_load(s0, true, i, old[1]);
+        msi_wide_load(s0, msi_state_is_signed(kind, 0), i, old[1]);
         if (has_second) {
-            msi_wide_load(s1, false, i, old[2]);
+            msi_wide_load(s1, msi_state_is_signed(kind, 1), i, old[2]);
         }
         MSI_UNROLLED(k, MSI_WIDE_STRIP) {
             old[0][k] = MSI_V(loadu_ps)(values + i + k * MSI_LANES);
@@ -5500,11 +5594,12 @@ MSI_WIDE void msi_wide_update(ms_optimizer_kind kind, const msi_wide_factors *f,
             x[1][k] = old[1][k];
             x[2][k] = has_second ? old[2][k] : old[1][k];
         }
-        if (has_second) {
-            msi_wide_adamw(f, gradient, x[0], x[1], x[2]);
-        } else {
-            msi_wide_sgd(f, gradient, x[0], x[1]);
-        }
+#define MSI_X(constant, name, ...)                                                                 \
+    case constant:                                                                                 \
+        msi_wide_##name(f, gradient, x[0], x[1], x[2]);                                            \
+        break;
+        MSI_SWITCH_OPTIMIZERS(kind)
+#undef MSI_X
         if (msi_wide_any_kept(gradient)) {
             for (int j = 0; j < 2 + has_second; j++) {
                 msi_wide_keep(gradient, old[j], x[j]);
@@ -5902,17 +5997,15 @@ static void msi_update_any(const ms_update_args *a, const uint32_t *keys, int st
         msi_load_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), b->at,
                        b->count, a->count, state[k]);
     }
-    if (a->kind == MS_OPTIMIZER_ADAMW) {
-        for (int i = 0; i < b->count; i++) {
-            value[i] = msi_guarded_element(MS_OPTIMIZER_ADAMW, &f, value[i], b->scale * gradient[i],
-                                           &state[0][i], &state[1][i]);
-        }
-    } else {
-        for (int i = 0; i < b->count; i++) {
-            value[i] = msi_guarded_element(MS_OPTIMIZER_SGD, &f, value[i], b->scale * gradient[i],
-                                           &state[0][i], &state[1][i]);
-        }
-    }
+#define MSI_X(constant, ...)                                                                       \
+    case constant:                                                                                 \
+        for (int i = 0; i < b->count; i++) {                                                       \
+            value[i] = msi_guarded_element(constant, &f, value[i], b->scale * gradient[i],         \
+                                           &state[0][i], &state[1][i]);                            \
+        }                                                                                          \
+        break;
+    MSI_SWITCH_OPTIMIZERS(a->kind)
+#undef MSI_X
     for (int k = 0; k < states; k++) {
         msi_store_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), b->at,
                         b->count, a->count, &keys[k], a->begin, state[k]);
@@ -5974,20 +6067,23 @@ static void msi_wide_close(const ms_update_args *a, msi_wide_waiting *w) {
 static void msi_update_wide(const ms_update_args *a, const uint32_t *keys,
                             const msi_update_floats *b, msi_wide_waiting *w) {
     const msi_wide_factors f = msi_widen_factors(a->factors, b->scale);
-    msi_wide_state s0 = msi_wide_open(a, 0, keys[0], b->at, (float *)(void *)w->floats[0]);
-    if (a->kind == MS_OPTIMIZER_ADAMW) {
-        msi_wide_state s1 = msi_wide_open(a, 1, keys[1], b->at, (float *)(void *)w->floats[1]);
-        if (s0.format == MS_STATE_FORMAT_8BIT && s1.format == MS_STATE_FORMAT_8BIT) {
-            s0.format = s1.format = MS_STATE_FORMAT_8BIT; // compiled without the other formats
-            msi_wide_update(MS_OPTIMIZER_ADAMW, &f, b->value, b->gradient, &s0, &s1);
-        } else {
-            msi_wide_update(MS_OPTIMIZER_ADAMW, &f, b->value, b->gradient, &s0, &s1);
-        }
-        w->most[1] = msi_wide_largest(s1.most);
-    } else {
-        msi_wide_update(MS_OPTIMIZER_SGD, &f, b->value, b->gradient, &s0, NULL);
+    msi_wide_state s0 = msi_wide_open(a, 0, keys[0], b->at, (float *)(void *)w->floats[0]), s1 = s0;
+    if (a->state[1]) {
+        s1 = msi_wide_open(a, 1, keys[1], b->at, (float *)(void *)w->floats[1]);
     }
+#define MSI_X(constant, ...)                                                                       \
+    case constant:                                                                                 \
+        if (s0.format == MS_STATE_FORMAT_8BIT && s1.format == MS_STATE_FORMAT_8BIT) {              \
+            s0.format = s1.format = MS_STATE_FORMAT_8BIT; /* compiled without other formats */     \
+            msi_wide_update(constant, &f, b->value, b->gradient, &s0, &s1);                        \
+        } else {                                                                                   \
+            msi_wide_update(constant, &f, b->value, b->gradient, &s0, &s1);                        \
+        }                                                                                          \
+        break;
+    MSI_SWITCH_OPTIMIZERS(a->kind)
+#undef MSI_X
     w->most[0] = msi_wide_largest(s0.most);
+    w->most[1] = msi_wide_largest(s1.most);
     w->at = b->at;
     w->waits = true;
 }
@@ -6012,7 +6108,8 @@ static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int 
     }
 #ifdef MSI_LANES
     const bool carries = (uint32_t)(a->begin + at) > UINT32_MAX - MSI_CODED_BLOCK;
-    if (b.count == MSI_CODED_BLOCK && !carries && states == (a->kind == MS_OPTIMIZER_ADAMW) + 1) {
+    const bool all = states > 0 && states == msi_optimizer_of(a->kind).states;
+    if (b.count == MSI_CODED_BLOCK && !carries && all) {
         msi_update_wide(a, keys, &b, waiting);
     } else {
         msi_update_any(a, keys, states, &b);
@@ -6073,17 +6170,18 @@ static void msi_update_piece(void *argument, uint32_t piece) {
     const float scale = j->scale;
     float *value = a->value + begin;
     const float *gradient = a->gradient + begin;
-    float *state0 = a->state[0] ? a->state[0] + begin : NULL;
-    if (a->kind == MS_OPTIMIZER_ADAMW) {
-        float *state1 = a->state[1] + begin;
-        for (int i = 0; i < count; i++) {
-            value[i] = msi_adamw_element(&f, value[i], scale * gradient[i], &state0[i], &state1[i]);
-        }
-        return;
-    }
-    for (int i = 0; i < count; i++) {
-        value[i] = msi_sgd_element(&f, value[i], scale * gradient[i], state0 ? &state0[i] : NULL);
-    }
+    float *s0 = a->state[0] ? a->state[0] + begin : NULL;
+    float *s1 = a->state[1] ? a->state[1] + begin : NULL;
+#define MSI_X(constant, name, ...)                                                                 \
+    case constant:                                                                                 \
+        for (int i = 0; i < count; i++) {                                                          \
+            value[i] = msi_##name##_element(&f, value[i], scale * gradient[i],                     \
+                                            msi_has_state(constant, 0, s0) ? &s0[i] : NULL,        \
+                                            msi_has_state(constant, 1, s1) ? &s1[i] : NULL);       \
+        }                                                                                          \
+        break;
+    MSI_SWITCH_OPTIMIZERS(a->kind)
+#undef MSI_X
 }
 
 static int msi_update_for(const ms_parallel *jobs, const ms_update_args *args) {
@@ -7694,17 +7792,9 @@ static bool msi_has_gradient(const msi_tensor *t) {
 }
 
 static MSI_NOINLINE uint32_t msi_state_count(const ms_optimizer_desc *o) {
-    switch (o->kind) {
-    case MS_OPTIMIZER_ADAMW:
-        return 2;
-    case MS_OPTIMIZER_SGD:
-        return o->momentum != 0.0f ? 1 : 0;
-    case MS_OPTIMIZER_CUSTOM:
-        return o->state_count;
-    case MS_OPTIMIZER_NONE:
-        break;
-    }
-    return 0;
+    const msi_optimizer row = msi_optimizer_of(o->kind);
+    const bool lacks = row.has_momentum && o->momentum == 0.0f;
+    return o->kind == MS_OPTIMIZER_CUSTOM ? o->state_count : lacks ? 0 : (uint32_t)row.states;
 }
 
 static bool msi_is_borrowed(const msi_tensor *t, msi_role role) {
@@ -7749,8 +7839,9 @@ static msi_not_8bit msi_why_not_8bit(const ms_optimizer_desc *o, bool has_format
     for (uint32_t k = 0; k < states; k++) {
         borrowed |= msi_is_borrowed(t, (msi_role)(MSI_ROLE_STATE0 + k));
     }
+    const bool coded = msi_optimizer_of(o->kind).formats >> MS_STATE_FORMAT_8BIT & 1;
     return states == 0 || !msi_is_trained(t) || t->last_gradient == MSI_NONE ? MSI_8BIT_NO_STATE
-           : o->kind == MS_OPTIMIZER_CUSTOM                                  ? MSI_8BIT_CUSTOM
+           : !coded                                                          ? MSI_8BIT_CUSTOM
            : !has_formats                                                    ? MSI_8BIT_BACKEND
            : borrowed                                                        ? MSI_8BIT_BORROWED
            : t->bytes < MSI_8BIT_LEAST * sizeof(float)                       ? MSI_8BIT_SMALL
@@ -8455,7 +8546,7 @@ static void msi_analyze_half(ms_model *m) {
     m->half = f16 ? MSI_FORMAT_F16 : MS_STATE_FORMAT_BF16;
     const bool masters = m->config.master_weights != MS_SWITCH_OFF;
     const bool updates =
-        m->optimizer.kind <= MS_OPTIMIZER_SGD && m->config.backend.has_state_formats;
+        msi_optimizer_of(m->optimizer.kind).is_built_in && m->config.backend.has_state_formats;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         msi_tensor *tensor = &g->tensors.items[t];
         tensor->not_half = MSI_HALF_NOT_USED;
@@ -8895,8 +8986,8 @@ static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
                ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
            : formats > MS_STATE_FORMAT_BF16
                ? "state_format is F32 or BF16; 8 bits are a technique (ms_config.optimizer_8bit)"
-           : formats != MS_STATE_FORMAT_F32 && desc->kind > MS_OPTIMIZER_SGD
-               ? "state_format is for MS_OPTIMIZER_ADAMW and MS_OPTIMIZER_SGD alone"
+           : !(msi_optimizer_of(desc->kind).formats >> formats & 1)
+               ? "state_format is for built-in optimizers alone"
                : NULL;
 }
 
@@ -9666,7 +9757,7 @@ static const char *msi_tiling_fault(const msi_graph *g, uint32_t layer) {
 /* Why no value can be in F16, or NULL. */
 static const char *msi_half_fault(const ms_model *m) {
     return !msi_scales_loss(m) ? NULL
-           : m->optimizer.kind > MS_OPTIMIZER_SGD
+           : !msi_optimizer_of(m->optimizer.kind).is_built_in
                ? "gradients in F16 are scaled, which an update of the trainer's own does not undo"
                : NULL;
 }
@@ -9755,7 +9846,7 @@ static ms_result msi_check_forced(ms_model *m) {
         if (half_fault) {
             return msi_fail(m, MS_RESULT_UNSUPPORTED,
                             "mixed precision is asked for in F16, but %s: set mixed_dtype to "
-                            "MS_DTYPE_BF16, or use AdamW or SGD",
+                            "MS_DTYPE_BF16, or use a built-in optimizer",
                             half_fault);
         }
         if (tensor->technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_ON &&
@@ -21849,11 +21940,12 @@ static float msi_or(float value, float otherwise) {
 }
 
 static MSI_COLD void msi_use_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
+    const msi_optimizer row = msi_optimizer_of(desc->kind);
     m->optimizer = *desc;
-    m->optimizer.learning_rate = msi_or(desc->learning_rate, 0.001f);
-    m->optimizer.beta1 = msi_or(desc->beta1, 0.9f);
-    m->optimizer.beta2 = msi_or(desc->beta2, 0.999f);
-    m->optimizer.epsilon = msi_or(desc->epsilon, 1e-8f);
+    m->optimizer.learning_rate = msi_or(desc->learning_rate, row.learning_rate);
+    m->optimizer.beta1 = msi_or(desc->beta1, row.beta1);
+    m->optimizer.beta2 = msi_or(desc->beta2, row.beta2);
+    m->optimizer.epsilon = msi_or(desc->epsilon, row.epsilon);
 }
 
 /* The host's copy of the step's own memory; where the device is direct, that memory itself. */
@@ -21878,24 +21970,29 @@ static ms_step_state *msi_state_on_device(const ms_model *m, bool eval) {
     return (ms_step_state *)(void *)(m->run.store->step + (eval ? 0 : MSI_STATE_BYTES));
 }
 
-/* The factors of update number t by AdamW or SGD, without those that depend on the param. */
+/* The factors of update number t, without those that depend on the param. */
 static ms_update_factors msi_factors_at(const ms_optimizer_desc *o, uint64_t t) {
     ms_update_factors f;
     memset(&f, 0, sizeof f);
-    if (o->kind == MS_OPTIMIZER_SGD) {
-        f.rate = -o->learning_rate;
-        f.beta1 = o->momentum;
-        return f;
-    }
-    f.beta1 = o->beta1;
+    f.rate = -o->learning_rate;
+    f.beta1 = msi_optimizer_of(o->kind).has_momentum ? o->momentum : o->beta1;
     f.beta2 = o->beta2;
     f.rest1 = (float)(1.0 - (double)o->beta1);
     f.rest2 = (float)(1.0 - (double)o->beta2);
     f.epsilon = o->epsilon;
-    f.learning_rate = o->learning_rate;
-    f.number = (uint32_t)t;
-    msi_set_bias_correction(&f, f.number);
+    if (msi_optimizer_of(o->kind).corrects_bias) {
+        f.learning_rate = o->learning_rate;
+        f.number = (uint32_t)t;
+        msi_set_bias_correction(&f, f.number);
+    }
     return f;
+}
+
+/* The factor `decay`, for a param with this weight decay. */
+static float msi_decay_factor(const ms_optimizer_desc *o, float decay) {
+    return msi_optimizer_of(o->kind).shrinks
+               ? (float)(1.0 - (double)o->learning_rate * (double)decay)
+               : decay;
 }
 
 static float msi_weight_decay(const ms_model *m, const msi_tensor *t) {
@@ -21930,10 +22027,7 @@ static void msi_fill_factors(ms_model *m) {
             f = msi_factors_at(o, number);
         }
         to[resident->factors] = f;
-        to[resident->factors].decay =
-            o->kind == MS_OPTIMIZER_SGD
-                ? msi_weight_decay(m, t)
-                : (float)(1.0 - (double)o->learning_rate * (double)msi_weight_decay(m, t));
+        to[resident->factors].decay = msi_decay_factor(o, msi_weight_decay(m, t));
     }
 }
 
@@ -22010,7 +22104,7 @@ static ms_update_factors *msi_factors_on_device(const msi_store *store) {
 
 /* Uploads the factors of all updates of a step, before what reads them first. */
 static ms_result msi_upload_factors(ms_model *m) {
-    if (m->optimizer.kind > MS_OPTIMIZER_SGD) {
+    if (!msi_optimizer_of(m->optimizer.kind).is_built_in) {
         return MS_RESULT_OK;
     }
     msi_fill_factors(m);
@@ -22252,7 +22346,7 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     msi_norm *norm = (msi_norm *)msi_address(m, p, p->code.norm);
     const msi_store *store = m->run.store;
     const bool clips = m->optimizer.grad_clip_norm > 0.0f;
-    const bool factors = m->optimizer.kind <= MS_OPTIMIZER_SGD;
+    const bool factors = msi_optimizer_of(m->optimizer.kind).is_built_in;
     ms_result result = m->run.recording ? MS_RESULT_OK : msi_upload_factors(m);
     MSI_THEN(result, msi_await_verdict_copy(m));
     MSI_THEN(result,
@@ -30074,59 +30168,48 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_adamw(ms_update_args u, msi_cuda_split r) {
-    const uint64_t i = msi_cuda_index();
+/* An update in F32, compiled for each optimizer. */
+static __device__ __forceinline__ void
+msi_cuda_update_floats(ms_optimizer_kind kind, const ms_update_args &u, msi_cuda_split r) {
+    const uint64_t i = msi_cuda_index(), k = i + 3 * r.groups;
     if (u.state_of_step->halted != (uint32_t)MS_HALT_NONE) {
         return;
     }
     const ms_update_factors f = *u.factors;
     const float s = u.gradient_scale ? *u.gradient_scale : 1.0f;
+    const bool has_m = msi_has_state(kind, 0, u.state[0]);
+    const bool has_v = msi_has_state(kind, 1, u.state[1]);
+    const auto update = [&](float *p, float g, float *m, float *v) {
+        *p = msi_element(kind, &f, *p, s * g, has_m ? m : NULL, has_v ? v : NULL);
+    };
     if (i < r.groups) {
         const float4 g = ((const float4 *)u.gradient)[i];
         float4 p = ((const float4 *)u.value)[i];
-        float4 m = ((const float4 *)u.state[0])[i], v = ((const float4 *)u.state[1])[i];
-        p.x = msi_adamw_element(&f, p.x, s * g.x, &m.x, &v.x);
-        p.y = msi_adamw_element(&f, p.y, s * g.y, &m.y, &v.y);
-        p.z = msi_adamw_element(&f, p.z, s * g.z, &m.z, &v.z);
-        p.w = msi_adamw_element(&f, p.w, s * g.w, &m.w, &v.w);
+        float4 m = has_m ? ((const float4 *)u.state[0])[i] : float4();
+        float4 v = has_v ? ((const float4 *)u.state[1])[i] : float4();
+        update(&p.x, g.x, &m.x, &v.x);
+        update(&p.y, g.y, &m.y, &v.y);
+        update(&p.z, g.z, &m.z, &v.z);
+        update(&p.w, g.w, &m.w, &v.w);
         ((float4 *)u.value)[i] = p;
-        ((float4 *)u.state[0])[i] = m;
-        ((float4 *)u.state[1])[i] = v;
+        if (has_m) {
+            ((float4 *)u.state[0])[i] = m;
+        }
+        if (has_v) {
+            ((float4 *)u.state[1])[i] = v;
+        }
     } else if (i < r.threads) {
-        const uint64_t k = i + 3 * r.groups;
-        u.value[k] =
-            msi_adamw_element(&f, u.value[k], s * u.gradient[k], &u.state[0][k], &u.state[1][k]);
+        update(&u.value[k], u.gradient[k], u.state[0] + k, u.state[1] + k);
     }
 }
 
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_sgd(ms_update_args u, msi_cuda_split r) {
-    const uint64_t i = msi_cuda_index();
-    if (u.state_of_step->halted != (uint32_t)MS_HALT_NONE) {
-        return;
+#define MSI_X(constant, name, ...)                                                                 \
+    static __global__ void __launch_bounds__(MSI_CUDA_THREADS)                                     \
+        msi_k_##name(ms_update_args u, msi_cuda_split r) {                                         \
+        msi_cuda_update_floats(constant, u, r);                                                    \
     }
-    const ms_update_factors f = *u.factors;
-    const float s = u.gradient_scale ? *u.gradient_scale : 1.0f;
-    if (i < r.groups) {
-        const float4 g = ((const float4 *)u.gradient)[i];
-        const bool moves = u.state[0] != NULL;
-        float4 p = ((const float4 *)u.value)[i];
-        float4 m = moves ? ((const float4 *)u.state[0])[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        p.x = msi_sgd_element(&f, p.x, s * g.x, moves ? &m.x : NULL);
-        p.y = msi_sgd_element(&f, p.y, s * g.y, moves ? &m.y : NULL);
-        p.z = msi_sgd_element(&f, p.z, s * g.z, moves ? &m.z : NULL);
-        p.w = msi_sgd_element(&f, p.w, s * g.w, moves ? &m.w : NULL);
-        ((float4 *)u.value)[i] = p;
-        if (moves) {
-            ((float4 *)u.state[0])[i] = m;
-        }
-    } else if (i < r.threads) {
-        const uint64_t k = i + 3 * r.groups;
-        u.value[k] =
-            msi_sgd_element(&f, u.value[k], s * u.gradient[k], u.state[0] ? &u.state[0][k] : NULL);
-    }
-}
+MSI_OPTIMIZERS(MSI_X)
+#undef MSI_X
 
 /* Where state is not all F32, a warp takes a block of 256 elements: each lane 8 of them, or the
    `used` ones that there are. */
@@ -30650,8 +30733,12 @@ static int msi_cuda_update(void *state, const ms_update_args *args) {
         return msi_cuda_launch(state, msi_cuda_blocks(32 * warps), msi_k_update_state, *args,
                                bits % 16 == 0);
     }
-    return msi_cuda_launch(state, msi_cuda_blocks(r.threads),
-                           args->kind == MS_OPTIMIZER_ADAMW ? msi_k_adamw : msi_k_sgd, *args, r);
+#define MSI_X(constant, name, ...)                                                                 \
+    case constant:                                                                                 \
+        return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_##name, *args, r);
+    MSI_SWITCH_OPTIMIZERS(args->kind)
+#undef MSI_X
+    return (int)cudaErrorInvalidValue;
 }
 
 static int msi_cuda_synchronize(void *state) {

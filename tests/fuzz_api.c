@@ -1332,7 +1332,7 @@ static void op_optimizer(world *w, slot *s) {
     ms_optimizer_desc d;
     const uint32_t x = take(w);
     memset(&d, 0, sizeof d);
-    d.kind = (ms_optimizer_kind)(x % 4 + (x == 255 ? 4 : 0));
+    d.kind = (ms_optimizer_kind)(x % 5 + (x == 255 ? 5 : 0));
     d.grad_clip_norm = (x & 32) != 0 ? 0.5f : 0.0f;
     d.momentum = (x & 16) != 0 ? 0.9f : 0.0f;
     d.learning_rate = (x & 64) != 0 ? a_rate(w) : 0.0f;

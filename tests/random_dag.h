@@ -726,8 +726,7 @@ static inline void rd_add_loss(rd_graph *g, bool auxiliary) {
 static inline void rd_random_optimizer(rd_graph *g) {
     ms_optimizer_desc *o = &g->optimizer;
     double kind = t_unit(&g->rng);
-    o->kind = kind < 0.35  ? MS_OPTIMIZER_ADAMW
-              : kind < 0.6 ? MS_OPTIMIZER_SGD
+    o->kind = kind < 0.6   ? (ms_optimizer_kind)(int)(kind / 0.6 * MS_OPTIMIZER_CUSTOM)
               : kind < 0.9 ? MS_OPTIMIZER_CUSTOM
                            : MS_OPTIMIZER_NONE;
     o->learning_rate = 0.02f;
@@ -741,14 +740,7 @@ static inline void rd_random_optimizer(rd_graph *g) {
 }
 
 static inline uint32_t rd_state_count(const ms_optimizer_desc *o) {
-    switch (o->kind) {
-    case MS_OPTIMIZER_ADAMW:
-        return 2;
-    case MS_OPTIMIZER_SGD:
-        return o->momentum != 0.0f ? 1 : 0;
-    default:
-        return o->state_count;
-    }
+    return msi_state_count(o);
 }
 
 static inline void rd_freeze_prefix(rd_graph *g) {
@@ -2434,9 +2426,9 @@ static inline void rd_force_moves(rd_net *n, t_rng *rng) {
     }
 }
 
-/* Formats of optimizer state, of AdamW and SGD. */
+/* Formats of optimizer state, of what is built in. */
 static inline void rd_random_formats(rd_graph *g, t_rng *rng) {
-    for (int k = 0; k < 2 && g->optimizer.kind <= MS_OPTIMIZER_SGD; ++k) {
+    for (int k = 0; k < 2 && t_is_built_in((int)g->optimizer.kind); ++k) {
         g->optimizer.state_format[k] = (ms_state_format)t_below(rng, 2);
     }
 }

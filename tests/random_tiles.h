@@ -323,7 +323,7 @@ static inline rt_graph *rt_generate(uint64_t seed) {
     if (t_chance(&g->rng, 0.3)) {
         rt_write_in_forward(loss);
     }
-    g->optimizer.kind = t_chance(&g->rng, 0.5) ? MS_OPTIMIZER_ADAMW : MS_OPTIMIZER_SGD;
+    g->optimizer.kind = (ms_optimizer_kind)t_below(&g->rng, MS_OPTIMIZER_CUSTOM);
     g->optimizer.learning_rate = 0.25f;
     g->optimizer.grad_clip_norm = t_chance(&g->rng, 0.2) ? 3.0f : 0.0f;
     return g;

@@ -713,7 +713,7 @@ static void walk_dag(uint64_t seed, const ms_backend *backend, v_layer *layers, 
     if (half) {
         rd_random_dtypes(g, seed + 99);
         plain.mixed_dtype = moved.mixed_dtype =
-            seed % 3 == 0 && g->optimizer.kind <= MS_OPTIMIZER_SGD ? MS_DTYPE_F16 : MS_DTYPE_BF16;
+            seed % 3 == 0 && t_is_built_in((int)g->optimizer.kind) ? MS_DTYPE_F16 : MS_DTYPE_BF16;
     }
     w.of_dag[1] = rd_net_create(g, &moved, "moved", w.failure, false);
     g->move = NULL;

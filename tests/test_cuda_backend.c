@@ -13,7 +13,7 @@ typedef struct train_case {
     cn_how how;
 } train_case;
 
-enum { TRAIN_CASES = 10 };
+enum { TRAIN_CASES = 12 };
 
 static void make_cases(train_case *cases) {
     static const char *const names[TRAIN_CASES] = {"AdamW",
@@ -25,7 +25,9 @@ static void make_cases(train_case *cases) {
                                                    "own update",
                                                    "loss in forward, clipped",
                                                    "own memory, host",
-                                                   "own update, accumulated, clipped"};
+                                                   "own update, accumulated, clipped",
+                                                   "Lion",
+                                                   "Lion, accumulated, clipped"};
     memset(cases, 0, TRAIN_CASES * sizeof *cases);
     for (int i = 0; i < TRAIN_CASES; i++) {
         cases[i].name = names[i];
@@ -45,6 +47,10 @@ static void make_cases(train_case *cases) {
     cases[9].how.optimizer = MS_OPTIMIZER_CUSTOM;
     cases[9].how.micro_count = 2;
     cases[9].how.clip = 0.05f;
+    cases[10].how.optimizer = MS_OPTIMIZER_LION;
+    cases[11].how.optimizer = MS_OPTIMIZER_LION;
+    cases[11].how.micro_count = 2;
+    cases[11].how.clip = 0.05f;
 }
 
 static bool same_values(const cn_values *a, const cn_values *b, double tolerance, const char *name,

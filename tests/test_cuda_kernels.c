@@ -547,8 +547,10 @@ typedef struct update_case {
 } update_case;
 
 static ms_update_args args_of(const update_case *c, const pair *arrays, bool device) {
+    ms_optimizer_desc o = t_optimizer(c->kind, 0.0f);
     ms_update_args args;
     float *at[ARRAYS];
+    o.momentum = c->momentum;
     memset(&args, 0, sizeof args);
     for (int i = 0; i < ARRAYS; i++) {
         at[i] = (float *)(device ? on_device(&arrays[i]) : on_host(&arrays[i]));
@@ -560,9 +562,9 @@ static ms_update_args args_of(const update_case *c, const pair *arrays, bool dev
     args.master = c->has_master ? at[MASTER] : NULL;
     args.value = at[VALUE];
     args.gradient = at[GRADIENT];
-    const bool adamw = c->kind == MS_OPTIMIZER_ADAMW;
-    args.state[0] = adamw || c->momentum != 0.0f ? at[STATE0] : NULL;
-    args.state[1] = adamw ? at[STATE1] : NULL;
+    const uint32_t states = msi_state_count(&o);
+    args.state[0] = states > 0 ? at[STATE0] : NULL;
+    args.state[1] = states > 1 ? at[STATE1] : NULL;
     args.begin = 8192;
     args.seed = 5;
     memcpy(args.state_format, c->format, sizeof c->format);
@@ -595,7 +597,7 @@ static void fill_shared(const update_case *c, shared_args *s) {
     o.epsilon = 1e-8f;
     o.momentum = c->momentum;
     s->factors = msi_factors_at(&o, c->t);
-    s->factors.decay = c->kind == MS_OPTIMIZER_ADAMW ? 0.9987f : 0.1f;
+    s->factors.decay = msi_decay_factor(&o, 0.1f);
     s->scale = 0.37f;
     s->step.halted = (uint32_t)(c->halted ? MS_HALT_NORM : MS_HALT_NONE);
     s->step.seed = 17;
@@ -694,7 +696,7 @@ static void updates_of_every_format_of_state_match_the_cpu(void **state) {
     t_rng rng = t_seed(12);
     bench_open(&b, 12);
     for (int formats = 1; formats < 9; formats++) {
-        for (int kind = MS_OPTIMIZER_ADAMW; kind <= MS_OPTIMIZER_SGD; kind++) {
+        for (int kind = 0; t_is_built_in(kind); kind++) {
             update_case c = {(ms_optimizer_kind)kind,
                              0.9f,
                              formats % 2 == 0,
@@ -704,7 +706,9 @@ static void updates_of_every_format_of_state_match_the_cpu(void **state) {
                              MS_DTYPE_F32,
                              MS_DTYPE_F32,
                              false};
-            c.format[1] = kind == MS_OPTIMIZER_SGD ? MS_STATE_FORMAT_F32 : c.format[1];
+            if (msi_optimizer_of(c.kind).states < 2) {
+                c.format[1] = MS_STATE_FORMAT_F32;
+            }
             for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
                 check_update(&b, &c, counts[i], offsets[i % 4], &rng);
             }
@@ -726,11 +730,15 @@ static void updates_in_16_bits_match_the_cpu(void **state) {
     t_rng rng = t_seed(21);
     bench_open(&b, 21);
     for (int k = 1; k < 9; k++) {
-        for (int how = 0; how < 6; how++) {
+        for (int how = 0; t_is_built_in(how / 4); how++) {
             const ms_dtype value = dtypes[k % 3];
             const bool alone = how % 2;
-            update_case c = {how / 2 == 0 ? MS_OPTIMIZER_ADAMW : MS_OPTIMIZER_SGD,
-                             how / 2 == 1 ? 0.9f : 0.0f,
+            const ms_optimizer_kind kind = (ms_optimizer_kind)(how / 4);
+            if (how / 2 % 2 == 1 && !msi_optimizer_of(kind).has_momentum) {
+                continue;
+            }
+            update_case c = {kind,
+                             how / 2 % 2 == 1 ? 0.9f : 0.0f,
                              true,
                              false,
                              3,
@@ -748,81 +756,33 @@ static void updates_in_16_bits_match_the_cpu(void **state) {
 
 static void updates_match_the_cpu(void **state) {
     (void)state;
-    static const update_case cases[] = {{MS_OPTIMIZER_ADAMW,
-                                         0.0f,
-                                         false,
-                                         false,
-                                         1,
-                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
-                                         MS_DTYPE_F32,
-                                         MS_DTYPE_F32,
-                                         false},
-                                        {MS_OPTIMIZER_ADAMW,
-                                         0.0f,
-                                         true,
-                                         false,
-                                         1000,
-                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
-                                         MS_DTYPE_F32,
-                                         MS_DTYPE_F32,
-                                         false},
-                                        {MS_OPTIMIZER_ADAMW,
-                                         0.0f,
-                                         true,
-                                         true,
-                                         3,
-                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
-                                         MS_DTYPE_F32,
-                                         MS_DTYPE_F32,
-                                         false},
-                                        {MS_OPTIMIZER_SGD,
-                                         0.0f,
-                                         false,
-                                         false,
-                                         1,
-                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
-                                         MS_DTYPE_F32,
-                                         MS_DTYPE_F32,
-                                         false},
-                                        {MS_OPTIMIZER_SGD,
-                                         0.9f,
-                                         false,
-                                         false,
-                                         2,
-                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
-                                         MS_DTYPE_F32,
-                                         MS_DTYPE_F32,
-                                         false},
-                                        {MS_OPTIMIZER_SGD,
-                                         0.9f,
-                                         true,
-                                         false,
-                                         2,
-                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
-                                         MS_DTYPE_F32,
-                                         MS_DTYPE_F32,
-                                         false},
-                                        {MS_OPTIMIZER_SGD,
-                                         0.9f,
-                                         true,
-                                         true,
-                                         2,
-                                         {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32},
-                                         MS_DTYPE_F32,
-                                         MS_DTYPE_F32,
-                                         false}};
+    static const struct {
+        bool momentum, scaled, halted;
+        uint64_t t;
+    } how[] = {{false, false, false, 1}, {true, false, false, 2}, {false, true, false, 1000},
+               {true, true, false, 2},   {false, true, true, 3},  {true, true, true, 2}};
     static const size_t offsets[][ARRAYS] = {{0, 0, 0, 0, 0}, {1, 1, 1, 1, 1}, {2, 0, 0, 0, 0},
                                              {0, 3, 0, 0, 0}, {0, 0, 1, 0, 0}, {0, 0, 0, 1, 0}};
     const size_t all = sizeof offsets / sizeof offsets[0];
     bench b;
     t_rng rng = t_seed(10);
     bench_open(&b, 10);
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+    for (size_t i = 0; t_is_built_in((int)(i / 6)); i++) {
+        update_case c;
+        memset(&c, 0, sizeof c);
+        c.kind = (ms_optimizer_kind)(i / 6);
+        c.momentum = how[i % 6].momentum ? 0.9f : 0.0f;
+        c.scaled = how[i % 6].scaled;
+        c.halted = how[i % 6].halted;
+        c.t = how[i % 6].t;
+        if (how[i % 6].momentum && !msi_optimizer_of(c.kind).has_momentum) {
+            continue;
+        }
         EACH_COUNT(count) {
             const size_t first = count > 70 ? count % all : 0;
             const size_t last = count > 70 ? first + 1 : all;
             for (size_t k = first; k < last; k++) {
-                check_update(&b, &cases[i], count, offsets[k], &rng);
+                check_update(&b, &c, count, offsets[k], &rng);
             }
         }
     }

@@ -184,6 +184,34 @@ typedef struct mixture {
     bool has_master, half_gradients;
 } mixture;
 
+enum { MOST_STATES = 100 };
+
+static int states_of(const mixture *k) {
+    ms_optimizer_desc o = t_optimizer(k->kind, 0.0f);
+    o.momentum = k->momentum;
+    return (int)msi_state_count(&o);
+}
+
+/* Each optimizer that is built in, with each format of each tensor of its state. */
+static uint32_t list_states(mixture *list) {
+    uint32_t count = 0;
+    memset(list, 0, MOST_STATES * sizeof *list);
+    for (int kind = 0; t_is_built_in(kind); ++kind) {
+        const msi_optimizer row = msi_optimizer_of((ms_optimizer_kind)kind);
+        for (int formats = 0; formats < (row.states > 1 ? 9 : 3); ++formats) {
+            list[count].kind = (ms_optimizer_kind)kind;
+            list[count].momentum = row.has_momentum ? 0.9f : 0.0f;
+            list[count].formats[0] = (ms_state_format)(formats % 3);
+            list[count++].formats[1] = (ms_state_format)(formats / 3);
+        }
+        if (row.has_momentum) {
+            list[count++].kind = (ms_optimizer_kind)kind;
+        }
+        assert_true(count + 10 < MOST_STATES);
+    }
+    return count;
+}
+
 /* How it is updated. */
 typedef struct way {
     const char *name;
@@ -330,9 +358,7 @@ static void pulled_start(pulled *z, const mixture *k, const way *w,
         o.update = own_update;
         o.state_count = 1;
     }
-    z->states = k->kind == MS_OPTIMIZER_ADAMW                          ? 2
-                : k->kind == MS_OPTIMIZER_SGD && !(k->momentum > 0.0f) ? 0
-                                                                       : 1;
+    z->states = (int)msi_state_count(&o);
     z->micro_count = micro_count;
     assert_int_equal(ms_create(&config, &z->m), MS_RESULT_OK);
     ms_set_optimizer(z->m, &o);
@@ -437,24 +463,21 @@ static void no_split_changes_a_bit(void **state) {
 #ifdef __FAST_MATH__
     skip(); // a part that ends inside a block of 256 elements is rounded otherwise there
 #endif
-    static const mixture states[] = {
-        {MS_OPTIMIZER_ADAMW, 0, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}, MS_DTYPE_F32, 0, 0},
-        {MS_OPTIMIZER_ADAMW, 0, {MS_STATE_FORMAT_BF16, MS_STATE_FORMAT_F32}, MS_DTYPE_F32, 0, 0},
-        {MS_OPTIMIZER_ADAMW, 0, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_BF16}, MS_DTYPE_F32, 0, 0},
-        {MS_OPTIMIZER_ADAMW, 0, {MS_STATE_FORMAT_BF16, MS_STATE_FORMAT_BF16}, MS_DTYPE_F32, 0, 0},
-        {MS_OPTIMIZER_ADAMW, 0, {MS_STATE_FORMAT_8BIT, MS_STATE_FORMAT_8BIT}, MS_DTYPE_F32, 0, 0},
-        {MS_OPTIMIZER_SGD, 0.9f, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}, MS_DTYPE_F32, 0, 0},
-        {MS_OPTIMIZER_SGD, 0.9f, {MS_STATE_FORMAT_BF16, MS_STATE_FORMAT_F32}, MS_DTYPE_F32, 0, 0},
-        {MS_OPTIMIZER_SGD, 0.9f, {MS_STATE_FORMAT_8BIT, MS_STATE_FORMAT_F32}, MS_DTYPE_F32, 0, 0},
-        {MS_OPTIMIZER_SGD, 0, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}, MS_DTYPE_F32, 0, 0},
-        {MS_OPTIMIZER_CUSTOM, 0, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}, MS_DTYPE_F32, 0, 0}};
+    static mixture states[MOST_STATES];
     static const struct {
         ms_dtype dtype;
         bool has_master, half_gradients;
     } values[] = {{MS_DTYPE_F32, false, false},  {MS_DTYPE_BF16, true, true},
                   {MS_DTYPE_BF16, false, false}, {MS_DTYPE_F16, true, false},
                   {MS_DTYPE_F16, false, true},   {MS_DTYPE_BF16, true, false}};
-    for (size_t s = 0; s < sizeof states / sizeof *states; ++s) {
+    const uint32_t count = list_states(states);
+    states[count].kind = MS_OPTIMIZER_CUSTOM;
+    for (uint32_t s = 0; s <= count; ++s) {
+        if (msi_optimizer_of(states[s].kind).states > 1 &&
+            (states[s].formats[0] == MS_STATE_FORMAT_8BIT) !=
+                (states[s].formats[1] == MS_STATE_FORMAT_8BIT)) {
+            continue; // a plan codes all or none
+        }
         for (size_t v = 0;
              v < (states[s].kind == MS_OPTIMIZER_CUSTOM ? 1 : sizeof values / sizeof *values);
              ++v) {
@@ -483,11 +506,11 @@ static double rounded_as(ms_dtype dtype, double x, uint32_t random) {
                                     : f16_at_random((double)(float)x, random);
 }
 
-/* SGD with a rate of 1/4 and a momentum of 1/2, and AdamW with 1/2 for both decays. All params have
-   one gradient, and one value in the beginning. */
+/* SGD with a rate of 1/4 and a momentum of 1/2, and AdamW and Lion with 1/2 for both decays. All
+   params have one gradient, and one value in the beginning. */
 static void exact_step(exact *e, const pulled *z, const mixture *k, const float *gradient,
                        uint64_t seed, uint64_t step) {
-    const bool adamw = k->kind == MS_OPTIMIZER_ADAMW;
+    const bool sgd = k->kind == MS_OPTIMIZER_SGD, lion = k->kind == MS_OPTIMIZER_LION;
     for (int i = 0; i < PARAMS; ++i) {
         const uint64_t param = msi_index(&z->m->graph, z->p[i]), last = z->micro_count - 1;
         const uint32_t keys[] = {key_of(seed, param, 0, step, last),
@@ -496,7 +519,8 @@ static void exact_step(exact *e, const pulled *z, const mixture *k, const float 
         const ms_dtype value = k->has_master ? MS_DTYPE_F32 : k->dtype;
         for (uint64_t at = 0; at < count_of(i); ++at) {
             const double g = (double)gradient[at];
-            const double m = 0.5 * e->state[i][0][at] + (adamw ? 0.5 * g : g);
+            const double m = 0.5 * e->state[i][0][at] + (sgd ? g : 0.5 * g);
+            const double moves = lion ? (m > 0.0) - (m < 0.0) : m;
             const double v = 0.5 * e->state[i][1][at] + 0.5 * g * g;
             const double news[] = {m, v};
             for (int s = 0; s < z->states; ++s) {
@@ -504,7 +528,7 @@ static void exact_step(exact *e, const pulled *z, const mixture *k, const float 
                 e->state[i][s][at] =
                     rounded_as(coarse ? MS_DTYPE_BF16 : MS_DTYPE_F32, news[s], drawn(keys[s], at));
             }
-            e->p[i][at] = rounded_as(value, e->p[i][at] - 0.25 * m, drawn(keys[2], at));
+            e->p[i][at] = rounded_as(value, e->p[i][at] - 0.25 * moves, drawn(keys[2], at));
         }
     }
 }
@@ -516,7 +540,7 @@ static void expect_exact(const exact *e, const pulled *z, const mixture *k, cons
             const double *expected = s == 0 ? e->p[i] : e->state[i][s - 1];
             const float *is = read_of(z, tensor);
             for (uint64_t at = 0; at < count_of(i); ++at) {
-                if (is[at] != (float)expected[at] && (s > 0 || k->kind == MS_OPTIMIZER_SGD)) {
+                if (is[at] != (float)expected[at] && (s > 0 || k->kind != MS_OPTIMIZER_ADAMW)) {
                     fail_msg("%s: element %u of tensor %d of param %d is %.9g, not %.9g", name,
                              (unsigned)at, s, i, (double)is[at], expected[at]);
                 }
@@ -562,7 +586,9 @@ static void updates_draw_by_the_formula(void **state) {
         {MS_OPTIMIZER_SGD, 0.5f, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}, MS_DTYPE_F16, 0, 0},
         {MS_OPTIMIZER_SGD, 0.5f, {MS_STATE_FORMAT_BF16, MS_STATE_FORMAT_F32}, MS_DTYPE_F16, 1, 0},
         {MS_OPTIMIZER_ADAMW, 0, {MS_STATE_FORMAT_BF16, MS_STATE_FORMAT_BF16}, MS_DTYPE_F32, 0, 0},
-        {MS_OPTIMIZER_ADAMW, 0, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_BF16}, MS_DTYPE_BF16, 0, 0}};
+        {MS_OPTIMIZER_ADAMW, 0, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_BF16}, MS_DTYPE_BF16, 0, 0},
+        {MS_OPTIMIZER_LION, 0, {MS_STATE_FORMAT_BF16, MS_STATE_FORMAT_F32}, MS_DTYPE_BF16, 0, 0},
+        {MS_OPTIMIZER_LION, 0, {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}, MS_DTYPE_F16, 1, 0}};
     for (size_t c = 0; c < sizeof cases / sizeof *cases; ++c) {
         for (uint64_t w = c % t_stride(2); w < WAYS; w += t_stride(2)) {
             expect_draws(&cases[c], &ways[w], 11 + c, 1 + (uint32_t)(w / 2 % 2));
@@ -771,8 +797,7 @@ static const ms_update_args *args_of(updated *u, const mixture *k) {
     u->args.factors = &u->factors;
     u->args.state_of_step = &u->step;
     for (int s = 0; s < 2; ++s) {
-        const bool has = k->kind == MS_OPTIMIZER_ADAMW || (s == 0 && k->momentum > 0.0f);
-        u->args.state[s] = has ? u->state[s] : NULL;
+        u->args.state[s] = s < states_of(k) ? u->state[s] : NULL;
     }
     return &u->args;
 }
@@ -785,7 +810,7 @@ static void updated_init(updated *u, const mixture *k, uint64_t count, t_rng *rn
     o.epsilon = 1e-8f;
     o.momentum = k->momentum;
     u->factors = msi_factors_at(&o, 3);
-    u->factors.decay = k->kind == MS_OPTIMIZER_SGD ? 0.01f : 0.9999f;
+    u->factors.decay = msi_decay_factor(&o, 0.01f);
     u->args.kind = k->kind;
     u->args.count = count;
     u->args.seed = 77;
@@ -822,9 +847,8 @@ static void update_elements(updated *u, const mixture *k) {
                                      msi_load(a->gradient, a->gradient_dtype, n);
             const float now =
                 guarded ? msi_guarded_element(a->kind, a->factors, p, g, &s[0][i], &s[1][i])
-                : a->kind == MS_OPTIMIZER_ADAMW
-                    ? msi_adamw_element(a->factors, p, g, &s[0][i], &s[1][i])
-                    : msi_sgd_element(a->factors, p, g, states > 0 ? &s[0][i] : NULL);
+                        : msi_element(a->kind, a->factors, p, g, states > 0 ? &s[0][i] : NULL,
+                                      states > 1 ? &s[1][i] : NULL);
             if (a->master) {
                 a->master[n] = now;
             }
@@ -925,15 +949,12 @@ static void for_each_mixture(void (*check)(const mixture *k, uint64_t number)) {
         {MS_DTYPE_F32, false, false},  {MS_DTYPE_BF16, true, false}, {MS_DTYPE_BF16, true, true},
         {MS_DTYPE_BF16, false, false}, {MS_DTYPE_BF16, false, true}, {MS_DTYPE_F16, true, false},
         {MS_DTYPE_F16, true, true},    {MS_DTYPE_F16, false, false}, {MS_DTYPE_F16, false, true}};
+    static mixture states[MOST_STATES];
     uint64_t number = 0;
-    for (int kind = 0; kind < 9 + 3 + 1; ++kind) { // AdamW, momentum, SGD
+    const uint32_t count = list_states(states);
+    for (uint32_t s = 0; s < count; ++s) {
         for (size_t v = 0; v < sizeof values / sizeof *values; ++v) {
-            mixture k;
-            memset(&k, 0, sizeof k);
-            k.kind = kind < 9 ? MS_OPTIMIZER_ADAMW : MS_OPTIMIZER_SGD;
-            k.momentum = kind < 9 || kind == 12 ? 0.0f : 0.9f;
-            k.formats[0] = kind == 12 ? MS_STATE_FORMAT_F32 : (ms_state_format)(kind % 3);
-            k.formats[1] = kind < 9 ? (ms_state_format)(kind / 3) : MS_STATE_FORMAT_F32;
+            mixture k = states[s];
             k.dtype = values[v].dtype;
             k.has_master = values[v].has_master;
             k.half_gradients = values[v].half_gradients;
@@ -1022,9 +1043,9 @@ static void check_block(const mixture *k, uint64_t number) {
     static updated of[2];
     static float gradient[MSI_CODED_BLOCK];
     static msi_wide_waiting waiting;
-    const int states = k->kind == MS_OPTIMIZER_ADAMW ? 2 : 1;
+    const int states = states_of(k);
     t_rng rng = t_seed(600 + number);
-    if (k->dtype != MS_DTYPE_F32 || (k->kind == MS_OPTIMIZER_SGD && !(k->momentum > 0.0f))) {
+    if (k->dtype != MS_DTYPE_F32 || states == 0) {
         return; // converted before and after, or never wide
     }
     updated_init(&of[0], k, MSI_CODED_BLOCK, &rng);

@@ -28,6 +28,8 @@ static const home_case cases[] = {
      MS_SWITCH_DEFAULT, false, false, false},
     {"accumulation and clipping", ON_VIRTUAL, MS_OPTIMIZER_ADAMW, 0.25f, 2, 0, MS_SWITCH_DEFAULT,
      MS_SWITCH_DEFAULT, MS_SWITCH_DEFAULT, false, false, false},
+    {"Lion", ON_VIRTUAL, MS_OPTIMIZER_LION, 0.25f, 2, 0, MS_SWITCH_DEFAULT, MS_SWITCH_DEFAULT,
+     MS_SWITCH_DEFAULT, false, false, false},
     {"early updates, one copy at a time", ON_VIRTUAL, MS_OPTIMIZER_ADAMW, 0.0f, 1, 1, MS_SWITCH_ON,
      MS_SWITCH_DEFAULT, MS_SWITCH_DEFAULT, false, false, false},
     {"borrowed homes", ON_VIRTUAL, MS_OPTIMIZER_SGD, 0.25f, 1, 0, MS_SWITCH_DEFAULT,

@@ -10,22 +10,47 @@ typedef struct optimizer_case {
 
 enum { TRAIN_STEPS = 6, TRAIN_LAYERS = 3, TRAIN_COUNT = 64 };
 
+static double or_else(float given, double otherwise) {
+    return given == 0.0f ? otherwise : (double)given;
+}
+
+/* Decoupled weight decay regularization (Loshchilov and Hutter, 2019), algorithm 2. */
+static void reference_adamw(const ms_optimizer_desc *o, double rate, double decay, double t,
+                            double g, double value[3]) {
+    const double b1 = or_else(o->beta1, 0.9), b2 = or_else(o->beta2, 0.999);
+    value[1] = b1 * value[1] + (1.0 - b1) * g;
+    value[2] = b2 * value[2] + (1.0 - b2) * g * g;
+    const double m = value[1] / (1.0 - pow(b1, t)), v = value[2] / (1.0 - pow(b2, t));
+    value[0] -= rate * (m / (sqrt(v) + or_else(o->epsilon, 1e-8)) + decay * value[0]);
+}
+
+/* Symbolic discovery of optimization algorithms (Chen et al., 2023), algorithm 2. */
+static void reference_lion(const ms_optimizer_desc *o, double rate, double decay, double g,
+                           double value[3]) {
+    const double b1 = or_else(o->beta1, 0.9), b2 = or_else(o->beta2, 0.99);
+    const double c = b1 * value[1] + (1.0 - b1) * g;
+    value[0] -= rate * ((c > 0.0) - (c < 0.0) + decay * value[0]);
+    value[1] = b2 * value[1] + (1.0 - b2) * g;
+}
+
 /* p, m, v after one update with gradient g; the step's number is t, from 1. */
 static void reference_update(const ms_optimizer_desc *o, double rate, double decay, double t,
                              double g, double value[3]) {
-    if (o->kind == MS_OPTIMIZER_SGD) {
+    switch (o->kind) {
+    case MS_OPTIMIZER_ADAMW:
+        reference_adamw(o, rate, decay, t, g, value);
+        break;
+    case MS_OPTIMIZER_SGD:
         value[1] = (double)o->momentum * value[1] + g;
         value[0] -= rate * (value[1] + decay * value[0]);
-        return;
+        break;
+    case MS_OPTIMIZER_LION:
+        reference_lion(o, rate, decay, g, value);
+        break;
+    case MS_OPTIMIZER_CUSTOM:
+    case MS_OPTIMIZER_NONE:
+        fail();
     }
-    double b1 = o->beta1 == 0.0f ? 0.9 : (double)o->beta1;
-    double b2 = o->beta2 == 0.0f ? 0.999 : (double)o->beta2;
-    double epsilon = o->epsilon == 0.0f ? 1e-8 : (double)o->epsilon;
-    value[1] = b1 * value[1] + (1.0 - b1) * g;
-    value[2] = b2 * value[2] + (1.0 - b2) * g * g;
-    double m = value[1] / (1.0 - pow(b1, t));
-    double v = value[2] / (1.0 - pow(b2, t));
-    value[0] -= rate * (m / (sqrt(v) + epsilon) + decay * value[0]);
 }
 
 static void expect_close(const ms_model *m, double got, double expected, double scale) {
@@ -58,7 +83,8 @@ static void check_optimizer(const optimizer_case *c) {
         }
     }
     for (int step = 1; step <= TRAIN_STEPS; ++step) {
-        float rate = c->desc.learning_rate == 0.0f ? 0.001f : c->desc.learning_rate;
+        const float usual = c->desc.kind == MS_OPTIMIZER_LION ? 0.0001f : 0.001f;
+        float rate = c->desc.learning_rate == 0.0f ? usual : c->desc.learning_rate;
         if (step > 1) { // warm up and down, and one step at zero
             rate = step == 4 ? 0.0f : 0.01f / (float)step;
             ms_set_learning_rate(m, rate);
@@ -112,10 +138,54 @@ static void optimizers_follow_their_formulas(void **state) {
          -1.0f},
         {{0.05f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.9f, 0.1f, 0.0f, NULL, NULL, 0, STATE_F32},
          0.3f},
+        {{0.0f, MS_OPTIMIZER_LION, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32},
+         -1.0f},
+        {{0.01f, MS_OPTIMIZER_LION, 0.95f, 0.98f, 0.0f, 0.9f, 0.1f, 0.0f, NULL, NULL, 0, STATE_F32},
+         0.5f},
     };
+    bool seen[MS_OPTIMIZER_NONE] = {false};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
         check_optimizer(&cases[i]);
+        seen[cases[i].desc.kind] = true;
     }
+    for (int kind = 0; kind <= MS_OPTIMIZER_NONE; ++kind) {
+        assert_true(t_is_built_in(kind) == (kind < MS_OPTIMIZER_CUSTOM));
+        assert_true(!t_is_built_in(kind) || seen[kind]);
+    }
+}
+
+/* The first step of a fresh moment goes by the rate in the direction of the gradient, whatever its
+   size, and not at all where the gradient is 0. */
+static void lion_goes_by_signs(void **state) {
+    (void)state;
+    static const float gradients[] = {1e-30f, -1e-40f, 0.0f, -0.0f, 3e18f, -2.0f, INFINITY, NAN};
+    enum { COUNT = sizeof gradients / sizeof gradients[0] };
+    float value[COUNT], gradient[COUNT], moment[COUNT];
+    const ms_backend cpu = ms_backend_cpu();
+    ms_update_args args;
+    memset(&args, 0, sizeof args);
+    for (int i = 0; i < COUNT; ++i) {
+        value[i] = 1.0f;
+        moment[i] = 0.0f;
+        gradient[i] = gradients[i];
+    }
+    args.kind = MS_OPTIMIZER_LION;
+    args.count = COUNT;
+    args.value = value;
+    args.gradient = gradient;
+    args.state[0] = moment;
+    args.learning_rate = 0.25f;
+    args.beta1 = args.beta2 = 0.5f;
+    args.t = 1;
+    assert_int_equal(t_update(&cpu, &args), 0);
+    static const float expected[] = {0.75f, 1.25f, 1.0f, 1.0f, 0.75f, 1.25f, 0.75f};
+#ifdef __FAST_MATH__ // subnormal numbers are 0
+    value[1] = expected[1];
+#endif
+    for (int i = 0; i < COUNT - 1; ++i) {
+        assert_true(value[i] == expected[i]);
+    }
+    assert_true(t_is_nan(value[COUNT - 1])); // and not hidden
 }
 
 static void sgd_without_momentum_has_no_state(void **state) {
@@ -178,6 +248,7 @@ static void frozen_params_stand_still(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(optimizers_follow_their_formulas),
+        cmocka_unit_test(lion_goes_by_signs),
         cmocka_unit_test(sgd_without_momentum_has_no_state),
         cmocka_unit_test(frozen_params_stand_still),
     };

@@ -61,7 +61,7 @@ static void same_values(const rt_graph *g, const rt_net *plain, const rt_net *ti
             same_tensor(g, "value", v, plain->model, plain->handle[v], tiled->model,
                         tiled->handle[v]);
         }
-        if (g->value[v].role == RT_TRAINED && g->optimizer.kind == MS_OPTIMIZER_ADAMW) {
+        if (g->value[v].role == RT_TRAINED && msi_state_count(&g->optimizer) > 0) {
             same_tensor(g, "state", v, plain->model,
                         ms_optimizer_state(plain->model, plain->handle[v], 0), tiled->model,
                         ms_optimizer_state(tiled->model, tiled->handle[v], 0));

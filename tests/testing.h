@@ -300,6 +300,11 @@ static inline int t_gemm(void *user, float alpha, const ms_matrix *a, const ms_m
     return 0;
 }
 
+/* Built-in optimizers are the first kinds: a loop over all of them ends where this does not hold. */
+static inline bool t_is_built_in(int kind) {
+    return msi_optimizer_of((ms_optimizer_kind)kind).is_built_in;
+}
+
 /* ms_backend.update for args that have no factors and no state of a step. */
 static inline int t_update(const ms_backend *backend, const ms_update_args *args) {
     ms_optimizer_desc o;
@@ -313,10 +318,7 @@ static inline int t_update(const ms_backend *backend, const ms_update_args *args
     o.epsilon = args->epsilon;
     o.momentum = args->momentum;
     ms_update_factors factors = msi_factors_at(&o, args->t);
-    const double decay = (double)args->weight_decay;
-    factors.decay = args->kind == MS_OPTIMIZER_SGD
-                        ? args->weight_decay
-                        : (float)(1.0 - (double)args->learning_rate * decay);
+    factors.decay = msi_decay_factor(&o, args->weight_decay);
     ms_update_args complete = *args;
     complete.factors = &factors;
     complete.state_of_step = &state;
