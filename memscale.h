@@ -298,7 +298,9 @@
     HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
     contract with trainers as they are. 0.3.0 (2026): CUDA. 0.4.0 (2026): modes, rules, profiles,
     simulation, explained plans. 0.5.0 (2026): state in backward, up to 32 operands, lifetimes,
-    ms_find_nonfinite, -Ofast, near-linear planning of large graphs.
+    ms_find_nonfinite, -Ofast, near-linear planning of large graphs. 0.6.0 (2026): offloading, mixed
+    precision, optimizer state in 8 bits and BF16, tiles; ms_suspend, budgets that change, steps in
+    slices; measured and listed hardware; ms::model for C++.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
