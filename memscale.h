@@ -298,7 +298,9 @@
     HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
     contract with trainers as they are. 0.3.0 (2026): CUDA. 0.4.0 (2026): modes, rules, profiles,
     simulation, explained plans. 0.5.0 (2026): state in backward, up to 32 operands, lifetimes,
-    ms_find_nonfinite, -Ofast, near-linear planning of large graphs.
+    ms_find_nonfinite, -Ofast, near-linear planning of large graphs. 0.6.0 (2026): offloading, mixed
+    precision, optimizer state in 8 bits and BF16, tiles; ms_suspend, budgets that change, steps in
+    slices; measured and listed hardware; ms::model for C++.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
@@ -1263,13 +1265,11 @@ typedef struct ms_memory_report {
     uint64_t peak_bytes[MS_CATEGORY_COUNT];
     uint32_t peak_instruction; // of the program with the larger peak, training or eval
     const char *peak_layer;    // name of the layer that runs there; "" if none does
-    /* What each technique takes off the peak of live bytes: the mean, over all orders in which
-       those of the plan can be added to the plain plan one after the other, of what it takes off
-       when it is added (the value of Shapley, "A value for n-person games", 1953), since often none
-       of them helps much alone. */
+    /* What each technique takes off the peak of live bytes: how much larger the peak would be if
+       the plan did without this technique and all else stayed. Techniques that help only together
+       each count what they free together, so that these need not sum up. */
     int64_t freed_bytes[MS_TECHNIQUE_COUNT];
-    int64_t layout_freed_bytes; // gap of the plain plan - gap_bytes; below 0: it has grown. All of
-                                // these sum up to plain_bytes - arena_bytes
+    int64_t layout_freed_bytes; // gap of the plain plan - gap_bytes; below 0: it has grown
     /* Largest sum, during the step, of activations, activation gradients and saved tensors. It need
        not occur at the peak instruction. */
     uint64_t activation_peak_bytes;
@@ -4055,7 +4055,7 @@ typedef struct msi_plan {
     msi_tensor_decision *decisions;
     uint64_t budget_bytes, plain_bytes, arena_bytes;
     uint64_t plain_live_bytes;               // largest sum of live bytes of the plain plan
-    int64_t freed_bytes[MS_TECHNIQUE_COUNT]; // off that sum: see ms_memory_report
+    int64_t freed_bytes[MS_TECHNIQUE_COUNT]; // see ms_memory_report
     msi_program train, eval;
     double plain_step_us;
     msi_recording recordings[MSI_RECORDING_COUNT];
@@ -20245,106 +20245,57 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
            msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
 }
 
-/* Whether a plan does something by a technique that can be taken out of its decisions. */
-static bool msi_plan_uses(const msi_graph *g, const msi_plan *plan, ms_technique technique) {
-    bool uses = technique == MS_TECHNIQUE_CHECKPOINTING  ? plan->train.code.recompute_count > 0
-                : technique == MS_TECHNIQUE_EARLY_UPDATE ? msi_updates_inside(&plan->train)
-                                                         : false;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor_decision *d = &plan->decisions[t];
-        uses |= technique == MS_TECHNIQUE_OFFLOADING        ? d->moves != 0
-                : technique == MS_TECHNIQUE_OPTIMIZER_8BIT  ? d->state_8bit
-                : technique == MS_TECHNIQUE_TILING          ? d->tiles > 0
-                : technique == MS_TECHNIQUE_MIXED_PRECISION ? d->format != MS_STATE_FORMAT_F32
-                                                            : false;
-    }
-    return uses;
-}
-
-/* Takes the techniques in a mask out of decisions. */
-static void msi_take_out(const msi_graph *g, uint32_t techniques, msi_tensor_decision *decisions) {
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        msi_tensor_decision *d = &decisions[t];
-        d->pass = techniques & MSI_CHECKPOINTING ? 0 : d->pass;
-        d->update_after = techniques & MSI_EARLY_UPDATE ? MSI_NONE : d->update_after;
-        d->moves = techniques & MSI_OFFLOADING ? 0 : d->moves;
-        d->state_8bit = d->state_8bit && !(techniques & MSI_8BIT);
-        d->format = techniques & MSI_MIXED ? (uint8_t)MS_STATE_FORMAT_F32 : d->format;
-        d->tiles = techniques & MSI_TILING ? 0 : d->tiles;
+/* Takes a technique out of the decision on one tensor. */
+static void msi_take_out(ms_technique technique, msi_tensor_decision *d) {
+    switch (technique) {
+    case MS_TECHNIQUE_CHECKPOINTING:
+        d->pass = 0;
+        break;
+    case MS_TECHNIQUE_EARLY_UPDATE:
+        d->update_after = MSI_NONE;
+        break;
+    case MS_TECHNIQUE_OFFLOADING:
+        d->moves = 0;
+        break;
+    case MS_TECHNIQUE_TILING:
+        d->tiles = 0;
+        break;
+    case MS_TECHNIQUE_MIXED_PRECISION:
+        d->format = MS_STATE_FORMAT_F32;
+        break;
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+        d->state_8bit = false;
+        break;
+    case MS_TECHNIQUE_COUNT:
+        break;
     }
 }
 
-enum { MSI_MOST_SHARES = MS_TECHNIQUE_COUNT };
-
-/* Of n techniques, what the value of Shapley has for a set of k others: k! (n - k - 1)! / n!, as a
-   multiple of 1 / 6!. */
-static int64_t msi_shapley_parts(uint32_t n, uint32_t k) {
-    static const uint16_t factorials[MSI_MOST_SHARES + 1] = {1, 1, 2, 6, 24, 120, 720};
-    return factorials[k] * factorials[n - k - 1] * (factorials[MSI_MOST_SHARES] / factorials[n]);
-}
-
-/* Shares out what n techniques free together, given the live bytes with each set of them. Rounding
-   goes to the first. Wholes and remainders are summed apart: 720 times the bytes may be too much. */
-static void msi_share_freed(const ms_technique *used, uint32_t n, const uint64_t *live_bytes,
-                            int64_t *freed_bytes) {
-    const int64_t whole = 720;
-    int64_t rest = n > 0 ? (int64_t)(live_bytes[0] - live_bytes[(1u << n) - 1]) : 0;
-    for (uint32_t i = n; i-- > 1;) {
-        int64_t bytes = 0, parts = 0;
-        for (uint32_t set = 0; set < 1u << n; set++) {
-            uint32_t others = 0;
-            for (uint32_t k = 0; k < n; k++) {
-                others += set >> k & 1;
-            }
-            const int64_t share = set >> i & 1 ? 0 : msi_shapley_parts(n, others);
-            const int64_t freed = (int64_t)(live_bytes[set] - live_bytes[set | 1u << i]);
-            bytes += share * (freed / whole);
-            parts += share * (freed % whole);
-        }
-        freed_bytes[used[i]] = bytes + parts / whole;
-        rest -= freed_bytes[used[i]];
-    }
-    if (n > 0) {
-        freed_bytes[used[0]] = rest;
-    }
-}
-
-/* Finds what each technique takes off the peak of live bytes: scores the decisions of the plan with
-   every set of the techniques that it uses, in a program of its own. */
+/* Finds how much larger the peak of live bytes would be without each technique: scores the
+   decisions of the plan with that technique taken out, in a program of its own. */
 static MSI_NOINLINE void msi_find_freed(const msi_scorer *s, msi_plan *plan) {
-    const msi_graph *g = s->graph;
-    msi_program train = MSI_ZERO_INIT, eval = MSI_ZERO_INIT;
-    msi_scorer apart = *s;
-    ms_technique used[MSI_MOST_SHARES];
-    uint64_t live_bytes[1 << MSI_MOST_SHARES];
-    uint32_t n = 0;
-    apart.program = &train;
-    apart.eval = &eval;
-    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        if (msi_plan_uses(g, plan, (ms_technique)k)) {
-            used[n++] = (ms_technique)k;
-        }
-    }
-    msi_tensor_decision *some =
-        n > 1 ? (msi_tensor_decision *)msi_scratch(s, msi_decisions_bytes(g)) : NULL;
-    live_bytes[0] = plan->plain_live_bytes;
-    for (uint32_t set = 1; set + 1 < 1u << n && some; set++) {
-        uint32_t out = 0;
-        for (uint32_t i = 0; i < n; i++) {
-            out |= set >> i & 1 ? 0 : 1u << used[i];
-        }
-        memcpy(some, plan->decisions, (size_t)msi_decisions_bytes(g));
-        msi_take_out(g, out, some);
-        msi_make_eval(&apart, some);
-        const msi_score score = msi_estimate(&apart, some);
-        live_bytes[set] = msi_live_of(&apart, &score);
-    }
-    live_bytes[(1u << n) - 1] =
+    const uint64_t bytes = msi_decisions_bytes(s->graph);
+    const uint64_t live_bytes =
         plan->train.layout.resident_bytes +
         msi_larger(plan->train.layout.peak_bytes, plan->eval.layout.peak_bytes);
-    msi_share_freed(used, n, live_bytes, plan->freed_bytes);
-    if (some) {
-        msi_release(s->allocator, some, msi_decisions_bytes(g));
+    msi_program train = MSI_ZERO_INIT, eval = MSI_ZERO_INIT;
+    msi_scorer apart = *s;
+    apart.program = &train;
+    apart.eval = &eval;
+    msi_tensor_decision *without = (msi_tensor_decision *)msi_scratch(s, bytes);
+    for (int k = 0; k < MS_TECHNIQUE_COUNT && without; k++) {
+        memcpy(without, plan->decisions, (size_t)bytes);
+        for (uint32_t t = 0; t < s->graph->tensors.count; t++) {
+            msi_take_out((ms_technique)k, &without[t]);
+        }
+        if (memcmp(without, plan->decisions, (size_t)bytes) != 0) {
+            msi_make_eval(&apart, without);
+            const msi_score score = msi_estimate(&apart, without);
+            plan->freed_bytes[k] = (int64_t)(msi_live_of(&apart, &score) - live_bytes);
+        }
+    }
+    if (without) {
+        msi_release(s->allocator, without, bytes);
     }
     msi_program_free(s->allocator, &train);
     msi_program_free(s->allocator, &eval);
@@ -27831,12 +27782,9 @@ static MSI_COLD void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     r->peak_layer = msi_calls_layer((msi_op)i->op) ? msi_layer_name(&m->graph, i->target) : "";
 }
 
-static MSI_COLD void msi_report_freed(const ms_model *m, ms_memory_report *r) {
-    r->layout_freed_bytes = (int64_t)(r->plain_bytes - r->arena_bytes);
-    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        r->freed_bytes[k] = m->run.plan->freed_bytes[k];
-        r->layout_freed_bytes -= r->freed_bytes[k];
-    }
+static MSI_COLD void msi_report_freed(const msi_plan *plan, ms_memory_report *r) {
+    memcpy(r->freed_bytes, plan->freed_bytes, sizeof r->freed_bytes);
+    r->layout_freed_bytes = (int64_t)(r->plain_bytes - plan->plain_live_bytes - r->gap_bytes);
 }
 
 static MSI_COLD uint64_t msi_hash_program(uint64_t hash, const msi_program *p,
@@ -28027,7 +27975,7 @@ static MSI_COLD void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->gap_bytes = r->arena_bytes - r->lower_bound_bytes;
     msi_report_peak(m, r);
     r->peak_bytes[MS_CATEGORY_WORKSPACE] += m->run.store->reserved_bytes;
-    msi_report_freed(m, r);
+    msi_report_freed(plan, r);
     r->activation_peak_bytes = plan->train.layout.activation_peak_bytes;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (g->tensors.items[t].kind == MSI_KIND_PARAM) {
@@ -29092,7 +29040,7 @@ static MSI_COLD void msi_print_techniques(const msi_printer *out, const msi_tech
     }
     msi_print(out, "%-16s %7s %14s %10s  gaps, and what is reserved for larger sizes\n", "layout",
               "", msi_signed_size(r->layout_freed_bytes).text, "");
-    msi_print(out, "%-16s %7s %14s %10s  plain plan - arena\n", "sum", "",
+    msi_print(out, "%-16s %7s %14s %10s  plain plan - arena\n", "in all", "",
               msi_signed_size((int64_t)(r->plain_bytes - r->arena_bytes)).text, "");
 }
 
@@ -29704,7 +29652,7 @@ static const msi_metric msi_metrics[] = {
     MSI_METRIC(U64, gap_bytes, gap_bytes, "Arena less lower bound."),
     MSI_METRIC(CATEGORIES, peak_bytes, peak_bytes, "Live bytes at the peak of a step."),
     MSI_METRIC(TECHNIQUES, freed_bytes, freed_bytes,
-               "What each technique takes off the peak of the plain plan."),
+               "How much larger the peak would be without each technique."),
     MSI_METRIC(U64, activation_peak_bytes, activation_peak_bytes,
                "Largest sum of activations, their gradients and saved tensors."),
     MSI_METRIC(U64, borrowed_bytes, borrowed_bytes,

@@ -7,7 +7,7 @@
 CUDA_CODES ?= $(filter sm_75 sm_80 sm_86 sm_87 sm_89 sm_90,$(shell $(NVCC) --list-gpu-code))
 cuda       := build/cuda
 # Tests whose layers are host code: tests/emulation/on_cuda.h gives them to the CUDA backend.
-with_trampolines := $(addprefix test_,api contract darknet_style debug faults features gemm layout \
+with_trampolines := $(addprefix test_,api contract darknet_style debug declarations faults gemm layout \
                       llmc_style memory optimizer plan shapes steps threads validate verify)
 cuda_home   = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 cuda_libs   = $(firstword $(wildcard $(cuda_home)/lib64 $(cuda_home)/targets/*/lib $(cuda_home)/lib))

@@ -344,7 +344,7 @@ sweeps() { # SOURCE: whether it asks how far to go
 
 # Tests that the emulated device does not run: they have no model on a device of CUDA's, or (test_threads)
 # host callbacks that share one emulated device, and would open its memory to one another.
-host_only=' test_formats test_homes test_solver test_threads test_virtual '
+host_only=' test_formats test_host_values test_solver test_threads test_virtual '
 
 # Once in the quick tier, with sanitizers where memory and errors are what is tested: their sweeps are
 # longer with sanitizers too. Longer sweeps are of the release configuration: a part of the full ones, which

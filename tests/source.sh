@@ -112,17 +112,30 @@ check_switches() {
 
 # What a technique takes that is put in the middle of ms_technique: a row of MSI_TECHNIQUES at the
 # same place, without which nothing compiles, and which brings its name, switch, tensors, modes and
-# whether it is built to all that asks; and a case in each switch, which the compiler names.
+# whether it is built to all that asks; and a case in each switch, which the compiler names. One that
+# has the cases of early updates has their bytes off the peak, however many techniques there are.
 check_new_technique() {
     local copy text
     compile -DMEMSCALE_IMPLEMENTATION memscale.h || return 1
     copy=$(plant '    MS_TECHNIQUE_EARLY_UPDATE,' '    MS_TECHNIQUE_PLANTED,') || return 1
     ! text=$(compile -DMEMSCALE_IMPLEMENTATION "$copy" 2>&1) || return 1
     grep -q msi_technique_rows_match <<< "$text" || { echo "without a row: $text"; return 1; }
-    sed -i 's/X(MS_TECHNIQUE_OFFLOADING,/X(MS_TECHNIQUE_PLANTED, tiling, "planted", 0, "", 0, false) &/' "$copy"
+    sed -i 's/X(MS_TECHNIQUE_OFFLOADING,/X(MS_TECHNIQUE_PLANTED, tiling, "planted", 0, "", 0) &/' "$copy"
     ! text=$(compile -DMEMSCALE_IMPLEMENTATION "$copy" 2>&1) || return 1
     ! grep -q msi_technique_rows_match <<< "$text" && grep -q "MS_TECHNIQUE_PLANTED.*switch" <<< "$text" ||
         { echo "with a row: $text"; return 1; }
+    sed -i 's/^ *case MS_TECHNIQUE_EARLY_UPDATE:/    case MS_TECHNIQUE_PLANTED:\n&/' "$copy"
+    mv "$copy" $checks/memscale.h || return 1
+    sed -n '/^#define MEMSCALE_IMPLEMENTATION/,/^```/{/^```/!p}' docs/decision-engine.md |
+        sed 's/^.*ms_print_plan(m, show, stdout);/    ms_memory_report r;\
+            if (ms_report(m, \&r) != MS_RESULT_OK || r.freed_bytes[MS_TECHNIQUE_CHECKPOINTING] <= 0 ||\
+                r.freed_bytes[MS_TECHNIQUE_EARLY_UPDATE] <= 0 ||\
+                r.freed_bytes[MS_TECHNIQUE_PLANTED] != r.freed_bytes[MS_TECHNIQUE_EARLY_UPDATE]) {\
+                return 2;\
+            }\
+            (void)show;/' > $checks/planted.c
+    ${CC:-cc} -std=c99 -Wall -Werror -I$checks -o $checks/planted $checks/planted.c -lm -pthread &&
+        $checks/planted
 }
 
 # What an op takes that is put in the middle of MSI_OPS: a row with all that there is to know of it,

@@ -1,6 +1,6 @@
 /*  test_debug.c - ms_config.debug catches layers that do not do what they declare: a table of lies,
     each with the layer and the tensor that the error has to name. (That honest layers pass, with
-    every feature there is, is test_features.c, which runs each test with debug as well.) */
+    every feature there is, is test_declarations.c, which runs each test with debug as well.) */
 #include "private.h"
 #include "toy_layers.h"
 

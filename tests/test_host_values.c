@@ -1,4 +1,4 @@
-/*  test_homes.c - values whose home is the host: what a trainer does with them over the life of a
+/*  test_host_values.c - values whose home is the host: what a trainer does with them over the life of a
     model, failures, memory, and budgets for both sides. MEMSCALE_TEST_SEED is the first seed,
     MEMSCALE_TEST_LIVES the number of lives of each kind of model. */
 #include "private.h"

@@ -1,4 +1,4 @@
-/*  test_nested.c - recomputation in passes: plans whose values come back at depths drawn by chance,
+/*  test_passes.c - recomputation in passes: plans whose values come back at depths drawn by chance,
     on random graphs and on chains. Their programs are walked with a table of what every life holds,
     and compared with passes that are found in another way; their steps give the bits of the plain
     plan, and the numbers of a reference that has no plan. MEMSCALE_TEST_DAGS sets how many graphs

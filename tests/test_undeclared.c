@@ -1,4 +1,4 @@
-/*  test_lies.c - lies planted in random graphs: one layer does what it did not declare, in one of many
+/*  test_undeclared.c - lies planted in random graphs: one layer does what it did not declare, in one of many
     ways. Debug mode must end the step with MS_RESULT_CONTRACT, and name the layer, by number and
     name, and what to do; whatever the graph, the plan and the layer, in F32, BF16 and F16. */
 #include "private.h"

@@ -1,4 +1,4 @@
-/*  test_features.c - each thing that a layer can declare alone, with toy layers and numbers
+/*  test_declarations.c - each thing that a layer can declare alone, with toy layers and numbers
     known in closed form. The values are small whole numbers wherever they can be, so that
     float32 is exact and sums may come in any order. Nearly every test runs twice, the second
     time with ms_config.debug: the layers are honest, so it has to pass and to give the same

@@ -1,4 +1,4 @@
-/*  test_combined.c - five techniques at once: plans of small graphs against all combinations of what
+/*  test_techniques.c - five techniques at once: plans of small graphs against all combinations of what
     each technique can do, and against those with some techniques switched off. MEMSCALE_TEST_DAGS
     sets how many graphs there are, MEMSCALE_TEST_SEED which is the first. */
 #define T_OFFLOADS
