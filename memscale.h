@@ -1098,7 +1098,7 @@ typedef struct ms_layer_desc {
     bool no_recompute; // forward can run only once in a step; a recompute callback may run
     /* The layer does not change its state in MS_PHASE_RECOMPUTE, and its outputs do not depend on
        it. Otherwise the library saves the state before a recomputation and restores it after. */
-    bool keeps_state;
+    bool recompute_keeps_state;
     bool no_backward;               // no gradient passes through, on purpose: ms_wrap does not warn
     ms_workspace forward_workspace; // also of eval and of a recomputation by forward
     ms_workspace backward_workspace;
@@ -1601,7 +1601,7 @@ MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *de
    far as the allocator is: for what the callbacks of a layer need. `end`, if it is not NULL, is called
    with it in ms_destroy, once no callback runs any more; what came last ends first. NULL, and an error
    that sticks, if there is no memory (OUT_OF_MEMORY). */
-MEMSCALE_API void *ms_attach(ms_model *model, uint64_t bytes, void (*end)(void *memory));
+MEMSCALE_API void *ms_model_alloc(ms_model *model, uint64_t bytes, void (*end)(void *memory));
 
 /* For code that registers on behalf of a trainer: makes ms_wrap fail with INVALID and this text.
    Sticks, unless an earlier error does. */
@@ -1734,8 +1734,8 @@ MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes)
 
 /* MS_OPTIMIZE(m) { ... } calls ms_wrap before the block and ms_detach after it. If ms_wrap fails,
    the block is skipped (see ms_last_error). A break, goto or return leaves it wrapped. */
-#define MS_OPTIMIZE(model) for (int memscale_stage = 0; ms_optimize_next((model), &memscale_stage);)
-MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage);
+#define MS_OPTIMIZE(model) for (int memscale_turn = 0; ms_optimize_next((model), &memscale_turn);)
+MEMSCALE_API bool ms_optimize_next(ms_model *model, int *turn);
 
 /* Copy a whole tensor from (ms_write) or to (ms_read) host memory, in its dtype. data may be reused
    at once. ms_write: what is kept between steps (input, param, buffer, optimizer state, borrowed
@@ -2127,7 +2127,7 @@ class model {
         typedef callbacks<F, B> both;
         static_assert(alignof(both) <= 16,
                       "what a callback captures is aligned to more than 16 bytes");
-        void *memory = ms_attach(model_, sizeof(both) + 1, both::end);
+        void *memory = ms_model_alloc(model_, sizeof(both) + 1, both::end);
         if (memory) {
             new (memory) both(forward, backward); // a copy of what is captured may throw
             both::is_made(memory) = 1;
@@ -3651,7 +3651,7 @@ typedef enum msi_group_kind {
     X(backward_reads.nothing)                                                                      \
     X(recompute_reads.nothing)                                                                     \
     X(no_recompute)                                                                                \
-    X(keeps_state)                                                                                 \
+    X(recompute_keeps_state)                                                                       \
     X(no_backward)
 
 typedef struct msi_layer {
@@ -3680,7 +3680,7 @@ typedef struct msi_layer {
     uint32_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved, backward_state;
     ms_layer_dtypes dtypes;
     ms_layer_tile tile;
-    bool no_recompute : 1, keeps_state : 1, no_backward : 1;
+    bool no_recompute : 1, recompute_keeps_state : 1, no_backward : 1;
     bool differentiable : 1; // gradients pass through it: it has a backward, or no callback at all
     bool has_backward : 1;   // analysis: its backward runs
     bool ends_in_loss : 1;   // analysis: its forward writes gradients
@@ -4087,7 +4087,11 @@ typedef struct msi_choice {
 } msi_choice;
 
 /* What the step under way has run: nothing, forward, or the backward of its last micro-batch. */
-typedef enum msi_stage { MSI_STAGE_IDLE, MSI_STAGE_FORWARD, MSI_STAGE_BACKWARD } msi_stage;
+typedef enum msi_progress {
+    MSI_PROGRESS_NONE,
+    MSI_PROGRESS_FORWARD,
+    MSI_PROGRESS_BACKWARD
+} msi_progress;
 
 /* Empirical profiling: what the steps after ms_wrap are for. */
 typedef enum msi_warmup {
@@ -4102,7 +4106,7 @@ typedef enum msi_warmup {
 /* Series of samples: three of each layer, and one for each way in which the library moves bytes. A
    sample is the time of all that ran in one step, divided by its output elements or its bytes. */
 typedef struct msi_timing {
-    msi_warmup stage;
+    msi_warmup warmup;
     uint32_t wanted, sample_count; // samples
     uint32_t series_count;
     double *us, *amount; // per series, in the step under way
@@ -4155,11 +4159,11 @@ typedef struct msi_kept {
 enum { MSI_MOST_KEPT = 16 };
 
 /* Where the verdict of the device on the loss and on the norm of the gradients is. */
-typedef enum msi_verdict_stage {
+typedef enum msi_verdict_place {
     MSI_VERDICT_NONE,      // the host knows the last one
     MSI_VERDICT_ON_DEVICE, // there is one that the host has not asked for
     MSI_VERDICT_COPIED     // its copy to the host is enqueued, and the host has not read it yet
-} msi_verdict_stage;
+} msi_verdict_place;
 
 /* A step that runs in slices, and the slice that runs. */
 typedef struct msi_slices {
@@ -4189,10 +4193,10 @@ typedef struct msi_run {
     uint64_t step;              // completed updates
     float step_factor;          // of the gradient of the loss, in this step
     float loss_factor;          // as the trainer had set it when the step began; 0: the mean
-    msi_stage stage;
+    msi_progress progress;
     bool is_summed; // the loss of the forward under way
     msi_slices slices;
-    msi_verdict_stage verdict;
+    msi_verdict_place verdict;
     bool verdict_awaited; // the device waits for the end of its copy already
     ms_step_state halt;   // of a halted step that no function has returned to the trainer yet
     uint64_t epoch;       // changes whenever recordings become invalid
@@ -4223,18 +4227,18 @@ typedef struct msi_errors {
     char text[MSI_ERROR_BYTES], sticky_text[MSI_ERROR_BYTES];
 } msi_errors;
 
-/* What the trainer has attached to a model; its memory follows. */
-typedef struct msi_attached {
-    struct msi_attached *next; // that was attached before it
+/* Memory that the trainer allocated with the model; it follows this header. */
+typedef struct msi_owned {
+    struct msi_owned *next; // that was allocated before it
     void (*end)(void *memory);
     uint64_t bytes, reserved; // so that what follows is aligned to 16 bytes
-} msi_attached;
+} msi_owned;
 
 struct ms_model {
-    ms_model *self;         // for msi_enter
-    msi_attached *attached; // the last
-    ms_config config;       // defaults resolved
-    void *device;           // state of the backend, or its user
+    ms_model *self;   // for msi_enter
+    msi_owned *owned; // the last
+    ms_config config; // defaults resolved
+    void *device;     // state of the backend, or its user
     ms_optimizer_desc optimizer;
     float loss_factor;
     ms_state_format half; // of values in 16 bits, in the plans of this wrap
@@ -9637,8 +9641,8 @@ static MSI_COLD const char *msi_callback_fault(const ms_model *m, const ms_layer
            : d->backward_state && !d->backward && d->forward
                ? "backward_state is set, but it has no backward: "
                  "leave one of them out, or add the other"
-           : d->keeps_state && count[MSI_GROUP_STATE] == 0
-               ? "keeps_state is set, but it has no state: name its buffers in `state`"
+           : d->recompute_keeps_state && count[MSI_GROUP_STATE] == 0
+               ? "recompute_keeps_state is set, but it has no state: name its buffers in `state`"
            : !d->recompute && (w->bytes || w->row_bytes)
                ? "recompute_workspace is given, but no recompute callback: forward uses its own"
            : (unsigned)d->forward_workspace.contents > MS_CONTENTS_ZERO ||
@@ -11660,7 +11664,7 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
 static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t *aside) {
     const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
     uint32_t *snapshot = w->now.snapshot + (state - w->graph->operands.items);
-    const uint32_t count = op == MSI_OP_EVAL || l->keeps_state || !msi_can_recompute(l)
+    const uint32_t count = op == MSI_OP_EVAL || l->recompute_keeps_state || !msi_can_recompute(l)
                                ? 0
                                : l->count[MSI_GROUP_STATE];
     for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; k++) {
@@ -19762,7 +19766,7 @@ static bool msi_is_made(const msi_layer *l, const msi_instruction *i, int group,
     if (group == MSI_GROUP_STATE && i->op == MSI_OP_BACKWARD) {
         return l->backward_state >> slot & 1;
     }
-    return group == MSI_GROUP_STATE ? !msi_is_again((msi_op)i->op) || !l->keeps_state
+    return group == MSI_GROUP_STATE ? !msi_is_again((msi_op)i->op) || !l->recompute_keeps_state
                                     : group == MSI_GROUP_GRAD_IN || group == MSI_GROUP_GRAD_PARAM;
 }
 
@@ -22141,7 +22145,7 @@ static ms_result msi_settle_verdict(ms_model *m) {
         m->run.step = verdict.halted_step;
         m->run.updates_done = 0;
         m->run.micro = 0;
-        m->run.stage = MSI_STAGE_IDLE;
+        m->run.progress = MSI_PROGRESS_NONE;
     }
     m->run.verdict = result == MS_RESULT_OK ? MSI_VERDICT_NONE : m->run.verdict;
     return result;
@@ -23021,7 +23025,7 @@ static MSI_COLD bool msi_stage_recompute(msi_trial *t) {
                 : resident != MSI_NONE ? resident
                                        : store->residents.count + operand.tensor);
             s->is_made = s->is_written =
-                output ? !read : group == MSI_GROUP_STATE && !l->keeps_state;
+                output ? !read : group == MSI_GROUP_STATE && !l->recompute_keeps_state;
             s->is_undeclared = !output && !read;
             complete &= !read || msi_set_before(t, s);
             if (group == MSI_GROUP_OUT && (l->must_in_place >> operand.slot & 1)) {
@@ -23424,8 +23428,9 @@ static MSI_COLD void msi_fail_operand(msi_trial *t, const char *what, const msi_
 
 /* What to do about an operand that was changed and may not be. */
 static MSI_COLD const char *msi_change_cure(const msi_trial *t, const msi_staged *s) {
-    return s->is_undeclared              ? "it does not receive that: declare it, or leave it alone"
-           : s->group == MSI_GROUP_STATE ? "keeps_state promised that a recomputation would not"
+    return s->is_undeclared ? "it does not receive that: declare it, or leave it alone"
+           : s->group == MSI_GROUP_STATE
+               ? "recompute_keeps_state promised that a recomputation would not"
            : s->group == MSI_GROUP_PARAM
                ? "params change in updates alone; declare a buffer as state"
            : t->phase == MS_PHASE_BACKWARD
@@ -24059,7 +24064,7 @@ static MSI_COLD void msi_run_trials(msi_trial *t) {
     const msi_variant first = msi_plain_variant(0, MSI_IMAGE_FIRST);
     const uint32_t inner = MSI_REGION_GAP * t->count[MSI_SET_OWN]; // += 1 on NaN would not show
     const msi_variant last = msi_plain_variant(once ? inner : msi_region_count(t), MSI_IMAGE_LAST);
-    const bool keeps = t->layer->count[MSI_GROUP_STATE] == 0 || t->layer->keeps_state;
+    const bool keeps = t->layer->count[MSI_GROUP_STATE] == 0 || t->layer->recompute_keeps_state;
     if (!once && msi_act(t, &first)) {
         const uint32_t half = t->half;
         msi_check_outside(t);
@@ -24321,7 +24326,7 @@ static ms_result msi_make_timing(ms_model *m) {
 /* Whether the instructions that run now are timed. */
 static MSI_NOINLINE bool msi_is_timed(const msi_run *r) {
     const msi_timing *t = r->timing;
-    return t && (t->stage == MSI_WARMUP_SAMPLE || t->stage == MSI_WARMUP_SHOW) &&
+    return t && (t->warmup == MSI_WARMUP_SAMPLE || t->warmup == MSI_WARMUP_SHOW) &&
            r->program == &r->plan->train && !r->slices.is_open;
 }
 
@@ -24471,17 +24476,17 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
         return result;
     }
     m->run.plan->train.measured.is_there |= timed;
-    if (t->stage == MSI_WARMUP_SAMPLE) {
+    if (t->warmup == MSI_WARMUP_SAMPLE) {
         for (uint32_t k = 0; k < t->series_count; k++) {
             t->samples[(uint64_t)k * t->wanted + t->sample_count] =
                 t->amount[k] > 0.0 ? t->us[k] / t->amount[k] : 0.0;
         }
         if (++t->sample_count == t->wanted) {
             msi_learn_times(m);
-            t->stage = MSI_WARMUP_PLAN;
+            t->warmup = MSI_WARMUP_PLAN;
         }
-    } else if (t->stage != MSI_WARMUP_PLAN && t->stage != MSI_WARMUP_DONE) {
-        t->stage = (msi_warmup)((int)t->stage + 1);
+    } else if (t->warmup != MSI_WARMUP_PLAN && t->warmup != MSI_WARMUP_DONE) {
+        t->warmup = (msi_warmup)((int)t->warmup + 1);
     }
     return MS_RESULT_OK;
 }
@@ -24766,10 +24771,10 @@ static MSI_NOINLINE ms_result msi_run_instruction(ms_model *m, const msi_program
 /* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
    only the update is missing. */
 static void msi_drop_step(msi_run *r) {
-    r->micro = r->stage == MSI_STAGE_BACKWARD ? 0 : r->micro;
+    r->micro = r->progress == MSI_PROGRESS_BACKWARD ? 0 : r->micro;
     r->program = NULL;
     r->updates_done = 0;
-    r->stage = MSI_STAGE_IDLE;
+    r->progress = MSI_PROGRESS_NONE;
     r->is_summed = false;
 }
 
@@ -25090,7 +25095,7 @@ static ms_result msi_check_between_steps(ms_model *m, const char *function) {
     if (m->run.slices.is_open) {
         return msi_fail_in_slices(m, function);
     }
-    if (m->run.stage == MSI_STAGE_BACKWARD && m->run.updates_done > 0) {
+    if (m->run.progress == MSI_PROGRESS_BACKWARD && m->run.updates_done > 0) {
         return msi_fail(m, MS_RESULT_ORDER,
                         "%s: this plan has updated params in ms_backward; complete the step with "
                         "ms_update first",
@@ -25098,7 +25103,7 @@ static ms_result msi_check_between_steps(ms_model *m, const char *function) {
     }
     const ms_model *other = m->run.arena ? m->run.arena->user : NULL;
     if (other && other != m && other->run.updates_done > 0 &&
-        (other->run.stage == MSI_STAGE_BACKWARD || other->run.slices.is_open)) {
+        (other->run.progress == MSI_PROGRESS_BACKWARD || other->run.slices.is_open)) {
         return msi_fail(
             m, MS_RESULT_ORDER,
             "%s: another model of this arena has begun to update its params; complete its step "
@@ -25175,7 +25180,7 @@ static void msi_note_backward(msi_run *r) {
     r->position = r->program->code.backward_end;
     r->micro += !last;
     r->swept = false;
-    r->stage = last ? MSI_STAGE_BACKWARD : MSI_STAGE_IDLE;
+    r->progress = last ? MSI_PROGRESS_BACKWARD : MSI_PROGRESS_NONE;
 }
 
 static ms_result msi_finish_backward(ms_model *m) {
@@ -25191,7 +25196,7 @@ static void msi_note_update(msi_run *r) {
     r->step++;
     r->updates_done = 0;
     r->micro = 0;
-    r->stage = MSI_STAGE_IDLE;
+    r->progress = MSI_PROGRESS_NONE;
 }
 
 /* A step that returns an error does not count, even if all of it was enqueued: what the trainer
@@ -25230,9 +25235,10 @@ static ms_result msi_run_forward_of_step(ms_model *m) {
 /* Everything that a step enqueues after msi_start, or what is left of it after a slice. */
 static ms_result msi_run_step(ms_model *m) {
     ms_result result = m->run.is_summed ? MS_RESULT_OK : msi_run_forward_of_step(m);
-    MSI_THEN(result, m->run.stage == MSI_STAGE_BACKWARD ? MS_RESULT_OK : msi_finish_backward(m));
-    return result == MS_RESULT_OK && m->run.stage == MSI_STAGE_BACKWARD ? msi_finish_update(m)
-                                                                        : result;
+    MSI_THEN(result,
+             m->run.progress == MSI_PROGRESS_BACKWARD ? MS_RESULT_OK : msi_finish_backward(m));
+    return result == MS_RESULT_OK && m->run.progress == MSI_PROGRESS_BACKWARD ? msi_finish_update(m)
+                                                                              : result;
 }
 
 /* A recording is valid for its plan while this, of an address and the epoch, is unchanged. */
@@ -25293,7 +25299,7 @@ static ms_result msi_replay(ms_model *m) {
     if (made) {
         msi_note_backward(&m->run);
     }
-    if (made && m->run.stage == MSI_STAGE_BACKWARD) {
+    if (made && m->run.progress == MSI_PROGRESS_BACKWARD) {
         msi_note_update(&m->run);
     }
     return msi_count_success(m, msi_doubt(m, msi_copy_verdict(m)), step);
@@ -25306,7 +25312,7 @@ static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
     MSI_THEN(result, msi_run_forward(m));
     MSI_THEN(result, waits ? msi_conclude(m, loss) : MS_RESULT_OK);
     if (result == MS_RESULT_OK && p == &m->run.plan->train) {
-        m->run.stage = MSI_STAGE_FORWARD;
+        m->run.progress = MSI_PROGRESS_FORWARD;
         m->run.swept = p->code.sweeps;
     }
     return result;
@@ -25315,7 +25321,7 @@ static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
 static ms_result msi_backward(ms_model *m) {
     const ms_result result = msi_check_ready(m, "ms_backward");
     return result != MS_RESULT_OK ? result
-           : m->run.stage != MSI_STAGE_FORWARD
+           : m->run.progress != MSI_PROGRESS_FORWARD
                ? msi_fail(m, MS_RESULT_ORDER,
                           "ms_backward: call ms_forward first (an ms_write after it ends the step)")
            : !msi_owns_arena(m)
@@ -25326,7 +25332,7 @@ static ms_result msi_backward(ms_model *m) {
 }
 
 static ms_result msi_update(ms_model *m) {
-    const bool begun = m->run.stage == MSI_STAGE_BACKWARD && !m->run.slices.is_open;
+    const bool begun = m->run.progress == MSI_PROGRESS_BACKWARD && !m->run.slices.is_open;
     if (begun && !m->run.busy && !m->run.visits && msi_owns_arena(m) && !msi_is_suspended(m)) {
         return msi_finish_update(m);
     }
@@ -25722,7 +25728,7 @@ static MSI_COLD ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role)
     const char *reason =
         !lasts ? "does not live between steps; inputs, params, buffers, gradients of params and "
                  "optimizer state can be borrowed"
-        : m->run.stage == MSI_STAGE_BACKWARD
+        : m->run.progress == MSI_PROGRESS_BACKWARD
             ? "is lent between ms_backward and ms_update; complete the step first"
         : m->run.busy           ? "is lent in a callback; lend it between steps"
         : m->run.slices.is_open ? "is lent between slices; complete the step first"
@@ -25749,8 +25755,8 @@ static void msi_borrow(ms_model *m, uint32_t t, msi_role role, void *memory) {
             resident->address = memory;
         }
     }
-    if (m->run.stage == MSI_STAGE_FORWARD) {
-        m->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
+    if (m->run.progress == MSI_PROGRESS_FORWARD) {
+        m->run.progress = MSI_PROGRESS_NONE; // backward would see another value than forward did
     }
 }
 
@@ -25839,8 +25845,8 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
     if (!resident) {
         return msi_fail(m, MS_RESULT_INVALID, "ms_write: \"%s\" has no such state", name);
     }
-    if (m->run.stage == MSI_STAGE_FORWARD) {
-        m->run.stage = MSI_STAGE_IDLE; // backward would see another value than forward did
+    if (m->run.progress == MSI_PROGRESS_FORWARD) {
+        m->run.progress = MSI_PROGRESS_NONE; // backward would see another value than forward did
     }
     const msi_resident *master = msi_find_value(m->run.store, t, role);
     ms_result result = msi_write(m, resident, data, target->bytes);
@@ -26640,7 +26646,7 @@ static ms_result msi_suspend(ms_model *m, void *memory) {
     if (result == MS_RESULT_OK && msi_is_suspended(m)) {
         result = msi_fail(m, MS_RESULT_ORDER, "ms_suspend: the model is suspended already");
     }
-    if (result == MS_RESULT_OK && !m->run.slices.is_open && m->run.stage == MSI_STAGE_IDLE) {
+    if (result == MS_RESULT_OK && !m->run.slices.is_open && m->run.progress == MSI_PROGRESS_NONE) {
         result = msi_settle_steps(m);
     }
     MSI_THEN(result, msi_save_store(m, memory));
@@ -26759,7 +26765,7 @@ static MSI_COLD ms_result msi_replan(ms_model *m, const char *function, msi_goal
     MSI_THEN(result, goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_take_refused(m));
     MSI_THEN(result, runs ? msi_settle_steps(m) : MS_RESULT_OK);
     MSI_THEN(result, msi_make_timing(m));
-    if (m->run.timing && m->run.timing->stage == MSI_WARMUP_PLAN) {
+    if (m->run.timing && m->run.timing->warmup == MSI_WARMUP_PLAN) {
         m->wrapped.changed = true; // plans that were kept know nothing of the measured times
     }
     const bool seen = result == MS_RESULT_OK && msi_readopt(m, goal, &result);
@@ -26772,7 +26778,7 @@ static MSI_COLD ms_result msi_replan(ms_model *m, const char *function, msi_goal
     }
     msi_timing *t = m->run.timing;
     if (result == MS_RESULT_OK && t) { // complete samples stay, others are taken anew
-        t->stage = t->sample_count == t->wanted ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
+        t->warmup = t->sample_count == t->wanted ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
         t->sample_count = t->sample_count == t->wanted ? t->wanted : 0;
     }
     return result;
@@ -26833,7 +26839,7 @@ static void msi_time_plans(ms_model *m) {
    uses the first. If there is no new plan, the old one stays; only an error of the device is an
    error. */
 static ms_result msi_plan_again(ms_model *m) {
-    m->run.timing->stage = MSI_WARMUP_AGAIN;
+    m->run.timing->warmup = MSI_WARMUP_AGAIN;
     ms_result result = msi_settle_steps(m);
     if (result != MS_RESULT_OK || m->wrapped.changed) { // then the trainer must call ms_wrap
         return result;
@@ -26862,7 +26868,7 @@ static ms_result msi_plan_again(ms_model *m) {
 /* Checks whether a training step may begin. Plans again first, if the last sample was taken. */
 static ms_result msi_begin_step(ms_model *m, const char *function) {
     ms_result result = msi_check_start(m, function);
-    if (result == MS_RESULT_OK && m->run.timing && m->run.timing->stage == MSI_WARMUP_PLAN &&
+    if (result == MS_RESULT_OK && m->run.timing && m->run.timing->warmup == MSI_WARMUP_PLAN &&
         m->run.micro == 0) {
         result = msi_plan_again(m);
         MSI_THEN(result, msi_check_ready(m, function));
@@ -26931,7 +26937,7 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>model  a model is made and freed, and what the trainer attaches to it
+// >>model  a model is made and freed, with the memory that it owns for the trainer
 
 /* From now on a model without a plan only carries its last error. It has a backend that needs no
    device, and nothing that has to be closed. */
@@ -26992,11 +26998,11 @@ static MSI_COLD ms_result msi_make_model(const ms_config *c, ms_model **model) {
     return MS_RESULT_OK;
 }
 
-/* Ends what is attached to a model. */
-static MSI_COLD void msi_end_attached(ms_model *m) {
-    while (m->attached) {
-        msi_attached *last = m->attached;
-        m->attached = last->next;
+/* Ends what a model owns for the trainer. */
+static MSI_COLD void msi_end_owned(ms_model *m) {
+    while (m->owned) {
+        msi_owned *last = m->owned;
+        m->owned = last->next;
         if (last->end) {
             last->end(last + 1);
         }
@@ -27004,19 +27010,19 @@ static MSI_COLD void msi_end_attached(ms_model *m) {
     }
 }
 
-static MSI_COLD void *msi_attach(ms_model *m, uint64_t bytes, void (*end)(void *memory)) {
-    const uint64_t whole = sizeof(msi_attached) + bytes;
-    msi_attached *made =
-        whole > bytes ? (msi_attached *)msi_alloc_zeroed(&m->config.allocator, whole) : NULL;
+static MSI_COLD void *msi_model_alloc(ms_model *m, uint64_t bytes, void (*end)(void *memory)) {
+    const uint64_t whole = sizeof(msi_owned) + bytes;
+    msi_owned *made =
+        whole > bytes ? (msi_owned *)msi_alloc_zeroed(&m->config.allocator, whole) : NULL;
     if (!made) {
-        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "ms_attach: no memory for %llu bytes",
+        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "ms_model_alloc: no memory for %llu bytes",
                   (unsigned long long)bytes);
         return NULL;
     }
-    made->next = m->attached;
+    made->next = m->owned;
     made->end = end;
     made->bytes = bytes;
-    m->attached = made;
+    m->owned = made;
     return made + 1;
 }
 
@@ -27044,7 +27050,7 @@ static MSI_COLD void msi_free_model(ms_model *m) {
     if (m->config.backend.close && !m->config.dry_run) {
         m->config.backend.close(m->device);
     }
-    msi_end_attached(m);
+    msi_end_owned(m);
     msi_release(&allocator, m, sizeof *m);
     msi_arena_leave(arena);
 }
@@ -27717,7 +27723,7 @@ static ms_result msi_check_verifiable(ms_model *m, const char *function) {
                           "%s: something was set since ms_wrap that asks for a new plan: call "
                           "ms_wrap first",
                           function)
-           : m->run.stage != MSI_STAGE_IDLE
+           : m->run.progress != MSI_PROGRESS_NONE
                ? msi_fail(m, MS_RESULT_ORDER,
                           "%s: a step is under way: complete it with ms_backward and ms_update "
                           "first",
@@ -28439,8 +28445,8 @@ MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *de
     return open && desc ? msi_register_layer(model, desc) : none;
 }
 
-MEMSCALE_API void *ms_attach(ms_model *model, uint64_t bytes, void (*end)(void *memory)) {
-    return msi_made(model) == MS_RESULT_OK ? msi_attach(model, bytes, end) : NULL;
+MEMSCALE_API void *ms_model_alloc(ms_model *model, uint64_t bytes, void (*end)(void *memory)) {
+    return msi_made(model) == MS_RESULT_OK ? msi_model_alloc(model, bytes, end) : NULL;
 }
 
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason) {
@@ -28654,8 +28660,8 @@ MEMSCALE_API ms_result ms_reshape(ms_model *model, const int64_t *sizes) {
     return result;
 }
 
-MEMSCALE_API bool ms_optimize_next(ms_model *model, int *stage) {
-    const int now = stage ? (*stage)++ : 1;
+MEMSCALE_API bool ms_optimize_next(ms_model *model, int *turn) {
+    const int now = turn ? (*turn)++ : 1;
     if (now == 0) {
         return ms_wrap(model) == MS_RESULT_OK;
     }

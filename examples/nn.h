@@ -2192,7 +2192,7 @@ NN_API ms_tensor nn_batch_norm_tied(nn_net *net, const char *name, ms_tensor x, 
     desc.param[1] = bias;
     desc.state[0] = nn_buffer(net, nn_join(name, "mean").text, channels, NN_INIT_ZEROS);
     desc.state[1] = nn_buffer(net, nn_join(name, "variance").text, channels, NN_INIT_ONES);
-    desc.keeps_state = true;
+    desc.recompute_keeps_state = true;
     desc.saved[0] = nn_saved(net, name, "batch_mean", channels);
     desc.saved[1] = nn_saved(net, name, "batch_rstd", channels);
     desc.optional_saved = 3;

@@ -615,7 +615,8 @@ static uint64_t digest_forward(const ms_call *call, const layer_info *layer) {
     uint64_t h = call->seed + 1;
     h = read_all(h, d->in, MS_LIMIT_IN, call->in, all ? MS_ALL_SLOTS : r->in);
     h = read_all(h, d->param, MS_LIMIT_PARAM, call->param, all ? MS_ALL_SLOTS : r->param);
-    return read_all(h, d->state, MS_LIMIT_STATE, call->state, d->keeps_state ? 0 : MS_ALL_SLOTS);
+    return read_all(h, d->state, MS_LIMIT_STATE, call->state,
+                    d->recompute_keeps_state ? 0 : MS_ALL_SLOTS);
 }
 
 static void contribute(const ms_layer_desc *d, const ms_call *call, uint64_t h) {
@@ -682,7 +683,7 @@ static int fz_make(const ms_call *call, bool own) {
           (int)call->phase, (unsigned long long)call->seed, (unsigned long long)h);
     write_all(h, d->out, MS_LIMIT_OUT, call->out);
     write_all(h + 77, d->saved, MS_LIMIT_SAVED, call->saved);
-    if (!again || !d->keeps_state) {
+    if (!again || !d->recompute_keeps_state) {
         write_all(h + 99, d->state, MS_LIMIT_STATE, call->state);
     }
     if (call->phase == MS_PHASE_FORWARD && d->grads_in_forward != 0) {
@@ -1165,7 +1166,7 @@ static void op_good_layer(world *w, slot *s) {
     }
     if ((bits & 96) == 96) {
         d->state[0] = add_tensor(s, KIND_BUFFER, MS_DTYPE_F32, ms_shape1(3));
-        d->keeps_state = (more & 2) != 0;
+        d->recompute_keeps_state = (more & 2) != 0;
     }
     d->out[0] = add_tensor(s, KIND_ACTIVATION, MS_DTYPE_F32, s->shape);
     d->forward = fz_forward;
@@ -1291,7 +1292,7 @@ static void fill_desc(world *w, slot *s, ms_layer_desc *d) {
     d->grads_in_forward = (more & 2) != 0 ? a_mask(w) : 0;
     d->optional_saved = (more & 4) != 0 ? a_mask(w) : 0;
     d->no_recompute = (more & 8) != 0;
-    d->keeps_state = (more & 16) != 0;
+    d->recompute_keeps_state = (more & 16) != 0;
     d->no_backward = (more & 32) != 0;
     if ((more & 64) != 0) {
         d->forward_workspace = a_workspace(w);

@@ -64,6 +64,7 @@
     X(BIND, 20)                                                                                    \
     X(ADAMW, 10)                                                                                   \
     X(SGD, 10)                                                                                     \
+    X(LION, 10)                                                                                    \
     X(CUSTOM, 10)                                                                                  \
     X(NO_OPTIMIZER, 3)                                                                             \
     X(MICRO_BATCHES, 15)                                                                           \
@@ -461,7 +462,7 @@ static inline void rd_add_states(rd_graph *g, rd_layer *l) {
         g->value[state].is_state = true;
         rd_put(g, l, RD_GROUP_STATE, state);
     }
-    l->desc.keeps_state = rd_used(l, RD_GROUP_STATE) != 0 && t_chance(&g->rng, 0.4);
+    l->desc.recompute_keeps_state = rd_used(l, RD_GROUP_STATE) != 0 && t_chance(&g->rng, 0.4);
     l->state_in_eval = t_chance(&g->rng, 0.5);
 }
 
@@ -766,8 +767,8 @@ static inline void rd_count_layer(rd_graph *g, const rd_layer *l) {
     seen[RD_OWN_RECOMPUTE] |= l->has_recompute;
     seen[RD_RECOMPUTE_READS] |= l->has_recompute && rd_reads_are_given(&d->recompute_reads);
     seen[RD_RECOMPUTE_READS_OWN] |= (d->recompute_reads.saved | d->recompute_reads.out) != 0;
-    seen[RD_STATE_PROMISED] |= state && d->keeps_state;
-    seen[RD_STATE_SNAPSHOT] |= state && !d->keeps_state;
+    seen[RD_STATE_PROMISED] |= state && d->recompute_keeps_state;
+    seen[RD_STATE_SNAPSHOT] |= state && !d->recompute_keeps_state;
     seen[RD_NO_RECOMPUTE] |= d->no_recompute;
     seen[RD_NO_BACKWARD] |= !l->has_backward && d->grads_in_forward == 0;
     seen[RD_CLOBBERS] |=
@@ -1462,7 +1463,7 @@ static inline void rd_produce(rd_op *op, const ms_call *call, const ms_reads *re
     for (uint32_t i = 0; i < count; ++i) {
         to[i] = 0.1f * (float)(i % 5u);
     }
-    rd_gather(s, l, reads, !l->desc.keeps_state, result, to, count);
+    rd_gather(s, l, reads, !l->desc.recompute_keeps_state, result, to, count);
     rd_squash(to, count);
     if (l->dropout && call->phase != MS_PHASE_EVAL && view->dtype == MS_DTYPE_F32) {
         bool redraw = op->run->fault == RD_FAULT_REDRAW && call->phase == MS_PHASE_RECOMPUTE;
@@ -1659,8 +1660,8 @@ static inline void rd_note_recompute(rd_op *op, const ms_call *call) {
     seen[RD_DID_RECOMPUTE] = 1;
     seen[RD_DID_OWN_RECOMPUTE] |= op->own;
     seen[RD_DID_REPEAT] |= l->has_recompute && !op->own;
-    seen[RD_DID_SKIP_STATE] |= state && l->desc.keeps_state;
-    seen[RD_DID_RESTORE_STATE] |= state && !l->desc.keeps_state;
+    seen[RD_DID_SKIP_STATE] |= state && l->desc.recompute_keeps_state;
+    seen[RD_DID_RESTORE_STATE] |= state && !l->desc.recompute_keeps_state;
     uint32_t droppable = rd_used(l, RD_GROUP_OUT) & ~rd_recompute_reads(l, RD_GROUP_OUT);
     seen[RD_DID_PARTIAL_RECOMPUTE] |= op->own && (droppable & ~(uint32_t)call->wanted_out) != 0;
 }
@@ -1693,7 +1694,7 @@ static inline int rd_forward(const ms_call *call) {
         bool optional = rd_bit(l->desc.optional_saved, i);
         op->run->seen[RD_DID_SKIP_OPTIONAL] |= optional && call->saved[i].data == NULL;
     }
-    bool keeps = call->phase == MS_PHASE_RECOMPUTE && l->desc.keeps_state &&
+    bool keeps = call->phase == MS_PHASE_RECOMPUTE && l->desc.recompute_keeps_state &&
                  op->run->fault != RD_FAULT_STATE;
     if (!keeps && (call->phase != MS_PHASE_EVAL || l->state_in_eval)) {
         rd_advance_state(op, call);
@@ -1727,7 +1728,7 @@ static inline int rd_recompute(const ms_call *call) {
         return 0;
     }
     rd_produce_all(op, call, false);
-    if (!l->desc.keeps_state || op->run->fault == RD_FAULT_STATE) {
+    if (!l->desc.recompute_keeps_state || op->run->fault == RD_FAULT_STATE) {
         rd_advance_state(op, call); // the library puts it back
     }
     return 0;
@@ -2223,7 +2224,7 @@ static inline void rd_fill_update(ms_update_args *args, rd_graph *g, uint32_t pa
     args->learning_rate = learning_rate;
     args->weight_decay = g->optimizer.weight_decay;
     args->beta1 = 0.9f;
-    args->beta2 = 0.999f;
+    args->beta2 = g->optimizer.kind == MS_OPTIMIZER_LION ? 0.99f : 0.999f;
     args->epsilon = 1e-8f;
     args->momentum = g->optimizer.momentum;
     args->t = t;
@@ -2567,8 +2568,8 @@ static inline void rd_print_layer(const rd_graph *g, uint32_t index) {
     }
     print_error("%s%s%s%s%s%s", l->has_backward ? "" : ", no backward",
                 l->has_recompute ? ", recompute" : "", l->dropout ? ", dropout" : "",
-                d->keeps_state ? ", keeps state" : "", d->no_recompute ? ", no_recompute" : "",
-                l->has_bind ? ", bind" : "");
+                d->recompute_keeps_state ? ", keeps state" : "",
+                d->no_recompute ? ", no_recompute" : "", l->has_bind ? ", bind" : "");
     print_error(", reads %x %x %x %x%s, recompute reads %x %x %x %x%s", d->backward_reads.in,
                 d->backward_reads.out, d->backward_reads.saved, d->backward_reads.param,
                 d->backward_reads.nothing ? " nothing" : "", d->recompute_reads.in,

@@ -1045,7 +1045,7 @@ static bool step_neighbour(trial *t) {
 static bool step_all(trial *t) {
     bool in_three = t_chance(&t->rng, 0.5);
     const msi_timing *timing = t->net[t->net_count - 1]->model->run.timing;
-    bool plans = timing != NULL && timing->stage == MSI_WARMUP_PLAN; // at the beginning of the step
+    bool plans = timing != NULL && timing->warmup == MSI_WARMUP_PLAN; // at the beginning of the step
     bool simple = t->graph->accumulation == 1 && t->arena == NULL && !plans && !t->mixed &&
                   t->graph->seen[RD_FROZEN_MEANWHILE] == 0; // which restarts AdamW's count
     t->replay = simple && t_chance(&t->rng, 0.2) ? t->net_count - 1 : 0;

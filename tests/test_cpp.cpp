@@ -167,7 +167,7 @@ static void a_config_that_is_wrong(void **) {
     assert_null(static_cast<ms_model *>(m));
 }
 
-/* What a lambda has captured ends once, with the model; so does what is attached. */
+/* What a lambda has captured ends once, with the model; so does what the model owns. */
 struct tally {
     int *alive;
     explicit tally(int *of) : alive(of) {
@@ -198,12 +198,12 @@ static void callbacks_end_with_the_model(void **) {
         const ms_layer made = m.layer(d, [t](const ms_call &) { return *t.alive > 0 ? 0 : 1; });
         assert_true(made.id != 0 && alive == 2);
         for (int i = 1; i <= 2; i++) {
-            int *attached = static_cast<int *>(ms_attach(m, sizeof(int), note_end));
-            assert_int_equal(*attached, 0);
-            *attached = i;
+            int *owned = static_cast<int *>(ms_model_alloc(m, sizeof(int), note_end));
+            assert_int_equal(*owned, 0);
+            *owned = i;
         }
-        assert_null(ms_attach(m, UINT64_MAX - 3, nullptr));
-        assert_null(ms_attach(nullptr, 4, nullptr));
+        assert_null(ms_model_alloc(m, UINT64_MAX - 3, nullptr));
+        assert_null(ms_model_alloc(nullptr, 4, nullptr));
     }
     assert_int_equal(alive, 0);
     assert_int_equal(ends, 2);

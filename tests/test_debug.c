@@ -361,7 +361,7 @@ static void register_liar(net *n) {
     desc.saved[0] = n->saved;
     desc.param[0] = n->q;
     desc.state[0] = n->state;
-    desc.keeps_state = true;
+    desc.recompute_keeps_state = true;
     desc.backward_reads.in = (info->reads & READS_IN) | (info->reads & READS_BUFFER) >> 2;
     desc.backward_reads.saved = (info->reads & READS_SAVED) != 0;
     desc.backward_reads.param = (info->reads & READS_PARAM) != 0;

@@ -350,7 +350,7 @@ static void stateful_start(stateful *t, bool dropped) {
         t->y[k] = t_net_activation(n, names[k]);
         ms_layer_desc desc = t_net_own(n, forwards[k], constant_backward, names[k], last, t->y[k]);
         desc.state[0] = k < 2 ? t->shared : t->own;
-        desc.keeps_state = k == 2;
+        desc.recompute_keeps_state = k == 2;
         desc.backward_reads.nothing = true;
         last = t->y[k];
         int layer = t_net_register(n, &desc);
@@ -1026,7 +1026,7 @@ static void state_on_the_host(void **state) {
     desc.forward = host_forward;
     desc.backward_reads.in = 0; // undeclared: all of them
     desc.state[0] = counter;
-    desc.keeps_state = true;
+    desc.recompute_keeps_state = true;
     t_net_register(&n, &desc);
     t_net_loss(&n, y, 1.0f);
     t_net_start(&n);

@@ -903,7 +903,7 @@ static bool run_given_up(pair_of_nets *t, v_device *device, t_rng *rng) {
     for (int step = 0; step < 4 * STEPS && fine; ++step) {
         double loss[2] = {0.0, 0.0};
         fine = same_start(t) && settle(t->moved) && give_up(t, device, rng);
-        fine = fine && (t->moved->model->run.stage == MSI_STAGE_FORWARD || same_start(t));
+        fine = fine && (t->moved->model->run.progress == MSI_PROGRESS_FORWARD || same_start(t));
         for (int k = 0; k < 2 && fine; ++k) {
             fine = TRY(nets[k], ms_step(nets[k]->model, &loss[k])) && settle(nets[k]);
         }

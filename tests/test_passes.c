@@ -224,7 +224,7 @@ static bool walk_state(walk *w, const msi_layer *l, msi_op op) {
             w->holds[slot] = HOLDS_VERSION + w->versions++;
         } else if (op == MSI_OP_BACKWARD && w->holds[slot] != w->after[slot]) {
             return wrong(w, start + k, "is not restored");
-        } else if (msi_is_again(op) && !l->keeps_state) {
+        } else if (msi_is_again(op) && !l->recompute_keeps_state) {
             if (w->holds[slot] != seen[k]) {
                 return wrong(w, start + k, "is not the state that forward saw");
             }

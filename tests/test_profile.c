@@ -526,7 +526,7 @@ static void samples_are_of_their_layer_and_phase(void **state) {
     t_ok(m, ms_wrap(m));
     const msi_program *p = &m->run.plan->train;
     msi_timing *t = m->run.timing;
-    t->stage = MSI_WARMUP_SAMPLE;
+    t->warmup = MSI_WARMUP_SAMPLE;
     for (int sample = 0; sample < 3; sample++) {
         memset(t->us, 0, t->series_count * sizeof *t->us);
         memset(t->amount, 0, t->series_count * sizeof *t->amount);

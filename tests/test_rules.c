@@ -1481,8 +1481,8 @@ static uint32_t check_each_alone(ms_model *m) {
     t_report(m, &r);
     check_freed(m);
     for (int k = 0; k < 3; ++k) {
-        assert_true(r.freed_bytes[k] == live_without(m, k != 0, k != 1, k != 2) -
-                                            (int64_t)r.lower_bound_bytes);
+        assert_true(r.freed_bytes[k] ==
+                    live_without(m, k != 0, k != 1, k != 2) - (int64_t)r.lower_bound_bytes);
         used += r.freed_bytes[k] != 0;
         most = r.freed_bytes[k] > most ? r.freed_bytes[k] : most;
     }

@@ -1440,7 +1440,7 @@ static void every_way_of_a_step_counts(void **state) {
             clocked_start(&n, &config);
             t_ok(n.model, clocked_train(&n, way, micros, &found));
             assert_memory_equal(&found, &expected, sizeof found);
-            assert_int_equal(n.model->run.timing->stage, MSI_WARMUP_DONE);
+            assert_int_equal(n.model->run.timing->warmup, MSI_WARMUP_DONE);
             near(n.model->graph.layers.items[1].measured.forward_us, 200.0);
             near(n.model->graph.layers.items[1].measured.backward_us, 500.0);
             near(n.model->costs.bytes_per_us[MSI_COST_UPDATE], 16.0);
@@ -1527,16 +1527,16 @@ static void steps_in_slices_are_no_samples(void **state) {
         const uint32_t samples = n.model->run.timing->sample_count;
         double loss;
         ms_result result = MS_RESULT_MORE;
-        while (result == MS_RESULT_MORE && n.model->run.timing->stage != MSI_WARMUP_PLAN) {
+        while (result == MS_RESULT_MORE && n.model->run.timing->warmup != MSI_WARMUP_PLAN) {
             time_factor = 50.0;
             result = ms_step_slice(n.model, 1, &loss);
             near(measured_sum(&n), sum);
         }
-        assert_true(result == MS_RESULT_OK || n.model->run.timing->stage == MSI_WARMUP_PLAN);
+        assert_true(result == MS_RESULT_OK || n.model->run.timing->warmup == MSI_WARMUP_PLAN);
         assert_int_equal(n.model->run.timing->sample_count, samples);
         near(measured_sum(&n), sum);
     }
-    assert_int_equal(n.model->run.timing->stage, MSI_WARMUP_DONE);
+    assert_int_equal(n.model->run.timing->warmup, MSI_WARMUP_DONE);
     for (uint32_t i = 0; i < LAYERS; ++i) {
         near(n.model->graph.layers.items[i].measured.forward_us, 100.0 * (i + 1));
     }
@@ -1553,15 +1553,15 @@ static void other_plans_in_between(void **state) {
     t_ok(n.model, clocked_step(&n, 0, 1.0, NULL));
     t_ok(n.model, clocked_step(&n, 1, 9.0, NULL));
     t_ok(n.model, ms_wrap(n.model));
-    assert_int_equal(n.model->run.timing->stage, MSI_WARMUP_COLD);
+    assert_int_equal(n.model->run.timing->warmup, MSI_WARMUP_COLD);
     for (uint64_t i = 2; i < 5; ++i) {
         t_ok(n.model, clocked_step(&n, i, 1.0, NULL));
     }
-    assert_int_equal(n.model->run.timing->stage, MSI_WARMUP_PLAN);
+    assert_int_equal(n.model->run.timing->warmup, MSI_WARMUP_PLAN);
     t_ok(n.model, ms_detach(n.model));
     t_report(n.model, &report);
     near(report.step_us, clocked_step_us(&n));
-    assert_int_equal(n.model->run.timing->stage, MSI_WARMUP_AGAIN);
+    assert_int_equal(n.model->run.timing->warmup, MSI_WARMUP_AGAIN);
     t_ok(n.model, clocked_step(&n, 5, 1.0, NULL));
     t_ok(n.model, clocked_step(&n, 6, 1.0, NULL));
     assert_true(measured_sum(&n) > 0.0);
@@ -1746,7 +1746,7 @@ static void devices_are_waited_for(void **state) {
         t_ok(n.model, ms_wrap(n.model));
         t_ok(n.model, clocked_train(&n, WAY_NO_LOSS, 1, &found));
         assert_memory_equal(&found, &expected, sizeof found);
-        assert_int_equal(n.model->run.timing->stage, MSI_WARMUP_DONE);
+        assert_int_equal(n.model->run.timing->warmup, MSI_WARMUP_DONE);
         for (uint32_t i = 0; i < LAYERS; ++i) {
             near(n.model->graph.layers.items[i].measured.forward_us, 100.0 * (i + 1) + 3.0);
             near(n.model->graph.layers.items[i].measured.backward_us, 250.0 * (i + 1) + 3.0);

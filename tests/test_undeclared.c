@@ -34,7 +34,7 @@ enum { QUICK_GRAPHS = 10, GRAPHS = 200 };
     X(COUNTS, "other bits each time", 50)                                                          \
     X(RECOMPUTES_OUT, "in MS_PHASE_RECOMPUTE", 50)                                                 \
     X(RECOMPUTES_SAVED, "in MS_PHASE_RECOMPUTE", 10)                                               \
-    X(CHANGES_STATE, "keeps_state", 8)                                                             \
+    X(CHANGES_STATE, "recompute_keeps_state", 8)                                                   \
     X(KEEPS_STATIC, "bits than forward did for", 10)                                               \
     X(NEEDS_OPTIONAL, "makes other bits", 3)                                                       \
     X(WANTS_CLEARED, "before it has written there, its workspace", 2)                              \
@@ -522,9 +522,10 @@ static bool can_tell(const rd_graph *g, rd_layer *l) {
     case LEAVES_OUT:
         return d->must_in_place == 0 && is_read(g, l);
     case CHANGES_STATE:
-        return !once && d->keeps_state;
+        return !once && d->recompute_keeps_state;
     case KEEPS_STATIC:
-        return !once && l->has_backward && (rd_used(l, RD_GROUP_STATE) == 0 || d->keeps_state);
+        return !once && l->has_backward &&
+               (rd_used(l, RD_GROUP_STATE) == 0 || d->recompute_keeps_state);
     case NEEDS_OPTIONAL:
         return !once && (rd_used(l, RD_GROUP_SAVED) & (uint32_t)d->optional_saved) != 0;
     case READS_BEYOND_IN:

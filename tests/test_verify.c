@@ -356,7 +356,7 @@ static void flawed_register(flawed_net *n) {
     flawed.in[0] = a;
     flawed.param[0] = n->factor;
     flawed.state[0] = n->moves;
-    flawed.keeps_state = true;
+    flawed.recompute_keeps_state = true;
     flawed.backward_workspace.bytes = sizeof(float);
     flawed.out[0] = n->out = ms_activation(m, "b", MS_DTYPE_F32, matrix);
     ms_register_layer(m, &flawed);
@@ -824,11 +824,11 @@ static void a_verification_is_not_timed(void **state) {
     flawed_start(&n, &config, FLAW_NONE, NULL);
     for (uint32_t step = 0; step < 5; ++step) {
         const uint32_t taken = n.model->run.timing->sample_count;
-        const msi_warmup stage = n.model->run.timing->stage;
+        const msi_warmup stage = n.model->run.timing->warmup;
         t_ok(n.model, ms_verify(n.model, NULL, NULL, &report));
         assert_int_equal(report.differ_count, 0);
         assert_int_equal(n.model->run.timing->sample_count, taken);
-        assert_int_equal(n.model->run.timing->stage, stage);
+        assert_int_equal(n.model->run.timing->warmup, stage);
         t_ok(n.model, t_settled(n.model, ms_step(n.model, NULL)));
     }
     assert_int_equal(n.model->run.timing->sample_count, 2);
