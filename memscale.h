@@ -1,4 +1,4 @@
-/*  memscale.h - v0.5.0 - train a bigger model on the device memory you already have. MIT licence.
+/*  memscale.h - v0.6.0 - train a bigger model on the device memory you already have. MIT licence.
 
     One header that any C or C++ trainer drops in. The trainer registers its tensors and its layers
     (a forward and a backward callback each) and names a byte budget. memscale.h then owns the
@@ -300,7 +300,8 @@
     simulation, explained plans. 0.5.0 (2026): state in backward, up to 32 operands, lifetimes,
     ms_find_nonfinite, -Ofast, near-linear planning of large graphs. 0.6.0 (2026): offloading, mixed
     precision, optimizer state in 8 bits and BF16, tiles; ms_suspend, budgets that change, steps in
-    slices; measured and listed hardware; ms::model for C++.
+    slices; measured and listed hardware; ms::model for C++; Lion; times of a report are those of
+    a step. Renamed: ms_attach to ms_model_alloc, keeps_state to recompute_keeps_state.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
@@ -345,7 +346,7 @@
 // >>version  and linkage
 
 #define MEMSCALE_VERSION_MAJOR 0
-#define MEMSCALE_VERSION_MINOR 5
+#define MEMSCALE_VERSION_MINOR 6
 #define MEMSCALE_VERSION_PATCH 0
 
 #ifdef __cplusplus

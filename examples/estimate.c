@@ -75,7 +75,7 @@ static void list_options(settings *s, option_spec *specs) {
          "of the optimizer: f32 or bf16. By default f32, and 8 bits where mode\n"
          "AGGRESSIVE gains by them"},
         {"--optimizer", "NAME", OPTION_TEXT, &s->optimizer,
-         "adamw (default), sgd, or momentum: SGD with one moment"},
+         "adamw (default), lion, sgd, or momentum: SGD with one moment"},
         {"--clip", NULL, OPTION_FLAG, &s->clip,
          "gradients are clipped by their global norm, for which all exist at once"},
         {"--accumulate", "N", OPTION_COUNT, &s->accumulate,
@@ -390,6 +390,7 @@ static const struct {
     ms_optimizer_kind kind;
     float momentum;
 } optimizers[] = {{"adamw", "AdamW", MS_OPTIMIZER_ADAMW, 0.0f},
+                  {"lion", "Lion", MS_OPTIMIZER_LION, 0.0f},
                   {"sgd", "SGD", MS_OPTIMIZER_SGD, 0.0f},
                   {"momentum", "SGD with momentum", MS_OPTIMIZER_SGD, 0.9f}};
 enum { OPTIMIZERS = sizeof optimizers / sizeof optimizers[0] };
@@ -448,7 +449,7 @@ static bool has_half_state(const settings *o) {
 
 static bool has_state(const settings *o) {
     const int i = optimizer_of(o);
-    return optimizers[i].kind == MS_OPTIMIZER_ADAMW || optimizers[i].momentum > 0.0f;
+    return optimizers[i].kind != MS_OPTIMIZER_SGD || optimizers[i].momentum > 0.0f;
 }
 
 static int choose_formats(const settings *o) {
@@ -480,7 +481,7 @@ static int choose_training(settings *o) {
     }
     o->rank = o->frozen && !o->rank ? 8 : o->rank;
     if (optimizer_of(o) == OPTIMIZERS) {
-        return fail("--optimizer %s: there are adamw, sgd and momentum", o->optimizer);
+        return fail("--optimizer %s: there are adamw, lion, sgd and momentum", o->optimizer);
     }
     return choose_offloading(o->offload, &o->offloading) != 0 || choose_formats(o) != 0;
 }

@@ -537,6 +537,7 @@ check quick 'the table of contents lists all sections, and none is longer than a
 check quick 'no default in a switch over an enum' 'tests/source.sh switches'
 check quick 'a technique without its row or its case is an error' 'tests/source.sh new_technique'
 check quick 'an op without a case is an error' 'tests/source.sh new_op'
+check quick 'an optimizer without its row or its functions is an error' 'tests/source.sh new_optimizer'
 check quick 'listings, trace and metrics know the public half alone' 'tests/source.sh listings'
 
 group 'documents'

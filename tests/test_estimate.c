@@ -1442,7 +1442,7 @@ static void mistakes_are_refused_with_the_cure(void **state) {
         {"--gpu orin", "Jetson AGX Orin 64GB"},
         {"--gpu H100", "NVIDIA H100 80GB PCIe, NVIDIA H100 80GB SXM"},
         {"--gpu 3080", "could be each of"},
-        {"--optimizer lion", "adamw, sgd and momentum"},
+        {"--optimizer lamb", "adamw, lion, sgd and momentum"},
         {"--accumulate 0", "from 1"},
         {"--accumulate 2000000", "at most"},
         {"--json --plan", "text"},
