@@ -1955,7 +1955,7 @@ static void search_choices(msi_search *s) {
 
 typedef struct search_case {
     search_function *search;
-    bool drops, moves;     // may do so
+    bool drops, moves;      // may do so
     msi_finder found_by[2]; // what it may say that found its plans
 } search_case;
 
