@@ -1290,8 +1290,9 @@ typedef struct ms_memory_report {
     double pressure;            // plain_bytes / budget_bytes
     ms_mode mode;               // in force
     ms_decision_source decision_source;
-    uint64_t plan_hash;      // equal if the programs are: the same instructions, the same addresses
-    bool early_update;       // at least one param is updated inside backward
+    const char *found_by; // the search that found the plan, such as "chain": see docs/internals.md
+    uint64_t plan_hash;   // equal if the programs are: the same instructions, the same addresses
+    bool early_update;    // at least one param is updated inside backward
     uint64_t borrowed_bytes; // memory of the trainer (ms_borrow), not in the arena
     /* The model's memory on the host: homes of what offloading moves, values that are copied out
        for a while, and tensors that stay there (ms_set_on_host). By category: all that lives
@@ -4050,6 +4051,22 @@ enum {
 
 static const uint32_t MSI_AT_END = UINT32_MAX - 1;
 
+/* What found a plan: each is a search of >>solve, or no search. */
+#define MSI_FINDERS(X)                                                                             \
+    X(MSI_FINDER_PLAIN, "plain") /* the plain plan */                                              \
+    X(MSI_FINDER_BASE, "base")   /* the first of a list: nothing is dropped or moved by choice */  \
+    X(MSI_FINDER_CHAIN, "chain")                                                                   \
+    X(MSI_FINDER_GREEDY, "greedy")                                                                 \
+    X(MSI_FINDER_LISTS, "lists")                                                                   \
+    X(MSI_FINDER_GIVEN_BACK, "given back")                                                         \
+    X(MSI_FINDER_BANDS, "bands")                                                                   \
+    X(MSI_FINDER_SEGMENTS, "segments")                                                             \
+    X(MSI_FINDER_EXHAUSTIVE, "exhaustive")                                                         \
+    X(MSI_FINDER_LOCAL, "local")                                                                   \
+    X(MSI_FINDER_LARGEST, "largest") /* the plan for the largest sizes, at smaller ones */
+
+typedef enum msi_finder { MSI_FINDERS(MEMSCALE_FIRST) MSI_FINDER_COUNT } msi_finder;
+
 typedef struct msi_plan {
     struct msi_plan *next;        // of the plans for other sizes, the last used first
     int64_t sizes[MS_LIMIT_AXES]; // of the axes that it was made for
@@ -4059,6 +4076,7 @@ typedef struct msi_plan {
     int64_t freed_bytes[MS_TECHNIQUE_COUNT]; // see ms_memory_report
     msi_program train, eval;
     double plain_step_us;
+    msi_finder found_by;
     msi_recording recordings[MSI_RECORDING_COUNT];
 } msi_plan;
 
@@ -4268,6 +4286,7 @@ static const char *const msi_mode_names[] = {MEMSCALE_MODES(MSI_X)};
 static const char *const msi_source_names[] = {MEMSCALE_DECISION_SOURCES(MSI_X)};
 static const char *const msi_category_names[] = {MEMSCALE_CATEGORIES(MSI_X)};
 static const char *const msi_time_source_names[] = {MEMSCALE_TIME_SOURCES(MSI_X)};
+static const char *const msi_finder_names[] = {MSI_FINDERS(MSI_X)};
 #undef MSI_X
 
 #define MSI_X(dtype, name, bytes) name,
@@ -15690,6 +15709,7 @@ typedef struct msi_search {
     bool may_move;              // plans that move something to the host are searched too
     uint64_t host_budget;       // of what lies on the host
     bool any;                   // one plan that fits is enough
+    msi_finder finder;          // the search under way
     bool early;                 // the plans proposed update params inside backward
     uint32_t rounding;          // and have this rounded: a mask of MSI_ROUNDS_STATE and others
     const msi_tilings *tilings; // found by msi_find_tilings, or NULL
@@ -15697,6 +15717,7 @@ typedef struct msi_search {
     msi_tensor_decision *best;  // the best plan so far, if one was found
     bool found, fits, best_early;
     uint32_t best_rounding;
+    msi_finder best_finder;
     msi_score best_score;
 } msi_search;
 
@@ -15748,6 +15769,7 @@ static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
         s->best_score = *score;
         s->best_early = s->early;
         s->best_rounding = s->rounding;
+        s->best_finder = s->finder;
         memcpy(s->best, decisions, (size_t)msi_decisions_bytes(s->scorer->graph));
     }
 }
@@ -16936,6 +16958,7 @@ static bool msi_is_beaten(const msi_greedy *w) {
 /* Goes through the list until the budget is met, or to its end, and proposes the plan there. */
 static void msi_search_greedy(msi_greedy *w, bool may_drop) {
     bool fits = false;
+    w->search->finder = MSI_FINDER_GREEDY;
     if (may_drop && w->search->found) { // by the search of a chain, which leaves less to find
         w->tries_left /= w->graph->layers.count > 4 * MSI_BATCH_LAYERS ? 2 : 1;
         w->score = msi_search_estimate(w->search, w->decisions); // of the next moves
@@ -17169,6 +17192,7 @@ static void msi_take_given_back(msi_greedy *w, msi_give_back *back) {
             s->found = s->fits = true;
             s->best_score = w->score;
             s->best_early = s->early;
+            s->best_finder = MSI_FINDER_GIVEN_BACK;
             memcpy(s->best, w->decisions, (size_t)msi_decisions_bytes(w->graph));
             return;
         }
@@ -17275,6 +17299,7 @@ static MSI_NOINLINE void msi_search_moves(msi_greedy *w, const msi_move_list *li
 static void msi_search_offloading(msi_search *s) {
     const uint32_t techniques = s->techniques;
     const int count = sizeof msi_move_lists / sizeof msi_move_lists[0];
+    s->finder = MSI_FINDER_LISTS;
     bool coarse = false; // the list before made several moves at a time: a finer one differs
     s->techniques |= MSI_OFFLOADING;
     for (int turn = 0; turn < count && !msi_is_short(s->scorer) && !(s->any && s->fits); turn++) {
@@ -17323,6 +17348,7 @@ static void msi_search_segments(msi_search *s) {
     const uint64_t bytes = msi_decisions_bytes(g);
     const uint32_t step = g->layers.count > MSI_BATCH_LAYERS ? 1 : 3;
     msi_segments c = MSI_ZERO_INIT;
+    s->finder = MSI_FINDER_SEGMENTS;
     c.search = s;
     c.graph = g;
     c.decisions =
@@ -17419,6 +17445,7 @@ static void msi_search_bands(msi_search *s) {
     if (!c) {
         return;
     }
+    s->finder = MSI_FINDER_BANDS;
     c->search = s;
     c->graph = g;
     c->decisions = (msi_tensor_decision *)(void *)(c + 1);
@@ -18314,6 +18341,7 @@ static MSI_NOINLINE bool msi_search_chain(msi_search *s) {
     if (!c) {
         return false;
     }
+    s->finder = MSI_FINDER_CHAIN;
     if (msi_chain_init(c, s) && msi_is_chain(c)) {
         fine = 2 * c->count >= c->graph->layers.count;
         msi_find_options(c);
@@ -18766,8 +18794,10 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
     if (msi_exhaustive_init(&all, s) &&
         (msi_list_groups(&all, false) || msi_list_groups(&all, true))) {
         if (all.group_count <= MSI_ALL_MASKS && msi_count_choices(&all) <= (double)all.limit) {
+            s->finder = MSI_FINDER_EXHAUSTIVE;
             msi_try_all(&all);
         } else if (!is_chain || all.group_count <= MSI_ALL_CHAIN || s->may_move) {
+            s->finder = MSI_FINDER_LOCAL;
             msi_search_locally(&all);
         }
         msi_propose_tried(&all);
@@ -19235,6 +19265,7 @@ static void msi_follow(msi_solver *s) {
     const msi_plan *largest = s->request->largest;
     msi_plan *plan = s->plan;
     memcpy(plan->decisions, largest->decisions, (size_t)msi_decisions_bytes(s->scorer->graph));
+    plan->found_by = MSI_FINDER_LARGEST;
     s->score = msi_score_of(s->scorer, plan->decisions);
     s->early = false; // the updates stay where that plan has them
     if (!msi_has_room(s) && !msi_is_short(s->scorer)) {
@@ -19283,6 +19314,7 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     if (r->goal == MSI_GOAL_PLAIN) {
         return true;
     }
+    w->search->finder = w->search->best_finder = MSI_FINDER_BASE;
     msi_decide_base(w->search, w->decisions);
     s->forced =
         memcmp(w->decisions, s->plan->decisions, (size_t)msi_decisions_bytes(w->graph)) != 0;
@@ -19499,6 +19531,7 @@ static void msi_search_list(const msi_solver *s, msi_search *search, const msi_r
         w.score = msi_search_estimate(search, w.decisions);
         const bool fits = msi_add_prefix(&w) && msi_fits(s->scorer, &w.score, search->budget, 0);
         if (fits) {
+            search->finder = MSI_FINDER_BASE;
             msi_propose(search, w.decisions, &w.score);
         }
         if (!fits || s->forced) {
@@ -19688,6 +19721,7 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
         msi_give_back_best(search);
         msi_take_best(s, w->search);
     }
+    s->plan->found_by = w->search->best_finder;
     if (r->largest && !msi_has_room(s)) {
         msi_follow(s);
     }
@@ -26668,10 +26702,12 @@ static ms_result msi_resume(ms_model *m) {
 static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
     const msi_plan *plan = m->run.plan;
     msi_log(m, MS_LOG_INFO, "rules",
-            "mode %s (%s), pressure %.3f; a step is predicted to take %s, a plain one %s (%s)",
+            "mode %s (%s), pressure %.3f; a step is predicted to take %s, a plain one %s (%s); the "
+            "plan was found by %s",
             msi_mode_names[m->wrapped.choice.mode], msi_source_names[m->wrapped.choice.source],
             msi_pressure(plan), msi_time(plan->train.predicted.step.us).text,
-            msi_time(plan->plain_step_us).text, msi_time_source_names[m->costs.source]);
+            msi_time(plan->plain_step_us).text, msi_time_source_names[m->costs.source],
+            msi_finder_names[plan->found_by]);
     for (int technique = 0; technique < MS_TECHNIQUE_COUNT; technique++) {
         const msi_technique_total total = msi_technique_total_of(r, (ms_technique)technique);
         msi_log(m, MS_LOG_INFO, "rules", "%s: %u of %u layers, %s off the peak, %s added%s%s",
@@ -28010,6 +28046,7 @@ static MSI_COLD void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->pressure = msi_pressure(plan);
     r->mode = m->wrapped.choice.mode;
     r->decision_source = m->wrapped.choice.source;
+    r->found_by = msi_finder_names[plan->found_by];
     r->early_update = msi_updates_inside(&plan->train);
     r->borrowed_bytes = m->run.store->borrowed_bytes;
     msi_report_host(m, r);
@@ -29025,7 +29062,8 @@ static MSI_COLD void msi_print_summary(const msi_printer *out, const ms_memory_r
     msi_print(out, "layers: %u, instructions: %u, recomputations: %u (%.1f %% of a step's work), ",
               (unsigned)r->layer_count, (unsigned)r->instruction_count,
               (unsigned)r->recompute_count, 100.0 * r->recompute_share);
-    msi_print(out, "updates %s backward\n", r->early_update ? "inside" : "after");
+    msi_print(out, "updates %s backward; found by %s\n", r->early_update ? "inside" : "after",
+              r->found_by);
     msi_print(out, "at the peak, instruction %u (", (unsigned)r->peak_instruction);
     msi_print_name(out, r->peak_layer, 0);
     msi_print(out, "):");

@@ -1,6 +1,6 @@
 // Plans the checkpointing of a chain from a CSV file, for one budget after the other: peak,
-// step time relative to that of keeping everything, and how long planning takes. With a link to the
-// host, what is kept can be moved there and back too.
+// step time relative to that of keeping everything, how long planning takes, and which search found
+// the plan. With a link to the host, what is kept can be moved there and back too.
 #include "bench.h"
 
 #define MEMSCALE_IMPLEMENTATION
@@ -11,6 +11,7 @@ typedef struct outcome {
     bool fits;
     uint64_t peak_bytes, host_bytes;
     double relative_time, plan_ms;
+    const char *found_by;
 } outcome;
 
 static void stop(const char *path, uint64_t line, const char *text) {
@@ -90,6 +91,7 @@ static outcome measure(const chain *c, uint64_t budget, int repeats, double link
             check(m, ms_report(m, &report));
             o.peak_bytes = chain_bytes(report.arena_bytes);
             o.host_bytes = report.host_bytes / CHAIN_SCALE;
+            o.found_by = report.found_by;
             o.relative_time =
                 link > 0.0 ? report.step_us / report.plain_step_us : 1.0 + report.recompute_share;
         } else if (result != MS_RESULT_BUDGET) {
@@ -118,6 +120,7 @@ static void print_row(bench_table *table, const char *path, uint64_t budget, con
     if (linked) {
         bench_bytes(table, o->host_bytes);
     }
+    bench_cell(table, o->fits ? o->found_by : "-");
 }
 
 /* What the command line has beside options: FILE, then budgets. */
@@ -194,8 +197,8 @@ int main(int argc, char **argv) {
     }
     const bool linked = a.link > 0.0;
     bench_table table = bench_table_begin(
-        a.tsv, linked ? "file budget_bytes peak_bytes relative_time plan_ms host_bytes"
-                      : "file budget_bytes peak_bytes relative_time plan_ms");
+        a.tsv, linked ? "file budget_bytes peak_bytes relative_time plan_ms host_bytes found_by"
+                      : "file budget_bytes peak_bytes relative_time plan_ms found_by");
     for (int i = 0; i < rows; i++) {
         take_budget(budgets[i], chain_peak(&c), &budget);
         const outcome o = measure(&c, budget, (int)a.repeats, a.link);

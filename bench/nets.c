@@ -121,7 +121,9 @@ static void print_share(bench_table *table, double part, double whole) {
 
 static void print_at(bench_table *table, subject *s, uint64_t budget) {
     const msi_score greedy = greedy_alone(s, budget);
-    print_share(table, plan_us(s, budget), s->plain_us);
+    const double us = plan_us(s, budget);
+    print_share(table, us, s->plain_us);
+    bench_cell(table, us > 0.0 ? msi_finder_names[s->model->run.plan->found_by] : "-");
     print_share(table, greedy.bytes <= budget ? greedy.us : 0.0, s->plain_us);
 }
 
@@ -193,12 +195,13 @@ int main(int argc, char **argv) {
                   "times over a plain step: the library's, and greedy's alone (g.), at the bytes "
                   "of square-root\n"
                   "checkpointing, and at 3/4, 1/2 and 1/4 of the way from the smallest arena to "
-                  "the plain one.",
+                  "the plain one;\n"
+                  "by: the search that found the library's.",
                   options, 4);
     bench_table table = bench_table_begin(
         tsv, refusals ? "net layers half_ms smallest_ms refused_ms over_half over_smallest"
-                      : "net layers smallest g.smallest root root_step at_root g.at_root at_3/4 "
-                        "g.at_3/4 at_1/2 g.at_1/2 at_1/4 g.at_1/4");
+                      : "net layers smallest g.smallest root root_step at_root by g.at_root at_3/4 "
+                        "by g.at_3/4 at_1/2 by g.at_1/2 at_1/4 by g.at_1/4");
     for (int kind = 0; kind < NET_CHAIN; kind++) {
         for (int64_t n = layers_min; n <= layers_max && n < NET_OPEN; n = n * 316 / 100) {
             (refusals ? print_refusal : print_net)(&table, (net_kind)kind, (uint32_t)n);

@@ -246,8 +246,8 @@ static void print_planning(const outcome *outcomes, int count) {
 static void print_mode(const outcome *outcomes, int count, ms_mode mode) {
     printf("\n%s\n", ms_mode_name(mode));
     bench_table table = bench_table_begin(
-        false, "workload smallest host step/plain published arena host in out computed step bound "
-               "throughput");
+        false, "workload smallest host step/plain by published arena host in out computed step "
+               "bound throughput by");
     for (int i = 0; i < count; i++) {
         const plan *at = &outcomes[i].of[mode][AT_PUBLISHED];
         const ms_memory_report *smallest = &outcomes[i].of[mode][SMALLEST].report, *r = &at->report;
@@ -255,10 +255,11 @@ static void print_mode(const outcome *outcomes, int count, ms_mode mode) {
         bench_bytes(&table, smallest->arena_bytes);
         bench_bytes(&table, smallest->host_bytes);
         bench_value(&table, smallest->step_us / smallest->plain_step_us, 2);
+        bench_cell(&table, smallest->found_by);
         bench_bytes(&table, published_bytes(outcomes[i].work));
         if (!at->fits) {
             bench_cell(&table, "does not fit");
-            print_empty(&table, 7);
+            print_empty(&table, 8);
             continue;
         }
         const double link = 25e3; // bytes per microsecond
@@ -275,6 +276,7 @@ static void print_mode(const outcome *outcomes, int count, ms_mode mode) {
         bench_value(&table, 1e-3 * r->step_us, 1);
         bench_value(&table, r->step_us / most_us, 3);
         bench_value(&table, throughput(r), 3);
+        bench_cell(&table, r->found_by);
     }
 }
 
@@ -289,7 +291,8 @@ static void print_modes(const outcome *outcomes, int count) {
            "in, out: bytes of a step that are copied to and from the device\n"
            "computed, step: ms without the waits for copies, and with them\n"
            "bound: step over the largest of computed and of the time of the copies each way\n"
-           "throughput: over that of the plain F32 step\n");
+           "throughput: over that of the plain F32 step\n"
+           "by: the search that found the plan\n");
 }
 
 /* Steps of the plans for the published peak on one device. */
@@ -487,7 +490,9 @@ static void print_tsv(const outcome *outcomes, int count) {
                                 "at_published_bytes at_published_step_ratio "
                                 "aggressive_bytes aggressive_host_bytes "
                                 "aggressive_at_published_bytes "
-                                "aggressive_at_published_step_ratio");
+                                "aggressive_at_published_step_ratio "
+                                "balanced_found_by balanced_at_published_found_by "
+                                "aggressive_found_by aggressive_at_published_found_by");
     for (int i = 0; i < count; i++) {
         const ms_memory_report *plain = &outcomes[i].plain.report;
         const ms_memory_report *checkpointed = &outcomes[i].checkpointed.report;
@@ -509,6 +514,12 @@ static void print_tsv(const outcome *outcomes, int count) {
             }
             bench_count(&table, at->report.arena_bytes); // 0: does not fit
             bench_value(&table, at->fits ? 1.0 / throughput(&at->report) : 0.0, 3);
+        }
+        for (int k = 1; k < MS_MODE_COUNT; k++) {
+            const plan *plans = outcomes[i].of[modes[k]];
+            for (int of = SMALLEST; of <= AT_PUBLISHED; of++) {
+                bench_cell(&table, plans[of].fits ? plans[of].report.found_by : "-");
+            }
         }
     }
 }

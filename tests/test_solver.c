@@ -1955,15 +1955,20 @@ static void search_choices(msi_search *s) {
 
 typedef struct search_case {
     search_function *search;
-    bool drops, moves; // may do so
+    bool drops, moves;      // may do so
+    msi_finder found_by[2]; // what it may say that found its plans
 } search_case;
 
 static const search_case searches[] = {
-    {search_list, true, false},          {search_chain, true, false},
-    {msi_search_segments, true, false},  {search_choices, true, true},
-    {msi_search_offloading, true, true}, {msi_search_bands, true, true},
-    {search_choices, false, true},       {msi_search_offloading, false, true},
-    {msi_search_bands, false, true}};
+    {search_list, true, false, {MSI_FINDER_GREEDY}},
+    {search_chain, true, false, {MSI_FINDER_CHAIN}},
+    {msi_search_segments, true, false, {MSI_FINDER_SEGMENTS}},
+    {search_choices, true, true, {MSI_FINDER_EXHAUSTIVE, MSI_FINDER_LOCAL}},
+    {msi_search_offloading, true, true, {MSI_FINDER_LISTS, MSI_FINDER_GIVEN_BACK}},
+    {msi_search_bands, true, true, {MSI_FINDER_BANDS}},
+    {search_choices, false, true, {MSI_FINDER_EXHAUSTIVE, MSI_FINDER_LOCAL}},
+    {msi_search_offloading, false, true, {MSI_FINDER_LISTS, MSI_FINDER_GIVEN_BACK}},
+    {msi_search_bands, false, true, {MSI_FINDER_BANDS}}};
 
 enum { SEARCHES = sizeof searches / sizeof searches[0] };
 
@@ -2047,7 +2052,7 @@ static void searches_do_what_is_allowed(void **state) {
     (void)state;
     enum { FEW_TENSORS = 13 };
     static census c;
-    uint32_t chosen[SEARCHES] = {0}, in_place = 0;
+    uint32_t chosen[SEARCHES] = {0}, in_place = 0, found_by[MSI_FINDER_COUNT] = {0};
     for (uint64_t seed = 1; seed <= t_sweep(16, 400); ++seed) {
         moving of;
         t_rng rng = t_seed(seed);
@@ -2073,6 +2078,9 @@ static void searches_do_what_is_allowed(void **state) {
             searches[k].search(&s);
             assert_false(msi_is_short(&c.scorer));
             chosen[k] += s.found ? check_allowed(&s, base) : 0;
+            assert_true(!s.found || s.best_finder == searches[k].found_by[0] ||
+                        s.best_finder == searches[k].found_by[1]);
+            found_by[s.best_finder] += s.found;
             for (uint32_t t = 0; s.found && t < tensors; ++t) {
                 in_place += (s.best[t].moves & MSI_IN_PLACE) != 0;
             }
@@ -2080,9 +2088,44 @@ static void searches_do_what_is_allowed(void **state) {
         moving_close(&of, &c);
     }
     for (uint32_t k = 0; k < SEARCHES; ++k) {
-        assert_true(chosen[k] > 0);
+        assert_true(chosen[k] > 0 && found_by[searches[k].found_by[0]] > 0);
     }
-    assert_true(in_place > 0);
+    assert_true(in_place > 0 && found_by[MSI_FINDER_LOCAL] > 0);
+}
+
+/* Plans say which search found them: one that drops nothing by choice is the first of its list. */
+static void plans_say_what_found_them(void **state) {
+    (void)state;
+    uint32_t found_by[MSI_FINDER_COUNT] = {0};
+    for (uint64_t seed = 1; seed <= t_sweep(6, 60); ++seed) {
+        meter heap;
+        ms_model *m;
+        ms_memory_report report;
+        const ms_config config = solver_config(&heap);
+        net_for_budgets(seed, &config, &m);
+        t_ok(m, ms_wrap(m));
+        t_report(m, &report);
+        const uint64_t plain = report.plain_bytes;
+        uint64_t least;
+        t_ok(m, ms_smallest_budget(m, &least));
+        for (uint64_t i = 0; i <= 8; ++i) {
+            ms_set_budget(m, least + (plain - least) * i / 8);
+            t_ok(m, ms_wrap(m));
+            t_report(m, &report);
+            const msi_finder finder = m->run.plan->found_by;
+            assert_string_equal(report.found_by, msi_finder_names[finder]);
+            uint32_t dropped = 0;
+            for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
+                dropped += msi_is_choice(&m->graph, t) && m->run.plan->decisions[t].pass > 0;
+            }
+            assert_int_equal(finder == MSI_FINDER_BASE, dropped == 0);
+            found_by[finder] += 1;
+        }
+        ms_destroy(m);
+        assert_true(heap.live == 0);
+    }
+    assert_true(found_by[MSI_FINDER_BASE] > 0 && found_by[MSI_FINDER_CHAIN] > 0 &&
+                found_by[MSI_FINDER_GREEDY] > 0);
 }
 
 /* Whatever a plan for other sizes rounds by itself, the homes of params are those of the plan whose
@@ -2612,6 +2655,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(the_list_ends_with_what_is_smallest),
         cmocka_unit_test(choices_keep_early_updates),
         cmocka_unit_test(searches_do_what_is_allowed),
+        cmocka_unit_test(plans_say_what_found_them),
         cmocka_unit_test(a_small_graph_has_groups_for_all_that_may_be_chosen),
         cmocka_unit_test(homes_are_taken_as_they_are),
         cmocka_unit_test(what_is_taken_back_comes_back_together),
