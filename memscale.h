@@ -116,95 +116,57 @@
     same graph, hardware, config and profile give the same plan, byte for byte; compare
     ms_memory_report.plan_hash. A dry run with ms_set_hardware plans for a device that is not there.
 
-    OPTIMIZER STATE. The state of AdamW, SGD and Lion is F32, or BF16 where the trainer
-    asks for it (ms_optimizer_desc.state_format), rounded at random. In mode AGGRESSIVE, or where
-    ms_config.optimizer_8bit is ON, a plan that needs memory may keep it in codes of 8 bits: by rule
-    only that of params with 4,096 elements or more, of rank 2 or more, which no layer with an
-    integer input reads; by force, that of any param. It is never coded where it is borrowed or the
-    update is the trainer's own. By rule all such params are coded or none, whichever is predicted
-    to be faster: on a GPU, updates in codes are faster than in F32, since less is read and written;
-    on a CPU they are slower, since coding takes longer than that, and recomputation may cost less.
-    docs/techniques.md says what codes do to training. ms_read and ms_write convert from and to F32,
-    and so does an ms_wrap that plans otherwise. From the same gradients, updates give the same bits
-    whatever else the plan does.
+    OPTIMIZER STATE. The state of AdamW, SGD and Lion is F32, or BF16 where the trainer asks for it
+    (ms_optimizer_desc.state_format), rounded at random. In mode AGGRESSIVE, or where
+    ms_config.optimizer_8bit is ON, a plan that needs memory may keep it in codes of 8 bits; which
+    state never is, and what codes do to training, is in docs/techniques.md. ms_read and ms_write
+    convert from and to F32, and so does an ms_wrap that plans otherwise. From the same gradients,
+    updates give the same bits whatever else the plan does.
 
-    PRECISION. A plan may have values in 16 bits (mixed precision), in BF16 or F16
-    (ms_config.mixed_dtype). A layer declares in ms_layer_desc.dtypes which of the two its calls may
-    have, which operands stay F32 in such a call, and which gradients of params may be in 16 bits
-    too. Each call is either in F32 or in 16 bits: ms_call.dtype says so, and so does the dtype of
-    each view. Operands that were not created as F32, state, and tensors on the host keep their
-    dtype in every call. The plan decides for each output and saved tensor in which dtype it is
-    stored; its gradient is stored in the same. Where a call sees another dtype than what is stored,
-    the value is cast before or after the call, and nowhere else. Casts round to the nearest. Sums
-    of contributions to a gradient are computed in F32 and rounded once each. A recomputation sees
-    the dtypes that its forward saw. The loss, inputs, buffers and tensors on the host are never
-    stored in 16 bits; a call in 16 bits sees an F32 input or buffer cast, and the losses that it
-    makes are rounded, unless dtypes keeps those slots F32.
+    PRECISION. A plan may have values, their gradients and params in 16 bits (mixed precision), in
+    BF16 or F16 (ms_config.mixed_dtype), in mode AGGRESSIVE on devices that compute in it, or
+    wherever ms_config.mixed_precision is ON. A layer declares in ms_layer_desc.dtypes which of the
+    two its calls may have, and which operands stay F32. Each call is then either in F32 or in 16
+    bits: ms_call.dtype says so, and so does the dtype of each view. Operands that were not created
+    as F32, state, and tensors on the host keep their dtype in every call. Where a call sees another
+    dtype than what is stored, the value is cast before or after it, to the nearest. A recomputation
+    sees the dtypes that its forward saw. Loss, inputs and buffers are never stored in 16 bits.
 
-    A param can be in 16 bits if every layer that reads it accepts that, in each slot that has it.
-    By default it then has a master: its value in F32, as one more tensor of optimizer state, which
-    moves to the host and back with the rest of it. An update changes the master and rounds it to
-    the param, in one pass. ms_read and ms_write of the param are about the master, and ms_data
-    returns NULL. Where ms_config.master_weights is OFF, the 16 bits are all there is: updates round
-    them at random, by bits that depend on the seed, the step, the param and the element alone.
-    Frozen params are in 16 bits only with OFF, rounded once, when they are written. Params stay F32
-    if they are borrowed, and if they are trained by MS_OPTIMIZER_CUSTOM or MS_OPTIMIZER_NONE.
+    A param in 16 bits has by default a master: its value in F32, one more tensor of optimizer
+    state. An update changes the master and rounds it to the param; ms_read and ms_write of the
+    param are about the master, and ms_data returns NULL. Where ms_config.master_weights is OFF, the
+    16 bits are all there is, and updates round them at random. Params stay F32 if they are
+    borrowed, if they are frozen and have masters, and if they are trained by MS_OPTIMIZER_CUSTOM or
+    MS_OPTIMIZER_NONE.
 
-    Such plans belong to mode AGGRESSIVE, on devices that compute in the dtype themselves
-    (ms_hardware.bf16, fp16_tensor), and to any mode on any device where ms_config.mixed_precision
-    is ON. Like 8-bit state they are used where a plan needs memory that early updates do not free:
-    all values that can be are in 16 bits, or none; so too for params; and all combinations with
-    8-bit state compete by their predicted time. What is forced is in 16 bits in every plan except
-    that of ms_detach. For given dtypes, all else that a plan does, tiling apart, changes no bit,
-    and ms_config.debug checks each call in the dtypes that it has in the plan. ms_verify compares
-    with calls in F32 on the masters, and so measures what rounding does to the gradients.
+    In F16, gradients are multiplied by a loss scale (ms_config.loss_scaling). A step in which a
+    gradient is not finite updates nothing and lowers it: that is no error, and counts as a step,
+    but not in AdamW's bias correction. Gradients that ms_read copies between ms_backward and
+    ms_update are multiplied by the scale, and a layer with grads_in_forward must multiply by
+    *ms_call.loss_scale. Nothing is updated inside backward, and F16 with MS_OPTIMIZER_CUSTOM or
+    MS_OPTIMIZER_NONE is UNSUPPORTED. More of all this is in docs/techniques.md.
 
-    In F16, gradients are multiplied by a loss scale, or many of them would be 0. It begins at 65536
-    and is doubled after 2000 steps without an overflow (ms_config.loss_scaling). A step in which a
-    gradient is not finite updates nothing and halves it, down to 1. That is not an error, and no
-    host waits for it; it counts as a step, but not in AdamW's bias correction. ms_memory_report has
-    the scale, the skipped steps, and the layer of the last overflow. The updates undo the scale,
-    but gradients that ms_read copies between ms_backward and ms_update are multiplied by it, and a
-    layer with grads_in_forward must multiply by *ms_call.loss_scale. The scale needs all gradients
-    before the first update, so nothing is updated inside backward, and it excludes
-    MS_OPTIMIZER_CUSTOM and MS_OPTIMIZER_NONE: to ask for F16 with these is UNSUPPORTED.
-
-    TILING. Layers whose rows are independent can be computed in tiles, some of the rows at a time.
-    Such a layer declares its rows in ms_layer_desc.tile: the first `axes` dims of its first output,
-    merged into one. Its outputs, saved tensors and inputs are cut in the same proportion; params
-    never are, nor are inputs in whole_in. A plan makes a group of up to 32 successive layers and
-    computes it in up to 256 tiles. In forward, all layers of the group run on the first tile, then
-    all on the second, and so on. Backward goes through the tiles in the same way, and first
-    recomputes for each what it reads of the values between the layers. So these values and their
-    gradients have memory for one tile alone. What layers outside of the group read has memory for
-    all rows, and so has what the plan keeps for backward. Params of the group stay on the device as
-    long as it runs. What is moved to the host goes there tile by tile. Eval runs in the same tiles.
+    TILING. Layers whose rows are independent, and that declare them in ms_layer_desc.tile (the
+    first `axes` dims of the first output, merged into one), can be computed in tiles: a plan makes
+    a group of up to 32 successive layers, and runs all of them on the first of up to 256 tiles,
+    then on the second, and so on, so that what they hand to each other has memory for one tile.
+    Backward does the same, and first recomputes for each tile what it reads. Params, and inputs in
+    whole_in, are never cut; layers with state have no tiles. This is part of mode AGGRESSIVE, or of
+    any mode where ms_config.tiling is ON. docs/techniques.md has an example.
 
     A call for a tile has smaller views: the leading dims that are rows are merged into one, so that
     of (B, T, C) with 2 axes it sees (n, C). ms_call.row_count is n, and row_begin the number of the
     first row. Random numbers and positions are counted from there, since all tiles have the same
-    seed. The workspace has bytes + row_bytes * row_count bytes. Where an operand has memory for all
-    rows, its view begins at the first row of the tile, which need not be at a multiple of 64 bytes:
-    a layer whose kernels need that sets ms_layer_tile.multiple. What is not cut is the same in the
-    call for each tile, and its gradient, such as that of a param, is a sum over the tiles: each
-    call contributes to it in the way that the layer declares. So sums over rows are grouped, and
-    rounded, in another way than in the plain plan. One plan gives the same bits in every run, but
-    not those of the plain plan; ms_verify measures the difference.
+    seed. The workspace has bytes + row_bytes * row_count bytes. A view may begin at a row that is
+    not at a multiple of 64 bytes: a layer whose kernels need that sets ms_layer_tile.multiple. At
+    sizes of the axes where rows cannot be parted, the first tile has all of them. Gradients of
+    params are sums over the tiles, to which each call contributes in the way that the layer
+    declares: they are rounded in another order than in the plain plan, but alike in every run.
 
     A group that ends in the loss runs the backward of each tile right after its forward, and
-    recomputes nothing: it sweeps. A layer with grads_in_forward can only be in such a group. So
-    ms_forward computes gradients there. If no ms_backward follows it, it has changed those of the
-    earlier micro-batches of the step: the next ms_forward then fails with ORDER, and the step
-    begins anew with its first micro-batch. A group that has a param with a borrowed gradient does
-    not sweep.
-
-    Plans in tiles belong to mode AGGRESSIVE, and to any mode where ms_config.tiling is ON. They are
-    used where a plan needs memory that early updates do not free. The planner finds the groups, and
-    plans with and without them compete by their predicted time. Layers that are forced to be in
-    tiles (ms_set_layer_technique) and follow each other are one group, in every plan except that of
-    ms_detach. Layers with state have no tiles. At sizes of the axes where rows cannot be parted,
-    the first tile has all of them. ms_config.debug runs each layer that declares rows in two and in
-    more tiles. docs/techniques.md has an example.
+    recomputes nothing: it sweeps. So ms_forward computes gradients there. If no ms_backward follows
+    it, it has changed those of the earlier micro-batches: the next ms_forward fails with ORDER, and
+    the step begins anew with its first micro-batch.
 
     ACCUMULATION, CLIPPING. Both need all gradients at once, so nothing is updated inside backward.
     With accumulation, the gradients are resident.
@@ -19179,6 +19141,27 @@ static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings
 
 // ------------------------------------------------------------------------------------------------
 // >>solve  from a budget to decisions: the best of all searches
+
+/* Glossary of the planner, with examples.
+     home      where a param, its gradient or its state lies between uses: the host, if a plan moves it.
+               A weight of 40 MB at home comes to the device for forward, and again for backward.
+     resident  a value with a fixed place between steps, on the device or at home: params, buffers.
+     move      one change that frees bytes at the peak: "drop x", "offload x", "home for the state of w".
+     pass      one round of recomputation: x3 from the kept x2 is pass 1; what needs x3 is pass 2.
+     tile      some rows of a group of layers, computed at once: 4 tiles of 8 of 32 rows.
+     part      one of equal shares in which a large param comes to its update: 40 MB in 4 parts.
+     slice     what ms_step_slice runs in its time, such as 2 ms. No plan knows of slices.
+     piece     one call of a job that runs on several threads. No plan knows of pieces either.
+     room      how much more than at the peak may be live, in sixteenths, so that copies can begin early.
+     list      plans in the order in which greedy reaches them; a budget only says where it stops.
+     prefix    a plan of such a list: its first n moves.
+     band      a run of layers whose outputs have one fate: the first 8 move to the host, the next 10 are
+               dropped, the last 6 are kept.
+     segment   the layers between two kept values: 16 layers in 4 segments keep 3 values inside.
+     stage     of a chain: the layers between two cuts through which one value passes.
+     front     plans of which none is both smaller and faster than another (Pareto).
+     polish    to take back earlier drops that later moves have made needless, at the same arena.
+     roundings what a plan may round: state in 8 bits, values and params in 16. */
 
 /* What a plan is to be made for. */
 typedef struct msi_request {
