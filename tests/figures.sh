@@ -57,10 +57,6 @@ NR > 1 { title = titles[NR - 1] }'
 
 workloads=$($folder/bench/workloads --tsv)
 awk "$mega"'
-NR == 3 || NR == 4 || NR == 6 {
-    printf "| %s | %s MB | %s MB | %s -> %s MB | %s MB | %s MB |\n", title, mb($3), mb($4), mb($6), mb($7), mb($9), mb($14)
-}' <<< "$workloads" | rows README.md
-awk "$mega"'
 NR > 1 {
     plain = plain " | " mb($3); smallest = smallest " | " mb($4)
     moved = moved " | " mb($9); host = host " | " mb($10)
