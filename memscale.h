@@ -3526,7 +3526,7 @@ typedef enum msi_role {
     MSI_ROLE_VALUE,
     MSI_ROLE_GRADIENT,
     MSI_ROLE_STATE0, // of the optimizer, MS_LIMIT_OPTIMIZER_STATE of them
-    MSI_ROLE_MASTER = MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE, // the value, of 16 bits, in F32
+    MSI_ROLE_MASTER = MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE, // the F32 copy of a param in 16 bits
     MSI_ROLE_RESIDENT_COUNT,
     MSI_ROLE_CONTRIBUTION = MSI_ROLE_RESIDENT_COUNT, // to a gradient, to be added to it
     MSI_ROLE_SNAPSHOT,                               // a copy of a buffer
@@ -12107,8 +12107,9 @@ static void msi_begin_group(msi_lowering *w, const msi_tiling *group) {
     }
 }
 
-/* Between two tiles, and after the last: forgets what has the rows of the last tile alone. Values and
-   gradients that collect the rows of all tiles are not there for the next one, and are in the end. */
+/* Between two tiles, and after the last: forgets the ranges that have the rows of one tile alone. A
+   range that collects the rows of all tiles is hidden from the next tile, whose layers make their
+   own rows, and becomes the range of its tensor when the group ends. */
 static void msi_leave_tile(msi_lowering *w, bool ends) {
     const msi_graph *g = w->graph;
     const msi_range *ranges = w->program->code.ranges.items;
@@ -13533,8 +13534,8 @@ static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_trans
            msi_hold(s, end, t->needed, msi_align(range->bytes));
 }
 
-/* Leaves copies in out whose values the device has had a little while before and can keep; or, of
-   one that brings several values, those. */
+/* Removes copies to the device of values that were there shortly before, and that it can keep until
+   then. From a copy of several values it removes only those. */
 static void msi_leave_out(msi_scheduling *s) {
     const msi_program *p = s->program;
     uint32_t *landed = s->of_range; // from now on, per range on the host: where it was copied last
@@ -16325,7 +16326,7 @@ static uint64_t msi_action_bytes(const msi_greedy *w, uint32_t t, uint32_t move)
                                    : msi_align(msi_decided_bytes(w->graph, w->decisions, t));
 }
 
-/* Adds a move of the last members; the memory is reserved. */
+/* Adds a move whose actions are the last member_count members. Room for it has been reserved. */
 static void msi_add_move(msi_greedy *w, uint32_t member_count) {
     msi_move *move = &w->moves.items[w->moves.count++];
     move->member = w->members.count - member_count;
@@ -19749,8 +19750,8 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
    the offsets, some of its waits turn out to order nothing: without them, whatever uses the same
    bytes, once at least to write, still runs in one order. Such a WAIT is taken out, and what it
    awaited is awaited by the next one of that direction; such a copy no longer follows what is
-   computed. Between programs anything may be enqueued, which all of them are in order with. What is
-   left out makes all else only more necessary, so one pass finds all. */
+   computed. Between programs anything may be enqueued, which all of them are in order with. Once
+   a wait is gone, none of the others becomes needless, so one pass finds all of them. */
 
 /* The number of operands of a group that a layer's instruction has. */
 static MSI_NOINLINE uint32_t msi_operands_in(const msi_layer *l, const msi_instruction *i,
