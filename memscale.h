@@ -3526,7 +3526,8 @@ typedef enum msi_role {
     MSI_ROLE_VALUE,
     MSI_ROLE_GRADIENT,
     MSI_ROLE_STATE0, // of the optimizer, MS_LIMIT_OPTIMIZER_STATE of them
-    MSI_ROLE_MASTER = MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE, // the F32 copy of a param in 16 bits
+    MSI_ROLE_MASTER =
+        MSI_ROLE_STATE0 + MS_LIMIT_OPTIMIZER_STATE, // the F32 copy of a param in 16 bits
     MSI_ROLE_RESIDENT_COUNT,
     MSI_ROLE_CONTRIBUTION = MSI_ROLE_RESIDENT_COUNT, // to a gradient, to be added to it
     MSI_ROLE_SNAPSHOT,                               // a copy of a buffer
