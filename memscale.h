@@ -285,7 +285,7 @@
                     >>lists          what greedy may offload, what is given back, bands
                     >>chain >>exhaustive >>grouping >>solve
                     >>order >>plan >>policy >>explain >>optimizer >>call
-      debug mode    >>stage          where a layer runs: its operands lie apart, amid poison
+      debug mode    >>stage          where a layer runs: its operands lie apart, between poison
                     >>checks         what it must leave as it was; who is to blame for a difference
                     >>debug          its trials: again, elsewhere, over other poison
                     >>timing >>execute
@@ -22618,7 +22618,7 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>stage  where debug mode runs a layer: its operands lie apart, amid poison
+// >>stage  where debug mode runs a layer: its operands lie apart, between poison
 
 /* How it works. All memory of the model is saved to the shadow, a copy on the host, and filled with
    one byte value, the poison. The layer runs on the stage, memory of its own in two halves that

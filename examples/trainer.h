@@ -86,9 +86,8 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--optimizer", "NAME", OPTION_TEXT, &o->optimizer,
          "adamw (default) or lion, with a third of the rate and three times the decay"},
         {"--state", "NAME", OPTION_TEXT, &o->state,
-         "moments of the optimizer: f32 (default), bf16, 8bit where rules allow that, or "
-         "8bit-all,\n"
-         "of embedding tables too"},
+         "moments of the optimizer: f32 (default), bf16, 8bit where rules allow that, or\n"
+         "8bit-all, of embedding tables too"},
         {"--precision", "NAME", OPTION_TEXT, &o->precision,
          "f32 (default), bf16 or f16; bf16-alone or f16-alone: without params in F32 beside"},
         {"--half-grads", NULL, OPTION_FLAG, &o->half_gradients,
@@ -350,19 +349,36 @@ static int choose_precision(const char *name, ms_config *config, bool *forces) {
     return 0;
 }
 
-static bool is_lion(const settings *o) {
-    return o->optimizer && strcmp(o->optimizer, "lion") == 0;
+/* Lion takes 3 to 10 times smaller rates than AdamW, and as many times its decay (Chen et al., 2023). */
+static const struct {
+    const char *name;
+    ms_optimizer_kind kind;
+    double rate; // times that of AdamW
+    float weight_decay;
+} trainer_optimizers[] = {{"adamw", MS_OPTIMIZER_ADAMW, 1.0, 0.1f},
+                          {"lion", MS_OPTIMIZER_LION, 1.0 / 3.0, 0.3f}};
+enum { TRAINER_OPTIMIZERS = sizeof trainer_optimizers / sizeof trainer_optimizers[0] };
+
+/* Of trainer_optimizers; TRAINER_OPTIMIZERS: there is none of that name. */
+static int optimizer_of(const settings *o) {
+    int i = 0;
+    while (o->optimizer && i < TRAINER_OPTIMIZERS &&
+           strcmp(o->optimizer, trainer_optimizers[i].name) != 0) {
+        i++;
+    }
+    return i;
 }
 
 /* Chooses the optimizer and the format of its state before registration. */
 static int choose_optimizer(const trainer *t, ms_optimizer_desc *desc) {
     const settings *o = &t->options;
-    if (o->optimizer && !is_lion(o) && strcmp(o->optimizer, "adamw") != 0) {
+    const int i = optimizer_of(o);
+    if (i == TRAINER_OPTIMIZERS) {
         return fail("--optimizer %s: there are adamw and lion", o->optimizer);
     }
-    desc->kind = is_lion(o) ? MS_OPTIMIZER_LION : MS_OPTIMIZER_ADAMW;
-    desc->beta2 = is_lion(o) ? 0.0f : t->kind->beta2;
-    desc->weight_decay = is_lion(o) ? 0.3f : 0.1f;
+    desc->kind = trainer_optimizers[i].kind;
+    desc->beta2 = desc->kind == MS_OPTIMIZER_ADAMW ? t->kind->beta2 : 0.0f;
+    desc->weight_decay = trainer_optimizers[i].weight_decay;
     const bool bf16 = o->state && strcmp(o->state, "bf16") == 0;
     const bool coded = o->state && strncmp(o->state, "8bit", 4) == 0 &&
                        (!o->state[4] || strcmp(o->state + 4, "-all") == 0);
@@ -609,11 +625,10 @@ static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) 
     fflush(stdout);
 }
 
-/* Linear warm-up, then a cosine down to a tenth (Loshchilov and Hutter, "SGDR", 2017, eq. 5). Lion
-   takes 3 to 10 times smaller rates than AdamW, and as many times its decay (Chen et al., 2023). */
+/* Linear warm-up, then a cosine down to a tenth (Loshchilov and Hutter, "SGDR", 2017, eq. 5). */
 static float learning_rate(const trainer *t, const progress *p) {
-    const double top =
-        (t->shape.channels < 512 ? 1e-3 : 3e-4) * (is_lion(&t->options) ? 1.0 / 3.0 : 1.0);
+    const double top = (t->shape.channels < 512 ? 1e-3 : 3e-4) *
+                       trainer_optimizers[optimizer_of(&t->options)].rate;
     const double warm = p->step < WARMUP_STEPS ? (double)(p->step + 1) / (double)WARMUP_STEPS : 1.0;
     return (float)(top * warm * (0.55 + 0.45 * cos(3.14159265358979 * p->done)));
 }

@@ -740,10 +740,6 @@ static inline void rd_random_optimizer(rd_graph *g) {
     g->accumulation = t_chance(&g->rng, 0.25) ? 2 + t_below(&g->rng, 3) : 1;
 }
 
-static inline uint32_t rd_state_count(const ms_optimizer_desc *o) {
-    return msi_state_count(o);
-}
-
 static inline void rd_freeze_prefix(rd_graph *g) {
     if (!t_chance(&g->rng, 0.15)) {
         return;
@@ -811,7 +807,8 @@ static inline void rd_count_value(rd_graph *g, const rd_value *v) {
     seen[RD_BORROWED_PARAM] |= v->borrowed && v->role == RD_PARAM;
     seen[RD_BORROWED_BUFFER] |= v->borrowed && v->role == RD_BUFFER;
     seen[RD_BORROWED_GRADIENT] |= v->borrowed_gradient && !v->frozen;
-    seen[RD_BORROWED_STATE] |= v->borrowed_state && !v->frozen && rd_state_count(&g->optimizer) > 0;
+    seen[RD_BORROWED_STATE] |=
+        v->borrowed_state && !v->frozen && msi_state_count(&g->optimizer) > 0;
 }
 
 static inline void rd_count_features(rd_graph *g) {
@@ -2223,8 +2220,8 @@ static inline void rd_fill_update(ms_update_args *args, rd_graph *g, uint32_t pa
     args->count = rd_count(&g->value[param], size);
     args->learning_rate = learning_rate;
     args->weight_decay = g->optimizer.weight_decay;
-    args->beta1 = 0.9f;
-    args->beta2 = g->optimizer.kind == MS_OPTIMIZER_LION ? 0.99f : 0.999f;
+    args->beta1 = msi_optimizer_of(args->kind).beta1;
+    args->beta2 = msi_optimizer_of(args->kind).beta2;
     args->epsilon = 1e-8f;
     args->momentum = g->optimizer.momentum;
     args->t = t;
@@ -2341,7 +2338,7 @@ static inline bool rd_lend(rd_net *n, ms_tensor tensor, void *memory, uint64_t b
 /* Memory for all that is borrowed, holding its first values. */
 static inline void rd_lend_all(rd_net *n) {
     const rd_graph *g = n->run.graph;
-    uint32_t states = rd_state_count(&g->optimizer);
+    uint32_t states = msi_state_count(&g->optimizer);
     for (uint32_t i = 0; i < g->value_count; ++i) {
         const rd_value *v = &g->value[i];
         uint64_t bytes = rd_largest_bytes(g, v);
@@ -2420,7 +2417,7 @@ static inline void rd_force_moves(rd_net *n, t_rng *rng) {
             ms_set_tensor_technique(n->model, ms_gradient(n->model, n->handle[i]),
                                     MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
         }
-        if ((random & 4) && v->role == RD_PARAM && rd_state_count(&g->optimizer) > 0) {
+        if ((random & 4) && v->role == RD_PARAM && msi_state_count(&g->optimizer) > 0) {
             ms_set_tensor_technique(n->model, ms_optimizer_state(n->model, n->handle[i], 0),
                                     MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
         }
@@ -2597,7 +2594,7 @@ static inline void rd_print(const rd_graph *g) {
     print_error("seed %llu: optimizer %d, %u states, clip %g, %u micro-batches, axes %d of %d, "
                 "%d of %d\n",
                 (unsigned long long)g->seed, (int)g->optimizer.kind,
-                (unsigned)rd_state_count(&g->optimizer), (double)g->optimizer.grad_clip_norm,
+                (unsigned)msi_state_count(&g->optimizer), (double)g->optimizer.grad_clip_norm,
                 (unsigned)g->accumulation, g->axis_count > 0 ? (int)g->size[0] : 0,
                 (int)g->largest[0], g->axis_count > 1 ? (int)g->size[1] : 0, (int)g->largest[1]);
     for (uint32_t i = 0; i < g->value_count; ++i) {

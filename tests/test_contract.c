@@ -85,7 +85,7 @@ static bool view_tensor(view *to, rd_net *n, const char *what, uint32_t value, u
 
 static bool view_lasting(view *to, rd_net *n) {
     const rd_graph *g = n->run.graph;
-    uint32_t states = rd_state_count(&g->optimizer);
+    uint32_t states = msi_state_count(&g->optimizer);
     bool fine = true;
     for (uint32_t i = 0; i < g->value_count && fine; ++i) {
         const rd_value *v = &g->value[i];
@@ -1045,7 +1045,8 @@ static bool step_neighbour(trial *t) {
 static bool step_all(trial *t) {
     bool in_three = t_chance(&t->rng, 0.5);
     const msi_timing *timing = t->net[t->net_count - 1]->model->run.timing;
-    bool plans = timing != NULL && timing->warmup == MSI_WARMUP_PLAN; // at the beginning of the step
+    bool plans =
+        timing != NULL && timing->warmup == MSI_WARMUP_PLAN; // at the beginning of the step
     bool simple = t->graph->accumulation == 1 && t->arena == NULL && !plans && !t->mixed &&
                   t->graph->seen[RD_FROZEN_MEANWHILE] == 0; // which restarts AdamW's count
     t->replay = simple && t_chance(&t->rng, 0.2) ? t->net_count - 1 : 0;

@@ -593,7 +593,7 @@ static bool same_gradients(pair_of_nets *t) {
 
 static bool same_values(pair_of_nets *t) {
     const rd_graph *g = t->graph;
-    const uint32_t states = rd_state_count(&g->optimizer);
+    const uint32_t states = msi_state_count(&g->optimizer);
     ms_model *const a = t->plain->model, *const b = t->moved->model;
     bool fine = true;
     for (uint32_t i = 0; i < g->value_count && fine; ++i) {

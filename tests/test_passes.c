@@ -1196,7 +1196,7 @@ static bool same_gradients(trial *t) {
 /* What forward leaves, or a whole step, of which the reference knows too. */
 static bool same_values(trial *t, bool whole) {
     bool fine = true;
-    const uint32_t states = rd_state_count(&t->graph->optimizer);
+    const uint32_t states = msi_state_count(&t->graph->optimizer);
     for (uint32_t i = 0; i < t->graph->value_count && fine; ++i) {
         const rd_value *v = &t->graph->value[i];
         if (v->role < RD_ACTIVATION || v->kept || i == t->graph->loss) {
