@@ -45,7 +45,8 @@ $(cuda_programs) $(cuda_tests): $(cuda)/%: %.c $(cuda)/cuda.o $(cuda)/flags
 $(cuda_kernels): $(cuda)/%: %.c $(cuda)/cuda.o $(OUT)/library.o $(cuda)/flags | $(private)/private.h
 	@mkdir -p $(@D)
 	$(call say,nvcc $@) $(NVCC) $(nvcc_flags) -gencode arch=compute_75,code=compute_75 -DT_CUDA -DNN_CUDA $(on_library) \
-	 -MMD -MP -MF $@.d -x cu -o $@ $< -x none $(filter %.o,$^) -lcublas $(libs:-pthread=) $(CMOCKA) -Xlinker -rpath,$(cuda_libs)
+	 -MMD -MP -MF $@.d -x cu -c -o $@.o $<
+	@$(CC) $(common) -o $@ $@.o $(filter %.o,$^) $(LDFLAGS) $(cuda_link) $(libs) $(CMOCKA)
 
 $(cuda)/flags: FORCE | need-nvcc
 	@mkdir -p $(@D)
