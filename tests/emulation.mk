@@ -32,7 +32,7 @@ need-nvcc:
 $(cuda)/cuda.o: examples/cuda.cu $(cuda)/flags
 	$(call say,nvcc $@) $(NVCC) $(nvcc_flags) $(nvcc_codes) -MMD -MP -MF $@.d -c -o $@ $<
 
-$(cuda_tests): cuda_c += -DT_CUDA -D_POSIX_C_SOURCE=200809L $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
+$(cuda_tests): cuda_c += -DT_CUDA -D_XOPEN_SOURCE=700 $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
 $(cuda_tests): libs += $(CMOCKA)
 $(cuda_tests): on_object = $(on_library)
 $(cuda_tests): $(OUT)/library.o | $(private)/private.h
@@ -65,7 +65,7 @@ emulated       := $(OUT)/emulated
 emulated_release = $(if $(filter $(emulated_tests) %/library.o,$@),-O1,-O2)
 emulated_cpp    = $(CXX) -std=c++11 $(or $(filter-out $(release),$($(config))),$(emulated_release)) \
                   -ffp-contract=off $(WARNINGS) -Wno-missing-field-initializers -Itests/emulation -I. -Iexamples $(CFLAGS)
-emulated_test   = $(emulated_cpp) $(on_library) -x c++ -DT_CUDA -DNN_CUDA -D_POSIX_C_SOURCE=200809L \
+emulated_test   = $(emulated_cpp) $(on_library) -x c++ -DT_CUDA -DNN_CUDA -D_XOPEN_SOURCE=700 \
                   $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
 emulated_parts := $(patsubst %,$(emulated)/%.o,cuda library runtime memory fibers cublas)
 

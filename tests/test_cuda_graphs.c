@@ -350,6 +350,11 @@ static void what_cannot_be_recorded_is_told(void **state) {
         const cn_values expected = cn_trained(&how, 5 * (uint64_t)micros);
         for (uint64_t seed = 0; seed < cn_seeds(6); seed++) {
             for (int sin = CN_SIN_RETURN; sin < CN_SIN_COUNT; sin++) {
+#ifndef CUDART_EMULATION
+                if (sin == CN_SIN_PAGEABLE) {
+                    continue; // recorded by drivers of CUDA 13, refused by older ones
+                }
+#endif
                 for (int in_last = 0; in_last < (int)micros; in_last++) {
                     cn_reset(seed);
                     sin_once((cn_sin)sin, MS_PHASE_FORWARD, micros, in_last != 0, &expected);

@@ -640,6 +640,7 @@ static void linear_layers_are_near_f32(void **state) {
         c.d[1] = i / 2 % 2; // half gradients
         c.flags = i % 2;
         c.inner_out = c.flags != 0 ? 1.0 : 0.0;
+        c.inner_gradient = T_ROUNDS_PRODUCTS;
         c.has_products = true;
         h_check(&c);
     }

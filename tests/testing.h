@@ -185,6 +185,14 @@ static inline void t_text_has(const char *text, const char *part) {
     }
 }
 
+/* Whether a product may be rounded to 16 bits before what was there is added, and once more after:
+   some kernels of cuBLAS do that. */
+#if defined T_CUDA && !defined CUDART_EMULATION
+enum { T_ROUNDS_PRODUCTS = 1 };
+#else
+enum { T_ROUNDS_PRODUCTS = 0 };
+#endif
+
 static inline bool t_is_nan(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);

@@ -9,8 +9,8 @@
       call, and find device memory open. ms_gemm and ms_cast inside them are waited for.
     - Callbacks that t_cuda_mark names are left alone: they enqueue functions, by t_cuda_enqueue, as
       kernels of one thread, which run as late as the emulation likes.
-    - On a real GPU device memory is what cudaMallocManaged gives, which the host can touch where
-      nothing runs, and nothing is lazy; what tests lend must come from t_cuda_lend. */
+    - On a real GPU device memory is pinned memory of the host, which both can touch at the same
+      address, and nothing is lazy; what tests lend must come from t_cuda_lend. */
 #ifndef ON_CUDA_H
 #define ON_CUDA_H
 
@@ -81,7 +81,13 @@ static inline void t_cuda_close(void *state) {
 static inline int t_cuda_memory_alloc(void *user, const ms_allocator *host, uint64_t bytes,
                                       void **device) {
     (void)user, (void)host;
-    return (int)cudaMallocManaged(device, (size_t)bytes, cudaMemAttachGlobal);
+    return (int)cudaHostAlloc(device, (size_t)bytes, cudaHostAllocMapped | cudaHostAllocPortable);
+}
+
+static inline void t_cuda_memory_release(void *user, const ms_allocator *host, void *device,
+                                         uint64_t bytes) {
+    (void)user, (void)host, (void)bytes;
+    cudaFreeHost(device);
 }
 #endif
 
@@ -92,6 +98,7 @@ static inline ms_backend t_cuda_backend(void) {
     backend.close = t_cuda_close;
 #ifndef CUDART_EMULATION
     backend.memory_alloc = t_cuda_memory_alloc;
+    backend.memory_release = t_cuda_memory_release;
 #endif
     return backend;
 }
@@ -391,12 +398,13 @@ static inline ms_result t_cuda_borrow(ms_model *model, ms_tensor tensor, void *m
 #else
 static inline void *t_cuda_lend(size_t bytes) {
     void *memory = NULL;
-    return cudaMallocManaged(&memory, bytes, cudaMemAttachGlobal) == cudaSuccess ? memory : NULL;
+    const unsigned flags = cudaHostAllocMapped | cudaHostAllocPortable;
+    return cudaHostAlloc(&memory, bytes, flags) == cudaSuccess ? memory : NULL;
 }
 
 static inline void t_cuda_take_back(void *memory) {
     cudaDeviceSynchronize();
-    cudaFree(memory);
+    cudaFreeHost(memory);
 }
 
 #ifdef __cplusplus
@@ -408,8 +416,8 @@ extern "C"
 /* Tests that lend what the device cannot touch are skipped. */
 static inline ms_result t_cuda_borrow(ms_model *model, ms_tensor tensor, void *memory) {
     struct cudaPointerAttributes of;
-    if (memory != NULL && (cudaPointerGetAttributes(&of, memory) != cudaSuccess ||
-                           of.type != cudaMemoryTypeManaged)) {
+    if (memory != NULL &&
+        (cudaPointerGetAttributes(&of, memory) != cudaSuccess || of.type != cudaMemoryTypeHost)) {
         cudaGetLastError();
         printf("lends host memory: not on a GPU\n");
         _skip(__FILE__, __LINE__);
