@@ -267,7 +267,8 @@
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
-    shared by both  >>formats >>shared >>arithmetic
+    shared by both  >>formats      how numbers lie in memory, in one table
+                    >>shared >>arithmetic
     implementation  >>base >>structs >>names >>log >>text >>memory >>wide
       on the host   >>cpu kernels    what is done to elements, piece by piece
                     >>cpu gemm       matrix products
@@ -2173,7 +2174,7 @@ class model {
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// >>formats  16-bit floats by their bits, rounded to the nearest, ties to even
+// >>formats  how numbers lie in memory: the table of formats, and 16-bit floats and codes by their bits
 
 MSI_HD uint32_t msi_bits_of_f32(float x) {
     uint32_t bits;
@@ -2247,19 +2248,58 @@ MSI_HD uint16_t msi_f16_of_f32(float x) {
     return (uint16_t)((bits >> 16 & 0x8000u) | bits16);
 }
 
-/* Element i of an array of F32, F16 or BF16, as float. */
+MSI_HD float msi_f32_of_f32(float x) {
+    return x;
+}
+
+/* How numbers lie in memory: in what layers can be called; the other dtypes, of values that stay as
+   they were created; codes, of optimizer state alone. Columns: the name; the same as in
+   msi_f32_of_NAME, msi_NAME_of_f32 and msi_NAME_at_random for calls, and in msi_NAME_decode and
+   msi_NAME_encode for codes; the type of an element; the dtype and the ms_state_format that users
+   know it by (COUNT: none); elements with a scale of their own (1: there is none). */
+#define MSI_CALL_FORMATS(X)                                                                        \
+    X(F32, f32, float, MS_DTYPE_F32, MS_STATE_FORMAT_F32, 1)                                       \
+    X(F16, f16, uint16_t, MS_DTYPE_F16, MS_STATE_FORMAT_COUNT, 1)                                  \
+    X(BF16, bf16, uint16_t, MS_DTYPE_BF16, MS_STATE_FORMAT_BF16, 1)
+#define MSI_KEPT_FORMATS(X)                                                                        \
+    X(F64, f64, double, MS_DTYPE_F64, MS_STATE_FORMAT_COUNT, 1)                                    \
+    X(I64, i64, int64_t, MS_DTYPE_I64, MS_STATE_FORMAT_COUNT, 1)                                   \
+    X(I32, i32, int32_t, MS_DTYPE_I32, MS_STATE_FORMAT_COUNT, 1)                                   \
+    X(I16, i16, int16_t, MS_DTYPE_I16, MS_STATE_FORMAT_COUNT, 1)                                   \
+    X(I8, i8, int8_t, MS_DTYPE_I8, MS_STATE_FORMAT_COUNT, 1)                                       \
+    X(U8, u8, uint8_t, MS_DTYPE_U8, MS_STATE_FORMAT_COUNT, 1)
+#define MSI_CODED_FORMATS(X)                                                                       \
+    X(8BIT, 8bit, uint8_t, MS_DTYPE_COUNT, MS_STATE_FORMAT_8BIT, MSI_CODED_BLOCK)
+#define MSI_FORMATS(X)                                                                             \
+    MSI_CALL_FORMATS(X)                                                                            \
+    MSI_KEPT_FORMATS(X)                                                                            \
+    MSI_CODED_FORMATS(X)
+
+#define MSI_X(name, ...) MSI_FORMAT_##name,
+typedef enum msi_format { MSI_FORMATS(MSI_X) MSI_FORMAT_COUNT } msi_format;
+#undef MSI_X
+#define MSI_X(...) +1
+enum { MSI_CALL_FORMAT_COUNT = 0 MSI_CALL_FORMATS(MSI_X) };
+#undef MSI_X
+
+/* Element i of an array in a format of calls, as float. */
 MSI_HD float msi_load(const void *data, ms_dtype dtype, uint64_t i) {
-    return dtype == MS_DTYPE_F32   ? ((const float *)data)[i]
-           : dtype == MS_DTYPE_F16 ? msi_f32_of_f16(((const uint16_t *)data)[i])
-                                   : msi_f32_of_bf16(((const uint16_t *)data)[i]);
+#define MSI_X(name, small, type, as, ...)                                                          \
+    if (dtype == (as)) {                                                                           \
+        return msi_f32_of_##small(((const type *)data)[i]);                                        \
+    }
+    MSI_CALL_FORMATS(MSI_X)
+#undef MSI_X
+    return 0.0f;
 }
 
 MSI_HD void msi_store_as(void *data, ms_dtype dtype, uint64_t i, float x) {
-    if (dtype == MS_DTYPE_F32) {
-        ((float *)data)[i] = x;
-    } else {
-        ((uint16_t *)data)[i] = dtype == MS_DTYPE_F16 ? msi_f16_of_f32(x) : msi_bf16_of_f32(x);
+#define MSI_X(name, small, type, as, ...)                                                          \
+    if (dtype == (as)) {                                                                           \
+        ((type *)data)[i] = msi_##small##_of_f32(x);                                               \
     }
+    MSI_CALL_FORMATS(MSI_X)
+#undef MSI_X
 }
 
 /* Sebastiano Vigna's splitmix64, public domain: a good mix of 64 bits. */
@@ -2286,6 +2326,11 @@ MSI_HD uint16_t msi_bf16_at_random(float x, uint32_t random) {
     const uint32_t bits = msi_bits_of_f32(x), up = bits + (random >> 16);
     const uint32_t fits = 0u - (uint32_t)((up & 0x7fffffffu) < 0x7f800000u);
     return (uint16_t)(((up & fits) | (bits & ~fits)) >> 16);
+}
+
+MSI_HD float msi_f32_at_random(float x, uint32_t random) {
+    (void)random;
+    return x;
 }
 
 /* The same to F16, for numbers of any size: what is larger than its largest becomes that, and
@@ -2704,7 +2749,7 @@ static inline int msi_vformat(char *text, size_t room, const char *format, va_li
 #endif
 
 MEMSCALE_PRINTF(3, 4)
-static inline int msi_format(char *text, size_t room, const char *format, ...) {
+static inline int msi_write_text(char *text, size_t room, const char *format, ...) {
     va_list args;
     va_start(args, format);
     const int length = msi_vformat(text, room, format, args);
@@ -2727,7 +2772,7 @@ typedef FILE msi_file;
 static MSI_NOINLINE msi_file *msi_open_file(const char *root, const char *directory,
                                             const char *name) {
     char path[MSI_PATH_BYTES];
-    const int length = msi_format(path, sizeof path, "%s%s/%s", root, directory, name);
+    const int length = msi_write_text(path, sizeof path, "%s%s/%s", root, directory, name);
     return length > 0 && length < (int)sizeof path ? fopen(path, "r") : NULL;
 }
 
@@ -2826,7 +2871,7 @@ static inline void msi_limit_by_groups(msi_host *h, int version, const char *mou
                                        const char *below) {
     char directory[MSI_PATH_BYTES];
     const size_t base = strlen(mount);
-    const int whole = msi_format(directory, sizeof directory, "%s%s", mount, below);
+    const int whole = msi_write_text(directory, sizeof directory, "%s%s", mount, below);
     size_t length = (size_t)whole;
     for (bool more = whole >= 0 && whole < (int)sizeof directory; more;) {
         while (length > base && directory[length - 1] == '/') {
@@ -3137,11 +3182,14 @@ MSI_HD uint32_t msi_state_key(const ms_update_args *args, int k) {
     return (uint32_t)(msi_mix(args->state_of_step->seed ^ msi_mix(args->seed + (uint64_t)k)) >> 32);
 }
 
-/* Element i of a value in 16 bits without a master. */
-MSI_HD uint16_t msi_value_at_random(const ms_update_args *args, uint32_t key, float x, uint64_t i) {
-    const uint32_t random = msi_random(key, args->begin + i);
-    return args->value_dtype == MS_DTYPE_F16 ? msi_f16_at_random(x, random)
-                                             : msi_bf16_at_random(x, random);
+/* Element i of an array in a format of calls: x, rounded at random. */
+MSI_HD void msi_store_at_random(void *data, ms_dtype dtype, uint64_t i, float x, uint32_t random) {
+#define MSI_X(name, small, type, as, ...)                                                          \
+    if (dtype == (as)) {                                                                           \
+        ((type *)data)[i] = msi_##small##_at_random(x, random);                                    \
+    }
+    MSI_CALL_FORMATS(MSI_X)
+#undef MSI_X
 }
 
 /* Whether anything of an update is not F32. */
@@ -3347,32 +3395,75 @@ static MSI_NOINLINE msi_part msi_part_of(uint64_t count, uint32_t part, uint32_t
     return p;
 }
 
-/* The format of a value in F16; there is no state in it. F32 is that of any other value as it was
-   created. */
-static const ms_state_format MSI_FORMAT_F16 = MS_STATE_FORMAT_COUNT;
+typedef struct msi_format_row {
+    ms_dtype dtype;
+    ms_state_format state;
+    uint16_t bytes, block; // of an element; elements with a scale of their own
+} msi_format_row;
 
-static bool msi_is_half(ms_state_format format) {
-    return format == MS_STATE_FORMAT_BF16 || format == MSI_FORMAT_F16;
+#define MSI_X(name, small, type, dtype, state, block) {dtype, state, sizeof(type), block},
+static const msi_format_row msi_formats[] = {MSI_FORMATS(MSI_X)};
+#undef MSI_X
+
+/* This compiles only if what users know has a row. */
+#define MSI_X(name, small, type, dtype, ...) +((int)(dtype) != (int)MS_DTYPE_COUNT)
+typedef char msi_each_dtype_has_a_format[0 MSI_FORMATS(MSI_X) == (int)MS_DTYPE_COUNT ? 1 : -1];
+#undef MSI_X
+#define MSI_X(name, small, type, dtype, state, ...) +((int)(state) != (int)MS_STATE_FORMAT_COUNT)
+typedef char
+    msi_each_state_format_has_one[0 MSI_FORMATS(MSI_X) == (int)MS_STATE_FORMAT_COUNT ? 1 : -1];
+#undef MSI_X
+
+/* COUNT for codes. */
+static ms_dtype msi_dtype_of(msi_format format) {
+    return msi_formats[format].dtype;
 }
 
-static ms_dtype msi_dtype_of(ms_state_format format, ms_dtype created) {
-    return format == MS_STATE_FORMAT_BF16 ? MS_DTYPE_BF16
-           : format == MSI_FORMAT_F16     ? MS_DTYPE_F16
-                                          : created;
+static msi_format msi_format_of_dtype(ms_dtype dtype) {
+    int format = 0;
+    while (msi_formats[format].dtype != dtype) {
+        format++;
+    }
+    return (msi_format)format;
 }
 
-/* Bytes of so many floats in a format. */
-static uint64_t msi_state_bytes(ms_state_format format, uint64_t count) {
-    return format == MS_STATE_FORMAT_8BIT ? msi_coded_bytes(count)
-           : msi_is_half(format)          ? count * sizeof(uint16_t)
-                                          : count * sizeof(float);
+static msi_format msi_format_of_state(ms_state_format state) {
+    int format = 0;
+    while (msi_formats[format].state != state) {
+        format++;
+    }
+    return (msi_format)format;
+}
+
+/* The dtypes that narrow calls can have: a mask. */
+#define MSI_X(name, small, type, dtype, ...) | 1u << (dtype)
+static const uint32_t MSI_NARROW_DTYPES = (0u MSI_CALL_FORMATS(MSI_X)) & ~(1u << MS_DTYPE_F32);
+#undef MSI_X
+
+/* In a switch over formats: those that no layer is called in, without the last colon. */
+#define MSI_CASE(name, ...) case MSI_FORMAT_##name:
+#define MSI_CASES_OF_NO_CALL                                                                       \
+    MSI_KEPT_FORMATS(MSI_CASE) MSI_CODED_FORMATS(MSI_CASE) case MSI_FORMAT_COUNT
+
+static bool msi_is_coded(msi_format format) {
+    return msi_formats[format].block > 1;
+}
+
+/* Whether layers can be called in it, with fewer bits than in F32. */
+static bool msi_is_narrow(msi_format format) {
+    return format != MSI_FORMAT_F32 && (int)format < MSI_CALL_FORMAT_COUNT;
+}
+
+/* Bytes of so many elements. */
+static uint64_t msi_format_bytes(msi_format format, uint64_t count) {
+    return msi_is_coded(format) ? msi_coded_bytes(count) : count * msi_formats[format].bytes;
 }
 
 /* The bytes of a part of a float param or its gradient (F32), or of its state. */
-static msi_part msi_part_bytes(ms_state_format format, msi_part part) {
+static msi_part msi_part_bytes(msi_format format, msi_part part) {
     msi_part bytes;
-    bytes.begin = msi_state_bytes(format, part.begin);
-    bytes.count = msi_state_bytes(format, part.count);
+    bytes.begin = msi_format_bytes(format, part.begin);
+    bytes.count = msi_format_bytes(format, part.count);
     return bytes;
 }
 
@@ -3549,8 +3640,10 @@ typedef struct msi_tensor {
     uint8_t forced_moves, forbidden_moves; // masks of MSI_MOVES_VALUE and others
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
     uint8_t borrowed;                      // mask of the roles whose memory is the trainer's
-    uint8_t not_half;                      // analysis: an msi_not_half
-    bool half_gradient;                    // params: in 16 bits, if the value is
+    uint8_t format;                        // as it was created: an msi_format
+    uint8_t narrow;                        // analysis: the one that a plan may round it to
+    uint8_t not_narrow;                    // or why there is none: an msi_not_narrow
+    bool narrow_gradient;                  // params: in that of the value too
     bool written;  // its value is the trainer's, at the present sizes of the axes
     bool in_place; // ms_data has given its address away, so it is written without our knowing
     /* analysis of the graph, by ms_wrap */
@@ -3627,11 +3720,12 @@ typedef struct msi_layer {
     ms_workspace workspace[3];
     /* As declared, and the number of output elements then. */
     double flops, backward_flops, recompute_flops, elements;
-    ms_layer_time known;      // by ms_set_layer_time
-    ms_layer_time measured;   // by timed steps, or from ms_profile_load; 0: not measured
-    ms_layer_time time;       // in force, at the present sizes
-    ms_layer_time half;       // the same for calls in 16 bits
-    double whole_bytes[2][2]; // that each tile moves: in forward, in backward; in F32, in 16 bits
+    ms_layer_time known;    // by ms_set_layer_time
+    ms_layer_time measured; // by timed steps, or from ms_profile_load; 0: not measured
+    /* In force, at the present sizes, of calls in each format; and what each tile moves whole, in
+       forward and in backward. */
+    ms_layer_time time[MSI_CALL_FORMAT_COUNT];
+    double whole_bytes[2][MSI_CALL_FORMAT_COUNT];
     double known_elements, measured_elements; // the number of output elements for these times
     uint32_t name;
     uint32_t operand_first; // in graph.operands
@@ -3767,7 +3861,7 @@ typedef struct msi_range {
     uint32_t block;
     uint8_t role, category;
     uint16_t part;  // 0: the whole value; n: its n-th part, as an instruction has it
-    uint8_t format; // an ms_state_format, or MSI_FORMAT_F16
+    uint8_t format; // an msi_format
     bool is_tile;   // it has the rows of one tile, that of the instructions which use it
     bool packed;    // its memory is right after that of the range before it, in one block
     bool aliased;   // another range uses this one's memory from its last instruction on
@@ -3891,7 +3985,7 @@ typedef struct msi_resident {
     uint32_t factors; // of a param that learns: index of its factors in the step's memory
     uint32_t tensor;
     msi_role role;
-    ms_state_format format;
+    msi_format format;
     bool on_host, borrowed;
     bool is_shown; // on the host: to callbacks
     bool is_saved; // of the device, and on the host now, in the image of a suspended model
@@ -4225,8 +4319,7 @@ struct ms_model {
     void *device;     // state of the backend, or its user
     ms_optimizer_desc optimizer;
     float loss_factor;
-    ms_state_format half; // of values in 16 bits, in the plans of this wrap
-    ms_step_state scale;  // the loss scale, while no store has it
+    ms_step_state scale; // the loss scale, while no store has it
     msi_graph graph;
     msi_costs costs;
     msi_sources sources;
@@ -4560,7 +4653,8 @@ static msi_size_text msi_round_size(const char *sign, uint64_t bytes, bool up) {
     const double exact = value * 100.0; // below 102400, or 1600 EiB
     const double whole = (double)(uint32_t)exact;
     value = unit ? (up && whole < exact ? whole + 1.0 : whole) / 100.0 : value;
-    msi_format(s.text, sizeof s.text, unit ? "%s%.2f %s" : "%s%.0f %s", sign, value, units[unit]);
+    msi_write_text(s.text, sizeof s.text, unit ? "%s%.2f %s" : "%s%.0f %s", sign, value,
+                   units[unit]);
     return s;
 }
 
@@ -4586,11 +4680,11 @@ static MSI_NOINLINE msi_size_text msi_time(double us) {
     for (; us >= 1000.0 && unit < 2; unit++) {
         us /= 1000.0;
     }
-    msi_format(s.text, sizeof s.text, "%.*f %s",
-               us < 10.0    ? 2
-               : us < 100.0 ? 1
-                            : 0,
-               us, units[unit]);
+    msi_write_text(s.text, sizeof s.text, "%.*f %s",
+                   us < 10.0    ? 2
+                   : us < 100.0 ? 1
+                                : 0,
+                   us, units[unit]);
     return s;
 }
 
@@ -5429,6 +5523,8 @@ MSI_WIDE void msi_wide_store_at_random(uint16_t *to, msi_floats x, uint32_t key,
     msi_wide_store_halves(to, MSI_V(srli_epi32)(MSI_V_BITS(castps)(kept), 16));
 }
 
+typedef char msi_wide_has_each_state_format[MS_STATE_FORMAT_COUNT == 3 ? 1 : -1];
+
 /* A tensor of state, of which a block is updated. */
 typedef struct msi_wide_state {
     ms_state_format format;
@@ -5707,6 +5803,8 @@ static inline void msi_cpu_elements(void *target, ms_dtype to, const void *sourc
     }
 }
 
+typedef char msi_cpu_chunk_has_each_pair[MSI_CALL_FORMAT_COUNT == 3 ? 1 : -1];
+
 /* The same, compiled for each pair of dtypes. */
 static void msi_cpu_chunk(void *target, ms_dtype to, const void *source, ms_dtype from,
                           uint64_t begin, uint64_t end, bool adds) {
@@ -5890,70 +5988,7 @@ static float msi_encode(const float *from, bool is_signed, int count, uint8_t *c
     return msi_encode_up_to(most, from, is_signed, count, codes);
 }
 
-/* Elements [at, at + count) of `all` in a format, of which `at` begins a block, from and to float.
-   Stored with a key, BF16 is rounded at random, otherwise (NULL) to the nearest; `first` is the
-   number of element 0 for the random bits. */
-static void msi_load_state(const void *state, ms_state_format format, bool is_signed, uint64_t at,
-                           int count, uint64_t all, float *to) {
-    switch (format) {
-    case MS_STATE_FORMAT_F32:
-        for (int i = 0; i < count; i++) {
-            to[i] = ((const float *)state)[at + (uint64_t)i];
-        }
-        break;
-    case MS_STATE_FORMAT_BF16:
-        for (int i = 0; i < count; i++) {
-            to[i] = msi_f32_of_bf16(((const uint16_t *)state)[at + (uint64_t)i]);
-        }
-        break;
-    case MS_STATE_FORMAT_8BIT: {
-        const uint8_t *bytes = (const uint8_t *)state;
-        float scale;
-        memcpy(&scale, bytes + msi_scale_at(at, all), sizeof scale);
-        msi_decode(bytes + msi_codes_at(at), scale, is_signed, count, to);
-        break;
-    }
-    case MS_STATE_FORMAT_COUNT: // F16: values, not state
-        for (int i = 0; i < count; i++) {
-            to[i] = msi_f32_of_f16(((const uint16_t *)state)[at + (uint64_t)i]);
-        }
-        break;
-    }
-}
-
-static void msi_store_state(void *state, ms_state_format format, bool is_signed, uint64_t at,
-                            int count, uint64_t all, const uint32_t *key, uint64_t first,
-                            const float *from) {
-    uint16_t *halves = (uint16_t *)state + at;
-    switch (format) {
-    case MS_STATE_FORMAT_F32:
-        for (int i = 0; i < count; i++) {
-            ((float *)state)[at + (uint64_t)i] = from[i];
-        }
-        break;
-    case MS_STATE_FORMAT_BF16:
-        for (int i = 0; i < count && !key; i++) {
-            halves[i] = msi_bf16_of_f32(from[i]);
-        }
-        for (int i = 0; i < count && key; i++) {
-            halves[i] = msi_bf16_at_random(from[i], msi_random(*key, first + at + (uint64_t)i));
-        }
-        break;
-    case MS_STATE_FORMAT_8BIT: {
-        uint8_t *bytes = (uint8_t *)state;
-        const float scale = msi_encode(from, is_signed, count, bytes + msi_codes_at(at));
-        memcpy(bytes + msi_scale_at(at, all), &scale, sizeof scale);
-        break;
-    }
-    case MS_STATE_FORMAT_COUNT: // F16
-        for (int i = 0; i < count; i++) {
-            halves[i] = msi_f16_of_f32(from[i]);
-        }
-        break;
-    }
-}
-
-/* Elements of F32, BF16 or F16. */
+/* Elements in a format of calls. */
 static MSI_NOINLINE void msi_load_floats(const void *from, ms_dtype dtype, uint64_t at, int count,
                                          float *to) {
     msi_cpu_chunk(to, MS_DTYPE_F32, (const uint8_t *)from + at * ms_dtype_bytes(dtype), dtype, 0,
@@ -5963,6 +5998,59 @@ static MSI_NOINLINE void msi_load_floats(const void *from, ms_dtype dtype, uint6
 static void msi_store_floats(void *to, ms_dtype dtype, uint64_t at, int count, const float *from) {
     msi_cpu_chunk((uint8_t *)to + at * ms_dtype_bytes(dtype), dtype, from, MS_DTYPE_F32, 0,
                   (uint64_t)count, false);
+}
+
+static void msi_8bit_decode(const void *state, bool is_signed, uint64_t at, int count, uint64_t all,
+                            float *to) {
+    const uint8_t *bytes = (const uint8_t *)state;
+    float scale;
+    memcpy(&scale, bytes + msi_scale_at(at, all), sizeof scale);
+    msi_decode(bytes + msi_codes_at(at), scale, is_signed, count, to);
+}
+
+static void msi_8bit_encode(void *state, bool is_signed, uint64_t at, int count, uint64_t all,
+                            const float *from) {
+    uint8_t *bytes = (uint8_t *)state;
+    const float scale = msi_encode(from, is_signed, count, bytes + msi_codes_at(at));
+    memcpy(bytes + msi_scale_at(at, all), &scale, sizeof scale);
+}
+
+/* Elements [at, at + count) of `all` in a format, of which `at` begins a block, from and to float.
+   Stored with a key, they are rounded at random, otherwise (NULL) to the nearest, as codes are;
+   `first` is the number of element 0 for the random bits. */
+static void msi_load_state(const void *state, msi_format format, bool is_signed, uint64_t at,
+                           int count, uint64_t all, float *to) {
+#define MSI_X(name, small, ...)                                                                    \
+    if (format == MSI_FORMAT_##name) {                                                             \
+        msi_##small##_decode(state, is_signed, at, count, all, to);                                \
+        return;                                                                                    \
+    }
+    MSI_CODED_FORMATS(MSI_X)
+#undef MSI_X
+    msi_load_floats(state, msi_dtype_of(format), at, count, to);
+}
+
+static void msi_store_state(void *state, msi_format format, bool is_signed, uint64_t at, int count,
+                            uint64_t all, const uint32_t *key, uint64_t first, const float *from) {
+#define MSI_X(name, small, ...)                                                                    \
+    if (format == MSI_FORMAT_##name) {                                                             \
+        msi_##small##_encode(state, is_signed, at, count, all, from);                              \
+        return;                                                                                    \
+    }
+    MSI_CODED_FORMATS(MSI_X)
+#undef MSI_X
+    if (!key) {
+        msi_store_floats(state, msi_dtype_of(format), at, count, from);
+        return;
+    }
+#define MSI_X(name, small, type, ...)                                                              \
+    for (int i = 0; i < count && format == MSI_FORMAT_##name; i++) {                               \
+        const uint64_t number = at + (uint64_t)i;                                                  \
+        ((type *)state)[number] =                                                                  \
+            msi_##small##_at_random(from[i], msi_random(*key, first + number));                    \
+    }
+    MSI_CALL_FORMATS(MSI_X)
+#undef MSI_X
 }
 
 typedef struct msi_wide_waiting msi_wide_waiting; // of wide updates only
@@ -5983,8 +6071,8 @@ static void msi_update_any(const ms_update_args *a, const uint32_t *keys, int st
     float *value = b->value, state[2][MSI_CODED_BLOCK];
     memset(state, 0, sizeof state);
     for (int k = 0; k < states; k++) {
-        msi_load_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), b->at,
-                       b->count, a->count, state[k]);
+        msi_load_state(a->state[k], msi_format_of_state(a->state_format[k]),
+                       msi_state_is_signed(a->kind, k), b->at, b->count, a->count, state[k]);
     }
 #define MSI_X(constant, ...)                                                                       \
     case constant:                                                                                 \
@@ -5996,8 +6084,9 @@ static void msi_update_any(const ms_update_args *a, const uint32_t *keys, int st
     MSI_SWITCH_OPTIMIZERS(a->kind)
 #undef MSI_X
     for (int k = 0; k < states; k++) {
-        msi_store_state(a->state[k], a->state_format[k], msi_state_is_signed(a->kind, k), b->at,
-                        b->count, a->count, &keys[k], a->begin, state[k]);
+        msi_store_state(a->state[k], msi_format_of_state(a->state_format[k]),
+                        msi_state_is_signed(a->kind, k), b->at, b->count, a->count, &keys[k],
+                        a->begin, state[k]);
     }
 }
 
@@ -6111,8 +6200,8 @@ static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int 
         msi_store_floats(a->value, a->value_dtype, at, b.count, b.value);
     }
     for (int i = 0; i < b.count && !whole; i++) {
-        ((uint16_t *)(void *)a->value)[at + (uint64_t)i] =
-            msi_value_at_random(a, keys[2], value[i], at + (uint64_t)i);
+        msi_store_at_random(a->value, a->value_dtype, at + (uint64_t)i, value[i],
+                            msi_random(keys[2], a->begin + at + (uint64_t)i));
     }
 }
 
@@ -6224,6 +6313,8 @@ enum {
 #define MSI_PAIRS 1 // of BF16 are multiplied by the processor
 #endif
 #endif
+
+typedef char msi_gemm_packs_each_format[MSI_CALL_FORMAT_COUNT == 3 ? 1 : -1];
 
 /* An operand as packing sees it. */
 typedef struct msi_gemm_lines {
@@ -6699,13 +6790,13 @@ static MSI_COLD void msi_cpu_hardware(void *user, ms_hardware *hardware) {
     (void)user;
     char line[256];
     const char *value;
-    msi_format(hardware->name, sizeof hardware->name, "CPU");
+    msi_write_text(hardware->name, sizeof hardware->name, "CPU");
     hardware->kind = MS_DEVICE_CPU;
     msi_native_formats(hardware);
     msi_file *file = msi_open_file("", "/proc", "cpuinfo");
     while (msi_read_line(file, line, sizeof line)) {
         if ((value = msi_line_value(line, "model name")) != NULL) {
-            msi_format(hardware->name, sizeof hardware->name, "%.63s", value);
+            msi_write_text(hardware->name, sizeof hardware->name, "%.63s", value);
         }
         hardware->processor_count += msi_line_value(line, "processor\t") != NULL;
     }
@@ -7687,9 +7778,9 @@ typedef struct msi_label {
 /* `layer 3 "ln1"`: many layers may have one name. */
 static msi_label msi_label_of(uint32_t number, const char *name) {
     msi_label label;
-    const int length = msi_format(label.text, sizeof label.text, "layer %u", (unsigned)number);
+    const int length = msi_write_text(label.text, sizeof label.text, "layer %u", (unsigned)number);
     if (length > 0 && strcmp(name, label.text) != 0) {
-        msi_format(label.text + length, sizeof label.text - (size_t)length, " \"%.80s\"", name);
+        msi_write_text(label.text + length, sizeof label.text - (size_t)length, " \"%.80s\"", name);
     }
     return label;
 }
@@ -7853,6 +7944,11 @@ static bool msi_is_8bit(const ms_optimizer_desc *o, bool has_formats, bool may,
                                  : may && force != MS_SWITCH_OFF && why == MSI_8BIT_MAY_BE;
 }
 
+/* Whether calls of a layer can have a format. */
+static bool msi_is_called_in(const msi_layer *l, msi_format format) {
+    return format == MSI_FORMAT_F32 || (l->dtypes.accepts >> msi_dtype_of(format) & 1);
+}
+
 /* Whether an operand in a slot has the dtype of the call of its layer. */
 static bool msi_follows_call(const msi_tensor *t, const msi_layer *l, int group, uint32_t slot) {
     const ms_layer_dtypes *d = &l->dtypes;
@@ -7870,26 +7966,30 @@ static int msi_group_of_values(int group) {
 }
 
 /* The format in which a call sees an operand. */
-static ms_state_format msi_seen_format(const msi_tensor *t, const msi_layer *l, int group,
-                                       uint32_t slot, ms_state_format call) {
+static msi_format msi_seen_format(const msi_tensor *t, const msi_layer *l, int group, uint32_t slot,
+                                  msi_format call) {
     const bool stays = group == MSI_GROUP_GRAD_PARAM && !(l->dtypes.half_gradients >> slot & 1);
-    return !stays && msi_follows_call(t, l, msi_group_of_values(group), slot) ? call
-                                                                              : MS_STATE_FORMAT_F32;
+    return !stays && msi_follows_call(t, l, msi_group_of_values(group), slot)
+               ? call
+               : (msi_format)t->format;
 }
 
 /* Bytes of a value or a gradient in a format. */
-static uint64_t msi_value_bytes(const msi_tensor *t, ms_state_format format) {
-    return msi_is_half(format) ? msi_state_bytes(format, t->bytes / sizeof(float)) : t->bytes;
+static uint64_t msi_value_bytes(const msi_tensor *t, msi_format format) {
+    return format == (msi_format)t->format ? t->bytes
+                                           : msi_format_bytes(format, t->bytes / sizeof(float));
 }
 
-/* The format of what a param has in a role, if its state is coded or not. */
-static ms_state_format msi_format_of(const ms_optimizer_desc *o, const msi_tensor *t, msi_role role,
-                                     bool state_8bit) {
-    return role < MSI_ROLE_STATE0 || role >= MSI_ROLE_STATE0 + 2 || // more states are the trainer's
+/* The format of what a tensor has in a role, if its state is coded or not and its value is not
+   rounded. */
+static msi_format msi_format_of(const ms_optimizer_desc *o, const msi_tensor *t, msi_role role,
+                                bool state_8bit) {
+    return role < MSI_ROLE_STATE0 ? (msi_format)t->format
+           : role >= MSI_ROLE_STATE0 + 2 || // more states are the trainer's
                    o->kind == MS_OPTIMIZER_CUSTOM || msi_is_borrowed(t, role)
-               ? MS_STATE_FORMAT_F32
-           : state_8bit ? MS_STATE_FORMAT_8BIT
-                        : o->state_format[role - MSI_ROLE_STATE0];
+               ? MSI_FORMAT_F32
+           : state_8bit ? MSI_FORMAT_8BIT
+                        : msi_format_of_state(o->state_format[role - MSI_ROLE_STATE0]);
 }
 
 /* Bytes in memory of all state of a param, each tensor of it aligned. */
@@ -7899,7 +7999,7 @@ static uint64_t msi_all_state_bytes(const ms_optimizer_desc *o, const msi_tensor
     for (uint32_t k = 0; k < msi_state_count(o); k++) {
         const msi_role role = (msi_role)(MSI_ROLE_STATE0 + k);
         bytes += msi_align(
-            msi_state_bytes(msi_format_of(o, t, role, state_8bit), t->bytes / sizeof(float)));
+            msi_format_bytes(msi_format_of(o, t, role, state_8bit), t->bytes / sizeof(float)));
     }
     return bytes;
 }
@@ -7954,6 +8054,7 @@ static MSI_COLD ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char 
     memset(&t, 0, sizeof t);
     t.view.shape = *shape;
     t.view.dtype = dtype;
+    t.format = (uint8_t)msi_format_of_dtype(dtype);
     t.kind = kind;
     t.producer = MSI_NONE;
     if (!msi_shape_bytes(shape, dtype, &t.bytes) ||
@@ -8040,26 +8141,28 @@ static uint32_t msi_op_reads(const msi_layer *l, msi_op op, int group) {
 
 /* The time of a layer's recomputation. */
 static double msi_again_us(const msi_layer *l, msi_op op) {
-    return op == MSI_OP_REPEAT ? l->time.forward_us : l->time.recompute_us;
+    return op == MSI_OP_REPEAT ? l->time[MSI_FORMAT_F32].forward_us
+                               : l->time[MSI_FORMAT_F32].recompute_us;
 }
 
 /* Why a value cannot be in 16 bits. */
-#define MSI_NOT_HALF(X)                                                                            \
-    X(MSI_HALF_MAY_BE, NULL)                                                                       \
-    X(MSI_HALF_NOT_USED, "no layer makes or reads it")                                             \
-    X(MSI_HALF_NOT_ACCEPTED, "a layer that makes or reads it does not accept the dtype "           \
-                             "(ms_layer_desc.dtypes)")                                             \
-    X(MSI_HALF_STAYS, "it stays F32: it is the loss, is on the host, was not created as F32, or "  \
-                      "the dtypes of a layer say so")                                              \
-    X(MSI_HALF_FROZEN, "it is frozen, and master_weights is not OFF")                              \
-    X(MSI_HALF_UPDATE, "it is borrowed, or the update is the trainer's own or takes F32 alone")
+#define MSI_NOT_NARROW(X)                                                                          \
+    X(MSI_NARROW_MAY_BE, NULL)                                                                     \
+    X(MSI_NARROW_NOT_USED, "no layer makes or reads it")                                           \
+    X(MSI_NARROW_NOT_ACCEPTED, "a layer that makes or reads it does not accept the dtype "         \
+                               "(ms_layer_desc.dtypes)")                                           \
+    X(MSI_NARROW_STAYS,                                                                            \
+      "it stays F32: it is the loss, is on the host, was not created as F32, or "                  \
+      "the dtypes of a layer say so")                                                              \
+    X(MSI_NARROW_FROZEN, "it is frozen, and master_weights is not OFF")                            \
+    X(MSI_NARROW_UPDATE, "it is borrowed, or the update is the trainer's own or takes F32 alone")
 
 #define MSI_X(constant, text) constant,
-typedef enum msi_not_half { MSI_NOT_HALF(MSI_X) } msi_not_half;
+typedef enum msi_not_narrow { MSI_NOT_NARROW(MSI_X) } msi_not_narrow;
 #undef MSI_X
 
 #define MSI_X(constant, text) text,
-static const char *const msi_not_half_texts[] = {MSI_NOT_HALF(MSI_X)};
+static const char *const msi_not_narrow_texts[] = {MSI_NOT_NARROW(MSI_X)};
 #undef MSI_X
 
 /* Whether a layer has to compute in F32: 16 bits are forbidden for an output. */
@@ -8072,36 +8175,36 @@ static bool msi_is_kept_f32(const msi_graph *g, const msi_layer *l) {
     return kept;
 }
 
-/* What one layer says about its operands in 16 bits: those that it makes, and its params. */
-static void msi_mark_half(msi_graph *g, const msi_layer *l, uint32_t dtype) {
-    const bool accepts = l->dtypes.accepts & dtype, kept = msi_is_kept_f32(g, l);
+/* What one layer says about its operands in a narrow format: those that it makes, and its params. */
+static void msi_mark_narrow(msi_graph *g, const msi_layer *l, msi_format narrow) {
+    const bool accepts = msi_is_called_in(l, narrow), kept = msi_is_kept_f32(g, l);
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
         for (MSI_EACH(operand, g, l, group)) {
             msi_tensor *t = &g->tensors.items[operand.tensor];
             const bool follows =
                 msi_follows_call(t, l, group, operand.slot) && operand.tensor != g->loss;
-            const msi_not_half why = !accepts           ? MSI_HALF_NOT_ACCEPTED
-                                     : kept || !follows ? MSI_HALF_STAYS
-                                                        : MSI_HALF_MAY_BE;
-            t->not_half = t->not_half == MSI_HALF_MAY_BE || t->not_half == MSI_HALF_NOT_USED
-                              ? (uint8_t)why
-                              : t->not_half;
-            t->half_gradient &= !l->has_backward || group != MSI_GROUP_PARAM ||
-                                msi_seen_format(t, l, MSI_GROUP_GRAD_PARAM, operand.slot,
-                                                MS_STATE_FORMAT_BF16) != MS_STATE_FORMAT_F32;
+            const msi_not_narrow why = !accepts           ? MSI_NARROW_NOT_ACCEPTED
+                                       : kept || !follows ? MSI_NARROW_STAYS
+                                                          : MSI_NARROW_MAY_BE;
+            t->not_narrow =
+                t->not_narrow == MSI_NARROW_MAY_BE || t->not_narrow == MSI_NARROW_NOT_USED
+                    ? (uint8_t)why
+                    : t->not_narrow;
+            t->narrow_gradient &=
+                !l->has_backward || group != MSI_GROUP_PARAM ||
+                msi_seen_format(t, l, MSI_GROUP_GRAD_PARAM, operand.slot, narrow) == narrow;
         }
     }
 }
 
-/* The format of a value: `half` where the plan may have it so (`may`), or else by force alone. */
-static ms_state_format msi_format_of_value(const msi_graph *g, uint32_t t, ms_state_format half,
-                                           bool may) {
+/* The format of a value: the narrow one where the plan may have it so (`may`), or else by force
+   alone. */
+static msi_format msi_format_of_value(const msi_graph *g, uint32_t t, bool may) {
     const msi_tensor *tensor = &g->tensors.items[t];
     const ms_switch force = (ms_switch)tensor->technique[MS_TECHNIQUE_MIXED_PRECISION];
-    return (force == MS_SWITCH_ON || (may && force != MS_SWITCH_OFF)) &&
-                   tensor->not_half == (uint8_t)MSI_HALF_MAY_BE
-               ? half
-               : MS_STATE_FORMAT_F32;
+    const bool is_narrow = (force == MS_SWITCH_ON || (may && force != MS_SWITCH_OFF)) &&
+                           tensor->not_narrow == (uint8_t)MSI_NARROW_MAY_BE;
+    return (msi_format)(is_narrow ? tensor->narrow : tensor->format);
 }
 
 static MSI_NOINLINE uint32_t msi_lowest_bit(uint32_t mask) {
@@ -8515,43 +8618,66 @@ static void msi_analyze_backward(msi_graph *g) {
     }
 }
 
-/* Whether the device computes in 16 bits itself. */
-static bool msi_has_half(const ms_model *m) {
+/* The format that values are rounded to: what the config names, or what the device has. */
+static msi_format msi_narrow_of(const ms_model *m) {
     const ms_hardware *h = &m->costs.hardware;
-    return m->half == MS_STATE_FORMAT_BF16 ? h->bf16 : h->fp16_tensor;
+    return m->config.mixed_dtype != MS_DTYPE_F32 ? msi_format_of_dtype(m->config.mixed_dtype)
+           : !h->bf16 && h->fp16_tensor          ? MSI_FORMAT_F16
+                                                 : MSI_FORMAT_BF16;
 }
 
-/* Whether gradients are multiplied by a loss scale, in a plan with mixed precision. */
-static bool msi_scales_loss(const ms_model *m) {
-    return m->half == MSI_FORMAT_F16;
+/* Whether the device computes in a format itself. */
+static bool msi_computes_in(const ms_hardware *h, msi_format format) {
+    switch (format) {
+    case MSI_FORMAT_F16:
+        return h->fp16_tensor;
+    case MSI_FORMAT_BF16:
+        return h->bf16;
+    case MSI_FORMAT_F32:
+    MSI_CASES_OF_NO_CALL:
+        break;
+    }
+    return true;
 }
 
-/* Which values can be in 16 bits, and in which. */
-static void msi_analyze_half(ms_model *m) {
+/* Whether gradients in a format are multiplied by a loss scale. */
+static bool msi_is_scaled(msi_format format) {
+    switch (format) {
+    case MSI_FORMAT_F16:
+        return true;
+    case MSI_FORMAT_F32:
+    case MSI_FORMAT_BF16:
+    MSI_CASES_OF_NO_CALL:
+        break;
+    }
+    return false;
+}
+
+/* Which values can be rounded, and to which format. */
+static void msi_analyze_narrow(ms_model *m) {
     msi_graph *g = &m->graph;
-    const ms_hardware *h = &m->costs.hardware;
-    const bool f16 = m->config.mixed_dtype == MS_DTYPE_F16 ||
-                     (m->config.mixed_dtype != MS_DTYPE_BF16 && !h->bf16 && h->fp16_tensor);
-    m->half = f16 ? MSI_FORMAT_F16 : MS_STATE_FORMAT_BF16;
+    const msi_format narrow = msi_narrow_of(m);
     const bool masters = m->config.master_weights != MS_SWITCH_OFF;
     const bool updates =
         msi_optimizer_of(m->optimizer.kind).is_built_in && m->config.backend.has_state_formats;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         msi_tensor *tensor = &g->tensors.items[t];
-        tensor->not_half = MSI_HALF_NOT_USED;
-        tensor->half_gradient = !msi_is_borrowed(tensor, MSI_ROLE_GRADIENT);
+        tensor->not_narrow = MSI_NARROW_NOT_USED;
+        tensor->narrow = (uint8_t)narrow;
+        tensor->narrow_gradient = !msi_is_borrowed(tensor, MSI_ROLE_GRADIENT);
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
-        msi_mark_half(g, &g->layers.items[i], 1u << msi_dtype_of(m->half, MS_DTYPE_F32));
+        msi_mark_narrow(g, &g->layers.items[i], narrow);
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         msi_tensor *tensor = &g->tensors.items[t];
         const bool learns = msi_is_trained(tensor) && tensor->last_gradient != MSI_NONE;
-        if (tensor->kind == MSI_KIND_PARAM && tensor->not_half == (uint8_t)MSI_HALF_MAY_BE) {
-            tensor->not_half = (uint8_t)(msi_is_borrowed(tensor, MSI_ROLE_VALUE) ? MSI_HALF_UPDATE
-                                         : !learns && masters                    ? MSI_HALF_FROZEN
-                                         : learns && !updates                    ? MSI_HALF_UPDATE
-                                                                                 : MSI_HALF_MAY_BE);
+        if (tensor->kind == MSI_KIND_PARAM && tensor->not_narrow == (uint8_t)MSI_NARROW_MAY_BE) {
+            tensor->not_narrow =
+                (uint8_t)(msi_is_borrowed(tensor, MSI_ROLE_VALUE) ? MSI_NARROW_UPDATE
+                          : !learns && masters                    ? MSI_NARROW_FROZEN
+                          : learns && !updates                    ? MSI_NARROW_UPDATE
+                                                                  : MSI_NARROW_MAY_BE);
         }
     }
 }
@@ -8893,8 +9019,8 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
          "async_offload, static_profiling, empirical_profiling or master_weights: there is no such "
          "switch: set one "
          "of ms_switch"},
-        {c->mixed_dtype != MS_DTYPE_F32 && c->mixed_dtype != MS_DTYPE_BF16 &&
-             c->mixed_dtype != MS_DTYPE_F16,
+        {c->mixed_dtype != MS_DTYPE_F32 && ((unsigned)c->mixed_dtype >= MS_DTYPE_COUNT ||
+                                            !(MSI_NARROW_DTYPES >> c->mixed_dtype & 1)),
          (double)(int)c->mixed_dtype,
          "mixed_dtype: set MS_DTYPE_BF16 or MS_DTYPE_F16, or 0 for what the device has"},
         {!msi_scaling_is_valid(&c->loss_scaling), (double)c->loss_scaling.initial,
@@ -8973,7 +9099,8 @@ static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
            : !custom && desc->state_count != 0 ? "state_count is for MS_OPTIMIZER_CUSTOM alone"
            : desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
                ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
-           : formats > MS_STATE_FORMAT_BF16
+           : formats >= MS_STATE_FORMAT_COUNT ||
+                   msi_is_coded(msi_format_of_state((ms_state_format)formats))
                ? "state_format is F32 or BF16; 8 bits are a technique (ms_config.optimizer_8bit)"
            : !(msi_optimizer_of(desc->kind).formats >> formats & 1)
                ? "state_format is for built-in optimizers alone"
@@ -9331,7 +9458,7 @@ static MSI_COLD bool msi_check_masks(ms_model *m, const char *name, const ms_lay
 #undef MSI_X
     for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
         char field[24];
-        msi_format(field, sizeof field, "in_place[%u]", (unsigned)j);
+        msi_write_text(field, sizeof field, "in_place[%u]", (unsigned)j);
         good = msi_check_mask(m, name, field, d->in_place[j], j < out ? in : 0);
     }
     for (uint32_t i = 0; i < MS_LIMIT_IN && good; i++) {
@@ -9393,9 +9520,6 @@ static MSI_COLD bool msi_check_in_place(ms_model *m, const char *name, const ms_
     return good;
 }
 
-/* The dtypes that calls in 16 bits can have. */
-static const uint32_t MSI_HALF_DTYPES = 1u << MS_DTYPE_BF16 | 1u << MS_DTYPE_F16;
-
 /* Checks that a result and the operand in whose place it is computed have one dtype in every call. */
 static MSI_COLD bool msi_check_dtypes_in_place(ms_model *m, const char *name,
                                                const ms_layer_desc *d) {
@@ -9426,7 +9550,7 @@ static MSI_COLD bool msi_check_dtypes_in_place(ms_model *m, const char *name,
 static MSI_COLD bool msi_check_dtypes(ms_model *m, const char *name, const ms_layer_desc *d) {
     const ms_layer_dtypes *x = &d->dtypes;
     const uint32_t both = x->half_gradients & x->f32_param;
-    if (x->accepts & ~MSI_HALF_DTYPES) {
+    if (x->accepts & ~MSI_NARROW_DTYPES) {
         return MSI_REFUSE_LAYER(m, name,
                                 "dtypes.accepts is 0x%x: it can have 1 << MS_DTYPE_BF16 and "
                                 "1 << MS_DTYPE_F16 alone",
@@ -9659,7 +9783,7 @@ static MSI_COLD bool msi_check_layer(ms_model *m, const char *name, const ms_lay
 static MSI_COLD ms_layer msi_register_layer(ms_model *m, const ms_layer_desc *desc) {
     const ms_layer none = {0};
     char numbered[32];
-    msi_format(numbered, sizeof numbered, "layer %u", (unsigned)m->graph.layers.count);
+    msi_write_text(numbered, sizeof numbered, "layer %u", (unsigned)m->graph.layers.count);
     const char *name = desc->name ? desc->name : numbered;
     ms_layer_desc clipped = *desc;
     uint8_t count[MSI_GROUP_COUNT];
@@ -9744,8 +9868,8 @@ static const char *msi_tiling_fault(const msi_graph *g, uint32_t layer) {
 }
 
 /* Why no value can be in F16, or NULL. */
-static const char *msi_half_fault(const ms_model *m) {
-    return !msi_scales_loss(m) ? NULL
+static const char *msi_narrow_fault(const ms_model *m) {
+    return !msi_is_scaled(msi_narrow_of(m)) ? NULL
            : !msi_optimizer_of(m->optimizer.kind).is_built_in
                ? "gradients in F16 are scaled, which an update of the trainer's own does not undo"
                : NULL;
@@ -9763,13 +9887,14 @@ static bool msi_may_scale_loss(const ms_model *m) {
     const bool by_mode =
         m->config.auto_policy || msi_mode_has(m->config.mode, MS_TECHNIQUE_MIXED_PRECISION);
     const bool all =
-        !msi_half_fault(m) &&
-        (is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_has_half(m) && by_mode));
+        !msi_narrow_fault(m) &&
+        (is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT &&
+                                msi_computes_in(&m->costs.hardware, msi_narrow_of(m)) && by_mode));
     bool may = false;
-    for (uint32_t t = 0; t < g->tensors.count && !may && msi_scales_loss(m); t++) {
+    for (uint32_t t = 0; t < g->tensors.count && !may && msi_is_scaled(msi_narrow_of(m)); t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         const ms_switch force = (ms_switch)tensor->technique[MS_TECHNIQUE_MIXED_PRECISION];
-        may = tensor->not_half == (uint8_t)MSI_HALF_MAY_BE &&
+        may = tensor->not_narrow == (uint8_t)MSI_NARROW_MAY_BE &&
               (force == MS_SWITCH_ON || (all && force != MS_SWITCH_OFF));
     }
     return may;
@@ -9827,22 +9952,23 @@ static ms_result msi_check_forced(ms_model *m) {
                             "early update is forced on \"%s\", but %s: leave it to the plan",
                             msi_tensor_name(&m->graph, t), fault);
         }
-        const msi_not_half half = (msi_not_half)tensor->not_half;
-        const char *half_fault = tensor->technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_ON ||
-                                         m->config.mixed_precision == MS_SWITCH_ON
-                                     ? msi_half_fault(m)
-                                     : NULL;
-        if (half_fault) {
+        const msi_not_narrow why_not = (msi_not_narrow)tensor->not_narrow;
+        const char *narrow_fault =
+            tensor->technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_ON ||
+                    m->config.mixed_precision == MS_SWITCH_ON
+                ? msi_narrow_fault(m)
+                : NULL;
+        if (narrow_fault) {
             return msi_fail(m, MS_RESULT_UNSUPPORTED,
                             "mixed precision is asked for in F16, but %s: set mixed_dtype to "
                             "MS_DTYPE_BF16, or use a built-in optimizer",
-                            half_fault);
+                            narrow_fault);
         }
         if (tensor->technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_ON &&
-            half == MSI_HALF_NOT_ACCEPTED && tensor->kind != MSI_KIND_PARAM) {
+            why_not == MSI_NARROW_NOT_ACCEPTED && tensor->kind != MSI_KIND_PARAM) {
             return msi_fail(m, MS_RESULT_INVALID,
                             "mixed precision is forced on \"%s\", but %s: leave it to the plan",
-                            msi_tensor_name(g, t), msi_not_half_texts[half]);
+                            msi_tensor_name(g, t), msi_not_narrow_texts[why_not]);
         }
         const msi_not_8bit why =
             msi_why_not_8bit(&m->optimizer, m->config.backend.has_state_formats, tensor);
@@ -9937,7 +10063,7 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
         return result;
     }
     msi_analyze_backward(g);
-    msi_analyze_half(m);
+    msi_analyze_narrow(m);
     for (uint32_t i = 0; i < g->tensors.count; i++) {
         msi_tensor *t = &g->tensors.items[i];
         t->updates_early &= !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !msi_early_fault(m);
@@ -10004,14 +10130,27 @@ static void msi_get_hardware(ms_model *m) {
     }
 }
 
+/* Of matrix products in a format. */
+static double msi_tflops(const msi_costs *c, msi_format format) {
+    const ms_hardware *h = &c->hardware;
+    switch (format) {
+    case MSI_FORMAT_F32:
+        return c->tf32 ? h->tf32_tflops : h->f32_tflops;
+    case MSI_FORMAT_F16:
+    case MSI_FORMAT_BF16:
+    MSI_CASES_OF_NO_CALL:
+        break;
+    }
+    return h->f16_tflops;
+}
+
 /* Roofline (Williams, Waterman and Patterson, "Roofline", 2009): what takes longer, arithmetic or
    memory. */
 static MSI_NOINLINE double msi_roofline_us(const msi_costs *c, double flops, double bytes,
-                                           bool half) {
+                                           msi_format format) {
     const ms_hardware *h = &c->hardware;
-    const double tflops = half ? h->f16_tflops : c->tf32 ? h->tf32_tflops : h->f32_tflops;
-    const double compute_us = flops / (tflops * 1e6),
-                 memory_us = bytes / (h->memory_gb_per_s * 1e3);
+    const double compute_us = flops / (msi_tflops(c, format) * 1e6);
+    const double memory_us = bytes / (h->memory_gb_per_s * 1e3);
     return h->launch_us + (compute_us > memory_us ? compute_us : memory_us);
 }
 
@@ -10031,14 +10170,13 @@ static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
     return params > 0.0 ? 2.0 * params * rows : msi_output_elements(g, l);
 }
 
-/* Bytes of those operands of a group whose slots are in a mask, in F32 or in 16 bits. */
+/* Bytes of those operands of a group whose slots are in a mask, in calls in a format. */
 static double msi_group_bytes(const msi_graph *g, const msi_layer *l, int group, uint32_t mask,
-                              bool half) {
-    const ms_state_format format = half ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
+                              msi_format format) {
     double bytes = 0.0;
     for (MSI_EACH(operand, g, l, msi_group_of_values(group))) {
         const msi_tensor *t = &g->tensors.items[operand.tensor];
-        const ms_state_format seen = msi_seen_format(t, l, group, operand.slot, format);
+        const msi_format seen = msi_seen_format(t, l, group, operand.slot, format);
         bytes += mask >> operand.slot & 1 ? (double)msi_value_bytes(t, seen) : 0.0;
     }
     return bytes;
@@ -10048,30 +10186,30 @@ static double msi_growth(double elements, double before) {
     return before > 0.0 ? elements / before : 1.0;
 }
 
-/* Predicts the times of a layer, for calls in F32 or in 16 bits. Every operand counts once, and so
+/* Predicts the times of a layer, for calls in a format. Every operand counts once, and so
    does every gradient. */
 static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, const msi_layer *l,
-                                     bool half) {
+                                     msi_format format) {
     const double elements = msi_output_elements(g, l);
     const double grown = msi_growth(elements, l->elements);
     const double flops = l->flops > 0.0 ? l->flops * grown : msi_derived_flops(g, l);
     double forward = 0.0, backward = 0.0, recompute = 0.0;
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        const double all = msi_group_bytes(g, l, group, MS_ALL_SLOTS, half);
+        const double all = msi_group_bytes(g, l, group, MS_ALL_SLOTS, format);
         const bool made = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED;
         forward += all;
-        backward += msi_group_bytes(g, l, group, l->backward_masks[group], half);
+        backward += msi_group_bytes(g, l, group, l->backward_masks[group], format);
         backward += group == MSI_GROUP_SAVED || group == MSI_GROUP_STATE ? 0.0 : all;
-        recompute += made ? all : msi_group_bytes(g, l, group, l->recompute_masks[group], half);
+        recompute += made ? all : msi_group_bytes(g, l, group, l->recompute_masks[group], format);
     }
     ms_layer_time time;
-    time.forward_us = msi_roofline_us(c, flops, forward, half);
+    time.forward_us = msi_roofline_us(c, flops, forward, format);
     time.backward_us = msi_roofline_us(
-        c, l->backward_flops > 0.0 ? l->backward_flops * grown : 2.0 * flops, backward, half);
+        c, l->backward_flops > 0.0 ? l->backward_flops * grown : 2.0 * flops, backward, format);
     time.recompute_us = time.forward_us;
     if (l->recompute) {
         time.recompute_us = msi_roofline_us(
-            c, l->recompute_flops > 0.0 ? l->recompute_flops * grown : elements, recompute, half);
+            c, l->recompute_flops > 0.0 ? l->recompute_flops * grown : elements, recompute, format);
     }
     return time;
 }
@@ -10108,25 +10246,27 @@ static ms_time_source msi_time_source(const msi_graph *g) {
     return !some ? MS_TIME_SOURCE_ROOFLINE : all ? MS_TIME_SOURCE_MEASURED : MS_TIME_SOURCE_MIXED;
 }
 
-/* Times of calls in 16 bits from those of calls in F32, or the other way round if `back`: in the
-   ratio of the predictions. */
+/* Times of calls in one format from those of calls in another: in the ratio of the predictions. */
 static ms_layer_time msi_scale_time(const msi_graph *g, const msi_costs *c, const msi_layer *l,
-                                    ms_layer_time time, bool back) {
-    const ms_layer_time to = msi_static_time(g, c, l, !back), from = msi_static_time(g, c, l, back);
-    time.forward_us *= msi_growth(to.forward_us, from.forward_us);
-    time.backward_us *= msi_growth(to.backward_us, from.backward_us);
-    time.recompute_us *= msi_growth(to.recompute_us, from.recompute_us);
+                                    ms_layer_time time, msi_format from, msi_format to) {
+    const ms_layer_time before = msi_static_time(g, c, l, from);
+    const ms_layer_time after = msi_static_time(g, c, l, to);
+    time.forward_us *= msi_growth(after.forward_us, before.forward_us);
+    time.backward_us *= msi_growth(after.backward_us, before.backward_us);
+    time.recompute_us *= msi_growth(after.recompute_us, before.recompute_us);
     return time;
 }
 
 /* Bytes of a layer that each tile moves whole, forward or backward: what it reads, and the gradients
    of params, which it reads and writes. */
-static double msi_whole_bytes(const msi_graph *g, const msi_layer *l, bool backward, bool half) {
+static double msi_whole_bytes(const msi_graph *g, const msi_layer *l, bool backward,
+                              msi_format format) {
     const uint32_t in = backward ? l->backward_masks[MSI_GROUP_IN] : MS_ALL_SLOTS;
     const uint32_t param = backward ? l->backward_masks[MSI_GROUP_PARAM] : MS_ALL_SLOTS;
-    return msi_group_bytes(g, l, MSI_GROUP_IN, in & l->tile.whole_in, half) +
-           msi_group_bytes(g, l, MSI_GROUP_PARAM, param, half) +
-           (backward ? 2.0 * msi_group_bytes(g, l, MSI_GROUP_GRAD_PARAM, MS_ALL_SLOTS, half) : 0.0);
+    return msi_group_bytes(g, l, MSI_GROUP_IN, in & l->tile.whole_in, format) +
+           msi_group_bytes(g, l, MSI_GROUP_PARAM, param, format) +
+           (backward ? 2.0 * msi_group_bytes(g, l, MSI_GROUP_GRAD_PARAM, MS_ALL_SLOTS, format)
+                     : 0.0);
 }
 
 /* Finds the times of all layers at the present sizes. Known and measured times grow with the
@@ -10140,8 +10280,8 @@ static void msi_find_times(ms_model *m) {
         const double a = msi_growth(elements, l->known_elements);
         const double b = msi_growth(elements, l->measured_elements);
         const ms_layer_time *known = &l->known, *measured = &l->measured;
-        const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l, false);
-        ms_layer_time *time = &l->time;
+        const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l, MSI_FORMAT_F32);
+        ms_layer_time *time = &l->time[MSI_FORMAT_F32];
         time->forward_us =
             msi_choose_time(a * known->forward_us, b * measured->forward_us, guess.forward_us);
         time->backward_us =
@@ -10149,9 +10289,13 @@ static void msi_find_times(ms_model *m) {
         time->recompute_us =
             msi_choose_time(a * known->recompute_us, b * measured->recompute_us,
                             l->recompute && predicts ? guess.recompute_us : time->forward_us);
-        l->half = l->dtypes.accepts ? msi_scale_time(&m->graph, &m->costs, l, *time, false) : *time;
-        for (int k = 0; k < 4; k++) {
-            l->whole_bytes[k / 2][k % 2] = msi_whole_bytes(&m->graph, l, k / 2, k % 2);
+        for (int k = 0; k < MSI_CALL_FORMAT_COUNT; k++) {
+            const msi_format format = (msi_format)k;
+            if (msi_is_called_in(l, format)) {
+                l->time[k] = msi_scale_time(&m->graph, &m->costs, l, *time, MSI_FORMAT_F32, format);
+                l->whole_bytes[false][k] = msi_whole_bytes(&m->graph, l, false, format);
+                l->whole_bytes[true][k] = msi_whole_bytes(&m->graph, l, true, format);
+            }
         }
     }
 }
@@ -10223,7 +10367,7 @@ static MSI_COLD bool msi_parse_number(const char *text, size_t length, double *n
         power += sign && text[at + 1] == '-' ? -size : size;
         at += part ? 1 + sign + part : 0;
     }
-    msi_format(local + count, sizeof local - count, "e%d", power);
+    msi_write_text(local + count, sizeof local - count, "e%d", power);
     *number = at == length ? strtod(local, NULL) : 0.0;
     return at == length;
 }
@@ -10239,7 +10383,7 @@ static MSI_COLD msi_decimal_text msi_decimal(double x) {
     double back = 0.0;
     for (int digits = 15; digits <= 17; digits += 2) {
         size_t count = 0;
-        msi_format(raw, sizeof raw, "%.*g", digits, x);
+        msi_write_text(raw, sizeof raw, "%.*g", digits, x);
         for (const char *at = raw; *at; at++) {
             const bool plain = (*at >= '0' && *at <= '9') || *at == 'e' || *at == '+' || *at == '-';
             if (plain || count == 0 || t.text[count - 1] != '.') {
@@ -10395,7 +10539,8 @@ static MSI_COLD void msi_read_head(msi_reader *r) {
     }
     msi_expect_line(r, "graph");
     const size_t length = msi_next_word(r, &word);
-    msi_format(own, sizeof own, "%016llx", (unsigned long long)msi_hash_graph(&r->model->graph));
+    msi_write_text(own, sizeof own, "%016llx",
+                   (unsigned long long)msi_hash_graph(&r->model->graph));
     if (length != 16 || memcmp(word, own, 16) != 0) {
         MSI_REFUSE_PROFILE(r,
                            "line 2: the profile is of graph %.*s, but this model is graph %s: load "
@@ -10532,8 +10677,9 @@ static MSI_COLD void msi_print_profile(const ms_model *m, const msi_printer *out
     msi_print(out, "\nlayers %u\n", (unsigned)g->layers.count);
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_layer *l = &g->layers.items[i];
-        msi_print(out, "%s %s %s %s ", msi_decimal(l->time.forward_us).text,
-                  msi_decimal(l->time.backward_us).text, msi_decimal(l->time.recompute_us).text,
+        msi_print(out, "%s %s %s %s ", msi_decimal(l->time[MSI_FORMAT_F32].forward_us).text,
+                  msi_decimal(l->time[MSI_FORMAT_F32].backward_us).text,
+                  msi_decimal(l->time[MSI_FORMAT_F32].recompute_us).text,
                   msi_decimal(msi_output_elements(g, l)).text);
         msi_print_line(out, msi_layer_name(&m->graph, i));
     }
@@ -10556,11 +10702,12 @@ static uint32_t msi_allowed(const ms_model *m, ms_mode mode) {
         const bool may =
             is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_mode_has(mode, (ms_technique)t) &&
                                    !(t == MS_TECHNIQUE_OFFLOADING && msi_shares_memory(m)) &&
-                                   !(t == MS_TECHNIQUE_MIXED_PRECISION && !msi_has_half(m)));
+                                   !(t == MS_TECHNIQUE_MIXED_PRECISION &&
+                                     !msi_computes_in(&m->costs.hardware, msi_narrow_of(m))));
         mask |= (uint32_t)may << t;
     }
     return mask & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u) &
-           ~(msi_half_fault(m) ? MSI_MIXED : 0u);
+           ~(msi_narrow_fault(m) ? MSI_MIXED : 0u);
 }
 
 static double msi_pressure(const msi_plan *plan) {
@@ -10748,7 +10895,7 @@ static bool msi_list_residents(ms_model *m, msi_store *store) {
             msi_add_resident(m, store, t, (msi_role)(MSI_ROLE_STATE0 + k));
         }
         if (m->config.master_weights != MS_SWITCH_OFF &&
-            tensor->not_half == (uint8_t)MSI_HALF_MAY_BE && msi_may_be_mixed(m, tensor)) {
+            tensor->not_narrow == (uint8_t)MSI_NARROW_MAY_BE && msi_may_be_mixed(m, tensor)) {
             msi_add_resident(m, store, t, MSI_ROLE_MASTER);
         }
     }
@@ -10880,7 +11027,7 @@ static uint64_t msi_room_of(const msi_store *store) {
 typedef struct msi_edge {
     uint32_t tensor; // MSI_NONE: the layer does not write this gradient
     uint32_t range;  // MSI_NONE: not made yet, or w->gradient[tensor]
-    ms_state_format format;
+    msi_format format;
     bool overwrites;
     bool is_cast;    // it is written in another format than that of the gradient
     bool separate;   // it is written to memory of its own, and added to the gradient afterwards
@@ -10926,7 +11073,7 @@ typedef struct msi_next_call {
     uint32_t edge_count;
     msi_result_cast casts[2 * MSI_MAX_SLOTS];
     uint32_t cast_count;
-    ms_state_format format; // as in msi_instruction
+    msi_format format; // as in msi_instruction
 } msi_next_call;
 
 /* The recomputation at hand, and its present pass. */
@@ -10978,7 +11125,7 @@ typedef struct msi_lowering {
     msi_tile_run tiles;
     msi_update_queue queue;
     bool backward;    // inside it
-    bool has_half;    // some decision has a format of 16 bits
+    bool has_narrow;  // some decision has a format of 16 bits
     bool scales_loss; // and that is F16
     bool calls_f32;   // but all layers compute in F32, and read masters where there are any
     bool has_tiles;   // some decision has tiles
@@ -11102,7 +11249,7 @@ static uint32_t msi_new_range(msi_lowering *w, uint32_t target, msi_role role, u
 }
 
 /* A live range for all rows of a value or a gradient in a format. */
-static uint32_t msi_new_whole(msi_lowering *w, uint32_t t, msi_role role, ms_state_format format) {
+static uint32_t msi_new_whole(msi_lowering *w, uint32_t t, msi_role role, msi_format format) {
     const uint64_t bytes = msi_value_bytes(&w->graph->tensors.items[t], format);
     const uint32_t range = msi_new_range(w, t, role, bytes);
     if (range != MSI_NONE) {
@@ -11112,7 +11259,7 @@ static uint32_t msi_new_whole(msi_lowering *w, uint32_t t, msi_role role, ms_sta
 }
 
 /* A live range for a value or a gradient in a format; of what the present tile cuts, for its rows. */
-static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, ms_state_format format) {
+static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, msi_format format) {
     const uint32_t range = msi_new_whole(w, t, role, format);
     if (range != MSI_NONE && msi_cuts(w, t)) {
         msi_range *r = &w->program->code.ranges.items[range];
@@ -11124,7 +11271,7 @@ static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, ms_sta
 
 /* The live range for all rows that the present run through a group makes, in its first tile. */
 static uint32_t msi_whole_of(msi_lowering *w, uint32_t *whole, uint32_t t, msi_role role,
-                             ms_state_format format) {
+                             msi_format format) {
     if (whole[t] == MSI_NONE) {
         whole[t] = msi_new_whole(w, t, role, format);
     }
@@ -11133,16 +11280,16 @@ static uint32_t msi_whole_of(msi_lowering *w, uint32_t *whole, uint32_t t, msi_r
 
 /* A live range for the gradient of a tensor. In tiles, that of what was made before the group has
    all rows. */
-static uint32_t msi_new_gradient(msi_lowering *w, uint32_t t, ms_state_format format) {
+static uint32_t msi_new_gradient(msi_lowering *w, uint32_t t, msi_format format) {
     const uint32_t producer = w->graph->tensors.items[t].producer;
     return msi_cuts(w, t) && (producer == MSI_NONE || producer < w->tiles.group->first)
                ? msi_whole_of(w, w->tiles.whole_gradient, t, MSI_ROLE_GRADIENT, format)
                : msi_new_value(w, t, MSI_ROLE_GRADIENT, format);
 }
 
-static MSI_NOINLINE ms_state_format msi_format_at(const msi_lowering *w, uint32_t range) {
-    return range == MSI_NONE ? MS_STATE_FORMAT_F32
-                             : (ms_state_format)w->program->code.ranges.items[range].format;
+static MSI_NOINLINE msi_format msi_format_at(const msi_lowering *w, uint32_t range) {
+    return range == MSI_NONE ? MSI_FORMAT_F32
+                             : (msi_format)w->program->code.ranges.items[range].format;
 }
 
 /* Appends an operand to the last instruction, and extends its live range to there. */
@@ -11178,8 +11325,8 @@ static MSI_NOINLINE void msi_use_both(msi_lowering *w, uint32_t target, bool acc
 
 /* Copies a value to a range, or to a new one in a format: which may be another one. */
 static uint32_t msi_emit_copy_as(msi_lowering *w, uint32_t target, msi_role role, uint32_t range,
-                                 uint32_t source, ms_state_format format) {
-    const ms_state_format to = range == MSI_NONE ? format : msi_format_at(w, range);
+                                 uint32_t source, msi_format format) {
+    const msi_format to = range == MSI_NONE ? format : msi_format_at(w, range);
     msi_emit_on(w, to == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, target);
     range = range == MSI_NONE ? msi_new_value(w, target, role, to) : range;
     msi_use_both(w, range, false, source);
@@ -11237,7 +11384,7 @@ static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, u
 }
 
 static MSI_NOINLINE uint32_t msi_emit_zeros(msi_lowering *w, uint32_t t, msi_role role,
-                                            ms_state_format format) {
+                                            msi_format format) {
     msi_emit_on(w, MSI_OP_ZERO, t);
     const uint32_t range = role == MSI_ROLE_GRADIENT ? msi_new_gradient(w, t, format)
                                                      : msi_new_value(w, t, role, format);
@@ -11335,7 +11482,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     w->program = p;
     w->decisions = decisions;
     w->queue.first = w->queue.end = w->queue.update_count = 0;
-    w->backward = w->has_half = w->scales_loss = w->has_tiles = w->is_seeded = false;
+    w->backward = w->has_narrow = w->scales_loss = w->has_tiles = w->is_seeded = false;
     w->tiles.groups.count = w->tiles.run_number = 0;
     w->tiles.group = NULL;
     w->again.pass_only_count = w->again.recomputation = w->again.pass_number = 0;
@@ -11344,10 +11491,10 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
         w->now.gradient[t] = w->now.away[t] = w->now.gradient_away[t] = MSI_NONE;
         w->again.met[t] = w->again.wanted[t] = w->now.cleared[t] = w->tiles.cut[t] = 0;
         w->has_tiles |= decisions[t].tiles > 0;
-        if (decisions[t].format != MS_STATE_FORMAT_F32) {
+        if (decisions[t].format != w->graph->tensors.items[t].format) {
             p->code.homes = msi_mix_in(p->code.homes, (uint64_t)t << 8 | decisions[t].format);
-            w->has_half = true;
-            w->scales_loss |= (ms_state_format)decisions[t].format == MSI_FORMAT_F16;
+            w->has_narrow = true;
+            w->scales_loss |= msi_is_scaled((msi_format)decisions[t].format);
         }
     }
     for (uint32_t i = 0; i < w->graph->operands.count; i++) {
@@ -11357,25 +11504,26 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     for (uint32_t i = 0; i < store->residents.count; i++) {
         const msi_resident *resident = &store->residents.items[i];
         const msi_tensor *tensor = &w->graph->tensors.items[resident->tensor];
-        const ms_state_format half = (ms_state_format)decisions[resident->tensor].format;
-        const ms_state_format format =
-            resident->role == MSI_ROLE_VALUE && tensor->kind == MSI_KIND_PARAM ? half
-            : resident->role == MSI_ROLE_GRADIENT && tensor->half_gradient
-                ? half
-                : msi_format_of(w->optimizer, tensor, resident->role,
-                                decisions[resident->tensor].state_8bit);
-        const bool is_none = resident->role == MSI_ROLE_MASTER && !msi_is_half(half);
-        const uint64_t bytes = is_none ? 0
-                               : resident->role >= MSI_ROLE_STATE0 || msi_is_half(format)
-                                   ? msi_state_bytes(format, tensor->largest_bytes / sizeof(float))
-                                   : tensor->largest_bytes;
+        const msi_format rounded = (msi_format)decisions[resident->tensor].format;
+        const msi_format format = resident->role == MSI_ROLE_VALUE && tensor->kind == MSI_KIND_PARAM
+                                      ? rounded
+                                  : resident->role == MSI_ROLE_GRADIENT && tensor->narrow_gradient
+                                      ? rounded
+                                      : msi_format_of(w->optimizer, tensor, resident->role,
+                                                      decisions[resident->tensor].state_8bit);
+        const bool is_none =
+            resident->role == MSI_ROLE_MASTER && rounded == (msi_format)tensor->format;
+        const uint64_t bytes =
+            is_none ? 0
+            : format == (msi_format)tensor->format
+                ? tensor->largest_bytes
+                : msi_format_bytes(format, tensor->largest_bytes / sizeof(float));
         const uint32_t range = msi_new_range(w, resident->tensor, resident->role, bytes);
         if (range == MSI_NONE) {
             return;
         }
         p->code.ranges.items[range].format = (uint8_t)format;
-        p->code.homes =
-            format == MS_STATE_FORMAT_8BIT ? msi_mix_in(p->code.homes, range) : p->code.homes;
+        p->code.homes = msi_is_coded(format) ? msi_mix_in(p->code.homes, range) : p->code.homes;
         p->code.ranges.items[range].first = 0;
         p->code.ranges.items[range].last = MSI_NONE;
         msi_start_resident(w, range);
@@ -11387,36 +11535,36 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
 
 /* The format of the next call of a layer: that of the first operand in 16 bits which it accepts so,
    and which is not to stay F32. */
-static ms_state_format msi_call_format(const msi_lowering *w, const msi_layer *l) {
-    if (!w->has_half || w->calls_f32 || !l->dtypes.accepts || msi_is_kept_f32(w->graph, l)) {
-        return MS_STATE_FORMAT_F32;
+static msi_format msi_call_format(const msi_lowering *w, const msi_layer *l) {
+    if (!w->has_narrow || w->calls_f32 || !l->dtypes.accepts || msi_is_kept_f32(w->graph, l)) {
+        return MSI_FORMAT_F32;
     }
     for (int group = 0; group <= MSI_GROUP_PARAM; group++) {
         for (MSI_EACH(operand, w->graph, l, group)) {
             const msi_tensor *t = &w->graph->tensors.items[operand.tensor];
-            const ms_state_format format = (ms_state_format)w->decisions[operand.tensor].format;
-            if (msi_is_half(format) && msi_follows_call(t, l, group, operand.slot) &&
-                (l->dtypes.accepts >> msi_dtype_of(format, MS_DTYPE_F32) & 1)) {
+            const msi_format format = (msi_format)w->decisions[operand.tensor].format;
+            if (msi_is_narrow(format) && msi_follows_call(t, l, group, operand.slot) &&
+                msi_is_called_in(l, format)) {
                 return format;
             }
         }
     }
-    return MS_STATE_FORMAT_F32;
+    return MSI_FORMAT_F32;
 }
 
-static MSI_NOINLINE ms_state_format msi_seen_by_call(const msi_lowering *w, const msi_layer *l,
-                                                     int group, uint32_t slot, uint32_t t) {
+static MSI_NOINLINE msi_format msi_seen_by_call(const msi_lowering *w, const msi_layer *l,
+                                                int group, uint32_t slot, uint32_t t) {
     return msi_seen_format(&w->graph->tensors.items[t], l, group, slot, w->next.format);
 }
 
 /* The format of the gradient of a tensor: that which it has, or the one that it will have. */
-static ms_state_format msi_gradient_format(const msi_lowering *w, uint32_t t) {
+static msi_format msi_gradient_format(const msi_lowering *w, uint32_t t) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     return w->now.gradient[t] != MSI_NONE        ? msi_format_at(w, w->now.gradient[t])
            : w->now.gradient_away[t] != MSI_NONE ? msi_format_at(w, w->now.gradient_away[t])
-           : tensor->kind == MSI_KIND_PARAM && !tensor->half_gradient
-               ? MS_STATE_FORMAT_F32
-               : (ms_state_format)w->decisions[t].format;
+           : tensor->kind == MSI_KIND_PARAM && !tensor->narrow_gradient
+               ? MSI_FORMAT_F32
+               : (msi_format)w->decisions[t].format;
 }
 
 /* Lists the edges of a layer: the gradients of the slots in the masks. A gradient to which the
@@ -11534,7 +11682,7 @@ static void msi_add_contributions(msi_lowering *w) {
             continue;
         }
         if (*gradient == MSI_NONE) { // the first contribution, in another format
-            const ms_state_format format = msi_gradient_format(w, edge->tensor);
+            const msi_format format = msi_gradient_format(w, edge->tensor);
             const bool is_same = format == msi_format_at(w, edge->range);
             msi_emit_on(w, is_same ? MSI_OP_COPY : MSI_OP_CAST, edge->tensor);
             *gradient = msi_new_gradient(w, edge->tensor, format);
@@ -11585,7 +11733,7 @@ static bool msi_is_left_out(const msi_lowering *w, msi_op op, uint32_t t) {
 static uint32_t msi_output_tile(msi_lowering *w, msi_op op, uint32_t t, bool optional,
                                 uint32_t reader) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
-    const ms_state_format format = (ms_state_format)w->decisions[t].format;
+    const msi_format format = (msi_format)w->decisions[t].format;
     const bool there = w->now.value[t] != MSI_NONE, again = msi_is_again(op);
     const bool own = op == MSI_OP_RECOMPUTE && w->graph->layers.items[tensor->producer].recompute;
     const bool whole = msi_is_made_whole(w, op, t, reader);
@@ -11634,8 +11782,7 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     }
     /* A recomputation by forward also writes values that are still in memory once more, with the
        same bits. From here on the new ones are read: nothing needs the old ones in between. */
-    const uint32_t range =
-        msi_new_value(w, t, MSI_ROLE_VALUE, (ms_state_format)w->decisions[t].format);
+    const uint32_t range = msi_new_value(w, t, MSI_ROLE_VALUE, (msi_format)w->decisions[t].format);
     if (again && !there && w->decisions[t].pass > w->again.depth) {
         w->again.pass_only[w->again.pass_only_count++] = t;
     }
@@ -11673,7 +11820,7 @@ static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint
 static uint32_t msi_written_range(msi_lowering *w, const msi_layer *l, int group, uint32_t slot,
                                   uint32_t t, uint32_t range) {
     const msi_program *p = w->program;
-    const ms_state_format seen = msi_seen_by_call(w, l, group, slot, t);
+    const msi_format seen = msi_seen_by_call(w, l, group, slot, t);
     if (range == MSI_NONE || msi_format_at(w, range) == seen) {
         return range;
     }
@@ -11691,8 +11838,7 @@ static void msi_cast_results(msi_lowering *w) {
     for (uint32_t k = 0; k < w->next.cast_count && !w->program->out_of_memory; k++) {
         const msi_result_cast *cast = &w->next.casts[k];
         msi_range *to = &w->program->code.ranges.items[cast->to];
-        msi_emit_copy_as(w, cast->tensor, MSI_ROLE_VALUE, cast->to, cast->from,
-                         MS_STATE_FORMAT_F32);
+        msi_emit_copy_as(w, cast->tensor, MSI_ROLE_VALUE, cast->to, cast->from, MSI_FORMAT_F32);
         to->first = cast->is_new ? to->last : to->first;
     }
     w->next.cast_count = 0;
@@ -11710,7 +11856,7 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
             (!own || (w->now.value[t] == MSI_NONE && msi_is_needed(w, t, reader)))) {
             const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + out.slot]);
             const uint32_t source = w->now.value[in[i]];
-            const ms_state_format seen = msi_seen_by_call(w, l, MSI_GROUP_OUT, out.slot, t);
+            const msi_format seen = msi_seen_by_call(w, l, MSI_GROUP_OUT, out.slot, t);
             msi_emit_on(w, seen == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, t);
             const uint32_t range = msi_written_range(w, l, MSI_GROUP_OUT, out.slot, t,
                                                      msi_output_range(w, op, t, false, reader));
@@ -11722,13 +11868,13 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
 
 /* Casts what the next call reads in another format than it is kept in. */
 static void msi_cast_values(msi_lowering *w, msi_op op, const msi_layer *l) {
-    for (int group = 0; group <= MSI_GROUP_PARAM && w->has_half; group++) {
+    for (int group = 0; group <= MSI_GROUP_PARAM && w->has_narrow; group++) {
         const uint32_t reads =
             op == MSI_OP_BACKWARD ? l->backward_masks[group] : msi_op_reads(l, op, group);
         for (MSI_EACH(operand, w->graph, l, group)) {
             const uint32_t t = operand.tensor;
             uint32_t *slot = &w->next.slots[l->start[group] + operand.slot];
-            const ms_state_format seen = msi_seen_by_call(w, l, group, operand.slot, t);
+            const msi_format seen = msi_seen_by_call(w, l, group, operand.slot, t);
             if ((reads >> operand.slot & 1) && *slot == MSI_UNSET && w->now.value[t] != MSI_NONE &&
                 msi_format_at(w, w->now.value[t]) != seen) {
                 *slot = msi_emit_copy_as(w, t, MSI_ROLE_VALUE, MSI_NONE, w->now.value[t], seen);
@@ -11741,8 +11887,7 @@ static void msi_cast_values(msi_lowering *w, msi_op op, const msi_layer *l) {
 static void msi_cast_gradients(msi_lowering *w, const msi_layer *l, uint32_t *grad_out) {
     for (MSI_EACH(out, w->graph, l, MSI_GROUP_OUT)) {
         const uint32_t gradient = w->now.gradient[out.tensor];
-        const ms_state_format seen =
-            msi_seen_by_call(w, l, MSI_GROUP_GRAD_OUT, out.slot, out.tensor);
+        const msi_format seen = msi_seen_by_call(w, l, MSI_GROUP_GRAD_OUT, out.slot, out.tensor);
         if (grad_out[out.slot] == MSI_UNSET && gradient != MSI_NONE &&
             msi_format_at(w, gradient) != seen) {
             grad_out[out.slot] =
@@ -11845,7 +11990,7 @@ static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, 
     msi_program *p = w->program;
     const uint32_t t = p->code.ranges.items[home].tensor;
     const msi_role role = (msi_role)p->code.ranges.items[home].role;
-    const ms_state_format format = (ms_state_format)p->code.ranges.items[home].format;
+    const msi_format format = (msi_format)p->code.ranges.items[home].format;
     const uint64_t elements = w->graph->tensors.items[t].bytes / sizeof(float);
     const msi_part piece = msi_part_bytes(format, msi_part_of(elements, part, part_count));
     if (before == MSI_NONE) {
@@ -13063,10 +13208,10 @@ static uint64_t msi_operand_bytes(const msi_graph *g, const msi_program *p,
     const uint64_t elements = g->tensors.items[i->target].bytes / sizeof(float);
     if (i->rows.of > 0 && !range->is_tile) {
         const uint64_t all =
-            msi_value_bytes(&g->tensors.items[range->tensor], (ms_state_format)range->format);
+            msi_value_bytes(&g->tensors.items[range->tensor], (msi_format)range->format);
         return msi_scale_rows(all, i->rows.count, i->rows.of);
     }
-    return i->part_count > 1 ? msi_part_bytes((ms_state_format)range->format,
+    return i->part_count > 1 ? msi_part_bytes((msi_format)range->format,
                                               msi_part_of(elements, i->part, i->part_count))
                                    .count
                              : range->bytes;
@@ -13147,7 +13292,7 @@ static uint32_t msi_coded_count(const msi_program *p, const msi_instruction *i) 
     uint32_t coded = 0;
     for (uint32_t k = 3; k < i->operand_count && i->op == MSI_OP_UPDATE; k++) {
         const uint32_t range = p->code.operands.items[i->operand_first + k].range;
-        coded += p->code.ranges.items[range].format == MS_STATE_FORMAT_8BIT;
+        coded += msi_is_coded((msi_format)p->code.ranges.items[range].format);
     }
     return coded;
 }
@@ -13180,8 +13325,7 @@ static ms_stream_kind msi_stream_of(const msi_costs *c, msi_op op) {
    what is whole, and to add to the gradients of params. */
 static double msi_tile_us(const msi_costs *c, const msi_layer *l, const msi_instruction *i,
                           double us) {
-    const bool half = msi_is_half((ms_state_format)i->format);
-    const double whole = l->whole_bytes[i->op == MSI_OP_BACKWARD][half];
+    const double whole = l->whole_bytes[i->op == MSI_OP_BACKWARD][i->format];
     const double least_us = c->hardware.launch_us + whole / (c->hardware.memory_gb_per_s * 1e3);
     const double part_us = us * msi_row_share(i);
     return i->rows.of == 0 ? us : msi_is_empty(i) ? 0.0 : part_us > least_us ? part_us : least_us;
@@ -13194,9 +13338,7 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
     const bool layer = msi_calls_layer(op);
     const double bytes = layer ? 0.0 : msi_moved_bytes(g, p, i);
     const msi_layer *l = layer ? &g->layers.items[i->target] : NULL;
-    const ms_layer_time *time = !l                                        ? NULL
-                                : msi_is_half((ms_state_format)i->format) ? &l->half
-                                                                          : &l->time;
+    const ms_layer_time *time = l ? &l->time[i->format] : NULL;
     switch (cost) {
     case MSI_COST_NONE:
         return 0.0;
@@ -15492,7 +15634,6 @@ typedef struct msi_scorer {
     const ms_allocator *allocator;
     bool checks_layouts;              // debug mode
     bool has_state_formats;           // of the backend
-    ms_state_format half;             // of values in 16 bits
     msi_lowering *lowering;           // its scratch memory
     msi_program *program;             // of the decisions that were scored last
     msi_program *eval;                // the eval program: it depends on the homes of params alone
@@ -15824,7 +15965,7 @@ static uint8_t msi_movable(const msi_graph *g, uint32_t t) {
 
 /* Bytes of a value that a layer makes, in the format that was decided. */
 static uint64_t msi_decided_bytes(const msi_graph *g, const msi_tensor_decision *d, uint32_t t) {
-    return msi_value_bytes(&g->tensors.items[t], (ms_state_format)d[t].format);
+    return msi_value_bytes(&g->tensors.items[t], (msi_format)d[t].format);
 }
 
 /* What of a tensor lies in the trainer's memory. */
@@ -15874,7 +16015,7 @@ static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions)
         decisions[t].update_after = MSI_NONE;
         decisions[t].moves = (uint8_t)(msi_movable(g, t) & tensor->forced_moves & msi_lent(tensor));
         decisions[t].state_8bit = false;
-        decisions[t].format = MS_STATE_FORMAT_F32;
+        decisions[t].format = tensor->format;
         decisions[t].tiles = 0;
         decisions[t].begins_group = false;
     }
@@ -15913,7 +16054,7 @@ static void msi_decide_forced_tiles(const msi_graph *g, msi_tensor_decision *dec
    whole, or not be parted. */
 static uint32_t msi_tiles_for_time(const msi_graph *g, const msi_costs *c, uint32_t layer) {
     const msi_layer *l = &g->layers.items[layer];
-    const double longest = msi_longest_time(&l->time);
+    const double longest = msi_longest_time(&l->time[MSI_FORMAT_F32]);
     if (!(c->most_us > 0.0) || !c->splits_layers || !(longest > c->most_us) ||
         msi_tiling_force(g, l) == MS_SWITCH_OFF || !msi_can_group(g, layer, layer + 1)) {
         return 0;
@@ -15979,11 +16120,11 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
             decisions[t].moves = s->homes[t].moves;
             decisions[t].state_8bit = s->homes[t].state_8bit;
         }
-        const uint32_t half =
+        const uint32_t rounds =
             tensor->kind == MSI_KIND_PARAM ? MSI_ROUNDS_PARAMS : MSI_ROUNDS_VALUES;
-        decisions[t].format =
-            s->homes ? s->homes[t].format
-                     : (uint8_t)msi_format_of_value(g, t, s->half, search->rounding & half);
+        decisions[t].format = s->homes
+                                  ? s->homes[t].format
+                                  : (uint8_t)msi_format_of_value(g, t, search->rounding & rounds);
     }
     msi_decide_forced_tiles(g, decisions);
     if (s->costs->most_us > 0.0) {
@@ -16067,7 +16208,9 @@ static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions,
     const bool turns = g->tensors.items[tensor].serves_recompute &&
                        msi_decided_way(g, decisions, layer) == MSI_OP_RECOMPUTE;
     uint32_t depth = 0, met = 0;
-    double us = turns && c->recomputed[layer] ? -g->layers.items[layer].time.recompute_us : 0.0;
+    double us = turns && c->recomputed[layer]
+                    ? -g->layers.items[layer].time[MSI_FORMAT_F32].recompute_us
+                    : 0.0;
     c->query++;
     c->stack[depth++] = layer;
     while (depth > 0 && met < MSI_PRICE_LIMIT) {
@@ -19277,7 +19420,7 @@ static void msi_begin_early(msi_greedy *w) {
 static uint64_t msi_hash_rounding(const msi_graph *g, const msi_tensor_decision *decisions) {
     uint64_t hash = 0;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (decisions[t].state_8bit || decisions[t].format != MS_STATE_FORMAT_F32) {
+        if (decisions[t].state_8bit || decisions[t].format != g->tensors.items[t].format) {
             hash = msi_mix_in(hash, (uint64_t)t << 16 | (uint64_t)decisions[t].format << 8 |
                                         decisions[t].state_8bit);
         }
@@ -19844,7 +19987,7 @@ static msi_access msi_access_of(const msi_ordering *o, const msi_instruction *i,
     msi_access a;
     if (in_parts) {
         const uint64_t elements = o->graph->tensors.items[i->target].bytes / sizeof(float);
-        part = msi_part_bytes((ms_state_format)range->format,
+        part = msi_part_bytes((msi_format)range->format,
                               msi_part_of(elements, i->part, i->part_count));
         part.begin = range->part > 0 ? 0 : part.begin;
     }
@@ -20259,7 +20402,6 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     s->allocator = &m->config.allocator;
     s->checks_layouts = m->config.debug;
     s->has_state_formats = m->config.backend.has_state_formats;
-    s->half = m->half;
     s->lowering = lowering;
     s->program = &plan->train;
     s->eval = &plan->eval;
@@ -20272,7 +20414,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
 }
 
 /* Takes a technique out of the decision on one tensor. */
-static void msi_take_out(ms_technique technique, msi_tensor_decision *d) {
+static void msi_take_out(ms_technique technique, const msi_tensor *t, msi_tensor_decision *d) {
     switch (technique) {
     case MS_TECHNIQUE_CHECKPOINTING:
         d->pass = 0;
@@ -20287,7 +20429,7 @@ static void msi_take_out(ms_technique technique, msi_tensor_decision *d) {
         d->tiles = 0;
         break;
     case MS_TECHNIQUE_MIXED_PRECISION:
-        d->format = MS_STATE_FORMAT_F32;
+        d->format = t->format;
         break;
     case MS_TECHNIQUE_OPTIMIZER_8BIT:
         d->state_8bit = false;
@@ -20312,7 +20454,7 @@ static MSI_NOINLINE void msi_find_freed(const msi_scorer *s, msi_plan *plan) {
     for (int k = 0; k < MS_TECHNIQUE_COUNT && without; k++) {
         memcpy(without, plan->decisions, (size_t)bytes);
         for (uint32_t t = 0; t < s->graph->tensors.count; t++) {
-            msi_take_out((ms_technique)k, &without[t]);
+            msi_take_out((ms_technique)k, &s->graph->tensors.items[t], &without[t]);
         }
         if (memcmp(without, plan->decisions, (size_t)bytes) != 0) {
             msi_make_eval(&apart, without);
@@ -20409,7 +20551,7 @@ static void msi_put_homes(msi_store *store, const msi_plan *plan) {
         msi_resident *resident = &store->residents.items[k];
         resident->on_host = plan->train.code.ranges.items[k].on_host;
         resident->bytes = plan->train.code.ranges.items[k].bytes;
-        resident->format = (ms_state_format)plan->train.code.ranges.items[k].format;
+        resident->format = (msi_format)plan->train.code.ranges.items[k].format;
         if (!resident->on_host) {
             msi_place_resident(store, resident);
         }
@@ -21296,8 +21438,7 @@ static MSI_COLD void msi_review_params(msi_review *r) {
    takes beyond its part of a call for all rows. */
 static MSI_COLD double msi_tile_cost_us(const msi_review *r, const msi_instruction *i) {
     const msi_layer *l = &r->model->graph.layers.items[i->target];
-    const bool half = msi_is_half((ms_state_format)i->format);
-    const ms_layer_time *time = half ? &l->half : &l->time;
+    const ms_layer_time *time = &l->time[i->format];
     const double us = msi_duration_us(&r->model->graph, &r->model->costs, &r->plan->train, i);
     const double whole = i->op == MSI_OP_BACKWARD ? time->backward_us : time->forward_us;
     return msi_is_again((msi_op)i->op) ? us : us - whole * msi_row_share(i);
@@ -21393,7 +21534,7 @@ static MSI_COLD bool msi_is_applied(const msi_review *r, uint32_t layer, ms_tech
     case MS_TECHNIQUE_OPTIMIZER_8BIT:
         return r->plan->decisions[tensor].state_8bit && msi_tells_of(r, layer, tensor);
     case MS_TECHNIQUE_MIXED_PRECISION:
-        return r->plan->decisions[tensor].format != MS_STATE_FORMAT_F32;
+        return r->plan->decisions[tensor].format != t->format;
     case MS_TECHNIQUE_TILING:
         return msi_is_in_tiles(r, layer);
     case MS_TECHNIQUE_COUNT:
@@ -21459,7 +21600,8 @@ static MSI_COLD uint64_t msi_common_facts(const msi_review *r, ms_technique tech
            msi_fact(MSI_FACT(DETACHED), m->wrapped.goal == MSI_GOAL_PLAIN) |
            msi_fact(MSI_FACT(BEYOND_MODE), beyond) |
            msi_fact(MSI_FACT(SHARED_MEMORY), is != MS_SWITCH_ON && msi_shares_memory(m)) |
-           msi_fact(MSI_FACT(NOT_NATIVE), is != MS_SWITCH_ON && !msi_has_half(m)) |
+           msi_fact(MSI_FACT(NOT_NATIVE),
+                    is != MS_SWITCH_ON && !msi_computes_in(&m->costs.hardware, msi_narrow_of(m))) |
            msi_fact(MSI_FACT(PLAIN_FITS), plain_fits);
 }
 
@@ -21526,11 +21668,10 @@ static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor,
     const bool coded = r->plan->decisions[tensor].state_8bit;
     uint64_t bytes = 0;
     for (int role = first; role < first + count; role++) {
-        const ms_state_format format =
-            msi_format_of(&r->model->optimizer, t, (msi_role)role, coded);
+        const msi_format format = msi_format_of(&r->model->optimizer, t, (msi_role)role, coded);
         bytes += msi_is_borrowed(t, (msi_role)role)
                      ? 0
-                     : msi_align(msi_state_bytes(format, t->bytes / sizeof(float)));
+                     : msi_align(msi_format_bytes(format, t->bytes / sizeof(float)));
     }
     return bytes;
 }
@@ -21603,22 +21744,22 @@ static MSI_COLD uint64_t msi_bytes_of_codes(const msi_review *r, uint32_t tensor
 }
 
 /* The facts about the value of a layer that is not in 16 bits. */
-static MSI_COLD uint64_t msi_half_facts(const msi_review *r, uint32_t tensor) {
-    const msi_not_half why = tensor == MSI_NONE
-                                 ? MSI_HALF_MAY_BE
-                                 : (msi_not_half)r->model->graph.tensors.items[tensor].not_half;
-    return msi_fact(MSI_FACT(CUSTOM), msi_half_fault(r->model) != NULL) |
-           msi_fact(MSI_FACT(NOT_ACCEPTED), why == MSI_HALF_NOT_ACCEPTED) |
-           msi_fact(MSI_FACT(STAYS_F32), why > MSI_HALF_NOT_ACCEPTED);
+static MSI_COLD uint64_t msi_narrow_facts(const msi_review *r, uint32_t tensor) {
+    const msi_not_narrow why =
+        tensor == MSI_NONE ? MSI_NARROW_MAY_BE
+                           : (msi_not_narrow)r->model->graph.tensors.items[tensor].not_narrow;
+    return msi_fact(MSI_FACT(CUSTOM), msi_narrow_fault(r->model) != NULL) |
+           msi_fact(MSI_FACT(NOT_ACCEPTED), why == MSI_NARROW_NOT_ACCEPTED) |
+           msi_fact(MSI_FACT(STAYS_F32), why > MSI_NARROW_NOT_ACCEPTED);
 }
 
-/* Bytes that a value takes more in F32 than in 16 bits, if it can be in 16. */
-static MSI_COLD uint64_t msi_bytes_of_half(const msi_graph *g, uint32_t t) {
+/* Bytes that a value takes more as it was created than rounded, if it can be. */
+static MSI_COLD uint64_t msi_bytes_of_rounding(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
-    return tensor->not_half != (uint8_t)MSI_HALF_MAY_BE
+    return tensor->not_narrow != (uint8_t)MSI_NARROW_MAY_BE
                ? 0
                : msi_align(tensor->bytes) -
-                     msi_align(msi_value_bytes(tensor, MS_STATE_FORMAT_BF16));
+                     msi_align(msi_value_bytes(tensor, (msi_format)tensor->narrow));
 }
 
 /* The facts about the tiles of a layer; sets what the decision says about them. */
@@ -21680,7 +21821,7 @@ static MSI_COLD void msi_add_refused(const msi_review *r, uint32_t layer, uint32
         d->refused_bytes += msi_bytes_of_codes(r, tensor);
     }
     if (d->technique == MS_TECHNIQUE_MIXED_PRECISION) {
-        d->refused_bytes += msi_bytes_of_half(&m->graph, tensor);
+        d->refused_bytes += msi_bytes_of_rounding(&m->graph, tensor);
     }
     const uint32_t left = moves ? msi_not_moved(r, layer, tensor) : 0;
     d->refused_bytes += frees ? msi_align(t->bytes) : 0;
@@ -21695,9 +21836,9 @@ static MSI_COLD void msi_add_refused(const msi_review *r, uint32_t layer, uint32
 static MSI_COLD uint64_t msi_bytes_of_tiles(const msi_review *r, uint32_t tensor) {
     const msi_range *range = msi_forward_range(r, tensor);
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
-    return range && range->is_tile ? msi_align(msi_value_bytes(t, (ms_state_format)range->format)) -
-                                         msi_align(range->bytes)
-                                   : 0;
+    return range && range->is_tile
+               ? msi_align(msi_value_bytes(t, (msi_format)range->format)) - msi_align(range->bytes)
+               : 0;
 }
 
 /* Adds what is not held because a technique is applied to a tensor. */
@@ -21706,7 +21847,7 @@ static MSI_COLD void msi_add_spared(const msi_review *r, uint32_t tensor, ms_dec
     const bool codes = d->technique == MS_TECHNIQUE_OPTIMIZER_8BIT;
     const uint64_t bytes =
         codes                                          ? msi_bytes_of_codes(r, tensor)
-        : d->technique == MS_TECHNIQUE_MIXED_PRECISION ? msi_bytes_of_half(g, tensor)
+        : d->technique == MS_TECHNIQUE_MIXED_PRECISION ? msi_bytes_of_rounding(g, tensor)
         : d->technique == MS_TECHNIQUE_TILING          ? msi_bytes_of_tiles(r, tensor)
                                                        : msi_align(g->tensors.items[tensor].bytes);
     if (d->technique != MS_TECHNIQUE_OFFLOADING) {
@@ -21805,7 +21946,7 @@ static MSI_COLD ms_decision msi_decision(const msi_review *r, uint32_t layer,
     case MS_TECHNIQUE_CHECKPOINTING:
         d.added_us = r->again_us[layer];
         d.refused_us = d.refused_bytes > 0 && r->again[layer] == 0
-                           ? g->layers.items[layer].time.recompute_us
+                           ? g->layers.items[layer].time[MSI_FORMAT_F32].recompute_us
                            : 0.0;
         facts |= msi_fact(MSI_FACT(APPLIED), r->again[layer] > 0);
         facts |= msi_checkpointing_facts(r, layer, left);
@@ -21820,7 +21961,7 @@ static MSI_COLD ms_decision msi_decision(const msi_review *r, uint32_t layer,
         facts |= msi_8bit_facts(r, layer, left);
         break;
     case MS_TECHNIQUE_MIXED_PRECISION:
-        facts |= msi_half_facts(r, left);
+        facts |= msi_narrow_facts(r, left);
         break;
     case MS_TECHNIQUE_TILING:
         facts |= msi_tiling_facts(r, layer, &d);
@@ -22123,13 +22264,14 @@ typedef struct msi_nonfinite_text {
 static MSI_COLD msi_nonfinite_text msi_nonfinite_name(const ms_model *m, const ms_nonfinite *n) {
     msi_nonfinite_text t;
     const bool gradient = msi_role_of(&m->graph, n->tensor) == MSI_ROLE_GRADIENT;
-    msi_format(t.text, sizeof t.text,
-               "%.100s: its %s callback %s element %llu of the %s of \"%.60s\" %s, and %llu more",
-               msi_layer_label(&m->graph, msi_layer_index(&m->graph, n->layer)).text,
-               msi_phase_name(n->phase), n->is_read ? "finds" : "makes",
-               (unsigned long long)n->element, gradient ? "gradient" : "value",
-               msi_tensor_name(&m->graph, msi_index(&m->graph, n->tensor)),
-               n->is_nan ? "nan" : "infinite", (unsigned long long)(n->count - 1));
+    msi_write_text(
+        t.text, sizeof t.text,
+        "%.100s: its %s callback %s element %llu of the %s of \"%.60s\" %s, and %llu more",
+        msi_layer_label(&m->graph, msi_layer_index(&m->graph, n->layer)).text,
+        msi_phase_name(n->phase), n->is_read ? "finds" : "makes", (unsigned long long)n->element,
+        gradient ? "gradient" : "value",
+        msi_tensor_name(&m->graph, msi_index(&m->graph, n->tensor)), n->is_nan ? "nan" : "infinite",
+        (unsigned long long)(n->count - 1));
     return t;
 }
 
@@ -22222,8 +22364,8 @@ static void *msi_rows_address(const ms_model *m, const msi_program *p, const msi
     const msi_tensor *t = &m->graph.tensors.items[r->tensor];
     return i->rows.of == 0 || r->is_tile
                ? whole
-               : whole + msi_scale_rows(msi_value_bytes(t, (ms_state_format)r->format),
-                                        i->rows.begin, i->rows.of);
+               : whole + msi_scale_rows(msi_value_bytes(t, (msi_format)r->format), i->rows.begin,
+                                        i->rows.of);
 }
 
 static void *msi_part_address(const ms_model *m, const msi_program *p, const msi_instruction *i,
@@ -22238,7 +22380,7 @@ static void *msi_part_address(const ms_model *m, const msi_program *p, const msi
     }
     const uint64_t elements = m->graph.tensors.items[i->target].bytes / sizeof(float);
     const msi_part part = msi_part_of(elements, i->part, i->part_count);
-    return whole + msi_part_bytes((ms_state_format)r->format, part).begin;
+    return whole + msi_part_bytes((msi_format)r->format, part).begin;
 }
 
 static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
@@ -22256,21 +22398,21 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
             continue;
         }
         const msi_range *range = &p->code.ranges.items[index];
-        const ms_state_format format = (ms_state_format)range->format;
+        const msi_format format = (msi_format)range->format;
         void *at = msi_part_address(m, p, i, index);
         if (k == 0) {
             args.value = (float *)at;
-            args.value_dtype = msi_dtype_of(format, MS_DTYPE_F32);
+            args.value_dtype = msi_dtype_of(format);
         } else if (k == 1) {
             args.gradient = (float *)at;
-            args.gradient_dtype = msi_dtype_of(format, MS_DTYPE_F32);
+            args.gradient_dtype = msi_dtype_of(format);
         } else if (k == 2) {
             norm = (const msi_norm *)at;
         } else if (range->role == MSI_ROLE_MASTER) {
             args.master = (float *)at;
         } else {
             args.state[range->role - MSI_ROLE_STATE0] = (float *)at;
-            args.state_format[range->role - MSI_ROLE_STATE0] = format;
+            args.state_format[range->role - MSI_ROLE_STATE0] = msi_formats[format].state;
         }
     }
     args.user = o->user;
@@ -22303,8 +22445,7 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
 
 static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const uint32_t range = p->code.operands.items[i->operand_first].range;
-    const ms_dtype dtype =
-        msi_dtype_of((ms_state_format)p->code.ranges.items[range].format, MS_DTYPE_F32);
+    const ms_dtype dtype = msi_dtype_of((msi_format)p->code.ranges.items[range].format);
     const uint64_t count = p->code.ranges.items[range].bytes / ms_dtype_bytes(dtype);
     const ms_result result = msi_await_verdict_copy(m);
     if (result != MS_RESULT_OK) {
@@ -22391,8 +22532,7 @@ static void msi_fill_views(ms_model *m, const msi_program *p, const msi_instruct
         }
         const msi_tensor *t = &m->graph.tensors.items[tensors[k]];
         views[k] = t->view;
-        views[k].dtype = msi_dtype_of(msi_seen_format(t, l, group, k, (ms_state_format)i->format),
-                                      t->view.dtype);
+        views[k].dtype = msi_dtype_of(msi_seen_format(t, l, group, k, (msi_format)i->format));
         if (i->rows.of > 0 && msi_is_by_rows(l, group, k)) {
             views[k].shape = msi_tile_shape(&t->view.shape, msi_row_dims(l, group, k), &i->rows);
         }
@@ -22442,7 +22582,7 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     call->user = l->user;
     call->model = m;
     call->phase = msi_ops[i->op].phase;
-    call->dtype = msi_dtype_of((ms_state_format)i->format, MS_DTYPE_F32);
+    call->dtype = msi_dtype_of((msi_format)i->format);
     call->in = m->views.of[MSI_GROUP_IN];
     call->out = m->views.of[MSI_GROUP_OUT];
     call->saved = m->views.of[MSI_GROUP_SAVED];
@@ -22499,7 +22639,7 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
     }
     char inner[MSI_ERROR_BYTES / 2] = ""; // the error of ms_gemm, say
     if (m->errors.count != error_count) {
-        msi_format(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->errors.text);
+        msi_write_text(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->errors.text);
     }
     return msi_fail(m, MS_RESULT_CALLBACK, "%s: its %s callback returned %d%s%s",
                     msi_layer_label(&m->graph, (uint32_t)(l - m->graph.layers.items)).text, what,
@@ -22514,12 +22654,12 @@ typedef struct msi_matrix_text {
 /* "64 x 32 transposed, rows 32 apart, 3 of them 2048 apart" */
 static msi_matrix_text msi_matrix_name(const ms_matrix *x) {
     msi_matrix_text t;
-    const int length =
-        msi_format(t.text, sizeof t.text, "%lld x %lld%s, rows %lld apart", (long long)x->rows,
-                   (long long)x->cols, x->transposed ? " transposed" : "", (long long)x->stride);
+    const int length = msi_write_text(t.text, sizeof t.text, "%lld x %lld%s, rows %lld apart",
+                                      (long long)x->rows, (long long)x->cols,
+                                      x->transposed ? " transposed" : "", (long long)x->stride);
     if (x->batch_count != 1 && length > 0 && (size_t)length < sizeof t.text) {
-        msi_format(t.text + length, sizeof t.text - (size_t)length, ", %lld of them %lld apart",
-                   (long long)x->batch_count, (long long)x->batch_stride);
+        msi_write_text(t.text + length, sizeof t.text - (size_t)length, ", %lld of them %lld apart",
+                       (long long)x->batch_count, (long long)x->batch_stride);
     }
     return t;
 }
@@ -22529,18 +22669,19 @@ static msi_matrix_text msi_matrix_fault(const ms_matrix *x, char name) {
     msi_matrix_text t;
     t.text[0] = 0;
     if (!x->data) {
-        msi_format(t.text, sizeof t.text, "%c has no data: %s", name,
-                   name == 'c' ? "nobody wants this gradient or output, so leave this product out"
-                               : "its slot is empty, or the layer does not declare that it reads "
-                                 "this value (backward_reads, recompute_reads)");
+        msi_write_text(t.text, sizeof t.text, "%c has no data: %s", name,
+                       name == 'c'
+                           ? "nobody wants this gradient or output, so leave this product out"
+                           : "its slot is empty, or the layer does not declare that it reads "
+                             "this value (backward_reads, recompute_reads)");
     } else if (x->rows < 1 || x->cols < 1) {
-        msi_format(t.text, sizeof t.text, "%c has no elements: give it rows and cols of at least 1",
-                   name);
+        msi_write_text(t.text, sizeof t.text,
+                       "%c has no elements: give it rows and cols of at least 1", name);
     } else if (x->stride < x->cols) {
-        msi_format(t.text, sizeof t.text,
-                   "%c has a stride below its columns: rows lie at least cols "
-                   "elements apart",
-                   name);
+        msi_write_text(t.text, sizeof t.text,
+                       "%c has a stride below its columns: rows lie at least cols "
+                       "elements apart",
+                       name);
     }
     return t;
 }
@@ -22571,7 +22712,11 @@ static const char *msi_product_fault(const ms_matrix *a, const ms_matrix *b, con
 }
 
 static bool msi_is_castable(ms_dtype dtype) {
-    return dtype == MS_DTYPE_F32 || dtype == MS_DTYPE_F16 || dtype == MS_DTYPE_BF16;
+    bool is = false;
+#define MSI_X(name, small, type, as, ...) is |= dtype == (as);
+    MSI_CALL_FORMATS(MSI_X)
+#undef MSI_X
+    return is;
 }
 
 static ms_result msi_gemm(ms_model *m, float alpha, ms_matrix a, ms_matrix b, float beta,
@@ -22670,7 +22815,8 @@ typedef struct msi_staged {
     /* Of the rows of a tile: bytes of the value before them, in all that is made in a step and where
        the instruction has the operand. */
     uint64_t made_within, within;
-    ms_state_format format; // in which the call sees it, and the dtype of that
+    bool is_rounded;   // the call sees it in another format than it was created in
+    msi_format format; // that, and the dtype of it
     ms_dtype dtype;
     const uint8_t *before; // its value before the call; NULL: none
     ms_dtype before_dtype; // of that, and of what keeps it until the call
@@ -22878,9 +23024,9 @@ static bool msi_is_output(const msi_staged *s) {
 /* Sets in which dtype the call sees an operand. */
 static MSI_COLD void msi_set_staged_dtype(const msi_trial *t, msi_staged *s) {
     const msi_tensor *x = &t->model->graph.tensors.items[s->tensor];
-    s->format =
-        msi_seen_format(x, t->layer, s->group, s->slot, (ms_state_format)t->instruction->format);
-    s->dtype = s->before_dtype = s->kept_dtype = msi_dtype_of(s->format, x->view.dtype);
+    s->format = msi_seen_format(x, t->layer, s->group, s->slot, (msi_format)t->instruction->format);
+    s->dtype = s->before_dtype = s->kept_dtype = msi_dtype_of(s->format);
+    s->is_rounded = s->format != (msi_format)x->format;
     s->bytes = msi_value_bytes(x, s->format);
     if (t->instruction->rows.of > 0 && msi_is_by_rows(t->layer, s->group, s->slot)) {
         const msi_rows *rows = &t->instruction->rows;
@@ -23002,17 +23148,16 @@ static MSI_COLD bool msi_set_before(const msi_trial *t, msi_staged *s) {
     const msi_debug *d = t->debug;
     const msi_original *made = &d->originals[s->tensor];
     const uint32_t resident = msi_resident_read(t, s->tensor);
-    const ms_dtype created = t->model->graph.tensors.items[s->tensor].view.dtype;
     if (resident != MSI_NONE) {
         const uint8_t format = t->program->code.ranges.items[resident].format;
         s->before = d->shadow + msi_extent_at(t->model, resident).shadow;
-        s->before_dtype = s->kept_dtype = msi_dtype_of((ms_state_format)format, created);
+        s->before_dtype = s->kept_dtype = msi_dtype_of((msi_format)format);
         s->before += msi_bytes_before(s, s->before_dtype);
     } else if (made->is_there) {
         const uint8_t format = t->model->run.plan->decisions[s->tensor].format;
         s->before = d->made + made->at + msi_bytes_before(s, made->dtype);
         s->before_dtype = made->dtype;
-        s->kept_dtype = msi_dtype_of((ms_state_format)format, created);
+        s->kept_dtype = msi_dtype_of((msi_format)format);
     }
     return resident != MSI_NONE || made->is_there;
 }
@@ -23101,14 +23246,22 @@ static uint8_t msi_poison_of_rest(const msi_trial *t) {
 }
 
 /* A value that is finite and far from most gradients, so that adding to it changes it but little. */
-static float msi_garbage_in(ms_dtype dtype) {
-    return dtype == MS_DTYPE_F16 ? 32768.0f : 1.2676506e30f; // 2^100
+static float msi_garbage_in(msi_format format) {
+    switch (format) {
+    case MSI_FORMAT_F16:
+        return 32768.0f;
+    case MSI_FORMAT_F32:
+    case MSI_FORMAT_BF16:
+    MSI_CASES_OF_NO_CALL:
+        break;
+    }
+    return 1.2676506e30f; // 2^100
 }
 
 static void msi_fill_garbage(const msi_staged *s, uint8_t *data) {
     const uint64_t count = s->bytes / ms_dtype_bytes(s->dtype);
     for (uint64_t i = 0; i < count; i++) {
-        msi_store_as(data, s->dtype, i, msi_garbage_in(s->dtype));
+        msi_store_as(data, s->dtype, i, msi_garbage_in(s->format));
     }
 }
 
@@ -23411,25 +23564,26 @@ typedef struct msi_operand_text {
     char text[160];
 } msi_operand_text;
 
-/* Whether the layer is called in 16 bits. */
-static bool msi_is_in_half(const msi_trial *t) {
-    return msi_is_half((ms_state_format)t->instruction->format);
+/* Whether the layer is called in a narrow format. */
+static bool msi_is_narrow_call(const msi_trial *t) {
+    return msi_is_narrow((msi_format)t->instruction->format);
 }
 
 /* `in[0], the value of "x"`, in a call in 16 bits `... in bf16`; `its workspace of 64 bytes` */
 static MSI_COLD msi_operand_text msi_staged_name(const msi_trial *t, const msi_staged *s) {
     static const char *const of_gradients[] = {"grad_out", "grad_in", "grad_param"};
-    const bool value = s->group < MSI_GROUP_COUNT, half = msi_is_in_half(t);
+    const bool value = s->group < MSI_GROUP_COUNT, narrow = msi_is_narrow_call(t);
     msi_operand_text name;
     if (s->group == MSI_GROUP_WORKSPACE) {
-        msi_format(name.text, sizeof name.text, "its workspace of %llu bytes",
-                   (unsigned long long)s->bytes);
+        msi_write_text(name.text, sizeof name.text, "its workspace of %llu bytes",
+                       (unsigned long long)s->bytes);
     } else {
-        msi_format(name.text, sizeof name.text, "%s[%u], the %s of \"%.100s\"%s%s",
-                   value ? msi_group_names[s->group] : of_gradients[s->group - MSI_GROUP_GRAD_OUT],
-                   (unsigned)s->slot, value ? "value" : "gradient",
-                   msi_tensor_name(&t->model->graph, s->tensor), half ? " in " : "",
-                   half ? ms_dtype_name(s->dtype) : "");
+        msi_write_text(name.text, sizeof name.text, "%s[%u], the %s of \"%.100s\"%s%s",
+                       value ? msi_group_names[s->group]
+                             : of_gradients[s->group - MSI_GROUP_GRAD_OUT],
+                       (unsigned)s->slot, value ? "value" : "gradient",
+                       msi_tensor_name(&t->model->graph, s->tensor), narrow ? " in " : "",
+                       narrow ? ms_dtype_name(s->dtype) : "");
     }
     return name;
 }
@@ -23465,9 +23619,9 @@ static MSI_COLD const char *msi_change_cure(const msi_trial *t, const msi_staged
 }
 
 static MSI_COLD const char *msi_overrun_cure(const msi_staged *s) {
-    return msi_is_half(s->format) ? "keep to the bytes of the view, whose elements have 2 bytes in "
-                                    "this call, and go by "
-                                    "ms_view.dtype; or take the dtype out of dtypes.accepts"
+    return s->is_rounded ? "keep to the bytes of the view, whose elements have 2 bytes in "
+                           "this call, and go by "
+                           "ms_view.dtype; or take the dtype out of dtypes.accepts"
            : s->group != MSI_GROUP_WORKSPACE ? "keep to the bytes of the view"
            : s->bytes == 0                   ? "declare it in the ms_workspace of this callback"
                                              : "declare more in the ms_workspace of this callback";
@@ -23485,7 +23639,7 @@ static bool msi_is_left(const msi_trial *t, const msi_staged *s, uint64_t at, ui
    like the call. */
 static MSI_COLD void msi_check_width(msi_trial *t, const msi_staged *s) {
     const uint64_t half = s->bytes / 2;
-    if (msi_is_in_half(t) && s->dtype == MS_DTYPE_F32 && !msi_is_left(t, s, 0, half) &&
+    if (msi_is_narrow_call(t) && s->dtype == MS_DTYPE_F32 && !msi_is_left(t, s, 0, half) &&
         msi_is_left(t, s, half, half)) {
         msi_fail_operand(t, "writes elements of 2 bytes to", s,
                          s->group == MSI_GROUP_GRAD_PARAM
@@ -23568,11 +23722,11 @@ static MSI_COLD msi_operand_text msi_resident_name(const msi_trial *t, uint32_t 
     const msi_store *store = t->model->run.store;
     msi_operand_text name;
     if (resident >= store->residents.count) {
-        msi_format(name.text, sizeof name.text, "transient values of the model");
+        msi_write_text(name.text, sizeof name.text, "transient values of the model");
     } else {
         const msi_resident *r = &store->residents.items[resident];
-        msi_format(name.text, sizeof name.text, "the %s \"%.80s\", where it lies between calls",
-                   msi_role_name(r->role), msi_tensor_name(&t->model->graph, r->tensor));
+        msi_write_text(name.text, sizeof name.text, "the %s \"%.80s\", where it lies between calls",
+                       msi_role_name(r->role), msi_tensor_name(&t->model->graph, r->tensor));
     }
     return name;
 }
@@ -23697,11 +23851,11 @@ static MSI_COLD void msi_blame_region(msi_trial *t, const msi_staged *result, ui
         msi_fail_operand(t, "reads beyond the end of", s, msi_overrun_cure(s));
     } else if (kind == MSI_REGION_UNWRITTEN) {
         const uint32_t maker = m->graph.tensors.items[s->tensor].producer;
-        const bool half = maker != MSI_NONE && m->graph.layers.items[maker].dtypes.accepts;
-        msi_format(cure, sizeof cure,
-                   "%s has left it out: let that write every element that is read%s",
-                   maker == MSI_NONE ? "its layer" : msi_layer_label(&m->graph, maker).text,
-                   half ? ", in the dtype of its ms_view" : "");
+        const bool rounds = maker != MSI_NONE && m->graph.layers.items[maker].dtypes.accepts;
+        msi_write_text(cure, sizeof cure,
+                       "%s has left it out: let that write every element that is read%s",
+                       maker == MSI_NONE ? "its layer" : msi_layer_label(&m->graph, maker).text,
+                       rounds ? ", in the dtype of its ms_view" : "");
         msi_fail_operand(t, "reads a part that nobody has written of", s, cure);
     } else if (s->group == MSI_GROUP_WORKSPACE) {
         msi_fail_operand(t, "reads, before it has written there,", s,
@@ -23861,9 +24015,9 @@ static MSI_COLD void msi_blame_alias(msi_trial *t, const msi_staged *differs) {
     }
     char what[256];
     result = &staged[k];
-    msi_format(what, sizeof what, "makes other bits for %s, when %s[%u] lies in the place of",
-               msi_staged_name(t, differs).text, result->group == MSI_GROUP_OUT ? "out" : "grad_in",
-               (unsigned)result->slot);
+    msi_write_text(what, sizeof what, "makes other bits for %s, when %s[%u] lies in the place of",
+                   msi_staged_name(t, differs).text,
+                   result->group == MSI_GROUP_OUT ? "out" : "grad_in", (unsigned)result->slot);
     msi_fail_operand(
         t, what, &staged[t->lies_in[k]],
         result->group == MSI_GROUP_OUT
@@ -23911,8 +24065,8 @@ static MSI_COLD bool msi_is_wrong_sum(const msi_trial *t, const msi_staged *s, u
     const float now = msi_load(msi_bytes_in(t, MSI_IMAGE_NOW, s), s->dtype, i);
     const float before =
         first->beta == 0.0f || !first->before ? 0.0f : msi_load(first->before, s->dtype, i);
-    const float garbage = msi_garbage_in(s->dtype), contribution = planned - before;
-    const float rounding = s->dtype == MS_DTYPE_F32 ? 1.0f / 8192.0f : 1.0f / 64.0f;
+    const float garbage = msi_garbage_in(s->format), contribution = planned - before;
+    const float rounding = msi_is_narrow(s->format) ? 1.0f / 64.0f : 1.0f / 8192.0f;
     if (!msi_is_finite((double)contribution)) {
         return false;
     }
@@ -24003,10 +24157,7 @@ static MSI_COLD void msi_add_carried(msi_trial *t) {
    sums in another order. */
 static bool msi_is_other_number(const msi_staged *s, const uint8_t *tiles, const uint8_t *whole) {
     const uint64_t size = ms_dtype_bytes(s->dtype), count = s->bytes / size;
-    const double share =
-        msi_is_half(s->format) || s->dtype == MS_DTYPE_F16 || s->dtype == MS_DTYPE_BF16
-            ? 1.0 / 16.0
-            : 1.0 / 1024.0;
+    const double share = msi_is_narrow(s->format) ? 1.0 / 16.0 : 1.0 / 1024.0;
     double most = 0.0;
     for (uint64_t i = 0; i < count; i++) {
         const double x = fabs(msi_number(whole, s->dtype, i));
@@ -24045,8 +24196,8 @@ static MSI_COLD void msi_try_tiles(msi_trial *t, uint32_t each) {
             msi_is_other_number(s, msi_own_bytes_in(t, MSI_IMAGE_NOW, s),
                                 msi_own_bytes_in(t, MSI_IMAGE_LAST, s))) {
             char what[96];
-            msi_format(what, sizeof what, "makes other numbers in tiles of %u rows for",
-                       (unsigned)each);
+            msi_write_text(what, sizeof what, "makes other numbers in tiles of %u rows for",
+                           (unsigned)each);
             msi_fail_operand(t, what, s,
                              "its rows are not independent, as ms_layer_desc.tile says they are: "
                              "take all sizes from the views, count rows from ms_call.row_begin, "
@@ -24164,7 +24315,7 @@ static MSI_COLD void msi_keep_results(msi_trial *t) {
 /* The address on the stage of an operand of the callback that runs, and its format there; NULL:
    there is none. */
 static void *msi_staged_address(const ms_model *m, uint32_t tensor, msi_role role,
-                                ms_state_format *format) {
+                                msi_format *format) {
     const msi_debug *d = m->run.store ? m->run.store->debug : NULL;
     const msi_trial *t = d ? d->trial : NULL;
     const msi_staged_set set = t ? t->how.set : MSI_SET_OWN;
@@ -24451,7 +24602,7 @@ static double msi_median(const msi_timing *t, uint32_t series) {
 /* The time of a recomputation that was not measured: that of forward; for a callback of its own its
    prediction, corrected by the same factor as that of forward. */
 static double msi_infer_recompute_us(const ms_model *m, const msi_layer *l, double forward_us) {
-    const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l, false);
+    const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l, MSI_FORMAT_F32);
     return l->recompute && guess.forward_us > 0.0
                ? guess.recompute_us * forward_us / guess.forward_us
                : forward_us;
@@ -24478,9 +24629,10 @@ static void msi_learn_times(ms_model *m) {
          k++) { // what is kept is that of calls in F32
         const msi_instruction *i = &p->code.instructions.items[k];
         const bool is_first = i->op == MSI_OP_FORWARD && i->rows.begin == 0; // of the tiles
-        if (is_first && msi_is_half((ms_state_format)i->format)) {
+        if (is_first && i->format != MSI_FORMAT_F32) {
             msi_layer *l = &m->graph.layers.items[i->target];
-            l->measured = msi_scale_time(&m->graph, &m->costs, l, l->measured, true);
+            l->measured = msi_scale_time(&m->graph, &m->costs, l, l->measured,
+                                         (msi_format)i->format, MSI_FORMAT_F32);
         }
     }
     for (uint32_t cost = MSI_COST_LAYER_END; cost < MSI_COST_MEASURED_END; cost++) {
@@ -24563,13 +24715,14 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
     pair.target = msi_part_address(m, p, i, pair.target_range);
     pair.source = msi_part_address(m, p, i, pair.source_range);
     const msi_range *target = &p->code.ranges.items[pair.target_range];
-    const uint64_t bytes = m->graph.tensors.items[target->tensor].bytes;
+    const msi_tensor *t = &m->graph.tensors.items[target->tensor];
+    const uint64_t bytes = t->bytes;
     pair.bytes = bytes;
     if (i->rows.of > 0) {
         pair.bytes = msi_operand_bytes(&m->graph, p, i, 2 * number);
-    } else if (i->part_count > 1 || target->format != MS_STATE_FORMAT_F32) {
+    } else if (i->part_count > 1 || target->format != t->format) {
         const msi_part part = msi_part_of(bytes / sizeof(float), i->part, i->part_count);
-        pair.bytes = msi_part_bytes((ms_state_format)target->format, part).count;
+        pair.bytes = msi_part_bytes((msi_format)target->format, part).count;
     }
     return pair;
 }
@@ -24579,10 +24732,8 @@ static ms_result msi_run_elements(ms_model *m, const msi_program *p, const msi_i
     const msi_pair pair = msi_pair_of(m, p, i, 0);
     const msi_range *ranges = p->code.ranges.items;
     const ms_view *view = &m->graph.tensors.items[ranges[pair.target_range].tensor].view;
-    const ms_dtype to =
-        msi_dtype_of((ms_state_format)ranges[pair.target_range].format, view->dtype);
-    const ms_dtype from =
-        msi_dtype_of((ms_state_format)ranges[pair.source_range].format, view->dtype);
+    const ms_dtype to = msi_dtype_of((msi_format)ranges[pair.target_range].format);
+    const ms_dtype from = msi_dtype_of((msi_format)ranges[pair.source_range].format);
     const uint64_t all = ms_shape_count(&view->shape);
     const uint64_t count = i->rows.of > 0 ? msi_scale_rows(all, i->rows.count, i->rows.of) : all;
     const ms_backend *b = &m->config.backend;
@@ -25548,7 +25699,7 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
 typedef struct msi_memory {
     const void *source; // NULL: it is not there
     void *target;
-    ms_state_format format;
+    msi_format format;
     bool on_host;
 } msi_memory;
 
@@ -25556,8 +25707,8 @@ enum { MSI_CONVERT_ELEMENTS = 1 << 18 }; // at a time: whole groups of codes
 
 /* Elements of state from one format to another, both in host memory; `from` and `to` begin with
    the first element of a group. To BF16 they are rounded to the nearest. */
-static void msi_convert_on_host(void *to, ms_state_format to_format, const void *from,
-                                ms_state_format from_format, bool is_signed, uint64_t count) {
+static void msi_convert_on_host(void *to, msi_format to_format, const void *from,
+                                msi_format from_format, bool is_signed, uint64_t count) {
     float block[MSI_CODED_BLOCK];
     for (uint64_t at = 0; at < count; at += MSI_CODED_BLOCK) {
         const int some = (int)msi_smaller(count - at, MSI_CODED_BLOCK);
@@ -25599,9 +25750,9 @@ static MSI_COLD ms_result msi_convert_state(ms_model *m, const msi_memory *to,
     return result;
 }
 
-/* Copies a value of so many bytes, as the trainer knows it. */
+/* Copies a value of a tensor, of so many bytes as the trainer knows it. */
 static ms_result msi_copy_value(ms_model *m, const msi_memory *to, const msi_memory *from,
-                                msi_role role, uint64_t bytes) {
+                                const msi_tensor *t, msi_role role, uint64_t bytes) {
     const uint64_t count = bytes / sizeof(float);
     if (to->format != from->format) {
         const bool is_signed =
@@ -25609,7 +25760,8 @@ static ms_result msi_copy_value(ms_model *m, const msi_memory *to, const msi_mem
         return msi_convert_state(m, to, from, is_signed, count);
     }
     return msi_copy(m, to->target, to->on_host, from->source, from->on_host,
-                    to->format == MS_STATE_FORMAT_F32 ? bytes : msi_state_bytes(to->format, count));
+                    to->format == (msi_format)t->format ? bytes
+                                                        : msi_format_bytes(to->format, count));
 }
 
 /* The resident that has the value of a tensor as the trainer knows it: the master of a param in 16
@@ -25627,13 +25779,13 @@ static msi_memory msi_memory_of(const msi_resident *r) {
 }
 
 /* Memory of the trainer on the host, to read or to write. */
-static msi_memory msi_memory_to_read(const void *source) {
-    msi_memory memory = {source, NULL, MS_STATE_FORMAT_F32, true};
+static msi_memory msi_memory_to_read(const msi_tensor *t, const void *source) {
+    msi_memory memory = {source, NULL, (msi_format)t->format, true};
     return memory;
 }
 
-static msi_memory msi_memory_to_write(void *target) {
-    msi_memory memory = {NULL, target, MS_STATE_FORMAT_F32, true};
+static msi_memory msi_memory_to_write(const msi_tensor *t, void *target) {
+    msi_memory memory = {NULL, target, (msi_format)t->format, true};
     return memory;
 }
 
@@ -25656,10 +25808,10 @@ static const msi_resident *msi_source_of(const msi_store *old, const msi_store *
 static ms_result msi_set_first_value(ms_model *m, const msi_resident *to) {
     const msi_tensor *t = &m->graph.tensors.items[to->tensor];
     const msi_role role = to->role == MSI_ROLE_MASTER ? MSI_ROLE_VALUE : to->role;
-    const msi_memory now = msi_memory_of(to), written = msi_memory_to_read(t->memory[role]);
+    const msi_memory now = msi_memory_of(to), written = msi_memory_to_read(t, t->memory[role]);
     ms_result result = msi_fill(m, to->address, to->on_host, 0, to->bytes);
-    MSI_THEN(result,
-             written.source ? msi_copy_value(m, &now, &written, to->role, t->bytes) : MS_RESULT_OK);
+    MSI_THEN(result, written.source ? msi_copy_value(m, &now, &written, t, to->role, t->bytes)
+                                    : MS_RESULT_OK);
     return result;
 }
 
@@ -25672,8 +25824,8 @@ static ms_result msi_move_values(ms_model *m, const msi_store *store) {
         const msi_resident *old = msi_source_of(m->run.store, store, to);
         if (to->bytes > 0 && !to->borrowed && old) {
             const msi_memory now = msi_memory_of(to), before = msi_memory_of(old);
-            result = msi_copy_value(m, &now, &before, to->role,
-                                    m->graph.tensors.items[to->tensor].largest_bytes);
+            const msi_tensor *t = &m->graph.tensors.items[to->tensor];
+            result = msi_copy_value(m, &now, &before, t, to->role, t->largest_bytes);
         } else if (to->bytes > 0 && !to->borrowed) {
             result = msi_set_first_value(m, to);
         }
@@ -25708,7 +25860,7 @@ static void msi_note_new_state(ms_model *m, const msi_store *store) {
 static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, msi_role role) {
     const msi_resident *resident = msi_find_value(m->run.store, tensor, role);
     const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
-    ms_state_format format = MS_STATE_FORMAT_F32;
+    msi_format format = (msi_format)m->graph.tensors.items[tensor].format;
     void *staged = msi_staged_address(m, tensor, role, &format);
     msi_memory memory = {staged, staged, format, resident && resident->is_shown};
     if (staged && resident && resident->format != format) { // the callback sees it rounded
@@ -25724,7 +25876,7 @@ static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, m
         if (range->tensor == tensor && range->role == role && range->part == 0 &&
             range->first < m->run.position && (range->last >= m->run.position || range->outlives)) {
             memory.source = memory.target = msi_address(m, p, i);
-            memory.format = (ms_state_format)range->format;
+            memory.format = (msi_format)range->format;
             memory.on_host = range->on_host;
             return memory;
         }
@@ -25808,9 +25960,10 @@ static ms_result msi_write(ms_model *m, const msi_resident *resident, const void
     m->run.epoch += resident->is_shown; // a callback may have read it for a recording
     if (resident->event == MSI_NONE) {
         const msi_memory to = msi_memory_of(resident);
-        const msi_memory from = msi_memory_to_read(data);
+        const msi_tensor *t = &m->graph.tensors.items[resident->tensor];
+        const msi_memory from = msi_memory_to_read(t, data);
         result = resident->on_host ? msi_synchronize(m) : MS_RESULT_OK;
-        MSI_THEN(result, msi_copy_value(m, &to, &from, resident->role, bytes));
+        MSI_THEN(result, msi_copy_value(m, &to, &from, t, resident->role, bytes));
         return result;
     }
     uint8_t *staging = msi_step_on_host(m) + resident->staging;
@@ -25933,14 +26086,15 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
     if (!m->run.plan && msi_is_kept(source, role)) {
         return msi_read_unplanned(m, source, role, data);
     }
-    const msi_memory to = msi_memory_to_write(data);
-    const msi_memory from = m->run.plan ? msi_live_memory(m, t, role) : msi_memory_to_read(NULL);
+    const msi_memory to = msi_memory_to_write(source, data);
+    const msi_memory from =
+        m->run.plan ? msi_live_memory(m, t, role) : msi_memory_to_read(source, NULL);
     if (!from.source) {
         return msi_fail(m, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory now; %s",
                         msi_role_name(role), name, msi_read_cure(&m->graph, t, role));
     }
     ms_result result = from.on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write
-    MSI_THEN(result, msi_copy_value(m, &to, &from, role, source->bytes));
+    MSI_THEN(result, msi_copy_value(m, &to, &from, source, role, source->bytes));
     return result;
 }
 
@@ -26984,7 +27138,7 @@ static MSI_COLD ms_result msi_make_broken(const ms_config *c, const char *fault,
         return MS_RESULT_INVALID;
     }
     if (number < 0.0 || number > 0.0) {
-        msi_format(is, sizeof is, " (it is %g)", number);
+        msi_write_text(is, sizeof is, " (it is %g)", number);
     }
     m->self = m;
     m->config.allocator = allocator;
@@ -27124,7 +27278,7 @@ static MSI_COLD const msi_resident *msi_rounded_state(const msi_verification *v,
         k < msi_state_count(&v->model->optimizer)
             ? msi_find_resident(v->before.store, t, (msi_role)(MSI_ROLE_STATE0 + k))
             : NULL;
-    return v->compares && r && r->format != MS_STATE_FORMAT_F32 ? r : NULL;
+    return v->compares && r && r->format != MSI_FORMAT_F32 ? r : NULL;
 }
 
 /* Bytes of the pieces after the results. */
@@ -27410,15 +27564,16 @@ static void msi_compare_block(msi_verification *v, ms_difference *d, const ms_up
     const bool is_signed = msi_state_is_signed(args->kind, k);
     const uint32_t key = msi_state_key(args, k);
     void *storage = v->results + v->result_bytes + MSI_PIECE_BYTES * 3 / 2; // after a piece of BF16
+    const msi_format format = msi_format_of_state(args->state_format[k]);
     float stored[MSI_CODED_BLOCK];
     for (int i = 0; i < count; i++) {
         float other = 0.0f;
         (void)msi_guarded_element(args->kind, f, 0.0f, gradient[i], k ? &other : &state[i],
                                   k ? &state[i] : &other);
     }
-    msi_store_state(storage, args->state_format[k], is_signed, 0, count, (uint64_t)count, &key,
-                    args->begin, state);
-    msi_load_state(storage, args->state_format[k], is_signed, 0, count, (uint64_t)count, stored);
+    msi_store_state(storage, format, is_signed, 0, count, (uint64_t)count, &key, args->begin,
+                    state);
+    msi_load_state(storage, format, is_signed, 0, count, (uint64_t)count, stored);
     for (int i = 0; i < count; i++) {
         const double a = (double)state[i], b = (double)stored[i];
         v->error[k] += (a - b) * (a - b);
@@ -27449,7 +27604,7 @@ static MSI_COLD ms_result msi_compare_state(msi_verification *v, ms_difference *
     memset(&step, 0, sizeof step);
     step.seed = msi_seed_at(m, m->run.store->micro_count - 1);
     args.kind = m->optimizer.kind;
-    args.state_format[k] = r->format;
+    args.state_format[k] = msi_formats[r->format].state;
     args.state_of_step = &step;
     args.seed = msi_seed_of_param(m, t);
     d->tensor = msi_handle(&m->graph, t, r->role);
@@ -27473,15 +27628,16 @@ static MSI_COLD ms_result msi_read_result(const msi_verification *v, uint32_t ra
                                           uint64_t part, uint8_t *to) {
     ms_model *m = v->model;
     const msi_range *r = &m->run.program->code.ranges.items[range];
-    const bool half = msi_is_half((ms_state_format)r->format);
-    const uint64_t skipped = half ? done / 2 : done, bytes = half ? part / 2 : part;
+    const msi_format format = (msi_format)r->format;
+    const bool rounded = format != (msi_format)m->graph.tensors.items[r->tensor].format;
+    const uint64_t skipped = rounded ? msi_format_bytes(format, done / sizeof(float)) : done;
+    const uint64_t bytes = rounded ? msi_format_bytes(format, part / sizeof(float)) : part;
     const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, range) + skipped;
     const ms_result result = msi_copy(m, to + (part - bytes), true, from, r->on_host, bytes);
     const bool scaled =
         r->role == MSI_ROLE_GRADIENT && (v->loss_scale < 1.0f || v->loss_scale > 1.0f);
-    for (uint64_t i = 0; i < part / sizeof(float) && (half || scaled); i++) {
-        const ms_dtype dtype = msi_dtype_of((ms_state_format)r->format, MS_DTYPE_F32);
-        const float x = msi_load(to + (part - bytes), dtype, i);
+    for (uint64_t i = 0; i < part / sizeof(float) && (rounded || scaled); i++) {
+        const float x = msi_load(to + (part - bytes), msi_dtype_of(format), i);
         ((float *)(void *)to)[i] = scaled ? x / v->loss_scale : x;
     }
     return result;
@@ -27623,8 +27779,8 @@ static MSI_COLD ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n,
     ms_model *m = v->model;
     const msi_range *range = &m->run.program->code.ranges.items[index];
     const msi_tensor *tensor = &m->graph.tensors.items[range->tensor];
-    const ms_state_format format = (ms_state_format)range->format;
-    const ms_dtype dtype = msi_dtype_of(format, tensor->view.dtype);
+    const msi_format format = (msi_format)range->format;
+    const ms_dtype dtype = msi_dtype_of(format);
     const uint64_t all = msi_value_bytes(tensor, format);
     const uint64_t first = rows ? msi_scale_rows(all, rows->begin, rows->of) : 0;
     const uint64_t bytes = rows ? msi_scale_rows(all, rows->count, rows->of) : all;
@@ -27714,7 +27870,8 @@ static MSI_COLD ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
     result = left != MS_RESULT_OK ? left : result;
     msi_end_verification(&v);
     if (result == MS_RESULT_OK && found->count > 0) {
-        msi_format(m->errors.text, sizeof m->errors.text, "%s", msi_nonfinite_name(m, found).text);
+        msi_write_text(m->errors.text, sizeof m->errors.text, "%s",
+                       msi_nonfinite_name(m, found).text);
     }
     return result;
 }
@@ -28048,16 +28205,15 @@ static MSI_COLD void msi_fill_report(const ms_model *m, ms_memory_report *r) {
 /* The format of optimizer state, and the dtype of what is none, in a live range. */
 static ms_state_format msi_public_format(const msi_range *range) {
     const bool is_state = range->role >= MSI_ROLE_STATE0 && (msi_role)range->role < MSI_ROLE_MASTER;
-    return is_state ? (ms_state_format)range->format : MS_STATE_FORMAT_F32;
+    return is_state ? msi_formats[range->format].state : MS_STATE_FORMAT_F32;
 }
 
-static MSI_COLD ms_dtype msi_public_dtype(const msi_graph *g, const msi_range *range) {
+static MSI_COLD ms_dtype msi_public_dtype(const msi_range *range) {
     const msi_role role = (msi_role)range->role;
     return role == MSI_ROLE_WORKSPACE || role == MSI_ROLE_NORM ? MS_DTYPE_U8
            : role >= MSI_ROLE_STATE0 && role <= MSI_ROLE_MASTER
                ? MS_DTYPE_F32
-               : msi_dtype_of((ms_state_format)range->format,
-                              g->tensors.items[range->tensor].view.dtype);
+               : msi_dtype_of((msi_format)range->format);
 }
 
 /* The role of a live range as handles know it: a contribution is part of a gradient. */
@@ -28083,7 +28239,7 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
     }
     o.bytes = range->bytes;
     o.format = msi_public_format(range);
-    o.dtype = msi_public_dtype(&w->model->graph, range);
+    o.dtype = msi_public_dtype(range);
     o.is_outside = msi_is_outside(store, p, operand->range);
     o.is_on_host = msi_is_on_host(store, p, operand->range);
     o.offset = fixed            ? store->residents.items[operand->range].offset
@@ -28093,7 +28249,7 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
     o.offset = o.is_borrowed ? 0 : o.offset;
     if (!whole && i->part_count > 1 && range->role != MSI_ROLE_NORM) {
         const uint64_t elements = w->model->graph.tensors.items[i->target].bytes / sizeof(float);
-        const msi_part part = msi_part_bytes((ms_state_format)range->format,
+        const msi_part part = msi_part_bytes((msi_format)range->format,
                                              msi_part_of(elements, i->part, i->part_count));
         o.is_part = true;
         o.begin = part.begin;
@@ -28102,7 +28258,7 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
     }
     if (!whole && msi_is_operand_cut(&w->model->graph, p, i, k)) {
         const msi_tensor *t = &w->model->graph.tensors.items[range->tensor];
-        const uint64_t all = msi_value_bytes(t, (ms_state_format)range->format);
+        const uint64_t all = msi_value_bytes(t, (msi_format)range->format);
         o.is_part = true;
         o.begin = msi_scale_rows(all, i->rows.begin, i->rows.of);
         o.bytes = msi_scale_rows(all, i->rows.count, i->rows.of);
@@ -28334,7 +28490,7 @@ static MSI_COLD void msi_visit_lifetimes(const ms_model *m, const msi_program *p
         }
         l.is_resident = resident;
         l.format = msi_public_format(range);
-        l.dtype = msi_public_dtype(&m->graph, range);
+        l.dtype = msi_public_dtype(range);
         l.is_outside = msi_is_outside(m->run.store, p, k);
         l.is_on_host = msi_is_on_host(m->run.store, p, k);
         l.is_at_peak = !l.is_outside && l.first <= p->layout.peak && p->layout.peak <= l.last;
@@ -28719,9 +28875,11 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
     }
     const msi_memory memory = msi_live_memory(model, t, role);
     const msi_resident *resident = msi_find_resident(model->run.store, t, role);
-    const bool is_half = resident && resident->format != MS_STATE_FORMAT_F32;
-    model->graph.tensors.items[t].in_place |= role == MSI_ROLE_VALUE && !is_half;
-    return memory.format == MS_STATE_FORMAT_F32 && !is_half ? memory.target : NULL;
+    msi_tensor *value = &model->graph.tensors.items[t];
+    const msi_format created = (msi_format)value->format;
+    const bool is_rounded = resident && resident->format != created;
+    value->in_place |= role == MSI_ROLE_VALUE && !is_rounded;
+    return memory.format == created && !is_rounded ? memory.target : NULL;
 }
 
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
@@ -29192,7 +29350,7 @@ static MSI_COLD void msi_sum_values(const ms_lifetime *l, void *user) {
 static MSI_COLD void msi_print_moment(msi_columns *c, const ms_model *model, uint32_t instruction,
                                       ms_layer layer) {
     char number[16];
-    msi_format(number, sizeof number, "%u", (unsigned)instruction);
+    msi_write_text(number, sizeof number, "%u", (unsigned)instruction);
     msi_print_column(c, -8, number);
     c->missing++;
     msi_print_column(c, 15, layer.id ? ms_layer_name(model, layer) : "");
@@ -29202,7 +29360,7 @@ static MSI_COLD void msi_print_moment(msi_columns *c, const ms_model *model, uin
 static MSI_COLD void msi_print_value(msi_columns *c, const ms_model *model, const msi_values *v) {
     const ms_lifetime *l = &v->first;
     char count[16];
-    msi_format(count, sizeof count, "%u", (unsigned)v->count);
+    msi_write_text(count, sizeof count, "%u", (unsigned)v->count);
     msi_print_column(c, -12, msi_size(v->bytes).text);
     msi_print_column(c, -7, v->count > 1 ? count : "");
     c->missing += 2;
@@ -29250,9 +29408,9 @@ static MSI_COLD ms_result msi_print_largest_of(msi_columns *c, const ms_model *m
     }
     msi_choose_values(&to);
     MSI_THEN(result, ms_visit_lifetimes(model, program, msi_sum_values, &to));
-    msi_format(title, sizeof title, "the largest of what %s, in all %s%s", titles[list],
-               msi_size(to.bytes).text,
-               list == MSI_VALUES_RESIDENT ? "" : "; a line has the times of its first");
+    msi_write_text(title, sizeof title, "the largest of what %s, in all %s%s", titles[list],
+                   msi_size(to.bytes).text,
+                   list == MSI_VALUES_RESIDENT ? "" : "; a line has the times of its first");
     msi_print_values_head(c, title);
     for (uint32_t k = 0; k < to.listed_count && result == MS_RESULT_OK; k++) {
         msi_print_value(c, model, &to.listed[k]);
@@ -29366,7 +29524,7 @@ static MSI_COLD void msi_print_decision(const ms_decision *d, void *user) {
     }
     if (d->technique == 0) {
         char count[16];
-        msi_format(count, sizeof count, "%u", (unsigned)d->alike_count);
+        msi_write_text(count, sizeof count, "%u", (unsigned)d->alike_count);
         msi_print(c->out, "%5u", (unsigned)d->layer_index);
         c->missing = 2;
         msi_print_name_column(c, 24, "", ms_layer_name(to->model, d->layer),
@@ -29384,8 +29542,8 @@ static MSI_COLD void msi_print_decision(const ms_decision *d, void *user) {
         if (d->technique == MS_TECHNIQUE_TILING) {
             char tiles[32];
             const bool joins = d->group_first.id != d->layer.id;
-            msi_format(tiles, sizeof tiles, "%s%u x %llu", joins ? "^" : "",
-                       (unsigned)d->tile_count, (unsigned long long)d->tile_rows);
+            msi_write_text(tiles, sizeof tiles, "%s%u x %llu", joins ? "^" : "",
+                           (unsigned)d->tile_count, (unsigned long long)d->tile_rows);
             msi_print_column(c, MSI_TILED_WIDTH, d->is_applied ? tiles : "");
         }
         msi_print_column(c, 15, d->rule->id);
@@ -29454,6 +29612,19 @@ typedef struct msi_program_listing {
     msi_printer out;
 } msi_program_listing;
 
+static const char *msi_format_suffix(ms_state_format format) {
+    switch (format) {
+    case MS_STATE_FORMAT_BF16:
+        return ":bf16";
+    case MS_STATE_FORMAT_8BIT:
+        return ":8-bit";
+    case MS_STATE_FORMAT_F32:
+    case MS_STATE_FORMAT_COUNT:
+        break;
+    }
+    return "";
+}
+
 static MSI_COLD void msi_print_operand(const msi_program_listing *to,
                                        const ms_event_operand *operand) {
     const ms_tensor t = operand->tensor;
@@ -29465,9 +29636,7 @@ static MSI_COLD void msi_print_operand(const msi_program_listing *to,
         msi_print(&to->out, "%s@%s0x%llx", operand->accumulate ? "+" : "",
                   operand->is_on_host ? "host+" : "", (unsigned long long)operand->offset);
     }
-    if (operand->format != MS_STATE_FORMAT_F32) {
-        msi_print(&to->out, operand->format == MS_STATE_FORMAT_8BIT ? ":8-bit" : ":bf16");
-    }
+    msi_print(&to->out, "%s", msi_format_suffix(operand->format));
 }
 
 /* What comes after the live bytes in the line of an instruction: which part of its tensor it works
@@ -29787,9 +29956,9 @@ static MSI_COLD void msi_print_info(const msi_printer *out, const ms_memory_repo
         {"decision_source", ms_decision_source_name(r->decision_source)},
         {"time_source", ms_time_source_name(r->time_source)},
         {"plan_hash", hash}};
-    msi_format(version, sizeof version, "%d.%d.%d", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
-               MEMSCALE_VERSION_PATCH);
-    msi_format(hash, sizeof hash, "%016llx", (unsigned long long)r->plan_hash);
+    msi_write_text(version, sizeof version, "%d.%d.%d", MEMSCALE_VERSION_MAJOR,
+                   MEMSCALE_VERSION_MINOR, MEMSCALE_VERSION_PATCH);
+    msi_write_text(hash, sizeof hash, "%016llx", (unsigned long long)r->plan_hash);
     msi_print_metric_head(out, "info", "gauge",
                           "Version, backend, device, mode and plan, as labels.");
     for (size_t k = 0; k < sizeof labels / sizeof labels[0]; k++) {
@@ -29984,7 +30153,13 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
-/* Eight elements of F32, F16 or BF16 at element 8 * i. */
+/* What follows loads and stores floats, and what has 16 bits. */
+#define MSI_X(name, small, type, ...)                                                              \
+    typedef char msi_cuda_moves_##small[sizeof(type) == 4 || sizeof(type) == 2 ? 1 : -1];
+MSI_CALL_FORMATS(MSI_X)
+#undef MSI_X
+
+/* Eight elements in a format of calls at element 8 * i. */
 static __device__ __forceinline__ void msi_cuda_load8(float *x, const void *data, ms_dtype dtype,
                                                       uint64_t i) {
     if (dtype == MS_DTYPE_F32) {
@@ -29997,7 +30172,7 @@ static __device__ __forceinline__ void msi_cuda_load8(float *x, const void *data
     const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
     for (int k = 0; k < 8; k++) {
         const uint16_t bits16 = (uint16_t)(words[k / 2] >> (k % 2 * 16));
-        x[k] = dtype == MS_DTYPE_F16 ? msi_f32_of_f16(bits16) : msi_f32_of_bf16(bits16);
+        x[k] = msi_load(&bits16, dtype, 0);
     }
 }
 
@@ -30010,8 +30185,8 @@ static __device__ __forceinline__ void msi_cuda_store8(void *data, ms_dtype dtyp
     }
     uint32_t words[4] = {0, 0, 0, 0};
     for (int k = 0; k < 8; k++) {
-        const uint16_t bits16 =
-            dtype == MS_DTYPE_F16 ? msi_f16_of_f32(x[k]) : msi_bf16_of_f32(x[k]);
+        uint16_t bits16;
+        msi_store_as(&bits16, dtype, 0, x[k]);
         words[k / 2] |= (uint32_t)bits16 << (k % 2 * 16);
     }
     uint4 packed;
@@ -30222,9 +30397,9 @@ static __device__ __forceinline__ void msi_cuda_store_some(void *data, ms_dtype 
 }
 
 /* Codes are padded, so that there are 8 for each lane that has any. */
-static __device__ __forceinline__ void msi_cuda_decode(float *x, const uint8_t *state,
-                                                       bool is_signed, uint64_t count,
-                                                       msi_cuda_lane lane) {
+static __device__ __forceinline__ void msi_cuda_decode_8bit(float *x, const uint8_t *state,
+                                                            bool is_signed, uint64_t count,
+                                                            msi_cuda_lane lane) {
     const uint64_t block = lane.at - lane.at % MSI_CODED_BLOCK;
     const float scale = *(const float *)(state + msi_scale_at(block, count));
     const float unit = scale * (is_signed ? MSI_UNIT_SIGNED : MSI_UNIT_UNSIGNED);
@@ -30240,9 +30415,9 @@ static __device__ __forceinline__ void msi_cuda_decode(float *x, const uint8_t *
     }
 }
 
-static __device__ __forceinline__ void msi_cuda_encode(uint8_t *state, bool is_signed,
-                                                       uint64_t count, msi_cuda_lane lane,
-                                                       const float *x) {
+static __device__ __forceinline__ void msi_cuda_encode_8bit(uint8_t *state, bool is_signed,
+                                                            uint64_t count, msi_cuda_lane lane,
+                                                            const float *x) {
     uint32_t most = 0;
     for (uint32_t i = 0; i < lane.used; i++) {
         const uint32_t bits = msi_bits_of_f32(x[i]) & 0x7fffffffu;
@@ -30273,30 +30448,42 @@ static __device__ __forceinline__ void msi_cuda_encode(uint8_t *state, bool is_s
 static __device__ __forceinline__ void msi_cuda_load_state(float *x, const ms_update_args *u, int k,
                                                            msi_cuda_lane lane) {
     const void *state = u->state[k];
-    if (u->state_format[k] == MS_STATE_FORMAT_8BIT) {
-        msi_cuda_decode(x, (const uint8_t *)state, msi_state_is_signed(u->kind, k), u->count, lane);
-    } else {
-        msi_cuda_load_some(
-            x, state, u->state_format[k] == MS_STATE_FORMAT_BF16 ? MS_DTYPE_BF16 : MS_DTYPE_F32,
-            lane);
+#define MSI_X(name, small, type, dtype, as, ...)                                                   \
+    if (u->state_format[k] == (as)) {                                                              \
+        msi_cuda_load_some(x, state, dtype, lane);                                                 \
     }
+    MSI_CALL_FORMATS(MSI_X)
+#undef MSI_X
+#define MSI_X(name, small, type, dtype, as, ...)                                                   \
+    if (u->state_format[k] == (as)) {                                                              \
+        msi_cuda_decode_##small(x, (const uint8_t *)state, msi_state_is_signed(u->kind, k),        \
+                                u->count, lane);                                                   \
+    }
+    MSI_CODED_FORMATS(MSI_X)
+#undef MSI_X
 }
 
 static __device__ __forceinline__ void msi_cuda_store_state(const ms_update_args *u, int k,
                                                             msi_cuda_lane lane, float *x) {
     void *state = u->state[k];
-    if (u->state_format[k] == MS_STATE_FORMAT_8BIT) {
-        msi_cuda_encode((uint8_t *)state, msi_state_is_signed(u->kind, k), u->count, lane, x);
-    } else if (u->state_format[k] == MS_STATE_FORMAT_BF16) {
-        const uint32_t key = msi_state_key(u, k);
-        for (uint32_t i = 0; i < lane.used; i++) { // exact as BF16 from here on
-            x[i] =
-                msi_f32_of_bf16(msi_bf16_at_random(x[i], msi_random(key, u->begin + lane.at + i)));
-        }
-        msi_cuda_store_some(state, MS_DTYPE_BF16, lane, x);
-    } else {
-        msi_cuda_store_some(state, MS_DTYPE_F32, lane, x);
+    const uint32_t key = msi_state_key(u, k);
+#define MSI_X(name, small, type, dtype, as, ...)                                                   \
+    if (u->state_format[k] == (as)) {                                                              \
+        for (uint32_t i = 0; i < lane.used; i++) { /* exact in the format from here on */          \
+            x[i] = msi_f32_of_##small(                                                             \
+                msi_##small##_at_random(x[i], msi_random(key, u->begin + lane.at + i)));           \
+        }                                                                                          \
+        msi_cuda_store_some(state, dtype, lane, x);                                                \
     }
+    MSI_CALL_FORMATS(MSI_X)
+#undef MSI_X
+#define MSI_X(name, small, type, dtype, as, ...)                                                   \
+    if (u->state_format[k] == (as)) {                                                              \
+        msi_cuda_encode_##small((uint8_t *)state, msi_state_is_signed(u->kind, k), u->count, lane, \
+                                x);                                                                \
+    }
+    MSI_CODED_FORMATS(MSI_X)
+#undef MSI_X
 }
 
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
@@ -30340,7 +30527,9 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     } else if (u.value_dtype != MS_DTYPE_F32) {
         const uint32_t key = msi_state_key(&u, MS_LIMIT_OPTIMIZER_STATE);
         for (uint32_t i = 0; i < lane.used; i++) { // exact in 16 bits from here on
-            const uint16_t value = msi_value_at_random(&u, key, p[i], lane.at + i);
+            float value;
+            msi_store_at_random(&value, u.value_dtype, 0, p[i],
+                                msi_random(key, u.begin + lane.at + i));
             p[i] = msi_load(&value, u.value_dtype, 0);
         }
     }
@@ -30350,8 +30539,15 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
 // ------------------------------------------------------------------------------------------------
 // >>cuda blas  row-major products as column-major products of the transposed matrices
 
+static const cudaDataType_t msi_cuda_f32 = CUDA_R_32F, msi_cuda_f16 = CUDA_R_16F,
+                            msi_cuda_bf16 = CUDA_R_16BF;
+
 static cudaDataType_t msi_cuda_type(ms_dtype dtype) {
-    return dtype == MS_DTYPE_F32 ? CUDA_R_32F : dtype == MS_DTYPE_F16 ? CUDA_R_16F : CUDA_R_16BF;
+    cudaDataType_t type = msi_cuda_f32;
+#define MSI_X(name, small, element, as, ...) type = dtype == (as) ? msi_cuda_##small : type;
+    MSI_CALL_FORMATS(MSI_X)
+#undef MSI_X
+    return type;
 }
 
 static bool msi_cuda_fits_int(const ms_matrix *x) {
@@ -30464,7 +30660,7 @@ static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
     if (scope.error || msi_cuda_error(cudaGetDeviceProperties(&properties, scope.device)) != 0) {
         return;
     }
-    msi_format(hardware->name, sizeof hardware->name, "%.63s", properties.name);
+    msi_write_text(hardware->name, sizeof hardware->name, "%.63s", properties.name);
     hardware->processor_count = (uint32_t)properties.multiProcessorCount;
     hardware->compute_major = (uint32_t)properties.major;
     hardware->compute_minor = (uint32_t)properties.minor;

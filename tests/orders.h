@@ -122,10 +122,9 @@ static inline void o_use(o_order *o, const msi_program *p, const msi_instruction
     o_access *a = &o->accesses[o->access_count++];
     a->begin = (uintptr_t)(calls ? msi_address(o->model, p, index)
                                  : msi_part_address(o->model, p, i, index));
-    const msi_part part =
-        msi_part_bytes((ms_state_format)range->format,
-                       msi_part_of(tensor->bytes / sizeof(float), is_part ? i->part : 0,
-                                   is_part ? i->part_count : 0));
+    const msi_part part = msi_part_bytes(
+        (msi_format)range->format, msi_part_of(tensor->bytes / sizeof(float), is_part ? i->part : 0,
+                                               is_part ? i->part_count : 0));
     a->end = a->begin + (uintptr_t)(is_part ? part.count : whole);
     a->writes = o_is_written(o, i, operand);
     a->on_host = calls && index < o->model->run.store->residents.count &&

@@ -538,6 +538,7 @@ check quick 'no default in a switch over an enum' 'tests/source.sh switches'
 check quick 'a technique without its row or its case is an error' 'tests/source.sh new_technique'
 check quick 'an op without a case is an error' 'tests/source.sh new_op'
 check quick 'an optimizer without its row or its functions is an error' 'tests/source.sh new_optimizer'
+check quick 'a format that some place does not know is an error' 'tests/source.sh new_format'
 check quick 'listings, trace and metrics know the public half alone' 'tests/source.sh listings'
 
 group 'documents'

@@ -163,12 +163,40 @@ check_new_optimizer() {
         { echo "with a row: $text"; return 1; }
 }
 
+complains() { # COPY OPTIONS WORDS: the compiler refuses it and names each
+    local text word copy=$1 options=$2
+    shift 2
+    ! text=$(compile $options "$copy" 2>&1) || { echo "compiles without $*"; return 1; }
+    for word; do
+        grep -q -- "$word" <<< "$text" || { echo "$word is not named: $text"; return 1; }
+    done
+}
+
+# What a format takes: of dtypes that layers can be called in, and of codes for state, a row of
+# MSI_FORMATS, and each place that has to know it, which the compiler names, on the host and in CUDA.
+check_new_format() {
+    local copy here='-DMEMSCALE_IMPLEMENTATION -mavx2 -mfma'
+    local cuda='-x c++ -std=c++11 -Wno-attributes -Itests/emulation -D__CUDACC__=1 -DMEMSCALE_CUDA_IMPLEMENTATION'
+    copy=$(plant '    X(MS_DTYPE_BF16, "bf16", 2)' '    X(MS_DTYPE_F8, "f8", 1) \\') || return 1
+    complains "$copy" "$here" msi_each_dtype_has_a_format || return 1
+    sed -i 's/    X(BF16, bf16,/    X(F8, f8, uint8_t, MS_DTYPE_F8, MS_STATE_FORMAT_COUNT, 1) \\\n&/' "$copy"
+    complains "$copy" "$here" msi_f32_of_f8 msi_f8_of_f32 msi_f8_at_random msi_cpu_chunk_has_each_pair \
+        msi_gemm_packs_each_format 'MSI_FORMAT_F8.*switch' || return 1
+    complains "$copy" "$cuda" msi_cuda_moves_f8 msi_cuda_f8 || return 1
+    copy=$(plant '    MS_STATE_FORMAT_8BIT,' '    MS_STATE_FORMAT_4BIT,') || return 1
+    complains "$copy" "$here" msi_each_state_format_has_one msi_wide_has_each_state_format \
+        'MS_STATE_FORMAT_4BIT.*switch' || return 1
+    sed -i 's/    X(8BIT, 8bit,/    X(4BIT, 4bit, uint8_t, MS_DTYPE_COUNT, MS_STATE_FORMAT_4BIT, 128) \\\n&/' "$copy"
+    complains "$copy" "$here" msi_4bit_decode msi_4bit_encode || return 1
+    complains "$copy" "$cuda" msi_cuda_decode_4bit msi_cuda_encode_4bit
+}
+
 # The listings, the trace and the metrics compile on the public half, where ms_model is opaque, and
 # the section of texts alone: they know nothing else of the implementation.
 check_listings() {
     local source=$checks/listings.c tag
     printf '%s\n' '#include "memscale.h"' '#include <stdarg.h>' '#include <stdio.h>' \
-        '#include <string.h>' '#define msi_format snprintf' '#define msi_vformat vsnprintf' > $source
+        '#include <string.h>' '#define msi_write_text snprintf' '#define msi_vformat vsnprintf' > $source
     grep -E '^#define MSI_(COLD|NOINLINE) +_' memscale.h >> $source
     sed -n '/^#define MSI_THEN/,/[^\\]$/p' memscale.h >> $source
     for tag in text listing trace; do

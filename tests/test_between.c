@@ -134,7 +134,7 @@ static bool is_exact(const walk *w, int k, uint32_t value, int role) {
                         : role == -1 ? MSI_ROLE_GRADIENT
                                      : (msi_role)(MSI_ROLE_STATE0 + role);
     const msi_resident *r = msi_find_value(w->m[k]->run.store, t, of);
-    return r != NULL && r->format == MS_STATE_FORMAT_F32;
+    return r != NULL && r->format == MSI_FORMAT_F32;
 }
 
 static void write_one(walk *w, uint32_t value, int role) {

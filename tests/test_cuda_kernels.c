@@ -637,8 +637,8 @@ static void put_moments(pair *p, const update_case *c, int k, uint64_t count) {
         memcpy(moments, x, count * sizeof(float));
         memset(x, 0, p->bytes); // also what pads the codes
         for (uint64_t at = 0; at < count; at += MSI_CODED_BLOCK) {
-            msi_store_state(x, c->format[k], msi_state_is_signed(c->kind, k), at,
-                            (int)msi_smaller(count - at, MSI_CODED_BLOCK), count, NULL, 0,
+            msi_store_state(x, msi_format_of_state(c->format[k]), msi_state_is_signed(c->kind, k),
+                            at, (int)msi_smaller(count - at, MSI_CODED_BLOCK), count, NULL, 0,
                             moments + at);
         }
     }

@@ -506,8 +506,7 @@ typedef struct moved_store {
 } moved_store;
 
 static void place_moved(moved_store *s, const ms_model *m, t_rng *rng) {
-    static const ms_state_format formats[] = {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_BF16,
-                                              MS_STATE_FORMAT_8BIT};
+    static const msi_format formats[] = {MSI_FORMAT_F32, MSI_FORMAT_BF16, MSI_FORMAT_8BIT};
     const double on_host = 0.5 * t_unit(rng) + 0.25, tight = t_unit(rng);
     memset(s, 0, sizeof *s);
     for (uint32_t p = 0; p < MOVED_PARAMS; ++p) {
@@ -519,9 +518,9 @@ static void place_moved(moved_store *s, const ms_model *m, t_rng *rng) {
             r->tensor = p;
             r->role = moved_roles[k];
             r->format = k == 1 || k == 2 ? formats[t_below(rng, 3)]
-                        : k == 0 && half ? MS_STATE_FORMAT_BF16
-                                         : MS_STATE_FORMAT_F32;
-            r->bytes = k == 3 && !half ? 0 : msi_state_bytes(r->format, bytes / sizeof(float));
+                        : k == 0 && half ? MSI_FORMAT_BF16
+                                         : MSI_FORMAT_F32;
+            r->bytes = k == 3 && !half ? 0 : msi_format_bytes(r->format, bytes / sizeof(float));
             r->on_host = t_chance(rng, on_host);
         }
     }
@@ -596,8 +595,8 @@ static void values_are_moved_whole(void **state) {
             for (uint64_t k = 0; k < count && is_second_moment(r); ++k) {
                 values[0][k] = fabsf(values[0][k]);
             }
-            msi_convert_on_host(held[i], r->format, values[0], MS_STATE_FORMAT_F32,
-                                !is_second_moment(r), count);
+            msi_convert_on_host(held[i], r->format, values[0], MSI_FORMAT_F32, !is_second_moment(r),
+                                count);
             t_ok(m, msi_copy(m, r->address, r->on_host, held[i], true, r->bytes));
         }
         msi_relocation r = {m, &old.store, &now.store, false, false, NULL, MS_RESULT_OK};
@@ -616,10 +615,10 @@ static void values_are_moved_whole(void **state) {
                 source = wanted;
             }
             t_ok(m, msi_copy(m, got, true, to->address, to->on_host, to->bytes));
-            msi_convert_on_host(values[0], MS_STATE_FORMAT_F32, source, to->format,
+            msi_convert_on_host(values[0], MSI_FORMAT_F32, source, to->format,
                                 !is_second_moment(to), count);
-            msi_convert_on_host(values[1], MS_STATE_FORMAT_F32, got, to->format,
-                                !is_second_moment(to), count);
+            msi_convert_on_host(values[1], MSI_FORMAT_F32, got, to->format, !is_second_moment(to),
+                                count);
             if (memcmp(values[0], values[1], (size_t)count * sizeof(float)) != 0) {
                 fail_msg("seed %u: role %d of param %u", (unsigned)seed, (int)to->role,
                          (unsigned)to->tensor);

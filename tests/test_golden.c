@@ -837,8 +837,8 @@ static void update_elements(updated *u, const mixture *k) {
         float s[2][MSI_CODED_BLOCK];
         memset(s, 0, sizeof s);
         for (int j = 0; j < states; ++j) {
-            msi_load_state(a->state[j], a->state_format[j], msi_state_is_signed(a->kind, j), at,
-                           count, a->count, s[j]);
+            msi_load_state(a->state[j], msi_format_of_state(a->state_format[j]),
+                           msi_state_is_signed(a->kind, j), at, count, a->count, s[j]);
         }
         for (int i = 0; i < count; ++i) {
             const uint64_t n = at + (uint64_t)i;
@@ -855,12 +855,14 @@ static void update_elements(updated *u, const mixture *k) {
             if (a->master || a->value_dtype == MS_DTYPE_F32) {
                 msi_store_as(a->value, a->value_dtype, n, now);
             } else {
-                ((uint16_t *)(void *)a->value)[n] = msi_value_at_random(a, keys[2], now, n);
+                msi_store_at_random(a->value, a->value_dtype, n, now,
+                                    msi_random(keys[2], a->begin + n));
             }
         }
         for (int j = 0; j < states; ++j) {
-            msi_store_state(a->state[j], a->state_format[j], msi_state_is_signed(a->kind, j), at,
-                            count, a->count, &keys[j], a->begin, s[j]);
+            msi_store_state(a->state[j], msi_format_of_state(a->state_format[j]),
+                            msi_state_is_signed(a->kind, j), at, count, a->count, &keys[j],
+                            a->begin, s[j]);
         }
     }
 }

@@ -476,7 +476,7 @@ static void frozen_params_keep_f32_with_masters(void **state) {
         t_ok(s.m, ms_step(s.m, NULL));
         const msi_resident *r =
             msi_find_resident(s.m->run.store, msi_index(&s.m->graph, s.w[0]), MSI_ROLE_VALUE);
-        assert_int_equal(r->format, alone ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32);
+        assert_int_equal(r->format, alone ? MSI_FORMAT_BF16 : MSI_FORMAT_F32);
         ms_destroy(s.m);
     }
 }

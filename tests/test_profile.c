@@ -128,7 +128,7 @@ static void times_are_those_of_the_device_that_is_set(void **state) {
     t_ok(chain.model, ms_wrap(chain.model));
     for (uint32_t i = 0; i < 6; i++) {
         const double us = i % 2 == 0 ? product : squash;
-        const ms_layer_time *time = &layer_at(&chain, i)->time;
+        const ms_layer_time *time = &layer_at(&chain, i)->time[MSI_FORMAT_F32];
         assert_true(fabs(time->forward_us - (3.0 + us)) < 1e-6 * us);
         assert_true(fabs(time->backward_us - (3.0 + 2.0 * us)) < 1e-6 * us);
         assert_true(same_bits(time->recompute_us, time->forward_us));
@@ -137,7 +137,7 @@ static void times_are_those_of_the_device_that_is_set(void **state) {
     assert_true(chain.model->costs.hardware.launch_us == 3.0);
     t_ok(chain.model, ms_wrap(chain.model));
     assert_int_equal(chain.model->costs.hardware.kind, MS_DEVICE_CPU);
-    assert_true(layer_at(&chain, 0)->time.forward_us < 3.0);
+    assert_true(layer_at(&chain, 0)->time[MSI_FORMAT_F32].forward_us < 3.0);
     ms_destroy(chain.model);
 }
 
@@ -165,7 +165,8 @@ static void what_takes_longer_is_the_time(void **state) {
         ms_set_hardware(chain.model, &device);
         t_ok(chain.model, ms_wrap(chain.model));
         const double expected = 3.0 + cases[i].flops_us * T_CHAIN_COLS * T_CHAIN_ROWS * 1e-3;
-        assert_true(fabs(layer_at(&chain, 1)->time.forward_us - expected) < 1e-6 * expected);
+        assert_true(fabs(layer_at(&chain, 1)->time[MSI_FORMAT_F32].forward_us - expected) <
+                    1e-6 * expected);
         ms_destroy(chain.model);
     }
 }
@@ -347,7 +348,7 @@ static void a_wrap_that_fails_changes_no_time(void **state) {
     const ms_hardware device = plain_device();
     const ms_layer_time known = time_of(7.0, 8.0, 9.0);
     t_chain_start(&chain, &config, 4);
-    const ms_layer_time before = layer_at(&chain, 0)->time;
+    const ms_layer_time before = layer_at(&chain, 0)->time[MSI_FORMAT_F32];
     const ms_hardware own = chain.model->costs.hardware;
     uint64_t smallest = 0;
     ms_set_hardware(chain.model, &device);
@@ -373,14 +374,15 @@ static void known_times_come_first(void **state) {
     const ms_config config = t_config();
     create_chain(&chain, &config, 2);
     t_ok(chain.model, ms_wrap(chain.model));
-    const ms_layer_time predicted = layer_at(&chain, 1)->time;
+    const ms_layer_time predicted = layer_at(&chain, 1)->time[MSI_FORMAT_F32];
     const ms_layer_time some = time_of(5.0, 0.0, 0.0), all = time_of(5.0, 6.0, 0.25);
     ms_set_layer_time(chain.model, layer_of(chain.model, 1), &some);
     assert_memory_equal(&layer_at(&chain, 1)->time, &predicted, sizeof predicted); // not yet
     t_ok(chain.model, ms_wrap(chain.model));
-    assert_true(layer_at(&chain, 1)->time.forward_us == 5.0);
-    assert_true(layer_at(&chain, 1)->time.recompute_us == 5.0); // by forward
-    assert_true(same_bits(layer_at(&chain, 1)->time.backward_us, predicted.backward_us));
+    assert_true(layer_at(&chain, 1)->time[MSI_FORMAT_F32].forward_us == 5.0);
+    assert_true(layer_at(&chain, 1)->time[MSI_FORMAT_F32].recompute_us == 5.0); // by forward
+    assert_true(
+        same_bits(layer_at(&chain, 1)->time[MSI_FORMAT_F32].backward_us, predicted.backward_us));
     ms_set_layer_time(chain.model, layer_of(chain.model, 1), &all);
     t_ok(chain.model, ms_wrap(chain.model));
     assert_memory_equal(&layer_at(&chain, 1)->time, &all, sizeof all);
@@ -654,7 +656,7 @@ static void the_longest_times_are_loaded_too(void **state) {
     layer_at(&a, 1)->known = time_of(3e16, 1e26, 0.0);
     layer_at(&a, 2)->known = time_of(1e300, 1.0, 1e29); // more than is believed
     t_ok(a.model, ms_wrap(a.model));
-    assert_true(layer_at(&a, 2)->time.forward_us == 1e27);
+    assert_true(layer_at(&a, 2)->time[MSI_FORMAT_F32].forward_us == 1e27);
     t_text text = save(a.model);
     t_ok(b.model, ms_profile_load(b.model, text.data, text.length));
     t_ok(b.model, ms_wrap(b.model));
@@ -1197,8 +1199,8 @@ static void every_layer_must_have_its_times(void **state) {
     t_text_has(ms_last_error(chain.model), "layer 2 \"matmul1\"");
     t_ok(chain.model, ms_profile_load(chain.model, text.data, text.length));
     t_ok(chain.model, ms_wrap(chain.model));
-    assert_true(
-        same_bits(layer_at(&chain, 2)->time.forward_us, layer_at(&saved, 2)->time.forward_us));
+    assert_true(same_bits(layer_at(&chain, 2)->time[MSI_FORMAT_F32].forward_us,
+                          layer_at(&saved, 2)->time[MSI_FORMAT_F32].forward_us));
     free(text.data);
     ms_destroy(chain.model);
     ms_destroy(saved.model);

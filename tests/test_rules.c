@@ -1157,7 +1157,7 @@ static void gradients_are_scaled_for_own_optimizers_only(void **state) {
     zoo_create(&z, &config);
     z.m->costs.hardware.fp16_tensor = z.m->costs.hardware.bf16 = true;
     for (int f16 = 0; f16 < 2; ++f16) {
-        z.m->half = f16 ? MSI_FORMAT_F16 : MS_STATE_FORMAT_BF16;
+        z.m->config.mixed_dtype = f16 ? MS_DTYPE_F16 : MS_DTYPE_BF16;
         for (int kind = MS_OPTIMIZER_ADAMW; kind <= MS_OPTIMIZER_NONE; ++kind) {
             z.m->optimizer.kind = (ms_optimizer_kind)kind;
             for (int how = 0; how < 2; ++how) {
@@ -2065,7 +2065,7 @@ static void tied_create(tied *t, t_rng *rng) {
 static void tied_add(const tied *t, uint32_t p, uint64_t *saved, uint64_t *refused) {
     const uint64_t value = msi_align(ms_tensor_bytes(t->m, t->param[p]));
     const uint64_t wide = 2 * value;
-    const uint64_t coded = 2 * msi_align(msi_state_bytes(MS_STATE_FORMAT_8BIT, value / 4));
+    const uint64_t coded = 2 * msi_align(msi_format_bytes(MSI_FORMAT_8BIT, value / 4));
     const bool *moved = t->moved[p];
     const bool any = moved[0] || moved[1] || moved[2];
     const uint64_t bytes[TIED_PARTS] = {value, value, t->coded[p] ? coded : wide};

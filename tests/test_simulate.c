@@ -55,8 +55,7 @@ static void set_times(ms_model *m, double forward_us, double backward_us, double
 /* The parts of an update or of a copy take together what the whole would. */
 static void parts_move_the_bytes_of_the_whole(void **state) {
     (void)state;
-    static const ms_state_format formats[] = {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_BF16,
-                                              MS_STATE_FORMAT_8BIT};
+    static const msi_format formats[] = {MSI_FORMAT_F32, MSI_FORMAT_BF16, MSI_FORMAT_8BIT};
     t_rng rng = t_seed(17);
     for (int k = 0; k < 300; ++k) {
         const uint64_t count = 5 * MSI_CODED_GROUP + t_below(&rng, 100000);
@@ -74,7 +73,7 @@ static void parts_move_the_bytes_of_the_whole(void **state) {
         memset(&i, 0, sizeof i);
         tensor.bytes = count * sizeof(float);
         range.format = (uint8_t)formats[k % 3];
-        range.bytes = msi_state_bytes(formats[k % 3], count);
+        range.bytes = msi_format_bytes(formats[k % 3], count);
         g.tensors.items = &tensor;
         p.code.ranges.items = &range;
         p.code.operands.items = &operand;
@@ -102,15 +101,15 @@ static void tiles_take_the_time_of_what_is_whole(void **state) {
         memset(&c, 0, sizeof c);
         memset(&l, 0, sizeof l);
         memset(&i, 0, sizeof i);
-        const int backward = k % 2, half = k / 2 % 2;
+        const int backward = k % 2, narrow = k / 2 % 2;
         const double whole = 1000.0 * t_unit(&rng), us = 20.0 * t_unit(&rng);
         c.hardware = round_hardware(MS_DEVICE_CPU);
-        for (int other = 0; other < 4; ++other) {
-            l.whole_bytes[other / 2][other % 2] = 1e9;
+        for (int other = 0; other < MSI_CALL_FORMAT_COUNT; ++other) {
+            l.whole_bytes[0][other] = l.whole_bytes[1][other] = 1e9;
         }
-        l.whole_bytes[backward][half] = whole;
+        l.whole_bytes[backward][narrow ? MSI_FORMAT_BF16 : MSI_FORMAT_F32] = whole;
         i.op = (uint8_t)(backward ? MSI_OP_BACKWARD : k % 3 ? MSI_OP_FORWARD : MSI_OP_RECOMPUTE);
-        i.format = (uint8_t)(half ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32);
+        i.format = (uint8_t)(narrow ? MSI_FORMAT_BF16 : MSI_FORMAT_F32);
         assert_true(msi_tile_us(&c, &l, &i, us) == us);
         i.rows.of = 1 + t_below(&rng, 64);
         i.rows.count = t_below(&rng, i.rows.of + 1);
@@ -1586,7 +1585,7 @@ static void settings_wait_for_wrap(void **state) {
             n.model->wrapped.changed && i == 3; // frozen and thawed is as it was
     }
     t_ok(n.model, ms_wrap(n.model)); // by what was measured
-    near(n.model->graph.layers.items[3].time.forward_us, 400.0);
+    near(n.model->graph.layers.items[3].time[MSI_FORMAT_F32].forward_us, 400.0);
     clocked_end(&n);
     config = clocked_config(&n, NULL);
     clocked_start(&n, &config);
@@ -1640,7 +1639,7 @@ static allocation_failures fail_allocations(uint64_t budget) {
             assert_memory_equal(&found, &expected, sizeof found);
             assert_true((n.log[0] != 0) == failed);
             assert_string_equal(ms_last_error(n.model), "");
-            near(n.model->graph.layers.items[1].time.forward_us, 200.0);
+            near(n.model->graph.layers.items[1].time[MSI_FORMAT_F32].forward_us, 200.0);
             t_report(n.model, &report); // by the new times, whichever plan it is
             assert_true(report.step_us > 7000.0 && report.plain_step_us > 7000.0);
             count.tries += n.log[0] != 0;

@@ -1782,8 +1782,8 @@ static void points_out_of_order_are_passed_over(void **state) {
         msi_search of_chain = census_search(&with, 0);
         with.chain = fill_chain(&with, &of_chain);
         for (uint32_t i = 0; i < m->graph.layers.count; ++i) {
-            m->graph.layers.items[i].time.forward_us *= 3.0 * t_unit(&rng);
-            m->graph.layers.items[i].time.recompute_us *= 3.0 * t_unit(&rng);
+            m->graph.layers.items[i].time[MSI_FORMAT_F32].forward_us *= 3.0 * t_unit(&rng);
+            m->graph.layers.items[i].time[MSI_FORMAT_F32].recompute_us *= 3.0 * t_unit(&rng);
         }
         wrong += check_search(&with, OF_POINTS, seed, with.plan->plain_bytes);
         msi_chain_free(with.chain);
@@ -2145,7 +2145,7 @@ static void homes_are_taken_as_they_are(void **state) {
             if (g->tensors.items[t].kind == MSI_KIND_PARAM) {
                 homes[t].moves = (uint8_t)t_below(&rng, MSI_MOVES_ALL + 1);
                 homes[t].state_8bit = t_chance(&rng, 0.5);
-                homes[t].format = t_chance(&rng, 0.5) ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
+                homes[t].format = t_chance(&rng, 0.5) ? MSI_FORMAT_BF16 : MSI_FORMAT_F32;
             }
         }
         c.scorer.homes = homes;

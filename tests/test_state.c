@@ -273,9 +273,9 @@ static void parts_lie_as_they_do_in_the_whole(void **state) {
         uint64_t end = 0;
         for (uint32_t part = 0; part < parts && end < count; ++part) {
             const msi_part p = msi_part_of(count, part, parts);
-            const msi_part floats = msi_part_bytes(MS_STATE_FORMAT_F32, p);
-            const msi_part halves = msi_part_bytes(MS_STATE_FORMAT_BF16, p);
-            const msi_part codes = msi_part_bytes(MS_STATE_FORMAT_8BIT, p);
+            const msi_part floats = msi_part_bytes(MSI_FORMAT_F32, p);
+            const msi_part halves = msi_part_bytes(MSI_FORMAT_BF16, p);
+            const msi_part codes = msi_part_bytes(MSI_FORMAT_8BIT, p);
             assert_true(p.begin == end && p.count > 0 && p.count <= count - end);
             assert_true(floats.begin == 4 * p.begin && floats.count == 4 * p.count);
             assert_true(halves.begin == 2 * p.begin && halves.count == 2 * p.count);
@@ -378,8 +378,8 @@ static const ms_update_args *args_of(updated *u) {
 static void load_all(const updated *u, int k, float *to) {
     for (uint64_t at = 0; at < u->args.count; at += MSI_CODED_BLOCK) {
         const int some = (int)msi_smaller(u->args.count - at, MSI_CODED_BLOCK);
-        msi_load_state(u->storage[k], u->args.state_format[k], msi_state_is_signed(u->args.kind, k),
-                       at, some, u->args.count, to + at);
+        msi_load_state(u->storage[k], msi_format_of_state(u->args.state_format[k]),
+                       msi_state_is_signed(u->args.kind, k), at, some, u->args.count, to + at);
     }
 }
 
@@ -567,7 +567,8 @@ static void parts_and_threads_change_nothing(void **state) {
                 part.gradient += at;
                 for (int k = 0; k < parted.states; ++k) {
                     part.state[k] =
-                        (float *)(void *)((uint8_t *)part.state[k] + msi_state_bytes(of[k], at));
+                        (float *)(void *)((uint8_t *)part.state[k] +
+                                          msi_format_bytes(msi_format_of_state(of[k]), at));
                 }
                 assert_int_equal(cpu.update(cpu.user, &part), 0);
             }
@@ -749,7 +750,7 @@ static ms_state_format format_in(const pulled *z, int param, int k) {
     const msi_resident *r = msi_find_resident(z->m->run.store, msi_index(&z->m->graph, z->p[param]),
                                               (msi_role)(MSI_ROLE_STATE0 + k));
     assert_non_null(r);
-    return r->format;
+    return msi_formats[r->format].state;
 }
 
 static void read_state(const pulled *z, int param, int k, float *to) {
@@ -1210,7 +1211,7 @@ static void the_hash_of_a_plan_tells_formats_apart(void **state) {
         hash[k] = report.plan_hash;
         ms_destroy(m);
     }
-    assert_int_equal(msi_state_bytes(MS_STATE_FORMAT_8BIT, 17), 17 * sizeof(float));
+    assert_int_equal(msi_format_bytes(MSI_FORMAT_8BIT, 17), 17 * sizeof(float));
     assert_true(hash[0] != hash[1]);
 }
 
@@ -1293,8 +1294,7 @@ static void conversions_in_pieces_change_nothing(void **state) {
     enum { LONG = 2 * MSI_CONVERT_ELEMENTS + 1000 };
     static float values[LONG], of_pieces[LONG], at_once[LONG];
     static uint8_t from[LONG * sizeof(float)], to[2][LONG * sizeof(float)];
-    static const ms_state_format formats[] = {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_BF16,
-                                              MS_STATE_FORMAT_8BIT};
+    static const msi_format formats[] = {MSI_FORMAT_F32, MSI_FORMAT_BF16, MSI_FORMAT_8BIT};
     const ms_config config = t_config();
     ms_model *m;
     t_rng rng = t_seed(21);
@@ -1304,11 +1304,11 @@ static void conversions_in_pieces_change_nothing(void **state) {
         const msi_memory source = {from, NULL, formats[how / 3], true};
         const msi_memory target = {NULL, to[0], formats[how % 3], true};
         if (how / 3 != how % 3) {
-            msi_convert_on_host(from, source.format, values, MS_STATE_FORMAT_F32, true, LONG);
+            msi_convert_on_host(from, source.format, values, MSI_FORMAT_F32, true, LONG);
             t_ok(m, msi_convert_state(m, &target, &source, true, LONG));
             msi_convert_on_host(to[1], target.format, from, source.format, true, LONG);
-            msi_convert_on_host(of_pieces, MS_STATE_FORMAT_F32, to[0], target.format, true, LONG);
-            msi_convert_on_host(at_once, MS_STATE_FORMAT_F32, to[1], target.format, true, LONG);
+            msi_convert_on_host(of_pieces, MSI_FORMAT_F32, to[0], target.format, true, LONG);
+            msi_convert_on_host(at_once, MSI_FORMAT_F32, to[1], target.format, true, LONG);
             assert_memory_equal(of_pieces, at_once, sizeof at_once);
         }
     }

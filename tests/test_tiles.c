@@ -744,8 +744,8 @@ static void decide(const msi_graph *g, t_rng *rng, msi_tensor_decision *d) {
         i = most > 1 && d[msi_first_output(g, &g->layers.items[i])].tiles ? end - 1 : i;
     }
     for (uint32_t t = 0; t < g->tensors.count && half; ++t) {
-        const bool may = g->tensors.items[t].not_half == (uint8_t)MSI_HALF_MAY_BE;
-        d[t].format = may && t_chance(rng, 0.5) ? (uint8_t)MS_STATE_FORMAT_BF16 : d[t].format;
+        const bool may = g->tensors.items[t].not_narrow == (uint8_t)MSI_NARROW_MAY_BE;
+        d[t].format = may && t_chance(rng, 0.5) ? (uint8_t)MSI_FORMAT_BF16 : d[t].format;
     }
 }
 
@@ -1491,7 +1491,7 @@ static void times_that_are_measured_in_tiles_are_scaled_once(void **state) {
             const msi_instruction *i = &p->code.instructions.items[k];
             tiles += i->op == MSI_OP_FORWARD && i->target == 1;
             assert_true(i->op != MSI_OP_FORWARD || i->target == 2 ||
-                        msi_is_half((ms_state_format)i->format));
+                        msi_is_narrow((msi_format)i->format));
         }
         assert_true(in_tiles ? tiles > 1 : tiles == 1);
         t_write_zeros(n.model);
@@ -1503,8 +1503,8 @@ static void times_that_are_measured_in_tiles_are_scaled_once(void **state) {
             const double rows = i == 1 ? TIMED_ROWS / 4 : TIMED_ROWS;
             forward_us[in_tiles][i] = l->measured.forward_us;
             assert_true(forward_us[in_tiles][i] > 0.0);
-            assert_true(fabs(l->half.forward_us / (10.0 * rows) - 1.0) < 1e-9);
-            assert_true(fabs(l->half.backward_us / (10.0 * rows) - 1.0) < 1e-9);
+            assert_true(fabs(l->time[MSI_FORMAT_BF16].forward_us / (10.0 * rows) - 1.0) < 1e-9);
+            assert_true(fabs(l->time[MSI_FORMAT_BF16].backward_us / (10.0 * rows) - 1.0) < 1e-9);
         }
         ms_destroy(n.model);
     }
