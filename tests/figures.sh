@@ -93,7 +93,7 @@ gpt2() { # ARGUMENTS
 
 for budget in 4698 4096 3072 2560; do
     text=$(gpt2 --preset 124M --batch 4 --sequence 1024 --budget ${budget}M)
-    row docs/modes.md "| $budget MiB | $(awk -v b=$budget '
+    row docs/decision-engine.md "| $budget MiB | $(awk -v b=$budget '
         $1 == "plain" { plain = $2 } $1 == "arena" { arena = $2 }
         $1 == "decided" { split($0, part, "take "); step = part[2] + 0; split($0, part, "plain one "); one = part[2] + 0 }
         END { printf "%.2f | %.0f MiB | %.3f", plain / b, arena, step / one }' <<< "$text") |"
