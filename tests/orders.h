@@ -156,7 +156,7 @@ static inline void o_run(o_order *o, const msi_program *p, uint32_t begin, uint3
         o_operation *op = o_new(o);
         op->program = p;
         op->instruction = i;
-        op->stream = msi_ops[i->op].stream;
+        op->stream = msi_ops[i->op].engine;
         op->access_first = o->access_count;
         op->on_host = i->op == MSI_OP_WAIT && o_waits_on_host(o, p, i);
         for (uint32_t k = 0; k < i->operand_count && i->op != MSI_OP_WAIT; ++k) {
@@ -241,7 +241,7 @@ static inline void o_join(o_clock *to, const o_clock *other) {
 
 /* Gives each operation what happens before it, itself included. */
 static inline void o_set_clocks(o_order *o, const o_omission *without) {
-    o_clock on[MS_STREAM_COUNT], events[2 * MSI_COPY_EVENTS], host;
+    o_clock on[MS_STREAM_COUNT], events[MSI_SIGNAL_COUNT], host;
     memset(on, 0, sizeof on);
     memset(events, 0, sizeof events);
     memset(&host, 0, sizeof host);
@@ -304,7 +304,7 @@ static inline bool o_find(o_omission *at) {
     const msi_program *p = at->program;
     for (; at->instruction < p->code.instructions.count; ++at->instruction, at->kind = O_WAIT) {
         const msi_instruction *i = &p->code.instructions.items[at->instruction];
-        const bool copies = i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT;
+        const bool copies = msi_is_issued((msi_op)i->op);
         for (; at->kind < O_KIND_COUNT; at->kind = (o_kind)(at->kind + 1)) {
             if ((at->kind == O_WAIT && i->op == MSI_OP_WAIT) ||
                 (at->kind == O_FOLLOWS && copies && i->follows) ||

@@ -539,6 +539,8 @@ check quick 'a technique without its row or its case is an error' 'tests/source.
 check quick 'an op without a case is an error' 'tests/source.sh new_op'
 check quick 'an optimizer without its row or its functions is an error' 'tests/source.sh new_optimizer'
 check quick 'a format that some place does not know is an error' 'tests/source.sh new_format'
+check quick 'an engine without its row is an error; with it, it has instructions, trace and report' \
+    'tests/source.sh new_engine'
 check quick 'listings, trace and metrics know the public half alone' 'tests/source.sh listings'
 
 group 'documents'

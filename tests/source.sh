@@ -191,6 +191,55 @@ check_new_format() {
     complains "$copy" "$cuda" msi_cuda_decode_4bit msi_cuda_encode_4bit
 }
 
+# What tests/engines.c prints with a header.
+trained_by() { # HEADER FLAGS
+    local folder
+    folder=$(mktemp -d $checks/engines.XXXXXX)
+    cp "$1" $folder/memscale.h
+    shift
+    ${CC:-cc} -std=c99 -Wall -Werror "$@" -I$folder -Iexamples -Ibench -o $folder/engines tests/engines.c \
+        -lm -pthread && $folder/engines
+}
+
+# What an engine takes: a stream at the end of MEMSCALE_STREAMS and a row of MSI_ENGINES, which the
+# compiler asks for; a function of the backend and two fields of the report, which the row names. Without
+# instructions it changes nothing: bits, plan, times and program are the same. With an op, a planted one
+# that half of the copies to the device go by, it is in program, report, simulation and trace, and the
+# bits are the same.
+check_new_engine() {
+    local text copy=$checks/engine.h row op
+    sed 's|X(MS_STREAM_TO_HOST, "copies to the host")|& X(MS_STREAM_PLANTED, "planted")|' memscale.h > $copy
+    ! text=$(compile -DMEMSCALE_IMPLEMENTATION $copy 2>&1) || return 1
+    grep -q msi_engine_rows_match <<< "$text" || { echo "without a row: $text"; return 1; }
+
+    row='PLANTED, copy_planted, to_device_gb_per_s, "planted", true, false, MSI_COUNTERS(planted)'
+    sed -n '/^static int msi_cpu_copy_in(/,/^}/p' $copy |
+        sed 's/copy_in/copy_planted/; s/TO_DEVICE/PLANTED/' > $copy.copy
+    sed -i "/^static int msi_cpu_record(/e cat $copy.copy" $copy
+    sed -i -e "s|^    X(TO_HOST, copy_out, .*MSI_COUNTERS(to_host))|& X($row)|" \
+        -e 's|^    double to_device_us, to_host_us;|& uint64_t planted_bytes; double planted_us;|' \
+        -e 's|^    int (\*copy_out)(.*|& int (*copy_planted)(void *, void *, const void *, uint64_t);|' \
+        -e 's|^    b.copy_out = msi_cpu_copy_out;|& b.copy_planted = msi_cpu_copy_planted;|' $copy
+    trained_by memscale.h > $checks/plain && trained_by $copy -DPLANTED > $checks/idle &&
+        grep -q '"tid":3,"name":"thread_name","args":{"name":"planted"}' $checks/idle &&
+        diff $checks/plain <(grep -v planted $checks/idle) || { echo 'it does something'; return 1; }
+
+    op='PLANTED, "planted", COPY_IN, LINK, 1, PLANTED, COUNT, MSI_PAIRS'
+    sed -i -e "s|^    X(COPY_IN, |    X($op) &|" \
+        -e 's|from_host ? MSI_OP_COPY_IN|from_host \&\& (i->target \& 1) ? MSI_OP_PLANTED : &|' $copy
+    ! text=$(compile -DMEMSCALE_IMPLEMENTATION $copy 2>&1) || return 1
+    grep -q 'MSI_OP_PLANTED.*switch' <<< "$text" || { echo "no case is asked for: $text"; return 1; }
+    sed -i 's|^    case MSI_OP_COPY_IN:|    case MSI_OP_PLANTED: &|' $copy
+    trained_by $copy -DPLANTED > $checks/busy || return 1
+    diff <(grep ^loss $checks/plain) <(grep ^loss $checks/busy) || { echo 'other bits'; return 1; }
+    cat $checks/plain $checks/busy | awk '
+        /^step_us/ { before_us = us; us = $2 }
+        /^planted/ { reported = $2 }
+        /"ph":"X","pid":1,"tid":3/ { sub(/.*"bytes":/, ""); traced += $0 }
+        END { print before_us " us; with it " us " us, " reported " bytes, of which " traced " are traced"
+            exit !(us < before_us && reported > 0 && traced == reported) }'
+}
+
 # The listings, the trace and the metrics compile on the public half, where ms_model is opaque, and
 # the section of texts alone: they know nothing else of the implementation.
 check_listings() {

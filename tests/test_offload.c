@@ -162,8 +162,9 @@ static void find_needed(const msi_program *p, uint32_t *needed) {
             uint32_t use = now + 1;
             for (; use < next; ++use) {
                 const msi_instruction *i = &p->code.instructions.items[use];
-                const bool other = i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT ||
-                                   (i->op == MSI_OP_WAIT && i->event < MSI_COPY_EVENTS);
+                const bool other =
+                    msi_is_issued((msi_op)i->op) ||
+                    (i->op == MSI_OP_WAIT && msi_awaited_engine(i) == MS_STREAM_TO_HOST);
                 if (!other && uses_target(p, i, copy)) {
                     break;
                 }
@@ -180,32 +181,32 @@ static uint32_t check_under_way(const ms_model *m, const msi_program *p) {
     const uint32_t depth = m->config.prefetch_depth;
     const bool waits = m->config.async_offload == MS_SWITCH_OFF;
     uint32_t *needed = (uint32_t *)calloc(p->code.instructions.count + 1u, sizeof *needed);
-    uint32_t at_most = 0, issued[2] = {0, 0}, awaited[2] = {0, 0}, of_event[2 * MSI_COPY_EVENTS];
+    uint32_t issued[MS_STREAM_COUNT] = {0}, awaited[MS_STREAM_COUNT] = {0};
+    uint32_t at_most = 0, of_event[MSI_SIGNAL_COUNT];
     assert_non_null(needed);
     memset(of_event, 0, sizeof of_event);
     find_needed(p, needed);
     for (uint32_t now = 0; now <= p->code.instructions.count; ++now) {
         const bool ends = now == p->code.instructions.count;
         const msi_instruction *i = ends ? NULL : &p->code.instructions.items[now];
-        const bool is_copy = i != NULL && (i->op == MSI_OP_COPY_IN || i->op == MSI_OP_COPY_OUT);
         if (ends || (now == p->code.backward_end && m->run.store->micro_count > 1)) {
-            assert_true(issued[0] == awaited[0] && issued[1] == awaited[1]);
+            assert_memory_equal(issued, awaited, sizeof issued);
         }
-        if (is_copy) {
-            const int is_in = i->op == MSI_OP_COPY_IN;
-            issued[is_in] += 1;
+        if (i != NULL && msi_is_issued((msi_op)i->op)) {
+            const ms_stream_kind engine = msi_ops[i->op].engine;
+            issued[engine] += 1;
             if (i->event != MSI_NO_EVENT) {
-                of_event[i->event] = issued[is_in];
+                of_event[i->event] = issued[engine];
             }
         } else if (i != NULL && i->op == MSI_OP_WAIT) {
-            awaited[i->event >= MSI_COPY_EVENTS] = of_event[i->event];
+            awaited[msi_awaited_engine(i)] = of_event[i->event];
         } else if (i != NULL && i->op != MSI_OP_NOTHING) {
             uint32_t ahead = 0;
             for (uint32_t k = 0; k < now; ++k) {
                 ahead += needed[k] > now;
             }
             assert_true(depth == 0 || ahead <= depth);
-            assert_true(!waits || (issued[0] == awaited[0] && issued[1] == awaited[1]));
+            assert_true(!waits || memcmp(issued, awaited, sizeof issued) == 0);
             at_most += ahead == depth;
         }
     }
@@ -260,7 +261,7 @@ static void copies_begin_in_time_for_those_behind(void **state) {
             needed += t_below(&rng, 2);
             copies[k].needed = needed;
             copies[k].us = 1.0 + t_below(&rng, 5);
-            copies[k].is_in = t_chance(&rng, 0.8);
+            copies[k].engine = t_chance(&rng, 0.8) ? MS_STREAM_TO_DEVICE : MS_STREAM_TO_HOST;
             copies[k].is_left_out = t_chance(&rng, 0.2);
             copies[k].start_us = NAN;
         }
@@ -269,12 +270,13 @@ static void copies_begin_in_time_for_those_behind(void **state) {
             double latest = 1e300, us = 0.0; // over all that are behind: when it is needed, less
             for (uint32_t behind = k; behind < COPIES; ++behind) { // what runs until then
                 const msi_transfer *t = &copies[behind];
-                if (t->is_in && !t->is_left_out) {
+                if (msi_is_in(t) && !t->is_left_out) {
                     us += t->us;
                     latest = begin_us[t->needed] - us < latest ? begin_us[t->needed] - us : latest;
                 }
             }
-            assert_true(!copies[k].is_in || copies[k].is_left_out || copies[k].start_us == latest);
+            assert_true(!msi_is_in(&copies[k]) || copies[k].is_left_out ||
+                        copies[k].start_us == latest);
         }
     }
 }

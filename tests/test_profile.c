@@ -488,7 +488,7 @@ static void create_sized(sized *s, int64_t rows) {
 }
 
 static void expect_times(const ms_model *m, double forward_us, double backward_us) {
-    const ms_layer_time *time = &m->graph.layers.items[0].time;
+    const ms_layer_time *time = &m->graph.layers.items[0].time[MSI_FORMAT_F32];
     assert_true(fabs(time->forward_us - forward_us) < 1e-9);
     assert_true(fabs(time->backward_us - backward_us) < 1e-9);
 }
