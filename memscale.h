@@ -16010,11 +16010,10 @@ enum {
     MSI_TRY_LEAST = 8,
     MSI_LIST_WORK = 1 << 22, // layers that are lowered for the whole list
     MSI_TRIM_TRIES = 8,
-    MSI_OFFLOAD_TRIES = 16,   // the same where something is moved
-    MSI_GIVE_BACK_SHARE = 4,  // times as many plans that take moves back
-    MSI_POLISH_LIMIT = 64,    // values
-    MSI_POLISH_LAYERS = 1000, // of a graph
-    MSI_CUTS = 80             // into segments: as many as 2^32 layers have
+    MSI_OFFLOAD_TRIES = 16,  // the same where something is moved
+    MSI_GIVE_BACK_SHARE = 4, // times as many plans that take moves back
+    MSI_POLISH_LIMIT = 64,   // values
+    MSI_POLISH_LAYERS = 1000 // of a graph
 };
 
 /* Finds the time that it costs to run a layer again, under the decisions so far. */
@@ -17284,59 +17283,10 @@ static void msi_search_offloading(msi_search *s) {
     s->techniques = techniques;
 }
 
-/* Square-root checkpointing and its kin: cuts the layers into segments, and drops what is used
-   within one segment alone. A fixed list of numbers of segments. */
-typedef struct msi_segments {
-    msi_search *search;
-    const msi_graph *graph;
-    msi_tensor_decision *decisions;
-    msi_candidate list[MSI_CUTS];
-    uint32_t segment_count[MSI_CUTS]; // of each plan
-    uint32_t count;                   // of plans
-} msi_segments;
-
-static msi_score msi_estimate_segments(const msi_segments *c, uint32_t number) {
-    const msi_graph *g = c->graph;
-    const uint32_t count = c->segment_count[number];
-    const uint32_t width = (g->layers.count + count - 1) / count;
-    msi_decide_base(c->search, c->decisions);
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        const bool drops =
-            msi_is_choice(g, t) && tensor->producer / width == tensor->last_use / width;
-        c->decisions[t].pass = c->decisions[t].pass > 0 || drops;
-    }
-    return msi_search_estimate(c->search, c->decisions);
-}
-
-static void msi_search_segments(msi_search *s) {
-    const msi_graph *g = s->scorer->graph;
-    const uint64_t bytes = msi_decisions_bytes(g);
-    const uint32_t step = g->layers.count > MSI_BATCH_LAYERS ? 1 : 3;
-    msi_segments c = MSI_ZERO_INIT;
-    s->finder = MSI_FINDER_SEGMENTS;
-    c.search = s;
-    c.graph = g;
-    c.decisions =
-        msi_is_short(s->scorer) ? NULL : (msi_tensor_decision *)msi_scratch(s->scorer, bytes);
-    if (!c.decisions) {
-        return;
-    }
-    for (uint32_t count = 2; count <= g->layers.count / 2 && c.count < MSI_CUTS;
-         count += 1 + count / step) {
-        c.segment_count[c.count] = count;
-        c.list[c.count].score = msi_estimate_segments(&c, c.count);
-        c.count++;
-    }
-    for (uint32_t k; (k = msi_next_candidate(s, c.list, c.count)) != MSI_NONE;) {
-        msi_propose_candidate(s, &c.list[k], c.decisions, msi_estimate_segments(&c, k));
-    }
-    msi_release(s->scorer->allocator, c.decisions, bytes);
-}
-
 /* Bands: what the first layers make is moved to the host, while later ones compute; what the layers
-   after these make is dropped; and what the last ones make, which backward needs at once, is kept.
-   A fixed list of where one band ends and the next begins. */
+   after these make is dropped, or only that of it which is used within one segment; and what the
+   last ones make, which backward needs at once, is kept. The list of plans is the same for every
+   budget. */
 enum {
     MSI_BAND_STEPS = 24,
     MSI_BAND_WORK = 1 << 16, // layers that are lowered
@@ -17344,28 +17294,46 @@ enum {
        segment; of the other bands outputs are moved nowhere, in the second, or in both. */
     MSI_BAND_WAYS = 12,
     MSI_BAND_PLANS = MSI_BAND_WAYS * (MSI_BAND_STEPS + 1) * (MSI_BAND_STEPS + 2) / 2,
-    MSI_BAND_LAYERS = 256
+    MSI_BAND_LAYERS = 256,
+    MSI_SEGMENT_WAY = 2,
+    MSI_SEGMENT_PLANS = 80 // as many as 2^32 layers have
 };
+
+typedef struct msi_band {
+    uint32_t moved, dropped, way; // layers before these two
+    uint32_t width;               // layers of a segment
+} msi_band;
 
 typedef struct msi_bands {
     msi_search *search;
     const msi_graph *graph;
+    msi_candidate *list;
+    msi_band *bands; // of each plan
     msi_tensor_decision *decisions;
-    msi_candidate list[MSI_BAND_PLANS];
-    uint16_t moved[MSI_BAND_PLANS], dropped[MSI_BAND_PLANS]; // of each plan: layers before these
+    uint64_t bytes; // of these three
     uint32_t count;
 } msi_bands;
 
+static bool msi_bands_init(msi_bands *c, msi_search *s, uint32_t plans) {
+    memset(c, 0, sizeof *c);
+    c->search = s;
+    c->graph = s->scorer->graph;
+    c->bytes =
+        plans * (uint64_t)(sizeof *c->list + sizeof *c->bands) + msi_decisions_bytes(c->graph);
+    c->list = msi_is_short(s->scorer) ? NULL : (msi_candidate *)msi_scratch(s->scorer, c->bytes);
+    if (c->list) {
+        c->bands = (msi_band *)(void *)(c->list + plans);
+        c->decisions = (msi_tensor_decision *)(void *)(c->bands + plans);
+    }
+    return c->list != NULL;
+}
+
 static msi_score msi_estimate_bands(const msi_bands *c, uint32_t number) {
     const msi_graph *g = c->graph;
-    const uint32_t way = number % MSI_BAND_WAYS, begin = c->moved[number], end = c->dropped[number];
+    const msi_band *band = &c->bands[number];
     const bool may_drop = c->search->techniques & MSI_CHECKPOINTING;
-    uint32_t width = 1;
-    while (width * width < end - begin) {
-        width++;
-    }
     msi_decide_base(c->search, c->decisions);
-    c->decisions[g->tensors.count].room = way % 2;
+    c->decisions[g->tensors.count].room = band->way % 2;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         msi_tensor_decision *d = &c->decisions[t];
@@ -17373,56 +17341,74 @@ static msi_score msi_estimate_bands(const msi_bands *c, uint32_t number) {
         if (msi_is_resident(tensor) || d->pass > 0 || (d->moves & MSI_MOVES_VALUE)) {
             continue;
         }
-        const bool inside = tensor->kind == MSI_KIND_SAVED ||
-                            ((way & 2) && layer / width == tensor->last_use / width);
-        const uint32_t sent = way < 4 ? begin : way < 8 ? end : UINT32_MAX;
-        if (layer < begin || (layer < sent && !inside)) {
+        const bool inside =
+            tensor->kind == MSI_KIND_SAVED ||
+            ((band->way & 2) && layer / band->width == tensor->last_use / band->width);
+        const uint32_t sent = band->way < 4   ? band->moved
+                              : band->way < 8 ? band->dropped
+                                              : UINT32_MAX;
+        if (layer < band->moved || (layer < sent && !inside)) {
             d->moves = (uint8_t)(d->moves | msi_may_choose(g, t));
-        } else if (layer < end && inside && may_drop && msi_is_choice(g, t)) {
+        } else if (layer < band->dropped && inside && may_drop && msi_is_choice(g, t)) {
             d->pass = 1;
         }
     }
     return msi_search_estimate(c->search, c->decisions);
 }
 
-/* Makes the list of plans. */
-static void msi_list_bands(msi_bands *c) {
-    const uint32_t layers = c->graph->layers.count;
+/* Estimates all plans of the list, and lays out those that may be the best. */
+static void msi_try_bands(msi_bands *c) {
+    for (uint32_t k = 0; k < c->count; k++) {
+        c->list[k].score = msi_estimate_bands(c, k);
+    }
+    for (uint32_t k; (k = msi_next_candidate(c->search, c->list, c->count)) != MSI_NONE;) {
+        msi_propose_candidate(c->search, &c->list[k], c->decisions, msi_estimate_bands(c, k));
+    }
+    msi_release(c->search->scorer->allocator, c->list, c->bytes);
+}
+
+static void msi_search_bands(msi_search *s) {
+    const uint32_t layers = s->scorer->graph->layers.count;
     uint32_t steps = layers < MSI_BAND_STEPS ? layers : (uint32_t)MSI_BAND_STEPS;
+    msi_bands c;
+    if (layers > MSI_BAND_LAYERS || !msi_bands_init(&c, s, MSI_BAND_PLANS)) {
+        return;
+    }
     while (steps > 1 && MSI_BAND_WAYS / 2 * steps * steps * layers > MSI_BAND_WORK) {
         steps--;
     }
     for (uint32_t a = 0; a <= steps; a++) {
         for (uint32_t b = a; b <= steps; b++) {
-            for (int way = 0; way < MSI_BAND_WAYS; way++) {
-                c->moved[c->count] = (uint16_t)(a * layers / steps);
-                c->dropped[c->count++] = (uint16_t)(b * layers / steps);
+            msi_band band = {a * layers / steps, b * layers / steps, 0, 1};
+            while (band.width * band.width < band.dropped - band.moved) {
+                band.width++;
+            }
+            for (; band.way < MSI_BAND_WAYS; band.way++) {
+                c.bands[c.count++] = band;
             }
         }
     }
+    s->finder = MSI_FINDER_BANDS;
+    msi_try_bands(&c);
 }
 
-static void msi_search_bands(msi_search *s) {
-    const msi_graph *g = s->scorer->graph;
-    const uint64_t bytes = sizeof(msi_bands) + msi_decisions_bytes(g);
-    msi_bands *c = g->layers.count > MSI_BAND_LAYERS || msi_is_short(s->scorer)
-                       ? NULL
-                       : (msi_bands *)msi_scratch(s->scorer, bytes);
-    if (!c) {
+/* Square-root checkpointing and its kin: one band, dropped in segments of equal length. Wins on nets
+   of many hundred layers with skips past most of them, whose smallest plans greedy does not reach
+   move by move, and which are no chains. */
+static void msi_search_segments(msi_search *s) {
+    const uint32_t layers = s->scorer->graph->layers.count;
+    const uint32_t step = layers > MSI_BATCH_LAYERS ? 1 : 3;
+    msi_bands c;
+    if (!msi_bands_init(&c, s, MSI_SEGMENT_PLANS)) {
         return;
     }
-    s->finder = MSI_FINDER_BANDS;
-    c->search = s;
-    c->graph = g;
-    c->decisions = (msi_tensor_decision *)(void *)(c + 1);
-    msi_list_bands(c);
-    for (uint32_t k = 0; k < c->count; k++) {
-        c->list[k].score = msi_estimate_bands(c, k);
+    for (uint32_t count = 2; count <= layers / 2 && c.count < MSI_SEGMENT_PLANS;
+         count += 1 + count / step) {
+        const msi_band band = {0, layers, MSI_SEGMENT_WAY, (layers + count - 1) / count};
+        c.bands[c.count++] = band;
     }
-    for (uint32_t k; (k = msi_next_candidate(s, c->list, c->count)) != MSI_NONE;) {
-        msi_propose_candidate(s, &c->list[k], c->decisions, msi_estimate_bands(c, k));
-    }
-    msi_release(s->scorer->allocator, c, bytes);
+    s->finder = MSI_FINDER_SEGMENTS;
+    msi_try_bands(&c);
 }
 
 // ------------------------------------------------------------------------------------------------
