@@ -16967,7 +16967,6 @@ static const msi_move_list msi_move_lists[] = {
     {MSI_MOVES_OF_STEP, 2, 0, 1, 0, false},
     {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, 0, 1, 0, false},
     {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, 0, false},
-    {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_OF_STEP, 0, 0, true},
     {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_OF_STEP, 0, 0, true},
     {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_STATE, 0, 0, true},
     {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, MSI_IN_PLACE, false}};
@@ -17088,16 +17087,15 @@ static void msi_list_made_moves(msi_greedy *w, const msi_blame *b) {
     msi_sort_moves(w->moves.items, w->moves.count);
 }
 
-/* Plans that take back more and more of the moves of one plan. */
+/* Plans that take back more and more of the moves of the best plan. */
 typedef struct msi_give_back {
-    const msi_tensor_decision *from;
     MSI_LIST(msi_candidate) list;
     MSI_LIST(uint32_t) kept; // of each plan: how many of the moves it still makes
 } msi_give_back;
 
 /* Takes back the moves after the first `count`. */
-static void msi_keep_moves(msi_greedy *w, const msi_give_back *back, uint32_t count) {
-    memcpy(w->decisions, back->from, (size_t)msi_decisions_bytes(w->graph));
+static void msi_keep_moves(msi_greedy *w, uint32_t count) {
+    memcpy(w->decisions, w->search->best, (size_t)msi_decisions_bytes(w->graph));
     for (uint32_t i = count; i < w->moves.count; i++) {
         const uint32_t action = w->moves.items[i].key;
         msi_tensor_decision *d = &w->decisions[msi_action_tensor(action)];
@@ -17121,7 +17119,7 @@ static void msi_list_given_back(msi_greedy *w, msi_give_back *back) {
         if (i > 0 && given < (all / most) * (1 + back->list.count)) {
             continue;
         }
-        msi_keep_moves(w, back, i);
+        msi_keep_moves(w, i);
         const msi_candidate one = {w->score, false};
         if (one.score.live_bytes > w->search->budget ||
             !MSI_SCRATCH_LIST(msi_candidate, w->scorer, back->list, back->list.count + 1ull) ||
@@ -17133,16 +17131,14 @@ static void msi_list_given_back(msi_greedy *w, msi_give_back *back) {
     }
 }
 
-/* The plan to lay out next: of those that are faster than the best so far the fastest, and of
-   equally fast ones that which copies least. Those of the best plan itself may be as fast. */
+/* The plan to lay out next: of those that are no slower than the best so far the fastest, and of
+   equally fast ones that which copies least. */
 static uint32_t msi_next_given_back(const msi_search *s, const msi_give_back *back) {
     uint32_t next = MSI_NONE;
     for (uint32_t k = 0; k < back->list.count && !msi_is_short(s->scorer); k++) {
         const msi_candidate *c = &back->list.items[k];
-        const bool better = back->from == s->best ? c->score.us <= s->best_score.us
-                                                  : !s->fits || c->score.us < s->best_score.us;
         const bool first = next == MSI_NONE || c->score.us <= back->list.items[next].score.us;
-        next = !c->done && better && first ? k : next;
+        next = !c->done && c->score.us <= s->best_score.us && first ? k : next;
     }
     return next;
 }
@@ -17151,10 +17147,9 @@ static uint32_t msi_next_given_back(const msi_search *s, const msi_give_back *ba
 static void msi_take_given_back(msi_greedy *w, msi_give_back *back) {
     msi_search *s = w->search;
     for (uint32_t k; (k = msi_next_given_back(s, back)) != MSI_NONE;) {
-        msi_keep_moves(w, back, back->kept.items[k]);
+        msi_keep_moves(w, back->kept.items[k]);
         back->list.items[k].done = true;
         if (msi_fits(s->scorer, &w->score, s->budget, 0) && msi_host_suffices(w)) {
-            s->found = s->fits = true;
             s->best_score = w->score;
             s->best_early = s->early;
             s->best_finder = MSI_FINDER_GIVEN_BACK;
@@ -17164,15 +17159,14 @@ static void msi_take_given_back(msi_greedy *w, msi_give_back *back) {
     }
 }
 
-/* Gives room that a plan, the best or another one, leaves of the budget back to what it moves: that
-   stays on the device. The list of plans depends on that plan alone. */
-static void msi_give_room_back(msi_search *s, const msi_tensor_decision *from) {
+/* Gives room that the best plan leaves of the budget back to what it moves: that stays on the device.
+   The list of plans depends on that plan alone. */
+static void msi_give_room_back(msi_search *s) {
     msi_greedy w;
     msi_blame blame = MSI_ZERO_INIT;
     msi_give_back back = MSI_ZERO_INIT;
-    back.from = from;
     if (msi_greedy_init(&w, s)) {
-        memcpy(w.decisions, from, (size_t)msi_decisions_bytes(w.graph));
+        memcpy(w.decisions, s->best, (size_t)msi_decisions_bytes(w.graph));
         w.score = msi_search_estimate(s, w.decisions);
         if (w.score.live_bytes <= s->budget && msi_blame_init(&blame, s->scorer)) {
             msi_blame_copies(&blame, s->scorer);
@@ -17187,29 +17181,11 @@ static void msi_give_room_back(msi_search *s, const msi_tensor_decision *from) {
     msi_greedy_free(&w);
 }
 
-/* Whether room is given back: with accumulation, where params cross the link many times a step. */
-static bool msi_gives_back(const msi_search *s) {
-    return s->scorer->store->micro_count > 1 && !s->any && s->budget > 0;
-}
-
-/* Gives room back from the best plan, if that fits. */
+/* Gives room back from the best plan, if that fits. Wins with accumulation, where params cross the
+   link many times a step: a list leaves more of the budget than it must. */
 static void msi_give_back_best(msi_search *s) {
-    if (msi_gives_back(s) && s->fits) {
-        msi_give_room_back(s, s->best);
-    }
-}
-
-/* Gives room back from the smallest plan of a list, which leaves most of it: for larger budgets,
-   too, that may become faster than the list's fastest plan. */
-static void msi_give_back_smallest(msi_greedy *w) {
-    uint32_t least = 0;
-    for (uint32_t k = 1; k < w->prefixes.count; k++) {
-        const msi_prefix *p = &w->prefixes.items[k];
-        least = p->counts && p->live_bytes < w->prefixes.items[least].live_bytes ? k : least;
-    }
-    if (msi_gives_back(w->search) && w->prefixes.count > 0 && !msi_is_short(w->scorer)) {
-        msi_return_to(w, &w->prefixes.items[least]);
-        msi_give_room_back(w->search, w->decisions);
+    if (s->scorer->store->micro_count > 1 && !s->any && s->budget > 0 && s->fits) {
+        msi_give_room_back(s);
     }
 }
 
@@ -17251,9 +17227,6 @@ static MSI_NOINLINE void msi_search_moves(msi_greedy *w, const msi_move_list *li
         msi_search_whole(w);
         if (s->best_score.us < before_us) {
             msi_give_back_best(s);
-        }
-        if (list->begun) {
-            msi_give_back_smallest(w);
         }
     }
 }
