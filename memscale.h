@@ -16912,14 +16912,6 @@ static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
     }
 }
 
-/* Whether the rest of the list is slower than a plan that fits: none of it is faster than the plan
-   before it. */
-static bool msi_is_beaten(const msi_greedy *w) {
-    const uint32_t count = w->prefixes.count;
-    return w->search->fits && count > 0 &&
-           w->prefixes.items[count - 1].us > w->search->best_score.us;
-}
-
 /* Goes through the list until the budget is met, or to its end, and proposes the plan there. */
 static void msi_search_greedy(msi_greedy *w, bool may_drop) {
     bool fits = false;
@@ -16928,7 +16920,7 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
         w->tries_left /= w->graph->layers.count > 4 * MSI_BATCH_LAYERS ? 2 : 1;
         w->score = msi_search_estimate(w->search, w->decisions); // of the next moves
     }
-    while (may_drop && !fits && !msi_is_short(w->scorer) && !msi_is_beaten(w) && msi_next_plan(w)) {
+    while (may_drop && !fits && !msi_is_short(w->scorer) && msi_next_plan(w)) {
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
     if (fits && w->search->any) {
