@@ -16952,8 +16952,7 @@ typedef struct msi_move_list {
 } msi_move_list;
 
 static const msi_move_list msi_move_lists[] = {
-    {0, 1, 0, 1, 0, false}, // only what is forced
-    {0, 1, 0, 4, 0, false},
+    {0, 1, 0, 4, 0, false}, // only what is forced
     {MSI_MOVES_STATE, 1, 0, 1, 0, false},
     {MSI_MOVES_OF_STEP, 1, 0, 1, 0, false},
     {MSI_MOVES_OF_STEP, 2, 0, 1, 0, false},
@@ -16963,7 +16962,7 @@ static const msi_move_list msi_move_lists[] = {
     {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_STATE, 0, 0, true},
     {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, MSI_IN_PLACE, false}};
 
-enum { MSI_FIRST_BEGUN = 6 }; // the first list that begins with all moved
+enum { MSI_FIRST_BEGUN = 5 }; // the first list that begins with all moved
 
 /* Moves all that may be moved of params, of what `begun` says. */
 static void msi_move_params(msi_greedy *w, uint32_t begun, uint8_t in_place) {
