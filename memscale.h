@@ -1642,7 +1642,7 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
    One byte less is refused, all above is accepted. A larger budget never makes the predicted step
    slower, and a smaller one never makes the arena larger; with offloading, where times rise and
    fall along the plans that are tried, the first holds within about 2 %, with accumulation within
-   about 7 %, and where graphs of more than 8 layers may be in tiles or in 16 bits, both hold
+   about 14 %, and where graphs of more than 8 layers may be in tiles or in 16 bits, both hold
    nearly. Exception: a plan with optimizer state in 8 bits may be faster than the plan for a larger
    budget that does without. */
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
