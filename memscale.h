@@ -3820,8 +3820,8 @@ typedef char
 enum {
     MSI_FIRST_ISSUED = MS_STREAM_COMPUTE + 1, // the first engine that others wait for
     MSI_COPY_EVENTS = 32,                     // of each of these
-    MSI_SIGNAL_COUNT = MS_STREAM_COUNT / 2 * 2 * MSI_COPY_EVENTS,
-    MSI_PAIRS = 1 << 7 | 1 << 1
+    MSI_SIGNAL_COUNT = (MS_STREAM_COUNT - MSI_FIRST_ISSUED) * MSI_COPY_EVENTS,
+    MSI_PAIRS = 1 << 7 | 1 << 1 // the operands are pairs, of which the second is read
 };
 
 /* The properties of an op: its name; the kind of its events; what determines its time; how often it
@@ -3950,15 +3950,14 @@ typedef struct msi_instruction {
 
 enum { MSI_NO_EVENT = UINT16_MAX };
 
-/* The number of the first event of an engine in instructions. Of each two engines the second has the
-   first events. */
+/* The number of the first event of an engine in instructions. */
 static uint32_t msi_first_signal(ms_stream_kind engine) {
-    return (((uint32_t)engine - MSI_FIRST_ISSUED) ^ 1) * MSI_COPY_EVENTS;
+    return ((uint32_t)engine - MSI_FIRST_ISSUED) * MSI_COPY_EVENTS;
 }
 
 /* The engine that a WAIT is for. */
 static ms_stream_kind msi_awaited_engine(const msi_instruction *wait) {
-    return (ms_stream_kind)((wait->event / MSI_COPY_EVENTS ^ 1) + MSI_FIRST_ISSUED);
+    return (ms_stream_kind)(wait->event / MSI_COPY_EVENTS + MSI_FIRST_ISSUED);
 }
 
 /* What clipping computes, in device memory. */
