@@ -30259,7 +30259,7 @@ static __device__ __forceinline__ void msi_cuda_store8(void *data, ms_dtype dtyp
     }
     uint32_t words[4] = {0, 0, 0, 0};
     for (int k = 0; k < 8; k++) {
-        uint16_t bits16;
+        uint16_t bits16 = 0;
         msi_store_as(&bits16, dtype, 0, x[k]);
         words[k / 2] |= (uint32_t)bits16 << (k % 2 * 16);
     }
@@ -30601,7 +30601,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     } else if (u.value_dtype != MS_DTYPE_F32) {
         const uint32_t key = msi_state_key(&u, MS_LIMIT_OPTIMIZER_STATE);
         for (uint32_t i = 0; i < lane.used; i++) { // exact in 16 bits from here on
-            float value;
+            float value = 0.0f;
             msi_store_at_random(&value, u.value_dtype, 0, p[i],
                                 msi_random(key, u.begin + lane.at + i));
             p[i] = msi_load(&value, u.value_dtype, 0);

@@ -1278,7 +1278,8 @@ static void samples_become_times(void **state) {
         const double forward_us = (i == QUICK ? 200.0 : 300.0) * (i + 1);
         near(l->measured.forward_us, forward_us);
         near(l->measured.backward_us, 750.0 * (i + 1));
-        const ms_layer_time guess = msi_static_time(&n.model->graph, &n.model->costs, l, false);
+        const ms_layer_time guess =
+            msi_static_time(&n.model->graph, &n.model->costs, l, MSI_FORMAT_F32);
         const double share = i == OWN ? guess.recompute_us / guess.forward_us : 1.0;
         near(l->measured.recompute_us, share * forward_us); // forward was measured
         assert_true((share < 1.0) == (i == OWN));
