@@ -2204,9 +2204,9 @@ MSI_HD uint64_t msi_bits_of_f64(double x) {
     return bits;
 }
 
-/* What a number is must not be asked by comparisons: compilers that are told of finite numbers only
-   (-Ofast, -ffinite-math-only) fold x != x and x - x == 0. They may also conclude from the
-   arithmetic that has made x that its bits are those of a finite number, and what is volatile stops
+/* Comparisons cannot tell whether a number is finite or a NaN: with -Ofast or -ffinite-math-only
+   compilers assume that all numbers are finite, and fold x != x and x - x == 0. From the arithmetic
+   that made x they may even derive that its bits are those of a finite number; `volatile` prevents
    that. */
 MSI_HD bool msi_is_finite(double x) {
     volatile uint64_t bits = msi_bits_of_f64(x);
@@ -2252,11 +2252,11 @@ MSI_HD float msi_f32_of_f32(float x) {
     return x;
 }
 
-/* How numbers lie in memory: in what layers can be called; the other dtypes, of values that stay as
-   they were created; codes, of optimizer state alone. Columns: the name; the same as in
-   msi_f32_of_NAME, msi_NAME_of_f32 and msi_NAME_at_random for calls, and in msi_NAME_decode and
-   msi_NAME_encode for codes; the type of an element; the dtype and the ms_state_format that users
-   know it by (COUNT: none); elements with a scale of their own (1: there is none). */
+/* Formats of numbers in memory, in three tables: those in which layers can be called; the other
+   dtypes, whose values stay as they were created; codes, for optimizer state alone. Columns: the
+   name; the name inside functions (msi_f32_of_NAME, msi_NAME_of_f32 and msi_NAME_at_random for
+   calls, msi_NAME_decode and msi_NAME_encode for codes); the type of an element; the dtype and the
+   ms_state_format that users know it by (COUNT: none); elements that share a scale (1: none). */
 #define MSI_CALL_FORMATS(X)                                                                        \
     X(F32, f32, float, MS_DTYPE_F32, MS_STATE_FORMAT_F32, 1)                                       \
     X(F16, f16, uint16_t, MS_DTYPE_F16, MS_STATE_FORMAT_COUNT, 1)                                  \
@@ -2320,8 +2320,8 @@ MSI_HD uint32_t msi_random(uint32_t key, uint64_t number) {
     return x ^ x >> 16;
 }
 
-/* Rounds a finite number to one of its two neighbours, to each with the probability of its
-   nearness to the other. What a double of the largest number would be stays that. */
+/* Stochastic rounding: a finite number becomes one of the two BF16 numbers around it, with the
+   probabilities that keep its expected value. What would become infinite is rounded towards 0. */
 MSI_HD uint16_t msi_bf16_at_random(float x, uint32_t random) {
     const uint32_t bits = msi_bits_of_f32(x), up = bits + (random >> 16);
     const uint32_t fits = 0u - (uint32_t)((up & 0x7fffffffu) < 0x7f800000u);
@@ -2333,8 +2333,8 @@ MSI_HD float msi_f32_at_random(float x, uint32_t random) {
     return x;
 }
 
-/* The same to F16, for numbers of any size: what is larger than its largest becomes that, and
-   below 2^-14 neighbours are 2^-24 apart. */
+/* The same for F16: magnitudes above the largest F16 number become that number, and below 2^-14
+   F16 numbers are 2^-24 apart. */
 MSI_HD uint16_t msi_f16_at_random(float x, uint32_t random) {
     const uint32_t bits = msi_bits_of_f32(x), sign = bits >> 16 & 0x8000u;
     const uint32_t rest = bits & 0x7fffffffu, e = rest >> 23;
@@ -2406,8 +2406,8 @@ MSI_HD float msi_units_of_unsigned(uint8_t code) {
     return msi_f32_of_bits((units & ~(zero | top)) | (msi_bits_of_f32(MSI_TOP_UNSIGNED) & top));
 }
 
-/* Past the middle between the last part of e - 1 and the first of e, it is part of e: the bits of
-   5^e are those of 5^(e-1) plus so many. */
+/* A number past the middle between the last value of decade e - 1 and the first of decade e is in
+   decade e. `step` is what takes the bits of 5^(e-1) to those of 5^e. */
 #define MSI_DECADE(e, power, step)                                                                 \
     {                                                                                              \
         const uint32_t past = msi_mask(whole >= (power) / 5 * ((20 << (e)) + 36));                 \
@@ -2415,9 +2415,9 @@ MSI_HD float msi_units_of_unsigned(uint8_t code) {
         decade -= past;                                                                            \
     }
 
-/* The rank whose V is nearest to a number of units, which is not negative and of which only the
-   whole part matters; of two that are as near, the larger. For numbers nearer to the V of rank
-   2^first than to 0, and up to 1. */
+/* The rank whose V is nearest to `whole` units, the larger of two that are equally near. `first` is
+   0 for the code book with signs and 1 for the other. `whole` is the whole part of a number of
+   units that is nearer to the V of rank 2^first than to 0, and at most 1 in units. */
 MSI_HD uint32_t msi_nearest_rank(int32_t whole, uint32_t first) {
     uint32_t power_bits = first ? 0x40a00000u : 0x3f800000u, decade = first; // 5^e, e
     if (!first) {
@@ -2444,7 +2444,7 @@ MSI_HD uint32_t msi_nearest_rank(int32_t whole, uint32_t first) {
     return ((uint32_t)(parts + part) & ~is_top) | ((128u << first) & is_top);
 }
 
-/* How many units 1 has for numbers of this scale. 0: they all count as 0. */
+/* The factor that turns numbers of this scale into units. 0: they all count as 0. */
 MSI_HD float msi_units_of_scale(float scale, float top) {
     const uint32_t least = msi_bits_of_f32(MSI_LEAST_SCALE); // a scale that is not finite has none
     return msi_bits_of_f32(scale) - least < 0x7f800000u - least ? top / scale : 0.0f;
@@ -2534,7 +2534,7 @@ static inline void msi_put_text(msi_formatted *to, const char *from, int length)
     }
 }
 
-/* Between blanks or zeros up to a width; negative: to the left. */
+/* Pads a text with blanks or zeros up to a width; negative: aligned to the left. */
 static inline void msi_put_padded(msi_formatted *to, const char *from, int length, int width,
                                   bool zeros) {
     const int sign = zeros && length > 0 && from[0] == '-';
@@ -2555,9 +2555,9 @@ static inline char *msi_whole_digits(char *end, uint64_t x, uint32_t base) {
 
 enum { MSI_DECIMAL_WORDS = 90, MSI_DECIMAL_DIGITS = 9 * MSI_DECIMAL_WORDS };
 
-/* All decimal digits of a finite x > 0, which are those of mantissa * 2^e or of mantissa * 5^-e: a
-   whole number of words below 1e9, the lowest first. Returns how many digits; *point of them are
-   before the point. */
+/* All decimal digits of a finite x > 0: those of the whole number mantissa * 2^e or, if e < 0,
+   mantissa * 5^-e, which is computed in words of 9 digits, the lowest first. Returns how many
+   digits; *point of them are before the point. */
 static inline int msi_exact_digits(double x, char *digits, int *point) {
     const uint64_t bits = msi_bits_of_f64(x), fraction = bits & 0xfffffffffffffu;
     const int biased = (int)(bits >> 52 & 0x7ff), e = (biased ? biased : 1) - 1075;
@@ -3104,7 +3104,7 @@ MSI_HD bool msi_state_is_signed(ms_optimizer_kind kind, int k) {
     return k < 0 || !(msi_optimizer_of(kind).unsigned_codes >> k & 1);
 }
 
-/* Whether there is a tensor of state; most optimizers know that without looking. */
+/* Whether tensor k of the state exists. Only where there may be no momentum does `state` tell. */
 MSI_HD bool msi_has_state(ms_optimizer_kind kind, int k, const float *state) {
     const msi_optimizer row = msi_optimizer_of(kind);
     return k < row.states && (!row.has_momentum || state != NULL);
@@ -3129,8 +3129,8 @@ MSI_HD float msi_sgd_element(const ms_update_factors *f, float value, float grad
     return MSI_FMA(f->rate, MSI_FMA(f->decay, value, v), value);
 }
 
-/* Where state has fewer bits than float: whether an element changes, as a mask of all bits, and
-   what it becomes. */
+/* For updates with state in fewer bits than float: msi_changes is a mask of all bits if an element
+   is to change, and msi_choose applies it. Gradients from 2^64 on, and NaN, change nothing. */
 #define MSI_NO_GRADIENT 0x5f800000u // the bits of 2^64
 
 MSI_HD uint32_t msi_changes(float gradient) {
@@ -3255,7 +3255,7 @@ MSI_HD void msi_follow_overflows(ms_step_state *s, bool finite) {
     s->loss_scale = msi_is_finite((double)scale) ? scale : s->loss_scale;
 }
 
-/* The same as for the loss for the norm, from the sum of the squares of all gradients. Returns the
+/* As msi_judge_loss, but for the norm of the gradients, given the sum of their squares. Returns the
    factor that scales the gradients down to a norm of `limit`, and undoes the loss scale. */
 MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
     const bool scaled = s->scaling.growth_steps > 0, finite = msi_is_finite(sum);
@@ -3398,14 +3398,14 @@ static MSI_NOINLINE msi_part msi_part_of(uint64_t count, uint32_t part, uint32_t
 typedef struct msi_format_row {
     ms_dtype dtype;
     ms_state_format state;
-    uint16_t bytes, block; // of an element; elements with a scale of their own
+    uint16_t bytes, block; // of an element; elements that share a scale, or 1
 } msi_format_row;
 
 #define MSI_X(name, small, type, dtype, state, block) {dtype, state, sizeof(type), block},
 static const msi_format_row msi_formats[] = {MSI_FORMATS(MSI_X)};
 #undef MSI_X
 
-/* This compiles only if what users know has a row. */
+/* This compiles only if every ms_dtype and every ms_state_format has a row. */
 #define MSI_X(name, small, type, dtype, ...) +((int)(dtype) != (int)MS_DTYPE_COUNT)
 typedef char msi_each_dtype_has_a_format[0 MSI_FORMATS(MSI_X) == (int)MS_DTYPE_COUNT ? 1 : -1];
 #undef MSI_X
@@ -3613,8 +3613,8 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
 typedef enum msi_kind { MSI_KINDS(MSI_X) } msi_kind;
 #undef MSI_X
 
-/* What a handle or a live range means by its tensor. A handle has a role below RESIDENT_COUNT; the
-   values of these roles can be resident. */
+/* What a handle or a live range stands for: the value of its tensor, the gradient, and so on. Roles
+   of handles are below RESIDENT_COUNT; what has such a role can be resident. */
 typedef enum msi_role {
     MSI_ROLE_VALUE,
     MSI_ROLE_GRADIENT,
@@ -3643,7 +3643,7 @@ typedef struct msi_tensor {
     uint8_t format;                        // as it was created: an msi_format
     uint8_t narrow;                        // analysis: the one that a plan may round it to
     uint8_t not_narrow;                    // or why there is none: an msi_not_narrow
-    bool narrow_gradient;                  // params: in that of the value too
+    bool narrow_gradient;                  // params: the gradient is rounded with the value
     bool written;  // its value is the trainer's, at the present sizes of the axes
     bool in_place; // ms_data has given its address away, so it is written without our knowing
     /* analysis of the graph, by ms_wrap */
@@ -3785,11 +3785,11 @@ typedef enum msi_cost {
     MSI_COST_COUNT
 } msi_cost;
 
-/* The properties of an engine, which is what works through a stream: its copies are by a function of
-   ms_backend, at the speed in a field of ms_hardware; what errors call them; whether it fetches what
-   is needed later, so that they are issued early, or else at once and are awaited late; whether it
-   is a direction of the link, of which updates take a part that use state on the host; the fields
-   of ms_memory_report that count it. COMPUTE issues what runs on the others, and waits for it. */
+/* An engine works through one stream. Columns: the function of ms_backend that copies on it; the
+   field of ms_hardware with the speed of these copies; their name in errors; whether it fetches,
+   so that copies are issued early, or else at once, and are awaited late; whether it is a direction
+   of the link, a share of which goes to updates that use state on the host; the fields of
+   ms_memory_report that count it. COMPUTE issues what runs on the others, and waits for it. */
 #define MSI_ENGINES(X)                                                                             \
     X(COMPUTE, copy, memory_gb_per_s, "copy", false, false, 0, 0)                                  \
     X(TO_DEVICE, copy_in, to_device_gb_per_s, "copy to the device", true, true,                    \
@@ -3824,15 +3824,15 @@ enum {
     MSI_PAIRS = 1 << 7 | 1 << 1 // the operands are pairs, of which the second is read
 };
 
-/* The properties of an op: its name; the kind of its events; what determines its time; how often it
-   passes over the bytes of its first operand (a copy: of all targets), reads and writes together,
-   besides those of the source of a CAST or an ADD;
-   the engine that it runs on; the phase of the callback that it calls, or COUNT; a mask of the
-   operands that it only reads, of an op that calls none. A copy has pairs of operands (PAIRS), a
-   target and a source each: one for each value that moves in it. Between what is issued to another
-   engine and the next use of any operand is a WAIT. RECOMPUTE calls the recompute callback
-   of a layer or, without one, forward; REPEAT calls forward although there is one, since what it
-   reads has been dropped. NOTHING is no event. */
+/* Columns of an op: its name; the kind of its events; what determines its time; how often it passes
+   over the bytes of its first operand (a copy: of all targets), reads and writes together, and
+   without the read of the source of a CAST or an ADD; the engine that it runs on; the phase of the
+   callback that it calls, or COUNT; if it calls none, a mask of the operands that it only reads. A
+   copy has pairs of operands (PAIRS), a target and a source for each value that moves in it. There
+   is a WAIT between what is issued to another engine and the next use of any of its operands.
+   RECOMPUTE calls the recompute callback of a layer or, without one, forward; REPEAT calls forward
+   although there is such a callback, since what the callback reads has been dropped. NOTHING is no
+   event. */
 #define MSI_OPS(X)                                                                                 \
     X(FORWARD, "forward", FORWARD, FORWARD, 0, COMPUTE, FORWARD, 0)                                \
     X(RECOMPUTE, "recompute", RECOMPUTE, RECOMPUTE, 0, COMPUTE, RECOMPUTE, 0)                      \
@@ -3888,7 +3888,7 @@ static bool msi_is_issued(msi_op op) {
     return msi_ops[op].engine != MS_STREAM_COMPUTE;
 }
 
-/* Whether it is issued so as to bring in time what is needed later; or once it can be. */
+/* Whether an op is issued early, to bring what is needed later; msi_sends: as soon as it can be. */
 static bool msi_fetches(msi_op op) {
     return msi_engines[msi_ops[op].engine].fetches;
 }
@@ -3906,16 +3906,16 @@ static bool msi_is_source(msi_op op, uint32_t k) {
    Those of residents (params, buffers, inputs, optimizer state) come first, one each. */
 typedef struct msi_range {
     uint64_t bytes, offset; // the offset counts from the end of the residents, there or on the host
-    uint64_t within;        // bytes of its block before it
+    uint64_t within;        // its offset in its block
     uint32_t tensor;        // for workspace: a layer
     uint32_t first, last;
     uint32_t idle_first, idle_last; // the uses around the gap from forward to backward, or none
-    uint32_t alias_of;              // the range whose memory this one uses after it
+    uint32_t alias_of;              // the range whose memory this one goes on using
     uint32_t block;
     uint8_t role, category;
-    uint16_t part;  // 0: the whole value; n: its n-th part, as an instruction has it
+    uint16_t part;  // 0: the whole value; n: part n - 1, as counted in msi_instruction.part
     uint8_t format; // an msi_format
-    bool is_tile;   // it has the rows of one tile, that of the instructions which use it
+    bool is_tile;   // it has the rows of one tile: that of the instructions that use it
     bool packed;    // its memory is right after that of the range before it, in one block
     bool aliased;   // another range uses this one's memory from its last instruction on
     bool outlives;  // it stays valid after the program, for ms_read
@@ -3930,7 +3930,7 @@ typedef struct msi_rows {
 typedef struct msi_operand {
     uint32_t range;
     bool accumulate; // a gradient that already holds a contribution
-    bool beside;     // of a copy: on the host it lies right after that of the pair before
+    bool beside;     // the host end of a copy: it lies right after that of the pair before
 } msi_operand;
 
 typedef struct msi_instruction {
@@ -3940,12 +3940,12 @@ typedef struct msi_instruction {
     uint8_t op;
     bool restores;       // a copy that restores state after a recomputation
     bool is_first;       // a ZERO that only the first micro-batch of a step runs
-    bool follows;        // what is issued to another engine: it waits for what is computed before
+    bool follows;        // of a copy on another engine: it waits for all that COMPUTE did before
     uint16_t part;       // of part_count equal ones: it works on that part of its tensor alone;
     uint16_t part_count; // 0: on all of it
     uint16_t event;      // of a copy, signalled after it, or MSI_NO_EVENT; of a WAIT, waited for
     uint8_t format;      // of a layer's operands that can be in 16 bits
-    msi_rows rows;       // it works on these alone, of operands that are cut; of 0: on all
+    msi_rows rows;       // of operands that are cut, it uses these alone; rows.of is 0: all
 } msi_instruction;
 
 enum { MSI_NO_EVENT = UINT16_MAX };
@@ -3971,7 +3971,7 @@ typedef struct msi_block {
     uint64_t bytes;
     uint64_t offset;
     uint32_t first, last; // live range, both ends included
-    uint8_t from_top;     // a hint to place it from the top, as gradients pile up while others end
+    uint8_t from_top;     // a hint to place gradients, which pile up while others end, from the top
 } msi_block;
 
 /* Simulated times: of all, of the waits of computing for copies, of what is recomputed, and of the
@@ -3989,11 +3989,11 @@ typedef struct msi_code {
     uint32_t forward_end, backward_end;
     uint32_t loss, norm; // ranges of the loss, and of the norm or MSI_NONE
     bool scales_loss;    // gradients are multiplied by the loss scale
-    bool sweeps;         // forward computes gradients of params, of a group in tiles
+    bool sweeps;         // forward computes gradients of params: a group in tiles sweeps
     bool reads_masters;  // calls are in F32, and read masters where there are any
     uint32_t recompute_count;
     uint32_t room;       // as in msi_tensor_decision
-    uint64_t most_bytes; // live bytes, residents too, that copies under way may bring it to
+    uint64_t most_bytes; // up to which copies under way may raise live bytes, residents included
     uint64_t homes;      // which params have their home on the host, and formats: a hash
 } msi_code;
 
@@ -4007,7 +4007,7 @@ typedef struct msi_placement {
     uint64_t host_height;          // the same on the host
     uint64_t resident_bytes;       // of the residents that the decisions leave on the device
     uint64_t home_bytes;           // of those on the host
-    uint64_t sent_bytes;           // of all transient values on the host, one beside the other
+    uint64_t sent_bytes;           // of all transient values on the host, if they share no memory
     uint64_t activation_peak_bytes;
     bool is_done;
 } msi_placement;
@@ -4050,8 +4050,8 @@ typedef struct msi_resident {
     msi_role role;
     msi_format format;
     bool on_host, borrowed;
-    bool is_shown; // on the host: to callbacks
-    bool is_saved; // of the device, and on the host now, in the image of a suspended model
+    bool is_shown; // it is on the host, where callbacks use it
+    bool is_saved; // its device memory was released: it is in the image of a suspended model
 } msi_resident;
 
 /* Slices that an asynchronous device may have been given and not finished. */
@@ -4109,8 +4109,8 @@ typedef struct msi_debug {
 /* Where values are: one for all plans of a wrap. */
 typedef struct msi_store {
     MSI_LIST(msi_resident) residents;
-    uint32_t *resident_of; // per tensor: index of its value, whose other roles follow; or MSI_NONE
-    uint32_t *home_order, *home_at; // residents as they lie on the host, and where each is in that
+    uint32_t *resident_of; // per tensor: index of its value, before its other roles; or MSI_NONE
+    uint32_t *home_order, *home_at; // residents in the order of their homes; the place of each
     uint64_t resident_bytes, transient_bytes; // their sum is the arena
     uint64_t reserved_bytes; // the first of resident_bytes: the backend's workspace, the step
     uint64_t host_bytes, borrowed_bytes;
@@ -4122,8 +4122,8 @@ typedef struct msi_store {
     void *memory;    // of the residents; and of the transient values, if that is not shared
     void *transient; // memory of the transient values; NULL: a shared arena has them
     uint8_t *host;   // residents on the host, transient values, staging
-    uint64_t memory_bytes, host_room; // of these two blocks, which may be more than is needed
-    bool is_lent;                     // the first is ms_config.memory
+    uint64_t memory_bytes, host_room; // sizes of `memory` and `host`: more than is needed, perhaps
+    bool is_lent;                     // `memory` is ms_config.memory
     uint8_t *image;                   // of a suspended model: what its device memory held
     uint64_t image_bytes;
     bool image_is_lent;
@@ -4143,7 +4143,7 @@ typedef struct msi_tensor_decision {
        whole backward; MSI_AT_END: so too, although it could be updated inside backward. */
     uint32_t update_after;
     uint16_t parts;  // of a param: in how many parts what is moved comes to its update; 0: one
-    bool splits;     // so it is although nothing is moved: the update would take too long
+    bool splits;     // in parts even if nothing is moved: as a whole the update takes too long
     uint8_t moves;   // what lies on the host: a mask of MSI_MOVES_VALUE and others
     bool state_8bit; // of a param: its optimizer state is in codes of 8 bits
     uint8_t
@@ -4165,9 +4165,9 @@ enum {
     MSI_MOVES_GRADIENT = 1 << 1,
     MSI_MOVES_STATE = 1 << 2,
     MSI_MOVES_ALL = 7,
-    MSI_MOVES_OF_STEP = MSI_MOVES_VALUE | MSI_MOVES_STATE, // what is not summed up
-    MSI_MOVES_MADE = 8,                                    // only for searches
-    MSI_IN_PLACE = 16 // with MSI_MOVES_STATE: the update uses it there, and nothing is copied
+    MSI_MOVES_OF_STEP = MSI_MOVES_VALUE | MSI_MOVES_STATE, // not gradients, which accumulate
+    MSI_MOVES_MADE = 8,                                    // of values of layers; in searches only
+    MSI_IN_PLACE = 16 // with MSI_MOVES_STATE: updates use state on the host, without copies
 };
 
 static const uint32_t MSI_AT_END = UINT32_MAX - 1;
@@ -4213,7 +4213,7 @@ struct ms_arena {
 typedef enum msi_goal {
     MSI_GOAL_PLAIN,
     MSI_GOAL_BUDGET, // or the smallest, if nothing fits
-    MSI_GOAL_TRY,    // the same, but the smallest will not run, and is not laid out
+    MSI_GOAL_TRY,    // the same, but the smallest is not laid out, since it will not run
     MSI_GOAL_ANY,    // whether something fits: the plan will not run
     MSI_GOAL_SMALLEST,
     MSI_GOAL_FOLLOW // the decisions of another plan
@@ -4313,7 +4313,7 @@ typedef struct msi_slices {
     uint64_t step;         // completed updates before it
     double now_us, end_us; // by the clock: when the last instruction ended, and when the slice does
     double room_us;        // that an asynchronous device can still be given in this slice
-    double correction;     // what has run took this times what was predicted; 0: nothing has run
+    double correction;     // measured time of what has run / predicted; 0: nothing has run
     /* Of an asynchronous device: the slices that it has not finished, the oldest first, by number
        modulo MSI_MOST_SLICES, and what was predicted for each. */
     double given_us[MSI_MOST_SLICES];
@@ -4342,11 +4342,11 @@ typedef struct msi_run {
     uint64_t epoch;       // changes whenever recordings become invalid
     bool all_written;     // every input and param that layers read
     bool busy;            // inside a callback of a layer, or of an update
-    const char *visits;   // the function whose callback, which is no layer's, runs; NULL: none does
+    const char *visits;   // the function whose callback runs, if it is no layer's; NULL: none does
     bool recording;       // what is enqueued is recorded, and does not run
     bool state_is_old;    // buffers hold the older values that a recomputation needs
     bool swept;           // forward has added to gradients, and its backward has not run
-    bool copies;          // of the program may be under way, which ends with none
+    bool copies;          // copies of the program may be under way; at its end none is
     bool failed;          // params may be wrong, or the device unusable: no step until ms_wrap
     ms_nonfinite nonfinite; // debug mode: the first in this step
 } msi_run;
@@ -4361,7 +4361,7 @@ typedef struct msi_views {
 /* What went wrong last. */
 typedef struct msi_errors {
     ms_result broken; // of ms_create: the model only carries this error and its text
-    ms_result sticky; // of functions that cannot return theirs: the first that ms_wrap has to
+    ms_result sticky; // the first error of functions that cannot return one: for ms_wrap to return
     bool tolerant;    // errors are logged as warnings
     uint32_t count;
     char text[MSI_ERROR_BYTES], sticky_text[MSI_ERROR_BYTES];
@@ -5402,7 +5402,7 @@ MSI_WIDE msi_ints msi_wide_of_u32(uint32_t x) {
     return MSI_V(set1_epi32)((int)x);
 }
 
-/* Numbers that are not negative have the order of their bits, and there are more units to compare
+/* Floats that are not negative sort as their bits do, and processors have more units that compare
    integers. */
 MSI_WIDE msi_floats msi_wide_smaller(msi_floats a, msi_floats b) {
     return msi_wide_of_bits(MSI_V(min_epi32)(MSI_V_BITS(castps)(a), MSI_V_BITS(castps)(b)));
@@ -5416,12 +5416,11 @@ MSI_WIDE msi_ints msi_wide_magnitude_bits(msi_floats x) {
     return MSI_V_BITS(castps)(MSI_V(andnot_ps)(msi_wide_of(-0.0f), x));
 }
 
-/* How numbers of units become ranks. Each row of the tables is for one decade; the first row is for
-   all below the second, and the last for 1. Of a whole number of units, the rank is the whole part
-   of slope * units + intercept, but at most the last rank of the row. That the rounding of this
-   function never matters was found by trying all middles between ranks, and test_state.c tries them
-   again; to that end, the intercepts of 56.9 and 113.8 are one bit below the floats that are
-   nearest to them. */
+/* How numbers of units become ranks. Each row of the tables is for one decade; the first row also
+   takes all smaller numbers, and the last is for 1. Of a whole number of units, the rank is the
+   whole part of slope * units + intercept, but at most the last rank of the row. The rounding of
+   this expression never changes a rank: test_state.c tries all middles between ranks. For that, the
+   intercepts near 56.9 and 113.8 are one bit below the nearest floats. */
 typedef struct msi_rank_rows {
     uint32_t origin; // to be subtracted from the upper half of a float
     float next[8];   // the least number of units of the next row
@@ -5445,9 +5444,10 @@ static const msi_rank_rows msi_unsigned_rows = {
      256.0f},
     {3.0f, 7.0f, 15.0f, 31.0f, 63.0f, 127.0f, 255.0f, 256.0f}};
 
-/* As msi_nearest_rank, of a strip of numbers of units that are not negative; the whole parts of the
-   results count. What is nearer to 0 than to any other has the rank 0 with a sign, and 1 without.
-   The bits of a float are nearly linear in its logarithm: they give the row or the one below it. */
+/* As msi_nearest_rank, for a strip of numbers x * units that are not negative; the ranks are the
+   whole parts of the results. What is nearer to 0 than to any other value has rank 0 in the code
+   book with signs, and 1 in the other. The bits of a float are nearly linear in its logarithm: they
+   give its row or the one below. */
 MSI_WIDE void msi_wide_ranks(const msi_rank_rows *rows, msi_floats units, msi_floats *x) {
     const msi_floats next = msi_wide_table(rows->next);
     const msi_floats slope = msi_wide_table(rows->slope);
@@ -5509,9 +5509,10 @@ MSI_WIDE void msi_wide_encode(const float *from, bool is_signed, float units, ui
     }
 }
 
-/* The values of codes, of a scale times 1 / MSI_TOP_SIGNED or 1 / MSI_TOP_UNSIGNED. By the exponent
-   e of twice the rank, the units of a rank are a linear function, which is exact for the codes with
-   a sign. Its last row is for 128, of 1, and the first, for 0 and 1, goes through the origin. */
+/* The values of codes; `unit` is the scale divided by MSI_TOP_SIGNED (or MSI_TOP_UNSIGNED). Among
+   ranks whose doubles have the same exponent e, the units are a linear function of the rank, which
+   is computed exactly. The last row is for rank 128, whose value is 1, and the first, for ranks 0
+   and 1, goes through the origin. */
 MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float unit, msi_floats *x) {
     static const float slopes[8] = {11.0f,    90.0f,    450.0f,    2250.0f,
                                     11250.0f, 56250.0f, 281250.0f, 0.0f};
@@ -5534,8 +5535,9 @@ MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float unit, msi_float
     }
 }
 
-/* The same for codes without a sign and the exponent of the rank. The linear function times a power
-   of 5 is rounded as in msi_units_of_rank. The last row is for the ranks 1 and 256, of 0 and 1. */
+/* The same for codes without a sign, by the exponent of the rank itself. The linear function times
+   a power of 5 is rounded as in msi_units_of_rank. The last row is for rank 1, whose value is 0,
+   and rank 256, whose value is 1. */
 MSI_WIDE void msi_wide_decode_unsigned(const uint8_t *codes, float unit, msi_floats *x) {
     static const float powers[8] = {5.0f,    25.0f,    125.0f,   625.0f,
                                     3125.0f, 15625.0f, 78125.0f, 43572.9844f};
@@ -5590,7 +5592,7 @@ typedef struct msi_wide_state {
     ms_state_format format;
     void *stored;
     float *floats; // F32: what is stored; 8BIT: where numbers wait for their scale
-    float unit;    // of codes, as they are before
+    float unit;    // of the codes before the update
     msi_ints most; // the bits of the largest magnitude in each lane
     uint32_t key;  // BF16: of random bits, and the number of the first element
     uint64_t number;
@@ -5806,7 +5808,7 @@ typedef struct msi_bytes_job {
     uint8_t *target;
     const uint8_t *source; // NULL: a fill
     uint8_t value;
-    uint64_t bytes, chunk; // of each piece
+    uint64_t bytes, chunk; // in all; of each piece
 } msi_bytes_job;
 
 static void msi_bytes_piece(void *argument, uint32_t piece) {
@@ -6014,7 +6016,7 @@ static void msi_decode(const uint8_t *codes, float scale, bool is_signed, int co
     }
 }
 
-/* Numbers of which `most` has the bits of the largest magnitude. Returns the scale. */
+/* Encodes numbers; `most` is the bits of their largest magnitude. Returns the scale. */
 static float msi_encode_up_to(uint32_t most, const float *from, bool is_signed, int count,
                               uint8_t *codes) {
     const float scale = msi_f32_of_bits(most);
@@ -6075,9 +6077,9 @@ static void msi_8bit_encode(void *state, bool is_signed, uint64_t at, int count,
     memcpy(bytes + msi_scale_at(at, all), &scale, sizeof scale);
 }
 
-/* Elements [at, at + count) of `all` in a format, of which `at` begins a block, from and to float.
-   Stored with a key, they are rounded at random, otherwise (NULL) to the nearest, as codes are;
-   `first` is the number of element 0 for the random bits. */
+/* Elements [at, at + count) of `all` from a format to float, and back; `at` begins a block. With a
+   key they are rounded at random; without (NULL), and in codes, to the nearest. `first` is the
+   number of element 0 for the random bits. */
 static void msi_load_state(const void *state, msi_format format, bool is_signed, uint64_t at,
                            int count, uint64_t all, float *to) {
 #define MSI_X(name, small, ...)                                                                    \
@@ -6115,7 +6117,7 @@ static void msi_store_state(void *state, msi_format format, bool is_signed, uint
 
 typedef struct msi_wide_waiting msi_wide_waiting; // of wide updates only
 
-/* A block whose params and gradients are F32: what they are, or converted. */
+/* A block of values and gradients in F32: the tensors themselves, or converted copies. */
 typedef struct msi_update_floats {
     uint64_t at; // of the param
     int count;
@@ -6345,6 +6347,9 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
     return msi_update_for(NULL, args);
 }
 
+// ------------------------------------------------------------------------------------------------
+// >>cpu gemm  matrix products, where no CBLAS computes them
+
 /* How ms_gemm works. Each thread computes blocks of c. For a block, the rows of op(a) and the
    columns of op(b), both called lines here, are packed for some steps of the depth at a time, so
    that what is multiplied lies in cache and in the order of its use: in strips of MSI_STRIP lines,
@@ -6352,11 +6357,8 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
    missing. A cell is one float; or, where the processor multiplies BF16 itself, a pair of BF16
    numbers that follow each other in the depth.
 
-// ------------------------------------------------------------------------------------------------
-// >>cpu gemm  matrix products, where no CBLAS computes them
-
    Where the parts of a sum begin depends on the depth alone. So an element of c has the same bits
-   wherever it stands in c, whatever the strides and the alignment, and on any number of threads: a
+   wherever it is in c, whatever the strides and the alignment, and on any number of threads: a
    recomputation gives what forward gave. */
 enum {
     MSI_STRIP = 16,
@@ -6778,9 +6780,8 @@ static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_ma
 // ------------------------------------------------------------------------------------------------
 // >>backend cpu  the arena is host memory; copies run on threads
 
-/* What a processor says of itself. x86: Intel, "Software developer's manual", volume 2A, CPUID, and
-   volume 1, chapter 13, for what the system saves of the registers that it takes. ARM under Linux:
-   asm/hwcap.h. */
+/* What a processor says about itself. x86: Intel, "Software developer's manual", volume 2A, CPUID;
+   and volume 1, chapter 13, for which registers the system saves. ARM under Linux: asm/hwcap.h. */
 #if defined(MSI_X86)
 typedef struct msi_cpuid {
     uint32_t a, b, c, d;
@@ -6978,7 +6979,7 @@ typedef struct msi_copy_job {
 /* The jobs of one direction, which a thread does in order. There is no thread before the first of
    them, and counts stay 0 where none can be started. */
 typedef struct msi_copy_stream {
-    msi_monitor monitor; // of `ends`, of the counts, and of the ring between them
+    msi_monitor monitor; // protects `ends`, the counts, and the ring between the counts
     msi_thread thread;
     bool is_running;
     bool ends;                        // the thread, which has nothing left to do
@@ -7400,8 +7401,8 @@ typedef struct msi_bench {
 
 enum { MSI_BENCH_STEP_BYTES = 512 };
 
-/* An update of AdamW whose state is on the host. What it reads of the step is the last of device
-   memory: factors, with the pattern that is everywhere, and a state that is not halted. */
+/* An update of AdamW whose state is on the host. What it reads of the step is at the end of device
+   memory: factors, filled with the pattern that is everywhere, and a state that is not halted. */
 static int msi_bench_update(msi_bench *t) {
     uint8_t *device = (uint8_t *)t->device, *host = (uint8_t *)t->host;
     const uint64_t half = (t->host_bytes - MSI_BENCH_STEP_BYTES) / 512 * 256;
@@ -7947,9 +7948,9 @@ static uint8_t msi_move_of(msi_role role) {
                                                  : MSI_MOVES_STATE);
 }
 
-/* Why the optimizer state of a param is not in codes of 8 bits: because it cannot be, or, from SMALL
-   on, by a rule that can be overruled by force. The fact by which plans are explained; the reason in
-   words. */
+/* Why the optimizer state of a param is not in codes of 8 bits: it cannot be, or, from SMALL on, a
+   rule says so, which force overrules. Columns: the constant; the fact by which plans are
+   explained; the reason in words. */
 #define MSI_NOT_8BIT(X)                                                                            \
     X(MSI_8BIT_MAY_BE, 0, NULL)                                                                    \
     X(MSI_8BIT_NO_STATE, MSI_FACT(NO_STATE), "it has no optimizer state")                          \
@@ -8039,8 +8040,7 @@ static uint64_t msi_value_bytes(const msi_tensor *t, msi_format format) {
                                            : msi_format_bytes(format, t->bytes / sizeof(float));
 }
 
-/* The format of what a tensor has in a role, if its state is coded or not and its value is not
-   rounded. */
+/* The format of a tensor in a role, if its value is not rounded; state_8bit: its state is coded. */
 static msi_format msi_format_of(const ms_optimizer_desc *o, const msi_tensor *t, msi_role role,
                                 bool state_8bit) {
     return role < MSI_ROLE_STATE0 ? (msi_format)t->format
@@ -8534,7 +8534,7 @@ static uint64_t msi_common_multiple(uint64_t a, uint64_t b) {
     return a / x * b;
 }
 
-/* Rows that belong together: tiles of a layer have a multiple of them. 0: it has no tiles. */
+/* Tiles of a layer have a multiple of so many rows. 0: the layer cannot be in tiles. */
 static uint64_t msi_tile_unit(const msi_graph *g, const msi_layer *l) {
     const uint64_t rows = msi_layer_rows(g, l, false);
     uint64_t unit = l->tile.multiple > 1 ? (uint64_t)l->tile.multiple : 1;
@@ -8577,8 +8577,8 @@ static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uin
     return wanted;
 }
 
-/* Marks the tensors of a layer that its own recomputation reads, and those that cannot come back:
-   if forward runs only once, these ones, or all where there is no such recomputation. */
+/* Marks the values of a layer that its own recompute callback reads, and those that must stay. If
+   forward cannot run again, the values that the callback reads must; without a callback, all. */
 static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
         const uint32_t read = l->recompute ? l->recompute_masks[group] : 0;
@@ -8756,11 +8756,12 @@ enum { MSI_MOST_GROUPED = 32, MSI_MOST_TILES = 256 };
 typedef struct msi_tiling {
     uint32_t first, end;      // layers
     uint32_t tiles;           // some at the end may have no rows
-    uint32_t rows, tile_rows; // of the group, that is of its layer with the most; of a tile
+    uint32_t rows, tile_rows; // of the layer of the group that has the most; of a tile
     bool sweeps;
 } msi_tiling;
 
-/* The rows of a group, and those that belong together. 0: it has none in common. */
+/* The rows of the layer that has the most in a group; tiles have a multiple of *unit of them. 0:
+   the layers cannot be cut alike. */
 static uint64_t msi_common_rows(const msi_graph *g, uint32_t first, uint32_t end, uint64_t *unit) {
     uint64_t rows = 1;
     *unit = 1;
@@ -8777,8 +8778,9 @@ static uint64_t msi_common_rows(const msi_graph *g, uint32_t first, uint32_t end
     return *unit > 0 && *unit <= rows && rows < INT32_MAX ? rows : 0;
 }
 
-/* Whether a group ends in the loss: it has the first layers whose gradients are computed. Gradients
-   in the trainer's memory, which is never cleared, wait for ms_backward. */
+/* Whether a group ends in the loss, so that its layers are the first to run backward. False if a
+   param has its gradient in the trainer's memory: that is never cleared, so no gradient may be
+   added before ms_backward. */
 static bool msi_ends_in_loss(const msi_graph *g, uint32_t first, uint32_t end) {
     const uint32_t producer =
         g->loss < g->tensors.count ? g->tensors.items[g->loss].producer : MSI_NONE;
@@ -8837,8 +8839,8 @@ static uint32_t msi_tiles_of(const msi_graph *g, const msi_tensor_decision *d, u
     return d[msi_first_output(g, &g->layers.items[layer])].tiles;
 }
 
-/* Rows of a group whose bytes are a multiple of the alignment, in all operands that are cut and in
-   16 bits too: a multiple of `unit`. */
+/* The least multiple of `unit` rows that takes a multiple of MSI_ALIGNMENT bytes in every operand
+   that is cut, in 16 bits too. */
 static uint64_t msi_aligned_unit(const msi_graph *g, uint32_t first, uint32_t end, uint64_t rows,
                                  uint64_t unit) {
     uint64_t times = 1;
@@ -8859,9 +8861,8 @@ static uint64_t msi_aligned_unit(const msi_graph *g, uint32_t first, uint32_t en
     return times * unit;
 }
 
-/* The group that begins with a layer. Where there are enough rows, tiles begin at aligned addresses.
-   At some sizes of the axes rows may not be parted: then the
-   first tile has them all. */
+/* The group that begins with a layer. With enough rows, tiles begin at aligned addresses. At sizes
+   of the axes at which the layers cannot be cut alike, the first tile has all rows. */
 static msi_tiling msi_group_at(const msi_graph *g, const msi_tensor_decision *d, uint32_t first) {
     msi_tiling group = {first, first + 1, msi_tiles_of(g, d, first), 0, 0, false};
     uint64_t unit;
@@ -8916,7 +8917,7 @@ static uint32_t msi_longest_group(const msi_graph *g, uint32_t first) {
     return end;
 }
 
-/* In how many tiles a group can be at most: of the rows that belong together, and of the smallest. */
+/* The most tiles that a group can have: each a multiple of `unit`, and none below tile.smallest. */
 static uint32_t msi_most_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
     uint64_t unit, rows = msi_common_rows(g, first, end, &unit), least = unit;
     for (uint32_t i = first; i < end; i++) {
@@ -8930,7 +8931,7 @@ static uint32_t msi_most_tiles(const msi_graph *g, uint32_t first, uint32_t end)
     return (uint32_t)(most < 1 ? 1 : most < MSI_MOST_TILES ? most : (uint64_t)MSI_MOST_TILES);
 }
 
-/* In how many tiles a group is that is forced: by the fewest rows that a layer of it prefers. */
+/* The number of tiles of a group that is forced: 4, or more if a layer prefers fewer rows. */
 static uint32_t msi_forced_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
     uint64_t unit, rows = msi_common_rows(g, first, end, &unit), each = (rows + 3) / 4;
     for (uint32_t i = first; i < end; i++) {
