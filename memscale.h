@@ -10919,7 +10919,7 @@ static void msi_reserve(const ms_model *m, msi_store *store) {
     store->event_count = MSI_EVENT_COUNT;
 }
 
-/* Whether a plan of this wrap may have a value in 16 bits that can be. */
+/* Whether plans of this wrap may round a value to 16 bits, if it can be rounded. */
 static bool msi_may_be_mixed(const ms_model *m, const msi_tensor *t) {
     const ms_switch force = (ms_switch)t->technique[MS_TECHNIQUE_MIXED_PRECISION];
     return force == MS_SWITCH_ON ||
@@ -10962,8 +10962,8 @@ static bool msi_list_residents(ms_model *m, msi_store *store) {
     return true;
 }
 
-/* Params of a layer move in one copy, so many of them at most, unless two of them are not small: a
-   copy of so many bytes takes hardly longer than to launch it. */
+/* Params of a layer move in one copy: at most so many, and at most one of them that is not small. A
+   copy of so many bytes takes hardly longer than its launch. */
 enum { MSI_MOST_TOGETHER = 8, MSI_SMALL_BYTES = 1 << 16 };
 
 /* Params that move in one copy: how many, and the bytes of the largest. */
@@ -10981,10 +10981,10 @@ static bool msi_goes_along(msi_batch *b, uint64_t bytes) {
     return along;
 }
 
-/* The residents that have no place yet in the order in which homes lie on the host. */
+/* The order in which homes lie on the host, while it is made. */
 typedef struct msi_homes {
     msi_store *store;
-    uint32_t count; // that have one
+    uint32_t count; // residents that have a place in it
 } msi_homes;
 
 static void msi_put_next(msi_homes *h, uint32_t resident) {
@@ -10994,7 +10994,7 @@ static void msi_put_next(msi_homes *h, uint32_t resident) {
     }
 }
 
-/* Params that move together, one by one: first the values of all, then all state, then gradients. */
+/* Gives places to params that move together: the values of all, then all state, then gradients. */
 static void msi_put_params(msi_homes *h, const uint32_t *params, uint32_t count) {
     const msi_store *store = h->store;
     for (int turn = 0; turn < 3; turn++) {
@@ -11086,7 +11086,7 @@ static uint64_t msi_room_of(const msi_store *store) {
    forward of a loss layer: where that gradient is written. */
 typedef struct msi_edge {
     uint32_t tensor; // MSI_NONE: the layer does not write this gradient
-    uint32_t range;  // MSI_NONE: not made yet, or w->gradient[tensor]
+    uint32_t range;  // MSI_NONE: not made yet, or the one in w->now.gradient[tensor]
     msi_format format;
     bool overwrites;
     bool is_cast;    // it is written in another format than that of the gradient
@@ -11097,7 +11097,7 @@ typedef struct msi_edge {
 /* What a layer writes in another format than the one in which it is kept. */
 typedef struct msi_result_cast {
     uint32_t tensor, from, to;
-    bool is_new; // `to` begins with the result
+    bool is_new; // the live range `to` begins with this result
 } msi_result_cast;
 
 /* An operand of an update: the resident on the host that it is a copy of, and where it is now. */
@@ -11184,10 +11184,10 @@ typedef struct msi_lowering {
     msi_recomputation again;
     msi_tile_run tiles;
     msi_update_queue queue;
-    bool backward;    // inside it
+    bool backward;    // what is emitted now is part of backward
     bool has_narrow;  // some decision has a format of 16 bits
-    bool scales_loss; // and that is F16
-    bool calls_f32;   // but all layers compute in F32, and read masters where there are any
+    bool scales_loss; // some decision has F16, which needs a loss scale
+    bool calls_f32;   // all the same, layers compute in F32, and read masters where there are any
     bool has_tiles;   // some decision has tiles
     bool is_seeded;   // the gradient of the loss is there
 } msi_lowering;
@@ -11338,8 +11338,8 @@ static uint32_t msi_whole_of(msi_lowering *w, uint32_t *whole, uint32_t t, msi_r
     return whole[t];
 }
 
-/* A live range for the gradient of a tensor. In tiles, that of what was made before the group has
-   all rows. */
+/* A live range for the gradient of a tensor. Inside a group, the gradient of a tensor that was made
+   before the group has all rows. */
 static uint32_t msi_new_gradient(msi_lowering *w, uint32_t t, msi_format format) {
     const uint32_t producer = w->graph->tensors.items[t].producer;
     return msi_cuts(w, t) && (producer == MSI_NONE || producer < w->tiles.group->first)
@@ -11383,7 +11383,7 @@ static MSI_NOINLINE void msi_use_both(msi_lowering *w, uint32_t target, bool acc
     msi_use(w, source, false);
 }
 
-/* Copies a value to a range, or to a new one in a format: which may be another one. */
+/* Copies or casts a value to `range`, or, if that is MSI_NONE, to a new range in `format`. */
 static uint32_t msi_emit_copy_as(msi_lowering *w, uint32_t target, msi_role role, uint32_t range,
                                  uint32_t source, msi_format format) {
     const msi_format to = range == MSI_NONE ? format : msi_format_at(w, range);
@@ -11413,7 +11413,7 @@ static bool msi_is_moved(const msi_lowering *w, uint32_t t, msi_role role) {
     return w->decisions[t].moves & msi_move_of(role);
 }
 
-/* Brings a value or gradient that lies on the host alone to the device. */
+/* Copies a value or gradient that is on the host alone to the device. */
 static void msi_fetch(msi_lowering *w, uint32_t t, msi_role role) {
     uint32_t *now = role == MSI_ROLE_VALUE ? &w->now.value[t] : &w->now.gradient[t];
     const uint32_t from = role == MSI_ROLE_VALUE ? w->now.away[t] : w->now.gradient_away[t];
@@ -11593,8 +11593,8 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
 // ------------------------------------------------------------------------------------------------
 // >>operands  the next call of a layer: formats, edges, results, and casts around it
 
-/* The format of the next call of a layer: that of the first operand in 16 bits which it accepts so,
-   and which is not to stay F32. */
+/* The format of the next call of a layer: that of its first operand that is in 16 bits, follows the
+   format of the call, and has a format that the layer accepts. */
 static msi_format msi_call_format(const msi_lowering *w, const msi_layer *l) {
     if (!w->has_narrow || w->calls_f32 || !l->dtypes.accepts || msi_is_kept_f32(w->graph, l)) {
         return MSI_FORMAT_F32;
@@ -11676,8 +11676,8 @@ static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
     edge->accumulate = edge->is_cast ? edge->range != MSI_NONE : !edge->overwrites && !first;
 }
 
-/* Copies grad_out to where a gradient is to be computed in place of it; returns the live range of
-   the copy. */
+/* For a gradient that is computed in place of a grad_out: copies the grad_out to the memory of the
+   gradient. Returns the live range of the copy. */
 static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t in, msi_edge *edge,
                                   uint32_t *grad_out) {
     const msi_graph *g = w->graph;
@@ -11763,15 +11763,15 @@ static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
             w->decisions[t].pass <= w->again.depth);
 }
 
-/* Whether only the layers of the present group use what it makes. */
+/* Whether, before backward, only layers of the present group use a tensor that the group makes. */
 static bool msi_is_within_group(const msi_lowering *w, msi_op op, uint32_t t) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     return tensor->last_use < w->tiles.group->end && !tensor->is_output && t != w->graph->loss &&
            !(op == MSI_OP_EVAL && tensor->is_eval_output);
 }
 
-/* Whether what the present tile makes joins the rows of the others: where other layers use it, or
-   where it is kept for backward. */
+/* Whether the rows of a tensor that the present tile makes are collected with those of the other
+   tiles: because layers outside the group use the tensor, or because it is kept for backward. */
 static bool msi_is_made_whole(const msi_lowering *w, msi_op op, uint32_t t, uint32_t reader) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     return msi_is_again(op) ? !w->tiles.for_backward && !msi_is_within_group(w, op, t) &&
@@ -11782,14 +11782,14 @@ static bool msi_is_made_whole(const msi_lowering *w, msi_op op, uint32_t t, uint
                                    !msi_is_moved(w, t, MSI_ROLE_VALUE));
 }
 
-/* Whether a call need not write an optional result: nothing reads it before it is made again. */
+/* Whether a call need not write an optional result: nothing reads that before it is made again. */
 static bool msi_is_left_out(const msi_lowering *w, msi_op op, uint32_t t) {
     return op == MSI_OP_EVAL || !msi_is_read_again(&w->graph->tensors.items[t]) ||
            (w->decisions[t].pass > 0 && !(w->tiles.group && w->tiles.group->sweeps));
 }
 
-/* msi_output_range for a tile. What a recomputation by forward finds in memory, it writes again to
-   memory of its own. */
+/* msi_output_range for a tile. Where a value is still in memory, a recomputation by forward writes
+   it again, to memory that nothing reads. */
 static uint32_t msi_output_tile(msi_lowering *w, msi_op op, uint32_t t, bool optional,
                                 uint32_t reader) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
@@ -11850,9 +11850,9 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     return range;
 }
 
-/* State that a recomputation would change a second time: it is copied before forward. The copy is
-   put in place for the recomputation, after which the value that was there in the meantime, set
-   aside here, is put back. A copy that no recomputation uses is dropped in the end. */
+/* Before forward: copies the state of a layer that a recomputation would change a second time.
+   Before a recomputation: copies the present state to `aside`, from where msi_lower_forward puts it
+   back afterwards, and restores the first copy. Unused copies are dropped in the end. */
 static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t *aside) {
     const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
     uint32_t *snapshot = w->now.snapshot + (state - w->graph->operands.items);
@@ -11875,8 +11875,8 @@ static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint
     }
 }
 
-/* The live range to which a call writes what is kept in `range`: another one if the call has it in
-   another format. Then the result is cast afterwards. */
+/* The live range to which a call writes a result that is kept in `range`: a new one if the call
+   uses another format. Then msi_cast_results casts the result after the call. */
 static uint32_t msi_written_range(msi_lowering *w, const msi_layer *l, int group, uint32_t slot,
                                   uint32_t t, uint32_t range) {
     const msi_program *p = w->program;
@@ -11893,7 +11893,8 @@ static uint32_t msi_written_range(msi_lowering *w, const msi_layer *l, int group
     return cast->from;
 }
 
-/* After a call: what it has written in another format becomes what is kept, which begins here. */
+/* After a call: casts what it has written in another format to the ranges that are kept. Those that
+   are new begin here. */
 static void msi_cast_results(msi_lowering *w) {
     for (uint32_t k = 0; k < w->next.cast_count && !w->program->out_of_memory; k++) {
         const msi_result_cast *cast = &w->next.casts[k];
@@ -11926,7 +11927,7 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
     }
 }
 
-/* Casts what the next call reads in another format than it is kept in. */
+/* Casts the values that the next call reads in another format than the one they are kept in. */
 static void msi_cast_values(msi_lowering *w, msi_op op, const msi_layer *l) {
     for (int group = 0; group <= MSI_GROUP_PARAM && w->has_narrow; group++) {
         const uint32_t reads =
@@ -11943,7 +11944,7 @@ static void msi_cast_values(msi_lowering *w, msi_op op, const msi_layer *l) {
     }
 }
 
-/* Casts the gradients of outputs that backward reads in another format than they are kept in. */
+/* The same for the gradients of outputs that backward reads. */
 static void msi_cast_gradients(msi_lowering *w, const msi_layer *l, uint32_t *grad_out) {
     for (MSI_EACH(out, w->graph, l, MSI_GROUP_OUT)) {
         const uint32_t gradient = w->now.gradient[out.tensor];
@@ -12001,8 +12002,8 @@ static void msi_unset_slots(msi_lowering *w, const msi_layer *l) {
 // ------------------------------------------------------------------------------------------------
 // >>homes  params and values that are fetched from the host for a call, and sent back after it
 
-/* Whether what has its home in one place can go in a copy with what has it in another: both lie in
-   the model's own memory. */
+/* Whether residents with these two homes can move in one copy: both homes are in the model's own
+   memory, where no callback uses them. */
 static bool msi_can_join(const msi_lowering *w, uint32_t a, uint32_t b) {
     const msi_resident *residents = w->store->residents.items;
     const uint32_t count = w->store->residents.count;
@@ -12010,7 +12011,8 @@ static bool msi_can_join(const msi_lowering *w, uint32_t a, uint32_t b) {
            !residents[a].is_shown && !residents[b].is_shown;
 }
 
-/* Whether a home lies right after another one: what is between them in order is on the device. */
+/* Whether a home lies right after another one: all residents between them in home_order are on the
+   device or borrowed. */
 static bool msi_lies_after(const msi_lowering *w, uint32_t home, uint32_t before) {
     const msi_store *store = w->store;
     const uint32_t end = store->home_at[home];
@@ -12067,8 +12069,8 @@ static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, 
     return range;
 }
 
-/* Copies a part of what has its home on the host back to there: along with what was copied to
-   `before`, by the last instruction, or by itself. */
+/* Copies a part of a range back to its home: along with what was copied to `before`, by the last
+   instruction, or by itself. */
 static void msi_send_home(msi_lowering *w, uint32_t home, uint32_t range, uint32_t before,
                           uint32_t part, uint32_t part_count) {
     if (before == MSI_NONE) {
@@ -12112,8 +12114,8 @@ static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
     }
 }
 
-/* Forgets the copies on the device of params whose home is the host; those of a group after its last
-   tile. */
+/* Forgets the copies on the device of params whose home is the host; inside a group not before its
+   last tile, when msi_end_group calls this. */
 static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
     if (w->tiles.group) {
         return;
@@ -12125,8 +12127,8 @@ static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
     }
 }
 
-/* After the forward of a layer: sends what it has made and what is moved to the host. What a sweep
-   makes is used up by then, or not used in backward. */
+/* After the forward of a layer: sends to the host what it has made and what is to be moved. A sweep
+   sends nothing: no backward but its own, which follows at once, reads what it makes. */
 static void msi_send_made(msi_lowering *w, const msi_layer *l) {
     if (w->tiles.group && w->tiles.group->sweeps) {
         return;
@@ -12193,8 +12195,8 @@ static bool msi_is_lost(const msi_lowering *w, uint32_t t) {
     return w->now.value[t] == MSI_NONE && w->now.away[t] == MSI_NONE;
 }
 
-/* How the values of a layer come back: by its recompute callback, if all is in memory that this
-   reads of the layer's own values; by forward, if there is none or something is not. */
+/* How the values of a layer come back: by RECOMPUTE, unless its recompute callback reads a value of
+   the layer itself that is lost; then by REPEAT. */
 static msi_op msi_way_back(const msi_lowering *w, const msi_layer *l) {
     bool there = true;
     for (int group = MSI_GROUP_OUT; l->recompute && group <= MSI_GROUP_SAVED; group++) {
@@ -12213,8 +12215,8 @@ static const msi_tiling *msi_group_of_layer(const msi_lowering *w, uint32_t laye
                : NULL;
 }
 
-/* Adds to a mask of the layers of a group those which make what is lost and what these read, back to
-   the first. Bits count from the first layer. */
+/* Adds to a mask of layers of a group, whose first layer has bit 0, those that make the lost inputs
+   of layers in the mask, and so on back. */
 static uint32_t msi_add_producers(const msi_lowering *w, const msi_tiling *group, uint32_t mask) {
     const msi_graph *g = w->graph;
     for (uint32_t i = group->end; i-- > group->first;) {
@@ -12233,8 +12235,8 @@ static uint32_t msi_add_producers(const msi_lowering *w, const msi_tiling *group
     return mask;
 }
 
-/* Goes through what is lost of what some layers read to run again: those of a mask, as above, or one
-   that is in no group. Of a group, what it makes itself is left out. */
+/* Goes through the lost inputs of layers that are to run again: the layers of a group in a mask, as
+   above, or one layer that is in no group. Values that the group itself makes are skipped. */
 typedef struct msi_lost_inputs {
     uint32_t first, mask, layer, reads;
     bool is_group, has_layer;
@@ -12274,8 +12276,8 @@ static uint32_t msi_next_lost(const msi_lowering *w, msi_lost_inputs *c) {
     }
 }
 
-/* Lists what is missing to recompute a tensor, back to what is in memory. Inner values of groups,
-   which are recomputed with the tensors that are listed, are not. */
+/* Lists what is missing to recompute a tensor, back to what is in memory. Inner values of groups
+   are not listed: they are recomputed along with the tensors that are. */
 static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
     uint32_t depth = 0, listed = 0;
     w->again.recomputation++;
@@ -12372,8 +12374,8 @@ static void msi_lower_group_again(msi_lowering *w, const msi_tiling *group, uint
     msi_end_group(w);
 }
 
-/* The layers of a group that run again for a tensor which the present pass wants: with those for its
-   other tensors that are wanted, if what they read is there. */
+/* The layers of a group that run again to make `tensor`, and along with it all other outputs of the
+   group that the present pass wants and for which no input is lost. */
 static uint32_t msi_wanted_layers(const msi_lowering *w, const msi_tiling *group, uint32_t tensor) {
     const msi_graph *g = w->graph;
     uint32_t mask = 0;
@@ -12441,7 +12443,7 @@ static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reade
 // ------------------------------------------------------------------------------------------------
 // >>updates  the update of a param, early or late, in parts, with what moves for it
 
-/* Computes the norm of all gradients, for clipping. */
+/* Computes the norm of all gradients, for clipping and for the loss scale. */
 static void msi_lower_norm(msi_lowering *w) {
     const msi_graph *g = w->graph;
     msi_program *p = w->program;
@@ -12469,8 +12471,8 @@ static bool msi_is_used_on_host(const msi_lowering *w, uint32_t resident) {
     return !r->borrowed && (w->decisions[r->tensor].moves & MSI_IN_PLACE);
 }
 
-/* In how many parts what is moved comes to the update of a param: those of codes are whole groups,
-   or there is one. */
+/* The number of parts of the update of a param: one if parts of codes would be smaller than a
+   group, or if the update is the trainer's own. */
 static uint32_t msi_update_parts(const msi_lowering *w, uint32_t param) {
     const msi_tensor_decision *d = &w->decisions[param];
     const uint64_t count = w->graph->tensors.items[param].bytes / sizeof(float);
@@ -12513,14 +12515,15 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
     u->parts = u->moves || w->decisions[param].splits ? msi_update_parts(w, param) : 1;
 }
 
-/* Whether somebody may look at a gradient after its update, which may have changed it. */
+/* Whether a gradient is copied back after the update: it is in the trainer's memory, and an update
+   of the trainer's own may have changed it. */
 static bool msi_returns_gradient(const msi_lowering *w, uint32_t home) {
     return w->optimizer->kind == MS_OPTIMIZER_CUSTOM && home < w->store->residents.count &&
            w->store->residents.items[home].borrowed;
 }
 
-/* Lists what the updates at hand move, in the order of its homes. A gradient moves by itself, since
-   it ends with the update. */
+/* Lists what the updates at hand move, in the order of the homes, except gradients: each moves by
+   itself, since it ends with the update. */
 static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
     const uint32_t *home_at = w->store->home_at;
     uint32_t count = 0;
@@ -12542,8 +12545,8 @@ static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
     return count;
 }
 
-/* One part of the updates at hand: what is moved is fetched before, and sent back after. What has
-   come together goes together; a value that backward has used lies elsewhere, and goes by itself. */
+/* One part of the updates at hand: what is moved is fetched before, and sent back after. What was
+   fetched in one copy is sent back in one; a value that backward has fetched goes by itself. */
 static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts) {
     msi_update_operand *moved[MSI_MOST_TOGETHER * (2 + MS_LIMIT_OPTIMIZER_STATE)];
     const uint32_t count = msi_list_moved(w, moved);
@@ -12593,8 +12596,8 @@ static MSI_NOINLINE void msi_lower_gathered(msi_lowering *w) {
     w->queue.update_count = 0;
 }
 
-/* Whether an update may go along with those at hand: what is moved for them moves in one copy. One
-   of the trainer's own may fail, and what was updated before it is sent home before. */
+/* Whether an update may go along with those at hand, so that what they move is moved in one copy.
+   The trainer's own may not: it may fail, and what was updated before must be sent home by then. */
 static bool msi_may_join_updates(const msi_lowering *w, const msi_param_update *u) {
     const msi_tensor *tensors = w->graph->tensors.items;
     const msi_param_update *last =
@@ -12680,8 +12683,8 @@ static uint32_t msi_next_early(msi_param_cursor *c, const msi_tensor_decision *d
 }
 
 /* Decides when params are updated: inside backward those that are forced, and if `early` all that
-   may be. Updates begin as soon as the gradients that wait for one exceed lag_bytes, in the order
-   in which these were complete. */
+   may be. They are updated in the order in which their gradients are complete, as soon as the
+   gradients that wait exceed lag_bytes. */
 static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool early,
                               uint64_t lag_bytes) {
     msi_param_cursor head = {g, g->layers.count, 0}, tail = head;
@@ -12757,7 +12760,7 @@ static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
     }
 }
 
-/* Sends the gradients of a layer's params that are moved and wait for something. */
+/* Sends to the host the moved gradients of a layer's params that no update has used up yet. */
 static void msi_send_gradients(msi_lowering *w, const msi_layer *l) {
     for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
         const uint32_t t = param.tensor;
@@ -12845,8 +12848,8 @@ static void msi_lower_group_forward(msi_lowering *w, msi_op op, const msi_tiling
     msi_end_group(w);
 }
 
-/* The layers of a group that run again before its backward: those which make what that reads, and
-   is lost. */
+/* The layers of a group that run again before its backward: those that make the lost values which
+   backward reads, and so on back. */
 static uint32_t msi_layers_before_backward(const msi_lowering *w, const msi_tiling *group) {
     const msi_graph *g = w->graph;
     uint32_t mask = 0;
@@ -12882,7 +12885,8 @@ static void msi_lower_before_group(msi_lowering *w, const msi_tiling *group, uin
     }
 }
 
-/* What the backward of a group reads, and layers before it read again, is fetched whole. */
+/* Fetches, with all rows, activations of earlier layers that are read by the backward of the group
+   and, later, by that of an earlier layer. */
 static void msi_fetch_for_group(msi_lowering *w, const msi_tiling *group) {
     const msi_graph *g = w->graph;
     for (uint32_t i = group->end; i-- > group->first;) {
@@ -12983,8 +12987,8 @@ static void msi_lower_updates(msi_lowering *w) {
     msi_lower_gathered(w);
 }
 
-/* Values that land together have one block of memory, unless one is used for longer than another.
-   Between them may be some that are not copied after all, and have no bytes. */
+/* Values that are fetched in one copy share a block of memory only if their live ranges are equal.
+   Values without bytes, which are not copied after all, divide those before from those after. */
 static void msi_take_apart(msi_program *p, uint32_t residents) {
     for (uint32_t k = residents, end; k < p->code.ranges.count; k = end) {
         msi_range *first = &p->code.ranges.items[k];
@@ -13015,8 +13019,8 @@ static void msi_end_before(msi_program *p, msi_range *range, uint32_t number, ui
     }
 }
 
-/* Drops the copies of state that no recomputation needed, and those to the host of what no backward
-   that is run reads. */
+/* Drops copies of forward that nothing reads: of state that no recomputation needed, and to the
+   host of values that no backward reads. */
 static void msi_drop_unused_copies(const msi_lowering *w) {
     msi_program *p = w->program;
     for (uint32_t now = 0; now < p->code.forward_end && now < p->code.instructions.count; now++) {
@@ -13100,7 +13104,7 @@ static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions
 // ------------------------------------------------------------------------------------------------
 // >>alias  live ranges that go on using the memory of others: copies, and results made in place
 
-/* Whether a value fits into the memory of another: with axes, at all their sizes or at none. */
+/* Whether a value has the format and size of another; with axes, the same size at all of theirs. */
 static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_range *old) {
     return range->format == old->format &&
            (g->axis_count == 0
@@ -13108,8 +13112,8 @@ static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_ra
                 : range->bytes == old->bytes && msi_scales_alike(g, range->tensor, old->tensor));
 }
 
-/* The live range whose memory `range` can go on using: it ends at this instruction, has the same
-   size, and every operand that has it is allowed. `allowed` has a flag per operand. */
+/* The live range of an operand whose memory `range` can go on using: it ends at this instruction,
+   has the same size, and is allowed wherever it is an operand. `allowed` has a flag per operand. */
 static uint32_t msi_find_alias(const msi_graph *g, const msi_program *p, uint32_t now,
                                uint32_t range, const uint8_t *allowed) {
     const msi_instruction *i = &p->code.instructions.items[now];
@@ -13139,8 +13143,8 @@ static MSI_NOINLINE void msi_allow(uint8_t *allowed, uint32_t first, uint32_t ma
     }
 }
 
-/* Makes operand k of an instruction an alias of an allowed operand, if its live range begins there
-   and it is in one slot only. */
+/* Makes operand k of an instruction an alias of an allowed operand, if the live range of operand k
+   begins here and is in no other slot. */
 static void msi_try_alias(const msi_graph *g, msi_program *p, uint32_t now, uint32_t k,
                           const uint8_t *allowed) {
     const msi_instruction *i = &p->code.instructions.items[now];
@@ -13344,8 +13348,8 @@ static MSI_NOINLINE double msi_mapped_us(const msi_graph *g, const msi_costs *c,
     return bytes > 0 ? 2.0 * (double)bytes / (c->hardware.mapped_gb_per_s * 1e3) : 0.0;
 }
 
-/* Operations that it takes to decode and to encode a number of 8 bits, about: they prolong the
-   update on a processor, and not on a GPU. */
+/* About how many operations it takes to decode and encode a number of 8 bits. They make updates
+   slower on a CPU, but not on a GPU. */
 static const double MSI_CODE_FLOPS = 100.0;
 
 /* How many tensors of state an update has in codes. */
@@ -13474,19 +13478,19 @@ static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_al
 // >>schedule  copies between host and device: on engines of their own, issued early, awaited late
 
 /* Lowering puts each copy from the host right before what needs it, and each copy to the host right
-   after what makes its source, where they hide nothing. The order of all that is computed stays;
-   copies are issued earlier and awaited later, as far as that is of use and memory allows:
-   - of use: a copy in need not begin sooner than to be done when it is needed, and a copy out
-     need not be awaited before it is done, by the times of all that is computed and of the other
-     copies;
-   - memory: no instruction has more live bytes than the peak without any of this and the room that
+   after what makes its source: there, computing waits for every copy. Scheduling keeps the order of
+   what is computed, and issues copies earlier and awaits them later, within two limits:
+   - use: a copy in begins no earlier than it must to be done when it is needed, and a copy out is
+     awaited once it is done, by the predicted times of what is computed and of the other copies;
+   - memory: no instruction has more live bytes than the peak before scheduling plus the room that
      the plan gives to copies, so that the peak depends on the decisions alone.
    A copy in whose value is still on the device, or can stay there within that peak, is left out.
    Copies of one engine run in the order in which they are issued, so waiting for one of them is
    waiting for all before it. */
 
-/* What may be between the uses of a value for a copy between them to be left out; how far ahead of
-   its use a copy is issued, in slots; and how many like it may be before it on its engine. */
+/* How far apart two uses of a value may be, in slots, for the copy between them to be left out; how
+   far ahead of its use a copy in may be issued, in slots; and how many copies like it may still be
+   queued on its engine. */
 enum { MSI_LONGEST_GAP = 64, MSI_LONGEST_LEAD = 1024, MSI_QUEUED_COPIES = 4 };
 
 /* A copy between host and device: in, if its engine fetches, or out. A slot is the number of an
@@ -13494,8 +13498,8 @@ enum { MSI_LONGEST_GAP = 64, MSI_LONGEST_LEAD = 1024, MSI_QUEUED_COPIES = 4 };
 typedef struct msi_transfer {
     uint32_t instruction; // in the old list
     uint32_t made;        // the slot that follows it in the old list
-    uint32_t needed;      // of a copy in: the first slot that uses it
-    uint32_t last;        // of a copy in: the last one
+    uint32_t needed;      // of a copy in: the first slot that uses it or a later copy of its engine
+    uint32_t last;        // of a copy in: the last slot that uses it
     uint32_t issue;       // it is issued before this slot
     uint32_t wait;        // it is awaited before this slot
     uint32_t next;        // the next copy of its engine that is not left out, or the count
@@ -13530,7 +13534,7 @@ typedef struct msi_scheduling {
     uint32_t barrier;
     uint32_t computed_count; // instructions that compute, among those that are placed
     /* By engine: the first copy that is not placed yet, and the first that is not awaited, or the
-       count; how many events were used; and of what is computed, how much it has last waited for. */
+       count; how many events were used; and computed_count when its last copy was placed. */
     uint32_t issued[MS_STREAM_COUNT], awaited[MS_STREAM_COUNT];
     uint32_t event_count[MS_STREAM_COUNT], followed_count[MS_STREAM_COUNT];
 } msi_scheduling;
@@ -13641,7 +13645,7 @@ static void msi_note_transfer(msi_scheduling *s, uint32_t number, uint32_t now) 
     }
 }
 
-/* Numbers the slots, and finds their times without copies, and who uses what is copied in. */
+/* Numbers the slots, and finds when each begins without copies, and which slots need a copy in. */
 static void msi_list_transfers(msi_scheduling *s) {
     const msi_program *p = s->program;
     uint32_t number = 0;
@@ -13682,7 +13686,7 @@ static void msi_list_transfers(msi_scheduling *s) {
     }
 }
 
-/* The slot before which a range ends: where it is sent to the host, that of the copy. */
+/* The slot before which a range ends: if a copy to the host uses it last, that of the copy. */
 static uint32_t msi_live_end(const msi_scheduling *s, const msi_range *range) {
     const msi_instruction *all = s->program->code.instructions.items;
     const bool sent = !range->outlives && msi_is_transfer(s, &all[range->last]);
@@ -13691,7 +13695,7 @@ static uint32_t msi_live_end(const msi_scheduling *s, const msi_range *range) {
                                     : s->slot[range->last] + 1;
 }
 
-/* Sums the live bytes of all slots, with each copy where it hides nothing. */
+/* Sums the live bytes of all slots, with each copy where lowering has put it. */
 static void msi_sum_slots(msi_scheduling *s) {
     const msi_program *p = s->program;
     for (uint32_t k = s->store->residents.count; k < p->code.ranges.count; k++) {
@@ -13742,8 +13746,8 @@ static bool msi_copies_whole(const msi_scheduling *s, const msi_transfer *t) {
     return msi_is_in(t) && i->part_count == 0 && i->rows.of == 0;
 }
 
-/* Keeps what a copy in brings in the range that it was brought to a little while before, if there is
-   memory for that until the copy is needed. */
+/* If memory allows, keeps the range that a value was last copied to until `t`, the next copy in of
+   that value, is needed. Then this copy can be left out. */
 static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_transfer *t) {
     const msi_range *range = earlier == MSI_NONE ? NULL : &s->program->code.ranges.items[earlier];
     const uint32_t end = range ? msi_live_end(s, range) : 0;
@@ -13752,8 +13756,8 @@ static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_trans
            msi_hold(s, end, t->needed, msi_align(range->bytes));
 }
 
-/* Removes copies to the device of values that were there shortly before, and that it can keep until
-   then. From a copy of several values it removes only those. */
+/* Leaves out copies in of values that were on the device shortly before and can be kept there. Of a
+   copy of several values, it leaves out only these. */
 static void msi_leave_out(msi_scheduling *s) {
     const msi_program *p = s->program;
     uint32_t *landed = s->of_range; // from now on, per range on the host: where it was copied last
@@ -13788,7 +13792,8 @@ static void msi_leave_out(msi_scheduling *s) {
     }
 }
 
-/* When each copy in should begin: of an engine, the last one that is needed first. */
+/* When each copy in should begin: in time to be done when it is needed, and before the next copy of
+   its engine begins. Goes from the last copy to the first. */
 static void msi_find_starts(msi_scheduling *s) {
     double next_us[MS_STREAM_COUNT];
     for (int engine = 0; engine < MS_STREAM_COUNT; engine++) {
@@ -13814,9 +13819,9 @@ static uint64_t msi_bytes_under_way(const msi_scheduling *s, const msi_transfer 
     return bytes;
 }
 
-/* The copies of an engine: the next one, when those that were issued are done, and, in a ring, the
-   numbers of those that are not awaited. Of copies in: one that did not fit, and the slot where it
-   did not. */
+/* The copies of an engine: when those that were issued are done, the next one to issue, and, in a
+   ring, those that are not awaited yet. Of copies in: one that did not fit, and the last slot where
+   it did not. */
 typedef struct msi_queue {
     double free_us;
     uint32_t next, blocked, blocked_to;
@@ -13890,8 +13895,9 @@ static msi_queue *msi_unmade_source(msi_placing *w, const msi_transfer *t) {
     return NULL;
 }
 
-/* Whether the next copy in of an engine may be issued before the present slot: its time has come, it
-   need not queue for longer than that slot takes, and there is memory for it. */
+/* Whether the next copy in of an engine may be issued before the present slot: its time has come,
+   there is memory for it, and its queue is short: no more than MSI_QUEUED_COPIES of its own times
+   are left there after the slot. */
 static bool msi_may_begin(msi_placing *w, msi_queue *q) {
     msi_scheduling *s = w->s;
     const msi_transfer *t = &s->transfers[q->next];
@@ -13938,8 +13944,8 @@ static void msi_begin_ins(msi_placing *w, msi_queue *q) {
     }
 }
 
-/* Issues the copies out of an engine that are made before the present slot. They are awaited when
-   they are done, or when their memory is needed. */
+/* Issues the copies out of an engine whose sources are made before the present slot. They are
+   awaited when they are done, or when their memory is needed. */
 static void msi_begin_outs(msi_placing *w, msi_queue *q) {
     const msi_scheduling *s = w->s;
     const bool ends = w->slot == s->slot_count || s->costs->waits_for_copies ||
@@ -14022,8 +14028,8 @@ static void msi_link_transfers(msi_scheduling *s) {
     memcpy(s->awaited, s->issued, sizeof s->awaited);
 }
 
-/* Places a wait for a copy: an instruction with its ends as operands, and then those of the copies
-   of its engine to before `end` that were not awaited yet. */
+/* Places a wait for a copy. Its operands are the ends of the copy, and then those of the copies of
+   its engine before `end` that were not awaited yet. */
 static void msi_place_wait(msi_scheduling *s, const msi_instruction *copy, uint32_t end) {
     msi_instruction wait = *copy;
     wait.op = (uint8_t)MSI_OP_WAIT;
@@ -14041,7 +14047,7 @@ static void msi_place_wait(msi_scheduling *s, const msi_instruction *copy, uint3
     }
 }
 
-/* Places the issue of a copy. It has an event if it is the last one that a wait is for. */
+/* Places the issue of a copy. The last of the copies that one wait is for has an event. */
 static void msi_place_issue(msi_scheduling *s, msi_transfer *t) {
     const msi_transfer *next = t->next < s->transfer_count ? &s->transfers[t->next] : NULL;
     msi_instruction i = s->program->code.instructions.items[t->instruction];
@@ -14259,27 +14265,27 @@ typedef struct msi_skyline {
     uint32_t leaves;
 } msi_skyline;
 
-/* With more blocks than this, a layout is good that is a little above the bound: with many times as
-   many, one that is within 1 %. */
+/* With more blocks than this, the search is content with a layout a little above the bound; with
+   many times as many, with one within 1 % of it. */
 enum { MSI_LAYOUT_MANY = 4096 };
 
 /* Two stacks of blocks, one standing on the ground and one hanging from the bound, and what finds a
    gap between them. The trees have a leaf for each block in use. "Before" and "after" are the sides
    of the peak: [0] and [1]. */
 typedef struct msi_stacks {
-    uint32_t peak;  // the compressed time of most live bytes: all that stand live then
-    uint32_t count; // of the blocks that stand: the first ones of the order
-    uint64_t bytes; // of these together
-    uint64_t *low;  // of each of these, upwards
+    uint32_t peak;  // the compressed time of most live bytes, at which all standing blocks live
+    uint32_t count; // of the standing blocks: the first ones of the order
+    uint64_t bytes; // of the standing blocks together
+    uint64_t *low;  // the lower end of each standing block, upwards
     uint32_t *reach[2],
-        *lack[2];        // trees over these: how far they live; what they lack of UINT32_MAX
+        *lack[2];        // trees over standing blocks: how far they live; UINT32_MAX minus that
     uint32_t hung_at[2]; // a time at which all blocks that hang on this side live
     uint64_t *floor;     // per compressed time: where what hangs begins
     uint64_t *top;       // per compressed time: where what stands ends
     uint32_t *rest;      // tree over starts: when a block of the rest that lives briefly ends, or 0
     uint32_t *hung;      // per block: whether it hangs
     uint32_t leaves;
-    uint32_t long_span;     // what lives so long, of the rest, lives long
+    uint32_t long_span;     // blocks of the rest with this span or more live long
     msi_spot *stretches[3]; // what hangs before and after, and the rest that lives long; upwards
     uint32_t stretch_count[3];
 } msi_stacks;
@@ -14603,9 +14609,9 @@ static bool msi_stacks_stands(const msi_layout_work *w, uint32_t block, const ms
            msi_layout_span(w, block) >= how->least_span;
 }
 
-/* What stands lowest: what starts first, as nearly all that does ends last. If others hang, they
-   must not meet what stands high and lives long; so there it is what lives farthest to either side
-   of the peak, as a share of the time on that side. */
+/* The lowest standing blocks are those that start first, since nearly all of these end last. If
+   blocks also hang, those must not meet a standing block that is high and lives long: then those
+   stand lowest that live farthest to a side of the peak, as a share of the time on that side. */
 static uint64_t msi_stacks_key(const msi_layout_work *w, uint32_t block, const msi_stacking *how) {
     const uint32_t peak = w->stacks.peak, first = w->first[block], last = w->last[block];
     if (!msi_stacks_stands(w, block, how)) {
