@@ -2174,7 +2174,7 @@ class model {
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// >>formats  how numbers lie in memory: the table of formats, and 16-bit floats and codes by their bits
+// >>formats  how numbers lie in memory: the table of formats, 16-bit floats and codes by their bits
 
 MSI_HD uint32_t msi_bits_of_f32(float x) {
     uint32_t bits;
@@ -3071,8 +3071,8 @@ typedef struct msi_optimizer {
 
 enum { MSI_ANY_FORMAT = (1 << MS_STATE_FORMAT_COUNT) - 1 };
 
-/* Those that are built in. Columns: the constant; the name, as in msi_NAME_element and msi_wide_NAME;
-   the fields of msi_optimizer after the first. */
+/* The optimizers that are built in. Columns: the constant; the name, as in msi_NAME_element and
+   msi_wide_NAME; the fields of msi_optimizer after the first. */
 #define MSI_OPTIMIZERS(X)                                                                          \
     X(MS_OPTIMIZER_ADAMW, adamw, 2, 1 << 1, MSI_ANY_FORMAT, false, true, true, 1e-3f, 0.9f,        \
       0.999f, 1e-8f)                                                                               \
@@ -3104,7 +3104,7 @@ MSI_HD bool msi_state_is_signed(ms_optimizer_kind kind, int k) {
     return k < 0 || !(msi_optimizer_of(kind).unsigned_codes >> k & 1);
 }
 
-/* Whether tensor k of the state exists. Only where there may be no momentum does `state` tell. */
+/* Whether tensor k of the state exists. `state` matters only where there may be no momentum. */
 MSI_HD bool msi_has_state(ms_optimizer_kind kind, int k, const float *state) {
     const msi_optimizer row = msi_optimizer_of(kind);
     return k < row.states && (!row.has_momentum || state != NULL);
@@ -3544,7 +3544,7 @@ static inline double msi_now_us(const ms_config *c) {
     return c->clock ? c->clock(c->clock_user) : msi_platform_us();
 }
 
-/* Whether the clock goes on while this thread works: that of a trainer may stand still for a frame. */
+/* Whether the clock goes on while this thread works: a trainer's may stand still for a frame. */
 static bool msi_clock_runs(const ms_config *c) {
     if (!c->clock) {
         return msi_has_clock(c);
@@ -3722,8 +3722,8 @@ typedef struct msi_layer {
     double flops, backward_flops, recompute_flops, elements;
     ms_layer_time known;    // by ms_set_layer_time
     ms_layer_time measured; // by timed steps, or from ms_profile_load; 0: not measured
-    /* In force, at the present sizes, of calls in each format; and what each tile moves whole, in
-       forward and in backward. */
+    /* The times to plan with at the present sizes, for calls in each format; and the bytes that
+       each tile moves whole, in forward and in backward. */
     ms_layer_time time[MSI_CALL_FORMAT_COUNT];
     double whole_bytes[2][MSI_CALL_FORMAT_COUNT];
     double known_elements, measured_elements; // the number of output elements for these times
@@ -3940,7 +3940,7 @@ typedef struct msi_instruction {
     uint8_t op;
     bool restores;       // a copy that restores state after a recomputation
     bool is_first;       // a ZERO that only the first micro-batch of a step runs
-    bool follows;        // of a copy on another engine: it waits for all that COMPUTE did before
+    bool follows;        // of a copy on another engine: it waits for what is computed before it
     uint16_t part;       // of part_count equal ones: it works on that part of its tensor alone;
     uint16_t part_count; // 0: on all of it
     uint16_t event;      // of a copy, signalled after it, or MSI_NO_EVENT; of a WAIT, waited for
@@ -3997,7 +3997,8 @@ typedef struct msi_code {
     uint64_t homes;      // which params have their home on the host, and formats: a hash
 } msi_code;
 
-/* Where its live ranges are, and the memory that they take. Offsets count from the end of the residents. */
+/* Where the live ranges of a program are, and the memory that they take. Offsets count from the end
+   of the residents. */
 typedef struct msi_placement {
     MSI_LIST(msi_block) blocks;
     MSI_LIST(msi_block) host_blocks;
@@ -4012,7 +4013,7 @@ typedef struct msi_placement {
     bool is_done;
 } msi_placement;
 
-/* Its times as >>simulate predicts them. */
+/* The times of a program as >>simulate predicts them. */
 typedef struct msi_prediction {
     MSI_LIST(float) expected;     // microseconds of each instruction: see msi_expected_us
     uint32_t longest, long_count; // the longest that computes; how many exceed most_us of the costs
@@ -4025,7 +4026,7 @@ typedef struct msi_prediction {
     msi_times micro, last, step;
 } msi_prediction;
 
-/* Its times in the last timed step. */
+/* The times of a program in the last timed step. */
 typedef struct msi_measurement {
     MSI_LIST(double) spans; // start and duration of each instruction
     bool is_there;          // there was a timed step
@@ -4130,7 +4131,7 @@ typedef struct msi_store {
     uint8_t *step;    // in device memory
     msi_debug *debug; // NULL: the model is not in debug mode
     uint32_t micro_count;
-    bool knows_scale, scales; // the state of a step has been told of the loss scale, and has one
+    bool knows_scale, scales; // msi_set_scale has set the state of a step; with a loss scale
 } msi_store;
 
 /* What a plan does with one tensor. A plan is an array of these, one per tensor and one more, and
@@ -4265,7 +4266,7 @@ typedef struct msi_costs {
     uint32_t copies_ahead;               // copies to the device that may be under way
     bool tf32;                           // ms_config.tf32
     double most_us;                      // ms_config.max_instruction_us
-    bool splits_layers;                  // that take longer
+    bool splits_layers;                  // layers that take longer may be put in tiles
     double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs by bytes; 0: not measured
     ms_time_source source;               // of the times of the layers
 } msi_costs;
@@ -4334,7 +4335,7 @@ typedef struct msi_run {
     float step_factor;          // of the gradient of the loss, in this step
     float loss_factor;          // as the trainer had set it when the step began; 0: the mean
     msi_progress progress;
-    bool is_summed; // the loss of the forward under way
+    bool is_summed; // forward of this micro-batch has run, and its loss is summed
     msi_slices slices;
     msi_verdict_place verdict;
     bool verdict_awaited; // the device waits for the end of its copy already
@@ -4587,8 +4588,8 @@ MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix) {
 // ------------------------------------------------------------------------------------------------
 // >>log  errors and messages
 
-/* Before and after a function calls back: meanwhile the plan, which it goes through, must stay. The
-   model may be const, since only this note changes. Returns what msi_leave takes. */
+/* Notes that a function runs a callback of the trainer, during which the plan must stay as it is.
+   The model may be const, since only this note changes. Returns what msi_leave takes afterwards. */
 static const char *msi_enter(const ms_model *m, const char *function) {
     const char *outer = m->run.visits;
     m->self->run.visits = function;
@@ -4668,7 +4669,7 @@ static MSI_COLD ms_result msi_fail_memory(ms_model *m, const char *what, uint64_
                     (unsigned long long)bytes);
 }
 
-/* The error of ms_create that a model carries, if any; and of one that is NULL. */
+/* The error of ms_create that a model carries, if any; INVALID if the model is NULL. */
 static ms_result msi_made(const ms_model *m) {
     return m ? m->errors.broken : MS_RESULT_INVALID;
 }
@@ -5137,7 +5138,7 @@ static void *msi_address(const ms_model *m, const msi_program *p, uint32_t range
                                           : msi_transient(&m->run) + r->offset;
 }
 
-/* Copies on the calling thread, and those that it computes with, once no copy is under way. */
+/* Copies by the threads that compute, after waiting for all copies that are under way. */
 static ms_result msi_copy_directly(ms_model *m, void *target, const void *source, uint64_t bytes,
                                    const char *what) {
     const ms_result result = msi_synchronize(m);
@@ -5242,7 +5243,7 @@ static void msi_arena_leave(ms_arena *arena) {
 // >>wide  the update of 16 elements at a time by AVX-512, or of 8 by AVX2, with the bits that the
 //         functions of >>formats and >>arithmetic give: compilers find no look-ups by permutation
 
-#ifdef __GNUC__ // gcc would call them, which takes nearly twice as long
+#ifdef __GNUC__ // gcc would not inline all of these: calls take nearly twice as long
 #define MSI_WIDE static inline __attribute__((always_inline))
 #else
 #define MSI_WIDE static inline
@@ -6153,7 +6154,7 @@ static void msi_update_any(const ms_update_args *a, const uint32_t *keys, int st
 }
 
 #ifdef MSI_LANES
-/* Tensor k of the state of a block; the numbers of codes wait in `floats`. */
+/* Tensor k of the state of a block. New numbers that become codes wait in `floats`. */
 MSI_WIDE msi_wide_state msi_wide_open(const ms_update_args *a, int k, uint32_t key, uint64_t at,
                                       float *floats) {
     msi_wide_state s;
@@ -6182,8 +6183,8 @@ MSI_WIDE msi_wide_state msi_wide_open(const ms_update_args *a, int k, uint32_t k
     return s;
 }
 
-/* New state of a block that is still to be stored in codes. The next block is updated first: then
-   the scales are known when they are needed. */
+/* New state of a block that is still to be stored in codes. The next block is updated before that,
+   so that nothing waits for the scales. */
 struct msi_wide_waiting {
     msi_floats floats[2][MSI_CODED_BLOCK / MSI_LANES];
     uint32_t most[2]; // the bits of the largest magnitudes
@@ -6488,7 +6489,7 @@ static void msi_gemm_transpose(float cells[MSI_STRIP][MSI_STRIP], int64_t steps,
 }
 #endif
 
-/* Packs lines that lie across what is stored: at each step, one after the other as they are read. */
+/* Packs lines that lie across the rows of the stored matrix: each row has one step of all lines. */
 MSI_WIDE void msi_gemm_pack_across(const msi_gemm_lines *x, ms_dtype dtype, bool paired,
                                    const uint8_t *from, int64_t lines, int64_t depth,
                                    float *packed) {
@@ -7175,7 +7176,7 @@ static int msi_cpu_prepare(void *state, const ms_prepare_args *args) {
     return msi_cpu_add_events((msi_cpu *)state, args->event_count);
 }
 
-/* After the last job of all, no thread uses the monitor of another. */
+/* Waits for all jobs first: a job may wait on the monitor of another stream. */
 static MSI_COLD void msi_cpu_close(void *state) {
     msi_cpu *c = (msi_cpu *)state;
     (void)msi_cpu_synchronize(c);
@@ -8234,7 +8235,7 @@ static bool msi_is_kept_f32(const msi_graph *g, const msi_layer *l) {
     return kept;
 }
 
-/* What one layer says about its operands in a narrow format: those that it makes, and its params. */
+/* Sets not_narrow and narrow_gradient of what a layer makes, and of its params, as it declares. */
 static void msi_mark_narrow(msi_graph *g, const msi_layer *l, msi_format narrow) {
     const bool accepts = msi_is_called_in(l, narrow), kept = msi_is_kept_f32(g, l);
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
@@ -8795,8 +8796,8 @@ static bool msi_ends_in_loss(const msi_graph *g, uint32_t first, uint32_t end) {
     return ends && !lent && g->backward_begin <= end;
 }
 
-/* Whether a layer uses an input as the layers of the group before it do: all of them cut it, or none
-   does. What is made in the group cannot be used whole. */
+/* Whether a layer uses an input as the layers of its group before it do: all of them cut it, or
+   none does. A value that is made in the group cannot be used whole. */
 static bool msi_is_used_alike(const msi_graph *g, uint32_t first, uint32_t layer, uint32_t slot,
                               uint32_t t) {
     const bool cut = msi_is_by_rows(&g->layers.items[layer], MSI_GROUP_IN, slot);
@@ -8981,8 +8982,8 @@ static bool msi_is_complete(const ms_backend *b) {
            (streams || !msi_enqueues_copies(b)) && (recordings || !b->recording_begin);
 }
 
-/* Whether a table still has functions of the CPU backend that need its state, which another open
-   does not make, or none. */
+/* Whether a table still has functions of the CPU backend that need its state, although its `open`,
+   which would make that state, is another one or NULL. */
 static bool msi_lacks_cpu_state(const ms_backend *b) {
     const ms_backend cpu = ms_backend_cpu();
     return cpu.open && b->open != cpu.open &&
@@ -9580,7 +9581,7 @@ static MSI_COLD bool msi_check_in_place(ms_model *m, const char *name, const ms_
     return good;
 }
 
-/* Checks that a result and the operand in whose place it is computed have one dtype in every call. */
+/* Checks that a result has the dtype of the operand in whose place it is computed in every call. */
 static MSI_COLD bool msi_check_dtypes_in_place(ms_model *m, const char *name,
                                                const ms_layer_desc *d) {
     const ms_layer_dtypes *x = &d->dtypes;
@@ -10274,10 +10275,9 @@ static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, con
     return time;
 }
 
-/* The first time that there is: known, measured, predicted; limited, so that no sum over a program
-   leaves the range of a float. */
-static const double msi_longest_us = 1e27; // so that sums of times are finite
+static const double msi_longest_us = 1e27; // so that sums over a program are finite floats
 
+/* The known time, or else the measured one, or else the predicted one; at most msi_longest_us. */
 static double msi_choose_time(double known, double measured, double predicted) {
     const double us = known > 0.0 ? known : measured > 0.0 ? measured : predicted;
     return us < msi_longest_us ? us : msi_longest_us;
@@ -10317,8 +10317,8 @@ static ms_layer_time msi_scale_time(const msi_graph *g, const msi_costs *c, cons
     return time;
 }
 
-/* Bytes of a layer that each tile moves whole, forward or backward: what it reads, and the gradients
-   of params, which it reads and writes. */
+/* Bytes of a layer that each tile moves whole, in forward or in backward: those that it reads, and
+   the gradients of params, which it reads and writes. */
 static double msi_whole_bytes(const msi_graph *g, const msi_layer *l, bool backward,
                               msi_format format) {
     const uint32_t in = backward ? l->backward_masks[MSI_GROUP_IN] : MS_ALL_SLOTS;
@@ -11318,7 +11318,7 @@ static uint32_t msi_new_whole(msi_lowering *w, uint32_t t, msi_role role, msi_fo
     return range;
 }
 
-/* A live range for a value or a gradient in a format; of what the present tile cuts, for its rows. */
+/* A live range for a value or a gradient in a format; for the rows of the present tile, if cut. */
 static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, msi_format format) {
     const uint32_t range = msi_new_whole(w, t, role, format);
     if (range != MSI_NONE && msi_cuts(w, t)) {
@@ -13386,8 +13386,8 @@ static ms_stream_kind msi_engine_of(const msi_costs *c, msi_op op) {
     return c->has_links ? msi_ops[op].engine : MS_STREAM_COMPUTE;
 }
 
-/* The time of a call for a tile: its part of the time for all rows, but no less than it takes to read
-   what is whole, and to add to the gradients of params. */
+/* The time of a call for a tile: its share of the time for all rows, but no less than the time that
+   it takes to read what is whole, and to add to the gradients of params. */
 static double msi_tile_us(const msi_costs *c, const msi_layer *l, const msi_instruction *i,
                           double us) {
     const double whole = l->whole_bytes[i->op == MSI_OP_BACKWARD][i->format];
@@ -13437,9 +13437,9 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
     return 0.0;
 }
 
-/* Fills in what each instruction of a program that is to run is predicted to take; see
-   msi_expected_us. A copy that is issued to another engine takes a launch, and a wait for it at most
-   as long as the copy. False without memory. */
+/* Fills in the predicted time of each instruction of a program that is to run; see msi_expected_us.
+   A copy that is issued to another engine takes a launch, and a wait for it as long as the copy,
+   which is the most that it can take. False without memory. */
 static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_allocator *a,
                              msi_program *p) {
     float copying[MSI_SIGNAL_COUNT];
@@ -13553,8 +13553,8 @@ static bool msi_crosses_link(const msi_program *p) {
     return crosses;
 }
 
-/* Whether an instruction is a transfer. A copy of what callbacks use on the host is none: it is
-   awaited where it is. */
+/* Whether an instruction is a transfer. A copy of what callbacks use on the host is none: it stays
+   where lowering has put it, and is awaited at once. */
 static bool msi_is_a_transfer(const msi_scheduling *s, const msi_instruction *i) {
     const msi_operand *operands = s->program->code.operands.items + i->operand_first;
     const msi_op op = msi_direction(s->program, i);
@@ -13876,8 +13876,8 @@ static uint64_t msi_outgoing_bytes(const msi_placing *w) {
     return bytes;
 }
 
-/* Whether so many bytes more fit into the present slot. What copies out hold there is summed only if
-   not all of their bytes would fit. */
+/* Whether so many bytes more fit into the present slot. The bytes that copies out hold there are
+   summed only if their bound, out_bytes, does not fit. */
 static bool msi_has_room_for(const msi_placing *w, uint64_t bytes) {
     const msi_scheduling *s = w->s;
     bytes += s->live_bytes[w->slot];
@@ -13896,8 +13896,8 @@ static msi_queue *msi_unmade_source(msi_placing *w, const msi_transfer *t) {
 }
 
 /* Whether the next copy in of an engine may be issued before the present slot: its time has come,
-   there is memory for it, and its queue is short: no more than MSI_QUEUED_COPIES of its own times
-   are left there after the slot. */
+   there is memory for it, and the copies before it keep the engine busy after the slot for no
+   longer than MSI_QUEUED_COPIES copies like it would. */
 static bool msi_may_begin(msi_placing *w, msi_queue *q) {
     msi_scheduling *s = w->s;
     const msi_transfer *t = &s->transfers[q->next];
@@ -14097,8 +14097,8 @@ static void msi_place_copies(msi_scheduling *s, uint32_t slot, bool fetches) {
     }
 }
 
-/* Places a wait for a copy that was just placed. All before it on its engine are awaited by that, and
-   need no events. */
+/* Places a wait for the copy that was just placed. This awaits all copies before it on its engine,
+   which so need no events. */
 static void msi_place_wait_at_once(msi_scheduling *s, const msi_instruction *copy) {
     const ms_stream_kind engine = msi_ops[copy->op].engine;
     for (uint32_t k = s->awaited[engine]; k < s->issued[engine] && !s->program->out_of_memory;
@@ -14318,8 +14318,8 @@ typedef struct msi_layout_work {
 } msi_layout_work;
 
 /* Largest first, except START, which is by rising start. LOAD is the largest sum of live bytes that
-   a block is part of, with ties by SPAN and then by BYTES. The classes grow in width with the
-   figure, by a constant factor. */
+   a block is part of, with ties by SPAN and then by BYTES. In the orders by CLASS, figures of one
+   class are equal; classes are wider for larger figures. */
 typedef enum msi_layout_order {
     MSI_ORDER_LOAD,
     MSI_ORDER_BYTES,
