@@ -3974,14 +3974,14 @@ typedef struct msi_block {
     uint8_t from_top;     // a hint to place gradients, which pile up while others end, from the top
 } msi_block;
 
-/* Simulated times: of all, of the waits of computing for copies, of what is recomputed, and of the
-   copies of each engine. */
+/* Simulated times: in all; of waiting for copies; of recomputation; and of the copies of each
+   engine. */
 typedef struct msi_times {
     double us, stall_us, recompute_us, link_us[MS_STREAM_COUNT];
 } msi_times;
 
-/* What runs: by >>lower, with the copies where >>schedule puts them and without the waits that
-   >>order drops. */
+/* The instructions of a program as >>lower makes them, with the copies where >>schedule puts them,
+   and without the waits that >>order drops. */
 typedef struct msi_code {
     MSI_LIST(msi_instruction) instructions;
     MSI_LIST(msi_operand) operands;
@@ -4020,8 +4020,8 @@ typedef struct msi_prediction {
     double longest_us;
     uint64_t link_bytes[MS_STREAM_COUNT]; // that each engine copies
     double link_us[MS_STREAM_COUNT];      // how long these copies take
-    /* Of a micro-batch that no update follows, which runs the program up to the end of backward; of
-       the last one, once through the program; and of the step, all of them together. Without
+    /* Of a micro-batch before the last, which runs the program up to the end of backward; of the
+       last one, which runs all of the program; and of the step, all micro-batches together. Without
        accumulation all three are equal. */
     msi_times micro, last, step;
 } msi_prediction;
@@ -4090,8 +4090,8 @@ typedef struct msi_original {
     bool is_there;
 } msi_original;
 
-/* Debug mode: memory beside a store. Callbacks run on the stage, which has two halves and a tail,
-   in device memory, and once more on the host for tensors that stay there. */
+/* Debug mode: memory beside a store. Callbacks run on the stage, which is two halves and a tail in
+   device memory, and the same again on the host, for tensors that stay there. */
 enum { MSI_PLACE_COUNT = 2 };
 
 typedef struct msi_debug {
@@ -4309,7 +4309,7 @@ typedef enum msi_verdict_place {
 /* A step that runs in slices, and the slice that runs. */
 typedef struct msi_slices {
     bool is_open;          // a step has begun, and not ended
-    bool is_enqueued;      // all of it is, on a device that has not told its loss yet
+    bool is_enqueued;      // all of it is enqueued, and the device has not told its loss yet
     bool has_run;          // an instruction, in this slice
     uint64_t step;         // completed updates before it
     double now_us, end_us; // by the clock: when the last instruction ended, and when the slice does
@@ -5077,7 +5077,7 @@ static int msi_copy_by(const ms_model *m, ms_stream_kind engine, void *target, c
     return (*copy)(m->device, target, source, bytes);
 }
 
-/* What is enqueued to an engine from now on runs after what was enqueued to compute before. */
+/* What is enqueued to an engine from now on runs after what was enqueued to COMPUTE before. */
 static int msi_follow_compute(ms_model *m, ms_stream_kind engine) {
     const ms_backend *b = &m->config.backend;
     const int error = b->record(m->device, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE);
@@ -14244,11 +14244,13 @@ static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_s
 // >>layout  offsets for live ranges (dynamic storage allocation with all requests known)
 
 /* The search has five stages and keeps the best layout. It ends when the effort is spent or the
-   layout is small enough. From the peak: first-fit around two stacks, near O(n log n) for what
-   training makes. Skylines in several orders (as Sekiyama et al. 2018 pack training memory) cost
-   O(n log n) each. First-fit in several orders, the usual greedy method, also fills gaps; it looks
-   at the blocks that a block can meet, O(n^2) where all meet. Then orders are mended where
-   first-fit fails, and ejection chains press the layout below one target after another. */
+   layout is small enough.
+   1. From the peak: first-fit around two stacks, near O(n log n) for what training makes.
+   2. Skylines in several orders (as Sekiyama et al. 2018 pack training memory), O(n log n) each.
+   3. First-fit in several orders, the usual greedy method, which also fills gaps. For each block it
+      looks at all that live at the same time: O(n^2) where all do.
+   4. Mending: orders are changed where first-fit fails.
+   5. Ejection chains press the layout below one target after another. */
 
 /* A placed block, with what is needed to compare it with others. */
 typedef struct msi_spot {
@@ -14623,7 +14625,7 @@ static uint64_t msi_stacks_key(const msi_layout_work *w, uint32_t block, const m
                      : first;
 }
 
-/* Orders the blocks that stand first, upwards, then the rest in an order of its own. */
+/* Puts the blocks that stand first in the order, upwards, and then the rest in its own order. */
 static void msi_stacks_sort(msi_layout_work *w, const msi_stacking *how) {
     memcpy(w->order, w->by_start, w->used * sizeof *w->order);
     msi_layout_sort(w, how->rest, 1);
@@ -14633,8 +14635,8 @@ static void msi_stacks_sort(msi_layout_work *w, const msi_stacking *how) {
     msi_sort_indices(w->order, w->scratch, w->used, w->key);
 }
 
-/* Where the blocks that stand end, at each time: on either side of the peak they only become
-   fewer. */
+/* Finds the top of the blocks that stand, at each time: all of them live at the peak, so away from
+   it they only become fewer. */
 static void msi_stacks_measure_top(msi_layout_work *w) {
     const msi_stacks *s = &w->stacks;
     memset(s->top, 0, w->times * sizeof *s->top);
