@@ -2174,7 +2174,7 @@ class model {
 #endif
 
 // ------------------------------------------------------------------------------------------------
-// >>formats  how numbers lie in memory: the table of formats, and 16-bit floats and codes by their bits
+// >>formats  how numbers lie in memory: the table of formats, 16-bit floats and codes by their bits
 
 MSI_HD uint32_t msi_bits_of_f32(float x) {
     uint32_t bits;
@@ -2204,9 +2204,9 @@ MSI_HD uint64_t msi_bits_of_f64(double x) {
     return bits;
 }
 
-/* What a number is must not be asked by comparisons: compilers that are told of finite numbers only
-   (-Ofast, -ffinite-math-only) fold x != x and x - x == 0. They may also conclude from the
-   arithmetic that has made x that its bits are those of a finite number, and what is volatile stops
+/* Comparisons cannot tell whether a number is finite or a NaN: with -Ofast or -ffinite-math-only
+   compilers assume that all numbers are finite, and fold x != x and x - x == 0. From the arithmetic
+   that made x they may even derive that its bits are those of a finite number; `volatile` prevents
    that. */
 MSI_HD bool msi_is_finite(double x) {
     volatile uint64_t bits = msi_bits_of_f64(x);
@@ -2252,11 +2252,11 @@ MSI_HD float msi_f32_of_f32(float x) {
     return x;
 }
 
-/* How numbers lie in memory: in what layers can be called; the other dtypes, of values that stay as
-   they were created; codes, of optimizer state alone. Columns: the name; the same as in
-   msi_f32_of_NAME, msi_NAME_of_f32 and msi_NAME_at_random for calls, and in msi_NAME_decode and
-   msi_NAME_encode for codes; the type of an element; the dtype and the ms_state_format that users
-   know it by (COUNT: none); elements with a scale of their own (1: there is none). */
+/* Formats of numbers in memory, in three tables: those in which layers can be called; the other
+   dtypes, whose values stay as they were created; codes, for optimizer state alone. Columns: the
+   name; the name inside functions (msi_f32_of_NAME, msi_NAME_of_f32 and msi_NAME_at_random for
+   calls, msi_NAME_decode and msi_NAME_encode for codes); the type of an element; the dtype and the
+   ms_state_format that users know it by (COUNT: none); elements that share a scale (1: none). */
 #define MSI_CALL_FORMATS(X)                                                                        \
     X(F32, f32, float, MS_DTYPE_F32, MS_STATE_FORMAT_F32, 1)                                       \
     X(F16, f16, uint16_t, MS_DTYPE_F16, MS_STATE_FORMAT_COUNT, 1)                                  \
@@ -2320,8 +2320,8 @@ MSI_HD uint32_t msi_random(uint32_t key, uint64_t number) {
     return x ^ x >> 16;
 }
 
-/* Rounds a finite number to one of its two neighbours, to each with the probability of its
-   nearness to the other. What a double of the largest number would be stays that. */
+/* Stochastic rounding: a finite number becomes one of the two BF16 numbers around it, with the
+   probabilities that keep its expected value. What would become infinite is rounded towards 0. */
 MSI_HD uint16_t msi_bf16_at_random(float x, uint32_t random) {
     const uint32_t bits = msi_bits_of_f32(x), up = bits + (random >> 16);
     const uint32_t fits = 0u - (uint32_t)((up & 0x7fffffffu) < 0x7f800000u);
@@ -2333,8 +2333,8 @@ MSI_HD float msi_f32_at_random(float x, uint32_t random) {
     return x;
 }
 
-/* The same to F16, for numbers of any size: what is larger than its largest becomes that, and
-   below 2^-14 neighbours are 2^-24 apart. */
+/* The same for F16: magnitudes above the largest F16 number become that number, and below 2^-14
+   F16 numbers are 2^-24 apart. */
 MSI_HD uint16_t msi_f16_at_random(float x, uint32_t random) {
     const uint32_t bits = msi_bits_of_f32(x), sign = bits >> 16 & 0x8000u;
     const uint32_t rest = bits & 0x7fffffffu, e = rest >> 23;
@@ -2406,8 +2406,8 @@ MSI_HD float msi_units_of_unsigned(uint8_t code) {
     return msi_f32_of_bits((units & ~(zero | top)) | (msi_bits_of_f32(MSI_TOP_UNSIGNED) & top));
 }
 
-/* Past the middle between the last part of e - 1 and the first of e, it is part of e: the bits of
-   5^e are those of 5^(e-1) plus so many. */
+/* A number past the middle between the last value of decade e - 1 and the first of decade e is in
+   decade e. `step` is what takes the bits of 5^(e-1) to those of 5^e. */
 #define MSI_DECADE(e, power, step)                                                                 \
     {                                                                                              \
         const uint32_t past = msi_mask(whole >= (power) / 5 * ((20 << (e)) + 36));                 \
@@ -2415,9 +2415,9 @@ MSI_HD float msi_units_of_unsigned(uint8_t code) {
         decade -= past;                                                                            \
     }
 
-/* The rank whose V is nearest to a number of units, which is not negative and of which only the
-   whole part matters; of two that are as near, the larger. For numbers nearer to the V of rank
-   2^first than to 0, and up to 1. */
+/* The rank whose V is nearest to `whole` units, the larger of two that are equally near. `first` is
+   0 for the code book with signs and 1 for the other. `whole` is the whole part of a number of
+   units that is nearer to the V of rank 2^first than to 0, and at most 1 in units. */
 MSI_HD uint32_t msi_nearest_rank(int32_t whole, uint32_t first) {
     uint32_t power_bits = first ? 0x40a00000u : 0x3f800000u, decade = first; // 5^e, e
     if (!first) {
@@ -2444,7 +2444,7 @@ MSI_HD uint32_t msi_nearest_rank(int32_t whole, uint32_t first) {
     return ((uint32_t)(parts + part) & ~is_top) | ((128u << first) & is_top);
 }
 
-/* How many units 1 has for numbers of this scale. 0: they all count as 0. */
+/* The factor that turns numbers of this scale into units. 0: they all count as 0. */
 MSI_HD float msi_units_of_scale(float scale, float top) {
     const uint32_t least = msi_bits_of_f32(MSI_LEAST_SCALE); // a scale that is not finite has none
     return msi_bits_of_f32(scale) - least < 0x7f800000u - least ? top / scale : 0.0f;
@@ -2534,7 +2534,7 @@ static inline void msi_put_text(msi_formatted *to, const char *from, int length)
     }
 }
 
-/* Between blanks or zeros up to a width; negative: to the left. */
+/* Pads a text with blanks or zeros up to a width; negative: aligned to the left. */
 static inline void msi_put_padded(msi_formatted *to, const char *from, int length, int width,
                                   bool zeros) {
     const int sign = zeros && length > 0 && from[0] == '-';
@@ -2555,9 +2555,9 @@ static inline char *msi_whole_digits(char *end, uint64_t x, uint32_t base) {
 
 enum { MSI_DECIMAL_WORDS = 90, MSI_DECIMAL_DIGITS = 9 * MSI_DECIMAL_WORDS };
 
-/* All decimal digits of a finite x > 0, which are those of mantissa * 2^e or of mantissa * 5^-e: a
-   whole number of words below 1e9, the lowest first. Returns how many digits; *point of them are
-   before the point. */
+/* All decimal digits of a finite x > 0: those of the whole number mantissa * 2^e or, if e < 0,
+   mantissa * 5^-e, which is computed in words of 9 digits, the lowest first. Returns how many
+   digits; *point of them are before the point. */
 static inline int msi_exact_digits(double x, char *digits, int *point) {
     const uint64_t bits = msi_bits_of_f64(x), fraction = bits & 0xfffffffffffffu;
     const int biased = (int)(bits >> 52 & 0x7ff), e = (biased ? biased : 1) - 1075;
@@ -3071,8 +3071,8 @@ typedef struct msi_optimizer {
 
 enum { MSI_ANY_FORMAT = (1 << MS_STATE_FORMAT_COUNT) - 1 };
 
-/* Those that are built in. Columns: the constant; the name, as in msi_NAME_element and msi_wide_NAME;
-   the fields of msi_optimizer after the first. */
+/* The optimizers that are built in. Columns: the constant; the name, as in msi_NAME_element and
+   msi_wide_NAME; the fields of msi_optimizer after the first. */
 #define MSI_OPTIMIZERS(X)                                                                          \
     X(MS_OPTIMIZER_ADAMW, adamw, 2, 1 << 1, MSI_ANY_FORMAT, false, true, true, 1e-3f, 0.9f,        \
       0.999f, 1e-8f)                                                                               \
@@ -3104,7 +3104,7 @@ MSI_HD bool msi_state_is_signed(ms_optimizer_kind kind, int k) {
     return k < 0 || !(msi_optimizer_of(kind).unsigned_codes >> k & 1);
 }
 
-/* Whether there is a tensor of state; most optimizers know that without looking. */
+/* Whether tensor k of the state exists. `state` matters only where there may be no momentum. */
 MSI_HD bool msi_has_state(ms_optimizer_kind kind, int k, const float *state) {
     const msi_optimizer row = msi_optimizer_of(kind);
     return k < row.states && (!row.has_momentum || state != NULL);
@@ -3129,8 +3129,8 @@ MSI_HD float msi_sgd_element(const ms_update_factors *f, float value, float grad
     return MSI_FMA(f->rate, MSI_FMA(f->decay, value, v), value);
 }
 
-/* Where state has fewer bits than float: whether an element changes, as a mask of all bits, and
-   what it becomes. */
+/* For updates with state in fewer bits than float: msi_changes is a mask of all bits if an element
+   is to change, and msi_choose applies it. Gradients from 2^64 on, and NaN, change nothing. */
 #define MSI_NO_GRADIENT 0x5f800000u // the bits of 2^64
 
 MSI_HD uint32_t msi_changes(float gradient) {
@@ -3255,7 +3255,7 @@ MSI_HD void msi_follow_overflows(ms_step_state *s, bool finite) {
     s->loss_scale = msi_is_finite((double)scale) ? scale : s->loss_scale;
 }
 
-/* The same as for the loss for the norm, from the sum of the squares of all gradients. Returns the
+/* As msi_judge_loss, but for the norm of the gradients, given the sum of their squares. Returns the
    factor that scales the gradients down to a norm of `limit`, and undoes the loss scale. */
 MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
     const bool scaled = s->scaling.growth_steps > 0, finite = msi_is_finite(sum);
@@ -3398,14 +3398,14 @@ static MSI_NOINLINE msi_part msi_part_of(uint64_t count, uint32_t part, uint32_t
 typedef struct msi_format_row {
     ms_dtype dtype;
     ms_state_format state;
-    uint16_t bytes, block; // of an element; elements with a scale of their own
+    uint16_t bytes, block; // of an element; elements that share a scale, or 1
 } msi_format_row;
 
 #define MSI_X(name, small, type, dtype, state, block) {dtype, state, sizeof(type), block},
 static const msi_format_row msi_formats[] = {MSI_FORMATS(MSI_X)};
 #undef MSI_X
 
-/* This compiles only if what users know has a row. */
+/* This compiles only if every ms_dtype and every ms_state_format has a row. */
 #define MSI_X(name, small, type, dtype, ...) +((int)(dtype) != (int)MS_DTYPE_COUNT)
 typedef char msi_each_dtype_has_a_format[0 MSI_FORMATS(MSI_X) == (int)MS_DTYPE_COUNT ? 1 : -1];
 #undef MSI_X
@@ -3544,7 +3544,7 @@ static inline double msi_now_us(const ms_config *c) {
     return c->clock ? c->clock(c->clock_user) : msi_platform_us();
 }
 
-/* Whether the clock goes on while this thread works: that of a trainer may stand still for a frame. */
+/* Whether the clock goes on while this thread works: a trainer's may stand still for a frame. */
 static bool msi_clock_runs(const ms_config *c) {
     if (!c->clock) {
         return msi_has_clock(c);
@@ -3613,8 +3613,8 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
 typedef enum msi_kind { MSI_KINDS(MSI_X) } msi_kind;
 #undef MSI_X
 
-/* What a handle or a live range means by its tensor. A handle has a role below RESIDENT_COUNT; the
-   values of these roles can be resident. */
+/* What a handle or a live range stands for: the value of its tensor, the gradient, and so on. Roles
+   of handles are below RESIDENT_COUNT; what has such a role can be resident. */
 typedef enum msi_role {
     MSI_ROLE_VALUE,
     MSI_ROLE_GRADIENT,
@@ -3643,7 +3643,7 @@ typedef struct msi_tensor {
     uint8_t format;                        // as it was created: an msi_format
     uint8_t narrow;                        // analysis: the one that a plan may round it to
     uint8_t not_narrow;                    // or why there is none: an msi_not_narrow
-    bool narrow_gradient;                  // params: in that of the value too
+    bool narrow_gradient;                  // params: the gradient is rounded with the value
     bool written;  // its value is the trainer's, at the present sizes of the axes
     bool in_place; // ms_data has given its address away, so it is written without our knowing
     /* analysis of the graph, by ms_wrap */
@@ -3722,8 +3722,8 @@ typedef struct msi_layer {
     double flops, backward_flops, recompute_flops, elements;
     ms_layer_time known;    // by ms_set_layer_time
     ms_layer_time measured; // by timed steps, or from ms_profile_load; 0: not measured
-    /* In force, at the present sizes, of calls in each format; and what each tile moves whole, in
-       forward and in backward. */
+    /* The times to plan with at the present sizes, for calls in each format; and the bytes that
+       each tile moves whole, in forward and in backward. */
     ms_layer_time time[MSI_CALL_FORMAT_COUNT];
     double whole_bytes[2][MSI_CALL_FORMAT_COUNT];
     double known_elements, measured_elements; // the number of output elements for these times
@@ -3785,11 +3785,11 @@ typedef enum msi_cost {
     MSI_COST_COUNT
 } msi_cost;
 
-/* The properties of an engine, which is what works through a stream: its copies are by a function of
-   ms_backend, at the speed in a field of ms_hardware; what errors call them; whether it fetches what
-   is needed later, so that they are issued early, or else at once and are awaited late; whether it
-   is a direction of the link, of which updates take a part that use state on the host; the fields
-   of ms_memory_report that count it. COMPUTE issues what runs on the others, and waits for it. */
+/* An engine works through one stream. Columns: the function of ms_backend that copies on it; the
+   field of ms_hardware with the speed of these copies; their name in errors; whether it fetches,
+   so that copies are issued early, or else at once, and are awaited late; whether it is a direction
+   of the link, a share of which goes to updates that use state on the host; the fields of
+   ms_memory_report that count it. COMPUTE issues what runs on the others, and waits for it. */
 #define MSI_ENGINES(X)                                                                             \
     X(COMPUTE, copy, memory_gb_per_s, "copy", false, false, 0, 0)                                  \
     X(TO_DEVICE, copy_in, to_device_gb_per_s, "copy to the device", true, true,                    \
@@ -3824,15 +3824,15 @@ enum {
     MSI_PAIRS = 1 << 7 | 1 << 1 // the operands are pairs, of which the second is read
 };
 
-/* The properties of an op: its name; the kind of its events; what determines its time; how often it
-   passes over the bytes of its first operand (a copy: of all targets), reads and writes together,
-   besides those of the source of a CAST or an ADD;
-   the engine that it runs on; the phase of the callback that it calls, or COUNT; a mask of the
-   operands that it only reads, of an op that calls none. A copy has pairs of operands (PAIRS), a
-   target and a source each: one for each value that moves in it. Between what is issued to another
-   engine and the next use of any operand is a WAIT. RECOMPUTE calls the recompute callback
-   of a layer or, without one, forward; REPEAT calls forward although there is one, since what it
-   reads has been dropped. NOTHING is no event. */
+/* Columns of an op: its name; the kind of its events; what determines its time; how often it passes
+   over the bytes of its first operand (a copy: of all targets), reads and writes together, and
+   without the read of the source of a CAST or an ADD; the engine that it runs on; the phase of the
+   callback that it calls, or COUNT; if it calls none, a mask of the operands that it only reads. A
+   copy has pairs of operands (PAIRS), a target and a source for each value that moves in it. There
+   is a WAIT between what is issued to another engine and the next use of any of its operands.
+   RECOMPUTE calls the recompute callback of a layer or, without one, forward; REPEAT calls forward
+   although there is such a callback, since what the callback reads has been dropped. NOTHING is no
+   event. */
 #define MSI_OPS(X)                                                                                 \
     X(FORWARD, "forward", FORWARD, FORWARD, 0, COMPUTE, FORWARD, 0)                                \
     X(RECOMPUTE, "recompute", RECOMPUTE, RECOMPUTE, 0, COMPUTE, RECOMPUTE, 0)                      \
@@ -3888,7 +3888,7 @@ static bool msi_is_issued(msi_op op) {
     return msi_ops[op].engine != MS_STREAM_COMPUTE;
 }
 
-/* Whether it is issued so as to bring in time what is needed later; or once it can be. */
+/* Whether an op is issued early, to bring what is needed later; msi_sends: as soon as it can be. */
 static bool msi_fetches(msi_op op) {
     return msi_engines[msi_ops[op].engine].fetches;
 }
@@ -3906,16 +3906,16 @@ static bool msi_is_source(msi_op op, uint32_t k) {
    Those of residents (params, buffers, inputs, optimizer state) come first, one each. */
 typedef struct msi_range {
     uint64_t bytes, offset; // the offset counts from the end of the residents, there or on the host
-    uint64_t within;        // bytes of its block before it
+    uint64_t within;        // its offset in its block
     uint32_t tensor;        // for workspace: a layer
     uint32_t first, last;
     uint32_t idle_first, idle_last; // the uses around the gap from forward to backward, or none
-    uint32_t alias_of;              // the range whose memory this one uses after it
+    uint32_t alias_of;              // the range whose memory this one goes on using
     uint32_t block;
     uint8_t role, category;
-    uint16_t part;  // 0: the whole value; n: its n-th part, as an instruction has it
+    uint16_t part;  // 0: the whole value; n: part n - 1, as counted in msi_instruction.part
     uint8_t format; // an msi_format
-    bool is_tile;   // it has the rows of one tile, that of the instructions which use it
+    bool is_tile;   // it has the rows of one tile: that of the instructions that use it
     bool packed;    // its memory is right after that of the range before it, in one block
     bool aliased;   // another range uses this one's memory from its last instruction on
     bool outlives;  // it stays valid after the program, for ms_read
@@ -3930,7 +3930,7 @@ typedef struct msi_rows {
 typedef struct msi_operand {
     uint32_t range;
     bool accumulate; // a gradient that already holds a contribution
-    bool beside;     // of a copy: on the host it lies right after that of the pair before
+    bool beside;     // the host end of a copy: it lies right after that of the pair before
 } msi_operand;
 
 typedef struct msi_instruction {
@@ -3940,12 +3940,12 @@ typedef struct msi_instruction {
     uint8_t op;
     bool restores;       // a copy that restores state after a recomputation
     bool is_first;       // a ZERO that only the first micro-batch of a step runs
-    bool follows;        // what is issued to another engine: it waits for what is computed before
+    bool follows;        // of a copy on another engine: it waits for what is computed before it
     uint16_t part;       // of part_count equal ones: it works on that part of its tensor alone;
     uint16_t part_count; // 0: on all of it
     uint16_t event;      // of a copy, signalled after it, or MSI_NO_EVENT; of a WAIT, waited for
     uint8_t format;      // of a layer's operands that can be in 16 bits
-    msi_rows rows;       // it works on these alone, of operands that are cut; of 0: on all
+    msi_rows rows;       // of operands that are cut, it uses these alone; rows.of is 0: all
 } msi_instruction;
 
 enum { MSI_NO_EVENT = UINT16_MAX };
@@ -3971,17 +3971,17 @@ typedef struct msi_block {
     uint64_t bytes;
     uint64_t offset;
     uint32_t first, last; // live range, both ends included
-    uint8_t from_top;     // a hint to place it from the top, as gradients pile up while others end
+    uint8_t from_top;     // a hint to place gradients, which pile up while others end, from the top
 } msi_block;
 
-/* Simulated times: of all, of the waits of computing for copies, of what is recomputed, and of the
-   copies of each engine. */
+/* Simulated times: in all; of waiting for copies; of recomputation; and of the copies of each
+   engine. */
 typedef struct msi_times {
     double us, stall_us, recompute_us, link_us[MS_STREAM_COUNT];
 } msi_times;
 
-/* What runs: by >>lower, with the copies where >>schedule puts them and without the waits that
-   >>order drops. */
+/* The instructions of a program as >>lower makes them, with the copies where >>schedule puts them,
+   and without the waits that >>order drops. */
 typedef struct msi_code {
     MSI_LIST(msi_instruction) instructions;
     MSI_LIST(msi_operand) operands;
@@ -3989,15 +3989,16 @@ typedef struct msi_code {
     uint32_t forward_end, backward_end;
     uint32_t loss, norm; // ranges of the loss, and of the norm or MSI_NONE
     bool scales_loss;    // gradients are multiplied by the loss scale
-    bool sweeps;         // forward computes gradients of params, of a group in tiles
+    bool sweeps;         // forward computes gradients of params: a group in tiles sweeps
     bool reads_masters;  // calls are in F32, and read masters where there are any
     uint32_t recompute_count;
     uint32_t room;       // as in msi_tensor_decision
-    uint64_t most_bytes; // live bytes, residents too, that copies under way may bring it to
+    uint64_t most_bytes; // up to which copies under way may raise live bytes, residents included
     uint64_t homes;      // which params have their home on the host, and formats: a hash
 } msi_code;
 
-/* Where its live ranges are, and the memory that they take. Offsets count from the end of the residents. */
+/* Where the live ranges of a program are, and the memory that they take. Offsets count from the end
+   of the residents. */
 typedef struct msi_placement {
     MSI_LIST(msi_block) blocks;
     MSI_LIST(msi_block) host_blocks;
@@ -4007,25 +4008,25 @@ typedef struct msi_placement {
     uint64_t host_height;          // the same on the host
     uint64_t resident_bytes;       // of the residents that the decisions leave on the device
     uint64_t home_bytes;           // of those on the host
-    uint64_t sent_bytes;           // of all transient values on the host, one beside the other
+    uint64_t sent_bytes;           // of all transient values on the host, if they share no memory
     uint64_t activation_peak_bytes;
     bool is_done;
 } msi_placement;
 
-/* Its times as >>simulate predicts them. */
+/* The times of a program as >>simulate predicts them. */
 typedef struct msi_prediction {
     MSI_LIST(float) expected;     // microseconds of each instruction: see msi_expected_us
     uint32_t longest, long_count; // the longest that computes; how many exceed most_us of the costs
     double longest_us;
     uint64_t link_bytes[MS_STREAM_COUNT]; // that each engine copies
     double link_us[MS_STREAM_COUNT];      // how long these copies take
-    /* Of a micro-batch that no update follows, which runs the program up to the end of backward; of
-       the last one, once through the program; and of the step, all of them together. Without
+    /* Of a micro-batch before the last, which runs the program up to the end of backward; of the
+       last one, which runs all of the program; and of the step, all micro-batches together. Without
        accumulation all three are equal. */
     msi_times micro, last, step;
 } msi_prediction;
 
-/* Its times in the last timed step. */
+/* The times of a program in the last timed step. */
 typedef struct msi_measurement {
     MSI_LIST(double) spans; // start and duration of each instruction
     bool is_there;          // there was a timed step
@@ -4050,8 +4051,8 @@ typedef struct msi_resident {
     msi_role role;
     msi_format format;
     bool on_host, borrowed;
-    bool is_shown; // on the host: to callbacks
-    bool is_saved; // of the device, and on the host now, in the image of a suspended model
+    bool is_shown; // it is on the host, where callbacks use it
+    bool is_saved; // its device memory was released: it is in the image of a suspended model
 } msi_resident;
 
 /* Slices that an asynchronous device may have been given and not finished. */
@@ -4089,8 +4090,8 @@ typedef struct msi_original {
     bool is_there;
 } msi_original;
 
-/* Debug mode: memory beside a store. Callbacks run on the stage, which has two halves and a tail,
-   in device memory, and once more on the host for tensors that stay there. */
+/* Debug mode: memory beside a store. Callbacks run on the stage, which is two halves and a tail in
+   device memory, and the same again on the host, for tensors that stay there. */
 enum { MSI_PLACE_COUNT = 2 };
 
 typedef struct msi_debug {
@@ -4109,8 +4110,8 @@ typedef struct msi_debug {
 /* Where values are: one for all plans of a wrap. */
 typedef struct msi_store {
     MSI_LIST(msi_resident) residents;
-    uint32_t *resident_of; // per tensor: index of its value, whose other roles follow; or MSI_NONE
-    uint32_t *home_order, *home_at; // residents as they lie on the host, and where each is in that
+    uint32_t *resident_of; // per tensor: index of its value, before its other roles; or MSI_NONE
+    uint32_t *home_order, *home_at; // residents in the order of their homes; the place of each
     uint64_t resident_bytes, transient_bytes; // their sum is the arena
     uint64_t reserved_bytes; // the first of resident_bytes: the backend's workspace, the step
     uint64_t host_bytes, borrowed_bytes;
@@ -4122,15 +4123,15 @@ typedef struct msi_store {
     void *memory;    // of the residents; and of the transient values, if that is not shared
     void *transient; // memory of the transient values; NULL: a shared arena has them
     uint8_t *host;   // residents on the host, transient values, staging
-    uint64_t memory_bytes, host_room; // of these two blocks, which may be more than is needed
-    bool is_lent;                     // the first is ms_config.memory
+    uint64_t memory_bytes, host_room; // sizes of `memory` and `host`: more than is needed, perhaps
+    bool is_lent;                     // `memory` is ms_config.memory
     uint8_t *image;                   // of a suspended model: what its device memory held
     uint64_t image_bytes;
     bool image_is_lent;
     uint8_t *step;    // in device memory
     msi_debug *debug; // NULL: the model is not in debug mode
     uint32_t micro_count;
-    bool knows_scale, scales; // the state of a step has been told of the loss scale, and has one
+    bool knows_scale, scales; // msi_set_scale has set the state of a step; with a loss scale
 } msi_store;
 
 /* What a plan does with one tensor. A plan is an array of these, one per tensor and one more, and
@@ -4143,7 +4144,7 @@ typedef struct msi_tensor_decision {
        whole backward; MSI_AT_END: so too, although it could be updated inside backward. */
     uint32_t update_after;
     uint16_t parts;  // of a param: in how many parts what is moved comes to its update; 0: one
-    bool splits;     // so it is although nothing is moved: the update would take too long
+    bool splits;     // in parts even if nothing is moved: as a whole the update takes too long
     uint8_t moves;   // what lies on the host: a mask of MSI_MOVES_VALUE and others
     bool state_8bit; // of a param: its optimizer state is in codes of 8 bits
     uint8_t
@@ -4165,9 +4166,9 @@ enum {
     MSI_MOVES_GRADIENT = 1 << 1,
     MSI_MOVES_STATE = 1 << 2,
     MSI_MOVES_ALL = 7,
-    MSI_MOVES_OF_STEP = MSI_MOVES_VALUE | MSI_MOVES_STATE, // what is not summed up
-    MSI_MOVES_MADE = 8,                                    // only for searches
-    MSI_IN_PLACE = 16 // with MSI_MOVES_STATE: the update uses it there, and nothing is copied
+    MSI_MOVES_OF_STEP = MSI_MOVES_VALUE | MSI_MOVES_STATE, // not gradients, which accumulate
+    MSI_MOVES_MADE = 8,                                    // of values of layers; in searches only
+    MSI_IN_PLACE = 16 // with MSI_MOVES_STATE: updates use state on the host, without copies
 };
 
 static const uint32_t MSI_AT_END = UINT32_MAX - 1;
@@ -4213,7 +4214,7 @@ struct ms_arena {
 typedef enum msi_goal {
     MSI_GOAL_PLAIN,
     MSI_GOAL_BUDGET, // or the smallest, if nothing fits
-    MSI_GOAL_TRY,    // the same, but the smallest will not run, and is not laid out
+    MSI_GOAL_TRY,    // the same, but the smallest is not laid out, since it will not run
     MSI_GOAL_ANY,    // whether something fits: the plan will not run
     MSI_GOAL_SMALLEST,
     MSI_GOAL_FOLLOW // the decisions of another plan
@@ -4265,7 +4266,7 @@ typedef struct msi_costs {
     uint32_t copies_ahead;               // copies to the device that may be under way
     bool tf32;                           // ms_config.tf32
     double most_us;                      // ms_config.max_instruction_us
-    bool splits_layers;                  // that take longer
+    bool splits_layers;                  // layers that take longer may be put in tiles
     double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs by bytes; 0: not measured
     ms_time_source source;               // of the times of the layers
 } msi_costs;
@@ -4308,12 +4309,12 @@ typedef enum msi_verdict_place {
 /* A step that runs in slices, and the slice that runs. */
 typedef struct msi_slices {
     bool is_open;          // a step has begun, and not ended
-    bool is_enqueued;      // all of it is, on a device that has not told its loss yet
+    bool is_enqueued;      // all of it is enqueued, and the device has not told its loss yet
     bool has_run;          // an instruction, in this slice
     uint64_t step;         // completed updates before it
     double now_us, end_us; // by the clock: when the last instruction ended, and when the slice does
     double room_us;        // that an asynchronous device can still be given in this slice
-    double correction;     // what has run took this times what was predicted; 0: nothing has run
+    double correction;     // measured time of what has run / predicted; 0: nothing has run
     /* Of an asynchronous device: the slices that it has not finished, the oldest first, by number
        modulo MSI_MOST_SLICES, and what was predicted for each. */
     double given_us[MSI_MOST_SLICES];
@@ -4334,7 +4335,7 @@ typedef struct msi_run {
     float step_factor;          // of the gradient of the loss, in this step
     float loss_factor;          // as the trainer had set it when the step began; 0: the mean
     msi_progress progress;
-    bool is_summed; // the loss of the forward under way
+    bool is_summed; // forward of this micro-batch has run, and its loss is summed
     msi_slices slices;
     msi_verdict_place verdict;
     bool verdict_awaited; // the device waits for the end of its copy already
@@ -4342,11 +4343,11 @@ typedef struct msi_run {
     uint64_t epoch;       // changes whenever recordings become invalid
     bool all_written;     // every input and param that layers read
     bool busy;            // inside a callback of a layer, or of an update
-    const char *visits;   // the function whose callback, which is no layer's, runs; NULL: none does
+    const char *visits;   // the function whose callback runs, if it is no layer's; NULL: none does
     bool recording;       // what is enqueued is recorded, and does not run
     bool state_is_old;    // buffers hold the older values that a recomputation needs
     bool swept;           // forward has added to gradients, and its backward has not run
-    bool copies;          // of the program may be under way, which ends with none
+    bool copies;          // copies of the program may be under way; at its end none is
     bool failed;          // params may be wrong, or the device unusable: no step until ms_wrap
     ms_nonfinite nonfinite; // debug mode: the first in this step
 } msi_run;
@@ -4361,7 +4362,7 @@ typedef struct msi_views {
 /* What went wrong last. */
 typedef struct msi_errors {
     ms_result broken; // of ms_create: the model only carries this error and its text
-    ms_result sticky; // of functions that cannot return theirs: the first that ms_wrap has to
+    ms_result sticky; // the first error of functions that cannot return one: for ms_wrap to return
     bool tolerant;    // errors are logged as warnings
     uint32_t count;
     char text[MSI_ERROR_BYTES], sticky_text[MSI_ERROR_BYTES];
@@ -4587,8 +4588,8 @@ MEMSCALE_API ms_matrix ms_transpose(ms_matrix matrix) {
 // ------------------------------------------------------------------------------------------------
 // >>log  errors and messages
 
-/* Before and after a function calls back: meanwhile the plan, which it goes through, must stay. The
-   model may be const, since only this note changes. Returns what msi_leave takes. */
+/* Notes that a function runs a callback of the trainer, during which the plan must stay as it is.
+   The model may be const, since only this note changes. Returns what msi_leave takes afterwards. */
 static const char *msi_enter(const ms_model *m, const char *function) {
     const char *outer = m->run.visits;
     m->self->run.visits = function;
@@ -4668,7 +4669,7 @@ static MSI_COLD ms_result msi_fail_memory(ms_model *m, const char *what, uint64_
                     (unsigned long long)bytes);
 }
 
-/* The error of ms_create that a model carries, if any; and of one that is NULL. */
+/* The error of ms_create that a model carries, if any; INVALID if the model is NULL. */
 static ms_result msi_made(const ms_model *m) {
     return m ? m->errors.broken : MS_RESULT_INVALID;
 }
@@ -5076,7 +5077,7 @@ static int msi_copy_by(const ms_model *m, ms_stream_kind engine, void *target, c
     return (*copy)(m->device, target, source, bytes);
 }
 
-/* What is enqueued to an engine from now on runs after what was enqueued to compute before. */
+/* What is enqueued to an engine from now on runs after what was enqueued to COMPUTE before. */
 static int msi_follow_compute(ms_model *m, ms_stream_kind engine) {
     const ms_backend *b = &m->config.backend;
     const int error = b->record(m->device, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE);
@@ -5137,7 +5138,7 @@ static void *msi_address(const ms_model *m, const msi_program *p, uint32_t range
                                           : msi_transient(&m->run) + r->offset;
 }
 
-/* Copies on the calling thread, and those that it computes with, once no copy is under way. */
+/* Copies by the threads that compute, after waiting for all copies that are under way. */
 static ms_result msi_copy_directly(ms_model *m, void *target, const void *source, uint64_t bytes,
                                    const char *what) {
     const ms_result result = msi_synchronize(m);
@@ -5242,7 +5243,7 @@ static void msi_arena_leave(ms_arena *arena) {
 // >>wide  the update of 16 elements at a time by AVX-512, or of 8 by AVX2, with the bits that the
 //         functions of >>formats and >>arithmetic give: compilers find no look-ups by permutation
 
-#ifdef __GNUC__ // gcc would call them, which takes nearly twice as long
+#ifdef __GNUC__ // gcc would not inline all of these: calls take nearly twice as long
 #define MSI_WIDE static inline __attribute__((always_inline))
 #else
 #define MSI_WIDE static inline
@@ -5402,7 +5403,7 @@ MSI_WIDE msi_ints msi_wide_of_u32(uint32_t x) {
     return MSI_V(set1_epi32)((int)x);
 }
 
-/* Numbers that are not negative have the order of their bits, and there are more units to compare
+/* Floats that are not negative sort as their bits do, and processors have more units that compare
    integers. */
 MSI_WIDE msi_floats msi_wide_smaller(msi_floats a, msi_floats b) {
     return msi_wide_of_bits(MSI_V(min_epi32)(MSI_V_BITS(castps)(a), MSI_V_BITS(castps)(b)));
@@ -5416,12 +5417,11 @@ MSI_WIDE msi_ints msi_wide_magnitude_bits(msi_floats x) {
     return MSI_V_BITS(castps)(MSI_V(andnot_ps)(msi_wide_of(-0.0f), x));
 }
 
-/* How numbers of units become ranks. Each row of the tables is for one decade; the first row is for
-   all below the second, and the last for 1. Of a whole number of units, the rank is the whole part
-   of slope * units + intercept, but at most the last rank of the row. That the rounding of this
-   function never matters was found by trying all middles between ranks, and test_state.c tries them
-   again; to that end, the intercepts of 56.9 and 113.8 are one bit below the floats that are
-   nearest to them. */
+/* How numbers of units become ranks. Each row of the tables is for one decade; the first row also
+   takes all smaller numbers, and the last is for 1. Of a whole number of units, the rank is the
+   whole part of slope * units + intercept, but at most the last rank of the row. The rounding of
+   this expression never changes a rank: test_state.c tries all middles between ranks. For that, the
+   intercepts near 56.9 and 113.8 are one bit below the nearest floats. */
 typedef struct msi_rank_rows {
     uint32_t origin; // to be subtracted from the upper half of a float
     float next[8];   // the least number of units of the next row
@@ -5445,9 +5445,10 @@ static const msi_rank_rows msi_unsigned_rows = {
      256.0f},
     {3.0f, 7.0f, 15.0f, 31.0f, 63.0f, 127.0f, 255.0f, 256.0f}};
 
-/* As msi_nearest_rank, of a strip of numbers of units that are not negative; the whole parts of the
-   results count. What is nearer to 0 than to any other has the rank 0 with a sign, and 1 without.
-   The bits of a float are nearly linear in its logarithm: they give the row or the one below it. */
+/* As msi_nearest_rank, for a strip of numbers x * units that are not negative; the ranks are the
+   whole parts of the results. What is nearer to 0 than to any other value has rank 0 in the code
+   book with signs, and 1 in the other. The bits of a float are nearly linear in its logarithm: they
+   give its row or the one below. */
 MSI_WIDE void msi_wide_ranks(const msi_rank_rows *rows, msi_floats units, msi_floats *x) {
     const msi_floats next = msi_wide_table(rows->next);
     const msi_floats slope = msi_wide_table(rows->slope);
@@ -5509,9 +5510,10 @@ MSI_WIDE void msi_wide_encode(const float *from, bool is_signed, float units, ui
     }
 }
 
-/* The values of codes, of a scale times 1 / MSI_TOP_SIGNED or 1 / MSI_TOP_UNSIGNED. By the exponent
-   e of twice the rank, the units of a rank are a linear function, which is exact for the codes with
-   a sign. Its last row is for 128, of 1, and the first, for 0 and 1, goes through the origin. */
+/* The values of codes; `unit` is the scale divided by MSI_TOP_SIGNED (or MSI_TOP_UNSIGNED). Among
+   ranks whose doubles have the same exponent e, the units are a linear function of the rank, which
+   is computed exactly. The last row is for rank 128, whose value is 1, and the first, for ranks 0
+   and 1, goes through the origin. */
 MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float unit, msi_floats *x) {
     static const float slopes[8] = {11.0f,    90.0f,    450.0f,    2250.0f,
                                     11250.0f, 56250.0f, 281250.0f, 0.0f};
@@ -5534,8 +5536,9 @@ MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float unit, msi_float
     }
 }
 
-/* The same for codes without a sign and the exponent of the rank. The linear function times a power
-   of 5 is rounded as in msi_units_of_rank. The last row is for the ranks 1 and 256, of 0 and 1. */
+/* The same for codes without a sign, by the exponent of the rank itself. The linear function times
+   a power of 5 is rounded as in msi_units_of_rank. The last row is for rank 1, whose value is 0,
+   and rank 256, whose value is 1. */
 MSI_WIDE void msi_wide_decode_unsigned(const uint8_t *codes, float unit, msi_floats *x) {
     static const float powers[8] = {5.0f,    25.0f,    125.0f,   625.0f,
                                     3125.0f, 15625.0f, 78125.0f, 43572.9844f};
@@ -5590,7 +5593,7 @@ typedef struct msi_wide_state {
     ms_state_format format;
     void *stored;
     float *floats; // F32: what is stored; 8BIT: where numbers wait for their scale
-    float unit;    // of codes, as they are before
+    float unit;    // of the codes before the update
     msi_ints most; // the bits of the largest magnitude in each lane
     uint32_t key;  // BF16: of random bits, and the number of the first element
     uint64_t number;
@@ -5806,7 +5809,7 @@ typedef struct msi_bytes_job {
     uint8_t *target;
     const uint8_t *source; // NULL: a fill
     uint8_t value;
-    uint64_t bytes, chunk; // of each piece
+    uint64_t bytes, chunk; // in all; of each piece
 } msi_bytes_job;
 
 static void msi_bytes_piece(void *argument, uint32_t piece) {
@@ -6014,7 +6017,7 @@ static void msi_decode(const uint8_t *codes, float scale, bool is_signed, int co
     }
 }
 
-/* Numbers of which `most` has the bits of the largest magnitude. Returns the scale. */
+/* Encodes numbers; `most` is the bits of their largest magnitude. Returns the scale. */
 static float msi_encode_up_to(uint32_t most, const float *from, bool is_signed, int count,
                               uint8_t *codes) {
     const float scale = msi_f32_of_bits(most);
@@ -6075,9 +6078,9 @@ static void msi_8bit_encode(void *state, bool is_signed, uint64_t at, int count,
     memcpy(bytes + msi_scale_at(at, all), &scale, sizeof scale);
 }
 
-/* Elements [at, at + count) of `all` in a format, of which `at` begins a block, from and to float.
-   Stored with a key, they are rounded at random, otherwise (NULL) to the nearest, as codes are;
-   `first` is the number of element 0 for the random bits. */
+/* Elements [at, at + count) of `all` from a format to float, and back; `at` begins a block. With a
+   key they are rounded at random; without (NULL), and in codes, to the nearest. `first` is the
+   number of element 0 for the random bits. */
 static void msi_load_state(const void *state, msi_format format, bool is_signed, uint64_t at,
                            int count, uint64_t all, float *to) {
 #define MSI_X(name, small, ...)                                                                    \
@@ -6115,7 +6118,7 @@ static void msi_store_state(void *state, msi_format format, bool is_signed, uint
 
 typedef struct msi_wide_waiting msi_wide_waiting; // of wide updates only
 
-/* A block whose params and gradients are F32: what they are, or converted. */
+/* A block of values and gradients in F32: the tensors themselves, or converted copies. */
 typedef struct msi_update_floats {
     uint64_t at; // of the param
     int count;
@@ -6151,7 +6154,7 @@ static void msi_update_any(const ms_update_args *a, const uint32_t *keys, int st
 }
 
 #ifdef MSI_LANES
-/* Tensor k of the state of a block; the numbers of codes wait in `floats`. */
+/* Tensor k of the state of a block. New numbers that become codes wait in `floats`. */
 MSI_WIDE msi_wide_state msi_wide_open(const ms_update_args *a, int k, uint32_t key, uint64_t at,
                                       float *floats) {
     msi_wide_state s;
@@ -6180,8 +6183,8 @@ MSI_WIDE msi_wide_state msi_wide_open(const ms_update_args *a, int k, uint32_t k
     return s;
 }
 
-/* New state of a block that is still to be stored in codes. The next block is updated first: then
-   the scales are known when they are needed. */
+/* New state of a block that is still to be stored in codes. The next block is updated before that,
+   so that nothing waits for the scales. */
 struct msi_wide_waiting {
     msi_floats floats[2][MSI_CODED_BLOCK / MSI_LANES];
     uint32_t most[2]; // the bits of the largest magnitudes
@@ -6345,6 +6348,9 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
     return msi_update_for(NULL, args);
 }
 
+// ------------------------------------------------------------------------------------------------
+// >>cpu gemm  matrix products, where no CBLAS computes them
+
 /* How ms_gemm works. Each thread computes blocks of c. For a block, the rows of op(a) and the
    columns of op(b), both called lines here, are packed for some steps of the depth at a time, so
    that what is multiplied lies in cache and in the order of its use: in strips of MSI_STRIP lines,
@@ -6352,11 +6358,8 @@ static int msi_cpu_update(void *user, const ms_update_args *args) {
    missing. A cell is one float; or, where the processor multiplies BF16 itself, a pair of BF16
    numbers that follow each other in the depth.
 
-// ------------------------------------------------------------------------------------------------
-// >>cpu gemm  matrix products, where no CBLAS computes them
-
    Where the parts of a sum begin depends on the depth alone. So an element of c has the same bits
-   wherever it stands in c, whatever the strides and the alignment, and on any number of threads: a
+   wherever it is in c, whatever the strides and the alignment, and on any number of threads: a
    recomputation gives what forward gave. */
 enum {
     MSI_STRIP = 16,
@@ -6486,7 +6489,7 @@ static void msi_gemm_transpose(float cells[MSI_STRIP][MSI_STRIP], int64_t steps,
 }
 #endif
 
-/* Packs lines that lie across what is stored: at each step, one after the other as they are read. */
+/* Packs lines that lie across the rows of the stored matrix: each row has one step of all lines. */
 MSI_WIDE void msi_gemm_pack_across(const msi_gemm_lines *x, ms_dtype dtype, bool paired,
                                    const uint8_t *from, int64_t lines, int64_t depth,
                                    float *packed) {
@@ -6778,9 +6781,8 @@ static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_ma
 // ------------------------------------------------------------------------------------------------
 // >>backend cpu  the arena is host memory; copies run on threads
 
-/* What a processor says of itself. x86: Intel, "Software developer's manual", volume 2A, CPUID, and
-   volume 1, chapter 13, for what the system saves of the registers that it takes. ARM under Linux:
-   asm/hwcap.h. */
+/* What a processor says about itself. x86: Intel, "Software developer's manual", volume 2A, CPUID;
+   and volume 1, chapter 13, for which registers the system saves. ARM under Linux: asm/hwcap.h. */
 #if defined(MSI_X86)
 typedef struct msi_cpuid {
     uint32_t a, b, c, d;
@@ -6978,7 +6980,7 @@ typedef struct msi_copy_job {
 /* The jobs of one direction, which a thread does in order. There is no thread before the first of
    them, and counts stay 0 where none can be started. */
 typedef struct msi_copy_stream {
-    msi_monitor monitor; // of `ends`, of the counts, and of the ring between them
+    msi_monitor monitor; // protects `ends`, the counts, and the ring between the counts
     msi_thread thread;
     bool is_running;
     bool ends;                        // the thread, which has nothing left to do
@@ -7174,7 +7176,7 @@ static int msi_cpu_prepare(void *state, const ms_prepare_args *args) {
     return msi_cpu_add_events((msi_cpu *)state, args->event_count);
 }
 
-/* After the last job of all, no thread uses the monitor of another. */
+/* Waits for all jobs first: a job may wait on the monitor of another stream. */
 static MSI_COLD void msi_cpu_close(void *state) {
     msi_cpu *c = (msi_cpu *)state;
     (void)msi_cpu_synchronize(c);
@@ -7400,8 +7402,8 @@ typedef struct msi_bench {
 
 enum { MSI_BENCH_STEP_BYTES = 512 };
 
-/* An update of AdamW whose state is on the host. What it reads of the step is the last of device
-   memory: factors, with the pattern that is everywhere, and a state that is not halted. */
+/* An update of AdamW whose state is on the host. What it reads of the step is at the end of device
+   memory: factors, filled with the pattern that is everywhere, and a state that is not halted. */
 static int msi_bench_update(msi_bench *t) {
     uint8_t *device = (uint8_t *)t->device, *host = (uint8_t *)t->host;
     const uint64_t half = (t->host_bytes - MSI_BENCH_STEP_BYTES) / 512 * 256;
@@ -7947,9 +7949,9 @@ static uint8_t msi_move_of(msi_role role) {
                                                  : MSI_MOVES_STATE);
 }
 
-/* Why the optimizer state of a param is not in codes of 8 bits: because it cannot be, or, from SMALL
-   on, by a rule that can be overruled by force. The fact by which plans are explained; the reason in
-   words. */
+/* Why the optimizer state of a param is not in codes of 8 bits: it cannot be, or, from SMALL on, a
+   rule says so, which force overrules. Columns: the constant; the fact by which plans are
+   explained; the reason in words. */
 #define MSI_NOT_8BIT(X)                                                                            \
     X(MSI_8BIT_MAY_BE, 0, NULL)                                                                    \
     X(MSI_8BIT_NO_STATE, MSI_FACT(NO_STATE), "it has no optimizer state")                          \
@@ -8039,8 +8041,7 @@ static uint64_t msi_value_bytes(const msi_tensor *t, msi_format format) {
                                            : msi_format_bytes(format, t->bytes / sizeof(float));
 }
 
-/* The format of what a tensor has in a role, if its state is coded or not and its value is not
-   rounded. */
+/* The format of a tensor in a role, if its value is not rounded; state_8bit: its state is coded. */
 static msi_format msi_format_of(const ms_optimizer_desc *o, const msi_tensor *t, msi_role role,
                                 bool state_8bit) {
     return role < MSI_ROLE_STATE0 ? (msi_format)t->format
@@ -8234,7 +8235,7 @@ static bool msi_is_kept_f32(const msi_graph *g, const msi_layer *l) {
     return kept;
 }
 
-/* What one layer says about its operands in a narrow format: those that it makes, and its params. */
+/* Sets not_narrow and narrow_gradient of what a layer makes, and of its params, as it declares. */
 static void msi_mark_narrow(msi_graph *g, const msi_layer *l, msi_format narrow) {
     const bool accepts = msi_is_called_in(l, narrow), kept = msi_is_kept_f32(g, l);
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
@@ -8534,7 +8535,7 @@ static uint64_t msi_common_multiple(uint64_t a, uint64_t b) {
     return a / x * b;
 }
 
-/* Rows that belong together: tiles of a layer have a multiple of them. 0: it has no tiles. */
+/* Tiles of a layer have a multiple of so many rows. 0: the layer cannot be in tiles. */
 static uint64_t msi_tile_unit(const msi_graph *g, const msi_layer *l) {
     const uint64_t rows = msi_layer_rows(g, l, false);
     uint64_t unit = l->tile.multiple > 1 ? (uint64_t)l->tile.multiple : 1;
@@ -8577,8 +8578,8 @@ static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uin
     return wanted;
 }
 
-/* Marks the tensors of a layer that its own recomputation reads, and those that cannot come back:
-   if forward runs only once, these ones, or all where there is no such recomputation. */
+/* Marks the values of a layer that its own recompute callback reads, and those that must stay. If
+   forward cannot run again, the values that the callback reads must; without a callback, all. */
 static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
         const uint32_t read = l->recompute ? l->recompute_masks[group] : 0;
@@ -8756,11 +8757,12 @@ enum { MSI_MOST_GROUPED = 32, MSI_MOST_TILES = 256 };
 typedef struct msi_tiling {
     uint32_t first, end;      // layers
     uint32_t tiles;           // some at the end may have no rows
-    uint32_t rows, tile_rows; // of the group, that is of its layer with the most; of a tile
+    uint32_t rows, tile_rows; // of the layer of the group that has the most; of a tile
     bool sweeps;
 } msi_tiling;
 
-/* The rows of a group, and those that belong together. 0: it has none in common. */
+/* The rows of the layer that has the most in a group; tiles have a multiple of *unit of them. 0:
+   the layers cannot be cut alike. */
 static uint64_t msi_common_rows(const msi_graph *g, uint32_t first, uint32_t end, uint64_t *unit) {
     uint64_t rows = 1;
     *unit = 1;
@@ -8777,8 +8779,9 @@ static uint64_t msi_common_rows(const msi_graph *g, uint32_t first, uint32_t end
     return *unit > 0 && *unit <= rows && rows < INT32_MAX ? rows : 0;
 }
 
-/* Whether a group ends in the loss: it has the first layers whose gradients are computed. Gradients
-   in the trainer's memory, which is never cleared, wait for ms_backward. */
+/* Whether a group ends in the loss, so that its layers are the first to run backward. False if a
+   param has its gradient in the trainer's memory: that is never cleared, so no gradient may be
+   added before ms_backward. */
 static bool msi_ends_in_loss(const msi_graph *g, uint32_t first, uint32_t end) {
     const uint32_t producer =
         g->loss < g->tensors.count ? g->tensors.items[g->loss].producer : MSI_NONE;
@@ -8793,8 +8796,8 @@ static bool msi_ends_in_loss(const msi_graph *g, uint32_t first, uint32_t end) {
     return ends && !lent && g->backward_begin <= end;
 }
 
-/* Whether a layer uses an input as the layers of the group before it do: all of them cut it, or none
-   does. What is made in the group cannot be used whole. */
+/* Whether a layer uses an input as the layers of its group before it do: all of them cut it, or
+   none does. A value that is made in the group cannot be used whole. */
 static bool msi_is_used_alike(const msi_graph *g, uint32_t first, uint32_t layer, uint32_t slot,
                               uint32_t t) {
     const bool cut = msi_is_by_rows(&g->layers.items[layer], MSI_GROUP_IN, slot);
@@ -8837,8 +8840,8 @@ static uint32_t msi_tiles_of(const msi_graph *g, const msi_tensor_decision *d, u
     return d[msi_first_output(g, &g->layers.items[layer])].tiles;
 }
 
-/* Rows of a group whose bytes are a multiple of the alignment, in all operands that are cut and in
-   16 bits too: a multiple of `unit`. */
+/* The least multiple of `unit` rows that takes a multiple of MSI_ALIGNMENT bytes in every operand
+   that is cut, in 16 bits too. */
 static uint64_t msi_aligned_unit(const msi_graph *g, uint32_t first, uint32_t end, uint64_t rows,
                                  uint64_t unit) {
     uint64_t times = 1;
@@ -8859,9 +8862,8 @@ static uint64_t msi_aligned_unit(const msi_graph *g, uint32_t first, uint32_t en
     return times * unit;
 }
 
-/* The group that begins with a layer. Where there are enough rows, tiles begin at aligned addresses.
-   At some sizes of the axes rows may not be parted: then the
-   first tile has them all. */
+/* The group that begins with a layer. With enough rows, tiles begin at aligned addresses. At sizes
+   of the axes at which the layers cannot be cut alike, the first tile has all rows. */
 static msi_tiling msi_group_at(const msi_graph *g, const msi_tensor_decision *d, uint32_t first) {
     msi_tiling group = {first, first + 1, msi_tiles_of(g, d, first), 0, 0, false};
     uint64_t unit;
@@ -8916,7 +8918,7 @@ static uint32_t msi_longest_group(const msi_graph *g, uint32_t first) {
     return end;
 }
 
-/* In how many tiles a group can be at most: of the rows that belong together, and of the smallest. */
+/* The most tiles that a group can have: each a multiple of `unit`, and none below tile.smallest. */
 static uint32_t msi_most_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
     uint64_t unit, rows = msi_common_rows(g, first, end, &unit), least = unit;
     for (uint32_t i = first; i < end; i++) {
@@ -8930,7 +8932,7 @@ static uint32_t msi_most_tiles(const msi_graph *g, uint32_t first, uint32_t end)
     return (uint32_t)(most < 1 ? 1 : most < MSI_MOST_TILES ? most : (uint64_t)MSI_MOST_TILES);
 }
 
-/* In how many tiles a group is that is forced: by the fewest rows that a layer of it prefers. */
+/* The number of tiles of a group that is forced: 4, or more if a layer prefers fewer rows. */
 static uint32_t msi_forced_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
     uint64_t unit, rows = msi_common_rows(g, first, end, &unit), each = (rows + 3) / 4;
     for (uint32_t i = first; i < end; i++) {
@@ -8980,8 +8982,8 @@ static bool msi_is_complete(const ms_backend *b) {
            (streams || !msi_enqueues_copies(b)) && (recordings || !b->recording_begin);
 }
 
-/* Whether a table still has functions of the CPU backend that need its state, which another open
-   does not make, or none. */
+/* Whether a table still has functions of the CPU backend that need its state, although its `open`,
+   which would make that state, is another one or NULL. */
 static bool msi_lacks_cpu_state(const ms_backend *b) {
     const ms_backend cpu = ms_backend_cpu();
     return cpu.open && b->open != cpu.open &&
@@ -9579,7 +9581,7 @@ static MSI_COLD bool msi_check_in_place(ms_model *m, const char *name, const ms_
     return good;
 }
 
-/* Checks that a result and the operand in whose place it is computed have one dtype in every call. */
+/* Checks that a result has the dtype of the operand in whose place it is computed in every call. */
 static MSI_COLD bool msi_check_dtypes_in_place(ms_model *m, const char *name,
                                                const ms_layer_desc *d) {
     const ms_layer_dtypes *x = &d->dtypes;
@@ -10273,10 +10275,9 @@ static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, con
     return time;
 }
 
-/* The first time that there is: known, measured, predicted; limited, so that no sum over a program
-   leaves the range of a float. */
-static const double msi_longest_us = 1e27; // so that sums of times are finite
+static const double msi_longest_us = 1e27; // so that sums over a program are finite floats
 
+/* The known time, or else the measured one, or else the predicted one; at most msi_longest_us. */
 static double msi_choose_time(double known, double measured, double predicted) {
     const double us = known > 0.0 ? known : measured > 0.0 ? measured : predicted;
     return us < msi_longest_us ? us : msi_longest_us;
@@ -10316,8 +10317,8 @@ static ms_layer_time msi_scale_time(const msi_graph *g, const msi_costs *c, cons
     return time;
 }
 
-/* Bytes of a layer that each tile moves whole, forward or backward: what it reads, and the gradients
-   of params, which it reads and writes. */
+/* Bytes of a layer that each tile moves whole, in forward or in backward: those that it reads, and
+   the gradients of params, which it reads and writes. */
 static double msi_whole_bytes(const msi_graph *g, const msi_layer *l, bool backward,
                               msi_format format) {
     const uint32_t in = backward ? l->backward_masks[MSI_GROUP_IN] : MS_ALL_SLOTS;
@@ -10918,7 +10919,7 @@ static void msi_reserve(const ms_model *m, msi_store *store) {
     store->event_count = MSI_EVENT_COUNT;
 }
 
-/* Whether a plan of this wrap may have a value in 16 bits that can be. */
+/* Whether plans of this wrap may round a value to 16 bits, if it can be rounded. */
 static bool msi_may_be_mixed(const ms_model *m, const msi_tensor *t) {
     const ms_switch force = (ms_switch)t->technique[MS_TECHNIQUE_MIXED_PRECISION];
     return force == MS_SWITCH_ON ||
@@ -10961,8 +10962,8 @@ static bool msi_list_residents(ms_model *m, msi_store *store) {
     return true;
 }
 
-/* Params of a layer move in one copy, so many of them at most, unless two of them are not small: a
-   copy of so many bytes takes hardly longer than to launch it. */
+/* Params of a layer move in one copy: at most so many, and at most one of them that is not small. A
+   copy of so many bytes takes hardly longer than its launch. */
 enum { MSI_MOST_TOGETHER = 8, MSI_SMALL_BYTES = 1 << 16 };
 
 /* Params that move in one copy: how many, and the bytes of the largest. */
@@ -10980,10 +10981,10 @@ static bool msi_goes_along(msi_batch *b, uint64_t bytes) {
     return along;
 }
 
-/* The residents that have no place yet in the order in which homes lie on the host. */
+/* The order in which homes lie on the host, while it is made. */
 typedef struct msi_homes {
     msi_store *store;
-    uint32_t count; // that have one
+    uint32_t count; // residents that have a place in it
 } msi_homes;
 
 static void msi_put_next(msi_homes *h, uint32_t resident) {
@@ -10993,7 +10994,7 @@ static void msi_put_next(msi_homes *h, uint32_t resident) {
     }
 }
 
-/* Params that move together, one by one: first the values of all, then all state, then gradients. */
+/* Gives places to params that move together: the values of all, then all state, then gradients. */
 static void msi_put_params(msi_homes *h, const uint32_t *params, uint32_t count) {
     const msi_store *store = h->store;
     for (int turn = 0; turn < 3; turn++) {
@@ -11085,7 +11086,7 @@ static uint64_t msi_room_of(const msi_store *store) {
    forward of a loss layer: where that gradient is written. */
 typedef struct msi_edge {
     uint32_t tensor; // MSI_NONE: the layer does not write this gradient
-    uint32_t range;  // MSI_NONE: not made yet, or w->gradient[tensor]
+    uint32_t range;  // MSI_NONE: not made yet, or the one in w->now.gradient[tensor]
     msi_format format;
     bool overwrites;
     bool is_cast;    // it is written in another format than that of the gradient
@@ -11096,7 +11097,7 @@ typedef struct msi_edge {
 /* What a layer writes in another format than the one in which it is kept. */
 typedef struct msi_result_cast {
     uint32_t tensor, from, to;
-    bool is_new; // `to` begins with the result
+    bool is_new; // the live range `to` begins with this result
 } msi_result_cast;
 
 /* An operand of an update: the resident on the host that it is a copy of, and where it is now. */
@@ -11183,10 +11184,10 @@ typedef struct msi_lowering {
     msi_recomputation again;
     msi_tile_run tiles;
     msi_update_queue queue;
-    bool backward;    // inside it
+    bool backward;    // what is emitted now is part of backward
     bool has_narrow;  // some decision has a format of 16 bits
-    bool scales_loss; // and that is F16
-    bool calls_f32;   // but all layers compute in F32, and read masters where there are any
+    bool scales_loss; // some decision has F16, which needs a loss scale
+    bool calls_f32;   // all the same, layers compute in F32, and read masters where there are any
     bool has_tiles;   // some decision has tiles
     bool is_seeded;   // the gradient of the loss is there
 } msi_lowering;
@@ -11317,7 +11318,7 @@ static uint32_t msi_new_whole(msi_lowering *w, uint32_t t, msi_role role, msi_fo
     return range;
 }
 
-/* A live range for a value or a gradient in a format; of what the present tile cuts, for its rows. */
+/* A live range for a value or a gradient in a format; for the rows of the present tile, if cut. */
 static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, msi_format format) {
     const uint32_t range = msi_new_whole(w, t, role, format);
     if (range != MSI_NONE && msi_cuts(w, t)) {
@@ -11337,8 +11338,8 @@ static uint32_t msi_whole_of(msi_lowering *w, uint32_t *whole, uint32_t t, msi_r
     return whole[t];
 }
 
-/* A live range for the gradient of a tensor. In tiles, that of what was made before the group has
-   all rows. */
+/* A live range for the gradient of a tensor. Inside a group, the gradient of a tensor that was made
+   before the group has all rows. */
 static uint32_t msi_new_gradient(msi_lowering *w, uint32_t t, msi_format format) {
     const uint32_t producer = w->graph->tensors.items[t].producer;
     return msi_cuts(w, t) && (producer == MSI_NONE || producer < w->tiles.group->first)
@@ -11382,7 +11383,7 @@ static MSI_NOINLINE void msi_use_both(msi_lowering *w, uint32_t target, bool acc
     msi_use(w, source, false);
 }
 
-/* Copies a value to a range, or to a new one in a format: which may be another one. */
+/* Copies or casts a value to `range`, or, if that is MSI_NONE, to a new range in `format`. */
 static uint32_t msi_emit_copy_as(msi_lowering *w, uint32_t target, msi_role role, uint32_t range,
                                  uint32_t source, msi_format format) {
     const msi_format to = range == MSI_NONE ? format : msi_format_at(w, range);
@@ -11412,7 +11413,7 @@ static bool msi_is_moved(const msi_lowering *w, uint32_t t, msi_role role) {
     return w->decisions[t].moves & msi_move_of(role);
 }
 
-/* Brings a value or gradient that lies on the host alone to the device. */
+/* Copies a value or gradient that is on the host alone to the device. */
 static void msi_fetch(msi_lowering *w, uint32_t t, msi_role role) {
     uint32_t *now = role == MSI_ROLE_VALUE ? &w->now.value[t] : &w->now.gradient[t];
     const uint32_t from = role == MSI_ROLE_VALUE ? w->now.away[t] : w->now.gradient_away[t];
@@ -11592,8 +11593,8 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
 // ------------------------------------------------------------------------------------------------
 // >>operands  the next call of a layer: formats, edges, results, and casts around it
 
-/* The format of the next call of a layer: that of the first operand in 16 bits which it accepts so,
-   and which is not to stay F32. */
+/* The format of the next call of a layer: that of its first operand that is in 16 bits, follows the
+   format of the call, and has a format that the layer accepts. */
 static msi_format msi_call_format(const msi_lowering *w, const msi_layer *l) {
     if (!w->has_narrow || w->calls_f32 || !l->dtypes.accepts || msi_is_kept_f32(w->graph, l)) {
         return MSI_FORMAT_F32;
@@ -11675,8 +11676,8 @@ static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
     edge->accumulate = edge->is_cast ? edge->range != MSI_NONE : !edge->overwrites && !first;
 }
 
-/* Copies grad_out to where a gradient is to be computed in place of it; returns the live range of
-   the copy. */
+/* For a gradient that is computed in place of a grad_out: copies the grad_out to the memory of the
+   gradient. Returns the live range of the copy. */
 static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t in, msi_edge *edge,
                                   uint32_t *grad_out) {
     const msi_graph *g = w->graph;
@@ -11762,15 +11763,15 @@ static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
             w->decisions[t].pass <= w->again.depth);
 }
 
-/* Whether only the layers of the present group use what it makes. */
+/* Whether, before backward, only layers of the present group use a tensor that the group makes. */
 static bool msi_is_within_group(const msi_lowering *w, msi_op op, uint32_t t) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     return tensor->last_use < w->tiles.group->end && !tensor->is_output && t != w->graph->loss &&
            !(op == MSI_OP_EVAL && tensor->is_eval_output);
 }
 
-/* Whether what the present tile makes joins the rows of the others: where other layers use it, or
-   where it is kept for backward. */
+/* Whether the rows of a tensor that the present tile makes are collected with those of the other
+   tiles: because layers outside the group use the tensor, or because it is kept for backward. */
 static bool msi_is_made_whole(const msi_lowering *w, msi_op op, uint32_t t, uint32_t reader) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     return msi_is_again(op) ? !w->tiles.for_backward && !msi_is_within_group(w, op, t) &&
@@ -11781,14 +11782,14 @@ static bool msi_is_made_whole(const msi_lowering *w, msi_op op, uint32_t t, uint
                                    !msi_is_moved(w, t, MSI_ROLE_VALUE));
 }
 
-/* Whether a call need not write an optional result: nothing reads it before it is made again. */
+/* Whether a call need not write an optional result: nothing reads that before it is made again. */
 static bool msi_is_left_out(const msi_lowering *w, msi_op op, uint32_t t) {
     return op == MSI_OP_EVAL || !msi_is_read_again(&w->graph->tensors.items[t]) ||
            (w->decisions[t].pass > 0 && !(w->tiles.group && w->tiles.group->sweeps));
 }
 
-/* msi_output_range for a tile. What a recomputation by forward finds in memory, it writes again to
-   memory of its own. */
+/* msi_output_range for a tile. Where a value is still in memory, a recomputation by forward writes
+   it again, to memory that nothing reads. */
 static uint32_t msi_output_tile(msi_lowering *w, msi_op op, uint32_t t, bool optional,
                                 uint32_t reader) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
@@ -11849,9 +11850,9 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     return range;
 }
 
-/* State that a recomputation would change a second time: it is copied before forward. The copy is
-   put in place for the recomputation, after which the value that was there in the meantime, set
-   aside here, is put back. A copy that no recomputation uses is dropped in the end. */
+/* Before forward: copies the state of a layer that a recomputation would change a second time.
+   Before a recomputation: copies the present state to `aside`, from where msi_lower_forward puts it
+   back afterwards, and restores the first copy. Unused copies are dropped in the end. */
 static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t *aside) {
     const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
     uint32_t *snapshot = w->now.snapshot + (state - w->graph->operands.items);
@@ -11874,8 +11875,8 @@ static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint
     }
 }
 
-/* The live range to which a call writes what is kept in `range`: another one if the call has it in
-   another format. Then the result is cast afterwards. */
+/* The live range to which a call writes a result that is kept in `range`: a new one if the call
+   uses another format. Then msi_cast_results casts the result after the call. */
 static uint32_t msi_written_range(msi_lowering *w, const msi_layer *l, int group, uint32_t slot,
                                   uint32_t t, uint32_t range) {
     const msi_program *p = w->program;
@@ -11892,7 +11893,8 @@ static uint32_t msi_written_range(msi_lowering *w, const msi_layer *l, int group
     return cast->from;
 }
 
-/* After a call: what it has written in another format becomes what is kept, which begins here. */
+/* After a call: casts what it has written in another format to the ranges that are kept. Those that
+   are new begin here. */
 static void msi_cast_results(msi_lowering *w) {
     for (uint32_t k = 0; k < w->next.cast_count && !w->program->out_of_memory; k++) {
         const msi_result_cast *cast = &w->next.casts[k];
@@ -11925,7 +11927,7 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
     }
 }
 
-/* Casts what the next call reads in another format than it is kept in. */
+/* Casts the values that the next call reads in another format than the one they are kept in. */
 static void msi_cast_values(msi_lowering *w, msi_op op, const msi_layer *l) {
     for (int group = 0; group <= MSI_GROUP_PARAM && w->has_narrow; group++) {
         const uint32_t reads =
@@ -11942,7 +11944,7 @@ static void msi_cast_values(msi_lowering *w, msi_op op, const msi_layer *l) {
     }
 }
 
-/* Casts the gradients of outputs that backward reads in another format than they are kept in. */
+/* The same for the gradients of outputs that backward reads. */
 static void msi_cast_gradients(msi_lowering *w, const msi_layer *l, uint32_t *grad_out) {
     for (MSI_EACH(out, w->graph, l, MSI_GROUP_OUT)) {
         const uint32_t gradient = w->now.gradient[out.tensor];
@@ -12000,8 +12002,8 @@ static void msi_unset_slots(msi_lowering *w, const msi_layer *l) {
 // ------------------------------------------------------------------------------------------------
 // >>homes  params and values that are fetched from the host for a call, and sent back after it
 
-/* Whether what has its home in one place can go in a copy with what has it in another: both lie in
-   the model's own memory. */
+/* Whether residents with these two homes can move in one copy: both homes are in the model's own
+   memory, where no callback uses them. */
 static bool msi_can_join(const msi_lowering *w, uint32_t a, uint32_t b) {
     const msi_resident *residents = w->store->residents.items;
     const uint32_t count = w->store->residents.count;
@@ -12009,7 +12011,8 @@ static bool msi_can_join(const msi_lowering *w, uint32_t a, uint32_t b) {
            !residents[a].is_shown && !residents[b].is_shown;
 }
 
-/* Whether a home lies right after another one: what is between them in order is on the device. */
+/* Whether a home lies right after another one: all residents between them in home_order are on the
+   device or borrowed. */
 static bool msi_lies_after(const msi_lowering *w, uint32_t home, uint32_t before) {
     const msi_store *store = w->store;
     const uint32_t end = store->home_at[home];
@@ -12066,8 +12069,8 @@ static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, 
     return range;
 }
 
-/* Copies a part of what has its home on the host back to there: along with what was copied to
-   `before`, by the last instruction, or by itself. */
+/* Copies a part of a range back to its home: along with what was copied to `before`, by the last
+   instruction, or by itself. */
 static void msi_send_home(msi_lowering *w, uint32_t home, uint32_t range, uint32_t before,
                           uint32_t part, uint32_t part_count) {
     if (before == MSI_NONE) {
@@ -12111,8 +12114,8 @@ static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
     }
 }
 
-/* Forgets the copies on the device of params whose home is the host; those of a group after its last
-   tile. */
+/* Forgets the copies on the device of params whose home is the host; inside a group not before its
+   last tile, when msi_end_group calls this. */
 static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
     if (w->tiles.group) {
         return;
@@ -12124,8 +12127,8 @@ static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
     }
 }
 
-/* After the forward of a layer: sends what it has made and what is moved to the host. What a sweep
-   makes is used up by then, or not used in backward. */
+/* After the forward of a layer: sends to the host what it has made and what is to be moved. A sweep
+   sends nothing: no backward but its own, which follows at once, reads what it makes. */
 static void msi_send_made(msi_lowering *w, const msi_layer *l) {
     if (w->tiles.group && w->tiles.group->sweeps) {
         return;
@@ -12192,8 +12195,8 @@ static bool msi_is_lost(const msi_lowering *w, uint32_t t) {
     return w->now.value[t] == MSI_NONE && w->now.away[t] == MSI_NONE;
 }
 
-/* How the values of a layer come back: by its recompute callback, if all is in memory that this
-   reads of the layer's own values; by forward, if there is none or something is not. */
+/* How the values of a layer come back: by RECOMPUTE, unless its recompute callback reads a value of
+   the layer itself that is lost; then by REPEAT. */
 static msi_op msi_way_back(const msi_lowering *w, const msi_layer *l) {
     bool there = true;
     for (int group = MSI_GROUP_OUT; l->recompute && group <= MSI_GROUP_SAVED; group++) {
@@ -12212,8 +12215,8 @@ static const msi_tiling *msi_group_of_layer(const msi_lowering *w, uint32_t laye
                : NULL;
 }
 
-/* Adds to a mask of the layers of a group those which make what is lost and what these read, back to
-   the first. Bits count from the first layer. */
+/* Adds to a mask of layers of a group, whose first layer has bit 0, those that make the lost inputs
+   of layers in the mask, and so on back. */
 static uint32_t msi_add_producers(const msi_lowering *w, const msi_tiling *group, uint32_t mask) {
     const msi_graph *g = w->graph;
     for (uint32_t i = group->end; i-- > group->first;) {
@@ -12232,8 +12235,8 @@ static uint32_t msi_add_producers(const msi_lowering *w, const msi_tiling *group
     return mask;
 }
 
-/* Goes through what is lost of what some layers read to run again: those of a mask, as above, or one
-   that is in no group. Of a group, what it makes itself is left out. */
+/* Goes through the lost inputs of layers that are to run again: the layers of a group in a mask, as
+   above, or one layer that is in no group. Values that the group itself makes are skipped. */
 typedef struct msi_lost_inputs {
     uint32_t first, mask, layer, reads;
     bool is_group, has_layer;
@@ -12273,8 +12276,8 @@ static uint32_t msi_next_lost(const msi_lowering *w, msi_lost_inputs *c) {
     }
 }
 
-/* Lists what is missing to recompute a tensor, back to what is in memory. Inner values of groups,
-   which are recomputed with the tensors that are listed, are not. */
+/* Lists what is missing to recompute a tensor, back to what is in memory. Inner values of groups
+   are not listed: they are recomputed along with the tensors that are. */
 static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
     uint32_t depth = 0, listed = 0;
     w->again.recomputation++;
@@ -12371,8 +12374,8 @@ static void msi_lower_group_again(msi_lowering *w, const msi_tiling *group, uint
     msi_end_group(w);
 }
 
-/* The layers of a group that run again for a tensor which the present pass wants: with those for its
-   other tensors that are wanted, if what they read is there. */
+/* The layers of a group that run again to make `tensor`, and along with it all other outputs of the
+   group that the present pass wants and for which no input is lost. */
 static uint32_t msi_wanted_layers(const msi_lowering *w, const msi_tiling *group, uint32_t tensor) {
     const msi_graph *g = w->graph;
     uint32_t mask = 0;
@@ -12440,7 +12443,7 @@ static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reade
 // ------------------------------------------------------------------------------------------------
 // >>updates  the update of a param, early or late, in parts, with what moves for it
 
-/* Computes the norm of all gradients, for clipping. */
+/* Computes the norm of all gradients, for clipping and for the loss scale. */
 static void msi_lower_norm(msi_lowering *w) {
     const msi_graph *g = w->graph;
     msi_program *p = w->program;
@@ -12468,8 +12471,8 @@ static bool msi_is_used_on_host(const msi_lowering *w, uint32_t resident) {
     return !r->borrowed && (w->decisions[r->tensor].moves & MSI_IN_PLACE);
 }
 
-/* In how many parts what is moved comes to the update of a param: those of codes are whole groups,
-   or there is one. */
+/* The number of parts of the update of a param: one if parts of codes would be smaller than a
+   group, or if the update is the trainer's own. */
 static uint32_t msi_update_parts(const msi_lowering *w, uint32_t param) {
     const msi_tensor_decision *d = &w->decisions[param];
     const uint64_t count = w->graph->tensors.items[param].bytes / sizeof(float);
@@ -12512,14 +12515,15 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
     u->parts = u->moves || w->decisions[param].splits ? msi_update_parts(w, param) : 1;
 }
 
-/* Whether somebody may look at a gradient after its update, which may have changed it. */
+/* Whether a gradient is copied back after the update: it is in the trainer's memory, and an update
+   of the trainer's own may have changed it. */
 static bool msi_returns_gradient(const msi_lowering *w, uint32_t home) {
     return w->optimizer->kind == MS_OPTIMIZER_CUSTOM && home < w->store->residents.count &&
            w->store->residents.items[home].borrowed;
 }
 
-/* Lists what the updates at hand move, in the order of its homes. A gradient moves by itself, since
-   it ends with the update. */
+/* Lists what the updates at hand move, in the order of the homes, except gradients: each moves by
+   itself, since it ends with the update. */
 static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
     const uint32_t *home_at = w->store->home_at;
     uint32_t count = 0;
@@ -12541,8 +12545,8 @@ static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
     return count;
 }
 
-/* One part of the updates at hand: what is moved is fetched before, and sent back after. What has
-   come together goes together; a value that backward has used lies elsewhere, and goes by itself. */
+/* One part of the updates at hand: what is moved is fetched before, and sent back after. What was
+   fetched in one copy is sent back in one; a value that backward has fetched goes by itself. */
 static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts) {
     msi_update_operand *moved[MSI_MOST_TOGETHER * (2 + MS_LIMIT_OPTIMIZER_STATE)];
     const uint32_t count = msi_list_moved(w, moved);
@@ -12592,8 +12596,8 @@ static MSI_NOINLINE void msi_lower_gathered(msi_lowering *w) {
     w->queue.update_count = 0;
 }
 
-/* Whether an update may go along with those at hand: what is moved for them moves in one copy. One
-   of the trainer's own may fail, and what was updated before it is sent home before. */
+/* Whether an update may go along with those at hand, so that what they move is moved in one copy.
+   The trainer's own may not: it may fail, and what was updated before must be sent home by then. */
 static bool msi_may_join_updates(const msi_lowering *w, const msi_param_update *u) {
     const msi_tensor *tensors = w->graph->tensors.items;
     const msi_param_update *last =
@@ -12679,8 +12683,8 @@ static uint32_t msi_next_early(msi_param_cursor *c, const msi_tensor_decision *d
 }
 
 /* Decides when params are updated: inside backward those that are forced, and if `early` all that
-   may be. Updates begin as soon as the gradients that wait for one exceed lag_bytes, in the order
-   in which these were complete. */
+   may be. They are updated in the order in which their gradients are complete, as soon as the
+   gradients that wait exceed lag_bytes. */
 static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool early,
                               uint64_t lag_bytes) {
     msi_param_cursor head = {g, g->layers.count, 0}, tail = head;
@@ -12756,7 +12760,7 @@ static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
     }
 }
 
-/* Sends the gradients of a layer's params that are moved and wait for something. */
+/* Sends to the host the moved gradients of a layer's params that no update has used up yet. */
 static void msi_send_gradients(msi_lowering *w, const msi_layer *l) {
     for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
         const uint32_t t = param.tensor;
@@ -12844,8 +12848,8 @@ static void msi_lower_group_forward(msi_lowering *w, msi_op op, const msi_tiling
     msi_end_group(w);
 }
 
-/* The layers of a group that run again before its backward: those which make what that reads, and
-   is lost. */
+/* The layers of a group that run again before its backward: those that make the lost values which
+   backward reads, and so on back. */
 static uint32_t msi_layers_before_backward(const msi_lowering *w, const msi_tiling *group) {
     const msi_graph *g = w->graph;
     uint32_t mask = 0;
@@ -12881,7 +12885,8 @@ static void msi_lower_before_group(msi_lowering *w, const msi_tiling *group, uin
     }
 }
 
-/* What the backward of a group reads, and layers before it read again, is fetched whole. */
+/* Fetches, with all rows, activations of earlier layers that are read by the backward of the group
+   and, later, by that of an earlier layer. */
 static void msi_fetch_for_group(msi_lowering *w, const msi_tiling *group) {
     const msi_graph *g = w->graph;
     for (uint32_t i = group->end; i-- > group->first;) {
@@ -12982,8 +12987,8 @@ static void msi_lower_updates(msi_lowering *w) {
     msi_lower_gathered(w);
 }
 
-/* Values that land together have one block of memory, unless one is used for longer than another.
-   Between them may be some that are not copied after all, and have no bytes. */
+/* Values that are fetched in one copy share a block of memory only if their live ranges are equal.
+   Values without bytes, which are not copied after all, divide those before from those after. */
 static void msi_take_apart(msi_program *p, uint32_t residents) {
     for (uint32_t k = residents, end; k < p->code.ranges.count; k = end) {
         msi_range *first = &p->code.ranges.items[k];
@@ -13014,8 +13019,8 @@ static void msi_end_before(msi_program *p, msi_range *range, uint32_t number, ui
     }
 }
 
-/* Drops the copies of state that no recomputation needed, and those to the host of what no backward
-   that is run reads. */
+/* Drops copies of forward that nothing reads: of state that no recomputation needed, and to the
+   host of values that no backward reads. */
 static void msi_drop_unused_copies(const msi_lowering *w) {
     msi_program *p = w->program;
     for (uint32_t now = 0; now < p->code.forward_end && now < p->code.instructions.count; now++) {
@@ -13099,7 +13104,7 @@ static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions
 // ------------------------------------------------------------------------------------------------
 // >>alias  live ranges that go on using the memory of others: copies, and results made in place
 
-/* Whether a value fits into the memory of another: with axes, at all their sizes or at none. */
+/* Whether a value has the format and size of another; with axes, the same size at all of theirs. */
 static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_range *old) {
     return range->format == old->format &&
            (g->axis_count == 0
@@ -13107,8 +13112,8 @@ static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_ra
                 : range->bytes == old->bytes && msi_scales_alike(g, range->tensor, old->tensor));
 }
 
-/* The live range whose memory `range` can go on using: it ends at this instruction, has the same
-   size, and every operand that has it is allowed. `allowed` has a flag per operand. */
+/* The live range of an operand whose memory `range` can go on using: it ends at this instruction,
+   has the same size, and is allowed wherever it is an operand. `allowed` has a flag per operand. */
 static uint32_t msi_find_alias(const msi_graph *g, const msi_program *p, uint32_t now,
                                uint32_t range, const uint8_t *allowed) {
     const msi_instruction *i = &p->code.instructions.items[now];
@@ -13138,8 +13143,8 @@ static MSI_NOINLINE void msi_allow(uint8_t *allowed, uint32_t first, uint32_t ma
     }
 }
 
-/* Makes operand k of an instruction an alias of an allowed operand, if its live range begins there
-   and it is in one slot only. */
+/* Makes operand k of an instruction an alias of an allowed operand, if the live range of operand k
+   begins here and is in no other slot. */
 static void msi_try_alias(const msi_graph *g, msi_program *p, uint32_t now, uint32_t k,
                           const uint8_t *allowed) {
     const msi_instruction *i = &p->code.instructions.items[now];
@@ -13343,8 +13348,8 @@ static MSI_NOINLINE double msi_mapped_us(const msi_graph *g, const msi_costs *c,
     return bytes > 0 ? 2.0 * (double)bytes / (c->hardware.mapped_gb_per_s * 1e3) : 0.0;
 }
 
-/* Operations that it takes to decode and to encode a number of 8 bits, about: they prolong the
-   update on a processor, and not on a GPU. */
+/* About how many operations it takes to decode and encode a number of 8 bits. They make updates
+   slower on a CPU, but not on a GPU. */
 static const double MSI_CODE_FLOPS = 100.0;
 
 /* How many tensors of state an update has in codes. */
@@ -13381,8 +13386,8 @@ static ms_stream_kind msi_engine_of(const msi_costs *c, msi_op op) {
     return c->has_links ? msi_ops[op].engine : MS_STREAM_COMPUTE;
 }
 
-/* The time of a call for a tile: its part of the time for all rows, but no less than it takes to read
-   what is whole, and to add to the gradients of params. */
+/* The time of a call for a tile: its share of the time for all rows, but no less than the time that
+   it takes to read what is whole, and to add to the gradients of params. */
 static double msi_tile_us(const msi_costs *c, const msi_layer *l, const msi_instruction *i,
                           double us) {
     const double whole = l->whole_bytes[i->op == MSI_OP_BACKWARD][i->format];
@@ -13432,9 +13437,9 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
     return 0.0;
 }
 
-/* Fills in what each instruction of a program that is to run is predicted to take; see
-   msi_expected_us. A copy that is issued to another engine takes a launch, and a wait for it at most
-   as long as the copy. False without memory. */
+/* Fills in the predicted time of each instruction of a program that is to run; see msi_expected_us.
+   A copy that is issued to another engine takes a launch, and a wait for it as long as the copy,
+   which is the most that it can take. False without memory. */
 static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_allocator *a,
                              msi_program *p) {
     float copying[MSI_SIGNAL_COUNT];
@@ -13473,19 +13478,19 @@ static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_al
 // >>schedule  copies between host and device: on engines of their own, issued early, awaited late
 
 /* Lowering puts each copy from the host right before what needs it, and each copy to the host right
-   after what makes its source, where they hide nothing. The order of all that is computed stays;
-   copies are issued earlier and awaited later, as far as that is of use and memory allows:
-   - of use: a copy in need not begin sooner than to be done when it is needed, and a copy out
-     need not be awaited before it is done, by the times of all that is computed and of the other
-     copies;
-   - memory: no instruction has more live bytes than the peak without any of this and the room that
+   after what makes its source: there, computing waits for every copy. Scheduling keeps the order of
+   what is computed, and issues copies earlier and awaits them later, within two limits:
+   - use: a copy in begins no earlier than it must to be done when it is needed, and a copy out is
+     awaited once it is done, by the predicted times of what is computed and of the other copies;
+   - memory: no instruction has more live bytes than the peak before scheduling plus the room that
      the plan gives to copies, so that the peak depends on the decisions alone.
    A copy in whose value is still on the device, or can stay there within that peak, is left out.
    Copies of one engine run in the order in which they are issued, so waiting for one of them is
    waiting for all before it. */
 
-/* What may be between the uses of a value for a copy between them to be left out; how far ahead of
-   its use a copy is issued, in slots; and how many like it may be before it on its engine. */
+/* How far apart two uses of a value may be, in slots, for the copy between them to be left out; how
+   far ahead of its use a copy in may be issued, in slots; and how many copies like it may still be
+   queued on its engine. */
 enum { MSI_LONGEST_GAP = 64, MSI_LONGEST_LEAD = 1024, MSI_QUEUED_COPIES = 4 };
 
 /* A copy between host and device: in, if its engine fetches, or out. A slot is the number of an
@@ -13493,8 +13498,8 @@ enum { MSI_LONGEST_GAP = 64, MSI_LONGEST_LEAD = 1024, MSI_QUEUED_COPIES = 4 };
 typedef struct msi_transfer {
     uint32_t instruction; // in the old list
     uint32_t made;        // the slot that follows it in the old list
-    uint32_t needed;      // of a copy in: the first slot that uses it
-    uint32_t last;        // of a copy in: the last one
+    uint32_t needed;      // of a copy in: the first slot that uses it or a later copy of its engine
+    uint32_t last;        // of a copy in: the last slot that uses it
     uint32_t issue;       // it is issued before this slot
     uint32_t wait;        // it is awaited before this slot
     uint32_t next;        // the next copy of its engine that is not left out, or the count
@@ -13529,7 +13534,7 @@ typedef struct msi_scheduling {
     uint32_t barrier;
     uint32_t computed_count; // instructions that compute, among those that are placed
     /* By engine: the first copy that is not placed yet, and the first that is not awaited, or the
-       count; how many events were used; and of what is computed, how much it has last waited for. */
+       count; how many events were used; and computed_count when its last copy was placed. */
     uint32_t issued[MS_STREAM_COUNT], awaited[MS_STREAM_COUNT];
     uint32_t event_count[MS_STREAM_COUNT], followed_count[MS_STREAM_COUNT];
 } msi_scheduling;
@@ -13548,8 +13553,8 @@ static bool msi_crosses_link(const msi_program *p) {
     return crosses;
 }
 
-/* Whether an instruction is a transfer. A copy of what callbacks use on the host is none: it is
-   awaited where it is. */
+/* Whether an instruction is a transfer. A copy of what callbacks use on the host is none: it stays
+   where lowering has put it, and is awaited at once. */
 static bool msi_is_a_transfer(const msi_scheduling *s, const msi_instruction *i) {
     const msi_operand *operands = s->program->code.operands.items + i->operand_first;
     const msi_op op = msi_direction(s->program, i);
@@ -13640,7 +13645,7 @@ static void msi_note_transfer(msi_scheduling *s, uint32_t number, uint32_t now) 
     }
 }
 
-/* Numbers the slots, and finds their times without copies, and who uses what is copied in. */
+/* Numbers the slots, and finds when each begins without copies, and which slots need a copy in. */
 static void msi_list_transfers(msi_scheduling *s) {
     const msi_program *p = s->program;
     uint32_t number = 0;
@@ -13681,7 +13686,7 @@ static void msi_list_transfers(msi_scheduling *s) {
     }
 }
 
-/* The slot before which a range ends: where it is sent to the host, that of the copy. */
+/* The slot before which a range ends: if a copy to the host uses it last, that of the copy. */
 static uint32_t msi_live_end(const msi_scheduling *s, const msi_range *range) {
     const msi_instruction *all = s->program->code.instructions.items;
     const bool sent = !range->outlives && msi_is_transfer(s, &all[range->last]);
@@ -13690,7 +13695,7 @@ static uint32_t msi_live_end(const msi_scheduling *s, const msi_range *range) {
                                     : s->slot[range->last] + 1;
 }
 
-/* Sums the live bytes of all slots, with each copy where it hides nothing. */
+/* Sums the live bytes of all slots, with each copy where lowering has put it. */
 static void msi_sum_slots(msi_scheduling *s) {
     const msi_program *p = s->program;
     for (uint32_t k = s->store->residents.count; k < p->code.ranges.count; k++) {
@@ -13741,8 +13746,8 @@ static bool msi_copies_whole(const msi_scheduling *s, const msi_transfer *t) {
     return msi_is_in(t) && i->part_count == 0 && i->rows.of == 0;
 }
 
-/* Keeps what a copy in brings in the range that it was brought to a little while before, if there is
-   memory for that until the copy is needed. */
+/* If memory allows, keeps the range that a value was last copied to until `t`, the next copy in of
+   that value, is needed. Then this copy can be left out. */
 static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_transfer *t) {
     const msi_range *range = earlier == MSI_NONE ? NULL : &s->program->code.ranges.items[earlier];
     const uint32_t end = range ? msi_live_end(s, range) : 0;
@@ -13751,8 +13756,8 @@ static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_trans
            msi_hold(s, end, t->needed, msi_align(range->bytes));
 }
 
-/* Removes copies to the device of values that were there shortly before, and that it can keep until
-   then. From a copy of several values it removes only those. */
+/* Leaves out copies in of values that were on the device shortly before and can be kept there. Of a
+   copy of several values, it leaves out only these. */
 static void msi_leave_out(msi_scheduling *s) {
     const msi_program *p = s->program;
     uint32_t *landed = s->of_range; // from now on, per range on the host: where it was copied last
@@ -13787,7 +13792,8 @@ static void msi_leave_out(msi_scheduling *s) {
     }
 }
 
-/* When each copy in should begin: of an engine, the last one that is needed first. */
+/* When each copy in should begin: in time to be done when it is needed, and before the next copy of
+   its engine begins. Goes from the last copy to the first. */
 static void msi_find_starts(msi_scheduling *s) {
     double next_us[MS_STREAM_COUNT];
     for (int engine = 0; engine < MS_STREAM_COUNT; engine++) {
@@ -13813,9 +13819,9 @@ static uint64_t msi_bytes_under_way(const msi_scheduling *s, const msi_transfer 
     return bytes;
 }
 
-/* The copies of an engine: the next one, when those that were issued are done, and, in a ring, the
-   numbers of those that are not awaited. Of copies in: one that did not fit, and the slot where it
-   did not. */
+/* The copies of an engine: when those that were issued are done, the next one to issue, and, in a
+   ring, those that are not awaited yet. Of copies in: one that did not fit, and the last slot where
+   it did not. */
 typedef struct msi_queue {
     double free_us;
     uint32_t next, blocked, blocked_to;
@@ -13870,8 +13876,8 @@ static uint64_t msi_outgoing_bytes(const msi_placing *w) {
     return bytes;
 }
 
-/* Whether so many bytes more fit into the present slot. What copies out hold there is summed only if
-   not all of their bytes would fit. */
+/* Whether so many bytes more fit into the present slot. The bytes that copies out hold there are
+   summed only if their bound, out_bytes, does not fit. */
 static bool msi_has_room_for(const msi_placing *w, uint64_t bytes) {
     const msi_scheduling *s = w->s;
     bytes += s->live_bytes[w->slot];
@@ -13889,8 +13895,9 @@ static msi_queue *msi_unmade_source(msi_placing *w, const msi_transfer *t) {
     return NULL;
 }
 
-/* Whether the next copy in of an engine may be issued before the present slot: its time has come, it
-   need not queue for longer than that slot takes, and there is memory for it. */
+/* Whether the next copy in of an engine may be issued before the present slot: its time has come,
+   there is memory for it, and the copies before it keep the engine busy after the slot for no
+   longer than MSI_QUEUED_COPIES copies like it would. */
 static bool msi_may_begin(msi_placing *w, msi_queue *q) {
     msi_scheduling *s = w->s;
     const msi_transfer *t = &s->transfers[q->next];
@@ -13937,8 +13944,8 @@ static void msi_begin_ins(msi_placing *w, msi_queue *q) {
     }
 }
 
-/* Issues the copies out of an engine that are made before the present slot. They are awaited when
-   they are done, or when their memory is needed. */
+/* Issues the copies out of an engine whose sources are made before the present slot. They are
+   awaited when they are done, or when their memory is needed. */
 static void msi_begin_outs(msi_placing *w, msi_queue *q) {
     const msi_scheduling *s = w->s;
     const bool ends = w->slot == s->slot_count || s->costs->waits_for_copies ||
@@ -14021,8 +14028,8 @@ static void msi_link_transfers(msi_scheduling *s) {
     memcpy(s->awaited, s->issued, sizeof s->awaited);
 }
 
-/* Places a wait for a copy: an instruction with its ends as operands, and then those of the copies
-   of its engine to before `end` that were not awaited yet. */
+/* Places a wait for a copy. Its operands are the ends of the copy, and then those of the copies of
+   its engine before `end` that were not awaited yet. */
 static void msi_place_wait(msi_scheduling *s, const msi_instruction *copy, uint32_t end) {
     msi_instruction wait = *copy;
     wait.op = (uint8_t)MSI_OP_WAIT;
@@ -14040,7 +14047,7 @@ static void msi_place_wait(msi_scheduling *s, const msi_instruction *copy, uint3
     }
 }
 
-/* Places the issue of a copy. It has an event if it is the last one that a wait is for. */
+/* Places the issue of a copy. The last of the copies that one wait is for has an event. */
 static void msi_place_issue(msi_scheduling *s, msi_transfer *t) {
     const msi_transfer *next = t->next < s->transfer_count ? &s->transfers[t->next] : NULL;
     msi_instruction i = s->program->code.instructions.items[t->instruction];
@@ -14090,8 +14097,8 @@ static void msi_place_copies(msi_scheduling *s, uint32_t slot, bool fetches) {
     }
 }
 
-/* Places a wait for a copy that was just placed. All before it on its engine are awaited by that, and
-   need no events. */
+/* Places a wait for the copy that was just placed. This awaits all copies before it on its engine,
+   which so need no events. */
 static void msi_place_wait_at_once(msi_scheduling *s, const msi_instruction *copy) {
     const ms_stream_kind engine = msi_ops[copy->op].engine;
     for (uint32_t k = s->awaited[engine]; k < s->issued[engine] && !s->program->out_of_memory;
@@ -14237,11 +14244,13 @@ static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_s
 // >>layout  offsets for live ranges (dynamic storage allocation with all requests known)
 
 /* The search has five stages and keeps the best layout. It ends when the effort is spent or the
-   layout is small enough. From the peak: first-fit around two stacks, near O(n log n) for what
-   training makes. Skylines in several orders (as Sekiyama et al. 2018 pack training memory) cost
-   O(n log n) each. First-fit in several orders, the usual greedy method, also fills gaps; it looks
-   at the blocks that a block can meet, O(n^2) where all meet. Then orders are mended where
-   first-fit fails, and ejection chains press the layout below one target after another. */
+   layout is small enough.
+   1. From the peak: first-fit around two stacks, near O(n log n) for what training makes.
+   2. Skylines in several orders (as Sekiyama et al. 2018 pack training memory), O(n log n) each.
+   3. First-fit in several orders, the usual greedy method, which also fills gaps. For each block it
+      looks at all that live at the same time: O(n^2) where all do.
+   4. Mending: orders are changed where first-fit fails.
+   5. Ejection chains press the layout below one target after another. */
 
 /* A placed block, with what is needed to compare it with others. */
 typedef struct msi_spot {
@@ -14258,27 +14267,27 @@ typedef struct msi_skyline {
     uint32_t leaves;
 } msi_skyline;
 
-/* With more blocks than this, a layout is good that is a little above the bound: with many times as
-   many, one that is within 1 %. */
+/* With more blocks than this, the search is content with a layout a little above the bound; with
+   many times as many, with one within 1 % of it. */
 enum { MSI_LAYOUT_MANY = 4096 };
 
 /* Two stacks of blocks, one standing on the ground and one hanging from the bound, and what finds a
    gap between them. The trees have a leaf for each block in use. "Before" and "after" are the sides
    of the peak: [0] and [1]. */
 typedef struct msi_stacks {
-    uint32_t peak;  // the compressed time of most live bytes: all that stand live then
-    uint32_t count; // of the blocks that stand: the first ones of the order
-    uint64_t bytes; // of these together
-    uint64_t *low;  // of each of these, upwards
+    uint32_t peak;  // the compressed time of most live bytes, at which all standing blocks live
+    uint32_t count; // of the standing blocks: the first ones of the order
+    uint64_t bytes; // of the standing blocks together
+    uint64_t *low;  // the lower end of each standing block, upwards
     uint32_t *reach[2],
-        *lack[2];        // trees over these: how far they live; what they lack of UINT32_MAX
+        *lack[2];        // trees over standing blocks: how far they live; UINT32_MAX minus that
     uint32_t hung_at[2]; // a time at which all blocks that hang on this side live
     uint64_t *floor;     // per compressed time: where what hangs begins
     uint64_t *top;       // per compressed time: where what stands ends
     uint32_t *rest;      // tree over starts: when a block of the rest that lives briefly ends, or 0
     uint32_t *hung;      // per block: whether it hangs
     uint32_t leaves;
-    uint32_t long_span;     // what lives so long, of the rest, lives long
+    uint32_t long_span;     // blocks of the rest with this span or more live long
     msi_spot *stretches[3]; // what hangs before and after, and the rest that lives long; upwards
     uint32_t stretch_count[3];
 } msi_stacks;
@@ -14311,8 +14320,8 @@ typedef struct msi_layout_work {
 } msi_layout_work;
 
 /* Largest first, except START, which is by rising start. LOAD is the largest sum of live bytes that
-   a block is part of, with ties by SPAN and then by BYTES. The classes grow in width with the
-   figure, by a constant factor. */
+   a block is part of, with ties by SPAN and then by BYTES. In the orders by CLASS, figures of one
+   class are equal; classes are wider for larger figures. */
 typedef enum msi_layout_order {
     MSI_ORDER_LOAD,
     MSI_ORDER_BYTES,
@@ -14602,9 +14611,9 @@ static bool msi_stacks_stands(const msi_layout_work *w, uint32_t block, const ms
            msi_layout_span(w, block) >= how->least_span;
 }
 
-/* What stands lowest: what starts first, as nearly all that does ends last. If others hang, they
-   must not meet what stands high and lives long; so there it is what lives farthest to either side
-   of the peak, as a share of the time on that side. */
+/* The lowest standing blocks are those that start first, since nearly all of these end last. If
+   blocks also hang, those must not meet a standing block that is high and lives long: then those
+   stand lowest that live farthest to a side of the peak, as a share of the time on that side. */
 static uint64_t msi_stacks_key(const msi_layout_work *w, uint32_t block, const msi_stacking *how) {
     const uint32_t peak = w->stacks.peak, first = w->first[block], last = w->last[block];
     if (!msi_stacks_stands(w, block, how)) {
@@ -14616,7 +14625,7 @@ static uint64_t msi_stacks_key(const msi_layout_work *w, uint32_t block, const m
                      : first;
 }
 
-/* Orders the blocks that stand first, upwards, then the rest in an order of its own. */
+/* Puts the blocks that stand first in the order, upwards, and then the rest in its own order. */
 static void msi_stacks_sort(msi_layout_work *w, const msi_stacking *how) {
     memcpy(w->order, w->by_start, w->used * sizeof *w->order);
     msi_layout_sort(w, how->rest, 1);
@@ -14626,8 +14635,8 @@ static void msi_stacks_sort(msi_layout_work *w, const msi_stacking *how) {
     msi_sort_indices(w->order, w->scratch, w->used, w->key);
 }
 
-/* Where the blocks that stand end, at each time: on either side of the peak they only become
-   fewer. */
+/* Finds the top of the blocks that stand, at each time: all of them live at the peak, so away from
+   it they only become fewer. */
 static void msi_stacks_measure_top(msi_layout_work *w) {
     const msi_stacks *s = &w->stacks;
     memset(s->top, 0, w->times * sizeof *s->top);
