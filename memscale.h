@@ -14298,7 +14298,7 @@ typedef struct msi_layout_work {
     /* First-fit: blocks that live at each multiple of the stride, per multiple the end of its list
        (where the next one begins), and per block its place in the order. */
     uint32_t stride, *living, *living_end, *ranks;
-    /* Of one stage each, so that these three share their memory. */
+    /* Each is used in one stage of the search, so that these three share their memory. */
     uint32_t *starts;           // to compress time; per compressed time: the instruction
     uint32_t *best_order;       // first-fit in several orders: the best one
     uint32_t *waiting;          // from the peak: what may hang; ejection chains: what has no place
@@ -14311,8 +14311,7 @@ typedef struct msi_layout_work {
 } msi_layout_work;
 
 /* Largest first, except START, which is by rising start. LOAD is the largest sum of live bytes that
-   a block is part of, with ties by SPAN and then by BYTES. The classes grow in width with the
-   figure, by a constant factor. */
+   a block is part of, with ties by SPAN and then by BYTES. A class spans a constant factor. */
 typedef enum msi_layout_order {
     MSI_ORDER_LOAD,
     MSI_ORDER_BYTES,
@@ -14984,8 +14983,8 @@ static uint64_t msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how
     return limit;
 }
 
-/* Lists the blocks that live at each time which is a multiple of the stride and began before. With
-   those that begin later, these are all that a block can meet. The stride is the smallest power of
+/* Lists, for each multiple of the stride, the blocks that live then and began earlier. With those
+   that begin later, these are all that a block can meet. The stride is the smallest power of
    two with which the lists have no more than `count` blocks together. */
 static void msi_layout_list_living(msi_layout_work *w) {
     uint64_t total = UINT64_MAX;
@@ -15018,8 +15017,8 @@ static void msi_layout_list_living(msi_layout_work *w) {
     }
 }
 
-/* The lowest gap that holds a block beside the blocks whose rank is below `placed`; or, hanging, the
-   highest one below the bound, as the distance of its top from there. */
+/* The lowest gap that holds a block beside the blocks whose rank is below `placed`; or, for a block
+   that hangs, the highest one below the bound, as the distance of its top from there. */
 static uint64_t msi_layout_gap(msi_layout_work *w, uint32_t block, uint32_t placed, bool hangs) {
     const uint32_t first = w->first[block], list = first / w->stride;
     const uint32_t living = list > 0 ? w->living_end[list - 1] : 0;
@@ -17439,7 +17438,7 @@ static void msi_give_room_back(msi_search *s) {
     msi_greedy_free(&w);
 }
 
-/* Gives room back from the best plan, if that fits. Wins with accumulation, where params cross the
+/* Gives back moves of the best plan, if that fits. Wins with accumulation, where params cross the
    link many times a step: a list leaves more of the budget than it must. */
 static void msi_give_back_best(msi_search *s) {
     if (s->scorer->store->micro_count > 1 && !s->any && s->budget > 0 && s->fits) {
@@ -18266,7 +18265,7 @@ static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     }
 }
 
-/* Memory for some points in one piece; NULL, and the scorer is short, if there is none. */
+/* Memory for consecutive points; NULL, and the scorer is short, if there is none. */
 static msi_pareto_point *msi_reserve_points(msi_chain *c, uint32_t count) {
     if (c->pool_count == 0 || c->pool_used + count > MSI_CHAIN_POOL) {
         const uint64_t bytes = MSI_CHAIN_POOL * sizeof(msi_pareto_point);
@@ -18282,7 +18281,7 @@ static msi_pareto_point *msi_reserve_points(msi_chain *c, uint32_t count) {
     return c->pools[c->pool_count - 1] + c->pool_used;
 }
 
-/* Finds the best ways to train stages s to t: those that are faster than all that take less. */
+/* Finds the best ways to train stages s to t: those faster than all that need fewer bytes. */
 static void msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint32_t width) {
     msi_pareto_point *points = msi_is_short(c->scorer) ? NULL : msi_reserve_points(c, width + 2);
     if (!points) {
@@ -19499,7 +19498,7 @@ static void msi_begin_early(msi_greedy *w) {
     w->score = msi_search_estimate(w->search, w->decisions);
 }
 
-/* What decisions round: a hash. */
+/* A hash of what decisions round. */
 static uint64_t msi_hash_rounding(const msi_graph *g, const msi_tensor_decision *decisions) {
     uint64_t hash = 0;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -19560,7 +19559,7 @@ static bool msi_may_relax(const msi_solver *s) {
     return s->early && s->request->early_update != MS_SWITCH_ON && may_be_met;
 }
 
-/* Whether no search has to go on. */
+/* Whether searching can end: any plan that fits will do, and one does. */
 static bool msi_is_found(const msi_search *s) {
     return s->any && s->fits;
 }
@@ -20717,20 +20716,20 @@ static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *byt
     return result;
 }
 
-/* Gives the batch another size: the foremost axis of an input, if there is one. Otherwise the first
-   dim of the first input stands for it, and all that is computed from that input is assumed to
-   shrink in proportion, wherever its shape holds the batch: alone, as a factor of the first dim, or
-   later. The graph has the largest sizes of its axes until msi_resizing_end. */
+/* Gives the batch another size: the foremost axis of the inputs, if there is one. Otherwise the
+   first dim of the first input stands for it, and all that is computed from inputs with such a dim
+   is assumed to shrink in proportion, wherever its shape has the batch: as the first dim, as a
+   factor of that, or later. Until msi_resizing_end all axes have their largest sizes. */
 typedef struct msi_resizing {
     ms_model *model;
     ms_result result;     // sticky
     uint32_t input, axis; // MSI_NONE: there is no axis
     int64_t declared;     // size
     int64_t *follows;     // per tensor: its declared first dim if it shrinks in proportion, else 0
-    int64_t sizes[MS_LIMIT_AXES]; // of the axes before
+    int64_t sizes[MS_LIMIT_AXES]; // of the axes, to be restored
 } msi_resizing;
 
-/* The first dim of an input that shrinks with one of this size: it has the same factor. */
+/* The first dim of an input if it is a multiple or divisor of `size`, and shrinks with it; or 0. */
 static int64_t msi_common_dim(const msi_tensor *t, int64_t size) {
     const int64_t dim =
         t->kind == MSI_KIND_INPUT && t->view.shape.rank > 0 ? t->view.shape.dim[0] : 0;
@@ -20804,7 +20803,7 @@ static uint32_t msi_find_batch(const msi_graph *g, uint32_t *axis) {
     return found;
 }
 
-/* False: there is nothing to resize, or no memory, which z->result says. */
+/* False: there is nothing to resize or, if z->result is an error, no memory. */
 static bool msi_resizing_begin(msi_resizing *z, ms_model *m) {
     msi_graph *g = &m->graph;
     const size_t bytes = g->tensors.count * sizeof *z->follows;
@@ -20837,8 +20836,8 @@ static void msi_resizing_end(msi_resizing *z) {
     msi_release(&m->config.allocator, z->follows, m->graph.tensors.count * sizeof *z->follows);
 }
 
-/* A plan at a size: with the decisions of another plan, by one lowering and one layout, or, for
-   NULL, a plan for the budget. NULL after an error. */
+/* Makes a plan at a size: with the decisions of `decided`, by one lowering and one layout, or, if
+   that is NULL, for the budget. NULL after an error. */
 static msi_plan *msi_plan_resized(msi_resizing *z, uint64_t budget, int64_t size,
                                   const msi_plan *decided) {
     const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_ANY;
@@ -20854,9 +20853,9 @@ static msi_plan *msi_plan_resized(msi_resizing *z, uint64_t budget, int64_t size
     return plan;
 }
 
-/* Raises a size that fits the budget (0: nothing is known) as far as it fits with the decisions of
-   a plan; `too_large` does not fit. Arenas grow almost linearly with the size, so a few guesses
-   along a straight line are enough. */
+/* The largest size that fits the budget with the decisions of a plan: from `size`, which fits (0:
+   none is known), to below `too_large`, which does not. Arenas grow almost linearly with the size,
+   so a few guesses along a straight line are enough. */
 static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t budget,
                               int64_t size, int64_t too_large) {
     double low_bytes = 0.0, high_bytes = (double)budget;
@@ -21183,7 +21182,7 @@ static MSI_COLD ms_result msi_check_all(ms_model *m, msi_goal goal) {
     return result;
 }
 
-/* The plan in force stays, with what it was decided by: takes back msi_get_hardware. */
+/* The plan in force stays: restores the choice and the costs by which it was decided. */
 static void msi_stay_with(ms_model *m, const msi_choice *choice, const msi_costs *costs) {
     m->wrapped.choice = *choice;
     m->costs = *costs;
@@ -21441,7 +21440,7 @@ typedef struct msi_review {
     const msi_plan *plan;
     double *again_us;  // per layer: the time of its recomputations, those of tiles apart
     double *tile_us;   // per layer: by how much longer it takes in tiles, recomputation included
-    double *wait_us;   // per tensor: how long computing waits for its copies, or its update more
+    double *wait_us;   // per tensor: how long computing stalls for its copies or state on the host
     double *start_us;  // per instruction
     uint32_t *forward; // per layer: its instruction in forward
     uint32_t *again;   // per layer: how often it is recomputed
@@ -21457,7 +21456,7 @@ static uint64_t msi_review_bytes(const msi_graph *g, const msi_plan *plan) {
            plan->train.code.instructions.count * (uint64_t)sizeof(double);
 }
 
-/* Shares out a wait among the copies that it is for, by their bytes. */
+/* Distributes the time of a wait among the copies that it awaits, by their bytes. */
 static MSI_COLD void msi_review_wait(msi_review *r, const msi_instruction *i, double us) {
     const msi_program *p = &r->plan->train;
     const msi_operand *ends = p->code.operands.items + i->operand_first;
@@ -21474,8 +21473,8 @@ static MSI_COLD void msi_review_wait(msi_review *r, const msi_instruction *i, do
     }
 }
 
-/* Simulates the step once more, for the starts of the instructions and the waits for copies. A
-   device without streams for copies waits for all of each. */
+/* Simulates the step once more, for the starts of the instructions and the waits for copies.
+   Without streams for copies, computing waits for the whole of each. */
 static MSI_COLD void msi_review_times(msi_review *r) {
     const ms_model *m = r->model;
     const msi_program *p = &r->plan->train;
@@ -21501,7 +21500,7 @@ static MSI_COLD void msi_review_times(msi_review *r) {
     }
 }
 
-/* Finds out which params are whose, and where they and their state have their home. */
+/* Finds the first layer that has each param, and what of each param has its home on the host. */
 static MSI_COLD void msi_review_params(msi_review *r) {
     const msi_graph *g = &r->model->graph;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -21520,8 +21519,8 @@ static MSI_COLD void msi_review_params(msi_review *r) {
     }
 }
 
-/* By how much a call for a tile makes a step longer: all of it, if it runs again; otherwise by what it
-   takes beyond its part of a call for all rows. */
+/* By how much a call for a tile makes a step longer: a recomputation by all its time, any other
+   call by what it takes beyond its share of a call for all rows. */
 static MSI_COLD double msi_tile_cost_us(const msi_review *r, const msi_instruction *i) {
     const msi_layer *l = &r->model->graph.layers.items[i->target];
     const ms_layer_time *time = &l->time[i->format];
@@ -21573,8 +21572,8 @@ static void msi_review_free(msi_review *r) {
     msi_release(&r->model->config.allocator, r->again_us, r->bytes);
 }
 
-/* Whether the line of a layer tells what is moved of a tensor: that of its producer, or for a param
-   that of the first layer that has it. */
+/* Whether a layer reports what is moved of one of its tensors: for a param only the first layer
+   that has it does. */
 static bool msi_tells_of(const msi_review *r, uint32_t layer, uint32_t tensor) {
     return r->model->graph.tensors.items[tensor].kind != MSI_KIND_PARAM || r->user[tensor] == layer;
 }
@@ -21730,7 +21729,7 @@ static MSI_COLD uint32_t msi_not_moved(const msi_review *r, uint32_t layer, uint
                       ~((uint32_t)r->moved[tensor] | (early ? (uint32_t)MSI_MOVES_GRADIENT : 0u));
 }
 
-/* How long the copies take in a step of what can be moved, by the bit of what it is. */
+/* How long copies take in a step if a tensor has `move`, one bit of what can be moved, moved. */
 static MSI_COLD double msi_copies_us(const msi_review *r, uint32_t tensor, uint32_t move) {
     const ms_model *m = r->model;
     const msi_tensor *t = &m->graph.tensors.items[tensor];
@@ -21743,8 +21742,8 @@ static MSI_COLD double msi_copies_us(const msi_review *r, uint32_t tensor, uint3
     return (weight ? 2.0 : 1.0) * in_us + (weight && !msi_learns(t) ? 0.0 : out_us);
 }
 
-/* Bytes of the arena that it takes to have something that can be moved there, by the bit of what it
-   is: none for memory of the trainer. */
+/* Bytes that `move`, one bit of what can be moved of a tensor, takes in the arena if it is not
+   moved: none for memory of the trainer. */
 static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor, uint32_t move) {
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
     const int first = move == MSI_MOVES_VALUE      ? MSI_ROLE_VALUE
@@ -21762,8 +21761,8 @@ static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor,
     return bytes;
 }
 
-/* The facts about the tensor of a layer that is not moved. Of a param with several parts that could
-   be moved, its largest decides. */
+/* The facts about the tensor of a layer that is not moved. Of what could be moved of a param, the
+   largest decides. */
 static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t layer,
                                               uint32_t tensor) {
     const ms_model *m = r->model;
@@ -21816,7 +21815,7 @@ static MSI_COLD uint64_t msi_8bit_facts(const msi_review *r, uint32_t layer, uin
                      msi_fact(MSI_FACT(SHARED_PARAM), !msi_tells_of(r, layer, tensor));
 }
 
-/* Bytes of the arena that the state of a param takes more if it is not coded. */
+/* How many more bytes of the arena the state of a param takes if it is not coded. */
 static MSI_COLD uint64_t msi_bytes_of_codes(const msi_review *r, uint32_t tensor) {
     const ms_optimizer_desc *o = &r->model->optimizer;
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
@@ -21836,7 +21835,7 @@ static MSI_COLD uint64_t msi_narrow_facts(const msi_review *r, uint32_t tensor) 
            msi_fact(MSI_FACT(STAYS_F32), why > MSI_NARROW_NOT_ACCEPTED);
 }
 
-/* Bytes that a value takes more as it was created than rounded, if it can be. */
+/* How many more bytes a value takes as created than rounded; 0 if it cannot be rounded. */
 static MSI_COLD uint64_t msi_bytes_of_rounding(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     return tensor->not_narrow != (uint8_t)MSI_NARROW_MAY_BE
@@ -21875,8 +21874,8 @@ static MSI_COLD const ms_rule *msi_find_rule(ms_technique technique, uint64_t fa
     return &msi_rules[k].text;
 }
 
-/* Whether tensor `a` explains better than `b` why a technique is not applied: one that matters
-   does, then the larger one, then the first. */
+/* Whether tensor `a` explains better than `b` why a technique is not applied: one for which the
+   technique matters is best, then the larger one, then the first. */
 static MSI_COLD bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique technique,
                                        uint32_t a, uint32_t b) {
     const msi_tensor *tensors = r->model->graph.tensors.items;
@@ -21888,8 +21887,8 @@ static MSI_COLD bool msi_explains_more(const msi_review *r, uint32_t layer, ms_t
                                                         : tensors[a].bytes > tensors[b].bytes;
 }
 
-/* Adds what would not be held if a technique were applied to a tensor that it is not applied to;
-   for offloading also the time of its copies. */
+/* Adds the bytes that a technique would save on a tensor that it is not applied to; for offloading
+   also the time of the copies. */
 static MSI_COLD void msi_add_refused(const msi_review *r, uint32_t layer, uint32_t tensor,
                                      ms_decision *d) {
     const ms_model *m = r->model;
@@ -21915,7 +21914,7 @@ static MSI_COLD void msi_add_refused(const msi_review *r, uint32_t layer, uint32
     }
 }
 
-/* Bytes that a value takes less, since it has the rows of a tile alone. */
+/* The bytes that a value saves by having the rows of one tile only. */
 static MSI_COLD uint64_t msi_bytes_of_tiles(const msi_review *r, uint32_t tensor) {
     const msi_range *range = msi_forward_range(r, tensor);
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
@@ -21924,7 +21923,7 @@ static MSI_COLD uint64_t msi_bytes_of_tiles(const msi_review *r, uint32_t tensor
                : 0;
 }
 
-/* Adds what is not held because a technique is applied to a tensor. */
+/* Adds the bytes that a technique saves on a tensor that it is applied to. */
 static MSI_COLD void msi_add_spared(const msi_review *r, uint32_t tensor, ms_decision *d) {
     const msi_graph *g = &r->model->graph;
     const bool codes = d->technique == MS_TECHNIQUE_OPTIMIZER_8BIT;
@@ -21952,7 +21951,7 @@ static MSI_COLD void msi_add_spared(const msi_review *r, uint32_t tensor, ms_dec
     d->added_us += r->wait_us[tensor];
 }
 
-/* Whether what is done to a tensor was forced, or what is not done to it forbidden. */
+/* Whether all that is done to a tensor was forced (ON), or all that is not was forbidden (OFF). */
 static MSI_COLD bool msi_is_said(const msi_review *r, ms_technique technique, uint32_t tensor,
                                  ms_switch force) {
     const msi_graph *g = &r->model->graph;
@@ -22249,7 +22248,7 @@ static uint64_t msi_seed_at(const ms_model *m, uint32_t micro) {
     return msi_mix(m->config.seed ^ msi_mix(m->run.step + ((uint64_t)micro << 40)));
 }
 
-/* From it, the step and the element, updates draw the random bits for the state of a param. */
+/* With this seed, the step and the element, updates draw random bits for the state of a param. */
 static uint64_t msi_seed_of_param(const ms_model *m, uint32_t t) {
     return msi_mix(m->config.seed + t);
 }
@@ -22326,7 +22325,7 @@ static ms_result msi_copy_verdict(ms_model *m) {
                                 MSI_STATES_BYTES, MSI_EVENT_VERDICT);
 }
 
-/* Before kernels write a verdict in the step whose loss has been copied out already. */
+/* Makes kernels that write a verdict wait for the copy of the earlier verdict of this step. */
 static MSI_NOINLINE ms_result msi_await_verdict_copy(ms_model *m) {
     if (m->run.verdict != MSI_VERDICT_COPIED || m->run.verdict_awaited || m->run.recording) {
         return MS_RESULT_OK;
@@ -22335,7 +22334,7 @@ static MSI_NOINLINE ms_result msi_await_verdict_copy(ms_model *m) {
     return msi_wait_on_device(m, MSI_EVENT_VERDICT);
 }
 
-/* Enqueues that copy, unless it has been enqueued already. */
+/* Enqueues the copy of the verdict, unless it has been enqueued already. */
 static ms_result msi_fetch_verdict(ms_model *m) {
     return m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
 }
@@ -22380,8 +22379,8 @@ static ms_result msi_check_halt(ms_model *m, const ms_step_state *state, uint64_
 }
 
 /* Waits for the verdict that was asked for. A step that was halted has updated nothing, nor has any
-   after it: the count of steps goes back to it, and what is under way ends. The device is told to
-   update again, so nothing of it may go on. */
+   after it: the count of steps goes back to it, and a step under way is dropped, since the device
+   is told to update again. */
 static ms_result msi_settle_verdict(ms_model *m) {
     const bool copied = m->run.verdict == MSI_VERDICT_COPIED;
     ms_result result = copied ? msi_wait_on_host(m, MSI_EVENT_VERDICT) : MS_RESULT_OK;
@@ -22570,7 +22569,7 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
 // ------------------------------------------------------------------------------------------------
 // >>call  views, and the callbacks of layers
 
-/* Whether an instruction for a tile works on the rows of an operand alone. */
+/* Whether an instruction for a tile works on only some rows of an operand. */
 static MSI_COLD bool msi_is_operand_cut(const msi_graph *g, const msi_program *p,
                                         const msi_instruction *i, uint32_t k) {
     const msi_range *range =
@@ -22863,8 +22862,8 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
    memory, catch reads as well (the poison in them decides on the result), and leave a program that
    can report what happened. */
 
-/* Small numbers, and NaN. The first poison of what an output is before the call, and of words that
-   nobody has written, is found nowhere else: an output that has it afterwards was not written. */
+/* As floats: small numbers, and NaN. In a run over the first poison, outputs and words that nobody
+   has written hold the one for outputs: an output that still holds it was not written. */
 enum { MSI_POISON_OUTPUT = 0x3c, MSI_POISON_FIRST = 0x3d, MSI_POISON_LAST = 0xff };
 
 static const uint64_t MSI_GAP_BYTES = 1024;      // after each operand
@@ -22892,12 +22891,12 @@ typedef struct msi_extent {
 typedef struct msi_staged {
     int group; // an msi_group_kind
     uint32_t slot;
-    uint32_t tensor, range; // MSI_NONE: workspace; memory of the stage alone
+    uint32_t tensor, range; // MSI_NONE: workspace; no live range, memory on the stage only
     uint32_t lies_in;       // the operand in whose memory it lies: mostly itself
     int place;
     uint64_t at, bytes, gap_end; // offsets in a half
-    /* Of the rows of a tile: bytes of the value before them, in all that is made in a step and where
-       the instruction has the operand. */
+    /* For the rows of a tile: the bytes of the value before them, in the copy of what forward made
+       and in the operand of the instruction. */
     uint64_t made_within, within;
     bool is_rounded;   // the call sees it in another format than it was created in
     msi_format format; // that, and the dtype of it
@@ -22913,7 +22912,7 @@ typedef struct msi_staged {
     bool is_cleared;    // workspace that is zero before the call
 } msi_staged;
 
-/* Spots of the instruction that is checked, and of a recomputation of its layer. */
+/* The operands of the instruction that is checked, and of a recomputation of its layer. */
 typedef enum msi_staged_set { MSI_SET_OWN, MSI_SET_RECOMPUTE, MSI_SET_COUNT } msi_staged_set;
 
 /* What is in the gradients. */
@@ -22934,9 +22933,9 @@ typedef struct msi_variant {
     uint32_t omit_out, omit_saved; // masks of results without data
 } msi_variant;
 
-/* Regions with poison of their own, by the first index of each kind: of operands, what is not
-   declared, what has no value yet, words that nobody has written, the gap; residents where the
-   model has them; transient values; and the rest of the stage. */
+/* Regions with poison of their own, numbered in this order. Of each kind one per operand:
+   undeclared ones, those without a value yet, words that nobody has written, gaps. Then those
+   outside the stage: each resident, and the transient values; and last the rest of the stage. */
 enum {
     MSI_REGION_UNDECLARED,
     MSI_REGION_NEW,
@@ -22957,9 +22956,9 @@ typedef struct msi_trial {
     uint32_t lies_in[MSI_MAX_VIEWS + 1], half;
     ms_phase phase;           // of that run
     msi_op way;               // of a recomputation on trial: RECOMPUTE or REPEAT
-    uint32_t outside_reach;   // what the model's memory is filled for
+    uint32_t outside_reach;   // the reach for which the model's memory is filled
     bool has_rivals;          // several results could lie in one operand in that run
-    msi_rows rows;            // of a tile that the run is for; of 0: for all of the instruction
+    msi_rows rows;            // that the run is for; rows.of 0: all rows of the instruction
     msi_rows base;            // those of the instruction, as the layer counts them
     uint64_t workspace_bytes; // of the run, at most
     bool is_acting;           // the callback runs
@@ -23026,8 +23025,8 @@ static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
                                    : (double)msi_load(data, dtype, i); // F32, F16, BF16
 }
 
-/* Whether an element has all bits set, or is such a one of 16 bits as F32: as no layer writes it
-   where numbers are. */
+/* Whether an element has all bits set, or is an element of 16 bits with all bits set as F32: no
+   layer writes such a number. */
 static bool msi_is_unwritten(const uint8_t *at, ms_dtype dtype) {
     uint32_t word = 0;
     if (dtype != MS_DTYPE_F32) {
@@ -23038,8 +23037,8 @@ static bool msi_is_unwritten(const uint8_t *at, ms_dtype dtype) {
            word == msi_bits_of_f32(msi_f32_of_f16(UINT16_MAX));
 }
 
-/* Counts what is not finite in a piece of a value, whose first element has this number, except what
-   is poison that nobody has written over, if `poisoned`. */
+/* Counts elements that are not finite in a piece of a value that begins with element `first`; if
+   `poisoned`, except poison that nobody has overwritten. */
 static void msi_scan_piece(ms_nonfinite *n, const uint8_t *data, ms_dtype dtype, uint64_t count,
                            uint64_t first, bool poisoned) {
     const uint64_t size = ms_dtype_bytes(dtype);
@@ -23089,7 +23088,7 @@ static uint8_t *msi_bytes_in(const msi_trial *t, msi_image image, const msi_stag
     return msi_image_at(t, image, at->place) + at->at;
 }
 
-/* The same where nothing is an alias of anything. */
+/* The same in an image of a run without aliases. */
 static uint8_t *msi_own_bytes_in(const msi_trial *t, msi_image image, const msi_staged *s) {
     const msi_staged *at = &t->staged[MSI_SET_OWN][s->lies_in];
     return msi_image_at(t, image, at->place) + at->at;
@@ -23304,7 +23303,7 @@ static MSI_COLD bool msi_stage_recompute(msi_trial *t) {
 
 // one run
 
-/* The number of regions, and the first of what is not on the stage or is no operand. */
+/* The number of regions: of operands, of residents, of transient values, and the rest. */
 static uint32_t msi_region_count(const msi_trial *t) {
     const uint32_t staged = t->count[MSI_SET_OWN] * MSI_REGION_KINDS;
     return staged + t->model->run.store->residents.count + 2;
@@ -23329,7 +23328,7 @@ static uint8_t msi_poison_of_rest(const msi_trial *t) {
     return msi_poison_of(t, msi_region_count(t) - 1);
 }
 
-/* A value that is finite and far from most gradients, so that adding to it changes it but little. */
+/* A finite value, far larger than most gradients, so that adding one hardly changes it. */
 static float msi_garbage_in(msi_format format) {
     switch (format) {
     case MSI_FORMAT_F16:
@@ -23349,8 +23348,8 @@ static void msi_fill_garbage(const msi_staged *s, uint8_t *data) {
     }
 }
 
-/* Whether the gradient of an operand can be added to, or, with `anew`, can be written: by what the
-   layer declares. */
+/* Whether the layer's declarations allow a run with beta 1 for a gradient or, with `anew`, beta 0.
+   */
 static MSI_COLD bool msi_takes_beta(const msi_trial *t, const msi_staged *s, bool anew) {
     const msi_layer *l = t->layer;
     const bool of_in = s->group == MSI_GROUP_GRAD_IN;
@@ -23387,8 +23386,8 @@ static MSI_COLD float msi_beta_of(const msi_trial *t, const msi_staged *s) {
                                                                                 : s->beta;
 }
 
-/* The operand that a result may alias in this round, or MSI_NONE. All that lie there must
-   be allowed, and none may be taken. */
+/* The operand that a result may alias in this round, or MSI_NONE. The layer must allow this for all
+   operands that lie in that memory. */
 static MSI_COLD uint32_t msi_alias_in_round(const msi_trial *t, const msi_staged *result) {
     const msi_graph *g = &t->model->graph;
     const msi_layer *l = t->layer;
@@ -23530,8 +23529,8 @@ static MSI_COLD msi_part msi_rows_in(const msi_trial *t, const msi_staged *s) {
     return part;
 }
 
-/* For a run for a tile: rows of other tiles are poison, except for what the runs for tiles before
-   this one have made, and so is what they have added up, which is carried from run to run. */
+/* For a run for a tile: rows of other tiles are poison, except for results of the runs for earlier
+   tiles. These are carried from run to run, as are results that are not cut into rows. */
 static MSI_COLD void msi_set_rows(const msi_trial *t) {
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         const msi_part part = msi_rows_in(t, s);
@@ -23563,7 +23562,7 @@ static MSI_COLD void msi_set_scene(msi_trial *t) {
                    (size_t)(s->gap_end - s->at - s->bytes));
         }
     }
-    for (MSI_STAGED(s, t, t->how.set)) { // what gets its memory from another sets nothing
+    for (MSI_STAGED(s, t, t->how.set)) { // an operand in the memory of another sets nothing
         const uint32_t index = (uint32_t)(s - t->staged[t->how.set]);
         if (t->lies_in[index] == index) {
             msi_set_staged(t, s);
@@ -23868,8 +23867,8 @@ static MSI_COLD bool msi_act(msi_trial *t, const msi_variant *how) {
     return t->result == MS_RESULT_OK;
 }
 
-/* Whether two runs have made other bits of an operand. Bytes of outputs that neither has written do
-   not count: those that hold the poison of both. */
+/* Whether two runs have made different bits of an operand. Bytes of outputs that neither has
+   written, which hold the poison of each run, do not count. */
 static bool msi_results_differ(const msi_staged *s, const uint8_t *a, const uint8_t *b) {
     if (memcmp(a, b, (size_t)s->bytes) == 0) {
         return false;
@@ -23884,7 +23883,7 @@ static bool msi_results_differ(const msi_staged *s, const uint8_t *a, const uint
     return false;
 }
 
-/* The first result in which two runs differ, of which nothing was an alias, or NULL. */
+/* The first result in which two runs without aliases differ, or NULL. */
 static const msi_staged *msi_find_difference(const msi_trial *t, msi_image a, msi_image b) {
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         if (s->is_made &&
@@ -23903,15 +23902,15 @@ static MSI_COLD msi_variant msi_plain_variant(uint32_t reach, msi_image into) {
     return how;
 }
 
-/* Runs the layer with the poison of this reach, in the half of the last run that counts. Returns
-   whether that run made the same bits as `image`. */
+/* Runs the layer with the poison of this reach, in the given half. Returns whether it makes the
+   same bits as `image` has. */
 static bool msi_is_same_again(msi_trial *t, uint32_t reach, uint32_t half, msi_image image) {
     const msi_variant how = msi_plain_variant(reach, MSI_IMAGE_NOW);
     t->debug->turn = !half;
     return msi_act(t, &how) && !msi_find_difference(t, image, MSI_IMAGE_NOW);
 }
 
-/* Says what it is that influences the results. */
+/* Fails, and says which region it is whose poison changes the results. */
 static MSI_COLD void msi_blame_region(msi_trial *t, const msi_staged *result, uint32_t region) {
     const ms_model *m = t->model;
     const uint32_t count = t->count[MSI_SET_OWN], kind = region / (count ? count : 1);
@@ -23994,8 +23993,8 @@ static bool msi_is_made_otherwise(const msi_trial *t, const msi_staged *s) {
                   (size_t)s->bytes) != 0;
 }
 
-/* Where a recomputation makes other bits: names an operand that it did not declare to read, if with
-   the value of that it would have made the right ones. */
+/* Where a recomputation makes other bits: repeats it with the value of each operand that it did not
+   declare to read, and fails with the one that makes the bits right. */
 static MSI_COLD void msi_blame_undeclared(msi_trial *t) {
     const msi_variant how = t->how;
     for (uint32_t k = 0; k < t->count[MSI_SET_RECOMPUTE]; k++) {
@@ -24018,7 +24017,7 @@ static MSI_COLD void msi_blame_undeclared(msi_trial *t) {
 // ------------------------------------------------------------------------------------------------
 // >>debug  the trials of a layer: again, elsewhere, over other poison, with the same bits
 
-/* As a recomputation, of all results or with some omitted, which must make the bits of forward. */
+/* Runs a recomputation, with some results omitted, which must make the bits of forward. */
 static MSI_COLD void msi_try_recompute(msi_trial *t, uint32_t omit_out, uint32_t omit_saved) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     how.set = MSI_SET_RECOMPUTE;
@@ -24043,8 +24042,8 @@ static MSI_COLD void msi_try_recompute(msi_trial *t, uint32_t omit_out, uint32_t
     }
 }
 
-/* A recomputation, whether the plan has one or not: both ways, if there is a recompute callback. Of
-   this also parts: the first result that it can be asked for, and all others. */
+/* Tries recomputations, whether the plan has one or not: both ways, if there is a recompute
+   callback. The callback is also asked for the first result alone, and for all others. */
 static MSI_COLD void msi_try_recomputes(msi_trial *t) {
     uint32_t out = 0, saved = 0;
     t->way = MSI_OP_REPEAT;
@@ -24090,7 +24089,7 @@ static MSI_COLD void msi_log_made(msi_trial *t) {
     }
 }
 
-/* A result that differs where it, or another one, lies in the place of an operand. */
+/* Fails: a result differs where it or, if it lies apart, another one is an alias of an operand. */
 static MSI_COLD void msi_blame_alias(msi_trial *t, const msi_staged *differs) {
     const msi_staged *staged = t->staged[MSI_SET_OWN], *result = differs;
     uint32_t k = (uint32_t)(differs - staged);
@@ -24166,8 +24165,8 @@ static bool msi_is_probed(const msi_trial *t, const msi_staged *s) {
                                          : msi_beta_of(t, s) != s->beta;
 }
 
-/* Runs with gradients that others have contributed to, or that nobody has, where the plan has it
-   the other way round. */
+/* Runs with gradients that have a contribution by others, or none, where the plan has it the other
+   way round. */
 static MSI_COLD void msi_try_sums(msi_trial *t, msi_sums sums) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     bool any = false;
@@ -24292,8 +24291,8 @@ static MSI_COLD void msi_try_tiles(msi_trial *t, uint32_t each) {
     t->workspace_bytes = UINT64_MAX;
 }
 
-/* In two tiles, and in more, if the layer has rows; so it is with the rows of an instruction that is
-   for a tile itself. A recomputation is a forward once more. */
+/* Tries two tiles, and then more, if the layer has rows. An instruction that is for a tile itself
+   is split further. Recomputations are not tried: they only run forward again. */
 static MSI_COLD void msi_try_all_tiles(msi_trial *t) {
     const msi_graph *g = &t->model->graph;
     const msi_rows *of = &t->instruction->rows;
@@ -24876,7 +24875,7 @@ static bool msi_is_buffer(const ms_model *m, const msi_program *p, uint32_t rang
 }
 
 /* The next copy that puts state back after a recomputation, from instruction `now` on and before a
-   layer is called; or the end. On the host state is awaited after each. */
+   layer is called; or the end. State on the host has a WAIT after each such copy. */
 static uint32_t msi_next_restore(const msi_program *p, uint32_t now) {
     const uint32_t count = p->code.instructions.count;
     for (; now < count && !p->code.instructions.items[now].restores; now++) {
@@ -25101,8 +25100,8 @@ static ms_result msi_join_copies(ms_model *m) {
     return msi_device(m, error, "waiting for a copy");
 }
 
-/* Whether a forward may run: one before it may have added to the gradients of earlier micro-batches,
-   and no backward has followed. */
+/* Whether a forward may run: not if an earlier one has added to the gradients of micro-batches
+   before it, and no backward has followed. */
 static ms_result msi_check_swept(ms_model *m, const msi_program *p) {
     const bool tainted = m->run.swept && p == &m->run.plan->train && m->run.micro > 0;
     if (!tainted) {
@@ -25144,8 +25143,8 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     return msi_abandon_on_error(m, result);
 }
 
-/* What an instruction is expected to take: as measured in slices, or else as predicted, which is
-   stored as a negative number, times what was measured over what was predicted of others. */
+/* The time that an instruction is expected to take: as measured in slices or, if it is negative, as
+   predicted, times the ratio of measured to predicted times of others. */
 static double msi_expected_us(const msi_slices *s, const msi_program *p, uint32_t now) {
     const double us = (double)p->predicted.expected.items[now];
     return us < 0.0 ? -us * (s->correction > 0.0 ? s->correction : 1.0) : us;
@@ -25200,8 +25199,8 @@ static ms_result msi_has_come(ms_model *m, uint32_t event) {
     return result == MS_RESULT_OK && !has_come ? MS_RESULT_MORE : result;
 }
 
-/* OK if a slice has time for the next instruction, else MORE. One that waits for a copy has no right
-   to run, however often it is put off: the copy comes to its end without it. */
+/* OK if a slice may run the next instruction, else MORE: there is time, or it is the first. One
+   that waits for a copy does not run just for being first, since the copy ends without it. */
 static ms_result msi_admit(ms_model *m, const msi_program *p, uint32_t now) {
     msi_slices *s = &m->run.slices;
     const double us = msi_expected_us(s, p, now);
@@ -25488,7 +25487,7 @@ static ms_result msi_run_step(ms_model *m) {
                                                                               : result;
 }
 
-/* A recording is valid for its plan while this, of an address and the epoch, is unchanged. */
+/* The key of a recording, of an address and the epoch: while it stays the same, it is valid. */
 static uint64_t msi_recording_key(const ms_model *m) {
     return msi_mix((uint64_t)(uintptr_t)msi_transient(&m->run)) ^ m->run.epoch;
 }
@@ -26281,7 +26280,7 @@ static uint64_t msi_image_begin(const ms_model *m, const msi_store *store) {
 }
 
 /* The next live range from number `range` on that is on the device, is not resident, and has a value
-   that is still needed or can be read; or the number of ranges. Values in a shared arena stay. */
+   that is still needed or can be read; or MSI_NONE. Values in a shared arena stay. */
 static uint32_t msi_next_live(const ms_model *m, uint32_t range) {
     const msi_program *p = m->run.arena ? NULL : m->run.program;
     const uint32_t count = p ? p->code.ranges.count : 0;
@@ -26473,7 +26472,7 @@ static uint64_t msi_carry_room(const msi_relocation *r) {
     return bytes;
 }
 
-/* Moves bytes inside device or host memory. A device copies no more at once than do not overlap. */
+/* Moves bytes inside device or host memory; on a device by copies whose ends do not overlap. */
 static ms_result msi_slide(ms_model *m, bool on_host, uint8_t *to, const uint8_t *from,
                            uint64_t bytes) {
     const ms_backend *b = &m->config.backend;
@@ -26529,7 +26528,7 @@ static void msi_relocate_across(msi_relocation *r, bool to_host) {
     }
 }
 
-/* A value in `carry` to its place, in its new format. */
+/* Copies a value from `carry` to its place, in its new format. */
 static void msi_put_carried(msi_relocation *r, const msi_resident *from, const msi_resident *to,
                             uint8_t *carried) {
     const uint64_t count = r->model->graph.tensors.items[to->tensor].largest_bytes / sizeof(float);
@@ -26543,7 +26542,7 @@ static void msi_put_carried(msi_relocation *r, const msi_resident *from, const m
     MSI_THEN(r->result, msi_copy(r->model, to->address, to->on_host, now, true, to->bytes));
 }
 
-/* Takes values out, or puts them in their places. */
+/* Copies carried values out to `carry` or, if `in`, from there to their places. */
 static void msi_relocate_carried(msi_relocation *r, bool in) {
     uint64_t at = 0;
     for (uint32_t i = 0; i < r->to->residents.count; i++) {
@@ -26570,7 +26569,7 @@ static void msi_relocate_first(msi_relocation *r) {
     }
 }
 
-/* Moves all values: each of these begins when what it overwrites is somewhere else. */
+/* Moves all values, in an order in which none is overwritten before it has moved. */
 static void msi_relocate_all(msi_relocation *r) {
     msi_relocate_carried(r, false);
     if (r->crosses_to_host) {
@@ -30233,7 +30232,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
-/* What follows loads and stores floats, and what has 16 bits. */
+/* Loads and stores of floats, and of elements of 16 bits. */
 #define MSI_X(name, small, type, ...)                                                              \
     typedef char msi_cuda_moves_##small[sizeof(type) == 4 || sizeof(type) == 2 ? 1 : -1];
 MSI_CALL_FORMATS(MSI_X)
