@@ -17245,8 +17245,8 @@ static void msi_move_params(msi_greedy *w, uint32_t begun, uint8_t in_place) {
     }
 }
 
-/* Whether a list is of use: one without moves of its own only where some are forced, others only
-   with accumulation or where the device maps memory of the host. */
+/* Whether a list is of use: one that may move nothing needs forced moves; `many` needs
+   accumulation, and `in_place` a device that maps memory of the host. */
 static bool msi_is_list_of_use(const msi_search *s, int number) {
     const msi_graph *g = s->scorer->graph;
     bool forces = false;
