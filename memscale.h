@@ -14900,8 +14900,7 @@ static void msi_gap_pass(msi_layout_work *w, msi_gap *gap) {
 }
 
 /* Begins the search for a gap. A block on one side of the peak meets none that hang on the other.
-   If it lives between the peak and hung_at, the floor tells the lowest end of those that it meets.
-   */
+   If it lives between the peak and hung_at, the floor has the lowest end of those it meets. */
 static msi_gap msi_gap_begin(const msi_layout_work *w, uint32_t block) {
     const msi_stacks *s = &w->stacks;
     const uint32_t first = w->first[block], last = w->last[block];
@@ -14954,8 +14953,7 @@ static void msi_stacks_put(msi_layout_work *w, uint32_t block, uint64_t low) {
 /* Training keeps most memory between forward and backward. The blocks that live at the peak stand
    on each other and fill the bound without a gap. On either side they become fewer, and what
    becomes more there, such as gradients, hangs from the bound. The rest, mostly brief, is placed by
-   first-fit between the two. Stops after `limit` operations; returns how
-   many are left. */
+   first-fit between the two. Stops after `limit` operations; returns how many are left. */
 static uint64_t msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how, uint64_t limit) {
     msi_stacks *s = &w->stacks;
     const uint64_t effort = w->effort;
@@ -16106,7 +16104,7 @@ static uint8_t msi_may_choose(const msi_graph *g, uint32_t t) {
 
 enum { MSI_MAX_PARTS = 64 }; // of a param, however large it is: a program must not grow with it
 
-/* Decides in how many parts a param comes to its update: of part_bytes, or of more if too many. */
+/* Decides in how many parts a param comes to its update: of part_bytes, or larger if too many. */
 static void msi_decide_parts(const msi_graph *g, uint64_t part_bytes,
                              msi_tensor_decision *decisions) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -16945,8 +16943,7 @@ static void msi_set_drops(msi_greedy *w, uint32_t count) {
 
 /* The peak of a plan. A move has to lower it, to shift a peak of the same height to another
    instruction, or to lower most_bytes, up to which copies may fill memory. In the last case the
-   peak may rise, since copies issued earlier fill what the move frees, but only up to that bound.
-   */
+   peak may rise, since earlier copies fill what the move frees, but only up to most_bytes. */
 typedef struct msi_peak {
     uint64_t live_bytes, most_bytes;
     uint32_t instruction;
@@ -17053,8 +17050,7 @@ static void msi_redo(msi_greedy *w, uint32_t action, bool done) {
 /* Polishes the plan that fits: takes back, layer by layer, drops of earlier moves that later moves
    have made needless. The arena must stay as it is, and the step must not become faster than that
    of the previous plan of the list, so that the result keeps its place in the list. Wins on nets
-   with branches, where polish and msi_trim_last make one step in five up to half a percent faster.
-   */
+   with branches, where it and msi_trim_last make one step in five up to half a percent faster. */
 static void msi_polish(msi_greedy *w, const msi_prefix *before) {
     const msi_score first = w->score;
     msi_score best = first;
@@ -19006,7 +19002,7 @@ enum {
     MSI_GROUPING_WORK = 1 << 20, // layers that are lowered
     MSI_GROUPING_SMALL = 8,      // layers of a graph for which all combinations are tried
     MSI_GROUPING_SETS = 2,       // of a larger graph, from each plan
-    MSI_GROUPING_GAIN = 1024     // a set has to save at least this share of its bytes
+    MSI_GROUPING_GAIN = 1024     // a set has to save at least 1/1024 of its bytes
 };
 
 /* Whether there is time for all combinations of roundings and groups. */
@@ -19135,7 +19131,8 @@ static uint64_t msi_try_window(msi_grouping *c, const msi_window *w, uint32_t ti
     return msi_is_short(c->scorer) ? UINT64_MAX : msi_live_of(c->scorer, &score);
 }
 
-/* About the bytes not cut into tiles: what a group reads and makes for others, and its params. */
+/* About the bytes not cut into tiles: what a group reads and makes for others, and params, with
+   gradients. */
 static uint64_t msi_whole_in_window(const msi_graph *g, uint32_t first, uint32_t end) {
     uint64_t bytes = 0;
     for (uint32_t i = first; i < end; i++) {
@@ -19300,9 +19297,8 @@ static void msi_add_fewer_tiles(const msi_grouping *c, msi_tilings *to, uint32_t
     }
 }
 
-/* Finds the sets that start from one plan. Without those from the squeezed plan, the smallest
-   arenas of transformers would be 5 to 20 % larger, without the others their steps up to 1 %
-   slower. */
+/* Finds the sets that start from a plan. Without those of the squeezed plan the smallest arenas of
+   transformers would be 5 to 20 % larger, without the others their steps up to 1 % slower. */
 static void msi_find_tilings_from(msi_grouping *c, bool squeezed, msi_tilings *found) {
     const bool is_small = msi_is_small(c->graph);
     const uint32_t more = is_small ? (uint32_t)MSI_MOST_TILINGS : (uint32_t)MSI_GROUPING_SETS;
@@ -23348,8 +23344,7 @@ static void msi_fill_garbage(const msi_staged *s, uint8_t *data) {
     }
 }
 
-/* Whether the layer's declarations allow a run with beta 1 for a gradient or, with `anew`, beta 0.
-   */
+/* Whether the layer's declarations allow beta 1 for a gradient or, with `anew`, beta 0. */
 static MSI_COLD bool msi_takes_beta(const msi_trial *t, const msi_staged *s, bool anew) {
     const msi_layer *l = t->layer;
     const bool of_in = s->group == MSI_GROUP_GRAD_IN;
