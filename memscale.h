@@ -14267,13 +14267,13 @@ typedef struct msi_skyline {
     uint32_t leaves;
 } msi_skyline;
 
-/* With more blocks than this, the search is content with a layout a little above the bound; with
-   many times as many, with one within 1 % of it. */
+/* With more blocks than this, a layout a little above the bound is good enough: see
+   msi_layout_search_from_peak. */
 enum { MSI_LAYOUT_MANY = 4096 };
 
-/* Two stacks of blocks, one standing on the ground and one hanging from the bound, and what finds a
-   gap between them. The trees have a leaf for each block in use. "Before" and "after" are the sides
-   of the peak: [0] and [1]. */
+/* Two stacks of blocks, one standing on the ground and one hanging from the bound, and the data to
+   find gaps between them. The trees have a leaf for each block in use. Index [0] is the side before
+   the peak, [1] the side after it. */
 typedef struct msi_stacks {
     uint32_t peak;  // the compressed time of most live bytes, at which all standing blocks live
     uint32_t count; // of the standing blocks: the first ones of the order
@@ -14284,7 +14284,7 @@ typedef struct msi_stacks {
     uint32_t hung_at[2]; // a time at which all blocks that hang on this side live
     uint64_t *floor;     // per compressed time: where what hangs begins
     uint64_t *top;       // per compressed time: where what stands ends
-    uint32_t *rest;      // tree over starts: when a block of the rest that lives briefly ends, or 0
+    uint32_t *rest;      // tree over starts: the end of a placed brief block of the rest, or 0
     uint32_t *hung;      // per block: whether it hangs
     uint32_t leaves;
     uint32_t long_span;     // blocks of the rest with this span or more live long
@@ -14307,7 +14307,7 @@ typedef struct msi_layout_work {
     /* First-fit: blocks that live at each multiple of the stride, per multiple the end of its list
        (where the next one begins), and per block its place in the order. */
     uint32_t stride, *living, *living_end, *ranks;
-    /* Of one stage each, so that these three share their memory. */
+    /* Each is used in one stage of the search, so that these three share their memory. */
     uint32_t *starts;           // to compress time; per compressed time: the instruction
     uint32_t *best_order;       // first-fit in several orders: the best one
     uint32_t *waiting;          // from the peak: what may hang; ejection chains: what has no place
@@ -14652,8 +14652,8 @@ static void msi_stacks_measure_top(msi_layout_work *w) {
     }
 }
 
-/* The reach of a block that stands. On one side of the peak, those meet another block whose reach
-   is at least its distance. */
+/* How far a standing block lives to one side of the peak. A block on that side meets the standing
+   blocks whose reach is at least its distance. */
 static uint32_t msi_stacks_reach(const msi_layout_work *w, uint32_t block, bool after) {
     return after ? w->last[block] + 1 : w->times - w->first[block];
 }
@@ -14697,8 +14697,8 @@ static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
 /* Brief blocks meet few others, and so need not hang. */
 enum { MSI_HUNG_SPAN = 9 };
 
-/* The time between begin and end at which most of the rest lives, apart from what is brief. The
-   floor is scratch memory until it is set. */
+/* The time between begin and end at which most blocks of the rest live, brief ones apart. The floor
+   serves as scratch memory, and is then set to the bound. */
 static uint32_t msi_stacks_fullest(msi_layout_work *w, uint32_t begin, uint32_t end) {
     uint64_t *change = w->stacks.floor, live = 0, most = 0;
     uint32_t fullest = begin;
@@ -14774,8 +14774,8 @@ static void msi_stacks_hang(msi_layout_work *w, bool after) {
     }
 }
 
-/* Where the search for a gap is in each list of what may be in the way, all upwards. One that hangs
-   is searched downwards: all heights are distances from the bound. */
+/* A search for a gap, upwards: its place in each list of blocks that may be in the way. For a block
+   that hangs it goes downwards: all heights are then distances from the bound. */
 typedef struct msi_gap {
     uint32_t block, met, standing;
     uint32_t stretch[3];
@@ -14794,7 +14794,7 @@ static uint64_t msi_gap_high_of(const msi_layout_work *w, const msi_gap *gap, ui
     return !gap->hangs ? high : low < w->bound ? w->bound - low : 0;
 }
 
-/* Passes what hangs on one side, or the rest that lives long. */
+/* Raises the gap above the blocks that it meets in one of the lists of stretches. */
 static void msi_gap_pass_stretches(msi_layout_work *w, msi_gap *gap, uint32_t list) {
     const msi_spot *stretches = w->stacks.stretches[list];
     const uint32_t count = w->stacks.stretch_count[list], begin = gap->stretch[list];
@@ -14810,7 +14810,7 @@ static void msi_gap_pass_stretches(msi_layout_work *w, msi_gap *gap, uint32_t li
     msi_layout_spend(w, 2 * (uint64_t)(i - begin));
 }
 
-/* Passes the blocks that stand: each time, all up to one that does not live so far. */
+/* Raises the gap above the standing blocks that it meets: each time, up to one not met. */
 static void msi_gap_pass_standing(msi_layout_work *w, msi_gap *gap) {
     const msi_stacks *s = &w->stacks;
     const bool after = w->first[gap->block] > s->peak;
@@ -14825,8 +14825,8 @@ static void msi_gap_pass_standing(msi_layout_work *w, msi_gap *gap) {
     gap->standing = k;
 }
 
-/* Passes a placed block that is in the way, or adds it to the list of what is met further up, with
-   its lower end. */
+/* Raises the gap above a placed block that is in the way. One that is further up is added, with its
+   lower end, to the blocks to be met. */
 static void msi_gap_meet(msi_layout_work *w, msi_gap *gap, uint32_t block) {
     const uint64_t low = msi_gap_low_of(w, gap, block);
     if (low < gap->low + gap->bytes) {
@@ -14837,8 +14837,8 @@ static void msi_gap_meet(msi_layout_work *w, msi_gap *gap, uint32_t block) {
     }
 }
 
-/* Lists the rest that lives briefly and meets the block: what was there before it and lives so
-   long, and what starts while it lives. */
+/* Meets the brief blocks of the rest that live at the same time: those that start earlier and end
+   after the start of this block, and those that start while it lives. */
 static void msi_gap_meet_all(msi_layout_work *w, msi_gap *gap) {
     const uint32_t first = w->first[gap->block], last = w->last[gap->block];
     const uint32_t leaves = w->stacks.leaves, before = first > 0 ? w->begun[first - 1] : 0;
@@ -14893,7 +14893,7 @@ static void msi_gap_pass_met(msi_layout_work *w, msi_gap *gap) {
     }
 }
 
-/* Passes the stacks and the rest that lives long. */
+/* Raises the gap above both stacks and the long blocks of the rest. */
 static void msi_gap_pass(msi_layout_work *w, msi_gap *gap) {
     uint64_t low = UINT64_MAX;
     while (low != gap->low) {
@@ -14909,8 +14909,8 @@ static void msi_gap_pass(msi_layout_work *w, msi_gap *gap) {
     }
 }
 
-/* A gap for a block, to begin with. On one side of the peak, what hangs on the other is not in its
-   way; and where all that hangs on its way lives at one time, the lowest of that is all to know. */
+/* Begins the search for a gap. A block on one side of the peak meets none that hang on the other.
+   If it lives between the peak and hung_at, the floor has the lowest end of those it meets. */
 static msi_gap msi_gap_begin(const msi_layout_work *w, uint32_t block) {
     const msi_stacks *s = &w->stacks;
     const uint32_t first = w->first[block], last = w->last[block];
@@ -14929,8 +14929,8 @@ static msi_gap msi_gap_begin(const msi_layout_work *w, uint32_t block) {
     return gap;
 }
 
-/* The lowest gap for a block beside both stacks and the rest that was placed. Whatever begins below
-   its upper end raises it, in whichever order. */
+/* The lowest gap for a block, beside both stacks and the placed blocks of the rest. Each block that
+   it meets below the upper end of the gap raises the gap; their order does not matter. */
 static uint64_t msi_stacks_lowest_gap(msi_layout_work *w, uint32_t block) {
     msi_gap gap = msi_gap_begin(w, block);
     uint64_t low = UINT64_MAX;
@@ -14945,8 +14945,8 @@ static uint64_t msi_stacks_lowest_gap(msi_layout_work *w, uint32_t block) {
     return low;
 }
 
-/* Places one of the rest. Few live long, but those meet many: they have a list of their own. What a
-   recomputation brings back is most of the rest, and lives longer the larger the graph is, so what
+/* Places a block of the rest. The few that live long meet many others, so they have a list of their
+   own. Most of the rest are recomputed values, which live longer the larger the graph is, so what
    counts as long is a share of the time. */
 static void msi_stacks_put(msi_layout_work *w, uint32_t block, uint64_t low) {
     msi_stacks *s = &w->stacks;
@@ -14963,8 +14963,7 @@ static void msi_stacks_put(msi_layout_work *w, uint32_t block, uint64_t low) {
 /* Training keeps most memory between forward and backward. The blocks that live at the peak stand
    on each other and fill the bound without a gap. On either side they become fewer, and what
    becomes more there, such as gradients, hangs from the bound. The rest, mostly brief, is placed by
-   first-fit between the two. Stops after so many operations of its own; returns how many
-   are left. */
+   first-fit between the two. Stops after `limit` operations; returns how many are left. */
 static uint64_t msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how, uint64_t limit) {
     msi_stacks *s = &w->stacks;
     const uint64_t effort = w->effort;
@@ -14992,8 +14991,8 @@ static uint64_t msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how
     return limit;
 }
 
-/* Lists the blocks that live at each time which is a multiple of the stride and began before. With
-   those that begin later, these are all that a block can meet. The stride is the smallest power of
+/* Lists, for each multiple of the stride, the blocks that live then and began earlier. With those
+   that begin later, these are all that a block can meet. The stride is the smallest power of
    two with which the lists have no more than `count` blocks together. */
 static void msi_layout_list_living(msi_layout_work *w) {
     uint64_t total = UINT64_MAX;
@@ -15026,8 +15025,8 @@ static void msi_layout_list_living(msi_layout_work *w) {
     }
 }
 
-/* The lowest gap that holds a block beside the blocks whose rank is below `placed`; or, hanging, the
-   highest one below the bound, as the distance of its top from there. */
+/* The lowest gap that holds a block beside the blocks whose rank is below `placed`; or, for a block
+   that hangs, the highest one below the bound, as the distance of its top from there. */
 static uint64_t msi_layout_gap(msi_layout_work *w, uint32_t block, uint32_t placed, bool hangs) {
     const uint32_t first = w->first[block], list = first / w->stride;
     const uint32_t living = list > 0 ? w->living_end[list - 1] : 0;
@@ -15093,8 +15092,8 @@ static MSI_NOINLINE uint32_t msi_layout_random(msi_layout_work *w, uint32_t belo
     return (uint32_t)(w->random * UINT64_C(0x2545F4914F6CDD1D) >> 32) % below;
 }
 
-/* Notes a better layout: all blocks have places below the best height. Returns where to go on in
-   the order: at the first block that has to come lower. */
+/* Keeps the layout at hand, in which all blocks lie below the best height. Returns where in the
+   order to go on: at the first block that now has to come lower. */
 static uint32_t msi_layout_note_better(msi_layout_work *w) {
     uint64_t height = 0;
     uint32_t next = 0;
@@ -15165,10 +15164,10 @@ static void msi_layout_eject(msi_layout_work *w, const msi_spot *spot, uint64_t 
     w->spot_count = kept;
 }
 
-/* Finds where a block does least harm below the target: on the ground, or on another block. Of the
-   free places it is the lowest, of equally bad ones a random one. Harm is the penalty of the blocks
-   that overlap it there: of all that begin below its high end, less all that end at or below its
-   low end. Both sums only grow as the place moves up. */
+/* Finds the place below the target where a block does least harm, on the ground or on top of
+   another block: the lowest free one or, of equally bad ones, a random one. Harm is the penalty of
+   the blocks that overlap it there: of all that begin below its high end, less all that end at or
+   below its low end. Both sums only grow as the place moves up. */
 static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block, uint64_t target,
                                       uint64_t *least) {
     uint64_t bytes = w->blocks[block].bytes, low = 0, begun = 0, ended = 0, best = 0;
@@ -15335,9 +15334,9 @@ static MSI_NOINLINE void msi_layout_search_orders(msi_layout_work *w) {
     }
 }
 
-/* From the peak in several ways, the first of which takes near-linear time for what training makes;
-   the others share a limit. Returns whether that will do: of many blocks, a layout that is a little
-   above the bound. */
+/* Lays out from the peak in several ways. The first takes near-linear time for training programs;
+   the others share a limit. Returns whether the best layout is good enough, which one of many
+   blocks is even a little above the bound. */
 static bool msi_layout_search_from_peak(msi_layout_work *w) {
     static const msi_stacking ways[] = {{0, true, MSI_ORDER_BYTES},
                                         {64, false, MSI_ORDER_BYTES},
@@ -15355,8 +15354,8 @@ static bool msi_layout_search_from_peak(msi_layout_work *w) {
     return w->height <= enough || (many && w->height <= w->bound + w->bound / 64);
 }
 
-/* The orders are searched as if nothing were known, since what is good to start with does not
-   follow from what is good from the peak. */
+/* The search in orders starts anew, since the best layout from the peak is not a good start for it.
+   The smaller of both results is kept. */
 static void msi_layout_search(msi_layout_work *w) {
     if (w->used == 0 || msi_layout_search_from_peak(w)) {
         return;
@@ -15605,16 +15604,16 @@ static void msi_clock_judge(msi_clock *c) {
     }
 }
 
-/* When the other engines are ready for an instruction to start: a copy follows what is computed, a
-   wait the copy that it is for. */
+/* The time before which other engines keep an instruction from starting: what was computed before a
+   copy that follows it, or the copy that a WAIT awaits. */
 static double msi_ready_us(const msi_clock *c, const msi_instruction *i) {
     return i->op == MSI_OP_WAIT ? c->event_us[i->event]
            : i->follows         ? c->free_us[MS_STREAM_COMPUTE]
                                 : 0.0;
 }
 
-/* An update that uses state on the host: computing waits for that, and copies have so much less of
-   the link. */
+/* Accounts for an update that uses state on the host: computing stalls meanwhile, and copies have
+   that much less time on the link. */
 static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
     const uint64_t bytes = msi_updated_bytes(c->graph, c->program, i, true);
     c->stall_us += msi_mapped_us(c->graph, c->costs, c->program, i);
@@ -15665,8 +15664,8 @@ static double msi_busiest_us(const double *link_us) {
     return most_us;
 }
 
-/* The same at the end of a micro-batch: the next one begins when all engines are done, for which
-   computing waits. */
+/* The times at the end of a micro-batch: computing stalls until all engines are done, when the next
+   micro-batch begins. */
 static msi_times msi_end_micro(const msi_clock *c) {
     msi_times times = msi_read_clock(c);
     times.stall_us += times.us - c->free_us[MS_STREAM_COMPUTE];
@@ -15938,17 +15937,17 @@ typedef struct msi_tilings {
 typedef struct msi_search {
     const msi_scorer *scorer;
     uint64_t budget, enough;    // no layout need be smaller than `enough`
-    double least_us;            // the time of the plan that only rounds: none counts as faster
+    double least_us;            // of the first plan of the list: no plan counts as faster
     uint32_t techniques;        // mask of those that may be used
-    uint32_t moves;             // of params, a mask; MSI_MOVES_MADE: of what layers make
+    uint32_t moves;             // of params, a mask; MSI_MOVES_MADE: values of layers too
     bool may_move;              // plans that move something to the host are searched too
     uint64_t host_budget;       // of what lies on the host
     bool any;                   // one plan that fits is enough
     msi_finder finder;          // the search under way
     bool early;                 // the plans proposed update params inside backward
-    uint32_t rounding;          // and have this rounded: a mask of MSI_ROUNDS_STATE and others
+    uint32_t rounding;          // what they round: a mask of MSI_ROUNDS_STATE and others
     const msi_tilings *tilings; // found by msi_find_tilings, or NULL
-    uint32_t tiling;            // they have the groups of this one, from 1 on; 0: none
+    uint32_t tiling;            // number of the set that groups their layers; 0: none
     msi_tensor_decision *best;  // the best plan so far, if one was found
     bool found, fits, best_early;
     uint32_t best_rounding;
@@ -15982,8 +15981,8 @@ static uint64_t msi_decisions_bytes(const msi_graph *g) {
     return (g->tensors.count + 1ull) * sizeof(msi_tensor_decision);
 }
 
-/* Whether decisions come before others: the faster, then the smaller by live bytes, since
-   a layout that fits may have ended early. */
+/* Whether decisions come before others: the faster first, then those with fewer live bytes. Arenas
+   are not compared, since a layout that fits may have ended early. */
 static bool msi_is_faster(const msi_score *a, const msi_score *b) {
     return a->us < b->us || (a->us <= b->us && a->live_bytes < b->live_bytes);
 }
@@ -16015,8 +16014,8 @@ typedef struct msi_candidate {
     bool done; // they were laid out
 } msi_candidate;
 
-/* The candidate to lay out next: of those that may be the best, the fastest or, as long as none
-   fits, the smallest, after which few others may. MSI_NONE: there is none. */
+/* The candidate to lay out next, of those that may be the best: the fastest or, as long as none
+   fits, the smallest, after which few others may still be the best. MSI_NONE: there is none. */
 static uint32_t msi_next_candidate(const msi_search *s, const msi_candidate *list, uint32_t count) {
     uint32_t best = MSI_NONE;
     for (uint32_t k = 0; k < count && !msi_is_short(s->scorer); k++) {
@@ -16074,7 +16073,7 @@ static msi_op msi_decided_way(const msi_graph *g, const msi_tensor_decision *dec
     return there ? MSI_OP_RECOMPUTE : MSI_OP_REPEAT;
 }
 
-/* Whether dropping a value is a choice. What nothing reads again, the plain plan drops already. */
+/* Whether a search may drop a value. The plain plan has dropped what nothing reads again. */
 static MSI_NOINLINE bool msi_is_choice(const msi_graph *g, uint32_t t) {
     return msi_is_read_again(&g->tensors.items[t]) && msi_is_droppable(g, t) &&
            !msi_is_drop_forced(g, t);
@@ -16106,8 +16105,8 @@ static uint8_t msi_lent(const msi_tensor *t) {
     return lent;
 }
 
-/* What of a tensor a plan may move by choice. What the trainer lends lies on the device, unless its
-   home is forced to be the host: then it is there in every plan. */
+/* What of a tensor a plan may move by choice. Memory that the trainer lends is not: it is on the
+   device or, if its home is forced to be the host, there in every plan. */
 static uint8_t msi_may_choose(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     return (uint8_t)(msi_movable(g, t) & ~tensor->forbidden_moves & ~msi_lent(tensor));
@@ -16115,7 +16114,7 @@ static uint8_t msi_may_choose(const msi_graph *g, uint32_t t) {
 
 enum { MSI_MAX_PARTS = 64 }; // of a param, however large it is: a program must not grow with it
 
-/* Decides in how many parts what is moved comes to its update: of so many bytes, or larger. */
+/* Decides in how many parts a param comes to its update: of part_bytes, or larger if too many. */
 static void msi_decide_parts(const msi_graph *g, uint64_t part_bytes,
                              msi_tensor_decision *decisions) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -16151,8 +16150,8 @@ static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions)
     msi_decide_parts(g, MSI_PART_BYTES, decisions);
 }
 
-/* Decides on a group, and drops what it makes for its own layers alone: for each tile that comes
-   back by itself. What is moved to the host stays so. */
+/* Makes layers a group, and drops the values that only this group uses: each tile recomputes its
+   own rows. Values that are moved to the host stay moved. */
 static void msi_decide_tiles(const msi_graph *g, msi_tensor_decision *decisions, uint32_t first,
                              uint32_t end, uint32_t tiles) {
     msi_decide_group(g, decisions, first, end, tiles);
@@ -16178,8 +16177,8 @@ static void msi_decide_forced_tiles(const msi_graph *g, msi_tensor_decision *dec
     }
 }
 
-/* In how many tiles a layer has to be so that none takes longer than an instruction may; 0: it can be
-   whole, or not be parted. */
+/* How many tiles a layer needs so that none takes longer than an instruction may; 0: it can stay
+   whole, or cannot be split. */
 static uint32_t msi_tiles_for_time(const msi_graph *g, const msi_costs *c, uint32_t layer) {
     const msi_layer *l = &g->layers.items[layer];
     const double longest = msi_longest_time(&l->time[MSI_FORMAT_F32]);
@@ -16207,7 +16206,7 @@ static void msi_decide_tiles_in_time(const msi_graph *g, const msi_costs *c,
 }
 
 /* Splits what would take longer than an instruction may: layers alone, in tiles, and updates. An
-   update reads and writes some five times the bytes of its param. */
+   update reads and writes up to seven times the bytes of its param. */
 static void msi_split_long(const msi_graph *g, const msi_costs *c, msi_tensor_decision *decisions) {
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const uint32_t tiles = msi_tiles_for_time(g, c, i);
@@ -16231,8 +16230,8 @@ static void msi_split_long(const msi_graph *g, const msi_costs *c, msi_tensor_de
     }
 }
 
-/* What a search begins with: nothing is dropped or moved by choice, only what is forced; updates
-   are inside backward, and state is coded, if the search is at plans that do so. */
+/* What a search begins with: nothing is dropped or moved by choice, only what is forced. Early
+   updates, roundings and tiles are those of the plans that it searches. */
 static void msi_decide_base(const msi_search *search, msi_tensor_decision *decisions) {
     const msi_scorer *s = search->scorer;
     const msi_graph *g = s->graph;
@@ -16272,15 +16271,15 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
 
 enum {
     MSI_PRICE_LIMIT = 64,
-    MSI_BATCH_SHARE = 64, // of the moves are made at once; on very large graphs more, up to
-    MSI_BATCH_LEAST = 16, // this share
+    MSI_BATCH_SHARE = 64, // 1/64 of the moves is made at once; on very large graphs more, up to
+    MSI_BATCH_LEAST = 16, // 1/16
     MSI_BATCH_LAYERS = 16384,
-    MSI_TRY_LIMIT = 128, // for a plan of the list; on large graphs fewer, down to the least
+    MSI_TRY_LIMIT = 128, // for a plan of the list; on large graphs fewer, down to
     MSI_TRY_LEAST = 8,
     MSI_LIST_WORK = 1 << 22, // layers that are lowered for the whole list
     MSI_TRIM_TRIES = 8,
-    MSI_OFFLOAD_TRIES = 16,  // the same where something is moved
-    MSI_GIVE_BACK_SHARE = 4, // times as many plans that take moves back
+    MSI_OFFLOAD_TRIES = 16,  // like MSI_TRY_LIMIT, where something is moved
+    MSI_GIVE_BACK_SHARE = 4, // times the try limit: plans that take moves back
     MSI_POLISH_LIMIT = 64,   // values
     MSI_POLISH_LAYERS = 1000 // of a graph
 };
@@ -16326,9 +16325,9 @@ static void msi_note_recomputed(msi_pricing *c, const msi_program *p) {
     }
 }
 
-/* The time that a step grows by if this value is dropped: that of its layer, and of the layers
-   before it whose outputs are neither kept nor recomputed already. Without what the recompute
-   callback of the layer reads, forward takes the place of the callback. */
+/* The time by which a step grows if this value is dropped: that of its layer, and of the layers
+   before it whose outputs are neither kept nor recomputed already. If the recompute callback of its
+   layer reads the value, forward runs in place of the callback. */
 static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions, uint32_t tensor) {
     const msi_graph *g = c->graph;
     const uint32_t layer = g->tensors.items[tensor].producer;
@@ -16449,13 +16448,13 @@ typedef struct msi_prefix {
     bool counts;
 } msi_prefix;
 
-/* How much time the link has left, in the plan at hand, without stalls: how much longer copies in
-   may take together and still be in time for an instruction, and for those after it; and copies out
-   that begin after it, and be done at the end of the step. By the times of all that is computed. */
+/* The time that the link has left in the plan at hand, per instruction, by the times of computing.
+   in_us: how much longer copies in may take and be in time for this instruction and all later ones.
+   out_us: how much longer copies out may take that begin after it, and end with the step. */
 typedef struct msi_link_load {
     MSI_LIST(double) in_us;
     MSI_LIST(double) out_us;
-    uint32_t *first_use, *last_use, *first_gradient, *update; // per param: by layers; its update
+    uint32_t *first_use, *last_use, *first_gradient, *update; // per tensor: instructions
 } msi_link_load;
 
 typedef struct msi_greedy {
@@ -16645,7 +16644,7 @@ static void msi_note_uses(msi_link_load *load, const msi_program *p, uint32_t no
     }
 }
 
-/* What the copies take together that a wait is for. */
+/* The time of all copies that a WAIT awaits. */
 static double msi_awaited_us(const msi_greedy *w, const msi_instruction *wait) {
     const msi_program *p = w->scorer->program;
     double us = 0.0;
@@ -16663,8 +16662,8 @@ static bool msi_waits_for_device(const msi_instruction *i) {
     return i->op == MSI_OP_WAIT && msi_engines[msi_awaited_engine(i)].fetches;
 }
 
-/* What is left for copies in: the least of what all waits from an instruction on leave. The peak
-   parts the step: there is no memory there for what is on its way. */
+/* The time left for copies in: the least that any wait from an instruction on leaves. No copy spans
+   the peak, where there is no memory for it, so each side has its own. */
 static void msi_find_load_in(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
     double *left = w->load.in_us.items, us = 0.0, in_us = 0.0, least = 1e300;
@@ -16687,8 +16686,8 @@ static void msi_find_load_in(msi_greedy *w) {
     }
 }
 
-/* What is left for copies out: the least of what all copies up to an instruction leave, until
-   the end of the step or the peak. */
+/* The time left for copies out: the least that any copy out up to an instruction leaves, until the
+   end of the step or the peak. */
 static void msi_find_load_out(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
     double *left = w->load.out_us.items, us = 0.0, out_us = 0.0, least = 1e300;
@@ -16727,16 +16726,16 @@ static void msi_find_load(msi_greedy *w) {
     }
 }
 
-/* By how much a copy makes the step longer if the link has so much time left for it. What hides
-   costs a little too, the more the less time is left, so that the link is used where it is idle. */
+/* By how much a copy makes the step longer if the link has left_us for it. Hidden time costs a
+   little too, more where less time is left, so that the link is used where it is idle. */
 static MSI_NOINLINE double msi_exposed_us(double us, double left_us) {
     const double hidden = left_us <= 0.0 ? 0.0 : left_us < us ? left_us : us;
     const double share = us > 0.0 ? us / (us + (left_us > 0.0 ? left_us : 0.0)) : 0.0;
     return us - hidden + 0.05 * share * hidden;
 }
 
-/* The time that it costs to move something to the host, in the plan at hand, for each micro-batch.
-   The first of them has no sum of gradients to copy in. */
+/* The time per micro-batch that it costs to move something to the host, in the plan at hand. The
+   first micro-batch has no sum of gradients to copy in. */
 static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     const uint32_t t = msi_action_tensor(of->key), move = of->key >> MSI_ACTION_SHIFT;
     const msi_link_load *load = &w->load;
@@ -16928,7 +16927,7 @@ static bool msi_add_prefix(msi_greedy *w) {
     return counts;
 }
 
-/* Drops a value, unless another move of the same batch has dropped it. */
+/* Does an action, unless it is done, excluded by another one, or the host has no room for it. */
 static void msi_drop(msi_greedy *w, uint32_t action, uint64_t *host_left) {
     const uint32_t t = msi_action_tensor(action), move = action >> MSI_ACTION_SHIFT;
     const uint64_t host_bytes = move ? msi_action_bytes(w, t, move) : 0;
@@ -16941,8 +16940,8 @@ static void msi_drop(msi_greedy *w, uint32_t action, uint64_t *host_left) {
     }
 }
 
-/* Drops exactly the first `count` values of the list. Those that are taken back stay in it after
-   its end, for a larger count later. */
+/* Does exactly the first `count` actions of `drops`. Those that are taken back stay in memory after
+   the end of the list, for a larger count later. */
 static void msi_set_drops(msi_greedy *w, uint32_t count) {
     while (w->drops.count > count) {
         msi_do(w->decisions, w->drops.items[--w->drops.count], false);
@@ -16952,9 +16951,9 @@ static void msi_set_drops(msi_greedy *w, uint32_t count) {
     }
 }
 
-/* The peak of a plan: moves have to lower it, to leave it for another peak as high, or to lower what
-   copies may fill. The latter alone may raise the peak: what a move frees is filled by copies that
-   are issued earlier, up to that bound, which every such move lowers further. */
+/* The peak of a plan. A move has to lower it, to shift a peak of the same height to another
+   instruction, or to lower most_bytes, up to which copies may fill memory. In the last case the
+   peak may rise, since earlier copies fill what the move frees, but only up to most_bytes. */
 typedef struct msi_peak {
     uint64_t live_bytes, most_bytes;
     uint32_t instruction;
@@ -17060,8 +17059,8 @@ static void msi_redo(msi_greedy *w, uint32_t action, bool done) {
 
 /* Polishes the plan that fits: takes back, layer by layer, drops of earlier moves that later moves
    have made needless. The arena must stay as it is, and the step must not become faster than that
-   of the plan before: so the result stands in the list where that plan stood. Wins on nets with
-   branches, where it and msi_trim_last make a step in five up to half a percent faster. */
+   of the previous plan of the list, so that the result keeps its place in the list. Wins on nets
+   with branches, where it and msi_trim_last make one step in five up to half a percent faster. */
 static void msi_polish(msi_greedy *w, const msi_prefix *before) {
     const msi_score first = w->score;
     msi_score best = first;
@@ -17087,9 +17086,9 @@ static void msi_polish(msi_greedy *w, const msi_prefix *before) {
     w->score = best;
 }
 
-/* If the last plan of the list dropped several values at once, some of them may be enough: proposes
-   the fewest that fit. These plans stand between the last two of the list: none is smaller than the
-   last one, or slower, and none faster than the one before. On large graphs only some numbers of
+/* If the last plan of the list made several drops at once, some of them may be enough: proposes the
+   fewest that fit. In the list such plans lie between the last two: none is smaller than the last
+   one or as slow, and none is faster than the one before. On large graphs only some numbers of
    drops are tried, the same for every budget. Wins where several moves are made at a time. */
 static void msi_trim_last(msi_greedy *w, const msi_prefix *before, const msi_score *last) {
     const uint32_t end = w->drops.count, begin = before->drop_count, most = MSI_TRIM_TRIES;
@@ -17113,12 +17112,12 @@ static bool msi_host_suffices(const msi_greedy *w) {
     return w->score.host_bytes <= w->search->host_budget;
 }
 
-/* Of a list that was gone through to its end: the fastest plan that fits, or MSI_NONE. It is the
-   plan at hand then. */
+/* The number of the fastest plan of the whole list that fits, which becomes the plan at hand; or
+   MSI_NONE. */
 static uint32_t msi_take_fastest(msi_greedy *w) {
     uint32_t best = MSI_NONE;
     for (double us = -1.0; best == MSI_NONE && !msi_is_short(w->scorer);) {
-        uint32_t next = MSI_NONE; // the first of the fastest that are slower than those before
+        uint32_t next = MSI_NONE; // the fastest that is slower than those tried
         for (uint32_t k = 0; k < w->prefixes.count; k++) {
             const msi_prefix *p = &w->prefixes.items[k];
             const bool better = next == MSI_NONE || p->us < w->prefixes.items[next].us ||
@@ -17137,9 +17136,9 @@ static uint32_t msi_take_fastest(msi_greedy *w) {
     return best;
 }
 
-/* Whether the rest of the list, each plan of which moves or drops more than the one before, is slower
-   than what fits already: a plan of another list, or by a tenth, for the layout, one of this list.
-   Changes no plan, but saves a fifteenth of the time of planning. */
+/* Whether all later plans of the list, each of which moves or drops more than the one before, are
+   slower than one that fits: of another list or, by a tenth, since it is not laid out yet, of this
+   one. Changes no plan, but saves a fifteenth of the time of planning. */
 static bool msi_cannot_win(const msi_greedy *w, double fastest_us) {
     const msi_program *p = w->scorer->program;
     const double best_us = w->search->fits ? w->search->best_score.us : 1e300;
@@ -17148,8 +17147,8 @@ static bool msi_cannot_win(const msi_greedy *w, double fastest_us) {
            w->search->least_us + p->predicted.step.recompute_us > limit_us;
 }
 
-/* Goes through the whole list, where times rise and fall along it: copies hide, or do not. Proposes
-   the fastest plan that fits, or the smallest. */
+/* Goes through the whole of a list along which times rise and fall, as copies are hidden or not.
+   Proposes the fastest plan that fits, or the smallest. */
 static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
     const uint64_t budget = w->search->budget;
     double fastest_us = 1e300;
@@ -17189,7 +17188,7 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
     w->search->finder = MSI_FINDER_GREEDY;
     if (may_drop && w->search->found) { // by the search of a chain, which leaves less to find
         w->tries_left /= w->graph->layers.count > 4 * MSI_BATCH_LAYERS ? 2 : 1;
-        w->score = msi_search_estimate(w->search, w->decisions); // of the next moves
+        w->score = msi_search_estimate(w->search, w->decisions); // for the next moves
     }
     while (may_drop && !fits && !msi_is_short(w->scorer) && msi_next_plan(w)) {
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
@@ -17211,10 +17210,10 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
 // >>lists  what greedy may offload: lists of moves, what is given back again, segments, bands
 
 /* Lists of plans that move something to the host: what they may move, how many times as fine the
-   steps from plan to plan are, what of all params they begin with there, and the room for copies.
-   Lists that may do less are not always slower: greedy moves cannot see what becomes of the link.
-   They win on transformers and other models whose params weigh most, and with accumulation on nearly
-   all. */
+   steps from plan to plan are, what of all params is on the host from the start, and the room for
+   copies. A list that may move less can be faster: greedy moves do not foresee how busy the link
+   gets. The lists win on transformers and other models whose params weigh most, and with
+   accumulation on nearly all. */
 typedef struct msi_move_list {
     uint32_t moves;
     uint8_t fineness;
@@ -17237,7 +17236,7 @@ static const msi_move_list msi_move_lists[] = {
 
 enum { MSI_FIRST_BEGUN = 5 }; // the first list that begins with all moved
 
-/* Moves all that may be moved of params, of what `begun` says. */
+/* Moves of all params what `begun` names, where it may be moved. */
 static void msi_move_params(msi_greedy *w, uint32_t begun, uint8_t in_place) {
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
@@ -17252,7 +17251,8 @@ static void msi_move_params(msi_greedy *w, uint32_t begun, uint8_t in_place) {
     }
 }
 
-/* Whether a list is of use: of what is forced to move there must be some. */
+/* Whether a list is of use: one that may move nothing needs forced moves; `many` needs
+   accumulation, and `in_place` a device that maps memory of the host. */
 static bool msi_is_list_of_use(const msi_search *s, int number) {
     const msi_graph *g = s->scorer->graph;
     bool forces = false;
@@ -17299,8 +17299,8 @@ static void msi_blame_copy(msi_blame *b, const msi_scorer *s, const msi_instruct
     }
 }
 
-/* A copy is to blame for the waits for it and for those that follow it on its engine without a
-   pause. A copy for which nothing waits costs a little of its time. */
+/* A copy is to blame for stalls in waits for it, or for copies that follow it on its engine without
+   a pause, up to its own time. Besides, each copy costs a twentieth of its time. */
 static void msi_blame_copies(msi_blame *b, const msi_scorer *s) {
     const msi_program *p = s->program;
     double owed_us[MS_STREAM_COUNT] = {0.0}, next_us[MS_STREAM_COUNT] = {0.0};
@@ -17394,8 +17394,8 @@ static void msi_list_given_back(msi_greedy *w, msi_give_back *back) {
     }
 }
 
-/* The plan to lay out next: of those that are no slower than the best so far the fastest, and of
-   equally fast ones that which copies least. */
+/* The plan to lay out next: the fastest, if it is no slower than the best so far; of equally fast
+   ones the one that copies least. */
 static uint32_t msi_next_given_back(const msi_search *s, const msi_give_back *back) {
     uint32_t next = MSI_NONE;
     for (uint32_t k = 0; k < back->list.count && !msi_is_short(s->scorer); k++) {
@@ -17422,8 +17422,8 @@ static void msi_take_given_back(msi_greedy *w, msi_give_back *back) {
     }
 }
 
-/* Gives room that the best plan leaves of the budget back to what it moves: that stays on the device.
-   The list of plans depends on that plan alone. */
+/* Uses what the best plan leaves of the budget: takes back some of its moves, so that what they
+   moved stays on the device. The list of plans for this depends on the best plan alone. */
 static void msi_give_room_back(msi_search *s) {
     msi_greedy w;
     msi_blame blame = MSI_ZERO_INIT;
@@ -17444,7 +17444,7 @@ static void msi_give_room_back(msi_search *s) {
     msi_greedy_free(&w);
 }
 
-/* Gives room back from the best plan, if that fits. Wins with accumulation, where params cross the
+/* Gives back moves of the best plan, if that fits. Wins with accumulation, where params cross the
    link many times a step: a list leaves more of the budget than it must. */
 static void msi_give_back_best(msi_search *s) {
     if (s->scorer->store->micro_count > 1 && !s->any && s->budget > 0 && s->fits) {
@@ -17452,8 +17452,8 @@ static void msi_give_back_best(msi_search *s) {
     }
 }
 
-/* The fewest bytes that residents have on the device in any plan of a list, the first of which was
-   estimated: all that it may move of params lies on the host. */
+/* The fewest bytes that residents take on the device in any plan of a list: as if all that it may
+   move of params were on the host. Its first plan was estimated last. */
 static uint64_t msi_least_resident_bytes(const msi_greedy *w) {
     const msi_graph *g = w->graph;
     uint64_t moved = 0;
@@ -17494,9 +17494,9 @@ static MSI_NOINLINE void msi_search_moves(msi_greedy *w, const msi_move_list *li
     }
 }
 
-/* Searches for plans that move something to the host. What is at hand when a list begins to be
-   tried depends on the budget: a list that begins with all moved is left out if it begins slower
-   than a plan that fits, since drops alone seldom make a plan faster. */
+/* Searches for plans that move something to the host. A list that begins with all moved is skipped
+   if its first plan is slower than the best that fits, since drops seldom make a plan faster. That
+   best plan depends on the budget, so the properties of a search hold only nearly. */
 static void msi_search_offloading(msi_search *s) {
     const uint32_t techniques = s->techniques;
     const int count = sizeof msi_move_lists / sizeof msi_move_lists[0];
@@ -17519,25 +17519,25 @@ static void msi_search_offloading(msi_search *s) {
     s->techniques = techniques;
 }
 
-/* Bands: what the first layers make is moved to the host, while later ones compute; what the layers
-   after these make is dropped, or only that of it which is used within one segment; and what the
-   last ones make, which backward needs at once, is kept. The list of plans is the same for every
-   budget. Wins on graphs of up to 256 layers whose activations weigh more than their params: steps
-   are up to 16 % faster. */
+/* Bands: what the first layers make is moved to the host while later ones compute; of what the next
+   layers make, saved tensors are dropped, in some plans also what is used within one segment; and
+   what the last ones make, which backward needs at once, is kept. The list of plans is the same for
+   every budget. Wins on graphs of up to 256 layers whose activations weigh more than their params:
+   steps are up to 16 % faster. */
 enum {
     MSI_BAND_STEPS = 24,
     MSI_BAND_WORK = 1 << 16, // layers that are lowered
-    /* With room for copies or not; what is dropped is saved tensors, or what is used in one
-       segment; of the other bands outputs are moved nowhere, in the second, or in both. */
+    /* With room for copies or not; dropping saved tensors alone, or also what is used in one
+       segment; moving other outputs in the first band, in the first two, or in all three. */
     MSI_BAND_WAYS = 12,
     MSI_BAND_PLANS = MSI_BAND_WAYS * (MSI_BAND_STEPS + 1) * (MSI_BAND_STEPS + 2) / 2,
     MSI_BAND_LAYERS = 256,
     MSI_SEGMENT_WAY = 2,
-    MSI_SEGMENT_PLANS = 80 // as many as 2^32 layers have
+    MSI_SEGMENT_PLANS = 80 // enough for 2^32 layers
 };
 
 typedef struct msi_band {
-    uint32_t moved, dropped, way; // layers before these two
+    uint32_t moved, dropped, way; // by layer: where the first two bands end
     uint32_t width;               // layers of a segment
 } msi_band;
 
@@ -17658,9 +17658,9 @@ static void msi_search_segments(msi_search *s) {
    chains of layers, on ResNets and on transformers where nothing moves, most at small budgets: the
    smallest arena of a ResNet is half of that of greedy. */
 
-/* Other than there, memory is not divided into units: each subchain has its best plans as a list of
-   Pareto points (bytes, time), without those that are close to others. A stage has several options
-   for what it keeps. It may be kept although its input is not. */
+/* Unlike in that paper, memory is not divided into units: each subchain has its best plans as a
+   list of Pareto points (bytes, time), without those that are close to others. A stage has several
+   options for what it keeps, and may be kept although its input is not. */
 
 enum {
     MSI_CHAIN_STAGES = 104,
@@ -17752,7 +17752,7 @@ typedef struct msi_chain {
     uint64_t *carried;                        // per instruction: bytes of no stage
     msi_pareto_point *pools[MSI_CHAIN_POOLS]; // memory of the points of subchains
     uint32_t pool_count, pool_used;           // pools; points in use in the last one
-    /* [0]: all of it is to be done; [1]: forward of t is done, and all of it is kept. */
+    /* [0]: nothing has run; [1]: forward of stage t has run, and all its values are kept. */
     msi_subchain *subchains;
     /* The subchain at hand. */
     uint32_t width; // points that it may have
@@ -17769,7 +17769,7 @@ typedef struct msi_chain {
     uint32_t unfit_number[MSI_CHAIN_UNFIT], unfit_count;
 } msi_chain;
 
-/* What a way has for a subchain that is missing: it takes neither bytes nor time. */
+/* Stands for a subchain that a way does not have: it takes neither bytes nor time. */
 static const msi_pareto_point msi_no_points[2] = {{0, 0.0f, 0, 0}, {MSI_CHAIN_NEVER, 0.0f, 0, 0}};
 static const msi_subchain msi_no_subchain = {msi_no_points, 1};
 
@@ -18055,7 +18055,7 @@ static MSI_NOINLINE void msi_measure_option(msi_chain *c, uint32_t option) {
 }
 
 /* Times of a pass over a stage. The program at hand is the one that drops everything. Stages are
-   timed from the first on, so marks on layers before this stage do no harm. */
+   timed from the first on, so `leads` may be set for layers of earlier stages without harm. */
 static void msi_time_stage(msi_chain *c, uint32_t number) {
     const msi_graph *g = c->graph;
     msi_chain_stage *stage = &c->stages[number];
@@ -18271,7 +18271,7 @@ static void msi_list_passes(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     }
 }
 
-/* Memory for some points in one piece; NULL, and the scorer is short, if there is none. */
+/* Memory for consecutive points; NULL, and the scorer is short, if there is none. */
 static msi_pareto_point *msi_reserve_points(msi_chain *c, uint32_t count) {
     if (c->pool_count == 0 || c->pool_used + count > MSI_CHAIN_POOL) {
         const uint64_t bytes = MSI_CHAIN_POOL * sizeof(msi_pareto_point);
@@ -18287,7 +18287,7 @@ static msi_pareto_point *msi_reserve_points(msi_chain *c, uint32_t count) {
     return c->pools[c->pool_count - 1] + c->pool_used;
 }
 
-/* Finds the best ways to train stages s to t: those that are faster than all that take less. */
+/* Finds the best ways to train stages s to t: those faster than all that need fewer bytes. */
 static void msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, uint32_t width) {
     msi_pareto_point *points = msi_is_short(c->scorer) ? NULL : msi_reserve_points(c, width + 2);
     if (!points) {
@@ -18344,8 +18344,8 @@ static void msi_assign_stage(msi_chain *c, uint32_t k, uint32_t option, uint32_t
     }
 }
 
-/* The points of a subchain have room for what they keep. Should one not, the smallest plan of the
-   rest is taken. */
+/* The bytes left for the rest of a subchain. A point always has room for what it keeps; without
+   that, 0 is left, for which the smallest plan is taken. */
 static uint64_t msi_bytes_left(uint64_t bytes, uint64_t kept) {
     MEMSCALE_ASSERT(kept <= bytes);
     return bytes - msi_smaller(bytes, kept);
@@ -18419,8 +18419,8 @@ static bool msi_try_point(msi_chain *c, uint32_t number, msi_score *score, uint6
     return fits;
 }
 
-/* Where no plan fits, lays out the points with too many live bytes, the fewest first: after one of
-   these, few others may be the smallest. */
+/* Where no plan fits, lays out points with too many live bytes, the fewest first: after one of
+   these, few others can still have a smaller arena. */
 static void msi_try_unfit(msi_chain *c) {
     msi_search *search = c->search;
     for (uint32_t k;
@@ -18548,12 +18548,13 @@ static MSI_NOINLINE bool msi_search_chain(msi_search *s) {
 // ------------------------------------------------------------------------------------------------
 // >>exhaustive  small graphs: every choice of values to drop; larger ones: a local search
 
-/* A choice is a set of values, or of all those of a layer, that are dropped in pass 1 or moved. Where
-   trying all of them would take too long, a local search tries some, the same for every budget: it
-   keeps the front, and goes from that to its neighbours. A drop often shows no effect on a peak held
-   up at several instructions; so the same is done with a smooth measure of all live bytes. All
-   choices tried are a list. Exhaustive wins on graphs of a few layers; local on those of up to 128
-   with branches, most at small budgets, many of which no other search meets. */
+/* A choice is a set of values, or of layers with all their values, that are dropped in pass 1 or
+   moved. Where trying all choices would take too long, a local search tries some, the same for
+   every budget: it keeps a front, and tries the neighbours of choices there. Where several
+   instructions share the peak, a single drop does not lower it; so a second front goes by a smooth
+   measure of all live bytes. All choices tried form a list. Exhaustive wins on graphs of a few
+   layers; local on those of up to 128 with branches, most at small budgets, many of which no other
+   search meets. */
 enum {
     MSI_ALL_GROUPS = 128,
     MSI_ALL_WORDS = MSI_ALL_GROUPS / 64,
@@ -18698,7 +18699,7 @@ static bool msi_is_sound(const msi_exhaustive *all, const msi_groups *groups) {
     return sound;
 }
 
-/* Moves what a choice would drop as well. */
+/* Makes a choice sound: what it would both move and drop is only moved. */
 static void msi_make_sound(const msi_exhaustive *all, msi_groups *groups) {
     for (uint32_t k = all->drop_count; k < all->group_count; k++) {
         const uint32_t against = msi_has_group(groups, k) ? all->against[k] : MSI_NONE;
@@ -18799,8 +18800,8 @@ static void msi_try_groups(msi_exhaustive *all, const msi_groups *groups) {
     }
 }
 
-/* The groups that may be dropped to lower the peak of the program at hand: those of a value that is
-   idle there. */
+/* The groups that may lower the peak of the program at hand: those that drop a value which is idle
+   there, and all that move something. */
 static msi_groups msi_groups_at_peak(const msi_exhaustive *all) {
     const msi_program *p = all->search->scorer->program;
     msi_groups groups = MSI_ZERO_INIT;
@@ -18818,8 +18819,8 @@ static msi_groups msi_groups_at_peak(const msi_exhaustive *all) {
     return groups;
 }
 
-/* Tries the neighbours of a choice that may be better: with one group fewer dropped, or one more,
-   which must lower the peak if that is what counts. */
+/* Tries the neighbours of a choice, each with one group taken back or added; by_bytes: only groups
+   that may lower the peak are added. */
 static void msi_explore(msi_exhaustive *all, uint32_t choice, bool by_bytes) {
     const msi_groups start = all->tried[choice].groups;
     all->tried[choice].explored = true;
@@ -18847,7 +18848,7 @@ static uint32_t msi_pick_unexplored(msi_exhaustive *all, const msi_front *f, boo
     return MSI_NONE;
 }
 
-/* Tries a choice of a front with two or three random groups the other way. */
+/* Tries a choice of a front with two or three random groups flipped. */
 static void msi_try_random(msi_exhaustive *all, const msi_front *f) {
     const uint32_t choice = f->points[msi_random_below(all, f->count)].choice;
     msi_groups groups = all->tried[choice].groups;
@@ -18858,7 +18859,7 @@ static void msi_try_random(msi_exhaustive *all, const msi_front *f) {
     msi_try_groups(all, &groups);
 }
 
-/* Tries the plans of the greedy list, all of it whatever the budget is. */
+/* Tries all plans of the greedy list, whatever the budget is. */
 static void msi_try_greedy(msi_exhaustive *all) {
     msi_greedy w;
     if (msi_greedy_init(&w, all->search)) {
@@ -18873,15 +18874,15 @@ static void msi_try_greedy(msi_exhaustive *all) {
                 }
             }
             msi_try_groups(all, &groups);
-            (void)msi_estimate(all->search->scorer, w.decisions); // of the next moves
+            (void)msi_estimate(all->search->scorer, w.decisions); // for the next moves
         }
     }
     msi_greedy_free(&w);
 }
 
 /* The local search: begins with the plain choice, with all dropped, with random ones, and with
-   those of the greedy list. It may try half of what an exhaustive search may: with all of that, a
-   plan would take a quarter more time, for an arena that is a quarter of a percent smaller. */
+   those of the greedy list. It may try half of what an exhaustive search may: with all of it,
+   planning would take a quarter longer, for an arena that is a quarter of a percent smaller. */
 static void msi_search_locally(msi_exhaustive *all) {
     all->limit /= 2;
     all->tries_left /= 2;
@@ -18973,8 +18974,8 @@ static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
     return !msi_is_short(search->scorer);
 }
 
-/* Tries choices of a graph that is not large, and proposes the best. A longer chain of layers is
-   not searched locally: its own search is good enough. */
+/* Tries choices of a graph that is not large, and proposes the best. A longer chain is not searched
+   locally, unless something may be moved: the search of chains is good enough. */
 static void msi_search_exhaustive(msi_search *s, bool is_chain) {
     msi_exhaustive all = MSI_ZERO_INIT;
     if (s->scorer->graph->layers.count > MSI_ALL_LAYERS || msi_is_short(s->scorer)) {
@@ -18998,20 +18999,20 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
 // >>grouping  which groups of layers to compute in tiles: sets of groups, each with fewer bytes than
 //             the one before
 
-/* At the peak of a plan runs one layer. Groups around this layer are tried, and the best is taken,
-   together with all groups that are alike; then the peak is elsewhere, or the group is parted
-   further. So it goes from two plans: that which keeps everything, of which tiles free what waits for
-   backward; and one that moves or drops all that it can, of which they free what one layer needs. The
-   sets that come up so do not depend on the budget. */
+/* One layer runs at the peak of a plan. Groups around this layer are tried, and the best is taken,
+   together with all groups that are alike; then the peak is elsewhere, or the group gets more
+   tiles. This starts from two plans: one that keeps everything, where tiles free what waits for
+   backward; and one that moves or drops all that it can, where they free what a single layer needs.
+   The sets of groups found do not depend on the budget. */
 enum {
     MSI_GROUPING_ROUNDS = 24,
     MSI_GROUPING_REACH = 8, // layers to each side
     MSI_GROUPING_TRIES = 8, // groups for one peak
     MSI_GROUPING_TILES = 16,
     MSI_GROUPING_WORK = 1 << 20, // layers that are lowered
-    MSI_GROUPING_SMALL = 8,      // layers of a graph of which nothing is left out
+    MSI_GROUPING_SMALL = 8,      // layers of a graph for which all combinations are tried
     MSI_GROUPING_SETS = 2,       // of a larger graph, from each plan
-    MSI_GROUPING_GAIN = 1024     // a set has at least so much less of its bytes
+    MSI_GROUPING_GAIN = 1024     // a set has to save at least 1/1024 of its bytes
 };
 
 /* Whether there is time for all combinations of roundings and groups. */
@@ -19068,8 +19069,8 @@ static bool msi_are_alike(const msi_graph *g, uint32_t a, uint32_t b) {
     return alike;
 }
 
-/* Whether a window at another layer is like one: layer by layer, also in what each reads of others
-   in the window. */
+/* Whether the window that begins at a layer is like this one: layer by layer, also in which layers
+   of the window each reads. */
 static bool msi_is_window_alike(const msi_graph *g, const msi_window *w, uint32_t at) {
     bool alike = at + (w->end - w->first) <= g->layers.count;
     for (uint32_t i = w->first; i < w->end && alike; i++) {
@@ -19094,7 +19095,7 @@ static bool msi_may_group(const msi_graph *g, const msi_tensor_decision *d, uint
     for (uint32_t i = first; i < end && may; i++) {
         may = msi_tiling_force(g, &g->layers.items[i]) == MS_SWITCH_DEFAULT;
     }
-    for (uint32_t k = 0; k < 2 && may; k++) { // a group begins here, and after it, or none goes on
+    for (uint32_t k = 0; k < 2 && may; k++) { // no group goes on across either end
         const uint32_t layer = k == 0 ? first : end;
         const uint32_t t =
             layer < g->layers.count ? msi_first_output(g, &g->layers.items[layer]) : MSI_NONE;
@@ -19103,7 +19104,7 @@ static bool msi_may_group(const msi_graph *g, const msi_tensor_decision *d, uint
     return may && msi_can_group(g, first, end);
 }
 
-/* Makes a window a group; what it makes for itself is dropped rather than moved. */
+/* Makes a window a group. Values that it alone uses are dropped rather than moved. */
 static void msi_group_window(const msi_graph *g, msi_tensor_decision *d, uint32_t first,
                              uint32_t end, uint32_t tiles) {
     for (uint32_t i = first; i < end; i++) {
@@ -19140,7 +19141,8 @@ static uint64_t msi_try_window(msi_grouping *c, const msi_window *w, uint32_t ti
     return msi_is_short(c->scorer) ? UINT64_MAX : msi_live_of(c->scorer, &score);
 }
 
-/* About what a group has whole: what it reads and makes for others, and params, with gradients. */
+/* About the bytes not cut into tiles: what a group reads and makes for others, and params, with
+   gradients. */
 static uint64_t msi_whole_in_window(const msi_graph *g, uint32_t first, uint32_t end) {
     uint64_t bytes = 0;
     for (uint32_t i = first; i < end; i++) {
@@ -19258,8 +19260,8 @@ static bool msi_are_same_tilings(const msi_tilings *t, uint32_t a, uint32_t b) {
     return same;
 }
 
-/* Adds the groups of the decisions as a set, unless there is such a one (false), in the place of the
-   sets from number `most` on. */
+/* Adds the groups of the decisions as a set, which replaces set `most` if there are that many.
+   False: there is an equal set. */
 static bool msi_add_tiling(const msi_grouping *c, msi_tilings *to, uint32_t most) {
     const msi_graph *g = c->graph;
     const uint32_t set = (to->count < most ? to->count : most - 1) + 1;
@@ -19305,7 +19307,7 @@ static void msi_add_fewer_tiles(const msi_grouping *c, msi_tilings *to, uint32_t
     }
 }
 
-/* Finds the sets from one plan on. Without those of the squeezed plan the smallest arenas of
+/* Finds the sets that start from a plan. Without those of the squeezed plan the smallest arenas of
    transformers would be 5 to 20 % larger, without the others their steps up to 1 % slower. */
 static void msi_find_tilings_from(msi_grouping *c, bool squeezed, msi_tilings *found) {
     const bool is_small = msi_is_small(c->graph);
@@ -19416,9 +19418,9 @@ typedef struct msi_solver {
     bool forced;     // the trainer forces decisions
 } msi_solver;
 
-/* Gives a program that was lowered the copies, each in its place, of the program at the largest
-   sizes, which was lowered by the same decisions. Scheduled anew for smaller sizes, they could keep
-   values live for longer. */
+/* Gives a lowered program the copies of the program at the largest sizes, at the same places; both
+   were lowered from the same decisions. If copies were scheduled anew for smaller sizes, they could
+   keep values live for longer. */
 static bool msi_copy_schedule(const ms_allocator *a, msi_program *p, const msi_program *from) {
     MEMSCALE_ASSERT(p->code.ranges.count == from->code.ranges.count);
     if (!MSI_RESERVE(msi_instruction, a, p->code.instructions, from->code.instructions.count) ||
@@ -19502,7 +19504,7 @@ static void msi_begin_early(msi_greedy *w) {
     w->score = msi_search_estimate(w->search, w->decisions);
 }
 
-/* What decisions round: a hash. */
+/* A hash of what decisions round. */
 static uint64_t msi_hash_rounding(const msi_graph *g, const msi_tensor_decision *decisions) {
     uint64_t hash = 0;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -19515,9 +19517,9 @@ static uint64_t msi_hash_rounding(const msi_graph *g, const msi_tensor_decision 
 }
 
 /* The first plans of the greedy list. The plain plan is scored first, for its size and time. Then
-   what is forced is added, and then, if they are allowed and the budget requires it, updates inside
-   backward. The first that fits is proposed. True: it is the one to take. With forced drops the
-   search goes on, since a plan that keeps what their recomputation reads may be faster. */
+   what is forced is added, and then, if allowed and needed for the budget, updates inside backward.
+   The first that fits is proposed. True: it is the one to take. If anything is forced the search
+   goes on, since a plan that keeps what forced drops are recomputed from may be faster. */
 static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     const bool may_be_early = r->techniques & MSI_EARLY_UPDATE;
@@ -19555,15 +19557,15 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     return fits && !s->forced;
 }
 
-/* Whether updates may be delayed again: see msi_relax_updates. The large arena of a large graph, if
-   it has gaps, would hardly be met to the byte. */
+/* Whether updates may be delayed again: see msi_relax_updates. On a large graph whose layout has
+   gaps, another layout would hardly have the same arena to the byte. */
 static bool msi_may_relax(const msi_solver *s) {
     const bool may_be_met = s->scorer->graph->layers.count <= MSI_POLISH_LAYERS ||
                             s->score.bytes == s->score.live_bytes;
     return s->early && s->request->early_update != MS_SWITCH_ON && may_be_met;
 }
 
-/* Whether no search has to go on. */
+/* Whether searching can end: any plan that fits will do, and one does. */
 static bool msi_is_found(const msi_search *s) {
     return s->any && s->fits;
 }
@@ -19573,8 +19575,8 @@ static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
     return r->goal != MSI_GOAL_ANY && (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
 }
 
-/* Whether a plan of a large graph has to move params or their state, for which others there is no
-   time: without that, these alone are over the budget. */
+/* Whether a plan of a large graph has to move params or their state, since these alone exceed the
+   budget: there is no time to search for plans that move nothing. */
 static bool msi_has_to_move(const msi_scorer *s, const msi_search *search,
                             const msi_tensor_decision *decisions) {
     if (!search->may_move || msi_is_small(s->graph)) {
@@ -19584,8 +19586,8 @@ static bool msi_has_to_move(const msi_scorer *s, const msi_search *search,
     return s->program->layout.resident_bytes > search->budget;
 }
 
-/* Searches on from the first plans: as a chain, greedily, and exhaustively. What is mostly best comes
-   first, since plans that cannot win are not laid out. */
+/* Runs all searches, after the first plans. What usually finds the best plan comes first, since
+   plans that cannot win are not laid out. */
 static void msi_search_all(const msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     msi_search *search = w->search;
@@ -19616,7 +19618,7 @@ static void msi_search_all(const msi_solver *s, msi_greedy *w) {
 typedef struct msi_rounding {
     uint32_t mask, tiling;
     double us;       // no plan of the list counts as faster
-    double bound_us; // and no plan that fits is
+    double bound_us; // and no plan of the list that fits is faster than this
     uint64_t live_bytes, resident_bytes;
     uint64_t least_bytes; // about those of its smallest plan
     bool is_worse;        // another list begins no slower and with no more bytes
@@ -19654,9 +19656,9 @@ static uint32_t msi_find_roundings(const msi_solver *s, msi_search *search,
     return found;
 }
 
-/* Whether the plans of one list need not be searched, since those of another begin no slower and
-   with no more bytes. Params in 16 bits, which have masters too, take more and still help to have
-   less on the device, where their masters are moved to the host. */
+/* Whether list `a` need not be searched, since `b` begins no slower and with no more bytes. Where
+   something may be moved, only lists with params in the same format compare: params in 16 bits take
+   more bytes with their masters, but fewer on the device once these are on the host. */
 static bool msi_is_worse(const msi_search *search, const msi_rounding *a, const msi_rounding *b) {
     const bool alike =
         !search->may_move || (a->mask & MSI_ROUNDS_PARAMS) == (b->mask & MSI_ROUNDS_PARAMS);
@@ -19665,9 +19667,9 @@ static bool msi_is_worse(const msi_search *search, const msi_rounding *a, const 
            (b->us < a->us || b->live_bytes < a->live_bytes || b->mask < a->mask);
 }
 
-/* A time below which no plan of a list fits the budget: what is resident and has no place in it is
-   copied to the device in each step, or used on the host where it is. By the program of the first
-   plan of the list. */
+/* A lower bound on the time of the plans of a list that fit the budget: residents beyond it are
+   copied to the device in each step, or used in place on the host. The program at hand is that of
+   the first plan of the list. */
 static double msi_bound_us(const msi_search *search, double us) {
     const ms_hardware *h = &search->scorer->costs->hardware;
     const uint64_t resident = search->scorer->program->layout.resident_bytes;
@@ -19694,7 +19696,7 @@ static bool msi_comes_before(const msi_search *s, const msi_rounding *a, const m
                                                                     : a->us < b->us;
 }
 
-/* About the bytes of the smallest plan of a list, in whose base the search is. */
+/* About the bytes of the smallest plan of the list whose base the search has. */
 static uint64_t msi_least_bytes(const msi_search *search, msi_tensor_decision *decisions) {
     msi_decide_squeezed(search, decisions);
     return msi_estimate(search->scorer, decisions).live_bytes;
@@ -19766,9 +19768,9 @@ static void msi_search_unrounded(const msi_solver *s, msi_greedy *plain) {
     msi_search_all(s, plain);
 }
 
-/* Whether a list cannot have the best plan. Of those that are worse, a plan may still be the only one
-   that fits: state in F32 moves in smaller parts than codes do. A large graph has no time for these,
-   nor for lists whose plans are hardly ever smaller than the best so far. */
+/* Whether a list need not be searched. While no plan fits, a list that is_worse may have the only
+   one that does: state in F32 moves in smaller parts than codes do. On a large graph there is no
+   time for these, nor for lists whose plans are hardly ever smaller than the best so far. */
 static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
     const bool is_large = !msi_is_small(search->scorer->graph);
     const uint64_t least = search->found ? search->best_score.bytes : UINT64_MAX;
@@ -19780,8 +19782,8 @@ static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
                                (r->least_bytes >= least || (r->is_worse && r->mask != 0)));
 }
 
-/* Groups the layers at the peak of the smallest plan otherwise, and searches the plans with these
-   groups, as long as they are smaller. */
+/* Groups the layers at the peak of the smallest plan in another way, and searches the plans with
+   these groups; again, if one of them is smaller. */
 static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_tilings *tilings) {
     const bool early = search->early;
     msi_grouping c;
@@ -19836,9 +19838,9 @@ static void msi_search_lists(const msi_solver *s, msi_search *search, const msi_
     search->least_us = least_us;
 }
 
-/* Searches where plans may round, or run in tiles. On some devices that takes longer than to free the
-   same bytes otherwise, on others it makes the step faster: so each set of roundings and of groups has
-   a list of its own, and all of them compete. */
+/* Searches plans that may round, or run in tiles. On some devices this is slower than to free the
+   same bytes otherwise, on others it makes the step faster: so each set of roundings and of groups
+   has a list of its own, and all of them compete. */
 static void msi_search_roundings(const msi_solver *s, msi_search *search, msi_greedy *plain) {
     const uint32_t techniques = s->request->techniques;
     msi_rounding *list = (msi_rounding *)msi_scratch(s->scorer, MSI_LISTS * sizeof *list);
@@ -19979,12 +19981,12 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
 // >>order  which waits between streams order nothing, once it is known what shares memory
 
 /* A schedule is made before offsets are known, and orders whatever may come to share memory. With
-   the offsets, some of its waits turn out to order nothing: without them, whatever uses the same
-   bytes, once at least to write, still runs in one order. Such a WAIT is taken out, and what it
-   awaited is awaited by the next one for that engine; such a copy no longer follows what is
-   computed. Between programs anything may be enqueued, which all of them are in order with. Once
-   a wait is gone, none of the others becomes needless, so one pass finds all of them. Without this
-   room 11 of 98 plans with copies (GPT-2 and BERT, on an RTX 3090 and an H200) are predicted to be
+   the offsets, some of its waits turn out to order nothing: without them, all instructions that use
+   the same bytes, at least one of them to write, still run in one order. Such a WAIT is removed,
+   and the next WAIT for that engine awaits its copies too; and a copy that need not wait for
+   computing no longer follows it. Programs stay in order with anything that is enqueued between
+   them. Removing a wait makes none of the others needless, so one pass finds all. Without this room
+   11 of 98 plans with copies (GPT-2 and BERT, on an RTX 3090 and an H200) are predicted to be
    slower, by up to 2.1 %. */
 
 /* The number of operands of a group that a layer's instruction has. */
@@ -20034,8 +20036,8 @@ static bool msi_is_written(const msi_layer *l, const msi_instruction *i, int gro
            msi_is_made(l, i, group, slot);
 }
 
-/* Bytes that an instruction uses. Residents are apart from each other and from all else: each is a
-   space of its own, after that of the device and that of the host. */
+/* Bytes that an instruction uses, in one of the spaces: the device, the host, and each resident by
+   itself, since it overlaps nothing else. */
 typedef struct msi_access {
     uint64_t begin, end;
     uint32_t space;
@@ -20118,7 +20120,7 @@ static bool msi_ordering_init(msi_ordering *o) {
     return true;
 }
 
-/* Whether two instructions must run in an order. */
+/* Whether two instructions must keep their order: they share bytes, and one writes them. */
 static bool msi_conflict(const msi_ordering *o, uint32_t a, uint32_t b) {
     for (uint32_t i = o->access_first[a]; i < o->access_first[a + 1]; i++) {
         const msi_access *x = &o->accesses[i];
@@ -20133,7 +20135,7 @@ static bool msi_conflict(const msi_ordering *o, uint32_t a, uint32_t b) {
     return false;
 }
 
-/* Whether an instruction must run in an order with any of the copies of an engine from number
+/* Whether an instruction must keep its order with any of the copies of an engine from number
    `first` to before `end`. */
 static bool msi_conflicts_with(const msi_ordering *o, uint32_t now, int engine, uint32_t first,
                                uint32_t end) {
@@ -20145,8 +20147,8 @@ static bool msi_conflicts_with(const msi_ordering *o, uint32_t now, int engine, 
     return false;
 }
 
-/* How many copies of its engine are awaited after a WAIT, `before` of them by others: up to the last
-   one that records its event. */
+/* How many copies of its engine have been awaited after a WAIT, `before` of them by earlier ones:
+   all up to the last one that records its event. */
 static uint32_t msi_awaited_by(const msi_ordering *o, uint32_t wait, uint32_t before) {
     const msi_instruction *all = o->program->code.instructions.items;
     const ms_stream_kind engine = msi_awaited_engine(&all[wait]);
@@ -20173,7 +20175,7 @@ static MSI_NOINLINE uint32_t msi_next_wait(const msi_program *p, uint32_t now, i
     return now;
 }
 
-/* Whether callbacks use an end of a copy on the host, which waits for it too. */
+/* Whether the host waits for a copy too, since callbacks use its end there. */
 static bool msi_waits_on_host(const msi_ordering *o, const msi_instruction *wait) {
     const msi_operand *ends = o->program->code.operands.items + wait->operand_first;
     const uint32_t host = ends[msi_engines[msi_awaited_engine(wait)].fetches ? 1 : 0].range;
@@ -20181,8 +20183,8 @@ static bool msi_waits_on_host(const msi_ordering *o, const msi_instruction *wait
 }
 
 /* Whether the copies of an engine from number `first` to before `end`, which a WAIT awaits, can as
-   well be awaited by the next one. Copies of other engines know of them once they follow what waits
-   for them. */
+   well be awaited by the next WAIT. Another engine runs after them from its first copy on that
+   follows that WAIT. */
 static bool msi_can_wait(const msi_ordering *o, uint32_t wait, int engine, uint32_t first,
                          uint32_t end) {
     const msi_program *p = o->program;
@@ -20263,9 +20265,9 @@ static bool msi_drop_waits(msi_ordering *o, int engine) {
     return true;
 }
 
-/* Whether any of the copies of an engine from number `first` to before `end` must run after
-   something that is computed after instruction `since` and before the first of them, or after what
-   that has awaited: copies of other engines from number `known` to before `awaited`. */
+/* Whether any of the copies of an engine from number `first` to before `end` must run after an
+   instruction that computes between `since` and the first of them, or after copies of other engines
+   that are awaited there: those from number `known` to before `awaited`. */
 static bool msi_must_follow(const msi_ordering *o, int engine, uint32_t first, uint32_t end,
                             uint32_t since, const uint32_t *known, const uint32_t *awaited) {
     for (int other = MSI_FIRST_ISSUED; other < MS_STREAM_COUNT; other++) {
@@ -20293,9 +20295,9 @@ static uint32_t msi_last_to_follow(const msi_ordering *o, int engine, uint32_t e
     return end > 0 ? o->copies[engine][end - 1] : MSI_NONE;
 }
 
-/* Takes out that copies of an engine follow what is computed, where that orders nothing. The first
-   one follows what was enqueued before the program. What the host has awaited, and what that has
-   followed, all copies run after. */
+/* Lets copies of an engine no longer follow what is computed, where that orders nothing. The first
+   one stays as it is: it follows what was enqueued before the program. All copies run after those
+   that the host has awaited, and after what these followed. */
 static void msi_drop_follows(const msi_ordering *o, int engine) {
     msi_program *p = o->program;
     const uint32_t *copies = o->copies[engine], count = o->count[engine];
@@ -20720,20 +20722,20 @@ static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *byt
     return result;
 }
 
-/* Gives the batch another size: the foremost axis of an input, if there is one. Otherwise the first
-   dim of the first input stands for it, and all that is computed from that input is assumed to
-   shrink in proportion, wherever its shape holds the batch: alone, as a factor of the first dim, or
-   later. The graph has the largest sizes of its axes until msi_resizing_end. */
+/* Gives the batch another size: the foremost axis of the inputs, if there is one. Otherwise the
+   first dim of the first input stands for it, and all that is computed from inputs with such a dim
+   is assumed to shrink in proportion, wherever its shape has the batch: as the first dim, as a
+   factor of that, or later. Until msi_resizing_end all axes have their largest sizes. */
 typedef struct msi_resizing {
     ms_model *model;
     ms_result result;     // sticky
     uint32_t input, axis; // MSI_NONE: there is no axis
     int64_t declared;     // size
     int64_t *follows;     // per tensor: its declared first dim if it shrinks in proportion, else 0
-    int64_t sizes[MS_LIMIT_AXES]; // of the axes before
+    int64_t sizes[MS_LIMIT_AXES]; // of the axes, to be restored
 } msi_resizing;
 
-/* The first dim of an input that shrinks with one of this size: it has the same factor. */
+/* The first dim of an input if it is a multiple or divisor of `size`, and shrinks with it; or 0. */
 static int64_t msi_common_dim(const msi_tensor *t, int64_t size) {
     const int64_t dim =
         t->kind == MSI_KIND_INPUT && t->view.shape.rank > 0 ? t->view.shape.dim[0] : 0;
@@ -20807,7 +20809,7 @@ static uint32_t msi_find_batch(const msi_graph *g, uint32_t *axis) {
     return found;
 }
 
-/* False: there is nothing to resize, or no memory, which z->result says. */
+/* False: there is nothing to resize or, if z->result is an error, no memory. */
 static bool msi_resizing_begin(msi_resizing *z, ms_model *m) {
     msi_graph *g = &m->graph;
     const size_t bytes = g->tensors.count * sizeof *z->follows;
@@ -20840,8 +20842,8 @@ static void msi_resizing_end(msi_resizing *z) {
     msi_release(&m->config.allocator, z->follows, m->graph.tensors.count * sizeof *z->follows);
 }
 
-/* A plan at a size: with the decisions of another plan, by one lowering and one layout, or, for
-   NULL, a plan for the budget. NULL after an error. */
+/* Makes a plan at a size: with the decisions of `decided`, by one lowering and one layout, or, if
+   that is NULL, for the budget. NULL after an error. */
 static msi_plan *msi_plan_resized(msi_resizing *z, uint64_t budget, int64_t size,
                                   const msi_plan *decided) {
     const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_ANY;
@@ -20857,9 +20859,9 @@ static msi_plan *msi_plan_resized(msi_resizing *z, uint64_t budget, int64_t size
     return plan;
 }
 
-/* Raises a size that fits the budget (0: nothing is known) as far as it fits with the decisions of
-   a plan; `too_large` does not fit. Arenas grow almost linearly with the size, so a few guesses
-   along a straight line are enough. */
+/* The largest size that fits the budget with the decisions of a plan: from `size`, which fits (0:
+   none is known), to below `too_large`, which does not. Arenas grow almost linearly with the size,
+   so a few guesses along a straight line are enough. */
 static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t budget,
                               int64_t size, int64_t too_large) {
     double low_bytes = 0.0, high_bytes = (double)budget;
@@ -21186,7 +21188,7 @@ static MSI_COLD ms_result msi_check_all(ms_model *m, msi_goal goal) {
     return result;
 }
 
-/* The plan in force stays, with what it was decided by: takes back msi_get_hardware. */
+/* The plan in force stays: restores the choice and the costs by which it was decided. */
 static void msi_stay_with(ms_model *m, const msi_choice *choice, const msi_costs *costs) {
     m->wrapped.choice = *choice;
     m->costs = *costs;
@@ -21444,7 +21446,7 @@ typedef struct msi_review {
     const msi_plan *plan;
     double *again_us;  // per layer: the time of its recomputations, those of tiles apart
     double *tile_us;   // per layer: by how much longer it takes in tiles, recomputation included
-    double *wait_us;   // per tensor: how long computing waits for its copies, or its update more
+    double *wait_us;   // per tensor: how long computing stalls for its copies or state on the host
     double *start_us;  // per instruction
     uint32_t *forward; // per layer: its instruction in forward
     uint32_t *again;   // per layer: how often it is recomputed
@@ -21460,7 +21462,7 @@ static uint64_t msi_review_bytes(const msi_graph *g, const msi_plan *plan) {
            plan->train.code.instructions.count * (uint64_t)sizeof(double);
 }
 
-/* Shares out a wait among the copies that it is for, by their bytes. */
+/* Distributes the time of a wait among the copies that it awaits, by their bytes. */
 static MSI_COLD void msi_review_wait(msi_review *r, const msi_instruction *i, double us) {
     const msi_program *p = &r->plan->train;
     const msi_operand *ends = p->code.operands.items + i->operand_first;
@@ -21477,8 +21479,8 @@ static MSI_COLD void msi_review_wait(msi_review *r, const msi_instruction *i, do
     }
 }
 
-/* Simulates the step once more, for the starts of the instructions and the waits for copies. A
-   device without streams for copies waits for all of each. */
+/* Simulates the step once more, for the starts of the instructions and the waits for copies.
+   Without streams for copies, computing waits for the whole of each. */
 static MSI_COLD void msi_review_times(msi_review *r) {
     const ms_model *m = r->model;
     const msi_program *p = &r->plan->train;
@@ -21504,7 +21506,7 @@ static MSI_COLD void msi_review_times(msi_review *r) {
     }
 }
 
-/* Finds out which params are whose, and where they and their state have their home. */
+/* Finds the first layer that has each param, and what of each param has its home on the host. */
 static MSI_COLD void msi_review_params(msi_review *r) {
     const msi_graph *g = &r->model->graph;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -21523,8 +21525,8 @@ static MSI_COLD void msi_review_params(msi_review *r) {
     }
 }
 
-/* By how much a call for a tile makes a step longer: all of it, if it runs again; otherwise by what it
-   takes beyond its part of a call for all rows. */
+/* By how much a call for a tile makes a step longer: a recomputation by all its time, any other
+   call by what it takes beyond its share of a call for all rows. */
 static MSI_COLD double msi_tile_cost_us(const msi_review *r, const msi_instruction *i) {
     const msi_layer *l = &r->model->graph.layers.items[i->target];
     const ms_layer_time *time = &l->time[i->format];
@@ -21576,8 +21578,8 @@ static void msi_review_free(msi_review *r) {
     msi_release(&r->model->config.allocator, r->again_us, r->bytes);
 }
 
-/* Whether the line of a layer tells what is moved of a tensor: that of its producer, or for a param
-   that of the first layer that has it. */
+/* Whether a layer reports what is moved of one of its tensors: for a param only the first layer
+   that has it does. */
 static bool msi_tells_of(const msi_review *r, uint32_t layer, uint32_t tensor) {
     return r->model->graph.tensors.items[tensor].kind != MSI_KIND_PARAM || r->user[tensor] == layer;
 }
@@ -21733,7 +21735,7 @@ static MSI_COLD uint32_t msi_not_moved(const msi_review *r, uint32_t layer, uint
                       ~((uint32_t)r->moved[tensor] | (early ? (uint32_t)MSI_MOVES_GRADIENT : 0u));
 }
 
-/* How long the copies take in a step of what can be moved, by the bit of what it is. */
+/* How long copies take in a step if a tensor has `move`, one bit of what can be moved, moved. */
 static MSI_COLD double msi_copies_us(const msi_review *r, uint32_t tensor, uint32_t move) {
     const ms_model *m = r->model;
     const msi_tensor *t = &m->graph.tensors.items[tensor];
@@ -21746,8 +21748,8 @@ static MSI_COLD double msi_copies_us(const msi_review *r, uint32_t tensor, uint3
     return (weight ? 2.0 : 1.0) * in_us + (weight && !msi_learns(t) ? 0.0 : out_us);
 }
 
-/* Bytes of the arena that it takes to have something that can be moved there, by the bit of what it
-   is: none for memory of the trainer. */
+/* Bytes that `move`, one bit of what can be moved of a tensor, takes in the arena if it is not
+   moved: none for memory of the trainer. */
 static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor, uint32_t move) {
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
     const int first = move == MSI_MOVES_VALUE      ? MSI_ROLE_VALUE
@@ -21765,8 +21767,8 @@ static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor,
     return bytes;
 }
 
-/* The facts about the tensor of a layer that is not moved. Of a param with several parts that could
-   be moved, its largest decides. */
+/* The facts about the tensor of a layer that is not moved. Of what could be moved of a param, the
+   largest decides. */
 static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t layer,
                                               uint32_t tensor) {
     const ms_model *m = r->model;
@@ -21819,7 +21821,7 @@ static MSI_COLD uint64_t msi_8bit_facts(const msi_review *r, uint32_t layer, uin
                      msi_fact(MSI_FACT(SHARED_PARAM), !msi_tells_of(r, layer, tensor));
 }
 
-/* Bytes of the arena that the state of a param takes more if it is not coded. */
+/* How many more bytes of the arena the state of a param takes if it is not coded. */
 static MSI_COLD uint64_t msi_bytes_of_codes(const msi_review *r, uint32_t tensor) {
     const ms_optimizer_desc *o = &r->model->optimizer;
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
@@ -21839,7 +21841,7 @@ static MSI_COLD uint64_t msi_narrow_facts(const msi_review *r, uint32_t tensor) 
            msi_fact(MSI_FACT(STAYS_F32), why > MSI_NARROW_NOT_ACCEPTED);
 }
 
-/* Bytes that a value takes more as it was created than rounded, if it can be. */
+/* How many more bytes a value takes as created than rounded; 0 if it cannot be rounded. */
 static MSI_COLD uint64_t msi_bytes_of_rounding(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     return tensor->not_narrow != (uint8_t)MSI_NARROW_MAY_BE
@@ -21878,8 +21880,8 @@ static MSI_COLD const ms_rule *msi_find_rule(ms_technique technique, uint64_t fa
     return &msi_rules[k].text;
 }
 
-/* Whether tensor `a` explains better than `b` why a technique is not applied: one that matters
-   does, then the larger one, then the first. */
+/* Whether tensor `a` explains better than `b` why a technique is not applied: one for which the
+   technique matters is best, then the larger one, then the first. */
 static MSI_COLD bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique technique,
                                        uint32_t a, uint32_t b) {
     const msi_tensor *tensors = r->model->graph.tensors.items;
@@ -21891,8 +21893,8 @@ static MSI_COLD bool msi_explains_more(const msi_review *r, uint32_t layer, ms_t
                                                         : tensors[a].bytes > tensors[b].bytes;
 }
 
-/* Adds what would not be held if a technique were applied to a tensor that it is not applied to;
-   for offloading also the time of its copies. */
+/* Adds the bytes that a technique would save on a tensor that it is not applied to; for offloading
+   also the time of the copies. */
 static MSI_COLD void msi_add_refused(const msi_review *r, uint32_t layer, uint32_t tensor,
                                      ms_decision *d) {
     const ms_model *m = r->model;
@@ -21918,7 +21920,7 @@ static MSI_COLD void msi_add_refused(const msi_review *r, uint32_t layer, uint32
     }
 }
 
-/* Bytes that a value takes less, since it has the rows of a tile alone. */
+/* The bytes that a value saves by having the rows of one tile only. */
 static MSI_COLD uint64_t msi_bytes_of_tiles(const msi_review *r, uint32_t tensor) {
     const msi_range *range = msi_forward_range(r, tensor);
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
@@ -21927,7 +21929,7 @@ static MSI_COLD uint64_t msi_bytes_of_tiles(const msi_review *r, uint32_t tensor
                : 0;
 }
 
-/* Adds what is not held because a technique is applied to a tensor. */
+/* Adds the bytes that a technique saves on a tensor that it is applied to. */
 static MSI_COLD void msi_add_spared(const msi_review *r, uint32_t tensor, ms_decision *d) {
     const msi_graph *g = &r->model->graph;
     const bool codes = d->technique == MS_TECHNIQUE_OPTIMIZER_8BIT;
@@ -21955,7 +21957,7 @@ static MSI_COLD void msi_add_spared(const msi_review *r, uint32_t tensor, ms_dec
     d->added_us += r->wait_us[tensor];
 }
 
-/* Whether what is done to a tensor was forced, or what is not done to it forbidden. */
+/* Whether all that is done to a tensor was forced (ON), or all that is not was forbidden (OFF). */
 static MSI_COLD bool msi_is_said(const msi_review *r, ms_technique technique, uint32_t tensor,
                                  ms_switch force) {
     const msi_graph *g = &r->model->graph;
@@ -22252,7 +22254,7 @@ static uint64_t msi_seed_at(const ms_model *m, uint32_t micro) {
     return msi_mix(m->config.seed ^ msi_mix(m->run.step + ((uint64_t)micro << 40)));
 }
 
-/* From it, the step and the element, updates draw the random bits for the state of a param. */
+/* With this seed, the step and the element, updates draw random bits for the state of a param. */
 static uint64_t msi_seed_of_param(const ms_model *m, uint32_t t) {
     return msi_mix(m->config.seed + t);
 }
@@ -22329,7 +22331,7 @@ static ms_result msi_copy_verdict(ms_model *m) {
                                 MSI_STATES_BYTES, MSI_EVENT_VERDICT);
 }
 
-/* Before kernels write a verdict in the step whose loss has been copied out already. */
+/* Makes kernels that write a verdict wait for the copy of the earlier verdict of this step. */
 static MSI_NOINLINE ms_result msi_await_verdict_copy(ms_model *m) {
     if (m->run.verdict != MSI_VERDICT_COPIED || m->run.verdict_awaited || m->run.recording) {
         return MS_RESULT_OK;
@@ -22338,7 +22340,7 @@ static MSI_NOINLINE ms_result msi_await_verdict_copy(ms_model *m) {
     return msi_wait_on_device(m, MSI_EVENT_VERDICT);
 }
 
-/* Enqueues that copy, unless it has been enqueued already. */
+/* Enqueues the copy of the verdict, unless it has been enqueued already. */
 static ms_result msi_fetch_verdict(ms_model *m) {
     return m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
 }
@@ -22383,8 +22385,8 @@ static ms_result msi_check_halt(ms_model *m, const ms_step_state *state, uint64_
 }
 
 /* Waits for the verdict that was asked for. A step that was halted has updated nothing, nor has any
-   after it: the count of steps goes back to it, and what is under way ends. The device is told to
-   update again, so nothing of it may go on. */
+   after it: the count of steps goes back to it, and a step under way is dropped, since the device
+   is told to update again. */
 static ms_result msi_settle_verdict(ms_model *m) {
     const bool copied = m->run.verdict == MSI_VERDICT_COPIED;
     ms_result result = copied ? msi_wait_on_host(m, MSI_EVENT_VERDICT) : MS_RESULT_OK;
@@ -22573,7 +22575,7 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
 // ------------------------------------------------------------------------------------------------
 // >>call  views, and the callbacks of layers
 
-/* Whether an instruction for a tile works on the rows of an operand alone. */
+/* Whether an instruction for a tile works on only some rows of an operand. */
 static MSI_COLD bool msi_is_operand_cut(const msi_graph *g, const msi_program *p,
                                         const msi_instruction *i, uint32_t k) {
     const msi_range *range =
@@ -22866,8 +22868,8 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
    memory, catch reads as well (the poison in them decides on the result), and leave a program that
    can report what happened. */
 
-/* Small numbers, and NaN. The first poison of what an output is before the call, and of words that
-   nobody has written, is found nowhere else: an output that has it afterwards was not written. */
+/* As floats: small numbers, and NaN. In a run over the first poison, outputs and words that nobody
+   has written hold the one for outputs: an output that still holds it was not written. */
 enum { MSI_POISON_OUTPUT = 0x3c, MSI_POISON_FIRST = 0x3d, MSI_POISON_LAST = 0xff };
 
 static const uint64_t MSI_GAP_BYTES = 1024;      // after each operand
@@ -22895,12 +22897,12 @@ typedef struct msi_extent {
 typedef struct msi_staged {
     int group; // an msi_group_kind
     uint32_t slot;
-    uint32_t tensor, range; // MSI_NONE: workspace; memory of the stage alone
+    uint32_t tensor, range; // MSI_NONE: workspace; no live range, memory on the stage only
     uint32_t lies_in;       // the operand in whose memory it lies: mostly itself
     int place;
     uint64_t at, bytes, gap_end; // offsets in a half
-    /* Of the rows of a tile: bytes of the value before them, in all that is made in a step and where
-       the instruction has the operand. */
+    /* For the rows of a tile: the bytes of the value before them, in the copy of what forward made
+       and in the operand of the instruction. */
     uint64_t made_within, within;
     bool is_rounded;   // the call sees it in another format than it was created in
     msi_format format; // that, and the dtype of it
@@ -22916,7 +22918,7 @@ typedef struct msi_staged {
     bool is_cleared;    // workspace that is zero before the call
 } msi_staged;
 
-/* Spots of the instruction that is checked, and of a recomputation of its layer. */
+/* The operands of the instruction that is checked, and of a recomputation of its layer. */
 typedef enum msi_staged_set { MSI_SET_OWN, MSI_SET_RECOMPUTE, MSI_SET_COUNT } msi_staged_set;
 
 /* What is in the gradients. */
@@ -22937,9 +22939,9 @@ typedef struct msi_variant {
     uint32_t omit_out, omit_saved; // masks of results without data
 } msi_variant;
 
-/* Regions with poison of their own, by the first index of each kind: of operands, what is not
-   declared, what has no value yet, words that nobody has written, the gap; residents where the
-   model has them; transient values; and the rest of the stage. */
+/* Regions with poison of their own, numbered in this order. Of each kind one per operand:
+   undeclared ones, those without a value yet, words that nobody has written, gaps. Then those
+   outside the stage: each resident, and the transient values; and last the rest of the stage. */
 enum {
     MSI_REGION_UNDECLARED,
     MSI_REGION_NEW,
@@ -22960,9 +22962,9 @@ typedef struct msi_trial {
     uint32_t lies_in[MSI_MAX_VIEWS + 1], half;
     ms_phase phase;           // of that run
     msi_op way;               // of a recomputation on trial: RECOMPUTE or REPEAT
-    uint32_t outside_reach;   // what the model's memory is filled for
+    uint32_t outside_reach;   // the reach for which the model's memory is filled
     bool has_rivals;          // several results could lie in one operand in that run
-    msi_rows rows;            // of a tile that the run is for; of 0: for all of the instruction
+    msi_rows rows;            // that the run is for; rows.of 0: all rows of the instruction
     msi_rows base;            // those of the instruction, as the layer counts them
     uint64_t workspace_bytes; // of the run, at most
     bool is_acting;           // the callback runs
@@ -23029,8 +23031,8 @@ static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
                                    : (double)msi_load(data, dtype, i); // F32, F16, BF16
 }
 
-/* Whether an element has all bits set, or is such a one of 16 bits as F32: as no layer writes it
-   where numbers are. */
+/* Whether an element has all bits set, or is an element of 16 bits with all bits set as F32: no
+   layer writes such a number. */
 static bool msi_is_unwritten(const uint8_t *at, ms_dtype dtype) {
     uint32_t word = 0;
     if (dtype != MS_DTYPE_F32) {
@@ -23041,8 +23043,8 @@ static bool msi_is_unwritten(const uint8_t *at, ms_dtype dtype) {
            word == msi_bits_of_f32(msi_f32_of_f16(UINT16_MAX));
 }
 
-/* Counts what is not finite in a piece of a value, whose first element has this number, except what
-   is poison that nobody has written over, if `poisoned`. */
+/* Counts elements that are not finite in a piece of a value that begins with element `first`; if
+   `poisoned`, except poison that nobody has overwritten. */
 static void msi_scan_piece(ms_nonfinite *n, const uint8_t *data, ms_dtype dtype, uint64_t count,
                            uint64_t first, bool poisoned) {
     const uint64_t size = ms_dtype_bytes(dtype);
@@ -23092,7 +23094,7 @@ static uint8_t *msi_bytes_in(const msi_trial *t, msi_image image, const msi_stag
     return msi_image_at(t, image, at->place) + at->at;
 }
 
-/* The same where nothing is an alias of anything. */
+/* The same in an image of a run without aliases. */
 static uint8_t *msi_own_bytes_in(const msi_trial *t, msi_image image, const msi_staged *s) {
     const msi_staged *at = &t->staged[MSI_SET_OWN][s->lies_in];
     return msi_image_at(t, image, at->place) + at->at;
@@ -23307,7 +23309,7 @@ static MSI_COLD bool msi_stage_recompute(msi_trial *t) {
 
 // one run
 
-/* The number of regions, and the first of what is not on the stage or is no operand. */
+/* The number of regions: of operands, of residents, of transient values, and the rest. */
 static uint32_t msi_region_count(const msi_trial *t) {
     const uint32_t staged = t->count[MSI_SET_OWN] * MSI_REGION_KINDS;
     return staged + t->model->run.store->residents.count + 2;
@@ -23332,7 +23334,7 @@ static uint8_t msi_poison_of_rest(const msi_trial *t) {
     return msi_poison_of(t, msi_region_count(t) - 1);
 }
 
-/* A value that is finite and far from most gradients, so that adding to it changes it but little. */
+/* A finite value, far larger than most gradients, so that adding one hardly changes it. */
 static float msi_garbage_in(msi_format format) {
     switch (format) {
     case MSI_FORMAT_F16:
@@ -23352,8 +23354,7 @@ static void msi_fill_garbage(const msi_staged *s, uint8_t *data) {
     }
 }
 
-/* Whether the gradient of an operand can be added to, or, with `anew`, can be written: by what the
-   layer declares. */
+/* Whether the layer's declarations allow beta 1 for a gradient or, with `anew`, beta 0. */
 static MSI_COLD bool msi_takes_beta(const msi_trial *t, const msi_staged *s, bool anew) {
     const msi_layer *l = t->layer;
     const bool of_in = s->group == MSI_GROUP_GRAD_IN;
@@ -23390,8 +23391,8 @@ static MSI_COLD float msi_beta_of(const msi_trial *t, const msi_staged *s) {
                                                                                 : s->beta;
 }
 
-/* The operand that a result may alias in this round, or MSI_NONE. All that lie there must
-   be allowed, and none may be taken. */
+/* The operand that a result may alias in this round, or MSI_NONE. The layer must allow this for all
+   operands that lie in that memory. */
 static MSI_COLD uint32_t msi_alias_in_round(const msi_trial *t, const msi_staged *result) {
     const msi_graph *g = &t->model->graph;
     const msi_layer *l = t->layer;
@@ -23533,8 +23534,8 @@ static MSI_COLD msi_part msi_rows_in(const msi_trial *t, const msi_staged *s) {
     return part;
 }
 
-/* For a run for a tile: rows of other tiles are poison, except for what the runs for tiles before
-   this one have made, and so is what they have added up, which is carried from run to run. */
+/* For a run for a tile: rows of other tiles are poison, except for results of the runs for earlier
+   tiles. These are carried from run to run, as are results that are not cut into rows. */
 static MSI_COLD void msi_set_rows(const msi_trial *t) {
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         const msi_part part = msi_rows_in(t, s);
@@ -23566,7 +23567,7 @@ static MSI_COLD void msi_set_scene(msi_trial *t) {
                    (size_t)(s->gap_end - s->at - s->bytes));
         }
     }
-    for (MSI_STAGED(s, t, t->how.set)) { // what gets its memory from another sets nothing
+    for (MSI_STAGED(s, t, t->how.set)) { // an operand in the memory of another sets nothing
         const uint32_t index = (uint32_t)(s - t->staged[t->how.set]);
         if (t->lies_in[index] == index) {
             msi_set_staged(t, s);
@@ -23871,8 +23872,8 @@ static MSI_COLD bool msi_act(msi_trial *t, const msi_variant *how) {
     return t->result == MS_RESULT_OK;
 }
 
-/* Whether two runs have made other bits of an operand. Bytes of outputs that neither has written do
-   not count: those that hold the poison of both. */
+/* Whether two runs have made different bits of an operand. Bytes of outputs that neither has
+   written, which hold the poison of each run, do not count. */
 static bool msi_results_differ(const msi_staged *s, const uint8_t *a, const uint8_t *b) {
     if (memcmp(a, b, (size_t)s->bytes) == 0) {
         return false;
@@ -23887,7 +23888,7 @@ static bool msi_results_differ(const msi_staged *s, const uint8_t *a, const uint
     return false;
 }
 
-/* The first result in which two runs differ, of which nothing was an alias, or NULL. */
+/* The first result in which two runs without aliases differ, or NULL. */
 static const msi_staged *msi_find_difference(const msi_trial *t, msi_image a, msi_image b) {
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         if (s->is_made &&
@@ -23906,15 +23907,15 @@ static MSI_COLD msi_variant msi_plain_variant(uint32_t reach, msi_image into) {
     return how;
 }
 
-/* Runs the layer with the poison of this reach, in the half of the last run that counts. Returns
-   whether that run made the same bits as `image`. */
+/* Runs the layer with the poison of this reach, in the given half. Returns whether it makes the
+   same bits as `image` has. */
 static bool msi_is_same_again(msi_trial *t, uint32_t reach, uint32_t half, msi_image image) {
     const msi_variant how = msi_plain_variant(reach, MSI_IMAGE_NOW);
     t->debug->turn = !half;
     return msi_act(t, &how) && !msi_find_difference(t, image, MSI_IMAGE_NOW);
 }
 
-/* Says what it is that influences the results. */
+/* Fails, and says which region it is whose poison changes the results. */
 static MSI_COLD void msi_blame_region(msi_trial *t, const msi_staged *result, uint32_t region) {
     const ms_model *m = t->model;
     const uint32_t count = t->count[MSI_SET_OWN], kind = region / (count ? count : 1);
@@ -23997,8 +23998,8 @@ static bool msi_is_made_otherwise(const msi_trial *t, const msi_staged *s) {
                   (size_t)s->bytes) != 0;
 }
 
-/* Where a recomputation makes other bits: names an operand that it did not declare to read, if with
-   the value of that it would have made the right ones. */
+/* Where a recomputation makes other bits: repeats it with the value of each operand that it did not
+   declare to read, and fails with the one that makes the bits right. */
 static MSI_COLD void msi_blame_undeclared(msi_trial *t) {
     const msi_variant how = t->how;
     for (uint32_t k = 0; k < t->count[MSI_SET_RECOMPUTE]; k++) {
@@ -24021,7 +24022,7 @@ static MSI_COLD void msi_blame_undeclared(msi_trial *t) {
 // ------------------------------------------------------------------------------------------------
 // >>debug  the trials of a layer: again, elsewhere, over other poison, with the same bits
 
-/* As a recomputation, of all results or with some omitted, which must make the bits of forward. */
+/* Runs a recomputation, with some results omitted, which must make the bits of forward. */
 static MSI_COLD void msi_try_recompute(msi_trial *t, uint32_t omit_out, uint32_t omit_saved) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     how.set = MSI_SET_RECOMPUTE;
@@ -24046,8 +24047,8 @@ static MSI_COLD void msi_try_recompute(msi_trial *t, uint32_t omit_out, uint32_t
     }
 }
 
-/* A recomputation, whether the plan has one or not: both ways, if there is a recompute callback. Of
-   this also parts: the first result that it can be asked for, and all others. */
+/* Tries recomputations, whether the plan has one or not: both ways, if there is a recompute
+   callback. The callback is also asked for the first result alone, and for all others. */
 static MSI_COLD void msi_try_recomputes(msi_trial *t) {
     uint32_t out = 0, saved = 0;
     t->way = MSI_OP_REPEAT;
@@ -24093,7 +24094,7 @@ static MSI_COLD void msi_log_made(msi_trial *t) {
     }
 }
 
-/* A result that differs where it, or another one, lies in the place of an operand. */
+/* Fails: a result differs where it or, if it lies apart, another one is an alias of an operand. */
 static MSI_COLD void msi_blame_alias(msi_trial *t, const msi_staged *differs) {
     const msi_staged *staged = t->staged[MSI_SET_OWN], *result = differs;
     uint32_t k = (uint32_t)(differs - staged);
@@ -24169,8 +24170,8 @@ static bool msi_is_probed(const msi_trial *t, const msi_staged *s) {
                                          : msi_beta_of(t, s) != s->beta;
 }
 
-/* Runs with gradients that others have contributed to, or that nobody has, where the plan has it
-   the other way round. */
+/* Runs with gradients that have a contribution by others, or none, where the plan has it the other
+   way round. */
 static MSI_COLD void msi_try_sums(msi_trial *t, msi_sums sums) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     bool any = false;
@@ -24295,8 +24296,8 @@ static MSI_COLD void msi_try_tiles(msi_trial *t, uint32_t each) {
     t->workspace_bytes = UINT64_MAX;
 }
 
-/* In two tiles, and in more, if the layer has rows; so it is with the rows of an instruction that is
-   for a tile itself. A recomputation is a forward once more. */
+/* Tries two tiles, and then more, if the layer has rows. An instruction that is for a tile itself
+   is split further. Recomputations are not tried: they only run forward again. */
 static MSI_COLD void msi_try_all_tiles(msi_trial *t) {
     const msi_graph *g = &t->model->graph;
     const msi_rows *of = &t->instruction->rows;
@@ -24879,7 +24880,7 @@ static bool msi_is_buffer(const ms_model *m, const msi_program *p, uint32_t rang
 }
 
 /* The next copy that puts state back after a recomputation, from instruction `now` on and before a
-   layer is called; or the end. On the host state is awaited after each. */
+   layer is called; or the end. State on the host has a WAIT after each such copy. */
 static uint32_t msi_next_restore(const msi_program *p, uint32_t now) {
     const uint32_t count = p->code.instructions.count;
     for (; now < count && !p->code.instructions.items[now].restores; now++) {
@@ -25104,8 +25105,8 @@ static ms_result msi_join_copies(ms_model *m) {
     return msi_device(m, error, "waiting for a copy");
 }
 
-/* Whether a forward may run: one before it may have added to the gradients of earlier micro-batches,
-   and no backward has followed. */
+/* Whether a forward may run: not if an earlier one has added to the gradients of micro-batches
+   before it, and no backward has followed. */
 static ms_result msi_check_swept(ms_model *m, const msi_program *p) {
     const bool tainted = m->run.swept && p == &m->run.plan->train && m->run.micro > 0;
     if (!tainted) {
@@ -25147,8 +25148,8 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     return msi_abandon_on_error(m, result);
 }
 
-/* What an instruction is expected to take: as measured in slices, or else as predicted, which is
-   stored as a negative number, times what was measured over what was predicted of others. */
+/* The time that an instruction is expected to take: as measured in slices or, if it is negative, as
+   predicted, times the ratio of measured to predicted times of others. */
 static double msi_expected_us(const msi_slices *s, const msi_program *p, uint32_t now) {
     const double us = (double)p->predicted.expected.items[now];
     return us < 0.0 ? -us * (s->correction > 0.0 ? s->correction : 1.0) : us;
@@ -25203,8 +25204,8 @@ static ms_result msi_has_come(ms_model *m, uint32_t event) {
     return result == MS_RESULT_OK && !has_come ? MS_RESULT_MORE : result;
 }
 
-/* OK if a slice has time for the next instruction, else MORE. One that waits for a copy has no right
-   to run, however often it is put off: the copy comes to its end without it. */
+/* OK if a slice may run the next instruction, else MORE: there is time, or it is the first. One
+   that waits for a copy does not run just for being first, since the copy ends without it. */
 static ms_result msi_admit(ms_model *m, const msi_program *p, uint32_t now) {
     msi_slices *s = &m->run.slices;
     const double us = msi_expected_us(s, p, now);
@@ -25491,7 +25492,7 @@ static ms_result msi_run_step(ms_model *m) {
                                                                               : result;
 }
 
-/* A recording is valid for its plan while this, of an address and the epoch, is unchanged. */
+/* The key of a recording, of an address and the epoch: while it stays the same, it is valid. */
 static uint64_t msi_recording_key(const ms_model *m) {
     return msi_mix((uint64_t)(uintptr_t)msi_transient(&m->run)) ^ m->run.epoch;
 }
@@ -26284,7 +26285,7 @@ static uint64_t msi_image_begin(const ms_model *m, const msi_store *store) {
 }
 
 /* The next live range from number `range` on that is on the device, is not resident, and has a value
-   that is still needed or can be read; or the number of ranges. Values in a shared arena stay. */
+   that is still needed or can be read; or MSI_NONE. Values in a shared arena stay. */
 static uint32_t msi_next_live(const ms_model *m, uint32_t range) {
     const msi_program *p = m->run.arena ? NULL : m->run.program;
     const uint32_t count = p ? p->code.ranges.count : 0;
@@ -26476,7 +26477,7 @@ static uint64_t msi_carry_room(const msi_relocation *r) {
     return bytes;
 }
 
-/* Moves bytes inside device or host memory. A device copies no more at once than do not overlap. */
+/* Moves bytes inside device or host memory; on a device by copies whose ends do not overlap. */
 static ms_result msi_slide(ms_model *m, bool on_host, uint8_t *to, const uint8_t *from,
                            uint64_t bytes) {
     const ms_backend *b = &m->config.backend;
@@ -26532,7 +26533,7 @@ static void msi_relocate_across(msi_relocation *r, bool to_host) {
     }
 }
 
-/* A value in `carry` to its place, in its new format. */
+/* Copies a value from `carry` to its place, in its new format. */
 static void msi_put_carried(msi_relocation *r, const msi_resident *from, const msi_resident *to,
                             uint8_t *carried) {
     const uint64_t count = r->model->graph.tensors.items[to->tensor].largest_bytes / sizeof(float);
@@ -26546,7 +26547,7 @@ static void msi_put_carried(msi_relocation *r, const msi_resident *from, const m
     MSI_THEN(r->result, msi_copy(r->model, to->address, to->on_host, now, true, to->bytes));
 }
 
-/* Takes values out, or puts them in their places. */
+/* Copies carried values out to `carry` or, if `in`, from there to their places. */
 static void msi_relocate_carried(msi_relocation *r, bool in) {
     uint64_t at = 0;
     for (uint32_t i = 0; i < r->to->residents.count; i++) {
@@ -26573,7 +26574,7 @@ static void msi_relocate_first(msi_relocation *r) {
     }
 }
 
-/* Moves all values: each of these begins when what it overwrites is somewhere else. */
+/* Moves all values, in an order in which none is overwritten before it has moved. */
 static void msi_relocate_all(msi_relocation *r) {
     msi_relocate_carried(r, false);
     if (r->crosses_to_host) {
@@ -30236,7 +30237,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
-/* What follows loads and stores floats, and what has 16 bits. */
+/* Loads and stores of floats, and of elements of 16 bits. */
 #define MSI_X(name, small, type, ...)                                                              \
     typedef char msi_cuda_moves_##small[sizeof(type) == 4 || sizeof(type) == 2 ? 1 : -1];
 MSI_CALL_FORMATS(MSI_X)
