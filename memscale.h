@@ -3820,7 +3820,8 @@ typedef char
 enum {
     MSI_FIRST_ISSUED = MS_STREAM_COMPUTE + 1, // the first engine that others wait for
     MSI_COPY_EVENTS = 32,                     // of each of these
-    MSI_SIGNAL_COUNT = (MS_STREAM_COUNT - MSI_FIRST_ISSUED) * MSI_COPY_EVENTS,
+    MSI_ISSUED_COUNT = (int)MS_STREAM_COUNT - (int)MSI_FIRST_ISSUED,
+    MSI_SIGNAL_COUNT = MSI_ISSUED_COUNT * MSI_COPY_EVENTS,
     MSI_PAIRS = 1 << 7 | 1 << 1 // the operands are pairs, of which the second is read
 };
 
@@ -6999,7 +7000,7 @@ typedef struct msi_cpu {
     const ms_allocator *host;
     msi_copy_event *events;
     uint32_t event_count;
-    msi_copy_stream streams[MS_STREAM_COUNT - MSI_FIRST_ISSUED];
+    msi_copy_stream streams[MSI_ISSUED_COUNT];
 } msi_cpu;
 
 /* Waits until so many jobs are done; returns how many are. */
@@ -7086,7 +7087,7 @@ static msi_copy_job msi_job_of_copy(void *target, const void *source, uint64_t b
 
 /* NULL for the compute stream: all that it is given is done at once. */
 static msi_copy_stream *msi_cpu_stream(msi_cpu *c, ms_stream_kind stream) {
-    return stream != MS_STREAM_COMPUTE ? &c->streams[stream - MSI_FIRST_ISSUED] : NULL;
+    return stream != MS_STREAM_COMPUTE ? &c->streams[(int)stream - (int)MSI_FIRST_ISSUED] : NULL;
 }
 
 static int msi_cpu_copy_in(void *state, void *device, const void *host, uint64_t bytes) {
@@ -7147,7 +7148,7 @@ static int msi_cpu_wait(void *state, ms_stream_kind stream, uint32_t event) {
 
 static int msi_cpu_synchronize(void *state) {
     msi_cpu *c = (msi_cpu *)state;
-    for (int i = 0; i < MS_STREAM_COUNT - MSI_FIRST_ISSUED; i++) {
+    for (int i = 0; i < MSI_ISSUED_COUNT; i++) {
         msi_await_jobs(&c->streams[i], c->streams[i].enqueued_count);
     }
     return 0;
@@ -7180,7 +7181,7 @@ static int msi_cpu_prepare(void *state, const ms_prepare_args *args) {
 static MSI_COLD void msi_cpu_close(void *state) {
     msi_cpu *c = (msi_cpu *)state;
     (void)msi_cpu_synchronize(c);
-    for (int i = 0; i < MS_STREAM_COUNT - MSI_FIRST_ISSUED; i++) {
+    for (int i = 0; i < MSI_ISSUED_COUNT; i++) {
         msi_copy_stream *s = &c->streams[i];
         if (s->is_running) {
             msi_lock(&s->monitor);

@@ -34,7 +34,9 @@ static int copy_streams(const ms_backend *cpu) {
         return 1;
     }
     int status = copies_keep_their_order(cpu, state, memory);
-    status |= !((msi_cpu *)state)->to_device.is_running || !((msi_cpu *)state)->to_host.is_running;
+    for (int i = 0; i < MSI_ISSUED_COUNT; i++) {
+        status |= !((msi_cpu *)state)->streams[i].is_running;
+    }
     cpu->close(state);
     return status;
 }
