@@ -3255,7 +3255,7 @@ MSI_HD void msi_follow_overflows(ms_step_state *s, bool finite) {
     s->loss_scale = msi_is_finite((double)scale) ? scale : s->loss_scale;
 }
 
-/* As msi_judge_loss, but for the norm of the gradients, given the sum of their squares. Returns the
+/* As msi_judge_loss, of the norm of the gradients, given the sum of their squares. Returns the
    factor that scales the gradients down to a norm of `limit`, and undoes the loss scale. */
 MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
     const bool scaled = s->scaling.growth_steps > 0, finite = msi_is_finite(sum);
