@@ -8701,6 +8701,11 @@ static bool msi_computes_in(const ms_hardware *h, msi_format format) {
     return true;
 }
 
+/* Whether the device computes in the format that values are rounded to. */
+static bool msi_has_narrow(const ms_model *m) {
+    return msi_computes_in(&m->costs.hardware, msi_narrow_of(m));
+}
+
 /* Whether gradients in a format are multiplied by a loss scale. */
 static bool msi_is_scaled(msi_format format) {
     switch (format) {
@@ -9950,13 +9955,13 @@ static bool msi_may_scale_loss(const ms_model *m) {
         m->config.auto_policy || msi_mode_has(m->config.mode, MS_TECHNIQUE_MIXED_PRECISION);
     const bool all =
         !msi_narrow_fault(m) &&
-        (is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT &&
-                                msi_computes_in(&m->costs.hardware, msi_narrow_of(m)) && by_mode));
+        (is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_has_narrow(m) && by_mode));
     bool may = false;
-    for (uint32_t t = 0; t < g->tensors.count && !may && msi_is_scaled(msi_narrow_of(m)); t++) {
+    for (uint32_t t = 0; t < g->tensors.count && !may; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         const ms_switch force = (ms_switch)tensor->technique[MS_TECHNIQUE_MIXED_PRECISION];
         may = tensor->not_narrow == (uint8_t)MSI_NARROW_MAY_BE &&
+              msi_is_scaled((msi_format)tensor->narrow) &&
               (force == MS_SWITCH_ON || (all && force != MS_SWITCH_OFF));
     }
     return may;
@@ -10763,8 +10768,7 @@ static uint32_t msi_allowed(const ms_model *m, ms_mode mode) {
         const bool may =
             is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_mode_has(mode, (ms_technique)t) &&
                                    !(t == MS_TECHNIQUE_OFFLOADING && msi_shares_memory(m)) &&
-                                   !(t == MS_TECHNIQUE_MIXED_PRECISION &&
-                                     !msi_computes_in(&m->costs.hardware, msi_narrow_of(m))));
+                                   !(t == MS_TECHNIQUE_MIXED_PRECISION && !msi_has_narrow(m)));
         mask |= (uint32_t)may << t;
     }
     return mask & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u) &
@@ -21692,8 +21696,7 @@ static MSI_COLD uint64_t msi_common_facts(const msi_review *r, ms_technique tech
            msi_fact(MSI_FACT(DETACHED), m->wrapped.goal == MSI_GOAL_PLAIN) |
            msi_fact(MSI_FACT(BEYOND_MODE), beyond) |
            msi_fact(MSI_FACT(SHARED_MEMORY), is != MS_SWITCH_ON && msi_shares_memory(m)) |
-           msi_fact(MSI_FACT(NOT_NATIVE),
-                    is != MS_SWITCH_ON && !msi_computes_in(&m->costs.hardware, msi_narrow_of(m))) |
+           msi_fact(MSI_FACT(NOT_NATIVE), is != MS_SWITCH_ON && !msi_has_narrow(m)) |
            msi_fact(MSI_FACT(PLAIN_FITS), plain_fits);
 }
 

@@ -196,47 +196,77 @@ typedef struct expected {
     double grad[MOST_LAYERS][COLS];
 } expected;
 
-/* Forward and backward where each value, and each gradient of one, is rounded once. */
-static void expect_step(const stack *s, ms_dtype dtype, bool half_gradients, double factor,
+/* Forward and backward where each value, and each gradient of one, is rounded to the dtype of its
+   layer, of[k]. A layer is called in that of its input, if that is in 16 bits. */
+static void expect_step(const stack *s, const ms_dtype *of, bool half_gradients, double factor,
                         expected *e) {
     float w[COLS], x[ROWS * COLS];
     t_ok(s->m, ms_read(s->m, s->x, x));
     for (int i = 0; i < ROWS * COLS; ++i) {
-        e->y[0][i] = in_dtype(dtype, (double)x[i]);
+        e->y[0][i] = in_dtype(of[0], (double)x[i]);
     }
     for (int k = 0; k < s->layers; ++k) {
+        const ms_dtype call = of[k > 0 ? k - 1 : 0];
         t_ok(s->m, ms_read(s->m, s->w[k], w));
         for (int c = 0; c < COLS; ++c) {
-            e->w[k][c] = in_dtype(dtype, (double)w[c]);
+            e->w[k][c] = in_dtype(call, in_dtype(of[k], (double)w[c]));
         }
         for (int i = 0; i < ROWS * COLS; ++i) {
-            e->y[k + 1][i] = in_dtype(dtype, e->y[k][i] * e->w[k][i % COLS]);
+            e->y[k + 1][i] = in_dtype(of[k], in_dtype(call, e->y[k][i] * e->w[k][i % COLS]));
         }
     }
     for (int i = 0; i < ROWS * COLS; ++i) {
-        e->g[i] = in_dtype(dtype, factor * e->y[s->layers][i]);
+        e->g[i] = in_dtype(of[s->layers - 1], factor * e->y[s->layers][i]);
     }
     for (int k = s->layers; k-- > 0;) {
+        const ms_dtype call = of[k > 0 ? k - 1 : 0];
         for (int c = 0; c < COLS; ++c) {
             double sum = 0.0;
             for (int r = 0; r < ROWS; ++r) {
-                sum += e->g[r * COLS + c] * e->y[k][r * COLS + c];
+                sum += in_dtype(call, e->g[r * COLS + c]) * e->y[k][r * COLS + c];
             }
-            e->grad[k][c] = half_gradients ? in_dtype(dtype, sum) : sum;
+            e->grad[k][c] = half_gradients ? in_dtype(call, sum) : sum;
         }
         for (int i = 0; i < ROWS * COLS; ++i) {
-            e->g[i] = in_dtype(dtype, e->g[i] * e->w[k][i % COLS]);
+            e->g[i] = in_dtype(call, in_dtype(call, e->g[i]) * e->w[k][i % COLS]);
         }
     }
 }
 
 /* Gradients as ms_read gives them after ms_backward, against those in double: sums in F32 of three
-   products, which can be off by as many roundings; in 16 bits by one step of these more. */
+   products, which can be off by as many roundings; in 16 bits by one step of these, `unit`, more. */
+static void check_step(stack *s, const ms_dtype *of, bool half_gradients, double scale,
+                       double unit) {
+    static expected e;
+    stack_write(s, 3);
+    expect_step(s, of, half_gradients, scale / ROWS, &e);
+    t_ok(s->m, ms_forward(s->m, NULL));
+    t_ok(s->m, ms_backward(s->m));
+    float grad[MOST_LAYERS][COLS], before[MOST_LAYERS][COLS], after[COLS];
+    for (int k = 0; k < s->layers; ++k) {
+        t_ok(s->m, ms_read(s->m, s->w[k], before[k]));
+        t_ok(s->m, ms_read(s->m, ms_gradient(s->m, s->w[k]), grad[k]));
+        for (int c = 0; c < COLS; ++c) {
+            const double most = fabs(e.grad[k][c]) * (unit + exp2(-20.0)) + scale * exp2(-22.0);
+            assert_true(fabs((double)grad[k][c] - e.grad[k][c]) <= most);
+        }
+    }
+    assert_true(s->calls_in_half == s->calls && s->calls > 0);
+    t_ok(s->m, ms_update(s->m));
+    for (int k = 0; k < s->layers; ++k) { // the master: p - rate * g, without the loss scale
+        t_ok(s->m, ms_read(s->m, s->w[k], after));
+        for (int c = 0; c < COLS; ++c) {
+            const double exact = (double)before[k][c] - 0.5 * (double)grad[k][c] / scale;
+            assert_true(fabs((double)after[c] - exact) <= 1e-6 * (1.0 + fabs(exact)));
+        }
+    }
+}
+
 static void steps_round_where_plans_do(void **state) {
     (void)state;
-    static expected e;
     for (int how = 0; how < 8; ++how) {
         const ms_dtype dtype = how % 2 ? MS_DTYPE_F16 : MS_DTYPE_BF16;
+        const ms_dtype of[MOST_LAYERS] = {dtype, dtype, dtype, dtype, dtype, dtype};
         const bool half_gradients = how / 2 % 2, small = how / 4;
         const double unit = !half_gradients          ? 0.0
                             : dtype == MS_DTYPE_BF16 ? exp2(-7.0)
@@ -248,30 +278,42 @@ static void steps_round_where_plans_do(void **state) {
         stack s;
         stack_create(&s, &config, &sgd, MOST_LAYERS, half_gradients);
         t_ok(s.m, ms_wrap(s.m));
-        stack_write(&s, 3);
-        const double scale = dtype == MS_DTYPE_F16 ? (double)SCALE : 1.0;
-        expect_step(&s, dtype, half_gradients, scale / ROWS, &e);
-        t_ok(s.m, ms_forward(s.m, NULL));
-        t_ok(s.m, ms_backward(s.m));
-        float grad[MOST_LAYERS][COLS], before[MOST_LAYERS][COLS], after[COLS];
-        for (int k = 0; k < s.layers; ++k) {
-            t_ok(s.m, ms_read(s.m, s.w[k], before[k]));
-            t_ok(s.m, ms_read(s.m, ms_gradient(s.m, s.w[k]), grad[k]));
-            for (int c = 0; c < COLS; ++c) {
-                const double most = fabs(e.grad[k][c]) * (unit + exp2(-20.0)) + scale * exp2(-22.0);
-                assert_true(fabs((double)grad[k][c] - e.grad[k][c]) <= most);
-            }
-        }
-        assert_true(s.calls_in_half == s.calls && s.calls > 0);
-        t_ok(s.m, ms_update(s.m));
-        for (int k = 0; k < s.layers; ++k) { // the master: p - rate * g, without the loss scale
-            t_ok(s.m, ms_read(s.m, s.w[k], after));
-            for (int c = 0; c < COLS; ++c) {
-                const double exact = (double)before[k][c] - 0.5 * (double)grad[k][c] / scale;
-                assert_true(fabs((double)after[c] - exact) <= 1e-6 * (1.0 + fabs(exact)));
-            }
-        }
+        check_step(&s, of, half_gradients, dtype == MS_DTYPE_F16 ? (double)SCALE : 1.0, unit);
         ms_destroy(s.m);
+    }
+}
+
+/* Each value has a format of its own. What one config names is one format, so that the analysis is
+   changed before the plans are made. */
+static void two_formats_in_one_plan(void **state) {
+    (void)state;
+    for (uint32_t mask = 1; mask < 1u << MOST_LAYERS; ++mask) { // of the layers in F16
+        for (int small = 0; small < 2; ++small) {
+            const ms_optimizer_desc sgd = t_optimizer(MS_OPTIMIZER_SGD, 0.5f);
+            ms_config config = mixed_config(MS_DTYPE_BF16);
+            const msi_goal goal = small ? MSI_GOAL_SMALLEST : MSI_GOAL_BUDGET;
+            ms_dtype of[MOST_LAYERS];
+            msi_store *store;
+            msi_plan *plans;
+            stack s;
+            stack_create(&s, &config, &sgd, MOST_LAYERS, false);
+            t_ok(s.m, msi_check_all(s.m, goal));
+            for (int k = 0; k < MOST_LAYERS; ++k) {
+                const ms_tensor both[] = {s.w[k], s.y[k]};
+                of[k] = mask >> k & 1 ? MS_DTYPE_F16 : MS_DTYPE_BF16;
+                for (int i = 0; i < 2; ++i) {
+                    s.m->graph.tensors.items[msi_index(&s.m->graph, both[i])].narrow =
+                        (uint8_t)msi_format_of_dtype(of[k]);
+                }
+            }
+            assert_string_equal(msi_early_fault(s.m), "a loss scale needs all gradients");
+            msi_get_hardware(s.m);
+            s.m->wrapped.choice = msi_config_choice(s.m);
+            t_ok(s.m, msi_make_plans(s.m, goal, &store, &plans));
+            t_ok(s.m, msi_adopt_and_log(s.m, store, plans, goal));
+            check_step(&s, of, false, (double)SCALE, 0.0);
+            ms_destroy(s.m);
+        }
     }
 }
 
@@ -935,6 +977,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(conversions_are_those_of_arithmetic),
         cmocka_unit_test(steps_round_where_plans_do),
+        cmocka_unit_test(two_formats_in_one_plan),
         cmocka_unit_test(masters_are_updated_as_in_f32),
         cmocka_unit_test(values_alone_move_right_in_the_mean),
         cmocka_unit_test(trainers_see_f32),
