@@ -5587,6 +5587,7 @@ MSI_WIDE void msi_wide_store_at_random(uint16_t *to, msi_floats x, uint32_t key,
     msi_wide_store_halves(to, MSI_V(srli_epi32)(MSI_V_BITS(castps)(kept), 16));
 }
 
+/* Compiles only while the code below has each format of state. */
 typedef char msi_wide_has_each_state_format[MS_STATE_FORMAT_COUNT == 3 ? 1 : -1];
 
 /* A tensor of state, of which a block is updated. */
@@ -5867,6 +5868,7 @@ static inline void msi_cpu_elements(void *target, ms_dtype to, const void *sourc
     }
 }
 
+/* Compiles only while msi_cpu_chunk has each pair of formats of calls. */
 typedef char msi_cpu_chunk_has_each_pair[MSI_CALL_FORMAT_COUNT == 3 ? 1 : -1];
 
 /* The same, compiled for each pair of dtypes. */
@@ -6378,6 +6380,7 @@ enum {
 #endif
 #endif
 
+/* Compiles only while packing has each format of calls. */
 typedef char msi_gemm_packs_each_format[MSI_CALL_FORMAT_COUNT == 3 ? 1 : -1];
 
 /* An operand as packing sees it. */
