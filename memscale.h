@@ -120,8 +120,10 @@
     (ms_optimizer_desc.state_format), rounded at random. In mode AGGRESSIVE, or where
     ms_config.optimizer_8bit is ON, a plan that needs memory may keep it in codes of 8 bits; which
     state never is, and what codes do to training, is in docs/techniques.md. ms_read and ms_write
-    convert from and to F32, and so does an ms_wrap that plans otherwise. From the same gradients,
-    updates give the same bits whatever else the plan does.
+    convert from and to F32, and so does an ms_wrap that plans otherwise: F32 that goes into codes is
+    rounded to the nearest; what comes out of codes goes back into the same ones, however often. A
+    plan that keeps the format copies the bytes. From the same gradients, updates give the same bits
+    whatever else the plan does.
 
     PRECISION. A plan may have values, their gradients and params in 16 bits (mixed precision), in
     BF16 or F16 (ms_config.mixed_dtype), in mode AGGRESSIVE on devices that compute in it, or
@@ -610,18 +612,21 @@ typedef enum ms_halt {
 
 /* How optimizer state lies in memory. BF16: rounded at random to one of its two neighbours, so that
    small changes add up in the mean; the random bits depend on the step, the param and the element
-   alone. 8BIT: blocks of 256 elements, each with the largest magnitude among them (the scale) and a
-   code of 8 bits for each element: the nearest value of a code book, times the scale. The code book
-   for the first moment and momentum has signs (Dettmers et al., "8-bit optimizers via block-wise
-   quantization", 2022). Values rise with their codes: with signs, code 127 is 0 and code 255 is 1,
-   and there is no -1; without, code 0 is 0 and code 255 is 1. Of two values that are as near, an
-   element gets the larger magnitude. In groups of 4096 elements, the last of which may be smaller:
-   the codes, padded to 64 bytes, then the scale of each block, a float; 1.016 bytes an element. A
-   block with an element that is not finite becomes zeros. Zeroed memory is state of zeros in each
-   format: where the scale is 0, codes do not matter.
+   alone. 8BIT: blocks of 256 elements, each with a scale and a code of 8 bits for each element: the
+   nearest value of a code book, times the scale. The scale is the element with the largest
+   magnitude, with its sign (of two, the positive one), so this element is kept exactly. The code
+   book for the first moment and momentum has signs (Dettmers et al., "8-bit optimizers via
+   block-wise quantization", 2022): code 127 is 0, code 255 is 1, and there is no -1. In the one for
+   the second moment, code 0 is 0 and code 255 is 1; negative elements count as 0. Values rise with
+   their codes. Of two values that are as near, an element gets the larger magnitude. In groups of
+   4096 elements, the last of which may be smaller: the codes, padded to 64 bytes, then the scale of
+   each block, a float; 1.016 bytes an element. A block with an element that is not finite becomes
+   zeros. Zeroed memory is state of zeros in each format: where the scale is 0, codes do not matter.
+   What was decoded is encoded to the same codes and scale again, so state that is read and written
+   back, or that a plan has in F32 for a while, stays as it was.
    For the update of another backend, the exact functions are under >>formats, for C and CUDA:
-   msi_units_of_signed and msi_units_of_unsigned decode, msi_signed_code and msi_unsigned_code
-   encode; element i of the param is rounded by msi_bf16_at_random(x, msi_random(key, i)), with the
+   msi_signed_value and msi_unsigned_value decode, msi_signed_code and msi_unsigned_code encode, and
+   msi_size_of and msi_scale_of_size find the scale; element i of the param is rounded by msi_bf16_at_random(x, msi_random(key, i)), with the
    key of msi_state_key (>>arithmetic) for the tensor of state, and so is the value itself, or by
    msi_f16_at_random, with the key for number MS_LIMIT_OPTIMIZER_STATE. */
 typedef enum ms_state_format {
@@ -2347,7 +2352,7 @@ MSI_HD uint16_t msi_f16_at_random(float x, uint32_t random) {
 }
 
 /* Numbers in 8 bits: codes into a code book of 256 values from -1 or 0 to 1, the same for all
-   numbers, times a scale, the largest magnitude among 256 neighbours. The code books are those of
+   numbers, times a scale, the one of 256 neighbours with the largest magnitude. The code books are those of
    Dettmers et al., "8-bit optimizers via block-wise quantization", 2022: for each i from 0 to 6,
    10^(i-6) times the means of a linear partition of [0.1, 1] into 2^i parts, positive and negative
    (for m), or into 2^(i+1) parts (for v); and 0 and 1; in rising order.
@@ -2367,7 +2372,7 @@ enum { MSI_CODED_BLOCK = 256, MSI_CODED_GROUP = 4096, MSI_SIGNED_ZERO = 127 };
 #define MSI_TOP_UNSIGNED  4e8f
 #define MSI_UNIT_SIGNED   2.5e-8f
 #define MSI_UNIT_UNSIGNED 2.5e-9f
-#define MSI_LEAST_SCALE   3.1554436e-30f // 2^-98; where all is smaller, all counts as 0
+#define MSI_LEAST_SCALE   6.3108872e-30f // 2^-97; where all is smaller, all counts as 0
 
 /* All bits, or none. */
 MSI_HD uint32_t msi_mask(bool holds) {
@@ -2390,20 +2395,35 @@ MSI_HD float msi_units_of_rank(uint32_t rank) {
     return power * (36.0f * y + (18.0f - 32.0f * parts)); // sums of small whole numbers: exact
 }
 
-/* The values of codes, in units of their code book. */
-MSI_HD float msi_units_of_signed(uint8_t code) {
+/* The values of codes in a block of this scale, with unit = scale * MSI_UNIT_SIGNED (or
+   MSI_UNIT_UNSIGNED). Code 255 is the scale itself, exactly, so what was decoded has the same scale
+   when it is encoded again. */
+MSI_HD float msi_signed_value(uint8_t code, float scale, float unit) {
     const uint32_t number = (uint32_t)code - MSI_SIGNED_ZERO, sign = msi_mask(code < 127);
     const uint32_t rank = (number ^ sign) - sign;
     const uint32_t zero = msi_mask(rank == 0), top = msi_mask(rank == 128);
-    const uint32_t units = msi_bits_of_f32(msi_units_of_rank(rank));
-    return msi_f32_of_bits((units & ~(zero | top)) | (msi_bits_of_f32(MSI_TOP_SIGNED) & top) |
-                           (sign & 0x80000000u));
+    const uint32_t units = msi_bits_of_f32(msi_units_of_rank(rank)) & ~(zero | top);
+    const float x = unit * msi_f32_of_bits(units | (sign & 0x80000000u));
+    return msi_f32_of_bits((msi_bits_of_f32(x) & ~top) | (msi_bits_of_f32(scale) & top));
 }
 
-MSI_HD float msi_units_of_unsigned(uint8_t code) {
+MSI_HD float msi_unsigned_value(uint8_t code, float scale, float unit) {
     const uint32_t zero = msi_mask(code == 0), top = msi_mask(code == 255);
     const uint32_t units = msi_bits_of_f32(msi_units_of_rank((uint32_t)code + 1u));
-    return msi_f32_of_bits((units & ~(zero | top)) | (msi_bits_of_f32(MSI_TOP_UNSIGNED) & top));
+    const float x = unit * msi_f32_of_bits(units & ~(zero | top));
+    return msi_f32_of_bits((msi_bits_of_f32(x) & ~top) | (msi_bits_of_f32(scale) & top));
+}
+
+/* Numbers have the order of their magnitudes, and of two that are equally large, the positive one is
+   above. Without signs, negative ones are below all others. */
+MSI_HD uint32_t msi_size_of(float x, bool is_signed) {
+    const uint32_t bits = msi_bits_of_f32(x);
+    return is_signed ? bits << 1 | (bits >> 31 ^ 1u)
+                     : (bits & ~msi_mask(bits >> 31 != 0)) << 1 | 1u;
+}
+
+MSI_HD float msi_scale_of_size(uint32_t size) {
+    return msi_f32_of_bits(size >> 1 | (~size & 1u) << 31);
 }
 
 /* A number past the middle between the last value of decade e - 1 and the first of decade e is in
@@ -2447,21 +2467,22 @@ MSI_HD uint32_t msi_nearest_rank(int32_t whole, uint32_t first) {
 /* The factor that turns numbers of this scale into units. 0: they all count as 0. */
 MSI_HD float msi_units_of_scale(float scale, float top) {
     const uint32_t least = msi_bits_of_f32(MSI_LEAST_SCALE); // a scale that is not finite has none
-    return msi_bits_of_f32(scale) - least < 0x7f800000u - least ? top / scale : 0.0f;
+    const uint32_t size = msi_bits_of_f32(scale) & 0x7fffffffu;
+    return size - least < 0x7f800000u - least ? top / scale : 0.0f;
 }
 
-/* The code of x, given the units in 1 divided by the scale. A value never changes its sign; -1,
-   which the code book does not have, becomes the number after it. */
+/* The code of x, given the units in 1 divided by the scale. A value never changes its sign; minus
+   the scale, which the code book does not have, becomes the number after it. */
 MSI_HD uint8_t msi_signed_code(float x, float units) {
-    const uint32_t bits = msi_bits_of_f32(x), sign = 0u - (bits >> 31);
-    const int32_t whole = (int32_t)(msi_f32_of_bits(bits & 0x7fffffffu) * units);
+    const uint32_t bits = msi_bits_of_f32(x * units), sign = 0u - (bits >> 31);
+    const int32_t whole = (int32_t)msi_f32_of_bits(bits & 0x7fffffffu);
     uint32_t rank = msi_nearest_rank(whole, 0) & msi_mask(whole >= 11);
     rank -= rank >> 7 & sign;
     return (uint8_t)(MSI_SIGNED_ZERO + ((rank ^ sign) - sign));
 }
 
 MSI_HD uint8_t msi_unsigned_code(float x, float units) {
-    const int32_t whole = (int32_t)(x * units);
+    const int32_t whole = (int32_t)(msi_scale_of_size(msi_size_of(x, false)) * units);
     return (uint8_t)((msi_nearest_rank(whole, 1) - 1u) & msi_mask(whole >= 65));
 }
 
@@ -5307,7 +5328,7 @@ MSI_WIDE void msi_wide_store_packed(uint8_t *to, msi_ints packed) {
 }
 
 MSI_WIDE uint32_t msi_wide_largest(msi_ints x) {
-    return (uint32_t)_mm512_reduce_max_epi32(x);
+    return (uint32_t)_mm512_reduce_max_epu32(x);
 }
 
 MSI_WIDE msi_ints msi_wide_iota(void) {
@@ -5367,9 +5388,9 @@ MSI_WIDE void msi_wide_store_packed(uint8_t *to, msi_ints packed) {
 }
 
 MSI_WIDE uint32_t msi_wide_largest(msi_ints x) {
-    x = _mm256_max_epi32(x, _mm256_permute4x64_epi64(x, 0x4e));
-    x = _mm256_max_epi32(x, _mm256_shuffle_epi32(x, 0x4e));
-    x = _mm256_max_epi32(x, _mm256_shuffle_epi32(x, 0xb1));
+    x = _mm256_max_epu32(x, _mm256_permute4x64_epi64(x, 0x4e));
+    x = _mm256_max_epu32(x, _mm256_shuffle_epi32(x, 0x4e));
+    x = _mm256_max_epu32(x, _mm256_shuffle_epi32(x, 0xb1));
     return (uint32_t)_mm_cvtsi128_si32(_mm256_castsi256_si128(x));
 }
 
@@ -5492,13 +5513,14 @@ MSI_WIDE void msi_wide_pack_codes(const msi_ints *rank, bool is_signed, uint8_t 
 
 /* The codes of a block, as of msi_signed_code or msi_unsigned_code. */
 MSI_WIDE void msi_wide_encode(const float *from, bool is_signed, float units, uint8_t *codes) {
-    const msi_floats of_scale = msi_wide_of(units), minus = msi_wide_of(-0.0f);
+    const msi_floats minus = msi_wide_of(-0.0f), flip = MSI_V(and_ps)(minus, msi_wide_of(units));
+    const msi_floats of_scale = MSI_V(andnot_ps)(minus, msi_wide_of(units));
     for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_CODED_STRIP * MSI_LANES) {
         msi_floats x[MSI_CODED_STRIP], sign[MSI_CODED_STRIP];
         msi_ints rank[MSI_CODED_STRIP];
         MSI_UNROLLED(k, MSI_CODED_STRIP) {
             x[k] = MSI_V(loadu_ps)(from + i + k * MSI_LANES);
-            sign[k] = MSI_V(and_ps)(minus, x[k]);
+            sign[k] = MSI_V(xor_ps)(flip, MSI_V(and_ps)(minus, x[k]));
             x[k] = is_signed ? MSI_V(andnot_ps)(minus, x[k]) : msi_wide_positive(x[k]);
         }
         msi_wide_ranks(is_signed ? &msi_signed_rows : &msi_unsigned_rows, of_scale, x);
@@ -5511,21 +5533,26 @@ MSI_WIDE void msi_wide_encode(const float *from, bool is_signed, float units, ui
     }
 }
 
-/* The values of codes; `unit` is the scale divided by MSI_TOP_SIGNED (or MSI_TOP_UNSIGNED). Among
-   ranks whose doubles have the same exponent e, the units are a linear function of the rank, which
-   is computed exactly. The last row is for rank 128, whose value is 1, and the first, for ranks 0
-   and 1, goes through the origin. */
-MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float unit, msi_floats *x) {
+/* Code 255 is the scale itself. */
+MSI_WIDE msi_floats msi_wide_top(msi_ints code, float scale, msi_floats otherwise) {
+    const msi_lanes is_top = msi_wide_below(msi_wide_of_u32(254), code);
+    return msi_wide_choose(is_top, msi_wide_of(scale), otherwise);
+}
+
+/* The values of codes, as of msi_signed_value. Among ranks whose doubles have the same exponent e,
+   the units are a linear function of the rank, which is computed exactly. The last row is for rank
+   128, the scale itself, and the first, for ranks 0 and 1, goes through the origin. */
+MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float scale, msi_floats *x) {
     static const float slopes[8] = {11.0f,    90.0f,    450.0f,    2250.0f,
                                     11250.0f, 56250.0f, 281250.0f, 0.0f};
     static const float intercepts[8] = {0.0f,       -230.0f,     -2750.0f,     -29750.0f,
-                                        -308750.0f, -3143750.0f, -31718750.0f, 4e7f};
+                                        -308750.0f, -3143750.0f, -31718750.0f, 0.0f};
     const msi_floats slope = msi_wide_table(slopes), intercept = msi_wide_table(intercepts);
-    const msi_floats minus = msi_wide_of(-0.0f), of_scale = msi_wide_of(unit);
-    msi_ints e[MSI_WIDE_STRIP];
+    const msi_floats minus = msi_wide_of(-0.0f), of_scale = msi_wide_of(scale * MSI_UNIT_SIGNED);
+    msi_ints code[MSI_WIDE_STRIP], e[MSI_WIDE_STRIP];
     MSI_UNROLLED(k, MSI_WIDE_STRIP) {
-        const msi_ints number = MSI_V(sub_epi32)(msi_wide_load_bytes(codes + k * MSI_LANES),
-                                                 msi_wide_of_u32(MSI_SIGNED_ZERO));
+        code[k] = msi_wide_load_bytes(codes + k * MSI_LANES);
+        const msi_ints number = MSI_V(sub_epi32)(code[k], msi_wide_of_u32(MSI_SIGNED_ZERO));
         x[k] = MSI_V(cvtepi32_ps)(MSI_V(add_epi32)(number, number));
         e[k] = MSI_V(srli_epi32)(MSI_V_BITS(castps)(x[k]), 23);
     }
@@ -5533,38 +5560,37 @@ MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float unit, msi_float
         const msi_floats sign = MSI_V(and_ps)(x[k], minus);
         x[k] = MSI_V(fmadd_ps)(x[k], msi_wide_look_up(slope, e[k]),
                                MSI_V(xor_ps)(msi_wide_look_up(intercept, e[k]), sign));
-        x[k] = MSI_V(mul_ps)(of_scale, msi_wide_rounded(x[k]));
+        x[k] = msi_wide_top(code[k], scale, MSI_V(mul_ps)(of_scale, msi_wide_rounded(x[k])));
     }
 }
 
 /* The same for codes without a sign, by the exponent of the rank itself. The linear function times
    a power of 5 is rounded as in msi_units_of_rank. The last row is for rank 1, whose value is 0,
-   and rank 256, whose value is 1. */
-MSI_WIDE void msi_wide_decode_unsigned(const uint8_t *codes, float unit, msi_floats *x) {
-    static const float powers[8] = {5.0f,    25.0f,    125.0f,   625.0f,
-                                    3125.0f, 15625.0f, 78125.0f, 43572.9844f};
+   and rank 256, the scale itself. */
+MSI_WIDE void msi_wide_decode_unsigned(const uint8_t *codes, float scale, msi_floats *x) {
+    static const float powers[8] = {5.0f, 25.0f, 125.0f, 625.0f, 3125.0f, 15625.0f, 78125.0f, 0.0f};
     static const float subtracted[8] = {-46.0f,   -110.0f,  -238.0f,  -494.0f,
                                         -1006.0f, -2030.0f, -4078.0f, -36.0f};
     const msi_floats power = msi_wide_table(powers), less = msi_wide_table(subtracted);
-    const msi_floats of_scale = msi_wide_of(unit), each = msi_wide_of(36.0f);
-    msi_ints e[MSI_WIDE_STRIP];
+    const msi_floats of_scale = msi_wide_of(scale * MSI_UNIT_UNSIGNED), each = msi_wide_of(36.0f);
+    msi_ints code[MSI_WIDE_STRIP], e[MSI_WIDE_STRIP];
     MSI_UNROLLED(k, MSI_WIDE_STRIP) {
-        const msi_ints code = msi_wide_load_bytes(codes + k * MSI_LANES);
-        x[k] = MSI_V(cvtepi32_ps)(MSI_V(add_epi32)(code, msi_wide_of_u32(1)));
+        code[k] = msi_wide_load_bytes(codes + k * MSI_LANES);
+        x[k] = MSI_V(cvtepi32_ps)(MSI_V(add_epi32)(code[k], msi_wide_of_u32(1)));
         e[k] = MSI_V(srli_epi32)(MSI_V_BITS(castps)(x[k]), 23);
     }
     MSI_UNROLLED(k, MSI_WIDE_STRIP) {
         x[k] = MSI_V(fmadd_ps)(x[k], each, msi_wide_look_up(less, e[k]));
         x[k] = MSI_V(mul_ps)(msi_wide_look_up(power, e[k]), x[k]);
-        x[k] = MSI_V(mul_ps)(of_scale, msi_wide_rounded(x[k]));
+        x[k] = msi_wide_top(code[k], scale, MSI_V(mul_ps)(of_scale, msi_wide_rounded(x[k])));
     }
 }
 
-MSI_WIDE void msi_wide_decode(const uint8_t *codes, bool is_signed, float unit, msi_floats *x) {
+MSI_WIDE void msi_wide_decode(const uint8_t *codes, bool is_signed, float scale, msi_floats *x) {
     if (is_signed) {
-        msi_wide_decode_signed(codes, unit, x);
+        msi_wide_decode_signed(codes, scale, x);
     } else {
-        msi_wide_decode_unsigned(codes, unit, x);
+        msi_wide_decode_unsigned(codes, scale, x);
     }
 }
 
@@ -5594,16 +5620,17 @@ typedef char msi_wide_has_each_state_format[MS_STATE_FORMAT_COUNT == 3 ? 1 : -1]
 typedef struct msi_wide_state {
     ms_state_format format;
     void *stored;
-    float *floats; // F32: what is stored; 8BIT: where numbers wait for their scale
-    float unit;    // of the codes before the update
-    msi_ints most; // the bits of the largest magnitude in each lane
-    uint32_t key;  // BF16: of random bits, and the number of the first element
+    float *floats;  // F32: what is stored; 8BIT: where numbers wait for their scale
+    float scale;    // of the codes before the update
+    msi_ints most;  // the bits of the largest positive number in each lane,
+    msi_ints least; // and of the negative one with the largest magnitude
+    uint32_t key;   // BF16: of random bits, and the number of the first element
     uint64_t number;
 } msi_wide_state;
 
 MSI_WIDE void msi_wide_load(const msi_wide_state *s, bool is_signed, int i, msi_floats *x) {
     if (s->format == MS_STATE_FORMAT_8BIT) {
-        msi_wide_decode((const uint8_t *)s->stored + i, is_signed, s->unit, x);
+        msi_wide_decode((const uint8_t *)s->stored + i, is_signed, s->scale, x);
         return;
     }
     if (s->format == MS_STATE_FORMAT_BF16) {
@@ -5629,7 +5656,8 @@ MSI_WIDE void msi_wide_store(msi_wide_state *s, int i, const msi_floats *x) {
     }
     MSI_UNROLLED(k, MSI_WIDE_STRIP) {
         MSI_V(storeu_ps)(s->floats + i + k * MSI_LANES, x[k]);
-        s->most = MSI_V(max_epi32)(s->most, msi_wide_magnitude_bits(x[k]));
+        s->most = MSI_V(max_epi32)(s->most, MSI_V_BITS(castps)(x[k]));
+        s->least = MSI_V(max_epu32)(s->least, MSI_V_BITS(castps)(x[k]));
     }
 }
 
@@ -6001,7 +6029,7 @@ static void msi_decode(const uint8_t *codes, float scale, bool is_signed, int co
     if (count == MSI_CODED_BLOCK) {
         for (int i = 0; i < MSI_CODED_BLOCK; i += MSI_WIDE_STRIP * MSI_LANES) {
             msi_floats x[MSI_WIDE_STRIP];
-            msi_wide_decode(codes + i, is_signed, unit, x);
+            msi_wide_decode(codes + i, is_signed, scale, x);
             MSI_UNROLLED(k, MSI_WIDE_STRIP) {
                 MSI_V(storeu_ps)(to + i + k * MSI_LANES, x[k]);
             }
@@ -6009,31 +6037,27 @@ static void msi_decode(const uint8_t *codes, float scale, bool is_signed, int co
         return;
     }
 #endif
-    if (is_signed) {
-        for (int i = 0; i < count; i++) {
-            to[i] = unit * msi_units_of_signed(codes[i]);
-        }
-        return;
+    for (int i = 0; i < count && is_signed; i++) {
+        to[i] = msi_signed_value(codes[i], scale, unit);
     }
-    for (int i = 0; i < count; i++) {
-        to[i] = unit * msi_units_of_unsigned(codes[i]);
+    for (int i = 0; i < count && !is_signed; i++) {
+        to[i] = msi_unsigned_value(codes[i], scale, unit);
     }
 }
 
-/* Encodes numbers; `most` is the bits of their largest magnitude. Returns the scale. */
-static float msi_encode_up_to(uint32_t most, const float *from, bool is_signed, int count,
+/* Encodes numbers of which the largest has this size (msi_size_of). Returns the scale. */
+static float msi_encode_up_to(uint32_t size, const float *from, bool is_signed, int count,
                               uint8_t *codes) {
-    const float scale = msi_f32_of_bits(most);
+    const float scale = msi_scale_of_size(size);
     const float units = msi_units_of_scale(scale, is_signed ? MSI_TOP_SIGNED : MSI_TOP_UNSIGNED);
-    const float kept = units > 0.0f ? scale : 0.0f;
-    if (!(units > 0.0f)) {
+    if (msi_bits_of_f32(units) == 0) {
         memset(codes, is_signed ? MSI_SIGNED_ZERO : 0, (size_t)count);
         return 0.0f;
     }
 #ifdef MSI_LANES
     if (count == MSI_CODED_BLOCK) {
         msi_wide_encode(from, is_signed, units, codes);
-        return kept;
+        return scale;
     }
 #endif
     for (int i = 0; i < count && is_signed; i++) {
@@ -6042,14 +6066,14 @@ static float msi_encode_up_to(uint32_t most, const float *from, bool is_signed, 
     for (int i = 0; i < count && !is_signed; i++) {
         codes[i] = msi_unsigned_code(from[i], units);
     }
-    return kept;
+    return scale;
 }
 
 static float msi_encode(const float *from, bool is_signed, int count, uint8_t *codes) {
-    uint32_t most = 0; // the order of magnitudes is that of their bits
+    uint32_t most = 0;
     for (int i = 0; i < count; i++) {
-        const uint32_t bits = msi_bits_of_f32(from[i]) & 0x7fffffffu;
-        most = bits > most ? bits : most;
+        const uint32_t size = msi_size_of(from[i], is_signed);
+        most = size > most ? size : most;
     }
     return msi_encode_up_to(most, from, is_signed, count, codes);
 }
@@ -6165,19 +6189,17 @@ MSI_WIDE msi_wide_state msi_wide_open(const ms_update_args *a, int k, uint32_t k
     s.floats = floats;
     s.key = key;
     s.number = a->begin + at;
-    s.unit = 0.0f;
-    s.most = MSI_V_BITS(setzero)();
+    s.scale = 0.0f;
+    s.most = s.least = MSI_V_BITS(setzero)();
     s.stored = NULL;
     if (s.format == MS_STATE_FORMAT_8BIT) {
         const bool is_signed = msi_state_is_signed(a->kind, k);
         uint8_t *bytes = (uint8_t *)a->state[k], *codes = bytes + msi_codes_at(at);
-        float scale;
-        memcpy(&scale, bytes + msi_scale_at(at, a->count), sizeof scale);
-        if (msi_bits_of_f32(scale) == 0) { // as in msi_decode
+        memcpy(&s.scale, bytes + msi_scale_at(at, a->count), sizeof s.scale);
+        if (msi_bits_of_f32(s.scale) == 0) { // as in msi_decode
             memset(codes, is_signed ? MSI_SIGNED_ZERO : 0, MSI_CODED_BLOCK);
         }
         s.stored = codes;
-        s.unit = scale * (is_signed ? MSI_UNIT_SIGNED : MSI_UNIT_UNSIGNED);
     } else if (s.format == MS_STATE_FORMAT_BF16) {
         s.stored = (uint16_t *)(void *)a->state[k] + at;
     } else {
@@ -6190,10 +6212,17 @@ MSI_WIDE msi_wide_state msi_wide_open(const ms_update_args *a, int k, uint32_t k
    so that nothing waits for the scales. */
 struct msi_wide_waiting {
     msi_floats floats[2][MSI_CODED_BLOCK / MSI_LANES];
-    uint32_t most[2]; // the bits of the largest magnitudes
+    uint32_t most[2]; // the largest sizes, as of msi_size_of
     uint64_t at;
     bool waits;
 };
+
+/* The largest size (msi_size_of) of the new state. */
+MSI_WIDE uint32_t msi_wide_most(const msi_wide_state *s, bool is_signed) {
+    const uint32_t most = msi_size_of(msi_f32_of_bits(msi_wide_largest(s->most)), is_signed);
+    const uint32_t least = msi_size_of(msi_f32_of_bits(msi_wide_largest(s->least)), is_signed);
+    return least > most ? least : most;
+}
 
 static void msi_wide_close(const ms_update_args *a, msi_wide_waiting *w) {
     for (int k = 0; k < 2 && w->waits; k++) {
@@ -6226,8 +6255,8 @@ static void msi_update_wide(const ms_update_args *a, const uint32_t *keys,
         break;
     MSI_SWITCH_OPTIMIZERS(a->kind)
 #undef MSI_X
-    w->most[0] = msi_wide_largest(s0.most);
-    w->most[1] = msi_wide_largest(s1.most);
+    w->most[0] = msi_wide_most(&s0, msi_state_is_signed(a->kind, 0));
+    w->most[1] = msi_wide_most(&s1, msi_state_is_signed(a->kind, 1));
     w->at = b->at;
     w->waits = true;
 }
@@ -30501,7 +30530,8 @@ static __device__ __forceinline__ void msi_cuda_decode_8bit(float *x, const uint
     for (uint32_t i = 0; i < 8; i++) {
         const uint8_t code = (uint8_t)((i < 4 ? packed.x : packed.y) >> (i % 4 * 8));
         x[i] = i < lane.used && msi_bits_of_f32(scale) != 0 // zeroed codes have a sign
-                   ? unit * (is_signed ? msi_units_of_signed(code) : msi_units_of_unsigned(code))
+                   ? (is_signed ? msi_signed_value(code, scale, unit)
+                                : msi_unsigned_value(code, scale, unit))
                    : 0.0f;
     }
 }
@@ -30511,28 +30541,29 @@ static __device__ __forceinline__ void msi_cuda_encode_8bit(uint8_t *state, bool
                                                             const float *x) {
     uint32_t most = 0;
     for (uint32_t i = 0; i < lane.used; i++) {
-        const uint32_t bits = msi_bits_of_f32(x[i]) & 0x7fffffffu;
-        most = bits > most ? bits : most;
+        const uint32_t size = msi_size_of(x[i], is_signed);
+        most = size > most ? size : most;
     }
     for (int width = 16; width > 0; width /= 2) {
         const uint32_t other = __shfl_xor_sync(0xffffffffu, most, width);
         most = other > most ? other : most;
     }
-    const float scale = msi_f32_of_bits(most);
+    const float scale = msi_scale_of_size(most);
     const float units = msi_units_of_scale(scale, is_signed ? MSI_TOP_SIGNED : MSI_TOP_UNSIGNED);
+    const bool is_zero = msi_bits_of_f32(units) == 0;
     uint32_t words[2] = {0, 0};
     for (uint32_t i = 0; i < lane.used; i++) {
         const uint8_t zero = is_signed ? MSI_SIGNED_ZERO : 0;
-        const uint8_t code = !(units > 0.0f) ? zero
-                             : is_signed     ? msi_signed_code(x[i], units)
-                                             : msi_unsigned_code(x[i], units);
+        const uint8_t code = is_zero     ? zero
+                             : is_signed ? msi_signed_code(x[i], units)
+                                         : msi_unsigned_code(x[i], units);
         words[i / 4] |= (uint32_t)code << (i % 4 * 8);
     }
     if (lane.used > 0) {
         *(uint2 *)(state + msi_codes_at(lane.at)) = make_uint2(words[0], words[1]);
     }
     if (lane.at % MSI_CODED_BLOCK == 0) {
-        *(float *)(state + msi_scale_at(lane.at, count)) = units > 0.0f ? scale : 0.0f;
+        *(float *)(state + msi_scale_at(lane.at, count)) = is_zero ? 0.0f : scale;
     }
 }
 
