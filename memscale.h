@@ -1602,9 +1602,19 @@ MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *des
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate);
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay);
 
+/* The number of updates that the optimizer state of a param has seen: AdamW corrects its bias by the
+   number of the next one, and ms_update_args.t has it. It begins at 0, and steps that loss scaling
+   skips do not count. Set it between steps, or before the first ms_wrap, where state comes from
+   elsewhere: to the count of the run that it was saved by, or to 0 for zeros that were borrowed.
+   ms_set_update_count waits for the device. ms_update_count of a wrong handle is 0. Errors: INVALID
+   (not a param, which sticks; 2^31 or more), ORDER (in a step that has begun to update, in slices, in a callback),
+   DEVICE. */
+MEMSCALE_API ms_result ms_set_update_count(ms_model *model, ms_tensor param, uint64_t count);
+MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param);
+
 /* These take effect at the next ms_wrap. A frozen param has no gradient and no optimizer state: its
    state is dropped, and starts from zero if the param is trained again; borrowed state is not
-   touched. With force_optimize, the budget does not matter. Budget 0: a share of free memory;
+   touched, and keeps its count of updates. With force_optimize, the budget does not matter. Budget 0: a share of free memory;
    micro_count 0: 1. Errors: INVALID (of ms_set_frozen: not a param); sticks. */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
@@ -3655,8 +3665,11 @@ typedef struct msi_tensor {
     uint32_t name;                 // offset in graph.names
     uint32_t producer;             // layer that writes it
     msi_kind kind;
-    float weight_decay;     // if has_weight_decay; otherwise the optimizer's
-    uint64_t trained_since; // number of completed updates when its optimizer state was made
+    float weight_decay; // if has_weight_decay; otherwise the optimizer's
+    /* Updates of its optimizer state; while the param is trained (is_counted), those that the model
+       has completed since its own count was `counted_from` come on top. */
+    uint64_t updates, counted_from;
+    bool is_counted;
     bool has_weight_decay, frozen, is_output, is_eval_output, on_host, no_gradient;
     uint8_t forced_moves, forbidden_moves; // masks of MSI_MOVES_VALUE and others
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
@@ -22243,7 +22256,7 @@ static float msi_weight_decay(const ms_model *m, const msi_tensor *t) {
 
 /* Number of the update of a param in this step, from 1, when this many steps were skipped. */
 static uint64_t msi_update_number(const msi_run *r, const msi_tensor *t, uint32_t skipped) {
-    return r->step - skipped - t->trained_since + 1;
+    return t->updates + (r->step - skipped - t->counted_from) + 1;
 }
 
 /* The steps that loss scaling has skipped and that the host is to subtract. While a model scales,
@@ -25959,12 +25972,25 @@ static void msi_drop_written(ms_model *m) {
     }
 }
 
-/* Params with new optimizer state count their updates from now on. Borrowed state is never new. */
-static void msi_note_new_state(ms_model *m, const msi_store *store) {
-    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-        const msi_resident *state = msi_find_resident(store, t, MSI_ROLE_STATE0);
-        if (state && !state->borrowed && !msi_find_resident(m->run.store, t, MSI_ROLE_STATE0)) {
-            m->graph.tensors.items[t].trained_since = m->run.step - m->scale.skipped_steps;
+/* The updates of params are counted while a plan trains them. State that is borrowed outlasts a plan
+   that does not. */
+static void msi_count_updates(ms_model *m) {
+    const uint64_t now = m->run.step - m->scale.skipped_steps;
+    for (uint32_t i = 0; i < m->graph.tensors.count; i++) {
+        msi_tensor *t = &m->graph.tensors.items[i];
+        const bool trains = msi_learns(t), begins = trains && !t->is_counted;
+        const bool is_borrowed = msi_is_borrowed(t, MSI_ROLE_STATE0);
+        if (!trains && t->is_counted) {
+            t->updates = is_borrowed ? t->updates + (now - t->counted_from) : 0;
+        }
+        t->counted_from = begins ? now : t->counted_from;
+        t->is_counted = trains;
+        if (begins && is_borrowed && now > 0) {
+            msi_log(
+                m, MS_LOG_INFO, "state",
+                "param \"%s\" is trained from now on with borrowed optimizer state, which has "
+                "seen %llu updates as far as this model knows: ms_set_update_count corrects that",
+                msi_name(&m->graph, t->name), (unsigned long long)t->updates);
         }
     }
 }
@@ -26854,7 +26880,7 @@ static MSI_COLD ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *pla
     if (result != MS_RESULT_OK && !moved) {
         return result;
     }
-    msi_note_new_state(m, store);
+    msi_count_updates(m);
     msi_drop_written(m);
     const bool sums_alike = msi_sums_alike(old, store);
     if (old) {
@@ -28236,6 +28262,13 @@ static MSI_COLD uint32_t msi_first_user(const msi_graph *g, uint32_t param) {
     return MSI_NONE;
 }
 
+/* The updates that the model has completed, as far as the host knows: the latest steps may turn out to
+   be skipped. */
+static uint64_t msi_known_updates(const ms_model *m) {
+    const bool scales = m->run.store && m->run.store->scales;
+    return m->run.step - (scales ? msi_verdict(m, false)->skipped_steps : m->scale.skipped_steps);
+}
+
 /* What the host knows of the loss scale. */
 static MSI_COLD void msi_report_scale(const ms_model *m, ms_memory_report *r) {
     const ms_step_state *state = m->run.store && !m->config.dry_run ? msi_verdict(m, false) : NULL;
@@ -28834,6 +28867,33 @@ MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float we
         t->weight_decay = weight_decay;
         t->has_weight_decay = true;
     }
+}
+
+MEMSCALE_API ms_result ms_set_update_count(ms_model *model, ms_tensor param, uint64_t count) {
+    static const char *const function = "ms_set_update_count";
+    msi_tensor *t = msi_param_of(model, function, param);
+    if (!t || count > INT32_MAX) {
+        return t ? msi_fail(model, MS_RESULT_INVALID, "%s: param \"%s\": %llu is 2^31 or more",
+                            function, msi_name(&model->graph, t->name), (unsigned long long)count)
+                 : MS_RESULT_INVALID;
+    }
+    const bool runs = model->run.store && !model->config.dry_run;
+    ms_result result = msi_check_between_steps(model, function);
+    MSI_THEN(result, runs ? msi_settle_verdict(model) : MS_RESULT_OK);
+    MSI_THEN(result, runs ? msi_keep_scale(model, model->run.store) : MS_RESULT_OK);
+    if (result == MS_RESULT_OK) {
+        t->updates = count;
+        t->counted_from = model->run.step - model->scale.skipped_steps;
+    }
+    return result;
+}
+
+MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param) {
+    const uint32_t i = model ? msi_value_index(&model->graph, param) : MSI_NONE;
+    const msi_tensor *t = i == MSI_NONE ? NULL : &model->graph.tensors.items[i];
+    return !t              ? 0
+           : t->is_counted ? t->updates + (msi_known_updates(model) - t->counted_from)
+                           : t->updates;
 }
 
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen) {

@@ -1038,6 +1038,78 @@ static void moments_of_a_param_that_is_thawed(void **state) {
     }
 }
 
+/* What a new model with the values, the moments and the counts of another makes of the next step. */
+static void expect_same_step(two_params *t) {
+    two_params fresh;
+    float value[COLS];
+    two_params_create(&fresh, NULL, MS_OPTIMIZER_ADAMW);
+    t_ok(fresh.n.m, ms_wrap(fresh.n.m));
+    two_params_write(&fresh);
+    for (int k = 0; k < 2; ++k) {
+        t_ok(t->n.m, ms_read(t->n.m, t->p[k], value));
+        t_ok(fresh.n.m, ms_write(fresh.n.m, fresh.p[k], value));
+        for (int of = 0; of < 2; ++of) {
+            t_ok(t->n.m, ms_read(t->n.m, ms_optimizer_state(t->n.m, t->p[k], of), value));
+            t_ok(fresh.n.m,
+                 ms_write(fresh.n.m, ms_optimizer_state(fresh.n.m, fresh.p[k], of), value));
+        }
+        const uint64_t count = ms_update_count(t->n.m, t->p[k]);
+        t_ok(fresh.n.m, ms_set_update_count(fresh.n.m, fresh.p[k], count));
+    }
+    t_ok(t->n.m, ms_step(t->n.m, NULL));
+    t_ok(fresh.n.m, ms_step(fresh.n.m, NULL));
+    two_params_same(t, &fresh);
+    t_net_end(&fresh.n);
+}
+
+/* Trained, frozen and trained again, at any time: a param counts the updates of its own state, which
+   ends with a plan that does not train it, unless it is the trainer's. A trainer may set the count. */
+static void each_param_counts_its_own_updates(void **state) {
+    (void)state;
+    t_rng rng = t_seed(31);
+    for (uint64_t run = 0; run < t_sweep(12, 200); ++run) {
+        static moments memory;
+        const bool is_lent = t_chance(&rng, 0.5), starts_frozen = t_chance(&rng, 0.5);
+        uint64_t expected[2] = {0, 0};
+        bool frozen = starts_frozen;
+        two_params t;
+        memset(memory, 0, sizeof memory);
+        two_params_create(&t, is_lent ? &memory : NULL, MS_OPTIMIZER_ADAMW);
+        if (t_chance(&rng, 0.3)) { // of state that comes from elsewhere
+            expected[0] = 1 + t_below(&rng, 2000);
+            t_ok(t.n.m, ms_set_update_count(t.n.m, t.p[0], expected[0]));
+        }
+        ms_set_frozen(t.n.m, t.p[0], frozen);
+        t_ok(t.n.m, ms_wrap(t.n.m));
+        two_params_write(&t);
+        for (int action = 0; action < 12; ++action) {
+            if (t_chance(&rng, 0.3)) {
+                frozen = !frozen;
+                freeze(&t, frozen);
+                expected[0] = frozen && !is_lent ? 0 : expected[0];
+            } else if (t_chance(&rng, 0.2)) {
+                expected[1] = t_below(&rng, 2000);
+                t_ok(t.n.m, ms_set_update_count(t.n.m, t.p[1], expected[1]));
+            } else {
+                if (frozen) {
+                    t_ok(t.n.m, ms_step(t.n.m, NULL));
+                } else {
+                    expect_same_step(&t);
+                }
+                expected[0] += !frozen;
+                expected[1] += 1;
+            }
+            assert_int_equal(ms_update_count(t.n.m, t.p[0]), expected[0]);
+            assert_int_equal(ms_update_count(t.n.m, t.p[1]), expected[1]);
+        }
+        t_error(t.n.m, ms_set_update_count(t.n.m, t.p[1], (uint64_t)1 << 31), MS_RESULT_INVALID);
+        t_error(t.n.m, ms_set_update_count(t.n.m, t.n.x, 1), MS_RESULT_INVALID);
+        assert_int_equal(ms_update_count(t.n.m, t.n.x) + ms_update_count(NULL, t.p[1]), 0);
+        assert_int_equal(ms_update_count(t.n.m, t.p[1]), expected[1]);
+        t_net_end(&t.n);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         T_TWICE(borrowed_memory_is_used_where_it_lies),
@@ -1058,6 +1130,7 @@ int main(void) {
         T_TWICE(the_plain_plan_ignores_force),
         T_TWICE(a_frozen_param_with_a_forced_update),
         T_TWICE(moments_of_a_param_that_is_thawed),
+        T_TWICE(each_param_counts_its_own_updates),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
