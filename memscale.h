@@ -885,7 +885,7 @@ typedef struct ms_config {
     ms_switch early_update;
     bool force_optimize; // plan for the smallest arena that the switches allow, not for the budget
     /* What a plan may hold on the host, at most; 0: 0.85 of the memory that the host has free,
-       cgroups honoured, if the platform or ms_set_hardware says how much that is. */
+       cgroups honoured, if the platform or ms_set_hardware says how much that is. 1: nothing. */
     uint64_t max_host_bytes;
     ms_switch async_offload; // DEFAULT and ON: copies overlap computing; OFF: it waits for each
     uint32_t prefetch_depth; // copies to the device that may be under way; 0: as the plan sees fit
@@ -1075,7 +1075,7 @@ typedef struct ms_layer_desc {
     /* Work of one forward, one backward and one call of recompute, for predicted times. 0: for
        forward 2 per param element and vector of the first output, which has elements / last dim of
        these (1 per output element without params), for backward twice that of forward, for
-       recompute 1 per output element. */
+       recompute 1 per output element. A layer that computes nothing has 1. */
     double flops, backward_flops, recompute_flops;
 } ms_layer_desc;
 
@@ -1084,7 +1084,7 @@ typedef struct ms_layer_desc {
    of optimization algorithms", 2023, algorithm 2. Clipping: Pascanu, Mikolov and Bengio, "On the
    difficulty of training recurrent neural networks", 2013, algorithm 1. */
 typedef struct ms_optimizer_desc {
-    float learning_rate; // 0: 0.001; Lion: 0.0001; ms_set_learning_rate can set 0 itself
+    float learning_rate; // 0: 0.001; Lion: 0.0001
     ms_optimizer_kind kind;
     float beta1, beta2, epsilon; // AdamW; 0: 0.9, 0.999, 1e-8; Lion: 0.9, 0.99, and no epsilon
     float momentum;              // SGD; 0: none, and no state
@@ -1096,6 +1096,9 @@ typedef struct ms_optimizer_desc {
     /* Format of the state of built-in optimizers, tensor by tensor, where a plan does not make it
        8-bit: F32 or BF16. State that is borrowed is F32. */
     ms_state_format state_format[2];
+    /* Set by ms_optimizer_defaults, which has filled the fields above: each is meant as it is, and a
+       rate or a beta of 0 is 0. An epsilon of 0 is refused for AdamW, where 0 / 0 would follow. */
+    bool is_filled;
 } ms_optimizer_desc;
 
 // ------------------------------------------------------------------------------------------------
@@ -1180,7 +1183,7 @@ typedef struct ms_decision {
 /* decision is valid only during the call. */
 typedef void (*ms_decision_fn)(const ms_decision *decision, void *user);
 
-/* Times of one layer, in microseconds; 0: not known. */
+/* Times of one layer, in microseconds; 0: not known (for a layer that takes none: 1e-6). */
 typedef struct ms_layer_time {
     double forward_us, backward_us, recompute_us;
 } ms_layer_time;
@@ -1582,15 +1585,26 @@ MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss);
 
 /* From the next step on, minimise and report factor * sum of the loss tensor instead of its mean:
-   for rows that do not count, 1 / (number of rows that do). 0: the mean again. With cuda_graph,
-   each change needs a new recording. Errors: INVALID (not finite); sticks. */
+   for rows that do not count, 1 / (number of rows that do). ms_set_loss_mean: the mean again. With
+   cuda_graph, each change needs a new recording. Errors: INVALID (not finite); sticks. */
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor);
+MEMSCALE_API void ms_set_loss_mean(ms_model *model);
 
 /* Keep this tensor until the next step, so that ms_read can read it: in ms_step and ms_eval, or in
    ms_eval only. A kept tensor is never overwritten in place.
    Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_add_output(ms_model *model, ms_tensor tensor);
 MEMSCALE_API void ms_add_eval_output(ms_model *model, ms_tensor tensor);
+
+/* A desc with the defaults of an optimizer, of which fields can then be set to any value, 0
+   included:
+
+       ms_optimizer_desc o = ms_optimizer_defaults(MS_OPTIMIZER_ADAMW);
+       o.beta1 = 0.0f;
+
+   In a desc that was zeroed instead, a rate, beta or epsilon of 0 means the default; ms_set_optimizer
+   warns where that is in doubt. CUSTOM and NONE have the defaults of AdamW. */
+MEMSCALE_API ms_optimizer_desc ms_optimizer_defaults(ms_optimizer_kind kind);
 
 /* How params are updated; if never called, by AdamW with its defaults. Errors: INVALID, ORDER (after
    ms_wrap), UNSUPPORTED (a state_format that the update of the backend does not take:
@@ -4356,6 +4370,12 @@ typedef struct msi_slices {
     uint32_t first, count;
 } msi_slices;
 
+/* What is made of the elements of the loss: their sum times a factor, or their mean. */
+typedef struct msi_loss_sum {
+    bool has_factor;
+    float factor;
+} msi_loss_sum;
+
 /* The step under way, or an eval, and all that it runs on. */
 typedef struct msi_run {
     msi_store *store;
@@ -4368,7 +4388,7 @@ typedef struct msi_run {
     uint32_t micro;             // micro-batches of it that are done
     uint64_t step;              // completed updates
     float step_factor;          // of the gradient of the loss, in this step
-    float loss_factor;          // as the trainer had set it when the step began; 0: the mean
+    msi_loss_sum loss;          // as the trainer had set it when the step began
     msi_progress progress;
     bool is_summed; // forward of this micro-batch has run, and its loss is summed
     msi_slices slices;
@@ -4416,7 +4436,7 @@ struct ms_model {
     ms_config config; // defaults resolved
     void *device;     // state of the backend, or its user
     ms_optimizer_desc optimizer;
-    float loss_factor;
+    msi_loss_sum loss;
     ms_step_state scale; // the loss scale, while no store has it
     msi_graph graph;
     msi_costs costs;
@@ -9211,6 +9231,8 @@ static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
            : !custom && desc->state_count != 0 ? "state_count is for MS_OPTIMIZER_CUSTOM alone"
            : desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
                ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
+           : desc->is_filled && desc->epsilon == 0.0f && msi_optimizer_of(desc->kind).corrects_bias
+               ? "epsilon is 0: elements whose gradients are 0 would become NaN; set a small one"
            : formats >= MS_STATE_FORMAT_COUNT ||
                    msi_is_coded(msi_format_of_state((ms_state_format)formats))
                ? "state_format is F32 or BF16; 8 bits are a technique (ms_config.optimizer_8bit)"
@@ -22194,13 +22216,37 @@ static float msi_or(float value, float otherwise) {
     return value != 0.0f ? value : otherwise;
 }
 
-static MSI_COLD void msi_use_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
-    const msi_optimizer row = msi_optimizer_of(desc->kind);
-    m->optimizer = *desc;
-    m->optimizer.learning_rate = msi_or(desc->learning_rate, row.learning_rate);
-    m->optimizer.beta1 = msi_or(desc->beta1, row.beta1);
-    m->optimizer.beta2 = msi_or(desc->beta2, row.beta2);
-    m->optimizer.epsilon = msi_or(desc->epsilon, row.epsilon);
+static MSI_COLD ms_optimizer_desc msi_fill_optimizer(ms_optimizer_desc o) {
+    const msi_optimizer row = msi_optimizer_of(o.kind);
+    if (!o.is_filled) {
+        o.learning_rate = msi_or(o.learning_rate, row.learning_rate);
+        o.beta1 = msi_or(o.beta1, row.beta1);
+        o.beta2 = msi_or(o.beta2, row.beta2);
+        o.epsilon = msi_or(o.epsilon, row.epsilon);
+        o.is_filled = true;
+    }
+    return o;
+}
+
+/* Warns of a 0 that is likely to have been meant, but stands for a default. */
+static MSI_COLD void msi_doubt_zeros(const ms_model *m, const ms_optimizer_desc *o) {
+    const ms_optimizer_desc used = msi_fill_optimizer(*o);
+    const bool is_built_in = msi_optimizer_of(o->kind).is_built_in;
+    const bool rate = o->learning_rate != used.learning_rate && is_built_in;
+    const bool beta1 = o->beta1 != used.beta1 && o->beta2 != 0.0f;
+    const bool beta2 = o->beta2 != used.beta2 && o->beta1 != 0.0f;
+    if (rate || beta1 || beta2) {
+        msi_log(
+            m, MS_LOG_WARNING, "optimizer",
+            "%s is 0, which means %g here: begin with ms_optimizer_defaults, which gives a desc "
+            "where 0 is 0",
+            rate    ? "learning_rate"
+            : beta1 ? "beta1"
+                    : "beta2",
+            (double)(rate    ? used.learning_rate
+                     : beta1 ? used.beta1
+                             : used.beta2));
+    }
 }
 
 /* The host's copy of the step's own memory; where the device is direct, that memory itself. */
@@ -24807,15 +24853,15 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 
 /* The factor of the loss in the value that is reported, for the step that has begun. */
 static MSI_NOINLINE float msi_loss_factor(const ms_model *m) {
-    return m->run.loss_factor != 0.0f
-               ? m->run.loss_factor
+    return m->run.loss.has_factor
+               ? m->run.loss.factor
                : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
 }
 
 /* The factor of the loss in its gradient: the mean over all micro-batches is minimised. */
 static float msi_gradient_factor(const ms_model *m) {
-    return m->run.loss_factor != 0.0f ? m->run.loss_factor
-                                      : msi_loss_factor(m) / (float)m->run.store->micro_count;
+    return m->run.loss.has_factor ? m->run.loss.factor
+                                  : msi_loss_factor(m) / (float)m->run.store->micro_count;
 }
 
 static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
@@ -25179,7 +25225,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     }
     m->run.program = p;
     m->run.position = 0;
-    m->run.loss_factor = m->loss_factor;
+    m->run.loss = m->loss;
     m->run.step_factor = msi_gradient_factor(m);
     for (uint32_t t = 0; m->run.store->debug && t < m->graph.tensors.count; t++) {
         m->run.store->debug->originals[t].is_there = false;
@@ -27312,7 +27358,7 @@ static MSI_COLD ms_result msi_make_model(const ms_config *c, ms_model **model) {
     }
     ms_optimizer_desc defaults;
     memset(&defaults, 0, sizeof defaults);
-    msi_use_optimizer(m, &defaults);
+    m->optimizer = msi_fill_optimizer(defaults);
     return MS_RESULT_OK;
 }
 
@@ -28829,8 +28875,16 @@ MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
 
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor) {
     if (msi_check_finite(model, "ms_set_loss_factor", NULL, factor)) {
-        model->run.epoch += model->loss_factor != factor;
-        model->loss_factor = factor;
+        model->run.epoch += !model->loss.has_factor || model->loss.factor != factor;
+        model->loss.has_factor = true;
+        model->loss.factor = factor;
+    }
+}
+
+MEMSCALE_API void ms_set_loss_mean(ms_model *model) {
+    if (model) {
+        model->run.epoch += model->loss.has_factor;
+        model->loss.has_factor = false;
     }
 }
 
@@ -28848,9 +28902,17 @@ MEMSCALE_API void ms_add_eval_output(ms_model *model, ms_tensor tensor) {
     }
 }
 
+MEMSCALE_API ms_optimizer_desc ms_optimizer_defaults(ms_optimizer_kind kind) {
+    ms_optimizer_desc o;
+    memset(&o, 0, sizeof o);
+    o.kind = kind;
+    return msi_fill_optimizer(o);
+}
+
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc) {
     if (msi_registering(model, "ms_set_optimizer", "") && msi_check_optimizer(model, desc)) {
-        msi_use_optimizer(model, desc);
+        msi_doubt_zeros(model, desc);
+        model->optimizer = msi_fill_optimizer(*desc);
     }
 }
 

@@ -280,7 +280,7 @@ static int make_net(classifier *c, const settings *o, uint64_t budget_bytes, boo
         return fail("no memory for a net");
     }
     build_net(c, o);
-    ms_optimizer_desc adamw = {0};
+    ms_optimizer_desc adamw = ms_optimizer_defaults(MS_OPTIMIZER_ADAMW);
     adamw.weight_decay = 0.01f;
     adamw.grad_clip_norm = o->clip;
     ms_set_optimizer(c->model, &adamw);

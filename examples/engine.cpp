@@ -191,7 +191,7 @@ class painter {
             at = add_dense(i, at);
         }
         add_error(at);
-        ms_optimizer_desc adamw = ms_optimizer_desc();
+        ms_optimizer_desc adamw = ms_optimizer_defaults(MS_OPTIMIZER_ADAMW);
         adamw.learning_rate = 0.002f;
         ms_set_optimizer(model_, &adamw);
         check(model_, ms_wrap(model_));

@@ -309,8 +309,7 @@ static void learner_create(learner *l) {
     error.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(BATCH));
     ms_register_layer(m, &error);
     ms_set_loss(m, error.out[0]);
-    ms_optimizer_desc adamw;
-    memset(&adamw, 0, sizeof adamw);
+    ms_optimizer_desc adamw = ms_optimizer_defaults(MS_OPTIMIZER_ADAMW);
     adamw.learning_rate = 0.003f;
     ms_set_optimizer(m, &adamw);
     check(m, ms_wrap(m));

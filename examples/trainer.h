@@ -376,8 +376,8 @@ static int choose_optimizer(const trainer *t, ms_optimizer_desc *desc) {
     if (i == TRAINER_OPTIMIZERS) {
         return fail("--optimizer %s: there are adamw and lion", o->optimizer);
     }
-    desc->kind = trainer_optimizers[i].kind;
-    desc->beta2 = desc->kind == MS_OPTIMIZER_ADAMW ? t->kind->beta2 : 0.0f;
+    *desc = ms_optimizer_defaults(trainer_optimizers[i].kind);
+    desc->beta2 = desc->kind == MS_OPTIMIZER_ADAMW ? t->kind->beta2 : desc->beta2;
     desc->weight_decay = trainer_optimizers[i].weight_decay;
     const bool bf16 = o->state && strcmp(o->state, "bf16") == 0;
     const bool coded = o->state && strncmp(o->state, "8bit", 4) == 0 &&
@@ -411,7 +411,6 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     ms_config config;
     ms_optimizer_desc optimizer;
     memset(&config, 0, sizeof config);
-    memset(&optimizer, 0, sizeof optimizer);
     config.backend = t->device.backend;
     config.memory_budget_bytes = budget_bytes;
     config.dry_run = dry;

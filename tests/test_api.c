@@ -1008,6 +1008,32 @@ static void a_loss_factor_waits_for_the_next_step(void **state) {
     ms_destroy(t.model);
 }
 
+/* A factor of 0 is 0: nothing is learned, and the loss is 0. Then the mean again. */
+static void a_loss_factor_may_be_zero(void **state) {
+    (void)state;
+    static const float expected[] = {3.0f, 30.0f, 0.0f, 3.0f};
+    tiny t;
+    ms_config config = t_config();
+    config.early_update = MS_SWITCH_OFF;
+    tiny_start(&t, &config, 1, false);
+    for (int step = 0; step < 4; ++step) {
+        float gradient = -1.0f;
+        double loss;
+        t_ok(t.model, ms_forward(t.model, &loss));
+        assert_true((loss == 0.0) == (step == 2));
+        t_ok(t.model, ms_backward(t.model));
+        t_ok(t.model, ms_read(t.model, ms_gradient(t.model, t.p), &gradient));
+        assert_true(gradient == expected[step]);
+        if (step == 2) {
+            ms_set_loss_mean(t.model);
+        } else {
+            ms_set_loss_factor(t.model, step == 0 ? 10.0f : 0.0f);
+        }
+    }
+    ms_set_loss_mean(NULL);
+    ms_destroy(t.model);
+}
+
 /* Backward would see other values than forward did. */
 static void a_write_ends_the_step_that_it_would_spoil(void **state) {
     (void)state;
@@ -1544,6 +1570,7 @@ int main(void) {
         cmocka_unit_test(the_loss_is_never_overwritten),
         cmocka_unit_test(callbacks_cannot_step),
         cmocka_unit_test(a_loss_factor_waits_for_the_next_step),
+        cmocka_unit_test(a_loss_factor_may_be_zero),
         cmocka_unit_test(a_write_ends_the_step_that_it_would_spoil),
         cmocka_unit_test(visitors_cannot_change_the_plan),
         cmocka_unit_test(the_error_that_is_logged_stays),

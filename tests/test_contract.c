@@ -1130,7 +1130,7 @@ static void retune_all(trial *t) {
     t->loss_factor = factor;
     for (uint32_t k = 0; k < t->net_count; ++k) {
         ms_set_learning_rate(t->net[k]->model, rate);
-        ms_set_loss_factor(t->net[k]->model, factor);
+        t_set_loss_factor(t->net[k]->model, factor);
     }
     if (t->reference != NULL) {
         t->reference->learning_rate = rate;

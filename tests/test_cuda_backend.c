@@ -120,7 +120,7 @@ static void live_with_sizes(cn_net *net, range *of) {
     t_ok(m, ms_forward(m, &of->losses[1]));
     t_ok(m, ms_backward(m));
     t_ok(m, ms_update(m));
-    ms_set_loss_factor(m, 0.0f);
+    ms_set_loss_mean(m);
     net->rows = CN_ROWS;
     t_ok(m, ms_reshape(m, &net->rows));
     cn_steps(net, 6, 1);

@@ -820,7 +820,7 @@ static void check_fused(bool smallest, uint32_t micro_count) {
     for (int step = 0; step < 4; ++step) {
         double losses[2];
         for (int i = 0; i < 2; ++i) {
-            ms_set_loss_factor(of[i].n.m, factors[step]);
+            t_set_loss_factor(of[i].n.m, factors[step]);
             for (uint32_t k = 0; k < micro_count; ++k) {
                 t_ok(of[i].n.m, ms_step(of[i].n.m, &losses[i]));
             }

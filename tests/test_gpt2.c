@@ -404,12 +404,11 @@ static void ref_compare(trained *n, ms_tensor tensor, const double *expected, in
 
 static void check_against_reference(int variant, bool tight) {
     ref_gpt2 *g = (ref_gpt2 *)calloc(1, sizeof(ref_gpt2));
-    ms_optimizer_desc adamw = {0.01f, MS_OPTIMIZER_ADAMW,
-                               0.9f,  0.99f,
-                               1e-3f, 0.0f,
-                               0.1f,  0.0f,
-                               NULL,  NULL,
-                               0,     {MS_STATE_FORMAT_F32, MS_STATE_FORMAT_F32}};
+    ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    adamw.beta1 = 0.9f;
+    adamw.beta2 = 0.99f;
+    adamw.epsilon = 1e-3f;
+    adamw.weight_decay = 0.1f;
     nn_transformer_config sizes = ref_sizes(variant);
     ms_config config = t_device_config();
     config.early_update = MS_SWITCH_OFF;

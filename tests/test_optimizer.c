@@ -10,24 +10,25 @@ typedef struct optimizer_case {
 
 enum { TRAIN_STEPS = 6, TRAIN_LAYERS = 3, TRAIN_COUNT = 64 };
 
-static double or_else(float given, double otherwise) {
-    return given == 0.0f ? otherwise : (double)given;
+/* The value of a field, whose 0 means the default unless the desc was filled. */
+static double or_else(const ms_optimizer_desc *o, float given, double otherwise) {
+    return given == 0.0f && !o->is_filled ? otherwise : (double)given;
 }
 
 /* Decoupled weight decay regularization (Loshchilov and Hutter, 2019), algorithm 2. */
 static void reference_adamw(const ms_optimizer_desc *o, double rate, double decay, double t,
                             double g, double value[3]) {
-    const double b1 = or_else(o->beta1, 0.9), b2 = or_else(o->beta2, 0.999);
+    const double b1 = or_else(o, o->beta1, 0.9), b2 = or_else(o, o->beta2, 0.999);
     value[1] = b1 * value[1] + (1.0 - b1) * g;
     value[2] = b2 * value[2] + (1.0 - b2) * g * g;
     const double m = value[1] / (1.0 - pow(b1, t)), v = value[2] / (1.0 - pow(b2, t));
-    value[0] -= rate * (m / (sqrt(v) + or_else(o->epsilon, 1e-8)) + decay * value[0]);
+    value[0] -= rate * (m / (sqrt(v) + or_else(o, o->epsilon, 1e-8)) + decay * value[0]);
 }
 
 /* Symbolic discovery of optimization algorithms (Chen et al., 2023), algorithm 2. */
 static void reference_lion(const ms_optimizer_desc *o, double rate, double decay, double g,
                            double value[3]) {
-    const double b1 = or_else(o->beta1, 0.9), b2 = or_else(o->beta2, 0.99);
+    const double b1 = or_else(o, o->beta1, 0.9), b2 = or_else(o, o->beta2, 0.99);
     const double c = b1 * value[1] + (1.0 - b1) * g;
     value[0] -= rate * ((c > 0.0) - (c < 0.0) + decay * value[0]);
     value[1] = b2 * value[1] + (1.0 - b2) * g;
@@ -83,8 +84,8 @@ static void check_optimizer(const optimizer_case *c) {
         }
     }
     for (int step = 1; step <= TRAIN_STEPS; ++step) {
-        const float usual = c->desc.kind == MS_OPTIMIZER_LION ? 0.0001f : 0.001f;
-        float rate = c->desc.learning_rate == 0.0f ? usual : c->desc.learning_rate;
+        const double usual = c->desc.kind == MS_OPTIMIZER_LION ? 1e-4 : 1e-3;
+        float rate = (float)or_else(&c->desc, c->desc.learning_rate, usual);
         if (step > 1) { // warm up and down, and one step at zero
             rate = step == 4 ? 0.0f : 0.01f / (float)step;
             ms_set_learning_rate(m, rate);
@@ -126,21 +127,26 @@ static void check_optimizer(const optimizer_case *c) {
 static void optimizers_follow_their_formulas(void **state) {
     (void)state;
     static const optimizer_case cases[] = {
-        {{0.0f, MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32},
+        {{0.0f, MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32,
+          false},
          -1.0f},
-        {{0.01f, MS_OPTIMIZER_ADAMW, 0.8f, 0.95f, 1e-6f, 0.0f, 0.1f, 0.0f, NULL, NULL, 0,
-          STATE_F32},
+        {{0.01f, MS_OPTIMIZER_ADAMW, 0.8f, 0.95f, 1e-6f, 0.0f, 0.1f, 0.0f, NULL, NULL, 0, STATE_F32,
+          false},
          0.0f},
         {{0.003f, MS_OPTIMIZER_ADAMW, 0.9f, 0.99f, 1e-8f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0,
-          STATE_F32},
+          STATE_F32, false},
          0.5f},
-        {{0.05f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32},
+        {{0.05f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32,
+          false},
          -1.0f},
-        {{0.05f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.9f, 0.1f, 0.0f, NULL, NULL, 0, STATE_F32},
+        {{0.05f, MS_OPTIMIZER_SGD, 0.0f, 0.0f, 0.0f, 0.9f, 0.1f, 0.0f, NULL, NULL, 0, STATE_F32,
+          false},
          0.3f},
-        {{0.0f, MS_OPTIMIZER_LION, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32},
+        {{0.0f, MS_OPTIMIZER_LION, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, NULL, NULL, 0, STATE_F32,
+          false},
          -1.0f},
-        {{0.01f, MS_OPTIMIZER_LION, 0.95f, 0.98f, 0.0f, 0.9f, 0.1f, 0.0f, NULL, NULL, 0, STATE_F32},
+        {{0.01f, MS_OPTIMIZER_LION, 0.95f, 0.98f, 0.0f, 0.9f, 0.1f, 0.0f, NULL, NULL, 0, STATE_F32,
+          false},
          0.5f},
     };
     bool seen[MS_OPTIMIZER_NONE] = {false};
@@ -151,6 +157,67 @@ static void optimizers_follow_their_formulas(void **state) {
     for (int kind = 0; kind <= MS_OPTIMIZER_NONE; ++kind) {
         assert_true(t_is_built_in(kind) == (kind < MS_OPTIMIZER_CUSTOM));
         assert_true(!t_is_built_in(kind) || seen[kind]);
+    }
+}
+
+/* In a desc with the defaults in it, each field means what it says: rates and betas that are 0, as
+   StyleGAN has for the first moment of Adam, and schedules at the first step of a warm-up. */
+static void zeros_are_zeros_in_a_filled_desc(void **state) {
+    (void)state;
+    for (int kind = 0; kind < MS_OPTIMIZER_CUSTOM; ++kind) {
+        for (int zeros = 0; zeros < 16; ++zeros) {
+            optimizer_case c;
+            c.own_decay = -1.0f;
+            c.desc = ms_optimizer_defaults((ms_optimizer_kind)kind);
+            c.desc.momentum = kind == MS_OPTIMIZER_SGD ? 0.9f : 0.0f;
+            c.desc.learning_rate = zeros & 1 ? 0.0f : c.desc.learning_rate;
+            c.desc.beta1 = zeros & 2 ? 0.0f : c.desc.beta1;
+            c.desc.beta2 = zeros & 4 ? 0.0f : c.desc.beta2;
+            c.desc.momentum = zeros & 8 ? 0.0f : c.desc.momentum;
+            check_optimizer(&c);
+        }
+    }
+    const ms_optimizer_desc own = ms_optimizer_defaults(MS_OPTIMIZER_CUSTOM);
+    assert_true(own.learning_rate == 0.001f && own.beta1 == 0.9f && own.epsilon == 1e-8f);
+}
+
+static void note_doubt(ms_log_level level, const char *tag, const char *text, void *user) {
+    if (level == MS_LOG_WARNING && strcmp(tag, "optimizer") == 0) {
+        (void)snprintf((char *)user, 200, "%s", text);
+    }
+}
+
+/* A 0 in a zeroed desc is a default, which is said where it is likely to have been meant. */
+static void zeros_that_mean_defaults_are_doubted(void **state) {
+    (void)state;
+    static const struct {
+        float rate, beta1, beta2;
+        bool is_filled;
+        const char *says[2];
+    } cases[] = {{0.01f, 0.0f, 0.0f, false, {NULL, NULL}},
+                 {0.01f, 0.9f, 0.99f, false, {NULL, NULL}},
+                 {0.0f, 0.0f, 0.0f, true, {NULL, NULL}},
+                 {0.0f, 0.0f, 0.0f, false, {"learning_rate is 0", "0.001"}},
+                 {0.01f, 0.0f, 0.99f, false, {"beta1 is 0", "0.9 here"}},
+                 {0.01f, 0.9f, 0.0f, false, {"beta2 is 0", "0.999 here"}}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
+        char text[200] = "";
+        ms_config config = t_config();
+        ms_optimizer_desc o = ms_optimizer_defaults(MS_OPTIMIZER_ADAMW);
+        ms_model *m;
+        config.log = note_doubt;
+        config.log_user = text;
+        o.learning_rate = cases[i].rate;
+        o.beta1 = cases[i].beta1;
+        o.beta2 = cases[i].beta2;
+        o.is_filled = cases[i].is_filled;
+        t_ok(NULL, ms_create(&config, &m));
+        ms_set_optimizer(m, &o);
+        assert_int_equal(text[0] != 0, cases[i].says[0] != NULL);
+        for (int k = 0; k < 2 && cases[i].says[0]; ++k) {
+            t_text_has(text, cases[i].says[k]);
+        }
+        ms_destroy(m);
     }
 }
 
@@ -248,6 +315,8 @@ static void frozen_params_stand_still(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(optimizers_follow_their_formulas),
+        cmocka_unit_test(zeros_are_zeros_in_a_filled_desc),
+        cmocka_unit_test(zeros_that_mean_defaults_are_doubted),
         cmocka_unit_test(lion_goes_by_signs),
         cmocka_unit_test(sgd_without_momentum_has_no_state),
         cmocka_unit_test(frozen_params_stand_still),

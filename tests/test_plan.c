@@ -209,7 +209,7 @@ static dag *dag_create(uint64_t seed, const ms_config *config, const ms_optimize
         ms_add_output(d->model, d->output);
     }
     d->loss_factor = t_chance(&d->rng, 0.3) ? 0.37f : 0.0f;
-    ms_set_loss_factor(d->model, d->loss_factor);
+    t_set_loss_factor(d->model, d->loss_factor);
     ms_set_optimizer(d->model, optimizer);
     return d;
 }

@@ -1208,6 +1208,12 @@ static ms_result momentum_of_one(world *w) {
     return optimize(w, &desc);
 }
 
+static ms_result epsilon_of_zero(world *w) {
+    ms_optimizer_desc desc = ms_optimizer_defaults(MS_OPTIMIZER_ADAMW);
+    desc.epsilon = 0.0f;
+    return optimize(w, &desc);
+}
+
 static ms_result negative_epsilon(world *w) {
     ms_optimizer_desc desc = optimizer(MS_OPTIMIZER_ADAMW);
     desc.epsilon = -0.5f;
@@ -1622,6 +1628,7 @@ static const misuse registrations[] = {
      {"ms_set_optimizer", "kind"}},
     {"a beta of 1", BEFORE_WRAP, beta_of_one, BAD, {"beta", "1"}},
     {"a negative beta", BEFORE_WRAP, negative_beta, BAD, {"beta", "-0.1"}},
+    {"an epsilon of 0", BEFORE_WRAP, epsilon_of_zero, BAD, {"epsilon is 0", "NaN"}},
     {"a momentum of 1", BEFORE_WRAP, momentum_of_one, BAD, {"momentum", "1"}},
     {"a negative epsilon", BEFORE_WRAP, negative_epsilon, BAD, {"epsilon", "-0.5"}},
     {"a rate of NaN", BEFORE_WRAP, rate_that_is_no_number, BAD, {"rate", "nan"}},

@@ -618,6 +618,15 @@ static inline ms_config t_config(void) {
     return config;
 }
 
+/* A factor of 0 stands for the mean. */
+static inline void t_set_loss_factor(ms_model *m, float factor) {
+    if (factor == 0.0f) {
+        ms_set_loss_mean(m);
+    } else {
+        ms_set_loss_factor(m, factor);
+    }
+}
+
 static inline ms_optimizer_desc t_optimizer(ms_optimizer_kind kind, float rate) {
     ms_optimizer_desc optimizer;
     memset(&optimizer, 0, sizeof optimizer);

@@ -953,7 +953,7 @@ static inline ms_tensor t_net_pairs(t_net *n, ms_tensor a, ms_tensor p, int coun
 /* The loss is the sum of y y / 2, times the factor; returns the number of the op. */
 static inline int t_net_loss(t_net *n, ms_tensor y, float factor) {
     n->loss = t_set_loss(n->m, t_net_op(n), T_SQUARES, y);
-    ms_set_loss_factor(n->m, factor);
+    t_set_loss_factor(n->m, factor);
     return n->count++;
 }
 
