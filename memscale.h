@@ -601,6 +601,9 @@ typedef struct ms_step_state {
     uint32_t overflow;      // nonfinite of the last of these
     ms_loss_scaling scaling;
     uint64_t step, seed; // uploaded: number of the step; *ms_call.step_seed
+    /* Uploaded: what the gradients are multiplied by in the update of a step that ms_update has ended
+       before its last micro-batch, so that they are of the mean; 0: 1. */
+    float gradient_factor;
 } ms_step_state;
 
 typedef enum ms_halt {
@@ -1628,7 +1631,9 @@ MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param);
 
 /* These take effect at the next ms_wrap. A frozen param has no gradient and no optimizer state: its
    state is dropped, and starts from zero if the param is trained again; borrowed state is not
-   touched, and keeps its count of updates. With force_optimize, the budget does not matter. Budget 0: a share of free memory;
+   touched, and keeps its count of updates. With force_optimize, the budget does not matter. Between
+   micro-batches of a step, ms_wrap and ms_detach keep the gradients that have been summed, or return
+   ORDER where that is impossible, as with another micro_count: ms_update ends such a step. Budget 0: a share of free memory;
    micro_count 0: 1. Errors: INVALID (of ms_set_frozen: not a param); sticks. */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
@@ -1829,10 +1834,13 @@ MEMSCALE_API_CHECKED ms_result ms_step_slice(ms_model *model, uint64_t microseco
 MEMSCALE_API void ms_cancel(ms_model *model);
 
 /* The same in three calls. With a plan that updates early (ms_memory_report.early_update),
-   ms_backward updates some params and ms_update completes the step. With accumulation, call
-   ms_update only after the last micro-batch. Errors: as ms_step; ORDER if called out of turn, of
-   ms_forward also where the one before it has computed gradients and no ms_backward has followed
-   (see TILING). */
+   ms_backward updates some params and ms_update completes the step. With accumulation, ms_update is
+   for the last micro-batch. Called after an earlier one, also between calls of ms_step, it ends the
+   step: params are updated by the mean over the micro-batches that have come (with
+   ms_set_loss_factor by the sum of their rows times the factor; MS_OPTIMIZER_NONE leaves sums, whose
+   mean is over all), and the next micro-batch is the first of a new step. Errors: as ms_step; ORDER
+   if called out of turn, of ms_forward also where the one before it has computed gradients and no
+   ms_backward has followed (see TILING). */
 MEMSCALE_API_CHECKED ms_result ms_forward(ms_model *model, double *loss);
 MEMSCALE_API_CHECKED ms_result ms_backward(ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_update(ms_model *model);
@@ -3301,10 +3309,12 @@ MSI_HD void msi_follow_overflows(ms_step_state *s, bool finite) {
 }
 
 /* As msi_judge_loss, of the norm of the gradients, given the sum of their squares. Returns the
-   factor that scales the gradients down to a norm of `limit`, and undoes the loss scale. */
+   factor that scales the gradients down to a norm of `limit`, undoes the loss scale, and makes up for
+   micro-batches that have not come. */
 MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
     const bool scaled = s->scaling.growth_steps > 0, finite = msi_is_finite(sum);
-    const double loss_scale = scaled ? (double)s->loss_scale : 1.0;
+    const double factor = s->gradient_factor > 0.0f ? (double)s->gradient_factor : 1.0;
+    const double loss_scale = (scaled ? (double)s->loss_scale : 1.0) / factor;
     const double norm = sqrt(sum) / loss_scale;
     if (s->halted == (uint32_t)MS_HALT_NONE) {
         s->norm = norm;
@@ -4388,6 +4398,7 @@ typedef struct msi_run {
     uint32_t micro;             // micro-batches of it that are done
     uint64_t step;              // completed updates
     float step_factor;          // of the gradient of the loss, in this step
+    float gradient_factor;      // of the step's state; 0 unless ms_update has ended the step early
     msi_loss_sum loss;          // as the trainer had set it when the step began
     msi_progress progress;
     bool is_summed; // forward of this micro-batch has run, and its loss is summed
@@ -22396,6 +22407,7 @@ static ms_result msi_upload_step(ms_model *m) {
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
     state->step = m->run.step;
     state->seed = msi_seed_at(m, m->run.micro);
+    state->gradient_factor = m->run.gradient_factor;
     return msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES);
 }
 
@@ -22573,6 +22585,7 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     const msi_tensor *t = &m->graph.tensors.items[i->target];
     const msi_store *store = m->run.store;
     const msi_resident *resident = &store->residents.items[store->resident_of[i->target]];
+    const ms_step_state *state = msi_state_on_device(m, false);
     const msi_norm *norm = NULL;
     ms_update_args args;
     memset(&args, 0, sizeof args);
@@ -22606,7 +22619,9 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     args.begin = part.begin;
     args.count = part.count;
     args.seed = msi_seed_of_param(m, i->target);
-    args.gradient_scale = norm ? &norm->scale : NULL;
+    args.gradient_scale = norm                            ? &norm->scale
+                          : m->run.gradient_factor > 0.0f ? &state->gradient_factor
+                                                          : NULL;
     args.learning_rate = o->learning_rate;
     args.weight_decay = msi_weight_decay(m, t);
     args.beta1 = o->beta1;
@@ -22616,7 +22631,7 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     args.t = msi_update_number(&m->run, t, msi_skipped_before(m));
     args.stream = msi_stream(m);
     args.factors = msi_factors_on_device(store) + resident->factors;
-    args.state_of_step = msi_state_on_device(m, false);
+    args.state_of_step = state;
     if (o->kind == MS_OPTIMIZER_CUSTOM) {
         return msi_custom_update(m, &args, t);
     }
@@ -25215,7 +25230,8 @@ static ms_result msi_check_swept(ms_model *m, const msi_program *p) {
                     "to the gradients already: the step begins anew with its first micro-batch");
 }
 
-static ms_result msi_start(ms_model *m, const msi_program *p) {
+/* Begins a program at an instruction. */
+static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t position) {
     msi_drop_step(&m->run);
     ms_result result = msi_check_swept(m, p);
     MSI_THEN(result, msi_join_copies(m));
@@ -25224,9 +25240,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
         return result;
     }
     m->run.program = p;
-    m->run.position = 0;
-    m->run.loss = m->loss;
-    m->run.step_factor = msi_gradient_factor(m);
+    m->run.position = position;
     for (uint32_t t = 0; m->run.store->debug && t < m->graph.tensors.count; t++) {
         m->run.store->debug->originals[t].is_there = false;
     }
@@ -25241,6 +25255,13 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     MSI_THEN(result, msi_upload_step(m));
     MSI_THEN(result, msi_is_timed(&m->run) ? msi_begin_timing(m) : MS_RESULT_OK);
     return msi_abandon_on_error(m, result);
+}
+
+static ms_result msi_start(ms_model *m, const msi_program *p) {
+    m->run.loss = m->loss;
+    m->run.step_factor = msi_gradient_factor(m);
+    m->run.gradient_factor = 0.0f;
+    return msi_start_at(m, p, 0);
 }
 
 /* The time that an instruction is expected to take: as measured in slices or, if it is negative, as
@@ -25677,6 +25698,24 @@ static ms_result msi_backward(ms_model *m) {
                : msi_finish_backward(m);
 }
 
+/* Ends a step of which only some micro-batches have come, with an update by their gradients. With
+   accumulation nothing that backward leaves in the arena is needed for that. Such a step is not
+   timed. */
+static ms_result msi_end_early(ms_model *m) {
+    const msi_program *p = &m->run.plan->train;
+    const float count = (float)m->run.store->micro_count, done = (float)m->run.micro;
+    msi_timing *timing = m->run.timing;
+    m->run.timing = NULL;
+    m->run.gradient_factor = m->run.loss.has_factor ? 0.0f : count / done;
+    ms_result result = msi_start_at(m, p, p->code.backward_end);
+    if (result == MS_RESULT_OK) {
+        m->run.progress = MSI_PROGRESS_BACKWARD;
+        result = msi_finish_update(m);
+    }
+    m->run.timing = timing;
+    return result;
+}
+
 static ms_result msi_update(ms_model *m) {
     const bool begun = m->run.progress == MSI_PROGRESS_BACKWARD && !m->run.slices.is_open;
     if (begun && !m->run.busy && !m->run.visits && msi_owns_arena(m) && !msi_is_suspended(m)) {
@@ -25687,10 +25726,8 @@ static ms_result msi_update(ms_model *m) {
            : begun
                ? msi_fail(m, MS_RESULT_ORDER,
                           "ms_update: another model has used the shared arena since ms_backward")
-               : msi_fail(m, MS_RESULT_ORDER,
-                          "ms_update: call ms_backward first; %u of the %u micro-batches of this "
-                          "step are done",
-                          (unsigned)m->run.micro, (unsigned)m->run.store->micro_count);
+           : m->run.micro > 0 ? msi_end_early(m)
+                              : msi_fail(m, MS_RESULT_ORDER, "ms_update: call ms_backward first");
 }
 
 static ms_result msi_step(ms_model *m, double *loss) {
@@ -26858,14 +26895,25 @@ static ms_result msi_relocate(ms_model *m, msi_store *store, bool *moved) {
 // ------------------------------------------------------------------------------------------------
 // >>adopt  a plan takes effect, for a size or a budget; is kept, replaced, suspended and resumed
 
-/* Whether a store has all sums of another one, so that finished micro-batches still count. */
-static bool msi_sums_alike(const msi_store *old, const msi_store *store) {
-    bool alike = old && old->micro_count == store->micro_count;
+/* An error if micro-batches of the present step are done whose sums are none for a plan: it has other
+   ones, or multiplies them by a loss scale or not. */
+static ms_result msi_check_sums(ms_model *m, const msi_store *store, const msi_plan *plan) {
+    const msi_store *old = m->run.store;
+    if (m->run.micro == 0 || m->run.failed) {
+        return MS_RESULT_OK;
+    }
+    bool alike = old->micro_count == store->micro_count &&
+                 m->run.plan->train.code.scales_loss == plan->train.code.scales_loss;
     for (uint32_t i = 0; i < store->residents.count; i++) {
         const msi_resident *r = &store->residents.items[i];
         alike &= r->role != MSI_ROLE_GRADIENT || msi_find_resident(old, r->tensor, r->role);
     }
-    return alike;
+    return alike ? MS_RESULT_OK
+                 : msi_fail(m, MS_RESULT_ORDER,
+                            "%u of the %u micro-batches of this step are done, and their gradients "
+                            "would be lost with this plan: do the others, or end the step with "
+                            "ms_update, or give it up with ms_cancel",
+                            (unsigned)m->run.micro, (unsigned)old->micro_count);
 }
 
 /* Makes these the plans of the model, for the store that it has now. */
@@ -26918,6 +26966,10 @@ static MSI_COLD ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *pla
         msi_put_plans(m, plans, largest, goal);
         return MS_RESULT_OK;
     }
+    result = msi_check_sums(m, store, plans);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
     if (!m->config.dry_run) {
         result = !old                         ? msi_settle_first(m, store)
                  : msi_can_relocate(m, store) ? msi_relocate(m, store, &moved)
@@ -26928,14 +26980,12 @@ static MSI_COLD ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *pla
     }
     msi_count_updates(m);
     msi_drop_written(m);
-    const bool sums_alike = msi_sums_alike(old, store);
     if (old) {
         msi_keep_plans(m);
     }
     m->run.store = store;
     m->run.epoch++;
     msi_put_plans(m, plans, largest, goal);
-    m->run.micro = sums_alike ? m->run.micro : 0;
     m->run.failed &= goal == MSI_GOAL_PLAIN; // after ms_wrap values count as written again
     m->run.failed |= result != MS_RESULT_OK;
     return result;
@@ -27276,6 +27326,7 @@ static void msi_forget_inputs(ms_model *m, const int64_t *sizes) {
 static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     int64_t all[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
     memcpy(all, sizes, m->graph.axis_count * sizeof *sizes);
+    msi_plan *before = m->run.plan;
     if (m->run.plan && !msi_find_plan(m, all)) {
         msi_plan *plan;
         if (m->wrapped.changed) {
@@ -27290,6 +27341,17 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
             return result;
         }
         msi_add_plan(m, plan);
+    }
+    if (before && m->run.plan != before) {
+        msi_plan *now = m->run.plan;
+        m->run.plan = before;
+        const ms_result result = msi_check_sums(m, m->run.store, now);
+        m->run.plan = now;
+        if (result != MS_RESULT_OK) {
+            (void)msi_find_plan(m, before->sizes);
+            msi_find_times(m);
+            return result;
+        }
     }
     msi_forget_inputs(m, all);
     msi_set_sizes(&m->graph, all);

@@ -1941,6 +1941,7 @@ typedef struct rd_reference {
     bool has_gradient[RD_VALUES], takes_part[RD_VALUES];
     float *state[RD_VALUES][RD_STATES];
     float loss_factor, learning_rate; // as the model was told
+    float gradient_factor;            // of a step that ends before its last micro-batch; 0: 1
     double norm;
     uint64_t updates;
 } rd_reference;
@@ -2204,10 +2205,11 @@ static inline float rd_reference_clip(rd_reference *r) {
     }
     ms_step_state state;
     memset(&state, 0, sizeof state);
+    state.gradient_factor = r->gradient_factor;
     assert_int_equal(
         r->cpu.clip_scale(r->cpu.user, &sum, g->optimizer.grad_clip_norm, &scale, &state, NULL, 0),
         0);
-    r->norm = sqrt(sum);
+    r->norm = state.norm;
     r->run.seen[RD_DID_CLIP] |= scale < 1.0f;
     return scale;
 }
@@ -2240,7 +2242,9 @@ static inline void rd_reference_update(rd_reference *r) {
         rd_fill_update(&args, g, i, r->run.size, r->learning_rate, r->updates);
         args.value = (float *)r->data[i];
         args.gradient = r->gradient[i];
-        args.gradient_scale = g->optimizer.grad_clip_norm > 0.0f ? &scale : NULL;
+        args.gradient_scale = g->optimizer.grad_clip_norm > 0.0f ? &scale
+                              : r->gradient_factor > 0.0f        ? &r->gradient_factor
+                                                                 : NULL;
         memcpy(args.state, r->state[i], sizeof args.state);
         int error = args.kind == MS_OPTIMIZER_CUSTOM ? rd_update(&args) : t_update(&r->cpu, &args);
         assert_int_equal(error, 0);

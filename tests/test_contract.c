@@ -176,6 +176,7 @@ typedef struct trial {
     t_heap heap;
     uint64_t round;
     float loss_factor, learning_rate; // as the models were told
+    uint32_t micros;                  // of this step, which may be fewer than the graph's
     uint32_t replay;                  // the net whose events are carried out; 0: none
     char failure[RD_TEXT];
 } trial;
@@ -440,19 +441,21 @@ static bool reference_agrees(trial *t, const view *plain) {
     return true;
 }
 
-static bool reference_micro(trial *t, uint32_t micro, bool last) {
+static bool reference_micro(trial *t, uint32_t micro) {
     rd_reference *r = t->reference;
+    const bool mean = t->loss_factor == 0.0f && t->micros < t->graph->accumulation;
     if (r == NULL) {
         return true;
     }
     r->run.micro = micro;
+    r->gradient_factor = mean ? (float)t->graph->accumulation / (float)t->micros : 0.0f;
     for (uint32_t i = 0; i < t->graph->layer_count; ++i) {
         r->run.op[i].seed = t->net[0]->run.op[i].seed;
     }
     if (!rd_reference_forward(r, MS_PHASE_FORWARD) || !rd_reference_backward(r)) {
         return rd_fail(&r->run, "a callback failed");
     }
-    if (last) {
+    if (micro + 1 == t->micros) {
         rd_reference_update(r);
     }
     return true;
@@ -999,16 +1002,19 @@ static bool step_net(trial *t, uint32_t k, bool in_three) {
     view *to = &seen_by[k];
     rd_net *n = t->net[k];
     to->used = to->count = 0;
-    for (uint32_t micro = 0; micro < t->graph->accumulation; ++micro) {
+    for (uint32_t micro = 0; micro < t->micros; ++micro) {
         if (!one_micro(t, k, micro, in_three)) {
             return rd_fail(&n->run, "the step failed");
         }
         if (k == 0 && t->reference != NULL) {
             rd_reference_write(t->reference, t->round + micro, false);
-            if (!reference_micro(t, micro, micro + 1 == t->graph->accumulation)) {
+            if (!reference_micro(t, micro)) {
                 return false;
             }
         }
+    }
+    if (t->micros < t->graph->accumulation && !TRY(n, ms_update(n->model))) {
+        return rd_fail(&n->run, "the step did not end early");
     }
     bool fine = view_outputs(to, n, false) && view_gradients(to, n) && view_norm(to, n) &&
                 view_lasting(to, n);
@@ -1050,6 +1056,10 @@ static bool step_all(trial *t) {
     bool simple = t->graph->accumulation == 1 && t->arena == NULL && !plans && !t->mixed &&
                   t->graph->seen[RD_FROZEN_MEANWHILE] == 0; // which restarts AdamW's count
     t->replay = simple && t_chance(&t->rng, 0.2) ? t->net_count - 1 : 0;
+    t->micros = t->graph->accumulation;
+    if (t->micros > 1 && t_chance(&t->rng, 0.3)) {
+        t->micros = 1 + t_below(&t->rng, t->micros - 1);
+    }
     for (uint32_t k = 0; k < t->net_count; ++k) {
         if (!step_net(t, k, in_three) || !step_neighbour(t)) {
             return false;

@@ -638,6 +638,54 @@ static void skipped_steps_leave_no_trace(void **state) {
     }
 }
 
+/* With gradients that are scaled, a step of 4 micro-batches that ends after 2 is one of 2, also where
+   one overflows; and a plan without a loss scale does not take over its sums. */
+static void a_scaled_step_may_end_early(void **state) {
+    (void)state;
+    float values[2][COLS];
+    for (int how = 0; how < 4; ++how) {
+        ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+        ms_config config = mixed_config(MS_DTYPE_F16);
+        ms_memory_report report[2];
+        stack s[2];
+        adamw.grad_clip_norm = how & 1 ? 0.5f : 0.0f;
+        for (int i = 0; i < 2; ++i) {
+            config.accumulation_steps = i == 0 ? 4 : 2;
+            stack_create(&s[i], &config, &adamw, 3, false);
+            stack_write(&s[i], 11);
+            t_ok(s[i].m, ms_wrap(s[i].m));
+        }
+        for (int step = 0; step < 4; ++step) {
+            for (int k = 0; k < 2; ++k) {
+                for (int i = 0; i < 2; ++i) {
+                    s[i].overflow_at = (how & 2) && step % 2 == 1 && k == 0 ? 1 : -1;
+                    t_ok(s[i].m, ms_step(s[i].m, NULL));
+                }
+            }
+            t_error(s[0].m, ms_detach(s[0].m), MS_RESULT_ORDER); // to F32
+            t_text_has(ms_last_error(s[0].m), "2 of the 4 micro-batches");
+            t_ok(s[0].m, ms_update(s[0].m));
+            for (int w = 0; w < 3; ++w) {
+                for (int i = 0; i < 2; ++i) {
+                    t_ok(s[i].m, ms_read(s[i].m, s[i].w[w], values[i]));
+                }
+                assert_memory_equal(values[0], values[1], sizeof values[0]);
+            }
+        }
+        for (int i = 0; i < 2; ++i) {
+            t_ok(s[i].m, ms_synchronize(s[i].m));
+            t_ok(s[i].m, ms_report(s[i].m, &report[i]));
+            assert_int_equal(ms_update_count(s[i].m, s[i].w[0]), how & 2 ? 2 : 4);
+        }
+        assert_int_equal(report[0].skipped_steps, how & 2 ? 2 : 0);
+        assert_int_equal(report[0].skipped_steps, report[1].skipped_steps);
+        assert_true(report[0].loss_scale == report[1].loss_scale);
+        t_ok(s[0].m, ms_detach(s[0].m));
+        ms_destroy(s[0].m);
+        ms_destroy(s[1].m);
+    }
+}
+
 /* Gradients are measured in the format that they have: where they are clipped, a step of SGD changes
    the params by what was asked for. */
 static void clipped_steps_are_as_long_as_asked_for(void **state) {
@@ -985,6 +1033,7 @@ int main(void) {
         cmocka_unit_test(the_scale_follows_an_automaton),
         cmocka_unit_test(overflows_at_every_layer_skip_a_step),
         cmocka_unit_test(skipped_steps_leave_no_trace),
+        cmocka_unit_test(a_scaled_step_may_end_early),
         cmocka_unit_test(the_scale_outlasts_what_happens_between_steps),
         cmocka_unit_test(clipped_steps_are_as_long_as_asked_for),
         cmocka_unit_test(verify_measures_rounding),

@@ -439,15 +439,19 @@ static void check_dropped_update(uint32_t micro_count, dropped_by by, bool small
             t_ok(n.m, ms_forward(n.m, NULL));
             t_ok(n.m, ms_backward(n.m));
         }
-        uint32_t done = drop_step(&n, by);
+        const uint32_t done = drop_step(&n, by); // of the next step
         if (micro_count > 1) {
             expect_near(&n, param, p); // no update yet
-            t_error(n.m, ms_update(n.m), MS_RESULT_ORDER);
-        } else if (by == BY_FORWARD) {
-            t_ok(n.m, ms_update(n.m));
         }
-        for (uint32_t k = done; k < micro_count; ++k) {
-            t_ok(n.m, ms_step(n.m, NULL));
+        if (done == 0) {
+            t_error(n.m, ms_update(n.m), MS_RESULT_ORDER);
+        }
+        if (done == 1 && (by == BY_FORWARD || (micro_count > 1 && step == 1))) {
+            t_ok(n.m, ms_update(n.m));
+        } else {
+            for (uint32_t k = done; k < micro_count; ++k) {
+                t_ok(n.m, ms_step(n.m, NULL));
+            }
         }
         (void)linear_step(p, ROWS, 1.0 / ROWS); // equal micro-batches: the mean of one
         expect_near(&n, param, p);
@@ -478,8 +482,8 @@ static void two_products_start(t_net *n, bool is_q_frozen, ms_tensor *p, ms_tens
     t_net_write_param(n, *q, 1.0f);
 }
 
-/* A param that begins to learn between two micro-batches has missed the first: the step starts
-   again. A re-wrap that changes no gradient counts on. */
+/* A param that begins to learn between two micro-batches has missed the first, so that is refused,
+   with nothing lost. A re-wrap that changes no gradient counts on. */
 static void a_rewrap_between_micro_batches(void **state) {
     (void)state;
     for (int thaws = 0; thaws < 2; ++thaws) {
@@ -494,11 +498,56 @@ static void a_rewrap_between_micro_batches(void **state) {
         t_ok(n.m, ms_read(n.m, of_p, before));
         t_ok(n.m, ms_step(n.m, NULL));
         ms_set_frozen(n.m, of_q, thaws == 0);
+        if (thaws) {
+            t_error(n.m, ms_wrap(n.m), MS_RESULT_ORDER);
+            t_text_has(ms_last_error(n.m), "1 of the 2 micro-batches");
+            ms_set_frozen(n.m, of_q, true);
+        }
         t_ok(n.m, ms_wrap(n.m));
         t_ok(n.m, ms_step(n.m, NULL));
         t_ok(n.m, ms_read(n.m, of_p, after));
-        assert_int_equal(memcmp(before, after, sizeof before) != 0, thaws == 0);
-        t_ok(n.m, ms_step(n.m, NULL));
+        assert_true(memcmp(before, after, sizeof before) != 0);
+        t_net_end(&n);
+    }
+}
+
+/* Nor may the count of micro-batches change inside a step: it can be ended, or given up. */
+static void a_count_does_not_change_inside_a_step(void **state) {
+    (void)state;
+    for (int how = 0; how < 3; ++how) {
+        t_net n;
+        ms_tensor of_p, of_q;
+        float before[COLS], after[COLS];
+        t_net_begin(&n);
+        n.config.accumulation_steps = 4;
+        t_net_create(&n);
+        t_net_optimizer(&n, MS_OPTIMIZER_SGD, 0.0f);
+        two_products_start(&n, true, &of_p, &of_q);
+        t_ok(n.m, ms_read(n.m, of_p, before));
+        for (int k = 0; k < 3; ++k) {
+            t_ok(n.m, ms_step(n.m, NULL));
+        }
+        ms_set_accumulation(n.m, 3);
+        t_error(n.m, ms_wrap(n.m), MS_RESULT_ORDER);
+        t_text_has(ms_last_error(n.m), "3 of the 4 micro-batches");
+        t_text_has(ms_last_error(n.m), "ms_update");
+        if (how == 0) {
+            t_ok(n.m, ms_update(n.m));
+        } else if (how == 1) {
+            ms_cancel(n.m);
+            t_error(n.m, ms_step(n.m, NULL), MS_RESULT_CANCELLED);
+        } else {
+            t_ok(n.m, ms_step(n.m, NULL)); // the fourth
+        }
+        t_ok(n.m, ms_read(n.m, of_p, after));
+        assert_int_equal(memcmp(before, after, sizeof before) != 0, how != 1);
+        t_ok(n.m, ms_wrap(n.m));
+        t_ok(n.m, ms_read(n.m, of_p, before));
+        for (int k = 0; k < 3; ++k) {
+            t_ok(n.m, ms_read(n.m, of_p, after));
+            assert_memory_equal(before, after, sizeof before);
+            t_ok(n.m, ms_step(n.m, NULL));
+        }
         t_ok(n.m, ms_read(n.m, of_p, after));
         assert_true(memcmp(before, after, sizeof before) != 0);
         t_net_end(&n);
@@ -1110,6 +1159,102 @@ static void each_param_counts_its_own_updates(void **state) {
     }
 }
 
+/* How a step is ended after some of its micro-batches, and its params updated. */
+typedef struct early_end {
+    uint32_t of, done; // micro-batches
+    ms_optimizer_kind kind;
+    float clip, factor; // 0: none, the mean
+    bool smallest, evals, three_calls;
+} early_end;
+
+static int update_scaled(const ms_update_args *args) {
+    const float scale = args->gradient_scale != NULL ? *args->gradient_scale : 1.0f;
+    for (uint64_t i = 0; i < args->count; ++i) {
+        args->value[i] -= args->learning_rate * (scale * args->gradient[i]);
+    }
+    return 0;
+}
+
+static void early_end_create(two_params *t, const early_end *e, uint32_t micro_count) {
+    memset(t, 0, sizeof *t);
+    t_net_begin(&t->n);
+    t->n.config.accumulation_steps = micro_count;
+    t->n.config.force_optimize = e->smallest;
+    t->n.config.offloading = e->smallest ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+    t_net_create(&t->n);
+    ms_optimizer_desc optimizer = t_optimizer(e->kind, 0.0078125f);
+    optimizer.momentum = e->kind == MS_OPTIMIZER_SGD ? 0.9f : 0.0f;
+    optimizer.grad_clip_norm = e->clip;
+    optimizer.update = e->kind == MS_OPTIMIZER_CUSTOM ? update_scaled : NULL;
+    ms_set_optimizer(t->n.m, &optimizer);
+    t->p[0] = t_net_param(&t->n, "p");
+    t->p[1] = t_net_param(&t->n, "q");
+    ms_tensor y = t_net_scale(&t->n, "scale", t->n.x, 0.0f, t->p[0]);
+    t_net_loss(&t->n, t_net_scale(&t->n, "again", y, 0.0f, t->p[1]), e->factor);
+    t_ok(t->n.m, ms_wrap(t->n.m));
+    two_params_write(t);
+}
+
+static void early_end_micro(two_params *t, const early_end *e, uint64_t number) {
+    float x[COUNT];
+    t_rng rng = t_seed(500 + number);
+    t_fill(&rng, x, COUNT, 1.0f);
+    t_ok(t->n.m, ms_write(t->n.m, t->n.x, x));
+    t_ok(t->n.m, e->evals ? ms_eval(t->n.m, NULL) : MS_RESULT_OK);
+    t_ok(t->n.m, e->three_calls ? ms_forward(t->n.m, NULL) : ms_step(t->n.m, NULL));
+    t_ok(t->n.m, e->three_calls ? ms_backward(t->n.m) : MS_RESULT_OK);
+}
+
+/* Two steps of e->done micro-batches: ended by ms_update, and as long as they are. */
+static void check_early_end(const early_end *e) {
+    two_params t, whole;
+    ms_memory_report report;
+    early_end_create(&t, e, e->of);
+    early_end_create(&whole, e, e->done);
+    for (uint64_t step = 0; step < 2; ++step) {
+        for (uint32_t k = 0; k < e->done; ++k) {
+            early_end_micro(&t, e, 10 * step + k);
+            early_end_micro(&whole, e, 10 * step + k);
+        }
+        t_ok(t.n.m, e->evals ? ms_eval(t.n.m, NULL) : MS_RESULT_OK);
+        t_ok(t.n.m, ms_update(t.n.m));
+        t_ok(whole.n.m, e->three_calls ? ms_update(whole.n.m) : MS_RESULT_OK);
+        t_error(t.n.m, ms_update(t.n.m), MS_RESULT_ORDER);
+        t_ok(t.n.m, ms_report(t.n.m, &report));
+        assert_int_equal(report.step_count, step + 1);
+    }
+    for (int k = 0; k < 2; ++k) { // e->of is a power of 2, so only thirds are rounded otherwise
+        double expected[COLS];
+        float values[COLS];
+        t_ok(whole.n.m, ms_read(whole.n.m, whole.p[k], values));
+        for (int c = 0; c < COLS; ++c) {
+            expected[c] = (double)values[c];
+        }
+        t_net_expect_near(&t.n, t.p[k], expected, COLS,
+                          e->done == 3 && e->factor == 0.0f ? 1e-6 : 0.0);
+    }
+    t_net_end(&t.n);
+    t_net_end(&whole.n);
+}
+
+static void a_step_may_end_early(void **state) {
+    (void)state;
+    static const ms_optimizer_kind kinds[] = {MS_OPTIMIZER_ADAMW, MS_OPTIMIZER_SGD,
+                                              MS_OPTIMIZER_CUSTOM};
+    for (int how = 0; how < 96; ++how) {
+        early_end e;
+        e.of = how & 1 ? 4 : 8;
+        e.done = 1 + (uint32_t)(how / 2 % 4) % 3;
+        e.kind = kinds[how % 3];
+        e.clip = how & 4 ? 0.02f : 0.0f;
+        e.factor = how & 8 ? 0.0625f : 0.0f;
+        e.smallest = how & 16;
+        e.evals = how & 32;
+        e.three_calls = how % 5 < 2;
+        check_early_end(&e);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         T_TWICE(borrowed_memory_is_used_where_it_lies),
@@ -1119,6 +1264,8 @@ int main(void) {
         T_TWICE(a_failing_micro_batch_starts_the_step_again),
         T_TWICE(a_step_without_its_update_starts_again),
         T_TWICE(a_rewrap_between_micro_batches),
+        T_TWICE(a_count_does_not_change_inside_a_step),
+        T_TWICE(a_step_may_end_early),
         T_TWICE(updates_are_counted_by_param),
         T_TWICE(gradients_are_clipped_by_their_common_norm),
         cmocka_unit_test(sums_of_squares),
