@@ -142,8 +142,8 @@
     MS_OPTIMIZER_NONE.
 
     In F16, gradients are multiplied by a loss scale (ms_config.loss_scaling). A step in which a
-    gradient is not finite updates nothing and lowers it: that is no error, and counts as a step,
-    but not in AdamW's bias correction. Gradients that ms_read copies between ms_backward and
+    gradient is not finite updates nothing and lowers it: that is no error, unless it happens too
+    often in a row, and counts as a step, but not in AdamW's bias correction. Gradients that ms_read copies between ms_backward and
     ms_update are multiplied by the scale, and a layer with grads_in_forward must multiply by
     *ms_call.loss_scale. Nothing is updated inside backward, and F16 with MS_OPTIMIZER_CUSTOM or
     MS_OPTIMIZER_NONE is UNSUPPORTED. More of all this is in docs/techniques.md.
@@ -584,6 +584,7 @@ typedef struct ms_loss_scaling {
     float growth, backoff; // [2, 0.5] times this: after growth_steps steps, after an overflow
     float least;           // [1] it does not go below
     uint32_t growth_steps; // [2000] without an overflow
+    uint32_t most_skipped; // [50] steps in a row may overflow; the next one is an error (NONFINITE)
 } ms_loss_scaling;
 
 /* The part of a step's state that lies in device memory: the backend's verdict on the step, and
@@ -599,6 +600,7 @@ typedef struct ms_step_state {
     uint32_t clean_steps;   // since the last overflow or growth
     uint32_t skipped_steps; // by overflows
     uint32_t overflow;      // nonfinite of the last of these
+    uint32_t skipped_in_row;
     ms_loss_scaling scaling;
     uint64_t step, seed; // uploaded: number of the step; *ms_call.step_seed
     /* Uploaded: what the gradients are multiplied by in the update of a step that ms_update has ended
@@ -1850,7 +1852,8 @@ MEMSCALE_API_CHECKED ms_result ms_update(ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_eval(ms_model *model, double *loss);
 
 /* The global norm of all gradients in the last update, before clipping. Errors: INVALID, ORDER (no
-   grad_clip_norm; no update since ms_wrap; another step or an eval has begun since), BACKEND. */
+   grad_clip_norm; no update since ms_wrap; another step or an eval has begun since), BACKEND,
+   NONFINITE (in F16, the last step has overflowed; *norm is what it is). */
 MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 
 /* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read; c cannot be
@@ -3294,6 +3297,7 @@ MSI_HD void msi_follow_overflows(ms_step_state *s, bool finite) {
     const ms_loss_scaling *l = &s->scaling;
     float scale = s->loss_scale;
     s->clean_steps = finite ? s->clean_steps + 1 : 0;
+    s->skipped_in_row = finite ? 0 : s->skipped_in_row + 1;
     if (finite && s->clean_steps >= l->growth_steps) {
         scale *= l->growth;
         s->clean_steps = 0;
@@ -3302,13 +3306,12 @@ MSI_HD void msi_follow_overflows(ms_step_state *s, bool finite) {
         scale *= l->backoff;
         scale = scale > l->least ? scale : l->least;
         s->skipped_steps++;
-        s->overflow = s->nonfinite;
     }
-    s->nonfinite = 0;
     s->loss_scale = msi_is_finite((double)scale) ? scale : s->loss_scale;
 }
 
-/* As msi_judge_loss, of the norm of the gradients, given the sum of their squares. Returns the
+/* As msi_judge_loss, of the norm of the gradients, given the sum of their squares. With loss scaling,
+   a step that overflows is skipped, unless too many before it were. Returns the
    factor that scales the gradients down to a norm of `limit`, undoes the loss scale, and makes up for
    micro-batches that have not come. */
 MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
@@ -3316,11 +3319,14 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
     const double factor = s->gradient_factor > 0.0f ? (double)s->gradient_factor : 1.0;
     const double loss_scale = (scaled ? (double)s->loss_scale : 1.0) / factor;
     const double norm = sqrt(sum) / loss_scale;
+    const bool skips = scaled && s->skipped_in_row < s->scaling.most_skipped;
     if (s->halted == (uint32_t)MS_HALT_NONE) {
         s->norm = norm;
-        s->halted = (uint32_t)(finite ? MS_HALT_NONE : scaled ? MS_HALT_OVERFLOW : MS_HALT_NORM);
+        s->halted = (uint32_t)(finite ? MS_HALT_NONE : skips ? MS_HALT_OVERFLOW : MS_HALT_NORM);
         s->halted_step = s->step;
-        if (scaled) {
+        s->overflow = finite ? s->overflow : s->nonfinite;
+        s->nonfinite = scaled ? 0 : s->nonfinite;
+        if (scaled && (finite || skips)) {
             msi_follow_overflows(s, finite);
         }
     }
@@ -4394,11 +4400,13 @@ typedef struct msi_run {
     msi_timing *timing;         // NULL: nothing is timed
     const msi_program *program; // the one that runs, or ran last
     uint32_t position;          // instructions of it that are done
+    uint32_t begun_at;          // with this one; what earlier ones make is not in the arena
     uint32_t updates_done;      // of the step that is under way
     uint32_t micro;             // micro-batches of it that are done
     uint64_t step;              // completed updates
     float step_factor;          // of the gradient of the loss, in this step
     float gradient_factor;      // of the step's state; 0 unless ms_update has ended the step early
+    bool is_stuck;              // steps overflow at the least loss scale: warned of
     msi_loss_sum loss;          // as the trainer had set it when the step began
     msi_progress progress;
     bool is_summed; // forward of this micro-batch has run, and its loss is summed
@@ -22391,10 +22399,12 @@ static ms_result msi_set_scale(ms_model *m, bool scales) {
     state->clean_steps = scales ? m->scale.clean_steps : 0;
     state->skipped_steps = scales ? m->scale.skipped_steps : 0;
     state->overflow = scales ? m->scale.overflow : 0;
+    state->skipped_in_row = scales ? m->scale.skipped_in_row : 0;
     state->scaling.growth = msi_or(given->growth, 2.0f);
     state->scaling.backoff = msi_or(given->backoff, 0.5f);
     state->scaling.least = msi_or(given->least, 1.0f);
     state->scaling.growth_steps = !scales ? 0 : given->growth_steps ? given->growth_steps : 2000;
+    state->scaling.most_skipped = given->most_skipped ? given->most_skipped : 50;
     MSI_THEN(result, msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, loss_scale),
                                 MSI_STATES_BYTES));
     store->knows_scale = result == MS_RESULT_OK;
@@ -22477,18 +22487,50 @@ static bool msi_is_error_halt(const ms_step_state *state) {
 }
 
 /* An error if a step or an eval was halted. */
-static ms_result msi_check_halt(ms_model *m, const ms_step_state *state, uint64_t step) {
+static MSI_COLD ms_result msi_check_halt(ms_model *m, const ms_step_state *state, uint64_t step) {
     const bool loss = state->halted == (uint32_t)MS_HALT_LOSS, noted = m->run.nonfinite.count > 0;
-    return !msi_is_error_halt(state)
-               ? MS_RESULT_OK
-               : msi_fail(m, MS_RESULT_NONFINITE,
-                          "the %s of step %llu is %g: nothing was updated; %s%s",
-                          loss ? "loss" : "norm of the gradients", (unsigned long long)step,
-                          loss ? state->loss : state->norm,
-                          noted ? "the first that is not finite: "
-                                : "lower the learning rate or look for bad input; "
-                                  "ms_find_nonfinite names the first layer",
-                          noted ? msi_nonfinite_name(m, &m->run.nonfinite).text : "");
+    const bool overflows = !loss && state->scaling.growth_steps > 0 && state->overflow > 0;
+    msi_nonfinite_text first = MSI_ZERO_INIT;
+    if (!msi_is_error_halt(state)) {
+        return MS_RESULT_OK;
+    }
+    if (noted) {
+        first = msi_nonfinite_name(m, &m->run.nonfinite);
+    }
+    if (overflows) {
+        return msi_fail(
+            m, MS_RESULT_NONFINITE,
+            "the gradients of step %llu overflow, as those of %u steps before it, though "
+            "the loss scale is down to %g: nothing was updated in any of them; the first "
+            "that is not finite is that of param \"%s\"; %s%s",
+            (unsigned long long)step, (unsigned)state->skipped_in_row, (double)state->loss_scale,
+            msi_tensor_name(&m->graph, state->overflow - 1),
+            noted ? "" : "ms_find_nonfinite names the layer that makes it", first.text);
+    }
+    return msi_fail(m, MS_RESULT_NONFINITE, "the %s of step %llu is %g: nothing was updated; %s%s",
+                    loss ? "loss" : "norm of the gradients", (unsigned long long)step,
+                    loss ? state->loss : state->norm,
+                    noted ? "the first that is not finite: "
+                          : "lower the learning rate or look for bad input; "
+                            "ms_find_nonfinite names the first layer",
+                    first.text);
+}
+
+/* Warns, once in a row of steps that overflow, that the loss scale cannot become smaller. */
+static MSI_COLD void msi_warn_of_overflows(ms_model *m, const ms_step_state *state) {
+    const bool stuck = state->scaling.growth_steps > 0 && state->skipped_in_row > 0 &&
+                       state->loss_scale <= state->scaling.least;
+    if (stuck && !m->run.is_stuck) {
+        msi_log(
+            m, MS_LOG_WARNING, "overflow",
+            "%u steps in a row overflow in F16 and update nothing, and the loss scale is at its "
+            "least, %g; first is the gradient of param \"%s\". After %u such steps, the next one "
+            "is an error",
+            (unsigned)state->skipped_in_row, (double)state->loss_scale,
+            state->overflow ? msi_tensor_name(&m->graph, state->overflow - 1) : "?",
+            (unsigned)state->scaling.most_skipped);
+    }
+    m->run.is_stuck = stuck;
 }
 
 /* Waits for the verdict that was asked for. A step that was halted has updated nothing, nor has any
@@ -22498,6 +22540,9 @@ static ms_result msi_settle_verdict(ms_model *m) {
     const bool copied = m->run.verdict == MSI_VERDICT_COPIED;
     ms_result result = copied ? msi_wait_on_host(m, MSI_EVENT_VERDICT) : MS_RESULT_OK;
     const ms_step_state verdict = *msi_verdict(m, false);
+    if (result == MS_RESULT_OK && copied) {
+        msi_warn_of_overflows(m, &verdict);
+    }
     if (result == MS_RESULT_OK && copied && msi_is_error_halt(&verdict)) {
         result = msi_fill(m, m->run.store->step + MSI_STATE_BYTES, msi_is_direct(m), 0,
                           offsetof(ms_step_state, loss_scale));
@@ -22673,7 +22718,7 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
                                       msi_state_on_device(m, false), msi_factors_on_device(store),
                                       factors ? store->factor_count : 0),
                         "clip"));
-    if (!clips) { // there is no error to wait for
+    if (!clips && b->is_asynchronous) { // the verdict of the next step tells of too many overflows
         return result;
     }
     m->run.verdict = MSI_VERDICT_ON_DEVICE;
@@ -25240,7 +25285,7 @@ static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t positi
         return result;
     }
     m->run.program = p;
-    m->run.position = position;
+    m->run.position = m->run.begun_at = position;
     for (uint32_t t = 0; m->run.store->debug && t < m->graph.tensors.count; t++) {
         m->run.store->debug->originals[t].is_there = false;
     }
@@ -25704,12 +25749,15 @@ static ms_result msi_backward(ms_model *m) {
 static ms_result msi_end_early(ms_model *m) {
     const msi_program *p = &m->run.plan->train;
     const float count = (float)m->run.store->micro_count, done = (float)m->run.micro;
+    const bool is_whole =
+        m->run.program == p && m->run.position == p->code.backward_end && msi_owns_arena(m);
     msi_timing *timing = m->run.timing;
     m->run.timing = NULL;
     m->run.gradient_factor = m->run.loss.has_factor ? 0.0f : count / done;
     ms_result result = msi_start_at(m, p, p->code.backward_end);
     if (result == MS_RESULT_OK) {
         m->run.progress = MSI_PROGRESS_BACKWARD;
+        m->run.begun_at = is_whole ? 0 : m->run.begun_at;
         result = msi_finish_update(m);
     }
     m->run.timing = timing;
@@ -25899,7 +25947,12 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
                         "with grad_clip_norm to the next step or eval");
     }
     const double *at = &msi_state_on_device(m, false)->norm;
-    return msi_copy(m, norm, true, at, msi_is_direct(m), sizeof *norm);
+    const ms_result result = msi_copy(m, norm, true, at, msi_is_direct(m), sizeof *norm);
+    return result != MS_RESULT_OK || msi_is_finite(*norm)
+               ? result
+               : msi_fail(m, MS_RESULT_NONFINITE,
+                          "ms_gradient_norm: the norm is %g: the last step has updated nothing",
+                          *norm);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -26097,7 +26150,8 @@ static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, m
          i++) {
         const msi_range *range = &p->code.ranges.items[i];
         if (range->tensor == tensor && range->role == role && range->part == 0 &&
-            range->first < m->run.position && (range->last >= m->run.position || range->outlives)) {
+            range->first >= m->run.begun_at && range->first < m->run.position &&
+            (range->last >= m->run.position || range->outlives)) {
             memory.source = memory.target = msi_address(m, p, i);
             memory.format = (msi_format)range->format;
             memory.on_host = range->on_host;

@@ -37,7 +37,7 @@ typedef struct walk {
     uint64_t seed, round, budget[BUDGETS];
     int64_t size[MS_LIMIT_AXES], largest[MS_LIMIT_AXES];
     stage at;
-    bool codes; // state is in 8 bits, which back from F32 are not the same where -1 is the largest
+    bool codes;   // state is in 8 bits
     bool tainted; // tiles have added to gradients of a step, and no backward has followed
     t_rng rng;
     char failure[RD_TEXT], trail[TRAIL];
@@ -296,7 +296,7 @@ static void try_forbidden(walk *w) {
         if (w->at != AFTER_FORWARD) {
             REFUSED(w, k, ms_backward(m));
         }
-        if (w->at != AFTER_BACKWARD) {
+        if (w->at != AFTER_BACKWARD && w->micro == 0) {
             REFUSED(w, k, ms_update(m));
         }
         REFUSED(w, k, ms_resume(m));
@@ -353,14 +353,20 @@ static void same_loss(const walk *w, const double *loss) {
     }
 }
 
+/* What a sweep has added without a backward has no place in an update: the step is given up. */
+static void give_up_tainted(walk *w) {
+    ms_cancel(w->m[0]);
+    EXPECT(w, 0, ms_forward(w->m[0], NULL), MS_RESULT_CANCELLED);
+    w->micro = 0;
+    w->tainted = false;
+}
+
 /* The next pass begins. If a sweep was dropped, the step begins anew in both. */
 static void begin(walk *w) {
     drop_step(w);
     if (w->tainted && w->micro > 0) {
         REFUSED(w, 1, ms_forward(w->m[1], NULL));
-        ms_cancel(w->m[0]);
-        EXPECT(w, 0, ms_forward(w->m[0], NULL), MS_RESULT_CANCELLED);
-        w->micro = 0;
+        give_up_tainted(w);
     }
     w->tainted = false;
     write_given(w, false);
@@ -393,6 +399,21 @@ static void backward(walk *w) {
 
 static void update(walk *w) {
     note(w, 'U');
+    for (int k = 0; k < 2; ++k) {
+        OK(w, k, ms_update(w->m[k]));
+    }
+    note_update(w);
+}
+
+/* Ends a step after some of its micro-batches. */
+static void end_early(walk *w) {
+    note(w, 'u');
+    drop_step(w);
+    if (w->tainted) {
+        REFUSED(w, 1, ms_update(w->m[1]));
+        give_up_tainted(w);
+        return;
+    }
     for (int k = 0; k < 2; ++k) {
         OK(w, k, ms_update(w->m[k]));
     }
@@ -523,8 +544,11 @@ static void wrap(walk *w) {
     settle(w);
     drop_step(w);
     OK(w, 0, ms_wrap(w->m[0]));
-    if (!w->codes && t_chance(&w->rng, 0.3)) {
-        OK(w, 1, ms_detach(w->m[1]));
+    const ms_optimizer_desc *o = &w->m[1]->optimizer;
+    const bool rounds = w->codes && (o->state_format[0] || o->state_format[1]); // codes, to BF16
+    if (!rounds && t_chance(&w->rng, 0.3)) {
+        const bool scaled = w->micro > 0 && w->m[1]->run.plan->train.code.scales_loss;
+        EXPECT(w, 1, ms_detach(w->m[1]), scaled ? MS_RESULT_ORDER : MS_RESULT_OK);
         read_some(w, 0.3);
     }
     ms_set_budget(w->m[1], w->budget[t_below(&w->rng, BUDGETS)]);
@@ -603,6 +627,8 @@ static void move(walk *w) {
         suspend(w);
     } else if (w->at == AFTER_BACKWARD && (chance < 80 || has_begun(w))) {
         update(w);
+    } else if (w->at != AFTER_BACKWARD && w->micro > 0 && chance < 12) {
+        end_early(w);
     } else if (w->at == AFTER_FORWARD && chance < 80) {
         backward(w);
     } else if (chance < 45) {

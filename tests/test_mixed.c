@@ -555,6 +555,7 @@ static void the_scale_follows_an_automaton(void **state) {
     s.scaling.backoff = 0.5f;
     s.scaling.least = 1.0f;
     s.scaling.growth_steps = GROWTH;
+    s.scaling.most_skipped = UINT32_MAX;
     for (int i = 0; i < OUTCOMES; ++i) {
         /* Overflows are the likelier the larger the scale is. */
         const bool overflow =
@@ -583,6 +584,88 @@ static void the_scale_follows_an_automaton(void **state) {
         }
     }
     assert_true(a.skipped > 500 && a.exponent < 25);
+}
+
+typedef struct warnings {
+    int count;
+    char text[300];
+} warnings;
+
+static void count_warnings(ms_log_level level, const char *tag, const char *text, void *user) {
+    warnings *w = (warnings *)user;
+    if (level == MS_LOG_WARNING && strcmp(tag, "overflow") == 0) {
+        w->count += 1;
+        (void)snprintf(w->text, sizeof w->text, "%s", text);
+    }
+}
+
+/* Gradients that are infinite at any scale: a warning when the scale is at its least, once, and an
+   error after so many steps, at each step until one is finite; that one goes on as if the others
+   had not been. */
+static void overflows_do_not_go_on_for_ever(void **state) {
+    (void)state;
+    for (int how = 0; how < 8; ++how) {
+        const uint32_t most = how & 1 ? 9 : 3, until_least = 6; // halvings from 64 to 1
+        ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+        ms_config config = mixed_config(MS_DTYPE_F16);
+        warnings heard = {0, ""};
+        ms_memory_report report;
+        stack s[2];
+        float values[2][COLS];
+        config.loss_scaling.initial = 64.0f;
+        config.loss_scaling.most_skipped = most;
+        config.accumulation_steps = how & 4 ? 2 : 1;
+        adamw.grad_clip_norm = how & 2 ? 0.5f : 0.0f;
+        for (int i = 0; i < 2; ++i) {
+            config.log = i == 0 ? count_warnings : NULL;
+            config.log_user = &heard;
+            stack_create(&s[i], &config, &adamw, 3, false);
+            stack_write(&s[i], 11);
+            t_ok(s[i].m, ms_wrap(s[i].m));
+        }
+        ms_model *m = s[0].m;
+        s[0].overflow_at = 1;
+        for (uint32_t step = 0; step < most + 3; ++step) {
+            ms_result result = MS_RESULT_OK;
+            for (uint32_t k = 0; k < (how & 4 ? 2u : 1u); ++k) {
+                t_ok(m, result);
+                result = ms_step(m, NULL);
+            }
+            if (step < most) {
+                t_ok(m, result);
+            } else {
+                t_error(m, result, MS_RESULT_NONFINITE);
+                t_text_has(ms_last_error(m), "\"w\"");
+                t_text_has(ms_last_error(m), "ms_find_nonfinite");
+            }
+            t_report(m, &report);
+            assert_int_equal(report.step_count, step < most ? step + 1 : most);
+            assert_int_equal(report.skipped_steps, step < most ? step + 1 : most);
+            assert_int_equal(heard.count, most > until_least && step + 1 >= until_least);
+            if (how & 2) {
+                double norm;
+                t_error(m, ms_gradient_norm(m, &norm),
+                        step < most ? MS_RESULT_NONFINITE : MS_RESULT_ORDER);
+            }
+        }
+        if (heard.count > 0) {
+            t_text_has(heard.text, "6 steps in a row");
+            t_text_has(heard.text, "\"w\"");
+        }
+        s[0].overflow_at = -1;
+        for (int k = 0; k < (how & 4 ? 2 : 1); ++k) {
+            t_ok(m, ms_step(m, NULL));
+            t_ok(s[1].m, ms_step(s[1].m, NULL));
+        }
+        for (int w = 0; w < 3; ++w) {
+            for (int i = 0; i < 2; ++i) {
+                t_ok(s[i].m, ms_read(s[i].m, s[i].w[w], values[i]));
+            }
+            assert_memory_equal(values[0], values[1], sizeof values[0]);
+        }
+        ms_destroy(s[0].m);
+        ms_destroy(s[1].m);
+    }
 }
 
 /* A step of either of two models; of the second one it overflows first, so many times. */
@@ -1031,6 +1114,7 @@ int main(void) {
         cmocka_unit_test(trainers_see_f32),
         cmocka_unit_test(frozen_params_keep_f32_with_masters),
         cmocka_unit_test(the_scale_follows_an_automaton),
+        cmocka_unit_test(overflows_do_not_go_on_for_ever),
         cmocka_unit_test(overflows_at_every_layer_skip_a_step),
         cmocka_unit_test(skipped_steps_leave_no_trace),
         cmocka_unit_test(a_scaled_step_may_end_early),
