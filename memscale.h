@@ -1562,12 +1562,13 @@ MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
    forced on, whose home it then is; it is not in the arena, is never filled or moved (what was
    written before is lost; debug mode poisons it too, and puts it back), and must be valid as long
    as the model. The trainer may change the values between steps; ms_read and ms_write work on them.
-   Along axes there must be room for their largest sizes. A borrowed gradient is not zeroed either:
-   every step adds to what it holds, even a step that fails, and its param is not updated early.
-   After ms_wrap, what is borrowed already can be given another address, which ends a step between
-   ms_forward and ms_backward; steps that still run use the old one. Errors, which stick until the
-   first ms_wrap succeeds: INVALID, ORDER (not borrowed when wrapped; in a callback; between
-   ms_backward and ms_update). */
+   Along axes there must be room for their largest sizes. What is lent for two values must not
+   overlap, unless training changes neither: weights that are tied are one param. A borrowed gradient
+   is not zeroed either: every step adds to what it holds, even a step that fails, and its param is
+   not updated early. After ms_wrap, what is borrowed already can be given another address, which
+   ends a step between ms_forward and ms_backward; steps that still run use the old one. Errors,
+   which stick until the first ms_wrap succeeds: INVALID, ORDER (not borrowed when wrapped; in a
+   callback; between ms_backward and ms_update). ms_wrap finds memory that overlaps. */
 MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory);
 
 /* Adds a layer after those registered so far; desc is copied. What it reads must be an input, a
@@ -1635,8 +1636,8 @@ MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param);
    state is dropped, and starts from zero if the param is trained again; borrowed state is not
    touched, and keeps its count of updates. With force_optimize, the budget does not matter. Between
    micro-batches of a step, ms_wrap and ms_detach keep the gradients that have been summed, or return
-   ORDER where that is impossible, as with another micro_count: ms_update ends such a step. Budget 0: a share of free memory;
-   micro_count 0: 1. Errors: INVALID (of ms_set_frozen: not a param); sticks. */
+   ORDER where that is impossible, as with another micro_count: ms_update ends such a step. Budget 0:
+   a share of free memory; micro_count 0: 1. Errors: INVALID (of ms_set_frozen: not a param); sticks. */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
 MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
@@ -3659,6 +3660,23 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
      (uint64_t)(needed) <= (list).capacity)
 #define MSI_LIST_FREE(type, allocator, list)                                                       \
     msi_release(allocator, (list).items, (uint64_t)(list).capacity * sizeof(type))
+
+/* Stable merge sort of indices by rising key. */
+static void msi_sort_indices(uint32_t *index, uint32_t *scratch, uint32_t count,
+                             const uint64_t *key) {
+    for (uint64_t width = 1; width < count; width *= 2) {
+        for (uint64_t begin = 0; begin < count; begin += 2 * width) {
+            uint64_t middle = begin + width < count ? begin + width : count;
+            uint64_t end = begin + 2 * width < count ? begin + 2 * width : count;
+            uint64_t a = begin, b = middle;
+            for (uint64_t i = begin; i < end; i++) {
+                bool from_a = b == end || (a < middle && key[index[a]] <= key[index[b]]);
+                scratch[i] = from_a ? index[a++] : index[b++];
+            }
+        }
+        memcpy(index, scratch, count * sizeof *index);
+    }
+}
 
 // ------------------------------------------------------------------------------------------------
 // >>structs  graph, program, plan, model
@@ -9995,6 +10013,158 @@ static ms_result msi_check_on_host(ms_model *m) {
     return MS_RESULT_OK;
 }
 
+/* Memory of the trainer, for a value or for the arena (tensor is MSI_NONE). */
+typedef struct msi_loan {
+    uint32_t tensor;
+    msi_role role;
+    uint64_t begin, end;
+    bool on_host; // other addresses, where the device is not the host
+    bool changes; // in training, other than by the trainer
+} msi_loan;
+
+/* The loans of a model, and their order by address. */
+typedef struct msi_loans {
+    MSI_LIST(msi_loan) list;
+    MSI_LIST(uint64_t) begin;
+    MSI_LIST(uint32_t) order;
+    uint8_t *is_state; // per tensor: a layer changes it
+} msi_loans;
+
+static msi_loan msi_loan_of(const ms_model *m, uint32_t t, msi_role role, const void *memory) {
+    const msi_tensor *tensor = &m->graph.tensors.items[t];
+    msi_loan loan;
+    loan.tensor = t;
+    loan.role = role;
+    loan.begin = (uint64_t)(uintptr_t)memory;
+    loan.end = loan.begin + tensor->largest_bytes;
+    loan.on_host = tensor->on_host;
+    loan.changes = tensor->kind == MSI_KIND_PARAM && !tensor->frozen;
+    return loan;
+}
+
+static msi_loan msi_loan_of_arena(const ms_model *m) {
+    msi_loan loan;
+    memset(&loan, 0, sizeof loan);
+    loan.tensor = MSI_NONE;
+    loan.begin = (uint64_t)(uintptr_t)m->config.memory;
+    loan.end = loan.begin + m->config.memory_bytes;
+    loan.changes = true;
+    return loan;
+}
+
+/* Marks the tensors that layers change. */
+static void msi_mark_state(const msi_graph *g, uint8_t *is_state) {
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        for (MSI_EACH(state, g, &g->layers.items[i], MSI_GROUP_STATE)) {
+            is_state[state.tensor] = 1;
+        }
+    }
+}
+
+static bool msi_add_loan(const ms_model *m, msi_loans *l, msi_loan loan) {
+    const ms_allocator *a = &m->config.allocator;
+    const uint32_t count = l->list.count;
+    if (!MSI_RESERVE(msi_loan, a, l->list, count + 1ull) ||
+        !MSI_RESERVE(uint64_t, a, l->begin, count + 1ull) ||
+        !MSI_RESERVE(uint32_t, a, l->order, 2 * (count + 1ull))) {
+        return false;
+    }
+    l->list.items[count] = loan;
+    l->begin.items[count] = loan.begin;
+    l->list.count++;
+    return true;
+}
+
+static bool msi_list_loans(const ms_model *m, msi_loans *l) {
+    const msi_graph *g = &m->graph;
+    bool fits = !m->config.memory || msi_add_loan(m, l, msi_loan_of_arena(m));
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        for (int role = 0; role < MSI_ROLE_RESIDENT_COUNT && fits; role++) {
+            msi_loan loan = msi_loan_of(m, t, (msi_role)role, tensor->memory[role]);
+            loan.changes |= l->is_state[t] != 0;
+            if (msi_is_borrowed(tensor, (msi_role)role) &&
+                (role == MSI_ROLE_VALUE || loan.changes)) {
+                fits = msi_add_loan(m, l, loan);
+            }
+        }
+    }
+    return fits;
+}
+
+static ms_result msi_refuse_overlap(ms_model *m, const msi_loan *a, const msi_loan *b) {
+    const msi_loan *const loans[] = {a, b};
+    const bool both_params = a->tensor != MSI_NONE && b->tensor != MSI_NONE &&
+                             a->role == MSI_ROLE_VALUE && b->role == MSI_ROLE_VALUE;
+    char names[2][160];
+    for (int k = 0; k < 2; k++) {
+        const uint32_t t = loans[k]->tensor;
+        if (t == MSI_NONE) {
+            msi_write_text(names[k], sizeof names[k], "the arena (ms_config.memory)");
+        } else {
+            msi_write_text(names[k], sizeof names[k], "the %s \"%.100s\"",
+                           msi_role_name(loans[k]->role), msi_tensor_name(&m->graph, t));
+        }
+    }
+    const uint64_t shared = msi_smaller(a->end, b->end) - msi_larger(a->begin, b->begin);
+    return msi_fail(
+        m, MS_RESULT_INVALID,
+        "the memory that is lent for %s and for %s overlaps by %llu bytes, and training "
+        "changes it: lend separate memory%s",
+        names[0], names[1], (unsigned long long)shared,
+        both_params ? "; weights that are tied are one param, whose handle all their "
+                      "layers are given"
+                    : "");
+}
+
+/* Compares each loan with the one before it that reaches farthest: of all, if the loan changes, else
+   of those that change. */
+static ms_result msi_find_overlap(ms_model *m, const msi_loans *l, bool on_host) {
+    const msi_loan *farthest[2] = {NULL, NULL}; // of all, and of those that change
+    for (uint32_t i = 0; i < l->list.count; i++) {
+        const msi_loan *loan = &l->list.items[l->order.items[i]];
+        const msi_loan *before = farthest[!loan->changes];
+        if (!m->config.backend.device_is_host && loan->on_host != on_host) {
+            continue;
+        }
+        if (before && before->end > loan->begin) {
+            return msi_refuse_overlap(m, before, loan);
+        }
+        for (int of = 0; of <= (int)loan->changes; of++) {
+            farthest[of] = farthest[of] && farthest[of]->end > loan->end ? farthest[of] : loan;
+        }
+    }
+    return MS_RESULT_OK;
+}
+
+/* Memory that is lent for two values must not overlap, unless neither changes in training. */
+static MSI_COLD ms_result msi_check_loans(ms_model *m) {
+    const ms_allocator *a = &m->config.allocator;
+    const uint64_t bytes = m->graph.tensors.count + 1ull;
+    ms_result result = MS_RESULT_OK;
+    msi_loans l;
+    memset(&l, 0, sizeof l);
+    l.is_state = (uint8_t *)msi_alloc_zeroed(a, bytes);
+    if (l.is_state) {
+        msi_mark_state(&m->graph, l.is_state);
+    }
+    if (!l.is_state || !msi_list_loans(m, &l)) {
+        result = msi_fail_memory(m, "a list of what is borrowed", bytes);
+    } else if (l.list.count > 1) {
+        for (uint32_t i = 0; i < l.list.count; i++) {
+            l.order.items[i] = i;
+        }
+        msi_sort_indices(l.order.items, l.order.items + l.list.count, l.list.count, l.begin.items);
+        result = msi_find_overlap(m, &l, false);
+        MSI_THEN(result, msi_find_overlap(m, &l, true));
+    }
+    MSI_LIST_FREE(msi_loan, a, l.list);
+    MSI_LIST_FREE(uint64_t, a, l.begin);
+    MSI_LIST_FREE(uint32_t, a, l.order);
+    msi_release(a, l.is_state, l.is_state ? bytes : 0);
+    return result;
+}
+
 /* Why a tensor cannot be dropped although checkpointing is forced on it, or NULL. */
 static const char *msi_drop_fault(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
@@ -10211,6 +10381,7 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_analyze(g);
     ms_result result = msi_check_buffers(m);
     MSI_THEN(result, msi_check_on_host(m));
+    MSI_THEN(result, msi_check_loans(m));
     MSI_THEN(result, msi_check_loss(m));
     if (result != MS_RESULT_OK) {
         return result;
@@ -14424,23 +14595,6 @@ typedef enum msi_layout_order {
 
 static uint32_t msi_clamp(uint64_t value, uint32_t least, uint32_t most) {
     return (uint32_t)msi_smaller(msi_larger(value, least), most);
-}
-
-/* Stable merge sort of indices by rising key. */
-static void msi_sort_indices(uint32_t *index, uint32_t *scratch, uint32_t count,
-                             const uint64_t *key) {
-    for (uint64_t width = 1; width < count; width *= 2) {
-        for (uint64_t begin = 0; begin < count; begin += 2 * width) {
-            uint64_t middle = begin + width < count ? begin + width : count;
-            uint64_t end = begin + 2 * width < count ? begin + 2 * width : count;
-            uint64_t a = begin, b = middle;
-            for (uint64_t i = begin; i < end; i++) {
-                bool from_a = b == end || (a < middle && key[index[a]] <= key[index[b]]);
-                scratch[i] = from_a ? index[a++] : index[b++];
-            }
-        }
-        memcpy(index, scratch, count * sizeof *index);
-    }
 }
 
 /* Walks from both ends of the range to the root: every node that lies within the range is a child
@@ -26191,6 +26345,39 @@ static MSI_COLD ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role)
                   : MS_RESULT_OK;
 }
 
+static bool msi_is_state(const msi_graph *g, uint32_t t) {
+    bool is = false;
+    for (uint32_t i = 0; i < g->layers.count && t != MSI_NONE && !is; i++) {
+        for (MSI_EACH(state, g, &g->layers.items[i], MSI_GROUP_STATE)) {
+            is |= state.tensor == t;
+        }
+    }
+    return is;
+}
+
+/* Compares memory that is lent after ms_wrap with what is lent already, as msi_check_loans does with
+   all of it. */
+static ms_result msi_check_new_loan(ms_model *m, const msi_loan *loan) {
+    const msi_store *store = m->run.store;
+    const bool same_addresses = m->config.backend.device_is_host;
+    for (uint32_t i = 0; i <= store->residents.count; i++) {
+        const bool is_arena = i == store->residents.count;
+        const msi_resident *r = is_arena ? NULL : &store->residents.items[i];
+        if (r && (!r->borrowed || (r->tensor == loan->tensor && r->role == loan->role))) {
+            continue;
+        }
+        const msi_loan other =
+            r ? msi_loan_of(m, r->tensor, r->role, r->address) : msi_loan_of_arena(m);
+        if (other.begin < loan->end && loan->begin < other.end &&
+            (same_addresses || other.on_host == loan->on_host) &&
+            (other.changes || loan->changes || msi_is_state(&m->graph, other.tensor) ||
+             msi_is_state(&m->graph, loan->tensor))) {
+            return msi_refuse_overlap(m, loan, &other);
+        }
+    }
+    return MS_RESULT_OK;
+}
+
 /* From now on a value is in the trainer's memory. */
 static void msi_borrow(ms_model *m, uint32_t t, msi_role role, void *memory) {
     msi_tensor *tensor = &m->graph.tensors.items[t];
@@ -28975,9 +29162,12 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
         return msi_refuse_loan(model, MS_RESULT_INVALID, msi_handle_name(&model->graph, tensor),
                                memory ? "is no tensor of this model" : "cannot use NULL as memory");
     }
-    const ms_result result = msi_check_loan(model, t, msi_role_of(&model->graph, tensor));
+    const msi_role role = msi_role_of(&model->graph, tensor);
+    const msi_loan loan = msi_loan_of(model, t, role, memory);
+    ms_result result = msi_check_loan(model, t, role);
+    MSI_THEN(result, model->run.plan ? msi_check_new_loan(model, &loan) : MS_RESULT_OK);
     if (result == MS_RESULT_OK) {
-        msi_borrow(model, t, msi_role_of(&model->graph, tensor), memory);
+        msi_borrow(model, t, role, memory);
     }
     return result;
 }

@@ -1343,7 +1343,7 @@ static void a_failing_eval_keeps_micro_batches(void **state) {
 }
 
 /* Micro-batches of another number are not counted: their sums are weighted otherwise. */
-static void another_micro_count_begins_anew(void **state) {
+static void another_micro_count_waits_for_the_step(void **state) {
     (void)state;
     tiny t;
     ms_config config = t_config();
@@ -1353,12 +1353,18 @@ static void another_micro_count_begins_anew(void **state) {
     t_ok(t.model, ms_wrap(t.model)); // of the same number: one is done
     t_ok(t.model, ms_step(t.model, NULL));
     ms_set_accumulation(t.model, 3);
-    t_ok(t.model, ms_wrap(t.model));
-    for (int micro = 0; micro < 3; ++micro) {
+    t_error(t.model, ms_wrap(t.model), MS_RESULT_ORDER);
+    for (int micro = 2; micro < 4; ++micro) {
         assert_int_equal(steps_done(t.model), 0);
         t_ok(t.model, ms_step(t.model, NULL));
     }
     assert_int_equal(steps_done(t.model), 1);
+    t_ok(t.model, ms_wrap(t.model));
+    for (int micro = 0; micro < 3; ++micro) {
+        assert_int_equal(steps_done(t.model), 1);
+        t_ok(t.model, ms_step(t.model, NULL));
+    }
+    assert_int_equal(steps_done(t.model), 2);
     ms_destroy(t.model);
 }
 
@@ -1576,7 +1582,7 @@ int main(void) {
         cmocka_unit_test(the_error_that_is_logged_stays),
         cmocka_unit_test(wrap_returns_what_was_refused),
         cmocka_unit_test(a_failing_eval_keeps_micro_batches),
-        cmocka_unit_test(another_micro_count_begins_anew),
+        cmocka_unit_test(another_micro_count_waits_for_the_step),
         cmocka_unit_test(what_was_never_written_is_no_zero),
         cmocka_unit_test(a_reshape_forgets_inputs),
         cmocka_unit_test(another_models_handles_are_refused),

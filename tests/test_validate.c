@@ -2778,6 +2778,100 @@ static void null_models(void **state) {
     assert_int_equal(ms_matrix_of(NULL).rows, 0);
 }
 
+// ------------------------------------------------------------------------------------------------
+// memory that is lent twice
+
+enum { LENT = 7, LENT_BYTES = T_NET_ROWS * T_NET_COLS * 4, LENT_ROOM = 24 * 64 };
+
+/* A value that the trainer lends memory for, at an offset in one block. */
+typedef struct lent_value {
+    ms_tensor handle;
+    const char *text; // in an error
+    size_t bytes, offset;
+    bool changes, is_lent;
+} lent_value;
+
+static void lend_some(t_net *n, lent_value *v, bool frozen) {
+    const size_t param = T_NET_COLS * sizeof(float);
+    t_net_begin(n);
+    t_net_create(n);
+    ms_optimizer_desc sgd = t_optimizer(MS_OPTIMIZER_SGD, 0.01f);
+    sgd.momentum = 0.9f;
+    ms_set_optimizer(n->m, &sgd);
+    const ms_tensor p = t_net_param(n, "p"), q = t_net_param(n, "q");
+    const ms_tensor other = ms_input(n->m, "other", MS_DTYPE_F32, t_net_shape(n));
+    const ms_tensor table = ms_buffer(n->m, "table", MS_DTYPE_F32, t_net_shape(n));
+    ms_set_frozen(n->m, q, frozen);
+    ms_tensor y = t_net_scale(n, "first", n->x, 0.0f, p);
+    y = t_net_sum(n, t_net_scale(n, "second", y, 0.0f, q), other);
+    t_net_loss(n, t_net_sum(n, y, table), 0.0f);
+    const lent_value all[LENT] = {
+        {n->x, "value of \"x\"", LENT_BYTES, 0, false, false},
+        {other, "value of \"other\"", LENT_BYTES, 0, false, false},
+        {table, "value of \"table\"", LENT_BYTES, 0, false, false},
+        {p, "value of \"p\"", param, 0, true, false},
+        {q, "value of \"q\"", param, 0, !frozen, false},
+        {ms_gradient(n->m, p), "gradient of \"p\"", param, 0, true, false},
+        {ms_optimizer_state(n->m, p, 0), "optimizer state of \"p\"", param, 0, true, false}};
+    memcpy(v, all, sizeof all);
+}
+
+static bool is_overlap(const lent_value *a, const lent_value *b) {
+    return a != b && a->is_lent && b->is_lent && (a->changes || b->changes) &&
+           a->offset < b->offset + b->bytes && b->offset < a->offset + a->bytes;
+}
+
+/* OK, or an error that names two values that overlap. */
+static void expect_overlaps(const t_net *n, const lent_value *v, ms_result result) {
+    bool overlaps = false, named = false;
+    for (int i = 0; i < LENT; ++i) {
+        for (int k = 0; k < i; ++k) {
+            overlaps |= is_overlap(&v[i], &v[k]);
+            named |= is_overlap(&v[i], &v[k]) && strstr(ms_last_error(n->m), v[i].text) &&
+                     strstr(ms_last_error(n->m), v[k].text);
+        }
+    }
+    assert_int_equal(result, overlaps ? MS_RESULT_INVALID : MS_RESULT_OK);
+    assert_int_equal(overlaps, named);
+}
+
+/* Memory is lent at random: two values overlap only if training changes neither, when they are wrapped
+   and when one is lent other memory after that. */
+static void what_is_lent_twice_is_refused(void **state) {
+    (void)state;
+    t_rng rng = t_seed(41);
+    uint8_t *block = (uint8_t *)t_lend(LENT_ROOM + LENT_BYTES);
+    int refused = 0, rounds = (int)t_sweep(400, 5000);
+    for (int round = 0; round < rounds; ++round) {
+        lent_value v[LENT];
+        t_net n;
+        lend_some(&n, v, t_chance(&rng, 0.5));
+        for (int i = 0; i < LENT; ++i) {
+            v[i].is_lent = t_chance(&rng, 0.6);
+            v[i].offset = 64 * t_below(&rng, LENT_ROOM / 64);
+            if (v[i].is_lent) {
+                t_ok(n.m, ms_borrow(n.m, v[i].handle, block + v[i].offset));
+            }
+        }
+        ms_result result = ms_wrap(n.m);
+        expect_overlaps(&n, v, result);
+        refused += result != MS_RESULT_OK;
+        for (int again = 0; again < 20 && result == MS_RESULT_OK; ++again) {
+            const lent_value before = v[again % LENT];
+            lent_value *moved = &v[again % LENT];
+            if (moved->is_lent) {
+                moved->offset = 64 * t_below(&rng, LENT_ROOM / 64);
+                const ms_result answer = ms_borrow(n.m, moved->handle, block + moved->offset);
+                expect_overlaps(&n, v, answer);
+                *moved = answer == MS_RESULT_OK ? *moved : before;
+            }
+        }
+        t_net_end(&n);
+    }
+    assert_true(refused > rounds / 10 && refused < rounds - rounds / 10);
+    t_take_back(block);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(shapes_that_grow_alike_do_so_along_every_axis),
@@ -2805,6 +2899,7 @@ int main(void) {
         cmocka_unit_test(failed_models),
         cmocka_unit_test(null_arguments),
         cmocka_unit_test(null_models),
+        cmocka_unit_test(what_is_lent_twice_is_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
