@@ -2,6 +2,7 @@
 
     Include it first: it asks for POSIX, whose clock does not jump. A table is printed for people, or
     with --tsv for programs: a header line, then a line per row, tab-separated, plain numbers.
+    bench_markdown_begin makes one for the pages of bench/results.
 */
 #ifndef MEMSCALE_BENCH_H
 #define MEMSCALE_BENCH_H
@@ -97,11 +98,14 @@ BENCH_API void bench_options(int argc, char **argv, const char *purpose,
 typedef struct bench_table {
     bool tsv;
     int columns, column; // column: the next to be printed
+    bool markdown;
 } bench_table;
 
 BENCH_API void bench_cell(bench_table *table, const char *text) {
     if (table->tsv) {
         printf("%s%s", table->column > 0 ? "\t" : "", text);
+    } else if (table->markdown) {
+        printf(table->column > 0 ? " %s |" : "| %s |", text);
     } else {
         printf(table->column > 0 ? "%15s" : "%-20s", text);
     }
@@ -113,18 +117,33 @@ BENCH_API void bench_cell(bench_table *table, const char *text) {
 }
 
 /* names are separated by spaces; a row has as many cells. */
-BENCH_API bench_table bench_table_begin(bool tsv, const char *names) {
-    bench_table table = {tsv, 1, 0};
+BENCH_API void bench_table_head(bench_table *table, const char *names) {
+    table->columns = 1;
     for (const char *c = names; *c; c++) {
-        table.columns += *c == ' ';
+        table->columns += *c == ' ';
     }
     char name[64];
-    for (int i = 0; i < table.columns; i++) {
+    for (int i = 0; i < table->columns; i++) {
         size_t length = strcspn(names, " ");
         snprintf(name, sizeof name, "%.*s", (int)length, names);
-        bench_cell(&table, name);
+        bench_cell(table, name);
         names += length + 1;
     }
+    for (int i = 0; table->markdown && i < table->columns; i++) {
+        printf(i + 1 < table->columns ? "|---" : "|---|\n");
+    }
+}
+
+BENCH_API bench_table bench_table_begin(bool tsv, const char *names) {
+    bench_table table = {tsv, 0, 0, false};
+    bench_table_head(&table, names);
+    return table;
+}
+
+/* A table of a page in Markdown. */
+BENCH_API bench_table bench_markdown_begin(const char *names) {
+    bench_table table = {false, 0, 0, true};
+    bench_table_head(&table, names);
     return table;
 }
 

@@ -1,7 +1,9 @@
-// Training on a GPU. The published workloads, plain and checkpointed: predicted and measured memory,
-// time of a step by the GPU's events and by the clock, time of the host to enqueue one, arithmetic,
-// and losses that must be equal bit for bit. Then the executor's own time, with callbacks that do
-// nothing, and the library's kernels against a copy of as many bytes.
+// Training on a GPU, in parts that --part chooses among. workloads: the published ones, plain and
+// checkpointed: predicted and measured memory, time of a step by the GPU's events and by the clock, time
+// of the host to enqueue one, arithmetic, and losses that must be equal bit for bit. steps: GPT-2 with
+// 1,024 tokens in BF16 and TF32, in parts of the memory. slices: a step in slices of milliseconds. The
+// other parts are copies, matrix products by shape, the library's kernels against a copy of as many
+// bytes, and the executor's own time, with callbacks that do nothing.
 //
 // Arithmetic of a step: 6 N + 12 L C T per token, N params, L layers of C channels, T tokens in a
 // sequence (Chowdhery et al., "PaLM", 2022, appendix B). Recomputation does not count.
@@ -25,13 +27,10 @@ int main(void) {
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
 
-enum { REPEATS_MAX = 32, STEPS_MAX = 256, WARMUP_MAX = 64, KERNEL_RUNS = 21 };
+#include "gpu_device.h"
+#include "gpu_steps.h"
 
-typedef struct settings {
-    bool tsv, tiny, no_graph, no_kernels, no_models;
-    const char *only, *commit;
-    int64_t steps, warmup, repeats, elements;
-} settings;
+enum { REPEATS_MAX = 32, WARMUP_MAX = 64 };
 
 typedef enum plan_kind { PLAN_PLAIN, PLAN_HALF, PLAN_SMALLEST } plan_kind;
 
@@ -66,23 +65,6 @@ typedef struct outcome {
     double losses[WARMUP_MAX + 2]; // the first step, those to warm up, the last
     int loss_count, sample_count, wall_count;
 } outcome;
-
-static void check_cuda(cudaError_t error) {
-    if (error != cudaSuccess) {
-        bench_stop(cudaGetErrorString(error));
-    }
-}
-
-static uint64_t device_free_bytes(void) {
-    size_t free_bytes = 0, total_bytes = 0;
-    check_cuda(cudaMemGetInfo(&free_bytes, &total_bytes));
-    return free_bytes;
-}
-
-static uint64_t taken_since(uint64_t before) {
-    const uint64_t now = device_free_bytes();
-    return now < before ? before - now : 0;
-}
 
 // ---- models -------------------------------------------------------------------------------------
 
@@ -201,22 +183,6 @@ static double step_flops(const bench_workload *work, const nn_transformer_config
     return tokens * (6.0 * (double)params + attention);
 }
 
-static void optional_value(bench_table *table, bool known, double value, int digits) {
-    if (known) {
-        bench_value(table, value, digits);
-    } else {
-        bench_cell(table, "-");
-    }
-}
-
-static void optional_bytes(bench_table *table, bool known, uint64_t bytes) {
-    if (known) {
-        bench_bytes(table, bytes);
-    } else {
-        bench_cell(table, "-");
-    }
-}
-
 /* instruction_us: time of the executor alone for an instruction. */
 static void print_outcome(bench_table *table, outcome *o, const bench_workload *work,
                           const nn_transformer_config *shape, double instruction_us) {
@@ -249,7 +215,8 @@ static void print_outcome(bench_table *table, outcome *o, const bench_workload *
     optional_value(table, o->fits, bench_median(o->enqueue_us, n), 1);
     if (all) {
         bench_count(table, o->report.instruction_count);
-        optional_value(table, timed, 100.0 * executor_us * per_ms * o->report.instruction_count, 3);
+        optional_value(table, timed && instruction_us > 0.0,
+                       100.0 * executor_us * per_ms * o->report.instruction_count, 3);
         optional_value(table, o->fits, o->report.recompute_share, 4);
     }
     optional_value(table, timed, 1e-9 * per_ms * step_flops(work, shape, o->report.param_count), 2);
@@ -284,12 +251,10 @@ static bool is_wanted(const variant *v, const bench_workload *work, const settin
     return (v->tf32 || fp32_too) && !(v->graph && s->no_graph);
 }
 
-static bool run_workload(bench_table *table, const bench_workload *work, const settings *s,
-                         double instruction_us) {
+static void run_workload(bench_table *table, const bench_workload *work, settings *s) {
     static outcome outcomes[VARIANTS];
     nn_transformer_config shape;
     int count = 0;
-    bool good = true;
     if (!bench_shape(work->preset, &shape)) {
         bench_stop("a workload names no preset");
     }
@@ -307,10 +272,9 @@ static bool run_workload(bench_table *table, const bench_workload *work, const s
         }
     }
     for (int k = 0; k < count; k++) {
-        good = judge(outcomes, k, work) && good;
-        print_outcome(table, &outcomes[k], work, &shape, instruction_us);
+        s->good = judge(outcomes, k, work) && s->good;
+        print_outcome(table, &outcomes[k], work, &shape, s->instruction_us);
     }
-    return good;
 }
 
 /* A step of two tiny models: the driver loads kernels when they are first used, and that memory
@@ -338,220 +302,23 @@ static void load_kernels(void) {
     }
 }
 
-static bool run_models(const settings *s, double instruction_us) {
+static void run_workloads(settings *s) {
     load_kernels();
-    bench_table table = bench_table_begin(
-        s->tsv, s->tsv ? "framework model plan arithmetic launch batch sequence params "
-                         "predicted_bytes peak_bytes wrap_bytes taken_bytes ms ms_min ms_max "
-                         "wall_ms enqueue_us instructions executor_percent recompute_share tflops "
-                         "loss_first loss_last same_bits"
-                       : "model plan arithmetic launch predicted arena wrap_takes step_takes ms "
-                         "wall_ms enqueue_us TFLOP/s loss same_bits");
+    bench_table table = begin_table(
+        s, s->tsv ? "framework model plan arithmetic launch batch sequence params "
+                    "predicted_bytes peak_bytes wrap_bytes taken_bytes ms ms_min ms_max "
+                    "wall_ms enqueue_us instructions executor_percent recompute_share "
+                    "tflops loss_first loss_last same_bits"
+                  : "model plan arithmetic launch predicted arena wrap_takes "
+                    "step_takes ms wall_ms enqueue_us TFLOP/s loss same_bits");
     const bench_workload *works = s->tiny ? tiny_workloads : bench_workloads;
     const int count = s->tiny ? 2 : (int)BENCH_WORKLOADS;
-    bool good = true;
-    int found = 0;
     for (int i = 0; i < count; i++) {
-        if (strcmp(s->only, "all") == 0 || strcmp(s->only, works[i].name) == 0) {
-            good = run_workload(&table, &works[i], s, instruction_us) && good;
-            found++;
+        if ((strcmp(s->only, "all") == 0 || strcmp(s->only, works[i].name) == 0) &&
+            has_time(s, works[i].name)) {
+            run_workload(&table, &works[i], s);
         }
     }
-    if (found == 0) {
-        bench_stop("--model: no such workload");
-    }
-    return good;
-}
-
-// ---- the executor -------------------------------------------------------------------------------
-
-static int zero_loss(const ms_call *call) {
-    return (int)cudaMemsetAsync(call->out[0].data, 0, sizeof(float), (cudaStream_t)call->stream);
-}
-
-/* Prints the table; returns microseconds per instruction in the longest chain. */
-static double run_executor(const settings *s) {
-    bench_table table = bench_table_begin(s->tsv, "what layers value unit");
-    const int64_t longest = s->tiny ? 100 : 1000, forwards = s->tiny ? 1000 : 200000;
-    ms_config config;
-    double median = 0.0;
-    memset(&config, 0, sizeof config);
-    config.backend = ms_backend_cuda(0);
-    for (int64_t layers = longest / 10; layers <= longest; layers *= 10) {
-        double values[5];
-        for (int k = 0; k < 5; k++) {
-            values[k] = bench_instruction(&config, layers, forwards, zero_loss);
-        }
-        median = bench_median(values, 5);
-        bench_cell(&table, "instruction");
-        bench_count(&table, (uint64_t)layers);
-        bench_value(&table, median, 3);
-        bench_cell(&table, "us");
-    }
-    return median;
-}
-
-// ---- kernels ------------------------------------------------------------------------------------
-
-/* The backend by itself, and memory for its kernels: `pool` has 7 * count floats. */
-typedef struct kernels {
-    ms_backend backend;
-    void *state, *workspace;
-    cudaStream_t stream;
-    float *pool;
-    uint64_t count;
-    struct {
-        ms_step_state step;
-        ms_update_factors factors;
-        double sum;
-        uint32_t nonfinite;
-    } * device; // in device memory
-} kernels;
-
-static int run_update(const kernels *k, ms_state_format format) {
-    ms_update_args args;
-    memset(&args, 0, sizeof args);
-    args.kind = MS_OPTIMIZER_ADAMW;
-    args.count = k->count;
-    args.value = k->pool;
-    args.gradient = k->pool + k->count;
-    args.state[0] = k->pool + 2 * k->count;
-    args.state[1] = k->pool + 3 * k->count;
-    args.state_format[0] = args.state_format[1] = format;
-    args.stream = k->stream;
-    args.factors = &k->device->factors;
-    args.state_of_step = &k->device->step;
-    return k->backend.update(k->state, &args);
-}
-
-static int run_adamw(const kernels *k, uint64_t bytes) {
-    (void)bytes;
-    return run_update(k, MS_STATE_FORMAT_F32);
-}
-
-static int run_adamw_bf16(const kernels *k, uint64_t bytes) {
-    (void)bytes;
-    return run_update(k, MS_STATE_FORMAT_BF16);
-}
-
-static int run_adamw_8bit(const kernels *k, uint64_t bytes) {
-    (void)bytes;
-    return run_update(k, MS_STATE_FORMAT_8BIT);
-}
-
-static int run_fill(const kernels *k, uint64_t bytes) {
-    (void)bytes;
-    return k->backend.fill_f32(k->state, k->pool, 0.01f, k->count);
-}
-
-static int run_add(const kernels *k, uint64_t bytes) {
-    (void)bytes;
-    return k->backend.add(k->state, k->pool, MS_DTYPE_F32, k->pool + k->count, MS_DTYPE_F32,
-                          k->count);
-}
-
-static int run_cast(const kernels *k, uint64_t bytes) {
-    (void)bytes;
-    return k->backend.cast(k->state, k->pool + k->count, MS_DTYPE_BF16, k->pool, MS_DTYPE_F32,
-                           k->count);
-}
-
-static int run_squares(const kernels *k, uint64_t bytes) {
-    (void)bytes;
-    return k->backend.add_squares(k->state, k->pool, MS_DTYPE_F32, k->count, &k->device->sum, 1,
-                                  &k->device->nonfinite);
-}
-
-/* Reads half of the bytes, writes the other half. */
-static int run_copy(const kernels *k, uint64_t bytes) {
-    return (int)cudaMemcpyAsync((uint8_t *)k->pool + bytes / 2, k->pool, (size_t)(bytes / 2),
-                                cudaMemcpyDeviceToDevice, k->stream);
-}
-
-/* GB/s, the median of several launches; bytes are those read and written by one. */
-static double bandwidth(const kernels *k, int (*run)(const kernels *, uint64_t), uint64_t bytes) {
-    cudaEvent_t events[KERNEL_RUNS + 1];
-    double ms[KERNEL_RUNS];
-    for (int i = 0; i <= KERNEL_RUNS; i++) {
-        check_cuda(cudaEventCreate(&events[i]));
-    }
-    check_cuda((cudaError_t)run(k, bytes));
-    check_cuda(cudaEventRecord(events[0], k->stream));
-    for (int i = 0; i < KERNEL_RUNS; i++) {
-        check_cuda((cudaError_t)run(k, bytes));
-        check_cuda(cudaEventRecord(events[i + 1], k->stream));
-    }
-    check_cuda(cudaStreamSynchronize(k->stream));
-    for (int i = 0; i < KERNEL_RUNS; i++) {
-        float time = 0.0f;
-        check_cuda(cudaEventElapsedTime(&time, events[i], events[i + 1]));
-        ms[i] = (double)time;
-    }
-    for (int i = 0; i <= KERNEL_RUNS; i++) {
-        check_cuda(cudaEventDestroy(events[i]));
-    }
-    const double median = bench_median(ms, KERNEL_RUNS);
-    return median > 0.0 ? 1e-6 * (double)bytes / median : 0.0;
-}
-
-static void open_kernels(kernels *k, uint64_t count) {
-    static const ms_allocator host = {NULL, NULL, NULL, NULL};
-    const ms_update_factors factors = {-1e-3f, 0.9999f, 0.9f,  0.999f, 0.1f,
-                                       1e-3f,  1.0f,    1e-8f, 0.0f,   0};
-    ms_open_args args;
-    ms_prepare_args prepare;
-    memset(&args, 0, sizeof args);
-    memset(&prepare, 0, sizeof prepare);
-    args.host = &host;
-    k->backend = ms_backend_cuda(0);
-    k->count = count;
-    check_cuda((cudaError_t)k->backend.open(k->backend.user, &args, &k->state));
-    check_cuda(cudaMalloc(&k->workspace, (size_t)k->backend.workspace_bytes));
-    check_cuda(cudaMalloc((void **)&k->pool, (size_t)(7 * count) * sizeof *k->pool));
-    check_cuda(cudaMalloc((void **)&k->device, sizeof *k->device));
-    prepare.workspace = k->workspace;
-    prepare.workspace_bytes = k->backend.workspace_bytes;
-    check_cuda((cudaError_t)k->backend.prepare(k->state, &prepare));
-    k->stream = (cudaStream_t)k->backend.stream(k->state);
-    check_cuda(cudaMemset(k->device, 0, sizeof *k->device));
-    check_cuda(cudaMemcpy(&k->device->factors, &factors, sizeof factors, cudaMemcpyHostToDevice));
-    check_cuda((cudaError_t)k->backend.fill_f32(k->state, k->pool, 0.01f, 7 * count));
-}
-
-static void close_kernels(kernels *k) {
-    check_cuda((cudaError_t)k->backend.synchronize(k->state));
-    k->backend.close(k->state);
-    check_cuda(cudaFree(k->device));
-    check_cuda(cudaFree(k->pool));
-    check_cuda(cudaFree(k->workspace));
-}
-
-static void run_kernels(const settings *s) {
-    static const struct {
-        const char *name;
-        int (*run)(const kernels *, uint64_t);
-        uint64_t bytes; // per element, read and written
-    } rows[] = {{"adamw", run_adamw, 28},           {"adamw_bf16", run_adamw_bf16, 20},
-                {"adamw_8bit", run_adamw_8bit, 16}, {"fill_f32", run_fill, 4},
-                {"add_f32", run_add, 12},           {"cast_f32_bf16", run_cast, 6},
-                {"sum_of_squares", run_squares, 4}};
-    kernels k;
-    memset(&k, 0, sizeof k);
-    open_kernels(&k, (uint64_t)(s->tiny ? 4096 : s->elements));
-    bench_table table =
-        bench_table_begin(s->tsv, "kernel elements bytes GB_per_s copy_GB_per_s ratio");
-    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
-        const uint64_t bytes = rows[i].bytes * k.count;
-        const double kernel = bandwidth(&k, rows[i].run, bytes);
-        const double copy = bandwidth(&k, run_copy, bytes);
-        bench_cell(&table, rows[i].name);
-        bench_count(&table, k.count);
-        bench_bytes(&table, bytes);
-        optional_value(&table, kernel > 0.0, kernel, 1);
-        optional_value(&table, copy > 0.0, copy, 1);
-        optional_value(&table, kernel > 0.0 && copy > 0.0, kernel / (copy > 0.0 ? copy : 1.0), 3);
-    }
-    close_kernels(&k);
 }
 
 // ---- main ---------------------------------------------------------------------------------------
@@ -575,6 +342,7 @@ static void print_header(const settings *s) {
     cublasHandle_t blas;
     int driver = 0, runtime = 0, version = 0;
     char commit[64], date[32];
+    const char *mark = s->markdown ? "- " : "# ";
     const time_t now = time(NULL);
     find_commit(s, commit, sizeof commit);
     strftime(date, sizeof date, "%Y-%m-%d %H:%M UTC", gmtime(&now));
@@ -586,41 +354,97 @@ static void print_header(const settings *s) {
         cublasDestroy(blas) != CUBLAS_STATUS_SUCCESS) {
         bench_stop("cuBLAS cannot be started");
     }
-    printf("# %s, commit %s, memscale.h %d.%d.%d\n", date, commit, MEMSCALE_VERSION_MAJOR,
+    printf("%s%s, commit %s, memscale.h %d.%d.%d\n", mark, date, commit, MEMSCALE_VERSION_MAJOR,
            MEMSCALE_VERSION_MINOR, MEMSCALE_VERSION_PATCH);
-    printf("# %s, compute capability %d.%d, %d multiprocessors, %.1f GiB\n", gpu.name, gpu.major,
-           gpu.minor, gpu.multiProcessorCount, (double)gpu.totalGlobalMem / 1073741824.0);
-    printf("# driver for CUDA %d.%d, runtime %d.%d, cuBLAS %d\n", driver / 1000, driver % 1000 / 10,
-           runtime / 1000, runtime % 1000 / 10, version);
-    printf("# %lld timed steps, %lld to warm up, %lld repeats; medians\n", (long long)s->steps,
-           (long long)s->warmup, (long long)s->repeats);
+    printf("%s%s, compute capability %d.%d, %d multiprocessors, %.1f GiB\n", mark, gpu.name,
+           gpu.major, gpu.minor, gpu.multiProcessorCount,
+           (double)gpu.totalGlobalMem / 1073741824.0);
+    printf("%sdriver for CUDA %d.%d, runtime %d.%d, cuBLAS %d\n", mark, driver / 1000,
+           driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10, version);
+    printf("%s%lld timed steps, %lld to warm up, %lld repeats; medians\n", mark,
+           (long long)s->steps, (long long)s->warmup, (long long)s->repeats);
 }
 
-/* False if there is no device. Otherwise this creates its context, which then does not count as
-   memory of the models. */
+static void run_nothing(settings *s) {
+    (void)s; // the header is all
+}
+
+/* In the order in which they are run. */
+static const struct {
+    const char *name;
+    void (*run)(settings *);
+} parts[] = {{"machine", run_nothing}, {"copies", run_copies},     {"executor", run_executor},
+             {"kernels", run_kernels}, {"products", run_products}, {"workloads", run_workloads},
+             {"steps", run_steps},     {"slices", run_slices}};
+enum { PARTS = sizeof parts / sizeof parts[0] };
+
+/* Whether a list such as "copies,kernels" has the name. */
+static bool is_listed(const char *list, const char *name) {
+    const size_t length = strlen(name);
+    for (; *list; list += strcspn(list, ","), list += *list == ',') {
+        if (strcspn(list, ",") == length && strncmp(list, name, length) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool is_part(const settings *s, int part) {
+    return strcmp(s->part, "all") == 0 || is_listed(s->part, parts[part].name);
+}
+
+/* Runs the parts that are asked for; returns how many there are. */
+static int run_parts(settings *s) {
+    int run = 0;
+    for (int i = 0; i < PARTS; i++) {
+        if (is_part(s, i)) {
+            if (run++ > 0) {
+                putchar('\n');
+            }
+            parts[i].run(s);
+            print_notes(s);
+            fflush(stdout);
+        }
+    }
+    return run;
+}
+
+/* Whether there is a device. If so, this creates its context, which then does not count as memory of
+   the models. */
 static bool find_device(void) {
     int count = 0;
-    return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
-           cudaSetDevice(0) == cudaSuccess && cudaFree(NULL) == cudaSuccess;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    error = error == cudaSuccess && count > 0 ? cudaSetDevice(0) : error;
+    error = error == cudaSuccess && count > 0 ? cudaFree(NULL) : error;
+    if (error != cudaSuccess || count == 0) {
+        fprintf(stderr, "there is no CUDA device here: %s\n", cudaGetErrorString(error));
+    }
+    return error == cudaSuccess && count > 0;
 }
 
 int main(int argc, char **argv) {
-    settings s;
-    memset(&s, 0, sizeof s);
-    s.only = "all";
+    static settings s;
+    s.part = s.only = "all";
     s.steps = 20;
     s.warmup = 5;
     s.repeats = 1;
     s.elements = (int64_t)1 << 26;
+    s.started = bench_seconds();
+    s.good = true;
     const bench_option options[] = {
+        {"--part", "machine, copies, executor, kernels, products, workloads, steps, slices", NULL,
+         NULL, &s.part},
+        {"--model", "one of the workloads, or gpt2-124M or gpt2-774M of the steps", NULL, NULL,
+         &s.only},
+        {"--seconds", "after which no row begins any more", NULL, &s.seconds, NULL},
         {"--tsv", "tab-separated output", &s.tsv, NULL, NULL},
-        {"--tiny", "two tiny models, which also run in the tests' emulation", &s.tiny, NULL, NULL},
+        {"--markdown", "tables for bench/results; the header only with --part machine", &s.markdown,
+         NULL, NULL},
+        {"--tiny", "tiny models and sizes, which also run in the tests' emulation", &s.tiny, NULL,
+         NULL},
         {"--no-graph", "leave out the runs by recordings (CUDA graphs)", &s.no_graph, NULL, NULL},
-        {"--no-kernels", "leave out the kernels", &s.no_kernels, NULL, NULL},
-        {"--no-models", "leave out the models", &s.no_models, NULL, NULL},
-        {"--model", "one of the workloads", NULL, NULL, &s.only},
         {"--steps", "timed steps; 256 at most", NULL, &s.steps, NULL},
-        {"--warmup", "steps before them; 64 at most", NULL, &s.warmup, NULL},
+        {"--warmup", "steps before them, in workloads; 64 at most", NULL, &s.warmup, NULL},
         {"--repeats", "rounds of all variants of a workload; 32 at most", NULL, &s.repeats, NULL},
         {"--elements", "of the arrays of the kernels", NULL, &s.elements, NULL},
         {"--commit", "for the header; default: that of git", NULL, NULL, &s.commit},
@@ -632,17 +456,16 @@ int main(int argc, char **argv) {
         return 2;
     }
     if (!find_device()) {
-        fprintf(stderr, "there is no CUDA device here\n");
-        return 1;
+        return 2;
     }
-    print_header(&s);
-    const double instruction_us = run_executor(&s);
-    if (!s.no_kernels) {
-        putchar('\n');
-        run_kernels(&s);
+    if (!s.markdown || is_part(&s, 0)) {
+        print_header(&s);
     }
-    putchar('\n');
-    return s.no_models || run_models(&s, instruction_us) ? 0 : 1;
+    if (run_parts(&s) == 0) {
+        fprintf(stderr, "--part %s: no such part; --help lists them\n", s.part);
+        return 2;
+    }
+    return s.good ? 0 : 1;
 }
 
 #endif // NN_CUDA

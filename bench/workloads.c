@@ -371,7 +371,7 @@ static void print_devices(const outcome *outcomes, int count) {
 /* One row: a size of each report, found at offset. None if all are 0. */
 static void print_bytes(const ms_memory_report *reports[], int count, const char *name,
                         size_t offset) {
-    bench_table table = {false, count + 1, 0};
+    bench_table table = {false, count + 1, 0, false};
     uint64_t bytes[BENCH_WORKLOADS], all = 0;
     for (int i = 0; i < count; i++) {
         memcpy(&bytes[i], (const char *)reports[i] + offset, sizeof bytes[i]);
@@ -399,7 +399,7 @@ static void print_peak(const char *title, const ms_memory_report *reports[], con
         {"activation peak", offsetof(ms_memory_report, activation_peak_bytes)},
         {"on the host", offsetof(ms_memory_report, host_bytes)},
     };
-    bench_table table = {false, count + 1, 0};
+    bench_table table = {false, count + 1, 0, false};
     putchar('\n');
     bench_cell(&table, title);
     for (int i = 0; i < count; i++) {
@@ -456,7 +456,7 @@ static void print_seconds(const outcome *outcomes, int count) {
     static const char *const names[PURPOSES] = {"smallest", "at the published peak", "on the H200",
                                                 "on the Orin"};
     printf("\nSeconds to plan: CONSERVATIVE, BALANCED, AGGRESSIVE; -: known without planning\n");
-    bench_table table = {false, count + 1, 0};
+    bench_table table = {false, count + 1, 0, false};
     bench_cell(&table, "");
     for (int i = 0; i < count; i++) {
         bench_cell(&table, outcomes[i].work->name);
