@@ -11,7 +11,9 @@
 #   CC, CXX, CFLAGS, LDFLAGS                        as usual; CFLAGS come last and win
 #   OPENMP= CBLAS= CJSON= PNG= SDL=                 build without what was found
 #   NVCC=/usr/local/cuda/bin/nvcc                   of make cuda, where it is not on the PATH
-#   CUDA_CODES="sm_90"                              the machine code that it makes; default: 7.5 to 9.0
+#   CUDA_CODES="sm_90"                              the machine code that it makes; default: 7.5 to 12.0, or
+#                                                   for make gpu-first and the like that of the GPU here
+#   GPU_SECONDS=600                                 of make gpu-first
 #   ONLY=emulated                                   of make test, test-broad and test-all: the groups
 #                                                   with that in the name
 #   FUZZ_SECONDS=600 FUZZ_CC=clang                  of make fuzz
@@ -118,15 +120,22 @@ sources  := $(filter-out tests/test_cuda%,$(wildcard tests/test_*.c))
 tests    := $(patsubst %.c,$(OUT)/%,$(sources))
 twins    := $(addsuffix _cpp,$(tests))
 
-.PHONY: all cuda run cross mutants test test-broad test-all test-gpu bench-gpu fuzz fuzz-corpus coverage clean format help FORCE
+.PHONY: all cuda run cross mutants test test-broad test-all test-gpu gpu-build gpu-first bench-gpu fuzz fuzz-corpus coverage clean format help FORCE
 all: $(programs)
 
 say = $(if $(V),,@echo '  $(1)' &&)
 
+# Written beside its place and then moved there, so that two makes at once do not write one file; after a
+# failure nothing is there. gcc names the files of coverage after the output.
+beside   = $(if $(filter coverage,$(config)),$@,$@.$$$$)
+depends  = -MMD -MP -MT $@ -MF $(beside).d
+to_place = $(if $(filter coverage,$(config)),,&& mv $(beside) $@ || { rm -f $(beside) $(beside).d $@; false; })
+in_place = $(if $(filter coverage,$(config)),,&& mv $(beside).d $@.d $(to_place))
+
 # The implementation is compiled once, not with each program that could hold it: what programs link is
 # memscale.o; and tests, which call private functions too, link library.o and include private.h.
 $(OUT)/memscale.o: tests/compile_implementation.c $(OUT)/flags
-	$(call say,$(CC) $@) $(compile) -MMD -MP -MF $@.d -c -o $@ $<
+	$(call say,$(CC) $@) $(compile) $(depends) -c -o $(beside) $< $(in_place)
 
 # quick: what is compiled once and runs in each test is worth -O2; programs link it too.
 once := $(if $(filter quick,$(config)),-O2)
@@ -138,35 +147,36 @@ $(private)/private.h $(private)/bodies.h: $(private)/%.h: tests/private.awk $(he
 
 $(OUT)/library.o $(OUT)/library_cpp.o: tests/library.c $(private)/bodies.h $(OUT)/flags
 $(OUT)/library.o:
-	$(call say,$(CC) $@) $(compile) $(once) $(on_library) -Wno-missing-prototypes -MMD -MP -MF $@.d -c -o $@ $<
+	$(call say,$(CC) $@) $(compile) $(once) $(on_library) -Wno-missing-prototypes $(depends) -c -o $(beside) $< $(in_place)
 $(OUT)/library_cpp.o:
-	$(call say,$(CXX) $@) $(twin) $(once) $(on_library) -MMD -MP -MF $@.d -c -o $@ $<
+	$(call say,$(CXX) $@) $(twin) $(once) $(on_library) $(depends) -c -o $(beside) $< $(in_place)
 
 on_object  := -DMEMSCALE_IMPLEMENTATION_DONE
 on_library := -I$(private) -Itests
 
 on_private := $(tests) $(OUT)/tests/fuzz_api $(patsubst %.c,$(OUT)/%,$(shell grep -l '"private.h"' bench/*.c))
-$(on_private) $(twins): on_object = $(on_library)
+# What a target needs is not for what it is made of: flags would change with the target that asks for them.
+$(on_private) $(twins): private on_object = $(on_library)
 $(on_private) $(twins): | $(private)/private.h
 $(filter-out $(on_private) %/engine,$(programs)): $(OUT)/$(if $(once),library,memscale).o
 $(on_private): $(OUT)/library.o
 $(twins): $(OUT)/library_cpp.o
-$(tests) $(twins): libs += $(CMOCKA)
-$(OUT)/examples/estimate $(OUT)/tests/test_estimate $(OUT)/tests/test_estimate_cpp: libs += $(CJSON)
+$(tests) $(twins): private libs += $(CMOCKA)
+$(OUT)/examples/estimate $(OUT)/tests/test_estimate $(OUT)/tests/test_estimate_cpp: private libs += $(CJSON)
 
 $(OUT)/%: %.c $(OUT)/flags
 	@mkdir -p $(@D)
-	$(call say,$(CC) $@) $(compile) $(on_object) -MMD -MP -MF $@.d -o $@ $< $(filter %.o,$^) $(LDFLAGS) $(libs)
+	$(call say,$(CC) $@) $(compile) $(on_object) $(depends) -o $(beside) $< $(filter %.o,$^) $(LDFLAGS) $(libs) $(in_place)
 
 $(OUT)/%_cpp: %.c $(OUT)/flags
 	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(twin) $(on_object) -MMD -MP -MF $@.d -o $@ $< -x none $(filter %.o,$^) $(LDFLAGS) $(libs)
+	$(call say,$(CXX) $@) $(twin) $(on_object) $(depends) -o $(beside) $< -x none $(filter %.o,$^) $(LDFLAGS) $(libs) $(in_place)
 
 # It has a job system of its own.
 engine = $(CXX) -std=c++11 $(filter-out -fopenmp -DMEMSCALE_CBLAS,$(common)) $(idioms) $(CFLAGS)
 $(OUT)/examples/engine: examples/engine.cpp $(OUT)/flags
 	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(engine) -MMD -MP -MF $@.d -o $@ $< $(PNG) $(SDL) $(LDFLAGS) -lm -pthread
+	$(call say,$(CXX) $@) $(engine) $(depends) -o $(beside) $< $(PNG) $(SDL) $(LDFLAGS) -lm -pthread $(in_place)
 
 # Changes when the commands do, so that a new compiler, flag or library rebuilds everything.
 $(OUT)/flags: FORCE
@@ -200,13 +210,36 @@ mutants:
 cross:
 	@ONLY='other machines' tests/run.sh quick broad full
 
-test-gpu: need-nvcc
-	@[ -n '$(CMOCKA)' ] || { echo 'make test-gpu needs cmocka (libcmocka-dev)'; exit 1; }
-	@CC='$(CC)' MAKE='$(MAKE)' CUDA_HOME='$(cuda_home)' CUDA_FLAGS='-I$(cuda_home)/include' \
-	 CUDA_LINK='$(cuda_link)' tests/gpu.sh $(cuda_tests) $(cuda_kernels)
+# What is built for the GPU that is here, or for CUDA_CODES where these are given; by as many jobs as there
+# are processors, unless -j says how many.
+jobs       = $(if $(findstring -j,$(MAKEFLAGS)),,-j$(or $(shell nproc 2>/dev/null),2))
+gpu_codes  = $(or $(if $(filter file,$(origin CUDA_CODES)),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+             sed -n 's/^\([0-9]*\)\.\([0-9]*\)$$/sm_\1\2/p' | sort -u)),$(CUDA_CODES))
+make_cuda  = $(MAKE) --no-print-directory $(jobs) CUDA_CODES='$(gpu_codes)'
 
-bench-gpu: need-nvcc $(cuda)/bench/gpu
-	@bash -o pipefail -c '$(cuda)/bench/gpu | tee $(cuda)/bench/gpu.txt'
+.PHONY: need-gpu
+need-gpu:
+	@tests/gpu.sh has-gpu
+
+test-gpu: need-nvcc need-gpu
+	@[ -n '$(CMOCKA)' ] || { echo 'make test-gpu needs cmocka (libcmocka-dev)'; exit 1; }
+	+-@$(make_cuda) -k config=quick cuda-tests
+	@CUDA_HOME='$(cuda_home)' tests/gpu.sh build/quick/cuda $(notdir $(cuda_tests) $(cuda_kernels))
+
+gpu-build: need-nvcc
+	+@$(make_cuda) $(cuda)/bench/gpu $(cuda)/examples/gpt2
+
+# Its ten minutes begin here. Without nvcc, what was built elsewhere is run.
+ifneq ($(filter gpu-first,$(MAKECMDGOALS)),)
+export GPU_STARTED := $(shell date +%s)
+endif
+gpu-first: need-gpu
+	+@$(if $(NVCC),$(make_cuda) $(cuda)/bench/gpu,:)
+	@bench/gpu_first.sh $(cuda)/bench/gpu
+
+bench-gpu: need-nvcc need-gpu
+	+@$(make_cuda) $(cuda)/bench/gpu
+	@bash -o pipefail -c '$(cuda)/bench/gpu --part executor,kernels,workloads | tee $(cuda)/bench/gpu.txt'
 	@if python3 -c 'import torch' 2> /dev/null; then \
 	   bash -o pipefail -c 'python3 bench/gpu_pytorch.py | tee $(cuda)/bench/gpu_pytorch.txt'; \
 	 else echo 'python3 has no torch here: bench/gpu_pytorch.py is left out'; fi
@@ -258,6 +291,8 @@ help:
 	@echo 'make test-all   everything that is tested: both, and what is left out there, in two hours'
 	@echo 'make cuda       gpt2, bert, cnn, lora, bench/gpu and bench/whole for NVIDIA GPUs, at build/cuda/<folder>/<name>'
 	@echo 'make test-gpu   the tests on a GPU, with compute-sanitizer where it is found'
+	@echo 'make gpu-build  what make gpu-first needs, also where there is nvcc and no GPU'
+	@echo 'make gpu-first  all that matters about a GPU in ten minutes, as a page for bench/results'
 	@echo 'make bench-gpu  the published models on a GPU, beside PyTorch where it is found'
 	@echo 'make mutants    which of the mistakes in tests/mutants the tests do not see; it takes hours'
 	@echo 'make fuzz       random sequences of calls for ten minutes, by clang'"'"'s fuzzer'

@@ -126,6 +126,9 @@ BENCH_API void bench_table_head(bench_table *table, const char *names) {
     for (int i = 0; i < table->columns; i++) {
         size_t length = strcspn(names, " ");
         snprintf(name, sizeof name, "%.*s", (int)length, names);
+        for (char *c = name; table->markdown && *c; c++) {
+            *c = *c == '_' ? ' ' : *c;
+        }
         bench_cell(table, name);
         names += length + 1;
     }

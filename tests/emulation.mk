@@ -4,16 +4,17 @@
 # ---- for the GPU ---------------------------------------------------------------------------------
 # One object has all that nvcc compiles. The programs around it are C, and have --device cuda.
 
-CUDA_CODES ?= $(filter sm_75 sm_80 sm_86 sm_87 sm_89 sm_90,$(shell $(NVCC) --list-gpu-code))
-cuda       := build/cuda
+CUDA_CODES ?= $(filter sm_75 sm_80 sm_86 sm_87 sm_89 sm_90 sm_100 sm_120,$(shell $(NVCC) --list-gpu-code))
+cuda       := $(OUT)/cuda
+cuda_part  := build/cuda# of all configurations
 # Tests whose layers are host code: tests/emulation/on_cuda.h gives them to the CUDA backend.
 with_trampolines := $(addprefix test_,api contract darknet_style debug declarations faults gemm layout \
                       llmc_style memory optimizer plan shapes steps threads validate verify)
 cuda_home   = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 cuda_libs   = $(firstword $(wildcard $(cuda_home)/lib64 $(cuda_home)/targets/*/lib $(cuda_home)/lib))
 # -Wpedantic and -Wundef are not for what nvcc makes of a source, nor for CUDA's headers.
-nvcc_codes  = $(foreach c,$(CUDA_CODES:sm_%=%),-gencode arch=compute_$c,code=sm_$c) \
-              -gencode arch=compute_90,code=compute_90
+nvcc_codes  = $(foreach c,$(CUDA_CODES:sm_%=%),-gencode arch=compute_$c,code=sm_$c)
+nvcc_ptx    = -gencode arch=compute_90,code=compute_90# for devices that none of the codes is for
 nvcc_flags  = -std=c++17 -O3 -lineinfo $(if $(werror),-Werror all-warnings) \
               $(addprefix -Xcompiler ,$(filter-out -Wpedantic -Wundef -Werror,$(WARNINGS))) -I. -Iexamples
 cuda_c      = $(compile) -DNN_CUDA -isystem $(cuda_home)/include
@@ -25,35 +26,41 @@ cuda_kernels  := $(patsubst %.c,$(cuda)/%,$(wildcard tests/test_cuda*.c))
 
 cuda: need-nvcc $(cuda_programs)
 
-.PHONY: need-nvcc
+.PHONY: need-nvcc cuda-tests
 need-nvcc:
 	@[ -n "$(NVCC)" ] || { echo 'make cuda needs nvcc, of the CUDA toolkit: not on the PATH, and NVCC= is not given'; exit 1; }
 
-$(cuda)/cuda.o: examples/cuda.cu $(cuda)/flags
-	$(call say,nvcc $@) $(NVCC) $(nvcc_flags) $(nvcc_codes) -MMD -MP -MF $@.d -c -o $@ $<
+$(cuda_part)/cuda.o: examples/cuda.cu $(cuda_part)/flags
+	$(call say,nvcc $@) $(NVCC) --threads 0 $(nvcc_flags) $(nvcc_codes) $(nvcc_ptx) $(depends) -c -o $(beside) $< $(in_place)
 
-$(cuda_tests): cuda_c += -DT_CUDA -D_XOPEN_SOURCE=700 $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
-$(cuda_tests): libs += $(CMOCKA)
-$(cuda_tests): on_object = $(on_library)
+$(cuda_tests): private cuda_c += -DT_CUDA -D_XOPEN_SOURCE=700 $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
+$(cuda_tests): private libs += $(CMOCKA)
+$(cuda_tests): private on_object = $(on_library)
 $(cuda_tests): $(OUT)/library.o | $(private)/private.h
-$(cuda_programs): $(OUT)/memscale.o
-$(cuda_programs) $(cuda_tests): $(cuda)/%: %.c $(cuda)/cuda.o $(cuda)/flags
+$(cuda_programs): $(OUT)/$(if $(once),library,memscale).o
+$(cuda_programs) $(cuda_tests): $(cuda)/%: %.c $(cuda_part)/cuda.o $(cuda)/flags.c
 	@mkdir -p $(@D)
-	$(call say,$(CC) $@) $(cuda_c) $(on_object) -MMD -MP -MF $@.d -o $@ $< $(filter %.o,$^) $(LDFLAGS) $(cuda_link) $(libs)
+	$(call say,$(CC) $@) $(cuda_c) $(on_object) $(depends) -o $(beside) $< $(filter %.o,$^) $(LDFLAGS) $(cuda_link) $(libs) $(in_place)
 
-# Tests with kernels of their own: the driver compiles them for the device that is there.
-$(cuda_kernels): $(cuda)/%: %.c $(cuda)/cuda.o $(OUT)/library.o $(cuda)/flags | $(private)/private.h
+# Tests with kernels of their own.
+$(cuda_kernels): $(cuda)/%: %.c $(cuda_part)/cuda.o $(OUT)/library.o $(cuda_part)/flags $(cuda)/flags.c | $(private)/private.h
 	@mkdir -p $(@D)
-	$(call say,nvcc $@) $(NVCC) $(nvcc_flags) -gencode arch=compute_75,code=compute_75 -DT_CUDA -DNN_CUDA $(on_library) \
-	 -MMD -MP -MF $@.d -x cu -c -o $@.o $<
-	@$(CC) $(common) -o $@ $@.o $(filter %.o,$^) $(LDFLAGS) $(cuda_link) $(libs) $(CMOCKA)
+	$(call say,nvcc $@) $(NVCC) $(nvcc_flags) $(nvcc_codes) -DT_CUDA -DNN_CUDA $(on_library) \
+	 -MMD -MP -MT $@ -MF $@.d -x cu -c -o $@.o $< && \
+	$(CC) $(common) -o $(beside) $@.o $(filter %.o,$^) $(LDFLAGS) $(cuda_link) $(libs) $(CMOCKA) $(to_place)
 
-$(cuda)/flags: FORCE | need-nvcc
+# All that make test-gpu runs.
+cuda-tests: need-nvcc $(cuda_tests) $(cuda_kernels) $(cuda)/bench/gpu
+
+$(cuda_part)/flags: FORCE | need-nvcc
 	@mkdir -p $(@D)
-	@echo '$(nvcc_flags) $(nvcc_codes) $(cuda_c) $(cuda_link) $(libs)' | cmp -s - $@ || \
-	 echo '$(nvcc_flags) $(nvcc_codes) $(cuda_c) $(cuda_link) $(libs)' > $@
+	@echo '$(nvcc_flags) $(nvcc_codes)' | cmp -s - $@ || echo '$(nvcc_flags) $(nvcc_codes)' > $@
 
--include $(wildcard $(cuda)/*.d $(cuda)/*/*.d)
+$(cuda)/flags.c: FORCE | need-nvcc
+	@mkdir -p $(@D)
+	@echo '$(cuda_c) $(cuda_link) $(libs)' | cmp -s - $@ || echo '$(cuda_c) $(cuda_link) $(libs)' > $@
+
+-include $(wildcard $(cuda_part)/*.d $(cuda)/*/*.d)
 
 # ---- for the emulation of a GPU ------------------------------------------------------------------
 # The same sources, by the C++ compiler, with tests/emulation in the place of CUDA's headers. The
@@ -76,58 +83,57 @@ emulated_own      := $(patsubst %.cpp,$(emulated)/%,$(filter-out %/test_races.cp
 # With g++, wide accesses to addresses that are not aligned to them trap.
 alignment = $(if $(findstring g++,$(CXX)),$(if $(findstring clang,$(CXX)),,-fsanitize=alignment -fsanitize-undefined-trap-on-error))
 $(emulated)/cuda.o: examples/cuda.cu $(emulated)/flags
-	$(call say,$(CXX) $@) $(emulated_cpp) $(if $(filter sanitize,$(config)),,$(alignment)) -x c++ -D__CUDACC__=1 -MMD -MP -MF $@.d -c -o $@ $<
+	$(call say,$(CXX) $@) $(emulated_cpp) $(if $(filter sanitize,$(config)),,$(alignment)) -x c++ -D__CUDACC__=1 $(depends) -c -o $(beside) $< $(in_place)
 
 $(emulated)/library.o: tests/library.c $(private)/bodies.h $(emulated)/flags
 	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_cpp) -include tests/asserts.h $(on_library) -x c++ -MMD -MP -MF $@.d -c -o $@ $<
+	$(call say,$(CXX) $@) $(emulated_cpp) -include tests/asserts.h $(on_library) -x c++ $(depends) -c -o $(beside) $< $(in_place)
 
 $(filter-out %/cuda.o %/library.o,$(emulated_parts)): $(emulated)/%.o: tests/emulation/%.cpp $(emulated)/flags
-	$(call say,$(CXX) $@) $(emulated_cpp) -MMD -MP -MF $@.d -c -o $@ $<
+	$(call say,$(CXX) $@) $(emulated_cpp) $(depends) -c -o $(beside) $< $(in_place)
 
 # An archive, so that a test can have parts of its own instead.
 $(emulated)/cuda.a: $(emulated_parts)
-	@rm -f $@
-	$(call say,ar $@) ar rcs $@ $^
+	$(call say,ar $@) ar rcs $(beside) $^ $(to_place)
 
 $(emulated_tests) $(emulated_own): | $(private)/private.h
 $(emulated_tests): $(emulated)/%: %.c $(emulated)/cuda.a
 	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_test) -MMD -MP -MF $@.d -o $@ $< -x none $(emulated)/cuda.a \
-	 $(LDFLAGS) $(CMOCKA) -lm -pthread
+	$(call say,$(CXX) $@) $(emulated_test) $(depends) -o $(beside) $< -x none $(emulated)/cuda.a \
+	 $(LDFLAGS) $(CMOCKA) -lm -pthread $(in_place)
 
 $(emulated_programs): $(emulated)/%: %.c $(emulated)/cuda.a
 	@mkdir -p $(@D)
 	$(call say,$(CC) $@) $(CC) -std=c99 $(WARNINGS_C) $(WARNINGS) -O1 -Itests/emulation -I. -Iexamples \
-	 -DNN_CUDA $(on_object) $(CFLAGS) -MMD -MP -MF $@.d -o $@ $< $(emulated)/cuda.a $(LDFLAGS) -lstdc++ -lm -pthread
+	 -DNN_CUDA $(on_object) $(CFLAGS) $(depends) -o $(beside) $< $(emulated)/cuda.a $(LDFLAGS) -lstdc++ -lm -pthread $(in_place)
 
 $(emulated_own): $(emulated)/%: %.cpp $(emulated)/cuda.a
 	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_cpp) $(on_library) -D__CUDACC__=1 -MMD -MP -MF $@.d -o $@ $< $(emulated)/cuda.a \
-	 $(LDFLAGS) $(CMOCKA) -lm -pthread
+	$(call say,$(CXX) $@) $(emulated_cpp) $(on_library) -D__CUDACC__=1 $(depends) -o $(beside) $< $(emulated)/cuda.a \
+	 $(LDFLAGS) $(CMOCKA) -lm -pthread $(in_place)
 
 # With the finder of races in kernels: these are compiled for the thread sanitizer, all else without.
 races := $(emulated)/races
 $(races)/cuda.o: examples/cuda.cu $(emulated)/flags
 	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_cpp) $(alignment) -x c++ -D__CUDACC__=1 -fsanitize=thread -MMD -MP -MF $@.d -c -o $@ $<
+	$(call say,$(CXX) $@) $(emulated_cpp) $(alignment) -x c++ -D__CUDACC__=1 -fsanitize=thread $(depends) -c -o $(beside) $< $(in_place)
 
 $(races)/test_races.o: tests/emulation/test_races.cpp $(emulated)/flags
 	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_cpp) -D__CUDACC__=1 -fsanitize=thread -MMD -MP -MF $@.d -c -o $@ $<
+	$(call say,$(CXX) $@) $(emulated_cpp) -D__CUDACC__=1 -fsanitize=thread $(depends) -c -o $(beside) $< $(in_place)
 
 $(races)/races.o: tests/emulation/races.cpp $(emulated)/flags
 	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_cpp) -MMD -MP -MF $@.d -c -o $@ $<
+	$(call say,$(CXX) $@) $(emulated_cpp) $(depends) -c -o $(beside) $< $(in_place)
 
 race_parts := $(filter-out %/cuda.o,$(emulated_parts)) $(races)/races.o
 $(races)/test_races: $(races)/test_races.o $(race_parts)
-	$(call say,$(CXX) $@) $(CXX) -o $@ $^ $(LDFLAGS) $(CMOCKA) -lm -pthread
+	$(call say,$(CXX) $@) $(CXX) -o $(beside) $^ $(LDFLAGS) $(CMOCKA) -lm -pthread $(to_place)
 
 $(patsubst %.c,$(races)/%,$(sources)): $(races)/%: %.c $(races)/cuda.o $(race_parts) | $(private)/private.h
 	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_test) -MMD -MP -MF $@.d -o $@ $< -x none $(races)/cuda.o $(race_parts) \
-	 $(LDFLAGS) $(CMOCKA) -lm -pthread
+	$(call say,$(CXX) $@) $(emulated_test) $(depends) -o $(beside) $< -x none $(races)/cuda.o $(race_parts) \
+	 $(LDFLAGS) $(CMOCKA) -lm -pthread $(in_place)
 
 $(emulated)/flags: FORCE
 	@mkdir -p $(@D)

@@ -1,46 +1,32 @@
 #!/usr/bin/env bash
-# The tests on a real GPU, for `make test-gpu`, which names the test programs and gives the C
-# compiler, its flags for the CUDA runtime and MAKE in the environment. Then compute-sanitizer on a
-# small model, where it is found. The last line has the totals; the exit status is 1 if anything
-# failed, and 2 where there is no GPU.
+# gpu.sh has-gpu: whether there is a GPU of NVIDIA's here; if not, it says so, and the exit status is 2.
+# gpu.sh FOLDER TESTS: the tests on it, for `make test-gpu`, which has built them in FOLDER/tests with the
+# benchmark beside them. Several run at a time. Then compute-sanitizer on a small model, where it is found.
+# The last line has the totals; the exit status is 1 if anything failed, and 2 where CUDA has no device.
 set -u
 cd "$(dirname "$0")/.."
-logs=build/cuda/logs
-mkdir -p $logs
-passed=0 failed=0 skipped=0
 
-# ---- the GPU -------------------------------------------------------------------------------------
-
-cat > $logs/devices.c << 'END'
-#include <cuda_runtime.h>
-#include <stdio.h>
-
-int main(void) {
-    int count = 0;
-    const cudaError_t error = cudaGetDeviceCount(&count);
-    for (int i = 0; i < count; i++) {
-        struct cudaDeviceProp device;
-        if (cudaGetDeviceProperties(&device, i) == cudaSuccess) {
-            printf("device %d: %s, compute capability %d.%d\n", i, device.name, device.major,
-                   device.minor);
-        }
-    }
-    if (count == 0) {
-        printf("%s\n", cudaGetErrorString(error));
-    }
-    return count == 0;
-}
-END
-$CC -std=c99 $CUDA_FLAGS $logs/devices.c -o $logs/devices $CUDA_LINK || exit 1
-if ! $logs/devices > $logs/devices.txt; then
-    echo "no GPU is here ($(cat $logs/devices.txt)): nothing is tested on one; make test has the emulation"
+if [ "$1" = has-gpu ]; then
+    nvidia-smi -L 2> /dev/null | grep -q '^GPU' && exit 0
+    for device in /dev/nvidia[0-9]* /dev/nvhost-gpu; do
+        [ ! -e "$device" ] || exit 0
+    done
+    echo 'there is no NVIDIA GPU here: nvidia-smi is missing or lists none, and /dev has no nvidia0.'
+    echo 'make test has the tests on an emulated one. make gpu-build CUDA_CODES=sm_90 builds for a GPU that is'
+    echo 'elsewhere: take build/cuda there, in a checkout of the same commit, for make gpu-first.'
     exit 2
 fi
-cat $logs/devices.txt
-command -v nvidia-smi > /dev/null &&
-    nvidia-smi --query-gpu=driver_version,memory.total --format=csv,noheader | sed 's/^/driver and memory: /'
 
-# ---- the tests -----------------------------------------------------------------------------------
+export folder=$1 logs=$1/logs
+shift
+rm -rf "$logs"
+mkdir -p "$logs"
+passed=0 failed=0 skipped=0
+
+if ! "$folder/bench/gpu" --part machine; then
+    echo 'nothing is tested on a GPU; make test has the emulation'
+    exit 2
+fi
 
 tally() { # LOG WORD
     awk -v word="$2" 'index($0, "[  " word) == 1 && /test\(s\)/ {
@@ -55,31 +41,47 @@ report() { # NAME LOG STATUS: a program that prints no summary of cmocka's count
     else
         [ "$f" -gt 0 ] || f=1
     fi
-    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
-    printf '  %-44s %s passed, %s failed, %s skipped\n' "$1" "$p" "$f" "$s"
-    [ "$f" -eq 0 ] || { grep -E 'rror|FAILED|Hazard|Invalid' "$2" || tail -n 20 "$2"; } | head -n 20 |
-        sed 's/^/      /'
+    echo "$p $f $s" > "${2%.log}.counts"
+    {
+        printf '  %-44s %s passed, %s failed, %s skipped' "$1" "$p" "$f" "$s"
+        [ "$3" -ne 124 ] || printf ', stopped after 600 s'
+        printf '\n'
+        [ "$f" -eq 0 ] || { grep -E 'rror|FAILED|Hazard|Invalid' "$2" || tail -n 20 "$2"; } | head -n 20 |
+            sed 's/^/      /'
+    } > "${2%.log}.text"
+    cat "${2%.log}.text"
 }
 
-for program in "$@"; do
-    log=$logs/$(basename "$program").log
-    $MAKE -s --no-print-directory "$program" > "$log" 2>&1 && timeout 600 "$program" >> "$log" 2>&1
-    report "$program" "$log" $?
-done
+run_test() { # NAME
+    local log=$logs/$1.log
+    timeout 600 "$folder/tests/$1" > "$log" 2>&1
+    report "$1" "$log" $?
+}
 
-# ---- compute-sanitizer ---------------------------------------------------------------------------
+check_small() { # TOOL: of compute-sanitizer
+    local log=$logs/$1.log
+    timeout 600 "$sanitizer" --tool "$1" --error-exitcode 9 "$folder/bench/gpu" --tiny --steps 2 --warmup 1 \
+        --part workloads > "$log" 2>&1
+    report "compute-sanitizer $1: bench/gpu --tiny" "$log" $?
+}
+
+export -f tally report run_test
+processors=$(nproc 2> /dev/null || echo 2)
+printf '%s\n' "$@" | xargs -P $((processors < 4 ? processors : 4)) -I{} bash -c 'run_test {}'
 
 sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-}/bin/compute-sanitizer")
-small="build/cuda/bench/gpu --tiny --steps 2 --warmup 1"
 if [ -x "$sanitizer" ]; then
-    for tool in memcheck racecheck; do
-        "$sanitizer" --tool $tool --error-exitcode 9 $small > $logs/$tool.log 2>&1
-        report "compute-sanitizer $tool: bench/gpu --tiny" $logs/$tool.log $?
-    done
+    check_small memcheck
+    check_small racecheck
 else
     echo '  compute-sanitizer is not here (it comes with the CUDA toolkit): left out'
-    skipped=$((skipped + 2))
+    skipped=2
 fi
 
+for name in "$@" memcheck racecheck; do
+    [ -f "$logs/$name.counts" ] || continue
+    read -r p f s < "$logs/$name.counts"
+    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+done
 printf '\n%d passed, %d failed, %d skipped\n' $passed $failed $skipped
 [ $failed -eq 0 ]
