@@ -277,31 +277,6 @@ static void run_workload(bench_table *table, const bench_workload *work, setting
     }
 }
 
-/* A step of two tiny models: the driver loads kernels when they are first used, and that memory
-   must not count for the models which follow. */
-static void load_kernels(void) {
-    static const char *const presets[] = {"gpt2-tiny", "bert-tiny"};
-    for (int i = 0; i < 4; i++) {
-        nn_transformer_config shape;
-        ms_config config;
-        memset(&config, 0, sizeof config);
-        config.backend = ms_backend_cuda(0);
-        config.tf32 = i >= 2;
-        if (!bench_shape(presets[i % 2], &shape)) {
-            bench_stop("no tiny preset");
-        }
-        shape.batch = 2;
-        shape.sequence = 16;
-        bench_model m = bench_model_create(&config, nn_cuda(), presets[i % 2], &shape);
-        bench_check(m.model, ms_wrap(m.model));
-        bench_check(m.model, nn_init(m.net, 1));
-        bench_write_batch(&m);
-        bench_check(m.model, ms_step(m.model, NULL));
-        bench_check(m.model, ms_synchronize(m.model));
-        bench_model_destroy(&m);
-    }
-}
-
 static void run_workloads(settings *s) {
     load_kernels();
     bench_table table = begin_table(

@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
-"""The workloads of bench/gpu in plain PyTorch: peak memory and time per step.
+"""The workloads and steps of bench/gpu in plain PyTorch: peak memory and time per step.
 
     python3 bench/gpu_pytorch.py --tsv
+    python3 bench/gpu_pytorch.py --part steps --markdown
 
 The same models, shapes and tokens as nn.h builds, in float32 with TF32 matrix products, eager, AdamW
 with its defaults; plain, and with torch.utils.checkpoint around each block. Attention is
 F.scaled_dot_product_attention; with --math it is written out, which keeps the scores. The columns
 are those of bench/gpu --tsv: peak_bytes is torch.cuda.max_memory_allocated, taken_bytes what the
 device lacks after the steps (cudaMemGetInfo), which includes what the caching allocator holds.
+
+--part steps is GPT-2 with sequences of 1,024 tokens, as bench/gpu --part steps: autocast to BF16, or TF32,
+and AdamW fused; eager, compiled, and checkpointed.
 """
 
 import argparse
@@ -38,12 +42,35 @@ TINY = {
     "gpt2-tiny": (4, 2, 32, 256, 64, 2, 12),
     "bert-tiny": (4, 2, 32, 256, 64, 2, 12),
 }
+STEPS = {
+    "gpt2-124M": (12, 12, 768, 50257, 1024, 16, 1024),
+    "gpt2-774M": (36, 20, 1280, 50257, 1024, 8, 1024),
+}
+PADDED = 50304
+# model, vocabulary is padded, arithmetic, compiled, checkpointed; the most important come first
+STEP_PLANS = (
+    ("gpt2-124M", False, "bf16", False, False),
+    ("gpt2-774M", False, "bf16", False, False),
+    ("gpt2-124M", False, "bf16", True, False),
+    ("gpt2-774M", False, "bf16", False, True),
+    ("gpt2-124M", False, "bf16", False, True),
+    ("gpt2-124M", False, "tf32", False, False),
+    ("gpt2-774M", False, "tf32", False, False),
+    ("gpt2-124M", True, "bf16", True, False),
+    ("gpt2-124M", True, "bf16", False, False),
+    ("gpt2-774M", False, "bf16", True, False),
+    ("gpt2-124M", False, "bf16", True, True),
+)
 FP32_TOO = ("gpt2-medium", "gpt2-tiny")
 
 COLUMNS = (
     "framework model plan arithmetic launch batch sequence params predicted_bytes peak_bytes "
     "wrap_bytes taken_bytes ms ms_min ms_max wall_ms enqueue_us instructions executor_percent "
     "recompute_share tflops loss_first loss_last same_bits"
+).split()
+STEP_COLUMNS = (
+    "model arithmetic plan launch peak_bytes taken_bytes ms ms_min ms_max enqueue_us tokens/s tflops "
+    "loss_last first_step_s"
 ).split()
 SHORT = "framework model plan arithmetic peak_bytes taken_bytes ms wall_ms enqueue_us tflops".split()
 
@@ -147,14 +174,16 @@ def draw_batch(size, device):
     return ids[:-1].view(batch, sequence), ids[1:].view(batch, sequence)
 
 
-def make_step(model, batch, fused):
+def make_step(model, batch, fused, compiled=False, half=False):
     """A function that trains one step and returns the loss, still on the device."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0,
                                   fused=True if fused else None)
+    run = torch.compile(model) if compiled else model
 
     def step():
         optimizer.zero_grad()
-        loss = model(*batch)
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            loss = run(*batch)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -193,15 +222,17 @@ def time_enqueue(step, count):
     return samples
 
 
-def measure(size, is_bert, checkpointed, options):
+def measure(size, is_bert, checkpointed, options, compiled=False, half=False):
     """A row of the table, as far as it is measured here."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(1)
     before = torch.cuda.mem_get_info()[0]
     model = Transformer(size, is_bert, checkpointed, options.math).to("cuda")
-    step = make_step(model, draw_batch(size, "cuda"), options.fused)
+    step = make_step(model, draw_batch(size, "cuda"), options.fused, compiled, half)
+    start = time.perf_counter()
     first = step().item()
+    first_step = time.perf_counter() - start
     for _ in range(options.warmup):
         step()
     samples, wall = time_steps(step, options.steps)
@@ -218,6 +249,8 @@ def measure(size, is_bert, checkpointed, options):
         "ms_max": f"{max(samples):.3f}",
         "wall_ms": f"{wall:.3f}",
         "enqueue_us": f"{statistics.median(enqueue):.1f}",
+        "tokens/s": f"{1e3 * size[5] * size[6] / ms:.0f}",
+        "first_step_s": f"{first_step:.1f}",
         "tflops": f"{1e-9 * step_flops(size, params) / ms:.2f}",
         "loss_first": f"{first:.6f}",
         "loss_last": f"{last:.6f}",
@@ -242,21 +275,71 @@ def make_row(name, size, checkpointed, tf32, options):
     return row
 
 
-def print_line(cells, tsv):
-    if tsv:
+def make_step_row(plan, options):
+    """A row of the steps, and a note if it could not be measured."""
+    name, padded, arithmetic, compiled, checkpointed = plan
+    size = STEPS[name]
+    if padded:
+        size = size[:3] + (PADDED,) + size[4:]
+    torch.set_float32_matmul_precision("high")
+    row = {
+        "model": f"{name}, {size[5]} x {size[6]}",
+        "arithmetic": arithmetic,
+        "plan": ("checkpointed" if checkpointed else "plain") + (", 50,304 words" if padded else ""),
+        "launch": "compiled" if compiled else "eager",
+    }
+    note = None
+    try:
+        row.update(measure(size, False, checkpointed, options, compiled, arithmetic == "bf16"))
+    except torch.cuda.OutOfMemoryError:
+        note = "out of memory"
+    except Exception as error:  # of the compiler, which may be missing: the other rows are measured
+        note = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    if compiled:
+        torch._dynamo.reset()
+    return row, note
+
+
+def print_steps(options):
+    """The rows of STEP_PLANS for which there is time."""
+    start, notes = time.monotonic(), []
+    options.fused = True
+    print_line(STEP_COLUMNS, options)
+    if options.markdown:
+        print("|---" * len(STEP_COLUMNS) + "|", flush=True)
+    for plan in STEP_PLANS:
+        if options.model not in ("all", plan[0]):
+            continue
+        title = ", ".join([plan[0], plan[2], "compiled" if plan[3] else "eager",
+                           "checkpointed" if plan[4] else "plain"] + [str(PADDED)] * plan[1])
+        if options.seconds and time.monotonic() - start > options.seconds:
+            notes.append(f"- {title}: left out for want of time")
+            continue
+        row, note = make_step_row(plan, options)
+        print_row(row, STEP_COLUMNS, options)
+        if note:
+            notes.append(f"- {title}: {note}")
+    if notes:
+        print("\n" + "\n".join(notes))
+
+
+def print_line(cells, options):
+    if options.markdown:
+        print("| " + " | ".join(str(cell).replace("_", " ") for cell in cells) + " |", flush=True)
+    elif options.tsv:
         print("\t".join(str(cell) for cell in cells), flush=True)
     else:
         print("".join(f"{cell!s:>15}" for cell in cells), flush=True)
 
 
-def print_row(row, columns, tsv):
+def print_row(row, columns, options):
     def cell(column):
         value = row.get(column, "-")
-        if not tsv and column.endswith("_bytes") and value != "-":
+        if not options.tsv and column.endswith("_bytes") and value != "-":
             return f"{value / 1e6:.1f} MB"
         return value
 
-    print_line([cell(column) for column in columns], tsv)
+    print_line([cell(column) for column in columns], options)
 
 
 def find_commit(given):
@@ -281,19 +364,26 @@ def find_driver():
 def print_header(options):
     gpu = torch.cuda.get_device_properties(0)
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    print(f"# {date}, commit {find_commit(options.commit)}, PyTorch {torch.__version__}")
-    print(f"# {gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
+    mark = "-" if options.markdown else "#"
+    print(f"{mark} {date}, commit {find_commit(options.commit)}, PyTorch {torch.__version__}")
+    print(f"{mark} {gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
           f"{gpu.multi_processor_count} multiprocessors, {gpu.total_memory / 2**30:.1f} GiB")
-    print(f"# driver {find_driver()}, CUDA {torch.version.cuda}, AdamW "
-          f"{'fused' if options.fused else 'by default (foreach)'}")
-    print(f"# {options.steps} timed steps, {options.warmup} to warm up; medians")
+    print(f"{mark} driver {find_driver()}, CUDA {torch.version.cuda}, AdamW "
+          f"{'fused' if options.fused or options.part == 'steps' else 'by default (foreach)'}")
+    print(f"{mark} {options.steps} timed steps, {options.warmup} to warm up; medians")
+    if options.markdown:
+        print()
 
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tsv", action="store_true", help="tab-separated output")
+    parser.add_argument("--markdown", action="store_true", help="a table for bench/results")
+    parser.add_argument("--part", choices=("workloads", "steps"), default="workloads",
+                        help="the published workloads, or steps of GPT-2 with 1,024 tokens")
+    parser.add_argument("--seconds", type=int, default=0, help="of the steps: then no row begins")
     parser.add_argument("--tiny", action="store_true", help="two tiny models")
-    parser.add_argument("--model", default="all", help="one of the workloads (all)")
+    parser.add_argument("--model", default="all", help="one of the workloads or steps (all)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps (20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (5)")
     parser.add_argument("--math", action="store_true", help="attention written out")
@@ -304,7 +394,7 @@ def parse_options():
 
 def main():
     options = parse_options()
-    workloads = TINY if options.tiny else WORKLOADS
+    workloads = STEPS if options.part == "steps" else TINY if options.tiny else WORKLOADS
     if options.model != "all" and options.model not in workloads:
         sys.exit(f"gpu_pytorch.py: --model {options.model}: there are {', '.join(workloads)}")
     if options.steps < 1 or options.warmup < 1:
@@ -312,15 +402,17 @@ def main():
     if not torch.cuda.is_available():
         sys.exit("gpu_pytorch.py: PyTorch sees no CUDA device here")
     print_header(options)
+    if options.part == "steps":
+        print_steps(options)
+        return
     columns = COLUMNS if options.tsv else SHORT
     measure(TINY["gpt2-tiny"], False, False, options)  # loads kernels, which count for no model
-    print_line(columns, options.tsv)
+    print_line(columns, options)
     for name, size in workloads.items():
         if options.model in ("all", name):
             for tf32 in (True, False) if name in FP32_TOO else (True,):
                 for checkpointed in (False, True):
-                    print_row(make_row(name, size, checkpointed, tf32, options), columns,
-                              options.tsv)
+                    print_row(make_row(name, size, checkpointed, tf32, options), columns, options)
 
 
 if __name__ == "__main__":

@@ -415,6 +415,7 @@ static void run_step_plan(settings *s, bench_table *table, double *recorded_ms,
 
 static void run_steps(settings *s) {
     const int count = s->tiny ? 1 : (int)(sizeof step_models / sizeof step_models[0]);
+    load_kernels();
     for (int i = 0; i < count; i++) {
         const step_model *model = s->tiny ? &tiny_step_models[i] : &step_models[i];
         step_base base;

@@ -160,10 +160,10 @@ cell_cuda_tests() {
     return $status
 }
 
-# As make cuda builds them: the object for these devices, or for all, and the C programs on it.
-build_cuda() { # [CODES]
+# As make cuda builds them: the object for these devices, and the C programs on it.
+build_cuda() { # CODES
     [ -n "$NVCC" ] || skip 'no nvcc'
-    $MAKE -s --no-print-directory werror=1 ${1:+CUDA_CODES="$1"} cuda &&
+    $MAKE -s --no-print-directory werror=1 CUDA_CODES="$1" cuda &&
         build/cuda/examples/gpt2 --preset tiny --steps 1
 }
 
@@ -329,6 +329,59 @@ check_figures() {
     tests/figures.sh build/quick
 }
 
+# A fresh checkout, with compilers that make empty files of all they are asked for and note them in
+# made.txt: what the makes for a GPU build is built once, also where several jobs build it, and a second
+# time nothing is left to do.
+check_gpu_builds() {
+    local fresh=$checks/fresh stub=$PWD/tests/stub_compiler.sh made goal
+    rm -rf $fresh $checks/made.txt && mkdir -p $fresh && cp -r Makefile memscale.h bench examples tests $fresh ||
+        return 1
+    for goal in gpu-build 'config=quick cuda-tests' cuda gpu-build; do
+        MADE=$PWD/$checks/made.txt $MAKE -s -j2 -C $fresh CC=$stub CXX=$stub NVCC=$stub CUDA_CODES=sm_90 $goal \
+            > $checks/fresh.log 2>&1 || { cat $checks/fresh.log; return 1; }
+    done
+    made=$(sed 's/\.[0-9]*$//' $checks/made.txt | sort)
+    [ -z "$(uniq -d <<< "$made")" ] || { echo "built twice: $(uniq -d <<< "$made")"; return 1; }
+    for goal in build/cuda/cuda.o build/cuda/bench/gpu build/quick/cuda/bench/gpu build/cuda/examples/lora \
+        build/quick/cuda/tests/test_api build/quick/cuda/tests/test_cuda_kernels; do
+        grep -qx $goal <<< "$made" || { echo "not built: $goal"; return 1; }
+    done
+}
+
+# Without a GPU they say what is missing, before they build anything.
+check_gpu_missing() {
+    local goal text status
+    ! tests/gpu.sh has-gpu > /dev/null || skip 'a GPU is here'
+    for goal in gpu-first test-gpu bench-gpu; do
+        text=$($MAKE -s NVCC=/no/nvcc CUDA_CODES=sm_90 $goal 2>&1)
+        status=$?
+        [ $status -ne 0 ] && grep -q 'no NVIDIA GPU here' <<< "$text" && grep -q gpu-build <<< "$text" &&
+            ! grep -q '/no/nvcc' <<< "$text" || { echo "$goal: $status, $text"; return 1; }
+    done
+    text=$(bench/gpu_first.sh build/none 2>&1)
+    [ $? -eq 2 ] && grep -q 'build/none is missing' <<< "$text" || { echo "$text"; return 1; }
+}
+
+# The page of make gpu-first, on the emulated GPU: it has all parts, each row of a table has the cells of
+# its head, and bits are the same. With no time, all parts are left out.
+check_gpu_first() {
+    local page=build/emulated/gpu-first.md part
+    build release build/emulated/bench/gpu || return 1
+    GPU_TINY=1 GPU_SECONDS=900 bench/gpu_first.sh build/emulated/bench/gpu > /dev/null || { cat $page; return 1; }
+    for part in 'to the device' adamw_8bit '124M logits of 50,304 | tf32' 'bert-tiny | smallest | tf32 | graph' \
+        'bf16 | plain | stream' 'bf16 | plain | graph' 'bf16 | 1/2, recomputed' 'bf16 | 1/3, offloaded' \
+        'tf32 | 1/2, recomputed' 'all products' 'gpt2-tiny | 1000 | 16000' '^## PyTorch'; do
+        grep -q "$part" $page || { echo "no row: $part"; return 1; }
+    done
+    awk -F '|' '/^## / { title = $0 } !/^\|/ { cells = 0; next }
+        !cells { cells = NF } NF != cells || /\| (NO|nan|inf|-nan) \|/ { wrong = 1; print title ": " $0 }
+        END { exit wrong }' $page || return 1
+    ! grep -E '^(Failed|Stopped|Left out)' $page || return 1
+    GPU_TINY=1 GPU_SECONDS=1 bench/gpu_first.sh build/emulated/bench/gpu > /dev/null &&
+        [ "$(grep -c '^Left out for want of time' $page)" -ge 6 ]
+}
+
+export -f check_gpu_builds check_gpu_missing check_gpu_first
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_newest cell_elsewhere cell_mixed cell_cpp cell_sources check_robot check_dialect
@@ -517,8 +570,10 @@ check quick 'CUDA, one translation unit with the CUDA part' \
 check broad 'CUDA, the CUDA part alone, a C program on it' cell_cuda_object
 check quick 'the CUDA part without nvcc is refused, with the cure' check_cuda_refusal
 check broad 'CUDA, tests with kernels' cell_cuda_tests
-[[ $tiers == *' full '* ]] && codes='' || codes=sm_90 # all of them take minutes
-check broad "make cuda${codes:+ for $codes}, and C programs on it" "build_cuda '$codes'"
+[[ $tiers == *' full '* ]] && codes='sm_75 sm_80 sm_86 sm_87 sm_89 sm_90' || codes=sm_90 # these take minutes
+check broad "make cuda for $codes, and C programs on it" "build_cuda '$codes'"
+check quick 'the makes for a GPU build everything once' check_gpu_builds
+check quick 'without a GPU they say what is missing' check_gpu_missing
 
 group 'symbols and macros'
 check quick 'exports what is declared' check_exports
@@ -552,6 +607,7 @@ check quick 'README.md shows examples/minimal.c' 'tests/source.sh readme_program
 check broad 'figures of predictions are those that the programs print' check_figures
 
 group 'programs'
+check broad 'make gpu-first on the emulated GPU' check_gpu_first
 check quick 'examples/robot: no heap, a power cut and a restart' check_robot
 while read -r tier line; do
     name=${line%% =>*} name=${name#build/}
