@@ -329,14 +329,14 @@ check_figures() {
     tests/figures.sh build/quick
 }
 
-# A fresh checkout, with compilers that make empty files of all they are asked for and note them in
-# made.txt: what the makes for a GPU build is built once, also where several jobs build it, and a second
-# time nothing is left to do.
+# In a fresh checkout, with a stand-in for the compilers: what the makes for a GPU build is built once,
+# whatever is asked for before it and by however many jobs.
 check_gpu_builds() {
     local fresh=$checks/fresh stub=$PWD/tests/stub_compiler.sh made goal
     rm -rf $fresh $checks/made.txt && mkdir -p $fresh && cp -r Makefile memscale.h bench examples tests $fresh ||
         return 1
-    for goal in gpu-build 'config=quick cuda-tests' cuda gpu-build; do
+    for goal in gpu-build 'config=quick cuda-tests' cuda gpu-build build/tests/test_api build/examples/estimate \
+        build/examples/gpt2 build/tests/test_api 'config=quick build/quick/cuda/bench/gpu'; do
         MADE=$PWD/$checks/made.txt $MAKE -s -j2 -C $fresh CC=$stub CXX=$stub NVCC=$stub CUDA_CODES=sm_90 $goal \
             > $checks/fresh.log 2>&1 || { cat $checks/fresh.log; return 1; }
     done
