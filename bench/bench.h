@@ -19,6 +19,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "options.h"
+
 #if defined(__GNUC__)
 #define BENCH_API static __attribute__((unused))
 #else
@@ -36,59 +38,45 @@ typedef struct bench_option {
     const char **text;
 } bench_option;
 
-BENCH_API void bench_usage(FILE *file, const char *program, const char *purpose,
-                           const bench_option *options, int count) {
-    static const char *const kinds[] = {"", "N", "NAME"};
-    fprintf(file, "usage: %s [options]\n%s\n\n", program, purpose);
-    for (int i = 0; i < count; i++) {
-        const char *kind = kinds[options[i].number ? 1 : options[i].text ? 2 : 0];
-        fprintf(file, "  %-12s %-5s %s", options[i].name, kind, options[i].help);
-        if (options[i].number) {
-            fprintf(file, " (%lld)", (long long)*options[i].number);
-        } else if (options[i].text && *options[i].text) {
-            fprintf(file, " (%s)", *options[i].text);
-        }
-        fputc('\n', file);
-    }
-}
+enum { BENCH_OPTIONS_MAX = 32, BENCH_HELP_BYTES = 160 };
 
-/* Reads the argument of an option; false if it is missing or wrong. */
-BENCH_API bool bench_option_take(const bench_option *option, const char *argument) {
-    if (option->flag) {
-        *option->flag = true;
-        return true;
+/* The help of an option, with its default. */
+BENCH_API void bench_help(char text[BENCH_HELP_BYTES], const bench_option *option) {
+    if (option->number && *option->number) {
+        snprintf(text, BENCH_HELP_BYTES, "%s (%lld)", option->help, (long long)*option->number);
+    } else if (option->text && *option->text) {
+        snprintf(text, BENCH_HELP_BYTES, "%s (%s)", option->help, *option->text);
+    } else {
+        snprintf(text, BENCH_HELP_BYTES, "%s", option->help);
     }
-    if (!argument) {
-        return false;
-    }
-    if (option->text) {
-        *option->text = argument;
-        return true;
-    }
-    char *end;
-    *option->number = strtoll(argument, &end, 10);
-    return *end == '\0' && *option->number >= 1;
 }
 
 /* Reads the command line. --help ends the program with status 0, a mistake with 2. */
 BENCH_API void bench_options(int argc, char **argv, const char *purpose,
                              const bench_option *options, int count) {
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") == 0) {
-            bench_usage(stdout, argv[0], purpose, options, count);
-            exit(0);
-        }
-        int k = 0;
-        while (k < count && strcmp(argv[i], options[k].name) != 0) {
-            k++;
-        }
-        if (k == count || !bench_option_take(&options[k], argv[i + 1])) {
-            fprintf(stderr, "%s: %s\n\n", argv[i],
-                    k == count ? "no such option" : "needs an argument, a number of at least 1");
-            bench_usage(stderr, argv[0], purpose, options, count);
-            exit(2);
-        }
-        i += options[k].flag ? 0 : 1;
+    static option_spec specs[BENCH_OPTIONS_MAX + 1];
+    static char help[BENCH_OPTIONS_MAX][BENCH_HELP_BYTES];
+    bool wants_help = false;
+    for (int i = 0; i < count && i < BENCH_OPTIONS_MAX; i++) {
+        const bench_option *o = &options[i];
+        bench_help(help[i], o);
+        specs[i].name = o->name;
+        specs[i].argument = o->number ? "N" : o->text ? "NAME" : NULL;
+        specs[i].kind = o->number ? OPTION_COUNT : o->text ? OPTION_TEXT : OPTION_FLAG;
+        specs[i].value = o->number ? (void *)o->number : o->text ? (void *)o->text : o->flag;
+        specs[i].help = help[i];
+    }
+    specs[count].name = "--help";
+    specs[count].value = &wants_help;
+    specs[count].help = "this text";
+    if (read_options(specs, count + 1, argc, argv, NULL) != 0) {
+        exit(2);
+    }
+    if (wants_help) {
+        char usage[512];
+        snprintf(usage, sizeof usage, "[options]\n%s", purpose);
+        print_options(usage, specs, count + 1);
+        exit(0);
     }
 }
 

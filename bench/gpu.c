@@ -14,11 +14,61 @@
 #include "nn.h"
 #include "models.h"
 
+enum { NOTES_BYTES = 8192, STEPS_MAX = 256, WARMUP_MAX = 64, REPEATS_MAX = 32 };
+
+typedef struct settings {
+    bool tsv, markdown, tiny, no_graph;
+    const char *part, *only, *commit;
+    int64_t steps, warmup, repeats, elements, seconds;
+    double started;          // when the program was
+    bool good;               // no comparison has failed
+    double instruction_us;   // of the executor alone; 0: not measured
+    char notes[NOTES_BYTES]; // lines to print after the table of a part
+} settings;
+
+/* A mistake ends the program. */
+static void take_options(settings *s, int argc, char **argv) {
+    s->part = s->only = "all";
+    s->steps = 20;
+    s->warmup = 5;
+    s->repeats = 1;
+    s->elements = (int64_t)1 << 26;
+    s->started = bench_seconds();
+    s->good = true;
+    const bench_option options[] = {
+        {"--part", "machine, copies, executor, kernels, products, workloads, steps, slices", NULL,
+         NULL, &s->part},
+        {"--model", "one of the workloads, or gpt2-124M or gpt2-774M of the steps", NULL, NULL,
+         &s->only},
+        {"--seconds", "after which no row begins any more", NULL, &s->seconds, NULL},
+        {"--tsv", "tab-separated output", &s->tsv, NULL, NULL},
+        {"--markdown", "tables for bench/results; the header only with --part machine",
+         &s->markdown, NULL, NULL},
+        {"--tiny", "tiny models and sizes, which also run in the tests' emulation", &s->tiny, NULL,
+         NULL},
+        {"--no-graph", "leave out the runs by recordings (CUDA graphs)", &s->no_graph, NULL, NULL},
+        {"--steps", "timed steps; 256 at most", NULL, &s->steps, NULL},
+        {"--warmup", "steps before them, in workloads; 64 at most", NULL, &s->warmup, NULL},
+        {"--repeats", "rounds of all variants of a workload; 32 at most", NULL, &s->repeats, NULL},
+        {"--elements", "of the arrays of the kernels", NULL, &s->elements, NULL},
+        {"--commit", "for the header; default: that of git", NULL, NULL, &s->commit},
+    };
+    bench_options(argc, argv, "Training on a GPU: memory, time, arithmetic, bits.", options,
+                  (int)(sizeof options / sizeof options[0]));
+    if (s->steps > STEPS_MAX || s->warmup > WARMUP_MAX || s->repeats > REPEATS_MAX) {
+        fprintf(stderr, "more than 256 steps, 64 to warm up, or 32 repeats\n");
+        exit(2);
+    }
+}
+
 #ifndef NN_CUDA
 
-int main(void) {
-    fprintf(stderr, "bench/gpu was built without CUDA; where there is nvcc, `make bench-gpu` "
-                    "builds it with CUDA and runs it\n");
+int main(int argc, char **argv) {
+    static settings s;
+    take_options(&s, argc, argv);
+    fprintf(stderr,
+            "bench/gpu was built without CUDA; where there is nvcc, `make gpu-build` builds "
+            "build/cuda/bench/gpu with it\n");
     return 2;
 }
 
@@ -29,8 +79,6 @@ int main(void) {
 
 #include "gpu_device.h"
 #include "gpu_steps.h"
-
-enum { REPEATS_MAX = 32, WARMUP_MAX = 64 };
 
 typedef enum plan_kind { PLAN_PLAIN, PLAN_HALF, PLAN_SMALLEST } plan_kind;
 
@@ -399,37 +447,7 @@ static bool find_device(void) {
 
 int main(int argc, char **argv) {
     static settings s;
-    s.part = s.only = "all";
-    s.steps = 20;
-    s.warmup = 5;
-    s.repeats = 1;
-    s.elements = (int64_t)1 << 26;
-    s.started = bench_seconds();
-    s.good = true;
-    const bench_option options[] = {
-        {"--part", "machine, copies, executor, kernels, products, workloads, steps, slices", NULL,
-         NULL, &s.part},
-        {"--model", "one of the workloads, or gpt2-124M or gpt2-774M of the steps", NULL, NULL,
-         &s.only},
-        {"--seconds", "after which no row begins any more", NULL, &s.seconds, NULL},
-        {"--tsv", "tab-separated output", &s.tsv, NULL, NULL},
-        {"--markdown", "tables for bench/results; the header only with --part machine", &s.markdown,
-         NULL, NULL},
-        {"--tiny", "tiny models and sizes, which also run in the tests' emulation", &s.tiny, NULL,
-         NULL},
-        {"--no-graph", "leave out the runs by recordings (CUDA graphs)", &s.no_graph, NULL, NULL},
-        {"--steps", "timed steps; 256 at most", NULL, &s.steps, NULL},
-        {"--warmup", "steps before them, in workloads; 64 at most", NULL, &s.warmup, NULL},
-        {"--repeats", "rounds of all variants of a workload; 32 at most", NULL, &s.repeats, NULL},
-        {"--elements", "of the arrays of the kernels", NULL, &s.elements, NULL},
-        {"--commit", "for the header; default: that of git", NULL, NULL, &s.commit},
-    };
-    bench_options(argc, argv, "Training on a GPU: memory, time, arithmetic, bits.", options,
-                  (int)(sizeof options / sizeof options[0]));
-    if (s.steps > STEPS_MAX || s.warmup > WARMUP_MAX || s.repeats > REPEATS_MAX) {
-        fprintf(stderr, "more than 256 steps, 64 to warm up, or 32 repeats\n");
-        return 2;
-    }
+    take_options(&s, argc, argv);
     if (!find_device()) {
         return 2;
     }

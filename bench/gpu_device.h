@@ -1,20 +1,10 @@
-/*  gpu_device.h - of bench/gpu: settings, and what the device and the CUDA backend do without a model:
+/*  gpu_device.h - of bench/gpu: what the device and the CUDA backend do without a model:
     copies, kernels, matrix products, the executor. Include bench.h, memscale.h, nn.h, models.h and
     cuda_runtime.h first. */
 #ifndef MEMSCALE_BENCH_GPU_DEVICE_H
 #define MEMSCALE_BENCH_GPU_DEVICE_H
 
-enum { KERNEL_RUNS = 21, COPY_RUNS = 7, PRODUCT_RUNS = 7, NOTES_BYTES = 8192 };
-
-typedef struct settings {
-    bool tsv, markdown, tiny, no_graph;
-    const char *part, *only, *commit;
-    int64_t steps, warmup, repeats, elements, seconds;
-    double started;          // when the program was
-    bool good;               // no comparison has failed
-    double instruction_us;   // of the executor alone; 0: not measured
-    char notes[NOTES_BYTES]; // lines to print after the table of a part
-} settings;
+enum { KERNEL_RUNS = 21, COPY_RUNS = 7, PRODUCT_RUNS = 7 };
 
 static void check_cuda(cudaError_t error) {
     if (error != cudaSuccess) {

@@ -4,7 +4,7 @@
 #ifndef MEMSCALE_BENCH_GPU_STEPS_H
 #define MEMSCALE_BENCH_GPU_STEPS_H
 
-enum { STEP_WARMUP = 6, STEPS_MAX = 256, ENQUEUED = 5, PADDED_VOCABULARY = 50304 };
+enum { STEP_WARMUP = 6, ENQUEUED = 5, PADDED_VOCABULARY = 50304 };
 
 /* A way to train. The steps that warm up are enough for a measured profile and the plan by it. */
 typedef struct step_plan {

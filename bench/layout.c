@@ -16,7 +16,7 @@ typedef struct buffers {
     uint64_t total_bytes;
 } buffers;
 
-static void fail(const char *path, uint64_t line, const char *text) {
+static void fail_at(const char *path, uint64_t line, const char *text) {
     if (line) {
         fprintf(stderr, "%s:%llu: %s\n", path, (unsigned long long)line, text);
     } else {
@@ -77,29 +77,29 @@ static buffers read_buffers(const char *path) {
     uint64_t number = 0;
     FILE *file = fopen(path, "r");
     if (!file) {
-        fail(path, 0, strerror(errno));
+        fail_at(path, 0, strerror(errno));
     }
     while (fgets(line, sizeof line, file)) {
         ++number;
         const size_t length = strcspn(line, "\r\n");
         if (length + 1 == sizeof line) {
-            fail(path, number, "the line is too long");
+            fail_at(path, number, "the line is too long");
         }
         line[length] = '\0';
         if (number == 1 && strcmp(line, HEADER) != 0) {
-            fail(path, number, "the first line must be id,lower,upper,size");
+            fail_at(path, number, "the first line must be id,lower,upper,size");
         }
         const char *wrong = number > 1 && length ? add_buffer(&b, line) : NULL;
         if (wrong) {
-            fail(path, number, wrong);
+            fail_at(path, number, wrong);
         }
     }
     if (ferror(file)) {
-        fail(path, 0, strerror(errno));
+        fail_at(path, 0, strerror(errno));
     }
     fclose(file);
     if (b.count == 0) {
-        fail(path, 0, "no buffers in this file");
+        fail_at(path, 0, "no buffers in this file");
     }
     return b;
 }
@@ -138,7 +138,7 @@ static buffers make_trace(uint32_t count) {
     uint64_t state = count;
     buffers b = {(msi_block *)calloc(count, sizeof(msi_block)), 0, count, 0};
     if (!b.blocks) {
-        fail("trace", 0, "out of memory");
+        fail_at("trace", 0, "out of memory");
     }
     for (uint32_t i = 0; i < layers; i++) {
         const uint32_t back = 2 * layers - 1 - i, left = layers - i;
@@ -163,7 +163,7 @@ static buffers take_buffers(const char *name) {
     }
     const unsigned long count = strtoul(name + 6, &end, 10);
     if (*end || count < 5 || count > 10000000) {
-        fail(name, 0, "a trace has 5 to 10000000 ranges");
+        fail_at(name, 0, "a trace has 5 to 10000000 ranges");
     }
     return make_trace((uint32_t)count);
 }
@@ -175,7 +175,7 @@ static uint64_t greedy_height(const char *path, const buffers *b) {
     msi_layout_work work;
     uint64_t *memory;
     if (msi_layout_begin(&work, &MALLOC, b->blocks, b->count, &memory) != MS_RESULT_OK) {
-        fail(path, 0, "out of memory");
+        fail_at(path, 0, "out of memory");
     }
     work.effort = UINT64_MAX;
     msi_layout_sort(&work, MSI_ORDER_BYTES, 1);
@@ -198,11 +198,11 @@ static double measure(const char *path, uint64_t effort, bool greedy, bench_tabl
     const ms_result result = msi_layout(&MALLOC, b.blocks, b.count, effort, &height);
     const double ms = 1e3 * (double)(clock() - start) / CLOCKS_PER_SEC;
     if (result != MS_RESULT_OK) {
-        fail(path, 0, ms_result_text(result));
+        fail_at(path, 0, ms_result_text(result));
     }
     bool valid = false;
     if (msi_layout_check(&MALLOC, b.blocks, b.count, &valid, &bound) != MS_RESULT_OK || !valid) {
-        fail(path, 0, "the layout is wrong: two buffers overlap");
+        fail_at(path, 0, "the layout is wrong: two buffers overlap");
     }
     const char *slash = strrchr(path, '/');
     bench_cell(table, slash && !table->tsv ? slash + 1 : path);
@@ -236,7 +236,7 @@ int main(int argc, char **argv) {
     const char **paths = (const char **)malloc((size_t)argc * sizeof *paths);
     char **rest = (char **)malloc(((size_t)argc + 1) * sizeof *rest);
     if (!paths || !rest) {
-        fail(argv[0], 0, "out of memory");
+        fail_at(argv[0], 0, "out of memory");
     }
     rest[0] = argv[0];
     for (int i = 1; i < argc; ++i) {

@@ -9,7 +9,6 @@
 #include "memscale.h"
 #include "nn.h"
 
-#define OPTIONS_PROGRAM "whole"
 #include "trainer.h"
 
 enum { PLANS_MAX = 9, WARM_ROUNDS = 1, WARM_PROFILED_ROUNDS = 6 };

@@ -15,7 +15,6 @@
 #include "memscale.h"
 #include "nn.h"
 
-#define OPTIONS_PROGRAM "bert"
 #include "trainer.h"
 
 enum { MASK = BYTE_COUNT, MASKED_PERCENT = 15, SHOWN_BYTES = 64 };

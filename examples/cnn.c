@@ -13,7 +13,6 @@
 #include "memscale.h"
 #include "nn.h"
 
-#define OPTIONS_PROGRAM "cnn"
 #include "options.h"
 
 enum {
@@ -27,8 +26,7 @@ enum {
 
 typedef struct settings {
     int64_t batch, width, steps, accumulate, test, seed;
-    uint64_t budget_bytes; // 0: by name
-    const char *budget;    // plain, half or smallest
+    option_budget budget;
     const char *device, *offload;
     option_device place;
     ms_switch offloading;
@@ -62,9 +60,7 @@ enum { OPTION_COUNT_ALL = 13 };
 /* Fills specs with the options; returns how many there are. */
 static int list_options(settings *o, option_spec *specs) {
     const option_spec all[OPTION_COUNT_ALL] = {
-        {"--budget", "SIZE", OPTION_TEXT, &o->budget,
-         "bytes that training may take, such as 20M or 1.5G (powers of 1024),\n"
-         "or plain, half (half way from the smallest; default), smallest"},
+        {"--budget", "SIZE", OPTION_BUDGET, &o->budget, OPTION_BUDGET_HELP " (default)"},
         {"--device", "NAME", OPTION_TEXT, &o->device, OPTION_DEVICE_HELP},
         {"--offload", "NAME", OPTION_TEXT, &o->offload, OPTION_OFFLOAD_HELP},
         {"--batch", "N", OPTION_COUNT, &o->batch, "images at a time (64)"},
@@ -92,26 +88,10 @@ static void print_help(void) {
     print_options("[options]", specs, list_options(&o, specs));
 }
 
-static int check_budget(settings *o) {
-    static const char *const names[] = {"plain", "half", "smallest"};
-    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
-        if (strcmp(o->budget, names[i]) == 0) {
-            o->budget = names[i]; // outlives the options
-            return 0;
-        }
-    }
-    const double bytes = parse_number(o->budget, true);
-    o->budget_bytes = bytes < 1.0 ? 0 : (uint64_t)bytes;
-    return o->budget_bytes
-               ? 0
-               : fail("--budget %s: give a size such as 20M, or plain, half or smallest",
-                      o->budget);
-}
-
 static int parse_options(settings *o, int argc, char **argv) {
     option_spec specs[OPTION_COUNT_ALL];
     memset(o, 0, sizeof *o);
-    o->budget = "half";
+    o->budget.name = "half";
     o->device = "cpu";
     o->batch = 64;
     o->accumulate = 1;
@@ -120,7 +100,7 @@ static int parse_options(settings *o, int argc, char **argv) {
     o->test = 2000;
     o->seed = 1;
     return read_options(specs, list_options(o, specs), argc, argv, NULL) != 0 ||
-           check_budget(o) != 0 || choose_offloading(o->offload, &o->offloading) != 0 ||
+           choose_offloading(o->offload, &o->offloading) != 0 ||
            choose_device(&o->place, o->device) != 0;
 }
 
@@ -310,14 +290,10 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
         ms_smallest_budget(t->plain.model, &smallest) != MS_RESULT_OK) {
         return fail("%s", ms_last_error(t->plain.model));
     }
-    free_net(&t->plain);
-    *budget_bytes = t->options.budget_bytes;
-    if (*budget_bytes == 0) {
-        const bool half = strcmp(t->options.budget, "half") == 0;
-        *budget_bytes = strcmp(t->options.budget, "plain") == 0
-                            ? plain.plain_bytes
-                            : smallest + (half ? (plain.plain_bytes - smallest) / 2 : 0);
+    if (choose_bytes(&t->options.budget, t->plain.model, budget_bytes) != 0) {
+        return 1;
     }
+    free_net(&t->plain);
     printf("model     %u layers, %llu params; batch %lld x %lld of 1 x %d x %d\n",
            (unsigned)plain.layer_count, (unsigned long long)plain.param_count,
            (long long)t->options.accumulate, (long long)t->options.batch, SIZE, SIZE);

@@ -20,6 +20,7 @@
 #endif
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
+#include "options.h"
 
 #include <float.h>
 #include <math.h>
@@ -1058,72 +1059,43 @@ static ms_result test_step(run *r, int *right) {
 typedef struct options {
     bool wrap, compare, help;
     int steps, batch;
-    uint64_t budget_bytes;
+    option_budget budget;
 } options;
 
-static void print_help(void) {
-    printf("usage: darknet_style [options]\n\n"
-           "  --wrap           train in memory that memscale.h plans\n"
-           "  --budget SIZE    bytes that the activations, their gradients and scratch may take,\n"
-           "                   such as 6M (powers of 1024); without it nothing is recomputed\n"
-           "  --compare        compare the trainer by itself with wrapped ones, bit by bit\n"
-           "  --steps N        (150; with --compare: 20)\n"
-           "  --batch N        images per step (32)\n");
-}
-
-/* A whole number from 1, or a size with a suffix K, M or G; 0 if it is neither. */
-static uint64_t parse_number(const char *text) {
-    static const char suffixes[] = "KMG";
-    char *end;
-    double value = text != NULL ? strtod(text, &end) : 0.0;
-    if (text == NULL || !(value >= 1.0) || value > 1e12) {
-        return 0;
-    }
-    const char *suffix = *end ? strchr(suffixes, *end) : NULL;
-    if (suffix != NULL) {
-        value *= (double)((uint64_t)1024 << (10 * (suffix - suffixes)));
-        ++end;
-    }
-    return *end == 0 ? (uint64_t)value : 0;
-}
+enum { OPTIONS = 6, MOST_IMAGES = 1024 };
 
 static bool parse_options(options *o, int argc, char **argv) {
+    int64_t steps = 0, batch = 32;
     memset(o, 0, sizeof *o);
-    o->batch = 32;
-    for (int i = 1; i < argc; ++i) {
-        const uint64_t number = parse_number(i + 1 < argc ? argv[i + 1] : NULL);
-        if (strcmp(argv[i], "--wrap") == 0) {
-            o->wrap = true;
-            continue;
-        } else if (strcmp(argv[i], "--compare") == 0) {
-            o->compare = true;
-            continue;
-        } else if (strcmp(argv[i], "--help") == 0) {
-            o->help = true;
-            continue;
-        } else if (strcmp(argv[i], "--budget") == 0 && number > 0) {
-            o->budget_bytes = number;
-        } else if (strcmp(argv[i], "--steps") == 0 && number > 0 && number < 1000000) {
-            o->steps = (int)number;
-        } else if (strcmp(argv[i], "--batch") == 0 && number > 0 && number <= 1024) {
-            o->batch = (int)number;
-        } else {
-            fprintf(stderr,
-                    "darknet_style: %s %s: there is no such option, or its value is wrong; see "
-                    "--help\n",
-                    argv[i], i + 1 < argc ? argv[i + 1] : "");
-            return false;
-        }
-        ++i;
+    const option_spec specs[OPTIONS] = {
+        {"--wrap", NULL, OPTION_FLAG, &o->wrap, "train in memory that memscale.h plans"},
+        {"--budget", "SIZE", OPTION_BUDGET, &o->budget,
+         OPTION_BUDGET_HELP ":\nactivations, their gradients and scratch memory; implies --wrap. "
+                            "Without it\nnothing is recomputed"},
+        {"--compare", NULL, OPTION_FLAG, &o->compare,
+         "compare the trainer by itself with wrapped ones, bit by bit"},
+        {"--steps", "N", OPTION_COUNT, &steps, "updates (150; with --compare 20)"},
+        {"--batch", "N", OPTION_COUNT, &batch, "images per step (32)"},
+        {"--help", NULL, OPTION_FLAG, &o->help, "this text"},
+    };
+    if (read_options(specs, OPTIONS, argc, argv, NULL) != 0) {
+        return false;
     }
-    o->wrap = o->wrap || o->budget_bytes > 0;
-    o->steps = o->steps > 0 ? o->steps : o->compare ? 20 : 150;
+    if (batch > MOST_IMAGES) {
+        fail("--batch %lld: give at most %d", (long long)batch, (int)MOST_IMAGES);
+        return false;
+    }
+    if (o->help) {
+        print_options("[options]", specs, OPTIONS);
+    }
+    o->wrap = o->wrap || has_budget(&o->budget);
+    o->batch = (int)batch;
+    o->steps = steps > 0 ? (int)steps : o->compare ? 20 : 150;
     return true;
 }
 
-static int fail(const ms_model *model, ms_result result) {
-    fprintf(stderr, "darknet_style: %s: %s\n", ms_result_name(result), ms_last_error(model));
-    return 1;
+static int fail_run(const ms_model *model, ms_result result) {
+    return fail("%s: %s", ms_result_name(result), ms_last_error(model));
 }
 
 // ---- training -----------------------------------------------------------------------------------
@@ -1165,8 +1137,9 @@ static int train(const options *o) {
     if (o->wrap) {
         ms_config config;
         memset(&config, 0, sizeof config);
-        config.memory_budget_bytes = o->budget_bytes;
+        config.memory_budget_bytes = o->budget.bytes;
         result = wrap_run(&r, &config);
+        result = result == MS_RESULT_OK ? wrap_in(&o->budget, r.model) : result;
         ms_memory_report report;
         if (result == MS_RESULT_OK && ms_report(r.model, &report) == MS_RESULT_OK) {
             printf("wrapped: an arena of %.2f MiB for both; %u recomputations\n",
@@ -1183,7 +1156,7 @@ static int train(const options *o) {
         }
     }
     result = result == MS_RESULT_OK ? test(&r, 16) : result;
-    const int code = result == MS_RESULT_OK ? 0 : fail(r.model, result);
+    const int code = result == MS_RESULT_OK ? 0 : fail_run(r.model, result);
     if (code == 0) {
         printf("%.1f ms a step\n", 1e3 * r.seconds / o->steps);
     }
@@ -1284,7 +1257,7 @@ static int compare(const options *o) {
         print_run(&runs[k], &runs[PLAIN], k, same[k], o->steps);
         code |= !same[k];
     }
-    code = result == MS_RESULT_OK ? code : fail(runs[failed].model, result);
+    code = result == MS_RESULT_OK ? code : fail_run(runs[failed].model, result);
     for (int k = 0; k < RUNS; ++k) {
         close_run(&runs[k]);
     }
@@ -1297,7 +1270,6 @@ int main(int argc, char **argv) {
         return 2;
     }
     if (o.help) {
-        print_help();
         return 0;
     }
     return o.compare ? compare(&o) : train(&o);

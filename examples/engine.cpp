@@ -11,6 +11,7 @@
 // wait for the next frame.
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
+#include "options.h"
 
 #include <chrono>
 #include <cmath>
@@ -619,32 +620,31 @@ class slice_times {
 
 constexpr double slice_times::edges_us[];
 
-struct options {
-    double seconds = 12.0;
-    uint64_t slice_us = 2000;
-    std::string frames;
-    bool loads = true, fast = false;
+struct settings {
+    float seconds = 12.0f;
+    int64_t slice_us = 2000;
+    const char *frames = nullptr;
+    bool no_load = false, fast = false;
 };
 
-options read_options(int argc, char **argv) {
-    options o;
-    for (int i = 1; i < argc; i++) {
-        const bool has_value = i + 1 < argc;
-        if (std::strcmp(argv[i], "--no-load") == 0) {
-            o.loads = false;
-        } else if (std::strcmp(argv[i], "--fast") == 0) {
-            o.fast = true;
-        } else if (has_value && std::strcmp(argv[i], "--seconds") == 0) {
-            o.seconds = std::strtod(argv[++i], nullptr);
-        } else if (has_value && std::strcmp(argv[i], "--slice") == 0) {
-            o.slice_us = std::strtoull(argv[++i], nullptr, 10);
-        } else if (has_value && std::strcmp(argv[i], "--frames") == 0) {
-            o.frames = argv[++i];
-        } else {
-            std::fprintf(stderr, "usage: engine [--seconds S] [--slice US] [--frames FOLDER] "
-                                 "[--no-load] [--fast]\n");
-            std::exit(2);
-        }
+settings take_options(int argc, char **argv) {
+    settings o;
+    bool help = false;
+    const option_spec specs[] = {
+        {"--seconds", "S", OPTION_REAL, &o.seconds, "that the game runs (12)"},
+        {"--slice", "US", OPTION_COUNT, &o.slice_us, "microseconds of training in a frame (2000)"},
+        {"--frames", "FOLDER", OPTION_TEXT, &o.frames, "write pictures there"},
+        {"--no-load", nullptr, OPTION_FLAG, &o.no_load, "no game beside the training"},
+        {"--fast", nullptr, OPTION_FLAG, &o.fast, "do not wait for the next frame"},
+        {"--help", nullptr, OPTION_FLAG, &help, "this text"},
+    };
+    const int count = static_cast<int>(sizeof specs / sizeof specs[0]);
+    if (read_options(specs, count, argc, argv, nullptr) != 0) {
+        std::exit(2);
+    }
+    if (help) {
+        print_options("[options]", specs, count);
+        std::exit(0);
     }
     return o;
 }
@@ -697,7 +697,7 @@ class memory {
 } // namespace
 
 int main(int argc, char **argv) {
-    const options o = read_options(argc, argv);
+    const settings o = take_options(argc, argv);
     const unsigned cores = std::thread::hardware_concurrency();
     jobs workers(cores > 2 ? cores - 2 : 1);
     ms_config config = ms_config();
@@ -714,7 +714,7 @@ int main(int argc, char **argv) {
     histogram frame_times;
     std::vector<uint8_t> pixels(SIDE * SIDE * COLOURS);
     const double frame_us = 1e6 / 60.0;
-    const int frames = static_cast<int>(o.seconds * 60.0);
+    const int frames = static_cast<int>(o.seconds * 60.0f);
     /* When, of the whole time, which key is pressed. */
     const struct {
         double at;
@@ -734,7 +734,7 @@ int main(int argc, char **argv) {
         }
         arena.obey(key, static_cast<double>(frame) / 60.0);
         load.per_frame_us = is_heavy ? 9000.0 : 3000.0;
-        if (o.loads) {
+        if (!o.no_load) {
             workers.run(cores > 1 ? 2 : 1, game::piece, &load);
         }
         const double left_us = frame_us - (now_us() - start_us) - 500.0;
@@ -747,7 +747,7 @@ int main(int argc, char **argv) {
         if (row + ROWS == SIDE) {
             const std::vector<uint8_t> both = side_by_side(pixels);
             shown.show(both);
-            if (!o.frames.empty()) {
+            if (o.frames) {
                 write_picture(o.frames, frame * ROWS / SIDE, both);
             }
         }
@@ -761,6 +761,6 @@ int main(int argc, char **argv) {
     std::printf("%llu steps, loss %.5f; frame times:\n", static_cast<unsigned long long>(p.steps()),
                 p.loss());
     frame_times.print();
-    slices.print(o.slice_us);
+    slices.print(static_cast<uint64_t>(o.slice_us));
     return 0;
 }

@@ -20,7 +20,6 @@
 #include "nn.h"
 #include "llama_shape.h"
 
-#define OPTIONS_PROGRAM "estimate"
 #include "options.h"
 
 #include "model_shape.h"

@@ -14,7 +14,6 @@
 #include "memscale.h"
 #include "nn.h"
 
-#define OPTIONS_PROGRAM "gpt2"
 #include "trainer.h"
 
 enum { SAMPLE_BYTES = 240 };

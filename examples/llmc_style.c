@@ -24,6 +24,7 @@
 #endif
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
+#include "options.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -813,11 +814,11 @@ static ms_tensor register_gpt2(ms_model *m, gpt2 *g) {
 
 // ---- main ---------------------------------------------------------------------------------------
 
-enum { DEFAULT_STEPS = 100, COMPARE_STEPS = 21, MAX_STEPS = 1000000 };
+enum { DEFAULT_STEPS = 100, COMPARE_STEPS = 21 };
 
 typedef struct settings {
     bool wrap, compare, help;
-    uint64_t budget_bytes;
+    option_budget budget;
     const char *size;
     int64_t steps, batch, sequence;
 } settings;
@@ -833,73 +834,35 @@ static const preset presets[] = {{"tiny", {128, 32, 2, 2, 32, 4, 16}},
                                  {"124M", {50257, 1024, 12, 12, 768, 4, 64}}};
 enum { PRESET_COUNT = sizeof presets / sizeof presets[0] };
 
-static void print_help(void) {
-    printf("usage: llmc_style [options]\n\n"
-           "  --wrap         let memscale.h run the step\n"
-           "  --budget SIZE  of the arena, such as 8M (powers of 1024); implies --wrap\n"
-           "  --compare      the plain program, and wrapped with two plans, by turns: time and "
-           "memory\n"
-           "  --size NAME    tiny, small (default), medium, 124M\n"
-           "  --steps N      (%d; with --compare %d)\n"
-           "  --batch N      sequences in a batch\n"
-           "  --sequence N   bytes in a sequence\n"
-           "  --help         this text\n",
-           DEFAULT_STEPS, COMPARE_STEPS);
-}
+enum { OPTIONS = 8 };
 
-/* A whole number, with a suffix K, M or G if `scaled`; 0 if it is not from 1 to most. */
-static uint64_t parse_number(const char *text, bool scaled, double most) {
-    static const char suffixes[] = "KMG";
-    char *end;
-    double value = strtod(text, &end);
-    const char *suffix = scaled && *end ? strchr(suffixes, *end) : NULL;
-    if (suffix) {
-        value *= (double)((uint64_t)1024 << (10 * (suffix - suffixes)));
-        end++;
-    }
-    return *end == 0 && value == floor(value) && value >= 1.0 && value <= most ? (uint64_t)value
-                                                                               : 0;
-}
-
-static bool parse_value(settings *o, const char *name, const char *text) {
-    if (strcmp(name, "--size") == 0) {
-        o->size = text;
-        return true;
-    }
-    if (strcmp(name, "--budget") == 0) {
-        o->wrap = true;
-        o->budget_bytes = parse_number(text, true, 1e15);
-        return o->budget_bytes > 0;
-    }
-    int64_t *value = strcmp(name, "--steps") == 0      ? &o->steps
-                     : strcmp(name, "--batch") == 0    ? &o->batch
-                     : strcmp(name, "--sequence") == 0 ? &o->sequence
-                                                       : NULL;
-    if (value) {
-        *value = (int64_t)parse_number(text, false, MAX_STEPS);
-    }
-    return value && *value > 0;
+static void list_options(settings *o, option_spec *specs) {
+    const option_spec all[OPTIONS] = {
+        {"--wrap", NULL, OPTION_FLAG, &o->wrap, "let memscale.h run the step"},
+        {"--budget", "SIZE", OPTION_BUDGET, &o->budget, OPTION_BUDGET_HELP ";\nimplies --wrap"},
+        {"--compare", NULL, OPTION_FLAG, &o->compare,
+         "the plain program, and wrapped with two plans, by turns: time and memory"},
+        {"--size", "NAME", OPTION_TEXT, &o->size, "tiny, small (default), medium, 124M"},
+        {"--steps", "N", OPTION_COUNT, &o->steps, "updates (100; with --compare 21)"},
+        {"--batch", "N", OPTION_COUNT, &o->batch, "sequences in a batch"},
+        {"--sequence", "N", OPTION_COUNT, &o->sequence, "bytes in a sequence"},
+        {"--help", NULL, OPTION_FLAG, &o->help, "this text"},
+    };
+    memcpy(specs, all, sizeof all);
 }
 
 static bool parse_options(settings *o, int argc, char **argv) {
+    option_spec specs[OPTIONS];
     memset(o, 0, sizeof *o);
     o->size = "small";
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--wrap") == 0) {
-            o->wrap = true;
-        } else if (strcmp(argv[i], "--compare") == 0) {
-            o->compare = true;
-        } else if (strcmp(argv[i], "--help") == 0) {
-            o->help = true;
-        } else if (i + 1 < argc && parse_value(o, argv[i], argv[i + 1])) {
-            i++;
-        } else {
-            fprintf(stderr,
-                    "llmc_style: %s: there is no such option, or its value is wrong; see --help\n",
-                    argv[i]);
-            return false;
-        }
+    list_options(o, specs);
+    if (read_options(specs, OPTIONS, argc, argv, NULL) != 0) {
+        return false;
     }
+    if (o->help) {
+        print_options("[options]", specs, OPTIONS);
+    }
+    o->wrap = o->wrap || has_budget(&o->budget);
     if (o->steps == 0) {
         o->steps = o->compare ? COMPARE_STEPS : DEFAULT_STEPS;
     }
@@ -915,12 +878,11 @@ static bool choose_config(const settings *o, gpt2_config *config) {
             if (config->T <= config->max_T) {
                 return true;
             }
-            fprintf(stderr, "llmc_style: %s has %lld positions\n", o->size,
-                    (long long)config->max_T);
+            fail("%s has %lld positions", o->size, (long long)config->max_T);
             return false;
         }
     }
-    fprintf(stderr, "llmc_style: there is no size %s; see --help\n", o->size);
+    fail("there is no size %s; see --help", o->size);
     return false;
 }
 
@@ -937,9 +899,9 @@ typedef struct run {
     double *seconds, *losses;
 } run;
 
-/* A budget of 0 leaves the choice to memscale.h. */
+/* Without a budget the choice is memscale.h's. */
 static bool run_create(run *r, const char *name, const gpt2_config *config, bool wrap,
-                       uint64_t budget_bytes) {
+                       const option_budget *budget) {
     memset(r, 0, sizeof *r);
     r->name = name;
     r->random = 1;
@@ -948,14 +910,15 @@ static bool run_create(run *r, const char *name, const gpt2_config *config, bool
         return true;
     }
     ms_config model_config = {0};
-    model_config.memory_budget_bytes = budget_bytes;
+    model_config.memory_budget_bytes =
+        has_budget(budget) && budget->bytes == 0 ? UINT64_MAX : budget->bytes;
     if (ms_create(&model_config, &r->model) == MS_RESULT_OK) {
         r->probs = register_gpt2(r->model, &r->g);
-        if (ms_wrap(r->model) == MS_RESULT_OK) {
+        if (wrap_in(budget, r->model) == MS_RESULT_OK) {
             return true;
         }
     }
-    fprintf(stderr, "llmc_style: %s\n", ms_last_error(r->model));
+    fail("%s", ms_last_error(r->model));
     return false;
 }
 
@@ -974,7 +937,7 @@ static bool run_step(run *r, const char *text) {
         return true;
     }
     if (ms_step(r->model, &r->g.mean_loss) != MS_RESULT_OK) {
-        fprintf(stderr, "llmc_style: %s\n", ms_last_error(r->model));
+        fail("%s", ms_last_error(r->model));
         return false;
     }
     r->g.step++;
@@ -992,7 +955,7 @@ static bool run_sample(run *r) {
         } else if (ms_eval(r->model, NULL) == MS_RESULT_OK) {
             r->g.acts.probs = (float *)ms_data(r->model, r->probs);
         } else {
-            fprintf(stderr, "llmc_style: %s\n", ms_last_error(r->model));
+            fail("%s", ms_last_error(r->model));
             return false;
         }
         const float *last = r->g.acts.probs + (c->T - 1) * c->V;
@@ -1031,7 +994,7 @@ static int train(const settings *o, const gpt2_config *config, const char *text)
     run r;
     ms_memory_report report;
     const int64_t every = o->steps < 10 ? 1 : o->steps / 10;
-    bool good = run_create(&r, "", config, o->wrap, o->budget_bytes) && run_report(&r, &report);
+    bool good = run_create(&r, "", config, o->wrap, &o->budget) && run_report(&r, &report);
     if (good) {
         printf(
             "%lld params, batch %lld x %lld; activations %.1f MB, with params and AdamW %.1f MB\n",
@@ -1080,18 +1043,13 @@ static bool same_bits(const run *a, const run *b, int64_t steps) {
 
 /* The budget of the last run: the one that was asked for, or the smallest. */
 static bool compare_create(run *runs, const settings *o, const gpt2_config *config) {
-    uint64_t budget_bytes = o->budget_bytes;
+    const option_budget plain = {0, 0.0, "plain"}, smallest = {0, 0.0, "smallest"};
+    const bool asked = has_budget(&o->budget);
     memset(runs, 0, RUN_COUNT * sizeof *runs);
-    if (!run_create(&runs[0], "plain program", config, false, 0) ||
-        !run_create(&runs[1], "wrapped, plain plan", config, true, UINT64_MAX)) {
-        return false;
-    }
-    if (budget_bytes == 0 && ms_smallest_budget(runs[1].model, &budget_bytes) != MS_RESULT_OK) {
-        fprintf(stderr, "llmc_style: %s\n", ms_last_error(runs[1].model));
-        return false;
-    }
-    return run_create(&runs[2], o->budget_bytes ? "wrapped, budget" : "wrapped, smallest", config,
-                      true, budget_bytes);
+    return run_create(&runs[0], "plain program", config, false, &plain) &&
+           run_create(&runs[1], "wrapped, plain plan", config, true, &plain) &&
+           run_create(&runs[2], asked ? "wrapped, budget" : "wrapped, smallest", config, true,
+                      asked ? &o->budget : &smallest);
 }
 
 static bool compare_print(run *runs, int64_t steps) {
@@ -1150,7 +1108,6 @@ int main(int argc, char **argv) {
         return 2;
     }
     if (o.help) {
-        print_help();
         return 0;
     }
     if (!choose_config(&o, &config)) {

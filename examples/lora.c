@@ -18,7 +18,6 @@
 #include "memscale.h"
 #include "nn.h"
 
-#define OPTIONS_PROGRAM "lora"
 #include "options.h"
 
 typedef struct settings {

@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { ROWS = 512, WIDTH = 64, COUNT = ROWS * WIDTH, LAYERS = 12, STEPS = 300 };
 
@@ -64,18 +65,23 @@ static void check(ms_result result) {
     }
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    if (argc > 1) {
+        const bool help = strcmp(argv[1], "--help") == 0;
+        fprintf(help ? stdout : stderr, "usage: %s, without options\n", argv[0]);
+        return help ? 0 : 2;
+    }
     static float numbers[COUNT]; // the rows to learn, and the initial weights
     for (int i = 0; i < COUNT; ++i) {
         numbers[i] = 0.4f * (float)rand() / (float)RAND_MAX - 0.2f;
     }
-    ms_config config = {0};
+    static ms_config config; // all zero: the defaults
     config.memory_budget_bytes = 2300000;
     config.log = print_log;
     ms_model *model;
     check(ms_create(&config, &model));
     ms_shape shape = ms_shape2(ROWS, WIDTH);
-    ms_layer_desc dense = {0}, loss = {0};
+    static ms_layer_desc dense, loss;
     dense.forward = dense_forward, dense.backward = dense_backward;
     dense.backward_workspace.bytes = sizeof numbers;
     dense.out[0] = loss.in[1] = ms_input(model, "rows", MS_DTYPE_F32, shape);

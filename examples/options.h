@@ -1,7 +1,8 @@
-/*  options.h - what the command lines of gpt2.c, bert.c, cnn.c, lora.c and estimate.c share.
+/*  options.h - the command lines of all programs in examples/ and bench/.
 
-    OPTIONS_PROGRAM is the program's name, defined before the include; include nn.h first too. A
-    program that is compiled with NN_CUDA and linked with examples/cuda.cu also runs on a GPU. */
+    The first part needs C alone. Budgets and offloading are there if memscale.h is included first,
+    devices if nn.h is: a program that is compiled with NN_CUDA and linked with examples/cuda.cu also
+    runs on a GPU. It may be included once more after these. */
 #ifndef MEMSCALE_OPTIONS_H
 #define MEMSCALE_OPTIONS_H
 
@@ -13,15 +14,28 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
+
+#if defined(__GNUC__)
+#define OPTION_API static __attribute__((unused))
+#else
+#define OPTION_API static
+#endif
 
 typedef enum option_kind {
-    OPTION_FLAG,  // bool; takes no argument
-    OPTION_COUNT, // int64_t, from 1
-    OPTION_BYTES, // uint64_t, such as 300M, 1.5G or 24GB (powers of 1024)
-    OPTION_REAL,  // float, from 0
-    OPTION_TEXT   // const char *
+    OPTION_FLAG,   // bool; takes no argument
+    OPTION_COUNT,  // int64_t, from 1
+    OPTION_BYTES,  // uint64_t, such as 300M, 1.5G or 24GB (powers of 1024)
+    OPTION_REAL,   // float, from 0
+    OPTION_BUDGET, // option_budget: such bytes, or a part of what the plain plan takes
+    OPTION_TEXT    // const char *
 } option_kind;
+
+/* What a plan may take. Only one of them is not 0; all of them are if none was given. */
+typedef struct option_budget {
+    uint64_t bytes;
+    double share;     // of the plain arena
+    const char *name; // "plain"; "smallest", of any plan; "half", half way between these
+} option_budget;
 
 typedef struct option_spec {
     const char *name, *argument; // "--steps", "N"
@@ -36,19 +50,22 @@ typedef struct option_words {
     int count;
 } option_words;
 
+/* The name of the program, once its options have been read. */
+static const char *options_program = "";
+
 /* Prints what is wrong, after what has been printed so far. Returns 1. */
-static int fail(const char *format, ...) {
+OPTION_API int fail(const char *format, ...) {
     va_list args;
     va_start(args, format);
     fflush(stdout);
-    fprintf(stderr, OPTIONS_PROGRAM ": ");
+    fprintf(stderr, "%s%s", options_program, *options_program ? ": " : "");
     vfprintf(stderr, format, args);
     fprintf(stderr, "\n");
     va_end(args);
     return 1;
 }
 
-NN_API bool has_suffix(const char *text, const char *suffix) {
+OPTION_API bool has_suffix(const char *text, const char *suffix) {
     while (*text && tolower((unsigned char)*text) == tolower((unsigned char)*suffix)) {
         text++;
         suffix++;
@@ -57,7 +74,7 @@ NN_API bool has_suffix(const char *text, const char *suffix) {
 }
 
 /* strtod for digits alone: no nan, no inf, no hexadecimal; *end is text if there are none. */
-NN_API double read_digits(const char *text, char **end) {
+OPTION_API double read_digits(const char *text, char **end) {
     const char *start = text + strspn(text, " +");
     const bool is_decimal = isdigit((unsigned char)*start) || *start == '.';
     const double value = is_decimal ? strtod(start, end) : 0.0;
@@ -69,7 +86,7 @@ NN_API double read_digits(const char *text, char **end) {
 
 /* A number from 0; below 0 at a mistake. If `scaled`, it may have a unit, in powers of 1024: K, M,
    G or T, in any case, also as in GB or GiB. */
-static double parse_number(const char *text, bool scaled) {
+OPTION_API double parse_number(const char *text, bool scaled) {
     static const char *const units[] = {"", "k", "m", "g", "t"};
     char *end, unit[4];
     double value = read_digits(text, &end), scale = 1.0;
@@ -85,8 +102,30 @@ static double parse_number(const char *text, bool scaled) {
     return known && value >= 0.0 && value < 9e18 ? value : -1.0;
 }
 
+/* Reads 300M, 50%, plain, half or smallest. Returns 1 if it is none of them. */
+OPTION_API int parse_option_budget(option_budget *budget, const char *text) {
+    static const char *const names[] = {"plain", "half", "smallest"};
+    const option_budget none = {0, 0.0, NULL};
+    char *end;
+    *budget = none;
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(text, names[i]) == 0) {
+            budget->name = names[i];
+            return 0;
+        }
+    }
+    const double share = read_digits(text, &end);
+    if (end != text && strcmp(end, "%") == 0) {
+        budget->share = share / 100.0;
+        return share > 0.0 && share <= 100.0 ? 0 : 1;
+    }
+    const double bytes = parse_number(text, true);
+    budget->bytes = bytes < 1.0 ? 0 : (uint64_t)bytes;
+    return bytes >= 1.0 ? 0 : 1;
+}
+
 /* Reads the argument of an option; prints the reason and returns 1 if it is wrong. */
-static int read_option(const option_spec *spec, const char *text) {
+OPTION_API int read_option(const option_spec *spec, const char *text) {
     const char *argument = text ? text : "(nothing)";
     const double value = parse_number(argument, spec->kind == OPTION_BYTES);
     switch (spec->kind) {
@@ -105,6 +144,13 @@ static int read_option(const option_spec *spec, const char *text) {
     case OPTION_REAL:
         *(float *)spec->value = (float)value;
         return value >= 0.0 ? 0 : fail("%s %s: give a number from 0", spec->name, argument);
+    case OPTION_BUDGET:
+        return parse_option_budget((option_budget *)spec->value, argument) == 0
+                   ? 0
+                   : fail(
+                         "%s %s: give a size such as 300M or 1.5G, a share of the plain arena such "
+                         "as 50%%, or plain, half or smallest",
+                         spec->name, argument);
     case OPTION_TEXT:
         *(const char **)spec->value = argument;
         return text ? 0 : fail("%s needs a name", spec->name);
@@ -119,7 +165,7 @@ static int read_option(const option_spec *spec, const char *text) {
 enum { NAME_BYTES = 64 };
 
 /* The letters, in lower case, and digits of the first `length` characters. */
-NN_API void squeeze_name(const char *text, size_t length, char *squeezed) {
+OPTION_API void squeeze_name(const char *text, size_t length, char *squeezed) {
     size_t count = 0;
     for (size_t i = 0; i < length && text[i] && count + 1 < NAME_BYTES; i++) {
         if (isalnum((unsigned char)text[i])) {
@@ -132,7 +178,7 @@ NN_API void squeeze_name(const char *text, size_t length, char *squeezed) {
 /* How well a name is what was asked for, in any case and whatever is between letters and digits: 4
    if it ends with that, 3 if it contains it; 2 or 1 if it ends with or contains the words one after
    another; 0 if not. */
-NN_API int score_name(const char *name, const char *wanted) {
+OPTION_API int score_name(const char *name, const char *wanted) {
     char has[NAME_BYTES], all[NAME_BYTES], word[NAME_BYTES];
     squeeze_name(name, strlen(name), has);
     squeeze_name(wanted, strlen(wanted), all);
@@ -150,8 +196,8 @@ NN_API int score_name(const char *name, const char *wanted) {
     return !at ? 0 : *at == 0 ? 2 : 1;
 }
 
-NN_API void print_names(FILE *file, const char *const *names, int count, int score,
-                        const char *wanted) {
+OPTION_API void print_names(FILE *file, const char *const *names, int count, int score,
+                            const char *wanted) {
     size_t column = 2;
     const char *before = "  ";
     for (int i = 0; i < count; i++) {
@@ -166,8 +212,8 @@ NN_API void print_names(FILE *file, const char *const *names, int count, int sco
 }
 
 /* The number of the name that was asked for; or -1, after an error that lists the candidates. */
-NN_API int find_name(const char *option, const char *wanted, const char *const *names, int count,
-                     const char *others) {
+OPTION_API int find_name(const char *option, const char *wanted, const char *const *names,
+                         int count, const char *others) {
     int best = 0, index = -1, same = 0;
     for (int i = 0; i < count; i++) {
         const int score = score_name(names[i], wanted);
@@ -183,10 +229,23 @@ NN_API int find_name(const char *option, const char *wanted, const char *const *
     return -1;
 }
 
+OPTION_API void name_program(const char *path) {
+    const char *slash = strrchr(path, '/');
+    options_program = slash ? slash + 1 : path;
+}
+
+/* Prints how the program is used, after what is wrong. Returns 1. */
+OPTION_API int fail_usage(bool takes_words) {
+    fprintf(stderr, "usage: %s [options]%s; --help lists them\n", options_program,
+            takes_words ? " [file ...]" : "");
+    return 1;
+}
+
 /* Reads a command line; words is NULL if only options are allowed. Prints the reason and returns 1
    at a mistake. */
-static int read_options(const option_spec *specs, int count, int argc, char **argv,
-                        option_words *words) {
+OPTION_API int read_options(const option_spec *specs, int count, int argc, char **argv,
+                            option_words *words) {
+    name_program(argc > 0 ? argv[0] : "");
     for (int i = 1; i < argc; i++) {
         int k = 0;
         while (k < count && strcmp(argv[i], specs[k].name) != 0) {
@@ -198,7 +257,8 @@ static int read_options(const option_spec *specs, int count, int argc, char **ar
             }
             i += specs[k].kind != OPTION_FLAG;
         } else if (!words || argv[i][0] == '-') {
-            return fail("unknown option %s; --help lists them", argv[i]);
+            fail("unknown option %s", argv[i]);
+            return fail_usage(words != NULL);
         } else if (words->count == (int)(sizeof words->items / sizeof words->items[0])) {
             return fail("more than %d files", words->count);
         } else {
@@ -208,8 +268,8 @@ static int read_options(const option_spec *specs, int count, int argc, char **ar
     return 0;
 }
 
-static void print_options(const char *usage, const option_spec *specs, int count) {
-    printf("usage: " OPTIONS_PROGRAM " %s\n\n", usage);
+OPTION_API void print_options(const char *usage, const option_spec *specs, int count) {
+    printf("usage: %s %s\n\n", options_program, usage);
     for (int i = 0; i < count; i++) {
         char name[32];
         snprintf(name, sizeof name, "%s %s", specs[i].name,
@@ -225,6 +285,92 @@ static void print_options(const char *usage, const option_spec *specs, int count
     }
 }
 
+// ---- units --------------------------------------------------------------------------------------
+
+OPTION_API double mebibytes(uint64_t bytes) {
+    return (double)bytes / 1048576.0;
+}
+
+/* A number to show with so many digits after the point, rounded up, so that a budget that is typed
+   in again is large enough. */
+OPTION_API double rounded_up(double value, int digits) {
+    const double scale = digits == 0 ? 1.0 : digits == 1 ? 10.0 : 100.0;
+    return ceil(value * scale) / scale;
+}
+
+#endif // MEMSCALE_OPTIONS_H
+
+#if defined(MEMSCALE_H) && !defined(MEMSCALE_OPTIONS_OF_MODELS)
+#define MEMSCALE_OPTIONS_OF_MODELS
+
+// ---- budgets ------------------------------------------------------------------------------------
+
+#define OPTION_BUDGET_HELP                                                                         \
+    "what training may take: bytes such as 300M or 1.5G (powers of 1024), a share of\n"            \
+    "the plain arena such as 50%, or plain, smallest, or half, half way between these"
+
+OPTION_API bool has_budget(const option_budget *budget) {
+    return budget->bytes > 0 || budget->share > 0.0 || budget->name != NULL;
+}
+
+/* The bytes that were asked for, of a model that is planned. Prints the reason and returns 1 if they
+   cannot be found. */
+OPTION_API int choose_bytes(const option_budget *budget, ms_model *model, uint64_t *bytes) {
+    ms_memory_report report;
+    uint64_t smallest = 0;
+    const bool by_name = budget->name && strcmp(budget->name, "plain") != 0;
+    *bytes = budget->bytes;
+    if (*bytes) {
+        return 0;
+    }
+    if (ms_report(model, &report) != MS_RESULT_OK ||
+        (by_name && ms_smallest_budget(model, &smallest) != MS_RESULT_OK)) {
+        return fail("%s", ms_last_error(model));
+    }
+    const uint64_t plain = report.plain_bytes;
+    *bytes = !by_name                            ? plain
+             : strcmp(budget->name, "half") == 0 ? smallest + (plain - smallest) / 2
+                                                 : smallest;
+    *bytes = budget->share > 0.0 ? (uint64_t)(budget->share * (double)plain) : *bytes;
+    return 0;
+}
+
+/* ms_wrap, once more if the budget is a part of what the first plan found to be plain. */
+OPTION_API ms_result wrap_in(const option_budget *budget, ms_model *model) {
+    uint64_t bytes = 0;
+    const ms_result result = ms_wrap(model);
+    if (result != MS_RESULT_OK || !has_budget(budget) || budget->bytes > 0) {
+        return result;
+    }
+    if (choose_bytes(budget, model, &bytes) != 0) {
+        return MS_RESULT_BUDGET;
+    }
+    ms_set_budget(model, bytes);
+    return ms_wrap(model);
+}
+
+// ---- offloading ---------------------------------------------------------------------------------
+
+#define OPTION_OFFLOAD_HELP                                                                        \
+    "auto (default): to the host as the mode and the device say; on: also in other\n"              \
+    "modes and on other devices; or off"
+
+/* Reads such an argument, or NULL; prints the reason and returns 1 if there is no such switch. */
+OPTION_API int choose_offloading(const char *text, ms_switch *is) {
+    const bool on = text && strcmp(text, "on") == 0, off = text && strcmp(text, "off") == 0;
+    *is = on ? MS_SWITCH_ON : off ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    return !text || on || off || strcmp(text, "auto") == 0
+               ? 0
+               : fail("--offload %s: there are auto, on and off", text);
+}
+
+#endif // MEMSCALE_OPTIONS_OF_MODELS
+
+#if defined(MEMSCALE_NN_H) && !defined(MEMSCALE_OPTIONS_OF_NETS)
+#define MEMSCALE_OPTIONS_OF_NETS
+
+#include <time.h>
+
 // ---- where it computes --------------------------------------------------------------------------
 
 #define OPTION_DEVICE_HELP "cpu (default) or cuda, the first GPU"
@@ -235,7 +381,7 @@ typedef struct option_device {
 } option_device;
 
 /* Finds a device by its name; prints the reason and returns 1 if this program does not have it. */
-NN_API int choose_device(option_device *d, const char *name) {
+OPTION_API int choose_device(option_device *d, const char *name) {
     const bool on_gpu = strcmp(name, "cuda") == 0;
     if (!on_gpu && strcmp(name, "cpu") != 0) {
         return fail("--device %s: there are cpu and cuda", name);
@@ -246,7 +392,8 @@ NN_API int choose_device(option_device *d, const char *name) {
 #else
     if (on_gpu) {
         return fail("--device cuda: this program was built without CUDA; where there is nvcc, "
-                    "`make cuda` builds build/cuda/examples/" OPTIONS_PROGRAM);
+                    "`make cuda` builds build/cuda/examples/%s",
+                    options_program);
     }
     d->backend = ms_backend_cpu();
     d->kernels = nn_cpu();
@@ -254,39 +401,11 @@ NN_API int choose_device(option_device *d, const char *name) {
     return 0;
 }
 
-// ---- offloading ---------------------------------------------------------------------------------
-
-#define OPTION_OFFLOAD_HELP                                                                        \
-    "auto (default): to the host as the mode and the device say; on: also in other\n"              \
-    "modes and on other devices; or off"
-
-/* Reads such an argument, or NULL; prints the reason and returns 1 if there is no such switch. */
-NN_API int choose_offloading(const char *text, ms_switch *is) {
-    const bool on = text && strcmp(text, "on") == 0, off = text && strcmp(text, "off") == 0;
-    *is = on ? MS_SWITCH_ON : off ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
-    return !text || on || off || strcmp(text, "auto") == 0
-               ? 0
-               : fail("--offload %s: there are auto, on and off", text);
-}
-
-// ---- units --------------------------------------------------------------------------------------
-
-NN_API double mebibytes(uint64_t bytes) {
-    return (double)bytes / 1048576.0;
-}
-
-/* A number to show with so many digits after the point, rounded up, so that a budget that is typed
-   in again is large enough. */
-NN_API double rounded_up(double value, int digits) {
-    const double scale = digits == 0 ? 1.0 : digits == 1 ? 10.0 : 100.0;
-    return ceil(value * scale) / scale;
-}
-
 /* Seconds since some moment in the past. */
-NN_API double seconds_now(void) {
+OPTION_API double seconds_now(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-#endif // MEMSCALE_OPTIONS_H
+#endif // MEMSCALE_OPTIONS_OF_NETS

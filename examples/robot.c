@@ -5,8 +5,6 @@
 // taken from the heap, no thread is started, and training takes no more of a tick than its slice and one
 // instruction.
 //
-//     robot [--seconds S] [--slice US] [--params FILE] [--die S] [--real]
-//
 // --params: params are loaded from there, if it exists, and saved there every 5 seconds, so that a power
 // cut (--die: the process kills itself) loses no more than that. --real: ticks are 5 ms apart.
 #define _POSIX_C_SOURCE 200809L
@@ -17,6 +15,7 @@
 
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
+#include "options.h"
 
 enum { TICK_US = 5000, SUBSTEPS = 5, SAVE_TICKS = 1000, REPORT_TICKS = 2000 };
 enum { INPUTS = 8, HIDDEN = 64, JOINTS = 2, BATCH = 64, SAMPLES = 8192, ENOUGH = 400 };
@@ -233,7 +232,7 @@ typedef struct learner {
 static learner the_learner;
 static pool the_pool;
 
-static void fail(const char *text) {
+static void stop(const char *text) {
     (void)!write(2, text, strlen(text));
     (void)!write(2, "\n", 1);
     _exit(1);
@@ -241,7 +240,7 @@ static void fail(const char *text) {
 
 static void check(const ms_model *model, ms_result result) {
     if (result != MS_RESULT_OK) {
-        fail(ms_last_error(model));
+        stop(ms_last_error(model));
     }
 }
 
@@ -335,14 +334,14 @@ static void save_params(const learner *l, const char *path) {
     char beside[512];
     const size_t length = strlen(path);
     if (length + 5 > sizeof beside) {
-        fail("the name of the file is too long");
+        stop("the name of the file is too long");
     }
     memcpy(beside, path, length);
     memcpy(beside + length, ".new", 5);
     const int file = open(beside, O_WRONLY | O_CREAT | O_TRUNC, 0644);
     if (file < 0 || write(file, &l->now, sizeof l->now) != (ssize_t)sizeof l->now ||
         fsync(file) != 0 || close(file) != 0 || rename(beside, path) != 0) {
-        fail("params could not be saved");
+        stop("params could not be saved");
     }
 }
 
@@ -446,33 +445,31 @@ static double control(learner *l, arm *a, double t) {
     return error;
 }
 
-typedef struct options {
-    double seconds, die;
-    uint64_t slice_us;
+typedef struct settings {
+    float seconds, die;
+    int64_t slice_us;
     const char *path;
     bool real;
-} options;
+} settings;
 
-static options read_options(int argc, char **argv) {
-    options o = {60.0, 0.0, 2000, NULL, false};
-    for (int i = 1; i < argc; i++) {
-        const char *value = i + 1 < argc ? argv[i + 1] : NULL;
-        if (strcmp(argv[i], "--real") == 0) {
-            o.real = true;
-            continue;
-        }
-        if (value && strcmp(argv[i], "--seconds") == 0) {
-            o.seconds = strtod(value, NULL);
-        } else if (value && strcmp(argv[i], "--slice") == 0) {
-            o.slice_us = strtoull(value, NULL, 10);
-        } else if (value && strcmp(argv[i], "--params") == 0) {
-            o.path = value;
-        } else if (value && strcmp(argv[i], "--die") == 0) {
-            o.die = strtod(value, NULL);
-        } else {
-            fail("usage: robot [--seconds S] [--slice US] [--params FILE] [--die S] [--real]");
-        }
-        i++;
+static settings take_options(int argc, char **argv) {
+    settings o = {60.0f, 0.0f, 2000, NULL, false};
+    bool help = false;
+    const option_spec specs[] = {
+        {"--seconds", "S", OPTION_REAL, &o.seconds, "that it moves (60)"},
+        {"--slice", "US", OPTION_COUNT, &o.slice_us, "microseconds of training in a tick (2000)"},
+        {"--params", "FILE", OPTION_TEXT, &o.path, "load params from there, and save them there"},
+        {"--die", "S", OPTION_REAL, &o.die, "kill the process after S seconds"},
+        {"--real", NULL, OPTION_FLAG, &o.real, "ticks are 5 ms apart"},
+        {"--help", NULL, OPTION_FLAG, &help, "this text"},
+    };
+    const int count = (int)(sizeof specs / sizeof specs[0]);
+    if (read_options(specs, count, argc, argv, NULL) != 0) {
+        exit(2);
+    }
+    if (help) {
+        print_options("[options]", specs, count);
+        exit(0);
     }
     return o;
 }
@@ -489,7 +486,7 @@ static void sleep_until(double us) {
 
 int main(int argc, char **argv) {
     static char line[256], out[BUFSIZ];
-    const options o = read_options(argc, argv);
+    const settings o = take_options(argc, argv);
     learner *l = &the_learner;
     arm a = {{0.0, 0.0}, {0.0, 0.0}};
     (void)setvbuf(stdout, out, _IOLBF, sizeof out); // printf takes no memory either
@@ -503,18 +500,18 @@ int main(int argc, char **argv) {
         double acceleration;
         wanted(0.0, j, &a.angle[j], &a.speed[j], &acceleration);
     }
-    const int64_t ticks = (int64_t)(o.seconds * 1e6 / (double)TICK_US);
+    const int64_t ticks = (int64_t)((double)o.seconds * 1e6 / (double)TICK_US);
     double squares = 0.0, first_error = 0.0, last_error = 0.0, worst_us = 0.0;
     uint32_t late = 0;
     const double begin_us = now_us(NULL);
     for (int64_t tick = 0; tick < ticks; tick++) {
         const double start_us = o.real ? begin_us + (double)(tick * TICK_US) : now_us(NULL);
         const double t = 1e-6 * (double)TICK_US * (double)tick;
-        if (o.die > 0.0 && t >= o.die) {
+        if (o.die > 0.0f && t >= (double)o.die) {
             (void)raise(SIGKILL);
         }
         squares += control(l, &a, t);
-        learn(l, o.slice_us);
+        learn(l, (uint64_t)o.slice_us);
         if (o.path && (tick + 1) % SAVE_TICKS == 0) {
             save_params(l, o.path); // on a robot: outside of the loop of control
         }

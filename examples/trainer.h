@@ -1,6 +1,6 @@
 /*  trainer.h - what gpt2.c and bert.c share: options, text, the model and its budget, the loop.
 
-    OPTIONS_PROGRAM is the program's name. A trainer_kind has what differs between the programs: how
+    A trainer_kind has what differs between the programs: how
     to build the net, how to draw a batch, what to show after training. Include memscale.h and nn.h
     first. */
 #ifndef MEMSCALE_TRAINER_H
@@ -24,7 +24,7 @@ typedef struct settings {
     const char *preset, *device, *mode, *off, *offload, *optimizer, *state, *precision;
     const char *trace, *metrics; // files to write, or NULL
     int64_t batch, sequence, steps, seconds, every, seed;
-    uint64_t budget_bytes; // 0: half way between the smallest and the plain arena
+    option_budget budget;
     float dropout;
     bool random, tf32, graph, automatic, dry, plan, full_plan, profile, verify, help;
     bool half_gradients;
@@ -77,9 +77,7 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--batch", "N", OPTION_COUNT, &o->batch,
          "sequences per step (8; presets other than small: 4)"},
         {"--sequence", "N", OPTION_COUNT, &o->sequence, "tokens per sequence (64)"},
-        {"--budget", "SIZE", OPTION_BYTES, &o->budget_bytes,
-         "bytes that training may take, such as 300M or 1.5G (powers of 1024;\n"
-         "default: half way from the smallest possible to the plain arena)"},
+        {"--budget", "SIZE", OPTION_BUDGET, &o->budget, OPTION_BUDGET_HELP " (default)"},
         {"--mode", "NAME", OPTION_TEXT, &o->mode, "conservative, balanced (default) or aggressive"},
         {"--off", "NAME", OPTION_TEXT, &o->off, "switch off checkpointing or early-update"},
         {"--offload", "NAME", OPTION_TEXT, &o->offload, OPTION_OFFLOAD_HELP},
@@ -137,6 +135,7 @@ static int parse_options(trainer *t, int argc, char **argv) {
     o->preset = "small";
     o->device = "cpu";
     o->seed = 1;
+    o->budget.name = "half";
     if (read_options(specs, list_options(t->kind, o, specs), argc, argv, &o->files) != 0 ||
         choose_device(&t->device, o->device) != 0) {
         return 1;
@@ -481,11 +480,7 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
         ms_smallest_budget(t->model, &smallest) != MS_RESULT_OK) {
         return fail("%s", ms_last_error(t->model));
     }
-    *budget_bytes = t->options.budget_bytes;
-    if (*budget_bytes == 0) {
-        *budget_bytes = smallest + (plain.plain_bytes - smallest) / 2;
-    }
-    if (print_machine(t) != 0) {
+    if (choose_bytes(&t->options.budget, t->model, budget_bytes) != 0 || print_machine(t) != 0) {
         return 1;
     }
     printf("model     %s: %lld layers, %lld channels, %lld heads, vocabulary %lld: %.2f M params; "
@@ -512,7 +507,9 @@ static int print_plan(trainer *t) {
         return fail("the model has no plan");
     }
     printf("budget    %9.1f MiB%s\n", mebibytes(r.budget_bytes),
-           t->options.budget_bytes ? "" : ", half way between these (choose with --budget)");
+           t->options.budget.name && strcmp(t->options.budget.name, "half") == 0
+               ? ", half way between these (choose with --budget)"
+               : "");
     printf(
         "arena     %9.1f MiB, all that training will ever use: %.0f %% of plain, for %.1f %% more "
         "work\n",

@@ -381,6 +381,50 @@ check_gpu_first() {
         [ "$(grep -c '^Left out for want of time' $page)" -ge 6 ]
 }
 
+# --help of every program lists each of its options on standard output and does nothing else; an option
+# that there is not is an error, with the usage on standard error.
+check_help() {
+    local source program name option out=$checks/help.out err=$checks/help.err status=0
+    $MAKE -s --no-print-directory werror=1 config=quick all || return 1
+    wrong() {
+        echo "$name $*"
+        status=1
+    }
+    for source in examples/*.c examples/*.cpp bench/*.c; do
+        program=build/quick/${source%.*} name=$(basename "${source%.*}")
+        [ -x "$program" ] || continue
+        timeout 20 "$program" --help > "$out" 2> "$err" && [ ! -s "$err" ] &&
+            grep -q "^usage: .*$name" "$out" || wrong --help
+        for option in $(sed -n 's/^.*{"\(--[a-z0-9=-]*\)",.*$/\1/p' "$source"); do
+            grep -q -e "^  $option " "$out" || wrong "does not list $option"
+        done
+        ! timeout 20 "$program" --no-such-option > "$out" 2> "$err" && [ ! -s "$out" ] &&
+            grep -q "^usage: .*$name" "$err" || wrong --no-such-option
+    done
+    return $status
+}
+
+# What several programs have means the same in each.
+check_shared_options() {
+    local tiny='--preset tiny --random --steps 1' command program value status=0
+    for command in "examples/gpt2 $tiny" "examples/bert $tiny" 'examples/cnn --width 4 --test 10 --steps 1' \
+        'examples/llmc_style --size tiny --steps 1' 'examples/darknet_style --batch 4 --steps 1'; do
+        program=build/quick/$command
+        build quick "${program%% *}" || return 1
+        for value in smallest half plain 99% 1200M 1.5g; do
+            $program --budget $value > $checks/options.out 2>&1 || { echo "$command --budget $value" && status=1; }
+        done
+        for value in most 0 0% 101% -5M 50%% nan; do
+            ! $program --budget $value > $checks/options.out 2>&1 || { echo "$command --budget $value" && status=1; }
+        done
+        for value in 0 -1 1.5 many 1e99; do
+            ! $program --steps $value > $checks/options.out 2>&1 || { echo "$command --steps $value" && status=1; }
+        done
+    done
+    return $status
+}
+
+export -f check_help check_shared_options
 export -f check_gpu_builds check_gpu_missing check_gpu_first
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
@@ -608,6 +652,8 @@ check broad 'figures of predictions are those that the programs print' check_fig
 
 group 'programs'
 check broad 'make gpu-first on the emulated GPU' check_gpu_first
+check broad '--help of every program' check_help
+check broad 'options that several programs have' check_shared_options
 check quick 'examples/robot: no heap, a power cut and a restart' check_robot
 while read -r tier line; do
     name=${line%% =>*} name=${name#build/}
