@@ -51,7 +51,7 @@ typedef struct option_words {
 } option_words;
 
 /* The name of the program, once its options have been read. */
-static const char *options_program = "";
+static char options_program[32];
 
 /* Prints what is wrong, after what has been printed so far. Returns 1. */
 OPTION_API int fail(const char *format, ...) {
@@ -231,7 +231,7 @@ OPTION_API int find_name(const char *option, const char *wanted, const char *con
 
 OPTION_API void name_program(const char *path) {
     const char *slash = strrchr(path, '/');
-    options_program = slash ? slash + 1 : path;
+    snprintf(options_program, sizeof options_program, "%s", slash ? slash + 1 : path);
 }
 
 /* Prints how the program is used, after what is wrong. Returns 1. */

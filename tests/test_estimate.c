@@ -46,10 +46,10 @@ static void read_back(FILE *file, char *text, size_t capacity) {
 
 /* The program with these words, which spaces separate ('_' stands for a space within one). */
 static void run_words(printed *p, const char *words) {
-    char copy[512], *argv[MOST_WORDS + 1];
+    char name[] = "build/examples/estimate", copy[512], *argv[MOST_WORDS + 1];
     int argc = 1;
     snprintf(copy, sizeof copy, "%s", words);
-    argv[0] = copy;
+    argv[0] = name;
     for (char *word = strtok(copy, " "); word; word = strtok(NULL, " ")) {
         assert_true(argc < MOST_WORDS);
         for (char *c = word; *c; c++) {

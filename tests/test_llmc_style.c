@@ -8,7 +8,9 @@
 
 int llmc_style_main(int argc, char **argv);
 #define main llmc_style_main
+#undef fail // the program has one with arguments
 #include "../examples/llmc_style.c"
+#define fail() _fail(__FILE__, __LINE__)
 #undef main
 
 // ------------------------------------------------------------------------------------------------
