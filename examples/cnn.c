@@ -30,7 +30,7 @@ typedef struct settings {
     const char *device, *offload;
     option_device place;
     ms_switch offloading;
-    float clip; // 0: none
+    float clip, rate; // 0: none
     bool check, dry, help;
 } settings;
 
@@ -55,7 +55,7 @@ typedef struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { OPTION_COUNT_ALL = 13 };
+enum { OPTION_COUNT_ALL = 14 };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(settings *o, option_spec *specs) {
@@ -64,12 +64,13 @@ static int list_options(settings *o, option_spec *specs) {
         {"--device", "NAME", OPTION_TEXT, &o->device, OPTION_DEVICE_HELP},
         {"--offload", "NAME", OPTION_TEXT, &o->offload, OPTION_OFFLOAD_HELP},
         {"--batch", "N", OPTION_COUNT, &o->batch, "images at a time (64)"},
-        {"--accumulate", "N", OPTION_COUNT, &o->accumulate, "batches per step (1)"},
+        {"--accumulate", "N", OPTION_COUNT, &o->accumulate, OPTION_ACCUMULATE_HELP},
         {"--width", "N", OPTION_COUNT, &o->width,
          "channels of the first block; the next have twice and four times as\n"
          "many (12)"},
         {"--steps", "N", OPTION_COUNT, &o->steps, "updates (300)"},
-        {"--clip", "X", OPTION_REAL, &o->clip, "largest norm of the gradients (no limit)"},
+        {"--clip", "X", OPTION_REAL, &o->clip, OPTION_CLIP_HELP},
+        {"--rate", "X", OPTION_REAL, &o->rate, OPTION_RATE_HELP " (0.02)"},
         {"--test", "N", OPTION_COUNT, &o->test, "images of the test set (2000)"},
         {"--seed", "N", OPTION_COUNT, &o->seed, "of initial params and images (1)"},
         {"--check", NULL, OPTION_FLAG, &o->check,
@@ -91,6 +92,7 @@ static void print_help(void) {
 static int parse_options(settings *o, int argc, char **argv) {
     option_spec specs[OPTION_COUNT_ALL];
     memset(o, 0, sizeof *o);
+    o->rate = 0.02f;
     o->budget.name = "half";
     o->device = "cpu";
     o->batch = 64;
@@ -320,7 +322,7 @@ static int print_arena(const classifier *c) {
 static float learning_rate(const settings *o, int64_t step) {
     const double warm = step < WARMUP_STEPS ? (double)(step + 1) / (double)WARMUP_STEPS : 1.0;
     const double done = (double)step / (double)o->steps;
-    return (float)(0.02 * warm * (0.5 + 0.5 * cos(3.14159265358979 * done)));
+    return (float)((double)o->rate * warm * (0.5 + 0.5 * cos(3.14159265358979 * done)));
 }
 
 static int train_batch(const trainer *t, const classifier *c, float rate, double *loss) {

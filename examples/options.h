@@ -53,6 +53,10 @@ typedef struct option_words {
 /* The name of the program, once its options have been read. */
 static char options_program[32];
 
+#define OPTION_ACCUMULATE_HELP "batches of a step, whose gradients are added up (1)"
+#define OPTION_CLIP_HELP       "largest norm of all gradients together (no limit)"
+#define OPTION_RATE_HELP       "largest learning rate, after it has risen and before it falls"
+
 /* Prints what is wrong, after what has been printed so far. Returns 1. */
 OPTION_API int fail(const char *format, ...) {
     va_list args;

@@ -24,8 +24,9 @@ typedef struct settings {
     const char *preset, *device, *mode, *off, *offload, *optimizer, *state, *precision;
     const char *trace, *metrics; // files to write, or NULL
     int64_t batch, sequence, steps, seconds, every, seed;
+    int64_t accumulate; // 0: one batch a step
     option_budget budget;
-    float dropout;
+    float dropout, clip, rate; // 0: none, no limit, as fits the model
     bool random, tf32, graph, automatic, dry, plan, full_plan, profile, verify, help;
     bool half_gradients;
     option_words files;
@@ -67,7 +68,7 @@ struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { TRAINER_OPTIONS = 29 };
+enum { TRAINER_OPTIONS = 32 };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(const trainer_kind *kind, settings *o, option_spec *specs) {
@@ -92,6 +93,10 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
          "gradients of weights and token tables in 16 bits, where a step computes in these"},
         {"--auto", NULL, OPTION_FLAG, &o->automatic, "let the built-in policy choose the mode"},
         {"--dropout", "X", OPTION_REAL, &o->dropout, "probability of dropout, below 1 (0)"},
+        {"--accumulate", "N", OPTION_COUNT, &o->accumulate, OPTION_ACCUMULATE_HELP},
+        {"--clip", "X", OPTION_REAL, &o->clip, OPTION_CLIP_HELP},
+        {"--rate", "X", OPTION_REAL, &o->rate,
+         OPTION_RATE_HELP "\n(1e-3 for small models, else 3e-4)"},
         {"--steps", "N", OPTION_COUNT, &o->steps, "stop after N steps"},
         {"--seconds", "N", OPTION_COUNT, &o->seconds,
          "stop after N seconds (45, unless --steps is given)"},
@@ -127,6 +132,10 @@ static void print_help(const trainer_kind *kind) {
     option_spec specs[TRAINER_OPTIONS];
     print_options("[options] [text file ...]", specs, list_options(kind, &o, specs));
     printf("\nThe default text is this repository's own: run it there, or name files.\n");
+}
+
+static int64_t batches_of_step(const settings *o) {
+    return o->accumulate ? o->accumulate : 1;
 }
 
 static int parse_options(trainer *t, int argc, char **argv) {
@@ -416,6 +425,7 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     config.seed = (uint64_t)t->options.seed;
     config.tf32 = t->options.tf32;
     config.cuda_graph = t->options.graph;
+    config.accumulation_steps = (uint32_t)batches_of_step(&t->options);
     config.empirical_profiling = t->options.profile ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     bool half = false;
     if (choose_techniques(&t->options, &config) != 0 || choose_optimizer(t, &optimizer) != 0 ||
@@ -435,6 +445,7 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     if (!t->options.random) {
         ms_add_eval_output(t->model, t->built.logits);
     }
+    optimizer.grad_clip_norm = t->options.clip;
     ms_set_optimizer(t->model, &optimizer);
     force_codes(t);
     return 0;
@@ -616,31 +627,39 @@ static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) 
     const double seconds = seconds_now() - p->started;
     printf("%sstep %5lld [%s] loss %.3f  %.0f tokens/s  %.1f MiB%s", p->terminal ? "\r" : "",
            (long long)p->step, bar, t->loss,
-           (double)(p->step * t->shape.batch * t->shape.sequence) / seconds, mebibytes(arena_bytes),
-           p->terminal && p->done < 1.0 ? "  " : "\n");
+           (double)(p->step * batches_of_step(&t->options) * t->shape.batch * t->shape.sequence) /
+               seconds,
+           mebibytes(arena_bytes), p->terminal && p->done < 1.0 ? "  " : "\n");
     fflush(stdout);
 }
 
 /* Linear warm-up, then a cosine down to a tenth (Loshchilov and Hutter, "SGDR", 2017, eq. 5). */
 static float learning_rate(const trainer *t, const progress *p) {
-    const double top = (t->shape.channels < 512 ? 1e-3 : 3e-4) *
-                       trainer_optimizers[optimizer_of(&t->options)].rate;
+    const double usual = (t->shape.channels < 512 ? 1e-3 : 3e-4) *
+                         trainer_optimizers[optimizer_of(&t->options)].rate;
+    const double top = t->options.rate > 0.0f ? (double)t->options.rate : usual;
     const double warm = p->step < WARMUP_STEPS ? (double)(p->step + 1) / (double)WARMUP_STEPS : 1.0;
     return (float)(top * warm * (0.55 + 0.45 * cos(3.14159265358979 * p->done)));
 }
 
-/* One step. Where its loss is not read, a GPU computes it while the next batch is drawn. */
+/* One step, of one batch or several. Where its loss is not read, a GPU computes it while the next
+   batch is drawn. */
 static int train_step(trainer *t, progress *p, bool reads) {
-    double loss = 0.0;
-    t->kind->draw_batch(t);
+    const int64_t batches = batches_of_step(&t->options);
+    double sum = 0.0;
     ms_set_learning_rate(t->model, learning_rate(t, p));
-    if (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
-        ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK ||
-        ms_step(t->model, reads ? &loss : NULL) != MS_RESULT_OK) {
-        return fail("%s", ms_last_error(t->model));
+    for (int64_t i = 0; i < batches; i++) {
+        double loss = 0.0;
+        t->kind->draw_batch(t);
+        if (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
+            ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK ||
+            ms_step(t->model, reads ? &loss : NULL) != MS_RESULT_OK) {
+            return fail("%s", ms_last_error(t->model));
+        }
+        sum += loss / (double)batches;
     }
     if (reads) {
-        t->loss = t->has_loss ? 0.9 * t->loss + 0.1 * loss : loss;
+        t->loss = t->has_loss ? 0.9 * t->loss + 0.1 * sum : sum;
         t->has_loss = true;
     }
     p->step++;

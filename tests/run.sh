@@ -420,6 +420,11 @@ check_shared_options() {
         for value in 0 -1 1.5 many 1e99; do
             ! $program --steps $value > $checks/options.out 2>&1 || { echo "$command --steps $value" && status=1; }
         done
+        grep -q '^  --clip X' <<< "$($program --help)" || continue
+        $program --clip 0.5 --accumulate 2 > $checks/options.out 2>&1 || { cat $checks/options.out && status=1; }
+        for value in '--accumulate 0' '--clip much'; do
+            ! $program $value > $checks/options.out 2>&1 || { echo "$command $value" && status=1; }
+        done
     done
     return $status
 }

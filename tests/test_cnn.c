@@ -419,6 +419,8 @@ static void wrong_options_are_refused(void **state) {
     (void)state;
     k_expect_options("--budget", "1.5M", true);
     k_expect_options("--budget", "half", true);
+    k_expect_options("--budget", "101%", false);
+    k_expect_options("--budget", "0%", false);
     k_expect_options("--budget", "most", false);
     k_expect_options("--budget", NULL, false);
     k_expect_options("--steps", "10", true);
@@ -428,6 +430,39 @@ static void wrong_options_are_refused(void **state) {
     k_expect_options("--clip", "-1", false);
     k_expect_options("--check", NULL, true);
     k_expect_options("--wings", "2", false);
+}
+
+/* Each kind of budget, of a model that is planned. */
+static void a_budget_may_be_a_part_of_the_plain_arena(void **state) {
+    (void)state;
+    settings o;
+    classifier c;
+    ms_memory_report report;
+    uint64_t bytes = 0;
+    k_options(&o, "--budget 3M");
+    const uint64_t smallest = k_smallest(&o);
+    memset(&c, 0, sizeof c);
+    assert_int_equal(make_net(&c, &o, UINT64_MAX, true), 0);
+    t_report(c.model, &report);
+    const uint64_t plain = report.plain_bytes;
+    const struct {
+        const char *option;
+        uint64_t bytes;
+    } budgets[] = {{"--budget 3M", 3 << 20},
+                   {"--budget plain", plain},
+                   {"--budget smallest", smallest},
+                   {"--budget half", smallest + (plain - smallest) / 2},
+                   {"--budget 50%", plain / 2},
+                   {"--budget 12.5%", plain / 8},
+                   {"--steps 3", smallest + (plain - smallest) / 2}};
+    assert_true(smallest < plain);
+    for (size_t i = 0; i < sizeof budgets / sizeof budgets[0]; i++) {
+        k_options(&o, budgets[i].option);
+        assert_true(has_budget(&o.budget));
+        assert_int_equal(choose_bytes(&o.budget, c.model, &bytes), 0);
+        assert_true(bytes == budgets[i].bytes);
+    }
+    free_net(&c);
 }
 
 /* A short run from end to end, in the smallest arena: far above the tenth that guessing gives. */
@@ -454,6 +489,7 @@ int main(void) {
         cmocka_unit_test(initial_values_are_those_of_kaiming),
         cmocka_unit_test(images_depend_on_seed_and_number_alone),
         cmocka_unit_test(wrong_options_are_refused),
+        cmocka_unit_test(a_budget_may_be_a_part_of_the_plain_arena),
         cmocka_unit_test(a_short_run_learns_in_the_smallest_arena),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
