@@ -384,8 +384,10 @@ static void print_header(const settings *s) {
            (double)gpu.totalGlobalMem / 1073741824.0);
     printf("%sdriver for CUDA %d.%d, runtime %d.%d, cuBLAS %d\n", mark, driver / 1000,
            driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10, version);
-    printf("%s%lld timed steps, %lld to warm up, %lld repeats; medians\n", mark,
-           (long long)s->steps, (long long)s->warmup, (long long)s->repeats);
+    if (!s->markdown) {
+        printf("# %lld timed steps, %lld to warm up, %lld repeats; medians\n", (long long)s->steps,
+               (long long)s->warmup, (long long)s->repeats);
+    }
 }
 
 static void run_nothing(settings *s) {

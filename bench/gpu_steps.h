@@ -17,7 +17,7 @@ typedef struct step_plan {
 
 /* Of those with the same arithmetic the first is the plain plan. The most important come first. */
 static const step_plan step_plans[] = {
-    {"plain", true, false, false, false, 0, MS_SWITCH_OFF, MS_MODE_BALANCED},
+    {"plain", true, false, true, false, 0, MS_SWITCH_OFF, MS_MODE_BALANCED},
     {"1/2, recomputed", true, false, true, false, 2, MS_SWITCH_OFF, MS_MODE_BALANCED},
     {"1/3, offloaded", true, false, true, false, 3, MS_SWITCH_ON, MS_MODE_BALANCED},
     {"plain", true, true, false, false, 0, MS_SWITCH_OFF, MS_MODE_BALANCED},
@@ -211,6 +211,91 @@ static void print_shares(bench_table *table, const char *model, double step_ms) 
     print_kind(table, model, &rest, step_ms);
 }
 
+/* The instructions of a plan that callbacks of layers with one name run, and the library's own. */
+typedef struct layer_kind {
+    char name[48]; // "attention, backward"
+    int count;
+    double predicted_ms, measured_ms;
+} layer_kind;
+
+typedef struct layer_kinds {
+    layer_kind items[KINDS_MAX];
+    int count;
+    bool measured; // what is being added
+} layer_kinds;
+
+/* Layers of blocks are called "h0.attention", "h1.attention", and so on. */
+static void name_kind(char name[48], const ms_event *event) {
+    const char *dot = event->name ? strrchr(event->name, '.') : NULL;
+    const char *what = event->kind == MS_EVENT_FORWARD    ? "forward"
+                       : event->kind == MS_EVENT_BACKWARD ? "backward"
+                                                          : NULL;
+    if (what && event->name) {
+        snprintf(name, 48, "%.30s, %s", dot ? dot + 1 : event->name, what);
+    } else {
+        snprintf(name, 48, "%s", event->kind == MS_EVENT_UPDATE ? "updates" : "all else");
+    }
+}
+
+static void add_event(const ms_event *event, void *user) {
+    layer_kinds *all = (layer_kinds *)user;
+    char name[48];
+    int i = 0;
+    if (event->stream != MS_STREAM_COMPUTE || event->kind == MS_EVENT_DROP) {
+        return;
+    }
+    name_kind(name, event);
+    while (i < all->count && strcmp(all->items[i].name, name) != 0) {
+        i++;
+    }
+    if (i == KINDS_MAX) {
+        return;
+    }
+    if (i == all->count) {
+        memset(&all->items[all->count++], 0, sizeof all->items[0]);
+        memcpy(all->items[i].name, name, sizeof name);
+    }
+    if (all->measured) {
+        all->items[i].measured_ms += 1e-3 * event->measured_us;
+    } else {
+        all->items[i].predicted_ms += 1e-3 * event->duration_us;
+        all->items[i].count++;
+    }
+}
+
+static void add_events(layer_kinds *all, ms_model *model, bool measured) {
+    all->measured = measured;
+    bench_check(model, ms_visit_events(model, MS_PROGRAM_TRAIN, add_event, all));
+}
+
+static int compare_layers(const void *a, const void *b) {
+    const double x = ((const layer_kind *)a)->measured_ms, y = ((const layer_kind *)b)->measured_ms;
+    return (x < y) - (x > y);
+}
+
+/* Where the time of a plain step in BF16 goes, as it was measured instruction by instruction, and how
+   far that was predicted. */
+static void print_layers(const settings *s, const char *model, layer_kinds *all) {
+    double sum = 0.0;
+    bench_table table = begin_table(s, "plain_step_in_bf16 layers count measured_ms share "
+                                       "predicted_ms predicted/measured");
+    qsort(all->items, (size_t)all->count, sizeof all->items[0], compare_layers);
+    for (int i = 0; i < all->count; i++) {
+        sum += all->items[i].measured_ms;
+    }
+    for (int i = 0; i < all->count; i++) {
+        const layer_kind *k = &all->items[i];
+        const bool known = k->measured_ms > 0.0;
+        bench_cell(&table, model);
+        bench_cell(&table, k->name);
+        bench_count(&table, (uint64_t)k->count);
+        bench_value(&table, k->measured_ms, 3);
+        bench_value(&table, k->measured_ms / (sum > 0.0 ? sum : 1.0), 3);
+        bench_value(&table, k->predicted_ms, 3);
+        optional_value(&table, known, k->predicted_ms / (known ? k->measured_ms : 1.0), 3);
+    }
+}
+
 // ---- rows ----------------------------------------------------------------------------------------
 
 /* As nn_init, with numbers of one generator that are equally distributed: it has to be done for each
@@ -302,8 +387,11 @@ static void time_steps(step_outcome *o, const bench_model *m, int count) {
     o->enqueue_ms = bench_median(enqueue, ENQUEUED);
 }
 
-static void run_steps_of(step_outcome *o, const bench_model *m, int count, uint64_t before) {
+static void run_steps_of(step_outcome *o, const bench_model *m, int count, uint64_t before,
+                         layer_kinds *layers) {
+    memset(layers, 0, sizeof *layers);
     bench_check(m->model, ms_report(m->model, &o->first));
+    add_events(layers, m->model, false);
     init_params(m);
     bench_write_batch(m);
     for (int i = 0; i <= STEP_WARMUP; i++) {
@@ -312,6 +400,7 @@ static void run_steps_of(step_outcome *o, const bench_model *m, int count, uint6
     bench_check(m->model, ms_synchronize(m->model));
     o->taken_bytes = taken_since(before);
     bench_check(m->model, ms_report(m->model, &o->last)); // a profile has led to another plan
+    add_events(layers, m->model, true);
     time_steps(o, m, count);
     bench_check(m->model, ms_step(m->model, &o->losses[2]));
 }
@@ -380,10 +469,18 @@ static ms_result wrap_or_smallest(settings *s, const char *row, ms_model *model)
     return result;
 }
 
-/* A row of the table, or a note why there is none. The first plan also gets the time of a step of
-   which `calls` knows where it goes. */
-static void run_step_plan(settings *s, bench_table *table, double *recorded_ms,
+/* What is known of the first plan alone: where the time of a step goes. The kinds of calls are in
+   `calls`. */
+typedef struct step_details {
+    bool known;
+    double recorded_ms;
+    layer_kinds layers;
+} step_details;
+
+/* A row of the table, or a note why there is none. */
+static void run_step_plan(settings *s, bench_table *table, step_details *details,
                           const step_model *model, const step_plan *p, step_base *base) {
+    static layer_kinds layers;
     char name[96];
     step_outcome o;
     memset(&o, 0, sizeof o);
@@ -402,10 +499,12 @@ static void run_step_plan(settings *s, bench_table *table, double *recorded_ms,
     const ms_result result = wrap_or_smallest(s, name, m.model);
     o.wrap_seconds = bench_seconds() - start;
     if (result == MS_RESULT_OK) {
-        run_steps_of(&o, &m, (int)s->steps, before);
+        run_steps_of(&o, &m, (int)s->steps, before, &layers);
         print_step(table, model->name, &m, p, &o, compare_losses(s, base, p, &o));
         if (p == step_plans) {
-            *recorded_ms = record_step(&m);
+            details->known = true;
+            details->recorded_ms = record_step(&m);
+            details->layers = layers;
         }
     } else {
         note(s, name, ms_last_error(m.model));
@@ -413,14 +512,36 @@ static void run_step_plan(settings *s, bench_table *table, double *recorded_ms,
     bench_model_destroy(&m);
 }
 
+static void print_legend(const settings *s) {
+    if (!s->tsv) {
+        printf(
+            "\nms: median of %lld steps by the device's events. arena: as planned; device takes: "
+            "what the device has less after\nthe steps; moved: copied from and to the host in a "
+            "step. predicted/ms: the step as predicted without measurements,\nprofiled/ms: by a "
+            "measured profile, over the measured one. same bits: the losses are those of the "
+            "plain plan.\n",
+            (long long)s->steps);
+    }
+}
+
+static void print_details(const settings *s, const char *model, step_details *d) {
+    putchar('\n');
+    print_layers(s, model, &d->layers);
+    putchar('\n');
+    bench_table table =
+        begin_table(s, "plain_step_in_bf16 what rows inner cols count calls ms share TFLOP/s");
+    print_shares(&table, model, d->recorded_ms);
+}
+
 static void run_steps(settings *s) {
+    static step_details details;
     const int count = s->tiny ? 1 : (int)(sizeof step_models / sizeof step_models[0]);
     load_kernels();
     for (int i = 0; i < count; i++) {
         const step_model *model = s->tiny ? &tiny_step_models[i] : &step_models[i];
         step_base base;
-        double recorded_ms = -1.0;
         memset(&base, 0, sizeof base);
+        memset(&details, 0, sizeof details);
         if (strcmp(s->only, "all") != 0 && strcmp(s->only, model->name) != 0) {
             continue;
         }
@@ -428,15 +549,12 @@ static void run_steps(settings *s) {
             s, "model arithmetic plan launch arena device_takes host moved recomputed plan_s ms "
                "ms_min ms_max enqueue_ms tokens/s TFLOP/s predicted/ms profiled/ms loss same_bits");
         for (int k = 0; k < STEP_PLANS; k++) {
-            run_step_plan(s, &table, &recorded_ms, model, &step_plans[k], &base);
+            run_step_plan(s, &table, &details, model, &step_plans[k], &base);
         }
         print_notes(s);
-        if (recorded_ms >= 0.0) {
-            putchar('\n');
-            table = begin_table(s, "plain_step_in_bf16 what rows inner cols count calls ms share "
-                                   "TFLOP/s");
-            print_shares(&table, model->name, recorded_ms);
-            putchar('\n');
+        print_legend(s);
+        if (details.known) {
+            print_details(s, model->name, &details);
         }
     }
 }
@@ -477,12 +595,13 @@ static void run_slices_of(settings *s, bench_table *table, const step_model *mod
     static const uint64_t lengths_us[] = {1000, 2000, 5000, 16000};
     enum { WARM = 2, TIMED = 3 };
     const step_base base = {{0, 0}, {{0.0}}};
+    static layer_kinds layers;
     step_outcome whole;
     cudaEvent_t events[2];
     memset(&whole, 0, sizeof whole);
     bench_model m = create_step_model(model, &step_plans[0], &base, max_instruction_us);
     bench_check(m.model, ms_wrap(m.model));
-    run_steps_of(&whole, &m, (int)s->steps, device_free_bytes());
+    run_steps_of(&whole, &m, (int)s->steps, device_free_bytes(), &layers);
     check_cuda(cudaEventCreate(&events[0]));
     check_cuda(cudaEventCreate(&events[1]));
     for (size_t i = 0; i < sizeof lengths_us / sizeof lengths_us[0]; i++) {

@@ -370,7 +370,7 @@ check_gpu_first() {
     GPU_TINY=1 GPU_SECONDS=900 bench/gpu_first.sh build/emulated/bench/gpu > /dev/null || { cat $page; return 1; }
     for part in 'to the device' adamw_8bit '124M logits of 50,304 | tf32' 'bert-tiny | smallest | tf32 | graph' \
         'bf16 | plain | stream' 'bf16 | plain | graph' 'bf16 | 1/2, recomputed' 'bf16 | 1/3, offloaded' \
-        'tf32 | 1/2, recomputed' 'all products' 'gpt2-tiny | 1000 | 16000' '^## PyTorch'; do
+        'tf32 | 1/2, recomputed' 'attention, backward' 'all products' 'gpt2-tiny | 1000 | 16000' '^## PyTorch'; do
         grep -q "$part" $page || { echo "no row: $part"; return 1; }
     done
     awk -F '|' '/^## / { title = $0 } !/^\|/ { cells = 0; next }
