@@ -2,7 +2,7 @@
 # gpu.sh has-gpu: whether there is a GPU of NVIDIA's here; if not, it says so, and the exit status is 2.
 # gpu.sh FOLDER TESTS: the tests on it, for `make test-gpu`, which has built them in FOLDER/tests with the
 # benchmark beside them. Several run at a time. Then compute-sanitizer on a small model, where it is found.
-# The last line has the totals; the exit status is 1 if anything failed, and 2 where CUDA has no device.
+# (COMPUTE_SANITIZER is its path, or none). The last line has the totals; the exit status is 1 if anything failed, and 2 where CUDA has no device.
 set -u
 cd "$(dirname "$0")/.."
 
@@ -42,14 +42,12 @@ report() { # NAME LOG STATUS: a program that prints no summary of cmocka's count
         [ "$f" -gt 0 ] || f=1
     fi
     echo "$p $f $s" > "${2%.log}.counts"
-    {
+    printf '%s\n' "$(
         printf '  %-44s %s passed, %s failed, %s skipped' "$1" "$p" "$f" "$s"
         [ "$3" -ne 124 ] || printf ', stopped after 600 s'
-        printf '\n'
-        [ "$f" -eq 0 ] || { grep -E 'rror|FAILED|Hazard|Invalid' "$2" || tail -n 20 "$2"; } | head -n 20 |
-            sed 's/^/      /'
-    } > "${2%.log}.text"
-    cat "${2%.log}.text"
+        [ "$f" -eq 0 ] || { echo && { grep -E 'rror|FAILED|Hazard|Invalid' "$2" || tail -n 20 "$2"; } |
+            head -n 20 | sed 's/^/      /'; }
+    )" # at once, since others print too
 }
 
 run_test() { # NAME
@@ -69,7 +67,7 @@ export -f tally report run_test
 processors=$(nproc 2> /dev/null || echo 2)
 printf '%s\n' "$@" | xargs -P $((processors < 4 ? processors : 4)) -I{} bash -c 'run_test {}'
 
-sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-}/bin/compute-sanitizer")
+sanitizer=${COMPUTE_SANITIZER:-$(command -v compute-sanitizer || echo "${CUDA_HOME:-}/bin/compute-sanitizer")}
 if [ -x "$sanitizer" ]; then
     check_small memcheck
     check_small racecheck

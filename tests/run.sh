@@ -362,6 +362,20 @@ check_gpu_missing() {
     [ $? -eq 2 ] && grep -q 'build/none is missing' <<< "$text" || { echo "$text"; return 1; }
 }
 
+# What make test-gpu runs, on the emulated GPU: tests that pass, fail and are missing are counted.
+check_gpu_tests() {
+    local folder=$checks/gpu text
+    build release build/emulated/bench/gpu && build release build/emulated/tests/test_cuda_graphs || return 1
+    mkdir -p $folder/tests $folder/bench && ln -sf $PWD/build/emulated/bench/gpu $folder/bench &&
+        ln -sf $PWD/build/emulated/tests/test_cuda_graphs $folder/tests || return 1
+    printf '#!/bin/sh\necho an error here; exit 3\n' > $folder/tests/test_fails && chmod +x $folder/tests/test_fails
+    text=$(COMPUTE_SANITIZER=none tests/gpu.sh $folder test_cuda_graphs) &&
+        grep -qE '^[1-9][0-9]* passed, 0 failed, 2 skipped$' <<< "$text" || { echo "$text"; return 1; }
+    ! text=$(COMPUTE_SANITIZER=none tests/gpu.sh $folder test_cuda_graphs test_fails test_missing) &&
+        grep -q '^      an error here' <<< "$text" &&
+        grep -qE '^[1-9][0-9]* passed, 2 failed, 2 skipped$' <<< "$text" || { echo "$text"; return 1; }
+}
+
 # The page of make gpu-first, on the emulated GPU: it has all parts, each row of a table has the cells of
 # its head, and bits are the same. With no time, all parts are left out.
 check_gpu_first() {
@@ -430,7 +444,7 @@ check_shared_options() {
 }
 
 export -f check_help check_shared_options
-export -f check_gpu_builds check_gpu_missing check_gpu_first
+export -f check_gpu_builds check_gpu_missing check_gpu_tests check_gpu_first
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_newest cell_elsewhere cell_mixed cell_cpp cell_sources check_robot check_dialect
@@ -623,6 +637,7 @@ check broad 'CUDA, tests with kernels' cell_cuda_tests
 check broad "make cuda for $codes, and C programs on it" "build_cuda '$codes'"
 check quick 'the makes for a GPU build everything once' check_gpu_builds
 check quick 'without a GPU they say what is missing' check_gpu_missing
+check broad 'tests/gpu.sh on the emulated GPU' check_gpu_tests
 
 group 'symbols and macros'
 check quick 'exports what is declared' check_exports
