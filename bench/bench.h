@@ -95,7 +95,7 @@ BENCH_API void bench_cell(bench_table *table, const char *text) {
     } else if (table->markdown) {
         printf(table->column > 0 ? " %s |" : "| %s |", text);
     } else {
-        printf(table->column > 0 ? "%15s" : "%-20s", text);
+        printf(table->column > 0 ? " %14s" : "%-20s", text);
     }
     if (++table->column == table->columns) {
         putchar('\n');

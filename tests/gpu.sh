@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # gpu.sh has-gpu: whether there is a GPU of NVIDIA's here; if not, it says so, and the exit status is 2.
 # gpu.sh FOLDER TESTS: the tests on it, for `make test-gpu`, which has built them in FOLDER/tests with the
-# benchmark beside them. Several run at a time. Then compute-sanitizer on a small model, where it is found.
-# (COMPUTE_SANITIZER is its path, or none). The last line has the totals; the exit status is 1 if anything failed, and 2 where CUDA has no device.
+# benchmark beside them. Several run at a time. Then compute-sanitizer on a small model, where it is found;
+# COMPUTE_SANITIZER is its path, or none. The last line has the totals; the exit status is 1 if anything
+# failed, and 2 where CUDA has no device.
 set -u
 cd "$(dirname "$0")/.."
 
