@@ -6,6 +6,11 @@
 # exit status is 1 if a part failed or bits are not the same, and 2 where there is nothing to run on.
 set -u
 cd "$(dirname "$0")/.."
+if [ $# -ne 1 ] || [ "$1" = --help ]; then
+    echo 'usage: bench/gpu_first.sh build/cuda/bench/gpu; make gpu-first does it'
+    [ "${1-}" = --help ]
+    exit
+fi
 program=$1
 page=$(dirname "$(dirname "$program")")/gpu-first.md
 started=${GPU_STARTED:-$(date +%s)}

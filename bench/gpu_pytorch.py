@@ -22,12 +22,31 @@ import subprocess
 import sys
 import time
 
+
+def parse_options():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tsv", action="store_true", help="tab-separated output")
+    parser.add_argument("--markdown", action="store_true", help="a table for bench/results")
+    parser.add_argument("--part", choices=("workloads", "steps"), default="workloads",
+                        help="the published workloads, or steps of GPT-2 with 1,024 tokens")
+    parser.add_argument("--seconds", type=int, default=0, help="of the steps: then no row begins")
+    parser.add_argument("--tiny", action="store_true", help="two tiny models")
+    parser.add_argument("--model", default="all", help="one of the workloads or steps (all)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps (20)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them (5)")
+    parser.add_argument("--math", action="store_true", help="attention written out")
+    parser.add_argument("--fused", action="store_true", help="AdamW with fused=True")
+    parser.add_argument("--commit", help="for the header; else git is asked")
+    return parser.parse_args()
+
+
 try:
     import torch
     import torch.nn.functional as F
     from torch import nn
     from torch.utils.checkpoint import checkpoint
 except ImportError as error:
+    parse_options()  # --help needs no PyTorch
     sys.exit(f"gpu_pytorch.py: PyTorch is missing ({error}); see https://pytorch.org")
 
 # name: layers, heads, channels, vocabulary, rows of the position table, batch, sequence
@@ -375,23 +394,6 @@ def print_header(options):
         print()
 
 
-def parse_options():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tsv", action="store_true", help="tab-separated output")
-    parser.add_argument("--markdown", action="store_true", help="a table for bench/results")
-    parser.add_argument("--part", choices=("workloads", "steps"), default="workloads",
-                        help="the published workloads, or steps of GPT-2 with 1,024 tokens")
-    parser.add_argument("--seconds", type=int, default=0, help="of the steps: then no row begins")
-    parser.add_argument("--tiny", action="store_true", help="two tiny models")
-    parser.add_argument("--model", default="all", help="one of the workloads or steps (all)")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps (20)")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before them (5)")
-    parser.add_argument("--math", action="store_true", help="attention written out")
-    parser.add_argument("--fused", action="store_true", help="AdamW with fused=True")
-    parser.add_argument("--commit", help="for the header; else git is asked")
-    return parser.parse_args()
-
-
 def main():
     options = parse_options()
     workloads = STEPS if options.part == "steps" else TINY if options.tiny else WORKLOADS
@@ -402,11 +404,11 @@ def main():
     if not torch.cuda.is_available():
         sys.exit("gpu_pytorch.py: PyTorch sees no CUDA device here")
     print_header(options)
+    measure(TINY["gpt2-tiny"], False, False, options)  # loads kernels, which count for no model
     if options.part == "steps":
         print_steps(options)
         return
     columns = COLUMNS if options.tsv else SHORT
-    measure(TINY["gpt2-tiny"], False, False, options)  # loads kernels, which count for no model
     print_line(columns, options)
     for name, size in workloads.items():
         if options.model in ("all", name):

@@ -30,6 +30,7 @@ static const step_plan step_plans[] = {
     {"1/2, recomputed", true, true, false, false, 2, MS_SWITCH_OFF, MS_MODE_BALANCED},
     {"1/2, recomputed", false, false, true, false, 2, MS_SWITCH_OFF, MS_MODE_BALANCED},
     {"1/3, offloaded", false, false, true, false, 3, MS_SWITCH_ON, MS_MODE_BALANCED},
+    {"1/3, offloaded", true, true, false, false, 3, MS_SWITCH_ON, MS_MODE_BALANCED},
     {"1/4, AGGRESSIVE", true, false, true, false, 4, MS_SWITCH_ON, MS_MODE_AGGRESSIVE},
 };
 enum { STEP_PLANS = sizeof step_plans / sizeof step_plans[0] };

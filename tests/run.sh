@@ -415,6 +415,9 @@ check_help() {
         ! timeout 20 "$program" --no-such-option > "$out" 2> "$err" && [ ! -s "$out" ] &&
             grep -q "^usage: .*$name" "$err" || wrong --no-such-option
     done
+    name=gpu_pytorch.py
+    ! command -v python3 > /dev/null ||
+        python3 -B bench/gpu_pytorch.py --help | grep -q '^usage: .*--seconds' || wrong --help
     return $status
 }
 
