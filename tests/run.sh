@@ -417,7 +417,7 @@ check_help() {
     done
     name=gpu_pytorch.py
     ! command -v python3 > /dev/null ||
-        python3 -B bench/gpu_pytorch.py --help | grep -q '^usage: .*--seconds' || wrong --help
+        python3 -B bench/gpu_pytorch.py --help | grep -q -e '--seconds SECONDS' || wrong --help
     return $status
 }
 
