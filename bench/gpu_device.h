@@ -12,6 +12,18 @@ static void check_cuda(cudaError_t error) {
     }
 }
 
+/* The 16 bits that the device computes in: BF16 from compute capability 8.0 on, otherwise F16. */
+static ms_dtype half_dtype(void) {
+    struct cudaDeviceProp gpu;
+    check_cuda(cudaGetDeviceProperties(&gpu, 0));
+    return gpu.major >= 8 ? MS_DTYPE_BF16 : MS_DTYPE_F16;
+}
+
+/* "bf16" or "f16"; "tf32", which older devices do not have and compute in F32. */
+static const char *arithmetic_name(bool half) {
+    return half ? ms_dtype_name(half_dtype()) : "tf32";
+}
+
 static uint64_t device_free_bytes(void) {
     size_t free_bytes = 0, total_bytes = 0;
     check_cuda(cudaMemGetInfo(&free_bytes, &total_bytes));
@@ -78,7 +90,7 @@ static void optional_bytes(bench_table *table, bool known, uint64_t bytes) {
    must not count for the models which follow. */
 static void load_kernels(void) {
     static const char *const presets[] = {"gpt2-tiny", "bert-tiny"};
-    for (int i = 0; i < 6; i++) { // in F32, with TF32, and in BF16
+    for (int i = 0; i < 6; i++) { // in F32, with TF32, and in 16 bits
         nn_transformer_config shape;
         ms_config config;
         memset(&config, 0, sizeof config);
@@ -89,7 +101,7 @@ static void load_kernels(void) {
         }
         shape.batch = 2;
         shape.sequence = 16;
-        config.mixed_dtype = MS_DTYPE_BF16;
+        config.mixed_dtype = half_dtype();
         bench_model m;
         bench_model_begin(&m, &config, nn_cuda());
         nn_force_half(m.net, i >= 4);
@@ -584,10 +596,6 @@ static double product_ms(const products *p, const product_shape *s, ms_dtype dty
 }
 
 static void run_products(settings *s) {
-    static const struct {
-        const char *name;
-        ms_dtype dtype;
-    } kinds[] = {{"bf16", MS_DTYPE_BF16}, {"tf32", MS_DTYPE_F32}};
     products p;
     memset(&p, 0, sizeof p);
     open_products(&p, s->tiny);
@@ -595,6 +603,7 @@ static void run_products(settings *s) {
                                        "y_TFLOP/s dx_TFLOP/s dw_TFLOP/s");
     for (int i = 0; i < 2 * PRODUCT_SHAPES; i++) {
         const product_shape shape = product_at(&p, i % PRODUCT_SHAPES);
+        const bool half = i < PRODUCT_SHAPES;
         if (!has_time(s, shape.name)) {
             continue;
         }
@@ -602,11 +611,11 @@ static void run_products(settings *s) {
                              (double)shape.count;
         double ms[PRODUCT_FORMS], sum = 0.0;
         for (int form = 0; form < PRODUCT_FORMS; form++) {
-            ms[form] = product_ms(&p, &shape, kinds[i / PRODUCT_SHAPES].dtype, form);
+            ms[form] = product_ms(&p, &shape, half ? half_dtype() : MS_DTYPE_F32, form);
             sum += ms[form];
         }
         bench_cell(&table, shape.name);
-        bench_cell(&table, kinds[i / PRODUCT_SHAPES].name);
+        bench_cell(&table, arithmetic_name(half));
         bench_count(&table, (uint64_t)shape.rows);
         bench_count(&table, (uint64_t)shape.inner);
         bench_count(&table, (uint64_t)shape.cols);

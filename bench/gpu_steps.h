@@ -193,7 +193,7 @@ static void print_kind(bench_table *table, const char *model, const call_kind *k
                    1e-9 * k->flops / (k->ms > 0.0 ? k->ms : 1.0), 1);
 }
 
-/* Where the time of a plain step in BF16 goes: its products by shape, and in all; updates; casts; and
+/* Where the time of a plain step in 16 bits goes: its products by shape, and in all; updates; casts; and
    what is left, the kernels of layers. */
 static void print_shares(bench_table *table, const char *model, double step_ms) {
     enum { MOST_ROWS = 12 };
@@ -278,11 +278,11 @@ static int compare_layers(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* Where the time of a plain step in BF16 goes, as it was measured instruction by instruction, and how
+/* Where the time of a plain step in 16 bits goes, as it was measured instruction by instruction, and how
    far that was predicted. */
 static void print_layers(const settings *s, const char *model, layer_kinds *all) {
     double sum = 0.0;
-    bench_table table = begin_table(s, "plain_step_in_bf16 layers count measured_ms share "
+    bench_table table = begin_table(s, "plain_step_in_16_bits layers count measured_ms share "
                                        "predicted_ms predicted/measured");
     qsort(all->items, (size_t)all->count, sizeof all->items[0], compare_layers);
     for (int i = 0; i < all->count; i++) {
@@ -347,7 +347,7 @@ static bench_model create_step_model(const step_model *model, const step_plan *p
     config.mode = p->mode;
     config.offloading = p->offloading;
     config.mixed_precision = p->half ? MS_SWITCH_DEFAULT : MS_SWITCH_OFF;
-    config.mixed_dtype = MS_DTYPE_BF16;
+    config.mixed_dtype = half_dtype();
     config.empirical_profiling = p->profiled ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     config.max_instruction_us = max_instruction_us;
     config.tiling = max_instruction_us > 0.0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
@@ -443,7 +443,7 @@ static void print_step(bench_table *table, const char *name, const bench_model *
     snprintf(text, sizeof text, "%s, %lld x %lld", name, (long long)shape->batch,
              (long long)shape->sequence);
     bench_cell(table, text);
-    bench_cell(table, p->half ? "bf16" : "tf32");
+    bench_cell(table, arithmetic_name(p->half));
     bench_cell(table, p->name);
     bench_cell(table, p->graph ? "graph" : "stream");
     bench_bytes(table, r->arena_bytes);
@@ -510,7 +510,7 @@ static void run_step_plan(settings *s, bench_table *table, step_details *details
     char name[96];
     step_outcome o;
     memset(&o, 0, sizeof o);
-    snprintf(name, sizeof name, "%s, %s, %s%s", model->name, p->half ? "bf16" : "tf32", p->name,
+    snprintf(name, sizeof name, "%s, %s, %s%s", model->name, arithmetic_name(p->half), p->name,
              p->graph ? ", graph" : "");
     if ((p->graph && s->no_graph) || !has_time(s, name)) {
         return;
@@ -554,7 +554,7 @@ static void print_details(const settings *s, const char *model, step_details *d)
     print_layers(s, model, &d->layers);
     putchar('\n');
     bench_table table =
-        begin_table(s, "plain_step_in_bf16 what rows inner cols count calls ms share TFLOP/s");
+        begin_table(s, "plain_step_in_16_bits what rows inner cols count calls ms share TFLOP/s");
     print_shares(&table, model, d->recorded_ms);
 }
 
