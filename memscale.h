@@ -1627,8 +1627,8 @@ MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float we
    skips do not count. Set it between steps, or before the first ms_wrap, where state comes from
    elsewhere: to the count of the run that it was saved by, or to 0 for zeros that were borrowed.
    ms_set_update_count waits for the device. ms_update_count of a wrong handle is 0. Errors: INVALID
-   (not a param, which sticks; 2^31 or more), ORDER (in a step that has begun to update, in slices, in a callback),
-   DEVICE. */
+   (not a param, which sticks; 2^31 or more), ORDER (in a step that has begun to update, in slices,
+   in a callback), BACKEND. */
 MEMSCALE_API ms_result ms_set_update_count(ms_model *model, ms_tensor param, uint64_t count);
 MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param);
 
@@ -4186,8 +4186,9 @@ typedef struct msi_debug {
     msi_original *originals; // per tensor
     struct msi_trial *trial; // of the callback that is checked
     uint64_t shadow_bytes, image_bytes, images_bytes, made_bytes, trial_bytes;
-    uint32_t tensor_count;
-    uint32_t turn; // the half that was used last
+    uint32_t tensor_count, layer_count;
+    uint32_t turn;  // the half that was used last
+    uint64_t *used; // per layer: a mask of the spots that it has run at in this step
 } msi_debug;
 
 /* Where values are: one for all plans of a wrap. */
@@ -11071,6 +11072,7 @@ static void msi_debug_free(ms_model *m, msi_debug *d) {
     msi_release(a, d->made, d->made_bytes + 1);
     msi_release(a, d->originals, d->tensor_count * sizeof(msi_original));
     msi_release(a, d->trial, d->trial_bytes);
+    msi_release(a, d->used, d->layer_count * sizeof *d->used);
     msi_release(a, d, sizeof *d);
 }
 
@@ -23167,7 +23169,8 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
 
 /* How it works. All memory of the model is saved to the shadow, a copy on the host, and filled with
    one byte value, the poison. The layer runs on the stage, memory of its own in two halves that
-   take turns. There its operands lie apart, each followed by a gap; what a layer did not declare
+   take turns, and in each of them at another spot every time, so that no pointer of an earlier call
+   points to the same operand. There its operands lie apart, each followed by a gap; what a layer did not declare
    is given as poison, not as NULL. Afterwards all that the layer may not write must be as before,
    and what it computes must not depend on the poison, on the half, or on which of the declared
    freedoms it was given. Then the model's memory is restored, with the results of the run in which
@@ -23184,6 +23187,14 @@ enum { MSI_POISON_OUTPUT = 0x3c, MSI_POISON_FIRST = 0x3d, MSI_POISON_LAST = 0xff
 static const uint64_t MSI_GAP_BYTES = 1024;      // after each operand
 static const uint64_t MSI_SLACK_BYTES = 16384;   // after the last one: mostly the workspace
 static const uint64_t MSI_TAIL_BYTES = 1u << 20; // after the second half, at most
+
+/* Spots: those with an even number are in the first half, and each is shifted by so many bytes from the
+   one before it in its half, by less than a gap, or by several operands. */
+enum {
+    MSI_SPOTS = 64,
+    MSI_SPOT_BYTES = MSI_ALIGNMENT,
+    MSI_SHIFT_BYTES = MSI_SPOTS / 2 * MSI_SPOT_BYTES
+};
 
 /* Copies of a half, on the host: as it was set, and as a run has left it. */
 typedef enum msi_image {
@@ -23268,16 +23279,17 @@ typedef struct msi_trial {
     msi_staged staged[MSI_SET_COUNT][MSI_MAX_VIEWS + 1];
     uint32_t count[MSI_SET_COUNT];
     msi_variant how; // the run under way
-    uint32_t lies_in[MSI_MAX_VIEWS + 1], half;
-    ms_phase phase;           // of that run
-    msi_op way;               // of a recomputation on trial: RECOMPUTE or REPEAT
-    uint32_t outside_reach;   // the reach for which the model's memory is filled
-    bool has_rivals;          // several results could lie in one operand in that run
-    msi_rows rows;            // that the run is for; rows.of 0: all rows of the instruction
-    msi_rows base;            // those of the instruction, as the layer counts them
-    uint64_t workspace_bytes; // of the run, at most
-    bool is_acting;           // the callback runs
-    ms_result result;         // the first error: after it nothing is run or checked
+    uint32_t lies_in[MSI_MAX_VIEWS + 1];
+    uint32_t spot, fixed_spot; // of that run; where the next one must be, or MSI_NONE
+    ms_phase phase;            // of that run
+    msi_op way;                // of a recomputation on trial: RECOMPUTE or REPEAT
+    uint32_t outside_reach;    // the reach for which the model's memory is filled
+    bool has_rivals;           // several results could lie in one operand in that run
+    msi_rows rows;             // that the run is for; rows.of 0: all rows of the instruction
+    msi_rows base;             // those of the instruction, as the layer counts them
+    uint64_t workspace_bytes;  // of the run, at most
+    bool is_acting;            // the callback runs
+    ms_result result;          // the first error: after it nothing is run or checked
 } msi_trial;
 
 // the model's memory
@@ -23387,9 +23399,41 @@ static bool msi_is_poison(msi_trial *t, const uint8_t *memory, bool on_host, uin
 
 // the stage
 
+/* Half number 0 or 1, or what follows them; NULL, if nothing needs a stage there. */
 static uint8_t *msi_stage_at(const msi_trial *t, int place, uint32_t half) {
     uint8_t *stage = (uint8_t *)t->debug->stage[place];
-    return stage ? stage + half * t->debug->half_bytes[place] : NULL; // none, if nothing needs it
+    return stage ? stage + half * (t->debug->half_bytes[place] + MSI_SHIFT_BYTES) : NULL;
+}
+
+/* Where the operands of the run under way begin, in the half that it uses. */
+static uint64_t msi_shift(const msi_trial *t) {
+    return t->spot / 2 * (uint64_t)MSI_SPOT_BYTES;
+}
+
+static uint8_t *msi_spot_at(const msi_trial *t, int place) {
+    uint8_t *half = msi_stage_at(t, place, t->spot & 1);
+    return half ? half + msi_shift(t) : NULL;
+}
+
+/* Takes the next spot: in the half whose turn it is, and one that the layer has not been at in this
+   step, as long as there are any. */
+static MSI_COLD void msi_take_spot(msi_trial *t) {
+    msi_debug *d = t->debug;
+    const uint64_t halves[] = {0x5555555555555555u, 0xaaaaaaaaaaaaaaaau};
+    uint64_t *used = &d->used[t->instruction->target];
+    if (t->fixed_spot != MSI_NONE) {
+        t->spot = t->fixed_spot;
+    } else {
+        const uint64_t half = halves[!d->turn];
+        *used &= (*used & half) == half ? ~half : UINT64_MAX;
+        const uint64_t left = half & ~*used;
+        t->spot = 0;
+        while (!(left >> t->spot & 1)) {
+            t->spot++;
+        }
+    }
+    *used |= (uint64_t)1 << t->spot;
+    d->turn = t->spot & 1;
 }
 
 static uint8_t *msi_image_at(const msi_trial *t, msi_image image, int place) {
@@ -23890,14 +23934,12 @@ static MSI_COLD void msi_set_scene(msi_trial *t) {
     }
     msi_set_outside(t);
     for (int place = 0; place < MSI_PLACE_COUNT; place++) {
-        const uint64_t half = d->half_bytes[place], tail = d->tail_bytes[place];
+        const uint64_t half = d->half_bytes[place];
         if (half > 0) {
-            MSI_THEN(t->result, msi_copy(t->model, msi_stage_at(t, place, t->half), place == 1,
+            MSI_THEN(t->result, msi_fill(t->model, msi_stage_at(t, place, 0), place == 1, rest,
+                                         d->stage_bytes[place]));
+            MSI_THEN(t->result, msi_copy(t->model, msi_spot_at(t, place), place == 1,
                                          msi_image_at(t, MSI_IMAGE_SCENE, place), true, half));
-            MSI_THEN(t->result,
-                     msi_fill(t->model, msi_stage_at(t, place, !t->half), place == 1, rest, half));
-            MSI_THEN(t->result,
-                     msi_fill(t->model, msi_stage_at(t, place, 2), place == 1, rest, tail));
         }
     }
 }
@@ -23924,7 +23966,7 @@ static MSI_COLD void msi_aim_call(msi_trial *t, ms_call *call) {
     uint32_t wanted[MSI_GROUP_COUNT] = {0, 0, 0, 0, 0};
     for (MSI_STAGED(s, t, t->how.set)) {
         const msi_staged *at = &t->staged[t->how.set][t->lies_in[s - t->staged[t->how.set]]];
-        uint8_t *data = msi_stage_at(t, at->place, t->half) + at->at + msi_rows_in(t, s).begin;
+        uint8_t *data = msi_spot_at(t, at->place) + at->at + msi_rows_in(t, s).begin;
         if (s->group == MSI_GROUP_WORKSPACE) {
             call->workspace = data;
             call->workspace_bytes = msi_smaller(s->bytes, t->workspace_bytes);
@@ -23945,9 +23987,9 @@ static MSI_COLD void msi_aim_call(msi_trial *t, ms_call *call) {
 static MSI_COLD void msi_take_image(msi_trial *t) {
     for (int place = 0; place < MSI_PLACE_COUNT; place++) {
         if (t->debug->half_bytes[place] > 0) {
-            MSI_THEN(t->result, msi_copy(t->model, msi_image_at(t, t->how.into, place), true,
-                                         msi_stage_at(t, place, t->half), place == 1,
-                                         t->debug->half_bytes[place]));
+            MSI_THEN(t->result,
+                     msi_copy(t->model, msi_image_at(t, t->how.into, place), true,
+                              msi_spot_at(t, place), place == 1, t->debug->half_bytes[place]));
         }
     }
 }
@@ -24091,9 +24133,11 @@ static MSI_COLD void msi_check_rest(msi_trial *t) {
     const msi_debug *d = t->debug;
     const uint8_t rest = msi_poison_of_rest(t);
     for (int place = 0; place < MSI_PLACE_COUNT; place++) {
-        if (!msi_is_poison(t, msi_stage_at(t, place, !t->half), place == 1, d->half_bytes[place],
-                           rest) ||
-            !msi_is_poison(t, msi_stage_at(t, place, 2), place == 1, d->tail_bytes[place], rest)) {
+        uint8_t *begin = msi_stage_at(t, place, 0), *used = msi_spot_at(t, place);
+        const uint64_t before = begin ? (uint64_t)(used - begin) : 0, half = d->half_bytes[place];
+        if (begin && (!msi_is_poison(t, begin, place == 1, before, rest) ||
+                      !msi_is_poison(t, used + half, place == 1,
+                                     d->stage_bytes[place] - before - half, rest))) {
             msi_fail_contract(t, "writes to", "memory of an earlier call",
                               "take all pointers from the present call, workspace included, and "
                               "keep none");
@@ -24158,7 +24202,7 @@ static MSI_COLD bool msi_act(msi_trial *t, const msi_variant *how) {
     if ((!msi_arrange(t) && how->round > 0) || t->result != MS_RESULT_OK) {
         return false;
     }
-    t->half = t->debug->turn = !t->debug->turn;
+    msi_take_spot(t);
     t->phase =
         how->set == MSI_SET_RECOMPUTE ? MS_PHASE_RECOMPUTE : msi_ops[t->instruction->op].phase;
     msi_set_scene(t);
@@ -24216,12 +24260,14 @@ static MSI_COLD msi_variant msi_plain_variant(uint32_t reach, msi_image into) {
     return how;
 }
 
-/* Runs the layer with the poison of this reach, in the given half. Returns whether it makes the
-   same bits as `image` has. */
-static bool msi_is_same_again(msi_trial *t, uint32_t reach, uint32_t half, msi_image image) {
+/* Runs the layer with the poison of this reach, at the given spot. Returns whether it makes the same
+   bits as `image` has. */
+static bool msi_is_same_again(msi_trial *t, uint32_t reach, uint32_t spot, msi_image image) {
     const msi_variant how = msi_plain_variant(reach, MSI_IMAGE_NOW);
-    t->debug->turn = !half;
-    return msi_act(t, &how) && !msi_find_difference(t, image, MSI_IMAGE_NOW);
+    t->fixed_spot = spot;
+    const bool same = msi_act(t, &how) && !msi_find_difference(t, image, MSI_IMAGE_NOW);
+    t->fixed_spot = MSI_NONE;
+    return same;
 }
 
 /* Fails, and says which region it is whose poison changes the results. */
@@ -24270,15 +24316,15 @@ static MSI_COLD void msi_blame_region(msi_trial *t, const msi_staged *result, ui
 
 /* Finds out why two runs differ, over different poison and in different halves. */
 static MSI_COLD void msi_explain_difference(msi_trial *t, const msi_staged *result) {
-    const uint32_t half = t->half, all = msi_region_count(t);
+    const uint32_t spot = t->spot, all = msi_region_count(t);
     uint32_t same = 0, differs = all;
-    if (!msi_is_same_again(t, all, half, MSI_IMAGE_LAST)) {
+    if (!msi_is_same_again(t, all, spot, MSI_IMAGE_LAST)) {
         msi_fail_operand(t, "gives other bits each time for", result,
                          "draw random numbers from ms_call.seed alone, and declare what forward "
                          "changes as state; or set no_recompute");
         return;
     }
-    if (!msi_is_same_again(t, 0, half, MSI_IMAGE_FIRST)) {
+    if (!msi_is_same_again(t, 0, spot, MSI_IMAGE_FIRST)) {
         msi_fail_operand(
             t, "uses what an earlier call has left behind for", result,
             "take all pointers from the present call, and let forward hand on values to "
@@ -24288,7 +24334,7 @@ static MSI_COLD void msi_explain_difference(msi_trial *t, const msi_staged *resu
     }
     while (differs - same > 1 && t->result == MS_RESULT_OK) {
         const uint32_t middle = same + (differs - same) / 2;
-        if (msi_is_same_again(t, middle, half, MSI_IMAGE_FIRST)) {
+        if (msi_is_same_again(t, middle, spot, MSI_IMAGE_FIRST)) {
             same = middle;
         } else {
             differs = middle;
@@ -24636,7 +24682,7 @@ static MSI_COLD void msi_run_trials(msi_trial *t) {
     const msi_variant last = msi_plain_variant(once ? inner : msi_region_count(t), MSI_IMAGE_LAST);
     const bool keeps = t->layer->count[MSI_GROUP_STATE] == 0 || t->layer->recompute_keeps_state;
     if (!once && msi_act(t, &first)) {
-        const uint32_t half = t->half;
+        const uint32_t half = t->spot & 1;
         msi_check_outside(t);
         if (op == MSI_OP_BACKWARD && keeps) { // others may have run since forward
             msi_try_recomputes(t);
@@ -24725,7 +24771,7 @@ static void *msi_staged_address(const ms_model *m, uint32_t tensor, msi_role rol
             (value || role == MSI_ROLE_GRADIENT) && !s->is_undeclared && msi_is_given(t, s)) {
             const msi_staged *at = &t->staged[set][t->lies_in[s - t->staged[set]]];
             *format = s->format;
-            return msi_stage_at(t, at->place, t->half) + at->at;
+            return msi_spot_at(t, at->place) + at->at;
         }
     }
     return NULL;
@@ -24747,7 +24793,7 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
     t->instruction = &p->code.instructions.items[now];
     t->layer = &m->graph.layers.items[t->instruction->target];
     t->phase = msi_ops[t->instruction->op].phase;
-    t->outside_reach = MSI_NONE;
+    t->outside_reach = t->fixed_spot = MSI_NONE;
     t->workspace_bytes = UINT64_MAX;
     msi_log(m, MS_LOG_DEBUG, "debug", "%s: %s", // so that even a crash has a name
             msi_layer_label(&m->graph, t->instruction->target).text, msi_phase_name(t->phase));
@@ -24770,6 +24816,16 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
         m->errors = errors;
     }
     return t->result == MS_RESULT_OK ? restored : t->result;
+}
+
+/* A step, or an eval, begins. */
+static void msi_begin_debug(msi_debug *d) {
+    for (uint32_t t = 0; d && t < d->tensor_count; t++) {
+        d->originals[t].is_there = false;
+    }
+    for (uint32_t i = 0; d && i < d->layer_count; i++) {
+        d->used[i] = 0;
+    }
 }
 
 // memory
@@ -24816,11 +24872,13 @@ static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, m
     d->images_bytes = MSI_IMAGE_COUNT * d->image_bytes;
     d->trial_bytes = sizeof(msi_trial);
     for (int place = 0; place < MSI_PLACE_COUNT; place++) {
-        d->stage_bytes[place] = 2 * d->half_bytes[place] + d->tail_bytes[place];
+        const uint64_t half = d->half_bytes[place];
+        d->stage_bytes[place] = half > 0 ? 2 * (half + MSI_SHIFT_BYTES) + d->tail_bytes[place] : 0;
     }
     d->shadow_bytes = store->resident_bytes + store->host_bytes + store->borrowed_bytes +
                       store->transient_bytes + 1;
     d->tensor_count = g->tensors.count;
+    d->layer_count = g->layers.count;
 }
 
 /* Debug mode: the stage, a copy of everything in memory, and what forward makes. */
@@ -24839,7 +24897,8 @@ static MSI_COLD ms_result msi_alloc_debug(ms_model *m, msi_store *store) {
     d->made = (uint8_t *)msi_alloc(a, d->made_bytes + 1);
     d->originals = (msi_original *)msi_alloc_zeroed(a, d->tensor_count * sizeof(msi_original));
     d->trial = (msi_trial *)msi_alloc_zeroed(a, sizeof(msi_trial));
-    if (!d->shadow || !d->images || !d->made || !d->originals || !d->trial) {
+    d->used = (uint64_t *)msi_alloc_zeroed(a, d->layer_count * sizeof *d->used);
+    if (!d->shadow || !d->images || !d->made || !d->originals || !d->trial || !d->used) {
         return msi_fail_memory(m, "the copies that debug mode keeps: a smaller batch takes less",
                                d->shadow_bytes + d->images_bytes + d->made_bytes);
     }
@@ -25440,9 +25499,7 @@ static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t positi
     }
     m->run.program = p;
     m->run.position = m->run.begun_at = position;
-    for (uint32_t t = 0; m->run.store->debug && t < m->graph.tensors.count; t++) {
-        m->run.store->debug->originals[t].is_there = false;
-    }
+    msi_begin_debug(m->run.store->debug);
     memset(&m->run.nonfinite, 0, sizeof m->run.nonfinite);
     if (msi_watches_memory(m)) {
         msi_asan_poison(msi_transient(&m->run), m->run.store->transient_bytes);
