@@ -4173,6 +4173,12 @@ typedef struct msi_original {
     bool is_there;
 } msi_original;
 
+/* What debug mode knows of a layer. */
+typedef struct msi_debugged {
+    uint64_t used; // a mask of the spots that it has run at in this step
+    bool is_told;  // that its state changes in an eval
+} msi_debugged;
+
 /* Debug mode: memory beside a store. Callbacks run on the stage, which is two halves and a tail in
    device memory, and the same again on the host, for tensors that stay there. */
 enum { MSI_PLACE_COUNT = 2 };
@@ -4187,8 +4193,8 @@ typedef struct msi_debug {
     struct msi_trial *trial; // of the callback that is checked
     uint64_t shadow_bytes, image_bytes, images_bytes, made_bytes, trial_bytes;
     uint32_t tensor_count, layer_count;
-    uint32_t turn;  // the half that was used last
-    uint64_t *used; // per layer: a mask of the spots that it has run at in this step
+    uint32_t turn; // the half that was used last
+    struct msi_debugged *layers;
 } msi_debug;
 
 /* Where values are: one for all plans of a wrap. */
@@ -11072,7 +11078,7 @@ static void msi_debug_free(ms_model *m, msi_debug *d) {
     msi_release(a, d->made, d->made_bytes + 1);
     msi_release(a, d->originals, d->tensor_count * sizeof(msi_original));
     msi_release(a, d->trial, d->trial_bytes);
-    msi_release(a, d->used, d->layer_count * sizeof *d->used);
+    msi_release(a, d->layers, d->layer_count * sizeof *d->layers);
     msi_release(a, d, sizeof *d);
 }
 
@@ -23256,6 +23262,7 @@ typedef struct msi_variant {
     uint32_t round; // n: each result lies in the n-th operand that it may alias; 0: apart
     bool reversed;  // where several results may lie in one operand, the last one does
     msi_sums sums;
+    float factor;                  // of grad_out and of the loss factor; 0: 1
     uint32_t omit_out, omit_saved; // masks of results without data
 } msi_variant;
 
@@ -23380,19 +23387,64 @@ static void msi_scan_piece(ms_nonfinite *n, const uint8_t *data, ms_dtype dtype,
     }
 }
 
-/* Whether memory is still poison. The scene serves as a buffer. */
+/* What memory is filled with: poison or, for integers, which a layer may use as indices, a number that
+   is one of them. */
+typedef struct msi_pattern {
+    uint8_t bytes[8];
+} msi_pattern;
+
+static msi_pattern msi_pattern_of(uint8_t poison) {
+    msi_pattern p;
+    memset(p.bytes, poison, sizeof p.bytes);
+    return p;
+}
+
+/* The largest of these integers for the last poison, and the least for others; if they are all the same,
+   one beside it. Zeros without any. */
+static msi_pattern msi_integer_pattern(const uint8_t *data, ms_dtype dtype, uint64_t count,
+                                       uint8_t poison) {
+    msi_pattern p = msi_pattern_of(0);
+    double least = count > 0 ? msi_number(data, dtype, 0) : 0.0, most = least;
+    for (uint64_t i = 0; i < count; i++) {
+        const double x = msi_number(data, dtype, i);
+        least = x < least ? x : least;
+        most = x > most ? x : most;
+    }
+    least -= least < most ? 0.0 : least > 0.0 ? 1.0 : -1.0;
+    const int64_t number = (int64_t)(poison == MSI_POISON_LAST ? most : least);
+    for (uint64_t at = 0; at < sizeof p.bytes && count > 0; at += ms_dtype_bytes(dtype)) {
+        for (uint64_t k = 0; k < ms_dtype_bytes(dtype); k++) { // the least significant byte first
+            p.bytes[at + k] = (uint8_t)((uint64_t)number >> 8 * k);
+        }
+    }
+    return p;
+}
+
+static bool msi_is_filled_by(const uint8_t *data, uint64_t bytes, const msi_pattern *p) {
+    const uint64_t first = msi_smaller(bytes, sizeof p->bytes);
+    return memcmp(data, p->bytes, (size_t)first) == 0 &&
+           memcmp(data, data + first, (size_t)(bytes - first)) == 0;
+}
+
+static void msi_fill_by(uint8_t *data, uint64_t bytes, const msi_pattern *p) {
+    for (uint64_t i = 0; i < bytes; i++) {
+        data[i] = p->bytes[i % sizeof p->bytes];
+    }
+}
+
+/* Whether memory still has a pattern. The scene serves as a buffer. */
 static bool msi_is_poison(msi_trial *t, const uint8_t *memory, bool on_host, uint64_t bytes,
-                          uint8_t poison) {
+                          const msi_pattern *p) {
     const msi_debug *d = t->debug;
-    const uint64_t room = d->image_bytes;
+    const uint64_t room = d->image_bytes; // whole patterns
     bool filled = true;
     if (on_host || msi_is_direct(t->model)) {
-        return msi_is_filled_with(memory, bytes, poison);
+        return msi_is_filled_by(memory, bytes, p);
     }
     for (uint64_t done = 0; done < bytes && filled && t->result == MS_RESULT_OK; done += room) {
         const uint64_t part = bytes - done < room ? bytes - done : room;
         t->result = msi_copy(t->model, d->images, true, memory + done, false, part);
-        filled = t->result != MS_RESULT_OK || msi_is_filled_with(d->images, part, poison);
+        filled = t->result != MS_RESULT_OK || msi_is_filled_by(d->images, part, p);
     }
     return filled;
 }
@@ -23420,7 +23472,7 @@ static uint8_t *msi_spot_at(const msi_trial *t, int place) {
 static MSI_COLD void msi_take_spot(msi_trial *t) {
     msi_debug *d = t->debug;
     const uint64_t halves[] = {0x5555555555555555u, 0xaaaaaaaaaaaaaaaau};
-    uint64_t *used = &d->used[t->instruction->target];
+    uint64_t *used = &d->layers[t->instruction->target].used;
     if (t->fixed_spot != MSI_NONE) {
         t->spot = t->fixed_spot;
     } else {
@@ -23848,15 +23900,59 @@ static MSI_COLD void msi_set_staged(const msi_trial *t, const msi_staged *s) {
         memset(to, 0, (size_t)s->bytes);
     } else if (!s->before || !msi_is_given(t, s)) {
         const uint32_t kind = s->is_undeclared ? MSI_REGION_UNDECLARED : MSI_REGION_NEW;
-        memset(to, msi_poison_of_staged(t, s, kind), (size_t)s->bytes);
+        const uint8_t poison = msi_poison_of_staged(t, s, kind);
+        msi_staged known = *s; // its value, if it were declared
+        if (s->is_undeclared && s->tensor != MSI_NONE && !msi_is_float(s->dtype) &&
+            msi_set_before(t, &known)) {
+            const msi_pattern p =
+                msi_integer_pattern(known.before, s->dtype, s->bytes / size, poison);
+            msi_fill_by(to, s->bytes, &p);
+        } else {
+            memset(to, poison, (size_t)s->bytes);
+        }
     } else {
         msi_copy_before(s, to);
+        for (uint64_t i = 0;
+             t->how.factor != 0.0f && s->group == MSI_GROUP_GRAD_OUT && i < s->bytes / size; i++) {
+            msi_store_as(to, s->dtype, i, t->how.factor * msi_load(to, s->dtype, i));
+        }
         for (uint64_t i = 0; s->tensor != MSI_NONE && s->is_transient && msi_is_float(s->dtype) &&
                              unwritten != MSI_POISON_LAST && i < s->bytes;
              i += size) {
             if (msi_is_unwritten(to + i, s->dtype)) {
                 memset(to + i, unwritten, (size_t)size);
             }
+        }
+    }
+}
+
+/* What resident i, or the transient values, are filled with. */
+static MSI_COLD msi_pattern msi_outside_pattern(const msi_trial *t, uint32_t i) {
+    const ms_model *m = t->model;
+    const msi_store *store = m->run.store;
+    const uint8_t poison = msi_poison_of(t, t->count[MSI_SET_OWN] * MSI_REGION_KINDS + i);
+    const msi_tensor *x = i < store->residents.count
+                              ? &m->graph.tensors.items[store->residents.items[i].tensor]
+                              : NULL;
+    return x && !msi_is_float(x->view.dtype)
+               ? msi_integer_pattern(t->debug->shadow + msi_extent_at(m, i).shadow, x->view.dtype,
+                                     x->bytes / ms_dtype_bytes(x->view.dtype), poison)
+               : msi_pattern_of(poison);
+}
+
+/* Fills memory of the model by a pattern. The image that the run under way makes serves as a buffer. */
+static MSI_COLD void msi_fill_extent(msi_trial *t, const msi_extent *e, const msi_pattern *p) {
+    uint8_t *buffer = msi_image_at(t, t->how.into, 0);
+    const uint64_t room = t->debug->image_bytes;
+    if (msi_is_filled_with(p->bytes, sizeof p->bytes, p->bytes[0])) {
+        MSI_THEN(t->result, msi_fill(t->model, e->memory, e->on_host, p->bytes[0], e->room));
+    } else if (e->on_host || msi_is_direct(t->model)) {
+        msi_fill_by(e->memory, e->room, p);
+    } else {
+        msi_fill_by(buffer, msi_smaller(room, e->room), p);
+        for (uint64_t done = 0; done < e->room; done += room) {
+            MSI_THEN(t->result, msi_copy(t->model, e->memory + done, false, buffer, true,
+                                         msi_smaller(room, e->room - done)));
         }
     }
 }
@@ -23870,8 +23966,8 @@ static MSI_COLD void msi_set_outside(msi_trial *t) {
     t->outside_reach = t->how.reach;
     for (uint32_t i = 0; i <= residents; i++) {
         const msi_extent e = msi_extent_at(t->model, i);
-        const uint8_t poison = msi_poison_of(t, t->count[MSI_SET_OWN] * MSI_REGION_KINDS + i);
-        MSI_THEN(t->result, msi_fill(t->model, e.memory, e.on_host, poison, e.room));
+        const msi_pattern p = msi_outside_pattern(t, i);
+        msi_fill_extent(t, &e, &p);
     }
 }
 
@@ -24131,13 +24227,13 @@ static MSI_COLD void msi_check_half(msi_trial *t) {
 /* The rest of the stage, where operands of earlier calls were, must be poison. */
 static MSI_COLD void msi_check_rest(msi_trial *t) {
     const msi_debug *d = t->debug;
-    const uint8_t rest = msi_poison_of_rest(t);
+    const msi_pattern rest = msi_pattern_of(msi_poison_of_rest(t));
     for (int place = 0; place < MSI_PLACE_COUNT; place++) {
         uint8_t *begin = msi_stage_at(t, place, 0), *used = msi_spot_at(t, place);
         const uint64_t before = begin ? (uint64_t)(used - begin) : 0, half = d->half_bytes[place];
-        if (begin && (!msi_is_poison(t, begin, place == 1, before, rest) ||
+        if (begin && (!msi_is_poison(t, begin, place == 1, before, &rest) ||
                       !msi_is_poison(t, used + half, place == 1,
-                                     d->stage_bytes[place] - before - half, rest))) {
+                                     d->stage_bytes[place] - before - half, &rest))) {
             msi_fail_contract(t, "writes to", "memory of an earlier call",
                               "take all pointers from the present call, workspace included, and "
                               "keep none");
@@ -24185,9 +24281,8 @@ static MSI_COLD const char *msi_resident_cure(const msi_trial *t, uint32_t resid
 static MSI_COLD void msi_check_outside(msi_trial *t) {
     for (uint32_t i = 0; i <= t->model->run.store->residents.count; i++) {
         const msi_extent e = msi_extent_at(t->model, i);
-        const uint32_t region = t->count[MSI_SET_OWN] * MSI_REGION_KINDS + i;
-        if (t->result == MS_RESULT_OK &&
-            !msi_is_poison(t, e.memory, e.on_host, e.room, msi_poison_of(t, region))) {
+        const msi_pattern p = msi_outside_pattern(t, i);
+        if (t->result == MS_RESULT_OK && !msi_is_poison(t, e.memory, e.on_host, e.room, &p)) {
             msi_fail_contract(t, "writes to", msi_resident_name(t, i).text,
                               msi_resident_cure(t, i));
         }
@@ -24212,6 +24307,7 @@ static MSI_COLD bool msi_act(msi_trial *t, const msi_variant *how) {
     if (how->set == MSI_SET_RECOMPUTE) {
         msi_turn_into_recompute(t, &call);
     }
+    call.loss_factor *= how->factor != 0.0f ? how->factor : 1.0f;
     msi_aim_call(t, &call);
     t->is_acting = true;
     const msi_op op = how->set == MSI_SET_RECOMPUTE ? t->way : (msi_op)t->instruction->op;
@@ -24558,6 +24654,108 @@ static MSI_COLD void msi_try_sums(msi_trial *t, msi_sums sums) {
     }
 }
 
+/* Whether a gradient gets a contribution from the layer, and the same one with another grad_out.
+   Elements that are not finite show nothing. */
+static MSI_COLD bool msi_ignores_grad_out(const msi_trial *t, const msi_staged *s) {
+    const uint8_t *planned = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
+    const uint8_t *now = msi_bytes_in(t, MSI_IMAGE_NOW, s);
+    bool contributes = false;
+    if (memcmp(planned, now, (size_t)s->bytes) != 0) {
+        return false;
+    }
+    for (uint64_t i = 0; i < s->bytes / ms_dtype_bytes(s->dtype) && !contributes; i++) {
+        const float x = msi_load(planned, s->dtype, i);
+        const float before = s->before ? msi_load(s->before, s->dtype, i) : 0.0f;
+        contributes = msi_is_finite((double)x) && x != (s->beta != 0.0f ? before : 0.0f);
+    }
+    return contributes;
+}
+
+/* Whether an output has a gradient that is not 0. */
+static MSI_COLD bool msi_gets_gradient(const msi_trial *t) {
+    bool has = false;
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        const bool is = s->group == MSI_GROUP_GRAD_OUT && s->before && msi_is_float(s->dtype);
+        for (uint64_t i = 0; is && !has && i < s->bytes / ms_dtype_bytes(s->dtype); i++) {
+            const float x = msi_load(s->before, s->before_dtype, i);
+            has = msi_is_finite((double)x) && x != 0.0f;
+        }
+    }
+    return has;
+}
+
+/* With other gradients of the outputs, the gradients that backward computes are others too, unless they
+   are 0. Two factors are tried, since numbers of few bits may be the same by chance. */
+static MSI_COLD void msi_try_other_gradient(msi_trial *t) {
+    static const float factors[] = {-2.5f, 3.25f};
+    msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
+    bool ignores[MSI_MAX_VIEWS + 1];
+    if (t->instruction->op != MSI_OP_BACKWARD || !msi_gets_gradient(t)) {
+        return;
+    }
+    for (uint32_t k = 0; k < t->count[MSI_SET_OWN]; k++) {
+        const msi_staged *s = &t->staged[MSI_SET_OWN][k];
+        ignores[k] = (s->group == MSI_GROUP_GRAD_IN || s->group == MSI_GROUP_GRAD_PARAM) &&
+                     s->is_made && s->lies_in == k && msi_is_float(s->dtype);
+    }
+    for (int i = 0; i < 2; i++) {
+        how.factor = factors[i];
+        const bool ran = msi_act(t, &how);
+        for (uint32_t k = 0; k < t->count[MSI_SET_OWN]; k++) {
+            ignores[k] = ignores[k] && ran && msi_ignores_grad_out(t, &t->staged[MSI_SET_OWN][k]);
+        }
+    }
+    for (uint32_t k = 0; k < t->count[MSI_SET_OWN]; k++) {
+        if (ignores[k]) {
+            msi_fail_operand(t, "ignores grad_out in", &t->staged[MSI_SET_OWN][k],
+                             "a gradient is grad_out times the derivative of the outputs; a loss "
+                             "whose forward writes gradients declares grads_in_forward");
+        }
+    }
+}
+
+/* The library reads all of the loss. */
+static MSI_COLD void msi_check_loss_written(msi_trial *t) {
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        const uint64_t size = ms_dtype_bytes(s->dtype), count = s->bytes / size;
+        const uint8_t *made = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
+        uint64_t first = count, left = 0;
+        for (uint64_t i = 0; s->group == MSI_GROUP_OUT && s->is_made &&
+                             s->tensor == t->model->graph.loss && i < count;
+             i++) {
+            const bool unwritten = msi_is_unwritten(made + i * size, s->dtype);
+            first = unwritten && left == 0 ? i : first;
+            left += unwritten;
+        }
+        if (left > 0) {
+            char what[96];
+            msi_write_text(what, sizeof what, "leaves unwritten element %llu, and %llu more, of",
+                           (unsigned long long)(s->made_within / size + first),
+                           (unsigned long long)(left - 1));
+            msi_fail_operand(t, what, s,
+                             "the loss is the mean or the sum of all elements: write each; a row "
+                             "that does not count is 0, with ms_set_loss_factor");
+        }
+    }
+}
+
+/* Warns, once, of state that changes in an eval, which is seldom meant. */
+static MSI_COLD void msi_warn_of_state(msi_trial *t) {
+    msi_debugged *known = &t->debug->layers[t->instruction->target];
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        const uint8_t *now = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
+        if (s->group == MSI_GROUP_STATE && s->before && !known->is_told &&
+            memcmp(now, s->before, (size_t)s->bytes) != 0) {
+            known->is_told = true;
+            msi_log(t->model, MS_LOG_WARNING, "debug",
+                    "%s: its forward callback changes %s in MS_PHASE_EVAL, so an eval changes what "
+                    "training does next: if that is not meant, leave state alone in that phase",
+                    msi_layer_label(&t->model->graph, t->instruction->target).text,
+                    msi_staged_name(t, s).text);
+        }
+    }
+}
+
 /* Without the saved tensors that are optional. */
 static MSI_COLD void msi_try_without_optional(msi_trial *t) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
@@ -24698,6 +24896,12 @@ static MSI_COLD void msi_run_trials(msi_trial *t) {
         msi_explain_difference(t, differs);
     }
     msi_log_made(t);
+    if (op == MSI_OP_FORWARD || op == MSI_OP_EVAL) {
+        msi_check_loss_written(t);
+    }
+    if (op == MSI_OP_EVAL) {
+        msi_warn_of_state(t);
+    }
     if (op == MSI_OP_FORWARD) {
         msi_try_recomputes(t);
     }
@@ -24708,6 +24912,7 @@ static MSI_COLD void msi_run_trials(msi_trial *t) {
         msi_try_aliases(t);
         msi_try_sums(t, MSI_SUMS_ADDED);
         msi_try_sums(t, MSI_SUMS_NEW);
+        msi_try_other_gradient(t);
         msi_try_all_tiles(t);
     }
     msi_check_outside(t);
@@ -24824,7 +25029,7 @@ static void msi_begin_debug(msi_debug *d) {
         d->originals[t].is_there = false;
     }
     for (uint32_t i = 0; d && i < d->layer_count; i++) {
-        d->used[i] = 0;
+        d->layers[i].used = 0;
     }
 }
 
@@ -24897,8 +25102,8 @@ static MSI_COLD ms_result msi_alloc_debug(ms_model *m, msi_store *store) {
     d->made = (uint8_t *)msi_alloc(a, d->made_bytes + 1);
     d->originals = (msi_original *)msi_alloc_zeroed(a, d->tensor_count * sizeof(msi_original));
     d->trial = (msi_trial *)msi_alloc_zeroed(a, sizeof(msi_trial));
-    d->used = (uint64_t *)msi_alloc_zeroed(a, d->layer_count * sizeof *d->used);
-    if (!d->shadow || !d->images || !d->made || !d->originals || !d->trial || !d->used) {
+    d->layers = (msi_debugged *)msi_alloc_zeroed(a, d->layer_count * sizeof *d->layers);
+    if (!d->shadow || !d->images || !d->made || !d->originals || !d->trial || !d->layers) {
         return msi_fail_memory(m, "the copies that debug mode keeps: a smaller batch takes less",
                                d->shadow_bytes + d->images_bytes + d->made_bytes);
     }

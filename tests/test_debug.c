@@ -604,11 +604,12 @@ static int long_forward(const ms_call *call) {
 
 static int long_backward(const ms_call *call) {
     const long_layer *l = (const long_layer *)call->user;
+    const float gradient = t_data(&call->grad_out[0])[0];
     for (int i = 0; i < LONG; ++i) {
         if (l->lies && i == LONG - 2) {
-            t_data(&call->grad_param[0])[i] = 0.001f;
+            t_data(&call->grad_param[0])[i] = gradient * 0.001f;
         } else {
-            t_contribute(&call->grad_param[0], i, i == 0 ? l->slope : 0.001f);
+            t_contribute(&call->grad_param[0], i, gradient * (i == 0 ? l->slope : 0.001f));
         }
     }
     return 0;
@@ -682,7 +683,7 @@ static int roomy_forward(const ms_call *call) {
 
 static int roomy_backward(const ms_call *call) {
     fill_workspace(call);
-    t_contribute(&call->grad_param[0], 0, 1.0f);
+    t_contribute(&call->grad_param[0], 0, t_data(&call->grad_out[0])[0]);
     return 0;
 }
 
@@ -744,7 +745,7 @@ static int logged_backward(const ms_call *call) {
     last_log *log = (last_log *)call->user;
     if (call->phase == MS_PHASE_BACKWARD) {
         assert_string_equal(log->text, "layer 0 \"logged\": backward");
-        t_contribute(&call->grad_param[0], 0, 1.0f);
+        t_contribute(&call->grad_param[0], 0, t_data(&call->grad_out[0])[0]);
     }
     return 0;
 }
