@@ -24685,11 +24685,12 @@ static MSI_COLD bool msi_gets_gradient(const msi_trial *t) {
 }
 
 /* With other gradients of the outputs, the gradients that backward computes are others too, unless they
-   are 0. Two factors are tried, since numbers of few bits may be the same by chance. */
+   are 0. More than one factor is tried where they seem not to be: numbers of few bits may be the same by
+   chance. */
 static MSI_COLD void msi_try_other_gradient(msi_trial *t) {
-    static const float factors[] = {-2.5f, 3.25f};
+    static const float factors[] = {-2.5f, 3.25f, 0.3125f, 1.75f};
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
-    bool ignores[MSI_MAX_VIEWS + 1];
+    bool ignores[MSI_MAX_VIEWS + 1], any = true;
     if (t->instruction->op != MSI_OP_BACKWARD || !msi_gets_gradient(t)) {
         return;
     }
@@ -24698,11 +24699,13 @@ static MSI_COLD void msi_try_other_gradient(msi_trial *t) {
         ignores[k] = (s->group == MSI_GROUP_GRAD_IN || s->group == MSI_GROUP_GRAD_PARAM) &&
                      s->is_made && s->lies_in == k && msi_is_float(s->dtype);
     }
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 4 && any; i++) {
         how.factor = factors[i];
         const bool ran = msi_act(t, &how);
+        any = false;
         for (uint32_t k = 0; k < t->count[MSI_SET_OWN]; k++) {
             ignores[k] = ignores[k] && ran && msi_ignores_grad_out(t, &t->staged[MSI_SET_OWN][k]);
+            any |= ignores[k];
         }
     }
     for (uint32_t k = 0; k < t->count[MSI_SET_OWN]; k++) {
