@@ -85,8 +85,8 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--optimizer", "NAME", OPTION_TEXT, &o->optimizer,
          "adamw (default) or lion, with a third of the rate and three times the decay"},
         {"--state", "NAME", OPTION_TEXT, &o->state,
-         "moments of the optimizer: f32 (default), bf16, 8bit where rules allow that, or\n"
-         "8bit-all, of embedding tables too"},
+         "moments of the optimizer: f32, bf16, 8bit where rules allow that, or 8bit-all, of\n"
+         "embedding tables too. By default f32, and 8 bits where mode AGGRESSIVE gains by them"},
         {"--precision", "NAME", OPTION_TEXT, &o->precision,
          "f32 (default), bf16 or f16; bf16-alone or f16-alone: without params in F32 beside"},
         {"--half-grads", NULL, OPTION_FLAG, &o->half_gradients,
@@ -377,8 +377,9 @@ static int optimizer_of(const settings *o) {
     return i;
 }
 
-/* Chooses the optimizer and the format of its state before registration. */
-static int choose_optimizer(const trainer *t, ms_optimizer_desc *desc) {
+/* Chooses the optimizer and the format of its state before registration. A plan may code only state
+   whose format nobody has named. */
+static int choose_optimizer(const trainer *t, ms_optimizer_desc *desc, ms_config *config) {
     const settings *o = &t->options;
     const int i = optimizer_of(o);
     if (i == TRAINER_OPTIMIZERS) {
@@ -395,6 +396,7 @@ static int choose_optimizer(const trainer *t, ms_optimizer_desc *desc) {
     }
     desc->state_format[0] = desc->state_format[1] =
         bf16 ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
+    config->optimizer_8bit = o->state && !coded ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
     return 0;
 }
 
@@ -428,7 +430,7 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     config.accumulation_steps = (uint32_t)batches_of_step(&t->options);
     config.empirical_profiling = t->options.profile ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     bool half = false;
-    if (choose_techniques(&t->options, &config) != 0 || choose_optimizer(t, &optimizer) != 0 ||
+    if (choose_techniques(&t->options, &config) != 0 || choose_optimizer(t, &optimizer, &config) != 0 ||
         choose_precision(t->options.precision, &config, &half) != 0) {
         return 1;
     }

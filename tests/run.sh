@@ -321,6 +321,18 @@ macros() { # FLAGS PATTERN
     [ -s $checks/macros."${1:-public}" ] && ! grep -vxE "$2" $checks/macros."${1:-public}"
 }
 
+# A format of state that is asked for is that of all state: the mode that codes it by itself leaves it.
+check_state() {
+    local said
+    build quick build/quick/examples/gpt2 || return 1
+    plan() {
+        said=$(build/quick/examples/gpt2 --preset 124M --dry --plan --offload off --mode aggressive --budget 1700M "$@") &&
+            awk '/^8-bit optimizer / { print $3, $NF }' <<< "$said"
+    }
+    [[ $(plan) != 0\ * && $(plan --state f32) = '0 off' && $(plan --state bf16) = '0 off' &&
+        $(plan --state 8bit) = '48 '* ]] || { plan; plan --state f32; plan --state bf16; plan --state 8bit; return 1; }
+}
+
 check_figures() {
     local program
     for program in bench/workloads examples/estimate examples/gpt2; do
@@ -451,7 +463,7 @@ export -f check_gpu_builds check_gpu_missing check_gpu_tests check_gpu_first
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_newest cell_elsewhere cell_mixed cell_cpp cell_sources check_robot check_dialect
-export -f implementation same check_exports check_static_exports imports check_cold macros check_figures
+export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_state
 
 # ---- what is checked -----------------------------------------------------------------------------
 
@@ -678,6 +690,7 @@ check broad 'make gpu-first on the emulated GPU' check_gpu_first
 check broad '--help of every program' check_help
 check broad 'options that several programs have' check_shared_options
 check quick 'examples/robot: no heap, a power cut and a restart' check_robot
+check quick 'examples/gpt2: state in the format that is asked for' check_state
 while read -r tier line; do
     name=${line%% =>*} name=${name#build/}
     check $tier "${name#quick/}" "run_program '$line'"
