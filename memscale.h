@@ -556,7 +556,7 @@ typedef struct ms_hardware {
     /* Formats with native arithmetic; compilers may emulate others. Of a CUDA device by its compute
        capability, of a processor by what it says of itself (cpuid, hwcap). */
     bool bf16;        // from 8.0; AVX512-BF16, AMX-BF16, ARM's BF16
-    bool fp16_tensor; // FP16 tensor cores: from 7.0; AVX512-FP16, AMX-FP16, ARM's FP16
+    bool fp16_tensor; // FP16 tensor cores: from 7.0, no GTX; AVX512-FP16, AMX-FP16, ARM's FP16
     bool tf32;        // from 8.0
     uint32_t driver_version, runtime_version; // 1000 * major + 10 * minor, as in CUDA
     /* Speeds, for predictions: 1e9 bytes per second; 1e12 flops per second in matrix products. */
@@ -7767,6 +7767,10 @@ static MSI_COLD void msi_use_hardware(ms_model *m, const ms_hardware *hardware) 
    15.75 GB/s, 4.0 31.5, 5.0 63; half of that for x8), or half the bandwidth of the memory that host
    and device share. Memory is what the name says; a runtime offers a percent or two less.
    Sources, all of NVIDIA:
+     GeForce RTX 20 and TITAN RTX: "NVIDIA Turing GPU Architecture", appendices A to C, and the
+       product pages, at reference clocks; products summed in F32 have half the rate of the tensor
+       cores on a GeForce. GTX 16 (cores and clocks of the product pages) has no tensor cores: F16 is
+       taken to be as fast as F32
      GeForce RTX 30: "NVIDIA Ampere GA102 GPU Architecture", V2.1, and the product pages
      GeForce RTX 40: "NVIDIA Ada GPU Architecture", V2.02, appendices, and the product pages
      GeForce RTX 50: "NVIDIA RTX Blackwell GPU Architecture", V1.1, and the product pages
@@ -7776,22 +7780,44 @@ static MSI_COLD void msi_use_hardware(ms_model *m, const ms_hardware *hardware) 
        on the laptop. Many run at lower clocks
      V100: "NVIDIA Tesla V100 GPU Architecture" and its data sheet; T4: its data sheet
      A100: "NVIDIA A100 Tensor Core GPU Architecture" and the data sheet
-     A10, A30, A40, RTX A4000, A5000, A6000, RTX 6000 Ada, RTX PRO 6000, L4, L40, L40S, H100, H200,
-       B200 (DGX B200): their data sheets. Where these state tensor cores with sparsity, it is half
-       of that
+     TITAN V, Quadro RTX, A2, A10, A10G, A30, A40, RTX A2000 to A6000, RTX Ada, RTX PRO 6000, L4, L40,
+       L40S, H100, H200, GH200, B200 (DGX B200), GB200 (a GPU of the NVL72): their data sheets.
+       Where these state tensor cores with sparsity, it is half of that. The link of GH200 and GB200
+       is NVLink-C2C, in one direction; 4500, 5000 and 6000 Ada do TF32 and F16 at 2 and 4 times the
+       rate of F32, which 2000 and 4000 Ada are taken to do too
      Jetson Orin: the data sheets of the modules, which state sparse INT8 for the GPU: FP16 is a
        quarter, TF32 an eighth of that (technical brief "NVIDIA Jetson AGX Orin Series", HMMA and
        IMMA). Nano at 15 W, and at 25 W as Super. What Linux and the firmware leave free is an
        estimate, which the report of the board itself replaces */
 /* Name, kind, multiprocessors, GiB, of these free (0: all), compute capability, GB/s of memory and
    of the link, and TFLOP/s of F32, TF32 and F16. The tensor cores of a GeForce do TF32 at the rate
-   of F32, and F16 at twice that, from 8.6 on. */
+   of F32, and F16 at twice that, from 8.6 on; those of 7.5 do F16 at four times that of F32. */
 #define MSI_GEFORCE(X, name, processors, gib, major, minor, memory, link, f32)                     \
     X("NVIDIA GeForce RTX " name, DISCRETE, processors, gib, 0, major, minor, memory, link, f32,   \
       f32, 2.0 * (f32))
+#define MSI_TURING(X, name, processors, gib, memory, f32)                                          \
+    X("NVIDIA GeForce RTX " name, DISCRETE, processors, gib, 0, 7, 5, memory, 15.75, f32, 0.0,     \
+      4.0 * (f32))
+#define MSI_GTX(X, name, processors, gib, memory, f32)                                             \
+    X("NVIDIA GeForce GTX " name, DISCRETE, processors, gib, 0, 7, 5, memory, 15.75, f32, 0.0, f32)
 #define MSI_DEVICES(X)                                                                             \
+    MSI_GTX(X, "1630", 8, 4, 96.0, 1.83)                                                           \
+    MSI_GTX(X, "1650", 14, 4, 128.0, 2.98)                                                         \
+    MSI_GTX(X, "1650 SUPER", 20, 4, 192.0, 4.42)                                                   \
+    MSI_GTX(X, "1660", 22, 6, 192.0, 5.03)                                                         \
+    MSI_GTX(X, "1660 SUPER", 22, 6, 336.0, 5.03)                                                   \
+    MSI_GTX(X, "1660 Ti", 24, 6, 288.0, 5.44)                                                      \
+    MSI_TURING(X, "2060 6GB", 30, 6, 336.0, 6.45)                                                  \
+    MSI_TURING(X, "2060 12GB", 34, 12, 336.0, 7.18)                                                \
+    MSI_TURING(X, "2060 SUPER", 34, 8, 448.0, 7.18)                                                \
+    MSI_TURING(X, "2070", 36, 8, 448.0, 7.46)                                                      \
+    MSI_TURING(X, "2070 SUPER", 40, 8, 448.0, 9.06)                                                \
+    MSI_TURING(X, "2080", 46, 8, 448.0, 10.1)                                                      \
+    MSI_TURING(X, "2080 SUPER", 48, 8, 496.0, 11.2)                                                \
+    MSI_TURING(X, "2080 Ti", 68, 11, 616.0, 13.4)                                                  \
     MSI_GEFORCE(X, "3050 6GB", 18, 6, 8, 6, 168.0, 15.75, 6.8)                                     \
     MSI_GEFORCE(X, "3050 8GB", 20, 8, 8, 6, 224.0, 15.75, 9.1)                                     \
+    MSI_GEFORCE(X, "3060 8GB", 28, 8, 8, 6, 240.0, 31.5, 12.7)                                     \
     MSI_GEFORCE(X, "3060", 28, 12, 8, 6, 360.0, 31.5, 12.7)                                        \
     MSI_GEFORCE(X, "3060 Ti", 38, 8, 8, 6, 448.0, 31.5, 16.2)                                      \
     MSI_GEFORCE(X, "3070", 46, 8, 8, 6, 448.0, 31.5, 20.3)                                         \
@@ -7839,17 +7865,33 @@ static MSI_COLD void msi_use_hardware(ms_model *m, const ms_hardware *hardware) 
     MSI_GEFORCE(X, "5070 Ti Laptop GPU", 46, 12, 12, 0, 672.0, 15.75, 31.0)                        \
     MSI_GEFORCE(X, "5080 Laptop GPU", 60, 16, 12, 0, 896.0, 15.75, 41.7)                           \
     MSI_GEFORCE(X, "5090 Laptop GPU", 82, 24, 12, 0, 896.0, 15.75, 57.0)                           \
+    X("NVIDIA TITAN V", DISCRETE, 80, 12, 0, 7, 0, 652.8, 15.75, 14.9, 0.0, 110.0)                 \
+    X("NVIDIA TITAN RTX", DISCRETE, 72, 24, 0, 7, 5, 672.0, 15.75, 16.3, 0.0, 130.5)               \
     X("NVIDIA V100 16GB SXM2", DISCRETE, 80, 16, 0, 7, 0, 900.0, 15.75, 15.7, 0.0, 125.0)          \
     X("NVIDIA V100 32GB SXM2", DISCRETE, 80, 32, 0, 7, 0, 900.0, 15.75, 15.7, 0.0, 125.0)          \
     X("NVIDIA V100 16GB PCIe", DISCRETE, 80, 16, 0, 7, 0, 900.0, 15.75, 14.0, 0.0, 112.0)          \
     X("NVIDIA V100 32GB PCIe", DISCRETE, 80, 32, 0, 7, 0, 900.0, 15.75, 14.0, 0.0, 112.0)          \
     X("NVIDIA T4", DISCRETE, 40, 16, 0, 7, 5, 320.0, 15.75, 8.1, 0.0, 65.0)                        \
+    X("NVIDIA Quadro RTX 4000", DISCRETE, 36, 8, 0, 7, 5, 416.0, 15.75, 7.1, 0.0, 57.0)            \
+    X("NVIDIA Quadro RTX 5000", DISCRETE, 48, 16, 0, 7, 5, 448.0, 15.75, 11.2, 0.0, 89.2)          \
+    X("NVIDIA Quadro RTX 6000", DISCRETE, 72, 24, 0, 7, 5, 672.0, 15.75, 16.3, 0.0, 130.5)         \
+    X("NVIDIA Quadro RTX 8000", DISCRETE, 72, 48, 0, 7, 5, 672.0, 15.75, 16.3, 0.0, 130.5)         \
+    X("NVIDIA RTX A2000 6GB", DISCRETE, 26, 6, 0, 8, 6, 288.0, 31.5, 8.0, 16.0, 31.9)              \
+    X("NVIDIA RTX A2000 12GB", DISCRETE, 26, 12, 0, 8, 6, 288.0, 31.5, 8.0, 16.0, 31.9)            \
     X("NVIDIA RTX A4000", DISCRETE, 48, 16, 0, 8, 6, 448.0, 31.5, 19.2, 38.3, 76.7)                \
+    X("NVIDIA RTX A4500", DISCRETE, 56, 20, 0, 8, 6, 640.0, 31.5, 23.7, 47.3, 94.6)                \
     X("NVIDIA RTX A5000", DISCRETE, 64, 24, 0, 8, 6, 768.0, 31.5, 27.8, 55.6, 111.1)               \
+    X("NVIDIA RTX A5500", DISCRETE, 80, 24, 0, 8, 6, 768.0, 31.5, 34.1, 68.2, 136.4)               \
     X("NVIDIA RTX A6000", DISCRETE, 84, 48, 0, 8, 6, 768.0, 31.5, 38.7, 77.4, 154.8)               \
+    X("NVIDIA RTX 2000 Ada", DISCRETE, 22, 16, 0, 8, 9, 224.0, 15.75, 12.0, 24.0, 48.0)            \
+    X("NVIDIA RTX 4000 Ada", DISCRETE, 48, 20, 0, 8, 9, 360.0, 31.5, 26.7, 53.4, 106.8)            \
+    X("NVIDIA RTX 4500 Ada", DISCRETE, 60, 24, 0, 8, 9, 432.0, 31.5, 39.6, 79.3, 158.5)            \
+    X("NVIDIA RTX 5000 Ada", DISCRETE, 100, 32, 0, 8, 9, 576.0, 31.5, 65.3, 130.6, 261.1)          \
     X("NVIDIA RTX 6000 Ada", DISCRETE, 142, 48, 0, 8, 9, 960.0, 31.5, 91.1, 182.1, 364.2)          \
     X("NVIDIA RTX PRO 6000", DISCRETE, 188, 96, 0, 12, 0, 1792.0, 63.0, 125.0, 251.9, 503.8)       \
+    X("NVIDIA A2", DISCRETE, 10, 16, 0, 8, 6, 200.0, 15.75, 4.5, 9.0, 18.0)                        \
     X("NVIDIA A10", DISCRETE, 72, 24, 0, 8, 6, 600.0, 31.5, 31.2, 62.5, 125.0)                     \
+    X("NVIDIA A10G", DISCRETE, 80, 24, 0, 8, 6, 600.0, 31.5, 35.0, 70.0, 140.0)                    \
     X("NVIDIA A30", DISCRETE, 56, 24, 0, 8, 0, 933.0, 31.5, 10.3, 82.0, 165.0)                     \
     X("NVIDIA A40", DISCRETE, 84, 48, 0, 8, 6, 696.0, 31.5, 37.4, 74.8, 149.7)                     \
     X("NVIDIA A100 40GB", DISCRETE, 108, 40, 0, 8, 0, 1555.0, 31.5, 19.5, 156.0, 312.0)            \
@@ -7862,7 +7904,10 @@ static MSI_COLD void msi_use_hardware(ms_model *m, const ms_hardware *hardware) 
     X("NVIDIA H100 80GB SXM", DISCRETE, 132, 80, 0, 9, 0, 3350.0, 63.0, 67.0, 494.5, 989.5)        \
     X("NVIDIA H100 94GB NVL", DISCRETE, 132, 94, 0, 9, 0, 3900.0, 63.0, 60.0, 417.5, 835.5)        \
     X("NVIDIA H200", DISCRETE, 132, 141, 0, 9, 0, 4800.0, 63.0, 67.0, 494.5, 989.5)                \
+    X("NVIDIA GH200 96GB", DISCRETE, 132, 96, 0, 9, 0, 4000.0, 450.0, 67.0, 494.5, 989.5)          \
+    X("NVIDIA GH200 144GB", DISCRETE, 132, 144, 0, 9, 0, 4900.0, 450.0, 67.0, 494.5, 989.5)        \
     X("NVIDIA B200", DISCRETE, 148, 180, 0, 10, 0, 8000.0, 63.0, 75.0, 1125.0, 2250.0)             \
+    X("NVIDIA GB200 186GB", DISCRETE, 152, 186, 0, 10, 0, 8000.0, 450.0, 80.0, 1250.0, 2500.0)     \
     X("Jetson Orin Nano 4GB", INTEGRATED, 4, 4, 3, 8, 7, 34.0, 17.0, 0.64, 2.5, 5.0)               \
     X("Jetson Orin Nano 8GB", INTEGRATED, 8, 8, 6, 8, 7, 68.0, 34.0, 1.28, 5.0, 10.0)              \
     X("Jetson Orin Nano 8GB Super", INTEGRATED, 8, 8, 6, 8, 7, 102.0, 51.0, 2.09, 8.35, 16.7)      \
@@ -7871,20 +7916,21 @@ static MSI_COLD void msi_use_hardware(ms_model *m, const ms_hardware *hardware) 
     X("Jetson AGX Orin 32GB", INTEGRATED, 14, 32, 29, 8, 7, 204.8, 102.4, 3.33, 13.5, 27.0)        \
     X("Jetson AGX Orin 64GB", INTEGRATED, 16, 64, 60, 8, 7, 204.8, 102.4, 5.3, 21.25, 42.5)
 
-/* The memory of an integrated GPU is the host's; BF16 and TF32 need compute capability 8.0. */
+/* The memory of an integrated GPU is the host's; BF16 and TF32 need compute capability 8.0. Where
+   F16 is no faster than F32 there are no tensor cores. */
 #define MSI_SHARED_GIB(kind, gib)                                                                  \
     (MS_DEVICE_##kind == MS_DEVICE_INTEGRATED ? (uint64_t)(gib) << 30 : 0)
 #define MSI_MEMORY(kind, gib, of_these)                                                            \
     (uint64_t)(gib) << 30, MSI_SHARED_GIB(kind, of_these), MSI_SHARED_GIB(kind, gib),              \
         MSI_SHARED_GIB(kind, of_these)
-#define MSI_COMPUTE(major, minor)            major, minor, (major) >= 8, true, (major) >= 8, 0, 0
+#define MSI_COMPUTE(major, minor, tensor)    major, minor, (major) >= 8, tensor, (major) >= 8, 0, 0
 #define MSI_SPEEDS(gb, link, f32, tf32, f16) gb, link, link, 0.0, f32, tf32, f16, 0.0, false
 #define MSI_X(name, kind, processors, gib, of_these, major, minor, memory, link, f32, tf32, f16)   \
     {name,                                                                                         \
      MS_DEVICE_##kind,                                                                             \
      processors,                                                                                   \
      MSI_MEMORY(kind, gib, of_these),                                                              \
-     MSI_COMPUTE(major, minor),                                                                    \
+     MSI_COMPUTE(major, minor, (f16) > (f32)),                                                     \
      MSI_SPEEDS(memory, link, f32, tf32, f16)},
 static const ms_hardware msi_devices[] = {MSI_DEVICES(MSI_X)};
 #undef MSI_X
@@ -31438,15 +31484,15 @@ static double msi_cuda_attribute(int device, cudaDeviceAttr attribute) {
    multiprocessor, by compute capability: f32 from the CUDA C++ Programming Guide, "Arithmetic
    instructions"; products on tensor cores that are summed in F32 from NVIDIA's white papers (Volta,
    Turing, GA100, GA102, AD102, Hopper) or, for 8.7, 10.0 and 12.0, from the speeds stated for
-   Jetson AGX Orin, B200 and RTX PRO 6000. A GeForce has half that rate; before 7.0 there are no
-   tensor cores. Memory moves data at both edges of its clock. */
+   Jetson AGX Orin, B200 and RTX PRO 6000. A GeForce has half that rate; without tensor cores F16 is
+   as fast as F32. Memory moves data at both edges of its clock. */
 static void msi_cuda_speeds(int device, int multiprocessors, int capability,
                             ms_hardware *hardware) {
     static const struct {
         int capability;
         double f32, tf32, f16;
     } table[] = {
-        {50, 128.0, 0.0, 128.0},      {60, 64.0, 0.0, 64.0},     {61, 128.0, 0.0, 128.0},
+        {50, 128.0, 0.0, 0.0},        {60, 64.0, 0.0, 0.0},      {61, 128.0, 0.0, 0.0},
         {70, 64.0, 0.0, 512.0},       {80, 64.0, 512.0, 1024.0}, {86, 128.0, 256.0, 512.0},
         {87, 128.0, 512.0, 1024.0},   {89, 128.0, 256.0, 512.0}, {90, 128.0, 1024.0, 2048.0},
         {100, 128.0, 2048.0, 4096.0}, {120, 128.0, 256.0, 512.0}};
@@ -31462,7 +31508,7 @@ static void msi_cuda_speeds(int device, int multiprocessors, int capability,
                                 msi_cuda_attribute(device, cudaDevAttrGlobalMemoryBusWidth) / 8e6;
     hardware->f32_tflops = tflops * table[row].f32;
     hardware->tf32_tflops = tensor * table[row].tf32;
-    hardware->f16_tflops = tensor * table[row].f16;
+    hardware->f16_tflops = hardware->fp16_tensor ? tensor * table[row].f16 : hardware->f32_tflops;
 }
 
 /* A field stays 0 if the runtime does not report it. */
@@ -31480,7 +31526,7 @@ static void msi_cuda_hardware(void *user, ms_hardware *hardware) {
     hardware->compute_major = (uint32_t)properties.major;
     hardware->compute_minor = (uint32_t)properties.minor;
     hardware->bf16 = properties.major >= 8;
-    hardware->fp16_tensor = properties.major >= 7;
+    hardware->fp16_tensor = properties.major >= 7 && !strstr(properties.name, "GeForce GTX");
     hardware->tf32 = properties.major >= 8;
     hardware->total_bytes = properties.totalGlobalMem;
     if (msi_cuda_error(cudaMemGetInfo(&free_bytes, &total_bytes)) == 0) {
