@@ -4976,15 +4976,19 @@ static void msi_print_quoted(const msi_printer *out, const char *text, bool json
     out->write("\"", 1, out->user);
 }
 
-/* A number >= 0, with a point in every locale; NaN and what is out of range become 0. */
+/* A number >= 0 in units of 1 / scale, rounded; NaN and what is out of range become 0. */
+static uint64_t msi_round_units(double value, double scale) {
+    const double scaled = value * scale + 0.5;
+    return scaled >= 0.0 && scaled < 1.8e19 ? (uint64_t)scaled : 0;
+}
+
+/* With so many digits after the point, which is a point in every locale. */
 static void msi_print_number(const msi_printer *out, double value, int digits) {
     double scale = 1.0;
     for (int i = 0; i < digits; i++) {
         scale *= 10.0;
     }
-    const double scaled = value * scale + 0.5;
-    const uint64_t units = scaled >= 0.0 && scaled < 1.8e19 ? (uint64_t)scaled : 0;
-    const uint64_t whole = (uint64_t)scale;
+    const uint64_t units = msi_round_units(value, scale), whole = (uint64_t)scale;
     msi_print(out, "%llu.%0*llu", (unsigned long long)(units / whole), digits,
               (unsigned long long)(units % whole));
 }
@@ -30570,19 +30574,33 @@ static MSI_COLD uint64_t msi_written_bytes(const ms_event *event) {
     return bytes;
 }
 
+/* A time in a trace, in microseconds with three digits. */
+static MSI_COLD void msi_trace_time(const msi_printer *out, uint64_t ns) {
+    msi_print(out, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
+}
+
+/* When an event starts, and how long it takes. Both ends are rounded, not the duration: viewers drop
+   a slice that begins before the one before it has ended. */
+static MSI_COLD void msi_trace_times(const msi_printer *out, bool measured, const ms_event *event) {
+    const double start_us = measured ? event->measured_start_us : event->start_us;
+    const double end_us = start_us + (measured ? event->measured_us : event->duration_us);
+    const uint64_t start = msi_round_units(start_us, 1e3);
+    msi_print(out, ",\"ts\":");
+    msi_trace_time(out, start);
+    msi_print(out, ",\"dur\":");
+    msi_trace_time(out, msi_round_units(end_us, 1e3) - start);
+}
+
 /* An event as a slice of the track of its stream. */
 static MSI_COLD void msi_trace_slice(const msi_printer *out, int process, const ms_event *event) {
-    const bool measured = process == MSI_TRACE_MEASURED;
     const char *what = event->is_restore ? "restore" : msi_event_names[event->kind];
     const char *name = event->kind == MS_EVENT_LOSS      ? "sum of the losses"
                        : event->kind == MS_EVENT_VERDICT ? "verdict"
                        : event->name[0]                  ? event->name
                                                          : what;
-    msi_print(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"cat\":\"%s\",\"ts\":", process,
+    msi_print(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"cat\":\"%s\"", process,
               (int)event->stream, what);
-    msi_print_number(out, measured ? event->measured_start_us : event->start_us, 3);
-    msi_print(out, ",\"dur\":");
-    msi_print_number(out, measured ? event->measured_us : event->duration_us, 3);
+    msi_trace_times(out, process == MSI_TRACE_MEASURED, event);
     msi_print(out, ",\"name\":");
     msi_print_quoted(out, name, true);
     msi_print(out, ",\"args\":{\"op\":\"%s\"", what);
@@ -30604,9 +30622,9 @@ static MSI_COLD void msi_trace_slice(const msi_printer *out, int process, const 
 
 static void msi_trace_counter(const msi_printer *out, int process, const ms_event *event,
                               const char *name) {
+    const double us = process == MSI_TRACE_MEASURED ? event->measured_start_us : event->start_us;
     msi_print(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"name\":\"%s\",\"ts\":", process, name);
-    msi_print_number(out,
-                     process == MSI_TRACE_MEASURED ? event->measured_start_us : event->start_us, 3);
+    msi_trace_time(out, msi_round_units(us, 1e3));
 }
 
 static void msi_trace_host(const msi_printer *out, int process, const ms_event *event) {
