@@ -160,12 +160,69 @@ static const struct {
     const char *name;
     double value; // 0 and 1 also as false and true
 } config_fixed[] = {{FAMILY_GPT2, "tie_word_embeddings", 1.0},
-                    {FAMILY_GPT2, "add_cross_attention", 0.0},
                     {FAMILY_BERT, "tie_word_embeddings", 1.0},
-                    {FAMILY_BERT, "add_cross_attention", 0.0},
                     {FAMILY_BERT, "type_vocab_size", 2.0},
                     {FAMILY_LLAMA, "attention_bias", 0.0},
                     {FAMILY_LLAMA, "mlp_bias", 0.0}};
+
+/* Keys of parts that no net of this program has, in any family, and the largest number with which
+   they mean that there is none. */
+static const struct {
+    const char *name, *part;
+    double none;
+} config_refused[] = {{"num_local_experts", "experts", 1.0},
+                      {"num_experts", "experts", 1.0},
+                      {"n_routed_experts", "experts", 1.0},
+                      {"moe_num_experts", "experts", 1.0},
+                      {"num_experts_per_tok", "experts", 1.0},
+                      {"n_shared_experts", "experts", 0.0},
+                      {"num_shared_experts", "experts", 0.0},
+                      {"moe_intermediate_size", "experts", 0.0},
+                      {"shared_expert_intermediate_size", "experts", 0.0},
+                      {"ffn_config", "experts", 0.0},
+                      {"kv_lora_rank", "latent attention", 0.0},
+                      {"q_lora_rank", "latent attention", 0.0},
+                      {"qk_nope_head_dim", "latent attention", 0.0},
+                      {"qk_rope_head_dim", "latent attention", 0.0},
+                      {"v_head_dim", "latent attention", 0.0},
+                      {"is_encoder_decoder", "encoder beside a decoder", 0.0},
+                      {"encoder", "encoder beside a decoder", 0.0},
+                      {"decoder", "encoder beside a decoder", 0.0},
+                      {"encoder_layers", "encoder beside a decoder", 0.0},
+                      {"decoder_layers", "encoder beside a decoder", 0.0},
+                      {"num_encoder_layers", "encoder beside a decoder", 0.0},
+                      {"num_decoder_layers", "encoder beside a decoder", 0.0},
+                      {"add_cross_attention", "attention to another sequence", 0.0},
+                      {"cross_attention_layers", "attention to another sequence", 0.0},
+                      {"cross_attention_hidden_size", "attention to another sequence", 0.0},
+                      {"text_config", "model within another one", 0.0},
+                      {"vision_config", "net for images", 0.0},
+                      {"vision_tower", "net for images", 0.0},
+                      {"mm_vision_tower", "net for images", 0.0},
+                      {"visual", "net for images", 0.0},
+                      {"audio_config", "net for sound", 0.0},
+                      {"speech_config", "net for sound", 0.0},
+                      {"num_nextn_predict_layers", "layers that predict several tokens", 0.0},
+                      {"mtp_num_hidden_layers", "layers that predict several tokens", 0.0},
+                      {"num_mtp_layers", "layers that predict several tokens", 0.0},
+                      {"mamba_d_state", "layers with a state instead of attention", 0.0},
+                      {"ssm_cfg", "layers with a state instead of attention", 0.0},
+                      {"state_size", "layers with a state instead of attention", 0.0},
+                      {"attn_layer_period", "layers with a state instead of attention", 0.0},
+                      {"hybrid_override_pattern", "layers with a state instead of attention", 0.0},
+                      {"layers_block_type", "layers with a state instead of attention", 0.0},
+                      {"linear_num_value_heads", "layers with a state instead of attention", 0.0},
+                      {"block_configs", "layers of different sizes", 0.0},
+                      {"num_kv_shared_layers", "layers that share keys", 0.0},
+                      {"hidden_size_per_layer_input", "token tables of layers", 0.0},
+                      {"embedding_size", "token table of another width", 0.0},
+                      {"word_embed_proj_dim", "token table of another width", 0.0},
+                      {"num_hidden_groups", "layers that share params", 0.0},
+                      {"pruned_heads", "layers of different sizes", 0.0},
+                      {"use_qk_norm", "norms of queries and keys", 0.0},
+                      {"qk_layernorm", "norms of queries and keys", 0.0},
+                      {"use_bias", "other choice of biases", 0.0},
+                      {"quantization_config", "weights in codes", 0.0}};
 
 static const cJSON *config_item(const cJSON *config, const char *name) {
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(config, name);
@@ -188,6 +245,46 @@ static int read_count(const char *path, const cJSON *config, const config_key *k
     const int64_t count = (int64_t)value;
     memcpy((char *)s + key->offset, &count, sizeof count);
     return 0;
+}
+
+/* Whether a key says that there is something: a number above `none`, true, or what is not empty. */
+static bool config_says(const cJSON *item, double none) {
+    const char *text = cJSON_GetStringValue(item);
+    return cJSON_IsNumber(item) ? item->valuedouble > none
+           : text               ? *text != 0
+                                : cJSON_IsTrue(item) || cJSON_GetArraySize(item) > 0;
+}
+
+/* The kind of each layer, where a file lists them: attention, whatever its window. */
+static int check_layer_types(const char *path, const cJSON *config) {
+    const cJSON *types = config_item(config, "layer_types");
+    for (int i = 0; i < cJSON_GetArraySize(types); i++) {
+        const char *type = cJSON_GetStringValue(cJSON_GetArrayItem(types, i));
+        const size_t length = type ? strlen(type) : 0, end = strlen("attention");
+        if (length < end || strcmp(type + length - end, "attention") != 0 ||
+            strncmp(type, "linear", 6) == 0) {
+            return fail("%s: \"layer_types\" has %s, and this program plans attention alone", path,
+                        type ? type : "what is no name");
+        }
+    }
+    return 0;
+}
+
+/* Whether a file describes parts that the nets of this program do not have. */
+static int check_parts(const char *path, const cJSON *config) {
+    for (size_t i = 0; i < sizeof config_refused / sizeof config_refused[0]; i++) {
+        const cJSON *item = config_item(config, config_refused[i].name);
+        if (config_says(item, config_refused[i].none)) {
+            char *value = cJSON_PrintUnformatted(item);
+            const int failed =
+                fail("%s: \"%s\" is %.40s%s, and this program plans no %s", path,
+                     config_refused[i].name, value ? value : "given",
+                     value && strlen(value) > 40 ? "..." : "", config_refused[i].part);
+            cJSON_free(value);
+            return failed;
+        }
+    }
+    return check_layer_types(path, config);
 }
 
 static int check_fixed(const char *path, const cJSON *config, family kind) {
@@ -263,6 +360,9 @@ static int read_config(const char *path, const cJSON *config, const char *family
     }
     snprintf(s->name, sizeof s->name, "%s", name);
     s->kind = kind;
+    if (check_parts(path, config) != 0) {
+        return 1;
+    }
     for (int i = 0; i < CONFIG_KEYS; i++) {
         if (read_count(path, config, &config_keys[kind][i], s) != 0) {
             return 1;

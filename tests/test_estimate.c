@@ -1017,7 +1017,11 @@ static void published_files_give_published_params(void **state) {
         {"{'architectures': ['BertForMaskedLM'], " BERT "}", "", 109514298u, true},
         {"{" BERT "}", "--family bert", 109514298u, true},
         {"{'model_type': 'llama', " LLAMA3 ", 'tie_word_embeddings': false, 'rope_theta': 5e5,\n"
-         " 'head_dim': 128, 'mlp_bias': false, 'max_position_embeddings': 8192}",
+         " 'head_dim': 128, 'mlp_bias': false, 'max_position_embeddings': 8192, 'num_experts': 1,\n"
+         " 'q_lora_rank': null, 'moe_intermediate_size': 0, 'is_encoder_decoder': false,\n"
+         " 'quantization_config': {}, 'pruned_heads': [], 'vision_tower': '', 'sliding_window': "
+         "4,\n"
+         " 'layer_types': ['full_attention', 'sliding_attention']}",
          "--sequence 9000", 8030261248u, false},
         {"{'model_type': 'mistral', 'hidden_size': 4096, 'num_hidden_layers': 32,\n"
          "'num_attention_heads': 32, 'num_key_value_heads': 8, 'intermediate_size': 14336,\n"
@@ -1115,6 +1119,21 @@ static void a_wrong_file_is_refused_with_the_reason(void **state) {
         {"{'model_type': 'bert', 'hidden_size': 768}", "\"num_hidden_layers\" is missing"},
         {"{'model_type': 'llama', " LLAMA3 ", 'head_dim': 64}", "\"head_dim\" 64"},
         {"{'model_type': 'llama', " LLAMA3 ", 'attention_bias': true}", "attention_bias"},
+        {"{'model_type': 'llama', " LLAMA3 ", 'num_local_experts': 8, 'num_experts_per_tok': 2}",
+         "\"num_local_experts\" is 8, and this program plans no experts"},
+        {"{'model_type': 'llama', " LLAMA3 ", 'moe_intermediate_size': 1408}", "no experts"},
+        {"{'model_type': 'llama', " LLAMA3 ", 'kv_lora_rank': 512}", "\"kv_lora_rank\" is 512"},
+        {"{'model_type': 'llama', 'text_config': {" LLAMA3 "}}", "\"text_config\" is {"},
+        {"{'model_type': 'llama', " LLAMA3 ", 'vision_config': {'hidden_size': 1}}", "for images"},
+        {"{'model_type': 'llama', " LLAMA3 ", 'cross_attention_layers': [3, 8]}", "is [3,8]"},
+        {"{'model_type': 'llama', " LLAMA3 ", 'quantization_config': {'bits': 4}}", "in codes"},
+        {"{'model_type': 'llama', " LLAMA3 ", 'num_nextn_predict_layers': 1}", "several tokens"},
+        {"{'model_type': 'llama', " LLAMA3 ", 'layer_types': ['full_attention', 'mamba']}",
+         "\"layer_types\" has mamba"},
+        {"{'model_type': 'llama', " LLAMA3 ", 'layer_types': ['linear_attention']}",
+         "has linear_attention"},
+        {"{'model_type': 'bert', " BERT ", 'is_encoder_decoder': true}", "is_encoder_decoder"},
+        {"{" GPT2 ", 'n_ctx': 1024, 'add_cross_attention': true}", "add_cross_attention"},
         {"{'model_type': 'llama', 'hidden_size': 4096, 'num_hidden_layers': 32, "
          "'num_attention_heads': 32, 'num_key_value_heads': 5, 'intermediate_size': 14336, "
          "'vocab_size': 1}",
