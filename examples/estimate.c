@@ -24,24 +24,26 @@
 
 #include "model_shape.h"
 
+#include <unistd.h>
+
 /* What the program returns. */
 enum { STATUS_FITS, STATUS_FAILED, STATUS_USAGE, STATUS_NO_FIT };
 
 // ---- options ------------------------------------------------------------------------------------
 
 typedef struct settings {
-    const char *model, *family, *gpu, *budget, *optimizer, *offload, *sweep;
+    const char *model, *family, *gpu, *budget, *optimizer, *offload, *sweep, *mode;
     const char *precision, *gradients, *state; // NULL: not said
     int64_t layers, channels, heads, kv_heads, feed_forward, vocabulary, positions;
     int64_t batch, sequence, accumulate, tokens, rank;
     float tflops, tf32_tflops, f16_tflops, bandwidth, link;
     uint64_t host_bytes; // 0: as much as is needed
-    bool clip, frozen, plan, full_plan, json, help;
+    bool clip, frozen, plan, full_plan, json, progress, help;
     ms_switch offloading;
     option_words files;
 } settings;
 
-enum { ESTIMATE_OPTIONS = 34 };
+enum { ESTIMATE_OPTIONS = 36 };
 
 static void list_options(settings *s, option_spec *specs) {
     const option_spec all[ESTIMATE_OPTIONS] = {
@@ -103,9 +105,13 @@ static void list_options(settings *s, option_spec *specs) {
          "list the advised plan: the largest values at its peak, and what was decided\n"
          "for each layer and why, with equal blocks of layers as one"},
         {"--plan=full", NULL, OPTION_FLAG, &s->full_plan, "list every layer and every value"},
+        {"--mode", "NAME", OPTION_TEXT, &s->mode,
+         "whose plan that is: conservative, balanced or aggressive (the advised one)"},
         {"--json", NULL, OPTION_FLAG, &s->json, "the numbers for programs, on standard output"},
         {"--sweep", "FILE", OPTION_TEXT, &s->sweep,
          "draw peak and time over budgets, as SVG; takes a while longer"},
+        {"--progress", NULL, OPTION_FLAG, &s->progress,
+         "say on standard error how many plans are made, also where that is no terminal"},
         {"--help", NULL, OPTION_FLAG, &s->help, "this text"},
     };
     memcpy(specs, all, sizeof all);
@@ -140,6 +146,18 @@ static void print_help(void) {
     printf("\nThe exit status is %d if the batch fits the budget in some mode, %d if in none, %d\n"
            "after an error, and %d after a mistake in the options.\n",
            STATUS_FITS, STATUS_NO_FIT, STATUS_FAILED, STATUS_USAGE);
+}
+
+static const ms_mode modes[] = {MS_MODE_CONSERVATIVE, MS_MODE_BALANCED, MS_MODE_AGGRESSIVE};
+enum { MODES = sizeof modes / sizeof modes[0], COLUMNS = MODES + 1 };
+
+/* The number of a mode; MODES: there is none of that name. */
+static int find_mode(const char *name) {
+    int i = 0;
+    while (i < MODES && !has_suffix(name, ms_mode_name(modes[i]))) {
+        i++;
+    }
+    return i;
 }
 
 /* Batches of so many sequences that make up a step. */
@@ -479,6 +497,9 @@ static int choose_training(settings *o) {
         return fail("--rank: of the adapters that --frozen trains");
     }
     o->rank = o->frozen && !o->rank ? 8 : o->rank;
+    if (o->mode && find_mode(o->mode) == MODES) {
+        return fail("--mode %s: there are conservative, balanced and aggressive", o->mode);
+    }
     if (optimizer_of(o) == OPTIMIZERS) {
         return fail("--optimizer %s: there are adamw, lion, sgd and momentum", o->optimizer);
     }
@@ -503,10 +524,18 @@ static void set_optimizer(const settings *o, ms_model *model) {
 
 // ---- plans --------------------------------------------------------------------------------------
 
+/* How many plans are made, for those who wait. */
+typedef struct progress {
+    bool is_shown;
+    int done, most; // most: as far as it is known
+    double start_s;
+} progress;
+
 typedef struct estimate {
     settings options;
     shape model;
     destination device;
+    progress *progress; // NULL: nobody waits
 } estimate;
 
 /* Values of one category and size at the peak. */
@@ -533,7 +562,48 @@ typedef struct plan {
     uint64_t trained_count;              // elements of the params that are not frozen
     value_group groups[MOST_GROUPS];
     int group_count;
+    bool applies[MS_TECHNIQUE_COUNT]; // to some layer
+    ms_dtype half;                    // of what mixed precision rounds; F32: it rounds nothing
 } plan;
+
+static void show_progress(const progress *p) {
+    if (p && p->is_shown) {
+        fprintf(stderr, "\r%s: %d", options_program, p->done);
+        if (p->done < p->most) {
+            fprintf(stderr, " of %d", p->most);
+        }
+        fprintf(stderr, " plans, %.0f s ", seconds_now() - p->start_s);
+        fflush(stderr);
+    }
+}
+
+/* So many more plans are to be made. */
+static void expect_plans(const estimate *e, int count) {
+    if (e->progress) {
+        e->progress->most = e->progress->done + count;
+        show_progress(e->progress);
+    }
+}
+
+static void count_plan(const estimate *e) {
+    if (!e->progress) {
+        return;
+    }
+#ifdef _OPENMP
+#pragma omp critical
+#endif
+    {
+        e->progress->done++;
+        show_progress(e->progress);
+    }
+}
+
+/* Leaves an empty line for what comes next. */
+static void end_progress(const progress *p) {
+    if (p && p->is_shown) {
+        fprintf(stderr, "\r%60s\r", "");
+    }
+}
 
 static void register_layers(const estimate *e, int64_t batch, nn_net *net) {
     const shape *s = &e->model;
@@ -640,6 +710,8 @@ static void keep_value(const ms_lifetime *l, void *user) {
         least = group_bytes(&p->groups[i]) < group_bytes(&p->groups[least]) ? i : least;
     }
     const bool is_full = i == MOST_GROUPS;
+    const bool is_half = l->dtype == MS_DTYPE_BF16 || l->dtype == MS_DTYPE_F16;
+    p->half = is_half && l->category != MS_CATEGORY_INPUT ? l->dtype : p->half;
     value_group *g = &p->groups[is_full ? least : i];
     if (!l->is_at_peak || (is_full && l->bytes <= group_bytes(g))) {
         return;
@@ -655,6 +727,11 @@ static void keep_value(const ms_lifetime *l, void *user) {
     g->count++;
 }
 
+static void keep_decision(const ms_decision *d, void *user) {
+    plan *p = (plan *)user;
+    p->applies[d->technique] |= d->is_applied;
+}
+
 /* What is to be known of a plan; prints the reason and returns 1 if it cannot be had. */
 static int look_at_plan(ms_model *model, plan *p) {
     ms_result result = ms_report(model, &p->report);
@@ -664,6 +741,9 @@ static int look_at_plan(ms_model *model, plan *p) {
     }
     if (result == MS_RESULT_OK) {
         result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, keep_value, p);
+    }
+    if (result == MS_RESULT_OK) {
+        result = ms_visit_decisions(model, keep_decision, p);
     }
     return result == MS_RESULT_OK ? 0 : fail("%s", ms_last_error(model));
 }
@@ -687,6 +767,7 @@ static int make_plan(const estimate *e, int64_t batch, ms_config *config, plan *
     }
     ms_destroy(model);
     nn_destroy(net);
+    count_plan(e);
     return status;
 }
 
@@ -729,9 +810,6 @@ static int plan_budget(const estimate *e, int64_t batch, ms_mode mode, uint64_t 
 
 // ---- advice -------------------------------------------------------------------------------------
 
-static const ms_mode modes[] = {MS_MODE_CONSERVATIVE, MS_MODE_BALANCED, MS_MODE_AGGRESSIVE};
-enum { MODES = sizeof modes / sizeof modes[0], COLUMNS = MODES + 1 };
-
 typedef struct findings {
     uint32_t techniques[MODES]; // masks of techniques: those that a mode allows
     int same_as[MODES];         // the first mode with the same mask, and so with equal plans
@@ -741,6 +819,7 @@ typedef struct findings {
     plan late;             // the smallest without early updates, where the others have some
     double pressure;       // plain peak over the memory
     int advised;           // of modes
+    int rounding;          // of modes: a plan that rounds and is faster; -1: there is none
     bool searched;         // for the largest batch, since this one does not fit
     int64_t largest_batch; // 0: not even one sequence fits
     plan largest;          // its plan, within the budget
@@ -784,18 +863,44 @@ static int search_batch(const estimate *e, findings *f) {
     return plan_budget(e, low, mode, budget, &f->largest);
 }
 
-/* Of the modes that fit, the one with the fastest step; of equal ones the most careful. Where none
-   fits, the most careful that has the techniques of the last. */
+/* Whether a plan has other bits than the plain one. */
+static bool is_rounded(const findings *f, const plan *p) {
+    static const ms_technique rounds[] = {MS_TECHNIQUE_TILING, MS_TECHNIQUE_MIXED_PRECISION,
+                                          MS_TECHNIQUE_OPTIMIZER_8BIT};
+    bool is = false;
+    for (int i = 0; i < 3; i++) {
+        is |= p->applies[rounds[i]] && !f->plain.applies[rounds[i]];
+    }
+    return is;
+}
+
+/* Of the modes that fit, with or without rounding, the one with the fastest step; of equal ones the
+   most careful. -1: none fits. */
+static int fastest_mode(const findings *f, bool rounds) {
+    int best = -1;
+    for (int i = 0; i < MODES; i++) {
+        const plan *p = &f->at_budget[i];
+        if (p->fits && is_rounded(f, p) == rounds &&
+            (best < 0 || p->report.step_us < f->at_budget[best].report.step_us)) {
+            best = i;
+        }
+    }
+    return best;
+}
+
+/* A mode that keeps the numbers, and one that is faster because it rounds; where only the latter
+   fits, that one. Where none fits, the most careful that has the techniques of the last. */
 static int advise(const estimate *e, findings *f) {
     const double memory =
         (double)(e->device.is_user_size ? e->device.budget_bytes : e->device.memory_bytes);
     f->pressure = (double)f->plain.report.arena_bytes / memory;
-    f->advised = -1;
-    for (int i = 0; i < MODES; i++) {
-        const plan *p = &f->at_budget[i];
-        const plan *best = f->advised < 0 ? NULL : &f->at_budget[f->advised];
-        f->advised =
-            p->fits && (!best || p->report.step_us < best->report.step_us) ? i : f->advised;
+    f->advised = fastest_mode(f, false);
+    f->rounding = fastest_mode(f, true);
+    if (f->advised < 0) {
+        f->advised = f->rounding;
+    } else if (f->rounding >= 0 && f->at_budget[f->rounding].report.step_us >=
+                                       f->at_budget[f->advised].report.step_us) {
+        f->rounding = -1;
     }
     if (f->advised >= 0) {
         return 0;
@@ -846,11 +951,6 @@ static int compare_modes(const estimate *e, findings *f) {
 
 static int plan_mode(const estimate *e, findings *f, int mode) {
     const int64_t batch = e->options.batch;
-    if (f->same_as[mode] < mode) {
-        f->smallest[mode] = f->smallest[f->same_as[mode]];
-        f->at_budget[mode] = f->at_budget[f->same_as[mode]];
-        return 0;
-    }
     if (plan_smallest(e, batch, modes[mode], &f->smallest[mode]) != 0) {
         return 1;
     }
@@ -860,16 +960,32 @@ static int plan_mode(const estimate *e, findings *f, int mode) {
                : 0;
 }
 
+/* Plans every mode; models of their own share nothing, so that each may have its thread. */
+static int plan_modes(const estimate *e, findings *f) {
+    int failed = 0, first_count = 0;
+    for (int i = 0; i < MODES; i++) {
+        first_count += f->same_as[i] == i;
+    }
+    expect_plans(e, 2 * first_count + 1);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(dynamic) reduction(+ : failed)
+#endif
+    for (int i = 0; i < MODES; i++) {
+        failed += f->same_as[i] == i && plan_mode(e, f, i) != 0;
+    }
+    for (int i = 0; i < MODES; i++) {
+        f->smallest[i] = f->smallest[f->same_as[i]];
+        f->at_budget[i] = f->at_budget[f->same_as[i]];
+    }
+    return failed != 0;
+}
+
 static int find_all(const estimate *e, findings *f) {
     const int64_t batch = e->options.batch;
     memset(f, 0, sizeof *f);
-    if (compare_modes(e, f) != 0 || plan_plain(e, batch, &f->plain) != 0) {
+    expect_plans(e, 2 + 2 * MODES + 1);
+    if (compare_modes(e, f) != 0 || plan_plain(e, batch, &f->plain) != 0 || plan_modes(e, f) != 0) {
         return 1;
-    }
-    for (int i = 0; i < MODES; i++) {
-        if (plan_mode(e, f, i) != 0) {
-            return 1;
-        }
     }
     const plan *last = &f->smallest[MODES - 1];
     if (last->report.early_update &&
@@ -1232,16 +1348,50 @@ static void print_head(const estimate *e, const findings *f) {
     printf("\n");
 }
 
-/* Why this mode: by the table alone. */
-static void print_advised(const findings *f) {
-    const plan *p = &f->at_budget[f->advised];
-    int slower = 0;
-    printf("%s, which fits in %.3f times the plain step", ms_mode_name(modes[f->advised]),
-           over_plain(f, p));
-    for (int i = 0; i < MODES; i++) {
-        slower += f->at_budget[i].fits && f->at_budget[i].report.step_us > p->report.step_us;
+/* What a plan rounds that the plain one does not. */
+typedef struct rounding_text {
+    char text[96];
+} rounding_text;
+
+static rounding_text show_rounding(const findings *f, const plan *p) {
+    const struct {
+        const char *text;
+        ms_technique technique;
+    } parts[] = {{p->half == MS_DTYPE_F16 ? "F16" : "BF16", MS_TECHNIQUE_MIXED_PRECISION},
+                 {"optimizer state in 8 bits", MS_TECHNIQUE_OPTIMIZER_8BIT},
+                 {"sums in another order", MS_TECHNIQUE_TILING}};
+    rounding_text r;
+    r.text[0] = 0;
+    for (int i = 0; i < 3; i++) {
+        if (p->applies[parts[i].technique] && !f->plain.applies[parts[i].technique]) {
+            const size_t used = strlen(r.text);
+            snprintf(r.text + used, sizeof r.text - used, "%s%s", used ? ", " : "", parts[i].text);
+        }
     }
-    printf("%s\n", slower ? ", the fastest" : f->advised == 0 ? "; no other mode is faster" : "");
+    return r;
+}
+
+static void print_fit(const char *before, const findings *f, int mode) {
+    const plan *p = &f->at_budget[mode];
+    printf("          %s: %s fits, in %.3f times the plain step, %s\n", before,
+           ms_mode_name(modes[mode]), over_plain(f, p), show_time(p->report.step_us).text);
+}
+
+/* The fastest plan that keeps the numbers, and the fastest that rounds, if it is faster. */
+static void print_fits(const findings *f) {
+    char before[128];
+    if (f->advised != f->rounding) {
+        print_fit("same numbers", f, f->advised);
+    } else {
+        printf("          same numbers: no mode fits\n");
+    }
+    if (f->rounding >= 0) {
+        snprintf(before, sizeof before, "rounding (%s)",
+                 show_rounding(f, &f->at_budget[f->rounding]).text);
+        print_fit(before, f, f->rounding);
+    } else {
+        printf("          rounding: no faster\n");
+    }
 }
 
 static void print_advice(const estimate *e, const findings *f) {
@@ -1256,7 +1406,8 @@ static void print_advice(const estimate *e, const findings *f) {
         return;
     }
     if (!f->searched) {
-        print_advised(f);
+        printf("a mode is needed\n");
+        print_fits(f);
         return;
     }
     if (f->largest_batch == 0) {
@@ -1512,7 +1663,13 @@ static void json_advice(json *j, const findings *f) {
     json_open(j, "advice", '{');
     json_real(j, "pressure", f->pressure);
     json_text(j, "mode", f->plain.fits ? "none" : ms_mode_name(modes[f->advised]));
+    const bool rounds = !f->plain.fits && !f->searched && f->rounding >= 0;
     json_flag(j, "batch_fits", !f->searched);
+    json_flag(j, "keeps_numbers", f->plain.fits || !is_rounded(f, advised_plan(f)));
+    if (rounds) {
+        json_text(j, "rounding_mode", ms_mode_name(modes[f->rounding]));
+        json_text(j, "rounds_to", show_rounding(f, &f->at_budget[f->rounding]).text);
+    }
     if (f->searched) {
         json_count(j, "largest_batch", (uint64_t)f->largest_batch);
     }
@@ -1552,7 +1709,7 @@ static void write_json(const estimate *e, const findings *f, FILE *file) {
 
 // ---- a picture of budgets -----------------------------------------------------------------------
 
-enum { SWEEP_POINTS = 33, SWEEP_WIDTH = 860, SWEEP_HEIGHT = 660 };
+enum { SWEEP_POINTS = 25, SWEEP_WIDTH = 860, SWEEP_HEIGHT = 690 };
 
 /* One mode over budgets, from the smallest that fits to the peak of the plain plan. */
 typedef struct sweep {
@@ -1561,23 +1718,88 @@ typedef struct sweep {
     int count;
 } sweep;
 
+/* A budget of a sweep. */
+typedef struct sweep_point {
+    uint64_t budget, peak;
+    double ratio;
+    bool is_planned, fits;
+} sweep_point;
+
+static int plan_point(const estimate *e, const findings *f, int mode, sweep_point *at) {
+    plan p;
+    const int status = plan_budget(e, e->options.batch, modes[mode], at->budget, &p);
+    at->is_planned = status == 0;
+    at->fits = p.fits;
+    at->peak = p.report.arena_bytes;
+    at->ratio = p.fits ? over_plain(f, &p) : 0.0;
+    return status;
+}
+
+/* What cannot be seen in the picture: a hundredth of its height. */
+static double least_seen(const sweep_point *points) {
+    double least = 1.0, most = 1.0;
+    for (int i = 0; i < SWEEP_POINTS; i++) {
+        least = points[i].fits && points[i].ratio < least ? points[i].ratio : least;
+        most = points[i].fits && points[i].ratio > most ? points[i].ratio : most;
+    }
+    return most - least > 0.2 ? 0.01 * (most - least) : 0.002;
+}
+
+/* Whether the plan for a budget can be drawn as lying between those on both sides of it: neither
+   peaks nor times go the wrong way, so that it cannot differ from them by more than they do. */
+static bool is_drawn_without(const sweep_point *below, const sweep_point *above, double seen) {
+    return !below->is_planned || !above->is_planned ||
+           (below->fits && above->fits && fabs(below->ratio - above->ratio) < seen);
+}
+
+/* Plans the points that are wanted, in several threads. */
+static int plan_points(const estimate *e, const findings *f, int mode, sweep_point *points,
+                       const bool *is_wanted) {
+    int failed = 0, count = 0;
+    for (int i = 0; i < SWEEP_POINTS; i++) {
+        count += is_wanted[i];
+    }
+    expect_plans(e, count);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(dynamic) reduction(+ : failed)
+#endif
+    for (int i = 0; i < SWEEP_POINTS; i++) {
+        failed += is_wanted[i] && plan_point(e, f, mode, &points[i]) != 0;
+    }
+    return failed != 0;
+}
+
+/* Every eighth budget first, then the middles of the intervals in which the time changes. */
 static int make_sweep(const estimate *e, const findings *f, int mode, sweep *s) {
     const uint64_t least = f->smallest[mode].report.arena_bytes;
     const uint64_t most = f->plain.report.arena_bytes;
-    plan p;
+    sweep_point points[SWEEP_POINTS];
+    bool is_wanted[SWEEP_POINTS];
+    memset(points, 0, sizeof points);
+    for (int i = 0; i < SWEEP_POINTS; i++) {
+        const double share = (double)i / (double)(SWEEP_POINTS - 1);
+        points[i].budget =
+            i + 1 == SWEEP_POINTS ? most : least + (uint64_t)(share * (double)(most - least));
+    }
+    for (int step = 8; step > 0; step /= 2) {
+        const double seen = least_seen(points);
+        for (int i = 0; i < SWEEP_POINTS; i++) {
+            is_wanted[i] = step == 8
+                               ? i % 8 == 0
+                               : i % (2 * step) == step &&
+                                     !is_drawn_without(&points[i - step], &points[i + step], seen);
+        }
+        if (plan_points(e, f, mode, points, is_wanted) != 0) {
+            return 1;
+        }
+    }
     s->mode = modes[mode];
     s->count = 0;
     for (int i = 0; i < SWEEP_POINTS; i++) {
-        const double share = (double)i / (double)(SWEEP_POINTS - 1);
-        const uint64_t budget =
-            i + 1 == SWEEP_POINTS ? most : least + (uint64_t)(share * (double)(most - least));
-        if (plan_budget(e, e->options.batch, s->mode, budget, &p) != 0) {
-            return 1;
-        }
-        if (p.fits) {
-            s->budget[s->count] = (double)budget;
-            s->peak[s->count] = (double)p.report.arena_bytes;
-            s->ratio[s->count++] = over_plain(f, &p);
+        if (points[i].is_planned && points[i].fits) {
+            s->budget[s->count] = (double)points[i].budget;
+            s->peak[s->count] = (double)points[i].peak;
+            s->ratio[s->count++] = points[i].ratio;
         }
     }
     return 0;
@@ -1672,14 +1894,15 @@ static void svg_axis_name(FILE *file, const panel *p, const char *name) {
 
 static const char *const sweep_colours[MODES] = {"#1f6fb4", "#d9730d", "#2e8b57"};
 
-/* values over budgets, in the colour of the mode; a dot for each plan. */
+/* values over budgets, in the colour of the mode; a dot for each plan. A plan is good for every
+   budget up to the next dot, so that the curve has steps. */
 static void svg_curve(FILE *file, const panel *p, const sweep *s, const double *values,
                       double x_unit, double y_unit) {
     const char *colour = sweep_colours[s->mode];
-    fprintf(file, "<polyline fill=\"none\" stroke=\"%s\" stroke-width=\"2\" points=\"", colour);
+    fprintf(file, "<path fill=\"none\" stroke=\"%s\" stroke-width=\"2\" d=\"", colour);
     for (int i = 0; i < s->count; i++) {
-        fprintf(file, "%.1f,%.1f ", panel_x(p, s->budget[i] / x_unit),
-                panel_y(p, values[i] / y_unit));
+        fprintf(file, "%s%.1f%s%.1f", i ? "H" : "M", panel_x(p, s->budget[i] / x_unit),
+                i ? "V" : " ", panel_y(p, values[i] / y_unit));
     }
     fprintf(file, "\"/>\n");
     for (int i = 0; i < s->count; i++) {
@@ -1695,13 +1918,6 @@ static void svg_infeasible(FILE *file, const panel *p, double least) {
             "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"url(#hatch)\"/>\n",
             p->left, p->top, right - p->left, p->bottom - p->top);
     svg_line(file, right, p->top, right, p->bottom, "class=\"edge\"");
-}
-
-static void svg_infeasible_note(FILE *file, const panel *p, double least) {
-    fprintf(file,
-            "<text transform=\"translate(%.1f %.1f) rotate(-90)\" class=\"note halo\" "
-            "text-anchor=\"middle\">no plan fits</text>\n",
-            panel_x(p, least) - 10.0, 0.5 * (p->top + p->bottom));
 }
 
 static void svg_style(FILE *file) {
@@ -1758,47 +1974,50 @@ static void svg_legend(FILE *file, const findings *f, const bool *is_drawn) {
     }
 }
 
+/* The plain plan, named beside the frame. */
 static void svg_plain(FILE *file, const panel *p, double x, double y, const char *text) {
     fprintf(file,
             "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"6\" fill=\"#fff\" stroke=\"#222\" "
             "stroke-width=\"2\"/>\n",
             panel_x(p, x), panel_y(p, y));
-    svg_text(file, panel_x(p, x) - 10.0, panel_y(p, y) - 9.0,
-             "class=\"note halo\" text-anchor=\"end\"", text);
+    svg_text(file, p->right + 12.0, panel_y(p, y) - 2.0, "class=\"note\"", "plain");
+    svg_text(file, p->right + 12.0, panel_y(p, y) + 13.0, "class=\"note\"", text);
 }
 
-/* Where the device's own budget lies, if that is in the picture. */
+/* Where the device's own budget lies, if that is in the picture; its name is above the frame. */
 static void svg_budget(FILE *file, const panel *p, double budget, const char *text) {
     if (budget > p->x_low && budget < p->x_high) {
         const double x = panel_x(p, budget);
-        const bool is_right = x > 0.5 * (p->left + p->right);
         svg_line(file, x, p->top, x, p->bottom, "class=\"budget\"");
-        svg_text(file, is_right ? x - 6.0 : x + 6.0, p->bottom - 8.0,
-                 is_right ? "class=\"note halo\" text-anchor=\"end\"" : "class=\"note halo\"",
-                 text);
+        svg_text(file, x, p->top - 6.0, "class=\"note\" text-anchor=\"middle\"", text);
     }
+}
+
+/* The smallest and the largest of a number over all plans, and one more. */
+static void widen(double value, double *least, double *most) {
+    *least = value < *least ? value : *least;
+    *most = value > *most ? value : *most;
 }
 
 static void draw_sweep(const estimate *e, const findings *f, const sweep *sweeps,
                        const bool *is_drawn, FILE *file) {
     const unit u = unit_for(f->plain.report.arena_bytes);
     const double most = (double)f->plain.report.arena_bytes / u.bytes;
-    double least = most, slowest = 1.0;
+    double least = most, largest = most, fastest = 1.0, slowest = 1.0;
     char text[64];
     for (int i = 0; i < MODES; i++) {
         for (int k = 0; k < (is_drawn[i] ? sweeps[i].count : 0); k++) {
-            least = sweeps[i].budget[k] / u.bytes < least ? sweeps[i].budget[k] / u.bytes : least;
-            slowest = sweeps[i].ratio[k] > slowest ? sweeps[i].ratio[k] : slowest;
+            widen(sweeps[i].budget[k] / u.bytes, &least, &largest);
+            widen(sweeps[i].ratio[k], &fastest, &slowest);
         }
     }
     const double span = most - least > 0.02 * most ? most - least : 0.1 * most;
-    panel peak = {80.0, 830.0, 92.0, 350.0, least - 0.14 * span, most + 0.1 * span, 0.0, 0.0};
-    panel time = {80.0, 830.0, 396.0, 600.0, peak.x_low, peak.x_high, 1.0, 1.0};
-    peak.y_low = peak.x_low;
-    peak.y_high = peak.x_high;
-    const double slower = slowest - 1.0 > 0.02 ? slowest - 1.0 : 0.02;
-    time.y_low = 1.0 - 0.08 * slower;
-    time.y_high = 1.0 + 1.12 * slower;
+    const double left = least > 0.14 * span ? least - 0.14 * span : 0.0;
+    panel peak = {80.0, 770.0, 112.0, 360.0, left, most + 0.04 * span, left, most + 0.08 * span};
+    panel time = {80.0, 770.0, 406.0, 610.0, left, most + 0.04 * span, 1.0, 1.0};
+    const double range = slowest - fastest > 0.02 ? slowest - fastest : 0.02;
+    time.y_low = fastest - 0.1 * range;
+    time.y_high = fastest + 1.12 * range;
     svg_style(file);
     svg_head(file, e, f);
     svg_legend(file, f, is_drawn);
@@ -1809,27 +2028,23 @@ static void draw_sweep(const estimate *e, const findings *f, const sweep *sweeps
     svg_line(file, peak.left, peak.bottom, peak.right, peak.top, "class=\"same\"");
     snprintf(text, sizeof text, "budget %s", show_bytes(e->device.budget_bytes).text);
     svg_budget(file, &peak, (double)e->device.budget_bytes / u.bytes, text);
-    svg_budget(file, &time, (double)e->device.budget_bytes / u.bytes, text);
+    svg_budget(file, &time, (double)e->device.budget_bytes / u.bytes, "");
     for (int i = 0; i < MODES; i++) {
         if (is_drawn[i]) {
             svg_curve(file, &peak, &sweeps[i], sweeps[i].peak, u.bytes, u.bytes);
             svg_curve(file, &time, &sweeps[i], sweeps[i].ratio, u.bytes, 1.0);
         }
     }
-    svg_infeasible_note(file, &peak, least);
-    svg_infeasible_note(file, &time, least);
-    snprintf(text, sizeof text, "plain: %s", show_bytes(f->plain.report.arena_bytes).text);
-    svg_plain(file, &peak, most, most, text);
-    snprintf(text, sizeof text, "plain: %s", show_time(f->plain.report.step_us).text);
-    svg_plain(file, &time, most, 1.0, text);
+    svg_plain(file, &peak, most, most, show_bytes(f->plain.report.arena_bytes).text);
+    svg_plain(file, &time, most, 1.0, show_time(f->plain.report.step_us).text);
     snprintf(text, sizeof text, "peak, %s", u.name);
     svg_axis_name(file, &peak, text);
     svg_axis_name(file, &time, "step time over plain");
     snprintf(text, sizeof text, "budget, %s", u.name);
-    svg_text(file, 0.5 * (peak.left + peak.right), 640.0, "class=\"name\" text-anchor=\"middle\"",
+    svg_text(file, 0.5 * (peak.left + peak.right), 650.0, "class=\"name\" text-anchor=\"middle\"",
              text);
-    svg_text(file, peak.right, 640.0, "class=\"note\" text-anchor=\"end\"",
-             "grey dashes: peak = budget");
+    svg_text(file, peak.left, 676.0, "class=\"note\"",
+             "hatched: no plan fits; grey dashes: peak = budget; a dot is a plan");
     fprintf(file, "</svg>\n");
 }
 
@@ -1845,6 +2060,7 @@ static int write_sweep(const estimate *e, const findings *f) {
         is_drawn[i] = f->same_as[i] == i;
         status = is_drawn[i] ? make_sweep(e, f, i, &sweeps[i]) : 0;
     }
+    end_progress(e->progress);
     if (status == 0) {
         draw_sweep(e, f, sweeps, is_drawn, file);
     }
@@ -1860,21 +2076,36 @@ static void write_text(const char *text, size_t length, void *user) {
     fwrite(text, 1, length, (FILE *)user);
 }
 
-/* Lists the plan of the advised mode; where none fits, the smallest. */
+/* The plan that is shown, wrapped: that of --mode or of the advised mode; where none fits, the
+   smallest. On failure prints the reason and returns NULL. */
+static ms_model *shown_model(const estimate *e, const findings *f, nn_net **net) {
+    ms_config config;
+    const int mode = e->options.mode ? find_mode(e->options.mode) : f->advised;
+    memset(&config, 0, sizeof config);
+    config.mode = modes[mode];
+    config.force_optimize = !f->smallest[mode].fits;
+    config.memory_budget_bytes = config.force_optimize ? (uint64_t)1 << 60 : e->device.budget_bytes;
+    ms_model *model = register_model(e, e->options.batch, &config, net);
+    if (model && ms_wrap(model) != MS_RESULT_OK) {
+        fail("%s", ms_last_error(model));
+        ms_destroy(model);
+        nn_destroy(*net);
+        return NULL;
+    }
+    return model;
+}
+
 static int list_plan(const estimate *e, const findings *f) {
     nn_net *net;
-    ms_config config;
-    memset(&config, 0, sizeof config);
-    config.mode = modes[f->advised];
-    config.force_optimize = !f->smallest[f->advised].fits;
-    config.memory_budget_bytes = config.force_optimize ? (uint64_t)1 << 60 : e->device.budget_bytes;
-    ms_model *model = register_model(e, e->options.batch, &config, &net);
+    ms_memory_report r;
+    ms_model *model = shown_model(e, f, &net);
     if (!model) {
         return 1;
     }
+    ms_result result = ms_report(model, &r);
     printf("\nplan      the %s of mode %s\n\n",
-           config.force_optimize ? "smallest" : "fastest found", ms_mode_name(config.mode));
-    ms_result result = ms_wrap(model);
+           r.arena_bytes > e->device.budget_bytes ? "smallest" : "fastest found",
+           ms_mode_name(r.mode));
     if (result == MS_RESULT_OK) {
         result = e->options.full_plan ? ms_print_plan_full(model, write_text, stdout)
                                       : ms_print_plan(model, write_text, stdout);
@@ -1908,8 +2139,10 @@ static int write_all(const estimate *e, const findings *f) {
 int main(int argc, char **argv) {
     estimate e;
     findings f;
+    progress shown;
     option_spec specs[ESTIMATE_OPTIONS];
     memset(&e, 0, sizeof e);
+    memset(&shown, 0, sizeof shown);
     list_options(&e.options, specs);
     if (read_options(specs, ESTIMATE_OPTIONS, argc, argv, &e.options.files) != 0) {
         return STATUS_USAGE;
@@ -1930,5 +2163,10 @@ int main(int argc, char **argv) {
         choose_target(&e.options, &e.device) != 0) {
         return STATUS_USAGE;
     }
-    return find_all(&e, &f) != 0 ? STATUS_FAILED : write_all(&e, &f);
+    e.progress = &shown;
+    shown.is_shown = e.options.progress || isatty(STDERR_FILENO);
+    shown.start_s = seconds_now();
+    const int failed = find_all(&e, &f);
+    end_progress(&shown);
+    return failed ? STATUS_FAILED : write_all(&e, &f);
 }

@@ -430,7 +430,8 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     config.accumulation_steps = (uint32_t)batches_of_step(&t->options);
     config.empirical_profiling = t->options.profile ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     bool half = false;
-    if (choose_techniques(&t->options, &config) != 0 || choose_optimizer(t, &optimizer, &config) != 0 ||
+    if (choose_techniques(&t->options, &config) != 0 ||
+        choose_optimizer(t, &optimizer, &config) != 0 ||
         choose_precision(t->options.precision, &config, &half) != 0) {
         return 1;
     }
