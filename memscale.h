@@ -29982,29 +29982,66 @@ MEMSCALE_API uint32_t ms_layer_index(const ms_model *model, ms_layer layer) {
 static const char *const msi_event_names[] = {MEMSCALE_EVENTS(MSI_X)};
 #undef MSI_X
 
+enum { MSI_LINE_WIDTH = 100 };
+
 /* Columns of a listing. Spaces are written only before a text, so that no line ends in spaces. */
 typedef struct msi_columns {
     const msi_printer *out;
-    int missing; // spaces to write before the next text
+    size_t at;     // characters of the line so far
+    size_t column; // where the next column begins
 } msi_columns;
 
+static MSI_COLD void msi_end_line(msi_columns *c) {
+    msi_print(c->out, "\n");
+    c->at = c->column = 0;
+}
+
 /* Begins a text of this length at the left of its column, or at the right for a negative width. The
-   caller then writes that text. An empty one leaves its spaces for the next. */
+   caller then writes that text. What is too long moves those after it, up to the next that has room;
+   what would go beyond the line begins another one. */
 static MSI_COLD void msi_begin_column(msi_columns *c, int width, size_t length) {
-    const int taken = length < 1000 ? (int)length : 1000, room = width < 0 ? -width : width;
-    const int spaces = taken < room ? room - taken : 0;
-    c->missing += width < 0 ? spaces : 0;
-    if (length > 0) {
-        msi_print(c->out, "%*s", c->missing, "");
-        c->missing = 0;
+    const size_t room = (size_t)(width < 0 ? -width : width), most = MSI_LINE_WIDTH;
+    size_t start = c->column + (width < 0 && length < room ? room - length : 0);
+    c->column += room;
+    if (length == 0) {
+        return;
     }
-    c->missing += width < 0 ? 0 : spaces;
+    start = c->at > 0 && start <= c->at ? c->at + 1 : start;
+    if (c->at > 0 && start + length > most) {
+        msi_print(c->out, "\n");
+        c->at = 0;
+        start = length + start > most ? most - (length < most ? length : most) : start;
+    }
+    msi_print(c->out, "%*s", (int)(start - c->at), "");
+    c->at = start + length;
 }
 
 static void msi_print_column(msi_columns *c, int width, const char *text) {
     const size_t length = strlen(text);
     msi_begin_column(c, width, length);
     c->out->write(text, length, c->out->user);
+}
+
+/* A text after a gap, not to be broken; where it has no room, below what is before it. */
+static MSI_COLD void msi_print_item(msi_columns *c, size_t gap, size_t indent, const char *text,
+                                    size_t length) {
+    if (c->at + gap + length > MSI_LINE_WIDTH && c->at > indent) {
+        msi_end_line(c);
+        gap = indent;
+    }
+    msi_print(c->out, "%*s", (int)gap, "");
+    c->out->write(text, length, c->out->user);
+    c->at += gap + length;
+}
+
+/* Words, of which those without room go below the first one. */
+static MSI_COLD void msi_print_words(msi_columns *c, size_t indent, const char *text) {
+    while (*text) {
+        const size_t length = strcspn(text, " ");
+        msi_print_item(c, c->at < indent ? indent - c->at : c->at > indent, indent, text, length);
+        text += length;
+        text += strspn(text, " ");
+    }
 }
 
 /* The names of the first and the last of several things as one: see msi_print_names. */
@@ -30033,25 +30070,29 @@ static MSI_COLD void msi_add_to_listing(const ms_decision *d, void *user) {
     }
 }
 
-/* The sizes of the categories that there are. */
-static MSI_COLD void msi_print_categories(const msi_printer *out, const uint64_t *bytes_of) {
-    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
-        if (bytes_of[c]) {
-            msi_print(out, "  %s %s", ms_category_name((ms_category)c), msi_size(bytes_of[c]).text);
+/* A title, and below it the sizes of the categories that there are. */
+static MSI_COLD void msi_print_categories(msi_columns *c, const uint64_t *bytes_of) {
+    char text[64];
+    for (int k = 0; k < MS_CATEGORY_COUNT; k++) {
+        if (bytes_of[k]) {
+            msi_write_text(text, sizeof text, "%s %s", ms_category_name((ms_category)k),
+                           msi_size(bytes_of[k]).text);
+            msi_print_item(c, 2, 2, text, strlen(text));
         }
     }
-    msi_print(out, "\n");
+    msi_end_line(c);
 }
 
 /* What is on the host, and what is copied. */
-static MSI_COLD void msi_print_host(const msi_printer *out, const ms_memory_report *r) {
+static MSI_COLD void msi_print_host(msi_columns *c, const ms_memory_report *r) {
+    const msi_printer *out = c->out;
     const double copies_us = r->to_device_us + r->to_host_us;
     if (r->host_bytes > 0) {
-        msi_print(out, "on the host %s:", msi_size(r->host_bytes).text);
-        msi_print_categories(out, r->host_bytes_of);
+        msi_print(out, "on the host %s:\n", msi_size(r->host_bytes).text);
+        msi_print_categories(c, r->host_bytes_of);
     }
     if (copies_us > 0.0) {
-        msi_print(out, "copied in a step: %s to the device in %s, %s to the host in %s; ",
+        msi_print(out, "copied in a step: %s to the device in %s, %s to the host in %s;\n",
                   msi_size(r->to_device_bytes).text, msi_time(r->to_device_us).text,
                   msi_size(r->to_host_bytes).text, msi_time(r->to_host_us).text);
         msi_print(out, "%.1f %% of that time is hidden, computing waits %s\n",
@@ -30059,24 +30100,25 @@ static MSI_COLD void msi_print_host(const msi_printer *out, const ms_memory_repo
     }
 }
 
-static MSI_COLD void msi_print_summary(const msi_printer *out, const ms_memory_report *r) {
+static MSI_COLD void msi_print_summary(msi_columns *c, const ms_memory_report *r) {
+    const msi_printer *out = c->out;
     msi_print(out, "plain plan %s, budget %s, arena %s", msi_size(r->plain_bytes).text,
               msi_size(r->budget_bytes).text, msi_size(r->arena_bytes).text);
     msi_print(out, ", %s above the lower bound\n", msi_size(r->gap_bytes).text);
-    msi_print(out, "mode %s (%s), pressure %.3f; predicted (%s): a step %s, a plain one %s\n",
+    msi_print(out, "mode %s (%s), pressure %.3f; updates %s backward; found by %s\n",
               ms_mode_name(r->mode), ms_decision_source_name(r->decision_source), r->pressure,
+              r->early_update ? "inside" : "after", r->found_by);
+    msi_print(out, "predicted (%s): a step %s, a plain one %s\n",
               ms_time_source_name(r->time_source), msi_time(r->step_us).text,
               msi_time(r->plain_step_us).text);
-    msi_print(out, "layers: %u, instructions: %u, recomputations: %u (%.1f %% of a step's work), ",
+    msi_print(out, "layers: %u, instructions: %u, recomputations: %u (%.1f %% of a step's work)\n",
               (unsigned)r->layer_count, (unsigned)r->instruction_count,
               (unsigned)r->recompute_count, 100.0 * r->recompute_share);
-    msi_print(out, "updates %s backward; found by %s\n", r->early_update ? "inside" : "after",
-              r->found_by);
     msi_print(out, "at the peak, instruction %u (", (unsigned)r->peak_instruction);
     msi_print_name(out, r->peak_layer, 0);
-    msi_print(out, "):");
-    msi_print_categories(out, r->peak_bytes);
-    msi_print_host(out, r);
+    msi_print(out, "):\n");
+    msi_print_categories(c, r->peak_bytes);
+    msi_print_host(c, r);
 }
 
 /* A line for each technique, with its rule if that is the same for all layers. */
@@ -30214,24 +30256,26 @@ static MSI_COLD void msi_print_moment(msi_columns *c, const ms_model *model, uin
                                       ms_layer layer) {
     char number[16];
     msi_write_text(number, sizeof number, "%u", (unsigned)instruction);
-    msi_print_column(c, -8, number);
-    c->missing++;
-    msi_print_column(c, 15, layer.id ? ms_layer_name(model, layer) : "");
+    msi_print_column(c, -6, number);
+    c->column++;
+    msi_print_column(c, 13, layer.id ? ms_layer_name(model, layer) : "");
 }
 
 /* The line of a value, or of several that are alike. */
 static MSI_COLD void msi_print_value(msi_columns *c, const ms_model *model, const msi_values *v) {
     const ms_lifetime *l = &v->first;
-    char count[16];
+    char count[16], what[40];
     msi_write_text(count, sizeof count, "%u", (unsigned)v->count);
-    msi_print_column(c, -12, msi_size(v->bytes).text);
-    msi_print_column(c, -7, v->count > 1 ? count : "");
-    c->missing += 2;
-    msi_print_column(c, 22, ms_category_name(l->category));
-    msi_print_name_column(c, 24, msi_handle_prefix(model, l->tensor), msi_value_name(l),
+    msi_write_text(what, sizeof what, "%s%s", ms_category_name(l->category),
+                   l->is_on_host && !l->is_resident ? ", host" : "");
+    msi_print_column(c, -11, msi_size(v->bytes).text);
+    msi_print_column(c, -6, v->count > 1 ? count : "");
+    c->column += 2;
+    msi_print_column(c, 21, what);
+    msi_print_name_column(c, 20, msi_handle_prefix(model, l->tensor), msi_value_name(l),
                           msi_value_name(&v->last));
     if (l->is_resident) {
-        c->missing++;
+        c->column++;
         msi_print_column(c, 0,
                          l->is_on_host   ? "always, on the host"
                          : l->is_outside ? "always, outside the arena"
@@ -30239,20 +30283,20 @@ static MSI_COLD void msi_print_value(msi_columns *c, const ms_model *model, cons
     } else {
         msi_print_moment(c, model, l->first, l->first_layer);
         msi_print_moment(c, model, l->last, l->last_layer);
-        c->missing++;
-        msi_print_column(c, 0, l->is_on_host ? "on the host" : "");
     }
-    c->missing = 0;
-    msi_print(c->out, "\n");
+    msi_end_line(c);
 }
 
 static MSI_COLD void msi_print_values_head(msi_columns *c, const char *title) {
-    msi_print(c->out, "\n%s\n       bytes  count  what                  name", title);
-    c->missing = 22;
-    msi_print_column(c, 22, "alive from");
+    msi_print(c->out, "\n%s\n", title);
+    msi_print_column(c, -11, "bytes");
+    msi_print_column(c, -6, "count");
+    c->column += 2;
+    msi_print_column(c, 21, "what");
+    msi_print_column(c, 21, "name");
+    msi_print_column(c, 20, "alive from");
     msi_print_column(c, 0, "through");
-    msi_print(c->out, "\n");
-    c->missing = 0;
+    msi_end_line(c);
 }
 
 /* The largest values of a list. */
@@ -30273,7 +30317,7 @@ static MSI_COLD ms_result msi_print_largest_of(msi_columns *c, const ms_model *m
     MSI_THEN(result, ms_visit_lifetimes(model, program, msi_sum_values, &to));
     msi_write_text(title, sizeof title, "the largest of what %s, in all %s%s", titles[list],
                    msi_size(to.bytes).text,
-                   list == MSI_VALUES_RESIDENT ? "" : "; a line has the times of its first");
+                   list == MSI_VALUES_RESIDENT ? "" : "; times are those of the first");
     msi_print_values_head(c, title);
     for (uint32_t k = 0; k < to.listed_count && result == MS_RESULT_OK; k++) {
         msi_print_value(c, model, &to.listed[k]);
@@ -30312,12 +30356,7 @@ static bool msi_is_by_layer(const msi_technique_total *total) {
     return total->layers > 0 || total->differs;
 }
 
-/* Whether these columns have one for times. */
-static bool msi_has_times(const msi_technique_total *total) {
-    return total->added_us > 0.0 || total->refused_us > 0.0;
-}
-
-enum { MSI_MOVED_WIDTH = 6, MSI_TILED_WIDTH = 12 };
+enum { MSI_TECHNIQUE_COLUMN = 46 }; // after those of the layer
 
 /* What of a layer is moved, by letters. */
 static MSI_COLD const char *msi_moved_letters(const ms_decision *d, char *text) {
@@ -30335,99 +30374,110 @@ static MSI_COLD const char *msi_moved_letters(const ms_decision *d, char *text) 
 static MSI_COLD void msi_print_layer_head(msi_plan_listing *to) {
     msi_columns *c = &to->columns;
     msi_print(c->out,
-              "\nkept: what the layer holds for backward. +: applied, -: not; then the rule, "
-              "the bytes that are not\nheld from forward to backward (gradients: after "
-              "backward), and the time added to a step; after a -,\n");
-    msi_print(c->out,
-              "those that would not be held, and that would be added. These bytes are not all "
-              "alive at the peak: what\nthe arena saves is in the table of techniques.\n");
+              "\nkept: what the layer holds for backward. +: applied, -: not; then the rule, the "
+              "bytes that are not\nheld from forward to backward (gradients: after backward), and "
+              "the time added to a step; after a\n-, those that would not be held, and that would "
+              "be added. ");
+    msi_print(c->out, "These bytes are not all alive at the peak:\nwhat the arena saves is in the "
+                      "table of techniques.\n");
     if (to->totals[MS_TECHNIQUE_OFFLOADING].layers > 0) {
-        msi_print(
-            c->out,
-            "Offloading moves P: params, O: optimizer state, G: gradients, A: activations, S: "
-            "saved tensors.\n");
+        msi_print(c->out, "Offloading moves P: params, O: optimizer state, G: gradients, A: "
+                          "activations, S: saved tensors.\n");
     }
     if (to->totals[MS_TECHNIQUE_TILING].layers > 0) {
         msi_print(c->out, "Tiling has the number of tiles and the rows of each; ^: with the layers "
-                          "above, on each tile in turn.\n");
+                          "above, on each tile in\nturn.\n");
     }
     if (!to->full) {
         msi_print(c->out,
                   "count: the number of layers that a line stands for, in blocks of layers that "
-                  "are alike; the number of\nthe layer and its times are those of the first "
+                  "are alike; the number\nof the layer and its times are those of the first "
                   "block.\n");
     }
-    msi_print(c->out, "\nlayer");
-    c->missing = 2;
-    msi_print_column(c, 24, "name");
+    msi_end_line(c);
+    msi_print_column(c, 7, "layer");
+    msi_print_column(c, 20, "name");
     msi_print_column(c, -6, to->full ? "" : "count");
-    msi_print_column(c, -12, "kept");
-    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        if (msi_is_by_layer(&to->totals[k])) {
-            c->missing += 2;
-            msi_print_column(c, 17, ms_technique_name((ms_technique)k));
-            c->missing += k == MS_TECHNIQUE_OFFLOADING ? MSI_MOVED_WIDTH : 0;
-            c->missing += k == MS_TECHNIQUE_TILING ? MSI_TILED_WIDTH : 0;
-            c->missing += msi_has_times(&to->totals[k]) ? 21 : 12;
-        }
-    }
-    c->missing = 0;
-    msi_print(c->out, "\n");
+    msi_print_column(c, -11, "kept");
+    c->column = MSI_TECHNIQUE_COLUMN + 2;
+    msi_print_column(c, 18, "technique");
+    msi_print_column(c, 15, "rule");
+    msi_print_column(c, -11, "bytes");
+    msi_print_column(c, -8, "added");
+    msi_end_line(c);
 }
 
-/* The line of a layer, and of those that are like it, made by one call for each technique. */
-static MSI_COLD void msi_print_decision(const ms_decision *d, void *user) {
-    msi_plan_listing *to = (msi_plan_listing *)user;
-    const msi_technique_total *total = &to->totals[d->technique];
+/* The columns of the layer, and of those that are like it. */
+static MSI_COLD void msi_print_layer(msi_plan_listing *to, const ms_decision *d) {
+    msi_columns *c = &to->columns;
+    char number[16];
+    msi_write_text(number, sizeof number, "%u", (unsigned)d->layer_index);
+    msi_print_column(c, -5, number);
+    c->column += 2;
+    msi_print_name_column(c, 20, "", ms_layer_name(to->model, d->layer),
+                          ms_layer_name(to->model, to->full ? d->layer : d->alike_last));
+    msi_write_text(number, sizeof number, "%u", (unsigned)d->alike_count);
+    msi_print_column(c, -6, !to->full && d->alike_count > 1 ? number : "");
+    msi_print_column(c, -11, d->kept_bytes ? msi_size(d->kept_bytes).text : "-");
+}
+
+/* Those of a technique, with what it does where it is applied. */
+static MSI_COLD void msi_print_technique(msi_columns *c, const ms_decision *d) {
     const uint64_t bytes = d->is_applied ? d->saved_bytes : d->refused_bytes;
     const double us = d->is_applied ? d->added_us : d->refused_us;
+    const bool tiles = d->is_applied && d->technique == MS_TECHNIQUE_TILING;
+    char moved[MS_CATEGORY_COUNT + 1] = "", text[64];
+    if (d->technique == MS_TECHNIQUE_OFFLOADING) {
+        (void)msi_moved_letters(d, moved);
+    }
+    if (tiles) {
+        msi_write_text(text, sizeof text, "%s %s%u x %llu", ms_technique_name(d->technique),
+                       d->group_first.id != d->layer.id ? "^" : "", (unsigned)d->tile_count,
+                       (unsigned long long)d->tile_rows);
+    } else {
+        msi_write_text(text, sizeof text, "%s%s%s", ms_technique_name(d->technique),
+                       moved[0] ? " " : "", moved);
+    }
+    msi_print_column(c, 2, d->is_applied ? "+" : "-");
+    msi_print_column(c, 18, text);
+    msi_print_column(c, 15, d->rule->id);
+    msi_print_column(c, -11, bytes ? msi_size(bytes).text : "");
+    msi_print_column(c, -8, us > 0.0 ? msi_time(us).text : "");
+}
+
+/* The lines of a layer, made by one call for each technique. */
+static MSI_COLD void msi_print_decision(const ms_decision *d, void *user) {
+    msi_plan_listing *to = (msi_plan_listing *)user;
     msi_columns *c = &to->columns;
     if (d->alike_count == 0 && !to->full) {
         return;
     }
     if (d->technique == 0) {
-        char count[16];
-        msi_write_text(count, sizeof count, "%u", (unsigned)d->alike_count);
-        msi_print(c->out, "%5u", (unsigned)d->layer_index);
-        c->missing = 2;
-        msi_print_name_column(c, 24, "", ms_layer_name(to->model, d->layer),
-                              ms_layer_name(to->model, to->full ? d->layer : d->alike_last));
-        msi_print_column(c, -6, !to->full && d->alike_count > 1 ? count : "");
-        msi_print_column(c, -12, d->kept_bytes ? msi_size(d->kept_bytes).text : "-");
+        msi_print_layer(to, d);
     }
-    if (msi_is_by_layer(total)) {
-        msi_print_column(c, -3, d->is_applied ? "+" : "-");
-        c->missing++;
-        if (d->technique == MS_TECHNIQUE_OFFLOADING) {
-            char moved[MS_CATEGORY_COUNT + 1];
-            msi_print_column(c, MSI_MOVED_WIDTH, msi_moved_letters(d, moved));
+    if (msi_is_by_layer(&to->totals[d->technique])) {
+        if (c->at >= MSI_TECHNIQUE_COLUMN) { // there is another one, or a long name
+            msi_end_line(c);
         }
-        if (d->technique == MS_TECHNIQUE_TILING) {
-            char tiles[32];
-            const bool joins = d->group_first.id != d->layer.id;
-            msi_write_text(tiles, sizeof tiles, "%s%u x %llu", joins ? "^" : "",
-                           (unsigned)d->tile_count, (unsigned long long)d->tile_rows);
-            msi_print_column(c, MSI_TILED_WIDTH, d->is_applied ? tiles : "");
-        }
-        msi_print_column(c, 15, d->rule->id);
-        msi_print_column(c, -12, bytes ? msi_size(bytes).text : "");
-        if (msi_has_times(total)) {
-            msi_print_column(c, -9, us > 0.0 ? msi_time(us).text : "");
-        }
+        c->column = MSI_TECHNIQUE_COLUMN;
+        msi_print_technique(c, d);
     }
     if (d->technique + 1 == MS_TECHNIQUE_COUNT) {
-        c->missing = 0;
-        msi_print(c->out, "\n");
+        msi_end_line(c);
     }
 }
 
-static MSI_COLD void msi_print_rules(const msi_plan_listing *to) {
-    msi_print(to->columns.out, "\nrules (+: applied, -: not)\n");
+static MSI_COLD void msi_print_rules(msi_plan_listing *to) {
+    msi_columns *c = &to->columns;
+    msi_print(c->out, "\nrules (+: applied, -: not)\n");
     for (uint32_t at = 0; at < MSI_MOST_RULES; at++) {
         if (to->decided[at]) {
             const ms_rule *rule = ms_rule_at(at);
-            msi_print(to->columns.out, "%-15s  %s: ", rule->id, rule->condition);
-            msi_print(to->columns.out, "%s\n", rule->reason);
+            msi_print_column(c, 17, rule->id);
+            msi_print_words(c, 17, rule->condition);
+            msi_print_item(c, 0, 17, ":", 1);
+            msi_print_words(c, 17, rule->reason);
+            msi_end_line(c);
         }
     }
 }
@@ -30445,7 +30495,7 @@ static ms_result msi_list_plan(const ms_model *model, ms_text_fn write, void *us
     if (result != MS_RESULT_OK) {
         return result;
     }
-    msi_print_summary(&out, &report);
+    msi_print_summary(&to.columns, &report);
     msi_print_techniques(&out, to.totals, &report);
     result = msi_print_largest(&to.columns, model, &report);
     if (result == MS_RESULT_OK) {

@@ -888,8 +888,8 @@ static int fastest_mode(const findings *f, bool rounds) {
     return best;
 }
 
-/* A mode that keeps the numbers, and one that is faster because it rounds; where only the latter
-   fits, that one. Where none fits, the most careful that has the techniques of the last. */
+/* A mode that keeps the numbers, and one that is faster because it rounds, by more than predictions
+   can tell; where only the latter fits, that one. Where none fits, the most careful that has the techniques of the last. */
 static int advise(const estimate *e, findings *f) {
     const double memory =
         (double)(e->device.is_user_size ? e->device.budget_bytes : e->device.memory_bytes);
@@ -899,7 +899,7 @@ static int advise(const estimate *e, findings *f) {
     if (f->advised < 0) {
         f->advised = f->rounding;
     } else if (f->rounding >= 0 && f->at_budget[f->rounding].report.step_us >=
-                                       f->at_budget[f->advised].report.step_us) {
+                                       0.995 * f->at_budget[f->advised].report.step_us) {
         f->rounding = -1;
     }
     if (f->advised >= 0) {
@@ -1230,43 +1230,79 @@ static void print_same(const findings *f) {
     printf("%s", any ? "\n" : "");
 }
 
-static void print_model(const estimate *e, const findings *f) {
+enum { TEXT_WIDTH = 100, TEXT_INDENT = 10 };
+
+/* A line that is being written: its characters, and spaces that no word has followed yet. */
+typedef struct text_line {
+    int at, gap;
+} text_line;
+
+/* printf, with the words that have no room in the line below its first column of text. No line
+   breaks at \1, which is a space. */
+static void say(text_line *line, const char *format, ...) {
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    for (const char *c = text; *c;) {
+        line->gap += (int)strspn(c, " ");
+        c += strspn(c, " ");
+        const int length = (int)strcspn(c, " \n");
+        if (length > 0) {
+            const bool breaks = line->gap > 0 && line->at + line->gap + length > TEXT_WIDTH;
+            const int spaces = breaks ? TEXT_INDENT : line->gap;
+            printf("%s%*s", breaks ? "\n" : "", spaces, "");
+            line->at = (breaks ? 0 : line->at) + spaces + length;
+            line->gap = 0;
+        }
+        for (const char *end = c + length; c < end; c++) {
+            putchar(*c == '\1' ? ' ' : *c);
+        }
+        if (*c == '\n') {
+            putchar(*c++);
+            line->at = line->gap = 0;
+        }
+    }
+}
+
+static void print_model(text_line *at, const estimate *e, const findings *f) {
     const shape *s = &e->model;
     const uint64_t all = f->plain.report.param_count, trained = f->plain.trained_count;
-    printf("model     %s: %lld layers, %lld channels, %lld heads", s->name, (long long)s->layers,
-           (long long)s->channels, (long long)s->heads);
+    say(at, "model     %s: %lld layers, %lld channels, %lld heads", s->name, (long long)s->layers,
+        (long long)s->channels, (long long)s->heads);
     if (s->kind == FAMILY_LLAMA) {
-        printf(" (%lld of keys), feed-forward %lld", (long long)s->kv_heads,
-               (long long)s->feed_forward);
+        say(at, " (%lld of keys), feed-forward %lld", (long long)s->kv_heads,
+            (long long)s->feed_forward);
     }
-    printf("%s", s->qkv_bias ? ", biases of qkv" : "");
-    printf(", vocabulary %lld: %.2f M params\n", (long long)s->vocabulary, (double)all / 1e6);
+    say(at, "%s", s->qkv_bias ? ", biases of qkv" : "");
+    say(at, ", vocabulary %lld: %.2f M params\n", (long long)s->vocabulary, (double)all / 1e6);
     if (e->options.frozen) {
-        printf(
+        say(at,
             "          of these %.2f M are trained: adapters of rank %lld; all others are frozen\n",
             (double)trained / 1e6, (long long)e->options.rank);
     }
 }
 
-static void print_training(const settings *o) {
+static void print_training(text_line *at, const settings *o) {
     const long long count = (long long)batches_of_step(o, o->batch);
-    printf("training  ");
+    say(at, "training  ");
     if (count > 1) {
-        printf("%lld micro-batches of ", count);
+        say(at, "%lld micro-batches of ", count);
     } else {
-        printf("batch ");
+        say(at, "batch ");
     }
-    printf("%lld x %lld tokens", (long long)o->batch, (long long)o->sequence);
+    say(at, "%lld x %lld tokens", (long long)o->batch, (long long)o->sequence);
     if (o->tokens) {
-        printf(" (%lld a step)", count * (long long)(o->batch * o->sequence));
+        say(at, " (%lld a step)", count * (long long)(o->batch * o->sequence));
     }
-    printf(", %s, %s%s%s\n", precision_of(o)->name, optimizers[optimizer_of(o)].title,
-           o->clip ? ", clipped by the norm of all gradients" : "",
-           count > 1 ? "; a step below is one of them and the update" : "");
+    say(at, ", %s, %s%s%s\n", precision_of(o)->name, optimizers[optimizer_of(o)].title,
+        o->clip ? ", clipped by the norm of all gradients" : "",
+        count > 1 ? "; a step below is one of them and the update" : "");
 }
 
 /* In which formats numbers are in memory. */
-static void print_formats(const settings *o) {
+static void print_formats(text_line *at, const settings *o) {
     const precision *p = precision_of(o);
     const char *dtype = name_of_dtype(p->dtype), *state = has_half_state(o) ? "bf16" : "f32";
     const bool chooses = p->mixed == MS_SWITCH_DEFAULT, codes = has_state(o) && !o->state;
@@ -1275,68 +1311,71 @@ static void print_formats(const settings *o) {
                        : chooses        ? "; AGGRESSIVE may round the first two to 16 bits"
                        : codes          ? "; AGGRESSIVE may round state to 8 bits"
                                         : "";
-    printf("          %sparams %s%s, gradients %s",
-           o->frozen && has_masters ? "frozen params f32, trained " : "", dtype,
-           p->mixed != MS_SWITCH_ON ? ""
-           : has_masters            ? " with masters in f32"
-                                    : " without masters",
-           has_half_gradients(o) ? dtype : "f32");
+    say(at, "          %sparams %s%s, gradients %s",
+        o->frozen && has_masters ? "frozen params f32, trained " : "", dtype,
+        p->mixed != MS_SWITCH_ON ? ""
+        : has_masters            ? " with masters in f32"
+                                 : " without masters",
+        has_half_gradients(o) ? dtype : "f32");
     if (has_state(o)) {
-        printf(", optimizer state %s", state);
+        say(at, ", optimizer state %s", state);
     }
-    printf("%s\n", also);
+    say(at, "%s\n", also);
     if (p->mixed == MS_SWITCH_ON) {
-        printf("          activations %s; f32: biases, norms, statistics, losses%s\n", dtype,
-               has_half_gradients(o) ? ", and gradients of these and of token tables" : "");
+        say(at, "          activations %s; f32: biases, norms, statistics, losses%s\n", dtype,
+            has_half_gradients(o) ? ", and gradients of these and of token tables" : "");
     }
 }
 
 /* What the figures depend on beside the sizes: when params are updated. */
-static void print_assumption(const estimate *e, const findings *f) {
+static void print_assumption(text_line *at, const estimate *e, const findings *f) {
     const uint64_t late = f->late.report.arena_bytes;
     if (needs_all_gradients(&e->options)) {
-        printf("assumes   all gradients are kept until the end of the step, as clipping, "
-               "accumulation and f16 need it\n");
+        say(at, "assumes   all gradients are kept until the end of the step, for clipping, "
+                "accumulation or f16\n");
     } else if (late != 0) {
-        printf("assumes   no clipping and no accumulation, so that the modes update params inside "
-               "backward;\n          with --clip the smallest peak is %s, which %s\n",
-               show_bytes(late).text, f->late.fits ? "fits too" : "does not fit");
+        say(at,
+            "assumes   no clipping and no accumulation, so that the modes update params inside "
+            "backward;\n          with --clip the smallest peak is %s, which %s\n",
+            show_bytes(late).text, f->late.fits ? "fits too" : "does not fit");
     } else {
-        printf("assumes   no clipping and no accumulation\n");
+        say(at, "assumes   no clipping and no accumulation\n");
     }
 }
 
-static void print_speed(const char *name, double speed, const char *unit_name) {
+static void print_speed(text_line *at, const char *name, double speed, const char *unit_name) {
     if (speed > 0.0) {
-        printf("%s %g %s, ", name, speed, unit_name);
+        say(at, "%s\1%g\1%s, ", name, speed, unit_name);
     }
 }
 
-static void print_device(const destination *t) {
+static void print_device(text_line *at, const destination *t) {
     const ms_hardware *h = &t->hardware;
-    printf("device    %s, %s", h->name, show_bytes(h->total_bytes).text);
+    say(at, "device    %s, %s", h->name, show_bytes(h->total_bytes).text);
     if (h->free_bytes) {
-        printf(", of which %s are free", show_bytes(h->free_bytes).text);
+        say(at, ", of which %s are free", show_bytes(h->free_bytes).text);
     }
-    printf("\nspeeds    ");
-    print_speed("F32", h->f32_tflops, "TFLOP/s");
-    print_speed("TF32", h->tf32_tflops, "TFLOP/s");
-    print_speed("BF16 and F16", h->f16_tflops, "TFLOP/s");
-    print_speed("memory", h->memory_gb_per_s, "GB/s");
-    print_speed("link", h->to_device_gb_per_s, "GB/s");
-    printf("%s\n", h->is_measured ? "measured here"
-                   : t->is_named  ? "as stated; kernels seldom reach them"
-                                  : "where not given, those of a common discrete GPU");
+    say(at, "\nspeeds    ");
+    print_speed(at, "F32", h->f32_tflops, "TFLOP/s");
+    print_speed(at, "TF32", h->tf32_tflops, "TFLOP/s");
+    print_speed(at, "BF16\1and\1F16", h->f16_tflops, "TFLOP/s");
+    print_speed(at, "memory", h->memory_gb_per_s, "GB/s");
+    print_speed(at, "link", h->to_device_gb_per_s, "GB/s");
+    say(at, "%s\n",
+        h->is_measured ? "measured here"
+        : t->is_named  ? "as stated; kernels seldom reach them"
+                       : "where not given, those of a common discrete GPU");
 }
 
 static void print_head(const estimate *e, const findings *f) {
+    text_line at = {0, 0};
     printf("memscale.h %d.%d.%d, what training takes: planned by a dry run\n\n",
            MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR, MEMSCALE_VERSION_PATCH);
-    print_model(e, f);
-    print_training(&e->options);
-    print_assumption(e, f);
-    print_formats(&e->options);
-    print_device(&e->device);
+    print_model(&at, e, f);
+    print_training(&at, &e->options);
+    print_assumption(&at, e, f);
+    print_formats(&at, &e->options);
+    print_device(&at, &e->device);
     printf("budget    %s", show_bytes(e->device.budget_bytes).text);
     if (!e->device.is_user_size) {
         printf(", %.0f %% of the memory",
@@ -1358,8 +1397,8 @@ static rounding_text show_rounding(const findings *f, const plan *p) {
         const char *text;
         ms_technique technique;
     } parts[] = {{p->half == MS_DTYPE_F16 ? "F16" : "BF16", MS_TECHNIQUE_MIXED_PRECISION},
-                 {"optimizer state in 8 bits", MS_TECHNIQUE_OPTIMIZER_8BIT},
-                 {"sums in another order", MS_TECHNIQUE_TILING}};
+                 {"8 bits (optimizer state)", MS_TECHNIQUE_OPTIMIZER_8BIT},
+                 {"sums of another order", MS_TECHNIQUE_TILING}};
     rounding_text r;
     r.text[0] = 0;
     for (int i = 0; i < 3; i++) {
@@ -1379,16 +1418,15 @@ static void print_fit(const char *before, const findings *f, int mode) {
 
 /* The fastest plan that keeps the numbers, and the fastest that rounds, if it is faster. */
 static void print_fits(const findings *f) {
-    char before[128];
     if (f->advised != f->rounding) {
         print_fit("same numbers", f, f->advised);
     } else {
         printf("          same numbers: no mode fits\n");
     }
     if (f->rounding >= 0) {
-        snprintf(before, sizeof before, "rounding (%s)",
-                 show_rounding(f, &f->at_budget[f->rounding]).text);
-        print_fit(before, f, f->rounding);
+        print_fit("rounding", f, f->rounding);
+        printf("              it rounds to %s\n",
+               show_rounding(f, &f->at_budget[f->rounding]).text);
     } else {
         printf("          rounding: no faster\n");
     }
@@ -1468,7 +1506,7 @@ static void print_largest(const findings *f) {
 static void print_text(const estimate *e, const findings *f) {
     print_head(e, f);
     print_table(e, f);
-    printf("\nAt other moments of the plain step there are up to %s of gradients and %s of "
+    printf("\nAt other moments of the plain step there are up to %s of gradients and\n%s of "
            "activations.\n",
            show_bytes(row_bytes(f->plain.largest, 1)).text,
            show_bytes(f->plain.report.activation_peak_bytes).text);
