@@ -1,7 +1,7 @@
 // The memory of one training step over time, as a picture (SVG): the plain plan beside the plan for
 // a budget, both on one scale, stacked by category, with their peaks; below them what runs when, what
-// is copied and, on the same scale, what is on the host. All of it is simulated, for a device that
-// need not be there.
+// is copied and, on the same scale, what is on the host. With --html, a page that says what lives
+// where the pointer is, and why. All of it is simulated, for a device that need not be there.
 #include "bench.h"
 
 #include <math.h>
@@ -9,6 +9,7 @@
 #include "memscale.h"
 #include "nn.h"
 #include "models.h"
+#include "../examples/page.h"
 
 enum { COLUMNS_MAX = 1600, NAME_MAX = 96 };
 
@@ -531,10 +532,42 @@ static void place(scale *s, const half *halves) {
     s->height = s->legend + 35.0;
 }
 
+static FILE *open_file(const char *path) {
+    FILE *file = fopen(path, "wb");
+    if (!file) {
+        bench_stop("the picture cannot be written");
+    }
+    return file;
+}
+
+static void close_file(FILE *file, const char *path) {
+    const bool written = !ferror(file);
+    if (fclose(file) != 0 || !written) {
+        bench_stop("the picture cannot be written");
+    }
+    printf("%s is written\n", path);
+}
+
+/* Both plans as a page for a browser. */
+static void write_page(const char *path, const half *halves, const bench_model *models,
+                       const char *title, const char *subtitle) {
+    page p;
+    FILE *file = open_file(path);
+    page_begin(&p, file, title, subtitle);
+    for (int i = 0; i < 2; i++) {
+        page_add_plan(&p, halves[i].title, "Predicted.", models[i].model);
+    }
+    page_end(&p, 1, halves[1].report.budget_bytes, NULL, 0);
+    if (p.result != MS_RESULT_OK) {
+        bench_stop("the plans cannot be written");
+    }
+    close_file(file, path);
+}
+
 int main(int argc, char **argv) {
     static half halves[2];
     const char *model = "gpt2-medium", *budget = "70%", *device = "RTX 3090";
-    const char *path = "timeline.svg";
+    const char *path = NULL, *html = NULL;
     int64_t batch = 0, sequence = 0;
     const bench_option options[] = {
         {"--model", "bert-base, bert-large, gpt2-medium, gpt2-large or gpt2-xl", NULL, NULL,
@@ -543,15 +576,18 @@ int main(int argc, char **argv) {
         {"--device", "a built-in device, or cpu", NULL, NULL, &device},
         {"--batch", "sequences in a batch; 0: the workload's", NULL, &batch, NULL},
         {"--sequence", "tokens in a sequence; 0: the workload's", NULL, &sequence, NULL},
-        {"--out", "the picture; also as the last argument, without --out", NULL, NULL, &path},
+        {"--out", "the picture, timeline.svg unless --html is given; also as the last argument",
+         NULL, NULL, &path},
+        {"--html", "a page for a browser, which says what lives where the pointer is", NULL, NULL,
+         &html},
     };
     const size_t last = argc > 1 ? strlen(argv[argc - 1]) : 0;
     if (last > 4 && strcmp(argv[argc - 1] + last - 4, ".svg") == 0 &&
-        strcmp(argv[argc - 2], "--out") != 0) {
+        strcmp(argv[argc - 2], "--out") != 0 && strcmp(argv[argc - 2], "--html") != 0) {
         path = argv[--argc];
         argv[argc] = NULL;
     }
-    bench_options(argc, argv, "Draws the memory of a training step over time.", options, 6);
+    bench_options(argc, argv, "Draws the memory of a training step over time.", options, 7);
     const bench_workload *w = find_workload(model);
     const ms_hardware *hardware = strcmp(device, "cpu") == 0 ? NULL : ms_hardware_find(device);
     if (!hardware && strcmp(device, "cpu") != 0) {
@@ -587,16 +623,16 @@ int main(int argc, char **argv) {
              hardware ? hardware->name : "a CPU",
              100.0 * (double)halves[1].report.arena_bytes / (double)halves[0].report.arena_bytes,
              100.0 * (halves[1].report.step_us / halves[0].report.step_us - 1.0));
-    FILE *file = fopen(path, "wb");
-    if (!file) {
-        bench_stop("the picture cannot be written");
+    printf("%s\n%s\n", title, subtitle);
+    if (path || !html) {
+        path = path ? path : "timeline.svg";
+        FILE *file = open_file(path);
+        draw(file, halves, &s, title, subtitle);
+        close_file(file, path);
     }
-    draw(file, halves, &s, title, subtitle);
-    const bool written = !ferror(file);
-    if (fclose(file) != 0 || !written) {
-        bench_stop("the picture cannot be written");
+    if (html) {
+        write_page(html, halves, models, title, subtitle);
     }
-    printf("%s\n%s\n%s is written\n", title, subtitle, path);
     for (int i = 0; i < 2; i++) {
         bench_model_destroy(&models[i]);
     }

@@ -23,6 +23,7 @@
 #include "options.h"
 
 #include "model_shape.h"
+#include "page.h"
 
 #include <unistd.h>
 
@@ -32,7 +33,7 @@ enum { STATUS_FITS, STATUS_FAILED, STATUS_USAGE, STATUS_NO_FIT };
 // ---- options ------------------------------------------------------------------------------------
 
 typedef struct settings {
-    const char *model, *family, *gpu, *budget, *optimizer, *offload, *sweep, *mode;
+    const char *model, *family, *gpu, *budget, *optimizer, *offload, *sweep, *html, *mode;
     const char *precision, *gradients, *state; // NULL: not said
     int64_t layers, channels, heads, kv_heads, feed_forward, vocabulary, positions;
     int64_t batch, sequence, accumulate, tokens, rank;
@@ -43,7 +44,7 @@ typedef struct settings {
     option_words files;
 } settings;
 
-enum { ESTIMATE_OPTIONS = 36 };
+enum { ESTIMATE_OPTIONS = 37 };
 
 static void list_options(settings *s, option_spec *specs) {
     const option_spec all[ESTIMATE_OPTIONS] = {
@@ -110,6 +111,9 @@ static void list_options(settings *s, option_spec *specs) {
         {"--json", NULL, OPTION_FLAG, &s->json, "the numbers for programs, on standard output"},
         {"--sweep", "FILE", OPTION_TEXT, &s->sweep,
          "draw peak and time over budgets, as SVG; takes a while longer"},
+        {"--html", "FILE", OPTION_TEXT, &s->html,
+         "a page for a browser: the memory of a step over time, what lives there and why,\n"
+         "what the streams do, and budgets, for each mode; takes as long"},
         {"--progress", NULL, OPTION_FLAG, &s->progress,
          "say on standard error how many plans are made, also where that is no terminal"},
         {"--help", NULL, OPTION_FLAG, &s->help, "this text"},
@@ -535,7 +539,7 @@ typedef struct estimate {
     settings options;
     shape model;
     destination device;
-    progress *progress; // NULL: nobody waits
+    progress *shown; // NULL: nobody waits
 } estimate;
 
 /* Values of one category and size at the peak. */
@@ -579,22 +583,22 @@ static void show_progress(const progress *p) {
 
 /* So many more plans are to be made. */
 static void expect_plans(const estimate *e, int count) {
-    if (e->progress) {
-        e->progress->most = e->progress->done + count;
-        show_progress(e->progress);
+    if (e->shown) {
+        e->shown->most = e->shown->done + count;
+        show_progress(e->shown);
     }
 }
 
 static void count_plan(const estimate *e) {
-    if (!e->progress) {
+    if (!e->shown) {
         return;
     }
 #ifdef _OPENMP
 #pragma omp critical
 #endif
     {
-        e->progress->done++;
-        show_progress(e->progress);
+        e->shown->done++;
+        show_progress(e->shown);
     }
 }
 
@@ -772,12 +776,17 @@ static int make_plan(const estimate *e, int64_t batch, ms_config *config, plan *
 }
 
 /* As trainers do it: everything is kept, and all params are updated after backward. */
-static int plan_plain(const estimate *e, int64_t batch, plan *p) {
+static ms_config plain_config(void) {
     ms_config config;
     memset(&config, 0, sizeof config);
     config.checkpointing = MS_SWITCH_OFF;
     config.early_update = config.offloading = MS_SWITCH_OFF;
     config.memory_budget_bytes = (uint64_t)1 << 60;
+    return config;
+}
+
+static int plan_plain(const estimate *e, int64_t batch, plan *p) {
+    ms_config config = plain_config();
     const int status = make_plan(e, batch, &config, p);
     p->fits = p->report.arena_bytes <= e->device.budget_bytes;
     return status;
@@ -1517,82 +1526,6 @@ static void print_text(const estimate *e, const findings *f) {
 
 // ---- JSON ---------------------------------------------------------------------------------------
 
-/* Writes JSON by RFC 8259: commas where they belong, strings in UTF-8, null for what is not a
-   finite number. */
-typedef struct json {
-    FILE *file;
-    int depth;
-    bool has_items; // there is an element before, at this depth
-} json;
-
-static void json_string(json *j, const char *text) {
-    fputc('"', j->file);
-    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
-        if (*c < 32 || *c == 127 || *c == '"' || *c == '\\') {
-            fprintf(j->file, "\\u%04x", (unsigned)*c);
-        } else {
-            fputc(*c, j->file);
-        }
-    }
-    fputc('"', j->file);
-}
-
-/* The key of a member; NULL for an element of an array. */
-static void json_key(json *j, const char *key) {
-    fprintf(j->file, "%s\n%*s", j->has_items ? "," : "", 2 * j->depth, "");
-    j->has_items = true;
-    if (key) {
-        json_string(j, key);
-        fprintf(j->file, ": ");
-    }
-}
-
-static void json_open(json *j, const char *key, char bracket) {
-    if (j->depth > 0) {
-        json_key(j, key);
-    }
-    fputc(bracket, j->file);
-    j->depth++;
-    j->has_items = false;
-}
-
-static void json_close(json *j, char bracket) {
-    j->depth--;
-    fprintf(j->file, "\n%*s%c", 2 * j->depth, "", bracket);
-    j->has_items = true;
-}
-
-static void json_text(json *j, const char *key, const char *text) {
-    json_key(j, key);
-    json_string(j, text);
-}
-
-static void json_count(json *j, const char *key, uint64_t count) {
-    json_key(j, key);
-    fprintf(j->file, "%llu", (unsigned long long)count);
-}
-
-/* By its bits, since -ffast-math lets compilers assume that every number is finite. */
-static bool is_finite(double value) {
-    uint64_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return (bits >> 52 & 0x7ff) != 0x7ff;
-}
-
-static void json_real(json *j, const char *key, double value) {
-    json_key(j, key);
-    if (is_finite(value)) {
-        fprintf(j->file, "%.9g", value);
-    } else {
-        fprintf(j->file, "null");
-    }
-}
-
-static void json_flag(json *j, const char *key, bool value) {
-    json_key(j, key);
-    fprintf(j->file, value ? "true" : "false");
-}
-
 static void json_plan(json *j, const char *key, const findings *f, const plan *p) {
     const ms_memory_report *r = &p->report;
     json_open(j, key, '{');
@@ -1719,7 +1652,7 @@ static void json_advice(json *j, const findings *f) {
 }
 
 static void write_json(const estimate *e, const findings *f, FILE *file) {
-    json j = {file, 0, false};
+    json j = {file, 0, false, false};
     char version[32];
     snprintf(version, sizeof version, "%d.%d.%d", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
              MEMSCALE_VERSION_PATCH);
@@ -2086,44 +2019,49 @@ static void draw_sweep(const estimate *e, const findings *f, const sweep *sweeps
     fprintf(file, "</svg>\n");
 }
 
-static int write_sweep(const estimate *e, const findings *f) {
-    sweep sweeps[MODES];
+/* Of the modes that plan differently. */
+typedef struct all_sweeps {
+    sweep of[MODES];
     bool is_drawn[MODES];
+} all_sweeps;
+
+static int make_sweeps(const estimate *e, const findings *f, all_sweeps *all) {
     int status = 0;
-    FILE *file = fopen(e->options.sweep, "w");
-    if (!file) {
-        return fail("cannot write %s: %s", e->options.sweep, strerror(errno));
+    for (int i = 0; i < MODES; i++) {
+        all->is_drawn[i] = f->same_as[i] == i;
+        status = status == 0 && all->is_drawn[i] ? make_sweep(e, f, i, &all->of[i]) : status;
     }
-    for (int i = 0; i < MODES && status == 0; i++) {
-        is_drawn[i] = f->same_as[i] == i;
-        status = is_drawn[i] ? make_sweep(e, f, i, &sweeps[i]) : 0;
-    }
-    end_progress(e->progress);
-    if (status == 0) {
-        draw_sweep(e, f, sweeps, is_drawn, file);
-    }
+    return status;
+}
+
+/* Ends what was written to a file; returns `status`, or prints what went wrong and returns 1. */
+static int close_file(FILE *file, const char *path, int status) {
     const bool failed = ferror(file) != 0;
-    return fclose(file) != 0 || failed
-               ? fail("cannot write %s: %s", e->options.sweep, strerror(errno))
-               : status;
+    return fclose(file) != 0 || failed ? fail("cannot write %s: %s", path, strerror(errno))
+                                       : status;
 }
 
-// ---- main ---------------------------------------------------------------------------------------
-
-static void write_text(const char *text, size_t length, void *user) {
-    fwrite(text, 1, length, (FILE *)user);
+static FILE *open_file(const char *path) {
+    FILE *file = fopen(path, "wb");
+    if (!file) {
+        fail("cannot write %s: %s", path, strerror(errno));
+    }
+    return file;
 }
 
-/* The plan that is shown, wrapped: that of --mode or of the advised mode; where none fits, the
-   smallest. On failure prints the reason and returns NULL. */
-static ms_model *shown_model(const estimate *e, const findings *f, nn_net **net) {
-    ms_config config;
-    const int mode = e->options.mode ? find_mode(e->options.mode) : f->advised;
-    memset(&config, 0, sizeof config);
-    config.mode = modes[mode];
-    config.force_optimize = !f->smallest[mode].fits;
-    config.memory_budget_bytes = config.force_optimize ? (uint64_t)1 << 60 : e->device.budget_bytes;
-    ms_model *model = register_model(e, e->options.batch, &config, net);
+static int write_sweep(const estimate *e, const findings *f, const all_sweeps *all) {
+    FILE *file = open_file(e->options.sweep);
+    if (!file) {
+        return 1;
+    }
+    draw_sweep(e, f, all->of, all->is_drawn, file);
+    return close_file(file, e->options.sweep, 0);
+}
+
+// ---- plans that are shown -----------------------------------------------------------------------
+
+static ms_model *wrap_model(const estimate *e, ms_config *config, nn_net **net) {
+    ms_model *model = register_model(e, e->options.batch, config, net);
     if (model && ms_wrap(model) != MS_RESULT_OK) {
         fail("%s", ms_last_error(model));
         ms_destroy(model);
@@ -2133,25 +2071,123 @@ static ms_model *shown_model(const estimate *e, const findings *f, nn_net **net)
     return model;
 }
 
+/* The plan of a mode within the budget; where none fits, the smallest. */
+static ms_model *wrap_mode(const estimate *e, const findings *f, int mode, nn_net **net) {
+    ms_config config;
+    memset(&config, 0, sizeof config);
+    config.mode = modes[mode];
+    config.force_optimize = !f->smallest[mode].fits;
+    config.memory_budget_bytes = config.force_optimize ? (uint64_t)1 << 60 : e->device.budget_bytes;
+    return wrap_model(e, &config, net);
+}
+
+static int shown_mode(const estimate *e, const findings *f) {
+    return e->options.mode ? find_mode(e->options.mode) : f->advised;
+}
+
+static void write_text(const char *text, size_t length, void *user) {
+    fwrite(text, 1, length, (FILE *)user);
+}
+
+/* Lists the plan of --mode or of the advised mode. */
 static int list_plan(const estimate *e, const findings *f) {
     nn_net *net;
-    ms_memory_report r;
-    ms_model *model = shown_model(e, f, &net);
+    const int mode = shown_mode(e, f);
+    ms_model *model = wrap_mode(e, f, mode, &net);
     if (!model) {
         return 1;
     }
-    ms_result result = ms_report(model, &r);
     printf("\nplan      the %s of mode %s\n\n",
-           r.arena_bytes > e->device.budget_bytes ? "smallest" : "fastest found",
-           ms_mode_name(r.mode));
-    if (result == MS_RESULT_OK) {
-        result = e->options.full_plan ? ms_print_plan_full(model, write_text, stdout)
-                                      : ms_print_plan(model, write_text, stdout);
-    }
+           f->smallest[mode].fits ? "fastest found" : "smallest", ms_mode_name(modes[mode]));
+    const ms_result result = e->options.full_plan ? ms_print_plan_full(model, write_text, stdout)
+                                                  : ms_print_plan(model, write_text, stdout);
     const int status = result == MS_RESULT_OK ? 0 : fail("%s", ms_last_error(model));
     ms_destroy(model);
     nn_destroy(net);
     return status;
+}
+
+/* Adds the plan of a mode to a page, or the plain plan (mode -1). */
+static int add_to_page(const estimate *e, const findings *f, page *p, int mode) {
+    nn_net *net;
+    ms_config config = plain_config();
+    char note[512];
+    const plan *of = mode < 0 ? &f->plain : &f->at_budget[mode];
+    ms_model *model = mode < 0 ? wrap_model(e, &config, &net) : wrap_mode(e, f, mode, &net);
+    if (!model) {
+        return 1;
+    }
+    snprintf(note, sizeof note, "%s the budget; %.3f times the plain step%s%s",
+             of->fits ? "Fits" : "Does not fit", over_plain(f, of),
+             is_rounded(f, of) ? "; it rounds to " : "; the same numbers as the plain plan",
+             show_rounding(f, of).text);
+    page_add_plan(p, mode < 0 ? "plain" : ms_mode_name(modes[mode]), note, model);
+    ms_destroy(model);
+    nn_destroy(net);
+    count_plan(e);
+    return 0;
+}
+
+/* The modes that plan differently, after the plain plan; returns the number of the one that is
+   advised, or -1 after an error. */
+static int add_all_to_page(const estimate *e, const findings *f, page *p) {
+    int shown = 0, count = 1, status = add_to_page(e, f, p, -1);
+    for (int i = 0; i < MODES && status == 0; i++) {
+        if (f->same_as[i] == i) {
+            status = add_to_page(e, f, p, i);
+            shown = i == f->same_as[shown_mode(e, f)] ? count : shown;
+            count++;
+        }
+    }
+    return status == 0 ? shown : -1;
+}
+
+static int write_page(const estimate *e, const findings *f, const all_sweeps *all) {
+    page p;
+    page_curve curves[MODES];
+    char title[160], subtitle[256];
+    int count = 0;
+    FILE *file = open_file(e->options.html);
+    if (!file) {
+        return 1;
+    }
+    snprintf(title, sizeof title, "%s, batch %lld x %lld tokens, %s, %s", e->model.name,
+             (long long)e->options.batch, (long long)e->options.sequence,
+             precision_of(&e->options)->name, optimizers[optimizer_of(&e->options)].title);
+    snprintf(subtitle, sizeof subtitle,
+             "%.1f M params; predicted for %s, %s, by memscale.h %d.%d.%d: no number is measured",
+             (double)f->plain.report.param_count / 1e6, e->device.hardware.name,
+             show_bytes(e->device.memory_bytes).text, MEMSCALE_VERSION_MAJOR,
+             MEMSCALE_VERSION_MINOR, MEMSCALE_VERSION_PATCH);
+    page_begin(&p, file, title, subtitle);
+    expect_plans(e, COLUMNS);
+    const int shown = add_all_to_page(e, f, &p);
+    for (int i = 0; i < MODES; i++) {
+        const sweep *s = &all->of[i];
+        if (all->is_drawn[i]) {
+            const page_curve curve = {ms_mode_name(s->mode), s->budget, s->peak, s->ratio,
+                                      s->count};
+            curves[count++] = curve;
+        }
+    }
+    page_end(&p, shown < 0 ? 0 : shown, e->device.budget_bytes, curves, count);
+    end_progress(e->shown);
+    return close_file(file, e->options.html,
+                      shown < 0                  ? 1
+                      : p.result == MS_RESULT_OK ? 0
+                                                 : fail("the plans cannot be written"));
+}
+
+// ---- main ---------------------------------------------------------------------------------------
+
+/* The pictures, which have the same plans over budgets. */
+static int write_files(const estimate *e, const findings *f) {
+    all_sweeps all;
+    memset(&all, 0, sizeof all);
+    const int failed = make_sweeps(e, f, &all);
+    end_progress(e->shown);
+    return failed || (e->options.sweep && is_fit(f) && write_sweep(e, f, &all) != 0) ||
+           (e->options.html && write_page(e, f, &all) != 0);
 }
 
 /* Writes what was asked for; returns the exit status. */
@@ -2168,7 +2204,7 @@ static int write_all(const estimate *e, const findings *f) {
     if (fflush(stdout) != 0) {
         return fail("cannot write: %s", strerror(errno));
     }
-    if (e->options.sweep && is_fit(f) && write_sweep(e, f) != 0) {
+    if ((e->options.html || (e->options.sweep && is_fit(f))) && write_files(e, f) != 0) {
         return STATUS_FAILED;
     }
     return is_fit(f) ? STATUS_FITS : STATUS_NO_FIT;
@@ -2193,15 +2229,15 @@ int main(int argc, char **argv) {
         fail("--plan is text: not with --json");
         return STATUS_USAGE;
     }
-    if (e.options.sweep && *e.options.sweep == 0) {
-        fail("--sweep needs the name of a file");
+    if ((e.options.sweep && *e.options.sweep == 0) || (e.options.html && *e.options.html == 0)) {
+        fail("--sweep and --html need the name of a file");
         return STATUS_USAGE;
     }
     if (choose_training(&e.options) != 0 || choose_shape(&e.options, &e.model) != 0 ||
         choose_target(&e.options, &e.device) != 0) {
         return STATUS_USAGE;
     }
-    e.progress = &shown;
+    e.shown = &shown;
     shown.is_shown = e.options.progress || isatty(STDERR_FILENO);
     shown.start_s = seconds_now();
     const int failed = find_all(&e, &f);

@@ -460,10 +460,19 @@ check_shared_options() {
 
 export -f check_help check_shared_options
 export -f check_gpu_builds check_gpu_missing check_gpu_tests check_gpu_first
+
+check_page() {
+    local program
+    for program in examples/estimate bench/timeline; do
+        build quick build/quick/$program || return 1
+    done
+    tests/page.sh build/quick
+}
+
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_newest cell_elsewhere cell_mixed cell_cpp cell_sources check_robot check_dialect
-export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_state
+export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_state check_page
 
 # ---- what is checked -----------------------------------------------------------------------------
 
@@ -690,6 +699,7 @@ check broad 'make gpu-first on the emulated GPU' check_gpu_first
 check broad '--help of every program' check_help
 check broad 'options that several programs have' check_shared_options
 check quick 'examples/robot: no heap, a power cut and a restart' check_robot
+check broad 'pages in a browser' check_page
 check quick 'examples/gpt2: state in the format that is asked for' check_state
 while read -r tier line; do
     name=${line%% =>*} name=${name#build/}

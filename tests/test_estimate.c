@@ -960,7 +960,10 @@ static void a_sweep_is_drawn_as_xml(void **state) {
     e.options.offloading = resident_unless_long();
     e.options.sweep = path;
     assert_int_equal(find_all(&e, &f), 0);
-    assert_int_equal(write_sweep(&e, &f), 0);
+    all_sweeps all;
+    memset(&all, 0, sizeof all);
+    assert_int_equal(make_sweeps(&e, &f, &all), 0);
+    assert_int_equal(write_sweep(&e, &f, &all), 0);
     FILE *file = fopen(path, "rb");
     assert_non_null(file);
     read_back(file, text, sizeof text);
@@ -994,6 +997,162 @@ static void a_larger_budget_takes_no_more_time_in_a_sweep(void **state) {
         assert_true(i == 0 || s.ratio[i] <= fmax(s.ratio[i - 1], 1.0) * (1.0 + 1e-9));
     }
     assert_true(s.ratio[s.count - 1] <= 1.0 + 1e-9);
+}
+
+// ------------------------------------------------------------------------------------------------
+// pages
+
+/* The data of a page; the page is cut after it. */
+static char *data_of(char *html) {
+    char *data = strstr(html, "<script type=\"application/json\" id=\"data\">\n");
+    char *end = data ? strstr(data, "\n</script>") : NULL;
+    assert_true(data != NULL && end != NULL);
+    assert_null(strstr(html, "://")); // it asks for nothing
+    *end = 0;
+    return strchr(data, '\n') + 1;
+}
+
+/* The present plan of a model as a page, to be freed. */
+static char *page_of(const ms_model *model, size_t *length) {
+    page p;
+    FILE *file = tmpfile();
+    assert_non_null(file);
+    page_begin(&p, file, "a </script> title", "a \"subtitle\"");
+    page_add_plan(&p, "one", "", model);
+    page_end(&p, 0, 0, NULL, 0);
+    assert_int_equal(p.result, MS_RESULT_OK);
+    *length = (size_t)ftell(file);
+    char *text = (char *)malloc(*length + 1);
+    assert_non_null(text);
+    read_back(file, text, *length + 1);
+    return text;
+}
+
+#ifdef MODEL_SHAPE_CJSON
+static double item_of(const cJSON *array, int index) {
+    return cJSON_GetNumberValue(cJSON_GetArrayItem(array, index));
+}
+
+/* The live bytes of every instruction, by category, from the values of a page. */
+static void page_has_event(const ms_event *event, void *user) {
+    const cJSON *shown = (const cJSON *)user, *value;
+    uint64_t live[MS_CATEGORY_COUNT] = {0}, host = 0;
+    if (event->kind >= MS_EVENT_DROP) {
+        return;
+    }
+    cJSON_ArrayForEach(value, cJSON_GetObjectItem(shown, "values")) {
+        const bool lives = item_of(value, 3) <= event->index && event->index <= item_of(value, 4);
+        const uint64_t bytes = lives ? (uint64_t)item_of(value, 2) : 0;
+        const bool on_host = item_of(value, 6) > 0.0;
+        live[(int)item_of(value, 1)] += on_host ? 0 : bytes;
+        host += on_host ? bytes : 0;
+    }
+    assert_memory_equal(live, event->live_bytes_of, sizeof live);
+    assert_true(host == event->host_bytes);
+    const cJSON *instruction =
+        cJSON_GetArrayItem(cJSON_GetObjectItem(shown, "instructions"), (int)event->index);
+    assert_int_equal((int)item_of(instruction, 0), event->kind);
+    assert_int_equal((int)item_of(instruction, 1), event->stream);
+    assert_true(fabs(item_of(instruction, 3) - event->start_us) <= 1e-6 * event->start_us);
+    assert_string_equal(cJSON_GetStringValue(cJSON_GetArrayItem(instruction, 5)), event->name);
+}
+
+/* What was decided, and that whoever made a value has a line in that. */
+static void page_has_decision(const ms_decision *d, void *user) {
+    const cJSON *data = (const cJSON *)user;
+    const cJSON *shown = cJSON_GetArrayItem(cJSON_GetObjectItem(data, "plans"), 0);
+    const cJSON *layer =
+        cJSON_GetArrayItem(cJSON_GetObjectItem(shown, "decisions"), (int)d->layer_index);
+    const cJSON *decision = cJSON_GetArrayItem(layer, (int)d->technique);
+    const cJSON *rule =
+        cJSON_GetArrayItem(cJSON_GetObjectItem(data, "rules"), (int)item_of(decision, 1));
+    assert_true((item_of(decision, 0) > 0.0) == d->is_applied);
+    assert_true((uint64_t)item_of(decision, 2) == d->saved_bytes);
+    assert_string_equal(cJSON_GetStringValue(cJSON_GetArrayItem(rule, 0)), d->rule->id);
+    assert_string_equal(cJSON_GetStringValue(cJSON_GetArrayItem(rule, 2)), d->rule->reason);
+}
+#endif
+
+/* The numbers of a page are those of the plan, for every instruction, value and decision. */
+static void a_page_has_the_plan(void **state) {
+    (void)state;
+    for (int mode = 0; mode < MODES; mode++) {
+        estimate e;
+        findings f;
+        nn_net *net;
+        size_t length[2];
+        memset(&f, 0, sizeof f);
+        prepare(&e, "gpt2-124M", 8, 64);
+        e.model.layers = 2;
+        e.device.budget_bytes = (uint64_t)500 << 20;
+        f.smallest[mode].fits = mode > 0; // otherwise the smallest plan
+        ms_model *model = wrap_mode(&e, &f, mode, &net);
+        assert_non_null(model);
+        char *text = page_of(model, &length[0]), *again = page_of(model, &length[1]);
+        assert_string_equal(text, again);
+        char *said = data_of(text);
+        assert_true(is_json(said));
+        t_text_has(said, "\"title\": \"a \\u003c/script> title\"");
+#ifdef MODEL_SHAPE_CJSON
+        ms_memory_report r;
+        cJSON *data = cJSON_Parse(said);
+        assert_non_null(data);
+        cJSON *shown = cJSON_GetArrayItem(cJSON_GetObjectItem(data, "plans"), 0);
+        t_report(model, &r);
+        assert_true(number_of(said, "arena_bytes") == (double)r.arena_bytes);
+        assert_true(number_of(said, "peak_instruction") == (double)r.peak_instruction);
+        assert_int_equal(cJSON_GetArraySize(cJSON_GetObjectItem(shown, "instructions")),
+                         r.instruction_count);
+        assert_int_equal(cJSON_GetArraySize(cJSON_GetObjectItem(shown, "layers")), r.layer_count);
+        for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+            assert_true((uint64_t)item_of(cJSON_GetObjectItem(shown, "peak_bytes"), c) ==
+                        r.peak_bytes[c]);
+        }
+        t_ok(model, ms_visit_events(model, MS_PROGRAM_TRAIN, page_has_event, shown));
+        t_ok(model, ms_visit_decisions(model, page_has_decision, data));
+        cJSON_Delete(data);
+#endif
+        free(text);
+        free(again);
+        ms_destroy(model);
+        nn_destroy(net);
+    }
+}
+
+/* Every value that a layer makes or uses has that layer, whose decisions say why it is there. */
+static void a_page_is_written_with_budgets(void **state) {
+    (void)state;
+    static printed p;
+    static char text[4 * TEXT_BYTES];
+    char path[] = "/tmp/memscale_page_XXXXXX";
+    const int descriptor = mkstemp(path);
+    assert_true(descriptor >= 0);
+    close(descriptor);
+    run_small(&p, "--layers 1 --gpu 24G --budget 600M --html /nowhere/at/all.html");
+    assert_int_equal(p.status, STATUS_FAILED);
+    t_text_has(p.error, "/nowhere/at/all.html");
+    estimate e;
+    findings f;
+    all_sweeps all;
+    prepare(&e, "gpt2-124M", 8, 64);
+    e.model.layers = 1;
+    e.options.offloading = resident_unless_long();
+    e.options.html = path;
+    assert_int_equal(find_all(&e, &f), 0);
+    memset(&all, 0, sizeof all);
+    assert_int_equal(make_sweeps(&e, &f, &all), 0);
+    assert_int_equal(write_page(&e, &f, &all), 0);
+    FILE *file = fopen(path, "rb");
+    assert_non_null(file);
+    read_back(file, text, sizeof text);
+    remove(path);
+    char *said = data_of(text);
+    assert_true(is_json(said));
+    t_text_has(said, "\"name\": \"plain\"");
+    t_text_has(said, "\"name\": \"AGGRESSIVE\"");
+    t_text_has(said, "\"name\": \"CONSERVATIVE\"");
+    assert_non_null(strstr(strstr(said, "\"sweep\""), "\"mode\": \"AGGRESSIVE\""));
+    assert_null(strstr(said, ",-1,\"f32\"]")); // a value without a layer
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1611,6 +1770,8 @@ int main(void) {
         cmocka_unit_test(any_text_is_escaped),
         cmocka_unit_test(a_sweep_is_drawn_as_xml),
         cmocka_unit_test(a_larger_budget_takes_no_more_time_in_a_sweep),
+        cmocka_unit_test(a_page_has_the_plan),
+        cmocka_unit_test(a_page_is_written_with_budgets),
         cmocka_unit_test(the_text_says_what_it_assumes),
         cmocka_unit_test(the_plan_is_listed_with_equal_blocks_as_one),
         cmocka_unit_test(the_largest_values_at_the_peak_come_first),
