@@ -13,7 +13,7 @@ done
 
 # What is on the page once its scripts have run; their errors too.
 dump() { # PAGE FRAGMENT
-    timeout 100 $browser --headless --no-sandbox --disable-gpu --window-size=1280,800 --enable-logging=stderr \
+    timeout 100 $browser --headless --no-sandbox --disable-gpu --window-size=1280,1100 --enable-logging=stderr \
         --virtual-time-budget=2000 --dump-dom "file://$PWD/$1#$2" 2> "$1.log"
     ! grep -E 'CONSOLE|Uncaught' "$1.log"
 }
@@ -35,6 +35,7 @@ expect $page '' '<h1 id="title">gpt2 of your own, batch 32 x 256 tokens' '<b>BAL
     'arena: all that training takes' 'Applied to layers, of '
 expect $page 'plan=1&hover=400,440' 'Why: decided for layer h' '>activations, f32<' '<br>through #' 'alive for '
 expect $page 'plan=1&hover=400,570' '>stream</td><td class="n">compute</td>' 'Why: decided for layer h'
+expect $page 'hover=400,900' '<td>budget</td>' '<td>step over plain</td>' # the curves
 expect $page 'plan=0&hover=10,10' '<h2>plain</h2>'
 
 page=$folder/timeline.html
