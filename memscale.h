@@ -6922,7 +6922,7 @@ static uint64_t msi_saved_registers(void) {
     if (!(msi_ask_cpu(1, 0).c >> 27 & 1)) {
         return 0;
     }
-#if defined(_MSC_VER)
+#if defined(_MSC_VER) && !defined(__clang__) // clang-cl has it only where all code may use it
     return _xgetbv(0);
 #else
     uint32_t low, high;

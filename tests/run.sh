@@ -198,6 +198,22 @@ cell_elsewhere() { # RUNNER COMPILER FLAGS SOURCE ARGUMENTS
     WINEDEBUG=-all WINEPREFIX=$PWD/$checks/wine "$1" "$program" "${@:5}"
 }
 
+# What is for MSVC: clang in its dialect and for its ABI, with the headers and the libraries of mingw-w64
+# in place of those of the Windows SDK, which a C++ exception would need. cl.exe itself is not here.
+cell_msvc() { # DIALECT ARGUMENTS
+    need clang
+    need x86_64-w64-mingw32-gcc
+    local program include=/usr/x86_64-w64-mingw32/include
+    [ -f $include/windows.h ] || skip "no $include"
+    program=$(mktemp $checks/msvc.XXXXXX)
+    clang --target=x86_64-pc-windows-msvc -fms-extensions -fms-compatibility -fms-compatibility-version=19.29 $1 \
+        -nostdlibinc -isystem $include -D_WIN32_WINNT=0x0A00 -include tests/msvc_headers.h -I. $WARNINGS \
+        -Wno-missing-field-initializers -Werror -O1 -c "${@:2}" -o "$program.o" &&
+        x86_64-w64-mingw32-gcc "$program.o" -static -Wl,--defsym=__chkstk=___chkstk_ms -o "$program.exe" -lm || return 1
+    need wine
+    WINEDEBUG=-all WINEPREFIX=$PWD/$checks/wine wine "$program.exe"
+}
+
 cell_mixed() { # C_COMPILER CXX_COMPILER: a C++ program on an implementation that was compiled as C
     need "$1" && need "$2"
     local object=$checks/mixed.$1.o
@@ -471,7 +487,7 @@ check_page() {
 
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
-export -f cell_library cell_newest cell_elsewhere cell_mixed cell_cpp cell_sources check_robot check_dialect
+export -f cell_library cell_newest cell_elsewhere cell_msvc cell_mixed cell_cpp cell_sources check_robot check_dialect
 export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_state check_page
 
 # ---- what is checked -----------------------------------------------------------------------------
@@ -633,6 +649,9 @@ check broad 'Windows, C++11' "$windows-g++ '$body -Wno-missing-field-initializer
 check broad 'Windows, examples/llmc_style' \
     "$windows-gcc -O2 examples/llmc_style.c --size tiny --steps 2 --compare --budget 300K"
 check broad 'Windows, what the system tells' "$windows-gcc '' tests/compile_host.c"
+check broad "Windows, clang as MSVC, C11" "cell_msvc '-x c -std=c11' $body $program"
+check broad "Windows, clang as MSVC, C++14" "cell_msvc '-x c++ -std=c++14 -fno-exceptions' $body $program"
+check broad "Windows, clang as MSVC, what the system tells" "cell_msvc '-x c -std=c11' tests/compile_host.c"
 check broad 'aarch64, one translation unit' "$arm-gcc $body $program"
 check broad 'aarch64, examples/llmc_style' \
     "$arm-gcc -O2 examples/llmc_style.c --size tiny --steps 2 --compare --budget 300K"
