@@ -1926,10 +1926,11 @@ MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit
 
 /* Runs forward and backward by the present plan, from the present values and inputs, with the seed
    of the next step and no update, and looks after each layer for a NaN or an infinity, by the bits:
-   first in what it reads of inputs, params and buffers, then in what it makes. Stops at the first;
-   ms_last_error has it as text then, though the result is OK. Call it after MS_RESULT_NONFINITE. In
-   debug mode each step does the same: the first is logged as a warning and told by the error. The
-   model is as before. Memory: as ms_verify, for one pass, and without a copy of its results.
+   first in what it reads of inputs, params and buffers, then in what it makes. Finds the first NaN;
+   without any, the first infinity, but not in values if the loss is finite: they may be meant, as in
+   a mask of attention. ms_last_error has it as text then, though the result is OK. Call it after
+   MS_RESULT_NONFINITE. In debug mode each step does the same: a NaN, or an infinite gradient, is
+   logged as a warning, and the error tells what was found. The model is as before. Memory: as ms_verify, for one pass, and without a copy of its results.
    Stream and errors: as ms_verify. */
 MEMSCALE_API_CHECKED ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found);
 
@@ -23421,8 +23422,9 @@ static bool msi_is_unwritten(const uint8_t *at, ms_dtype dtype) {
            word == msi_bits_of_f32(msi_f32_of_f16(UINT16_MAX));
 }
 
-/* Counts elements that are not finite in a piece of a value that begins with element `first`; if
-   `poisoned`, except poison that nobody has overwritten. */
+/* Counts elements that are not finite in a piece of a value that begins with element `first`, and notes
+   the first NaN, or without any the first infinity; if `poisoned`, except poison that nobody has
+   overwritten. */
 static void msi_scan_piece(ms_nonfinite *n, const uint8_t *data, ms_dtype dtype, uint64_t count,
                            uint64_t first, bool poisoned) {
     const uint64_t size = ms_dtype_bytes(dtype);
@@ -23431,8 +23433,9 @@ static void msi_scan_piece(ms_nonfinite *n, const uint8_t *data, ms_dtype dtype,
         if (msi_is_finite(x) || (poisoned && msi_is_unwritten(data + i * size, dtype))) {
             continue;
         }
-        n->is_nan = n->count == 0 ? msi_is_nan(x) : n->is_nan;
-        n->element = n->count == 0 ? first + i : n->element;
+        const bool first_nan = msi_is_nan(x) && !n->is_nan;
+        n->element = n->count == 0 || first_nan ? first + i : n->element;
+        n->is_nan |= first_nan;
         n->count++;
     }
 }
@@ -24971,26 +24974,40 @@ static MSI_COLD void msi_run_trials(msi_trial *t) {
     msi_check_outside(t);
 }
 
-/* Notes the first result of a step that is not finite, if it is among these. */
+/* What a find says: most, if it is a NaN; least, if it is an infinity in a value, which may be meant, as
+   in a mask of attention. */
+static int msi_find_rank(const msi_graph *g, const ms_nonfinite *n) {
+    return n->count == 0                                    ? 0
+           : n->is_nan                                      ? 3
+           : msi_role_of(g, n->tensor) == MSI_ROLE_GRADIENT ? 2
+                                                            : 1;
+}
+
+/* Notes results that are not finite, and logs them unless they are infinities in a value. */
 static MSI_COLD void msi_note_nonfinite(msi_trial *t) {
     ms_model *m = t->model;
     const msi_graph *g = &m->graph;
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
-        if (!s->is_made || m->run.nonfinite.count > 0) {
+        const bool is_value = s->group < MSI_GROUP_COUNT;
+        ms_nonfinite n;
+        memset(&n, 0, sizeof n);
+        if (!s->is_made || (m->run.nonfinite.count > 0 && m->run.nonfinite.is_nan)) {
             continue;
         }
-        ms_nonfinite *n = &m->run.nonfinite;
-        msi_scan_piece(n, msi_own_bytes_in(t, MSI_IMAGE_LAST, s), s->dtype,
+        msi_scan_piece(&n, msi_own_bytes_in(t, MSI_IMAGE_LAST, s), s->dtype,
                        s->bytes / ms_dtype_bytes(s->dtype),
                        s->made_within / ms_dtype_bytes(s->dtype), true);
-        if (n->count > 0) {
-            n->layer = msi_layer_handle(g, t->instruction->target);
-            n->tensor = msi_handle(g, s->tensor,
-                                   s->group < MSI_GROUP_COUNT ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
-            n->phase = msi_ops[t->instruction->op].phase;
-            const bool scaled = t->program->code.scales_loss && s->group >= MSI_GROUP_COUNT;
+        n.layer = msi_layer_handle(g, t->instruction->target);
+        n.tensor = msi_handle(g, s->tensor, is_value ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
+        n.phase = msi_ops[t->instruction->op].phase;
+        if (msi_find_rank(g, &n) <= msi_find_rank(g, &m->run.nonfinite)) {
+            continue;
+        }
+        m->run.nonfinite = n;
+        const bool scaled = t->program->code.scales_loss && !is_value;
+        if (n.is_nan || !is_value) {
             msi_log(m, scaled ? MS_LOG_INFO : MS_LOG_WARNING, "debug", "not finite%s: %s",
-                    scaled ? ", times the loss scale" : "", msi_nonfinite_name(m, n).text);
+                    scaled ? ", times the loss scale" : "", msi_nonfinite_name(m, &n).text);
         }
     }
 }
@@ -28604,9 +28621,15 @@ static MSI_COLD ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n,
     return result;
 }
 
+/* What a pass has found that is not finite: the first NaN, and the first infinities. */
+typedef struct msi_finds {
+    ms_nonfinite nan, value, gradient;
+    bool in_loss;
+} msi_finds;
+
 /* Looks at the operands of a layer's instruction: before it runs at what it reads of residents,
    after it at what it has made. */
-static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite *n, uint32_t now,
+static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, msi_finds *f, uint32_t now,
                                                bool after) {
     const ms_model *m = v->model;
     const msi_program *p = m->run.program;
@@ -28619,7 +28642,9 @@ static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite
         const uint32_t range = p->code.operands.items[i->operand_first + k].range;
         const int group = msi_operand_group(l, i, k, &slot);
         const bool value = group < MSI_GROUP_COUNT;
-        if (range == MSI_NONE || group == MSI_GROUP_WORKSPACE || n->count > 0 ||
+        ms_nonfinite here;
+        memset(&here, 0, sizeof here);
+        if (range == MSI_NONE || group == MSI_GROUP_WORKSPACE || f->nan.count > 0 ||
             result != MS_RESULT_OK ||
             !(after ? msi_is_made(l, i, group, slot)
                     : value && range < m->run.store->residents.count)) {
@@ -28631,33 +28656,40 @@ static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, ms_nonfinite
             msi_asan_unpoison(msi_address(m, p, range), scanned->bytes);
         }
         const bool cut = msi_is_operand_cut(&m->graph, p, i, k);
-        result = msi_scan_operand(v, n, range, cut ? &i->rows : NULL);
-        n->layer = msi_layer_handle(&m->graph, i->target);
-        n->tensor =
+        result = msi_scan_operand(v, &here, range, cut ? &i->rows : NULL);
+        here.layer = msi_layer_handle(&m->graph, i->target);
+        here.tensor =
             msi_handle(&m->graph, scanned->tensor, value ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
-        n->phase = msi_ops[i->op].phase;
-        n->is_read = !after;
+        here.phase = msi_ops[i->op].phase;
+        here.is_read = !after;
+        ms_nonfinite *as = here.is_nan ? &f->nan : value ? &f->value : &f->gradient;
+        *as = here.count > 0 && as->count == 0 ? here : *as;
+        f->in_loss |= here.count > 0 && scanned->tensor == m->graph.loss;
     }
     return result;
 }
 
-/* Runs forward and backward by the present plan up to the first layer that reads or makes what is
-   not finite. The poison is finite. */
+/* Runs forward and backward by the present plan up to the first layer that reads or makes a NaN. The
+   poison is finite. Without a NaN, the first infinity counts, unless it is in a value and the loss is
+   finite: it was meant, as in a mask of attention. */
 static MSI_COLD ms_result msi_run_scanned(msi_verification *v, ms_nonfinite *n) {
     ms_model *m = v->model;
     m->run.plan = v->plans[MSI_PASS_WRAPPED];
     const msi_program *p = &m->run.plan->train;
+    msi_finds f;
+    memset(&f, 0, sizeof f);
     ms_result result = msi_reset_store(v);
     MSI_THEN(result, msi_start(m, p));
-    while (result == MS_RESULT_OK && m->run.position < p->code.backward_end && n->count == 0) {
+    while (result == MS_RESULT_OK && m->run.position < p->code.backward_end && f.nan.count == 0) {
         const uint32_t now = m->run.position;
-        result = msi_scan_instruction(v, n, now, false);
-        if (n->count == 0) {
+        result = msi_scan_instruction(v, &f, now, false);
+        if (f.nan.count == 0) {
             MSI_THEN(result, msi_run_poisoned(m, now + 1, MSI_POISON_FIRST));
-            MSI_THEN(result, msi_scan_instruction(v, n, now, true));
+            MSI_THEN(result, msi_scan_instruction(v, &f, now, true));
         }
     }
-    if (result != MS_RESULT_OK || n->count == 0) {
+    *n = f.nan.count > 0 ? f.nan : f.in_loss ? f.value : f.gradient;
+    if (result != MS_RESULT_OK) {
         memset(n, 0, sizeof *n);
     }
     return result;

@@ -1147,6 +1147,109 @@ static void what_is_not_finite_is_found(void **state) {
     }
 }
 
+/* Scores, of which some are masked by an infinity, and their exponentials; the loss is what the last
+   layer makes of these. */
+enum { SCORES = 8, MASKED = 5 };
+
+typedef struct masked {
+    float lost, spoiled; // of element 0: in the value of the loss; in the gradient of w
+    uint32_t warnings;
+} masked;
+
+static int mask_forward(const ms_call *call) {
+    for (int i = 0; i < SCORES; ++i) {
+        t_data(&call->out[0])[i] = i >= MASKED ? -INFINITY : t_data(&call->param[0])[i];
+    }
+    return 0;
+}
+
+static int mask_backward(const ms_call *call) {
+    const masked *k = (const masked *)call->user;
+    for (int i = 0; i < SCORES; ++i) {
+        t_contribute(&call->grad_param[0], i,
+                     i >= MASKED ? 0.0f : t_data(&call->grad_out[0])[i] + (i ? 0.0f : k->spoiled));
+    }
+    return 0;
+}
+
+static int exponential_forward(const ms_call *call) {
+    const masked *k = (const masked *)call->user;
+    for (int i = 0; i < SCORES; ++i) {
+        t_data(&call->out[0])[i] = expf(t_data(&call->in[0])[i]) + (i ? 0.0f : k->lost);
+    }
+    return 0;
+}
+
+static int exponential_backward(const ms_call *call) {
+    for (int i = 0; i < SCORES; ++i) {
+        t_contribute(&call->grad_in[0], i,
+                     t_data(&call->grad_out[0])[i] * expf(t_data(&call->in[0])[i]));
+    }
+    return 0;
+}
+
+static void count_finds(ms_log_level level, const char *tag, const char *text, void *user) {
+    ((masked *)user)->warnings += level == MS_LOG_WARNING && strcmp(tag, "debug") == 0;
+    (void)text;
+}
+
+/* Infinities of a value whose loss is finite are meant: they are no find, and no warning. A NaN is found
+   behind them, and an infinite gradient; and they are, if the loss is infinite too. */
+static void an_infinite_mask_is_no_find(void **state) {
+    (void)state;
+    static const struct {
+        float lost, spoiled;
+        const char *text;
+    } cases[] = {{0.0f, 0.0f, NULL},
+                 {NAN, 0.0f, "layer 1 \"exponential\": its forward callback makes element 0"},
+                 {0.0f, INFINITY, "layer 0 \"mask\": its backward callback makes element 0"},
+                 {0.0f, NAN, "layer 0 \"mask\": its backward callback makes element 0"},
+                 {INFINITY, 0.0f, "layer 0 \"mask\": its forward callback makes element 5"}};
+    for (int how = 0; how < 10; ++how) {
+        ms_model *m;
+        ms_nonfinite found;
+        ms_layer_desc d;
+        masked k = {cases[how / 2].lost, cases[how / 2].spoiled, 0};
+        ms_config config = t_config();
+        config.debug = how % 2;
+        config.log = count_finds;
+        config.log_user = &k;
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        memset(&d, 0, sizeof d);
+        d.name = "mask";
+        d.forward = mask_forward;
+        d.backward = mask_backward;
+        d.user = &k;
+        d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape1(SCORES));
+        const ms_tensor scores = d.out[0] =
+            ms_activation(m, "scores", MS_DTYPE_F32, ms_shape1(SCORES));
+        ms_register_layer(m, &d);
+        memset(&d, 0, sizeof d);
+        d.name = "exponential";
+        d.forward = exponential_forward;
+        d.backward = exponential_backward;
+        d.user = &k;
+        d.in[0] = scores;
+        d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(SCORES));
+        ms_register_layer(m, &d);
+        ms_set_loss(m, d.out[0]);
+        t_ok(m, ms_wrap(m));
+        t_write_zeros(m);
+        t_ok(m, ms_find_nonfinite(m, &found));
+        assert_int_equal(found.count > 0, cases[how / 2].text != NULL);
+        if (cases[how / 2].text) {
+            t_text_has(ms_last_error(m), cases[how / 2].text);
+        }
+        const ms_result result = t_settled(m, ms_step(m, NULL));
+        assert_int_equal(result == MS_RESULT_NONFINITE, how / 2 == 1 || how / 2 == 4);
+        assert_int_equal(k.warnings > 0, how % 2 == 1 && how / 2 > 0 && how / 2 < 4);
+        if (config.debug && result == MS_RESULT_NONFINITE) {
+            t_text_has(ms_last_error(m), cases[how / 2].text);
+        }
+        ms_destroy(m);
+    }
+}
+
 /* Debug mode's own poison, where nobody writes, is none of a layer's results, in any dtype; a NaN
    that the layer does write is. */
 typedef struct padded {
@@ -1179,7 +1282,7 @@ static int padded_forward(const ms_call *call) {
 
 static int padded_backward(const ms_call *call) {
     for (int i = 0; i < PADDED; ++i) {
-        t_contribute(&call->grad_param[0], i, 1.0f);
+        t_contribute(&call->grad_param[0], i, t_data(&call->grad_out[0])[0]);
     }
     return 0;
 }
@@ -1261,6 +1364,7 @@ int main(void) {
         cmocka_unit_test(lent_memory_is_used_and_put_back),
         cmocka_unit_test(what_is_refused),
         cmocka_unit_test(what_is_not_finite_is_found),
+        cmocka_unit_test(an_infinite_mask_is_no_find),
         cmocka_unit_test(padding_is_not_found),
         cmocka_unit_test(an_earlier_step_is_reported),
     };
