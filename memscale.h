@@ -4785,12 +4785,20 @@ static MSI_COLD ms_result msi_fail_argument(ms_model *m, const char *function, c
 }
 
 /* Notes the error of a function that cannot return it; the first one stays. Before there is a plan,
-   every ms_wrap returns it; afterwards the next one does. */
+   every ms_wrap returns it; afterwards the next one does. It was logged when it was noted, so those
+   that return it do not log it again (msi_fail_again). */
 static MSI_COLD void msi_stick(ms_model *m, ms_result result) {
     if (m->errors.sticky == MS_RESULT_OK) {
         m->errors.sticky = result;
         memcpy(m->errors.sticky_text, m->errors.text, sizeof m->errors.text);
     }
+}
+
+/* Returns the error that sticks, after what its text begins with here. */
+static MSI_COLD ms_result msi_fail_again(ms_model *m, ms_result result, const char *before) {
+    msi_write_text(m->errors.text, sizeof m->errors.text, "%s%s", before, m->errors.sticky_text);
+    m->errors.count++;
+    return result;
 }
 
 #define MSI_STICK(m, ...)                                                                          \
@@ -8225,16 +8233,40 @@ static uint64_t msi_all_state_bytes(const ms_optimizer_desc *o, const msi_tensor
     return bytes;
 }
 
-/* Whether the model accepts registrations; an error if it does not. */
-static bool msi_registering(ms_model *m, const char *what, const char *name) {
+/* What a function was given, in words: `"x"`, `the gradient of "x"`. */
+typedef struct msi_handle_text {
+    char text[160];
+} msi_handle_text;
+
+static msi_handle_text msi_handle_words(const msi_graph *g, ms_tensor handle) {
+    const uint32_t t = msi_index(g, handle);
+    const msi_role role = msi_role_of(g, handle);
+    msi_handle_text words;
+    if (t == MSI_NONE) {
+        msi_write_text(words.text, sizeof words.text, "%s",
+                       handle.id ? "an unknown handle" : "an empty handle (id 0)");
+    } else {
+        msi_write_text(words.text, sizeof words.text, "%s%s%s\"%.100s\"",
+                       role == MSI_ROLE_VALUE ? "" : "the ",
+                       role == MSI_ROLE_VALUE ? "" : msi_role_name(role),
+                       role == MSI_ROLE_VALUE ? "" : " ", msi_name(g, g->tensors.items[t].name));
+    }
+    return words;
+}
+
+/* Whether the model accepts registrations; an error if it does not. `words` are about what is
+   registered or set, between quotes if they are a name. */
+static bool msi_registering(ms_model *m, const char *what, const char *words, const char *quote) {
     if (m && m->run.plan) {
         MSI_STICK(
             m, MS_RESULT_ORDER,
-            "%s \"%s\": the graph is closed since ms_wrap: say that before, or make a new model",
-            what, name);
+            "%s%s%s%s%s: the graph is closed since ms_wrap: do this before ms_wrap, or make a "
+            "new model",
+            what, words ? " " : "", quote, words ? words : "", quote);
     } else if (m && m->run.visits) {
-        MSI_STICK(m, MS_RESULT_ORDER, "%s \"%s\" in the callback of %s: say that before", what,
-                  name, m->run.visits);
+        MSI_STICK(m, MS_RESULT_ORDER,
+                  "%s%s%s%s%s: called from the callback of %s: do this before or after that call",
+                  what, words ? " " : "", quote, words ? words : "", quote, m->run.visits);
     }
     return m && !m->run.plan && !m->run.visits && m->errors.broken == MS_RESULT_OK;
 }
@@ -8649,7 +8681,7 @@ static MSI_COLD ms_layer msi_add_layer(ms_model *m, const char *name, const ms_l
             !msi_count_bytes(g, bytes) || !msi_count_bytes(g, w->bytes)) {
             MSI_STICK(m, MS_RESULT_INVALID,
                       "%s: its workspace of %llu bytes and %llu per row brings the whole "
-                      "model to 2^58 bytes or more: it is counted in bytes",
+                      "model to 2^58 bytes or more: workspaces are declared in bytes",
                       msi_label_of(index, name).text, (unsigned long long)w->bytes,
                       (unsigned long long)w->row_bytes);
             return none;
@@ -9280,7 +9312,7 @@ static const char *msi_hardware_fault(const ms_hardware *hardware) {
     }
     for (int i = 0; i < MSI_SPEED_COUNT; i++) {
         if (!msi_is_speed(i, *msi_speed(&h, i))) {
-            return "a speed is negative, not finite, or beyond all machines";
+            return "a speed is negative, not finite, or higher than that of any machine";
         }
     }
     return (unsigned)h.kind > MS_DEVICE_INTEGRATED         ? "there is no such kind of device"
@@ -9321,18 +9353,19 @@ static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
     }
     return !desc                                      ? "desc is NULL"
            : (unsigned)desc->kind > MS_OPTIMIZER_NONE ? "there is no such kind"
-           : custom && !desc->update ? "MS_OPTIMIZER_CUSTOM needs an update callback"
-           : !custom && desc->update ? "an update callback is for MS_OPTIMIZER_CUSTOM alone"
-           : !custom && desc->state_count != 0 ? "state_count is for MS_OPTIMIZER_CUSTOM alone"
+           : custom && !desc->update           ? "MS_OPTIMIZER_CUSTOM needs an update callback"
+           : !custom && desc->update           ? "only MS_OPTIMIZER_CUSTOM takes an update callback"
+           : !custom && desc->state_count != 0 ? "only MS_OPTIMIZER_CUSTOM takes a state_count"
            : desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
                ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
            : desc->is_filled && desc->epsilon == 0.0f && msi_optimizer_of(desc->kind).corrects_bias
-               ? "epsilon is 0: elements whose gradients are 0 would become NaN; set a small one"
+               ? "epsilon is 0: elements whose gradients are 0 would become NaN; set a small "
+                 "positive number"
            : formats >= MS_STATE_FORMAT_COUNT ||
                    msi_is_coded(msi_format_of_state((ms_state_format)formats))
                ? "state_format is F32 or BF16; 8 bits are a technique (ms_config.optimizer_8bit)"
            : !(msi_optimizer_of(desc->kind).formats >> formats & 1)
-               ? "state_format is for built-in optimizers alone"
+               ? "only built-in optimizers take a state_format"
                : NULL;
 }
 
@@ -9372,7 +9405,7 @@ static MSI_COLD bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *d
 static MSI_NOINLINE bool msi_check_finite(ms_model *m, const char *function, const char *tensor,
                                           float value) {
     return m && (msi_is_finite((double)value) ||
-                 MSI_REFUSE(m, "%s%s%s%s: %g; it must be a finite number", function,
+                 MSI_REFUSE(m, "%s%s%s%s: the value is %g; it must be a finite number", function,
                             tensor ? " of \"" : "", tensor ? tensor : "", tensor ? "\"" : "",
                             (double)value));
 }
@@ -9434,7 +9467,7 @@ static MSI_NOINLINE ms_tensor msi_register_tensor(ms_model *m, msi_kind kind, co
                                                   ms_dtype dtype, const ms_shape *shape) {
     const ms_tensor none = {0};
     name = name ? name : "";
-    return msi_registering(m, msi_kind_names[kind], name) &&
+    return msi_registering(m, msi_kind_names[kind], name, "\"") &&
                    msi_check_shape(m, kind, name, dtype, shape)
                ? msi_add_tensor(m, kind, name, dtype, shape)
                : none;
@@ -9473,7 +9506,7 @@ static MSI_COLD const char *msi_operand_fault(const msi_graph *g, msi_group_kind
     if (index == MSI_NONE) {
         return msi_index(g, handle) == MSI_NONE
                    ? "is not a tensor of this model: register it before the layer"
-                   : "is its gradient or optimizer state: pass the handle of its value";
+                   : "and not its value: pass the handle of the tensor itself";
     }
     const msi_tensor *t = &g->tensors.items[index];
     const bool written = t->producer != MSI_NONE;
@@ -9510,9 +9543,9 @@ static MSI_COLD const char *msi_operand_fault(const msi_graph *g, msi_group_kind
     return NULL;
 }
 
-static const char *msi_handle_name(const msi_graph *g, ms_tensor handle) {
-    const uint32_t t = msi_index(g, handle);
-    return t == MSI_NONE ? "?" : msi_tensor_name(g, t);
+/* Whether a setter may change what it was given; an error if it may not. */
+static bool msi_setting(ms_model *m, const char *function, ms_tensor handle) {
+    return m && msi_registering(m, function, msi_handle_words(&m->graph, handle).text, "");
 }
 
 static const msi_tensor *msi_tensor_at(const ms_model *m, ms_tensor handle) {
@@ -9520,18 +9553,25 @@ static const msi_tensor *msi_tensor_at(const ms_model *m, ms_tensor handle) {
     return t == MSI_NONE ? NULL : &m->graph.tensors.items[t];
 }
 
+static const char *const msi_activation_cure =
+    "the gradient of an activation lives only inside backward, where a layer that passes on its "
+    "input can copy it to a buffer that it has as state and in backward_state";
+
 /* The output of a layer that a setter received; MSI_NONE and an error that sticks if it is none. */
 static uint32_t msi_activation_index(ms_model *model, const char *function, ms_tensor tensor) {
-    if (!msi_registering(model, function, model ? msi_handle_name(&model->graph, tensor) : "")) {
+    if (!msi_setting(model, function, tensor)) {
         return MSI_NONE;
     }
-    const uint32_t t = msi_value_index(&model->graph, tensor);
+    const uint32_t t = msi_value_index(&model->graph, tensor),
+                   of = msi_index(&model->graph, tensor);
     if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_ACTIVATION ||
         model->graph.tensors.items[t].producer == MSI_NONE) {
-        MSI_STICK(model, MS_RESULT_INVALID,
-                  "%s: tensor \"%s\" is not the output of a layer: register the layer that writes "
-                  "it first",
-                  function, t == MSI_NONE ? "?" : msi_tensor_name(&model->graph, t));
+        const bool is_gradient = t == MSI_NONE && of != MSI_NONE &&
+                                 model->graph.tensors.items[of].kind == MSI_KIND_ACTIVATION;
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: %s is not the output of a layer: %s", function,
+                  msi_handle_words(&model->graph, tensor).text,
+                  is_gradient ? msi_activation_cure
+                              : "pass an activation that is in `out` of a layer registered before");
         return MSI_NONE;
     }
     return t;
@@ -9540,17 +9580,16 @@ static uint32_t msi_activation_index(ms_model *model, const char *function, ms_t
 /* The tensor, of one of two kinds, that a setter received, or NULL and an error that sticks. */
 static msi_tensor *msi_tensor_of(ms_model *model, const char *function, ms_tensor tensor,
                                  msi_kind kind, msi_kind other) {
-    if (!msi_registering(model, function, model ? msi_handle_name(&model->graph, tensor) : "")) {
+    if (!msi_setting(model, function, tensor)) {
         return NULL;
     }
     const uint32_t t = msi_value_index(&model->graph, tensor);
     msi_tensor *found = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
     if (!found || (found->kind != kind && found->kind != other)) {
-        MSI_STICK(model, MS_RESULT_INVALID, "%s: \"%s\" (%s) is not an %s%s%s", function,
-                  found ? msi_name(&model->graph, found->name) : "?",
-                  found ? msi_kind_names[found->kind] : "not a tensor of this model",
-                  msi_kind_names[kind], kind == other ? "" : " or ",
-                  kind == other ? "" : msi_kind_names[other]);
+        MSI_STICK(model, MS_RESULT_INVALID, "%s: %s%s%s%s is not an %s%s%s", function,
+                  msi_handle_words(&model->graph, tensor).text, found ? " (" : "",
+                  found ? msi_kind_names[found->kind] : "", found ? ")" : "", msi_kind_names[kind],
+                  kind == other ? "" : " or ", kind == other ? "" : msi_kind_names[other]);
         return NULL;
     }
     return found;
@@ -9561,8 +9600,8 @@ static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor
     const bool found = t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM;
     if (model && !found) {
         MSI_STICK(model, MS_RESULT_INVALID,
-                  "%s: \"%s\" is not a param: pass what ms_param has returned", function,
-                  t == MSI_NONE ? "?" : msi_tensor_name(&model->graph, t));
+                  "%s: %s is not a param: pass what ms_param has returned", function,
+                  msi_handle_words(&model->graph, param).text);
     }
     return found ? &model->graph.tensors.items[t] : NULL;
 }
@@ -9570,11 +9609,12 @@ static msi_tensor *msi_param_of(ms_model *model, const char *function, ms_tensor
 /* The layer that a setter received, or NULL and an error that sticks. */
 static msi_layer *msi_layer_of(ms_model *m, const char *function, ms_layer layer) {
     const uint32_t index = m ? msi_layer_index(&m->graph, layer) : MSI_NONE;
-    const bool found = m && (index != MSI_NONE ||
-                             MSI_REFUSE(m,
-                                        "%s: this is no layer of this model; take the handle that "
-                                        "ms_register_layer of this model has returned",
-                                        function));
+    const bool found =
+        m && (index != MSI_NONE ||
+              MSI_REFUSE(m,
+                         "%s: %s is not a layer of this model: pass what its "
+                         "ms_register_layer has returned",
+                         function, layer.id ? "an unknown handle" : "an empty handle (id 0)"));
     return found ? &m->graph.layers.items[index] : NULL;
 }
 
@@ -9591,9 +9631,11 @@ static uint32_t msi_loss_index(ms_model *m, ms_tensor loss) {
 /* Whether there are such a technique and such a switch. */
 static bool msi_check_technique(ms_model *m, const char *function, ms_technique technique,
                                 ms_switch force) {
-    return m && (((unsigned)technique < MS_TECHNIQUE_COUNT && (unsigned)force <= MS_SWITCH_OFF) ||
-                 MSI_REFUSE(m, "%s: there is no technique %d or no switch %d", function,
-                            (int)technique, (int)force));
+    return m &&
+           (((unsigned)technique < MS_TECHNIQUE_COUNT && (unsigned)force <= MS_SWITCH_OFF) ||
+            MSI_REFUSE(m, "%s: there is no %s %d", function,
+                       (unsigned)technique < MS_TECHNIQUE_COUNT ? "ms_switch" : "ms_technique",
+                       (unsigned)technique < MS_TECHNIQUE_COUNT ? (int)force : (int)technique));
 }
 
 /* The index of a tensor that a technique can be set on, or MSI_NONE and an error that sticks. Of a
@@ -9605,8 +9647,8 @@ static uint32_t msi_technique_index(ms_model *m, ms_tensor tensor, ms_technique 
     const bool fits =
         found && (msi_techniques[technique].kinds >> found->kind & 1) &&
         (found->kind == MSI_KIND_PARAM || msi_role_of(&m->graph, tensor) == MSI_ROLE_VALUE);
-    return fits || MSI_REFUSE(m, "ms_set_tensor_technique: \"%s\" is not %s",
-                              t == MSI_NONE ? "?" : msi_tensor_name(&m->graph, t),
+    return fits || MSI_REFUSE(m, "ms_set_tensor_technique: %s is not %s",
+                              msi_handle_words(&m->graph, tensor).text,
                               msi_techniques[technique].needed)
                ? t
                : MSI_NONE;
@@ -9657,8 +9699,12 @@ static MSI_COLD bool msi_check_slots(ms_model *m, const char *name, const ms_lay
                             : NULL;
             }
             if (fault) {
-                return MSI_REFUSE_LAYER(m, name, "%s[%u] \"%s\" %s", msi_group_names[group],
-                                        (unsigned)i, msi_handle_name(&m->graph, slot), fault);
+                const bool known = msi_index(&m->graph, slot) != MSI_NONE;
+                const bool is_value = msi_value_index(&m->graph, slot) != MSI_NONE;
+                return MSI_REFUSE_LAYER(m, name, "%s[%u] %s%s%s%s", msi_group_names[group],
+                                        (unsigned)i, known && !is_value ? "is " : "",
+                                        known ? msi_handle_words(&m->graph, slot).text : "",
+                                        known ? " " : "", fault);
             }
         }
     }
@@ -9669,8 +9715,8 @@ static MSI_COLD bool msi_check_mask(ms_model *m, const char *name, const char *f
                                     uint32_t slot_count) {
     return slot_count >= 32 || mask >> slot_count == 0 ||
            MSI_REFUSE_LAYER(m, name,
-                            "%s is 0x%x and names slot %u; the layer uses %u, from 0: bit i is "
-                            "slot i, and MS_ALL_SLOTS is all that are used",
+                            "%s is 0x%x and names slot %u, but the layer uses %u slots, counted "
+                            "from 0: bit i stands for slot i, and MS_ALL_SLOTS for all in use",
                             field, (unsigned)mask,
                             (unsigned)(slot_count + msi_lowest_bit(mask >> slot_count)),
                             (unsigned)slot_count);
@@ -9685,51 +9731,68 @@ static MSI_COLD bool msi_check_masks(ms_model *m, const char *name, const ms_lay
     good = good && msi_check_mask(m, name, #field, d->field, count[MSI_GROUP_##group]);
     MSI_MASKS(MSI_X)
 #undef MSI_X
+    char field[32];
     for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
-        char field[24];
-        msi_write_text(field, sizeof field, "in_place[%u]", (unsigned)j);
-        good = msi_check_mask(m, name, field, d->in_place[j], j < out ? in : 0);
+        if (d->in_place[j]) {
+            msi_write_text(field, sizeof field, "in_place[%u]", (unsigned)j);
+            good = msi_check_mask(m, name, field, d->in_place[j], j < out ? in : 0);
+        }
     }
-    for (uint32_t i = 0; i < MS_LIMIT_IN && good; i++) {
+    for (uint32_t k = 0; k < 4u * MS_LIMIT_IN && good; k++) {
+        static const char *const names[] = {"in", "out", "saved", "grad_out"};
+        const uint32_t i = k / 4u, limits[] = {in, out, saved, out};
         const ms_slot_masks *o = &d->grad_in_place[i];
-        const bool used = i < in;
-        good = msi_check_mask(m, name, "grad_in_place.in", o->in, used ? in : 0) &&
-               msi_check_mask(m, name, "grad_in_place.out", o->out, used ? out : 0) &&
-               msi_check_mask(m, name, "grad_in_place.saved", o->saved, used ? saved : 0) &&
-               msi_check_mask(m, name, "grad_in_place.grad_out", o->grad_out, used ? out : 0);
+        const uint32_t masks[] = {o->in, o->out, o->saved, o->grad_out};
+        if (masks[k % 4u]) {
+            msi_write_text(field, sizeof field, "grad_in_place[%u].%s", (unsigned)i, names[k % 4u]);
+            good = msi_check_mask(m, name, field, masks[k % 4u], i < in ? limits[k % 4u] : 0);
+        }
     }
     return good;
 }
 
+/* `"x", 64 bytes of f32` */
+static MSI_COLD msi_handle_text msi_sized_words(const ms_model *m, ms_tensor handle) {
+    const msi_tensor *t = msi_tensor_at(m, handle);
+    msi_handle_text words = msi_handle_words(&m->graph, handle);
+    if (t) {
+        msi_write_text(words.text, sizeof words.text, "\"%.100s\", %llu bytes of %s",
+                       msi_name(&m->graph, t->name), (unsigned long long)t->bytes,
+                       ms_dtype_name(t->view.dtype));
+    }
+    return words;
+}
+
 /* Checks one result that must be computed in place: its mask names one operand, of its size and
    dtype, in whose memory no other result is computed. */
-static MSI_COLD bool msi_check_must(ms_model *m, const char *name, const char *field, uint32_t slot,
+static MSI_COLD bool msi_check_must(ms_model *m, const char *name, bool of_grad, uint32_t slot,
                                     ms_tensor result, uint32_t mask, const ms_tensor *operands,
                                     uint32_t *claimed) {
     const uint32_t k = msi_lowest_bit(mask);
     const char *fault =
-        mask == 0 ? "names none: set the bit of the operand in whose memory it is computed"
-        : (mask & (mask - 1)) != 0 ? "names several: leave the one in whose memory it is computed"
+        mask == 0 ? "names no operand: set the bit of the operand in whose memory it is computed"
+        : (mask & (mask - 1)) != 0
+            ? "names several operands: leave only the one in whose memory it is computed"
         : (*claimed >> k & 1)
             ? "names an operand that another result is computed in: give each its own"
             : NULL;
     if (fault) {
-        return MSI_REFUSE_LAYER(m, name, "\"%s\" must be computed in place, but %s[%u], 0x%x, %s",
-                                msi_handle_name(&m->graph, result), field, (unsigned)slot,
-                                (unsigned)mask, fault);
+        return MSI_REFUSE_LAYER(m, name, "%s%s must be computed in place, but %s[%u]%s, 0x%x, %s",
+                                of_grad ? "the gradient of " : "",
+                                msi_handle_words(&m->graph, result).text,
+                                of_grad ? "grad_in_place" : "in_place", (unsigned)slot,
+                                of_grad ? ".grad_out" : "", (unsigned)mask, fault);
     }
     *claimed |= (uint32_t)1 << k;
     const msi_tensor *x = msi_tensor_at(m, result), *y = msi_tensor_at(m, operands[k]);
     return (x && y && x->view.dtype == y->view.dtype && x->bytes == y->bytes &&
             msi_scales_alike(&m->graph, msi_index(&m->graph, result),
                              msi_index(&m->graph, operands[k]))) ||
-           MSI_REFUSE_LAYER(
-               m, name,
-               "\"%s\", %llu bytes of %s, must be computed in the place of \"%s\", %llu bytes of "
-               "%s: both must have one dtype, and one size along the same axes",
-               msi_handle_name(&m->graph, result), (unsigned long long)(x ? x->bytes : 0),
-               x ? ms_dtype_name(x->view.dtype) : "?", msi_handle_name(&m->graph, operands[k]),
-               (unsigned long long)(y ? y->bytes : 0), y ? ms_dtype_name(y->view.dtype) : "?");
+           MSI_REFUSE_LAYER(m, name,
+                            "%s must be computed in the place of %s: both must have one dtype, and "
+                            "one size along "
+                            "the same axes",
+                            msi_sized_words(m, result).text, msi_sized_words(m, operands[k]).text);
 }
 
 static MSI_COLD bool msi_check_in_place(ms_model *m, const char *name, const ms_layer_desc *d) {
@@ -9737,14 +9800,13 @@ static MSI_COLD bool msi_check_in_place(ms_model *m, const char *name, const ms_
     bool good = true;
     for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
         good = !(d->must_in_place >> j & 1) ||
-               msi_check_must(m, name, "in_place", j, d->out[j], d->in_place[j], d->in, &claimed);
+               msi_check_must(m, name, false, j, d->out[j], d->in_place[j], d->in, &claimed);
     }
     for (uint32_t i = 0; i < MS_LIMIT_IN && good; i++) {
         const ms_slot_masks *o = &d->grad_in_place[i];
         const uint32_t mask = (o->in | o->out | o->saved) != 0 ? 0 : o->grad_out;
         good = !(d->must_grad_in_place >> i & 1) ||
-               msi_check_must(m, name, "grad_in_place.grad_out", i, d->in[i], mask, d->out,
-                              &grads_claimed);
+               msi_check_must(m, name, true, i, d->in[i], mask, d->out, &grads_claimed);
     }
     return good;
 }
@@ -9771,8 +9833,9 @@ static MSI_COLD bool msi_check_dtypes_in_place(ms_model *m, const char *name,
     }
     return !field ||
            MSI_REFUSE_LAYER(m, name,
-                            "%s[%u] must be computed in place, but dtypes keeps either it or the "
-                            "operand in whose place F32, and not the other: name both, or neither",
+                            "%s[%u] must be computed in place, but dtypes keeps only one of the "
+                            "two, it or the operand in whose place it is computed, in F32: name "
+                            "both, or neither",
                             field, (unsigned)slot);
 }
 
@@ -9780,15 +9843,16 @@ static MSI_COLD bool msi_check_dtypes(ms_model *m, const char *name, const ms_la
     const ms_layer_dtypes *x = &d->dtypes;
     const uint32_t both = x->half_gradients & x->f32_param;
     if (x->accepts & ~MSI_NARROW_DTYPES) {
-        return MSI_REFUSE_LAYER(m, name,
-                                "dtypes.accepts is 0x%x: it can have 1 << MS_DTYPE_BF16 and "
-                                "1 << MS_DTYPE_F16 alone",
-                                (unsigned)x->accepts);
+        return MSI_REFUSE_LAYER(
+            m, name,
+            "dtypes.accepts is 0x%x: only 1 << MS_DTYPE_BF16 and 1 << MS_DTYPE_F16 "
+            "can be in it",
+            (unsigned)x->accepts);
     }
     if (both) {
         return MSI_REFUSE_LAYER(m, name,
                                 "dtypes names param[%u] both in f32_param and in half_gradients: "
-                                "a gradient in 16 bits is of a param in 16 bits",
+                                "only a param in 16 bits can have a gradient in 16 bits",
                                 (unsigned)msi_lowest_bit(both));
     }
     return x->accepts == 0 || msi_check_dtypes_in_place(m, name, d);
@@ -9819,7 +9883,7 @@ static MSI_COLD bool msi_check_edges(ms_model *m, const char *name, const ms_lay
             return MSI_REFUSE_LAYER(m, name,
                                     "the gradient of in[%u] \"%s\" is %s; one that is overwritten "
                                     "or computed in place may have to be summed by the library, "
-                                    "which sums f32 alone: follow ms_view.beta instead",
+                                    "which sums only f32: follow ms_view.beta instead",
                                     (unsigned)i, msi_name(&m->graph, t->name),
                                     ms_dtype_name(t->view.dtype));
         }
@@ -9933,8 +9997,8 @@ static MSI_COLD bool msi_check_tile(ms_model *m, const char *name, const ms_laye
             if (t && !whole && !msi_can_cut(g, &t->view.shape, dims, out, d->tile.axes)) {
                 return MSI_REFUSE_LAYER(
                     m, name,
-                    "tile: %s[%u] \"%s\" cannot be cut into %llu rows along its first %u dims, at "
-                    "all sizes of the axes: %s",
+                    "tile: %s[%u] \"%s\" cannot be cut into %llu rows along its first %u dims at "
+                    "every size of the axes: %s",
                     msi_group_names[group], (unsigned)k, msi_name(g, t->name),
                     (unsigned long long)msi_leading(out, d->tile.axes), (unsigned)dims,
                     group == MSI_GROUP_IN ? "say how many dims are rows in tile.in_axes, or name "
@@ -9982,7 +10046,8 @@ static MSI_COLD const char *msi_callback_fault(const ms_model *m, const ms_layer
            : d->recompute_keeps_state && count[MSI_GROUP_STATE] == 0
                ? "recompute_keeps_state is set, but it has no state: name its buffers in `state`"
            : !d->recompute && (w->bytes || w->row_bytes)
-               ? "recompute_workspace is given, but no recompute callback: forward uses its own"
+               ? "recompute_workspace is set, but no recompute callback: forward, run again, has "
+                 "forward_workspace"
            : (unsigned)d->forward_workspace.contents > MS_CONTENTS_ZERO ||
                    (unsigned)d->backward_workspace.contents > MS_CONTENTS_ZERO ||
                    (unsigned)w->contents > MS_CONTENTS_ZERO
@@ -10434,7 +10499,7 @@ static void msi_warn(const ms_model *m) {
 static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_graph *g = &m->graph;
     if (m->errors.sticky != MS_RESULT_OK && !m->run.plan) {
-        return msi_fail(m, m->errors.sticky, "%s", m->errors.sticky_text);
+        return msi_fail_again(m, m->errors.sticky, "");
     }
     msi_analyze(g);
     ms_result result = msi_check_buffers(m);
@@ -20758,8 +20823,8 @@ static ms_result msi_check_budget(ms_model *m) {
                ? MS_RESULT_OK
                : msi_fail(
                      m, MS_RESULT_INVALID,
-                     "the budget is 0, a share of the memory that is free, and backend %s does "
-                     "not know how much that is here: set ms_config.memory_budget_bytes or "
+                     "the budget is 0, which means a share of the free memory, but backend %s does "
+                     "not know how much is free here: set ms_config.memory_budget_bytes or "
                      "call ms_set_budget",
                      m->config.backend.name);
 }
@@ -21624,7 +21689,7 @@ static const msi_rule msi_rules[] = {
              "and recomputes it in backward"),
     MSI_RULE(MSI_CHECKPOINTING, MSI_FACT(APPLIED), "on-the-way",
              "a recomputation reads what the layer makes, and no backward does",
-             "the plan does not keep that, but makes it again on the way to what comes back"),
+             "the plan recomputes it too, on the way to what a backward does read"),
     MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(APPLIED), "early-update",
              "without it the arena would exceed the budget",
              "an update inside backward ends the live range of the gradient, at no cost in time"),
@@ -21650,7 +21715,7 @@ static const msi_rule msi_rules[] = {
              "what is switched off is part of no plan"),
     MSI_RULE(MSI_ANY, MSI_FACT(BEYOND_MODE), "mode",
              "the mode does not have it, and its switch is at DEFAULT",
-             "a mode bounds what may be done to a model; a bolder one allows it, and ON allows it "
+             "a mode limits what may be done to a model; a bolder one allows it, and ON allows it "
              "in any"),
     MSI_RULE(MSI_OFFLOADING, MSI_FACT(SHARED_MEMORY), "shared-memory",
              "the device computes in the memory of the host",
@@ -21695,7 +21760,7 @@ static const msi_rule msi_rules[] = {
              "that layer could be recomputed after the update, and would see the new value"),
     MSI_RULE(MSI_EARLY_UPDATE | MSI_OFFLOADING | MSI_8BIT, MSI_FACT(SHARED_PARAM), "shared",
              "an earlier layer uses the param too",
-             "backward comes to that layer last, and its line tells what became of the param"),
+             "backward runs that layer last, and what was decided is in the line of that layer"),
     MSI_RULE(MSI_8BIT, MSI_FACT(SMALL), "small", "the param has fewer than 4,096 elements",
              "codes would free next to nothing, and rounding hurts small params most"),
     MSI_RULE(MSI_8BIT, MSI_FACT(VECTOR), "vector", "the rank of the param is below 2",
@@ -23081,7 +23146,7 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
                                                                                       : l->forward;
     m->run.busy = true;
     int error = l->bind ? l->bind(call) : 0;
-    const char *what = error ? "bind" : msi_phase_name(call->phase);
+    const char *what = error ? "bind" : fn == l->forward ? "forward" : msi_phase_name(call->phase);
     error = error ? error : fn(call);
     m->run.busy = false;
     if (m->run.recording && m->config.backend.recording_check(m->device) != 0) {
@@ -23135,10 +23200,9 @@ static msi_matrix_text msi_matrix_fault(const ms_matrix *x, char name) {
         msi_write_text(t.text, sizeof t.text,
                        "%c has no elements: give it rows and cols of at least 1", name);
     } else if (x->stride < x->cols) {
-        msi_write_text(t.text, sizeof t.text,
-                       "%c has a stride below its columns: rows lie at least cols "
-                       "elements apart",
-                       name);
+        msi_write_text(
+            t.text, sizeof t.text,
+            "the stride of %c is below its cols: rows must lie at least cols elements apart", name);
     }
     return t;
 }
@@ -23152,7 +23216,7 @@ static const char *msi_product_fault(const ms_matrix *a, const ms_matrix *b, con
         if (all[i]->batch_count < 1 || all[i]->batch_stride < 0 ||
             (i < 2 && all[i]->batch_count > c->batch_count) ||
             (i < 2 && all[i]->batch_count > 1 && all[i]->batch_count < c->batch_count)) {
-            return "a and b must be one matrix, or batches of as many as c";
+            return "a and b must each be a single matrix, or a batch of as many matrices as c";
         }
     }
     if (k != (b->transposed ? b->cols : b->rows) || m != c->rows || n != c->cols || c->transposed) {
@@ -24180,9 +24244,14 @@ static MSI_COLD msi_operand_text msi_staged_name(const msi_trial *t, const msi_s
 static MSI_COLD void msi_fail_contract(msi_trial *t, const char *what, const char *where,
                                        const char *cure) {
     ms_model *m = t->model;
-    MSI_THEN(t->result, msi_fail(m, MS_RESULT_CONTRACT, "%s: its %s callback %s %s: %s",
-                                 msi_layer_label(&m->graph, t->instruction->target).text,
-                                 msi_phase_name(t->phase), what, where, cure));
+    const msi_op op = t->how.set == MSI_SET_RECOMPUTE ? t->way : (msi_op)t->instruction->op;
+    const bool own = op == MSI_OP_RECOMPUTE && t->layer->recompute;
+    const bool again = t->phase == MS_PHASE_RECOMPUTE && !own;
+    MSI_THEN(t->result,
+             msi_fail(m, MS_RESULT_CONTRACT, "%s: its %s callback%s %s %s: %s",
+                      msi_layer_label(&m->graph, t->instruction->target).text,
+                      again ? "forward" : msi_phase_name(t->phase),
+                      again ? ", run again (MS_PHASE_RECOMPUTE)," : "", what, where, cure));
 }
 
 static MSI_COLD void msi_fail_operand(msi_trial *t, const char *what, const msi_staged *s,
@@ -24542,7 +24611,7 @@ static MSI_COLD void msi_try_recompute(msi_trial *t, uint32_t omit_out, uint32_t
                 t,
                 t->instruction->op == MSI_OP_FORWARD
                     ? "makes other bits in MS_PHASE_RECOMPUTE for"
-                    : "makes, run again before backward, other bits than forward did for",
+                    : "makes, before backward, other bits than forward did for",
                 s,
                 "draw random numbers from ms_call.seed alone, declare what forward changes as "
                 "state, keep no value in variables that other layers overwrite, and write all "
@@ -26429,8 +26498,8 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
     if (!p || p->code.norm == MSI_NONE || m->run.program != p || !msi_owns_arena(m) ||
         m->run.position < p->code.instructions.count) {
         return msi_fail(m, MS_RESULT_ORDER,
-                        "ms_gradient_norm: there is no norm now; it can be read from an update "
-                        "with grad_clip_norm to the next step or eval");
+                        "ms_gradient_norm: there is no norm now: it can be read after an update "
+                        "with grad_clip_norm, until the next step or eval");
     }
     const double *at = &msi_state_on_device(m, false)->norm;
     const ms_result result = msi_copy(m, norm, true, at, msi_is_direct(m), sizeof *norm);
@@ -26648,9 +26717,10 @@ static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, m
 }
 
 /* Notes an error of ms_borrow; before there is a plan it sticks. */
-static MSI_COLD ms_result msi_refuse_loan(ms_model *m, ms_result result, const char *name,
+static MSI_COLD ms_result msi_refuse_loan(ms_model *m, ms_result result, ms_tensor handle,
                                           const char *reason) {
-    const ms_result refused = msi_fail(m, result, "ms_borrow: \"%s\" %s", name, reason);
+    const ms_result refused =
+        msi_fail(m, result, "ms_borrow: %s %s", msi_handle_words(&m->graph, handle).text, reason);
     if (!m->run.plan) {
         msi_stick(m, refused);
     }
@@ -26666,14 +26736,14 @@ static MSI_COLD ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role)
         !lasts ? "does not live between steps; inputs, params, buffers, gradients of params and "
                  "optimizer state can be borrowed"
         : m->run.progress == MSI_PROGRESS_BACKWARD
-            ? "is lent between ms_backward and ms_update; complete the step first"
-        : m->run.busy           ? "is lent in a callback; lend it between steps"
-        : m->run.slices.is_open ? "is lent between slices; complete the step first"
+            ? "cannot be lent between ms_backward and ms_update: complete the step first"
+        : m->run.busy           ? "cannot be lent in a callback: lend it between steps"
+        : m->run.slices.is_open ? "cannot be lent between slices: complete the step first"
         : m->run.plan && !msi_is_borrowed(tensor, role)
-            ? "was not borrowed when the model was wrapped; lend it before ms_wrap"
+            ? "was not borrowed when the model was wrapped: lend it before ms_wrap"
             : NULL;
     return reason ? msi_refuse_loan(m, lasts ? MS_RESULT_ORDER : MS_RESULT_INVALID,
-                                    msi_name(&m->graph, tensor->name), reason)
+                                    msi_handle(&m->graph, t, role), reason)
                   : MS_RESULT_OK;
 }
 
@@ -26738,12 +26808,15 @@ static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor 
     if (t != MSI_NONE && data && (!is_state || m->graph.tensors.items[t].kind == MSI_KIND_PARAM)) {
         return t;
     }
-    if (m && data && t == MSI_NONE && m->errors.sticky != MS_RESULT_OK) {
-        (void)msi_fail(m, MS_RESULT_INVALID, "%s: an earlier registration has failed: %s", function,
-                       m->errors.sticky_text);
+    if (m && data && tensor.id == 0 && m->errors.sticky != MS_RESULT_OK) {
+        char before[64];
+        msi_write_text(before, sizeof before, "%s: an earlier call has failed: ", function);
+        (void)msi_fail_again(m, MS_RESULT_INVALID, before);
+    } else if (m && data) {
+        (void)msi_fail(m, MS_RESULT_INVALID, "%s: %s is not a tensor of this model", function,
+                       msi_handle_words(&m->graph, tensor).text);
     } else {
-        (void)msi_fail_argument(m, function,
-                                data ? "this is no tensor of this model" : "data is NULL");
+        (void)msi_fail_argument(m, function, "data is NULL");
     }
     return MSI_NONE;
 }
@@ -26787,13 +26860,32 @@ static bool msi_is_kept(const msi_tensor *t, msi_role role) {
     return msi_is_resident(t) && (role != MSI_ROLE_GRADIENT || msi_is_borrowed(t, role));
 }
 
+/* What there is to know about a value that is not in memory. */
+static MSI_COLD const char *msi_read_cure(const ms_model *m, uint32_t t, msi_role role) {
+    const msi_tensor *tensor = &m->graph.tensors.items[t];
+    const bool has_state = (uint32_t)(role - MSI_ROLE_STATE0) < msi_state_count(&m->optimizer);
+    const bool trains = !m->run.plan || tensor->kind != MSI_KIND_PARAM || msi_learns(tensor);
+    return role != MSI_ROLE_VALUE && !trains
+               ? "a param that is frozen, or that the loss does not depend on, has none"
+           : role == MSI_ROLE_GRADIENT && tensor->kind != MSI_KIND_PARAM ? msi_activation_cure
+           : role == MSI_ROLE_GRADIENT
+               ? "it is there from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
+                 "ms_update; MS_OPTIMIZER_NONE: to the next step)"
+           : role != MSI_ROLE_VALUE && !has_state ? "the optimizer has fewer tensors of state"
+           : role != MSI_ROLE_VALUE               ? "it is made by ms_wrap"
+           : t == m->graph.loss                   ? "run ms_step, ms_forward or ms_eval first"
+           : tensor->kind == MSI_KIND_SAVED
+               ? "a saved tensor lives only between forward and backward"
+               : "ms_add_output keeps an activation";
+}
+
 static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const void *data) {
     msi_tensor *target = &m->graph.tensors.items[t];
     const char *name = msi_name(&m->graph, target->name);
     if (!msi_is_kept(target, role)) {
         return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_write: the %s \"%s\" does not live between steps; inputs, params, "
-                        "buffers and optimizer state do, and what is borrowed",
+                        "ms_write: the %s \"%s\" does not live between steps: only inputs, params, "
+                        "buffers, optimizer state and borrowed gradients do",
                         msi_role_name(role), name);
     }
     if (m->config.dry_run) {
@@ -26814,7 +26906,8 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
     }
     const msi_resident *resident = msi_find_resident(m->run.store, t, role);
     if (!resident) {
-        return msi_fail(m, MS_RESULT_INVALID, "ms_write: \"%s\" has no such state", name);
+        return msi_fail(m, MS_RESULT_INVALID, "ms_write: there is no %s \"%s\": %s",
+                        msi_role_name(role), name, msi_read_cure(m, t, role));
     }
     if (m->run.progress == MSI_PROGRESS_FORWARD) {
         m->run.progress = MSI_PROGRESS_NONE; // backward would see another value than forward did
@@ -26824,20 +26917,6 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
     MSI_THEN(result, master == resident ? MS_RESULT_OK : msi_write(m, master, data, target->bytes));
     target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
     return result;
-}
-
-static MSI_COLD const char *msi_read_cure(const msi_graph *g, uint32_t t, msi_role role) {
-    if (role == MSI_ROLE_GRADIENT) {
-        return "it is there from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
-               "ms_update; MS_OPTIMIZER_NONE: to the next step)";
-    }
-    if (role != MSI_ROLE_VALUE) {
-        return "a param that is frozen, or that the loss does not depend on, has none";
-    }
-    return t == g->loss ? "run ms_step, ms_forward or ms_eval first"
-           : g->tensors.items[t].kind == MSI_KIND_SAVED
-               ? "a saved tensor lives only between forward and backward"
-               : "ms_add_output keeps an activation";
 }
 
 /* Reads a value before there is a plan: as it was written, or zeros. */
@@ -26886,8 +26965,8 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
     const msi_memory from =
         m->run.plan ? msi_live_memory(m, t, role) : msi_memory_to_read(source, NULL);
     if (!from.source) {
-        return msi_fail(m, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory now; %s",
-                        msi_role_name(role), name, msi_read_cure(&m->graph, t, role));
+        return msi_fail(m, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory now: %s",
+                        msi_role_name(role), name, msi_read_cure(m, t, role));
     }
     ms_result result = from.on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write
     MSI_THEN(result, msi_copy_value(m, &to, &from, source, role, source->bytes));
@@ -27130,8 +27209,9 @@ static ms_result msi_exchange(ms_model *m, msi_store *store) {
         msi_release_device(m, store);
         if (given_up && msi_load_store(m) != MS_RESULT_OK) {
             msi_log(m, MS_LOG_WARNING, "plan",
-                    "the arena was given up for another one, and is refused now: the model is "
-                    "suspended, with all its values; call ms_resume once there is memory");
+                    "the device memory of the arena was released to allocate another one, and now "
+                    "neither can be allocated: the model is suspended, with all its values; "
+                    "call ms_resume once there is memory");
         }
         m->errors = errors;
     }
@@ -27669,7 +27749,7 @@ static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
             const ms_decision d = msi_decision(r, i, (ms_technique)technique);
             if (d.is_applied) {
                 msi_log(m, MS_LOG_DEBUG, "rules",
-                        "%s of layer \"%s\": %s held no longer, %s added; rule %s",
+                        "%s of layer \"%s\": %s not held until backward, %s added; rule %s",
                         msi_techniques[technique].name, msi_layer_name(&m->graph, i),
                         msi_size(d.saved_bytes).text, msi_time(d.added_us).text, d.rule->id);
             }
@@ -27739,7 +27819,7 @@ static ms_result msi_take_refused(ms_model *m) {
         return MS_RESULT_OK;
     }
     m->errors.sticky = MS_RESULT_OK;
-    return msi_fail(m, refused, "refused since the last ms_wrap: %s", m->errors.sticky_text);
+    return msi_fail_again(m, refused, "refused since the last ms_wrap: ");
 }
 
 static MSI_COLD ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
@@ -29405,7 +29485,9 @@ MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) 
     memset(report, 0, sizeof *report);
     return msi_made(model) != MS_RESULT_OK ? msi_made(model)
            : model->run.busy || model->run.recording
-               ? msi_fail(model, MS_RESULT_ORDER, "ms_hardware_report: called from a callback")
+               ? msi_fail(model, MS_RESULT_ORDER,
+                          "ms_hardware_report: called from a callback of a layer: call it between "
+                          "steps")
                : msi_report_hardware(model, report);
 }
 
@@ -29432,7 +29514,9 @@ MEMSCALE_API void *ms_stream(const ms_model *model) {
 MEMSCALE_API ms_result ms_synchronize(ms_model *model) {
     return msi_made(model) != MS_RESULT_OK ? msi_made(model)
            : model->run.busy
-               ? msi_fail(model, MS_RESULT_ORDER, "ms_synchronize: called from a callback")
+               ? msi_fail(
+                     model, MS_RESULT_ORDER,
+                     "ms_synchronize: called from a callback of a layer: call it between steps")
                : msi_await_steps(model);
 }
 
@@ -29461,14 +29545,14 @@ MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtyp
 MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest) {
     const ms_axis none = {0};
     name = name ? name : "";
-    return msi_registering(model, "axis", name) && msi_check_axis(model, name, size, largest)
+    return msi_registering(model, "axis", name, "\"") && msi_check_axis(model, name, size, largest)
                ? msi_add_axis(model, name, size, largest)
                : none;
 }
 
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc) {
     const ms_layer none = {0};
-    const bool open = msi_registering(model, "layer", desc && desc->name ? desc->name : "");
+    const bool open = msi_registering(model, "layer", desc && desc->name ? desc->name : "", "\"");
     if (open && !desc) {
         MSI_STICK(model, MS_RESULT_INVALID, "ms_register_layer: desc is NULL");
     }
@@ -29506,8 +29590,9 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
     }
     const uint32_t t = msi_index(&model->graph, tensor);
     if (t == MSI_NONE || !memory) {
-        return msi_refuse_loan(model, MS_RESULT_INVALID, msi_handle_name(&model->graph, tensor),
-                               memory ? "is no tensor of this model" : "cannot use NULL as memory");
+        return msi_refuse_loan(model, MS_RESULT_INVALID, tensor,
+                               t == MSI_NONE ? "is not a tensor of this model"
+                                             : "was lent NULL: pass memory of its size");
     }
     const msi_role role = msi_role_of(&model->graph, tensor);
     const msi_loan loan = msi_loan_of(model, t, role, memory);
@@ -29563,7 +29648,7 @@ MEMSCALE_API ms_optimizer_desc ms_optimizer_defaults(ms_optimizer_kind kind) {
 }
 
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc) {
-    if (msi_registering(model, "ms_set_optimizer", "") && msi_check_optimizer(model, desc)) {
+    if (msi_registering(model, "ms_set_optimizer", NULL, "") && msi_check_optimizer(model, desc)) {
         msi_doubt_zeros(model, desc);
         model->optimizer = msi_fill_optimizer(*desc);
     }
@@ -29588,8 +29673,9 @@ MEMSCALE_API ms_result ms_set_update_count(ms_model *model, ms_tensor param, uin
     static const char *const function = "ms_set_update_count";
     msi_tensor *t = msi_param_of(model, function, param);
     if (!t || count > INT32_MAX) {
-        return t ? msi_fail(model, MS_RESULT_INVALID, "%s: param \"%s\": %llu is 2^31 or more",
-                            function, msi_name(&model->graph, t->name), (unsigned long long)count)
+        return t ? msi_fail(model, MS_RESULT_INVALID,
+                            "%s: param \"%s\": the count is %llu; it must be below 2^31", function,
+                            msi_name(&model->graph, t->name), (unsigned long long)count)
                  : MS_RESULT_INVALID;
     }
     const bool runs = model->run.store && !model->config.dry_run;
@@ -29816,8 +29902,7 @@ MEMSCALE_API ms_result ms_expect_bytes(ms_model *model, ms_tensor tensor, uint64
            : has == bytes
                ? MS_RESULT_OK
                : msi_fail(model, MS_RESULT_INVALID,
-                          "ms_expect_bytes: \"%s\" has %llu bytes, and what is given has "
-                          "%llu",
+                          "ms_expect_bytes: \"%s\" has %llu bytes, but what was passed has %llu",
                           msi_tensor_name(&model->graph, t), (unsigned long long)has,
                           (unsigned long long)bytes);
 }

@@ -678,6 +678,146 @@ static void everything_that_lives_is_read(void **state) {
     ms_destroy(m);
 }
 
+/* Passes on its input, and copies the gradient of its output to its state. */
+static int tap_forward(const ms_call *call) {
+    memcpy(call->out[0].data, call->in[0].data, (size_t)t_count(&call->in[0]) * sizeof(float));
+    return 0;
+}
+
+static int tap_backward(const ms_call *call) {
+    for (int64_t i = 0; i < t_count(&call->grad_out[0]); ++i) {
+        t_data(&call->state[0])[i] = t_data(&call->grad_out[0])[i];
+        t_contribute(&call->grad_in[0], i, t_data(&call->grad_out[0])[i]);
+    }
+    return 0;
+}
+
+/* What the error of ms_read says about the gradient of an activation works, in every plan: the
+   gradient that arrives is p/2 times that of y, and that of q is half of it. */
+static void a_layer_of_ones_own_copies_the_gradient_of_an_activation(void **state) {
+    (void)state;
+    for (int way = 0; way < 4; ++way) {
+        enum { COLS = 8 };
+        float weight[COLS * COLS], x[COLS], twos[COLS], copy[COLS], of_q[COLS];
+        t_op ops[3];
+        ms_model *m;
+        ms_config config = t_config();
+        config.debug = way % 2 == 1;
+        config.force_optimize = way / 2 == 1;
+        memset(ops, 0, sizeof ops);
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        const ms_shape row = ms_shape2(1, COLS);
+        const ms_tensor in = ms_input(m, "x", MS_DTYPE_F32, row);
+        const ms_tensor w = ms_param(m, "W", MS_DTYPE_F32, ms_shape2(COLS, COLS));
+        const ms_tensor p = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(COLS));
+        const ms_tensor q = ms_param(m, "q", MS_DTYPE_F32, ms_shape1(COLS));
+        const ms_tensor tapped = ms_buffer(m, "gradient of h", MS_DTYPE_F32, row);
+        const ms_tensor h = t_add_layer(m, &ops[0], T_MATMUL, "h", in, w);
+        ms_layer_desc tap;
+        memset(&tap, 0, sizeof tap);
+        tap.name = "tap";
+        tap.forward = tap_forward;
+        tap.backward = tap_backward;
+        tap.in[0] = h;
+        tap.out[0] = ms_activation(m, "tapped", MS_DTYPE_F32, row);
+        tap.state[0] = tapped;
+        tap.backward_state = 1;
+        tap.backward_reads.nothing = true;
+        tap.recompute_keeps_state = true;
+        ms_register_layer(m, &tap);
+        const ms_tensor y = ms_activation(m, "y", MS_DTYPE_F32, row);
+        ms_layer_desc affine = t_layer(&ops[1], T_AFFINE, "affine", tap.out[0], y);
+        affine.param[0] = p;
+        affine.param[1] = q;
+        t_register(m, &ops[1], &affine);
+        (void)t_set_loss(m, &ops[2], T_LOSS, y);
+        ms_optimizer_desc none = ms_optimizer_defaults(MS_OPTIMIZER_NONE);
+        ms_set_optimizer(m, &none);
+        t_ok(m, ms_wrap(m));
+        t_rng rng = t_seed(3);
+        t_fill(&rng, weight, COLS * COLS, 1.0f);
+        t_fill(&rng, x, COLS, 1.0f);
+        for (int i = 0; i < COLS; ++i) {
+            twos[i] = 2.0f;
+        }
+        t_ok(m, ms_write(m, in, x));
+        t_ok(m, ms_write(m, w, weight));
+        t_ok(m, ms_write(m, p, twos));
+        t_ok(m, ms_write(m, q, x));
+        t_ok(m, ms_step(m, NULL));
+        t_error(m, ms_read(m, ms_gradient(m, h), copy), MS_RESULT_ORDER);
+        t_text_has(ms_last_error(m), "copy it to a buffer that it has as state");
+        t_ok(m, ms_read(m, tapped, copy));
+        t_ok(m, ms_read(m, ms_gradient(m, q), of_q));
+        for (int i = 0; i < COLS; ++i) {
+            assert_true(copy[i] != 0.0f && copy[i] == 2.0f * of_q[i]);
+        }
+        ms_destroy(m);
+    }
+}
+
+typedef struct sought {
+    ms_tensor handle;
+    bool found;
+} sought;
+
+static void seek_value(const ms_lifetime *l, void *user) {
+    sought *s = (sought *)user;
+    s->found |= l->tensor.id == s->handle.id;
+}
+
+/* Which params have optimizer state: ms_visit_lifetimes says it, and the errors of the others say
+   why they have none. */
+static void params_that_are_not_trained_have_no_state(void **state) {
+    (void)state;
+    t_chain chain;
+    float data[T_CHAIN_COLS * T_CHAIN_COLS];
+    ms_config config = t_config();
+    assert_int_equal(t_chain_create(&chain, &config, 3, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
+    ms_model *m = chain.model;
+    const ms_tensor lonely = ms_param(m, "lonely", MS_DTYPE_F32, ms_shape1(4));
+    ms_set_frozen(m, chain.weight[1], true);
+    t_ok(m, ms_wrap(m));
+    const ms_tensor params[] = {chain.weight[0], chain.weight[1], chain.weight[2], lonely};
+    for (int i = 0; i < 4; ++i) {
+        const bool trains = i % 2 == 0;
+        sought s = {ms_optimizer_state(m, params[i], 1), false};
+        assert_true(s.handle.id != 0);
+        t_ok(m, ms_visit_lifetimes(m, MS_PROGRAM_TRAIN, seek_value, &s));
+        assert_int_equal(s.found, trains);
+        t_error(m, ms_read(m, s.handle, data), trains ? MS_RESULT_OK : MS_RESULT_ORDER);
+        if (!trains) {
+            t_text_has(ms_last_error(m), "a param that is frozen, or that the loss does not");
+        }
+        t_error(m, ms_write(m, s.handle, data), trains ? MS_RESULT_OK : MS_RESULT_INVALID);
+        if (!trains) {
+            t_text_has(ms_last_error(m), "ms_write: there is no optimizer state of");
+            t_text_has(ms_last_error(m), "a param that is frozen, or that the loss does not");
+            t_error(m, ms_read(m, ms_gradient(m, params[i]), data), MS_RESULT_ORDER);
+            t_text_has(ms_last_error(m), "a param that is frozen, or that the loss does not");
+        }
+    }
+    ms_destroy(m);
+}
+
+/* A handle of state that the optimizer set later does not have. */
+static void an_optimizer_with_less_state(void **state) {
+    (void)state;
+    t_chain chain;
+    float data[T_CHAIN_COLS * T_CHAIN_COLS] = {0};
+    ms_config config = t_config();
+    assert_int_equal(t_chain_create(&chain, &config, 2, T_CHAIN_ROWS, T_CHAIN_COLS), MS_RESULT_OK);
+    ms_model *m = chain.model;
+    const ms_tensor second = ms_optimizer_state(m, chain.weight[0], 1);
+    ms_optimizer_desc sgd = ms_optimizer_defaults(MS_OPTIMIZER_SGD);
+    sgd.momentum = 0.5f;
+    ms_set_optimizer(m, &sgd);
+    t_ok(m, ms_wrap(m));
+    t_error(m, ms_write(m, second, data), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(m), "the optimizer has fewer tensors of state");
+    ms_destroy(m);
+}
+
 /* Between the calls of a step a value can be read if its live range spans the place where the step
    has stopped: neither if it ended with the last instruction that ran, nor if it begins with the
    next one. No backward reads "ends", whose last use is the forward of the loss; and the gradient of
@@ -784,9 +924,9 @@ static void sizes_of_tensors(void **state) {
     assert_true(ms_tensor_count(m, wrong) == 0 && ms_tensor_bytes(m, wrong) == 0);
     t_ok(m, ms_expect_bytes(m, x, 48));
     t_error(m, ms_expect_bytes(m, x, 24), MS_RESULT_INVALID);
-    t_text_has(ms_last_error(m), "\"x\" has 48 bytes, and what is given has 24");
+    t_text_has(ms_last_error(m), "\"x\" has 48 bytes, but what was passed has 24");
     t_error(m, ms_expect_bytes(m, wrong, 0), MS_RESULT_INVALID);
-    t_text_has(ms_last_error(m), "no tensor of this model");
+    t_text_has(ms_last_error(m), "not a tensor of this model");
     ms_destroy(m);
 }
 
@@ -1566,6 +1706,9 @@ int main(void) {
         cmocka_unit_test(writes_name_the_registration_that_failed),
         cmocka_unit_test(values_survive_wrap_and_detach),
         cmocka_unit_test(everything_that_lives_is_read),
+        cmocka_unit_test(a_layer_of_ones_own_copies_the_gradient_of_an_activation),
+        cmocka_unit_test(params_that_are_not_trained_have_no_state),
+        cmocka_unit_test(an_optimizer_with_less_state),
         T_TWICE(only_what_still_lives_is_read),
         cmocka_unit_test(handles_keep_their_names),
         cmocka_unit_test(sizes_of_tensors),

@@ -474,6 +474,13 @@ static void expect_caught(lie tells, bool smallest, bool keeps_y) {
     if (infos[tells].tensor != NULL && strstr(text, infos[tells].tensor) == NULL) {
         complain(tells, smallest, "the tensor is not named", n.m);
     }
+    if (tells < OWN_RECOMPUTE_DIFFERS && strstr(text, "recompute callback") != NULL) {
+        complain(tells, smallest, "there is no recompute callback", n.m);
+    }
+    if (tells == RECOMPUTE_DIFFERS &&
+        strstr(text, "its forward callback, run again (MS_PHASE_RECOMPUTE), makes") == NULL) {
+        complain(tells, smallest, "it does not say that forward was run again", n.m);
+    }
     if (t_environment("TEXTS", 0) != 0) {
         printf("%-50s | %s\n", infos[tells].what, text);
     }

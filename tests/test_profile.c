@@ -243,7 +243,7 @@ static void wrong_devices_are_refused(void **state) {
             ms_hardware device = plain_device();
             *msi_speed(&device, speed) = wrong[k];
             if (speed < MSI_SPEED_COUNT - 1 || wrong[k] != 1e-12) { // a launch may be that short
-                expect_refused(&device, "a speed is negative, not finite, or beyond");
+                expect_refused(&device, "a speed is negative, not finite, or higher than");
             }
         }
     }
@@ -462,7 +462,7 @@ static void wrong_times_are_refused(void **state) {
         const ms_layer layer = layer_of(chain.model, layer_count(&chain));
         ms_set_layer_time(chain.model, beyond ? layer : none, &fine);
         t_error(chain.model, ms_wrap(chain.model), MS_RESULT_INVALID);
-        t_text_has(ms_last_error(chain.model), "is no layer of this model");
+        t_text_has(ms_last_error(chain.model), "is not a layer of this model");
         ms_destroy(chain.model);
     }
     ms_set_layer_time(NULL, none, &fine);

@@ -271,7 +271,7 @@ static void w_end(world *w) {
 typedef const char *parts[4];
 
 static bool has_part(const char *text, const char *part) {
-    char choice[64];
+    char choice[96];
     for (;;) {
         size_t length = strcspn(part, "|");
         assert_true(length < sizeof choice);
@@ -304,6 +304,9 @@ static void check_text(const char *what, const char *text, const parts expected)
     }
     if (text[0] == 0 || strchr(text, '\n') != NULL || strstr(text, "(null)") != NULL) {
         complain(what, "text is empty or broken", text);
+    }
+    if (strstr(text, "\"?\"") != NULL || strstr(text, "\"\"") != NULL) {
+        complain(what, "what was passed has no name", text);
     }
     if (t_environment("TEXTS", 0) != 0) {
         printf("%-70s | %s\n", what, text);
@@ -415,16 +418,20 @@ static const spoiler spoilers[] = {
     {"no output", {TENSOR(out[0], W_NONE), TENSOR(out[1], W_NONE)}, {"output"}},
     {"a param in `in`", {TENSOR(in[0], W_P)}, {"in[0]", "p-scale"}},
     {"a saved tensor in `in`", {TENSOR(in[1], W_S)}, {"in[1]", "s-saved"}},
-    {"a foreign handle in `in`", {TENSOR(in[0], W_FOREIGN)}, {"in[0]"}},
-    {"a gradient in `in`", {TENSOR(in[0], W_GRADIENT)}, {"in[0]"}},
-    {"optimizer state in `in`", {TENSOR(in[0], W_STATE)}, {"in[0]"}},
+    {"a foreign handle in `in`", {TENSOR(in[0], W_FOREIGN)}, {"in[0] is not a tensor"}},
+    {"a gradient in `in`",
+     {TENSOR(in[0], W_GRADIENT)},
+     {"in[0] is the gradient of \"weight\" and not"}},
+    {"optimizer state in `in`",
+     {TENSOR(in[0], W_STATE)},
+     {"in[0] is the optimizer state of \"weight\" and not"}},
     {"an input of which nobody is the producer", {TENSOR(in[0], W_ORPHAN)}, {"in[0]", "orphan"}},
     {"its own output as input", {TENSOR(in[0], W_Y)}, {"in[0]", "y-out"}},
     {"an input in `out`", {TENSOR(out[0], W_X)}, {"out[0]", "\"x\""}},
     {"a param in `out`", {TENSOR(out[1], W_Q)}, {"out[1]", "q-scale"}},
     {"a buffer in `out`", {TENSOR(out[1], W_RUNNING)}, {"out[1]", "running"}},
     {"a saved tensor in `out`", {TENSOR(out[1], W_S)}, {"out[1]", "s-saved"}},
-    {"a foreign handle in `out`", {TENSOR(out[0], W_FOREIGN)}, {"out[0]"}},
+    {"a foreign handle in `out`", {TENSOR(out[0], W_FOREIGN)}, {"out[0] is not a tensor"}},
     {"an output of another layer",
      {TENSOR(out[0], W_GATED)},
      {"out[0]", "gated", "second|already"}},
@@ -432,14 +439,14 @@ static const spoiler spoilers[] = {
     {"an activation in `saved`", {TENSOR(saved[0], W_ORPHAN)}, {"saved[0]", "orphan"}},
     {"saved by another layer", {TENSOR(saved[0], W_FIRST_SAVED)}, {"saved[0]", "first-saved"}},
     {"one saved tensor in two slots", {TENSOR(saved[1], W_S)}, {"saved[1]", "s-saved"}},
-    {"a foreign handle in `saved`", {TENSOR(saved[0], W_FOREIGN)}, {"saved[0]"}},
+    {"a foreign handle in `saved`", {TENSOR(saved[0], W_FOREIGN)}, {"saved[0] is not a tensor"}},
     {"an activation in `param`", {TENSOR(param[0], W_HIDDEN)}, {"param[0]", "hidden"}},
     {"an input in `param`", {TENSOR(param[1], W_X)}, {"param[1]", "\"x\""}},
-    {"a foreign handle in `param`", {TENSOR(param[0], W_FOREIGN)}, {"param[0]"}},
+    {"a foreign handle in `param`", {TENSOR(param[0], W_FOREIGN)}, {"param[0] is not a tensor"}},
     {"an activation in `state`", {TENSOR(state[0], W_HIDDEN)}, {"state[0]", "hidden", "buffer"}},
     {"an input in `state`", {TENSOR(state[0], W_X)}, {"state[0]", "\"x\"", "buffer"}},
     {"a param in `state`", {TENSOR(state[0], W_P)}, {"state[0]", "p-scale", "buffer"}},
-    {"a foreign handle in `state`", {TENSOR(state[0], W_FOREIGN)}, {"state[0]"}},
+    {"a foreign handle in `state`", {TENSOR(state[0], W_FOREIGN)}, {"state[0] is not a tensor"}},
     {"one buffer in two slots of `state`", {TENSOR(state[1], W_RUNNING)}, {"state[1]", "running"}},
     {"a buffer in `in` and in `state`",
      {TENSOR(in[2], W_RUNNING)},
@@ -530,10 +537,10 @@ static const spoiler spoilers[] = {
     {"must_in_place of an absent output", {BITS(must_in_place, 4)}, {"must_in_place", "slot"}},
     {"must_in_place without in_place",
      {BITS(must_in_place, 1)},
-     {"y-out|z-out", "in_place", "one"}},
+     {"y-out|z-out", "in_place[0], 0x0, names no operand"}},
     {"must_in_place over one of two",
      {BITS(must_in_place, 2), BITS(in_place[1], 3)},
-     {"y-out|z-out", "in_place", "one"}},
+     {"y-out|z-out", "in_place[1], 0x3, names several operands"}},
     {"must_in_place over another size",
      {TENSOR(in[0], W_WIDE), BITS(must_in_place, 1), BITS(in_place[0], 1)},
      {"place", "y-out", "wide", "size|bytes"}},
@@ -551,10 +558,10 @@ static const spoiler spoilers[] = {
      {"must_grad_in_place", "slot"}},
     {"must_grad_in_place without grad_in_place",
      {BITS(must_grad_in_place, 1)},
-     {"gated", "grad_in_place", "one"}},
+     {"the gradient of \"gated\"", "grad_in_place[0].grad_out, 0x0, names no operand"}},
     {"must_grad_in_place over two",
      {BITS(must_grad_in_place, 1), BITS(grad_in_place[0].grad_out, 3)},
-     {"gated", "grad_in_place", "one"}},
+     {"the gradient of \"gated\"", "grad_in_place[0].grad_out, 0x3, names several operands"}},
     {"must_grad_in_place over a grad_out and an input",
      {BITS(must_grad_in_place, 1), BITS(grad_in_place[0].grad_out, 1),
       BITS(grad_in_place[0].in, 1)},
@@ -1153,6 +1160,11 @@ static ms_result output_of_saved(world *w) {
     return MS_RESULT_OK;
 }
 
+static ms_result output_of_a_gradient(world *w) {
+    ms_add_output(w->m, ms_gradient(w->m, w->t[W_HIDDEN]));
+    return MS_RESULT_OK;
+}
+
 static ms_result eval_output_of_an_input(world *w) {
     ms_add_eval_output(w->m, w->t[W_X]);
     return MS_RESULT_OK;
@@ -1583,28 +1595,52 @@ static const misuse registrations[] = {
      {"ms_set_on_host", "hidden", "input"}},
     {"a param on the host", BEFORE_WRAP, host_param, BAD, {"ms_set_on_host", "p-scale"}},
     {"a saved tensor on the host", BEFORE_WRAP, host_saved, BAD, {"ms_set_on_host", "s-saved"}},
-    {"a foreign handle on the host", BEFORE_WRAP, host_foreign, BAD, {"ms_set_on_host"}},
-    {"a gradient on the host", BEFORE_WRAP, host_gradient, BAD, {"ms_set_on_host"}},
+    {"a foreign handle on the host",
+     BEFORE_WRAP,
+     host_foreign,
+     BAD,
+     {"ms_set_on_host: an unknown handle is not an input"}},
+    {"a gradient on the host",
+     BEFORE_WRAP,
+     host_gradient,
+     BAD,
+     {"ms_set_on_host: the gradient of \"weight\" is not an input"}},
     {"no gradient of a param",
      BEFORE_WRAP,
      stop_param,
      BAD,
      {"ms_stop_gradient", "p-scale", "activation|frozen"}},
     {"no gradient of an input", BEFORE_WRAP, stop_input, BAD, {"ms_stop_gradient", "\"x\""}},
-    {"no gradient of nothing", BEFORE_WRAP, stop_nothing, BAD, {"ms_stop_gradient"}},
+    {"no gradient of nothing",
+     BEFORE_WRAP,
+     stop_nothing,
+     BAD,
+     {"ms_stop_gradient: an empty handle (id 0) is not an activation"}},
     {"no gradient of the loss", BEFORE_WRAP, stop_the_loss, BAD, {"losses", "stop|gradient"}},
     {"a borrowed activation", BEFORE_WRAP, borrow_activation, BAD, {"ms_borrow", "hidden"}},
     {"a borrowed saved tensor", BEFORE_WRAP, borrow_saved, BAD, {"ms_borrow", "s-saved"}},
     {"NULL borrowed", BEFORE_WRAP, borrow_null, BAD, {"ms_borrow", "p-scale", "NULL"}},
-    {"a foreign handle borrowed", BEFORE_WRAP, borrow_foreign, BAD, {"ms_borrow"}},
-    {"nothing borrowed", BEFORE_WRAP, borrow_nothing, BAD, {"ms_borrow"}},
+    {"a foreign handle borrowed",
+     BEFORE_WRAP,
+     borrow_foreign,
+     BAD,
+     {"ms_borrow: an unknown handle is not a tensor"}},
+    {"nothing borrowed",
+     BEFORE_WRAP,
+     borrow_nothing,
+     BAD,
+     {"ms_borrow: an empty handle (id 0) is not a tensor"}},
     {"a borrowed gradient of an activation",
      BEFORE_WRAP,
      borrow_gradient_of_activation,
      BAD,
-     {"ms_borrow", "hidden"}},
+     {"ms_borrow: the gradient of \"hidden\" does not live between steps"}},
     {"no loss", BEFORE_WRAP, loss_of_none, BAD, {"loss"}},
-    {"a foreign handle as loss", BEFORE_WRAP, loss_of_a_foreigner, BAD, {"ms_set_loss"}},
+    {"a foreign handle as loss",
+     BEFORE_WRAP,
+     loss_of_a_foreigner,
+     BAD,
+     {"ms_set_loss: an unknown handle is not the output"}},
     {"a loss of integers", BEFORE_WRAP, loss_of_integers, BAD, {"ints", "i32", "f32"}},
     {"a loss that nobody writes", BEFORE_WRAP, loss_of_an_orphan, BAD, {"orphan", "layer"}},
     {"a param as loss", BEFORE_WRAP, loss_of_a_param, BAD, {"p-scale", "layer"}},
@@ -1615,6 +1651,11 @@ static const misuse registrations[] = {
      {"wide", "backward|param"}},
     {"a param as output", BEFORE_WRAP, output_of_a_param, BAD, {"ms_add_output", "p-scale"}},
     {"a saved tensor as output", BEFORE_WRAP, output_of_saved, BAD, {"ms_add_output", "s-saved"}},
+    {"the gradient of an activation as output",
+     BEFORE_WRAP,
+     output_of_a_gradient,
+     BAD,
+     {"ms_add_output: the gradient of \"hidden\" is not the output", "backward_state"}},
     {"an input as output",
      BEFORE_WRAP,
      eval_output_of_an_input,
@@ -1656,7 +1697,11 @@ static const misuse registrations[] = {
     {"a weight decay of NaN", BEFORE_WRAP, nan_decay, BAD, {"p-scale", "nan"}},
     {"decay of an activation", BEFORE_WRAP, decay_of_an_activation, BAD, {"hidden", "param"}},
     {"an input frozen", BEFORE_WRAP, freeze_an_input, BAD, {"\"x\"", "param"}},
-    {"a foreign handle frozen", BEFORE_WRAP, freeze_a_foreigner, BAD, {"ms_set_frozen", "param"}},
+    {"a foreign handle frozen",
+     BEFORE_WRAP,
+     freeze_a_foreigner,
+     BAD,
+     {"ms_set_frozen: an unknown handle is not a param"}},
     {"an infinite factor", BEFORE_WRAP, infinite_factor, BAD, {"ms_set_loss_factor", "inf"}},
     {"refused by the trainer", BEFORE_WRAP, refuse, BAD, {"50257"}},
     {"no such technique",
@@ -1675,18 +1720,22 @@ static const misuse registrations[] = {
      BEFORE_WRAP,
      checkpoint_a_foreigner,
      BAD,
-     {"ms_set_tensor_technique"}},
+     {"ms_set_tensor_technique: an unknown handle is not an activation"}},
     {"early update of an activation",
      BEFORE_WRAP,
      update_an_activation_early,
      BAD,
      {"hidden", "param"}},
-    {"technique of no layer", BEFORE_WRAP, technique_of_no_layer, BAD, {"ms_set_layer_technique"}},
+    {"technique of no layer",
+     BEFORE_WRAP,
+     technique_of_no_layer,
+     BAD,
+     {"ms_set_layer_technique: an empty handle (id 0) is not a layer"}},
     {"technique of a foreign layer",
      BEFORE_WRAP,
      technique_of_a_foreign_layer,
      BAD,
-     {"ms_set_layer_technique"}},
+     {"ms_set_layer_technique: an unknown handle is not a layer"}},
     {"no such technique of a layer",
      BEFORE_WRAP,
      layer_technique_out_of_range,
@@ -1952,6 +2001,57 @@ static void what_cannot_be_together(void **state) {
     check_registration(&forced_saved, NULL, force_saved_that_runs_once);
     check_registration(&forced_read, NULL, force_what_recompute_reads);
     end_of_table(&rows);
+}
+
+enum { MOST_HEARD = 8 };
+
+typedef struct heard_errors {
+    uint32_t count;
+    char text[MOST_HEARD][MSI_ERROR_BYTES + 64];
+} heard_errors;
+
+static void hear_errors(ms_log_level level, const char *tag, const char *text, void *user) {
+    heard_errors *h = (heard_errors *)user;
+    assert_true(level != MS_LOG_ERROR || h->count < MOST_HEARD);
+    if (level == MS_LOG_ERROR) {
+        assert_string_equal(tag, "error");
+        snprintf(h->text[h->count++], sizeof h->text[0], "%s", text);
+    }
+}
+
+/* An error that sticks is in the log once, when it happens. What returns it later, ms_wrap or a write
+   to the handle 0 of a registration that failed, gives its text, but does not log it again. */
+static void an_error_is_logged_once(void **state) {
+    (void)state;
+    for (int wrapped = 0; wrapped < 2; ++wrapped) {
+        heard_errors h;
+        float value[LARGEST_ROWS * COLS] = {0};
+        world w;
+        memset(&h, 0, sizeof h);
+        w_begin(&w);
+        w.config.log = hear_errors;
+        w.config.log_user = &h;
+        w_create(&w);
+        w_layers_behind(&w);
+        if (wrapped != 0) {
+            t_ok(w.m, ms_wrap(w.m));
+        }
+        const ms_tensor none = ms_param(w.m, "sunken", MS_DTYPE_F32, ms_shape1(0));
+        assert_int_equal(none.id, 0);
+        assert_int_equal(h.count, 1);
+        t_text_has(h.text[0], "sunken");
+        t_error(w.m, ms_write(w.m, none, value), MS_RESULT_INVALID);
+        t_text_has(ms_last_error(w.m), "ms_write: an earlier call has failed: param \"sunken\"");
+        t_error(w.m, ms_read(w.m, none, value), MS_RESULT_INVALID);
+        const ms_result expected = wrapped != 0 ? MS_RESULT_ORDER : MS_RESULT_INVALID;
+        for (int k = 0; k < 2; ++k) {
+            const ms_result result = ms_wrap(w.m); // afterwards it is returned once
+            assert_int_equal(result, wrapped != 0 && k == 1 ? MS_RESULT_OK : expected);
+            t_text_has(ms_last_error(w.m), "sunken");
+        }
+        assert_int_equal(h.count, 1);
+        w_end(&w);
+    }
 }
 
 static void hear_warning(ms_log_level level, const char *tag, const char *text, void *user) {
@@ -2434,12 +2534,16 @@ static const call_case calls[] = {
     {"no program printed", WRAPPED, no_program_printed, BAD, {NULL}},
     {"norm to NULL", WRAPPED, norm_to_null, BAD, {"ms_gradient_norm", "NULL"}},
     {"norm without clipping", WRAPPED, norm, ORDER, {"ms_gradient_norm", "grad_clip_norm"}},
-    {"read a foreign handle", WRAPPED, read_foreign, BAD, {"ms_read"}},
+    {"read a foreign handle", WRAPPED, read_foreign, BAD, {"ms_read: an unknown handle is not a"}},
     {"read nothing", WRAPPED, read_none, BAD, {"ms_read"}},
     {"read to NULL", WRAPPED, read_to_null, BAD, {"ms_read", "NULL"}},
     {"write an activation", WRAPPED, write_activation, BAD, {"ms_write", "hidden"}},
     {"write a gradient", WRAPPED, write_gradient, BAD, {"ms_write", "weight"}},
-    {"write a foreign handle", WRAPPED, write_foreign, BAD, {"ms_write"}},
+    {"write a foreign handle",
+     WRAPPED,
+     write_foreign,
+     BAD,
+     {"ms_write: an unknown handle is not a"}},
     {"write NULL", WRAPPED, write_null, BAD, {"ms_write", "NULL"}},
     {"borrow what was not", WRAPPED, borrow_late, ORDER, {"ms_borrow", "p-scale", "ms_wrap|wrap"}},
     {"borrow NULL", WRAPPED, borrow_again_null, BAD, {"ms_borrow", "read-only", "NULL"}},
@@ -2450,7 +2554,11 @@ static const call_case calls[] = {
     {"frozen input", WRAPPED, freeze_an_input, BAD, {"\"x\"", "param"}},
     {"loss factor", WRAPPED, infinite_factor, BAD, {"ms_set_loss_factor", "inf"}},
     {"technique", WRAPPED, technique_out_of_range, BAD, {"technique"}},
-    {"technique of no layer", WRAPPED, technique_of_no_layer, BAD, {"ms_set_layer_technique"}},
+    {"technique of no layer",
+     WRAPPED,
+     technique_of_no_layer,
+     BAD,
+     {"ms_set_layer_technique: an empty handle (id 0)"}},
     {"technique of an input", WRAPPED, checkpoint_an_input, BAD, {"\"x\""}},
     // the graph is closed
     {"late tensor", WRAPPED, late_tensor, ORDER, {"late", "ms_wrap"}},
@@ -2461,7 +2569,7 @@ static const call_case calls[] = {
     {"late loss", WRAPPED, late_loss, ORDER, {"ms_set_loss", "ms_wrap"}},
     {"late output", WRAPPED, late_output, ORDER, {"ms_add_output", "ms_wrap"}},
     {"late eval output", WRAPPED, late_eval_output, ORDER, {"ms_add_eval_output", "ms_wrap"}},
-    {"late optimizer", WRAPPED, late_optimizer, ORDER, {"ms_set_optimizer", "ms_wrap"}},
+    {"late optimizer", WRAPPED, late_optimizer, ORDER, {"ms_set_optimizer: the graph is closed"}},
     // shapes
     {"reshape to NULL", WRAPPED, reshape_of_null, BAD, {"ms_reshape", "NULL"}},
     {"reshape to 0", WRAPPED, reshape_to_zero, BAD, {"ms_reshape", "batch", "0"}},
@@ -2481,7 +2589,8 @@ static const call_case calls[] = {
      STEPPED,
      read_gradient_of_activation,
      ORDER,
-     {"gradient", "hidden"}},
+     {"the gradient of \"hidden\" is not in memory now: the gradient of an activation lives only",
+      "backward_state"}},
     {"update after forward", FORWARDED, update, ORDER, {"ms_update", "ms_backward"}},
     {"backward twice", BACKWARDED, backward, ORDER, {"ms_backward", "ms_forward"}},
     {"step in the middle", EARLY_BACKWARDED, step, ORDER, {"ms_step|ms_forward", "ms_update"}},
@@ -2888,6 +2997,7 @@ int main(void) {
         cmocka_unit_test(the_first_error_sticks),
         cmocka_unit_test(a_model_without_layers_is_refused),
         cmocka_unit_test(what_cannot_be_together),
+        cmocka_unit_test(an_error_is_logged_once),
         cmocka_unit_test(a_param_that_nobody_uses),
         cmocka_unit_test(what_follows_from_a_graph),
         cmocka_unit_test(half_a_dry_run),

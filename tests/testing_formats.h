@@ -467,7 +467,7 @@ static inline void f_check_refusals(const ms_backend *backend) {
         f_refused(m, x[0], x[1], x[2], MS_RESULT_INVALID, cures[i]);
         x[i] = good;
         x[i].stride = x[i].cols - 1;
-        snprintf(text, sizeof text, "%c has a stride below its columns", "abc"[i]);
+        snprintf(text, sizeof text, "the stride of %c is below its cols", "abc"[i]);
         f_refused(m, x[0], x[1], x[2], MS_RESULT_INVALID, text);
         x[i] = good;
         x[i].rows = 0;
