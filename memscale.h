@@ -1,4 +1,4 @@
-/*  memscale.h - v0.6.0 - train a bigger model on the device memory you already have. MIT licence.
+/*  memscale.h - v0.7.0 - train a bigger model on the device memory you already have. MIT licence.
 
     One header that any C or C++ trainer drops in. The trainer registers its tensors and its layers
     (a forward and a backward callback each) and names a byte budget. memscale.h then owns the
@@ -143,10 +143,11 @@
 
     In F16, gradients are multiplied by a loss scale (ms_config.loss_scaling). A step in which a
     gradient is not finite updates nothing and lowers it: that is no error, unless it happens too
-    often in a row, and counts as a step, but not in AdamW's bias correction. Gradients that ms_read copies between ms_backward and
-    ms_update are multiplied by the scale, and a layer with grads_in_forward must multiply by
-    *ms_call.loss_scale. Nothing is updated inside backward, and F16 with MS_OPTIMIZER_CUSTOM or
-    MS_OPTIMIZER_NONE is UNSUPPORTED. More of all this is in docs/techniques.md.
+    often in a row, and counts as a step, but not in AdamW's bias correction. Gradients that ms_read
+    copies between ms_backward and ms_update are multiplied by the scale, and a layer with
+    grads_in_forward must multiply by *ms_call.loss_scale. Nothing is updated inside backward, and
+    F16 with MS_OPTIMIZER_CUSTOM or MS_OPTIMIZER_NONE is UNSUPPORTED. More of all this is in
+    docs/techniques.md.
 
     TILING. Layers whose rows are independent, and that declare them in ms_layer_desc.tile (the
     first `axes` dims of the first output, merged into one), can be computed in tiles: a plan makes
@@ -265,7 +266,16 @@
     ms_find_nonfinite, -Ofast, near-linear planning of large graphs. 0.6.0 (2026): offloading, mixed
     precision, optimizer state in 8 bits and BF16, tiles; ms_suspend, budgets that change, steps in
     slices; measured and listed hardware; ms::model for C++; Lion; times of a report are those of
-    a step. Renamed: ms_attach to ms_model_alloc, keeps_state to recompute_keeps_state.
+    a step. Renamed: ms_attach to ms_model_alloc, keeps_state to recompute_keeps_state. 0.7.0 (2026):
+    state in codes of 8 bits stays as it is however often it is read and written back, since the
+    scale of a block has a sign; ms_set_update_count and ms_update_count, ms_optimizer_defaults,
+    ms_set_loss_mean, ms_loss_scaling.most_skipped; ms_update ends a step before its last
+    micro-batch; an error that sticks is logged once. Changed: ms_set_loss_factor(model, 0) is a
+    factor of 0, no longer the mean; ms_wrap and ms_detach between micro-batches return ORDER where
+    gradients would be lost; memory that is lent for two values must not overlap if training changes
+    one of them; ms_gradient_norm returns NONFINITE for a step that its norm has halted. Renamed, of
+    the functions under >>formats: msi_units_of_signed and msi_units_of_unsigned to msi_signed_value
+    and msi_unsigned_value.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
@@ -311,7 +321,7 @@
 // >>version  and linkage
 
 #define MEMSCALE_VERSION_MAJOR 0
-#define MEMSCALE_VERSION_MINOR 6
+#define MEMSCALE_VERSION_MINOR 7
 #define MEMSCALE_VERSION_PATCH 0
 
 #ifdef __cplusplus
@@ -631,9 +641,10 @@ typedef enum ms_halt {
    back, or that a plan has in F32 for a while, stays as it was.
    For the update of another backend, the exact functions are under >>formats, for C and CUDA:
    msi_signed_value and msi_unsigned_value decode, msi_signed_code and msi_unsigned_code encode, and
-   msi_size_of and msi_scale_of_size find the scale; element i of the param is rounded by msi_bf16_at_random(x, msi_random(key, i)), with the
-   key of msi_state_key (>>arithmetic) for the tensor of state, and so is the value itself, or by
-   msi_f16_at_random, with the key for number MS_LIMIT_OPTIMIZER_STATE. */
+   msi_size_of and msi_scale_of_size find the scale; element i of the param is rounded by
+   msi_bf16_at_random(x, msi_random(key, i)), with the key of msi_state_key (>>arithmetic) for the
+   tensor of state, and so is the value itself, or by msi_f16_at_random, with the key for number
+   MS_LIMIT_OPTIMIZER_STATE. */
 typedef enum ms_state_format {
     MS_STATE_FORMAT_F32,
     MS_STATE_FORMAT_BF16,
@@ -652,8 +663,8 @@ typedef struct ms_update_factors {
     uint32_t number;     // AdamW: of the update, from 1, with steps that loss scaling skips; else 0
 } ms_update_factors;
 
-/* One update of one param, or of a part of it, for the backend's kernel or the trainer's own
-   callback. All arrays have count floats in device memory, except that the library's own optimizers
+/* One update of one param, by the trainer's own callback, which always gets the whole param (begin is
+   0), or by the backend's kernel, which may get a part of it. All arrays have count floats in device memory, except that the library's own optimizers
    may have the value and the gradient in 16 bits (value_dtype, gradient_dtype), and state in another
    format (state_format[k] says how state[k] lies in memory): what is not F32 must not be read
    through the pointer to float. Where the value is in 16 bits, the update is of `master`, which is
@@ -1095,7 +1106,7 @@ typedef struct ms_optimizer_desc {
     float momentum;              // SGD; 0: none, and no state
     float weight_decay;          // of all params, unless ms_set_weight_decay says otherwise
     float grad_clip_norm; // scale all gradients down if their global norm exceeds this; 0: never
-    ms_update_fn update;  // MS_OPTIMIZER_CUSTOM
+    ms_update_fn update;  // MS_OPTIMIZER_CUSTOM: once for each param and step, the whole param
     void *user;           // of update
     uint32_t state_count; // MS_OPTIMIZER_CUSTOM: tensors shaped like the param, initially zero
     /* Format of the state of built-in optimizers, tensor by tensor, where a plan does not make it
@@ -1767,8 +1778,10 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
 /* Handles of the gradient of a param or activation, for ms_read, and of the optimizer state of a
    param, for ms_read and ms_write (as in ms_update_args.state). Handle 0 if there cannot be one.
-   Call ms_optimizer_state after ms_set_optimizer. A frozen param has a handle, but nothing to read.
-   */
+   Call ms_optimizer_state after ms_set_optimizer. A param that is frozen, or that the loss does not
+   depend on, has handles too, but after ms_wrap there is nothing to read or write: ms_visit_lifetimes
+   shows which there are. The gradient of an activation lives only inside backward, and ms_read can
+   copy it in no plan: docs/porting.md has a layer that copies it. */
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 

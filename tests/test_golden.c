@@ -266,9 +266,13 @@ static int pull_backward(const ms_call *call) {
     return 0;
 }
 
-/* An optimizer of the trainer's own, element by element. */
+/* An optimizer of the trainer's own, element by element: it gets the whole param, however the plan
+   splits updates. */
 static int own_update(const ms_update_args *args) {
     const float scale = args->gradient_scale ? *args->gradient_scale : 1.0f;
+    if (args->begin != 0) {
+        return T_CALLBACK_ERROR;
+    }
     for (uint64_t i = 0; i < args->count; ++i) {
         args->state[0][i] = 0.5f * args->state[0][i] + scale * args->gradient[i];
         args->value[i] -= args->learning_rate * args->state[0][i];
