@@ -642,6 +642,66 @@ static ms_model *long_start(const ms_config *config, long_layer *l) {
     return m;
 }
 
+/* Writes to where its output lay `lag` runs ago, before it writes its output. */
+enum { RUNS_KEPT = 16 };
+
+typedef struct late_layer {
+    uint32_t lag, runs;
+    float *out[RUNS_KEPT];
+} late_layer;
+
+static int late_forward(const ms_call *call) {
+    late_layer *l = (late_layer *)call->user;
+    float *out = t_data(&call->out[0]);
+    if (l->lag > 0 && l->runs >= l->lag) {
+        l->out[(l->runs - l->lag) % RUNS_KEPT][0] = 5.0f;
+    }
+    l->out[l->runs++ % RUNS_KEPT] = out;
+    out[0] = t_data(&call->param[0])[0];
+    return 0;
+}
+
+static int late_backward(const ms_call *call) {
+    t_contribute(&call->grad_param[0], 0, t_grad_out(call, 0, 0));
+    return 0;
+}
+
+/* In a step a layer is never run twice at one place, so a pointer of any earlier run shows, not only
+   one of the run just before. */
+static void a_pointer_of_any_earlier_run_shows(void **state) {
+    (void)state;
+    for (uint32_t lag = 0; lag < 4; ++lag) {
+        late_layer l;
+        ms_model *m;
+        const float one = 1.0f;
+        ms_config config = t_config();
+        memset(&l, 0, sizeof l);
+        l.lag = lag;
+        config.debug = true;
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        ms_layer_desc d;
+        memset(&d, 0, sizeof d);
+        d.name = "late";
+        d.forward = late_forward;
+        d.backward = late_backward;
+        d.user = &l;
+        d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(1));
+        d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
+        d.backward_reads.nothing = true;
+        ms_register_layer(m, &d);
+        ms_set_loss(m, d.out[0]);
+        t_ok(m, ms_wrap(m));
+        t_ok(m, ms_write(m, d.param[0], &one));
+        t_error(m, ms_step(m, NULL), lag == 0 ? MS_RESULT_OK : MS_RESULT_CONTRACT);
+        assert_true(l.runs > lag);
+        if (lag > 0) {
+            t_text_has(ms_last_error(m), "layer 0 \"late\": its forward callback");
+            t_text_has(ms_last_error(m), " writes ");
+        }
+        ms_destroy(m);
+    }
+}
+
 static void a_sum_is_checked_to_its_end(void **state) {
     (void)state;
     long_layer l = {0.001f, false};
@@ -1227,6 +1287,7 @@ int main(void) {
         cmocka_unit_test(lies_are_caught),
         cmocka_unit_test(lies_about_what_still_lives),
         cmocka_unit_test(the_kinds_of_testing_pass),
+        cmocka_unit_test(a_pointer_of_any_earlier_run_shows),
         cmocka_unit_test(a_sum_is_checked_to_its_end),
         cmocka_unit_test(an_infinite_gradient_is_no_lie),
         cmocka_unit_test(each_workspace_has_room),

@@ -322,7 +322,7 @@ static void a_budget_of_unknown_memory_is_an_error(void **state) {
     config.backend.hardware = knows_nothing;
     assert_int_equal(t_chain_create(&chain, &config, 4, 8, 8), MS_RESULT_OK);
     t_error(chain.model, ms_wrap(chain.model), MS_RESULT_INVALID);
-    t_text_has(ms_last_error(chain.model), "memory that is free");
+    t_text_has(ms_last_error(chain.model), "share of the free memory");
     t_text_has(ms_last_error(chain.model),
                "set ms_config.memory_budget_bytes or call ms_set_budget");
     t_ok(chain.model, ms_smallest_budget(chain.model, &smallest));

@@ -1255,6 +1255,136 @@ static void a_step_may_end_early(void **state) {
     }
 }
 
+// ------------------------------------------------------------------------------------------------
+// recipes of docs/porting.md
+
+/* A batch is left out after its forward, after its backward, or, of several micro-batches, with all
+   before it by ms_cancel: params, state and counts are as if it had never been. */
+static void a_batch_is_left_out(void **state) {
+    (void)state;
+    for (int way = 0; way < 3; ++way) {
+        two_params both[2];
+        for (int i = 0; i < 2; ++i) {
+            two_params *t = &both[i];
+            two_params_create(t, NULL, MS_OPTIMIZER_ADAMW);
+            ms_set_accumulation(t->n.m, way == 2 ? 2 : 1);
+            t_ok(t->n.m, ms_wrap(t->n.m));
+            two_params_write(t);
+            for (int step = 0; step < 2; ++step) {
+                for (int micro = 0; micro < (way == 2 ? 2 : 1); ++micro) {
+                    t_ok(t->n.m, ms_step(t->n.m, NULL));
+                }
+                if (i == 1 || step > 0) {
+                    continue;
+                }
+                if (way == 2) {
+                    t_ok(t->n.m, ms_step(t->n.m, NULL));
+                }
+                t_ok(t->n.m, ms_forward(t->n.m, NULL));
+                if (way == 1) {
+                    t_ok(t->n.m, ms_backward(t->n.m));
+                } else if (way == 2) {
+                    ms_cancel(t->n.m);
+                    t_error(t->n.m, ms_forward(t->n.m, NULL), MS_RESULT_CANCELLED);
+                }
+            }
+            assert_int_equal(ms_update_count(t->n.m, t->p[0]), 2);
+        }
+        two_params_same(&both[0], &both[1]);
+        t_net_end(&both[0].n);
+        t_net_end(&both[1].n);
+    }
+}
+
+/* In a plan that updates after backward, gradients may be changed through ms_data before ms_update,
+   also those of accumulated micro-batches, and the norm is taken afterwards. */
+static void gradients_are_changed_before_the_update(void **state) {
+    (void)state;
+    for (int clips = 0; clips < 2; ++clips) {
+        two_params t;
+        float before[2][COLS], after[2][COLS], of_q[COLS];
+        two_params_create(&t, NULL, MS_OPTIMIZER_SGD);
+        ms_optimizer_desc sgd = ms_optimizer_defaults(MS_OPTIMIZER_SGD);
+        sgd.learning_rate = 0.0078125f;
+        sgd.grad_clip_norm = clips ? 1e6f : 0.0f;
+        ms_set_optimizer(t.n.m, &sgd);
+        ms_set_accumulation(t.n.m, 2);
+        t_ok(t.n.m, ms_wrap(t.n.m));
+        two_params_write(&t);
+        for (int k = 0; k < 2; ++k) {
+            t_ok(t.n.m, ms_read(t.n.m, t.p[k], before[k]));
+            t_ok(t.n.m, ms_forward(t.n.m, NULL));
+            t_ok(t.n.m, ms_backward(t.n.m));
+        }
+        float *p = (float *)ms_data(t.n.m, ms_gradient(t.n.m, t.p[0]));
+        float *q = (float *)ms_data(t.n.m, ms_gradient(t.n.m, t.p[1]));
+        assert_true(p != NULL && q != NULL);
+        double squares = 0.0;
+        for (int c = 0; c < COLS; ++c) {
+            p[c] = 0.0f;
+            of_q[c] = q[c] *= 0.5f;
+            squares += (double)of_q[c] * of_q[c];
+        }
+        t_ok(t.n.m, ms_update(t.n.m));
+        for (int k = 0; k < 2; ++k) {
+            t_ok(t.n.m, ms_read(t.n.m, t.p[k], after[k]));
+        }
+        assert_memory_equal(before[0], after[0], sizeof before[0]);
+        for (int c = 0; c < COLS; ++c) {
+            assert_true(of_q[c] != 0.0f);
+            assert_true(after[1][c] == fmaf(-sgd.learning_rate, of_q[c], before[1][c]) ||
+                        fabs((double)after[1][c] - (before[1][c] - sgd.learning_rate * of_q[c])) <
+                            1e-6);
+        }
+        if (clips) {
+            double norm;
+            t_ok(t.n.m, ms_gradient_norm(t.n.m, &norm));
+            assert_true(fabs(norm - sqrt(squares)) < 1e-5 * norm);
+        }
+        t_net_end(&t.n);
+    }
+}
+
+/* A param that sits out a step goes on with its own moments, written back with their count, as one
+   with borrowed moments does. */
+static void a_param_sits_out_a_step(void **state) {
+    (void)state;
+    static moments memory;
+    two_params t, twin;
+    float m[COLS], v[COLS];
+    memset(memory, 0, sizeof memory);
+    two_params_create(&t, NULL, MS_OPTIMIZER_ADAMW);
+    two_params_create(&twin, &memory, MS_OPTIMIZER_ADAMW);
+    two_params *const both[] = {&t, &twin};
+    for (int i = 0; i < 2; ++i) {
+        ms_model *of = both[i]->n.m;
+        const ms_tensor p = both[i]->p[0];
+        const ms_tensor first = ms_optimizer_state(of, p, 0), second = ms_optimizer_state(of, p, 1);
+        t_ok(of, ms_wrap(of));
+        two_params_write(both[i]);
+        for (int step = 0; step < 3; ++step) {
+            t_ok(of, ms_step(of, NULL));
+        }
+        const uint64_t count = ms_update_count(of, p);
+        assert_int_equal(count, 3);
+        t_ok(of, ms_read(of, first, m));
+        t_ok(of, ms_read(of, second, v));
+        freeze(both[i], true);
+        t_ok(of, ms_step(of, NULL));
+        freeze(both[i], false);
+        if (i == 0) {
+            t_ok(of, ms_write(of, first, m));
+            t_ok(of, ms_write(of, second, v));
+            t_ok(of, ms_set_update_count(of, p, count));
+        }
+        t_ok(of, ms_step(of, NULL));
+        assert_int_equal(ms_update_count(of, p), 4);
+    }
+    two_params_same(&t, &twin);
+    t_net_end(&t.n);
+    t_net_end(&twin.n);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         T_TWICE(borrowed_memory_is_used_where_it_lies),
@@ -1278,6 +1408,9 @@ int main(void) {
         T_TWICE(a_frozen_param_with_a_forced_update),
         T_TWICE(moments_of_a_param_that_is_thawed),
         T_TWICE(each_param_counts_its_own_updates),
+        T_TWICE(a_batch_is_left_out),
+        cmocka_unit_test(gradients_are_changed_before_the_update),
+        T_TWICE(a_param_sits_out_a_step),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
