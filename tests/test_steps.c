@@ -1259,22 +1259,26 @@ static void a_step_may_end_early(void **state) {
 // recipes of docs/porting.md
 
 /* A batch is left out after its forward, after its backward, or, of several micro-batches, with all
-   before it by ms_cancel: params, state and counts are as if it had never been. */
+   before it by ms_cancel, or by itself: params, state and counts are as if it had never been. */
 static void a_batch_is_left_out(void **state) {
     (void)state;
-    for (int way = 0; way < 3; ++way) {
+    for (int way = 0; way < 4; ++way) {
+        const int micro_count = way >= 2 ? 2 : 1;
         two_params both[2];
         for (int i = 0; i < 2; ++i) {
             two_params *t = &both[i];
             two_params_create(t, NULL, MS_OPTIMIZER_ADAMW);
-            ms_set_accumulation(t->n.m, way == 2 ? 2 : 1);
+            ms_set_accumulation(t->n.m, (uint32_t)micro_count);
             t_ok(t->n.m, ms_wrap(t->n.m));
             two_params_write(t);
             for (int step = 0; step < 2; ++step) {
-                for (int micro = 0; micro < (way == 2 ? 2 : 1); ++micro) {
+                for (int micro = 0; micro < micro_count; ++micro) {
                     t_ok(t->n.m, ms_step(t->n.m, NULL));
+                    if (way == 3 && i == 0 && micro == 0) {
+                        t_ok(t->n.m, ms_forward(t->n.m, NULL));
+                    }
                 }
-                if (i == 1 || step > 0) {
+                if (i == 1 || step > 0 || way == 3) {
                     continue;
                 }
                 if (way == 2) {
