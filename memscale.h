@@ -285,7 +285,7 @@
       on the host   >>cpu kernels    what is done to elements, piece by piece
                     >>cpu gemm       matrix products
                     >>backend cpu    the table of the backend, and the threads that copy
-                    >>hardware >>graph >>tiles >>validate >>profile >>rules >>store
+                    >>hardware >>graph >>tiles >>validate >>whole >>profile >>rules >>store
       lowering      >>emit           instructions, live ranges, and copies of what moves
                     >>operands       the next call of a layer
                     >>homes          what is fetched from the host for a call and sent back after it
@@ -10098,6 +10098,9 @@ static MSI_COLD ms_layer msi_register_layer(ms_model *m, const ms_layer_desc *de
     msi_clip_masks(&clipped, count);
     return msi_check_layer(m, name, &clipped, count) ? msi_add_layer(m, name, &clipped) : none;
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>whole  what ms_wrap checks of the whole graph: buffers, loans, the loss, what is forced
 
 /* A buffer that one layer reads as an input and a later one changes: backward and recomputation of
    the first would see the changed value. */
