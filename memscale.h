@@ -8327,7 +8327,7 @@ static MSI_COLD ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char 
         !msi_shape_bytes(&largest, dtype, &t.largest_bytes) ||
         !msi_count_bytes(g, t.largest_bytes)) {
         MSI_STICK(m, MS_RESULT_INVALID,
-                  "%s \"%s\": the bytes of the whole model must be below 2^58",
+                  "%s \"%s\": its bytes bring the whole model to 2^58 bytes or more",
                   msi_kind_names[kind], name);
         return none;
     }
@@ -9764,12 +9764,12 @@ static MSI_COLD bool msi_check_masks(ms_model *m, const char *name, const ms_lay
     return good;
 }
 
-/* `"x", 64 bytes of f32` */
+/* `"x" (64 bytes of f32)` */
 static MSI_COLD msi_handle_text msi_sized_words(const ms_model *m, ms_tensor handle) {
     const msi_tensor *t = msi_tensor_at(m, handle);
     msi_handle_text words = msi_handle_words(&m->graph, handle);
     if (t) {
-        msi_write_text(words.text, sizeof words.text, "\"%.100s\", %llu bytes of %s",
+        msi_write_text(words.text, sizeof words.text, "\"%.100s\" (%llu bytes of %s)",
                        msi_name(&m->graph, t->name), (unsigned long long)t->bytes,
                        ms_dtype_name(t->view.dtype));
     }
@@ -22551,8 +22551,8 @@ static MSI_COLD void msi_doubt_zeros(const ms_model *m, const ms_optimizer_desc 
     if (rate || beta1 || beta2) {
         msi_log(
             m, MS_LOG_WARNING, "optimizer",
-            "%s is 0, which means %g here: begin with ms_optimizer_defaults, which gives a desc "
-            "where 0 is 0",
+            "%s is 0, which stands for its default here, %g: where 0 itself is meant, begin with "
+            "the desc of ms_optimizer_defaults",
             rate    ? "learning_rate"
             : beta1 ? "beta1"
                     : "beta2",
