@@ -198,8 +198,8 @@ static void zeros_that_mean_defaults_are_doubted(void **state) {
                  {0.01f, 0.9f, 0.99f, false, {NULL, NULL}},
                  {0.0f, 0.0f, 0.0f, true, {NULL, NULL}},
                  {0.0f, 0.0f, 0.0f, false, {"learning_rate is 0", "0.001"}},
-                 {0.01f, 0.0f, 0.99f, false, {"beta1 is 0", "0.9 here"}},
-                 {0.01f, 0.9f, 0.0f, false, {"beta2 is 0", "0.999 here"}}};
+                 {0.01f, 0.0f, 0.99f, false, {"beta1 is 0", "here, 0.9:"}},
+                 {0.01f, 0.9f, 0.0f, false, {"beta2 is 0", "here, 0.999:"}}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
         char text[200] = "";
         ms_config config = t_config();
