@@ -661,6 +661,13 @@ static int late_forward(const ms_call *call) {
     return 0;
 }
 
+/* What it writes depends on where that is, in a way that differs between any two places near by. */
+static int placed_forward(const ms_call *call) {
+    const uintptr_t address = (uintptr_t)call->out[0].data;
+    t_data(&call->out[0])[0] = (float)(address % 65536u) * t_data(&call->param[0])[0];
+    return 0;
+}
+
 static int late_backward(const ms_call *call) {
     t_contribute(&call->grad_param[0], 0, t_grad_out(call, 0, 0));
     return 0;
@@ -700,6 +707,32 @@ static void a_pointer_of_any_earlier_run_shows(void **state) {
         }
         ms_destroy(m);
     }
+}
+
+/* A layer that depends on its addresses gives the same bits at the same place, where it is run again
+   to see why it differs elsewhere: it is not said to give other bits each time. */
+static void a_layer_that_depends_on_its_addresses(void **state) {
+    (void)state;
+    ms_model *m;
+    const float one = 1.0f;
+    ms_config config = t_config();
+    config.debug = true;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    ms_layer_desc d;
+    memset(&d, 0, sizeof d);
+    d.name = "placed";
+    d.forward = placed_forward;
+    d.backward = late_backward;
+    d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(1));
+    d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
+    d.backward_reads.nothing = true;
+    ms_register_layer(m, &d);
+    ms_set_loss(m, d.out[0]);
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_write(m, d.param[0], &one));
+    t_error(m, ms_step(m, NULL), MS_RESULT_CONTRACT);
+    t_text_has(ms_last_error(m), "uses what an earlier call has left behind for out[0]");
+    ms_destroy(m);
 }
 
 static void a_sum_is_checked_to_its_end(void **state) {
@@ -1288,6 +1321,7 @@ int main(void) {
         cmocka_unit_test(lies_about_what_still_lives),
         cmocka_unit_test(the_kinds_of_testing_pass),
         cmocka_unit_test(a_pointer_of_any_earlier_run_shows),
+        cmocka_unit_test(a_layer_that_depends_on_its_addresses),
         cmocka_unit_test(a_sum_is_checked_to_its_end),
         cmocka_unit_test(an_infinite_gradient_is_no_lie),
         cmocka_unit_test(each_workspace_has_room),
