@@ -285,7 +285,9 @@
       on the host   >>cpu kernels    what is done to elements, piece by piece
                     >>cpu gemm       matrix products
                     >>backend cpu    the table of the backend, and the threads that copy
-                    >>hardware >>graph >>tiles >>validate >>whole >>profile >>rules >>store
+                    >>hardware >>graph >>tiles
+                    >>loans          memory of the trainer must not overlap
+                    >>validate >>whole >>profile >>rules >>store
       lowering      >>emit           instructions, live ranges, and copies of what moves
                     >>operands       the next call of a layer
                     >>homes          what is fetched from the host for a call and sent back after it
@@ -9177,6 +9179,161 @@ static double msi_row_share(const msi_instruction *i) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>loans  memory that the trainer lends: what is lent for two values must not overlap
+
+/* Memory of the trainer, for a value or for the arena (tensor is MSI_NONE). */
+typedef struct msi_loan {
+    uint32_t tensor;
+    msi_role role;
+    uint64_t begin, end;
+    bool on_host; // other addresses, where the device is not the host
+    bool changes; // in training, other than by the trainer
+} msi_loan;
+
+/* The loans of a model, and their order by address. */
+typedef struct msi_loans {
+    MSI_LIST(msi_loan) list;
+    MSI_LIST(uint64_t) begin;
+    MSI_LIST(uint32_t) order;
+    uint8_t *is_state; // per tensor: a layer changes it
+} msi_loans;
+
+static msi_loan msi_loan_of(const ms_model *m, uint32_t t, msi_role role, const void *memory) {
+    const msi_tensor *tensor = &m->graph.tensors.items[t];
+    msi_loan loan;
+    loan.tensor = t;
+    loan.role = role;
+    loan.begin = (uint64_t)(uintptr_t)memory;
+    loan.end = loan.begin + tensor->largest_bytes;
+    loan.on_host = tensor->on_host;
+    loan.changes = tensor->kind == MSI_KIND_PARAM && !tensor->frozen;
+    return loan;
+}
+
+static msi_loan msi_loan_of_arena(const ms_model *m) {
+    msi_loan loan;
+    memset(&loan, 0, sizeof loan);
+    loan.tensor = MSI_NONE;
+    loan.begin = (uint64_t)(uintptr_t)m->config.memory;
+    loan.end = loan.begin + m->config.memory_bytes;
+    loan.changes = true;
+    return loan;
+}
+
+/* Marks the tensors that layers change. */
+static void msi_mark_state(const msi_graph *g, uint8_t *is_state) {
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        for (MSI_EACH(state, g, &g->layers.items[i], MSI_GROUP_STATE)) {
+            is_state[state.tensor] = 1;
+        }
+    }
+}
+
+static bool msi_add_loan(const ms_model *m, msi_loans *l, msi_loan loan) {
+    const ms_allocator *a = &m->config.allocator;
+    const uint32_t count = l->list.count;
+    if (!MSI_RESERVE(msi_loan, a, l->list, count + 1ull) ||
+        !MSI_RESERVE(uint64_t, a, l->begin, count + 1ull) ||
+        !MSI_RESERVE(uint32_t, a, l->order, 2 * (count + 1ull))) {
+        return false;
+    }
+    l->list.items[count] = loan;
+    l->begin.items[count] = loan.begin;
+    l->list.count++;
+    return true;
+}
+
+static bool msi_list_loans(const ms_model *m, msi_loans *l) {
+    const msi_graph *g = &m->graph;
+    bool fits = !m->config.memory || msi_add_loan(m, l, msi_loan_of_arena(m));
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        for (int role = 0; role < MSI_ROLE_RESIDENT_COUNT && fits; role++) {
+            msi_loan loan = msi_loan_of(m, t, (msi_role)role, tensor->memory[role]);
+            loan.changes |= l->is_state[t] != 0;
+            if (msi_is_borrowed(tensor, (msi_role)role) &&
+                (role == MSI_ROLE_VALUE || loan.changes)) {
+                fits = msi_add_loan(m, l, loan);
+            }
+        }
+    }
+    return fits;
+}
+
+static ms_result msi_refuse_overlap(ms_model *m, const msi_loan *a, const msi_loan *b) {
+    const msi_loan *const loans[] = {a, b};
+    const bool both_params = a->tensor != MSI_NONE && b->tensor != MSI_NONE &&
+                             a->role == MSI_ROLE_VALUE && b->role == MSI_ROLE_VALUE;
+    char names[2][160];
+    for (int k = 0; k < 2; k++) {
+        const uint32_t t = loans[k]->tensor;
+        if (t == MSI_NONE) {
+            msi_write_text(names[k], sizeof names[k], "the arena (ms_config.memory)");
+        } else {
+            msi_write_text(names[k], sizeof names[k], "the %s \"%.100s\"",
+                           msi_role_name(loans[k]->role), msi_tensor_name(&m->graph, t));
+        }
+    }
+    const uint64_t shared = msi_smaller(a->end, b->end) - msi_larger(a->begin, b->begin);
+    return msi_fail(
+        m, MS_RESULT_INVALID,
+        "the memory that is lent for %s and for %s overlaps by %llu bytes, and training "
+        "changes it: lend separate memory%s",
+        names[0], names[1], (unsigned long long)shared,
+        both_params ? "; weights that are tied are one param, whose handle all their "
+                      "layers are given"
+                    : "");
+}
+
+/* Compares each loan with the one before it that reaches farthest: of all, if the loan changes, else
+   of those that change. */
+static ms_result msi_find_overlap(ms_model *m, const msi_loans *l, bool on_host) {
+    const msi_loan *farthest[2] = {NULL, NULL}; // of all, and of those that change
+    for (uint32_t i = 0; i < l->list.count; i++) {
+        const msi_loan *loan = &l->list.items[l->order.items[i]];
+        const msi_loan *before = farthest[!loan->changes];
+        if (!m->config.backend.device_is_host && loan->on_host != on_host) {
+            continue;
+        }
+        if (before && before->end > loan->begin) {
+            return msi_refuse_overlap(m, before, loan);
+        }
+        for (int of = 0; of <= (int)loan->changes; of++) {
+            farthest[of] = farthest[of] && farthest[of]->end > loan->end ? farthest[of] : loan;
+        }
+    }
+    return MS_RESULT_OK;
+}
+
+/* Memory that is lent for two values must not overlap, unless neither changes in training. */
+static MSI_COLD ms_result msi_check_loans(ms_model *m) {
+    const ms_allocator *a = &m->config.allocator;
+    const uint64_t bytes = m->graph.tensors.count + 1ull;
+    ms_result result = MS_RESULT_OK;
+    msi_loans l;
+    memset(&l, 0, sizeof l);
+    l.is_state = (uint8_t *)msi_alloc_zeroed(a, bytes);
+    if (l.is_state) {
+        msi_mark_state(&m->graph, l.is_state);
+    }
+    if (!l.is_state || !msi_list_loans(m, &l)) {
+        result = msi_fail_memory(m, "a list of what is borrowed", bytes);
+    } else if (l.list.count > 1) {
+        for (uint32_t i = 0; i < l.list.count; i++) {
+            l.order.items[i] = i;
+        }
+        msi_sort_indices(l.order.items, l.order.items + l.list.count, l.list.count, l.begin.items);
+        result = msi_find_overlap(m, &l, false);
+        MSI_THEN(result, msi_find_overlap(m, &l, true));
+    }
+    MSI_LIST_FREE(msi_loan, a, l.list);
+    MSI_LIST_FREE(uint64_t, a, l.begin);
+    MSI_LIST_FREE(uint32_t, a, l.order);
+    msi_release(a, l.is_state, l.is_state ? bytes : 0);
+    return result;
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>validate  what a trainer can get wrong, each with its own text
 
 /* Whether a table has every function that it must have, and, of functions that belong together, all
@@ -10100,7 +10257,7 @@ static MSI_COLD ms_layer msi_register_layer(ms_model *m, const ms_layer_desc *de
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>whole  what ms_wrap checks of the whole graph: buffers, loans, the loss, what is forced
+// >>whole  what ms_wrap checks of the whole graph: buffers, the loss, what is forced
 
 /* A buffer that one layer reads as an input and a later one changes: backward and recomputation of
    the first would see the changed value. */
@@ -10150,158 +10307,6 @@ static ms_result msi_check_on_host(ms_model *m) {
         }
     }
     return MS_RESULT_OK;
-}
-
-/* Memory of the trainer, for a value or for the arena (tensor is MSI_NONE). */
-typedef struct msi_loan {
-    uint32_t tensor;
-    msi_role role;
-    uint64_t begin, end;
-    bool on_host; // other addresses, where the device is not the host
-    bool changes; // in training, other than by the trainer
-} msi_loan;
-
-/* The loans of a model, and their order by address. */
-typedef struct msi_loans {
-    MSI_LIST(msi_loan) list;
-    MSI_LIST(uint64_t) begin;
-    MSI_LIST(uint32_t) order;
-    uint8_t *is_state; // per tensor: a layer changes it
-} msi_loans;
-
-static msi_loan msi_loan_of(const ms_model *m, uint32_t t, msi_role role, const void *memory) {
-    const msi_tensor *tensor = &m->graph.tensors.items[t];
-    msi_loan loan;
-    loan.tensor = t;
-    loan.role = role;
-    loan.begin = (uint64_t)(uintptr_t)memory;
-    loan.end = loan.begin + tensor->largest_bytes;
-    loan.on_host = tensor->on_host;
-    loan.changes = tensor->kind == MSI_KIND_PARAM && !tensor->frozen;
-    return loan;
-}
-
-static msi_loan msi_loan_of_arena(const ms_model *m) {
-    msi_loan loan;
-    memset(&loan, 0, sizeof loan);
-    loan.tensor = MSI_NONE;
-    loan.begin = (uint64_t)(uintptr_t)m->config.memory;
-    loan.end = loan.begin + m->config.memory_bytes;
-    loan.changes = true;
-    return loan;
-}
-
-/* Marks the tensors that layers change. */
-static void msi_mark_state(const msi_graph *g, uint8_t *is_state) {
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        for (MSI_EACH(state, g, &g->layers.items[i], MSI_GROUP_STATE)) {
-            is_state[state.tensor] = 1;
-        }
-    }
-}
-
-static bool msi_add_loan(const ms_model *m, msi_loans *l, msi_loan loan) {
-    const ms_allocator *a = &m->config.allocator;
-    const uint32_t count = l->list.count;
-    if (!MSI_RESERVE(msi_loan, a, l->list, count + 1ull) ||
-        !MSI_RESERVE(uint64_t, a, l->begin, count + 1ull) ||
-        !MSI_RESERVE(uint32_t, a, l->order, 2 * (count + 1ull))) {
-        return false;
-    }
-    l->list.items[count] = loan;
-    l->begin.items[count] = loan.begin;
-    l->list.count++;
-    return true;
-}
-
-static bool msi_list_loans(const ms_model *m, msi_loans *l) {
-    const msi_graph *g = &m->graph;
-    bool fits = !m->config.memory || msi_add_loan(m, l, msi_loan_of_arena(m));
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        for (int role = 0; role < MSI_ROLE_RESIDENT_COUNT && fits; role++) {
-            msi_loan loan = msi_loan_of(m, t, (msi_role)role, tensor->memory[role]);
-            loan.changes |= l->is_state[t] != 0;
-            if (msi_is_borrowed(tensor, (msi_role)role) &&
-                (role == MSI_ROLE_VALUE || loan.changes)) {
-                fits = msi_add_loan(m, l, loan);
-            }
-        }
-    }
-    return fits;
-}
-
-static ms_result msi_refuse_overlap(ms_model *m, const msi_loan *a, const msi_loan *b) {
-    const msi_loan *const loans[] = {a, b};
-    const bool both_params = a->tensor != MSI_NONE && b->tensor != MSI_NONE &&
-                             a->role == MSI_ROLE_VALUE && b->role == MSI_ROLE_VALUE;
-    char names[2][160];
-    for (int k = 0; k < 2; k++) {
-        const uint32_t t = loans[k]->tensor;
-        if (t == MSI_NONE) {
-            msi_write_text(names[k], sizeof names[k], "the arena (ms_config.memory)");
-        } else {
-            msi_write_text(names[k], sizeof names[k], "the %s \"%.100s\"",
-                           msi_role_name(loans[k]->role), msi_tensor_name(&m->graph, t));
-        }
-    }
-    const uint64_t shared = msi_smaller(a->end, b->end) - msi_larger(a->begin, b->begin);
-    return msi_fail(
-        m, MS_RESULT_INVALID,
-        "the memory that is lent for %s and for %s overlaps by %llu bytes, and training "
-        "changes it: lend separate memory%s",
-        names[0], names[1], (unsigned long long)shared,
-        both_params ? "; weights that are tied are one param, whose handle all their "
-                      "layers are given"
-                    : "");
-}
-
-/* Compares each loan with the one before it that reaches farthest: of all, if the loan changes, else
-   of those that change. */
-static ms_result msi_find_overlap(ms_model *m, const msi_loans *l, bool on_host) {
-    const msi_loan *farthest[2] = {NULL, NULL}; // of all, and of those that change
-    for (uint32_t i = 0; i < l->list.count; i++) {
-        const msi_loan *loan = &l->list.items[l->order.items[i]];
-        const msi_loan *before = farthest[!loan->changes];
-        if (!m->config.backend.device_is_host && loan->on_host != on_host) {
-            continue;
-        }
-        if (before && before->end > loan->begin) {
-            return msi_refuse_overlap(m, before, loan);
-        }
-        for (int of = 0; of <= (int)loan->changes; of++) {
-            farthest[of] = farthest[of] && farthest[of]->end > loan->end ? farthest[of] : loan;
-        }
-    }
-    return MS_RESULT_OK;
-}
-
-/* Memory that is lent for two values must not overlap, unless neither changes in training. */
-static MSI_COLD ms_result msi_check_loans(ms_model *m) {
-    const ms_allocator *a = &m->config.allocator;
-    const uint64_t bytes = m->graph.tensors.count + 1ull;
-    ms_result result = MS_RESULT_OK;
-    msi_loans l;
-    memset(&l, 0, sizeof l);
-    l.is_state = (uint8_t *)msi_alloc_zeroed(a, bytes);
-    if (l.is_state) {
-        msi_mark_state(&m->graph, l.is_state);
-    }
-    if (!l.is_state || !msi_list_loans(m, &l)) {
-        result = msi_fail_memory(m, "a list of what is borrowed", bytes);
-    } else if (l.list.count > 1) {
-        for (uint32_t i = 0; i < l.list.count; i++) {
-            l.order.items[i] = i;
-        }
-        msi_sort_indices(l.order.items, l.order.items + l.list.count, l.list.count, l.begin.items);
-        result = msi_find_overlap(m, &l, false);
-        MSI_THEN(result, msi_find_overlap(m, &l, true));
-    }
-    MSI_LIST_FREE(msi_loan, a, l.list);
-    MSI_LIST_FREE(uint64_t, a, l.begin);
-    MSI_LIST_FREE(uint32_t, a, l.order);
-    msi_release(a, l.is_state, l.is_state ? bytes : 0);
-    return result;
 }
 
 /* Why a tensor cannot be dropped although checkpointing is forced on it, or NULL. */
@@ -10485,6 +10490,36 @@ static ms_result msi_check_ends(ms_model *m) {
 }
 
 /* Logs what is likely to have been forgotten, though it may be meant. */
+/* Warns of a layer that computes for nobody, and of an in_place that cannot be used. */
+static void msi_warn_of_layer(const ms_model *m, uint32_t i) {
+    const msi_graph *g = &m->graph;
+    const msi_layer *l = &g->layers.items[i];
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+    bool is_used = l->count[MSI_GROUP_STATE] > 0 || l->grads_in_forward;
+    for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+        const msi_tensor *t = &g->tensors.items[out.tensor];
+        is_used |= t->is_output || t->is_eval_output || out.tensor == g->loss || t->last_use != i;
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_IN]; k++) {
+            const msi_tensor *from = in[k] == MSI_NONE ? NULL : &g->tensors.items[in[k]];
+            if (from && (g->masks.items[l->mask_first + out.slot] >> k & 1) &&
+                from->largest_bytes != t->largest_bytes) {
+                msi_log(m, MS_LOG_WARNING, "graph",
+                        "%s: in_place[%u] names in[%u] \"%s\", which has %llu bytes, while out[%u] "
+                        "\"%s\" has %llu: it has no effect",
+                        msi_layer_label(g, i).text, (unsigned)out.slot, (unsigned)k,
+                        msi_name(g, from->name), (unsigned long long)from->bytes,
+                        (unsigned)out.slot, msi_name(g, t->name), (unsigned long long)t->bytes);
+            }
+        }
+    }
+    if (!is_used && l->count[MSI_GROUP_OUT] > 0) {
+        msi_log(m, MS_LOG_WARNING, "graph",
+                "%s: no layer reads what it writes, and it is neither the loss nor an output "
+                "(ms_add_output): it computes for nobody",
+                msi_layer_label(g, i).text);
+    }
+}
+
 static void msi_warn(const ms_model *m) {
     const msi_graph *g = &m->graph;
     for (uint32_t i = 0; i < g->tensors.count; i++) {
@@ -10495,6 +10530,7 @@ static void msi_warn(const ms_model *m) {
         }
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
+        msi_warn_of_layer(m, i);
         const msi_layer *l = &g->layers.items[i];
         const bool stops = !l->differentiable && !l->no_backward && !l->grads_in_forward &&
                            (msi_any_wants(g, l, MSI_GROUP_IN, MS_ALL_SLOTS) ||
@@ -22865,24 +22901,32 @@ static ms_result msi_act_on_verdict(ms_model *m) {
     return result;
 }
 
-static ms_result msi_custom_update(ms_model *m, const ms_update_args *args, const msi_tensor *t) {
+/* Before the first update of the trainer's own in a step, which ignores a halt: waits for the verdict. */
+static ms_result msi_await_custom_update(ms_model *m) {
     ms_result result = MS_RESULT_OK;
-    if (m->config.backend.is_asynchronous && m->run.updates_done == 0) { // it ignores a halt
+    if (m->config.backend.is_asynchronous && m->run.updates_done == 0) {
         result = msi_copy_verdict(m);
         MSI_THEN(result, msi_act_on_verdict(m));
     }
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    m->run.updates_done++;
+    return result;
+}
+
+static int msi_call_update(ms_model *m, const ms_update_args *args) {
     m->run.busy = true;
     const int error = m->optimizer.update(args);
     m->run.busy = false;
-    return error == 0 ? MS_RESULT_OK
-                      : msi_fail(m, MS_RESULT_CALLBACK,
-                                 "param \"%s\": the update callback returned %d; the model has "
-                                 "failed: write params and state again, then wrap",
-                                 msi_name(&m->graph, t->name), error);
+    return error;
+}
+
+static ms_result msi_custom_update(ms_model *m, const ms_update_args *args) {
+    m->run.updates_done++;
+    const int error = msi_call_update(m, args);
+    return error == 0
+               ? MS_RESULT_OK
+               : msi_fail(m, MS_RESULT_CALLBACK,
+                          "param \"%s\": the update callback returned %d; the model has "
+                          "failed: write params and state again, then wrap",
+                          msi_tensor_name(&m->graph, msi_index(&m->graph, args->param)), error);
 }
 
 static void *msi_stream(const ms_model *m) {
@@ -22918,8 +22962,8 @@ static void *msi_part_address(const ms_model *m, const msi_program *p, const msi
     return whole + msi_part_bytes((msi_format)r->format, part).begin;
 }
 
-static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const ms_backend *b = &m->config.backend;
+static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p,
+                                         const msi_instruction *i) {
     const ms_optimizer_desc *o = &m->optimizer;
     const msi_tensor *t = &m->graph.tensors.items[i->target];
     const msi_store *store = m->run.store;
@@ -22971,13 +23015,15 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     args.stream = msi_stream(m);
     args.factors = msi_factors_on_device(store) + resident->factors;
     args.state_of_step = state;
-    if (o->kind == MS_OPTIMIZER_CUSTOM) {
-        return msi_custom_update(m, &args, t);
-    }
+    return args;
+}
+
+static ms_result msi_built_in_update(ms_model *m, const msi_program *p,
+                                     const ms_update_args *args) {
     const bool first = m->run.updates_done == 0 && p->code.norm == MSI_NONE && !m->run.recording;
     ms_result result = first ? msi_upload_factors(m) : MS_RESULT_OK;
     m->run.updates_done += result == MS_RESULT_OK;
-    MSI_THEN(result, msi_device(m, b->update(m->device, &args), "update"));
+    MSI_THEN(result, msi_device(m, m->config.backend.update(m->device, args), "update"));
     return result;
 }
 
@@ -25178,6 +25224,185 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
     return t->result == MS_RESULT_OK ? restored : t->result;
 }
 
+// an update of the trainer's own
+
+/* Copies of the arrays of an update on the stage, between poison: value, gradient, all the state that
+   there could be, and the scale of gradients. */
+enum {
+    MSI_UPDATE_VALUE,
+    MSI_UPDATE_GRADIENT,
+    MSI_UPDATE_STATE,
+    MSI_UPDATE_SCALE = MSI_UPDATE_STATE + MS_LIMIT_OPTIMIZER_STATE,
+    MSI_UPDATE_ARRAYS
+};
+
+typedef struct msi_update_trial {
+    ms_model *model;
+    const ms_update_args *args;
+    uint64_t bytes;  // of an array
+    uint32_t states; // that are declared
+    ms_result result;
+} msi_update_trial;
+
+static uint64_t msi_update_array_at(uint64_t bytes, int k) {
+    return MSI_GAP_BYTES + (uint64_t)k * (msi_align(bytes) + MSI_GAP_BYTES);
+}
+
+static MSI_COLD uint64_t msi_update_stage_bytes(const msi_graph *g) {
+    uint64_t most = sizeof(float);
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *x = &g->tensors.items[t];
+        most = x->kind == MSI_KIND_PARAM ? msi_larger(most, x->largest_bytes) : most;
+    }
+    return msi_update_array_at(most, MSI_UPDATE_ARRAYS);
+}
+
+static uint8_t *msi_update_image(const msi_update_trial *t, msi_image image, int k) {
+    const msi_debug *d = t->model->run.store->debug;
+    return d->images + (uint64_t)image * d->image_bytes + msi_update_array_at(t->bytes, k);
+}
+
+/* Sets the scene: the arrays as they are, and poison in what is not declared. */
+static MSI_COLD void msi_set_update(msi_update_trial *t) {
+    const msi_debug *d = t->model->run.store->debug;
+    const ms_update_args *a = t->args;
+    memset(d->images, MSI_POISON_FIRST, (size_t)d->image_bytes);
+    for (int k = 0; k < MSI_UPDATE_ARRAYS; k++) {
+        const uint32_t state = (uint32_t)(k - MSI_UPDATE_STATE);
+        const void *from = k == MSI_UPDATE_VALUE      ? (const void *)a->value
+                           : k == MSI_UPDATE_GRADIENT ? (const void *)a->gradient
+                           : k == MSI_UPDATE_SCALE    ? (const void *)a->gradient_scale
+                           : state < t->states        ? (const void *)a->state[state]
+                                                      : NULL;
+        if (from) {
+            MSI_THEN(t->result,
+                     msi_copy(t->model, msi_update_image(t, MSI_IMAGE_SCENE, k), true, from, false,
+                              k == MSI_UPDATE_SCALE ? sizeof(float) : t->bytes));
+        }
+    }
+}
+
+/* Runs the update on the copies, with state that is not declared filled with this poison, and with the
+   scale times a factor. */
+static MSI_COLD void msi_act_update(msi_update_trial *t, msi_image into, uint8_t undeclared,
+                                    float factor) {
+    ms_model *m = t->model;
+    const msi_debug *d = m->run.store->debug;
+    uint8_t *stage = (uint8_t *)d->stage[0], *image = d->images + (uint64_t)into * d->image_bytes;
+    const uint64_t bytes = msi_update_array_at(t->bytes, MSI_UPDATE_ARRAYS);
+    ms_update_args args = *t->args;
+    memcpy(image, d->images, (size_t)bytes);
+    float *scale = (float *)(void *)msi_update_image(t, into, MSI_UPDATE_SCALE);
+    *scale *= args.gradient_scale ? factor : 1.0f;
+    args.value = (float *)(void *)(stage + msi_update_array_at(t->bytes, MSI_UPDATE_VALUE));
+    args.gradient = (float *)(void *)(stage + msi_update_array_at(t->bytes, MSI_UPDATE_GRADIENT));
+    for (int k = 0; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
+        const int at = MSI_UPDATE_STATE + k;
+        args.state[k] = (float *)(void *)(stage + msi_update_array_at(t->bytes, at));
+        if ((uint32_t)k >= t->states) {
+            memset(msi_update_image(t, into, at), undeclared, (size_t)t->bytes);
+        }
+    }
+    if (args.gradient_scale) {
+        args.gradient_scale =
+            (const float *)(const void *)(stage + msi_update_array_at(t->bytes, MSI_UPDATE_SCALE));
+    }
+    MSI_THEN(t->result, msi_copy(m, stage, false, image, true, bytes));
+    if (t->result == MS_RESULT_OK) {
+        const int error = msi_call_update(m, &args);
+        t->result =
+            error == 0
+                ? MS_RESULT_OK
+                : msi_fail(m, MS_RESULT_CALLBACK,
+                           "param \"%s\": the update callback returned %d in a trial "
+                           "of debug mode; nothing was updated",
+                           msi_tensor_name(&m->graph, msi_index(&m->graph, args.param)), error);
+    }
+    MSI_THEN(t->result, msi_copy(m, image, true, stage, false, bytes));
+}
+
+/* Whether two runs have made the same of the value and of the state. */
+static MSI_COLD bool msi_same_update(const msi_update_trial *t, msi_image a, msi_image b) {
+    bool same = memcmp(msi_update_image(t, a, MSI_UPDATE_VALUE),
+                       msi_update_image(t, b, MSI_UPDATE_VALUE), (size_t)t->bytes) == 0;
+    for (uint32_t k = 0; k < t->states; k++) {
+        const int at = MSI_UPDATE_STATE + (int)k;
+        same &=
+            memcmp(msi_update_image(t, a, at), msi_update_image(t, b, at), (size_t)t->bytes) == 0;
+    }
+    return same;
+}
+
+static MSI_COLD void msi_fail_update(msi_update_trial *t, const char *what) {
+    ms_model *m = t->model;
+    MSI_THEN(t->result,
+             msi_fail(m, MS_RESULT_CONTRACT, "param \"%s\": the update callback %s",
+                      msi_tensor_name(&m->graph, msi_index(&m->graph, t->args->param)), what));
+}
+
+/* What the first run may not have written: undeclared state, and what lies between the arrays. */
+static MSI_COLD void msi_check_update(msi_update_trial *t) {
+    for (int k = 0; k < MSI_UPDATE_ARRAYS; k++) {
+        const bool undeclared = k >= MSI_UPDATE_STATE && k < MSI_UPDATE_SCALE &&
+                                (uint32_t)(k - MSI_UPDATE_STATE) >= t->states;
+        const uint8_t *now = msi_update_image(t, MSI_IMAGE_FIRST, k);
+        const uint64_t used = k == MSI_UPDATE_SCALE ? sizeof(float) : t->bytes;
+        if (undeclared && !msi_is_filled_with(now, used, MSI_POISON_FIRST)) {
+            msi_fail_update(t, "writes to state that it did not declare: give "
+                               "ms_optimizer_desc.state_count, the number of tensors of state");
+        } else if (!msi_is_filled_with(now + used, msi_align(t->bytes) + MSI_GAP_BYTES - used,
+                                       MSI_POISON_FIRST)) {
+            msi_fail_update(t, "writes beyond the end of an array: keep to ms_update_args.count");
+        }
+    }
+}
+
+/* Whether the gradient has an element that is finite and not 0. */
+static MSI_COLD bool msi_updates_by_gradient(const msi_update_trial *t) {
+    const float *g = (const float *)(const void *)msi_update_image(t, MSI_IMAGE_SCENE, 1);
+    bool any = false;
+    for (uint64_t i = 0; i < t->bytes / sizeof *g && !any; i++) {
+        any = g[i] != 0.0f && msi_is_finite((double)g[i]);
+    }
+    return any;
+}
+
+/* Runs an update of the trainer's own on copies, which must depend on its arguments alone, and on
+   all of them. */
+static MSI_COLD ms_result msi_debug_update(ms_model *m, const ms_update_args *args) {
+    msi_update_trial t;
+    memset(&t, 0, sizeof t);
+    t.model = m;
+    t.args = args;
+    t.bytes = args->count * sizeof(float);
+    t.states = m->optimizer.state_count;
+    msi_set_update(&t);
+    msi_act_update(&t, MSI_IMAGE_FIRST, MSI_POISON_FIRST, 1.0f);
+    if (t.result == MS_RESULT_OK) {
+        msi_check_update(&t);
+    }
+    msi_act_update(&t, MSI_IMAGE_LAST, MSI_POISON_LAST, 1.0f);
+    if (t.result == MS_RESULT_OK && !msi_same_update(&t, MSI_IMAGE_FIRST, MSI_IMAGE_LAST)) {
+        msi_act_update(&t, MSI_IMAGE_NOW, MSI_POISON_FIRST, 1.0f);
+        msi_fail_update(&t, msi_same_update(&t, MSI_IMAGE_FIRST, MSI_IMAGE_NOW)
+                                ? "reads state that it did not declare: give "
+                                  "ms_optimizer_desc.state_count, the number of tensors of state"
+                                : "makes other numbers of the same arguments the second time: "
+                                  "keep moments in state (ms_optimizer_desc.state_count), and "
+                                  "take the number of the update from ms_update_args.t");
+    }
+    if (t.result == MS_RESULT_OK && args->gradient_scale && msi_updates_by_gradient(&t) &&
+        !msi_same_update(&t, MSI_IMAGE_SCENE, MSI_IMAGE_FIRST)) {
+        msi_act_update(&t, MSI_IMAGE_NOW, MSI_POISON_FIRST, -0.5f); // the sign counts everywhere
+        if (t.result == MS_RESULT_OK && msi_same_update(&t, MSI_IMAGE_FIRST, MSI_IMAGE_NOW)) {
+            msi_fail_update(&t,
+                            "ignores *gradient_scale, by which it has to multiply the gradient: "
+                            "without it gradients are not clipped");
+        }
+    }
+    return t.result;
+}
+
 /* A step, or an eval, begins. */
 static void msi_begin_debug(msi_debug *d) {
     for (uint32_t t = 0; d && t < d->tensor_count; t++) {
@@ -25224,6 +25449,9 @@ static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, m
         for (uint32_t i = 0; i < g->layers.count; i++) {
             d->half_bytes[place] =
                 msi_larger(d->half_bytes[place], msi_half_bytes_of(g, &g->layers.items[i], place));
+        }
+        if (place == 0 && m->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
+            d->half_bytes[0] = msi_larger(d->half_bytes[0], msi_update_stage_bytes(g));
         }
         d->tail_bytes[place] =
             d->half_bytes[place] < MSI_TAIL_BYTES ? d->half_bytes[place] : MSI_TAIL_BYTES;
@@ -25483,6 +25711,18 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 
 // ------------------------------------------------------------------------------------------------
 // >>execute  run a program: no allocation, no lookup by name
+
+static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const ms_update_args args = msi_update_args_of(m, p, i);
+    const bool tries = m->run.store->debug && m->run.updates_done == 0;
+    if (m->optimizer.kind != MS_OPTIMIZER_CUSTOM) {
+        return msi_built_in_update(m, p, &args);
+    }
+    ms_result result = msi_await_custom_update(m);
+    MSI_THEN(result, tries ? msi_debug_update(m, &args) : MS_RESULT_OK);
+    MSI_THEN(result, msi_custom_update(m, &args));
+    return result;
+}
 
 /* The factor of the loss in the value that is reported, for the step that has begun. */
 static MSI_NOINLINE float msi_loss_factor(const ms_model *m) {

@@ -166,6 +166,11 @@ static int update_own(const ms_update_args *args) {
     return 0;
 }
 
+/* Debug mode tries the first update of a step on copies, before it runs. */
+static uint32_t update_trials(void) {
+    return t_debugging ? 2 : 0;
+}
+
 static void custom_updates(void **state) {
     (void)state;
     for (int early = 0; early < 2; ++early) {
@@ -204,8 +209,8 @@ static void custom_updates(void **state) {
             t_net_expect(&n, ms_optimizer_state(n.m, p, 0), sum, COLS);
             t_net_expect(&n, ms_optimizer_state(n.m, p, 1), t, COLS);
         }
-        assert_true(own.calls == 3 && own.faults == 0);
-        own.fail_at = 4;
+        assert_true(own.calls == 3 * (1 + update_trials()) && own.faults == 0);
+        own.fail_at = own.calls + 1 + update_trials();
         ms_result result = ms_step(n.m, NULL);
         assert_true(result == MS_RESULT_CALLBACK);
         t_text_has(ms_last_error(n.m), "23");
@@ -926,7 +931,7 @@ static void a_failed_model_stays_failed_until_it_is_wrapped(void **state) {
         t_ok(t.n.m, ms_wrap(t.n.m));
         two_params_write(&t);
         t_ok(t.n.m, ms_step(t.n.m, NULL));
-        t.fail_at = t.updates + 2;
+        t.fail_at = t.updates + 2 + update_trials();
         if (in_block) {
             MS_OPTIMIZE(t.n.m) {
                 t_error(t.n.m, ms_step(t.n.m, NULL), MS_RESULT_CALLBACK);
@@ -954,7 +959,7 @@ static void a_failed_model_stays_failed_until_it_is_wrapped(void **state) {
         t_write_zeros(t.n.m);
         uint32_t updates = t.updates;
         t_ok(t.n.m, ms_step(t.n.m, NULL));
-        assert_int_equal(t.updates, updates + 2);
+        assert_int_equal(t.updates, updates + 2 + update_trials());
         t_ok(t.n.m, ms_detach(t.n.m));
         t_ok(t.n.m, ms_step(t.n.m, NULL));
         t_net_end(&t.n);
