@@ -1284,9 +1284,9 @@ typedef struct ms_memory_report {
     bool early_update;    // at least one param is updated inside backward
     uint64_t borrowed_bytes; // memory of the trainer (ms_borrow), not in the arena
     /* The model's memory on the host: homes of what offloading moves, values that are copied out
-       for a while, and tensors that stay there (ms_set_on_host). By category: all that lives
+       for a while, tensors that stay there (ms_set_on_host), and what is left of an earlier plan. By category: all that lives
        between steps, and of the other values those that are there when these take most; what the
-       layout loses counts as workspace. */
+       layout loses, or is left, counts as workspace. */
     uint64_t host_bytes, host_bytes_of[MS_CATEGORY_COUNT];
     uint64_t staging_bytes; // host memory through which inputs and verdicts are copied
     /* What offloading copies in the last micro-batch and the update, and how long these copies take. State that updates use on the host is counted both ways, with the
@@ -1705,11 +1705,14 @@ MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *byt
    two arenas: the present one grows or shrinks where it is and values move inside it, if the
    memory can do that (ms_config.memory, ms_backend.memory_resize); otherwise a copy of what it keeps
    lies on the host while it is exchanged. The last 16 plans are kept for as long as only the budget
-   changes: to come back to one of these budgets takes no planning, and no memory of the host unless
-   that copy is made. A failing call leaves the model as it was, with three exceptions: a device that
-   fails in earlier steps that were not waited for; one that fails while values move inside the arena,
-   after which the model is marked failed; and an arena that was given back and is refused in its old
-   size too, after which the model is suspended (see ms_suspend). Stream: waits. Errors:
+   changes: to come back to one of these budgets takes no planning, and memory of the host only for
+   that copy, for what the plan has there, and for values that trade places with others meanwhile.
+   Host memory that a plan no longer needs is given back; where it cannot shrink in place, a rest of
+   less than half may stay, which host_bytes of the report counts. A failing call leaves the model as
+   it was, with three exceptions: a device that fails in earlier steps that were not waited for; one
+   that fails while values move inside the arena, after which the model is marked failed; and an
+   arena that was given back and is refused in its old size too, after which the model is suspended
+   (see ms_suspend). Stream: waits. Errors:
    the first that sticks; INVALID; ORDER (in a callback; between ms_backward and ms_update where
    early updates have begun, here or in a model that shares the arena); UNSUPPORTED (F16 is asked
    for, and updates are the trainer's own); BUDGET (the text has the smallest budget that would do,
@@ -4505,8 +4508,6 @@ struct ms_model {
     msi_flag cancel;              // ms_cancel was called, and no step has ended by it
     msi_kept kept[MSI_MOST_KEPT]; // the last used last
     uint32_t kept_count;
-    uint8_t *carry; // host memory for values that change places
-    uint64_t carry_bytes;
     msi_run run;
     msi_views views;
     msi_errors errors;
@@ -27491,6 +27492,7 @@ typedef struct msi_relocation {
     const msi_store *from, *to;
     bool crosses_to_host, crosses_to_device; // directions in which values can go at once
     uint8_t *carry;
+    uint64_t carry_bytes;
     ms_result result;
 } msi_relocation;
 
@@ -27695,16 +27697,38 @@ static ms_result msi_shrink_device(ms_model *m, msi_store *store, uint64_t bytes
     return result == MS_RESULT_OK ? msi_prepare(m, store, store->memory) : MS_RESULT_OK;
 }
 
-static ms_result msi_reserve_carry(ms_model *m, uint64_t bytes) {
-    if (bytes <= m->carry_bytes) {
-        return MS_RESULT_OK;
+/* Gives a block of host memory a smaller size where it is, if the allocator can. */
+static bool msi_host_shrinks(const ms_model *m, msi_store *store, uint64_t bytes) {
+    void *memory = store->host;
+    const bool shrinks =
+        bytes > 0 && !m->config.backend.host_alloc &&
+        msi_cpu_memory_resize(NULL, &m->config.allocator, &memory, store->host_room, bytes) == 0;
+    store->host = (uint8_t *)memory;
+    return shrinks;
+}
+
+/* Gives back what a store no longer needs on the host: in place, or by a copy in a smaller block.
+   There is no copy of more than half, which would take more memory than it gives back for a while:
+   that stays with the store, as what is refused does. */
+static void msi_shrink_host(ms_model *m, msi_store *store) {
+    const uint64_t room = msi_host_room_of(store);
+    const msi_errors errors = m->errors;
+    uint8_t *copy = NULL;
+    if (room < store->host_room && msi_host_shrinks(m, store, room)) {
+        store->host_room = room;
     }
-    msi_host_release(m, m->carry, m->carry_bytes);
-    m->carry_bytes = 0;
-    m->carry = NULL;
-    const ms_result result = msi_host_alloc(m, bytes, &m->carry);
-    m->carry_bytes = result == MS_RESULT_OK ? bytes : 0;
-    return result;
+    m->errors.tolerant = true;
+    if (room <= store->host_room / 2 && store->host &&
+        msi_host_alloc(m, room, &copy) == MS_RESULT_OK) {
+        if (copy) {
+            memcpy(copy, store->host, (size_t)room);
+        }
+        msi_host_release(m, store->host, store->host_room);
+        store->host = copy;
+        store->host_room = room;
+    }
+    m->errors = errors;
+    msi_place_store(m, store);
 }
 
 /* Whether values that stay in the memory that they are in have the same order there. */
@@ -27743,11 +27767,11 @@ static ms_result msi_prepare_relocation(msi_relocation *r, msi_store *store, boo
     ms_model *m = r->model;
     msi_store *old = m->run.store;
     const uint64_t room = msi_own_room(m, store), old_bytes = old->memory_bytes;
-    const uint64_t carried = msi_choose_routes(r, other_host);
+    r->carry_bytes = msi_choose_routes(r, other_host);
     ms_result result = msi_keep_scale(m, old);
     MSI_THEN(result, other_host ? msi_alloc_host(m, store) : MS_RESULT_OK);
     MSI_THEN(result, msi_alloc_debug(m, store));
-    MSI_THEN(result, msi_reserve_carry(m, carried));
+    MSI_THEN(result, msi_host_alloc(m, r->carry_bytes, &r->carry));
     MSI_THEN(result, msi_grow_arena(m, store->transient_bytes));
     MSI_THEN(result, room > old_bytes ? msi_resize_device(m, old, room) : MS_RESULT_OK);
     MSI_THEN(result, msi_prepare(m, store, old->memory));
@@ -27757,9 +27781,9 @@ static ms_result msi_prepare_relocation(msi_relocation *r, msi_store *store, boo
             (void)msi_resize_device(m, old, old_bytes);
         }
         m->run.failed |= msi_prepare(m, old, old->memory) != MS_RESULT_OK;
+        msi_host_release(m, r->carry, r->carry_bytes);
         m->errors = errors;
     }
-    r->carry = m->carry;
     return result;
 }
 
@@ -27769,7 +27793,7 @@ static ms_result msi_relocate(ms_model *m, msi_store *store, bool *moved) {
     msi_store *old = m->run.store;
     const uint64_t room = msi_own_room(m, store);
     const bool other_host = msi_host_room_of(store) > old->host_room;
-    msi_relocation r = {m, old, store, false, false, NULL, MS_RESULT_OK};
+    msi_relocation r = {m, old, store, false, false, NULL, 0, MS_RESULT_OK};
     r.result = msi_prepare_relocation(&r, store, other_host);
     if (r.result != MS_RESULT_OK) {
         return r.result;
@@ -27789,12 +27813,14 @@ static ms_result msi_relocate(ms_model *m, msi_store *store, bool *moved) {
     msi_place_store(m, store);
     msi_relocate_all(&r);
     MSI_THEN(r.result, msi_synchronize(m));
+    msi_host_release(m, r.carry, r.carry_bytes);
     if (!other_host) {
         old->host = NULL;
     }
     if (room < store->memory_bytes && r.result == MS_RESULT_OK) {
         r.result = msi_shrink_device(m, store, room);
     }
+    msi_shrink_host(m, store);
     memset(msi_staging_of(store), 0, (size_t)store->staging_bytes);
     MSI_THEN(r.result, msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes));
     MSI_THEN(r.result, msi_synchronize(m));
@@ -28374,7 +28400,6 @@ static MSI_COLD void msi_free_model(ms_model *m) {
     msi_plans_free(m, m->run.plan);
     msi_store_free(m, m->run.store);
     msi_drop_kept(m);
-    msi_host_release(m, m->carry, m->carry_bytes);
     msi_drop_written(m);
     msi_timing_free(&allocator, m->run.timing);
     MSI_LIST_FREE(char, &allocator, g->names);
@@ -29261,6 +29286,7 @@ static MSI_COLD uint64_t msi_sum_categories(const uint64_t *bytes_of) {
    has most there. */
 static MSI_COLD void msi_report_host(const ms_model *m, ms_memory_report *r) {
     const msi_plan *plan = m->run.plan;
+    const msi_store *store = m->run.store;
     const msi_program *p =
         plan->eval.layout.host_height > plan->train.layout.host_height ? &plan->eval : &plan->train;
     uint64_t most = 0;
@@ -29277,9 +29303,12 @@ static MSI_COLD void msi_report_host(const ms_model *m, ms_memory_report *r) {
         }
         msi_walk_count(&w, true);
     }
-    r->host_bytes = m->run.store->host_bytes + m->run.store->host_transient_bytes;
+    r->host_bytes = store->host_bytes + store->host_transient_bytes;
+    if (store->host && store->host_room > msi_host_room_of(store)) { // not given back
+        r->host_bytes += store->host_room - msi_host_room_of(store);
+    }
     r->host_bytes_of[MS_CATEGORY_WORKSPACE] += r->host_bytes - msi_sum_categories(r->host_bytes_of);
-    r->staging_bytes = m->run.store->staging_bytes;
+    r->staging_bytes = store->staging_bytes;
 }
 
 /* The first layer that has a param. */

@@ -1,7 +1,8 @@
 /*  test_elastic.c - budgets that change between steps, and models that are suspended and resumed: no
     bit changes, there are never two arenas, budgets that were seen before take no memory of the
-    host, and a failed allocation leaves what there was. MEMSCALE_TEST_DAGS sets how many random
-    graphs there are, MEMSCALE_TEST_SEED which is the first. */
+    host unless their plans have some, which is given back, and a failed allocation leaves what there
+    was. MEMSCALE_TEST_DAGS sets how many random graphs there are, MEMSCALE_TEST_SEED which is the
+    first. */
 #define T_OFFLOADS
 #include "private.h"
 #include "toy_layers.h"
@@ -271,9 +272,10 @@ static void budgets_change_a_thousand_times(void **state) {
 typedef struct counted {
     ms_backend cpu;
     uint64_t bytes, most_bytes;
-    uint64_t calls;   // of alloc and of resize to another size
-    uint64_t fail_at; // the call that fails, from 1; 0: none
-    bool fails_on;    // as do all after it
+    uint64_t host_bytes; // of memory for copies
+    uint64_t calls;      // of alloc and of resize to another size
+    uint64_t fail_at;    // the call that fails, from 1; 0: none
+    bool fails_on;       // as do all after it
     bool resizes;
 } counted;
 
@@ -326,6 +328,21 @@ static int counted_resize(void *user, const ms_allocator *host, void **device, u
     return 0;
 }
 
+static int counted_host_alloc(void *user, const ms_allocator *host, uint64_t bytes, void **memory) {
+    counted *c = (counted *)user;
+    const int error = c->cpu.memory_alloc(NULL, host, bytes, memory);
+    c->host_bytes += error ? 0 : bytes;
+    return error;
+}
+
+static void counted_host_release(void *user, const ms_allocator *host, void *memory,
+                                 uint64_t bytes) {
+    counted *c = (counted *)user;
+    c->host_bytes -= bytes;
+    memset(memory, 0x7f, (size_t)bytes);
+    c->cpu.memory_release(NULL, host, memory, bytes);
+}
+
 static ms_backend counted_backend(counted *c, bool resizes) {
     ms_backend b = t_backend_without_state();
     memset(c, 0, sizeof *c);
@@ -335,6 +352,8 @@ static ms_backend counted_backend(counted *c, bool resizes) {
     b.memory_alloc = counted_alloc;
     b.memory_release = counted_release;
     b.memory_resize = counted_resize;
+    b.host_alloc = counted_host_alloc;
+    b.host_release = counted_host_release;
     return b;
 }
 
@@ -599,7 +618,7 @@ static void values_are_moved_whole(void **state) {
                                 count);
             t_ok(m, msi_copy(m, r->address, r->on_host, held[i], true, r->bytes));
         }
-        msi_relocation r = {m, &old.store, &now.store, false, false, NULL, MS_RESULT_OK};
+        msi_relocation r = {m, &old.store, &now.store, false, false, NULL, 0, MS_RESULT_OK};
         r.carry = (uint8_t *)malloc((size_t)msi_choose_routes(&r, other_host) + 1);
         msi_relocate_all(&r);
         t_ok(m, r.result);
@@ -668,12 +687,20 @@ static void twins_end(twins *t) {
     t_chain_same(&t->chain, &t->twin);
     ms_destroy(t->chain.model);
     ms_destroy(t->twin.model);
-    assert_true(t->c.bytes == 0 && t->heap.live_count == 0);
+    assert_true(t->c.bytes == 0 && t->c.host_bytes == 0 && t->heap.live_count == 0);
+}
+
+/* A model holds no memory for copies that its report does not tell. */
+static void expect_reported_host(const twins *t) {
+    ms_memory_report report;
+    t_report(t->chain.model, &report);
+    assert_true(t->c.host_bytes == report.host_bytes + report.staging_bytes);
 }
 
 /* Device memory is never more than the larger of two arenas, with one allocation at most. */
 static void there_are_never_two_arenas(void **state) {
     (void)state;
+    uint32_t unmoved = 0;
     for (int resizes = 0; resizes < 2; ++resizes) {
         twins t;
         t_rng rng = t_seed(5);
@@ -693,10 +720,113 @@ static void there_are_never_two_arenas(void **state) {
                 before.arena_bytes > after.arena_bytes ? before.arena_bytes : after.arena_bytes;
             assert_true(t.c.bytes == after.arena_bytes && t.c.most_bytes <= larger);
             assert_true(t.c.calls <= calls + 1);
-            assert_true(!seen || !resizes || t.heap.calls == allocated + t.c.calls - calls);
+            expect_reported_host(&t);
+            const bool alone = before.host_bytes == 0 && after.host_bytes == 0;
+            assert_true(!seen || !resizes || !alone ||
+                        t.heap.calls == allocated + t.c.calls - calls);
+            unmoved += seen && alone && resizes;
             twins_step(&t);
         }
         twins_end(&t);
+    }
+    assert_true(unmoved > 0);
+}
+
+/* Wraps for a budget, goes back to the plain plan, or is suspended for a while; one time in four
+   with an allocation that fails. */
+static void change_host(twins *t, t_rng *rng) {
+    ms_model *m = t->chain.model;
+    const uint64_t to = t->budgets[t_below(rng, BUDGETS)];
+    ms_memory_report before;
+    t_report(m, &before);
+    t->heap.fail_at = t_chance(rng, 0.25) ? t->heap.calls + 1 + t_below(rng, 8) : 0;
+    if (t_chance(rng, 0.2)) {
+        const ms_result result = ms_suspend(m, NULL);
+        t->heap.fail_at = 0;
+        assert_true(result == MS_RESULT_OK || result == MS_RESULT_OUT_OF_MEMORY);
+        if (result == MS_RESULT_OK && t_chance(rng, 0.5)) {
+            t_ok(m, ms_resume(m));
+        }
+    }
+    ms_set_budget(m, to);
+    const bool plain = t_chance(rng, 0.3);
+    const ms_result result = plain ? ms_detach(m) : ms_wrap(m);
+    t->heap.fail_at = 0;
+    assert_true(result == MS_RESULT_OK || result == MS_RESULT_OUT_OF_MEMORY);
+    if (result != MS_RESULT_OK && t->c.bytes == 0) {
+        t_ok(m, ms_resume(m));
+    }
+}
+
+/* Whatever takes effect, is refused or comes back: host memory that is no longer needed is given
+   back, or reported; and there is none after the plain plan. */
+static void host_memory_goes_with_its_plan(void **state) {
+    (void)state;
+    for (int resizes = 0; resizes < 2; ++resizes) {
+        twins t;
+        t_rng rng = t_seed(7);
+        uint64_t most = 0;
+        twins_start(&t, (uint32_t)t_size(5, DEPTH), resizes != 0, false);
+        for (int i = 0; i < 100; ++i) {
+            ms_memory_report report;
+            change_host(&t, &rng);
+            expect_reported_host(&t);
+            t_report(t.chain.model, &report);
+            most = report.host_bytes > most ? report.host_bytes : most;
+            if (i % 4 == 3) {
+                t_ok(t.chain.model, ms_detach(t.chain.model));
+                t_report(t.chain.model, &report);
+                assert_true(report.host_bytes == 0 && t.c.host_bytes == report.staging_bytes);
+            }
+            twins_step(&t);
+        }
+        assert_true(most > 0);
+        twins_end(&t);
+    }
+}
+
+static void *resize_in_heap(void *memory, uint64_t old_bytes, uint64_t bytes, void *user) {
+    void *moved = t_heap_alloc(bytes, user);
+    if (moved != NULL) {
+        memcpy(moved, memory, (size_t)(old_bytes < bytes ? old_bytes : bytes));
+        t_heap_release(memory, old_bytes, user);
+    }
+    return moved;
+}
+
+/* The same where all memory is the allocator's, by its count: from an offloading plan to the plain
+   one, live bytes change by the bytes of the arena and of what was on the host. */
+static void the_allocator_gets_host_memory_back(void **state) {
+    (void)state;
+    for (int resizes = 0; resizes < 2; ++resizes) {
+        t_heap heap;
+        t_chain chain;
+        ms_memory_report plain, small;
+        uint64_t least;
+        ms_config config = t_config();
+        memset(&heap, 0, sizeof heap);
+        config.allocator = t_heap_allocator(&heap);
+        config.allocator.resize = resizes ? resize_in_heap : NULL;
+        config.offloading = MS_SWITCH_ON;
+        t_chain_start(&chain, &config, 6);
+        ms_model *m = chain.model;
+        t_ok(m, ms_smallest_budget(m, &least));
+        t_ok(m, ms_detach(m));
+        t_report(m, &plain);
+        for (int i = 0; i < 3; ++i) {
+            ms_set_budget(m, least);
+            t_ok(m, ms_wrap(m));
+            t_ok(m, ms_step(m, NULL));
+            t_report(m, &small);
+            const uint64_t live =
+                heap.live_bytes - small.arena_bytes - small.host_bytes - small.staging_bytes;
+            t_ok(m, ms_detach(m));
+            const uint64_t now = heap.live_bytes - plain.arena_bytes - plain.staging_bytes;
+            assert_true(plain.host_bytes == 0 && small.host_bytes > 0);
+            assert_true(i == 0 || now == live);
+        }
+        ms_destroy(m);
+        assert_true(heap.live_count == 0 && heap.wrong_releases == 0);
     }
 }
 
@@ -1128,6 +1258,8 @@ int main(void) {
         cmocka_unit_test(budgets_change_on_a_device),
         cmocka_unit_test(values_are_moved_whole),
         cmocka_unit_test(there_are_never_two_arenas),
+        cmocka_unit_test(host_memory_goes_with_its_plan),
+        cmocka_unit_test(the_allocator_gets_host_memory_back),
         cmocka_unit_test(a_refused_arena_leaves_the_old_one),
         cmocka_unit_test(what_is_lost_for_good_is_suspended),
         cmocka_unit_test(suspending_fails_cleanly),
