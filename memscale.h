@@ -1763,7 +1763,9 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *turn);
    holds for inputs along an axis that has changed. Buffers and optimizer state begin with zeros.
    State is read and written in F32; what is written is rounded to the format of the state, and in 8
    bits a number that is not finite makes zeros of its block of 256 elements. So are values and
-   gradients that a plan has in 16 bits; a param with a master is read and written exactly.
+   gradients that a plan has in 16 bits; a param with a master is read and written exactly. What is
+   written before ms_wrap has memory of its own until ms_wrap moves it; where the arena is host memory
+   that can grow (malloc, or ms_allocator.resize), only the largest of these values exists twice.
    ms_read: the same (zeros, if it was never written) and accumulated gradients, at any time; also
    every value that is live where the last step stopped: the loss, outputs, and between ms_backward
    and ms_update the gradients, in plans in F16 times the loss scale. Stream: both wait, except
@@ -4398,6 +4400,14 @@ typedef struct msi_wrapped {
     bool changed; // something has been set since that takes effect with the next ms_wrap
 } msi_wrapped;
 
+/* Memory of a first store that failed once values had moved there: they stay in it until there is a
+   store. */
+typedef struct msi_refuge {
+    void *memory;
+    uint8_t *host;
+    uint64_t memory_bytes, host_room;
+} msi_refuge;
+
 /* Plans that were made for another budget, in a store without memory. */
 typedef struct msi_kept {
     msi_store *store;
@@ -4508,6 +4518,7 @@ struct ms_model {
     msi_flag cancel;              // ms_cancel was called, and no step has ended by it
     msi_kept kept[MSI_MOST_KEPT]; // the last used last
     uint32_t kept_count;
+    msi_refuge refuge;
     msi_run run;
     msi_views views;
     msi_errors errors;
@@ -17131,21 +17142,24 @@ static void msi_find_load_out(msi_greedy *w) {
     }
 }
 
-static void msi_find_load(msi_greedy *w) {
+/* Without memory, it returns false. */
+static bool msi_find_load(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
     const uint64_t count = p->code.instructions.count;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         w->load.first_use[t] = w->load.last_use[t] = MSI_NONE;
         w->load.first_gradient[t] = w->load.update[t] = MSI_NONE;
     }
-    if (MSI_SCRATCH_LIST(double, w->scorer, w->load.in_us, count) &&
-        MSI_SCRATCH_LIST(double, w->scorer, w->load.out_us, count)) {
-        for (uint32_t now = 0; now < p->code.instructions.count; now++) {
-            msi_note_uses(&w->load, p, now);
-        }
-        msi_find_load_in(w);
-        msi_find_load_out(w);
+    if (!MSI_SCRATCH_LIST(double, w->scorer, w->load.in_us, count) ||
+        !MSI_SCRATCH_LIST(double, w->scorer, w->load.out_us, count)) {
+        return false;
     }
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        msi_note_uses(&w->load, p, now);
+    }
+    msi_find_load_in(w);
+    msi_find_load_out(w);
+    return true;
 }
 
 /* By how much a copy makes the step longer if the link has left_us for it. Hidden time costs a
@@ -17265,7 +17279,6 @@ static MSI_NOINLINE void msi_list_moves(msi_greedy *w) {
     const msi_graph *g = w->graph;
     const msi_program *p = w->scorer->program;
     uint32_t saved_of = MSI_NONE, together = 0; // the layer of the saved tensors met last; how many
-    w->moves.count = w->members.count = 0;
     if (!MSI_SCRATCH_LIST(msi_move, w->scorer, w->moves, 4ull * p->code.ranges.count) ||
         !MSI_SCRATCH_LIST(uint32_t, w->scorer, w->members, 4ull * p->code.ranges.count)) {
         return;
@@ -17298,8 +17311,11 @@ static MSI_NOINLINE void msi_list_moves(msi_greedy *w) {
 /* Finds the moves from the plan at hand, best first; without memory, none. */
 static MSI_NOINLINE void msi_find_moves(msi_greedy *w) {
     msi_note_recomputed(&w->pricing, w->scorer->program);
+    w->moves.count = w->members.count = 0;
     if (w->search->techniques & MSI_OFFLOADING) {
-        msi_find_load(w);
+        if (!msi_find_load(w)) {
+            return;
+        }
         msi_find_host_left(w);
     }
     msi_list_moves(w);
@@ -26908,16 +26924,36 @@ static ms_result msi_move_values(ms_model *m, const msi_store *store) {
     return result;
 }
 
+/* Whether a written value is in memory of its own. */
+static bool msi_is_apart(const msi_refuge *r, const void *value) {
+    const uintptr_t at = (uintptr_t)value, memory = (uintptr_t)r->memory, host = (uintptr_t)r->host;
+    return (at < memory || at - memory >= r->memory_bytes) &&
+           (at < host || at - host >= r->host_room);
+}
+
+/* Releases what was written of a tensor before there was a plan. */
+static void msi_release_written(ms_model *m, msi_tensor *t, msi_role role) {
+    if (!msi_is_borrowed(t, role)) {
+        if (msi_is_apart(&m->refuge, t->memory[role])) {
+            msi_release(&m->config.allocator, t->memory[role], t->largest_bytes);
+        }
+        t->memory[role] = NULL;
+    }
+}
+
 static void msi_drop_written(ms_model *m) {
+    const ms_backend *b = &m->config.backend;
+    msi_refuge *r = &m->refuge;
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-        msi_tensor *tensor = &m->graph.tensors.items[t];
         for (int role = 0; role < MSI_ROLE_RESIDENT_COUNT; role++) {
-            if (!msi_is_borrowed(tensor, (msi_role)role)) {
-                msi_release(&m->config.allocator, tensor->memory[role], tensor->largest_bytes);
-                tensor->memory[role] = NULL;
-            }
+            msi_release_written(m, &m->graph.tensors.items[t], (msi_role)role);
         }
     }
+    if (r->memory) {
+        b->memory_release(b->user, &m->config.allocator, r->memory, r->memory_bytes);
+    }
+    msi_host_release(m, r->host, r->host_room);
+    memset(r, 0, sizeof *r);
 }
 
 /* The updates of params are counted while a plan trains them. State that is borrowed outlasts a plan
@@ -27041,7 +27077,7 @@ static ms_result msi_check_new_loan(ms_model *m, const msi_loan *loan) {
 static void msi_borrow(ms_model *m, uint32_t t, msi_role role, void *memory) {
     msi_tensor *tensor = &m->graph.tensors.items[t];
     if (!msi_is_borrowed(tensor, role)) {
-        msi_release(&m->config.allocator, tensor->memory[role], tensor->largest_bytes);
+        msi_release_written(m, tensor, role);
         tensor->borrowed = (uint8_t)(tensor->borrowed | 1u << role);
     }
     m->run.epoch += tensor->memory[role] != memory;
@@ -27276,6 +27312,38 @@ static void msi_place_store(ms_model *m, msi_store *store) {
                       : (uint8_t *)store->memory + (store->reserved_bytes - store->step_bytes);
 }
 
+/* Gives the device memory of a store another size; contents up to the smaller one stay. */
+static ms_result msi_resize_device(ms_model *m, msi_store *store, uint64_t bytes) {
+    const ms_backend *b = &m->config.backend;
+    if (b->device_is_host) {
+        msi_asan_unpoison(store->memory, store->memory_bytes);
+    }
+    if (store->is_lent) {
+        if (bytes > msi_lent_bytes(m)) {
+            return msi_fail(m, MS_RESULT_OUT_OF_MEMORY,
+                            "the arena takes %s, but ms_config.memory has %s", msi_size(bytes).text,
+                            msi_size_down(msi_lent_bytes(m)).text);
+        }
+    } else {
+        const int error = b->memory_resize(b->user, &m->config.allocator, &store->memory,
+                                           store->memory_bytes, bytes);
+        if (error != 0) {
+            return msi_fail_device_memory(m, bytes, "the arena", error);
+        }
+    }
+    store->memory_bytes = bytes;
+    msi_place_store(m, store);
+    return MS_RESULT_OK;
+}
+
+/* Whether the device memory of a store can have another size. */
+static bool msi_can_resize(const ms_model *m, const msi_store *store) {
+    const ms_backend *b = &m->config.backend;
+    void *memory = store->memory;
+    return b->memory_resize && b->memory_resize(b->user, &m->config.allocator, &memory,
+                                                store->memory_bytes, store->memory_bytes) == 0;
+}
+
 /* Bytes of device memory that a store takes of its own. */
 static uint64_t msi_own_room(const ms_model *m, const msi_store *store) {
     return store->resident_bytes + (m->run.arena ? 0 : store->transient_bytes);
@@ -27286,9 +27354,10 @@ static ms_result msi_alloc_host(ms_model *m, msi_store *store) {
     return msi_host_alloc(m, store->host_room, &store->host);
 }
 
-/* Allocates what a store needs, and gives its residents their addresses. */
-static ms_result msi_alloc_store(ms_model *m, msi_store *store) {
-    ms_result result = msi_take_device(m, store, msi_own_room(m, store));
+/* Allocates what a store needs, with so many bytes of device memory, and gives its residents their
+   addresses. */
+static ms_result msi_alloc_store(ms_model *m, msi_store *store, uint64_t bytes) {
+    ms_result result = msi_take_device(m, store, bytes);
     MSI_THEN(result, msi_alloc_host(m, store));
     MSI_THEN(result, msi_alloc_debug(m, store));
     MSI_THEN(result, msi_grow_arena(m, store->transient_bytes));
@@ -27311,7 +27380,7 @@ static ms_result msi_prepare(ms_model *m, const msi_store *store, void *memory) 
 
 /* Gives a new store memory of its own, and the values that it is to hold. */
 static ms_result msi_settle(ms_model *m, msi_store *store) {
-    ms_result result = msi_alloc_store(m, store);
+    ms_result result = msi_alloc_store(m, store, msi_own_room(m, store));
     MSI_THEN(result, msi_prepare(m, store, store->memory));
     MSI_THEN(result, msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes));
     MSI_THEN(result, msi_move_values(m, store));
@@ -27322,9 +27391,144 @@ static ms_result msi_settle(ms_model *m, msi_store *store) {
     return result;
 }
 
+/* How the first store of a model takes over what was written before, where the host is the device:
+   one value after the other, each of which is released then. Meanwhile the arena grows, if it can,
+   so that no more than the largest value exists twice. Values that the store has in another format
+   stay to the end. */
+typedef struct msi_taking {
+    ms_model *model;
+    msi_store *store;
+    uint64_t room;          // of the whole arena
+    uint64_t left, largest; // bytes of the values that are still to be released; of one at most
+    uint32_t taken;         // residents that have their values
+} msi_taking;
+
+/* Of which value before the plan a resident is the last to need it, and whether it has all of it. */
+static bool msi_takes(const msi_taking *k, const msi_resident *to, msi_role *role) {
+    const msi_tensor *t = &k->model->graph.tensors.items[to->tensor];
+    *role = to->role == MSI_ROLE_MASTER ? MSI_ROLE_VALUE : (msi_role)to->role;
+    const msi_resident *holder = msi_find_value(k->store, to->tensor, *role);
+    return holder == to && !to->borrowed && to->format == (msi_format)t->format &&
+           to->bytes >= t->largest_bytes && !msi_is_borrowed(t, *role);
+}
+
+static msi_taking msi_begin_taking(ms_model *m, msi_store *store) {
+    msi_taking k = {m, store, msi_own_room(m, store), 0, 0, 0};
+    for (uint32_t i = 0; i < store->residents.count; i++) {
+        msi_role role;
+        const msi_resident *to = &store->residents.items[i];
+        const msi_tensor *t = &m->graph.tensors.items[to->tensor];
+        if (msi_takes(&k, to, &role) && t->memory[role]) {
+            k.left += t->largest_bytes;
+            k.largest = msi_larger(k.largest, t->largest_bytes);
+        }
+    }
+    return k;
+}
+
+/* The bytes that the arena may have while so much of what was written is left. */
+static uint64_t msi_room_beside(const msi_taking *k) {
+    const uint64_t more = k->left - msi_smaller(k->left, k->largest);
+    return k->room - msi_smaller(k->room, more);
+}
+
+/* Takes the first memory, which is all of it if it cannot grow. */
+static ms_result msi_alloc_taking(msi_taking *k) {
+    ms_model *m = k->model;
+    msi_store *store = k->store;
+    const uint64_t least = store->reserved_bytes + MSI_ALIGNMENT;
+    ms_result result =
+        msi_alloc_store(m, store, msi_smaller(k->room, msi_larger(msi_room_beside(k), least)));
+    if (result == MS_RESULT_OK && store->memory_bytes < k->room && !msi_can_resize(m, store)) {
+        msi_release_device(m, store);
+        result = msi_take_device(m, store, k->room);
+    }
+    if (result == MS_RESULT_OK) {
+        msi_place_store(m, store);
+    }
+    return result;
+}
+
+/* Gives all residents their first values, and the arena its size. */
+static ms_result msi_take_all(msi_taking *k) {
+    ms_model *m = k->model;
+    msi_store *store = k->store;
+    ms_result result = MS_RESULT_OK;
+    for (; k->taken < store->residents.count && result == MS_RESULT_OK; k->taken++) {
+        const msi_resident *to = &store->residents.items[k->taken];
+        msi_tensor *t = &m->graph.tensors.items[to->tensor];
+        const uint64_t end = to->on_host || to->borrowed ? 0 : to->offset + to->bytes;
+        msi_role role;
+        if (to->bytes == 0 || to->borrowed) {
+            continue;
+        }
+        if (end > store->memory_bytes) {
+            result = msi_resize_device(m, store, msi_larger(msi_room_beside(k), msi_align(end)));
+        }
+        MSI_THEN(result, msi_set_first_value(m, to));
+        if (result != MS_RESULT_OK) {
+            break;
+        }
+        if (msi_takes(k, to, &role) && t->memory[role]) {
+            k->left -= t->largest_bytes;
+            msi_release_written(m, t, role);
+        }
+    }
+    if (store->memory_bytes < k->room) {
+        MSI_THEN(result, msi_resize_device(m, store, k->room));
+    }
+    return result;
+}
+
+/* After a failure what was taken stays in the memory of the store, as much of it as has values. */
+static void msi_keep_taken(const msi_taking *k) {
+    ms_model *m = k->model;
+    msi_store *store = k->store;
+    const msi_errors errors = m->errors;
+    uint64_t end = MSI_ALIGNMENT;
+    for (uint32_t i = 0; i < k->taken; i++) {
+        const msi_resident *to = &store->residents.items[i];
+        end = msi_larger(end, to->on_host ? 0 : msi_align(to->offset + to->bytes));
+    }
+    m->errors.tolerant = true;
+    if (end < store->memory_bytes && msi_can_resize(m, store)) {
+        (void)msi_resize_device(m, store, end);
+    }
+    m->errors = errors;
+    for (uint32_t i = 0; i < k->taken; i++) {
+        msi_role role;
+        const msi_resident *to = &store->residents.items[i];
+        msi_tensor *t = &m->graph.tensors.items[to->tensor];
+        if (to->bytes > 0 && msi_takes(k, to, &role) && !t->memory[role]) {
+            t->memory[role] = to->address;
+        }
+    }
+    const msi_refuge refuge = {store->memory, store->host, store->memory_bytes, store->host_room};
+    m->refuge = refuge;
+    store->memory = store->transient = NULL;
+    store->host = NULL;
+}
+
+static ms_result msi_settle_by_taking(ms_model *m, msi_store *store) {
+    msi_taking k = msi_begin_taking(m, store);
+    ms_result result = msi_alloc_taking(&k);
+    MSI_THEN(result, msi_prepare(m, store, store->memory));
+    if (result == MS_RESULT_OK) {
+        memset(msi_staging_of(store), 0, (size_t)store->staging_bytes);
+    }
+    MSI_THEN(result, msi_take_all(&k));
+    MSI_THEN(result, msi_prepare(m, store, store->memory));
+    if (result != MS_RESULT_OK && k.taken > 0) {
+        msi_keep_taken(&k);
+    }
+    return result;
+}
+
 /* Gives the first store of a model its memory and values. */
 static ms_result msi_settle_first(ms_model *m, msi_store *store) {
-    const ms_result result = msi_settle(m, store);
+    const bool takes =
+        msi_is_direct(m) && !m->config.memory && !m->refuge.memory && !m->refuge.host;
+    const ms_result result = takes ? msi_settle_by_taking(m, store) : msi_settle(m, store);
     if (result != MS_RESULT_OK) {
         const msi_errors errors = m->errors;
         (void)msi_synchronize(m); // the memory is going to be released
@@ -27664,30 +27868,6 @@ static uint64_t msi_choose_routes(msi_relocation *r, bool other_host) {
     return msi_smaller(out, in);
 }
 
-/* Gives the device memory of a store another size; contents up to the smaller one stay. */
-static ms_result msi_resize_device(ms_model *m, msi_store *store, uint64_t bytes) {
-    const ms_backend *b = &m->config.backend;
-    if (b->device_is_host) {
-        msi_asan_unpoison(store->memory, store->memory_bytes);
-    }
-    if (store->is_lent) {
-        if (bytes > msi_lent_bytes(m)) {
-            return msi_fail(m, MS_RESULT_OUT_OF_MEMORY,
-                            "the arena takes %s, but ms_config.memory has %s", msi_size(bytes).text,
-                            msi_size_down(msi_lent_bytes(m)).text);
-        }
-    } else {
-        const int error = b->memory_resize(b->user, &m->config.allocator, &store->memory,
-                                           store->memory_bytes, bytes);
-        if (error != 0) {
-            return msi_fail_device_memory(m, bytes, "the arena", error);
-        }
-    }
-    store->memory_bytes = bytes;
-    msi_place_store(m, store);
-    return MS_RESULT_OK;
-}
-
 /* Gives back what a store no longer needs; what is not taken back stays with it. */
 static ms_result msi_shrink_device(ms_model *m, msi_store *store, uint64_t bytes) {
     const msi_errors errors = m->errors;
@@ -27753,13 +27933,9 @@ static bool msi_keeps_order(const msi_store *old, const msi_store *store) {
 
 /* Whether the values of the model's store can move to a new one inside its device memory. */
 static bool msi_can_relocate(const ms_model *m, const msi_store *store) {
-    const ms_backend *b = &m->config.backend;
     const msi_store *old = m->run.store;
-    void *memory = old->memory;
     return old->memory && !old->image && msi_keeps_order(old, store) &&
-           (old->is_lent || old->memory_bytes == msi_own_room(m, store) ||
-            (b->memory_resize && b->memory_resize(b->user, &m->config.allocator, &memory,
-                                                  old->memory_bytes, old->memory_bytes) == 0));
+           (old->is_lent || old->memory_bytes == msi_own_room(m, store) || msi_can_resize(m, old));
 }
 
 /* What a relocation needs besides the values: nothing has moved if it fails. */

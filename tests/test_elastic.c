@@ -785,15 +785,6 @@ static void host_memory_goes_with_its_plan(void **state) {
     }
 }
 
-static void *resize_in_heap(void *memory, uint64_t old_bytes, uint64_t bytes, void *user) {
-    void *moved = t_heap_alloc(bytes, user);
-    if (moved != NULL) {
-        memcpy(moved, memory, (size_t)(old_bytes < bytes ? old_bytes : bytes));
-        t_heap_release(memory, old_bytes, user);
-    }
-    return moved;
-}
-
 /* The same where all memory is the allocator's, by its count: from an offloading plan to the plain
    one, live bytes change by the bytes of the arena and of what was on the host. */
 static void the_allocator_gets_host_memory_back(void **state) {
@@ -806,7 +797,7 @@ static void the_allocator_gets_host_memory_back(void **state) {
         ms_config config = t_config();
         memset(&heap, 0, sizeof heap);
         config.allocator = t_heap_allocator(&heap);
-        config.allocator.resize = resizes ? resize_in_heap : NULL;
+        config.allocator.resize = resizes ? t_heap_resize : NULL;
         config.offloading = MS_SWITCH_ON;
         t_chain_start(&chain, &config, 6);
         ms_model *m = chain.model;

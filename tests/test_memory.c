@@ -419,6 +419,99 @@ static void every_allocation_of_a_first_wrap_fails_once(void **state) {
     assert_true(f.error_count > 4);
 }
 
+/* A chain whose values are written before it is wrapped, on the heap alone. */
+typedef struct early {
+    t_heap heap;
+    ms_config config;
+    t_chain chain;
+} early;
+
+enum { EARLY_DEPTH = 4, EARLY_COLS = 96 };
+
+static void early_open(early *e, bool resizes, bool offloads) {
+    memset(e, 0, sizeof *e);
+    e->config = t_config();
+    e->config.allocator = t_heap_allocator(&e->heap);
+    e->config.allocator.resize = resizes ? t_heap_resize : NULL;
+    e->config.offloading = offloads ? MS_SWITCH_ON : MS_SWITCH_OFF;
+    assert_int_equal(t_chain_create(&e->chain, &e->config, EARLY_DEPTH, 4, EARLY_COLS), 0);
+    ms_model *m = e->chain.model;
+    if (offloads) {
+        uint64_t least;
+        t_ok(m, ms_smallest_budget(m, &least));
+        ms_set_budget(m, least);
+    }
+    t_ok(m, t_chain_write(&e->chain, 1));
+    float moment[EARLY_COLS * EARLY_COLS];
+    for (int i = 0; i < EARLY_COLS * EARLY_COLS; ++i) {
+        moment[i] = (float)i * 1e-6f;
+    }
+    for (int k = 0; k < 2; ++k) { // in another format than the plan has it
+        t_ok(m, ms_write(m, ms_optimizer_state(m, e->chain.weight[2], k), moment));
+    }
+}
+
+/* Of what was written before ms_wrap, one value at most exists twice if the arena can grow. */
+static void written_values_move_in_turn(void **state) {
+    (void)state;
+    const uint64_t value = EARLY_COLS * EARLY_COLS * sizeof(float);
+    for (int offloads = 0; offloads < 2; ++offloads) {
+        for (int resizes = 0; resizes < 2; ++resizes) {
+            early e;
+            early_open(&e, resizes != 0, offloads != 0);
+            e.heap.most_bytes = 0;
+            t_ok(e.chain.model, ms_wrap(e.chain.model));
+            const uint64_t more = e.heap.most_bytes - e.heap.live_bytes;
+            print_message("%s, %s: %.2f values more than what is left\n",
+                          offloads ? "offloading" : "plain", resizes ? "growing" : "fixed",
+                          (double)more / (double)value);
+            assert_true(resizes && !offloads ? more < value + 4096 : more >= value);
+            ms_destroy(e.chain.model);
+            assert_true(e.heap.live_count == 0 && e.heap.wrong_releases == 0);
+        }
+    }
+}
+
+/* Whatever fails in the first ms_wrap: what was written can be read, and the next one works. */
+static void a_failed_first_wrap_keeps_what_was_written(void **state) {
+    (void)state;
+    for (int offloads = 0; offloads < 2; ++offloads) {
+        t_chain twin;
+        early e;
+        uint32_t moved = 0; // rounds in which values had moved before
+        t_failing f = t_failing_heap(&e.heap);
+        early_open(&e, false, offloads != 0);
+        twin = e.chain;
+        const uint64_t before = e.heap.calls;
+        t_ok(twin.model, ms_wrap(twin.model));
+        const uint64_t calls = e.heap.calls - before; // the last of which are for what is planned
+        float *written = t_chain_weights(&twin);
+        t_ok(twin.model, ms_step(twin.model, NULL));
+        float *trained = t_chain_weights(&twin);
+        ms_destroy(twin.model);
+        const uint64_t bytes = EARLY_DEPTH * EARLY_COLS * EARLY_COLS * sizeof(float);
+        while (t_next_failure(&f, f.at + 20 < calls ? 1 + (calls - f.at - 20) / 4 : 1)) {
+            early_open(&e, true, offloads != 0);
+            ms_model *m = e.chain.model;
+            t_arm(&f);
+            (void)t_failed(&f, m, ms_wrap(m));
+            moved += m->refuge.memory != NULL;
+            float *kept = t_chain_weights(&e.chain);
+            assert_memory_equal(kept, written, bytes);
+            t_ok(m, ms_wrap(m));
+            t_ok(m, ms_step(m, NULL));
+            float *now = t_chain_weights(&e.chain);
+            assert_memory_equal(now, trained, bytes);
+            free(kept);
+            free(now);
+            ms_destroy(m);
+        }
+        assert_true(f.error_count > 4 && (moved > 0 || offloads));
+        free(written);
+        free(trained);
+    }
+}
+
 typedef ms_result (*model_fn)(ms_model *model);
 
 static ms_result ask_smallest(ms_model *model) {
@@ -526,6 +619,8 @@ int main(void) {
         cmocka_unit_test(wrapping_again_does_not_grow),
         cmocka_unit_test(sizes_of_device_memory_never_wrap),
         cmocka_unit_test(destroy_accepts_every_stage),
+        cmocka_unit_test(written_values_move_in_turn),
+        cmocka_unit_test(a_failed_first_wrap_keeps_what_was_written),
         cmocka_unit_test(every_allocation_of_a_first_wrap_fails_once),
         cmocka_unit_test(failing_calls_leave_the_model_as_it_was),
         cmocka_unit_test(every_backend_call_of_a_rewrap_fails_once),

@@ -225,7 +225,8 @@ static inline void t_append(const char *text, size_t length, void *user) {
 
 typedef struct t_heap {
     uint64_t live_bytes, live_count;
-    uint64_t calls;         // of alloc
+    uint64_t most_bytes;    // live at once
+    uint64_t calls;         // of alloc and resize
     uint64_t largest_bytes; // asked for at once
     uint64_t fail_at;       // the call that fails, from 1; 0: none
     bool has_failed;
@@ -254,6 +255,9 @@ static inline void *t_heap_alloc(uint64_t bytes, void *user) {
     block->mark = T_BLOCK_MARK;
     heap->live_bytes += bytes;
     heap->live_count += 1;
+    if (heap->live_bytes > heap->most_bytes) {
+        heap->most_bytes = heap->live_bytes;
+    }
     memset(block + 1, 0xa5, (size_t)bytes);
     return block + 1;
 }
@@ -269,6 +273,19 @@ static inline void t_heap_release(void *memory, uint64_t bytes, void *user) {
     heap->live_count -= 1;
     block->mark = 0;
     free(block);
+}
+
+/* To another address each time. Both blocks at once do not count: realloc need not have them. */
+static inline void *t_heap_resize(void *memory, uint64_t old_bytes, uint64_t bytes, void *user) {
+    t_heap *heap = (t_heap *)user;
+    heap->live_bytes -= old_bytes;
+    void *moved = t_heap_alloc(bytes, user);
+    heap->live_bytes += old_bytes;
+    if (moved != NULL) {
+        memcpy(moved, memory, (size_t)(old_bytes < bytes ? old_bytes : bytes));
+        t_heap_release(memory, old_bytes, user);
+    }
+    return moved;
 }
 
 static inline ms_allocator t_heap_allocator(t_heap *heap) {
