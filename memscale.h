@@ -14742,18 +14742,30 @@ typedef struct msi_stacks {
     uint32_t stretch_count[3];
 } msi_stacks;
 
+/* What a search for a gap meets, by the lower ends: lists in buckets of 2^shift bytes each, from
+   `base` on. A bucket with many is divided by a fan of its own when the search comes to it. */
+enum { MSI_FAN_BITS = 6, MSI_FAN = 1 << MSI_FAN_BITS, MSI_MOST_FANS = 64 / MSI_FAN_BITS + 2 };
+
+typedef struct msi_fan {
+    uint64_t base;
+    uint32_t shift, bucket; // the first bucket that is not passed
+    uint32_t lists[MSI_FAN], counts[MSI_FAN];
+} msi_fan;
+
 typedef struct msi_layout_work {
     const msi_block *blocks;
     uint32_t count, used, times; // used: blocks that have bytes
     uint32_t *by_start, *rank;   // the blocks in the order of their starts; per block: its place
     uint32_t *begun;             // per compressed time: how many have started
     uint32_t *first, *last;      // per block: its live range in compressed time
-    uint32_t *order, *scratch;   // of the blocks in use; to sort it, and a heap
+    uint32_t *order, *scratch;   // of the blocks in use; to sort it, and lists of a gap
     uint32_t *penalty;           // per block: how hard it is to place
-    uint64_t *key;               // what to sort by, per block or item of the heap
+    uint64_t *key;               // what to sort by, per block or item of these lists
     uint64_t *load;              // per compressed time: live bytes
     uint64_t *offset, *best;     // per block: in the layout at hand, in the best one
     uint64_t *from_peak;         // per block: in the best one from the peak
+    uint64_t *met_high;          // the upper end of each block that a gap meets
+    msi_fan fans[MSI_MOST_FANS]; // of what a gap meets
     /* First-fit: blocks that live at each multiple of the stride, per multiple the end of its list
        (where the next one begins), and per block its place in the order. */
     uint32_t stride, *living, *living_end, *ranks;
@@ -15211,6 +15223,7 @@ static void msi_stacks_hang(msi_layout_work *w, bool after) {
    that hangs it goes downwards: all heights are then distances from the bound. */
 typedef struct msi_gap {
     uint32_t block, met, standing;
+    uint32_t fans, in_bucket; // open fans; how many of the bucket at hand are passed
     uint32_t stretch[3];
     uint64_t low, bytes, ceiling; // the block goes to `low`, unless something is in the way there
     bool hangs;
@@ -15258,15 +15271,15 @@ static void msi_gap_pass_standing(msi_layout_work *w, msi_gap *gap) {
     gap->standing = k;
 }
 
-/* Raises the gap above a placed block that is in the way. One that is further up is added, with its
-   lower end, to the blocks to be met. */
+/* Raises the gap above a placed block that is in the way. One that is further up is added to the
+   blocks to be met. */
 static void msi_gap_meet(msi_layout_work *w, msi_gap *gap, uint32_t block) {
     const uint64_t low = msi_gap_low_of(w, gap, block);
     if (low < gap->low + gap->bytes) {
         gap->low = msi_larger(gap->low, msi_gap_high_of(w, gap, block));
     } else {
         w->key[gap->met] = low;
-        w->scratch[gap->met++] = block;
+        w->met_high[gap->met++] = msi_gap_high_of(w, gap, block);
     }
 }
 
@@ -15289,40 +15302,89 @@ static void msi_gap_meet_all(msi_layout_work *w, msi_gap *gap) {
     msi_layout_spend(w, 16 * (uint64_t)steps + 2 * (uint64_t)(i - before));
 }
 
-/* Restores the heap of what is met, lowest first, where only its item i may be out of place. */
-static void msi_gap_sift(const msi_layout_work *w, const msi_gap *gap, uint32_t i) {
-    const uint64_t low = w->key[i];
-    const uint32_t block = w->scratch[i];
-    for (uint64_t k = 2 * (uint64_t)i + 1; k < gap->met; k = 2 * k + 1) {
-        k += k + 1 < gap->met && w->key[k + 1] < w->key[k];
-        if (w->key[k] >= low) {
-            break;
-        }
-        w->key[i] = w->key[k];
-        w->scratch[i] = w->scratch[k];
-        i = (uint32_t)k;
+/* Divides a list of what is met among the buckets of a new fan. */
+static void msi_gap_open_fan(msi_layout_work *w, msi_gap *gap, uint32_t list, uint64_t base,
+                             uint32_t shift) {
+    msi_fan *fan = &w->fans[gap->fans++];
+    fan->base = base;
+    fan->shift = shift;
+    fan->bucket = 0;
+    memset(fan->lists, 0xff, sizeof fan->lists); // MSI_NONE
+    memset(fan->counts, 0, sizeof fan->counts);
+    for (uint32_t i = list; i != MSI_NONE;) {
+        const uint32_t next = w->scratch[i];
+        const uint64_t bucket = (w->key[i] - base) >> shift;
+        w->scratch[i] = fan->lists[bucket];
+        fan->lists[bucket] = i;
+        fan->counts[bucket]++;
+        i = next;
     }
-    w->key[i] = low;
-    w->scratch[i] = block;
 }
 
-/* Makes a heap of what is met. */
-static void msi_gap_sort_met(msi_layout_work *w, const msi_gap *gap) {
-    for (uint32_t i = gap->met / 2; i-- > 0;) {
-        msi_gap_sift(w, gap, i);
+/* Makes a list of what is met, and opens a fan for it. */
+static void msi_gap_sort_met(msi_layout_work *w, msi_gap *gap) {
+    uint64_t least = UINT64_MAX, most = 0;
+    uint32_t shift = 0;
+    for (uint32_t i = 0; i < gap->met; i++) {
+        least = msi_smaller(least, w->key[i]);
+        most = msi_larger(most, w->key[i]);
+        w->scratch[i] = i + 1 < gap->met ? i + 1 : MSI_NONE;
+    }
+    while (gap->met > 0 && (most - least) >> shift >= MSI_FAN) {
+        shift++;
+    }
+    if (gap->met > 0) {
+        msi_gap_open_fan(w, gap, 0, least, shift);
     }
     msi_layout_spend(w, 4 * (uint64_t)gap->met);
 }
 
-/* Passes what is met. */
+/* Raises the gap above what is met in a list of so many. Returns how many are not above the gap. */
+static uint32_t msi_gap_pass_list(const msi_layout_work *w, msi_gap *gap, uint32_t list,
+                                  uint32_t count) {
+    uint64_t low = UINT64_MAX;
+    uint32_t passed = 0;
+    while (gap->low != low && passed < count) { // one may be met only because of a later one
+        low = gap->low;
+        passed = 0;
+        for (uint32_t i = list; i != MSI_NONE; i = w->scratch[i]) {
+            const bool meets = w->key[i] < gap->low + gap->bytes;
+            gap->low = meets ? msi_larger(gap->low, w->met_high[i]) : gap->low;
+            passed += meets;
+        }
+    }
+    return passed;
+}
+
+/* Passes what is met, bucket by bucket. */
 static void msi_gap_pass_met(msi_layout_work *w, msi_gap *gap) {
-    while (gap->met > 0 && w->key[0] < gap->low + gap->bytes) {
-        gap->low = msi_larger(gap->low, msi_gap_high_of(w, gap, w->scratch[0]));
-        gap->met--;
-        w->key[0] = w->key[gap->met];
-        w->scratch[0] = w->scratch[gap->met];
-        msi_gap_sift(w, gap, 0);
-        msi_layout_spend(w, 16);
+    enum { FEW = 8 };
+    while (gap->fans > 0) {
+        msi_fan *fan = &w->fans[gap->fans - 1];
+        const uint32_t bucket = fan->bucket;
+        if (bucket == MSI_FAN || fan->counts[bucket] == 0) {
+            gap->fans -= bucket == MSI_FAN;
+            fan->bucket++;
+            continue;
+        }
+        const uint64_t base = fan->base + ((uint64_t)bucket << fan->shift);
+        if (base >= gap->low + gap->bytes) {
+            return;
+        }
+        if (fan->shift > 0 && fan->counts[bucket] > FEW) {
+            fan->bucket++;
+            msi_gap_open_fan(w, gap, fan->lists[bucket], base,
+                             fan->shift > MSI_FAN_BITS ? fan->shift - MSI_FAN_BITS : 0);
+            continue;
+        }
+        const uint32_t passed = msi_gap_pass_list(w, gap, fan->lists[bucket], fan->counts[bucket]);
+        msi_layout_spend(w, 16 * (uint64_t)(passed - gap->in_bucket));
+        gap->in_bucket = passed;
+        if (passed < fan->counts[bucket]) {
+            return;
+        }
+        gap->in_bucket = 0;
+        fan->bucket++;
     }
 }
 
@@ -15349,7 +15411,7 @@ static msi_gap msi_gap_begin(const msi_layout_work *w, uint32_t block) {
     const uint32_t first = w->first[block], last = w->last[block];
     const bool after = first > s->peak;
     const uint32_t time = s->hung_at[after];
-    msi_gap gap = {block, 0, 0, {0, 0, 0}, 0, w->blocks[block].bytes, UINT64_MAX, false};
+    msi_gap gap = {block, 0, 0, 0, 0, {0, 0, 0}, 0, w->blocks[block].bytes, UINT64_MAX, false};
     if (msi_layout_lives_at(w, block, s->peak)) {
         return gap;
     }
@@ -15466,7 +15528,7 @@ static uint64_t msi_layout_gap(msi_layout_work *w, uint32_t block, uint32_t plac
     const uint32_t begun = list > 0 ? w->begun[list * w->stride - 1] : 0;
     const uint32_t *const others[] = {w->living + living, w->by_start + begun};
     const uint32_t counts[] = {w->living_end[list] - living, w->begun[w->last[block]] - begun};
-    msi_gap gap = {block, 0, 0, {0, 0, 0}, 0, w->blocks[block].bytes, UINT64_MAX, hangs};
+    msi_gap gap = {block, 0, 0, 0, 0, {0, 0, 0}, 0, w->blocks[block].bytes, UINT64_MAX, hangs};
     for (uint32_t k = 0; k < 2; k++) {
         for (uint32_t i = 0; i < counts[k]; i++) {
             const uint32_t other = others[k][i];
@@ -15767,22 +15829,44 @@ static MSI_NOINLINE void msi_layout_search_orders(msi_layout_work *w) {
     }
 }
 
-/* Lays out from the peak in several ways. The first takes near-linear time for training programs;
-   the others share a limit. Returns whether the best layout is good enough, which one of many
-   blocks is even a little above the bound. */
-static bool msi_layout_search_from_peak(msi_layout_work *w) {
+/* Lays out from the peak in several ways until one is low enough; each is given up once it is not
+   below the best height, which begins as `below`. The first way takes near-linear time for training
+   programs; the others share a limit. The rest by span is fast where much lives long, and often far
+   too high: it counts only if it reaches the bound. */
+static void msi_layout_try_from_peak(msi_layout_work *w, uint64_t below, uint64_t enough) {
     static const msi_stacking ways[] = {{0, true, MSI_ORDER_BYTES},
+                                        {0, false, MSI_ORDER_SPAN},
                                         {64, false, MSI_ORDER_BYTES},
                                         {0, false, MSI_ORDER_BYTES},
                                         {0, true, MSI_ORDER_LOAD}};
+    uint64_t limit = 50000000 + 12000 * (uint64_t)w->used;
+    w->height = below;
+    (void)msi_layout_from_peak(w, &ways[0], 20 * limit);
+    for (uint32_t i = 1; i < sizeof ways / sizeof ways[0] && w->height > enough; i++) {
+        const uint64_t best = w->height, stop = w->bound + 1;
+        const bool to_bound = ways[i].rest == MSI_ORDER_SPAN;
+        if (to_bound && below == UINT64_MAX) {
+            continue; // it has been tried, or there are few blocks
+        }
+        w->height = to_bound ? stop : best;
+        limit = msi_layout_from_peak(w, &ways[i], limit);
+        w->height = to_bound && w->height == stop ? best : w->height;
+    }
+}
+
+/* Returns whether the best layout from the peak is good enough, which one of many blocks is even a
+   little above the bound. Of many, most ways are soon seen not to be: only if that is so of all, each
+   of them is followed to its end. */
+static bool msi_layout_search_from_peak(msi_layout_work *w) {
     const bool many = w->used > MSI_LAYOUT_MANY;
     const uint64_t share = w->used > 16u * MSI_LAYOUT_MANY ? 128 : 1024;
     const uint64_t close = many ? w->bound + w->bound / share : w->bound;
     const uint64_t enough = msi_larger(w->enough, close);
-    uint64_t limit = 50000000 + 1000 * (uint64_t)w->used;
-    (void)msi_layout_from_peak(w, &ways[0], 20 * limit);
-    for (uint32_t i = 1; i < sizeof ways / sizeof ways[0] && w->height > enough; i++) {
-        limit = msi_layout_from_peak(w, &ways[i], limit);
+    if (many && enough < UINT64_MAX) {
+        msi_layout_try_from_peak(w, enough + 1, enough);
+    }
+    if (w->height > enough) {
+        msi_layout_try_from_peak(w, UINT64_MAX, enough);
     }
     return w->height <= enough || (many && w->height <= w->bound + w->bound / 64);
 }
@@ -15794,6 +15878,7 @@ static void msi_layout_search(msi_layout_work *w) {
         return;
     }
     const uint64_t height = w->height;
+    w->met_high = w->stacks.floor; // of no use anymore
     for (uint32_t i = 0; i < w->used; i++) {
         w->from_peak[w->order[i]] = w->best[w->order[i]];
     }
@@ -15869,6 +15954,7 @@ static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *alloca
     msi_layout_compress_time(w);
     msi_layout_measure_load(w);
     w->height = UINT64_MAX;
+    w->met_high = w->from_peak; // which is written only once the search from the peak has ended
     w->random = UINT64_C(0x9E3779B97F4A7C15);
     w->bottom.leaves = 1;
     while (w->bottom.leaves < w->times) {

@@ -1,5 +1,6 @@
 /*  test_layout.c - where the blocks of a program lie in the arena: none that live at the same time
-    overlap, the arena is close to its lower bound, and a large graph takes near-linear time. */
+    overlap, the arena is close to its lower bound, and a large graph takes near-linear time.
+    MEMSCALE_TEST_TRACES names a folder with published traces. */
 #include "private.h"
 #include "toy_layers.h"
 
@@ -165,10 +166,10 @@ static uint32_t large_chain(t_rng *rng, double spread, msi_block *blocks) {
     return count;
 }
 
-/* The same net with skips to anywhere later, saved tensors, and activations that backward does not
-   read. */
-static uint32_t large_net(t_rng *rng, msi_block *blocks) {
-    const uint32_t layers = LARGE_BLOCKS / 5;
+/* A net of so many blocks with skips to anywhere later, saved tensors, and activations that backward
+   does not read. */
+static uint32_t large_net(t_rng *rng, uint32_t blocks_wanted, msi_block *blocks) {
+    const uint32_t layers = blocks_wanted / 5;
     uint32_t count = 0;
     for (uint32_t i = 0; i < layers; ++i) {
         const uint32_t back = 2 * layers - 1 - i, left = layers - i;
@@ -350,8 +351,8 @@ static void layouts_of_large_graphs(void **state) {
     for (uint64_t seed = 0; seed < 6; ++seed) {
         t_rng rng = t_seed(seed);
         uint64_t height = 0, bound = 0;
-        const uint32_t count =
-            seed < 3 ? large_chain(&rng, 3.0 * (double)seed, blocks) : large_net(&rng, blocks);
+        const uint32_t count = seed < 3 ? large_chain(&rng, 3.0 * (double)seed, blocks)
+                                        : large_net(&rng, LARGE_BLOCKS, blocks);
         assert_true(count <= LARGE_BLOCKS);
         assert_int_equal(msi_layout(&allocator, blocks, count, LAYOUT_EFFORT, &height), 0);
         assert_true(is_valid(blocks, count, &bound));
@@ -360,6 +361,74 @@ static void layouts_of_large_graphs(void **state) {
         assert_true(ratio <= 1.005);
     }
     free(blocks);
+}
+
+static double ratio_of_layout(msi_block *blocks, uint32_t count, uint64_t effort) {
+    t_heap heap;
+    ms_allocator allocator = plain_allocator(&heap);
+    uint64_t height = 0, bound = 0;
+    const clock_t start = clock();
+    assert_int_equal(msi_layout(&allocator, blocks, count, effort, &height), 0);
+    const double s = (double)(clock() - start) / CLOCKS_PER_SEC;
+    assert_true(is_valid(blocks, count, &bound));
+    print_message("%u blocks: arena over lower bound %.5f, %.0f ms\n", count,
+                  (double)height / (double)bound, 1e3 * s);
+    return (double)height / (double)bound;
+}
+
+/* Where the first way from the peak is not close, there is time for the others. */
+static void layouts_of_larger_nets(void **state) {
+    (void)state;
+    enum { LARGER = 3 * LARGE_BLOCKS };
+    msi_block *blocks = (msi_block *)malloc(LARGER * sizeof *blocks);
+    assert_non_null(blocks);
+    for (uint64_t seed = 0; seed < 4; ++seed) {
+        t_rng rng = t_seed(seed);
+        const uint32_t count = large_net(&rng, LARGER, blocks);
+        assert_true(ratio_of_layout(blocks, count, LAYOUT_EFFORT) <= 1.005);
+    }
+    free(blocks);
+}
+
+/* The blocks of a trace; 0: there is no such file. One line is id,lower,upper,size. */
+static uint32_t read_trace(const char *folder, const char *name, msi_block *blocks, uint32_t most) {
+    char path[512], line[256];
+    uint32_t count = 0;
+    snprintf(path, sizeof path, "%s/%s.csv", folder, name);
+    FILE *file = fopen(path, "r");
+    while (file != NULL && count < most && fgets(line, sizeof line, file) != NULL) {
+        unsigned long long lower, upper, bytes;
+        if (sscanf(line, "%*u,%llu,%llu,%llu", &lower, &upper, &bytes) == 3) {
+            add_block(blocks, &count, bytes, (uint32_t)lower, (uint32_t)upper - 1);
+        }
+    }
+    if (file != NULL) {
+        fclose(file);
+    }
+    return count;
+}
+
+/* Published traces of other programs, in the folder MEMSCALE_TEST_TRACES: those of the contest
+   IOPDDL as idealloc has them. */
+static void layouts_of_published_traces(void **state) {
+    (void)state;
+    static const char *const names[] = {"G_1", "S_1", "Y_1"};
+    enum { MOST = 100000 };
+    const char *folder = getenv("MEMSCALE_TEST_TRACES");
+    uint32_t found = 0;
+    msi_block *blocks = (msi_block *)malloc(MOST * sizeof *blocks);
+    assert_non_null(blocks);
+    for (uint32_t i = 0; folder != NULL && i < sizeof names / sizeof names[0]; ++i) {
+        const uint32_t count = read_trace(folder, names[i], blocks, MOST);
+        assert_true(count == 0 || ratio_of_layout(blocks, count, 100000000) <= 1.001);
+        found += count > 0;
+    }
+    free(blocks);
+    if (found == 0) {
+        print_message(
+            "skipped: MEMSCALE_TEST_TRACES names no folder with G_1.csv, S_1.csv, Y_1.csv\n");
+        skip();
+    }
 }
 
 /* A step of a chain of equal layers that makes its activations again in segments. */
@@ -512,6 +581,8 @@ int main(void) {
         cmocka_unit_test(first_fit_finds_the_first_gap),
         cmocka_unit_test(a_skyline_is_as_high_as_its_blocks),
         cmocka_unit_test(layouts_of_large_graphs),
+        cmocka_unit_test(layouts_of_larger_nets),
+        cmocka_unit_test(layouts_of_published_traces),
         cmocka_unit_test(layouts_of_recomputation_take_near_linear_time),
         cmocka_unit_test(an_invalid_layout_is_told),
         cmocka_unit_test(gradients_come_from_the_top),
