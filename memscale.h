@@ -16546,12 +16546,33 @@ static uint32_t msi_next_candidate(const msi_search *s, const msi_candidate *lis
     return best;
 }
 
-/* Lays out and proposes a candidate that was estimated last. */
+/* Whether the program that was estimated last has more on the host than it may, however that is laid
+   out: its homes, and what lives there at the start of any other value. */
+static bool msi_exceeds_host(const msi_search *s) {
+    const msi_program *p = s->scorer->program;
+    const uint32_t first = s->scorer->store->residents.count;
+    uint64_t most = 0;
+    for (uint32_t i = first; i < p->code.ranges.count && p->layout.sent_bytes > 0; i++) {
+        const msi_range *at = &p->code.ranges.items[i];
+        uint64_t live = 0;
+        for (uint32_t k = first; k < p->code.ranges.count && at->on_host; k++) {
+            const msi_range *r = &p->code.ranges.items[k];
+            const bool counts = r->on_host && r->alias_of == MSI_NONE;
+            live += counts && r->first <= at->first && at->first <= r->last ? r->bytes : 0;
+        }
+        most = msi_larger(most, live);
+    }
+    return p->layout.home_bytes > s->host_budget || most > s->host_budget - p->layout.home_bytes;
+}
+
+/* Lays out and proposes a candidate that was estimated last, unless it exceeds the host. */
 static MSI_NOINLINE void msi_propose_candidate(msi_search *s, msi_candidate *c,
                                                const msi_tensor_decision *decisions,
                                                msi_score score) {
-    (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
-    msi_propose(s, decisions, &score);
+    if (!msi_exceeds_host(s)) {
+        (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
+        msi_propose(s, decisions, &score);
+    }
     c->done = true;
 }
 
@@ -19316,6 +19337,7 @@ static void msi_try_groups(msi_exhaustive *all, const msi_groups *groups) {
     }
     const msi_score score = msi_estimate_groups(all, groups);
     all->tried[all->count].groups = *groups; // not explored: the memory is zeroed
+    all->list[all->count].done = msi_exceeds_host(all->search);
     all->list[all->count++].score = score;
     *at = all->count;
     if (!msi_is_short(all->search->scorer)) {
@@ -21543,12 +21565,59 @@ static MSI_COLD void msi_add_cures(msi_text *to) {
     }
 }
 
-/* Adds what more memory of the host would help. */
+/* Whether ms_wrap finds a plan for this budget that holds no more than so much on the host. *held:
+   what that plan holds, or the smallest one. */
+static MSI_COLD bool msi_has_plan_with(msi_text *to, uint64_t host_bytes, uint64_t *held) {
+    ms_model *m = to->model;
+    const uint64_t old = m->config.max_host_bytes;
+    msi_store *store;
+    msi_plan *plans;
+    bool fits = false;
+    m->config.max_host_bytes = host_bytes;
+    const ms_result result = to->result == MS_RESULT_OK
+                                 ? msi_make_plans(m, MSI_GOAL_BUDGET, &store, &plans)
+                                 : to->result;
+    m->config.max_host_bytes = old;
+    if (result == MS_RESULT_OK) {
+        fits = msi_room_of(store) <= msi_budget(m);
+        *held = store->host_bytes + store->host_transient_bytes;
+        msi_plans_and_store_free(m, store, plans);
+    }
+    to->result = result;
+    return fits;
+}
+
+/* The least max_host_bytes with which this budget has a plan, to 1/128, where it has none with
+   `most`, and one that holds `enough` if there is no limit. */
+static MSI_COLD uint64_t msi_least_host(msi_text *to, uint64_t most, uint64_t enough) {
+    uint64_t held;
+    while (!msi_has_plan_with(to, enough, &held) && to->result == MS_RESULT_OK) {
+        most = enough; // the search has missed it
+        enough += enough / 16 + 1;
+    }
+    while (enough - most > enough / 128 && to->result == MS_RESULT_OK) {
+        const uint64_t next = most + (enough - most) / 2;
+        const bool fits = msi_has_plan_with(to, next, &held);
+        most = fits ? most : next;
+        enough = fits ? next : enough;
+    }
+    return enough;
+}
+
+/* Adds what more memory of the host would help: the least with which this budget has a plan or, if
+   it has none with any, that of the smallest plan. */
 static MSI_COLD void msi_add_host(msi_text *to, uint64_t least) {
     ms_model *m = to->model;
     const uint64_t most = msi_host_budget(m), old = m->config.max_host_bytes;
     uint64_t bytes = least, host_bytes = 0;
     if (most == UINT64_MAX || !(m->wrapped.choice.techniques & MSI_OFFLOADING)) {
+        return;
+    }
+    if (msi_has_plan_with(to, UINT64_MAX, &host_bytes) && host_bytes > most) {
+        host_bytes = msi_least_host(to, most, host_bytes);
+        msi_add_text(to, ". With max_host_bytes of %s (%llu bytes), now %s, this budget is enough",
+                     msi_size(host_bytes).text, (unsigned long long)host_bytes,
+                     msi_size_down(most).text);
         return;
     }
     m->config.max_host_bytes = UINT64_MAX;

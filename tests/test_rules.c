@@ -2799,6 +2799,71 @@ static void an_error_leaves_the_config(void **state) {
     }
 }
 
+enum { HOST_ROWS = 64, HOST_COLS = 64, HOST_LAYERS = 4 };
+
+/* Plans a net whose params are most of its memory for so much on the device and on the host. */
+static ms_result plan_with_host(uint64_t budget, uint64_t host_bytes, char *error,
+                                ms_memory_report *report) {
+    ms_model *m;
+    ms_config config = zoo_config();
+    const ms_hardware hardware = gpu_hardware(100.0);
+    config.dry_run = true;
+    config.max_host_bytes = host_bytes;
+    config.memory_budget_bytes = budget;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    ms_set_hardware(m, &hardware);
+    ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(HOST_ROWS, HOST_COLS));
+    for (int i = 0; i < HOST_LAYERS; ++i) {
+        const ms_tensor w =
+            ms_param(m, "w", MS_DTYPE_F32, ms_shape2(HOST_COLS + 16 * i, HOST_COLS));
+        const ms_tensor params[3] = {w, {0}, {0}};
+        x = layer_of(m, x, params, 1, MS_SWITCH_DEFAULT);
+    }
+    ms_set_loss(m, x);
+    const ms_result result = ms_wrap(m);
+    memset(report, 0, sizeof *report);
+    if (result == MS_RESULT_OK) {
+        t_report(m, report);
+    }
+    snprintf(error, 1024, "%s", ms_last_error(m));
+    ms_destroy(m);
+    return result;
+}
+
+/* The error of a plan for which the host is too small names the least that is enough for its budget. */
+static void the_least_host_memory_is_named(void **state) {
+    (void)state;
+    char error[1024];
+    ms_memory_report plain, report;
+    uint32_t named = 0;
+    assert_int_equal(plan_with_host((uint64_t)1 << 40, 1, error, &plain), MS_RESULT_OK);
+    for (uint64_t percent = 40; percent <= 80; percent += 20) {
+        const uint64_t budget = plain.arena_bytes * percent / 100;
+        if (plan_with_host(budget, (uint64_t)1 << 40, error, &report) != MS_RESULT_OK) {
+            continue;
+        }
+        for (uint64_t part = 1; part < 4; ++part) {
+            const uint64_t most = 1 + report.host_bytes * part / 4;
+            ms_memory_report other;
+            if (plan_with_host(budget, most, error, &other) == MS_RESULT_OK) {
+                assert_true(other.host_bytes <= most);
+                continue;
+            }
+            const char *text = strstr(error, "With max_host_bytes of ");
+            assert_non_null(text);
+            assert_non_null(strstr(text, ", this budget is enough"));
+            const uint64_t least = strtoull(strchr(text, '(') + 1, NULL, 10);
+            assert_true(least > most && least <= report.host_bytes);
+            assert_int_equal(plan_with_host(budget, least, error, &other), MS_RESULT_OK);
+            assert_int_equal(plan_with_host(budget, least - least / 100 - 1, error, &other),
+                             MS_RESULT_BUDGET);
+            named++;
+        }
+    }
+    print_message("%u limits were named\n", (unsigned)named);
+    assert_true(named > 2);
+}
+
 static uint64_t least_with(ms_switch checkpointing, ms_switch early_update) {
     zoo z;
     uint64_t bytes = 0;
@@ -3456,6 +3521,7 @@ int main(void) {
         cmocka_unit_test(an_error_changes_nothing),
         cmocka_unit_test(the_limit_of_the_host_holds),
         cmocka_unit_test(an_error_leaves_the_config),
+        cmocka_unit_test(the_least_host_memory_is_named),
         cmocka_unit_test(what_else_would_help),
         cmocka_unit_test(sizes_of_the_error_are_enough),
         cmocka_unit_test(a_policy_chooses_the_mode),
