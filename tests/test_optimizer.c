@@ -312,6 +312,81 @@ static void frozen_params_stand_still(void **state) {
     ms_destroy(m);
 }
 
+// ------------------------------------------------------------------------------------------------
+// speed
+
+#if defined(__GNUC__) && defined(__OPTIMIZE__) && (defined(__SSE__) || defined(__aarch64__)) &&    \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define T_FAST 1
+#endif
+
+enum { SPEED_COUNT = 16384, SPEED_ROUNDS = 41 };
+
+#ifdef T_FAST
+static float one_root(float x) {
+    return sqrtf(x);
+}
+
+static float (*volatile root)(float) = one_root; // so that the loop is not vectorized
+
+static void update_one_by_one(const ms_update_args *a) {
+    const ms_update_factors *f = a->factors;
+    for (uint64_t i = 0; i < a->count; ++i) {
+        msi_adamw_moments(f, a->gradient[i], &a->state[0][i], &a->state[1][i]);
+        a->value[i] = msi_adamw_value(f, a->value[i], a->state[0][i], root(a->state[1][i]));
+    }
+}
+
+/* The least time of an update, of many. */
+static double least_us(const ms_update_args *args, bool one_by_one) {
+    const ms_backend cpu = ms_backend_cpu();
+    double least = 1e300;
+    for (int round = 0; round < SPEED_ROUNDS; ++round) {
+        const double start = t_hook.platform_us();
+        if (one_by_one) {
+            update_one_by_one(args);
+        } else {
+            assert_int_equal(cpu.update(cpu.user, args), 0);
+        }
+        const double us = t_hook.platform_us() - start;
+        least = us < least ? us : least;
+    }
+    return least;
+}
+#endif
+
+/* The update in F32 is made of vectors at any level of optimization, with errno or without. */
+static void updates_are_vectorized(void **state) {
+    (void)state;
+#ifndef T_FAST
+    print_message("skipped: this build is not for speed\n");
+    skip();
+#else
+    static float memory[4][SPEED_COUNT];
+    const ms_update_factors factors = {-1e-3f, 0.9999f, 0.9f,  0.999f, 0.1f,
+                                       1e-3f,  1.0f,    1e-8f, 0.0f,   0};
+    ms_step_state step;
+    ms_update_args args;
+    memset(&step, 0, sizeof step);
+    memset(&args, 0, sizeof args);
+    for (int i = 0; i < SPEED_COUNT; ++i) {
+        memory[0][i] = (float)i * 1e-4f;
+        memory[1][i] = (float)(i % 97) * 1e-3f;
+    }
+    args.kind = MS_OPTIMIZER_ADAMW;
+    args.count = SPEED_COUNT;
+    args.value = memory[0];
+    args.gradient = memory[1];
+    args.state[0] = memory[2];
+    args.state[1] = memory[3];
+    args.factors = &factors;
+    args.state_of_step = &step;
+    const double one_us = least_us(&args, true), us = least_us(&args, false);
+    print_message("one by one %.1f us, by the library %.1f us\n", one_us, us);
+    assert_true(us < 0.6 * one_us);
+#endif
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(optimizers_follow_their_formulas),
@@ -320,6 +395,7 @@ int main(void) {
         cmocka_unit_test(lion_goes_by_signs),
         cmocka_unit_test(sgd_without_momentum_has_no_state),
         cmocka_unit_test(frozen_params_stand_still),
+        cmocka_unit_test(updates_are_vectorized),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
