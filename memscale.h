@@ -1693,8 +1693,10 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
    slower, and a smaller one never makes the arena larger; with offloading, where times rise and
    fall along the plans that are tried, the first holds within about 2 %, with accumulation within
    about 14 %, and where graphs of more than 8 layers may be in tiles or in 16 bits, both hold
-   nearly. Exception: a plan with optimizer state in 8 bits may be faster than the plan for a larger
-   budget that does without. */
+   nearly. Exception: what rounds (optimizer state in 8 bits, values in 16) and what runs in tiles is
+   considered only where the budget asks for more than early updates. So there is one budget, the
+   least with which the plan that does neither fits without recomputing or moving anything, that can
+   be slower than one byte less: see docs/decision-engine.md. */
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
 /* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches,
@@ -6344,10 +6346,12 @@ static void msi_update_elements(ms_optimizer_kind kind, const ms_update_factors 
     }
 #define MSI_X(constant, name, ...)                                                                 \
     case constant:                                                                                 \
-        for (int i = 0; i < count; i++) {                                                          \
-            value[i] = msi_##name##_element(&f, value[i], scale * gradient[i],                     \
-                                            msi_has_state(constant, 0, s0) ? &s0[i] : NULL,        \
+        for (int i = 0; i < count && msi_has_state(constant, 0, s0); i++) {                        \
+            value[i] = msi_##name##_element(&f, value[i], scale * gradient[i], &s0[i],             \
                                             msi_has_state(constant, 1, s1) ? &s1[i] : NULL);       \
+        }                                                                                          \
+        for (int i = 0; i < count && !msi_has_state(constant, 0, s0); i++) {                       \
+            value[i] = msi_##name##_element(&f, value[i], scale * gradient[i], NULL, NULL);        \
         }                                                                                          \
         break;
     MSI_SWITCH_OPTIMIZERS(kind)

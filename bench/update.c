@@ -148,7 +148,6 @@ static void run_gemm(const ms_backend *cpu) {
 static void run_loop(const ms_backend *cpu, const loop_case *c) {
     void *user = cpu->user;
     double sum = 0.0;
-    float factor = 1.0f;
     uint32_t nonfinite = 0;
     if (strcmp(c->what, "cast") == 0) {
         (void)cpu->cast(user, loop_data(c->to, 2), c->to, loop_data(c->from, 1), c->from,
@@ -159,7 +158,7 @@ static void run_loop(const ms_backend *cpu, const loop_case *c) {
     } else if (strcmp(c->what, "fill") == 0) {
         (void)cpu->fill_f32(user, floats[2], 1.0f, LOOP_ELEMENTS);
     } else if (strcmp(c->what, "scale") == 0) {
-        (void)cpu->scale_f32(user, floats[1], &factor, LOOP_ELEMENTS);
+        (void)cpu->scale_f32(user, floats[1], floats[3], LOOP_ELEMENTS);
     } else if (strcmp(c->what, "squares") == 0) {
         (void)cpu->add_squares(user, loop_data(c->from, 1), c->from, LOOP_ELEMENTS, &sum, 1,
                                &nonfinite);
@@ -200,6 +199,7 @@ static const loop_case loop_cases[] = {
 static void fill_loops(void) {
     uint64_t random = 1;
     memset(floats, 0, sizeof floats);
+    floats[3][0] = 1.0f; // the factor
     for (int i = 0; i < LOOP_ELEMENTS; i++) {
         random = random * 6364136223846793005u + 1442695040888963407u;
         floats[0][i] = (float)(int32_t)(random >> 32) * 1e-10f;

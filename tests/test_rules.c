@@ -2799,6 +2799,69 @@ static void an_error_leaves_the_config(void **state) {
     }
 }
 
+/* A random net of 3 to 8 layers, in a mode that rounds. */
+static ms_result plan_small_net(uint64_t seed, uint64_t budget, ms_memory_report *report,
+                                uint64_t *least) {
+    t_rng rng = t_seed(seed);
+    ms_model *m;
+    ms_config config = zoo_config();
+    const ms_hardware hardware = gpu_hardware(100.0);
+    const int layers = 3 + (int)t_below(&rng, 6);
+    const int64_t rows = 16 << t_below(&rng, 4), cols = 64 << t_below(&rng, 2);
+    config.dry_run = true;
+    config.mode = MS_MODE_AGGRESSIVE;
+    config.offloading = MS_SWITCH_OFF;
+    config.memory_budget_bytes = budget;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    ms_set_hardware(m, &hardware);
+    ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(rows, cols));
+    for (int i = 0; i < layers; ++i) {
+        const int64_t more = 16 * (int64_t)t_below(&rng, 8);
+        const ms_tensor w = ms_param(m, "w", MS_DTYPE_F32, ms_shape2(cols + more, cols));
+        const ms_tensor params[3] = {w, {0}, {0}};
+        x = layer_of(m, x, params, 1, MS_SWITCH_DEFAULT);
+    }
+    ms_set_loss(m, x);
+    const ms_result result = ms_wrap(m);
+    if (result == MS_RESULT_OK) {
+        t_report(m, report);
+    }
+    if (least != NULL) {
+        t_ok(m, ms_smallest_budget(m, least));
+    }
+    ms_destroy(m);
+    return result;
+}
+
+/* Of all budgets at which the plan changes, one at most is slower than one byte less: the least with
+   which a plan fits that neither rounds nor recomputes. */
+static void one_budget_may_be_slower_than_a_byte_less(void **state) {
+    (void)state;
+    const uint64_t end = 1 + t_sweep(6, 200);
+    uint32_t steps = 0;
+    for (uint64_t seed = 1; seed < end; ++seed) {
+        ms_memory_report above, below;
+        uint64_t least;
+        uint32_t slower = 0;
+        assert_int_equal(plan_small_net(seed, (uint64_t)1 << 40, &above, &least), MS_RESULT_OK);
+        while (above.arena_bytes > least) {
+            assert_int_equal(plan_small_net(seed, above.arena_bytes - 1, &below, NULL),
+                             MS_RESULT_OK);
+            assert_true(below.arena_bytes < above.arena_bytes);
+            if (below.step_us < above.step_us) {
+                assert_string_equal(above.found_by, "base");
+                assert_int_equal(above.recompute_count, 0);
+                slower++;
+            }
+            above = below;
+        }
+        assert_true(slower <= 1);
+        steps += slower;
+    }
+    print_message("%u budgets are slower than a byte less\n", (unsigned)steps);
+    assert_true(steps > 0);
+}
+
 enum { HOST_ROWS = 64, HOST_COLS = 64, HOST_LAYERS = 4 };
 
 /* Plans a net whose params are most of its memory for so much on the device and on the host. */
@@ -3522,6 +3585,7 @@ int main(void) {
         cmocka_unit_test(the_limit_of_the_host_holds),
         cmocka_unit_test(an_error_leaves_the_config),
         cmocka_unit_test(the_least_host_memory_is_named),
+        cmocka_unit_test(one_budget_may_be_slower_than_a_byte_less),
         cmocka_unit_test(what_else_would_help),
         cmocka_unit_test(sizes_of_the_error_are_enough),
         cmocka_unit_test(a_policy_chooses_the_mode),
