@@ -1948,9 +1948,9 @@ MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit
 
 /* Runs forward and backward by the present plan, from the present values and inputs, with the seed
    of the next step and no update, and looks after each layer for a NaN or an infinity, by the bits:
-   first in what it reads of inputs, params and buffers, then in what it makes. Finds the first NaN;
-   without any, the first infinity, but not in values if the loss is finite: they may be meant, as in
-   a mask of attention. ms_last_error has it as text then, though the result is OK. Call it after
+   first in what it reads of inputs, params and buffers, then in what it makes. Finds the first NaN or
+   infinite gradient; without any, the first infinity in a value, unless the loss is finite: it may be
+   meant, as in a mask of attention. ms_last_error has it as text then, though the result is OK. Call it after
    MS_RESULT_NONFINITE. In debug mode each step does the same: a NaN, or an infinite gradient, is
    logged as a warning, and the error tells what was found. The model is as before. Memory: as ms_verify, for one pass, and without a copy of its results.
    Stream and errors: as ms_verify. */
@@ -4494,6 +4494,7 @@ typedef struct msi_run {
     bool copies;          // copies of the program may be under way; at its end none is
     bool failed;          // params may be wrong, or the device unusable: no step until ms_wrap
     ms_nonfinite nonfinite; // debug mode: the first in this step
+    bool is_certain;        // it is no infinity in a value, which may be meant
 } msi_run;
 
 /* What callbacks see of the operands of a layer: by group a view for each slot that there can be.
@@ -25356,16 +25357,13 @@ static MSI_COLD void msi_run_trials(msi_trial *t) {
     msi_check_outside(t);
 }
 
-/* What a find says: most, if it is a NaN; least, if it is an infinity in a value, which may be meant, as
-   in a mask of attention. */
-static int msi_find_rank(const msi_graph *g, const ms_nonfinite *n) {
-    return n->count == 0                                    ? 0
-           : n->is_nan                                      ? 3
-           : msi_role_of(g, n->tensor) == MSI_ROLE_GRADIENT ? 2
-                                                            : 1;
+/* Whether a find needs no other: an infinity in a value may be meant, as in a mask of attention. */
+static bool msi_is_certain(const ms_nonfinite *n, bool is_value) {
+    return n->count > 0 && (n->is_nan || !is_value);
 }
 
-/* Notes results that are not finite, and logs them unless they are infinities in a value. */
+/* Notes the first result of a step that is not finite and certain or, as long as there is none, the
+   first other one. Logs it if it is certain. */
 static MSI_COLD void msi_note_nonfinite(msi_trial *t) {
     ms_model *m = t->model;
     const msi_graph *g = &m->graph;
@@ -25373,7 +25371,7 @@ static MSI_COLD void msi_note_nonfinite(msi_trial *t) {
         const bool is_value = s->group < MSI_GROUP_COUNT;
         ms_nonfinite n;
         memset(&n, 0, sizeof n);
-        if (!s->is_made || (m->run.nonfinite.count > 0 && m->run.nonfinite.is_nan)) {
+        if (!s->is_made || m->run.is_certain) {
             continue;
         }
         msi_scan_piece(&n, msi_own_bytes_in(t, MSI_IMAGE_LAST, s), s->dtype,
@@ -25382,12 +25380,12 @@ static MSI_COLD void msi_note_nonfinite(msi_trial *t) {
         n.layer = msi_layer_handle(g, t->instruction->target);
         n.tensor = msi_handle(g, s->tensor, is_value ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
         n.phase = msi_ops[t->instruction->op].phase;
-        if (msi_find_rank(g, &n) <= msi_find_rank(g, &m->run.nonfinite)) {
-            continue;
+        m->run.is_certain = msi_is_certain(&n, is_value);
+        if (m->run.is_certain || m->run.nonfinite.count == 0) {
+            m->run.nonfinite = n;
         }
-        m->run.nonfinite = n;
-        const bool scaled = t->program->code.scales_loss && !is_value;
-        if (n.is_nan || !is_value) {
+        if (m->run.is_certain) {
+            const bool scaled = t->program->code.scales_loss && !is_value;
             msi_log(m, scaled ? MS_LOG_INFO : MS_LOG_WARNING, "debug", "not finite%s: %s",
                     scaled ? ", times the loss scale" : "", msi_nonfinite_name(m, &n).text);
         }
@@ -26352,6 +26350,7 @@ static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t positi
     m->run.position = m->run.begun_at = position;
     msi_begin_debug(m->run.store->debug);
     memset(&m->run.nonfinite, 0, sizeof m->run.nonfinite);
+    m->run.is_certain = false;
     if (msi_watches_memory(m)) {
         msi_asan_poison(msi_transient(&m->run), m->run.store->transient_bytes);
     } else if (m->config.backend.device_is_host) { // in case another model has poisoned it
@@ -29392,9 +29391,9 @@ static MSI_COLD ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n,
     return result;
 }
 
-/* What a pass has found that is not finite: the first NaN, and the first infinities. */
+/* What a pass has found that is not finite: what is certain, and the first infinity in a value. */
 typedef struct msi_finds {
-    ms_nonfinite nan, value, gradient;
+    ms_nonfinite certain, value;
     bool in_loss;
 } msi_finds;
 
@@ -29415,7 +29414,7 @@ static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, msi_finds *f
         const bool value = group < MSI_GROUP_COUNT;
         ms_nonfinite here;
         memset(&here, 0, sizeof here);
-        if (range == MSI_NONE || group == MSI_GROUP_WORKSPACE || f->nan.count > 0 ||
+        if (range == MSI_NONE || group == MSI_GROUP_WORKSPACE || f->certain.count > 0 ||
             result != MS_RESULT_OK ||
             !(after ? msi_is_made(l, i, group, slot)
                     : value && range < m->run.store->residents.count)) {
@@ -29433,16 +29432,16 @@ static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, msi_finds *f
             msi_handle(&m->graph, scanned->tensor, value ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
         here.phase = msi_ops[i->op].phase;
         here.is_read = !after;
-        ms_nonfinite *as = here.is_nan ? &f->nan : value ? &f->value : &f->gradient;
+        ms_nonfinite *as = msi_is_certain(&here, value) ? &f->certain : &f->value;
         *as = here.count > 0 && as->count == 0 ? here : *as;
         f->in_loss |= here.count > 0 && scanned->tensor == m->graph.loss;
     }
     return result;
 }
 
-/* Runs forward and backward by the present plan up to the first layer that reads or makes a NaN. The
-   poison is finite. Without a NaN, the first infinity counts, unless it is in a value and the loss is
-   finite: it was meant, as in a mask of attention. */
+/* Runs forward and backward by the present plan up to the first layer that reads or makes a NaN, or an
+   infinite gradient. The poison is finite. Without any, the first infinity in a value counts, unless
+   the loss is finite. */
 static MSI_COLD ms_result msi_run_scanned(msi_verification *v, ms_nonfinite *n) {
     ms_model *m = v->model;
     m->run.plan = v->plans[MSI_PASS_WRAPPED];
@@ -29451,17 +29450,18 @@ static MSI_COLD ms_result msi_run_scanned(msi_verification *v, ms_nonfinite *n) 
     memset(&f, 0, sizeof f);
     ms_result result = msi_reset_store(v);
     MSI_THEN(result, msi_start(m, p));
-    while (result == MS_RESULT_OK && m->run.position < p->code.backward_end && f.nan.count == 0) {
+    while (result == MS_RESULT_OK && m->run.position < p->code.backward_end &&
+           f.certain.count == 0) {
         const uint32_t now = m->run.position;
         result = msi_scan_instruction(v, &f, now, false);
-        if (f.nan.count == 0) {
+        if (f.certain.count == 0) {
             MSI_THEN(result, msi_run_poisoned(m, now + 1, MSI_POISON_FIRST));
             MSI_THEN(result, msi_scan_instruction(v, &f, now, true));
         }
     }
-    *n = f.nan.count > 0 ? f.nan : f.in_loss ? f.value : f.gradient;
-    if (result != MS_RESULT_OK) {
-        memset(n, 0, sizeof *n);
+    memset(n, 0, sizeof *n);
+    if (result == MS_RESULT_OK && (f.certain.count > 0 || f.in_loss)) {
+        *n = f.certain.count > 0 ? f.certain : f.value;
     }
     return result;
 }
