@@ -294,7 +294,7 @@
                     >>recompute      forward, and forward again for what a reader lacks
                     >>updates        of params, early or late, in parts
                     >>lower          backward, groups in tiles, and the whole program
-                    >>alias >>cost >>schedule >>layout >>simulate >>score
+                    >>alias >>cost >>schedule >>layout >>fit >>simulate >>score
       searches      >>moves          what can be changed, what that frees and is expected to cost
                     >>greedy         one move after another
                     >>lists          what greedy may offload, what is given back, bands
@@ -15565,6 +15565,9 @@ static uint64_t msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how
     }
     return limit;
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>fit  the search for offsets: first fit in many orders, blocks that are ejected and put back
 
 /* Lists, for each multiple of the stride, the blocks that live then and began earlier. With those
    that begin later, these are all that a block can meet. The stride is the smallest power of
