@@ -933,8 +933,10 @@ typedef struct ms_config {
        that the desc allows; it must give the same bits each time. The error, MS_RESULT_CONTRACT,
        names the layer, the operand and the cure, and before it runs, each layer is logged (tag
        debug, MS_LOG_DEBUG). Calls in 16 bits are checked in 16 bits. What ms_read and ms_data give
-       a callback beyond its operands is poison too, also where the trainer lends the memory. Slow:
-       copies the whole arena at every call. Takes memory beside the arena: on the device two to
+       a callback beyond its operands is poison too, also where the trainer lends the memory.
+       Gradients must depend on grad_out, the loss must be written in full, and state that changes
+       in an eval is warned of. The first update of a step by the trainer's own callback is tried on
+       copies, where it must depend on its arguments alone, and on *gradient_scale. Slow: copies the whole arena at every call. Takes memory beside the arena: on the device two to
        three times what the largest layer uses, on the host four times that layer, a copy of the
        arena, of tensors on the host and of what the trainer lends, and one of all activations. What
        it cannot see is listed in docs/porting.md. */
