@@ -476,7 +476,7 @@ static inline void f_check_refusals(const ms_backend *backend) {
         x[i] = good;
     }
     x[0].batch_count = 3;
-    f_refused(m, x[0], b, c, MS_RESULT_INVALID, "as many as c");
+    f_refused(m, x[0], b, c, MS_RESULT_INVALID, "as many matrices as c");
     x[2] = c;
     x[2].batch_count = 3;
     f_refused(m, a, b, x[2], MS_RESULT_INVALID, ", 3 of them");
