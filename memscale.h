@@ -10583,8 +10583,7 @@ static ms_result msi_check_ends(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* Logs what is likely to have been forgotten, though it may be meant. */
-/* Warns of a layer that computes for nobody, and of an in_place that cannot be used. */
+/* Warns of a layer whose outputs nobody reads, and of an in_place that cannot be used. */
 static void msi_warn_of_layer(const ms_model *m, uint32_t i) {
     const msi_graph *g = &m->graph;
     const msi_layer *l = &g->layers.items[i];
@@ -10608,12 +10607,13 @@ static void msi_warn_of_layer(const ms_model *m, uint32_t i) {
     }
     if (!is_used && l->count[MSI_GROUP_OUT] > 0) {
         msi_log(m, MS_LOG_WARNING, "graph",
-                "%s: no layer reads what it writes, and it is neither the loss nor an output "
-                "(ms_add_output): it computes for nobody",
+                "%s: no layer reads what it writes, which is neither the loss nor kept by "
+                "ms_add_output: all that it computes is lost",
                 msi_layer_label(g, i).text);
     }
 }
 
+/* Logs what is likely to have been forgotten, though it may be meant. */
 static void msi_warn(const ms_model *m) {
     const msi_graph *g = &m->graph;
     for (uint32_t i = 0; i < g->tensors.count; i++) {
