@@ -10647,10 +10647,14 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     if (m->errors.sticky != MS_RESULT_OK && !m->run.plan) {
         return msi_fail_again(m, m->errors.sticky, "");
     }
+    ms_result result =
+        msi_check_loans(m); // it may lack memory, and a plan in force needs the analysis
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
     msi_analyze(g);
-    ms_result result = msi_check_buffers(m);
+    result = msi_check_buffers(m);
     MSI_THEN(result, msi_check_on_host(m));
-    MSI_THEN(result, msi_check_loans(m));
     MSI_THEN(result, msi_check_loss(m));
     if (result != MS_RESULT_OK) {
         return result;

@@ -707,12 +707,13 @@ static int pulled_forward(const ms_call *call) {
 }
 
 static int pulled_backward(const ms_call *call) {
+    const float pull = t_data(&call->grad_out[0])[0] * (float)call->micro_count; // 1
     if (call->grad_in[0].data) {
-        t_contribute(&call->grad_in[0], 0, t_data(&call->grad_out[0])[0]);
+        t_contribute(&call->grad_in[0], 0, pull);
     }
     for (int k = 0; k < PARAMS; ++k) {
         for (int64_t i = 0; call->grad_param[k].data && i < t_count(&call->param[k]); ++i) {
-            t_contribute(&call->grad_param[k], i, t_data(&call->in[k])[i]);
+            t_contribute(&call->grad_param[k], i, pull * t_data(&call->in[k])[i]);
         }
     }
     return 0;
