@@ -707,7 +707,7 @@ static int pulled_forward(const ms_call *call) {
 }
 
 static int pulled_backward(const ms_call *call) {
-    const float pull = t_data(&call->grad_out[0])[0] * (float)call->micro_count; // 1
+    const float pull = t_data(&call->grad_out[0])[0] < 0.0f ? -1.0f : 1.0f; // 1 in every plan
     if (call->grad_in[0].data) {
         t_contribute(&call->grad_in[0], 0, pull);
     }
