@@ -936,7 +936,8 @@ typedef struct ms_config {
        a callback beyond its operands is poison too, also where the trainer lends the memory.
        Gradients must depend on grad_out, the loss must be written in full, and state that changes
        in an eval is warned of. The first update of a step by the trainer's own callback is tried on
-       copies, where it must depend on its arguments alone, and on *gradient_scale. Slow: copies the whole arena at every call. Takes memory beside the arena: on the device two to
+       copies, where it must depend on its arguments alone, and on *gradient_scale: if it has
+       declared state (state_count), and the param is not borrowed. Slow: copies the whole arena at every call. Takes memory beside the arena: on the device two to
        three times what the largest layer uses, on the host four times that layer, a copy of the
        arena, of tensors on the host and of what the trainer lends, and one of all activations. What
        it cannot see is listed in docs/porting.md. */
@@ -4216,6 +4217,11 @@ typedef struct msi_original {
 typedef struct msi_debugged {
     uint64_t used; // a mask of the spots that it has run at in this step
     bool is_told;  // that its state changes in an eval
+    bool is_told_of_integers;
+    /* Per gradient of an input, then of a param: steps in a row in which backward has added nothing;
+       and the number of the last that was counted, from 1. */
+    uint8_t idle[MS_LIMIT_IN + MS_LIMIT_PARAM];
+    uint64_t idle_step;
 } msi_debugged;
 
 /* Debug mode: memory beside a store. Callbacks run on the stage, which is two halves and a tail in
@@ -4416,6 +4422,8 @@ typedef struct msi_wrapped {
     msi_goal goal;
     msi_choice choice;
     bool changed; // something has been set since that takes effect with the next ms_wrap
+    const char
+        *waiting; // the function that has set it, if the next step is to warn of that; or NULL
 } msi_wrapped;
 
 /* Memory of a first store that failed once values had moved there: they stay in it until there is a
@@ -24582,6 +24590,15 @@ static MSI_COLD void msi_fail_operand(msi_trial *t, const char *what, const msi_
     msi_fail_contract(t, what, msi_staged_name(t, s).text, cure);
 }
 
+/* Whether an output could be computed in the place of an operand. */
+static MSI_COLD bool msi_has_alike_output(const msi_trial *t, const msi_staged *s) {
+    bool has = false;
+    for (MSI_STAGED(x, t, MSI_SET_OWN)) {
+        has |= x->group == MSI_GROUP_OUT && x->bytes == s->bytes && x->dtype == s->dtype;
+    }
+    return has;
+}
+
 /* What to do about an operand that was changed and may not be. */
 static MSI_COLD const char *msi_change_cure(const msi_trial *t, const msi_staged *s) {
     return s->is_undeclared ? "it does not receive that: declare it, or leave it alone"
@@ -24594,6 +24611,8 @@ static MSI_COLD const char *msi_change_cure(const msi_trial *t, const msi_staged
                  "gradient that is computed there"
            : t->model->graph.tensors.items[s->tensor].kind == MSI_KIND_BUFFER
                ? "name the buffer in state, not in in"
+           : !msi_has_alike_output(t, s)
+               ? "change a copy of it, in the workspace or in a saved tensor"
                : "name it in the in_place of the output that is computed there, and that output in "
                  "must_in_place if it cannot be computed elsewhere";
 }
@@ -24664,7 +24683,8 @@ static MSI_COLD void msi_check_half(msi_trial *t) {
         const uint8_t *now = msi_image_at(t, t->how.into, place);
         if (!msi_is_filled_with(now, MSI_GAP_BYTES, msi_poison_of_rest(t))) {
             msi_fail_contract(t, "writes before the beginning of", "its first operand",
-                              "keep to the bytes of the views");
+                              "keep to the bytes of the views, and take all pointers from the "
+                              "present call");
         }
     }
 }
@@ -24811,6 +24831,19 @@ static bool msi_is_same_again(msi_trial *t, uint32_t reach, uint32_t spot, msi_i
     return same;
 }
 
+/* The layer that makes an operand: a value, or a gradient, which the last layer to read the value makes
+   in backward, or one that declares so in forward. */
+static MSI_COLD uint32_t msi_maker_of(const msi_trial *t, const msi_staged *s) {
+    const msi_graph *g = &t->model->graph;
+    uint32_t maker = s->group < MSI_GROUP_COUNT ? g->tensors.items[s->tensor].producer : MSI_NONE;
+    for (uint32_t i = 0; i < g->layers.count && s->group >= MSI_GROUP_COUNT; i++) {
+        for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
+            maker = in.tensor == s->tensor ? i : maker;
+        }
+    }
+    return maker;
+}
+
 /* Fails, and says which region it is whose poison changes the results. */
 static MSI_COLD void msi_blame_region(msi_trial *t, const msi_staged *result, uint32_t region) {
     const ms_model *m = t->model;
@@ -24834,7 +24867,7 @@ static MSI_COLD void msi_blame_region(msi_trial *t, const msi_staged *result, ui
     } else if (kind == MSI_REGION_GAP) {
         msi_fail_operand(t, "reads beyond the end of", s, msi_overrun_cure(s));
     } else if (kind == MSI_REGION_UNWRITTEN) {
-        const uint32_t maker = m->graph.tensors.items[s->tensor].producer;
+        const uint32_t maker = msi_maker_of(t, s);
         const bool rounds = maker != MSI_NONE && m->graph.layers.items[maker].dtypes.accepts;
         msi_write_text(cure, sizeof cure,
                        "%s has left it out: let that write every element that is read%s",
@@ -24843,7 +24876,8 @@ static MSI_COLD void msi_blame_region(msi_trial *t, const msi_staged *result, ui
         msi_fail_operand(t, "reads a part that nobody has written of", s, cure);
     } else if (s->group == MSI_GROUP_WORKSPACE) {
         msi_fail_operand(t, "reads, before it has written there,", s,
-                         "set its contents to MS_CONTENTS_ZERO, or clear it in the callback");
+                         "set its contents to MS_CONTENTS_ZERO, or clear it in the callback; what "
+                         "forward leaves for backward goes into a saved tensor");
     } else if (s->group == MSI_GROUP_GRAD_IN || s->group == MSI_GROUP_GRAD_PARAM) {
         msi_check_width(t, s);
         msi_fail_operand(t, "adds to, multiplies or leaves unwritten", s,
@@ -25162,6 +25196,50 @@ static MSI_COLD void msi_try_other_gradient(msi_trial *t) {
     }
 }
 
+/* Whether backward has contributed nothing to a gradient. */
+static MSI_COLD bool msi_adds_nothing(const msi_trial *t, const msi_staged *s) {
+    const uint8_t *made = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
+    bool nothing = true;
+    for (uint64_t i = 0; i < s->bytes / ms_dtype_bytes(s->dtype) && nothing; i++) {
+        const bool keeps = s->before && s->beta != 0.0f;
+        nothing = msi_load(made, s->dtype, i) == (keeps ? msi_load(s->before, s->dtype, i) : 0.0f);
+    }
+    return nothing;
+}
+
+/* Warns of a gradient that gets nothing in MSI_IDLE_STEPS steps in a row, although the outputs have
+   gradients. One step shows nothing: where params begin with zeros, gradients may be 0. */
+enum { MSI_IDLE_STEPS = 3 };
+
+static MSI_COLD void msi_warn_of_idle(msi_trial *t) {
+    ms_model *m = t->model;
+    msi_debugged *known = &m->run.store->debug->layers[t->instruction->target];
+    const bool counts = known->idle_step != m->run.step + 1;
+    if (t->instruction->op != MSI_OP_BACKWARD || t->instruction->rows.of > 0 ||
+        !msi_gets_gradient(t)) {
+        return;
+    }
+    known->idle_step = m->run.step + 1;
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        const bool of_in = s->group == MSI_GROUP_GRAD_IN;
+        if (!s->is_made || !(of_in || s->group == MSI_GROUP_GRAD_PARAM) ||
+            !msi_is_float(s->dtype)) {
+            continue;
+        }
+        uint8_t *idle = &known->idle[(of_in ? 0u : (uint32_t)MS_LIMIT_IN) + s->slot];
+        if (!msi_adds_nothing(t, s)) {
+            *idle = 0;
+        } else if (counts && *idle <= MSI_IDLE_STEPS && ++*idle == MSI_IDLE_STEPS) {
+            msi_log(
+                m, MS_LOG_WARNING, "debug",
+                "%s: its backward callback has added nothing to %s in %d steps, although its "
+                "outputs have gradients: if that is not meant, add grad_out times the derivative",
+                msi_layer_label(&m->graph, t->instruction->target).text, msi_staged_name(t, s).text,
+                (int)MSI_IDLE_STEPS);
+        }
+    }
+}
+
 /* The library reads all of the loss. */
 static MSI_COLD void msi_check_loss_written(msi_trial *t) {
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
@@ -25183,6 +25261,35 @@ static MSI_COLD void msi_check_loss_written(msi_trial *t) {
             msi_fail_operand(t, what, s,
                              "the loss is the mean or the sum of all elements: write each; a row "
                              "that does not count is 0, with ms_set_loss_factor");
+        }
+    }
+}
+
+/* Warns, once, of integers that a layer leaves unwritten: unlike floats they cannot be followed to who
+   reads them. */
+static MSI_COLD void msi_warn_of_integers(msi_trial *t) {
+    msi_debugged *known = &t->debug->layers[t->instruction->target];
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        const uint64_t size = ms_dtype_bytes(s->dtype), count = s->bytes / size;
+        const bool is = msi_is_output(s) && s->is_made && !msi_is_float(s->dtype);
+        uint64_t first = count, left = 0;
+        for (uint64_t i = 0; is && !known->is_told_of_integers && i < count; i++) {
+            const uint8_t *a = msi_own_bytes_in(t, MSI_IMAGE_FIRST, s) + i * size;
+            const uint8_t *b = msi_own_bytes_in(t, MSI_IMAGE_LAST, s) + i * size;
+            const bool unwritten = msi_is_filled_with(a, size, MSI_POISON_OUTPUT) &&
+                                   msi_is_filled_with(b, size, MSI_POISON_LAST);
+            first = unwritten && left == 0 ? i : first;
+            left += unwritten;
+        }
+        if (left > 0) {
+            known->is_told_of_integers = true;
+            msi_log(
+                t->model, MS_LOG_WARNING, "debug",
+                "%s: its %s callback leaves unwritten element %llu, and %llu more, of %s: memory "
+                "is not cleared, so write each that is read later",
+                msi_layer_label(&t->model->graph, t->instruction->target).text,
+                msi_phase_name(t->phase), (unsigned long long)(s->made_within / size + first),
+                (unsigned long long)(left - 1), msi_staged_name(t, s).text);
         }
     }
 }
@@ -25347,9 +25454,13 @@ static MSI_COLD void msi_run_trials(msi_trial *t) {
     if (op == MSI_OP_FORWARD || op == MSI_OP_EVAL) {
         msi_check_loss_written(t);
     }
+    if (!once) {
+        msi_warn_of_integers(t);
+    }
     if (op == MSI_OP_EVAL) {
         msi_warn_of_state(t);
     }
+    msi_warn_of_idle(t);
     if (op == MSI_OP_FORWARD) {
         msi_try_recomputes(t);
     }
@@ -25623,6 +25734,13 @@ static MSI_COLD bool msi_updates_by_gradient(const msi_update_trial *t) {
         any = g[i] != 0.0f && msi_is_finite((double)g[i]);
     }
     return any;
+}
+
+/* Whether an update may run on copies, and more than once: it has declared its moments, and so keeps none
+   of its own, which it may find by the address of a value that the trainer has lent. */
+static MSI_COLD bool msi_can_try_update(const ms_model *m, uint32_t param) {
+    const msi_tensor *t = &m->graph.tensors.items[param];
+    return m->optimizer.state_count > 0 && t->borrowed == 0;
 }
 
 /* Runs an update of the trainer's own on copies, which must depend on its arguments alone, and on
@@ -25972,9 +26090,14 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 
 static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const ms_update_args args = msi_update_args_of(m, p, i);
-    const bool tries = m->run.store->debug && m->run.updates_done == 0;
+    const bool tries =
+        m->run.store->debug && m->run.updates_done == 0 && msi_can_try_update(m, i->target);
     if (m->optimizer.kind != MS_OPTIMIZER_CUSTOM) {
         return msi_built_in_update(m, p, &args);
+    }
+    if (m->run.store->debug) {
+        msi_log(m, MS_LOG_DEBUG, "debug", "param \"%s\": update",
+                msi_tensor_name(&m->graph, i->target));
     }
     ms_result result = msi_await_custom_update(m);
     MSI_THEN(result, tries ? msi_debug_update(m, &args) : MS_RESULT_OK);
@@ -26373,6 +26496,12 @@ static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t positi
 }
 
 static ms_result msi_start(ms_model *m, const msi_program *p) {
+    if (m->wrapped.waiting) {
+        msi_log(m, MS_LOG_WARNING, "plan",
+                "%s was called after ms_wrap, and takes effect at the next ms_wrap",
+                m->wrapped.waiting);
+        m->wrapped.waiting = NULL;
+    }
     m->run.loss = m->loss;
     m->run.step_factor = msi_gradient_factor(m);
     m->run.gradient_factor = 0.0f;
@@ -28277,6 +28406,7 @@ static MSI_COLD void msi_put_plans(ms_model *m, msi_plan *plans, msi_plan *large
     m->wrapped.largest = largest;
     m->wrapped.goal = goal;
     m->wrapped.changed = false;
+    m->wrapped.waiting = NULL;
     msi_log(m, MS_LOG_INFO, "plan",
             "plain %s, budget %s, arena %s, recomputations: %u, updates %s backward",
             msi_size(plans->plain_bytes).text, msi_size(plans->budget_bytes).text,
@@ -30406,6 +30536,7 @@ MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen) {
     if (t) {
         t->frozen = frozen;
         model->wrapped.changed = true;
+        model->wrapped.waiting = "ms_set_frozen";
     }
 }
 
@@ -30419,6 +30550,7 @@ MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count) {
     if (model) {
         model->config.accumulation_steps = micro_count;
         model->wrapped.changed = true;
+        model->wrapped.waiting = "ms_set_accumulation";
     }
 }
 

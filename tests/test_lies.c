@@ -10,11 +10,12 @@ enum { WIDTH = 64, MOST_LAYERS = 8 };
 /* What one of a chain of layers y = x * w does wrong. */
 typedef enum lie {
     HONEST,
-    KEEPS_POINTER,        // of its input, from its own forward
-    SHARES_POINTER,       // the same, in a variable that all layers share
-    IGNORES_GRADIENT,     // of its output
-    IGNORES_IN_PARAM,     // only for the gradient of w
-    CHANGES_STATE_IN_EVAL // and in forward, as it should
+    KEEPS_POINTER,         // of its input, from its own forward
+    SHARES_POINTER,        // the same, in a variable that all layers share
+    IGNORES_GRADIENT,      // of its output
+    IGNORES_IN_PARAM,      // only for the gradient of w
+    CHANGES_STATE_IN_EVAL, // and in forward, as it should
+    FORGETS_PARAM          // adds nothing to the gradient of w
 } lie;
 
 typedef struct liar {
@@ -49,7 +50,10 @@ static int scale_backward(const ms_call *call) {
         if (call->grad_in[0].data) {
             t_contribute(&call->grad_in[0], i, by * w[i]);
         }
-        t_contribute(&call->grad_param[0], i, (l->tells == IGNORES_IN_PARAM ? 1.0f : by) * x[i]);
+        t_contribute(&call->grad_param[0], i,
+                     l->tells == FORGETS_PARAM      ? 0.0f
+                     : l->tells == IGNORES_IN_PARAM ? x[i]
+                                                    : by * x[i]);
     }
     return 0;
 }
@@ -104,9 +108,9 @@ static void write_chain(chain *c, int layers) {
     }
 }
 
-/* Layers that scale, the first of which may lie, and squares after them. */
-static void start_chain(chain *c, lie tells, int layers, int squares, bool debug,
-                        const ms_optimizer_desc *optimizer) {
+/* Layers that scale, the first of which may lie, and squares after them. Their params may be lent. */
+static void start_lent_chain(chain *c, lie tells, int layers, int squares, bool debug,
+                             const ms_optimizer_desc *optimizer, float *lent) {
     ms_config config = t_config();
     memset(c, 0, sizeof *c);
     config.debug = debug;
@@ -138,8 +142,16 @@ static void start_chain(chain *c, lie tells, int layers, int squares, bool debug
     if (optimizer) {
         ms_set_optimizer(c->m, optimizer);
     }
+    for (int k = 0; k < layers && lent; ++k) {
+        t_ok(c->m, ms_borrow(c->m, c->w[k], lent + k * WIDTH));
+    }
     t_ok(c->m, ms_wrap(c->m));
     write_chain(c, layers);
+}
+
+static void start_chain(chain *c, lie tells, int layers, int squares, bool debug,
+                        const ms_optimizer_desc *optimizer) {
+    start_lent_chain(c, tells, layers, squares, debug, optimizer, NULL);
 }
 
 /* However many layers lie before and behind, and in later steps too. */
@@ -182,6 +194,28 @@ static void state_that_changes_in_an_eval_is_warned_of(void **state) {
         if (how == 3) {
             t_text_has(c.heard.text, "layer 0 \"scale\"");
             t_text_has(c.heard.text, "the value of \"running\"");
+        }
+        ms_destroy(c.m);
+    }
+}
+
+/* A gradient that gets nothing for three steps, and settings that wait for ms_wrap. */
+static void what_is_forgotten_is_warned_of(void **state) {
+    (void)state;
+    for (int how = 0; how < 4; ++how) {
+        chain c;
+        start_chain(&c, how & 1 ? FORGETS_PARAM : HONEST, 2, 1, true, NULL);
+        for (int step = 0; step < 5; ++step) {
+            if (how == 2 && step == 2) {
+                ms_set_frozen(c.m, c.w[1], true);
+            }
+            t_ok(c.m, ms_step(c.m, NULL));
+            assert_int_equal(c.heard.count, (how & 1 || how == 2) && step >= 2);
+        }
+        if (how == 2) {
+            t_text_has(c.heard.text, "ms_set_frozen");
+        } else if (how & 1) {
+            t_text_has(c.heard.text, "nothing to grad_param[0], the gradient of \"w\"");
         }
         ms_destroy(c.m);
     }
@@ -394,6 +428,57 @@ static void each_lie_of_an_update_is_named(void **state) {
     }
 }
 
+/* Moments of the trainer's own, which an update without state finds by the address of a value that was
+   lent, or by the param: it runs once, where it is, and debug mode changes no number. */
+typedef struct own_moments {
+    float value[2][WIDTH], moment[2][WIDTH];
+    ms_tensor w[2];
+    bool by_address;
+    uint32_t calls;
+} own_moments;
+
+static int update_own(const ms_update_args *args) {
+    own_moments *own = (own_moments *)args->user;
+    const ptrdiff_t at =
+        own->by_address ? args->value - own->value[0] : (args->param.id == own->w[1].id) * WIDTH;
+    assert_true(at == 0 || at == WIDTH);
+    for (uint64_t i = 0; i < args->count; ++i) {
+        float *m = own->moment[0] + at + i;
+        *m = 0.5f * *m + args->gradient[i];
+        args->value[i] -= args->learning_rate * *m;
+    }
+    own->calls += 1;
+    return 0;
+}
+
+static void moments_of_ones_own_are_left_alone(void **state) {
+    (void)state;
+    for (int how = 0; how < 2; ++how) {
+        float values[2][2][WIDTH];
+        for (int debug = 0; debug < 2; ++debug) {
+            static own_moments own;
+            ms_optimizer_desc o = t_optimizer(MS_OPTIMIZER_CUSTOM, 0.001f);
+            chain c;
+            memset(&own, 0, sizeof own);
+            own.by_address = how == 1;
+            o.update = update_own;
+            o.user = &own;
+            start_lent_chain(&c, HONEST, 2, 1, debug != 0, &o,
+                             own.by_address ? own.value[0] : NULL);
+            memcpy(own.w, c.w, sizeof own.w);
+            for (int step = 0; step < 3; ++step) {
+                t_ok(c.m, ms_step(c.m, NULL));
+            }
+            for (int k = 0; k < 2; ++k) {
+                t_ok(c.m, ms_read(c.m, c.w[k], values[debug][k]));
+            }
+            assert_int_equal(own.calls, 6);
+            ms_destroy(c.m);
+        }
+        assert_memory_equal(values[0], values[1], sizeof values[0]);
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // what ms_wrap warns of
 
@@ -437,9 +522,11 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_lie_of_a_layer_is_named),
         cmocka_unit_test(state_that_changes_in_an_eval_is_warned_of),
+        cmocka_unit_test(what_is_forgotten_is_warned_of),
         cmocka_unit_test(a_loss_has_all_its_elements),
         cmocka_unit_test(undeclared_integers_are_indices),
         cmocka_unit_test(each_lie_of_an_update_is_named),
+        cmocka_unit_test(moments_of_ones_own_are_left_alone),
         cmocka_unit_test(what_has_no_effect_is_warned_of),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
