@@ -26469,8 +26469,8 @@ static ms_result msi_check_swept(ms_model *m, const msi_program *p) {
                     "to the gradients already: the step begins anew with its first micro-batch");
 }
 
-/* Begins a program at an instruction. */
-static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t position) {
+/* Begins a program at an instruction. `intact`: what those before it made is in the arena. */
+static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t position, bool intact) {
     msi_drop_step(&m->run);
     ms_result result = msi_check_swept(m, p);
     MSI_THEN(result, msi_join_copies(m));
@@ -26479,13 +26479,14 @@ static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t positi
         return result;
     }
     m->run.program = p;
-    m->run.position = m->run.begun_at = position;
+    m->run.position = position;
+    m->run.begun_at = intact ? 0 : position;
     msi_begin_debug(m->run.store->debug);
     memset(&m->run.nonfinite, 0, sizeof m->run.nonfinite);
     m->run.is_certain = false;
-    if (msi_watches_memory(m)) {
+    if (msi_watches_memory(m) && !intact) {
         msi_asan_poison(msi_transient(&m->run), m->run.store->transient_bytes);
-    } else if (m->config.backend.device_is_host) { // in case another model has poisoned it
+    } else if (m->config.backend.device_is_host && !intact) { // another model may have poisoned it
         msi_asan_unpoison(msi_transient(&m->run), m->run.store->transient_bytes);
     }
     result = msi_wait_on_device(m, MSI_EVENT_VERDICT); // before kernels write another one
@@ -26505,7 +26506,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     m->run.loss = m->loss;
     m->run.step_factor = msi_gradient_factor(m);
     m->run.gradient_factor = 0.0f;
-    return msi_start_at(m, p, 0);
+    return msi_start_at(m, p, 0, false);
 }
 
 /* The time that an instruction is expected to take: as measured in slices or, if it is negative, as
@@ -26948,15 +26949,14 @@ static ms_result msi_backward(ms_model *m) {
 static ms_result msi_end_early(ms_model *m) {
     const msi_program *p = &m->run.plan->train;
     const float count = (float)m->run.store->micro_count, done = (float)m->run.micro;
-    const bool is_whole =
+    const bool intact =
         m->run.program == p && m->run.position == p->code.backward_end && msi_owns_arena(m);
     msi_timing *timing = m->run.timing;
     m->run.timing = NULL;
     m->run.gradient_factor = m->run.loss.has_factor ? 0.0f : count / done;
-    ms_result result = msi_start_at(m, p, p->code.backward_end);
+    ms_result result = msi_start_at(m, p, p->code.backward_end, intact);
     if (result == MS_RESULT_OK) {
         m->run.progress = MSI_PROGRESS_BACKWARD;
-        m->run.begun_at = is_whole ? 0 : m->run.begun_at;
         result = msi_finish_update(m);
     }
     m->run.timing = timing;

@@ -256,7 +256,7 @@ OPTION_API int read_options(const option_spec *specs, int count, int argc, char 
             k++;
         }
         if (k < count) {
-            if (read_option(&specs[k], argv[i + 1]) != 0) {
+            if (read_option(&specs[k], i + 1 < argc ? argv[i + 1] : NULL) != 0) {
                 return 1;
             }
             i += specs[k].kind != OPTION_FLAG;

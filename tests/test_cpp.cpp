@@ -145,7 +145,7 @@ static void sizes_are_checked(void **) {
     std::vector<double> wide(COLS);
     assert_int_equal(ms_wrap(n.model), MS_RESULT_OK);
     assert_int_equal(n.model.write(n.p, few), MS_RESULT_INVALID);
-    assert_non_null(strstr(n.model.error(), "bytes, and what is given has"));
+    assert_non_null(strstr(n.model.error(), "bytes, but what was passed has"));
     assert_int_equal(n.model.write(n.p, wide), MS_RESULT_INVALID);
     assert_int_equal(n.model.read(n.p, few), MS_RESULT_INVALID);
     assert_int_equal(n.model.write(n.p, p), MS_RESULT_OK);
