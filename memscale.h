@@ -25454,7 +25454,7 @@ static MSI_COLD void msi_run_trials(msi_trial *t) {
     if (op == MSI_OP_FORWARD || op == MSI_OP_EVAL) {
         msi_check_loss_written(t);
     }
-    if (!once) {
+    if (!once && op == MSI_OP_FORWARD) { // an eval needs no saved tensors
         msi_warn_of_integers(t);
     }
     if (op == MSI_OP_EVAL) {
