@@ -5942,7 +5942,7 @@ MSI_WIDE void msi_wide_update(ms_optimizer_kind kind, const msi_wide_factors *f,
 // >>cpu kernels  fills, casts, sums and updates of elements on the host, piece by piece
 
 /* gcc vectorizes these loops at -O3. At -O2, where many programs are, it does so only where nothing is
-   left over: these two options are all that is missing. They concern no arithmetic, so that functions
+   left over: these options are all that is missing. They concern no arithmetic, so that functions
    from above are inlined all the same, and the bits stay as they are. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__INTEL_COMPILER) &&                      \
     !defined(__CUDACC__) && defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__)
