@@ -223,8 +223,9 @@ static void time_loops(bool tsv, int repeats) {
 #endif
     for (size_t k = 0; k < sizeof loop_cases / sizeof loop_cases[0]; k++) {
         const loop_case *c = &loop_cases[k];
-        const double count = strcmp(c->what, "gemm") == 0 ? 1e-3 * LOOP_SIDE * LOOP_SIDE * LOOP_SIDE
-                                                          : (double)LOOP_ELEMENTS;
+        const double count = strcmp(c->what, "gemm") == 0
+                                 ? 1e-3 * (double)(LOOP_SIDE * LOOP_SIDE * LOOP_SIDE)
+                                 : (double)LOOP_ELEMENTS;
         double ns[MOST_REPEATS];
         int format = 0;
         fill_loops();
