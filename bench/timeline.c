@@ -7,6 +7,7 @@
 #include <math.h>
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
+#include "options.h" // of models, now that there is memscale.h
 #include "nn.h"
 #include "models.h"
 #include "../examples/page.h"
@@ -469,20 +470,6 @@ static void draw(FILE *file, const half *halves, const scale *s, const char *tit
 
 // ---- the command line ---------------------------------------------------------------------------
 
-/* A share of the plain arena, such as 60%, or bytes, such as 6G (powers of 1024); 0 if neither. */
-static uint64_t parse_budget(const char *text, uint64_t plain_bytes) {
-    static const char suffixes[] = "KMG";
-    char *end;
-    const double value = strtod(text, &end);
-    const char *suffix = *end ? strchr(suffixes, *end) : NULL;
-    if (strcmp(end, "%") == 0 && value > 0.0) {
-        return (uint64_t)(0.01 * value * (double)plain_bytes);
-    }
-    const double unit = suffix ? (double)((uint64_t)1024 << (10 * (suffix - suffixes))) : 1.0;
-    const bool good = end != text && (*end == 0 || (suffix && end[1] == 0));
-    return good && value > 0.0 && value * unit < 1e18 ? (uint64_t)(value * unit) : 0;
-}
-
 static const bench_workload *find_workload(const char *name) {
     for (int i = 0; i < BENCH_WORKLOADS; i++) {
         if (strcmp(bench_workloads[i].name, name) == 0) {
@@ -566,13 +553,15 @@ static void write_page(const char *path, const half *halves, const bench_model *
 
 int main(int argc, char **argv) {
     static half halves[2];
-    const char *model = "gpt2-medium", *budget = "70%", *device = "RTX 3090";
+    const char *model = "gpt2-medium", *share = "70%", *device = "RTX 3090";
+    option_budget budget;
     const char *path = NULL, *html = NULL;
     int64_t batch = 0, sequence = 0;
     const bench_option options[] = {
         {"--model", "bert-base, bert-large, gpt2-medium, gpt2-large or gpt2-xl", NULL, NULL,
          &model},
-        {"--budget", "a share of the plain arena, or bytes such as 6G", NULL, NULL, &budget},
+        {"--budget", "bytes such as 6G, a share of the plain arena, or plain, half or smallest",
+         NULL, NULL, &share},
         {"--device", "a built-in device, or cpu", NULL, NULL, &device},
         {"--batch", "sequences in a batch; 0: the workload's", NULL, &batch, NULL},
         {"--sequence", "tokens in a sequence; 0: the workload's", NULL, &sequence, NULL},
@@ -588,6 +577,9 @@ int main(int argc, char **argv) {
         argv[argc] = NULL;
     }
     bench_options(argc, argv, "Draws the memory of a training step over time.", options, 7);
+    if (parse_option_budget(&budget, share) != 0) {
+        bench_stop("--budget: give a share such as 60%, bytes such as 6G, plain, half or smallest");
+    }
     const bench_workload *w = find_workload(model);
     const ms_hardware *hardware = strcmp(device, "cpu") == 0 ? NULL : ms_hardware_find(device);
     if (!hardware && strcmp(device, "cpu") != 0) {
@@ -604,9 +596,8 @@ int main(int argc, char **argv) {
     halves[1].title = "planned";
     halves[0].config.memory_budget_bytes = (uint64_t)1 << 50;
     models[0] = plan_half(&halves[0], hardware, w, &shape);
-    halves[1].config.memory_budget_bytes = parse_budget(budget, halves[0].report.plain_bytes);
-    if (halves[1].config.memory_budget_bytes == 0) {
-        bench_stop("--budget: give a share such as 60%, or bytes such as 6G");
+    if (choose_bytes(&budget, models[0].model, &halves[1].config.memory_budget_bytes) != 0) {
+        bench_stop("--budget: there is no such budget");
     }
     models[1] = plan_half(&halves[1], hardware, w, &shape);
     scale s = fit(halves);

@@ -2,7 +2,7 @@
 
         build/examples/estimate --model gpt2-1558M --batch 1 --sequence 512 --gpu "RTX 3090"
         build/examples/estimate --model llama3-8B --batch 4 --sequence 2048 --gpu H200 --json
-        build/examples/estimate path/to/config.json --gpu 24GB --clip --accumulate 8
+        build/examples/estimate path/to/config.json --gpu 24GB --clip 1 --accumulate 8
         build/examples/estimate --family gpt2 --layers 48 --channels 2048 --heads 32 --gpu 16G
         build/examples/estimate --model bert-large --batch 16 --sequence 128 --sweep budgets.svg
         build/examples/estimate --model qwen2.5-7B --gpu 4090 --precision bf16-alone --state bf16
@@ -33,18 +33,19 @@ enum { STATUS_FITS, STATUS_FAILED, STATUS_USAGE, STATUS_NO_FIT };
 // ---- options ------------------------------------------------------------------------------------
 
 typedef struct settings {
-    const char *model, *family, *gpu, *budget, *optimizer, *offload, *sweep, *html, *mode;
+    const char *model, *family, *gpu, *optimizer, *offload, *sweep, *html, *mode;
     const char *precision, *gradients, *state; // NULL: not said
     int64_t layers, channels, heads, kv_heads, feed_forward, vocabulary, positions;
     int64_t batch, sequence, accumulate, tokens, rank;
     float tflops, tf32_tflops, f16_tflops, bandwidth, link;
-    uint64_t host_bytes; // 0: as much as is needed
-    bool clip, frozen, plan, full_plan, json, progress, help;
+    float clip, utilization;
+    uint64_t budget_bytes, host_bytes; // 0: a share of the memory; as much as is needed
+    bool frozen, plan, full_plan, json, progress, help;
     ms_switch offloading;
     option_words files;
 } settings;
 
-enum { ESTIMATE_OPTIONS = 37 };
+enum { ESTIMATE_OPTIONS = 38 };
 
 static void list_options(settings *s, option_spec *specs) {
     const option_spec all[ESTIMATE_OPTIONS] = {
@@ -78,8 +79,7 @@ static void list_options(settings *s, option_spec *specs) {
          "AGGRESSIVE gains by them"},
         {"--optimizer", "NAME", OPTION_TEXT, &s->optimizer,
          "adamw (default), lion, sgd, or momentum: SGD with one moment"},
-        {"--clip", NULL, OPTION_FLAG, &s->clip,
-         "gradients are clipped by their global norm, for which all exist at once"},
+        {"--clip", "X", OPTION_REAL, &s->clip, OPTION_CLIP_HELP ", for which all exist at once"},
         {"--accumulate", "N", OPTION_COUNT, &s->accumulate,
          "gradients are summed over N batches before each update (1)"},
         {"--tokens", "N", OPTION_COUNT, &s->tokens,
@@ -96,9 +96,10 @@ static void list_options(settings *s, option_spec *specs) {
         {"--f16-tflops", "X", OPTION_REAL, &s->f16_tflops, "those in BF16 and F16"},
         {"--bandwidth", "X", OPTION_REAL, &s->bandwidth, "its memory, 1e9 bytes a second"},
         {"--link", "X", OPTION_REAL, &s->link, "copies from and to the host, 1e9 bytes a second"},
-        {"--budget", "SIZE|%", OPTION_TEXT, &s->budget,
-         "what training may take: bytes such as 20G, or 90% of the device's\n"
-         "memory (85%)"},
+        {"--budget", "SIZE", OPTION_BYTES, &s->budget_bytes,
+         "what training may take: bytes such as 300M or 1.5G (powers of 1024)"},
+        {"--utilization", "X", OPTION_REAL, &s->utilization,
+         "without a budget: what training may take of the device's memory (0.85)"},
         {"--offload", "NAME", OPTION_TEXT, &s->offload, OPTION_OFFLOAD_HELP},
         {"--host", "SIZE", OPTION_BYTES, &s->host_bytes,
          "what training may have on the host, such as 32G (as much as it needs)"},
@@ -366,22 +367,18 @@ static void take_speed(float given, double *speed) {
 }
 
 /* Bytes, or a share of the memory. */
-static int choose_budget(const char *text, destination *t) {
-    char *end;
-    const double share = text ? read_digits(text, &end) : 85.0;
-    if (!text || (end != text && strcmp(end, "%") == 0)) {
-        t->budget_bytes = (uint64_t)((double)t->memory_bytes / 100.0 * share);
-        return share > 0.0 && share <= 100.0 ? 0 : fail("--budget %s: from 1%% to 100%%", text);
-    }
-    const double bytes = parse_number(text, true);
-    t->is_user_size = true;
-    t->budget_bytes = bytes >= 1.0 ? (uint64_t)bytes : 0;
-    if (bytes < 1.0) {
-        return fail("--budget %s: give a size such as 300M or 20GB, or a share such as 80%%", text);
+static int choose_budget(const settings *o, destination *t) {
+    const double share = round((double)o->utilization * 1e6) / 1e6; // as it was typed
+    t->is_user_size = o->budget_bytes > 0;
+    t->budget_bytes =
+        t->is_user_size ? o->budget_bytes : (uint64_t)((double)t->memory_bytes * share);
+    if (!(o->utilization > 0.0f && o->utilization <= 1.0f)) {
+        return fail("--utilization %g: above 0 and at most 1", (double)o->utilization);
     }
     return t->budget_bytes <= t->hardware.total_bytes
                ? 0
-               : fail("--budget %s: more than the %llu bytes of %s", text,
+               : fail("--budget %llu: more than the %llu bytes of %s",
+                      (unsigned long long)t->budget_bytes,
                       (unsigned long long)t->hardware.total_bytes, t->hardware.name);
 }
 
@@ -401,7 +398,7 @@ static int choose_target(const settings *o, destination *t) {
     if (t->memory_bytes > (uint64_t)1 << 57) {
         return fail("--gpu %s: at most %lluG", o->gpu, 1ull << 27);
     }
-    return choose_budget(o->budget, t);
+    return choose_budget(o, t);
 }
 
 // ---- the training -------------------------------------------------------------------------------
@@ -512,7 +509,8 @@ static int choose_training(settings *o) {
 
 /* Whether all gradients of params must exist at once, so that none is updated inside backward. */
 static bool needs_all_gradients(const settings *o) {
-    return o->clip || batches_of_step(o, o->batch) > 1 || precision_of(o)->dtype == MS_DTYPE_F16;
+    return o->clip > 0.0f || batches_of_step(o, o->batch) > 1 ||
+           precision_of(o)->dtype == MS_DTYPE_F16;
 }
 
 static void set_optimizer(const settings *o, ms_model *model) {
@@ -520,7 +518,7 @@ static void set_optimizer(const settings *o, ms_model *model) {
     memset(&desc, 0, sizeof desc);
     desc.kind = optimizers[optimizer_of(o)].kind;
     desc.momentum = optimizers[optimizer_of(o)].momentum;
-    desc.grad_clip_norm = o->clip ? 1.0f : 0.0f;
+    desc.grad_clip_norm = o->clip;
     desc.state_format[0] = desc.state_format[1] =
         has_half_state(o) ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
     ms_set_optimizer(model, &desc);
@@ -1306,7 +1304,7 @@ static void print_training(text_line *at, const settings *o) {
         say(at, " (%lld a step)", count * (long long)(o->batch * o->sequence));
     }
     say(at, ", %s, %s%s%s\n", precision_of(o)->name, optimizers[optimizer_of(o)].title,
-        o->clip ? ", clipped by the norm of all gradients" : "",
+        o->clip > 0.0f ? ", clipped by the norm of all gradients" : "",
         count > 1 ? "; a step below is one of them and the update" : "");
 }
 
@@ -1603,7 +1601,7 @@ static void json_training(json *j, const settings *o, uint64_t trained_count) {
     json_text(j, "optimizer", optimizers[optimizer_of(o)].title);
     json_text(j, "state", !has_state(o) ? "none" : has_half_state(o) ? "bf16" : "f32");
     json_text(j, "state_in_8_bits", switches[o->state ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT]);
-    json_flag(j, "clip", o->clip);
+    json_flag(j, "clip", o->clip > 0.0f);
     json_count(j, "accumulation_steps", (uint64_t)count);
     json_count(j, "tokens", (uint64_t)(count * o->batch * o->sequence));
     json_count(j, "adapter_rank", (uint64_t)o->rank);
@@ -2217,6 +2215,7 @@ int main(int argc, char **argv) {
     option_spec specs[ESTIMATE_OPTIONS];
     memset(&e, 0, sizeof e);
     memset(&shown, 0, sizeof shown);
+    e.options.utilization = 0.85f;
     list_options(&e.options, specs);
     if (read_options(specs, ESTIMATE_OPTIONS, argc, argv, &e.options.files) != 0) {
         return STATUS_USAGE;

@@ -143,7 +143,7 @@ gibi() { # ARGUMENTS: the smallest plan, rounded up
     estimated smallest peak_bytes "$@" | awk '{ g = 100 * $1 / 2 ^ 30; printf "%.2f", (int(g) + (int(g) < g)) / 100 }'
 }
 sentence docs/memory-budget.md "at least $(gibi $xl --gpu 3090) GiB with early updates, $(
-    gibi $xl --gpu 3090 --clip) with clipping, $(gibi $xl --gpu 3090 --accumulate 4) with accumulation"
+    gibi $xl --gpu 3090 --clip 1) with clipping, $(gibi $xl --gpu 3090 --accumulate 4) with accumulation"
 
 half() { # ARGUMENTS: the step over the plain one, at a budget half way between smallest and plain
     local smallest=$(estimated smallest peak_bytes "$@" --gpu H200)

@@ -101,6 +101,7 @@ static void prepare(estimate *e, const char *model, int64_t batch, int64_t seque
     e->options.gpu = "24G";
     assert_int_equal(choose_training(&e->options), 0);
     assert_int_equal(choose_shape(&e->options, &e->model), 0);
+    e->options.utilization = 0.85f;
     assert_int_equal(choose_target(&e->options, &e->device), 0);
 }
 
@@ -174,6 +175,7 @@ static void prepare_formats(estimate *e, const char *model, int64_t batch, int64
     e->options.gpu = "4090";
     assert_int_equal(choose_training(&e->options), 0);
     assert_int_equal(choose_shape(&e->options, &e->model), 0);
+    e->options.utilization = 0.85f;
     assert_int_equal(choose_target(&e->options, &e->device), 0);
 }
 
@@ -267,6 +269,7 @@ static void plans_from_the_budget_wait_and_recompute_little(void **state) {
         prepare_formats(&e, all[i].model, all[i].batch, 1024, "bf16-alone", "bf16", "bf16");
         e.options.gpu = all[i].gpu;
         e.options.tokens = 524288;
+        e.options.utilization = 0.85f;
         assert_int_equal(choose_target(&e.options, &e.device), 0);
         if (all[i].layers) {
             e.model.layers = all[i].layers;
@@ -364,7 +367,7 @@ static void check_equal(family kind, bool is_plain, habit also) {
     e.model.positions = 24;
     e.options.batch = 3;
     e.options.sequence = 24;
-    e.options.clip = also == CLIPS;
+    e.options.clip = also == CLIPS ? 1.0f : 0.0f;
     e.options.accumulate = also == ACCUMULATES ? 2 : 1;
     e.options.frozen = also == TRAINS_ADAPTERS;
     e.options.rank = also == TRAINS_ADAPTERS ? 4 : 0;
@@ -473,9 +476,9 @@ static void clipping_and_accumulation_keep_all_gradients(void **state) {
     e.options.offloading = MS_SWITCH_OFF;
     assert_int_equal(plan_smallest(&e, 2, MS_MODE_BALANCED, &p), 0);
     assert_true(p.report.early_update && row_bytes(p.largest, 1) < params / 2);
-    e.options.clip = true;
+    e.options.clip = 1.0f;
     assert_int_equal(plan_smallest(&e, 2, MS_MODE_BALANCED, &clipped), 0);
-    e.options.clip = false;
+    e.options.clip = 0.0f;
     e.options.accumulate = 8;
     assert_int_equal(plan_smallest(&e, 2, MS_MODE_BALANCED, &summed), 0);
     assert_true(!clipped.report.early_update && !summed.report.early_update);
@@ -747,7 +750,7 @@ static void the_numbers_for_programs_are_json(void **state) {
     assert_true(number_of(p.out, "budget_bytes") == 6.0 * 1073741824.0);
     t_text_has(p.out, "\"mode\": \"CONSERVATIVE\"");
     assert_true(number_of(p.out, "accumulation_steps") == 1.0);
-    run_small(&p, "--json --layers 2 --clip --accumulate 3 --frozen --optimizer sgd --gpu 8GB");
+    run_small(&p, "--json --layers 2 --clip 1 --accumulate 3 --frozen --optimizer sgd --gpu 8GB");
     assert_true(is_json(p.out));
     assert_true(number_of(p.out, "accumulation_steps") == 3.0);
     assert_true(number_of(p.out, "adapter_rank") == 8.0);
@@ -828,8 +831,8 @@ static void formats_are_said(void **state) {
          "\"master_weights\": true"},
         {"--precision bf16-alone --gradients bf16", "params bf16 without masters, gradients bf16",
          "\"gradients\": \"bf16\""},
-        {"--precision f16-alone --clip", "activations f16; f32: biases, norms, statistics, losses",
-         "\"precision\": \"f16-alone\""},
+        {"--precision f16-alone --clip 1",
+         "activations f16; f32: biases, norms, statistics, losses", "\"precision\": \"f16-alone\""},
         {"--optimizer sgd --precision bf16", "params bf16 with masters in f32, gradients f32\n",
          "\"state\": \"none\""},
         {"--frozen --precision bf16-alone", "params bf16 without masters",
@@ -1230,7 +1233,7 @@ static void published_files_give_published_params(void **state) {
         char path[64], words[256];
         write_config(path, models[i].text);
         snprintf(words, sizeof words, "--json --batch 1 --offload off %s %s %s", path,
-                 models[i].more, is_long() ? "" : "--precision f32 --optimizer sgd --clip");
+                 models[i].more, is_long() ? "" : "--precision f32 --optimizer sgd --clip 1");
         run_small(&p, words);
         remove(path);
 #ifdef MODEL_SHAPE_CJSON
@@ -1384,7 +1387,7 @@ static void the_text_says_what_it_assumes(void **state) {
                  all[i].model, all[i].gpu);
         run_words(&p, words);
         t_text_has(p.out, "does not fit");
-        static const char *const not_early[] = {"--clip", "--accumulate 4"};
+        static const char *const not_early[] = {"--clip 1", "--accumulate 4"};
         for (int k = 0; k < 2; k++) {
             snprintf(words, sizeof words, "--model %s --batch 1 --gpu %s --offload off %s",
                      all[i].model, all[i].gpu, not_early[k]);
@@ -1393,7 +1396,7 @@ static void the_text_says_what_it_assumes(void **state) {
             t_text_has(p.out, "all gradients are kept");
         }
     }
-    run_small(&p, "--frozen --rank 16 --clip --layers 2");
+    run_small(&p, "--frozen --rank 16 --clip 1 --layers 2");
     t_text_has(p.out, "adapters of rank 16");
     run_words(&p, "--help");
     assert_int_equal(p.status, 0);
@@ -1508,7 +1511,7 @@ static void names_and_sizes_are_read_as_people_write_them(void **state) {
         {"--offload off --model 124m", "model     gpt2-124M:"},
         {"--offload off --model BERT_base --sequence 32", "model     bert-base:"},
         {"--model llama-3-8b --offload off", "model     llama3-8B:"},
-        {"--budget 80% --gpu 10G --layers 2", "8.00 GiB, 80 % of the memory"},
+        {"--utilization 0.8 --gpu 10G --layers 2", "8.00 GiB, 80 % of the memory"},
         {"--gpu rtx3090 --layers 2", "GeForce RTX 3090, "},
         {"--gpu nvidia_3090 --layers 2", "GeForce RTX 3090, "},
         {"--gpu 4090 --layers 2", "GeForce RTX 4090, "},
@@ -1654,12 +1657,12 @@ static void mistakes_are_refused_with_the_cure(void **state) {
         {"--json --plan", "text"},
         {"--rank 4", "--frozen"},
         {"--tflops fast", "number"},
-        {"--budget 0%", "100%"},
-        {"--budget nan%", "80%"},
+        {"--utilization 0", "above 0"},
+        {"--budget 80%", "300M"},
         {"--batch nan", "whole number"},
         {"--tflops inf", "number"},
-        {"--budget 101%", "100%"},
-        {"--budget 24GBs", "80%"},
+        {"--utilization 1.01", "at most 1"},
+        {"--budget 24GBs", "300M"},
         {"--model gpt2-124M --family gpt2", "one of them"},
         {"--family mamba", "gpt2, bert and llama"},
         {"--family gpt2 --layers 2", "--channels and --heads"},
