@@ -23085,14 +23085,11 @@ static bool msi_is_error_halt(const ms_step_state *state) {
     return state->halted == (uint32_t)MS_HALT_LOSS || state->halted == (uint32_t)MS_HALT_NORM;
 }
 
-/* An error if a step or an eval was halted. */
-static MSI_COLD ms_result msi_check_halt(ms_model *m, const ms_step_state *state, uint64_t step) {
+/* The error of a step or an eval that was halted. */
+static MSI_COLD ms_result msi_fail_halted(ms_model *m, const ms_step_state *state, uint64_t step) {
     const bool loss = state->halted == (uint32_t)MS_HALT_LOSS, noted = m->run.nonfinite.count > 0;
     const bool overflows = !loss && state->scaling.growth_steps > 0 && state->overflow > 0;
     msi_nonfinite_text first = MSI_ZERO_INIT;
-    if (!msi_is_error_halt(state)) {
-        return MS_RESULT_OK;
-    }
     if (noted) {
         first = msi_nonfinite_name(m, &m->run.nonfinite);
     }
@@ -23113,6 +23110,11 @@ static MSI_COLD ms_result msi_check_halt(ms_model *m, const ms_step_state *state
                           : "lower the learning rate or look for bad input; "
                             "ms_find_nonfinite names the first layer",
                     first.text);
+}
+
+/* An error if a step or an eval was halted. */
+static ms_result msi_check_halt(ms_model *m, const ms_step_state *state, uint64_t step) {
+    return msi_is_error_halt(state) ? msi_fail_halted(m, state, step) : MS_RESULT_OK;
 }
 
 /* Warns, once in a row of steps that overflow, that the loss scale cannot become smaller. */
