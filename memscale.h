@@ -265,17 +265,17 @@
     simulation, explained plans. 0.5.0 (2026): state in backward, up to 32 operands, lifetimes,
     ms_find_nonfinite, -Ofast, near-linear planning of large graphs. 0.6.0 (2026): offloading, mixed
     precision, optimizer state in 8 bits and BF16, tiles; ms_suspend, budgets that change, steps in
-    slices; measured and listed hardware; ms::model for C++; Lion; times of a report are those of
-    a step. Renamed: ms_attach to ms_model_alloc, keeps_state to recompute_keeps_state. 0.7.0 (2026):
+    slices; measured and listed hardware; ms::model for C++; Lion; times of a report are those of a
+    step. Renamed: ms_attach to ms_model_alloc, keeps_state to recompute_keeps_state. 0.7.0 (2026):
     state in codes of 8 bits stays as it is however often it is read and written back, since the
     scale of a block has a sign; ms_set_update_count and ms_update_count, ms_optimizer_defaults,
-    ms_set_loss_mean, ms_loss_scaling.most_skipped; ms_update ends a step before its last
-    micro-batch; an error that sticks is logged once. Changed: ms_set_loss_factor(model, 0) is a
-    factor of 0, no longer the mean; ms_wrap and ms_detach between micro-batches return ORDER where
-    gradients would be lost; memory that is lent for two values must not overlap if training changes
-    one of them; ms_gradient_norm returns NONFINITE for a step that its norm has halted. Renamed, of
-    the functions under >>formats: msi_units_of_signed and msi_units_of_unsigned to msi_signed_value
-    and msi_unsigned_value.
+    ms_set_loss_mean, ms_loss_scaling.most_skipped, ms_layer_desc.surrogate_gradient; ms_update ends
+    a step before its last micro-batch; an error that sticks is logged once. Changed:
+    ms_set_loss_factor(model, 0) is a factor of 0, no longer the mean; ms_wrap and ms_detach between
+    micro-batches return ORDER where gradients would be lost; memory that is lent for two values
+    must not overlap if training changes one of them; ms_gradient_norm returns NONFINITE for a step
+    that its norm has halted. Renamed, of the functions under >>formats: msi_units_of_signed and
+    msi_units_of_unsigned to msi_signed_value and msi_unsigned_value.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
@@ -302,6 +302,7 @@
                     >>order >>plan >>policy >>explain >>optimizer >>call
       debug mode    >>stage          where a layer runs: its operands lie apart, between poison
                     >>checks         what it must leave as it was; who is to blame for a difference
+                    >>probes         over other numbers: what results must depend on, and slopes
                     >>debug          its trials: again, elsewhere, over other poison
                     >>timing >>execute
       between steps >>values         what outlasts a step: written, read and borrowed
@@ -934,13 +935,18 @@ typedef struct ms_config {
        names the layer, the operand and the cure, and before it runs, each layer is logged (tag
        debug, MS_LOG_DEBUG). Calls in 16 bits are checked in 16 bits. What ms_read and ms_data give
        a callback beyond its operands is poison too, also where the trainer lends the memory.
-       Gradients must depend on grad_out, the loss must be written in full, and state that changes
-       in an eval is warned of. The first update of a step by the trainer's own callback is tried on
-       copies, where it must depend on its arguments alone, and on *gradient_scale: if it has
-       declared state (state_count), and the param is not borrowed. Slow: copies the whole arena at every call. Takes memory beside the arena: on the device two to
-       three times what the largest layer uses, on the host four times that layer, a copy of the
-       arena, of tensors on the host and of what the trainer lends, and one of all activations. What
-       it cannot see is listed in docs/porting.md. */
+       Gradients must depend on grad_out, the loss must be written in full, and what forward keeps
+       outside of state must not change a later call. Warnings, which end nothing, tell of state that
+       changes in an eval, and of a gradient in F32 that is not the derivative of forward, by the
+       change of its outputs where its operands are moved a little (ms_layer_desc.surrogate_gradient);
+       for that, forward also runs on numbers that are not of the step. The first update of a step by
+       the trainer's own callback is tried on copies, where it must depend on its arguments alone, and
+       on *gradient_scale: if it has declared state (state_count), and the param is not borrowed. The
+       line before a call that crashes names the layer, and which operands had no data. Slow: copies
+       the whole arena at every call, and a layer's first step takes longest. Takes memory beside the
+       arena: on the device two to three times what the largest layer uses, on the host four times that
+       layer, a copy of the arena, of tensors on the host and of what the trainer lends, and one of all
+       activations. What it cannot see is listed in docs/porting.md. */
     bool debug;
     /* Microseconds that an instruction should take at most, for slices; 0: no limit. Plans, except
        that of ms_detach, then compute layers that are predicted to take longer in tiles, as if these
@@ -1078,9 +1084,10 @@ typedef struct ms_layer_desc {
        grad_out, must be in backward_reads too. Params cannot be clobbered, and forward destroys
        nothing except by in_place and state. */
     ms_slot_masks clobbers;
-    /* Inputs whose gradients forward writes, in a layer that computes a loss: it runs once, has no
-       backward, and nothing differentiates through its outputs: one that a layer with a backward
-       reads needs ms_stop_gradient. */
+    /* Inputs whose gradients forward writes, in a layer that computes a loss: it runs once (in debug
+       mode without no_recompute several times in its first step), has no backward, and nothing
+       differentiates through its outputs: one that a layer with a backward reads needs
+       ms_stop_gradient. */
     uint32_t grads_in_forward;
     uint32_t optional_saved; // no data if nobody is going to read them; the others always have it
     ms_layer_dtypes dtypes;
@@ -1089,7 +1096,10 @@ typedef struct ms_layer_desc {
     /* The layer does not change its state in MS_PHASE_RECOMPUTE, and its outputs do not depend on
        it. Otherwise the library saves the state before a recomputation and restores it after. */
     bool recompute_keeps_state;
-    bool no_backward;               // no gradient passes through, on purpose: ms_wrap does not warn
+    bool no_backward; // no gradient passes through, on purpose: ms_wrap does not warn
+    /* Backward is not the derivative of forward, on purpose (straight-through estimators, reversed,
+       scaled or clipped gradients): debug mode does not compare them. */
+    bool surrogate_gradient;
     ms_workspace forward_workspace; // also of eval and of a recomputation by forward
     ms_workspace backward_workspace;
     ms_workspace recompute_workspace; // of the callback recompute
@@ -3834,7 +3844,8 @@ typedef enum msi_group_kind {
     X(recompute_reads.nothing)                                                                     \
     X(no_recompute)                                                                                \
     X(recompute_keeps_state)                                                                       \
-    X(no_backward)
+    X(no_backward)                                                                                 \
+    X(surrogate_gradient)
 
 typedef struct msi_layer {
     ms_layer_fn forward, backward, recompute, bind;
@@ -3863,7 +3874,7 @@ typedef struct msi_layer {
     uint32_t must_in_place, must_grad_in_place, grads_in_forward, optional_saved, backward_state;
     ms_layer_dtypes dtypes;
     ms_layer_tile tile;
-    bool no_recompute : 1, recompute_keeps_state : 1, no_backward : 1;
+    bool no_recompute : 1, recompute_keeps_state : 1, no_backward : 1, surrogate_gradient : 1;
     bool differentiable : 1; // gradients pass through it: it has a backward, or no callback at all
     bool has_backward : 1;   // analysis: its backward runs
     bool ends_in_loss : 1;   // analysis: its forward writes gradients
@@ -4211,17 +4222,26 @@ typedef struct msi_original {
     uint64_t at; // in msi_debug.made
     ms_dtype dtype;
     bool is_there;
+    /* Of a param: a hash of its borrowed gradient after the last update; steps in a row in which an
+       update of the trainer's own has left it as it was. */
+    uint64_t lent;
+    uint8_t idle;
 } msi_original;
 
 /* What debug mode knows of a layer. */
+enum { MSI_DEBUGGED_OPERANDS = MS_LIMIT_IN + MS_LIMIT_PARAM };
+
 typedef struct msi_debugged {
     uint64_t used; // a mask of the spots that it has run at in this step
     bool is_told;  // that its state changes in an eval
     bool is_told_of_integers;
-    /* Per gradient of an input, then of a param: steps in a row in which backward has added nothing;
-       and the number of the last that was counted, from 1. */
-    uint8_t idle[MS_LIMIT_IN + MS_LIMIT_PARAM];
-    uint64_t idle_step;
+    /* No need to try that again: forward leaves nothing behind, for itself or for backward; a loss was
+       given other factors. */
+    bool is_clean, hands_on, scales_by_loss;
+    /* Per input, then per param: steps in a row in which backward has added nothing to its gradient; and
+       steps in which that was compared with the slope of forward, MSI_KNOWN after one that agreed. */
+    uint8_t idle[MSI_DEBUGGED_OPERANDS], compared[MSI_DEBUGGED_OPERANDS];
+    uint64_t idle_step; // the last step that was counted in `idle`, from 1
 } msi_debugged;
 
 /* Debug mode: memory beside a store. Callbacks run on the stage, which is two halves and a tail in
@@ -4240,6 +4260,7 @@ typedef struct msi_debug {
     uint32_t tensor_count, layer_count;
     uint32_t turn; // the half that was used last
     struct msi_debugged *layers;
+    bool is_told_of_dropped, is_told_of_factor, is_told_of_lent, has_compared_params;
 } msi_debug;
 
 /* Where values are: one for all plans of a wrap. */
@@ -4504,7 +4525,9 @@ typedef struct msi_run {
     bool copies;          // copies of the program may be under way; at its end none is
     bool failed;          // params may be wrong, or the device unusable: no step until ms_wrap
     ms_nonfinite nonfinite; // debug mode: the first in this step
-    bool is_certain;        // it is no infinity in a value, which may be meant
+    ms_nonfinite
+        infinite;    // debug mode: an infinity that the layer has read which makes the first NaN
+    bool is_certain; // it is no infinity in a value, which may be meant
 } msi_run;
 
 /* What callbacks see of the operands of a layer: by group a view for each slot that there can be.
@@ -10591,6 +10614,40 @@ static ms_result msi_check_ends(ms_model *m) {
     return MS_RESULT_OK;
 }
 
+/* Whether two layers compute with params, and not with the same. */
+static bool msi_have_other_params(const msi_graph *g, const msi_layer *a, const msi_layer *b) {
+    const uint32_t *of_a = msi_group(g, a, MSI_GROUP_PARAM),
+                   *of_b = msi_group(g, b, MSI_GROUP_PARAM);
+    const uint32_t count = a->count[MSI_GROUP_PARAM];
+    return count > 0 && b->count[MSI_GROUP_PARAM] > 0 &&
+           (count != b->count[MSI_GROUP_PARAM] || memcmp(of_a, of_b, count * sizeof *of_a) != 0);
+}
+
+/* Warns of state that layers with params of their own share: seldom meant, often a slip of copying. */
+static void msi_warn_of_shared_state(const ms_model *m) {
+    const msi_graph *g = &m->graph;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        uint32_t first = MSI_NONE;
+        for (uint32_t i = 0; i < g->layers.count && g->tensors.items[t].kind == MSI_KIND_BUFFER;
+             i++) {
+            const msi_layer *l = &g->layers.items[i];
+            for (MSI_EACH(state, g, l, MSI_GROUP_STATE)) {
+                if (state.tensor == t && first == MSI_NONE) {
+                    first = i;
+                } else if (state.tensor == t &&
+                           msi_have_other_params(g, &g->layers.items[first], l)) {
+                    msi_log(m, MS_LOG_WARNING, "graph",
+                            "%s and %s have params of their own, but share their state \"%s\": if "
+                            "that is not meant, give each a buffer of its own",
+                            msi_layer_label(g, first).text, msi_layer_label(g, i).text,
+                            msi_tensor_name(g, t));
+                    return;
+                }
+            }
+        }
+    }
+}
+
 /* Warns of a layer whose outputs nobody reads, and of an in_place that cannot be used. */
 static void msi_warn_of_layer(const ms_model *m, uint32_t i) {
     const msi_graph *g = &m->graph;
@@ -10631,6 +10688,7 @@ static void msi_warn(const ms_model *m) {
                     msi_name(&m->graph, t->name));
         }
     }
+    msi_warn_of_shared_state(m);
     for (uint32_t i = 0; i < g->layers.count; i++) {
         msi_warn_of_layer(m, i);
         const msi_layer *l = &g->layers.items[i];
@@ -23062,7 +23120,7 @@ static ms_result msi_fetch_verdict(ms_model *m) {
 }
 
 typedef struct msi_nonfinite_text {
-    char text[256];
+    char text[512];
 } msi_nonfinite_text;
 
 /* `layer 3 "ln1": its forward callback makes element 5 of "x" nan, and 2 more` */
@@ -23092,6 +23150,11 @@ static MSI_COLD ms_result msi_fail_halted(ms_model *m, const ms_step_state *stat
     msi_nonfinite_text first = MSI_ZERO_INIT;
     if (noted) {
         first = msi_nonfinite_name(m, &m->run.nonfinite);
+    }
+    if (m->run.infinite.count > 0) {
+        const size_t end = strlen(first.text);
+        msi_write_text(first.text + end, sizeof first.text - end, ". Of what it reads, %s",
+                       msi_nonfinite_name(m, &m->run.infinite).text);
     }
     if (overflows) {
         return msi_fail(
@@ -23471,17 +23534,25 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     }
 }
 
-/* Calls a layer; `own`: its recompute callback, in MS_PHASE_RECOMPUTE, if it has one. */
-static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *call, bool own) {
-    const uint32_t error_count = m->errors.count;
+/* Calls the callbacks of a layer: `bind`, if it has one, and then that of the phase; `own`: its
+   recompute callback, in MS_PHASE_RECOMPUTE, if it has one. Returns what they return, and which it was. */
+static int msi_call_callbacks(ms_model *m, const msi_layer *l, const ms_call *call, bool own,
+                              const char **which) {
     const ms_layer_fn fn = call->phase == MS_PHASE_BACKWARD                           ? l->backward
                            : call->phase == MS_PHASE_RECOMPUTE && own && l->recompute ? l->recompute
                                                                                       : l->forward;
     m->run.busy = true;
     int error = l->bind ? l->bind(call) : 0;
-    const char *what = error ? "bind" : fn == l->forward ? "forward" : msi_phase_name(call->phase);
+    *which = error ? "bind" : fn == l->forward ? "forward" : msi_phase_name(call->phase);
     error = error ? error : fn(call);
     m->run.busy = false;
+    return error;
+}
+
+static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *call, bool own) {
+    const uint32_t error_count = m->errors.count;
+    const char *what = NULL;
+    const int error = msi_call_callbacks(m, l, call, own, &what);
     if (m->run.recording && m->config.backend.recording_check(m->device) != 0) {
         return msi_fail(
             m, MS_RESULT_CALLBACK,
@@ -23702,6 +23773,16 @@ typedef enum msi_sums {
     MSI_SUMS_NEW    // all that can be written hold NaN, with beta 0
 } msi_sums;
 
+/* Params, and activations that have gradients, hold other numbers: x becomes factor * x + offset * d. The
+   direction d is what backward contributes to a gradient, or a pattern of numbers between -1 and 1. */
+typedef struct msi_change {
+    float factor;    // 0: there is no change
+    uint32_t tensor; // MSI_NONE: all of them, and rows of inputs change places
+    double offset;
+    const msi_staged *along; // NULL: the pattern with this number
+    uint32_t pattern;
+} msi_change;
+
 /* One way to run a layer. */
 typedef struct msi_variant {
     msi_staged_set set;
@@ -23710,8 +23791,11 @@ typedef struct msi_variant {
     uint32_t round; // n: each result lies in the n-th operand that it may alias; 0: apart
     bool reversed;  // where several results may lie in one operand, the last one does
     msi_sums sums;
+    bool mixes;                    // in every other gradient alone; the rest as planned
     float factor;                  // of grad_out and of the loss factor; 0: 1
     uint32_t omit_out, omit_saved; // masks of results without data
+    msi_change change;
+    bool evals; // in MS_PHASE_EVAL, with the operands of forward
 } msi_variant;
 
 /* Regions with poison of their own, numbered in this order. Of each kind one per operand:
@@ -23735,10 +23819,12 @@ typedef struct msi_trial {
     uint32_t count[MSI_SET_COUNT];
     msi_variant how; // the run under way
     uint32_t lies_in[MSI_MAX_VIEWS + 1];
+    uint32_t runs;             // so far
     uint32_t spot, fixed_spot; // of that run; where the next one must be, or MSI_NONE
     ms_phase phase;            // of that run
     msi_op way;                // of a recomputation on trial: RECOMPUTE or REPEAT
     uint32_t outside_reach;    // the reach for which the model's memory is filled
+    bool has_integers;         // among the values of the layer
     bool has_rivals;           // several results could lie in one operand in that run
     msi_rows rows;             // that the run is for; rows.of 0: all rows of the instruction
     msi_rows base;             // those of the instruction, as the layer counts them
@@ -24185,8 +24271,11 @@ static MSI_COLD uint8_t msi_poison_of_staged(const msi_trial *t, const msi_stage
                                                                               : MSI_POISON_FIRST);
 }
 
+/* Where operands of earlier calls were. Integers may be read there, so it holds 0 and -1 for layers that
+   have some, and no index that is far from all memory. */
 static uint8_t msi_poison_of_rest(const msi_trial *t) {
-    return msi_poison_of(t, msi_region_count(t) - 1);
+    const uint8_t poison = msi_poison_of(t, msi_region_count(t) - 1);
+    return poison == MSI_POISON_FIRST && t->has_integers ? 0 : poison;
 }
 
 /* A finite value, far larger than most gradients, so that adding one hardly changes it. */
@@ -24221,6 +24310,14 @@ static MSI_COLD bool msi_takes_beta(const msi_trial *t, const msi_staged *s, boo
            !(anew && (adds >> s->slot & 1));
 }
 
+/* Whether the run under way has a gradient with beta 1 (or, with `anew`, 0) where that is allowed. All
+   slots of one tensor go by its first. */
+static MSI_COLD bool msi_is_summed(const msi_trial *t, const msi_staged *s, bool anew) {
+    const msi_staged *first = &t->staged[MSI_SET_OWN][s->lies_in];
+    return t->how.sums == (anew ? MSI_SUMS_NEW : MSI_SUMS_ADDED) && msi_takes_beta(t, s, anew) &&
+           (!t->how.mixes || (((uint32_t)first->group + first->slot) & 1) == 0);
+}
+
 /* Whether the run is for the first of the tiles that are tried, or for none. */
 static bool msi_is_first_tile(const msi_trial *t) {
     return t->rows.of == 0 || t->rows.begin == t->base.begin;
@@ -24241,9 +24338,7 @@ static MSI_COLD float msi_beta_of(const msi_trial *t, const msi_staged *s) {
     if (!msi_is_first_tile(t) && msi_is_added_up(t, s)) {
         return 1.0f;
     }
-    return t->how.sums == MSI_SUMS_ADDED && msi_takes_beta(t, s, false)         ? 1.0f
-           : t->how.sums == MSI_SUMS_NEW && first && msi_takes_beta(t, s, true) ? 0.0f
-                                                                                : s->beta;
+    return msi_is_summed(t, s, false) ? 1.0f : first && msi_is_summed(t, s, true) ? 0.0f : s->beta;
 }
 
 /* The operand that a result may alias in this round, or MSI_NONE. The layer must allow this for all
@@ -24335,6 +24430,57 @@ static MSI_COLD void msi_copy_before(const msi_staged *s, uint8_t *to) {
     }
 }
 
+/* Whether an operand is a real number, of which there may be any other; indices are not. */
+static MSI_COLD bool msi_is_real(const msi_trial *t, const msi_staged *s) {
+    if (s->group != MSI_GROUP_IN && s->group != MSI_GROUP_PARAM) {
+        return false;
+    }
+    const msi_tensor *x = &t->model->graph.tensors.items[s->tensor];
+    return msi_is_float(s->dtype) &&
+           (x->kind == MSI_KIND_PARAM || (x->kind == MSI_KIND_ACTIVATION && x->wants_gradient));
+}
+
+/* Whether the rows of an operand may change places, as those of another batch would come. */
+static MSI_COLD bool msi_has_movable_rows(const msi_trial *t, const msi_staged *s) {
+    const msi_tensor *x =
+        s->group == MSI_GROUP_IN ? &t->model->graph.tensors.items[s->tensor] : NULL;
+    return x && x->kind == MSI_KIND_INPUT && msi_is_float(s->dtype) && x->view.shape.rank > 1 &&
+           !s->is_rounded;
+}
+
+/* What backward has contributed to element i of a gradient. */
+static double msi_contribution(const msi_trial *t, const msi_staged *s, uint64_t i) {
+    const double made = msi_number(msi_own_bytes_in(t, MSI_IMAGE_LAST, s), s->dtype, i);
+    return s->before && s->beta != 0.0f ? made - msi_number(s->before, s->dtype, i) : made;
+}
+
+/* Element i of the direction of a change. */
+static double msi_shift_of(const msi_trial *t, const msi_change *c, uint64_t i) {
+    return c->along ? msi_contribution(t, c->along, i)
+                    : (double)(msi_mix(i ^ msi_mix(c->pattern)) >> 11) / 4503599627370496.0 - 1.0;
+}
+
+static MSI_COLD void msi_change_staged(const msi_trial *t, const msi_staged *s, uint8_t *to) {
+    const msi_change *c = &t->how.change;
+    const uint64_t count = s->bytes / ms_dtype_bytes(s->dtype);
+    const bool is_real = msi_is_real(t, s) && (c->tensor == MSI_NONE || c->tensor == s->tensor);
+    if (c->tensor == MSI_NONE && msi_has_movable_rows(t, s)) {
+        const ms_shape *shape = &t->model->graph.tensors.items[s->tensor].view.shape;
+        const uint64_t row = s->bytes / (uint64_t)shape->dim[0];
+        memcpy(to, s->before + row, (size_t)(s->bytes - row));
+        memcpy(to + (s->bytes - row), s->before, (size_t)row);
+    }
+    for (uint64_t i = 0; i < count && is_real; i++) {
+        const double x = msi_number(to, s->dtype, i);
+        const double y = (double)c->factor * x + c->offset * msi_shift_of(t, c, i);
+        if (s->dtype == MS_DTYPE_F64) {
+            ((double *)(void *)to)[i] = y;
+        } else {
+            msi_store_as(to, s->dtype, i, (float)y);
+        }
+    }
+}
+
 /* The contents of an operand. Words of a value that no layer has written become poison, so that a
    layer which reads them is found. */
 static MSI_COLD void msi_set_staged(const msi_trial *t, const msi_staged *s) {
@@ -24342,7 +24488,7 @@ static MSI_COLD void msi_set_staged(const msi_trial *t, const msi_staged *s) {
     const bool own = t->how.set == MSI_SET_OWN;
     const uint8_t unwritten = msi_poison_of_staged(t, s, MSI_REGION_UNWRITTEN);
     const uint64_t size = ms_dtype_bytes(s->dtype);
-    if (own && t->how.sums == MSI_SUMS_ADDED && msi_takes_beta(t, s, false)) {
+    if (own && msi_is_summed(t, s, false)) {
         msi_fill_garbage(s, to);
     } else if (own && msi_beta_of(t, s) != s->beta) {
         memset(to, MSI_POISON_LAST, (size_t)s->bytes);
@@ -24365,6 +24511,9 @@ static MSI_COLD void msi_set_staged(const msi_trial *t, const msi_staged *s) {
         for (uint64_t i = 0;
              t->how.factor != 0.0f && s->group == MSI_GROUP_GRAD_OUT && i < s->bytes / size; i++) {
             msi_store_as(to, s->dtype, i, t->how.factor * msi_load(to, s->dtype, i));
+        }
+        if (t->how.change.factor != 0.0f) {
+            msi_change_staged(t, s, to);
         }
         for (uint64_t i = 0; s->tensor != MSI_NONE && s->is_transient && msi_is_float(s->dtype) &&
                              unwritten != MSI_POISON_LAST && i < s->bytes;
@@ -24540,14 +24689,19 @@ static MSI_COLD void msi_take_image(msi_trial *t) {
     }
 }
 
-// what is found
-
 // ------------------------------------------------------------------------------------------------
 // >>checks  what a layer must leave as it was, and who is to blame for what differs
 
 typedef struct msi_operand_text {
     char text[160];
 } msi_operand_text;
+
+/* The array of ms_call that has the operands of a group. */
+static MSI_COLD const char *msi_call_group_name(int group) {
+    static const char *const of_gradients[] = {"grad_out", "grad_in", "grad_param"};
+    return group < MSI_GROUP_COUNT ? msi_group_names[group]
+                                   : of_gradients[group - MSI_GROUP_GRAD_OUT];
+}
 
 /* Whether the layer is called in a narrow format. */
 static bool msi_is_narrow_call(const msi_trial *t) {
@@ -24556,7 +24710,6 @@ static bool msi_is_narrow_call(const msi_trial *t) {
 
 /* `in[0], the value of "x"`, in a call in 16 bits `... in bf16`; `its workspace of 64 bytes` */
 static MSI_COLD msi_operand_text msi_staged_name(const msi_trial *t, const msi_staged *s) {
-    static const char *const of_gradients[] = {"grad_out", "grad_in", "grad_param"};
     const bool value = s->group < MSI_GROUP_COUNT, narrow = msi_is_narrow_call(t);
     msi_operand_text name;
     if (s->group == MSI_GROUP_WORKSPACE) {
@@ -24564,11 +24717,9 @@ static MSI_COLD msi_operand_text msi_staged_name(const msi_trial *t, const msi_s
                        (unsigned long long)s->bytes);
     } else {
         msi_write_text(name.text, sizeof name.text, "%s[%u], the %s of \"%.100s\"%s%s",
-                       value ? msi_group_names[s->group]
-                             : of_gradients[s->group - MSI_GROUP_GRAD_OUT],
-                       (unsigned)s->slot, value ? "value" : "gradient",
-                       msi_tensor_name(&t->model->graph, s->tensor), narrow ? " in " : "",
-                       narrow ? ms_dtype_name(s->dtype) : "");
+                       msi_call_group_name(s->group), (unsigned)s->slot,
+                       value ? "value" : "gradient", msi_tensor_name(&t->model->graph, s->tensor),
+                       narrow ? " in " : "", narrow ? ms_dtype_name(s->dtype) : "");
     }
     return name;
 }
@@ -24579,12 +24730,14 @@ static MSI_COLD void msi_fail_contract(msi_trial *t, const char *what, const cha
     ms_model *m = t->model;
     const msi_op op = t->how.set == MSI_SET_RECOMPUTE ? t->way : (msi_op)t->instruction->op;
     const bool own = op == MSI_OP_RECOMPUTE && t->layer->recompute;
-    const bool again = t->phase == MS_PHASE_RECOMPUTE && !own;
-    MSI_THEN(t->result,
-             msi_fail(m, MS_RESULT_CONTRACT, "%s: its %s callback%s %s %s: %s",
-                      msi_layer_label(&m->graph, t->instruction->target).text,
-                      again ? "forward" : msi_phase_name(t->phase),
-                      again ? ", run again (MS_PHASE_RECOMPUTE)," : "", what, where, cure));
+    const bool again = t->phase == MS_PHASE_RECOMPUTE && !own, evals = t->phase == MS_PHASE_EVAL;
+    MSI_THEN(t->result, msi_fail(m, MS_RESULT_CONTRACT, "%s: its %s callback%s %s %s: %s",
+                                 msi_layer_label(&m->graph, t->instruction->target).text,
+                                 again || evals ? "forward" : msi_phase_name(t->phase),
+                                 again   ? ", run again (MS_PHASE_RECOMPUTE),"
+                                 : evals ? ", in MS_PHASE_EVAL,"
+                                         : "",
+                                 what, where, cure));
 }
 
 static MSI_COLD void msi_fail_operand(msi_trial *t, const char *what, const msi_staged *s,
@@ -24651,6 +24804,25 @@ static MSI_COLD void msi_check_width(msi_trial *t, const msi_staged *s) {
     }
 }
 
+/* The operand after a gap, if what was written there lies nearer to it than to the one before. */
+static MSI_COLD const msi_staged *msi_hit_from_behind(const msi_trial *t, const msi_staged *s,
+                                                      const uint8_t *scene, const uint8_t *now) {
+    const msi_staged *next = NULL;
+    uint64_t first = s->at + s->bytes, last = s->gap_end - 1;
+    while (first < last && scene[first] == now[first]) {
+        first++;
+    }
+    while (last > first && scene[last] == now[last]) {
+        last--;
+    }
+    for (MSI_STAGED(x, t, t->how.set)) {
+        const bool follows = x->place == s->place && x->at == s->gap_end &&
+                             x->lies_in == (uint32_t)(x - t->staged[t->how.set]);
+        next = follows ? x : next;
+    }
+    return first - (s->at + s->bytes) > s->gap_end - 1 - last ? next : NULL;
+}
+
 /* All bytes of the half that the layer may not write must be as they were set: first what lies
    between the operands, since who writes beyond one may hit the next too. */
 static MSI_COLD void msi_check_half(msi_trial *t) {
@@ -24672,6 +24844,11 @@ static MSI_COLD void msi_check_half(msi_trial *t) {
             const uint8_t *now = msi_image_at(t, t->how.into, s->place);
             if (s->lies_in == index && (gaps || !written[index]) && t->result == MS_RESULT_OK &&
                 memcmp(scene + first, now + first, (size_t)(end - first)) != 0) {
+                const msi_staged *next = gaps ? msi_hit_from_behind(t, s, scene, now) : NULL;
+                if (next) {
+                    msi_fail_operand(t, "writes before the beginning of", next,
+                                     "keep to the bytes of the view: no index may be negative");
+                }
                 msi_fail_operand(t, gaps ? "writes beyond the end of" : "changes", s,
                                  t->rows.of > 0 && gaps
                                      ? "in a tile, as ms_layer_desc.tile allows: take all sizes "
@@ -24756,6 +24933,46 @@ static MSI_COLD void msi_check_outside(msi_trial *t) {
     }
 }
 
+/* Says at the level of debugging what has no data in a call, so that a callback which crashes there is
+   the last that the log names, with the reason. */
+static MSI_COLD void msi_log_missing(msi_trial *t, const ms_call *call) {
+    const msi_layer *l = t->layer;
+    const bool backward = call->phase == MS_PHASE_BACKWARD;
+    char names[192] = "";
+    size_t at = 0;
+    for (int group = 0; group < MSI_GROUP_WORKSPACE; group++) {
+        const bool given = group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED
+                               ? !backward
+                               : group >= MSI_GROUP_COUNT && (backward || l->grads_in_forward);
+        const uint32_t count = given ? l->count[msi_group_of_values(group)] : 0;
+        for (uint32_t k = 0; k < count && at < sizeof names; k++) {
+            if (!t->model->views.of[group][k].data) {
+                msi_write_text(names + at, sizeof names - at, "%s%s[%u]", at > 0 ? ", " : "",
+                               msi_call_group_name(group), (unsigned)k);
+                at += strlen(names + at);
+            }
+        }
+    }
+    if (at > 0) {
+        msi_log(t->model, MS_LOG_DEBUG, "debug", "%s: %s, without data in %s",
+                msi_layer_label(&t->model->graph, t->instruction->target).text,
+                msi_phase_name(call->phase), names);
+    }
+}
+
+/* Calls the layer. One that refuses numbers which were changed, or MS_PHASE_EVAL in a step, has not
+   failed, but has not run either: false. */
+static MSI_COLD bool msi_act_on(msi_trial *t, const ms_call *call) {
+    const bool own = t->how.set == MSI_SET_RECOMPUTE ? t->way == MSI_OP_RECOMPUTE
+                                                     : t->instruction->op == MSI_OP_RECOMPUTE;
+    const char *which = NULL;
+    if (t->how.change.factor != 0.0f || t->how.evals) {
+        return msi_call_callbacks(t->model, t->layer, call, own, &which) == 0;
+    }
+    MSI_THEN(t->result, msi_call_layer(t->model, t->layer, call, own));
+    return t->result == MS_RESULT_OK;
+}
+
 /* Runs the callback once, in one way; false if that way does not exist. All but the results must be
    as before. */
 static MSI_COLD bool msi_act(msi_trial *t, const msi_variant *how) {
@@ -24765,8 +24982,10 @@ static MSI_COLD bool msi_act(msi_trial *t, const msi_variant *how) {
         return false;
     }
     msi_take_spot(t);
-    t->phase =
-        how->set == MSI_SET_RECOMPUTE ? MS_PHASE_RECOMPUTE : msi_ops[t->instruction->op].phase;
+    t->runs++;
+    t->phase = how->set == MSI_SET_RECOMPUTE ? MS_PHASE_RECOMPUTE
+               : how->evals                  ? MS_PHASE_EVAL
+                                             : msi_ops[t->instruction->op].phase;
     msi_set_scene(t);
     msi_instruction part = *t->instruction;
     part.rows = t->rows.of > 0 ? t->rows : part.rows;
@@ -24775,17 +24994,18 @@ static MSI_COLD bool msi_act(msi_trial *t, const msi_variant *how) {
         msi_turn_into_recompute(t, &call);
     }
     call.loss_factor *= how->factor != 0.0f ? how->factor : 1.0f;
+    call.phase = t->phase;
     msi_aim_call(t, &call);
+    msi_log_missing(t, &call);
     t->is_acting = true;
-    const msi_op op = how->set == MSI_SET_RECOMPUTE ? t->way : (msi_op)t->instruction->op;
-    MSI_THEN(t->result, msi_call_layer(t->model, t->layer, &call, op == MSI_OP_RECOMPUTE));
+    const bool ran = msi_act_on(t, &call);
     t->is_acting = false;
     msi_take_image(t);
-    if (t->result == MS_RESULT_OK) {
+    if (ran && t->result == MS_RESULT_OK) {
         msi_check_half(t);
         msi_check_rest(t);
     }
-    return t->result == MS_RESULT_OK;
+    return ran && t->result == MS_RESULT_OK;
 }
 
 /* Whether two runs have made different bits of an operand. Bytes of outputs that neither has
@@ -24846,13 +25066,42 @@ static MSI_COLD uint32_t msi_maker_of(const msi_trial *t, const msi_staged *s) {
     return maker;
 }
 
+/* Whether the layer that made a value in this step has left elements of it out. */
+static MSI_COLD bool msi_has_gaps(const msi_trial *t, uint32_t tensor) {
+    const msi_original *made = &t->debug->originals[tensor];
+    const uint64_t size = ms_dtype_bytes(made->dtype);
+    const uint64_t bytes = made->is_there ? t->model->graph.tensors.items[tensor].bytes : 0;
+    bool has = false;
+    for (uint64_t i = 0; i + size <= bytes && !has; i += size) {
+        has = msi_is_unwritten(t->debug->made + made->at + i, made->dtype);
+    }
+    return has;
+}
+
+/* The first layer that may have left a part of an operand out: if its maker reads a value with such a part,
+   it may have handed that on, and so on. */
+static MSI_COLD uint32_t msi_origin_of(const msi_trial *t, const msi_staged *s) {
+    const msi_graph *g = &t->model->graph;
+    uint32_t origin = msi_maker_of(t, s), at = MSI_NONE;
+    while (origin != at && origin != MSI_NONE && s->group < MSI_GROUP_COUNT) {
+        at = origin;
+        for (MSI_EACH(in, g, &g->layers.items[at], MSI_GROUP_IN)) {
+            const msi_tensor *x = &g->tensors.items[in.tensor];
+            const bool handed = x->kind == MSI_KIND_ACTIVATION && x->producer != MSI_NONE &&
+                                x->producer < at && msi_is_float(x->view.dtype);
+            origin = handed && msi_has_gaps(t, in.tensor) ? x->producer : origin;
+        }
+    }
+    return origin;
+}
+
 /* Fails, and says which region it is whose poison changes the results. */
 static MSI_COLD void msi_blame_region(msi_trial *t, const msi_staged *result, uint32_t region) {
     const ms_model *m = t->model;
     const uint32_t count = t->count[MSI_SET_OWN], kind = region / (count ? count : 1);
     const uint32_t outside = count * MSI_REGION_KINDS, residents = m->run.store->residents.count;
     const msi_staged *s = region < outside ? &t->staged[MSI_SET_OWN][region % count] : result;
-    char cure[256];
+    char cure[512];
     if (region > outside + residents) {
         msi_fail_contract(t, "reads", "memory of an earlier call, or before its first operand",
                           "take all pointers from the present call, workspace included");
@@ -24869,11 +25118,14 @@ static MSI_COLD void msi_blame_region(msi_trial *t, const msi_staged *result, ui
     } else if (kind == MSI_REGION_GAP) {
         msi_fail_operand(t, "reads beyond the end of", s, msi_overrun_cure(s));
     } else if (kind == MSI_REGION_UNWRITTEN) {
-        const uint32_t maker = msi_maker_of(t, s);
+        const uint32_t maker = msi_maker_of(t, s), origin = msi_origin_of(t, s);
         const bool rounds = maker != MSI_NONE && m->graph.layers.items[maker].dtypes.accepts;
         msi_write_text(cure, sizeof cure,
-                       "%s has left it out: let that write every element that is read%s",
+                       "%s has left it out%s%s: let that write every element that "
+                       "is read%s",
                        maker == MSI_NONE ? "its layer" : msi_layer_label(&m->graph, maker).text,
+                       origin != maker ? ", or handed on what was left out by " : "",
+                       origin != maker ? msi_layer_label(&m->graph, origin).text : "",
                        rounds ? ", in the dtype of its ms_view" : "");
         msi_fail_operand(t, "reads a part that nobody has written of", s, cure);
     } else if (s->group == MSI_GROUP_WORKSPACE) {
@@ -24891,6 +25143,14 @@ static MSI_COLD void msi_blame_region(msi_trial *t, const msi_staged *result, ui
     }
 }
 
+static MSI_COLD void msi_fail_remembered(msi_trial *t, const msi_staged *result) {
+    msi_fail_operand(t, "uses what an earlier call has left behind for", result,
+                     "take all pointers from the present call, let forward hand on values to "
+                     "backward in saved tensors, and keep what outlasts a step in state, not in "
+                     "variables that a recomputation, another micro-batch or another layer "
+                     "overwrites");
+}
+
 /* Finds out why two runs differ, over different poison and in different halves. */
 static MSI_COLD void msi_explain_difference(msi_trial *t, const msi_staged *result) {
     const uint32_t spot = t->spot, all = msi_region_count(t);
@@ -24902,11 +25162,7 @@ static MSI_COLD void msi_explain_difference(msi_trial *t, const msi_staged *resu
         return;
     }
     if (!msi_is_same_again(t, 0, spot, MSI_IMAGE_FIRST)) {
-        msi_fail_operand(
-            t, "uses what an earlier call has left behind for", result,
-            "take all pointers from the present call, and let forward hand on values to "
-            "backward in saved tensors, not in variables that a recomputation or another "
-            "layer overwrites");
+        msi_fail_remembered(t, result);
         return;
     }
     while (differs - same > 1 && t->result == MS_RESULT_OK) {
@@ -24947,6 +25203,372 @@ static MSI_COLD void msi_blame_undeclared(msi_trial *t) {
         if (same) {
             msi_fail_operand(t, "reads, or asks whether there is,", undeclared,
                              "name it in recompute_reads");
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>probes  runs over other numbers: what may not be remembered, and whether backward is the derivative
+//           of forward
+
+/* How it works. The trials of >>debug give a layer the numbers of the step. Here forward gets others, so
+   that what the layer remembers shows: a call that gives it the first ones again, or backward, must make
+   what it made before. And it gets numbers that are moved by a little, to compare the change of its
+   outputs with what backward says of it. A layer that has passed is not tried again. */
+
+enum {
+    MSI_IDLE_STEPS = 3, // one step shows nothing: where params begin with zeros, gradients may be 0
+    MSI_KNOWN = 255
+};
+
+/* The place of an input or a param, or of its gradient, in the arrays of msi_debugged. */
+static uint32_t msi_debugged_index(const msi_staged *s) {
+    const bool is_in = s->group == MSI_GROUP_IN || s->group == MSI_GROUP_GRAD_IN;
+    return (is_in ? 0u : (uint32_t)MS_LIMIT_IN) + s->slot;
+}
+
+static msi_debugged *msi_debugged_layer(const msi_trial *t) {
+    return &t->debug->layers[t->instruction->target];
+}
+
+/* A run on other numbers, which differ by enough that ReLUs and maxima turn. */
+static MSI_COLD msi_variant msi_other_variant(const msi_trial *t, msi_staged_set set,
+                                              float factor) {
+    msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
+    how.set = set;
+    how.change.tensor = MSI_NONE;
+    how.change.factor = factor;
+    how.change.offset = 0.25;
+    return how;
+}
+
+/* Hashes of the outputs that forward makes in MS_PHASE_EVAL; false: it does not run in that phase. */
+static MSI_COLD bool msi_hash_eval(msi_trial *t, uint64_t *hashes) {
+    msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
+    how.evals = true;
+    how.omit_saved = t->layer->optional_saved;
+    if (!msi_act(t, &how)) {
+        return false;
+    }
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        const uint8_t *made = msi_own_bytes_in(t, MSI_IMAGE_NOW, s);
+        for (uint64_t i = 0; s->group == MSI_GROUP_OUT && s->is_made && i < s->bytes; i++) {
+            hashes[s->slot] = msi_mix_in(hashes[s->slot], made[i]);
+        }
+    }
+    return true;
+}
+
+/* After forward on other numbers an eval makes what it made before, if it made something, and so does
+   forward: what outlasts a call is state. */
+static MSI_COLD void msi_try_memory(msi_trial *t, const uint64_t *before) {
+    const msi_variant other = msi_other_variant(t, MSI_SET_OWN, 2.5f);
+    const msi_variant plain = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
+    uint64_t after[MS_LIMIT_OUT];
+    memset(after, 0, sizeof after);
+    msi_act(t, &other);
+    const bool evals = before && msi_hash_eval(t, after);
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        if (evals && s->group == MSI_GROUP_OUT && after[s->slot] != before[s->slot]) {
+            msi_fail_remembered(t, s);
+        }
+    }
+    if (!msi_act(t, &plain)) {
+        return;
+    }
+    const msi_staged *differs = msi_find_difference(t, MSI_IMAGE_LAST, MSI_IMAGE_NOW);
+    if (differs) {
+        msi_fail_remembered(t, differs);
+    }
+    msi_debugged_layer(t)->is_clean = t->result == MS_RESULT_OK;
+}
+
+/* Forward of the layer on other numbers, as another micro-batch or tile would come between forward and
+   backward of this one; then backward again. Variables of its own may be right in most plans. */
+static MSI_COLD void msi_try_handing_on(msi_trial *t) {
+    const msi_variant other = msi_other_variant(t, MSI_SET_RECOMPUTE, -1.5f);
+    const msi_variant plain = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
+    t->way = MSI_OP_REPEAT;
+    if (!msi_can_repeat(t->layer) || !msi_stage_recompute(t) || !msi_act(t, &other) ||
+        !msi_act(t, &plain)) {
+        return;
+    }
+    const msi_staged *differs = msi_find_difference(t, MSI_IMAGE_LAST, MSI_IMAGE_NOW);
+    msi_debugged_layer(t)->hands_on = true;
+    if (differs) {
+        msi_log(
+            t->model, MS_LOG_WARNING, "debug",
+            "%s: its backward callback computes %s from variables in which forward has left "
+            "something: right only as long as no other forward of the layer comes in between, as "
+            "with tiles, and memory that no plan counts. Hand it on in saved tensors",
+            msi_layer_label(&t->model->graph, t->instruction->target).text,
+            msi_staged_name(t, differs).text);
+    }
+}
+
+/* Forward again, so that what a callback notes for itself is of this step. */
+static MSI_COLD void msi_repeat_forward(msi_trial *t) {
+    msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
+    t->way = MSI_OP_REPEAT;
+    how.set = MSI_SET_RECOMPUTE;
+    if (msi_can_repeat(t->layer) && msi_stage_recompute(t)) {
+        msi_act(t, &how);
+    }
+}
+
+// slopes
+
+/* Whether an output has a gradient that is not 0. */
+static MSI_COLD bool msi_gets_gradient(const msi_trial *t) {
+    bool has = false;
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        const bool is = s->group == MSI_GROUP_GRAD_OUT && s->before && msi_is_float(s->dtype);
+        for (uint64_t i = 0; is && !has && i < s->bytes / ms_dtype_bytes(s->dtype); i++) {
+            const float x = msi_load(s->before, s->before_dtype, i);
+            has = msi_is_finite((double)x) && x != 0.0f;
+        }
+    }
+    return has;
+}
+
+/* Whether backward has contributed nothing to a gradient. */
+static MSI_COLD bool msi_adds_nothing(const msi_trial *t, const msi_staged *s) {
+    const uint8_t *made = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
+    bool nothing = true;
+    for (uint64_t i = 0; i < s->bytes / ms_dtype_bytes(s->dtype) && nothing; i++) {
+        const bool keeps = s->before && s->beta != 0.0f;
+        nothing = msi_load(made, s->dtype, i) == (keeps ? msi_load(s->before, s->dtype, i) : 0.0f);
+    }
+    return nothing;
+}
+
+/* A direction in which an input or a param is moved. */
+typedef struct msi_slope {
+    msi_change change;
+    double expected; // the change of the loss by its gradient, for a move by 1
+    double scale;    // the same for a typical direction, without its sign
+    double step;     // a small move
+} msi_slope;
+
+/* The difference quotient of the loss along a slope; by how much it may differ from a derivative on one
+   side, where forward has bends; and rounding. */
+typedef struct msi_quotient {
+    double value, bent, noise;
+} msi_quotient;
+
+static MSI_COLD msi_slope msi_slope_of(const msi_trial *t, const msi_staged *grad,
+                                       const msi_staged *value, bool along, uint32_t pattern) {
+    const uint64_t count = grad->bytes / ms_dtype_bytes(grad->dtype);
+    double values = 0.0, gradients = 0.0, directions = 0.0;
+    msi_slope s;
+    memset(&s, 0, sizeof s);
+    s.change.tensor = grad->tensor;
+    s.change.factor = 1.0f;
+    s.change.along = along ? grad : NULL;
+    s.change.pattern = pattern;
+    for (uint64_t i = 0; i < count; i++) {
+        const double x = msi_number(value->before, value->before_dtype, i);
+        const double c = msi_contribution(t, grad, i), d = msi_shift_of(t, &s.change, i);
+        values += x * x;
+        gradients += c * c;
+        directions += d * d;
+        s.expected += c * d;
+    }
+    s.scale = sqrt(gradients * directions / (double)count);
+    s.step = directions > 0.0 ? sqrt((values + 1e-4 * (double)count) / directions) / 64.0 : 0.0;
+    return s;
+}
+
+/* The operands of the runs that show a slope: those of a recomputation, or of a forward that writes
+   gradients. */
+static msi_staged_set msi_slope_set(const msi_trial *t) {
+    return t->instruction->op == MSI_OP_BACKWARD ? MSI_SET_RECOMPUTE : MSI_SET_OWN;
+}
+
+/* What forward has made of an operand of these runs in the step. */
+static MSI_COLD const uint8_t *msi_made_of(const msi_trial *t, const msi_staged *y) {
+    return msi_slope_set(t) == MSI_SET_OWN
+               ? msi_own_bytes_in(t, MSI_IMAGE_LAST, y)
+               : t->debug->made + t->debug->originals[y->tensor].at + y->made_within;
+}
+
+/* Adds what an output contributes to a quotient, by its values after moves to both sides. */
+static MSI_COLD void msi_add_output(const msi_trial *t, const msi_staged *y, msi_quotient *q) {
+    const uint8_t *up = msi_bytes_in(t, MSI_IMAGE_NOW, y), *at = msi_made_of(t, y);
+    const uint8_t *down = msi_bytes_in(t, MSI_IMAGE_FIRST, y);
+    const bool is_loss = t->how.set == MSI_SET_OWN && y->tensor == t->model->graph.loss;
+    const msi_staged *grad = NULL;
+    for (MSI_STAGED(g, t, MSI_SET_OWN)) {
+        const bool is = g->group == MSI_GROUP_GRAD_OUT && g->slot == y->slot && g->before;
+        grad = is ? g : grad;
+    }
+    const uint64_t count = is_loss || grad ? y->bytes / ms_dtype_bytes(y->dtype) : 0;
+    for (uint64_t i = 0; i < count; i++) {
+        const double weight = grad ? msi_number(grad->before, grad->before_dtype, i)
+                                   : (double)t->model->run.step_factor;
+        if (weight != 0.0) { // what does not count may be infinite
+            const double a = msi_number(up, y->dtype, i), b = msi_number(down, y->dtype, i);
+            const double middle = msi_number(at, y->dtype, i);
+            q->value += weight * (a - b);
+            q->bent += fabs(weight) * fabs(a + b - 2.0 * middle);
+            q->noise += weight * middle * weight * middle;
+        }
+    }
+}
+
+/* The quotient for moves by a step to both sides; false if it cannot be told. */
+static MSI_COLD bool msi_find_quotient(msi_trial *t, const msi_slope *s, double step,
+                                       msi_quotient *q) {
+    memset(q, 0, sizeof *q);
+    for (int side = 0; side < 2; side++) {
+        msi_variant how =
+            msi_plain_variant(msi_region_count(t), side ? MSI_IMAGE_NOW : MSI_IMAGE_FIRST);
+        how.set = msi_slope_set(t);
+        how.change = s->change;
+        how.change.offset = side ? step : -step;
+        if (!msi_act(t, &how)) {
+            return false;
+        }
+    }
+    for (MSI_STAGED(y, t, msi_slope_set(t))) {
+        if (y->group == MSI_GROUP_OUT) {
+            msi_add_output(t, y, q);
+        }
+    }
+    q->value /= 2.0 * step;
+    q->bent /= 2.0 * step;
+    q->noise = sqrt(q->noise) / step / 4194304.0; // 4 units of rounding
+    return msi_is_finite(q->value) && msi_is_finite(q->bent);
+}
+
+/* How a gradient compares with the slope of forward in a direction. */
+typedef enum msi_slope_verdict {
+    MSI_SLOPE_AGREES,
+    MSI_SLOPE_UNCLEAR,
+    MSI_SLOPE_DIFFERS
+} msi_slope_verdict;
+
+/* Moves of two sizes must agree with each other, and with the gradient to 2 %, apart from what bends
+   explain. */
+static MSI_COLD msi_slope_verdict msi_try_slope(msi_trial *t, const msi_slope *s, double *found) {
+    msi_quotient wide, close;
+    if (!msi_is_finite(s->scale) || s->step == 0.0 || !msi_find_quotient(t, s, s->step, &wide)) {
+        return MSI_SLOPE_UNCLEAR;
+    }
+    double most = fabs(s->expected) > s->scale ? fabs(s->expected) : s->scale;
+    *found = wide.value;
+    if (fabs(wide.value - s->expected) <= 0.02 * most) {
+        return most > 0.0 ? MSI_SLOPE_AGREES : MSI_SLOPE_UNCLEAR;
+    }
+    if (!msi_find_quotient(t, s, s->step / 4.0, &close)) {
+        return MSI_SLOPE_UNCLEAR;
+    }
+    *found = close.value;
+    most = fabs(close.value) > most ? fabs(close.value) : most;
+    const double off = fabs(close.value - s->expected);
+    const double spread = fabs(wide.value - close.value);
+    return off > 0.02 * most + spread + close.bent + 4.0 * close.noise ? MSI_SLOPE_DIFFERS
+                                                                       : MSI_SLOPE_UNCLEAR;
+}
+
+static MSI_COLD void msi_warn_of_slope(const msi_trial *t, const msi_staged *grad,
+                                       const msi_slope *s, double found) {
+    const ms_model *m = t->model;
+    const msi_operand_text name = msi_staged_name(t, grad);
+    const msi_label label = msi_layer_label(&m->graph, t->instruction->target);
+    const char *callback = msi_phase_name(msi_ops[t->instruction->op].phase);
+    if (found == 0.0) {
+        msi_log(
+            m, MS_LOG_WARNING, "debug",
+            "%s: its forward makes the same whatever is in \"%s\", while its %s callback writes "
+            "to %s: read the value from the call every time, not from a copy or a pointer of "
+            "your own; or set ms_layer_desc.surrogate_gradient, if that is meant",
+            label.text, msi_tensor_name(&m->graph, grad->tensor), callback, name.text);
+    } else if (s->scale == 0.0) {
+        msi_log(m, MS_LOG_WARNING, "debug",
+                "%s: its %s callback has added nothing to %s, although its outputs change with the "
+                "value: add grad_out times the derivative, or call ms_stop_gradient or "
+                "ms_set_frozen, if that is meant",
+                label.text, callback, name.text);
+    } else {
+        msi_log(
+            m, MS_LOG_WARNING, "debug",
+            "%s: %s, is not the derivative of its forward: along %s the outputs, times %s, "
+            "change by %.4g, and its %s callback says %.4g. Compare the formulas, the slots and "
+            "the random numbers of both; or set ms_layer_desc.surrogate_gradient, if that is "
+            "meant",
+            label.text, name.text, s->change.along ? "the gradient" : "a random direction",
+            t->instruction->op == MSI_OP_BACKWARD ? "grad_out" : "loss_factor", found, callback,
+            s->expected);
+    }
+}
+
+/* Compares a gradient with the slope of forward: along the gradient, and along patterns, since what a
+   gradient lacks does not show along it. Warns of one that differs in two directions. */
+static MSI_COLD msi_slope_verdict msi_compare_slopes(msi_trial *t, const msi_staged *grad) {
+    const msi_staged *value = NULL;
+    uint32_t differ = 0, agree = 0;
+    for (MSI_STAGED(s, t, msi_slope_set(t))) {
+        value = msi_is_real(t, s) && s->tensor == grad->tensor && s->before && !value ? s : value;
+    }
+    for (uint32_t k = 0; k < 4 && value && value->bytes == grad->bytes; k++) {
+        const msi_slope s = msi_slope_of(t, grad, value, k == 0, k);
+        double found = 0.0;
+        const msi_slope_verdict verdict = msi_try_slope(t, &s, &found);
+        agree += verdict == MSI_SLOPE_AGREES;
+        differ += verdict == MSI_SLOPE_DIFFERS;
+        if (differ == 2 && t->result == MS_RESULT_OK) {
+            msi_warn_of_slope(t, grad, &s, found);
+            return MSI_SLOPE_DIFFERS;
+        }
+        if (agree == 3) {
+            return MSI_SLOPE_AGREES;
+        }
+    }
+    return MSI_SLOPE_UNCLEAR;
+}
+
+/* Whether the loss of a layer, by its outputs and their gradients, can be told: in F32, and by forward
+   that makes the same bits again. */
+static MSI_COLD bool msi_has_slopes(msi_trial *t) {
+    msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
+    if (msi_is_narrow_call(t) || t->instruction->rows.of > 0 || t->layer->surrogate_gradient) {
+        return false;
+    }
+    if (t->instruction->op == MSI_OP_FORWARD) {
+        return t->layer->grads_in_forward != 0 && !t->program->code.scales_loss;
+    }
+    t->way = MSI_OP_REPEAT;
+    how.set = MSI_SET_RECOMPUTE;
+    bool has = msi_can_repeat(t->layer) && msi_gets_gradient(t) && msi_stage_recompute(t) &&
+               msi_act(t, &how);
+    for (MSI_STAGED(s, t, MSI_SET_RECOMPUTE)) {
+        has = has && !msi_is_made_otherwise(t, s);
+    }
+    return has;
+}
+
+/* Whether an operand is a gradient to compare, which no other slot adds to. */
+static MSI_COLD bool msi_is_gradient_made(const msi_trial *t, const msi_staged *s) {
+    return (s->group == MSI_GROUP_GRAD_IN || s->group == MSI_GROUP_GRAD_PARAM) && s->is_made &&
+           msi_is_float(s->dtype) && s->lies_in == (uint32_t)(s - t->staged[MSI_SET_OWN]);
+}
+
+/* Compares each gradient that the layer has made with the slope of forward, in some steps. */
+static MSI_COLD void msi_try_slopes(msi_trial *t) {
+    msi_debugged *known = msi_debugged_layer(t);
+    bool has_slopes = false, asked = false;
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        const bool is = msi_is_gradient_made(t, s) && s->dtype == MS_DTYPE_F32;
+        uint8_t *compared = is ? &known->compared[msi_debugged_index(s)] : NULL;
+        if (!is || *compared >= MSI_IDLE_STEPS) {
+            continue;
+        }
+        has_slopes = asked ? has_slopes : msi_has_slopes(t);
+        asked = true;
+        if (has_slopes) {
+            const bool clear = msi_compare_slopes(t, s) != MSI_SLOPE_UNCLEAR;
+            *compared = clear ? (uint8_t)MSI_KNOWN : (uint8_t)(*compared + 1);
         }
     }
 }
@@ -25098,21 +25720,32 @@ static MSI_COLD bool msi_is_wrong_sum(const msi_trial *t, const msi_staged *s, u
 
 /* Whether a gradient has another beta in the run under way than in the plan. */
 static bool msi_is_probed(const msi_trial *t, const msi_staged *s) {
-    return t->how.sums == MSI_SUMS_ADDED ? msi_takes_beta(t, s, false)
+    return t->how.sums == MSI_SUMS_ADDED ? msi_is_summed(t, s, false)
                                          : msi_beta_of(t, s) != s->beta;
 }
 
 /* Runs with gradients that have a contribution by others, or none, where the plan has it the other
-   way round. */
-static MSI_COLD void msi_try_sums(msi_trial *t, msi_sums sums) {
+   way round: all of them or, with `mixes`, every other one, if there are others. */
+static MSI_COLD void msi_try_sums(msi_trial *t, msi_sums sums, bool mixes) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
-    bool any = false;
+    bool any = false, others = false;
     how.sums = t->how.sums = sums;
+    how.mixes = t->how.mixes = mixes;
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         any |= msi_is_probed(t, s);
+        others |= msi_is_gradient_made(t, s) && !msi_is_probed(t, s);
     }
-    if (!any || !msi_act(t, &how)) {
+    if (!any || (mixes && !others) || !msi_act(t, &how)) {
         return;
+    }
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        if (mixes && msi_is_gradient_made(t, s) && !msi_is_probed(t, s) &&
+            memcmp(msi_own_bytes_in(t, MSI_IMAGE_LAST, s), msi_bytes_in(t, MSI_IMAGE_NOW, s),
+                   (size_t)s->bytes) != 0) {
+            msi_fail_operand(
+                t, "makes other bits, where the beta of another gradient is another, for", s,
+                "go by the ms_view.beta of each gradient, not by that of the first");
+        }
     }
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         const uint64_t count = msi_is_probed(t, s) ? s->bytes / ms_dtype_bytes(s->dtype) : 0;
@@ -25152,33 +25785,21 @@ static MSI_COLD bool msi_ignores_grad_out(const msi_trial *t, const msi_staged *
     return contributes;
 }
 
-/* Whether an output has a gradient that is not 0. */
-static MSI_COLD bool msi_gets_gradient(const msi_trial *t) {
-    bool has = false;
-    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
-        const bool is = s->group == MSI_GROUP_GRAD_OUT && s->before && msi_is_float(s->dtype);
-        for (uint64_t i = 0; is && !has && i < s->bytes / ms_dtype_bytes(s->dtype); i++) {
-            const float x = msi_load(s->before, s->before_dtype, i);
-            has = msi_is_finite((double)x) && x != 0.0f;
-        }
-    }
-    return has;
-}
-
-/* With other gradients of the outputs, the gradients that backward computes are others too, unless they
-   are 0. More than one factor is tried where they seem not to be: numbers of few bits may be the same by
-   chance. */
+/* With other gradients of the outputs, or with another factor of the loss in a layer with
+   grads_in_forward, the gradients that the layer computes are others too, unless they are 0. More than
+   one factor is tried where they seem not to be: numbers of few bits may be the same by chance. */
 static MSI_COLD void msi_try_other_gradient(msi_trial *t) {
     static const float factors[] = {-2.5f, 3.25f, 0.3125f, 1.75f};
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
+    const bool forward = t->instruction->op == MSI_OP_FORWARD;
     bool ignores[MSI_MAX_VIEWS + 1], any = true;
-    if (t->instruction->op != MSI_OP_BACKWARD || !msi_gets_gradient(t)) {
+    if (forward ? t->layer->grads_in_forward == 0 || t->layer->surrogate_gradient
+                : t->instruction->op != MSI_OP_BACKWARD || !msi_gets_gradient(t)) {
         return;
     }
     for (uint32_t k = 0; k < t->count[MSI_SET_OWN]; k++) {
         const msi_staged *s = &t->staged[MSI_SET_OWN][k];
-        ignores[k] = (s->group == MSI_GROUP_GRAD_IN || s->group == MSI_GROUP_GRAD_PARAM) &&
-                     s->is_made && s->lies_in == k && msi_is_float(s->dtype);
+        ignores[k] = msi_is_gradient_made(t, s);
     }
     for (int i = 0; i < 4 && any; i++) {
         how.factor = factors[i];
@@ -25190,45 +25811,42 @@ static MSI_COLD void msi_try_other_gradient(msi_trial *t) {
         }
     }
     for (uint32_t k = 0; k < t->count[MSI_SET_OWN]; k++) {
-        if (ignores[k]) {
-            msi_fail_operand(t, "ignores grad_out in", &t->staged[MSI_SET_OWN][k],
+        const msi_staged *s = &t->staged[MSI_SET_OWN][k];
+        if (ignores[k] && forward) {
+            msi_debugged_layer(t)->compared[msi_debugged_index(s)] = MSI_KNOWN;
+            msi_log(
+                t->model, MS_LOG_WARNING, "debug",
+                "%s: its forward callback ignores loss_factor in %s: multiply the derivative of "
+                "each element of the loss by ms_call.loss_factor and *loss_scale, for the "
+                "gradient of the mean over all elements and micro-batches. If the update makes "
+                "up for it, set ms_layer_desc.surrogate_gradient",
+                msi_layer_label(&t->model->graph, t->instruction->target).text,
+                msi_staged_name(t, s).text);
+        } else if (ignores[k]) {
+            msi_fail_operand(t, "ignores grad_out in", s,
                              "a gradient is grad_out times the derivative of the outputs; a loss "
                              "whose forward writes gradients declares grads_in_forward");
         }
     }
 }
 
-/* Whether backward has contributed nothing to a gradient. */
-static MSI_COLD bool msi_adds_nothing(const msi_trial *t, const msi_staged *s) {
-    const uint8_t *made = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
-    bool nothing = true;
-    for (uint64_t i = 0; i < s->bytes / ms_dtype_bytes(s->dtype) && nothing; i++) {
-        const bool keeps = s->before && s->beta != 0.0f;
-        nothing = msi_load(made, s->dtype, i) == (keeps ? msi_load(s->before, s->dtype, i) : 0.0f);
-    }
-    return nothing;
-}
-
 /* Warns of a gradient that gets nothing in MSI_IDLE_STEPS steps in a row, although the outputs have
-   gradients. One step shows nothing: where params begin with zeros, gradients may be 0. */
-enum { MSI_IDLE_STEPS = 3 };
-
+   gradients. */
 static MSI_COLD void msi_warn_of_idle(msi_trial *t) {
     ms_model *m = t->model;
     msi_debugged *known = &m->run.store->debug->layers[t->instruction->target];
     const bool counts = known->idle_step != m->run.step + 1;
     if (t->instruction->op != MSI_OP_BACKWARD || t->instruction->rows.of > 0 ||
-        !msi_gets_gradient(t)) {
+        t->layer->surrogate_gradient || !msi_gets_gradient(t) ||
+        (msi_can_repeat(t->layer) && !msi_is_narrow_call(t))) { // then slopes show it
         return;
     }
     known->idle_step = m->run.step + 1;
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
-        const bool of_in = s->group == MSI_GROUP_GRAD_IN;
-        if (!s->is_made || !(of_in || s->group == MSI_GROUP_GRAD_PARAM) ||
-            !msi_is_float(s->dtype)) {
+        if (!msi_is_gradient_made(t, s)) {
             continue;
         }
-        uint8_t *idle = &known->idle[(of_in ? 0u : (uint32_t)MS_LIMIT_IN) + s->slot];
+        uint8_t *idle = &known->idle[msi_debugged_index(s)];
         if (!msi_adds_nothing(t, s)) {
             *idle = 0;
         } else if (counts && *idle <= MSI_IDLE_STEPS && ++*idle == MSI_IDLE_STEPS) {
@@ -25427,6 +26045,18 @@ static MSI_COLD void msi_try_all_tiles(msi_trial *t) {
     }
 }
 
+/* What is tried in backward until it has passed. */
+static MSI_COLD void msi_try_probes(msi_trial *t) {
+    const uint32_t before = t->runs;
+    if (!msi_debugged_layer(t)->hands_on) {
+        msi_try_handing_on(t);
+    }
+    msi_try_slopes(t);
+    if (t->runs != before) {
+        msi_repeat_forward(t);
+    }
+}
+
 /* Runs the layer in all the ways that its declarations allow, also in those that the plan has not
    chosen. */
 static MSI_COLD void msi_run_trials(msi_trial *t) {
@@ -25436,9 +26066,14 @@ static MSI_COLD void msi_run_trials(msi_trial *t) {
     const uint32_t inner = MSI_REGION_GAP * t->count[MSI_SET_OWN]; // += 1 on NaN would not show
     const msi_variant last = msi_plain_variant(once ? inner : msi_region_count(t), MSI_IMAGE_LAST);
     const bool keeps = t->layer->count[MSI_GROUP_STATE] == 0 || t->layer->recompute_keeps_state;
+    const bool tries = !once && op == MSI_OP_FORWARD && !msi_debugged_layer(t)->is_clean;
+    uint64_t hashes[MS_LIMIT_OUT];
+    bool evals = false;
+    memset(hashes, 0, sizeof hashes);
     if (!once && msi_act(t, &first)) {
         const uint32_t half = t->spot & 1;
         msi_check_outside(t);
+        evals = tries && msi_hash_eval(t, hashes);
         if (op == MSI_OP_BACKWARD && keeps) { // others may have run since forward
             msi_try_recomputes(t);
         }
@@ -25471,10 +26106,21 @@ static MSI_COLD void msi_run_trials(msi_trial *t) {
             msi_try_without_optional(t);
         }
         msi_try_aliases(t);
-        msi_try_sums(t, MSI_SUMS_ADDED);
-        msi_try_sums(t, MSI_SUMS_NEW);
+        msi_try_sums(t, MSI_SUMS_ADDED, false);
+        msi_try_sums(t, MSI_SUMS_ADDED, true);
+        msi_try_sums(t, MSI_SUMS_NEW, false);
         msi_try_other_gradient(t);
         msi_try_all_tiles(t);
+        if (tries) {
+            msi_try_memory(t, evals ? hashes : NULL);
+        }
+        if (op == MSI_OP_BACKWARD) {
+            msi_try_probes(t);
+        }
+    } else if (!msi_debugged_layer(t)->scales_by_loss && !t->layer->no_recompute) {
+        msi_try_other_gradient(t); // once, although it runs a loss again that writes gradients
+        msi_try_slopes(t);
+        msi_debugged_layer(t)->scales_by_loss = true;
     }
     msi_check_outside(t);
 }
@@ -25484,32 +26130,51 @@ static bool msi_is_certain(const ms_nonfinite *n, bool is_value) {
     return n->count > 0 && (n->is_nan || !is_value);
 }
 
-/* Notes the first result of a step that is not finite and certain or, as long as there is none, the
-   first other one. Logs it if it is certain. */
-static MSI_COLD void msi_note_nonfinite(msi_trial *t) {
+/* Notes an operand that is not finite, if it is the first of the step that is certain or, as long as there
+   is none, the first other one. Logs it if it is certain. */
+static MSI_COLD void msi_note_operand(msi_trial *t, const msi_staged *s, const uint8_t *data) {
     ms_model *m = t->model;
-    const msi_graph *g = &m->graph;
+    const bool is_value = s->group < MSI_GROUP_COUNT;
+    const uint64_t size = ms_dtype_bytes(s->dtype);
+    ms_nonfinite n;
+    memset(&n, 0, sizeof n);
+    msi_scan_piece(&n, data, s->dtype, s->bytes / size, s->made_within / size, true);
+    if (n.count == 0 || m->run.is_certain) {
+        return;
+    }
+    n.is_read = !s->is_made;
+    n.layer = msi_layer_handle(&m->graph, t->instruction->target);
+    n.tensor = msi_handle(&m->graph, s->tensor, is_value ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
+    n.phase = msi_ops[t->instruction->op].phase;
+    m->run.is_certain = msi_is_certain(&n, is_value);
+    if (m->run.is_certain) {
+        const bool scaled = t->program->code.scales_loss && !is_value;
+        for (MSI_STAGED(x, t, MSI_SET_OWN)) {
+            if (x->group == MSI_GROUP_IN &&
+                x->tensor == msi_index(&m->graph, m->run.nonfinite.tensor)) {
+                m->run.infinite = m->run.nonfinite; // the NaN may come of it
+            }
+        }
+        msi_log(m, scaled ? MS_LOG_INFO : MS_LOG_WARNING, "debug", "not finite%s: %s",
+                scaled ? ", times the loss scale" : "", msi_nonfinite_name(m, &n).text);
+    }
+    if (m->run.is_certain || m->run.nonfinite.count == 0) {
+        m->run.nonfinite = n;
+    }
+}
+
+/* What layers hand on was looked at when it was made, but updates and the trainer make params and
+   buffers. */
+static MSI_COLD void msi_note_nonfinite(msi_trial *t) {
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
-        const bool is_value = s->group < MSI_GROUP_COUNT;
-        ms_nonfinite n;
-        memset(&n, 0, sizeof n);
-        if (!s->is_made || m->run.is_certain) {
-            continue;
+        if ((s->group == MSI_GROUP_PARAM || s->group == MSI_GROUP_STATE) && s->before &&
+            !s->is_undeclared && s->dtype == s->before_dtype) {
+            msi_note_operand(t, s, s->before);
         }
-        msi_scan_piece(&n, msi_own_bytes_in(t, MSI_IMAGE_LAST, s), s->dtype,
-                       s->bytes / ms_dtype_bytes(s->dtype),
-                       s->made_within / ms_dtype_bytes(s->dtype), true);
-        n.layer = msi_layer_handle(g, t->instruction->target);
-        n.tensor = msi_handle(g, s->tensor, is_value ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
-        n.phase = msi_ops[t->instruction->op].phase;
-        m->run.is_certain = msi_is_certain(&n, is_value);
-        if (m->run.is_certain || m->run.nonfinite.count == 0) {
-            m->run.nonfinite = n;
-        }
-        if (m->run.is_certain) {
-            const bool scaled = t->program->code.scales_loss && !is_value;
-            msi_log(m, scaled ? MS_LOG_INFO : MS_LOG_WARNING, "debug", "not finite%s: %s",
-                    scaled ? ", times the loss scale" : "", msi_nonfinite_name(m, &n).text);
+    }
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        if (s->is_made) {
+            msi_note_operand(t, s, msi_own_bytes_in(t, MSI_IMAGE_LAST, s));
         }
     }
 }
@@ -25560,6 +26225,60 @@ static const uint8_t *msi_shadow_of(const ms_model *m, const msi_resident *r) {
     return m->run.store->debug->shadow + msi_extent_at(m, index).shadow;
 }
 
+/* A hash of the value of a resident, as the shadow has it; 0: it is no matrix that is trained, or all its
+   elements are the same. */
+static MSI_COLD uint64_t msi_hash_of_param(const ms_model *m, uint32_t resident) {
+    const msi_resident *r = &m->run.store->residents.items[resident];
+    const msi_tensor *x = &m->graph.tensors.items[r->tensor];
+    const uint8_t *data = m->run.store->debug->shadow + msi_extent_at(m, resident).shadow;
+    const uint64_t size = msi_formats[r->format].bytes;
+    uint64_t hash = 1;
+    if (!msi_is_trained(x) || x->view.shape.rank < 2 || r->role != MSI_ROLE_VALUE ||
+        r->bytes <= size || memcmp(data, data + size, (size_t)(r->bytes - size)) == 0) {
+        return 0;
+    }
+    for (uint64_t i = 0; i < r->bytes; i++) {
+        hash = msi_mix_in(hash, data[i]);
+    }
+    return hash | 1;
+}
+
+/* Warns, once, of a table that is looked up and another param that begins with the same numbers: they may
+   be meant to be one. */
+static MSI_COLD void msi_warn_of_twins(ms_model *m) {
+    msi_debug *d = m->run.store->debug;
+    const uint32_t count = m->run.store->residents.count;
+    for (uint32_t i = 0; i < count && !d->has_compared_params && m->run.step == 0; i++) {
+        const msi_resident *a = &m->run.store->residents.items[i];
+        const uint64_t hash = msi_hash_of_param(m, i);
+        for (uint32_t k = i + 1; k < count && hash != 0; k++) {
+            const msi_resident *b = &m->run.store->residents.items[k];
+            if (a->bytes == b->bytes && msi_hash_of_param(m, k) == hash &&
+                m->graph.tensors.items[a->tensor].is_looked_up !=
+                    m->graph.tensors.items[b->tensor].is_looked_up) {
+                msi_log(
+                    m, MS_LOG_WARNING, "debug",
+                    "params \"%.100s\" and \"%.100s\" begin with the same numbers, but are "
+                    "trained apart: if they are one (tied weights), register one param and name "
+                    "it in both layers",
+                    msi_tensor_name(&m->graph, a->tensor), msi_tensor_name(&m->graph, b->tensor));
+                break;
+            }
+        }
+    }
+    d->has_compared_params = true;
+}
+
+static bool msi_has_integers(const msi_graph *g, const msi_layer *l) {
+    bool has = false;
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        for (MSI_EACH(operand, g, l, group)) {
+            has |= !msi_is_float(g->tensors.items[operand.tensor].view.dtype);
+        }
+    }
+    return has;
+}
+
 static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now) {
     msi_debug *d = m->run.store->debug;
     msi_trial *t = d->trial;
@@ -25572,12 +26291,14 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
     t->phase = msi_ops[t->instruction->op].phase;
     t->outside_reach = t->fixed_spot = MSI_NONE;
     t->workspace_bytes = UINT64_MAX;
+    t->has_integers = msi_has_integers(&m->graph, t->layer);
     msi_log(m, MS_LOG_DEBUG, "debug", "%s: %s", // so that even a crash has a name
             msi_layer_label(&m->graph, t->instruction->target).text, msi_phase_name(t->phase));
     t->result = msi_shadow_all(m, false);
     if (t->result != MS_RESULT_OK) {
         return t->result;
     }
+    msi_warn_of_twins(m);
     msi_stage_instruction(t, now);
     msi_run_trials(t);
     if (t->result == MS_RESULT_OK) {
@@ -25631,6 +26352,16 @@ static MSI_COLD uint64_t msi_update_stage_bytes(const msi_graph *g) {
 static uint8_t *msi_update_image(const msi_update_trial *t, msi_image image, int k) {
     const msi_debug *d = t->model->run.store->debug;
     return d->images + (uint64_t)image * d->image_bytes + msi_update_array_at(t->bytes, k);
+}
+
+static MSI_COLD msi_update_trial msi_new_update_trial(ms_model *m, const ms_update_args *args) {
+    msi_update_trial t;
+    memset(&t, 0, sizeof t);
+    t.model = m;
+    t.args = args;
+    t.bytes = args->count * sizeof(float);
+    t.states = m->optimizer.state_count;
+    return t;
 }
 
 /* Sets the scene: the arrays as they are, and poison in what is not declared. */
@@ -25711,6 +26442,10 @@ static MSI_COLD void msi_fail_update(msi_update_trial *t, const char *what) {
                       msi_tensor_name(&m->graph, msi_index(&m->graph, t->args->param)), what));
 }
 
+static const char MSI_WRITES_UNDECLARED[] = "writes to state that it did not declare: give "
+                                            "ms_optimizer_desc.state_count, the number of tensors "
+                                            "of state";
+
 /* What the first run may not have written: undeclared state, and what lies between the arrays. */
 static MSI_COLD void msi_check_update(msi_update_trial *t) {
     for (int k = 0; k < MSI_UPDATE_ARRAYS; k++) {
@@ -25719,11 +26454,27 @@ static MSI_COLD void msi_check_update(msi_update_trial *t) {
         const uint8_t *now = msi_update_image(t, MSI_IMAGE_FIRST, k);
         const uint64_t used = k == MSI_UPDATE_SCALE ? sizeof(float) : t->bytes;
         if (undeclared && !msi_is_filled_with(now, used, MSI_POISON_FIRST)) {
-            msi_fail_update(t, "writes to state that it did not declare: give "
-                               "ms_optimizer_desc.state_count, the number of tensors of state");
+            msi_fail_update(t, MSI_WRITES_UNDECLARED);
         } else if (!msi_is_filled_with(now + used, msi_align(t->bytes) + MSI_GAP_BYTES - used,
                                        MSI_POISON_FIRST)) {
             msi_fail_update(t, "writes beyond the end of an array: keep to ms_update_args.count");
+        }
+    }
+}
+
+/* What a run on the copies may not have changed: the value and the gradient themselves. Puts them back. */
+static MSI_COLD void msi_check_originals(msi_update_trial *t) {
+    void *const originals[] = {t->args->value, t->args->gradient};
+    for (int k = 0; k < 2; k++) {
+        uint8_t *now = msi_update_image(t, MSI_IMAGE_NOW, k);
+        const uint8_t *before = msi_update_image(t, MSI_IMAGE_SCENE, k);
+        MSI_THEN(t->result, msi_copy(t->model, now, true, originals[k], false, t->bytes));
+        if (t->result == MS_RESULT_OK && memcmp(now, before, (size_t)t->bytes) != 0) {
+            t->result = msi_copy(t->model, originals[k], false, before, true, t->bytes);
+            msi_fail_update(t, k == 0 ? "writes to the param where it lies, not to "
+                                        "ms_update_args.value: take all pointers from the call"
+                                      : "writes to the gradient where it lies, not to "
+                                        "ms_update_args.gradient: take all pointers from the call");
         }
     }
 }
@@ -25747,17 +26498,13 @@ static MSI_COLD bool msi_can_try_update(const ms_model *m, uint32_t param) {
 
 /* Runs an update of the trainer's own on copies, which must depend on its arguments alone, and on
    all of them. */
-static MSI_COLD ms_result msi_debug_update(ms_model *m, const ms_update_args *args) {
-    msi_update_trial t;
-    memset(&t, 0, sizeof t);
-    t.model = m;
-    t.args = args;
-    t.bytes = args->count * sizeof(float);
-    t.states = m->optimizer.state_count;
+static MSI_COLD ms_result msi_try_update(ms_model *m, const ms_update_args *args) {
+    msi_update_trial t = msi_new_update_trial(m, args);
     msi_set_update(&t);
     msi_act_update(&t, MSI_IMAGE_FIRST, MSI_POISON_FIRST, 1.0f);
     if (t.result == MS_RESULT_OK) {
         msi_check_update(&t);
+        msi_check_originals(&t);
     }
     msi_act_update(&t, MSI_IMAGE_LAST, MSI_POISON_LAST, 1.0f);
     if (t.result == MS_RESULT_OK && !msi_same_update(&t, MSI_IMAGE_FIRST, MSI_IMAGE_LAST)) {
@@ -25779,6 +26526,153 @@ static MSI_COLD ms_result msi_debug_update(ms_model *m, const ms_update_args *ar
         }
     }
     return t.result;
+}
+
+/* Moves undeclared state between an image and the stage. */
+static MSI_COLD void msi_copy_undeclared(msi_update_trial *t, msi_image image, bool to_stage) {
+    uint8_t *stage = (uint8_t *)t->model->run.store->debug->stage[0];
+    for (uint32_t k = t->states; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
+        const int array = MSI_UPDATE_STATE + (int)k;
+        uint8_t *at = stage + msi_update_array_at(t->bytes, array);
+        uint8_t *copy = msi_update_image(t, image, array);
+        MSI_THEN(t->result, to_stage ? msi_copy(t->model, at, false, copy, true, t->bytes)
+                                     : msi_copy(t->model, copy, true, at, false, t->bytes));
+    }
+}
+
+/* Runs the update itself, with poison in place of state that it did not declare, which it may not
+   write: then the value is as before. */
+static MSI_COLD void msi_run_watched(msi_update_trial *t) {
+    ms_model *m = t->model;
+    ms_update_args args = *t->args;
+    const uint32_t done = m->run.updates_done;
+    bool writes = false;
+    for (uint32_t k = t->states; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
+        args.state[k] = (float *)(void *)((uint8_t *)m->run.store->debug->stage[0] +
+                                          msi_update_array_at(t->bytes, MSI_UPDATE_STATE + (int)k));
+    }
+    msi_copy_undeclared(t, MSI_IMAGE_SCENE, true);
+    MSI_THEN(t->result, msi_custom_update(m, &args));
+    msi_copy_undeclared(t, MSI_IMAGE_NOW, false);
+    for (uint32_t k = t->states; k < MS_LIMIT_OPTIMIZER_STATE && t->result == MS_RESULT_OK; k++) {
+        writes |= !msi_is_filled_with(msi_update_image(t, MSI_IMAGE_NOW, MSI_UPDATE_STATE + (int)k),
+                                      t->bytes, MSI_POISON_FIRST);
+    }
+    if (writes) {
+        t->result =
+            msi_copy(m, t->args->value, false,
+                     msi_update_image(t, MSI_IMAGE_SCENE, MSI_UPDATE_VALUE), true, t->bytes);
+        m->run.updates_done = done;
+        msi_fail_update(t, MSI_WRITES_UNDECLARED);
+    }
+}
+
+/* Warns of an update that leaves the value as it was in MSI_IDLE_STEPS steps in a row, although there is
+   a gradient. */
+static MSI_COLD ms_result msi_watch_update(ms_model *m, const ms_update_args *args) {
+    const uint32_t param = msi_index(&m->graph, args->param);
+    uint8_t *idle = &m->run.store->debug->originals[param].idle;
+    msi_update_trial t = msi_new_update_trial(m, args);
+    msi_set_update(&t);
+    const bool learns = args->learning_rate != 0.0f && msi_updates_by_gradient(&t);
+    msi_run_watched(&t);
+    MSI_THEN(t.result, msi_copy(m, msi_update_image(&t, MSI_IMAGE_NOW, MSI_UPDATE_VALUE), true,
+                                args->value, false, t.bytes));
+    if (t.result != MS_RESULT_OK || !learns) {
+        return t.result;
+    }
+    if (memcmp(msi_update_image(&t, MSI_IMAGE_SCENE, MSI_UPDATE_VALUE),
+               msi_update_image(&t, MSI_IMAGE_NOW, MSI_UPDATE_VALUE), (size_t)t.bytes) != 0) {
+        *idle = 0;
+    } else if (*idle <= MSI_IDLE_STEPS && ++*idle == MSI_IDLE_STEPS) {
+        msi_log(m, MS_LOG_WARNING, "debug",
+                "param \"%s\": the update callback has left its value as it was in %d steps, "
+                "although it has a gradient: each call updates the one param that it is given, and "
+                "pointers of other calls are not valid",
+                msi_tensor_name(&m->graph, param), (int)MSI_IDLE_STEPS);
+    }
+    return MS_RESULT_OK;
+}
+
+/* An update of the trainer's own in debug mode: tried first, if nothing was updated yet in this step and
+   so nothing is lost when it fails. */
+static MSI_COLD ms_result msi_debug_update(ms_model *m, const ms_update_args *args) {
+    const uint32_t param = msi_index(&m->graph, args->param);
+    ms_result result = MS_RESULT_OK;
+    msi_log(m, MS_LOG_DEBUG, "debug", "param \"%s\": update, with %u tensors of state%s",
+            msi_tensor_name(&m->graph, param), (unsigned)m->optimizer.state_count,
+            args->gradient_scale ? "" : ", without a gradient_scale");
+    if (m->run.updates_done == 0 && msi_can_try_update(m, param)) {
+        result = msi_try_update(m, args);
+    }
+    MSI_THEN(result, msi_watch_update(m, args));
+    return result;
+}
+
+/* A hash of a borrowed gradient that a built-in optimizer uses; 0: it is none, or all zeros. An update of
+   the trainer's own may keep momentum there. */
+static MSI_COLD uint64_t msi_hash_of_lent(ms_model *m, uint32_t tensor) {
+    const msi_debug *d = m->run.store->debug;
+    const bool is_lent = msi_is_borrowed(&m->graph.tensors.items[tensor], MSI_ROLE_GRADIENT);
+    const msi_resident *r =
+        is_lent ? msi_find_resident(m->run.store, tensor, MSI_ROLE_GRADIENT) : NULL;
+    const bool updates =
+        m->optimizer.kind != MS_OPTIMIZER_NONE && m->optimizer.kind != MS_OPTIMIZER_CUSTOM;
+    const uint64_t bytes = r && updates ? r->bytes : 0;
+    uint64_t hash = 1, any = 0;
+    for (uint64_t at = 0; at < bytes; at += d->image_bytes) {
+        const uint64_t part = msi_smaller(bytes - at, d->image_bytes);
+        const uint8_t *from = (const uint8_t *)r->address + at;
+        if (msi_copy(m, d->images, true, from, r->on_host, part) != MS_RESULT_OK) {
+            return 0;
+        }
+        for (uint64_t i = 0; i < part; i++) {
+            hash = msi_mix_in(hash, d->images[i]);
+            any |= d->images[i];
+        }
+    }
+    return any ? hash | 1 : 0;
+}
+
+/* Warns, once, of a borrowed gradient that holds at the beginning of a step what it held after the last
+   update; before that, with `notes`, remembers what it holds. */
+static MSI_COLD void msi_watch_lent(ms_model *m, bool notes) {
+    msi_debug *d = m->run.store->debug;
+    for (uint32_t t = 0; t < d->tensor_count && !d->is_told_of_lent; t++) {
+        const uint64_t hash = msi_hash_of_lent(m, t);
+        if (notes) {
+            d->originals[t].lent = hash;
+        } else if (hash != 0 && d->originals[t].lent == hash) {
+            d->is_told_of_lent = true;
+            msi_log(m, MS_LOG_WARNING, "debug",
+                    "the borrowed gradient of \"%s\" was not cleared after the last update: a step "
+                    "adds to what is in it, so the gradients of all steps add up. Clear it before "
+                    "each step, or in the update",
+                    msi_tensor_name(&m->graph, t));
+        }
+    }
+}
+
+/* Warns, once, of a factor by which all gradients are 0. */
+static MSI_COLD void msi_warn_of_factor(ms_model *m) {
+    msi_debug *d = m->run.store->debug;
+    if (m->run.loss.has_factor && m->run.loss.factor == 0.0f && !d->is_told_of_factor) {
+        d->is_told_of_factor = true;
+        msi_log(m, MS_LOG_WARNING, "debug",
+                "the loss factor is 0, so all gradients are 0: if that is not meant, give "
+                "ms_set_loss_factor a factor in floating point, such as 1.0f / 4");
+    }
+}
+
+/* Warns, once, of a forward whose backward never came. */
+static MSI_COLD void msi_warn_of_dropped(ms_model *m) {
+    msi_debug *d = m->run.store->debug;
+    if (!d->is_told_of_dropped) {
+        d->is_told_of_dropped = true;
+        msi_log(m, MS_LOG_WARNING, "debug",
+                "ms_forward was not followed by ms_backward: what it computed is dropped, and its "
+                "micro-batch does not count. For a loss alone call ms_eval");
+    }
 }
 
 /* A step, or an eval, begins. */
@@ -26092,18 +26986,12 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 
 static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const ms_update_args args = msi_update_args_of(m, p, i);
-    const bool tries =
-        m->run.store->debug && m->run.updates_done == 0 && msi_can_try_update(m, i->target);
     if (m->optimizer.kind != MS_OPTIMIZER_CUSTOM) {
         return msi_built_in_update(m, p, &args);
     }
-    if (m->run.store->debug) {
-        msi_log(m, MS_LOG_DEBUG, "debug", "param \"%s\": update",
-                msi_tensor_name(&m->graph, i->target));
-    }
     ms_result result = msi_await_custom_update(m);
-    MSI_THEN(result, tries ? msi_debug_update(m, &args) : MS_RESULT_OK);
-    MSI_THEN(result, msi_custom_update(m, &args));
+    MSI_THEN(result,
+             m->run.store->debug ? msi_debug_update(m, &args) : msi_custom_update(m, &args));
     return result;
 }
 
@@ -26473,6 +27361,15 @@ static ms_result msi_check_swept(ms_model *m, const msi_program *p) {
 
 /* Begins a program at an instruction. `intact`: what those before it made is in the arena. */
 static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t position, bool intact) {
+    if (m->run.store->debug && m->run.progress == MSI_PROGRESS_FORWARD) {
+        msi_warn_of_dropped(m);
+    }
+    if (m->run.store->debug) {
+        msi_warn_of_factor(m);
+    }
+    if (m->run.store->debug && p == &m->run.plan->train && m->run.micro == 0) {
+        msi_watch_lent(m, false);
+    }
     msi_drop_step(&m->run);
     ms_result result = msi_check_swept(m, p);
     MSI_THEN(result, msi_join_copies(m));
@@ -26485,6 +27382,7 @@ static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t positi
     m->run.begun_at = intact ? 0 : position;
     msi_begin_debug(m->run.store->debug);
     memset(&m->run.nonfinite, 0, sizeof m->run.nonfinite);
+    memset(&m->run.infinite, 0, sizeof m->run.infinite);
     m->run.is_certain = false;
     if (msi_watches_memory(m) && !intact) {
         msi_asan_poison(msi_transient(&m->run), m->run.store->transient_bytes);
@@ -26826,6 +27724,9 @@ static ms_result msi_finish_update(ms_model *m) {
     ms_result result = msi_run_to(m, m->run.program->code.instructions.count);
     if (result == MS_RESULT_OK) {
         msi_note_update(&m->run);
+    }
+    if (result == MS_RESULT_OK && m->run.store->debug) {
+        msi_watch_lent(m, true);
     }
     if (result == MS_RESULT_OK && m->run.timing && !m->run.slices.is_open) {
         result = msi_doubt(m, msi_end_timing(m, timed));

@@ -823,7 +823,7 @@ static void add_layer(ms_model *m, network *net, ms_tensor *outputs, ms_tensor r
     ms_layer_desc d;
     memset(&d, 0, sizeof d);
     d.forward = d.backward = run_layer, d.bind = bind_layer, d.user = net;
-    d.in[0] = outputs[net->index];
+    d.in[0] = outputs[net->index], d.surrogate_gradient = is_wiped(net, l);
     d.out[0] = outputs[net->index + 1] = ms_activation(m, "output", MS_DTYPE_F32, out);
     d.forward_workspace.bytes = l->workspace_bytes;
     d.backward_workspace.bytes = x_norm > l->workspace_bytes ? x_norm : l->workspace_bytes;
@@ -854,10 +854,10 @@ static void add_layer(ms_model *m, network *net, ms_tensor *outputs, ms_tensor r
         d.recompute = remake_layer, d.recompute_reads.in = d.recompute_reads.saved = 1;
     } else if (l->type == SHORTCUT) {
         d.in[1] = outputs[source_of(net, l) + 1], d.in_place[0] = 1;
-    } else if (l->type == SOFTMAX) { // writes its delta in forward
-        d.in[1] = borrow(m, ms_input(m, "truth", MS_DTYPE_F32, out), net->truth);
+    } else if (l->type == SOFTMAX) { // writes its delta in forward: truth - output, of the sum
+        d.in[1] = borrow(m, ms_input(m, "truth", MS_DTYPE_F32, out), net->truth), d.backward = NULL;
         d.out[1] = outputs[net->index + 2] = ms_activation(m, "loss", MS_DTYPE_F32, out);
-        d.grads_in_forward = d.overwrites.in = 1, d.accumulates.in = 0, d.backward = NULL;
+        d.grads_in_forward = d.overwrites.in = d.surrogate_gradient = 1, d.accumulates.in = 0;
     }
     ms_register_layer(m, &d);
 }

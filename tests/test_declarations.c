@@ -831,7 +831,8 @@ static void check_fused(bool smallest, uint32_t micro_count) {
         const t_op *o = &of[1].n.ops[of[1].last];
         float mean = 1.0f / (float)(ROWS * (int)micro_count);
         assert_true(o->loss_factor == (factors[step] == 0.0f ? mean : factors[step]));
-        assert_int_equal(o->calls[MS_PHASE_FORWARD], (step + 1) * (int)micro_count);
+        assert_true(t_debugging || // which tries other factors of the loss
+                    o->calls[MS_PHASE_FORWARD] == (uint32_t)(step + 1) * micro_count);
         assert_int_equal(o->calls[MS_PHASE_RECOMPUTE] + o->calls[MS_PHASE_BACKWARD], 0);
     }
     t_net_end(&of[0].n);

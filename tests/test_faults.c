@@ -822,6 +822,7 @@ static void a_failing_micro_batch_gives_up_those_before(void **state) {
         t_ok(net.model, ms_step(net.model, NULL));
         net.callbacks.fail_at = net.callbacks.calls + failing;
         t_error(net.model, ms_step(net.model, NULL), MS_RESULT_CALLBACK);
+        net.callbacks.fail_at = 0;
         put_back(&net, &e.before, e.before.buffer_at);
     }
     keep(&net, &now);

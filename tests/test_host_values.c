@@ -241,7 +241,7 @@ static ms_backend faulty_backend(faulty *f) {
 static int count_call(const ms_call *call) {
     t_callbacks *c = &((const home_layer *)call->user)->net->callbacks;
     c->calls += 1;
-    return c->calls == c->fail_at ? T_CALLBACK_ERROR : 0;
+    return c->fail_at != 0 && c->calls >= c->fail_at ? T_CALLBACK_ERROR : 0;
 }
 
 static int late_forward(const ms_call *call) {

@@ -55,7 +55,7 @@ enum { T_CALLBACK_ERROR = 17, T_MIX_IN = 4 };
 /* Callbacks of several layers, counted together. */
 typedef struct t_callbacks {
     uint64_t calls;
-    uint64_t fail_at; // the call that fails, from 1; 0: none
+    uint64_t fail_at; // this call and all that follow fail, from 1; 0: none
 } t_callbacks;
 
 typedef struct t_op {
@@ -600,7 +600,8 @@ static inline int t_run(ms_layer_fn function, const ms_call *call) {
 /* Counts a callback: whether it fails. */
 static inline int t_count_callback(t_callbacks *callbacks) {
     callbacks->calls += 1;
-    return callbacks->calls == callbacks->fail_at ? T_CALLBACK_ERROR : 0;
+    const uint64_t at = callbacks->fail_at;
+    return at != 0 && callbacks->calls >= at ? T_CALLBACK_ERROR : 0;
 }
 
 /* What all callbacks begin with; also those of a layer whose user begins with a t_op. */
