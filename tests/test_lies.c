@@ -149,21 +149,35 @@ static void write_chain(chain *c, int layers) {
     }
 }
 
-/* Layers that scale, one of which may lie, and squares after them. Their params may be lent. */
-static void build_chain(chain *c, lie tells, int layers, int squares, bool debug,
-                        const ms_optimizer_desc *optimizer, float *lent) {
+static void create(chain *c, bool debug, uint32_t micro_count) {
     ms_config config = t_config();
     config.debug = debug;
     config.log = note_warning;
     config.log_user = &c->heard;
+    config.accumulation_steps = micro_count;
     assert_int_equal(ms_create(&config, &c->m), MS_RESULT_OK);
+}
+
+static ms_layer_desc new_layer(const char *name, ms_layer_fn forward, ms_layer_fn backward,
+                               void *user) {
+    ms_layer_desc d;
+    memset(&d, 0, sizeof d);
+    d.name = name;
+    d.forward = forward;
+    d.backward = backward;
+    d.user = user;
+    return d;
+}
+
+/* Layers that scale, one of which may lie, and squares after them. Their params may be lent. */
+static void build_chain(chain *c, lie tells, int layers, int squares, bool debug,
+                        const ms_optimizer_desc *optimizer, float *lent) {
+    create(c, debug, 1);
     ms_tensor at = c->x = ms_input(c->m, "x", MS_DTYPE_F32, ms_shape2(8, WIDTH / 8));
     for (int k = 0; k < layers + squares; ++k) {
-        ms_layer_desc d;
-        memset(&d, 0, sizeof d);
-        d.name = k < layers ? "scale" : "square";
-        d.forward = k < layers ? scale_forward : square_forward;
-        d.backward = k < layers ? scale_backward : square_backward;
+        ms_layer_desc d =
+            new_layer(k < layers ? "scale" : "square", k < layers ? scale_forward : square_forward,
+                      k < layers ? scale_backward : square_backward, NULL);
         d.in[0] = at;
         d.backward_reads.in = 1;
         if (k < layers) {
@@ -386,33 +400,21 @@ static void of_bends_and_sums_nothing_is_said(void **state) {
         for (int zeros = 0; zeros <= WIDTH; zeros += 8) {
             float w[WIDTH];
             chain c;
-            ms_config config = t_config();
             ms_layer_desc d;
             memset(&c, 0, sizeof c);
-            config.debug = true;
-            config.log = note_warning;
-            config.log_user = &c.heard;
-            config.accumulation_steps = how / 2 ? 2 : 1;
-            assert_int_equal(ms_create(&config, &c.m), MS_RESULT_OK);
-            memset(&d, 0, sizeof d);
-            d.forward = scale_forward;
-            d.backward = scale_backward;
-            d.user = &c.liars[0];
+            create(&c, true, how / 2 ? 2 : 1);
+            d = new_layer(NULL, scale_forward, scale_backward, &c.liars[0]);
             d.in[0] = c.x = ms_input(c.m, "x", MS_DTYPE_F32, ms_shape1(WIDTH));
             d.param[0] = c.w[0] = ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
             d.out[0] = ms_activation(c.m, "h", MS_DTYPE_F32, ms_shape1(WIDTH));
             ms_register_layer(c.m, &d);
             const ms_tensor h = d.out[0];
-            memset(&d, 0, sizeof d);
-            d.forward = relu_forward;
-            d.backward = relu_backward;
+            d = new_layer(NULL, relu_forward, relu_backward, NULL);
             d.in[0] = h;
             d.out[0] = ms_activation(c.m, "r", MS_DTYPE_F32, ms_shape1(WIDTH));
             ms_register_layer(c.m, &d);
             const ms_tensor r = d.out[0];
-            memset(&d, 0, sizeof d);
-            d.forward = product_forward;
-            d.backward = product_backward;
+            d = new_layer(NULL, product_forward, product_backward, NULL);
             d.in[0] = how % 2 ? h : c.x;
             d.in[1] = r;
             d.in[2].id = how % 2 ? r.id : 0;
@@ -455,19 +457,15 @@ static void what_was_left_out_first_is_named(void **state) {
             static int shares[] = {1, 2}; // of the elements that are copied: all, half
             char label[64];
             chain c;
-            ms_config config = t_config();
             memset(&c, 0, sizeof c);
-            config.debug = true;
-            assert_int_equal(ms_create(&config, &c.m), MS_RESULT_OK);
+            create(&c, true, 1);
             ms_tensor at = c.x = ms_input(c.m, "x", MS_DTYPE_F32, ms_shape1(WIDTH));
             for (int k = 0; k < copies + 2; ++k) {
                 const bool is_copy = k > 0 && k <= copies;
-                ms_layer_desc d;
-                memset(&d, 0, sizeof d);
-                d.name = is_copy ? "copy" : "scale";
-                d.forward = is_copy ? copy_forward : scale_forward;
-                d.backward = is_copy ? copy_backward : scale_backward;
-                d.user = is_copy ? (void *)&shares[k == first] : (void *)&c.liars[k > 0];
+                ms_layer_desc d =
+                    new_layer(is_copy ? "copy" : "scale", is_copy ? copy_forward : scale_forward,
+                              is_copy ? copy_backward : scale_backward,
+                              is_copy ? (void *)&shares[k == first] : (void *)&c.liars[k > 0]);
                 d.in[0] = at;
                 if (!is_copy) {
                     d.param[0] = c.w[k > 0] = ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
@@ -598,27 +596,15 @@ static void each_lie_of_a_fused_loss_is_named(void **state) {
         const bool surrogate = how % 4 >= 2;
         chain c;
         ms_layer_desc d;
-        ms_config config = t_config();
         memset(&c, 0, sizeof c);
-        config.debug = true;
-        config.log = note_warning;
-        config.log_user = &c.heard;
-        config.accumulation_steps = how % 2 ? 3 : 1;
-        assert_int_equal(ms_create(&config, &c.m), MS_RESULT_OK);
-        memset(&d, 0, sizeof d);
-        d.name = "scale";
-        d.forward = scale_forward;
-        d.backward = scale_backward;
-        d.user = &c.liars[0];
+        create(&c, true, how % 2 ? 3 : 1);
+        d = new_layer("scale", scale_forward, scale_backward, &c.liars[0]);
         d.in[0] = c.x = ms_input(c.m, "x", MS_DTYPE_F32, ms_shape1(WIDTH));
         d.param[0] = c.w[0] = ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
         d.out[0] = ms_activation(c.m, "y", MS_DTYPE_F32, ms_shape1(WIDTH));
         ms_register_layer(c.m, &d);
         const ms_tensor y = d.out[0];
-        memset(&d, 0, sizeof d);
-        d.name = "fused";
-        d.forward = fused_forward;
-        d.user = &tells;
+        d = new_layer("fused", fused_forward, NULL, &tells);
         d.in[0] = y;
         d.grads_in_forward = 1;
         d.surrogate_gradient = surrogate;
@@ -627,7 +613,7 @@ static void each_lie_of_a_fused_loss_is_named(void **state) {
         ms_set_loss(c.m, d.out[0]);
         t_ok(c.m, ms_wrap(c.m));
         write_chain(&c, 1);
-        for (int step = 0; step < 2 * (int)config.accumulation_steps; ++step) {
+        for (int step = 0; step < 6; ++step) {
             t_ok(c.m, ms_step(c.m, NULL));
             assert_int_equal(c.heard.count, tells != FUSES_HONESTLY && !surrogate);
         }
@@ -672,15 +658,9 @@ static void a_loss_has_all_its_elements(void **state) {
                 chain c;
                 char text[64];
                 ms_layer_desc d;
-                ms_config config = t_config();
                 memset(&c, 0, sizeof c);
-                config.debug = true;
-                assert_int_equal(ms_create(&config, &c.m), MS_RESULT_OK);
-                memset(&d, 0, sizeof d);
-                d.name = "error";
-                d.forward = loss_forward;
-                d.backward = loss_backward;
-                d.user = &l;
+                create(&c, true, 1);
+                d = new_layer("error", loss_forward, loss_backward, &l);
                 d.in[0] = c.x = ms_input(c.m, "x", MS_DTYPE_F32, ms_shape1(WIDTH));
                 d.param[0] = c.w[0] = ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
                 d.out[0] = ms_activation(c.m, "losses", MS_DTYPE_F32, ms_shape1(WIDTH));
@@ -741,16 +721,9 @@ static void indices_in_floats_stay_indices(void **state) {
         lookup l = {MOST_TOKENS, false, false, NULL};
         chain c;
         ms_layer_desc d;
-        ms_config config = t_config();
         memset(&c, 0, sizeof c);
-        config.debug = true;
-        config.log = note_warning;
-        config.log_user = &c.heard;
-        assert_int_equal(ms_create(&config, &c.m), MS_RESULT_OK);
-        memset(&d, 0, sizeof d);
-        d.name = "pick";
-        d.forward = pick_forward;
-        d.backward = pick_backward;
+        create(&c, true, 1);
+        d = new_layer("pick", pick_forward, pick_backward, NULL);
         d.accumulates.param = 1;
         d.user = &l;
         d.in[0] = ms_input(c.m, "classes", MS_DTYPE_F32, ms_shape2(shapes[n], ROWS / shapes[n]));
@@ -838,10 +811,7 @@ static void undeclared_integers_are_indices(void **state) {
         }
         token[0] = same || token[0] != token[1] ? token[0] : (token[1] + 1) % l.tokens;
         assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-        memset(&d, 0, sizeof d);
-        d.name = "lookup";
-        d.forward = lookup_forward;
-        d.backward = lookup_backward;
+        d = new_layer("lookup", lookup_forward, lookup_backward, NULL);
         d.accumulates.param = 1;
         d.user = &l;
         d.in[0] = ms_input(m, "tokens", dtype, ms_shape1(ROWS));
@@ -1079,15 +1049,9 @@ static void what_has_no_effect_is_warned_of(void **state) {
     for (int how = 0; how < 3; ++how) { // nothing, a layer for nobody, an in_place
         chain c;
         ms_layer_desc d;
-        ms_config config = t_config();
         memset(&c, 0, sizeof c);
-        config.log = note_warning;
-        config.log_user = &c.heard;
-        assert_int_equal(ms_create(&config, &c.m), MS_RESULT_OK);
-        memset(&d, 0, sizeof d);
-        d.name = "error";
-        d.forward = loss_forward;
-        d.backward = loss_backward;
+        create(&c, false, 1);
+        d = new_layer("error", loss_forward, loss_backward, NULL);
         d.in[0] = ms_input(c.m, "x", MS_DTYPE_F32, ms_shape1(how == 2 ? WIDTH / 2 : WIDTH));
         d.param[0] = ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
         d.out[0] = ms_activation(c.m, "losses", MS_DTYPE_F32, ms_shape1(WIDTH));
@@ -1117,20 +1081,12 @@ static void state_of_two_layers_is_warned_of(void **state) {
         const bool shares_state = how & 1, shares_param = how & 2;
         liar liars[2];
         chain c;
-        ms_config config = t_config();
         memset(&c, 0, sizeof c);
         memset(liars, 0, sizeof liars);
-        config.log = note_warning;
-        config.log_user = &c.heard;
-        assert_int_equal(ms_create(&config, &c.m), MS_RESULT_OK);
+        create(&c, false, 1);
         ms_tensor at = ms_input(c.m, "x", MS_DTYPE_F32, ms_shape1(WIDTH)), running = {0};
         for (int k = 0; k < 2; ++k) {
-            ms_layer_desc d;
-            memset(&d, 0, sizeof d);
-            d.name = "scale";
-            d.forward = scale_forward;
-            d.backward = scale_backward;
-            d.user = &liars[k];
+            ms_layer_desc d = new_layer("scale", scale_forward, scale_backward, &liars[k]);
             d.in[0] = at;
             c.w[k] =
                 k > 0 && shares_param ? c.w[0] : ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
@@ -1164,17 +1120,12 @@ static void tied_weights_are_one_param(void **state) {
         lookup l = {ROWS, false, false, NULL};
         chain c;
         ms_layer_desc d;
-        ms_config config = t_config();
         memset(&c, 0, sizeof c);
         memset(&honest, 0, sizeof honest);
-        config.debug = true;
-        config.log = note_warning;
-        config.log_user = &c.heard;
-        assert_int_equal(ms_create(&config, &c.m), MS_RESULT_OK);
-        memset(&d, 0, sizeof d);
-        d.name = is_looked_up ? "lookup" : "twin";
-        d.forward = is_looked_up ? lookup_forward : head_forward;
-        d.backward = is_looked_up ? lookup_backward : head_backward;
+        create(&c, true, 1);
+        d = new_layer(is_looked_up ? "lookup" : "twin",
+                      is_looked_up ? lookup_forward : head_forward,
+                      is_looked_up ? lookup_backward : head_backward, NULL);
         d.accumulates.param = is_looked_up;
         d.user = &l;
         d.in[0] = c.x = is_looked_up ? ms_input(c.m, "tokens", MS_DTYPE_I32, ms_shape1(ROWS))
@@ -1183,10 +1134,7 @@ static void tied_weights_are_one_param(void **state) {
         d.out[0] = ms_activation(c.m, "rows", MS_DTYPE_F32, ms_shape2(ROWS, CHANNELS));
         ms_register_layer(c.m, &d);
         const ms_tensor rows = d.out[0];
-        memset(&d, 0, sizeof d);
-        d.name = "head";
-        d.forward = head_forward;
-        d.backward = head_backward;
+        d = new_layer("head", head_forward, head_backward, NULL);
         d.in[0] = rows;
         d.param[0] = c.w[1] = ms_param(c.m, "head", MS_DTYPE_F32, ms_shape2(ROWS, CHANNELS));
         d.out[0] = ms_activation(c.m, "y", MS_DTYPE_F32, ms_shape2(ROWS, CHANNELS));
