@@ -23773,14 +23773,15 @@ typedef enum msi_sums {
     MSI_SUMS_NEW    // all that can be written hold NaN, with beta 0
 } msi_sums;
 
-/* Params, and activations that have gradients, hold other numbers: x becomes factor * x + offset * d. The
-   direction d is what backward contributes to a gradient, or a pattern of numbers between -1 and 1. */
+/* Numbers of a run that are not those of the step: the same ones in another order, or one tensor moved by
+   step * d, where the direction d is what backward contributes to a gradient, or a pattern. */
 typedef struct msi_change {
-    float factor;    // 0: there is no change
-    uint32_t tensor; // MSI_NONE: all of them, and rows of inputs change places
-    double offset;
-    const msi_staged *along; // NULL: the pattern with this number
+    bool rotates;
+    uint32_t tensor;
+    double step;             // 0: nothing is moved
+    const msi_staged *along; // NULL: the pattern with this number, times the size of each element,
     uint32_t pattern;
+    double least; // which counts as so large at least
 } msi_change;
 
 /* One way to run a layer. */
@@ -24454,30 +24455,43 @@ static double msi_contribution(const msi_trial *t, const msi_staged *s, uint64_t
     return s->before && s->beta != 0.0f ? made - msi_number(s->before, s->dtype, i) : made;
 }
 
-/* Element i of the direction of a change. */
-static double msi_shift_of(const msi_trial *t, const msi_change *c, uint64_t i) {
-    return c->along ? msi_contribution(t, c->along, i)
-                    : (double)(msi_mix(i ^ msi_mix(c->pattern)) >> 11) / 4503599627370496.0 - 1.0;
+/* Element i of the direction of a change, in which x is moved. */
+static double msi_shift_of(const msi_trial *t, const msi_change *c, double x, uint64_t i) {
+    const double share =
+        (double)(msi_mix(i ^ msi_mix(c->pattern)) >> 11) / 4503599627370496.0 - 1.0;
+    return c->along ? msi_contribution(t, c->along, i) : share * (fabs(x) + c->least);
+}
+
+static bool msi_is_change(const msi_change *c) {
+    return c->rotates || c->step != 0.0;
+}
+
+/* The last element, or row, goes first. Numbers that are in the range of the operand stay in it. */
+static MSI_COLD void msi_rotate_staged(const msi_trial *t, const msi_staged *s, uint8_t *to) {
+    const uint64_t size = ms_dtype_bytes(s->dtype);
+    if (msi_has_movable_rows(t, s)) {
+        const ms_shape *shape = &t->model->graph.tensors.items[s->tensor].view.shape;
+        const uint64_t row = s->bytes / (uint64_t)shape->dim[0];
+        memcpy(to + row, s->before, (size_t)(s->bytes - row));
+        memcpy(to, s->before + (s->bytes - row), (size_t)row);
+    } else if (msi_is_real(t, s) && s->bytes > size) {
+        uint8_t last[8];
+        memcpy(last, to + (s->bytes - size), (size_t)size);
+        memmove(to + size, to, (size_t)(s->bytes - size));
+        memcpy(to, last, (size_t)size);
+    }
 }
 
 static MSI_COLD void msi_change_staged(const msi_trial *t, const msi_staged *s, uint8_t *to) {
     const msi_change *c = &t->how.change;
-    const uint64_t count = s->bytes / ms_dtype_bytes(s->dtype);
-    const bool is_real = msi_is_real(t, s) && (c->tensor == MSI_NONE || c->tensor == s->tensor);
-    if (c->tensor == MSI_NONE && msi_has_movable_rows(t, s)) {
-        const ms_shape *shape = &t->model->graph.tensors.items[s->tensor].view.shape;
-        const uint64_t row = s->bytes / (uint64_t)shape->dim[0];
-        memcpy(to, s->before + row, (size_t)(s->bytes - row));
-        memcpy(to + (s->bytes - row), s->before, (size_t)row);
+    const bool moves = c->step != 0.0 && s->tensor == c->tensor && msi_is_real(t, s);
+    const uint64_t count = moves ? s->bytes / ms_dtype_bytes(s->dtype) : 0;
+    if (c->rotates) {
+        msi_rotate_staged(t, s, to);
     }
-    for (uint64_t i = 0; i < count && is_real; i++) {
+    for (uint64_t i = 0; i < count; i++) {
         const double x = msi_number(to, s->dtype, i);
-        const double y = (double)c->factor * x + c->offset * msi_shift_of(t, c, i);
-        if (s->dtype == MS_DTYPE_F64) {
-            ((double *)(void *)to)[i] = y;
-        } else {
-            msi_store_as(to, s->dtype, i, (float)y);
-        }
+        msi_store_as(to, s->dtype, i, (float)(x + c->step * msi_shift_of(t, c, x, i)));
     }
 }
 
@@ -24512,7 +24526,7 @@ static MSI_COLD void msi_set_staged(const msi_trial *t, const msi_staged *s) {
              t->how.factor != 0.0f && s->group == MSI_GROUP_GRAD_OUT && i < s->bytes / size; i++) {
             msi_store_as(to, s->dtype, i, t->how.factor * msi_load(to, s->dtype, i));
         }
-        if (t->how.change.factor != 0.0f) {
+        if (msi_is_change(&t->how.change)) {
             msi_change_staged(t, s, to);
         }
         for (uint64_t i = 0; s->tensor != MSI_NONE && s->is_transient && msi_is_float(s->dtype) &&
@@ -24966,7 +24980,7 @@ static MSI_COLD bool msi_act_on(msi_trial *t, const ms_call *call) {
     const bool own = t->how.set == MSI_SET_RECOMPUTE ? t->way == MSI_OP_RECOMPUTE
                                                      : t->instruction->op == MSI_OP_RECOMPUTE;
     const char *which = NULL;
-    if (t->how.change.factor != 0.0f || t->how.evals) {
+    if (msi_is_change(&t->how.change) || t->how.evals) {
         return msi_call_callbacks(t->model, t->layer, call, own, &which) == 0;
     }
     MSI_THEN(t->result, msi_call_layer(t->model, t->layer, call, own));
@@ -25001,8 +25015,8 @@ static MSI_COLD bool msi_act(msi_trial *t, const msi_variant *how) {
     const bool ran = msi_act_on(t, &call);
     t->is_acting = false;
     msi_take_image(t);
-    if (ran && t->result == MS_RESULT_OK) {
-        msi_check_half(t);
+    if (ran && t->result == MS_RESULT_OK && !msi_is_change(&how->change)) {
+        msi_check_half(t); // what other numbers lead to is no promise of the layer
         msi_check_rest(t);
     }
     return ran && t->result == MS_RESULT_OK;
@@ -25211,10 +25225,11 @@ static MSI_COLD void msi_blame_undeclared(msi_trial *t) {
 // >>probes  runs over other numbers: what may not be remembered, and whether backward is the derivative
 //           of forward
 
-/* How it works. The trials of >>debug give a layer the numbers of the step. Here forward gets others, so
-   that what the layer remembers shows: a call that gives it the first ones again, or backward, must make
-   what it made before. And it gets numbers that are moved by a little, to compare the change of its
-   outputs with what backward says of it. A layer that has passed is not tried again. */
+/* How it works. The trials of >>debug give a layer the numbers of the step. Here forward gets them in
+   another order, so that what the layer remembers shows: a call that gives it the first ones again, or
+   backward, must make what it made before. And it gets numbers that are moved by a little, to compare
+   the change of its outputs with what backward says of it. A layer that has passed is not tried again.
+   None of these numbers is far from those of the step: a layer may rely on their range. */
 
 enum {
     MSI_IDLE_STEPS = 3, // one step shows nothing: where params begin with zeros, gradients may be 0
@@ -25231,14 +25246,11 @@ static msi_debugged *msi_debugged_layer(const msi_trial *t) {
     return &t->debug->layers[t->instruction->target];
 }
 
-/* A run on other numbers, which differ by enough that ReLUs and maxima turn. */
-static MSI_COLD msi_variant msi_other_variant(const msi_trial *t, msi_staged_set set,
-                                              float factor) {
+/* A run on the numbers of the step in another order. */
+static MSI_COLD msi_variant msi_other_variant(const msi_trial *t, msi_staged_set set) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     how.set = set;
-    how.change.tensor = MSI_NONE;
-    how.change.factor = factor;
-    how.change.offset = 0.25;
+    how.change.rotates = true;
     return how;
 }
 
@@ -25262,7 +25274,7 @@ static MSI_COLD bool msi_hash_eval(msi_trial *t, uint64_t *hashes) {
 /* After forward on other numbers an eval makes what it made before, if it made something, and so does
    forward: what outlasts a call is state. */
 static MSI_COLD void msi_try_memory(msi_trial *t, const uint64_t *before) {
-    const msi_variant other = msi_other_variant(t, MSI_SET_OWN, 2.5f);
+    const msi_variant other = msi_other_variant(t, MSI_SET_OWN);
     const msi_variant plain = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     uint64_t after[MS_LIMIT_OUT];
     memset(after, 0, sizeof after);
@@ -25286,7 +25298,7 @@ static MSI_COLD void msi_try_memory(msi_trial *t, const uint64_t *before) {
 /* Forward of the layer on other numbers, as another micro-batch or tile would come between forward and
    backward of this one; then backward again. Variables of its own may be right in most plans. */
 static MSI_COLD void msi_try_handing_on(msi_trial *t) {
-    const msi_variant other = msi_other_variant(t, MSI_SET_RECOMPUTE, -1.5f);
+    const msi_variant other = msi_other_variant(t, MSI_SET_RECOMPUTE);
     const msi_variant plain = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     t->way = MSI_OP_REPEAT;
     if (!msi_can_repeat(t->layer) || !msi_stage_recompute(t) || !msi_act(t, &other) ||
@@ -25342,40 +25354,72 @@ static MSI_COLD bool msi_adds_nothing(const msi_trial *t, const msi_staged *s) {
     return nothing;
 }
 
-/* A direction in which an input or a param is moved. */
+/* A direction in which an input or a param is moved, and what its gradient says of that. */
 typedef struct msi_slope {
+    const msi_staged *grad, *value;
     msi_change change;
-    double expected; // the change of the loss by its gradient, for a move by 1
-    double scale;    // the same for a typical direction, without its sign
-    double step;     // a small move
+    double scale;    // the change of the loss in a typical direction, for a move by 1
+    double rounding; // of that, where the gradient was added to what others have contributed
+    double least;    // a change that is too small to be told from rounding inside of the layer
+    double input;    // the change of the loss if each element of the value is off by its own size
 } msi_slope;
 
-/* The difference quotient of the loss along a slope; by how much it may differ from a derivative on one
-   side, where forward has bends; and rounding. */
+/* The difference quotient of the loss along a slope, and what the gradient says; by how much it may differ
+   from a derivative on one side, where forward has bends; and rounding. */
 typedef struct msi_quotient {
-    double value, bent, noise;
+    double value, expected, bent, noise;
 } msi_quotient;
+
+/* The sum of squares of the gradients of the outputs. */
+static MSI_COLD double msi_square_of_grad_out(const msi_trial *t) {
+    double sum = 0.0;
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        const bool is_grad = s->group == MSI_GROUP_GRAD_OUT && s->before;
+        const bool is_loss = s->group == MSI_GROUP_OUT && t->instruction->op == MSI_OP_FORWARD &&
+                             s->tensor == t->model->graph.loss;
+        const uint64_t count = is_grad || is_loss ? s->bytes / ms_dtype_bytes(s->dtype) : 0;
+        for (uint64_t i = 0; i < count; i++) {
+            const double g = is_grad ? msi_number(s->before, s->before_dtype, i)
+                                     : (double)t->model->run.step_factor;
+            sum += g * g;
+        }
+    }
+    return sum;
+}
 
 static MSI_COLD msi_slope msi_slope_of(const msi_trial *t, const msi_staged *grad,
                                        const msi_staged *value, bool along, uint32_t pattern) {
     const uint64_t count = grad->bytes / ms_dtype_bytes(grad->dtype);
+    const bool adds = grad->before && grad->beta != 0.0f;
     double values = 0.0, gradients = 0.0, directions = 0.0;
     msi_slope s;
     memset(&s, 0, sizeof s);
+    s.grad = grad;
+    s.value = value;
     s.change.tensor = grad->tensor;
-    s.change.factor = 1.0f;
     s.change.along = along ? grad : NULL;
     s.change.pattern = pattern;
     for (uint64_t i = 0; i < count; i++) {
+        s.change.least += fabs(msi_number(value->before, value->before_dtype, i)) / (double)count;
+    }
+    s.change.least = s.change.least > 0.0 ? 0.01 * s.change.least : 0.01;
+    for (uint64_t i = 0; i < count; i++) {
         const double x = msi_number(value->before, value->before_dtype, i);
-        const double c = msi_contribution(t, grad, i), d = msi_shift_of(t, &s.change, i);
+        const double c = msi_contribution(t, grad, i), d = msi_shift_of(t, &s.change, x, i);
+        const double made = msi_number(msi_own_bytes_in(t, MSI_IMAGE_LAST, grad), grad->dtype, i);
         values += x * x;
         gradients += c * c;
         directions += d * d;
-        s.expected += c * d;
+        s.rounding += adds ? made * d * made * d : 0.0;
+        s.input += c * x * c * x;
     }
     s.scale = sqrt(gradients * directions / (double)count);
-    s.step = directions > 0.0 ? sqrt((values + 1e-4 * (double)count) / directions) / 64.0 : 0.0;
+    s.rounding = sqrt(s.rounding) / 2097152.0;
+    s.input = sqrt(s.input) / 16777216.0;
+    s.least = 1e-7 * sqrt(msi_square_of_grad_out(t) * directions);
+    s.change.step = !along             ? 1.0 / 64.0
+                    : directions > 0.0 ? sqrt((values + 1e-4 * (double)count) / directions) / 64.0
+                                       : 0.0;
     return s;
 }
 
@@ -25416,16 +25460,28 @@ static MSI_COLD void msi_add_output(const msi_trial *t, const msi_staged *y, msi
     }
 }
 
-/* The quotient for moves by a step to both sides; false if it cannot be told. */
-static MSI_COLD bool msi_find_quotient(msi_trial *t, const msi_slope *s, double step,
-                                       msi_quotient *q) {
+/* What the gradient says of the moves that floats allow. */
+static MSI_COLD double msi_expected_of(const msi_trial *t, const msi_slope *s) {
+    const msi_change *c = &s->change;
+    double sum = 0.0;
+    for (uint64_t i = 0; i < s->grad->bytes / sizeof(float); i++) {
+        const double x = msi_number(s->value->before, s->value->before_dtype, i);
+        const double d = c->step * msi_shift_of(t, c, x, i);
+        sum += msi_contribution(t, s->grad, i) * ((double)(float)(x + d) - (double)(float)(x - d));
+    }
+    return sum / (2.0 * c->step);
+}
+
+/* The quotient for moves by a step to both sides; false if forward does not run. */
+static MSI_COLD bool msi_find_quotient(msi_trial *t, const msi_slope *s, msi_quotient *q) {
+    const double step = s->change.step;
     memset(q, 0, sizeof *q);
     for (int side = 0; side < 2; side++) {
         msi_variant how =
             msi_plain_variant(msi_region_count(t), side ? MSI_IMAGE_NOW : MSI_IMAGE_FIRST);
         how.set = msi_slope_set(t);
         how.change = s->change;
-        how.change.offset = side ? step : -step;
+        how.change.step = side ? step : -step;
         if (!msi_act(t, &how)) {
             return false;
         }
@@ -25437,8 +25493,9 @@ static MSI_COLD bool msi_find_quotient(msi_trial *t, const msi_slope *s, double 
     }
     q->value /= 2.0 * step;
     q->bent /= 2.0 * step;
-    q->noise = sqrt(q->noise) / step / 4194304.0; // 4 units of rounding
-    return msi_is_finite(q->value) && msi_is_finite(q->bent);
+    q->noise = (sqrt(q->noise) / 4194304.0 + s->input) / step; // 4 units of rounding
+    q->expected = msi_expected_of(t, s);
+    return true;
 }
 
 /* How a gradient compares with the slope of forward in a direction. */
@@ -25448,36 +25505,51 @@ typedef enum msi_slope_verdict {
     MSI_SLOPE_DIFFERS
 } msi_slope_verdict;
 
-/* Moves of two sizes must agree with each other, and with the gradient to 2 %, apart from what bends
-   explain. */
-static MSI_COLD msi_slope_verdict msi_try_slope(msi_trial *t, const msi_slope *s, double *found) {
-    msi_quotient wide, close;
-    if (!msi_is_finite(s->scale) || s->step == 0.0 || !msi_find_quotient(t, s, s->step, &wide)) {
-        return MSI_SLOPE_UNCLEAR;
+enum { MSI_MOST_MOVES = 14 }; // each an eighth of the one before
+
+/* A gradient differs if it is off by more than 2 %, apart from what bends and rounding explain, for moves
+   of every size down to where rounding decides: what looks flat to a large move may not be. */
+static MSI_COLD msi_slope_verdict msi_try_slope(msi_trial *t, msi_slope *s, msi_quotient *found) {
+    uint32_t differ = 0;
+    double bent = 0.0;
+    for (int k = 0; k < MSI_MOST_MOVES && msi_is_finite(s->scale) && s->change.step > 0.0; k++) {
+        msi_quotient q;
+        if (!msi_find_quotient(t, s, &q)) {
+            return MSI_SLOPE_UNCLEAR;
+        }
+        s->change.step /= 8.0;
+        if (!msi_is_finite(q.value) || !msi_is_finite(q.bent)) {
+            continue; // beyond what forward is defined for
+        }
+        const double expected = fabs(q.expected), value = fabs(q.value);
+        const double most = expected > s->scale ? expected : s->scale;
+        const double off = fabs(q.value - q.expected),
+                     allowed = 0.02 * (value > most ? value : most);
+        const double doubt = q.bent + 4.0 * q.noise + s->rounding + s->least;
+        if (off <= allowed + doubt) {
+            return off <= allowed && most > 0.0 ? MSI_SLOPE_AGREES : MSI_SLOPE_UNCLEAR;
+        }
+        if (80.0 * q.noise > off) {
+            break;
+        }
+        if (differ > 0 && q.bent > bent / 2.0 && off <= 32.0 * q.bent) {
+            return MSI_SLOPE_UNCLEAR; // bends where the operand is, in part of both signs
+        }
+        differ++;
+        bent = q.bent;
+        *found = q;
     }
-    double most = fabs(s->expected) > s->scale ? fabs(s->expected) : s->scale;
-    *found = wide.value;
-    if (fabs(wide.value - s->expected) <= 0.02 * most) {
-        return most > 0.0 ? MSI_SLOPE_AGREES : MSI_SLOPE_UNCLEAR;
-    }
-    if (!msi_find_quotient(t, s, s->step / 4.0, &close)) {
-        return MSI_SLOPE_UNCLEAR;
-    }
-    *found = close.value;
-    most = fabs(close.value) > most ? fabs(close.value) : most;
-    const double off = fabs(close.value - s->expected);
-    const double spread = fabs(wide.value - close.value);
-    return off > 0.02 * most + spread + close.bent + 4.0 * close.noise ? MSI_SLOPE_DIFFERS
-                                                                       : MSI_SLOPE_UNCLEAR;
+    return differ > 1 ? MSI_SLOPE_DIFFERS : MSI_SLOPE_UNCLEAR;
 }
 
-static MSI_COLD void msi_warn_of_slope(const msi_trial *t, const msi_staged *grad,
-                                       const msi_slope *s, double found) {
+static MSI_COLD void msi_warn_of_slope(const msi_trial *t, const msi_slope *s,
+                                       const msi_quotient *found) {
+    const msi_staged *grad = s->grad;
     const ms_model *m = t->model;
     const msi_operand_text name = msi_staged_name(t, grad);
     const msi_label label = msi_layer_label(&m->graph, t->instruction->target);
     const char *callback = msi_phase_name(msi_ops[t->instruction->op].phase);
-    if (found == 0.0) {
+    if (found->value == 0.0) {
         msi_log(
             m, MS_LOG_WARNING, "debug",
             "%s: its forward makes the same whatever is in \"%s\", while its %s callback writes "
@@ -25498,27 +25570,40 @@ static MSI_COLD void msi_warn_of_slope(const msi_trial *t, const msi_staged *gra
             "the random numbers of both; or set ms_layer_desc.surrogate_gradient, if that is "
             "meant",
             label.text, name.text, s->change.along ? "the gradient" : "a random direction",
-            t->instruction->op == MSI_OP_BACKWARD ? "grad_out" : "loss_factor", found, callback,
-            s->expected);
+            t->instruction->op == MSI_OP_BACKWARD ? "grad_out" : "loss_factor", found->value,
+            callback, found->expected);
     }
+}
+
+/* The value whose gradient this is; NULL if another operand has a part of that gradient. */
+static MSI_COLD const msi_staged *msi_value_of(const msi_trial *t, const msi_staged *grad) {
+    const msi_staged *value = NULL;
+    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
+        if (s->group == grad->group && s->tensor == grad->tensor && s->is_made &&
+            s->lies_in != grad->lies_in) {
+            return NULL;
+        }
+    }
+    for (MSI_STAGED(s, t, msi_slope_set(t))) {
+        value = msi_is_real(t, s) && s->tensor == grad->tensor && s->before && !value ? s : value;
+    }
+    return value && value->bytes == grad->bytes && value->dtype == MS_DTYPE_F32 ? value : NULL;
 }
 
 /* Compares a gradient with the slope of forward: along the gradient, and along patterns, since what a
    gradient lacks does not show along it. Warns of one that differs in two directions. */
 static MSI_COLD msi_slope_verdict msi_compare_slopes(msi_trial *t, const msi_staged *grad) {
-    const msi_staged *value = NULL;
+    const msi_staged *value = msi_value_of(t, grad);
     uint32_t differ = 0, agree = 0;
-    for (MSI_STAGED(s, t, msi_slope_set(t))) {
-        value = msi_is_real(t, s) && s->tensor == grad->tensor && s->before && !value ? s : value;
-    }
-    for (uint32_t k = 0; k < 4 && value && value->bytes == grad->bytes; k++) {
-        const msi_slope s = msi_slope_of(t, grad, value, k == 0, k);
-        double found = 0.0;
+    for (uint32_t k = 0; k < 4 && value; k++) {
+        msi_slope s = msi_slope_of(t, grad, value, k == 0, k);
+        msi_quotient found;
+        memset(&found, 0, sizeof found);
         const msi_slope_verdict verdict = msi_try_slope(t, &s, &found);
         agree += verdict == MSI_SLOPE_AGREES;
         differ += verdict == MSI_SLOPE_DIFFERS;
         if (differ == 2 && t->result == MS_RESULT_OK) {
-            msi_warn_of_slope(t, grad, &s, found);
+            msi_warn_of_slope(t, &s, &found);
             return MSI_SLOPE_DIFFERS;
         }
         if (agree == 3) {
