@@ -25508,10 +25508,11 @@ typedef enum msi_slope_verdict {
 enum { MSI_MOST_MOVES = 14 }; // each an eighth of the one before
 
 /* A gradient differs if it is off by more than 2 %, apart from what bends and rounding explain, for moves
-   of every size down to where rounding decides: what looks flat to a large move may not be. */
+   of every size down to where rounding decides, and forward changes alike for the last two: what looks
+   flat to a large move may not be. `found` is zeroed, and gets the last quotient. */
 static MSI_COLD msi_slope_verdict msi_try_slope(msi_trial *t, msi_slope *s, msi_quotient *found) {
     uint32_t differ = 0;
-    double bent = 0.0;
+    bool is_steady = false; // the quotients of the last two sizes agree
     for (int k = 0; k < MSI_MOST_MOVES && msi_is_finite(s->scale) && s->change.step > 0.0; k++) {
         msi_quotient q;
         if (!msi_find_quotient(t, s, &q)) {
@@ -25532,14 +25533,14 @@ static MSI_COLD msi_slope_verdict msi_try_slope(msi_trial *t, msi_slope *s, msi_
         if (80.0 * q.noise > off) {
             break;
         }
-        if (differ > 0 && q.bent > bent / 2.0 && off <= 32.0 * q.bent) {
+        if (differ > 0 && q.bent > found->bent / 2.0 && off <= 32.0 * q.bent) {
             return MSI_SLOPE_UNCLEAR; // bends where the operand is, in part of both signs
         }
+        is_steady = fabs(q.value - found->value) <= 0.25 * value + 4.0 * q.noise;
         differ++;
-        bent = q.bent;
         *found = q;
     }
-    return differ > 1 ? MSI_SLOPE_DIFFERS : MSI_SLOPE_UNCLEAR;
+    return differ > 1 && is_steady ? MSI_SLOPE_DIFFERS : MSI_SLOPE_UNCLEAR;
 }
 
 static MSI_COLD void msi_warn_of_slope(const msi_trial *t, const msi_slope *s,
