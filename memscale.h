@@ -25511,7 +25511,7 @@ enum { MSI_MOST_MOVES = 14 }; // each an eighth of the one before
    of every size down to where rounding decides, and forward changes alike for the last two: what looks
    flat to a large move may not be. `found` is zeroed, and gets the last quotient. */
 static MSI_COLD msi_slope_verdict msi_try_slope(msi_trial *t, msi_slope *s, msi_quotient *found) {
-    uint32_t differ = 0;
+    uint32_t differ = 0, tried = 0;
     bool is_steady = false; // the quotients of the last two sizes agree
     for (int k = 0; k < MSI_MOST_MOVES && msi_is_finite(s->scale) && s->change.step > 0.0; k++) {
         msi_quotient q;
@@ -25524,20 +25524,21 @@ static MSI_COLD msi_slope_verdict msi_try_slope(msi_trial *t, msi_slope *s, msi_
         }
         const double expected = fabs(q.expected), value = fabs(q.value);
         const double most = expected > s->scale ? expected : s->scale;
-        const double off = fabs(q.value - q.expected),
-                     allowed = 0.02 * (value > most ? value : most);
-        const double doubt = q.bent + 4.0 * q.noise + s->rounding + s->least;
-        if (off <= allowed + doubt) {
+        const double allowed = 0.02 * (value > most ? value : most);
+        const double off = fabs(q.value - q.expected);
+        const bool bends = tried > 0 && off <= 32.0 * q.bent;
+        if (off <= allowed + 4.0 * q.noise + s->rounding + s->least) {
             return off <= allowed && most > 0.0 ? MSI_SLOPE_AGREES : MSI_SLOPE_UNCLEAR;
         }
-        if (80.0 * q.noise > off) {
-            break;
+        if (80.0 * q.noise > off || (bends && q.bent > 3.0 * found->bent)) {
+            break; // what grows with smaller moves is rounding
         }
-        if (differ > 0 && q.bent > found->bent / 2.0 && off <= 32.0 * q.bent) {
+        if (bends && q.bent > found->bent / 2.0) {
             return MSI_SLOPE_UNCLEAR; // bends where the operand is, in part of both signs
         }
+        differ = off > allowed + q.bent ? differ + 1 : 0;
         is_steady = fabs(q.value - found->value) <= 0.25 * value + 4.0 * q.noise;
-        differ++;
+        tried++;
         *found = q;
     }
     return differ > 1 && is_steady ? MSI_SLOPE_DIFFERS : MSI_SLOPE_UNCLEAR;
