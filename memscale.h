@@ -302,7 +302,7 @@
                     >>order >>plan >>policy >>explain >>optimizer >>call
       debug mode    >>stage          where a layer runs: its operands lie apart, between poison
                     >>checks         what it must leave as it was; who is to blame for a difference
-                    >>probes         over other numbers: what results must depend on, and slopes
+                    >>probes         over other numbers: what is remembered, and slopes
                     >>debug          its trials: again, elsewhere, over other poison
                     >>timing >>execute
       between steps >>values         what outlasts a step: written, read and borrowed
@@ -26340,9 +26340,10 @@ static MSI_COLD void msi_warn_of_twins(ms_model *m) {
         const uint64_t hash = msi_hash_of_param(m, i);
         for (uint32_t k = i + 1; k < count && hash != 0; k++) {
             const msi_resident *b = &m->run.store->residents.items[k];
-            if (a->bytes == b->bytes && msi_hash_of_param(m, k) == hash &&
-                m->graph.tensors.items[a->tensor].is_looked_up !=
-                    m->graph.tensors.items[b->tensor].is_looked_up) {
+            const msi_tensor *of_a = &m->graph.tensors.items[a->tensor];
+            const msi_tensor *of_b = &m->graph.tensors.items[b->tensor];
+            if (a->bytes == b->bytes && of_a->is_looked_up != of_b->is_looked_up &&
+                msi_hash_of_param(m, k) == hash) { // that costs most
                 msi_log(
                     m, MS_LOG_WARNING, "debug",
                     "params \"%.100s\" and \"%.100s\" begin with the same numbers, but are "
