@@ -1716,17 +1716,18 @@ MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *byt
    after ms_set_budget, ms_set_frozen, ms_set_accumulation, ms_set_layer_technique,
    ms_set_tensor_technique, ms_set_hardware, ms_clear_hardware, ms_set_layer_time or
    ms_profile_load: every value that is kept between steps stays, and so do the micro-batches done
-   so far, unless their number changes or a param is trained that was not before. There are never
-   two arenas: the present one grows or shrinks where it is and values move inside it, if the
-   memory can do that (ms_config.memory, ms_backend.memory_resize); otherwise a copy of what it keeps
-   lies on the host while it is exchanged. The last 16 plans are kept for as long as only the budget
-   changes: to come back to one of these budgets takes no planning, and memory of the host only for
-   that copy, for what the plan has there, and for values that trade places with others meanwhile.
-   Host memory that a plan no longer needs is given back; where it cannot shrink in place, a rest of
-   less than half may stay, which host_bytes of the report counts. A failing call leaves the model as
-   it was, with three exceptions: a device that fails in earlier steps that were not waited for; one
-   that fails while values move inside the arena, after which the model is marked failed; and an
-   arena that was given back and is refused in its old size too, after which the model is suspended
+   so far, or it is ORDER where that is impossible; a step that was begun beyond them is dropped, as
+   is one that lacks only its update. There are never two arenas: the present one grows or
+   shrinks where it is and values move inside it, if the memory can do that (ms_config.memory,
+   ms_backend.memory_resize); otherwise a copy of what it keeps lies on the host while it is
+   exchanged. The last 16 plans are kept for as long as only the budget changes: to come back to
+   one of these budgets takes no planning, and memory of the host only for that copy, for what
+   the plan has there, and for values that trade places with others meanwhile. Host memory that a
+   plan no longer needs is given back; where it cannot shrink in place, a rest of less than half
+   may stay, which host_bytes of the report counts. A failing call leaves the model as it was,
+   with three exceptions: a device that fails in earlier steps that were not waited for; one that
+   fails while values move inside the arena, after which the model is marked failed; and an arena
+   that was given back and is refused in its old size too, after which the model is suspended
    (see ms_suspend). Stream: waits. Errors:
    the first that sticks; INVALID; ORDER (in a callback; between ms_backward and ms_update where
    early updates have begun, here or in a model that shares the arena); UNSUPPORTED (F16 is asked
@@ -29369,10 +29370,10 @@ static ms_result msi_relocate(ms_model *m, msi_store *store, bool *moved) {
 // >>adopt  a plan takes effect, for a size or a budget; is kept, replaced, suspended and resumed
 
 /* An error if micro-batches of the present step are done whose sums are none for a plan: it has other
-   ones, or multiplies them by a loss scale or not. */
+   ones, or multiplies them by a loss scale or not. A step that lacks only its update is dropped. */
 static ms_result msi_check_sums(ms_model *m, const msi_store *store, const msi_plan *plan) {
     const msi_store *old = m->run.store;
-    if (m->run.micro == 0 || m->run.failed) {
+    if (m->run.micro == 0 || m->run.progress == MSI_PROGRESS_BACKWARD || m->run.failed) {
         return MS_RESULT_OK;
     }
     bool alike = old->micro_count == store->micro_count &&

@@ -153,14 +153,17 @@ static void write_one(walk *w, uint32_t value, int role) {
     }
 }
 
-/* Writes what there is of a value, each with this chance. */
+/* Writes what there is of a value, each with this chance. A first moment without the second one, which
+   may be zero, would make an update of any size. */
 static void write_value(walk *w, uint32_t value, double chance) {
     const msi_tensor *t = tensor_of(w, value);
     const bool is_param = t->kind == MSI_KIND_PARAM;
+    bool has_moment = false;
     for (int role = -2; role < state_count(w, t); ++role) {
         const bool may = role == -1 ? is_lent_gradient(t) : is_kept(t);
-        if (may && !(is_param && has_begun(w)) && t_chance(&w->rng, chance)) {
+        if (may && !(is_param && has_begun(w)) && (t_chance(&w->rng, chance) || has_moment)) {
             write_one(w, value, role);
+            has_moment = role == 0;
             *w->writes += is_param && w->at == AFTER_BACKWARD;
             w->tainted |= w->at == AFTER_FORWARD && w->m[1]->run.plan->train.code.sweeps;
             w->at = w->at == AFTER_FORWARD ? IDLE : w->at;
@@ -494,11 +497,15 @@ static void suspend(walk *w) {
     free(memory);
 }
 
+/* How many slices there are depends on threads that copy: they have random numbers of their own, so
+   that the walk after them is the same each time. */
 static void step_in_slices(walk *w) {
     double loss[2];
     ms_result result = MS_RESULT_MORE;
     begin(w);
     note(w, 'P');
+    const t_rng rng = w->rng;
+    w->rng = t_seed(w->seed * 31 + w->round);
     for (uint32_t k = 0; result == MS_RESULT_MORE && k < 100000; ++k) {
         result = ms_step_slice(w->m[1], t_below(&w->rng, 40), &loss[1]);
         if (result == MS_RESULT_MORE && !w->m[1]->run.slices.is_enqueued &&
@@ -509,6 +516,7 @@ static void step_in_slices(walk *w) {
             suspend(w);
         }
     }
+    w->rng = rng;
     OK(w, 1, result);
     OK(w, 0, ms_step(w->m[0], &loss[0]));
     same_loss(w, loss);
@@ -527,32 +535,55 @@ static void eval(walk *w) {
     same_loss(w, loss);
 }
 
-/* Un-forces layers whose rows cannot be parted. */
-static void wrap_moved(walk *w) {
+/* Un-forces layers whose rows cannot be parted. A budget that was found for other sizes may be too
+   small for these: then the least one is large enough. */
+static void wrap_moved(walk *w, uint64_t budget) {
+    uint64_t smallest;
+    ms_set_budget(w->m[1], budget);
     ms_result result = ms_wrap(w->m[1]);
     for (uint32_t i = 0; w->rows && i < w->rows->layer_count && result == MS_RESULT_INVALID; ++i) {
         ms_set_layer_technique(w->m[1], w->of_rows[1]->layer[i], MS_TECHNIQUE_TILING,
                                MS_SWITCH_DEFAULT);
         result = ms_wrap(w->m[1]);
     }
+    if (result == MS_RESULT_BUDGET) {
+        OK(w, 1, ms_smallest_budget(w->m[1], &smallest));
+        if (smallest <= budget) {
+            stop(w, "ms_wrap", "refuses the smallest budget");
+        }
+        ms_set_budget(w->m[1], smallest);
+        result = ms_wrap(w->m[1]);
+    }
     OK(w, 1, result);
+}
+
+/* Detaches the moved model, or tries to: sums of scaled gradients are not mixed with others, and
+   what is refused changes nothing. */
+static void detach(walk *w) {
+    const bool scaled =
+        w->micro > 0 && w->at != AFTER_BACKWARD && w->m[1]->run.plan->train.code.scales_loss;
+    if (scaled) {
+        REFUSED(w, 1, ms_detach(w->m[1]));
+    } else {
+        drop_step(w);
+        OK(w, 0, ms_wrap(w->m[0]));
+        OK(w, 1, ms_detach(w->m[1]));
+    }
+    read_some(w, 0.3);
 }
 
 /* Another budget; the plain model drops its step by wrapping again. */
 static void wrap(walk *w) {
     note(w, 'W');
     settle(w);
-    drop_step(w);
-    OK(w, 0, ms_wrap(w->m[0]));
     const ms_optimizer_desc *o = &w->m[1]->optimizer;
     const bool rounds = w->codes && (o->state_format[0] || o->state_format[1]); // codes, to BF16
     if (!rounds && t_chance(&w->rng, 0.3)) {
-        const bool scaled = w->micro > 0 && w->m[1]->run.plan->train.code.scales_loss;
-        EXPECT(w, 1, ms_detach(w->m[1]), scaled ? MS_RESULT_ORDER : MS_RESULT_OK);
-        read_some(w, 0.3);
+        detach(w);
     }
-    ms_set_budget(w->m[1], w->budget[t_below(&w->rng, BUDGETS)]);
-    wrap_moved(w);
+    drop_step(w);
+    OK(w, 0, ms_wrap(w->m[0]));
+    wrap_moved(w, w->budget[t_below(&w->rng, BUDGETS)]);
 }
 
 static void reshape(walk *w) {
@@ -822,7 +853,7 @@ static void force_tiles(walk *w) {
             ms_set_tensor_technique(n->model, n->handle[v], MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
         }
     }
-    wrap_moved(w);
+    wrap_moved(w, t_config().memory_budget_bytes);
 }
 
 static void walk_rows(uint64_t seed, const ms_backend *backend, v_layer *layers, uint32_t *writes) {
