@@ -622,24 +622,26 @@ static int long_backward(const ms_call *call) {
     return 0;
 }
 
-static ms_model *long_start(const ms_config *config, long_layer *l) {
+/* A model in debug mode whose only layer makes the loss from a param with so many elements. */
+static ms_model *start_one(ms_config config, ms_layer_desc d, int count, float element) {
+    float param[LONG];
     ms_model *m;
-    assert_int_equal(ms_create(config, &m), MS_RESULT_OK);
-    ms_layer_desc d;
-    memset(&d, 0, sizeof d);
-    d.name = "long";
-    d.forward = long_forward;
-    d.backward = long_backward;
-    d.user = l;
-    d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(LONG));
+    config.debug = true;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(count));
     d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
     ms_register_layer(m, &d);
     ms_set_loss(m, d.out[0]);
+    for (int i = 0; i < count; ++i) {
+        param[i] = element;
+    }
     t_ok(m, ms_wrap(m));
-    float *zeros = (float *)calloc(LONG, sizeof *zeros);
-    t_ok(m, ms_write(m, d.param[0], zeros));
-    free(zeros);
+    t_ok(m, ms_write(m, d.param[0], param));
     return m;
+}
+
+static ms_model *start_long(const ms_config *config, long_layer *l) {
+    return start_one(*config, t_new_layer("long", long_forward, long_backward, l), LONG, 0.0f);
 }
 
 /* Writes to where its output lay `lag` runs ago, before it writes its output. */
@@ -679,26 +681,11 @@ static void a_pointer_of_any_earlier_run_shows(void **state) {
     (void)state;
     for (uint32_t lag = 0; lag < 4; ++lag) {
         late_layer l;
-        ms_model *m;
-        const float one = 1.0f;
-        ms_config config = t_config();
         memset(&l, 0, sizeof l);
         l.lag = lag;
-        config.debug = true;
-        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-        ms_layer_desc d;
-        memset(&d, 0, sizeof d);
-        d.name = "late";
-        d.forward = late_forward;
-        d.backward = late_backward;
-        d.user = &l;
-        d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(1));
-        d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
+        ms_layer_desc d = t_new_layer("late", late_forward, late_backward, &l);
         d.backward_reads.nothing = true;
-        ms_register_layer(m, &d);
-        ms_set_loss(m, d.out[0]);
-        t_ok(m, ms_wrap(m));
-        t_ok(m, ms_write(m, d.param[0], &one));
+        ms_model *m = start_one(t_config(), d, 1, 1.0f);
         t_error(m, ms_step(m, NULL), lag == 0 ? MS_RESULT_OK : MS_RESULT_CONTRACT);
         assert_true(l.runs > lag);
         if (lag > 0) {
@@ -713,23 +700,9 @@ static void a_pointer_of_any_earlier_run_shows(void **state) {
    to see why it differs elsewhere: it is not said to give other bits each time. */
 static void a_layer_that_depends_on_its_addresses(void **state) {
     (void)state;
-    ms_model *m;
-    const float one = 1.0f;
-    ms_config config = t_config();
-    config.debug = true;
-    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-    ms_layer_desc d;
-    memset(&d, 0, sizeof d);
-    d.name = "placed";
-    d.forward = placed_forward;
-    d.backward = late_backward;
-    d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(1));
-    d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
+    ms_layer_desc d = t_new_layer("placed", placed_forward, late_backward, NULL);
     d.backward_reads.nothing = true;
-    ms_register_layer(m, &d);
-    ms_set_loss(m, d.out[0]);
-    t_ok(m, ms_wrap(m));
-    t_ok(m, ms_write(m, d.param[0], &one));
+    ms_model *m = start_one(t_config(), d, 1, 1.0f);
     t_error(m, ms_step(m, NULL), MS_RESULT_CONTRACT);
     t_text_has(ms_last_error(m), "uses what an earlier call has left behind for out[0]");
     ms_destroy(m);
@@ -738,9 +711,8 @@ static void a_layer_that_depends_on_its_addresses(void **state) {
 static void a_sum_is_checked_to_its_end(void **state) {
     (void)state;
     long_layer l = {0.001f, false};
-    ms_config config = t_config();
-    config.debug = true;
-    ms_model *m = long_start(&config, &l);
+    const ms_config config = t_config();
+    ms_model *m = start_long(&config, &l);
     t_ok(m, ms_step(m, NULL));
     l.lies = true;
     t_error(m, ms_step(m, NULL), MS_RESULT_CONTRACT);
@@ -755,9 +727,8 @@ static void an_infinite_gradient_is_no_lie(void **state) {
     for (int k = 0; k < 10; ++k) {
         long_layer l = {slopes[k / 2], false};
         ms_config config = t_config();
-        config.debug = true;
         config.accumulation_steps = k % 2 ? 2 : 1; // the plan has beta 1: beta 0 is tried as well
-        ms_model *m = long_start(&config, &l);
+        ms_model *m = start_long(&config, &l);
         t_ok(m, ms_step(m, NULL));
         if (k % 2) { // the sum overflows, or not
             const ms_result result = ms_step(m, NULL);
@@ -790,28 +761,14 @@ static int roomy_backward(const ms_call *call) {
 static void each_workspace_has_room(void **state) {
     (void)state;
     for (int which = 0; which < 3; ++which) {
-        const float one = 1.0f;
         uint64_t calls = 0;
-        ms_config config = t_config();
-        config.debug = true;
-        ms_model *m;
-        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-        ms_layer_desc d;
-        memset(&d, 0, sizeof d);
-        d.name = "roomy";
-        d.forward = d.recompute = roomy_forward;
-        d.backward = roomy_backward;
+        ms_layer_desc d = t_new_layer("roomy", roomy_forward, roomy_backward, &calls);
+        d.recompute = roomy_forward;
         d.recompute_reads.param = 1;
-        d.user = &calls;
         ms_workspace *const workspaces[] = {&d.forward_workspace, &d.backward_workspace,
                                             &d.recompute_workspace};
         workspaces[which]->bytes = ROOMY_BYTES;
-        d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(1));
-        d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
-        ms_register_layer(m, &d);
-        ms_set_loss(m, d.out[0]);
-        t_ok(m, ms_wrap(m));
-        t_ok(m, ms_write(m, d.param[0], &one));
+        ms_model *m = start_one(t_config(), d, 1, 1.0f);
         t_ok(m, ms_step(m, NULL));
         assert_true(calls > 0);
         ms_destroy(m);
@@ -855,24 +812,10 @@ static void layers_are_logged_before_they_run(void **state) {
     last_log log;
     memset(&log, 0, sizeof log);
     ms_config config = t_config();
-    config.debug = true;
     config.log = note_log;
     config.log_user = &log;
-    ms_model *m;
-    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-    ms_layer_desc d;
-    memset(&d, 0, sizeof d);
-    d.name = "logged";
-    d.forward = logged_forward;
-    d.backward = logged_backward;
-    d.user = &log;
-    d.param[0] = ms_param(m, "p", MS_DTYPE_F32, ms_shape1(1));
-    d.out[0] = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(1));
-    ms_register_layer(m, &d);
-    ms_set_loss(m, d.out[0]);
-    t_ok(m, ms_wrap(m));
-    const float one = 1.0f;
-    t_ok(m, ms_write(m, d.param[0], &one));
+    const ms_layer_desc d = t_new_layer("logged", logged_forward, logged_backward, &log);
+    ms_model *m = start_one(config, d, 1, 1.0f);
     t_ok(m, ms_step(m, NULL));
     assert_int_equal(log.lines, 2);
     ms_destroy(m);

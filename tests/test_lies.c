@@ -157,26 +157,15 @@ static void create(chain *c, bool debug, uint32_t micro_count) {
     assert_int_equal(ms_create(&config, &c->m), MS_RESULT_OK);
 }
 
-static ms_layer_desc new_layer(const char *name, ms_layer_fn forward, ms_layer_fn backward,
-                               void *user) {
-    ms_layer_desc d;
-    memset(&d, 0, sizeof d);
-    d.name = name;
-    d.forward = forward;
-    d.backward = backward;
-    d.user = user;
-    return d;
-}
-
 /* Layers that scale, one of which may lie, and squares after them. Their params may be lent. */
 static void build_chain(chain *c, lie tells, int layers, int squares, bool debug,
                         const ms_optimizer_desc *optimizer, float *lent) {
     create(c, debug, 1);
     ms_tensor at = c->x = ms_input(c->m, "x", MS_DTYPE_F32, ms_shape2(8, WIDTH / 8));
     for (int k = 0; k < layers + squares; ++k) {
-        ms_layer_desc d =
-            new_layer(k < layers ? "scale" : "square", k < layers ? scale_forward : square_forward,
-                      k < layers ? scale_backward : square_backward, NULL);
+        ms_layer_desc d = t_new_layer(k < layers ? "scale" : "square",
+                                      k < layers ? scale_forward : square_forward,
+                                      k < layers ? scale_backward : square_backward, NULL);
         d.in[0] = at;
         d.backward_reads.in = 1;
         if (k < layers) {
@@ -472,23 +461,23 @@ typedef enum honest_net {
 
 static void build_honest_net(chain *c, honest_net net) {
     create(c, true, net == SQUARES ? 2 : 1);
-    ms_layer_desc d = new_layer("scale", scale_forward, scale_backward, &c->liars[0]);
+    ms_layer_desc d = t_new_layer("scale", scale_forward, scale_backward, &c->liars[0]);
     d.in[0] = c->x = ms_input(c->m, "x", MS_DTYPE_F32, ms_shape1(WIDTH));
     d.param[0] = c->w[0] = ms_param(c->m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
     d.out[0] = ms_activation(c->m, "h", MS_DTYPE_F32, ms_shape1(WIDTH));
     ms_register_layer(c->m, &d);
     const ms_tensor h = d.out[0];
-    d = net == BENDS_CANCEL ? new_layer("bends", bends_forward, bends_backward, NULL)
-        : net == STEEP      ? new_layer("steep", steep_forward, steep_backward, NULL)
-        : net == TINY       ? new_layer("tiny", tiny_forward, tiny_backward, NULL)
-                            : new_layer("relu", relu_forward, relu_backward, NULL);
+    d = net == BENDS_CANCEL ? t_new_layer("bends", bends_forward, bends_backward, NULL)
+        : net == STEEP      ? t_new_layer("steep", steep_forward, steep_backward, NULL)
+        : net == TINY       ? t_new_layer("tiny", tiny_forward, tiny_backward, NULL)
+                            : t_new_layer("relu", relu_forward, relu_backward, NULL);
     d.in[0] = h;
     d.out[0] = ms_activation(c->m, "r", MS_DTYPE_F32, ms_shape1(WIDTH));
     ms_register_layer(c->m, &d);
     const ms_tensor r = d.out[0];
     const bool twice = net == SQUARES || net == OVERWRITES;
-    d = net == TINY ? new_layer("sum", sum_forward, sum_backward, NULL)
-                    : new_layer("product", product_forward, product_backward, NULL);
+    d = net == TINY ? t_new_layer("sum", sum_forward, sum_backward, NULL)
+                    : t_new_layer("product", product_forward, product_backward, NULL);
     d.in[0] = twice || net == TINY ? h : c->x;
     d.in[1] = r;
     d.in[2].id = twice ? r.id : 0;
@@ -550,9 +539,9 @@ static void what_was_left_out_first_is_named(void **state) {
             for (int k = 0; k < copies + 2; ++k) {
                 const bool is_copy = k > 0 && k <= copies;
                 ms_layer_desc d =
-                    new_layer(is_copy ? "copy" : "scale", is_copy ? copy_forward : scale_forward,
-                              is_copy ? copy_backward : scale_backward,
-                              is_copy ? (void *)&shares[k == first] : (void *)&c.liars[k > 0]);
+                    t_new_layer(is_copy ? "copy" : "scale", is_copy ? copy_forward : scale_forward,
+                                is_copy ? copy_backward : scale_backward,
+                                is_copy ? (void *)&shares[k == first] : (void *)&c.liars[k > 0]);
                 d.in[0] = at;
                 if (!is_copy) {
                     d.param[0] = c.w[k > 0] = ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
@@ -685,13 +674,13 @@ static void each_lie_of_a_fused_loss_is_named(void **state) {
         ms_layer_desc d;
         memset(&c, 0, sizeof c);
         create(&c, true, how % 2 ? 3 : 1);
-        d = new_layer("scale", scale_forward, scale_backward, &c.liars[0]);
+        d = t_new_layer("scale", scale_forward, scale_backward, &c.liars[0]);
         d.in[0] = c.x = ms_input(c.m, "x", MS_DTYPE_F32, ms_shape1(WIDTH));
         d.param[0] = c.w[0] = ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
         d.out[0] = ms_activation(c.m, "y", MS_DTYPE_F32, ms_shape1(WIDTH));
         ms_register_layer(c.m, &d);
         const ms_tensor y = d.out[0];
-        d = new_layer("fused", fused_forward, NULL, &tells);
+        d = t_new_layer("fused", fused_forward, NULL, &tells);
         d.in[0] = y;
         d.grads_in_forward = 1;
         d.surrogate_gradient = surrogate;
@@ -747,7 +736,7 @@ static void a_loss_has_all_its_elements(void **state) {
                 ms_layer_desc d;
                 memset(&c, 0, sizeof c);
                 create(&c, true, 1);
-                d = new_layer("error", loss_forward, loss_backward, &l);
+                d = t_new_layer("error", loss_forward, loss_backward, &l);
                 d.in[0] = c.x = ms_input(c.m, "x", MS_DTYPE_F32, ms_shape1(WIDTH));
                 d.param[0] = c.w[0] = ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
                 d.out[0] = ms_activation(c.m, "losses", MS_DTYPE_F32, ms_shape1(WIDTH));
@@ -810,7 +799,7 @@ static void indices_in_floats_stay_indices(void **state) {
         ms_layer_desc d;
         memset(&c, 0, sizeof c);
         create(&c, true, 1);
-        d = new_layer("pick", pick_forward, pick_backward, NULL);
+        d = t_new_layer("pick", pick_forward, pick_backward, NULL);
         d.accumulates.param = 1;
         d.user = &l;
         d.in[0] = ms_input(c.m, "classes", MS_DTYPE_F32, ms_shape2(shapes[n], ROWS / shapes[n]));
@@ -898,7 +887,7 @@ static void undeclared_integers_are_indices(void **state) {
         }
         token[0] = same || token[0] != token[1] ? token[0] : (token[1] + 1) % l.tokens;
         assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-        d = new_layer("lookup", lookup_forward, lookup_backward, NULL);
+        d = t_new_layer("lookup", lookup_forward, lookup_backward, NULL);
         d.accumulates.param = 1;
         d.user = &l;
         d.in[0] = ms_input(m, "tokens", dtype, ms_shape1(ROWS));
@@ -1138,7 +1127,7 @@ static void what_has_no_effect_is_warned_of(void **state) {
         ms_layer_desc d;
         memset(&c, 0, sizeof c);
         create(&c, false, 1);
-        d = new_layer("error", loss_forward, loss_backward, NULL);
+        d = t_new_layer("error", loss_forward, loss_backward, NULL);
         d.in[0] = ms_input(c.m, "x", MS_DTYPE_F32, ms_shape1(how == 2 ? WIDTH / 2 : WIDTH));
         d.param[0] = ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
         d.out[0] = ms_activation(c.m, "losses", MS_DTYPE_F32, ms_shape1(WIDTH));
@@ -1173,7 +1162,7 @@ static void state_of_two_layers_is_warned_of(void **state) {
         create(&c, false, 1);
         ms_tensor at = ms_input(c.m, "x", MS_DTYPE_F32, ms_shape1(WIDTH)), running = {0};
         for (int k = 0; k < 2; ++k) {
-            ms_layer_desc d = new_layer("scale", scale_forward, scale_backward, &liars[k]);
+            ms_layer_desc d = t_new_layer("scale", scale_forward, scale_backward, &liars[k]);
             d.in[0] = at;
             c.w[k] =
                 k > 0 && shares_param ? c.w[0] : ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
@@ -1210,9 +1199,9 @@ static void tied_weights_are_one_param(void **state) {
         memset(&c, 0, sizeof c);
         memset(&honest, 0, sizeof honest);
         create(&c, true, 1);
-        d = new_layer(is_looked_up ? "lookup" : "twin",
-                      is_looked_up ? lookup_forward : head_forward,
-                      is_looked_up ? lookup_backward : head_backward, NULL);
+        d = t_new_layer(is_looked_up ? "lookup" : "twin",
+                        is_looked_up ? lookup_forward : head_forward,
+                        is_looked_up ? lookup_backward : head_backward, NULL);
         d.accumulates.param = is_looked_up;
         d.user = &l;
         d.in[0] = c.x = is_looked_up ? ms_input(c.m, "tokens", MS_DTYPE_I32, ms_shape1(ROWS))
@@ -1221,7 +1210,7 @@ static void tied_weights_are_one_param(void **state) {
         d.out[0] = ms_activation(c.m, "rows", MS_DTYPE_F32, ms_shape2(ROWS, CHANNELS));
         ms_register_layer(c.m, &d);
         const ms_tensor rows = d.out[0];
-        d = new_layer("head", head_forward, head_backward, NULL);
+        d = t_new_layer("head", head_forward, head_backward, NULL);
         d.in[0] = rows;
         d.param[0] = c.w[1] = ms_param(c.m, "head", MS_DTYPE_F32, ms_shape2(ROWS, CHANNELS));
         d.out[0] = ms_activation(c.m, "y", MS_DTYPE_F32, ms_shape2(ROWS, CHANNELS));

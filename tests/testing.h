@@ -644,6 +644,17 @@ static inline void t_set_loss_factor(ms_model *m, float factor) {
     }
 }
 
+static inline ms_layer_desc t_new_layer(const char *name, ms_layer_fn forward, ms_layer_fn backward,
+                                        void *user) {
+    ms_layer_desc d;
+    memset(&d, 0, sizeof d);
+    d.name = name;
+    d.forward = forward;
+    d.backward = backward;
+    d.user = user;
+    return d;
+}
+
 static inline ms_optimizer_desc t_optimizer(ms_optimizer_kind kind, float rate) {
     ms_optimizer_desc optimizer;
     memset(&optimizer, 0, sizeof optimizer);
