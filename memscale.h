@@ -4525,10 +4525,10 @@ typedef struct msi_run {
     bool swept;           // forward has added to gradients, and its backward has not run
     bool copies;          // copies of the program may be under way; at its end none is
     bool failed;          // params may be wrong, or the device unusable: no step until ms_wrap
-    ms_nonfinite nonfinite; // debug mode: the first in this step
-    ms_nonfinite
-        infinite;    // debug mode: an infinity that the layer has read which makes the first NaN
-    bool is_certain; // it is no infinity in a value, which may be meant
+    /* Debug mode: the first in this step, whether it is more than an infinity in a value, which may
+       be meant, and an infinity that the layer has read which makes the first NaN. */
+    ms_nonfinite nonfinite, infinite;
+    bool is_certain;
 } msi_run;
 
 /* What callbacks see of the operands of a layer: by group a view for each slot that there can be.
@@ -23884,6 +23884,13 @@ static bool msi_is_filled_with(const uint8_t *data, uint64_t bytes, uint8_t valu
     return bytes == 0 || (data[0] == value && memcmp(data, data + 1, (size_t)bytes - 1) == 0);
 }
 
+static MSI_COLD uint64_t msi_mix_bytes(uint64_t hash, const uint8_t *data, uint64_t bytes) {
+    for (uint64_t i = 0; i < bytes; i++) {
+        hash = msi_mix_in(hash, data[i]);
+    }
+    return hash;
+}
+
 /* Element i as a number. */
 static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
     return dtype == MS_DTYPE_F64   ? ((const double *)data)[i]
@@ -25264,9 +25271,8 @@ static MSI_COLD bool msi_hash_eval(msi_trial *t, uint64_t *hashes) {
         return false;
     }
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
-        const uint8_t *made = msi_own_bytes_in(t, MSI_IMAGE_NOW, s);
-        for (uint64_t i = 0; s->group == MSI_GROUP_OUT && s->is_made && i < s->bytes; i++) {
-            hashes[s->slot] = msi_mix_in(hashes[s->slot], made[i]);
+        if (s->group == MSI_GROUP_OUT && s->is_made) {
+            hashes[s->slot] = msi_mix_bytes(0, msi_own_bytes_in(t, MSI_IMAGE_NOW, s), s->bytes);
         }
     }
     return true;
@@ -25922,7 +25928,7 @@ static MSI_COLD void msi_try_other_gradient(msi_trial *t) {
    gradients. */
 static MSI_COLD void msi_warn_of_idle(msi_trial *t) {
     ms_model *m = t->model;
-    msi_debugged *known = &m->run.store->debug->layers[t->instruction->target];
+    msi_debugged *known = msi_debugged_layer(t);
     const bool counts = known->idle_step != m->run.step + 1;
     if (t->instruction->op != MSI_OP_BACKWARD || t->instruction->rows.of > 0 ||
         t->layer->surrogate_gradient || !msi_gets_gradient(t) ||
@@ -26320,15 +26326,11 @@ static MSI_COLD uint64_t msi_hash_of_param(const ms_model *m, uint32_t resident)
     const msi_tensor *x = &m->graph.tensors.items[r->tensor];
     const uint8_t *data = m->run.store->debug->shadow + msi_extent_at(m, resident).shadow;
     const uint64_t size = msi_formats[r->format].bytes;
-    uint64_t hash = 1;
     if (!msi_is_trained(x) || x->view.shape.rank < 2 || r->role != MSI_ROLE_VALUE ||
         r->bytes <= size || memcmp(data, data + size, (size_t)(r->bytes - size)) == 0) {
         return 0;
     }
-    for (uint64_t i = 0; i < r->bytes; i++) {
-        hash = msi_mix_in(hash, data[i]);
-    }
-    return hash | 1;
+    return msi_mix_bytes(0, data, r->bytes) | 1;
 }
 
 /* Warns, once, of a table that is looked up and another param that begins with the same numbers: they may
@@ -26708,17 +26710,16 @@ static MSI_COLD uint64_t msi_hash_of_lent(ms_model *m, uint32_t tensor) {
     const bool updates =
         m->optimizer.kind != MS_OPTIMIZER_NONE && m->optimizer.kind != MS_OPTIMIZER_CUSTOM;
     const uint64_t bytes = r && updates ? r->bytes : 0;
-    uint64_t hash = 1, any = 0;
+    uint64_t hash = 0;
+    bool any = false;
     for (uint64_t at = 0; at < bytes; at += d->image_bytes) {
         const uint64_t part = msi_smaller(bytes - at, d->image_bytes);
         const uint8_t *from = (const uint8_t *)r->address + at;
         if (msi_copy(m, d->images, true, from, r->on_host, part) != MS_RESULT_OK) {
             return 0;
         }
-        for (uint64_t i = 0; i < part; i++) {
-            hash = msi_mix_in(hash, d->images[i]);
-            any |= d->images[i];
-        }
+        hash = msi_mix_bytes(hash, d->images, part);
+        any |= !msi_is_filled_with(d->images, part, 0);
     }
     return any ? hash | 1 : 0;
 }
@@ -29801,7 +29802,7 @@ static void msi_forget_inputs(ms_model *m, const int64_t *sizes) {
 static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     int64_t all[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
     memcpy(all, sizes, m->graph.axis_count * sizeof *sizes);
-    msi_plan *before = m->run.plan;
+    const msi_plan *before = m->run.plan;
     if (m->run.plan && !msi_find_plan(m, all)) {
         msi_plan *plan;
         if (m->wrapped.changed) {
@@ -29817,17 +29818,9 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
         }
         msi_add_plan(m, plan);
     }
-    if (before && m->run.plan != before) {
-        msi_plan *now = m->run.plan;
-        m->run.plan = before;
-        const ms_result result = msi_check_sums(m, m->run.store, now);
-        m->run.plan = now;
-        if (result != MS_RESULT_OK) {
-            (void)msi_find_plan(m, before->sizes);
-            msi_find_times(m);
-            return result;
-        }
-    }
+    // plans of one store round alike, so the sums of earlier micro-batches stay what they are
+    MEMSCALE_ASSERT(!before ||
+                    before->train.code.scales_loss == m->run.plan->train.code.scales_loss);
     msi_forget_inputs(m, all);
     msi_set_sizes(&m->graph, all);
     if (m->run.plan) {

@@ -671,10 +671,9 @@ static void each_lie_of_a_fused_loss_is_named(void **state) {
         fused_lie tells = (fused_lie)(how / 4);
         const bool surrogate = how % 4 >= 2;
         chain c;
-        ms_layer_desc d;
         memset(&c, 0, sizeof c);
         create(&c, true, how % 2 ? 3 : 1);
-        d = t_new_layer("scale", scale_forward, scale_backward, &c.liars[0]);
+        ms_layer_desc d = t_new_layer("scale", scale_forward, scale_backward, &c.liars[0]);
         d.in[0] = c.x = ms_input(c.m, "x", MS_DTYPE_F32, ms_shape1(WIDTH));
         d.param[0] = c.w[0] = ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
         d.out[0] = ms_activation(c.m, "y", MS_DTYPE_F32, ms_shape1(WIDTH));
@@ -733,10 +732,9 @@ static void a_loss_has_all_its_elements(void **state) {
                 left_out l = {first, count};
                 chain c;
                 char text[64];
-                ms_layer_desc d;
                 memset(&c, 0, sizeof c);
                 create(&c, true, 1);
-                d = t_new_layer("error", loss_forward, loss_backward, &l);
+                ms_layer_desc d = t_new_layer("error", loss_forward, loss_backward, &l);
                 d.in[0] = c.x = ms_input(c.m, "x", MS_DTYPE_F32, ms_shape1(WIDTH));
                 d.param[0] = c.w[0] = ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
                 d.out[0] = ms_activation(c.m, "losses", MS_DTYPE_F32, ms_shape1(WIDTH));
@@ -796,12 +794,10 @@ static void indices_in_floats_stay_indices(void **state) {
         float classes[ROWS], table[MOST_TOKENS * CHANNELS];
         lookup l = {MOST_TOKENS, false, false, NULL};
         chain c;
-        ms_layer_desc d;
         memset(&c, 0, sizeof c);
         create(&c, true, 1);
-        d = t_new_layer("pick", pick_forward, pick_backward, NULL);
+        ms_layer_desc d = t_new_layer("pick", pick_forward, pick_backward, &l);
         d.accumulates.param = 1;
-        d.user = &l;
         d.in[0] = ms_input(c.m, "classes", MS_DTYPE_F32, ms_shape2(shapes[n], ROWS / shapes[n]));
         d.param[0] = ms_param(c.m, "table", MS_DTYPE_F32, ms_shape2(MOST_TOKENS, CHANNELS));
         d.out[0] = ms_activation(c.m, "rows", MS_DTYPE_F32, ms_shape2(ROWS, CHANNELS));
@@ -878,7 +874,6 @@ static void undeclared_integers_are_indices(void **state) {
         const bool keeps = how % 6 == 4;
         lookup l = {2 + how % (MOST_TOKENS - 1), how % 3 == 2, keeps, token};
         const ms_dtype dtype = MS_DTYPE_I32;
-        ms_layer_desc d;
         ms_model *m;
         ms_config config = t_config();
         config.debug = true;
@@ -887,9 +882,8 @@ static void undeclared_integers_are_indices(void **state) {
         }
         token[0] = same || token[0] != token[1] ? token[0] : (token[1] + 1) % l.tokens;
         assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-        d = t_new_layer("lookup", lookup_forward, lookup_backward, NULL);
+        ms_layer_desc d = t_new_layer("lookup", lookup_forward, lookup_backward, &l);
         d.accumulates.param = 1;
-        d.user = &l;
         d.in[0] = ms_input(m, "tokens", dtype, ms_shape1(ROWS));
         d.param[0] = ms_param(m, "table", MS_DTYPE_F32, ms_shape2(l.tokens, CHANNELS));
         d.out[0] = ms_activation(m, "rows", MS_DTYPE_F32, ms_shape2(ROWS, CHANNELS));
@@ -1124,10 +1118,9 @@ static void what_has_no_effect_is_warned_of(void **state) {
     (void)state;
     for (int how = 0; how < 3; ++how) { // nothing, a layer for nobody, an in_place
         chain c;
-        ms_layer_desc d;
         memset(&c, 0, sizeof c);
         create(&c, false, 1);
-        d = t_new_layer("error", loss_forward, loss_backward, NULL);
+        ms_layer_desc d = t_new_layer("error", loss_forward, loss_backward, NULL);
         d.in[0] = ms_input(c.m, "x", MS_DTYPE_F32, ms_shape1(how == 2 ? WIDTH / 2 : WIDTH));
         d.param[0] = ms_param(c.m, "w", MS_DTYPE_F32, ms_shape1(WIDTH));
         d.out[0] = ms_activation(c.m, "losses", MS_DTYPE_F32, ms_shape1(WIDTH));
@@ -1195,15 +1188,13 @@ static void tied_weights_are_one_param(void **state) {
         liar honest;
         lookup l = {ROWS, false, false, NULL};
         chain c;
-        ms_layer_desc d;
         memset(&c, 0, sizeof c);
         memset(&honest, 0, sizeof honest);
         create(&c, true, 1);
-        d = t_new_layer(is_looked_up ? "lookup" : "twin",
-                        is_looked_up ? lookup_forward : head_forward,
-                        is_looked_up ? lookup_backward : head_backward, NULL);
+        ms_layer_desc d = t_new_layer(is_looked_up ? "lookup" : "twin",
+                                      is_looked_up ? lookup_forward : head_forward,
+                                      is_looked_up ? lookup_backward : head_backward, &l);
         d.accumulates.param = is_looked_up;
-        d.user = &l;
         d.in[0] = c.x = is_looked_up ? ms_input(c.m, "tokens", MS_DTYPE_I32, ms_shape1(ROWS))
                                      : ms_input(c.m, "x", MS_DTYPE_F32, ms_shape2(ROWS, CHANNELS));
         d.param[0] = c.w[0] = ms_param(c.m, "table", MS_DTYPE_F32, ms_shape2(ROWS, CHANNELS));
