@@ -29802,7 +29802,6 @@ static void msi_forget_inputs(ms_model *m, const int64_t *sizes) {
 static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     int64_t all[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
     memcpy(all, sizes, m->graph.axis_count * sizeof *sizes);
-    const msi_plan *before = m->run.plan;
     if (m->run.plan && !msi_find_plan(m, all)) {
         msi_plan *plan;
         if (m->wrapped.changed) {
@@ -29816,11 +29815,10 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
             msi_find_times(m);
             return result;
         }
+        // it rounds like the largest, so the sums of earlier micro-batches stay what they are
+        MEMSCALE_ASSERT(plan->train.code.scales_loss == m->wrapped.largest->train.code.scales_loss);
         msi_add_plan(m, plan);
     }
-    // plans of one store round alike, so the sums of earlier micro-batches stay what they are
-    MEMSCALE_ASSERT(!before ||
-                    before->train.code.scales_loss == m->run.plan->train.code.scales_loss);
     msi_forget_inputs(m, all);
     msi_set_sizes(&m->graph, all);
     if (m->run.plan) {
