@@ -310,7 +310,7 @@
                     >>relocate       values go to the places of another plan
                     >>adopt          a plan takes effect, for a size or a budget
                     >>model          is made and freed
-                    >>verify >>report >>api >>listing >>trace
+                    >>verify >>layout of files >>checkpoints >>files >>report >>api >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -372,7 +372,8 @@
     X(MS_RESULT_UNSUPPORTED, "not supported by this version, backend or dtype")                    \
     X(MS_RESULT_CONTRACT, "debug mode: a layer does not do what it declared")                      \
     X(MS_RESULT_MORE, "not an error: the slice has ended before the step; call again")             \
-    X(MS_RESULT_CANCELLED, "ms_cancel has ended the step, nothing of which counts")
+    X(MS_RESULT_CANCELLED, "ms_cancel has ended the step, nothing of which counts")                \
+    X(MS_RESULT_FILE, "a file, sink or source could not be written or read")
 
 typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_FIRST) MS_RESULT_COUNT } ms_result;
 
@@ -1132,6 +1133,52 @@ typedef struct ms_optimizer_desc {
     bool is_filled;
 } ms_optimizer_desc;
 
+/* Where ms_save writes, piece by piece, and where ms_load reads: so many bytes at an offset of a file of
+   `size` bytes. Not 0: it has failed. */
+typedef struct ms_sink {
+    int (*write)(void *user, const void *data, size_t bytes);
+    void *user;
+} ms_sink;
+
+typedef struct ms_source {
+    int (*read)(void *user, uint64_t offset, void *data, size_t bytes);
+    void *user;
+    uint64_t size;
+} ms_source;
+
+/* Where a value is in a file: under this name, and whether it is the transpose of a matrix. */
+typedef struct ms_located {
+    const char *name;
+    bool transposed;
+} ms_located;
+
+/* What became of a tensor in ms_load. */
+typedef struct ms_loaded {
+    ms_tensor tensor;        // a value, state or gradient; 0: another part of the run
+    const char *name;        // in files of ms_save
+    const char *from, *to;   // formats in the file and in memory: "f32", "bf16", "8bit"...
+    bool converted, missing; // missing: state begins with zeros, all else stays as it was
+} ms_loaded;
+
+/* How to load; NULL or all zero: everything, from a file of ms_save. locate gets the name of a param or
+   buffer in `at` and may change it, or return false to leave the tensor (with its state) as it is. */
+typedef struct ms_load_options {
+    bool values_only; // params and buffers, not the run: to train something else from there
+    bool partial;     // what the file lacks stays as it is; the graph may be another
+    bool nonfinite;   // params and state may be infinite or NaN
+    bool (*locate)(void *user, ms_tensor tensor, const char *name, ms_located *at);
+    void (*visit)(void *user, const ms_loaded *loaded);
+    void *user;
+} ms_load_options;
+
+/* Checkpoints in a folder; keep: how many (0: 2; 64 at most). */
+typedef struct ms_checkpoints {
+    const char *folder;
+    uint32_t keep;
+} ms_checkpoints;
+
+typedef struct ms_snapshot ms_snapshot;
+
 // ------------------------------------------------------------------------------------------------
 // >>reports
 
@@ -1766,6 +1813,77 @@ MEMSCALE_API uint64_t ms_suspended_bytes(const ms_model *model);
    keeps the old ones. Errors: INVALID (below 1, above the largest), ORDER, OUT_OF_MEMORY. */
 MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes);
 
+/* SAVING AND RESUMING. A checkpoint has everything that decides what the run does next: params (their
+   F32 masters where a plan keeps such), buffers, optimizer state in the format in which it is kept
+   (codes of 8 bits with their scales, BF16), the counts of updates and steps, the seed, the loss scale
+   with its counters, inside a step of several micro-batches their number and the gradients, and what
+   ms_save_extra names. It does not have inputs, nor what the trainer configures: the optimizer's
+   rates, frozen params, budgets.
+
+   It does not depend on the plan, and may be loaded under another. Where the formats are the same the
+   run goes on with the bits of one that was not interrupted; others are converted, and
+   ms_load_options.visit tells which.
+
+   The file is a safetensors file. Params and buffers have their own names; where a name was given to an
+   earlier one, "#2" and so on follows; bytes that are no UTF-8 and control characters become "_"; names
+   that are empty or begin with "memscale." follow "tensor.". The rest: "memscale.state0.NAME" and
+   state1 (U8 of one dim: codes, as docs/api.md describes them), "memscale.updates.NAME",
+   "memscale.gradient.NAME", "memscale.extra.NAME"; last "memscale.checksums", the XXH64 of the header
+   and of every tensor. Numbers are in the metadata.
+
+   ms_save_extra: memory of the trainer that is a part of the run, such as its position in the data.
+   ms_save writes it and ms_load fills it, so it has to stay until the model is destroyed, or until
+   ms_save_extra(model, name, NULL, 0). Errors: INVALID (a name of 64 characters or more), OUT_OF_MEMORY.
+
+   ms_save writes through a sink, in pieces of at most 4 MiB; on the device it needs no memory, on the
+   host 4 MiB and the header. ms_load reads through a source. Both: after ms_wrap, between steps or
+   micro-batches. What ms_load finds in a file is checked before it is used: a file that is damaged, cut
+   off, of another graph, or has params or state that are not finite, is refused with a text that names
+   the tensor and both shapes, and the model is as before. Where the model has values already, the file
+   is read twice for that, so load into a new model before you write values. A file of other software
+   has values alone, and changes only these.
+   Stream: waits. Errors: ORDER (before ms_wrap, suspended, in a callback, in slices; of ms_save also
+   after ms_forward or ms_backward, and if a param has no value), INVALID (the file does not fit), FILE
+   (the sink or the source has failed; of a second reading, after which the model is marked failed),
+   DRY_RUN, FAILED, OUT_OF_MEMORY, BACKEND; and of steps without a loss pointer as ms_synchronize. */
+MEMSCALE_API_CHECKED ms_result ms_save_extra(ms_model *model, const char *name, void *data,
+                                             uint64_t bytes);
+MEMSCALE_API_CHECKED ms_result ms_save(ms_model *model, const ms_sink *sink);
+MEMSCALE_API_CHECKED ms_result ms_load(ms_model *model, const ms_source *source,
+                                       const ms_load_options *options);
+
+/* The same with a file. It is written beside the path ("PATH.tmp"), synchronized with the disk and
+   renamed: after a crash or a loss of power there is the old one or the new one. One process at a time
+   saves to a path. Errors: also UNSUPPORTED (MEMSCALE_NO_STDIO). */
+MEMSCALE_API_CHECKED ms_result ms_save_file(ms_model *model, const char *path);
+MEMSCALE_API_CHECKED ms_result ms_load_file(ms_model *model, const char *path,
+                                            const ms_load_options *options);
+
+/* Checkpoints in a folder that exists, "checkpoint-0.safetensors" and so on: ms_save_checkpoint
+   replaces the oldest of `keep`. ms_load_checkpoint loads the newest that is whole, and warns of those
+   that it passes over; *found (may be NULL) is false if there is none, which is no error. */
+MEMSCALE_API_CHECKED ms_result ms_save_checkpoint(ms_model *model,
+                                                  const ms_checkpoints *checkpoints);
+MEMSCALE_API_CHECKED ms_result ms_load_checkpoint(ms_model *model,
+                                                  const ms_checkpoints *checkpoints,
+                                                  const ms_load_options *options, bool *found);
+
+/* A checkpoint in host memory, as large as the file, to be written while the model trains on, by any
+   thread. Errors: as ms_save; of the others INVALID (NULL), FILE, UNSUPPORTED. ms_snapshot_free uses
+   the model's allocator; NULL is allowed. Threads: ms_snapshot_write and ms_snapshot_write_file: any;
+   the snapshot may outlast the model. */
+MEMSCALE_API_CHECKED ms_result ms_save_begin(ms_model *model, ms_snapshot **snapshot);
+MEMSCALE_API_CHECKED ms_result ms_snapshot_write(const ms_snapshot *snapshot, const ms_sink *sink);
+MEMSCALE_API_CHECKED ms_result ms_snapshot_write_file(const ms_snapshot *snapshot,
+                                                      const char *path);
+MEMSCALE_API void ms_snapshot_free(ms_snapshot *snapshot);
+
+/* For trainers that keep files of their own: the number of completed steps, of which ms_call.step and
+   the seeds follow. Params keep their counts of updates: see ms_set_update_count. Drops a step that is
+   under way, micro-batches included. Stream: waits. Errors: INVALID (2^40 or more), ORDER (in slices, in
+   a callback), BACKEND. */
+MEMSCALE_API_CHECKED ms_result ms_set_step_count(ms_model *model, uint64_t count);
+
 /* MS_OPTIMIZE(m) { ... } calls ms_wrap before the block and ms_detach after it. If ms_wrap fails,
    the block is skipped (see ms_last_error). A break, goto or return leaves it wrapped. */
 #define MS_OPTIMIZE(model) for (int memscale_turn = 0; ms_optimize_next((model), &memscale_turn);)
@@ -2229,6 +2347,21 @@ class model {
 #include <sys/types.h>
 #elif defined(__linux__)
 #include <sys/sysinfo.h>
+#endif
+
+#ifndef MEMSCALE_NO_STDIO
+#include <limits.h>
+#if defined(_WIN32)
+#include <io.h> // _commit
+#elif defined(__unix__) || defined(__APPLE__)
+#include <fcntl.h>
+#include <unistd.h>
+#define MSI_HAS_FSYNC 1
+#if defined(__linux__) && !defined(_POSIX_C_SOURCE) // strict dialects of C hide these two
+MEMSCALE_EXTERN int fsync(int file);
+MEMSCALE_EXTERN int fileno(FILE *file);
+#endif
+#endif
 #endif
 
 #ifdef __CUDACC__
@@ -4554,9 +4687,19 @@ typedef struct msi_owned {
     uint64_t bytes, reserved; // so that what follows is aligned to 16 bytes
 } msi_owned;
 
+/* Memory of the trainer that is saved with the run. */
+enum { MSI_EXTRA_NAME = 64 };
+
+typedef struct msi_extra {
+    char name[MSI_EXTRA_NAME];
+    void *data;
+    uint64_t bytes;
+} msi_extra;
+
 struct ms_model {
     ms_model *self;   // for msi_enter
     msi_owned *owned; // the last
+    MSI_LIST(msi_extra) extras;
     ms_config config; // defaults resolved
     void *device;     // state of the backend, or its user
     ms_optimizer_desc optimizer;
@@ -29938,6 +30081,7 @@ static MSI_COLD void msi_free_model(ms_model *m) {
     MSI_LIST_FREE(msi_layer, &allocator, g->layers);
     MSI_LIST_FREE(uint32_t, &allocator, g->operands);
     MSI_LIST_FREE(uint32_t, &allocator, g->masks);
+    MSI_LIST_FREE(msi_extra, &allocator, m->extras);
     if (m->config.backend.close && !m->config.dry_run) {
         m->config.backend.close(m->device);
     }
@@ -30661,6 +30805,1829 @@ static MSI_COLD ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *
     msi_end_verification(&v);
     return result;
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>layout of files  what a checkpoint consists of, under which names; its header, written and parsed
+//
+// A file in the safetensors layout: 8 bytes with the length of the header, the header in JSON, and the
+// data, of tensors one after the other. Ours have a sum of each tensor and of the header in the last.
+
+/* XXH64 by Yann Collet, as its specification (doc/xxhash_spec.md) describes it. Calls add multiples of
+   32 bytes, except the last. */
+typedef struct msi_sum {
+    uint64_t lane[4], bytes;
+    uint8_t rest[32];
+} msi_sum;
+
+static const uint64_t MSI_SUM_1 = 0x9e3779b185ebca87u, MSI_SUM_2 = 0xc2b2ae3d27d4eb4fu,
+                      MSI_SUM_3 = 0x165667b19e3779f9u, MSI_SUM_4 = 0x85ebca77c2b2ae63u,
+                      MSI_SUM_5 = 0x27d4eb2f165667c5u;
+
+static inline uint64_t msi_rotate(uint64_t x, int bits) {
+    return x << bits | x >> (64 - bits);
+}
+
+static inline uint64_t msi_sum_round(uint64_t lane, uint64_t word) {
+    return msi_rotate(lane + word * MSI_SUM_2, 31) * MSI_SUM_1;
+}
+
+static msi_sum msi_begin_sum(void) {
+    msi_sum s;
+    memset(&s, 0, sizeof s);
+    s.lane[0] = MSI_SUM_1 + MSI_SUM_2;
+    s.lane[1] = MSI_SUM_2;
+    s.lane[3] = 0 - MSI_SUM_1;
+    return s;
+}
+
+static void msi_add_to_sum(msi_sum *s, const void *data, uint64_t bytes) {
+    const uint8_t *at = (const uint8_t *)data;
+    uint64_t a = s->lane[0], b = s->lane[1], c = s->lane[2], d = s->lane[3], word[4];
+    for (uint64_t left = bytes / 32; left > 0; left--, at += 32) {
+        memcpy(word, at, sizeof word);
+        a = msi_sum_round(a, word[0]);
+        b = msi_sum_round(b, word[1]);
+        c = msi_sum_round(c, word[2]);
+        d = msi_sum_round(d, word[3]);
+    }
+    s->lane[0] = a;
+    s->lane[1] = b;
+    s->lane[2] = c;
+    s->lane[3] = d;
+    memcpy(s->rest, at, (size_t)(bytes % 32));
+    s->bytes += bytes;
+}
+
+static uint64_t msi_end_sum(const msi_sum *s) {
+    uint64_t hash = MSI_SUM_5, word;
+    uint32_t half, at = 0;
+    if (s->bytes >= 32) {
+        hash = msi_rotate(s->lane[0], 1) + msi_rotate(s->lane[1], 7) + msi_rotate(s->lane[2], 12) +
+               msi_rotate(s->lane[3], 18);
+        for (int k = 0; k < 4; k++) {
+            hash = (hash ^ msi_sum_round(0, s->lane[k])) * MSI_SUM_1 + MSI_SUM_4;
+        }
+    }
+    hash += s->bytes;
+    const uint32_t rest = (uint32_t)(s->bytes % 32);
+    for (; at + 8 <= rest; at += 8) {
+        memcpy(&word, s->rest + at, sizeof word);
+        hash = msi_rotate(hash ^ msi_sum_round(0, word), 27) * MSI_SUM_1 + MSI_SUM_4;
+    }
+    for (; at + 4 <= rest; at += 4) {
+        memcpy(&half, s->rest + at, sizeof half);
+        hash = msi_rotate(hash ^ half * MSI_SUM_1, 23) * MSI_SUM_2 + MSI_SUM_3;
+    }
+    for (; at < rest; at++) {
+        hash = msi_rotate(hash ^ s->rest[at] * MSI_SUM_5, 11) * MSI_SUM_1;
+    }
+    hash = (hash ^ hash >> 33) * MSI_SUM_2;
+    hash = (hash ^ hash >> 29) * MSI_SUM_3;
+    return hash ^ hash >> 32;
+}
+
+/* Numbers of a run, in the metadata as "memscale.NAME". micro of micro_count micro-batches of the
+   present step are done; their gradients are multiplied by the loss scale if `scaled`. The loss scale
+   by its bits; 0: the run has none. `saves` numbers the checkpoints of a folder. */
+#define MSI_NUMBERS(X)                                                                             \
+    X(version)                                                                                     \
+    X(step)                                                                                        \
+    X(micro)                                                                                       \
+    X(micro_count)                                                                                 \
+    X(seed)                                                                                        \
+    X(graph)                                                                                       \
+    X(optimizer)                                                                                   \
+    X(loss_scale)                                                                                  \
+    X(clean_steps)                                                                                 \
+    X(skipped_steps)                                                                               \
+    X(skipped_in_row)                                                                              \
+    X(overflow)                                                                                    \
+    X(scaled)                                                                                      \
+    X(saves)
+
+#define MSI_X(name) uint64_t name;
+typedef struct msi_numbers {
+    MSI_NUMBERS(MSI_X)
+} msi_numbers;
+#undef MSI_X
+
+enum { MSI_FILE_VERSION = 1 };
+
+/* What one tensor of a file is. */
+typedef enum msi_item_kind {
+    MSI_ITEM_TENSOR, // a value, gradient or state of a tensor of the graph
+    MSI_ITEM_COUNT,  // the updates that a param has seen
+    MSI_ITEM_EXTRA,  // memory of the trainer, of ms_save_extra
+    MSI_ITEM_SUMS    // of the header, then of each tensor before this one
+} msi_item_kind;
+
+/* One tensor that the model has for a file, or wants of it. */
+typedef struct msi_item {
+    msi_item_kind kind;
+    msi_role role;
+    uint32_t index; // of the tensor, or of the extra
+    uint32_t name;  // in the file: offset in msi_checkpoint.names
+    uint32_t base;  // the end of it that is the name of the tensor alone
+    uint32_t hash;  // of the name
+    msi_format format;
+    uint64_t count, begin, bytes; // elements; the place in the data
+    uint64_t number;              // of a COUNT
+    uint32_t entry;               // in the file that is read; MSI_NONE: nothing is read
+    bool is_transposed;
+    bool is_zeroed; // the file has none: it begins with zeros
+} msi_item;
+
+/* One tensor of a file that is read. */
+typedef struct msi_entry {
+    uint64_t begin, end;
+    uint32_t name, shape; // offsets in the header: of the name, and of the first dim
+    uint32_t hash;
+    uint16_t rank;
+    uint16_t format; // MSI_FORMAT_COUNT: none that is known here
+} msi_entry;
+
+/* A file that is written or read. Its first error sticks. */
+typedef struct msi_checkpoint {
+    ms_model *m;
+    const char *function;
+    ms_result result;
+    const ms_sink *sink;
+    const ms_source *source;
+    ms_load_options options;
+    msi_numbers numbers;
+    MSI_LIST(char) names;
+    MSI_LIST(char) header;
+    MSI_LIST(msi_item) items;
+    MSI_LIST(uint64_t) sums;
+    MSI_LIST(msi_entry) entries;
+    MSI_LIST(uint8_t) buffer;
+    uint64_t at;        // where the data begins in the file that is read
+    uint64_t number_of; // mask of the numbers that were read
+    bool has_sums;
+    bool is_whole; // the state of a run is read, not only values
+} msi_checkpoint;
+
+#define MSI_REFUSE_FILE(c, how, ...)                                                               \
+    ((c)->result == MS_RESULT_OK ? (void)((c)->result = msi_fail((c)->m, how, __VA_ARGS__))        \
+                                 : (void)0)
+
+static MSI_COLD void msi_close_checkpoint(msi_checkpoint *c) {
+    const ms_allocator *a = &c->m->config.allocator;
+    MSI_LIST_FREE(char, a, c->names);
+    MSI_LIST_FREE(char, a, c->header);
+    MSI_LIST_FREE(msi_item, a, c->items);
+    MSI_LIST_FREE(uint64_t, a, c->sums);
+    MSI_LIST_FREE(msi_entry, a, c->entries);
+    MSI_LIST_FREE(uint8_t, a, c->buffer);
+}
+
+#define MSI_ROOM(type, c, list, needed)                                                            \
+    ((c)->result == MS_RESULT_OK && !MSI_RESERVE(type, &(c)->m->config.allocator, list, needed)    \
+         ? (void)((c)->result = msi_fail_memory((c)->m, (c)->function, (needed) * sizeof(type)))   \
+         : (void)0)
+
+static MSI_COLD uint32_t msi_hash_name(const char *name) {
+    uint64_t hash = 0;
+    for (; *name; name++) {
+        hash = (hash ^ (uint8_t)*name) * 0x100000001b3u;
+    }
+    return (uint32_t)(hash ^ hash >> 32);
+}
+
+/* The bytes of the UTF-8 character at `at`, which ends with 0; 0: it is none, or a control character.
+   Unicode standard, table 3-7. */
+static MSI_COLD int msi_character(const char *text) {
+    const uint8_t *at = (const uint8_t *)text;
+    const uint8_t first = at[0];
+    const int length = first < 0x80   ? 1
+                       : first < 0xc2 ? 0
+                       : first < 0xe0 ? 2
+                       : first < 0xf0 ? 3
+                                      : 4;
+    const uint8_t lowest = first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
+    const uint8_t highest = first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
+    bool is = first >= 0x20 && first != 0x7f && first <= 0xf4 && length > 0;
+    for (int k = 1; k < length && is; k++) {
+        is = at[k] >= (k == 1 ? lowest : 0x80) && at[k] <= (k == 1 ? highest : 0xbf);
+    }
+    return is ? length : 0;
+}
+
+static MSI_COLD void msi_add_characters(msi_checkpoint *c, const char *text) {
+    for (int length = 1; *text; text += length) {
+        length = msi_character(text);
+        MSI_ROOM(char, c, c->names, c->names.count + 5);
+        if (c->result != MS_RESULT_OK) {
+            return;
+        }
+        memcpy(c->names.items + c->names.count, length ? text : "_", length ? (size_t)length : 1);
+        length = length ? length : 1;
+        c->names.count += (uint32_t)length;
+    }
+}
+
+static MSI_COLD bool msi_is_named(const msi_checkpoint *c, const char *name, uint32_t hash) {
+    bool is = false;
+    for (uint32_t i = 0; i < c->items.count && !is; i++) {
+        const msi_item *other = &c->items.items[i];
+        is = other->hash == hash && strcmp(c->names.items + other->name, name) == 0;
+    }
+    return is;
+}
+
+/* Gives an item its name: a prefix, and the name of its tensor. Values have none. Where a value's name
+   was given to one before, "#2" follows, or the first number that makes it unique; an empty name, and
+   one that begins with "memscale." or is "__metadata__", follows "tensor.". */
+static MSI_COLD void msi_name_item(msi_checkpoint *c, msi_item *i, const char *prefix,
+                                   const char *name) {
+    const bool is_reserved = prefix[0] == 0 && (name[0] == 0 || strcmp(name, "__metadata__") == 0 ||
+                                                strncmp(name, "memscale.", 9) == 0);
+    uint64_t number = 1;
+    for (uint32_t k = 0; k < c->items.count && prefix[0] == 0; k++) {
+        const msi_item *other = &c->items.items[k];
+        number +=
+            other->kind == MSI_ITEM_TENSOR && other->role == MSI_ROLE_VALUE &&
+            strcmp(msi_name(&c->m->graph, c->m->graph.tensors.items[other->index].name), name) == 0;
+    }
+    i->name = c->names.count;
+    do {
+        char suffix[32] = "";
+        if (number > 1) {
+            msi_write_text(suffix, sizeof suffix, "#%llu", (unsigned long long)number);
+        }
+        c->names.count = i->name;
+        msi_add_characters(c, is_reserved ? "tensor." : prefix);
+        i->base = c->names.count;
+        msi_add_characters(c, name);
+        msi_add_characters(c, suffix);
+        MSI_ROOM(char, c, c->names, c->names.count + 1);
+        if (c->result != MS_RESULT_OK) {
+            return;
+        }
+        c->names.items[c->names.count++] = 0;
+        i->hash = msi_hash_name(c->names.items + i->name);
+        number++;
+    } while (prefix[0] == 0 && msi_is_named(c, c->names.items + i->name, i->hash));
+}
+
+static MSI_COLD void msi_add_item(msi_checkpoint *c, msi_item item, const char *prefix,
+                                  const char *name) {
+    msi_name_item(c, &item, prefix, name);
+    MSI_ROOM(msi_item, c, c->items, c->items.count + 1);
+    if (c->result == MS_RESULT_OK) {
+        item.bytes = msi_format_bytes(item.format, item.count);
+        item.entry = MSI_NONE;
+        c->items.items[c->items.count++] = item;
+    }
+}
+
+/* Adds the gradient, the state and the count of updates of a param, as far as there are any. */
+static MSI_COLD void msi_add_training(msi_checkpoint *c, msi_item item, const char *base) {
+    const msi_store *store = c->m->run.store;
+    const msi_tensor *t = &c->m->graph.tensors.items[item.index];
+    for (int role = MSI_ROLE_GRADIENT; role < MSI_ROLE_MASTER; role++) {
+        const msi_resident *r = msi_find_resident(store, item.index, (msi_role)role);
+        const bool lasts = role != MSI_ROLE_GRADIENT || store->micro_count > 1 ||
+                           msi_is_borrowed(t, MSI_ROLE_GRADIENT);
+        char prefix[32] = "memscale.gradient.";
+        if (role != MSI_ROLE_GRADIENT) {
+            msi_write_text(prefix, sizeof prefix, "memscale.state%d.", role - MSI_ROLE_STATE0);
+        }
+        item.role = (msi_role)role;
+        if (r && r->bytes > 0 && lasts) {
+            item.format = r->format;
+            msi_add_item(c, item, prefix, base);
+        }
+    }
+    if (t->is_counted) {
+        item.kind = MSI_ITEM_COUNT;
+        item.format = MSI_FORMAT_I64;
+        item.count = 1;
+        msi_add_item(c, item, "memscale.updates.", base);
+    }
+}
+
+/* All that a model has for a file, in the order of registration. */
+static MSI_COLD void msi_list_items(msi_checkpoint *c) {
+    const msi_graph *g = &c->m->graph;
+    for (uint32_t t = 0; t < g->tensors.count && c->result == MS_RESULT_OK; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const msi_resident *r = msi_find_value(c->m->run.store, t, MSI_ROLE_VALUE);
+        if ((tensor->kind != MSI_KIND_PARAM && tensor->kind != MSI_KIND_BUFFER) || !r) {
+            continue;
+        }
+        msi_item item;
+        memset(&item, 0, sizeof item);
+        item.kind = MSI_ITEM_TENSOR;
+        item.role = MSI_ROLE_VALUE;
+        item.index = t;
+        item.format = r->format;
+        item.count = ms_shape_count(&tensor->view.shape);
+        msi_add_item(c, item, "", msi_name(g, tensor->name));
+        if (tensor->kind == MSI_KIND_PARAM && c->result == MS_RESULT_OK) {
+            const uint32_t base = c->items.items[c->items.count - 1].name;
+            MSI_ROOM(char, c, c->names, c->names.count + 8 * (64 + c->names.count - base));
+            if (c->result == MS_RESULT_OK) { // so that the name stays where it is
+                msi_add_training(c, item, c->names.items + base);
+            }
+        }
+    }
+    for (uint32_t k = 0; k < c->m->extras.count; k++) {
+        msi_item item;
+        memset(&item, 0, sizeof item);
+        item.kind = MSI_ITEM_EXTRA;
+        item.index = k;
+        item.format = MSI_FORMAT_U8;
+        item.count = c->m->extras.items[k].bytes;
+        msi_add_item(c, item, "memscale.extra.", c->m->extras.items[k].name);
+    }
+}
+
+/* What the layers compute from what, without names, addresses and sizes. */
+static MSI_COLD uint64_t msi_hash_structure(const msi_graph *g) {
+    uint64_t hash = msi_mix_in(g->tensors.count, g->layers.count);
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        hash = msi_mix_in(hash, (uint64_t)tensor->kind << 32 | (uint64_t)tensor->view.dtype << 8 |
+                                    (uint64_t)(uint32_t)tensor->view.shape.rank);
+    }
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        for (int k = 0; k < MSI_GROUP_COUNT; k++) {
+            for (MSI_EACH(value, g, l, k)) {
+                hash =
+                    msi_mix_in(hash, (uint64_t)k << 40 | (uint64_t)value.slot << 32 | value.tensor);
+            }
+        }
+        hash = msi_mix_in(hash, i);
+    }
+    return msi_mix_in(hash, g->loss);
+}
+
+MEMSCALE_PRINTF(2, 3)
+static MSI_COLD void msi_put(msi_checkpoint *c, const char *format, ...) {
+    char text[256];
+    va_list args;
+    va_start(args, format);
+    const int length = msi_vformat(text, sizeof text, format, args);
+    va_end(args);
+    MSI_ROOM(char, c, c->header, c->header.count + (uint32_t)length);
+    if (c->result == MS_RESULT_OK) {
+        memcpy(c->header.items + c->header.count, text, (size_t)length);
+        c->header.count += (uint32_t)length;
+    }
+}
+
+static MSI_COLD void msi_put_name(msi_checkpoint *c, const char *name) {
+    for (; *name; name++) {
+        msi_put(c, "%s%.1s", *name == '"' || *name == '\\' ? "\\" : "", name);
+    }
+}
+
+static MSI_COLD const char *msi_dtype_in_file(msi_format format) {
+#define MSI_X(name, ...) #name,
+    static const char *const names[] = {MSI_CALL_FORMATS(MSI_X) MSI_KEPT_FORMATS(MSI_X)};
+#undef MSI_X
+    return msi_is_coded(format) ? "U8" : names[format];
+}
+
+static MSI_COLD void msi_put_item(msi_checkpoint *c, const msi_item *i) {
+    const bool is_shaped = i->kind == MSI_ITEM_TENSOR && !msi_is_coded(i->format);
+    const ms_shape shape = is_shaped
+                               ? c->m->graph.tensors.items[i->index].view.shape
+                               : ms_shape1((int64_t)(i->kind == MSI_ITEM_COUNT ? 1 : i->bytes));
+    msi_put(c, ",\"");
+    msi_put_name(c, c->names.items + i->name);
+    msi_put(c, "\":{\"dtype\":\"%s\",\"shape\":[", msi_dtype_in_file(i->format));
+    for (int k = 0; k < shape.rank; k++) {
+        msi_put(c, "%s%llu", k ? "," : "", (unsigned long long)shape.dim[k]);
+    }
+    msi_put(c, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)i->begin,
+            (unsigned long long)(i->begin + i->bytes));
+}
+
+/* Places the items, those with the largest elements first, so that all are aligned; and writes the
+   header, which ends at a multiple of 64 bytes of the file. */
+static MSI_COLD void msi_write_header(msi_checkpoint *c) {
+    uint64_t begin = 0;
+    msi_put(c, "{\"__metadata__\":{\"format\":\"pt\"");
+#define MSI_X(name)                                                                                \
+    msi_put(c, ",\"memscale." #name "\":\"%llu\"", (unsigned long long)c->numbers.name);
+    MSI_NUMBERS(MSI_X)
+#undef MSI_X
+    msi_put(c, "}");
+    for (uint32_t bytes = 8; bytes > 0; bytes /= 2) {
+        for (uint32_t k = 0; k < c->items.count; k++) {
+            msi_item *i = &c->items.items[k];
+            if (msi_formats[i->format].bytes == bytes) {
+                i->begin = begin;
+                begin += i->bytes;
+                msi_put_item(c, i);
+            }
+        }
+    }
+    msi_put(c, "}");
+    while (c->result == MS_RESULT_OK && (c->header.count + 8) % 64 != 0) {
+        msi_put(c, " ");
+    }
+}
+
+/* A header that is parsed where it is: strings are decoded in place and end with 0. */
+typedef struct msi_json {
+    char *text, *at, *end;
+    bool is_wrong;
+} msi_json;
+
+static MSI_COLD void msi_json_skip(msi_json *j) {
+    while (j->at < j->end &&
+           (*j->at == ' ' || *j->at == '\n' || *j->at == '\r' || *j->at == '\t')) {
+        j->at++;
+    }
+}
+
+/* Whether this character comes next, which is then taken. */
+static MSI_COLD bool msi_json_has(msi_json *j, char what) {
+    msi_json_skip(j);
+    const bool has = !j->is_wrong && j->at < j->end && *j->at == what;
+    j->at += has;
+    return has;
+}
+
+static MSI_COLD void msi_json_take(msi_json *j, char what) {
+    j->is_wrong |= !msi_json_has(j, what);
+}
+
+/* The number of four hexadecimal digits. */
+static MSI_COLD uint32_t msi_json_hex(msi_json *j) {
+    uint32_t number = 0;
+    for (int k = 0; k < 4 && !j->is_wrong; k++) {
+        const char digit = j->at < j->end ? *j->at++ : 0;
+        const bool low = digit >= 'a' && digit <= 'f', high = digit >= 'A' && digit <= 'F';
+        j->is_wrong |= !low && !high && (digit < '0' || digit > '9');
+        number = number * 16 + (uint32_t)(digit - (low ? 'a' - 10 : high ? 'A' - 10 : '0'));
+    }
+    return number;
+}
+
+/* Decodes what follows a backslash: at most 4 bytes, for 2 or more of the text. */
+static MSI_COLD char *msi_json_escape(msi_json *j, char *to) {
+    static const char from[] = "\"\\/bfnrt", as[] = "\"\\/\b\f\n\r\t";
+    const char letter = j->at < j->end ? *j->at++ : 0;
+    const char *found = letter ? strchr(from, letter) : NULL;
+    if (found) {
+        *to = as[found - from];
+        return to + 1;
+    }
+    j->is_wrong |= letter != 'u';
+    uint32_t x = msi_json_hex(j);
+    if (x >= 0xd800 && x < 0xdc00 && j->end - j->at > 2 && j->at[0] == '\\' && j->at[1] == 'u') {
+        j->at += 2;
+        const uint32_t low = msi_json_hex(j);
+        j->is_wrong |= low < 0xdc00 || low > 0xdfff;
+        x = 0x10000 + ((x - 0xd800) << 10) + ((low - 0xdc00) & 0x3ff);
+    }
+    j->is_wrong |= x == 0 || (x >= 0xd800 && x < 0xe000);
+    const int more = x < 0x80 ? 0 : x < 0x800 ? 1 : x < 0x10000 ? 2 : 3; // bytes after the first
+    static const uint8_t first[] = {0, 0xc0, 0xe0, 0xf0};
+    *to++ = (char)(uint8_t)(first[more] | x >> (6 * more));
+    for (int k = more - 1; k >= 0; k--) {
+        *to++ = (char)(uint8_t)(0x80 | (x >> (6 * k) & 0x3f));
+    }
+    return to;
+}
+
+/* The next string, as an offset. */
+static MSI_COLD uint32_t msi_json_string(msi_json *j) {
+    msi_json_take(j, '"');
+    char *begin = j->at, *to = j->at;
+    while (!j->is_wrong && j->at < j->end && *j->at != '"') {
+        j->is_wrong |= (uint8_t)*j->at < 0x20;
+        if (*j->at == '\\') {
+            j->at++;
+            to = msi_json_escape(j, to);
+        } else {
+            *to++ = *j->at++;
+        }
+    }
+    msi_json_take(j, '"');
+    if (!j->is_wrong) {
+        *to = 0;
+    }
+    return j->is_wrong ? 0 : (uint32_t)(begin - j->text);
+}
+
+static MSI_COLD uint64_t msi_json_number(msi_json *j) {
+    uint64_t number = 0;
+    msi_json_skip(j);
+    j->is_wrong |= j->at == j->end || *j->at < '0' || *j->at > '9';
+    while (!j->is_wrong && j->at < j->end && *j->at >= '0' && *j->at <= '9') {
+        const uint64_t digit = (uint64_t)(*j->at++ - '0');
+        j->is_wrong |= number > (UINT64_MAX - digit) / 10;
+        number = number * 10 + digit;
+    }
+    return number;
+}
+
+/* The next dim of a shape, from inside its brackets; false after the last. */
+static MSI_COLD bool msi_next_dim(msi_json *j, uint16_t number, uint64_t *dim) {
+    if (j->is_wrong || (number == 0 && msi_json_has(j, ']')) ||
+        (number > 0 && !msi_json_has(j, ','))) {
+        return false;
+    }
+    *dim = msi_json_number(j);
+    return !j->is_wrong;
+}
+
+/* "dtype", "shape" and "data_offsets" of a tensor, in any order. */
+static MSI_COLD msi_entry msi_parse_entry(msi_json *j) {
+    msi_entry e;
+    uint64_t count = 1, dim, bytes;
+    uint32_t seen = 0;
+    memset(&e, 0, sizeof e);
+    e.format = MSI_FORMAT_COUNT;
+    msi_json_take(j, '{');
+    for (int k = 0; k < 3 && !j->is_wrong; k++) {
+        if (k > 0) {
+            msi_json_take(j, ',');
+        }
+        const char *key = j->text + msi_json_string(j);
+        msi_json_take(j, ':');
+        if (j->is_wrong) {
+            break;
+        }
+        if (strcmp(key, "dtype") == 0) {
+            const char *name = j->text + msi_json_string(j);
+            for (int f = 0; f < MSI_FORMAT_COUNT && !j->is_wrong; f++) {
+                if (!msi_is_coded((msi_format)f) &&
+                    strcmp(name, msi_dtype_in_file((msi_format)f)) == 0) {
+                    e.format = (uint16_t)f;
+                }
+            }
+            seen |= 1;
+        } else if (strcmp(key, "shape") == 0) {
+            msi_json_take(j, '[');
+            e.shape = (uint32_t)(j->at - j->text);
+            while (msi_next_dim(j, e.rank, &dim)) {
+                j->is_wrong |= !msi_multiply(count, dim, &count) || ++e.rank > 64;
+            }
+            if (e.rank > 0) {
+                msi_json_take(j, ']');
+            }
+            seen |= 2;
+        } else if (strcmp(key, "data_offsets") == 0) {
+            msi_json_take(j, '[');
+            e.begin = msi_json_number(j);
+            msi_json_take(j, ',');
+            e.end = msi_json_number(j);
+            msi_json_take(j, ']');
+            seen |= 4;
+        }
+    }
+    msi_json_take(j, '}');
+    j->is_wrong |= seen != 7 || e.begin > e.end;
+    if (!j->is_wrong && e.format != MSI_FORMAT_COUNT) {
+        j->is_wrong |=
+            !msi_multiply(count, msi_formats[e.format].bytes, &bytes) || bytes != e.end - e.begin;
+    }
+    return e;
+}
+
+/* Takes a number of the run out of the metadata; what has another name is skipped. */
+static MSI_COLD void msi_take_number(msi_checkpoint *c, const char *key, char *value) {
+    msi_json j = {value, value, value + strlen(value), false};
+    const uint64_t number = msi_json_number(&j);
+    uint64_t bit = 1;
+#define MSI_X(name)                                                                                \
+    if (strcmp(key, "memscale." #name) == 0 && !j.is_wrong && j.at == j.end) {                     \
+        c->numbers.name = number;                                                                  \
+        c->number_of |= bit;                                                                       \
+    }                                                                                              \
+    bit <<= 1;
+    MSI_NUMBERS(MSI_X)
+#undef MSI_X
+    c->is_whole = c->number_of == bit - 1;
+}
+
+static MSI_COLD void msi_parse_metadata(msi_checkpoint *c, msi_json *j) {
+    msi_json_take(j, '{');
+    if (msi_json_has(j, '}')) {
+        return;
+    }
+    do {
+        const uint32_t key = msi_json_string(j);
+        msi_json_take(j, ':');
+        const uint32_t value = msi_json_string(j);
+        if (!j->is_wrong) {
+            msi_take_number(c, j->text + key, j->text + value);
+        }
+    } while (msi_json_has(j, ','));
+    msi_json_take(j, '}');
+}
+
+static MSI_COLD void msi_parse_tensors(msi_checkpoint *c, msi_json *j) {
+    msi_json_take(j, '{');
+    if (msi_json_has(j, '}')) {
+        return;
+    }
+    do {
+        const uint32_t name = msi_json_string(j);
+        msi_json_take(j, ':');
+        if (!j->is_wrong && strcmp(j->text + name, "__metadata__") == 0) {
+            msi_parse_metadata(c, j);
+        } else if (!j->is_wrong) {
+            msi_entry e = msi_parse_entry(j);
+            e.name = name;
+            e.hash = msi_hash_name(j->text + name);
+            j->is_wrong |= c->entries.count == c->entries.capacity;
+            if (!j->is_wrong) {
+                c->entries.items[c->entries.count++] = e;
+            }
+        }
+    } while (msi_json_has(j, ','));
+    msi_json_take(j, '}');
+}
+
+static MSI_COLD bool msi_is_before(const msi_entry *a, const msi_entry *b) {
+    return a->begin != b->begin ? a->begin < b->begin : a->end < b->end;
+}
+
+static MSI_COLD void msi_sift_entry(msi_entry *items, uint32_t root, uint32_t count) {
+    for (uint64_t child = 2 * (uint64_t)root + 1; child < count; child = 2 * (uint64_t)root + 1) {
+        child += child + 1 < count && msi_is_before(&items[child], &items[child + 1]);
+        if (!msi_is_before(&items[root], &items[child])) {
+            return;
+        }
+        const msi_entry moved = items[root];
+        items[root] = items[child];
+        items[child] = moved;
+        root = (uint32_t)child;
+    }
+}
+
+/* Heap sort by the place in the data. In place, since qsort may allocate memory past the hooks. */
+static MSI_COLD void msi_sort_entries(msi_entry *items, uint32_t count) {
+    for (uint32_t root = count / 2; root > 0; root--) {
+        msi_sift_entry(items, root - 1, count);
+    }
+    for (uint32_t left = count; left > 1; left--) {
+        const msi_entry last = items[left - 1];
+        items[left - 1] = items[0];
+        items[0] = last;
+        msi_sift_entry(items, 0, left - 1);
+    }
+}
+
+/* The least that a tensor takes in a header, more than an entry does:
+   "":{"dtype":"U8","shape":[],"data_offsets":[0,0]} */
+enum { MSI_LEAST_ENTRY = 49 };
+
+/* Parses a header, and checks the places of all tensors. */
+static MSI_COLD void msi_parse_header(msi_checkpoint *c, uint64_t data_bytes) {
+    msi_json j = {c->header.items, c->header.items, c->header.items + c->header.count, false};
+    uint64_t end = 0;
+    MSI_ROOM(msi_entry, c, c->entries, c->header.count / MSI_LEAST_ENTRY + 1);
+    if (c->result != MS_RESULT_OK) {
+        return;
+    }
+    msi_parse_tensors(c, &j);
+    msi_json_skip(&j);
+    if (j.is_wrong || j.at != j.end) {
+        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
+                        "%s: the header is not that of a safetensors file, from byte %llu on",
+                        c->function, (unsigned long long)(8 + (j.at - j.text)));
+        return;
+    }
+    msi_sort_entries(c->entries.items, c->entries.count);
+    for (uint32_t k = 0; k < c->entries.count && c->result == MS_RESULT_OK; k++) {
+        const msi_entry *e = &c->entries.items[k];
+        if (e->begin != end) {
+            MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
+                            "%s: tensor \"%.100s\" begins at %llu, not at %llu: %s", c->function,
+                            j.text + e->name, (unsigned long long)e->begin, (unsigned long long)end,
+                            e->begin < end ? "tensors overlap" : "there is a gap");
+        }
+        end = e->end;
+    }
+    if (end != data_bytes) {
+        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
+                        "%s: the file has %llu bytes of data, not %llu: it is %s", c->function,
+                        (unsigned long long)data_bytes, (unsigned long long)end,
+                        data_bytes < end ? "cut off" : "too long");
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>checkpoints  a run is saved, piece by piece from where its values are; and loaded, into any plan
+
+enum { MSI_FILE_PIECE = 1 << 22, MSI_MOST_HEADER = 100000000 }; // the latter as in safetensors
+
+/* Where the items are of what a run consists of. */
+static MSI_COLD msi_memory msi_item_memory(msi_checkpoint *c, msi_item *i) {
+    msi_memory memory;
+    memset(&memory, 0, sizeof memory);
+    memory.on_host = true;
+    memory.format = i->format;
+    switch (i->kind) {
+    case MSI_ITEM_TENSOR:
+        return msi_memory_of(i->role == MSI_ROLE_VALUE
+                                 ? msi_find_value(c->m->run.store, i->index, i->role)
+                                 : msi_find_resident(c->m->run.store, i->index, i->role));
+    case MSI_ITEM_COUNT:
+        memory.source = memory.target = &i->number;
+        break;
+    case MSI_ITEM_EXTRA:
+        memory.source = memory.target = c->m->extras.items[i->index].data;
+        break;
+    case MSI_ITEM_SUMS:
+        memory.source = c->sums.items;
+        break;
+    }
+    return memory;
+}
+
+static MSI_COLD void msi_write_out(msi_checkpoint *c, const void *data, uint64_t bytes) {
+    if (c->result == MS_RESULT_OK && c->sink->write(c->sink->user, data, (size_t)bytes) != 0) {
+        MSI_REFUSE_FILE(c, MS_RESULT_FILE, "%s: the sink has failed to write %llu bytes",
+                        c->function, (unsigned long long)bytes);
+    }
+}
+
+/* Writes one item, and notes its sum. */
+static MSI_COLD void msi_save_item(msi_checkpoint *c, msi_item *i) {
+    const msi_memory from = msi_item_memory(c, i);
+    msi_sum sum = msi_begin_sum();
+    for (uint64_t at = 0; at < i->bytes && c->result == MS_RESULT_OK; at += MSI_FILE_PIECE) {
+        const uint64_t bytes = msi_smaller(i->bytes - at, MSI_FILE_PIECE);
+        const uint8_t *piece = (const uint8_t *)from.source + at;
+        if (!from.on_host && !msi_is_direct(c->m)) {
+            c->result = msi_copy(c->m, c->buffer.items, true, piece, false, bytes);
+            piece = c->buffer.items;
+        }
+        if (c->result == MS_RESULT_OK) {
+            msi_add_to_sum(&sum, piece, bytes);
+            msi_write_out(c, piece, bytes);
+        }
+    }
+    c->sums.items[c->sums.count++] = msi_end_sum(&sum);
+}
+
+/* The state of a run as numbers. */
+static MSI_COLD void msi_take_numbers(msi_checkpoint *c) {
+    const ms_model *m = c->m;
+    msi_numbers *n = &c->numbers;
+    n->version = MSI_FILE_VERSION;
+    n->step = m->run.step;
+    n->micro = m->run.micro;
+    n->micro_count = m->run.store->micro_count;
+    n->seed = m->config.seed;
+    n->graph = msi_hash_structure(&m->graph);
+    n->optimizer = (uint64_t)m->optimizer.kind;
+    n->scaled = m->run.plan->train.code.scales_loss;
+    if (m->scale.scaling.growth_steps > 0) {
+        n->loss_scale = msi_bits_of_f32(m->scale.loss_scale);
+        n->clean_steps = m->scale.clean_steps;
+        n->skipped_steps = m->scale.skipped_steps;
+        n->skipped_in_row = m->scale.skipped_in_row;
+        n->overflow = m->scale.overflow;
+    }
+}
+
+/* What save and load need: a model that is between two calls, and knows its loss scale. */
+static MSI_COLD ms_result msi_check_settled(ms_model *m, const char *function) {
+    ms_result result = msi_check_between_steps(m, function);
+    if (result == MS_RESULT_OK && (!m->run.plan || m->config.dry_run || msi_is_suspended(m))) {
+        result = !m->run.plan ? msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function)
+                 : m->config.dry_run
+                     ? msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run has no values", function)
+                     : msi_fail_suspended(m, function);
+    }
+    return result;
+}
+
+static MSI_COLD ms_result msi_check_saved(ms_model *m, const char *function) {
+    ms_result result = msi_check_settled(m, function);
+    if (result == MS_RESULT_OK && m->run.progress != MSI_PROGRESS_NONE) {
+        result = msi_fail(m, MS_RESULT_ORDER,
+                          "%s: a step is under way: complete it first, with ms_backward and "
+                          "ms_update",
+                          function);
+    }
+    MSI_THEN(result, msi_await_steps(m));
+    if (result == MS_RESULT_OK && m->run.failed) {
+        result = msi_fail(m, MS_RESULT_FAILED,
+                          "%s: an earlier step was cut short, so params may be wrong", function);
+    }
+    for (uint32_t i = 0; i < m->graph.tensors.count && result == MS_RESULT_OK; i++) {
+        const msi_tensor *t = &m->graph.tensors.items[i];
+        if (t->kind == MSI_KIND_PARAM && !t->written && !t->in_place &&
+            !msi_is_borrowed(t, MSI_ROLE_VALUE)) {
+            result = msi_fail(m, MS_RESULT_ORDER, "%s: param \"%s\" has no value", function,
+                              msi_name(&m->graph, t->name));
+        }
+    }
+    MSI_THEN(result, msi_keep_scale(m, m->run.store));
+    return result;
+}
+
+/* Everything that is to be written, with its place. */
+static MSI_COLD void msi_plan_file(msi_checkpoint *c) {
+    msi_item sums;
+    memset(&sums, 0, sizeof sums);
+    msi_take_numbers(c);
+    msi_list_items(c);
+    for (uint32_t k = 0; k < c->items.count; k++) {
+        msi_item *i = &c->items.items[k];
+        if (i->kind == MSI_ITEM_COUNT) {
+            const msi_tensor *t = &c->m->graph.tensors.items[i->index];
+            i->number = t->updates + (c->m->run.step - c->m->scale.skipped_steps - t->counted_from);
+        }
+    }
+    sums.kind = MSI_ITEM_SUMS;
+    sums.format = MSI_FORMAT_U8;
+    sums.count = ((uint64_t)c->items.count + 1) * sizeof(uint64_t);
+    msi_add_item(c, sums, "memscale.", "checksums");
+    MSI_ROOM(uint64_t, c, c->sums, c->items.count + 1);
+    MSI_ROOM(uint8_t, c, c->buffer, MSI_FILE_PIECE);
+    msi_write_header(c);
+}
+
+static MSI_COLD uint64_t msi_file_bytes(const msi_checkpoint *c) {
+    const msi_item *last = &c->items.items[c->items.count - 1];
+    return 8 + c->header.count + last->begin + last->bytes;
+}
+
+static MSI_COLD void msi_write_file(msi_checkpoint *c) {
+    const uint64_t length = c->header.count;
+    msi_sum sum = msi_begin_sum();
+    msi_add_to_sum(&sum, c->header.items, length);
+    c->sums.items[c->sums.count++] = msi_end_sum(&sum);
+    msi_write_out(c, &length, sizeof length);
+    msi_write_out(c, c->header.items, length);
+    for (uint32_t bytes = 8; bytes > 0; bytes /= 2) {
+        for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
+            if (msi_formats[c->items.items[k].format].bytes == bytes) {
+                msi_save_item(c, &c->items.items[k]);
+            }
+        }
+    }
+}
+
+/* A file in memory. */
+struct ms_snapshot {
+    ms_allocator allocator;
+    uint64_t bytes, done;
+};
+
+static int msi_write_snapshot(void *user, const void *data, size_t bytes) {
+    ms_snapshot *s = (ms_snapshot *)user;
+    memcpy((uint8_t *)(s + 1) + s->done, data, bytes);
+    s->done += bytes;
+    return 0;
+}
+
+static MSI_COLD ms_snapshot *msi_new_snapshot(msi_checkpoint *c) {
+    const ms_allocator *a = &c->m->config.allocator;
+    const uint64_t bytes = msi_file_bytes(c), whole = sizeof(ms_snapshot) + bytes;
+    ms_snapshot *s = (ms_snapshot *)msi_alloc(a, whole);
+    if (!s) {
+        c->result = msi_fail_memory(c->m, c->function, whole);
+        return NULL;
+    }
+    s->allocator = *a;
+    s->bytes = bytes;
+    s->done = 0;
+    return s;
+}
+
+/* Saves to a sink or, without one, to a new snapshot. */
+static MSI_COLD ms_result msi_save(ms_model *m, const char *function, const ms_sink *sink,
+                                   uint64_t saves, ms_snapshot **snapshot) {
+    msi_checkpoint c;
+    ms_sink to_memory;
+    memset(&c, 0, sizeof c);
+    c.m = m;
+    c.function = function;
+    c.sink = sink ? sink : &to_memory;
+    c.numbers.saves = saves;
+    c.result = msi_check_saved(m, function);
+    if (c.result == MS_RESULT_OK) {
+        msi_plan_file(&c);
+    }
+    to_memory.user = c.result == MS_RESULT_OK && !sink ? msi_new_snapshot(&c) : NULL;
+    to_memory.write = msi_write_snapshot;
+    if (c.result == MS_RESULT_OK) {
+        msi_write_file(&c);
+    }
+    msi_close_checkpoint(&c);
+    if (!sink && c.result == MS_RESULT_OK) {
+        *snapshot = (ms_snapshot *)to_memory.user;
+    } else if (!sink) {
+        ms_snapshot_free((ms_snapshot *)to_memory.user);
+    }
+    return c.result;
+}
+
+static MSI_COLD void msi_read_in(msi_checkpoint *c, uint64_t offset, void *data, uint64_t bytes) {
+    if (c->result == MS_RESULT_OK && bytes > 0 &&
+        c->source->read(c->source->user, offset, data, (size_t)bytes) != 0) {
+        MSI_REFUSE_FILE(c, MS_RESULT_FILE, "%s: the source has failed to read %llu bytes at %llu",
+                        c->function, (unsigned long long)bytes, (unsigned long long)offset);
+    }
+}
+
+/* The entry of this name; MSI_NONE: there is none. Two are an error. */
+static MSI_COLD uint32_t msi_find_entry(msi_checkpoint *c, const char *name) {
+    const uint32_t hash = msi_hash_name(name);
+    uint32_t found = MSI_NONE;
+    for (uint32_t k = 0; k < c->entries.count; k++) {
+        const msi_entry *e = &c->entries.items[k];
+        if (e->hash == hash && strcmp(c->header.items + e->name, name) == 0) {
+            if (found != MSI_NONE) {
+                MSI_REFUSE_FILE(c, MS_RESULT_INVALID, "%s: the file has two tensors \"%.100s\"",
+                                c->function, name);
+            }
+            found = k;
+        }
+    }
+    return found;
+}
+
+/* Reads the header of a file, and the sums. */
+static MSI_COLD void msi_read_header(msi_checkpoint *c) {
+    uint64_t length = 0, size = c->source->size;
+    if (size < 8) {
+        MSI_REFUSE_FILE(c, MS_RESULT_INVALID, "%s: a file of %llu bytes is no safetensors file",
+                        c->function, (unsigned long long)size);
+    }
+    msi_read_in(c, 0, &length, 8);
+    if (c->result == MS_RESULT_OK && (length > size - 8 || length > MSI_MOST_HEADER)) {
+        MSI_REFUSE_FILE(
+            c, MS_RESULT_INVALID,
+            "%s: the header is said to have %llu bytes; the file has %llu, and a header at "
+            "most %llu",
+            c->function, (unsigned long long)length, (unsigned long long)size,
+            (unsigned long long)MSI_MOST_HEADER);
+    }
+    MSI_ROOM(char, c, c->header, length);
+    msi_read_in(c, 8, c->header.items, length);
+    if (c->result != MS_RESULT_OK) {
+        return;
+    }
+    c->header.count = (uint32_t)length;
+    msi_sum sum = msi_begin_sum();
+    msi_add_to_sum(&sum, c->header.items, length);
+    c->at = 8 + length;
+    msi_parse_header(c, size - c->at);
+    const uint32_t k =
+        c->result == MS_RESULT_OK ? msi_find_entry(c, "memscale.checksums") : MSI_NONE;
+    if (k == MSI_NONE || c->result != MS_RESULT_OK) {
+        c->is_whole &= k != MSI_NONE;
+        return;
+    }
+    const msi_entry *e = &c->entries.items[k];
+    c->has_sums = k == c->entries.count - 1 && e->end - e->begin == 8 * (uint64_t)c->entries.count;
+    if (c->has_sums) {
+        MSI_ROOM(uint64_t, c, c->sums, c->entries.count);
+        msi_read_in(c, c->at + e->begin, c->sums.items, e->end - e->begin);
+    }
+    if (c->result == MS_RESULT_OK && (!c->has_sums || c->sums.items[0] != msi_end_sum(&sum))) {
+        MSI_REFUSE_FILE(c, MS_RESULT_INVALID, "%s: the header is damaged: it has another checksum",
+                        c->function);
+    }
+}
+
+/* The shape of an entry as text; dims beyond the first four are dots. */
+typedef struct msi_shape_text {
+    char text[128];
+} msi_shape_text;
+
+static MSI_COLD msi_shape_text msi_entry_words(const msi_checkpoint *c, const msi_entry *e) {
+    char *text = c->header.items;
+    msi_json j = {text, text + e->shape, text + c->header.count, false};
+    msi_shape_text words;
+    uint64_t dim;
+    int at = msi_write_text(
+        words.text, sizeof words.text, "%s [",
+        e->format == MSI_FORMAT_COUNT ? "?" : msi_dtype_in_file((msi_format)e->format));
+    for (uint16_t k = 0; k < e->rank && k < 4 && msi_next_dim(&j, k, &dim); k++) {
+        at += msi_write_text(words.text + at, sizeof words.text - (size_t)at, "%s%llu",
+                             k ? ", " : "", (unsigned long long)dim);
+    }
+    msi_write_text(words.text + at, sizeof words.text - (size_t)at, "%s]",
+                   e->rank > 4 ? ", ..." : "");
+    return words;
+}
+
+static MSI_COLD msi_shape_text msi_item_words(const msi_checkpoint *c, const msi_item *i) {
+    msi_shape_text words;
+    const bool is_shaped = i->kind == MSI_ITEM_TENSOR;
+    const ms_shape one = ms_shape1((int64_t)i->count);
+    const ms_shape *shape = is_shaped ? &c->m->graph.tensors.items[i->index].view.shape : &one;
+    int at = msi_write_text(words.text, sizeof words.text, "%s [", msi_dtype_in_file(i->format));
+    for (int k = 0; k < shape->rank; k++) {
+        at += msi_write_text(words.text + at, sizeof words.text - (size_t)at, "%s%llu",
+                             k ? ", " : "", (unsigned long long)shape->dim[k]);
+    }
+    msi_write_text(words.text + at, sizeof words.text - (size_t)at, "]");
+    return words;
+}
+
+/* Whether an entry has the shape of a tensor. */
+static MSI_COLD bool msi_has_shape(const msi_checkpoint *c, const msi_entry *e,
+                                   const ms_shape *shape, bool transposed) {
+    char *text = c->header.items;
+    msi_json j = {text, text + e->shape, text + c->header.count, false};
+    bool has = (int)e->rank == shape->rank && (!transposed || shape->rank == 2);
+    for (uint16_t k = 0; k < e->rank && has; k++) {
+        uint64_t dim = 0;
+        has = msi_next_dim(&j, k, &dim) &&
+              dim == (uint64_t)shape->dim[transposed ? shape->rank - 1 - k : k];
+    }
+    return has;
+}
+
+/* The format in which a file has an item. COUNT: it cannot be read as that. */
+static MSI_COLD msi_format msi_format_in_file(const msi_checkpoint *c, const msi_item *i,
+                                              const msi_entry *e) {
+    const msi_tensor *t = &c->m->graph.tensors.items[i->index];
+    const msi_format format = (msi_format)e->format;
+    if (i->kind != MSI_ITEM_TENSOR) {
+        return format == i->format && e->end - e->begin == i->bytes ? format : MSI_FORMAT_COUNT;
+    }
+    if (i->role >= MSI_ROLE_STATE0 && format == MSI_FORMAT_U8 && e->rank == 1) {
+        return e->end - e->begin == msi_coded_bytes(i->count) ? MSI_FORMAT_8BIT : MSI_FORMAT_COUNT;
+    }
+    const bool is_float = (int)format < MSI_CALL_FORMAT_COUNT;
+    const bool takes_float = (int)t->format < MSI_CALL_FORMAT_COUNT;
+    const bool reads = format == (msi_format)t->format || (is_float && takes_float);
+    return reads && msi_has_shape(c, e, &t->view.shape, i->is_transposed) ? format
+                                                                          : MSI_FORMAT_COUNT;
+}
+
+/* Whether a file has to have an item, or what is done without. */
+static MSI_COLD void msi_miss_item(msi_checkpoint *c, msi_item *i, const char *name) {
+    const bool is_state =
+        i->kind == MSI_ITEM_COUNT || (i->kind == MSI_ITEM_TENSOR && i->role >= MSI_ROLE_STATE0);
+    const bool is_idle =
+        i->role == MSI_ROLE_GRADIENT && i->kind == MSI_ITEM_TENSOR && c->numbers.micro == 0;
+    i->is_zeroed = is_state && c->is_whole;
+    if (!is_state && !is_idle && !c->options.partial) {
+        MSI_REFUSE_FILE(c, MS_RESULT_INVALID, "%s: the file has no tensor \"%.100s\", %s",
+                        c->function, name, msi_item_words(c, i).text);
+    }
+}
+
+/* Finds what of a file an item is read from. */
+static MSI_COLD void msi_match_item(msi_checkpoint *c, msi_item *i) {
+    const bool is_value = i->kind == MSI_ITEM_TENSOR && i->role == MSI_ROLE_VALUE;
+    const bool is_of_graph = i->kind != MSI_ITEM_EXTRA;
+    const char *own = c->names.items + i->name;
+    ms_located at = {own, false};
+    if ((!is_value && !c->is_whole) || i->kind == MSI_ITEM_SUMS) {
+        return;
+    }
+    if (is_of_graph && c->options.locate &&
+        !c->options.locate(c->options.user, msi_handle(&c->m->graph, i->index, MSI_ROLE_VALUE),
+                           c->names.items + i->base, &at)) {
+        return;
+    }
+    i->is_transposed = is_value && at.transposed;
+    const char *name = is_value ? at.name : own;
+    const uint32_t k = name ? msi_find_entry(c, name) : MSI_NONE;
+    if (k == MSI_NONE) {
+        msi_miss_item(c, i, name ? name : own);
+        return;
+    }
+    const msi_entry *e = &c->entries.items[k];
+    const msi_format format = msi_format_in_file(c, i, e);
+    if (format == MSI_FORMAT_COUNT) {
+        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
+                        "%s: tensor \"%.100s\" is %s in the file and %s%s here", c->function, name,
+                        msi_entry_words(c, e).text, i->is_transposed ? "transposed to " : "",
+                        msi_item_words(c, i).text);
+        return;
+    }
+    i->format = format;
+    i->entry = k;
+    i->begin = e->begin;
+    i->bytes = e->end - e->begin;
+}
+
+/* An error if the numbers of a file are not those of a run of this model. */
+static MSI_COLD void msi_check_numbers(msi_checkpoint *c) {
+    const msi_numbers *n = &c->numbers;
+    const ms_model *m = c->m;
+    const float scale = msi_f32_of_bits((uint32_t)n->loss_scale);
+    const char *wrong =
+        n->version != MSI_FILE_VERSION                      ? "the version"
+        : n->step >= (uint64_t)1 << 40                      ? "the step"
+        : n->skipped_steps > n->step                        ? "the skipped steps"
+        : n->micro_count == 0 || n->micro >= n->micro_count ? "the micro-batches"
+        : n->loss_scale > UINT32_MAX ||
+                (n->loss_scale > 0 && (!msi_is_finite((double)scale) || !(scale > 0.0f)))
+            ? "the loss scale"
+        : (n->clean_steps | n->skipped_steps | n->skipped_in_row) > INT32_MAX ||
+                n->overflow > m->graph.tensors.count || n->scaled > 1
+            ? "the counters of the loss scale"
+            : NULL;
+    if (wrong) {
+        MSI_REFUSE_FILE(c, MS_RESULT_INVALID, "%s: %s in the file cannot be right", c->function,
+                        wrong);
+    } else if (n->graph != msi_hash_structure(&m->graph) && !c->options.partial) {
+        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
+                        "%s: the file is of another graph of layers (partial loads what fits)",
+                        c->function);
+    } else if (n->optimizer != (uint64_t)m->optimizer.kind) {
+        MSI_REFUSE_FILE(
+            c, MS_RESULT_INVALID,
+            "%s: the file is of a run with another optimizer (values_only loads the params)",
+            c->function);
+    } else if (n->micro > 0 && n->micro_count != m->run.store->micro_count) {
+        MSI_REFUSE_FILE(
+            c, MS_RESULT_INVALID,
+            "%s: the file is of a step of %u micro-batches, of which %u are done; here a "
+            "step has %u: see ms_set_accumulation",
+            c->function, (unsigned)n->micro_count, (unsigned)n->micro,
+            (unsigned)m->run.store->micro_count);
+    }
+}
+
+/* Whether the model has no values yet that a load which fails could lose. */
+static MSI_COLD bool msi_is_blank(const ms_model *m) {
+    bool is = m->run.step == 0 && m->run.micro == 0;
+    for (uint32_t i = 0; i < m->graph.tensors.count && is; i++) {
+        const msi_tensor *t = &m->graph.tensors.items[i];
+        is = t->kind == MSI_KIND_INPUT || (!t->written && !t->in_place && t->borrowed == 0);
+    }
+    return is;
+}
+
+/* Whether the scales of coded state can be scales. */
+static MSI_COLD bool msi_codes_are_finite(const void *codes, uint64_t count) {
+    bool are = true;
+    for (uint64_t at = 0; at < count; at += MSI_CODED_BLOCK) {
+        float scale;
+        memcpy(&scale, (const uint8_t *)codes + msi_scale_at(at, count), sizeof scale);
+        are &= msi_is_finite((double)scale);
+    }
+    return are;
+}
+
+/* An error if a piece of a param or of state has a number that is not finite. */
+static MSI_COLD void msi_check_piece(msi_checkpoint *c, const msi_item *i, const void *data,
+                                     uint64_t count) {
+    const bool matters = i->kind == MSI_ITEM_TENSOR && i->role != MSI_ROLE_GRADIENT &&
+                         c->m->graph.tensors.items[i->index].kind == MSI_KIND_PARAM;
+    bool is_wrong = false;
+    if (!matters || c->options.nonfinite) {
+        return;
+    }
+    if (i->format == MSI_FORMAT_F32) {
+        const uint32_t *bits = (const uint32_t *)data;
+        uint32_t any = 0;
+        for (uint64_t k = 0; k < count; k++) {
+            any |= (uint32_t)((bits[k] & 0x7f800000u) == 0x7f800000u);
+        }
+        is_wrong = any != 0;
+    } else if (msi_is_coded(i->format)) {
+        is_wrong = !msi_codes_are_finite(data, count);
+    } else {
+        const uint16_t most = i->format == MSI_FORMAT_F16 ? 0x7c00 : 0x7f80;
+        const uint16_t *bits = (const uint16_t *)data;
+        for (uint64_t k = 0; k < count; k++) {
+            is_wrong |= (bits[k] & most) == most;
+        }
+    }
+    if (is_wrong) {
+        MSI_REFUSE_FILE(
+            c, MS_RESULT_INVALID,
+            "%s: tensor \"%.100s\" has a number that is not finite (nonfinite accepts it)",
+            c->function, c->names.items + i->name);
+    }
+}
+
+/* The elements of an item that are read at a time: whole groups of codes. */
+static MSI_COLD uint64_t msi_piece_of(const msi_item *i) {
+    return msi_smaller(i->count, MSI_CONVERT_ELEMENTS);
+}
+
+/* Converts a piece, and multiplies gradients by a factor. */
+static MSI_COLD void msi_convert_piece(const msi_checkpoint *c, const msi_item *i, void *to,
+                                       msi_format to_format, const void *from, float factor,
+                                       uint64_t count) {
+    if (i->role == MSI_ROLE_GRADIENT) {
+        for (uint64_t k = 0; k < count; k++) {
+            msi_store_as(to, msi_dtype_of(to_format), k,
+                         msi_load(from, msi_dtype_of(i->format), k) * factor);
+        }
+        return;
+    }
+    msi_convert_on_host(to, to_format, from, i->format,
+                        msi_state_is_signed(c->m->optimizer.kind, (int)i->role - MSI_ROLE_STATE0),
+                        count);
+}
+
+/* What the gradients of a window are multiplied by: there and here a plan may scale the loss. */
+static MSI_COLD float msi_scale_of_load(const msi_checkpoint *c, const msi_item *i) {
+    const float scale = msi_f32_of_bits((uint32_t)c->numbers.loss_scale);
+    const bool there = c->numbers.scaled != 0, here = c->m->run.plan->train.code.scales_loss;
+    return i->role != MSI_ROLE_GRADIENT || there == here || c->numbers.loss_scale == 0 ? 1.0f
+           : here                                                                      ? scale
+                  : 1.0f / scale;
+}
+
+/* The residents that an item is loaded into: of the value of a param in 16 bits its master too. */
+static MSI_COLD uint32_t msi_targets_of(const msi_checkpoint *c, const msi_item *i,
+                                        const msi_resident **targets) {
+    const msi_store *store = c->m->run.store;
+    const msi_resident *found[2] = {msi_find_resident(store, i->index, i->role), NULL};
+    uint32_t count = 0;
+    found[1] =
+        i->role == MSI_ROLE_VALUE ? msi_find_resident(store, i->index, MSI_ROLE_MASTER) : NULL;
+    for (int k = 0; k < 2; k++) {
+        if (found[k] && found[k]->bytes > 0) {
+            targets[count++] = found[k];
+        }
+    }
+    return count;
+}
+
+/* Puts a piece of an item where it belongs. */
+static MSI_COLD void msi_put_piece(msi_checkpoint *c, const msi_item *i, msi_part part,
+                                   const uint8_t *data) {
+    const msi_resident *targets[2];
+    const uint32_t count = msi_targets_of(c, i, targets);
+    const float factor = msi_scale_of_load(c, i);
+    uint8_t *converted = c->buffer.items + c->buffer.capacity / 2;
+    for (uint32_t k = 0; k < count && c->result == MS_RESULT_OK; k++) {
+        const msi_memory to = msi_memory_of(targets[k]);
+        const msi_part place = msi_part_bytes(to.format, part);
+        const bool converts = to.format != i->format || factor < 1.0f || factor > 1.0f;
+        if (converts) {
+            msi_convert_piece(c, i, converted, to.format, data, factor, part.count);
+        }
+        const uint8_t *from = converts ? converted : data;
+        uint8_t *target = (uint8_t *)to.target + place.begin;
+        if (from != target) {
+            c->result = msi_copy(c->m, target, to.on_host, from, true, place.count);
+        }
+    }
+}
+
+/* The place of a piece on the host, if it can be read right there. */
+static MSI_COLD uint8_t *msi_place_of(msi_checkpoint *c, const msi_item *i, msi_part part) {
+    const msi_resident *targets[2];
+    if (i->kind == MSI_ITEM_EXTRA) {
+        return (uint8_t *)c->m->extras.items[i->index].data + part.begin;
+    }
+    if (i->kind != MSI_ITEM_TENSOR || msi_targets_of(c, i, targets) != 1) {
+        return NULL;
+    }
+    const msi_memory to = msi_memory_of(targets[0]);
+    return to.format == i->format && (to.on_host || msi_is_direct(c->m))
+               ? (uint8_t *)to.target + msi_part_bytes(to.format, part).begin
+               : NULL;
+}
+
+/* A piece of a matrix that the file has transposed: rows of the matrix, from columns in the file. */
+static MSI_COLD void msi_read_transposed(msi_checkpoint *c, const msi_item *i, msi_part part,
+                                         uint64_t cols) {
+    const uint64_t size = msi_formats[i->format].bytes, rows = part.count / cols;
+    const uint64_t all_rows = i->count / cols, first = part.begin / cols;
+    uint8_t *column = c->buffer.items + c->buffer.capacity / 2; // is free until it is converted
+    for (uint64_t col = 0; col < cols && c->result == MS_RESULT_OK; col++) {
+        msi_read_in(c, c->at + i->begin + (col * all_rows + first) * size, column, rows * size);
+        for (uint64_t row = 0; row < rows && c->result == MS_RESULT_OK; row++) {
+            memcpy(c->buffer.items + (row * cols + col) * size, column + row * size, (size_t)size);
+        }
+    }
+}
+
+/* Reads an item, to keep it or only to check it. */
+static MSI_COLD void msi_load_item(msi_checkpoint *c, msi_item *i, bool keeps) {
+    const bool transposes = i->is_transposed && keeps;
+    const uint64_t cols =
+        i->is_transposed ? (uint64_t)c->m->graph.tensors.items[i->index].view.shape.dim[1] : 1;
+    const uint64_t most = transposes ? msi_piece_of(i) / cols * cols : msi_piece_of(i);
+    msi_sum sum = msi_begin_sum();
+    for (uint64_t at = 0; at < i->count && c->result == MS_RESULT_OK; at += most) {
+        const msi_part part = {at, msi_smaller(i->count - at, most)};
+        const msi_part place = msi_part_bytes(i->format, part);
+        uint8_t *there = keeps && !transposes ? msi_place_of(c, i, part) : NULL;
+        uint8_t *piece = there ? there : c->buffer.items;
+        if (transposes) {
+            msi_read_transposed(c, i, part, cols);
+        } else {
+            msi_read_in(c, c->at + i->begin + place.begin, piece, place.count);
+        }
+        if (c->result == MS_RESULT_OK) {
+            msi_add_to_sum(&sum, piece, transposes ? 0 : place.count);
+            msi_check_piece(c, i, piece, part.count);
+        }
+        if (c->result == MS_RESULT_OK && i->kind == MSI_ITEM_COUNT) {
+            memcpy(&i->number, piece, sizeof i->number);
+        } else if (c->result == MS_RESULT_OK && keeps && i->kind == MSI_ITEM_TENSOR) {
+            msi_put_piece(c, i, part, piece);
+        }
+    }
+    if (c->result == MS_RESULT_OK && c->has_sums && !transposes &&
+        c->sums.items[1 + i->entry] != msi_end_sum(&sum)) {
+        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
+                        "%s: tensor \"%.100s\" is damaged in the file: it has another checksum",
+                        c->function, c->names.items + i->name);
+    }
+    if (c->result == MS_RESULT_OK && i->kind == MSI_ITEM_COUNT && i->number > INT32_MAX) {
+        MSI_REFUSE_FILE(c, MS_RESULT_INVALID, "%s: \"%.100s\" is %llu; it must be below 2^31",
+                        c->function, c->names.items + i->name, (unsigned long long)i->number);
+    }
+}
+
+/* Fills the residents of an item with zeros. */
+static MSI_COLD ms_result msi_zero_item(msi_checkpoint *c, const msi_item *i) {
+    const msi_resident *targets[2];
+    const uint32_t count = i->kind == MSI_ITEM_TENSOR ? msi_targets_of(c, i, targets) : 0;
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t k = 0; k < count; k++) {
+        const msi_memory to = msi_memory_of(targets[k]);
+        MSI_THEN(result, msi_fill(c->m, to.target, to.on_host, 0, targets[k]->bytes));
+    }
+    return result;
+}
+
+/* Checks what a load that fails could not undo, and loads all values. */
+static MSI_COLD void msi_load_items(msi_checkpoint *c) {
+    const bool is_blank = msi_is_blank(c->m);
+    for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
+        msi_item *i = &c->items.items[k];
+        const bool first = !is_blank || i->kind != MSI_ITEM_TENSOR || i->is_transposed;
+        if (i->entry != MSI_NONE && first) {
+            msi_load_item(c, i, false);
+        }
+    }
+    if (c->result != MS_RESULT_OK) {
+        return;
+    }
+    msi_drop_step(&c->m->run);
+    for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
+        msi_item *i = &c->items.items[k];
+        if (i->entry != MSI_NONE && i->kind != MSI_ITEM_COUNT) {
+            msi_load_item(c, i, true);
+        } else if (i->is_zeroed) {
+            c->result = msi_zero_item(c, i);
+        }
+    }
+    MSI_THEN(c->result, msi_synchronize(c->m));
+    if (c->result == MS_RESULT_OK) {
+        return;
+    }
+    const msi_errors errors = c->m->errors;
+    for (uint32_t k = 0; k < c->items.count && is_blank; k++) {
+        c->m->run.failed |= msi_zero_item(c, &c->items.items[k]) != MS_RESULT_OK;
+    }
+    c->m->run.failed |= !is_blank; // its source has failed between two times of reading
+    c->m->errors = errors;
+}
+
+/* The run goes on from the numbers of a file. */
+static MSI_COLD void msi_set_numbers(msi_checkpoint *c) {
+    const msi_numbers *n = &c->numbers;
+    ms_model *m = c->m;
+    m->run.step = n->step;
+    m->run.micro = (uint32_t)n->micro;
+    m->run.swept = false;
+    m->run.loss = m->loss;
+    m->run.verdict = MSI_VERDICT_NONE;
+    memset(&m->run.halt, 0, sizeof m->run.halt);
+    m->config.seed = n->seed;
+    memset(&m->scale, 0, sizeof m->scale);
+    m->scale.skipped_steps = (uint32_t)n->skipped_steps;
+    m->scale.clean_steps = (uint32_t)n->clean_steps;
+    m->scale.skipped_in_row = (uint32_t)n->skipped_in_row;
+    m->scale.overflow = (uint32_t)n->overflow;
+    m->scale.loss_scale = msi_f32_of_bits((uint32_t)n->loss_scale);
+    m->scale.scaling.growth_steps = n->loss_scale > 0; // it has begun
+    m->run.store->knows_scale = false;
+    for (uint32_t k = 0; k < c->items.count; k++) {
+        const msi_item *i = &c->items.items[k];
+        if (i->kind == MSI_ITEM_COUNT) {
+            msi_tensor *t = &m->graph.tensors.items[i->index];
+            t->updates = i->number;
+            t->counted_from = n->step - n->skipped_steps;
+        }
+    }
+    m->run.failed = m->run.failed && c->options.locate;
+}
+
+/* Notes that values are there, and tells what became of each. */
+static MSI_COLD void msi_report_load(msi_checkpoint *c) {
+#define MSI_X(name, small, ...) #small,
+    static const char *const names[] = {MSI_FORMATS(MSI_X)};
+#undef MSI_X
+    uint32_t loaded = 0, converted = 0, missing = 0;
+    for (uint32_t k = 0; k < c->items.count; k++) {
+        const msi_item *i = &c->items.items[k];
+        const msi_resident *targets[2];
+        ms_loaded what;
+        memset(&what, 0, sizeof what);
+        what.name = c->names.items + i->name;
+        what.from = what.to = names[i->format];
+        what.missing = i->entry == MSI_NONE;
+        if (i->kind == MSI_ITEM_TENSOR) {
+            what.tensor = msi_handle(&c->m->graph, i->index, i->role);
+            const uint32_t count = msi_targets_of(c, i, targets);
+            what.to = count > 0 ? names[targets[count - 1]->format] : what.from;
+            c->m->graph.tensors.items[i->index].written |=
+                !what.missing && i->role == MSI_ROLE_VALUE;
+        }
+        what.converted = !what.missing && what.from != what.to;
+        loaded += !what.missing;
+        converted += what.converted;
+        missing += what.missing;
+        if (c->options.visit) {
+            c->options.visit(c->options.user, &what);
+        }
+    }
+    c->m->run.epoch++;
+    msi_log(c->m, MS_LOG_INFO, "file",
+            "loaded %u tensors of step %llu, %u of them converted; %u are not in the file", loaded,
+            (unsigned long long)c->numbers.step, converted, missing);
+}
+
+static MSI_COLD void msi_begin_load(msi_checkpoint *c) {
+    uint64_t most = 0;
+    msi_read_header(c);
+    if (c->result == MS_RESULT_OK && c->number_of != 0 && !c->is_whole) {
+        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
+                        "%s: the metadata or the checksums of the run are damaged", c->function);
+    }
+    c->is_whole = c->is_whole && !c->options.values_only;
+    if (c->result == MS_RESULT_OK) {
+        msi_list_items(c);
+    }
+    for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
+        msi_item *i = &c->items.items[k];
+        msi_match_item(c, i);
+        most = msi_larger(most, msi_smaller(i->count, MSI_CONVERT_ELEMENTS) * 8 + MSI_ALIGNMENT);
+        if (c->result == MS_RESULT_OK && i->is_transposed && i->count > 0 &&
+            (uint64_t)c->m->graph.tensors.items[i->index].view.shape.dim[1] >
+                MSI_CONVERT_ELEMENTS) {
+            MSI_REFUSE_FILE(c, MS_RESULT_UNSUPPORTED,
+                            "%s: tensor \"%.100s\" is too wide to be transposed", c->function,
+                            c->names.items + i->name);
+        }
+    }
+    if (c->result == MS_RESULT_OK && c->is_whole) {
+        msi_check_numbers(c);
+    }
+    MSI_ROOM(uint8_t, c, c->buffer, 2 * most);
+}
+
+static MSI_COLD ms_result msi_load_file(ms_model *m, const char *function, const ms_source *source,
+                                        const ms_load_options *options) {
+    msi_checkpoint c;
+    memset(&c, 0, sizeof c);
+    c.m = m;
+    c.function = function;
+    c.source = source;
+    if (options) {
+        c.options = *options;
+    }
+    c.result = msi_check_settled(m, function);
+    MSI_THEN(c.result, msi_settle_steps(m));
+    MSI_THEN(c.result, msi_keep_scale(m, m->run.store));
+    if (c.result == MS_RESULT_OK) {
+        msi_begin_load(&c);
+    }
+    if (c.result == MS_RESULT_OK) {
+        msi_load_items(&c);
+    }
+    if (c.result == MS_RESULT_OK && c.is_whole) {
+        msi_set_numbers(&c);
+    }
+    if (c.result == MS_RESULT_OK) {
+        msi_report_load(&c);
+    }
+    msi_close_checkpoint(&c);
+    return c.result;
+}
+
+/* Memory of the trainer is saved from now on, at another address, or no more. */
+static MSI_COLD ms_result msi_keep_extra(ms_model *m, const char *name, void *data,
+                                         uint64_t bytes) {
+    uint32_t at = 0;
+    while (at < m->extras.count && strcmp(m->extras.items[at].name, name) != 0) {
+        at++;
+    }
+    if (!data) {
+        if (at < m->extras.count) {
+            memmove(&m->extras.items[at], &m->extras.items[at + 1],
+                    (m->extras.count - at - 1) * sizeof(msi_extra));
+            m->extras.count--;
+        }
+        return MS_RESULT_OK;
+    }
+    if (at == m->extras.count &&
+        !MSI_RESERVE(msi_extra, &m->config.allocator, m->extras, m->extras.count + 1)) {
+        return msi_fail_memory(m, name, sizeof(msi_extra));
+    }
+    m->extras.count += at == m->extras.count;
+    memcpy(m->extras.items[at].name, name, strlen(name) + 1);
+    m->extras.items[at].data = data;
+    m->extras.items[at].bytes = bytes;
+    return MS_RESULT_OK;
+}
+
+/* As if so many steps were completed. */
+static MSI_COLD ms_result msi_set_step(ms_model *m, uint64_t count) {
+    const bool runs = m->run.store && !m->config.dry_run && !msi_is_suspended(m);
+    ms_result result = runs ? msi_settle_steps(m) : MS_RESULT_OK;
+    MSI_THEN(result, runs ? msi_keep_scale(m, m->run.store) : MS_RESULT_OK);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    for (uint32_t i = 0; i < m->graph.tensors.count; i++) {
+        msi_tensor *t = &m->graph.tensors.items[i];
+        if (t->is_counted) {
+            t->updates += m->run.step - m->scale.skipped_steps - t->counted_from;
+            t->counted_from = count - m->scale.skipped_steps;
+        }
+    }
+    msi_drop_step(&m->run);
+    m->run.micro = 0;
+    m->run.step = count;
+    return MS_RESULT_OK;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>files  checkpoints on disk: written beside the old one, put in its place when all of it is there
+
+#ifndef MEMSCALE_NO_STDIO
+
+static int msi_fwrite(void *user, const void *data, size_t bytes) {
+    return fwrite(data, 1, bytes, (FILE *)user) == bytes ? 0 : -1;
+}
+
+static int msi_seek(FILE *file, uint64_t offset, int from) {
+#ifdef _WIN32
+    return _fseeki64(file, (int64_t)offset, from);
+#else
+    return offset > (uint64_t)LONG_MAX ? -1 : fseek(file, (long)offset, from);
+#endif
+}
+
+static int msi_fread(void *user, uint64_t offset, void *data, size_t bytes) {
+    FILE *file = (FILE *)user;
+    return msi_seek(file, offset, SEEK_SET) == 0 && fread(data, 1, bytes, file) == bytes ? 0 : -1;
+}
+
+/* Opens a file to be read; false: it is not there. */
+static MSI_COLD bool msi_open_source(const char *path, ms_source *source) {
+    FILE *file = fopen(path, "rb");
+    source->read = msi_fread;
+    source->user = file;
+    if (!file) {
+        return false;
+    }
+    setvbuf(file, NULL, _IONBF, 0); // pieces are large, and read once
+#ifdef _WIN32
+    const int64_t end = msi_seek(file, 0, SEEK_END) == 0 ? _ftelli64(file) : -1;
+#else
+    const int64_t end = msi_seek(file, 0, SEEK_END) == 0 ? ftell(file) : -1;
+#endif
+    source->size = end > 0 ? (uint64_t)end : 0;
+    return true;
+}
+
+/* Makes sure that what was written to a file, and that a file is in its folder, outlasts a loss of
+   power, as far as the system offers that. */
+static MSI_COLD bool msi_sync(FILE *file) {
+#if defined(_WIN32)
+    return fflush(file) == 0 && _commit(_fileno(file)) == 0;
+#elif defined(MSI_HAS_FSYNC)
+    return fflush(file) == 0 && fsync(fileno(file)) == 0;
+#else
+    return fflush(file) == 0;
+#endif
+}
+
+static MSI_COLD bool msi_replace(const char *from, const char *to) {
+#ifdef _WIN32
+    return MoveFileExA(from, to, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH) != 0;
+#else
+    bool is_done = rename(from, to) == 0;
+#ifdef MSI_HAS_FSYNC
+    char folder[MSI_PATH_BYTES];
+    size_t length = strlen(to);
+    while (length > 0 && to[length - 1] != '/') {
+        length--;
+    }
+    memcpy(folder, length > 0 ? to : ".", length > 0 ? length : 1);
+    folder[length > 0 ? length : 1] = 0;
+    const int opened = is_done ? open(folder, O_RDONLY) : -1;
+    if (opened >= 0) {
+        (void)fsync(opened); // some file systems cannot
+        (void)close(opened);
+    }
+#endif
+    return is_done;
+#endif
+}
+
+/* Writes a file by way of another beside it, so that at any time one of them is whole: by a save, or
+   from a snapshot. `m` is NULL for a snapshot, which leaves no text. */
+static MSI_COLD ms_result msi_write_path(ms_model *m, const char *function, const char *path,
+                                         uint64_t saves, const ms_snapshot *snapshot) {
+    char beside[MSI_PATH_BYTES];
+    const int length = path ? msi_write_text(beside, sizeof beside, "%s.tmp", path) : 0;
+    if (length <= 0 || length >= (int)sizeof beside) {
+        return m ? msi_fail(m, MS_RESULT_INVALID, "%s: the path is NULL or too long", function)
+                 : MS_RESULT_INVALID;
+    }
+    ms_sink sink;
+    FILE *file = fopen(beside, "wb");
+    sink.write = msi_fwrite;
+    sink.user = file;
+    ms_result result = !file      ? MS_RESULT_FILE
+                       : snapshot ? ms_snapshot_write(snapshot, &sink)
+                                  : msi_save(m, function, &sink, saves, NULL);
+    const bool is_disk = result == MS_RESULT_FILE;
+    if (result == MS_RESULT_OK && !msi_sync(file)) {
+        result = MS_RESULT_FILE;
+    }
+    if (file && fclose(file) != 0 && result == MS_RESULT_OK) {
+        result = MS_RESULT_FILE;
+    }
+    if (result == MS_RESULT_OK && !msi_replace(beside, path)) {
+        result = MS_RESULT_FILE;
+    }
+    if (file && result != MS_RESULT_OK) {
+        (void)remove(beside);
+    }
+    return m && (is_disk || result == MS_RESULT_FILE)
+               ? msi_fail(
+                     m, MS_RESULT_FILE,
+                     "%s: \"%.300s\" could not be written (is the disk full, the folder there?); "
+                     "what was there before still is",
+                     function, path)
+               : result;
+}
+
+static MSI_COLD ms_result msi_load_path(ms_model *m, const char *function, const char *path,
+                                        const ms_load_options *options) {
+    ms_source source;
+    if (!path || !msi_open_source(path, &source)) {
+        return msi_fail(m, MS_RESULT_FILE, "%s: \"%.300s\" could not be opened", function,
+                        path ? path : "(NULL)");
+    }
+    const ms_result result = msi_load_file(m, function, &source, options);
+    fclose((FILE *)source.user);
+    return result;
+}
+
+/* The checkpoints of a folder are in places, from 0 on; the numbers of saves tell which is newest. */
+enum { MSI_MOST_PLACES = 64 };
+
+static MSI_COLD bool msi_place_path(const ms_checkpoints *c, uint32_t place, char *path) {
+    const int length = msi_write_text(path, MSI_PATH_BYTES, "%s/checkpoint-%u.safetensors",
+                                      c->folder, (unsigned)place);
+    return length > 0 && length < (int)MSI_PATH_BYTES;
+}
+
+/* The number of the save in a place; 0: there is no checkpoint. UINT64_MAX in *saves_there: there is
+   a file, and no checkpoint in it. */
+static MSI_COLD uint64_t msi_saves_in(ms_model *m, const char *path, bool *is_there) {
+    msi_checkpoint c;
+    ms_source source;
+    const msi_errors errors = m->errors;
+    const ms_log_fn log = m->config.log;
+    *is_there = msi_open_source(path, &source);
+    if (!*is_there) {
+        return 0;
+    }
+    memset(&c, 0, sizeof c);
+    c.m = m;
+    c.function = "ms_checkpoints";
+    c.source = &source;
+    m->config.log = NULL;
+    msi_read_header(&c);
+    m->config.log = log;
+    m->errors = errors;
+    const bool is_good = c.result == MS_RESULT_OK && c.is_whole;
+    msi_close_checkpoint(&c);
+    fclose((FILE *)source.user);
+    return is_good ? c.numbers.saves : 0;
+}
+
+static MSI_COLD ms_result msi_check_folder(ms_model *m, const char *function,
+                                           const ms_checkpoints *c) {
+    char path[MSI_PATH_BYTES];
+    return !c || !c->folder || c->keep > MSI_MOST_PLACES || !msi_place_path(c, 0, path)
+               ? msi_fail(m, MS_RESULT_INVALID,
+                          "%s: the folder is NULL or too long, or keep is above %d", function,
+                          (int)MSI_MOST_PLACES)
+               : MS_RESULT_OK;
+}
+
+static MSI_COLD ms_result msi_save_place(ms_model *m, const char *function,
+                                         const ms_checkpoints *c) {
+    char path[MSI_PATH_BYTES];
+    const uint32_t keep = c->keep ? c->keep : 2;
+    uint64_t last = 0, oldest = UINT64_MAX;
+    uint32_t place = 0;
+    for (uint32_t k = 0; k < MSI_MOST_PLACES; k++) {
+        bool is_there = false;
+        const uint64_t saves = msi_place_path(c, k, path) ? msi_saves_in(m, path, &is_there) : 0;
+        last = msi_larger(last, saves);
+        if (k < keep && saves < oldest) {
+            oldest = saves;
+            place = k;
+        }
+    }
+    const ms_result result = msi_place_path(c, place, path)
+                                 ? msi_write_path(m, function, path, last + 1, NULL)
+                                 : MS_RESULT_INVALID;
+    for (uint32_t k = keep; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
+        if (msi_place_path(c, k, path)) {
+            (void)remove(path); // of an earlier run that kept more
+        }
+    }
+    return result;
+}
+
+/* Loads the newest checkpoint that is whole. */
+static MSI_COLD ms_result msi_load_place(ms_model *m, const char *function, const ms_checkpoints *c,
+                                         const ms_load_options *options, bool *found) {
+    char path[MSI_PATH_BYTES];
+    uint64_t saves[MSI_MOST_PLACES], newest = 1;
+    bool is_there = false, was_there = false;
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t k = 0; k < MSI_MOST_PLACES; k++) {
+        saves[k] = msi_place_path(c, k, path) ? msi_saves_in(m, path, &is_there) : 0;
+        was_there |= is_there;
+    }
+    for (newest = 1; newest > 0;) {
+        uint32_t place = 0;
+        newest = 0;
+        for (uint32_t k = 0; k < MSI_MOST_PLACES; k++) {
+            place = saves[k] > newest ? k : place;
+            newest = msi_larger(newest, saves[k]);
+        }
+        if (newest > 0 && msi_place_path(c, place, path)) {
+            result = msi_load_path(m, function, path, options);
+            if (result != MS_RESULT_INVALID && result != MS_RESULT_FILE) {
+                *found = result == MS_RESULT_OK;
+                return result;
+            }
+            msi_log(m, MS_LOG_WARNING, "file", "\"%.300s\" is passed over: %.200s", path,
+                    m->errors.text);
+            saves[place] = 0;
+        }
+    }
+    return result == MS_RESULT_OK && was_there
+               ? msi_fail(m, MS_RESULT_FILE, "%s: no checkpoint in \"%.300s\" is whole", function,
+                          c->folder)
+               : result;
+}
+
+#else
+
+static MSI_COLD ms_result msi_no_files(ms_model *m, const char *function) {
+    return msi_fail(
+        m, MS_RESULT_UNSUPPORTED,
+        "%s: compiled with MEMSCALE_NO_STDIO there are no files: use a sink and a source",
+        function);
+}
+
+static MSI_COLD ms_result msi_write_path(ms_model *m, const char *function, const char *path,
+                                         uint64_t saves, const ms_snapshot *snapshot) {
+    (void)path, (void)saves, (void)snapshot;
+    return m ? msi_no_files(m, function) : MS_RESULT_UNSUPPORTED;
+}
+
+static MSI_COLD ms_result msi_load_path(ms_model *m, const char *function, const char *path,
+                                        const ms_load_options *options) {
+    (void)path, (void)options;
+    return msi_no_files(m, function);
+}
+
+static MSI_COLD ms_result msi_check_folder(ms_model *m, const char *function,
+                                           const ms_checkpoints *c) {
+    (void)c;
+    return msi_no_files(m, function);
+}
+
+static MSI_COLD ms_result msi_save_place(ms_model *m, const char *function,
+                                         const ms_checkpoints *c) {
+    (void)c;
+    return msi_no_files(m, function);
+}
+
+static MSI_COLD ms_result msi_load_place(ms_model *m, const char *function, const ms_checkpoints *c,
+                                         const ms_load_options *options, bool *found) {
+    (void)c, (void)options, (void)found;
+    return msi_no_files(m, function);
+}
+#endif
 
 // ------------------------------------------------------------------------------------------------
 // >>report  what users see of a plan: sizes and times, and its programs as events
@@ -31639,6 +33606,108 @@ MEMSCALE_API ms_result ms_reshape(ms_model *model, const int64_t *sizes) {
     MSI_THEN(result, msi_check_between_steps(model, "ms_reshape"));
     MSI_THEN(result, msi_reshape(model, sizes));
     return result;
+}
+
+MEMSCALE_API ms_result ms_save_extra(ms_model *model, const char *name, void *data,
+                                     uint64_t bytes) {
+    if (!model || !name || !name[0] || strlen(name) >= MSI_EXTRA_NAME || (!data) != (bytes == 0)) {
+        return msi_fail_argument(model, "ms_save_extra",
+                                 "the name is empty or has 64 characters or more, or data is NULL");
+    }
+    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
+                                           : msi_keep_extra(model, name, data, bytes);
+}
+
+MEMSCALE_API ms_result ms_save(ms_model *model, const ms_sink *sink) {
+    if (!model || !sink || !sink->write) {
+        return msi_fail_argument(model, "ms_save", "sink or its function is NULL");
+    }
+    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
+                                           : msi_save(model, "ms_save", sink, 0, NULL);
+}
+
+MEMSCALE_API ms_result ms_load(ms_model *model, const ms_source *source,
+                               const ms_load_options *options) {
+    if (!model || !source || !source->read) {
+        return msi_fail_argument(model, "ms_load", "source or its function is NULL");
+    }
+    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
+                                           : msi_load_file(model, "ms_load", source, options);
+}
+
+MEMSCALE_API ms_result ms_save_file(ms_model *model, const char *path) {
+    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
+                                           : msi_write_path(model, "ms_save_file", path, 0, NULL);
+}
+
+MEMSCALE_API ms_result ms_load_file(ms_model *model, const char *path,
+                                    const ms_load_options *options) {
+    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
+                                           : msi_load_path(model, "ms_load_file", path, options);
+}
+
+MEMSCALE_API ms_result ms_save_checkpoint(ms_model *model, const ms_checkpoints *checkpoints) {
+    static const char *const function = "ms_save_checkpoint";
+    ms_result result = msi_made(model);
+    MSI_THEN(result, msi_check_folder(model, function, checkpoints));
+    MSI_THEN(result, msi_save_place(model, function, checkpoints));
+    return result;
+}
+
+MEMSCALE_API ms_result ms_load_checkpoint(ms_model *model, const ms_checkpoints *checkpoints,
+                                          const ms_load_options *options, bool *found) {
+    static const char *const function = "ms_load_checkpoint";
+    bool is_found = false;
+    ms_result result = msi_made(model);
+    MSI_THEN(result, msi_check_folder(model, function, checkpoints));
+    MSI_THEN(result, msi_load_place(model, function, checkpoints, options, &is_found));
+    if (found) {
+        *found = is_found;
+    }
+    return result;
+}
+
+MEMSCALE_API ms_result ms_save_begin(ms_model *model, ms_snapshot **snapshot) {
+    if (!model || !snapshot) {
+        return msi_fail_argument(model, "ms_save_begin", "an argument is NULL");
+    }
+    *snapshot = NULL;
+    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
+                                           : msi_save(model, "ms_save_begin", NULL, 0, snapshot);
+}
+
+MEMSCALE_API ms_result ms_snapshot_write(const ms_snapshot *snapshot, const ms_sink *sink) {
+    if (!snapshot || !sink || !sink->write) {
+        return MS_RESULT_INVALID;
+    }
+    int error = 0;
+    for (uint64_t at = 0; at < snapshot->bytes && error == 0; at += MSI_FILE_PIECE) {
+        error = sink->write(sink->user, (const uint8_t *)(snapshot + 1) + at,
+                            (size_t)msi_smaller(snapshot->bytes - at, MSI_FILE_PIECE));
+    }
+    return error == 0 ? MS_RESULT_OK : MS_RESULT_FILE;
+}
+
+MEMSCALE_API ms_result ms_snapshot_write_file(const ms_snapshot *snapshot, const char *path) {
+    return snapshot ? msi_write_path(NULL, "ms_snapshot_write_file", path, 0, snapshot)
+                    : MS_RESULT_INVALID;
+}
+
+MEMSCALE_API void ms_snapshot_free(ms_snapshot *snapshot) {
+    if (snapshot) {
+        const ms_allocator allocator = snapshot->allocator;
+        msi_release(&allocator, snapshot, sizeof *snapshot + snapshot->bytes);
+    }
+}
+
+MEMSCALE_API ms_result ms_set_step_count(ms_model *model, uint64_t count) {
+    static const char *const function = "ms_set_step_count";
+    ms_result result = msi_made(model);
+    MSI_THEN(result, count < (uint64_t)1 << 40
+                         ? msi_check_between_steps(model, function)
+                         : msi_fail(model, MS_RESULT_INVALID, "%s: the count is %llu", function,
+                                    (unsigned long long)count));
+    return result == MS_RESULT_OK ? msi_set_step(model, count) : result;
 }
 
 MEMSCALE_API bool ms_optimize_next(ms_model *model, int *turn) {

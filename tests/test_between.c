@@ -37,8 +37,13 @@ typedef struct walk {
     uint64_t seed, round, budget[BUDGETS];
     int64_t size[MS_LIMIT_AXES], largest[MS_LIMIT_AXES];
     stage at;
-    bool codes;   // state is in 8 bits
-    bool tainted; // tiles have added to gradients of a step, and no backward has followed
+    bool codes;       // state is in 8 bits
+    bool half;        // and values in 16
+    ms_config config; // of the moved model
+    v_layer *layers;  // or NULL: it does not run late
+    bool is_new;      // the moved model has loaded, and run nothing since
+    uint32_t saves;   // from which it went on
+    bool tainted;     // tiles have added to gradients of a step, and no backward has followed
     t_rng rng;
     char failure[RD_TEXT], trail[TRAIL];
     uint32_t *writes; // between backward and update, of params and state
@@ -199,8 +204,9 @@ static bool has_gradients(const walk *w) {
 /* What both have to tell, or neither. */
 static bool is_told_alike(const walk *w, const msi_tensor *t, int role) {
     const uint32_t index = (uint32_t)(t - w->m[0]->graph.tensors.items);
-    return role == -1 ? is_lent_gradient(t) && has_gradients(w)
-                      : is_kept(t) || t->is_output || index == w->m[0]->graph.loss;
+    return role == -1
+               ? is_lent_gradient(t) && has_gradients(w)
+               : is_kept(t) || (!w->is_new && (t->is_output || index == w->m[0]->graph.loss));
 }
 
 static void read_one(walk *w, uint32_t value, int role) {
@@ -248,6 +254,35 @@ static void read_some(walk *w, double chance) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// files in memory
+
+typedef struct saved {
+    uint8_t *data;
+    size_t bytes, room;
+} saved;
+
+static int save_to_memory(void *user, const void *data, size_t size) {
+    saved *s = (saved *)user;
+    if (s->bytes + size > s->room) {
+        s->room = 2 * (s->bytes + size);
+        s->data = (uint8_t *)realloc(s->data, s->room);
+        assert_non_null(s->data);
+    }
+    memcpy(s->data + s->bytes, data, size);
+    s->bytes += size;
+    return 0;
+}
+
+static int load_from_memory(void *user, uint64_t offset, void *data, size_t size) {
+    const saved *s = (const saved *)user;
+    if (offset > s->bytes || size > s->bytes - offset) {
+        return 1;
+    }
+    memcpy(data, s->data + offset, size);
+    return 0;
+}
+
+// ------------------------------------------------------------------------------------------------
 // what is forbidden, and changes nothing
 
 static void refuse_writes(walk *w, int k, ms_result expected) {
@@ -267,6 +302,11 @@ static void refuse_steps(walk *w, int k) {
     ms_verify_report verified;
     ms_nonfinite nonfinite;
     ms_model *m = w->m[k];
+    saved none = {NULL, 0, 0};
+    const ms_sink sink = {save_to_memory, &none};
+    const ms_source source = {load_from_memory, &none, 0};
+    REFUSED(w, k, ms_save(m, &sink));
+    REFUSED(w, k, ms_load(m, &source, NULL));
     REFUSED(w, k, ms_forward(m, &loss));
     REFUSED(w, k, ms_step(m, NULL));
     REFUSED(w, k, ms_eval(m, &loss));
@@ -327,6 +367,7 @@ static void settle(walk *w) {
 
 static void begin_pass(walk *w) {
     settle(w);
+    w->is_new = false;
     for (int k = 0; k < 2 && w->dag; ++k) {
         rd_run *run = &w->of_dag[k]->run;
         run->step += w->steps_due;
@@ -406,6 +447,91 @@ static void update(walk *w) {
         OK(w, k, ms_update(w->m[k]));
     }
     note_update(w);
+}
+
+// ------------------------------------------------------------------------------------------------
+// a run that is saved, and goes on in another model
+
+/* Makes the model that moves values, by a plan that is another one each time. */
+static void make_moved(walk *w) {
+    rd_graph *g = w->dag;
+    g->move = w->layers ? ld_move : NULL;
+    g->mover = w->layers;
+    w->of_dag[1] = rd_net_create(g, &w->config, "moved", w->failure, false);
+    g->move = NULL;
+    w->m[1] = w->of_dag[1]->model;
+    w->handle[1] = w->of_dag[1]->handle;
+    rd_force_moves(w->of_dag[1], &w->rng);
+}
+
+/* Forces formats, the same in both models; which state can be in codes is known after ms_wrap. */
+static void force_formats(walk *w, int k, bool wraps) {
+    if (w->half) {
+        rd_force_half(w->of_dag[k], w->seed);
+    }
+    if (w->codes || wraps) {
+        OK(w, k, ms_wrap(w->m[k]));
+    }
+    if (w->codes) {
+        rd_force_codes(w->of_dag[k], w->seed);
+    }
+}
+
+/* What layers expect goes on in a new net. */
+static void hand_over(rd_run *to, const rd_run *from) {
+    to->step = from->step;
+    to->micro = from->micro;
+    memcpy(to->size, from->size, sizeof to->size);
+    for (uint32_t i = 0; i < from->graph->layer_count; ++i) {
+        to->op[i].drawn = from->op[i].drawn;
+        to->op[i].drawn_step = from->op[i].drawn_step;
+        to->op[i].drawn_micro = from->op[i].drawn_micro;
+    }
+}
+
+/* The moved model ends, and its run goes on in a new one, from what it saved: now and then beside a
+   sink that fails, which changes nothing. */
+static void restart(walk *w) {
+    static bytes data;
+    saved file = {NULL, 0, 0};
+    const ms_sink sink = {save_to_memory, &file};
+    if (!w->dag || w->at != IDLE || w->tainted) {
+        if (w->at != IDLE) {
+            REFUSED(w, 1, ms_save(w->m[1], &sink));
+        }
+        return;
+    }
+    note(w, 'L');
+    OK(w, 1, ms_save(w->m[1], &sink));
+    rd_net *old = w->of_dag[1];
+    static rd_run run;
+    run = old->run;
+    rd_net_destroy(old);
+    make_moved(w);
+    hand_over(&w->of_dag[1]->run, &run);
+    force_formats(w, 1, false);
+    ms_set_budget(w->m[1], w->budget[t_below(&w->rng, BUDGETS)]);
+    ms_result wrapped = ms_wrap(w->m[1]);
+    if (wrapped == MS_RESULT_BUDGET) { // other values are forced to move now
+        ms_set_budget(w->m[1], t_config().memory_budget_bytes);
+        wrapped = ms_wrap(w->m[1]);
+    }
+    OK(w, 1, wrapped);
+    if (w->m[1]->graph.axis_count > 0) {
+        OK(w, 1, ms_reshape(w->m[1], w->size));
+    }
+    const ms_source source = {load_from_memory, &file, file.bytes};
+    OK(w, 1, ms_load(w->m[1], &source, NULL));
+    for (uint32_t value = 0; value < w->value_count; ++value) {
+        if (tensor_of(w, value)->kind == MSI_KIND_INPUT && tensor_of(w, value)->written) {
+            OK(w, 0, ms_read(w->m[0], w->handle[0][value], data.byte));
+            OK(w, 1, ms_write(w->m[1], w->handle[1][value], data.byte));
+        }
+    }
+    free(file.data);
+    w->is_new = true;
+    w->saves += 1;
+    read_some(w, 1.0);
 }
 
 /* Ends a step after some of its micro-batches. */
@@ -672,8 +798,10 @@ static void move(walk *w) {
         eval(w);
     } else if (chance < 90) {
         wrap(w);
-    } else if (chance < 95 && w->m[0]->graph.axis_count > 0) {
+    } else if (chance < 93 && w->m[0]->graph.axis_count > 0) {
         reshape(w);
+    } else if (chance < 97) {
+        restart(w);
     } else {
         cancel(w);
     }
@@ -750,13 +878,14 @@ static void walk_dag(uint64_t seed, const ms_backend *backend, v_layer *layers, 
     w.seed = seed;
     w.writes = writes;
     w.dag = layers ? ld_make_late(g, layers) : g;
+    w.layers = layers;
     w.micros = g->accumulation ? g->accumulation : 1;
     w.value_count = g->value_count;
     memcpy(w.size, g->size, sizeof g->size);
     memcpy(w.largest, g->largest, sizeof g->largest);
     choose_config(&w, &plain, &moved);
     moved.allocator = t_heap_allocator(&heap);
-    const bool half = t_chance(&w.rng, 0.4);
+    w.half = t_chance(&w.rng, 0.4);
     w.codes = t_chance(&w.rng, 0.4);
     if (backend) {
         moved.backend = *backend;
@@ -767,27 +896,18 @@ static void walk_dag(uint64_t seed, const ms_backend *backend, v_layer *layers, 
     if (w.codes) {
         rd_random_formats(g, &w.rng);
     }
-    if (half) {
+    if (w.half) {
         rd_random_dtypes(g, seed + 99);
         plain.mixed_dtype = moved.mixed_dtype =
             seed % 3 == 0 && t_is_built_in((int)g->optimizer.kind) ? MS_DTYPE_F16 : MS_DTYPE_BF16;
     }
-    w.of_dag[1] = rd_net_create(g, &moved, "moved", w.failure, false);
-    g->move = NULL;
+    w.config = moved;
+    make_moved(&w);
     w.of_dag[0] = rd_net_create(g, &plain, "plain", w.failure, false);
-    rd_force_moves(w.of_dag[1], &w.rng);
+    w.m[0] = w.of_dag[0]->model;
+    w.handle[0] = w.of_dag[0]->handle;
     for (int k = 0; k < 2; ++k) {
-        w.m[k] = w.of_dag[k]->model;
-        w.handle[k] = w.of_dag[k]->handle;
-        if (half) {
-            rd_force_half(w.of_dag[k], seed);
-        }
-        if (w.codes || t_chance(&w.rng, 0.5)) { // or what is written first is kept for ms_wrap
-            OK(&w, k, ms_wrap(w.m[k]));
-        }
-        if (w.codes) {
-            rd_force_codes(w.of_dag[k], seed);
-        }
+        force_formats(&w, k, t_chance(&w.rng, 0.5)); // or what is written first is kept for ms_wrap
         if (!rd_net_write(w.of_dag[k], 0, false)) {
             stop(&w, "the first values", "");
         }

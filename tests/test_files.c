@@ -1,0 +1,723 @@
+/*  test_files.c - checkpoints: what they contain and under which names, runs that go on from them, and
+    files that are refused. That runs of random graphs go on with the same bits under other plans is
+    tested in test_between.c. */
+#include "private.h"
+#include "toy_layers.h"
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { DEPTH = 3, ROWS = 4, COLS = 24, STEPS = 4, ROOM = 1 << 20 };
+
+// ------------------------------------------------------------------------------------------------
+// files in memory
+
+typedef struct file {
+    uint8_t data[ROOM];
+    size_t bytes, writes, fails_at, reads;
+} file;
+
+static int file_write(void *user, const void *data, size_t bytes) {
+    file *f = (file *)user;
+    f->writes += 1;
+    if (f->writes == f->fails_at || f->bytes + bytes > sizeof f->data) {
+        return 1;
+    }
+    memcpy(f->data + f->bytes, data, bytes);
+    f->bytes += bytes;
+    return 0;
+}
+
+static int file_read(void *user, uint64_t offset, void *data, size_t bytes) {
+    file *f = (file *)user;
+    f->reads += 1;
+    assert_true(offset <= f->bytes && bytes <= f->bytes - offset); // nothing is read beyond its end
+    memcpy(data, f->data + offset, bytes);
+    return f->reads == f->fails_at ? 1 : 0;
+}
+
+static void file_clear(file *f) {
+    f->bytes = f->writes = f->fails_at = f->reads = 0;
+}
+
+static ms_result save(ms_model *m, file *f) {
+    ms_sink sink;
+    sink.write = file_write;
+    sink.user = f;
+    return ms_save(m, &sink);
+}
+
+static ms_result load(ms_model *m, file *f, const ms_load_options *options) {
+    ms_source source;
+    source.read = file_read;
+    source.user = f;
+    source.size = f->bytes;
+    return ms_load(m, &source, options);
+}
+
+static file one, two;
+
+/* A file of other software: this header, and zeros or what is given. */
+static void file_make(file *f, const char *header, const void *data, size_t bytes) {
+    const uint64_t length = strlen(header);
+    file_clear(f);
+    memcpy(f->data, &length, 8);
+    memcpy(f->data + 8, header, (size_t)length);
+    memset(f->data + 8 + length, 0, bytes);
+    if (data) {
+        memcpy(f->data + 8 + length, data, bytes);
+    }
+    f->bytes = 8 + (size_t)length + bytes;
+}
+
+// ------------------------------------------------------------------------------------------------
+// runs
+
+typedef struct run {
+    t_chain chain;
+    uint64_t position; // in its data
+} run;
+
+static void run_open(run *r, const ms_config *config, bool coded) {
+    memset(r, 0, sizeof *r);
+    assert_int_equal(t_chain_create(&r->chain, config, DEPTH, ROWS, COLS), 0);
+    ms_model *m = r->chain.model;
+    t_ok(m, ms_save_extra(m, "position", &r->position, sizeof r->position));
+    for (int i = 0; i < DEPTH && coded; ++i) {
+        ms_set_tensor_technique(m, r->chain.weight[i], MS_TECHNIQUE_OPTIMIZER_8BIT, MS_SWITCH_ON);
+    }
+    t_ok(m, ms_wrap(m));
+}
+
+static double run_step(run *r) {
+    double loss;
+    ms_model *m = r->chain.model;
+    float x[ROWS * COLS];
+    t_rng rng = t_seed(r->position);
+    t_fill(&rng, x, ROWS * COLS, 1.0f);
+    t_ok(m, ms_write(m, r->chain.x, x));
+    t_ok(m, ms_step(m, &loss));
+    r->position += 1;
+    return loss;
+}
+
+/* A run that has come some steps far. */
+static void run_start(run *r, const ms_config *config, bool coded) {
+    run_open(r, config, coded);
+    t_ok(r->chain.model, t_chain_write(&r->chain, 7));
+    for (int i = 0; i < STEPS; ++i) {
+        run_step(r);
+    }
+}
+
+static void run_same(run *a, run *b, int steps) {
+    for (int i = 0; i < steps; ++i) {
+        const double x = run_step(a), y = run_step(b);
+        assert_memory_equal(&x, &y, sizeof x);
+    }
+    t_chain_same(&a->chain, &b->chain);
+    assert_true(a->position == b->position);
+}
+
+static uint64_t steps_of(const run *r) {
+    ms_memory_report report;
+    t_report(r->chain.model, &report);
+    return report.step_count;
+}
+
+static void a_run_goes_on(void **state) {
+    (void)state;
+    const ms_config config = t_config();
+    for (int coded = 0; coded < 2; ++coded) {
+        run a, b;
+        run_start(&a, &config, coded != 0);
+        file_clear(&one);
+        t_ok(a.chain.model, save(a.chain.model, &one));
+        run_open(&b, &config, coded != 0);
+        t_ok(b.chain.model, load(b.chain.model, &one, NULL));
+        assert_int_equal(steps_of(&b), STEPS);
+        assert_int_equal(ms_update_count(b.chain.model, b.chain.weight[1]), STEPS);
+        run_same(&a, &b, STEPS);
+        file_clear(&one);
+        file_clear(&two);
+        t_ok(a.chain.model, save(a.chain.model, &one));
+        t_ok(b.chain.model, save(b.chain.model, &two));
+        assert_int_equal(one.bytes, two.bytes);
+        assert_memory_equal(one.data, two.data, one.bytes);
+        ms_destroy(a.chain.model);
+        ms_destroy(b.chain.model);
+    }
+}
+
+typedef struct loaded {
+    int count, converted, missing;
+    char last[64];
+} loaded;
+
+static void note_loaded(void *user, const ms_loaded *what) {
+    loaded *l = (loaded *)user;
+    l->count += 1;
+    l->converted += what->converted;
+    l->missing += what->missing;
+    if (what->converted) {
+        snprintf(l->last, sizeof l->last, "%s to %s", what->from, what->to);
+    }
+}
+
+static void other_formats_are_converted_and_told(void **state) {
+    (void)state;
+    const ms_config config = t_config();
+    for (int coded = 0; coded < 2; ++coded) {
+        run a, b;
+        loaded seen;
+        ms_load_options options;
+        memset(&seen, 0, sizeof seen);
+        memset(&options, 0, sizeof options);
+        options.visit = note_loaded;
+        options.user = &seen;
+        run_start(&a, &config, coded == 0);
+        file_clear(&one);
+        t_ok(a.chain.model, save(a.chain.model, &one));
+        run_open(&b, &config, coded != 0);
+        t_ok(b.chain.model, load(b.chain.model, &one, &options));
+        assert_int_equal(seen.count, DEPTH * 4 + 1);
+        assert_int_equal(seen.converted, DEPTH * 2);
+        assert_int_equal(seen.missing, 0);
+        assert_string_equal(seen.last, coded ? "f32 to 8bit" : "8bit to f32");
+        t_chain_same(&a.chain, &b.chain); // params are the same
+        static float x[COLS * COLS], y[COLS * COLS];
+        for (int k = 0; k < 2; ++k) {
+            t_ok(
+                a.chain.model,
+                ms_read(a.chain.model, ms_optimizer_state(a.chain.model, a.chain.weight[0], k), x));
+            t_ok(
+                b.chain.model,
+                ms_read(b.chain.model, ms_optimizer_state(b.chain.model, b.chain.weight[0], k), y));
+            double far = 0.0, most = 0.0;
+            for (int i = 0; i < COLS * COLS; ++i) {
+                far = fmax(far, fabs((double)x[i] - (double)y[i]));
+                most = fmax(most, fabs((double)x[i]));
+            }
+            assert_true(far <= (coded ? 0.05 * most : 0.0)); // decoding rounds nothing
+        }
+        ms_destroy(a.chain.model);
+        ms_destroy(b.chain.model);
+    }
+}
+
+/* Of the specification of XXH64, and its own: an independent loop over a message of 101 bytes. */
+static void sums_are_those_of_the_specification(void **state) {
+    (void)state;
+    msi_sum s = msi_begin_sum();
+    assert_true(msi_end_sum(&s) == 0xef46db3751d8e999u);
+    msi_add_to_sum(&s, "abc", 3);
+    assert_true(msi_end_sum(&s) == 0x44bc2cf5ad770999u);
+    s = msi_begin_sum();
+    const char *text = "Nobody inspects the spammish repetition"; // of 39 bytes
+    msi_add_to_sum(&s, text, 32);
+    msi_add_to_sum(&s, text + 32, 7);
+    assert_true(msi_end_sum(&s) == 0xfbcea83c8a378bf1u);
+}
+
+/* The tensors of a header, by name. */
+static bool has_tensor(const file *f, const char *name, const char *dtype, const char *shape) {
+    char what[256];
+    uint64_t length;
+    memcpy(&length, f->data, 8);
+    snprintf(what, sizeof what, "\"%s\":{\"dtype\":\"%s\",\"shape\":[%s]", name, dtype, shape);
+    for (uint64_t at = 8; at + strlen(what) <= 8 + length; ++at) {
+        if (memcmp(f->data + at, what, strlen(what)) == 0) {
+            return true;
+        }
+    }
+    print_error("no %s\n", what);
+    return false;
+}
+
+enum { NAMES = 10 };
+
+static int sum_forward(const ms_call *call) {
+    float *out = (float *)call->out[0].data;
+    out[0] = 0.0f;
+    for (int i = 0; i < NAMES; ++i) {
+        out[0] += ((const float *)call->param[i].data)[0];
+    }
+    return 0;
+}
+
+static int sum_backward(const ms_call *call) {
+    for (int i = 0; i < NAMES; ++i) {
+        ((float *)call->grad_param[i].data)[0] = ((const float *)call->grad_out[0].data)[0];
+        ((float *)call->grad_param[i].data)[1] = 0.0f;
+    }
+    return 0;
+}
+
+static void names_are_unique_and_as_written(void **state) {
+    (void)state;
+    static const char *const given[] = {
+        "w", "w", "", "memscale.state0.w", "a\"b\\", "caf\xc3\xa9", "\xff", "w#2", "w", "\x01"};
+    static const char *const saved[] = {
+        "w",     "w#2", "tensor.", "tensor.memscale.state0.w", "a\\\"b\\\\", "caf\xc3\xa9", "_",
+        "w#2#2", "w#3", "_#2"};
+    const ms_config config = t_config();
+    ms_model *m, *n;
+    for (int turn = 0; turn < 2; ++turn) {
+        ms_model **to = turn ? &n : &m;
+        ms_layer_desc desc;
+        memset(&desc, 0, sizeof desc);
+        assert_int_equal(ms_create(&config, to), MS_RESULT_OK);
+        for (int i = 0; i < NAMES; ++i) {
+            desc.param[i] = ms_param(*to, given[i], MS_DTYPE_F32, ms_shape1(2));
+        }
+        desc.out[0] = ms_activation(*to, "loss", MS_DTYPE_F32, ms_shape1(1));
+        desc.forward = sum_forward;
+        desc.backward = sum_backward;
+        (void)ms_register_layer(*to, &desc);
+        ms_set_loss(*to, desc.out[0]);
+        t_ok(*to, ms_wrap(*to));
+    }
+    t_write_zeros(m);
+    file_clear(&one);
+    t_ok(m, save(m, &one));
+    for (int i = 0; i < NAMES; ++i) {
+        assert_true(has_tensor(&one, saved[i], "F32", "2"));
+    }
+    assert_true(has_tensor(&one, "memscale.state0.w", "F32", "2"));
+    t_ok(n, load(n, &one, NULL));
+    ms_destroy(m);
+    ms_destroy(n);
+}
+
+// ------------------------------------------------------------------------------------------------
+// what is refused
+
+static void expect_unchanged(run *r, const file *before, const char *what) {
+    file_clear(&two);
+    t_ok(r->chain.model, save(r->chain.model, &two));
+    if (two.bytes != before->bytes || memcmp(two.data, before->data, two.bytes) != 0) {
+        fail_msg("%s: the model has changed", what);
+    }
+}
+
+/* One byte of a file is another, or it ends before its end: an error, and both a model that has values
+   and one that has none are as before. */
+static void damage_is_found(void **state) {
+    (void)state;
+    static file original, damaged;
+    const ms_config config = t_config();
+    run a, b, blank;
+    run_start(&a, &config, true);
+    run_start(&b, &config, true);
+    run_open(&blank, &config, true);
+    file_clear(&original);
+    t_ok(a.chain.model, save(a.chain.model, &original));
+    run_step(&b);
+    file_clear(&one);
+    t_ok(b.chain.model, save(b.chain.model, &one));
+    t_rng rng = t_seed(3);
+    const uint32_t cases = (uint32_t)t_sweep(300, 20000);
+    for (uint32_t k = 0; k < cases; ++k) {
+        memcpy(damaged.data, original.data, original.bytes);
+        damaged.bytes = original.bytes;
+        damaged.writes = damaged.fails_at = damaged.reads = 0;
+        if (k % 4 == 0) {
+            damaged.bytes = t_below(&rng, (uint32_t)original.bytes);
+        } else {
+            const uint32_t at = t_below(&rng, k % 4 == 1 ? 2048 : (uint32_t)original.bytes);
+            damaged.data[at] = (uint8_t)(damaged.data[at] ^ (1u << t_below(&rng, 8)));
+        }
+        const ms_result result = load(b.chain.model, &damaged, NULL);
+        assert_true(result == MS_RESULT_INVALID);
+        assert_int_equal(load(blank.chain.model, &damaged, NULL), MS_RESULT_INVALID);
+        if (k % 16 == 0) {
+            expect_unchanged(&b, &one, ms_last_error(b.chain.model));
+            double loss;
+            t_error(blank.chain.model, ms_step(blank.chain.model, &loss), MS_RESULT_ORDER);
+        }
+    }
+    t_ok(blank.chain.model, load(blank.chain.model, &original, NULL));
+    run_same(&a, &blank, 2);
+    ms_destroy(a.chain.model);
+    ms_destroy(b.chain.model);
+    ms_destroy(blank.chain.model);
+}
+
+static void headers_are_not_trusted(void **state) {
+    (void)state;
+    static const struct {
+        const char *header, *text;
+        uint32_t bytes;
+    } cases[] = {
+        {"", "from byte 8", 0},
+        {"[]", "from byte 8", 0},
+        {"{", "not that of a safetensors", 0},
+        {"{}x", "not that of a safetensors", 0},
+        {"{}", "has no tensor \"", 0},
+        {"{\"weight0\":{\"dtype\":\"F32\",\"shape\":[24,23],\"data_offsets\":[0,2208]}}",
+         "is F32 [24, 23] in the file and F32 [24, 24] here", 2208},
+        {"{\"weight0\":{\"dtype\":\"I32\",\"shape\":[24,24],\"data_offsets\":[0,2304]}}",
+         "is I32 [24, 24] in the file and F32 [24, 24] here", 2304},
+        {"{\"weight0\":{\"dtype\":\"F32\",\"shape\":[24,24],\"data_offsets\":[0,2300]}}",
+         "not that of a safetensors", 2300},
+        {"{\"weight0\":{\"dtype\":\"F32\",\"shape\":[24,24],\"data_offsets\":[4,2308]}}",
+         "there is a gap", 2308},
+        {"{\"a\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":[0,8]},"
+         "\"b\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":[4,12]}}",
+         "tensors overlap", 12},
+        {"{\"a\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":[0,8]}}", "cut off", 7},
+        {"{\"a\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":[0,8]}}", "too long", 9},
+        {"{\"a\":{\"dtype\":\"U8\",\"shape\":[18446744073709551615,2],\"data_offsets\":[0,8]}}",
+         "not that of a safetensors", 8},
+        {"{\"a\":{\"dtype\":\"U8\",\"shape\":[99999999999999999999],\"data_offsets\":[0,8]}}",
+         "not that of a safetensors", 8},
+        {"{\"a\":[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[",
+         "not that of a safetensors", 0},
+        {"{\"__metadata__\":{\"memscale.version\":\"1\"}}", "are damaged", 0},
+        {"{\"\\ud800\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,1]}}",
+         "not that of a safetensors", 1},
+        {"{\"weight0\":{\"dtype\":\"F32\",\"shape\":[24,24],\"data_offsets\":[0,2304]},"
+         "\"weight0\":{\"dtype\":\"F32\",\"shape\":[24,24],\"data_offsets\":[2304,4608]}}",
+         "two tensors", 4608},
+    };
+    const ms_config config = t_config();
+    run r;
+    run_open(&r, &config, false);
+    ms_model *m = r.chain.model;
+    for (size_t k = 0; k < sizeof cases / sizeof cases[0]; ++k) {
+        char header[512], text[512];
+        snprintf(header, sizeof header, "%s", cases[k].header);
+        snprintf(text, sizeof text, "%s", cases[k].text);
+        file_make(&one, header, NULL, cases[k].bytes);
+        t_error(m, load(m, &one, NULL), MS_RESULT_INVALID);
+        if (!strstr(ms_last_error(m), text)) {
+            fail_msg("case %u: \"%s\" is not in \"%s\"", (unsigned)k, text, ms_last_error(m));
+        }
+    }
+    for (one.bytes = 0; one.bytes < 8; ++one.bytes) {
+        t_error(m, load(m, &one, NULL), MS_RESULT_INVALID);
+    }
+    memset(one.data, 0xff, 16);
+    one.bytes = 16;
+    t_error(m, load(m, &one, NULL), MS_RESULT_INVALID);
+    ms_destroy(m);
+}
+
+static void other_runs_are_refused(void **state) {
+    (void)state;
+    ms_config config = t_config();
+    run a, b;
+    run_start(&a, &config, false);
+    file_clear(&one);
+    t_ok(a.chain.model, save(a.chain.model, &one));
+    // a deeper graph
+    t_chain deeper;
+    assert_int_equal(t_chain_create(&deeper, &config, DEPTH + 1, ROWS, COLS), 0);
+    t_ok(deeper.model, ms_wrap(deeper.model));
+    t_error(deeper.model, load(deeper.model, &one, NULL), MS_RESULT_INVALID);
+    assert_non_null(strstr(ms_last_error(deeper.model), "has no tensor"));
+    ms_load_options options;
+    memset(&options, 0, sizeof options);
+    options.partial = true;
+    t_ok(deeper.model, load(deeper.model, &one, &options));
+    ms_destroy(deeper.model);
+    // other memory of the trainer
+    run_open(&b, &config, false);
+    t_ok(b.chain.model, ms_save_extra(b.chain.model, "position", &b.position, 4));
+    t_error(b.chain.model, load(b.chain.model, &one, NULL), MS_RESULT_INVALID);
+    assert_non_null(strstr(ms_last_error(b.chain.model), "U8 [8] in the file and U8 [4] here"));
+    t_ok(b.chain.model, ms_save_extra(b.chain.model, "position", NULL, 0));
+    t_ok(b.chain.model, load(b.chain.model, &one, NULL));
+    ms_destroy(b.chain.model);
+    // numbers that are not finite
+    float *w = t_chain_weights(&a.chain);
+    const uint32_t nan = 0x7fc00000u;
+    memcpy(&w[5], &nan, 4);
+    t_ok(a.chain.model, ms_write(a.chain.model, a.chain.weight[0], w));
+    free(w);
+    file_clear(&one);
+    t_ok(a.chain.model, save(a.chain.model, &one));
+    run_open(&b, &config, false);
+    t_error(b.chain.model, load(b.chain.model, &one, NULL), MS_RESULT_INVALID);
+    assert_non_null(strstr(ms_last_error(b.chain.model), "not finite"));
+    memset(&options, 0, sizeof options);
+    options.nonfinite = true;
+    t_ok(b.chain.model, load(b.chain.model, &one, &options));
+    ms_destroy(a.chain.model);
+    ms_destroy(b.chain.model);
+}
+
+/* Weights of other software: other names, a transposed matrix, 16 bits. */
+static bool find_weight(void *user, ms_tensor tensor, const char *name, ms_located *at) {
+    (void)user;
+    (void)tensor;
+    at->transposed = true;
+    at->name = strcmp(name, "weight0") == 0 ? "layers.0.w" : at->name;
+    return strcmp(name, "weight2") != 0;
+}
+
+static void values_of_other_software(void **state) {
+    (void)state;
+    const ms_config config = t_config();
+    static uint16_t data[2][COLS][COLS];
+    ms_load_options options;
+    run r;
+    run_start(&r, &config, false);
+    ms_model *m = r.chain.model;
+    float *before = t_chain_weights(&r.chain);
+    for (int i = 0; i < COLS * COLS; ++i) {
+        (&data[0][0][0])[i] = msi_bf16_of_f32((float)(i - 77) * 0.125f);
+        (&data[1][0][0])[i] = msi_bf16_of_f32((float)(i + 5) * -0.25f);
+    }
+    file_make(
+        &one,
+        "{ \"layers.0.w\" : {\"shape\": [24, 24], \"dtype\" : \"BF16\", \"data_offsets\":[0,"
+        "1152]}, \"other\":{\"dtype\":\"F8_E4M3\",\"shape\":[3],\"data_offsets\":[2304,2307]},"
+        " \"weigh\\u00741\":{\"dtype\":\"BF16\",\"shape\":[24,24],\"data_offsets\":[1152,2304]}}",
+        data, sizeof data + 3);
+    memset(&options, 0, sizeof options);
+    options.locate = find_weight;
+    t_ok(m, load(m, &one, &options));
+    float *after = t_chain_weights(&r.chain);
+    for (int i = 0; i < COLS; ++i) {
+        for (int k = 0; k < COLS; ++k) {
+            for (int n = 0; n < 2; ++n) {
+                const float x = after[n * COLS * COLS + i * COLS + k];
+                const float y = msi_f32_of_bf16(data[n][k][i]);
+                assert_memory_equal(&x, &y, 4);
+            }
+        }
+    }
+    assert_memory_equal(after + 2 * COLS * COLS, before + 2 * COLS * COLS, COLS * COLS * 4);
+    assert_int_equal(steps_of(&r), STEPS);
+    free(before);
+    free(after);
+    ms_destroy(m);
+}
+
+/* Each write of a sink and each read of a source fails once. */
+static void failing_sinks_and_sources(void **state) {
+    (void)state;
+    const ms_config config = t_config();
+    run a, b;
+    size_t writes = 1, reads = 1;
+    run_start(&a, &config, false);
+    run_start(&b, &config, false);
+    for (size_t k = 1; k <= writes; ++k) {
+        file_clear(&one);
+        one.fails_at = k;
+        const ms_result result = save(a.chain.model, &one);
+        writes = result == MS_RESULT_OK ? 0 : k + 1;
+        if (result != MS_RESULT_OK) {
+            assert_int_equal(result, MS_RESULT_FILE);
+        }
+    }
+    run_same(&a, &b, 1);
+    for (size_t k = 1; k <= reads; ++k) {
+        run c;
+        run_open(&c, &config, false);
+        one.reads = 0;
+        one.fails_at = k;
+        const ms_result result = load(c.chain.model, &one, NULL);
+        reads = result == MS_RESULT_OK ? 0 : k + 1;
+        if (result != MS_RESULT_OK) {
+            assert_int_equal(result, MS_RESULT_FILE);
+            one.fails_at = 0;
+            t_error(c.chain.model, ms_step(c.chain.model, NULL), MS_RESULT_ORDER);
+            t_ok(c.chain.model, load(c.chain.model, &one, NULL));
+            assert_int_equal(c.position, STEPS);
+        }
+        ms_destroy(c.chain.model);
+    }
+    ms_destroy(a.chain.model);
+    ms_destroy(b.chain.model);
+}
+
+static void calls_out_of_turn(void **state) {
+    (void)state;
+    const ms_config config = t_config();
+    run r;
+    memset(&r, 0, sizeof r);
+    assert_int_equal(t_chain_create(&r.chain, &config, DEPTH, ROWS, COLS), 0);
+    ms_model *m = r.chain.model;
+    file_clear(&one);
+    t_error(m, save(m, &one), MS_RESULT_ORDER);
+    t_error(m, load(m, &one, NULL), MS_RESULT_ORDER);
+    t_ok(m, ms_wrap(m));
+    t_error(m, save(m, &one), MS_RESULT_ORDER); // params have no value
+    assert_int_equal(one.bytes, 0);
+    t_error(m, ms_save(m, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_load(m, NULL, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_save_extra(m, "", &r, 4), MS_RESULT_INVALID);
+    t_error(m, ms_save_extra(m, NULL, &r, 4), MS_RESULT_INVALID);
+    t_error(m, ms_save_extra(m, "x", &r, 0), MS_RESULT_INVALID);
+    t_error(m, ms_save_begin(m, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_set_step_count(m, UINT64_MAX), MS_RESULT_INVALID);
+    t_ok(m, t_chain_write(&r.chain, 1));
+    t_ok(m, ms_suspend(m, NULL));
+    t_error(m, save(m, &one), MS_RESULT_ORDER);
+    t_ok(m, ms_resume(m));
+    t_ok(m, save(m, &one));
+    assert_int_equal(ms_save(NULL, NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_load_file(NULL, "x", NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_snapshot_write(NULL, NULL), MS_RESULT_INVALID);
+    assert_int_equal(ms_snapshot_write_file(NULL, "x"), MS_RESULT_INVALID);
+    ms_snapshot_free(NULL);
+    ms_destroy(m);
+}
+
+// ------------------------------------------------------------------------------------------------
+// on disk
+
+static void scratch(char *path, const char *name) {
+    static char folder[64];
+    if (folder[0] == 0) {
+        snprintf(folder, sizeof folder, "/tmp/memscale-files-%ld", (long)getpid());
+        assert_int_equal(mkdir(folder, 0700), 0);
+    }
+    snprintf(path, 128, "%s%s%s", folder, name[0] ? "/" : "", name);
+}
+
+static bool is_there(const char *path) {
+    FILE *f = fopen(path, "rb");
+    if (f) {
+        fclose(f);
+    }
+    return f != NULL;
+}
+
+static void checkpoints_of_a_folder(void **state) {
+    (void)state;
+    const ms_config config = t_config();
+    char folder[128], path[128];
+    ms_checkpoints where;
+    bool found = true;
+    run a, b;
+    scratch(folder, "");
+    where.folder = folder;
+    where.keep = 3;
+    run_start(&a, &config, true);
+    run_open(&b, &config, true);
+    t_ok(b.chain.model, ms_load_checkpoint(b.chain.model, &where, NULL, &found));
+    assert_false(found);
+    for (int k = 0; k < 7; ++k) {
+        run_step(&a);
+        t_ok(a.chain.model, ms_save_checkpoint(a.chain.model, &where));
+    }
+    for (int k = 0; k < 5; ++k) {
+        char name[64];
+        snprintf(name, sizeof name, "checkpoint-%d.safetensors", k);
+        scratch(path, name);
+        assert_true(is_there(path) == (k < 3));
+    }
+    // the newest, in place 0, is cut off: the one before it is loaded
+    scratch(path, "checkpoint-0.safetensors");
+    assert_int_equal(truncate(path, 3000), 0);
+    t_ok(b.chain.model, ms_load_checkpoint(b.chain.model, &where, NULL, &found));
+    assert_true(found);
+    assert_int_equal(steps_of(&b), STEPS + 6);
+    run_step(&b);
+    run_same(&a, &b, 2);
+    where.keep = 1; // and those beyond it are removed
+    t_ok(a.chain.model, ms_save_checkpoint(a.chain.model, &where));
+    scratch(path, "checkpoint-2.safetensors");
+    assert_false(is_there(path));
+    scratch(path, "checkpoint-0.safetensors");
+    assert_true(is_there(path));
+    assert_int_equal(truncate(path, 30), 0);
+    t_error(b.chain.model, ms_load_checkpoint(b.chain.model, &where, NULL, &found), MS_RESULT_FILE);
+    assert_false(found);
+    where.keep = 65;
+    t_error(b.chain.model, ms_save_checkpoint(b.chain.model, &where), MS_RESULT_INVALID);
+    remove(path);
+    ms_destroy(a.chain.model);
+    ms_destroy(b.chain.model);
+    rmdir(folder);
+}
+
+static void a_snapshot_is_the_file(void **state) {
+    (void)state;
+    const ms_config config = t_config();
+    char path[128];
+    ms_snapshot *snapshot;
+    ms_sink sink;
+    run a, b;
+    scratch(path, "");
+    mkdir(path, 0700);
+    scratch(path, "snapshot");
+    run_start(&a, &config, true);
+    file_clear(&one);
+    t_ok(a.chain.model, save(a.chain.model, &one));
+    t_ok(a.chain.model, ms_save_begin(a.chain.model, &snapshot));
+    run_step(&a);
+    file_clear(&two);
+    sink.write = file_write;
+    sink.user = &two;
+    assert_int_equal(ms_snapshot_write(snapshot, &sink), MS_RESULT_OK);
+    assert_int_equal(one.bytes, two.bytes);
+    assert_memory_equal(one.data, two.data, one.bytes);
+    two.fails_at = two.writes + 1;
+    assert_int_equal(ms_snapshot_write(snapshot, &sink), MS_RESULT_FILE);
+    assert_int_equal(ms_snapshot_write_file(snapshot, "/nowhere/x"), MS_RESULT_FILE);
+    assert_int_equal(ms_snapshot_write_file(snapshot, path), MS_RESULT_OK);
+    ms_snapshot_free(snapshot);
+    run_open(&b, &config, true);
+    t_ok(b.chain.model, ms_load_file(b.chain.model, path, NULL));
+    run_step(&b);
+    run_same(&a, &b, 1);
+    t_error(b.chain.model, ms_load_file(b.chain.model, "/nowhere/x", NULL), MS_RESULT_FILE);
+    t_error(b.chain.model, ms_save_file(b.chain.model, "/nowhere/x"), MS_RESULT_FILE);
+    t_error(b.chain.model, ms_save_file(b.chain.model, NULL), MS_RESULT_INVALID);
+    t_ok(b.chain.model, ms_save_file(b.chain.model, path));
+    remove(path);
+    ms_destroy(a.chain.model);
+    ms_destroy(b.chain.model);
+    scratch(path, "");
+    rmdir(path);
+}
+
+/* A trainer that keeps its own files: params, state, counts, step. */
+static void a_run_of_own_files_goes_on(void **state) {
+    (void)state;
+    const ms_config config = t_config();
+    static float data[COLS * COLS];
+    run a, b;
+    run_start(&a, &config, false);
+    run_open(&b, &config, false);
+    for (int i = 0; i < DEPTH; ++i) {
+        ms_model *from = a.chain.model, *to = b.chain.model;
+        const ms_tensor p = a.chain.weight[i], q = b.chain.weight[i];
+        t_ok(from, ms_read(from, p, data));
+        t_ok(to, ms_write(to, q, data));
+        for (int k = 0; k < 2; ++k) {
+            t_ok(from, ms_read(from, ms_optimizer_state(from, p, k), data));
+            t_ok(to, ms_write(to, ms_optimizer_state(to, q, k), data));
+        }
+        t_ok(to, ms_set_update_count(to, q, ms_update_count(from, p)));
+    }
+    t_ok(b.chain.model, ms_set_step_count(b.chain.model, steps_of(&a)));
+    assert_int_equal(ms_update_count(b.chain.model, b.chain.weight[0]), STEPS);
+    b.position = a.position;
+    run_same(&a, &b, 3);
+    assert_int_equal(steps_of(&b), STEPS + 3);
+    ms_destroy(a.chain.model);
+    ms_destroy(b.chain.model);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_run_goes_on),
+        cmocka_unit_test(other_formats_are_converted_and_told),
+        cmocka_unit_test(sums_are_those_of_the_specification),
+        cmocka_unit_test(names_are_unique_and_as_written),
+        cmocka_unit_test(damage_is_found),
+        cmocka_unit_test(headers_are_not_trusted),
+        cmocka_unit_test(other_runs_are_refused),
+        cmocka_unit_test(values_of_other_software),
+        cmocka_unit_test(failing_sinks_and_sources),
+        cmocka_unit_test(calls_out_of_turn),
+        cmocka_unit_test(checkpoints_of_a_folder),
+        cmocka_unit_test(a_snapshot_is_the_file),
+        cmocka_unit_test(a_run_of_own_files_goes_on),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
