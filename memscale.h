@@ -310,7 +310,11 @@
                     >>relocate       values go to the places of another plan
                     >>adopt          a plan takes effect, for a size or a budget
                     >>model          is made and freed
-                    >>verify >>layout of files >>checkpoints >>files >>report >>api >>listing >>trace
+                    >>verify
+                    >>safetensors    names and header of a file
+                    >>checkpoints    a run is saved, and loaded into any plan
+                    >>files          on disk
+                    >>report >>api >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -2350,7 +2354,6 @@ class model {
 #endif
 
 #ifndef MEMSCALE_NO_STDIO
-#include <limits.h>
 #if defined(_WIN32)
 #include <io.h> // _commit
 #elif defined(__unix__) || defined(__APPLE__)
@@ -2965,7 +2968,7 @@ static inline int msi_vformat(char *text, size_t room, const char *format, va_li
         } else if (c.kind == 'f' || c.kind == 'g') {
             msi_put_number(&to, va_arg(args, double), c.kind, c.precision < 0 ? 6 : c.precision);
         } else {
-            msi_put(&to, c.kind == 'c' ? (char)va_arg(args, int) : '%', 1);
+            msi_add_json(&to, c.kind == 'c' ? (char)va_arg(args, int) : '%', 1);
         }
     }
     if (room > 0) {
@@ -30807,7 +30810,7 @@ static MSI_COLD ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>layout of files  what a checkpoint consists of, under which names; its header, written and parsed
+// >>safetensors  what a checkpoint consists of, under which names; its header, written and parsed
 //
 // A file in the safetensors layout: 8 bytes with the length of the header, the header in JSON, and the
 // data, of tensors one after the other. Ours have a sum of each tensor and of the header in the last.
@@ -31165,7 +31168,7 @@ static MSI_COLD uint64_t msi_hash_structure(const msi_graph *g) {
 }
 
 MEMSCALE_PRINTF(2, 3)
-static MSI_COLD void msi_put(msi_checkpoint *c, const char *format, ...) {
+static MSI_COLD void msi_add_header(msi_checkpoint *c, const char *format, ...) {
     char text[256];
     va_list args;
     va_start(args, format);
@@ -31180,7 +31183,7 @@ static MSI_COLD void msi_put(msi_checkpoint *c, const char *format, ...) {
 
 static MSI_COLD void msi_put_name(msi_checkpoint *c, const char *name) {
     for (; *name; name++) {
-        msi_put(c, "%s%.1s", *name == '"' || *name == '\\' ? "\\" : "", name);
+        msi_add_header(c, "%s%.1s", *name == '"' || *name == '\\' ? "\\" : "", name);
     }
 }
 
@@ -31196,26 +31199,26 @@ static MSI_COLD void msi_put_item(msi_checkpoint *c, const msi_item *i) {
     const ms_shape shape = is_shaped
                                ? c->m->graph.tensors.items[i->index].view.shape
                                : ms_shape1((int64_t)(i->kind == MSI_ITEM_COUNT ? 1 : i->bytes));
-    msi_put(c, ",\"");
+    msi_add_header(c, ",\"");
     msi_put_name(c, c->names.items + i->name);
-    msi_put(c, "\":{\"dtype\":\"%s\",\"shape\":[", msi_dtype_in_file(i->format));
+    msi_add_header(c, "\":{\"dtype\":\"%s\",\"shape\":[", msi_dtype_in_file(i->format));
     for (int k = 0; k < shape.rank; k++) {
-        msi_put(c, "%s%llu", k ? "," : "", (unsigned long long)shape.dim[k]);
+        msi_add_header(c, "%s%llu", k ? "," : "", (unsigned long long)shape.dim[k]);
     }
-    msi_put(c, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)i->begin,
-            (unsigned long long)(i->begin + i->bytes));
+    msi_add_header(c, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)i->begin,
+                   (unsigned long long)(i->begin + i->bytes));
 }
 
 /* Places the items, those with the largest elements first, so that all are aligned; and writes the
    header, which ends at a multiple of 64 bytes of the file. */
 static MSI_COLD void msi_write_header(msi_checkpoint *c) {
     uint64_t begin = 0;
-    msi_put(c, "{\"__metadata__\":{\"format\":\"pt\"");
+    msi_add_header(c, "{\"__metadata__\":{\"format\":\"pt\"");
 #define MSI_X(name)                                                                                \
-    msi_put(c, ",\"memscale." #name "\":\"%llu\"", (unsigned long long)c->numbers.name);
+    msi_add_header(c, ",\"memscale." #name "\":\"%llu\"", (unsigned long long)c->numbers.name);
     MSI_NUMBERS(MSI_X)
 #undef MSI_X
-    msi_put(c, "}");
+    msi_add_header(c, "}");
     for (uint32_t bytes = 8; bytes > 0; bytes /= 2) {
         for (uint32_t k = 0; k < c->items.count; k++) {
             msi_item *i = &c->items.items[k];
@@ -31226,9 +31229,9 @@ static MSI_COLD void msi_write_header(msi_checkpoint *c) {
             }
         }
     }
-    msi_put(c, "}");
+    msi_add_header(c, "}");
     while (c->result == MS_RESULT_OK && (c->header.count + 8) % 64 != 0) {
-        msi_put(c, " ");
+        msi_add_header(c, " ");
     }
 }
 
@@ -31685,6 +31688,22 @@ static int msi_write_snapshot(void *user, const void *data, size_t bytes) {
     return 0;
 }
 
+static MSI_COLD ms_result msi_put_snapshot(const ms_snapshot *s, const ms_sink *sink) {
+    int error = 0;
+    for (uint64_t at = 0; at < s->bytes && error == 0; at += MSI_FILE_PIECE) {
+        error = sink->write(sink->user, (const uint8_t *)(s + 1) + at,
+                            (size_t)msi_smaller(s->bytes - at, MSI_FILE_PIECE));
+    }
+    return error == 0 ? MS_RESULT_OK : MS_RESULT_FILE;
+}
+
+static MSI_COLD void msi_free_snapshot(ms_snapshot *s) {
+    if (s) {
+        const ms_allocator allocator = s->allocator;
+        msi_release(&allocator, s, sizeof *s + s->bytes);
+    }
+}
+
 static MSI_COLD ms_snapshot *msi_new_snapshot(msi_checkpoint *c) {
     const ms_allocator *a = &c->m->config.allocator;
     const uint64_t bytes = msi_file_bytes(c), whole = sizeof(ms_snapshot) + bytes;
@@ -31722,7 +31741,7 @@ static MSI_COLD ms_result msi_save(ms_model *m, const char *function, const ms_s
     if (!sink && c.result == MS_RESULT_OK) {
         *snapshot = (ms_snapshot *)to_memory.user;
     } else if (!sink) {
-        ms_snapshot_free((ms_snapshot *)to_memory.user);
+        msi_free_snapshot((ms_snapshot *)to_memory.user);
     }
     return c.result;
 }
@@ -31768,7 +31787,7 @@ static MSI_COLD void msi_read_header(msi_checkpoint *c) {
             c->function, (unsigned long long)length, (unsigned long long)size,
             (unsigned long long)MSI_MOST_HEADER);
     }
-    MSI_ROOM(char, c, c->header, length);
+    MSI_ROOM(char, c, c->header, length + 1);
     msi_read_in(c, 8, c->header.items, length);
     if (c->result != MS_RESULT_OK) {
         return;
@@ -31973,32 +31992,36 @@ static MSI_COLD bool msi_codes_are_finite(const void *codes, uint64_t count) {
     return are;
 }
 
+/* Whether all numbers of this format are finite: an exponent of ones carries into the sign. */
+static MSI_COLD bool msi_are_finite(msi_format format, const void *data, uint64_t bytes) {
+    const uint64_t each = format == MSI_FORMAT_F32 ? 0x0000000100000001u : 0x0001000100010001u;
+    const uint64_t exponent = each * (format == MSI_FORMAT_F32   ? 0x7f800000u
+                                      : format == MSI_FORMAT_F16 ? 0x7c00u
+                                                                 : 0x7f80u);
+    const uint64_t one = each * (format == MSI_FORMAT_F32   ? 0x00800000u
+                                 : format == MSI_FORMAT_F16 ? 0x0400u
+                                                            : 0x0080u);
+    const uint8_t *at = (const uint8_t *)data;
+    uint64_t any = 0, word;
+    for (; bytes >= sizeof word; at += sizeof word, bytes -= sizeof word) {
+        memcpy(&word, at, sizeof word);
+        any |= (word & exponent) + one;
+    }
+    word = 0;
+    memcpy(&word, at, (size_t)bytes);
+    any |= (word & exponent) + one;
+    return (any & (exponent + one)) == 0 || format == MSI_FORMAT_F64;
+}
+
 /* An error if a piece of a param or of state has a number that is not finite. */
 static MSI_COLD void msi_check_piece(msi_checkpoint *c, const msi_item *i, const void *data,
                                      uint64_t count) {
     const bool matters = i->kind == MSI_ITEM_TENSOR && i->role != MSI_ROLE_GRADIENT &&
                          c->m->graph.tensors.items[i->index].kind == MSI_KIND_PARAM;
-    bool is_wrong = false;
-    if (!matters || c->options.nonfinite) {
-        return;
-    }
-    if (i->format == MSI_FORMAT_F32) {
-        const uint32_t *bits = (const uint32_t *)data;
-        uint32_t any = 0;
-        for (uint64_t k = 0; k < count; k++) {
-            any |= (uint32_t)((bits[k] & 0x7f800000u) == 0x7f800000u);
-        }
-        is_wrong = any != 0;
-    } else if (msi_is_coded(i->format)) {
-        is_wrong = !msi_codes_are_finite(data, count);
-    } else {
-        const uint16_t most = i->format == MSI_FORMAT_F16 ? 0x7c00 : 0x7f80;
-        const uint16_t *bits = (const uint16_t *)data;
-        for (uint64_t k = 0; k < count; k++) {
-            is_wrong |= (bits[k] & most) == most;
-        }
-    }
-    if (is_wrong) {
+    if (matters && !c->options.nonfinite &&
+        !(msi_is_coded(i->format)
+              ? msi_codes_are_finite(data, count)
+              : msi_are_finite(i->format, data, msi_format_bytes(i->format, count)))) {
         MSI_REFUSE_FILE(
             c, MS_RESULT_INVALID,
             "%s: tensor \"%.100s\" has a number that is not finite (nonfinite accepts it)",
@@ -32371,7 +32394,8 @@ static int msi_seek(FILE *file, uint64_t offset, int from) {
 #ifdef _WIN32
     return _fseeki64(file, (int64_t)offset, from);
 #else
-    return offset > (uint64_t)LONG_MAX ? -1 : fseek(file, (long)offset, from);
+    const long at = (long)offset; // of 32 bits in some systems
+    return at < 0 || (uint64_t)at != offset ? -1 : fseek(file, at, from);
 #endif
 }
 
@@ -32448,7 +32472,7 @@ static MSI_COLD ms_result msi_write_path(ms_model *m, const char *function, cons
     sink.write = msi_fwrite;
     sink.user = file;
     ms_result result = !file      ? MS_RESULT_FILE
-                       : snapshot ? ms_snapshot_write(snapshot, &sink)
+                       : snapshot ? msi_put_snapshot(snapshot, &sink)
                                   : msi_save(m, function, &sink, saves, NULL);
     const bool is_disk = result == MS_RESULT_FILE;
     if (result == MS_RESULT_OK && !msi_sync(file)) {
@@ -33677,15 +33701,7 @@ MEMSCALE_API ms_result ms_save_begin(ms_model *model, ms_snapshot **snapshot) {
 }
 
 MEMSCALE_API ms_result ms_snapshot_write(const ms_snapshot *snapshot, const ms_sink *sink) {
-    if (!snapshot || !sink || !sink->write) {
-        return MS_RESULT_INVALID;
-    }
-    int error = 0;
-    for (uint64_t at = 0; at < snapshot->bytes && error == 0; at += MSI_FILE_PIECE) {
-        error = sink->write(sink->user, (const uint8_t *)(snapshot + 1) + at,
-                            (size_t)msi_smaller(snapshot->bytes - at, MSI_FILE_PIECE));
-    }
-    return error == 0 ? MS_RESULT_OK : MS_RESULT_FILE;
+    return snapshot && sink && sink->write ? msi_put_snapshot(snapshot, sink) : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API ms_result ms_snapshot_write_file(const ms_snapshot *snapshot, const char *path) {
@@ -33694,10 +33710,7 @@ MEMSCALE_API ms_result ms_snapshot_write_file(const ms_snapshot *snapshot, const
 }
 
 MEMSCALE_API void ms_snapshot_free(ms_snapshot *snapshot) {
-    if (snapshot) {
-        const ms_allocator allocator = snapshot->allocator;
-        msi_release(&allocator, snapshot, sizeof *snapshot + snapshot->bytes);
-    }
+    msi_free_snapshot(snapshot);
 }
 
 MEMSCALE_API ms_result ms_set_step_count(ms_model *model, uint64_t count) {

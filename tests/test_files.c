@@ -458,7 +458,7 @@ static bool find_weight(void *user, ms_tensor tensor, const char *name, ms_locat
 static void values_of_other_software(void **state) {
     (void)state;
     const ms_config config = t_config();
-    static uint16_t data[2][COLS][COLS];
+    static uint16_t data[3][COLS][COLS];
     ms_load_options options;
     run r;
     run_start(&r, &config, false);
@@ -473,7 +473,7 @@ static void values_of_other_software(void **state) {
         "{ \"layers.0.w\" : {\"shape\": [24, 24], \"dtype\" : \"BF16\", \"data_offsets\":[0,"
         "1152]}, \"other\":{\"dtype\":\"F8_E4M3\",\"shape\":[3],\"data_offsets\":[2304,2307]},"
         " \"weigh\\u00741\":{\"dtype\":\"BF16\",\"shape\":[24,24],\"data_offsets\":[1152,2304]}}",
-        data, sizeof data + 3);
+        data, 2 * sizeof data[0] + 3);
     memset(&options, 0, sizeof options);
     options.locate = find_weight;
     t_ok(m, load(m, &one, &options));
