@@ -15,6 +15,8 @@
 
 #include "options.h"
 
+#include "checkpoint.h"
+
 enum {
     SIZE = 28, // of an image, each way
     PIXELS = SIZE * SIZE,
@@ -32,6 +34,7 @@ typedef struct settings {
     ms_switch offloading;
     float clip, rate; // 0: none
     bool check, dry, help;
+    checkpoint saving;
 } settings;
 
 /* A model, and its tensors that are written and read. */
@@ -50,12 +53,12 @@ typedef struct trainer {
     int32_t *labels;
     float *logits;
     uint64_t random;
-    double loss, accuracy; // of the last step; of the test set
+    double loss, mean, accuracy; // of the last step; of the last ones; of the test set
 } trainer;
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { OPTION_COUNT_ALL = 14 };
+enum { OPTION_COUNT_ALL = 14 + CHECKPOINT_OPTION_COUNT };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(settings *o, option_spec *specs) {
@@ -73,6 +76,7 @@ static int list_options(settings *o, option_spec *specs) {
         {"--rate", "X", OPTION_REAL, &o->rate, OPTION_RATE_HELP " (0.02)"},
         {"--test", "N", OPTION_COUNT, &o->test, "images of the test set (2000)"},
         {"--seed", "N", OPTION_COUNT, &o->seed, "of initial params and images (1)"},
+        CHECKPOINT_OPTIONS(&o->saving),
         {"--check", NULL, OPTION_FLAG, &o->check,
          "also train a second net without a budget, and compare: losses,\n"
          "params and running statistics must be equal bit for bit"},
@@ -102,6 +106,7 @@ static int parse_options(settings *o, int argc, char **argv) {
     o->test = 2000;
     o->seed = 1;
     return read_options(specs, list_options(o, specs), argc, argv, NULL) != 0 ||
+           checkpoint_check(&o->saving) != 0 ||
            choose_offloading(o->offload, &o->offloading) != 0 ||
            choose_device(&o->place, o->device) != 0;
 }
@@ -252,6 +257,7 @@ static int make_net(classifier *c, const settings *o, uint64_t budget_bytes, boo
     config.memory_budget_bytes = budget_bytes;
     config.dry_run = dry;
     config.offloading = o->offloading;
+    config.log = checkpoint_log;
     config.seed = (uint64_t)o->seed;
     config.accumulation_steps = (uint32_t)o->accumulate;
     if (ms_create(&config, &c->model) != MS_RESULT_OK) {
@@ -266,8 +272,21 @@ static int make_net(classifier *c, const settings *o, uint64_t budget_bytes, boo
     adamw.weight_decay = 0.01f;
     adamw.grad_clip_norm = o->clip;
     ms_set_optimizer(c->model, &adamw);
-    if (ms_wrap(c->model) != MS_RESULT_OK ||
-        (!dry && nn_init(c->net, (uint64_t)o->seed) != MS_RESULT_OK)) {
+    return ms_wrap(c->model) == MS_RESULT_OK ? 0 : fail("%s", ms_last_error(c->model));
+}
+
+/* Resumes a run, in which batches and the loss that is shown go on too, or writes initial params.
+   What a net without a budget has saved would do as well: plans differ, values do not. */
+static int start_net(trainer *t, classifier *c) {
+    settings *o = &t->options;
+    if (ms_save_extra(c->model, "random", &t->random, sizeof t->random) != MS_RESULT_OK ||
+        ms_save_extra(c->model, "loss", &t->mean, sizeof t->mean) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(c->model));
+    }
+    if (checkpoint_load(&o->saving, c->model) != 0) {
+        return 1;
+    }
+    if (!o->saving.is_resumed && nn_init(c->net, (uint64_t)o->seed) != MS_RESULT_OK) {
         return fail("%s", ms_last_error(c->model));
     }
     return 0;
@@ -362,19 +381,23 @@ static int train_step(trainer *t, int64_t step) {
 }
 
 static int train(trainer *t) {
+    checkpoint *saving = &t->options.saving;
     const double started = seconds_now();
-    double mean = 0.0;
-    for (int64_t step = 0; step < t->options.steps; step++) {
+    const int64_t first = saving->step, steps = t->options.steps;
+    for (int64_t step = first; step < steps && !saving->is_stopped; step++) {
         if (train_step(t, step) != 0) {
             return 1;
         }
-        mean = step == 0 ? t->loss : 0.9 * mean + 0.1 * t->loss;
+        t->mean = step == 0 ? t->loss : 0.9 * t->mean + 0.1 * t->loss;
         const int64_t done = step + 1;
-        if (done == 1 || done * 10 / t->options.steps != step * 10 / t->options.steps) {
-            printf("step %5lld  loss %.3f  %.0f images/s\n", (long long)done, mean,
-                   (double)(done * t->options.batch * t->options.accumulate) /
+        if (done == 1 || done * 10 / steps != step * 10 / steps) {
+            printf("step %5lld  loss %.3f  %.0f images/s\n", (long long)done, t->mean,
+                   (double)((done - first) * t->options.batch * t->options.accumulate) /
                        (seconds_now() - started));
             fflush(stdout);
+        }
+        if (checkpoint_step(saving, t->trained.model, done, done == steps) != 0) {
+            return 1;
         }
     }
     return 0;
@@ -484,12 +507,14 @@ static int run(trainer *t) {
     if (t->options.dry) {
         return 0;
     }
-    if (allocate_batch(t) != 0 ||
-        (t->options.check && make_net(&t->plain, &t->options, UINT64_MAX, false) != 0)) {
+    if (allocate_batch(t) != 0 || start_net(t, &t->trained) != 0 ||
+        (t->options.check && (make_net(&t->plain, &t->options, UINT64_MAX, false) != 0 ||
+                              start_net(t, &t->plain) != 0))) {
         return 1;
     }
+    checkpoint_print(&t->options.saving);
     printf("\n");
-    if (train(t) != 0 || test(t) != 0) {
+    if (train(t) != 0 || (!t->options.saving.is_stopped && test(t) != 0)) {
         return 1;
     }
     return t->options.check ? check_values(t) : 0;

@@ -4,14 +4,18 @@
 // away, and gives it back, while the loop goes on. At the end: a histogram of frame times, and how many
 // slices ran over, by how much.
 //
-//     engine [--seconds S] [--slice US] [--frames FOLDER] [--no-load] [--fast]
+//     engine [--seconds S] [--steps N] [--slice US] [--frames FOLDER] [--no-load] [--fast]
+//            [--save FOLDER [--checkpoint-every N] [--resume] [--stop-at N]]
 //
 // With SDL2 (-DENGINE_SDL) and a display it is shown in a window (keys: T a third, F full, S suspend, R
 // resume, Q quit); otherwise, with --frames, it is written to PNG files (-DENGINE_PNG), or PPM. --fast does not
-// wait for the next frame.
+// wait for the next frame. What it has learnt is saved when the game ends, and --resume goes on from there, with
+// the losses of a game that was not interrupted; --checkpoint-every saves between two steps, too.
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
 #include "options.h"
+
+#include "checkpoint.h"
 
 #include <chrono>
 #include <cmath>
@@ -184,7 +188,8 @@ const int widths[LAYERS + 1] = {INPUTS, HIDDEN, HIDDEN, HIDDEN, COLOURS};
 
 class painter {
   public:
-    painter(const ms_config &config, jobs &workers) : model_(config), workers_(workers) {
+    painter(const ms_config &config, jobs &workers, checkpoint &saving)
+        : model_(config), workers_(workers), saving_(saving) {
         x_ = ms_input(model_, "waves", MS_DTYPE_F32, ms_shape2(BATCH, INPUTS));
         target_ = ms_input(model_, "colours", MS_DTYPE_F32, ms_shape2(BATCH, COLOURS));
         ms_tensor at = x_;
@@ -196,10 +201,13 @@ class painter {
         adamw.learning_rate = 0.002f;
         ms_set_optimizer(model_, &adamw);
         check(model_, ms_wrap(model_));
-        random_numbers random = {1};
         for (int i = 0; i < LAYERS; i++) {
             weights_[i].resize(static_cast<size_t>(widths[i] * widths[i + 1]));
             biases_[i].resize(static_cast<size_t>(widths[i + 1]));
+        }
+        resume();
+        random_numbers random = {1};
+        for (int i = 0; i < LAYERS && !saving_.is_resumed; i++) {
             for (float &w : weights_[i]) {
                 w = 3.4f * (random.unit() - 0.5f) / std::sqrt(static_cast<float>(widths[i]));
             }
@@ -212,7 +220,11 @@ class painter {
         return model_;
     }
     uint64_t steps() const {
-        return steps_;
+        return static_cast<uint64_t>(saving_.step);
+    }
+    /* Whether it has trained for so many steps, if that is not 0, or was to be interrupted by now. */
+    bool is_done(int64_t steps) const {
+        return saving_.is_stopped || (steps > 0 && saving_.step >= steps);
     }
     double loss() const {
         return loss_;
@@ -239,10 +251,10 @@ class painter {
     }
 
     /* Microseconds of the longest instruction of a step: so short a slice runs one. That of the
-       second step, as everything is slower the first time. */
-    double longest_us() {
+       second step, as everything is slower the first time; no more than so many steps are trained. */
+    double longest_us(int64_t steps) {
         double longest = 0.0;
-        for (int step = 0; step < 2; step++) {
+        for (int step = 0; step < 2 && !is_done(steps); step++) {
             longest = 0.0;
             do {
                 const double us = 2.0 + learn(2.0);
@@ -252,8 +264,17 @@ class painter {
         return longest;
     }
 
-    /* Ends the step that is under way: it does not count, unless it has begun to update. Then it is
-       completed, and the cancel ends the next one, before that has run anything. */
+    /* Saves at the end. */
+    void save() {
+        end_step();
+        if (!saving_.is_stopped && checkpoint_step(&saving_, model_, saving_.step, true) != 0) {
+            std::exit(1);
+        }
+    }
+
+    /* Ends the step that is under way: it does not count, and the next one gets its batch, unless it
+       has begun to update. Then it is completed, and the cancel ends the next one, before that has
+       run anything. */
     void end_step() {
         if (!in_step_) {
             return;
@@ -263,6 +284,8 @@ class painter {
         if (result == MS_RESULT_OK) {
             take_step();
             result = ms_step_slice(model_, UINT64_MAX, nullptr);
+        } else {
+            random_ = before_batch_;
         }
         check(model_, result == MS_RESULT_CANCELLED ? MS_RESULT_OK : result);
         in_step_ = false;
@@ -278,9 +301,29 @@ class painter {
     }
 
   private:
-    /* Counts a step, and takes the params that paint while the next one is under way. */
+    /* Goes on where an earlier game has ended, if that was asked for. */
+    void resume() {
+        check(model_, ms_save_extra(model_, "random", &random_, sizeof random_));
+        check(model_, ms_save_extra(model_, "loss", &loss_, sizeof loss_));
+        if (checkpoint_load(&saving_, model_) != 0) {
+            std::exit(1);
+        }
+        checkpoint_print(&saving_);
+        if (saving_.is_resumed) {
+            take_params();
+        }
+    }
+
+    /* Counts a step, and saves if it is time. */
     void take_step() {
-        steps_++;
+        take_params();
+        if (checkpoint_step(&saving_, model_, saving_.step + 1, false) != 0) {
+            std::exit(1);
+        }
+    }
+
+    /* Takes the params that paint while the next step is under way. */
+    void take_params() {
         for (int i = 0; i < LAYERS; i++) {
             check(model_, model_.read(weight_[i], weights_[i]));
             check(model_, model_.read(bias_[i], biases_[i]));
@@ -375,6 +418,7 @@ class painter {
     }
 
     void write_batch() {
+        before_batch_ = random_;
         for (size_t r = 0; r < BATCH; r++) {
             const float x = random_.unit(), y = random_.unit();
             waves_.features(x, y, &batch_[r * INPUTS]);
@@ -415,7 +459,8 @@ class painter {
     ms::model model_;
     jobs &workers_;
     waves waves_;
-    random_numbers random_ = {7};
+    checkpoint &saving_; // counts the steps
+    random_numbers random_ = {7}, before_batch_ = {7};
     ms_tensor x_ = {0}, target_ = {0}, weight_[LAYERS], bias_[LAYERS];
     std::vector<float> weights_[LAYERS], biases_[LAYERS];
     std::vector<float> batch_ = std::vector<float>(BATCH * INPUTS);
@@ -423,7 +468,6 @@ class painter {
     std::vector<uint8_t> *pixels_ = nullptr;
     uint32_t first_ = 0;
     bool in_step_ = false;
-    uint64_t steps_ = 0;
     double loss_ = 0.0;
 };
 
@@ -622,9 +666,10 @@ constexpr double slice_times::edges_us[];
 
 struct settings {
     float seconds = 12.0f;
-    int64_t slice_us = 2000;
+    int64_t slice_us = 2000, steps = 0;
     const char *frames = nullptr;
     bool no_load = false, fast = false;
+    checkpoint saving = checkpoint();
 };
 
 settings take_options(int argc, char **argv) {
@@ -632,14 +677,16 @@ settings take_options(int argc, char **argv) {
     bool help = false;
     const option_spec specs[] = {
         {"--seconds", "S", OPTION_REAL, &o.seconds, "that the game runs (12)"},
+        {"--steps", "N", OPTION_COUNT, &o.steps, "of training, after which the game ends"},
         {"--slice", "US", OPTION_COUNT, &o.slice_us, "microseconds of training in a frame (2000)"},
         {"--frames", "FOLDER", OPTION_TEXT, &o.frames, "write pictures there"},
+        CHECKPOINT_OPTIONS(&o.saving),
         {"--no-load", nullptr, OPTION_FLAG, &o.no_load, "no game beside the training"},
         {"--fast", nullptr, OPTION_FLAG, &o.fast, "do not wait for the next frame"},
         {"--help", nullptr, OPTION_FLAG, &help, "this text"},
     };
     const int count = static_cast<int>(sizeof specs / sizeof specs[0]);
-    if (read_options(specs, count, argc, argv, nullptr) != 0) {
+    if (read_options(specs, count, argc, argv, nullptr) != 0 || checkpoint_check(&o.saving) != 0) {
         std::exit(2);
     }
     if (help) {
@@ -697,7 +744,7 @@ class memory {
 } // namespace
 
 int main(int argc, char **argv) {
-    const settings o = take_options(argc, argv);
+    settings o = take_options(argc, argv);
     const unsigned cores = std::thread::hardware_concurrency();
     jobs workers(cores > 2 ? cores - 2 : 1);
     ms_config config = ms_config();
@@ -705,9 +752,10 @@ int main(int argc, char **argv) {
     config.max_instruction_us = 500.0;
     config.tiling = MS_SWITCH_ON;
     config.offloading = MS_SWITCH_OFF;
+    config.log = checkpoint_log;
     config.parallel.run = jobs::run_for_library;
     config.parallel.user = &workers;
-    painter p(config, workers);
+    painter p(config, workers, o.saving);
     memory arena(p);
     window shown;
     game load = {0.0, {0}};
@@ -720,9 +768,9 @@ int main(int argc, char **argv) {
         double at;
         int key;
     } script[] = {{0.4, 't'}, {0.6, 's'}, {0.7, 'r'}, {0.8, 'f'}};
-    slice_times slices(p.longest_us());
+    slice_times slices(p.longest_us(o.steps));
     double next_us = now_us();
-    for (int frame = 0; frame < frames; frame++) {
+    for (int frame = 0; frame < frames && !p.is_done(o.steps); frame++) {
         const double start_us = now_us();
         const bool is_heavy = frame / 60 % 6 >= 4;
         int key = shown.key();
@@ -758,6 +806,10 @@ int main(int argc, char **argv) {
                 std::chrono::microseconds(static_cast<int64_t>(next_us - now_us())));
         }
     }
+    if (arena.is_suspended()) {
+        arena.obey('r', static_cast<double>(o.seconds));
+    }
+    p.save();
     std::printf("%llu steps, loss %.5f; frame times:\n", static_cast<unsigned long long>(p.steps()),
                 p.loss());
     frame_times.print();

@@ -20,11 +20,14 @@
 
 #include "options.h"
 
+#include "checkpoint.h"
+
 typedef struct settings {
     const char *preset, *device;
     option_device place;
     int64_t batch, sequence, rank, steps, seed;
     bool dry, plan, help;
+    checkpoint saving;
 } settings;
 
 typedef struct adapted {
@@ -39,11 +42,12 @@ typedef struct program {
     nn_transformer_config shape;
     adapted plain, streamed;
     int32_t *tokens, *targets;
+    uint64_t random; // of the batches
 } program;
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { OPTIONS = 10 };
+enum { OPTIONS = 10 + CHECKPOINT_OPTION_COUNT };
 
 static void list_options(settings *o, option_spec *specs) {
     const option_spec all[OPTIONS] = {
@@ -55,6 +59,7 @@ static void list_options(settings *o, option_spec *specs) {
         {"--rank", "N", OPTION_COUNT, &o->rank, "of the adapters (8)"},
         {"--steps", "N", OPTION_COUNT, &o->steps, "updates (40)"},
         {"--seed", "N", OPTION_COUNT, &o->seed, "of weights and batches (1)"},
+        CHECKPOINT_OPTIONS(&o->saving),
         {"--dry", NULL, OPTION_FLAG, &o->dry, "plan only: allocate and train nothing"},
         {"--plan", NULL, OPTION_FLAG, &o->plan, "list the plan of the model that streams"},
         {"--help", NULL, OPTION_FLAG, &o->help, "this text"},
@@ -97,7 +102,7 @@ static int parse_options(program *p, int argc, char **argv) {
     o->steps = 40;
     o->seed = 1;
     list_options(o, specs);
-    if (read_options(specs, OPTIONS, argc, argv, NULL) != 0 ||
+    if (read_options(specs, OPTIONS, argc, argv, NULL) != 0 || checkpoint_check(&o->saving) != 0 ||
         choose_device(&o->place, o->device) != 0) {
         return 1;
     }
@@ -126,11 +131,28 @@ static void stream_weights(const adapted *a) {
     }
 }
 
-static int make_model(const program *p, adapted *a, bool streams) {
+/* Resumes a run, or writes initial params. What the model that streams has saved is loaded into the
+   plain one too: where values are at home makes no difference. */
+static int start_model(program *p, adapted *a) {
+    settings *o = &p->options;
+    if (ms_save_extra(a->model, "random", &p->random, sizeof p->random) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(a->model));
+    }
+    if (checkpoint_load(&o->saving, a->model) != 0) {
+        return 1;
+    }
+    if (!o->saving.is_resumed && nn_init(a->net, (uint64_t)o->seed) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(a->model));
+    }
+    return 0;
+}
+
+static int make_model(program *p, adapted *a, bool streams) {
     ms_config config = {0};
     config.backend = p->options.place.backend;
     config.memory_budget_bytes = UINT64_MAX; // what is forced holds, whatever the budget
     config.dry_run = p->options.dry;
+    config.log = checkpoint_log;
     config.seed = (uint64_t)p->options.seed;
     if (ms_create(&config, &a->model) != MS_RESULT_OK) {
         return fail("%s", ms_last_error(a->model));
@@ -143,12 +165,10 @@ static int make_model(const program *p, adapted *a, bool streams) {
     if (streams) {
         stream_weights(a);
     }
-    if (ms_wrap(a->model) != MS_RESULT_OK ||
-        (!p->options.dry && nn_init(a->net, (uint64_t)p->options.seed) != MS_RESULT_OK) ||
-        ms_report(a->model, &a->report) != MS_RESULT_OK) {
+    if (ms_wrap(a->model) != MS_RESULT_OK || ms_report(a->model, &a->report) != MS_RESULT_OK) {
         return fail("%s", ms_last_error(a->model));
     }
-    return 0;
+    return p->options.dry ? 0 : start_model(p, a);
 }
 
 static void free_model(adapted *a) {
@@ -178,11 +198,11 @@ static void print_models(const program *p) {
 // ---- training -----------------------------------------------------------------------------------
 
 /* Each sequence counts on from a random byte: the target of a token is its successor. */
-static void draw_batch(program *p, uint64_t *random) {
+static void draw_batch(program *p) {
     const int64_t sequence = p->shape.sequence;
     for (int64_t b = 0; b < p->shape.batch; b++) {
-        *random = nn_mix(*random);
-        const uint64_t first = *random % 256;
+        p->random = nn_mix(p->random);
+        const uint64_t first = p->random % 256;
         for (int64_t t = 0; t < sequence; t++) {
             p->tokens[b * sequence + t] = (int32_t)((first + (uint64_t)t) % 256);
             p->targets[b * sequence + t] = (int32_t)((first + (uint64_t)t + 1) % 256);
@@ -200,10 +220,11 @@ static int train_step(const program *p, const adapted *a, double *loss) {
 }
 
 static int train(program *p) {
-    uint64_t random = nn_mix((uint64_t)p->options.seed);
-    for (int64_t step = 1; step <= p->options.steps; step++) {
+    checkpoint *saving = &p->options.saving;
+    const int64_t steps = p->options.steps;
+    for (int64_t step = saving->step + 1; step <= steps && !saving->is_stopped; step++) {
         double plain, streamed;
-        draw_batch(p, &random);
+        draw_batch(p);
         if (train_step(p, &p->plain, &plain) != 0 || train_step(p, &p->streamed, &streamed) != 0) {
             return 1;
         }
@@ -214,12 +235,15 @@ static int train(program *p) {
         if (step == 1 || step % 10 == 0) {
             printf("step %5lld  loss %.4f\n", (long long)step, streamed);
         }
+        if (checkpoint_step(saving, p->streamed.model, step, step == steps) != 0) {
+            return 1;
+        }
     }
     return 0;
 }
 
 /* Compares all params; the frozen ones must not have changed, so they are equal too. */
-static int check_params(const program *p) {
+static int check_params(const program *p, int64_t first) {
     const int64_t count = nn_param_count(p->plain.net);
     int result = 0;
     for (int64_t i = 0; i < count && result == 0; i++) {
@@ -240,7 +264,7 @@ static int check_params(const program *p) {
     }
     if (result == 0) {
         printf("check     %lld losses and %lld params are those of the plain model, bit for bit\n",
-               (long long)p->options.steps, (long long)count);
+               (long long)(p->options.saving.step - first), (long long)count);
     }
     return result;
 }
@@ -252,6 +276,7 @@ static void print_piece(const char *text, size_t length, void *user) {
 static int run(program *p) {
     printf("memscale.h %d.%d.%d, adapters beside frozen weights that stream from the host\n\n",
            MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR, MEMSCALE_VERSION_PATCH);
+    p->random = nn_mix((uint64_t)p->options.seed);
     if (make_model(p, &p->plain, false) != 0 || make_model(p, &p->streamed, true) != 0) {
         return 1;
     }
@@ -271,8 +296,10 @@ static int run(program *p) {
     if (!p->tokens || !p->targets) {
         return fail("no memory for a batch");
     }
+    const int64_t first = p->options.saving.step;
+    checkpoint_print(&p->options.saving);
     printf("\n");
-    return train(p) != 0 || check_params(p) != 0;
+    return train(p) != 0 || check_params(p, first) != 0;
 }
 
 int main(int argc, char **argv) {

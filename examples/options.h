@@ -278,7 +278,7 @@ OPTION_API void print_options(const char *usage, const option_spec *specs, int c
         char name[32];
         snprintf(name, sizeof name, "%s %s", specs[i].name,
                  specs[i].argument ? specs[i].argument : "");
-        printf("  %-16s ", name);
+        printf(strlen(name) > 16 ? "  %s\n%19s" : "  %-16s %s", name, "");
         for (const char *c = specs[i].help; *c; c++) {
             putchar(*c);
             if (*c == '\n') {

@@ -5,11 +5,16 @@
 // taken from the heap, no thread is started, and training takes no more of a tick than its slice and one
 // instruction.
 //
-// --params: params are loaded from there, if it exists, and saved there every 5 seconds, so that a power
-// cut (--die: the process kills itself) loses no more than that. --real: ticks are 5 ms apart.
+// --state: all that it goes on learning from, params, optimizer state and what the arm has done, is loaded from
+// this file, if it exists, and saved there every 5 seconds, so that a power cut (--die: the process kills
+// itself) loses no more than that. A file that is damaged, or something else, is refused: the arm goes on
+// with what it had, at the start and with --reload, which loads the file while the arm moves. Files are
+// read and written by functions of its own, since those of the C library take memory from the heap.
+// --real: ticks are 5 ms apart.
 #define _POSIX_C_SOURCE 200809L
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -28,7 +33,7 @@ typedef struct piece {
     uint64_t bytes;     // whole
 } piece;
 
-enum { HOST_BYTES = 4 << 20, ARENA_BYTES = 2 << 20, UNIT = 64 };
+enum { HOST_BYTES = 9 << 20, ARENA_BYTES = 2 << 20, UNIT = 64 };
 
 static union {
     unsigned char bytes[HOST_BYTES];
@@ -217,16 +222,21 @@ typedef struct params {
     float weight[LAYERS][HIDDEN * HIDDEN], bias[LAYERS][HIDDEN];
 } params;
 
+/* What the learner goes on from, beside the model. */
+typedef struct experience {
+    float inputs[SAMPLES][INPUTS], torques[SAMPLES][JOINTS]; // a ring of what happened
+    uint32_t count, random;
+    uint64_t steps, slices;
+    double loss;
+} experience;
+
 typedef struct learner {
     ms_model *model;
     ms_tensor x, target, param[PARAMS];
     dense layers[LAYERS];
     params now;
-    float inputs[SAMPLES][INPUTS], torques[SAMPLES][JOINTS]; // a ring of what happened
-    uint32_t count, random;
-    uint64_t steps, slices;
+    experience past;
     bool in_step;
-    double loss;
 } learner;
 
 static learner the_learner;
@@ -252,10 +262,11 @@ static double now_us(void *user) {
 }
 
 static float random_unit(learner *l) { // xorshift, Marsaglia, 2003
-    l->random ^= l->random << 13;
-    l->random ^= l->random >> 17;
-    l->random ^= l->random << 5;
-    return (float)(l->random >> 8) / 8388608.0f - 1.0f;
+    uint32_t *random = &l->past.random;
+    *random ^= *random << 13;
+    *random ^= *random >> 17;
+    *random ^= *random << 5;
+    return (float)(*random >> 8) / 8388608.0f - 1.0f;
 }
 
 static float *param_values(learner *l, int k) {
@@ -277,7 +288,7 @@ static void learner_create(learner *l) {
     config.offloading = MS_SWITCH_OFF; // no threads
     check(l->model, ms_create(&config, &l->model));
     ms_model *m = l->model;
-    l->random = 12345;
+    l->past.random = 12345;
     l->x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(BATCH, INPUTS));
     l->target = ms_input(m, "torque", MS_DTYPE_F32, ms_shape2(BATCH, JOINTS));
     ms_tensor at = l->x;
@@ -312,6 +323,7 @@ static void learner_create(learner *l) {
     adamw.learning_rate = 0.003f;
     ms_set_optimizer(m, &adamw);
     check(m, ms_wrap(m));
+    check(m, ms_save_extra(m, "experience", &l->past, sizeof l->past));
     for (int i = 0; i < LAYERS; i++) { // the last layer begins with 0: no torque
         for (int k = 0; k < widths[i] * widths[i + 1] && i < LAYERS - 1; k++) {
             l->now.weight[i][k] = 1.7f * random_unit(l) / sqrtf((float)widths[i]);
@@ -319,49 +331,96 @@ static void learner_create(learner *l) {
     }
 }
 
-/* Loads params that were saved; false if there are none. */
-static bool load_params(learner *l, const char *path) {
-    const int file = path ? open(path, O_RDONLY) : -1;
-    const bool loaded = file >= 0 && read(file, &l->now, sizeof l->now) == (ssize_t)sizeof l->now;
-    if (file >= 0) {
-        (void)close(file);
+/* The controller uses the params of the model from now on. */
+static void take_params(learner *l) {
+    for (int k = 0; k < PARAMS; k++) {
+        check(l->model, ms_read(l->model, l->param[k], param_values(l, k)));
+    }
+}
+
+static int read_file(void *user, uint64_t offset, void *data, size_t bytes) {
+    const int file = *(const int *)user;
+    for (size_t done = 0; done < bytes;) {
+        const ssize_t some =
+            pread(file, (unsigned char *)data + done, bytes - done, (off_t)(offset + done));
+        if (some <= 0) {
+            return -1;
+        }
+        done += (size_t)some;
+    }
+    return 0;
+}
+
+static int write_file(void *user, const void *data, size_t bytes) {
+    const int file = *(const int *)user;
+    for (size_t done = 0; done < bytes;) {
+        const ssize_t some = write(file, (const unsigned char *)data + done, bytes - done);
+        if (some <= 0) {
+            return -1;
+        }
+        done += (size_t)some;
+    }
+    return 0;
+}
+
+/* Loads what was saved, between steps. False: there is no file, or it is refused, and model, experience
+   and params are as they were. */
+static bool load_state(learner *l, const char *path) {
+    struct stat found;
+    int file = path ? open(path, O_RDONLY) : -1;
+    if (file < 0 || fstat(file, &found) != 0) {
+        printf("state: new\n");
+        return false;
+    }
+    ms_source source;
+    source.read = read_file;
+    source.user = &file;
+    source.size = (uint64_t)found.st_size;
+    const bool loaded = ms_load(l->model, &source, NULL) == MS_RESULT_OK;
+    (void)close(file);
+    if (loaded) {
+        take_params(l);
+        printf("state: loaded\n");
+    } else {
+        printf("state: refused, %s\n", ms_last_error(l->model));
     }
     return loaded;
 }
 
-/* Saves them beside the file, and then puts them in its place: a power cut leaves one of the two. */
-static void save_params(const learner *l, const char *path) {
+/* Saves it beside the file, and then puts it in its place: a power cut leaves one of the two. The arm
+   goes on moving if there is no room for it. */
+static void save_state(learner *l, const char *path) {
     char beside[512];
-    const size_t length = strlen(path);
-    if (length + 5 > sizeof beside) {
-        stop("the name of the file is too long");
-    }
-    memcpy(beside, path, length);
-    memcpy(beside + length, ".new", 5);
-    const int file = open(beside, O_WRONLY | O_CREAT | O_TRUNC, 0644);
-    if (file < 0 || write(file, &l->now, sizeof l->now) != (ssize_t)sizeof l->now ||
-        fsync(file) != 0 || close(file) != 0 || rename(beside, path) != 0) {
-        stop("params could not be saved");
+    const int length = snprintf(beside, sizeof beside, "%s.new", path);
+    int file = length < (int)sizeof beside ? open(beside, O_WRONLY | O_CREAT | O_TRUNC, 0644) : -1;
+    ms_sink sink;
+    sink.write = write_file;
+    sink.user = &file;
+    const bool saved = file >= 0 && ms_save(l->model, &sink) == MS_RESULT_OK && fsync(file) == 0;
+    if (file < 0 || close(file) != 0 || !saved || rename(beside, path) != 0) {
+        printf("state: not saved, %s\n", ms_last_error(l->model));
     }
 }
 
 /* Notes what a torque has done. */
 static void note_sample(learner *l, const float *inputs, const double *torque) {
-    float *to = l->torques[l->count % SAMPLES];
-    memcpy(l->inputs[l->count % SAMPLES], inputs, sizeof l->inputs[0]);
+    experience *e = &l->past;
+    float *to = e->torques[e->count % SAMPLES];
+    memcpy(e->inputs[e->count % SAMPLES], inputs, sizeof e->inputs[0]);
     for (int j = 0; j < JOINTS; j++) {
         to[j] = (float)torque[j] / 10.0f;
     }
-    l->count++;
+    e->count++;
 }
 
 static void write_batch(learner *l) {
     float x[BATCH][INPUTS], target[BATCH][JOINTS];
-    const uint32_t known = l->count < (uint32_t)SAMPLES ? l->count : (uint32_t)SAMPLES;
+    const experience *e = &l->past;
+    const uint32_t known = e->count < (uint32_t)SAMPLES ? e->count : (uint32_t)SAMPLES;
     for (int r = 0; r < BATCH; r++) {
         const uint32_t which = (uint32_t)(0.5f * (random_unit(l) + 1.0f) * (float)known) % known;
-        memcpy(x[r], l->inputs[which], sizeof x[r]);
-        memcpy(target[r], l->torques[which], sizeof target[r]);
+        memcpy(x[r], e->inputs[which], sizeof x[r]);
+        memcpy(target[r], e->torques[which], sizeof target[r]);
     }
     check(l->model, ms_write(l->model, l->x, x));
     check(l->model, ms_write(l->model, l->target, target));
@@ -369,24 +428,22 @@ static void write_batch(learner *l) {
 
 /* Trains for so many microseconds; after a whole step the controller has its params. */
 static void learn(learner *l, uint64_t microseconds) {
-    if (!l->in_step && l->count < ENOUGH) {
+    if (!l->in_step && l->past.count < ENOUGH) {
         return;
     }
     if (!l->in_step) {
         write_batch(l);
         l->in_step = true;
     }
-    const ms_result result = ms_step_slice(l->model, microseconds, &l->loss);
-    l->slices++;
+    const ms_result result = ms_step_slice(l->model, microseconds, &l->past.loss);
+    l->past.slices++;
     if (result == MS_RESULT_MORE) {
         return;
     }
     check(l->model, result);
     l->in_step = false;
-    l->steps++;
-    for (int k = 0; k < PARAMS; k++) {
-        check(l->model, ms_read(l->model, l->param[k], param_values(l, k)));
-    }
+    l->past.steps++;
+    take_params(l);
 }
 
 static void features(const arm *a, const double *acceleration, float *to) {
@@ -446,19 +503,21 @@ static double control(learner *l, arm *a, double t) {
 }
 
 typedef struct settings {
-    float seconds, die;
+    float seconds, die, reload;
     int64_t slice_us;
     const char *path;
     bool real;
 } settings;
 
 static settings take_options(int argc, char **argv) {
-    settings o = {60.0f, 0.0f, 2000, NULL, false};
+    settings o = {60.0f, 0.0f, 0.0f, 2000, NULL, false};
     bool help = false;
     const option_spec specs[] = {
         {"--seconds", "S", OPTION_REAL, &o.seconds, "that it moves (60)"},
         {"--slice", "US", OPTION_COUNT, &o.slice_us, "microseconds of training in a tick (2000)"},
-        {"--params", "FILE", OPTION_TEXT, &o.path, "load params from there, and save them there"},
+        {"--state", "FILE", OPTION_TEXT, &o.path,
+         "load what it has learned from there, and save it there"},
+        {"--reload", "S", OPTION_REAL, &o.reload, "load that file once more after S seconds"},
         {"--die", "S", OPTION_REAL, &o.die, "kill the process after S seconds"},
         {"--real", NULL, OPTION_FLAG, &o.real, "ticks are 5 ms apart"},
         {"--help", NULL, OPTION_FLAG, &help, "this text"},
@@ -491,11 +550,11 @@ int main(int argc, char **argv) {
     arm a = {{0.0, 0.0}, {0.0, 0.0}};
     (void)setvbuf(stdout, out, _IOLBF, sizeof out); // printf takes no memory either
     learner_create(l);
-    const bool loaded = load_params(l, o.path);
-    for (int k = 0; k < PARAMS; k++) {
-        check(l->model, ms_write(l->model, l->param[k], param_values(l, k)));
+    if (!load_state(l, o.path)) {
+        for (int k = 0; k < PARAMS; k++) {
+            check(l->model, ms_write(l->model, l->param[k], param_values(l, k)));
+        }
     }
-    printf("params: %s\n", loaded ? "loaded" : "new");
     for (int j = 0; j < JOINTS; j++) { // it begins on its path
         double acceleration;
         wanted(0.0, j, &a.angle[j], &a.speed[j], &acceleration);
@@ -503,6 +562,7 @@ int main(int argc, char **argv) {
     const int64_t ticks = (int64_t)((double)o.seconds * 1e6 / (double)TICK_US);
     double squares = 0.0, first_error = 0.0, last_error = 0.0, worst_us = 0.0;
     uint32_t late = 0;
+    bool reloads = o.reload > 0.0f, saves = false;
     const double begin_us = now_us(NULL);
     for (int64_t tick = 0; tick < ticks; tick++) {
         const double start_us = o.real ? begin_us + (double)(tick * TICK_US) : now_us(NULL);
@@ -512,12 +572,21 @@ int main(int argc, char **argv) {
         }
         squares += control(l, &a, t);
         learn(l, (uint64_t)o.slice_us);
-        if (o.path && (tick + 1) % SAVE_TICKS == 0) {
-            save_params(l, o.path); // on a robot: outside of the loop of control
+        /* Files, between two steps. On a robot: outside of the loop of control. */
+        const bool loads_now = reloads && !l->in_step && t >= (double)o.reload;
+        saves = saves || (o.path && (tick + 1) % SAVE_TICKS == 0);
+        const bool saves_now = saves && !l->in_step;
+        if (loads_now) {
+            (void)load_state(l, o.path);
+            reloads = false;
+        }
+        if (saves_now) {
+            save_state(l, o.path);
+            saves = false;
         }
         const double us = now_us(NULL) - start_us;
         worst_us = us > worst_us ? us : worst_us;
-        late += us > (double)TICK_US && (tick + 1) % SAVE_TICKS != 0;
+        late += us > (double)TICK_US && !loads_now && !saves_now;
         if ((tick + 1) % REPORT_TICKS == 0 || tick + 1 == ticks) {
             const int64_t some = tick % REPORT_TICKS + 1;
             last_error = sqrt(squares / (double)some);
@@ -525,8 +594,8 @@ int main(int argc, char **argv) {
             squares = 0.0;
             (void)snprintf(line, sizeof line,
                            "%5.1f s: error %.4f rad, %llu steps in %llu slices, loss %.5f",
-                           t + 0.005, last_error, (unsigned long long)l->steps,
-                           (unsigned long long)l->slices, l->loss);
+                           t + 0.005, last_error, (unsigned long long)l->past.steps,
+                           (unsigned long long)l->past.slices, l->past.loss);
             puts(line);
         }
         if (o.real) {

@@ -8,6 +8,8 @@
 
 #include "options.h"
 
+#include "checkpoint.h"
+
 #include <unistd.h>
 
 enum { MAX_SPACES = 12, BYTE_COUNT = 256, WARMUP_STEPS = 60, CUDA_READ_EVERY = 10 };
@@ -30,6 +32,7 @@ typedef struct settings {
     bool random, tf32, graph, automatic, dry, plan, full_plan, profile, verify, help;
     bool half_gradients;
     option_words files;
+    checkpoint saving;
 } settings;
 
 typedef struct trainer trainer;
@@ -64,11 +67,12 @@ struct trainer {
     uint64_t random;
     double loss; // running mean of those that were read
     bool has_loss;
+    double seconds; // that the run has taken, where --seconds limits that
 };
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { TRAINER_OPTIONS = 32 };
+enum { TRAINER_OPTIONS = 32 + CHECKPOINT_OPTION_COUNT };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(const trainer_kind *kind, settings *o, option_spec *specs) {
@@ -103,6 +107,7 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--every", "N", OPTION_COUNT, &o->every,
          "read the loss every N steps (1; on cuda 10, since reading it waits)"},
         {"--seed", "N", OPTION_COUNT, &o->seed, "of initial params and batches (1)"},
+        CHECKPOINT_OPTIONS(&o->saving),
         {"--random", NULL, OPTION_FLAG, &o->random, "random tokens instead of text"},
         {"--tf32", NULL, OPTION_FLAG, &o->tf32, "cuda: matrix products in TF32"},
         {"--graph", NULL, OPTION_FLAG, &o->graph,
@@ -147,6 +152,9 @@ static int parse_options(trainer *t, int argc, char **argv) {
     o->budget.name = "half";
     if (read_options(specs, list_options(t->kind, o, specs), argc, argv, &o->files) != 0 ||
         choose_device(&t->device, o->device) != 0) {
+        return 1;
+    }
+    if (checkpoint_check(&o->saving) != 0) {
         return 1;
     }
     if (o->dropout >= 1.0f) {
@@ -424,6 +432,7 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     config.backend = t->device.backend;
     config.memory_budget_bytes = budget_bytes;
     config.dry_run = dry;
+    config.log = checkpoint_log;
     config.seed = (uint64_t)t->options.seed;
     config.tf32 = t->options.tf32;
     config.cuda_graph = t->options.graph;
@@ -601,15 +610,16 @@ static int print_device_memory(trainer *t) {
 // ---- training -----------------------------------------------------------------------------------
 
 typedef struct progress {
-    int64_t step;
-    double started, done; // done: from 0 to 1
+    int64_t step, first;           // first: the step that this process began with
+    double started, earlier, done; // earlier: seconds before it was resumed; done: from 0 to 1
     bool terminal;
     int printed; // tenths of the run that have a line already
 } progress;
 
 static void advance(progress *p, const settings *o) {
     const double by_steps = o->steps ? (double)p->step / (double)o->steps : 0.0;
-    const double by_time = o->seconds ? (seconds_now() - p->started) / (double)o->seconds : 0.0;
+    const double by_time =
+        o->seconds ? (p->earlier + seconds_now() - p->started) / (double)o->seconds : 0.0;
     p->done = by_steps > by_time ? by_steps : by_time;
     p->done = p->done < 1.0 ? p->done : 1.0;
 }
@@ -630,7 +640,8 @@ static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) 
     const double seconds = seconds_now() - p->started;
     printf("%sstep %5lld [%s] loss %.3f  %.0f tokens/s  %.1f MiB%s", p->terminal ? "\r" : "",
            (long long)p->step, bar, t->loss,
-           (double)(p->step * batches_of_step(&t->options) * t->shape.batch * t->shape.sequence) /
+           (double)((p->step - p->first) * batches_of_step(&t->options) * t->shape.batch *
+                    t->shape.sequence) /
                seconds,
            mebibytes(arena_bytes), p->terminal && p->done < 1.0 ? "  " : "\n");
     fflush(stdout);
@@ -714,17 +725,22 @@ static int evaluate(trainer *t) {
     return 0;
 }
 
+/* Trains on from where the run was resumed, if it was. */
 static int train(trainer *t) {
-    const settings *o = &t->options;
+    settings *o = &t->options;
     ms_memory_report report;
     progress p;
     memset(&p, 0, sizeof p);
     p.started = seconds_now();
+    p.earlier = t->seconds;
+    p.step = p.first = o->saving.step;
     p.terminal = isatty(STDOUT_FILENO) != 0;
+    advance(&p, o);
+    p.printed = (int)(p.done * 10.0);
     if (ms_report(t->model, &report) != MS_RESULT_OK) {
         return fail("the model has no plan");
     }
-    while (p.done < 1.0) {
+    while (p.done < 1.0 && !o->saving.is_stopped) {
         const bool reads = p.step % o->every == 0 || p.step + 1 == o->steps;
         if (train_step(t, &p, reads) != 0) {
             return 1;
@@ -736,6 +752,13 @@ static int train(trainer *t) {
         if (reads || p.done >= 1.0) {
             print_progress(t, &p, report.arena_bytes);
         }
+        t->seconds = o->seconds ? p.earlier + seconds_now() - p.started : 0.0;
+        if (checkpoint_step(&o->saving, t->model, p.step, p.done >= 1.0) != 0) {
+            return 1;
+        }
+    }
+    if (o->saving.is_stopped) {
+        return 0;
     }
     print_loss_scale(t);
     return evaluate(t) != 0 || print_device_memory(t) != 0;
@@ -837,9 +860,25 @@ static int allocate_batch(trainer *t) {
     return t->tokens && t->targets && t->window && t->logits ? 0 : fail("no memory for a batch");
 }
 
-/* Writes initial params; and BERT's segments, once: one sentence, number 0. */
+/* What decides, beside the step, how the run goes on. */
+static int register_position(trainer *t) {
+    return ms_save_extra(t->model, "random", &t->random, sizeof t->random) != MS_RESULT_OK ||
+           ms_save_extra(t->model, "loss", &t->loss, sizeof t->loss) != MS_RESULT_OK ||
+           ms_save_extra(t->model, "seconds", &t->seconds, sizeof t->seconds) != MS_RESULT_OK;
+}
+
+/* Resumes a run, or writes initial params; and BERT's segments, once: one sentence, number 0. */
 static int start(trainer *t) {
-    if (nn_init(t->net, (uint64_t)t->options.seed) != MS_RESULT_OK ||
+    checkpoint *saving = &t->options.saving;
+    if (register_position(t) != 0) {
+        return fail("%s", ms_last_error(t->model));
+    }
+    if (checkpoint_load(saving, t->model) != 0) {
+        return 1;
+    }
+    checkpoint_print(saving);
+    t->has_loss = saving->step > 0;
+    if ((!saving->is_resumed && nn_init(t->net, (uint64_t)t->options.seed) != MS_RESULT_OK) ||
         (t->built.segments.id &&
          ms_write(t->model, t->built.segments, t->targets) != MS_RESULT_OK)) {
         return fail("%s", ms_last_error(t->model));
@@ -873,7 +912,11 @@ static int run(trainer *t) {
         return verify(t);
     }
     printf("\n");
-    return train(t) != 0 || write_reports(t) != 0 || (!t->options.random && t->kind->show(t) != 0);
+    if (train(t) != 0 || write_reports(t) != 0) {
+        return 1;
+    }
+    const bool shows = !t->options.random && !t->options.saving.is_stopped;
+    return shows && t->kind->show(t) != 0;
 }
 
 static void free_trainer(trainer *t) {

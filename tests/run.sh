@@ -232,20 +232,50 @@ cell_cpp() { # C_COMPILER CXX_COMPILER FLAGS: the part for C++
 }
 
 # The robot takes nothing from the heap, loses at most what it has learned since its last save when the
-# power is cut, and is better from the start with what it has saved.
+# power is cut, and is better from the start with what it has saved. Random bytes of the same size are
+# refused, at the start and while it moves: it learns as it would without them.
 check_robot() {
-    local program=$checks/robot params=$checks/robot.params output=$checks/robot.txt
-    rm -f "$params"
+    local program=$checks/robot state=$checks/robot.state output=$checks/robot.txt
+    rm -f "$state"
     "$CC" -std=c99 -O2 -I. examples/robot.c tests/no_heap.c -o "$program" -lm -pthread \
         -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc || return 1
-    "$program" --seconds 20 --params "$params" --die 12 > "$output"
-    [ $? -eq 137 ] && [ -s "$params" ] || { echo 'no params after a power cut'; return 1; }
-    "$program" --seconds 15 --params "$params" > "$output.2" || return 1
-    grep -q 'params: new' "$output" && grep -q 'params: loaded' "$output.2" || return 1
+    "$program" --seconds 20 --state "$state" --die 12 > "$output"
+    [ $? -eq 137 ] && [ -s "$state" ] || { echo 'no state after a power cut'; return 1; }
+    "$program" --seconds 15 --state "$state" > "$output.2" || return 1
+    grep -q 'state: new' "$output" && grep -q 'state: loaded' "$output.2" || return 1
     awk '$2 == "s:" { print $4 }' "$output" "$output.2" | awk '
         { error[NR] = $1 } # 10 s; 10 s and 15 s of the second life
         END { exit !(NR == 3 && error[2] < error[1] / 3 && error[3] < 0.05) }' ||
         { echo "it has not learned:"; cat "$output" "$output.2"; return 1; }
+    head -c "$(stat -c %s "$state")" /dev/urandom > "$state.random"
+    cp "$state.random" "$state"
+    "$program" --seconds 4.9 --state "$state" --reload 3 > "$output.3" && cmp "$state.random" "$state" &&
+        [ "$(grep -c 'state: refused' "$output.3")" -eq 2 ] &&
+        awk '$2 == "s:" { exit !($4 < 0.4 && $6 > 50) }' "$output.3" || { cat "$output.3"; return 1; }
+}
+
+# A run that is interrupted after some steps and resumed prints the losses of one that is not, and saves
+# the same bytes.
+check_resume() { # STEPS COMMAND
+    local folder part program=$2
+    [[ $program != build/quick/* ]] && build release "$program" || build quick "$program" || return 1
+    folder=$(mktemp -d $checks/resume.XXXXXX)
+    mkdir $folder/straight $folder/parts
+    run_part() { # FOLDER OPTIONS COMMAND
+        ${@:3} --save $folder/$1 --checkpoint-every $steps $2 > $folder/output &&
+            sed -nE 's/^.*(step +[0-9]+ ).*( loss [0-9.]+).*/\1\2/p; s/^([0-9]+ steps, loss [0-9.]+);.*/\1/p' \
+                $folder/output >> $folder/$1.losses
+    }
+    local steps=$1
+    shift
+    run_part straight '' "$@" && run_part parts "--resume --stop-at $steps" "$@" &&
+        grep -q '^resumed   nothing' $folder/output && run_part parts --resume "$@" &&
+        grep -q "^resumed   after step $steps," $folder/output || { cat $folder/output; return 1; }
+    [ -s $folder/straight.losses ] && ! grep -vxFf $folder/parts.losses $folder/straight.losses || return 1
+    for part in $folder/straight/*; do
+        cmp $part $folder/parts/"$(basename "$part")" || return 1
+    done
+    [ -s $folder/straight/checkpoint-1.safetensors ] && rm -r $folder
 }
 
 # The implementation is an object of its own.
@@ -487,7 +517,7 @@ check_page() {
 
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
-export -f cell_library cell_newest cell_elsewhere cell_msvc cell_mixed cell_cpp cell_sources check_robot check_dialect
+export -f cell_library cell_newest cell_elsewhere cell_msvc cell_mixed cell_cpp cell_sources check_robot check_resume check_dialect
 export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_state check_page
 
 # ---- what is checked -----------------------------------------------------------------------------
@@ -718,6 +748,17 @@ check broad 'make gpu-first on the emulated GPU' check_gpu_first
 check broad '--help of every program' check_help
 check broad 'options that several programs have' check_shared_options
 check quick 'examples/robot: no heap, a power cut and a restart' check_robot
+resumed() { # TIER STEPS COMMAND
+    check $1 "interrupted, then resumed: ${3#build/}" "check_resume $2 $3"
+}
+resumed quick 3 'build/quick/examples/gpt2 --preset tiny --steps 6 LICENSE'
+resumed broad 3 'build/quick/examples/gpt2 --preset tiny --steps 6 --dropout 0.1 --accumulate 2 --precision f16 LICENSE'
+resumed quick 3 'build/quick/examples/bert --preset tiny --steps 6 --dropout 0.1 LICENSE'
+resumed quick 3 'build/quick/examples/cnn --steps 6 --test 10 --batch 16'
+resumed broad 3 'build/quick/examples/cnn --steps 6 --test 10 --batch 16 --budget smallest --check'
+resumed quick 10 'build/quick/examples/lora --steps 20 --sequence 16'
+resumed broad 20 'build/quick/examples/engine --steps 40 --fast --no-load --seconds 1000'
+resumed broad 3 'build/emulated/examples/gpt2 --device cuda --preset tiny --batch 2 --sequence 16 --steps 6 --graph LICENSE'
 check broad 'pages in a browser' check_page
 check quick 'examples/gpt2: state in the format that is asked for' check_state
 while read -r tier line; do
