@@ -543,7 +543,7 @@ typedef struct ms_parallel {
 
 typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DEBUG } ms_log_level;
 
-/* tag: debug, error, graph, plan, policy, rules or timing; text: one line without its line end. */
+/* tag: debug, error, file, graph, plan, policy, rules, state or timing; text: one line without its line end. */
 typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text, void *user);
 
 /* Microseconds of a clock that is never set back, from any beginning, and that goes on while a call
@@ -1864,8 +1864,9 @@ MEMSCALE_API_CHECKED ms_result ms_load_file(ms_model *model, const char *path,
                                             const ms_load_options *options);
 
 /* Checkpoints in a folder that exists, "checkpoint-0.safetensors" and so on: ms_save_checkpoint
-   replaces the oldest of `keep`. ms_load_checkpoint loads the newest that is whole, and warns of those
-   that it passes over; *found (may be NULL) is false if there is none, which is no error. */
+   replaces the oldest of `keep`, so these names are not for other files. ms_load_checkpoint loads the newest that is whole, and warns of those
+   that it passes over; *found (may be NULL) is false if there is none, which is no error, nor is a
+   folder that is not there. */
 MEMSCALE_API_CHECKED ms_result ms_save_checkpoint(ms_model *model,
                                                   const ms_checkpoints *checkpoints);
 MEMSCALE_API_CHECKED ms_result ms_load_checkpoint(ms_model *model,
@@ -2968,7 +2969,7 @@ static inline int msi_vformat(char *text, size_t room, const char *format, va_li
         } else if (c.kind == 'f' || c.kind == 'g') {
             msi_put_number(&to, va_arg(args, double), c.kind, c.precision < 0 ? 6 : c.precision);
         } else {
-            msi_add_json(&to, c.kind == 'c' ? (char)va_arg(args, int) : '%', 1);
+            msi_put(&to, c.kind == 'c' ? (char)va_arg(args, int) : '%', 1);
         }
     }
     if (room > 0) {
@@ -3913,7 +3914,8 @@ typedef struct msi_tensor {
     uint8_t narrow;                        // analysis: the one that a plan may round it to
     uint8_t not_narrow;                    // or why there is none: an msi_not_narrow
     bool narrow_gradient;                  // params: the gradient is rounded with the value
-    bool written;  // its value is the trainer's, at the present sizes of the axes
+    bool written;           // its value is the trainer's, at the present sizes of the axes
+    bool has_written_state; // by ms_write
     bool in_place; // ms_data has given its address away, so it is written without our knowing
     /* analysis of the graph, by ms_wrap */
     bool wants_gradient;
@@ -28705,6 +28707,7 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
     if (!m->run.plan) {
         const ms_result result = msi_write_unplanned(m, target, role, data);
         target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
+        target->has_written_state |= role >= MSI_ROLE_STATE0;
         return result;
     }
     const msi_resident *resident = msi_find_resident(m->run.store, t, role);
@@ -28719,6 +28722,7 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
     ms_result result = msi_write(m, resident, data, target->bytes);
     MSI_THEN(result, master == resident ? MS_RESULT_OK : msi_write(m, master, data, target->bytes));
     target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
+    target->has_written_state |= role >= MSI_ROLE_STATE0;
     return result;
 }
 
@@ -30964,8 +30968,9 @@ typedef struct msi_checkpoint {
     MSI_LIST(uint64_t) sums;
     MSI_LIST(msi_entry) entries;
     MSI_LIST(uint8_t) buffer;
-    uint64_t at;        // where the data begins in the file that is read
-    uint64_t number_of; // mask of the numbers that were read
+    MSI_LIST(uint8_t) extras; // as read, until all else is loaded
+    uint64_t at;              // where the data begins in the file that is read
+    uint64_t number_of;       // mask of the numbers that were read
     bool has_sums;
     bool is_whole; // the state of a run is read, not only values
 } msi_checkpoint;
@@ -30982,6 +30987,7 @@ static MSI_COLD void msi_close_checkpoint(msi_checkpoint *c) {
     MSI_LIST_FREE(uint64_t, a, c->sums);
     MSI_LIST_FREE(msi_entry, a, c->entries);
     MSI_LIST_FREE(uint8_t, a, c->buffer);
+    MSI_LIST_FREE(uint8_t, a, c->extras);
 }
 
 #define MSI_ROOM(type, c, list, needed)                                                            \
@@ -31290,6 +31296,9 @@ static MSI_COLD char *msi_json_escape(msi_json *j, char *to) {
         x = 0x10000 + ((x - 0xd800) << 10) + ((low - 0xdc00) & 0x3ff);
     }
     j->is_wrong |= x == 0 || (x >= 0xd800 && x < 0xe000);
+    if (j->is_wrong) {
+        return to;
+    }
     const int more = x < 0x80 ? 0 : x < 0x800 ? 1 : x < 0x10000 ? 2 : 3; // bytes after the first
     static const uint8_t first[] = {0, 0xc0, 0xe0, 0xf0};
     *to++ = (char)(uint8_t)(first[more] | x >> (6 * more));
@@ -31632,6 +31641,18 @@ static MSI_COLD ms_result msi_check_saved(ms_model *m, const char *function) {
     return result;
 }
 
+/* Room for a piece of what is not read where it is. */
+static MSI_COLD uint64_t msi_save_room(msi_checkpoint *c) {
+    uint64_t most = 0;
+    for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
+        msi_item *i = &c->items.items[k];
+        if (!msi_is_direct(c->m) && !msi_item_memory(c, i).on_host) {
+            most = msi_larger(most, msi_smaller(i->bytes, MSI_FILE_PIECE));
+        }
+    }
+    return most;
+}
+
 /* Everything that is to be written, with its place. */
 static MSI_COLD void msi_plan_file(msi_checkpoint *c) {
     msi_item sums;
@@ -31650,7 +31671,7 @@ static MSI_COLD void msi_plan_file(msi_checkpoint *c) {
     sums.count = ((uint64_t)c->items.count + 1) * sizeof(uint64_t);
     msi_add_item(c, sums, "memscale.", "checksums");
     MSI_ROOM(uint64_t, c, c->sums, c->items.count + 1);
-    MSI_ROOM(uint8_t, c, c->buffer, MSI_FILE_PIECE);
+    MSI_ROOM(uint8_t, c, c->buffer, msi_save_room(c));
     msi_write_header(c);
 }
 
@@ -31911,6 +31932,11 @@ static MSI_COLD void msi_match_item(msi_checkpoint *c, msi_item *i) {
         return;
     }
     i->is_transposed = is_value && at.transposed;
+    if (i->is_transposed && c->is_whole) {
+        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
+                        "%s: tensor \"%.100s\": the state of a run is not transposed (values_only)",
+                        c->function, own);
+    }
     const char *name = is_value ? at.name : own;
     const uint32_t k = name ? msi_find_entry(c, name) : MSI_NONE;
     if (k == MSI_NONE) {
@@ -31976,7 +32002,8 @@ static MSI_COLD bool msi_is_blank(const ms_model *m) {
     bool is = m->run.step == 0 && m->run.micro == 0;
     for (uint32_t i = 0; i < m->graph.tensors.count && is; i++) {
         const msi_tensor *t = &m->graph.tensors.items[i];
-        is = t->kind == MSI_KIND_INPUT || (!t->written && !t->in_place && t->borrowed == 0);
+        is = t->kind == MSI_KIND_INPUT ||
+             (!t->written && !t->has_written_state && !t->in_place && t->borrowed == 0);
     }
     return is;
 }
@@ -31992,8 +32019,10 @@ static MSI_COLD bool msi_codes_are_finite(const void *codes, uint64_t count) {
     return are;
 }
 
-/* Whether all numbers of this format are finite: an exponent of ones carries into the sign. */
-static MSI_COLD bool msi_are_finite(msi_format format, const void *data, uint64_t bytes) {
+/* Whether all numbers of this format are finite, and not negative unless they may be: an exponent of
+   ones carries into the sign. */
+static MSI_COLD bool msi_are_finite(msi_format format, bool is_signed, const void *data,
+                                    uint64_t bytes) {
     const uint64_t each = format == MSI_FORMAT_F32 ? 0x0000000100000001u : 0x0001000100010001u;
     const uint64_t exponent = each * (format == MSI_FORMAT_F32   ? 0x7f800000u
                                       : format == MSI_FORMAT_F16 ? 0x7c00u
@@ -32001,15 +32030,16 @@ static MSI_COLD bool msi_are_finite(msi_format format, const void *data, uint64_
     const uint64_t one = each * (format == MSI_FORMAT_F32   ? 0x00800000u
                                  : format == MSI_FORMAT_F16 ? 0x0400u
                                                             : 0x0080u);
+    const uint64_t signs = is_signed ? 0 : exponent + one;
     const uint8_t *at = (const uint8_t *)data;
     uint64_t any = 0, word;
     for (; bytes >= sizeof word; at += sizeof word, bytes -= sizeof word) {
         memcpy(&word, at, sizeof word);
-        any |= (word & exponent) + one;
+        any |= ((word & exponent) + one) | (word & signs);
     }
     word = 0;
     memcpy(&word, at, (size_t)bytes);
-    any |= (word & exponent) + one;
+    any |= ((word & exponent) + one) | (word & signs);
     return (any & (exponent + one)) == 0 || format == MSI_FORMAT_F64;
 }
 
@@ -32018,13 +32048,17 @@ static MSI_COLD void msi_check_piece(msi_checkpoint *c, const msi_item *i, const
                                      uint64_t count) {
     const bool matters = i->kind == MSI_ITEM_TENSOR && i->role != MSI_ROLE_GRADIENT &&
                          c->m->graph.tensors.items[i->index].kind == MSI_KIND_PARAM;
+    const bool is_signed =
+        i->role < MSI_ROLE_STATE0 ||
+        msi_state_is_signed(c->m->optimizer.kind, (int)i->role - MSI_ROLE_STATE0);
     if (matters && !c->options.nonfinite &&
         !(msi_is_coded(i->format)
               ? msi_codes_are_finite(data, count)
-              : msi_are_finite(i->format, data, msi_format_bytes(i->format, count)))) {
+              : msi_are_finite(i->format, is_signed, data, msi_format_bytes(i->format, count)))) {
         MSI_REFUSE_FILE(
             c, MS_RESULT_INVALID,
-            "%s: tensor \"%.100s\" has a number that is not finite (nonfinite accepts it)",
+            "%s: tensor \"%.100s\" has a number that is not finite, or a negative second moment "
+            "(nonfinite accepts it)",
             c->function, c->names.items + i->name);
     }
 }
@@ -32081,7 +32115,7 @@ static MSI_COLD void msi_put_piece(msi_checkpoint *c, const msi_item *i, msi_par
     const msi_resident *targets[2];
     const uint32_t count = msi_targets_of(c, i, targets);
     const float factor = msi_scale_of_load(c, i);
-    uint8_t *converted = c->buffer.items + c->buffer.capacity / 2;
+    uint8_t *converted = c->buffer.items + c->buffer.capacity / 2 / MSI_ALIGNMENT * MSI_ALIGNMENT;
     for (uint32_t k = 0; k < count && c->result == MS_RESULT_OK; k++) {
         const msi_memory to = msi_memory_of(targets[k]);
         const msi_part place = msi_part_bytes(to.format, part);
@@ -32100,9 +32134,6 @@ static MSI_COLD void msi_put_piece(msi_checkpoint *c, const msi_item *i, msi_par
 /* The place of a piece on the host, if it can be read right there. */
 static MSI_COLD uint8_t *msi_place_of(msi_checkpoint *c, const msi_item *i, msi_part part) {
     const msi_resident *targets[2];
-    if (i->kind == MSI_ITEM_EXTRA) {
-        return (uint8_t *)c->m->extras.items[i->index].data + part.begin;
-    }
     if (i->kind != MSI_ITEM_TENSOR || msi_targets_of(c, i, targets) != 1) {
         return NULL;
     }
@@ -32146,6 +32177,13 @@ static MSI_COLD void msi_load_item(msi_checkpoint *c, msi_item *i, bool keeps) {
         if (c->result == MS_RESULT_OK) {
             msi_add_to_sum(&sum, piece, transposes ? 0 : place.count);
             msi_check_piece(c, i, piece, part.count);
+        }
+        if (i->kind == MSI_ITEM_EXTRA) {
+            MSI_ROOM(uint8_t, c, c->extras, c->extras.count + place.count);
+        }
+        if (c->result == MS_RESULT_OK && i->kind == MSI_ITEM_EXTRA) {
+            memcpy(c->extras.items + c->extras.count, piece, (size_t)place.count);
+            c->extras.count += (uint32_t)place.count;
         }
         if (c->result == MS_RESULT_OK && i->kind == MSI_ITEM_COUNT) {
             memcpy(&i->number, piece, sizeof i->number);
@@ -32193,13 +32231,21 @@ static MSI_COLD void msi_load_items(msi_checkpoint *c) {
     msi_drop_step(&c->m->run);
     for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
         msi_item *i = &c->items.items[k];
-        if (i->entry != MSI_NONE && i->kind != MSI_ITEM_COUNT) {
+        if (i->entry != MSI_NONE && i->kind == MSI_ITEM_TENSOR) {
             msi_load_item(c, i, true);
         } else if (i->is_zeroed) {
             c->result = msi_zero_item(c, i);
         }
     }
     MSI_THEN(c->result, msi_synchronize(c->m));
+    const uint8_t *extra = c->extras.items;
+    for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
+        const msi_item *i = &c->items.items[k];
+        if (i->kind == MSI_ITEM_EXTRA && i->entry != MSI_NONE) {
+            memcpy(c->m->extras.items[i->index].data, extra, (size_t)i->bytes);
+            extra += i->bytes;
+        }
+    }
     if (c->result == MS_RESULT_OK) {
         return;
     }
@@ -32215,6 +32261,7 @@ static MSI_COLD void msi_load_items(msi_checkpoint *c) {
 static MSI_COLD void msi_set_numbers(msi_checkpoint *c) {
     const msi_numbers *n = &c->numbers;
     ms_model *m = c->m;
+    const uint64_t done = m->run.step - m->scale.skipped_steps;
     m->run.step = n->step;
     m->run.micro = (uint32_t)n->micro;
     m->run.swept = false;
@@ -32234,11 +32281,13 @@ static MSI_COLD void msi_set_numbers(msi_checkpoint *c) {
         const msi_item *i = &c->items.items[k];
         if (i->kind == MSI_ITEM_COUNT) {
             msi_tensor *t = &m->graph.tensors.items[i->index];
-            t->updates = i->number;
+            t->updates = i->entry != MSI_NONE || i->is_zeroed
+                             ? i->number
+                             : t->updates + (done - t->counted_from);
             t->counted_from = n->step - n->skipped_steps;
         }
     }
-    m->run.failed = m->run.failed && c->options.locate;
+    m->run.failed = m->run.failed && (c->options.locate || c->options.partial);
 }
 
 /* Notes that values are there, and tells what became of each. */
@@ -32290,7 +32339,8 @@ static MSI_COLD void msi_begin_load(msi_checkpoint *c) {
     for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
         msi_item *i = &c->items.items[k];
         msi_match_item(c, i);
-        most = msi_larger(most, msi_smaller(i->count, MSI_CONVERT_ELEMENTS) * 8 + MSI_ALIGNMENT);
+        most = msi_larger(most, msi_format_bytes(i->format, msi_piece_of(i)));
+        most = msi_larger(most, i->kind == MSI_ITEM_TENSOR ? 4 * msi_piece_of(i) : 0);
         if (c->result == MS_RESULT_OK && i->is_transposed && i->count > 0 &&
             (uint64_t)c->m->graph.tensors.items[i->index].view.shape.dim[1] >
                 MSI_CONVERT_ELEMENTS) {
@@ -32302,7 +32352,7 @@ static MSI_COLD void msi_begin_load(msi_checkpoint *c) {
     if (c->result == MS_RESULT_OK && c->is_whole) {
         msi_check_numbers(c);
     }
-    MSI_ROOM(uint8_t, c, c->buffer, 2 * most);
+    MSI_ROOM(uint8_t, c, c->buffer, 2 * msi_align(most + 1));
 }
 
 static MSI_COLD ms_result msi_load_file(ms_model *m, const char *function, const ms_source *source,
@@ -32337,6 +32387,12 @@ static MSI_COLD ms_result msi_load_file(ms_model *m, const char *function, const
 /* Memory of the trainer is saved from now on, at another address, or no more. */
 static MSI_COLD ms_result msi_keep_extra(ms_model *m, const char *name, void *data,
                                          uint64_t bytes) {
+    for (const char *letter = name; *letter; letter += msi_character(letter)) {
+        if (msi_character(letter) == 0) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "ms_save_extra: the name has a control character or is not UTF-8");
+        }
+    }
     uint32_t at = 0;
     while (at < m->extras.count && strcmp(m->extras.items[at].name, name) != 0) {
         at++;
@@ -32517,16 +32573,17 @@ static MSI_COLD bool msi_place_path(const ms_checkpoints *c, uint32_t place, cha
     return length > 0 && length < (int)MSI_PATH_BYTES;
 }
 
-/* The number of the save in a place; 0: there is no checkpoint. UINT64_MAX in *saves_there: there is
-   a file, and no checkpoint in it. */
-static MSI_COLD uint64_t msi_saves_in(ms_model *m, const char *path, bool *is_there) {
+/* The number of the save in a place. 0: there is none, which *is_there tells from a file that is no
+   checkpoint; then m->errors has why. */
+static MSI_COLD ms_result msi_saves_in(ms_model *m, const char *path, uint64_t *saves,
+                                       bool *is_there) {
     msi_checkpoint c;
     ms_source source;
-    const msi_errors errors = m->errors;
     const ms_log_fn log = m->config.log;
+    *saves = 0;
     *is_there = msi_open_source(path, &source);
     if (!*is_there) {
-        return 0;
+        return MS_RESULT_OK;
     }
     memset(&c, 0, sizeof c);
     c.m = m;
@@ -32535,11 +32592,32 @@ static MSI_COLD uint64_t msi_saves_in(ms_model *m, const char *path, bool *is_th
     m->config.log = NULL;
     msi_read_header(&c);
     m->config.log = log;
-    m->errors = errors;
-    const bool is_good = c.result == MS_RESULT_OK && c.is_whole;
+    *saves = c.result == MS_RESULT_OK && c.is_whole ? c.numbers.saves : 0;
     msi_close_checkpoint(&c);
     fclose((FILE *)source.user);
-    return is_good ? c.numbers.saves : 0;
+    return c.result == MS_RESULT_OUT_OF_MEMORY ? c.result : MS_RESULT_OK;
+}
+
+/* Finds the checkpoints of a folder: the numbers of their saves by place. */
+static MSI_COLD ms_result msi_find_places(ms_model *m, const ms_checkpoints *c, uint64_t *saves,
+                                          bool *was_there) {
+    char path[MSI_PATH_BYTES];
+    const msi_errors errors = m->errors;
+    ms_result result = MS_RESULT_OK;
+    *was_there = false;
+    for (uint32_t k = 0; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
+        bool is_there = false;
+        saves[k] = 0;
+        if (msi_place_path(c, k, path)) {
+            result = msi_saves_in(m, path, &saves[k], &is_there);
+        }
+        if (result == MS_RESULT_OK && is_there && saves[k] == 0) {
+            msi_log(m, MS_LOG_WARNING, "file", "\"%.300s\" is no checkpoint that is whole", path);
+        }
+        *was_there |= is_there;
+    }
+    m->errors = result == MS_RESULT_OK ? errors : m->errors;
+    return result;
 }
 
 static MSI_COLD ms_result msi_check_folder(ms_model *m, const char *function,
@@ -32555,23 +32633,20 @@ static MSI_COLD ms_result msi_check_folder(ms_model *m, const char *function,
 static MSI_COLD ms_result msi_save_place(ms_model *m, const char *function,
                                          const ms_checkpoints *c) {
     char path[MSI_PATH_BYTES];
+    uint64_t saves[MSI_MOST_PLACES], last = 0;
     const uint32_t keep = c->keep ? c->keep : 2;
-    uint64_t last = 0, oldest = UINT64_MAX;
     uint32_t place = 0;
-    for (uint32_t k = 0; k < MSI_MOST_PLACES; k++) {
-        bool is_there = false;
-        const uint64_t saves = msi_place_path(c, k, path) ? msi_saves_in(m, path, &is_there) : 0;
-        last = msi_larger(last, saves);
-        if (k < keep && saves < oldest) {
-            oldest = saves;
-            place = k;
-        }
+    bool was_there;
+    ms_result result = msi_find_places(m, c, saves, &was_there);
+    for (uint32_t k = 0; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
+        last = msi_larger(last, saves[k]);
+        place = k < keep && saves[k] < saves[place] ? k : place;
     }
-    const ms_result result = msi_place_path(c, place, path)
-                                 ? msi_write_path(m, function, path, last + 1, NULL)
-                                 : MS_RESULT_INVALID;
+    if (result == MS_RESULT_OK && msi_place_path(c, place, path)) {
+        result = msi_write_path(m, function, path, last + 1, NULL);
+    }
     for (uint32_t k = keep; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
-        if (msi_place_path(c, k, path)) {
+        if (saves[k] > 0 && msi_place_path(c, k, path)) {
             (void)remove(path); // of an earlier run that kept more
         }
     }
@@ -32583,13 +32658,10 @@ static MSI_COLD ms_result msi_load_place(ms_model *m, const char *function, cons
                                          const ms_load_options *options, bool *found) {
     char path[MSI_PATH_BYTES];
     uint64_t saves[MSI_MOST_PLACES], newest = 1;
-    bool is_there = false, was_there = false;
-    ms_result result = MS_RESULT_OK;
-    for (uint32_t k = 0; k < MSI_MOST_PLACES; k++) {
-        saves[k] = msi_place_path(c, k, path) ? msi_saves_in(m, path, &is_there) : 0;
-        was_there |= is_there;
-    }
-    for (newest = 1; newest > 0;) {
+    bool was_there;
+    ms_result result = msi_find_places(m, c, saves, &was_there);
+    while (newest > 0 &&
+           (result == MS_RESULT_OK || result == MS_RESULT_INVALID || result == MS_RESULT_FILE)) {
         uint32_t place = 0;
         newest = 0;
         for (uint32_t k = 0; k < MSI_MOST_PLACES; k++) {

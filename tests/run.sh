@@ -76,8 +76,8 @@ run_threads() { # PROGRAM [PERCENT OF THE FULL SWEEPS]
     build thread "$1" && MEMSCALE_TEST_SWEEP=${2-} "$1"
 }
 
-run_corpus() { # PROGRAM
-    build sanitize "$1" && "$1" tests/corpus/*
+run_corpus() { # PROGRAM FOLDER
+    build sanitize "$1" && "$1" "$2"/*
 }
 
 run_program() { # "COMMAND [=> COLUMNS]": the table that it prints has these columns in every row
@@ -297,7 +297,7 @@ cell_sources() { # COMPILER: C++ would rather see {} than {0}, which C programs 
 check_dialect() {
     need "$CXX"
     local source status=0
-    for source in tests/test_*.c tests/fuzz_api.c; do
+    for source in tests/test_*.c tests/fuzz_api.c tests/fuzz_load.c; do
         case $source in */test_cuda*) continue ;; esac
         compile "$CXX" -Ibuild/private -Wno-missing-field-initializers -fsyntax-only "$source" || status=1
     done
@@ -567,7 +567,9 @@ check broad 'test_profile, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO
 check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
 check full 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
 check broad 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=20 run_threads build/thread/tests/test_offload'
-check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api'
+check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api tests/corpus'
+check quick 'fuzz_load on tests/corpus_load, sanitizers' 'run_corpus build/sanitize/tests/fuzz_load tests/corpus_load'
+check broad 'runs that are killed while they save' 'build release build/tests/kill_saves && build/tests/kill_saves 100'
 check quick 'all as C++11, without code' check_dialect
 
 # As trainers are often built: the compiler is told that no number is infinite or NaN, may regroup sums,

@@ -373,6 +373,7 @@ static void headers_are_not_trusted(void **state) {
         {"{\"a\":[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[",
          "not that of a safetensors", 0},
         {"{\"__metadata__\":{\"memscale.version\":\"1\"}}", "are damaged", 0},
+        {"{\"sixteen or more\\u", "not that of a safetensors", 0},
         {"{\"\\ud800\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,1]}}",
          "not that of a safetensors", 1},
         {"{\"weight0\":{\"dtype\":\"F32\",\"shape\":[24,24],\"data_offsets\":[0,2304]},"
@@ -494,6 +495,61 @@ static void values_of_other_software(void **state) {
     ms_destroy(m);
 }
 
+static bool find_two(void *user, ms_tensor tensor, const char *name, ms_located *at) {
+    (void)user;
+    (void)tensor;
+    (void)at;
+    return strcmp(name, "weight2") != 0;
+}
+
+static bool find_transposed(void *user, ms_tensor tensor, const char *name, ms_located *at) {
+    (void)user;
+    (void)tensor;
+    (void)name;
+    at->transposed = true;
+    return true;
+}
+
+/* What is left out keeps its value, its state and its count. */
+static void a_part_of_a_run(void **state) {
+    (void)state;
+    const ms_config config = t_config();
+    ms_load_options options;
+    run a, b;
+    run_start(&a, &config, false);
+    file_clear(&one);
+    t_ok(a.chain.model, save(a.chain.model, &one));
+    run_start(&b, &config, false);
+    run_step(&b);
+    float *before = t_chain_weights(&b.chain);
+    memset(&options, 0, sizeof options);
+    options.locate = find_two;
+    t_ok(b.chain.model, load(b.chain.model, &one, &options));
+    float *after = t_chain_weights(&b.chain), *there = t_chain_weights(&a.chain);
+    const size_t each = (size_t)COLS * COLS;
+    assert_memory_equal(after, there, 2 * each * sizeof(float));
+    assert_memory_equal(after + 2 * each, before + 2 * each, each * sizeof(float));
+    assert_int_equal(ms_update_count(b.chain.model, b.chain.weight[1]), STEPS);
+    assert_int_equal(ms_update_count(b.chain.model, b.chain.weight[2]), STEPS + 1);
+    options.locate = find_transposed;
+    t_error(b.chain.model, load(b.chain.model, &one, &options), MS_RESULT_INVALID);
+    options.values_only = true;
+    t_ok(b.chain.model, load(b.chain.model, &one, &options));
+    // a second moment that is negative
+    static float moment[COLS * COLS];
+    moment[3] = -1e-9f;
+    t_ok(a.chain.model,
+         ms_write(a.chain.model, ms_optimizer_state(a.chain.model, a.chain.weight[0], 1), moment));
+    file_clear(&one);
+    t_ok(a.chain.model, save(a.chain.model, &one));
+    t_error(b.chain.model, load(b.chain.model, &one, NULL), MS_RESULT_INVALID);
+    free(before);
+    free(after);
+    free(there);
+    ms_destroy(a.chain.model);
+    ms_destroy(b.chain.model);
+}
+
 /* Each write of a sink and each read of a source fails once. */
 static void failing_sinks_and_sources(void **state) {
     (void)state;
@@ -549,6 +605,8 @@ static void calls_out_of_turn(void **state) {
     t_error(m, ms_load(m, NULL, NULL), MS_RESULT_INVALID);
     t_error(m, ms_save_extra(m, "", &r, 4), MS_RESULT_INVALID);
     t_error(m, ms_save_extra(m, NULL, &r, 4), MS_RESULT_INVALID);
+    t_error(m, ms_save_extra(m, "a\x01", &r, 4), MS_RESULT_INVALID);
+    t_error(m, ms_save_extra(m, "a\xff", &r, 4), MS_RESULT_INVALID);
     t_error(m, ms_save_extra(m, "x", &r, 0), MS_RESULT_INVALID);
     t_error(m, ms_save_begin(m, NULL), MS_RESULT_INVALID);
     t_error(m, ms_set_step_count(m, UINT64_MAX), MS_RESULT_INVALID);
@@ -713,6 +771,7 @@ int main(void) {
         cmocka_unit_test(headers_are_not_trusted),
         cmocka_unit_test(other_runs_are_refused),
         cmocka_unit_test(values_of_other_software),
+        cmocka_unit_test(a_part_of_a_run),
         cmocka_unit_test(failing_sinks_and_sources),
         cmocka_unit_test(calls_out_of_turn),
         cmocka_unit_test(checkpoints_of_a_folder),
