@@ -535,7 +535,8 @@ static void step_both(hooked *h, t_chain *twin) {
 
 static void start_both(hooked *h, t_chain *twin, uint32_t depth) {
     ms_config config = t_config();
-    config.backend = ms_backend_cpu(); // as of the hooked one: the products of a GPU have other bits
+    config.backend = t_backend_without_state(); // as the hooked one has: a GPU's products differ
+    config.backend.name = "twin";
     hooked_init(h);
     t_chain_start(&h->chain, &h->config, depth);
     t_chain_start(twin, &config, depth);
