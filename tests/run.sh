@@ -515,9 +515,20 @@ check_page() {
     tests/page.sh build/quick
 }
 
+# Python's safetensors writes files that are loaded, and reads what is saved.
+check_safetensors() {
+    local folder python=${PYTHON:-python3}
+    "$python" -c 'import numpy, safetensors' 2> /dev/null || skip 'no safetensors for Python'
+    folder=$(mktemp -d $checks/safetensors.XXXXXX)
+    build quick build/quick/tests/test_files && "$python" tests/safetensors_files.py write $folder &&
+        MEMSCALE_TEST_SAFETENSORS=$folder build/quick/tests/test_files > $folder/log 2>&1 ||
+        { cat $folder/log; return 1; }
+    "$python" tests/safetensors_files.py read $folder
+}
+
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
-export -f cell_library cell_newest cell_elsewhere cell_msvc cell_mixed cell_cpp cell_sources check_robot check_resume check_dialect
+export -f cell_library cell_newest cell_elsewhere cell_msvc cell_mixed cell_cpp cell_sources check_robot check_resume check_safetensors check_dialect
 export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_state check_page
 
 # ---- what is checked -----------------------------------------------------------------------------
@@ -569,6 +580,7 @@ check full 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thre
 check broad 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=20 run_threads build/thread/tests/test_offload'
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api tests/corpus'
 check quick 'fuzz_load on tests/corpus_load, sanitizers' 'run_corpus build/sanitize/tests/fuzz_load tests/corpus_load'
+check quick 'files and safetensors of Python' check_safetensors
 check broad 'runs that are killed while they save' 'build release build/tests/kill_saves && build/tests/kill_saves 100'
 check quick 'all as C++11, without code' check_dialect
 

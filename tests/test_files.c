@@ -761,6 +761,44 @@ static void a_run_of_own_files_goes_on(void **state) {
     ms_destroy(b.chain.model);
 }
 
+static bool find_of_python(void *user, ms_tensor tensor, const char *name, ms_located *at) {
+    (void)user;
+    (void)tensor;
+    at->transposed = strcmp(name, "weight1") == 0;
+    at->name = at->transposed ? "model.w1" : name;
+    return true;
+}
+
+/* With MEMSCALE_TEST_SAFETENSORS, a folder: its from_python.safetensors is loaded, and saved again as
+   to_python.safetensors. tests/safetensors_files.py writes the one and reads the other. */
+static void files_of_python(void **state) {
+    (void)state;
+    const char *folder = getenv("MEMSCALE_TEST_SAFETENSORS");
+    char path[1024];
+    ms_load_options options;
+    const ms_config config = t_config();
+    run r;
+    if (!folder) {
+        print_message("MEMSCALE_TEST_SAFETENSORS names no folder\n");
+        skip();
+    }
+    memset(&options, 0, sizeof options);
+    options.locate = find_of_python;
+    run_open(&r, &config, false);
+    snprintf(path, sizeof path, "%s/from_python.safetensors", folder);
+    t_ok(r.chain.model, ms_load_file(r.chain.model, path, &options));
+    float *w = t_chain_weights(&r.chain);
+    for (int i = 0; i < DEPTH * COLS * COLS; ++i) {
+        const float expected =
+            (float)(i % (COLS * COLS) % 251) * 0.125f - (float)(i / (COLS * COLS));
+        assert_memory_equal(&w[i], &expected, sizeof expected);
+    }
+    free(w);
+    snprintf(path, sizeof path, "%s/to_python.safetensors", folder);
+    t_ok(r.chain.model, ms_save_file(r.chain.model, path));
+    ms_destroy(r.chain.model);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_run_goes_on),
@@ -777,6 +815,7 @@ int main(void) {
         cmocka_unit_test(checkpoints_of_a_folder),
         cmocka_unit_test(a_snapshot_is_the_file),
         cmocka_unit_test(a_run_of_own_files_goes_on),
+        cmocka_unit_test(files_of_python),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
