@@ -1858,7 +1858,7 @@ MEMSCALE_API_CHECKED ms_result ms_load(ms_model *model, const ms_source *source,
 
 /* The same with a file. It is written beside the path ("PATH.tmp"), synchronized with the disk and
    renamed: after a crash or a loss of power there is the old one or the new one. One process at a time
-   saves to a path. Errors: also UNSUPPORTED (MEMSCALE_NO_STDIO). */
+   saves to a path. With MEMSCALE_NO_STDIO all files fail (FILE). */
 MEMSCALE_API_CHECKED ms_result ms_save_file(ms_model *model, const char *path);
 MEMSCALE_API_CHECKED ms_result ms_load_file(ms_model *model, const char *path,
                                             const ms_load_options *options);
@@ -1874,7 +1874,7 @@ MEMSCALE_API_CHECKED ms_result ms_load_checkpoint(ms_model *model,
                                                   const ms_load_options *options, bool *found);
 
 /* A checkpoint in host memory, as large as the file, to be written while the model trains on, by any
-   thread. Errors: as ms_save; of the others INVALID (NULL), FILE, UNSUPPORTED. ms_snapshot_free uses
+   thread. Errors: as ms_save; of the others INVALID (NULL), FILE. ms_snapshot_free uses
    the model's allocator; NULL is allowed. Threads: ms_snapshot_write and ms_snapshot_write_file: any;
    the snapshot may outlast the model. */
 MEMSCALE_API_CHECKED ms_result ms_save_begin(ms_model *model, ms_snapshot **snapshot);
@@ -32478,6 +32478,17 @@ static MSI_COLD bool msi_open_source(const char *path, ms_source *source) {
     return true;
 }
 
+static MSI_COLD void msi_close_source(const ms_source *source) {
+    (void)fclose((FILE *)source->user);
+}
+
+/* NULL: the file cannot be made. */
+static MSI_COLD void *msi_open_sink(const char *path, ms_sink *sink) {
+    sink->write = msi_fwrite;
+    sink->user = fopen(path, "wb");
+    return sink->user;
+}
+
 /* Makes sure that what was written to a file, and that a file is in its folder, outlasts a loss of
    power, as far as the system offers that. */
 static MSI_COLD bool msi_sync(FILE *file) {
@@ -32488,6 +32499,11 @@ static MSI_COLD bool msi_sync(FILE *file) {
 #else
     return fflush(file) == 0;
 #endif
+}
+
+static MSI_COLD bool msi_close_sink(const ms_sink *sink) {
+    const bool is_there = msi_sync((FILE *)sink->user);
+    return fclose((FILE *)sink->user) == 0 && is_there;
 }
 
 static MSI_COLD bool msi_replace(const char *from, const char *to) {
@@ -32513,37 +32529,65 @@ static MSI_COLD bool msi_replace(const char *from, const char *to) {
 #endif
 }
 
+static MSI_COLD void msi_remove(const char *path) {
+    (void)remove(path);
+}
+
+#else // there are no files
+static MSI_COLD bool msi_open_source(const char *path, ms_source *source) {
+    (void)path, (void)source;
+    return false;
+}
+
+static MSI_COLD void msi_close_source(const ms_source *source) {
+    (void)source;
+}
+
+static MSI_COLD void *msi_open_sink(const char *path, ms_sink *sink) {
+    (void)path, (void)sink;
+    return NULL;
+}
+
+static MSI_COLD bool msi_close_sink(const ms_sink *sink) {
+    (void)sink;
+    return false;
+}
+
+static MSI_COLD bool msi_replace(const char *from, const char *to) {
+    (void)from, (void)to;
+    return false;
+}
+
+static MSI_COLD void msi_remove(const char *path) {
+    (void)path;
+}
+#endif
+
 /* Writes a file by way of another beside it, so that at any time one of them is whole: by a save, or
    from a snapshot. `m` is NULL for a snapshot, which leaves no text. */
 static MSI_COLD ms_result msi_write_path(ms_model *m, const char *function, const char *path,
                                          uint64_t saves, const ms_snapshot *snapshot) {
     char beside[MSI_PATH_BYTES];
+    ms_sink sink;
     const int length = path ? msi_write_text(beside, sizeof beside, "%s.tmp", path) : 0;
     if (length <= 0 || length >= (int)sizeof beside) {
         return m ? msi_fail(m, MS_RESULT_INVALID, "%s: the path is NULL or too long", function)
                  : MS_RESULT_INVALID;
     }
-    ms_sink sink;
-    FILE *file = fopen(beside, "wb");
-    sink.write = msi_fwrite;
-    sink.user = file;
-    ms_result result = !file      ? MS_RESULT_FILE
+    const bool is_open = msi_open_sink(beside, &sink) != NULL;
+    ms_result result = !is_open   ? MS_RESULT_FILE
                        : snapshot ? msi_put_snapshot(snapshot, &sink)
                                   : msi_save(m, function, &sink, saves, NULL);
-    const bool is_disk = result == MS_RESULT_FILE;
-    if (result == MS_RESULT_OK && !msi_sync(file)) {
-        result = MS_RESULT_FILE;
-    }
-    if (file && fclose(file) != 0 && result == MS_RESULT_OK) {
+    if (is_open && !msi_close_sink(&sink) && result == MS_RESULT_OK) {
         result = MS_RESULT_FILE;
     }
     if (result == MS_RESULT_OK && !msi_replace(beside, path)) {
         result = MS_RESULT_FILE;
     }
-    if (file && result != MS_RESULT_OK) {
-        (void)remove(beside);
+    if (is_open && result != MS_RESULT_OK) {
+        msi_remove(beside);
     }
-    return m && (is_disk || result == MS_RESULT_FILE)
+    return m && result == MS_RESULT_FILE
                ? msi_fail(
                      m, MS_RESULT_FILE,
                      "%s: \"%.300s\" could not be written (is the disk full, the folder there?); "
@@ -32560,7 +32604,7 @@ static MSI_COLD ms_result msi_load_path(ms_model *m, const char *function, const
                         path ? path : "(NULL)");
     }
     const ms_result result = msi_load_file(m, function, &source, options);
-    fclose((FILE *)source.user);
+    msi_close_source(&source);
     return result;
 }
 
@@ -32594,7 +32638,7 @@ static MSI_COLD ms_result msi_saves_in(ms_model *m, const char *path, uint64_t *
     m->config.log = log;
     *saves = c.result == MS_RESULT_OK && c.is_whole ? c.numbers.saves : 0;
     msi_close_checkpoint(&c);
-    fclose((FILE *)source.user);
+    msi_close_source(&source);
     return c.result == MS_RESULT_OUT_OF_MEMORY ? c.result : MS_RESULT_OK;
 }
 
@@ -32647,7 +32691,7 @@ static MSI_COLD ms_result msi_save_place(ms_model *m, const char *function,
     }
     for (uint32_t k = keep; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
         if (saves[k] > 0 && msi_place_path(c, k, path)) {
-            (void)remove(path); // of an earlier run that kept more
+            msi_remove(path); // of an earlier run that kept more
         }
     }
     return result;
@@ -32684,46 +32728,6 @@ static MSI_COLD ms_result msi_load_place(ms_model *m, const char *function, cons
                           c->folder)
                : result;
 }
-
-#else
-
-static MSI_COLD ms_result msi_no_files(ms_model *m, const char *function) {
-    return msi_fail(
-        m, MS_RESULT_UNSUPPORTED,
-        "%s: compiled with MEMSCALE_NO_STDIO there are no files: use a sink and a source",
-        function);
-}
-
-static MSI_COLD ms_result msi_write_path(ms_model *m, const char *function, const char *path,
-                                         uint64_t saves, const ms_snapshot *snapshot) {
-    (void)path, (void)saves, (void)snapshot;
-    return m ? msi_no_files(m, function) : MS_RESULT_UNSUPPORTED;
-}
-
-static MSI_COLD ms_result msi_load_path(ms_model *m, const char *function, const char *path,
-                                        const ms_load_options *options) {
-    (void)path, (void)options;
-    return msi_no_files(m, function);
-}
-
-static MSI_COLD ms_result msi_check_folder(ms_model *m, const char *function,
-                                           const ms_checkpoints *c) {
-    (void)c;
-    return msi_no_files(m, function);
-}
-
-static MSI_COLD ms_result msi_save_place(ms_model *m, const char *function,
-                                         const ms_checkpoints *c) {
-    (void)c;
-    return msi_no_files(m, function);
-}
-
-static MSI_COLD ms_result msi_load_place(ms_model *m, const char *function, const ms_checkpoints *c,
-                                         const ms_load_options *options, bool *found) {
-    (void)c, (void)options, (void)found;
-    return msi_no_files(m, function);
-}
-#endif
 
 // ------------------------------------------------------------------------------------------------
 // >>report  what users see of a plan: sizes and times, and its programs as events
