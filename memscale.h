@@ -1,4 +1,4 @@
-/*  memscale.h - v0.7.0 - train a bigger model on the device memory you already have. MIT licence.
+/*  memscale.h - v0.8.0 - train a bigger model on the device memory you already have. MIT licence.
 
     One header that any C or C++ trainer drops in. The trainer registers its tensors and its layers
     (a forward and a backward callback each) and names a byte budget. memscale.h then owns the
@@ -275,7 +275,9 @@
     micro-batches return ORDER where gradients would be lost; memory that is lent for two values
     must not overlap if training changes one of them; ms_gradient_norm returns NONFINITE for a step
     that its norm has halted. Renamed, of the functions under >>formats: msi_units_of_signed and
-    msi_units_of_unsigned to msi_signed_value and msi_unsigned_value.
+    msi_units_of_unsigned to msi_signed_value and msi_unsigned_value. 0.8.0 (2026): runs are
+    saved and resumed, in safetensors files (ms_save, ms_load and what follows them);
+    ms_set_step_count; MS_RESULT_FILE.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
@@ -328,7 +330,7 @@
 // >>version  and linkage
 
 #define MEMSCALE_VERSION_MAJOR 0
-#define MEMSCALE_VERSION_MINOR 7
+#define MEMSCALE_VERSION_MINOR 8
 #define MEMSCALE_VERSION_PATCH 0
 
 #ifdef __cplusplus
