@@ -1,6 +1,6 @@
 // Saving and loading a run, compared with writing and reading as many bytes in pieces of 8 MiB: GPT-2
-// with its optimizer state, on the CPU. Writing ends with fsync; reading is from files that the system
-// may have in memory. Rounds alternate; the table has medians, and medians of the ratios of a round.
+// with its optimizer state, on the CPU. Writing ends with fsync; reading is from the disk, with --warm from
+// the memory of the system. The two take turns; the table has medians, and medians of the ratios of a round.
 #include "bench.h"
 
 #define MEMSCALE_IMPLEMENTATION
@@ -8,6 +8,7 @@
 #include "nn.h"
 #include "models.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 enum { PIECE = 1 << 23, ROUNDS_MAX = 32 };
@@ -15,7 +16,7 @@ enum { PIECE = 1 << 23, ROUNDS_MAX = 32 };
 typedef struct settings {
     const char *preset, *path;
     int64_t rounds;
-    bool tsv;
+    bool tsv, warm;
 } settings;
 
 /* What a model holds of the host's memory, at most, beyond what it held when the count began. */
@@ -60,6 +61,15 @@ static double write_bytes(const char *path, uint8_t *piece, uint64_t bytes) {
     return bench_seconds() - begin;
 }
 
+/* The next reading is from the disk. */
+static void forget_file(const settings *s) {
+    const int file = s->warm ? -1 : open(s->path, O_RDONLY);
+    if (file >= 0) {
+        (void)posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+        (void)close(file);
+    }
+}
+
 static double read_bytes(const char *path, uint8_t *piece) {
     const double begin = bench_seconds();
     FILE *file = fopen(path, "rb");
@@ -101,7 +111,7 @@ static void print_row(const settings *s, const char *what, double *bare, double 
 }
 
 int main(int argc, char **argv) {
-    settings s = {"gpt2-124M", "build/save.bin", 5, false};
+    settings s = {"gpt2-124M", "build/save.bin", 5, false, false};
     double bare[2][ROUNDS_MAX], ours[2][ROUNDS_MAX], ratio[2][ROUNDS_MAX];
     uint64_t more[2] = {0, 0};
     char other[512];
@@ -109,6 +119,7 @@ int main(int argc, char **argv) {
         {"--preset", "gpt2-124M, gpt2-tiny or another of nn.h", NULL, NULL, &s.preset},
         {"--file", "where to write", NULL, NULL, &s.path},
         {"--rounds", "32 at most", NULL, &s.rounds, NULL},
+        {"--warm", "read what the system has in memory", &s.warm, NULL, NULL},
         {"--tsv", "tab-separated output", &s.tsv, NULL, NULL},
     };
     bench_options(argc, argv, "Saving and loading a run, over writing and reading as many bytes.",
@@ -126,18 +137,31 @@ int main(int argc, char **argv) {
     bench_check(from.model, ms_save_file(from.model, s.path));
     const uint64_t bytes = size_of(s.path);
     for (int k = 0; k < (int)s.rounds; k++) {
-        bare[0][k] = write_bytes(other, piece, bytes);
+        if (k % 2 == 0) { // one after the other has to wait for the disk: they take turns
+            bare[0][k] = write_bytes(other, piece, bytes);
+        }
         const uint64_t before = held.most = held.now;
         double begin = bench_seconds();
         bench_check(from.model, ms_save_file(from.model, s.path));
         ours[0][k] = bench_seconds() - begin;
+        if (k % 2 == 1) {
+            bare[0][k] = write_bytes(other, piece, bytes);
+        }
         more[0] = held.most - before > more[0] ? held.most - before : more[0];
         bench_model to = make_model(&s, false);
-        bare[1][k] = read_bytes(s.path, piece);
+        forget_file(&s);
+        if (k % 2 == 0) {
+            bare[1][k] = read_bytes(s.path, piece);
+            forget_file(&s);
+        }
         const uint64_t with_model = held.most = held.now;
         begin = bench_seconds();
         bench_check(to.model, ms_load_file(to.model, s.path, NULL));
         ours[1][k] = bench_seconds() - begin;
+        if (k % 2 == 1) {
+            forget_file(&s);
+            bare[1][k] = read_bytes(s.path, piece);
+        }
         more[1] = held.most - with_model > more[1] ? held.most - with_model : more[1];
         bench_model_destroy(&to);
         for (int i = 0; i < 2; i++) {

@@ -181,6 +181,8 @@ static void the_smallest_budget_changes_no_bit(void **state) {
         k_trainer(&t, arguments[i]);
         assert_int_equal(make_net(&t.trained, &t.options, k_smallest(&t.options), false), 0);
         assert_int_equal(make_net(&t.plain, &t.options, UINT64_MAX, false), 0);
+        assert_int_equal(start_net(&t, &t.trained), 0);
+        assert_int_equal(start_net(&t, &t.plain), 0);
         t_report(t.trained.model, &report);
         t_ok(t.trained.model, ms_visit_events(t.trained.model, MS_PROGRAM_TRAIN,
                                               k_count_recomputations, &recomputed));
