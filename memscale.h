@@ -2367,6 +2367,13 @@ class model {
 MEMSCALE_EXTERN int fsync(int file);
 MEMSCALE_EXTERN int fileno(FILE *file);
 #endif
+#if defined(__linux__) && defined(__LP64__)
+#ifndef SYNC_FILE_RANGE_WRITE
+#define SYNC_FILE_RANGE_WRITE 2
+MEMSCALE_EXTERN int sync_file_range(int file, long offset, long bytes, unsigned int flags);
+#endif
+#define MSI_HAS_RANGES 1
+#endif
 #endif
 #endif
 
@@ -32444,8 +32451,17 @@ static MSI_COLD ms_result msi_set_step(ms_model *m, uint64_t count) {
 
 #ifndef MEMSCALE_NO_STDIO
 
+/* The disk begins with what is large, where the system can be asked for that, and need not wait for
+   the end. */
 static int msi_fwrite(void *user, const void *data, size_t bytes) {
-    return fwrite(data, 1, bytes, (FILE *)user) == bytes ? 0 : -1;
+    FILE *file = (FILE *)user;
+    const int result = fwrite(data, 1, bytes, file) == bytes ? 0 : -1;
+#ifdef MSI_HAS_RANGES
+    if (bytes >= 1 << 20) {
+        (void)sync_file_range(fileno(file), 0, 0, SYNC_FILE_RANGE_WRITE);
+    }
+#endif
+    return result;
 }
 
 static int msi_seek(FILE *file, uint64_t offset, int from) {

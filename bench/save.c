@@ -61,9 +61,9 @@ static double write_bytes(const char *path, uint8_t *piece, uint64_t bytes) {
     return bench_seconds() - begin;
 }
 
-/* The next reading is from the disk. */
-static void forget_file(const settings *s) {
-    const int file = s->warm ? -1 : open(s->path, O_RDONLY);
+/* The next reading is from the disk, and what follows need not wait for memory. */
+static void forget_file(const settings *s, const char *path) {
+    const int file = s->warm ? -1 : open(path, O_RDONLY);
     if (file >= 0) {
         (void)posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
         (void)close(file);
@@ -140,26 +140,29 @@ int main(int argc, char **argv) {
         if (k % 2 == 0) { // one after the other has to wait for the disk: they take turns
             bare[0][k] = write_bytes(other, piece, bytes);
         }
+        forget_file(&s, other);
         const uint64_t before = held.most = held.now;
         double begin = bench_seconds();
         bench_check(from.model, ms_save_file(from.model, s.path));
         ours[0][k] = bench_seconds() - begin;
         if (k % 2 == 1) {
+            forget_file(&s, s.path);
             bare[0][k] = write_bytes(other, piece, bytes);
+            forget_file(&s, other);
         }
         more[0] = held.most - before > more[0] ? held.most - before : more[0];
         bench_model to = make_model(&s, false);
-        forget_file(&s);
+        forget_file(&s, s.path);
         if (k % 2 == 0) {
             bare[1][k] = read_bytes(s.path, piece);
-            forget_file(&s);
+            forget_file(&s, s.path);
         }
         const uint64_t with_model = held.most = held.now;
         begin = bench_seconds();
         bench_check(to.model, ms_load_file(to.model, s.path, NULL));
         ours[1][k] = bench_seconds() - begin;
         if (k % 2 == 1) {
-            forget_file(&s);
+            forget_file(&s, s.path);
             bare[1][k] = read_bytes(s.path, piece);
         }
         more[1] = held.most - with_model > more[1] ? held.most - with_model : more[1];
@@ -167,6 +170,10 @@ int main(int argc, char **argv) {
         for (int i = 0; i < 2; i++) {
             ratio[i][k] = ours[i][k] / bare[i][k];
         }
+    }
+    for (int k = 0; !s.tsv && k < (int)s.rounds; k++) {
+        printf("round %d: write %.3f, save %.3f, read %.3f, load %.3f s\n", k + 1, bare[0][k],
+               ours[0][k], bare[1][k], ours[1][k]);
     }
     puts(s.tsv ? "what\tMB\tbare s\tours s\tratio\tMiB of the host"
                : "what         MB     bare s     ours s    ratio   MiB host");
