@@ -2368,8 +2368,7 @@ MEMSCALE_EXTERN int fsync(int file);
 MEMSCALE_EXTERN int fileno(FILE *file);
 #endif
 #if defined(__linux__) && defined(__LP64__)
-#ifndef SYNC_FILE_RANGE_WRITE
-#define SYNC_FILE_RANGE_WRITE 2
+#ifndef SYNC_FILE_RANGE_WRITE // which is 2
 MEMSCALE_EXTERN int sync_file_range(int file, long offset, long bytes, unsigned int flags);
 #endif
 #define MSI_HAS_RANGES 1
@@ -32458,7 +32457,7 @@ static int msi_fwrite(void *user, const void *data, size_t bytes) {
     const int result = fwrite(data, 1, bytes, file) == bytes ? 0 : -1;
 #ifdef MSI_HAS_RANGES
     if (bytes >= 1 << 20) {
-        (void)sync_file_range(fileno(file), 0, 0, SYNC_FILE_RANGE_WRITE);
+        (void)sync_file_range(fileno(file), 0, 0, 2); // SYNC_FILE_RANGE_WRITE: without waiting
     }
 #endif
     return result;
