@@ -30978,7 +30978,7 @@ typedef struct msi_checkpoint {
     MSI_LIST(uint8_t) buffer;
     MSI_LIST(uint8_t) extras; // as read, until all else is loaded
     uint64_t at;              // where the data begins in the file that is read
-    uint64_t number_of;       // mask of the numbers that were read
+    uint64_t numbers_read;    // mask of the numbers that were read
     bool has_sums;
     bool is_whole; // the state of a run is read, not only values
 } msi_checkpoint;
@@ -31420,12 +31420,12 @@ static MSI_COLD void msi_take_number(msi_checkpoint *c, const char *key, char *v
 #define MSI_X(name)                                                                                \
     if (strcmp(key, "memscale." #name) == 0 && !j.is_wrong && j.at == j.end) {                     \
         c->numbers.name = number;                                                                  \
-        c->number_of |= bit;                                                                       \
+        c->numbers_read |= bit;                                                                    \
     }                                                                                              \
     bit <<= 1;
     MSI_NUMBERS(MSI_X)
 #undef MSI_X
-    c->is_whole = c->number_of == bit - 1;
+    c->is_whole = c->numbers_read == bit - 1;
 }
 
 static MSI_COLD void msi_parse_metadata(msi_checkpoint *c, msi_json *j) {
@@ -32336,7 +32336,7 @@ static MSI_COLD void msi_report_load(msi_checkpoint *c) {
 static MSI_COLD void msi_begin_load(msi_checkpoint *c) {
     uint64_t most = 0;
     msi_read_header(c);
-    if (c->result == MS_RESULT_OK && c->number_of != 0 && !c->is_whole) {
+    if (c->result == MS_RESULT_OK && c->numbers_read != 0 && !c->is_whole) {
         MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
                         "%s: the metadata or the checksums of the run are damaged", c->function);
     }

@@ -1913,32 +1913,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 
 #else
 
-static bool run_file(const char *path) {
-    static uint8_t data[1 << 16];
-    FILE *file = fopen(path, "rb");
-    if (file == NULL) {
-        fprintf(stderr, "%s cannot be read\n", path);
-        return false;
-    }
-    const size_t size = fread(data, 1, sizeof data, file);
-    fclose(file);
-    uint8_t *exact = (uint8_t *)malloc(size + 1);
-    CHECK(exact != NULL);
-    memcpy(exact, data, size);
-    run_input(exact, size);
-    free(exact);
-    return true;
-}
+#include "fuzz.h"
 
 int main(int argc, char **argv) {
-    int run = 0;
     is_traced = argc > 1 && strcmp(argv[1], "-v") == 0;
     const int first = is_traced ? 2 : 1;
-    for (int i = first; i < argc; ++i) {
-        run += run_file(argv[i]);
-    }
-    printf("[  PASSED  ] %d test(s).\n", run); // as cmocka says it, for tests/run.sh
-    return run > 0 && run == argc - first ? 0 : 1;
+    return fuzz_files(argv + first, argc - first);
 }
 
 #endif

@@ -631,34 +631,14 @@ static void write_seeds(const char *to) {
     free(whole.data);
 }
 
-static bool run_file(const char *path) {
-    static uint8_t data[LARGEST_FILE];
-    FILE *file = fopen(path, "rb");
-    if (file == NULL) {
-        fprintf(stderr, "%s cannot be read\n", path);
-        return false;
-    }
-    const size_t size = fread(data, 1, sizeof data, file);
-    fclose(file);
-    uint8_t *exact = (uint8_t *)malloc(size + 1);
-    CHECK(exact != NULL);
-    memcpy(exact, data, size);
-    run_input(exact, size);
-    free(exact);
-    return true;
-}
+#include "fuzz.h"
 
 int main(int argc, char **argv) {
-    int run = 0;
     if (argc == 3 && strcmp(argv[1], "--seeds") == 0) {
         write_seeds(argv[2]);
         return 0;
     }
-    for (int i = 1; i < argc; ++i) {
-        run += run_file(argv[i]);
-    }
-    printf("[  PASSED  ] %d test(s).\n", run); // as cmocka says it, for tests/run.sh
-    return run > 0 && run == argc - 1 ? 0 : 1;
+    return fuzz_files(argv + 1, argc - 1);
 }
 
 #endif
