@@ -32029,26 +32029,30 @@ static MSI_COLD bool msi_codes_are_finite(const void *codes, uint64_t count) {
 
 /* Whether all numbers of this format are finite, and not negative unless they may be: an exponent of
    ones carries into the sign. */
-static MSI_COLD bool msi_are_finite(msi_format format, bool is_signed, const void *data,
-                                    uint64_t bytes) {
-    const uint64_t each = format == MSI_FORMAT_F32 ? 0x0000000100000001u : 0x0001000100010001u;
-    const uint64_t exponent = each * (format == MSI_FORMAT_F32   ? 0x7f800000u
-                                      : format == MSI_FORMAT_F16 ? 0x7c00u
-                                                                 : 0x7f80u);
-    const uint64_t one = each * (format == MSI_FORMAT_F32   ? 0x00800000u
-                                 : format == MSI_FORMAT_F16 ? 0x0400u
-                                                            : 0x0080u);
+static MSI_NOINLINE bool msi_are_finite(msi_format format, bool is_signed, const void *data,
+                                        uint64_t bytes) {
+    const bool is_f32 = format == MSI_FORMAT_F32, is_f16 = format == MSI_FORMAT_F16;
+    const uint64_t each = is_f32 ? 0x0000000100000001u : 0x0001000100010001u;
+    const uint64_t exponent = each * (is_f32 ? 0x7f800000u : is_f16 ? 0x7c00u : 0x7f80u);
+    const uint64_t one = each * (is_f32 ? 0x00800000u : is_f16 ? 0x0400u : 0x0080u);
     const uint64_t signs = is_signed ? 0 : exponent + one;
     const uint8_t *at = (const uint8_t *)data;
-    uint64_t any = 0, word;
-    for (; bytes >= sizeof word; at += sizeof word, bytes -= sizeof word) {
-        memcpy(&word, at, sizeof word);
-        any |= ((word & exponent) + one) | (word & signs);
+    uint64_t any[8] = {0}, word[8];
+    for (; bytes > 0 && format != MSI_FORMAT_F64; at += sizeof word) {
+        const uint64_t some = msi_smaller(bytes, sizeof word);
+        if (some < sizeof word) {
+            memset(word, 0, sizeof word);
+        }
+        memcpy(word, at, some < sizeof word ? (size_t)some : sizeof word);
+        for (int k = 0; k < 8; k++) {
+            any[k] |= ((word[k] & exponent) + one) | (word[k] & signs);
+        }
+        bytes -= some;
     }
-    word = 0;
-    memcpy(&word, at, (size_t)bytes);
-    any |= ((word & exponent) + one) | (word & signs);
-    return (any & (exponent + one)) == 0 || format == MSI_FORMAT_F64;
+    for (int k = 1; k < 8; k++) {
+        any[0] |= any[k];
+    }
+    return (any[0] & (exponent + one)) == 0;
 }
 
 /* An error if a piece of a param or of state has a number that is not finite. */

@@ -19,6 +19,12 @@ typedef struct settings {
     bool tsv, warm;
 } settings;
 
+/* Seconds by round, and what was held beyond a model. */
+typedef struct measured {
+    double bare[ROUNDS_MAX], ours[ROUNDS_MAX];
+    uint64_t more;
+} measured;
+
 /* What a model holds of the host's memory, at most, beyond what it held when the count began. */
 static struct { uint64_t now, most; } held;
 
@@ -49,7 +55,7 @@ static double write_bytes(const char *path, uint8_t *piece, uint64_t bytes) {
     const double begin = bench_seconds();
     FILE *file = fopen(path, "wb");
     for (uint64_t left = bytes; file && left > 0;) {
-        const size_t some = left < PIECE ? (size_t)left : PIECE;
+        const size_t some = (size_t)(left < PIECE ? left : (uint64_t)PIECE);
         if (fwrite(piece, 1, some, file) != some) {
             bench_stop("the disk is full");
         }
@@ -101,19 +107,60 @@ static bench_model make_model(const settings *s, bool has_values) {
     return m;
 }
 
-static void print_row(const settings *s, const char *what, double *bare, double *ours,
-                      double *ratio, uint64_t bytes, uint64_t more) {
+/* One round of each kind: who begins has to wait for the disk, so the two take turns. */
+static void compare_writing(const settings *s, ms_model *model, const char *other, uint8_t *piece,
+                            measured *w) {
+    const uint64_t bytes = size_of(s->path);
+    for (int k = 0; k < (int)s->rounds; k++) {
+        for (int turn = 0; turn < 2; turn++) {
+            const uint64_t before = held.most = held.now;
+            if (turn == k % 2) {
+                w->bare[k] = write_bytes(other, piece, bytes);
+            } else {
+                const double begin = bench_seconds();
+                bench_check(model, ms_save_file(model, s->path));
+                w->ours[k] = bench_seconds() - begin;
+            }
+            w->more = held.most - before > w->more ? held.most - before : w->more;
+            forget_file(s, turn == k % 2 ? other : s->path);
+        }
+    }
+}
+
+static void compare_reading(const settings *s, uint8_t *piece, measured *r) {
+    for (int k = 0; k < (int)s->rounds; k++) {
+        bench_model to = make_model(s, false);
+        for (int turn = 0; turn < 2; turn++) {
+            const uint64_t before = held.most = held.now;
+            forget_file(s, s->path);
+            if (turn == k % 2) {
+                r->bare[k] = read_bytes(s->path, piece);
+            } else {
+                const double begin = bench_seconds();
+                bench_check(to.model, ms_load_file(to.model, s->path, NULL));
+                r->ours[k] = bench_seconds() - begin;
+            }
+            r->more = held.most - before > r->more ? held.most - before : r->more;
+        }
+        bench_model_destroy(&to);
+    }
+}
+
+static void print_row(const settings *s, const char *what, measured *x, uint64_t bytes) {
+    double ratio[ROUNDS_MAX];
     const int n = (int)s->rounds;
+    for (int k = 0; k < n; k++) {
+        ratio[k] = x->ours[k] / x->bare[k];
+    }
     printf(s->tsv ? "%s\t%.1f\t%.3f\t%.3f\t%.3f\t%.2f\n"
                   : "%-6s %8.1f %10.3f %10.3f %8.3f %10.2f\n",
-           what, (double)bytes / 1e6, bench_median(bare, n), bench_median(ours, n),
-           bench_median(ratio, n), (double)more / 1048576.0);
+           what, (double)bytes / 1e6, bench_median(x->bare, n), bench_median(x->ours, n),
+           bench_median(ratio, n), (double)x->more / 1048576.0);
 }
 
 int main(int argc, char **argv) {
     settings s = {"gpt2-124M", "build/save.bin", 5, false, false};
-    double bare[2][ROUNDS_MAX], ours[2][ROUNDS_MAX], ratio[2][ROUNDS_MAX];
-    uint64_t more[2] = {0, 0};
+    static measured writing, reading;
     char other[512];
     const bench_option options[] = {
         {"--preset", "gpt2-124M, gpt2-tiny or another of nn.h", NULL, NULL, &s.preset},
@@ -136,50 +183,16 @@ int main(int argc, char **argv) {
     bench_model from = make_model(&s, true);
     bench_check(from.model, ms_save_file(from.model, s.path));
     const uint64_t bytes = size_of(s.path);
-    for (int k = 0; k < (int)s.rounds; k++) {
-        if (k % 2 == 0) { // one after the other has to wait for the disk: they take turns
-            bare[0][k] = write_bytes(other, piece, bytes);
-        }
-        forget_file(&s, other);
-        const uint64_t before = held.most = held.now;
-        double begin = bench_seconds();
-        bench_check(from.model, ms_save_file(from.model, s.path));
-        ours[0][k] = bench_seconds() - begin;
-        if (k % 2 == 1) {
-            forget_file(&s, s.path);
-            bare[0][k] = write_bytes(other, piece, bytes);
-            forget_file(&s, other);
-        }
-        more[0] = held.most - before > more[0] ? held.most - before : more[0];
-        bench_model to = make_model(&s, false);
-        forget_file(&s, s.path);
-        if (k % 2 == 0) {
-            bare[1][k] = read_bytes(s.path, piece);
-            forget_file(&s, s.path);
-        }
-        const uint64_t with_model = held.most = held.now;
-        begin = bench_seconds();
-        bench_check(to.model, ms_load_file(to.model, s.path, NULL));
-        ours[1][k] = bench_seconds() - begin;
-        if (k % 2 == 1) {
-            forget_file(&s, s.path);
-            bare[1][k] = read_bytes(s.path, piece);
-        }
-        more[1] = held.most - with_model > more[1] ? held.most - with_model : more[1];
-        bench_model_destroy(&to);
-        for (int i = 0; i < 2; i++) {
-            ratio[i][k] = ours[i][k] / bare[i][k];
-        }
-    }
+    compare_writing(&s, from.model, other, piece, &writing);
+    compare_reading(&s, piece, &reading);
     for (int k = 0; !s.tsv && k < (int)s.rounds; k++) {
-        printf("round %d: write %.3f, save %.3f, read %.3f, load %.3f s\n", k + 1, bare[0][k],
-               ours[0][k], bare[1][k], ours[1][k]);
+        printf("round %d: write %.3f, save %.3f, read %.3f, load %.3f s\n", k + 1, writing.bare[k],
+               writing.ours[k], reading.bare[k], reading.ours[k]);
     }
     puts(s.tsv ? "what\tMB\tbare s\tours s\tratio\tMiB of the host"
                : "what         MB     bare s     ours s    ratio   MiB host");
-    for (int i = 0; i < 2; i++) {
-        print_row(&s, i ? "load" : "save", bare[i], ours[i], ratio[i], bytes, more[i]);
-    }
+    print_row(&s, "save", &writing, bytes);
+    print_row(&s, "load", &reading, bytes);
     remove(s.path);
     remove(other);
     bench_model_destroy(&from);
