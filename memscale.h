@@ -30946,7 +30946,7 @@ typedef struct msi_item {
     uint32_t hash;  // of the name
     msi_format format;
     uint64_t count, begin, bytes; // elements; the place in the data
-    uint64_t number;              // of a COUNT
+    uint64_t number;              // of a COUNT; of an EXTRA that is read the place in extras
     uint32_t entry;               // in the file that is read; MSI_NONE: nothing is read
     bool is_transposed;
     bool is_zeroed; // the file has none: it begins with zeros
@@ -30955,6 +30955,7 @@ typedef struct msi_item {
 /* One tensor of a file that is read. */
 typedef struct msi_entry {
     uint64_t begin, end;
+    uint32_t place;       // among all, by where they begin
     uint32_t name, shape; // offsets in the header: of the name, and of the first dim
     uint32_t hash;
     uint16_t rank;
@@ -30977,15 +30978,22 @@ typedef struct msi_checkpoint {
     MSI_LIST(msi_entry) entries;
     MSI_LIST(uint8_t) buffer;
     MSI_LIST(uint8_t) extras; // as read, until all else is loaded
+    uint64_t most;            // bytes of an item
     uint64_t at;              // where the data begins in the file that is read
     uint64_t numbers_read;    // mask of the numbers that were read
     bool has_sums;
     bool is_whole; // the state of a run is read, not only values
 } msi_checkpoint;
 
-#define MSI_REFUSE_FILE(c, how, ...)                                                               \
-    ((c)->result == MS_RESULT_OK ? (void)((c)->result = msi_fail((c)->m, how, __VA_ARGS__))        \
-                                 : (void)0)
+/* An error, unless there was one: the text follows the name of the function. */
+#define MSI_FAIL_FILE(c, how, text, ...)                                                           \
+    MSI_THEN((c)->result, msi_fail((c)->m, how, "%s: " text, (c)->function, __VA_ARGS__))
+#define MSI_REFUSE_FILE(c, text, ...) MSI_FAIL_FILE(c, MS_RESULT_INVALID, text, __VA_ARGS__)
+
+#define MSI_ROOM(type, c, list, needed)                                                            \
+    MSI_THEN((c)->result, MSI_RESERVE(type, &(c)->m->config.allocator, list, needed)               \
+                              ? MS_RESULT_OK                                                       \
+                              : msi_fail_memory((c)->m, (c)->function, (needed) * sizeof(type)))
 
 static MSI_COLD void msi_close_checkpoint(msi_checkpoint *c) {
     const ms_allocator *a = &c->m->config.allocator;
@@ -30997,11 +31005,6 @@ static MSI_COLD void msi_close_checkpoint(msi_checkpoint *c) {
     MSI_LIST_FREE(uint8_t, a, c->buffer);
     MSI_LIST_FREE(uint8_t, a, c->extras);
 }
-
-#define MSI_ROOM(type, c, list, needed)                                                            \
-    ((c)->result == MS_RESULT_OK && !MSI_RESERVE(type, &(c)->m->config.allocator, list, needed)    \
-         ? (void)((c)->result = msi_fail_memory((c)->m, (c)->function, (needed) * sizeof(type)))   \
-         : (void)0)
 
 static MSI_COLD uint32_t msi_hash_name(const char *name) {
     uint64_t hash = 0;
@@ -31031,15 +31034,13 @@ static MSI_COLD int msi_character(const char *text) {
 }
 
 static MSI_COLD void msi_add_characters(msi_checkpoint *c, const char *text) {
-    for (int length = 1; *text; text += length) {
-        length = msi_character(text);
-        MSI_ROOM(char, c, c->names, c->names.count + 5);
-        if (c->result != MS_RESULT_OK) {
-            return;
-        }
-        memcpy(c->names.items + c->names.count, length ? text : "_", length ? (size_t)length : 1);
-        length = length ? length : 1;
-        c->names.count += (uint32_t)length;
+    MSI_ROOM(char, c, c->names, c->names.count + strlen(text) + 1);
+    while (c->result == MS_RESULT_OK && *text) {
+        const int length = msi_character(text);
+        const uint32_t bytes = length ? (uint32_t)length : 1;
+        memcpy(c->names.items + c->names.count, length ? text : "_", bytes);
+        c->names.count += bytes;
+        text += bytes;
     }
 }
 
@@ -31077,7 +31078,6 @@ static MSI_COLD void msi_name_item(msi_checkpoint *c, msi_item *i, const char *p
         i->base = c->names.count;
         msi_add_characters(c, name);
         msi_add_characters(c, suffix);
-        MSI_ROOM(char, c, c->names, c->names.count + 1);
         if (c->result != MS_RESULT_OK) {
             return;
         }
@@ -31094,6 +31094,7 @@ static MSI_COLD void msi_add_item(msi_checkpoint *c, msi_item item, const char *
     if (c->result == MS_RESULT_OK) {
         item.bytes = msi_format_bytes(item.format, item.count);
         item.entry = MSI_NONE;
+        c->most = msi_larger(c->most, item.bytes);
         c->items.items[c->items.count++] = item;
     }
 }
@@ -31118,6 +31119,7 @@ static MSI_COLD void msi_add_training(msi_checkpoint *c, msi_item item, const ch
     }
     if (t->is_counted) {
         item.kind = MSI_ITEM_COUNT;
+        item.number = t->updates + (c->m->run.step - c->m->scale.skipped_steps - t->counted_from);
         item.format = MSI_FORMAT_I64;
         item.count = 1;
         msi_add_item(c, item, "memscale.updates.", base);
@@ -31208,11 +31210,16 @@ static MSI_COLD const char *msi_dtype_in_file(msi_format format) {
     return msi_is_coded(format) ? "U8" : names[format];
 }
 
+/* The shape of an item in a file: codes, and what is no tensor of the graph, have one dim. */
+static MSI_COLD ms_shape msi_item_shape(const msi_checkpoint *c, const msi_item *i) {
+    const bool is_coded = msi_is_coded(i->format);
+    return i->kind == MSI_ITEM_TENSOR && !is_coded
+               ? c->m->graph.tensors.items[i->index].view.shape
+               : ms_shape1((int64_t)(is_coded ? i->bytes : i->count));
+}
+
 static MSI_COLD void msi_put_item(msi_checkpoint *c, const msi_item *i) {
-    const bool is_shaped = i->kind == MSI_ITEM_TENSOR && !msi_is_coded(i->format);
-    const ms_shape shape = is_shaped
-                               ? c->m->graph.tensors.items[i->index].view.shape
-                               : ms_shape1((int64_t)(i->kind == MSI_ITEM_COUNT ? 1 : i->bytes));
+    const ms_shape shape = msi_item_shape(c, i);
     msi_add_header(c, ",\"");
     msi_put_name(c, c->names.items + i->name);
     msi_add_header(c, "\":{\"dtype\":\"%s\",\"shape\":[", msi_dtype_in_file(i->format));
@@ -31404,7 +31411,7 @@ static MSI_COLD msi_entry msi_parse_entry(msi_json *j) {
         }
     }
     msi_json_take(j, '}');
-    j->is_wrong |= seen != 7 || e.begin > e.end;
+    j->is_wrong |= seen != 7 || e.begin > e.end || e.end > (uint64_t)INT64_MAX;
     if (!j->is_wrong && e.format != MSI_FORMAT_COUNT) {
         j->is_wrong |=
             !msi_multiply(count, msi_formats[e.format].bytes, &bytes) || bytes != e.end - e.begin;
@@ -31429,6 +31436,11 @@ static MSI_COLD void msi_take_number(msi_checkpoint *c, const char *key, char *v
 }
 
 static MSI_COLD void msi_parse_metadata(msi_checkpoint *c, msi_json *j) {
+    msi_json_skip(j);
+    if (j->end - j->at > 4 && memcmp(j->at, "null", 4) == 0) {
+        j->at += 4;
+        return;
+    }
     msi_json_take(j, '{');
     if (msi_json_has(j, '}')) {
         return;
@@ -31467,34 +31479,39 @@ static MSI_COLD void msi_parse_tensors(msi_checkpoint *c, msi_json *j) {
     msi_json_take(j, '}');
 }
 
-static MSI_COLD bool msi_is_before(const msi_entry *a, const msi_entry *b) {
-    return a->begin != b->begin ? a->begin < b->begin : a->end < b->end;
-}
-
-static MSI_COLD void msi_sift_entry(msi_entry *items, uint32_t root, uint32_t count) {
-    for (uint64_t child = 2 * (uint64_t)root + 1; child < count; child = 2 * (uint64_t)root + 1) {
-        child += child + 1 < count && msi_is_before(&items[child], &items[child + 1]);
-        if (!msi_is_before(&items[root], &items[child])) {
-            return;
+/* Notes the order of the tensors in the data, where one has to begin at the end of another. */
+static MSI_COLD void msi_place_entries(msi_checkpoint *c, uint64_t data_bytes) {
+    const uint32_t count = c->entries.count;
+    const uint64_t room = count * (sizeof(uint64_t) + 2 * sizeof(uint32_t));
+    uint64_t end = 0, *key = (uint64_t *)msi_alloc(&c->m->config.allocator, room + 1);
+    if (!key) {
+        c->result = msi_fail_memory(c->m, c->function, room);
+        return;
+    }
+    uint32_t *order = (uint32_t *)(key + count);
+    for (uint32_t k = 0; k < count; k++) { // of two that begin at once, one is empty
+        const msi_entry *e = &c->entries.items[k];
+        order[k] = k;
+        key[k] = 2 * e->begin + (e->begin < e->end);
+    }
+    msi_sort_indices(order, order + count, count, key);
+    for (uint32_t k = 0; k < count && c->result == MS_RESULT_OK; k++) {
+        msi_entry *e = &c->entries.items[order[k]];
+        e->place = k;
+        if (e->begin != end) {
+            MSI_REFUSE_FILE(c, "tensor \"%.100s\" begins at %llu, not at %llu: %s",
+                            c->header.items + e->name, (unsigned long long)e->begin,
+                            (unsigned long long)end,
+                            e->begin < end ? "tensors overlap" : "there is a gap");
         }
-        const msi_entry moved = items[root];
-        items[root] = items[child];
-        items[child] = moved;
-        root = (uint32_t)child;
+        end = e->end;
     }
-}
-
-/* Heap sort by the place in the data. In place, since qsort may allocate memory past the hooks. */
-static MSI_COLD void msi_sort_entries(msi_entry *items, uint32_t count) {
-    for (uint32_t root = count / 2; root > 0; root--) {
-        msi_sift_entry(items, root - 1, count);
+    if (end != data_bytes) {
+        MSI_REFUSE_FILE(c, "the file has %llu bytes of data, not %llu: it is %s",
+                        (unsigned long long)data_bytes, (unsigned long long)end,
+                        data_bytes < end ? "cut off" : "too long");
     }
-    for (uint32_t left = count; left > 1; left--) {
-        const msi_entry last = items[left - 1];
-        items[left - 1] = items[0];
-        items[0] = last;
-        msi_sift_entry(items, 0, left - 1);
-    }
+    msi_release(&c->m->config.allocator, key, room + 1);
 }
 
 /* The least that a tensor takes in a header, more than an entry does:
@@ -31504,7 +31521,6 @@ enum { MSI_LEAST_ENTRY = 49 };
 /* Parses a header, and checks the places of all tensors. */
 static MSI_COLD void msi_parse_header(msi_checkpoint *c, uint64_t data_bytes) {
     msi_json j = {c->header.items, c->header.items, c->header.items + c->header.count, false};
-    uint64_t end = 0;
     MSI_ROOM(msi_entry, c, c->entries, c->header.count / MSI_LEAST_ENTRY + 1);
     if (c->result != MS_RESULT_OK) {
         return;
@@ -31512,28 +31528,11 @@ static MSI_COLD void msi_parse_header(msi_checkpoint *c, uint64_t data_bytes) {
     msi_parse_tensors(c, &j);
     msi_json_skip(&j);
     if (j.is_wrong || j.at != j.end) {
-        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
-                        "%s: the header is not that of a safetensors file, from byte %llu on",
-                        c->function, (unsigned long long)(8 + (j.at - j.text)));
+        MSI_REFUSE_FILE(c, "the header is not that of a safetensors file, from byte %llu on",
+                        (unsigned long long)(8 + (j.at - j.text)));
         return;
     }
-    msi_sort_entries(c->entries.items, c->entries.count);
-    for (uint32_t k = 0; k < c->entries.count && c->result == MS_RESULT_OK; k++) {
-        const msi_entry *e = &c->entries.items[k];
-        if (e->begin != end) {
-            MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
-                            "%s: tensor \"%.100s\" begins at %llu, not at %llu: %s", c->function,
-                            j.text + e->name, (unsigned long long)e->begin, (unsigned long long)end,
-                            e->begin < end ? "tensors overlap" : "there is a gap");
-        }
-        end = e->end;
-    }
-    if (end != data_bytes) {
-        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
-                        "%s: the file has %llu bytes of data, not %llu: it is %s", c->function,
-                        (unsigned long long)data_bytes, (unsigned long long)end,
-                        data_bytes < end ? "cut off" : "too long");
-    }
+    msi_place_entries(c, data_bytes);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -31567,8 +31566,8 @@ static MSI_COLD msi_memory msi_item_memory(msi_checkpoint *c, msi_item *i) {
 
 static MSI_COLD void msi_write_out(msi_checkpoint *c, const void *data, uint64_t bytes) {
     if (c->result == MS_RESULT_OK && c->sink->write(c->sink->user, data, (size_t)bytes) != 0) {
-        MSI_REFUSE_FILE(c, MS_RESULT_FILE, "%s: the sink has failed to write %llu bytes",
-                        c->function, (unsigned long long)bytes);
+        MSI_FAIL_FILE(c, MS_RESULT_FILE, "the sink has failed to write %llu bytes",
+                      (unsigned long long)bytes);
     }
 }
 
@@ -31649,37 +31648,18 @@ static MSI_COLD ms_result msi_check_saved(ms_model *m, const char *function) {
     return result;
 }
 
-/* Room for a piece of what is not read where it is. */
-static MSI_COLD uint64_t msi_save_room(msi_checkpoint *c) {
-    uint64_t most = 0;
-    for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
-        msi_item *i = &c->items.items[k];
-        if (!msi_is_direct(c->m) && !msi_item_memory(c, i).on_host) {
-            most = msi_larger(most, msi_smaller(i->bytes, MSI_FILE_PIECE));
-        }
-    }
-    return most;
-}
-
 /* Everything that is to be written, with its place. */
 static MSI_COLD void msi_plan_file(msi_checkpoint *c) {
     msi_item sums;
     memset(&sums, 0, sizeof sums);
     msi_take_numbers(c);
     msi_list_items(c);
-    for (uint32_t k = 0; k < c->items.count; k++) {
-        msi_item *i = &c->items.items[k];
-        if (i->kind == MSI_ITEM_COUNT) {
-            const msi_tensor *t = &c->m->graph.tensors.items[i->index];
-            i->number = t->updates + (c->m->run.step - c->m->scale.skipped_steps - t->counted_from);
-        }
-    }
     sums.kind = MSI_ITEM_SUMS;
     sums.format = MSI_FORMAT_U8;
     sums.count = ((uint64_t)c->items.count + 1) * sizeof(uint64_t);
     msi_add_item(c, sums, "memscale.", "checksums");
     MSI_ROOM(uint64_t, c, c->sums, c->items.count + 1);
-    MSI_ROOM(uint8_t, c, c->buffer, msi_save_room(c));
+    MSI_ROOM(uint8_t, c, c->buffer, msi_is_direct(c->m) ? 0 : msi_smaller(c->most, MSI_FILE_PIECE));
     msi_write_header(c);
 }
 
@@ -31778,8 +31758,8 @@ static MSI_COLD ms_result msi_save(ms_model *m, const char *function, const ms_s
 static MSI_COLD void msi_read_in(msi_checkpoint *c, uint64_t offset, void *data, uint64_t bytes) {
     if (c->result == MS_RESULT_OK && bytes > 0 &&
         c->source->read(c->source->user, offset, data, (size_t)bytes) != 0) {
-        MSI_REFUSE_FILE(c, MS_RESULT_FILE, "%s: the source has failed to read %llu bytes at %llu",
-                        c->function, (unsigned long long)bytes, (unsigned long long)offset);
+        MSI_FAIL_FILE(c, MS_RESULT_FILE, "the source has failed to read %llu bytes at %llu",
+                      (unsigned long long)bytes, (unsigned long long)offset);
     }
 }
 
@@ -31791,8 +31771,7 @@ static MSI_COLD uint32_t msi_find_entry(msi_checkpoint *c, const char *name) {
         const msi_entry *e = &c->entries.items[k];
         if (e->hash == hash && strcmp(c->header.items + e->name, name) == 0) {
             if (found != MSI_NONE) {
-                MSI_REFUSE_FILE(c, MS_RESULT_INVALID, "%s: the file has two tensors \"%.100s\"",
-                                c->function, name);
+                MSI_REFUSE_FILE(c, "the file has two tensors \"%.100s\"", name);
             }
             found = k;
         }
@@ -31804,17 +31783,15 @@ static MSI_COLD uint32_t msi_find_entry(msi_checkpoint *c, const char *name) {
 static MSI_COLD void msi_read_header(msi_checkpoint *c) {
     uint64_t length = 0, size = c->source->size;
     if (size < 8) {
-        MSI_REFUSE_FILE(c, MS_RESULT_INVALID, "%s: a file of %llu bytes is no safetensors file",
-                        c->function, (unsigned long long)size);
+        MSI_REFUSE_FILE(c, "a file of %llu bytes is no safetensors file", (unsigned long long)size);
     }
     msi_read_in(c, 0, &length, 8);
     if (c->result == MS_RESULT_OK && (length > size - 8 || length > MSI_MOST_HEADER)) {
-        MSI_REFUSE_FILE(
-            c, MS_RESULT_INVALID,
-            "%s: the header is said to have %llu bytes; the file has %llu, and a header at "
-            "most %llu",
-            c->function, (unsigned long long)length, (unsigned long long)size,
-            (unsigned long long)MSI_MOST_HEADER);
+        MSI_REFUSE_FILE(c,
+                        "the header is said to have %llu bytes; the file has %llu, and a header at "
+                        "most %llu",
+                        (unsigned long long)length, (unsigned long long)size,
+                        (unsigned long long)MSI_MOST_HEADER);
     }
     MSI_ROOM(char, c, c->header, length + 1);
     msi_read_in(c, 8, c->header.items, length);
@@ -31833,63 +31810,53 @@ static MSI_COLD void msi_read_header(msi_checkpoint *c) {
         return;
     }
     const msi_entry *e = &c->entries.items[k];
-    c->has_sums = k == c->entries.count - 1 && e->end - e->begin == 8 * (uint64_t)c->entries.count;
+    c->has_sums =
+        e->place == c->entries.count - 1 && e->end - e->begin == 8 * (uint64_t)c->entries.count;
     if (c->has_sums) {
         MSI_ROOM(uint64_t, c, c->sums, c->entries.count);
         msi_read_in(c, c->at + e->begin, c->sums.items, e->end - e->begin);
     }
     if (c->result == MS_RESULT_OK && (!c->has_sums || c->sums.items[0] != msi_end_sum(&sum))) {
-        MSI_REFUSE_FILE(c, MS_RESULT_INVALID, "%s: the header is damaged: it has another checksum",
-                        c->function);
+        MSI_REFUSE_FILE(c, "%s", "the header is damaged: it has another checksum");
     }
 }
 
-/* The shape of an entry as text; dims beyond the first four are dots. */
+/* The shape of an entry; only the first dims are known of one with more than the limit. */
+static MSI_COLD ms_shape msi_entry_shape(const msi_checkpoint *c, const msi_entry *e) {
+    char *text = c->header.items;
+    msi_json j = {text, text + e->shape, text + c->header.count, false};
+    ms_shape shape = ms_shape1(0);
+    shape.rank = e->rank;
+    for (uint16_t k = 0; k < e->rank && k < MS_LIMIT_RANK; k++) {
+        uint64_t dim = 0;
+        (void)msi_next_dim(&j, k, &dim);
+        shape.dim[k] = (int64_t)dim;
+    }
+    return shape;
+}
+
 typedef struct msi_shape_text {
-    char text[128];
+    char text[160];
 } msi_shape_text;
 
-static MSI_COLD msi_shape_text msi_entry_words(const msi_checkpoint *c, const msi_entry *e) {
-    char *text = c->header.items;
-    msi_json j = {text, text + e->shape, text + c->header.count, false};
+static MSI_COLD msi_shape_text msi_shape_words(msi_format format, ms_shape shape) {
     msi_shape_text words;
-    uint64_t dim;
-    int at = msi_write_text(
-        words.text, sizeof words.text, "%s [",
-        e->format == MSI_FORMAT_COUNT ? "?" : msi_dtype_in_file((msi_format)e->format));
-    for (uint16_t k = 0; k < e->rank && k < 4 && msi_next_dim(&j, k, &dim); k++) {
-        at += msi_write_text(words.text + at, sizeof words.text - (size_t)at, "%s%llu",
-                             k ? ", " : "", (unsigned long long)dim);
+    int at = msi_write_text(words.text, sizeof words.text, "%s [",
+                            format == MSI_FORMAT_COUNT ? "?" : msi_dtype_in_file(format));
+    for (int k = 0; k < shape.rank && k < MS_LIMIT_RANK; k++) {
+        at += msi_write_text(words.text + at, sizeof words.text - (size_t)at, "%s%lld",
+                             k ? ", " : "", (long long)shape.dim[k]);
     }
     msi_write_text(words.text + at, sizeof words.text - (size_t)at, "%s]",
-                   e->rank > 4 ? ", ..." : "");
+                   shape.rank > MS_LIMIT_RANK ? ", ..." : "");
     return words;
 }
 
-static MSI_COLD msi_shape_text msi_item_words(const msi_checkpoint *c, const msi_item *i) {
-    msi_shape_text words;
-    const bool is_shaped = i->kind == MSI_ITEM_TENSOR;
-    const ms_shape one = ms_shape1((int64_t)i->count);
-    const ms_shape *shape = is_shaped ? &c->m->graph.tensors.items[i->index].view.shape : &one;
-    int at = msi_write_text(words.text, sizeof words.text, "%s [", msi_dtype_in_file(i->format));
-    for (int k = 0; k < shape->rank; k++) {
-        at += msi_write_text(words.text + at, sizeof words.text - (size_t)at, "%s%llu",
-                             k ? ", " : "", (unsigned long long)shape->dim[k]);
-    }
-    msi_write_text(words.text + at, sizeof words.text - (size_t)at, "]");
-    return words;
-}
-
-/* Whether an entry has the shape of a tensor. */
-static MSI_COLD bool msi_has_shape(const msi_checkpoint *c, const msi_entry *e,
-                                   const ms_shape *shape, bool transposed) {
-    char *text = c->header.items;
-    msi_json j = {text, text + e->shape, text + c->header.count, false};
-    bool has = (int)e->rank == shape->rank && (!transposed || shape->rank == 2);
-    for (uint16_t k = 0; k < e->rank && has; k++) {
-        uint64_t dim = 0;
-        has = msi_next_dim(&j, k, &dim) &&
-              dim == (uint64_t)shape->dim[transposed ? shape->rank - 1 - k : k];
+/* Whether a file has a tensor of this shape, or a matrix as its transpose. */
+static MSI_COLD bool msi_has_shape(ms_shape there, ms_shape here, bool transposed) {
+    bool has = there.rank == here.rank && (!transposed || here.rank == 2);
+    for (int k = 0; k < here.rank && has; k++) {
+        has = there.dim[k] == here.dim[transposed ? 1 - k : k];
     }
     return has;
 }
@@ -31908,8 +31875,9 @@ static MSI_COLD msi_format msi_format_in_file(const msi_checkpoint *c, const msi
     const bool is_float = (int)format < MSI_CALL_FORMAT_COUNT;
     const bool takes_float = (int)t->format < MSI_CALL_FORMAT_COUNT;
     const bool reads = format == (msi_format)t->format || (is_float && takes_float);
-    return reads && msi_has_shape(c, e, &t->view.shape, i->is_transposed) ? format
-                                                                          : MSI_FORMAT_COUNT;
+    return reads && msi_has_shape(msi_entry_shape(c, e), t->view.shape, i->is_transposed)
+               ? format
+               : MSI_FORMAT_COUNT;
 }
 
 /* Whether a file has to have an item, or what is done without. */
@@ -31919,9 +31887,10 @@ static MSI_COLD void msi_miss_item(msi_checkpoint *c, msi_item *i, const char *n
     const bool is_idle =
         i->role == MSI_ROLE_GRADIENT && i->kind == MSI_ITEM_TENSOR && c->numbers.micro == 0;
     i->is_zeroed = is_state && c->is_whole;
+    i->number = i->is_zeroed ? 0 : i->number;
     if (!is_state && !is_idle && !c->options.partial) {
-        MSI_REFUSE_FILE(c, MS_RESULT_INVALID, "%s: the file has no tensor \"%.100s\", %s",
-                        c->function, name, msi_item_words(c, i).text);
+        MSI_REFUSE_FILE(c, "the file has no tensor \"%.100s\", %s", name,
+                        msi_shape_words(i->format, msi_item_shape(c, i)).text);
     }
 }
 
@@ -31941,9 +31910,8 @@ static MSI_COLD void msi_match_item(msi_checkpoint *c, msi_item *i) {
     }
     i->is_transposed = is_value && at.transposed;
     if (i->is_transposed && c->is_whole) {
-        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
-                        "%s: tensor \"%.100s\": the state of a run is not transposed (values_only)",
-                        c->function, own);
+        MSI_REFUSE_FILE(c, "tensor \"%.100s\": the state of a run is not transposed (values_only)",
+                        own);
     }
     const char *name = is_value ? at.name : own;
     const uint32_t k = name ? msi_find_entry(c, name) : MSI_NONE;
@@ -31954,10 +31922,10 @@ static MSI_COLD void msi_match_item(msi_checkpoint *c, msi_item *i) {
     const msi_entry *e = &c->entries.items[k];
     const msi_format format = msi_format_in_file(c, i, e);
     if (format == MSI_FORMAT_COUNT) {
-        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
-                        "%s: tensor \"%.100s\" is %s in the file and %s%s here", c->function, name,
-                        msi_entry_words(c, e).text, i->is_transposed ? "transposed to " : "",
-                        msi_item_words(c, i).text);
+        MSI_REFUSE_FILE(c, "tensor \"%.100s\" is %s in the file and %s%s here", name,
+                        msi_shape_words((msi_format)e->format, msi_entry_shape(c, e)).text,
+                        i->is_transposed ? "transposed to " : "",
+                        msi_shape_words(i->format, msi_item_shape(c, i)).text);
         return;
     }
     i->format = format;
@@ -31982,26 +31950,20 @@ static MSI_COLD void msi_check_numbers(msi_checkpoint *c) {
         : (n->clean_steps | n->skipped_steps | n->skipped_in_row) > INT32_MAX ||
                 n->overflow > m->graph.tensors.count || n->scaled > 1
             ? "the counters of the loss scale"
+        : n->graph != msi_hash_structure(&m->graph) && !c->options.partial
+            ? "the graph of layers (partial loads what fits)"
+        : n->optimizer != (uint64_t)m->optimizer.kind
+            ? "the kind of the optimizer (values_only loads the params)"
             : NULL;
     if (wrong) {
-        MSI_REFUSE_FILE(c, MS_RESULT_INVALID, "%s: %s in the file cannot be right", c->function,
+        MSI_REFUSE_FILE(c, "the file is of no run of this model: %s differs or cannot be right",
                         wrong);
-    } else if (n->graph != msi_hash_structure(&m->graph) && !c->options.partial) {
-        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
-                        "%s: the file is of another graph of layers (partial loads what fits)",
-                        c->function);
-    } else if (n->optimizer != (uint64_t)m->optimizer.kind) {
-        MSI_REFUSE_FILE(
-            c, MS_RESULT_INVALID,
-            "%s: the file is of a run with another optimizer (values_only loads the params)",
-            c->function);
     } else if (n->micro > 0 && n->micro_count != m->run.store->micro_count) {
-        MSI_REFUSE_FILE(
-            c, MS_RESULT_INVALID,
-            "%s: the file is of a step of %u micro-batches, of which %u are done; here a "
-            "step has %u: see ms_set_accumulation",
-            c->function, (unsigned)n->micro_count, (unsigned)n->micro,
-            (unsigned)m->run.store->micro_count);
+        MSI_REFUSE_FILE(c,
+                        "the file is of a step of %u micro-batches, of which %u are done; here a "
+                        "step has %u: see ms_set_accumulation",
+                        (unsigned)n->micro_count, (unsigned)n->micro,
+                        (unsigned)m->run.store->micro_count);
     }
 }
 
@@ -32068,10 +32030,10 @@ static MSI_COLD void msi_check_piece(msi_checkpoint *c, const msi_item *i, const
               ? msi_codes_are_finite(data, count)
               : msi_are_finite(i->format, is_signed, data, msi_format_bytes(i->format, count)))) {
         MSI_REFUSE_FILE(
-            c, MS_RESULT_INVALID,
-            "%s: tensor \"%.100s\" has a number that is not finite, or a negative second moment "
+            c,
+            "tensor \"%.100s\" has a number that is not finite, or a negative second moment "
             "(nonfinite accepts it)",
-            c->function, c->names.items + i->name);
+            c->names.items + i->name);
     }
 }
 
@@ -32144,9 +32106,13 @@ static MSI_COLD void msi_put_piece(msi_checkpoint *c, const msi_item *i, msi_par
 }
 
 /* The place of a piece on the host, if it can be read right there. */
-static MSI_COLD uint8_t *msi_place_of(msi_checkpoint *c, const msi_item *i, msi_part part) {
+static MSI_COLD uint8_t *msi_place_of(msi_checkpoint *c, msi_item *i, msi_part part) {
     const msi_resident *targets[2];
-    if (i->kind != MSI_ITEM_TENSOR || msi_targets_of(c, i, targets) != 1) {
+    if (i->kind != MSI_ITEM_TENSOR) {
+        return i->kind == MSI_ITEM_COUNT ? (uint8_t *)&i->number
+                                         : c->extras.items + i->number + part.begin;
+    }
+    if (msi_targets_of(c, i, targets) != 1) {
         return NULL;
     }
     const msi_memory to = msi_memory_of(targets[0]);
@@ -32179,7 +32145,8 @@ static MSI_COLD void msi_load_item(msi_checkpoint *c, msi_item *i, bool keeps) {
     for (uint64_t at = 0; at < i->count && c->result == MS_RESULT_OK; at += most) {
         const msi_part part = {at, msi_smaller(i->count - at, most)};
         const msi_part place = msi_part_bytes(i->format, part);
-        uint8_t *there = keeps && !transposes ? msi_place_of(c, i, part) : NULL;
+        uint8_t *there =
+            i->kind != MSI_ITEM_TENSOR || (keeps && !transposes) ? msi_place_of(c, i, part) : NULL;
         uint8_t *piece = there ? there : c->buffer.items;
         if (transposes) {
             msi_read_transposed(c, i, part, cols);
@@ -32190,28 +32157,18 @@ static MSI_COLD void msi_load_item(msi_checkpoint *c, msi_item *i, bool keeps) {
             msi_add_to_sum(&sum, piece, transposes ? 0 : place.count);
             msi_check_piece(c, i, piece, part.count);
         }
-        if (i->kind == MSI_ITEM_EXTRA) {
-            MSI_ROOM(uint8_t, c, c->extras, c->extras.count + place.count);
-        }
-        if (c->result == MS_RESULT_OK && i->kind == MSI_ITEM_EXTRA) {
-            memcpy(c->extras.items + c->extras.count, piece, (size_t)place.count);
-            c->extras.count += (uint32_t)place.count;
-        }
-        if (c->result == MS_RESULT_OK && i->kind == MSI_ITEM_COUNT) {
-            memcpy(&i->number, piece, sizeof i->number);
-        } else if (c->result == MS_RESULT_OK && keeps && i->kind == MSI_ITEM_TENSOR) {
+        if (c->result == MS_RESULT_OK && keeps) {
             msi_put_piece(c, i, part, piece);
         }
     }
     if (c->result == MS_RESULT_OK && c->has_sums && !transposes &&
-        c->sums.items[1 + i->entry] != msi_end_sum(&sum)) {
-        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
-                        "%s: tensor \"%.100s\" is damaged in the file: it has another checksum",
-                        c->function, c->names.items + i->name);
+        c->sums.items[1 + c->entries.items[i->entry].place] != msi_end_sum(&sum)) {
+        MSI_REFUSE_FILE(c, "tensor \"%.100s\" is damaged in the file: it has another checksum",
+                        c->names.items + i->name);
     }
     if (c->result == MS_RESULT_OK && i->kind == MSI_ITEM_COUNT && i->number > INT32_MAX) {
-        MSI_REFUSE_FILE(c, MS_RESULT_INVALID, "%s: \"%.100s\" is %llu; it must be below 2^31",
-                        c->function, c->names.items + i->name, (unsigned long long)i->number);
+        MSI_REFUSE_FILE(c, "\"%.100s\" is %llu; it must be below 2^31", c->names.items + i->name,
+                        (unsigned long long)i->number);
     }
 }
 
@@ -32250,12 +32207,11 @@ static MSI_COLD void msi_load_items(msi_checkpoint *c) {
         }
     }
     MSI_THEN(c->result, msi_synchronize(c->m));
-    const uint8_t *extra = c->extras.items;
     for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
         const msi_item *i = &c->items.items[k];
         if (i->kind == MSI_ITEM_EXTRA && i->entry != MSI_NONE) {
-            memcpy(c->m->extras.items[i->index].data, extra, (size_t)i->bytes);
-            extra += i->bytes;
+            memcpy(c->m->extras.items[i->index].data, c->extras.items + i->number,
+                   (size_t)i->bytes);
         }
     }
     if (c->result == MS_RESULT_OK) {
@@ -32273,7 +32229,6 @@ static MSI_COLD void msi_load_items(msi_checkpoint *c) {
 static MSI_COLD void msi_set_numbers(msi_checkpoint *c) {
     const msi_numbers *n = &c->numbers;
     ms_model *m = c->m;
-    const uint64_t done = m->run.step - m->scale.skipped_steps;
     m->run.step = n->step;
     m->run.micro = (uint32_t)n->micro;
     m->run.swept = false;
@@ -32293,9 +32248,7 @@ static MSI_COLD void msi_set_numbers(msi_checkpoint *c) {
         const msi_item *i = &c->items.items[k];
         if (i->kind == MSI_ITEM_COUNT) {
             msi_tensor *t = &m->graph.tensors.items[i->index];
-            t->updates = i->entry != MSI_NONE || i->is_zeroed
-                             ? i->number
-                             : t->updates + (done - t->counted_from);
+            t->updates = i->number;
             t->counted_from = n->step - n->skipped_steps;
         }
     }
@@ -32338,11 +32291,10 @@ static MSI_COLD void msi_report_load(msi_checkpoint *c) {
 }
 
 static MSI_COLD void msi_begin_load(msi_checkpoint *c) {
-    uint64_t most = 0;
+    uint64_t most = 0, extras = 0;
     msi_read_header(c);
     if (c->result == MS_RESULT_OK && c->numbers_read != 0 && !c->is_whole) {
-        MSI_REFUSE_FILE(c, MS_RESULT_INVALID,
-                        "%s: the metadata or the checksums of the run are damaged", c->function);
+        MSI_REFUSE_FILE(c, "%s", "the metadata or the checksums of the run are damaged");
     }
     c->is_whole = c->is_whole && !c->options.values_only;
     if (c->result == MS_RESULT_OK) {
@@ -32351,19 +32303,24 @@ static MSI_COLD void msi_begin_load(msi_checkpoint *c) {
     for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
         msi_item *i = &c->items.items[k];
         msi_match_item(c, i);
+        if (i->kind == MSI_ITEM_EXTRA && i->entry != MSI_NONE) {
+            i->number = extras;
+            extras += i->bytes;
+        }
         most = msi_larger(most, msi_format_bytes(i->format, msi_piece_of(i)));
         most = msi_larger(most, i->kind == MSI_ITEM_TENSOR ? 4 * msi_piece_of(i) : 0);
         if (c->result == MS_RESULT_OK && i->is_transposed && i->count > 0 &&
             (uint64_t)c->m->graph.tensors.items[i->index].view.shape.dim[1] >
                 MSI_CONVERT_ELEMENTS) {
-            MSI_REFUSE_FILE(c, MS_RESULT_UNSUPPORTED,
-                            "%s: tensor \"%.100s\" is too wide to be transposed", c->function,
-                            c->names.items + i->name);
+            MSI_FAIL_FILE(c, MS_RESULT_UNSUPPORTED,
+                          "tensor \"%.100s\" is too wide to be transposed",
+                          c->names.items + i->name);
         }
     }
     if (c->result == MS_RESULT_OK && c->is_whole) {
         msi_check_numbers(c);
     }
+    MSI_ROOM(uint8_t, c, c->extras, extras);
     MSI_ROOM(uint8_t, c, c->buffer, 2 * msi_align(most + 1));
 }
 
@@ -32467,40 +32424,34 @@ static int msi_fwrite(void *user, const void *data, size_t bytes) {
     return result;
 }
 
-static int msi_seek(FILE *file, uint64_t offset, int from) {
 #ifdef _WIN32
-    return _fseeki64(file, (int64_t)offset, from);
+#define MSI_SEEK _fseeki64
+#define MSI_TELL _ftelli64
+typedef int64_t msi_offset;
 #else
-    const long at = (long)offset; // of 32 bits in some systems
-    return at < 0 || (uint64_t)at != offset ? -1 : fseek(file, at, from);
+#define MSI_SEEK fseek
+#define MSI_TELL ftell
+typedef long msi_offset; // where it has 32 bits, larger files have no size
 #endif
-}
 
 static int msi_fread(void *user, uint64_t offset, void *data, size_t bytes) {
     FILE *file = (FILE *)user;
-    return msi_seek(file, offset, SEEK_SET) == 0 && fread(data, 1, bytes, file) == bytes ? 0 : -1;
+    return MSI_SEEK(file, (msi_offset)offset, SEEK_SET) == 0 && fread(data, 1, bytes, file) == bytes
+               ? 0
+               : -1;
 }
 
-/* Opens a file to be read; false: it is not there. */
-static MSI_COLD bool msi_open_source(const char *path, ms_source *source) {
+/* NULL: the file is not there. */
+static MSI_COLD void *msi_open_source(const char *path, ms_source *source) {
     FILE *file = fopen(path, "rb");
     source->read = msi_fread;
     source->user = file;
-    if (!file) {
-        return false;
+    if (file) {
+        setvbuf(file, NULL, _IONBF, 0); // pieces are large, and read once
+        const msi_offset end = MSI_SEEK(file, 0, SEEK_END) == 0 ? MSI_TELL(file) : -1;
+        source->size = end > 0 ? (uint64_t)end : 0;
     }
-    setvbuf(file, NULL, _IONBF, 0); // pieces are large, and read once
-#ifdef _WIN32
-    const int64_t end = msi_seek(file, 0, SEEK_END) == 0 ? _ftelli64(file) : -1;
-#else
-    const int64_t end = msi_seek(file, 0, SEEK_END) == 0 ? ftell(file) : -1;
-#endif
-    source->size = end > 0 ? (uint64_t)end : 0;
-    return true;
-}
-
-static MSI_COLD void msi_close_source(const ms_source *source) {
-    (void)fclose((FILE *)source->user);
+    return file;
 }
 
 /* NULL: the file cannot be made. */
@@ -32510,36 +32461,28 @@ static MSI_COLD void *msi_open_sink(const char *path, ms_sink *sink) {
     return sink->user;
 }
 
-/* Makes sure that what was written to a file, and that a file is in its folder, outlasts a loss of
-   power, as far as the system offers that. */
-static MSI_COLD bool msi_sync(FILE *file) {
+/* Closes a file; one that was written outlasts a loss of power, as far as the system offers that. */
+static MSI_COLD bool msi_close_file(void *user, bool was_written) {
+    FILE *file = (FILE *)user;
+    bool is_there = !was_written || fflush(file) == 0;
 #if defined(_WIN32)
-    return fflush(file) == 0 && _commit(_fileno(file)) == 0;
+    is_there = is_there && (!was_written || _commit(_fileno(file)) == 0);
 #elif defined(MSI_HAS_FSYNC)
-    return fflush(file) == 0 && fsync(fileno(file)) == 0;
-#else
-    return fflush(file) == 0;
+    is_there = is_there && (!was_written || fsync(fileno(file)) == 0);
 #endif
+    return fclose(file) == 0 && is_there;
 }
 
-static MSI_COLD bool msi_close_sink(const ms_sink *sink) {
-    const bool is_there = msi_sync((FILE *)sink->user);
-    return fclose((FILE *)sink->user) == 0 && is_there;
-}
-
+/* Puts a file in the place of another, so that this, too, outlasts a loss of power. */
 static MSI_COLD bool msi_replace(const char *from, const char *to) {
 #ifdef _WIN32
     return MoveFileExA(from, to, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH) != 0;
 #else
-    bool is_done = rename(from, to) == 0;
+    const bool is_done = rename(from, to) == 0;
 #ifdef MSI_HAS_FSYNC
     char folder[MSI_PATH_BYTES];
-    size_t length = strlen(to);
-    while (length > 0 && to[length - 1] != '/') {
-        length--;
-    }
-    memcpy(folder, length > 0 ? to : ".", length > 0 ? length : 1);
-    folder[length > 0 ? length : 1] = 0;
+    const char *end = strrchr(to, '/');
+    msi_write_text(folder, sizeof folder, "%.*s", end ? (int)(end - to) + 1 : 1, end ? to : ".");
     const int opened = is_done ? open(folder, O_RDONLY) : -1;
     if (opened >= 0) {
         (void)fsync(opened); // some file systems cannot
@@ -32555,28 +32498,20 @@ static MSI_COLD void msi_remove(const char *path) {
 }
 
 #else // there are no files
-static MSI_COLD bool msi_open_source(const char *path, ms_source *source) {
-    (void)path, (void)source;
-    return false;
-}
-
-static MSI_COLD void msi_close_source(const ms_source *source) {
-    (void)source;
+static MSI_COLD void *msi_open_source(const char *path, ms_source *source) {
+    return (void)path, (void)source, NULL;
 }
 
 static MSI_COLD void *msi_open_sink(const char *path, ms_sink *sink) {
-    (void)path, (void)sink;
-    return NULL;
+    return (void)path, (void)sink, NULL;
 }
 
-static MSI_COLD bool msi_close_sink(const ms_sink *sink) {
-    (void)sink;
-    return false;
+static MSI_COLD bool msi_close_file(void *user, bool was_written) {
+    return (void)user, was_written;
 }
 
 static MSI_COLD bool msi_replace(const char *from, const char *to) {
-    (void)from, (void)to;
-    return false;
+    return (void)from, (void)to, false;
 }
 
 static MSI_COLD void msi_remove(const char *path) {
@@ -32599,7 +32534,7 @@ static MSI_COLD ms_result msi_write_path(ms_model *m, const char *function, cons
     ms_result result = !is_open   ? MS_RESULT_FILE
                        : snapshot ? msi_put_snapshot(snapshot, &sink)
                                   : msi_save(m, function, &sink, saves, NULL);
-    if (is_open && !msi_close_sink(&sink) && result == MS_RESULT_OK) {
+    if (is_open && !msi_close_file(sink.user, true) && result == MS_RESULT_OK) {
         result = MS_RESULT_FILE;
     }
     if (result == MS_RESULT_OK && !msi_replace(beside, path)) {
@@ -32625,129 +32560,118 @@ static MSI_COLD ms_result msi_load_path(ms_model *m, const char *function, const
                         path ? path : "(NULL)");
     }
     const ms_result result = msi_load_file(m, function, &source, options);
-    msi_close_source(&source);
+    (void)msi_close_file(source.user, false);
     return result;
 }
 
-/* The checkpoints of a folder are in places, from 0 on; the numbers of saves tell which is newest. */
+/* The checkpoints of a folder, in places from 0 on. */
 enum { MSI_MOST_PLACES = 64 };
 
-static MSI_COLD bool msi_place_path(const ms_checkpoints *c, uint32_t place, char *path) {
-    const int length = msi_write_text(path, MSI_PATH_BYTES, "%s/checkpoint-%u.safetensors",
-                                      c->folder, (unsigned)place);
-    return length > 0 && length < (int)MSI_PATH_BYTES;
+typedef struct msi_places {
+    const ms_checkpoints *in;
+    char path[MSI_PATH_BYTES];       // of one of them
+    uint64_t saves[MSI_MOST_PLACES]; // numbers the saves; 0: none that is whole
+    bool was_there;                  // whatever it is
+} msi_places;
+
+static MSI_COLD bool msi_path_of_place(msi_places *p, uint32_t place) {
+    const int length = msi_write_text(p->path, sizeof p->path, "%s/checkpoint-%u.safetensors",
+                                      p->in->folder, (unsigned)place);
+    return length > 0 && length < (int)sizeof p->path;
 }
 
-/* The number of the save in a place. 0: there is none, which *is_there tells from a file that is no
-   checkpoint; then m->errors has why. */
-static MSI_COLD ms_result msi_saves_in(ms_model *m, const char *path, uint64_t *saves,
-                                       bool *is_there) {
+/* Reads the number of the save in the present path. */
+static MSI_COLD ms_result msi_read_place(ms_model *m, msi_places *p, uint64_t *saves) {
     msi_checkpoint c;
     ms_source source;
     const ms_log_fn log = m->config.log;
-    *saves = 0;
-    *is_there = msi_open_source(path, &source);
-    if (!*is_there) {
+    if (!msi_open_source(p->path, &source)) {
         return MS_RESULT_OK;
     }
     memset(&c, 0, sizeof c);
     c.m = m;
     c.function = "ms_checkpoints";
     c.source = &source;
+    p->was_there = true;
     m->config.log = NULL;
     msi_read_header(&c);
     m->config.log = log;
     *saves = c.result == MS_RESULT_OK && c.is_whole ? c.numbers.saves : 0;
+    if (*saves == 0) {
+        msi_log(m, MS_LOG_WARNING, "file", "\"%.300s\" is no checkpoint that is whole", p->path);
+    }
     msi_close_checkpoint(&c);
-    msi_close_source(&source);
+    (void)msi_close_file(source.user, false);
     return c.result == MS_RESULT_OUT_OF_MEMORY ? c.result : MS_RESULT_OK;
 }
 
-/* Finds the checkpoints of a folder: the numbers of their saves by place. */
-static MSI_COLD ms_result msi_find_places(ms_model *m, const ms_checkpoints *c, uint64_t *saves,
-                                          bool *was_there) {
-    char path[MSI_PATH_BYTES];
+static MSI_COLD ms_result msi_find_places(ms_model *m, const char *function,
+                                          const ms_checkpoints *in, msi_places *p) {
     const msi_errors errors = m->errors;
     ms_result result = MS_RESULT_OK;
-    *was_there = false;
+    memset(p, 0, sizeof *p);
+    p->in = in;
+    if (!in || !in->folder || in->keep > MSI_MOST_PLACES || !msi_path_of_place(p, 0)) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "%s: the folder is NULL or too long, or keep is above %d", function,
+                        (int)MSI_MOST_PLACES);
+    }
     for (uint32_t k = 0; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
-        bool is_there = false;
-        saves[k] = 0;
-        if (msi_place_path(c, k, path)) {
-            result = msi_saves_in(m, path, &saves[k], &is_there);
-        }
-        if (result == MS_RESULT_OK && is_there && saves[k] == 0) {
-            msi_log(m, MS_LOG_WARNING, "file", "\"%.300s\" is no checkpoint that is whole", path);
-        }
-        *was_there |= is_there;
+        result = msi_path_of_place(p, k) ? msi_read_place(m, p, &p->saves[k]) : MS_RESULT_OK;
     }
     m->errors = result == MS_RESULT_OK ? errors : m->errors;
     return result;
 }
 
-static MSI_COLD ms_result msi_check_folder(ms_model *m, const char *function,
-                                           const ms_checkpoints *c) {
-    char path[MSI_PATH_BYTES];
-    return !c || !c->folder || c->keep > MSI_MOST_PLACES || !msi_place_path(c, 0, path)
-               ? msi_fail(m, MS_RESULT_INVALID,
-                          "%s: the folder is NULL or too long, or keep is above %d", function,
-                          (int)MSI_MOST_PLACES)
-               : MS_RESULT_OK;
+/* The place with the newest of all, or the oldest of the first `count`. */
+static MSI_COLD uint32_t msi_choose_place(const msi_places *p, uint32_t count, bool newest) {
+    uint32_t place = 0;
+    for (uint32_t k = 0; k < count; k++) {
+        place = newest ? (p->saves[k] > p->saves[place] ? k : place)
+                       : (p->saves[k] < p->saves[place] ? k : place);
+    }
+    return place;
 }
 
 static MSI_COLD ms_result msi_save_place(ms_model *m, const char *function,
-                                         const ms_checkpoints *c) {
-    char path[MSI_PATH_BYTES];
-    uint64_t saves[MSI_MOST_PLACES], last = 0;
-    const uint32_t keep = c->keep ? c->keep : 2;
-    uint32_t place = 0;
-    bool was_there;
-    ms_result result = msi_find_places(m, c, saves, &was_there);
-    for (uint32_t k = 0; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
-        last = msi_larger(last, saves[k]);
-        place = k < keep && saves[k] < saves[place] ? k : place;
-    }
-    if (result == MS_RESULT_OK && msi_place_path(c, place, path)) {
-        result = msi_write_path(m, function, path, last + 1, NULL);
+                                         const ms_checkpoints *in) {
+    msi_places p;
+    ms_result result = msi_find_places(m, function, in, &p);
+    const uint32_t keep = result == MS_RESULT_OK && in->keep ? in->keep : 2;
+    const uint64_t last = p.saves[msi_choose_place(&p, MSI_MOST_PLACES, true)];
+    if (result == MS_RESULT_OK && msi_path_of_place(&p, msi_choose_place(&p, keep, false))) {
+        result = msi_write_path(m, function, p.path, last + 1, NULL);
     }
     for (uint32_t k = keep; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
-        if (saves[k] > 0 && msi_place_path(c, k, path)) {
-            msi_remove(path); // of an earlier run that kept more
+        if (p.saves[k] > 0 && msi_path_of_place(&p, k)) {
+            msi_remove(p.path); // of an earlier run that kept more
         }
     }
     return result;
 }
 
 /* Loads the newest checkpoint that is whole. */
-static MSI_COLD ms_result msi_load_place(ms_model *m, const char *function, const ms_checkpoints *c,
-                                         const ms_load_options *options, bool *found) {
-    char path[MSI_PATH_BYTES];
-    uint64_t saves[MSI_MOST_PLACES], newest = 1;
-    bool was_there;
-    ms_result result = msi_find_places(m, c, saves, &was_there);
-    while (newest > 0 &&
-           (result == MS_RESULT_OK || result == MS_RESULT_INVALID || result == MS_RESULT_FILE)) {
-        uint32_t place = 0;
-        newest = 0;
-        for (uint32_t k = 0; k < MSI_MOST_PLACES; k++) {
-            place = saves[k] > newest ? k : place;
-            newest = msi_larger(newest, saves[k]);
+static MSI_COLD ms_result msi_load_place(ms_model *m, const char *function,
+                                         const ms_checkpoints *in, const ms_load_options *options,
+                                         bool *found) {
+    msi_places p;
+    ms_result result = msi_find_places(m, function, in, &p), last = result;
+    for (uint32_t place = msi_choose_place(&p, MSI_MOST_PLACES, true);
+         result == MS_RESULT_OK && p.saves[place] > 0 && msi_path_of_place(&p, place);
+         place = msi_choose_place(&p, MSI_MOST_PLACES, true)) {
+        last = msi_load_path(m, function, p.path, options);
+        if (last != MS_RESULT_INVALID && last != MS_RESULT_FILE) {
+            *found = last == MS_RESULT_OK;
+            return last;
         }
-        if (newest > 0 && msi_place_path(c, place, path)) {
-            result = msi_load_path(m, function, path, options);
-            if (result != MS_RESULT_INVALID && result != MS_RESULT_FILE) {
-                *found = result == MS_RESULT_OK;
-                return result;
-            }
-            msi_log(m, MS_LOG_WARNING, "file", "\"%.300s\" is passed over: %.200s", path,
-                    m->errors.text);
-            saves[place] = 0;
-        }
+        msi_log(m, MS_LOG_WARNING, "file", "\"%.300s\" is passed over: %.200s", p.path,
+                m->errors.text);
+        p.saves[place] = 0;
     }
-    return result == MS_RESULT_OK && was_there
+    return last == MS_RESULT_OK && p.was_there
                ? msi_fail(m, MS_RESULT_FILE, "%s: no checkpoint in \"%.300s\" is whole", function,
-                          c->folder)
-               : result;
+                          in->folder)
+               : last;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -33770,7 +33694,6 @@ MEMSCALE_API ms_result ms_load_file(ms_model *model, const char *path,
 MEMSCALE_API ms_result ms_save_checkpoint(ms_model *model, const ms_checkpoints *checkpoints) {
     static const char *const function = "ms_save_checkpoint";
     ms_result result = msi_made(model);
-    MSI_THEN(result, msi_check_folder(model, function, checkpoints));
     MSI_THEN(result, msi_save_place(model, function, checkpoints));
     return result;
 }
@@ -33780,7 +33703,6 @@ MEMSCALE_API ms_result ms_load_checkpoint(ms_model *model, const ms_checkpoints 
     static const char *const function = "ms_load_checkpoint";
     bool is_found = false;
     ms_result result = msi_made(model);
-    MSI_THEN(result, msi_check_folder(model, function, checkpoints));
     MSI_THEN(result, msi_load_place(model, function, checkpoints, options, &is_found));
     if (found) {
         *found = is_found;
