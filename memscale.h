@@ -545,7 +545,8 @@ typedef struct ms_parallel {
 
 typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DEBUG } ms_log_level;
 
-/* tag: debug, error, file, graph, plan, policy, rules, state or timing; text: one line without its line end. */
+/* tag: debug, error, file, graph, plan, policy, rules, state or timing; text: one line without its line
+   end. */
 typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text, void *user);
 
 /* Microseconds of a clock that is never set back, from any beginning, and that goes on while a call
@@ -674,16 +675,16 @@ typedef struct ms_update_factors {
 } ms_update_factors;
 
 /* One update of one param, by the trainer's own callback, which always gets the whole param (begin is
-   0), or by the backend's kernel, which may get a part of it. All arrays have count floats in device memory, except that the library's own optimizers
-   may have the value and the gradient in 16 bits (value_dtype, gradient_dtype), and state in another
-   format (state_format[k] says how state[k] lies in memory): what is not F32 must not be read
-   through the pointer to float. Where the value is in 16 bits, the update is of `master`, which is
-   then rounded to the nearest; without it, of the value itself, rounded at random. AdamW: state[0]
-   and state[1] are the first and second moments; SGD: state[0] is the momentum; Lion: the moment.
-   The update multiplies the gradient by *gradient_scale (device memory; NULL: 1). If anything is
-   not F32, elements whose gradient is not below 2^64 in magnitude stay as they are. A custom update
-   multiplies so too, enqueues its work on stream and may overwrite the gradient (which nobody reads
-   again, unless it is borrowed); no halted step calls it. */
+   0), or by the backend's kernel, which may get a part of it. All arrays have count floats in device
+   memory, except that the library's own optimizers may have the value and the gradient in 16 bits
+   (value_dtype, gradient_dtype), and state in another format (state_format[k] says how state[k] lies in
+   memory): what is not F32 must not be read through the pointer to float. Where the value is in 16
+   bits, the update is of `master`, which is then rounded to the nearest; without it, of the value
+   itself, rounded at random. AdamW: state[0] and state[1] are the first and second moments; SGD:
+   state[0] is the momentum; Lion: the moment. The update multiplies the gradient by *gradient_scale
+   (device memory; NULL: 1). If anything is not F32, elements whose gradient is not below 2^64 in
+   magnitude stay as they are. A custom update multiplies so too, enqueues its work on stream and may
+   overwrite the gradient (which nobody reads again, unless it is borrowed); no halted step calls it. */
 typedef struct ms_update_args {
     void *user; // ms_optimizer_desc.user
     ms_tensor param;
@@ -1349,14 +1350,15 @@ typedef struct ms_memory_report {
     uint64_t plan_hash;   // equal if the programs are: the same instructions, the same addresses
     bool early_update;    // at least one param is updated inside backward
     uint64_t borrowed_bytes; // memory of the trainer (ms_borrow), not in the arena
-    /* The model's memory on the host: homes of what offloading moves, values that are copied out
-       for a while, tensors that stay there (ms_set_on_host), and what is left of an earlier plan. By category: all that lives
-       between steps, and of the other values those that are there when these take most; what the
-       layout loses, or is left, counts as workspace. */
+    /* The model's memory on the host: homes of what offloading moves, values that are copied out for a
+       while, tensors that stay there (ms_set_on_host), and what is left of an earlier plan. By
+       category: all that lives between steps, and of the other values those that are there when these
+       take most; what the layout loses, or is left, counts as workspace. */
     uint64_t host_bytes, host_bytes_of[MS_CATEGORY_COUNT];
     uint64_t staging_bytes; // host memory through which inputs and verdicts are copied
-    /* What offloading copies in the last micro-batch and the update, and how long these copies take. State that updates use on the host is counted both ways, with the
-       time by which it prolongs them. Inputs and verdicts are not counted. */
+    /* What offloading copies in the last micro-batch and the update, and how long these copies take.
+       State that updates use on the host is counted both ways, with the time by which it prolongs them.
+       Inputs and verdicts are not counted. */
     uint64_t to_device_bytes, to_host_bytes;
     double to_device_us, to_host_us;
     /* The part of that time for which computing does not wait: 1 - waits / (to_device_us +
@@ -1866,9 +1868,9 @@ MEMSCALE_API_CHECKED ms_result ms_load_file(ms_model *model, const char *path,
                                             const ms_load_options *options);
 
 /* Checkpoints in a folder that exists, "checkpoint-0.safetensors" and so on: ms_save_checkpoint
-   replaces the oldest of `keep`, so these names are not for other files. ms_load_checkpoint loads the newest that is whole, and warns of those
-   that it passes over; *found (may be NULL) is false if there is none, which is no error, nor is a
-   folder that is not there. */
+   replaces the oldest of `keep`, so these names are not for other files. ms_load_checkpoint loads the
+   newest that is whole, and warns of those that it passes over; *found (may be NULL) is false if there
+   is none, which is no error, nor is a folder that is not there. */
 MEMSCALE_API_CHECKED ms_result ms_save_checkpoint(ms_model *model,
                                                   const ms_checkpoints *checkpoints);
 MEMSCALE_API_CHECKED ms_result ms_load_checkpoint(ms_model *model,
@@ -1968,23 +1970,23 @@ MEMSCALE_API uint32_t ms_layer_index(const ms_model *model, ms_layer layer);
 MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
 
 /* A step in slices: runs instructions of it while the next one is expected to end within so many
-   microseconds from the call, and returns MORE; the call that completes the step returns OK, with
-   its loss. The first call begins a step, with accumulation a micro-batch. Its bits are those of
-   ms_step. A call runs one instruction at least, however long it takes, unless microseconds is 0 or
-   a copy that this instruction needs is still under way; so with UINT64_MAX it completes the step.
-   What an instruction takes is predicted, and measured whenever it runs in a slice; see
+   microseconds from the call, and returns MORE; the call that completes the step returns OK, with its
+   loss. The first call begins a step, with accumulation a micro-batch. Its bits are those of ms_step. A
+   call runs one instruction at least, however long it takes, unless microseconds is 0 or a copy that
+   this instruction needs is still under way; so with UINT64_MAX it completes the step. What an
+   instruction takes is predicted, and measured whenever it runs in a slice; see
    ms_config.max_instruction_us. A device that works asynchronously is given what it is expected to
    finish within that time, less what is left of earlier slices; the slice does not wait for it, and
    returns MORE until the loss has come, or OK as soon as all is enqueued if loss is NULL.
-   Between slices the model may be reported on, printed, cancelled, suspended or destroyed.
-   ms_read gives what the step has not changed: inputs and frozen params; other params, buffers and
-   optimizer state until it begins to update, and with buffers only while no recomputation has their
-   old values; after forward also the loss and outputs. All else that needs the model between steps is an error (ORDER)
-   until the step is completed or cancelled. Steps in slices are not timed for empirical_profiling,
-   and cuda_graph has no effect on them.
-   Stream: does not wait, with exceptions: where the backend has no query; for another model that
-   has used the shared arena; after a failure. Errors: as ms_step, and UNSUPPORTED (there is no
-   clock: MEMSCALE_NO_SYSTEM); MORE is none. */
+   Between slices the model may be reported on, printed, cancelled, suspended or destroyed. ms_read
+   gives what the step has not changed: inputs and frozen params; other params, buffers and optimizer
+   state until it begins to update, and with buffers only while no recomputation has their old values;
+   after forward also the loss and outputs. All else that needs the model between steps is an error
+   (ORDER) until the step is completed or cancelled. Steps in slices are not timed for
+   empirical_profiling, and cuda_graph has no effect on them.
+   Stream: does not wait, with exceptions: where the backend has no query; for another model that has
+   used the shared arena; after a failure. Errors: as ms_step, and UNSUPPORTED (there is no clock:
+   MEMSCALE_NO_SYSTEM); MORE is none. */
 MEMSCALE_API_CHECKED ms_result ms_step_slice(ms_model *model, uint64_t microseconds, double *loss);
 
 /* Ends the step, forward, backward, update, eval or ms_verify that is under way, or else the next
@@ -2085,13 +2087,14 @@ MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_deci
 MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
                                          ms_verify_report *report);
 
-/* Runs forward and backward by the present plan, from the present values and inputs, with the seed
-   of the next step and no update, and looks after each layer for a NaN or an infinity, by the bits:
-   first in what it reads of inputs, params and buffers, then in what it makes. Finds the first NaN or
+/* Runs forward and backward by the present plan, from the present values and inputs, with the seed of
+   the next step and no update, and looks after each layer for a NaN or an infinity, by the bits: first
+   in what it reads of inputs, params and buffers, then in what it makes. Finds the first NaN or
    infinite gradient; without any, the first infinity in a value, unless the loss is finite: it may be
-   meant, as in a mask of attention. ms_last_error has it as text then, though the result is OK. Call it after
-   MS_RESULT_NONFINITE. In debug mode each step does the same: a NaN, or an infinite gradient, is
-   logged as a warning, and the error tells what was found. The model is as before. Memory: as ms_verify, for one pass, and without a copy of its results.
+   meant, as in a mask of attention. ms_last_error has it as text then, though the result is OK. Call it
+   after MS_RESULT_NONFINITE. In debug mode each step does the same: a NaN, or an infinite gradient, is
+   logged as a warning, and the error tells what was found. The model is as before. Memory: as
+   ms_verify, for one pass, and without a copy of its results.
    Stream and errors: as ms_verify. */
 MEMSCALE_API_CHECKED ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found);
 
@@ -23849,14 +23852,14 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
 // ------------------------------------------------------------------------------------------------
 // >>stage  where debug mode runs a layer: its operands lie apart, between poison
 
-/* How it works. All memory of the model is saved to the shadow, a copy on the host, and filled with
-   one byte value, the poison. The layer runs on the stage, memory of its own in two halves that
-   take turns, and in each of them at another spot every time, so that no pointer of an earlier call
-   points to the same operand. There its operands lie apart, each followed by a gap; what a layer did not declare
-   is given as poison, not as NULL. Afterwards all that the layer may not write must be as before,
-   and what it computes must not depend on the poison, on the half, or on which of the declared
-   freedoms it was given. Then the model's memory is restored, with the results of the run in which
-   the poison was NaN, so that reads of unwritten bytes show up later on.
+/* How it works. All memory of the model is saved to the shadow, a copy on the host, and filled with one
+   byte value, the poison. The layer runs on the stage, memory of its own in two halves that take turns,
+   and in each of them at another spot every time, so that no pointer of an earlier call points to the
+   same operand. There its operands lie apart, each followed by a gap; what a layer did not declare is
+   given as poison, not as NULL. Afterwards all that the layer may not write must be as before, and what
+   it computes must not depend on the poison, on the half, or on which of the declared freedoms it was
+   given. Then the model's memory is restored, with the results of the run in which the poison was NaN,
+   so that reads of unwritten bytes show up later on.
 
    Red zones are checked after the call, and there are no guard pages: red zones work in every
    memory, catch reads as well (the poison in them decides on the result), and leave a program that

@@ -33,7 +33,7 @@ typedef struct piece {
     uint64_t bytes;     // whole
 } piece;
 
-enum { HOST_BYTES = 9 << 20, ARENA_BYTES = 2 << 20, UNIT = 64 };
+enum { HOST_BYTES = 4 << 20, ARENA_BYTES = 2 << 20, UNIT = 64 };
 
 static union {
     unsigned char bytes[HOST_BYTES];
