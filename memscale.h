@@ -1870,7 +1870,8 @@ MEMSCALE_API_CHECKED ms_result ms_load_file(ms_model *model, const char *path,
 /* Checkpoints in a folder that exists, "checkpoint-0.safetensors" and so on: ms_save_checkpoint
    replaces the oldest of `keep`, so these names are not for other files. ms_load_checkpoint loads the
    newest that is whole, and warns of those that it passes over; *found (may be NULL) is false if there
-   is none, which is no error, nor is a folder that is not there. */
+   is none, which is no error, nor is a folder that is not there. If there are some and none can be
+   loaded, the error is that of the oldest, or FILE. */
 MEMSCALE_API_CHECKED ms_result ms_save_checkpoint(ms_model *model,
                                                   const ms_checkpoints *checkpoints);
 MEMSCALE_API_CHECKED ms_result ms_load_checkpoint(ms_model *model,

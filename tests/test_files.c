@@ -1,8 +1,13 @@
-/*  test_files.c - checkpoints: what they contain and under which names, runs that go on from them, and
-    files that are refused. That runs of random graphs go on with the same bits under other plans is
-    tested in test_between.c. */
+/*  test_files.c - checkpoints: what they contain and under which names, runs that go on from them,
+    files that are refused, and saves and loads that fail. That runs of random graphs go on with the
+    same bits under other plans is tested in test_between.c. */
+#ifndef _XOPEN_SOURCE
+#define _XOPEN_SOURCE 700
+#endif
 #include "private.h"
 #include "toy_layers.h"
+#include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -577,6 +582,7 @@ static void failing_sinks_and_sources(void **state) {
         reads = result == MS_RESULT_OK ? 0 : k + 1;
         if (result != MS_RESULT_OK) {
             assert_int_equal(result, MS_RESULT_FILE);
+            assert_int_equal(c.position, 0);
             one.fails_at = 0;
             t_error(c.chain.model, ms_step(c.chain.model, NULL), MS_RESULT_ORDER);
             t_ok(c.chain.model, load(c.chain.model, &one, NULL));
@@ -799,6 +805,241 @@ static void files_of_python(void **state) {
     ms_destroy(r.chain.model);
 }
 
+// ------------------------------------------------------------------------------------------------
+// what a save or a load that fails leaves: everything as it was
+
+/* On disk before: two checkpoints, and a file of the same state as the second. `one` has it too. */
+static const char *const old_files[] = {"checkpoint-0.safetensors", "checkpoint-1.safetensors",
+                                        "file"};
+enum { OLD_FILES = sizeof old_files / sizeof old_files[0] };
+
+static ms_checkpoints old_folder(void) {
+    static char folder[128];
+    ms_checkpoints where;
+    scratch(folder, "");
+    where.folder = folder;
+    where.keep = 2;
+    return where;
+}
+
+static void old_files_make(void) {
+    const ms_config config = t_config();
+    const ms_checkpoints where = old_folder();
+    char path[128];
+    run r;
+    mkdir(where.folder, 0700);
+    run_start(&r, &config, true);
+    t_ok(r.chain.model, ms_save_checkpoint(r.chain.model, &where));
+    run_step(&r);
+    t_ok(r.chain.model, ms_save_checkpoint(r.chain.model, &where));
+    scratch(path, old_files[2]);
+    t_ok(r.chain.model, ms_save_file(r.chain.model, path));
+    file_clear(&one);
+    t_ok(r.chain.model, save(r.chain.model, &one));
+    ms_destroy(r.chain.model);
+}
+
+/* They are whole and still the old ones, and nothing is beside them. */
+static void old_files_expect(const char *what) {
+    const ms_config config = t_config();
+    char path[128], beside[160];
+    run r;
+    run_open(&r, &config, true);
+    for (int k = 0; k < OLD_FILES; ++k) {
+        scratch(path, old_files[k]);
+        snprintf(beside, sizeof beside, "%s.tmp", path);
+        const ms_result result = ms_load_file(r.chain.model, path, NULL);
+        if (result != MS_RESULT_OK || steps_of(&r) != STEPS + (k > 0) || is_there(beside)) {
+            fail_msg("%s: \"%s\" is not as before, or \"%s\" is there", what, path, beside);
+        }
+    }
+    expect_unchanged(&r, &one, what);
+    ms_destroy(r.chain.model);
+}
+
+static void old_files_remove(void) {
+    char path[128];
+    for (int k = 0; k < OLD_FILES; ++k) {
+        scratch(path, old_files[k]);
+        assert_int_equal(remove(path), 0);
+    }
+    assert_int_equal(rmdir(old_folder().folder), 0); // or something else is in it
+}
+
+static ms_result act_save(run *r) {
+    file_clear(&two);
+    return save(r->chain.model, &two);
+}
+
+static ms_result act_save_file(run *r) {
+    char path[128];
+    scratch(path, old_files[2]);
+    return ms_save_file(r->chain.model, path);
+}
+
+static ms_result act_save_checkpoint(run *r) {
+    const ms_checkpoints where = old_folder();
+    return ms_save_checkpoint(r->chain.model, &where);
+}
+
+static ms_result act_snapshot(run *r) {
+    char path[128];
+    ms_snapshot *snapshot;
+    ms_result result = ms_save_begin(r->chain.model, &snapshot);
+    assert_true((snapshot != NULL) == (result == MS_RESULT_OK));
+    if (snapshot) {
+        scratch(path, old_files[2]);
+        result = ms_snapshot_write_file(snapshot, path);
+    }
+    ms_snapshot_free(snapshot);
+    return result;
+}
+
+static ms_result act_load(run *r) {
+    return load(r->chain.model, &one, NULL);
+}
+
+static ms_result act_load_checkpoint(run *r) {
+    const ms_checkpoints where = old_folder();
+    bool found;
+    const ms_result result = ms_load_checkpoint(r->chain.model, &where, NULL, &found);
+    assert_true(found == (result == MS_RESULT_OK));
+    return result;
+}
+
+typedef struct act {
+    const char *name;
+    ms_result (*run)(run *r);
+    bool loads, of_new; // model
+    const char *text;   // of a full disk; NULL: nothing is written to it
+} act;
+
+static const act acts[] = {
+    {"ms_save", act_save, false, false, NULL},
+    {"ms_save_file", act_save_file, false, false, "disk full"},
+    {"ms_save_checkpoint", act_save_checkpoint, false, false, "disk full"},
+    {"ms_save_begin, ms_snapshot_write_file", act_snapshot, false, false, ""},
+    {"ms_load", act_load, true, false, NULL},
+    {"ms_load into a new model", act_load, true, true, NULL},
+    {"ms_load_checkpoint", act_load_checkpoint, true, false, NULL},
+    {"ms_load_checkpoint into a new model", act_load_checkpoint, true, true, NULL},
+};
+enum { ACTS = sizeof acts / sizeof acts[0] };
+
+/* A model for an act: new, or of a run that is further than what is on disk. */
+static void act_start(const act *what, run *r, const ms_config *config) {
+    if (what->of_new) {
+        run_open(r, config, true);
+    } else {
+        run_start(r, config, true);
+        for (int i = 0; i < 3; ++i) {
+            run_step(r);
+        }
+    }
+}
+
+/* After an act of `a`. If it has failed, what was on disk is there, and `a` has the values of its
+   twin, for which nothing has failed, and trains on like it. Loads are then done again, by both. */
+static void act_check(const act *what, run *a, bool failed) {
+    static file expected;
+    const ms_config config = t_config();
+    run twin;
+    act_start(what, &twin, &config);
+    if (failed && what->of_new) {
+        t_error(a->chain.model, ms_step(a->chain.model, NULL), MS_RESULT_ORDER);
+        assert_true(a->position == 0);
+    } else if (failed || !what->loads) {
+        file_clear(&expected);
+        t_ok(twin.chain.model, save(twin.chain.model, &expected));
+        expect_unchanged(a, &expected, what->name);
+        run_same(a, &twin, 2);
+    }
+    if (failed) {
+        old_files_expect(what->name);
+    }
+    if (what->loads) {
+        t_ok(a->chain.model, failed ? what->run(a) : MS_RESULT_OK);
+        t_ok(twin.chain.model, what->run(&twin));
+        expect_unchanged(a, &one, what->name);
+        run_same(a, &twin, 2);
+    }
+    ms_destroy(twin.chain.model);
+}
+
+static void every_allocation_fails_once(void **state) {
+    (void)state;
+    for (int k = 0; k < ACTS; ++k) {
+        t_heap heap;
+        memset(&heap, 0, sizeof heap);
+        ms_config config = t_config();
+        config.allocator = t_heap_allocator(&heap);
+        t_failing f = t_failing_heap(&heap);
+        old_files_make();
+        while (t_next_failure(&f, 1)) {
+            run a;
+            act_start(&acts[k], &a, &config);
+            const uint64_t bytes = heap.live_bytes, count = heap.live_count;
+            t_arm(&f);
+            const ms_result result = acts[k].run(&a);
+            const bool failed = t_failed(&f, a.chain.model, result);
+            if (heap.live_bytes != bytes || heap.live_count != count) {
+                fail_msg("%s leaks after allocation %u", acts[k].name, (unsigned)f.at);
+            }
+            act_check(&acts[k], &a, failed);
+            ms_destroy(a.chain.model);
+        }
+        old_files_remove();
+        assert_true(f.error_count >= 5); // names, header, items, sums and more
+    }
+}
+
+/* Runs an act on a disk where no file gets more bytes than these. */
+static ms_result act_within(const act *what, run *r, uint64_t bytes) {
+    struct rlimit all, less;
+    void (*const handler)(int) = signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &all), 0);
+    less = all;
+    less.rlim_cur = (rlim_t)bytes;
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &less), 0);
+    const ms_result result = what->run(r); // nothing is printed meanwhile
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &all), 0);
+    signal(SIGXFSZ, handler);
+    return result;
+}
+
+static void full_disks(void **state) {
+    (void)state;
+    const ms_config config = t_config();
+    for (int k = 0; k < ACTS; ++k) {
+        if (!acts[k].text) {
+            continue;
+        }
+        old_files_make();
+        bool fails = true;
+        for (int at = 0; fails; ++at) {
+            run a;
+            uint64_t header;
+            act_start(&acts[k], &a, &config);
+            t_ok(a.chain.model, act_save(&a));
+            memcpy(&header, two.data, 8);
+            const uint64_t whole = two.bytes;
+            // ends before and in the length of the header, in it, in the data, at the last byte
+            const uint64_t room[] = {0,         3,    8 + header / 2, (8 + header + whole) / 2,
+                                     whole - 1, whole};
+            fails = room[at] < whole;
+            const ms_result result = act_within(&acts[k], &a, room[at]);
+            if (result != (fails ? MS_RESULT_FILE : MS_RESULT_OK)) {
+                fail_msg("%s with room for %u of %u bytes: %s", acts[k].name, (unsigned)room[at],
+                         (unsigned)whole, ms_result_name(result));
+            }
+            t_text_has(ms_last_error(a.chain.model), fails ? acts[k].text : "");
+            act_check(&acts[k], &a, fails);
+            ms_destroy(a.chain.model);
+        }
+        old_files_remove();
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_run_goes_on),
@@ -816,6 +1057,8 @@ int main(void) {
         cmocka_unit_test(a_snapshot_is_the_file),
         cmocka_unit_test(a_run_of_own_files_goes_on),
         cmocka_unit_test(files_of_python),
+        cmocka_unit_test(every_allocation_fails_once),
+        cmocka_unit_test(full_disks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
