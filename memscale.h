@@ -1171,7 +1171,8 @@ typedef struct ms_loaded {
    buffer in `at` and may change it, or return false to leave the tensor (with its state) as it is. */
 typedef struct ms_load_options {
     bool values_only; // params and buffers, not the run: to train something else from there
-    bool partial;     // what the file lacks stays as it is; the graph may be another
+    bool partial;     // what the file lacks stays as it is; the graph may be another. An extra that
+                      // older files do not have needs this too
     bool nonfinite;   // params and state may be infinite or NaN
     bool (*locate)(void *user, ms_tensor tensor, const char *name, ms_located *at);
     void (*visit)(void *user, const ms_loaded *loaded);
@@ -1840,8 +1841,9 @@ MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes)
    and of every tensor. Numbers are in the metadata.
 
    ms_save_extra: memory of the trainer that is a part of the run, such as its position in the data.
-   ms_save writes it and ms_load fills it, so it has to stay until the model is destroyed, or until
-   ms_save_extra(model, name, NULL, 0). Errors: INVALID (a name of 64 characters or more), OUT_OF_MEMORY.
+   ms_save writes it and ms_load fills it, so it is named before either and stays until the model is
+   destroyed, or until ms_save_extra(model, name, NULL, 0). Errors: INVALID (a name of 64 characters or
+   more), OUT_OF_MEMORY.
 
    ms_save writes through a sink, in pieces of at most 4 MiB; on the device it needs no memory, on the
    host 4 MiB and the header. ms_load reads through a source. Both: after ms_wrap, between steps or
@@ -1853,7 +1855,8 @@ MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes)
    Stream: waits. Errors: ORDER (before ms_wrap, suspended, in a callback, in slices; of ms_save also
    after ms_forward or ms_backward, and if a param has no value), INVALID (the file does not fit), FILE
    (the sink or the source has failed; of a second reading, after which the model is marked failed),
-   DRY_RUN, FAILED, OUT_OF_MEMORY, BACKEND; and of steps without a loss pointer as ms_synchronize. */
+   UNSUPPORTED (a transpose with more than 262,144 columns), DRY_RUN, FAILED, OUT_OF_MEMORY, BACKEND;
+   and of steps without a loss pointer as ms_synchronize. */
 MEMSCALE_API_CHECKED ms_result ms_save_extra(ms_model *model, const char *name, void *data,
                                              uint64_t bytes);
 MEMSCALE_API_CHECKED ms_result ms_save(ms_model *model, const ms_sink *sink);
@@ -1871,7 +1874,8 @@ MEMSCALE_API_CHECKED ms_result ms_load_file(ms_model *model, const char *path,
    replaces the oldest of `keep`, so these names are not for other files. ms_load_checkpoint loads the
    newest that is whole, and warns of those that it passes over; *found (may be NULL) is false if there
    is none, which is no error, nor is a folder that is not there. If there are some and none can be
-   loaded, the error is that of the oldest, or FILE. */
+   loaded, the error is that of the oldest, or FILE. A file that is there and cannot be read is an error
+   (FILE) of both. */
 MEMSCALE_API_CHECKED ms_result ms_save_checkpoint(ms_model *model,
                                                   const ms_checkpoints *checkpoints);
 MEMSCALE_API_CHECKED ms_result ms_load_checkpoint(ms_model *model,
@@ -2361,6 +2365,7 @@ class model {
 #endif
 
 #ifndef MEMSCALE_NO_STDIO
+#include <errno.h>
 #if defined(_WIN32)
 #include <io.h> // _commit
 #elif defined(__unix__) || defined(__APPLE__)
@@ -23201,6 +23206,10 @@ static ms_result msi_keep_scale(ms_model *m, const msi_store *store) {
     return result == MS_RESULT_OK ? msi_synchronize(m) : result;
 }
 
+static float msi_first_scale(const ms_model *m) {
+    return msi_or(m->config.loss_scaling.initial, 65536.0f);
+}
+
 /* Before a step: gives its state a loss scale, as it was or as it begins, or 1 and none. */
 static ms_result msi_set_scale(ms_model *m, bool scales) {
     msi_store *store = m->run.store;
@@ -23211,9 +23220,7 @@ static ms_result msi_set_scale(ms_model *m, bool scales) {
     }
     ms_result result = msi_keep_scale(m, store);
     const bool begins = m->scale.scaling.growth_steps == 0;
-    state->loss_scale = !scales  ? 1.0f
-                        : begins ? msi_or(given->initial, 65536.0f)
-                                 : m->scale.loss_scale;
+    state->loss_scale = !scales ? 1.0f : begins ? msi_first_scale(m) : m->scale.loss_scale;
     state->clean_steps = scales ? m->scale.clean_steps : 0;
     state->skipped_steps = scales ? m->scale.skipped_steps : 0;
     state->overflow = scales ? m->scale.overflow : 0;
@@ -30981,10 +30988,11 @@ typedef struct msi_checkpoint {
     MSI_LIST(uint64_t) sums;
     MSI_LIST(msi_entry) entries;
     MSI_LIST(uint8_t) buffer;
-    MSI_LIST(uint8_t) extras; // as read, until all else is loaded
-    uint64_t most;            // bytes of an item
-    uint64_t at;              // where the data begins in the file that is read
-    uint64_t numbers_read;    // mask of the numbers that were read
+    uint8_t *extras; // as read, until all else is loaded
+    uint64_t extra_bytes;
+    uint64_t most;         // bytes of an item
+    uint64_t at;           // where the data begins in the file that is read
+    uint64_t numbers_read; // mask of the numbers that were read
     bool has_sums;
     bool is_whole; // the state of a run is read, not only values
 } msi_checkpoint;
@@ -31007,7 +31015,7 @@ static MSI_COLD void msi_close_checkpoint(msi_checkpoint *c) {
     MSI_LIST_FREE(uint64_t, a, c->sums);
     MSI_LIST_FREE(msi_entry, a, c->entries);
     MSI_LIST_FREE(uint8_t, a, c->buffer);
-    MSI_LIST_FREE(uint8_t, a, c->extras);
+    msi_release(a, c->extras, c->extra_bytes);
 }
 
 static MSI_COLD uint32_t msi_hash_name(const char *name) {
@@ -31078,8 +31086,9 @@ static MSI_COLD void msi_name_item(msi_checkpoint *c, msi_item *i, const char *p
             msi_write_text(suffix, sizeof suffix, "#%llu", (unsigned long long)number);
         }
         c->names.count = i->name;
-        msi_add_characters(c, is_reserved ? "tensor." : prefix);
+        msi_add_characters(c, prefix);
         i->base = c->names.count;
+        msi_add_characters(c, is_reserved ? "tensor." : "");
         msi_add_characters(c, name);
         msi_add_characters(c, suffix);
         if (c->result != MS_RESULT_OK) {
@@ -31919,7 +31928,7 @@ static MSI_COLD void msi_match_item(msi_checkpoint *c, msi_item *i) {
     }
     const char *name = is_value ? at.name : own;
     const uint32_t k = name ? msi_find_entry(c, name) : MSI_NONE;
-    if (k == MSI_NONE) {
+    if (k == MSI_NONE || (c->has_sums && c->entries.items[k].place == c->entries.count - 1)) {
         msi_miss_item(c, i, name ? name : own);
         return;
     }
@@ -31945,7 +31954,7 @@ static MSI_COLD void msi_check_numbers(msi_checkpoint *c) {
     const float scale = msi_f32_of_bits((uint32_t)n->loss_scale);
     const char *wrong =
         n->version != MSI_FILE_VERSION                      ? "the version"
-        : n->step >= (uint64_t)1 << 40                      ? "the step"
+        : n->step >= (uint64_t)1 << 41                      ? "the step"
         : n->skipped_steps > n->step                        ? "the skipped steps"
         : n->micro_count == 0 || n->micro >= n->micro_count ? "the micro-batches"
         : n->loss_scale > UINT32_MAX ||
@@ -32064,11 +32073,10 @@ static MSI_COLD void msi_convert_piece(const msi_checkpoint *c, const msi_item *
 
 /* What the gradients of a window are multiplied by: there and here a plan may scale the loss. */
 static MSI_COLD float msi_scale_of_load(const msi_checkpoint *c, const msi_item *i) {
-    const float scale = msi_f32_of_bits((uint32_t)c->numbers.loss_scale);
     const bool there = c->numbers.scaled != 0, here = c->m->run.plan->train.code.scales_loss;
-    return i->role != MSI_ROLE_GRADIENT || there == here || c->numbers.loss_scale == 0 ? 1.0f
-           : here                                                                      ? scale
-                  : 1.0f / scale;
+    const float scale = c->numbers.loss_scale > 0 ? msi_f32_of_bits((uint32_t)c->numbers.loss_scale)
+                                                  : msi_first_scale(c->m);
+    return i->role != MSI_ROLE_GRADIENT || there == here ? 1.0f : here ? scale : 1.0f / scale;
 }
 
 /* The residents that an item is loaded into: of the value of a param in 16 bits its master too. */
@@ -32114,7 +32122,7 @@ static MSI_COLD uint8_t *msi_place_of(msi_checkpoint *c, msi_item *i, msi_part p
     const msi_resident *targets[2];
     if (i->kind != MSI_ITEM_TENSOR) {
         return i->kind == MSI_ITEM_COUNT ? (uint8_t *)&i->number
-                                         : c->extras.items + i->number + part.begin;
+                                         : c->extras + i->number + part.begin;
     }
     if (msi_targets_of(c, i, targets) != 1) {
         return NULL;
@@ -32206,16 +32214,15 @@ static MSI_COLD void msi_load_items(msi_checkpoint *c) {
         msi_item *i = &c->items.items[k];
         if (i->entry != MSI_NONE && i->kind == MSI_ITEM_TENSOR) {
             msi_load_item(c, i, true);
-        } else if (i->is_zeroed) {
-            c->result = msi_zero_item(c, i);
+        } else if (i->is_zeroed || (i->role == MSI_ROLE_GRADIENT && c->is_whole)) {
+            c->result = msi_zero_item(c, i); // what is there was of a step that is dropped
         }
     }
     MSI_THEN(c->result, msi_synchronize(c->m));
     for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
         const msi_item *i = &c->items.items[k];
         if (i->kind == MSI_ITEM_EXTRA && i->entry != MSI_NONE) {
-            memcpy(c->m->extras.items[i->index].data, c->extras.items + i->number,
-                   (size_t)i->bytes);
+            memcpy(c->m->extras.items[i->index].data, c->extras + i->number, (size_t)i->bytes);
         }
     }
     if (c->result == MS_RESULT_OK) {
@@ -32264,7 +32271,10 @@ static MSI_COLD void msi_report_load(msi_checkpoint *c) {
 #define MSI_X(name, small, ...) #small,
     static const char *const names[] = {MSI_FORMATS(MSI_X)};
 #undef MSI_X
-    uint32_t loaded = 0, converted = 0, missing = 0;
+    uint32_t loaded = 0, converted = 0, missing = 0, extras = 0;
+    for (uint32_t k = 0; k < c->entries.count && c->is_whole; k++) {
+        extras += strncmp(c->header.items + c->entries.items[k].name, "memscale.extra.", 15) == 0;
+    }
     for (uint32_t k = 0; k < c->items.count; k++) {
         const msi_item *i = &c->items.items[k];
         const msi_resident *targets[2];
@@ -32282,6 +32292,7 @@ static MSI_COLD void msi_report_load(msi_checkpoint *c) {
         }
         what.converted = !what.missing && what.from != what.to;
         loaded += !what.missing;
+        extras -= i->kind == MSI_ITEM_EXTRA && !what.missing;
         converted += what.converted;
         missing += what.missing;
         if (c->options.visit) {
@@ -32292,10 +32303,15 @@ static MSI_COLD void msi_report_load(msi_checkpoint *c) {
     msi_log(c->m, MS_LOG_INFO, "file",
             "loaded %u tensors of step %llu, %u of them converted; %u are not in the file", loaded,
             (unsigned long long)c->numbers.step, converted, missing);
+    if (extras > 0) {
+        msi_log(c->m, MS_LOG_WARNING, "file",
+                "%u extras of the file are not loaded: ms_save_extra has to name them before",
+                extras);
+    }
 }
 
 static MSI_COLD void msi_begin_load(msi_checkpoint *c) {
-    uint64_t most = 0, extras = 0;
+    uint64_t most = 0;
     msi_read_header(c);
     if (c->result == MS_RESULT_OK && c->numbers_read != 0 && !c->is_whole) {
         MSI_REFUSE_FILE(c, "%s", "the metadata or the checksums of the run are damaged");
@@ -32308,8 +32324,8 @@ static MSI_COLD void msi_begin_load(msi_checkpoint *c) {
         msi_item *i = &c->items.items[k];
         msi_match_item(c, i);
         if (i->kind == MSI_ITEM_EXTRA && i->entry != MSI_NONE) {
-            i->number = extras;
-            extras += i->bytes;
+            i->number = c->extra_bytes;
+            c->extra_bytes += i->bytes;
         }
         most = msi_larger(most, msi_format_bytes(i->format, msi_piece_of(i)));
         most = msi_larger(most, i->kind == MSI_ITEM_TENSOR ? 4 * msi_piece_of(i) : 0);
@@ -32317,14 +32333,17 @@ static MSI_COLD void msi_begin_load(msi_checkpoint *c) {
             (uint64_t)c->m->graph.tensors.items[i->index].view.shape.dim[1] >
                 MSI_CONVERT_ELEMENTS) {
             MSI_FAIL_FILE(c, MS_RESULT_UNSUPPORTED,
-                          "tensor \"%.100s\" is too wide to be transposed",
-                          c->names.items + i->name);
+                          "tensor \"%.100s\" has more than %d columns: it cannot be transposed",
+                          c->names.items + i->name, (int)MSI_CONVERT_ELEMENTS);
         }
     }
     if (c->result == MS_RESULT_OK && c->is_whole) {
         msi_check_numbers(c);
     }
-    MSI_ROOM(uint8_t, c, c->extras, extras);
+    if (c->result == MS_RESULT_OK && c->extra_bytes > 0) {
+        c->extras = (uint8_t *)msi_alloc(&c->m->config.allocator, c->extra_bytes);
+        c->result = c->extras ? c->result : msi_fail_memory(c->m, c->function, c->extra_bytes);
+    }
     MSI_ROOM(uint8_t, c, c->buffer, 2 * msi_align(most + 1));
 }
 
@@ -32397,12 +32416,17 @@ static MSI_COLD ms_result msi_set_step(ms_model *m, uint64_t count) {
     if (result != MS_RESULT_OK) {
         return result;
     }
+    const uint32_t skipped = (uint32_t)msi_smaller(m->scale.skipped_steps, count);
     for (uint32_t i = 0; i < m->graph.tensors.count; i++) {
         msi_tensor *t = &m->graph.tensors.items[i];
         if (t->is_counted) {
             t->updates += m->run.step - m->scale.skipped_steps - t->counted_from;
-            t->counted_from = count - m->scale.skipped_steps;
+            t->counted_from = count - skipped;
         }
+    }
+    m->scale.skipped_steps = skipped;
+    if (runs) {
+        m->run.store->knows_scale = false; // the next step writes it anew
     }
     msi_drop_step(&m->run);
     m->run.micro = 0;
@@ -32445,7 +32469,12 @@ static int msi_fread(void *user, uint64_t offset, void *data, size_t bytes) {
                : -1;
 }
 
-/* NULL: the file is not there. */
+/* Whether the file of msi_open_source is not there, as far as the system tells that. */
+static MSI_COLD bool msi_is_missing(void) {
+    return errno == ENOENT || errno == ENOTDIR;
+}
+
+/* NULL: the file is not there, or cannot be read. */
 static MSI_COLD void *msi_open_source(const char *path, ms_source *source) {
     FILE *file = fopen(path, "rb");
     source->read = msi_fread;
@@ -32453,7 +32482,12 @@ static MSI_COLD void *msi_open_source(const char *path, ms_source *source) {
     if (file) {
         setvbuf(file, NULL, _IONBF, 0); // pieces are large, and read once
         const msi_offset end = MSI_SEEK(file, 0, SEEK_END) == 0 ? MSI_TELL(file) : -1;
-        source->size = end > 0 ? (uint64_t)end : 0;
+        source->size = (uint64_t)end;
+        if (end < 0) {
+            (void)fclose(file);
+            file = NULL;
+            errno = 0;
+        }
     }
     return file;
 }
@@ -32502,20 +32536,28 @@ static MSI_COLD void msi_remove(const char *path) {
 }
 
 #else // there are no files
+static MSI_COLD bool msi_is_missing(void) {
+    return false;
+}
+
 static MSI_COLD void *msi_open_source(const char *path, ms_source *source) {
-    return (void)path, (void)source, NULL;
+    (void)path, (void)source;
+    return NULL;
 }
 
 static MSI_COLD void *msi_open_sink(const char *path, ms_sink *sink) {
-    return (void)path, (void)sink, NULL;
+    (void)path, (void)sink;
+    return NULL;
 }
 
 static MSI_COLD bool msi_close_file(void *user, bool was_written) {
-    return (void)user, was_written;
+    (void)user;
+    return was_written;
 }
 
 static MSI_COLD bool msi_replace(const char *from, const char *to) {
-    return (void)from, (void)to, false;
+    (void)from, (void)to;
+    return false;
 }
 
 static MSI_COLD void msi_remove(const char *path) {
@@ -32585,24 +32627,30 @@ static MSI_COLD bool msi_path_of_place(msi_places *p, uint32_t place) {
 }
 
 /* Reads the number of the save in the present path. */
-static MSI_COLD ms_result msi_read_place(ms_model *m, msi_places *p, uint64_t *saves) {
+static MSI_COLD ms_result msi_read_place(ms_model *m, const char *function, msi_places *p,
+                                         uint64_t *saves) {
     msi_checkpoint c;
     ms_source source;
     const ms_log_fn log = m->config.log;
-    if (!msi_open_source(p->path, &source)) {
-        return MS_RESULT_OK;
+    if (!msi_open_source(p->path, &source)) { // what cannot be read is not replaced either
+        return msi_is_missing() ? MS_RESULT_OK
+                                : msi_fail(m, MS_RESULT_FILE, "%s: \"%.300s\" cannot be read",
+                                           function, p->path);
     }
     memset(&c, 0, sizeof c);
     c.m = m;
-    c.function = "ms_checkpoints";
+    c.function = function;
     c.source = &source;
     p->was_there = true;
     m->config.log = NULL;
     msi_read_header(&c);
     m->config.log = log;
-    *saves = c.result == MS_RESULT_OK && c.is_whole ? c.numbers.saves : 0;
+    if (c.result == MS_RESULT_OK && c.is_whole && c.numbers.saves <= (uint64_t)INT64_MAX) {
+        *saves = c.numbers.saves;
+    }
     if (*saves == 0) {
-        msi_log(m, MS_LOG_WARNING, "file", "\"%.300s\" is no checkpoint that is whole", p->path);
+        msi_log(m, MS_LOG_WARNING, "file", "\"%.300s\" is passed over: %.300s", p->path,
+                c.result != MS_RESULT_OK ? m->errors.text : "ms_save_checkpoint did not write it");
     }
     msi_close_checkpoint(&c);
     (void)msi_close_file(source.user, false);
@@ -32615,13 +32663,15 @@ static MSI_COLD ms_result msi_find_places(ms_model *m, const char *function,
     ms_result result = MS_RESULT_OK;
     memset(p, 0, sizeof *p);
     p->in = in;
-    if (!in || !in->folder || in->keep > MSI_MOST_PLACES || !msi_path_of_place(p, 0)) {
+    if (!in || !in->folder || !in->folder[0] || in->keep > MSI_MOST_PLACES ||
+        !msi_path_of_place(p, 0)) {
         return msi_fail(m, MS_RESULT_INVALID,
-                        "%s: the folder is NULL or too long, or keep is above %d", function,
+                        "%s: the folder is NULL, empty or too long, or keep is above %d", function,
                         (int)MSI_MOST_PLACES);
     }
     for (uint32_t k = 0; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
-        result = msi_path_of_place(p, k) ? msi_read_place(m, p, &p->saves[k]) : MS_RESULT_OK;
+        result =
+            msi_path_of_place(p, k) ? msi_read_place(m, function, p, &p->saves[k]) : MS_RESULT_OK;
     }
     m->errors = result == MS_RESULT_OK ? errors : m->errors;
     return result;
@@ -32871,18 +32921,22 @@ static MSI_COLD uint32_t msi_first_user(const msi_graph *g, uint32_t param) {
     return MSI_NONE;
 }
 
+/* What the host knows of the loss scale and its counters: before the first step of a plan, or of what
+   was loaded, how that is to begin. */
+static const ms_step_state *msi_known_scale(const ms_model *m) {
+    const msi_store *store = m->config.dry_run ? NULL : m->run.store;
+    return store && store->knows_scale && store->scales ? msi_verdict(m, false) : &m->scale;
+}
+
 /* The updates that the model has completed, as far as the host knows: the latest steps may turn out to
    be skipped. */
 static uint64_t msi_known_updates(const ms_model *m) {
-    const bool scales = m->run.store && m->run.store->scales;
-    return m->run.step - (scales ? msi_verdict(m, false)->skipped_steps : m->scale.skipped_steps);
+    return m->run.step - msi_known_scale(m)->skipped_steps;
 }
 
-/* What the host knows of the loss scale. */
 static MSI_COLD void msi_report_scale(const ms_model *m, ms_memory_report *r) {
-    const ms_step_state *state = m->run.store && !m->config.dry_run ? msi_verdict(m, false) : NULL;
-    const bool scales =
-        state && m->run.plan->train.code.scales_loss && state->scaling.growth_steps > 0;
+    const ms_step_state *state = msi_known_scale(m);
+    const bool scales = m->run.plan->train.code.scales_loss && state->scaling.growth_steps > 0;
     const uint32_t layer =
         scales && state->overflow ? msi_first_user(&m->graph, state->overflow - 1) : MSI_NONE;
     r->loss_scale = scales ? (double)state->loss_scale : 1.0;

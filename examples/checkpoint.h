@@ -18,6 +18,7 @@
 #define MEMSCALE_CHECKPOINT_H
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 typedef struct checkpoint {
     const char *folder;     // --save; NULL: nothing is saved
@@ -49,6 +50,9 @@ static inline int checkpoint_check(const checkpoint *c) {
     }
     if (c->folder && (stat(c->folder, &found) != 0 || !S_ISDIR(found.st_mode))) {
         return fail("--save %s: there is no such folder", c->folder);
+    }
+    if (c->folder && access(c->folder, W_OK | X_OK) != 0) {
+        return fail("--save %s: files cannot be written to this folder", c->folder);
     }
     return 0;
 }

@@ -12,6 +12,7 @@
 // read and written by functions of its own, since those of the C library take memory from the heap.
 // --real: ticks are 5 ms apart.
 #define _POSIX_C_SOURCE 200809L
+#include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/stat.h>
@@ -396,9 +397,11 @@ static void save_state(learner *l, const char *path) {
     ms_sink sink;
     sink.write = write_file;
     sink.user = &file;
-    const bool saved = file >= 0 && ms_save(l->model, &sink) == MS_RESULT_OK && fsync(file) == 0;
-    if (file < 0 || close(file) != 0 || !saved || rename(beside, path) != 0) {
-        printf("state: not saved, %s\n", ms_last_error(l->model));
+    const bool is_written = file >= 0 && ms_save(l->model, &sink) == MS_RESULT_OK;
+    const bool is_there = is_written && fsync(file) == 0;
+    if (file < 0 || close(file) != 0 || !is_there || rename(beside, path) != 0) {
+        printf("state: not saved, %s\n",
+               file >= 0 && !is_written ? ms_last_error(l->model) : strerror(errno));
     }
 }
 
@@ -516,7 +519,7 @@ static settings take_options(int argc, char **argv) {
         {"--seconds", "S", OPTION_REAL, &o.seconds, "that it moves (60)"},
         {"--slice", "US", OPTION_COUNT, &o.slice_us, "microseconds of training in a tick (2000)"},
         {"--state", "FILE", OPTION_TEXT, &o.path,
-         "load what it has learned from there, and save it there"},
+         "load what it has learned from there, and save it there every 5 s"},
         {"--reload", "S", OPTION_REAL, &o.reload, "load that file once more after S seconds"},
         {"--die", "S", OPTION_REAL, &o.die, "kill the process after S seconds"},
         {"--real", NULL, OPTION_FLAG, &o.real, "ticks are 5 ms apart"},

@@ -6,65 +6,20 @@
 #endif
 #include "private.h"
 #include "toy_layers.h"
+#include "files.h"
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { DEPTH = 3, ROWS = 4, COLS = 24, STEPS = 4, ROOM = 1 << 20 };
+enum { DEPTH = 3, ROWS = 4, COLS = 24, STEPS = 4 };
 
-// ------------------------------------------------------------------------------------------------
-// files in memory
-
-typedef struct file {
-    uint8_t data[ROOM];
-    size_t bytes, writes, fails_at, reads;
-} file;
-
-static int file_write(void *user, const void *data, size_t bytes) {
-    file *f = (file *)user;
-    f->writes += 1;
-    if (f->writes == f->fails_at || f->bytes + bytes > sizeof f->data) {
-        return 1;
-    }
-    memcpy(f->data + f->bytes, data, bytes);
-    f->bytes += bytes;
-    return 0;
-}
-
-static int file_read(void *user, uint64_t offset, void *data, size_t bytes) {
-    file *f = (file *)user;
-    f->reads += 1;
-    assert_true(offset <= f->bytes && bytes <= f->bytes - offset); // nothing is read beyond its end
-    memcpy(data, f->data + offset, bytes);
-    return f->reads == f->fails_at ? 1 : 0;
-}
-
-static void file_clear(file *f) {
-    f->bytes = f->writes = f->fails_at = f->reads = 0;
-}
-
-static ms_result save(ms_model *m, file *f) {
-    ms_sink sink;
-    sink.write = file_write;
-    sink.user = f;
-    return ms_save(m, &sink);
-}
-
-static ms_result load(ms_model *m, file *f, const ms_load_options *options) {
-    ms_source source;
-    source.read = file_read;
-    source.user = f;
-    source.size = f->bytes;
-    return ms_load(m, &source, options);
-}
-
-static file one, two;
+static t_file one, two;
 
 /* A file of other software: this header, and zeros or what is given. */
-static void file_make(file *f, const char *header, const void *data, size_t bytes) {
+static void t_file_make(t_file *f, const char *header, const void *data, size_t bytes) {
     const uint64_t length = strlen(header);
-    file_clear(f);
+    t_file_clear(f);
     memcpy(f->data, &length, 8);
     memcpy(f->data + 8, header, (size_t)length);
     memset(f->data + 8 + length, 0, bytes);
@@ -132,20 +87,22 @@ static uint64_t steps_of(const run *r) {
 static void a_run_goes_on(void **state) {
     (void)state;
     const ms_config config = t_config();
+    ms_config other = t_config();
+    other.seed = 99; // that of the run is in the file
     for (int coded = 0; coded < 2; ++coded) {
         run a, b;
         run_start(&a, &config, coded != 0);
-        file_clear(&one);
-        t_ok(a.chain.model, save(a.chain.model, &one));
-        run_open(&b, &config, coded != 0);
-        t_ok(b.chain.model, load(b.chain.model, &one, NULL));
+        t_file_clear(&one);
+        t_ok(a.chain.model, t_save(a.chain.model, &one));
+        run_open(&b, &other, coded != 0);
+        t_ok(b.chain.model, t_load(b.chain.model, &one, NULL));
         assert_int_equal(steps_of(&b), STEPS);
         assert_int_equal(ms_update_count(b.chain.model, b.chain.weight[1]), STEPS);
         run_same(&a, &b, STEPS);
-        file_clear(&one);
-        file_clear(&two);
-        t_ok(a.chain.model, save(a.chain.model, &one));
-        t_ok(b.chain.model, save(b.chain.model, &two));
+        t_file_clear(&one);
+        t_file_clear(&two);
+        t_ok(a.chain.model, t_save(a.chain.model, &one));
+        t_ok(b.chain.model, t_save(b.chain.model, &two));
         assert_int_equal(one.bytes, two.bytes);
         assert_memory_equal(one.data, two.data, one.bytes);
         ms_destroy(a.chain.model);
@@ -180,10 +137,10 @@ static void other_formats_are_converted_and_told(void **state) {
         options.visit = note_loaded;
         options.user = &seen;
         run_start(&a, &config, coded == 0);
-        file_clear(&one);
-        t_ok(a.chain.model, save(a.chain.model, &one));
+        t_file_clear(&one);
+        t_ok(a.chain.model, t_save(a.chain.model, &one));
         run_open(&b, &config, coded != 0);
-        t_ok(b.chain.model, load(b.chain.model, &one, &options));
+        t_ok(b.chain.model, t_load(b.chain.model, &one, &options));
         assert_int_equal(seen.count, DEPTH * 4 + 1);
         assert_int_equal(seen.converted, DEPTH * 2);
         assert_int_equal(seen.missing, 0);
@@ -224,7 +181,7 @@ static void sums_are_those_of_the_specification(void **state) {
 }
 
 /* The tensors of a header, by name. */
-static bool has_tensor(const file *f, const char *name, const char *dtype, const char *shape) {
+static bool has_tensor(const t_file *f, const char *name, const char *dtype, const char *shape) {
     char what[256];
     uint64_t length;
     memcpy(&length, f->data, 8);
@@ -257,13 +214,33 @@ static int sum_backward(const ms_call *call) {
     return 0;
 }
 
+static const char *const saved[NAMES] = {
+    "w",     "w#2", "tensor.", "tensor.memscale.state0.w", "a\\\"b\\\\", "caf\xc3\xa9", "_",
+    "w#2#2", "w#3", "_#2"};
+static int located[NAMES];
+
+static bool note_names(void *user, ms_tensor tensor, const char *name, ms_located *at) {
+    (void)user;
+    (void)tensor;
+    (void)at;
+    for (int i = 0; i < NAMES; ++i) {
+        located[i] += strcmp(name, i == 4 ? "a\"b\\" : saved[i]) == 0;
+    }
+    return true;
+}
+
+/* The sums are no value. */
+static bool find_sums(void *user, ms_tensor tensor, const char *name, ms_located *at) {
+    (void)user;
+    (void)tensor;
+    at->name = strcmp(name, "w") == 0 ? "memscale.checksums" : at->name;
+    return true;
+}
+
 static void names_are_unique_and_as_written(void **state) {
     (void)state;
     static const char *const given[] = {
         "w", "w", "", "memscale.state0.w", "a\"b\\", "caf\xc3\xa9", "\xff", "w#2", "w", "\x01"};
-    static const char *const saved[] = {
-        "w",     "w#2", "tensor.", "tensor.memscale.state0.w", "a\\\"b\\\\", "caf\xc3\xa9", "_",
-        "w#2#2", "w#3", "_#2"};
     const ms_config config = t_config();
     ms_model *m, *n;
     for (int turn = 0; turn < 2; ++turn) {
@@ -282,13 +259,21 @@ static void names_are_unique_and_as_written(void **state) {
         t_ok(*to, ms_wrap(*to));
     }
     t_write_zeros(m);
-    file_clear(&one);
-    t_ok(m, save(m, &one));
+    t_file_clear(&one);
+    t_ok(m, t_save(m, &one));
     for (int i = 0; i < NAMES; ++i) {
         assert_true(has_tensor(&one, saved[i], "F32", "2"));
     }
     assert_true(has_tensor(&one, "memscale.state0.w", "F32", "2"));
-    t_ok(n, load(n, &one, NULL));
+    ms_load_options options;
+    memset(&options, 0, sizeof options);
+    options.locate = note_names;
+    t_ok(n, t_load(n, &one, &options));
+    for (int i = 0; i < NAMES; ++i) { // of the value, two states and the updates
+        assert_int_equal(located[i], 4);
+    }
+    options.locate = find_sums;
+    t_error(n, t_load(n, &one, &options), MS_RESULT_INVALID);
     ms_destroy(m);
     ms_destroy(n);
 }
@@ -296,9 +281,9 @@ static void names_are_unique_and_as_written(void **state) {
 // ------------------------------------------------------------------------------------------------
 // what is refused
 
-static void expect_unchanged(run *r, const file *before, const char *what) {
-    file_clear(&two);
-    t_ok(r->chain.model, save(r->chain.model, &two));
+static void expect_unchanged(run *r, const t_file *before, const char *what) {
+    t_file_clear(&two);
+    t_ok(r->chain.model, t_save(r->chain.model, &two));
     if (two.bytes != before->bytes || memcmp(two.data, before->data, two.bytes) != 0) {
         fail_msg("%s: the model has changed", what);
     }
@@ -308,17 +293,17 @@ static void expect_unchanged(run *r, const file *before, const char *what) {
    and one that has none are as before. */
 static void damage_is_found(void **state) {
     (void)state;
-    static file original, damaged;
+    static t_file original, damaged;
     const ms_config config = t_config();
     run a, b, blank;
     run_start(&a, &config, true);
     run_start(&b, &config, true);
     run_open(&blank, &config, true);
-    file_clear(&original);
-    t_ok(a.chain.model, save(a.chain.model, &original));
+    t_file_clear(&original);
+    t_ok(a.chain.model, t_save(a.chain.model, &original));
     run_step(&b);
-    file_clear(&one);
-    t_ok(b.chain.model, save(b.chain.model, &one));
+    t_file_clear(&one);
+    t_ok(b.chain.model, t_save(b.chain.model, &one));
     t_rng rng = t_seed(3);
     const uint32_t cases = (uint32_t)t_sweep(300, 20000);
     for (uint32_t k = 0; k < cases; ++k) {
@@ -331,16 +316,16 @@ static void damage_is_found(void **state) {
             const uint32_t at = t_below(&rng, k % 4 == 1 ? 2048 : (uint32_t)original.bytes);
             damaged.data[at] = (uint8_t)(damaged.data[at] ^ (1u << t_below(&rng, 8)));
         }
-        const ms_result result = load(b.chain.model, &damaged, NULL);
+        const ms_result result = t_load(b.chain.model, &damaged, NULL);
         assert_true(result == MS_RESULT_INVALID);
-        assert_int_equal(load(blank.chain.model, &damaged, NULL), MS_RESULT_INVALID);
+        assert_int_equal(t_load(blank.chain.model, &damaged, NULL), MS_RESULT_INVALID);
         if (k % 16 == 0) {
             expect_unchanged(&b, &one, ms_last_error(b.chain.model));
             double loss;
             t_error(blank.chain.model, ms_step(blank.chain.model, &loss), MS_RESULT_ORDER);
         }
     }
-    t_ok(blank.chain.model, load(blank.chain.model, &original, NULL));
+    t_ok(blank.chain.model, t_load(blank.chain.model, &original, NULL));
     run_same(&a, &blank, 2);
     ms_destroy(a.chain.model);
     ms_destroy(b.chain.model);
@@ -371,6 +356,10 @@ static void headers_are_not_trusted(void **state) {
          "tensors overlap", 12},
         {"{\"a\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":[0,8]}}", "cut off", 7},
         {"{\"a\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":[0,8]}}", "too long", 9},
+        {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,12]}}",
+         "not that of a safetensors", 12},
+        {"{\"\\ud800\\u0041\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,1]}}",
+         "not that of a safetensors", 1},
         {"{\"a\":{\"dtype\":\"U8\",\"shape\":[18446744073709551615,2],\"data_offsets\":[0,8]}}",
          "not that of a safetensors", 8},
         {"{\"a\":{\"dtype\":\"U8\",\"shape\":[99999999999999999999],\"data_offsets\":[0,8]}}",
@@ -393,19 +382,56 @@ static void headers_are_not_trusted(void **state) {
         char header[512], text[512];
         snprintf(header, sizeof header, "%s", cases[k].header);
         snprintf(text, sizeof text, "%s", cases[k].text);
-        file_make(&one, header, NULL, cases[k].bytes);
-        t_error(m, load(m, &one, NULL), MS_RESULT_INVALID);
+        t_file_make(&one, header, NULL, cases[k].bytes);
+        t_error(m, t_load(m, &one, NULL), MS_RESULT_INVALID);
         if (!strstr(ms_last_error(m), text)) {
             fail_msg("case %u: \"%s\" is not in \"%s\"", (unsigned)k, text, ms_last_error(m));
         }
     }
     for (one.bytes = 0; one.bytes < 8; ++one.bytes) {
-        t_error(m, load(m, &one, NULL), MS_RESULT_INVALID);
+        t_error(m, t_load(m, &one, NULL), MS_RESULT_INVALID);
     }
     memset(one.data, 0xff, 16);
     one.bytes = 16;
-    t_error(m, load(m, &one, NULL), MS_RESULT_INVALID);
+    t_error(m, t_load(m, &one, NULL), MS_RESULT_INVALID);
     ms_destroy(m);
+}
+
+/* What a file may have besides what is looked for. */
+static void unusual_headers_are_read(void **state) {
+    (void)state;
+    static const struct {
+        const char *header;
+        uint32_t bytes;
+    } cases[] = {
+        {"{}", 0},
+        {" { \"__metadata__\" : null } ", 0},
+        {"{\"__metadata__\":{}}", 0},
+        {"{\"__metadata__\":{\"a\":\"\\u00e9\\ud83d\\ude00\"}}", 0},
+        {"{\"a\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":[0,8]},"
+         "\"empty\":{\"dtype\":\"F32\",\"shape\":[0,7],\"data_offsets\":[0,0]}}",
+         8},
+        {"{\"b\":{\"data_offsets\":[8,12],\"dtype\":\"C64\",\"shape\":[1,1,1,1,1,1,1,1,4]},"
+         "\"a\":{\"shape\":[],\"dtype\":\"F64\",\"data_offsets\":[0,8]}}",
+         12},
+    };
+    const ms_config config = t_config();
+    ms_load_options options;
+    run r;
+    memset(&options, 0, sizeof options);
+    options.partial = true;
+    run_open(&r, &config, false);
+    for (size_t k = 0; k < sizeof cases / sizeof cases[0]; ++k) {
+        t_file_make(&one, cases[k].header, NULL, cases[k].bytes);
+        t_ok(r.chain.model, t_load(r.chain.model, &one, &options));
+    }
+    ms_destroy(r.chain.model);
+}
+
+static void note_warning(ms_log_level level, const char *tag, const char *text, void *user) {
+    if (level <= MS_LOG_WARNING && strcmp(tag, "file") == 0) {
+        snprintf((char *)user, 256, "%s", text);
+    }
 }
 
 static void other_runs_are_refused(void **state) {
@@ -413,26 +439,36 @@ static void other_runs_are_refused(void **state) {
     ms_config config = t_config();
     run a, b;
     run_start(&a, &config, false);
-    file_clear(&one);
-    t_ok(a.chain.model, save(a.chain.model, &one));
+    t_file_clear(&one);
+    t_ok(a.chain.model, t_save(a.chain.model, &one));
     // a deeper graph
     t_chain deeper;
     assert_int_equal(t_chain_create(&deeper, &config, DEPTH + 1, ROWS, COLS), 0);
     t_ok(deeper.model, ms_wrap(deeper.model));
-    t_error(deeper.model, load(deeper.model, &one, NULL), MS_RESULT_INVALID);
+    t_error(deeper.model, t_load(deeper.model, &one, NULL), MS_RESULT_INVALID);
     assert_non_null(strstr(ms_last_error(deeper.model), "has no tensor"));
     ms_load_options options;
     memset(&options, 0, sizeof options);
     options.partial = true;
-    t_ok(deeper.model, load(deeper.model, &one, &options));
+    t_ok(deeper.model, t_load(deeper.model, &one, &options));
     ms_destroy(deeper.model);
     // other memory of the trainer
     run_open(&b, &config, false);
     t_ok(b.chain.model, ms_save_extra(b.chain.model, "position", &b.position, 4));
-    t_error(b.chain.model, load(b.chain.model, &one, NULL), MS_RESULT_INVALID);
+    t_error(b.chain.model, t_load(b.chain.model, &one, NULL), MS_RESULT_INVALID);
     assert_non_null(strstr(ms_last_error(b.chain.model), "U8 [8] in the file and U8 [4] here"));
     t_ok(b.chain.model, ms_save_extra(b.chain.model, "position", NULL, 0));
-    t_ok(b.chain.model, load(b.chain.model, &one, NULL));
+    ms_destroy(b.chain.model);
+    char warning[256] = "";
+    ms_config logs = config;
+    logs.log = note_warning;
+    logs.log_user = warning;
+    run_open(&b, &logs, false);
+    t_ok(b.chain.model, t_load(b.chain.model, &one, NULL));
+    assert_string_equal(warning, "");
+    t_ok(b.chain.model, ms_save_extra(b.chain.model, "position", NULL, 0));
+    t_ok(b.chain.model, t_load(b.chain.model, &one, NULL));
+    t_text_has(warning, "1 extras of the file are not loaded");
     ms_destroy(b.chain.model);
     // numbers that are not finite
     float *w = t_chain_weights(&a.chain);
@@ -440,14 +476,14 @@ static void other_runs_are_refused(void **state) {
     memcpy(&w[5], &nan, 4);
     t_ok(a.chain.model, ms_write(a.chain.model, a.chain.weight[0], w));
     free(w);
-    file_clear(&one);
-    t_ok(a.chain.model, save(a.chain.model, &one));
+    t_file_clear(&one);
+    t_ok(a.chain.model, t_save(a.chain.model, &one));
     run_open(&b, &config, false);
-    t_error(b.chain.model, load(b.chain.model, &one, NULL), MS_RESULT_INVALID);
+    t_error(b.chain.model, t_load(b.chain.model, &one, NULL), MS_RESULT_INVALID);
     assert_non_null(strstr(ms_last_error(b.chain.model), "not finite"));
     memset(&options, 0, sizeof options);
     options.nonfinite = true;
-    t_ok(b.chain.model, load(b.chain.model, &one, &options));
+    t_ok(b.chain.model, t_load(b.chain.model, &one, &options));
     ms_destroy(a.chain.model);
     ms_destroy(b.chain.model);
 }
@@ -474,7 +510,7 @@ static void values_of_other_software(void **state) {
         (&data[0][0][0])[i] = msi_bf16_of_f32((float)(i - 77) * 0.125f);
         (&data[1][0][0])[i] = msi_bf16_of_f32((float)(i + 5) * -0.25f);
     }
-    file_make(
+    t_file_make(
         &one,
         "{ \"layers.0.w\" : {\"shape\": [24, 24], \"dtype\" : \"BF16\", \"data_offsets\":[0,"
         "1152]}, \"other\":{\"dtype\":\"F8_E4M3\",\"shape\":[3],\"data_offsets\":[2304,2307]},"
@@ -482,7 +518,7 @@ static void values_of_other_software(void **state) {
         data, 2 * sizeof data[0] + 3);
     memset(&options, 0, sizeof options);
     options.locate = find_weight;
-    t_ok(m, load(m, &one, &options));
+    t_ok(m, t_load(m, &one, &options));
     float *after = t_chain_weights(&r.chain);
     for (int i = 0; i < COLS; ++i) {
         for (int k = 0; k < COLS; ++k) {
@@ -498,6 +534,35 @@ static void values_of_other_software(void **state) {
     free(before);
     free(after);
     ms_destroy(m);
+}
+
+/* More rows than fit into one piece. */
+static void large_matrices_are_transposed(void **state) {
+    (void)state;
+    enum { SIDE = 600 };
+    static uint16_t data[SIDE * SIDE];
+    const ms_config config = t_config();
+    ms_load_options options;
+    t_chain c;
+    for (uint32_t i = 0; i < SIDE * SIDE; ++i) {
+        data[i] = msi_bf16_of_f32((float)(i * 2654435761u >> 16));
+    }
+    t_file_make(&one,
+                "{\"layers.0.w\":{\"dtype\":\"BF16\",\"shape\":[600,600],\"data_offsets\":"
+                "[0,720000]}}",
+                data, sizeof data);
+    assert_int_equal(t_chain_create(&c, &config, 1, 1, SIDE), MS_RESULT_OK);
+    t_ok(c.model, ms_wrap(c.model));
+    memset(&options, 0, sizeof options);
+    options.locate = find_weight;
+    t_ok(c.model, t_load(c.model, &one, &options));
+    float *w = t_chain_weights(&c);
+    for (int i = 0; i < SIDE * SIDE; ++i) {
+        const float expected = msi_f32_of_bf16(data[i % SIDE * SIDE + i / SIDE]);
+        assert_memory_equal(&w[i], &expected, sizeof expected);
+    }
+    free(w);
+    ms_destroy(c.model);
 }
 
 static bool find_two(void *user, ms_tensor tensor, const char *name, ms_located *at) {
@@ -522,14 +587,14 @@ static void a_part_of_a_run(void **state) {
     ms_load_options options;
     run a, b;
     run_start(&a, &config, false);
-    file_clear(&one);
-    t_ok(a.chain.model, save(a.chain.model, &one));
+    t_file_clear(&one);
+    t_ok(a.chain.model, t_save(a.chain.model, &one));
     run_start(&b, &config, false);
     run_step(&b);
     float *before = t_chain_weights(&b.chain);
     memset(&options, 0, sizeof options);
     options.locate = find_two;
-    t_ok(b.chain.model, load(b.chain.model, &one, &options));
+    t_ok(b.chain.model, t_load(b.chain.model, &one, &options));
     float *after = t_chain_weights(&b.chain), *there = t_chain_weights(&a.chain);
     const size_t each = (size_t)COLS * COLS;
     assert_memory_equal(after, there, 2 * each * sizeof(float));
@@ -537,22 +602,65 @@ static void a_part_of_a_run(void **state) {
     assert_int_equal(ms_update_count(b.chain.model, b.chain.weight[1]), STEPS);
     assert_int_equal(ms_update_count(b.chain.model, b.chain.weight[2]), STEPS + 1);
     options.locate = find_transposed;
-    t_error(b.chain.model, load(b.chain.model, &one, &options), MS_RESULT_INVALID);
+    t_error(b.chain.model, t_load(b.chain.model, &one, &options), MS_RESULT_INVALID);
     options.values_only = true;
-    t_ok(b.chain.model, load(b.chain.model, &one, &options));
+    t_ok(b.chain.model, t_load(b.chain.model, &one, &options));
     // a second moment that is negative
     static float moment[COLS * COLS];
     moment[3] = -1e-9f;
     t_ok(a.chain.model,
          ms_write(a.chain.model, ms_optimizer_state(a.chain.model, a.chain.weight[0], 1), moment));
-    file_clear(&one);
-    t_ok(a.chain.model, save(a.chain.model, &one));
-    t_error(b.chain.model, load(b.chain.model, &one, NULL), MS_RESULT_INVALID);
+    t_file_clear(&one);
+    t_ok(a.chain.model, t_save(a.chain.model, &one));
+    t_error(b.chain.model, t_load(b.chain.model, &one, NULL), MS_RESULT_INVALID);
     free(before);
     free(after);
     free(there);
     ms_destroy(a.chain.model);
     ms_destroy(b.chain.model);
+}
+
+/* Inside a step of several micro-batches: what is left out has no part of the step that it was in, and
+   a step of another number of them does not go on. */
+static void a_part_of_a_step(void **state) {
+    (void)state;
+    static float of_new[COLS * COLS], of_warm[COLS * COLS];
+    ms_config config = t_config();
+    ms_load_options options;
+    memset(&options, 0, sizeof options);
+    options.locate = find_two;
+    config.accumulation_steps = 3;
+    run a;
+    run_start(&a, &config, false); // 4 micro-batches
+    t_file_clear(&one);
+    t_ok(a.chain.model, t_save(a.chain.model, &one));
+    for (int warm = 0; warm < 2; ++warm) {
+        run b;
+        run_open(&b, &config, false);
+        for (int i = 0; i < (warm ? 5 : 0); ++i) {
+            t_ok(b.chain.model, i == 0 ? t_chain_write(&b.chain, 9) : MS_RESULT_OK);
+            run_step(&b);
+        }
+        t_ok(b.chain.model, t_chain_write(&b.chain, 7));
+        t_ok(b.chain.model, t_load(b.chain.model, &one, &options));
+        float *w = t_chain_weights(&b.chain);
+        memcpy(w + 2 * COLS * COLS, w, COLS * COLS * sizeof(float));
+        t_ok(b.chain.model, ms_write(b.chain.model, b.chain.weight[2], w + 2 * COLS * COLS));
+        free(w);
+        run_step(&b);
+        t_ok(b.chain.model, ms_read(b.chain.model, ms_gradient(b.chain.model, b.chain.weight[2]),
+                                    warm ? of_warm : of_new));
+        ms_destroy(b.chain.model);
+    }
+    assert_memory_equal(of_new, of_warm, sizeof of_new);
+    config.accumulation_steps = 2;
+    run c;
+    run_open(&c, &config, false);
+    t_error(c.chain.model, t_load(c.chain.model, &one, NULL), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(c.chain.model),
+               "of 3 micro-batches, of which 1 are done; here a step has 2");
+    ms_destroy(a.chain.model);
+    ms_destroy(c.chain.model);
 }
 
 /* Each write of a sink and each read of a source fails once. */
@@ -564,9 +672,9 @@ static void failing_sinks_and_sources(void **state) {
     run_start(&a, &config, false);
     run_start(&b, &config, false);
     for (size_t k = 1; k <= writes; ++k) {
-        file_clear(&one);
+        t_file_clear(&one);
         one.fails_at = k;
-        const ms_result result = save(a.chain.model, &one);
+        const ms_result result = t_save(a.chain.model, &one);
         writes = result == MS_RESULT_OK ? 0 : k + 1;
         if (result != MS_RESULT_OK) {
             assert_int_equal(result, MS_RESULT_FILE);
@@ -578,14 +686,14 @@ static void failing_sinks_and_sources(void **state) {
         run_open(&c, &config, false);
         one.reads = 0;
         one.fails_at = k;
-        const ms_result result = load(c.chain.model, &one, NULL);
+        const ms_result result = t_load(c.chain.model, &one, NULL);
         reads = result == MS_RESULT_OK ? 0 : k + 1;
         if (result != MS_RESULT_OK) {
             assert_int_equal(result, MS_RESULT_FILE);
             assert_int_equal(c.position, 0);
             one.fails_at = 0;
             t_error(c.chain.model, ms_step(c.chain.model, NULL), MS_RESULT_ORDER);
-            t_ok(c.chain.model, load(c.chain.model, &one, NULL));
+            t_ok(c.chain.model, t_load(c.chain.model, &one, NULL));
             assert_int_equal(c.position, STEPS);
         }
         ms_destroy(c.chain.model);
@@ -601,11 +709,11 @@ static void calls_out_of_turn(void **state) {
     memset(&r, 0, sizeof r);
     assert_int_equal(t_chain_create(&r.chain, &config, DEPTH, ROWS, COLS), 0);
     ms_model *m = r.chain.model;
-    file_clear(&one);
-    t_error(m, save(m, &one), MS_RESULT_ORDER);
-    t_error(m, load(m, &one, NULL), MS_RESULT_ORDER);
+    t_file_clear(&one);
+    t_error(m, t_save(m, &one), MS_RESULT_ORDER);
+    t_error(m, t_load(m, &one, NULL), MS_RESULT_ORDER);
     t_ok(m, ms_wrap(m));
-    t_error(m, save(m, &one), MS_RESULT_ORDER); // params have no value
+    t_error(m, t_save(m, &one), MS_RESULT_ORDER); // params have no value
     assert_int_equal(one.bytes, 0);
     t_error(m, ms_save(m, NULL), MS_RESULT_INVALID);
     t_error(m, ms_load(m, NULL, NULL), MS_RESULT_INVALID);
@@ -618,9 +726,9 @@ static void calls_out_of_turn(void **state) {
     t_error(m, ms_set_step_count(m, UINT64_MAX), MS_RESULT_INVALID);
     t_ok(m, t_chain_write(&r.chain, 1));
     t_ok(m, ms_suspend(m, NULL));
-    t_error(m, save(m, &one), MS_RESULT_ORDER);
+    t_error(m, t_save(m, &one), MS_RESULT_ORDER);
     t_ok(m, ms_resume(m));
-    t_ok(m, save(m, &one));
+    t_ok(m, t_save(m, &one));
     assert_int_equal(ms_save(NULL, NULL), MS_RESULT_INVALID);
     assert_int_equal(ms_load_file(NULL, "x", NULL), MS_RESULT_INVALID);
     assert_int_equal(ms_snapshot_write(NULL, NULL), MS_RESULT_INVALID);
@@ -690,6 +798,15 @@ static void checkpoints_of_a_folder(void **state) {
     assert_int_equal(truncate(path, 30), 0);
     t_error(b.chain.model, ms_load_checkpoint(b.chain.model, &where, NULL, &found), MS_RESULT_FILE);
     assert_false(found);
+    // one that is there and cannot be read is no reason to begin anew, nor is it replaced
+    assert_int_equal(remove(path), 0);
+    assert_int_equal(symlink("checkpoint-0.safetensors", path), 0);
+    t_error(b.chain.model, ms_load_checkpoint(b.chain.model, &where, NULL, &found), MS_RESULT_FILE);
+    t_text_has(ms_last_error(b.chain.model), "cannot be read");
+    t_error(b.chain.model, ms_save_checkpoint(b.chain.model, &where), MS_RESULT_FILE);
+    where.folder = "";
+    t_error(b.chain.model, ms_save_checkpoint(b.chain.model, &where), MS_RESULT_INVALID);
+    where.folder = folder;
     where.keep = 65;
     t_error(b.chain.model, ms_save_checkpoint(b.chain.model, &where), MS_RESULT_INVALID);
     remove(path);
@@ -709,12 +826,12 @@ static void a_snapshot_is_the_file(void **state) {
     mkdir(path, 0700);
     scratch(path, "snapshot");
     run_start(&a, &config, true);
-    file_clear(&one);
-    t_ok(a.chain.model, save(a.chain.model, &one));
+    t_file_clear(&one);
+    t_ok(a.chain.model, t_save(a.chain.model, &one));
     t_ok(a.chain.model, ms_save_begin(a.chain.model, &snapshot));
     run_step(&a);
-    file_clear(&two);
-    sink.write = file_write;
+    t_file_clear(&two);
+    sink.write = t_file_write;
     sink.user = &two;
     assert_int_equal(ms_snapshot_write(snapshot, &sink), MS_RESULT_OK);
     assert_int_equal(one.bytes, two.bytes);
@@ -834,8 +951,8 @@ static void old_files_make(void) {
     t_ok(r.chain.model, ms_save_checkpoint(r.chain.model, &where));
     scratch(path, old_files[2]);
     t_ok(r.chain.model, ms_save_file(r.chain.model, path));
-    file_clear(&one);
-    t_ok(r.chain.model, save(r.chain.model, &one));
+    t_file_clear(&one);
+    t_ok(r.chain.model, t_save(r.chain.model, &one));
     ms_destroy(r.chain.model);
 }
 
@@ -867,8 +984,8 @@ static void old_files_remove(void) {
 }
 
 static ms_result act_save(run *r) {
-    file_clear(&two);
-    return save(r->chain.model, &two);
+    t_file_clear(&two);
+    return t_save(r->chain.model, &two);
 }
 
 static ms_result act_save_file(run *r) {
@@ -896,7 +1013,7 @@ static ms_result act_snapshot(run *r) {
 }
 
 static ms_result act_load(run *r) {
-    return load(r->chain.model, &one, NULL);
+    return t_load(r->chain.model, &one, NULL);
 }
 
 static ms_result act_load_checkpoint(run *r) {
@@ -941,7 +1058,7 @@ static void act_start(const act *what, run *r, const ms_config *config) {
 /* After an act of `a`. If it has failed, what was on disk is there, and `a` has the values of its
    twin, for which nothing has failed, and trains on like it. Loads are then done again, by both. */
 static void act_check(const act *what, run *a, bool failed) {
-    static file expected;
+    static t_file expected;
     const ms_config config = t_config();
     run twin;
     act_start(what, &twin, &config);
@@ -949,8 +1066,8 @@ static void act_check(const act *what, run *a, bool failed) {
         t_error(a->chain.model, ms_step(a->chain.model, NULL), MS_RESULT_ORDER);
         assert_true(a->position == 0);
     } else if (failed || !what->loads) {
-        file_clear(&expected);
-        t_ok(twin.chain.model, save(twin.chain.model, &expected));
+        t_file_clear(&expected);
+        t_ok(twin.chain.model, t_save(twin.chain.model, &expected));
         expect_unchanged(a, &expected, what->name);
         run_same(a, &twin, 2);
     }
@@ -1048,9 +1165,12 @@ int main(void) {
         cmocka_unit_test(names_are_unique_and_as_written),
         cmocka_unit_test(damage_is_found),
         cmocka_unit_test(headers_are_not_trusted),
+        cmocka_unit_test(unusual_headers_are_read),
         cmocka_unit_test(other_runs_are_refused),
         cmocka_unit_test(values_of_other_software),
+        cmocka_unit_test(large_matrices_are_transposed),
         cmocka_unit_test(a_part_of_a_run),
+        cmocka_unit_test(a_part_of_a_step),
         cmocka_unit_test(failing_sinks_and_sources),
         cmocka_unit_test(calls_out_of_turn),
         cmocka_unit_test(checkpoints_of_a_folder),

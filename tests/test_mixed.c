@@ -3,6 +3,7 @@
     with overflows injected at every layer; what a trainer reads and writes; and what is refused. */
 #include "private.h"
 #include "toy_layers.h"
+#include "files.h"
 
 // ------------------------------------------------------------------------------------------------
 // rounding by arithmetic alone
@@ -683,6 +684,85 @@ static void step_after_overflows(stack *plain, stack *skips, int overflows) {
     }
 }
 
+static void stack_plain(stack *s) {
+    for (int k = 0; k < s->layers; ++k) {
+        ms_set_layer_technique(s->m, s->layer[k], MS_TECHNIQUE_MIXED_PRECISION, MS_SWITCH_OFF);
+    }
+}
+
+/* The gradients of a step that is half done are saved with the loss scale, and loaded with that of the
+   plan that goes on: powers of 2, so that nothing is rounded. */
+static void a_half_step_is_saved_with_its_scale(void **state) {
+    (void)state;
+    static t_file file;
+    for (int how = 0; how < 4; ++how) {
+        const bool scales[2] = {how % 2 != 0, how / 2 != 0};
+        const ms_optimizer_desc sgd = t_optimizer(MS_OPTIMIZER_SGD, 0.5f);
+        ms_config config = mixed_config(MS_DTYPE_F16);
+        config.accumulation_steps = 2;
+        stack s[2];
+        float grad[2][COLS];
+        for (int i = 0; i < 2; ++i) {
+            stack_create(&s[i], &config, &sgd, 3, false);
+            if (!scales[i]) {
+                stack_plain(&s[i]);
+            }
+            t_ok(s[i].m, ms_wrap(s[i].m));
+        }
+        stack_write(&s[0], 5);
+        t_ok(s[0].m, ms_step(s[0].m, NULL));
+        t_file_clear(&file);
+        t_ok(s[0].m, t_save(s[0].m, &file));
+        t_ok(s[1].m, t_load(s[1].m, &file, NULL));
+        for (int k = 0; k < 3; ++k) {
+            for (int i = 0; i < 2; ++i) {
+                t_ok(s[i].m, ms_read(s[i].m, ms_gradient(s[i].m, s[i].w[k]), grad[i]));
+                for (int c = 0; c < COLS; ++c) {
+                    grad[i][c] /= scales[i] ? (float)SCALE : 1.0f;
+                }
+            }
+            assert_true(fabs((double)grad[0][k]) > 1e-3);
+            assert_memory_equal(grad[0], grad[1], sizeof grad[0]);
+        }
+        ms_destroy(s[0].m);
+        ms_destroy(s[1].m);
+    }
+}
+
+/* A trainer sets the step back to one before those that were skipped, and saves. */
+static void skipped_steps_are_saved(void **state) {
+    (void)state;
+    static t_file file;
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    const ms_config config = mixed_config(MS_DTYPE_F16);
+    stack s[2];
+    for (int i = 0; i < 2; ++i) {
+        stack_create(&s[i], &config, &adamw, 3, false);
+        t_ok(s[i].m, ms_wrap(s[i].m));
+        stack_write(&s[i], 5);
+    }
+    for (int k = 0; k < 5; ++k) {
+        s[0].overflow_at = k < 3 ? 0 : -1;
+        t_ok(s[0].m, ms_step(s[0].m, NULL));
+    }
+    for (uint64_t step = 5; step-- > 0;) {
+        ms_memory_report report;
+        t_ok(s[0].m, ms_set_step_count(s[0].m, step));
+        assert_int_equal(ms_update_count(s[0].m, s[0].w[1]), 2);
+        t_file_clear(&file);
+        t_ok(s[0].m, t_save(s[0].m, &file));
+        t_ok(s[1].m, t_load(s[1].m, &file, NULL));
+        assert_int_equal(ms_update_count(s[1].m, s[1].w[1]), 2);
+        t_report(s[1].m, &report);
+        assert_int_equal(report.step_count, step);
+    }
+    for (int k = 0; k < 3; ++k) {
+        step_after_overflows(&s[0], &s[1], k);
+    }
+    ms_destroy(s[0].m);
+    ms_destroy(s[1].m);
+}
+
 /* Training with steps that overflow gives the bits of training without them: they do not count in
    AdamW's bias correction either, whether the device subtracts them or, in plans without loss
    scaling and for new optimizer state, the host. */
@@ -1127,6 +1207,8 @@ int main(void) {
         cmocka_unit_test(the_scale_follows_an_automaton),
         cmocka_unit_test(overflows_do_not_go_on_for_ever),
         cmocka_unit_test(overflows_at_every_layer_skip_a_step),
+        cmocka_unit_test(a_half_step_is_saved_with_its_scale),
+        cmocka_unit_test(skipped_steps_are_saved),
         cmocka_unit_test(skipped_steps_leave_no_trace),
         cmocka_unit_test(a_scaled_step_may_end_early),
         cmocka_unit_test(the_scale_outlasts_what_happens_between_steps),
