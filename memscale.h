@@ -1883,10 +1883,12 @@ MEMSCALE_API_CHECKED ms_result ms_load_checkpoint(ms_model *model,
                                                   const ms_load_options *options, bool *found);
 
 /* A checkpoint in host memory, as large as the file, to be written while the model trains on, by any
-   thread. Errors: as ms_save; of the others INVALID (NULL), FILE. ms_snapshot_free uses
-   the model's allocator; NULL is allowed. Threads: ms_snapshot_write and ms_snapshot_write_file: any;
-   the snapshot may outlast the model. */
-MEMSCALE_API_CHECKED ms_result ms_save_begin(ms_model *model, ms_snapshot **snapshot);
+   thread. With `checkpoints` (may be NULL) it is the next of that folder, where
+   ms_snapshot_write_file writes it if the path is NULL, before another one is saved there. Errors: as
+   ms_save; of the others INVALID, FILE. ms_snapshot_free uses the model's allocator; NULL is allowed.
+   Threads: ms_snapshot_write and ms_snapshot_write_file: any; the snapshot may outlast the model. */
+MEMSCALE_API_CHECKED ms_result ms_save_begin(ms_model *model, const ms_checkpoints *checkpoints,
+                                             ms_snapshot **snapshot);
 MEMSCALE_API_CHECKED ms_result ms_snapshot_write(const ms_snapshot *snapshot, const ms_sink *sink);
 MEMSCALE_API_CHECKED ms_result ms_snapshot_write_file(const ms_snapshot *snapshot,
                                                       const char *path);
@@ -31701,6 +31703,7 @@ static MSI_COLD void msi_write_file(msi_checkpoint *c) {
 struct ms_snapshot {
     ms_allocator allocator;
     uint64_t bytes, done;
+    char path[MSI_PATH_BYTES]; // in a folder of checkpoints; empty: none
 };
 
 static int msi_write_snapshot(void *user, const void *data, size_t bytes) {
@@ -32615,15 +32618,16 @@ enum { MSI_MOST_PLACES = 64 };
 
 typedef struct msi_places {
     const ms_checkpoints *in;
+    uint32_t keep;
     char path[MSI_PATH_BYTES];       // of one of them
     uint64_t saves[MSI_MOST_PLACES]; // numbers the saves; 0: none that is whole
     bool was_there;                  // whatever it is
 } msi_places;
 
-static MSI_COLD bool msi_path_of_place(msi_places *p, uint32_t place) {
-    const int length = msi_write_text(p->path, sizeof p->path, "%s/checkpoint-%u.safetensors",
-                                      p->in->folder, (unsigned)place);
-    return length > 0 && length < (int)sizeof p->path;
+static MSI_COLD const char *msi_path_of_place(msi_places *p, uint32_t place) {
+    msi_write_text(p->path, sizeof p->path, "%s/checkpoint-%u.safetensors", p->in->folder,
+                   (unsigned)place);
+    return p->path;
 }
 
 /* Reads the number of the save in the present path. */
@@ -32663,15 +32667,16 @@ static MSI_COLD ms_result msi_find_places(ms_model *m, const char *function,
     ms_result result = MS_RESULT_OK;
     memset(p, 0, sizeof *p);
     p->in = in;
+    p->keep = in && in->keep ? in->keep : 2;
     if (!in || !in->folder || !in->folder[0] || in->keep > MSI_MOST_PLACES ||
-        !msi_path_of_place(p, 0)) {
+        strlen(in->folder) + 64 > sizeof p->path) {
         return msi_fail(m, MS_RESULT_INVALID,
                         "%s: the folder is NULL, empty or too long, or keep is above %d", function,
                         (int)MSI_MOST_PLACES);
     }
     for (uint32_t k = 0; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
-        result =
-            msi_path_of_place(p, k) ? msi_read_place(m, function, p, &p->saves[k]) : MS_RESULT_OK;
+        (void)msi_path_of_place(p, k);
+        result = msi_read_place(m, function, p, &p->saves[k]);
     }
     m->errors = result == MS_RESULT_OK ? errors : m->errors;
     return result;
@@ -32687,19 +32692,41 @@ static MSI_COLD uint32_t msi_choose_place(const msi_places *p, uint32_t count, b
     return place;
 }
 
+/* Chooses the path of the next checkpoint, and the number of its save. */
+static MSI_COLD ms_result msi_next_place(ms_model *m, const char *function,
+                                         const ms_checkpoints *in, msi_places *p, uint64_t *saves) {
+    const ms_result result = msi_find_places(m, function, in, p);
+    if (result == MS_RESULT_OK) {
+        *saves = p->saves[msi_choose_place(p, MSI_MOST_PLACES, true)] + 1;
+        (void)msi_path_of_place(p, msi_choose_place(p, p->keep, false));
+    }
+    return result;
+}
+
 static MSI_COLD ms_result msi_save_place(ms_model *m, const char *function,
                                          const ms_checkpoints *in) {
     msi_places p;
-    ms_result result = msi_find_places(m, function, in, &p);
-    const uint32_t keep = result == MS_RESULT_OK && in->keep ? in->keep : 2;
-    const uint64_t last = p.saves[msi_choose_place(&p, MSI_MOST_PLACES, true)];
-    if (result == MS_RESULT_OK && msi_path_of_place(&p, msi_choose_place(&p, keep, false))) {
-        result = msi_write_path(m, function, p.path, last + 1, NULL);
-    }
-    for (uint32_t k = keep; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
-        if (p.saves[k] > 0 && msi_path_of_place(&p, k)) {
-            msi_remove(p.path); // of an earlier run that kept more
+    uint64_t saves = 0;
+    ms_result result = msi_next_place(m, function, in, &p, &saves);
+    MSI_THEN(result, msi_write_path(m, function, p.path, saves, NULL));
+    for (uint32_t k = p.keep; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
+        if (p.saves[k] > 0) {
+            msi_remove(msi_path_of_place(&p, k)); // of an earlier run that kept more
         }
+    }
+    return result;
+}
+
+/* Saves to a snapshot, which `in` may be the folder of. */
+static MSI_COLD ms_result msi_begin_save(ms_model *m, const char *function,
+                                         const ms_checkpoints *in, ms_snapshot **snapshot) {
+    msi_places p;
+    uint64_t saves = 0;
+    p.path[0] = 0;
+    ms_result result = in ? msi_next_place(m, function, in, &p, &saves) : MS_RESULT_OK;
+    MSI_THEN(result, msi_save(m, function, NULL, saves, snapshot));
+    if (result == MS_RESULT_OK) {
+        memcpy((*snapshot)->path, p.path, strlen(p.path) + 1);
     }
     return result;
 }
@@ -32711,9 +32738,9 @@ static MSI_COLD ms_result msi_load_place(ms_model *m, const char *function,
     msi_places p;
     ms_result result = msi_find_places(m, function, in, &p), last = result;
     for (uint32_t place = msi_choose_place(&p, MSI_MOST_PLACES, true);
-         result == MS_RESULT_OK && p.saves[place] > 0 && msi_path_of_place(&p, place);
+         result == MS_RESULT_OK && p.saves[place] > 0;
          place = msi_choose_place(&p, MSI_MOST_PLACES, true)) {
-        last = msi_load_path(m, function, p.path, options);
+        last = msi_load_path(m, function, msi_path_of_place(&p, place), options);
         if (last != MS_RESULT_INVALID && last != MS_RESULT_FILE) {
             *found = last == MS_RESULT_OK;
             return last;
@@ -33768,13 +33795,15 @@ MEMSCALE_API ms_result ms_load_checkpoint(ms_model *model, const ms_checkpoints 
     return result;
 }
 
-MEMSCALE_API ms_result ms_save_begin(ms_model *model, ms_snapshot **snapshot) {
+MEMSCALE_API ms_result ms_save_begin(ms_model *model, const ms_checkpoints *checkpoints,
+                                     ms_snapshot **snapshot) {
     if (!model || !snapshot) {
         return msi_fail_argument(model, "ms_save_begin", "an argument is NULL");
     }
     *snapshot = NULL;
-    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
-                                           : msi_save(model, "ms_save_begin", NULL, 0, snapshot);
+    return msi_made(model) != MS_RESULT_OK
+               ? msi_made(model)
+               : msi_begin_save(model, "ms_save_begin", checkpoints, snapshot);
 }
 
 MEMSCALE_API ms_result ms_snapshot_write(const ms_snapshot *snapshot, const ms_sink *sink) {
@@ -33782,7 +33811,8 @@ MEMSCALE_API ms_result ms_snapshot_write(const ms_snapshot *snapshot, const ms_s
 }
 
 MEMSCALE_API ms_result ms_snapshot_write_file(const ms_snapshot *snapshot, const char *path) {
-    return snapshot ? msi_write_path(NULL, "ms_snapshot_write_file", path, 0, snapshot)
+    const char *to = path || !snapshot || !snapshot->path[0] ? path : snapshot->path;
+    return snapshot ? msi_write_path(NULL, "ms_snapshot_write_file", to, 0, snapshot)
                     : MS_RESULT_INVALID;
 }
 

@@ -722,7 +722,7 @@ static void calls_out_of_turn(void **state) {
     t_error(m, ms_save_extra(m, "a\x01", &r, 4), MS_RESULT_INVALID);
     t_error(m, ms_save_extra(m, "a\xff", &r, 4), MS_RESULT_INVALID);
     t_error(m, ms_save_extra(m, "x", &r, 0), MS_RESULT_INVALID);
-    t_error(m, ms_save_begin(m, NULL), MS_RESULT_INVALID);
+    t_error(m, ms_save_begin(m, NULL, NULL), MS_RESULT_INVALID);
     t_error(m, ms_set_step_count(m, UINT64_MAX), MS_RESULT_INVALID);
     t_ok(m, t_chain_write(&r.chain, 1));
     t_ok(m, ms_suspend(m, NULL));
@@ -815,6 +815,50 @@ static void checkpoints_of_a_folder(void **state) {
     rmdir(folder);
 }
 
+/* Snapshots take turns with files in a folder of two; each is written while the run goes on. */
+static void snapshots_are_checkpoints_of_a_folder(void **state) {
+    (void)state;
+    const ms_config config = t_config();
+    char folder[128], path[128];
+    ms_checkpoints where;
+    ms_snapshot *snapshot;
+    run a, b;
+    bool found;
+    scratch(folder, "");
+    mkdir(folder, 0700);
+    where.folder = folder;
+    where.keep = 0;
+    run_start(&a, &config, true);
+    for (uint64_t k = 0; k < 5; ++k) {
+        if (k == 2) {
+            t_ok(a.chain.model, ms_save_checkpoint(a.chain.model, &where));
+            run_step(&a);
+        } else {
+            t_ok(a.chain.model, ms_save_begin(a.chain.model, &where, &snapshot));
+            run_step(&a);
+            assert_int_equal(ms_snapshot_write_file(snapshot, NULL), MS_RESULT_OK);
+            ms_snapshot_free(snapshot);
+        }
+        run_open(&b, &config, true);
+        t_ok(b.chain.model, ms_load_checkpoint(b.chain.model, &where, NULL, &found));
+        assert_true(found && steps_of(&b) == STEPS + k);
+        run_step(&b);
+        run_same(&a, &b, 0);
+        ms_destroy(b.chain.model);
+    }
+    for (int k = 0; k < 3; ++k) {
+        char name[64];
+        snprintf(name, sizeof name, "checkpoint-%d.safetensors", k);
+        scratch(path, name);
+        assert_int_equal(remove(path) == 0, k < 2);
+    }
+    where.folder = "";
+    t_error(a.chain.model, ms_save_begin(a.chain.model, &where, &snapshot), MS_RESULT_INVALID);
+    assert_null(snapshot);
+    ms_destroy(a.chain.model);
+    rmdir(folder);
+}
+
 static void a_snapshot_is_the_file(void **state) {
     (void)state;
     const ms_config config = t_config();
@@ -828,7 +872,7 @@ static void a_snapshot_is_the_file(void **state) {
     run_start(&a, &config, true);
     t_file_clear(&one);
     t_ok(a.chain.model, t_save(a.chain.model, &one));
-    t_ok(a.chain.model, ms_save_begin(a.chain.model, &snapshot));
+    t_ok(a.chain.model, ms_save_begin(a.chain.model, NULL, &snapshot));
     run_step(&a);
     t_file_clear(&two);
     sink.write = t_file_write;
@@ -838,6 +882,7 @@ static void a_snapshot_is_the_file(void **state) {
     assert_memory_equal(one.data, two.data, one.bytes);
     two.fails_at = two.writes + 1;
     assert_int_equal(ms_snapshot_write(snapshot, &sink), MS_RESULT_FILE);
+    assert_int_equal(ms_snapshot_write_file(snapshot, NULL), MS_RESULT_INVALID);
     assert_int_equal(ms_snapshot_write_file(snapshot, "/nowhere/x"), MS_RESULT_FILE);
     assert_int_equal(ms_snapshot_write_file(snapshot, path), MS_RESULT_OK);
     ms_snapshot_free(snapshot);
@@ -1002,7 +1047,7 @@ static ms_result act_save_checkpoint(run *r) {
 static ms_result act_snapshot(run *r) {
     char path[128];
     ms_snapshot *snapshot;
-    ms_result result = ms_save_begin(r->chain.model, &snapshot);
+    ms_result result = ms_save_begin(r->chain.model, NULL, &snapshot);
     assert_true((snapshot != NULL) == (result == MS_RESULT_OK));
     if (snapshot) {
         scratch(path, old_files[2]);
@@ -1174,6 +1219,7 @@ int main(void) {
         cmocka_unit_test(failing_sinks_and_sources),
         cmocka_unit_test(calls_out_of_turn),
         cmocka_unit_test(checkpoints_of_a_folder),
+        cmocka_unit_test(snapshots_are_checkpoints_of_a_folder),
         cmocka_unit_test(a_snapshot_is_the_file),
         cmocka_unit_test(a_run_of_own_files_goes_on),
         cmocka_unit_test(files_of_python),
