@@ -1,6 +1,18 @@
-/*  fuzz.h - a fuzzer's harness as a program that runs files of a corpus. Include it after run_input. */
+/*  fuzz.h - run_input, which the file that includes this has before, for a fuzzer (FUZZ_LIBRARY) or for
+    a program that runs the files of a corpus. */
 #ifndef FUZZ_H
 #define FUZZ_H
+
+#ifdef FUZZ_LIBRARY
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    run_input(data, size);
+    return 0;
+}
+
+#else
 
 /* Runs an input in memory of exactly its size, so that sanitizers see what is read beyond its end. */
 static bool fuzz_file(const char *path) {
@@ -31,5 +43,7 @@ static int fuzz_files(char *const *paths, int count) {
     printf("[  PASSED  ] %d test(s).\n", run);
     return run > 0 && run == count ? 0 : 1;
 }
+
+#endif // FUZZ_LIBRARY
 
 #endif // FUZZ_H

@@ -1902,18 +1902,9 @@ static void run_input(const uint8_t *data, size_t size) {
     free(w);
 }
 
-#ifdef FUZZ_LIBRARY
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    run_input(data, size);
-    return 0;
-}
-
-#else
-
 #include "fuzz.h"
+
+#ifndef FUZZ_LIBRARY
 
 int main(int argc, char **argv) {
     is_traced = argc > 1 && strcmp(argv[1], "-v") == 0;

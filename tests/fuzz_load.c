@@ -429,16 +429,9 @@ static void run_input(const uint8_t *data, size_t size) {
     end(&s);
 }
 
-#ifdef FUZZ_LIBRARY
+#include "fuzz.h"
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    run_input(data, size);
-    return 0;
-}
-
-#else
+#ifndef FUZZ_LIBRARY
 
 // ------------------------------------------------------------------------------------------------
 // inputs to begin with
@@ -630,8 +623,6 @@ static void write_seeds(const char *to) {
     write_foreign();
     free(whole.data);
 }
-
-#include "fuzz.h"
 
 int main(int argc, char **argv) {
     if (argc == 3 && strcmp(argv[1], "--seeds") == 0) {
