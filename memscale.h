@@ -1942,11 +1942,13 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 
-/* Present shape, element count and bytes of a tensor; rank -1, 0 and 0 for a wrong handle. The bytes
-   are those that ms_read gives: of optimizer state those in F32, whatever its format in memory. */
+/* Present shape, element count and bytes of a tensor, and the dtype that it was registered with; rank
+   -1, 0, 0 and MS_DTYPE_COUNT for a wrong handle. The bytes are those that ms_read gives: of
+   optimizer state those in F32, whatever its format in memory. */
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
+MEMSCALE_API ms_dtype ms_tensor_dtype(const ms_model *model, ms_tensor tensor);
 
 /* OK if a tensor has so many bytes: for wrappers that know the size of what they give to ms_write and
    ms_read. Errors: INVALID, with both numbers; that of ms_create if it failed. */
@@ -33901,6 +33903,11 @@ MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor) {
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
     return t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
+}
+
+MEMSCALE_API ms_dtype ms_tensor_dtype(const ms_model *model, ms_tensor tensor) {
+    const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
+    return t == MSI_NONE ? MS_DTYPE_COUNT : model->graph.tensors.items[t].view.dtype;
 }
 
 MEMSCALE_API ms_result ms_expect_bytes(ms_model *model, ms_tensor tensor, uint64_t bytes) {

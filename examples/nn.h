@@ -1,9 +1,9 @@
-/*  nn.h - layers for memscale.h, on the CPU and with CUDA: those of transformers, with GPT-2 and
-    BERT of any size, and those of convolutional nets.
+/*  nn.h - layers for memscale.h, on the CPU and with CUDA: those of transformers, with GPT-2, BERT
+    and the family of Llama of any size, and those of convolutional nets.
 
     For the examples, tests and benchmarks. Include this header alone: it includes memscale.h, for
-    its declarations, and the two headers that hold the kernels, nn_cpu.h and nn_cuda.h. All of it
-    is C99 and C++11, except the CUDA kernels, and every function is static, except nn_cuda(). With
+    its declarations, the headers that hold the kernels, nn_cpu.h and nn_cuda.h, and nn_models.h. All
+    of it is C99 and C++11, except the CUDA kernels, and every function is static, except nn_cuda(). With
     OpenMP the loops run in parallel; all matrix products go through ms_gemm.
 
         ms_model *model;
@@ -79,23 +79,32 @@
                    >>nn device       nn_device, the table of a device's kernels
         nn_cpu.h   >>nn cpu ...      loops, kernels and table of the CPU
         nn_cuda.h  >>nn cuda ...     scratch sizes, kernels and table of CUDA
-        nn.h       >>nn options      of layers, and the net that owns them and lists the params
+        nn.h       >>nn options      of layers, and the net that lists the params
                    >>nn callbacks    forward and backward of each layer: from views to kernels
                    >>nn layers       the functions that register them
                    >>nn block        a whole transformer block as one layer
-                   >>nn models       GPT-2 and BERT
+                   >>nn adapters     beside linear layers
+        nn_models.h                  GPT-2, BERT and the family of Llama
 
-    A NEW KERNEL is a function pointer in nn_device; a function in nn_cpu.h and a row of nn_cpu(),
-    the table at the end of that file; a function in nn_cuda.h and a row of nn_cuda(), the table at
-    the end of that file, and a NULL in nn_cuda_dry(). The rows have the order of nn_device. If the
-    kernel needs scratch memory, nn_device has a function for its size too, and that of CUDA is
-    under ">>nn cuda scratch". A formula that both devices evaluate goes to ">>nn functions", a
-    struct that both receive to ">>nn shared".
+    A NEW LAYER with kernels of its own touches these places:
 
-    A NEW LAYER is a declaration under ">>nn public", two callbacks under ">>nn callbacks", which
-    call kernels of the table, and a function under ">>nn layers", which registers them and names
-    what stays F32 in desc.dtypes, and its rows in desc.tile (nn_declare_rows). If the kernels
-    exist, it needs nothing else, and it runs on both devices, in F32, BF16 and F16.
+         1  >>nn public      the declaration of its function, with formula and source
+         2  >>nn shared      a struct that its kernels receive, if they need more than sizes
+         3  >>nn functions   the formula of an element, which both devices evaluate
+         4  >>nn device      a row of NN_KERNELS for forward and for backward, and one of NN_SIZES if
+                             they need scratch memory
+         5  nn_cpu.h         the kernels nn_<kernel>_kernel, and nn_cpu_<size>
+         6  nn_cuda.h        nn_cuda_<size> under ">>nn cuda scratch"
+         7  nn_cuda_*.h      the kernels nn_cuda_<kernel>, in the file of their family
+         8  >>nn callbacks   its options, if it has some, and two callbacks, which call the kernels
+         9  >>nn layers      the function that registers them: operands, what backward reads, what stays
+                             F32 in desc.dtypes, rows in desc.tile (nn_declare_rows)
+        10  tests/test_nn.c  the layer against float64, with the graphs and formats of all layers
+        11  tests/test_half.c  the layer in 16 bits
+
+    It then runs on both devices, in F32, BF16 and F16, in tiles and in dry runs. One that is made of
+    kernels that exist touches four of them: 1, 8, 9 and 10. tests/source.sh counts the places that
+    name a kernel outside of these.
 */
 #ifndef MEMSCALE_NN_H
 #define MEMSCALE_NN_H
@@ -133,8 +142,7 @@
 // ------------------------------------------------------------------------------------------------
 // >>nn public
 
-/* Lists the params and buffers of a model with their initial distributions, and owns the options of
-   its layers. */
+/* Lists the params and buffers of a model with their initial distributions. */
 typedef struct nn_net nn_net;
 
 typedef enum nn_init_kind { NN_INIT_ZEROS, NN_INIT_ONES, NN_INIT_NORMAL } nn_init_kind;
@@ -147,40 +155,6 @@ typedef struct nn_param_info {
     nn_init_kind init;
     float deviation;
 } nn_param_info;
-
-typedef enum nn_granularity {
-    NN_OPERATORS, // every operator is a layer
-    NN_BLOCKS     // every transformer block is one layer; its inner values are saved tensors
-} nn_granularity;
-
-typedef struct nn_transformer_config {
-    int64_t vocabulary;
-    int64_t context; // rows of the position table; at least the (largest) sequence
-    int64_t layers, heads, channels;
-    int64_t batch, sequence;
-    /* The largest size for ms_reshape, along an axis of its own; 0: no axis, the size is fixed. The
-       axes are added in the order batch, sequence. */
-    int64_t largest_batch, largest_sequence;
-    float dropout; // 0: no dropout layers are registered
-    nn_granularity granularity;
-    bool save_scores; // keep the attention probabilities for backward; else compute them in tiles
-    /* The heads of a block in so many equal groups, one after the other, each with a qkv and a proj
-       layer of its own, named qkv0, proj0 and so on: only one group's queries, keys, values and their
-       gradients need to be in memory at a time. 0: one group, named qkv and proj. The initial
-       weights are drawn per group. Not with NN_BLOCKS. */
-    int64_t head_groups;
-    /* 0: none; else every linear layer of a block has an adapter of this rank, and all other params
-       are frozen. Not with NN_BLOCKS. */
-    int64_t adapter_rank;
-} nn_transformer_config;
-
-typedef struct nn_transformer {
-    ms_tensor tokens;   // I32 (B, T)
-    ms_tensor segments; // I32 (B, T), 0 or 1; only BERT has it
-    ms_tensor targets;  // I32 (B, T), below 0: ignored
-    ms_tensor logits;   // (B, T, V)
-    ms_tensor losses;   // (B, T)
-} nn_transformer;
 
 /* Callbacks of layers return this error, those of ms_gemm or those of the CUDA runtime. */
 enum { NN_ERROR_INDEX = 1001 /* a token or target is outside its table */ };
@@ -201,7 +175,7 @@ NN_API const nn_device *nn_cuda_dry(void);
 NN_API nn_net *nn_create(ms_model *model);
 NN_API nn_net *nn_create_on(ms_model *model, const nn_device *device);
 
-/* Frees the net; call it after ms_destroy, since the layers use its options. NULL is fine. */
+/* Frees the net, which the layers do not need. NULL is fine. */
 NN_API void nn_destroy(nn_net *net);
 
 /* Writes initial values into all params and buffers; they depend on the seed alone, not on the
@@ -276,6 +250,65 @@ NN_API ms_tensor nn_layernorm(nn_net *net, const char *name, ms_tensor x);
 NN_API ms_tensor nn_layernorm_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
                                    ms_tensor bias, float epsilon);
 
+/* Over the last axis: x / sqrt(mean of x^2 + epsilon) * weight, with a new param "<name>.weight",
+   ones; or, from_one, times 1 + weight, which is zeros at first. Saves 1 / sqrt(...) per row. Zhang
+   and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. nn_rmsnorm_tied takes an
+   existing param. */
+NN_API ms_tensor nn_rmsnorm(nn_net *net, const char *name, ms_tensor x, float epsilon,
+                            bool from_one);
+NN_API ms_tensor nn_rmsnorm_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
+                                 float epsilon, bool from_one);
+
+/* The same for each head of the queries and of the keys in qkv (B, T, (heads + 2 kv_heads) size),
+   with two existing weights (size); values are copied. Henry et al., "Query-Key Normalization for
+   Transformers", 2020, in the form of Yang et al., "Qwen3 Technical Report", 2025, section 2. */
+typedef struct nn_head_norm_desc {
+    int64_t heads, kv_heads;
+    ms_tensor queries, keys; // weights
+    float epsilon;
+    bool from_one;
+} nn_head_norm_desc;
+
+NN_API ms_tensor nn_head_norm(nn_net *net, const char *name, ms_tensor qkv,
+                              const nn_head_norm_desc *d);
+
+/* How the angles of rotary positions are scaled for longer sequences than a model was trained on at
+   first. LINEAR: divided by factor (Chen et al., "Extending Context Window of Large Language Models
+   via Positional Interpolation", 2023, equation 4). LLAMA3: only those of pairs that turn less than
+   `low` times within `original` positions, and in part those that turn up to `high` times (the
+   published code of Llama 3.1, 2024). */
+typedef enum nn_rotary_kind { NN_ROTARY_PLAIN, NN_ROTARY_LINEAR, NN_ROTARY_LLAMA3 } nn_rotary_kind;
+
+typedef struct nn_rotary_scaling {
+    nn_rotary_kind kind;
+    float factor, low, high;
+    int64_t original;
+} nn_rotary_scaling;
+
+/* x (B, T, columns): in each of the first `heads` heads of `size` elements, the first `turned` are
+   pairs, which are turned by the angle t theta^(-2 pair / turned) at position t; what comes after
+   these heads is copied. Pairs are elements i and i + turned / 2, as in the checkpoints of Hugging
+   Face, or adjacent ones, as in the paper. Su et al., "RoFormer", 2021, equation 34. */
+typedef struct nn_rotary_desc {
+    int64_t heads; // those of queries and keys together
+    int64_t size;
+    int64_t turned; // even, at most 256; 0: size
+    float theta;    // 0: 10000
+    bool adjacent;
+    nn_rotary_scaling scaling;
+} nn_rotary_desc;
+
+NN_API ms_tensor nn_rotary(nn_net *net, const char *name, ms_tensor x, const nn_rotary_desc *d);
+
+/* Gated units: gate times its logistic function, or the tanh form of its gelu, times up; all of one
+   shape. Shazeer, "GLU Variants Improve Transformer", 2020, equation 5. */
+NN_API ms_tensor nn_swiglu(nn_net *net, const char *name, ms_tensor gate, ms_tensor up);
+NN_API ms_tensor nn_geglu(nn_net *net, const char *name, ms_tensor gate, ms_tensor up);
+
+/* x times a factor; cap * tanh(x / cap). */
+NN_API ms_tensor nn_scale(nn_net *net, const char *name, ms_tensor x, float factor);
+NN_API ms_tensor nn_softcap(nn_net *net, const char *name, ms_tensor x, float cap);
+
 /* Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016, section 2. nn_gelu is the tanh form,
    0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), of GPT-2; nn_gelu_erf the exact form,
    x times the normal distribution function at x, of BERT. */
@@ -300,6 +333,23 @@ NN_API ms_tensor nn_dropout(nn_net *net, const char *name, ms_tensor x, float pr
    "FlashAttention", 2022, algorithms 1 and 4. */
 NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int64_t heads,
                               bool causal, bool save_scores);
+
+/* Multi-head self-attention in which groups of heads share keys and values: qkv (B, T, (heads +
+   2 kv_heads) size) holds the queries of all heads, then the keys and then the values of kv_heads;
+   out is (B, T, heads * size). In tiles, as above. Ainslie et al., "GQA", 2023, section 2.2; with a
+   window each query sees so many keys, the last of them that of its own token (Beltagy et al.,
+   "Longformer", 2020, section 3.1; Jiang et al., "Mistral 7B", 2023, section 2); a cap bends scores
+   smoothly (Gemma Team, "Gemma 2", 2024, section 2). */
+typedef struct nn_heads_desc {
+    int64_t heads, kv_heads; // kv_heads 0: as many
+    bool causal;
+    int64_t window; // causal: keys that a query sees; 0: all
+    float cap;      // scores become cap * tanh(score / cap); 0: they do not
+    float scale;    // of the products of queries and keys; 0: 1 / sqrt(size)
+} nn_heads_desc;
+
+NN_API ms_tensor nn_grouped_attention(nn_net *net, const char *name, ms_tensor qkv,
+                                      const nn_heads_desc *heads);
 
 /* Loss per row, in the shape of targets: log(sum(exp(logits))) - logits[target]. A row whose
    target is below 0 is ignored: loss 0, gradient 0. logits (rows, V), targets I32 (rows). Backward
@@ -353,22 +403,6 @@ NN_API ms_tensor nn_average_pool(nn_net *net, const char *name, ms_tensor x);
 /* x (B, ...) as a matrix (B, n); the values stay in their order. */
 NN_API ms_tensor nn_flatten(nn_net *net, const char *name, ms_tensor x);
 
-/* Sizes of a published model: "gpt2-124M", "gpt2-355M", "gpt2-774M", "gpt2-1558M", "bert-base",
-   "bert-large". Sets vocabulary, context, layers, heads and channels, nothing else; false: unknown
-   name. */
-NN_API bool nn_preset(const char *name, nn_transformer_config *config);
-
-/* GPT-2: token and position embedding, pre-norm blocks, a last normalization, and a head tied to
-   the token table. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
-   section 2.3: initial weights of the projections into the residual stream have the deviation
-   0.02 / sqrt(2 * layers). Registers inputs, params, layers and losses, and calls ms_set_loss. */
-NN_API nn_transformer nn_gpt2(nn_net *net, const nn_transformer_config *config);
-
-/* BERT with its masked-language-model head: token, position and segment embedding, normalization,
-   post-norm blocks; dense, gelu, normalization, and a decoder tied to the token table with a bias
-   of its own. Devlin et al., "BERT", 2018, sections 3 and A.2. No pooler, no next-sentence head. */
-NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config);
-
 // ------------------------------------------------------------------------------------------------
 // >>nn shared  what both devices use: operands of kernels, geometry, products
 
@@ -407,6 +441,11 @@ NN_API nn_values nn_values_in(const void *data, ms_dtype dtype) {
 
 NN_API nn_values nn_f32(const float *data) {
     return nn_values_in(data, MS_DTYPE_F32);
+}
+
+/* The formats of values: a layer whose operands have another one is refused when it is registered. */
+NN_HD bool nn_has_format(ms_dtype dtype) {
+    return dtype == MS_DTYPE_F32 || dtype == MS_DTYPE_BF16 || dtype == MS_DTYPE_F16;
 }
 
 NN_HD size_t nn_value_bytes(ms_dtype dtype) {
@@ -472,13 +511,61 @@ typedef struct nn_lookup {
     int64_t entries, first, period;
 } nn_lookup;
 
-/* A layer normalization of rows of this width. It saves mean and rstd (rows). */
+/* Rows that a kernel works on come in groups: `group` of them follow each other, and the groups begin
+   `apart` elements from one another, as do the queries of a token within its queries, keys and
+   values. group 0: all rows follow each other. */
+typedef struct nn_row_groups {
+    int64_t group, apart;
+} nn_row_groups;
+
+/* A normalization of rows of this width. It saves mean and rstd (rows). mean NULL: by the root of
+   the mean square, without a mean and a bias. */
 typedef struct nn_norm {
     int64_t rows, width;
+    nn_row_groups places; // of rows; without groups where mean is not NULL
     const float *weight, *bias;
     float *mean, *rstd;
     float epsilon;
+    bool from_one; // 1 + weight takes the place of weight; only where mean is NULL
 } nn_norm;
+
+/* The element at which a row of a normalization begins. */
+NN_HD int64_t nn_row_place(const nn_norm *n, int64_t row) {
+    return n->places.group == 0
+               ? row * n->width
+               : row / n->places.group * n->places.apart + row % n->places.group * n->width;
+}
+
+/* Columns first ... first + count - 1 of a matrix whose rows are `stride` elements apart. */
+typedef struct nn_column_range {
+    int64_t first, count, stride;
+} nn_column_range;
+
+/* What multiplies in a gated unit: x times the logistic function of x, or the tanh form of gelu. */
+typedef enum nn_gate { NN_GATE_SILU, NN_GATE_GELU } nn_gate;
+
+enum { NN_PAIRS = 128 }; // of a head, at most, that rotary positions turn
+
+/* Rows of tokens, of so many columns: `heads` heads of `size` elements, and then columns that are
+   copied. In each head the elements of `pairs` pairs are turned by the angle of the pair, position
+   times inverse[pair]; elements that are in no pair are copied. Row r is at the position
+   (first + r) % period. */
+typedef struct nn_turns {
+    int64_t rows, columns, first, period;
+    int64_t heads, size, pairs;
+    bool adjacent; // pair i has the elements 2 i and 2 i + 1; otherwise i and pairs + i
+    bool back;     // turned by the opposite angles
+    float inverse[NN_PAIRS];
+} nn_turns;
+
+/* The first element of a pair, and how far the second one is from it. */
+NN_HD int64_t nn_pair_place(const nn_turns *n, int64_t pair) {
+    return n->adjacent ? 2 * pair : pair;
+}
+
+NN_HD int64_t nn_pair_apart(const nn_turns *n) {
+    return n->adjacent ? 1 : n->pairs;
+}
 
 /* Values (images, channels, plane), plane = height * width. */
 typedef struct nn_planes {
@@ -557,11 +644,53 @@ typedef struct nn_linear_size {
     int64_t rows, in, out;
 } nn_linear_size;
 
-/* Sizes of an attention; there are heads * size channels. */
+/* Sizes of an attention. A row of qkv has the queries of `heads` heads, then the keys and then the
+   values of kv_heads, each of `size` elements; heads / kv_heads heads of queries, one after the other,
+   share keys and values. */
 typedef struct nn_attention_size {
-    int64_t batch, sequence, heads, size;
+    int64_t batch, sequence, heads, kv_heads, size;
+    int64_t window; // keys that a query sees, that of its own token the last of them; 0: no limit
+    float scale;    // scores are products times this
+    float cap;      // and then cap * tanh(score / cap); 0: no cap
     bool causal;
 } nn_attention_size;
+
+/* Elements of a row of qkv and of the output; of what comes before the keys and before the values;
+   and heads of queries that share keys. */
+NN_HD int64_t nn_attention_columns(const nn_attention_size *n) {
+    return (n->heads + 2 * n->kv_heads) * n->size;
+}
+
+NN_HD int64_t nn_attention_width(const nn_attention_size *n) {
+    return n->heads * n->size;
+}
+
+NN_HD int64_t nn_attention_keys(const nn_attention_size *n) {
+    return n->heads * n->size;
+}
+
+NN_HD int64_t nn_attention_values(const nn_attention_size *n) {
+    return (n->heads + n->kv_heads) * n->size;
+}
+
+NN_HD int64_t nn_attention_shared(const nn_attention_size *n) {
+    return n->heads / n->kv_heads;
+}
+
+/* The first key that a query sees, and the number after the last. */
+NN_HD int64_t nn_first_key(const nn_attention_size *n, int64_t query) {
+    const int64_t first = n->window > 0 ? query + 1 - n->window : 0;
+    return first > 0 ? first : 0;
+}
+
+NN_HD int64_t nn_keys_end(const nn_attention_size *n, int64_t query) {
+    return n->causal ? query + 1 : n->sequence;
+}
+
+/* The number after the last query that sees a key. */
+NN_HD int64_t nn_queries_end(const nn_attention_size *n, int64_t key) {
+    return n->window > 0 && key + n->window < n->sequence ? key + n->window : n->sequence;
+}
 
 /* Values as a matrix for ms_gemm, to read or to write. */
 NN_API ms_matrix nn_matrix(nn_values values, int64_t rows, int64_t cols, int64_t stride) {
@@ -718,6 +847,47 @@ NN_HD float nn_gelu_tanh_slope(float x) {
     return s + x * s * (1.0f - s) * (1.59576912f + 0.21406445f * x * x);
 }
 
+/* x times the logistic function of x, and its slope. */
+NN_HD float nn_silu_value(float x) {
+    return x / (1.0f + nn_exp(-x));
+}
+
+NN_HD float nn_silu_slope(float x) {
+    const float s = 1.0f / (1.0f + nn_exp(-x));
+    return s + x * s * (1.0f - s);
+}
+
+NN_HD float nn_gate_value(nn_gate kind, float x) {
+    return kind == NN_GATE_SILU ? nn_silu_value(x) : nn_gelu_tanh_value(x);
+}
+
+NN_HD float nn_gate_slope(nn_gate kind, float x) {
+    return kind == NN_GATE_SILU ? nn_silu_slope(x) : nn_gelu_tanh_slope(x);
+}
+
+/* By its series near 0, where 1 - 2 / (e^2x + 1) would lose digits. Relative error about 4e-7. */
+NN_HD float nn_tanh(float x) {
+    const float a = x < 0.0f ? -x : x;
+    const float s = x * x;
+    float p = 2.186948854e-2f;
+    p = p * s - 5.396825397e-2f;
+    p = p * s + 1.333333333e-1f;
+    p = p * s - 3.333333333e-1f;
+    const float near_zero = x + x * s * p;
+    const float far_off = 1.0f - 2.0f / (nn_exp(2.0f * a) + 1.0f);
+    return a < 0.25f ? near_zero : x < 0.0f ? -far_off : far_off;
+}
+
+/* A soft cap of x, and its slope where it has the value y. */
+NN_HD float nn_cap_value(float x, float cap) {
+    return cap * nn_tanh(x / cap);
+}
+
+NN_HD float nn_cap_slope(float y, float cap) {
+    const float share = y / cap;
+    return 1.0f - share * share;
+}
+
 /* The normal distribution function. For a = |x| and t = 1 / (1 + 0.35 a), its value at -a over
    t exp(-a^2 / 2) is smooth on all of 0 < t <= 1: a polynomial fitted at Chebyshev nodes, relative
    error 4e-8. bell is exp(-x^2 / 2). */
@@ -819,79 +989,108 @@ NN_HD int64_t nn_largest_place(nn_values plane, const nn_window *w, int64_t y, i
    device, pointers to structs are memory of the host. Gradients of tables and of what is F32 in
    every call are F32. `work` is scratch memory of as many floats as the ..._floats
    function returns. That number never shrinks as sizes grow, so that scratch memory for the largest
-   size is enough for all. */
+   size is enough for all.
+   A device has a function for each row of these two tables: the CPU nn_cpu_<size> and
+   nn_<kernel>_kernel, CUDA nn_cuda_<size> and nn_cuda_<kernel>.
+
+   attention_queries: causal attention omits the products of so many queries at a time with the keys
+   that none of them sees; 0: it omits none. column_floats: for the backward of embeddings and linear
+   layers. layernorm_floats: for backward. batch_norm_floats: forward and backward. */
+#define NN_SIZES(S)                                                                                \
+    S(attention_queries, (bool keeps_scores))                                                      \
+    S(column_floats, (int64_t rows, int64_t columns))                                              \
+    S(layernorm_floats, (int64_t rows, int64_t width))                                             \
+    S(attention_floats, (nn_attention_size n, bool backward))                                      \
+    S(tiled_attention_floats, (nn_attention_size n, bool backward))                                \
+    S(conv2d_floats, (const nn_window *w, int64_t out, bool backward))                             \
+    S(batch_norm_floats, (nn_planes n))
+
+/* copy: y = x, or y += x: also the gradient of a sum or of another shape.
+   copy_columns: the same for some columns of a matrix.
+   linear_gelu: h = x * transpose(weight) + bias, y = gelu(h).
+   linear_add: y = residual + dropout(x * transpose(weight) + bias).
+   attention: scores (B, H, T, T) keeps the probabilities for backward; in forward its data may be
+   NULL. tiled_attention: without probabilities of whole rows. log_sums (B, H, T): the logarithm of
+   the sum of exponentials of each row; in forward its data may be NULL. dqkv is not qkv.
+   rotary: y = x turned, or back; y may be x.
+   gated: y = function(gate) * up; y may be either. Its gradients may be where operands are.
+   softcap: y = cap * tanh(x / cap); y may be x. Its gradient comes from y. */
+#define NN_KERNELS(K)                                                                              \
+    K(copy, (const ms_call *call, nn_dest y, nn_values x, int64_t count))                          \
+    K(copy_columns,                                                                                \
+      (const ms_call *call, nn_dest y, nn_values x, int64_t rows, nn_column_range c))              \
+    K(add, (const ms_call *call, nn_values y, nn_values a, nn_values b, int64_t count))            \
+    K(dropout, (const ms_call *call, nn_dest y, nn_values x, int64_t count, float probability,     \
+                nn_seed seed))                                                                     \
+    K(gelu, (const ms_call *call, nn_values y, nn_values x, int64_t count, bool erf_form))         \
+    K(gelu_backward,                                                                               \
+      (const ms_call *call, nn_dest dx, nn_values dy, nn_values x, int64_t count, bool erf_form))  \
+    K(gated, (const ms_call *call, nn_values y, nn_values gate, nn_values up, int64_t count,       \
+              nn_gate kind))                                                                       \
+    K(gated_backward, (const ms_call *call, nn_dest dgate, nn_dest dup, nn_values dy,              \
+                       nn_values gate, nn_values up, int64_t count, nn_gate kind))                 \
+    K(scale, (const ms_call *call, nn_dest y, nn_values x, int64_t count, float factor))           \
+    K(softcap, (const ms_call *call, nn_values y, nn_values x, int64_t count, float cap))          \
+    K(softcap_backward,                                                                            \
+      (const ms_call *call, nn_dest dx, nn_values dy, nn_values y, int64_t count, float cap))      \
+    K(embedding, (const ms_call *call, nn_values y, const nn_lookup *lookups, int lookup_count,    \
+                  int64_t rows, int64_t channels))                                                 \
+    K(embedding_backward, (const ms_call *call, nn_dest dtable, const nn_lookup *lookup,           \
+                           nn_values dy, int64_t rows, int64_t channels, float *work))             \
+    K(linear, (const ms_call *call, nn_values y, nn_values x, nn_values weight, const float *bias, \
+               nn_linear_size n))                                                                  \
+    K(linear_gelu, (const ms_call *call, nn_values y, nn_values h, nn_values x, nn_values weight,  \
+                    const float *bias, nn_linear_size n, bool erf_form))                           \
+    K(linear_add, (const ms_call *call, nn_values y, nn_values residual, nn_values x,              \
+                   nn_values weight, const float *bias, nn_linear_size n, const nn_drop *drop))    \
+    K(linear_backward,                                                                             \
+      (const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias, nn_values dy, nn_values x, \
+       nn_values weight, nn_linear_size n, float *work))                                           \
+    K(layernorm, (const ms_call *call, nn_values y, nn_values x, const nn_norm *n))                \
+    K(layernorm_backward, (const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,        \
+                           nn_values dy, nn_values x, const nn_norm *n, float *work))              \
+    K(rotary, (const ms_call *call, nn_dest y, nn_values x, const nn_turns *n))                    \
+    K(attention, (const ms_call *call, nn_values out, nn_values scores, nn_values qkv,             \
+                  float *work, nn_attention_size n))                                               \
+    K(attention_backward, (const ms_call *call, nn_dest dqkv, nn_values dout, nn_values scores,    \
+                           nn_values qkv, float *work, nn_attention_size n))                       \
+    K(tiled_attention, (const ms_call *call, nn_values out, float *log_sums, nn_values qkv,        \
+                        float *work, nn_attention_size n))                                         \
+    K(tiled_attention_backward,                                                                    \
+      (const ms_call *call, nn_dest dqkv, nn_values dout, nn_values out, const float *log_sums,    \
+       nn_values qkv, float *work, nn_attention_size n))                                           \
+    K(cross_entropy, (const ms_call *call, float *losses, float *stats, nn_values logits,          \
+                      const int32_t *targets, int64_t rows, int64_t classes))                      \
+    K(cross_entropy_backward,                                                                      \
+      (const ms_call *call, nn_dest dlogits, const float *dlosses, const float *stats,             \
+       nn_values logits, const int32_t *targets, int64_t rows, int64_t classes))                   \
+    K(relu, (const ms_call *call, nn_values y, nn_values x, int64_t count))                        \
+    K(relu_backward, (const ms_call *call, nn_dest dx, nn_values dy, nn_values y, int64_t count))  \
+    K(conv2d, (const ms_call *call, nn_values y, nn_values x, nn_values weight, const float *bias, \
+               int64_t out, const nn_window *w, float *work))                                      \
+    K(conv2d_backward,                                                                             \
+      (const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias, nn_values dy, nn_values x, \
+       nn_values weight, int64_t out, const nn_window *w, float *work))                            \
+    K(max_pool,                                                                                    \
+      (const ms_call *call, nn_values y, int32_t *places, nn_values x, const nn_window *w))        \
+    K(max_pool_backward,                                                                           \
+      (const ms_call *call, nn_dest dx, nn_values dy, const int32_t *places, const nn_window *w))  \
+    K(batch_norm, (const ms_call *call, nn_values y, nn_values x, const nn_batch_norm_values *v,   \
+                   nn_planes n, float *work))                                                      \
+    K(batch_norm_backward,                                                                         \
+      (const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias, nn_values dy, nn_values x, \
+       const nn_batch_norm_values *v, nn_planes n, float *work))                                   \
+    K(average, (const ms_call *call, nn_values means, nn_values x, nn_planes n))                   \
+    K(average_backward, (const ms_call *call, nn_dest dx, nn_values dmeans, nn_planes n))
+
+#define NN_SIZE_FIELD(name, operands)   int64_t(*name) operands;
+#define NN_KERNEL_FIELD(name, operands) int(*name) operands;
+
 struct nn_device {
     const char *name;
-    /* Causal attention omits the products of so many queries at a time with the keys that none of
-       them sees; 0: it omits none */
-    int64_t (*attention_queries)(bool keeps_scores);
-    int64_t (*column_floats)(int64_t rows, int64_t columns);  // embedding and linear, backward
-    int64_t (*layernorm_floats)(int64_t rows, int64_t width); // backward
-    int64_t (*attention_floats)(nn_attention_size n, bool backward);
-    int64_t (*tiled_attention_floats)(nn_attention_size n, bool backward);
-    int64_t (*conv2d_floats)(const nn_window *w, int64_t out, bool backward);
-    int64_t (*batch_norm_floats)(nn_planes n); // forward and backward
-    /* y = x, or y += x: also the gradient of a sum or of another shape */
-    int (*copy)(const ms_call *call, nn_dest y, nn_values x, int64_t count);
-    int (*add)(const ms_call *call, nn_values y, nn_values a, nn_values b, int64_t count);
-    int (*dropout)(const ms_call *call, nn_dest y, nn_values x, int64_t count, float probability,
-                   nn_seed seed);
-    int (*gelu)(const ms_call *call, nn_values y, nn_values x, int64_t count, bool erf_form);
-    int (*gelu_backward)(const ms_call *call, nn_dest dx, nn_values dy, nn_values x, int64_t count,
-                         bool erf_form);
-    int (*embedding)(const ms_call *call, nn_values y, const nn_lookup *lookups, int lookup_count,
-                     int64_t rows, int64_t channels);
-    int (*embedding_backward)(const ms_call *call, nn_dest dtable, const nn_lookup *lookup,
-                              nn_values dy, int64_t rows, int64_t channels, float *work);
-    int (*linear)(const ms_call *call, nn_values y, nn_values x, nn_values weight,
-                  const float *bias, nn_linear_size n);
-    /* h = x * transpose(weight) + bias, y = gelu(h) */
-    int (*linear_gelu)(const ms_call *call, nn_values y, nn_values h, nn_values x, nn_values weight,
-                       const float *bias, nn_linear_size n, bool erf_form);
-    /* y = residual + dropout(x * transpose(weight) + bias) */
-    int (*linear_add)(const ms_call *call, nn_values y, nn_values residual, nn_values x,
-                      nn_values weight, const float *bias, nn_linear_size n, const nn_drop *drop);
-    int (*linear_backward)(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
-                           nn_values dy, nn_values x, nn_values weight, nn_linear_size n,
-                           float *work);
-    int (*layernorm)(const ms_call *call, nn_values y, nn_values x, const nn_norm *n);
-    int (*layernorm_backward)(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
-                              nn_values dy, nn_values x, const nn_norm *n, float *work);
-    /* scores (B, H, T, T) keeps the probabilities for backward; in forward its data may be NULL */
-    int (*attention)(const ms_call *call, nn_values out, nn_values scores, nn_values qkv,
-                     float *work, nn_attention_size n);
-    int (*attention_backward)(const ms_call *call, nn_dest dqkv, nn_values dout, nn_values scores,
-                              nn_values qkv, float *work, nn_attention_size n);
-    /* The same without probabilities of whole rows. log_sums (B, H, T): the logarithm of the sum of
-       exponentials of each row; in forward its data may be NULL. dqkv is not qkv. */
-    int (*tiled_attention)(const ms_call *call, nn_values out, float *log_sums, nn_values qkv,
-                           float *work, nn_attention_size n);
-    int (*tiled_attention_backward)(const ms_call *call, nn_dest dqkv, nn_values dout,
-                                    nn_values out, const float *log_sums, nn_values qkv,
-                                    float *work, nn_attention_size n);
-    int (*cross_entropy)(const ms_call *call, float *losses, float *stats, nn_values logits,
-                         const int32_t *targets, int64_t rows, int64_t classes);
-    int (*cross_entropy_backward)(const ms_call *call, nn_dest dlogits, const float *dlosses,
-                                  const float *stats, nn_values logits, const int32_t *targets,
-                                  int64_t rows, int64_t classes);
-    int (*relu)(const ms_call *call, nn_values y, nn_values x, int64_t count);
-    int (*relu_backward)(const ms_call *call, nn_dest dx, nn_values dy, nn_values y, int64_t count);
-    int (*conv2d)(const ms_call *call, nn_values y, nn_values x, nn_values weight,
-                  const float *bias, int64_t out, const nn_window *w, float *work);
-    int (*conv2d_backward)(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
-                           nn_values dy, nn_values x, nn_values weight, int64_t out,
-                           const nn_window *w, float *work);
-    int (*max_pool)(const ms_call *call, nn_values y, int32_t *places, nn_values x,
-                    const nn_window *w);
-    int (*max_pool_backward)(const ms_call *call, nn_dest dx, nn_values dy, const int32_t *places,
-                             const nn_window *w);
-    int (*batch_norm)(const ms_call *call, nn_values y, nn_values x, const nn_batch_norm_values *v,
-                      nn_planes n, float *work);
-    int (*batch_norm_backward)(const ms_call *call, nn_dest dx, nn_dest dweight, nn_dest dbias,
-                               nn_values dy, nn_values x, const nn_batch_norm_values *v,
-                               nn_planes n, float *work);
-    int (*average)(const ms_call *call, nn_values means, nn_values x, nn_planes n);
-    int (*average_backward)(const ms_call *call, nn_dest dx, nn_values dmeans, nn_planes n);
+    int64_t widest; // columns of the longest row that can be normalized, or be a softmax; 0: any
+    NN_SIZES(NN_SIZE_FIELD)
+    NN_KERNELS(NN_KERNEL_FIELD)
 };
 
 #include "nn_cpu.h"
@@ -900,23 +1099,10 @@ struct nn_device {
 // ------------------------------------------------------------------------------------------------
 // >>nn options  of layers, and the net
 
-enum {
-    NN_CAUSAL = 1,
-    NN_SAVE_SCORES = 2,
-    NN_BIAS = 4,
-    NN_POSITIONS = 8,
-    NN_SEGMENTS = 16,
-    NN_ERF = 32,
-    NN_POST_NORM = 64
-};
-
-/* What the callbacks of a layer cannot see from its views. Layers with equal options share one. */
+/* What the callbacks of a layer cannot see from its views: the device, or a struct that begins with
+   this one. It is memory of the model (nn_attach). */
 typedef struct nn_options {
-    struct nn_options *next;
     const nn_device *device; // that of the net
-    int64_t heads, kernel, stride, padding;
-    float dropout, epsilon, momentum;
-    uint32_t flags;
 } nn_options;
 
 /* Params or buffers in the order of their registration. */
@@ -928,7 +1114,6 @@ typedef struct nn_list {
 struct nn_net {
     ms_model *model;
     const nn_device *device;
-    nn_options *options;
     nn_list params, buffers;
     bool half_gradients, forces_half; // for layers that are registered from now on
     int64_t tile_rows;                // likewise; 0: not forced
@@ -962,11 +1147,6 @@ NN_API void nn_destroy(nn_net *net) {
     if (net == NULL) {
         return;
     }
-    while (net->options != NULL) {
-        nn_options *next = net->options->next;
-        free(net->options);
-        net->options = next;
-    }
     free(net->params.infos);
     free(net->buffers.infos);
     free(net);
@@ -991,6 +1171,19 @@ NN_API ms_tensor nn_refuse(nn_net *net, const char *reason) {
     return none;
 }
 
+/* Whether the device normalizes rows of this width; false after a sticky error. */
+NN_API bool nn_check_width(nn_net *net, const char *layer, int64_t width) {
+    char reason[160];
+    if (net->device->widest == 0 || width <= net->device->widest) {
+        return true;
+    }
+    snprintf(reason, sizeof reason,
+             "nn: layer %.60s: rows of %lld values, and %s has kernels for up to %lld", layer,
+             (long long)width, net->device->name, (long long)net->device->widest);
+    nn_refuse(net, reason);
+    return false;
+}
+
 /* Makes room for one more element; false: no memory. */
 NN_API bool nn_reserve(void **array, size_t element_bytes, int64_t count, int64_t *capacity) {
     if (count < *capacity) {
@@ -1006,52 +1199,22 @@ NN_API bool nn_reserve(void **array, size_t element_bytes, int64_t count, int64_
     return true;
 }
 
-NN_API bool nn_options_equal(const nn_options *a, const nn_options *b) {
-    const float of_a[] = {a->dropout, a->epsilon, a->momentum};
-    const float of_b[] = {b->dropout, b->epsilon, b->momentum};
-    return a->heads == b->heads && a->kernel == b->kernel && a->stride == b->stride &&
-           a->padding == b->padding && a->flags == b->flags && memcmp(of_a, of_b, sizeof of_a) == 0;
-}
-
-/* Options equal to these, owned by the net; NULL: no memory. */
-NN_API nn_options *nn_options_like(nn_net *net, const nn_options *wanted) {
-    for (nn_options *o = net->options; o != NULL; o = o->next) {
-        if (nn_options_equal(o, wanted)) {
-            return o;
-        }
+/* Memory of the model with a copy of these options, which begin with nn_options, and the device of
+   the net. NULL, after an error that sticks: no memory. */
+NN_API void *nn_attach(nn_net *net, const void *options, size_t bytes) {
+    void *memory = ms_model_alloc(net->model, bytes, NULL);
+    if (memory != NULL) {
+        memcpy(memory, options, bytes);
+        ((nn_options *)memory)->device = net->device;
     }
-    nn_options *made = (nn_options *)calloc(1, sizeof *made);
-    if (made == NULL) {
-        nn_refuse(net, "nn: no memory for options");
-        return NULL;
-    }
-    *made = *wanted;
-    made->device = net->device;
-    made->next = net->options;
-    net->options = made;
-    return made;
+    return memory;
 }
 
-NN_API nn_options *nn_options_of(nn_net *net, int64_t heads, float dropout, float epsilon,
-                                 uint32_t flags) {
-    nn_options wanted;
-    memset(&wanted, 0, sizeof wanted);
-    wanted.heads = heads;
-    wanted.dropout = dropout;
-    wanted.epsilon = epsilon;
-    wanted.flags = flags;
-    return nn_options_like(net, &wanted);
-}
-
-NN_API nn_options *nn_window_options(nn_net *net, int64_t kernel, int64_t stride, int64_t padding,
-                                     uint32_t flags) {
-    nn_options wanted;
-    memset(&wanted, 0, sizeof wanted);
-    wanted.kernel = kernel;
-    wanted.stride = stride;
-    wanted.padding = padding;
-    wanted.flags = flags;
-    return nn_options_like(net, &wanted);
+/* Of a layer without options of its own. */
+NN_API void *nn_attach_nothing(nn_net *net) {
+    nn_options options;
+    options.device = net->device;
+    return nn_attach(net, &options, sizeof options);
 }
 
 NN_API ms_axis nn_axis(nn_net *net, const char *name, int64_t size, int64_t largest) {
@@ -1231,12 +1394,8 @@ NN_API int64_t nn_leading(ms_shape shape, uint32_t dims) {
     return product;
 }
 
-NN_API const nn_options *nn_options_in(const ms_call *call) {
-    return (const nn_options *)call->user;
-}
-
 NN_API const nn_device *nn_device_in(const ms_call *call) {
-    return nn_options_in(call)->device;
+    return ((const nn_options *)call->user)->device;
 }
 
 /* For a call of so many elements. */
@@ -1249,11 +1408,16 @@ NN_API nn_seed nn_seed_of(const ms_call *call, int branch, int64_t elements) {
     return seed;
 }
 
+typedef struct nn_embedding_options {
+    nn_options common;
+    bool has_positions, has_segments;
+} nn_embedding_options;
+
 /* Three lookups: tokens, positions, segments; one that the layer does not have has no entries. The
    ids are those of all rows, (B, T), also in a tile. */
 NN_API void nn_lookups_of(const ms_call *call, nn_lookup lookups[3]) {
-    const uint32_t flags = nn_options_in(call)->flags;
-    const bool used[3] = {true, (flags & NN_POSITIONS) != 0, (flags & NN_SEGMENTS) != 0};
+    const nn_embedding_options *o = (const nn_embedding_options *)call->user;
+    const bool used[3] = {true, o->has_positions, o->has_segments};
     memset(lookups, 0, 3 * sizeof *lookups);
     for (int i = 0; i < 3; i++) {
         if (used[i]) {
@@ -1289,6 +1453,22 @@ NN_API int nn_embedding_backward(const ms_call *call) {
     return result;
 }
 
+/* Of linear layers and convolutions. */
+typedef struct nn_bias_options {
+    nn_options common;
+    bool biased;
+} nn_bias_options;
+
+NN_API const float *nn_bias_in(const ms_call *call) {
+    const bool biased = ((const nn_bias_options *)call->user)->biased;
+    return biased ? nn_floats(&call->param[1]) : NULL;
+}
+
+NN_API nn_dest nn_bias_gradient_in(const ms_call *call) {
+    const bool biased = ((const nn_bias_options *)call->user)->biased;
+    return biased ? nn_gradient_of(&call->grad_param[1]) : nn_nowhere();
+}
+
 NN_API nn_linear_size nn_linear_size_of(const ms_call *call) {
     nn_linear_size n;
     n.rows = nn_rows(call->in[0].shape);
@@ -1298,31 +1478,33 @@ NN_API nn_linear_size nn_linear_size_of(const ms_call *call) {
 }
 
 NN_API int nn_linear_forward(const ms_call *call) {
-    const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
     return nn_device_in(call)->linear(call, nn_values_of(&call->out[0]), nn_values_of(&call->in[0]),
-                                      nn_values_of(&call->param[0]),
-                                      biased ? nn_floats(&call->param[1]) : NULL,
+                                      nn_values_of(&call->param[0]), nn_bias_in(call),
                                       nn_linear_size_of(call));
 }
 
 NN_API int nn_linear_backward(const ms_call *call) {
-    const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
     return nn_device_in(call)->linear_backward(
         call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
-        biased ? nn_gradient_of(&call->grad_param[1]) : nn_nowhere(),
-        nn_values_of(&call->grad_out[0]), nn_values_of(&call->in[0]), nn_values_of(&call->param[0]),
-        nn_linear_size_of(call), (float *)call->workspace);
+        nn_bias_gradient_in(call), nn_values_of(&call->grad_out[0]), nn_values_of(&call->in[0]),
+        nn_values_of(&call->param[0]), nn_linear_size_of(call), (float *)call->workspace);
 }
+
+typedef struct nn_norm_options {
+    nn_options common;
+    float epsilon;
+} nn_norm_options;
 
 NN_API nn_norm nn_norm_of(const ms_call *call) {
     nn_norm n;
+    memset(&n, 0, sizeof n);
     n.rows = nn_rows(call->in[0].shape);
     n.width = nn_last(call->in[0].shape);
     n.weight = nn_floats(&call->param[0]);
     n.bias = nn_floats(&call->param[1]);
     n.mean = nn_floats(&call->saved[0]);
     n.rstd = nn_floats(&call->saved[1]);
-    n.epsilon = nn_options_in(call)->epsilon;
+    n.epsilon = ((const nn_norm_options *)call->user)->epsilon;
     return n;
 }
 
@@ -1340,17 +1522,189 @@ NN_API int nn_layernorm_backward(const ms_call *call) {
         nn_values_of(&call->in[0]), &n, (float *)call->workspace);
 }
 
+typedef struct nn_rmsnorm_options {
+    nn_options common;
+    float epsilon;
+    bool from_one;
+    int64_t heads, kv_heads; // of nn_head_norm
+} nn_rmsnorm_options;
+
+/* A normalization of rows by the root of their mean square, by a param and with a saved tensor. */
+NN_API nn_norm nn_rms_of(const ms_call *call, int slot, int64_t rows, int64_t width) {
+    const nn_rmsnorm_options *o = (const nn_rmsnorm_options *)call->user;
+    nn_norm n;
+    memset(&n, 0, sizeof n);
+    n.rows = rows;
+    n.width = width;
+    n.weight = nn_floats(&call->param[slot]);
+    n.rstd = nn_floats(&call->saved[slot]);
+    n.epsilon = o->epsilon;
+    n.from_one = o->from_one;
+    return n;
+}
+
+NN_API int nn_rmsnorm_forward(const ms_call *call) {
+    const ms_shape shape = call->in[0].shape;
+    const nn_norm n = nn_rms_of(call, 0, nn_rows(shape), nn_last(shape));
+    return nn_device_in(call)->layernorm(call, nn_values_of(&call->out[0]),
+                                         nn_values_of(&call->in[0]), &n);
+}
+
+NN_API int nn_rmsnorm_backward(const ms_call *call) {
+    const ms_shape shape = call->in[0].shape;
+    const nn_norm n = nn_rms_of(call, 0, nn_rows(shape), nn_last(shape));
+    return nn_device_in(call)->layernorm_backward(
+        call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]), nn_nowhere(),
+        nn_values_of(&call->grad_out[0]), nn_values_of(&call->in[0]), &n, (float *)call->workspace);
+}
+
+/* The heads of queries (0) or keys (1) as rows. */
+NN_API nn_norm nn_head_rows(const ms_call *call, int which) {
+    const nn_rmsnorm_options *o = (const nn_rmsnorm_options *)call->user;
+    const ms_shape shape = call->in[0].shape;
+    const int64_t heads = which == 0 ? o->heads : o->kv_heads;
+    nn_norm n = nn_rms_of(call, which, nn_rows(shape) * heads, nn_last(call->param[which].shape));
+    n.places.group = heads;
+    n.places.apart = nn_last(shape);
+    return n;
+}
+
+/* The columns of values in qkv. */
+NN_API nn_column_range nn_value_columns(const ms_call *call) {
+    const nn_rmsnorm_options *o = (const nn_rmsnorm_options *)call->user;
+    const int64_t size = nn_last(call->param[0].shape);
+    nn_column_range c;
+    c.first = (o->heads + o->kv_heads) * size;
+    c.count = o->kv_heads * size;
+    c.stride = nn_last(call->in[0].shape);
+    return c;
+}
+
+NN_API int nn_head_norm_forward(const ms_call *call) {
+    const nn_device *device = nn_device_in(call);
+    const nn_values x = nn_values_of(&call->in[0]), y = nn_values_of(&call->out[0]);
+    const nn_norm queries = nn_head_rows(call, 0), keys = nn_head_rows(call, 1);
+    const int64_t first = queries.places.group * queries.width;
+    int result = device->layernorm(call, y, x, &queries);
+    result = nn_first(result, device->layernorm(call, nn_from(y, first), nn_from(x, first), &keys));
+    return nn_first(result,
+                    device->copy_columns(call, nn_dest_of(y, 0.0f), x, nn_rows(call->in[0].shape),
+                                         nn_value_columns(call)));
+}
+
+NN_API int nn_head_norm_backward(const ms_call *call) {
+    const nn_device *device = nn_device_in(call);
+    const nn_dest dx = nn_gradient_of(&call->grad_in[0]);
+    const nn_values x = nn_values_of(&call->in[0]), dy = nn_values_of(&call->grad_out[0]);
+    int result = 0;
+    int64_t first = 0;
+    for (int i = 0; i < 2 && result == 0; i++) {
+        const nn_norm n = nn_head_rows(call, i);
+        const nn_values to = nn_values_at(dx);
+        const nn_dest part =
+            dx.data != NULL ? nn_dest_of(nn_from(to, first), dx.beta) : nn_nowhere();
+        result = device->layernorm_backward(call, part, nn_gradient_of(&call->grad_param[i]),
+                                            nn_nowhere(), nn_from(dy, first), nn_from(x, first), &n,
+                                            (float *)call->workspace);
+        first += n.places.group * n.width;
+    }
+    return nn_first(result, device->copy_columns(call, dx, dy, nn_rows(call->in[0].shape),
+                                                 nn_value_columns(call)));
+}
+
+typedef struct nn_rotary_options {
+    nn_options common;
+    nn_turns turns; // without rows
+} nn_rotary_options;
+
+/* Of x (sequences, T, columns). */
+NN_API nn_turns nn_turns_of(const ms_call *call, bool back) {
+    const ms_shape shape = call->in[0].shape;
+    nn_turns n = ((const nn_rotary_options *)call->user)->turns;
+    n.rows = nn_rows(shape);
+    n.columns = nn_last(shape);
+    n.period = shape.dim[1];
+    n.back = back;
+    return n;
+}
+
+NN_API int nn_rotary_forward(const ms_call *call) {
+    const nn_turns n = nn_turns_of(call, false);
+    return nn_device_in(call)->rotary(call, nn_dest_of(nn_values_of(&call->out[0]), 0.0f),
+                                      nn_values_of(&call->in[0]), &n);
+}
+
+NN_API int nn_rotary_backward(const ms_call *call) {
+    const nn_turns n = nn_turns_of(call, true);
+    return nn_device_in(call)->rotary(call, nn_gradient_of(&call->grad_in[0]),
+                                      nn_values_of(&call->grad_out[0]), &n);
+}
+
+typedef struct nn_gated_options {
+    nn_options common;
+    nn_gate kind;
+} nn_gated_options;
+
+NN_API int nn_gated_forward(const ms_call *call) {
+    return nn_device_in(call)->gated(call, nn_values_of(&call->out[0]), nn_values_of(&call->in[0]),
+                                     nn_values_of(&call->in[1]), nn_count(&call->in[0]),
+                                     ((const nn_gated_options *)call->user)->kind);
+}
+
+NN_API int nn_gated_backward(const ms_call *call) {
+    return nn_device_in(call)->gated_backward(
+        call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_in[1]),
+        nn_values_of(&call->grad_out[0]), nn_values_of(&call->in[0]), nn_values_of(&call->in[1]),
+        nn_count(&call->in[0]), ((const nn_gated_options *)call->user)->kind);
+}
+
+/* The factor of nn_scale, the cap of nn_softcap. */
+typedef struct nn_scale_options {
+    nn_options common;
+    float factor;
+} nn_scale_options;
+
+NN_API int nn_scale_forward(const ms_call *call) {
+    return nn_device_in(call)->scale(call, nn_dest_of(nn_values_of(&call->out[0]), 0.0f),
+                                     nn_values_of(&call->in[0]), nn_count(&call->in[0]),
+                                     ((const nn_scale_options *)call->user)->factor);
+}
+
+NN_API int nn_scale_backward(const ms_call *call) {
+    return nn_device_in(call)->scale(call, nn_gradient_of(&call->grad_in[0]),
+                                     nn_values_of(&call->grad_out[0]), nn_count(&call->grad_out[0]),
+                                     ((const nn_scale_options *)call->user)->factor);
+}
+
+NN_API int nn_softcap_forward(const ms_call *call) {
+    return nn_device_in(call)->softcap(call, nn_values_of(&call->out[0]),
+                                       nn_values_of(&call->in[0]), nn_count(&call->in[0]),
+                                       ((const nn_scale_options *)call->user)->factor);
+}
+
+NN_API int nn_softcap_backward(const ms_call *call) {
+    return nn_device_in(call)->softcap_backward(
+        call, nn_gradient_of(&call->grad_in[0]), nn_values_of(&call->grad_out[0]),
+        nn_values_of(&call->out[0]), nn_count(&call->out[0]),
+        ((const nn_scale_options *)call->user)->factor);
+}
+
+typedef struct nn_gelu_options {
+    nn_options common;
+    bool erf_form;
+} nn_gelu_options;
+
 NN_API int nn_gelu_forward(const ms_call *call) {
     return nn_device_in(call)->gelu(call, nn_values_of(&call->out[0]), nn_values_of(&call->in[0]),
                                     nn_count(&call->in[0]),
-                                    (nn_options_in(call)->flags & NN_ERF) != 0);
+                                    ((const nn_gelu_options *)call->user)->erf_form);
 }
 
 NN_API int nn_gelu_backward(const ms_call *call) {
     return nn_device_in(call)->gelu_backward(call, nn_gradient_of(&call->grad_in[0]),
                                              nn_values_of(&call->grad_out[0]),
                                              nn_values_of(&call->in[0]), nn_count(&call->in[0]),
-                                             (nn_options_in(call)->flags & NN_ERF) != 0);
+                                             ((const nn_gelu_options *)call->user)->erf_form);
 }
 
 NN_API int nn_add_forward(const ms_call *call) {
@@ -1368,6 +1722,11 @@ NN_API int nn_add_backward(const ms_call *call) {
     return result;
 }
 
+typedef struct nn_dropout_options {
+    nn_options common;
+    float probability;
+} nn_dropout_options;
+
 NN_API int nn_dropout_forward(const ms_call *call) {
     const nn_dest out = nn_dest_of(nn_values_of(&call->out[0]), 0.0f);
     const nn_values x = nn_values_of(&call->in[0]);
@@ -1375,34 +1734,49 @@ NN_API int nn_dropout_forward(const ms_call *call) {
     if (call->phase == MS_PHASE_EVAL) {
         return nn_device_in(call)->copy(call, out, x, count);
     }
-    return nn_device_in(call)->dropout(call, out, x, count, nn_options_in(call)->dropout,
+    return nn_device_in(call)->dropout(call, out, x, count,
+                                       ((const nn_dropout_options *)call->user)->probability,
                                        nn_seed_of(call, -1, count));
 }
 
 NN_API int nn_dropout_backward(const ms_call *call) {
     const int64_t count = nn_count(&call->grad_out[0]);
-    return nn_device_in(call)->dropout(call, nn_gradient_of(&call->grad_in[0]),
-                                       nn_values_of(&call->grad_out[0]), count,
-                                       nn_options_in(call)->dropout, nn_seed_of(call, -1, count));
+    return nn_device_in(call)->dropout(
+        call, nn_gradient_of(&call->grad_in[0]), nn_values_of(&call->grad_out[0]), count,
+        ((const nn_dropout_options *)call->user)->probability, nn_seed_of(call, -1, count));
 }
 
-NN_API nn_attention_size nn_attention_size_of(ms_shape qkv, int64_t heads, bool causal) {
+/* What an attention is, without the sizes of the batch. */
+typedef struct nn_attention_options {
+    nn_options common;
+    nn_attention_size size; // batch and sequence are those of the call
+} nn_attention_options;
+
+/* The sizes for rows of this shape (B, T, ...). */
+NN_API nn_attention_size nn_attention_size_of(nn_attention_size n, ms_shape rows) {
+    n.batch = rows.dim[0];
+    n.sequence = rows.dim[1];
+    return n;
+}
+
+/* An attention of heads that share no keys, without a window or a cap. */
+NN_API nn_attention_size nn_plain_attention(int64_t heads, int64_t size, bool causal) {
     nn_attention_size n;
-    n.batch = qkv.dim[0];
-    n.sequence = qkv.dim[1];
+    memset(&n, 0, sizeof n);
     n.heads = heads;
-    n.size = qkv.dim[2] / 3 / heads;
+    n.kv_heads = heads;
+    n.size = size;
+    n.scale = 1.0f / sqrtf((float)size);
     n.causal = causal;
     return n;
 }
 
 NN_API nn_attention_size nn_attention_size_in(const ms_call *call) {
-    const nn_options *options = nn_options_in(call);
-    return nn_attention_size_of(call->in[0].shape, options->heads,
-                                (options->flags & NN_CAUSAL) != 0);
+    const nn_attention_options *options = (const nn_attention_options *)call->user;
+    return nn_attention_size_of(options->size, call->in[0].shape);
 }
 
-/* With NN_SAVE_SCORES. */
+/* That saves its probabilities. */
 NN_API int nn_attention_forward(const ms_call *call) {
     return nn_device_in(call)->attention(call, nn_values_of(&call->out[0]),
                                          nn_values_of(&call->saved[0]), nn_values_of(&call->in[0]),
@@ -1462,28 +1836,29 @@ NN_API nn_planes nn_planes_of(ms_shape shape) {
     return n;
 }
 
+typedef struct nn_window_options {
+    nn_bias_options bias;
+    int64_t kernel, stride, padding;
+} nn_window_options;
+
 NN_API nn_window nn_window_in(const ms_call *call) {
-    const nn_options *o = nn_options_in(call);
+    const nn_window_options *o = (const nn_window_options *)call->user;
     return nn_window_of(call->in[0].shape, o->kernel, o->stride, o->padding);
 }
 
 NN_API int nn_conv2d_forward(const ms_call *call) {
-    const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
     const nn_window w = nn_window_in(call);
     return nn_device_in(call)->conv2d(call, nn_values_of(&call->out[0]), nn_values_of(&call->in[0]),
-                                      nn_values_of(&call->param[0]),
-                                      biased ? nn_floats(&call->param[1]) : NULL,
+                                      nn_values_of(&call->param[0]), nn_bias_in(call),
                                       call->param[0].shape.dim[0], &w, (float *)call->workspace);
 }
 
 NN_API int nn_conv2d_backward(const ms_call *call) {
-    const bool biased = (nn_options_in(call)->flags & NN_BIAS) != 0;
     const nn_window w = nn_window_in(call);
     return nn_device_in(call)->conv2d_backward(
         call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
-        biased ? nn_gradient_of(&call->grad_param[1]) : nn_nowhere(),
-        nn_values_of(&call->grad_out[0]), nn_values_of(&call->in[0]), nn_values_of(&call->param[0]),
-        call->param[0].shape.dim[0], &w, (float *)call->workspace);
+        nn_bias_gradient_in(call), nn_values_of(&call->grad_out[0]), nn_values_of(&call->in[0]),
+        nn_values_of(&call->param[0]), call->param[0].shape.dim[0], &w, (float *)call->workspace);
 }
 
 NN_API int nn_max_pool_forward(const ms_call *call) {
@@ -1500,7 +1875,13 @@ NN_API int nn_max_pool_backward(const ms_call *call) {
                                                  nn_integers(&call->saved[0]), &w);
 }
 
+typedef struct nn_batch_norm_options {
+    nn_options common;
+    float epsilon, momentum;
+} nn_batch_norm_options;
+
 NN_API nn_batch_norm_values nn_batch_norm_values_of(const ms_call *call, nn_moments moments) {
+    const nn_batch_norm_options *o = (const nn_batch_norm_options *)call->user;
     nn_batch_norm_values v;
     memset(&v, 0, sizeof v);
     v.moments = moments;
@@ -1508,8 +1889,8 @@ NN_API nn_batch_norm_values nn_batch_norm_values_of(const ms_call *call, nn_mome
     v.bias = nn_floats(&call->param[1]);
     v.mean = nn_floats(&call->saved[0]);
     v.rstd = nn_floats(&call->saved[1]);
-    v.epsilon = nn_options_in(call)->epsilon;
-    v.momentum = nn_options_in(call)->momentum;
+    v.epsilon = o->epsilon;
+    v.momentum = o->momentum;
     if (call->phase == MS_PHASE_FORWARD || call->phase == MS_PHASE_EVAL) {
         v.running_mean = nn_floats(&call->state[0]);
         v.running_variance = nn_floats(&call->state[1]);
@@ -1565,7 +1946,7 @@ NN_API int nn_flatten_backward(const ms_call *call) {
 // >>nn layers  the functions that register them
 
 NN_API ms_layer_desc nn_desc(const char *name, ms_layer_fn forward, ms_layer_fn backward,
-                             nn_options *options) {
+                             void *options) {
     ms_layer_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.name = name;
@@ -1575,8 +1956,32 @@ NN_API ms_layer_desc nn_desc(const char *name, ms_layer_fn forward, ms_layer_fn 
     return desc;
 }
 
-/* Registers desc with a new activation of this shape as its only output. */
-NN_API ms_tensor nn_register(nn_net *net, ms_layer_desc *desc, ms_shape shape) {
+/* Refuses a layer if an operand has a format that no kernel reads as values; false: it has. */
+NN_API bool nn_check_formats(nn_net *net, const char *layer, const ms_tensor *operands,
+                             uint32_t integers) {
+    for (uint32_t i = 0; i < MS_LIMIT_IN && operands[i].id != 0; i++) {
+        const ms_dtype dtype = ms_tensor_dtype(net->model, operands[i]);
+        if ((integers >> i & 1) == 0 && !nn_has_format(dtype)) {
+            char reason[160];
+            snprintf(reason, sizeof reason,
+                     "nn: layer %.40s: %.40s has the dtype %s, not f32, bf16 or f16", layer,
+                     ms_tensor_name(net->model, operands[i]), ms_dtype_name(dtype));
+            nn_refuse(net, reason);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Registers desc with a new activation of this shape as its only output. The inputs in the mask
+   `integers` are numbers of rows. */
+NN_API ms_tensor nn_register_indexed(nn_net *net, ms_layer_desc *desc, ms_shape shape,
+                                     uint32_t integers) {
+    const ms_tensor nothing = {0};
+    if (!nn_check_formats(net, desc->name, desc->in, integers) ||
+        !nn_check_formats(net, desc->name, desc->param, 0)) {
+        return nothing;
+    }
     desc->out[0] = ms_activation(net->model, desc->name, MS_DTYPE_F32, shape);
     desc->dtypes.accepts = 1u << MS_DTYPE_BF16 | 1u << MS_DTYPE_F16;
     const bool in_tiles = net->tile_rows > 0 && nn_leading(shape, desc->tile.axes) > 1;
@@ -1593,6 +1998,10 @@ NN_API ms_tensor nn_register(nn_net *net, ms_layer_desc *desc, ms_shape shape) {
         ms_set_layer_technique(net->model, layer, MS_TECHNIQUE_TILING, MS_SWITCH_ON);
     }
     return desc->out[0];
+}
+
+NN_API ms_tensor nn_register(nn_net *net, ms_layer_desc *desc, ms_shape shape) {
+    return nn_register_indexed(net, desc, shape, 0);
 }
 
 enum { NN_TILE_ROWS = 64 }; // of a linear layer: with fewer, a product waits for its weight
@@ -1736,10 +2145,12 @@ NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, m
         ms_tensor_shape(net->model, positions).dim[0] < nn_largest(net, ids).dim[1]) {
         return nn_refuse(net, "nn_embedding: fewer positions than T");
     }
-    const uint32_t flags =
-        (positions.id != 0 ? (uint32_t)NN_POSITIONS : 0) | (segmented ? (uint32_t)NN_SEGMENTS : 0);
+    nn_embedding_options options;
+    memset(&options, 0, sizeof options);
+    options.has_positions = positions.id != 0;
+    options.has_segments = segmented;
     ms_layer_desc desc = nn_desc(name, nn_embedding_forward, nn_embedding_backward,
-                                 nn_options_of(net, 0, 0.0f, 0.0f, flags));
+                                 nn_attach(net, &options, sizeof options));
     desc.in[0] = tokens;
     desc.param[0] = table;
     desc.param[1] = positions;
@@ -1759,7 +2170,7 @@ NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, m
     desc.backward_workspace =
         nn_column_workspace(net, nn_largest(net, out), desc.tile.axes, nn_column_scratch);
     desc.tile.whole_in = segmented ? 3 : 1; // their shape has T, of which positions are
-    return nn_register(net, &desc, out);
+    return nn_register_indexed(net, &desc, out, desc.tile.whole_in);
 }
 
 /* The mask of slots of params that stay F32, in a layer whose params are a weight and this bias, if
@@ -1775,9 +2186,11 @@ NN_API ms_tensor nn_linear_tied(nn_net *net, const char *name, ms_tensor x, ms_t
     if (from.rank < 1 || matrix.rank != 2 || matrix.dim[1] != nn_last(from)) {
         return nn_refuse(net, "nn_linear: the weight does not fit the input");
     }
-    const uint32_t flags = bias.id != 0 ? (uint32_t)NN_BIAS : 0;
+    nn_bias_options options;
+    memset(&options, 0, sizeof options);
+    options.biased = bias.id != 0;
     ms_layer_desc desc = nn_desc(name, nn_linear_forward, nn_linear_backward,
-                                 nn_options_of(net, 0, 0.0f, 0.0f, flags));
+                                 nn_attach(net, &options, sizeof options));
     desc.in[0] = x;
     desc.param[0] = weight;
     desc.param[1] = bias;
@@ -1829,11 +2242,18 @@ NN_API ms_tensor nn_saved(nn_net *net, const char *name, const char *suffix, ms_
 NN_API ms_tensor nn_layernorm_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
                                    ms_tensor bias, float epsilon) {
     const ms_shape shape = ms_tensor_shape(net->model, x);
+    const ms_tensor none = {0};
     if (shape.rank < 1 || nn_last(ms_tensor_shape(net->model, weight)) != nn_last(shape)) {
         return nn_refuse(net, "nn_layernorm: the weight does not fit the input");
     }
+    if (!nn_check_width(net, name, nn_last(shape))) {
+        return none;
+    }
+    nn_norm_options options;
+    memset(&options, 0, sizeof options);
+    options.epsilon = epsilon;
     ms_layer_desc desc = nn_desc(name, nn_layernorm_forward, nn_layernorm_backward,
-                                 nn_options_of(net, 0, 0.0f, epsilon, 0));
+                                 nn_attach(net, &options, sizeof options));
     desc.in[0] = x;
     desc.param[0] = weight;
     desc.param[1] = bias;
@@ -1860,10 +2280,247 @@ NN_API ms_tensor nn_layernorm(nn_net *net, const char *name, ms_tensor x) {
     return nn_layernorm_tied(net, name, x, pair.weight, pair.bias, 1e-5f);
 }
 
-NN_API ms_tensor nn_gelu_of_form(nn_net *net, const char *name, ms_tensor x, uint32_t flags) {
+/* The workspace of backward for the sums over rows of a normalization, `inner` of them to each of so
+   many tokens. */
+NN_API ms_workspace nn_norm_workspace(const nn_net *net, ms_shape shape, uint32_t axes,
+                                      int64_t inner, int64_t width) {
+    const ms_shape largest = nn_largest(net, shape);
+    nn_scratch s;
+    memset(&s, 0, sizeof s);
+    s.floats = nn_layernorm_scratch;
+    s.device = net->device;
+    s.columns = width;
+    s.rows = nn_leading(largest, axes);
+    s.inner = nn_rows(largest) / s.rows * inner;
+    return nn_workspace_by_rows(&s);
+}
+
+/* What the two kinds of nn_rmsnorm have in common. */
+NN_API ms_layer_desc nn_rmsnorm_desc(nn_net *net, const char *name, ms_layer_fn forward,
+                                     ms_layer_fn backward, const nn_rmsnorm_options *options) {
+    ms_layer_desc desc = nn_desc(name, forward, backward, nn_attach(net, options, sizeof *options));
+    desc.dtypes.f32_saved = MS_ALL_SLOTS;
+    desc.dtypes.f32_param = MS_ALL_SLOTS;
+    desc.backward_reads.in = 1;
+    desc.backward_reads.saved = MS_ALL_SLOTS;
+    desc.backward_reads.param = MS_ALL_SLOTS;
+    desc.in_place[0] = 1;
+    desc.grad_in_place[0].in = 1;
+    desc.grad_in_place[0].grad_out = 1;
+    return desc;
+}
+
+NN_API ms_tensor nn_rmsnorm_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
+                                 float epsilon, bool from_one) {
+    const ms_tensor none = {0};
     const ms_shape shape = ms_tensor_shape(net->model, x);
+    if (shape.rank < 1 || nn_last(ms_tensor_shape(net->model, weight)) != nn_last(shape)) {
+        return nn_refuse(net, "nn_rmsnorm: the weight does not fit the input");
+    }
+    if (!nn_check_width(net, name, nn_last(shape))) {
+        return none;
+    }
+    nn_rmsnorm_options options;
+    memset(&options, 0, sizeof options);
+    options.epsilon = epsilon;
+    options.from_one = from_one;
     ms_layer_desc desc =
-        nn_desc(name, nn_gelu_forward, nn_gelu_backward, nn_options_of(net, 0, 0.0f, 0.0f, flags));
+        nn_rmsnorm_desc(net, name, nn_rmsnorm_forward, nn_rmsnorm_backward, &options);
+    desc.in[0] = x;
+    desc.param[0] = weight;
+    desc.saved[0] = nn_saved(net, name, "rstd", nn_per_row(shape, 1));
+    desc.flops = nn_elements(shape) * 4.0;
+    desc.backward_flops = nn_elements(shape) * 10.0;
+    nn_declare_rows(&desc, shape);
+    desc.tile.saved_axes[0] = desc.tile.axes > 0;
+    desc.backward_workspace = nn_norm_workspace(net, shape, desc.tile.axes, 1, nn_last(shape));
+    return nn_register(net, &desc, shape);
+}
+
+NN_API ms_tensor nn_rmsnorm(nn_net *net, const char *name, ms_tensor x, float epsilon,
+                            bool from_one) {
+    const ms_shape width = ms_shape1(nn_last(ms_tensor_shape(net->model, x)));
+    const ms_tensor weight = nn_param(net, nn_join(name, "weight").text, width,
+                                      from_one ? NN_INIT_ZEROS : NN_INIT_ONES, 0.0f);
+    return nn_rmsnorm_tied(net, name, x, weight, epsilon, from_one);
+}
+
+NN_API ms_tensor nn_head_norm(nn_net *net, const char *name, ms_tensor qkv,
+                              const nn_head_norm_desc *d) {
+    const ms_tensor none = {0};
+    const ms_shape shape = ms_tensor_shape(net->model, qkv);
+    const int64_t size = nn_last(ms_tensor_shape(net->model, d->queries));
+    if (shape.rank != 3 || d->heads < 1 || d->kv_heads < 1 ||
+        size != nn_last(ms_tensor_shape(net->model, d->keys)) ||
+        nn_last(shape) != (d->heads + 2 * d->kv_heads) * size) {
+        return nn_refuse(net,
+                         "nn_head_norm: qkv must be (B, T, (heads + 2 * kv_heads) * size), and "
+                         "the weights (size)");
+    }
+    if (!nn_check_width(net, name, size)) {
+        return none;
+    }
+    nn_rmsnorm_options options;
+    memset(&options, 0, sizeof options);
+    options.epsilon = d->epsilon;
+    options.from_one = d->from_one;
+    options.heads = d->heads;
+    options.kv_heads = d->kv_heads;
+    ms_layer_desc desc =
+        nn_rmsnorm_desc(net, name, nn_head_norm_forward, nn_head_norm_backward, &options);
+    desc.in[0] = qkv;
+    desc.param[0] = d->queries;
+    desc.param[1] = d->keys;
+    desc.saved[0] = nn_saved(net, name, "rstd_q", nn_per_row(shape, d->heads));
+    desc.saved[1] = nn_saved(net, name, "rstd_k", nn_per_row(shape, d->kv_heads));
+    desc.flops = nn_elements(shape) * 4.0;
+    desc.backward_flops = nn_elements(shape) * 10.0;
+    nn_declare_rows(&desc, shape);
+    desc.tile.saved_axes[0] = desc.tile.saved_axes[1] = 1;
+    desc.backward_workspace =
+        nn_norm_workspace(net, shape, desc.tile.axes, nn_most(d->heads, d->kv_heads), size);
+    return nn_register(net, &desc, shape);
+}
+
+/* The angle of a pair from one position to the next. */
+NN_API double nn_rotary_angle(const nn_rotary_desc *d, int64_t pair, int64_t turned) {
+    const nn_rotary_scaling *s = &d->scaling;
+    const double theta = d->theta > 0.0f ? (double)d->theta : 10000.0;
+    const double angle = pow(theta, -2.0 * (double)pair / (double)turned);
+    const double times = (double)s->original * angle / 6.283185307179586; // that the pair turns
+    const double low = (double)s->low, high = (double)s->high;
+    switch (s->kind) {
+    case NN_ROTARY_PLAIN:
+        return angle;
+    case NN_ROTARY_LINEAR:
+        return angle / (double)s->factor;
+    case NN_ROTARY_LLAMA3:
+        break;
+    }
+    const double share = times < low ? 0.0 : times > high ? 1.0 : (times - low) / (high - low);
+    return angle * (share + (1.0 - share) / (double)s->factor);
+}
+
+/* Whether angles can be scaled like that. */
+NN_API bool nn_is_scaling(const nn_rotary_scaling *s) {
+    return s->kind == NN_ROTARY_PLAIN ||
+           (s->factor > 0.0f && (s->kind == NN_ROTARY_LINEAR ||
+                                 (s->original > 0 && s->low > 0.0f && s->high > s->low)));
+}
+
+NN_API ms_tensor nn_rotary(nn_net *net, const char *name, ms_tensor x, const nn_rotary_desc *d) {
+    const ms_shape shape = ms_tensor_shape(net->model, x);
+    const int64_t turned = d->turned != 0 ? d->turned : d->size;
+    if (shape.rank != 3 || d->heads < 1 || d->size < 1 || d->heads * d->size > nn_last(shape) ||
+        turned < 2 || turned % 2 != 0 || turned > d->size || turned > 2 * NN_PAIRS) {
+        return nn_refuse(net,
+                         "nn_rotary: x must be (B, T, at least heads * size), and what is turned "
+                         "of a head even, at most its size and 256");
+    }
+    if (!nn_is_scaling(&d->scaling)) {
+        return nn_refuse(net,
+                         "nn_rotary: factor, original and low must be above 0, and high above low");
+    }
+    nn_rotary_options options;
+    memset(&options, 0, sizeof options);
+    options.turns.heads = d->heads;
+    options.turns.size = d->size;
+    options.turns.pairs = turned / 2;
+    options.turns.adjacent = d->adjacent;
+    for (int64_t i = 0; i < turned / 2; i++) {
+        options.turns.inverse[i] = (float)nn_rotary_angle(d, i, turned);
+    }
+    ms_layer_desc desc = nn_desc(name, nn_rotary_forward, nn_rotary_backward,
+                                 nn_attach(net, &options, sizeof options));
+    desc.in[0] = x;
+    desc.backward_reads.nothing = true;
+    desc.in_place[0] = 1;
+    desc.grad_in_place[0].grad_out = 1;
+    desc.flops = nn_elements(shape) * 3.0;
+    desc.backward_flops = desc.flops;
+    desc.tile.axes = 1; // sequences, since a call must see how long they are
+    return nn_register(net, &desc, shape);
+}
+
+NN_API ms_tensor nn_gated(nn_net *net, const char *name, ms_tensor gate, ms_tensor up,
+                          nn_gate kind) {
+    const ms_shape shape = ms_tensor_shape(net->model, gate);
+    const ms_shape other = ms_tensor_shape(net->model, up);
+    if (!nn_counts_match(shape, other)) {
+        return nn_refuse(net, "nn_swiglu, nn_geglu: the sizes of gate and up differ");
+    }
+    nn_gated_options options;
+    memset(&options, 0, sizeof options);
+    options.kind = kind;
+    ms_layer_desc desc = nn_desc(name, nn_gated_forward, nn_gated_backward,
+                                 nn_attach(net, &options, sizeof options));
+    desc.in[0] = gate;
+    desc.in[1] = up;
+    desc.backward_reads.in = 3;
+    desc.in_place[0] = 3;
+    for (int i = 0; i < 2; i++) {
+        desc.grad_in_place[i].in = 3;
+        desc.grad_in_place[i].grad_out = 1;
+    }
+    desc.flops = nn_elements(shape) * 20.0;
+    desc.backward_flops = nn_elements(shape) * 30.0;
+    nn_declare_rows(&desc, shape);
+    desc.tile.in_axes[1] = nn_row_dims(other, shape, desc.tile.axes);
+    desc.tile.axes = desc.tile.in_axes[1] > 0 ? desc.tile.axes : 0;
+    return nn_register(net, &desc, shape);
+}
+
+NN_API ms_tensor nn_swiglu(nn_net *net, const char *name, ms_tensor gate, ms_tensor up) {
+    return nn_gated(net, name, gate, up, NN_GATE_SILU);
+}
+
+NN_API ms_tensor nn_geglu(nn_net *net, const char *name, ms_tensor gate, ms_tensor up) {
+    return nn_gated(net, name, gate, up, NN_GATE_GELU);
+}
+
+/* Of nn_scale and nn_softcap. */
+NN_API ms_layer_desc nn_factor_desc(nn_net *net, const char *name, ms_layer_fn forward,
+                                    ms_layer_fn backward, ms_tensor x, float factor) {
+    nn_scale_options options;
+    memset(&options, 0, sizeof options);
+    options.factor = factor;
+    ms_layer_desc desc = nn_desc(name, forward, backward, nn_attach(net, &options, sizeof options));
+    desc.in[0] = x;
+    desc.in_place[0] = 1;
+    desc.grad_in_place[0].grad_out = 1;
+    nn_declare_rows(&desc, ms_tensor_shape(net->model, x));
+    return desc;
+}
+
+NN_API ms_tensor nn_scale(nn_net *net, const char *name, ms_tensor x, float factor) {
+    const ms_shape shape = ms_tensor_shape(net->model, x);
+    ms_layer_desc desc = nn_factor_desc(net, name, nn_scale_forward, nn_scale_backward, x, factor);
+    desc.backward_reads.nothing = true;
+    desc.flops = nn_elements(shape);
+    desc.backward_flops = desc.flops;
+    return nn_register(net, &desc, shape);
+}
+
+NN_API ms_tensor nn_softcap(nn_net *net, const char *name, ms_tensor x, float cap) {
+    const ms_shape shape = ms_tensor_shape(net->model, x);
+    if (!(cap > 0.0f)) {
+        return nn_refuse(net, "nn_softcap: the cap must be above 0");
+    }
+    ms_layer_desc desc = nn_factor_desc(net, name, nn_softcap_forward, nn_softcap_backward, x, cap);
+    desc.backward_reads.out = 1;
+    desc.grad_in_place[0].out = 1;
+    desc.flops = nn_elements(shape) * 20.0;
+    desc.backward_flops = nn_elements(shape) * 4.0;
+    return nn_register(net, &desc, shape);
+}
+
+NN_API ms_tensor nn_gelu_of_form(nn_net *net, const char *name, ms_tensor x, bool erf_form) {
+    const ms_shape shape = ms_tensor_shape(net->model, x);
+    nn_gelu_options options;
+    memset(&options, 0, sizeof options);
+    options.erf_form = erf_form;
+    ms_layer_desc desc =
+        nn_desc(name, nn_gelu_forward, nn_gelu_backward, nn_attach(net, &options, sizeof options));
     desc.in[0] = x;
     desc.backward_reads.in = 1;
     desc.in_place[0] = 1;
@@ -1876,11 +2533,11 @@ NN_API ms_tensor nn_gelu_of_form(nn_net *net, const char *name, ms_tensor x, uin
 }
 
 NN_API ms_tensor nn_gelu(nn_net *net, const char *name, ms_tensor x) {
-    return nn_gelu_of_form(net, name, x, 0);
+    return nn_gelu_of_form(net, name, x, false);
 }
 
 NN_API ms_tensor nn_gelu_erf(nn_net *net, const char *name, ms_tensor x) {
-    return nn_gelu_of_form(net, name, x, NN_ERF);
+    return nn_gelu_of_form(net, name, x, true);
 }
 
 NN_API ms_tensor nn_add(nn_net *net, const char *name, ms_tensor a, ms_tensor b) {
@@ -1889,8 +2546,7 @@ NN_API ms_tensor nn_add(nn_net *net, const char *name, ms_tensor a, ms_tensor b)
     if (!nn_counts_match(shape, other)) {
         return nn_refuse(net, "nn_add: the sizes differ");
     }
-    ms_layer_desc desc =
-        nn_desc(name, nn_add_forward, nn_add_backward, nn_options_of(net, 0, 0.0f, 0.0f, 0));
+    ms_layer_desc desc = nn_desc(name, nn_add_forward, nn_add_backward, nn_attach_nothing(net));
     desc.in[0] = a;
     desc.in[1] = b;
     desc.backward_reads.nothing = true;
@@ -1913,8 +2569,11 @@ NN_API ms_tensor nn_dropout(nn_net *net, const char *name, ms_tensor x, float pr
         return nn_refuse(net, "nn_dropout: the probability must be below 1");
     }
     const ms_shape shape = ms_tensor_shape(net->model, x);
+    nn_dropout_options options;
+    memset(&options, 0, sizeof options);
+    options.probability = probability;
     ms_layer_desc desc = nn_desc(name, nn_dropout_forward, nn_dropout_backward,
-                                 nn_options_of(net, 0, probability, 0.0f, 0));
+                                 nn_attach(net, &options, sizeof options));
     desc.in[0] = x;
     desc.backward_reads.nothing = true;
     desc.in_place[0] = 1;
@@ -1937,6 +2596,9 @@ NN_API double nn_attention_flops(const nn_device *device, nn_attention_size n, b
     double keys = (double)n.sequence;
     if (n.causal && queries != 0 && n.sequence > queries) {
         keys = 0.5 * (double)(n.sequence + queries);
+    }
+    if (n.window > 0 && queries != 0 && (double)(n.window + queries) < keys) {
+        keys = (double)(n.window + queries);
     }
     return (double)(n.batch * n.heads * n.sequence) * keys *
            (2.0 * products * (double)n.size + softmax);
@@ -1991,27 +2653,33 @@ NN_API ms_shape nn_log_sums_shape(ms_shape x, int64_t heads) {
     return sums;
 }
 
-NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int64_t heads,
-                              bool causal, bool save_scores) {
+/* The attention of qkv (B, T, columns), of sizes that fit it. */
+NN_API ms_tensor nn_register_attention(nn_net *net, const char *name, ms_tensor qkv,
+                                       nn_attention_size size, bool save_scores) {
+    const ms_tensor none = {0};
     const ms_shape shape = ms_tensor_shape(net->model, qkv);
-    if (shape.rank != 3 || heads < 1 || shape.dim[2] % (3 * heads) != 0) {
-        return nn_refuse(net, "nn_attention: qkv must be (B, T, 3 * heads * size)");
+    const ms_shape all = nn_largest(net, shape);
+    const nn_attention_size n = nn_attention_size_of(size, shape);
+    const nn_attention_size largest = nn_attention_size_of(size, all);
+    if (save_scores && !nn_check_width(net, name, largest.sequence)) {
+        return none;
     }
-    const nn_attention_size n = nn_attention_size_of(shape, heads, causal);
-    const nn_attention_size largest = nn_attention_size_of(nn_largest(net, shape), heads, causal);
+    nn_attention_options options;
+    memset(&options, 0, sizeof options);
+    options.size = size;
     ms_layer_desc desc =
         nn_desc(name, save_scores ? nn_attention_forward : nn_tiled_attention_forward,
                 save_scores ? nn_attention_backward : nn_tiled_attention_backward,
-                nn_options_of(net, heads, 0.0f, 0.0f, causal ? (uint32_t)NN_CAUSAL : 0));
+                nn_attach(net, &options, sizeof options));
     desc.in[0] = qkv;
     desc.backward_reads.in = 1;
     desc.backward_reads.saved = 1;
     desc.optional_saved = 1;
     if (save_scores) {
-        desc.saved[0] = nn_saved(net, name, "scores", nn_scores_shape(shape, heads));
+        desc.saved[0] = nn_saved(net, name, "scores", nn_scores_shape(shape, n.heads));
         desc.grad_in_place[0].in = 1;
     } else {
-        desc.saved[0] = nn_saved(net, name, "log_sums", nn_log_sums_shape(shape, heads));
+        desc.saved[0] = nn_saved(net, name, "log_sums", nn_log_sums_shape(shape, n.heads));
         desc.dtypes.f32_saved = 1;
         desc.backward_reads.out = 1;
     }
@@ -2020,7 +2688,40 @@ NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int6
     desc.flops = nn_attention_flops(net->device, n, save_scores, false);
     desc.backward_flops = nn_attention_flops(net->device, n, save_scores, true);
     desc.tile.axes = 1; // sequences
-    return nn_register(net, &desc, nn_with_last(shape, heads * n.size));
+    return nn_register(net, &desc, nn_with_last(shape, nn_attention_width(&n)));
+}
+
+NN_API ms_tensor nn_attention(nn_net *net, const char *name, ms_tensor qkv, int64_t heads,
+                              bool causal, bool save_scores) {
+    const ms_shape shape = ms_tensor_shape(net->model, qkv);
+    if (shape.rank != 3 || heads < 1 || shape.dim[2] % (3 * heads) != 0) {
+        return nn_refuse(net, "nn_attention: qkv must be (B, T, 3 * heads * size)");
+    }
+    return nn_register_attention(
+        net, name, qkv, nn_plain_attention(heads, shape.dim[2] / 3 / heads, causal), save_scores);
+}
+
+NN_API ms_tensor nn_grouped_attention(nn_net *net, const char *name, ms_tensor qkv,
+                                      const nn_heads_desc *heads) {
+    const ms_shape shape = ms_tensor_shape(net->model, qkv);
+    const int64_t kv_heads = heads->kv_heads != 0 ? heads->kv_heads : heads->heads;
+    if (heads->heads < 1 || kv_heads < 1 || heads->heads % kv_heads != 0 || shape.rank != 3 ||
+        shape.dim[2] % (heads->heads + 2 * kv_heads) != 0) {
+        return nn_refuse(net, "nn_grouped_attention: qkv must be (B, T, (heads + 2 * kv_heads) * "
+                              "size), and heads a multiple of kv_heads");
+    }
+    if (heads->window < 0 || heads->cap < 0.0f || heads->scale < 0.0f ||
+        (heads->window > 0 && !heads->causal)) {
+        return nn_refuse(net, "nn_grouped_attention: window, cap and scale are at least 0, and a "
+                              "window is for causal attention");
+    }
+    nn_attention_size n = nn_plain_attention(
+        heads->heads, shape.dim[2] / (heads->heads + 2 * kv_heads), heads->causal);
+    n.kv_heads = kv_heads;
+    n.window = heads->window;
+    n.cap = heads->cap;
+    n.scale = heads->scale > 0.0f ? heads->scale : n.scale;
+    return nn_register_attention(net, name, qkv, n, false);
 }
 
 NN_API ms_tensor nn_cross_entropy(nn_net *net, const char *name, ms_tensor logits,
@@ -2030,8 +2731,8 @@ NN_API ms_tensor nn_cross_entropy(nn_net *net, const char *name, ms_tensor logit
     if (shape.rank < 1 || !nn_counts_match(nn_per_row(shape, 1), rows)) {
         return nn_refuse(net, "nn_cross_entropy: there must be one target per row of the logits");
     }
-    ms_layer_desc desc = nn_desc(name, nn_cross_entropy_forward, nn_cross_entropy_backward,
-                                 nn_options_of(net, 0, 0.0f, 0.0f, 0));
+    ms_layer_desc desc =
+        nn_desc(name, nn_cross_entropy_forward, nn_cross_entropy_backward, nn_attach_nothing(net));
     desc.in[0] = logits;
     desc.in[1] = targets;
     desc.saved[0] = nn_saved(net, name, "stats", nn_per_row(shape, 2));
@@ -2046,13 +2747,12 @@ NN_API ms_tensor nn_cross_entropy(nn_net *net, const char *name, ms_tensor logit
         desc.tile.axes = (uint32_t)rows.rank;
         desc.tile.saved_axes[0] = 1;
     }
-    return nn_register(net, &desc, rows);
+    return nn_register_indexed(net, &desc, rows, 2);
 }
 
 NN_API ms_tensor nn_relu(nn_net *net, const char *name, ms_tensor x) {
     const ms_shape shape = ms_tensor_shape(net->model, x);
-    ms_layer_desc desc =
-        nn_desc(name, nn_relu_forward, nn_relu_backward, nn_options_of(net, 0, 0.0f, 0.0f, 0));
+    ms_layer_desc desc = nn_desc(name, nn_relu_forward, nn_relu_backward, nn_attach_nothing(net));
     desc.in[0] = x;
     desc.backward_reads.out = 1;
     desc.in_place[0] = 1;
@@ -2091,6 +2791,17 @@ NN_API bool nn_window_shape(nn_net *net, ms_shape x, int64_t channels, int64_t k
     return true;
 }
 
+NN_API void *nn_attach_window(nn_net *net, int64_t kernel, int64_t stride, int64_t padding,
+                              bool biased) {
+    nn_window_options options;
+    memset(&options, 0, sizeof options);
+    options.bias.biased = biased;
+    options.kernel = kernel;
+    options.stride = stride;
+    options.padding = padding;
+    return nn_attach(net, &options, sizeof options);
+}
+
 /* Of some images. */
 NN_API int64_t nn_image_scratch(const nn_scratch *s, int64_t rows) {
     nn_window w = s->window;
@@ -2123,10 +2834,9 @@ NN_API ms_tensor nn_conv2d_tied(nn_net *net, const char *name, ms_tensor x, ms_t
     if (matrix.rank != 2 || matrix.dim[1] != from.dim[1] * kernel * kernel) {
         return nn_refuse(net, "nn_conv2d: the weight does not fit the images and the kernel");
     }
-    const uint32_t flags = bias.id != 0 ? (uint32_t)NN_BIAS : 0;
     const nn_window w = nn_window_of(nn_largest(net, from), kernel, stride, padding);
     ms_layer_desc desc = nn_desc(name, nn_conv2d_forward, nn_conv2d_backward,
-                                 nn_window_options(net, kernel, stride, padding, flags));
+                                 nn_attach_window(net, kernel, stride, padding, bias.id != 0));
     desc.in[0] = x;
     desc.param[0] = weight;
     desc.param[1] = bias;
@@ -2161,7 +2871,7 @@ NN_API ms_tensor nn_max_pool(nn_net *net, const char *name, ms_tensor x, int64_t
                               "pixels");
     }
     ms_layer_desc desc = nn_desc(name, nn_max_pool_forward, nn_max_pool_backward,
-                                 nn_window_options(net, kernel, stride, padding, 0));
+                                 nn_attach_window(net, kernel, stride, padding, false));
     desc.in[0] = x;
     desc.saved[0] = ms_saved(net->model, nn_join(name, "places").text, MS_DTYPE_I32, out);
     desc.backward_reads.saved = 1;
@@ -2180,12 +2890,12 @@ NN_API ms_tensor nn_batch_norm_tied(nn_net *net, const char *name, ms_tensor x, 
         return nn_refuse(net, "nn_batch_norm: x must be (B, C, ...), C along no axis, weight (C)");
     }
     const ms_shape channels = ms_shape1(shape.dim[1]);
-    nn_options wanted;
-    memset(&wanted, 0, sizeof wanted);
-    wanted.epsilon = 1e-5f;
-    wanted.momentum = 0.1f;
-    ms_layer_desc desc =
-        nn_desc(name, nn_batch_norm_forward, nn_batch_norm_backward, nn_options_like(net, &wanted));
+    nn_batch_norm_options options;
+    memset(&options, 0, sizeof options);
+    options.epsilon = 1e-5f;
+    options.momentum = 0.1f;
+    ms_layer_desc desc = nn_desc(name, nn_batch_norm_forward, nn_batch_norm_backward,
+                                 nn_attach(net, &options, sizeof options));
     desc.recompute = nn_batch_norm_recompute;
     desc.in[0] = x;
     desc.param[0] = weight;
@@ -2227,8 +2937,8 @@ NN_API ms_tensor nn_average_pool(nn_net *net, const char *name, ms_tensor x) {
     if (shape.rank != 4) {
         return nn_refuse(net, "nn_average_pool: images must be (B, C, height, width)");
     }
-    ms_layer_desc desc = nn_desc(name, nn_average_pool_forward, nn_average_pool_backward,
-                                 nn_options_of(net, 0, 0.0f, 0.0f, 0));
+    ms_layer_desc desc =
+        nn_desc(name, nn_average_pool_forward, nn_average_pool_backward, nn_attach_nothing(net));
     desc.in[0] = x;
     desc.backward_reads.nothing = true;
     desc.flops = nn_elements(shape);
@@ -2248,8 +2958,8 @@ NN_API ms_tensor nn_flatten(nn_net *net, const char *name, ms_tensor x) {
     ms_shape out = ms_shape2(shape.dim[0], (int64_t)ms_shape_count(&shape) / shape.dim[0]);
     out.axes[0] = shape.axes[0];
     out.axes[1] = nn_axes(shape, 1, shape.rank);
-    ms_layer_desc desc = nn_desc(name, nn_flatten_forward, nn_flatten_backward,
-                                 nn_options_of(net, 0, 0.0f, 0.0f, 0));
+    ms_layer_desc desc =
+        nn_desc(name, nn_flatten_forward, nn_flatten_backward, nn_attach_nothing(net));
     desc.in[0] = x;
     desc.backward_reads.nothing = true;
     desc.in_place[0] = 1;
@@ -2289,7 +2999,7 @@ enum {
     NN_S_RSTD2,
     NN_S_FCH,
     NN_S_GELU,
-    NN_S_SCORES,   // only with NN_SAVE_SCORES
+    NN_S_SCORES,   // only where they are saved
     NN_S_LOG_SUMS, // only without
     NN_S_NORM2,    // only pre-norm
     NN_S_SUM2,     // only post-norm
@@ -2298,14 +3008,21 @@ enum {
         1 << NN_S_MEAN1 | 1 << NN_S_RSTD1 | 1 << NN_S_MEAN2 | 1 << NN_S_RSTD2 | 1 << NN_S_LOG_SUMS
 };
 
+typedef struct nn_block_options {
+    nn_options common;
+    nn_attention_size attention; // batch and sequence are those of the call
+    float dropout, epsilon;
+    bool post_norm, erf_form, keeps_scores;
+} nn_block_options;
+
 /* The operands of a block in one call. */
 typedef struct nn_block {
     const ms_call *call;
-    const nn_options *options;
+    const nn_block_options *options;
     const nn_device *device;
     int64_t rows, channels, hidden;
     nn_attention_size attention;
-    bool erf_form, drops, keeps_scores;
+    bool drops;
     nn_values saved[NN_S_COUNT];
     nn_values param[NN_P_COUNT];
     nn_dest grad[NN_P_COUNT];
@@ -2314,26 +3031,22 @@ typedef struct nn_block {
 NN_API nn_block nn_block_of(const ms_call *call) {
     nn_block block;
     memset(&block, 0, sizeof block);
-    const nn_options *options = nn_options_in(call);
-    const bool post_norm = (options->flags & NN_POST_NORM) != 0;
+    const nn_block_options *options = (const nn_block_options *)call->user;
     const ms_shape x = call->in[0].shape;
     block.call = call;
     block.options = options;
-    block.device = options->device;
+    block.device = options->common.device;
     block.rows = nn_rows(x);
     block.channels = nn_last(x);
     block.hidden = call->param[NN_P_FC].shape.dim[0];
-    block.attention = nn_attention_size_of(nn_with_last(x, 3 * block.channels), options->heads,
-                                           (options->flags & NN_CAUSAL) != 0);
-    block.erf_form = (options->flags & NN_ERF) != 0;
+    block.attention = nn_attention_size_of(options->attention, x);
     block.drops = options->dropout > 0.0f;
     for (int i = 0; i < NN_S_SCORES; i++) {
         block.saved[i] = nn_values_of(&call->saved[i]);
     }
-    block.keeps_scores = (options->flags & NN_SAVE_SCORES) != 0;
-    const int kept = block.keeps_scores ? NN_S_SCORES : NN_S_LOG_SUMS;
+    const int kept = options->keeps_scores ? NN_S_SCORES : NN_S_LOG_SUMS;
     block.saved[kept] = nn_values_of(&call->saved[kept]);
-    const int last = post_norm ? NN_S_SUM2 : NN_S_NORM2;
+    const int last = options->post_norm ? NN_S_SUM2 : NN_S_NORM2;
     block.saved[last] = nn_values_of(&call->saved[last]);
     for (int i = 0; i < NN_P_COUNT; i++) {
         block.param[i] = nn_values_of(&call->param[i]);
@@ -2367,6 +3080,7 @@ NN_API int nn_block_linear_backward(const nn_block *b, int param, nn_dest dx, nn
 
 NN_API nn_norm nn_block_norm_of(const nn_block *b, int param, int mean) {
     nn_norm n;
+    memset(&n, 0, sizeof n);
     n.rows = b->rows;
     n.width = b->channels;
     n.weight = nn_block_floats_of(b, param);
@@ -2415,15 +3129,16 @@ NN_API int nn_block_attend(const nn_block *b, nn_values y, nn_values residual, n
     const int64_t channels = b->channels;
     int result = b->device->linear(b->call, b->saved[NN_S_QKV], x, b->param[NN_P_QKV],
                                    nn_block_floats_of(b, NN_P_QKV + 1),
-                                   nn_block_size(b, channels, 3 * channels));
+                                   nn_block_size(b, channels, nn_attention_columns(&b->attention)));
     if (result == 0) {
         float *work = (float *)b->call->workspace;
         const nn_values out = b->saved[NN_S_ATTENTION];
         const nn_values qkv = b->saved[NN_S_QKV];
-        result = b->keeps_scores ? b->device->attention(b->call, out, b->saved[NN_S_SCORES], qkv,
-                                                        work, b->attention)
-                                 : b->device->tiled_attention(b->call, out, nn_block_log_sums(b),
-                                                              qkv, work, b->attention);
+        result =
+            b->options->keeps_scores
+                ? b->device->attention(b->call, out, b->saved[NN_S_SCORES], qkv, work, b->attention)
+                : b->device->tiled_attention(b->call, out, nn_block_log_sums(b), qkv, work,
+                                             b->attention);
     }
     if (result == 0) {
         const nn_drop drop = nn_block_drop(b, 0);
@@ -2436,9 +3151,10 @@ NN_API int nn_block_attend(const nn_block *b, nn_values y, nn_values residual, n
 
 /* y = residual + dropout(fcproj(gelu(fc(x)))) */
 NN_API int nn_block_mlp(const nn_block *b, nn_values y, nn_values residual, nn_values x) {
-    int result = b->device->linear_gelu(b->call, b->saved[NN_S_GELU], b->saved[NN_S_FCH], x,
-                                        b->param[NN_P_FC], nn_block_floats_of(b, NN_P_FC + 1),
-                                        nn_block_size(b, b->channels, b->hidden), b->erf_form);
+    int result =
+        b->device->linear_gelu(b->call, b->saved[NN_S_GELU], b->saved[NN_S_FCH], x,
+                               b->param[NN_P_FC], nn_block_floats_of(b, NN_P_FC + 1),
+                               nn_block_size(b, b->channels, b->hidden), b->options->erf_form);
     if (result == 0) {
         const nn_drop drop = nn_block_drop(b, 1);
         result =
@@ -2486,7 +3202,7 @@ NN_API nn_block_scratch nn_block_scratch_of(const nn_block *b) {
     nn_block_scratch s;
     s.work = (float *)b->call->workspace;
     const float *rest =
-        s.work + nn_block_floats(b->device, b->attention, b->hidden, b->keeps_scores);
+        s.work + nn_block_floats(b->device, b->attention, b->hidden, b->options->keeps_scores);
     s.wide = nn_values_in(rest, b->saved[NN_S_QKV].dtype);
     s.narrow = nn_from(s.wide, b->rows * nn_block_wide(b->channels, b->hidden));
     s.residual = nn_from(s.narrow, b->rows * b->channels);
@@ -2514,16 +3230,18 @@ NN_API int nn_block_attend_backward(const nn_block *b, const nn_block_scratch *s
     if (result == 0) {
         const nn_dest dqkv = nn_dest_of(s->wide, 0.0f);
         const nn_values qkv = b->saved[NN_S_QKV];
-        result = b->keeps_scores ? b->device->attention_backward(b->call, dqkv, s->narrow,
-                                                                 b->saved[NN_S_SCORES], qkv,
-                                                                 s->work, b->attention)
-                                 : b->device->tiled_attention_backward(
-                                       b->call, dqkv, s->narrow, b->saved[NN_S_ATTENTION],
-                                       nn_block_log_sums(b), qkv, s->work, b->attention);
+        result =
+            b->options->keeps_scores
+                ? b->device->attention_backward(b->call, dqkv, s->narrow, b->saved[NN_S_SCORES],
+                                                qkv, s->work, b->attention)
+                : b->device->tiled_attention_backward(
+                      b->call, dqkv, s->narrow, b->saved[NN_S_ATTENTION], nn_block_log_sums(b), qkv,
+                      s->work, b->attention);
     }
     if (result == 0) {
-        result = nn_block_linear_backward(b, NN_P_QKV, dx, s->wide, x,
-                                          nn_block_size(b, channels, 3 * channels), s->work);
+        result = nn_block_linear_backward(
+            b, NN_P_QKV, dx, s->wide, x,
+            nn_block_size(b, channels, nn_attention_columns(&b->attention)), s->work);
     }
     return result;
 }
@@ -2539,7 +3257,7 @@ NN_API int nn_block_mlp_backward(const nn_block *b, const nn_block_scratch *s, n
     }
     if (result == 0) {
         result = b->device->gelu_backward(b->call, wide, s->wide, b->saved[NN_S_FCH],
-                                          b->rows * b->hidden, b->erf_form);
+                                          b->rows * b->hidden, b->options->erf_form);
     }
     if (result == 0) {
         result = nn_block_linear_backward(b, NN_P_FC, dx, s->wide, x,
@@ -2632,7 +3350,7 @@ NN_API int nn_block_post_backward(const ms_call *call) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>nn models
+// >>nn adapters
 
 static const char nn_adapter_mark[] = ".adapter.";
 
@@ -2659,366 +3377,6 @@ NN_API void nn_freeze(nn_net *net) {
     }
 }
 
-/* What GPT-2 and BERT differ in within a block. */
-typedef struct nn_style {
-    bool post_norm, causal, erf_form;
-    float epsilon;
-    float projection_deviation; // of the projections into the residual stream
-} nn_style;
-
-NN_API void nn_block_params(nn_net *net, const char *prefix, const nn_transformer_config *config,
-                            const nn_style *style, ms_tensor param[NN_P_COUNT]) {
-    const int64_t channels = config->channels;
-    const float deviation = style->projection_deviation;
-    nn_pair pair[6]; // in the order of the slots
-    memset(pair, 0, sizeof pair);
-    if (!style->post_norm) {
-        pair[0] = nn_layernorm_params(net, nn_join(prefix, "ln1").text, channels);
-    }
-    if (config->head_groups == 0) { // groups have params of their own
-        pair[1] = nn_linear_params(net, nn_join(prefix, "qkv").text, channels, 3 * channels, 0.02f);
-        pair[2] =
-            nn_linear_params(net, nn_join(prefix, "proj").text, channels, channels, deviation);
-    }
-    pair[style->post_norm ? 0 : 3] =
-        nn_layernorm_params(net, nn_join(prefix, style->post_norm ? "ln1" : "ln2").text, channels);
-    pair[4] = nn_linear_params(net, nn_join(prefix, "fc").text, channels, 4 * channels, 0.02f);
-    pair[5] =
-        nn_linear_params(net, nn_join(prefix, "fcproj").text, 4 * channels, channels, deviation);
-    if (style->post_norm) {
-        pair[3] = nn_layernorm_params(net, nn_join(prefix, "ln2").text, channels);
-    }
-    for (int i = 0; i < 6; i++) {
-        param[2 * i] = pair[i].weight;
-        param[2 * i + 1] = pair[i].bias;
-    }
-}
-
-/* A block under construction. */
-typedef struct nn_builder {
-    nn_net *net;
-    const char *prefix;
-    const nn_transformer_config *config;
-    const nn_style *style;
-    ms_tensor param[NN_P_COUNT];
-} nn_builder;
-
-/* The whole name of the layer tells it from those of other blocks. */
-NN_API ms_tensor nn_build_linear_of(const nn_builder *b, const char *whole, nn_pair pair,
-                                    ms_tensor x) {
-    const ms_tensor y = nn_linear_tied(b->net, whole, x, pair.weight, pair.bias);
-    const int64_t rank = b->config->adapter_rank;
-    return rank > 0 ? nn_adapter(b->net, whole, x, y, rank) : y;
-}
-
-NN_API ms_tensor nn_build_linear(const nn_builder *b, const char *name, int param, ms_tensor x) {
-    nn_pair pair;
-    pair.weight = b->param[param];
-    pair.bias = b->param[param + 1];
-    return nn_build_linear_of(b, nn_join(b->prefix, name).text, pair, x);
-}
-
-NN_API ms_tensor nn_build_norm(const nn_builder *b, const char *name, int param, ms_tensor x) {
-    return nn_layernorm_tied(b->net, nn_join(b->prefix, name).text, x, b->param[param],
-                             b->param[param + 1], b->style->epsilon);
-}
-
-/* "h0.qkv2" of the third group. */
-NN_API nn_name nn_group_name(const nn_builder *b, const char *part, int64_t group) {
-    nn_name name;
-    snprintf(name.text, sizeof name.text, "%s.%s%lld", b->prefix, part, (long long)group);
-    return name;
-}
-
-/* The heads of a group: what they add to the projection of all. Only the first group has a bias in
-   that projection. */
-NN_API ms_tensor nn_build_heads(const nn_builder *b, int64_t group, ms_tensor x) {
-    const nn_transformer_config *config = b->config;
-    const int64_t channels = config->channels / config->head_groups;
-    const nn_name qkv_name = nn_group_name(b, "qkv", group);
-    const nn_name proj_name = nn_group_name(b, "proj", group);
-    const ms_tensor none = {0};
-    const ms_tensor qkv = nn_build_linear_of(
-        b, qkv_name.text,
-        nn_linear_params(b->net, qkv_name.text, config->channels, 3 * channels, 0.02f), x);
-    const ms_tensor attention =
-        nn_attention(b->net, nn_group_name(b, "attention", group).text, qkv,
-                     config->heads / config->head_groups, b->style->causal, config->save_scores);
-    const float deviation = b->style->projection_deviation;
-    nn_pair proj;
-    if (group == 0) {
-        proj = nn_linear_params(b->net, proj_name.text, channels, config->channels, deviation);
-    } else {
-        proj.weight = nn_param(b->net, nn_join(proj_name.text, "weight").text,
-                               ms_shape2(config->channels, channels), NN_INIT_NORMAL, deviation);
-        proj.bias = none;
-    }
-    return nn_build_linear_of(b, proj_name.text, proj, attention);
-}
-
-NN_API ms_tensor nn_build_dropout1(const nn_builder *b, ms_tensor proj) {
-    return nn_dropout(b->net, nn_join(b->prefix, "dropout1").text, proj, b->config->dropout);
-}
-
-/* residual + what all groups of heads make of x. The groups add to the residual one after the other,
-   so that backward has one gradient of all these sums; but what dropout is for must be summed up
-   first. */
-NN_API ms_tensor nn_build_head_groups(const nn_builder *b, ms_tensor residual, ms_tensor x) {
-    const int64_t groups = b->config->head_groups;
-    if (groups < 1 || b->config->heads % groups != 0 || b->config->channels % groups != 0) {
-        return nn_refuse(b->net, "nn: heads must be a multiple of head_groups");
-    }
-    const bool drops = b->config->dropout > 0.0f;
-    ms_tensor sum = drops ? nn_build_heads(b, 0, x) : residual;
-    for (int64_t i = drops ? 1 : 0; i < groups; i++) {
-        sum = nn_add(b->net, nn_group_name(b, "sum", i).text, sum, nn_build_heads(b, i, x));
-    }
-    return !drops ? sum
-                  : nn_add(b->net, nn_join(b->prefix, "add1").text, residual,
-                           nn_build_dropout1(b, sum));
-}
-
-/* residual + attention of x. */
-NN_API ms_tensor nn_build_attend(const nn_builder *b, ms_tensor residual, ms_tensor x) {
-    if (b->config->head_groups != 0) {
-        return nn_build_head_groups(b, residual, x);
-    }
-    const ms_tensor qkv = nn_build_linear(b, "qkv", NN_P_QKV, x);
-    const ms_tensor attention =
-        nn_attention(b->net, nn_join(b->prefix, "attention").text, qkv, b->config->heads,
-                     b->style->causal, b->config->save_scores);
-    const ms_tensor proj = nn_build_linear(b, "proj", NN_P_PROJ, attention);
-    return nn_add(b->net, nn_join(b->prefix, "add1").text, residual, nn_build_dropout1(b, proj));
-}
-
-NN_API ms_tensor nn_build_mlp(const nn_builder *b, ms_tensor x) {
-    const ms_tensor fch = nn_build_linear(b, "fc", NN_P_FC, x);
-    const ms_tensor gelu = nn_gelu_of_form(b->net, nn_join(b->prefix, "gelu").text, fch,
-                                           b->style->erf_form ? (uint32_t)NN_ERF : 0);
-    const ms_tensor proj = nn_build_linear(b, "fcproj", NN_P_FCPROJ, gelu);
-    return nn_dropout(b->net, nn_join(b->prefix, "dropout2").text, proj, b->config->dropout);
-}
-
-NN_API ms_tensor nn_build_operators(const nn_builder *b, ms_tensor x) {
-    const nn_name add2 = nn_join(b->prefix, "add2");
-    if (b->style->post_norm) {
-        const ms_tensor sum1 = nn_build_attend(b, x, x);
-        const ms_tensor norm1 = nn_build_norm(b, "ln1", NN_P_NORM1, sum1);
-        const ms_tensor sum2 = nn_add(b->net, add2.text, norm1, nn_build_mlp(b, norm1));
-        return nn_build_norm(b, "ln2", NN_P_NORM2, sum2);
-    }
-    const ms_tensor norm1 = nn_build_norm(b, "ln1", NN_P_NORM1, x);
-    const ms_tensor sum1 = nn_build_attend(b, x, norm1);
-    const ms_tensor norm2 = nn_build_norm(b, "ln2", NN_P_NORM2, sum1);
-    return nn_add(b->net, add2.text, sum1, nn_build_mlp(b, norm2));
-}
-
-/* Registers the saved tensors of a block, width columns per row of the input; backward reads
-   all. */
-NN_API void nn_build_saved(const nn_builder *b, ms_shape x, ms_layer_desc *desc) {
-    const int64_t channels = b->config->channels;
-    const struct {
-        int slot;
-        const char *name;
-        int64_t width;
-        bool used;
-    } rows[] = {
-        {NN_S_NORM1, "ln1", channels, true},
-        {NN_S_MEAN1, "mean1", 1, true},
-        {NN_S_RSTD1, "rstd1", 1, true},
-        {NN_S_QKV, "qkv", 3 * channels, true},
-        {NN_S_ATTENTION, "attention", channels, true},
-        {NN_S_SUM1, "sum1", channels, true},
-        {NN_S_MEAN2, "mean2", 1, true},
-        {NN_S_RSTD2, "rstd2", 1, true},
-        {NN_S_FCH, "fc", 4 * channels, true},
-        {NN_S_GELU, "gelu", 4 * channels, true},
-        {NN_S_SCORES, "scores", 0, b->config->save_scores},
-        {NN_S_LOG_SUMS, "log_sums", 0, !b->config->save_scores},
-        {NN_S_NORM2, "ln2", channels, !b->style->post_norm},
-        {NN_S_SUM2, "sum2", channels, b->style->post_norm},
-    };
-    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
-        if (rows[i].used) {
-            const ms_shape shape =
-                rows[i].slot == NN_S_SCORES     ? nn_scores_shape(x, b->config->heads)
-                : rows[i].slot == NN_S_LOG_SUMS ? nn_log_sums_shape(x, b->config->heads)
-                                                : nn_with_last(x, rows[i].width);
-            desc->saved[rows[i].slot] = nn_saved(b->net, b->prefix, rows[i].name, shape);
-            desc->backward_reads.saved = desc->backward_reads.saved | 1u << rows[i].slot;
-        }
-    }
-}
-
-NN_API ms_tensor nn_build_block(const nn_builder *b, ms_tensor x) {
-    const nn_transformer_config *config = b->config;
-    const nn_style *style = b->style;
-    const ms_shape shape = ms_tensor_shape(b->net->model, x);
-    if (shape.rank != 3 || config->heads < 1 || config->channels % config->heads != 0) {
-        return nn_refuse(b->net, "nn: channels must be a multiple of heads");
-    }
-    if (config->adapter_rank > 0 || config->head_groups != 0) {
-        return nn_refuse(b->net,
-                         "nn: a block that is one layer has no adapters or groups of heads");
-    }
-    const ms_shape qkv = nn_with_last(shape, 3 * config->channels);
-    const nn_attention_size attention = nn_attention_size_of(qkv, config->heads, style->causal);
-    const nn_attention_size largest =
-        nn_attention_size_of(nn_largest(b->net, qkv), config->heads, style->causal);
-    const uint32_t flags = (style->causal ? (uint32_t)NN_CAUSAL : 0) |
-                           (style->post_norm ? (uint32_t)NN_POST_NORM : 0) |
-                           (style->erf_form ? (uint32_t)NN_ERF : 0) |
-                           (config->save_scores ? (uint32_t)NN_SAVE_SCORES : 0);
-    ms_layer_desc desc =
-        nn_desc(b->prefix, style->post_norm ? nn_block_post_forward : nn_block_pre_forward,
-                style->post_norm ? nn_block_post_backward : nn_block_pre_backward,
-                nn_options_of(b->net, config->heads, config->dropout, style->epsilon, flags));
-    desc.in[0] = x;
-    memcpy(desc.param, b->param, sizeof b->param);
-    nn_build_saved(b, shape, &desc);
-    desc.backward_reads.in = 1;
-    desc.backward_reads.param = 0x555; // weights, no bias
-    desc.dtypes.f32_param = NN_P_FLOATS;
-    desc.dtypes.f32_saved = NN_S_FLOATS;
-    desc.dtypes.half_gradients = b->net->half_gradients ? (uint32_t)NN_P_MATRICES : 0;
-    desc.in_place[0] = 1;
-    desc.grad_in_place[0].in = 1;
-    desc.grad_in_place[0].grad_out = 1;
-    const bool keeps_scores = config->save_scores;
-    desc.optional_saved = keeps_scores ? 1u << NN_S_SCORES : 1u << NN_S_LOG_SUMS;
-    desc.forward_workspace = nn_attention_workspace(b->net->device, largest, keeps_scores, false);
-    nn_scratch scratch = nn_sequences_of(b->net->device, largest, keeps_scores, true);
-    scratch.floats = nn_blocks_scratch;
-    scratch.columns = 4 * config->channels;
-    desc.backward_workspace = nn_workspace_by_rows(&scratch);
-    desc.backward_workspace.row_bytes += nn_block_row_bytes(
-        largest.sequence, config->channels, 4 * config->channels, config->dropout > 0.0f);
-    const double rest = nn_elements(shape) * (24.0 * (double)config->channels + 120.0);
-    desc.flops = rest + nn_attention_flops(b->net->device, attention, keeps_scores, false);
-    desc.backward_flops =
-        2.0 * rest + nn_attention_flops(b->net->device, attention, keeps_scores, true);
-    desc.tile.axes = 1; // sequences
-    return nn_register(b->net, &desc, shape);
-}
-
-NN_API ms_tensor nn_build_blocks(nn_net *net, const nn_transformer_config *config,
-                                 const nn_style *style, ms_tensor x) {
-    for (int64_t l = 0; l < config->layers; l++) {
-        nn_name prefix;
-        snprintf(prefix.text, sizeof prefix.text, "h%lld", (long long)l);
-        nn_builder b;
-        memset(&b, 0, sizeof b);
-        b.net = net;
-        b.prefix = prefix.text;
-        b.config = config;
-        b.style = style;
-        nn_block_params(net, prefix.text, config, style, b.param);
-        x = config->granularity == NN_BLOCKS ? nn_build_block(&b, x) : nn_build_operators(&b, x);
-    }
-    return x;
-}
-
-NN_API bool nn_preset(const char *name, nn_transformer_config *config) {
-    static const struct {
-        const char *name;
-        int64_t vocabulary, context, layers, heads, channels;
-    } presets[] = {
-        {"gpt2-124M", 50257, 1024, 12, 12, 768},  {"gpt2-355M", 50257, 1024, 24, 16, 1024},
-        {"gpt2-774M", 50257, 1024, 36, 20, 1280}, {"gpt2-1558M", 50257, 1024, 48, 25, 1600},
-        {"bert-base", 30522, 512, 12, 12, 768},   {"bert-large", 30522, 512, 24, 16, 1024},
-    };
-    for (size_t i = 0; i < sizeof presets / sizeof presets[0]; i++) {
-        if (strcmp(presets[i].name, name) == 0) {
-            config->vocabulary = presets[i].vocabulary;
-            config->context = presets[i].context;
-            config->layers = presets[i].layers;
-            config->heads = presets[i].heads;
-            config->channels = presets[i].channels;
-            return true;
-        }
-    }
-    return false;
-}
-
-/* (B, T), along the axes that the config has a largest size for. */
-NN_API ms_shape nn_ids_shape(nn_net *net, const nn_transformer_config *config) {
-    ms_shape ids = ms_shape2(config->batch, config->sequence);
-    if (config->largest_batch != 0) {
-        ids = ms_along(ids, 0, nn_axis(net, "batch", config->batch, config->largest_batch));
-    }
-    if (config->largest_sequence != 0) {
-        const int64_t largest = config->largest_sequence;
-        ids = ms_along(ids, 1, nn_axis(net, "sequence", config->sequence, largest));
-    }
-    return ids;
-}
-
-NN_API nn_transformer nn_gpt2(nn_net *net, const nn_transformer_config *config) {
-    const ms_shape ids = nn_ids_shape(net, config);
-    const ms_tensor none = {0};
-    nn_transformer t;
-    memset(&t, 0, sizeof t);
-    t.tokens = ms_input(net->model, "tokens", MS_DTYPE_I32, ids);
-    t.targets = ms_input(net->model, "targets", MS_DTYPE_I32, ids);
-    const ms_tensor wte = nn_param(net, "wte", ms_shape2(config->vocabulary, config->channels),
-                                   NN_INIT_NORMAL, 0.02f);
-    const ms_tensor wpe =
-        nn_param(net, "wpe", ms_shape2(config->context, config->channels), NN_INIT_NORMAL, 0.01f);
-    nn_style style;
-    memset(&style, 0, sizeof style);
-    style.causal = true;
-    style.epsilon = 1e-5f;
-    style.projection_deviation = 0.02f / sqrtf(2.0f * (float)config->layers);
-    ms_tensor x = nn_embedding(net, "embedding", t.tokens, wte, wpe, none, none);
-    x = nn_dropout(net, "dropout", x, config->dropout);
-    x = nn_build_blocks(net, config, &style, x);
-    x = nn_layernorm(net, "lnf", x);
-    t.logits = nn_linear_tied(net, "head", x, wte, none);
-    t.losses = nn_cross_entropy(net, "loss", t.logits, t.targets);
-    ms_set_loss(net->model, t.losses);
-    if (config->adapter_rank > 0) {
-        nn_freeze(net);
-    }
-    return t;
-}
-
-NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config) {
-    const ms_shape ids = nn_ids_shape(net, config);
-    const int64_t channels = config->channels;
-    nn_style style;
-    memset(&style, 0, sizeof style);
-    style.post_norm = true;
-    style.erf_form = true;
-    style.epsilon = 1e-12f;
-    style.projection_deviation = 0.02f;
-    nn_transformer t;
-    memset(&t, 0, sizeof t);
-    t.tokens = ms_input(net->model, "tokens", MS_DTYPE_I32, ids);
-    t.segments = ms_input(net->model, "segments", MS_DTYPE_I32, ids);
-    t.targets = ms_input(net->model, "targets", MS_DTYPE_I32, ids);
-    const ms_tensor wte =
-        nn_param(net, "wte", ms_shape2(config->vocabulary, channels), NN_INIT_NORMAL, 0.02f);
-    const ms_tensor wpe =
-        nn_param(net, "wpe", ms_shape2(config->context, channels), NN_INIT_NORMAL, 0.02f);
-    const ms_tensor wse = nn_param(net, "wse", ms_shape2(2, channels), NN_INIT_NORMAL, 0.02f);
-    const nn_pair lne = nn_layernorm_params(net, "lne", channels);
-    ms_tensor x = nn_embedding(net, "embedding", t.tokens, wte, wpe, t.segments, wse);
-    x = nn_layernorm_tied(net, "lne", x, lne.weight, lne.bias, style.epsilon);
-    x = nn_dropout(net, "dropout", x, config->dropout);
-    x = nn_build_blocks(net, config, &style, x);
-    x = nn_linear(net, "mlm.dense", x, channels, 0.02f);
-    x = nn_gelu_erf(net, "mlm.gelu", x);
-    const nn_pair ln = nn_layernorm_params(net, "mlm.ln", channels);
-    x = nn_layernorm_tied(net, "mlm.ln", x, ln.weight, ln.bias, style.epsilon);
-    const ms_tensor bias =
-        nn_param(net, "mlm.bias", ms_shape1(config->vocabulary), NN_INIT_ZEROS, 0.0f);
-    t.logits = nn_linear_tied(net, "mlm.decoder", x, wte, bias);
-    t.losses = nn_cross_entropy(net, "loss", t.logits, t.targets);
-    ms_set_loss(net->model, t.losses);
-    if (config->adapter_rank > 0) {
-        nn_freeze(net);
-    }
-    return t;
-}
+#include "nn_models.h"
 
 #endif // MEMSCALE_NN_H

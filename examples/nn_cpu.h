@@ -131,30 +131,47 @@ NN_API int64_t nn_piece(ms_dtype dtype, int64_t count) {
     return dtype == MS_DTYPE_F32 ? nn_most(count, 1) : (int64_t)NN_ROOM;
 }
 
-NN_API void nn_expand(float *to, nn_values x, int64_t count) {
-    const uint16_t *from = (const uint16_t *)x.data;
-    if (x.dtype == MS_DTYPE_BF16) {
-        for (int64_t i = 0; i < count; i++) {
-            to[i] = nn_of_bf16(from[i]);
-        }
-    } else {
-        for (int64_t i = 0; i < count; i++) {
-            to[i] = nn_of_f16(from[i]);
-        }
+#define NN_EXPAND(name, element)                                                                   \
+    NN_API void nn_expand_##name(float *to, const void *from, int64_t count) {                     \
+        const uint16_t *values = (const uint16_t *)from;                                           \
+        for (int64_t i = 0; i < count; i++) {                                                      \
+            to[i] = element(values[i]);                                                            \
+        }                                                                                          \
     }
+#define NN_ROUND(name, element)                                                                    \
+    NN_API void nn_round_##name(void *to, const float *from, int64_t count) {                      \
+        uint16_t *values = (uint16_t *)to;                                                         \
+        for (int64_t i = 0; i < count; i++) {                                                      \
+            values[i] = element(from[i]);                                                          \
+        }                                                                                          \
+    }
+NN_EXPAND(bf16, nn_of_bf16)
+NN_EXPAND(f16, nn_of_f16)
+NN_ROUND(bf16, nn_bf16_of)
+NN_ROUND(f16, nn_f16_of)
+
+/* How values that are not F32 are read and written. */
+typedef struct nn_format {
+    ms_dtype dtype;
+    void (*expand)(float *to, const void *from, int64_t count);
+    void (*round)(void *to, const float *from, int64_t count);
+} nn_format;
+
+static const nn_format nn_formats[] = {
+    {MS_DTYPE_BF16, nn_expand_bf16, nn_round_bf16},
+    {MS_DTYPE_F16, nn_expand_f16, nn_round_f16},
+};
+
+NN_API const nn_format *nn_format_of(ms_dtype dtype) {
+    return &nn_formats[dtype == nn_formats[0].dtype ? 0 : 1];
+}
+
+NN_API void nn_expand(float *to, nn_values x, int64_t count) {
+    nn_format_of(x.dtype)->expand(to, x.data, count);
 }
 
 NN_API void nn_round(nn_values y, const float *from, int64_t count) {
-    uint16_t *to = (uint16_t *)y.data;
-    if (y.dtype == MS_DTYPE_BF16) {
-        for (int64_t i = 0; i < count; i++) {
-            to[i] = nn_bf16_of(from[i]);
-        }
-    } else {
-        for (int64_t i = 0; i < count; i++) {
-            to[i] = nn_f16_of(from[i]);
-        }
-    }
+    nn_format_of(y.dtype)->round(y.data, from, count);
 }
 
 /* The `count` values from element `first` on. */
@@ -523,12 +540,38 @@ NN_API void nn_layernorm_row(nn_dest y, nn_values x, int64_t row, const nn_norm 
     n->rstd[row] = s;
 }
 
+/* The same without a mean and a bias. */
+NN_API void nn_rmsnorm_row(nn_dest y, nn_values x, int64_t row, const nn_norm *n) {
+    const int64_t width = n->width, first = nn_row_place(n, row);
+    const int64_t piece = nn_piece(x.dtype, width);
+    const float one = n->from_one ? 1.0f : 0.0f;
+    float room[2][NN_ROOM];
+    const float squares = nn_squares_of(x, first, 0.0f, width);
+    const float s = 1.0f / sqrtf(squares / (float)width + n->epsilon);
+    for (int64_t begin = 0; begin < width; begin += piece) {
+        const int64_t size = nn_least(piece, width - begin);
+        const float *from = nn_read(x, first + begin, size, room[0]);
+        float *to = nn_open(y, first + begin, size, room[1]);
+        const float *weight = n->weight + begin;
+        NN_SIMD
+        for (int64_t i = 0; i < size; i++) {
+            to[i] = from[i] * s * (weight[i] + one);
+        }
+        nn_close(y, first + begin, size, to);
+    }
+    n->rstd[row] = s;
+}
+
 /* y may be x. */
 NN_API int nn_layernorm_kernel(const ms_call *call, nn_values y, nn_values x, const nn_norm *n) {
     (void)call;
     NN_PARALLEL(n->rows * n->width)
     for (int64_t r = 0; r < n->rows; r++) {
-        nn_layernorm_row(nn_dest_of(y, 0.0f), x, r, n);
+        if (n->mean != NULL) {
+            nn_layernorm_row(nn_dest_of(y, 0.0f), x, r, n);
+        } else {
+            nn_rmsnorm_row(nn_dest_of(y, 0.0f), x, r, n);
+        }
     }
     return 0;
 }
@@ -538,7 +581,6 @@ NN_API void nn_layernorm_param_kernel(nn_dest dweight, nn_dest dbias, nn_values 
                                       const nn_norm *n) {
     const int64_t rows = n->rows;
     const int64_t width = n->width;
-    const float *mean = n->mean;
     const float *rstd = n->rstd;
     nn_column_sums_kernel(dbias, dy, rows, width);
     if (dweight.data == NULL) {
@@ -550,11 +592,13 @@ NN_API void nn_layernorm_param_kernel(nn_dest dweight, nn_dest dbias, nn_values 
         float room[2][NN_COLUMNS];
         float sum[NN_COLUMNS] = {0};
         for (int64_t r = 0; r < rows; r++) {
-            const float *from = nn_read(x, r * width + begin, size, room[0]);
-            const float *slope = nn_read(dy, r * width + begin, size, room[1]);
+            const int64_t first = nn_row_place(n, r) + begin;
+            const float mean = n->mean != NULL ? n->mean[r] : 0.0f;
+            const float *from = nn_read(x, first, size, room[0]);
+            const float *slope = nn_read(dy, first, size, room[1]);
             NN_SIMD
             for (int64_t c = 0; c < size; c++) {
-                sum[c] += slope[c] * ((from[c] - mean[r]) * rstd[r]);
+                sum[c] += slope[c] * ((from[c] - mean) * rstd[r]);
             }
         }
         nn_store(dweight, begin, sum, size);
@@ -600,6 +644,41 @@ NN_API void nn_layernorm_backward_row(nn_dest dx, nn_values dy, nn_values x, int
     }
 }
 
+/* The same without a mean. */
+NN_API void nn_rmsnorm_backward_row(nn_dest dx, nn_values dy, nn_values x, int64_t row,
+                                    const nn_norm *n) {
+    const int64_t width = n->width, first = nn_row_place(n, row);
+    const int64_t piece = nn_piece(x.dtype, width);
+    const bool adds = dx.beta != 0.0f;
+    const float one = n->from_one ? 1.0f : 0.0f;
+    const float s = n->rstd[row];
+    float room[3][NN_ROOM];
+    float product = 0.0f;
+    for (int64_t begin = 0; begin < width; begin += piece) {
+        const int64_t size = nn_least(piece, width - begin);
+        const float *from = nn_read(x, first + begin, size, room[0]);
+        const float *slope = nn_read(dy, first + begin, size, room[1]);
+        const float *weight = n->weight + begin;
+        float products;
+        NN_SUM(products, i, size, slope[i] * (weight[i] + one) * (from[i] * s));
+        product += products;
+    }
+    product /= (float)width;
+    for (int64_t begin = 0; begin < width; begin += piece) {
+        const int64_t size = nn_least(piece, width - begin);
+        const float *from = nn_read(x, first + begin, size, room[0]);
+        const float *slope = nn_read(dy, first + begin, size, room[1]);
+        const float *weight = n->weight + begin;
+        float *to = nn_open(dx, first + begin, size, room[2]);
+        NN_SIMD
+        for (int64_t i = 0; i < size; i++) {
+            const float value = (slope[i] * (weight[i] + one) - from[i] * s * product) * s;
+            to[i] = adds ? to[i] + value : value;
+        }
+        nn_close(dx, first + begin, size, to);
+    }
+}
+
 /* Gradients from x, dy (rows, width). That of x comes last, as dx may be dy or x. */
 NN_API int nn_layernorm_backward_kernel(const ms_call *call, nn_dest dx, nn_dest dweight,
                                         nn_dest dbias, nn_values dy, nn_values x, const nn_norm *n,
@@ -612,7 +691,11 @@ NN_API int nn_layernorm_backward_kernel(const ms_call *call, nn_dest dx, nn_dest
     }
     NN_PARALLEL(n->rows * n->width)
     for (int64_t r = 0; r < n->rows; r++) {
-        nn_layernorm_backward_row(dx, dy, x, r, n);
+        if (n->mean != NULL) {
+            nn_layernorm_backward_row(dx, dy, x, r, n);
+        } else {
+            nn_rmsnorm_backward_row(dx, dy, x, r, n);
+        }
     }
     return 0;
 }
@@ -711,6 +794,215 @@ NN_API int nn_cross_entropy_backward_kernel(const ms_call *call, nn_dest dlogits
             memset(nn_from(nn_values_at(dlogits), r * classes).data, 0,
                    (size_t)classes * nn_value_bytes(dlogits.dtype));
         }
+    }
+    return 0;
+}
+
+NN_API int nn_copy_columns_kernel(const ms_call *call, nn_dest y, nn_values x, int64_t rows,
+                                  nn_column_range c) {
+    (void)call;
+    if (y.data == NULL || (y.data == x.data && y.beta == 0.0f)) {
+        return 0;
+    }
+    const int64_t piece = nn_piece(x.dtype, c.count);
+    NN_PARALLEL(rows * c.count)
+    for (int64_t r = 0; r < rows; r++) {
+        float room[NN_ROOM];
+        for (int64_t begin = 0; begin < c.count; begin += piece) {
+            const int64_t size = nn_least(piece, c.count - begin);
+            const int64_t first = r * c.stride + c.first + begin;
+            nn_store(y, first, nn_read(x, first, size, room), size);
+        }
+    }
+    return 0;
+}
+
+/* to = from turned by angles of which cosine and sine are given, or += that; to may be from. */
+NN_API void nn_turn_head(float *to, const float *from, const nn_turns *n, const float *cosine,
+                         const float *sine, bool adds) {
+    const int64_t apart = nn_pair_apart(n);
+    NN_SIMD
+    for (int64_t i = 0; i < n->pairs; i++) {
+        const int64_t at = nn_pair_place(n, i);
+        const float a = from[at], b = from[at + apart];
+        const float first = a * cosine[i] - b * sine[i];
+        const float second = b * cosine[i] + a * sine[i];
+        to[at] = adds ? to[at] + first : first;
+        to[at + apart] = adds ? to[at + apart] + second : second;
+    }
+}
+
+NN_API void nn_turn_row(nn_dest y, nn_values x, const nn_turns *n, int64_t row) {
+    const float time = (float)((n->first + row) % n->period);
+    const int64_t turned = 2 * n->pairs;
+    float cosine[NN_PAIRS], sine[NN_PAIRS], room[2][2 * NN_PAIRS];
+    for (int64_t i = 0; i < n->pairs; i++) {
+        cosine[i] = cosf(time * n->inverse[i]);
+        sine[i] = n->back ? -sinf(time * n->inverse[i]) : sinf(time * n->inverse[i]);
+    }
+    for (int64_t head = 0; head < n->heads; head++) {
+        const int64_t first = row * n->columns + head * n->size;
+        const float *from = nn_read(x, first, turned, room[0]);
+        float *to = nn_open(y, first, turned, room[1]);
+        nn_turn_head(to, from, n, cosine, sine, y.beta != 0.0f);
+        nn_close(y, first, turned, to);
+    }
+}
+
+NN_API int nn_rotary_kernel(const ms_call *call, nn_dest y, nn_values x, const nn_turns *n) {
+    if (y.data == NULL) {
+        return 0;
+    }
+    NN_PARALLEL(n->rows * n->columns)
+    for (int64_t r = 0; r < n->rows; r++) {
+        nn_turn_row(y, x, n, r);
+    }
+    nn_column_range rest;
+    rest.first = n->heads * n->size;
+    rest.count = n->columns - rest.first;
+    rest.stride = n->columns;
+    int result = nn_copy_columns_kernel(call, y, x, n->rows, rest);
+    rest.count = n->size - 2 * n->pairs;
+    for (int64_t head = 0; head < n->heads && rest.count > 0; head++) {
+        rest.first = head * n->size + 2 * n->pairs;
+        result = nn_first(result, nn_copy_columns_kernel(call, y, x, n->rows, rest));
+    }
+    return result;
+}
+
+NN_API int nn_gated_kernel(const ms_call *call, nn_values y, nn_values gate, nn_values up,
+                           int64_t count, nn_gate kind) {
+    (void)call;
+    const nn_dest out = nn_dest_of(y, 0.0f);
+    NN_PARALLEL(count)
+    for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
+        const int64_t size = nn_least(NN_CHUNK, count - begin);
+        float room[3][NN_CHUNK];
+        const float *g = nn_read(gate, begin, size, room[0]);
+        const float *u = nn_read(up, begin, size, room[1]);
+        float *to = nn_open(out, begin, size, room[2]);
+        if (kind == NN_GATE_SILU) {
+            NN_SIMD
+            for (int64_t i = 0; i < size; i++) {
+                to[i] = nn_silu_value(g[i]) * u[i];
+            }
+        } else {
+            NN_SIMD
+            for (int64_t i = 0; i < size; i++) {
+                to[i] = nn_gelu_tanh_value(g[i]) * u[i];
+            }
+        }
+        nn_close(out, begin, size, to);
+    }
+    return 0;
+}
+
+/* A chunk of both gradients. That of what is not wanted is computed too, in a room. */
+NN_API void nn_gated_backward_chunk(float *dgate, float *dup, const float *dy, const float *gate,
+                                    const float *up, int64_t size, nn_gate kind) {
+    if (kind == NN_GATE_SILU) {
+        NN_SIMD
+        for (int64_t i = 0; i < size; i++) {
+            const float g = gate[i], u = up[i], d = dy[i];
+            dgate[i] = d * u * nn_silu_slope(g);
+            dup[i] = d * nn_silu_value(g);
+        }
+    } else {
+        NN_SIMD
+        for (int64_t i = 0; i < size; i++) {
+            const float g = gate[i], u = up[i], d = dy[i];
+            dgate[i] = d * u * nn_gelu_tanh_slope(g);
+            dup[i] = d * nn_gelu_tanh_value(g);
+        }
+    }
+}
+
+/* Both gradients are stored after all operands of a chunk have been read. */
+NN_API int nn_gated_backward_kernel(const ms_call *call, nn_dest dgate, nn_dest dup, nn_values dy,
+                                    nn_values gate, nn_values up, int64_t count, nn_gate kind) {
+    (void)call;
+    NN_PARALLEL(count)
+    for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
+        const int64_t size = nn_least(NN_CHUNK, count - begin);
+        float room[5][NN_CHUNK];
+        const float *d = nn_read(dy, begin, size, room[0]);
+        const float *g = nn_read(gate, begin, size, room[1]);
+        const float *u = nn_read(up, begin, size, room[2]);
+        nn_gated_backward_chunk(room[3], room[4], d, g, u, size, kind);
+        if (dgate.data != NULL) {
+            nn_store(dgate, begin, room[3], size);
+        }
+        if (dup.data != NULL) {
+            nn_store(dup, begin, room[4], size);
+        }
+    }
+    return 0;
+}
+
+/* y = x * factor, or += that; y may be x. */
+NN_API int nn_scale_kernel(const ms_call *call, nn_dest y, nn_values x, int64_t count,
+                           float factor) {
+    (void)call;
+    const bool adds = y.beta != 0.0f;
+    if (y.data == NULL) {
+        return 0;
+    }
+    NN_PARALLEL(count)
+    for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
+        const int64_t size = nn_least(NN_CHUNK, count - begin);
+        float room[2][NN_CHUNK];
+        const float *from = nn_read(x, begin, size, room[0]);
+        float *to = nn_open(y, begin, size, room[1]);
+        NN_SIMD
+        for (int64_t i = 0; i < size; i++) {
+            const float value = from[i] * factor;
+            to[i] = adds ? to[i] + value : value;
+        }
+        nn_close(y, begin, size, to);
+    }
+    return 0;
+}
+
+NN_API int nn_softcap_kernel(const ms_call *call, nn_values y, nn_values x, int64_t count,
+                             float cap) {
+    (void)call;
+    const nn_dest out = nn_dest_of(y, 0.0f);
+    NN_PARALLEL(count)
+    for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
+        const int64_t size = nn_least(NN_CHUNK, count - begin);
+        float room[2][NN_CHUNK];
+        const float *from = nn_read(x, begin, size, room[0]);
+        float *to = nn_open(out, begin, size, room[1]);
+        NN_SIMD
+        for (int64_t i = 0; i < size; i++) {
+            to[i] = nn_cap_value(from[i], cap);
+        }
+        nn_close(out, begin, size, to);
+    }
+    return 0;
+}
+
+/* dx may be dy or y. */
+NN_API int nn_softcap_backward_kernel(const ms_call *call, nn_dest dx, nn_values dy, nn_values y,
+                                      int64_t count, float cap) {
+    (void)call;
+    const bool adds = dx.beta != 0.0f;
+    if (dx.data == NULL) {
+        return 0;
+    }
+    NN_PARALLEL(count)
+    for (int64_t begin = 0; begin < count; begin += NN_CHUNK) {
+        const int64_t size = nn_least(NN_CHUNK, count - begin);
+        float room[3][NN_CHUNK];
+        const float *slope = nn_read(dy, begin, size, room[0]);
+        const float *out = nn_read(y, begin, size, room[1]);
+        float *to = nn_open(dx, begin, size, room[2]);
+        NN_SIMD
+        for (int64_t i = 0; i < size; i++) {
+            const float value = slope[i] * nn_cap_slope(out[i], cap);
+            to[i] = adds ? to[i] + value : value;
+        }
+        nn_close(dx, begin, size, to);
     }
     return 0;
 }
@@ -1204,7 +1496,7 @@ NN_API int64_t nn_attention_cost(nn_attention_size n) {
 }
 
 /* Floats of scratch memory. */
-NN_API int64_t nn_attention_floats(nn_attention_size n, bool backward) {
+NN_API int64_t nn_cpu_attention_floats(nn_attention_size n, bool backward) {
     return nn_attention_workers(n) * nn_attention_worker_floats(n, backward);
 }
 
@@ -1218,19 +1510,18 @@ typedef struct nn_band {
 } nn_band;
 
 NN_API nn_band nn_band_of(nn_attention_size n, int64_t head, int64_t begin) {
-    const int64_t channels = n.heads * n.size;
     const int64_t row = (head / n.heads) * n.sequence;
     const int64_t column = (head % n.heads) * n.size;
     nn_band band;
     band.begin = begin;
     band.rows = nn_least(NN_QUERIES, n.sequence - begin);
     band.keys = n.causal ? begin + band.rows : n.sequence;
-    band.qkv_stride = 3 * channels;
-    band.o_stride = channels;
+    band.qkv_stride = nn_attention_columns(&n);
+    band.o_stride = nn_attention_width(&n);
     band.q = (row + begin) * band.qkv_stride + column;
-    band.k = row * band.qkv_stride + column + channels;
-    band.v = band.k + channels;
-    band.o = (row + begin) * channels + column;
+    band.k = row * band.qkv_stride + nn_attention_keys(&n) + column;
+    band.v = row * band.qkv_stride + nn_attention_values(&n) + column;
+    band.o = (row + begin) * band.o_stride + column;
     band.scores = (head * n.sequence + begin) * n.sequence;
     return band;
 }
@@ -1238,9 +1529,8 @@ NN_API nn_band nn_band_of(nn_attention_size n, int64_t head, int64_t begin) {
 /* p (rows of the band, sequence) = softmax(q k^T / sqrt(size)), 0 for keys after the query. */
 NN_API int nn_scores_kernel(const ms_call *call, float *p, nn_values qkv, const nn_band *band,
                             nn_attention_size n) {
-    const float scale = 1.0f / sqrtf((float)n.size);
     const int result = (int)ms_gemm(
-        call, scale, nn_matrix(nn_from(qkv, band->q), band->rows, n.size, band->qkv_stride),
+        call, n.scale, nn_matrix(nn_from(qkv, band->q), band->rows, n.size, band->qkv_stride),
         ms_transpose(nn_matrix(nn_from(qkv, band->k), band->keys, n.size, band->qkv_stride)), 0.0f,
         nn_matrix(nn_f32(p), band->rows, band->keys, n.sequence));
     for (int64_t r = 0; r < band->rows; r++) {
@@ -1292,7 +1582,6 @@ NN_API float *nn_band_room(float *work, nn_values kept, const nn_band *band) {
 /* dp, the gradient of probabilities p, becomes that of q k^T. */
 NN_API void nn_scores_backward_kernel(float *dp, ms_matrix p, const nn_band *band,
                                       nn_attention_size n) {
-    const float scale = 1.0f / sqrtf((float)n.size);
     const nn_values rows = nn_values_in(p.data, p.dtype);
     float room[NN_ROOM];
     for (int64_t r = 0; r < band->rows; r++) {
@@ -1310,7 +1599,7 @@ NN_API void nn_scores_backward_kernel(float *dp, ms_matrix p, const nn_band *ban
             float *part = to + begin;
             NN_SIMD
             for (int64_t i = 0; i < size; i++) {
-                part[i] = row[i] * (part[i] - mean) * scale;
+                part[i] = row[i] * (part[i] - mean) * n.scale;
             }
         }
         memset(to + seen, 0, (size_t)(band->keys - seen) * sizeof *to);
@@ -1453,7 +1742,7 @@ NN_API int64_t nn_image_worker_floats(const nn_window *w, int64_t out, bool back
     return nn_columns_floats(w) + (backward ? nn_window_depth(w) * out + nn_covered_floats(w) : 0);
 }
 
-NN_API int64_t nn_conv2d_floats(const nn_window *w, int64_t out, bool backward) {
+NN_API int64_t nn_cpu_conv2d_floats(const nn_window *w, int64_t out, bool backward) {
     return nn_image_workers(w) * nn_image_worker_floats(w, out, backward);
 }
 
@@ -1661,40 +1950,57 @@ typedef struct nn_tile_room {
    elements: of them in qkv, and of the queries in the output and in the saved logarithms. */
 typedef struct nn_tile {
     int64_t query, queries, key, keys;
+    bool is_first; // with these queries
     int64_t q, k, v, o, row;
     int64_t qkv_stride, o_stride, p_stride;
 } nn_tile;
 
+/* The first of the keys of the first tile with the queries from `query` on. */
+NN_API int64_t nn_tile_begin(nn_attention_size n, int64_t query) {
+    return nn_first_key(&n, query) / NN_TILE_KEYS * NN_TILE_KEYS;
+}
+
 NN_API nn_tile nn_tile_of(nn_attention_size n, int64_t head, int64_t query, int64_t key) {
-    const int64_t channels = n.heads * n.size;
     const int64_t token = (head / n.heads) * n.sequence;
     const int64_t column = (head % n.heads) * n.size;
+    const int64_t shared = head % n.heads / nn_attention_shared(&n) * n.size; // column of keys
     nn_tile t;
     t.query = query;
     t.queries = nn_least(NN_TILE_QUERIES, n.sequence - query);
     t.key = key;
-    t.keys = nn_least(NN_TILE_KEYS, (n.causal ? query + t.queries : n.sequence) - key);
-    t.qkv_stride = 3 * channels;
-    t.o_stride = channels;
+    t.keys = nn_least(NN_TILE_KEYS, nn_keys_end(&n, query + t.queries - 1) - key);
+    t.is_first = key == nn_tile_begin(n, query);
+    t.qkv_stride = nn_attention_columns(&n);
+    t.o_stride = nn_attention_width(&n);
     t.p_stride = nn_least(NN_TILE_KEYS, n.sequence);
     t.q = (token + query) * t.qkv_stride + column;
-    t.k = (token + key) * t.qkv_stride + column + channels;
-    t.v = t.k + channels;
-    t.o = (token + query) * channels + column;
+    t.k = (token + key) * t.qkv_stride + nn_attention_keys(&n) + shared;
+    t.v = (token + key) * t.qkv_stride + nn_attention_values(&n) + shared;
+    t.o = (token + query) * t.o_stride + column;
     t.row = head * n.sequence + query;
     return t;
 }
 
-/* How many keys of the tile its query r sees. */
-NN_API int64_t nn_tile_seen(const nn_tile *t, int64_t r, bool causal) {
-    return causal ? nn_most(0, nn_least(t->keys, t->query + r + 1 - t->key)) : t->keys;
+/* The keys of the tile that its query r sees. */
+NN_API nn_span nn_tile_seen(const nn_tile *t, int64_t r, const nn_attention_size *n) {
+    nn_span seen;
+    seen.end = nn_most(0, nn_least(t->keys, nn_keys_end(n, t->query + r) - t->key));
+    seen.begin = nn_least(seen.end, nn_most(0, nn_first_key(n, t->query + r) - t->key));
+    return seen;
+}
+
+/* Zeros for the keys of a row that its query does not see. */
+NN_API void nn_tile_clear(float *row, nn_span seen, const nn_tile *t) {
+    memset(row, 0, (size_t)seen.begin * sizeof *row);
+    memset(row + seen.end, 0, (size_t)(t->keys - seen.end) * sizeof *row);
 }
 
 /* The rows of sums that are in scratch memory at once: of one tile's queries, or in backward of as
-   many as that has room for. */
+   many as that has room for, of each head that shares keys. */
 NN_API int64_t nn_tile_sum_rows(nn_attention_size n, bool backward) {
     return nn_least(n.sequence,
-                    backward ? nn_most(NN_TILE_QUERIES, NN_TILE_SUMS) : NN_TILE_QUERIES);
+                    backward ? nn_most(NN_TILE_QUERIES, NN_TILE_SUMS) : NN_TILE_QUERIES) *
+           (backward ? nn_attention_shared(&n) : 1);
 }
 
 NN_API int64_t nn_tiled_worker_floats(nn_attention_size n, bool backward) {
@@ -1705,11 +2011,11 @@ NN_API int64_t nn_tiled_worker_floats(nn_attention_size n, bool backward) {
     return tiles + nn_tile_sum_rows(n, backward) * n.size;
 }
 
-NN_API int64_t nn_attention_queries(bool keeps_scores) {
+NN_API int64_t nn_cpu_attention_queries(bool keeps_scores) {
     return keeps_scores ? (int64_t)NN_QUERIES : (int64_t)NN_TILE_QUERIES;
 }
 
-NN_API int64_t nn_tiled_attention_floats(nn_attention_size n, bool backward) {
+NN_API int64_t nn_cpu_tiled_attention_floats(nn_attention_size n, bool backward) {
     return nn_attention_workers(n) * nn_tiled_worker_floats(n, backward);
 }
 
@@ -1739,12 +2045,23 @@ NN_API ms_matrix nn_tile_operand(const nn_tiled *a, const nn_tile *t, nn_values 
     return nn_matrix(nn_from(qkv, offset), rows, a->n.size, t->qkv_stride);
 }
 
-/* p = q k^T / sqrt(size) */
+NN_API void nn_cap_row(float *x, float cap, int64_t count) {
+    NN_SIMD
+    for (int64_t i = 0; i < count; i++) {
+        x[i] = nn_cap_value(x[i], cap);
+    }
+}
+
+/* p = q k^T * scale, with its cap, if it has one */
 NN_API int nn_tile_scores(const nn_tiled *a, const nn_tile *t, float *p) {
-    return (int)ms_gemm(a->call, 1.0f / sqrtf((float)a->n.size),
-                        nn_tile_operand(a, t, a->qkv, t->q, t->queries),
-                        ms_transpose(nn_tile_operand(a, t, a->qkv, t->k, t->keys)), 0.0f,
-                        nn_matrix(nn_f32(p), t->queries, t->keys, t->p_stride));
+    const int result =
+        (int)ms_gemm(a->call, a->n.scale, nn_tile_operand(a, t, a->qkv, t->q, t->queries),
+                     ms_transpose(nn_tile_operand(a, t, a->qkv, t->k, t->keys)), 0.0f,
+                     nn_matrix(nn_f32(p), t->queries, t->keys, t->p_stride));
+    for (int64_t r = 0; r < t->queries && a->n.cap > 0.0f; r++) {
+        nn_cap_row(p + r * t->p_stride, a->n.cap, t->keys);
+    }
+    return result;
 }
 
 /* The sums of a tile's outputs: if these are F32, where they are going to be. */
@@ -1768,16 +2085,17 @@ NN_API void nn_tile_softmax(const nn_tiled *a, const nn_tile *t, const nn_tile_r
     const ms_matrix sums = nn_tile_sums(a, t, room);
     for (int64_t r = 0; r < t->queries; r++) {
         float *row = room->p + r * t->p_stride;
-        const int64_t seen = nn_tile_seen(t, r, a->n.causal);
-        const float before = t->key == 0 ? -FLT_MAX : room->most[r];
-        const float own = seen > 0 ? nn_max(row, seen) : before;
+        const nn_span seen = nn_tile_seen(t, r, &a->n);
+        const int64_t count = seen.end - seen.begin;
+        const float before = t->is_first ? -FLT_MAX : room->most[r];
+        const float own = count > 0 ? nn_max(row + seen.begin, count) : before;
         const float most = own > before ? own : before;
-        const float total = nn_exp_row(row, most, seen);
+        const float total = nn_exp_row(row + seen.begin, most, count);
         const float share = nn_exp(before - most);
-        memset(row + seen, 0, (size_t)(t->keys - seen) * sizeof *row);
+        nn_tile_clear(row, seen, t);
         room->most[r] = most;
-        room->total[r] = t->key == 0 ? total : room->total[r] * share + total;
-        if (t->key > 0 && most > before) {
+        room->total[r] = t->is_first ? total : room->total[r] * share + total;
+        if (!t->is_first && most > before) {
             nn_scale_row((float *)sums.data + r * sums.stride, share, a->n.size);
         }
     }
@@ -1802,7 +2120,7 @@ NN_API void nn_tile_close(const nn_tiled *a, const nn_tile *t, const nn_tile_roo
 NN_API int nn_tiled_head(const nn_tiled *a, const nn_tile_room *room, int64_t head) {
     int result = 0;
     for (int64_t query = 0; query < a->n.sequence && result == 0; query += NN_TILE_QUERIES) {
-        nn_tile t = nn_tile_of(a->n, head, query, 0);
+        nn_tile t = nn_tile_of(a->n, head, query, nn_tile_begin(a->n, query));
         while (t.keys > 0 && result == 0) {
             result = nn_tile_scores(a, &t, room->p);
             nn_tile_softmax(a, &t, room);
@@ -1810,7 +2128,7 @@ NN_API int nn_tiled_head(const nn_tiled *a, const nn_tile_room *room, int64_t he
                 nn_rows_matrix(room->p, a->qkv.dtype, t.queries, t.keys, t.p_stride);
             result = nn_first(
                 result, (int)ms_gemm(a->call, 1.0f, p, nn_tile_operand(a, &t, a->qkv, t.v, t.keys),
-                                     t.key == 0 ? 0.0f : 1.0f, nn_tile_sums(a, &t, room)));
+                                     t.is_first ? 0.0f : 1.0f, nn_tile_sums(a, &t, room)));
             t = nn_tile_of(a->n, head, query, t.key + NN_TILE_KEYS);
         }
         nn_tile_close(a, &t, room);
@@ -1834,9 +2152,28 @@ NN_API void nn_tile_means(const nn_tiled *a, const nn_tile *t, float *means) {
     }
 }
 
+/* Scores become probabilities, and gradients of probabilities those of products of queries and keys. */
+NN_API void nn_tile_slope_row(float *p, float *ds, int64_t count, float log_sum, float mean,
+                              const nn_attention_size *n) {
+    const float scale = n->scale, cap = n->cap;
+    if (cap > 0.0f) {
+        NN_SIMD
+        for (int64_t i = 0; i < count; i++) {
+            ds[i] = (ds[i] - mean) * nn_cap_slope(p[i], cap);
+            p[i] = nn_exp(p[i] - log_sum);
+            ds[i] = p[i] * ds[i] * scale;
+        }
+        return;
+    }
+    NN_SIMD
+    for (int64_t i = 0; i < count; i++) {
+        p[i] = nn_exp(p[i] - log_sum);
+        ds[i] = p[i] * (ds[i] - mean) * scale;
+    }
+}
+
 /* room->p = the probabilities of a tile, room->ds = the gradients of q k^T. */
 NN_API int nn_tile_slopes(const nn_tiled *a, const nn_tile *t, const nn_tile_room *room) {
-    const float scale = 1.0f / sqrtf((float)a->n.size);
     const int result =
         nn_first(nn_tile_scores(a, t, room->p),
                  (int)ms_gemm(a->call, 1.0f,
@@ -1847,16 +2184,11 @@ NN_API int nn_tile_slopes(const nn_tiled *a, const nn_tile *t, const nn_tile_roo
     for (int64_t r = 0; r < t->queries; r++) {
         float *p = room->p + r * t->p_stride;
         float *ds = room->ds + r * t->p_stride;
-        const int64_t seen = nn_tile_seen(t, r, a->n.causal);
-        const float log_sum = a->log_sums[t->row + r];
-        const float mean = room->means[r];
-        NN_SIMD
-        for (int64_t i = 0; i < seen; i++) {
-            p[i] = nn_exp(p[i] - log_sum);
-            ds[i] = p[i] * (ds[i] - mean) * scale;
-        }
-        memset(p + seen, 0, (size_t)(t->keys - seen) * sizeof *p);
-        memset(ds + seen, 0, (size_t)(t->keys - seen) * sizeof *ds);
+        const nn_span seen = nn_tile_seen(t, r, &a->n);
+        nn_tile_slope_row(p + seen.begin, ds + seen.begin, seen.end - seen.begin,
+                          a->log_sums[t->row + r], room->means[r], &a->n);
+        nn_tile_clear(p, seen, t);
+        nn_tile_clear(ds, seen, t);
     }
     return result;
 }
@@ -1865,7 +2197,8 @@ NN_API int nn_tile_slopes(const nn_tiled *a, const nn_tile *t, const nn_tile_roo
    or, in 16 bits, in scratch memory, if it has room for all. Otherwise they have a pass of their
    own, which computes the tiles again. */
 NN_API bool nn_tiled_in_one_pass(const nn_tiled *a) {
-    return a->dqkv.dtype == MS_DTYPE_F32 || a->n.sequence <= nn_tile_sum_rows(a->n, true);
+    return a->dqkv.dtype == MS_DTYPE_F32 ||
+           a->n.sequence * nn_attention_shared(&a->n) <= nn_tile_sum_rows(a->n, true);
 }
 
 /* Adds ds k to the gradients of a tile's queries: in their place, or in sums. */
@@ -1875,12 +2208,20 @@ NN_API int nn_tile_add_queries(const nn_tiled *a, const nn_tile *t, ms_matrix ds
     const ms_matrix to = direct ? nn_tile_operand(a, t, nn_values_at(a->dqkv), t->q, t->queries)
                                 : nn_matrix(nn_f32(sums), t->queries, a->n.size, a->n.size);
     return (int)ms_gemm(a->call, 1.0f, ds, nn_tile_operand(a, t, a->qkv, t->k, t->keys),
-                        t->key == 0 ? beta : 1.0f, to);
+                        t->is_first ? beta : 1.0f, to);
 }
 
-/* Adds what a tile gives to the gradients of its keys and values, and to those of its queries,
-   unless they have a pass of their own. */
-NN_API int nn_tile_backward(const nn_tiled *a, const nn_tile *t, const nn_tile_room *room) {
+/* The sums of the gradients of a head's queries from `query` on, where all are in scratch memory. */
+NN_API float *nn_query_sums(const nn_tiled *a, const nn_tile_room *room, int64_t head,
+                            int64_t query) {
+    const int64_t place = head % nn_attention_shared(&a->n) * a->n.sequence + query;
+    return room->sum + place * a->n.size;
+}
+
+/* Adds what a tile of a head gives to the gradients of its keys and values, and to those of its
+   queries, unless they have a pass of their own. */
+NN_API int nn_tile_backward(const nn_tiled *a, const nn_tile *t, const nn_tile_room *room,
+                            int64_t head) {
     const int64_t size = a->n.size;
     const ms_dtype dtype = a->qkv.dtype;
     int result = nn_tile_slopes(a, t, room);
@@ -1893,23 +2234,27 @@ NN_API int nn_tile_backward(const nn_tiled *a, const nn_tile *t, const nn_tile_r
                            nn_tile_operand(a, t, a->qkv, t->q, t->queries), 1.0f,
                            nn_matrix(nn_f32(room->dk), t->keys, size, size));
     if (nn_tiled_in_one_pass(a)) {
-        result |= nn_tile_add_queries(a, t, ds, room->sum + t->query * size);
+        result |= nn_tile_add_queries(a, t, ds, nn_query_sums(a, room, head, t->query));
     }
     return result;
 }
 
-/* The gradients of keys from `key` on, and of their values. */
+/* The gradients of keys from `key` on, and of their values: what the heads from `head` on give that
+   share them. */
 NN_API int nn_tiled_backward_keys(const nn_tiled *a, const nn_tile_room *room, int64_t head,
                                   int64_t key) {
     const int64_t size = a->n.size;
     const int64_t keys = nn_least(NN_TILE_KEYS, a->n.sequence - key);
     const int64_t first = a->n.causal ? key / NN_TILE_QUERIES * NN_TILE_QUERIES : 0;
+    const int64_t end = nn_queries_end(&a->n, key + keys - 1);
     int result = 0;
     memset(room->dk, 0, (size_t)(keys * size) * sizeof *room->dk);
     memset(room->dv, 0, (size_t)(keys * size) * sizeof *room->dv);
-    for (int64_t query = first; query < a->n.sequence && result == 0; query += NN_TILE_QUERIES) {
-        const nn_tile t = nn_tile_of(a->n, head, query, key);
-        result = nn_tile_backward(a, &t, room);
+    for (int64_t h = head; h < head + nn_attention_shared(&a->n); h++) {
+        for (int64_t query = first; query < end && result == 0; query += NN_TILE_QUERIES) {
+            const nn_tile t = nn_tile_of(a->n, h, query, key);
+            result = nn_tile_backward(a, &t, room, h);
+        }
     }
     const nn_tile t = nn_tile_of(a->n, head, 0, key);
     for (int64_t r = 0; r < keys; r++) {
@@ -1931,7 +2276,7 @@ NN_API void nn_tile_store_queries(const nn_tiled *a, const float *sums, int64_t 
 /* The gradients of a tile's queries, in a pass of their own. */
 NN_API int nn_tiled_backward_queries(const nn_tiled *a, const nn_tile_room *room, int64_t head,
                                      int64_t query) {
-    nn_tile t = nn_tile_of(a->n, head, query, 0);
+    nn_tile t = nn_tile_of(a->n, head, query, nn_tile_begin(a->n, query));
     int result = 0;
     while (t.keys > 0 && result == 0) {
         result = nn_tile_slopes(a, &t, room);
@@ -1943,16 +2288,11 @@ NN_API int nn_tiled_backward_queries(const nn_tiled *a, const nn_tile_room *room
     return result;
 }
 
-NN_API int nn_tiled_backward_head(const nn_tiled *a, const nn_tile_room *room, int64_t head) {
+/* The gradients of the queries of a head that have 16 bits, once those of the keys are computed. */
+NN_API int nn_tiled_finish_queries(const nn_tiled *a, const nn_tile_room *room, int64_t head) {
     int result = 0;
-    for (int64_t key = 0; key < a->n.sequence && result == 0; key += NN_TILE_KEYS) {
-        result = nn_tiled_backward_keys(a, room, head, key);
-    }
-    if (a->dqkv.dtype == MS_DTYPE_F32) {
-        return result;
-    }
     if (nn_tiled_in_one_pass(a)) {
-        nn_tile_store_queries(a, room->sum, head, 0, a->n.sequence);
+        nn_tile_store_queries(a, nn_query_sums(a, room, head, 0), head, 0, a->n.sequence);
         return result;
     }
     for (int64_t query = 0; query < a->n.sequence && result == 0; query += NN_TILE_QUERIES) {
@@ -1961,17 +2301,31 @@ NN_API int nn_tiled_backward_head(const nn_tiled *a, const nn_tile_room *room, i
     return result;
 }
 
+/* Of the heads from `head` on that share keys. */
+NN_API int nn_tiled_backward_heads(const nn_tiled *a, const nn_tile_room *room, int64_t head) {
+    int result = 0;
+    for (int64_t key = 0; key < a->n.sequence && result == 0; key += NN_TILE_KEYS) {
+        result = nn_tiled_backward_keys(a, room, head, key);
+    }
+    for (int64_t i = 0; i < nn_attention_shared(&a->n) && a->dqkv.dtype != MS_DTYPE_F32; i++) {
+        result = nn_first(result, nn_tiled_finish_queries(a, room, head + i));
+    }
+    return result;
+}
+
 /* Forward or backward of all heads, in parallel. */
 NN_API int nn_tiled_heads(const nn_tiled *a, float *work, bool backward) {
-    const int64_t workers = nn_attention_workers(a->n);
+    const int64_t shared = backward ? nn_attention_shared(&a->n) : 1; // heads that go together
+    const int64_t count = a->n.batch * a->n.heads / shared;
+    const int64_t workers = nn_least(NN_HEAD_WORKERS, count);
     const int64_t floats = nn_tiled_worker_floats(a->n, backward);
     int results[NN_HEAD_WORKERS] = {0};
     NN_PARALLEL(nn_attention_cost(a->n))
     for (int64_t worker = 0; worker < workers; worker++) {
         const nn_tile_room room = nn_tile_room_of(work + worker * floats, a->n, backward);
-        for (int64_t head = worker; head < a->n.batch * a->n.heads; head += workers) {
-            results[worker] |=
-                backward ? nn_tiled_backward_head(a, &room, head) : nn_tiled_head(a, &room, head);
+        for (int64_t i = worker; i < count; i += workers) {
+            results[worker] |= backward ? nn_tiled_backward_heads(a, &room, i * shared)
+                                        : nn_tiled_head(a, &room, i);
         }
     }
     for (int64_t worker = 1; worker < workers; worker++) {
@@ -2012,57 +2366,27 @@ NN_API int nn_tiled_attention_backward_kernel(const ms_call *call, nn_dest dqkv,
 // ------------------------------------------------------------------------------------------------
 // >>nn cpu table
 
-NN_API int64_t nn_no_floats(int64_t rows, int64_t columns) {
+/* Sums over columns need no scratch memory. */
+NN_API int64_t nn_cpu_column_floats(int64_t rows, int64_t columns) {
     (void)rows;
     (void)columns;
     return 0;
 }
 
-NN_API int64_t nn_no_floats_of_planes(nn_planes n) {
+NN_API int64_t nn_cpu_layernorm_floats(int64_t rows, int64_t width) {
+    return nn_cpu_column_floats(rows, width);
+}
+
+NN_API int64_t nn_cpu_batch_norm_floats(nn_planes n) {
     (void)n;
     return 0;
 }
 
+#define NN_CPU_SIZE(name, operands)   nn_cpu_##name,
+#define NN_CPU_KERNEL(name, operands) nn_##name##_kernel,
+
 NN_API const nn_device *nn_cpu(void) {
-    static const nn_device cpu = {
-        "cpu",
-        nn_attention_queries,
-        nn_no_floats,
-        nn_no_floats,
-        nn_attention_floats,
-        nn_tiled_attention_floats,
-        nn_conv2d_floats,
-        nn_no_floats_of_planes,
-        nn_copy_kernel,
-        nn_add_kernel,
-        nn_dropout_kernel,
-        nn_gelu_kernel,
-        nn_gelu_backward_kernel,
-        nn_embedding_kernel,
-        nn_embedding_backward_kernel,
-        nn_linear_kernel,
-        nn_linear_gelu_kernel,
-        nn_linear_add_kernel,
-        nn_linear_backward_kernel,
-        nn_layernorm_kernel,
-        nn_layernorm_backward_kernel,
-        nn_attention_kernel,
-        nn_attention_backward_kernel,
-        nn_tiled_attention_kernel,
-        nn_tiled_attention_backward_kernel,
-        nn_cross_entropy_kernel,
-        nn_cross_entropy_backward_kernel,
-        nn_relu_kernel,
-        nn_relu_backward_kernel,
-        nn_conv2d_kernel,
-        nn_conv2d_backward_kernel,
-        nn_max_pool_kernel,
-        nn_max_pool_backward_kernel,
-        nn_batch_norm_kernel,
-        nn_batch_norm_backward_kernel,
-        nn_average_kernel,
-        nn_average_backward_kernel,
-    };
+    static const nn_device cpu = {"cpu", 0, NN_SIZES(NN_CPU_SIZE) NN_KERNELS(NN_CPU_KERNEL)};
     return &cpu;
 }
 

@@ -133,6 +133,13 @@ NN_API int64_t nn_cuda_tiled_head_floats(nn_attention_size n, bool backward) {
     return backward ? 2 * tile + sums : tile + side * (n.size + 2);
 }
 
+/* Keys and values that heads share are copied for each of them, and their gradients are F32 there. */
+NN_API int64_t nn_cuda_shared_floats(nn_attention_size n, bool backward) {
+    const bool shares = n.kv_heads < n.heads;
+    return nn_attention_shared(&n) * (nn_cuda_tiled_head_floats(n, backward) +
+                                      (shares ? (backward ? 4 : 2) * n.sequence * n.size : 0));
+}
+
 NN_API int64_t nn_cuda_tiled_sequence_floats(nn_attention_size n, bool backward) {
     const int64_t operands = (backward ? 4 : 3) * n.sequence * n.size;
     return n.heads * (nn_cuda_tiled_head_floats(n, backward) + operands);
@@ -143,8 +150,8 @@ NN_API int64_t nn_cuda_attention_queries(bool keeps_scores) {
 }
 
 NN_API int64_t nn_cuda_tiled_attention_floats(nn_attention_size n, bool backward) {
-    const int64_t head = nn_cuda_tiled_head_floats(n, backward);
-    int64_t floats = nn_most(head, nn_least(NN_GROUP_FLOATS, n.heads * head));
+    const int64_t head = nn_cuda_shared_floats(n, backward);
+    int64_t floats = nn_most(head, nn_least(NN_GROUP_FLOATS, n.kv_heads * head));
     int64_t tiles = nn_divide_up(n.sequence, NN_TILE);
     while (tiles > 0 && tiles * tiles * n.heads >= NN_BUSY_TILES) {
         tiles--;
@@ -162,7 +169,7 @@ NN_API int64_t nn_cuda_channel_chunks(nn_planes n) {
 }
 
 /* Partial sums and partial sums of products, and two more floats per channel. */
-NN_API int64_t nn_cuda_channel_floats(nn_planes n) {
+NN_API int64_t nn_cuda_batch_norm_floats(nn_planes n) {
     return n.channels * (2 * nn_cuda_channel_chunks(n) + 2);
 }
 
@@ -210,22 +217,17 @@ NN_API int64_t nn_cuda_weight_floats(const nn_window *w, int64_t out) {
 NN_API int64_t nn_cuda_conv2d_floats(const nn_window *w, int64_t out, bool backward) {
     const int64_t columns = nn_cuda_columns_floats(w, out);
     const nn_planes slopes = {w->images, out, nn_window_patches(w)};
-    return backward ? nn_most(nn_cuda_channel_floats(slopes),
+    return backward ? nn_most(nn_cuda_batch_norm_floats(slopes),
                               nn_most(columns, nn_cuda_weight_floats(w, out)))
                     : columns;
 }
 
+#define NN_CUDA_SIZE(name, operands)  nn_cuda_##name,
+#define NN_DRY_KERNEL(name, operands) NULL,
+
 NN_API const nn_device *nn_cuda_dry(void) {
-    static const nn_device cuda = {
-        "cuda", nn_cuda_attention_queries, nn_cuda_column_floats, nn_cuda_layernorm_floats,
-        nn_cuda_attention_floats, nn_cuda_tiled_attention_floats, nn_cuda_conv2d_floats,
-        nn_cuda_channel_floats,
-        // clang-format off
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-        NULL,
-        // clang-format on
-    };
+    static const nn_device cuda = {"cuda", NN_WIDEST,
+                                   NN_SIZES(NN_CUDA_SIZE) NN_KERNELS(NN_DRY_KERNEL)};
     return &cuda;
 }
 
@@ -247,8 +249,6 @@ NN_API const nn_device *nn_cuda_dry(void) {
 
 /* The mask of a whole warp. */
 #define NN_EVERY_LANE 0xffffffffu
-
-enum { NN_ERROR_WIDTH = 1002 /* a row has more than NN_WIDEST columns */ };
 
 /* Grid and block of a launch. */
 typedef struct nn_grid {
@@ -569,6 +569,41 @@ static int nn_cuda_map(const ms_call *call, F op, nn_dest y, nn_values a, nn_val
     return y.data == NULL ? 0 : NN_AS(y.dtype, nn_cuda_map_as, call, op, y, a, b, count);
 }
 
+struct nn_op_gated : nn_op {
+    nn_gate kind;
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        return nn_gate_value(kind, a) * b;
+    }
+};
+
+struct nn_op_scale : nn_op {
+    float factor;
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        (void)b;
+        return __fmul_rn(a, factor);
+    }
+};
+
+struct nn_op_softcap : nn_op {
+    float cap;
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        (void)b;
+        return nn_cap_value(a, cap);
+    }
+};
+
+/* a is dy, b is y. */
+struct nn_op_softcap_backward : nn_op {
+    float cap;
+    __device__ float operator()(int64_t i, float a, float b) const {
+        (void)i;
+        return __fmul_rn(a, nn_cap_slope(b, cap));
+    }
+};
+
 static int nn_cuda_copy(const ms_call *call, nn_dest y, nn_values x, int64_t count) {
     if (y.data == x.data && y.beta == 0.0f) {
         return 0;
@@ -599,6 +634,153 @@ static int nn_cuda_gelu_backward(const ms_call *call, nn_dest dx, nn_values dy, 
     return nn_cuda_map(call, op, dx, dy, x, count);
 }
 
+static int nn_cuda_gated(const ms_call *call, nn_values y, nn_values gate, nn_values up,
+                         int64_t count, nn_gate kind) {
+    nn_op_gated op;
+    op.kind = kind;
+    return nn_cuda_map(call, op, nn_dest_of(y, 0.0f), gate, up, count);
+}
+
+static int nn_cuda_scale(const ms_call *call, nn_dest y, nn_values x, int64_t count, float factor) {
+    nn_op_scale op;
+    op.factor = factor;
+    return nn_cuda_map(call, op, y, x, nn_f32(NULL), count);
+}
+
+static int nn_cuda_softcap(const ms_call *call, nn_values y, nn_values x, int64_t count,
+                           float cap) {
+    nn_op_softcap op;
+    op.cap = cap;
+    return nn_cuda_map(call, op, nn_dest_of(y, 0.0f), x, nn_f32(NULL), count);
+}
+
+static int nn_cuda_softcap_backward(const ms_call *call, nn_dest dx, nn_values dy, nn_values y,
+                                    int64_t count, float cap) {
+    nn_op_softcap_backward op;
+    op.cap = cap;
+    return nn_cuda_map(call, op, dx, dy, y, count);
+}
+
+/* The operands of a gated unit's backward; a gradient whose data is NULL is not wanted. */
+typedef struct nn_gated_operands {
+    nn_dest dgate, dup;
+    nn_values dy, gate, up;
+    int64_t count;
+    nn_gate kind;
+} nn_gated_operands;
+
+template <typename T>
+__device__ __forceinline__ void nn_d_add(const nn_dest &to, int64_t i, float value) {
+    T *at = (T *)to.data + i;
+    nn_d_round(at, to.beta != 0.0f ? nn_d_sum(nn_d_float(*at), value) : value);
+}
+
+/* A thread per element, which reads all operands before it writes: gradients may be where these are. */
+template <typename T>
+static __global__ void __launch_bounds__(NN_THREADS) nn_k_gated_backward(nn_gated_operands o) {
+    const int64_t i = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
+    if (i >= o.count) {
+        return;
+    }
+    const float d = nn_d_float(((const T *)o.dy.data)[i]);
+    const float g = nn_d_float(((const T *)o.gate.data)[i]);
+    const float u = nn_d_float(((const T *)o.up.data)[i]);
+    if (o.dgate.data != NULL) {
+        nn_d_add<T>(o.dgate, i, __fmul_rn(d * u, nn_gate_slope(o.kind, g)));
+    }
+    if (o.dup.data != NULL) {
+        nn_d_add<T>(o.dup, i, __fmul_rn(d, nn_gate_value(o.kind, g)));
+    }
+}
+
+template <typename T>
+static int nn_cuda_gated_backward_as(const ms_call *call, const nn_gated_operands &o) {
+    return nn_launch(call, nn_grid_of(nn_divide_up(o.count, NN_THREADS), 1, NN_THREADS),
+                     nn_k_gated_backward<T>, o);
+}
+
+static int nn_cuda_gated_backward(const ms_call *call, nn_dest dgate, nn_dest dup, nn_values dy,
+                                  nn_values gate, nn_values up, int64_t count, nn_gate kind) {
+    nn_gated_operands o;
+    o.dgate = dgate;
+    o.dup = dup;
+    o.dy = dy;
+    o.gate = gate;
+    o.up = up;
+    o.count = count;
+    o.kind = kind;
+    return NN_AS(dy.dtype, nn_cuda_gated_backward_as, call, o);
+}
+
+/* Some columns of y = those of x, or += these: a thread per element. */
+template <typename T>
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_copy_columns(nn_dest y, const T *x, int64_t rows, nn_column_range c) {
+    const int64_t i = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
+    if (i < rows * c.count) {
+        const int64_t at = i / c.count * c.stride + c.first + i % c.count;
+        nn_d_add<T>(y, at, nn_d_float(x[at]));
+    }
+}
+
+template <typename T>
+static int nn_cuda_copy_columns_as(const ms_call *call, nn_dest y, nn_values x, int64_t rows,
+                                   nn_column_range c) {
+    return nn_launch(call, nn_grid_of(nn_divide_up(rows * c.count, NN_THREADS), 1, NN_THREADS),
+                     nn_k_copy_columns<T>, y, x.data, rows, c);
+}
+
+static int nn_cuda_copy_columns(const ms_call *call, nn_dest y, nn_values x, int64_t rows,
+                                nn_column_range c) {
+    const bool is_there = y.data == NULL || (y.data == x.data && y.beta == 0.0f);
+    return is_there ? 0 : NN_AS(y.dtype, nn_cuda_copy_columns_as, call, y, x, rows, c);
+}
+
+/* A thread turns one pair of each head of a token, by an angle that it computes once. */
+template <typename T>
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_rotary(nn_dest y, const T *x, nn_turns n) {
+    const int64_t index = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
+    const int64_t row = index / n.pairs, pair = index % n.pairs;
+    if (row >= n.rows) {
+        return;
+    }
+    const float angle = (float)((n.first + row) % n.period) * n.inverse[pair];
+    const float cosine = cosf(angle);
+    const float sine = n.back ? -sinf(angle) : sinf(angle);
+    const int64_t apart = nn_pair_apart(&n);
+    for (int64_t head = 0; head < n.heads; head++) {
+        const int64_t at = row * n.columns + head * n.size + nn_pair_place(&n, pair);
+        const float a = nn_d_float(x[at]), b = nn_d_float(x[at + apart]);
+        nn_d_add<T>(y, at, a * cosine - b * sine);
+        nn_d_add<T>(y, at + apart, b * cosine + a * sine);
+    }
+}
+
+template <typename T>
+static int nn_cuda_rotary_as(const ms_call *call, nn_dest y, nn_values x, const nn_turns &n) {
+    return nn_launch(call, nn_grid_of(nn_divide_up(n.rows * n.pairs, NN_THREADS), 1, NN_THREADS),
+                     nn_k_rotary<T>, y, x.data, n);
+}
+
+static int nn_cuda_rotary(const ms_call *call, nn_dest y, nn_values x, const nn_turns *n) {
+    if (y.data == NULL) {
+        return 0;
+    }
+    int result = NN_AS(y.dtype, nn_cuda_rotary_as, call, y, x, *n);
+    nn_column_range rest;
+    rest.first = n->heads * n->size;
+    rest.count = n->columns - rest.first;
+    rest.stride = n->columns;
+    result = nn_first(result, nn_cuda_copy_columns(call, y, x, n->rows, rest));
+    rest.count = n->size - 2 * n->pairs;
+    for (int64_t head = 0; head < n->heads && rest.count > 0; head++) {
+        rest.first = head * n->size + 2 * n->pairs;
+        result = nn_first(result, nn_cuda_copy_columns(call, y, x, n->rows, rest));
+    }
+    return result;
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>nn cuda columns  sums over rows
 
@@ -615,15 +797,22 @@ __device__ __forceinline__ unsigned nn_d_tiles(int64_t columns, unsigned width) 
 /* What nn_k_column_sums adds up: the rows of dy (rows, columns) and, if x is not NULL, also those
    of dy times (x - mean) * rstd. If index is not NULL, only the rows whose index is entry. */
 typedef struct nn_sums {
-    nn_values dy, x; // of one dtype
-    const float *mean, *rstd;
+    nn_values dy, x;          // of one dtype
+    const float *mean, *rstd; // mean NULL: 0
     const int32_t *index;
     int32_t entry;
     int64_t rows, columns;
+    nn_row_groups places;
     int64_t chunk_rows; // rows that a block adds up
     float *partial;     // (chunks, columns), followed by as many for the products
     int64_t chunks;
 } nn_sums;
+
+/* The element at which a row begins. */
+__device__ __forceinline__ int64_t nn_d_sum_place(const nn_sums &s, int64_t row) {
+    const int64_t group = s.places.group;
+    return group == 0 ? row * s.columns : row / group * s.places.apart + row % group * s.columns;
+}
 
 /* The rows of a chunk are distributed over NN_SUM_ROWS warps, the columns of a tile over lanes. */
 template <typename T, unsigned WIDE>
@@ -645,12 +834,12 @@ __device__ __forceinline__ void nn_d_column_sums(const nn_sums &s, float *shared
             float slope[WIDE] = {0};
             float value[WIDE] = {0};
             if (counts) {
-                nn_wide<WIDE>::load(slope, dy + r * s.columns + c);
+                nn_wide<WIDE>::load(slope, dy + nn_d_sum_place(s, r) + c);
             }
             if (x != NULL) {
-                nn_wide<WIDE>::load(value, x + r * s.columns + c);
+                nn_wide<WIDE>::load(value, x + nn_d_sum_place(s, r) + c);
             }
-            const float mean = x != NULL ? s.mean[r] : 0.0f;
+            const float mean = x != NULL && s.mean != NULL ? s.mean[r] : 0.0f;
             const float rstd = x != NULL ? s.rstd[r] : 0.0f;
             NN_UNROLL
             for (unsigned k = 0; k < WIDE; k++) {
@@ -1296,7 +1485,15 @@ __device__ __forceinline__ T *nn_d_row(const nn_values &values, int64_t stride, 
     return (T *)values.data + row * stride;
 }
 
-/* out = (a - mean) * rstd * weight + bias; out may be a. */
+/* Where a row that is normalized begins, in an operand whose rows follow each other, or groups of
+   rows do. */
+template <typename T>
+__device__ __forceinline__ T *nn_d_norm_row(const nn_values &values, const nn_norm &n,
+                                            int64_t row) {
+    return (T *)values.data + nn_row_place(&n, row);
+}
+
+/* out = (a - mean) * rstd * weight + bias, or a * rstd * weight; out may be a. */
 struct nn_row_layernorm {
     template <typename T, unsigned TEAM, unsigned ITEMS, unsigned WIDE>
     static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
@@ -1305,12 +1502,13 @@ struct nn_row_layernorm {
         float v[ITEMS];
         float total = 0.0f;
         float squares = 0.0f;
-        team.load(v, nn_d_row<T>(w.a, w.a_stride, row), width);
+        team.load(v, nn_d_norm_row<T>(w.a, w.n, row), width);
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i++) {
             total += v[i];
         }
-        const float mean = team.sum(total) / (float)width;
+        const bool centers = w.n.mean != NULL;
+        const float mean = centers ? team.sum(total) / (float)width : 0.0f;
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i++) {
             const float apart = team.column(i) < width ? v[i] - mean : 0.0f;
@@ -1323,16 +1521,21 @@ struct nn_row_layernorm {
             float bias[WIDE] = {0};
             if (team.column(i) < width) {
                 nn_wide<WIDE>::load(weight, w.n.weight + team.column(i));
-                nn_wide<WIDE>::load(bias, w.n.bias + team.column(i));
+                if (centers) {
+                    nn_wide<WIDE>::load(bias, w.n.bias + team.column(i));
+                }
             }
             NN_UNROLL
             for (unsigned k = 0; k < WIDE; k++) {
-                v[i + k] = (v[i + k] - mean) * rstd * weight[k] + bias[k];
+                const float by = w.n.from_one ? 1.0f + weight[k] : weight[k];
+                v[i + k] = (v[i + k] - mean) * rstd * by + bias[k];
             }
         }
-        team.store(nn_d_row<T>(w.out, w.out_stride, row), v, width, false);
+        team.store(nn_d_norm_row<T>(w.out, w.n, row), v, width, false);
         if (team.lane == 0) {
-            w.n.mean[row] = mean;
+            if (centers) {
+                w.n.mean[row] = mean;
+            }
             w.n.rstd[row] = rstd;
         }
     }
@@ -1344,14 +1547,15 @@ struct nn_row_layernorm_backward {
     static __device__ __forceinline__ void run(const nn_team<TEAM, ITEMS, WIDE> &team,
                                                const nn_rowwise &w, int64_t row) {
         const int64_t width = w.n.width;
-        const float mean = w.n.mean[row];
+        const bool centers = w.n.mean != NULL;
+        const float mean = centers ? w.n.mean[row] : 0.0f;
         const float rstd = w.n.rstd[row];
         float slope[ITEMS];  // dy * weight
         float normal[ITEMS]; // (x - mean) * rstd
         float slopes = 0.0f;
         float products = 0.0f;
-        team.load(slope, nn_d_row<T>(w.a, w.a_stride, row), width);
-        team.load(normal, nn_d_row<T>(w.b, w.b_stride, row), width);
+        team.load(slope, nn_d_norm_row<T>(w.a, w.n, row), width);
+        team.load(normal, nn_d_norm_row<T>(w.b, w.n, row), width);
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i += WIDE) {
             float weight[WIDE] = {0};
@@ -1360,19 +1564,19 @@ struct nn_row_layernorm_backward {
             }
             NN_UNROLL
             for (unsigned k = i; k < i + WIDE; k++) {
-                slope[k] *= weight[k - i];
+                slope[k] *= w.n.from_one ? 1.0f + weight[k - i] : weight[k - i];
                 normal[k] = (normal[k] - mean) * rstd;
                 slopes += slope[k];
                 products += slope[k] * normal[k]; // slope is 0 beyond the row
             }
         }
-        slopes = team.sum(slopes) / (float)width;
+        slopes = centers ? team.sum(slopes) / (float)width : 0.0f;
         products = team.sum(products) / (float)width;
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i++) {
             slope[i] = __fmul_rn(slope[i] - slopes - normal[i] * products, rstd);
         }
-        team.store(nn_d_row<T>(w.out, w.out_stride, row), slope, width, w.adds);
+        team.store(nn_d_norm_row<T>(w.out, w.n, row), slope, width, w.adds);
     }
 };
 
@@ -1501,8 +1705,7 @@ template <typename F>
 static int nn_cuda_rows(const ms_call *call, const nn_rowwise &w,
                         const nn_rows_kernel (&long_rows)[3][2]) {
     const nn_rows_kernel *own = long_rows[nn_type_index(w.out.dtype)];
-    return w.n.width > NN_WIDEST ? (int)NN_ERROR_WIDTH
-                                 : NN_AS(w.out.dtype, nn_cuda_rows_as, call, w, F(), own);
+    return NN_AS(w.out.dtype, nn_cuda_rows_as, call, w, F(), own);
 }
 
 /* Operands whose rows follow each other. */
@@ -1531,6 +1734,7 @@ static int nn_cuda_layernorm_backward(const ms_call *call, nn_dest dx, nn_dest d
     s.x = x;
     s.mean = n->mean;
     s.rstd = n->rstd;
+    s.places = n->places;
     const int result = nn_cuda_column_sums(call, dbias, dweight, s, work);
     if (result != 0 || dx.data == NULL) {
         return result;
@@ -1698,7 +1902,7 @@ static int nn_cuda_cross_entropy_backward(const ms_call *call, nn_dest dlogits,
    gradients are F32 in every call. */
 typedef struct nn_groups {
     bool packed;
-    int64_t count, size; // groups, and heads or sequences in each but the last
+    int64_t count, size; // groups, and sequences or heads of keys in each but the last
 } nn_groups;
 
 /* Whether groups are packed: the products of one sequence's heads have too few tiles. */
@@ -1718,14 +1922,17 @@ static nn_groups nn_cuda_groups(nn_attention_size n) {
     return g;
 }
 
-/* Copies between the rows of tokens, (sequences, sequence, parts, heads * size), row_stride apart,
-   and the matrices of heads, (sequences * heads, sequence, size) for each part. The parts are q, k
-   and v, or there is one. */
+/* Copies between parts of the rows of tokens, (sequences, sequence), row_stride apart, and the
+   matrices of heads, (sequences * heads, sequence, size) for each part. Several matrices can have
+   one head of a row in common: back in the row it is their sum. */
 typedef struct nn_heads_copy {
     nn_values rows;
     nn_values part[3]; // as many as parts
-    int64_t sequences, sequence, parts, part_stride, row_stride, heads, size;
-    bool packs; // from rows to matrices; otherwise back
+    int64_t offset[3]; // of the part in a row
+    int64_t shared[3]; // matrices that have one head of the row in common
+    int64_t sequences, sequence, parts, row_stride;
+    int64_t heads, size; // matrices of a sequence
+    bool packs;          // from rows to matrices; otherwise back
     bool adds;
 } nn_heads_copy;
 
@@ -1737,21 +1944,33 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_heads_copy(nn_heads_co
     const unsigned token = blockIdx.x / parts;
     const unsigned sequence = token / (unsigned)h.sequence;
     const unsigned time = token % (unsigned)h.sequence;
-    T *row = (T *)h.rows.data + token * h.row_stride + part * h.part_stride;
-    const unsigned columns = (unsigned)(h.heads * h.size); // 32 bits: divided for each element
+    T *row = (T *)h.rows.data + token * h.row_stride + h.offset[part];
+    const unsigned shared = (unsigned)h.shared[part]; // 32 bits: divided for each element
+    const unsigned columns = (unsigned)(h.heads * h.size) / shared;
     const unsigned size = (unsigned)h.size;
     for (unsigned c = threadIdx.x * WIDE; c < columns; c += NN_THREADS * WIDE) {
-        const unsigned head = c / size;
+        const unsigned head = c / size * shared;
         const int64_t matrix_row = ((int64_t)sequence * h.heads + head) * h.sequence + time;
         P *own = (P *)h.part[part].data + matrix_row * h.size + c % size;
+        const int64_t apart = h.sequence * h.size; // of matrices
         float value[WIDE];
         float old[WIDE] = {0};
         if (h.packs) {
             nn_wide<WIDE>::load(value, row + c);
-            nn_wide<WIDE>::store(own, value);
+            for (unsigned i = 0; i < shared; i++) {
+                nn_wide<WIDE>::store(own + i * apart, value);
+            }
             continue;
         }
         nn_wide<WIDE>::load(value, own);
+        for (unsigned i = 1; i < shared; i++) {
+            float other[WIDE];
+            nn_wide<WIDE>::load(other, own + i * apart);
+            NN_UNROLL
+            for (unsigned k = 0; k < WIDE; k++) {
+                value[k] += other[k];
+            }
+        }
         if (h.adds) {
             nn_wide<WIDE>::load(old, row + c);
         }
@@ -1766,7 +1985,7 @@ static __global__ void __launch_bounds__(NN_THREADS) nn_k_heads_copy(nn_heads_co
 template <typename T, typename P>
 static int nn_cuda_heads_copy_of(const ms_call *call, const nn_heads_copy &h) {
     bool wide = h.size % nn_type<T>::WIDE == 0 && nn_aligned(h.rows.data);
-    for (int64_t p = 0; p < h.parts; p++) {
+    for (int64_t p = 0; p < h.parts; p++) { // offsets and strides are multiples of the size
         wide = wide && nn_aligned(h.part[p].data);
     }
     return nn_launch(call, nn_grid_of(h.sequences * h.sequence * h.parts, 1, NN_THREADS),
@@ -1845,9 +2064,11 @@ static nn_group nn_group_at(const ms_call *call, int64_t index, nn_groups groups
     g.packed = groups.packed;
     g.spare = work;
     g.first = groups.packed ? begin : index / per_sequence;
-    g.head = groups.packed ? 0 : begin;
+    const int64_t shared = nn_attention_shared(&n);
+    g.head = groups.packed ? 0 : begin * shared;
     g.sequences = groups.packed ? nn_least(groups.size, n.batch - begin) : 1;
-    g.heads = groups.packed ? g.sequences * n.heads : nn_least(groups.size, n.heads - begin);
+    g.heads =
+        groups.packed ? g.sequences * n.heads : nn_least(groups.size, n.kv_heads - begin) * shared;
     return g;
 }
 
@@ -1865,15 +2086,18 @@ static nn_group nn_cuda_group(const ms_call *call, int64_t index, nn_groups grou
     return g;
 }
 
-/* Sets q, k, v and o to their places in qkv (B, T, 3C) and out (B, T, C). */
+/* Sets q, k, v and o to their places in qkv and out. Keys and values that heads share have none that
+   products could read for all heads at once. */
 static void nn_group_in_place(nn_group *g, nn_values qkv, nn_values out) {
-    const int64_t channels = g->n.heads * g->n.size;
-    const int64_t token = g->first * g->n.sequence;
-    const nn_values q = nn_from(qkv, token * 3 * channels + g->head * g->n.size);
-    g->q = nn_heads_of(q, 3 * channels, g->n.size);
-    g->k = nn_heads_of(nn_from(q, channels), 3 * channels, g->n.size);
-    g->v = nn_heads_of(nn_from(q, 2 * channels), 3 * channels, g->n.size);
-    g->o = nn_heads_of(nn_from(out, token * channels + g->head * g->n.size), channels, g->n.size);
+    const nn_attention_size *n = &g->n;
+    const int64_t token = g->first * n->sequence, column = g->head * n->size;
+    const int64_t stride = nn_attention_columns(n), width = nn_attention_width(n);
+    const int64_t shared = column / nn_attention_shared(n);
+    const nn_values row = nn_from(qkv, token * stride);
+    g->q = nn_heads_of(nn_from(row, column), stride, n->size);
+    g->k = nn_heads_of(nn_from(row, nn_attention_keys(n) + shared), stride, n->size);
+    g->v = nn_heads_of(nn_from(row, nn_attention_values(n) + shared), stride, n->size);
+    g->o = nn_heads_of(nn_from(out, token * width + column), width, n->size);
 }
 
 /* Scratch memory for one packed operand; enough for F32, whatever it is. */
@@ -1889,25 +2113,49 @@ static nn_heads nn_heads_f32(nn_heads heads) {
     return heads;
 }
 
-/* Copies the group's rows of x, (B, T, parts * C), to packed operands, or back. */
-static int nn_group_copy(const nn_group *g, nn_values x, int64_t parts, const nn_heads *a,
-                         const nn_heads *b, const nn_heads *c, bool packs, float beta) {
-    const int64_t channels = g->n.heads * g->n.size;
+/* A copy between the group's rows of x, `stride` apart, and matrices of its heads. */
+static nn_heads_copy nn_group_copy(const nn_group *g, nn_values x, int64_t stride) {
     nn_heads_copy h;
     memset(&h, 0, sizeof h);
-    h.rows = nn_from(x, g->first * g->n.sequence * parts * channels + g->head * g->n.size);
-    h.part[0] = a->values;
-    h.part[1] = b != NULL ? b->values : nn_f32(NULL);
-    h.part[2] = c != NULL ? c->values : nn_f32(NULL);
+    h.rows = nn_from(x, g->first * g->n.sequence * stride);
     h.sequences = g->sequences;
     h.sequence = g->n.sequence;
-    h.parts = b != NULL ? 3 : 1;
-    h.part_stride = channels;
-    h.row_stride = parts * channels;
+    h.row_stride = stride;
     h.heads = g->packed ? g->n.heads : g->heads;
     h.size = g->n.size;
+    return h;
+}
+
+static void nn_copy_part(nn_heads_copy *h, const nn_heads *part, int64_t offset, int64_t shared) {
+    h->part[h->parts] = part->values;
+    h->offset[h->parts] = offset;
+    h->shared[h->parts] = shared;
+    h->parts++;
+}
+
+/* Copies queries, keys and values, those that are not NULL, from qkv to packed operands, or back. */
+static int nn_group_copy_qkv(const nn_group *g, nn_values qkv, const nn_heads *q, const nn_heads *k,
+                             const nn_heads *v, bool packs, float beta) {
+    const nn_attention_size *n = &g->n;
+    const int64_t shared = nn_attention_shared(n), column = g->head * n->size;
+    nn_heads_copy h = nn_group_copy(g, qkv, nn_attention_columns(n));
     h.packs = packs;
     h.adds = beta != 0.0f;
+    if (q != NULL) {
+        nn_copy_part(&h, q, column, 1);
+    }
+    if (k != NULL) {
+        nn_copy_part(&h, k, nn_attention_keys(n) + column / shared, shared);
+        nn_copy_part(&h, v, nn_attention_values(n) + column / shared, shared);
+    }
+    return NN_AS(h.rows.dtype, nn_cuda_heads_copy_as, g->call, h);
+}
+
+/* Copies the output, or its gradient, to a packed operand, or back. */
+static int nn_group_copy_out(const nn_group *g, nn_values out, const nn_heads *o, bool packs) {
+    nn_heads_copy h = nn_group_copy(g, out, nn_attention_width(&g->n));
+    h.packs = packs;
+    nn_copy_part(&h, o, g->head * g->n.size, 1);
     return NN_AS(h.rows.dtype, nn_cuda_heads_copy_as, g->call, h);
 }
 
@@ -1938,12 +2186,12 @@ static nn_rowwise nn_group_rows(const nn_group *g, const nn_square *square, cons
         w.b = p->rounded;
         w.b_stride = p->stride;
     }
-    w.scale = 1.0f / sqrtf((float)g->n.size);
+    w.scale = g->n.scale;
     w.causal = g->n.causal;
     return w;
 }
 
-/* p = softmax(q k^T / sqrt(size)); the product also multiplies by the factor. */
+/* p = softmax(q k^T * scale); the product also multiplies by the factor. */
 static int nn_group_softmax(const nn_group *g) {
     const nn_rowwise w = nn_group_rows(g, &g->p, NULL);
     const int result = (int)ms_gemm(g->call, w.scale, nn_group_matrix(g, g->q),
@@ -1962,7 +2210,7 @@ static int nn_group_forward(nn_group *g, nn_values out, nn_values qkv) {
         g->k = nn_group_room(g, qkv.dtype);
         g->v = nn_group_room(g, qkv.dtype);
         g->o = g->q; // no product reads both
-        result = nn_group_copy(g, qkv, 3, &g->q, &g->k, &g->v, true, 0.0f);
+        result = nn_group_copy_qkv(g, qkv, &g->q, &g->k, &g->v, true, 0.0f);
     } else {
         nn_group_in_place(g, qkv, out);
     }
@@ -1973,8 +2221,7 @@ static int nn_group_forward(nn_group *g, nn_values out, nn_values qkv) {
         result = (int)ms_gemm(g->call, 1.0f, nn_group_square(g, g->p.rounded, g->p.stride),
                               nn_group_matrix(g, g->v), 0.0f, nn_group_matrix(g, g->o));
     }
-    return result != 0 || !g->packed ? result
-                                     : nn_group_copy(g, out, 1, &g->o, NULL, NULL, false, 0.0f);
+    return result != 0 || !g->packed ? result : nn_group_copy_out(g, out, &g->o, false);
 }
 
 static int nn_cuda_attention(const ms_call *call, nn_values out, nn_values scores, nn_values qkv,
@@ -2001,7 +2248,7 @@ static int nn_group_operands(nn_group *g, nn_dest dqkv, nn_values dout, nn_value
         g->dv = gradient.v;
         nn_group_in_place(g, qkv, dout);
         g->q = nn_group_room(g, qkv.dtype);
-        return nn_group_copy(g, qkv, 3, &g->q, NULL, NULL, true, 0.0f);
+        return nn_group_copy_qkv(g, qkv, &g->q, NULL, NULL, true, 0.0f);
     }
     g->q = nn_group_room(g, qkv.dtype);
     g->k = nn_group_room(g, qkv.dtype);
@@ -2010,8 +2257,8 @@ static int nn_group_operands(nn_group *g, nn_dest dqkv, nn_values dout, nn_value
     g->dq = nn_heads_f32(g->o);
     g->dk = nn_heads_f32(g->k);
     g->dv = nn_heads_f32(g->v);
-    return nn_first(nn_group_copy(g, qkv, 3, &g->q, &g->k, &g->v, true, 0.0f),
-                    nn_group_copy(g, dout, 1, &g->o, NULL, NULL, true, 0.0f));
+    return nn_first(nn_group_copy_qkv(g, qkv, &g->q, &g->k, &g->v, true, 0.0f),
+                    nn_group_copy_out(g, dout, &g->o, true));
 }
 
 /* dp = do v^T, dv = p^T do, ds from dp, dq = ds k, dk = ds^T q, in this order. */
@@ -2055,7 +2302,7 @@ static int nn_cuda_attention_backward(const ms_call *call, nn_dest dqkv, nn_valu
         }
         if (result == 0 && g.packed) {
             result =
-                nn_group_copy(&g, nn_values_at(dqkv), 3, &g.dq, &g.dk, &g.dv, false, dqkv.beta);
+                nn_group_copy_qkv(&g, nn_values_at(dqkv), &g.dq, &g.dk, &g.dv, false, dqkv.beta);
         }
     }
     return result;
@@ -2071,9 +2318,9 @@ static int nn_cuda_attention_backward(const ms_call *call, nn_dest dqkv, nn_valu
 static nn_groups nn_cuda_tiled_groups(nn_attention_size n, bool backward) {
     nn_groups g;
     g.packed = nn_cuda_packs(n) && nn_cuda_tile_side(n) == n.sequence;
-    const int64_t all = g.packed ? n.batch : n.heads;
-    const int64_t floats = g.packed ? nn_cuda_tiled_sequence_floats(n, backward)
-                                    : nn_cuda_tiled_head_floats(n, backward);
+    const int64_t all = g.packed ? n.batch : n.kv_heads;
+    const int64_t floats =
+        g.packed ? nn_cuda_tiled_sequence_floats(n, backward) : nn_cuda_shared_floats(n, backward);
     const int64_t count = nn_divide_up(all, nn_most(1, nn_least(all, NN_GROUP_FLOATS / floats)));
     g.size = nn_divide_up(all, count);
     g.count = nn_divide_up(all, g.size) * (g.packed ? 1 : n.batch);
@@ -2088,11 +2335,13 @@ typedef struct nn_tile_rows {
     int64_t sequence, size;
     int64_t query, queries, key, keys; // from `query` and `key` on
     int64_t stride;
+    bool is_first;             // with these queries
     float *p, *ds;             // (heads, queries, keys); ds in backward
     float *sum, *most, *total; // (heads, queries): of size elements, and of one
     float *log_sums;           // (B, H, T); in forward it may be NULL
     nn_values out, dout;       // (B, T, C); dout in backward
-    float scale;
+    int64_t window;
+    float scale, cap;
     bool causal;
 } nn_tile_rows;
 
@@ -2109,10 +2358,22 @@ __device__ __forceinline__ int64_t nn_d_tile_place(const nn_tile_rows &w, int64_
            w.size;
 }
 
-/* How many keys of the tile a row sees. */
-__device__ __forceinline__ int64_t nn_d_tile_seen(const nn_tile_rows &w, int64_t row) {
-    const int64_t seen = w.query + (uint32_t)row % (uint32_t)w.queries + 1 - w.key;
-    return !w.causal || seen > w.keys ? w.keys : seen < 0 ? 0 : seen;
+/* The keys of the tile that a row sees. */
+__device__ __forceinline__ nn_span nn_d_tile_seen(const nn_tile_rows &w, int64_t row) {
+    const int64_t end = w.query + (uint32_t)row % (uint32_t)w.queries + 1 - w.key;
+    const int64_t begin = w.window > 0 ? end - w.window : 0;
+    nn_span seen;
+    seen.end = !w.causal || end > w.keys ? w.keys : end < 0 ? 0 : end;
+    seen.begin = begin < 0 ? 0 : begin < seen.end ? begin : seen.end;
+    return seen;
+}
+
+__device__ __forceinline__ bool nn_d_sees(const nn_span &seen, unsigned column) {
+    return column >= seen.begin && column < seen.end;
+}
+
+__device__ __forceinline__ float nn_d_capped(const nn_tile_rows &w, float score) {
+    return w.cap > 0.0f ? nn_cap_value(score, w.cap) : score;
 }
 
 /* Scores become exponentials relative to the row's largest score so far, each row rounded to where
@@ -2121,33 +2382,34 @@ struct nn_row_tile_softmax {
     template <typename T, unsigned ITEMS, unsigned WIDE>
     static __device__ __forceinline__ void run(const nn_team<NN_WARP, ITEMS, WIDE> &team,
                                                const nn_tile_rows &w, int64_t row) {
-        const int64_t seen = nn_d_tile_seen(w, row);
-        const float before = w.key == 0 ? -FLT_MAX : w.most[row];
+        const nn_span seen = nn_d_tile_seen(w, row);
+        const float before = w.is_first ? -FLT_MAX : w.most[row];
         float v[ITEMS];
         float most = before;
         float total = 0.0f;
-        team.load(v, w.p + row * w.stride, seen);
+        team.load(v, w.p + row * w.stride, seen.end);
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i++) {
-            most = team.column(i) < seen ? fmaxf(most, v[i]) : most;
+            v[i] = nn_d_capped(w, v[i]);
+            most = nn_d_sees(seen, team.column(i)) ? fmaxf(most, v[i]) : most;
         }
         most = team.most(most);
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i++) {
-            v[i] = team.column(i) < seen ? nn_exp(v[i] - most) : 0.0f;
+            v[i] = nn_d_sees(seen, team.column(i)) ? nn_exp(v[i] - most) : 0.0f;
             total += v[i];
         }
         total = team.sum(total);
         team.wait();
         team.store((T *)(void *)(w.p + row * w.stride), v, w.keys, false);
         const float share = nn_exp(before - most);
-        if (w.key > 0 && most > before) {
+        if (!w.is_first && most > before) {
             for (int64_t i = team.lane; i < w.size; i += NN_WARP) {
                 w.sum[row * w.size + i] *= share;
             }
         }
         if (team.lane == 0) {
-            w.total[row] = w.key == 0 ? total : w.total[row] * share + total;
+            w.total[row] = w.is_first ? total : w.total[row] * share + total;
             w.most[row] = most;
         }
     }
@@ -2176,7 +2438,7 @@ struct nn_row_tile_slopes {
     template <typename T, unsigned ITEMS, unsigned WIDE>
     static __device__ __forceinline__ void run(const nn_team<NN_WARP, ITEMS, WIDE> &team,
                                                const nn_tile_rows &w, int64_t row) {
-        const int64_t seen = nn_d_tile_seen(w, row);
+        const nn_span seen = nn_d_tile_seen(w, row);
         int64_t sums;
         const int64_t place = nn_d_tile_place(w, row, &sums);
         const float log_sum = w.log_sums[sums];
@@ -2188,13 +2450,15 @@ struct nn_row_tile_slopes {
                     nn_d_float(((const T *)w.dout.data)[place + i]);
         }
         mean = team.sum(mean);
-        team.load(p, w.p + row * w.stride, seen);
-        team.load(ds, w.ds + row * w.stride, seen);
+        team.load(p, w.p + row * w.stride, seen.end);
+        team.load(ds, w.ds + row * w.stride, seen.end);
         NN_UNROLL
         for (unsigned i = 0; i < ITEMS; i++) {
-            const bool sees = team.column(i) < seen;
-            p[i] = sees ? nn_exp(p[i] - log_sum) : 0.0f;
+            const bool sees = nn_d_sees(seen, team.column(i));
+            const float score = nn_d_capped(w, p[i]);
+            p[i] = sees ? nn_exp(score - log_sum) : 0.0f;
             ds[i] = sees ? p[i] * (ds[i] - mean) * w.scale : 0.0f;
+            ds[i] *= w.cap > 0.0f ? nn_cap_slope(score, w.cap) : 1.0f;
         }
         team.wait();
         team.store((T *)(void *)(w.p + row * w.stride), p, w.keys, false);
@@ -2231,6 +2495,12 @@ template <typename F> static int nn_cuda_tile_rows(const ms_call *call, const nn
     return NN_AS(w.out.dtype, nn_cuda_tile_as, call, w, F());
 }
 
+/* The first of the keys of the first tile with the queries from `query` on. */
+static int64_t nn_group_tile_begin(const nn_group *g, int64_t query) {
+    const int64_t side = nn_cuda_tile_side(g->n);
+    return nn_first_key(&g->n, query) / side * side;
+}
+
 /* A tile of a group, from `query` and `key` on. */
 static nn_tile_rows nn_group_tile_at(const nn_group *g, nn_tile_rows w, int64_t query,
                                      int64_t key) {
@@ -2238,7 +2508,8 @@ static nn_tile_rows nn_group_tile_at(const nn_group *g, nn_tile_rows w, int64_t 
     w.query = query;
     w.queries = nn_least(side, g->n.sequence - query);
     w.key = key;
-    w.keys = nn_least(side, (g->n.causal ? query + w.queries : g->n.sequence) - key);
+    w.keys = nn_least(side, nn_keys_end(&g->n, query + w.queries - 1) - key);
+    w.is_first = key == nn_group_tile_begin(g, query);
     w.stride = nn_cuda_tile_stride(w.keys);
     return w;
 }
@@ -2254,7 +2525,9 @@ static nn_tile_rows nn_tile_rows_of(const nn_group *g, nn_values out, float *log
     w.size = g->n.size;
     w.out = out;
     w.log_sums = log_sums;
-    w.scale = 1.0f / sqrtf((float)g->n.size);
+    w.window = g->n.window;
+    w.scale = g->n.scale;
+    w.cap = g->n.cap;
     w.causal = g->n.causal;
     return w;
 }
@@ -2282,7 +2555,7 @@ static nn_heads nn_group_sums(const nn_group *g, const float *sums, int64_t rows
     return nn_heads_of(nn_f32(sums), g->n.size, rows * g->n.size);
 }
 
-/* p = q k^T / sqrt(size) */
+/* p = q k^T * scale */
 static int nn_group_scores(const nn_group *g, const nn_tile_rows *w) {
     return (int)ms_gemm(g->call, w->scale, nn_group_part(g, g->q, w->query, w->queries),
                         ms_transpose(nn_group_part(g, g->k, w->key, w->keys)), 0.0f,
@@ -2293,7 +2566,7 @@ static int nn_group_scores(const nn_group *g, const nn_tile_rows *w) {
 static int nn_group_tile_forward(const nn_group *g, nn_tile_rows w, int64_t query) {
     const ms_dtype dtype = w.out.dtype;
     int result = 0;
-    w = nn_group_tile_at(g, w, query, 0);
+    w = nn_group_tile_at(g, w, query, nn_group_tile_begin(g, query));
     while (w.keys > 0 && result == 0) {
         result = nn_group_scores(g, &w);
         if (result == 0) {
@@ -2302,7 +2575,7 @@ static int nn_group_tile_forward(const nn_group *g, nn_tile_rows w, int64_t quer
         if (result == 0) {
             result =
                 (int)ms_gemm(g->call, 1.0f, nn_group_tile(&w, w.p, dtype),
-                             nn_group_part(g, g->v, w.key, w.keys), w.key == 0 ? 0.0f : 1.0f,
+                             nn_group_part(g, g->v, w.key, w.keys), w.is_first ? 0.0f : 1.0f,
                              nn_group_part(g, nn_group_sums(g, w.sum, w.queries), 0, w.queries));
         }
         w = nn_group_tile_at(g, w, query, w.key + nn_cuda_tile_side(g->n));
@@ -2311,21 +2584,27 @@ static int nn_group_tile_forward(const nn_group *g, nn_tile_rows w, int64_t quer
     return result != 0 ? result : nn_cuda_tile_rows<nn_row_tile_close>(g->call, w);
 }
 
-/* Sets q, k and v, and in backward o, to the gradient of the output: in place, or packed. */
+/* Sets q, k and v, and in backward o, to the gradient of the output: in place, or packed. Of a group
+   in place, keys and values that heads share are copied. */
 static int nn_group_inputs(nn_group *g, nn_values qkv, nn_values out, bool backward) {
     if (!g->packed) {
         nn_group_in_place(g, qkv, out);
-        return 0;
+        if (g->n.kv_heads == g->n.heads) {
+            return 0;
+        }
+        g->k = nn_group_room(g, qkv.dtype);
+        g->v = nn_group_room(g, qkv.dtype);
+        return nn_group_copy_qkv(g, qkv, NULL, &g->k, &g->v, true, 0.0f);
     }
     g->q = nn_group_room(g, qkv.dtype);
     g->k = nn_group_room(g, qkv.dtype);
     g->v = nn_group_room(g, qkv.dtype);
-    const int result = nn_group_copy(g, qkv, 3, &g->q, &g->k, &g->v, true, 0.0f);
+    const int result = nn_group_copy_qkv(g, qkv, &g->q, &g->k, &g->v, true, 0.0f);
     if (result != 0 || !backward) {
         return result;
     }
     g->o = nn_group_room(g, qkv.dtype);
-    return nn_group_copy(g, out, 1, &g->o, NULL, NULL, true, 0.0f);
+    return nn_group_copy_out(g, out, &g->o, true);
 }
 
 static int nn_cuda_tiled_attention(const ms_call *call, nn_values out, float *log_sums,
@@ -2348,29 +2627,45 @@ static int nn_cuda_tiled_attention(const ms_call *call, nn_values out, float *lo
     return result;
 }
 
-/* Where the gradients of a group add up while tiles go by: in dqkv, or, if the group is packed, in
-   place of operands that no later product reads. If dqkv has 16 bits and there are several tiles,
-   sums are F32 in scratch memory: of all queries, and of the keys and values of one tile. */
+/* Where the gradient of one operand adds up while tiles go by: there, or, if `sums` is not NULL, in
+   these, F32 in scratch memory, until it is stored there. beta: of the first product. */
+typedef struct nn_group_gradient {
+    nn_heads there;
+    float *sums;
+    float beta;
+} nn_group_gradient;
+
+/* There is dqkv, or, if the group is packed, the place of operands that no later product reads; for
+   keys and values that heads share, F32 in scratch memory. If dqkv has 16 bits and there are several
+   tiles, there are sums: of all queries, and of the keys and values of one tile. */
 typedef struct nn_group_gradients {
-    nn_heads dq, dk, dv;
-    float *sums[3]; // of dq, dk, dv; NULL: they add up in dq, dk and dv
-    float beta;     // of dqkv
+    nn_group_gradient q, k, v;
+    float beta; // of dqkv
 } nn_group_gradients;
 
 static nn_group_gradients nn_group_gradients_of(nn_group *g, nn_dest dqkv) {
     const int64_t side = nn_cuda_tile_side(g->n);
+    const bool shares = g->n.kv_heads < g->n.heads && !g->packed;
+    const bool sums = dqkv.dtype != MS_DTYPE_F32 && side < g->n.sequence;
     nn_group gradient = *g;
     nn_group_gradients to;
     memset(&to, 0, sizeof to);
     nn_group_in_place(&gradient, nn_values_at(dqkv), nn_values_at(dqkv));
-    to.dq = g->packed ? nn_heads_f32(g->o) : gradient.q;
-    to.dk = g->packed ? nn_heads_f32(g->k) : gradient.k;
-    to.dv = g->packed ? nn_heads_f32(g->v) : gradient.v;
-    to.beta = g->packed ? 0.0f : dqkv.beta;
-    if (dqkv.dtype != MS_DTYPE_F32 && side < g->n.sequence) {
-        to.sums[0] = nn_cuda_take(g, g->heads * g->n.sequence * g->n.size);
-        to.sums[1] = nn_cuda_take(g, g->heads * side * g->n.size);
-        to.sums[2] = nn_cuda_take(g, g->heads * side * g->n.size);
+    to.q.there = g->packed ? nn_heads_f32(g->o) : gradient.q;
+    to.k.there = g->packed ? nn_heads_f32(g->k) : gradient.k;
+    to.v.there = g->packed ? nn_heads_f32(g->v) : gradient.v;
+    to.beta = dqkv.beta;
+    to.q.beta = to.k.beta = to.v.beta = g->packed || sums ? 0.0f : dqkv.beta;
+    if (sums) {
+        to.q.sums = nn_cuda_take(g, g->heads * g->n.sequence * g->n.size);
+    }
+    if (shares) {
+        to.k.there = nn_heads_f32(nn_group_room(g, MS_DTYPE_F32));
+        to.v.there = nn_heads_f32(nn_group_room(g, MS_DTYPE_F32));
+        to.k.beta = to.v.beta = 0.0f;
+    } else if (sums) {
+        to.k.sums = nn_cuda_take(g, g->heads * side * g->n.size);
+        to.v.sums = nn_cuda_take(g, g->heads * side * g->n.size);
     }
     return to;
 }
@@ -2380,11 +2675,11 @@ static int nn_group_store(const nn_group *g, nn_heads to, int64_t begin, int64_t
                           const float *sums, float beta) {
     nn_heads_copy h;
     memset(&h, 0, sizeof h);
+    const nn_heads from = nn_group_sums(g, sums, rows);
     h.rows = nn_from(to.values, begin * to.stride);
-    h.part[0] = nn_f32(sums);
+    nn_copy_part(&h, &from, 0, 1);
     h.sequences = 1;
     h.sequence = rows;
-    h.parts = 1;
     h.row_stride = to.stride;
     h.heads = g->heads;
     h.size = g->n.size;
@@ -2392,17 +2687,16 @@ static int nn_group_store(const nn_group *g, nn_heads to, int64_t begin, int64_t
     return NN_AS(h.rows.dtype, nn_cuda_heads_copy_as, g->call, h);
 }
 
-/* c += a * b, or, if it is the first product that c gets, c = beta * c + a * b. */
-static int nn_group_add(const nn_group *g, ms_matrix a, ms_matrix b, bool first, float beta,
-                        ms_matrix c) {
-    return (int)ms_gemm(g->call, 1.0f, a, b, first ? beta : 1.0f, c);
-}
-
-/* Gradients of operands from `begin` on: in their place, or in the sums. */
-static ms_matrix nn_group_gradient(const nn_group *g, nn_heads to, const float *sums, int64_t first,
-                                   int64_t all, int64_t begin, int64_t rows) {
-    return sums != NULL ? nn_group_part(g, nn_group_sums(g, sums, all), begin - first, rows)
-                        : nn_group_part(g, to, begin, rows);
+/* Adds a * b to the rows of a gradient from `begin` on, of which sums begin with row `first` and have
+   `all`. is_first: it is the first product that these rows get. */
+static int nn_group_add(const nn_group *g, ms_matrix a, ms_matrix b,
+                        const nn_group_gradient *gradient, bool is_first, int64_t first,
+                        int64_t all, int64_t begin, int64_t rows) {
+    const ms_matrix c =
+        gradient->sums != NULL
+            ? nn_group_part(g, nn_group_sums(g, gradient->sums, all), begin - first, rows)
+            : nn_group_part(g, gradient->there, begin, rows);
+    return (int)ms_gemm(g->call, 1.0f, a, b, is_first ? gradient->beta : 1.0f, c);
 }
 
 /* Adds what a tile gives to gradients: p and ds, then dv, dq, dk, in this order. */
@@ -2410,7 +2704,6 @@ static int nn_group_tile_backward(const nn_group *g, const nn_tile_rows *w,
                                   const nn_group_gradients *to, bool first) {
     const ms_dtype dtype = w->out.dtype;
     const int64_t all = nn_least(nn_cuda_tile_side(g->n), g->n.sequence - w->key);
-    const float beta = to->sums[0] != NULL ? 0.0f : to->beta;
     const ms_matrix p = nn_group_tile(w, w->p, dtype);
     const ms_matrix ds = nn_group_tile(w, w->ds, dtype);
     const ms_matrix slope = nn_group_part(g, g->o, w->query, w->queries);
@@ -2425,19 +2718,16 @@ static int nn_group_tile_backward(const nn_group *g, const nn_tile_rows *w,
     }
     if (result == 0) {
         result =
-            nn_group_add(g, ms_transpose(p), slope, first, beta,
-                         nn_group_gradient(g, to->dv, to->sums[2], w->key, all, w->key, w->keys));
+            nn_group_add(g, ms_transpose(p), slope, &to->v, first, w->key, all, w->key, w->keys);
     }
     if (result == 0) {
-        result = nn_group_add(
-            g, ds, nn_group_part(g, g->k, w->key, w->keys), w->key == 0, beta,
-            nn_group_gradient(g, to->dq, to->sums[0], 0, g->n.sequence, w->query, w->queries));
+        result = nn_group_add(g, ds, nn_group_part(g, g->k, w->key, w->keys), &to->q, w->is_first,
+                              0, g->n.sequence, w->query, w->queries);
     }
     return result != 0
                ? result
-               : nn_group_add(
-                     g, ms_transpose(ds), nn_group_part(g, g->q, w->query, w->queries), first, beta,
-                     nn_group_gradient(g, to->dk, to->sums[1], w->key, all, w->key, w->keys));
+               : nn_group_add(g, ms_transpose(ds), nn_group_part(g, g->q, w->query, w->queries),
+                              &to->k, first, w->key, all, w->key, w->keys);
 }
 
 /* All tiles with the keys from `key` on. The first one of them has all these keys. */
@@ -2446,16 +2736,17 @@ static int nn_group_backward_keys(const nn_group *g, const nn_tile_rows *all,
     const int64_t side = nn_cuda_tile_side(g->n);
     const int64_t keys = nn_least(side, g->n.sequence - key);
     const int64_t begin = g->n.causal ? key : 0;
+    const int64_t end = nn_queries_end(&g->n, key + keys - 1);
     int result = 0;
-    for (int64_t query = begin; query < g->n.sequence && result == 0; query += side) {
+    for (int64_t query = begin; query < end && result == 0; query += side) {
         const nn_tile_rows w = nn_group_tile_at(g, *all, query, key);
         result = nn_group_tile_backward(g, &w, to, query == begin);
     }
-    if (result != 0 || to->sums[0] == NULL) {
+    if (result != 0 || to->k.sums == NULL) {
         return result;
     }
-    return nn_first(nn_group_store(g, to->dk, key, keys, to->sums[1], to->beta),
-                    nn_group_store(g, to->dv, key, keys, to->sums[2], to->beta));
+    return nn_first(nn_group_store(g, to->k.there, key, keys, to->k.sums, to->beta),
+                    nn_group_store(g, to->v.there, key, keys, to->v.sums, to->beta));
 }
 
 static int nn_tiled_group_backward(nn_group *g, nn_dest dqkv, nn_tile_rows w, nn_values qkv) {
@@ -2471,9 +2762,16 @@ static int nn_tiled_group_backward(nn_group *g, nn_dest dqkv, nn_tile_rows w, nn
         return result;
     }
     if (g->packed) {
-        return nn_group_copy(g, nn_values_at(dqkv), 3, &to.dq, &to.dk, &to.dv, false, dqkv.beta);
+        return nn_group_copy_qkv(g, nn_values_at(dqkv), &to.q.there, &to.k.there, &to.v.there,
+                                 false, dqkv.beta);
     }
-    return to.sums[0] == NULL ? 0 : nn_group_store(g, to.dq, 0, g->n.sequence, to.sums[0], to.beta);
+    if (to.q.sums != NULL) {
+        result = nn_group_store(g, to.q.there, 0, g->n.sequence, to.q.sums, to.beta);
+    }
+    const bool shares = g->n.kv_heads < g->n.heads;
+    return result != 0 || !shares ? result
+                                  : nn_group_copy_qkv(g, nn_values_at(dqkv), NULL, &to.k.there,
+                                                      &to.v.there, false, dqkv.beta);
 }
 
 static int nn_cuda_tiled_attention_backward(const ms_call *call, nn_dest dqkv, nn_values dout,
@@ -2863,7 +3161,7 @@ static __global__ void __launch_bounds__(NN_THREADS)
     }
 }
 
-/* The first stage. work has nn_cuda_channel_floats; the last two per channel stay unused. */
+/* The first stage. work has nn_cuda_batch_norm_floats; the last two per channel stay unused. */
 static int nn_cuda_channel_sums(const ms_call *call, nn_channel_sums *s, float *work) {
     const ms_dtype dtype = s->dy.data != NULL ? s->dy.dtype : s->x.dtype;
     const bool wide =
@@ -2948,7 +3246,7 @@ static int nn_cuda_batch_norm(const ms_call *call, nn_values y, nn_values x,
     op.rstd = v->rstd;
     int result = v->moments == NN_MOMENTS_OF_BATCH ? nn_cuda_channel_sums(call, &s, work) : 0;
     if (v->moments != NN_MOMENTS_SAVED) {
-        float *mean = work + nn_cuda_channel_floats(n) - 2 * n.channels;
+        float *mean = work + nn_cuda_batch_norm_floats(n) - 2 * n.channels;
         float *rstd = mean + n.channels;
         op.mean = mean;
         op.rstd = rstd;
@@ -2962,7 +3260,7 @@ static int nn_cuda_batch_norm(const ms_call *call, nn_values y, nn_values x,
 static int nn_cuda_batch_norm_backward(const ms_call *call, nn_dest dx, nn_dest dweight,
                                        nn_dest dbias, nn_values dy, nn_values x,
                                        const nn_batch_norm_values *v, nn_planes n, float *work) {
-    float *means = work + nn_cuda_channel_floats(n) - 2 * n.channels;
+    float *means = work + nn_cuda_batch_norm_floats(n) - 2 * n.channels;
     nn_op_batch_norm_backward op;
     nn_channel_sums s;
     memset(&op, 0, sizeof op);
@@ -3542,46 +3840,11 @@ static int nn_cuda_conv2d_backward(const ms_call *call, nn_dest dx, nn_dest dwei
 // ------------------------------------------------------------------------------------------------
 // >>nn cuda table
 
+#define NN_CUDA_KERNEL(name, operands) nn_cuda_##name,
+
 const nn_device *nn_cuda(void) {
-    static const nn_device cuda = {
-        "cuda",
-        nn_cuda_attention_queries,
-        nn_cuda_column_floats,
-        nn_cuda_layernorm_floats,
-        nn_cuda_attention_floats,
-        nn_cuda_tiled_attention_floats,
-        nn_cuda_conv2d_floats,
-        nn_cuda_channel_floats,
-        nn_cuda_copy,
-        nn_cuda_add,
-        nn_cuda_dropout,
-        nn_cuda_gelu,
-        nn_cuda_gelu_backward,
-        nn_cuda_embedding,
-        nn_cuda_embedding_backward,
-        nn_cuda_linear,
-        nn_cuda_linear_gelu,
-        nn_cuda_linear_add,
-        nn_cuda_linear_backward,
-        nn_cuda_layernorm,
-        nn_cuda_layernorm_backward,
-        nn_cuda_attention,
-        nn_cuda_attention_backward,
-        nn_cuda_tiled_attention,
-        nn_cuda_tiled_attention_backward,
-        nn_cuda_cross_entropy,
-        nn_cuda_cross_entropy_backward,
-        nn_cuda_relu,
-        nn_cuda_relu_backward,
-        nn_cuda_conv2d,
-        nn_cuda_conv2d_backward,
-        nn_cuda_max_pool,
-        nn_cuda_max_pool_backward,
-        nn_cuda_batch_norm,
-        nn_cuda_batch_norm_backward,
-        nn_cuda_average,
-        nn_cuda_average_backward,
-    };
+    static const nn_device cuda = {"cuda", NN_WIDEST,
+                                   NN_SIZES(NN_CUDA_SIZE) NN_KERNELS(NN_CUDA_KERNEL)};
     return &cuda;
 }
 

@@ -92,8 +92,8 @@ static void h_dropout(nn_net *net, const h_case *c) {
 }
 
 static void h_attention(nn_net *net, const h_case *c) {
-    nn_attention(net, c->name, h_x(net, c), c->d[0], (c->flags & NN_CAUSAL) != 0,
-                 (c->flags & NN_SAVE_SCORES) != 0);
+    nn_attention(net, c->name, h_x(net, c), c->d[0], (c->flags & T_CAUSAL) != 0,
+                 (c->flags & T_SAVE_SCORES) != 0);
 }
 
 static void h_cross_entropy(nn_net *net, const h_case *c) {
@@ -141,10 +141,10 @@ static void h_block(nn_net *net, const h_case *c) {
     config.batch = c->shape.dim[0];
     config.sequence = c->shape.dim[1];
     config.granularity = NN_BLOCKS;
-    config.save_scores = (c->flags & NN_SAVE_SCORES) != 0;
+    config.save_scores = (c->flags & T_SAVE_SCORES) != 0;
     config.dropout = c->d[2] != 0 ? 0.25f : 0.0f;
     nn_half_gradients(net, c->d[1] != 0);
-    if ((c->flags & NN_POST_NORM) != 0) {
+    if ((c->flags & T_POST_NORM) != 0) {
         nn_bert(net, &config);
     } else {
         nn_gpt2(net, &config);
@@ -669,7 +669,7 @@ static void elementwise_layers_are_near_f32(void **state) {
             h_check(&cases[k]);
         }
         h_case c = cases[0];
-        c.flags = NN_ERF;
+        c.flags = T_ERF;
         c.scale = 5.0f;
         h_check(&c);
         c = cases[2];
@@ -686,8 +686,8 @@ static void attention_is_near_f32(void **state) {
         h_case c =
             h_make("attention", h_attention, ms_shape3(2, (i & 4) != 0 ? 72 : 11, 3 * 2 * size));
         c.d[0] = 2;
-        c.flags = ((i & 1) != 0 ? (uint32_t)NN_CAUSAL : 0) |
-                  ((i & 2) != 0 ? (uint32_t)NN_SAVE_SCORES : 0);
+        c.flags =
+            ((i & 1) != 0 ? (uint32_t)T_CAUSAL : 0) | ((i & 2) != 0 ? (uint32_t)T_SAVE_SCORES : 0);
         c.inner_out = 1.0;
         c.inner_gradient = 2.0;
         c.has_products = true;
@@ -758,8 +758,8 @@ static void blocks_are_near_f32(void **state) {
         c.d[0] = 2;
         c.d[1] = i / 2 % 2;
         c.d[2] = i & 4;
-        c.flags = ((i & 1) != 0 ? (uint32_t)NN_POST_NORM : 0) |
-                  ((i & 2) != 0 ? (uint32_t)NN_SAVE_SCORES : 0);
+        c.flags = ((i & 1) != 0 ? (uint32_t)T_POST_NORM : 0) |
+                  ((i & 2) != 0 ? (uint32_t)T_SAVE_SCORES : 0);
         c.scale = 0.5f;
         c.inner_out = 4.0;
         c.inner_gradient = 8.0;

@@ -587,8 +587,8 @@ static const int32_t e_segments[] = {0, 0, 1, 1, 1, 0, 1, 1, 1, 1};
 
 static ms_tensor e_build(c_run *run, const int64_t *d, uint32_t flags) {
     const ms_tensor none = {0};
-    const bool segmented = (flags & NN_SEGMENTS) != 0;
-    const ms_tensor positions = (flags & NN_POSITIONS) != 0 ? run->leaf[1] : none;
+    const bool segmented = (flags & T_SEGMENTS) != 0;
+    const ms_tensor positions = (flags & T_POSITIONS) != 0 ? run->leaf[1] : none;
     run->ids[0] = ms_input(run->model, "tokens", MS_DTYPE_I32, ms_shape2(d[0], d[1]));
     if (segmented) {
         run->ids[1] = ms_input(run->model, "segments", MS_DTYPE_I32, ms_shape2(d[0], d[1]));
@@ -604,10 +604,10 @@ static void e_reference(const c_case *c, const double *const *leaf, const float 
     for (int64_t r = 0; r < c->d[0] * c->d[1]; r++) {
         for (int64_t k = 0; k < channels; k++) {
             double sum = leaf[0][c->ids[0][r] * channels + k];
-            if ((c->flags & NN_POSITIONS) != 0) {
+            if ((c->flags & T_POSITIONS) != 0) {
                 sum += leaf[1][r % c->d[1] * channels + k];
             }
-            if ((c->flags & NN_SEGMENTS) != 0) {
+            if ((c->flags & T_SEGMENTS) != 0) {
                 sum += leaf[c->leaf_count - 1][c->ids[1][r] * channels + k];
             }
             out[r * channels + k] = sum;
@@ -638,15 +638,15 @@ static void e_check_many(int64_t entries, bool late) {
 static void embeddings_match_float64(void **state) {
     (void)state;
     for (uint32_t i = 0; i < 4; i++) {
-        const uint32_t flags = ((i & 1) != 0 ? (uint32_t)NN_POSITIONS : 0) |
-                               ((i & 2) != 0 ? (uint32_t)NN_SEGMENTS : 0);
+        const uint32_t flags =
+            ((i & 1) != 0 ? (uint32_t)T_POSITIONS : 0) | ((i & 2) != 0 ? (uint32_t)T_SEGMENTS : 0);
         const int64_t batch = i < 3 ? 2 : 1; // one sequence is computed in tiles as well
         c_case c = c_make("embedding", e_build, e_reference, batch, 10 / batch, 7, 67, flags);
         c_add_leaf(&c, ms_shape2(7, 67), false);
-        if ((flags & NN_POSITIONS) != 0) {
+        if ((flags & T_POSITIONS) != 0) {
             c_add_leaf(&c, ms_shape2(11, 67), false);
         }
-        if ((flags & NN_SEGMENTS) != 0) {
+        if ((flags & T_SEGMENTS) != 0) {
             c_add_leaf(&c, ms_shape2(2, 67), false);
         }
         c.out_count = 2 * 5 * 67;
@@ -667,7 +667,7 @@ static ms_tensor l_build(c_run *run, const int64_t *d, uint32_t flags) {
     const ms_tensor none = {0};
     (void)d;
     return nn_linear_tied(run->net, "linear", run->lifted[0], run->leaf[1],
-                          (flags & NN_BIAS) != 0 ? run->leaf[2] : none);
+                          (flags & T_BIAS) != 0 ? run->leaf[2] : none);
 }
 
 static void l_reference(const c_case *c, const double *const *leaf, const float *library,
@@ -675,7 +675,7 @@ static void l_reference(const c_case *c, const double *const *leaf, const float 
     (void)library;
     for (int64_t r = 0; r < c->d[0]; r++) {
         for (int64_t o = 0; o < c->d[2]; o++) {
-            double sum = (c->flags & NN_BIAS) != 0 ? leaf[2][o] : 0.0;
+            double sum = (c->flags & T_BIAS) != 0 ? leaf[2][o] : 0.0;
             for (int64_t i = 0; i < c->d[1]; i++) {
                 sum += leaf[0][r * c->d[1] + i] * leaf[1][o * c->d[1] + i];
             }
@@ -688,7 +688,7 @@ static void l_check(int64_t rows, int64_t in, int64_t out, uint32_t flags) {
     c_case c = c_make("linear", l_build, l_reference, rows, in, out, 0, flags);
     c_add_leaf(&c, ms_shape3(2, rows / 2, in), true);
     c_add_leaf(&c, ms_shape2(out, in), false);
-    if ((flags & NN_BIAS) != 0) {
+    if ((flags & T_BIAS) != 0) {
         c_add_leaf(&c, ms_shape1(out), false);
         c.inner_out = 1.0; // the product is rounded before the bias is added, or the bias is
     }
@@ -699,9 +699,9 @@ static void l_check(int64_t rows, int64_t in, int64_t out, uint32_t flags) {
 static void linear_layers_match_float64(void **state) {
     (void)state;
     l_check(6, 5, 71, 0);
-    l_check(6, 5, 71, NN_BIAS);
-    l_check(6, 3, 132, NN_BIAS);
-    l_check(102, 3, 4, NN_BIAS);
+    l_check(6, 5, 71, T_BIAS);
+    l_check(6, 3, 132, T_BIAS);
+    l_check(102, 3, 4, T_BIAS);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -755,6 +755,244 @@ static void layernorms_match_float64(void **state) {
     n_check(1, 1030, 0);
     n_check(1, 2056, 0);
     n_check(70, 6, 0);
+}
+
+// ------------------------------------------------------------------------------------------------
+// rmsnorm: d = rows, width; leaves: x, weight
+
+static ms_tensor z_build(c_run *run, const int64_t *d, uint32_t flags) {
+    (void)d;
+    return nn_rmsnorm_tied(run->net, "norm", run->lifted[0], run->leaf[1],
+                           flags != 0 ? 1e-6f : 1e-5f, flags != 0);
+}
+
+static void z_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    const int64_t width = c->d[1];
+    for (int64_t r = 0; r < c->d[0]; r++) {
+        const double *x = leaf[0] + r * width;
+        double squares = 0.0;
+        for (int64_t i = 0; i < width; i++) {
+            squares += x[i] * x[i] / (double)width;
+        }
+        const double spread = sqrt(squares + (c->flags != 0 ? 1e-6 : 1e-5));
+        for (int64_t i = 0; i < width; i++) {
+            out[r * width + i] = x[i] / spread * (leaf[1][i] + (c->flags != 0 ? 1.0 : 0.0));
+        }
+    }
+}
+
+static void rmsnorms_match_float64(void **state) {
+    (void)state;
+    const int64_t sizes[][2] = {{5, 7},   {5, 13},   {5, 32},   {5, 77}, {2, 300},
+                                {1, 516}, {1, 1030}, {1, 2056}, {70, 6}};
+    for (size_t k = 0; k < sizeof sizes / sizeof sizes[0]; k++) {
+        const int64_t rows = sizes[k][0], width = sizes[k][1];
+        c_case c = c_make("rmsnorm", z_build, z_reference, rows, width, 0, 0, (uint32_t)k % 2);
+        c_add_leaf(&c, ms_shape2(rows, width), true);
+        c_add_leaf(&c, ms_shape1(width), false);
+        c.out_count = rows * width;
+        c_check(&c);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// norms of heads: d = B, T, H, K; flags: size of a head; leaves: qkv, weights of queries and of keys
+
+static ms_tensor q_build(c_run *run, const int64_t *d, uint32_t flags) {
+    nn_head_norm_desc norm;
+    (void)flags;
+    memset(&norm, 0, sizeof norm);
+    norm.heads = d[2];
+    norm.kv_heads = d[3];
+    norm.queries = run->leaf[1];
+    norm.keys = run->leaf[2];
+    norm.epsilon = 1e-6f;
+    norm.from_one = d[2] % 2 != 0;
+    return nn_head_norm(run->net, "norm", run->lifted[0], &norm);
+}
+
+static void q_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    const int64_t size = c->flags, heads = c->d[2] + 2 * c->d[3];
+    for (int64_t row = 0; row < c->d[0] * c->d[1] * heads; row++) {
+        const int64_t head = row % heads;
+        const double *x = leaf[0] + row * size;
+        const double *weight = leaf[head < c->d[2] ? 1 : 2];
+        const double one = c->d[2] % 2 != 0 ? 1.0 : 0.0;
+        double squares = 0.0;
+        for (int64_t i = 0; i < size; i++) {
+            squares += x[i] * x[i] / (double)size;
+        }
+        for (int64_t i = 0; i < size; i++) {
+            out[row * size + i] =
+                head >= c->d[2] + c->d[3] ? x[i] : x[i] / sqrt(squares + 1e-6) * (one + weight[i]);
+        }
+    }
+}
+
+static void norms_of_heads_match_float64(void **state) {
+    (void)state;
+    const int64_t sizes[][5] = {
+        {2, 3, 4, 2, 8}, {1, 5, 3, 1, 5}, {2, 2, 2, 2, 16}, {1, 70, 1, 1, 4}};
+    for (size_t k = 0; k < sizeof sizes / sizeof sizes[0]; k++) {
+        const int64_t *s = sizes[k];
+        c_case c =
+            c_make("norm of heads", q_build, q_reference, s[0], s[1], s[2], s[3], (uint32_t)s[4]);
+        c_add_leaf(&c, ms_shape3(s[0], s[1], (s[2] + 2 * s[3]) * s[4]), true);
+        c_add_leaf(&c, ms_shape1(s[4]), false);
+        c_add_leaf(&c, ms_shape1(s[4]), false);
+        c.out_count = (int64_t)ms_shape_count(&c.leaf[0]);
+        c_check(&c);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// rotary positions: d = T, heads, size, columns after them; flags: which layout, scaling, how much of a
+// head; 3 sequences
+
+enum { T_ADJACENT = 1, T_LINEAR = 2, T_LLAMA3 = 4, T_PARTLY = 8 };
+
+static nn_rotary_desc t_rotary(const int64_t *d, uint32_t flags) {
+    nn_rotary_desc turn;
+    memset(&turn, 0, sizeof turn);
+    turn.heads = d[1];
+    turn.size = d[2];
+    turn.turned = (flags & T_PARTLY) != 0 ? d[2] / 4 * 2 : 0;
+    turn.theta = (flags & T_LLAMA3) != 0 ? 500.0f : 0.0f;
+    turn.adjacent = (flags & T_ADJACENT) != 0;
+    turn.scaling.kind = (flags & T_LINEAR) != 0   ? NN_ROTARY_LINEAR
+                        : (flags & T_LLAMA3) != 0 ? NN_ROTARY_LLAMA3
+                                                  : NN_ROTARY_PLAIN;
+    turn.scaling.factor = 4.0f;
+    turn.scaling.low = 1.0f;
+    turn.scaling.high = 4.0f;
+    turn.scaling.original = 24; // pairs turn between 3.8 times and 0.01 times
+    return turn;
+}
+
+static ms_tensor t_build(c_run *run, const int64_t *d, uint32_t flags) {
+    const nn_rotary_desc turn = t_rotary(d, flags);
+    return nn_rotary(run->net, "rotary", run->lifted[0], &turn);
+}
+
+/* The published rule of Llama 3.1, by wavelengths. */
+static double t_llama3(double angle) {
+    const double length = 2.0 * 3.14159265358979323846 / angle;
+    if (length > 24.0 / 1.0) {
+        return angle / 4.0;
+    }
+    const double smooth = (24.0 / length - 1.0) / (4.0 - 1.0);
+    return length < 24.0 / 4.0 ? angle : (1.0 - smooth) * angle / 4.0 + smooth * angle;
+}
+
+static void t_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    const int64_t size = c->d[2], columns = c->d[1] * size + c->d[3];
+    const int64_t pairs = (c->flags & T_PARTLY) != 0 ? size / 4 : size / 2;
+    const double theta = (c->flags & T_LLAMA3) != 0 ? 500.0 : 10000.0;
+    memcpy(out, leaf[0], (size_t)(3 * c->d[0] * columns) * sizeof *out);
+    for (int64_t i = 0; i < 3 * c->d[0] * c->d[1] * pairs; i++) {
+        const int64_t pair = i % pairs, head = i / pairs % c->d[1], row = i / pairs / c->d[1];
+        double angle = pow(theta, -(double)pair / (double)pairs);
+        angle = (c->flags & T_LINEAR) != 0   ? angle / 4.0
+                : (c->flags & T_LLAMA3) != 0 ? t_llama3(angle)
+                                             : angle;
+        angle *= (double)(row % c->d[0]);
+        const bool adjacent = (c->flags & T_ADJACENT) != 0;
+        const int64_t at = row * columns + head * size + (adjacent ? 2 * pair : pair);
+        const int64_t other = at + (adjacent ? 1 : pairs);
+        out[at] = leaf[0][at] * cos(angle) - leaf[0][other] * sin(angle);
+        out[other] = leaf[0][other] * cos(angle) + leaf[0][at] * sin(angle);
+    }
+}
+
+static void rotary_positions_match_float64(void **state) {
+    (void)state;
+    const int64_t sizes[][4] = {{5, 3, 8, 4}, {1, 1, 2, 0}, {40, 2, 12, 12}, {7, 1, 64, 3}};
+    for (size_t k = 0; k < sizeof sizes / sizeof sizes[0]; k++) {
+        for (uint32_t flags = 0; flags < 10; flags += k == 1 ? 1 : 3) {
+            const int64_t *d = sizes[k];
+            if ((flags & T_PARTLY) != 0 && d[2] < 4) {
+                continue;
+            }
+            c_case c = c_make("rotary", t_build, t_reference, d[0], d[1], d[2], d[3], flags);
+            c_add_leaf(&c, ms_shape3(3, d[0], d[1] * d[2] + d[3]), true);
+            c.out_count = (int64_t)ms_shape_count(&c.leaf[0]);
+            c_check(&c);
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// gated units, factors, soft caps: d = count
+
+static ms_tensor u_build(c_run *run, const int64_t *d, uint32_t flags) {
+    (void)d;
+    return flags != 0 ? nn_geglu(run->net, "gated", run->lifted[0], run->lifted[1])
+                      : nn_swiglu(run->net, "gated", run->lifted[0], run->lifted[1]);
+}
+
+static void u_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    const double pi = 3.14159265358979323846;
+    for (int64_t i = 0; i < c->d[0]; i++) {
+        const double x = leaf[0][i];
+        const double gelu = 0.5 * x * (1.0 + tanh(sqrt(2.0 / pi) * (x + 0.044715 * x * x * x)));
+        out[i] = (c->flags != 0 ? gelu : x / (1.0 + exp(-x))) * leaf[1][i];
+    }
+}
+
+static void gated_units_match_float64(void **state) {
+    (void)state;
+    for (uint32_t flags = 0; flags < 2; flags++) {
+        c_case c = c_make("gated unit", u_build, u_reference, 133, 0, 0, 0, flags);
+        c_add_leaf(&c, ms_shape2(7, 19), true);
+        c_add_leaf(&c, ms_shape2(7, 19), true);
+        c.out_count = 133;
+        c.scale = 6.0f;
+        c_check(&c);
+        c.d[0] = 2 * 3001;
+        c.leaf[0] = c.leaf[1] = ms_shape2(2, 3001);
+        c.out_count = c.d[0];
+        c_check_same(&c);
+    }
+}
+
+static ms_tensor s_build(c_run *run, const int64_t *d, uint32_t flags) {
+    (void)d;
+    return flags != 0 ? nn_softcap(run->net, "cap", run->lifted[0], 3.0f)
+                      : nn_scale(run->net, "scale", run->lifted[0], 1.625f);
+}
+
+static void s_reference(const c_case *c, const double *const *leaf, const float *library,
+                        double *out) {
+    (void)library;
+    for (int64_t i = 0; i < c->d[0]; i++) {
+        out[i] = c->flags != 0 ? 3.0 * tanh(leaf[0][i] / 3.0) : leaf[0][i] * 1.625;
+    }
+}
+
+/* The slope of a cap is small where the output, of which it is computed, is near the cap. */
+static void factors_and_caps_match_float64(void **state) {
+    (void)state;
+    for (uint32_t flags = 0; flags < 2; flags++) {
+        c_case c =
+            c_make(flags != 0 ? "soft cap" : "factor", s_build, s_reference, 133, 0, 0, 0, flags);
+        c_add_leaf(&c, ms_shape2(7, 19), true);
+        c.out_count = 133;
+        c.scale = 9.0f;
+        c.inner_gradient = flags != 0 ? 2.0 : 0.0;
+        c_check(&c);
+        c.d[0] = 2 * 3001;
+        c.leaf[0] = ms_shape2(2, 3001);
+        c.out_count = c.d[0];
+        c_check_same(&c);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -929,8 +1167,8 @@ static void dropout_draws_its_share_anew_each_step(void **state) {
 // attention: d = B, T, H, size of a head; leaf: qkv
 
 static ms_tensor h_build(c_run *run, const int64_t *d, uint32_t flags) {
-    return nn_attention(run->net, "attention", run->lifted[0], d[2], (flags & NN_CAUSAL) != 0,
-                        (flags & NN_SAVE_SCORES) != 0);
+    return nn_attention(run->net, "attention", run->lifted[0], d[2], (flags & T_CAUSAL) != 0,
+                        (flags & T_SAVE_SCORES) != 0);
 }
 
 /* Row t of one head: q points at the query, k and v at those of time 0. */
@@ -967,7 +1205,7 @@ static void h_reference(const c_case *c, const double *const *leaf, const float 
     const int64_t channels = c->d[2] * c->d[3];
     for (int64_t r = 0; r < c->d[0] * c->d[1]; r++) {
         const int64_t time = r % c->d[1];
-        const int64_t seen = (c->flags & NN_CAUSAL) != 0 ? time + 1 : c->d[1];
+        const int64_t seen = (c->flags & T_CAUSAL) != 0 ? time + 1 : c->d[1];
         for (int64_t h = 0; h < c->d[2]; h++) {
             const double *q = leaf[0] + r * 3 * channels + h * c->d[3];
             const double *k = q - time * 3 * channels + channels;
@@ -1061,17 +1299,18 @@ static void a_get(a_run *run, int which, float *values, int64_t count, ms_dtype 
    first component of all queries is alike, and that of a late key is large. */
 static void a_fill(a_run *run, bool hard) {
     t_rng rng = t_seed(41);
-    const int64_t all = run->rows * 3 * run->channels;
+    const int64_t columns = nn_attention_columns(&run->n), all = run->rows * columns;
     for (int64_t i = 0; i < all; i++) {
-        const int64_t token = i / (3 * run->channels);
-        const int64_t time = token % run->n.sequence;
-        const int64_t part = i % (3 * run->channels) / run->channels;
+        const int64_t time = i / columns % run->n.sequence;
+        const int64_t part = i % columns < nn_attention_keys(&run->n)     ? 0
+                             : i % columns < nn_attention_values(&run->n) ? 1
+                                                                          : 2;
         const float value = (float)(2.0 * t_unit(&rng) - 1.0);
         run->qkv[i] = value;
         if (hard && part < 2 && i % run->n.size == 0) {
             const float size = (float)run->n.size;
             const float key = time % 13 == 11 ? 26.0f : time % 3 == 0 ? -26.0f : 8.0f * value;
-            run->qkv[i] = part == 0 ? 3.0f * sqrtf(size) : key;
+            run->qkv[i] = part == 0 ? 3.0f * sqrtf(size) : key; // of a scale of 1 / sqrt(size)
         }
         run->qkv[i] = c_rounded(run->qkv[i]);
     }
@@ -1086,7 +1325,7 @@ static void a_fill(a_run *run, bool hard) {
 /* Forward and backward; scratch memory and results are NaN at first. */
 static void a_call(a_run *run) {
     const nn_device *device = t_nn_device();
-    const int64_t all = run->rows * 3 * run->channels;
+    const int64_t all = run->rows * nn_attention_columns(&run->n);
     const int64_t heads = run->n.batch * run->n.heads * run->n.sequence;
     ms_call call;
     memset(&call, 0, sizeof call);
@@ -1125,9 +1364,10 @@ static void a_start(a_run *run, ms_model *model, nn_attention_size n, float beta
     run->rows = n.batch * n.sequence;
     run->channels = n.heads * n.size;
     const uint64_t count = (uint64_t)(run->rows * run->channels);
-    run->qkv = c_floats(3 * count);
-    run->dqkv = c_floats(3 * count);
-    run->old = c_floats(3 * count);
+    const uint64_t all = (uint64_t)(run->rows * nn_attention_columns(&n));
+    run->qkv = c_floats(all);
+    run->dqkv = c_floats(all);
+    run->old = c_floats(all);
     run->out = c_floats(count);
     run->dout = c_floats(count);
     run->sums = c_floats((uint64_t)(run->rows * n.heads));
@@ -1153,33 +1393,40 @@ static void a_stop(a_run *run) {
     free(run->sums);
 }
 
-/* One query: offsets of it and of the head's first key, value, output. p has room for a row. */
+/* One query: offsets of it and of the head's first key, value, output. p has room for two rows. */
 static void a_expect_row(const a_run *run, a_expected *r, int64_t head, int64_t time, double *p) {
-    const int64_t size = run->n.size, channels = run->channels, stride = 3 * channels;
+    double *bend = p + run->n.sequence; // what the cap does to a slope
+    const int64_t size = run->n.size, channels = run->channels;
+    const int64_t stride = nn_attention_columns(&run->n);
     const int64_t token = head / run->n.heads * run->n.sequence;
-    const int64_t q = (token + time) * stride + head % run->n.heads * size;
-    const int64_t k = q - time * stride + channels;
-    const int64_t o = (token + time) * channels + head % run->n.heads * size;
+    const int64_t own = head % run->n.heads, shared = own / (run->n.heads / run->n.kv_heads);
+    const int64_t q = (token + time) * stride + own * size;
+    const int64_t k = token * stride + (run->n.heads + shared) * size;
+    const int64_t v = k + run->n.kv_heads * size;
+    const int64_t o = (token + time) * channels + own * size;
     const int64_t seen = run->n.causal ? time + 1 : run->n.sequence;
-    const double scale = 1.0 / sqrt((double)size);
+    const int64_t first = run->n.window > 0 && seen > run->n.window ? seen - run->n.window : 0;
+    const double scale = (double)run->n.scale, cap = (double)run->n.cap;
     double most = -1e300, total = 0.0, mean = 0.0, terms = 0.0;
-    for (int64_t u = 0; u < seen; u++) {
+    for (int64_t u = first; u < seen; u++) {
         p[u] = 0.0;
         for (int64_t i = 0; i < size; i++) {
             p[u] += (double)run->qkv[q + i] * (double)run->qkv[k + u * stride + i] * scale;
         }
+        bend[u] = cap > 0.0 ? 1.0 - pow(tanh(p[u] / cap), 2.0) : 1.0;
+        p[u] = cap > 0.0 ? cap * tanh(p[u] / cap) : p[u];
         most = p[u] > most ? p[u] : most;
         r->largest = fabs(p[u]) > r->largest ? fabs(p[u]) : r->largest;
     }
-    for (int64_t u = 0; u < seen; u++) {
+    for (int64_t u = first; u < seen; u++) {
         p[u] = exp(p[u] - most);
         total += p[u];
     }
     r->sums[head * run->n.sequence + time] = most + log(total);
-    for (int64_t u = 0; u < seen; u++) {
+    for (int64_t u = first; u < seen; u++) {
         p[u] /= total;
         for (int64_t i = 0; i < size; i++) {
-            const double value = p[u] * (double)run->qkv[k + channels + u * stride + i];
+            const double value = p[u] * (double)run->qkv[v + u * stride + i];
             r->out[o + i] += value;
             r->out_bound[o + i] += fabs(value);
         }
@@ -1188,17 +1435,17 @@ static void a_expect_row(const a_run *run, a_expected *r, int64_t head, int64_t 
         mean += r->out[o + i] * (double)run->dout[o + i];
         terms += fabs(r->out[o + i] * (double)run->dout[o + i]);
     }
-    for (int64_t u = 0; u < seen; u++) {
+    for (int64_t u = first; u < seen; u++) {
         double slope = 0.0, slopes = 0.0;
         for (int64_t i = 0; i < size; i++) {
-            const double value = (double)run->qkv[k + channels + u * stride + i];
+            const double value = (double)run->qkv[v + u * stride + i];
             const double above = (double)run->dout[o + i];
             slope += above * value;
             slopes += fabs(above * value);
-            r->dqkv[k + channels + u * stride + i] += p[u] * above;
-            r->dqkv_bound[k + channels + u * stride + i] += p[u] * fabs(above);
+            r->dqkv[v + u * stride + i] += p[u] * above;
+            r->dqkv_bound[v + u * stride + i] += p[u] * fabs(above);
         }
-        const double ds = p[u] * (slope - mean) * scale;
+        const double ds = p[u] * (slope - mean) * scale * bend[u];
         const double bound = p[u] * (slopes + terms) * scale;
         for (int64_t i = 0; i < size; i++) {
             const double query = (double)run->qkv[q + i];
@@ -1224,6 +1471,7 @@ static void a_within(const char *what, double value, double expected, double bou
    exact either. */
 static void a_compare(const a_run *run, const a_expected *r) {
     const int64_t count = run->rows * run->channels;
+    const int64_t all = run->rows * nn_attention_columns(&run->n);
     const double u = c_roundoff();
     const double f32 = 4e-7 * (8.0 + r->largest) + 4.0 * EXP_ERROR;
     const double least = c_dtype == MS_DTYPE_F16 ? ldexp(1.0, -24) * (double)run->n.sequence : 0.0;
@@ -1235,7 +1483,7 @@ static void a_compare(const a_run *run, const a_expected *r) {
         const double bound = (u + f32) * r->out_bound[i] + 1.01 * u * fabs(r->out[i]) + small;
         a_within("out", (double)run->out[i], r->out[i], bound, i);
     }
-    for (int64_t i = 0; i < 3 * count; i++) {
+    for (int64_t i = 0; i < all; i++) {
         const double old = run->beta != 0.0f ? (double)run->old[i] : 0.0;
         const double expected = r->dqkv[i] + old;
         const double own = 1.01 * u * (fabs(expected) + (3.0 * u + f32) * r->dqkv_bound[i]);
@@ -1253,35 +1501,29 @@ static double *a_zeros(int64_t count) {
 }
 
 /* The same bits in another run, too. */
-static void a_check(ms_model *model, int64_t batch, int64_t sequence, int64_t heads, int64_t size,
-                    bool causal, bool hard) {
-    nn_attention_size n;
-    n.batch = batch;
-    n.sequence = sequence;
-    n.heads = heads;
-    n.size = size;
-    n.causal = causal;
-    const int64_t count = batch * sequence * heads * size;
+static void a_check_size(ms_model *model, nn_attention_size n, bool hard) {
+    const int64_t count = n.batch * n.sequence * nn_attention_width(&n);
+    const int64_t all = n.batch * n.sequence * nn_attention_columns(&n);
     for (int beta = 0; beta < 2; beta++) {
         a_run run, again;
         a_expected r;
         a_start(&run, model, n, (float)beta, hard);
         a_start(&again, model, n, (float)beta, hard);
         assert_memory_equal(run.out, again.out, (size_t)count * sizeof(float));
-        assert_memory_equal(run.dqkv, again.dqkv, (size_t)(3 * count) * sizeof(float));
+        assert_memory_equal(run.dqkv, again.dqkv, (size_t)all * sizeof(float));
         r.out = a_zeros(count);
         r.out_bound = a_zeros(count);
-        r.dqkv = a_zeros(3 * count);
-        r.dqkv_bound = a_zeros(3 * count);
-        r.sums = a_zeros(batch * heads * sequence);
+        r.dqkv = a_zeros(all);
+        r.dqkv_bound = a_zeros(all);
+        r.sums = a_zeros(n.batch * n.heads * n.sequence);
         r.largest = 0.0;
-        double *row = a_zeros(sequence);
-        for (int64_t head = 0; head < batch * heads; head++) {
-            for (int64_t time = 0; time < sequence; time++) {
+        double *row = a_zeros(2 * n.sequence);
+        for (int64_t head = 0; head < n.batch * n.heads; head++) {
+            for (int64_t time = 0; time < n.sequence; time++) {
                 a_expect_row(&run, &r, head, time, row);
             }
         }
-        assert_true(!hard || (r.largest > 70.0 && r.largest < 90.0) || sequence < 12);
+        assert_true(!hard || (r.largest > 70.0 && r.largest < 90.0) || n.sequence < 12);
         a_compare(&run, &r);
         free(row);
         free(r.out);
@@ -1291,6 +1533,34 @@ static void a_check(ms_model *model, int64_t batch, int64_t sequence, int64_t he
         free(r.sums);
         a_stop(&run);
         a_stop(&again);
+    }
+}
+
+static void a_check(ms_model *model, int64_t batch, int64_t sequence, int64_t heads, int64_t size,
+                    bool causal, bool hard) {
+    nn_attention_size n = nn_plain_attention(heads, size, causal);
+    n.batch = batch;
+    n.sequence = sequence;
+    a_check_size(model, n, hard);
+}
+
+/* Heads that share keys, windows and caps, each by itself and together. */
+static void a_check_grouped(ms_model *model) {
+    const int64_t sizes[][5] = {// batch, sequence, heads, heads of keys, size
+                                {2, 5, 4, 2, 4},  {1, 1, 2, 1, 3},  {3, 24, 6, 2, 8},
+                                {2, 70, 6, 3, 8}, {1, 97, 8, 1, 5}, {2, 64, 9, 3, 16}};
+    const int64_t windows[] = {0, 1, 7, 30};
+    for (size_t k = 0; k < sizeof sizes / sizeof sizes[0]; k++) {
+        for (int i = 0; i < 8; i++) {
+            nn_attention_size n = nn_plain_attention(sizes[k][2], sizes[k][4], i != 0);
+            n.batch = sizes[k][0];
+            n.sequence = sizes[k][1];
+            n.kv_heads = i % 3 == 2 ? n.heads : sizes[k][3];
+            n.window = i != 0 ? windows[(size_t)i / 2] : 0;
+            n.cap = i % 2 != 0 ? 2.5f : 0.0f;
+            n.scale = i > 4 ? 0.3f : n.scale;
+            a_check_size(model, n, false);
+        }
     }
 }
 
@@ -1311,7 +1581,9 @@ static ms_model *a_open(void) {
 /* A key that is NaN makes the rows NaN that see it, and no others; minus infinity as the only score
    of a row makes it NaN too. */
 static void a_check_nan(ms_model *model) {
-    const nn_attention_size n = {1, 70, 1, 4, true};
+    nn_attention_size n = nn_plain_attention(1, 4, true);
+    n.batch = 1;
+    n.sequence = 70;
     a_run run;
     a_start(&run, model, n, 0.0f, false);
     for (int i = 0; i < A_COUNT; i++) {
@@ -1348,6 +1620,9 @@ static void a_check_all(void) {
             const int64_t *d = sizes[k];
             a_check(model, d[0], d[1], d[2], d[3], (i & 1) != 0, (i & 2) != 0);
         }
+        if ((i & 3) == 3 && i / 12 * 5 % 3 != i / 4 % 3) { // two dtypes for each kind of tiles
+            a_check_grouped(model);
+        }
         if (i / 12 == 0 && (i & 3) == 3) { // several of the tiles that CUDA has
             a_check(model, 1, i == 3 ? 1100 : (int64_t)t_size(300, 1100), 1, 4, true, true);
         }
@@ -1363,11 +1638,8 @@ static void a_check_all(void) {
 /* Scratch memory for 12 heads of 64: on the CPU it does not grow, with CUDA it grows no faster than
    the sequence. */
 static void a_check_scratch(const nn_device *device, bool grows) {
-    nn_attention_size n;
+    nn_attention_size n = nn_plain_attention(12, 64, true);
     n.batch = 1;
-    n.heads = 12;
-    n.size = 64;
-    n.causal = true;
     for (int backward = 0; backward < 2; backward++) {
         int64_t before = 0;
         for (n.sequence = 64; n.sequence <= 1 << 20; n.sequence *= 2) {
@@ -1391,7 +1663,7 @@ static void attention_has_scratch_for_every_size(void **state) {
 /* More heads than run at once, and more rows than a band has. */
 static void attention_matches_float64(void **state) {
     (void)state;
-    assert_int_equal(NN_CAUSAL | NN_SAVE_SCORES, 3);
+    assert_int_equal(T_CAUSAL | T_SAVE_SCORES, 3);
     h_check(2, 7, 3, 5);
     h_check(1, 1, 1, 4);
     h_check(6, 3, 3, 2);
@@ -2810,35 +3082,6 @@ static void frozen_params_stand_still_and_take_no_memory(void **state) {
     m_stop(&all);
 }
 
-/* Layers share options that are equal in everything, and no others. */
-static void layers_share_equal_options_alone(void **state) {
-    (void)state;
-    ms_config config = t_device_config();
-    ms_model *model = NULL;
-    assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
-    nn_net *net = nn_create_on(model, t_nn_device());
-    assert_non_null(net);
-    nn_options wanted, *made[9];
-    memset(&wanted, 0, sizeof wanted);
-    for (int i = 0; i < 9; i++) {
-        wanted.heads = i == 1;
-        wanted.kernel = i == 2;
-        wanted.stride = i == 3;
-        wanted.padding = i == 4;
-        wanted.flags = i == 5;
-        wanted.dropout = i == 6 ? 0.5f : 0.0f;
-        wanted.epsilon = i == 7 ? 0.5f : 0.0f;
-        wanted.momentum = i == 8 ? 0.5f : 0.0f;
-        made[i] = nn_options_like(net, &wanted);
-        for (int k = 0; k < i; k++) {
-            assert_ptr_not_equal(made[i], made[k]);
-        }
-        assert_ptr_equal(made[i], nn_options_like(net, &wanted));
-    }
-    ms_destroy(model);
-    nn_destroy(net);
-}
-
 enum { L_ROWS = 24, L_COLUMNS = 64, L_LENT = 8 };
 
 /* A net whose input and params are in memory of the trainer's own, if `lent`: 4 bytes beyond what is
@@ -3105,6 +3348,11 @@ int main(void) {
         cmocka_unit_test(embeddings_match_float64),
         cmocka_unit_test(linear_layers_match_float64),
         cmocka_unit_test(layernorms_match_float64),
+        cmocka_unit_test(rmsnorms_match_float64),
+        cmocka_unit_test(norms_of_heads_match_float64),
+        cmocka_unit_test(rotary_positions_match_float64),
+        cmocka_unit_test(gated_units_match_float64),
+        cmocka_unit_test(factors_and_caps_match_float64),
         cmocka_unit_test(gelus_match_float64),
         cmocka_unit_test(sums_match_float64),
         cmocka_unit_test(dropout_matches_its_reference),
@@ -3131,7 +3379,6 @@ int main(void) {
         cmocka_unit_test(weight_decay_moves_matrices_alone),
         cmocka_unit_test(initial_values_have_their_mean_and_deviation),
         cmocka_unit_test(presets_have_the_published_number_of_params),
-        cmocka_unit_test(layers_share_equal_options_alone),
         cmocka_unit_test(frozen_params_stand_still_and_take_no_memory),
         cmocka_unit_test(lent_memory_is_used_where_it_lies),
         cmocka_unit_test(wrong_layers_are_refused_in_words),

@@ -9,6 +9,17 @@ static bool t_on_cpu = false; // set where the two are compared
 static const bool t_on_cpu = true;
 #endif
 
+/* What a case of a layer is to have. */
+enum {
+    T_CAUSAL = 1,
+    T_SAVE_SCORES = 2,
+    T_BIAS = 4,
+    T_POSITIONS = 8,
+    T_SEGMENTS = 16,
+    T_ERF = 32,
+    T_POST_NORM = 64
+};
+
 static inline const nn_device *t_nn_device(void) {
 #ifdef T_CUDA
     return t_on_cpu ? nn_cpu() : nn_cuda();

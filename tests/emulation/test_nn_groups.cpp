@@ -52,12 +52,11 @@ static void groups_of_heads_fit_the_kernels(void **state) {
     t_rng rng = t_seed(3);
     int packed = 0;
     for (int i = 0; i < 3000; i++) {
-        nn_attention_size largest;
+        nn_attention_size largest =
+            nn_plain_attention(1 + (int64_t)t_below(&rng, i % 3 == 0 ? 140 : 9),
+                               1 + (int64_t)t_below(&rng, 70), false);
         largest.batch = 1 + (int64_t)t_below(&rng, 6);
         largest.sequence = 1 + (int64_t)t_below(&rng, i % 2 == 0 ? 40 : 900);
-        largest.heads = 1 + (int64_t)t_below(&rng, i % 3 == 0 ? 140 : 9);
-        largest.size = 1 + (int64_t)t_below(&rng, 70);
-        largest.causal = false;
         nn_attention_size n = largest;
         n.batch = 1 + (int64_t)t_below(&rng, (uint32_t)largest.batch);
         n.sequence = 1 + (int64_t)t_below(&rng, (uint32_t)largest.sequence);
