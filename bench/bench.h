@@ -1,4 +1,4 @@
-/*  bench.h - what the benchmarks share: options, tables, a clock, the median.
+/*  bench.h - what the benchmarks share: tables, a clock, the median, and the options of examples/.
 
     Include it first: it asks for POSIX, whose clock does not jump. A table is printed for people, or
     with --tsv for programs: a header line, then a line per row, tab-separated, plain numbers.
@@ -26,59 +26,6 @@
 #else
 #define BENCH_API static
 #endif
-
-// ------------------------------------------------------------------------------------------------
-// >>options
-
-/* One option; exactly one of the pointers is set. A flag takes no argument. */
-typedef struct bench_option {
-    const char *name, *help;
-    bool *flag;
-    int64_t *number; // at least 1
-    const char **text;
-} bench_option;
-
-enum { BENCH_OPTIONS_MAX = 32, BENCH_HELP_BYTES = 160 };
-
-/* The help of an option, with its default. */
-BENCH_API void bench_help(char text[BENCH_HELP_BYTES], const bench_option *option) {
-    if (option->number && *option->number) {
-        snprintf(text, BENCH_HELP_BYTES, "%s (%lld)", option->help, (long long)*option->number);
-    } else if (option->text && *option->text) {
-        snprintf(text, BENCH_HELP_BYTES, "%s (%s)", option->help, *option->text);
-    } else {
-        snprintf(text, BENCH_HELP_BYTES, "%s", option->help);
-    }
-}
-
-/* Reads the command line. --help ends the program with status 0, a mistake with 2. */
-BENCH_API void bench_options(int argc, char **argv, const char *purpose,
-                             const bench_option *options, int count) {
-    static option_spec specs[BENCH_OPTIONS_MAX + 1];
-    static char help[BENCH_OPTIONS_MAX][BENCH_HELP_BYTES];
-    bool wants_help = false;
-    for (int i = 0; i < count && i < BENCH_OPTIONS_MAX; i++) {
-        const bench_option *o = &options[i];
-        bench_help(help[i], o);
-        specs[i].name = o->name;
-        specs[i].argument = o->number ? "N" : o->text ? "NAME" : NULL;
-        specs[i].kind = o->number ? OPTION_COUNT : o->text ? OPTION_TEXT : OPTION_FLAG;
-        specs[i].value = o->number ? (void *)o->number : o->text ? (void *)o->text : o->flag;
-        specs[i].help = help[i];
-    }
-    specs[count].name = "--help";
-    specs[count].value = &wants_help;
-    specs[count].help = "this text";
-    if (read_options(specs, count + 1, argc, argv, NULL) != 0) {
-        exit(2);
-    }
-    if (wants_help) {
-        char usage[512];
-        snprintf(usage, sizeof usage, "[options]\n%s", purpose);
-        print_options(usage, specs, count + 1);
-        exit(0);
-    }
-}
 
 // ------------------------------------------------------------------------------------------------
 // >>tables

@@ -125,86 +125,65 @@ static void print_row(bench_table *table, const char *path, uint64_t budget, con
 
 /* What the command line has beside options: FILE, then budgets. */
 typedef struct arguments {
-    const char **words;
-    int count;
+    option_words words;
     bool tsv;
     int64_t repeats;
-    double link; // bytes per microsecond; 0: there is none
+    float link; // bytes per microsecond; 0: there is none
 } arguments;
 
-static arguments take_arguments(int argc, char **argv) {
-    arguments a = {NULL, 0, false, 5, 0.0};
-    const char *link = "";
-    const bench_option options[] = {
-        {"--tsv", "tab-separated output, sizes in bytes", &a.tsv, NULL, NULL},
-        {"--repeats", "plans for each budget; plan_ms is their median", NULL, &a.repeats, NULL},
-        {"--link", "bytes that can be copied to the host, and from it, in a microsecond", NULL,
-         NULL, &link},
+static int take_arguments(arguments *a, int argc, char **argv) {
+    const option_spec options[] = {
+        {"--tsv", NULL, OPTION_FLAG, &a->tsv, "tab-separated output, sizes in bytes"},
+        {"--repeats", "N", OPTION_COUNT, &a->repeats,
+         "plans for each budget; plan_ms is their median"},
+        {"--link", "X", OPTION_REAL, &a->link,
+         "bytes that can be copied to the host, and from it, in a microsecond"},
     };
-    const char *const purpose =
-        "Give a FILE, CSV with the columns stage,ain,aout,abar,tf,tb,tmpf,tmpb, and budgets: "
+    const char *const usage =
+        "[options] FILE [budget ...]\n"
+        "Plans a chain: a CSV with the columns stage,ain,aout,abar,tf,tb,tmpf,tmpb. Budgets are "
         "bytes,\n"
         "or multiples of the peak of keeping everything, such as 0.5x. Without any: 1x to 0.15x.";
-    int option_count = 1;
-    a.words = (const char **)malloc((size_t)argc * sizeof *a.words);
-    char **rest = (char **)malloc(((size_t)argc + 1) * sizeof *rest);
-    if (!a.words || !rest) {
-        stop(argv[0], 0, "no memory for the command line");
+    if (take_options(usage, options, OPTIONS_IN(options), argc, argv, &a->words) != 0) {
+        return 1;
     }
-    rest[0] = argv[0];
-    for (int i = 1; i < argc; i++) {
-        if (argv[i][0] != '-' && strcmp(argv[i - 1], "--repeats") != 0 &&
-            strcmp(argv[i - 1], "--link") != 0) {
-            a.words[a.count++] = argv[i];
-        } else {
-            rest[option_count++] = argv[i];
-        }
-    }
-    rest[option_count] = NULL;
-    bench_options(option_count, rest, purpose, options, 3);
-    char *end;
-    a.link = strtod(link, &end);
-    if (*end != '\0' || !(a.link >= 0.0 && a.link < 1e12)) {
-        stop(link, 0, "not a speed: give bytes per microsecond");
-    }
-    free(rest);
-    return a;
+    return a->words.count > 0 ? 0 : fail("no FILE given; --help tells more");
 }
 
 int main(int argc, char **argv) {
     static const char *const usual[] = {"1x",   "0.95x", "0.9x", "0.85x", "0.8x", "0.75x",
                                         "0.7x", "0.65x", "0.6x", "0.55x", "0.5x", "0.45x",
                                         "0.4x", "0.35x", "0.3x", "0.25x", "0.2x", "0.15x"};
-    const arguments a = take_arguments(argc, argv);
-    const bool own = a.count > 1;
-    const char *const *budgets = own ? a.words + 1 : usual;
-    const int rows = own ? a.count - 1 : (int)(sizeof usual / sizeof usual[0]);
-    if (a.count == 0) {
-        fprintf(stderr, "no FILE given; %s --help tells more\n", argv[0]);
+    arguments a = {{{NULL}, 0}, false, 5, 0.0f};
+    if (take_arguments(&a, argc, argv) != 0) {
         return 2;
     }
+    const char *path = a.words.items[0];
+    const bool own = a.words.count > 1;
+    const char *const *budgets = own ? a.words.items + 1 : usual;
+    const int rows = own ? a.words.count - 1 : (int)(sizeof usual / sizeof usual[0]);
 
     chain c;
     uint64_t line, budget;
-    const char *wrong = chain_read(&c, a.words[0], &line);
+    const char *wrong = chain_read(&c, path, &line);
     if (wrong) {
-        stop(a.words[0], line, wrong);
+        stop(path, line, wrong);
     }
     for (int i = 0; i < rows; i++) {
         if (!take_budget(budgets[i], chain_peak(&c), &budget)) {
-            stop(budgets[i], 0, "not a budget: give bytes, or a multiple such as 0.5x");
+            fail("%s: not a budget: give bytes, or a multiple such as 0.5x", budgets[i]);
+            return 2;
         }
     }
-    const bool linked = a.link > 0.0;
+    const bool linked = a.link > 0.0f;
     bench_table table = bench_table_begin(
         a.tsv, linked ? "file budget_bytes peak_bytes relative_time plan_ms host_bytes found_by"
                       : "file budget_bytes peak_bytes relative_time plan_ms found_by");
     for (int i = 0; i < rows; i++) {
         take_budget(budgets[i], chain_peak(&c), &budget);
-        const outcome o = measure(&c, budget, (int)a.repeats, a.link);
-        print_row(&table, a.words[0], budget, &o, linked);
+        const outcome o = measure(&c, budget, (int)a.repeats, (double)a.link);
+        print_row(&table, path, budget, &o, linked);
     }
     chain_free(&c);
-    free(a.words);
     return 0;
 }

@@ -87,16 +87,18 @@ int main(int argc, char **argv) {
     bool tsv = false;
     const char *preset = "gpt2-124M";
     int64_t batch = 4, sequence = 64, steps = 3, rounds = 3;
-    const bench_option options[] = {
-        {"--tsv", "tab-separated output", &tsv, NULL, NULL},
-        {"--preset", "gpt2-124M, -355M, -774M, -1558M, or gpt2-tiny", NULL, NULL, &preset},
-        {"--batch", "sequences in a batch", NULL, &batch, NULL},
-        {"--sequence", "tokens in a sequence", NULL, &sequence, NULL},
-        {"--steps", "timed steps in a round; 32 at most", NULL, &steps, NULL},
-        {"--rounds", "rounds of each plan; 32 at most", NULL, &rounds, NULL},
+    const option_spec options[] = {
+        {"--tsv", NULL, OPTION_FLAG, &tsv, "tab-separated output"},
+        {"--preset", "NAME", OPTION_TEXT, &preset, "gpt2-124M, -355M, -774M, -1558M, or gpt2-tiny"},
+        {"--batch", "N", OPTION_COUNT, &batch, "sequences in a batch"},
+        {"--sequence", "N", OPTION_COUNT, &sequence, "tokens in a sequence"},
+        {"--steps", "N", OPTION_COUNT, &steps, "timed steps in a round, 32 at most"},
+        {"--rounds", "N", OPTION_COUNT, &rounds, "rounds of each plan, 32 at most"},
     };
-    bench_options(argc, argv, "Step time and arena of GPT-2 on the CPU, plain and checkpointed.",
-                  options, 6);
+    if (take_options("[options]\nStep time and arena of GPT-2 on the CPU, plain and checkpointed.",
+                     options, OPTIONS_IN(options), argc, argv, NULL) != 0) {
+        return 2;
+    }
     const nn_transformer_config shape = bench_gpt2_shape(preset, batch, sequence, steps, rounds);
 
     const ms_backend cpu = ms_backend_cpu();

@@ -27,7 +27,7 @@ typedef struct settings {
 } settings;
 
 /* A mistake ends the program. */
-static void take_options(settings *s, int argc, char **argv) {
+static void parse_options(settings *s, int argc, char **argv) {
     s->part = s->only = "all";
     s->steps = 20;
     s->warmup = 5;
@@ -35,28 +35,32 @@ static void take_options(settings *s, int argc, char **argv) {
     s->elements = (int64_t)1 << 26;
     s->started = bench_seconds();
     s->good = true;
-    const bench_option options[] = {
-        {"--part", "machine, copies, executor, kernels, products, workloads, steps, slices", NULL,
-         NULL, &s->part},
-        {"--model", "one of the workloads, or gpt2-124M or gpt2-774M of the steps", NULL, NULL,
-         &s->only},
-        {"--seconds", "after which no row begins any more", NULL, &s->seconds, NULL},
-        {"--tsv", "tab-separated output", &s->tsv, NULL, NULL},
-        {"--markdown", "tables for bench/results; the header only with --part machine",
-         &s->markdown, NULL, NULL},
-        {"--tiny", "tiny models and sizes, which also run in the tests' emulation", &s->tiny, NULL,
-         NULL},
-        {"--no-graph", "leave out the runs by recordings (CUDA graphs)", &s->no_graph, NULL, NULL},
-        {"--steps", "timed steps; 256 at most", NULL, &s->steps, NULL},
-        {"--warmup", "steps before them, in workloads; 64 at most", NULL, &s->warmup, NULL},
-        {"--repeats", "rounds of all variants of a workload; 32 at most", NULL, &s->repeats, NULL},
-        {"--elements", "of the arrays of the kernels", NULL, &s->elements, NULL},
-        {"--commit", "for the header; default: that of git", NULL, NULL, &s->commit},
+    const option_spec options[] = {
+        {"--part", "NAME", OPTION_TEXT, &s->part,
+         "machine, copies, executor, kernels, products, workloads, steps, slices,\n"
+         "several with commas, or all"},
+        {"--model", "NAME", OPTION_TEXT, &s->only,
+         "all, one of the workloads, or gpt2-124M or gpt2-774M of the steps"},
+        {"--seconds", "N", OPTION_COUNT, &s->seconds, "after which no row begins any more"},
+        {"--tsv", NULL, OPTION_FLAG, &s->tsv, "tab-separated output"},
+        {"--markdown", NULL, OPTION_FLAG, &s->markdown,
+         "tables for bench/results; the header only with --part machine"},
+        {"--tiny", NULL, OPTION_FLAG, &s->tiny,
+         "tiny models and sizes, which also run in the tests' emulation"},
+        {"--no-graph", NULL, OPTION_FLAG, &s->no_graph,
+         "leave out the runs by recordings (CUDA graphs)"},
+        {"--steps", "N", OPTION_COUNT, &s->steps, "timed steps, 256 at most"},
+        {"--warmup", "N", OPTION_COUNT, &s->warmup, "steps before them, in workloads, 64 at most"},
+        {"--repeats", "N", OPTION_COUNT, &s->repeats,
+         "rounds of all variants of a workload, 32 at most"},
+        {"--elements", "N", OPTION_COUNT, &s->elements, "of the arrays of the kernels"},
+        {"--commit", "NAME", OPTION_TEXT, &s->commit, "for the header, if not that of git"},
     };
-    bench_options(argc, argv, "Training on a GPU: memory, time, arithmetic, bits.", options,
-                  (int)(sizeof options / sizeof options[0]));
-    if (s->steps > STEPS_MAX || s->warmup > WARMUP_MAX || s->repeats > REPEATS_MAX) {
-        fprintf(stderr, "more than 256 steps, 64 to warm up, or 32 repeats\n");
+    if (take_options("[options]\nTraining on a GPU: memory, time, arithmetic, bits.", options,
+                     OPTIONS_IN(options), argc, argv, NULL) != 0 ||
+        check_most("--steps", s->steps, STEPS_MAX) != 0 ||
+        check_most("--warmup", s->warmup, WARMUP_MAX) != 0 ||
+        check_most("--repeats", s->repeats, REPEATS_MAX) != 0) {
         exit(2);
     }
 }
@@ -65,10 +69,9 @@ static void take_options(settings *s, int argc, char **argv) {
 
 int main(int argc, char **argv) {
     static settings s;
-    take_options(&s, argc, argv);
-    fprintf(stderr,
-            "bench/gpu was built without CUDA; where there is nvcc, `make gpu-build` builds "
-            "build/cuda/bench/gpu with it\n");
+    parse_options(&s, argc, argv);
+    fail("it was built without CUDA; where there is nvcc, `make gpu-build` builds "
+         "build/cuda/bench/gpu with it");
     return 2;
 }
 
@@ -449,7 +452,7 @@ static bool find_device(void) {
 
 int main(int argc, char **argv) {
     static settings s;
-    take_options(&s, argc, argv);
+    parse_options(&s, argc, argv);
     if (!find_device()) {
         return 2;
     }
@@ -457,7 +460,7 @@ int main(int argc, char **argv) {
         print_header(&s);
     }
     if (run_parts(&s) == 0) {
-        fprintf(stderr, "--part %s: no such part; --help lists them\n", s.part);
+        fail("--part %s: no such part; --help lists them", s.part);
         return 2;
     }
     return s.good ? 0 : 1;

@@ -163,7 +163,8 @@ static buffers take_buffers(const char *name) {
     }
     const unsigned long count = strtoul(name + 6, &end, 10);
     if (*end || count < 5 || count > 10000000) {
-        fail_at(name, 0, "a trace has 5 to 10000000 ranges");
+        fail("%s: a trace has 5 to 10000000 ranges", name);
+        exit(2);
     }
     return make_trace((uint32_t)count);
 }
@@ -223,33 +224,23 @@ static double measure(const char *path, uint64_t effort, bool greedy, bench_tabl
 int main(int argc, char **argv) {
     bool tsv = false, greedy = false;
     int64_t effort = 100000000;
-    const bench_option options[] = {
-        {"--tsv", "tab-separated output", &tsv, NULL, NULL},
-        {"--greedy", "also the usual method: first-fit by decreasing size", &greedy, NULL, NULL},
-        {"--effort", "limit of operations for each file, of about a nanosecond each", NULL, &effort,
-         NULL},
+    const option_spec options[] = {
+        {"--tsv", NULL, OPTION_FLAG, &tsv, "tab-separated output"},
+        {"--greedy", NULL, OPTION_FLAG, &greedy,
+         "also the usual method: first-fit by decreasing size"},
+        {"--effort", "N", OPTION_COUNT, &effort,
+         "limit of operations for each file, of about a nanosecond each"},
     };
-    const char *const purpose =
-        "Give one FILE or more: CSV with the columns id,lower,upper,size, live in [lower, upper);\n"
-        "or trace:N, a generated step of training with about N buffers.";
-    int files = 0, option_count = 1;
-    const char **paths = (const char **)malloc((size_t)argc * sizeof *paths);
-    char **rest = (char **)malloc(((size_t)argc + 1) * sizeof *rest);
-    if (!paths || !rest) {
-        fail_at(argv[0], 0, "out of memory");
+    const char *const usage = "[options] FILE ...\n"
+                              "Lays out buffers: of a CSV with the columns id,lower,upper,size, "
+                              "live in [lower, upper); or of\n"
+                              "trace:N, a generated step of training with about N buffers.";
+    option_words files = {{NULL}, 0};
+    if (take_options(usage, options, OPTIONS_IN(options), argc, argv, &files) != 0) {
+        return 2;
     }
-    rest[0] = argv[0];
-    for (int i = 1; i < argc; ++i) {
-        if (argv[i][0] != '-' && strcmp(argv[i - 1], "--effort") != 0) {
-            paths[files++] = argv[i];
-        } else {
-            rest[option_count++] = argv[i];
-        }
-    }
-    rest[option_count] = NULL;
-    bench_options(option_count, rest, purpose, options, 3);
-    if (files == 0) {
-        fprintf(stderr, "no FILE given; %s --help tells more\n", argv[0]);
+    if (files.count == 0) {
+        fail("no FILE given; --help tells more");
         return 2;
     }
 
@@ -257,13 +248,11 @@ int main(int argc, char **argv) {
         tsv, greedy ? "file buffers lower_bound arena ratio ms greedy_arena greedy_ratio"
                     : "file buffers lower_bound arena ratio ms");
     double sum = 0.0;
-    for (int i = 0; i < files; ++i) {
-        sum += measure(paths[i], (uint64_t)effort, greedy, &table);
+    for (int i = 0; i < files.count; ++i) {
+        sum += measure(files.items[i], (uint64_t)effort, greedy, &table);
     }
     if (!tsv) {
-        printf("mean ratio %.4f\n", sum / files);
+        printf("mean ratio %.4f\n", sum / files.count);
     }
-    free(paths);
-    free(rest);
     return 0;
 }

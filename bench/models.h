@@ -54,9 +54,12 @@ enum { BENCH_STEPS = 32 };
 BENCH_API nn_transformer_config bench_gpt2_shape(const char *preset, int64_t batch,
                                                  int64_t sequence, int64_t steps, int64_t rounds) {
     nn_transformer_config shape;
-    if (strncmp(preset, "gpt2-", 5) != 0 || !bench_shape(preset, &shape) || steps > BENCH_STEPS ||
-        rounds > BENCH_STEPS) {
-        fprintf(stderr, "no such preset: %s, or more than 32 steps or rounds\n", preset);
+    if (strncmp(preset, "gpt2-", 5) != 0 || !bench_shape(preset, &shape)) {
+        fail("--preset %s: there is no such preset; --help lists them", preset);
+        exit(2);
+    }
+    if (check_most("--steps", steps, BENCH_STEPS) != 0 ||
+        check_most("--rounds", rounds, BENCH_STEPS) != 0) {
         exit(2);
     }
     shape.batch = batch;

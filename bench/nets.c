@@ -187,22 +187,25 @@ static void print_refusal(bench_table *table, net_kind kind, uint32_t layers) {
 int main(int argc, char **argv) {
     int64_t layers_min = 100, layers_max = 1000;
     bool tsv = false, refusals = false;
-    const bench_option options[] = {
-        {"--tsv", "tab-separated output", &tsv, NULL, NULL},
-        {"--refusals", "time of ms_wrap: half way to the plain arena, the smallest, a byte less",
-         &refusals, NULL, NULL},
-        {"--from", "the fewest layers of a net", NULL, &layers_min, NULL},
-        {"--layers", "the most layers of a net", NULL, &layers_max, NULL},
+    const option_spec options[] = {
+        {"--tsv", NULL, OPTION_FLAG, &tsv, "tab-separated output"},
+        {"--refusals", NULL, OPTION_FLAG, &refusals,
+         "time of ms_wrap: half way to the plain arena, the smallest, a byte less"},
+        {"--from", "N", OPTION_COUNT, &layers_min, "the fewest layers of a net"},
+        {"--layers", "N", OPTION_COUNT, &layers_max, "the most layers of a net"},
     };
-    bench_options(argc, argv,
-                  "Plans of DenseNet, U-Net, Inception, ResNet and random graphs. Arenas are over "
-                  "the plain one,\n"
-                  "times over a plain step: the library's, and greedy's alone (g.), at the bytes "
-                  "of square-root\n"
-                  "checkpointing, and at 3/4, 1/2 and 1/4 of the way from the smallest arena to "
-                  "the plain one;\n"
-                  "by: the search that found the library's.",
-                  options, 4);
+    if (take_options(
+            "[options]\nPlans of DenseNet, U-Net, Inception, ResNet and random graphs. Arenas are "
+            "over "
+            "the plain one,\n"
+            "times over a plain step: the library's, and greedy's alone (g.), at the bytes "
+            "of square-root\n"
+            "checkpointing, and at 3/4, 1/2 and 1/4 of the way from the smallest arena to "
+            "the plain one;\n"
+            "by: the search that found the library's.",
+            options, OPTIONS_IN(options), argc, argv, NULL) != 0) {
+        return 2;
+    }
     bench_table table = bench_table_begin(
         tsv, refusals ? "net layers half_ms smallest_ms refused_ms over_half over_smallest"
                       : "net layers smallest g.smallest root root_step at_root by g.at_root at_3/4 "

@@ -348,17 +348,20 @@ int main(int argc, char **argv) {
     bool tsv = false;
     const char *preset = "gpt2-124M";
     int64_t batch = 4, sequence = 64, steps = 4, speed = 2000, update = 0;
-    const bench_option options[] = {
-        {"--tsv", "tab-separated output", &tsv, NULL, NULL},
-        {"--preset", "gpt2-124M, -355M, -774M, -1558M, or gpt2-tiny", NULL, NULL, &preset},
-        {"--batch", "sequences in a batch", NULL, &batch, NULL},
-        {"--sequence", "tokens in a sequence", NULL, &sequence, NULL},
-        {"--link", "MB per second of the link, in each direction", NULL, &speed, NULL},
-        {"--steps", "timed steps of each budget; 32 at most", NULL, &steps, NULL},
-        {"--update", "AdamW alone, of a param of so many million elements", NULL, &update, NULL},
+    const option_spec options[] = {
+        {"--tsv", NULL, OPTION_FLAG, &tsv, "tab-separated output"},
+        {"--preset", "NAME", OPTION_TEXT, &preset, "gpt2-124M, -355M, -774M, -1558M, or gpt2-tiny"},
+        {"--batch", "N", OPTION_COUNT, &batch, "sequences in a batch"},
+        {"--sequence", "N", OPTION_COUNT, &sequence, "tokens in a sequence"},
+        {"--link", "N", OPTION_COUNT, &speed, "MB per second of the link, in each direction"},
+        {"--steps", "N", OPTION_COUNT, &steps, "timed steps of each budget, 32 at most"},
+        {"--update", "N", OPTION_COUNT, &update,
+         "AdamW alone, of a param of so many million elements"},
     };
-    bench_options(argc, argv, "GPT-2 on the CPU, with a link to its host of a given speed.",
-                  options, 7);
+    if (take_options("[options]\nGPT-2 on the CPU, with a link to its host of a given speed.",
+                     options, OPTIONS_IN(options), argc, argv, NULL) != 0) {
+        return 2;
+    }
     const nn_transformer_config shape = bench_gpt2_shape(preset, batch, sequence, steps, 1);
     const double gb_per_s = 1e-3 * (double)speed;
     link_open(&l, 1e9 * gb_per_s);

@@ -215,16 +215,17 @@ int main(int argc, char **argv) {
     };
     bool tsv = false, no_lstm = false;
     int64_t layers_max = 10000, repeats = 5;
-    const bench_option options[] = {
-        {"--tsv", "tab-separated output", &tsv, NULL, NULL},
-        {"--no-lstm", "leave out the unrolled LSTM", &no_lstm, NULL, NULL},
-        {"--layers", "the longest chain", NULL, &layers_max, NULL},
-        {"--repeats", "measurements, of which the median is shown; 100 at most", NULL, &repeats,
-         NULL},
+    const option_spec options[] = {
+        {"--tsv", NULL, OPTION_FLAG, &tsv, "tab-separated output"},
+        {"--no-lstm", NULL, OPTION_FLAG, &no_lstm, "leave out the unrolled LSTM"},
+        {"--layers", "N", OPTION_COUNT, &layers_max, "the longest chain"},
+        {"--repeats", "N", OPTION_COUNT, &repeats,
+         "measurements, of which the median is shown, 100 at most"},
     };
-    bench_options(argc, argv, "Time of the executor and of ms_wrap.", options, 4);
-    if (repeats > REPEATS_MAX) {
-        repeats = REPEATS_MAX;
+    if (take_options("[options]\nTime of the executor and of ms_wrap.", options,
+                     OPTIONS_IN(options), argc, argv, NULL) != 0 ||
+        check_most("--repeats", repeats, REPEATS_MAX) != 0) {
+        return 2;
     }
 
     bench_table table = bench_table_begin(tsv, "what layers value unit");

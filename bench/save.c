@@ -95,7 +95,8 @@ static bench_model make_model(const settings *s, bool has_values) {
     config.allocator.alloc = count_alloc;
     config.allocator.release = count_release;
     if (!bench_shape(s->preset, &shape)) {
-        bench_stop("no such preset");
+        fail("--preset %s: there is no such preset; --help lists some", s->preset);
+        exit(2);
     }
     shape.batch = 1;
     shape.sequence = 16;
@@ -162,17 +163,17 @@ int main(int argc, char **argv) {
     settings s = {"gpt2-124M", "build/save.bin", 5, false, false};
     static measured writing, reading;
     char other[512];
-    const bench_option options[] = {
-        {"--preset", "gpt2-124M, gpt2-tiny or another of nn.h", NULL, NULL, &s.preset},
-        {"--file", "where to write", NULL, NULL, &s.path},
-        {"--rounds", "32 at most", NULL, &s.rounds, NULL},
-        {"--warm", "read what the system has in memory", &s.warm, NULL, NULL},
-        {"--tsv", "tab-separated output", &s.tsv, NULL, NULL},
+    const option_spec options[] = {
+        {"--preset", "NAME", OPTION_TEXT, &s.preset, "gpt2-124M, gpt2-tiny or another of nn.h"},
+        {"--file", "FILE", OPTION_TEXT, &s.path, "where to write"},
+        {"--rounds", "N", OPTION_COUNT, &s.rounds, "of each, 32 at most"},
+        {"--warm", NULL, OPTION_FLAG, &s.warm, "read what the system has in memory"},
+        {"--tsv", NULL, OPTION_FLAG, &s.tsv, "tab-separated output"},
     };
-    bench_options(argc, argv, "Saving and loading a run, over writing and reading as many bytes.",
-                  options, (int)(sizeof options / sizeof options[0]));
-    if (s.rounds < 1 || s.rounds > ROUNDS_MAX) {
-        bench_stop("--rounds is 1 to 32");
+    if (take_options("[options]\nSaving and loading a run, over writing and reading as many bytes.",
+                     options, OPTIONS_IN(options), argc, argv, NULL) != 0 ||
+        check_most("--rounds", s.rounds, ROUNDS_MAX) != 0) {
+        return 2;
     }
     snprintf(other, sizeof other, "%s.bare", s.path);
     uint8_t *piece = (uint8_t *)malloc(PIECE);

@@ -117,16 +117,19 @@ int main(int argc, char **argv) {
     bool idle = false;
     const char *preset = "gpt2-124M";
     int64_t batch = 1, sequence = 64, slice_us = 2000, slices = 10000, most_us = 0;
-    const bench_option options[] = {
-        {"--preset", "gpt2-124M, -355M, or gpt2-tiny", NULL, NULL, &preset},
-        {"--batch", "sequences in a batch", NULL, &batch, NULL},
-        {"--sequence", "tokens in a sequence", NULL, &sequence, NULL},
-        {"--slice", "microseconds of a slice", NULL, &slice_us, NULL},
-        {"--slices", "how many, at least", NULL, &slices, NULL},
-        {"--longest", "max_instruction_us", NULL, &most_us, NULL},
-        {"--no-load", "nothing beside the slices", &idle, NULL, NULL},
+    const option_spec options[] = {
+        {"--preset", "NAME", OPTION_TEXT, &preset, "gpt2-124M, -355M, or gpt2-tiny"},
+        {"--batch", "N", OPTION_COUNT, &batch, "sequences in a batch"},
+        {"--sequence", "N", OPTION_COUNT, &sequence, "tokens in a sequence"},
+        {"--slice", "N", OPTION_COUNT, &slice_us, "microseconds of a slice"},
+        {"--slices", "N", OPTION_COUNT, &slices, "how many, at least"},
+        {"--longest", "N", OPTION_COUNT, &most_us, "max_instruction_us"},
+        {"--no-load", NULL, OPTION_FLAG, &idle, "nothing beside the slices"},
     };
-    bench_options(argc, argv, "Time slices of a training step of GPT-2 on the CPU.", options, 7);
+    if (take_options("[options]\nTime slices of a training step of GPT-2 on the CPU.", options,
+                     OPTIONS_IN(options), argc, argv, NULL) != 0) {
+        return 2;
+    }
     const nn_transformer_config shape = bench_gpt2_shape(preset, batch, sequence, 1, 1);
     ms_config config;
     memset(&config, 0, sizeof config);

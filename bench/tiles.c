@@ -313,19 +313,18 @@ static void compare_long(bench_table *table, const char *device, const ms_hardwa
 int main(int argc, char **argv) {
     bool tsv = false;
     int64_t rows = 2048, tile_rows = 256, repeats = 7, tokens = 32768, head_groups = 6;
-    const bench_option options[] = {
-        {"--tsv", "tab-separated output", &tsv, NULL, NULL},
-        {"--rows", "tokens of the head", NULL, &rows, NULL},
-        {"--tile", "rows of its tiles", NULL, &tile_rows, NULL},
-        {"--repeats", "timed steps of each; 64 at most", NULL, &repeats, NULL},
-        {"--tokens", "of the long sequence", NULL, &tokens, NULL},
-        {"--head-groups", "of its attention, in the rows groups", NULL, &head_groups, NULL},
+    const option_spec options[] = {
+        {"--tsv", NULL, OPTION_FLAG, &tsv, "tab-separated output"},
+        {"--rows", "N", OPTION_COUNT, &rows, "tokens of the head"},
+        {"--tile", "N", OPTION_COUNT, &tile_rows, "rows of its tiles"},
+        {"--repeats", "N", OPTION_COUNT, &repeats, "timed steps of each, 64 at most"},
+        {"--tokens", "N", OPTION_COUNT, &tokens, "of the long sequence"},
+        {"--head-groups", "N", OPTION_COUNT, &head_groups, "of its attention, in the rows groups"},
     };
-    bench_options(argc, argv,
-                  "Layers in tiles of rows: bytes and time, beside those of whole layers.", options,
-                  (int)(sizeof options / sizeof options[0]));
-    if (repeats > REPEATS_MAX) {
-        fprintf(stderr, "more than %d repeats\n", (int)REPEATS_MAX);
+    if (take_options(
+            "[options]\nLayers in tiles of rows: bytes and time, beside those of whole layers.",
+            options, OPTIONS_IN(options), argc, argv, NULL) != 0 ||
+        check_most("--repeats", repeats, REPEATS_MAX) != 0) {
         return 2;
     }
     bench_table table = bench_table_begin(tsv, "what tile_rows untiled tiled ratio");

@@ -476,8 +476,8 @@ static const bench_workload *find_workload(const char *name) {
             return &bench_workloads[i];
         }
     }
-    bench_stop("there is no such model: bert-base, bert-large, gpt2-medium, gpt2-large, gpt2-xl");
-    return NULL;
+    fail("--model %s: there are bert-base, bert-large, gpt2-medium, gpt2-large and gpt2-xl", name);
+    exit(2);
 }
 
 /* Both halves on one scale: their widths are their times. */
@@ -553,38 +553,42 @@ static void write_page(const char *path, const half *halves, const bench_model *
 
 int main(int argc, char **argv) {
     static half halves[2];
-    const char *model = "gpt2-medium", *share = "70%", *device = "RTX 3090";
-    option_budget budget;
+    const char *model = "gpt2-medium", *device = "RTX 3090";
+    option_budget budget = {0, 0.7, NULL};
+    option_words pictures = {{NULL}, 0};
     const char *path = NULL, *html = NULL;
     int64_t batch = 0, sequence = 0;
-    const bench_option options[] = {
-        {"--model", "bert-base, bert-large, gpt2-medium, gpt2-large or gpt2-xl", NULL, NULL,
-         &model},
-        {"--budget", "bytes such as 6G, a share of the plain arena, or plain, half or smallest",
-         NULL, NULL, &share},
-        {"--device", "a built-in device, or cpu", NULL, NULL, &device},
-        {"--batch", "sequences in a batch; 0: the workload's", NULL, &batch, NULL},
-        {"--sequence", "tokens in a sequence; 0: the workload's", NULL, &sequence, NULL},
-        {"--out", "the picture, timeline.svg unless --html is given; also as the last argument",
-         NULL, NULL, &path},
-        {"--html", "a page for a browser, which says what lives where the pointer is", NULL, NULL,
-         &html},
+    const option_spec options[] = {
+        {"--model", "NAME", OPTION_TEXT, &model,
+         "bert-base, bert-large, gpt2-medium, gpt2-large or gpt2-xl"},
+        {"--budget", "SIZE", OPTION_BUDGET, &budget,
+         "bytes such as 6G, a share of the plain arena, or plain, half or smallest"},
+        {"--device", "NAME", OPTION_TEXT, &device, "a built-in device, or cpu"},
+        {"--batch", "N", OPTION_COUNT, &batch, "sequences in a batch, if not the workload's"},
+        {"--sequence", "N", OPTION_COUNT, &sequence, "tokens in a sequence, if not the workload's"},
+        {"--out", "FILE", OPTION_TEXT, &path,
+         "the picture, timeline.svg unless --html is given; also as the last argument"},
+        {"--html", "FILE", OPTION_TEXT, &html,
+         "a page for a browser, which says what lives where the pointer is"},
     };
-    const size_t last = argc > 1 ? strlen(argv[argc - 1]) : 0;
-    if (last > 4 && strcmp(argv[argc - 1] + last - 4, ".svg") == 0 &&
-        strcmp(argv[argc - 2], "--out") != 0 && strcmp(argv[argc - 2], "--html") != 0) {
-        path = argv[--argc];
-        argv[argc] = NULL;
+    if (take_options("[options] [picture.svg]\nDraws the memory of a training step over time.",
+                     options, OPTIONS_IN(options), argc, argv, &pictures) != 0) {
+        return 2;
     }
-    bench_options(argc, argv, "Draws the memory of a training step over time.", options, 7);
-    if (parse_option_budget(&budget, share) != 0) {
-        bench_stop("--budget: give a share such as 60%, bytes such as 6G, plain, half or smallest");
+    if (pictures.count > 1 || (pictures.count == 1 && path)) {
+        fail("%s: there is one picture, and its name is given already",
+             pictures.items[pictures.count - 1]);
+        return 2;
     }
+    path = pictures.count == 1 ? pictures.items[0] : path;
     const bench_workload *w = find_workload(model);
     const ms_hardware *hardware = strcmp(device, "cpu") == 0 ? NULL : ms_hardware_find(device);
     if (!hardware && strcmp(device, "cpu") != 0) {
-        bench_stop(
-            "no built-in device has this name, or several have: name one, such as H200, or cpu");
+        fail("--device %s: no built-in device has this name, or several have: name one, such as "
+             "H200, "
+             "or cpu",
+             device);
+        return 2;
     }
     nn_transformer_config shape;
     bench_shape(w->preset, &shape);
@@ -597,7 +601,7 @@ int main(int argc, char **argv) {
     halves[0].config.memory_budget_bytes = (uint64_t)1 << 50;
     models[0] = plan_half(&halves[0], hardware, w, &shape);
     if (choose_bytes(&budget, models[0].model, &halves[1].config.memory_budget_bytes) != 0) {
-        bench_stop("--budget: there is no such budget");
+        return 1;
     }
     models[1] = plan_half(&halves[1], hardware, w, &shape);
     scale s = fit(halves);

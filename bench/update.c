@@ -248,14 +248,18 @@ static void time_loops(bool tsv, int repeats) {
 int main(int argc, char **argv) {
     int64_t elements = 32 << 20, repeats = 7;
     bool tsv = false, loops = false;
-    const bench_option options[] = {
-        {"--elements", "of the param", NULL, &elements, NULL},
-        {"--repeats", "of which the median counts, at most 100", NULL, &repeats, NULL},
-        {"--tsv", "for programs", &tsv, NULL, NULL},
-        {"--loops", "all loops of the CPU backend, by one thread, in a cache", &loops, NULL, NULL},
+    const option_spec options[] = {
+        {"--elements", "N", OPTION_COUNT, &elements, "of the param"},
+        {"--repeats", "N", OPTION_COUNT, &repeats, "of which the median counts, at most 100"},
+        {"--tsv", NULL, OPTION_FLAG, &tsv, "for programs"},
+        {"--loops", NULL, OPTION_FLAG, &loops,
+         "all loops of the CPU backend, by one thread, in a cache"},
     };
-    bench_options(argc, argv, "Times AdamW on the CPU by the format of its state.", options, 4);
-    repeats = repeats > MOST_REPEATS ? (int64_t)MOST_REPEATS : repeats;
+    if (take_options("[options]\nTimes AdamW on the CPU by the format of its state.", options,
+                     OPTIONS_IN(options), argc, argv, NULL) != 0 ||
+        check_most("--repeats", repeats, MOST_REPEATS) != 0) {
+        return 2;
+    }
     if (loops) {
         time_loops(tsv, (int)repeats);
         return 0;

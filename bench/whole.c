@@ -93,8 +93,7 @@ static void draw_batch(trainer *t) {
 }
 
 static const trainer_kind gpt2 = {
-    "GPT-2 on bytes", "gpt2-", "small, tiny, 124M (default), 355M, 774M or 1558M",
-    BYTE_COUNT,       0.95f,   nn_gpt2,
+    "GPT-2 on bytes", "gpt2-", "tiny, small, 124M, 355M, 774M or 1558M", BYTE_COUNT, 0.95f, nn_gpt2,
     draw_batch,       NULL};
 
 /* Makes the model of a plan and wraps it. A budget that cannot be reached is no error. */
@@ -107,7 +106,7 @@ static int make_plan(bench *b, plan *p) {
     t->options.mode = p->divisor == 0 ? "conservative" : b->common.mode;
     t->options.offload = p->divisor == 0 ? "off" : "on"; // also where the host is the device
     t->options.half_gradients = p->divisor != 0;
-    if (choose_device(&t->device, t->options.device) != 0) {
+    if (check_options(t) != 0) {
         return 1;
     }
     counted.backend = t->device.backend;
@@ -115,7 +114,7 @@ static int make_plan(bench *b, plan *p) {
     t->device.backend.memory_release = count_release;
     t->random = 0x9e3779b97f4a7c15u ^ (uint64_t)t->options.seed;
     t->held_out = -1;
-    if (choose_shape(t) != 0 || make_model(t, p->budget_bytes, t->options.dry) != 0) {
+    if (make_model(t, p->budget_bytes, t->options.dry) != 0) {
         return 1;
     }
     const double started = bench_seconds();
@@ -458,28 +457,35 @@ int main(int argc, char **argv) {
     o->batch = 4;
     o->sequence = 64;
     o->steps = 300;
+    o->accumulate = 1;
     o->seed = 1;
     b.rounds = 300;
-    const bench_option options[] = {
-        {"--tsv", "tab-separated output", &b.tsv, NULL, NULL},
-        {"--preset", "tiny, small, 124M, 355M, 774M or 1558M", NULL, NULL, &o->preset},
-        {"--device", "cpu or cuda", NULL, NULL, &o->device},
-        {"--batch", "sequences in a batch", NULL, &o->batch, NULL},
-        {"--sequence", "tokens in a sequence", NULL, &o->sequence, NULL},
-        {"--budgets", "parts of the plain arena to train in", NULL, NULL, &budgets},
-        {"--mode", "conservative, balanced or aggressive; each may offload", NULL, NULL, &o->mode},
-        {"--steps", "training steps of each model", NULL, &o->steps, NULL},
-        {"--rounds", "the first so many of them are timed, after warming up", NULL, &b.rounds,
-         NULL},
-        {"--seed", "of params and batches", NULL, &o->seed, NULL},
-        {"--profile", "plan again with times measured in the first steps", &o->profile, NULL, NULL},
-        {"--plan", "list each plan", &b.prints_plans, NULL, NULL},
-        {"--no-eval", "do not evaluate what was held out", &b.skips_held_out, NULL, NULL},
-        {"--dry", "plan only", &o->dry, NULL, NULL},
+    const option_spec options[] = {
+        {"--tsv", NULL, OPTION_FLAG, &b.tsv, "tab-separated output"},
+        {"--preset", "NAME", OPTION_TEXT, &o->preset, "tiny, small, 124M, 355M, 774M or 1558M"},
+        {"--device", "NAME", OPTION_TEXT, &o->device, "cpu or cuda"},
+        {"--batch", "N", OPTION_COUNT, &o->batch, "sequences in a batch"},
+        {"--sequence", "N", OPTION_COUNT, &o->sequence, "tokens in a sequence"},
+        {"--budgets", "N,N", OPTION_TEXT, &budgets, "parts of the plain arena to train in"},
+        {"--mode", "NAME", OPTION_TEXT, &o->mode,
+         "conservative, balanced or aggressive; each may offload"},
+        {"--steps", "N", OPTION_COUNT, &o->steps, "training steps of each model"},
+        {"--rounds", "N", OPTION_COUNT, &b.rounds,
+         "the first so many of them are timed, after warming up"},
+        {"--seed", "N", OPTION_COUNT, &o->seed, "of params and batches"},
+        {"--profile", NULL, OPTION_FLAG, &o->profile,
+         "plan again with times measured in the first steps"},
+        {"--plan", NULL, OPTION_FLAG, &b.prints_plans, "list each plan"},
+        {"--no-eval", NULL, OPTION_FLAG, &b.skips_held_out, "do not evaluate what was held out"},
+        {"--dry", NULL, OPTION_FLAG, &o->dry, "plan only"},
     };
-    bench_options(argc, argv, "GPT-2 in parts of the memory that it takes plainly.", options,
-                  (int)(sizeof options / sizeof options[0]));
-    if (read_budgets(&b, budgets) != 0) {
+    if (take_options("[options]\nGPT-2 in parts of the memory that it takes plainly.", options,
+                     OPTIONS_IN(options), argc, argv, NULL) != 0) {
+        return 2;
+    }
+    b.plans[0].t.kind = &gpt2;
+    b.plans[0].t.options = *o;
+    if (read_budgets(&b, budgets) != 0 || check_options(&b.plans[0].t) != 0) {
         return 2;
     }
     const int result = run_bench(&b);

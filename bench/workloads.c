@@ -544,16 +544,20 @@ int main(int argc, char **argv) {
     const char *only = "all";
     settings s;
     memset(&s, 0, sizeof s);
-    const bench_option options[] = {
-        {"--tsv", "tab-separated output", &tsv, NULL, NULL},
-        {"--summary", "the first table alone", &summary, NULL, NULL},
-        {"--blocks", "a layer per transformer block, not per operator", &blocks, NULL, NULL},
-        {"--scores", "keep the attention scores for backward", &s.save_scores, NULL, NULL},
-        {"--cuda", "with the scratch memory of CUDA, not of the CPU", &s.cuda_scratch, NULL, NULL},
-        {"--model", "one of the workloads", NULL, NULL, &only},
+    const option_spec options[] = {
+        {"--tsv", NULL, OPTION_FLAG, &tsv, "tab-separated output"},
+        {"--summary", NULL, OPTION_FLAG, &summary, "the first table alone"},
+        {"--blocks", NULL, OPTION_FLAG, &blocks, "a layer per transformer block, not per operator"},
+        {"--scores", NULL, OPTION_FLAG, &s.save_scores, "keep the attention scores for backward"},
+        {"--cuda", NULL, OPTION_FLAG, &s.cuda_scratch,
+         "with the scratch memory of CUDA, not of the CPU"},
+        {"--model", "NAME", OPTION_TEXT, &only,
+         "all, or bert-base, bert-large, gpt2-medium, gpt2-large or gpt2-xl"},
     };
-    bench_options(argc, argv, "Memory and times of five published workloads, by dry run.", options,
-                  6);
+    if (take_options("[options]\nMemory and times of five published workloads, by dry run.",
+                     options, OPTIONS_IN(options), argc, argv, NULL) != 0) {
+        return 2;
+    }
     s.granularity = blocks ? NN_BLOCKS : NN_OPERATORS;
     const part what = tsv ? TSV : summary ? SUMMARY : TABLES;
     outcome outcomes[BENCH_WORKLOADS];
@@ -565,7 +569,7 @@ int main(int argc, char **argv) {
         }
     }
     if (count == 0) {
-        fprintf(stderr, "no such workload: %s\n", only);
+        fail("--model %s: there is no such workload; --help lists them", only);
         return 2;
     }
     print_part(what, outcomes, count);

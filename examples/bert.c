@@ -5,6 +5,9 @@
         build/examples/bert --preset large --batch 16 --sequence 128 --dry
         build/cuda/examples/bert --device cuda --preset base --batch 16 --sequence 128 --random
 
+    The trainer is that of gpt2.c; what differs is one table at the end: the net, how a batch is
+    drawn, and what is shown after training.
+
     Devlin et al., "BERT", 2018, section 3.1, task #1: 15 % of the positions are to be guessed. 80 %
     of these hold the mask, 10 % a random token and 10 % the token itself. There are no pairs of
     sentences and no next-sentence head. */
@@ -100,7 +103,7 @@ static int guess(trainer *t) {
     return 0;
 }
 
-static const trainer_kind bert = {"BERT on bytes", "bert-", "small (default), tiny, base or large",
+static const trainer_kind bert = {"BERT on bytes", "bert-", "small, tiny, base or large",
                                   BYTE_COUNT + 1,  0.999f,  nn_bert,
                                   draw_batch,      guess};
 

@@ -57,15 +57,6 @@ static inline int checkpoint_check(const checkpoint *c) {
     return 0;
 }
 
-/* For ms_config.log: says which checkpoints were passed over, and why. */
-static inline void checkpoint_log(ms_log_level level, const char *tag, const char *text,
-                                  void *user) {
-    (void)user;
-    if (level <= MS_LOG_WARNING && strcmp(tag, "file") == 0) {
-        fail("%s", text);
-    }
-}
-
 /* Loads the newest checkpoint, if that was asked for and there is one. */
 static inline int checkpoint_load(checkpoint *c, ms_model *model) {
     const ms_checkpoints in_folder = {c->folder, 0};

@@ -4,6 +4,9 @@
         build/examples/cnn --budget smallest --check    the same numbers as without a budget
         build/examples/cnn --width 64 --batch 256 --dry
 
+    After the transformers of gpt2.c and bert.c: images, normalization whose statistics are buffers, a
+    batch that gets smaller (ms_reshape), and a program that has trainer.h's loop written out.
+
     An image is one of ten shapes, turned, scaled and moved at random, in noise. Training and test
     set are drawn from different seeds. */
 #ifndef _POSIX_C_SOURCE
@@ -33,7 +36,7 @@ typedef struct settings {
     option_device place;
     ms_switch offloading;
     float clip, rate; // 0: none
-    bool check, dry, help;
+    bool check, dry, debug;
     checkpoint saving;
 } settings;
 
@@ -63,34 +66,28 @@ enum { OPTION_COUNT_ALL = 14 + CHECKPOINT_OPTION_COUNT };
 /* Fills specs with the options; returns how many there are. */
 static int list_options(settings *o, option_spec *specs) {
     const option_spec all[OPTION_COUNT_ALL] = {
-        {"--budget", "SIZE", OPTION_BUDGET, &o->budget, OPTION_BUDGET_HELP " (default)"},
+        {"--budget", "SIZE", OPTION_BUDGET, &o->budget, OPTION_BUDGET_HELP},
         {"--device", "NAME", OPTION_TEXT, &o->device, OPTION_DEVICE_HELP},
         {"--offload", "NAME", OPTION_TEXT, &o->offload, OPTION_OFFLOAD_HELP},
-        {"--batch", "N", OPTION_COUNT, &o->batch, "images at a time (64)"},
+        {"--batch", "N", OPTION_COUNT, &o->batch, "images at a time"},
         {"--accumulate", "N", OPTION_COUNT, &o->accumulate, OPTION_ACCUMULATE_HELP},
         {"--width", "N", OPTION_COUNT, &o->width,
          "channels of the first block; the next have twice and four times as\n"
-         "many (12)"},
-        {"--steps", "N", OPTION_COUNT, &o->steps, "updates (300)"},
+         "many"},
+        {"--steps", "N", OPTION_COUNT, &o->steps, "updates"},
         {"--clip", "X", OPTION_REAL, &o->clip, OPTION_CLIP_HELP},
-        {"--rate", "X", OPTION_REAL, &o->rate, OPTION_RATE_HELP " (0.02)"},
-        {"--test", "N", OPTION_COUNT, &o->test, "images of the test set (2000)"},
-        {"--seed", "N", OPTION_COUNT, &o->seed, "of initial params and images (1)"},
+        {"--rate", "X", OPTION_REAL, &o->rate, OPTION_RATE_HELP},
+        {"--test", "N", OPTION_COUNT, &o->test, "images of the test set"},
+        {"--seed", "N", OPTION_COUNT, &o->seed, "of initial params and images"},
         CHECKPOINT_OPTIONS(&o->saving),
         {"--check", NULL, OPTION_FLAG, &o->check,
          "also train a second net without a budget, and compare: losses,\n"
          "params and running statistics must be equal bit for bit"},
         {"--dry", NULL, OPTION_FLAG, &o->dry, "plan only: allocate and train nothing"},
-        {"--help", NULL, OPTION_FLAG, &o->help, "this text"},
+        {"--debug", NULL, OPTION_FLAG, &o->debug, OPTION_DEBUG_HELP},
     };
     memcpy(specs, all, sizeof all);
     return OPTION_COUNT_ALL;
-}
-
-static void print_help(void) {
-    settings o;
-    option_spec specs[OPTION_COUNT_ALL];
-    print_options("[options]", specs, list_options(&o, specs));
 }
 
 static int parse_options(settings *o, int argc, char **argv) {
@@ -105,7 +102,9 @@ static int parse_options(settings *o, int argc, char **argv) {
     o->steps = 300;
     o->test = 2000;
     o->seed = 1;
-    return read_options(specs, list_options(o, specs), argc, argv, NULL) != 0 ||
+    return take_options("[options]\nTrains a convolutional net on images that it draws, inside a "
+                        "byte budget.",
+                        specs, list_options(o, specs), argc, argv, NULL) != 0 ||
            checkpoint_check(&o->saving) != 0 ||
            choose_offloading(o->offload, &o->offloading) != 0 ||
            choose_device(&o->place, o->device) != 0;
@@ -257,7 +256,8 @@ static int make_net(classifier *c, const settings *o, uint64_t budget_bytes, boo
     config.memory_budget_bytes = budget_bytes;
     config.dry_run = dry;
     config.offloading = o->offloading;
-    config.log = checkpoint_log;
+    config.log = log_warnings;
+    config.debug = o->debug;
     config.seed = (uint64_t)o->seed;
     config.accumulation_steps = (uint32_t)o->accumulate;
     if (ms_create(&config, &c->model) != MS_RESULT_OK) {
@@ -517,6 +517,7 @@ static int run(trainer *t) {
     if (train(t) != 0 || (!t->options.saving.is_stopped && test(t) != 0)) {
         return 1;
     }
+    print_debugged(t->options.debug);
     return t->options.check ? check_values(t) : 0;
 }
 
@@ -533,10 +534,6 @@ int main(int argc, char **argv) {
     memset(&t, 0, sizeof t);
     if (parse_options(&t.options, argc, argv) != 0) {
         return 2;
-    }
-    if (t.options.help) {
-        print_help();
-        return 0;
     }
     const int result = run(&t);
     free_trainer(&t);

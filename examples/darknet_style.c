@@ -5,6 +5,9 @@
         build/examples/darknet_style --wrap --budget 6M the same inside 6 MiB
         build/examples/darknet_style --compare          both, bit by bit: results, time and memory
 
+    The second port, after llmc_style.c, and the harder one: layers that own their buffers, overwrite
+    their operands and carry state from step to step.
+
     The shape: one `struct layer` per layer that owns all its buffers, function pointers forward,
     backward and update, and a `struct network` with a shared workspace and pointers to what the
     running layer reads (input) and adds its gradient to (delta). Layers overwrite their operands:
@@ -1057,17 +1060,17 @@ static ms_result test_step(run *r, int *right) {
 // ---- options ------------------------------------------------------------------------------------
 
 typedef struct options {
-    bool wrap, compare, help;
+    bool wrap, compare, debug;
     int steps, batch;
     option_budget budget;
 } options;
 
-enum { OPTIONS = 6, MOST_IMAGES = 1024 };
+enum { MOST_IMAGES = 1024 };
 
 static bool parse_options(options *o, int argc, char **argv) {
     int64_t steps = 0, batch = 32;
     memset(o, 0, sizeof *o);
-    const option_spec specs[OPTIONS] = {
+    const option_spec specs[] = {
         {"--wrap", NULL, OPTION_FLAG, &o->wrap, "train in memory that memscale.h plans"},
         {"--budget", "SIZE", OPTION_BUDGET, &o->budget,
          OPTION_BUDGET_HELP ":\nactivations, their gradients and scratch memory; implies --wrap. "
@@ -1075,20 +1078,16 @@ static bool parse_options(options *o, int argc, char **argv) {
         {"--compare", NULL, OPTION_FLAG, &o->compare,
          "compare the trainer by itself with wrapped ones, bit by bit"},
         {"--steps", "N", OPTION_COUNT, &steps, "updates (150; with --compare 20)"},
-        {"--batch", "N", OPTION_COUNT, &batch, "images per step (32)"},
-        {"--help", NULL, OPTION_FLAG, &o->help, "this text"},
+        {"--batch", "N", OPTION_COUNT, &batch, "images per step"},
+        {"--debug", NULL, OPTION_FLAG, &o->debug, OPTION_DEBUG_HELP ";\nimplies --wrap"},
     };
-    if (read_options(specs, OPTIONS, argc, argv, NULL) != 0) {
+    if (take_options(
+            "[options]\nA trainer in the shape of darknet, by itself or run by memscale.h.", specs,
+            OPTIONS_IN(specs), argc, argv, NULL) != 0 ||
+        check_most("--batch", batch, MOST_IMAGES) != 0) {
         return false;
     }
-    if (batch > MOST_IMAGES) {
-        fail("--batch %lld: give at most %d", (long long)batch, (int)MOST_IMAGES);
-        return false;
-    }
-    if (o->help) {
-        print_options("[options]", specs, OPTIONS);
-    }
-    o->wrap = o->wrap || has_budget(&o->budget);
+    o->wrap = o->wrap || o->debug || has_budget(&o->budget);
     o->batch = (int)batch;
     o->steps = steps > 0 ? (int)steps : o->compare ? 20 : 150;
     return true;
@@ -1138,6 +1137,8 @@ static int train(const options *o) {
         ms_config config;
         memset(&config, 0, sizeof config);
         config.memory_budget_bytes = o->budget.bytes;
+        config.log = log_warnings;
+        config.debug = o->debug;
         result = wrap_run(&r, &config);
         result = result == MS_RESULT_OK ? wrap_in(&o->budget, r.model) : result;
         ms_memory_report report;
@@ -1158,6 +1159,7 @@ static int train(const options *o) {
     result = result == MS_RESULT_OK ? test(&r, 16) : result;
     const int code = result == MS_RESULT_OK ? 0 : fail_run(r.model, result);
     if (code == 0) {
+        print_debugged(o->debug);
         printf("%.1f ms a step\n", 1e3 * r.seconds / o->steps);
     }
     close_run(&r);
@@ -1195,6 +1197,7 @@ static ms_result wrap_as(run *r, int kind, bool debug) {
     ms_config config;
     memset(&config, 0, sizeof config);
     config.checkpointing = kind == KEPT ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    config.log = log_warnings;
     config.debug = debug;
     ms_result result = wrap_run(r, &config);
     uint64_t smallest = 0;
@@ -1236,7 +1239,7 @@ static int compare(const options *o) {
         same[k] = true;
         open_run(&runs[k], default_layers, DEFAULT_LAYERS, o->batch, IMAGE_SIZE);
         if (k != PLAIN && result == MS_RESULT_OK) {
-            failed = k, result = wrap_as(&runs[k], k, false);
+            failed = k, result = wrap_as(&runs[k], k, o->debug);
         }
     }
     for (int step = 0; step < o->steps && result == MS_RESULT_OK; ++step) {
@@ -1257,6 +1260,7 @@ static int compare(const options *o) {
         print_run(&runs[k], &runs[PLAIN], k, same[k], o->steps);
         code |= !same[k];
     }
+    print_debugged(result == MS_RESULT_OK && o->debug);
     code = result == MS_RESULT_OK ? code : fail_run(runs[failed].model, result);
     for (int k = 0; k < RUNS; ++k) {
         close_run(&runs[k]);
@@ -1268,9 +1272,6 @@ int main(int argc, char **argv) {
     options o;
     if (!parse_options(&o, argc, argv)) {
         return 2;
-    }
-    if (o.help) {
-        return 0;
     }
     return o.compare ? compare(&o) : train(&o);
 }

@@ -1,16 +1,21 @@
-// A game loop that trains beside its other work: 60 frames a second, a job system, a load that comes
-// and goes, and in two milliseconds of each frame a small network learns to paint an image from
-// coordinates. A script (or keys, in a window) cuts the memory for training to a third, takes all of it
-// away, and gives it back, while the loop goes on. At the end: a histogram of frame times, and how many
-// slices ran over, by how much.
-//
-//     engine [--seconds S] [--steps N] [--slice US] [--frames FOLDER] [--no-load] [--fast]
-//            [--save FOLDER [--checkpoint-every N] [--resume] [--stop-at N]]
-//
-// With SDL2 (-DENGINE_SDL) and a display it is shown in a window (keys: T a third, F full, S suspend, R
-// resume, Q quit); otherwise, with --frames, it is written to PNG files (-DENGINE_PNG), or PPM. --fast does not
-// wait for the next frame. What it has learnt is saved when the game ends, and --resume goes on from there, with
-// the losses of a game that was not interrupted; --checkpoint-every saves between two steps, too.
+/*  engine - a game loop that trains beside its other work, in C++.
+
+        build/examples/engine                    12 seconds, in a window where there is one
+        build/examples/engine --frames .         writes pictures
+        build/examples/engine --fast --no-load   does not wait for the next frame; nothing beside it
+
+    As in robot.c training runs in time slices. What comes in here: a job system of the host, a load
+    that comes and goes, and a budget that changes, and is taken away, in the middle of a step.
+
+    60 frames a second, and in two milliseconds of each a small network learns to paint an image from
+    coordinates. A script (or keys, in a window) cuts the memory for training to a third, takes all of
+    it away, and gives it back, while the loop goes on. At the end: a histogram of frame times, and how
+    many slices ran over, by how much.
+
+    With SDL2 (-DENGINE_SDL) and a display it is shown in a window (keys: T a third, F full, S suspend,
+    R resume, Q quit); otherwise, with --frames, it is written to PNG files (-DENGINE_PNG), or PPM. What
+    it has learnt is saved when the game ends, with --save, and --resume goes on from there, with the
+    losses of a game that was not interrupted; --checkpoint-every saves between two steps, too. */
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
 #include "options.h"
@@ -668,30 +673,26 @@ struct settings {
     float seconds = 12.0f;
     int64_t slice_us = 2000, steps = 0;
     const char *frames = nullptr;
-    bool no_load = false, fast = false;
+    bool no_load = false, fast = false, debug = false;
     checkpoint saving = checkpoint();
 };
 
-settings take_options(int argc, char **argv) {
+settings parse_options(int argc, char **argv) {
     settings o;
-    bool help = false;
     const option_spec specs[] = {
-        {"--seconds", "S", OPTION_REAL, &o.seconds, "that the game runs (12)"},
+        {"--seconds", "S", OPTION_REAL, &o.seconds, "that the game runs"},
         {"--steps", "N", OPTION_COUNT, &o.steps, "of training, after which the game ends"},
-        {"--slice", "US", OPTION_COUNT, &o.slice_us, "microseconds of training in a frame (2000)"},
+        {"--slice", "US", OPTION_COUNT, &o.slice_us, "microseconds of training in a frame"},
         {"--frames", "FOLDER", OPTION_TEXT, &o.frames, "write pictures there"},
         CHECKPOINT_OPTIONS(&o.saving),
         {"--no-load", nullptr, OPTION_FLAG, &o.no_load, "no game beside the training"},
         {"--fast", nullptr, OPTION_FLAG, &o.fast, "do not wait for the next frame"},
-        {"--help", nullptr, OPTION_FLAG, &help, "this text"},
+        {"--debug", nullptr, OPTION_FLAG, &o.debug, OPTION_DEBUG_HELP},
     };
-    const int count = static_cast<int>(sizeof specs / sizeof specs[0]);
-    if (read_options(specs, count, argc, argv, nullptr) != 0 || checkpoint_check(&o.saving) != 0) {
+    if (take_options("[options]\nA game loop at 60 Hz that trains a net to paint an image.", specs,
+                     OPTIONS_IN(specs), argc, argv, nullptr) != 0 ||
+        checkpoint_check(&o.saving) != 0) {
         std::exit(2);
-    }
-    if (help) {
-        print_options("[options]", specs, count);
-        std::exit(0);
     }
     return o;
 }
@@ -744,7 +745,7 @@ class memory {
 } // namespace
 
 int main(int argc, char **argv) {
-    settings o = take_options(argc, argv);
+    settings o = parse_options(argc, argv);
     const unsigned cores = std::thread::hardware_concurrency();
     jobs workers(cores > 2 ? cores - 2 : 1);
     ms_config config = ms_config();
@@ -752,7 +753,8 @@ int main(int argc, char **argv) {
     config.max_instruction_us = 500.0;
     config.tiling = MS_SWITCH_ON;
     config.offloading = MS_SWITCH_OFF;
-    config.log = checkpoint_log;
+    config.log = log_warnings;
+    config.debug = o.debug;
     config.parallel.run = jobs::run_for_library;
     config.parallel.user = &workers;
     painter p(config, workers, o.saving);
@@ -810,8 +812,8 @@ int main(int argc, char **argv) {
         arena.obey('r', static_cast<double>(o.seconds));
     }
     p.save();
-    std::printf("%llu steps, loss %.5f; frame times:\n", static_cast<unsigned long long>(p.steps()),
-                p.loss());
+    std::printf("%llu steps, loss %.5f\n", static_cast<unsigned long long>(p.steps()), p.loss());
+    print_debugged(o.debug);
     frame_times.print();
     slices.print(static_cast<uint64_t>(o.slice_us));
     return 0;

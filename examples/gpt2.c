@@ -5,8 +5,9 @@
         build/examples/gpt2 --preset 1558M --batch 1 --sequence 512 --dry
         build/cuda/examples/gpt2 --device cuda --preset 355M --sequence 512 --tf32 --graph --random
 
-    The plan of a model of any size is known before a byte of it is allocated: --dry prints it and
-    stops. */
+    nn_minimal.c trains such a net in one page. What comes in here: text, a budget from the command
+    line, modes, optimizers, precisions, checkpoints and a GPU, all by trainer.h. The plan of a model
+    of any size is known before a byte of it is allocated: --dry prints it and stops. */
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L
 #endif
@@ -84,8 +85,7 @@ static int sample(trainer *t) {
 }
 
 static const trainer_kind gpt2 = {
-    "GPT-2 on bytes", "gpt2-", "small (default), tiny, 124M, 355M, 774M or 1558M",
-    BYTE_COUNT,       0.95f,   nn_gpt2,
+    "GPT-2 on bytes", "gpt2-", "small, tiny, 124M, 355M, 774M or 1558M", BYTE_COUNT, 0.95f, nn_gpt2,
     draw_batch,       sample};
 
 int main(int argc, char **argv) {

@@ -5,6 +5,9 @@
         build/examples/llmc_style --wrap --budget 8M   the same functions, called by memscale.h
         build/examples/llmc_style --compare            both, step by step by turns
 
+    The programs before this one are written on memscale.h. This one and darknet_style.c are ports: the
+    trainer was there first.
+
     The shape is that of Karpathy's llm.c: one block of params, one of activations, one of gradients
     for each, and a forward and a backward function per operation whose gradients are all +=. The
     plain program knows nothing of memscale.h. The adapter is the marked section after it. Its
@@ -817,7 +820,7 @@ static ms_tensor register_gpt2(ms_model *m, gpt2 *g) {
 enum { DEFAULT_STEPS = 100, COMPARE_STEPS = 21 };
 
 typedef struct settings {
-    bool wrap, compare, help;
+    bool wrap, compare, debug;
     option_budget budget;
     const char *size;
     int64_t steps, batch, sequence;
@@ -842,11 +845,11 @@ static void list_options(settings *o, option_spec *specs) {
         {"--budget", "SIZE", OPTION_BUDGET, &o->budget, OPTION_BUDGET_HELP ";\nimplies --wrap"},
         {"--compare", NULL, OPTION_FLAG, &o->compare,
          "the plain program, and wrapped with two plans, by turns: time and memory"},
-        {"--size", "NAME", OPTION_TEXT, &o->size, "tiny, small (default), medium, 124M"},
+        {"--size", "NAME", OPTION_TEXT, &o->size, "tiny, small, medium or 124M"},
         {"--steps", "N", OPTION_COUNT, &o->steps, "updates (100; with --compare 21)"},
         {"--batch", "N", OPTION_COUNT, &o->batch, "sequences in a batch"},
         {"--sequence", "N", OPTION_COUNT, &o->sequence, "bytes in a sequence"},
-        {"--help", NULL, OPTION_FLAG, &o->help, "this text"},
+        {"--debug", NULL, OPTION_FLAG, &o->debug, OPTION_DEBUG_HELP ";\nimplies --wrap"},
     };
     memcpy(specs, all, sizeof all);
 }
@@ -856,13 +859,12 @@ static bool parse_options(settings *o, int argc, char **argv) {
     memset(o, 0, sizeof *o);
     o->size = "small";
     list_options(o, specs);
-    if (read_options(specs, OPTIONS, argc, argv, NULL) != 0) {
+    if (take_options(
+            "[options]\nA GPT-2 trainer in the shape of llm.c, by itself or run by memscale.h.",
+            specs, OPTIONS, argc, argv, NULL) != 0) {
         return false;
     }
-    if (o->help) {
-        print_options("[options]", specs, OPTIONS);
-    }
-    o->wrap = o->wrap || has_budget(&o->budget);
+    o->wrap = o->wrap || o->debug || has_budget(&o->budget);
     if (o->steps == 0) {
         o->steps = o->compare ? COMPARE_STEPS : DEFAULT_STEPS;
     }
@@ -900,7 +902,7 @@ typedef struct run {
 } run;
 
 /* Without a budget the choice is memscale.h's. */
-static bool run_create(run *r, const char *name, const gpt2_config *config, bool wrap,
+static bool run_create(run *r, const char *name, const gpt2_config *config, bool wrap, bool debug,
                        const option_budget *budget) {
     memset(r, 0, sizeof *r);
     r->name = name;
@@ -910,6 +912,8 @@ static bool run_create(run *r, const char *name, const gpt2_config *config, bool
         return true;
     }
     ms_config model_config = {0};
+    model_config.log = log_warnings;
+    model_config.debug = debug;
     model_config.memory_budget_bytes =
         has_budget(budget) && budget->bytes == 0 ? UINT64_MAX : budget->bytes;
     if (ms_create(&model_config, &r->model) == MS_RESULT_OK) {
@@ -994,7 +998,8 @@ static int train(const settings *o, const gpt2_config *config, const char *text)
     run r;
     ms_memory_report report;
     const int64_t every = o->steps < 10 ? 1 : o->steps / 10;
-    bool good = run_create(&r, "", config, o->wrap, &o->budget) && run_report(&r, &report);
+    bool good =
+        run_create(&r, "", config, o->wrap, o->debug, &o->budget) && run_report(&r, &report);
     if (good) {
         printf(
             "%lld params, batch %lld x %lld; activations %.1f MB, with params and AdamW %.1f MB\n",
@@ -1011,6 +1016,7 @@ static int train(const settings *o, const gpt2_config *config, const char *text)
         }
     }
     if (good && run_sample(&r)) {
+        print_debugged(o->debug);
         printf("the net writes: %s\n", r.sampled);
     }
     run_free(&r);
@@ -1046,10 +1052,10 @@ static bool compare_create(run *runs, const settings *o, const gpt2_config *conf
     const option_budget plain = {0, 0.0, "plain"}, smallest = {0, 0.0, "smallest"};
     const bool asked = has_budget(&o->budget);
     memset(runs, 0, RUN_COUNT * sizeof *runs);
-    return run_create(&runs[0], "plain program", config, false, &plain) &&
-           run_create(&runs[1], "wrapped, plain plan", config, true, &plain) &&
+    return run_create(&runs[0], "plain program", config, false, false, &plain) &&
+           run_create(&runs[1], "wrapped, plain plan", config, true, o->debug, &plain) &&
            run_create(&runs[2], asked ? "wrapped, budget" : "wrapped, smallest", config, true,
-                      asked ? &o->budget : &smallest);
+                      o->debug, asked ? &o->budget : &smallest);
 }
 
 static bool compare_print(run *runs, int64_t steps) {
@@ -1094,6 +1100,7 @@ static int compare(const settings *o, const gpt2_config *config, const char *tex
     for (int i = 0; good && i < RUN_COUNT; i++) {
         good = run_sample(&runs[i]);
     }
+    print_debugged(good && o->debug);
     good = good && compare_print(runs, o->steps);
     for (int i = 0; i < RUN_COUNT; i++) {
         run_free(&runs[i]);
@@ -1106,9 +1113,6 @@ int main(int argc, char **argv) {
     gpt2_config config;
     if (!parse_options(&o, argc, argv)) {
         return 2;
-    }
-    if (o.help) {
-        return 0;
     }
     if (!choose_config(&o, &config)) {
         return 2;

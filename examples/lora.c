@@ -4,6 +4,9 @@
         build/examples/lora --preset 1558M --batch 1 --sequence 512 --dry
         build/cuda/examples/lora --device cuda --preset 355M --sequence 256
 
+    From the GPT-2 of gpt2.c to fine-tuning: params that do not train, and where they live between
+    their uses.
+
     A frozen weight has neither gradient nor optimizer state, and no step changes it. With its home
     on the host it comes to the device twice in a step, for forward and for backward, and is never
     copied back. What stays on the device are the adapters (Hu et al., "LoRA", 2021), with their
@@ -26,7 +29,7 @@ typedef struct settings {
     const char *preset, *device;
     option_device place;
     int64_t batch, sequence, rank, steps, seed;
-    bool dry, plan, help;
+    bool dry, plan, debug;
     checkpoint saving;
 } settings;
 
@@ -52,17 +55,17 @@ enum { OPTIONS = 10 + CHECKPOINT_OPTION_COUNT };
 static void list_options(settings *o, option_spec *specs) {
     const option_spec all[OPTIONS] = {
         {"--preset", "NAME", OPTION_TEXT, &o->preset,
-         "small (default), 124M, 355M, 774M or 1558M; all with random weights"},
+         "small, 124M, 355M, 774M or 1558M; all with random weights"},
         {"--device", "NAME", OPTION_TEXT, &o->device, OPTION_DEVICE_HELP},
-        {"--batch", "N", OPTION_COUNT, &o->batch, "sequences per step (4)"},
-        {"--sequence", "N", OPTION_COUNT, &o->sequence, "tokens per sequence (64)"},
-        {"--rank", "N", OPTION_COUNT, &o->rank, "of the adapters (8)"},
-        {"--steps", "N", OPTION_COUNT, &o->steps, "updates (40)"},
-        {"--seed", "N", OPTION_COUNT, &o->seed, "of weights and batches (1)"},
+        {"--batch", "N", OPTION_COUNT, &o->batch, "sequences per step"},
+        {"--sequence", "N", OPTION_COUNT, &o->sequence, "tokens per sequence"},
+        {"--rank", "N", OPTION_COUNT, &o->rank, "of the adapters"},
+        {"--steps", "N", OPTION_COUNT, &o->steps, "updates"},
+        {"--seed", "N", OPTION_COUNT, &o->seed, "of weights and batches"},
         CHECKPOINT_OPTIONS(&o->saving),
         {"--dry", NULL, OPTION_FLAG, &o->dry, "plan only: allocate and train nothing"},
         {"--plan", NULL, OPTION_FLAG, &o->plan, "list the plan of the model that streams"},
-        {"--help", NULL, OPTION_FLAG, &o->help, "this text"},
+        {"--debug", NULL, OPTION_FLAG, &o->debug, OPTION_DEBUG_HELP},
     };
     memcpy(specs, all, sizeof all);
 }
@@ -102,13 +105,10 @@ static int parse_options(program *p, int argc, char **argv) {
     o->steps = 40;
     o->seed = 1;
     list_options(o, specs);
-    if (read_options(specs, OPTIONS, argc, argv, NULL) != 0 || checkpoint_check(&o->saving) != 0 ||
-        choose_device(&o->place, o->device) != 0) {
+    if (take_options("[options]\nTrains adapters beside frozen weights that stream from the host.",
+                     specs, OPTIONS, argc, argv, NULL) != 0 ||
+        checkpoint_check(&o->saving) != 0 || choose_device(&o->place, o->device) != 0) {
         return 1;
-    }
-    if (o->help) {
-        print_options("[options]", specs, OPTIONS);
-        return 0;
     }
     return choose_shape(p);
 }
@@ -152,7 +152,8 @@ static int make_model(program *p, adapted *a, bool streams) {
     config.backend = p->options.place.backend;
     config.memory_budget_bytes = UINT64_MAX; // what is forced holds, whatever the budget
     config.dry_run = p->options.dry;
-    config.log = checkpoint_log;
+    config.log = log_warnings;
+    config.debug = p->options.debug;
     config.seed = (uint64_t)p->options.seed;
     if (ms_create(&config, &a->model) != MS_RESULT_OK) {
         return fail("%s", ms_last_error(a->model));
@@ -299,7 +300,11 @@ static int run(program *p) {
     const int64_t first = p->options.saving.step;
     checkpoint_print(&p->options.saving);
     printf("\n");
-    return train(p) != 0 || check_params(p, first) != 0;
+    if (train(p) != 0) {
+        return 1;
+    }
+    print_debugged(p->options.debug);
+    return check_params(p, first);
 }
 
 int main(int argc, char **argv) {
@@ -308,7 +313,7 @@ int main(int argc, char **argv) {
     if (parse_options(&p, argc, argv) != 0) {
         return 2;
     }
-    const int result = p.options.help ? 0 : run(&p);
+    const int result = run(&p);
     free_model(&p.streamed);
     free_model(&p.plain);
     free(p.tokens);

@@ -1,4 +1,7 @@
-// The smallest whole program: a deep autoencoder, trained inside a byte budget. Link with -lm.
+/*  minimal - the smallest whole program: a deep autoencoder, trained inside a byte budget.
+
+    It needs memscale.h alone: its two layers are written here, a forward and a backward callback for
+    each. With --debug, the library checks what these declare. Link with -lm. */
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
 #include <math.h>
@@ -66,16 +69,19 @@ static void check(ms_result result) {
 }
 
 int main(int argc, char **argv) {
-    if (argc > 1) {
+    static ms_config config; // all zero: the defaults
+    config.debug = argc == 2 && strcmp(argv[1], "--debug") == 0;
+    if (argc > 1 && !config.debug) {
         const bool help = strcmp(argv[1], "--help") == 0;
-        fprintf(help ? stdout : stderr, "usage: %s, without options\n", argv[0]);
+        fprintf(help ? stdout : stderr, "usage: %s [--debug]%s%s\n", argv[0],
+                help ? "" : ", not ", help ? "" : argv[argc - 1]);
         return help ? 0 : 2;
     }
-    static float numbers[COUNT]; // the rows to learn, and the initial weights
+    const int steps = config.debug ? 3 : STEPS; // those of debug mode take much longer
+    static float numbers[COUNT];                // the rows to learn, and the initial weights
     for (int i = 0; i < COUNT; ++i) {
         numbers[i] = 0.4f * (float)rand() / (float)RAND_MAX - 0.2f;
     }
-    static ms_config config; // all zero: the defaults
     config.memory_budget_bytes = 2300000;
     config.log = print_log;
     ms_model *model;
@@ -104,9 +110,9 @@ int main(int argc, char **argv) {
            (double)report.budget_bytes / 1e6, (double)report.arena_bytes / 1e6);
     double first, last;
     check(ms_step(model, &first));
-    for (int step = 1; step < STEPS; ++step) {
+    for (int step = 1; step < steps; ++step) {
         check(ms_step(model, &last));
     }
-    printf("loss %.5f, after %d steps %.5f\n", first, STEPS, last);
+    printf("loss %.5f, after %d steps %.5f\n", first, steps, last);
     ms_destroy(model);
 }

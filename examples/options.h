@@ -37,12 +37,17 @@ typedef struct option_budget {
     const char *name; // "plain"; "smallest", of any plan; "half", half way between these
 } option_budget;
 
+/* An option of a program, as its parser reads it and its help shows it. `value` has the default
+   first, and then what the command line says; a default of 0 or NULL is not shown. */
 typedef struct option_spec {
     const char *name, *argument; // "--steps", "N"
     option_kind kind;
     void *value;
-    const char *help;
+    const char *help; // without the default
 } option_spec;
+
+/* How many options an array has. */
+#define OPTIONS_IN(specs) ((int)(sizeof(specs) / sizeof(specs)[0]))
 
 /* The words of a command line that are not options. */
 typedef struct option_words {
@@ -53,7 +58,7 @@ typedef struct option_words {
 /* The name of the program, once its options have been read. */
 static char options_program[32];
 
-#define OPTION_ACCUMULATE_HELP "batches of a step, whose gradients are added up (1)"
+#define OPTION_ACCUMULATE_HELP "batches of a step, whose gradients are added up"
 #define OPTION_CLIP_HELP       "largest norm of all gradients together (no limit)"
 #define OPTION_RATE_HELP       "largest learning rate, after it has risen and before it falls"
 
@@ -272,21 +277,82 @@ OPTION_API int read_options(const option_spec *specs, int count, int argc, char 
     return 0;
 }
 
+/* The default of an option, perhaps written into `text`; NULL: it has none. */
+OPTION_API const char *default_of(const option_spec *spec, char text[32]) {
+    const option_budget *budget = (const option_budget *)spec->value;
+    double number = 0.0;
+    switch (spec->kind) {
+    case OPTION_FLAG:
+        return NULL;
+    case OPTION_TEXT:
+        return *(const char **)spec->value;
+    case OPTION_COUNT:
+        number = (double)*(const int64_t *)spec->value;
+        break;
+    case OPTION_BYTES:
+        number = (double)*(const uint64_t *)spec->value;
+        break;
+    case OPTION_REAL:
+        number = (double)*(const float *)spec->value;
+        break;
+    case OPTION_BUDGET:
+        number = budget->bytes ? (double)budget->bytes : 100.0 * budget->share;
+        break;
+    }
+    const bool is_share = spec->kind == OPTION_BUDGET && !budget->bytes;
+    snprintf(text, 32, spec->kind == OPTION_REAL ? "%.6g%s" : "%.15g%s", number,
+             is_share ? "%" : "");
+    return is_share && budget->name ? budget->name : number > 0.0 ? text : NULL;
+}
+
+/* Prints an option as the help of a program has it, up to its default and the end of the line. */
+OPTION_API void print_option(const option_spec *spec) {
+    char name[32];
+    snprintf(name, sizeof name, "%s %s", spec->name, spec->argument ? spec->argument : "");
+    printf(strlen(name) > 16 ? "  %s\n%19s" : "  %-16s %s", name, "");
+    for (const char *c = spec->help; *c; c++) {
+        putchar(*c);
+        if (*c == '\n') {
+            printf("%19s", "");
+        }
+    }
+}
+
+/* The help of a program, without defaults. */
 OPTION_API void print_options(const char *usage, const option_spec *specs, int count) {
     printf("usage: %s %s\n\n", options_program, usage);
     for (int i = 0; i < count; i++) {
-        char name[32];
-        snprintf(name, sizeof name, "%s %s", specs[i].name,
-                 specs[i].argument ? specs[i].argument : "");
-        printf(strlen(name) > 16 ? "  %s\n%19s" : "  %-16s %s", name, "");
-        for (const char *c = specs[i].help; *c; c++) {
-            putchar(*c);
-            if (*c == '\n') {
-                printf("%19s", "");
-            }
-        }
+        print_option(&specs[i]);
         putchar('\n');
     }
+}
+
+/* The whole command line of a program: reads it, as read_options does, unless --help is a part of
+   it; this prints the usage, the options and their defaults, and ends the program. */
+OPTION_API int take_options(const char *usage, const option_spec *specs, int count, int argc,
+                            char **argv, option_words *words) {
+    name_program(argc > 0 ? argv[0] : "");
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--help") == 0) {
+            printf("usage: %s %s\n\n", options_program, usage);
+            for (int k = 0; k < count; k++) {
+                char text[32];
+                const char *by_default = default_of(&specs[k], text);
+                print_option(&specs[k]);
+                printf(by_default ? " (%s)\n" : "%s\n", by_default ? by_default : "");
+            }
+            printf("  %-16s this text\n", "--help");
+            exit(0);
+        }
+    }
+    return read_options(specs, count, argc, argv, words);
+}
+
+/* Prints the reason and returns 1 if a number is too large for the program. */
+OPTION_API int check_most(const char *option, int64_t value, int64_t most) {
+    return value <= most
+               ? 0
+               : fail("%s %lld: give at most %lld", option, (long long)value, (long long)most);
 }
 
 // ---- units --------------------------------------------------------------------------------------
@@ -353,6 +419,27 @@ OPTION_API ms_result wrap_in(const option_budget *budget, ms_model *model) {
     return ms_wrap(model);
 }
 
+// ---- debug mode ---------------------------------------------------------------------------------
+
+#define OPTION_DEBUG_HELP                                                                          \
+    "debug mode: check that layers do what they declare; a mistake ends the program, with\n"       \
+    "the layer, the operand and the cure. A step takes many times as long"
+
+/* For ms_config.log: warnings of debug mode, and which checkpoints were passed over and why. */
+OPTION_API void log_warnings(ms_log_level level, const char *tag, const char *text, void *user) {
+    (void)user;
+    if (level <= MS_LOG_WARNING && (strcmp(tag, "debug") == 0 || strcmp(tag, "file") == 0)) {
+        fail("%s", text);
+    }
+}
+
+/* Says, after training, that debug mode has ended no step. */
+OPTION_API void print_debugged(bool debug) {
+    if (debug) {
+        printf("debug     every layer does what it declares\n");
+    }
+}
+
 // ---- offloading ---------------------------------------------------------------------------------
 
 #define OPTION_OFFLOAD_HELP                                                                        \
@@ -377,7 +464,7 @@ OPTION_API int choose_offloading(const char *text, ms_switch *is) {
 
 // ---- where it computes --------------------------------------------------------------------------
 
-#define OPTION_DEVICE_HELP "cpu (default) or cuda, the first GPU"
+#define OPTION_DEVICE_HELP "cpu, or cuda, the first GPU"
 
 typedef struct option_device {
     ms_backend backend;

@@ -1,16 +1,23 @@
-// A robot that learns while it moves: a two-link arm, simulated here, follows a path at 200 Hz. Its
-// controller adds what a small network predicts, the torque for a wanted acceleration, to a weak
-// proportional-derivative controller; and the network learns that from what the arm just did, one time
-// slice of training in each tick, after the torque is out. All memory is a static block: nothing is
-// taken from the heap, no thread is started, and training takes no more of a tick than its slice and one
-// instruction.
-//
-// --state: all that it goes on learning from, params, optimizer state and what the arm has done, is loaded from
-// this file, if it exists, and saved there every 5 seconds, so that a power cut (--die: the process kills
-// itself) loses no more than that. A file that is damaged, or something else, is refused: the arm goes on
-// with what it had, at the start and with --reload, which loads the file while the arm moves. Files are
-// read and written by functions of its own, since those of the C library take memory from the heap.
-// --real: ticks are 5 ms apart.
+/*  robot - a robot arm that learns while it moves, at 200 Hz, in a static block of memory.
+
+        build/examples/robot                     a minute of its time, in a few seconds
+        build/examples/robot --state FILE        goes on with what it has learned before
+        build/examples/robot --real              ticks are 5 ms apart
+
+    The programs before this one train as fast as they can. Here training is the guest of a control
+    loop: a step runs in time slices, nothing is taken from the heap, and no thread is started.
+
+    A two-link arm, simulated here, follows a path. Its controller adds what a small network predicts,
+    the torque for a wanted acceleration, to a weak proportional-derivative controller; and the network
+    learns that from what the arm just did, one time slice of training in each tick, after the torque
+    is out. Training takes no more of a tick than its slice and one instruction.
+
+    --state: all that it goes on learning from, params, optimizer state and what the arm has done, is
+    loaded from this file, if it exists, and saved there every 5 seconds, so that a power cut (--die:
+    the process kills itself) loses no more than that. A file that is damaged, or something else, is
+    refused: the arm goes on with what it had, at the start and with --reload, which loads the file
+    while the arm moves. Files are read and written by functions of its own, since those of the C
+    library take memory from the heap. */
 #define _POSIX_C_SOURCE 200809L
 #include <errno.h>
 #include <fcntl.h>
@@ -274,7 +281,7 @@ static float *param_values(learner *l, int k) {
     return k % 2 ? l->now.bias[k / 2] : l->now.weight[k / 2];
 }
 
-static void learner_create(learner *l) {
+static void learner_create(learner *l, bool debug) {
     ms_config config;
     memset(&config, 0, sizeof config);
     memset(&host.first, 0, sizeof host.first);
@@ -286,6 +293,8 @@ static void learner_create(learner *l) {
     config.memory = arena;
     config.memory_bytes = ARENA_BYTES;
     config.clock = now_us;
+    config.log = log_warnings;
+    config.debug = debug;
     config.offloading = MS_SWITCH_OFF; // no threads
     check(l->model, ms_create(&config, &l->model));
     ms_model *m = l->model;
@@ -509,29 +518,24 @@ typedef struct settings {
     float seconds, die, reload;
     int64_t slice_us;
     const char *path;
-    bool real;
+    bool real, debug;
 } settings;
 
-static settings take_options(int argc, char **argv) {
-    settings o = {60.0f, 0.0f, 0.0f, 2000, NULL, false};
-    bool help = false;
+static settings parse_options(int argc, char **argv) {
+    settings o = {60.0f, 0.0f, 0.0f, 2000, NULL, false, false};
     const option_spec specs[] = {
-        {"--seconds", "S", OPTION_REAL, &o.seconds, "that it moves (60)"},
-        {"--slice", "US", OPTION_COUNT, &o.slice_us, "microseconds of training in a tick (2000)"},
+        {"--seconds", "S", OPTION_REAL, &o.seconds, "that it moves"},
+        {"--slice", "US", OPTION_COUNT, &o.slice_us, "microseconds of training in a tick"},
         {"--state", "FILE", OPTION_TEXT, &o.path,
          "load what it has learned from there, and save it there every 5 s"},
         {"--reload", "S", OPTION_REAL, &o.reload, "load that file once more after S seconds"},
         {"--die", "S", OPTION_REAL, &o.die, "kill the process after S seconds"},
         {"--real", NULL, OPTION_FLAG, &o.real, "ticks are 5 ms apart"},
-        {"--help", NULL, OPTION_FLAG, &help, "this text"},
+        {"--debug", NULL, OPTION_FLAG, &o.debug, OPTION_DEBUG_HELP},
     };
-    const int count = (int)(sizeof specs / sizeof specs[0]);
-    if (read_options(specs, count, argc, argv, NULL) != 0) {
+    if (take_options("[options]\nA robot arm at 200 Hz that learns while it moves, without a heap.",
+                     specs, OPTIONS_IN(specs), argc, argv, NULL) != 0) {
         exit(2);
-    }
-    if (help) {
-        print_options("[options]", specs, count);
-        exit(0);
     }
     return o;
 }
@@ -548,11 +552,11 @@ static void sleep_until(double us) {
 
 int main(int argc, char **argv) {
     static char line[256], out[BUFSIZ];
-    const settings o = take_options(argc, argv);
+    const settings o = parse_options(argc, argv);
     learner *l = &the_learner;
     arm a = {{0.0, 0.0}, {0.0, 0.0}};
     (void)setvbuf(stdout, out, _IOLBF, sizeof out); // printf takes no memory either
-    learner_create(l);
+    learner_create(l, o.debug);
     if (!load_state(l, o.path)) {
         for (int k = 0; k < PARAMS; k++) {
             check(l->model, ms_write(l->model, l->param[k], param_values(l, k)));
@@ -613,6 +617,7 @@ int main(int argc, char **argv) {
            (unsigned long long)the_pool.most_used, HOST_BYTES,
            (unsigned long long)report.arena_bytes, ARENA_BYTES,
            (unsigned long long)(sizeof host + sizeof arena + sizeof the_learner));
+    print_debugged(o.debug);
     ms_destroy(l->model);
     return the_pool.used == 0 ? 0 : 1;
 }

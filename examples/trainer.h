@@ -26,10 +26,10 @@ typedef struct settings {
     const char *preset, *device, *mode, *off, *offload, *optimizer, *state, *precision;
     const char *trace, *metrics; // files to write, or NULL
     int64_t batch, sequence, steps, seconds, every, seed;
-    int64_t accumulate; // 0: one batch a step
+    int64_t accumulate; // batches of a step
     option_budget budget;
     float dropout, clip, rate; // 0: none, no limit, as fits the model
-    bool random, tf32, graph, automatic, dry, plan, full_plan, profile, verify, help;
+    bool random, tf32, graph, automatic, dry, plan, full_plan, profile, verify, debug;
     bool half_gradients;
     option_words files;
     checkpoint saving;
@@ -81,13 +81,13 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--device", "NAME", OPTION_TEXT, &o->device, OPTION_DEVICE_HELP},
         {"--batch", "N", OPTION_COUNT, &o->batch,
          "sequences per step (8; presets other than small: 4)"},
-        {"--sequence", "N", OPTION_COUNT, &o->sequence, "tokens per sequence (64)"},
-        {"--budget", "SIZE", OPTION_BUDGET, &o->budget, OPTION_BUDGET_HELP " (default)"},
-        {"--mode", "NAME", OPTION_TEXT, &o->mode, "conservative, balanced (default) or aggressive"},
+        {"--sequence", "N", OPTION_COUNT, &o->sequence, "tokens per sequence"},
+        {"--budget", "SIZE", OPTION_BUDGET, &o->budget, OPTION_BUDGET_HELP},
+        {"--mode", "NAME", OPTION_TEXT, &o->mode, "conservative, balanced or aggressive"},
         {"--off", "NAME", OPTION_TEXT, &o->off, "switch off checkpointing or early-update"},
         {"--offload", "NAME", OPTION_TEXT, &o->offload, OPTION_OFFLOAD_HELP},
         {"--optimizer", "NAME", OPTION_TEXT, &o->optimizer,
-         "adamw (default) or lion, with a third of the rate and three times the decay"},
+         "adamw, or lion, with a third of the rate and three times the decay"},
         {"--state", "NAME", OPTION_TEXT, &o->state,
          "moments of the optimizer: f32, bf16, 8bit where rules allow that, or 8bit-all, of\n"
          "embedding tables too. By default f32, and 8 bits where mode AGGRESSIVE gains by them"},
@@ -96,7 +96,7 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--half-grads", NULL, OPTION_FLAG, &o->half_gradients,
          "gradients of weights and token tables in 16 bits, where a step computes in these"},
         {"--auto", NULL, OPTION_FLAG, &o->automatic, "let the built-in policy choose the mode"},
-        {"--dropout", "X", OPTION_REAL, &o->dropout, "probability of dropout, below 1 (0)"},
+        {"--dropout", "X", OPTION_REAL, &o->dropout, "probability of dropout, below 1"},
         {"--accumulate", "N", OPTION_COUNT, &o->accumulate, OPTION_ACCUMULATE_HELP},
         {"--clip", "X", OPTION_REAL, &o->clip, OPTION_CLIP_HELP},
         {"--rate", "X", OPTION_REAL, &o->rate,
@@ -106,7 +106,7 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
          "stop after N seconds (45, unless --steps is given)"},
         {"--every", "N", OPTION_COUNT, &o->every,
          "read the loss every N steps (1; on cuda 10, since reading it waits)"},
-        {"--seed", "N", OPTION_COUNT, &o->seed, "of initial params and batches (1)"},
+        {"--seed", "N", OPTION_COUNT, &o->seed, "of initial params and batches"},
         CHECKPOINT_OPTIONS(&o->saving),
         {"--random", NULL, OPTION_FLAG, &o->random, "random tokens instead of text"},
         {"--tf32", NULL, OPTION_FLAG, &o->tf32, "cuda: matrix products in TF32"},
@@ -126,50 +126,10 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
          "write sizes and times of the plan, for Prometheus"},
         {"--verify", NULL, OPTION_FLAG, &o->verify,
          "compare the gradients of a step with those of the plain plan, and train\nnothing"},
-        {"--help", NULL, OPTION_FLAG, &o->help, "this text"},
+        {"--debug", NULL, OPTION_FLAG, &o->debug, OPTION_DEBUG_HELP},
     };
     memcpy(specs, all, sizeof all);
     return TRAINER_OPTIONS;
-}
-
-static void print_help(const trainer_kind *kind) {
-    settings o;
-    option_spec specs[TRAINER_OPTIONS];
-    print_options("[options] [text file ...]", specs, list_options(kind, &o, specs));
-    printf("\nThe default text is this repository's own: run it there, or name files.\n");
-}
-
-static int64_t batches_of_step(const settings *o) {
-    return o->accumulate ? o->accumulate : 1;
-}
-
-static int parse_options(trainer *t, int argc, char **argv) {
-    settings *o = &t->options;
-    option_spec specs[TRAINER_OPTIONS];
-    o->preset = "small";
-    o->device = "cpu";
-    o->seed = 1;
-    o->budget.name = "half";
-    if (read_options(specs, list_options(t->kind, o, specs), argc, argv, &o->files) != 0 ||
-        choose_device(&t->device, o->device) != 0) {
-        return 1;
-    }
-    if (checkpoint_check(&o->saving) != 0) {
-        return 1;
-    }
-    if (o->dropout >= 1.0f) {
-        return fail("--dropout %g: give a probability below 1", (double)o->dropout);
-    }
-    if (o->graph && !t->device.backend.recording_begin) {
-        return fail("--graph is for --device cuda");
-    }
-    if (o->steps == 0 && o->seconds == 0) {
-        o->seconds = 45;
-    }
-    if (o->every == 0) {
-        o->every = t->device.backend.is_asynchronous ? CUDA_READ_EVERY : 1;
-    }
-    return 0;
 }
 
 /* small and tiny are sizes for bytes; others are those of nn.h, with or without their prefix. */
@@ -193,7 +153,7 @@ static int choose_shape(trainer *t) {
         }
     }
     shape->batch = o->batch ? o->batch : small ? 8 : 4;
-    shape->sequence = o->sequence ? o->sequence : 64;
+    shape->sequence = o->sequence;
     shape->dropout = o->dropout;
     if (shape->sequence > shape->context) {
         return fail("--sequence %lld: the position table of this preset has %lld rows",
@@ -424,6 +384,25 @@ static void force_codes(trainer *t) {
     }
 }
 
+/* Applies all options that name something of memscale.h. */
+static int choose_training(const trainer *t, ms_config *config, ms_optimizer_desc *optimizer,
+                           bool *half) {
+    return choose_techniques(&t->options, config) != 0 ||
+           choose_optimizer(t, optimizer, config) != 0 ||
+           choose_precision(t->options.precision, config, half) != 0;
+}
+
+/* Chooses the device and the shape; prints the reason and returns 1 if an option names something
+   that there is not. */
+static int check_options(trainer *t) {
+    ms_config config;
+    ms_optimizer_desc optimizer;
+    bool half;
+    memset(&config, 0, sizeof config);
+    return choose_device(&t->device, t->options.device) != 0 || choose_shape(t) != 0 ||
+           choose_training(t, &config, &optimizer, &half) != 0;
+}
+
 /* Registers the model with memscale.h; `dry`: to plan without allocating. */
 static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     ms_config config;
@@ -432,16 +411,15 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     config.backend = t->device.backend;
     config.memory_budget_bytes = budget_bytes;
     config.dry_run = dry;
-    config.log = checkpoint_log;
+    config.log = log_warnings;
+    config.debug = t->options.debug;
     config.seed = (uint64_t)t->options.seed;
     config.tf32 = t->options.tf32;
     config.cuda_graph = t->options.graph;
-    config.accumulation_steps = (uint32_t)batches_of_step(&t->options);
+    config.accumulation_steps = (uint32_t)t->options.accumulate;
     config.empirical_profiling = t->options.profile ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     bool half = false;
-    if (choose_techniques(&t->options, &config) != 0 ||
-        choose_optimizer(t, &optimizer, &config) != 0 ||
-        choose_precision(t->options.precision, &config, &half) != 0) {
+    if (choose_training(t, &config, &optimizer, &half) != 0) {
         return 1;
     }
     if (ms_create(&config, &t->model) != MS_RESULT_OK) {
@@ -640,7 +618,7 @@ static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) 
     const double seconds = seconds_now() - p->started;
     printf("%sstep %5lld [%s] loss %.3f  %.0f tokens/s  %.1f MiB%s", p->terminal ? "\r" : "",
            (long long)p->step, bar, t->loss,
-           (double)((p->step - p->first) * batches_of_step(&t->options) * t->shape.batch *
+           (double)((p->step - p->first) * t->options.accumulate * t->shape.batch *
                     t->shape.sequence) /
                seconds,
            mebibytes(arena_bytes), p->terminal && p->done < 1.0 ? "  " : "\n");
@@ -659,7 +637,7 @@ static float learning_rate(const trainer *t, const progress *p) {
 /* One step, of one batch or several. Where its loss is not read, a GPU computes it while the next
    batch is drawn. */
 static int train_step(trainer *t, progress *p, bool reads) {
-    const int64_t batches = batches_of_step(&t->options);
+    const int64_t batches = t->options.accumulate;
     double sum = 0.0;
     ms_set_learning_rate(t->model, learning_rate(t, p));
     for (int64_t i = 0; i < batches; i++) {
@@ -689,13 +667,18 @@ static void print_loss_scale(const trainer *t) {
     }
 }
 
+/* Debug mode takes long, and sees in one batch what it would in others. */
+static int held_out_batches(const trainer *t) {
+    return t->options.debug ? 1 : HELD_OUT_BATCHES;
+}
+
 /* The mean loss on what was held out, of which there must be something. */
 static int held_out_loss(trainer *t, double *mean) {
     double sum = 0.0;
     const uint64_t random = t->random;
     t->random = 1;
     t->held_out = 0;
-    for (int i = 0; i < HELD_OUT_BATCHES; i++) {
+    for (int i = 0; i < held_out_batches(t); i++) {
         double loss;
         t->kind->draw_batch(t);
         if (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
@@ -707,7 +690,7 @@ static int held_out_loss(trainer *t, double *mean) {
     }
     t->held_out = -1;
     t->random = random;
-    *mean = sum / (double)HELD_OUT_BATCHES;
+    *mean = sum / (double)held_out_batches(t);
     return 0;
 }
 
@@ -721,7 +704,7 @@ static int evaluate(trainer *t) {
         return 1;
     }
     printf("held out  loss %.4f on %d batches of text that training has not seen\n", loss,
-           HELD_OUT_BATCHES);
+           held_out_batches(t));
     return 0;
 }
 
@@ -761,7 +744,11 @@ static int train(trainer *t) {
         return 0;
     }
     print_loss_scale(t);
-    return evaluate(t) != 0 || print_device_memory(t) != 0;
+    if (evaluate(t) != 0) {
+        return 1;
+    }
+    print_debugged(o->debug);
+    return print_device_memory(t);
 }
 
 // ---- verification -------------------------------------------------------------------------------
@@ -886,14 +873,49 @@ static int start(trainer *t) {
     return 0;
 }
 
+static int parse_options(trainer *t, int argc, char **argv) {
+    const char *const usage = "[options] [text file ...]\n"
+                              "Trains on text inside a byte budget: on this repository's own, if "
+                              "it is run there, or on files.";
+    settings *o = &t->options;
+    option_spec specs[TRAINER_OPTIONS];
+    o->preset = "small";
+    o->device = "cpu";
+    o->mode = "balanced";
+    o->optimizer = "adamw";
+    o->sequence = 64;
+    o->accumulate = 1;
+    o->seed = 1;
+    o->budget.name = "half";
+    if (take_options(usage, specs, list_options(t->kind, o, specs), argc, argv, &o->files) != 0 ||
+        checkpoint_check(&o->saving) != 0 || check_options(t) != 0) {
+        return 1;
+    }
+    if (o->dropout >= 1.0f) {
+        return fail("--dropout %g: give a probability below 1", (double)o->dropout);
+    }
+    if (o->graph && !t->device.backend.recording_begin) {
+        return fail("--graph is for --device cuda");
+    }
+    if (o->graph && o->debug) {
+        return fail("--graph and --debug, which runs layers several times: leave one of them out");
+    }
+    if (o->steps == 0 && o->seconds == 0) {
+        o->seconds = 45;
+    }
+    if (o->every == 0) {
+        o->every = t->device.backend.is_asynchronous ? CUDA_READ_EVERY : 1;
+    }
+    return 0;
+}
+
 static int run(trainer *t) {
     uint64_t budget_bytes = 0;
     t->random = 0x9e3779b97f4a7c15u ^ (uint64_t)t->options.seed;
     t->held_out = -1;
     printf("memscale.h %d.%d.%d, %s\n\n", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
            MEMSCALE_VERSION_PATCH, t->kind->title);
-    if (choose_shape(t) != 0 || choose_budget(t, &budget_bytes) != 0 ||
-        make_model(t, budget_bytes, t->options.dry) != 0) {
+    if (choose_budget(t, &budget_bytes) != 0 || make_model(t, budget_bytes, t->options.dry) != 0) {
         return 1;
     }
     if (ms_wrap(t->model) != MS_RESULT_OK) {
@@ -915,7 +937,7 @@ static int run(trainer *t) {
     if (train(t) != 0 || write_reports(t) != 0) {
         return 1;
     }
-    const bool shows = !t->options.random && !t->options.saving.is_stopped;
+    const bool shows = !t->options.random && !t->options.debug && !t->options.saving.is_stopped;
     return shows && t->kind->show(t) != 0;
 }
 
@@ -935,10 +957,6 @@ NN_API int train_program(const trainer_kind *kind, int argc, char **argv) {
     t.kind = kind;
     if (parse_options(&t, argc, argv) != 0) {
         return 2;
-    }
-    if (t.options.help) {
-        print_help(kind);
-        return 0;
     }
     const int result = run(&t);
     free_trainer(&t);

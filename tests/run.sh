@@ -470,8 +470,9 @@ check_help() {
         for option in $(sed -n 's/^.*{"\(--[a-z0-9=-]*\)",.*$/\1/p' "$source"); do
             grep -q -e "^  $option " "$out" || wrong "does not list $option"
         done
-        ! timeout 20 "$program" --no-such-option > "$out" 2> "$err" && [ ! -s "$out" ] &&
-            grep -q "^usage: .*$name" "$err" || wrong --no-such-option
+        timeout 20 "$program" --no-such-option > "$out" 2> "$err"
+        [ $? -eq 2 ] && [ ! -s "$out" ] && grep -q "^usage: .*$name" "$err" &&
+            grep -q -e --no-such-option "$err" || wrong --no-such-option
     done
     name=gpu_pytorch.py
     ! command -v python3 > /dev/null ||
@@ -490,21 +491,60 @@ check_shared_options() {
             $program --budget $value > $checks/options.out 2>&1 || { echo "$command --budget $value" && status=1; }
         done
         for value in most 0 0% 101% -5M 50%% nan; do
-            ! $program --budget $value > $checks/options.out 2>&1 || { echo "$command --budget $value" && status=1; }
+            refuses $program --budget $value || status=1
         done
         for value in 0 -1 1.5 many 1e99; do
-            ! $program --steps $value > $checks/options.out 2>&1 || { echo "$command --steps $value" && status=1; }
+            refuses $program --steps $value || status=1
         done
         grep -q '^  --clip X' <<< "$($program --help)" || continue
         $program --clip 0.5 --accumulate 2 > $checks/options.out 2>&1 || { cat $checks/options.out && status=1; }
         for value in '--accumulate 0' '--clip much'; do
-            ! $program $value > $checks/options.out 2>&1 || { echo "$command $value" && status=1; }
+            refuses $program $value || status=1
         done
+    done
+    for command in 'gpt2 --preset none' 'gpt2 --mode none' 'gpt2 --off none' 'gpt2 --offload none' \
+        'gpt2 --optimizer none' 'gpt2 --state none' 'gpt2 --precision none' 'gpt2 --sequence 5000' \
+        'gpt2 --dropout 1' 'gpt2 --graph' 'gpt2 --device none' 'bert --preset none' 'cnn --offload none' \
+        'lora --preset none' 'llmc_style --size none' 'darknet_style --batch 9999'; do
+        build quick build/quick/examples/${command%% *} && refuses build/quick/examples/$command || status=1
+    done
+    for command in layout 'layout trace:4' chain 'chain tests/chain.csv much' 'gpu --warmup 65' \
+        'overhead --repeats 101' 'update --repeats 101' 'tiles --repeats 65' 'save --rounds 33' \
+        'save --preset none' 'slices --preset none' 'predict --steps 33' 'offload --preset none' \
+        'timeline --device none' 'timeline --out a.svg b.svg' 'workloads --model none' 'whole --mode none'; do
+        build quick build/quick/bench/${command%% *} && refuses build/quick/bench/$command || status=1
     done
     return $status
 }
 
-export -f check_help check_shared_options
+refuses() { # COMMAND: a mistake in it is said in one line, or two, and ends the program with status 2
+    timeout 20 "$@" > /dev/null 2> $checks/options.err
+    [ $? -eq 2 ] && [ $(wc -l < $checks/options.err) -le 2 ] && grep -q . $checks/options.err ||
+        { echo "$*: $(cat $checks/options.err)" && false; }
+}
+
+# --debug: says so if a program has no mistake; and the first gradient that is added to what nobody has
+# cleared ends one.
+check_debug() {
+    local command status=0 copy=$checks/debug
+    for command in 'minimal' 'nn_minimal' 'gpt2 --preset tiny --sequence 16 --batch 2 --steps 2 LICENSE' \
+        'bert --preset tiny --sequence 16 --batch 2 --steps 2 --dropout 0.1 LICENSE' \
+        'cnn --steps 1 --test 4 --batch 4 --width 4' 'lora --steps 1 --sequence 8 --batch 1' \
+        'llmc_style --size tiny --steps 2 --compare' 'darknet_style --batch 2 --steps 1' \
+        'robot --seconds 3' 'engine --seconds 1 --fast --no-load'; do
+        build quick build/quick/examples/${command%% *} || return 1
+        build/quick/examples/$command --debug > $copy.out 2>&1 || { cat $copy.out && status=1; }
+        [ "${command%% *}" = minimal ] || grep -q '^debug  *every layer does' $copy.out ||
+            { echo "$command --debug: nothing is said of it" && status=1; }
+    done
+    sed 's/call->grad_in\[0\].beta == 0.0f ? 0.0f : grad_in\[i\]/grad_in[i]/' examples/minimal.c > $copy.c
+    ! cmp -s $copy.c examples/minimal.c || { echo 'nothing is planted'; return 1; }
+    compile ${CC:-cc} $copy.c -o $copy -lm || return 1
+    ! $copy --debug > $copy.out 2>&1 && grep -q 'grad_in\[0\].*beta' $copy.out || { cat $copy.out && status=1; }
+    return $status
+}
+
+export -f check_help check_shared_options refuses check_debug
 export -f check_gpu_builds check_gpu_missing check_gpu_tests check_gpu_first
 
 check_page() {
@@ -761,6 +801,7 @@ group 'programs'
 check broad 'make gpu-first on the emulated GPU' check_gpu_first
 check broad '--help of every program' check_help
 check broad 'options that several programs have' check_shared_options
+check quick '--debug of every program' check_debug
 check quick 'examples/robot: no heap, a power cut and a restart' check_robot
 resumed() { # TIER STEPS COMMAND
     check $1 "interrupted, then resumed: ${3#build/}" "check_resume $2 $3"
