@@ -73,8 +73,8 @@ int main(int argc, char **argv) {
     config.debug = argc == 2 && strcmp(argv[1], "--debug") == 0;
     if (argc > 1 && !config.debug) {
         const bool help = strcmp(argv[1], "--help") == 0;
-        fprintf(help ? stdout : stderr, "usage: %s [--debug]%s%s\n", argv[0],
-                help ? "" : ", not ", help ? "" : argv[argc - 1]);
+        fprintf(help ? stdout : stderr, "usage: %s [--debug]%s%s\n", argv[0], help ? "" : ", not ",
+                help ? "" : argv[argc - 1]);
         return help ? 0 : 2;
     }
     const int steps = config.debug ? 3 : STEPS; // those of debug mode take much longer
