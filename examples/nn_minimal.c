@@ -5,6 +5,9 @@
     minimal.c writes the callbacks of its layers itself; here nn.h brings the layers, registers their
     params and initializes them. What is left is a net of some lines, a budget and a loop. gpt2.c goes
     on from here, with text, options and checkpoints. Link with -lm. */
+#ifndef _POSIX_C_SOURCE
+#define _POSIX_C_SOURCE 200809L
+#endif
 #define MEMSCALE_IMPLEMENTATION
 #include "memscale.h"
 #include "nn.h"

@@ -488,7 +488,6 @@ static void the_program_runs_and_refuses(void **state) {
     assert_int_equal(call_main("--size tiny --steps 3 --compare"), 0);
     assert_int_equal(call_main("--size tiny --steps 3 --compare --budget 300K"), 0);
     assert_int_equal(call_main("--size tiny --steps 1 --batch 1 --sequence 32"), 0);
-    assert_int_equal(call_main("--help"), 0);
     assert_int_equal(call_main("--size tiny --steps 2 --budget 1K"), 1);
     assert_int_equal(call_main("--size tiny --sequence 33"), 2);
     assert_int_equal(call_main("--size none"), 2);
