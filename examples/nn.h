@@ -78,7 +78,8 @@
                    >>nn functions    of one element, the same on the CPU and in CUDA kernels
                    >>nn device       nn_device, the table of a device's kernels
         nn_cpu.h   >>nn cpu ...      loops, kernels and table of the CPU
-        nn_cuda.h  >>nn cuda ...     scratch sizes, kernels and table of CUDA
+        nn_cuda.h  >>nn cuda ...     scratch sizes and table of CUDA
+                                     kernels: nn_cuda_layers.h, nn_cuda_attention.h, nn_cuda_images.h
         nn.h       >>nn options      of layers, and the net that lists the params
                    >>nn callbacks    forward and backward of each layer: from views to kernels
                    >>nn layers       the functions that register them
