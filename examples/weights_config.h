@@ -1,0 +1,492 @@
+/*  weights_config.h - the settings of nn_llama, from the metadata of a GGUF file or from the config.json
+    beside other weights, and such a config.json for weights that were written.
+
+    Llama, Mistral, Qwen2, Qwen3, SmolLM2, Gemma 2 and 3, and Phi-3. Batch, sequence and adapters are not
+    a model's and are left as they are.
+
+    Include weights.h first. It is C and C++. */
+#ifndef MEMSCALE_WEIGHTS_CONFIG_H
+#define MEMSCALE_WEIGHTS_CONFIG_H
+
+// ---- what models there are ----------------------------------------------------------------------
+
+enum {
+    WEIGHTS_QKV_BIAS = 1,
+    WEIGHTS_QK_NORM = 2,
+    WEIGHTS_IS_GEMMA = 4,
+    WEIGHTS_IS_GEMMA3 = 8,
+    WEIGHTS_WINDOW_ASKED = 16 // sliding_window counts only with use_sliding_window
+};
+
+typedef struct weights_model {
+    const char *type, *architecture; // of config.json
+    const char *gguf;                // NULL: it is another one there
+    weights_family family;           // of the names of transformers
+    uint32_t flags;
+} weights_model;
+
+static const weights_model weights_models[] = {
+    {"llama", "LlamaForCausalLM", "llama", WEIGHTS_LLAMA, 0},
+    {"mistral", "MistralForCausalLM", NULL, WEIGHTS_LLAMA, 0},
+    {"qwen2", "Qwen2ForCausalLM", "qwen2", WEIGHTS_LLAMA, WEIGHTS_QKV_BIAS | WEIGHTS_WINDOW_ASKED},
+    {"qwen3", "Qwen3ForCausalLM", "qwen3", WEIGHTS_LLAMA, WEIGHTS_QK_NORM | WEIGHTS_WINDOW_ASKED},
+    {"gemma2", "Gemma2ForCausalLM", "gemma2", WEIGHTS_GEMMA, WEIGHTS_IS_GEMMA},
+    {"gemma3_text", "Gemma3ForCausalLM", "gemma3", WEIGHTS_GEMMA,
+     WEIGHTS_IS_GEMMA | WEIGHTS_IS_GEMMA3 | WEIGHTS_QK_NORM},
+    {"phi3", "Phi3ForCausalLM", NULL, WEIGHTS_PHI3, 0},
+};
+enum { WEIGHTS_MODELS = sizeof weights_models / sizeof weights_models[0] };
+
+/* A number of the settings; the keys of GGUF follow the name of the architecture and a point. */
+typedef struct weights_key {
+    const char *json, *gguf; // NULL: not there
+    size_t offset;           // in nn_llama_config
+    bool is_real, is_needed;
+} weights_key;
+
+static const weights_key weights_keys[] = {
+    {"vocab_size", "vocab_size", offsetof(nn_llama_config, vocabulary), false, false},
+    {"num_hidden_layers", "block_count", offsetof(nn_llama_config, layers), false, true},
+    {"hidden_size", "embedding_length", offsetof(nn_llama_config, channels), false, true},
+    {"intermediate_size", "feed_forward_length", offsetof(nn_llama_config, feed_forward), false,
+     true},
+    {"num_attention_heads", "attention.head_count", offsetof(nn_llama_config, heads), false, true},
+    {"num_key_value_heads", "attention.head_count_kv", offsetof(nn_llama_config, kv_heads), false,
+     false},
+    {"head_dim", "attention.key_length", offsetof(nn_llama_config, head_size), false, false},
+    {NULL, "rope.dimension_count", offsetof(nn_llama_config, turned), false, false},
+    {"rms_norm_eps", "attention.layer_norm_rms_epsilon", offsetof(nn_llama_config, epsilon), true,
+     true},
+    {"rope_theta", "rope.freq_base", offsetof(nn_llama_config, theta), true, false},
+    {"rope_local_base_freq", "rope.freq_base_swa", offsetof(nn_llama_config, local_theta), true,
+     false},
+    {"sliding_window", "attention.sliding_window", offsetof(nn_llama_config, window), false, false},
+    {"attn_logit_softcapping", "attn_logit_softcapping", offsetof(nn_llama_config, attention_cap),
+     true, false},
+    {"final_logit_softcapping", "final_logit_softcapping", offsetof(nn_llama_config, logit_cap),
+     true, false},
+    {"query_pre_attn_scalar", NULL, offsetof(nn_llama_config, query_scale), true, false},
+};
+enum { WEIGHTS_SETTINGS = sizeof weights_keys / sizeof weights_keys[0] };
+
+/* Sets one; an error if it is not a number that can be meant. */
+GGUF_API bool weights_set(char *error, nn_llama_config *c, const weights_key *key, double value) {
+    const bool fits = key->is_real ? value >= 0.0 && value <= 1e12
+                                   : value >= 1.0 && value <= (double)INT32_MAX &&
+                                         value - (double)(int64_t)value <= 0.0;
+    if (!fits) {
+        return weight_fail(error, "%s is %g, which is no %s", key->json ? key->json : key->gguf,
+                           value,
+                           key->is_real ? "such number" : "whole number from 1 to 2147483647");
+    }
+    if (key->is_real) {
+        const float real = (float)value;
+        memcpy((char *)c + key->offset, &real, sizeof real);
+    } else {
+        const int64_t count = (int64_t)value;
+        memcpy((char *)c + key->offset, &count, sizeof count);
+    }
+    return true;
+}
+
+/* The shortest decimal number that is this float: 1e-5 rather than 9.99999974737875e-06. */
+GGUF_API double weights_decimal(float value) {
+    char text[32];
+    double decimal = 0.0;
+    for (int digits = 1; digits <= 9; digits++) {
+        snprintf(text, sizeof text, "%.*g", digits, (double)value);
+        decimal = strtod(text, NULL);
+        const float back = (float)decimal;
+        if (memcmp(&value, &back, sizeof value) == 0) {
+            break;
+        }
+    }
+    return decimal;
+}
+
+GGUF_API double weights_get(const nn_llama_config *c, const weights_key *key) {
+    float real;
+    int64_t count;
+    if (key->is_real) {
+        memcpy(&real, (const char *)c + key->offset, sizeof real);
+        return weights_decimal(real);
+    }
+    memcpy(&count, (const char *)c + key->offset, sizeof count);
+    return (double)count;
+}
+
+/* What a model has by its kind, before its numbers are read. */
+GGUF_API void weights_start_config(const weights_model *m, nn_llama_config *c) {
+    const nn_llama_config given = *c;
+    const bool is_gemma = (m->flags & WEIGHTS_IS_GEMMA) != 0;
+    const bool is_gemma3 = (m->flags & WEIGHTS_IS_GEMMA3) != 0;
+    memset(c, 0, sizeof *c);
+    c->batch = given.batch;
+    c->sequence = given.sequence;
+    c->largest_batch = given.largest_batch;
+    c->largest_sequence = given.largest_sequence;
+    c->adapter_rank = given.adapter_rank;
+    c->qkv_bias = (m->flags & WEIGHTS_QKV_BIAS) != 0;
+    c->qk_norm = (m->flags & WEIGHTS_QK_NORM) != 0;
+    c->post_norms = c->offset_norms = c->scaled_tokens = c->gelu = c->tied = is_gemma;
+    c->full_every = is_gemma3 ? 6 : is_gemma ? 2 : 0;
+    c->local_theta = is_gemma3 ? 10000.0f : 0.0f;
+    c->theta = is_gemma3 ? 1e6f : 10000.0f;
+}
+
+/* Once the numbers are read: those that are left out, and what must agree. */
+GGUF_API bool weights_end_config(char *error, nn_llama_config *c) {
+    c->kv_heads = c->kv_heads ? c->kv_heads : c->heads;
+    c->head_size = c->head_size ? c->head_size : c->channels / c->heads;
+    c->turned = c->turned == c->head_size ? 0 : c->turned;
+    c->full_every = c->window ? c->full_every : 0;
+    if (c->head_size < 1 || c->heads % c->kv_heads != 0 || c->turned > c->head_size) {
+        return weight_fail(
+            error, "%lld heads of %lld elements, %lld of them turned, for %lld of keys and values",
+            (long long)c->heads, (long long)c->head_size, (long long)c->turned,
+            (long long)c->kv_heads);
+    }
+    return c->vocabulary > 0 ? true
+                             : weight_fail(error, "it does not say how many tokens there are");
+}
+
+// ---- from GGUF ----------------------------------------------------------------------------------
+
+/* The factors that convert_hf_to_gguf.py writes for Llama 3.1 and later; see nn_rotary_scaling. */
+GGUF_API double weights_llama3_factor(const nn_rotary_scaling *s, double theta, int64_t pair,
+                                      int64_t size) {
+    const double length = 6.283185307179586 * pow(theta, 2.0 * (double)pair / (double)size);
+    const double turns = (double)s->original / length;
+    const double share = (turns - (double)s->low) / ((double)s->high - (double)s->low);
+    return turns > (double)s->high  ? 1.0
+           : turns < (double)s->low ? (double)s->factor
+                                    : 1.0 / ((1.0 - share) / (double)s->factor + share);
+}
+
+/* Finds the scaling of which a file has the factors alone. */
+GGUF_API bool weights_read_factors(weight_file *f, nn_llama_config *c) {
+    const weight_entry *e = weight_find(f, "rope_freqs.weight");
+    const nn_rotary_scaling scaling = {NN_ROTARY_LLAMA3, 1.0f, 1.0f, 4.0f, 8192};
+    const int64_t size = c->turned ? c->turned : c->head_size;
+    float factors[128];
+    if (!e) {
+        return true;
+    }
+    if (e->count < 1 || e->count > 128 || e->count != size / 2) {
+        return weight_fail(f->error, "%s has %lld elements: %lld pairs are turned", e->name,
+                           (long long)e->count, (long long)(size / 2));
+    }
+    if (!weight_decode(f, e, 0, e->count, factors)) {
+        return false;
+    }
+    c->scaling = scaling;
+    c->scaling.factor = factors[e->count - 1];
+    for (int64_t i = 0; i < e->count; i++) {
+        const double wanted = weights_llama3_factor(&c->scaling, (double)c->theta, i, size);
+        if (!(fabs((double)factors[i] - wanted) <= 1e-3 * wanted)) {
+            return weight_fail(f->error,
+                               "%s is no scaling of Llama 3: factor %lld is %g instead of %g",
+                               e->name, (long long)i, (double)factors[i], wanted);
+        }
+    }
+    return true;
+}
+
+GGUF_API const gguf_value *weights_find_key(const weight_file *f, const weights_model *m,
+                                            const char *key) {
+    char name[128];
+    snprintf(name, sizeof name, "%s.%s", m->gguf, key);
+    return gguf_find(f, name);
+}
+
+GGUF_API bool weights_read_scaling(weight_file *f, const weights_model *m, nn_llama_config *c) {
+    const gguf_text type = gguf_text_of(weights_find_key(f, m, "rope.scaling.type"));
+    const double factor = gguf_number_at(weights_find_key(f, m, "rope.scaling.factor"), 0);
+    if (gguf_equals(type, "linear") && factor > 0.0) {
+        c->scaling.kind = NN_ROTARY_LINEAR;
+        c->scaling.factor = (float)factor;
+    } else if (type.length > 0 && !gguf_equals(type, "none")) {
+        return weight_fail(f->error,
+                           "rotary positions are scaled as %.*s, which nn_llama does not do",
+                           (int)(type.length < 32 ? type.length : 32), type.data);
+    }
+    return weights_read_factors(f, c);
+}
+
+/* Norms of Gemma have their 1 in a GGUF file. Its largest models scale scores by the channels of a head
+   (llama.cpp tells them by their layers). */
+GGUF_API void weights_settle_gemma(const weights_model *m, nn_llama_config *c) {
+    const int64_t largest = (m->flags & WEIGHTS_IS_GEMMA3) != 0 ? 62 : 46;
+    if ((m->flags & WEIGHTS_IS_GEMMA) != 0) {
+        c->offset_norms = false;
+        c->query_scale = c->layers == largest ? (float)(c->channels / c->heads) : 0.0f;
+    }
+}
+
+GGUF_API bool weights_config_of_gguf(weight_file *f, nn_llama_config *c) {
+    const gguf_text name = gguf_text_of(gguf_find(f, "general.architecture"));
+    const weights_model *m = NULL;
+    for (int i = 0; i < WEIGHTS_MODELS; i++) {
+        const char *gguf = weights_models[i].gguf;
+        m = gguf && gguf_equals(name, gguf) ? &weights_models[i] : m;
+    }
+    if (!m) {
+        return weight_fail(
+            f->error, "its architecture is %.*s: there are llama, qwen2, qwen3, gemma2 and gemma3",
+            (int)(name.length < 64 ? name.length : 64), name.data);
+    }
+    weights_start_config(m, c);
+    for (int i = 0; i < WEIGHTS_SETTINGS; i++) {
+        const weights_key *key = &weights_keys[i];
+        const gguf_value *v = key->gguf ? weights_find_key(f, m, key->gguf) : NULL;
+        if (v ? !gguf_is_number(v) : key->gguf && key->is_needed) {
+            return weight_fail(f->error, "%s.%s is %s", m->gguf, key->gguf,
+                               v ? "no number" : "missing");
+        }
+        if (v && !weights_set(f->error, c, key, gguf_number_at(v, 0))) {
+            return false;
+        }
+    }
+    const weight_entry *tokens = weight_find(f, "token_embd.weight");
+    c->vocabulary = tokens && tokens->rank == 2 ? tokens->dim[0] : c->vocabulary;
+    c->tied = !weight_find(f, "output.weight");
+    weights_settle_gemma(m, c);
+    return weights_end_config(f->error, c) && weights_read_scaling(f, m, c);
+}
+
+// ---- from config.json ---------------------------------------------------------------------------
+
+#ifdef MODEL_SHAPE_CJSON
+
+GGUF_API const cJSON *weights_item(const cJSON *object, const char *name) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, name);
+    return cJSON_IsNull(item) ? NULL : item;
+}
+
+/* The scaling of the rotary angles, from rope_scaling or rope_parameters. */
+GGUF_API bool weights_json_scaling(char *error, const cJSON *rope, nn_llama_config *c) {
+    const cJSON *named = weights_item(rope, "rope_type");
+    const char *type = cJSON_GetStringValue(named ? named : weights_item(rope, "type"));
+    nn_rotary_scaling *s = &c->scaling;
+    if (!type || strcmp(type, "default") == 0) {
+        return true;
+    }
+    s->kind = strcmp(type, "linear") == 0   ? NN_ROTARY_LINEAR
+              : strcmp(type, "llama3") == 0 ? NN_ROTARY_LLAMA3
+                                            : NN_ROTARY_PLAIN;
+    if (s->kind == NN_ROTARY_PLAIN) {
+        return weight_fail(error, "rotary positions are scaled as %s, which nn_llama does not do",
+                           type);
+    }
+    s->factor = (float)cJSON_GetNumberValue(weights_item(rope, "factor"));
+    if (s->kind == NN_ROTARY_LLAMA3) {
+        s->low = (float)cJSON_GetNumberValue(weights_item(rope, "low_freq_factor"));
+        s->high = (float)cJSON_GetNumberValue(weights_item(rope, "high_freq_factor"));
+        s->original =
+            (int64_t)cJSON_GetNumberValue(weights_item(rope, "original_max_position_embeddings"));
+    }
+    return s->factor > 0.0f &&
+                   (s->kind == NN_ROTARY_LINEAR || (s->high > s->low && s->original > 0))
+               ? true
+               : weight_fail(error, "a number of the scaling of rotary positions is missing");
+}
+
+/* rope_scaling beside rope_theta, as transformers had it, or rope_parameters, with both in it, and for
+   Gemma 3 one for each kind of layer. */
+GGUF_API bool weights_json_rope(char *error, const cJSON *config, nn_llama_config *c) {
+    const cJSON *rope = weights_item(config, "rope_parameters");
+    const cJSON *full = weights_item(rope, "full_attention");
+    const cJSON *theta = weights_item(full ? full : rope, "rope_theta");
+    const cJSON *local = weights_item(weights_item(rope, "sliding_attention"), "rope_theta");
+    c->theta = cJSON_IsNumber(theta) ? (float)theta->valuedouble : c->theta;
+    c->local_theta =
+        cJSON_IsNumber(local) && c->local_theta > 0.0f ? (float)local->valuedouble : c->local_theta;
+    rope = full ? full : rope ? rope : weights_item(config, "rope_scaling");
+    const cJSON *share = weights_item(config, "partial_rotary_factor");
+    share = share ? share : weights_item(rope, "partial_rotary_factor");
+    if (cJSON_IsNumber(share) && share->valuedouble > 0.0 && share->valuedouble < 1.0) {
+        c->turned = (int64_t)(share->valuedouble * (double)c->head_size);
+    }
+    return weights_json_scaling(error, rope, c);
+}
+
+GGUF_API const weights_model *weights_model_of_json(const cJSON *config) {
+    const char *type = cJSON_GetStringValue(weights_item(config, "model_type"));
+    for (int i = 0; i < WEIGHTS_MODELS && type; i++) {
+        if (strcmp(weights_models[i].type, type) == 0) {
+            return &weights_models[i];
+        }
+    }
+    return NULL;
+}
+
+GGUF_API bool weights_config_of_json(char *error, const cJSON *config, nn_llama_config *c) {
+    const weights_model *m = weights_model_of_json(config);
+    if (!m) {
+        const char *type = cJSON_GetStringValue(weights_item(config, "model_type"));
+        return weight_fail(error,
+                           "config.json: its model_type is %.64s: there are llama, mistral, qwen2, "
+                           "qwen3, gemma2, gemma3_text and phi3",
+                           type ? type : "missing");
+    }
+    weights_start_config(m, c);
+    for (int i = 0; i < WEIGHTS_SETTINGS; i++) {
+        const weights_key *key = &weights_keys[i];
+        const cJSON *item = key->json ? weights_item(config, key->json) : NULL;
+        if (item ? !cJSON_IsNumber(item) : key->json && key->is_needed) {
+            return weight_fail(error, "config.json: %s is %s", key->json,
+                               item ? "no number" : "missing");
+        }
+        if (item && !weights_set(error, c, key, item->valuedouble)) {
+            return false;
+        }
+    }
+    const cJSON *tied = weights_item(config, "tie_word_embeddings");
+    c->tied = tied ? cJSON_IsTrue(tied) != 0 : c->tied;
+    if ((m->flags & WEIGHTS_WINDOW_ASKED) != 0 &&
+        !cJSON_IsTrue(weights_item(config, "use_sliding_window"))) {
+        c->window = 0;
+    }
+    c->head_size = c->head_size ? c->head_size : c->channels / c->heads;
+    return weights_json_rope(error, config, c) && weights_end_config(error, c);
+}
+
+/* The config.json beside a file, or in a folder. */
+GGUF_API bool weights_config_beside(weight_file *f, const char *path, nn_llama_config *c) {
+    const char *slash = strrchr(path, '/');
+    char beside[SAFETENSORS_PATH];
+    weight_bytes text;
+    memset(&text, 0, sizeof text);
+    snprintf(beside, sizeof beside, "%s/config.json", path);
+    if (!weight_is_file(beside)) {
+        snprintf(beside, sizeof beside, "%.*sconfig.json", slash ? (int)(slash + 1 - path) : 0,
+                 path);
+    }
+    bool is_read = weight_slurp(f, beside, &text);
+    cJSON *config =
+        is_read ? cJSON_ParseWithLength((const char *)text.data, (size_t)text.size) : NULL;
+    if (is_read && !cJSON_IsObject(config)) {
+        is_read = weight_fail(f->error, "%s is not JSON", beside);
+    }
+    is_read = is_read && weights_config_of_json(f->error, config, c);
+    cJSON_Delete(config);
+    free(text.data);
+    return is_read;
+}
+
+#else
+
+GGUF_API bool weights_config_beside(weight_file *f, const char *path, nn_llama_config *c) {
+    (void)c;
+    return safetensors_add(f, NULL, path);
+}
+
+#endif
+
+/* The settings of the model in a file that was opened at this path. f->error says why it cannot. */
+GGUF_API bool weights_config(weight_file *f, const char *path, nn_llama_config *c) {
+    return f->value_count > 0 ? weights_config_of_gguf(f, c) : weights_config_beside(f, path, c);
+}
+
+// ---- to config.json -----------------------------------------------------------------------------
+
+#ifdef MODEL_SHAPE_CJSON
+
+/* Which of the models such settings are. */
+GGUF_API const weights_model *weights_model_of(const nn_llama_config *c, weights_family family) {
+    const char *type = family == WEIGHTS_PHI3 ? "phi3"
+                       : c->post_norms        ? (c->qk_norm ? "gemma3_text" : "gemma2")
+                       : c->qk_norm           ? "qwen3"
+                       : c->qkv_bias          ? "qwen2"
+                       : c->window            ? "mistral"
+                                              : "llama";
+    const weights_model *m = weights_models;
+    while (strcmp(m->type, type) != 0) {
+        m++;
+    }
+    return m;
+}
+
+GGUF_API void weights_json_add_scaling(cJSON *json, const nn_rotary_scaling *s) {
+    if (s->kind == NN_ROTARY_PLAIN) {
+        return;
+    }
+    cJSON *rope = cJSON_AddObjectToObject(json, "rope_scaling");
+    cJSON_AddStringToObject(rope, "rope_type", s->kind == NN_ROTARY_LINEAR ? "linear" : "llama3");
+    cJSON_AddNumberToObject(rope, "factor", weights_decimal(s->factor));
+    if (s->kind == NN_ROTARY_LLAMA3) {
+        cJSON_AddNumberToObject(rope, "low_freq_factor", weights_decimal(s->low));
+        cJSON_AddNumberToObject(rope, "high_freq_factor", weights_decimal(s->high));
+        cJSON_AddNumberToObject(rope, "original_max_position_embeddings", (double)s->original);
+    }
+}
+
+/* What other models than Llama have besides. */
+GGUF_API void weights_json_add_kind(cJSON *json, const nn_llama_config *c, const weights_model *m) {
+    const bool is_gemma = (m->flags & WEIGHTS_IS_GEMMA) != 0;
+    const char *act = is_gemma ? "hidden_activation" : "hidden_act";
+    cJSON_AddStringToObject(json, act, c->gelu ? "gelu_pytorch_tanh" : "silu");
+    if ((m->flags & WEIGHTS_WINDOW_ASKED) != 0) {
+        cJSON_AddBoolToObject(json, "use_sliding_window", c->window > 0);
+        cJSON_AddNumberToObject(json, "max_window_layers", 0.0);
+    }
+    if (is_gemma && c->query_scale <= 0.0f) {
+        cJSON_AddNumberToObject(json, "query_pre_attn_scalar", (double)c->head_size);
+    }
+    if ((m->flags & WEIGHTS_IS_GEMMA3) != 0) {
+        cJSON_AddNumberToObject(json, "sliding_window_pattern", (double)c->full_every);
+    }
+    if (c->turned > 0) {
+        cJSON_AddNumberToObject(json, "partial_rotary_factor",
+                                (double)c->turned / (double)c->head_size);
+    }
+    if (m->family == WEIGHTS_PHI3) {
+        cJSON_AddNullToObject(json, "pad_token_id"); // else it may be beyond the tokens
+    }
+}
+
+/* Writes the config.json of what weights_write has written: `positions` is the longest sequence that the
+   model is meant for. Errors are in out->error. */
+GGUF_API bool weights_write_config(weights_output *out, const char *path,
+                                   const nn_llama_config *config, weights_family family,
+                                   int64_t positions) {
+    nn_llama_config c = *config;
+    if (!weights_end_config(out->error, &c)) {
+        return false;
+    }
+    const weights_model *m = weights_model_of(&c, family);
+    cJSON *json = cJSON_CreateObject();
+    cJSON_AddItemToArray(cJSON_AddArrayToObject(json, "architectures"),
+                         cJSON_CreateString(m->architecture));
+    cJSON_AddStringToObject(json, "model_type", m->type);
+    for (int i = 0; i < WEIGHTS_SETTINGS; i++) {
+        const double value = weights_get(&c, &weights_keys[i]);
+        if (weights_keys[i].json && (value > 0.0 || weights_keys[i].is_needed)) {
+            cJSON_AddNumberToObject(json, weights_keys[i].json, value);
+        } else if (weights_keys[i].json && (m->flags & WEIGHTS_IS_GEMMA) != 0) { // it has defaults
+            cJSON_AddNullToObject(json, weights_keys[i].json);
+        }
+    }
+    cJSON_AddNumberToObject(json, "max_position_embeddings", (double)positions);
+    cJSON_AddBoolToObject(json, "tie_word_embeddings", c.tied);
+    cJSON_AddStringToObject(json, "torch_dtype",
+                            strcmp(out->type, "F32") == 0   ? "float32"
+                            : strcmp(out->type, "F16") == 0 ? "float16"
+                                                            : "bfloat16");
+    weights_json_add_scaling(json, &c.scaling);
+    weights_json_add_kind(json, &c, m);
+    char *text = cJSON_Print(json);
+    cJSON_Delete(json);
+    weights_file w;
+    bool is_written =
+        text ? weights_create(out->error, &w, path) : weight_fail(out->error, "no memory");
+    if (is_written) {
+        weights_put(&w, text, strlen(text));
+        is_written = weights_commit(out->error, &w, true);
+    }
+    cJSON_free(text);
+    return is_written;
+}
+
+#endif
+#endif // MEMSCALE_WEIGHTS_CONFIG_H
