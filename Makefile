@@ -16,7 +16,7 @@
 #   GPU_SECONDS=600                                 of make gpu-first
 #   ONLY=emulated                                   of make test, test-broad and test-all: the groups
 #                                                   with that in the name
-#   FUZZ_SECONDS=600 FUZZ_CC=clang                  of make fuzz and make fuzz-load
+#   FUZZ_SECONDS=600 FUZZ_CC=clang                  of make fuzz, fuzz-load and fuzz-weights
 #   MUTANTS=lower MUTANTS_MOST_S=0.3                of make mutants: those in sections with that in the name;
 #                                                   by tests that take no longer
 #   header= OUT= private=                           another header than memscale.h, in a folder of its own
@@ -120,7 +120,7 @@ sources  := $(filter-out tests/test_cuda%,$(wildcard tests/test_*.c))
 tests    := $(patsubst %.c,$(OUT)/%,$(sources))
 twins    := $(addsuffix _cpp,$(tests))
 
-.PHONY: all cuda run cross mutants test test-broad test-all test-gpu gpu-build gpu-first bench-gpu fuzz fuzz-corpus fuzz-load fuzz-load-corpus coverage clean format help FORCE
+.PHONY: all cuda run cross mutants test test-broad test-all test-gpu gpu-build gpu-first bench-gpu fuzz fuzz-corpus fuzz-load fuzz-load-corpus fuzz-weights fuzz-weights-corpus coverage clean format help FORCE
 all: $(programs)
 
 say = $(if $(V),,@echo '  $(1)' &&)
@@ -154,7 +154,7 @@ $(OUT)/library_cpp.o:
 on_object  := -DMEMSCALE_IMPLEMENTATION_DONE
 on_library := -I$(private) -Itests
 
-on_private := $(tests) $(OUT)/tests/fuzz_api $(OUT)/tests/fuzz_load $(patsubst %.c,$(OUT)/%,$(shell grep -l '"private.h"' bench/*.c))
+on_private := $(tests) $(addprefix $(OUT)/tests/,fuzz_api fuzz_load fuzz_weights) $(patsubst %.c,$(OUT)/%,$(shell grep -l '"private.h"' bench/*.c))
 # What a target needs is not for what it is made of: flags would change with the target that asks for them.
 $(on_private) $(twins): private on_object = $(on_library)
 $(on_private) $(twins): | $(private)/private.h
@@ -162,7 +162,8 @@ $(filter-out $(on_private) %/engine,$(programs)) $(OUT)/tests/kill_saves: $(OUT)
 $(on_private): $(OUT)/library.o
 $(twins): $(OUT)/library_cpp.o
 $(tests) $(twins): private libs += $(CMOCKA)
-$(OUT)/examples/estimate $(OUT)/tests/test_estimate $(OUT)/tests/test_estimate_cpp: private libs += $(CJSON)
+reads_json := $(OUT)/examples/estimate $(addprefix $(OUT)/tests/,fuzz_weights test_estimate test_estimate_cpp test_weights test_weights_cpp)
+$(reads_json): private libs += $(CJSON)
 
 $(OUT)/%: %.c $(OUT)/flags
 	@mkdir -p $(@D)
@@ -246,14 +247,18 @@ bench-gpu: need-nvcc need-gpu
 
 # Random sequences of calls, for ten minutes. The corpus grows in build/fuzz; fuzz-corpus makes the
 # small one of the tests of it: the longest of those that together reach all that is reached. The same
-# of files that ms_load reads: what is written for fuzz_load to begin with, and as small as it gets.
+# of files that ms_load reads, and of published weights and tokenizers: what is written for fuzz_load and
+# fuzz_weights to begin with, and as small as it gets.
 FUZZ_SECONDS ?= 600
 FUZZ_CC      ?= clang
-FUZZ_FLAGS   := -max_len=600 -len_control=20 -timeout=20 -print_final_stats=1
-LOAD_FLAGS   := -max_len=8192 -len_control=0 -timeout=20 -rss_limit_mb=3000 -print_final_stats=1
+FUZZ_FLAGS   := -timeout=20 -print_final_stats=1 -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=build/fuzz/findings/
+CALLS_FLAGS  := -max_len=600 -len_control=20
+FILES_FLAGS  := -max_len=8192 -len_control=0 -rss_limit_mb=3000
 
-build/fuzz/fuzz_api build/fuzz/fuzz_load: build/fuzz/%: tests/%.c tests/library.c $(private)/bodies.h $(private)/private.h
-	@mkdir -p build/fuzz/corpus build/fuzz/corpus_load build/fuzz/findings
+build/fuzz/fuzz_weights: private on_library += -Iexamples
+build/fuzz/fuzz_weights: private LDFLAGS += $(CJSON)
+build/fuzz/fuzz_api build/fuzz/fuzz_load build/fuzz/fuzz_weights: build/fuzz/%: tests/%.c tests/library.c $(private)/bodies.h $(private)/private.h
+	@mkdir -p build/fuzz/corpus build/fuzz/corpus_load build/fuzz/corpus_weights build/fuzz/findings
 	@echo 'int LLVMFuzzerTestOneInput(const char *d, long n) { return d && n < 0; }' \
 	 | $(FUZZ_CC) -x c - -fsanitize=fuzzer -o build/fuzz/trial 2> /dev/null || \
 	 { echo 'make fuzz needs clang with its fuzzer library (clang, libclang-rt-dev)'; exit 1; }
@@ -261,8 +266,7 @@ build/fuzz/fuzz_api build/fuzz/fuzz_load: build/fuzz/%: tests/%.c tests/library.
 	 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $(on_library) -Wno-missing-prototypes $(CFLAGS) -o $@ $< tests/library.c $(LDFLAGS) -lm -pthread
 
 fuzz: build/fuzz/fuzz_api
-	@$< $(FUZZ_FLAGS) -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=build/fuzz/findings/ \
-	 build/fuzz/corpus tests/corpus
+	@$< $(FUZZ_FLAGS) $(CALLS_FLAGS) build/fuzz/corpus tests/corpus
 
 fuzz-corpus: build/fuzz/fuzz_api
 	@rm -rf build/fuzz/small && mkdir -p build/fuzz/small
@@ -270,14 +274,13 @@ fuzz-corpus: build/fuzz/fuzz_api
 	@rm -rf tests/corpus && mkdir tests/corpus
 	@cd build/fuzz/small && cp $$(ls -S | head -n 60) ../../../tests/corpus
 
-fuzz-load: build/fuzz/fuzz_load
-	@$< $(LOAD_FLAGS) -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=build/fuzz/findings/ \
-	 build/fuzz/corpus_load tests/corpus_load
+fuzz-load fuzz-weights: fuzz-%: build/fuzz/fuzz_%
+	@$< $(FUZZ_FLAGS) $(FILES_FLAGS) build/fuzz/corpus_$* tests/corpus_$*
 
-fuzz-load-corpus: build/fuzz/fuzz_load
+fuzz-load-corpus fuzz-weights-corpus: fuzz-%-corpus: build/fuzz/fuzz_%
 	@rm -rf build/fuzz/small && mkdir -p build/fuzz/small
-	@$< -set_cover_merge=1 -use_counters=0 build/fuzz/small tests/corpus_load build/fuzz/corpus_load
-	@rm -rf tests/corpus_load && mkdir tests/corpus_load && cp build/fuzz/small/* tests/corpus_load
+	@$< -set_cover_merge=1 -use_counters=0 build/fuzz/small tests/corpus_$* build/fuzz/corpus_$*
+	@rm -rf tests/corpus_$* && mkdir tests/corpus_$* && cp build/fuzz/small/* tests/corpus_$*
 
 # Line coverage of the headers over all tests, on one thread.
 covered := $(patsubst %.c,build/coverage/%,$(sources))
@@ -309,6 +312,7 @@ help:
 	@echo 'make fuzz       random sequences of calls for ten minutes, by clang'"'"'s fuzzer'
 	@echo 'make fuzz-corpus  the small corpus of the tests anew, from what make fuzz has found'
 	@echo 'make fuzz-load  random files to load for ten minutes; fuzz-load-corpus: its small corpus anew'
+	@echo 'make fuzz-weights  random files of published weights; fuzz-weights-corpus: its small corpus anew'
 	@echo 'make coverage   line coverage of the tests'
 	@echo 'make format     clang-format all sources'
 	@echo 'make clean      remove build/'

@@ -263,6 +263,13 @@ GGUF_API const cJSON *weights_item(const cJSON *object, const char *name) {
     return cJSON_IsNull(item) ? NULL : item;
 }
 
+/* A number from 0 that any type of the settings can hold; 0 if there is none. */
+GGUF_API double weights_json_number(const cJSON *object, const char *name) {
+    const cJSON *item = weights_item(object, name);
+    const double value = cJSON_IsNumber(item) ? item->valuedouble : 0.0;
+    return value > 0.0 && value <= 1e12 ? value : 0.0;
+}
+
 /* The scaling of the rotary angles, from rope_scaling or rope_parameters. */
 GGUF_API bool weights_json_scaling(char *error, const cJSON *rope, nn_llama_config *c) {
     const cJSON *named = weights_item(rope, "rope_type");
@@ -278,12 +285,11 @@ GGUF_API bool weights_json_scaling(char *error, const cJSON *rope, nn_llama_conf
         return weight_fail(error, "rotary positions are scaled as %s, which nn_llama does not do",
                            type);
     }
-    s->factor = (float)cJSON_GetNumberValue(weights_item(rope, "factor"));
+    s->factor = (float)weights_json_number(rope, "factor");
     if (s->kind == NN_ROTARY_LLAMA3) {
-        s->low = (float)cJSON_GetNumberValue(weights_item(rope, "low_freq_factor"));
-        s->high = (float)cJSON_GetNumberValue(weights_item(rope, "high_freq_factor"));
-        s->original =
-            (int64_t)cJSON_GetNumberValue(weights_item(rope, "original_max_position_embeddings"));
+        s->low = (float)weights_json_number(rope, "low_freq_factor");
+        s->high = (float)weights_json_number(rope, "high_freq_factor");
+        s->original = (int64_t)weights_json_number(rope, "original_max_position_embeddings");
     }
     return s->factor > 0.0f &&
                    (s->kind == NN_ROTARY_LINEAR || (s->high > s->low && s->original > 0))
@@ -296,16 +302,15 @@ GGUF_API bool weights_json_scaling(char *error, const cJSON *rope, nn_llama_conf
 GGUF_API bool weights_json_rope(char *error, const cJSON *config, nn_llama_config *c) {
     const cJSON *rope = weights_item(config, "rope_parameters");
     const cJSON *full = weights_item(rope, "full_attention");
-    const cJSON *theta = weights_item(full ? full : rope, "rope_theta");
-    const cJSON *local = weights_item(weights_item(rope, "sliding_attention"), "rope_theta");
-    c->theta = cJSON_IsNumber(theta) ? (float)theta->valuedouble : c->theta;
-    c->local_theta =
-        cJSON_IsNumber(local) && c->local_theta > 0.0f ? (float)local->valuedouble : c->local_theta;
+    const double theta = weights_json_number(full ? full : rope, "rope_theta");
+    const double local = weights_json_number(weights_item(rope, "sliding_attention"), "rope_theta");
+    c->theta = theta > 0.0 ? (float)theta : c->theta;
+    c->local_theta = local > 0.0 && c->local_theta > 0.0f ? (float)local : c->local_theta;
     rope = full ? full : rope ? rope : weights_item(config, "rope_scaling");
-    const cJSON *share = weights_item(config, "partial_rotary_factor");
-    share = share ? share : weights_item(rope, "partial_rotary_factor");
-    if (cJSON_IsNumber(share) && share->valuedouble > 0.0 && share->valuedouble < 1.0) {
-        c->turned = (int64_t)(share->valuedouble * (double)c->head_size);
+    const bool is_apart = weights_item(config, "partial_rotary_factor") != NULL;
+    const double share = weights_json_number(is_apart ? config : rope, "partial_rotary_factor");
+    if (share > 0.0 && share < 1.0) {
+        c->turned = (int64_t)(share * (double)c->head_size);
     }
     return weights_json_scaling(error, rope, c);
 }
