@@ -257,7 +257,7 @@ FILES_FLAGS  := -max_len=8192 -len_control=0 -rss_limit_mb=3000
 
 build/fuzz/fuzz_weights: private on_library += -Iexamples
 build/fuzz/fuzz_weights: private LDFLAGS += $(CJSON)
-build/fuzz/fuzz_api build/fuzz/fuzz_load build/fuzz/fuzz_weights: build/fuzz/%: tests/%.c tests/library.c $(private)/bodies.h $(private)/private.h
+build/fuzz/fuzz_api build/fuzz/fuzz_load build/fuzz/fuzz_weights: build/fuzz/%: tests/%.c tests/library.c $(private)/bodies.h $(private)/private.h $(wildcard examples/*.h tests/*.h)
 	@mkdir -p build/fuzz/corpus build/fuzz/corpus_load build/fuzz/corpus_weights build/fuzz/findings
 	@echo 'int LLVMFuzzerTestOneInput(const char *d, long n) { return d && n < 0; }' \
 	 | $(FUZZ_CC) -x c - -fsanitize=fuzzer -o build/fuzz/trial 2> /dev/null || \

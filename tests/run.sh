@@ -297,7 +297,7 @@ cell_sources() { # COMPILER: C++ would rather see {} than {0}, which C programs 
 check_dialect() {
     need "$CXX"
     local source status=0
-    for source in tests/test_*.c tests/fuzz_api.c tests/fuzz_load.c; do
+    for source in tests/test_*.c tests/fuzz_*.c; do
         case $source in */test_cuda*) continue ;; esac
         compile "$CXX" -Ibuild/private -Wno-missing-field-initializers -fsyntax-only "$source" || status=1
     done
@@ -581,13 +581,13 @@ sweeps() { # SOURCE: whether it asks how far to go
 
 # Tests that the emulated device does not run: they have no model on a device of CUDA's, or (test_threads)
 # host callbacks that share one emulated device, and would open its memory to one another.
-host_only=' test_formats test_host_values test_solver test_threads test_virtual '
+host_only=' test_formats test_host_values test_solver test_threads test_virtual test_weights '
 
 # Once in the quick tier, with sanitizers where memory and errors are what is tested: their sweeps are
 # longer with sanitizers too. Longer sweeps are of the release configuration: a part of the full ones, which
 # MEMSCALE_TEST_SWEEP=100 asks a test program for. As C++11 the tests run on the emulated device, or else
 # here.
-sanitized=' test_api test_gemm test_layout test_memory test_optimizer test_profile test_validate '
+sanitized=' test_api test_gemm test_layout test_memory test_optimizer test_profile test_validate test_weights '
 plans_only=' test_estimate test_rules test_solver ' # of which fuzz_api and others run the code with sanitizers
 group 'tests'
 for source in tests/test_*.c; do
@@ -620,6 +620,7 @@ check full 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thre
 check broad 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=20 run_threads build/thread/tests/test_offload'
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api tests/corpus'
 check quick 'fuzz_load on tests/corpus_load, sanitizers' 'run_corpus build/sanitize/tests/fuzz_load tests/corpus_load'
+check quick 'fuzz_weights on tests/corpus_weights, sanitizers' 'run_corpus build/sanitize/tests/fuzz_weights tests/corpus_weights'
 check quick 'files and safetensors of Python' check_safetensors
 check broad 'runs that are killed while they save' 'build release build/tests/kill_saves && build/tests/kill_saves 100'
 check quick 'all as C++11, without code' check_dialect
