@@ -510,7 +510,7 @@ static void lies_of_gguf(void **state) {
         {NULL, 8, UINT64_MAX, 8, "tensors"},
         {NULL, 8, 2, 8, "name of a tensor"},
         {NULL, 16, UINT64_MAX, 8, "values of metadata"},
-        {NULL, 16, 2, 8, "metadata"},
+        {NULL, 16, 2, 8, "ends within"},
         {NULL, 24, UINT64_MAX - 3, 8, "metadata"},
         {"general.alignment", 0, 99, 4, "type"},
         {"general.alignment", 4, 0, 4, "alignment"},
