@@ -82,19 +82,10 @@ static uint64_t resident_bytes(void) {
 
 // ---- models -------------------------------------------------------------------------------------
 
-/* As in examples/gpt2: random windows of the text; the target of each token is the next one. */
-static void draw_batch(trainer *t) {
-    const int64_t sequence = t->shape.sequence;
-    for (int64_t b = 0; b < t->shape.batch; b++) {
-        draw_window(t, sequence + 1);
-        memcpy(t->tokens + b * sequence, t->window, (size_t)sequence * sizeof *t->window);
-        memcpy(t->targets + b * sequence, t->window + 1, (size_t)sequence * sizeof *t->window);
-    }
-}
-
 static const trainer_kind gpt2 = {
-    "GPT-2 on bytes", "gpt2-", "tiny, small, 124M, 355M, 774M or 1558M", BYTE_COUNT, 0.95f, nn_gpt2,
-    draw_batch,       NULL};
+    "GPT-2 on bytes", "gpt2-", "tiny, small, 124M, 355M, 774M or 1558M",
+    BYTE_COUNT,       0.95f,   nn_gpt2,
+    draw_next_tokens, NULL,    NULL};
 
 /* Makes the model of a plan and wraps it. A budget that cannot be reached is no error. */
 static int make_plan(bench *b, plan *p) {
@@ -151,11 +142,14 @@ static int start_plan(bench *b, plan *p) {
     trainer *t = &p->t, *first = &b->plans[0].t;
     const uint64_t before = resident_bytes();
     counted.current = &p->allocated;
-    if (t == first && load_text(t) < 0) {
+    if (t == first && prepare_text(t) < 0) {
         return 1;
     }
     t->text = first->text;
     t->text_bytes = first->text_bytes;
+    t->data = first->data;
+    t->data_count = first->data_count;
+    t->held_out_block = first->held_out_block;
     p->seconds = (double *)malloc((size_t)b->rounds * sizeof *p->seconds);
     p->ratios = (double *)malloc((size_t)b->rounds * sizeof *p->ratios);
     if (!p->seconds || !p->ratios) {
@@ -169,6 +163,7 @@ static int start_plan(bench *b, plan *p) {
 static void free_plan(plan *p, bool owns_text) {
     counted.current = &p->allocated;
     p->t.text = owns_text ? p->t.text : NULL;
+    p->t.data = owns_text ? p->t.data : NULL;
     free_trainer(&p->t);
     free(p->seconds);
     free(p->ratios);
@@ -458,6 +453,7 @@ int main(int argc, char **argv) {
     o->sequence = 64;
     o->steps = 300;
     o->accumulate = 1;
+    o->warmup = WARMUP_STEPS;
     o->seed = 1;
     b.rounds = 300;
     const option_spec options[] = {

@@ -105,7 +105,7 @@ static int guess(trainer *t) {
 
 static const trainer_kind bert = {"BERT on bytes", "bert-", "small, tiny, base or large",
                                   BYTE_COUNT + 1,  0.999f,  nn_bert,
-                                  draw_batch,      guess};
+                                  draw_batch,      guess,   NULL};
 
 int main(int argc, char **argv) {
     return train_program(&bert, argc, argv);

@@ -19,16 +19,6 @@
 
 enum { SAMPLE_BYTES = 240 };
 
-/* Random windows of the text; the target of each token is the next one. */
-static void draw_batch(trainer *t) {
-    const int64_t sequence = t->shape.sequence;
-    for (int64_t b = 0; b < t->shape.batch; b++) {
-        draw_window(t, sequence + 1);
-        memcpy(t->tokens + b * sequence, t->window, (size_t)sequence * sizeof *t->window);
-        memcpy(t->targets + b * sequence, t->window + 1, (size_t)sequence * sizeof *t->window);
-    }
-}
-
 /* One byte from softmax(logits / 0.7). */
 static int32_t draw_byte(trainer *t, const float *logits) {
     double weights[BYTE_COUNT], sum = 0.0;
@@ -85,8 +75,9 @@ static int sample(trainer *t) {
 }
 
 static const trainer_kind gpt2 = {
-    "GPT-2 on bytes", "gpt2-", "small, tiny, 124M, 355M, 774M or 1558M", BYTE_COUNT, 0.95f, nn_gpt2,
-    draw_batch,       sample};
+    "GPT-2 on bytes", "gpt2-", "small, tiny, 124M, 355M, 774M or 1558M",
+    BYTE_COUNT,       0.95f,   nn_gpt2,
+    draw_next_tokens, sample,  NULL};
 
 int main(int argc, char **argv) {
     return train_program(&gpt2, argc, argv);

@@ -1,7 +1,8 @@
-/*  trainer.h - what gpt2.c and bert.c share: options, text, the model and its budget, the loop.
+/*  trainer.h - what gpt2.c, bert.c and llama.c share: options, text, the model and its budget, the loop.
 
-    A trainer_kind has what differs between the programs: how
-    to build the net, how to draw a batch, what to show after training. Include memscale.h and nn.h
+    A trainer_kind has what differs between the programs: how to build the net, how to draw a batch,
+    what to show after training; and, where a model is not one of nn_transformer_config or its tokens
+    are not bytes, sizes, options, tokens and initial params of its own. Include memscale.h and nn.h
     first. */
 #ifndef MEMSCALE_TRAINER_H
 #define MEMSCALE_TRAINER_H
@@ -15,7 +16,7 @@
 enum { MAX_SPACES = 12, BYTE_COUNT = 256, WARMUP_STEPS = 60, CUDA_READ_EVERY = 10 };
 
 /* Of the blocks of a text, every so many-th is held out: trained on by no run, and evaluated after
-   training in the same batches by every run, whatever its seed. */
+   training in the same batches by every run, whatever its seed. Of short texts blocks are shorter. */
 enum { HELD_OUT_BLOCK = 4096, HELD_OUT_EVERY = 10, HELD_OUT_BATCHES = 64 };
 
 static const char *const default_files[] = {
@@ -25,7 +26,7 @@ static const char *const default_files[] = {
 typedef struct settings {
     const char *preset, *device, *mode, *off, *offload, *optimizer, *state, *precision;
     const char *trace, *metrics; // files to write, or NULL
-    int64_t batch, sequence, steps, seconds, every, seed;
+    int64_t batch, sequence, steps, seconds, every, seed, warmup;
     int64_t accumulate; // batches of a step
     option_budget budget;
     float dropout, clip, rate; // 0: none, no limit, as fits the model
@@ -46,7 +47,21 @@ typedef struct trainer_kind {
     nn_transformer (*build)(nn_net *net, const nn_transformer_config *shape);
     void (*draw_batch)(trainer *t); // fills tokens and targets
     int (*show)(trainer *t);        // what it has learnt from a text, by t->logits
+    const struct trainer_own *own;  // NULL: all that is own is above
 } trainer_kind;
+
+/* What a kind of trainer does by itself; each prints the reason and returns 1 after an error. A trainer
+   is the first member of its struct. */
+typedef struct trainer_own {
+    const char *usage;
+    int (*list_options)(trainer *t, option_spec *specs); // adds its options; returns how many
+    int (*choose_shape)(trainer *t); // fills t->shape, t->model_name and t->usual_rate
+    nn_transformer (*build)(trainer *t);
+    bool (*keeps_logits)(const trainer *t); // whether t->kind->show needs them
+    int (*encode)(trainer *t);              // t->text becomes t->data
+    int (*init)(trainer *t);                // writes the initial params
+    int (*finish)(trainer *t);              // after training
+} trainer_own;
 
 struct trainer {
     const trainer_kind *kind;
@@ -56,9 +71,13 @@ struct trainer {
     ms_model *model;
     nn_net *net;
     nn_transformer built;
+    const char *model_name;
+    double usual_rate;
     uint8_t *text;
     int64_t text_bytes;
-    int spaces;                // at the end of the text
+    int spaces;    // at the end of the text
+    int32_t *data; // the tokens of the text
+    int64_t data_count, held_out_block;
     int32_t *tokens, *targets; // (B, T)
     int32_t *window;           // (T + 1)
     float *logits;             // (B, T, V), to show what was learnt
@@ -72,7 +91,7 @@ struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { TRAINER_OPTIONS = 32 + CHECKPOINT_OPTION_COUNT };
+enum { TRAINER_OWN_OPTIONS = 8, TRAINER_OPTIONS = 1 + 32 + CHECKPOINT_OPTION_COUNT };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(const trainer_kind *kind, settings *o, option_spec *specs) {
@@ -100,7 +119,9 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--accumulate", "N", OPTION_COUNT, &o->accumulate, OPTION_ACCUMULATE_HELP},
         {"--clip", "X", OPTION_REAL, &o->clip, OPTION_CLIP_HELP},
         {"--rate", "X", OPTION_REAL, &o->rate,
-         OPTION_RATE_HELP "\n(1e-3 for small models, else 3e-4)"},
+         OPTION_RATE_HELP
+         "\n(1e-3 for small models, else 3e-4; 2e-5 for what others have trained, adapters 2e-4)"},
+        {"--warmup", "N", OPTION_COUNT, &o->warmup, "steps in which the rate rises"},
         {"--steps", "N", OPTION_COUNT, &o->steps, "stop after N steps"},
         {"--seconds", "N", OPTION_COUNT, &o->seconds,
          "stop after N seconds (45, unless --steps is given)"},
@@ -135,6 +156,9 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
 /* small and tiny are sizes for bytes; others are those of nn.h, with or without their prefix. */
 static int choose_shape(trainer *t) {
     const settings *o = &t->options;
+    if (t->kind->own) {
+        return t->kind->own->choose_shape(t);
+    }
     nn_transformer_config *shape = &t->shape;
     const bool tiny = strcmp(o->preset, "tiny") == 0;
     const bool small = tiny || strcmp(o->preset, "small") == 0;
@@ -155,6 +179,8 @@ static int choose_shape(trainer *t) {
     shape->batch = o->batch ? o->batch : small ? 8 : 4;
     shape->sequence = o->sequence;
     shape->dropout = o->dropout;
+    t->model_name = o->preset;
+    t->usual_rate = shape->channels < 512 ? 1e-3 : 3e-4;
     if (shape->sequence > shape->context) {
         return fail("--sequence %lld: the position table of this preset has %lld rows",
                     (long long)shape->sequence, (long long)shape->context);
@@ -210,22 +236,54 @@ static int load_text(trainer *t) {
             return -1;
         }
     }
-    if (t->text_bytes <= t->shape.sequence) {
-        fail("the text has %lld bytes; a sequence of %lld needs at least %lld",
-             (long long)t->text_bytes, (long long)t->shape.sequence,
+    return count;
+}
+
+/* A token for each byte. */
+static int encode_bytes(trainer *t) {
+    t->data = (int32_t *)malloc((size_t)(t->text_bytes + 1) * sizeof *t->data);
+    if (!t->data) {
+        return fail("no memory for the tokens of the text");
+    }
+    for (int64_t i = 0; i < t->text_bytes; i++) {
+        t->data[i] = t->text[i];
+    }
+    t->data_count = t->text_bytes;
+    return 0;
+}
+
+/* Reads the text, and what its tokens are; returns the number of files, or -1. */
+static int prepare_text(trainer *t) {
+    const bool own = t->kind->own != NULL;
+    const int count = load_text(t);
+    if (count < 0 || (own ? t->kind->own->encode(t) : encode_bytes(t)) != 0) {
+        return -1;
+    }
+    if (t->data_count <= t->shape.sequence) {
+        fail("the text has %lld %s; a sequence of %lld needs at least %lld",
+             (long long)t->data_count, own ? "tokens" : "bytes", (long long)t->shape.sequence,
              (long long)t->shape.sequence + 1);
         return -1;
+    }
+    t->held_out_block = HELD_OUT_BLOCK;
+    while (t->held_out_block * HELD_OUT_EVERY > t->data_count &&
+           t->held_out_block / 2 > t->shape.sequence) {
+        t->held_out_block /= 2;
     }
     return count;
 }
 
 static int read_text(trainer *t) {
-    const int count = load_text(t);
+    const int count = prepare_text(t);
     if (count < 0) {
         return 1;
     }
-    printf("text      %lld bytes from %d file%s\n", (long long)t->text_bytes, count,
+    printf("text      %lld bytes from %d file%s", (long long)t->text_bytes, count,
            count == 1 ? "" : "s");
+    if (t->kind->own) {
+        printf(", %lld tokens", (long long)t->data_count);
+    }
+    printf("\n");
     return 0;
 }
 
@@ -237,11 +295,12 @@ static uint64_t next_random(trainer *t) {
 }
 
 static int64_t held_out_blocks(const trainer *t) {
-    return t->options.random ? 0 : t->text_bytes / (HELD_OUT_BLOCK * HELD_OUT_EVERY);
+    const bool is_short = t->options.random || t->held_out_block <= t->shape.sequence;
+    return is_short ? 0 : t->data_count / (t->held_out_block * HELD_OUT_EVERY);
 }
 
-static bool is_held_out(const trainer *t, int64_t byte) {
-    const int64_t block = byte / HELD_OUT_BLOCK;
+static bool is_held_out(const trainer *t, int64_t token) {
+    const int64_t block = token / t->held_out_block;
     return block % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 &&
            block / HELD_OUT_EVERY < held_out_blocks(t);
 }
@@ -252,13 +311,13 @@ static int64_t place_window(trainer *t, int64_t count) {
     if (t->held_out < 0) {
         int64_t at;
         do {
-            at = (int64_t)(next_random(t) % (uint64_t)(t->text_bytes - count + 1));
+            at = (int64_t)(next_random(t) % (uint64_t)(t->data_count - count + 1));
         } while (is_held_out(t, at) || is_held_out(t, at + count - 1));
         return at;
     }
     const int64_t blocks = held_out_blocks(t), number = t->held_out++;
     const int64_t block = number % blocks * HELD_OUT_EVERY + HELD_OUT_EVERY - 1;
-    return block * HELD_OUT_BLOCK + number / blocks % (HELD_OUT_BLOCK / count) * count;
+    return block * t->held_out_block + number / blocks % (t->held_out_block / count) * count;
 }
 
 /* Fills the window with `count` tokens: from the text, or random ones. */
@@ -269,9 +328,16 @@ static void draw_window(trainer *t, int64_t count) {
         }
         return;
     }
-    const uint8_t *text = t->text + place_window(t, count);
-    for (int64_t i = 0; i < count; i++) {
-        t->window[i] = text[i];
+    memcpy(t->window, t->data + place_window(t, count), (size_t)count * sizeof *t->window);
+}
+
+/* Random windows of the text; the target of each token is the next one. */
+static void draw_next_tokens(trainer *t) {
+    const int64_t sequence = t->shape.sequence;
+    for (int64_t b = 0; b < t->shape.batch; b++) {
+        draw_window(t, sequence + 1);
+        memcpy(t->tokens + b * sequence, t->window, (size_t)sequence * sizeof *t->window);
+        memcpy(t->targets + b * sequence, t->window + 1, (size_t)sequence * sizeof *t->window);
     }
 }
 
@@ -373,8 +439,10 @@ static int choose_optimizer(const trainer *t, ms_optimizer_desc *desc, ms_config
 static void force_codes(trainer *t) {
     for (int64_t i = 0; i < nn_param_count(t->net); i++) {
         const nn_param_info *param = nn_param_at(t->net, i);
-        const bool is_table = strcmp(param->name, "wte") == 0 || // whose rows are looked up
-                              strcmp(param->name, "wpe") == 0 || strcmp(param->name, "wse") == 0;
+        const char *const name = param->name;
+        const bool is_table = strcmp(name, "wte") == 0 || // whose rows are looked up
+                              strcmp(name, "wpe") == 0 || strcmp(name, "wse") == 0 ||
+                              strcmp(name, "tokens.weight") == 0;
         const char *state = t->options.state ? t->options.state : "f32";
         if (strncmp(state, "8bit", 4) == 0 && param->shape.rank == 2 &&
             ms_shape_count(&param->shape) >= 4096 && (!is_table || state[4])) {
@@ -431,8 +499,9 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     }
     nn_force_half(t->net, half);
     nn_half_gradients(t->net, t->options.half_gradients);
-    t->built = t->kind->build(t->net, &t->shape);
-    if (!t->options.random) {
+    const trainer_own *own = t->kind->own;
+    t->built = own ? own->build(t) : t->kind->build(t->net, &t->shape);
+    if (own ? own->keeps_logits(t) : !t->options.random) {
         ms_add_eval_output(t->model, t->built.logits);
     }
     optimizer.grad_clip_norm = t->options.clip;
@@ -486,7 +555,7 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
     }
     printf("model     %s: %lld layers, %lld channels, %lld heads, vocabulary %lld: %.2f M params; "
            "batch %lld x %lld\n",
-           t->options.preset, (long long)t->shape.layers, (long long)t->shape.channels,
+           t->model_name, (long long)t->shape.layers, (long long)t->shape.channels,
            (long long)t->shape.heads, (long long)t->shape.vocabulary,
            (double)plain.param_count / 1e6, (long long)t->shape.batch,
            (long long)t->shape.sequence);
@@ -588,8 +657,9 @@ static int print_device_memory(trainer *t) {
 // ---- training -----------------------------------------------------------------------------------
 
 typedef struct progress {
-    int64_t step, first;           // first: the step that this process began with
-    double started, earlier, done; // earlier: seconds before it was resumed; done: from 0 to 1
+    int64_t step, first;     // first: the step that this process began with
+    double started, earlier; // earlier: seconds before it was resumed
+    double begun, done;      // from 0 to 1: where this process began, and now
     bool terminal;
     int printed; // tenths of the run that have a line already
 } progress;
@@ -616,21 +686,26 @@ static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) 
     }
     bar[24] = 0;
     const double seconds = seconds_now() - p->started;
-    printf("%sstep %5lld [%s] loss %.3f  %.0f tokens/s  %.1f MiB%s", p->terminal ? "\r" : "",
+    const double left = p->done > p->begun ? seconds * (1.0 - p->done) / (p->done - p->begun) : 0.0;
+    printf("%sstep %5lld [%s] loss %.3f  %.0f tokens/s  %.1f MiB", p->terminal ? "\r" : "",
            (long long)p->step, bar, t->loss,
            (double)((p->step - p->first) * t->options.accumulate * t->shape.batch *
                     t->shape.sequence) /
                seconds,
-           mebibytes(arena_bytes), p->terminal && p->done < 1.0 ? "  " : "\n");
+           mebibytes(arena_bytes));
+    if (p->done < 1.0) {
+        printf("  %lld:%02lld left", (long long)left / 60, (long long)left % 60);
+    }
+    printf(p->terminal && p->done < 1.0 ? "  " : "\n");
     fflush(stdout);
 }
 
 /* Linear warm-up, then a cosine down to a tenth (Loshchilov and Hutter, "SGDR", 2017, eq. 5). */
 static float learning_rate(const trainer *t, const progress *p) {
-    const double usual = (t->shape.channels < 512 ? 1e-3 : 3e-4) *
-                         trainer_optimizers[optimizer_of(&t->options)].rate;
+    const double usual = t->usual_rate * trainer_optimizers[optimizer_of(&t->options)].rate;
     const double top = t->options.rate > 0.0f ? (double)t->options.rate : usual;
-    const double warm = p->step < WARMUP_STEPS ? (double)(p->step + 1) / (double)WARMUP_STEPS : 1.0;
+    const int64_t warmup = t->options.warmup;
+    const double warm = p->step < warmup ? (double)(p->step + 1) / (double)warmup : 1.0;
     return (float)(top * warm * (0.55 + 0.45 * cos(3.14159265358979 * p->done)));
 }
 
@@ -719,6 +794,7 @@ static int train(trainer *t) {
     p.step = p.first = o->saving.step;
     p.terminal = isatty(STDOUT_FILENO) != 0;
     advance(&p, o);
+    p.begun = p.done;
     p.printed = (int)(p.done * 10.0);
     if (ms_report(t->model, &report) != MS_RESULT_OK) {
         return fail("the model has no plan");
@@ -838,8 +914,10 @@ NN_API int read_logits(trainer *t) {
 
 /* With random tokens nothing is shown after training, so that no logits are needed. */
 static int allocate_batch(trainer *t) {
+    const trainer_own *own = t->kind->own;
     const size_t rows = (size_t)(t->shape.batch * t->shape.sequence);
-    const size_t width = t->options.random ? 1 : (size_t)t->shape.vocabulary;
+    const bool keeps = own ? own->keeps_logits(t) : !t->options.random;
+    const size_t width = keeps ? (size_t)t->shape.vocabulary : 1;
     t->tokens = (int32_t *)malloc(rows * sizeof *t->tokens);
     t->targets = (int32_t *)calloc(rows, sizeof *t->targets);
     t->window = (int32_t *)malloc(((size_t)t->shape.sequence + 1) * sizeof *t->window);
@@ -865,6 +943,9 @@ static int start(trainer *t) {
     }
     checkpoint_print(saving);
     t->has_loss = saving->step > 0;
+    if (!saving->is_resumed && t->kind->own) {
+        return t->kind->own->init(t);
+    }
     if ((!saving->is_resumed && nn_init(t->net, (uint64_t)t->options.seed) != MS_RESULT_OK) ||
         (t->built.segments.id &&
          ms_write(t->model, t->built.segments, t->targets) != MS_RESULT_OK)) {
@@ -874,11 +955,14 @@ static int start(trainer *t) {
 }
 
 static int parse_options(trainer *t, int argc, char **argv) {
-    const char *const usage = "[options] [text file ...]\n"
-                              "Trains on text inside a byte budget: on this repository's own, if "
-                              "it is run there, or on files.";
+    const trainer_own *own = t->kind->own;
+    const char *const usage =
+        own ? own->usage
+            : "[options] [text file ...]\n"
+              "Trains on text inside a byte budget: on this repository's own, "
+              "if it is run there, or on files.";
     settings *o = &t->options;
-    option_spec specs[TRAINER_OPTIONS];
+    option_spec specs[TRAINER_OPTIONS + TRAINER_OWN_OPTIONS];
     o->preset = "small";
     o->device = "cpu";
     o->mode = "balanced";
@@ -886,8 +970,11 @@ static int parse_options(trainer *t, int argc, char **argv) {
     o->sequence = 64;
     o->accumulate = 1;
     o->seed = 1;
+    o->warmup = WARMUP_STEPS;
     o->budget.name = "half";
-    if (take_options(usage, specs, list_options(t->kind, o, specs), argc, argv, &o->files) != 0 ||
+    int count = own ? own->list_options(t, specs) : 0;
+    count += list_options(t->kind, o, specs + count);
+    if (take_options(usage, specs, count, argc, argv, &o->files) != 0 ||
         checkpoint_check(&o->saving) != 0 || check_options(t) != 0) {
         return 1;
     }
@@ -937,30 +1024,36 @@ static int run(trainer *t) {
     if (train(t) != 0 || write_reports(t) != 0) {
         return 1;
     }
-    const bool shows = !t->options.random && !t->options.debug && !t->options.saving.is_stopped;
-    return shows && t->kind->show(t) != 0;
+    const trainer_own *own = t->kind->own;
+    const bool is_stopped = t->options.saving.is_stopped;
+    const bool has_logits = own ? own->keeps_logits(t) : !t->options.random;
+    const bool shows = has_logits && !t->options.debug && !is_stopped;
+    return (shows && t->kind->show(t) != 0) || (own && !is_stopped && own->finish(t) != 0);
 }
 
 static void free_trainer(trainer *t) {
     free_model(t);
     free(t->text);
+    free(t->data);
     free(t->tokens);
     free(t->targets);
     free(t->window);
     free(t->logits);
 }
 
+/* Trains with a trainer that is all zero, except what is its kind's own. */
+NN_API int train_as(trainer *t, const trainer_kind *kind, int argc, char **argv) {
+    t->kind = kind;
+    const int result = parse_options(t, argc, argv) != 0 ? 2 : run(t);
+    free_trainer(t);
+    return result;
+}
+
 /* A whole program. */
 NN_API int train_program(const trainer_kind *kind, int argc, char **argv) {
     trainer t;
     memset(&t, 0, sizeof t);
-    t.kind = kind;
-    if (parse_options(&t, argc, argv) != 0) {
-        return 2;
-    }
-    const int result = run(&t);
-    free_trainer(&t);
-    return result;
+    return train_as(&t, kind, argc, argv);
 }
 
 #endif // MEMSCALE_TRAINER_H
