@@ -40,15 +40,26 @@ static inline ms_config t_device_config(void) {
     return config;
 }
 
-static inline void t_note_half(const ms_decision *decision, void *user) {
-    *(bool *)user |= decision->technique == MS_TECHNIQUE_MIXED_PRECISION && decision->is_applied;
+typedef struct t_technique {
+    ms_technique kind;
+    bool is_applied;
+} t_technique;
+
+static inline void t_note_technique(const ms_decision *decision, void *user) {
+    t_technique *technique = (t_technique *)user;
+    technique->is_applied |= decision->technique == technique->kind && decision->is_applied;
+}
+
+/* Whether the plan uses it for any value. */
+static inline bool t_is_applied(const ms_model *model, ms_technique kind) {
+    t_technique technique = {kind, false};
+    assert_int_equal(ms_visit_decisions(model, t_note_technique, &technique), MS_RESULT_OK);
+    return technique.is_applied;
 }
 
 /* Whether the plan has anything in 16 bits. */
 static inline bool t_is_half(const ms_model *model) {
-    bool is_half = false;
-    assert_int_equal(ms_visit_decisions(model, t_note_half, &is_half), MS_RESULT_OK);
-    return is_half;
+    return t_is_applied(model, MS_TECHNIQUE_MIXED_PRECISION);
 }
 
 #endif // TESTING_NN_H

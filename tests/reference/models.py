@@ -217,6 +217,9 @@ def models():
             "full_attention": {**LINEAR, "rope_theta": 1000000.0, "factor": 8.0},
             "sliding_attention": rope(10000.0)})
     yield "phi3", Phi3ForCausalLM, Phi3Config(**SIZES, rope_parameters=rope(10000.0))
+    yield "phi4", Phi3ForCausalLM, Phi3Config(
+        **{**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 1},
+        rope_parameters={**rope(10000.0), "partial_rotary_factor": 0.75})
 
 
 def check_rotary(model, config):
@@ -235,13 +238,16 @@ def assignments(config, tied):
     gemma, kind = config.model_type.startswith("gemma"), config.model_type
     ropes = config.rope_parameters
     full = ropes.get("full_attention", ropes)
-    own = getattr(config, "head_dim", None)
+    usual = config.hidden_size // config.num_attention_heads
+    size = getattr(config, "head_dim", None) or usual
+    share = full.get("partial_rotary_factor", 1.0)
     types = getattr(config, "layer_types", None) or []
     fields = [("vocabulary", VOCABULARY), ("layers", config.num_hidden_layers),
               ("channels", config.hidden_size), ("feed_forward", config.intermediate_size),
               ("heads", config.num_attention_heads), ("kv_heads", config.num_key_value_heads),
-              ("head_size", own if own != config.hidden_size // config.num_attention_heads else 0),
-              ("tied", tied), ("qkv_bias", kind == "qwen2"),
+              ("head_size", size if size != usual else 0),
+              ("turned", int(size * share) if share != 1.0 else 0), ("tied", tied),
+              ("qkv_bias", kind == "qwen2"),
               ("qk_norm", kind in ("qwen3", "gemma3_text")), ("post_norms", gemma),
               ("offset_norms", gemma), ("scaled_tokens", gemma), ("gelu", gemma),
               ("epsilon", config.rms_norm_eps), ("theta", full["rope_theta"]),
@@ -364,13 +370,13 @@ def write(name, kind, fields, rows, total, counted, spread, flat):
 
 
 HEAD = f"""/*  models.h - losses, logits and gradients of small models, as transformers computes them in float64:
-    written by models.py, which says how and with which versions. After nn_models.h. */
+    written by models.py, which says how and with which versions. After nn.h. */
 #ifndef REFERENCE_MODELS_H
 #define REFERENCE_MODELS_H
 
 // clang-format off
 
-enum {{ R_ELEMENTS = {ELEMENTS}, R_LOGITS = {LOGITS} }};
+enum {{ R_BATCH = {BATCH}, R_SEQUENCE = {SEQUENCE}, R_VOCABULARY = {VOCABULARY}, R_ELEMENTS = {ELEMENTS}, R_LOGITS = {LOGITS} }};
 
 /* A param, whose values are base + scale * unit(key of the name, i); of its gradient the norm, the sum
    of the elements times unit(inverted key, i), and elements spread evenly from the first to the last. */
