@@ -474,9 +474,13 @@ check_help() {
         [ $? -eq 2 ] && [ ! -s "$out" ] && grep -q "^usage: .*$name" "$err" &&
             grep -q -e --no-such-option "$err" || wrong --no-such-option
     done
-    name=gpu_pytorch.py
-    ! command -v python3 > /dev/null ||
-        python3 -B bench/gpu_pytorch.py --help | grep -q -e '--seconds SECONDS' || wrong --help
+    for source in bench/*.py; do
+        command -v python3 > /dev/null || break
+        name=$(basename "$source")
+        python3 -B "$source" --help | grep -q "^usage: $name" || wrong --help
+        ! python3 -B "$source" --no-such-option > "$out" 2> "$err" && [ ! -s "$out" ] &&
+            grep -q "^usage: $name" "$err" || wrong --no-such-option
+    done
     return $status
 }
 

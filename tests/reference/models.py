@@ -178,7 +178,7 @@ ALL = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pa
        "attn_implementation": "eager"}
 SIZES = {**ALL, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-         "tie_word_embeddings": False, "rms_norm_eps": 1e-5}
+         "tie_word_embeddings": False, "rms_norm_eps": 0.004}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 48}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
@@ -199,20 +199,21 @@ def models():
     yield "llama3", LlamaForCausalLM, LlamaConfig(
         **{**SIZES, "hidden_size": 48}, rope_parameters=LLAMA3)
     yield "llama_linear", LlamaForCausalLM, LlamaConfig(
-        **{**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4}, rope_parameters=LINEAR)
+        **{**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 4,
+           "rms_norm_eps": 1e-5}, rope_parameters=LINEAR)
     yield "mistral", MistralForCausalLM, MistralConfig(
         **SIZES, sliding_window=7, rope_parameters=rope(10000.0))
     yield "qwen2", Qwen2ForCausalLM, Qwen2Config(
-        **{**SIZES, "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
+        **{**SIZES, "tie_word_embeddings": True},
         rope_parameters=rope(1000000.0))
     yield "qwen3", Qwen3ForCausalLM, Qwen3Config(
-        **{**SIZES, "rms_norm_eps": 1e-6}, head_dim=12, rope_parameters=rope(1000000.0))
+        **SIZES, head_dim=12, rope_parameters=rope(1000000.0))
     yield "gemma2", Gemma2ForCausalLM, Gemma2Config(
-        **{**SIZES, "num_hidden_layers": 3, "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
+        **{**SIZES, "num_hidden_layers": 3, "tie_word_embeddings": True},
         head_dim=12, query_pre_attn_scalar=20, sliding_window=7, attn_logit_softcapping=1.5,
         final_logit_softcapping=2.0, rope_parameters=rope(10000.0))
     yield "gemma3", Gemma3ForCausalLM, Gemma3TextConfig(
-        **{**SIZES, "num_hidden_layers": 7, "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
+        **{**SIZES, "num_hidden_layers": 7, "tie_word_embeddings": True},
         head_dim=12, query_pre_attn_scalar=20, sliding_window=7, rope_parameters={
             "full_attention": {**LINEAR, "rope_theta": 1000000.0, "factor": 8.0},
             "sliding_attention": rope(10000.0)})
