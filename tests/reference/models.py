@@ -112,8 +112,8 @@ def names_of_gpt2(config):
     for i in range(config.n_layer):
         part = f"transformer.h.{i}"
         params += pair(f"h{i}.ln1", f"{part}.ln_1") + pair(f"h{i}.qkv", f"{part}.attn.c_attn", True)
-        params += pair(f"h{i}.proj", f"{part}.attn.c_proj", True) + pair(f"h{i}.ln2", f"{part}.ln_2")
-        params += pair(f"h{i}.fc", f"{part}.mlp.c_fc", True)
+        params += pair(f"h{i}.proj", f"{part}.attn.c_proj", True)
+        params += pair(f"h{i}.ln2", f"{part}.ln_2") + pair(f"h{i}.fc", f"{part}.mlp.c_fc", True)
         params += pair(f"h{i}.fcproj", f"{part}.mlp.c_proj", True)
     return params + pair("lnf", "transformer.ln_f")
 
@@ -171,6 +171,8 @@ def names_of_llama(config):
     params.append(Param("norm.weight", "model.norm.weight", base=base))
     return params + [Param("head.weight", "lm_head.weight")]
 
+
+NAMES = {"gpt2": names_of_gpt2, "bert": names_of_bert}  # of all others: names_of_llama
 
 # ---- the models --------------------------------------------------------------------------------
 
@@ -324,7 +326,7 @@ def c_float(value):
 
 def c_value(value):
     if isinstance(value, bool):
-        return "true"
+        return "true" if value else "false"
     return c_float(value) if isinstance(value, float) else str(value)
 
 
@@ -334,8 +336,7 @@ def record(name, kind, config):
         model = kind(config).eval()
         check_rotary(model, config)
         tensors = dict(model.named_parameters())
-        is_llama = config.model_type not in ("gpt2", "bert")
-        names = {"gpt2": names_of_gpt2, "bert": names_of_bert}.get(config.model_type, names_of_llama)
+        names = NAMES.get(config.model_type, names_of_llama)
         params = [p for p in names(config) if all(part in tensors for part in p.parts)]
         covered = {part for param in params for part in param.parts}
         assert covered == set(tensors), covered ^ set(tensors)
@@ -344,16 +345,16 @@ def record(name, kind, config):
         (total / ROWS).backward()
         gradients = {part: tensor.grad for part, tensor in tensors.items()}
     rows = [row_of(param, param.read(gradients)) for param in params]
-    tied = "lm_head.weight" not in tensors
-    fields = assignments(config, tied) if is_llama else assignments_of_transformer(config)
+    fields = (assignments_of_transformer(config) if config.model_type in NAMES else
+              assignments(config, "lm_head.weight" not in tensors))
     flat = logits.detach().numpy().ravel()
     spread = [float(flat[k * (flat.size - 1) // (LOGITS - 1)]) for k in range(LOGITS)]
     return write(name, config.model_type, fields, rows, total.item(), counted, spread, flat)
 
 
 def write(name, kind, fields, rows, total, counted, spread, flat):
-    struct, maker = ("nn_transformer_config", kind) if kind in ("gpt2", "bert") else (
-        "nn_llama_config", "llama")
+    """Prints the settings and params of a model; returns its row of the table."""
+    struct = "nn_transformer_config" if kind in NAMES else "nn_llama_config"
     print(f"\nstatic void r_set_{name}({struct} *c) {{")
     for field, value in fields:
         if value:
@@ -362,25 +363,26 @@ def write(name, kind, fields, rows, total, counted, spread, flat):
     print(f"\nstatic const r_param r_params_of_{name}[] = {{")
     print("\n".join(rows))
     print("};")
-    setters = [f"r_set_{name}" if maker == m or (m == "gpt2" and maker == "bert") else "NULL"
-               for m in ("gpt2", "llama")]
-    return (f'    {{"{name}", {"true" if kind == "bert" else "false"}, {", ".join(setters)}, '
+    setters = f"r_set_{name}, NULL" if kind in NAMES else f"NULL, r_set_{name}"
+    return (f'    {{"{name}", {c_value(kind == "bert")}, {setters}, '
             f"r_params_of_{name}, (int)(sizeof r_params_of_{name} / sizeof(r_param)), "
             f"{total:.12g}, {counted}, {np.sqrt((flat * flat).sum()):.12g}, "
             f"{{{', '.join(f'{x:.10g}' for x in spread)}}}}},")
 
 
-HEAD = f"""/*  models.h - losses, logits and gradients of small models, as transformers computes them in float64:
-    written by models.py, which says how and with which versions. After nn.h. */
+HEAD = f"""/*  models.h - losses, logits and gradients of small models, as transformers computes them in
+    float64: written by models.py, which says how and with which versions. After nn.h. */
 #ifndef REFERENCE_MODELS_H
 #define REFERENCE_MODELS_H
 
 // clang-format off
 
-enum {{ R_BATCH = {BATCH}, R_SEQUENCE = {SEQUENCE}, R_VOCABULARY = {VOCABULARY}, R_ELEMENTS = {ELEMENTS}, R_LOGITS = {LOGITS} }};
+enum {{ R_BATCH = {BATCH}, R_SEQUENCE = {SEQUENCE}, R_VOCABULARY = {VOCABULARY} }};
+enum {{ R_ELEMENTS = {ELEMENTS}, R_LOGITS = {LOGITS} }};
 
-/* A param, whose values are base + scale * unit(key of the name, i); of its gradient the norm, the sum
-   of the elements times unit(inverted key, i), and elements spread evenly from the first to the last. */
+/* A param, whose values are base + scale * unit(key of the name, i); of its gradient the norm, the
+   sum of the elements times unit(inverted key, i), and elements spread evenly from the first to the
+   last. */
 typedef struct r_param {{
     const char *name;
     float base, scale;
