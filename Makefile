@@ -114,7 +114,9 @@ libs    += -lm -pthread
 
 # ---- programs ------------------------------------------------------------------------------------
 
+# A program is a file of its name, or a folder of it with a main.c.
 programs := $(patsubst %.c,$(OUT)/%,$(wildcard examples/*.c bench/*.c)) \
+            $(patsubst %/main.c,$(OUT)/%,$(wildcard examples/*/main.c)) \
             $(if $(has_cxx),$(OUT)/examples/engine)
 sources  := $(filter-out tests/test_cuda%,$(wildcard tests/test_*.c))
 tests    := $(patsubst %.c,$(OUT)/%,$(sources))
@@ -165,9 +167,14 @@ $(tests) $(twins): private libs += $(CMOCKA)
 reads_json := $(OUT)/examples/estimate $(addprefix $(OUT)/tests/,fuzz_weights test_estimate test_estimate_cpp test_weights test_weights_cpp)
 $(reads_json): private libs += $(CJSON)
 
+program = $(compile) $(on_object) $(depends) -o $(beside) $< $(filter %.o,$^) $(LDFLAGS) $(libs) $(in_place)
 $(OUT)/%: %.c $(OUT)/flags
 	@mkdir -p $(@D)
-	$(call say,$(CC) $@) $(compile) $(on_object) $(depends) -o $(beside) $< $(filter %.o,$^) $(LDFLAGS) $(libs) $(in_place)
+	$(call say,$(CC) $@) $(program)
+
+$(OUT)/%: %/main.c $(OUT)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CC) $@) $(program)
 
 $(OUT)/%_cpp: %.c $(OUT)/flags
 	@mkdir -p $(@D)
@@ -294,7 +301,7 @@ clean:
 	rm -rf build
 
 format:
-	clang-format -i memscale.h $(wildcard examples/*.[ch] bench/*.[ch] tests/*.[ch])
+	clang-format -i memscale.h $(wildcard examples/*.[ch] examples/*/*.[ch] bench/*.[ch] tests/*.[ch])
 
 help:
 	@echo 'make            every program of examples/ and bench/, at build/<folder>/<name>'

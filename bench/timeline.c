@@ -10,7 +10,8 @@
 #include "options.h" // of models, now that there is memscale.h
 #include "nn.h"
 #include "models.h"
-#include "../examples/page.h"
+#include "estimate/page.h"
+#include "estimate/svg.h"
 
 enum { COLUMNS_MAX = 1600, NAME_MAX = 96 };
 
@@ -197,57 +198,22 @@ static bench_model plan_half(half *h, const ms_hardware *device, const bench_wor
 
 // ---- SVG ----------------------------------------------------------------------------------------
 
-static void svg_text(FILE *file, double x, double y, const char *style, const char *text) {
-    fprintf(file, "<text x=\"%.1f\" y=\"%.1f\" %s>", x, y, style);
-    for (const char *c = text; *c; c++) {
-        fputs(*c == '<' ? "&lt;" : *c == '>' ? "&gt;" : *c == '&' ? "&amp;" : "", file);
-        if (!strchr("<>&", *c)) {
-            fputc(*c, file);
-        }
-    }
-    fprintf(file, "</text>\n");
-}
-
-static void svg_line(FILE *file, double x1, double y1, double x2, double y2, const char *style) {
-    fprintf(file, "<line x1=\"%.1f\" y1=\"%.1f\" x2=\"%.1f\" y2=\"%.1f\" %s/>\n", x1, y1, x2, y2,
-            style);
-}
-
 static void svg_rect(FILE *file, double x, double y, double width, double height,
                      const char *style) {
     fprintf(file, "<rect x=\"%.2f\" y=\"%.2f\" width=\"%.2f\" height=\"%.2f\" %s/>\n", x, y, width,
             height, style);
 }
 
-static void svg_begin(FILE *file, double picture_height) {
-    fprintf(file,
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%.0f\" height=\"%.0f\" "
-            "viewBox=\"0 0 %.0f %.0f\" font-family=\"Helvetica, Arial, sans-serif\">\n",
-            picture_width, picture_height, picture_width, picture_height);
-    fprintf(file, "<style>.title{font-size:17px;font-weight:bold;fill:#222}"
-                  ".half{font-size:14px;font-weight:bold;fill:#222}.name{font-size:13px;fill:#333}"
-                  ".note{font-size:12px;fill:#333}.tick{font-size:12px;fill:#555}"
-                  ".grid{stroke:#000;stroke-opacity:0.10}.frame{fill:none;stroke:#888}"
-                  ".budget{stroke:#b02a37;stroke-dasharray:7 4;stroke-width:1.5}"
-                  ".red{font-size:12px;fill:#b02a37}"
-                  ".halo{paint-order:stroke;stroke:#fff;stroke-width:4px}</style>\n");
-    svg_rect(file, 0, 0, picture_width, picture_height, "fill=\"#fff\"");
-}
-
-/* 1, 2 or 5 times a power of ten, so that `range` has at most `count` of them. */
-static double nice_step(double range, double count) {
-    double step = pow(10.0, floor(log10(range / count)));
-    static const double factors[] = {1.0, 2.0, 5.0, 10.0};
-    for (int i = 0; i < 4; i++) {
-        if (range / (step * factors[i]) <= count) {
-            return step * factors[i];
-        }
-    }
-    return 10.0 * step;
-}
-
-static int digits_of(double step) {
-    return step >= 1.0 ? 0 : (int)ceil(-log10(step) - 1e-9);
+static void begin(FILE *file, double height) {
+    svg_begin(file, picture_width, height,
+              ".title{font-size:17px;font-weight:bold;fill:#222}"
+              ".half{font-size:14px;font-weight:bold;fill:#222}.name{font-size:13px;fill:#333}"
+              ".note{font-size:12px;fill:#333}.tick{font-size:12px;fill:#555}"
+              ".grid{stroke:#000;stroke-opacity:0.10}.frame{fill:none;stroke:#888}"
+              ".budget{stroke:#b02a37;stroke-dasharray:7 4;stroke-width:1.5}"
+              ".red{font-size:12px;fill:#b02a37}"
+              ".halo{paint-order:stroke;stroke:#fff;stroke-width:4px}");
+    svg_rect(file, 0, 0, picture_width, height, "fill=\"#fff\"");
 }
 
 static double y_of(const scale *s, double bytes) {
@@ -336,12 +302,12 @@ static void draw_host(FILE *file, const half *h, const scale *s) {
     if (h->host_bytes == 0) {
         return;
     }
-    const double step = nice_step(s->bytes / s->gb, 8.0);
+    const double step = svg_step(s->bytes / s->gb, 8.0);
     draw_stack(file, h, s, true);
     for (double bytes = 0.0; bytes <= (double)h->host_bytes; bytes += step * s->gb) {
         const double y = y_of(s, bytes) + s->host_bottom - bottom;
         svg_line(file, h->left, y, h->right, y, "class=\"grid\"");
-        snprintf(text, sizeof text, "%.*f", digits_of(step), bytes / s->gb);
+        snprintf(text, sizeof text, "%.*f", svg_digits(step), bytes / s->gb);
         svg_text(file, h->left - 8.0, y + 4.0, "class=\"tick halo\" text-anchor=\"end\"", text);
     }
     svg_rect(file, h->left, s->host_top, h->right - h->left, s->host_bottom - s->host_top,
@@ -353,12 +319,12 @@ static void draw_host(FILE *file, const half *h, const scale *s) {
 
 static void draw_axes(FILE *file, const half *h, const scale *s, bool has_numbers) {
     char text[64];
-    const double y_step = nice_step(s->bytes / s->gb, 8.0);
+    const double y_step = svg_step(s->bytes / s->gb, 8.0);
     const double ms = 1e-3 * h->report.step_us;
-    const double x_step = nice_step(1e-3 * s->us, 12.0);
+    const double x_step = svg_step(1e-3 * s->us, 12.0);
     for (double y = 0.0; y <= s->bytes / s->gb; y += y_step) {
         svg_line(file, h->left, y_of(s, y * s->gb), h->right, y_of(s, y * s->gb), "class=\"grid\"");
-        snprintf(text, sizeof text, "%.*f", digits_of(y_step), y);
+        snprintf(text, sizeof text, "%.*f", svg_digits(y_step), y);
         if (has_numbers) {
             svg_text(file, h->left - 8.0, y_of(s, y * s->gb) + 4.0,
                      "class=\"tick\" text-anchor=\"end\"", text);
@@ -367,7 +333,7 @@ static void draw_axes(FILE *file, const half *h, const scale *s, bool has_number
     for (double x = 0.0; x <= ms * (1.0 + 1e-9); x += x_step) {
         const double at = h->left + 1e3 * x * s->pixels_per_us;
         svg_line(file, at, bottom, at, bottom + 5.0, "stroke=\"#888\"");
-        snprintf(text, sizeof text, "%.*f", digits_of(x_step), x);
+        snprintf(text, sizeof text, "%.*f", svg_digits(x_step), x);
         svg_text(file, at, bottom + 18.0, "class=\"tick\" text-anchor=\"middle\"", text);
     }
     svg_rect(file, h->left, top, h->right - h->left, bottom - top, "class=\"frame\"");
@@ -380,10 +346,7 @@ static void draw_peak(FILE *file, const half *h, const scale *s) {
     const bool to_left = x > 0.5 * (h->left + h->right);
     const char *const anchor =
         to_left ? "class=\"note halo\" text-anchor=\"end\"" : "class=\"note halo\"";
-    fprintf(file,
-            "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4.5\" fill=\"#fff\" stroke=\"#222\" "
-            "stroke-width=\"2\"/>\n",
-            x, y);
+    svg_ring(file, x, y, 4.5);
     snprintf(text, sizeof text, "peak %.2f %s: %s", peak / s->gb, s->gb > 1e8 ? "GB" : "MB",
              h->peak_name);
     svg_text(file, to_left ? x - 10.0 : x + 10.0, y - 10.0, anchor, text);
@@ -448,7 +411,7 @@ static void draw_legend(FILE *file, const half *halves, const scale *s) {
 static void draw(FILE *file, const half *halves, const scale *s, const char *title,
                  const char *subtitle) {
     char text[64];
-    svg_begin(file, s->height);
+    begin(file, s->height);
     svg_text(file, left_end, 30.0, "class=\"title\"", title);
     svg_text(file, left_end, 52.0, "class=\"name\"", subtitle);
     draw_legend(file, halves, s);
@@ -460,12 +423,9 @@ static void draw(FILE *file, const half *halves, const scale *s, const char *tit
         draw_peak(file, &halves[i], s);
     }
     snprintf(text, sizeof text, "live bytes, %s", s->gb > 1e8 ? "GB" : "MB");
-    fprintf(file,
-            "<text transform=\"translate(%.1f %.1f) rotate(-90)\" class=\"name\" "
-            "text-anchor=\"middle\">%s</text>\n",
-            left_end - 48.0, 0.5 * (top + bottom), text);
+    svg_upright(file, left_end - 48.0, 0.5 * (top + bottom), text);
     svg_text(file, right_end, s->legend, "class=\"name\" text-anchor=\"end\"", "time, ms");
-    fprintf(file, "</svg>\n");
+    svg_end(file);
 }
 
 // ---- the command line ---------------------------------------------------------------------------

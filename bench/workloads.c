@@ -59,7 +59,7 @@ static uint64_t published_bytes(const bench_workload *work) {
     return (uint64_t)(1e9 * work->published_optimized);
 }
 
-/* As ms_backend_cuda asks for, and the scratch memory of nn_cuda; see examples/estimate.c. */
+/* As ms_backend_cuda asks for, and the scratch memory of nn_cuda; see examples/estimate/device.h. */
 static const nn_device *use_cuda_scratch(const ms_hardware *device, ms_backend *backend) {
     const uint64_t mebibytes = device->compute_major < 9 ? 4 : 32;
     *backend = ms_backend_cpu();

@@ -286,7 +286,7 @@ done_for() { # SOURCE
 cell_sources() { # COMPILER: C++ would rather see {} than {0}, which C programs write
     need "$1"
     local source status=0
-    for source in examples/*.c bench/*.c; do
+    for source in examples/*.c examples/*/main.c bench/*.c; do
         compile "$1" $(done_for "$source") -Wno-missing-field-initializers -Wno-missing-braces -fsyntax-only \
             "$source" || status=1
     done
@@ -462,12 +462,12 @@ check_help() {
         echo "$name $*"
         status=1
     }
-    for source in examples/*.c examples/*.cpp bench/*.c; do
-        program=build/quick/${source%.*} name=$(basename "${source%.*}")
+    for source in examples/*.c examples/*.cpp examples/*/main.c bench/*.c; do
+        program=${source%/main.c} program=build/quick/${program%.*} name=$(basename "$program")
         [ -x "$program" ] || continue
         timeout 20 "$program" --help > "$out" 2> "$err" && [ ! -s "$err" ] &&
             grep -q "^usage: .*$name" "$out" || wrong --help
-        for option in $(sed -n 's/^.*{"\(--[a-z0-9=-]*\)",.*$/\1/p' "$source"); do
+        for option in $(sed -n 's/^.*{"\(--[a-z0-9=-]*\)",.*$/\1/p' ${source/%main.c/*.[ch]}); do
             grep -q -e "^  $option " "$out" || wrong "does not list $option"
         done
         timeout 20 "$program" --no-such-option > "$out" 2> "$err"
@@ -719,7 +719,7 @@ for compiler in gcc clang g++ clang++; do
     check broad 'MEMSCALE_NO_SYSTEM' "$plain $body -DMEMSCALE_NO_SYSTEM $program"
     check $tier 'examples and benchmarks' "cell_sources $compiler"
     check broad "one translation unit, ${newest^^}" "cell_newest $compiler $newest $program $cuda"
-    check full "examples and benchmarks, ${newest^^}" "cell_newest $compiler $newest examples/*.c bench/*.c"
+    check full "examples and benchmarks, ${newest^^}" "cell_newest $compiler $newest examples/*.c examples/*/main.c bench/*.c"
 done
 group 'compile, both languages'
 check broad 'g++ on an object of gcc' 'cell_mixed gcc g++'

@@ -1,4 +1,4 @@
-/*  test_estimate.c - examples/estimate.c: its numbers against published counts, closed formulas and
+/*  test_estimate.c - examples/estimate: its numbers against published counts, closed formulas and
     wrapped models that train; its advice; models from files; that what it writes is JSON and XML;
     what it refuses. */
 #ifndef _XOPEN_SOURCE
@@ -8,7 +8,7 @@
 
 int estimate_main(int argc, char **argv);
 #define main estimate_main
-#include "../examples/estimate.c"
+#include "../examples/estimate/main.c"
 #undef main
 #include "testing.h"
 #include "testing_nn.h"

@@ -1,7 +1,7 @@
 /*  page_text.h - what a page of page.h consists of beside its data: its style, its parts, and the
     program that draws it in a browser. It loads nothing and asks for nothing over a network. */
-#ifndef MEMSCALE_PAGE_TEXT_H
-#define MEMSCALE_PAGE_TEXT_H
+#ifndef MEMSCALE_ESTIMATE_PAGE_TEXT_H
+#define MEMSCALE_ESTIMATE_PAGE_TEXT_H
 
 // clang-format off
 
@@ -529,4 +529,4 @@ static const char *const page_script[] = {
 
 // clang-format on
 
-#endif // MEMSCALE_PAGE_TEXT_H
+#endif // MEMSCALE_ESTIMATE_PAGE_TEXT_H

@@ -3,8 +3,8 @@
 
     Include nn.h, llama_shape.h and options.h first. Compiled with MODEL_SHAPE_CJSON, and linked
     with cJSON (-lcjson), it reads files. */
-#ifndef MEMSCALE_MODEL_SHAPE_H
-#define MEMSCALE_MODEL_SHAPE_H
+#ifndef MEMSCALE_ESTIMATE_MODEL_SHAPE_H
+#define MEMSCALE_ESTIMATE_MODEL_SHAPE_H
 
 #ifdef MODEL_SHAPE_CJSON
 #include <cjson/cJSON.h>
@@ -431,4 +431,4 @@ static int read_model(const char *path, const char *family_name, shape *s) {
 }
 
 #endif
-#endif // MEMSCALE_MODEL_SHAPE_H
+#endif // MEMSCALE_ESTIMATE_MODEL_SHAPE_H
