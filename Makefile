@@ -164,8 +164,9 @@ $(filter-out $(on_private) %/engine,$(programs)) $(OUT)/tests/kill_saves: $(OUT)
 $(on_private): $(OUT)/library.o
 $(twins): $(OUT)/library_cpp.o
 $(tests) $(twins): private libs += $(CMOCKA)
-reads_json := $(OUT)/examples/estimate $(addprefix $(OUT)/tests/,fuzz_weights test_estimate test_estimate_cpp test_weights test_weights_cpp)
-$(reads_json): private libs += $(CJSON)
+reads_json := examples/estimate examples/llama tests/fuzz_weights \
+              $(foreach t,test_estimate test_model_config test_weights,tests/$t tests/$(t)_cpp)
+$(reads_json:%=$(OUT)/%): private libs += $(CJSON)
 
 program = $(compile) $(on_object) $(depends) -o $(beside) $< $(filter %.o,$^) $(LDFLAGS) $(libs) $(in_place)
 $(OUT)/%: %.c $(OUT)/flags

@@ -490,14 +490,17 @@ NN_API const char *nn_llama_name(int i);
    2024, table 3; 3.2: the model cards of Meta, 2024. TinyLlama: Zhang et al., "TinyLlama", 2024, table
    1. Mistral: Jiang et al., "Mistral 7B", 2023, table 1. Qwen2.5: Qwen Team, "Qwen2.5 Technical
    Report", 2024, table 1; Qwen3: Yang et al., "Qwen3 Technical Report", 2025, tables 1 and 2; SmolLM2:
-   Allal et al., "SmolLM2", 2025, section 4; Gemma 2 and 3: the reports above, tables 1. What these
+   Allal et al., "SmolLM2", 2025, section 4; Gemma 2 and 3: the reports above, tables 1; Phi-3: Abdin
+   et al., "Phi-3 Technical Report", 2024, section 2; Phi-4: the same, "Phi-4 Technical Report", 2024,
+   section 3. What these
    leave out (widths, rows of the token table, bases of the rotary angles): the published
    config.json. */
 typedef struct nn_llama_row {
     const char *name;
     int64_t vocabulary, layers, channels, heads, kv_heads, head_size, feed_forward;
     float theta;
-    int flags; // NN_TIED and others
+    int64_t window; // 0: none
+    int flags;      // NN_TIED and others
 } nn_llama_row;
 
 enum {
@@ -513,33 +516,38 @@ enum {
 };
 
 static const nn_llama_row nn_llama_rows[] = {
-    {"smollm2-135M", 49152, 30, 576, 9, 3, 64, 1536, 1e5f, NN_TIED},
-    {"smollm2-360M", 49152, 32, 960, 15, 5, 64, 2560, 1e5f, NN_TIED},
-    {"smollm2-1.7B", 49152, 24, 2048, 32, 32, 64, 8192, 1.3e5f, NN_TIED},
-    {"tinyllama-1.1B", 32000, 22, 2048, 32, 4, 64, 5632, 1e4f, 0},
-    {"llama3.2-1B", 128256, 16, 2048, 32, 8, 64, 8192, 5e5f, NN_TIED | NN_LLAMA3},
-    {"llama3.2-3B", 128256, 28, 3072, 24, 8, 128, 8192, 5e5f, NN_TIED | NN_LLAMA3},
-    {"llama2-7B", 32000, 32, 4096, 32, 32, 128, 11008, 1e4f, 0},
-    {"mistral-7B", 32000, 32, 4096, 32, 8, 128, 14336, 1e4f, 0},
-    {"mistral-nemo-12B", 131072, 40, 5120, 32, 8, 128, 14336, 1e6f, 0},
-    {"llama3-8B", 128256, 32, 4096, 32, 8, 128, 14336, 5e5f, 0},
-    {"llama2-13B", 32000, 40, 5120, 40, 40, 128, 13824, 1e4f, 0},
-    {"llama2-70B", 32000, 80, 8192, 64, 8, 128, 28672, 1e4f, 0},
-    {"llama3-70B", 128256, 80, 8192, 64, 8, 128, 28672, 5e5f, 0},
-    {"qwen2.5-0.5B", 151936, 24, 896, 14, 2, 64, 4864, 1e6f, NN_TIED | NN_QWEN2},
-    {"qwen2.5-1.5B", 151936, 28, 1536, 12, 2, 128, 8960, 1e6f, NN_TIED | NN_QWEN2},
-    {"qwen2.5-3B", 151936, 36, 2048, 16, 2, 128, 11008, 1e6f, NN_TIED | NN_QWEN2},
-    {"qwen2.5-7B", 152064, 28, 3584, 28, 4, 128, 18944, 1e6f, NN_QWEN2},
-    {"qwen2.5-14B", 152064, 48, 5120, 40, 8, 128, 13824, 1e6f, NN_QWEN2},
-    {"qwen3-0.6B", 151936, 28, 1024, 16, 8, 128, 3072, 1e6f, NN_TIED | NN_QWEN3},
-    {"qwen3-1.7B", 151936, 28, 2048, 16, 8, 128, 6144, 1e6f, NN_TIED | NN_QWEN3},
-    {"qwen3-4B", 151936, 36, 2560, 32, 8, 128, 9728, 1e6f, NN_TIED | NN_QWEN3},
-    {"qwen3-8B", 151936, 36, 4096, 32, 8, 128, 12288, 1e6f, NN_QWEN3},
-    {"qwen3-14B", 151936, 40, 5120, 40, 8, 128, 17408, 1e6f, NN_QWEN3},
-    {"gemma2-2B", 256000, 26, 2304, 8, 4, 256, 9216, 1e4f, NN_TIED | NN_GEMMA},
-    {"gemma2-9B", 256000, 42, 3584, 16, 8, 256, 14336, 1e4f, NN_TIED | NN_GEMMA},
-    {"gemma3-270M", 262144, 18, 640, 4, 1, 256, 2048, 1e6f, NN_TIED | NN_GEMMA | NN_GEMMA3},
-    {"gemma3-1B", 262144, 26, 1152, 4, 1, 256, 6912, 1e6f, NN_TIED | NN_GEMMA | NN_GEMMA3},
+    {"smollm2-135M", 49152, 30, 576, 9, 3, 64, 1536, 1e5f, 0, NN_TIED},
+    {"smollm2-360M", 49152, 32, 960, 15, 5, 64, 2560, 1e5f, 0, NN_TIED},
+    {"smollm2-1.7B", 49152, 24, 2048, 32, 32, 64, 8192, 1.3e5f, 0, NN_TIED},
+    {"tinyllama-1.1B", 32000, 22, 2048, 32, 4, 64, 5632, 1e4f, 0, 0},
+    {"llama3.2-1B", 128256, 16, 2048, 32, 8, 64, 8192, 5e5f, 0, NN_TIED | NN_LLAMA3},
+    {"llama3.2-3B", 128256, 28, 3072, 24, 8, 128, 8192, 5e5f, 0, NN_TIED | NN_LLAMA3},
+    {"llama2-7B", 32000, 32, 4096, 32, 32, 128, 11008, 1e4f, 0, 0},
+    {"mistral-7B", 32000, 32, 4096, 32, 8, 128, 14336, 1e4f, 4096, 0},
+    {"phi3-mini", 32064, 32, 3072, 32, 32, 96, 8192, 1e4f, 2047, 0},
+    {"mistral-7B-v0.3", 32768, 32, 4096, 32, 8, 128, 14336, 1e6f, 0, 0},
+    {"mistral-nemo-12B", 131072, 40, 5120, 32, 8, 128, 14336, 1e6f, 0, 0},
+    {"llama3-8B", 128256, 32, 4096, 32, 8, 128, 14336, 5e5f, 0, 0},
+    {"llama2-13B", 32000, 40, 5120, 40, 40, 128, 13824, 1e4f, 0, 0},
+    {"phi4", 100352, 40, 5120, 40, 10, 128, 17920, 2.5e5f, 0, 0},
+    {"llama2-70B", 32000, 80, 8192, 64, 8, 128, 28672, 1e4f, 0, 0},
+    {"llama3-70B", 128256, 80, 8192, 64, 8, 128, 28672, 5e5f, 0, 0},
+    {"qwen2.5-0.5B", 151936, 24, 896, 14, 2, 64, 4864, 1e6f, 0, NN_TIED | NN_QWEN2},
+    {"qwen2.5-1.5B", 151936, 28, 1536, 12, 2, 128, 8960, 1e6f, 0, NN_TIED | NN_QWEN2},
+    {"qwen2.5-3B", 151936, 36, 2048, 16, 2, 128, 11008, 1e6f, 0, NN_TIED | NN_QWEN2},
+    {"qwen2.5-7B", 152064, 28, 3584, 28, 4, 128, 18944, 1e6f, 0, NN_QWEN2},
+    {"qwen2.5-14B", 152064, 48, 5120, 40, 8, 128, 13824, 1e6f, 0, NN_QWEN2},
+    {"qwen3-0.6B", 151936, 28, 1024, 16, 8, 128, 3072, 1e6f, 0, NN_TIED | NN_QWEN3},
+    {"qwen3-1.7B", 151936, 28, 2048, 16, 8, 128, 6144, 1e6f, 0, NN_TIED | NN_QWEN3},
+    {"qwen3-4B", 151936, 36, 2560, 32, 8, 128, 9728, 1e6f, 0, NN_TIED | NN_QWEN3},
+    {"qwen3-8B", 151936, 36, 4096, 32, 8, 128, 12288, 1e6f, 0, NN_QWEN3},
+    {"qwen3-14B", 151936, 40, 5120, 40, 8, 128, 17408, 1e6f, 0, NN_QWEN3},
+    {"qwen3-32B", 151936, 64, 5120, 64, 8, 128, 25600, 1e6f, 0, NN_QWEN3},
+    {"gemma2-2B", 256000, 26, 2304, 8, 4, 256, 9216, 1e4f, 4096, NN_TIED | NN_GEMMA},
+    {"gemma2-9B", 256000, 42, 3584, 16, 8, 256, 14336, 1e4f, 4096, NN_TIED | NN_GEMMA},
+    {"gemma2-27B", 256000, 46, 4608, 32, 16, 128, 36864, 1e4f, 4096, NN_TIED | NN_GEMMA},
+    {"gemma3-270M", 262144, 18, 640, 4, 1, 256, 2048, 1e6f, 512, NN_TIED | NN_GEMMA | NN_GEMMA3},
+    {"gemma3-1B", 262144, 26, 1152, 4, 1, 256, 6912, 1e6f, 512, NN_TIED | NN_GEMMA | NN_GEMMA3},
 };
 
 NN_API const char *nn_llama_name(int i) {
@@ -552,9 +560,8 @@ NN_API const char *nn_llama_name(int i) {
 NN_API void nn_gemma_settings(nn_llama_config *c, bool is_third) {
     c->post_norms = c->offset_norms = c->scaled_tokens = c->gelu = true;
     c->epsilon = 1e-6f;
-    c->query_scale = 256.0f;
+    c->query_scale = c->head_size == 256 ? 256.0f : (float)c->channels / (float)c->heads; // of 27B
     c->qk_norm = is_third;
-    c->window = is_third ? 512 : 4096;
     c->full_every = is_third ? 6 : 2;
     c->local_theta = is_third ? 1e4f : 0.0f;
     c->attention_cap = is_third ? 0.0f : 50.0f;
@@ -570,6 +577,7 @@ NN_API void nn_llama_settings(const nn_llama_row *row, nn_llama_config *c) {
     c->head_size = row->head_size;
     c->feed_forward = row->feed_forward;
     c->theta = row->theta;
+    c->window = row->window;
     c->tied = (row->flags & NN_TIED) != 0;
     c->qkv_bias = (row->flags & NN_QKV_BIAS) != 0;
     c->qk_norm = (row->flags & NN_QK_NORM) != 0;

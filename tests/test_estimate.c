@@ -109,35 +109,49 @@ static void prepare(estimate *e, const char *model, int64_t batch, int64_t seque
 // params
 
 /* Params as published: Radford et al., 2019 (as released), and, with the head for masked words and
-   without pooler, Devlin et al., 2018; the model cards of the others, and for Qwen2.5 the sizes of
-   the published tensors. */
+   without pooler, Devlin et al., 2018; the model cards of the others, and the sizes of the published
+   tensors. */
 static const struct {
     const char *name;
     uint64_t params;
 } published[] = {
-    {"gpt2-124M", 124439808u},       {"gpt2-355M", 354823168u},     {"gpt2-774M", 774030080u},
-    {"gpt2-1558M", 1557611200u},     {"bert-base", 109514298u},     {"bert-large", 335174458u},
-    {"tinyllama-1.1B", 1100048384u}, {"llama3.2-1B", 1235814400u},  {"llama3.2-3B", 3212749824u},
-    {"llama2-7B", 6738415616u},      {"mistral-7B", 7241732096u},   {"llama3-8B", 8030261248u},
-    {"llama2-13B", 13015864320u},    {"llama2-70B", 68976648192u},  {"llama3-70B", 70553706496u},
-    {"qwen2.5-0.5B", 494032768u},    {"qwen2.5-1.5B", 1543714304u}, {"qwen2.5-3B", 3085938688u},
-    {"qwen2.5-7B", 7615616512u},     {"qwen2.5-14B", 14770033664u},
+    {"gpt2-124M", 124439808u},        {"gpt2-355M", 354823168u},
+    {"gpt2-774M", 774030080u},        {"gpt2-1558M", 1557611200u},
+    {"bert-base", 109514298u},        {"bert-large", 335174458u},
+    {"smollm2-135M", 134515008u},     {"smollm2-360M", 361821120u},
+    {"smollm2-1.7B", 1711376384u},    {"tinyllama-1.1B", 1100048384u},
+    {"llama3.2-1B", 1235814400u},     {"llama3.2-3B", 3212749824u},
+    {"llama2-7B", 6738415616u},       {"mistral-7B", 7241732096u},
+    {"mistral-7B-v0.3", 7248023552u}, {"mistral-nemo-12B", 12247782400u},
+    {"llama3-8B", 8030261248u},       {"llama2-13B", 13015864320u},
+    {"llama2-70B", 68976648192u},     {"llama3-70B", 70553706496u},
+    {"qwen2.5-0.5B", 494032768u},     {"qwen2.5-1.5B", 1543714304u},
+    {"qwen2.5-3B", 3085938688u},      {"qwen2.5-7B", 7615616512u},
+    {"qwen2.5-14B", 14770033664u},    {"qwen3-0.6B", 596049920u},
+    {"qwen3-1.7B", 1720574976u},      {"qwen3-4B", 4022468096u},
+    {"qwen3-8B", 8190735360u},        {"qwen3-14B", 14768307200u},
+    {"qwen3-32B", 32762123264u},      {"gemma2-2B", 2614341888u},
+    {"gemma2-9B", 9241705984u},       {"gemma2-27B", 27227128320u},
+    {"gemma3-270M", 268098176u},      {"gemma3-1B", 999885952u},
+    {"phi3-mini", 3821079552u},       {"phi4", 14659507200u},
 };
 enum { PUBLISHED = sizeof published / sizeof published[0] };
 
 /* The sizes of a transformer, summed up by hand: each tensor of its params. */
 static uint64_t closed_params(const shape *s) {
-    const uint64_t C = (uint64_t)s->channels, F = (uint64_t)s->feed_forward,
-                   V = (uint64_t)s->vocabulary, P = (uint64_t)s->positions;
-    const uint64_t size = C / (uint64_t)s->heads, K = size * (uint64_t)s->kv_heads;
-    const uint64_t layers = (uint64_t)s->layers;
-    if (s->kind == FAMILY_LLAMA) {
-        const uint64_t biases = s->qkv_bias ? C + 2 * K : 0;
-        return V * C * (s->tied ? 1 : 2) +
-               layers * (2 * C * C + 2 * C * K + 3 * C * F + 2 * C + biases) + C;
+    const nn_llama_config *c = &s->of.llama;
+    const uint64_t C = (uint64_t)c->channels, F = (uint64_t)c->feed_forward,
+                   V = (uint64_t)c->vocabulary, P = (uint64_t)s->of.positions;
+    const uint64_t size = (uint64_t)c->head_size, layers = (uint64_t)c->layers;
+    const uint64_t Q = size * (uint64_t)c->heads, K = size * (uint64_t)c->kv_heads;
+    if (s->of.family == MODEL_LLAMA) {
+        const uint64_t biases = c->qkv_bias ? Q + 2 * K : 0;
+        const uint64_t norms = (c->post_norms ? 4 : 2) * C + (c->qk_norm ? 2 * size : 0);
+        return V * C * (c->tied ? 1 : 2) +
+               layers * (2 * C * Q + 2 * C * K + 3 * C * F + norms + biases) + C;
     }
     const uint64_t block = 4 * C * C + 2 * C * F + 4 * C + F + C + 4 * C; // weights, biases, norms
-    if (s->kind == FAMILY_BERT) {
+    if (s->of.family == MODEL_BERT) {
         return V * C + P * C + 2 * C + 2 * C + layers * block + C * C + C + 2 * C + V;
     }
     return V * C + P * C + layers * block + 2 * C;
@@ -145,7 +159,8 @@ static uint64_t closed_params(const shape *s) {
 
 static void params_are_as_published(void **state) {
     (void)state;
-    assert_int_equal(PUBLISHED, NN_MODELS + LLAMA_PRESETS);
+    const char *names[MOST_MODELS];
+    assert_int_equal(PUBLISHED, list_models(names));
     for (int i = 0; i < PUBLISHED; i++) {
         estimate e;
         plan p;
@@ -202,20 +217,22 @@ static void a_param_takes_the_bytes_of_its_formats(void **state) {
         prepare_formats(&e, all[i].model, 1, 64, all[i].precision, all[i].gradients, all[i].state);
         assert_int_equal(plan_plain(&e, 1, &p), 0);
         const uint64_t params = p.report.param_count;
-        const uint64_t table = (uint64_t)((e.model.vocabulary + e.model.positions + 2) * //
-                                          e.model.channels);
+        const uint64_t table =
+            (uint64_t)((e.model.of.llama.vocabulary + e.model.of.positions + 2) * //
+                       e.model.of.llama.channels);
         const uint64_t rounded = 64 * (uint64_t)p.report.tensor_count;
         const uint64_t f32 = params / 500 + rounded; // biases and norms
         const uint64_t halved = all[i].gradient == 2;
-        const shape *s = &e.model;
-        const int64_t keys = s->kv_heads * s->channels / s->heads;
+        const nn_llama_config *s = &e.model.of.llama;
+        const int64_t keys = s->kv_heads * s->head_size;
         const int64_t small =
             s->layers * (2 * s->channels + (s->qkv_bias ? s->channels + 2 * keys : 0)) +
             s->channels; // of llama: norms and biases, 4 bytes in any case
-        const uint64_t more = s->kind == FAMILY_LLAMA ? (uint64_t)small * (4 - all[i].param) : 0;
+        const uint64_t more =
+            e.model.of.family == MODEL_LLAMA ? (uint64_t)small * (4 - all[i].param) : 0;
         assert_true(p.report.peak_bytes[MS_CATEGORY_PARAM] >= all[i].param * params + more);
-        assert_true(s->kind != FAMILY_LLAMA || p.report.peak_bytes[MS_CATEGORY_PARAM] <=
-                                                   all[i].param * params + more + rounded);
+        assert_true(e.model.of.family != MODEL_LLAMA || p.report.peak_bytes[MS_CATEGORY_PARAM] <=
+                                                            all[i].param * params + more + rounded);
         assert_true(p.report.peak_bytes[MS_CATEGORY_PARAM] <= all[i].param * params + 2 * f32);
         assert_true(p.largest[MS_CATEGORY_GRADIENT] >= all[i].gradient * params);
         assert_true(p.largest[MS_CATEGORY_GRADIENT] <=
@@ -236,9 +253,9 @@ static void a_block_in_16_bits_has_half_of_the_bytes(void **state) {
         estimate e;
         plan one, two;
         prepare_formats(&e, "qwen2.5-7B", 2, 1024, precisions_of_runs[i], NULL, NULL);
-        e.model.layers = 1;
+        e.model.of.llama.layers = 1;
         assert_int_equal(plan_plain(&e, 2, &one), 0);
-        e.model.layers = 2;
+        e.model.of.llama.layers = 2;
         assert_int_equal(plan_plain(&e, 2, &two), 0);
         assert_int_equal(two.report.activation_peak_bytes - one.report.activation_peak_bytes,
                          2 * 1024 * ((4 * C + qkv + C + 3 * F) * 2 + (2 + heads) * 4));
@@ -272,7 +289,7 @@ static void plans_from_the_budget_wait_and_recompute_little(void **state) {
         e.options.utilization = 0.85f;
         assert_int_equal(choose_target(&e.options, &e.device), 0);
         if (all[i].layers) {
-            e.model.layers = all[i].layers;
+            e.model.of.llama.layers = all[i].layers;
             e.device.budget_bytes = all[i].budget_bytes;
         }
         assert_int_equal(
@@ -290,11 +307,11 @@ static void what_is_forced_is_in_16_bits_in_every_mode(void **state) {
     estimate e;
     findings f, g;
     prepare_formats(&e, "qwen2.5-0.5B", 4, 512, "f32", NULL, NULL);
-    e.model.layers = 4;
+    e.model.of.llama.layers = 4;
     e.options.offloading = resident_unless_long();
     assert_int_equal(find_all(&e, &f), 0);
     prepare_formats(&e, "qwen2.5-0.5B", 4, 512, "bf16-alone", "bf16", "bf16");
-    e.model.layers = 4;
+    e.model.of.llama.layers = 4;
     e.options.offloading = resident_unless_long();
     assert_int_equal(find_all(&e, &g), 0);
     assert_int_equal(g.same_as[MODES - 1],
@@ -313,9 +330,9 @@ static uint64_t block_bytes(const char *model, int64_t batch, int64_t sequence) 
     estimate e;
     plan one, two;
     prepare(&e, model, batch, sequence);
-    e.model.layers = 1;
+    e.model.of.llama.layers = 1;
     assert_int_equal(plan_plain(&e, batch, &one), 0);
-    e.model.layers = 2;
+    e.model.of.llama.layers = 2;
     assert_int_equal(plan_plain(&e, batch, &two), 0);
     return two.report.activation_peak_bytes - one.report.activation_peak_bytes;
 }
@@ -344,7 +361,7 @@ static void read_param(ms_model *model, const nn_net *net, const char *name, flo
 }
 
 /* The estimate of a small model against one that is wrapped for good and takes a step. */
-static void check_equal(family kind, bool is_plain, habit also) {
+static void check_equal(model_family family, bool is_plain, habit also) {
     estimate e;
     plan p;
     ms_memory_report r;
@@ -359,12 +376,12 @@ static void check_equal(family kind, bool is_plain, habit also) {
 #else
     config.backend = ms_backend_cpu();
 #endif
-    start_family(&e.model, kind);
-    e.model.layers = 3;
-    e.model.heads = e.model.kv_heads = 2;
-    e.model.channels = 32;
-    e.model.vocabulary = 96;
-    e.model.positions = 24;
+    start_family(&e.model, family);
+    e.model.of.llama.layers = 3;
+    e.model.of.llama.heads = e.model.of.llama.kv_heads = 2;
+    e.model.of.llama.channels = 32;
+    e.model.of.llama.vocabulary = 96;
+    e.model.of.positions = 24;
     e.options.batch = 3;
     e.options.sequence = 24;
     e.options.clip = also == CLIPS ? 1.0f : 0.0f;
@@ -400,7 +417,7 @@ static void check_equal(family kind, bool is_plain, habit also) {
     nn_net *net = nn_create_on(model, t_nn_device());
     assert_non_null(net);
     ms_set_hardware(model, &e.device.hardware);
-    const nn_transformer t = kind == FAMILY_BERT ? nn_bert(net, &c) : nn_gpt2(net, &c);
+    const nn_transformer t = family == MODEL_BERT ? nn_bert(net, &c) : nn_gpt2(net, &c);
     ms_set_optimizer(model, &optimizer);
     t_ok(model, ms_wrap(model));
     t_report(model, &r);
@@ -446,13 +463,13 @@ static void check_equal(family kind, bool is_plain, habit also) {
 
 static void an_estimate_equals_a_model_that_trains(void **state) {
     (void)state;
-    check_equal(FAMILY_GPT2, true, NOTHING_ELSE);
-    check_equal(FAMILY_GPT2, false, NOTHING_ELSE);
-    check_equal(FAMILY_BERT, true, NOTHING_ELSE);
-    check_equal(FAMILY_BERT, false, NOTHING_ELSE);
-    check_equal(FAMILY_GPT2, false, CLIPS);
-    check_equal(FAMILY_GPT2, false, ACCUMULATES);
-    check_equal(FAMILY_BERT, false, TRAINS_ADAPTERS);
+    check_equal(MODEL_GPT2, true, NOTHING_ELSE);
+    check_equal(MODEL_GPT2, false, NOTHING_ELSE);
+    check_equal(MODEL_BERT, true, NOTHING_ELSE);
+    check_equal(MODEL_BERT, false, NOTHING_ELSE);
+    check_equal(MODEL_GPT2, false, CLIPS);
+    check_equal(MODEL_GPT2, false, ACCUMULATES);
+    check_equal(MODEL_BERT, false, TRAINS_ADAPTERS);
 }
 
 /* Clipping and accumulation forbid early updates: all gradients exist at the end of backward, and
@@ -533,7 +550,7 @@ static void the_mode_that_is_advised_follows_the_budget(void **state) {
     estimate e;
     findings f;
     prepare(&e, "bert-base", of_size(16, 8), 128);
-    e.model.layers = of_size(2, 12);
+    e.model.of.llama.layers = of_size(2, 12);
     e.options.offloading = MS_SWITCH_OFF;
     assert_int_equal(find_all(&e, &f), 0);
     const uint64_t plain = f.plain.report.arena_bytes;
@@ -603,7 +620,7 @@ static void the_largest_batch_is_the_largest_that_fits(void **state) {
     findings f;
     plan p;
     prepare(&e, "bert-base", 96, 128);
-    e.model.layers = 2;
+    e.model.of.llama.layers = 2;
     e.options.offloading = resident_unless_long();
     e.device.budget_bytes = e.device.memory_bytes = (uint64_t)of_size(512, 256) << 20;
     assert_int_equal(find_all(&e, &f), 0);
@@ -786,7 +803,7 @@ static void tokens_of_a_step_make_micro_batches(void **state) {
     estimate e;
     plan one, many;
     prepare_formats(&e, "qwen2.5-0.5B", 2, 1024, "bf16-alone", "bf16", "bf16");
-    e.model.layers = of_size(3, e.model.layers);
+    e.model.of.llama.layers = of_size(3, e.model.of.llama.layers);
     e.options.accumulate = 2;
     assert_int_equal(plan_plain(&e, 2, &one), 0);
     e.options.accumulate = 1;
@@ -959,7 +976,7 @@ static void a_sweep_is_drawn_as_xml(void **state) {
     estimate e;
     findings f;
     prepare(&e, "gpt2-124M", 8, 64);
-    e.model.layers = 1;
+    e.model.of.llama.layers = 1;
     e.options.offloading = resident_unless_long();
     e.options.sweep = path;
     assert_int_equal(find_all(&e, &f), 0);
@@ -988,7 +1005,7 @@ static void a_larger_budget_takes_no_more_time_in_a_sweep(void **state) {
     findings f;
     sweep s;
     prepare(&e, "gpt2-124M", 8, 64);
-    e.model.layers = 2;
+    e.model.of.llama.layers = 2;
     e.options.offloading = resident_unless_long();
     assert_int_equal(find_all(&e, &f), 0);
     assert_int_equal(make_sweep(&e, &f, MODES - 1, &s), 0);
@@ -1086,7 +1103,7 @@ static void a_page_has_the_plan(void **state) {
         size_t length[2];
         memset(&f, 0, sizeof f);
         prepare(&e, "gpt2-124M", 8, 64);
-        e.model.layers = 2;
+        e.model.of.llama.layers = 2;
         e.device.budget_bytes = (uint64_t)500 << 20;
         f.smallest[mode].fits = mode > 0; // otherwise the smallest plan
         ms_model *model = wrap_mode(&e, &f, mode, &net);
@@ -1138,7 +1155,7 @@ static void a_page_is_written_with_budgets(void **state) {
     findings f;
     all_sweeps all;
     prepare(&e, "gpt2-124M", 8, 64);
-    e.model.layers = 1;
+    e.model.of.llama.layers = 1;
     e.options.offloading = resident_unless_long();
     e.options.html = path;
     assert_int_equal(find_all(&e, &f), 0);
@@ -1227,6 +1244,10 @@ static void published_files_give_published_params(void **state) {
         {"{'model_type': 'qwen2', " QWEN7 "}", "--family llama", 7615616512u - 28u * 4608u, false},
         {"{'model_type': 'llama', " LLAMA3 ", 'tie_word_embeddings': true}", "--layers 32",
          8030261248u - 128256u * 4096u, true},
+        {"{'model_type': 'gemma3', 'vision_config': {'hidden_size': 1152}, 'text_config': "
+         "{'model_type': 'gemma3_text', 'hidden_size': 2560, 'intermediate_size': 10240, "
+         "'num_hidden_layers': 34}}",
+         "", 3880263168u, true},
     };
     static printed p;
     for (size_t i = 0; i < sizeof models / sizeof models[0]; i++) {
@@ -1247,6 +1268,46 @@ static void published_files_give_published_params(void **state) {
         t_text_has(p.error, "libcjson-dev");
 #endif
     }
+}
+
+/* What differs in sizes, and what a trainer must refuse though it changes none. */
+static void what_a_family_has_is_said(void **state) {
+    (void)state;
+    static printed p;
+    run_small(&p, "--model gemma3-270M --layers 2 --gpu 24G");
+    t_text_has(p.out, "4 heads (1 of keys) of 256, a window of 512");
+    t_text_has(p.out, "norms of queries and keys, norms");
+    assert_null(strstr(p.out, "does not compute"));
+    run_small(&p, "--model qwen3-0.6B --layers 2 --head-size 64 --gpu 24G");
+    t_text_has(p.out, "16 heads (8 of keys), feed-forward 3072");
+#ifdef MODEL_SHAPE_CJSON
+    char path[64], words[128];
+    write_config(path, "{'model_type': 'llama', 'hidden_size': 64, 'num_hidden_layers': 1, "
+                       "'num_attention_heads': 2, 'intermediate_size': 64, 'vocab_size': 10, "
+                       "'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}}");
+    snprintf(words, sizeof words, "%s --gpu 24G", path);
+    run_small(&p, words);
+    t_text_has(p.out, "nn_llama does not compute it: rotary positions scaled by yarn");
+    snprintf(words, sizeof words, "--json %s --gpu 24G", path);
+    run_small(&p, words);
+    remove(path);
+    t_text_has(p.out, "\"untrained\": \"rotary positions scaled by yarn");
+#endif
+}
+
+/* A window leaves out keys, and so time; the bytes are the same. */
+static void a_window_takes_less_time(void **state) {
+    (void)state;
+    estimate e;
+    plan open, with_window;
+    prepare(&e, "mistral-7B", 1, 8192);
+    e.model.of.llama.layers = 2;
+    e.model.of.llama.window = 0;
+    assert_int_equal(plan_plain(&e, 1, &open), 0);
+    e.model.of.llama.window = 1024;
+    assert_int_equal(plan_plain(&e, 1, &with_window), 0);
+    assert_true(with_window.times.block_us < 0.95 * open.times.block_us);
+    assert_int_equal(with_window.report.arena_bytes, open.report.arena_bytes);
 }
 
 /* The end of a long path, from the start of a character on. */
@@ -1293,26 +1354,26 @@ static void a_wrong_file_is_refused_with_the_reason(void **state) {
         {"{" GPT2 ", 'n_ctx': 1024}\n}", "line 2 is not JSON"},
         {"[1, 2]", "no object"},
         {"{}", "\"model_type\" is missing"},
-        {"{'model_type': 'mamba'}", "\"mamba\": there are gpt2, bert, llama, mistral and qwen2"},
-        {"{'model_type': 'qwen2_moe', " LLAMA3 "}", "\"qwen2_moe\": there are"},
+        {"{'model_type': 'mamba'}", "\"mamba\": there are gpt2, bert, llama, mistral, "
+                                    "qwen2, qwen3, gemma2, gemma3_text and phi3"},
+        {"{'model_type': 'qwen2_moe', " LLAMA3 "}", "\"qwen2_moe\" is a mixture of experts"},
         {"{'model_type': 7}", "\"model_type\" is missing"},
         {"{'architectures': []}", "\"model_type\" is missing"},
         {"{" GPT2 "}", "\"n_positions\" is missing"},
-        {"{" GPT2 ", 'n_ctx': 10.5}", "\"n_positions\" is not a whole number"},
-        {"{" GPT2 ", 'n_ctx': 1e300}", "\"n_positions\" is not a whole number"},
-        {"{" GPT2 ", 'n_ctx': '1024'}", "\"n_positions\" is not a whole number"},
-        {"{" GPT2 ", 'n_ctx': -3}", "\"n_positions\" is not a whole number"},
+        {"{" GPT2 ", 'n_ctx': 10.5}", "\"n_ctx\" is not a whole number"},
+        {"{" GPT2 ", 'n_ctx': 1e300}", "\"n_ctx\" is not a whole number"},
+        {"{" GPT2 ", 'n_ctx': '1024'}", "\"n_ctx\" is not a whole number"},
+        {"{" GPT2 ", 'n_ctx': -3}", "\"n_ctx\" is not a whole number"},
         {"{" GPT2 ", 'n_ctx': 1024, 'n_inner': 1000}", "768 channels"},
         {"{" GPT2 ", 'n_ctx': 1024, 'tie_word_embeddings': false}", "tie_word_embeddings"},
         {"{'model_type': 'bert', " BERT ", 'add_cross_attention': true}", "add_cross_attention"},
         {"{'model_type': 'bert', 'hidden_size': 768}", "\"num_hidden_layers\" is missing"},
-        {"{'model_type': 'llama', " LLAMA3 ", 'head_dim': 64}", "\"head_dim\" 64"},
         {"{'model_type': 'llama', " LLAMA3 ", 'attention_bias': true}", "attention_bias"},
         {"{'model_type': 'llama', " LLAMA3 ", 'num_local_experts': 8, 'num_experts_per_tok': 2}",
-         "\"num_local_experts\" is 8, and this program plans no experts"},
-        {"{'model_type': 'llama', " LLAMA3 ", 'moe_intermediate_size': 1408}", "no experts"},
+         "\"num_local_experts\" is 8, and there is no net with experts"},
+        {"{'model_type': 'llama', " LLAMA3 ", 'moe_intermediate_size': 1408}", "with experts"},
         {"{'model_type': 'llama', " LLAMA3 ", 'kv_lora_rank': 512}", "\"kv_lora_rank\" is 512"},
-        {"{'model_type': 'llama', 'text_config': {" LLAMA3 "}}", "\"text_config\" is {"},
+        {"{'model_type': 'llava', 'text_config': {" LLAMA3 "}}", "\"llava\": there are gpt2"},
         {"{'model_type': 'llama', " LLAMA3 ", 'vision_config': {'hidden_size': 1}}", "for images"},
         {"{'model_type': 'llama', " LLAMA3 ", 'cross_attention_layers': [3, 8]}", "is [3,8]"},
         {"{'model_type': 'llama', " LLAMA3 ", 'quantization_config': {'bits': 4}}", "in codes"},
@@ -1326,7 +1387,7 @@ static void a_wrong_file_is_refused_with_the_reason(void **state) {
         {"{'model_type': 'llama', 'hidden_size': 4096, 'num_hidden_layers': 32, "
          "'num_attention_heads': 32, 'num_key_value_heads': 5, 'intermediate_size': 14336, "
          "'vocab_size': 1}",
-         "--kv-heads 5"},
+         "\"num_key_value_heads\" 5"},
         {"{'model_type': 'llama', 'hidden_size': 4096, 'num_hidden_layers': 1001, "
          "'num_attention_heads': 32, 'intermediate_size': 14336, 'vocab_size': 1}",
          "at most 1000"},
@@ -1418,7 +1479,7 @@ static void the_largest_values_at_the_peak_come_first(void **state) {
     prepare(&e, "gpt2-124M", 8, 256);
     e.options.offloading = MS_SWITCH_OFF;
     e.device.budget_bytes = (uint64_t)of_size(900, 2200) << 20;
-    e.model.layers = of_size(2, 12);
+    e.model.of.llama.layers = of_size(2, 12);
     assert_int_equal(find_all(&e, &f), 0);
     assert_true(advised_plan(&f) == &f.at_budget[f.advised]);
     const plan *const both[] = {advised_plan(&f), &f.plain};
@@ -1580,8 +1641,8 @@ static void what_is_on_the_host_is_said(void **state) {
     estimate e;
     plan resident, moved, slow;
     prepare(&e, "gpt2-124M", 4, of_size(128, 512));
-    e.model.layers = of_size(3, 12);
-    e.model.vocabulary = of_size(5000, e.model.vocabulary);
+    e.model.of.llama.layers = of_size(3, 12);
+    e.model.of.llama.vocabulary = of_size(5000, e.model.of.llama.vocabulary);
     e.options.offloading = MS_SWITCH_OFF;
     assert_int_equal(plan_smallest(&e, 4, MS_MODE_BALANCED, &resident), 0);
     e.options.offloading = MS_SWITCH_ON;
@@ -1619,7 +1680,7 @@ static void what_is_on_the_host_is_said(void **state) {
 static void sizes_that_no_machine_has_are_planned_or_refused(void **state) {
     (void)state;
     static printed p;
-    run_words(&p, "--family gpt2 --layers 1 --channels 1048576 --heads 1 --vocabulary 1 --offload "
+    run_words(&p, "--family gpt2 --layers 1 --channels 16384 --heads 1 --vocabulary 1 --offload "
                   "off --batch "
                   "1048576 --sequence 1024");
     assert_int_equal(p.status, STATUS_NO_FIT);
@@ -1632,6 +1693,9 @@ static void sizes_that_no_machine_has_are_planned_or_refused(void **state) {
               "--family llama --layers 1 --channels 2 --heads 1 --feed-forward 1 --vocabulary 1 "
               "--batch 1 --sequence 1 --gpu cpu");
     assert_int_equal(p.status, 0);
+    run_words(&p, "--family gpt2 --layers 1 --channels 1048576 --heads 1024");
+    assert_int_equal(p.status, STATUS_FAILED);
+    t_text_has(p.error, "rows of 1048576 values, and cuda has kernels for up to 16384");
     run_words(&p, "--family llama --layers 1000 --channels 1048576 --heads 65536 --vocabulary "
                   "16777216 --batch 1048576 --sequence 4194304");
     assert_int_equal(p.status, 1);
@@ -1673,8 +1737,10 @@ static void mistakes_are_refused_with_the_cure(void **state) {
         {"--heads 7", "768 channels"},
         {"--channels 100", "100 channels"},
         {"--model llama3-8B --kv-heads 5", "32 heads"},
-        {"--model llama3-8B --heads 12 --channels 4092", "--kv-heads 8"},
+        {"--model llama3-8B --heads 12 --channels 1536", "--kv-heads 8"},
         {"--family llama --layers 1 --channels 15 --heads 5", "pairs"},
+        {"--model gemma2-2B --head-size 512", "at most 256"},
+        {"--model bert-base --head-size 4", "llama"},
         {"--kv-heads 4", "llama"},
         {"--model bert-base --feed-forward 4", "llama"},
         {"--model llama2-7B --positions 4", "positions"},
@@ -1782,6 +1848,8 @@ int main(void) {
         cmocka_unit_test(names_and_sizes_are_read_as_people_write_them),
         cmocka_unit_test(half_the_speed_takes_twice_the_time),
         cmocka_unit_test(published_files_give_published_params),
+        cmocka_unit_test(what_a_family_has_is_said),
+        cmocka_unit_test(a_window_takes_less_time),
         cmocka_unit_test(a_long_path_is_cut_between_characters),
         cmocka_unit_test(a_wrong_file_is_refused_with_the_reason),
         cmocka_unit_test(mistakes_are_refused_with_the_cure),

@@ -126,9 +126,9 @@ static int compare_modes(const estimate *e, findings *f) {
     config.policy = keep_techniques;
     config.policy_user = f;
     config.memory_budget_bytes = (uint64_t)1 << 60;
-    start_family(&small.model, FAMILY_GPT2);
-    small.model.layers = small.model.heads = 1;
-    small.model.channels = 64;
+    start_family(&small.model, MODEL_GPT2);
+    small.model.of.llama.layers = small.model.of.llama.heads = 1;
+    small.model.of.llama.channels = 64;
     small.options.sequence = 64;
     for (int i = 0; i < MODES; i++) {
         f->techniques[i] = UINT32_MAX - (uint32_t)i;

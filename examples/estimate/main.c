@@ -9,11 +9,10 @@
             --gradients bf16 --batch 4 --sequence 1024 --tokens 524288
 
     Every number comes from the library: the model is registered as its trainer would do it, planned
-    by a dry run, which does not allocate its memory, and described by ms_report. GPT-2 and BERT are
-    the nets of nn.h, which examples/gpt2 and examples/bert train; Llama, Mistral and Qwen2.5 are
-    llama_shape.h, which has no kernels.
+    by a dry run, which does not allocate its memory, and described by ms_report. Models are the
+    nets of nn.h, which its trainers train.
 
-    settings.h has the options, model.h, device.h and training.h what follows from them; plans.h makes
+    settings.h has the options, model.h (with model_config.h), device.h and training.h what follows from them; plans.h makes
     plans, advice.h compares them, and sweep.h makes those over budgets; text.h, numbers.h, picture.h
     and shown.h write what was found. */
 #ifndef _POSIX_C_SOURCE
@@ -35,13 +34,14 @@ enum { STATUS_FITS, STATUS_FAILED, STATUS_USAGE, STATUS_NO_FIT };
 static void print_help(void) {
     settings s;
     option_spec specs[ESTIMATE_OPTIONS];
-    const char *models[PUBLISHED_MODELS], *devices[MOST_DEVICES];
+    const char *models[MOST_MODELS], *devices[MOST_DEVICES];
     list_options(&s, specs);
-    list_models(models);
     print_options("[options] [config.json]", specs, ESTIMATE_OPTIONS);
-    printf("\nA config.json as published with weights: of GPT-2, BERT, Llama, Mistral or Qwen2.5.\n"
+    printf("\nA config.json as published with weights: of GPT-2, BERT, Llama, Mistral, Qwen2.5, "
+           "Qwen3,\n"
+           "SmolLM2, Gemma 2 and 3, or Phi-3 and 4.\n"
            "Models (sizes given beside a name or a file replace those of the model):\n");
-    print_names(stdout, models, PUBLISHED_MODELS, 0, "");
+    print_names(stdout, models, list_models(models), 0, "");
     printf("\nDevices:\n");
     print_names(stdout, devices, list_devices(devices), 0, "");
     printf("\nThe exit status is %d if the batch fits the budget in some mode, %d if in none, %d\n"

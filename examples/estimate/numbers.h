@@ -52,18 +52,25 @@ static void json_groups(json *j, const plan *p) {
 
 static void json_model(json *j, const estimate *e, const findings *f) {
     const shape *s = &e->model;
+    const nn_llama_config *c = &s->of.llama;
     json_open(j, "model", '{');
     json_text(j, "name", s->name);
-    json_text(j, "family", family_names[s->kind]);
-    json_count(j, "layers", (uint64_t)s->layers);
-    json_count(j, "channels", (uint64_t)s->channels);
-    json_count(j, "heads", (uint64_t)s->heads);
-    json_count(j, "kv_heads", (uint64_t)s->kv_heads);
-    json_count(j, "feed_forward", (uint64_t)s->feed_forward);
-    json_count(j, "vocabulary", (uint64_t)s->vocabulary);
-    json_count(j, "positions", (uint64_t)s->positions);
-    json_flag(j, "tied_head", s->tied);
-    json_flag(j, "qkv_bias", s->qkv_bias);
+    json_text(j, "family", model_family_names[s->of.family]);
+    json_count(j, "layers", (uint64_t)c->layers);
+    json_count(j, "channels", (uint64_t)c->channels);
+    json_count(j, "heads", (uint64_t)c->heads);
+    json_count(j, "kv_heads", (uint64_t)c->kv_heads);
+    json_count(j, "head_size", (uint64_t)c->head_size);
+    json_count(j, "feed_forward", (uint64_t)c->feed_forward);
+    json_count(j, "vocabulary", (uint64_t)c->vocabulary);
+    json_count(j, "positions", (uint64_t)s->of.positions);
+    json_count(j, "window", (uint64_t)c->window);
+    json_count(j, "full_every", (uint64_t)c->full_every);
+    json_flag(j, "tied_head", c->tied);
+    json_flag(j, "qkv_bias", c->qkv_bias);
+    json_flag(j, "qk_norm", c->qk_norm);
+    json_flag(j, "post_norms", c->post_norms);
+    json_text(j, "untrained", s->of.untrained);
     json_count(j, "params", f->plain.report.param_count);
     json_close(j, '}');
 }

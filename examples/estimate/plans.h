@@ -88,26 +88,21 @@ static void end_progress(const progress *p) {
 }
 
 static void register_layers(const estimate *e, int64_t batch, nn_net *net) {
-    const shape *s = &e->model;
-    const settings *o = &e->options;
-    if (s->kind == FAMILY_LLAMA) {
-        llama_config c = {s->vocabulary, s->layers,       s->channels, s->heads,
-                          s->kv_heads,   s->feed_forward, s->tied,     s->qkv_bias,
-                          batch,         o->sequence,     o->rank};
-        llama(net, &c);
-        return;
-    }
+    const model_config *m = &e->model.of;
+    nn_llama_config llama = m->llama;
     nn_transformer_config c;
     memset(&c, 0, sizeof c);
-    c.vocabulary = s->vocabulary;
-    c.context = s->positions;
-    c.layers = s->layers;
-    c.heads = s->heads;
-    c.channels = s->channels;
-    c.batch = batch;
-    c.sequence = o->sequence;
-    c.adapter_rank = o->rank;
-    (void)(s->kind == FAMILY_BERT ? nn_bert(net, &c) : nn_gpt2(net, &c));
+    c.vocabulary = llama.vocabulary;
+    c.context = m->positions;
+    c.layers = llama.layers;
+    c.heads = llama.heads;
+    c.channels = llama.channels;
+    c.batch = llama.batch = batch;
+    c.sequence = llama.sequence = e->options.sequence;
+    c.adapter_rank = llama.adapter_rank = e->options.rank;
+    (void)(m->family == MODEL_LLAMA  ? nn_llama(net, &llama)
+           : m->family == MODEL_BERT ? nn_bert(net, &c)
+                                     : nn_gpt2(net, &c));
 }
 
 /* A model that is not wrapped; on failure prints the reason and returns NULL. */

@@ -9,7 +9,7 @@
 typedef struct settings {
     const char *model, *family, *gpu, *optimizer, *offload, *sweep, *html, *mode;
     const char *precision, *gradients, *state; // NULL: not said
-    int64_t layers, channels, heads, kv_heads, feed_forward, vocabulary, positions;
+    int64_t layers, channels, heads, kv_heads, head_size, feed_forward, vocabulary, positions;
     int64_t batch, sequence, accumulate, tokens, rank;
     float tflops, tf32_tflops, f16_tflops, bandwidth, link;
     float clip, utilization;
@@ -19,7 +19,7 @@ typedef struct settings {
     option_words files;
 } settings;
 
-enum { ESTIMATE_OPTIONS = 38 };
+enum { ESTIMATE_OPTIONS = 39 };
 
 static void list_options(settings *s, option_spec *specs) {
     const option_spec all[ESTIMATE_OPTIONS] = {
@@ -33,6 +33,8 @@ static void list_options(settings *s, option_spec *specs) {
          "heads of attention; channels must be a multiple"},
         {"--kv-heads", "N", OPTION_COUNT, &s->kv_heads,
          "llama: heads of keys and values; heads must be a multiple (all)"},
+        {"--head-size", "N", OPTION_COUNT, &s->head_size,
+         "llama: width of a head (channels / heads)"},
         {"--feed-forward", "N", OPTION_COUNT, &s->feed_forward,
          "llama: width of the feed-forward net (8/3 of the channels, up to a\n"
          "multiple of 256); gpt2 and bert have 4 times the channels"},

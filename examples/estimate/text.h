@@ -191,17 +191,39 @@ static void say(text_line *line, const char *format, ...) {
     }
 }
 
+/* What the family of Llama has beside the sizes of all models. */
+static void print_llama(text_line *at, const nn_llama_config *c) {
+    say(at, " (%lld of keys)", (long long)c->kv_heads);
+    if (c->head_size * c->heads != c->channels) {
+        say(at, " of %lld", (long long)c->head_size);
+    }
+    if (c->window > 0) {
+        say(at, ", a window of %lld", (long long)c->window);
+    }
+    if (c->window > 0 && c->full_every > 0) {
+        say(at, " but in every %lld%s layer", (long long)c->full_every,
+            c->full_every == 2   ? "nd"
+            : c->full_every == 3 ? "rd"
+                                 : "th");
+    }
+    say(at, ", feed-forward %lld%s%s%s", (long long)c->feed_forward,
+        c->qkv_bias ? ", biases of qkv" : "", c->qk_norm ? ", norms of queries and keys" : "",
+        c->post_norms ? ", norms after both parts of a block" : "");
+}
+
 static void print_model(text_line *at, const estimate *e, const findings *f) {
     const shape *s = &e->model;
+    const nn_llama_config *c = &s->of.llama;
     const uint64_t all = f->plain.report.param_count, trained = f->plain.trained_count;
-    say(at, "model     %s: %lld layers, %lld channels, %lld heads", s->name, (long long)s->layers,
-        (long long)s->channels, (long long)s->heads);
-    if (s->kind == FAMILY_LLAMA) {
-        say(at, " (%lld of keys), feed-forward %lld", (long long)s->kv_heads,
-            (long long)s->feed_forward);
+    say(at, "model     %s: %lld layers, %lld channels, %lld heads", s->name, (long long)c->layers,
+        (long long)c->channels, (long long)c->heads);
+    if (s->of.family == MODEL_LLAMA) {
+        print_llama(at, c);
     }
-    say(at, "%s", s->qkv_bias ? ", biases of qkv" : "");
-    say(at, ", vocabulary %lld: %.2f M params\n", (long long)s->vocabulary, (double)all / 1e6);
+    say(at, ", vocabulary %lld: %.2f M params\n", (long long)c->vocabulary, (double)all / 1e6);
+    if (s->of.untrained[0]) {
+        say(at, "          planned, but nn_llama does not compute it: %s\n", s->of.untrained);
+    }
     if (e->options.frozen) {
         say(at,
             "          of these %.2f M are trained: adapters of rank %lld; all others are "
