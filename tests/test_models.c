@@ -29,8 +29,9 @@ static const way ways[] = {
     {"F16", MS_DTYPE_F16, 0, false, true, false, 0.02},
     {"F16, the smallest budget", MS_DTYPE_F16, 0, true, false, false, 0.02},
 };
-static const float f16_scale =
-    1024.0f; // of gradients, so that in F16 they are no subnormal numbers
+
+/* Of gradients, so that in F16 they are no subnormal numbers. */
+static const float f16_scale = 1024.0f;
 
 typedef struct trained {
     const r_model *what;
