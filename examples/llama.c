@@ -1,0 +1,355 @@
+/*  llama - trains a model of the family of Llama inside a byte budget: from scratch on the bytes of text
+    files, or from published weights, which it can write again for other software.
+
+        build/examples/llama                                         about a minute, on bytes
+        build/examples/llama --from smollm2-135m-instruct-q4_1.gguf --rank 8 --budget smallest book.txt
+        build/examples/llama --from SmolLM2-135M --sequence 512 --precision bf16 --state 8bit \
+            --budget half --steps 200 --write tuned book.txt
+        build/examples/llama --preset qwen3-0.6B --sequence 2048 --mode aggressive --dry
+
+    Beyond what gpt2 shows: weights that are read by the names of their files (weights.h), tokens by the
+    tokenizer that comes with them (tokenizer.h), adapters beside frozen weights, which lie in the file
+    where they can (ms_borrow), and a folder that transformers loads.
+
+    Compiled with MODEL_SHAPE_CJSON, and linked with cJSON (-lcjson), it reads and writes safetensors;
+    without, it reads GGUF alone. */
+#ifndef _POSIX_C_SOURCE
+#define _POSIX_C_SOURCE 200809L
+#endif
+#define MEMSCALE_IMPLEMENTATION
+#include "memscale.h"
+#include "nn.h"
+
+#include "trainer.h"
+
+#include "tokenizer.h"
+#include "weights.h"
+#include "weights_config.h"
+
+#include <sys/stat.h>
+
+enum { SAMPLE_TOKENS = 40, SAMPLE_SEQUENCE = 64, PATH_BYTES = 1024 };
+
+typedef struct llama {
+    trainer t;
+    const char *from, *data, *prompt, *write, *write_type;
+    int64_t rank;
+    nn_llama_config config;
+    weight_file file; // of --from; open as long as the model
+    weights_family family;
+    weights_layout layout;
+    bool has_file, has_tokenizer;
+    tokenizer tokens;
+} llama;
+
+static llama *llama_of(trainer *t) {
+    return (llama *)t; // its first member
+}
+
+static int list_llama_options(trainer *t, option_spec *specs) {
+    llama *l = llama_of(t);
+    const option_spec own[] = {
+        {"--from", "PATH", OPTION_TEXT, &l->from,
+         "start from these weights: a GGUF file, a safetensors file with config.json and\n"
+         "tokenizer.json beside it, or a folder of these"},
+        {"--rank", "N", OPTION_COUNT, &l->rank,
+         "train adapters of this rank beside all matrices, which stay as they are"},
+        {"--data", "FILE", OPTION_TEXT, &l->data, "one more text file"},
+        {"--prompt", "TEXT", OPTION_TEXT, &l->prompt,
+         "let the model go on from this text at the end"},
+        {"--write", "FOLDER", OPTION_TEXT, &l->write,
+         "write weights and config.json there at the end, as transformers loads them"},
+        {"--write-type", "NAME", OPTION_TEXT, &l->write_type, "f32, bf16 or f16"},
+    };
+    l->write_type = "bf16";
+    memcpy(specs, own, sizeof own);
+    return OPTIONS_IN(own);
+}
+
+// ---- the model ----------------------------------------------------------------------------------
+
+/* The tokenizer that comes with the weights: in the same GGUF file, or tokenizer.json beside them. */
+static int read_tokenizer(llama *l) {
+    if (l->file.value_count > 0) {
+        l->has_tokenizer = true; // to be closed in any case
+        return tokenizer_of_gguf(&l->tokens, &l->file)
+                   ? 0
+                   : fail("--from %s: %s", l->from, l->tokens.error);
+    }
+    char path[PATH_BYTES];
+    struct stat found;
+    const bool is_folder = stat(l->from, &found) == 0 && S_ISDIR(found.st_mode);
+    const char *slash = strrchr(l->from, '/');
+    const int length = is_folder ? (int)strlen(l->from) : slash ? (int)(slash - l->from) : 1;
+    snprintf(path, sizeof path, "%.*s/tokenizer.json", length, is_folder || slash ? l->from : ".");
+    weight_bytes text;
+    memset(&text, 0, sizeof text);
+    if (!weight_slurp(&l->file, path, &text)) {
+        return fail("%s", l->file.error);
+    }
+    l->has_tokenizer = true; // to be closed in any case
+    const bool is_read = tokenizer_of_json(&l->tokens, (const char *)text.data, text.size);
+    free(text.data);
+    return is_read ? 0 : fail("%s: %s", path, l->tokens.error);
+}
+
+static int open_weights(llama *l) {
+    if (!weight_open(&l->file, l->from) || !weights_config(&l->file, l->from, &l->config) ||
+        !weights_find_family(&l->file, &l->family)) {
+        l->has_file = true;
+        return fail("--from %s: %s", l->from, l->file.error);
+    }
+    l->has_file = true;
+    l->layout = weights_layout_of(&l->config, l->family);
+    return l->t.options.random ? 0 : read_tokenizer(l);
+}
+
+/* small and tiny are sizes for bytes; others are those of nn_models.h, at random. */
+static int choose_preset(llama *l) {
+    const char *name = l->t.options.preset;
+    nn_llama_config *c = &l->config;
+    const bool tiny = strcmp(name, "tiny") == 0;
+    if (tiny || strcmp(name, "small") == 0) {
+        c->vocabulary = BYTE_COUNT;
+        c->layers = tiny ? 2 : 4;
+        c->channels = tiny ? 32 : 128;
+        c->heads = 4;
+        c->kv_heads = 2;
+        c->feed_forward = tiny ? 96 : 384;
+        c->tied = true;
+    } else if (!nn_llama_preset(name, c)) {
+        fail("--preset %s: there are small, tiny and", name);
+        for (int i = 0; nn_llama_name(i); i++) {
+            fprintf(stderr, "%s %s", i % 8 == 0 ? "\n " : ",", nn_llama_name(i));
+        }
+        fprintf(stderr, "\n");
+        return 1;
+    }
+    l->family = c->post_norms ? WEIGHTS_GEMMA : WEIGHTS_LLAMA;
+    l->layout = weights_layout_of(c, l->family);
+    return 0;
+}
+
+static int choose_llama(trainer *t) {
+    llama *l = llama_of(t);
+    const settings *o = &t->options;
+    if ((l->from ? open_weights(l) : choose_preset(l)) != 0) {
+        return 1;
+    }
+    nn_llama_config *c = &l->config;
+    const bool is_small = c->channels < 512;
+    c->batch = o->batch ? o->batch : is_small ? 8 : 1;
+    c->sequence = o->sequence;
+    c->adapter_rank = l->rank;
+    c->largest_sequence = l->prompt && o->sequence > SAMPLE_SEQUENCE ? o->sequence : 0;
+    t->shape.batch = c->batch;
+    t->shape.sequence = c->sequence;
+    t->shape.vocabulary = c->vocabulary;
+    t->shape.layers = c->layers;
+    t->shape.heads = c->heads;
+    t->shape.channels = c->channels;
+    t->model_name = l->from ? l->from : o->preset;
+    t->usual_rate = l->from ? (l->rank > 0 ? 2e-4 : 2e-5) : is_small ? 1e-3 : 3e-4;
+    if (o->dropout > 0.0f) {
+        return fail("--dropout: models of this family have none");
+    }
+    if (l->data && o->files.count == (int)OPTIONS_IN(o->files.items)) {
+        return fail("--data %s: too many files", l->data);
+    }
+    if (l->data) {
+        t->options.files.items[t->options.files.count++] = l->data;
+    }
+    return 0;
+}
+
+static nn_transformer build_llama(trainer *t) {
+    return nn_llama(t->net, &llama_of(t)->config);
+}
+
+static bool keeps_logits(const trainer *t) {
+    return ((const llama *)t)->prompt != NULL;
+}
+
+static int encode_text(trainer *t) {
+    llama *l = llama_of(t);
+    if (!l->has_tokenizer) {
+        return encode_bytes(t);
+    }
+    tokenizer_ids ids;
+    memset(&ids, 0, sizeof ids);
+    if (!tokenizer_encode(&l->tokens, (const char *)t->text, (uint64_t)t->text_bytes, false,
+                          &ids)) {
+        free(ids.ids);
+        return fail("%s", l->tokens.error);
+    }
+    t->data = ids.ids;
+    t->data_count = ids.count;
+    return 0;
+}
+
+/* Initial values: at random, and then, except for adapters, those of the file. */
+static int init_llama(trainer *t) {
+    llama *l = llama_of(t);
+    if (nn_init(t->net, (uint64_t)t->options.seed) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->model));
+    }
+    return !l->from || weights_read(t->model, t->net, &l->file, &l->layout)
+               ? 0
+               : fail("--from %s: %s", l->from, l->file.error);
+}
+
+// ---- what it writes -----------------------------------------------------------------------------
+
+static int write_weights(llama *l) {
+    char path[PATH_BYTES];
+    weights_output out;
+    memset(&out, 0, sizeof out);
+    out.type = strcmp(l->write_type, "f32") == 0   ? "F32"
+               : strcmp(l->write_type, "f16") == 0 ? "F16"
+                                                   : "BF16";
+    out.path = path;
+    out.merges = true;
+    if (mkdir(l->write, 0777) != 0 && errno != EEXIST) {
+        return fail("--write %s: %s", l->write, strerror(errno));
+    }
+    weights_layout layout = l->layout;
+    layout.family = l->family == WEIGHTS_GGUF_GEMMA   ? WEIGHTS_GEMMA
+                    : l->family >= WEIGHTS_GGUF_LLAMA ? WEIGHTS_LLAMA
+                                                      : l->family;
+    snprintf(path, sizeof path, "%s/model.safetensors", l->write);
+    if (!weights_write(l->t.model, l->t.net, &layout, &out)) {
+        return fail("--write %s: %s", l->write, out.error);
+    }
+    snprintf(path, sizeof path, "%s/config.json", l->write);
+    if (!weights_write_config(&out, path, &l->config, layout.family, l->config.sequence)) {
+        return fail("--write %s: %s", l->write, out.error);
+    }
+    printf("written   %s/model.safetensors and config.json, in %s\n", l->write, l->write_type);
+    return 0;
+}
+
+static int finish_llama(trainer *t) {
+    llama *l = llama_of(t);
+    return l->write ? write_weights(l) : 0;
+}
+
+/* One token from softmax(logits / 0.7). */
+static int32_t draw_token(trainer *t, const float *logits) {
+    const int64_t count = t->shape.vocabulary;
+    double sum = 0.0;
+    float highest = logits[0];
+    for (int64_t i = 1; i < count; i++) {
+        highest = logits[i] > highest ? logits[i] : highest;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        sum += exp((double)(logits[i] - highest) / 0.7);
+    }
+    double mark = (double)(next_random(t) >> 11) / 9007199254740992.0 * sum;
+    for (int64_t i = 0; i < count; i++) {
+        mark -= exp((double)(logits[i] - highest) / 0.7);
+        if (mark < 0.0) {
+            return (int32_t)i;
+        }
+    }
+    return (int32_t)count - 1;
+}
+
+static void print_token(const llama *l, int32_t token) {
+    if (l->has_tokenizer) {
+        const gguf_text text = tokenizer_text(&l->tokens, token);
+        fwrite(text.data, 1, (size_t)text.length, stdout);
+    } else {
+        putchar(token == '\n' || (token >= 32 && token < 127) ? (int)token : '?');
+    }
+    fflush(stdout);
+}
+
+/* The tokens of the prompt, at the beginning of t->tokens; how many there are. At most half of the
+   window, so that there is room to go on. */
+static int64_t place_prompt(llama *l, int64_t window) {
+    trainer *t = &l->t;
+    const size_t length = strlen(l->prompt);
+    int64_t used = 0;
+    tokenizer_ids ids;
+    memset(&ids, 0, sizeof ids);
+    if (l->has_tokenizer) {
+        tokenizer_encode(&l->tokens, l->prompt, length, true, &ids);
+    }
+    const int64_t count = l->has_tokenizer ? ids.count : (int64_t)length;
+    for (int64_t i = count > window / 2 ? count - window / 2 : 0; i < count; i++) {
+        t->tokens[used++] = l->has_tokenizer ? ids.ids[i] : (int32_t)(unsigned char)l->prompt[i];
+    }
+    free(ids.ids);
+    return used;
+}
+
+/* Lets the model go on from the prompt, in the first row of a batch, at a short sequence. */
+static int sample(trainer *t) {
+    llama *l = llama_of(t);
+    if (l->config.largest_sequence > 0) {
+        const int64_t sizes[MS_LIMIT_AXES] = {SAMPLE_SEQUENCE};
+        if (ms_reshape(t->model, sizes) != MS_RESULT_OK) {
+            return fail("%s", ms_last_error(t->model));
+        }
+        t->shape.sequence = SAMPLE_SEQUENCE;
+    }
+    const int64_t window = t->shape.sequence, rows = t->shape.batch * window;
+    memset(t->tokens, 0, (size_t)rows * sizeof *t->tokens);
+    for (int64_t i = 0; i < rows; i++) {
+        t->targets[i] = -1;
+    }
+    int64_t used = place_prompt(l, window);
+    printf("\n%s", l->prompt);
+    for (int n = 0; n < SAMPLE_TOKENS && used > 0; n++) {
+        if (read_logits(t) != 0) {
+            return 1;
+        }
+        const int32_t token = draw_token(t, t->logits + (used - 1) * t->shape.vocabulary);
+        if (l->has_tokenizer && token == l->tokens.end) {
+            break;
+        }
+        print_token(l, token);
+        if (used == window) {
+            memmove(t->tokens, t->tokens + 1, (size_t)(window - 1) * sizeof *t->tokens);
+            used--;
+        }
+        t->tokens[used++] = token;
+    }
+    printf("\n");
+    return 0;
+}
+
+static const trainer_own llama_own = {
+    "[options] [text file ...]\n"
+    "Trains on text inside a byte budget, from scratch or from published weights: on this\n"
+    "repository's own text, if it is run there, or on files.",
+    list_llama_options,
+    choose_llama,
+    build_llama,
+    keeps_logits,
+    encode_text,
+    init_llama,
+    finish_llama,
+};
+
+static const trainer_kind llama_kind = {"the family of Llama",
+                                        "",
+                                        "small, tiny or a published model",
+                                        BYTE_COUNT,
+                                        0.95f,
+                                        NULL,
+                                        draw_next_tokens,
+                                        sample,
+                                        &llama_own};
+
+int main(int argc, char **argv) {
+    static llama l;
+    const int result = train_as(&l.t, &llama_kind, argc, argv);
+    if (l.has_file) {
+        weight_close(&l.file);
+    }
+    if (l.has_tokenizer) {
+        tokenizer_close(&l.tokens);
+    }
+    return result;
+}
