@@ -101,6 +101,58 @@ static void h_cross_entropy(nn_net *net, const h_case *c) {
                      h_input(net, MS_DTYPE_I32, ms_shape1(c->shape.dim[0])));
 }
 
+static void h_gated(nn_net *net, const h_case *c) {
+    nn_gated(net, c->name, h_x(net, c), h_x(net, c), (nn_gate)c->flags);
+}
+
+static void h_scale(nn_net *net, const h_case *c) {
+    nn_scale(net, c->name, h_x(net, c), 1.7f);
+}
+
+static void h_softcap(nn_net *net, const h_case *c) {
+    nn_softcap(net, c->name, h_x(net, c), 2.0f);
+}
+
+static void h_rmsnorm(nn_net *net, const h_case *c) {
+    nn_rmsnorm(net, c->name, h_x(net, c), 1e-5f, c->flags != 0);
+}
+
+/* d: heads, heads of keys. */
+static void h_head_norm(nn_net *net, const h_case *c) {
+    const int64_t size = c->shape.dim[2] / (c->d[0] + 2 * c->d[1]);
+    nn_head_norm_desc norm;
+    memset(&norm, 0, sizeof norm);
+    norm.heads = c->d[0];
+    norm.kv_heads = c->d[1];
+    norm.queries = h_param(net, ms_shape1(size));
+    norm.keys = h_param(net, ms_shape1(size));
+    norm.epsilon = 1e-5f;
+    nn_head_norm(net, c->name, h_x(net, c), &norm);
+}
+
+/* d: heads, size, how much of it is turned. */
+static void h_rotary(nn_net *net, const h_case *c) {
+    nn_rotary_desc turn;
+    memset(&turn, 0, sizeof turn);
+    turn.heads = c->d[0];
+    turn.size = c->d[1];
+    turn.turned = c->d[2];
+    turn.adjacent = c->flags != 0;
+    nn_rotary(net, c->name, h_x(net, c), &turn);
+}
+
+/* d: heads, heads of keys, window, whether there is a cap. */
+static void h_grouped(nn_net *net, const h_case *c) {
+    nn_heads_desc heads;
+    memset(&heads, 0, sizeof heads);
+    heads.heads = c->d[0];
+    heads.kv_heads = c->d[1];
+    heads.window = c->d[2];
+    heads.causal = true;
+    heads.cap = c->d[3] != 0 ? 2.0f : 0.0f;
+    nn_grouped_attention(net, c->name, h_x(net, c), &heads);
+}
+
 static void h_relu(nn_net *net, const h_case *c) {
     nn_relu(net, c->name, h_x(net, c));
 }
@@ -368,7 +420,9 @@ static void h_keep_all(h_run *run, int kind) {
 static void h_call(h_run *run, ms_call *call, ms_phase phase, ms_layer_fn callback,
                    const ms_workspace *workspace) {
     const ms_shape out = run->views[H_OUT][0].shape;
-    const size_t bytes = (size_t)(workspace->bytes + workspace->row_bytes * (uint64_t)out.dim[0]);
+    const uint64_t rows =
+        (uint64_t)nn_leading(out, run->desc.tile.axes > 0 ? run->desc.tile.axes : 1);
+    const size_t bytes = (size_t)(workspace->bytes + workspace->row_bytes * rows);
     uint8_t *noise = (uint8_t *)h_memory(bytes);
     memset(noise, 0xff, bytes);
     call->phase = phase;
@@ -662,9 +716,11 @@ static void elementwise_layers_are_near_f32(void **state) {
     const int64_t sizes[] = {131, 4096 + 72};
     for (int i = 0; i < 2; i++) {
         const ms_shape shape = ms_shape2(2, sizes[i]);
-        const h_case cases[] = {h_make("gelu", h_gelu, shape), h_make("add", h_add, shape),
-                                h_make("dropout", h_dropout, shape), h_make("relu", h_relu, shape),
-                                h_make("flatten", h_flatten, shape)};
+        const h_case cases[] = {
+            h_make("gelu", h_gelu, shape),       h_make("add", h_add, shape),
+            h_make("dropout", h_dropout, shape), h_make("relu", h_relu, shape),
+            h_make("scale", h_scale, shape),     h_make("gated", h_gated, shape),
+            h_make("flatten", h_flatten, shape)};
         for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
             h_check(&cases[k]);
         }
@@ -674,6 +730,41 @@ static void elementwise_layers_are_near_f32(void **state) {
         h_check(&c);
         c = cases[2];
         c.phase = MS_PHASE_EVAL;
+        h_check(&c);
+        c = h_make("gated", h_gated, shape);
+        c.flags = NN_GATE_GELU;
+        h_check(&c);
+        c = h_make("cap", h_softcap, shape);
+        c.inner_gradient = 3.0; // backward reads the output, which is rounded
+        c.has_products = true;
+        h_check(&c);
+    }
+}
+
+static void rmsnorms_are_near_f32(void **state) {
+    (void)state;
+    const int64_t widths[] = {7, 16, 77, 1032};
+    for (int i = 0; i < 8; i++) {
+        h_case c = h_make("norm", h_rmsnorm, ms_shape2(5, widths[i / 2]));
+        c.flags = (uint32_t)i % 2;
+        h_check(&c);
+    }
+    for (int i = 0; i < 2; i++) {
+        h_case c = h_make("norm", h_head_norm, ms_shape3(2, 9, 8 * (i == 0 ? 16 : 5)));
+        c.d[0] = 4;
+        c.d[1] = 2;
+        h_check(&c);
+    }
+}
+
+static void rotary_positions_are_near_f32(void **state) {
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        h_case c = h_make("rotary", h_rotary, ms_shape3(2, 9, 4 * 16 + 8));
+        c.d[0] = 4;
+        c.d[1] = 16;
+        c.d[2] = i / 2 != 0 ? 12 : 0;
+        c.flags = i % 2;
         h_check(&c);
     }
 }
@@ -688,6 +779,22 @@ static void attention_is_near_f32(void **state) {
         c.d[0] = 2;
         c.flags =
             ((i & 1) != 0 ? (uint32_t)T_CAUSAL : 0) | ((i & 2) != 0 ? (uint32_t)T_SAVE_SCORES : 0);
+        c.inner_out = 1.0;
+        c.inner_gradient = 2.0;
+        c.has_products = true;
+        h_check(&c);
+    }
+}
+
+static void grouped_attention_is_near_f32(void **state) {
+    (void)state;
+    for (uint32_t i = 0; i < 16; i++) {
+        const int64_t size = (i & 8) != 0 ? 8 : 5;
+        h_case c = h_make("attention", h_grouped, ms_shape3(2, (i & 4) != 0 ? 72 : 11, 8 * size));
+        c.d[0] = 4;
+        c.d[1] = 2;
+        c.d[2] = (i & 1) != 0 ? 7 : 0;
+        c.d[3] = i & 2;
         c.inner_out = 1.0;
         c.inner_gradient = 2.0;
         c.has_products = true;
@@ -798,7 +905,10 @@ int main(void) {
         cmocka_unit_test(linear_layers_are_near_f32),
         cmocka_unit_test(layernorms_are_near_f32),
         cmocka_unit_test(elementwise_layers_are_near_f32),
+        cmocka_unit_test(rmsnorms_are_near_f32),
+        cmocka_unit_test(rotary_positions_are_near_f32),
         cmocka_unit_test(attention_is_near_f32),
+        cmocka_unit_test(grouped_attention_is_near_f32),
         cmocka_unit_test(cross_entropies_are_near_f32),
         cmocka_unit_test(convolutions_are_near_f32),
         cmocka_unit_test(layers_of_images_are_near_f32),
