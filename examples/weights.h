@@ -16,7 +16,7 @@
     there twice or of another shape is an error, before anything is written. Params of adapters need
     not be in a file and are then left alone.
 
-    Include memscale.h, nn.h and nn_models.h first. It is C and C++; for cJSON see safetensors.h. */
+    Include memscale.h and nn.h first. It is C and C++; for cJSON see safetensors.h. */
 #ifndef MEMSCALE_WEIGHTS_H
 #define MEMSCALE_WEIGHTS_H
 

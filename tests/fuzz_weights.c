@@ -9,9 +9,6 @@
 #include "private.h"
 
 #include "nn.h"
-#ifndef MEMSCALE_NN_MODELS_H
-#include "weights_standin.h"
-#endif
 #include "tokenizer.h"
 #include "weights.h"
 #include "weights_config.h"
@@ -56,7 +53,7 @@ static void make(small *s, const nn_llama_config *config) {
     CHECK(ms_create(NULL, &s->model) == MS_RESULT_OK);
     s->net = nn_create(s->model);
     CHECK(s->net != NULL);
-    made_llama(s->net, config);
+    nn_llama(s->net, config);
     static const float zeros[LARGEST_PARAM] = {0.0f};
     for (int64_t i = 0; i < nn_param_count(s->net); ++i) {
         CHECK(ms_write(s->model, nn_param_at(s->net, i)->tensor, zeros) == MS_RESULT_OK);

@@ -1,5 +1,5 @@
-/*  made_weights.h - small files of published weights, made in memory, and nets for them. After
-    memscale.h, nn.h and weights_config.h. */
+/*  made_weights.h - small files of published weights, made in memory. After memscale.h, nn.h
+    and weights_config.h. */
 #ifndef MADE_WEIGHTS_H
 #define MADE_WEIGHTS_H
 
@@ -156,58 +156,7 @@ MADE_API made made_safetensors(const char *header, const void *data, size_t byte
 }
 
 // ------------------------------------------------------------------------------------------------
-// nets: the params alone, which can be read and written without a plan
-
-MADE_API void made_param(nn_net *net, int64_t block, const char *name, int64_t rows,
-                         int64_t columns) {
-    char whole[64];
-    if (block < 0) {
-        snprintf(whole, sizeof whole, "%s", name);
-    } else {
-        snprintf(whole, sizeof whole, "h%lld.%s", (long long)block, name);
-    }
-    nn_param(net, whole, columns > 0 ? ms_shape2(rows, columns) : ms_shape1(rows), NN_INIT_NORMAL,
-             1.0f);
-}
-
-MADE_API void made_llama_block(nn_net *net, const nn_llama_config *c, int64_t block) {
-    const int64_t width = c->heads * c->head_size, all = width + 2 * c->kv_heads * c->head_size;
-    made_param(net, block, "norm1.weight", c->channels, 0);
-    made_param(net, block, "qkv.weight", all, c->channels);
-    if (c->qkv_bias) {
-        made_param(net, block, "qkv.bias", all, 0);
-    }
-    if (c->qk_norm) {
-        made_param(net, block, "qnorm.weight", c->head_size, 0);
-        made_param(net, block, "knorm.weight", c->head_size, 0);
-    }
-    if (c->adapter_rank > 0) {
-        made_param(net, block, "qkv.adapter.down.weight", c->adapter_rank, c->channels);
-        made_param(net, block, "qkv.adapter.up.weight", all, c->adapter_rank);
-    }
-    made_param(net, block, "proj.weight", c->channels, width);
-    if (c->post_norms) {
-        made_param(net, block, "post1.weight", c->channels, 0);
-    }
-    made_param(net, block, "norm2.weight", c->channels, 0);
-    made_param(net, block, "gate.weight", c->feed_forward, c->channels);
-    made_param(net, block, "up.weight", c->feed_forward, c->channels);
-    made_param(net, block, "down.weight", c->channels, c->feed_forward);
-    if (c->post_norms) {
-        made_param(net, block, "post2.weight", c->channels, 0);
-    }
-}
-
-MADE_API void made_llama(nn_net *net, const nn_llama_config *c) {
-    made_param(net, -1, "tokens.weight", c->vocabulary, c->channels);
-    for (int64_t block = 0; block < c->layers; block++) {
-        made_llama_block(net, c, block);
-    }
-    made_param(net, -1, "norm.weight", c->channels, 0);
-    if (!c->tied) {
-        made_param(net, -1, "head.weight", c->vocabulary, c->channels);
-    }
-}
+// a small model as a GGUF file
 
 MADE_API nn_llama_config made_llama_config(void) {
     nn_llama_config c;
@@ -221,11 +170,10 @@ MADE_API nn_llama_config made_llama_config(void) {
     c.head_size = 8;
     c.epsilon = 1e-5f;
     c.theta = 10000.0f;
+    c.batch = 1;
+    c.sequence = 4;
     return c;
 }
-
-// ------------------------------------------------------------------------------------------------
-// a small model as a GGUF file
 
 MADE_API void made_settings(made_gguf *g, const char *architecture, const nn_llama_config *c) {
     const struct {
