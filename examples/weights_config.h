@@ -37,49 +37,59 @@ static const weights_model weights_models[] = {
 };
 enum { WEIGHTS_MODELS = sizeof weights_models / sizeof weights_models[0] };
 
+typedef enum weights_number {
+    WEIGHTS_COUNT, // int64_t
+    WEIGHTS_REAL,  // float; in config.json it has a point: transformers is strict about that
+    WEIGHTS_WHOLE  // float, and has none there
+} weights_number;
+
 /* A number of the settings; the keys of GGUF follow the name of the architecture and a point. */
 typedef struct weights_key {
     const char *json, *gguf; // NULL: not there
     size_t offset;           // in nn_llama_config
-    bool is_real, is_needed;
+    weights_number type;
+    bool is_needed;
 } weights_key;
 
 static const weights_key weights_keys[] = {
-    {"vocab_size", "vocab_size", offsetof(nn_llama_config, vocabulary), false, false},
-    {"num_hidden_layers", "block_count", offsetof(nn_llama_config, layers), false, true},
-    {"hidden_size", "embedding_length", offsetof(nn_llama_config, channels), false, true},
-    {"intermediate_size", "feed_forward_length", offsetof(nn_llama_config, feed_forward), false,
+    {"vocab_size", "vocab_size", offsetof(nn_llama_config, vocabulary), WEIGHTS_COUNT, false},
+    {"num_hidden_layers", "block_count", offsetof(nn_llama_config, layers), WEIGHTS_COUNT, true},
+    {"hidden_size", "embedding_length", offsetof(nn_llama_config, channels), WEIGHTS_COUNT, true},
+    {"intermediate_size", "feed_forward_length", offsetof(nn_llama_config, feed_forward),
+     WEIGHTS_COUNT, true},
+    {"num_attention_heads", "attention.head_count", offsetof(nn_llama_config, heads), WEIGHTS_COUNT,
      true},
-    {"num_attention_heads", "attention.head_count", offsetof(nn_llama_config, heads), false, true},
-    {"num_key_value_heads", "attention.head_count_kv", offsetof(nn_llama_config, kv_heads), false,
+    {"num_key_value_heads", "attention.head_count_kv", offsetof(nn_llama_config, kv_heads),
+     WEIGHTS_COUNT, false},
+    {"head_dim", "attention.key_length", offsetof(nn_llama_config, head_size), WEIGHTS_COUNT,
      false},
-    {"head_dim", "attention.key_length", offsetof(nn_llama_config, head_size), false, false},
-    {NULL, "rope.dimension_count", offsetof(nn_llama_config, turned), false, false},
-    {"rms_norm_eps", "attention.layer_norm_rms_epsilon", offsetof(nn_llama_config, epsilon), true,
-     true},
-    {"rope_theta", "rope.freq_base", offsetof(nn_llama_config, theta), true, false},
-    {"rope_local_base_freq", "rope.freq_base_swa", offsetof(nn_llama_config, local_theta), true,
+    {NULL, "rope.dimension_count", offsetof(nn_llama_config, turned), WEIGHTS_COUNT, false},
+    {"rms_norm_eps", "attention.layer_norm_rms_epsilon", offsetof(nn_llama_config, epsilon),
+     WEIGHTS_REAL, true},
+    {"rope_theta", "rope.freq_base", offsetof(nn_llama_config, theta), WEIGHTS_REAL, false},
+    {"rope_local_base_freq", "rope.freq_base_swa", offsetof(nn_llama_config, local_theta),
+     WEIGHTS_REAL, false},
+    {"sliding_window", "attention.sliding_window", offsetof(nn_llama_config, window), WEIGHTS_COUNT,
      false},
-    {"sliding_window", "attention.sliding_window", offsetof(nn_llama_config, window), false, false},
     {"attn_logit_softcapping", "attn_logit_softcapping", offsetof(nn_llama_config, attention_cap),
-     true, false},
+     WEIGHTS_REAL, false},
     {"final_logit_softcapping", "final_logit_softcapping", offsetof(nn_llama_config, logit_cap),
-     true, false},
-    {"query_pre_attn_scalar", NULL, offsetof(nn_llama_config, query_scale), true, false},
+     WEIGHTS_REAL, false},
+    {"query_pre_attn_scalar", NULL, offsetof(nn_llama_config, query_scale), WEIGHTS_WHOLE, false},
 };
 enum { WEIGHTS_SETTINGS = sizeof weights_keys / sizeof weights_keys[0] };
 
 /* Sets one; an error if it is not a number that can be meant. */
 GGUF_API bool weights_set(char *error, nn_llama_config *c, const weights_key *key, double value) {
-    const bool fits = key->is_real ? value >= 0.0 && value <= 1e12
-                                   : value >= 1.0 && value <= (double)INT32_MAX &&
-                                         value - (double)(int64_t)value <= 0.0;
+    const bool fits = key->type != WEIGHTS_COUNT ? value >= 0.0 && value <= 1e12
+                                                 : value >= 1.0 && value <= (double)INT32_MAX &&
+                                                       value - (double)(int64_t)value <= 0.0;
     if (!fits) {
-        return weight_fail(error, "%s is %g, which is no %s", key->json ? key->json : key->gguf,
-                           value,
-                           key->is_real ? "such number" : "whole number from 1 to 2147483647");
+        return weight_fail(
+            error, "%s is %g, which is no %s", key->json ? key->json : key->gguf, value,
+            key->type != WEIGHTS_COUNT ? "such number" : "whole number from 1 to 2147483647");
     }
-    if (key->is_real) {
+    if (key->type != WEIGHTS_COUNT) {
         const float real = (float)value;
         memcpy((char *)c + key->offset, &real, sizeof real);
     } else {
@@ -107,7 +117,7 @@ GGUF_API double weights_decimal(float value) {
 GGUF_API double weights_get(const nn_llama_config *c, const weights_key *key) {
     float real;
     int64_t count;
-    if (key->is_real) {
+    if (key->type != WEIGHTS_COUNT) {
         memcpy(&real, (const char *)c + key->offset, sizeof real);
         return weights_decimal(real);
     }
@@ -412,16 +422,41 @@ GGUF_API const weights_model *weights_model_of(const nn_llama_config *c, weights
     return m;
 }
 
+GGUF_API void weights_json_add_real(cJSON *json, const char *name, double value) {
+    char text[40];
+    snprintf(text, sizeof text, "%.9g", value);
+    if (!strpbrk(text, ".e")) {
+        snprintf(text + strlen(text), 4, ".0");
+    }
+    cJSON_AddRawToObject(json, name, text);
+}
+
+/* null for what there is none of, if it has a default. */
+GGUF_API void weights_json_add(cJSON *json, const nn_llama_config *c, const weights_key *key,
+                               bool has_defaults) {
+    const double value = weights_get(c, key);
+    if (!key->json || (value <= 0.0 && !has_defaults && !key->is_needed)) {
+        return;
+    }
+    if (value <= 0.0 && !key->is_needed) {
+        cJSON_AddNullToObject(json, key->json);
+    } else if (key->type == WEIGHTS_REAL) {
+        weights_json_add_real(json, key->json, value);
+    } else {
+        cJSON_AddNumberToObject(json, key->json, value);
+    }
+}
+
 GGUF_API void weights_json_add_scaling(cJSON *json, const nn_rotary_scaling *s) {
     if (s->kind == NN_ROTARY_PLAIN) {
         return;
     }
     cJSON *rope = cJSON_AddObjectToObject(json, "rope_scaling");
     cJSON_AddStringToObject(rope, "rope_type", s->kind == NN_ROTARY_LINEAR ? "linear" : "llama3");
-    cJSON_AddNumberToObject(rope, "factor", weights_decimal(s->factor));
+    weights_json_add_real(rope, "factor", weights_decimal(s->factor));
     if (s->kind == NN_ROTARY_LLAMA3) {
-        cJSON_AddNumberToObject(rope, "low_freq_factor", weights_decimal(s->low));
-        cJSON_AddNumberToObject(rope, "high_freq_factor", weights_decimal(s->high));
+        weights_json_add_real(rope, "low_freq_factor", weights_decimal(s->low));
+        weights_json_add_real(rope, "high_freq_factor", weights_decimal(s->high));
         cJSON_AddNumberToObject(rope, "original_max_position_embeddings", (double)s->original);
     }
 }
@@ -442,8 +477,8 @@ GGUF_API void weights_json_add_kind(cJSON *json, const nn_llama_config *c, const
         cJSON_AddNumberToObject(json, "sliding_window_pattern", (double)c->full_every);
     }
     if (c->turned > 0) {
-        cJSON_AddNumberToObject(json, "partial_rotary_factor",
-                                (double)c->turned / (double)c->head_size);
+        weights_json_add_real(json, "partial_rotary_factor",
+                              (double)c->turned / (double)c->head_size);
     }
     if (m->family == WEIGHTS_PHI3) {
         cJSON_AddNullToObject(json, "pad_token_id"); // else it may be beyond the tokens
@@ -465,12 +500,7 @@ GGUF_API bool weights_write_config(weights_output *out, const char *path,
                          cJSON_CreateString(m->architecture));
     cJSON_AddStringToObject(json, "model_type", m->type);
     for (int i = 0; i < WEIGHTS_SETTINGS; i++) {
-        const double value = weights_get(&c, &weights_keys[i]);
-        if (weights_keys[i].json && (value > 0.0 || weights_keys[i].is_needed)) {
-            cJSON_AddNumberToObject(json, weights_keys[i].json, value);
-        } else if (weights_keys[i].json && (m->flags & WEIGHTS_IS_GEMMA) != 0) { // it has defaults
-            cJSON_AddNullToObject(json, weights_keys[i].json);
-        }
+        weights_json_add(json, &c, &weights_keys[i], (m->flags & WEIGHTS_IS_GEMMA) != 0);
     }
     cJSON_AddNumberToObject(json, "max_position_embeddings", (double)positions);
     cJSON_AddBoolToObject(json, "tie_word_embeddings", c.tied);

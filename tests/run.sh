@@ -570,6 +570,19 @@ check_safetensors() {
     "$python" tests/safetensors_files.py read $folder
 }
 
+# Models of transformers are read, and what is written of them is the same to it.
+check_transformers() {
+    local folder python=${PYTHON:-python3}
+    "$python" -c 'import torch, transformers' 2> /dev/null || skip 'no transformers for Python'
+    [ -n "$CMOCKA" ] || skip 'no cmocka'
+    folder=$(mktemp -d $checks/transformers.XXXXXX)
+    build quick build/quick/tests/test_weights && "$python" tests/weights_files.py write $folder &&
+        MEMSCALE_TEST_WEIGHTS=$folder build/quick/tests/test_weights > $folder/log 2>&1 ||
+        { cat $folder/log; return 1; }
+    "$python" tests/weights_files.py read $folder
+}
+
+export -f check_transformers
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_newest cell_elsewhere cell_msvc cell_mixed cell_cpp cell_sources check_robot check_resume check_safetensors check_dialect
@@ -626,6 +639,7 @@ check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/te
 check quick 'fuzz_load on tests/corpus_load, sanitizers' 'run_corpus build/sanitize/tests/fuzz_load tests/corpus_load'
 check quick 'fuzz_weights on tests/corpus_weights, sanitizers' 'run_corpus build/sanitize/tests/fuzz_weights tests/corpus_weights'
 check quick 'files and safetensors of Python' check_safetensors
+check broad 'weights of transformers' check_transformers
 check broad 'runs that are killed while they save' 'build release build/tests/kill_saves && build/tests/kill_saves 100'
 check quick 'all as C++11, without code' check_dialect
 

@@ -1037,6 +1037,51 @@ static void lent_weights_train_alike(void **state) {
     scratch_remove();
 }
 
+/* With MEMSCALE_TEST_WEIGHTS, a folder with models of transformers: each is read, and written again
+   beside it. tests/weights_files.py makes them, and compares. */
+static void models_of_transformers(void **state) {
+    (void)state;
+    const char *folder = getenv("MEMSCALE_TEST_WEIGHTS");
+    static const char *const names[] = {"llama",  "mistral", "qwen2", "qwen3", "gemma2",
+                                        "gemma3", "phi3",    "gpt2",  "bert"};
+    if (!folder) {
+        print_message("MEMSCALE_TEST_WEIGHTS names no folder\n");
+        skip();
+    }
+    for (int i = 0; i < 9; i++) {
+        const nn_transformer_config transformer = small_transformer();
+        nn_llama_config config = blank_config();
+        char from[512], to[512], path[600];
+        weight_file f;
+        weights_family family;
+        weights_output out;
+        memset(&out, 0, sizeof out);
+        snprintf(from, sizeof from, "%s/%s", folder, names[i]);
+        snprintf(to, sizeof to, "%s/%s-again", folder, names[i]);
+        mkdir(to, 0700);
+        need(weight_open(&f, from) && weights_find_family(&f, &family), f.error);
+        const bool is_llama = family != WEIGHTS_GPT2 && family != WEIGHTS_BERT;
+        if (is_llama) {
+            need(weights_config(&f, from, &config), f.error);
+        }
+        net_of n = is_llama ? llama_net(&config) : transformer_net(family, &transformer);
+        const weights_layout layout = is_llama
+                                          ? weights_layout_of(&config, family)
+                                          : weights_layout_of_transformer(&transformer, family);
+        need(weights_read(n.model, n.net, &f, &layout), f.error);
+        snprintf(path, sizeof path, "%s/model.safetensors", to);
+        out.path = path;
+        out.type = "F32";
+        need(weights_write(n.model, n.net, &layout, &out), out.error);
+        if (is_llama) {
+            snprintf(path, sizeof path, "%s/config.json", to);
+            need(weights_write_config(&out, path, &config, family, 64), out.error);
+        }
+        net_end(&n);
+        weight_close(&f);
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // settings
 
@@ -1524,6 +1569,7 @@ int main(void) {
         cmocka_unit_test(what_cannot_be_written),
         cmocka_unit_test(adapters_are_merged),
         cmocka_unit_test(lent_weights_train_alike),
+        cmocka_unit_test(models_of_transformers),
         cmocka_unit_test(settings_both_ways),
         cmocka_unit_test(settings_that_are_refused),
         cmocka_unit_test(headers_of_safetensors),
