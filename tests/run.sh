@@ -574,7 +574,7 @@ check_safetensors() {
 check_transformers() {
     local folder python=${PYTHON:-python3}
     "$python" -c 'import torch, transformers' 2> /dev/null || skip 'no transformers for Python'
-    [ -n "$CMOCKA" ] || skip 'no cmocka'
+    [ -n "$CMOCKA" ] && [ -n "${CJSON-}" ] || skip 'no cmocka or no cJSON'
     folder=$(mktemp -d $checks/transformers.XXXXXX)
     build quick build/quick/tests/test_weights && "$python" tests/weights_files.py write $folder &&
         MEMSCALE_TEST_WEIGHTS=$folder build/quick/tests/test_weights > $folder/log 2>&1 ||
