@@ -806,6 +806,7 @@ check quick 'an optimizer without its row or its functions is an error' 'tests/s
 check quick 'a format that some place does not know is an error' 'tests/source.sh new_format'
 check quick 'an engine without its row is an error; with it, it has instructions, trace and report' \
     'tests/source.sh new_engine'
+check quick 'a kernel of nn.h without its functions is an error' 'tests/source.sh new_kernel'
 check quick 'listings, trace and metrics know the public half alone' 'tests/source.sh listings'
 
 group 'documents'

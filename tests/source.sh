@@ -240,6 +240,42 @@ check_new_engine() {
             exit !(us < before_us && reported > 0 && traced == reported) }'
 }
 
+# A kernel of nn.h is a row of NN_KERNELS: the compiler names what each device lacks, and two of another
+# kind cannot be swapped. Nothing of a layer is anywhere but in the places that nn.h lists.
+check_new_kernel() {
+    local file text
+    mkdir $checks/nn && cp memscale.h examples/nn*.h $checks/nn || return 1
+    compile -I$checks/nn $checks/nn/nn.h || return 1
+    sed -i 's|^    K(copy,|    K(planted, (const ms_call *call, nn_values y)) &|' $checks/nn/nn.h
+    ! text=$(compile -I$checks/nn $checks/nn/nn.h 2>&1) || return 1
+    grep -q nn_planted_kernel <<< "$text" || { echo "the CPU lacks it: $text"; return 1; }
+    ! text=$(${CXX:-g++} -std=c++11 -Itests/emulation -I$checks/nn -DNN_CUDA_IMPLEMENTATION -D__CUDACC__=1 \
+        -fsyntax-only -x c++ $checks/nn/nn.h 2>&1) || return 1
+    grep -q nn_cuda_planted <<< "$text" || { echo "CUDA lacks it: $text"; return 1; }
+    awk '
+        /^\/\/ >>nn/ { section = FILENAME " " $0 }
+        FILENAME ~ /tests/ && !(FILENAME in seen) { section = FILENAME; seen[FILENAME] = 1 }
+        match($0, /^    K\([a-z0-9_]+,/) { kernel = substr($0, 7, RLENGTH - 7); kernels[kernel] = 1 }
+        { lines[++count] = $0; of[count] = section; file[count] = FILENAME }
+        END {
+            for (kernel in kernels) {
+                if (kernel ~ /_backward$/) { continue }
+                places = 0
+                split("", where)
+                pattern = "(nn_(cuda_|op_|k_)?|->|K\\()" kernel \
+                    "(_backward)?(_kernel|_forward|_options|_desc|_as)?[^a-z0-9_]"
+                for (i = 1; i <= count; i++) {
+                    if (lines[i] ~ pattern && !(of[i] in where)) { where[of[i]] = 1; places++ }
+                }
+                if (places > most) { most = places; worst = kernel }
+                if (places < 4) { print kernel " is in " places " places: the pattern is wrong"; wrong = 1 }
+            }
+            print worst " is in " most " places"
+            exit wrong || most > 12
+        }' examples/nn.h examples/nn_cpu.h examples/nn_cuda.h examples/nn_cuda_*.h examples/nn_models.h \
+        tests/test_nn.c tests/test_half.c
+}
+
 # The listings, the trace and the metrics compile on the public half, where ms_model is opaque, and
 # the section of texts alone: they know nothing else of the implementation.
 check_listings() {
