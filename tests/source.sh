@@ -265,14 +265,14 @@ check_new_kernel() {
                 pattern = "(nn_(cuda_|op_|k_)?|->|K\\()" kernel \
                     "(_backward)?(_kernel|_forward|_options|_desc|_as)?[^a-z0-9_]"
                 for (i = 1; i <= count; i++) {
-                    if (lines[i] ~ pattern && !(of[i] in where)) { where[of[i]] = 1; places++ }
+                    if (lines[i] ~ pattern && of[i] !~ /nn block/ && !(of[i] in where)) { where[of[i]] = 1; places++ }
                 }
                 if (places > most) { most = places; worst = kernel }
-                if (places < 4) { print kernel " is in " places " places: the pattern is wrong"; wrong = 1 }
+                if (places < 3) { print kernel " is in " places " places: the pattern is wrong"; wrong = 1 }
             }
             print worst " is in " most " places"
             exit wrong || most > 12
-        }' examples/nn.h examples/nn_cpu.h examples/nn_cuda.h examples/nn_cuda_*.h examples/nn_models.h \
+        }' examples/nn.h examples/nn_cpu.h examples/nn_cuda.h examples/nn_cuda_*.h \
         tests/test_nn.c tests/test_half.c
 }
 
