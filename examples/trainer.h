@@ -332,7 +332,7 @@ static void draw_window(trainer *t, int64_t count) {
 }
 
 /* Random windows of the text; the target of each token is the next one. */
-static void draw_next_tokens(trainer *t) {
+NN_API void draw_next_tokens(trainer *t) {
     const int64_t sequence = t->shape.sequence;
     for (int64_t b = 0; b < t->shape.batch; b++) {
         draw_window(t, sequence + 1);

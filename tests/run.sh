@@ -532,6 +532,7 @@ refuses() { # COMMAND: a mistake in it is said in one line, or two, and ends the
 check_debug() {
     local command status=0 copy=$checks/debug
     for command in 'minimal' 'nn_minimal' 'gpt2 --preset tiny --sequence 16 --batch 2 --steps 2 LICENSE' \
+        'llama --preset tiny --sequence 16 --batch 2 --steps 2 LICENSE' \
         'bert --preset tiny --sequence 16 --batch 2 --steps 2 --dropout 0.1 LICENSE' \
         'cnn --steps 1 --test 4 --batch 4 --width 4' 'lora --steps 1 --sequence 8 --batch 1' \
         'llmc_style --size tiny --steps 2 --compare' 'darknet_style --batch 2 --steps 1' \
