@@ -68,6 +68,16 @@ static int list_llama_options(trainer *t, option_spec *specs) {
 
 // ---- the model ----------------------------------------------------------------------------------
 
+/* The path of a file beside the weights, or in their folder. */
+static const char *beside_weights(const llama *l, const char *name, char path[PATH_BYTES]) {
+    struct stat found;
+    const bool is_folder = stat(l->from, &found) == 0 && S_ISDIR(found.st_mode);
+    const char *slash = strrchr(l->from, '/');
+    const int length = is_folder ? (int)strlen(l->from) : slash ? (int)(slash - l->from) : 1;
+    snprintf(path, PATH_BYTES, "%.*s/%s", length, is_folder || slash ? l->from : ".", name);
+    return path;
+}
+
 /* The tokenizer that comes with the weights: in the same GGUF file, or tokenizer.json beside them. */
 static int read_tokenizer(llama *l) {
     if (l->file.value_count > 0) {
@@ -77,14 +87,9 @@ static int read_tokenizer(llama *l) {
                    : fail("--from %s: %s", l->from, l->tokens.error);
     }
     char path[PATH_BYTES];
-    struct stat found;
-    const bool is_folder = stat(l->from, &found) == 0 && S_ISDIR(found.st_mode);
-    const char *slash = strrchr(l->from, '/');
-    const int length = is_folder ? (int)strlen(l->from) : slash ? (int)(slash - l->from) : 1;
-    snprintf(path, sizeof path, "%.*s/tokenizer.json", length, is_folder || slash ? l->from : ".");
     weight_bytes text;
     memset(&text, 0, sizeof text);
-    if (!weight_slurp(&l->file, path, &text)) {
+    if (!weight_slurp(&l->file, beside_weights(l, "tokenizer.json", path), &text)) {
         return fail("%s", l->file.error);
     }
     l->has_tokenizer = true; // to be closed in any case
@@ -102,6 +107,17 @@ static int open_weights(llama *l) {
     l->has_file = true;
     l->layout = weights_layout_of(&l->config, l->family);
     return l->t.options.random ? 0 : read_tokenizer(l);
+}
+
+/* In what --write-type says, as safetensors calls it; NULL: there is no such type. */
+static const char *written_type(const llama *l) {
+    static const char *const names[][2] = {{"f32", "F32"}, {"bf16", "BF16"}, {"f16", "F16"}};
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(l->write_type, names[i][0]) == 0) {
+            return names[i][1];
+        }
+    }
+    return NULL;
 }
 
 /* small and tiny are sizes for bytes; others are those of nn_models.h, at random. */
@@ -150,6 +166,13 @@ static int choose_llama(trainer *t) {
     t->shape.channels = c->channels;
     t->model_name = l->from ? l->from : o->preset;
     t->usual_rate = l->from ? (l->rank > 0 ? 2e-4 : 2e-5) : is_small ? 1e-3 : 3e-4;
+    if (c->positions > 0 && c->sequence > c->positions) {
+        return fail("--sequence %lld: the model is for up to %lld tokens", (long long)c->sequence,
+                    (long long)c->positions);
+    }
+    if (!written_type(l)) {
+        return fail("--write-type %s: there are f32, bf16 and f16", l->write_type);
+    }
     if (o->dropout > 0.0f) {
         return fail("--dropout: models of this family have none");
     }
@@ -200,32 +223,55 @@ static int init_llama(trainer *t) {
 
 // ---- what it writes -----------------------------------------------------------------------------
 
+/* A path in a folder. */
+static const char *join_path(char path[PATH_BYTES], const char *folder, const char *name) {
+    snprintf(path, PATH_BYTES, "%s/%s", folder, name);
+    return path;
+}
+
+/* Copies a file that lies beside the weights that were read, if there is one. */
+static int copy_beside(llama *l, const char *name) {
+    char from[PATH_BYTES], to[PATH_BYTES];
+    weight_bytes text;
+    memset(&text, 0, sizeof text);
+    FILE *file = NULL;
+    if (l->file.value_count > 0 || !weight_is_file(beside_weights(l, name, from))) {
+        return 0;
+    }
+    bool is_copied = weight_slurp(&l->file, from, &text) &&
+                     (file = fopen(join_path(to, l->write, name), "wb")) != NULL;
+    is_copied = is_copied && fwrite(text.data, 1, text.size, file) == text.size;
+    is_copied = (!file || fclose(file) == 0) && is_copied;
+    free(text.data);
+    return is_copied ? 0 : fail("cannot copy %s to %s", from, l->write);
+}
+
 static int write_weights(llama *l) {
     char path[PATH_BYTES];
     weights_output out;
     memset(&out, 0, sizeof out);
-    out.type = strcmp(l->write_type, "f32") == 0   ? "F32"
-               : strcmp(l->write_type, "f16") == 0 ? "F16"
-                                                   : "BF16";
-    out.path = path;
+    out.type = written_type(l);
     out.merges = true;
     if (mkdir(l->write, 0777) != 0 && errno != EEXIST) {
         return fail("--write %s: %s", l->write, strerror(errno));
     }
-    weights_layout layout = l->layout;
+    weights_layout layout = l->layout; // in the names of transformers
     layout.family = l->family == WEIGHTS_GGUF_GEMMA   ? WEIGHTS_GEMMA
                     : l->family >= WEIGHTS_GGUF_LLAMA ? WEIGHTS_LLAMA
                                                       : l->family;
-    snprintf(path, sizeof path, "%s/model.safetensors", l->write);
+    out.path = join_path(path, l->write, "model.safetensors");
     if (!weights_write(l->t.model, l->t.net, &layout, &out)) {
         return fail("--write %s: %s", l->write, out.error);
     }
-    snprintf(path, sizeof path, "%s/config.json", l->write);
-    if (!weights_write_config(&out, path, &l->config, layout.family, l->config.sequence)) {
+    const nn_llama_config *c = &l->config;
+    const int64_t positions = c->positions > 0 ? c->positions : c->sequence;
+    if (!weights_write_config(&out, join_path(path, l->write, "config.json"), c, layout.family,
+                              positions)) {
         return fail("--write %s: %s", l->write, out.error);
     }
     printf("written   %s/model.safetensors and config.json, in %s\n", l->write, l->write_type);
-    return 0;
+    return l->from &&
+           (copy_beside(l, "tokenizer.json") != 0 || copy_beside(l, "tokenizer_config.json") != 0);
 }
 
 static int finish_llama(trainer *t) {

@@ -451,6 +451,7 @@ NN_API nn_transformer nn_bert(nn_net *net, const nn_transformer_config *config) 
 typedef struct nn_llama_config {
     int64_t vocabulary, layers, channels, feed_forward;
     int64_t heads, kv_heads, head_size; // kv_heads 0: as heads; head_size 0: channels / heads
+    int64_t positions;                  // of the longest sequence it is meant for; 0: any
     int64_t turned; // elements of a head that have a rotary position (Phi-4-mini); 0: all
     bool tied;      // the head is the token table
     bool qkv_bias;  // queries, keys and values have biases (Qwen2.5)
