@@ -656,8 +656,16 @@ CONFIG_API char *config_text(const char *path, size_t *length, char *error) {
     return NULL;
 }
 
-/* Reads a config.json as the model that it names, or as one of a family ("gpt2", "bert" or "llama";
-   NULL: the file says). False: it cannot be read, and `error` says why. */
+/* The settings in the text of a config.json, which errors call `path`, as of the model that it names or
+   of a family ("gpt2", "bert" or "llama"; NULL: the text says). False: there are none, and `error` says
+   why. */
+CONFIG_API bool model_config_of_json(const cJSON *json, const char *path, const char *family,
+                                     model_config *config, char error[MODEL_CONFIG_ERROR]) {
+    config_reader r = {path, json, json, NULL, config, error};
+    return config_read(&r, family);
+}
+
+/* The same of a file. */
 CONFIG_API bool model_config_read(const char *path, const char *family, model_config *config,
                                   char error[MODEL_CONFIG_ERROR]) {
     size_t length = 0;
@@ -666,17 +674,18 @@ CONFIG_API bool model_config_read(const char *path, const char *family, model_co
         return false;
     }
     const char *end = text;
-    cJSON *whole = cJSON_ParseWithLengthOpts(text, length, &end, false);
-    config_reader r = {path, whole, whole, NULL, config, error};
+    cJSON *json = cJSON_ParseWithLengthOpts(text, length, &end, false);
     int line = 1;
     end += strspn(end, " \t\r\n");
     for (const char *c = text; c < end; c++) {
         line += *c == '\n';
     }
-    const bool is_read = whole && end == text + length
-                             ? config_read(&r, family)
-                             : config_fail(&r, "line %d is not JSON", line);
-    cJSON_Delete(whole);
+    const bool is_whole = json && end == text + length;
+    if (!is_whole) {
+        snprintf(error, MODEL_CONFIG_ERROR, "%.300s: line %d is not JSON", path, line);
+    }
+    const bool is_read = is_whole && model_config_of_json(json, path, family, config, error);
+    cJSON_Delete(json);
     free(text);
     return is_read;
 }

@@ -8,6 +8,8 @@
 #ifndef MEMSCALE_WEIGHTS_CONFIG_H
 #define MEMSCALE_WEIGHTS_CONFIG_H
 
+#include "model_config.h"
+
 // ---- what models there are ----------------------------------------------------------------------
 
 enum {
@@ -125,17 +127,22 @@ GGUF_API double weights_get(const nn_llama_config *c, const weights_key *key) {
     return (double)count;
 }
 
+/* What is not a model's. */
+GGUF_API void weights_keep_batch(const nn_llama_config *given, nn_llama_config *c) {
+    c->batch = given->batch;
+    c->sequence = given->sequence;
+    c->largest_batch = given->largest_batch;
+    c->largest_sequence = given->largest_sequence;
+    c->adapter_rank = given->adapter_rank;
+}
+
 /* What a model has by its kind, before its numbers are read. */
 GGUF_API void weights_start_config(const weights_model *m, nn_llama_config *c) {
     const nn_llama_config given = *c;
     const bool is_gemma = (m->flags & WEIGHTS_IS_GEMMA) != 0;
     const bool is_gemma3 = (m->flags & WEIGHTS_IS_GEMMA3) != 0;
     memset(c, 0, sizeof *c);
-    c->batch = given.batch;
-    c->sequence = given.sequence;
-    c->largest_batch = given.largest_batch;
-    c->largest_sequence = given.largest_sequence;
-    c->adapter_rank = given.adapter_rank;
+    weights_keep_batch(&given, c);
     c->qkv_bias = (m->flags & WEIGHTS_QKV_BIAS) != 0;
     c->qk_norm = (m->flags & WEIGHTS_QK_NORM) != 0;
     c->post_norms = c->offset_norms = c->scaled_tokens = c->gelu = c->tied = is_gemma;
@@ -268,102 +275,19 @@ GGUF_API bool weights_config_of_gguf(weight_file *f, nn_llama_config *c) {
 
 #ifdef MODEL_SHAPE_CJSON
 
-GGUF_API const cJSON *weights_item(const cJSON *object, const char *name) {
-    const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, name);
-    return cJSON_IsNull(item) ? NULL : item;
-}
-
-/* A number from 0 that any type of the settings can hold; 0 if there is none. */
-GGUF_API double weights_json_number(const cJSON *object, const char *name) {
-    const cJSON *item = weights_item(object, name);
-    const double value = cJSON_IsNumber(item) ? item->valuedouble : 0.0;
-    return value > 0.0 && value <= 1e12 ? value : 0.0;
-}
-
-/* The scaling of the rotary angles, from rope_scaling or rope_parameters. */
-GGUF_API bool weights_json_scaling(char *error, const cJSON *rope, nn_llama_config *c) {
-    const cJSON *named = weights_item(rope, "rope_type");
-    const char *type = cJSON_GetStringValue(named ? named : weights_item(rope, "type"));
-    nn_rotary_scaling *s = &c->scaling;
-    if (!type || strcmp(type, "default") == 0) {
-        return true;
-    }
-    s->kind = strcmp(type, "linear") == 0   ? NN_ROTARY_LINEAR
-              : strcmp(type, "llama3") == 0 ? NN_ROTARY_LLAMA3
-                                            : NN_ROTARY_PLAIN;
-    if (s->kind == NN_ROTARY_PLAIN) {
-        return weight_fail(error, "rotary positions are scaled as %s, which nn_llama does not do",
-                           type);
-    }
-    s->factor = (float)weights_json_number(rope, "factor");
-    if (s->kind == NN_ROTARY_LLAMA3) {
-        s->low = (float)weights_json_number(rope, "low_freq_factor");
-        s->high = (float)weights_json_number(rope, "high_freq_factor");
-        s->original = (int64_t)weights_json_number(rope, "original_max_position_embeddings");
-    }
-    return s->factor > 0.0f &&
-                   (s->kind == NN_ROTARY_LINEAR || (s->high > s->low && s->original > 0))
-               ? true
-               : weight_fail(error, "a number of the scaling of rotary positions is missing");
-}
-
-/* rope_scaling beside rope_theta, as transformers had it, or rope_parameters, with both in it, and for
-   Gemma 3 one for each kind of layer. */
-GGUF_API bool weights_json_rope(char *error, const cJSON *config, nn_llama_config *c) {
-    const cJSON *rope = weights_item(config, "rope_parameters");
-    const cJSON *full = weights_item(rope, "full_attention");
-    const double theta = weights_json_number(full ? full : rope, "rope_theta");
-    const double local = weights_json_number(weights_item(rope, "sliding_attention"), "rope_theta");
-    c->theta = theta > 0.0 ? (float)theta : c->theta;
-    c->local_theta = local > 0.0 && c->local_theta > 0.0f ? (float)local : c->local_theta;
-    rope = full ? full : rope ? rope : weights_item(config, "rope_scaling");
-    const bool is_apart = weights_item(config, "partial_rotary_factor") != NULL;
-    const double share = weights_json_number(is_apart ? config : rope, "partial_rotary_factor");
-    if (share > 0.0 && share < 1.0) {
-        c->turned = (int64_t)(share * (double)c->head_size);
-    }
-    return weights_json_scaling(error, rope, c);
-}
-
-GGUF_API const weights_model *weights_model_of_json(const cJSON *config) {
-    const char *type = cJSON_GetStringValue(weights_item(config, "model_type"));
-    for (int i = 0; i < WEIGHTS_MODELS && type; i++) {
-        if (strcmp(weights_models[i].type, type) == 0) {
-            return &weights_models[i];
-        }
-    }
-    return NULL;
-}
-
 GGUF_API bool weights_config_of_json(char *error, const cJSON *config, nn_llama_config *c) {
-    const weights_model *m = weights_model_of_json(config);
-    if (!m) {
-        const char *type = cJSON_GetStringValue(weights_item(config, "model_type"));
-        return weight_fail(error,
-                           "config.json: its model_type is %.64s: there are llama, mistral, qwen2, "
-                           "qwen3, gemma2, gemma3_text and phi3",
-                           type ? type : "missing");
+    const nn_llama_config given = *c;
+    model_config read;
+    if (!model_config_of_json(config, "config.json", NULL, &read, error)) {
+        return false;
     }
-    weights_start_config(m, c);
-    for (int i = 0; i < WEIGHTS_SETTINGS; i++) {
-        const weights_key *key = &weights_keys[i];
-        const cJSON *item = key->json ? weights_item(config, key->json) : NULL;
-        if (item ? !cJSON_IsNumber(item) : key->json && key->is_needed) {
-            return weight_fail(error, "config.json: %s is %s", key->json,
-                               item ? "no number" : "missing");
-        }
-        if (item && !weights_set(error, c, key, item->valuedouble)) {
-            return false;
-        }
+    if (read.family != MODEL_LLAMA || read.untrained[0]) {
+        return weight_fail(error, "config.json: nn_llama does not compute %s",
+                           read.untrained[0] ? read.untrained : model_family_names[read.family]);
     }
-    const cJSON *tied = weights_item(config, "tie_word_embeddings");
-    c->tied = tied ? cJSON_IsTrue(tied) != 0 : c->tied;
-    if ((m->flags & WEIGHTS_WINDOW_ASKED) != 0 &&
-        !cJSON_IsTrue(weights_item(config, "use_sliding_window"))) {
-        c->window = 0;
-    }
-    c->head_size = c->head_size ? c->head_size : c->channels / c->heads;
-    return weights_json_rope(error, config, c) && weights_end_config(error, c);
+    *c = read.llama;
+    weights_keep_batch(&given, c);
+    return true;
 }
 
 /* The config.json beside a file, or in a folder. */

@@ -1118,17 +1118,17 @@ static void settings_that_are_refused(void **state) {
     static const struct {
         const char *from, *to, *text;
     } cases[] = {
-        {"\"llama\"", "\"mixtral\"", "model_type is mixtral"},
-        {"\"hidden_size\"", "\"hidden\"", "hidden_size is missing"},
-        {"\"hidden_size\":64", "\"hidden_size\":\"64\"", "hidden_size is no number"},
+        {"\"llama\"", "\"mixtral\"", "mixture of experts"},
+        {"\"hidden_size\"", "\"hidden\"", "\"hidden_size\" is missing"},
+        {"\"hidden_size\":64", "\"hidden_size\":\"64\"", "\"hidden_size\" is not a whole number"},
         {"\"hidden_size\":64", "\"hidden_size\":64.5", "whole number"},
         {"\"hidden_size\":64", "\"hidden_size\":0", "whole number"},
         {"\"hidden_size\":64", "\"hidden_size\":1e300", "whole number"},
         {"1e-5", "-1", "rms_norm_eps"},
-        {"\"linear\"", "\"yarn\"", "scaled as yarn"},
-        {"\"factor\":2", "\"factor\":null", "scaling of rotary positions is missing"},
-        {"\"linear\"", "\"llama3\"", "scaling of rotary positions is missing"},
-        {"\"vocab_size\":9", "\"vocab\":9", "how many tokens"},
+        {"\"linear\"", "\"yarn\"", "scaled by yarn"},
+        {"\"factor\":2", "\"factor\":null", "lacks \"factor\""},
+        {"\"linear\"", "\"llama3\"", "lacks \"factor\", \"low_freq_factor\""},
+        {"\"vocab_size\":9", "\"vocab\":9", "\"vocab_size\" is missing"},
         {"\"num_key_value_heads\":2", "\"num_key_value_heads\":3", "4 heads"},
     };
     static const char plain[] = "{\"model_type\":\"llama\",\"hidden_size\":64,\"intermediate_"
