@@ -659,9 +659,9 @@ CONFIG_API char *config_text(const char *path, size_t *length, char *error) {
 /* The settings in the text of a config.json, which errors call `path`, as of the model that it names or
    of a family ("gpt2", "bert" or "llama"; NULL: the text says). False: there are none, and `error` says
    why. */
-CONFIG_API bool model_config_of_json(const cJSON *json, const char *path, const char *family,
+CONFIG_API bool model_config_of_json(const cJSON *object, const char *path, const char *family,
                                      model_config *config, char error[MODEL_CONFIG_ERROR]) {
-    config_reader r = {path, json, json, NULL, config, error};
+    config_reader r = {path, object, object, NULL, config, error};
     return config_read(&r, family);
 }
 
@@ -674,18 +674,18 @@ CONFIG_API bool model_config_read(const char *path, const char *family, model_co
         return false;
     }
     const char *end = text;
-    cJSON *json = cJSON_ParseWithLengthOpts(text, length, &end, false);
+    cJSON *object = cJSON_ParseWithLengthOpts(text, length, &end, false);
     int line = 1;
     end += strspn(end, " \t\r\n");
     for (const char *c = text; c < end; c++) {
         line += *c == '\n';
     }
-    const bool is_whole = json && end == text + length;
+    const bool is_whole = object && end == text + length;
     if (!is_whole) {
         snprintf(error, MODEL_CONFIG_ERROR, "%.300s: line %d is not JSON", path, line);
     }
-    const bool is_read = is_whole && model_config_of_json(json, path, family, config, error);
-    cJSON_Delete(json);
+    const bool is_read = is_whole && model_config_of_json(object, path, family, config, error);
+    cJSON_Delete(object);
     free(text);
     return is_read;
 }
