@@ -195,17 +195,19 @@ GGUF_API bool safetensors_open_index(weight_file *f, const char *path) {
 
 #else
 
-GGUF_API bool safetensors_add(weight_file *f, const weight_bytes *bytes, const char *what) {
-    (void)bytes;
+GGUF_API bool safetensors_refuse(char *error, const char *what) {
     return weight_fail(
-        f->error,
-        "%s is no GGUF file; this program was built without cJSON (libcjson-dev), which "
-        "reads safetensors",
+        error, "%s: this program was built without cJSON (libcjson-dev): it reads GGUF alone",
         what);
 }
 
+GGUF_API bool safetensors_add(weight_file *f, const weight_bytes *bytes, const char *what) {
+    (void)bytes;
+    return safetensors_refuse(f->error, what);
+}
+
 GGUF_API bool safetensors_open_index(weight_file *f, const char *path) {
-    return safetensors_add(f, NULL, path);
+    return safetensors_refuse(f->error, path);
 }
 
 #endif

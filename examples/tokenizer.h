@@ -759,6 +759,15 @@ GGUF_API bool tokenizer_of_json(tokenizer *t, const char *text, uint64_t length)
     return is_read;
 }
 
+#else
+
+GGUF_API bool tokenizer_of_json(tokenizer *t, const char *text, uint64_t length) {
+    (void)text, (void)length;
+    memset(t, 0, sizeof *t);
+    return weight_fail(t->error,
+                       "this program was built without cJSON (libcjson-dev), which reads it");
+}
+
 #endif
 
 // ---- text to tokens -----------------------------------------------------------------------------

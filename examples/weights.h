@@ -898,5 +898,13 @@ GGUF_API bool weights_write(ms_model *model, const nn_net *net, const weights_la
     return is_written;
 }
 
+#else
+
+GGUF_API bool weights_write(ms_model *model, const nn_net *net, const weights_layout *l,
+                            weights_output *out) {
+    (void)model, (void)net, (void)l;
+    return safetensors_refuse(out->error, out->path);
+}
+
 #endif
 #endif // MEMSCALE_WEIGHTS_H

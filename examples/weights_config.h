@@ -17,7 +17,7 @@ enum {
     WEIGHTS_QK_NORM = 2,
     WEIGHTS_IS_GEMMA = 4,
     WEIGHTS_IS_GEMMA3 = 8,
-    WEIGHTS_WINDOW_ASKED = 16 // sliding_window counts only with use_sliding_window
+    WEIGHTS_WINDOW_ASKED = 16 // in config.json, by use_sliding_window
 };
 
 typedef struct weights_model {
@@ -128,12 +128,12 @@ GGUF_API double weights_get(const nn_llama_config *c, const weights_key *key) {
 }
 
 /* What is not a model's. */
-GGUF_API void weights_keep_batch(const nn_llama_config *given, nn_llama_config *c) {
-    c->batch = given->batch;
-    c->sequence = given->sequence;
-    c->largest_batch = given->largest_batch;
-    c->largest_sequence = given->largest_sequence;
-    c->adapter_rank = given->adapter_rank;
+GGUF_API void weights_keep_run(nn_llama_config *to, const nn_llama_config *from) {
+    to->batch = from->batch;
+    to->sequence = from->sequence;
+    to->largest_batch = from->largest_batch;
+    to->largest_sequence = from->largest_sequence;
+    to->adapter_rank = from->adapter_rank;
 }
 
 /* What a model has by its kind, before its numbers are read. */
@@ -142,7 +142,7 @@ GGUF_API void weights_start_config(const weights_model *m, nn_llama_config *c) {
     const bool is_gemma = (m->flags & WEIGHTS_IS_GEMMA) != 0;
     const bool is_gemma3 = (m->flags & WEIGHTS_IS_GEMMA3) != 0;
     memset(c, 0, sizeof *c);
-    weights_keep_batch(&given, c);
+    weights_keep_run(c, &given);
     c->qkv_bias = (m->flags & WEIGHTS_QKV_BIAS) != 0;
     c->qk_norm = (m->flags & WEIGHTS_QK_NORM) != 0;
     c->post_norms = c->offset_norms = c->scaled_tokens = c->gelu = c->tied = is_gemma;
@@ -273,54 +273,28 @@ GGUF_API bool weights_config_of_gguf(weight_file *f, nn_llama_config *c) {
 
 // ---- from config.json ---------------------------------------------------------------------------
 
-#ifdef MODEL_SHAPE_CJSON
-
-GGUF_API bool weights_config_of_json(char *error, const cJSON *config, nn_llama_config *c) {
-    const nn_llama_config given = *c;
-    model_config read;
-    if (!model_config_of_json(config, "config.json", NULL, &read, error)) {
-        return false;
-    }
-    if (read.family != MODEL_LLAMA || read.untrained[0]) {
-        return weight_fail(error, "config.json: nn_llama does not compute %s",
-                           read.untrained[0] ? read.untrained : model_family_names[read.family]);
-    }
-    *c = read.llama;
-    weights_keep_batch(&given, c);
-    return true;
-}
-
 /* The config.json beside a file, or in a folder. */
 GGUF_API bool weights_config_beside(weight_file *f, const char *path, nn_llama_config *c) {
     const char *slash = strrchr(path, '/');
     char beside[SAFETENSORS_PATH];
-    weight_bytes text;
-    memset(&text, 0, sizeof text);
+    model_config found;
+    memset(&found, 0, sizeof found);
     snprintf(beside, sizeof beside, "%s/config.json", path);
     if (!weight_is_file(beside)) {
         snprintf(beside, sizeof beside, "%.*sconfig.json", slash ? (int)(slash + 1 - path) : 0,
                  path);
     }
-    bool is_read = weight_slurp(f, beside, &text);
-    cJSON *config =
-        is_read ? cJSON_ParseWithLength((const char *)text.data, (size_t)text.size) : NULL;
-    if (is_read && !cJSON_IsObject(config)) {
-        is_read = weight_fail(f->error, "%s is not JSON", beside);
+    if (!model_config_read(beside, NULL, &found, f->error)) {
+        return false;
     }
-    is_read = is_read && weights_config_of_json(f->error, config, c);
-    cJSON_Delete(config);
-    free(text.data);
-    return is_read;
+    if (found.family != MODEL_LLAMA || found.untrained[0]) {
+        return weight_fail(f->error, "%.300s: nn_llama is no model of %s", beside,
+                           found.untrained[0] ? found.untrained : model_family_names[found.family]);
+    }
+    weights_keep_run(&found.llama, c);
+    *c = found.llama;
+    return weights_end_config(f->error, c);
 }
-
-#else
-
-GGUF_API bool weights_config_beside(weight_file *f, const char *path, nn_llama_config *c) {
-    (void)c;
-    return safetensors_add(f, NULL, path);
-}
-
-#endif
 
 /* The settings of the model in a file that was opened at this path. f->error says why it cannot. */
 GGUF_API bool weights_config(weight_file *f, const char *path, nn_llama_config *c) {
@@ -445,6 +419,15 @@ GGUF_API bool weights_write_config(weights_output *out, const char *path,
     }
     cJSON_free(text);
     return is_written;
+}
+
+#else
+
+GGUF_API bool weights_write_config(weights_output *out, const char *path,
+                                   const nn_llama_config *config, weights_family family,
+                                   int64_t positions) {
+    (void)config, (void)family, (void)positions;
+    return safetensors_refuse(out->error, path);
 }
 
 #endif

@@ -227,14 +227,15 @@ static void read_tokens_json(const weight_bytes *bytes) {
 }
 
 static void read_config(const weight_bytes *bytes) {
-    char error[WEIGHT_ERROR] = "";
-    nn_llama_config config;
-    memset(&config, 0, sizeof config);
+    char error[MODEL_CONFIG_ERROR] = "";
+    model_config config;
     cJSON *json = cJSON_ParseWithLength((const char *)bytes->data, (size_t)bytes->size);
-    if (cJSON_IsObject(json)) {
-        CHECK(weights_config_of_json(error, json, &config)
-                  ? config.heads > 0 && config.head_size > 0
-                  : error[0] != 0);
+    config_reader r = {"input", json, json, NULL, &config, error};
+    memset(&config, 0, sizeof config);
+    if (json && config_read(&r, NULL)) {
+        CHECK(config.llama.layers > 0 && config.llama.channels > 0 && config.llama.heads > 0);
+    } else {
+        CHECK(!json || error[0] != 0);
     }
     cJSON_Delete(json);
 }
