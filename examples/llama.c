@@ -263,10 +263,9 @@ static int write_weights(llama *l) {
     if (!weights_write(l->t.model, l->t.net, &layout, &out)) {
         return fail("--write %s: %s", l->write, out.error);
     }
-    const nn_llama_config *c = &l->config;
-    const int64_t positions = c->positions > 0 ? c->positions : c->sequence;
-    if (!weights_write_config(&out, join_path(path, l->write, "config.json"), c, layout.family,
-                              positions)) {
+    nn_llama_config c = l->config;
+    c.positions = c.positions > 0 ? c.positions : c.sequence;
+    if (!weights_write_config(&out, join_path(path, l->write, "config.json"), &c, layout.family)) {
         return fail("--write %s: %s", l->write, out.error);
     }
     printf("written   %s/model.safetensors and config.json, in %s\n", l->write, l->write_type);

@@ -105,7 +105,7 @@ typedef struct config_key {
     bool is_optional;         // a missing one without a default leaves 0
 } config_key;
 
-enum { CONFIG_KEYS = 7 };
+enum { CONFIG_KEYS = 8 };
 #define CONFIG_AT(member) offsetof(model_config, member)
 static const config_key config_keys[MODEL_FAMILIES][CONFIG_KEYS] = {
     {{"n_layer", NULL, CONFIG_AT(llama.layers), false},
@@ -114,6 +114,7 @@ static const config_key config_keys[MODEL_FAMILIES][CONFIG_KEYS] = {
      {"vocab_size", NULL, CONFIG_AT(llama.vocabulary), false},
      {"n_positions", "n_ctx", CONFIG_AT(positions), false},
      {"n_inner", NULL, CONFIG_AT(llama.feed_forward), true},
+     {NULL, NULL, 0, true},
      {NULL, NULL, 0, true}},
     {{"num_hidden_layers", NULL, CONFIG_AT(llama.layers), false},
      {"hidden_size", NULL, CONFIG_AT(llama.channels), false},
@@ -121,6 +122,7 @@ static const config_key config_keys[MODEL_FAMILIES][CONFIG_KEYS] = {
      {"vocab_size", NULL, CONFIG_AT(llama.vocabulary), false},
      {"max_position_embeddings", NULL, CONFIG_AT(positions), false},
      {"intermediate_size", NULL, CONFIG_AT(llama.feed_forward), false},
+     {NULL, NULL, 0, true},
      {NULL, NULL, 0, true}},
     {{"num_hidden_layers", NULL, CONFIG_AT(llama.layers), false},
      {"hidden_size", NULL, CONFIG_AT(llama.channels), false},
@@ -128,7 +130,8 @@ static const config_key config_keys[MODEL_FAMILIES][CONFIG_KEYS] = {
      {"vocab_size", NULL, CONFIG_AT(llama.vocabulary), false},
      {"intermediate_size", NULL, CONFIG_AT(llama.feed_forward), false},
      {"num_key_value_heads", NULL, CONFIG_AT(llama.kv_heads), true},
-     {"head_dim", NULL, CONFIG_AT(llama.head_size), true}}};
+     {"head_dim", NULL, CONFIG_AT(llama.head_size), true},
+     {"max_position_embeddings", NULL, CONFIG_AT(llama.positions), true}}};
 
 /* Keys whose values the nets have no choice of: what they must be where they are given. */
 static const struct {

@@ -65,6 +65,8 @@ static const weights_key weights_keys[] = {
      WEIGHTS_COUNT, false},
     {"head_dim", "attention.key_length", offsetof(nn_llama_config, head_size), WEIGHTS_COUNT,
      false},
+    {"max_position_embeddings", "context_length", offsetof(nn_llama_config, positions),
+     WEIGHTS_COUNT, false},
     {NULL, "rope.dimension_count", offsetof(nn_llama_config, turned), WEIGHTS_COUNT, false},
     {"rms_norm_eps", "attention.layer_norm_rms_epsilon", offsetof(nn_llama_config, epsilon),
      WEIGHTS_REAL, true},
@@ -383,11 +385,9 @@ GGUF_API void weights_json_add_kind(cJSON *json, const nn_llama_config *c, const
     }
 }
 
-/* Writes the config.json of what weights_write has written: `positions` is the longest sequence that the
-   model is meant for. Errors are in out->error. */
+/* Writes the config.json of what weights_write has written. Errors are in out->error. */
 GGUF_API bool weights_write_config(weights_output *out, const char *path,
-                                   const nn_llama_config *config, weights_family family,
-                                   int64_t positions) {
+                                   const nn_llama_config *config, weights_family family) {
     nn_llama_config c = *config;
     if (!weights_end_config(out->error, &c)) {
         return false;
@@ -400,7 +400,6 @@ GGUF_API bool weights_write_config(weights_output *out, const char *path,
     for (int i = 0; i < WEIGHTS_SETTINGS; i++) {
         weights_json_add(json, &c, &weights_keys[i], (m->flags & WEIGHTS_IS_GEMMA) != 0);
     }
-    cJSON_AddNumberToObject(json, "max_position_embeddings", (double)positions);
     cJSON_AddBoolToObject(json, "tie_word_embeddings", c.tied);
     cJSON_AddStringToObject(json, "torch_dtype",
                             strcmp(out->type, "F32") == 0   ? "float32"
@@ -424,9 +423,8 @@ GGUF_API bool weights_write_config(weights_output *out, const char *path,
 #else
 
 GGUF_API bool weights_write_config(weights_output *out, const char *path,
-                                   const nn_llama_config *config, weights_family family,
-                                   int64_t positions) {
-    (void)config, (void)family, (void)positions;
+                                   const nn_llama_config *config, weights_family family) {
+    (void)config, (void)family;
     return safetensors_refuse(out->error, path);
 }
 
