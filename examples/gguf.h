@@ -580,9 +580,17 @@ GGUF_API double gguf_number_at(const gguf_value *v, uint64_t index) {
         return (double)(int32_t)bits;
     case GGUF_I64:
         return (double)(int64_t)bits;
-    default:
-        return (double)bits;
+    case GGUF_U8:
+    case GGUF_U16:
+    case GGUF_U32:
+    case GGUF_U64:
+    case GGUF_BOOL:
+    case GGUF_STRING:
+    case GGUF_ARRAY:
+    case GGUF_TYPES:
+        break;
     }
+    return (double)bits;
 }
 
 GGUF_API bool gguf_is_number(const gguf_value *v) {

@@ -421,7 +421,7 @@ static void architectures_of_gguf(void **state) {
         nn_llama_config c = made_llama_config(), found;
         made_gguf g;
         weight_file f;
-        weights_family family;
+        weights_family family = WEIGHTS_FAMILIES;
         uint8_t *copy;
         memset(&g, 0, sizeof g);
         found = blank_config();
@@ -752,7 +752,7 @@ static void names_both_ways(void **state) {
         const nn_llama_config c = config_of(kinds[k / 3].kind);
         const weights_layout layout = weights_layout_of(&c, kinds[k / 3].family);
         weight_file f;
-        weights_family family;
+        weights_family family = WEIGHTS_FAMILIES;
         net_of a = llama_net(&c), b = llama_net(&c);
         fill(&a, k % 3 > 0);
         write_net(&a, &layout, types[k % 3], "model.safetensors", false);
@@ -785,7 +785,7 @@ static void gpt2_and_bert_both_ways(void **state) {
         const nn_transformer_config c = small_transformer();
         const weights_layout layout = weights_layout_of_transformer(&c, family);
         weight_file f;
-        weights_family found;
+        weights_family found = WEIGHTS_FAMILIES;
         net_of a = transformer_net(family, &c), b = transformer_net(family, &c);
         fill(&a, false);
         write_net(&a, &layout, "F32", "model.safetensors", false);
@@ -1053,7 +1053,7 @@ static void models_of_transformers(void **state) {
         nn_llama_config config = blank_config();
         char from[512], to[512], path[600];
         weight_file f;
-        weights_family family;
+        weights_family family = WEIGHTS_FAMILIES;
         weights_output out;
         memset(&out, 0, sizeof out);
         snprintf(from, sizeof from, "%s/%s", folder, names[i]);
@@ -1456,7 +1456,7 @@ static void smollm2_is_decoded(void **state) {
     };
     weight_file f;
     nn_llama_config c;
-    weights_family family;
+    weights_family family = WEIGHTS_FAMILIES;
     c = blank_config();
     need(weight_open(&f, find_smollm2()), f.error);
     for (size_t k = 0; k < sizeof sums / sizeof sums[0]; k++) {
