@@ -91,7 +91,7 @@ static bool is_untouched(const small *s) {
 /* Reads into a net of one block, as long as it has as many params as the file is likely to fit. */
 static void read_into_net(weight_file *f) {
     nn_llama_config config = small_config();
-    weights_family family;
+    weights_family family = WEIGHTS_FAMILIES;
     small s;
     config.qkv_bias = weight_find(f, "blk.0.attn_q.bias") != NULL;
     config.tied =

@@ -184,6 +184,8 @@ static net_of llama_net(const nn_llama_config *config) {
     return n;
 }
 
+#ifdef MODEL_SHAPE_CJSON // for what is written
+
 static nn_transformer_config small_transformer(void) {
     nn_transformer_config c;
     memset(&c, 0, sizeof c);
@@ -206,6 +208,8 @@ static net_of transformer_net(weights_family family, const nn_transformer_config
     }
     return n;
 }
+
+#endif
 
 static void net_end(net_of *n) {
     ms_destroy(n->model);
@@ -243,6 +247,8 @@ static void fill(const net_of *n, bool coarse) {
     }
 }
 
+#ifdef MODEL_SHAPE_CJSON // for what is written
+
 static void same_params(const net_of *a, const net_of *b) {
     assert_int_equal(nn_param_count(a->net), nn_param_count(b->net));
     for (int64_t i = 0; i < nn_param_count(a->net); i++) {
@@ -255,6 +261,8 @@ static void same_params(const net_of *a, const net_of *b) {
     }
 }
 
+#endif
+
 /* A path in a folder of this process. */
 static const char *scratch(const char *name) {
     static char paths[4][160];
@@ -266,6 +274,8 @@ static const char *scratch(const char *name) {
     return path;
 }
 
+#ifdef MODEL_SHAPE_CJSON // for what is written
+
 static void scratch_remove(void) {
     static const char *const names[] = {
         "config.json",   "model.safetensors", "model.safetensors.index.json",
@@ -275,6 +285,8 @@ static void scratch_remove(void) {
     }
     assert_int_equal(rmdir(scratch("")), 0); // or something else is there
 }
+
+#endif
 
 static void write_file(const char *name, const void *data, size_t bytes) {
     FILE *file = fopen(scratch(name), "wb");
