@@ -164,7 +164,7 @@ $(filter-out $(on_private) %/engine,$(programs)) $(OUT)/tests/kill_saves: $(OUT)
 $(on_private): $(OUT)/library.o
 $(twins): $(OUT)/library_cpp.o
 $(tests) $(twins): private libs += $(CMOCKA)
-reads_json := examples/estimate examples/llama tests/fuzz_weights \
+reads_json := examples/estimate examples/llama bench/finetune tests/fuzz_weights \
               $(foreach t,test_estimate test_model_config test_weights,tests/$t tests/$(t)_cpp)
 $(reads_json:%=$(OUT)/%): private libs += $(CJSON)
 

@@ -1,4 +1,5 @@
-/*  bench.h - what the benchmarks share: tables, a clock, the median, and the options of examples/.
+/*  bench.h - what the benchmarks share: tables, a clock, the median, what is resident, and the options
+    of examples/.
 
     Include it first: it asks for POSIX, whose clock does not jump. A table is printed for people, or
     with --tsv for programs: a header line, then a line per row, tab-separated, plain numbers.
@@ -127,6 +128,27 @@ BENCH_API int bench_compare(const void *a, const void *b) {
 BENCH_API double bench_median(double *values, int count) {
     qsort(values, (size_t)count, sizeof *values, bench_compare);
     return 0.5 * (values[(count - 1) / 2] + values[count / 2]);
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>memory
+
+/* A size of this process, such as "VmRSS", which is resident now, or "VmHWM", the most that was; 0 where
+   there is no /proc. */
+BENCH_API uint64_t bench_status_bytes(const char *field) {
+    char line[128];
+    unsigned long long kibibytes = 0;
+    const size_t length = strlen(field);
+    FILE *file = fopen("/proc/self/status", "r");
+    while (file && kibibytes == 0 && fgets(line, sizeof line, file)) {
+        if (strncmp(line, field, length) == 0 && line[length] == ':') {
+            kibibytes = strtoull(line + length + 1, NULL, 10);
+        }
+    }
+    if (file) {
+        fclose(file);
+    }
+    return (uint64_t)kibibytes * 1024;
 }
 
 #endif // MEMSCALE_BENCH_H

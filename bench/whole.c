@@ -68,18 +68,6 @@ static void count_release(void *user, const ms_allocator *host, void *device, ui
     counted.current->bytes -= bytes;
 }
 
-/* Memory of the process that is in use now; 0 where there is no /proc. */
-static uint64_t resident_bytes(void) {
-    unsigned long long all, resident = 0;
-    FILE *file = fopen("/proc/self/statm", "r");
-    if (file) {
-        const int read = fscanf(file, "%llu %llu", &all, &resident);
-        fclose(file);
-        resident = read == 2 ? resident : 0;
-    }
-    return resident * (uint64_t)sysconf(_SC_PAGESIZE);
-}
-
 // ---- models -------------------------------------------------------------------------------------
 
 static const trainer_kind gpt2 = {
@@ -90,7 +78,7 @@ static const trainer_kind gpt2 = {
 /* Makes the model of a plan and wraps it. A budget that cannot be reached is no error. */
 static int make_plan(bench *b, plan *p) {
     trainer *t = &p->t;
-    const uint64_t before = resident_bytes();
+    const uint64_t before = bench_status_bytes("VmRSS");
     counted.current = &p->allocated;
     t->kind = &gpt2;
     t->options = b->common;
@@ -117,7 +105,7 @@ static int make_plan(bench *b, plan *p) {
                  : ms_smallest_budget(t->model, &p->smallest_bytes)) != MS_RESULT_OK) {
         return fail("%s: %s", p->name, ms_last_error(t->model));
     }
-    p->resident_bytes = resident_bytes() - before;
+    p->resident_bytes = bench_status_bytes("VmRSS") - before;
     return 0;
 }
 
@@ -140,7 +128,7 @@ static int look_at_plan(plan *p, bool lists) {
 /* The text is read once, and belongs to the plain model. */
 static int start_plan(bench *b, plan *p) {
     trainer *t = &p->t, *first = &b->plans[0].t;
-    const uint64_t before = resident_bytes();
+    const uint64_t before = bench_status_bytes("VmRSS");
     counted.current = &p->allocated;
     if (t == first && prepare_text(t) < 0) {
         return 1;
@@ -156,7 +144,7 @@ static int start_plan(bench *b, plan *p) {
         return fail("no memory for %lld rounds", (long long)b->rounds);
     }
     const int result = allocate_batch(t) != 0 || start(t) != 0;
-    p->resident_bytes += resident_bytes() - before;
+    p->resident_bytes += bench_status_bytes("VmRSS") - before;
     return result;
 }
 
@@ -173,7 +161,7 @@ static void free_plan(plan *p, bool owns_text) {
 
 /* One step of one model; a GPU is waited for. */
 static int run_step(plan *p, double *seconds) {
-    const uint64_t before = p->p.step == 0 ? resident_bytes() : 0;
+    const uint64_t before = p->p.step == 0 ? bench_status_bytes("VmRSS") : 0;
     counted.current = &p->allocated;
     const double started = bench_seconds();
     if (train_step(&p->t, &p->p, true) != 0) {
@@ -185,7 +173,8 @@ static int run_step(plan *p, double *seconds) {
     *seconds = bench_seconds() - started;
     advance(&p->p, &p->t.options);
     if (before) {
-        p->resident_bytes += resident_bytes() - before; // pages of the arena, on their first use
+        p->resident_bytes +=
+            bench_status_bytes("VmRSS") - before; // pages of the arena, on their first use
     }
     return 0;
 }

@@ -38,6 +38,7 @@ typedef struct llama {
     weight_file file; // of --from; open as long as the model
     weights_family family;
     weights_layout layout;
+    weights_output out;
     bool has_file, has_tokenizer;
     tokenizer tokens;
 } llama;
@@ -109,17 +110,6 @@ static int open_weights(llama *l) {
     return l->t.options.random ? 0 : read_tokenizer(l);
 }
 
-/* In what --write-type says, as safetensors calls it; NULL: there is no such type. */
-static const char *written_type(const llama *l) {
-    static const char *const names[][2] = {{"f32", "F32"}, {"bf16", "BF16"}, {"f16", "F16"}};
-    for (int i = 0; i < 3; i++) {
-        if (strcmp(l->write_type, names[i][0]) == 0) {
-            return names[i][1];
-        }
-    }
-    return NULL;
-}
-
 /* small and tiny are sizes for bytes; others are those of nn_models.h, at random. */
 static int choose_preset(llama *l) {
     const char *name = l->t.options.preset;
@@ -149,6 +139,10 @@ static int choose_preset(llama *l) {
 static int choose_llama(trainer *t) {
     llama *l = llama_of(t);
     const settings *o = &t->options;
+    l->out.merges = true;
+    if (l->write && !weights_choose_type(&l->out, l->write_type)) {
+        return fail("--write-type: %s", l->out.error);
+    }
     if ((l->from ? open_weights(l) : choose_preset(l)) != 0) {
         return 1;
     }
@@ -169,9 +163,6 @@ static int choose_llama(trainer *t) {
     if (c->positions > 0 && c->sequence > c->positions) {
         return fail("--sequence %lld: the model is for up to %lld tokens", (long long)c->sequence,
                     (long long)c->positions);
-    }
-    if (!written_type(l)) {
-        return fail("--write-type %s: there are f32, bf16 and f16", l->write_type);
     }
     if (o->dropout > 0.0f) {
         return fail("--dropout: models of this family have none");
@@ -223,23 +214,17 @@ static int init_llama(trainer *t) {
 
 // ---- what it writes -----------------------------------------------------------------------------
 
-/* A path in a folder. */
-static const char *join_path(char path[PATH_BYTES], const char *folder, const char *name) {
-    snprintf(path, PATH_BYTES, "%s/%s", folder, name);
-    return path;
-}
-
 /* Copies a file that lies beside the weights that were read, if there is one. */
 static int copy_beside(llama *l, const char *name) {
     char from[PATH_BYTES], to[PATH_BYTES];
     weight_bytes text;
     memset(&text, 0, sizeof text);
     FILE *file = NULL;
+    snprintf(to, sizeof to, "%s/%s", l->write, name);
     if (l->file.value_count > 0 || !weight_is_file(beside_weights(l, name, from))) {
         return 0;
     }
-    bool is_copied = weight_slurp(&l->file, from, &text) &&
-                     (file = fopen(join_path(to, l->write, name), "wb")) != NULL;
+    bool is_copied = weight_slurp(&l->file, from, &text) && (file = fopen(to, "wb")) != NULL;
     is_copied = is_copied && fwrite(text.data, 1, text.size, file) == text.size;
     is_copied = (!file || fclose(file) == 0) && is_copied;
     free(text.data);
@@ -247,28 +232,10 @@ static int copy_beside(llama *l, const char *name) {
 }
 
 static int write_weights(llama *l) {
-    char path[PATH_BYTES];
-    weights_output out;
-    memset(&out, 0, sizeof out);
-    out.type = written_type(l);
-    out.merges = true;
-    if (mkdir(l->write, 0777) != 0 && errno != EEXIST) {
-        return fail("--write %s: %s", l->write, strerror(errno));
+    if (!weights_write_folder(l->t.model, l->t.net, &l->layout, &l->config, l->write, &l->out)) {
+        return fail("--write %s: %s", l->write, l->out.error);
     }
-    weights_layout layout = l->layout; // in the names of transformers
-    layout.family = l->family == WEIGHTS_GGUF_GEMMA   ? WEIGHTS_GEMMA
-                    : l->family >= WEIGHTS_GGUF_LLAMA ? WEIGHTS_LLAMA
-                                                      : l->family;
-    out.path = join_path(path, l->write, "model.safetensors");
-    if (!weights_write(l->t.model, l->t.net, &layout, &out)) {
-        return fail("--write %s: %s", l->write, out.error);
-    }
-    nn_llama_config c = l->config;
-    c.positions = c.positions > 0 ? c.positions : c.sequence;
-    if (!weights_write_config(&out, join_path(path, l->write, "config.json"), &c, layout.family)) {
-        return fail("--write %s: %s", l->write, out.error);
-    }
-    printf("written   %s/model.safetensors and config.json, in %s\n", l->write, l->write_type);
+    printf("written   %s/model.safetensors and config.json, in %s\n", l->write, l->out.type);
     return l->from &&
            (copy_beside(l, "tokenizer.json") != 0 || copy_beside(l, "tokenizer_config.json") != 0);
 }

@@ -429,4 +429,47 @@ GGUF_API bool weights_write_config(weights_output *out, const char *path,
 }
 
 #endif
+
+// ---- a folder -----------------------------------------------------------------------------------
+
+/* Sets out->type by a name in lower case: f32, bf16 or f16. */
+GGUF_API bool weights_choose_type(weights_output *out, const char *name) {
+    static const char *const types[][2] = {{"f32", "F32"}, {"bf16", "BF16"}, {"f16", "F16"}};
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(types[i][0], name) == 0) {
+            out->type = types[i][1];
+            return true;
+        }
+    }
+    return weight_fail(out->error, "there are f32, bf16 and f16, not %s", name);
+}
+
+/* Writes model.safetensors and config.json to a folder, which is made where it is not there and its
+   parent is: names are those of transformers, also of what came from a GGUF file. out->path is not
+   used. */
+GGUF_API bool weights_write_folder(ms_model *model, const nn_net *net, const weights_layout *l,
+                                   const nn_llama_config *c, const char *folder,
+                                   weights_output *out) {
+    char path[SAFETENSORS_PATH];
+    weights_layout layout = *l;
+    layout.family = l->family == WEIGHTS_GGUF_GEMMA   ? WEIGHTS_GEMMA
+                    : l->family >= WEIGHTS_GGUF_LLAMA ? WEIGHTS_LLAMA
+                                                      : l->family;
+#ifdef GGUF_MMAP
+    if (mkdir(folder, 0777) != 0 && errno != EEXIST) {
+        return weight_fail(out->error, "cannot make %s: %s", folder, strerror(errno));
+    }
+#endif
+    if (strlen(folder) + 32 > sizeof path) {
+        return weight_fail(out->error, "the name of the folder is too long");
+    }
+    out->path = path;
+    snprintf(path, sizeof path, "%s/model.safetensors", folder);
+    const bool is_written = weights_write(model, net, &layout, out);
+    out->path = NULL;
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    nn_llama_config own = *c;
+    own.positions = c->positions > 0 ? c->positions : c->sequence;
+    return is_written && weights_write_config(out, path, &own, layout.family);
+}
 #endif // MEMSCALE_WEIGHTS_CONFIG_H
