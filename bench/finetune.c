@@ -106,7 +106,7 @@ static bool keeps_no_logits(const trainer *t) {
     return false;
 }
 
-/* The file is read and closed: its pages would count as resident. */
+/* A file that is not needed any more is closed: its pages count as resident. */
 static int read_weights(trainer *t) {
     finetune *f = (finetune *)t;
     const bool is_read = weights_read(t->model, t->net, &f->file, &f->layout);

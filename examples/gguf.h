@@ -26,6 +26,10 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#if defined(__linux__) && !defined(__cplusplus) && !defined(MADV_DONTNEED)
+extern int madvise(void *begin, size_t bytes, int advice); // which strict dialects of C hide
+#define MADV_DONTNEED 4
+#endif
 #endif
 
 #if defined(__GNUC__)
@@ -435,6 +439,23 @@ GGUF_API weight_bytes *weight_add_file(weight_file *f, const char *path) {
     return bytes && weight_map(f, path, bytes) ? bytes : NULL;
 #else
     return bytes && weight_slurp(f, path, bytes) ? bytes : NULL;
+#endif
+}
+
+/* Takes the pages that an entry has to itself out of memory, if it is mapped: they are read from the file
+   again where they are needed. */
+GGUF_API void weight_forget(const weight_file *f, const weight_entry *e) {
+#if defined(GGUF_MMAP) && defined(MADV_DONTNEED)
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), data = (uintptr_t)e->data;
+    const uintptr_t begin = (data + page - 1) / page * page, end = (data + e->bytes) / page * page;
+    for (int32_t i = 0; i < f->part_count && begin < end; i++) {
+        const weight_bytes *b = &f->parts[i];
+        if (b->is_mapped && data >= (uintptr_t)b->data && data - (uintptr_t)b->data < b->size) {
+            (void)madvise(b->data + (begin - (uintptr_t)b->data), end - begin, MADV_DONTNEED);
+        }
+    }
+#else
+    (void)f, (void)e;
 #endif
 }
 

@@ -569,6 +569,7 @@ GGUF_API bool weights_read(ms_model *model, const nn_net *net, weight_file *f,
             continue;
         }
         is_read = weights_decode(f, p, l, buffers, buffers + elements);
+        weight_forget(f, p->entry);
         if (is_read && is_last && ms_write(model, p->param->tensor, buffers) != MS_RESULT_OK) {
             is_read = weight_fail(f->error, "%s", ms_last_error(model));
         }

@@ -1310,6 +1310,43 @@ static void mapped_and_read(void **state) {
     assert_int_equal(rmdir(scratch("")), 0);
 }
 
+/* What was written to the memory of a file is forgotten in the pages that a tensor has to itself. */
+static void pages_are_forgotten(void **state) {
+    (void)state;
+#ifdef MADV_DONTNEED
+    enum { ELEMENTS = 1 << 16 };
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    const int64_t dim = ELEMENTS, small = 8;
+    float *zeros = (float *)calloc(ELEMENTS, sizeof *zeros);
+    made_gguf g;
+    weight_file f;
+    memset(&g, 0, sizeof g);
+    made_tensor(&g, "before", 0, 1, &small, zeros, 8 * sizeof *zeros);
+    made_tensor(&g, "it", 0, 1, &dim, zeros, ELEMENTS * sizeof *zeros);
+    made_tensor(&g, "after", 0, 1, &small, zeros, 8 * sizeof *zeros);
+    made file = made_gguf_file(&g);
+    write_file("model.gguf", file.data, file.size);
+    need(weight_open(&f, scratch("model.gguf")), f.error);
+    uint8_t *data = f.parts[0].data;
+    const weight_entry *e = weight_find(&f, "it");
+    const size_t begin = (size_t)(e->data - data), end = begin + (size_t)e->bytes;
+    memset(data, 0xff, file.size);
+    weight_forget(&f, e);
+    for (size_t i = 0; i < file.size; i++) {
+        const bool is_inside = i / page * page >= begin && i / page * page + page <= end;
+        assert_int_equal(data[i], is_inside ? file.data[i] : 0xff);
+    }
+    weight_forget(&f, weight_find(&f, "before")); // no page is its own
+    assert_int_equal(data[begin - 1], 0xff);
+    weight_close(&f);
+    free(file.data);
+    free(zeros);
+    scratch_remove();
+#else
+    skip();
+#endif
+}
+
 // ------------------------------------------------------------------------------------------------
 // tokens
 
@@ -1548,6 +1585,7 @@ int main(void) {
         cmocka_unit_test(misfits_are_told),
         cmocka_unit_test(factors_of_llama3),
         cmocka_unit_test(mapped_and_read),
+        cmocka_unit_test(pages_are_forgotten),
         cmocka_unit_test(text_is_cut),
         cmocka_unit_test(tokens_of_a_small_model),
         cmocka_unit_test(tokenizers_that_are_refused),
