@@ -232,12 +232,11 @@ GGUF_API bool weights_read_scaling(weight_file *f, const weights_model *m, nn_ll
     return weights_read_factors(f, c);
 }
 
-/* Norms of Gemma have their 1 in a GGUF file. Its largest models scale scores by the channels of a head
+/* The largest models of Gemma scale scores by the channels of a head
    (llama.cpp tells them by their layers). */
 GGUF_API void weights_settle_gemma(const weights_model *m, nn_llama_config *c) {
     const int64_t largest = (m->flags & WEIGHTS_IS_GEMMA3) != 0 ? 62 : 46;
     if ((m->flags & WEIGHTS_IS_GEMMA) != 0) {
-        c->offset_norms = false;
         c->query_scale = c->layers == largest ? (float)(c->channels / c->heads) : 0.0f;
     }
 }

@@ -451,7 +451,7 @@ static void architectures_of_gguf(void **state) {
         assert_true(found.heads == 4 && found.kv_heads == 2 && found.head_size == 8);
         assert_true(found.qkv_bias == c.qkv_bias && found.qk_norm == c.qk_norm &&
                     found.tied == c.tied);
-        assert_true(found.post_norms == c.post_norms && !found.offset_norms &&
+        assert_true(found.post_norms == c.post_norms && found.offset_norms == c.post_norms &&
                     found.gelu == c.post_norms);
         assert_true(found.window == c.window && found.full_every == (k == 3 ? 2 : k == 4 ? 6 : 0));
         found.offset_norms = cases[k].offset;
