@@ -277,7 +277,7 @@
     that its norm has halted. Renamed, of the functions under >>formats: msi_units_of_signed and
     msi_units_of_unsigned to msi_signed_value and msi_unsigned_value. 0.8.0 (2026): runs are
     saved and resumed, in safetensors files (ms_save, ms_load and what follows them);
-    ms_set_step_count; MS_RESULT_FILE.
+    ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp

@@ -922,6 +922,8 @@ static void sizes_of_tensors(void **state) {
     ms_tensor wrong = {77};
     assert_true(ms_tensor_count(m, x) == 24 && ms_tensor_bytes(m, x) == 48);
     assert_true(ms_tensor_count(m, wrong) == 0 && ms_tensor_bytes(m, wrong) == 0);
+    assert_true(ms_tensor_dtype(m, x) == MS_DTYPE_I16 &&
+                ms_tensor_dtype(m, wrong) == MS_DTYPE_COUNT);
     t_ok(m, ms_expect_bytes(m, x, 48));
     t_error(m, ms_expect_bytes(m, x, 24), MS_RESULT_INVALID);
     t_text_has(ms_last_error(m), "\"x\" has 48 bytes, but what was passed has 24");

@@ -12,9 +12,9 @@
     by a dry run, which does not allocate its memory, and described by ms_report. Models are the
     nets of nn.h, which its trainers train.
 
-    settings.h has the options, model.h (with model_config.h), device.h and training.h what follows from them; plans.h makes
-    plans, advice.h compares them, and sweep.h makes those over budgets; text.h, numbers.h, picture.h
-    and shown.h write what was found. */
+    settings.h has the options, model.h (with model_config.h), device.h and training.h what follows
+    from them; plans.h makes plans, advice.h compares them, and sweep.h makes those over budgets;
+    text.h, numbers.h, picture.h and shown.h write what was found. */
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L
 #endif
