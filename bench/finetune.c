@@ -86,6 +86,10 @@ static int choose_model(trainer *t) {
         !weights_find_family(&f->file, &f->layout.family)) {
         return fail("--from %s: %s", f->from, f->file.error);
     }
+    if (f->config.positions > 0 && t->options.sequence > f->config.positions) {
+        return fail("--sequence %lld: the model is for up to %lld tokens",
+                    (long long)t->options.sequence, (long long)f->config.positions);
+    }
     f->layout = weights_layout_of(&f->config, f->layout.family);
     f->config.batch = t->shape.batch = 1;
     f->config.sequence = t->shape.sequence = t->options.sequence;
@@ -229,7 +233,7 @@ static int prepare(finetune *f) {
         return 0;
     }
     if (!f->train_path || !f->held_out_path) {
-        return fail("--train and --held-out name files of tokens; --dry needs none");
+        return fail("--train and --held-out name files of tokens, which --dry does without");
     }
     if (read_ids(f, f->train_path, &f->train) != 0 ||
         read_ids(f, f->held_out_path, &f->held_out) != 0) {

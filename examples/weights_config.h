@@ -387,7 +387,7 @@ GGUF_API void weights_json_add_kind(cJSON *json, const nn_llama_config *c, const
 /* Writes the config.json of what weights_write has written. Errors are in out->error. */
 GGUF_API bool weights_write_config(weights_output *out, const char *path,
                                    const nn_llama_config *config, weights_family family) {
-    nn_llama_config c = *config;
+    nn_llama_config c = nn_llama_filled(config);
     if (!weights_end_config(out->error, &c)) {
         return false;
     }
@@ -431,13 +431,17 @@ GGUF_API bool weights_write_config(weights_output *out, const char *path,
 
 // ---- a folder -----------------------------------------------------------------------------------
 
-/* Sets out->type by a name in lower case: f32, bf16 or f16. */
+/* Sets out->type by a name in lower case: f32, bf16 or f16. An error if weights cannot be written. */
 GGUF_API bool weights_choose_type(weights_output *out, const char *name) {
     static const char *const types[][2] = {{"f32", "F32"}, {"bf16", "BF16"}, {"f16", "F16"}};
     for (int i = 0; i < 3; i++) {
         if (strcmp(types[i][0], name) == 0) {
             out->type = types[i][1];
+#ifdef MODEL_SHAPE_CJSON
             return true;
+#else
+            return safetensors_refuse(out->error, name);
+#endif
         }
     }
     return weight_fail(out->error, "there are f32, bf16 and f16, not %s", name);
@@ -471,4 +475,5 @@ GGUF_API bool weights_write_folder(ms_model *model, const nn_net *net, const wei
     own.positions = c->positions > 0 ? c->positions : c->sequence;
     return is_written && weights_write_config(out, path, &own, layout.family);
 }
+
 #endif // MEMSCALE_WEIGHTS_CONFIG_H

@@ -379,6 +379,31 @@ check_state() {
         $(plan --state 8bit) = '48 '* ]] || { plan; plan --state f32; plan --state bf16; plan --state 8bit; return 1; }
 }
 
+# Weights that examples/llama writes are fine-tuned, written and read again with the loss that they had, in
+# F32, and in 16 bits beside what is coded in 8; a wrong file of tokens is an error.
+check_finetune() {
+    local folder=$checks/finetune run said
+    [ -n "${CJSON-}" ] || skip 'no cJSON'
+    build quick build/quick/examples/llama && build quick build/quick/bench/finetune && mkdir -p $folder || return 1
+    build/quick/examples/llama --preset tiny --steps 20 --write $folder/from --write-type f32 LICENSE > $folder/log ||
+        { cat $folder/log; return 1; }
+    iconv -f ISO-8859-1 -t UTF-32LE LICENSE > $folder/ids # int32, one a byte
+    run="build/quick/bench/finetune --train $folder/ids --held-out $folder/ids --sequence 64 --rate 1e-3"
+    losses() {
+        said=$($run "$@") && sed -n 's/^held out  loss \([0-9.]*\), then \([0-9.]*\),.*/\1 \2/p' <<< "$said"
+    }
+    for budget in plain smallest; do
+        losses --from $folder/from --budget $budget --write $folder/to || return 1
+        losses --from $folder/to --steps 1 || return 1
+    done | awk 'NR % 2 { falls += $2 < $1; after = $2; is[NR] = $2 } NR % 2 == 0 { same += $1 == after } { print }
+        END { exit !(NR == 4 && falls == 2 && same == 2 && is[1] - is[3] < 1e-4 && is[3] - is[1] < 1e-4) }' || return 1
+    losses --from $folder/from --precision bf16 --state 8bit-all --budget smallest |
+        awk '{ print } END { exit !(NR == 1 && $2 < $1) }' || return 1
+    refuses $run --from $folder/from --steps 99999 && refuses $run --from $folder/from --sequence 99999 &&
+        refuses $run --from $folder/from --train LICENSE && refuses $run --from $folder/from --held-out none &&
+        refuses $run --from none && refuses $run && refuses $run --from $folder/from --write $folder/to --write-type none
+}
+
 check_figures() {
     local program
     for program in bench/workloads examples/estimate examples/gpt2; do
@@ -587,7 +612,7 @@ export -f check_transformers
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_newest cell_elsewhere cell_msvc cell_mixed cell_cpp cell_sources check_robot check_resume check_safetensors check_dialect
-export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_state check_page
+export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_finetune check_state check_page
 
 # ---- what is checked -----------------------------------------------------------------------------
 
@@ -837,6 +862,7 @@ resumed broad 20 'build/quick/examples/engine --steps 40 --fast --no-load --seco
 resumed broad 3 'build/emulated/examples/gpt2 --device cuda --preset tiny --batch 2 --sequence 16 --steps 6 --graph LICENSE'
 check broad 'pages in a browser' check_page
 check quick 'examples/gpt2: state in the format that is asked for' check_state
+check quick 'bench/finetune: what is written is what was trained' check_finetune
 while read -r tier line; do
     name=${line%% =>*} name=${name#build/}
     check $tier "${name#quick/}" "run_program '$line'"
