@@ -55,7 +55,7 @@ BENCH_API nn_transformer_config bench_gpt2_shape(const char *preset, int64_t bat
                                                  int64_t sequence, int64_t steps, int64_t rounds) {
     nn_transformer_config shape;
     if (strncmp(preset, "gpt2-", 5) != 0 || !bench_shape(preset, &shape)) {
-        fail("--preset %s: there is no such preset; --help lists them", preset);
+        fail_name("--preset", preset);
         exit(2);
     }
     if (check_most("--steps", steps, BENCH_STEPS) != 0 ||

@@ -348,6 +348,11 @@ OPTION_API int take_options(const char *usage, const option_spec *specs, int cou
     return read_options(specs, count, argc, argv, words);
 }
 
+/* Prints that there is nothing of this name, and returns 1. */
+OPTION_API int fail_name(const char *option, const char *name) {
+    return fail("%s %s: there is none of this name; --help lists them", option, name);
+}
+
 /* Prints the reason and returns 1 if a number is too large for the program. */
 OPTION_API int check_most(const char *option, int64_t value, int64_t most) {
     return value <= most

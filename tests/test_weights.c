@@ -1313,7 +1313,7 @@ static void mapped_and_read(void **state) {
 /* What was written to the memory of a file is forgotten in the pages that a tensor has to itself. */
 static void pages_are_forgotten(void **state) {
     (void)state;
-#ifdef MADV_DONTNEED
+#if defined(MADV_DONTNEED) && defined(MODEL_SHAPE_CJSON)
     enum { ELEMENTS = 1 << 16 };
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const int64_t dim = ELEMENTS, small = 8;
