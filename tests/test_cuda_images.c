@@ -659,7 +659,7 @@ static void workspace_never_shrinks_as_images_grow(void **state) {
             }
             const int64_t now[3] = {nn_cuda_conv2d_floats(&v, g.out, false),
                                     nn_cuda_conv2d_floats(&v, g.out, true),
-                                    nn_cuda_channel_floats(planes_of(g.images, g.out, 77))};
+                                    nn_cuda_batch_norm_floats(planes_of(g.images, g.out, 77))};
             for (int k = 0; k < 3; k++) {
                 assert_true(now[k] >= before[k]);
                 before[k] = now[k];
