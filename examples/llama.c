@@ -26,8 +26,6 @@
 #include "weights.h"
 #include "weights_config.h"
 
-#include <sys/stat.h>
-
 enum { SAMPLE_TOKENS = 40, SAMPLE_SEQUENCE = 64, PATH_BYTES = 1024 };
 
 typedef struct llama {
@@ -71,8 +69,7 @@ static int list_llama_options(trainer *t, option_spec *specs) {
 
 /* The path of a file beside the weights, or in their folder. */
 static const char *beside_weights(const llama *l, const char *name, char path[PATH_BYTES]) {
-    struct stat found;
-    const bool is_folder = stat(l->from, &found) == 0 && S_ISDIR(found.st_mode);
+    const bool is_folder = weight_is_folder(l->from);
     const char *slash = strrchr(l->from, '/');
     const int length = is_folder ? (int)strlen(l->from) : slash ? (int)(slash - l->from) : 1;
     snprintf(path, PATH_BYTES, "%.*s/%s", length, is_folder || slash ? l->from : ".", name);

@@ -223,6 +223,17 @@ GGUF_API bool weight_is_file(const char *path) {
     return is_there;
 }
 
+/* False also where the platform does not tell. */
+GGUF_API bool weight_is_folder(const char *path) {
+#ifdef GGUF_MMAP
+    struct stat found;
+    return stat(path, &found) == 0 && S_ISDIR(found.st_mode);
+#else
+    (void)path;
+    return false;
+#endif
+}
+
 GGUF_API bool weight_open_one(weight_file *f, const char *path) {
     const size_t length = strlen(path);
     if (length > 5 && strcmp(path + length - 5, ".json") == 0) {
@@ -245,7 +256,9 @@ GGUF_API bool weight_open(weight_file *f, const char *path) {
             return weight_open_one(f, inner);
         }
     }
-    return weight_open_one(f, path);
+    return weight_is_folder(path) ? weight_fail(f->error, "the folder %s has neither %s nor %s",
+                                                path, names[1], names[0])
+                                  : weight_open_one(f, path);
 }
 
 #endif // MEMSCALE_SAFETENSORS_H

@@ -281,7 +281,7 @@ GGUF_API bool weights_config_beside(weight_file *f, const char *path, nn_llama_c
     model_config found;
     memset(&found, 0, sizeof found);
     snprintf(beside, sizeof beside, "%s/config.json", path);
-    if (!weight_is_file(beside)) {
+    if (!weight_is_folder(path) && !weight_is_file(beside)) {
         snprintf(beside, sizeof beside, "%.*sconfig.json", slash ? (int)(slash + 1 - path) : 0,
                  path);
     }
@@ -289,8 +289,9 @@ GGUF_API bool weights_config_beside(weight_file *f, const char *path, nn_llama_c
         return false;
     }
     if (found.family != MODEL_LLAMA || found.untrained[0]) {
-        return weight_fail(f->error, "%.300s: nn_llama is no model of %s", beside,
-                           found.untrained[0] ? found.untrained : model_family_names[found.family]);
+        return weight_fail(f->error, "%.300s: nn_llama does not compute %s%s", beside,
+                           found.untrained[0] ? found.untrained : "models of the family ",
+                           found.untrained[0] ? "" : model_family_names[found.family]);
     }
     weights_keep_run(&found.llama, c);
     *c = found.llama;

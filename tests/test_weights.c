@@ -1133,7 +1133,7 @@ static void settings_that_are_refused(void **state) {
     } cases[] = {
         {"{\"model_type\":\"gpt2\",\"n_layer\":2,\"n_embd\":8,\"n_head\":2,\"vocab_size\":9,"
          "\"n_positions\":8}",
-         "nn_llama is no model of gpt2"},
+         "nn_llama does not compute models of the family gpt2"},
         {"{\"model_type\":\"mixtral\"}", "config.json: "},
         {"{", "line 1 is not JSON"},
     };
@@ -1145,6 +1145,27 @@ static void settings_that_are_refused(void **state) {
         assert_false(weights_config(&f, scratch(""), &c));
         t_text_has(f.error, cases[k].text);
     }
+    scratch_remove();
+}
+
+/* The config.json above it is that of something else. */
+static void a_folder_without_weights(void **state) {
+    (void)state;
+    nn_llama_config c = config_of(kinds[0].kind);
+    weight_file f;
+    weights_output out;
+    memset(&out, 0, sizeof out);
+    out.type = "F32";
+    c.positions = 2048;
+    need(weights_write_config(&out, scratch("config.json"), &c, kinds[0].family), out.error);
+    assert_int_equal(mkdir(scratch("inner"), 0777), 0);
+    assert_false(weight_open(&f, scratch("inner")));
+    t_text_has(f.error, "neither model.safetensors nor");
+    c = blank_config();
+    assert_false(weights_config(&f, scratch("inner"), &c));
+    t_text_has(f.error, "inner/config.json: ");
+    weight_close(&f);
+    assert_int_equal(rmdir(scratch("inner")), 0);
     scratch_remove();
 }
 
@@ -1272,7 +1293,7 @@ static void files_with_an_index(void **state) {
     t_text_has(f.error, "cannot read build/no/such/file");
     weight_close(&f);
     assert_false(weight_open(&f, "build"));
-    t_text_has(f.error, "cannot read build");
+    t_text_has(f.error, "the folder build has neither model.safetensors nor");
     weight_close(&f);
 }
 
@@ -1602,6 +1623,7 @@ int main(void) {
         cmocka_unit_test(models_of_transformers),
         cmocka_unit_test(settings_both_ways),
         cmocka_unit_test(settings_that_are_refused),
+        cmocka_unit_test(a_folder_without_weights),
         cmocka_unit_test(headers_of_safetensors),
         cmocka_unit_test(files_with_an_index),
 #endif
