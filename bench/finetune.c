@@ -226,6 +226,9 @@ static int prepare(finetune *f) {
     if (f->write && !weights_choose_type(&f->out, f->write_type)) {
         return fail("--write-type: %s", f->out.error);
     }
+    if (f->write && !t->options.dry && !weights_check_folder(&f->out, f->write)) {
+        return fail("--write %s: %s", f->write, f->out.error);
+    }
     if (check_options(t) != 0) {
         return 1;
     }

@@ -26,11 +26,11 @@
 #include "weights.h"
 #include "weights_config.h"
 
-enum { SAMPLE_TOKENS = 40, SAMPLE_SEQUENCE = 64, PATH_BYTES = 1024 };
+enum { SAMPLE_TOKENS = 40, SAMPLE_SEQUENCE = 64, PATH_BYTES = 1024, MOST_PRESETS = 64 };
 
 typedef struct llama {
     trainer t;
-    const char *from, *data, *prompt, *write, *write_type;
+    const char *from, *prompt, *write, *write_type;
     int64_t rank;
     nn_llama_config config;
     weight_file file; // of --from; open as long as the model
@@ -53,7 +53,7 @@ static int list_llama_options(trainer *t, option_spec *specs) {
          "tokenizer.json beside it, or a folder of these"},
         {"--rank", "N", OPTION_COUNT, &l->rank,
          "train adapters of this rank beside all matrices, which stay as they are"},
-        {"--data", "FILE", OPTION_TEXT, &l->data, "one more text file"},
+        {"--data", "FILE", OPTION_WORD, &t->options.files, "one more text file"},
         {"--prompt", "TEXT", OPTION_TEXT, &l->prompt,
          "let the model go on from this text at the end"},
         {"--write", "FOLDER", OPTION_TEXT, &l->write,
@@ -109,10 +109,22 @@ static int open_weights(llama *l) {
 
 /* small and tiny are sizes for bytes; others are those of nn_models.h, at random. */
 static int choose_preset(llama *l) {
-    const char *name = l->t.options.preset;
+    const char *names[MOST_PRESETS] = {"small", "tiny"};
     nn_llama_config *c = &l->config;
-    const bool tiny = strcmp(name, "tiny") == 0;
-    if (tiny || strcmp(name, "small") == 0) {
+    int count = 2;
+    while (count < MOST_PRESETS && nn_llama_name(count - 2)) {
+        names[count] = nn_llama_name(count - 2);
+        count++;
+    }
+    const int found = find_name("--preset", l->t.options.preset, names, count, "there are");
+    const bool tiny = found == 1;
+    if (found < 0) {
+        return 1;
+    }
+    l->t.options.preset = names[found];
+    if (found > 1) {
+        nn_llama_preset(names[found], c);
+    } else {
         c->vocabulary = BYTE_COUNT;
         c->layers = tiny ? 2 : 4;
         c->channels = tiny ? 32 : 128;
@@ -120,17 +132,16 @@ static int choose_preset(llama *l) {
         c->kv_heads = 2;
         c->feed_forward = tiny ? 96 : 384;
         c->tied = true;
-    } else if (!nn_llama_preset(name, c)) {
-        fail("--preset %s: there are small, tiny and", name);
-        for (int i = 0; nn_llama_name(i); i++) {
-            fprintf(stderr, "%s %s", i % 8 == 0 ? "\n " : ",", nn_llama_name(i));
-        }
-        fprintf(stderr, "\n");
-        return 1;
     }
     l->family = c->post_norms ? WEIGHTS_GEMMA : WEIGHTS_LLAMA;
     l->layout = weights_layout_of(c, l->family);
     return 0;
+}
+
+/* Before training, which may take long. */
+static int check_folder(llama *l) {
+    return weights_check_folder(&l->out, l->write) ? 0
+                                                   : fail("--write %s: %s", l->write, l->out.error);
 }
 
 static int choose_llama(trainer *t) {
@@ -164,13 +175,10 @@ static int choose_llama(trainer *t) {
     if (o->dropout > 0.0f) {
         return fail("--dropout: models of this family have none");
     }
-    if (l->data && o->files.count == (int)OPTIONS_IN(o->files.items)) {
-        return fail("--data %s: too many files", l->data);
+    if (l->prompt && !*l->prompt) {
+        return fail("--prompt: there is no text to go on from");
     }
-    if (l->data) {
-        t->options.files.items[t->options.files.count++] = l->data;
-    }
-    return 0;
+    return l->write && !o->dry && !o->verify ? check_folder(l) : 0;
 }
 
 static nn_transformer build_llama(trainer *t) {
@@ -179,6 +187,17 @@ static nn_transformer build_llama(trainer *t) {
 
 static bool keeps_logits(const trainer *t) {
     return ((const llama *)t)->prompt != NULL;
+}
+
+/* A tokenizer may be that of another model. */
+static int check_tokens(const llama *l, const tokenizer_ids *ids) {
+    for (int64_t i = 0; i < ids->count; i++) {
+        if (ids->ids[i] >= l->config.vocabulary) {
+            return fail("--from %s: the tokenizer gives token %ld, and the model has %lld tokens",
+                        l->from, (long)ids->ids[i], (long long)l->config.vocabulary);
+        }
+    }
+    return 0;
 }
 
 static int encode_text(trainer *t) {
@@ -195,7 +214,7 @@ static int encode_text(trainer *t) {
     }
     t->data = ids.ids;
     t->data_count = ids.count;
-    return 0;
+    return check_tokens(l, &ids);
 }
 
 /* Initial values: at random, and then, except for adapters, those of the file. */
@@ -233,8 +252,15 @@ static int write_weights(llama *l) {
         return fail("--write %s: %s", l->write, l->out.error);
     }
     printf("written   %s/model.safetensors and config.json, in %s\n", l->write, l->out.type);
-    return l->from &&
-           (copy_beside(l, "tokenizer.json") != 0 || copy_beside(l, "tokenizer_config.json") != 0);
+    static const char *const others[] = {"tokenizer.json", "tokenizer_config.json",
+                                         "special_tokens_map.json", "chat_template.jinja",
+                                         "generation_config.json"};
+    for (int i = 0; i < OPTIONS_IN(others) && l->from; i++) {
+        if (copy_beside(l, others[i]) != 0) {
+            return 1;
+        }
+    }
+    return 0;
 }
 
 static int finish_llama(trainer *t) {

@@ -27,7 +27,8 @@ typedef enum option_kind {
     OPTION_BYTES,  // uint64_t, such as 300M, 1.5G or 24GB (powers of 1024)
     OPTION_REAL,   // float, from 0
     OPTION_BUDGET, // option_budget: such bytes, or a part of what the plain plan takes
-    OPTION_TEXT    // const char *
+    OPTION_TEXT,   // const char *
+    OPTION_WORD    // option_words, to which it is added
 } option_kind;
 
 /* What a plan may take. Only one of them is not 0; all of them are if none was given. */
@@ -49,7 +50,7 @@ typedef struct option_spec {
 /* How many options an array has. */
 #define OPTIONS_IN(specs) ((int)(sizeof(specs) / sizeof(specs)[0]))
 
-/* The words of a command line that are not options. */
+/* The words of a command line that are not options, and those of options that add to these. */
 typedef struct option_words {
     const char *items[64];
     int count;
@@ -133,6 +134,14 @@ OPTION_API int parse_option_budget(option_budget *budget, const char *text) {
     return bytes >= 1.0 ? 0 : 1;
 }
 
+OPTION_API int add_word(option_words *words, const char *word) {
+    if (words->count == OPTIONS_IN(words->items)) {
+        return fail("more than %d files", words->count);
+    }
+    words->items[words->count++] = word;
+    return 0;
+}
+
 /* Reads the argument of an option; prints the reason and returns 1 if it is wrong. */
 OPTION_API int read_option(const option_spec *spec, const char *text) {
     const char *argument = text ? text : "(nothing)";
@@ -163,6 +172,9 @@ OPTION_API int read_option(const option_spec *spec, const char *text) {
     case OPTION_TEXT:
         *(const char **)spec->value = argument;
         return text ? 0 : fail("%s needs a name", spec->name);
+    case OPTION_WORD:
+        return text ? add_word((option_words *)spec->value, text)
+                    : fail("%s needs a name", spec->name);
     default:
         *(bool *)spec->value = true;
         return 0;
@@ -268,10 +280,8 @@ OPTION_API int read_options(const option_spec *specs, int count, int argc, char 
         } else if (!words || argv[i][0] == '-') {
             fail("unknown option %s", argv[i]);
             return fail_usage(words != NULL);
-        } else if (words->count == (int)(sizeof words->items / sizeof words->items[0])) {
-            return fail("more than %d files", words->count);
-        } else {
-            words->items[words->count++] = argv[i];
+        } else if (add_word(words, argv[i]) != 0) {
+            return 1;
         }
     }
     return 0;
@@ -283,6 +293,7 @@ OPTION_API const char *default_of(const option_spec *spec, char text[32]) {
     double number = 0.0;
     switch (spec->kind) {
     case OPTION_FLAG:
+    case OPTION_WORD:
         return NULL;
     case OPTION_TEXT:
         return *(const char **)spec->value;

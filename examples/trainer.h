@@ -99,7 +99,7 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--preset", "NAME", OPTION_TEXT, &o->preset, kind->presets},
         {"--device", "NAME", OPTION_TEXT, &o->device, OPTION_DEVICE_HELP},
         {"--batch", "N", OPTION_COUNT, &o->batch,
-         "sequences per step (8; presets other than small: 4)"},
+         "sequences per step (8; of larger models than small fewer)"},
         {"--sequence", "N", OPTION_COUNT, &o->sequence, "tokens per sequence"},
         {"--budget", "SIZE", OPTION_BUDGET, &o->budget, OPTION_BUDGET_HELP},
         {"--mode", "NAME", OPTION_TEXT, &o->mode, "conservative, balanced or aggressive"},

@@ -448,6 +448,21 @@ GGUF_API bool weights_choose_type(weights_output *out, const char *name) {
     return weight_fail(out->error, "there are f32, bf16 and f16, not %s", name);
 }
 
+/* Whether weights_write_folder could make or use this folder, for before a run that takes long. */
+GGUF_API bool weights_check_folder(weights_output *out, const char *folder) {
+#ifdef GGUF_MMAP
+    const bool is_made = mkdir(folder, 0777) == 0;
+    const int reason = errno;
+    const bool is_usable =
+        is_made ? rmdir(folder) == 0 : weight_is_folder(folder) && access(folder, W_OK) == 0;
+    if (!is_usable) {
+        return weight_fail(out->error, "cannot write to this folder: %s", strerror(reason));
+    }
+#endif
+    (void)out, (void)folder;
+    return true;
+}
+
 /* Writes model.safetensors and config.json to a folder, which is made where it is not there and its
    parent is: names are those of transformers, also of what came from a GGUF file. out->path is not
    used. */

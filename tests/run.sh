@@ -401,7 +401,8 @@ check_finetune() {
         awk '{ print } END { exit !(NR == 1 && $2 < $1) }' || return 1
     refuses $run --from $folder/from --steps 99999 && refuses $run --from $folder/from --sequence 99999 &&
         refuses $run --from $folder/from --train LICENSE && refuses $run --from $folder/from --held-out none &&
-        refuses $run --from none && refuses $run && refuses $run --from $folder/from --write $folder/to --write-type none
+        refuses $run --from none && refuses $run && refuses $run --from $folder/from --write $folder/to --write-type none &&
+        refuses $run --from $folder/from --write none/none
 }
 
 check_figures() {
@@ -534,7 +535,8 @@ check_shared_options() {
     for command in 'gpt2 --preset none' 'gpt2 --mode none' 'gpt2 --off none' 'gpt2 --offload none' \
         'gpt2 --optimizer none' 'gpt2 --state none' 'gpt2 --precision none' 'gpt2 --sequence 5000' \
         'gpt2 --dropout 1' 'gpt2 --graph' 'gpt2 --device none' 'bert --preset none' 'cnn --offload none' \
-        'lora --preset none' 'llmc_style --size none' 'darknet_style --batch 9999'; do
+        'lora --preset none' 'llama --write none/none' 'llama --write LICENSE' 'llama --from none' 'llama --from docs' \
+        'llama --from LICENSE' 'llama --prompt' 'llama --data' 'llmc_style --size none' 'darknet_style --batch 9999'; do
         build quick build/quick/examples/${command%% *} && refuses build/quick/examples/$command || status=1
     done
     for command in layout 'layout trace:4' chain 'chain tests/chain.csv much' 'gpu --warmup 65' \
