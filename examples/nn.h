@@ -2311,12 +2311,26 @@ NN_API ms_layer_desc nn_rmsnorm_desc(nn_net *net, const char *name, ms_layer_fn 
     return desc;
 }
 
+/* Whether a setting is a number from 0. */
+NN_API bool nn_is_size(float value) {
+    return value >= 0.0f && value < INFINITY;
+}
+
+/* Whether a tensor is a row of so many values. */
+NN_API bool nn_is_row(const nn_net *net, ms_tensor tensor, int64_t width) {
+    const ms_shape shape = ms_tensor_shape(net->model, tensor);
+    return shape.rank == 1 && shape.dim[0] == width;
+}
+
 NN_API ms_tensor nn_rmsnorm_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
                                  float epsilon, bool from_one) {
     const ms_tensor none = {0};
     const ms_shape shape = ms_tensor_shape(net->model, x);
-    if (shape.rank < 1 || nn_last(ms_tensor_shape(net->model, weight)) != nn_last(shape)) {
+    if (shape.rank < 1 || !nn_is_row(net, weight, nn_last(shape))) {
         return nn_refuse(net, "nn_rmsnorm: the weight does not fit the input");
+    }
+    if (!nn_is_size(epsilon)) {
+        return nn_refuse(net, "nn_rmsnorm: epsilon must be at least 0");
     }
     if (!nn_check_width(net, name, nn_last(shape))) {
         return none;
@@ -2351,12 +2365,16 @@ NN_API ms_tensor nn_head_norm(nn_net *net, const char *name, ms_tensor qkv,
     const ms_tensor none = {0};
     const ms_shape shape = ms_tensor_shape(net->model, qkv);
     const int64_t size = nn_last(ms_tensor_shape(net->model, d->queries));
-    if (shape.rank != 3 || d->heads < 1 || d->kv_heads < 1 ||
-        size != nn_last(ms_tensor_shape(net->model, d->keys)) ||
-        nn_last(shape) != (d->heads + 2 * d->kv_heads) * size) {
+    const int64_t most = nn_last(shape); // heads that may be there
+    if (shape.rank != 3 || d->heads < 1 || d->kv_heads < 1 || d->heads > most ||
+        d->kv_heads > most || !nn_is_row(net, d->queries, size) || !nn_is_row(net, d->keys, size) ||
+        most != (d->heads + 2 * d->kv_heads) * size) {
         return nn_refuse(net,
                          "nn_head_norm: qkv must be (B, T, (heads + 2 * kv_heads) * size), and "
                          "the weights (size)");
+    }
+    if (!nn_is_size(d->epsilon)) {
+        return nn_refuse(net, "nn_head_norm: epsilon must be at least 0");
     }
     if (!nn_check_width(net, name, size)) {
         return none;
@@ -2405,22 +2423,24 @@ NN_API double nn_rotary_angle(const nn_rotary_desc *d, int64_t pair, int64_t tur
 /* Whether angles can be scaled like that. */
 NN_API bool nn_is_scaling(const nn_rotary_scaling *s) {
     return s->kind == NN_ROTARY_PLAIN ||
-           (s->factor > 0.0f && (s->kind == NN_ROTARY_LINEAR ||
-                                 (s->original > 0 && s->low > 0.0f && s->high > s->low)));
+           (s->factor > 0.0f && s->factor < INFINITY &&
+            (s->kind == NN_ROTARY_LINEAR ||
+             (s->original > 0 && s->low > 0.0f && s->high > s->low && s->high < INFINITY)));
 }
 
 NN_API ms_tensor nn_rotary(nn_net *net, const char *name, ms_tensor x, const nn_rotary_desc *d) {
     const ms_shape shape = ms_tensor_shape(net->model, x);
     const int64_t turned = d->turned != 0 ? d->turned : d->size;
-    if (shape.rank != 3 || d->heads < 1 || d->size < 1 || d->heads * d->size > nn_last(shape) ||
+    if (shape.rank != 3 || d->heads < 1 || d->size < 1 || d->heads > nn_last(shape) / d->size ||
         turned < 2 || turned % 2 != 0 || turned > d->size || turned > 2 * NN_PAIRS) {
         return nn_refuse(net,
                          "nn_rotary: x must be (B, T, at least heads * size), and what is turned "
                          "of a head even, at most its size and 256");
     }
-    if (!nn_is_scaling(&d->scaling)) {
+    if (!nn_is_scaling(&d->scaling) || !nn_is_size(d->theta)) {
         return nn_refuse(net,
-                         "nn_rotary: factor, original and low must be above 0, and high above low");
+                         "nn_rotary: theta must be at least 0, factor, original and low above 0, "
+                         "and high above low");
     }
     nn_rotary_options options;
     memset(&options, 0, sizeof options);
@@ -2504,7 +2524,7 @@ NN_API ms_tensor nn_scale(nn_net *net, const char *name, ms_tensor x, float fact
 
 NN_API ms_tensor nn_softcap(nn_net *net, const char *name, ms_tensor x, float cap) {
     const ms_shape shape = ms_tensor_shape(net->model, x);
-    if (!(cap > 0.0f)) {
+    if (!(cap > 0.0f && cap < INFINITY)) {
         return nn_refuse(net, "nn_softcap: the cap must be above 0");
     }
     ms_layer_desc desc = nn_factor_desc(net, name, nn_softcap_forward, nn_softcap_backward, x, cap);
@@ -2706,12 +2726,12 @@ NN_API ms_tensor nn_grouped_attention(nn_net *net, const char *name, ms_tensor q
                                       const nn_heads_desc *heads) {
     const ms_shape shape = ms_tensor_shape(net->model, qkv);
     const int64_t kv_heads = heads->kv_heads != 0 ? heads->kv_heads : heads->heads;
-    if (heads->heads < 1 || kv_heads < 1 || heads->heads % kv_heads != 0 || shape.rank != 3 ||
-        shape.dim[2] % (heads->heads + 2 * kv_heads) != 0) {
+    if (shape.rank != 3 || heads->heads < 1 || kv_heads < 1 || heads->heads % kv_heads != 0 ||
+        heads->heads > shape.dim[2] || shape.dim[2] % (heads->heads + 2 * kv_heads) != 0) {
         return nn_refuse(net, "nn_grouped_attention: qkv must be (B, T, (heads + 2 * kv_heads) * "
                               "size), and heads a multiple of kv_heads");
     }
-    if (heads->window < 0 || heads->cap < 0.0f || heads->scale < 0.0f ||
+    if (heads->window < 0 || !nn_is_size(heads->cap) || !nn_is_size(heads->scale) ||
         (heads->window > 0 && !heads->causal)) {
         return nn_refuse(net, "nn_grouped_attention: window, cap and scale are at least 0, and a "
                               "window is for causal attention");

@@ -714,13 +714,32 @@ NN_API nn_llama_config nn_llama_filled(const nn_llama_config *config) {
     return c;
 }
 
+/* Settings whose mistakes no layer sees, since what is not above 0 is left out. NULL: there are none. */
+NN_API const char *nn_llama_mistake(const nn_llama_config *c) {
+    const float reals[] = {c->epsilon,       c->theta,     c->local_theta,
+                           c->attention_cap, c->logit_cap, c->query_scale};
+    bool are_sizes = c->layers >= 0 && c->window >= 0 && c->full_every >= 0 && c->adapter_rank >= 0;
+    for (size_t i = 0; i < sizeof reals / sizeof reals[0]; i++) {
+        are_sizes = are_sizes && nn_is_size(reals[i]);
+    }
+    return !are_sizes ? "nn_llama: a setting is below 0, or no number"
+           : c->heads < 1 || (c->head_size == 0 && c->channels % c->heads != 0)
+               ? "nn_llama: channels must be a multiple of heads, or head_size given"
+               : NULL;
+}
+
 NN_API nn_transformer nn_llama(nn_net *net, const nn_llama_config *config) {
     const nn_llama_config c = nn_llama_filled(config);
-    const ms_shape ids =
-        nn_ids_shape(net, c.batch, c.sequence, c.largest_batch, c.largest_sequence);
     const ms_tensor none = {0};
+    const char *mistake = nn_llama_mistake(config);
     nn_transformer t;
     memset(&t, 0, sizeof t);
+    if (mistake) {
+        nn_refuse(net, mistake);
+        return t;
+    }
+    const ms_shape ids =
+        nn_ids_shape(net, c.batch, c.sequence, c.largest_batch, c.largest_sequence);
     t.tokens = ms_input(net->model, "tokens", MS_DTYPE_I32, ids);
     t.targets = ms_input(net->model, "targets", MS_DTYPE_I32, ids);
     const ms_tensor table = nn_llama_weight(net, "tokens", c.vocabulary, c.channels);

@@ -3223,10 +3223,88 @@ static const char *m_refused_images(ms_model *model, nn_net *net, int mistake) {
     }
 }
 
+/* Makes one mistake with what models of the family of Llama have, and returns what the error says. */
+static const char *m_refused_llama_layers(ms_model *model, nn_net *net, int mistake) {
+    const ms_tensor x = ms_input(model, "qkv", MS_DTYPE_F32, ms_shape3(2, 5, 32));
+    const ms_tensor other = ms_input(model, "other", MS_DTYPE_F32, ms_shape3(2, 5, 31));
+    const ms_tensor row = nn_param(net, "row", ms_shape1(4), NN_INIT_ONES, 0.0f);
+    const ms_tensor rows = nn_param(net, "rows", ms_shape2(2, 4), NN_INIT_ONES, 0.0f);
+    nn_head_norm_desc norm;
+    nn_rotary_desc turn;
+    nn_heads_desc heads;
+    memset(&norm, 0, sizeof norm);
+    memset(&turn, 0, sizeof turn);
+    memset(&heads, 0, sizeof heads);
+    norm.heads = turn.heads = heads.heads = 4;
+    norm.kv_heads = heads.kv_heads = 2;
+    norm.queries = norm.keys = row;
+    turn.size = 4;
+    heads.causal = true;
+    switch (mistake) {
+    case 0:
+        nn_rmsnorm_tied(net, "bad", x, row, 1e-5f, false);
+        return "does not fit";
+    case 1:
+        nn_rmsnorm(net, "bad", x, NAN, false);
+        return "epsilon must be";
+    case 2:
+        norm.keys = rows;
+        nn_head_norm(net, "bad", x, &norm);
+        return "the weights (size)";
+    case 3:
+        norm.heads = norm.kv_heads = INT64_MAX / 2;
+        nn_head_norm(net, "bad", x, &norm);
+        return "(heads + 2 * kv_heads) * size";
+    case 4:
+        norm.epsilon = -1.0f;
+        nn_head_norm(net, "bad", x, &norm);
+        return "epsilon must be";
+    case 5:
+        turn.size = 5;
+        nn_rotary(net, "bad", x, &turn);
+        return "of a head even";
+    case 6:
+        turn.heads = INT64_MAX / 2;
+        nn_rotary(net, "bad", x, &turn);
+        return "at least heads * size";
+    case 7:
+        turn.theta = NAN;
+        nn_rotary(net, "bad", x, &turn);
+        return "theta must be";
+    case 8:
+        turn.scaling.kind = NN_ROTARY_LLAMA3;
+        nn_rotary(net, "bad", x, &turn);
+        return "high above low";
+    case 9:
+        nn_swiglu(net, "bad", x, other);
+        return "gate and up differ";
+    case 10:
+        nn_softcap(net, "bad", x, INFINITY);
+        return "cap must be above 0";
+    case 11:
+        heads.kv_heads = 3;
+        nn_grouped_attention(net, "bad", x, &heads);
+        return "a multiple of kv_heads";
+    case 12:
+        heads.heads = heads.kv_heads = INT64_MAX / 2;
+        nn_grouped_attention(net, "bad", x, &heads);
+        return "a multiple of kv_heads";
+    case 13:
+        heads.cap = NAN;
+        nn_grouped_attention(net, "bad", x, &heads);
+        return "cap and scale are at least 0";
+    default:
+        heads.causal = false;
+        heads.window = 3;
+        nn_grouped_attention(net, "bad", x, &heads);
+        return "a window is for causal attention";
+    }
+}
+
 /* What goes wrong at registration comes back from ms_wrap, in words. */
 static void wrong_layers_are_refused_in_words(void **state) {
     (void)state;
-    for (int i = 0; i < 15; i++) {
+    for (int i = 0; i < 30; i++) {
         ms_config config = t_device_config();
         ms_model *model = NULL;
         assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
@@ -3264,7 +3342,8 @@ static void wrong_layers_are_refused_in_words(void **state) {
             text = "one target per row";
             break;
         default:
-            text = m_refused_images(model, net, i - 6);
+            text = i < 15 ? m_refused_images(model, net, i - 6)
+                          : m_refused_llama_layers(model, net, i - 15);
             break;
         }
         t_error(model, ms_wrap(model), MS_RESULT_INVALID);
@@ -3303,6 +3382,46 @@ static void wrong_transformers_are_refused_in_words(void **state) {
         ms_destroy(model);
         nn_destroy(net);
     }
+}
+
+static void m_refuse_llama(const nn_llama_config *config, const char *text) {
+    ms_config device = t_device_config();
+    ms_model *model = NULL;
+    assert_int_equal(ms_create(&device, &model), MS_RESULT_OK);
+    nn_net *net = nn_create_on(model, t_nn_device());
+    assert_non_null(net);
+    (void)nn_llama(net, config);
+    t_error(model, ms_wrap(model), MS_RESULT_INVALID);
+    t_text_has(ms_last_error(model), text);
+    ms_destroy(model);
+    nn_destroy(net);
+}
+
+static void wrong_llamas_are_refused_in_words(void **state) {
+    (void)state;
+    nn_llama_config right, c;
+    memset(&right, 0, sizeof right);
+    right.vocabulary = 11;
+    right.layers = right.batch = 1;
+    right.channels = right.feed_forward = right.sequence = 8;
+    right.heads = 2;
+    c = right;
+    c.heads = 3;
+    m_refuse_llama(&c, "a multiple of heads");
+    c.heads = 0;
+    m_refuse_llama(&c, "a multiple of heads");
+    c = right;
+    c.window = -1;
+    m_refuse_llama(&c, "below 0");
+    c = right;
+    c.logit_cap = NAN;
+    m_refuse_llama(&c, "no number");
+    c = right;
+    c.query_scale = -1.0f;
+    m_refuse_llama(&c, "below 0");
+    c = right;
+    c.kv_heads = -1;
+    m_refuse_llama(&c, "");
 }
 
 /* A kernel cannot return an error: what it makes is NaN. */
@@ -3383,6 +3502,7 @@ int main(void) {
         cmocka_unit_test(lent_memory_is_used_where_it_lies),
         cmocka_unit_test(wrong_layers_are_refused_in_words),
         cmocka_unit_test(wrong_transformers_are_refused_in_words),
+        cmocka_unit_test(wrong_llamas_are_refused_in_words),
         cmocka_unit_test(indices_out_of_range_are_errors),
 #ifdef T_CUDA
         cmocka_unit_test(recorded_steps_draw_the_masks_of_plain_ones),
