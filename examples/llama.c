@@ -61,6 +61,7 @@ static int list_llama_options(trainer *t, option_spec *specs) {
         {"--write-type", "NAME", OPTION_TEXT, &l->write_type, "f32, bf16 or f16"},
     };
     l->write_type = "bf16";
+    t->options.warmup = 10;
     memcpy(specs, own, sizeof own);
     return OPTIONS_IN(own);
 }
