@@ -182,8 +182,22 @@ static int choose_llama(trainer *t) {
     return l->write && !o->dry && !o->verify ? check_folder(l) : 0;
 }
 
+/* Frozen params can stay in the file: on the CPU, whose memory that is, and in F32, since what is lent
+   is never rounded. */
+static bool lends(const llama *l) {
+    const char *precision = l->t.options.precision;
+    return l->from && l->rank > 0 && strcmp(l->t.options.device, "cpu") == 0 &&
+           (!precision || strcmp(precision, "f32") == 0);
+}
+
 static nn_transformer build_llama(trainer *t) {
-    return nn_llama(t->net, &llama_of(t)->config);
+    llama *l = llama_of(t);
+    const nn_transformer built = nn_llama(t->net, &l->config);
+    uint64_t bytes = 0;
+    if (lends(l) && !weights_lend(t->model, t->net, &l->file, &l->layout, &bytes)) {
+        ms_refuse(t->model, l->file.error);
+    }
+    return built;
 }
 
 static bool keeps_logits(const trainer *t) {
@@ -221,7 +235,8 @@ static int encode_text(trainer *t) {
 /* Initial values: at random, and then, except for adapters, those of the file. */
 static int init_llama(trainer *t) {
     llama *l = llama_of(t);
-    if (nn_init(t->net, (uint64_t)t->options.seed) != MS_RESULT_OK) {
+    const uint64_t seed = (uint64_t)t->options.seed;
+    if ((l->from ? nn_init_adapters(t->net, seed) : nn_init(t->net, seed)) != MS_RESULT_OK) {
         return fail("%s", ms_last_error(t->model));
     }
     return !l->from || weights_read(t->model, t->net, &l->file, &l->layout)

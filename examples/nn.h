@@ -183,6 +183,10 @@ NN_API void nn_destroy(nn_net *net);
    number of threads. Errors: OUT_OF_MEMORY, and those of ms_write. */
 NN_API ms_result nn_init(nn_net *net, uint64_t seed);
 
+/* The same for the params of adapters alone, with the values that nn_init gives them: for nets whose
+   other params are read from a file, or lent from one. */
+NN_API ms_result nn_init_adapters(nn_net *net, uint64_t seed);
+
 /* The params in the order of their registration, or by name; NULL: there is none. */
 NN_API int64_t nn_param_count(const nn_net *net);
 NN_API const nn_param_info *nn_param_at(const nn_net *net, int64_t index);
@@ -1319,12 +1323,22 @@ NN_API uint64_t nn_list_largest(const nn_list *list) {
     return largest;
 }
 
+static const char nn_adapter_mark[] = ".adapter.";
+
+NN_API bool nn_is_adapter(const nn_param_info *info) {
+    return strstr(info->name, nn_adapter_mark) != NULL;
+}
+
 /* values has room for the largest tensor of the list. */
-NN_API ms_result nn_init_list(nn_net *net, const nn_list *list, float *values, uint64_t seed) {
+NN_API ms_result nn_init_list(nn_net *net, const nn_list *list, bool adapters_alone, float *values,
+                              uint64_t seed) {
     ms_result result = MS_RESULT_OK;
     for (int64_t i = 0; i < list->count && result == MS_RESULT_OK; i++) {
         const nn_param_info *info = &list->infos[i];
         const int64_t count = (int64_t)ms_shape_count(&info->shape);
+        if (adapters_alone && !nn_is_adapter(info)) {
+            continue;
+        }
         if (info->init == NN_INIT_NORMAL) {
             nn_normal_kernel(values, count, info->deviation, nn_mix(seed ^ nn_mix((uint64_t)i)));
         } else {
@@ -1335,7 +1349,7 @@ NN_API ms_result nn_init_list(nn_net *net, const nn_list *list, float *values, u
     return result;
 }
 
-NN_API ms_result nn_init(nn_net *net, uint64_t seed) {
+NN_API ms_result nn_init_some(nn_net *net, bool adapters_alone, uint64_t seed) {
     const uint64_t params = nn_list_largest(&net->params);
     const uint64_t buffers = nn_list_largest(&net->buffers);
     const uint64_t largest = params > buffers ? params : buffers;
@@ -1346,12 +1360,20 @@ NN_API ms_result nn_init(nn_net *net, uint64_t seed) {
     if (values == NULL) {
         return MS_RESULT_OUT_OF_MEMORY;
     }
-    ms_result result = nn_init_list(net, &net->params, values, seed);
+    ms_result result = nn_init_list(net, &net->params, adapters_alone, values, seed);
     if (result == MS_RESULT_OK) {
-        result = nn_init_list(net, &net->buffers, values, nn_mix(seed));
+        result = nn_init_list(net, &net->buffers, adapters_alone, values, nn_mix(seed));
     }
     free(values);
     return result;
+}
+
+NN_API ms_result nn_init(nn_net *net, uint64_t seed) {
+    return nn_init_some(net, false, seed);
+}
+
+NN_API ms_result nn_init_adapters(nn_net *net, uint64_t seed) {
+    return nn_init_some(net, true, seed);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3373,8 +3395,6 @@ NN_API int nn_block_post_backward(const ms_call *call) {
 // ------------------------------------------------------------------------------------------------
 // >>nn adapters
 
-static const char nn_adapter_mark[] = ".adapter.";
-
 NN_API ms_tensor nn_adapter(nn_net *net, const char *name, ms_tensor x, ms_tensor y, int64_t rank) {
     const int64_t in = nn_last(ms_tensor_shape(net->model, x));
     const int64_t out = nn_last(ms_tensor_shape(net->model, y));
@@ -3392,7 +3412,7 @@ NN_API ms_tensor nn_adapter(nn_net *net, const char *name, ms_tensor x, ms_tenso
 NN_API void nn_freeze(nn_net *net) {
     for (int64_t i = 0; i < nn_param_count(net); i++) {
         const nn_param_info *info = nn_param_at(net, i);
-        if (!strstr(info->name, nn_adapter_mark)) {
+        if (!nn_is_adapter(info)) {
             ms_set_frozen(net->model, info->tensor, true);
         }
     }

@@ -303,10 +303,6 @@ typedef struct weights_list {
     int64_t count, capacity;
 } weights_list;
 
-GGUF_API bool weights_is_adapter(const nn_param_info *param) {
-    return strstr(param->name, ".adapter.") != NULL;
-}
-
 /* A shape for errors: "(3, 4)". */
 typedef struct weights_text {
     char text[96];
@@ -479,7 +475,7 @@ GGUF_API bool weights_find_all(weight_file *f, const nn_net *net, const weights_
     }
     for (int64_t i = 0; i < nn_param_count(net); i++) {
         const nn_param_info *param = nn_param_at(net, i);
-        if (!weights_is_adapter(param) && !weights_find_param(f, l, param, list)) {
+        if (!nn_is_adapter(param) && !weights_find_param(f, l, param, list)) {
             return false;
         }
     }
@@ -711,7 +707,7 @@ GGUF_API bool weights_list_all(char *error, const nn_net *net, const weights_lay
     for (int64_t k = 0; k < nn_param_count(net); k++) {
         const nn_param_info *param = nn_param_at(net, k);
         const int64_t before = list->count;
-        for (int i = 0; i < WEIGHTS_ROWS && !weights_is_adapter(param); i++) {
+        for (int i = 0; i < WEIGHTS_ROWS && !nn_is_adapter(param); i++) {
             const weights_row *row = &weights_rows[i];
             weights_holes holes;
             if (!weights_is_row_of(row, l->family, param, &holes) ||
@@ -729,7 +725,7 @@ GGUF_API bool weights_list_all(char *error, const nn_net *net, const weights_lay
                 return false;
             }
         }
-        if (list->count == before && !weights_is_adapter(param)) {
+        if (list->count == before && !nn_is_adapter(param)) {
             return weight_fail(error, "%s has no name in such files", param->name);
         }
     }
