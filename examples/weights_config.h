@@ -385,6 +385,34 @@ GGUF_API void weights_json_add_kind(cJSON *json, const nn_llama_config *c, const
     }
 }
 
+/* Which layers have a window, where not all of them do. */
+GGUF_API void weights_json_add_layers(cJSON *json, const nn_llama_config *c) {
+    const bool differ = c->full_every > 0 && c->full_every <= c->layers;
+    cJSON *types = differ ? cJSON_AddArrayToObject(json, "layer_types") : NULL;
+    for (int64_t i = 1; i <= c->layers && types; i++) {
+        cJSON_AddItemToArray(
+            types,
+            cJSON_CreateString(i % c->full_every == 0 ? "full_attention" : "sliding_attention"));
+    }
+}
+
+/* Whether a model has all that the settings ask for: what it does not know, transformers would leave
+   out without a word. */
+GGUF_API bool weights_has_all(const weights_model *m, const nn_llama_config *c) {
+    const bool is_gemma = (m->flags & WEIGHTS_IS_GEMMA) != 0;
+    const bool is_gemma3 = (m->flags & WEIGHTS_IS_GEMMA3) != 0;
+    const bool has_layers = is_gemma || (m->flags & WEIGHTS_WINDOW_ASKED) != 0;
+    nn_llama_config usual;
+    memset(&usual, 0, sizeof usual);
+    weights_start_config(m, &usual);
+    return c->qkv_bias == usual.qkv_bias && c->qk_norm == usual.qk_norm &&
+           c->post_norms == usual.post_norms && c->offset_norms == usual.offset_norms &&
+           c->scaled_tokens == usual.scaled_tokens && (has_layers || c->full_every == 0) &&
+           (is_gemma3 || c->local_theta <= 0.0f) &&
+           (is_gemma ||
+            (c->attention_cap <= 0.0f && c->logit_cap <= 0.0f && c->query_scale <= 0.0f));
+}
+
 /* Writes the config.json of what weights_write has written. Errors are in out->error. */
 GGUF_API bool weights_write_config(weights_output *out, const char *path,
                                    const nn_llama_config *config, weights_family family) {
@@ -393,6 +421,10 @@ GGUF_API bool weights_write_config(weights_output *out, const char *path,
         return false;
     }
     const weights_model *m = weights_model_of(&c, family);
+    if (!weights_has_all(m, &c)) {
+        return weight_fail(out->error, "no model of transformers has these settings: %s lacks some",
+                           m->type);
+    }
     cJSON *json = cJSON_CreateObject();
     cJSON_AddItemToArray(cJSON_AddArrayToObject(json, "architectures"),
                          cJSON_CreateString(m->architecture));
@@ -407,6 +439,7 @@ GGUF_API bool weights_write_config(weights_output *out, const char *path,
                                                             : "bfloat16");
     weights_json_add_scaling(json, &c.scaling);
     weights_json_add_kind(json, &c, m);
+    weights_json_add_layers(json, &c);
     char *text = cJSON_Print(json);
     cJSON_Delete(json);
     weights_file w;

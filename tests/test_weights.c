@@ -1114,6 +1114,10 @@ static void settings_both_ways(void **state) {
         if (kinds[k].family == WEIGHTS_PHI3) {
             c.turned = 4;
         }
+        if (strncmp(kinds[k].kind, "qwen", 4) == 0) {
+            c.window = 3;
+            c.full_every = 2;
+        }
         need(weights_write_config(&out, scratch("config.json"), &c, kinds[k].family), out.error);
         need(weights_config(&f, scratch("model.safetensors"), &found), f.error);
         if (memcmp(&found, &c, sizeof c) != 0) {
@@ -1122,6 +1126,28 @@ static void settings_both_ways(void **state) {
         found = blank_config();
         need(weights_config(&f, scratch(""), &found), f.error);
         assert_memory_equal(&found, &c, sizeof c);
+    }
+    scratch_remove();
+}
+
+/* Each is one that a model of transformers would not know of. */
+static void settings_of_no_model(void **state) {
+    (void)state;
+    for (int k = 0; k < 7; k++) {
+        nn_llama_config c = config_of("llama");
+        weights_output out;
+        memset(&out, 0, sizeof out);
+        out.type = "F32";
+        c.qkv_bias = c.qk_norm = k == 0;
+        c.offset_norms = k == 1;
+        c.window = k == 2 ? 3 : 0;
+        c.full_every = k == 2 ? 2 : 0;
+        c.local_theta = k == 3 ? 100.0f : 0.0f;
+        c.logit_cap = k == 4 ? 30.0f : 0.0f;
+        c.query_scale = k == 5 ? 7.0f : 0.0f;
+        assert_true(weights_write_config(&out, scratch("config.json"), &c, WEIGHTS_LLAMA) ==
+                    (k == 6));
+        t_text_has(out.error, k == 6 ? "" : "no model of transformers");
     }
     scratch_remove();
 }
@@ -1622,6 +1648,7 @@ int main(void) {
         cmocka_unit_test(lent_weights_train_alike),
         cmocka_unit_test(models_of_transformers),
         cmocka_unit_test(settings_both_ways),
+        cmocka_unit_test(settings_of_no_model),
         cmocka_unit_test(settings_that_are_refused),
         cmocka_unit_test(a_folder_without_weights),
         cmocka_unit_test(headers_of_safetensors),
