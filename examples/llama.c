@@ -26,6 +26,7 @@
 #include "weights.h"
 #include "weights_config.h"
 
+enum { TUNED_BATCHES = 8 /* that are evaluated, where a step takes long */ };
 enum { SAMPLE_TOKENS = 40, SAMPLE_SEQUENCE = 64, PATH_BYTES = 1024, MOST_PRESETS = 64 };
 
 typedef struct llama {
@@ -168,6 +169,8 @@ static int choose_llama(trainer *t) {
     t->shape.heads = c->heads;
     t->shape.channels = c->channels;
     t->model_name = l->from ? l->from : o->preset;
+    t->evaluates_at_once = l->from != NULL;
+    t->held_out_batches = l->from ? TUNED_BATCHES : 0;
     t->usual_rate = l->from ? (l->rank > 0 ? 2e-4 : 2e-5) : is_small ? 1e-3 : 3e-4;
     if (c->positions > 0 && c->sequence > c->positions) {
         return fail("--sequence %lld: the model is for up to %lld tokens", (long long)c->sequence,

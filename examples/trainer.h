@@ -73,6 +73,8 @@ struct trainer {
     nn_transformer built;
     const char *model_name;
     double usual_rate;
+    int held_out_batches;   // 0: HELD_OUT_BATCHES
+    bool evaluates_at_once; // before training, too
     uint8_t *text;
     int64_t text_bytes;
     int spaces;    // at the end of the text
@@ -744,7 +746,7 @@ static void print_loss_scale(const trainer *t) {
 
 /* Debug mode takes long, and sees in one batch what it would in others. */
 static int held_out_batches(const trainer *t) {
-    return t->options.debug ? 1 : HELD_OUT_BATCHES;
+    return t->options.debug ? 1 : t->held_out_batches ? t->held_out_batches : HELD_OUT_BATCHES;
 }
 
 /* The mean loss on what was held out, of which there must be something. */
@@ -770,7 +772,7 @@ static int held_out_loss(trainer *t, double *mean) {
 }
 
 /* Prints it. */
-static int evaluate(trainer *t) {
+static int evaluate(trainer *t, bool is_trained) {
     double loss = 0.0;
     if (held_out_blocks(t) == 0) {
         return 0;
@@ -778,8 +780,9 @@ static int evaluate(trainer *t) {
     if (held_out_loss(t, &loss) != 0) {
         return 1;
     }
-    printf("held out  loss %.4f on %d batches of text that training has not seen\n", loss,
-           held_out_batches(t));
+    printf("held out  loss %.4f on %d batches of text that training %s\n", loss,
+           held_out_batches(t), is_trained ? "has not seen" : "will not see");
+    fflush(stdout);
     return 0;
 }
 
@@ -820,7 +823,7 @@ static int train(trainer *t) {
         return 0;
     }
     print_loss_scale(t);
-    if (evaluate(t) != 0) {
+    if (evaluate(t, true) != 0) {
         return 1;
     }
     print_debugged(o->debug);
@@ -1019,6 +1022,9 @@ static int run(trainer *t) {
     }
     if (t->options.verify) {
         return verify(t);
+    }
+    if (t->evaluates_at_once && !t->options.saving.is_resumed && evaluate(t, false) != 0) {
+        return 1;
     }
     printf("\n");
     if (train(t) != 0 || write_reports(t) != 0) {
