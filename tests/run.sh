@@ -263,7 +263,7 @@ check_resume() { # STEPS COMMAND
     mkdir $folder/straight $folder/parts
     run_part() { # FOLDER OPTIONS COMMAND
         ${@:3} --save $folder/$1 --checkpoint-every $steps $2 > $folder/output &&
-            sed -nE 's/^.*(step +[0-9]+ ).*( loss [0-9.]+).*/\1\2/p; s/^([0-9]+ steps, loss [0-9.]+);.*/\1/p' \
+            sed -nE 's/^.*(step +[0-9]+ ).*( loss [0-9.]+).*/\1\2/p; s/^([0-9]+ steps, loss [0-9.]+).*/\1/p' \
                 $folder/output >> $folder/$1.losses
     }
     local steps=$1
