@@ -1017,7 +1017,7 @@ NN_HD int64_t nn_largest_place(nn_values plane, const nn_window *w, int64_t y, i
    attention: scores (B, H, T, T) keeps the probabilities for backward; in forward its data may be
    NULL. tiled_attention: without probabilities of whole rows. log_sums (B, H, T): the logarithm of
    the sum of exponentials of each row; in forward its data may be NULL. dqkv is not qkv.
-   rotary: y = x turned, or back; y may be x.
+   rotary: the pairs of y = those of x turned, or back; y may be x. What is in no pair is left alone.
    gated: y = function(gate) * up; y may be either. Its gradients may be where operands are.
    softcap: y = cap * tanh(x / cap); y may be x. Its gradient comes from y. */
 #define NN_KERNELS(K)                                                                              \
@@ -1651,16 +1651,32 @@ NN_API nn_turns nn_turns_of(const ms_call *call, bool back) {
     return n;
 }
 
+/* Turns the pairs of all heads and copies what is in none: the ends of heads, and what comes after
+   them. */
+NN_API int nn_turn(const ms_call *call, nn_dest y, nn_values x, bool back) {
+    const nn_device *device = nn_device_in(call);
+    const nn_turns n = nn_turns_of(call, back);
+    nn_column_range rest;
+    rest.first = n.heads * n.size;
+    rest.count = n.columns - rest.first;
+    rest.stride = n.columns;
+    int result = device->rotary(call, y, x, &n);
+    result = nn_first(result, device->copy_columns(call, y, x, n.rows, rest));
+    rest.count = n.size - 2 * n.pairs;
+    for (int64_t head = 0; head < n.heads && rest.count > 0; head++) {
+        rest.first = head * n.size + 2 * n.pairs;
+        result = nn_first(result, device->copy_columns(call, y, x, n.rows, rest));
+    }
+    return result;
+}
+
 NN_API int nn_rotary_forward(const ms_call *call) {
-    const nn_turns n = nn_turns_of(call, false);
-    return nn_device_in(call)->rotary(call, nn_dest_of(nn_values_of(&call->out[0]), 0.0f),
-                                      nn_values_of(&call->in[0]), &n);
+    return nn_turn(call, nn_dest_of(nn_values_of(&call->out[0]), 0.0f), nn_values_of(&call->in[0]),
+                   false);
 }
 
 NN_API int nn_rotary_backward(const ms_call *call) {
-    const nn_turns n = nn_turns_of(call, true);
-    return nn_device_in(call)->rotary(call, nn_gradient_of(&call->grad_in[0]),
-                                      nn_values_of(&call->grad_out[0]), &n);
+    return nn_turn(call, nn_gradient_of(&call->grad_in[0]), nn_values_of(&call->grad_out[0]), true);
 }
 
 typedef struct nn_gated_options {

@@ -850,6 +850,7 @@ NN_API void nn_turn_row(nn_dest y, nn_values x, const nn_turns *n, int64_t row) 
 }
 
 NN_API int nn_rotary_kernel(const ms_call *call, nn_dest y, nn_values x, const nn_turns *n) {
+    (void)call;
     if (y.data == NULL) {
         return 0;
     }
@@ -857,17 +858,7 @@ NN_API int nn_rotary_kernel(const ms_call *call, nn_dest y, nn_values x, const n
     for (int64_t r = 0; r < n->rows; r++) {
         nn_turn_row(y, x, n, r);
     }
-    nn_column_range rest;
-    rest.first = n->heads * n->size;
-    rest.count = n->columns - rest.first;
-    rest.stride = n->columns;
-    int result = nn_copy_columns_kernel(call, y, x, n->rows, rest);
-    rest.count = n->size - 2 * n->pairs;
-    for (int64_t head = 0; head < n->heads && rest.count > 0; head++) {
-        rest.first = head * n->size + 2 * n->pairs;
-        result = nn_first(result, nn_copy_columns_kernel(call, y, x, n->rows, rest));
-    }
-    return result;
+    return 0;
 }
 
 NN_API int nn_gated_kernel(const ms_call *call, nn_values y, nn_values gate, nn_values up,

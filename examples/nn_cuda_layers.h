@@ -339,21 +339,7 @@ static int nn_cuda_rotary_as(const ms_call *call, nn_dest y, nn_values x, const 
 }
 
 static int nn_cuda_rotary(const ms_call *call, nn_dest y, nn_values x, const nn_turns *n) {
-    if (y.data == NULL) {
-        return 0;
-    }
-    int result = NN_AS(y.dtype, nn_cuda_rotary_as, call, y, x, *n);
-    nn_column_range rest;
-    rest.first = n->heads * n->size;
-    rest.count = n->columns - rest.first;
-    rest.stride = n->columns;
-    result = nn_first(result, nn_cuda_copy_columns(call, y, x, n->rows, rest));
-    rest.count = n->size - 2 * n->pairs;
-    for (int64_t head = 0; head < n->heads && rest.count > 0; head++) {
-        rest.first = head * n->size + 2 * n->pairs;
-        result = nn_first(result, nn_cuda_copy_columns(call, y, x, n->rows, rest));
-    }
-    return result;
+    return y.data == NULL ? 0 : NN_AS(y.dtype, nn_cuda_rotary_as, call, y, x, *n);
 }
 
 // ------------------------------------------------------------------------------------------------
