@@ -7,6 +7,8 @@
     that runs the files it is given; with -v it tells what is called. */
 #include "private.h"
 
+#include "fuzz_check.h"
+
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -15,13 +17,6 @@
 
 enum { MODELS = 2, TENSORS = 96, LAYERS = 20, LENT = 16, CALLS = 80, VALUES = 24 };
 enum { LARGEST_BLOCK = 16 << 20, CALLBACK_ERROR = 3, SPANS = 128 };
-
-#define CHECK(condition)                                                                           \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            broken(#condition, __LINE__);                                                          \
-        }                                                                                          \
-    } while (0)
 
 static bool is_traced; // with -v: every call, its result and the plans
 
@@ -34,11 +29,6 @@ static void trace(const char *format, ...) {
         printf("\n");
         fflush(stdout);
     }
-}
-
-static void broken(const char *condition, int line) {
-    fprintf(stderr, "fuzz_api.c:%d: broken: %s\n", line, condition);
-    abort();
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1098,7 +1088,7 @@ static void register_layer(slot *s, layer_info *layer, bool is_good) {
     if (layer->handle.id == 0) {
         CHECK(s->model == NULL || ms_last_error(s->model)[0] != 0);
         if (is_good && !s->has_refused && !s->may_refuse && s->world->faults == 0) {
-            broken(ms_last_error(s->model), __LINE__);
+            broken(ms_last_error(s->model), __FILE__, __LINE__);
         }
         s->has_refused = s->has_refused || !s->has_plan;
         return;

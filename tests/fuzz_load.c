@@ -7,21 +7,11 @@
     program that runs the files it is given, and with --seeds FOLDER writes inputs to begin with. */
 #include "private.h"
 
+#include "fuzz_check.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#define CHECK(condition)                                                                           \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            broken(#condition, __LINE__);                                                          \
-        }                                                                                          \
-    } while (0)
-
-static void broken(const char *condition, int line) {
-    fprintf(stderr, "fuzz_load.c:%d: broken: %s\n", line, condition);
-    abort();
-}
 
 // ------------------------------------------------------------------------------------------------
 // an input: three bytes that say how, then the file

@@ -13,19 +13,8 @@
 #include "weights.h"
 #include "weights_config.h"
 
+#include "fuzz_check.h"
 #include "made_weights.h"
-
-#define CHECK(condition)                                                                           \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            broken(#condition, __LINE__);                                                          \
-        }                                                                                          \
-    } while (0)
-
-static void broken(const char *condition, int line) {
-    fprintf(stderr, "fuzz_weights.c:%d: broken: %s\n", line, condition);
-    abort();
-}
 
 enum {
     READ_GGUF,
