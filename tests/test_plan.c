@@ -217,8 +217,8 @@ static dag *dag_create(uint64_t seed, const ms_config *config, const ms_optimize
 static void dag_destroy(dag *d) {
     ms_destroy(d->model);
     for (uint32_t i = 0; i < d->value_count; ++i) {
-        free(d->value[i].data);
-        free(d->value[i].gradient);
+        t_take_back(d->value[i].data);
+        t_take_back(d->value[i].gradient);
     }
     free(d);
 }
@@ -346,9 +346,11 @@ static void tape_run(dag *d) {
         dag_value *v = &d->value[i];
         size_t bytes = (size_t)ms_shape_count(&v->shape) * sizeof(float);
         v->has_gradient = false;
-        v->data = (float *)realloc(v->data, bytes);
-        v->gradient = (float *)realloc(v->gradient, bytes);
-        assert_true(v->data != NULL && v->gradient != NULL);
+        if (v->data == NULL) { // what cuBLAS can reach too
+            v->data = (float *)t_lend(bytes);
+            v->gradient = (float *)t_lend(bytes);
+            assert_true(v->data != NULL && v->gradient != NULL);
+        }
         memset(v->gradient, 0, bytes);
         if (v->role < DAG_ACTIVATION) {
             t_ok(d->model, ms_read(d->model, v->handle, v->data));

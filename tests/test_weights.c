@@ -1022,7 +1022,7 @@ static void lent_weights_train_alike(void **state) {
         net_start(&n);
         const nn_transformer t = nn_gpt2(n.net, &c);
         need(weight_open(&f, scratch("")), f.error);
-        t_ok(n.model, nn_init(n.net, 5));
+        t_ok(n.model, lends ? nn_init_adapters(n.net, 5) : nn_init(n.net, 5));
         if (lends) {
             need(weights_lend(n.model, n.net, &f, &layout, &bytes), f.error);
             // wte, wpe, and of each block 4 vectors of norms and 4 biases, and the last norm
