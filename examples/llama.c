@@ -59,9 +59,9 @@ static int list_llama_options(trainer *t, option_spec *specs) {
          "let the model go on from this text at the end"},
         {"--write", "FOLDER", OPTION_TEXT, &l->write,
          "write weights and config.json there at the end, as transformers loads them"},
-        {"--write-type", "NAME", OPTION_TEXT, &l->write_type, "f32, bf16 or f16"},
+        {"--write-type", "NAME", OPTION_TEXT, &l->write_type, "f32, bf16 (default) or f16"},
     };
-    l->write_type = "bf16";
+    t->options.preset = NULL;
     t->options.warmup = 10;
     memcpy(specs, own, sizeof own);
     return OPTIONS_IN(own);
@@ -118,7 +118,8 @@ static int choose_preset(llama *l) {
         names[count] = nn_llama_name(count - 2);
         count++;
     }
-    const int found = find_name("--preset", l->t.options.preset, names, count, "there are");
+    const char *preset = l->t.options.preset ? l->t.options.preset : names[0];
+    const int found = find_name("--preset", preset, names, count, "there are");
     const bool tiny = found == 1;
     if (found < 0) {
         return 1;
@@ -150,7 +151,13 @@ static int choose_llama(trainer *t) {
     llama *l = llama_of(t);
     const settings *o = &t->options;
     l->out.merges = true;
-    if (l->write && !weights_choose_type(&l->out, l->write_type)) {
+    if (l->from && o->preset) {
+        return fail("--preset %s: --from has the sizes of a model already", o->preset);
+    }
+    if (l->write_type && !l->write) {
+        return fail("--write-type needs --write FOLDER");
+    }
+    if (!weights_choose_type(&l->out, l->write_type ? l->write_type : "bf16")) {
         return fail("--write-type: %s", l->out.error);
     }
     if ((l->from ? open_weights(l) : choose_preset(l)) != 0) {

@@ -523,6 +523,9 @@ CONFIG_API bool config_read_rotary(const config_reader *r) {
     const cJSON *local = config_item(newer, "sliding_attention");
     const cJSON *scaling = full ? full : newer ? newer : config_item(r->config, "rope_scaling");
     float turned = 1.0f; // of a head
+    if (scaling && !cJSON_IsObject(scaling)) {
+        return config_fail(r, "\"%s\" is no object", scaling->string);
+    }
     c->theta = r->type->theta;
     c->local_theta = r->type->local_theta;
     if (!config_real(r, r->config, "rope_theta", &c->theta) ||
