@@ -34,8 +34,9 @@ typedef enum option_kind {
 /* What a plan may take. Only one of them is not 0; all of them are if none was given. */
 typedef struct option_budget {
     uint64_t bytes;
-    double share;     // of the plain arena
-    const char *name; // "plain"; "smallest", of any plan; "half", half way between these
+    double share; // of the plain arena
+    /* "plain"; "smallest", of any plan; "half", half way from that to the plan without a budget. */
+    const char *name;
 } option_budget;
 
 /* An option of a program, as its parser reads it and its help shows it. `value` has the default
@@ -393,14 +394,15 @@ OPTION_API double rounded_up(double value, int digits) {
 
 #define OPTION_BUDGET_HELP                                                                         \
     "what training may take: bytes such as 300M or 1.5G (powers of 1024), a share of\n"            \
-    "the plain arena such as 50%, or plain, smallest, or half, half way between these"
+    "the plain arena such as 50%, or plain, smallest, or half, half way from the smallest\n"       \
+    "to what the plan takes without a budget"
 
 OPTION_API bool has_budget(const option_budget *budget) {
     return budget->bytes > 0 || budget->share > 0.0 || budget->name != NULL;
 }
 
-/* The bytes that were asked for, of a model that is planned. Prints the reason and returns 1 if they
-   cannot be found. */
+/* The bytes that were asked for, of a model that is planned without a budget. Prints the reason and
+   returns 1 if they cannot be found. */
 OPTION_API int choose_bytes(const option_budget *budget, ms_model *model, uint64_t *bytes) {
     ms_memory_report report;
     uint64_t smallest = 0;
@@ -413,9 +415,9 @@ OPTION_API int choose_bytes(const option_budget *budget, ms_model *model, uint64
         (by_name && ms_smallest_budget(model, &smallest) != MS_RESULT_OK)) {
         return fail("%s", ms_last_error(model));
     }
-    const uint64_t plain = report.plain_bytes;
+    const uint64_t plain = report.plain_bytes, most = report.arena_bytes; // in 16 bits these differ
     *bytes = !by_name                            ? plain
-             : strcmp(budget->name, "half") == 0 ? smallest + (plain - smallest) / 2
+             : strcmp(budget->name, "half") == 0 ? smallest + (most - smallest) / 2
                                                  : smallest;
     *bytes = budget->share > 0.0 ? (uint64_t)(budget->share * (double)plain) : *bytes;
     return 0;

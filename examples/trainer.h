@@ -540,8 +540,8 @@ static int print_machine(trainer *t) {
     return 0;
 }
 
-/* Plans without memory, to learn the smallest and the plain arena, and chooses a budget between
-   them if none was given. */
+/* Plans without memory, to learn the smallest and the plain arena, and chooses a budget, half way
+   between the smallest and that of the plan without a budget if none was given. */
 static int choose_budget(trainer *t, uint64_t *budget_bytes) {
     uint64_t smallest;
     ms_memory_report plain;
@@ -563,6 +563,10 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
            (long long)t->shape.sequence);
     printf("plain     %9.1f MiB, what training takes without a plan\n",
            rounded_up(mebibytes(plain.plain_bytes), 1));
+    if (plain.arena_bytes != plain.plain_bytes) {
+        printf("most      %9.1f MiB, what the plan takes without a budget\n",
+               rounded_up(mebibytes(plain.arena_bytes), 1));
+    }
     printf("smallest  %9.1f MiB, the smallest arena of any plan\n",
            rounded_up(mebibytes(smallest), 1));
     free_model(t);
@@ -578,9 +582,9 @@ static int print_plan(trainer *t) {
     if (ms_report(t->model, &r) != MS_RESULT_OK) {
         return fail("the model has no plan");
     }
-    printf("budget    %9.1f MiB%s\n", mebibytes(r.budget_bytes),
+    printf("budget    %9.1f MiB%s\n", rounded_up(mebibytes(r.budget_bytes), 1),
            t->options.budget.name && strcmp(t->options.budget.name, "half") == 0
-               ? ", half way between these (choose with --budget)"
+               ? ", half way between the two (choose with --budget)"
                : "");
     printf(
         "arena     %9.1f MiB, all that training will ever use: %.0f %% of plain, for %.1f %% more "
