@@ -84,6 +84,7 @@ static int choose_model(trainer *t) {
     finetune *f = (finetune *)t; // its first member
     f->has_file = true;
     if (!weight_open(&f->file, f->from) || !weights_config(&f->file, f->from, &f->config) ||
+        !weights_read_ends(&f->file, f->from, &f->out) ||
         !weights_find_family(&f->file, &f->layout.family)) {
         return fail("--from %s: %s", f->from, f->file.error);
     }

@@ -58,7 +58,7 @@ static int list_llama_options(trainer *t, option_spec *specs) {
         {"--prompt", "TEXT", OPTION_TEXT, &l->prompt,
          "let the model go on from this text at the end"},
         {"--write", "FOLDER", OPTION_TEXT, &l->write,
-         "write weights and config.json there at the end, as transformers loads them"},
+         "write weights, config.json and tokenizer there at the end, as transformers loads them"},
         {"--write-type", "NAME", OPTION_TEXT, &l->write_type, "f32, bf16 (default) or f16"},
     };
     t->options.preset = NULL;
@@ -100,6 +100,7 @@ static int read_tokenizer(llama *l) {
 
 static int open_weights(llama *l) {
     if (!weight_open(&l->file, l->from) || !weights_config(&l->file, l->from, &l->config) ||
+        !weights_read_ends(&l->file, l->from, &l->out) ||
         !weights_find_family(&l->file, &l->family)) {
         l->has_file = true;
         return fail("--from %s: %s", l->from, l->file.error);
@@ -261,16 +262,47 @@ static int copy_beside(llama *l, const char *name) {
     char from[PATH_BYTES], to[PATH_BYTES];
     weight_bytes text;
     memset(&text, 0, sizeof text);
-    FILE *file = NULL;
     snprintf(to, sizeof to, "%s/%s", l->write, name);
-    if (l->file.value_count > 0 || !weight_is_file(beside_weights(l, name, from))) {
+    if (!weight_is_file(beside_weights(l, name, from))) {
         return 0;
     }
-    bool is_copied = weight_slurp(&l->file, from, &text) && (file = fopen(to, "wb")) != NULL;
-    is_copied = is_copied && fwrite(text.data, 1, text.size, file) == text.size;
-    is_copied = (!file || fclose(file) == 0) && is_copied;
+    const bool is_copied = weight_slurp(&l->file, from, &text) &&
+                           weights_write_bytes(l->out.error, to, text.data, (size_t)text.size);
     free(text.data);
     return is_copied ? 0 : fail("cannot copy %s to %s", from, l->write);
+}
+
+/* Weights in safetensors have their tokenizer in files beside them. */
+static int copy_tokenizer(llama *l) {
+    static const char *const others[] = {"tokenizer.json", "tokenizer_config.json",
+                                         "special_tokens_map.json", "chat_template.jinja",
+                                         "generation_config.json"};
+    for (int i = 0; i < OPTIONS_IN(others); i++) {
+        if (copy_beside(l, others[i]) != 0) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Writes and frees a text; NULL: the reason for which there is none is in the error. */
+static int write_made(llama *l, const char *name, char *text) {
+    char path[PATH_BYTES];
+    snprintf(path, sizeof path, "%s/%s", l->write, name);
+    const bool is_written = text && weights_write_bytes(l->out.error, path, text, strlen(text));
+    free(text);
+    return is_written ? 0 : fail("--write %s: %s: %s", l->write, name, l->out.error);
+}
+
+/* A GGUF file has its tokenizer within it. */
+static int write_tokenizer(llama *l) {
+    if (write_made(l, "tokenizer.json", tokenizer_write_json(&l->tokens, l->out.error)) != 0 ||
+        write_made(l, "tokenizer_config.json",
+                   tokenizer_write_config(&l->tokens, &l->file, l->out.error)) != 0) {
+        return 1;
+    }
+    printf("written   %s/tokenizer.json and tokenizer_config.json\n", l->write);
+    return 0;
 }
 
 static int write_weights(llama *l) {
@@ -278,15 +310,10 @@ static int write_weights(llama *l) {
         return fail("--write %s: %s", l->write, l->out.error);
     }
     printf("written   %s/model.safetensors and config.json, in %s\n", l->write, l->out.type);
-    static const char *const others[] = {"tokenizer.json", "tokenizer_config.json",
-                                         "special_tokens_map.json", "chat_template.jinja",
-                                         "generation_config.json"};
-    for (int i = 0; i < OPTIONS_IN(others) && l->from; i++) {
-        if (copy_beside(l, others[i]) != 0) {
-            return 1;
-        }
+    if (l->from && l->file.value_count == 0) {
+        return copy_tokenizer(l);
     }
-    return 0;
+    return l->has_tokenizer ? write_tokenizer(l) : 0;
 }
 
 static int finish_llama(trainer *t) {

@@ -1,5 +1,6 @@
 /*  tokenizer.h - text to tokens and back, as published models of the family of GPT-2 have it: byte-pair
-    encoding, from the metadata of a GGUF file or from a tokenizer.json of Hugging Face.
+    encoding, from the metadata of a GGUF file or from a tokenizer.json of Hugging Face, and to such a
+    tokenizer.json.
 
     Sennrich, Haddow and Birch, "Neural Machine Translation of Rare Words with Subword Units", 2016,
     algorithm 1, on bytes: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
@@ -8,8 +9,8 @@
     as a token at the beginning, is left to the caller; text is taken as it is, which for Qwen2 is that
     of its own tokenizer if it is in Unicode's normal form C.
 
-    Compiled with MODEL_SHAPE_CJSON, and linked with cJSON (-lcjson), it reads tokenizer.json. It is C
-    and C++. */
+    Compiled with MODEL_SHAPE_CJSON, and linked with cJSON (-lcjson), it reads and writes tokenizer.json.
+    It is C and C++. */
 #ifndef MEMSCALE_TOKENIZER_H
 #define MEMSCALE_TOKENIZER_H
 
@@ -562,18 +563,23 @@ GGUF_API bool tokenizer_of_gguf(tokenizer *t, const weight_file *f) {
 
 #ifdef MODEL_SHAPE_CJSON
 
-/* How a model's text is cut, as it is written in tokenizer.json: a regular expression before the bytes
-   are mapped, or none if these are cut as by GPT-2. */
-static const struct {
-    const char *regex;
-    tokenizer_kind kind;
-} tokenizer_regexes[] = {
-    {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| "
-     "?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     TOKENIZER_LLAMA3},
-    {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| "
-     "?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     TOKENIZER_QWEN2},
+/* How text is cut before its bytes are mapped to characters. */
+typedef struct tokenizer_cutter {
+    const char *type;       // of the pre-tokenizer before ByteLevel; NULL: there is none
+    const char *regex;      // of a Split
+    bool cuts_bytes;        // ByteLevel itself cuts text as GPT-2 does
+    const char *normalizer; // that published files of this kind have; NULL: none
+} tokenizer_cutter;
+
+#define TOKENIZER_SPLIT(numbers)                                                                   \
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|" numbers                          \
+    "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+
+static const tokenizer_cutter tokenizer_cutters[TOKENIZER_KINDS] = {
+    {NULL, NULL, true, NULL},                               // GPT-2
+    {"Digits", NULL, true, NULL},                           // SmolLM2
+    {"Split", TOKENIZER_SPLIT("\\p{N}{1,3}"), false, NULL}, // Llama 3
+    {"Split", TOKENIZER_SPLIT("\\p{N}"), false, "NFC"},     // Qwen2
 };
 
 GGUF_API bool tokenizer_is_type(const cJSON *object, const char *type) {
@@ -584,6 +590,18 @@ GGUF_API bool tokenizer_is_type(const cJSON *object, const char *type) {
 GGUF_API bool tokenizer_says(const cJSON *object, const char *name, bool otherwise) {
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, name);
     return cJSON_IsBool(item) ? cJSON_IsTrue(item) != 0 : otherwise;
+}
+
+/* Whether this is the pre-tokenizer before ByteLevel; NULL: there is none. */
+GGUF_API bool tokenizer_is_cutter(const cJSON *first, const tokenizer_cutter *c) {
+    const char *regex = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(
+        cJSON_GetObjectItemCaseSensitive(first, "pattern"), "Regex"));
+    if (!c->type || !tokenizer_is_type(first, c->type)) {
+        return !c->type && !first;
+    }
+    return c->regex
+               ? regex && strcmp(regex, c->regex) == 0 && !tokenizer_says(first, "invert", false)
+               : tokenizer_says(first, "individual_digits", false);
 }
 
 GGUF_API bool tokenizer_json_kind(tokenizer *t, const cJSON *root) {
@@ -598,20 +616,10 @@ GGUF_API bool tokenizer_json_kind(tokenizer *t, const cJSON *root) {
         return weight_fail(t->error,
                            "its pre_tokenizer is not one of bytes without a space before the text");
     }
-    if (!first && is_cut) {
-        t->kind = TOKENIZER_GPT2;
-    } else if (tokenizer_is_type(first, "Digits") && is_cut &&
-               tokenizer_says(first, "individual_digits", false)) {
-        t->kind = TOKENIZER_SMOLLM;
-    } else if (tokenizer_is_type(first, "Split") && !is_cut &&
-               !tokenizer_says(first, "invert", false)) {
-        const char *regex = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(
-            cJSON_GetObjectItemCaseSensitive(first, "pattern"), "Regex"));
-        for (size_t i = 0; i < sizeof tokenizer_regexes / sizeof tokenizer_regexes[0] && regex;
-             i++) {
-            const bool is_it = strcmp(regex, tokenizer_regexes[i].regex) == 0;
-            t->kind = is_it ? tokenizer_regexes[i].kind : t->kind;
-        }
+    for (int i = 0; i < TOKENIZER_KINDS; i++) {
+        const tokenizer_cutter *c = &tokenizer_cutters[i];
+        const bool is_it = c->cuts_bytes == is_cut && tokenizer_is_cutter(first, c);
+        t->kind = is_it ? (tokenizer_kind)i : t->kind;
     }
     return t->kind != TOKENIZER_KINDS
                ? true
@@ -977,5 +985,267 @@ GGUF_API gguf_text tokenizer_text(const tokenizer *t, int32_t id) {
     }
     return text;
 }
+
+// ---- to tokenizer.json --------------------------------------------------------------------------
+
+#ifdef MODEL_SHAPE_CJSON
+
+/* The character that stands for a byte: the inverse of tokenizer_byte_of. */
+GGUF_API uint32_t tokenizer_point_of(uint32_t byte) {
+    const bool is_printable = (byte >= 33 && byte <= 126) || (byte >= 161 && byte != 173);
+    return is_printable ? byte : 256 + (byte < 33 ? byte : byte < 161 ? byte - 127 + 33 : 67);
+}
+
+/* The text of a token in JSON, which has up to twice its bytes, with a 0 at its end, which is returned. */
+GGUF_API char *tokenizer_spell_out(const tokenizer *t, int32_t id, char *to) {
+    const gguf_text text = tokenizer_text(t, id);
+    const bool is_bytes = t->tokens[id].role == TOKENIZER_NORMAL;
+    for (uint64_t i = 0; i < text.length; i++) {
+        const uint32_t point = is_bytes ? tokenizer_point_of((uint8_t)text.data[i]) : 0;
+        if (point < 0x80) {
+            *to++ = text.data[i];
+        } else {
+            *to++ = (char)(0xc0 | point >> 6);
+            *to++ = (char)(0x80 | (point & 0x3f));
+        }
+    }
+    *to = 0;
+    return to;
+}
+
+/* Whether a string of JSON can have it: UTF-8, and no byte of 0, where those of cJSON end. */
+GGUF_API bool tokenizer_is_string(gguf_text text) {
+    const uint8_t *at = (const uint8_t *)text.data, *end = at + text.length;
+    bool is_string = true;
+    while (at < end && is_string) {
+        int bytes;
+        const uint32_t point = tokenizer_point(at, end, &bytes);
+        is_string = point != 0 && (point != 0xfffd || bytes > 1);
+        at += bytes;
+    }
+    return is_string;
+}
+
+/* A file that is being made. */
+typedef struct tokenizer_writer {
+    const tokenizer *t;
+    char *error;
+    char *text; // room for any token, or two that are merged
+} tokenizer_writer;
+
+/* Whether a token of the roles ADDED and CONTROL can be told from others by its text. */
+GGUF_API bool tokenizer_check_added(const tokenizer_writer *w, int32_t id) {
+    const gguf_text text = tokenizer_text(w->t, id);
+    uint32_t length;
+    const bool is_bytes = tokenizer_to_bytes(text, w->text, &length);
+    const int32_t other = is_bytes ? tokenizer_find(w->t, w->text, length) : -1;
+    if (other >= 0) {
+        return weight_fail(w->error, "tokens %ld and %ld are both %.*s", (long)other, (long)id,
+                           (int)(text.length < 64 ? text.length : 64), text.data);
+    }
+    return tokenizer_is_string(text)
+               ? true
+               : weight_fail(w->error, "added token %ld is not UTF-8, or has a byte of 0",
+                             (long)id);
+}
+
+GGUF_API bool tokenizer_json_add_added(const tokenizer_writer *w, cJSON *list, int32_t id) {
+    static const char *const nots[] = {"single_word", "lstrip", "rstrip", "normalized"};
+    cJSON *token = cJSON_CreateObject();
+    cJSON_AddItemToArray(list, token);
+    cJSON_AddNumberToObject(token, "id", (double)id);
+    cJSON_AddStringToObject(token, "content", w->text);
+    for (int i = 0; i < 4; i++) {
+        cJSON_AddFalseToObject(token, nots[i]);
+    }
+    return cJSON_AddBoolToObject(token, "special", w->t->tokens[id].role == TOKENIZER_CONTROL) !=
+           NULL;
+}
+
+/* Added tokens are in the vocabulary, too: else tokenizers numbers them anew, after all others. What is
+   never the result is left out, as in files that have fewer tokens than the model. */
+GGUF_API bool tokenizer_json_add_tokens(const tokenizer_writer *w, cJSON *added, cJSON *model) {
+    const tokenizer *t = w->t;
+    cJSON *vocabulary = cJSON_AddObjectToObject(model, "vocab");
+    for (int32_t i = 0; i < t->count; i++) {
+        const tokenizer_token *token = &t->tokens[i];
+        const bool is_normal = token->role == TOKENIZER_NORMAL;
+        if (token->role == TOKENIZER_UNUSED ||
+            (is_normal && tokenizer_find(t, t->text + token->begin, token->length) != i)) {
+            continue;
+        }
+        if (!is_normal && !tokenizer_check_added(w, i)) {
+            return false;
+        }
+        tokenizer_spell_out(t, i, w->text);
+        if (!cJSON_AddNumberToObject(vocabulary, w->text, (double)i) ||
+            (!is_normal && !tokenizer_json_add_added(w, added, i))) {
+            return weight_fail(w->error, "no memory");
+        }
+    }
+    return true;
+}
+
+/* By rank. */
+GGUF_API bool tokenizer_json_add_merges(const tokenizer_writer *w, cJSON *model) {
+    const tokenizer *t = w->t;
+    cJSON *merges = cJSON_AddArrayToObject(model, "merges");
+    int32_t ranks = 0;
+    for (uint64_t i = 0; i < t->merge_places; i++) {
+        ranks = t->merges[i].rank >= ranks ? t->merges[i].rank + 1 : ranks;
+    }
+    const tokenizer_merge **by_rank =
+        (const tokenizer_merge **)calloc((size_t)ranks + 1, sizeof *by_rank);
+    bool is_whole = by_rank != NULL;
+    for (uint64_t i = 0; i < t->merge_places && is_whole; i++) {
+        by_rank[t->merges[i].left < 0 ? ranks : t->merges[i].rank] = &t->merges[i];
+    }
+    for (int32_t i = 0; i < ranks && is_whole; i++) {
+        if (by_rank[i]) {
+            char *space = tokenizer_spell_out(t, by_rank[i]->left, w->text);
+            *space = ' ';
+            tokenizer_spell_out(t, by_rank[i]->right, space + 1);
+            cJSON *merge = cJSON_CreateString(w->text);
+            cJSON_AddItemToArray(merges, merge);
+            is_whole = merge != NULL;
+        }
+    }
+    free(by_rank);
+    return is_whole ? true : weight_fail(w->error, "no memory");
+}
+
+GGUF_API cJSON *tokenizer_json_bytes(bool has_space, bool cuts) {
+    cJSON *bytes = cJSON_CreateObject();
+    cJSON_AddStringToObject(bytes, "type", "ByteLevel");
+    cJSON_AddBoolToObject(bytes, "add_prefix_space", has_space);
+    cJSON_AddTrueToObject(bytes, "trim_offsets");
+    cJSON_AddBoolToObject(bytes, "use_regex", cuts);
+    return bytes;
+}
+
+GGUF_API cJSON *tokenizer_json_cutter(const tokenizer_cutter *c) {
+    cJSON *bytes = tokenizer_json_bytes(false, c->cuts_bytes);
+    if (!c->type) {
+        return bytes;
+    }
+    cJSON *cut = cJSON_CreateObject(), *first = cJSON_CreateObject();
+    cJSON_AddStringToObject(cut, "type", "Sequence");
+    cJSON *list = cJSON_AddArrayToObject(cut, "pretokenizers");
+    cJSON_AddItemToArray(list, first);
+    cJSON_AddItemToArray(list, bytes);
+    cJSON_AddStringToObject(first, "type", c->type);
+    if (c->regex) {
+        cJSON *pattern = cJSON_AddObjectToObject(first, "pattern");
+        cJSON_AddStringToObject(pattern, "Regex", c->regex);
+        cJSON_AddStringToObject(first, "behavior", "Isolated");
+        cJSON_AddFalseToObject(first, "invert");
+    } else {
+        cJSON_AddTrueToObject(first, "individual_digits");
+    }
+    return cut;
+}
+
+/* Keys in the order in which tokenizers writes them. */
+GGUF_API bool tokenizer_to_root(const tokenizer_writer *w, cJSON *root) {
+    static const char *const nulls[] = {"dropout", "unk_token", "continuing_subword_prefix",
+                                        "end_of_word_suffix"};
+    const tokenizer_cutter *c = &tokenizer_cutters[w->t->kind];
+    cJSON_AddStringToObject(root, "version", "1.0");
+    cJSON_AddNullToObject(root, "truncation");
+    cJSON_AddNullToObject(root, "padding");
+    cJSON *added = cJSON_AddArrayToObject(root, "added_tokens");
+    if (c->normalizer) {
+        cJSON_AddStringToObject(cJSON_AddObjectToObject(root, "normalizer"), "type", c->normalizer);
+    } else {
+        cJSON_AddNullToObject(root, "normalizer");
+    }
+    cJSON_AddItemToObject(root, "pre_tokenizer", tokenizer_json_cutter(c));
+    cJSON_AddNullToObject(root, "post_processor");
+    cJSON_AddItemToObject(root, "decoder", tokenizer_json_bytes(true, true));
+    cJSON *model = cJSON_AddObjectToObject(root, "model");
+    cJSON_AddStringToObject(model, "type", "BPE");
+    for (int i = 0; i < 4; i++) {
+        cJSON_AddNullToObject(model, nulls[i]);
+    }
+    cJSON_AddFalseToObject(model, "fuse_unk");
+    cJSON_AddFalseToObject(model, "byte_fallback");
+    cJSON_AddBoolToObject(model, "ignore_merges", w->t->whole_pieces);
+    return tokenizer_json_add_tokens(w, added, model) && tokenizer_json_add_merges(w, model);
+}
+
+/* The text of an object, which is deleted; NULL: it has an error, or there is no memory for one. */
+GGUF_API char *tokenizer_print(cJSON *root, bool is_whole, char *error) {
+    char *text = is_whole ? cJSON_PrintUnformatted(root) : NULL;
+    if (is_whole && !text) {
+        weight_fail(error, "no memory");
+    }
+    cJSON_Delete(root);
+    return text;
+}
+
+/* The text of a tokenizer.json, which tokenizer_of_json reads as well as the Python packages tokenizers
+   and transformers; to be freed. NULL: `error`, of WEIGHT_ERROR bytes, says why there is none. */
+GGUF_API char *tokenizer_write_json(const tokenizer *t, char *error) {
+    cJSON *root = cJSON_CreateObject();
+    tokenizer_writer w = {t, error, NULL};
+    w.text = (char *)malloc(2 * (size_t)t->text_bytes + 2);
+    const bool is_whole =
+        w.text && root ? tokenizer_to_root(&w, root) : weight_fail(error, "no memory");
+    free(w.text);
+    return tokenizer_print(root, is_whole, error);
+}
+
+/* A text of GGUF; nothing if it is empty. */
+GGUF_API bool tokenizer_json_add_text(cJSON *to, const char *name, gguf_text text, char *error) {
+    char *copy = tokenizer_is_string(text) ? (char *)malloc((size_t)text.length + 1) : NULL;
+    if (!copy) {
+        return weight_fail(error, "%s is not UTF-8, or there is no memory for it", name);
+    }
+    memcpy(copy, text.data, (size_t)text.length);
+    copy[text.length] = 0;
+    const bool is_added = text.length == 0 || cJSON_AddStringToObject(to, name, copy);
+    free(copy);
+    return is_added ? true : weight_fail(error, "no memory");
+}
+
+/* A token that has a name; one that is text like any other would become one that is found in text. */
+GGUF_API bool tokenizer_json_add_named(const tokenizer *t, cJSON *to, const char *name, int32_t id,
+                                       char *error) {
+    const bool is_added = id >= 0 && (t->tokens[id].role == TOKENIZER_CONTROL ||
+                                      t->tokens[id].role == TOKENIZER_ADDED);
+    return !is_added || tokenizer_json_add_text(to, name, tokenizer_text(t, id), error);
+}
+
+/* The text of the tokenizer_config.json that belongs to it, for transformers, with what a GGUF file says
+   of chats and of a token at the beginning; to be freed. Errors are as above. */
+GGUF_API char *tokenizer_write_config(const tokenizer *t, const weight_file *f, char *error) {
+    const gguf_text chat = gguf_text_of(gguf_find(f, "tokenizer.chat_template"));
+    const gguf_value *adds = gguf_find(f, "tokenizer.ggml.add_bos_token");
+    cJSON *root = cJSON_CreateObject();
+    cJSON_AddStringToObject(root, "tokenizer_class", "PreTrainedTokenizerFast");
+    cJSON_AddFalseToObject(root, "clean_up_tokenization_spaces");
+    if (gguf_is_number(adds)) {
+        cJSON_AddBoolToObject(root, "add_bos_token", gguf_number_at(adds, 0) > 0.0);
+    }
+    const bool is_whole = tokenizer_json_add_named(t, root, "bos_token", t->begin, error) &&
+                          tokenizer_json_add_named(t, root, "eos_token", t->end, error) &&
+                          tokenizer_json_add_text(root, "chat_template", chat, error);
+    return tokenizer_print(root, is_whole, error);
+}
+
+#else
+
+GGUF_API char *tokenizer_write_json(const tokenizer *t, char *error) {
+    (void)t;
+    weight_fail(error, "this program was built without cJSON (libcjson-dev), which writes it");
+    return NULL;
+}
+
+GGUF_API char *tokenizer_write_config(const tokenizer *t, const weight_file *f, char *error) {
+    (void)f;
+    return tokenizer_write_json(t, error);
+}
+
+#endif
 
 #endif // MEMSCALE_TOKENIZER_H

@@ -643,11 +643,23 @@ GGUF_API bool weights_commit(char *error, weights_file *w, bool is_whole) {
     return is_whole ? weight_fail(error, "cannot write %s: %s", w->path, strerror(reason)) : false;
 }
 
+GGUF_API bool weights_write_bytes(char *error, const char *path, const void *data, size_t bytes) {
+    weights_file w;
+    if (!weights_create(error, &w, path)) {
+        return false;
+    }
+    weights_put(&w, data, bytes);
+    return weights_commit(error, &w, true);
+}
+
+enum { WEIGHTS_ENDS = 2, WEIGHTS_END_TEXT = 256 };
+
 /* How weights are written. */
 typedef struct weights_output {
     const char *path;
     const char *type; // "F32", "BF16" or "F16"
     bool merges;      // adapters are added to the weights beside which they are, or else left out
+    char ends[WEIGHTS_ENDS][WEIGHTS_END_TEXT]; // for config.json: see weights_read_ends
     char error[WEIGHT_ERROR];
 } weights_output;
 

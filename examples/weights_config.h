@@ -1,5 +1,6 @@
 /*  weights_config.h - the settings of nn_llama, from the metadata of a GGUF file or from the config.json
-    beside other weights, and such a config.json for weights that were written.
+    beside other weights, and such a config.json for weights that were written, with the tokens at both
+    ends of a text as they were.
 
     Llama, Mistral, Qwen2, Qwen3, SmolLM2, Gemma 2 and 3, and Phi-3. Batch, sequence and adapters are not
     a model's and are left as they are.
@@ -274,17 +275,21 @@ GGUF_API bool weights_config_of_gguf(weight_file *f, nn_llama_config *c) {
 
 // ---- from config.json ---------------------------------------------------------------------------
 
-/* The config.json beside a file, or in a folder. */
-GGUF_API bool weights_config_beside(weight_file *f, const char *path, nn_llama_config *c) {
+/* The path of the config.json beside a file, or in a folder. */
+GGUF_API void weights_path_beside(const char *path, char beside[SAFETENSORS_PATH]) {
     const char *slash = strrchr(path, '/');
+    snprintf(beside, SAFETENSORS_PATH, "%s/config.json", path);
+    if (!weight_is_folder(path) && !weight_is_file(beside)) {
+        snprintf(beside, SAFETENSORS_PATH, "%.*sconfig.json", slash ? (int)(slash + 1 - path) : 0,
+                 path);
+    }
+}
+
+GGUF_API bool weights_config_beside(weight_file *f, const char *path, nn_llama_config *c) {
     char beside[SAFETENSORS_PATH];
     model_config found;
     memset(&found, 0, sizeof found);
-    snprintf(beside, sizeof beside, "%s/config.json", path);
-    if (!weight_is_folder(path) && !weight_is_file(beside)) {
-        snprintf(beside, sizeof beside, "%.*sconfig.json", slash ? (int)(slash + 1 - path) : 0,
-                 path);
-    }
+    weights_path_beside(path, beside);
     if (!model_config_read(beside, NULL, &found, f->error)) {
         return false;
     }
@@ -301,6 +306,76 @@ GGUF_API bool weights_config_beside(weight_file *f, const char *path, nn_llama_c
 /* The settings of the model in a file that was opened at this path. f->error says why it cannot. */
 GGUF_API bool weights_config(weight_file *f, const char *path, nn_llama_config *c) {
     return f->value_count > 0 ? weights_config_of_gguf(f, c) : weights_config_beside(f, path, c);
+}
+
+// ---- the tokens at both ends of a text ----------------------------------------------------------
+
+static const struct {
+    const char *json, *gguf;
+} weights_end_keys[WEIGHTS_ENDS] = {
+    {"bos_token_id", "tokenizer.ggml.bos_token_id"},
+    {"eos_token_id", "tokenizer.ggml.eos_token_id"},
+};
+
+#ifdef MODEL_SHAPE_CJSON
+
+/* null, a token, or several of which each is one. */
+GGUF_API bool weights_is_end(const cJSON *item) {
+    bool is_end = cJSON_IsArray(item) || cJSON_IsNumber(item) || cJSON_IsNull(item);
+    for (const cJSON *i = cJSON_IsArray(item) ? item->child : NULL; i && is_end; i = i->next) {
+        is_end = cJSON_IsNumber(i);
+    }
+    return is_end;
+}
+
+GGUF_API bool weights_ends_beside(weight_file *f, const char *path, weights_output *out) {
+    char beside[SAFETENSORS_PATH];
+    weight_bytes text;
+    memset(&text, 0, sizeof text);
+    weights_path_beside(path, beside);
+    const bool is_read = weight_slurp(f, beside, &text);
+    cJSON *json =
+        is_read ? cJSON_ParseWithLength((const char *)text.data, (size_t)text.size) : NULL;
+    const char *wrong = NULL;
+    for (int i = 0; i < WEIGHTS_ENDS; i++) {
+        const char *key = weights_end_keys[i].json;
+        cJSON *item = cJSON_GetObjectItemCaseSensitive(json, key);
+        if (item && !(weights_is_end(item) &&
+                      cJSON_PrintPreallocated(item, out->ends[i], WEIGHTS_END_TEXT, false))) {
+            wrong = key;
+        }
+    }
+    cJSON_Delete(json);
+    free(text.data);
+    return wrong ? weight_fail(f->error, "%.300s: %s is no token", beside, wrong) : is_read;
+}
+
+#else
+
+GGUF_API bool weights_ends_beside(weight_file *f, const char *path, weights_output *out) {
+    (void)out;
+    return safetensors_refuse(f->error, path);
+}
+
+#endif
+
+/* Which tokens begin and end a text, of a file whose settings weights_config has read: for the config.json
+   that is to be written. What a GGUF file does not have is null there, for transformers has tokens of its
+   own for what is left out. f->error says why it cannot. */
+GGUF_API bool weights_read_ends(weight_file *f, const char *path, weights_output *out) {
+    if (f->value_count == 0) {
+        return weights_ends_beside(f, path, out);
+    }
+    for (int i = 0; i < WEIGHTS_ENDS; i++) {
+        const gguf_value *v = gguf_find(f, weights_end_keys[i].gguf);
+        const double id = gguf_is_number(v) ? gguf_number_at(v, 0) : -1.0;
+        if (id >= 0.0 && id <= (double)INT32_MAX) {
+            snprintf(out->ends[i], WEIGHTS_END_TEXT, "%ld", (long)id);
+        } else {
+            snprintf(out->ends[i], WEIGHTS_END_TEXT, "null");
+        }
+    }
+    return true;
 }
 
 // ---- to config.json -----------------------------------------------------------------------------
@@ -432,6 +507,11 @@ GGUF_API bool weights_write_config(weights_output *out, const char *path,
     for (int i = 0; i < WEIGHTS_SETTINGS; i++) {
         weights_json_add(json, &c, &weights_keys[i], (m->flags & WEIGHTS_IS_GEMMA) != 0);
     }
+    for (int i = 0; i < WEIGHTS_ENDS; i++) {
+        if (out->ends[i][0]) {
+            cJSON_AddRawToObject(json, weights_end_keys[i].json, out->ends[i]);
+        }
+    }
     cJSON_AddBoolToObject(json, "tie_word_embeddings", c.tied);
     cJSON_AddStringToObject(json, "torch_dtype",
                             strcmp(out->type, "F32") == 0   ? "float32"
@@ -442,13 +522,8 @@ GGUF_API bool weights_write_config(weights_output *out, const char *path,
     weights_json_add_layers(json, &c);
     char *text = cJSON_Print(json);
     cJSON_Delete(json);
-    weights_file w;
-    bool is_written =
-        text ? weights_create(out->error, &w, path) : weight_fail(out->error, "no memory");
-    if (is_written) {
-        weights_put(&w, text, strlen(text));
-        is_written = weights_commit(out->error, &w, true);
-    }
+    const bool is_written = text ? weights_write_bytes(out->error, path, text, strlen(text))
+                                 : weight_fail(out->error, "no memory");
     cJSON_free(text);
     return is_written;
 }

@@ -1,8 +1,8 @@
 /*  fuzz_weights.c - files of published weights, decoded from bytes: the first byte of an input chooses
     which of the readers of examples/ gets the rest, in memory of exactly its size. A file that is
     refused must have a reason, and leave the params of a small net as they were; one that is read must
-    have all its tensors within it, and all numbers of tokens below their count. A sanitizer looks at
-    the rest. With FUZZ_READER=NAME in the environment only the inputs of that reader run.
+    have all its tensors within it, and all numbers of tokens below their count; a tokenizer that is
+    written and read again has the same tokens for a text. A sanitizer looks at the rest. With FUZZ_READER=NAME in the environment only the inputs of that reader run.
 
     With clang's fuzzer (make fuzz-weights) this is LLVMFuzzerTestOneInput; without FUZZ_LIBRARY, a
     program that runs the files it is given, and with --seeds FOLDER writes inputs to begin with. */
@@ -133,6 +133,39 @@ static void read_gguf(const weight_bytes *bytes) {
     weight_close(&f);
 }
 
+#ifdef MODEL_SHAPE_CJSON
+
+enum { MOST_TOKENS = 64 * 4096 }; // that tokenizer_of_json takes with any merges
+
+static void write_and_read(const tokenizer *t, const char *text, size_t length,
+                           const tokenizer_ids *wanted) {
+    char error[WEIGHT_ERROR] = "";
+    tokenizer back;
+    tokenizer_ids ids;
+    memset(&ids, 0, sizeof ids);
+    char *json = tokenizer_write_json(t, error);
+    CHECK(json != NULL || error[0] != 0);
+    if (json && t->count <= MOST_TOKENS) {
+        CHECK(tokenizer_of_json(&back, json, strlen(json)) && back.count <= t->count);
+        CHECK(tokenizer_encode(&back, text, length, true, &ids) && ids.count == wanted->count);
+        CHECK(memcmp(ids.ids, wanted->ids, (size_t)ids.count * sizeof *ids.ids) == 0);
+        tokenizer_close(&back);
+    }
+    free(ids.ids);
+    free(json);
+}
+
+#else
+
+static void write_and_read(const tokenizer *t, const char *text, size_t length,
+                           const tokenizer_ids *wanted) {
+    char error[WEIGHT_ERROR] = "";
+    (void)text, (void)length, (void)wanted;
+    CHECK(tokenizer_write_json(t, error) == NULL && error[0] != 0);
+}
+
+#endif
+
 static void read_tokens(tokenizer *t, bool is_read) {
     static const char text[] =
         "hello hello,  <|end|> \n12345 it's IT'S \xc3\xa9\xe4\xb8\x80\xf0\x9f\x98\x80"
@@ -141,6 +174,7 @@ static void read_tokens(tokenizer *t, bool is_read) {
     memset(&ids, 0, sizeof ids);
     if (is_read) {
         CHECK(tokenizer_encode(t, text, sizeof text - 1, true, &ids));
+        write_and_read(t, text, sizeof text - 1, &ids);
         CHECK(tokenizer_encode(t, t->text, t->text_bytes, false, &ids));
     } else {
         CHECK(t->error[0] != 0);

