@@ -276,17 +276,17 @@ static void read_safetensors(const weight_bytes *bytes) {
 
 #endif
 
-typedef struct reader {
+typedef struct input_reader {
     const char *name; // of FUZZ_READER
     void (*read)(const weight_bytes *bytes);
-} reader;
+} input_reader;
 
-static const reader readers[READERS] = {{"gguf", read_gguf},
-                                        {"safetensors", read_safetensors},
-                                        {"index", read_index},
-                                        {"tokens-gguf", read_tokens_gguf},
-                                        {"tokens-json", read_tokens_json},
-                                        {"config", read_config}};
+static const input_reader readers[READERS] = {{"gguf", read_gguf},
+                                              {"safetensors", read_safetensors},
+                                              {"index", read_index},
+                                              {"tokens-gguf", read_tokens_gguf},
+                                              {"tokens-json", read_tokens_json},
+                                              {"config", read_config}};
 
 static void run_input(const uint8_t *data, size_t size) {
     const char *only = getenv("FUZZ_READER");
@@ -295,7 +295,7 @@ static void run_input(const uint8_t *data, size_t size) {
     if (size < 1 || size > LARGEST_FILE) {
         return;
     }
-    const reader *r = &readers[data[0] % READERS];
+    const input_reader *r = &readers[data[0] % READERS];
     if (only && strcmp(only, r->name) != 0) {
         return;
     }
