@@ -377,6 +377,28 @@ static void write_types(void) {
     }
 }
 
+/* And what is written of one that is read. */
+static void write_written(const made *file) {
+#ifdef MODEL_SHAPE_CJSON
+    const weight_bytes bytes = made_bytes(file);
+    char error[WEIGHT_ERROR];
+    weight_file f;
+    tokenizer t;
+    memset(&f, 0, sizeof f);
+    CHECK(gguf_open(&f, &bytes));
+    if (tokenizer_of_gguf(&t, &f)) {
+        char *json = tokenizer_write_json(&t, error);
+        CHECK(json != NULL);
+        write_seed(READ_TOKENS_JSON, json, strlen(json));
+        free(json);
+    }
+    tokenizer_close(&t);
+    weight_close(&f);
+#else
+    (void)file;
+#endif
+}
+
 static void write_tokenizers(void) {
     static const char *const pres[] = {"gpt-2", "smollm", "llama-bpe", "qwen2", "other"};
     for (int i = 0; i < 5; ++i) {
@@ -384,6 +406,7 @@ static void write_tokenizers(void) {
         memset(&g, 0, sizeof g);
         made_tokenizer(&g, pres[i]);
         made file = made_gguf_file(&g);
+        write_written(&file);
         write_made(READ_TOKENS_GGUF, &file);
     }
 }
