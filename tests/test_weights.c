@@ -1074,7 +1074,7 @@ static void models_of_transformers(void **state) {
         need(weight_open(&f, from) && weights_find_family(&f, &family), f.error);
         const bool is_llama = family != WEIGHTS_GPT2 && family != WEIGHTS_BERT;
         if (is_llama) {
-            need(weights_config(&f, from, &config), f.error);
+            need(weights_config(&f, from, &config) && weights_read_ends(&f, from, &out), f.error);
         }
         net_of n = is_llama ? llama_net(&config) : transformer_net(family, &transformer);
         const weights_layout layout = is_llama
