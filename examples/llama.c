@@ -158,7 +158,7 @@ static int choose_llama(trainer *t) {
     if (l->write_type && !l->write) {
         return fail("--write-type needs --write FOLDER");
     }
-    if (!weights_choose_type(&l->out, l->write_type ? l->write_type : "bf16")) {
+    if (l->write && !weights_choose_type(&l->out, l->write_type ? l->write_type : "bf16")) {
         return fail("--write-type: %s", l->out.error);
     }
     if ((l->from ? open_weights(l) : choose_preset(l)) != 0) {
