@@ -225,7 +225,10 @@ static int prepare(finetune *f) {
     if (!f->from) {
         return fail("--from names the weights to begin with");
     }
-    if (f->write && !weights_choose_type(&f->out, f->write_type)) {
+    if (f->write_type && !f->write) {
+        return fail("--write-type needs --write FOLDER");
+    }
+    if (f->write && !weights_choose_type(&f->out, f->write_type ? f->write_type : "f32")) {
         return fail("--write-type: %s", f->out.error);
     }
     if (f->write && !t->options.dry && !weights_check_folder(&f->out, f->write)) {
@@ -299,7 +302,6 @@ int main(int argc, char **argv) {
     o->sequence = 512;
     o->accumulate = 1;
     f.rate = 1e-5f;
-    f.write_type = "f32";
     const option_spec options[] = {
         {"--from", "PATH", OPTION_TEXT, &f.from,
          "weights: a GGUF file, a safetensors file with config.json beside it, or their folder"},
@@ -313,7 +315,7 @@ int main(int argc, char **argv) {
         {"--budget", "SIZE", OPTION_BUDGET, &o->budget, OPTION_BUDGET_HELP},
         {"--mode", "NAME", OPTION_TEXT, &o->mode, "conservative, balanced or aggressive"},
         {"--precision", "NAME", OPTION_TEXT, &o->precision,
-         "f32, bf16, or bf16-alone, without params in F32 beside"},
+         "f32, bf16, f16; or bf16-alone or f16-alone, without params in F32 beside"},
         {"--half-grads", NULL, OPTION_FLAG, &o->half_gradients,
          "gradients of weights and token tables in 16 bits, where a step computes in these"},
         {"--state", "NAME", OPTION_TEXT, &o->state,
@@ -321,7 +323,7 @@ int main(int argc, char **argv) {
          "the token table too"},
         {"--write", "FOLDER", OPTION_TEXT, &f.write,
          "write weights and config.json there at the end, as transformers loads them"},
-        {"--write-type", "NAME", OPTION_TEXT, &f.write_type, "f32, bf16 or f16"},
+        {"--write-type", "NAME", OPTION_TEXT, &f.write_type, "f32 (default), bf16 or f16"},
         {"--plan", NULL, OPTION_FLAG, &o->plan, "list the plan"},
         {"--dry", NULL, OPTION_FLAG, &o->dry, "plan only"},
     };

@@ -38,6 +38,7 @@ typedef struct llama {
     weights_family family;
     weights_layout layout;
     weights_output out;
+    uint64_t lent_bytes; // of the file
     bool has_file, has_tokenizer;
     tokenizer tokens;
 } llama;
@@ -204,8 +205,7 @@ static bool lends(const llama *l) {
 static nn_transformer build_llama(trainer *t) {
     llama *l = llama_of(t);
     const nn_transformer built = nn_llama(t->net, &l->config);
-    uint64_t bytes = 0;
-    if (lends(l) && !weights_lend(t->model, t->net, &l->file, &l->layout, &bytes)) {
+    if (lends(l) && !weights_lend(t->model, t->net, &l->file, &l->layout, &l->lent_bytes)) {
         ms_refuse(t->model, l->file.error);
     }
     return built;
@@ -226,6 +226,17 @@ static int check_tokens(const llama *l, const tokenizer_ids *ids) {
     return 0;
 }
 
+/* Now, rather than after training. */
+static int check_prompt(llama *l) {
+    tokenizer_ids ids;
+    memset(&ids, 0, sizeof ids);
+    const bool is_encoded =
+        !l->prompt || tokenizer_encode(&l->tokens, l->prompt, strlen(l->prompt), true, &ids);
+    const int result = is_encoded ? check_tokens(l, &ids) : fail("%s", l->tokens.error);
+    free(ids.ids);
+    return result;
+}
+
 static int encode_text(trainer *t) {
     llama *l = llama_of(t);
     if (!l->has_tokenizer) {
@@ -240,7 +251,7 @@ static int encode_text(trainer *t) {
     }
     t->data = ids.ids;
     t->data_count = ids.count;
-    return check_tokens(l, &ids);
+    return check_tokens(l, &ids) != 0 || check_prompt(l) != 0;
 }
 
 /* Initial values: at random, and then, except for adapters, those of the file. */
@@ -249,6 +260,10 @@ static int init_llama(trainer *t) {
     const uint64_t seed = (uint64_t)t->options.seed;
     if ((l->from ? nn_init_adapters(t->net, seed) : nn_init(t->net, seed)) != MS_RESULT_OK) {
         return fail("%s", ms_last_error(t->model));
+    }
+    if (l->lent_bytes > 0) {
+        printf("lent      %9.1f MiB of frozen weights, which stay in their file\n",
+               mebibytes(l->lent_bytes));
     }
     return !l->from || weights_read(t->model, t->net, &l->file, &l->layout)
                ? 0
@@ -269,6 +284,9 @@ static int copy_beside(llama *l, const char *name) {
     const bool is_copied = weight_slurp(&l->file, from, &text) &&
                            weights_write_bytes(l->out.error, to, text.data, (size_t)text.size);
     free(text.data);
+    if (is_copied) {
+        printf("written   %s\n", to);
+    }
     return is_copied ? 0 : fail("cannot copy %s to %s", from, l->write);
 }
 

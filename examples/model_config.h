@@ -521,7 +521,8 @@ CONFIG_API bool config_read_rotary(const config_reader *r) {
     const cJSON *newer = config_item(r->config, "rope_parameters");
     const cJSON *full = config_item(newer, "full_attention");
     const cJSON *local = config_item(newer, "sliding_attention");
-    const cJSON *scaling = full ? full : newer ? newer : config_item(r->config, "rope_scaling");
+    const cJSON *older = config_item(r->config, "rope_scaling"); // which wins in transformers, too
+    const cJSON *scaling = older ? older : full ? full : newer;
     float turned = 1.0f; // of a head
     if (scaling && !cJSON_IsObject(scaling)) {
         return config_fail(r, "\"%s\" is no object", scaling->string);

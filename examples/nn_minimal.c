@@ -27,12 +27,11 @@ static void check(const ms_model *model, ms_result result) {
 static void draw_batch(int32_t *tokens, int32_t *targets) {
     for (int i = 0; i < BATCH * LENGTH; i++) {
         const int at = i % LENGTH;
-        tokens[i] = at < 2 ? (int32_t)(rand() / 7 % DIGITS) : targets[i - 1];
+        tokens[i] = at < 2 ? (int32_t)(rand() % DIGITS) : targets[i - 1];
         targets[i] = at < 1 ? -1 : (tokens[i] + tokens[i - 1]) % DIGITS;
     }
 }
 
-/* A config that is all zero has the defaults. */
 static void train(ms_config config, int steps) {
     static int32_t tokens[BATCH * LENGTH], targets[BATCH * LENGTH];
     static nn_transformer_config sizes;
@@ -72,7 +71,7 @@ int main(int argc, char **argv) {
     if (take_options("[--debug]", &debug, 1, argc, argv, NULL) != 0) {
         return 2;
     }
-    config.memory_budget_bytes = 2000000;
+    config.memory_budget_bytes = 2000000; // all else is zero: the defaults
     config.log = log_warnings;
     train(config, config.debug ? 2 : STEPS); // steps of debug mode take much longer
     print_debugged(config.debug);

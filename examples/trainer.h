@@ -436,9 +436,18 @@ static int choose_optimizer(const trainer *t, ms_optimizer_desc *desc, ms_config
     return 0;
 }
 
-/* With --state 8bit or 8bit-all: codes the state of the params of all matrix products, whatever the
-   budget. By itself, a plan would do so where the budget asks for it. */
+static bool has_adapters(const nn_net *net) {
+    bool has = false;
+    for (int64_t i = 0; i < nn_param_count(net); i++) {
+        has = has || nn_is_adapter(nn_param_at(net, i));
+    }
+    return has;
+}
+
+/* With --state 8bit or 8bit-all: codes the state of the params of all matrix products that are
+   trained, whatever the budget. By itself, a plan would do so where the budget asks for it. */
 static void force_codes(trainer *t) {
+    const bool is_frozen = has_adapters(t->net); // but for these
     for (int64_t i = 0; i < nn_param_count(t->net); i++) {
         const nn_param_info *param = nn_param_at(t->net, i);
         const char *const name = param->name;
@@ -447,7 +456,8 @@ static void force_codes(trainer *t) {
                               strcmp(name, "tokens.weight") == 0;
         const char *state = t->options.state ? t->options.state : "f32";
         if (strncmp(state, "8bit", 4) == 0 && param->shape.rank == 2 &&
-            ms_shape_count(&param->shape) >= 4096 && (!is_table || state[4])) {
+            (!is_frozen || nn_is_adapter(param)) && ms_shape_count(&param->shape) >= 4096 &&
+            (!is_table || state[4])) {
             ms_set_tensor_technique(t->model, param->tensor, MS_TECHNIQUE_OPTIMIZER_8BIT,
                                     MS_SWITCH_ON);
         }
@@ -567,7 +577,7 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
         printf("most      %9.1f MiB, what the plan takes without a budget\n",
                rounded_up(mebibytes(plain.arena_bytes), 1));
     }
-    printf("smallest  %9.1f MiB, the smallest arena of any plan\n",
+    printf("smallest  %9.1f MiB, the smallest arena of any plan in this mode\n",
            rounded_up(mebibytes(smallest), 1));
     free_model(t);
     return 0;
@@ -1038,7 +1048,7 @@ static int run(trainer *t) {
     const bool is_stopped = t->options.saving.is_stopped;
     const bool has_logits = own ? own->keeps_logits(t) : !t->options.random;
     const bool shows = has_logits && !t->options.debug && !is_stopped;
-    return (shows && t->kind->show(t) != 0) || (own && !is_stopped && own->finish(t) != 0);
+    return (own && !is_stopped && own->finish(t) != 0) || (shows && t->kind->show(t) != 0);
 }
 
 static void free_trainer(trainer *t) {

@@ -559,12 +559,12 @@ GGUF_API bool weights_choose_type(weights_output *out, const char *name) {
 /* Whether weights_write_folder could make or use this folder, for before a run that takes long. */
 GGUF_API bool weights_check_folder(weights_output *out, const char *folder) {
 #ifdef GGUF_MMAP
-    const bool is_made = mkdir(folder, 0777) == 0;
-    const int reason = errno;
-    const bool is_usable =
-        is_made ? rmdir(folder) == 0 : weight_is_folder(folder) && access(folder, W_OK) == 0;
-    if (!is_usable) {
-        return weight_fail(out->error, "cannot write to this folder: %s", strerror(reason));
+    const bool is_made = mkdir(folder, 0777) == 0, is_there = !is_made && errno == EEXIST;
+    if (is_there && !weight_is_folder(folder)) {
+        return weight_fail(out->error, "it is a file, not a folder");
+    }
+    if (is_made ? rmdir(folder) != 0 : !is_there || access(folder, W_OK | X_OK) != 0) {
+        return weight_fail(out->error, "cannot write to this folder: %s", strerror(errno));
     }
 #endif
     (void)out, (void)folder;

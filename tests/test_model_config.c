@@ -412,7 +412,7 @@ static void what_no_net_has_is_refused(void **state) {
          "lacks \"factor\""},
         {"{'model_type': 'llama', " ONE ", 'rope_scaling': {'rope_type': 'llama3', 'factor': 8}}",
          NULL, "\"low_freq_factor\""},
-        {"{'model_type': 'llama', " ONE ", 'rope_scaling': 5}", NULL,
+        {"{'model_type': 'llama', " ONE ", 'rope_parameters': {}, 'rope_scaling': 5}", NULL,
          "\"rope_scaling\" is no object"},
         {"{'model_type': 'llama', " ONE ", 'rope_parameters': 'default'}", NULL,
          "\"rope_parameters\" is no object"},
