@@ -38,9 +38,9 @@ static void train(ms_config config, int steps) {
     sizes.batch = BATCH;
     sizes.sequence = sizes.context = LENGTH;
     sizes.vocabulary = DIGITS;
-    sizes.layers = 4;
+    sizes.layers = 2;
     sizes.heads = 2;
-    sizes.channels = 32;
+    sizes.channels = 48;
     ms_model *model;
     check(NULL, ms_create(&config, &model));
     nn_net *net = nn_create(model);
@@ -71,7 +71,7 @@ int main(int argc, char **argv) {
     if (take_options("[--debug]", &debug, 1, argc, argv, NULL) != 0) {
         return 2;
     }
-    config.memory_budget_bytes = 2000000; // all else is zero: the defaults
+    config.memory_budget_bytes = 2200000; // all else is zero: the defaults
     config.log = log_warnings;
     train(config, config.debug ? 2 : STEPS); // steps of debug mode take much longer
     print_debugged(config.debug);
