@@ -1836,7 +1836,6 @@ int main(void) {
         cmocka_unit_test(text_is_cut),
         cmocka_unit_test(tokens_of_a_small_model),
         cmocka_unit_test(tokenizers_that_are_refused),
-        cmocka_unit_test(ends_of_text_of_gguf),
         cmocka_unit_test(smollm2_is_decoded),
         cmocka_unit_test(smollm2_reads_text),
 #ifdef MODEL_SHAPE_CJSON
@@ -1844,6 +1843,7 @@ int main(void) {
         cmocka_unit_test(unused_tokens_are_left_out),
         cmocka_unit_test(tokenizers_that_are_not_written),
         cmocka_unit_test(settings_of_a_tokenizer),
+        cmocka_unit_test(ends_of_text_of_gguf),
         cmocka_unit_test(names_both_ways),
         cmocka_unit_test(gpt2_and_bert_both_ways),
         cmocka_unit_test(patterns_match),
