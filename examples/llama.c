@@ -27,7 +27,7 @@
 #include "weights_config.h"
 
 enum { TUNED_BATCHES = 8 /* that are evaluated, where a step takes long */ };
-enum { SAMPLE_TOKENS = 40, SAMPLE_SEQUENCE = 64, PATH_BYTES = 1024, MOST_PRESETS = 64 };
+enum { SAMPLE_TOKENS = 40, SAMPLE_SEQUENCE = 64, MOST_PRESETS = 64 };
 
 typedef struct llama {
     trainer t;
@@ -70,15 +70,6 @@ static int list_llama_options(trainer *t, option_spec *specs) {
 
 // ---- the model ----------------------------------------------------------------------------------
 
-/* The path of a file beside the weights, or in their folder. */
-static const char *beside_weights(const llama *l, const char *name, char path[PATH_BYTES]) {
-    const bool is_folder = weight_is_folder(l->from);
-    const char *slash = strrchr(l->from, '/');
-    const int length = is_folder ? (int)strlen(l->from) : slash ? (int)(slash - l->from) : 1;
-    snprintf(path, PATH_BYTES, "%.*s/%s", length, is_folder || slash ? l->from : ".", name);
-    return path;
-}
-
 /* The tokenizer that comes with the weights: in the same GGUF file, or tokenizer.json beside them. */
 static int read_tokenizer(llama *l) {
     if (l->file.value_count > 0) {
@@ -87,10 +78,11 @@ static int read_tokenizer(llama *l) {
                    ? 0
                    : fail("--from %s: %s", l->from, l->tokens.error);
     }
-    char path[PATH_BYTES];
+    char path[SAFETENSORS_PATH];
     weight_bytes text;
     memset(&text, 0, sizeof text);
-    if (!weight_slurp(&l->file, beside_weights(l, "tokenizer.json", path), &text)) {
+    weight_path_beside(l->from, "tokenizer.json", path);
+    if (!weight_slurp(&l->file, path, &text)) {
         return fail("%s", l->file.error);
     }
     l->has_tokenizer = true; // to be closed in any case
@@ -274,11 +266,12 @@ static int init_llama(trainer *t) {
 
 /* Copies a file that lies beside the weights that were read, if there is one. */
 static int copy_beside(llama *l, const char *name) {
-    char from[PATH_BYTES], to[PATH_BYTES];
+    char from[SAFETENSORS_PATH], to[SAFETENSORS_PATH];
     weight_bytes text;
     memset(&text, 0, sizeof text);
+    weight_path_beside(l->from, name, from);
     snprintf(to, sizeof to, "%s/%s", l->write, name);
-    if (!weight_is_file(beside_weights(l, name, from))) {
+    if (!weight_is_file(from)) {
         return 0;
     }
     const bool is_copied = weight_slurp(&l->file, from, &text) &&
@@ -305,7 +298,7 @@ static int copy_tokenizer(llama *l) {
 
 /* Writes and frees a text; NULL: the reason for which there is none is in the error. */
 static int write_made(llama *l, const char *name, char *text) {
-    char path[PATH_BYTES];
+    char path[SAFETENSORS_PATH];
     snprintf(path, sizeof path, "%s/%s", l->write, name);
     const bool is_written = text && weights_write_bytes(l->out.error, path, text, strlen(text));
     free(text);

@@ -234,6 +234,17 @@ GGUF_API bool weight_is_folder(const char *path) {
 #endif
 }
 
+/* The path of a file that lies beside weights, or in their folder. */
+GGUF_API void weight_path_beside(const char *path, const char *name,
+                                 char beside[SAFETENSORS_PATH]) {
+    const char *slash = strrchr(path, '/');
+    snprintf(beside, SAFETENSORS_PATH, "%s/%s", path, name);
+    if (!weight_is_folder(path) && !weight_is_file(beside)) {
+        snprintf(beside, SAFETENSORS_PATH, "%.*s%s", slash ? (int)(slash + 1 - path) : 0, path,
+                 name);
+    }
+}
+
 GGUF_API bool weight_open_one(weight_file *f, const char *path) {
     const size_t length = strlen(path);
     if (length > 5 && strcmp(path + length - 5, ".json") == 0) {

@@ -447,7 +447,7 @@ static bool has_adapters(const nn_net *net) {
 /* With --state 8bit or 8bit-all: codes the state of the params of all matrix products that are
    trained, whatever the budget. By itself, a plan would do so where the budget asks for it. */
 static void force_codes(trainer *t) {
-    const bool is_frozen = has_adapters(t->net); // but for these
+    const bool is_frozen = has_adapters(t->net); // all params except theirs
     for (int64_t i = 0; i < nn_param_count(t->net); i++) {
         const nn_param_info *param = nn_param_at(t->net, i);
         const char *const name = param->name;

@@ -275,21 +275,12 @@ GGUF_API bool weights_config_of_gguf(weight_file *f, nn_llama_config *c) {
 
 // ---- from config.json ---------------------------------------------------------------------------
 
-/* The path of the config.json beside a file, or in a folder. */
-GGUF_API void weights_path_beside(const char *path, char beside[SAFETENSORS_PATH]) {
-    const char *slash = strrchr(path, '/');
-    snprintf(beside, SAFETENSORS_PATH, "%s/config.json", path);
-    if (!weight_is_folder(path) && !weight_is_file(beside)) {
-        snprintf(beside, SAFETENSORS_PATH, "%.*sconfig.json", slash ? (int)(slash + 1 - path) : 0,
-                 path);
-    }
-}
-
+/* The config.json beside a file, or in a folder. */
 GGUF_API bool weights_config_beside(weight_file *f, const char *path, nn_llama_config *c) {
     char beside[SAFETENSORS_PATH];
     model_config found;
     memset(&found, 0, sizeof found);
-    weights_path_beside(path, beside);
+    weight_path_beside(path, "config.json", beside);
     if (!model_config_read(beside, NULL, &found, f->error)) {
         return false;
     }
@@ -332,7 +323,7 @@ GGUF_API bool weights_ends_beside(weight_file *f, const char *path, weights_outp
     char beside[SAFETENSORS_PATH];
     weight_bytes text;
     memset(&text, 0, sizeof text);
-    weights_path_beside(path, beside);
+    weight_path_beside(path, "config.json", beside);
     const bool is_read = weight_slurp(f, beside, &text);
     cJSON *json =
         is_read ? cJSON_ParseWithLength((const char *)text.data, (size_t)text.size) : NULL;

@@ -379,6 +379,18 @@ check_state() {
         $(plan --state 8bit) = '48 '* ]] || { plan; plan --state f32; plan --state bf16; plan --state 8bit; return 1; }
 }
 
+# half is half way from the smallest arena to that of the plan without a budget, which in 16 bits is not the
+# plain one.
+check_half() {
+    local precision
+    build quick build/quick/examples/gpt2 || return 1
+    for precision in f32 bf16 bf16-alone; do
+        build/quick/examples/gpt2 --preset 124M --precision $precision --budget half --dry | awk '
+            $1 == "plain" || $1 == "most" { most = $2 } $1 == "smallest" { least = $2 } $1 == "budget" { half = $2 } { print }
+            END { off = half - (most + least) / 2; exit !(most > least && off < 0.2 && off > -0.2) }' || return 1
+    done
+}
+
 # Weights that examples/llama writes are fine-tuned, written and read again with the loss that they had, in
 # F32, and in 16 bits beside what is coded in 8; a wrong file of tokens is an error.
 check_finetune() {
@@ -634,7 +646,7 @@ export -f check_transformers
 export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_newest cell_elsewhere cell_msvc cell_mixed cell_cpp cell_sources check_robot check_resume check_safetensors check_dialect
-export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_finetune check_lending check_state check_page
+export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_half check_finetune check_lending check_state check_page
 
 # ---- what is checked -----------------------------------------------------------------------------
 
@@ -883,6 +895,7 @@ resumed broad 20 'build/quick/examples/engine --steps 40 --fast --no-load --seco
 resumed broad 3 'build/emulated/examples/gpt2 --device cuda --preset tiny --batch 2 --sequence 16 --steps 6 --graph LICENSE'
 check broad 'pages in a browser' check_page
 check quick 'examples/gpt2: state in the format that is asked for' check_state
+check quick '--budget half' check_half
 check quick 'bench/finetune: what is written is what was trained' check_finetune
 check quick 'examples/llama: lent weights train as others do' check_lending
 while read -r tier line; do
