@@ -3655,7 +3655,7 @@ typedef struct msi_part {
 static MSI_NOINLINE uint64_t msi_part_size(uint64_t count, uint32_t part_count) {
     const uint64_t each = part_count > 1 ? (count + part_count - 1) / part_count : count;
     const uint64_t unit = each < MSI_CODED_GROUP ? MSI_ALIGNMENT / 2 : MSI_CODED_GROUP;
-    return part_count > 1 ? (each + unit - 1) / unit * unit : each;
+    return part_count > 1 ? (each + unit - 1) & ~(unit - 1) : each;
 }
 
 static MSI_NOINLINE msi_part msi_part_of(uint64_t count, uint32_t part, uint32_t part_count) {
@@ -3864,9 +3864,10 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
         uint32_t count, capacity;                                                                  \
     }
 #define MSI_RESERVE(type, allocator, list, needed)                                                 \
-    ((list).items = (type *)msi_regrow(allocator, (list).items, &(list).capacity,                  \
-                                       (uint64_t)(needed), sizeof(type)),                          \
-     (uint64_t)(needed) <= (list).capacity)
+    ((uint64_t)(needed) <= (list).capacity ||                                                      \
+     ((list).items = (type *)msi_regrow(allocator, (list).items, &(list).capacity,                 \
+                                        (uint64_t)(needed), sizeof(type)),                         \
+      (uint64_t)(needed) <= (list).capacity))
 #define MSI_LIST_FREE(type, allocator, list)                                                       \
     msi_release(allocator, (list).items, (uint64_t)(list).capacity * sizeof(type))
 
@@ -4228,6 +4229,7 @@ typedef struct msi_operand {
 } msi_operand;
 
 typedef struct msi_instruction {
+    double us;       // how long it takes, once it was simulated
     uint32_t target; // layer; for ops that call none the tensor, or 0 if it is of none
     uint32_t operand_first;
     uint16_t operand_count;
@@ -4239,6 +4241,7 @@ typedef struct msi_instruction {
     uint16_t part_count; // 0: on all of it
     uint16_t event;      // of a copy, signalled after it, or MSI_NO_EVENT; of a WAIT, waited for
     uint8_t format;      // of a layer's operands that can be in 16 bits
+    bool is_timed;       // `us` is what the next simulation would find
     msi_rows rows;       // of operands that are cut, it uses these alone; rows.of is 0: all
 } msi_instruction;
 
@@ -12171,7 +12174,7 @@ static uint32_t msi_emit_copy(msi_lowering *w, uint32_t target, msi_role role, u
 }
 
 /* The op of an instruction; a copy gets that of its direction, by where its ends are. */
-static MSI_NOINLINE msi_op msi_direction(const msi_program *p, const msi_instruction *i) {
+static msi_op msi_direction(const msi_program *p, const msi_instruction *i) {
     const msi_operand *operands = p->code.operands.items + i->operand_first;
     if ((msi_op)i->op != MSI_OP_COPY) {
         return (msi_op)i->op;
@@ -14032,7 +14035,7 @@ static double msi_longest_time(const ms_layer_time *t) {
 }
 
 /* How many targets and sources a copy has. */
-static MSI_NOINLINE uint32_t msi_pair_count(const msi_instruction *i) {
+static uint32_t msi_pair_count(const msi_instruction *i) {
     return msi_has_pairs((msi_op)i->op) ? i->operand_count / 2u : 1;
 }
 
@@ -14041,16 +14044,25 @@ static uint64_t msi_operand_bytes(const msi_graph *g, const msi_program *p,
                                   const msi_instruction *i, uint32_t k) {
     const msi_range *range =
         &p->code.ranges.items[p->code.operands.items[i->operand_first + k].range];
-    const uint64_t elements = g->tensors.items[i->target].bytes / sizeof(float);
     if (i->rows.of > 0 && !range->is_tile) {
         const uint64_t all =
             msi_value_bytes(&g->tensors.items[range->tensor], (msi_format)range->format);
         return msi_scale_rows(all, i->rows.count, i->rows.of);
     }
-    return i->part_count > 1 ? msi_part_bytes((msi_format)range->format,
-                                              msi_part_of(elements, i->part, i->part_count))
-                                   .count
-                             : range->bytes;
+    if (i->part_count <= 1 || range->part > 0) {
+        return range->bytes;
+    }
+    const uint64_t elements = g->tensors.items[i->target].bytes / sizeof(float);
+    return msi_part_bytes((msi_format)range->format, msi_part_of(elements, i->part, i->part_count))
+        .count;
+}
+
+/* Bytes of a pair of a copy: of its target or, in parts, of the end that is the part. */
+static uint64_t msi_pair_bytes(const msi_graph *g, const msi_program *p, const msi_instruction *i,
+                               uint32_t pair) {
+    const uint32_t target = p->code.operands.items[i->operand_first + 2 * pair].range;
+    const bool is_whole = i->part_count > 1 && p->code.ranges.items[target].part == 0;
+    return msi_operand_bytes(g, p, i, 2 * pair + (is_whole && msi_has_pairs((msi_op)i->op)));
 }
 
 /* Whether a pair of a copy lies right after the one before it, without a gap, at both ends: then
@@ -14078,13 +14090,13 @@ static uint64_t msi_updated_bytes(const msi_graph *g, const msi_program *p,
 /* Bytes that an instruction of the library itself moves. An update reads the param, its gradient
    and its state, and writes all of these except the gradient. */
 static double msi_moved_bytes(const msi_graph *g, const msi_program *p, const msi_instruction *i) {
-    uint64_t bytes = msi_operand_bytes(g, p, i, 0);
+    uint64_t bytes = msi_pair_bytes(g, p, i, 0);
     if (i->op == MSI_OP_UPDATE) {
         return 2.0 * (double)bytes + (double)msi_operand_bytes(g, p, i, 1) +
                2.0 * (double)msi_updated_bytes(g, p, i, false);
     }
     for (uint32_t k = 1; k < msi_pair_count(i); k++) {
-        bytes += msi_operand_bytes(g, p, i, 2 * k);
+        bytes += msi_pair_bytes(g, p, i, k);
     }
     const bool reads = i->op == MSI_OP_CAST || i->op == MSI_OP_ADD;
     return (double)bytes * (double)msi_ops[i->op].passes +
@@ -14144,8 +14156,10 @@ static msi_cost msi_cost_of(const msi_program *p, const msi_instruction *i) {
 static double msi_update_us(const msi_graph *g, const msi_costs *c, const msi_program *p,
                             const msi_instruction *i, double bytes) {
     const uint64_t all = g->tensors.items[i->target].bytes / sizeof(float);
-    const double elements = (double)msi_part_of(all, i->part, i->part_count).count;
-    const double flops = MSI_CODE_FLOPS * msi_coded_count(p, i) * elements;
+    const uint32_t coded = msi_coded_count(p, i);
+    const double flops = coded == 0 ? 0.0
+                                    : MSI_CODE_FLOPS * coded *
+                                          (double)msi_part_of(all, i->part, i->part_count).count;
     const double coding =
         flops > 0.0 ? c->hardware.launch_us + flops / (c->hardware.f32_tflops * 1e6) : 0.0;
     const bool measured = flops > 0.0 && c->bytes_per_us[MSI_COST_UPDATE_8BIT] > 0.0;
@@ -14170,7 +14184,7 @@ static double msi_tile_us(const msi_costs *c, const msi_layer *l, const msi_inst
 
 static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_program *p,
                               const msi_instruction *i) {
-    const msi_op op = msi_direction(p, i);
+    const msi_op op = (msi_op)i->op;
     const msi_cost cost = msi_ops[op].cost;
     const bool layer = msi_calls_layer(op);
     const double bytes = layer ? 0.0 : msi_moved_bytes(g, p, i);
@@ -14186,14 +14200,13 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
     case MSI_COST_RECOMPUTE:
         return msi_tile_us(c, l, i, time->recompute_us);
     case MSI_COST_LINK: {
-        const double link = op == (msi_op)i->op ? bytes : bytes / msi_ops[MSI_OP_COPY].passes;
         uint32_t more_launches = 0;
         for (uint32_t k = 1; k < msi_pair_count(i); k++) {
             more_launches += !msi_continues(p, i, k);
         }
         return more_launches * c->hardware.launch_us +
-               (c->has_links ? msi_copy_us(c, msi_ops[op].engine, (uint64_t)link)
-                             : msi_bytes_us(c, MSI_COST_COPY, 2.0 * link));
+               (c->has_links ? msi_copy_us(c, msi_ops[op].engine, (uint64_t)bytes)
+                             : msi_bytes_us(c, MSI_COST_COPY, 2.0 * bytes));
     }
     case MSI_COST_FILL:
     case MSI_COST_COPY:
@@ -14207,6 +14220,12 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
         break;
     }
     return 0.0;
+}
+
+/* Whether an instruction takes as long after scheduling as before. A copy may alias its source only
+   then, and what is copied together may lie apart. */
+static bool msi_keeps_time(const msi_instruction *i) {
+    return (msi_op)i->op != MSI_OP_COPY && (!msi_is_issued((msi_op)i->op) || i->operand_count == 2);
 }
 
 /* Fills in the predicted time of each instruction of a program that is to run; see msi_expected_us.
@@ -14271,13 +14290,14 @@ typedef struct msi_transfer {
     uint32_t instruction; // in the old list
     uint32_t made;        // the slot that follows it in the old list
     uint32_t needed;      // of a copy in: the first slot that uses it or a later copy of its engine
-    uint32_t last;        // of a copy in: the last slot that uses it
+    uint32_t gone;        // from this slot on, what it has on the device lives for it alone
     uint32_t issue;       // it is issued before this slot
     uint32_t wait;        // it is awaited before this slot
     uint32_t next;        // the next copy of its engine that is not left out, or the count
     /* Of a copy in, for each engine: the last copy out that makes a source, or MSI_NONE. */
     uint32_t after[MS_STREAM_COUNT];
     double us, start_us; // how long it takes; of a copy in: when it should begin
+    uint64_t bytes;      // on the device
     ms_stream_kind engine;
     bool is_left_out;
 } msi_transfer;
@@ -14293,13 +14313,14 @@ typedef struct msi_scheduling {
     msi_transfer *transfers; // in the order of the old list
     double *begin_us;        // per slot, and of the end: when it begins if nothing waits for copies
     uint64_t *live_bytes;    // per slot, on the device
-    uint32_t *slot;        // per old instruction: its slot, or of a copy the next one; and the end
-    uint32_t *moved;       // per old instruction, and of the end: its new number
-    uint32_t *of_range;    // per range: the last transfer that has it as an end, or MSI_NONE
-    uint32_t *used_for;    // per range: the range that is used in its place
-    uint8_t *transfers_at; // per old instruction: whether it is a transfer
-    uint64_t bytes;        // of all these
-    uint64_t most_bytes;   // that may be live
+    uint32_t *slot;      // per old instruction: its slot, or of a copy the next one; and the end
+    uint32_t *moved;     // per old instruction, and of the end: its new number
+    uint32_t *of_range;  // per range: the last transfer that has it as an end, or MSI_NONE
+    uint32_t *used_for;  // per range: the range that is used in its place
+    uint64_t bytes;      // of all these
+    uint64_t most_bytes; // that may be live
+    uint64_t end_count;  // operands of what is issued
+    bool leaves_out;     // copies
     /* The first slot after backward, or MSI_NONE. Between ms_backward and ms_update a
        trainer may write values, and other micro-batches may follow: no copy in for a later
        slot is issued before. */
@@ -14315,43 +14336,42 @@ static bool msi_is_in(const msi_transfer *t) {
     return msi_engines[t->engine].fetches;
 }
 
-/* Whether a program copies from or to the host. */
-static bool msi_crosses_link(const msi_program *p) {
-    bool crosses = false;
+/* Gives copies from and to the host the ops of their directions. Whether there are any. Copies of
+   what callbacks use on the host are no transfers: they follow what is computed before them, stay
+   where lowering has put them, and are awaited at once. */
+static bool msi_find_transfers(msi_scheduling *s) {
+    const msi_program *p = s->program;
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
-        const msi_instruction *i = &p->code.instructions.items[now];
-        crosses |= msi_direction(p, i) != (msi_op)i->op;
+        msi_instruction *i = &p->code.instructions.items[now];
+        const msi_op op = msi_direction(p, i);
+        if (op != (msi_op)i->op) {
+            const uint32_t host = p->code.operands.items[i->operand_first + msi_fetches(op)].range;
+            i->op = (uint8_t)op;
+            i->follows =
+                host < s->store->residents.count && s->store->residents.items[host].is_shown;
+            s->transfer_count += !i->follows;
+            s->end_count += i->operand_count;
+        }
     }
-    return crosses;
+    return s->end_count > 0;
 }
 
-/* Whether an instruction is a transfer. A copy of what callbacks use on the host is none: it stays
-   where lowering has put it, and is awaited at once. */
-static bool msi_is_a_transfer(const msi_scheduling *s, const msi_instruction *i) {
-    const msi_operand *operands = s->program->code.operands.items + i->operand_first;
-    const msi_op op = msi_direction(s->program, i);
-    if (op == (msi_op)i->op) {
-        return false;
-    }
-    const uint32_t host = operands[msi_fetches(op)].range;
-    return host >= s->store->residents.count || !s->store->residents.items[host].is_shown;
-}
-
-static bool msi_is_transfer(const msi_scheduling *s, const msi_instruction *i) {
-    return s->transfers_at[i - s->program->code.instructions.items];
+static bool msi_is_transfer(const msi_instruction *i) {
+    return msi_is_issued((msi_op)i->op) && !i->follows;
 }
 
 static bool msi_scheduling_init(msi_scheduling *s) {
     const msi_program *p = s->program;
     const uint64_t instructions = p->code.instructions.count + 1ull, ranges = p->code.ranges.count;
-    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
-        s->transfer_count += msi_is_a_transfer(s, &p->code.instructions.items[now]);
-    }
     s->bytes = s->transfer_count * (uint64_t)sizeof(msi_transfer) +
-               instructions * (sizeof(double) + sizeof(uint64_t) + 2 * sizeof(uint32_t) + 1) +
+               instructions * (sizeof(double) + sizeof(uint64_t) + 2 * sizeof(uint32_t)) +
                2 * ranges * sizeof(uint32_t);
-    s->begin_us = (double *)msi_alloc_zeroed(s->allocator, s->bytes);
-    if (!s->begin_us) {
+    s->begin_us = (double *)msi_alloc(s->allocator, s->bytes);
+    if (!s->begin_us ||
+        !MSI_RESERVE(msi_operand, s->allocator, s->program->code.operands,
+                     p->code.operands.count + s->end_count) ||
+        !MSI_RESERVE(msi_instruction, s->allocator, s->instructions,
+                     instructions + s->end_count / 2)) { // for each copy a wait, at most
         return false;
     }
     s->live_bytes = (uint64_t *)(void *)(s->begin_us + instructions);
@@ -14360,14 +14380,9 @@ static bool msi_scheduling_init(msi_scheduling *s) {
     s->moved = s->slot + instructions;
     s->of_range = s->moved + instructions;
     s->used_for = s->of_range + ranges;
-    s->transfers_at = (uint8_t *)(s->used_for + ranges);
-    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
-        s->transfers_at[now] = msi_is_a_transfer(s, &p->code.instructions.items[now]);
-    }
-    for (uint32_t k = 0; k < p->code.ranges.count; k++) {
-        s->of_range[k] = MSI_NONE;
-        s->used_for[k] = k;
-    }
+    memset(s->live_bytes, 0, (size_t)instructions * sizeof *s->live_bytes);
+    memset(s->moved, 0, (size_t)instructions * sizeof *s->moved);
+    memset(s->of_range, 0xff, (size_t)ranges * sizeof *s->of_range); // MSI_NONE
     return true;
 }
 
@@ -14393,13 +14408,15 @@ static msi_ends msi_ends_of(const msi_scheduling *s, const msi_transfer *t, uint
 static void msi_note_transfer(msi_scheduling *s, uint32_t number, uint32_t now) {
     const msi_instruction *all = s->program->code.instructions.items, *i = &all[now];
     msi_transfer *t = &s->transfers[number];
-    t->engine = msi_ops[msi_direction(s->program, i)].engine;
+    memset(t, 0, sizeof *t);
+    t->engine = msi_ops[i->op].engine;
     t->instruction = now;
     t->made = t->issue = t->wait = s->slot_count;
     t->needed = MSI_NONE;
     memset(t->after, 0xff, sizeof t->after); // MSI_NONE
-    t->us = msi_duration_us(s->graph, s->costs, s->program, i);
-    for (uint32_t k = 0; k < msi_count_ends(s, t); k++) {
+    t->us = i->us;
+    const uint32_t count = msi_pair_count(i);
+    for (uint32_t k = 0; k < count; k++) {
         const msi_ends ends = msi_ends_of(s, t, k);
         const uint32_t before = s->of_range[ends.host];
         const msi_transfer *made = before == MSI_NONE ? NULL : &s->transfers[before];
@@ -14417,30 +14434,38 @@ static void msi_note_transfer(msi_scheduling *s, uint32_t number, uint32_t now) 
     }
 }
 
+/* Notes the slot at hand as one that needs the copies in of the operands of an instruction: only
+   these are noted for ranges on the device. */
+static void msi_note_needs(msi_scheduling *s, const msi_instruction *i) {
+    const msi_code *code = &s->program->code;
+    const msi_operand *operands = code->operands.items + i->operand_first;
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        const uint32_t range = operands[k].range;
+        const uint32_t of = range == MSI_NONE ? MSI_NONE : s->of_range[range];
+        if (of != MSI_NONE && !code->ranges.items[range].on_host &&
+            s->transfers[of].needed == MSI_NONE) {
+            s->transfers[of].needed = s->slot_count;
+        }
+    }
+}
+
 /* Numbers the slots, and finds when each begins without copies, and which slots need a copy in. */
 static void msi_list_transfers(msi_scheduling *s) {
     const msi_program *p = s->program;
     uint32_t number = 0;
     double us = 0.0;
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
-        const msi_instruction *i = &p->code.instructions.items[now];
+        msi_instruction *i = &p->code.instructions.items[now];
+        i->us = msi_duration_us(s->graph, s->costs, p, i);
+        i->is_timed = msi_keeps_time(i);
         s->slot[now] = s->slot_count;
-        if (msi_is_transfer(s, i)) {
+        if (msi_is_transfer(i)) {
             msi_note_transfer(s, number++, now);
             continue;
         }
-        for (uint32_t k = 0; k < i->operand_count; k++) {
-            const uint32_t range = p->code.operands.items[i->operand_first + k].range;
-            const uint32_t of = range == MSI_NONE ? MSI_NONE : s->of_range[range];
-            if (of != MSI_NONE && msi_is_in(&s->transfers[of]) &&
-                !p->code.ranges.items[range].on_host) {
-                msi_transfer *t = &s->transfers[of];
-                t->needed = t->needed == MSI_NONE ? s->slot_count : t->needed;
-                t->last = s->slot_count;
-            }
-        }
+        msi_note_needs(s, i);
         s->begin_us[s->slot_count++] = us;
-        us += msi_duration_us(s->graph, s->costs, p, i);
+        us += i->us;
     }
     s->slot[p->code.instructions.count] = s->slot_count;
     s->begin_us[s->slot_count] = us;
@@ -14458,34 +14483,32 @@ static void msi_list_transfers(msi_scheduling *s) {
     }
 }
 
-/* The slot before which a range ends: if a copy to the host uses it last, that of the copy. */
+/* The slot before which a range ends: if a copy to the host uses it last, that of the copy, which
+   has none of its own. */
 static uint32_t msi_live_end(const msi_scheduling *s, const msi_range *range) {
-    const msi_instruction *all = s->program->code.instructions.items;
-    const bool sent = !range->outlives && msi_is_transfer(s, &all[range->last]);
-    return range->outlives          ? s->slot_count
-           : range->aliased || sent ? s->slot[range->last]
-                                    : s->slot[range->last] + 1;
+    return range->outlives ? s->slot_count : s->slot[range->last + !range->aliased];
 }
 
-/* Sums the live bytes of all slots, with each copy where lowering has put it. */
+/* Sums the live bytes of all slots, with each copy where lowering has put it. What shares memory is
+   found anew when the copies are placed. */
 static void msi_sum_slots(msi_scheduling *s) {
     const msi_program *p = s->program;
     for (uint32_t k = s->store->residents.count; k < p->code.ranges.count; k++) {
-        const msi_range *range = &p->code.ranges.items[k];
-        const uint32_t of = s->of_range[k];
-        const bool fetched = of != MSI_NONE && msi_is_in(&s->transfers[of]);
-        const uint32_t first = fetched ? s->transfers[of].needed : s->slot[range->first];
-        uint32_t end = msi_live_end(s, range);
-        end = end > s->slot_count ? s->slot_count : end;
-        if (!range->on_host && first < end) {
+        msi_range *range = &p->code.ranges.items[k];
+        const uint32_t of = s->of_range[k]; // on the device, a copy in
+        const uint32_t end = msi_live_end(s, range);
+        const uint32_t first = range->on_host   ? end
+                               : of == MSI_NONE ? s->slot[range->first]
+                                                : s->transfers[of].needed;
+        if (first < end) {
             s->live_bytes[first] += msi_align(range->bytes);
             s->live_bytes[end] -= msi_align(range->bytes);
         }
-    }
-    for (uint32_t k = 1; k < s->slot_count; k++) {
-        s->live_bytes[k] += s->live_bytes[k - 1];
+        range->alias_of = MSI_NONE;
+        range->aliased = false;
     }
     for (uint32_t k = 0; k < s->slot_count; k++) {
+        s->live_bytes[k] += k > 0 ? s->live_bytes[k - 1] : 0;
         s->most_bytes = msi_larger(s->most_bytes, s->live_bytes[k]);
     }
     s->most_bytes += (p->layout.resident_bytes + s->most_bytes) / 16 * p->code.room;
@@ -14505,14 +14528,6 @@ static bool msi_hold(msi_scheduling *s, uint32_t first, uint32_t end, uint64_t b
     return true;
 }
 
-static uint64_t msi_device_bytes(const msi_scheduling *s, const msi_transfer *t) {
-    uint64_t bytes = 0;
-    for (uint32_t k = 0; k < msi_count_ends(s, t); k++) {
-        bytes += msi_align(s->program->code.ranges.items[msi_ends_of(s, t, k).device].bytes);
-    }
-    return bytes;
-}
-
 static bool msi_copies_whole(const msi_scheduling *s, const msi_transfer *t) {
     const msi_instruction *i = &s->program->code.instructions.items[t->instruction];
     return msi_is_in(t) && i->part_count == 0 && i->rows.of == 0;
@@ -14528,6 +14543,17 @@ static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_trans
            msi_hold(s, end, t->needed, msi_align(range->bytes));
 }
 
+/* Sums what a transfer has on the device, and finds from when on that lives for it alone. */
+static void msi_sum_ends(const msi_scheduling *s, msi_transfer *t) {
+    const uint32_t count = msi_count_ends(s, t);
+    for (uint32_t k = 0; k < count; k++) {
+        const msi_range *range = &s->program->code.ranges.items[msi_ends_of(s, t, k).device];
+        const uint32_t end = msi_live_end(s, range);
+        t->bytes += msi_align(range->bytes);
+        t->gone = end > t->gone ? end : t->gone;
+    }
+}
+
 /* Leaves out copies in of values that were on the device shortly before and can be kept there. Of a
    copy of several values, it leaves out only these. */
 static void msi_leave_out(msi_scheduling *s) {
@@ -14535,6 +14561,7 @@ static void msi_leave_out(msi_scheduling *s) {
     uint32_t *landed = s->of_range; // from now on, per range on the host: where it was copied last
     for (uint32_t k = 0; k < p->code.ranges.count; k++) {
         landed[k] = MSI_NONE;
+        s->used_for[k] = k;
     }
     for (uint32_t number = 0; number < s->transfer_count; number++) {
         msi_transfer *t = &s->transfers[number];
@@ -14557,10 +14584,13 @@ static void msi_leave_out(msi_scheduling *s) {
             next = k + 1;
         }
         t->is_left_out = left == 0;
+        s->leaves_out |= left < count;
         if (left > 0 && left < count) {
             i->operand_count = (uint16_t)(2 * left);
-            t->us = msi_duration_us(s->graph, s->costs, p, i);
+            t->us = i->us = msi_duration_us(s->graph, s->costs, p, i);
+            i->is_timed = msi_keeps_time(i);
         }
+        msi_sum_ends(s, t);
     }
 }
 
@@ -14581,12 +14611,16 @@ static void msi_find_starts(msi_scheduling *s) {
     }
 }
 
-/* The bytes of a copy out that are live in a slot only because it is under way. */
-static uint64_t msi_bytes_under_way(const msi_scheduling *s, const msi_transfer *t, uint32_t slot) {
-    uint64_t bytes = 0;
-    for (uint32_t k = 0; k < msi_count_ends(s, t); k++) {
+/* The bytes of a copy out that are live in a slot only because it is under way. Lowers `until` to
+   the next slot in which there are more. */
+static uint64_t msi_bytes_under_way(const msi_scheduling *s, const msi_transfer *t, uint32_t slot,
+                                    uint32_t *until) {
+    uint64_t bytes = slot < t->gone ? 0 : t->bytes;
+    for (uint32_t k = 0; slot < t->gone && k < msi_count_ends(s, t); k++) {
         const msi_range *range = &s->program->code.ranges.items[msi_ends_of(s, t, k).device];
-        bytes += msi_live_end(s, range) <= slot ? msi_align(range->bytes) : 0;
+        const uint32_t end = msi_live_end(s, range);
+        bytes += end <= slot ? msi_align(range->bytes) : 0;
+        *until = end > slot && end < *until ? end : *until;
     }
     return bytes;
 }
@@ -14608,6 +14642,9 @@ typedef struct msi_placing {
     uint32_t slot;
     double us;          // of what is computed
     uint64_t out_bytes; // on the device, of all copies out that are not awaited
+    /* Those of them that live for the copies alone: known before slot `until`. */
+    uint64_t outgoing_bytes;
+    uint32_t until;
     msi_queue queues[MS_STREAM_COUNT];
 } msi_placing;
 
@@ -14622,7 +14659,10 @@ static uint32_t msi_await_first(msi_placing *w, msi_queue *q) {
 static void msi_await_out(msi_placing *w, msi_queue *q) {
     msi_transfer *t = &w->s->transfers[msi_await_first(w, q)];
     t->wait = w->slot;
-    w->out_bytes -= msi_device_bytes(w->s, t);
+    w->out_bytes -= t->bytes;
+    if (w->slot < w->until) {
+        w->outgoing_bytes -= msi_bytes_under_way(w->s, t, w->slot, &w->until);
+    }
 }
 
 /* Issues the next copy of an engine. */
@@ -14636,21 +14676,26 @@ static void msi_begin_copy(msi_placing *w, msi_queue *q) {
 }
 
 /* Bytes that are live in the present slot only because copies out are under way. */
-static uint64_t msi_outgoing_bytes(const msi_placing *w) {
-    uint64_t bytes = 0;
+static uint64_t msi_outgoing_bytes(msi_placing *w) {
+    if (w->slot < w->until) {
+        return w->outgoing_bytes;
+    }
+    w->outgoing_bytes = 0;
+    w->until = MSI_NONE;
     for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
         const msi_queue *q = &w->queues[engine];
         for (uint32_t k = 0; k < q->count && !msi_engines[engine].fetches; k++) {
             const uint32_t number = q->transfers[(q->first + k) % MSI_COPY_EVENTS];
-            bytes += msi_bytes_under_way(w->s, &w->s->transfers[number], w->slot);
+            w->outgoing_bytes +=
+                msi_bytes_under_way(w->s, &w->s->transfers[number], w->slot, &w->until);
         }
     }
-    return bytes;
+    return w->outgoing_bytes;
 }
 
 /* Whether so many bytes more fit into the present slot. The bytes that copies out hold there are
    summed only if their bound, out_bytes, does not fit. */
-static bool msi_has_room_for(const msi_placing *w, uint64_t bytes) {
+static bool msi_has_room_for(msi_placing *w, uint64_t bytes) {
     const msi_scheduling *s = w->s;
     bytes += s->live_bytes[w->slot];
     return bytes + w->out_bytes <= s->most_bytes || bytes + msi_outgoing_bytes(w) <= s->most_bytes;
@@ -14673,7 +14718,7 @@ static msi_queue *msi_unmade_source(msi_placing *w, const msi_transfer *t) {
 static bool msi_may_begin(msi_placing *w, msi_queue *q) {
     msi_scheduling *s = w->s;
     const msi_transfer *t = &s->transfers[q->next];
-    const uint64_t bytes = msi_device_bytes(s, t);
+    const uint64_t bytes = t->bytes;
     const double slot_us = s->begin_us[w->slot + 1] - s->begin_us[w->slot];
     if (s->costs->waits_for_copies || s->begin_us[w->slot + 1] <= t->start_us ||
         q->count >= s->costs->copies_ahead || t->needed > w->slot + MSI_LONGEST_LEAD ||
@@ -14726,7 +14771,11 @@ static void msi_begin_outs(msi_placing *w, msi_queue *q) {
         if (q->count == MSI_COPY_EVENTS) {
             msi_await_out(w, q);
         }
-        w->out_bytes += msi_device_bytes(s, &s->transfers[q->next]);
+        const msi_transfer *t = &s->transfers[q->next];
+        w->out_bytes += t->bytes;
+        if (w->slot < w->until) {
+            w->outgoing_bytes += msi_bytes_under_way(s, t, w->slot, &w->until);
+        }
         msi_begin_copy(w, q);
     }
     while (q->count > 0 &&
@@ -14762,29 +14811,21 @@ static void msi_place_transfers(msi_scheduling *s) {
     }
 }
 
-/* Appends to the new list. */
-static void msi_place(msi_scheduling *s, const msi_instruction *i) {
-    if (!MSI_RESERVE(msi_instruction, s->allocator, s->instructions,
-                     s->instructions.count + 1ull)) {
-        s->program->out_of_memory = true;
-        return;
-    }
-    s->instructions.items[s->instructions.count++] = *i;
+/* Appends to the new list, for which there is memory. */
+static msi_instruction *msi_place(msi_scheduling *s, const msi_instruction *i) {
+    msi_instruction *placed = &s->instructions.items[s->instructions.count++];
+    *placed = *i;
+    return placed;
 }
 
-/* Appends the ends of a copy to the operands of the last instruction that was placed. */
-static void msi_place_ends(msi_scheduling *s, const msi_instruction *copy) {
-    msi_program *p = s->program;
-    if (p->out_of_memory || !MSI_RESERVE(msi_operand, s->allocator, p->code.operands,
-                                         p->code.operands.count + (uint64_t)copy->operand_count)) {
-        p->out_of_memory = true;
-        return;
+/* Appends the ends of a copy to the operands of a wait, the last instruction that was placed. */
+static void msi_place_ends(msi_scheduling *s, msi_instruction *wait, const msi_instruction *copy) {
+    msi_code *code = &s->program->code;
+    const msi_operand *ends = code->operands.items + copy->operand_first;
+    for (uint32_t k = 0; k < copy->operand_count; k++) {
+        code->operands.items[code->operands.count++] = ends[k];
     }
-    msi_instruction *last = &s->instructions.items[s->instructions.count - 1];
-    memcpy(p->code.operands.items + p->code.operands.count,
-           p->code.operands.items + copy->operand_first, copy->operand_count * sizeof(msi_operand));
-    p->code.operands.count += copy->operand_count;
-    last->operand_count = (uint16_t)(last->operand_count + copy->operand_count);
+    wait->operand_count = (uint16_t)(wait->operand_count + copy->operand_count);
 }
 
 /* Links the copies of each engine. */
@@ -14803,35 +14844,33 @@ static void msi_link_transfers(msi_scheduling *s) {
 /* Places a wait for a copy. Its operands are the ends of the copy, and then those of the copies of
    its engine before `end` that were not awaited yet. */
 static void msi_place_wait(msi_scheduling *s, const msi_instruction *copy, uint32_t end) {
-    msi_instruction wait = *copy;
-    wait.op = (uint8_t)MSI_OP_WAIT;
-    wait.operand_first = s->program->code.operands.count;
-    wait.operand_count = 0;
-    wait.restores = wait.follows = false;
-    msi_place(s, &wait);
-    msi_place_ends(s, copy);
+    msi_instruction *wait = msi_place(s, copy);
+    wait->op = (uint8_t)MSI_OP_WAIT;
+    wait->us = 0.0;
+    wait->is_timed = true;
+    wait->operand_first = s->program->code.operands.count;
+    wait->operand_count = 0;
+    wait->restores = wait->follows = false;
+    msi_place_ends(s, wait, copy);
     s->computed_count++;
     uint32_t *number = &s->awaited[msi_ops[copy->op].engine];
-    for (; *number < end && !s->program->out_of_memory; *number = s->transfers[*number].next) {
+    for (; *number < end; *number = s->transfers[*number].next) {
         const uint32_t placed = s->moved[s->transfers[*number].instruction];
-        const msi_instruction before = s->instructions.items[placed];
-        msi_place_ends(s, &before);
+        msi_place_ends(s, wait, &s->instructions.items[placed]);
     }
 }
 
 /* Places the issue of a copy. The last of the copies that one wait is for has an event. */
-static void msi_place_issue(msi_scheduling *s, msi_transfer *t) {
+static void msi_place_issue(msi_scheduling *s, const msi_transfer *t) {
     const msi_transfer *next = t->next < s->transfer_count ? &s->transfers[t->next] : NULL;
-    msi_instruction i = s->program->code.instructions.items[t->instruction];
-    i.op = (uint8_t)msi_direction(s->program, &i);
-    i.follows = s->followed_count[t->engine] != s->computed_count;
+    s->moved[t->instruction] = s->instructions.count;
+    msi_instruction *i = msi_place(s, &s->program->code.instructions.items[t->instruction]);
+    i->follows = s->followed_count[t->engine] != s->computed_count;
     s->followed_count[t->engine] = s->computed_count;
     if (!next || next->wait != t->wait) {
         const uint32_t event = s->event_count[t->engine]++ % MSI_COPY_EVENTS;
-        i.event = (uint16_t)(msi_first_signal(t->engine) + event);
+        i->event = (uint16_t)(msi_first_signal(t->engine) + event);
     }
-    s->moved[t->instruction] = s->instructions.count;
-    msi_place(s, &i);
 }
 
 /* Places the copies of an engine that are issued before a slot. */
@@ -14851,10 +14890,9 @@ static void msi_place_waits(msi_scheduling *s, uint32_t slot, int engine) {
          number = s->transfers[number].next) {
         last = number;
     }
-    if (last != MSI_NONE && !s->program->out_of_memory) {
+    if (last != MSI_NONE) {
         const uint32_t placed = s->moved[s->transfers[last].instruction];
-        const msi_instruction copy = s->instructions.items[placed];
-        msi_place_wait(s, &copy, last);
+        msi_place_wait(s, &s->instructions.items[placed], last);
         s->awaited[engine] = number;
     }
 }
@@ -14873,8 +14911,7 @@ static void msi_place_copies(msi_scheduling *s, uint32_t slot, bool fetches) {
    which so need no events. */
 static void msi_place_wait_at_once(msi_scheduling *s, const msi_instruction *copy) {
     const ms_stream_kind engine = msi_ops[copy->op].engine;
-    for (uint32_t k = s->awaited[engine]; k < s->issued[engine] && !s->program->out_of_memory;
-         k = s->transfers[k].next) {
+    for (uint32_t k = s->awaited[engine]; k < s->issued[engine]; k = s->transfers[k].next) {
         s->instructions.items[s->moved[s->transfers[k].instruction]].event = MSI_NO_EVENT;
     }
     msi_place_wait(s, copy, s->issued[engine]);
@@ -14882,17 +14919,12 @@ static void msi_place_wait_at_once(msi_scheduling *s, const msi_instruction *cop
 
 /* Places what is computed in a slot. What callbacks use on the host is awaited at once. */
 static void msi_place_slot(msi_scheduling *s, uint32_t now) {
-    msi_program *p = s->program;
-    msi_instruction i = p->code.instructions.items[now];
-    i.op = (uint8_t)msi_direction(p, &i);
-    const bool shown = i.op != p->code.instructions.items[now].op;
-    i.follows = shown;
-    i.event = (uint16_t)(shown ? msi_first_signal(msi_ops[i.op].engine) : (uint32_t)MSI_NO_EVENT);
     s->moved[now] = s->instructions.count;
-    msi_place(s, &i);
+    msi_instruction *i = msi_place(s, &s->program->code.instructions.items[now]);
     s->computed_count++;
-    if (shown) {
-        msi_place_wait_at_once(s, &i);
+    if (msi_is_issued((msi_op)i->op)) {
+        i->event = (uint16_t)msi_first_signal(msi_ops[i->op].engine);
+        msi_place_wait_at_once(s, i);
     }
 }
 
@@ -14904,18 +14936,18 @@ static void msi_place_all(msi_scheduling *s) {
                              p->code.backward_end < count ? p->code.backward_end : count};
     uint32_t now = 0;
     s->computed_count = 1; // before the program
-    for (uint32_t k = 0; k < p->code.operands.count; k++) {
+    for (uint32_t k = 0; k < p->code.operands.count && s->leaves_out; k++) {
         uint32_t *range = &p->code.operands.items[k].range;
         *range = *range == MSI_NONE ? MSI_NONE : s->used_for[*range];
     }
-    for (uint32_t slot = 0; slot <= s->slot_count && !p->out_of_memory; slot++) {
+    for (uint32_t slot = 0; slot <= s->slot_count; slot++) {
         msi_place_copies(s, slot, false);
         p->code.forward_end =
             slot == s->slot[ends[0]] ? s->instructions.count : p->code.forward_end;
         p->code.backward_end =
             slot == s->slot[ends[1]] ? s->instructions.count : p->code.backward_end;
         msi_place_copies(s, slot, true);
-        while (now < count && msi_is_transfer(s, &p->code.instructions.items[now])) {
+        while (now < count && msi_is_transfer(&p->code.instructions.items[now])) {
             now++;
         }
         if (slot < s->slot_count) {
@@ -14923,14 +14955,6 @@ static void msi_place_all(msi_scheduling *s) {
         }
     }
     s->moved[count] = s->instructions.count;
-}
-
-static void msi_extend_range(msi_program *p, uint32_t residents, uint32_t range, uint32_t now) {
-    msi_range *r = range == MSI_NONE || range < residents ? NULL : &p->code.ranges.items[range];
-    if (r) {
-        r->first = now < r->first ? now : r->first;
-        r->last = r->last == MSI_NONE || now > r->last ? now : r->last;
-    }
 }
 
 /* Finds the live ranges anew in the new list. Both ends of a copy stay live until it is awaited. */
@@ -14944,30 +14968,21 @@ static void msi_renumber(const msi_scheduling *s) {
             range->idle_last = s->moved[range->idle_last];
         }
         range->bytes = s->used_for[k] == k ? range->bytes : 0;
-        range->first = range->last = MSI_NONE;
+        range->first = 0;
+        range->last = range->outlives ? end - 1 : 0;
     }
     for (uint32_t now = end; now-- > 0;) {
         const msi_instruction *i = &s->instructions.items[now];
         const msi_operand *operands = p->code.operands.items + i->operand_first;
         for (uint32_t k = 0; k < i->operand_count; k++) {
-            msi_extend_range(p, residents, operands[k].range, now);
+            if (operands[k].range != MSI_NONE && operands[k].range >= residents) {
+                msi_range *range = &p->code.ranges.items[operands[k].range];
+                range->first = now;
+                range->last = range->last == 0 ? now : range->last;
+            }
         }
     }
-    for (uint32_t k = residents; k < p->code.ranges.count; k++) {
-        msi_range *range = &p->code.ranges.items[k];
-        const bool used = range->last != MSI_NONE;
-        range->first = used ? range->first : 0;
-        range->last = range->outlives ? end - 1 : used ? range->last : 0;
-    }
     msi_take_apart(p, residents);
-}
-
-/* Forgets which live ranges use the memory of others. */
-static void msi_unshare_memory(msi_program *p) {
-    for (uint32_t k = 0; k < p->code.ranges.count; k++) {
-        p->code.ranges.items[k].alias_of = MSI_NONE;
-        p->code.ranges.items[k].aliased = false;
-    }
 }
 
 /* Places the copies of a program. The order of all other instructions stays as it is. */
@@ -14975,15 +14990,15 @@ static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_s
                          const ms_allocator *allocator, msi_program *p) {
     msi_scheduling s;
     p->code.most_bytes = 0;
-    if (p->out_of_memory || !msi_crosses_link(p)) {
-        return;
-    }
     memset(&s, 0, sizeof s);
     s.graph = g;
     s.costs = costs;
     s.allocator = allocator;
     s.store = store;
     s.program = p;
+    if (p->out_of_memory || !msi_find_transfers(&s)) {
+        return;
+    }
     p->out_of_memory = !msi_scheduling_init(&s);
     if (!p->out_of_memory) {
         msi_share_memory(g, p); // for the sums
@@ -14991,14 +15006,11 @@ static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_s
         s.barrier = p->code.backward_end < p->code.instructions.count ? s.slot[p->code.backward_end]
                                                                       : MSI_NONE;
         msi_sum_slots(&s);
-        msi_unshare_memory(p);
         msi_leave_out(&s);
         msi_link_transfers(&s);
         msi_find_starts(&s);
         msi_place_transfers(&s);
         msi_place_all(&s);
-    }
-    if (!p->out_of_memory) {
         msi_renumber(&s);
         MSI_LIST_FREE(msi_instruction, allocator, p->code.instructions);
         p->code.instructions.items = s.instructions.items;
@@ -16360,27 +16372,32 @@ static bool msi_is_activation(ms_category category) {
            category == MS_CATEGORY_SAVED;
 }
 
-/* Sums the sizes of the live ranges, of all or of activations only, into live_bytes; returns the
-   first instruction with the largest sum. Differences first, then their running sum: unsigned, so
-   a difference that wraps is undone by the sum. */
-static uint32_t msi_sum_live(msi_program *p, uint32_t resident_count, bool activations_only) {
-    uint64_t *live = p->layout.live_bytes.items;
+/* Sums the sizes of the live ranges, into live_bytes, and of activations: differences first, then
+   their running sum. They are unsigned, so a difference that wraps is undone by the sum. Finds the
+   first instruction with the largest sum. */
+static void msi_sum_live(msi_program *p, uint32_t resident_count) {
+    msi_placement *l = &p->layout;
     const uint32_t count = p->code.instructions.count;
-    memset(live, 0, (count + 1) * sizeof *live);
+    uint64_t *live = l->live_bytes.items, *activations = live + count + 1;
+    memset(live, 0, 2 * (count + (size_t)1) * sizeof *live);
     for (uint32_t i = resident_count; i < p->code.ranges.count; i++) {
         const msi_range *range = &p->code.ranges.items[i];
-        if (!range->on_host &&
-            (!activations_only || msi_is_activation((ms_category)range->category))) {
-            live[range->first] += msi_align(range->bytes);
-            live[msi_counts_to(range) + 1] -= msi_align(range->bytes);
-        }
+        const uint64_t bytes = range->on_host ? 0 : msi_align(range->bytes);
+        const uint64_t activation = msi_is_activation((ms_category)range->category) ? bytes : 0;
+        live[range->first] += bytes;
+        live[msi_counts_to(range) + 1] -= bytes;
+        activations[range->first] += activation;
+        activations[msi_counts_to(range) + 1] -= activation;
     }
-    uint32_t peak = 0;
+    l->peak = 0;
+    l->activation_peak_bytes = activations[0];
     for (uint32_t i = 1; i < count; i++) {
         live[i] += live[i - 1];
-        peak = live[i] > live[peak] ? i : peak;
+        activations[i] += activations[i - 1];
+        l->peak = live[i] > live[l->peak] ? i : l->peak;
+        l->activation_peak_bytes = msi_larger(l->activation_peak_bytes, activations[i]);
     }
-    return peak;
+    l->peak_bytes = live[l->peak];
 }
 
 /* A discrete-event simulation of a program. What is enqueued on a stream runs in that order, so
@@ -16460,8 +16477,11 @@ static double msi_ready_us(const msi_clock *c, const msi_instruction *i) {
    that much less time on the link. */
 static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
     const uint64_t bytes = msi_updated_bytes(c->graph, c->program, i, true);
+    if (bytes == 0) {
+        return;
+    }
     c->stall_us += msi_mapped_us(c->graph, c->costs, c->program, i);
-    for (int k = MSI_FIRST_ISSUED; k < MS_STREAM_COUNT && c->costs->has_links && bytes > 0; k++) {
+    for (int k = MSI_FIRST_ISSUED; k < MS_STREAM_COUNT && c->costs->has_links; k++) {
         const ms_stream_kind engine = (ms_stream_kind)k;
         if (msi_engines[engine].is_link) {
             msi_enqueue(c, engine, 0.0, msi_copy_us(c->costs, engine, bytes));
@@ -16538,17 +16558,21 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
     memset(p->predicted.link_us, 0, sizeof p->predicted.link_us);
     p->predicted.last.recompute_us = 0.0;
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
-        const msi_instruction *i = &p->code.instructions.items[now];
-        const double us = msi_duration_us(g, costs, p, i);
-        p->predicted.micro = now == p->code.backward_end ? msi_end_micro(&c) : p->predicted.micro;
+        msi_instruction *i = &p->code.instructions.items[now];
+        const double us = i->us = i->is_timed ? i->us : msi_duration_us(g, costs, p, i);
+        i->is_timed = false;
+        if (now == p->code.backward_end) {
+            p->predicted.micro = msi_end_micro(&c);
+        }
         msi_clock_run(&c, now, us);
         if (msi_is_issued((msi_op)i->op)) {
             p->predicted.link_bytes[msi_ops[i->op].engine] += (uint64_t)msi_moved_bytes(g, p, i);
             p->predicted.link_us[msi_ops[i->op].engine] += us;
         }
-        for (int k = 0; k < MS_STREAM_COUNT && i->op == MSI_OP_UPDATE; k++) {
+        const uint64_t bytes = msi_updated_bytes(g, p, i, true);
+        for (int k = 0; k < MS_STREAM_COUNT && bytes > 0; k++) {
             const bool shared = msi_engines[k].is_link;
-            p->predicted.link_bytes[k] += shared ? msi_updated_bytes(g, p, i, true) : 0;
+            p->predicted.link_bytes[k] += shared ? bytes : 0;
             p->predicted.link_us[k] += shared ? msi_mapped_us(g, costs, p, i) : 0.0;
         }
         p->predicted.last.recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
@@ -16565,14 +16589,12 @@ static void msi_simulate(const msi_graph *g, const msi_costs *costs, const msi_s
                          const ms_allocator *allocator, msi_program *p) {
     const uint32_t residents = store->residents.count;
     if (p->out_of_memory || !MSI_RESERVE(uint64_t, allocator, p->layout.live_bytes,
-                                         p->code.instructions.count + 1ull)) {
+                                         2 * (p->code.instructions.count + 1ull))) {
         p->out_of_memory = true;
         return;
     }
     p->layout.live_bytes.count = p->code.instructions.count;
-    p->layout.activation_peak_bytes = p->layout.live_bytes.items[msi_sum_live(p, residents, true)];
-    p->layout.peak = msi_sum_live(p, residents, false);
-    p->layout.peak_bytes = p->layout.live_bytes.items[p->layout.peak];
+    msi_sum_live(p, residents);
     p->code.most_bytes =
         msi_larger(p->code.most_bytes, p->layout.resident_bytes + p->layout.peak_bytes);
     msi_time_program(g, costs, store, p);
@@ -17539,9 +17561,7 @@ static void msi_find_load_in(msi_greedy *w) {
         }
         in_us += msi_waits_for_device(i) ? msi_awaited_us(w, i) : 0.0;
         left[now] = us - in_us;
-        us += msi_ops[i->op].cost == MSI_COST_LINK
-                  ? 0.0
-                  : msi_duration_us(w->graph, w->scorer->costs, p, i);
+        us += msi_ops[i->op].cost == MSI_COST_LINK ? 0.0 : i->us;
     }
     for (uint32_t now = p->code.instructions.count; now-- > 0;) {
         const bool waits = msi_waits_for_device(&p->code.instructions.items[now]);
@@ -17558,13 +17578,12 @@ static void msi_find_load_out(msi_greedy *w) {
     double *left = w->load.out_us.items, us = 0.0, out_us = 0.0, least = 1e300;
     for (uint32_t now = p->code.instructions.count; now-- > 0;) {
         const msi_instruction *i = &p->code.instructions.items[now];
-        const double own_us = msi_duration_us(w->graph, w->scorer->costs, p, i);
         if (now + 1 == p->layout.peak) {
             us = out_us = 0.0;
         }
-        out_us += msi_sends((msi_op)i->op) ? own_us : 0.0;
+        out_us += msi_sends((msi_op)i->op) ? i->us : 0.0;
         left[now] = us - out_us;
-        us += msi_ops[i->op].cost == MSI_COST_LINK ? 0.0 : own_us;
+        us += msi_ops[i->op].cost == MSI_COST_LINK ? 0.0 : i->us;
     }
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
         const bool sends = msi_sends((msi_op)p->code.instructions.items[now].op);
