@@ -8667,13 +8667,13 @@ typedef struct msi_operand_cursor {
     uint32_t slot, tensor; // of the present operand
 } msi_operand_cursor;
 
-static MSI_NOINLINE msi_operand_cursor msi_operands_of(const msi_graph *g, const msi_layer *l,
-                                                       int group) {
+static inline msi_operand_cursor msi_operands_of(const msi_graph *g, const msi_layer *l,
+                                                 int group) {
     const msi_operand_cursor c = {msi_group(g, l, group), l->count[group], 0, 0, 0};
     return c;
 }
 
-static bool msi_next_operand(msi_operand_cursor *c) {
+static inline bool msi_next_operand(msi_operand_cursor *c) {
     while (c->next < c->count && c->tensors[c->next] == MSI_NONE) {
         c->next++;
     }
@@ -11964,6 +11964,7 @@ typedef struct msi_lowering {
     bool scales_loss; // some decision has F16, which needs a loss scale
     bool calls_f32;   // all the same, layers compute in F32, and read masters where there are any
     bool has_tiles;   // some decision has tiles
+    bool has_moves;   // something is on the host
     bool is_seeded;   // the gradient of the loss is there
 } msi_lowering;
 
@@ -12227,17 +12228,20 @@ static MSI_NOINLINE uint32_t msi_emit_zeros(msi_lowering *w, uint32_t t, msi_rol
     return range;
 }
 
-/* Rows of the next call of a layer. */
-static uint64_t msi_call_rows(const msi_lowering *w, const msi_layer *l) {
-    const uint64_t all = msi_layer_rows(w->graph, l, false);
-    return w->tiles.group ? msi_scale_rows(all, w->tiles.rows.count, w->tiles.rows.of) : all;
+/* Bytes of scratch memory of the next call of a layer. */
+static uint64_t msi_call_workspace(const msi_lowering *w, const msi_layer *l, int which) {
+    uint64_t rows = l->workspace[which].row_bytes > 0 ? msi_layer_rows(w->graph, l, false) : 0;
+    if (w->tiles.group) {
+        rows = msi_scale_rows(rows, w->tiles.rows.count, w->tiles.rows.of);
+    }
+    return msi_workspace_for(l, which, rows);
 }
 
 /* Scratch memory that must be cleared is made before the instruction that it is for. Any other is
    made with the instruction: MSI_UNSET. */
 static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer, int which) {
     const msi_layer *l = &w->graph->layers.items[layer];
-    const uint64_t bytes = msi_workspace_for(l, which, msi_call_rows(w, l));
+    const uint64_t bytes = msi_call_workspace(w, l, which);
     return bytes == 0 ? MSI_NONE
            : l->workspace[which].contents == MS_CONTENTS_ANY
                ? MSI_UNSET
@@ -12245,10 +12249,11 @@ static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer, int which
 }
 
 static void msi_use_workspace(msi_lowering *w, uint32_t layer, int which, uint32_t range) {
-    const msi_layer *l = &w->graph->layers.items[layer];
-    const uint64_t bytes = msi_workspace_for(l, which, msi_call_rows(w, l));
-    msi_use(w, range == MSI_UNSET ? msi_new_range(w, layer, MSI_ROLE_WORKSPACE, bytes) : range,
-            false);
+    if (range == MSI_UNSET) {
+        const msi_layer *l = &w->graph->layers.items[layer];
+        range = msi_new_range(w, layer, MSI_ROLE_WORKSPACE, msi_call_workspace(w, l, which));
+    }
+    msi_use(w, range, false);
 }
 
 /* Where a resident is, and where its value or gradient is found. */
@@ -12317,7 +12322,8 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     w->program = p;
     w->decisions = decisions;
     w->queue.first = w->queue.end = w->queue.update_count = 0;
-    w->backward = w->has_narrow = w->scales_loss = w->has_tiles = w->is_seeded = false;
+    w->backward = w->has_narrow = w->scales_loss = w->is_seeded = false;
+    w->has_tiles = w->has_moves = false;
     w->tiles.groups.count = w->tiles.run_number = 0;
     w->tiles.group = NULL;
     w->again.pass_only_count = w->again.recomputation = w->again.pass_number = 0;
@@ -12326,6 +12332,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
         w->now.gradient[t] = w->now.away[t] = w->now.gradient_away[t] = MSI_NONE;
         w->again.met[t] = w->again.wanted[t] = w->now.cleared[t] = w->tiles.cut[t] = 0;
         w->has_tiles |= decisions[t].tiles > 0;
+        w->has_moves |= decisions[t].moves > 0;
         if (decisions[t].format != w->graph->tensors.items[t].format) {
             p->code.homes = msi_mix_in(p->code.homes, (uint64_t)t << 8 | decisions[t].format);
             w->has_narrow = true;
@@ -12874,7 +12881,7 @@ static void msi_fetch_params(msi_lowering *w, const msi_layer *l, uint32_t reads
 
 /* Fetches what a layer reads from the host. */
 static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
-    for (int group = 0; group <= MSI_GROUP_PARAM; group++) {
+    for (int group = 0; group <= MSI_GROUP_PARAM && w->has_moves; group++) {
         const uint32_t reads =
             op == MSI_OP_BACKWARD ? l->backward_masks[group] : msi_op_reads(l, op, group);
         if (group == MSI_GROUP_PARAM) {
@@ -12892,7 +12899,7 @@ static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
 /* Forgets the copies on the device of params whose home is the host; inside a group not before its
    last tile, when msi_end_group calls this. */
 static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
-    if (w->tiles.group) {
+    if (w->tiles.group || !w->has_moves) {
         return;
     }
     for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
@@ -12905,7 +12912,7 @@ static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
 /* After the forward of a layer: sends to the host what it has made and what is to be moved. A sweep
    sends nothing: no backward but its own, which follows at once, reads what it makes. */
 static void msi_send_made(msi_lowering *w, const msi_layer *l) {
-    if (w->tiles.group && w->tiles.group->sweeps) {
+    if ((w->tiles.group && w->tiles.group->sweeps) || !w->has_moves) {
         return;
     }
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
@@ -14288,12 +14295,13 @@ enum { MSI_LONGEST_GAP = 64, MSI_LONGEST_LEAD = 1024, MSI_QUEUED_COPIES = 4 };
    instruction among all that are not such copies. */
 typedef struct msi_transfer {
     uint32_t instruction; // in the old list
-    uint32_t made;        // the slot that follows it in the old list
-    uint32_t needed;      // of a copy in: the first slot that uses it or a later copy of its engine
-    uint32_t gone;        // from this slot on, what it has on the device lives for it alone
-    uint32_t issue;       // it is issued before this slot
-    uint32_t wait;        // it is awaited before this slot
-    uint32_t next;        // the next copy of its engine that is not left out, or the count
+    uint32_t operand_first, pair_count;
+    uint32_t made;   // the slot that follows it in the old list
+    uint32_t needed; // of a copy in: the first slot that uses it or a later copy of its engine
+    uint32_t gone;   // from this slot on, what it has on the device lives for it alone
+    uint32_t issue;  // it is issued before this slot
+    uint32_t wait;   // it is awaited before this slot
+    uint32_t next;   // the next copy of its engine that is not left out, or the count
     /* Of a copy in, for each engine: the last copy out that makes a source, or MSI_NONE. */
     uint32_t after[MS_STREAM_COUNT];
     double us, start_us; // how long it takes; of a copy in: when it should begin
@@ -14391,13 +14399,8 @@ typedef struct msi_ends {
     uint32_t device, host; // ranges
 } msi_ends;
 
-static uint32_t msi_count_ends(const msi_scheduling *s, const msi_transfer *t) {
-    return msi_pair_count(&s->program->code.instructions.items[t->instruction]);
-}
-
-static msi_ends msi_ends_of(const msi_scheduling *s, const msi_transfer *t, uint32_t pair) {
-    const msi_instruction *i = &s->program->code.instructions.items[t->instruction];
-    const msi_operand *operands = s->program->code.operands.items + i->operand_first + 2 * pair;
+static inline msi_ends msi_ends_of(const msi_scheduling *s, const msi_transfer *t, uint32_t pair) {
+    const msi_operand *operands = s->program->code.operands.items + t->operand_first + 2 * pair;
     const uint32_t host = msi_is_in(t) ? 1 : 0;
     const msi_ends ends = {operands[1 - host].range, operands[host].range};
     return ends;
@@ -14415,8 +14418,9 @@ static void msi_note_transfer(msi_scheduling *s, uint32_t number, uint32_t now) 
     t->needed = MSI_NONE;
     memset(t->after, 0xff, sizeof t->after); // MSI_NONE
     t->us = i->us;
-    const uint32_t count = msi_pair_count(i);
-    for (uint32_t k = 0; k < count; k++) {
+    t->operand_first = i->operand_first;
+    t->pair_count = i->operand_count / 2u;
+    for (uint32_t k = 0; k < t->pair_count; k++) {
         const msi_ends ends = msi_ends_of(s, t, k);
         const uint32_t before = s->of_range[ends.host];
         const msi_transfer *made = before == MSI_NONE ? NULL : &s->transfers[before];
@@ -14545,8 +14549,7 @@ static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_trans
 
 /* Sums what a transfer has on the device, and finds from when on that lives for it alone. */
 static void msi_sum_ends(const msi_scheduling *s, msi_transfer *t) {
-    const uint32_t count = msi_count_ends(s, t);
-    for (uint32_t k = 0; k < count; k++) {
+    for (uint32_t k = 0; k < t->pair_count; k++) {
         const msi_range *range = &s->program->code.ranges.items[msi_ends_of(s, t, k).device];
         const uint32_t end = msi_live_end(s, range);
         t->bytes += msi_align(range->bytes);
@@ -14565,11 +14568,9 @@ static void msi_leave_out(msi_scheduling *s) {
     }
     for (uint32_t number = 0; number < s->transfer_count; number++) {
         msi_transfer *t = &s->transfers[number];
-        msi_instruction *i = &p->code.instructions.items[t->instruction];
-        msi_operand *operands = p->code.operands.items + i->operand_first;
-        const uint32_t count = msi_count_ends(s, t);
+        msi_operand *operands = p->code.operands.items + t->operand_first;
         uint32_t left = 0, next = 0; // the pair after the last one that is left
-        for (uint32_t k = 0; k < count; k++) {
+        for (uint32_t k = 0; k < t->pair_count; k++) {
             const msi_ends ends = msi_ends_of(s, t, k);
             const uint32_t earlier = landed[ends.host];
             landed[ends.host] = msi_is_in(t) ? ends.device : MSI_NONE;
@@ -14577,17 +14578,21 @@ static void msi_leave_out(msi_scheduling *s) {
                 s->used_for[ends.device] = s->used_for[earlier];
                 continue;
             }
-            operands[2 * left] = operands[2 * k];
-            operands[2 * left + 1] = operands[2 * k + 1];
-            operands[2 * left + 1].beside = operands[2 * k + 1].beside && next == k;
+            if (left < k) {
+                operands[2 * left] = operands[2 * k];
+                operands[2 * left + 1] = operands[2 * k + 1];
+                operands[2 * left + 1].beside &= next == k;
+            }
             left++;
             next = k + 1;
         }
-        t->is_left_out = left == 0;
-        s->leaves_out |= left < count;
-        if (left > 0 && left < count) {
+        if (left < t->pair_count) {
+            msi_instruction *i = &p->code.instructions.items[t->instruction];
+            s->leaves_out = true;
+            t->is_left_out = left == 0;
+            t->pair_count = left;
             i->operand_count = (uint16_t)(2 * left);
-            t->us = i->us = msi_duration_us(s->graph, s->costs, p, i);
+            t->us = i->us = left > 0 ? msi_duration_us(s->graph, s->costs, p, i) : 0.0;
             i->is_timed = msi_keeps_time(i);
         }
         msi_sum_ends(s, t);
@@ -14616,7 +14621,7 @@ static void msi_find_starts(msi_scheduling *s) {
 static uint64_t msi_bytes_under_way(const msi_scheduling *s, const msi_transfer *t, uint32_t slot,
                                     uint32_t *until) {
     uint64_t bytes = slot < t->gone ? 0 : t->bytes;
-    for (uint32_t k = 0; slot < t->gone && k < msi_count_ends(s, t); k++) {
+    for (uint32_t k = 0; slot < t->gone && k < t->pair_count; k++) {
         const msi_range *range = &s->program->code.ranges.items[msi_ends_of(s, t, k).device];
         const uint32_t end = msi_live_end(s, range);
         bytes += end <= slot ? msi_align(range->bytes) : 0;
@@ -14789,9 +14794,6 @@ static void msi_place_transfers(msi_scheduling *s) {
     msi_placing w;
     memset(&w, 0, sizeof w);
     w.s = s;
-    for (uint32_t k = 0; k < s->transfer_count; k++) {
-        s->transfers[k].wait = msi_is_in(&s->transfers[k]) ? s->transfers[k].needed : MSI_NONE;
-    }
     for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
         w.queues[engine].next = s->issued[engine];
         w.queues[engine].blocked = MSI_NONE;
@@ -14828,7 +14830,7 @@ static void msi_place_ends(msi_scheduling *s, msi_instruction *wait, const msi_i
     wait->operand_count = (uint16_t)(wait->operand_count + copy->operand_count);
 }
 
-/* Links the copies of each engine. */
+/* Links the copies of each engine. Those in are awaited where they are needed. */
 static void msi_link_transfers(msi_scheduling *s) {
     for (int engine = 0; engine < MS_STREAM_COUNT; engine++) {
         s->issued[engine] = s->transfer_count;
@@ -14836,6 +14838,7 @@ static void msi_link_transfers(msi_scheduling *s) {
     for (uint32_t k = s->transfer_count; k-- > 0;) {
         msi_transfer *t = &s->transfers[k];
         t->next = s->issued[t->engine];
+        t->wait = msi_is_in(t) ? t->needed : MSI_NONE;
         s->issued[t->engine] = t->is_left_out ? t->next : k;
     }
     memcpy(s->awaited, s->issued, sizeof s->awaited);
@@ -14882,26 +14885,30 @@ static void msi_place_issues(msi_scheduling *s, uint32_t slot, int engine) {
     }
 }
 
-/* Places a wait for the last copy of an engine that must be done before a slot, if it has not been
-   awaited. */
+/* Places a wait for the last copy of an engine that must be done before a slot. The first that has
+   not been awaited must be. */
 static void msi_place_waits(msi_scheduling *s, uint32_t slot, int engine) {
-    uint32_t last = MSI_NONE, number = s->awaited[engine];
+    uint32_t last = s->awaited[engine], number = s->transfers[last].next;
     for (; number < s->transfer_count && s->transfers[number].wait <= slot;
          number = s->transfers[number].next) {
         last = number;
     }
-    if (last != MSI_NONE) {
-        const uint32_t placed = s->moved[s->transfers[last].instruction];
-        msi_place_wait(s, &s->instructions.items[placed], last);
-        s->awaited[engine] = number;
-    }
+    const uint32_t placed = s->moved[s->transfers[last].instruction];
+    msi_place_wait(s, &s->instructions.items[placed], last);
+    s->awaited[engine] = number;
 }
 
 /* Places what the engines that fetch, or those that do not, have to do before a slot. */
 static void msi_place_copies(msi_scheduling *s, uint32_t slot, bool fetches) {
     for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
-        if (msi_engines[engine].fetches == fetches) {
+        const uint32_t issued = s->issued[engine], awaited = s->awaited[engine];
+        if (msi_engines[engine].fetches != fetches) {
+            continue;
+        }
+        if (issued < s->transfer_count && s->transfers[issued].issue <= slot) {
             msi_place_issues(s, slot, engine);
+        }
+        if (awaited < s->transfer_count && s->transfers[awaited].wait <= slot) {
             msi_place_waits(s, slot, engine);
         }
     }
@@ -16415,14 +16422,13 @@ typedef struct msi_clock {
 
 /* Rounds to multiples of 2^-24 us, so that sums of up to minutes are exact: two programs with the
    same instructions in another order take the same time to the bit. */
-static MSI_NOINLINE double msi_round_us(double us) {
+static inline double msi_round_us(double us) {
     const double ticks = 16777216.0;
     return us < 1e9 ? (double)(uint64_t)(us * ticks + 0.5) / ticks : us;
 }
 
 /* Enqueues work that starts no sooner than `ready_us`. Returns its start. */
-static MSI_NOINLINE double msi_enqueue(msi_clock *c, ms_stream_kind engine, double ready_us,
-                                       double us) {
+static double msi_enqueue(msi_clock *c, ms_stream_kind engine, double ready_us, double us) {
     const double free_us = c->free_us[engine];
     const double start_us = ready_us > free_us ? ready_us : free_us;
     c->stall_us += engine == MS_STREAM_COMPUTE ? start_us - free_us : 0.0;
