@@ -12153,8 +12153,7 @@ static void msi_use(msi_lowering *w, uint32_t range, bool accumulate) {
     l->last = now;
 }
 
-static MSI_NOINLINE void msi_use_both(msi_lowering *w, uint32_t target, bool accumulate,
-                                      uint32_t source) {
+static void msi_use_both(msi_lowering *w, uint32_t target, bool accumulate, uint32_t source) {
     msi_use(w, target, accumulate);
     msi_use(w, source, false);
 }
@@ -12339,9 +12338,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
             w->scales_loss |= msi_is_scaled((msi_format)decisions[t].format);
         }
     }
-    for (uint32_t i = 0; i < w->graph->operands.count; i++) {
-        w->now.snapshot[i] = MSI_NONE;
-    }
+    memset(w->now.snapshot, 0xff, w->graph->operands.count * sizeof *w->now.snapshot); // MSI_NONE
     msi_list_tilings(w);
     for (uint32_t i = 0; i < store->residents.count; i++) {
         const msi_resident *resident = &store->residents.items[i];
@@ -14974,7 +14971,7 @@ static void msi_renumber(const msi_scheduling *s) {
             range->idle_first = s->moved[range->idle_first];
             range->idle_last = s->moved[range->idle_last];
         }
-        range->bytes = s->used_for[k] == k ? range->bytes : 0;
+        range->bytes = !s->leaves_out || s->used_for[k] == k ? range->bytes : 0;
         range->first = 0;
         range->last = range->outlives ? end - 1 : 0;
     }
@@ -16418,6 +16415,7 @@ typedef struct msi_clock {
     double free_us[MS_STREAM_COUNT];   // when all that is enqueued there is done
     double event_us[MSI_SIGNAL_COUNT]; // when the copy before an event is done
     double stall_us;
+    uint64_t mapped_bytes; // of the last instruction: state on the host that it used there
 } msi_clock;
 
 /* Rounds to multiples of 2^-24 us, so that sums of up to minutes are exact: two programs with the
@@ -16482,7 +16480,7 @@ static double msi_ready_us(const msi_clock *c, const msi_instruction *i) {
 /* Accounts for an update that uses state on the host: computing stalls meanwhile, and copies have
    that much less time on the link. */
 static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
-    const uint64_t bytes = msi_updated_bytes(c->graph, c->program, i, true);
+    const uint64_t bytes = c->mapped_bytes = msi_updated_bytes(c->graph, c->program, i, true);
     if (bytes == 0) {
         return;
     }
@@ -16575,10 +16573,9 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
             p->predicted.link_bytes[msi_ops[i->op].engine] += (uint64_t)msi_moved_bytes(g, p, i);
             p->predicted.link_us[msi_ops[i->op].engine] += us;
         }
-        const uint64_t bytes = msi_updated_bytes(g, p, i, true);
-        for (int k = 0; k < MS_STREAM_COUNT && bytes > 0; k++) {
+        for (int k = 0; k < MS_STREAM_COUNT && i->op == MSI_OP_UPDATE && c.mapped_bytes > 0; k++) {
             const bool shared = msi_engines[k].is_link;
-            p->predicted.link_bytes[k] += shared ? bytes : 0;
+            p->predicted.link_bytes[k] += shared ? c.mapped_bytes : 0;
             p->predicted.link_us[k] += shared ? msi_mapped_us(g, costs, p, i) : 0.0;
         }
         p->predicted.last.recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
