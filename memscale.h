@@ -4486,8 +4486,8 @@ enum {
     MSI_MOVES_STATE = 1 << 2,
     MSI_MOVES_ALL = 7,
     MSI_MOVES_OF_STEP = MSI_MOVES_VALUE | MSI_MOVES_STATE, // not gradients, which accumulate
-    MSI_MOVES_MADE = 8,                                    // of values of layers; in searches only
-    MSI_IN_PLACE = 16 // with MSI_MOVES_STATE: updates use state on the host, without copies
+    MSI_IN_PLACE = 8,    // with MSI_MOVES_STATE: updates use state on the host, without copies
+    MSI_MOVES_MADE = 16, // of values of layers; in searches only
 };
 
 static const uint32_t MSI_AT_END = UINT32_MAX - 1;
@@ -16814,6 +16814,7 @@ typedef struct msi_search {
     bool any;                   // one plan that fits is enough
     msi_finder finder;          // the search under way
     bool early;                 // the plans proposed update params inside backward
+    bool may_delay;             // those that update them after it are searched too
     uint32_t rounding;          // what they round: a mask of MSI_ROUNDS_STATE and others
     const msi_tilings *tilings; // found by msi_find_tilings, or NULL
     uint32_t tiling;            // number of the set that groups their layers; 0: none
@@ -17252,7 +17253,7 @@ static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions,
 }
 
 /* What a search does to one tensor: drops its value, or moves something of it to the host. The
-   action is 0 or a bit of msi_tensor_decision.moves; numbers of tensors leave four bits free. */
+   action is 0 or what it sets in msi_tensor_decision.moves; numbers of tensors leave four bits free. */
 enum { MSI_ACTION_SHIFT = 28, MSI_ACTION_TENSOR = (1 << MSI_ACTION_SHIFT) - 1 };
 
 static uint32_t msi_action_tensor(uint32_t action) {
@@ -17262,14 +17263,15 @@ static uint32_t msi_action_tensor(uint32_t action) {
 static bool msi_is_done(const msi_tensor_decision *decisions, uint32_t action) {
     const msi_tensor_decision *d = &decisions[msi_action_tensor(action)];
     const uint32_t move = action >> MSI_ACTION_SHIFT;
-    return move ? d->moves & move : d->pass > 0;
+    return move ? (d->moves & move) == move : d->pass > 0;
 }
 
 static MSI_NOINLINE void msi_do(msi_tensor_decision *decisions, uint32_t action, bool done) {
     msi_tensor_decision *d = &decisions[msi_action_tensor(action)];
     const uint32_t move = action >> MSI_ACTION_SHIFT;
+    const uint32_t undone = move & MSI_MOVES_STATE ? move | MSI_IN_PLACE : move;
     if (move) {
-        d->moves = (uint8_t)(done ? d->moves | move : d->moves & ~move);
+        d->moves = (uint8_t)(done ? d->moves | move : d->moves & ~undone);
     } else {
         d->pass = done;
     }
@@ -18252,10 +18254,7 @@ typedef struct msi_give_back {
 static void msi_keep_moves(msi_greedy *w, uint32_t count) {
     memcpy(w->decisions, w->search->best, (size_t)msi_decisions_bytes(w->graph));
     for (uint32_t i = count; i < w->moves.count; i++) {
-        const uint32_t action = w->moves.items[i].key;
-        msi_tensor_decision *d = &w->decisions[msi_action_tensor(action)];
-        msi_do(w->decisions, action, false);
-        d->moves = (uint8_t)(d->moves & MSI_MOVES_STATE ? d->moves : d->moves & ~MSI_IN_PLACE);
+        msi_do(w->decisions, w->moves.items[i].key, false);
     }
     w->score = msi_search_estimate(w->search, w->decisions);
 }
@@ -19452,7 +19451,7 @@ enum {
     MSI_ALL_WORDS = MSI_ALL_GROUPS / 64,
     MSI_ALL_LAYERS = 128,
     MSI_ALL_WORK = 1 << 15, // layers that are lowered
-    MSI_ALL_MOVES = 3,      // as many times that work where something may be moved
+    MSI_ALL_MOVES = 4,      // as many times that work where something may be moved
     MSI_ALL_MASKS = 20,     // groups of which all choices can be gone through
     MSI_ALL_CHAIN = 32,     // groups of a chain
     MSI_ALL_SEEDS = 8       // random choices at the start of a local search
@@ -19485,13 +19484,13 @@ typedef struct msi_exhaustive {
     uint32_t drop_count;                // groups that drop values; the others move something
     uint32_t first[MSI_ALL_GROUPS + 1]; // per group: its first action in members
     uint32_t against[MSI_ALL_GROUPS];   // per group: a group that cannot be done with it, or none
-    bool has_room;                      // the last group is MSI_ACTION_ROOM
-    uint32_t *members;                  // actions by group
-    uint32_t *group_of;                 // per tensor: the group that drops it, or MSI_NONE
-    msi_tensor_decision *base;          // nothing is dropped by choice
-    msi_tensor_decision *decisions;     // of the choice at hand
-    uint32_t limit, count, tries_left;  // choices that may be tried, that were; tries
-    uint32_t room;                      // for choices
+    uint32_t room_group, late_group; // those that give copies room, and update params late; or NONE
+    uint32_t *members;               // actions by group
+    uint32_t *group_of;              // per tensor: the group that drops it, or MSI_NONE
+    msi_tensor_decision *base;       // nothing is dropped by choice
+    msi_tensor_decision *decisions;  // of the choice at hand
+    uint32_t limit, count, tries_left; // choices that may be tried, that were; tries
+    uint32_t room;                     // for choices
     msi_tried *tried;
     msi_candidate *list;         // the same choices
     uint32_t *index, index_mask; // a hash table of the choices that were tried, from 1 on
@@ -19523,28 +19522,38 @@ static bool msi_open_group(msi_exhaustive *all, uint32_t member, uint32_t agains
     return true;
 }
 
-/* Lists what can be moved, each by itself, and the room that copies get. */
+/* Lists what can be moved, each by itself, state in two ways, and the room that copies get. */
 static bool msi_list_move_groups(msi_exhaustive *all, uint32_t member) {
+    static const uint32_t ways[] = {MSI_MOVES_VALUE, MSI_MOVES_GRADIENT, MSI_MOVES_STATE,
+                                    MSI_MOVES_STATE | MSI_IN_PLACE};
     const msi_graph *g = all->graph;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const uint32_t free = msi_may_choose(g, t) & ~(uint32_t)all->base[t].moves;
+        const uint32_t free = (msi_may_choose(g, t) & ~(uint32_t)all->base[t].moves) |
+                              (all->search->scorer->costs->maps_host ? MSI_IN_PLACE : 0u);
         const bool fixed = all->search->scorer->homes && g->tensors.items[t].kind == MSI_KIND_PARAM;
-        for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
-            if ((free & move) && !fixed && all->base[t].pass == 0) {
-                const uint32_t against = move == MSI_MOVES_VALUE ? all->group_of[t] : MSI_NONE;
+        for (int k = 0; k < 4 && !fixed && all->base[t].pass == 0; k++) {
+            const uint32_t against = k == 0   ? all->group_of[t]
+                                     : k == 3 ? all->group_count - 1 // the state by copies
+                                              : MSI_NONE;
+            if ((free & ways[k]) == ways[k]) {
                 if (!msi_open_group(all, member, against)) {
                     return false;
                 }
-                all->members[member++] = t | move << MSI_ACTION_SHIFT;
+                all->members[member++] = t | ways[k] << MSI_ACTION_SHIFT;
             }
         }
     }
-    all->has_room = all->group_count > all->drop_count;
-    if (all->has_room && !msi_open_group(all, member, MSI_NONE)) {
+    const bool moves = all->group_count > all->drop_count;
+    all->first[all->group_count] = member; // the groups after it have no members
+    all->room_group = moves ? all->group_count : MSI_NONE;
+    if (moves && !msi_open_group(all, member, MSI_NONE)) {
         return false;
     }
-    all->members[member] = g->tensors.count;
-    all->first[all->group_count] = member + all->has_room;
+    all->late_group = moves && all->search->may_delay ? all->group_count : MSI_NONE;
+    if (all->late_group != MSI_NONE && !msi_open_group(all, member, MSI_NONE)) {
+        return false;
+    }
+    all->first[all->group_count] = member;
     return true;
 }
 
@@ -19553,7 +19562,7 @@ static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
     const msi_graph *g = all->graph;
     uint32_t member = 0;
     all->group_count = 0;
-    all->has_room = false;
+    all->room_group = all->late_group = MSI_NONE;
     memset(all->group_of, 0xff, g->tensors.count * sizeof *all->group_of);
     for (uint32_t i = 0; i < g->layers.count; i++) {
         bool open = false;
@@ -19581,36 +19590,41 @@ static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
 static bool msi_is_sound(const msi_exhaustive *all, const msi_groups *groups) {
     bool sound = true, moves = false;
     for (uint32_t k = all->drop_count; k < all->group_count; k++) {
-        const bool has = msi_has_group(groups, k),
-                   room = all->has_room && k + 1 == all->group_count;
+        const bool has = msi_has_group(groups, k);
         const uint32_t against = all->against[k];
         sound &= !has || against == MSI_NONE || !msi_has_group(groups, against);
-        sound &= !has || !room || moves;
+        sound &= !has || k < all->room_group || moves;
         moves |= has;
     }
     return sound;
 }
 
-/* Makes a choice sound: what it would both move and drop is only moved. */
-static void msi_make_sound(const msi_exhaustive *all, msi_groups *groups) {
+/* Adds a group to a choice in place of those that cannot be done with it, or takes it back. */
+static void msi_change_group(const msi_exhaustive *all, msi_groups *groups, uint32_t group) {
     for (uint32_t k = all->drop_count; k < all->group_count; k++) {
-        const uint32_t against = msi_has_group(groups, k) ? all->against[k] : MSI_NONE;
-        if (against != MSI_NONE && msi_has_group(groups, against)) {
-            msi_flip_group(groups, against);
+        const uint32_t other = k == group                 ? all->against[k]
+                               : all->against[k] == group ? k
+                                                          : MSI_NONE;
+        if (other != MSI_NONE && msi_has_group(groups, other)) {
+            msi_flip_group(groups, other);
         }
     }
+    msi_flip_group(groups, group);
 }
 
 static msi_score msi_estimate_groups(msi_exhaustive *all, const msi_groups *groups) {
     memcpy(all->decisions, all->base, (size_t)msi_decisions_bytes(all->graph));
     for (uint32_t k = 0; k < all->group_count; k++) {
         for (uint32_t i = all->first[k]; msi_has_group(groups, k) && i < all->first[k + 1]; i++) {
-            if (all->members[i] == all->graph->tensors.count) {
-                all->decisions[all->members[i]].room = 1;
-            } else {
-                msi_do(all->decisions, all->members[i], true);
-            }
+            msi_do(all->decisions, all->members[i], true);
         }
+    }
+    if (all->room_group != MSI_NONE && msi_has_group(groups, all->room_group)) {
+        all->decisions[all->graph->tensors.count].room = 1;
+    }
+    if (all->late_group != MSI_NONE) {
+        all->search->early = !msi_has_group(groups, all->late_group);
+        msi_place_updates(all->graph, all->decisions, all->search->early, 0);
     }
     return msi_search_estimate(all->search, all->decisions);
 }
@@ -19722,8 +19736,7 @@ static void msi_explore(msi_exhaustive *all, uint32_t choice, bool by_bytes) {
     for (uint32_t k = 0; k < all->group_count && msi_may_try(all); k++) {
         msi_groups groups = start;
         if (!by_bytes || msi_has_group(&start, k) || msi_has_group(&helpful, k)) {
-            msi_flip_group(&groups, k);
-            msi_make_sound(all, &groups);
+            msi_change_group(all, &groups, k);
             msi_try_groups(all, &groups);
         }
     }
@@ -19746,9 +19759,8 @@ static void msi_try_random(msi_exhaustive *all, const msi_front *f) {
     const uint32_t choice = f->points[msi_random_below(all, f->count)].choice;
     msi_groups groups = all->tried[choice].groups;
     for (uint32_t k = 2 + msi_random_below(all, 2); k > 0; k--) {
-        msi_flip_group(&groups, msi_random_below(all, all->group_count));
+        msi_change_group(all, &groups, msi_random_below(all, all->group_count));
     }
-    msi_make_sound(all, &groups);
     msi_try_groups(all, &groups);
 }
 
@@ -19784,10 +19796,9 @@ static void msi_search_locally(msi_exhaustive *all) {
         msi_groups groups = MSI_ZERO_INIT;
         for (uint32_t k = 0; k < all->group_count; k++) {
             if (msi_random_below(all, MSI_ALL_SEEDS - 1) < seed) {
-                msi_flip_group(&groups, k);
+                msi_change_group(all, &groups, k);
             }
         }
-        msi_make_sound(all, &groups);
         msi_try_groups(all, &groups);
     }
     for (uint32_t round = 0; msi_may_try(all); round++) {
@@ -19834,7 +19845,7 @@ static uint64_t msi_exhaustive_bytes(const msi_exhaustive *all) {
     return all->room *
                (uint64_t)(sizeof(msi_tried) + sizeof(msi_candidate) + 2 * sizeof(msi_front_point)) +
            2 * msi_decisions_bytes(all->graph) +
-           (all->index_mask + 2ull + 5ull * all->graph->tensors.count) * sizeof(uint32_t);
+           (all->index_mask + 1ull + 5ull * all->graph->tensors.count) * sizeof(uint32_t);
 }
 
 static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
@@ -19860,7 +19871,7 @@ static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
     all->decisions = all->base + g->tensors.count + 1;
     all->index = (uint32_t *)(void *)(all->decisions + g->tensors.count + 1);
     all->members = all->index + all->index_mask + 1;
-    all->group_of = all->members + 4 * (size_t)g->tensors.count + 1;
+    all->group_of = all->members + 4 * (size_t)g->tensors.count;
     msi_decide_base(search, all->base);
     (void)msi_estimate(search->scorer, all->base);
     all->crowd_unit = 1.0 / (1.0 + (double)search->scorer->program->layout.peak_bytes);
@@ -20441,6 +20452,7 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     w->search->host_budget = msi_larger(w->search->host_budget, w->score.host_bytes);
     bool fits = !always_early && msi_add_prefix(w) && w->score.bytes <= w->search->budget;
     if (!fits && may_be_early) {
+        w->search->may_delay = !always_early;
         msi_begin_early(w);
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }

@@ -2010,9 +2010,9 @@ static void a_small_graph_has_groups_for_all_that_may_be_chosen(void **state) {
             of.search.techniques = MSI_CHECKPOINTING;
             assert_true(msi_exhaustive_init(&all, &of.search));
             if (msi_list_groups(&all, by_layer == 1)) {
-                uint32_t seen[GRAPH_TENSORS * 3][MSI_MOVES_ALL + 1] = {{0}};
+                uint32_t seen[GRAPH_TENSORS * 3][2 * MSI_IN_PLACE] = {{0}};
                 assert_true(g->tensors.count < GRAPH_TENSORS * 3);
-                for (uint32_t k = 0; k < all.group_count - all.has_room; ++k) {
+                for (uint32_t k = 0; k < all.group_count && k < all.room_group; ++k) {
                     const uint32_t first = all.first[k], end = all.first[k + 1];
                     const msi_tensor *of_first =
                         &g->tensors.items[all.members[first] & ((1u << MSI_ACTION_SHIFT) - 1)];
@@ -2038,6 +2038,8 @@ static void a_small_graph_has_groups_for_all_that_may_be_chosen(void **state) {
                         assert_int_equal(seen[t][move], may);
                         moved[move] += may;
                     }
+                    assert_int_equal(seen[t][MSI_MOVES_STATE | MSI_IN_PLACE],
+                                     seen[t][MSI_MOVES_STATE] && c.scorer.costs->maps_host);
                 }
             }
             msi_release(c.scorer.allocator, all.tried, msi_exhaustive_bytes(&all));
