@@ -17485,9 +17485,9 @@ static uint64_t msi_joined_bytes(msi_greedy *w, uint32_t tensor) {
 /* Bytes of what belongs to a tensor and is moved. */
 static uint64_t msi_action_bytes(const msi_greedy *w, uint32_t t, uint32_t move) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
-    return move == MSI_MOVES_STATE ? msi_all_state_bytes(w->scorer->lowering->optimizer, tensor,
-                                                         w->decisions[t].state_8bit)
-                                   : msi_align(msi_decided_bytes(w->graph, w->decisions, t));
+    return move & MSI_MOVES_STATE ? msi_all_state_bytes(w->scorer->lowering->optimizer, tensor,
+                                                        w->decisions[t].state_8bit)
+                                  : msi_align(msi_decided_bytes(w->graph, w->decisions, t));
 }
 
 /* Adds a move whose actions are the last member_count members. Room for it has been reserved. */
@@ -17664,6 +17664,24 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     return us + once_us / micros;
 }
 
+/* Prices a move to the host. State is used in place where that takes less time than its copies. */
+static void msi_price_offload(msi_greedy *w, msi_move *move) {
+    const msi_costs *costs = w->scorer->costs;
+    double us = msi_offload_us(w, move);
+    if (move->key >> MSI_ACTION_SHIFT == MSI_MOVES_STATE && costs->maps_host) {
+        const double in_place_us = 2.0 * move->bytes_per_us / // which are bytes yet
+                                   (costs->hardware.mapped_gb_per_s * 1e3) /
+                                   (double)w->scorer->store->micro_count;
+        if (in_place_us < us) {
+            us = in_place_us;
+            move->key |= (uint32_t)MSI_IN_PLACE << MSI_ACTION_SHIFT;
+            w->members.items[move->member] = move->key;
+        }
+    }
+    move->segment_bytes = 0;
+    move->bytes_per_us /= 1e-3 + us;
+}
+
 /* Whether the instruction at the peak uses a live range. */
 static bool msi_is_used_at_peak(const msi_program *p, uint32_t range) {
     const msi_instruction *i = &p->code.instructions.items[p->layout.peak];
@@ -17780,8 +17798,7 @@ static MSI_NOINLINE void msi_find_moves(msi_greedy *w) {
         msi_move *move = &w->moves.items[i];
         double us = 0.0;
         if (move->key >> MSI_ACTION_SHIFT) {
-            move->segment_bytes = 0;
-            move->bytes_per_us /= 1e-3 + msi_offload_us(w, move);
+            msi_price_offload(w, move);
             continue;
         }
         for (uint32_t k = 0; k < move->member_count; k++) { // of one layer: the dearest counts
@@ -19447,7 +19464,7 @@ static MSI_NOINLINE bool msi_search_chain(msi_search *s) {
    layers; local on those of up to 128 with branches, most at small budgets, many of which no other
    search meets. */
 enum {
-    MSI_ALL_GROUPS = 128,
+    MSI_ALL_GROUPS = 256,
     MSI_ALL_WORDS = MSI_ALL_GROUPS / 64,
     MSI_ALL_LAYERS = 128,
     MSI_ALL_WORK = 1 << 15, // layers that are lowered
