@@ -16643,6 +16643,7 @@ typedef struct msi_score {
     uint64_t bytes;      // the arena: UINT64_MAX before it is laid out
     double us;           // a step, simulated
     uint64_t host_bytes; // on the host, as `bytes`
+    double link_us;      // in a step, of all copies
 } msi_score;
 
 static const uint64_t MSI_NO_BUDGET = UINT64_MAX;
@@ -16739,7 +16740,7 @@ static MSI_NOINLINE void msi_make_eval(const msi_scorer *s, const msi_tensor_dec
 
 /* Lowers, schedules and simulates, for live bytes and time. This takes less time than a layout. */
 static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *decisions) {
-    msi_score score = {UINT64_MAX, UINT64_MAX, 1e300, UINT64_MAX};
+    msi_score score = {UINT64_MAX, UINT64_MAX, 1e300, UINT64_MAX, 0.0};
     if (!msi_is_short(s)) {
         msi_lower_train(s->lowering, decisions, s->program);
         msi_complete(s, s->program);
@@ -16750,6 +16751,9 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
     if (!msi_is_short(s)) {
         score.live_bytes = s->program->layout.resident_bytes + s->program->layout.peak_bytes;
         score.us = s->program->predicted.step.us;
+        for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
+            score.link_us += s->program->predicted.step.link_us[engine];
+        }
     }
     return score;
 }
@@ -16841,20 +16845,23 @@ static uint64_t msi_most_bytes(const msi_search *s) {
     return s->fits ? s->budget : msi_larger(s->budget, s->best_score.bytes);
 }
 
-/* Whether decisions that were estimated may be the best so far, and so are worth a layout. */
-static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
-    return !s->found ||
-           (score->live_bytes <= msi_most_bytes(s) && (!s->fits || score->us <= s->best_score.us));
-}
-
 static uint64_t msi_decisions_bytes(const msi_graph *g) {
     return (g->tensors.count + 1ull) * sizeof(msi_tensor_decision);
 }
 
-/* Whether decisions come before others: the faster first, then those with fewer live bytes. Arenas
-   are not compared, since a layout that fits may have ended early. */
+/* Whether decisions come before others: the faster first, then those that copy less, then those with
+   fewer live bytes. Arenas are not compared, since a layout that fits may have ended early. */
 static bool msi_is_faster(const msi_score *a, const msi_score *b) {
-    return a->us < b->us || (a->us <= b->us && a->live_bytes < b->live_bytes);
+    const double by_us = a->us - b->us, by_link_us = a->link_us - b->link_us;
+    return by_us < 0.0 ||
+           (!(by_us > 0.0) &&
+            (by_link_us < 0.0 || (!(by_link_us > 0.0) && a->live_bytes < b->live_bytes)));
+}
+
+/* Whether decisions that were estimated may be the best so far, and so are worth a layout. */
+static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
+    return !s->found || (score->live_bytes <= msi_most_bytes(s) &&
+                         (!s->fits || msi_is_faster(score, &s->best_score)));
 }
 
 /* Keeps decisions that were laid out if they are better than the best so far: those that fit come
@@ -17332,10 +17339,8 @@ static void msi_sort_moves(msi_move *items, uint32_t count) {
 
 /* A plan of the list: it does the first drop_count actions of `drops`. */
 typedef struct msi_prefix {
-    uint64_t live_bytes;
-    uint64_t home_bytes; // on the host
+    msi_score score; // in a list that a budget only ends: no faster than any plan before it
     uint32_t drop_count;
-    double us;  // of the slowest plan up to this one
     bool early; // params are updated inside backward
     bool counts;
 } msi_prefix;
@@ -17827,11 +17832,10 @@ static MSI_NOINLINE void msi_find_moves(msi_greedy *w) {
 /* Adds the plan at hand to the list. Returns whether it counts. */
 static bool msi_add_prefix(msi_greedy *w) {
     const uint32_t count = w->prefixes.count;
-    const double slowest = count > 0 ? w->prefixes.items[count - 1].us : 0.0;
+    const double slowest = count > 0 ? w->prefixes.items[count - 1].score.us : 0.0;
     const bool counts = w->score.us >= slowest;
-    const msi_prefix prefix = {w->score.live_bytes, w->scorer->program->layout.home_bytes,
-                               w->drops.count,      counts ? w->score.us : slowest,
-                               w->search->early,    counts};
+    msi_prefix prefix = {w->score, w->drops.count, w->search->early, counts};
+    prefix.score.us = counts ? w->score.us : slowest;
     if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, count + 1ull)) {
         w->prefixes.items[w->prefixes.count++] = prefix;
     }
@@ -17938,7 +17942,7 @@ static bool msi_take_smallest(msi_greedy *w) {
     const msi_prefix *list = w->prefixes.items, *best = NULL, *now = NULL;
     uint64_t bytes = s->found ? s->best_score.bytes : UINT64_MAX;
     for (uint32_t k = w->prefixes.count; k-- > 0 && !msi_is_short(w->scorer);) {
-        if (list[k].counts && list[k].live_bytes <= bytes) {
+        if (list[k].counts && list[k].score.live_bytes <= bytes) {
             now = &list[k];
             msi_return_to(w, now);
             const bool smaller =
@@ -17986,7 +17990,7 @@ static void msi_polish(msi_greedy *w, const msi_prefix *before) {
         }
         msi_redo(w, action, false);
         w->score = msi_search_estimate(w->search, w->decisions);
-        if (w->score.us < best.us && w->score.us >= before->us &&
+        if (w->score.us < best.us && w->score.us >= before->score.us &&
             w->score.live_bytes <= first.live_bytes &&
             msi_fits(w->scorer, &w->score, first.bytes, 0) && w->score.bytes == first.bytes) {
             best = w->score;
@@ -18004,7 +18008,7 @@ static void msi_polish(msi_greedy *w, const msi_prefix *before) {
 static void msi_trim_last(msi_greedy *w, const msi_prefix *before, const msi_score *last) {
     const uint32_t end = w->drops.count, begin = before->drop_count, most = MSI_TRIM_TRIES;
     const uint32_t tries = end - begin < most ? end - begin : most;
-    double slowest = before->us;
+    double slowest = before->score.us;
     for (uint32_t k = 1; k < tries && !msi_is_short(w->scorer); k++) {
         msi_set_drops(w, begin + (uint32_t)((uint64_t)k * (end - begin) / tries));
         w->score = msi_search_estimate(w->search, w->decisions);
@@ -18026,22 +18030,23 @@ static bool msi_host_suffices(const msi_greedy *w) {
 /* The number of the fastest plan of the whole list that fits, which becomes the plan at hand; or
    MSI_NONE. */
 static uint32_t msi_take_fastest(msi_greedy *w) {
+    const msi_prefix *list = w->prefixes.items;
+    msi_score tried = MSI_ZERO_INIT;
     uint32_t best = MSI_NONE;
-    for (double us = -1.0; best == MSI_NONE && !msi_is_short(w->scorer);) {
-        uint32_t next = MSI_NONE; // the fastest that is slower than those tried
+    tried.us = -1.0;
+    while (best == MSI_NONE && !msi_is_short(w->scorer)) {
+        uint32_t next = MSI_NONE; // the first of those that come after what was tried
         for (uint32_t k = 0; k < w->prefixes.count; k++) {
-            const msi_prefix *p = &w->prefixes.items[k];
-            const bool better = next == MSI_NONE || p->us < w->prefixes.items[next].us ||
-                                (p->us <= w->prefixes.items[next].us &&
-                                 p->live_bytes < w->prefixes.items[next].live_bytes);
-            next =
-                p->counts && p->live_bytes <= w->search->budget && p->us > us && better ? k : next;
+            const bool may = list[k].counts && list[k].score.live_bytes <= w->search->budget &&
+                             msi_is_faster(&tried, &list[k].score);
+            const bool first = next == MSI_NONE || msi_is_faster(&list[k].score, &list[next].score);
+            next = may && first ? k : next;
         }
         if (next == MSI_NONE) {
             return MSI_NONE;
         }
-        us = w->prefixes.items[next].us;
-        msi_return_to(w, &w->prefixes.items[next]);
+        tried = list[next].score;
+        msi_return_to(w, &list[next]);
         best = w->score.bytes <= w->search->budget && msi_host_suffices(w) ? next : MSI_NONE;
     }
     return best;
@@ -18064,28 +18069,27 @@ static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
     const uint64_t budget = w->search->budget;
     double fastest_us = 1e300;
     do {
-        const msi_prefix prefix = {
-            w->score.live_bytes, w->scorer->program->layout.home_bytes,
-            w->drops.count,      w->score.us,
-            w->search->early,    w->scorer->program->layout.home_bytes <= w->search->host_budget};
+        const msi_prefix prefix = {w->score, w->drops.count, w->search->early,
+                                   w->scorer->program->layout.home_bytes <= w->search->host_budget};
         if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, w->prefixes.count + 1ull)) {
             w->prefixes.items[w->prefixes.count++] = prefix;
         }
-        const bool fits = prefix.counts && prefix.live_bytes <= budget - budget / 64;
-        fastest_us = fits && prefix.us < fastest_us ? prefix.us : fastest_us;
+        const bool fits = prefix.counts && w->score.live_bytes <= budget - budget / 64;
+        fastest_us = fits && w->score.us < fastest_us ? w->score.us : fastest_us;
     } while (!msi_is_short(w->scorer) && !msi_cannot_win(w, fastest_us) && msi_next_plan(w));
     const uint32_t best = msi_take_fastest(w);
     if (best != MSI_NONE) {
         msi_prefix before = w->prefixes.items[best];
-        before.us = 0.0;
+        before.score.us = 0.0;
         for (uint32_t k = 0; k < w->prefixes.count; k++) {
-            const double us = w->prefixes.items[k].us;
-            before.us = us < w->prefixes.items[best].us && us > before.us ? us : before.us;
+            const double us = w->prefixes.items[k].score.us;
+            const bool later = us < w->prefixes.items[best].score.us && us > before.score.us;
+            before.score.us = later ? us : before.score.us;
         }
         const msi_score last = w->score;
         msi_polish(w, &before);
         msi_propose(w->search, w->decisions, &w->score);
-        if (best > 0 && w->prefixes.items[best - 1].us < last.us) {
+        if (best > 0 && w->prefixes.items[best - 1].score.us < last.us) {
             msi_trim_last(w, &w->prefixes.items[best - 1], &last);
         }
     } else if (!w->search->fits && !msi_is_short(w->scorer) && msi_take_smallest(w)) {
@@ -18228,6 +18232,8 @@ static void msi_blame_copies(msi_blame *b, const msi_scorer *s) {
         const double times = now < p->code.backward_end ? (double)s->store->micro_count : 1.0;
         if (i->op == MSI_OP_WAIT) {
             owed_us[msi_awaited_engine(i)] += times * b->stall_us[now];
+        } else if (i->op == MSI_OP_UPDATE) {
+            b->cost_us[3ull * i->target + 2] += msi_mapped_us(s->graph, s->costs, p, i);
         } else if (msi_is_issued((msi_op)i->op)) {
             const ms_stream_kind engine = msi_ops[i->op].engine;
             const double us = times * b->us[now];
@@ -18302,14 +18308,14 @@ static void msi_list_given_back(msi_greedy *w, msi_give_back *back) {
     }
 }
 
-/* The plan to lay out next: the fastest, if it is no slower than the best so far; of equally fast
-   ones the one that copies least. */
+/* The plan to lay out next: the first, if it comes before the best so far. */
 static uint32_t msi_next_given_back(const msi_search *s, const msi_give_back *back) {
     uint32_t next = MSI_NONE;
     for (uint32_t k = 0; k < back->list.count && !msi_is_short(s->scorer); k++) {
         const msi_candidate *c = &back->list.items[k];
-        const bool first = next == MSI_NONE || c->score.us <= back->list.items[next].score.us;
-        next = !c->done && c->score.us <= s->best_score.us && first ? k : next;
+        const bool first =
+            next == MSI_NONE || msi_is_faster(&c->score, &back->list.items[next].score);
+        next = !c->done && msi_is_faster(&c->score, &s->best_score) && first ? k : next;
     }
     return next;
 }
@@ -18336,6 +18342,7 @@ static void msi_give_room_back(msi_search *s) {
     msi_greedy w;
     msi_blame blame = MSI_ZERO_INIT;
     msi_give_back back = MSI_ZERO_INIT;
+    s->early = s->best_early;
     if (msi_greedy_init(&w, s)) {
         memcpy(w.decisions, s->best, (size_t)msi_decisions_bytes(w.graph));
         w.score = msi_search_estimate(s, w.decisions);
@@ -18355,7 +18362,7 @@ static void msi_give_room_back(msi_search *s) {
 /* Gives back moves of the best plan, if that fits. Wins with accumulation, where params cross the
    link many times a step: a list leaves more of the budget than it must. */
 static void msi_give_back_best(msi_search *s) {
-    if (s->scorer->store->micro_count > 1 && !s->any && s->budget > 0 && s->fits) {
+    if (s->may_move && !s->any && s->budget > 0 && s->fits && s->best_score.link_us > 0.0) {
         msi_give_room_back(s);
     }
 }
@@ -18393,10 +18400,10 @@ static MSI_NOINLINE void msi_search_moves(msi_greedy *w, const msi_move_list *li
         msi_move_params(w, list->begun, list->in_place);
         w->score = msi_search_estimate(s, w->decisions);
     }
-    if (!list->begun || !s->fits || w->score.us <= s->best_score.us) {
+    if (!list->begun || !s->fits || msi_is_faster(&w->score, &s->best_score)) {
         const double before_us = s->fits ? s->best_score.us : 1e300;
         msi_search_whole(w);
-        if (s->best_score.us < before_us) {
+        if (s->best_score.us < before_us && s->scorer->store->micro_count > 1) {
             msi_give_back_best(s);
         }
     }

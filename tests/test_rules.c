@@ -1581,7 +1581,7 @@ static void other_sizes_keep_to_the_memory_there_is(void **state) {
     t_ok(z.m, ms_wrap(z.m));
     t_report(z.m, &r);
     const uint64_t plain = r.plain_bytes;
-    for (uint64_t percent = 60; percent <= 80; percent += t_size(25, 5)) {
+    for (uint64_t percent = 30; percent <= 80; percent += t_size(25, 5)) {
         int64_t rows = LARGEST;
         t_ok(z.m, ms_reshape(z.m, &rows));
         ms_set_budget(z.m, plain * percent / 100);
@@ -1603,7 +1603,8 @@ static void other_sizes_keep_to_the_memory_there_is(void **state) {
             sent += z.m->run.plan->train.layout.sent_bytes > 0;
         }
     }
-    assert_true(on_host > 0 && sent > 0);
+    assert_true(on_host > 0);
+    assert_true(sent > 0);
     ms_destroy(z.m);
 }
 
@@ -1868,7 +1869,7 @@ static void params_of_a_layer_move_in_one_copy(void **state) {
          "in V a V V a a; out gamma beta gamma gamma beta beta; out V a V V a a; "
          "in W b W W b b; out W b W W b b; "},
         {64, true, false,
-         "in gamma beta; in V a (apart); in W b (apart); in W W b b; in V; out W; "
+         "in gamma beta; in V a (apart); in W b (apart); in W W b b; out W; "
          "out b W W b b (apart); in V V a a; out V; out a V V a a (apart); "
          "in gamma gamma beta beta; out gamma beta; out gamma gamma beta beta; "},
         {60, false, false, // no multiple of 64 bytes

@@ -865,11 +865,13 @@ static void state_is_used_where_that_is_faster(void **state) {
     ms_memory_report smallest, fast, slow, very_slow;
     assert_int_equal(state_in_place(0, 0.5, &smallest), 6);
     assert_true(smallest.arena_bytes < 3 * 64 * 64 * 4); // no more than a param and its gradient
-    assert_int_equal(smallest.to_host_bytes, 18 * 64 * 64 * 4); // six params with their state
+    const uint64_t params = 18 * 64 * 64 * 4; // six of them with their state
+    assert_true(smallest.to_host_bytes >= params);
+    assert_true(smallest.to_host_bytes < params + 64 * 64 * 4); // and small values
     const uint64_t budget = 5 * 64 * 64 * 4; // one param, its gradient and its state
-    assert_int_equal(state_in_place(budget, 0.5, &fast), 6);
+    assert_true(state_in_place(budget, 0.5, &fast) > 0);
     assert_int_equal(state_in_place(budget, 0.02, &slow), 0);
-    assert_int_equal(state_in_place(smallest.arena_bytes, 0.02, &very_slow), 6);
+    assert_true(state_in_place(smallest.arena_bytes, 0.02, &very_slow) > 0);
     assert_true(fast.step_us < slow.step_us && slow.step_us < very_slow.step_us);
 }
 
