@@ -17706,7 +17706,7 @@ static void msi_find_host_left(msi_greedy *w) {
 }
 
 /* Whether what a live range holds may be moved, and is worth a copy: one that takes less time than
-   its launch is not. */
+   its launch is not, except in the smallest plan. */
 static bool msi_may_move(const msi_greedy *w, uint32_t t, uint32_t move) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     const msi_costs *costs = w->scorer->costs;
@@ -17717,7 +17717,7 @@ static bool msi_may_move(const msi_greedy *w, uint32_t t, uint32_t move) {
     const uint32_t kind = tensor->kind == MSI_KIND_PARAM ? move : (uint32_t)MSI_MOVES_MADE;
     return (w->search->moves & kind) && all <= w->host_left &&
            (msi_may_choose(w->graph, t) & move) && !(w->decisions[t].moves & move) &&
-           us >= 2.0 * costs->hardware.launch_us &&
+           (us >= 2.0 * costs->hardware.launch_us || w->search->budget == 0) &&
            !(w->scorer->homes && tensor->kind == MSI_KIND_PARAM);
 }
 
