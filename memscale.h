@@ -4113,9 +4113,9 @@ typedef char
 
 enum {
     MSI_FIRST_ISSUED = MS_STREAM_COMPUTE + 1, // the first engine that others wait for
-    MSI_COPY_EVENTS = 32,                     // of each of these
     MSI_ISSUED_COUNT = (int)MS_STREAM_COUNT - (int)MSI_FIRST_ISSUED,
-    MSI_SIGNAL_COUNT = MSI_ISSUED_COUNT * MSI_COPY_EVENTS,
+    MSI_LEAST_EVENTS = 32, // of each engine that others wait for
+    MSI_MOST_EVENTS = 1 << 14,
     MSI_PAIRS = 1 << 7 | 1 << 1 // the operands are pairs, of which the second is read
 };
 
@@ -4247,16 +4247,6 @@ typedef struct msi_instruction {
 
 enum { MSI_NO_EVENT = UINT16_MAX };
 
-/* The number of the first event of an engine in instructions. */
-static uint32_t msi_first_signal(ms_stream_kind engine) {
-    return ((uint32_t)engine - MSI_FIRST_ISSUED) * MSI_COPY_EVENTS;
-}
-
-/* The engine that a WAIT is for. */
-static ms_stream_kind msi_awaited_engine(const msi_instruction *wait) {
-    return (ms_stream_kind)(wait->event / MSI_COPY_EVENTS + MSI_FIRST_ISSUED);
-}
-
 /* What clipping computes, in device memory. */
 typedef struct msi_norm {
     double sum; // of squares
@@ -4289,9 +4279,10 @@ typedef struct msi_code {
     bool sweeps;         // forward computes gradients of params: a group in tiles sweeps
     bool reads_masters;  // calls are in F32, and read masters where there are any
     uint32_t recompute_count;
-    uint32_t room;       // as in msi_tensor_decision
-    uint64_t most_bytes; // up to which copies under way may raise live bytes, residents included
-    uint64_t homes;      // which params have their home on the host, and formats: a hash
+    uint32_t event_count; // of each engine that others wait for
+    uint32_t room;        // as in msi_tensor_decision
+    uint64_t most_bytes;  // up to which copies under way may raise live bytes, residents included
+    uint64_t homes;       // which params have their home on the host, and formats: a hash
 } msi_code;
 
 /* Where the live ranges of a program are, and the memory that they take. Offsets count from the end
@@ -4312,7 +4303,8 @@ typedef struct msi_placement {
 
 /* The times of a program as >>simulate predicts them. */
 typedef struct msi_prediction {
-    MSI_LIST(float) expected;     // microseconds of each instruction: see msi_expected_us
+    MSI_LIST(float) expected;  // microseconds of each instruction: see msi_expected_us
+    MSI_LIST(double) event_us; // scratch memory of msi_clock: when the copy before an event is done
     uint32_t longest, long_count; // the longest that computes; how many exceed most_us of the costs
     double longest_us;
     uint64_t link_bytes[MS_STREAM_COUNT]; // that each engine copies
@@ -4337,6 +4329,16 @@ typedef struct msi_program {
     bool out_of_memory;
 } msi_program;
 
+/* The number of the first event of an engine in instructions. */
+static uint32_t msi_first_signal(const msi_program *p, ms_stream_kind engine) {
+    return ((uint32_t)engine - MSI_FIRST_ISSUED) * p->code.event_count;
+}
+
+/* The engine that a WAIT is for. */
+static ms_stream_kind msi_awaited_engine(const msi_program *p, const msi_instruction *wait) {
+    return (ms_stream_kind)(wait->event / p->code.event_count + MSI_FIRST_ISSUED);
+}
+
 /* A value with a fixed address: at the start of the arena, on the host, or the trainer's own. */
 typedef struct msi_resident {
     uint64_t bytes, offset;
@@ -4355,15 +4357,15 @@ typedef struct msi_resident {
 /* Slices that an asynchronous device may have been given and not finished. */
 enum { MSI_MOST_SLICES = MS_BACKEND_TIMED_EVENTS / 2 };
 
-/* Events of a model; those of staged inputs follow. */
+/* Events of a model; those of staged inputs follow, and then the ends of the copies of a program, by
+   msi_instruction.event. */
 enum {
     MSI_EVENT_SLICES, // the beginning and the end of each slice
     MSI_EVENT_COMPUTE =
         MSI_EVENT_SLICES + 2 * MSI_MOST_SLICES, // of what was enqueued before a copy
     MSI_EVENT_COPY,                             // the end of a copy that the host waits for
     MSI_EVENT_VERDICT,                          // the end of the copy of a verdict to the host
-    MSI_EVENT_COPIES, // from here on: the ends of the copies of a program, by msi_instruction.event
-    MSI_EVENT_COUNT = (int)MSI_EVENT_COPIES + (int)MSI_SIGNAL_COUNT
+    MSI_EVENT_COUNT
 };
 
 /* Device memory that each step has: the state of an eval, then that of a step, MSI_STATE_BYTES
@@ -4438,7 +4440,8 @@ typedef struct msi_store {
     uint64_t staging_bytes;        // after these: the step, its verdict, inputs
     uint64_t step_bytes;           // of the step's own memory: states and factors
     uint64_t factor_count;
-    uint32_t event_count;
+    uint32_t event_count;      // of the model and of its staged inputs
+    uint32_t copy_event_count; // of each engine in its programs; 0: not known yet
     void *memory;    // of the residents; and of the transient values, if that is not shared
     void *transient; // memory of the transient values; NULL: a shared arena has them
     uint8_t *host;   // residents on the host, transient values, staging
@@ -10960,7 +10963,7 @@ static void msi_get_hardware(ms_model *m) {
     m->costs.maps_host = m->config.backend.maps_host || (m->config.dry_run && m->sources.is_given &&
                                                          h->kind == MS_DEVICE_DISCRETE);
     m->costs.waits_for_copies = m->config.debug || m->config.async_offload == MS_SWITCH_OFF;
-    m->costs.copies_ahead = MSI_COPY_EVENTS - 1;
+    m->costs.copies_ahead = MSI_MOST_EVENTS - 1;
     if (m->config.prefetch_depth > 0 && m->config.prefetch_depth < m->costs.copies_ahead) {
         m->costs.copies_ahead = m->config.prefetch_depth;
     }
@@ -12009,6 +12012,7 @@ static void msi_program_free(const ms_allocator *a, msi_program *p) {
     MSI_LIST_FREE(uint64_t, a, p->layout.live_bytes);
     MSI_LIST_FREE(double, a, p->measured.spans);
     MSI_LIST_FREE(float, a, p->predicted.expected);
+    MSI_LIST_FREE(double, a, p->predicted.event_us);
     memset(p, 0, sizeof *p);
 }
 
@@ -14237,8 +14241,8 @@ static bool msi_keeps_time(const msi_instruction *i) {
    which is the most that it can take. False without memory. */
 static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_allocator *a,
                              msi_program *p) {
-    float copying[MSI_SIGNAL_COUNT];
-    memset(copying, 0, sizeof copying);
+    double *copying = p->predicted.event_us.items;
+    memset(copying, 0, p->predicted.event_us.count * sizeof *copying);
     if (!MSI_RESERVE(float, a, p->predicted.expected, p->code.instructions.count)) {
         return false;
     }
@@ -14248,15 +14252,15 @@ static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_al
     for (uint32_t k = 0; k < p->code.instructions.count; k++) {
         const msi_instruction *i = &p->code.instructions.items[k];
         const bool on_its_own = msi_engine_of(c, (msi_op)i->op) != MS_STREAM_COMPUTE;
-        const bool has_event = i->event < MSI_SIGNAL_COUNT;
+        const bool has_event = i->event != MSI_NO_EVENT;
         float us = (float)msi_duration_us(g, c, p, i);
         if (on_its_own && has_event) {
-            copying[i->event] = us;
+            copying[i->event] = (double)us;
         }
         if (on_its_own) {
             us = (float)c->hardware.launch_us;
         } else if (i->op == MSI_OP_WAIT && has_event) {
-            us = copying[i->event];
+            us = (float)copying[i->event];
         }
         p->predicted.expected.items[k] = -us;
         if (i->op != MSI_OP_WAIT) {
@@ -14295,13 +14299,13 @@ typedef struct msi_transfer {
     uint32_t operand_first, pair_count;
     uint32_t made;   // the slot that follows it in the old list
     uint32_t needed; // of a copy in: the first slot that uses it or a later copy of its engine
-    uint32_t gone;   // from this slot on, what it has on the device lives for it alone
     uint32_t issue;  // it is issued before this slot
     uint32_t wait;   // it is awaited before this slot
     uint32_t next;   // the next copy of its engine that is not left out, or the count
     /* Of a copy in, for each engine: the last copy out that makes a source, or MSI_NONE. */
     uint32_t after[MS_STREAM_COUNT];
     double us, start_us; // how long it takes; of a copy in: when it should begin
+    double done_us;      // when it is done
     uint64_t bytes;      // on the device
     ms_stream_kind engine;
     bool is_left_out;
@@ -14318,6 +14322,7 @@ typedef struct msi_scheduling {
     msi_transfer *transfers; // in the order of the old list
     double *begin_us;        // per slot, and of the end: when it begins if nothing waits for copies
     uint64_t *live_bytes;    // per slot, on the device
+    uint64_t *held_from;     // per slot: bytes that copies under way hold from there on alone
     uint32_t *slot;      // per old instruction: its slot, or of a copy the next one; and the end
     uint32_t *moved;     // per old instruction, and of the end: its new number
     uint32_t *of_range;  // per range: the last transfer that has it as an end, or MSI_NONE
@@ -14367,9 +14372,9 @@ static bool msi_is_transfer(const msi_instruction *i) {
 
 static bool msi_scheduling_init(msi_scheduling *s) {
     const msi_program *p = s->program;
-    const uint64_t instructions = p->code.instructions.count + 1ull, ranges = p->code.ranges.count;
+    const uint64_t instructions = p->code.instructions.count + 2ull, ranges = p->code.ranges.count;
     s->bytes = s->transfer_count * (uint64_t)sizeof(msi_transfer) +
-               instructions * (sizeof(double) + sizeof(uint64_t) + 2 * sizeof(uint32_t)) +
+               instructions * (sizeof(double) + 2 * sizeof(uint64_t) + 2 * sizeof(uint32_t)) +
                2 * ranges * sizeof(uint32_t);
     s->begin_us = (double *)msi_alloc(s->allocator, s->bytes);
     if (!s->begin_us ||
@@ -14380,12 +14385,13 @@ static bool msi_scheduling_init(msi_scheduling *s) {
         return false;
     }
     s->live_bytes = (uint64_t *)(void *)(s->begin_us + instructions);
-    s->transfers = (msi_transfer *)(void *)(s->live_bytes + instructions);
+    s->held_from = s->live_bytes + instructions;
+    s->transfers = (msi_transfer *)(void *)(s->held_from + instructions);
     s->slot = (uint32_t *)(void *)(s->transfers + s->transfer_count);
     s->moved = s->slot + instructions;
     s->of_range = s->moved + instructions;
     s->used_for = s->of_range + ranges;
-    memset(s->live_bytes, 0, (size_t)instructions * sizeof *s->live_bytes);
+    memset(s->live_bytes, 0, 2 * (size_t)instructions * sizeof *s->live_bytes);
     memset(s->moved, 0, (size_t)instructions * sizeof *s->moved);
     memset(s->of_range, 0xff, (size_t)ranges * sizeof *s->of_range); // MSI_NONE
     return true;
@@ -14544,13 +14550,10 @@ static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_trans
            msi_hold(s, end, t->needed, msi_align(range->bytes));
 }
 
-/* Sums what a transfer has on the device, and finds from when on that lives for it alone. */
+/* Sums what a transfer has on the device. */
 static void msi_sum_ends(const msi_scheduling *s, msi_transfer *t) {
     for (uint32_t k = 0; k < t->pair_count; k++) {
-        const msi_range *range = &s->program->code.ranges.items[msi_ends_of(s, t, k).device];
-        const uint32_t end = msi_live_end(s, range);
-        t->bytes += msi_align(range->bytes);
-        t->gone = end > t->gone ? end : t->gone;
+        t->bytes += msi_align(s->program->code.ranges.items[msi_ends_of(s, t, k).device].bytes);
     }
 }
 
@@ -14613,94 +14616,70 @@ static void msi_find_starts(msi_scheduling *s) {
     }
 }
 
-/* The bytes of a copy out that are live in a slot only because it is under way. Lowers `until` to
-   the next slot in which there are more. */
-static uint64_t msi_bytes_under_way(const msi_scheduling *s, const msi_transfer *t, uint32_t slot,
-                                    uint32_t *until) {
-    uint64_t bytes = slot < t->gone ? 0 : t->bytes;
-    for (uint32_t k = 0; slot < t->gone && k < t->pair_count; k++) {
-        const msi_range *range = &s->program->code.ranges.items[msi_ends_of(s, t, k).device];
-        const uint32_t end = msi_live_end(s, range);
-        bytes += end <= slot ? msi_align(range->bytes) : 0;
-        *until = end > slot && end < *until ? end : *until;
-    }
-    return bytes;
-}
-
-/* The copies of an engine: when those that were issued are done, the next one to issue, and, in a
-   ring, those that are not awaited yet. Of copies in: one that did not fit, and the last slot where
-   it did not. */
+/* The copies of an engine: when those that were issued are done, the next one to issue, the first
+   that is not awaited yet, and how many are not, now and at most. Of copies in: one that did not
+   fit, and the last slot where it did not. */
 typedef struct msi_queue {
     double free_us;
     uint32_t next, blocked, blocked_to;
-    uint32_t first, count;
-    uint32_t transfers[MSI_COPY_EVENTS];
-    double done_us[MSI_COPY_EVENTS];
+    uint32_t first, count, most;
 } msi_queue;
 
 /* Places copies in time: a run through the slots that keeps the time of all engines. */
 typedef struct msi_placing {
     msi_scheduling *s;
     uint32_t slot;
-    double us;          // of what is computed
-    uint64_t out_bytes; // on the device, of all copies out that are not awaited
-    /* Those of them that live for the copies alone: known before slot `until`. */
-    uint64_t outgoing_bytes;
-    uint32_t until;
+    double us;               // of what is computed
+    uint64_t outgoing_bytes; // on the device, that live in the present slot for copies out alone
     msi_queue queues[MS_STREAM_COUNT];
 } msi_placing;
 
+/* How many events an engine may have: where there are other plans, only those that these have. */
+static uint32_t msi_most_events(const msi_store *store) {
+    return store->copy_event_count > 0 ? store->copy_event_count : (uint32_t)MSI_MOST_EVENTS;
+}
+
+/* Counts what a copy out holds on the device, or (`is_over`) does not any more: from the end of its
+   live range on it is there for the copy alone. Unsigned: a difference that wraps is undone. */
+static void msi_count_held(msi_placing *w, const msi_transfer *t, bool is_over) {
+    for (uint32_t k = 0; k < t->pair_count; k++) {
+        const msi_range *range = &w->s->program->code.ranges.items[msi_ends_of(w->s, t, k).device];
+        const uint32_t live_end = msi_live_end(w->s, range), last = w->s->slot_count + 1;
+        const uint32_t end = live_end < last ? live_end : last;
+        const uint64_t bytes = msi_align(range->bytes);
+        uint64_t *held = end > w->slot ? &w->s->held_from[end] : &w->outgoing_bytes;
+        *held += is_over ? (uint64_t)0 - bytes : bytes;
+    }
+}
+
 /* Awaits the first copy of an engine before the present slot. */
 static uint32_t msi_await_first(msi_placing *w, msi_queue *q) {
-    const uint32_t at = q->first++ % MSI_COPY_EVENTS;
-    w->us = q->done_us[at] > w->us ? q->done_us[at] : w->us;
+    const uint32_t number = q->first;
+    const msi_transfer *t = &w->s->transfers[number];
+    w->us = t->done_us > w->us ? t->done_us : w->us;
+    q->first = t->next;
     q->count--;
-    return q->transfers[at];
+    return number;
 }
 
 static void msi_await_out(msi_placing *w, msi_queue *q) {
     msi_transfer *t = &w->s->transfers[msi_await_first(w, q)];
     t->wait = w->slot;
-    w->out_bytes -= t->bytes;
-    if (w->slot < w->until) {
-        w->outgoing_bytes -= msi_bytes_under_way(w->s, t, w->slot, &w->until);
-    }
+    msi_count_held(w, t, true);
 }
 
 /* Issues the next copy of an engine. */
 static void msi_begin_copy(msi_placing *w, msi_queue *q) {
-    const msi_transfer *t = &w->s->transfers[q->next];
-    const uint32_t at = (q->first + q->count++) % MSI_COPY_EVENTS;
+    msi_transfer *t = &w->s->transfers[q->next];
     q->free_us = (w->us > q->free_us ? w->us : q->free_us) + t->us;
-    q->transfers[at] = q->next;
-    q->done_us[at] = q->free_us;
+    t->done_us = q->free_us;
     q->next = t->next;
+    q->most = ++q->count > q->most ? q->count : q->most;
 }
 
-/* Bytes that are live in the present slot only because copies out are under way. */
-static uint64_t msi_outgoing_bytes(msi_placing *w) {
-    if (w->slot < w->until) {
-        return w->outgoing_bytes;
-    }
-    w->outgoing_bytes = 0;
-    w->until = MSI_NONE;
-    for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
-        const msi_queue *q = &w->queues[engine];
-        for (uint32_t k = 0; k < q->count && !msi_engines[engine].fetches; k++) {
-            const uint32_t number = q->transfers[(q->first + k) % MSI_COPY_EVENTS];
-            w->outgoing_bytes +=
-                msi_bytes_under_way(w->s, &w->s->transfers[number], w->slot, &w->until);
-        }
-    }
-    return w->outgoing_bytes;
-}
-
-/* Whether so many bytes more fit into the present slot. The bytes that copies out hold there are
-   summed only if their bound, out_bytes, does not fit. */
-static bool msi_has_room_for(msi_placing *w, uint64_t bytes) {
-    const msi_scheduling *s = w->s;
-    bytes += s->live_bytes[w->slot];
-    return bytes + w->out_bytes <= s->most_bytes || bytes + msi_outgoing_bytes(w) <= s->most_bytes;
+/* Whether so many bytes more fit into the present slot. */
+static bool msi_has_room_for(const msi_placing *w, uint64_t bytes) {
+    return bytes + w->s->live_bytes[w->slot] + w->outgoing_bytes <= w->s->most_bytes;
 }
 
 /* The queue of a copy out that makes a source of a copy in and is not awaited yet, or NULL. */
@@ -14723,7 +14702,8 @@ static bool msi_may_begin(msi_placing *w, msi_queue *q) {
     const uint64_t bytes = t->bytes;
     const double slot_us = s->begin_us[w->slot + 1] - s->begin_us[w->slot];
     if (s->costs->waits_for_copies || s->begin_us[w->slot + 1] <= t->start_us ||
-        q->count >= s->costs->copies_ahead || t->needed > w->slot + MSI_LONGEST_LEAD ||
+        q->count >= s->costs->copies_ahead || q->count + 1 >= msi_most_events(s->store) ||
+        t->needed > w->slot + MSI_LONGEST_LEAD ||
         q->free_us > w->us + slot_us + (double)MSI_QUEUED_COPIES * t->us ||
         (t->needed >= s->barrier && w->slot < s->barrier) ||
         (q->blocked == q->next && w->slot <= q->blocked_to) || msi_unmade_source(w, t) ||
@@ -14758,7 +14738,7 @@ static void msi_begin_ins(msi_placing *w, msi_queue *q) {
         t->issue = w->slot;
         msi_begin_copy(w, q);
     }
-    while (q->count > 0 && s->transfers[q->transfers[q->first % MSI_COPY_EVENTS]].wait <= w->slot) {
+    while (q->count > 0 && s->transfers[q->first].wait <= w->slot) {
         (void)msi_await_first(w, q);
     }
 }
@@ -14770,18 +14750,14 @@ static void msi_begin_outs(msi_placing *w, msi_queue *q) {
     const bool ends = w->slot == s->slot_count || s->costs->waits_for_copies ||
                       (w->slot == s->barrier && s->store->micro_count > 1);
     while (q->next < s->transfer_count && s->transfers[q->next].made <= w->slot) {
-        if (q->count == MSI_COPY_EVENTS) {
+        if (q->count == msi_most_events(s->store)) {
             msi_await_out(w, q);
         }
-        const msi_transfer *t = &s->transfers[q->next];
-        w->out_bytes += t->bytes;
-        if (w->slot < w->until) {
-            w->outgoing_bytes += msi_bytes_under_way(s, t, w->slot, &w->until);
-        }
+        msi_count_held(w, &s->transfers[q->next], false);
         msi_begin_copy(w, q);
     }
     while (q->count > 0 &&
-           (ends || q->done_us[q->first % MSI_COPY_EVENTS] <= w->us || !msi_has_room_for(w, 0))) {
+           (ends || s->transfers[q->first].done_us <= w->us || !msi_has_room_for(w, 0))) {
         msi_await_out(w, q);
     }
 }
@@ -14792,10 +14768,11 @@ static void msi_place_transfers(msi_scheduling *s) {
     memset(&w, 0, sizeof w);
     w.s = s;
     for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
-        w.queues[engine].next = s->issued[engine];
+        w.queues[engine].next = w.queues[engine].first = s->issued[engine];
         w.queues[engine].blocked = MSI_NONE;
     }
     for (w.slot = 0; w.slot <= s->slot_count; w.slot++) {
+        w.outgoing_bytes += s->held_from[w.slot];
         for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
             if (!msi_engines[engine].fetches) {
                 msi_begin_outs(&w, &w.queues[engine]);
@@ -14807,6 +14784,10 @@ static void msi_place_transfers(msi_scheduling *s) {
             }
         }
         w.us += w.slot < s->slot_count ? s->begin_us[w.slot + 1] - s->begin_us[w.slot] : 0.0;
+    }
+    for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
+        uint32_t *count = &s->program->code.event_count;
+        *count = w.queues[engine].most < *count ? *count : w.queues[engine].most + 1;
     }
 }
 
@@ -14868,8 +14849,8 @@ static void msi_place_issue(msi_scheduling *s, const msi_transfer *t) {
     i->follows = s->followed_count[t->engine] != s->computed_count;
     s->followed_count[t->engine] = s->computed_count;
     if (!next || next->wait != t->wait) {
-        const uint32_t event = s->event_count[t->engine]++ % MSI_COPY_EVENTS;
-        i->event = (uint16_t)(msi_first_signal(t->engine) + event);
+        const uint32_t event = s->event_count[t->engine]++ % s->program->code.event_count;
+        i->event = (uint16_t)(msi_first_signal(s->program, t->engine) + event);
     }
 }
 
@@ -14927,7 +14908,7 @@ static void msi_place_slot(msi_scheduling *s, uint32_t now) {
     msi_instruction *i = msi_place(s, &s->program->code.instructions.items[now]);
     s->computed_count++;
     if (msi_is_issued((msi_op)i->op)) {
-        i->event = (uint16_t)msi_first_signal(msi_ops[i->op].engine);
+        i->event = (uint16_t)msi_first_signal(s->program, msi_ops[i->op].engine);
         msi_place_wait_at_once(s, i);
     }
 }
@@ -14994,6 +14975,7 @@ static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_s
                          const ms_allocator *allocator, msi_program *p) {
     msi_scheduling s;
     p->code.most_bytes = 0;
+    p->code.event_count = 1;
     memset(&s, 0, sizeof s);
     s.graph = g;
     s.costs = costs;
@@ -16412,8 +16394,8 @@ typedef struct msi_clock {
     const msi_costs *costs;
     const msi_program *program;
     const msi_store *store;
-    double free_us[MS_STREAM_COUNT];   // when all that is enqueued there is done
-    double event_us[MSI_SIGNAL_COUNT]; // when the copy before an event is done
+    double free_us[MS_STREAM_COUNT]; // when all that is enqueued there is done
+    double *event_us;                // of the program: when the copy before an event is done
     double stall_us;
     uint64_t mapped_bytes; // of the last instruction: state on the host that it used there
 } msi_clock;
@@ -16451,6 +16433,7 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
     c->costs = costs;
     c->program = p;
     c->store = store;
+    c->event_us = p->predicted.event_us.items;
     for (uint32_t k = 0; k < store->residents.count && costs->has_copies; k++) {
         msi_enqueue(c, MS_STREAM_TO_DEVICE, 0.0,
                     msi_staging_us(g, costs, &store->residents.items[k]));
@@ -16591,11 +16574,15 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
 static void msi_simulate(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                          const ms_allocator *allocator, msi_program *p) {
     const uint32_t residents = store->residents.count;
-    if (p->out_of_memory || !MSI_RESERVE(uint64_t, allocator, p->layout.live_bytes,
-                                         2 * (p->code.instructions.count + 1ull))) {
+    const uint64_t events = MSI_ISSUED_COUNT * (uint64_t)p->code.event_count;
+    if (p->out_of_memory ||
+        !MSI_RESERVE(uint64_t, allocator, p->layout.live_bytes,
+                     2 * (p->code.instructions.count + 1ull)) ||
+        !MSI_RESERVE(double, allocator, p->predicted.event_us, events)) {
         p->out_of_memory = true;
         return;
     }
+    p->predicted.event_us.count = (uint32_t)events;
     p->layout.live_bytes.count = p->code.instructions.count;
     msi_sum_live(p, residents);
     p->code.most_bytes =
@@ -17549,14 +17536,14 @@ static double msi_awaited_us(const msi_greedy *w, const msi_instruction *wait) {
         const msi_operand *ends = p->code.operands.items + wait->operand_first + k;
         const msi_range *a = &p->code.ranges.items[ends[0].range],
                         *b = &p->code.ranges.items[ends[1].range];
-        us += msi_copy_us(w->scorer->costs, msi_awaited_engine(wait),
+        us += msi_copy_us(w->scorer->costs, msi_awaited_engine(p, wait),
                           msi_smaller(a->bytes, b->bytes));
     }
     return us;
 }
 
-static bool msi_waits_for_device(const msi_instruction *i) {
-    return i->op == MSI_OP_WAIT && msi_engines[msi_awaited_engine(i)].fetches;
+static bool msi_waits_for_device(const msi_program *p, const msi_instruction *i) {
+    return i->op == MSI_OP_WAIT && msi_engines[msi_awaited_engine(p, i)].fetches;
 }
 
 /* The time left for copies in: the least that any wait from an instruction on leaves. No copy spans
@@ -17569,12 +17556,12 @@ static void msi_find_load_in(msi_greedy *w) {
         if (now == p->layout.peak) {
             us = in_us = 0.0;
         }
-        in_us += msi_waits_for_device(i) ? msi_awaited_us(w, i) : 0.0;
+        in_us += msi_waits_for_device(p, i) ? msi_awaited_us(w, i) : 0.0;
         left[now] = us - in_us;
         us += msi_ops[i->op].cost == MSI_COST_LINK ? 0.0 : i->us;
     }
     for (uint32_t now = p->code.instructions.count; now-- > 0;) {
-        const bool waits = msi_waits_for_device(&p->code.instructions.items[now]);
+        const bool waits = msi_waits_for_device(p, &p->code.instructions.items[now]);
         least = now + 1 == p->layout.peak ? 1e300 : least;
         least = waits && left[now] < least ? left[now] : least;
         left[now] = left[now] < least ? left[now] : least;
@@ -18231,7 +18218,7 @@ static void msi_blame_copies(msi_blame *b, const msi_scorer *s) {
         const msi_instruction *i = &p->code.instructions.items[now];
         const double times = now < p->code.backward_end ? (double)s->store->micro_count : 1.0;
         if (i->op == MSI_OP_WAIT) {
-            owed_us[msi_awaited_engine(i)] += times * b->stall_us[now];
+            owed_us[msi_awaited_engine(p, i)] += times * b->stall_us[now];
         } else if (i->op == MSI_OP_UPDATE) {
             b->cost_us[3ull * i->target + 2] += msi_mapped_us(s->graph, s->costs, p, i);
         } else if (msi_is_issued((msi_op)i->op)) {
@@ -20363,6 +20350,7 @@ static bool msi_copy_schedule(const ms_allocator *a, msi_program *p, const msi_p
     p->code.operands.count = from->code.operands.count;
     p->code.forward_end = from->code.forward_end;
     p->code.backward_end = from->code.backward_end;
+    p->code.event_count = from->code.event_count;
     for (uint32_t k = 0; k < p->code.ranges.count; k++) {
         msi_range *range = &p->code.ranges.items[k];
         const uint64_t bytes = from->code.ranges.items[k].bytes > 0 ? range->bytes : 0;
@@ -21080,7 +21068,7 @@ static bool msi_conflicts_with(const msi_ordering *o, uint32_t now, int engine, 
    all up to the last one that records its event. */
 static uint32_t msi_awaited_by(const msi_ordering *o, uint32_t wait, uint32_t before) {
     const msi_instruction *all = o->program->code.instructions.items;
-    const ms_stream_kind engine = msi_awaited_engine(&all[wait]);
+    const ms_stream_kind engine = msi_awaited_engine(o->program, &all[wait]);
     uint32_t end = before;
     while (end < o->count[engine] && o->copies[engine][end] < wait) {
         end++;
@@ -21097,7 +21085,7 @@ static MSI_NOINLINE uint32_t msi_next_wait(const msi_program *p, uint32_t now, i
                                            bool others) {
     for (; now < p->code.instructions.count; now++) {
         const msi_instruction *i = &p->code.instructions.items[now];
-        if (i->op == MSI_OP_WAIT && ((int)msi_awaited_engine(i) != engine) == others) {
+        if (i->op == MSI_OP_WAIT && ((int)msi_awaited_engine(p, i) != engine) == others) {
             break;
         }
     }
@@ -21107,7 +21095,8 @@ static MSI_NOINLINE uint32_t msi_next_wait(const msi_program *p, uint32_t now, i
 /* Whether the host waits for a copy too, since callbacks use its end there. */
 static bool msi_waits_on_host(const msi_ordering *o, const msi_instruction *wait) {
     const msi_operand *ends = o->program->code.operands.items + wait->operand_first;
-    const uint32_t host = ends[msi_engines[msi_awaited_engine(wait)].fetches ? 1 : 0].range;
+    const uint32_t host =
+        ends[msi_engines[msi_awaited_engine(o->program, wait)].fetches ? 1 : 0].range;
     return host < o->store->residents.count && o->store->residents.items[host].is_shown;
 }
 
@@ -21235,7 +21224,7 @@ static void msi_drop_follows(const msi_ordering *o, int engine) {
     uint32_t wait = msi_next_wait(p, 0, engine, true);
     for (uint32_t k = 0, end; k < count; k = end) {
         for (; wait < copies[k]; wait = msi_next_wait(p, wait + 1, engine, true)) {
-            const int other = (int)msi_awaited_engine(&p->code.instructions.items[wait]);
+            const int other = (int)msi_awaited_engine(p, &p->code.instructions.items[wait]);
             awaited[other] = msi_awaited_by(o, wait, awaited[other]);
             if (msi_waits_on_host(o, &p->code.instructions.items[wait])) {
                 const uint32_t last = msi_last_to_follow(o, other, awaited[other]);
@@ -21586,6 +21575,9 @@ static void msi_put_homes(msi_store *store, const msi_plan *plan) {
     store->transient_bytes = plan->arena_bytes - store->resident_bytes;
     store->host_transient_bytes =
         msi_larger(plan->train.layout.host_height, plan->eval.layout.host_height);
+    store->copy_event_count =
+        msi_clamp(msi_larger(plan->train.code.event_count, plan->eval.code.event_count),
+                  MSI_LEAST_EVENTS, MSI_MOST_EVENTS);
 }
 
 /* Makes a store and the list of plans for the graph, which has been checked: the plan at the
@@ -27426,7 +27418,7 @@ static ms_result msi_run_transfer(ms_model *m, const msi_program *p, const msi_i
         error = msi_is_empty(i) ? 0 : msi_copy_by(m, engine, pair.target, pair.source, pair.bytes);
     }
     if (!error && streams && i->event != MSI_NO_EVENT) {
-        error = m->config.backend.record(m->device, engine, MSI_EVENT_COPIES + i->event);
+        error = m->config.backend.record(m->device, engine, m->run.store->event_count + i->event);
     }
     return msi_device(m, error, msi_engines[engine].what);
 }
@@ -27477,7 +27469,7 @@ static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instr
 /* Waits for a copy, on the device; also on the host, if callbacks use one of its ends there. */
 static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const msi_pair pair = msi_pair_of(m, p, i, 0);
-    const uint32_t event = MSI_EVENT_COPIES + i->event;
+    const uint32_t event = m->run.store->event_count + i->event;
     ms_result result = msi_wait_on_device(m, event);
     if (msi_is_shown(m->run.store, &pair) || m->config.debug) {
         MSI_THEN(result, msi_wait_on_host(m, event));
@@ -27764,7 +27756,7 @@ static uint32_t msi_event_of_host(const ms_model *m, const msi_program *p, uint3
     if (i->op == MSI_OP_WAIT && msi_has_copy_streams(m)) {
         const msi_pair pair = msi_pair_of(m, p, i, 0);
         return !asynchronous || m->config.debug || msi_is_shown(m->run.store, &pair)
-                   ? (uint32_t)MSI_EVENT_COPIES + i->event
+                   ? m->run.store->event_count + i->event
                    : MSI_NONE;
     }
     return i->op == MSI_OP_UPDATE && m->optimizer.kind == MS_OPTIMIZER_CUSTOM && asynchronous &&
@@ -28967,7 +28959,7 @@ static ms_result msi_prepare(ms_model *m, const msi_store *store, void *memory) 
     const ms_backend *b = &m->config.backend;
     ms_prepare_args args;
     memset(&args, 0, sizeof args);
-    args.event_count = store->event_count;
+    args.event_count = store->event_count + MSI_ISSUED_COUNT * store->copy_event_count;
     args.workspace = b->workspace_bytes ? memory : NULL;
     args.workspace_bytes = b->workspace_bytes;
     return b->prepare ? msi_device(m, b->prepare(m->device, &args), "preparing") : MS_RESULT_OK;

@@ -239,9 +239,11 @@ static inline void o_join(o_clock *to, const o_clock *other) {
     }
 }
 
+enum { O_EVENTS = 4096 };
+
 /* Gives each operation what happens before it, itself included. */
 static inline void o_set_clocks(o_order *o, const o_omission *without) {
-    o_clock on[MS_STREAM_COUNT], events[MSI_SIGNAL_COUNT], host;
+    o_clock on[MS_STREAM_COUNT], events[O_EVENTS], host;
     memset(on, 0, sizeof on);
     memset(events, 0, sizeof events);
     memset(&host, 0, sizeof host);
@@ -256,6 +258,7 @@ static inline void o_set_clocks(o_order *o, const o_omission *without) {
         const bool omits = without != NULL && without->program == op->program &&
                            i == &op->program->code.instructions.items[without->instruction];
         o_clock *stream = &on[op->stream];
+        assert_true(i->event == MSI_NO_EVENT || i->event < O_EVENTS);
         if (i->op == MSI_OP_WAIT) {
             if (!(omits && without->kind == O_WAIT)) {
                 o_join(stream, &events[i->event]);

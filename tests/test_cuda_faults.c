@@ -494,7 +494,7 @@ static void devices_that_are_not_there_are_named(void **state) {
    began, its batch included. */
 typedef enum order_call { ORDER_RECORD, ORDER_WAIT, ORDER_WAIT_ON_HOST, ORDER_CALLS } order_call;
 
-/* Calls of a kind with a stream and an event (those of staged inputs are one), and how many of them
+/* Calls of a kind with a stream and an event (those of staged inputs and of a program's copies are one), and how many of them
    were missed. */
 typedef struct order_class {
     uint32_t calls, missed;
@@ -520,7 +520,7 @@ static const char *event_name(int event) {
     return event == MSI_EVENT_COMPUTE   ? "the work before"
            : event == MSI_EVENT_COPY    ? "a copy"
            : event == MSI_EVENT_VERDICT ? "the verdict"
-           : event == MSI_EVENT_COUNT   ? "an input"
+           : event == MSI_EVENT_COUNT   ? "an input or a copy"
                                         : "others";
 }
 

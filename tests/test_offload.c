@@ -164,7 +164,7 @@ static void find_needed(const msi_program *p, uint32_t *needed) {
                 const msi_instruction *i = &p->code.instructions.items[use];
                 const bool other =
                     msi_is_issued((msi_op)i->op) ||
-                    (i->op == MSI_OP_WAIT && msi_awaited_engine(i) == MS_STREAM_TO_HOST);
+                    (i->op == MSI_OP_WAIT && msi_awaited_engine(p, i) == MS_STREAM_TO_HOST);
                 if (!other && uses_target(p, i, copy)) {
                     break;
                 }
@@ -182,9 +182,10 @@ static uint32_t check_under_way(const ms_model *m, const msi_program *p) {
     const bool waits = m->config.async_offload == MS_SWITCH_OFF;
     uint32_t *needed = (uint32_t *)calloc(p->code.instructions.count + 1u, sizeof *needed);
     uint32_t issued[MS_STREAM_COUNT] = {0}, awaited[MS_STREAM_COUNT] = {0};
-    uint32_t at_most = 0, of_event[MSI_SIGNAL_COUNT];
-    assert_non_null(needed);
-    memset(of_event, 0, sizeof of_event);
+    uint32_t *of_event =
+        (uint32_t *)calloc(MSI_ISSUED_COUNT * (size_t)p->code.event_count, sizeof *of_event);
+    uint32_t at_most = 0;
+    assert_true(needed != NULL && of_event != NULL);
     find_needed(p, needed);
     for (uint32_t now = 0; now <= p->code.instructions.count; ++now) {
         const bool ends = now == p->code.instructions.count;
@@ -199,7 +200,7 @@ static uint32_t check_under_way(const ms_model *m, const msi_program *p) {
                 of_event[i->event] = issued[engine];
             }
         } else if (i != NULL && i->op == MSI_OP_WAIT) {
-            awaited[msi_awaited_engine(i)] = of_event[i->event];
+            awaited[msi_awaited_engine(p, i)] = of_event[i->event];
         } else if (i != NULL && i->op != MSI_OP_NOTHING) {
             uint32_t ahead = 0;
             for (uint32_t k = 0; k < now; ++k) {
@@ -211,6 +212,7 @@ static uint32_t check_under_way(const ms_model *m, const msi_program *p) {
         }
     }
     free(needed);
+    free(of_event);
     return at_most;
 }
 
