@@ -3742,6 +3742,13 @@ static MSI_NOINLINE uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
     return msi_mix(hash ^ word);
 }
 
+static MSI_NOINLINE uint64_t msi_hash_bytes(uint64_t hash, const void *bytes, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        hash = msi_mix_in(hash, ((const uint8_t *)bytes)[i]);
+    }
+    return hash;
+}
+
 /* Strict dialects of C (-std=c99) hide the declaration of a function that every C library of Linux
    has. Where long has 64 bits, so has time_t, and 1 is CLOCK_MONOTONIC. */
 #if defined(MEMSCALE_NO_SYSTEM) // no clock
@@ -4507,9 +4514,19 @@ static const uint32_t MSI_AT_END = UINT32_MAX - 1;
     X(MSI_FINDER_SEGMENTS, "segments")                                                             \
     X(MSI_FINDER_EXHAUSTIVE, "exhaustive")                                                         \
     X(MSI_FINDER_LOCAL, "local")                                                                   \
+    X(MSI_FINDER_FOLD, "fold")                                                                     \
     X(MSI_FINDER_LARGEST, "largest") /* the plan for the largest sizes, at smaller ones */
 
 typedef enum msi_finder { MSI_FINDERS(MEMSCALE_FIRST) MSI_FINDER_COUNT } msi_finder;
+
+/* How a plan was found: by which search, in which of msi_move_lists, among plans with which
+   roundings, and whether these update params inside backward. */
+typedef struct msi_found {
+    msi_finder by;
+    int list;
+    uint32_t rounding;
+    bool early;
+} msi_found;
 
 typedef struct msi_plan {
     struct msi_plan *next;        // of the plans for other sizes, the last used first
@@ -4520,7 +4537,7 @@ typedef struct msi_plan {
     int64_t freed_bytes[MS_TECHNIQUE_COUNT]; // see ms_memory_report
     msi_program train, eval;
     double plain_step_us;
-    msi_finder found_by;
+    msi_found found;
     msi_recording recordings[MSI_RECORDING_COUNT];
 } msi_plan;
 
@@ -4537,6 +4554,7 @@ typedef enum msi_goal {
     MSI_GOAL_PLAIN,
     MSI_GOAL_BUDGET, // or the smallest, if nothing fits
     MSI_GOAL_TRY,    // the same, but the smallest is not laid out, since it will not run
+    MSI_GOAL_FOLD,   // the same, for the decisions alone
     MSI_GOAL_ANY,    // whether something fits: the plan will not run
     MSI_GOAL_SMALLEST,
     MSI_GOAL_FOLLOW // the decisions of another plan
@@ -11246,13 +11264,16 @@ static MSI_COLD uint64_t msi_hash_masks(uint64_t hash, const msi_layer *l) {
     return msi_mix_in(msi_mix_in(hash, l->differentiable), l->recompute != NULL);
 }
 
-static MSI_COLD uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const msi_layer *l) {
-    uint32_t operands = 0;
+/* With `operands`, also of the tensors that it has, by their numbers. */
+/* With `operands`, also of the tensors that it has, by their numbers. */
+/* With `operands`, also of the tensors that it has, by their numbers. */
+/* With `operands`, also of the tensors that it has, by their numbers. */
+static MSI_COLD uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const msi_layer *l,
+                                        bool operands) {
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        operands += l->count[group];
         hash = msi_mix_in(hash, l->count[group]);
     }
-    for (uint32_t k = 0; k < operands; k++) {
+    for (uint32_t k = 0; k < l->start[MSI_GROUP_COUNT] && operands; k++) {
         hash = msi_mix_in(hash, g->operands.items[l->operand_first + k]);
     }
     const uint32_t masks = l->count[MSI_GROUP_OUT] + 4u * l->count[MSI_GROUP_IN];
@@ -11283,7 +11304,7 @@ static MSI_COLD uint64_t msi_hash_graph(const msi_graph *g) {
         }
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
-        hash = msi_hash_layer(hash, g, &g->layers.items[i]);
+        hash = msi_hash_layer(hash, g, &g->layers.items[i], true);
     }
     return msi_mix_in(hash, g->loss);
 }
@@ -16803,16 +16824,13 @@ typedef struct msi_search {
     bool may_move;              // plans that move something to the host are searched too
     uint64_t host_budget;       // of what lies on the host
     bool any;                   // one plan that fits is enough
-    msi_finder finder;          // the search under way
-    bool early;                 // the plans proposed update params inside backward
-    bool may_delay;             // those that update them after it are searched too
-    uint32_t rounding;          // what they round: a mask of MSI_ROUNDS_STATE and others
+    msi_found how;              // the search under way, and what the plans have that it proposes
+    bool may_delay;             // those that update params after backward are searched too
     const msi_tilings *tilings; // found by msi_find_tilings, or NULL
     uint32_t tiling;            // number of the set that groups their layers; 0: none
     msi_tensor_decision *best;  // the best plan so far, if one was found
-    bool found, fits, best_early;
-    uint32_t best_rounding;
-    msi_finder best_finder;
+    bool found, fits;
+    msi_found best_how;
     msi_score best_score;
 } msi_search;
 
@@ -16865,9 +16883,7 @@ static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
         s->found = true;
         s->fits = fits;
         s->best_score = *score;
-        s->best_early = s->early;
-        s->best_rounding = s->rounding;
-        s->best_finder = s->finder;
+        s->best_how = s->how;
         memcpy(s->best, decisions, (size_t)msi_decisions_bytes(s->scorer->graph));
     }
 }
@@ -17127,16 +17143,16 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
         decisions[t].pass |= msi_is_drop_forced(g, t);
         decisions[t].moves = (uint8_t)(decisions[t].pass > 0 ? forced & ~MSI_MOVES_VALUE : forced);
         decisions[t].state_8bit = msi_is_8bit(s->lowering->optimizer, s->has_state_formats,
-                                              search->rounding & MSI_ROUNDS_STATE, tensor);
+                                              search->how.rounding & MSI_ROUNDS_STATE, tensor);
         if (s->homes && tensor->kind == MSI_KIND_PARAM) {
             decisions[t].moves = s->homes[t].moves;
             decisions[t].state_8bit = s->homes[t].state_8bit;
         }
         const uint32_t rounds =
             tensor->kind == MSI_KIND_PARAM ? MSI_ROUNDS_PARAMS : MSI_ROUNDS_VALUES;
-        decisions[t].format = s->homes
-                                  ? s->homes[t].format
-                                  : (uint8_t)msi_format_of_value(g, t, search->rounding & rounds);
+        decisions[t].format =
+            s->homes ? s->homes[t].format
+                     : (uint8_t)msi_format_of_value(g, t, search->how.rounding & rounds);
     }
     msi_decide_forced_tiles(g, decisions);
     if (s->costs->most_us > 0.0) {
@@ -17147,7 +17163,7 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
         const msi_tiling *group = &search->tilings->groups.items[k];
         msi_decide_tiles_in_time(g, s->costs, decisions, group->first, group->end, group->tiles);
     }
-    msi_place_updates(g, decisions, search->early, 0);
+    msi_place_updates(g, decisions, search->how.early, 0);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -17821,7 +17837,7 @@ static bool msi_add_prefix(msi_greedy *w) {
     const uint32_t count = w->prefixes.count;
     const double slowest = count > 0 ? w->prefixes.items[count - 1].score.us : 0.0;
     const bool counts = w->score.us >= slowest;
-    msi_prefix prefix = {w->score, w->drops.count, w->search->early, counts};
+    msi_prefix prefix = {w->score, w->drops.count, w->search->how.early, counts};
     prefix.score.us = counts ? w->score.us : slowest;
     if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, count + 1ull)) {
         w->prefixes.items[w->prefixes.count++] = prefix;
@@ -17914,7 +17930,7 @@ static bool msi_next_plan(msi_greedy *w) {
 
 /* Goes back to a plan of the list, and lays it out. */
 static void msi_return_to(msi_greedy *w, const msi_prefix *prefix) {
-    w->search->early = prefix->early;
+    w->search->how.early = prefix->early;
     msi_place_updates(w->graph, w->decisions, prefix->early, 0);
     msi_set_drops(w, prefix->drop_count);
     w->score = msi_search_estimate(w->search, w->decisions);
@@ -18056,7 +18072,7 @@ static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
     const uint64_t budget = w->search->budget;
     double fastest_us = 1e300;
     do {
-        const msi_prefix prefix = {w->score, w->drops.count, w->search->early,
+        const msi_prefix prefix = {w->score, w->drops.count, w->search->how.early,
                                    w->scorer->program->layout.home_bytes <= w->search->host_budget};
         if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, w->prefixes.count + 1ull)) {
             w->prefixes.items[w->prefixes.count++] = prefix;
@@ -18087,7 +18103,7 @@ static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
 /* Goes through the list until the budget is met, or to its end, and proposes the plan there. */
 static void msi_search_greedy(msi_greedy *w, bool may_drop) {
     bool fits = false;
-    w->search->finder = MSI_FINDER_GREEDY;
+    w->search->how.by = MSI_FINDER_GREEDY;
     if (may_drop && w->search->found) { // by the search of a chain, which leaves less to find
         w->tries_left /= w->graph->layers.count > 4 * MSI_BATCH_LAYERS ? 2 : 1;
         w->score = msi_search_estimate(w->search, w->decisions); // for the next moves
@@ -18315,8 +18331,8 @@ static void msi_take_given_back(msi_greedy *w, msi_give_back *back) {
         back->list.items[k].done = true;
         if (msi_fits(s->scorer, &w->score, s->budget, 0) && msi_host_suffices(w)) {
             s->best_score = w->score;
-            s->best_early = s->early;
-            s->best_finder = MSI_FINDER_GIVEN_BACK;
+            s->best_how.early = s->how.early;
+            s->best_how.by = MSI_FINDER_GIVEN_BACK;
             memcpy(s->best, w->decisions, (size_t)msi_decisions_bytes(w->graph));
             return;
         }
@@ -18329,7 +18345,7 @@ static void msi_give_room_back(msi_search *s) {
     msi_greedy w;
     msi_blame blame = MSI_ZERO_INIT;
     msi_give_back back = MSI_ZERO_INIT;
-    s->early = s->best_early;
+    s->how.early = s->best_how.early;
     if (msi_greedy_init(&w, s)) {
         memcpy(w.decisions, s->best, (size_t)msi_decisions_bytes(w.graph));
         w.score = msi_search_estimate(s, w.decisions);
@@ -18396,29 +18412,36 @@ static MSI_NOINLINE void msi_search_moves(msi_greedy *w, const msi_move_list *li
     }
 }
 
+/* Searches list `number`. Returns whether it made several moves at a time. */
+static bool msi_search_list_of_moves(msi_search *s, int number) {
+    const uint32_t techniques = s->techniques;
+    msi_greedy w;
+    bool coarse = false;
+    s->how.by = MSI_FINDER_LISTS;
+    s->how.list = number;
+    s->moves = msi_move_lists[number].moves;
+    s->techniques |= MSI_OFFLOADING;
+    if (msi_greedy_init(&w, s)) {
+        msi_search_moves(&w, &msi_move_lists[number]);
+        coarse = w.was_coarse;
+    }
+    msi_greedy_free(&w);
+    s->techniques = techniques;
+    return coarse;
+}
+
 /* Searches for plans that move something to the host. A list that begins with all moved is skipped
    if its first plan is slower than the best that fits, since drops seldom make a plan faster. That
    best plan depends on the budget, so the properties of a search hold only nearly. */
 static void msi_search_offloading(msi_search *s) {
-    const uint32_t techniques = s->techniques;
     const int count = sizeof msi_move_lists / sizeof msi_move_lists[0];
-    s->finder = MSI_FINDER_LISTS;
     bool coarse = false; // the list before made several moves at a time: a finer one differs
-    s->techniques |= MSI_OFFLOADING;
     for (int turn = 0; turn < count && !msi_is_short(s->scorer) && !(s->any && s->fits); turn++) {
         const int k = (turn + (s->scorer->store->micro_count > 1 ? MSI_FIRST_BEGUN : 0)) % count;
-        msi_greedy w;
-        s->moves = msi_move_lists[k].moves;
-        if (!msi_is_list_of_use(s, k) || (msi_move_lists[k].fineness > 1 && !coarse)) {
-            continue;
+        if (msi_is_list_of_use(s, k) && (msi_move_lists[k].fineness == 1 || coarse)) {
+            coarse = msi_search_list_of_moves(s, k);
         }
-        if (msi_greedy_init(&w, s)) {
-            msi_search_moves(&w, &msi_move_lists[k]);
-            coarse = w.was_coarse;
-        }
-        msi_greedy_free(&w);
     }
-    s->techniques = techniques;
 }
 
 /* Bands: what the first layers make is moved to the host while later ones compute; of what the next
@@ -18527,7 +18550,7 @@ static void msi_search_bands(msi_search *s) {
             }
         }
     }
-    s->finder = MSI_FINDER_BANDS;
+    s->how.by = MSI_FINDER_BANDS;
     msi_try_bands(&c);
 }
 
@@ -18546,7 +18569,7 @@ static void msi_search_segments(msi_search *s) {
         const msi_band band = {0, layers, MSI_SEGMENT_WAY, (layers + count - 1) / count};
         c.bands[c.count++] = band;
     }
-    s->finder = MSI_FINDER_SEGMENTS;
+    s->how.by = MSI_FINDER_SEGMENTS;
     msi_try_bands(&c);
 }
 
@@ -19434,7 +19457,7 @@ static MSI_NOINLINE bool msi_search_chain(msi_search *s) {
     if (!c) {
         return false;
     }
-    s->finder = MSI_FINDER_CHAIN;
+    s->how.by = MSI_FINDER_CHAIN;
     if (msi_chain_init(c, s) && msi_is_chain(c)) {
         fine = 2 * c->count >= c->graph->layers.count;
         msi_find_options(c);
@@ -19634,8 +19657,8 @@ static msi_score msi_estimate_groups(msi_exhaustive *all, const msi_groups *grou
         all->decisions[all->graph->tensors.count].room = 1;
     }
     if (all->late_group != MSI_NONE) {
-        all->search->early = !msi_has_group(groups, all->late_group);
-        msi_place_updates(all->graph, all->decisions, all->search->early, 0);
+        all->search->how.early = !msi_has_group(groups, all->late_group);
+        msi_place_updates(all->graph, all->decisions, all->search->how.early, 0);
     }
     return msi_search_estimate(all->search, all->decisions);
 }
@@ -19899,10 +19922,10 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
     if (msi_exhaustive_init(&all, s) &&
         (msi_list_groups(&all, false) || msi_list_groups(&all, true))) {
         if (all.group_count <= MSI_ALL_MASKS && msi_count_choices(&all) <= (double)all.limit) {
-            s->finder = MSI_FINDER_EXHAUSTIVE;
+            s->how.by = MSI_FINDER_EXHAUSTIVE;
             msi_try_all(&all);
         } else if (!is_chain || all.group_count <= MSI_ALL_CHAIN || s->may_move) {
-            s->finder = MSI_FINDER_LOCAL;
+            s->how.by = MSI_FINDER_LOCAL;
             msi_search_locally(&all);
         }
         msi_propose_tried(&all);
@@ -20272,7 +20295,7 @@ static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings
     }
     for (uint32_t mask = first; mask <= roundings; mask++) {
         if ((mask & roundings) == mask) {
-            search->rounding = mask;
+            search->how.rounding = mask;
             msi_find_tilings_from(&c, true, found);
             msi_find_tilings_from(&c, false, found);
         }
@@ -20313,6 +20336,13 @@ static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings
      polish    to take back earlier drops that later moves have made needless, at the same arena.
      roundings what a plan may round: state in 8 bits, values and params in 16. */
 
+/* What is known of a good plan before any is searched: how it is found, and decisions like its. */
+typedef struct msi_guide {
+    msi_found found;
+    msi_tensor_decision *decisions;
+    bool smallest; // it is the smallest plan
+} msi_guide;
+
 /* What a plan is to be made for. */
 typedef struct msi_request {
     msi_goal goal;
@@ -20322,6 +20352,8 @@ typedef struct msi_request {
     const msi_plan *largest; // the plan at the largest sizes, in whose arena this one must fit; for
                              // GOAL_FOLLOW any plan, whose decisions are taken; or NULL
     uint64_t room, host_room; // bytes of that arena, and of what it has on the host
+    uint64_t host_budget;     // of what lies on the host
+    const msi_guide *guide;   // or NULL
 } msi_request;
 
 typedef struct msi_solver {
@@ -20399,7 +20431,7 @@ static void msi_follow(msi_solver *s) {
     const msi_plan *largest = s->request->largest;
     msi_plan *plan = s->plan;
     memcpy(plan->decisions, largest->decisions, (size_t)msi_decisions_bytes(s->scorer->graph));
-    plan->found_by = MSI_FINDER_LARGEST;
+    plan->found.by = MSI_FINDER_LARGEST;
     s->score = msi_score_of(s->scorer, plan->decisions);
     s->early = false; // the updates stay where that plan has them
     if (!msi_has_room(s) && !msi_is_short(s->scorer)) {
@@ -20415,7 +20447,7 @@ static void msi_follow(msi_solver *s) {
 
 /* Places the updates of the plan at hand inside backward. */
 static void msi_begin_early(msi_greedy *w) {
-    w->search->early = true;
+    w->search->how.early = true;
     msi_place_updates(w->graph, w->decisions, true, 0);
     w->score = msi_search_estimate(w->search, w->decisions);
 }
@@ -20448,7 +20480,7 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     if (r->goal == MSI_GOAL_PLAIN) {
         return true;
     }
-    w->search->finder = w->search->best_finder = MSI_FINDER_BASE;
+    w->search->how.by = w->search->best_how.by = MSI_FINDER_BASE;
     msi_decide_base(w->search, w->decisions);
     s->forced =
         memcmp(w->decisions, s->plan->decisions, (size_t)msi_decisions_bytes(w->graph)) != 0;
@@ -20489,7 +20521,8 @@ static bool msi_is_found(const msi_search *s) {
 
 /* Whether a plan will be executed. */
 static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
-    return r->goal != MSI_GOAL_ANY && (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
+    return r->goal != MSI_GOAL_ANY && r->goal != MSI_GOAL_FOLD &&
+           (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
 }
 
 /* Whether a plan of a large graph has to move params or their state, since these alone exceed the
@@ -20508,19 +20541,19 @@ static bool msi_has_to_move(const msi_scorer *s, const msi_search *search,
 static void msi_search_all(const msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     msi_search *search = w->search;
-    const bool may_drop = r->techniques & MSI_CHECKPOINTING, early = search->early;
+    const bool may_drop = r->techniques & MSI_CHECKPOINTING, early = search->how.early;
     const bool moves = msi_has_to_move(s->scorer, search, w->decisions);
     const bool is_chain = may_drop && !moves && msi_search_chain(search), cut = search->found;
     if (!msi_is_found(search) && !moves) {
         msi_search_greedy(w, may_drop);
     }
-    search->early = early;
+    search->how.early = early;
     if (search->may_move && !msi_is_found(search)) {
         msi_search_offloading(search);
-        search->early = early;
+        search->how.early = early;
         msi_search_bands(search);
     }
-    search->early = early;
+    search->how.early = early;
     search->enough = search->budget; // which plans fit is all that matters here
     if (may_drop && !msi_is_found(search) &&
         (!cut || s->scorer->graph->layers.count <= MSI_CHAIN_VERY_LARGE)) {
@@ -20549,7 +20582,7 @@ enum {
 
 static void msi_begin_rounding(msi_search *search, uint32_t mask, uint32_t tiling,
                                msi_tensor_decision *decisions) {
-    search->rounding = mask;
+    search->how.rounding = mask;
     search->tiling = tiling;
     msi_decide_base(search, decisions);
 }
@@ -20666,7 +20699,7 @@ static void msi_search_list(const msi_solver *s, msi_search *search, const msi_r
         w.score = msi_search_estimate(search, w.decisions);
         const bool fits = msi_add_prefix(&w) && msi_fits(s->scorer, &w.score, search->budget, 0);
         if (fits) {
-            search->finder = MSI_FINDER_BASE;
+            search->how.by = MSI_FINDER_BASE;
             msi_propose(search, w.decisions, &w.score);
         }
         if (!fits || s->forced) {
@@ -20679,7 +20712,7 @@ static void msi_search_list(const msi_solver *s, msi_search *search, const msi_r
 /* Searches the list of plans that round nothing but what is forced. */
 static void msi_search_unrounded(const msi_solver *s, msi_greedy *plain) {
     msi_search *search = plain->search;
-    search->rounding = search->tiling = 0;
+    search->how.rounding = search->tiling = 0;
     search->enough = 0;
     plain->score = msi_search_estimate(search, plain->decisions);
     msi_search_all(s, plain);
@@ -20702,7 +20735,7 @@ static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
 /* Groups the layers at the peak of the smallest plan in another way, and searches the plans with
    these groups; again, if one of them is smaller. */
 static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_tilings *tilings) {
-    const bool early = search->early;
+    const bool early = search->how.early;
     msi_grouping c;
     if (!search->found || !msi_grouping_init(&c, search)) {
         return;
@@ -20720,9 +20753,9 @@ static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_ti
         if (!msi_add_tiling(&c, tilings, MSI_MOST_TILINGS)) {
             break;
         }
-        r.mask = search->best_rounding;
+        r.mask = search->best_how.rounding;
         r.tiling = tilings->count;
-        search->early = early;
+        search->how.early = early;
         msi_begin_rounding(search, r.mask, r.tiling, c.decisions);
         r.us = msi_estimate(s->scorer, c.decisions).us;
         msi_search_list(s, search, &r);
@@ -20735,12 +20768,12 @@ static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_ti
    seconds. */
 static void msi_search_lists(const msi_solver *s, msi_search *search, const msi_rounding *list,
                              uint32_t count, msi_greedy *plain) {
-    const bool early = search->early;
+    const bool early = search->how.early;
     const double least_us = search->least_us;
     const uint64_t end = s->scorer->lowering->lowered + MSI_LISTS_WORK;
     for (uint32_t k = 0; k < count && !msi_is_found(search) && s->scorer->lowering->lowered <= end;
          k++) {
-        search->early = early;
+        search->how.early = early;
         search->least_us = least_us;
         if (msi_is_hopeless(search, &list[k])) {
             continue;
@@ -20751,7 +20784,7 @@ static void msi_search_lists(const msi_solver *s, msi_search *search, const msi_
             msi_search_list(s, search, &list[k]);
         }
     }
-    search->early = early;
+    search->how.early = early;
     search->least_us = least_us;
 }
 
@@ -20783,7 +20816,7 @@ static void msi_search_roundings(const msi_solver *s, msi_search *search, msi_gr
 
 /* Takes the best plan that was found. */
 static void msi_take_best(msi_solver *s, const msi_search *search) {
-    s->early = search->best_early;
+    s->early = search->best_how.early;
     s->score = search->best_score;
     const bool known = !search->fits || s->score.bytes == s->score.live_bytes; // not ended early
     if (!msi_is_to_run(s->request, s->score.bytes) || (known && msi_may_relax(s))) {
@@ -20839,24 +20872,106 @@ static void msi_search_smallest(const msi_solver *s, msi_search *search) {
     search->fits = search->found && search->best_score.bytes <= budget;
 }
 
+/* Searches as the guide says, from the plan at hand. */
+static void msi_search_as_guided(const msi_solver *s, msi_greedy *w) {
+    const msi_guide *guide = s->request->guide;
+    msi_search *search = w->search;
+    const bool may_drop = s->request->techniques & MSI_CHECKPOINTING;
+    switch (guide->found.by) {
+    case MSI_FINDER_CHAIN:
+        (void)msi_search_chain(search);
+        break;
+    case MSI_FINDER_SEGMENTS:
+        msi_search_segments(search);
+        break;
+    case MSI_FINDER_BANDS:
+        msi_search_bands(search);
+        break;
+    case MSI_FINDER_LISTS:
+    case MSI_FINDER_GIVEN_BACK:
+        (void)msi_search_list_of_moves(search, guide->found.list);
+        break;
+    case MSI_FINDER_PLAIN:
+    case MSI_FINDER_BASE:
+    case MSI_FINDER_GREEDY:
+    case MSI_FINDER_EXHAUSTIVE:
+    case MSI_FINDER_LOCAL:
+    case MSI_FINDER_FOLD:
+    case MSI_FINDER_LARGEST:
+    case MSI_FINDER_COUNT:
+        msi_search_greedy(w, may_drop);
+        break;
+    }
+}
+
+/* Searches the plans that are like those of the guide. */
+static void msi_search_guided(const msi_solver *s, msi_search *search) {
+    const msi_guide *guide = s->request->guide;
+    msi_tilings tilings = MSI_ZERO_INIT;
+    msi_rounding r = MSI_ZERO_INIT;
+    msi_grouping c;
+    msi_greedy w;
+    const bool early = search->how.early;
+    const uint64_t budget = search->budget;
+    search->budget = guide->smallest ? 0 : budget;
+    if (msi_grouping_init(&c, search)) {
+        memcpy(c.decisions, guide->decisions, (size_t)msi_decisions_bytes(c.graph));
+        (void)msi_add_tiling(&c, &tilings, MSI_MOST_TILINGS);
+        search->how.by = MSI_FINDER_FOLD;
+        search->how.early = guide->found.early;
+        msi_score score = msi_score_of(s->scorer, c.decisions);
+        msi_propose(search, c.decisions, &score);
+        search->how.early = early;
+        msi_grouping_free(&c);
+    }
+    search->tilings = &tilings;
+    search->how.rounding = guide->found.rounding;
+    search->tiling = tilings.groups.count > 0 ? 1 : 0;
+    if (msi_greedy_init(&w, search)) {
+        msi_decide_base(search, w.decisions);
+        r.us = msi_estimate(s->scorer, w.decisions).us;
+        search->least_us = r.us < search->least_us || !s->forced ? r.us : search->least_us;
+        search->enough = 0;
+        w.score = msi_search_estimate(search, w.decisions);
+        if (msi_add_prefix(&w) && msi_fits(s->scorer, &w.score, search->budget, 0)) {
+            search->how.by = MSI_FINDER_BASE;
+            msi_propose(search, w.decisions, &w.score);
+        } else {
+            msi_search_as_guided(s, &w);
+        }
+    }
+    msi_greedy_free(&w);
+    search->budget = budget;
+    search->fits = search->found && search->best_score.bytes <= budget;
+    search->how.early = early;
+    search->tiling = 0;
+    search->tilings = NULL;
+    MSI_LIST_FREE(msi_tiling, s->scorer->allocator, tilings.groups);
+}
+
 /* Chooses the decisions, and leaves the program lowered and laid out. */
 static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     if (msi_begin_list(s, w)) {
         s->score = w->score; // the decisions are in place
-        s->early = w->search->early;
+        s->early = w->search->how.early;
     } else {
         msi_search *search = w->search;
-        const bool early = search->early;
-        msi_search_allowed(s, search, w);
-        if (!search->fits && !search->any && search->budget > 0 && !msi_is_short(s->scorer)) {
-            search->early = early;
+        const bool early = search->how.early;
+        if (r->guide) {
+            msi_search_guided(s, search);
+        } else {
+            msi_search_allowed(s, search, w);
+        }
+        if (!search->fits && !search->any && search->budget > 0 && !msi_is_short(s->scorer) &&
+            !r->guide) {
+            search->how.early = early;
             msi_search_smallest(s, search);
         }
         msi_give_back_best(search);
         msi_take_best(s, w->search);
     }
-    s->plan->found_by = w->search->best_finder;
+    s->plan->found = w->search->best_how;
     if (r->largest && !msi_has_room(s)) {
         msi_follow(s);
     }
@@ -21282,6 +21397,423 @@ static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>fold  a graph with fewer equal blocks of layers, whose plans are repeated for the whole
+
+/* A large model is mostly runs of equal blocks. Its fold is the same graph with fewer blocks in each
+   run, all runs shortened alike. All searches try the fold; the whole is searched as the best plan of
+   the fold was found, with the same roundings and groups. That plan itself is stretched: each block
+   decides for as many consecutive blocks of the whole, the first and the last of a run for one each. */
+enum {
+    MSI_FOLD_LAYERS = 160, // of a fold, about
+    MSI_FOLD_SHARE = 4,    // a graph has so many times the layers of its fold
+    MSI_FOLD_LEAST = 5,    // blocks of a run in a fold
+    MSI_FOLD_GAPS = 16,    // periods that are tried at a layer
+    MSI_FOLD_TRIES = 3     // of budgets for a fold
+};
+
+typedef struct msi_repeats {
+    uint32_t first, period; // layers
+    uint32_t count, kept;   // blocks: of the whole, and of the fold
+} msi_repeats;
+
+/* Where a tensor comes first: the layer that makes it or, for residents, the first that has it, and
+   as which of its operands. */
+typedef struct msi_origin {
+    uint32_t layer, operand;
+} msi_origin;
+
+typedef struct msi_fold {
+    msi_graph whole; // as it was
+    const ms_allocator *allocator;
+    msi_graph graph; // the fold; its names and masks are those of the whole
+    MSI_LIST(msi_repeats) runs;
+    uint64_t *classes;   // per layer: a hash of all except what it is linked to
+    msi_origin *origins; // per tensor
+    uint32_t *next; // per layer: the next one of its class; later its number in the fold; or NONE
+    uint32_t *layer_of;  // per layer: the one that decides for it, which the fold has
+    uint32_t *tensor_of; // per tensor that the fold has: its number there
+    uint64_t bytes;      // of these five
+    bool out_of_memory;
+} msi_fold;
+
+static uint64_t msi_fold_bytes(const msi_graph *g) {
+    return g->layers.count * (uint64_t)(sizeof(uint64_t) + 2 * sizeof(uint32_t)) +
+           g->tensors.count * (uint64_t)(sizeof(msi_origin) + sizeof(uint32_t));
+}
+
+/* How far after a layer another one comes, if there is one. */
+static uint64_t msi_distance(uint32_t layer, uint32_t from) {
+    return layer == MSI_NONE ? UINT64_MAX : (uint64_t)layer - from;
+}
+
+static uint64_t msi_hash_tensor(uint64_t hash, const msi_tensor *t) {
+    const uint8_t what[] = {(uint8_t)t->kind,
+                            (uint8_t)t->view.dtype,
+                            t->frozen,
+                            t->is_output,
+                            t->is_eval_output,
+                            t->on_host,
+                            t->no_gradient,
+                            t->wants_gradient,
+                            t->updates_early,
+                            t->must_stay,
+                            t->serves_recompute,
+                            t->leads_to_loss,
+                            t->is_looked_up,
+                            t->narrow_gradient,
+                            t->narrow,
+                            t->not_narrow,
+                            t->format,
+                            t->borrowed,
+                            t->forced_moves,
+                            t->forbidden_moves,
+                            (uint8_t)t->view.shape.rank};
+    for (size_t k = 0; k < sizeof what; k++) {
+        hash = msi_mix_in(hash, what[k]);
+    }
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        hash = msi_mix_in(hash, t->technique[k]);
+    }
+    for (int k = 0; k < t->view.shape.rank; k++) {
+        hash = msi_mix_in(hash, (uint64_t)t->view.shape.dim[k]);
+    }
+    return msi_mix_in(hash, t->bytes);
+}
+
+/* Measured times are no part of a class, since those of equal layers differ. */
+static uint64_t msi_class_of(const msi_fold *f, uint32_t layer) {
+    const msi_graph *g = &f->whole;
+    const msi_layer *l = &g->layers.items[layer];
+    const ms_layer_fn calls[] = {l->forward, l->backward, l->recompute, l->bind};
+    const double numbers[] = {l->flops,
+                              l->backward_flops,
+                              l->recompute_flops,
+                              l->elements,
+                              l->known.forward_us,
+                              l->known.backward_us,
+                              l->known.recompute_us};
+    uint64_t hash = msi_hash_layer(l->has_backward, g, l, false);
+    hash = msi_hash_bytes(hash, calls, sizeof calls);
+    hash = msi_hash_bytes(hash, numbers, sizeof numbers);
+    for (uint32_t k = 0; k < l->start[MSI_GROUP_COUNT]; k++) {
+        const uint32_t t = g->operands.items[l->operand_first + k];
+        if (t == MSI_NONE) {
+            hash = msi_mix_in(hash, k);
+            continue;
+        }
+        const msi_tensor *tensor = &g->tensors.items[t];
+        hash = msi_hash_tensor(hash, tensor);
+        if (f->origins[t].layer == layer && f->origins[t].operand == k) {
+            hash = msi_mix_in(hash, msi_distance(tensor->last_use, layer));
+            hash = msi_mix_in(hash, msi_distance(tensor->last_reader, layer));
+            hash = msi_mix_in(hash, msi_distance(tensor->last_gradient, layer));
+        }
+    }
+    return hash;
+}
+
+static void msi_find_origins(msi_fold *f) {
+    const msi_graph *g = &f->whole;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        f->origins[t].layer = f->origins[t].operand = MSI_NONE;
+    }
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        for (uint32_t k = 0; k < l->start[MSI_GROUP_COUNT]; k++) {
+            const uint32_t t = g->operands.items[l->operand_first + k];
+            if (t != MSI_NONE && f->origins[t].layer == MSI_NONE) {
+                f->origins[t].layer = i;
+                f->origins[t].operand = k;
+            }
+        }
+    }
+}
+
+/* Finds the class of each layer, and the next one of it. */
+static bool msi_find_classes(msi_fold *f) {
+    const uint32_t layers = f->whole.layers.count;
+    uint32_t mask = 1;
+    while (mask < 2 * layers) {
+        mask = 2 * mask + 1;
+    }
+    const uint64_t bytes = (mask + 1ull) * sizeof(uint32_t);
+    uint32_t *last = (uint32_t *)msi_alloc(f->allocator, bytes); // of each class: a hash table
+    if (!last) {
+        return false;
+    }
+    memset(last, 0xff, (size_t)bytes);
+    for (uint32_t i = layers; i-- > 0;) {
+        f->classes[i] = msi_class_of(f, i);
+        uint32_t at = (uint32_t)f->classes[i] & mask;
+        while (last[at] != MSI_NONE && f->classes[last[at]] != f->classes[i]) {
+            at = (at + 1) & mask;
+        }
+        f->next[i] = last[at];
+        last[at] = i;
+    }
+    msi_release(f->allocator, last, bytes);
+    return true;
+}
+
+/* Whether two layers are equal, and linked to equal layers, or to the same tensors. */
+static bool msi_are_equal(const msi_fold *f, uint32_t a, uint32_t b) {
+    const msi_graph *g = &f->whole;
+    const msi_layer *x = &g->layers.items[a], *y = &g->layers.items[b];
+    bool equal = f->classes[a] == f->classes[b];
+    for (uint32_t k = 0; equal && k < x->start[MSI_GROUP_COUNT]; k++) {
+        const uint32_t s = g->operands.items[x->operand_first + k];
+        const uint32_t t = g->operands.items[y->operand_first + k];
+        equal = s == t || (s != MSI_NONE && t != MSI_NONE &&
+                           f->origins[t].layer == f->origins[s].layer + (b - a) &&
+                           f->origins[t].operand == f->origins[s].operand);
+    }
+    return equal;
+}
+
+/* The longest run that begins at a layer; its count is 0 if there is none. */
+static msi_repeats msi_longest_repeats(const msi_fold *f, uint32_t first) {
+    msi_repeats best = {first, 1, 0, 0};
+    uint32_t at = f->next[first];
+    for (int gaps = 0; gaps < MSI_FOLD_GAPS && at != MSI_NONE; gaps++, at = f->next[at]) {
+        uint32_t end = at;
+        while (end < f->whole.layers.count && msi_are_equal(f, end - (at - first), end)) {
+            end++;
+        }
+        const msi_repeats run = {first, at - first, (end - first) / (at - first), 0};
+        if (run.count > 1 && run.count * run.period > best.count * best.period) {
+            best = run;
+        }
+    }
+    return best;
+}
+
+/* Finds the runs, and how many blocks of each the fold has. False: they are too few for a fold. */
+static bool msi_find_runs(msi_fold *f) {
+    const uint32_t layers = f->whole.layers.count;
+    uint32_t in_runs = 0, kept = 0;
+    for (uint32_t i = 0; i < layers;) {
+        const msi_repeats run = msi_longest_repeats(f, i);
+        if (run.count <= MSI_FOLD_LEAST) {
+            i++;
+            continue;
+        }
+        if (!MSI_RESERVE(msi_repeats, f->allocator, f->runs, f->runs.count + 1ull)) {
+            f->out_of_memory = true;
+            return false;
+        }
+        f->runs.items[f->runs.count++] = run;
+        in_runs += run.count * run.period;
+        i += run.count * run.period;
+    }
+    const uint32_t apart = layers - in_runs;
+    const uint32_t room =
+        apart < MSI_FOLD_LAYERS / 2 ? MSI_FOLD_LAYERS - apart : (uint32_t)MSI_FOLD_LAYERS / 2;
+    for (uint32_t k = 0; k < f->runs.count; k++) {
+        msi_repeats *run = &f->runs.items[k];
+        const uint64_t share = ((uint64_t)run->count * room + in_runs - 1) / in_runs;
+        run->kept = msi_clamp(share, MSI_FOLD_LEAST, run->count);
+        kept += run->kept * run->period;
+    }
+    return (uint64_t)MSI_FOLD_SHARE * (apart + kept) <= layers;
+}
+
+/* The layer of the whole that stands for a layer: of a kept block. The fold has the first half of
+   its blocks from the beginning of a run, the others from its end. */
+static uint32_t msi_kept_layer(const msi_repeats *run, uint32_t block, uint32_t offset) {
+    const uint32_t from = block < run->kept / 2 ? 0 : run->count - run->kept;
+    return run->first + (from + block) * run->period + offset;
+}
+
+/* The block of a fold that decides for a block of the whole. */
+static uint32_t msi_stretched(const msi_repeats *run, uint32_t block) {
+    return block == 0 ? 0
+           : block + 1 == run->count
+               ? run->kept - 1
+               : 1 + (uint32_t)((uint64_t)(block - 1) * (run->kept - 2) / (run->count - 2));
+}
+
+/* Fills in layer_of with the layers of the whole that decide, and `next` with the numbers in the fold
+   of those that it has. */
+static void msi_choose_layers(msi_fold *f) {
+    uint32_t count = 0, run_number = 0;
+    for (uint32_t i = 0; i < f->whole.layers.count; i++) {
+        const msi_repeats *run = run_number < f->runs.count ? &f->runs.items[run_number] : NULL;
+        const bool inside = run && i >= run->first;
+        const uint32_t at = inside ? i - run->first : 0;
+        f->layer_of[i] =
+            inside ? msi_kept_layer(run, msi_stretched(run, at / run->period), at % run->period)
+                   : i;
+        const uint32_t block = inside ? at / run->period : 0;
+        const bool kept =
+            !inside || block < run->kept / 2 || block >= run->count - run->kept + run->kept / 2;
+        f->next[i] = kept ? count++ : MSI_NONE;
+        run_number += inside && at + 1 == run->count * run->period;
+    }
+}
+
+/* The tensor of the fold that an operand of one of its layers is: of a block that it lacks, the one
+   that comes as far before the layer as in the whole. `shift`: the layers that it lacks before it. */
+static uint32_t msi_kept_tensor(const msi_fold *f, uint32_t t, uint32_t shift) {
+    const msi_origin at = f->origins[t];
+    const msi_graph *g = &f->whole;
+    return at.layer == MSI_NONE || f->next[at.layer] != MSI_NONE
+               ? t
+               : g->operands.items[g->layers.items[at.layer - shift].operand_first + at.operand];
+}
+
+/* Whether a run has enough blocks on both sides of those that its fold lacks for what they read. */
+static bool msi_has_links(const msi_fold *f, const msi_repeats *run) {
+    const msi_graph *g = &f->whole;
+    const uint32_t begin = run->first + run->kept / 2 * run->period;
+    const uint32_t end = begin + (run->count - run->kept) * run->period;
+    for (uint32_t i = end; i < run->first + run->count * run->period; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        for (uint32_t k = 0; k < l->start[MSI_GROUP_COUNT]; k++) {
+            const uint32_t t = g->operands.items[l->operand_first + k];
+            const uint32_t from = t == MSI_NONE ? MSI_NONE : f->origins[t].layer;
+            if (from != MSI_NONE && from >= begin && from < end &&
+                from - run->first < end - begin) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+/* Adds a tensor to the fold, or a layer. Room has been reserved. */
+static void msi_fold_tensor(msi_fold *f, uint32_t t) {
+    msi_tensor *added = &f->graph.tensors.items[f->graph.tensors.count++];
+    *added = f->whole.tensors.items[t];
+    added->producer = added->producer == MSI_NONE ? MSI_NONE : f->next[added->producer];
+}
+
+static void msi_fold_layer(msi_fold *f, uint32_t layer, uint32_t shift) {
+    msi_layer *added = &f->graph.layers.items[f->graph.layers.count++];
+    *added = f->whole.layers.items[layer];
+    for (uint32_t k = 0; k < added->start[MSI_GROUP_COUNT]; k++) {
+        const uint32_t t = f->whole.operands.items[added->operand_first + k];
+        f->graph.operands.items[f->graph.operands.count + k] =
+            t == MSI_NONE ? MSI_NONE : f->tensor_of[msi_kept_tensor(f, t, shift)];
+    }
+    added->operand_first = f->graph.operands.count;
+    f->graph.operands.count += added->start[MSI_GROUP_COUNT];
+}
+
+/* Makes the graph of the fold, whose layers have been chosen. */
+static bool msi_make_fold(msi_fold *f) {
+    const msi_graph *g = &f->whole;
+    f->graph = *g;
+    f->graph.tensors.items = NULL;
+    f->graph.layers.items = NULL;
+    f->graph.operands.items = NULL;
+    f->graph.tensors.count = f->graph.layers.count = f->graph.operands.count = 0;
+    f->graph.tensors.capacity = f->graph.layers.capacity = f->graph.operands.capacity = 0;
+    if (!MSI_RESERVE(msi_tensor, f->allocator, f->graph.tensors, g->tensors.count) ||
+        !MSI_RESERVE(msi_layer, f->allocator, f->graph.layers, g->layers.count) ||
+        !MSI_RESERVE(uint32_t, f->allocator, f->graph.operands, g->operands.count)) {
+        return false;
+    }
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const uint32_t layer = f->origins[t].layer;
+        if (layer == MSI_NONE || f->next[layer] != MSI_NONE) {
+            f->tensor_of[t] = f->graph.tensors.count;
+            msi_fold_tensor(f, t);
+        }
+    }
+    f->graph.loss = f->tensor_of[g->loss];
+    uint32_t run_number = 0;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_repeats *run = run_number < f->runs.count ? &f->runs.items[run_number] : NULL;
+        if (f->next[i] != MSI_NONE) {
+            msi_fold_layer(f, i, run ? (run->count - run->kept) * run->period : 0);
+        }
+        run_number += run && i + 1 == run->first + run->count * run->period;
+    }
+    msi_analyze(&f->graph);
+    msi_analyze_backward(&f->graph);
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const uint32_t layer = f->origins[t].layer;
+        if (layer == MSI_NONE || f->next[layer] != MSI_NONE) {
+            f->graph.tensors.items[f->tensor_of[t]].updates_early =
+                g->tensors.items[t].updates_early;
+        }
+    }
+    return true;
+}
+
+static void msi_fold_free(msi_fold *f) {
+    const ms_allocator *a = f->allocator;
+    msi_release(a, f->classes, f->classes ? msi_fold_bytes(&f->whole) : 0);
+    MSI_LIST_FREE(msi_repeats, a, f->runs);
+    MSI_LIST_FREE(msi_tensor, a, f->graph.tensors);
+    MSI_LIST_FREE(msi_layer, a, f->graph.layers);
+    MSI_LIST_FREE(uint32_t, a, f->graph.operands);
+}
+
+/* Folds a graph that was analysed. False: it has too few equal blocks, or memory is short. */
+static bool msi_fold_init(msi_fold *f, const msi_graph *g, const ms_allocator *allocator) {
+    memset(f, 0, sizeof *f);
+    f->whole = *g;
+    f->allocator = allocator;
+    f->classes = (uint64_t *)msi_alloc_zeroed(allocator, msi_fold_bytes(g));
+    if (!f->classes) {
+        f->out_of_memory = true;
+        return false;
+    }
+    f->origins = (msi_origin *)(void *)(f->classes + g->layers.count);
+    f->next = (uint32_t *)(void *)(f->origins + g->tensors.count);
+    f->layer_of = f->next + g->layers.count;
+    f->tensor_of = f->layer_of + g->layers.count;
+    msi_find_origins(f);
+    f->out_of_memory = !msi_find_classes(f);
+    bool folds = !f->out_of_memory && msi_find_runs(f);
+    for (uint32_t k = 0; k < f->runs.count && folds; k++) {
+        folds = msi_has_links(f, &f->runs.items[k]);
+    }
+    if (folds) {
+        msi_choose_layers(f);
+        f->out_of_memory = !msi_make_fold(f);
+    }
+    return folds && !f->out_of_memory;
+}
+
+/* Makes groups in tiles of what layers of several blocks have decided: a group ends where the next
+   layer cannot join it, and layers that cannot be a group are whole. */
+static void msi_mend_groups(const msi_graph *g, msi_tensor_decision *d) {
+    for (uint32_t i = 0; i < g->layers.count;) {
+        const uint32_t tiles = msi_tiles_of(g, d, i);
+        uint32_t end = i + 1;
+        if (tiles > 0) {
+            d[msi_first_output(g, &g->layers.items[i])].begins_group = true;
+        }
+        while (tiles > 0 && end < g->layers.count && msi_tiles_of(g, d, end) == tiles &&
+               !d[msi_first_output(g, &g->layers.items[end])].begins_group &&
+               msi_can_join_group(g, i, end)) {
+            end++;
+        }
+        if (tiles > 0 && !msi_can_group(g, i, end)) {
+            msi_decide_group(g, d, i, end, 0);
+        }
+        i = end;
+    }
+}
+
+/* Decides for the whole as the plan of the fold does. */
+static void msi_unfold(const msi_fold *f, const msi_tensor_decision *folded, bool early,
+                       msi_tensor_decision *decisions) {
+    const msi_graph *g = &f->whole;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_origin at = f->origins[t];
+        const msi_layer *l = at.layer == MSI_NONE ? NULL : &g->layers.items[f->layer_of[at.layer]];
+        const uint32_t of = l ? g->operands.items[l->operand_first + at.operand] : t;
+        decisions[t] = folded[f->tensor_of[of]];
+    }
+    decisions[g->tensors.count] = folded[f->graph.tensors.count];
+    msi_place_updates(g, decisions, early, 0);
+    msi_mend_groups(g, decisions);
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>plan  the life cycle of plans: for the largest sizes, and for others in the same arena
 
 static void msi_release_recordings(const ms_model *m, msi_plan *plan) {
@@ -21488,6 +22020,7 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
         return shortage;
     }
     s.homes = request->largest ? request->largest->decisions : NULL;
+    s.host_budget = request->host_budget;
     msi_find_times(m);
     msi_make_eval(&s, plan->decisions); // nothing is moved
     msi_lay_out(&s, s.eval, 0);
@@ -21512,30 +22045,142 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     return shortage;
 }
 
-/* Makes a new plan for the graph as it is, which has been checked. It must fit into the arena of
-   the plan for the largest sizes, if that is not NULL. */
-static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
-                               const msi_plan *largest, msi_plan **made) {
-    const uint64_t room = msi_room_of(store);
-    const uint64_t host_room = store->host_bytes + store->host_transient_bytes;
-    const uint32_t techniques = m->wrapped.choice.techniques;
-    const msi_request request = {
-        goal,     largest ? room : budget, techniques, m->config.early_update, largest, room,
-        host_room};
+/* The bytes of all values of a graph that a plain plan has at once, about. */
+static double msi_total_bytes(const msi_graph *g, uint32_t states) {
+    double bytes = 0.0;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const bool stays = msi_is_resident(tensor) || msi_is_read_again(tensor);
+        const double times = tensor->kind == MSI_KIND_PARAM && msi_learns(tensor) ? 1.0 + states
+                             : stays                                              ? 1.0
+                                                                                  : 0.0;
+        bytes += times * (double)tensor->bytes;
+    }
+    return bytes;
+}
+
+/* A share of a budget; one that is not limited stays so. */
+static uint64_t msi_budget_share(uint64_t budget, double share) {
+    return budget == UINT64_MAX ? budget : (uint64_t)(share * (double)budget);
+}
+
+/* Solves for the graph that the model has at present, into a new plan. */
+static ms_result msi_solve_anew(ms_model *m, const msi_store *store, const msi_request *request,
+                                msi_plan **made) {
     msi_plan *plan = msi_new_plan(m);
     *made = NULL;
     if (!plan) {
         return msi_fail_memory(m, "the plan", sizeof *plan + msi_decisions_bytes(&m->graph));
     }
-    plan->budget_bytes = budget;
     msi_get_sizes(&m->graph, plan->sizes);
-    const msi_shortage shortage = msi_fill_plan(m, store, plan, &request);
+    const msi_shortage shortage = msi_fill_plan(m, store, plan, request);
     if (shortage.what) {
         msi_plan_free(m, plan);
         return msi_fail_memory(m, shortage.what, shortage.bytes);
     }
     *made = plan;
     return MS_RESULT_OK;
+}
+
+/* Plans the fold, which is the graph of the model for now, and makes a guide of its plan. Where the
+   plain plan of the fold fits its share of the budget, that of the whole does too, or nearly: less
+   is taken then. */
+static ms_result msi_plan_fold(ms_model *m, const msi_fold *f, msi_request *request,
+                               msi_guide *guide) {
+    msi_store *store;
+    msi_plan *plan = NULL;
+    ms_result result = msi_make_store(m, &store);
+    for (int tries = 0; tries < MSI_FOLD_TRIES && result == MS_RESULT_OK &&
+                        (!plan || plan->found.by <= MSI_FINDER_BASE);
+         tries++) {
+        msi_plan_free(m, plan);
+        result = msi_solve_anew(m, store, request, &plan);
+        request->budget = msi_budget_share(request->budget, 0.9);
+    }
+    if (result == MS_RESULT_OK) {
+        guide->found = plan->found;
+        msi_unfold(f, plan->decisions, plan->found.early, guide->decisions);
+        msi_log(m, MS_LOG_DEBUG, "plan", "%u of %u layers stand for all: planned by search \"%s\"",
+                (unsigned)f->graph.layers.count, (unsigned)f->whole.layers.count,
+                msi_finder_names[plan->found.by]);
+    }
+    msi_plan_free(m, plan);
+    msi_store_free(m, store);
+    return result;
+}
+
+/* Makes a guide for a request from the plan of a fold. */
+static ms_result msi_find_guide(ms_model *m, const msi_fold *f, const msi_request *request,
+                                msi_guide *guide) {
+    const msi_graph whole = m->graph;
+    const uint32_t states = msi_state_count(&m->optimizer);
+    const double share = msi_total_bytes(&f->graph, states) / msi_total_bytes(&whole, states);
+    msi_request of_fold = *request;
+    of_fold.goal = MSI_GOAL_FOLD;
+    of_fold.budget = guide->smallest ? 0 : msi_budget_share(request->budget, share);
+    of_fold.host_budget = msi_budget_share(request->host_budget, share);
+    of_fold.guide = NULL;
+    m->graph = f->graph;
+    const ms_result result = msi_plan_fold(m, f, &of_fold, guide);
+    m->graph = whole;
+    return result;
+}
+
+/* Solves a request whose graph has a fold, guided by a plan of that; if nothing fits, once more,
+   guided by its smallest plan. */
+static ms_result msi_solve_guided(ms_model *m, const msi_store *store, const msi_fold *f,
+                                  msi_request *request, msi_plan **made) {
+    const uint64_t bytes = msi_decisions_bytes(&m->graph);
+    msi_guide guide = MSI_ZERO_INIT;
+    ms_result result = MS_RESULT_OK;
+    guide.decisions = (msi_tensor_decision *)msi_alloc(f->allocator, bytes);
+    *made = NULL;
+    if (!guide.decisions) {
+        return msi_fail_memory(m, "the fold", bytes);
+    }
+    request->guide = &guide;
+    for (int turn = request->goal == MSI_GOAL_SMALLEST; turn < 2 && result == MS_RESULT_OK;
+         turn = *made && (*made)->arena_bytes <= request->budget ? 2 : turn + 1) {
+        msi_plan_free(m, *made);
+        *made = NULL;
+        guide.smallest = turn > 0;
+        result = msi_find_guide(m, f, request, &guide);
+        MSI_THEN(result, msi_solve_anew(m, store, request, made));
+    }
+    msi_release(f->allocator, guide.decisions, bytes);
+    return result;
+}
+
+/* Makes a new plan for the graph as it is, which has been checked. It must fit into the arena of
+   the plan for the largest sizes, if that is not NULL. */
+static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
+                               const msi_plan *largest, msi_plan **made) {
+    const uint64_t room = msi_room_of(store);
+    msi_request request = {goal,
+                           largest ? room : budget,
+                           m->wrapped.choice.techniques,
+                           m->config.early_update,
+                           largest,
+                           room,
+                           store->host_bytes + store->host_transient_bytes,
+                           msi_host_budget(m),
+                           NULL};
+    msi_fold fold;
+    const bool may_fold = !largest && goal != MSI_GOAL_PLAIN;
+    const bool folds = may_fold && msi_fold_init(&fold, &m->graph, &m->config.allocator);
+    ms_result result = may_fold && fold.out_of_memory
+                           ? msi_fail_memory(m, "the fold", msi_fold_bytes(&m->graph))
+                       : folds ? msi_solve_guided(m, store, &fold, &request, made)
+                               : msi_solve_anew(m, store, &request, made);
+    if (may_fold) {
+        msi_fold_free(&fold);
+    }
+    if (result == MS_RESULT_OK) {
+        (*made)->budget_bytes = budget;
+    } else {
+        *made = NULL;
+    }
+    return result;
 }
 
 /* Plans at `sizes` (NULL: the largest). The plan must fit into the arena of `largest`, if that is
@@ -29783,7 +30428,7 @@ static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
             msi_mode_names[m->wrapped.choice.mode], msi_source_names[m->wrapped.choice.source],
             msi_pressure(plan), msi_time(plan->train.predicted.step.us).text,
             msi_time(plan->plain_step_us).text, msi_time_source_names[m->costs.source],
-            msi_finder_names[plan->found_by]);
+            msi_finder_names[plan->found.by]);
     for (int technique = 0; technique < MS_TECHNIQUE_COUNT; technique++) {
         const msi_technique_total total = msi_technique_total_of(r, (ms_technique)technique);
         msi_log(m, MS_LOG_INFO, "rules", "%s: %u of %u layers, %s off the peak, %s added%s%s",
@@ -33085,7 +33730,7 @@ static MSI_COLD void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->pressure = msi_pressure(plan);
     r->mode = m->wrapped.choice.mode;
     r->decision_source = m->wrapped.choice.source;
-    r->found_by = msi_finder_names[plan->found_by];
+    r->found_by = msi_finder_names[plan->found.by];
     r->early_update = msi_updates_inside(&plan->train);
     r->borrowed_bytes = m->run.store->borrowed_bytes;
     msi_report_host(m, r);

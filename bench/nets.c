@@ -123,7 +123,7 @@ static void print_at(bench_table *table, subject *s, uint64_t budget) {
     const msi_score greedy = greedy_alone(s, budget);
     const double us = plan_us(s, budget);
     print_share(table, us, s->plain_us);
-    bench_cell(table, us > 0.0 ? msi_finder_names[s->model->run.plan->found_by] : "-");
+    bench_cell(table, us > 0.0 ? msi_finder_names[s->model->run.plan->found.by] : "-");
     print_share(table, greedy.bytes <= budget ? greedy.us : 0.0, s->plain_us);
 }
 

@@ -296,7 +296,7 @@ static void homes_judge(homes *h, uint64_t budget, homes_tally *tally, bool show
         print_message(
             "  %s: budget %.4f of plain: %.4f, %.1f us instead of %.1f (plain %.1f), by %s\n",
             h->text, (double)budget / (double)h->plain_bytes, ratio, report.step_us, best->us,
-            h->plain_us, msi_finder_names[h->model->run.plan->found_by]);
+            h->plain_us, msi_finder_names[h->model->run.plan->found.by]);
     }
 }
 

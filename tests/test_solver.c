@@ -1873,9 +1873,9 @@ static void choices_keep_early_updates(void **state) {
     for (int early = 0; early < 2; ++early) {
         uint32_t updates = 0;
         msi_search s = census_search(&with, UINT64_MAX);
-        s.early = early == 1;
+        s.how.early = early == 1;
         msi_search_exhaustive(&s, false);
-        assert_true(s.found && s.best_early == s.early);
+        assert_true(s.found && s.best_how.early == s.how.early);
         for (uint32_t t = 0; t < g.model->graph.tensors.count; ++t) {
             updates += s.best[t].update_after != MSI_NONE;
         }
@@ -2080,9 +2080,9 @@ static void searches_do_what_is_allowed(void **state) {
             searches[k].search(&s);
             assert_false(msi_is_short(&c.scorer));
             chosen[k] += s.found ? check_allowed(&s, base) : 0;
-            assert_true(!s.found || s.best_finder == searches[k].found_by[0] ||
-                        s.best_finder == searches[k].found_by[1]);
-            found_by[s.best_finder] += s.found;
+            assert_true(!s.found || s.best_how.by == searches[k].found_by[0] ||
+                        s.best_how.by == searches[k].found_by[1]);
+            found_by[s.best_how.by] += s.found;
             for (uint32_t t = 0; s.found && t < tensors; ++t) {
                 in_place += (s.best[t].moves & MSI_IN_PLACE) != 0;
             }
@@ -2114,7 +2114,7 @@ static void plans_say_what_found_them(void **state) {
             ms_set_budget(m, least + (plain - least) * i / 8);
             t_ok(m, ms_wrap(m));
             t_report(m, &report);
-            const msi_finder finder = m->run.plan->found_by;
+            const msi_finder finder = m->run.plan->found.by;
             assert_string_equal(report.found_by, msi_finder_names[finder]);
             uint32_t dropped = 0;
             for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
