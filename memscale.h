@@ -4520,13 +4520,16 @@ static const uint32_t MSI_AT_END = UINT32_MAX - 1;
 typedef enum msi_finder { MSI_FINDERS(MEMSCALE_FIRST) MSI_FINDER_COUNT } msi_finder;
 
 /* How a plan was found: by which search, in which of msi_move_lists, among plans with which
-   roundings, and whether these update params inside backward. */
+   roundings, and whether these have groups of layers in tiles by choice, and update params inside
+   backward. */
 typedef struct msi_found {
     msi_finder by;
     int list;
     uint32_t rounding;
-    bool early;
+    bool tiles, early;
 } msi_found;
+
+enum { MSI_RANKS = 3 };
 
 typedef struct msi_plan {
     struct msi_plan *next;        // of the plans for other sizes, the last used first
@@ -4538,6 +4541,8 @@ typedef struct msi_plan {
     msi_program train, eval;
     double plain_step_us;
     msi_found found;
+    msi_found ranks[MSI_RANKS]; // the searches that found the best plans, the best first
+    uint32_t rank_count;
     msi_recording recordings[MSI_RECORDING_COUNT];
 } msi_plan;
 
@@ -16832,6 +16837,10 @@ typedef struct msi_search {
     bool found, fits;
     msi_found best_how;
     msi_score best_score;
+    /* Other searches that found good plans, the best first, and the best score of each. */
+    msi_found ranks[MSI_RANKS];
+    msi_score rank_scores[MSI_RANKS];
+    uint32_t rank_count;
 } msi_search;
 
 /* What plans round: optimizer state to codes of 8 bits; what layers make, and params, to 16. */
@@ -16869,19 +16878,49 @@ static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
                          (!s->fits || msi_is_faster(score, &s->best_score)));
 }
 
-/* Keeps decisions that were laid out if they are better than the best so far: those that fit come
-   first, the faster before the slower; then the others, the smaller before the larger. */
+/* Whether a plan that was laid out comes before another: those that fit come first, the faster before
+   the slower; then the others, the smaller before the larger. */
+static bool msi_comes_first(const msi_search *s, const msi_score *a, const msi_score *b) {
+    const bool fits = a->bytes <= s->budget;
+    const bool smaller = a->bytes < b->bytes || (a->bytes == b->bytes && a->us < b->us);
+    return fits != (b->bytes <= s->budget) ? fits : fits ? msi_is_faster(a, b) : smaller;
+}
+
+/* Notes which search has found a plan, unless that has found a better one. */
+static void msi_rank(msi_search *s, const msi_score *score) {
+    uint32_t at = 0;
+    while (at < s->rank_count && memcmp(&s->ranks[at], &s->how, sizeof s->how) != 0) {
+        at++;
+    }
+    if (at < s->rank_count && !msi_comes_first(s, score, &s->rank_scores[at])) {
+        return;
+    }
+    if (at == s->rank_count) {
+        at = s->rank_count < MSI_RANKS ? s->rank_count++ : (uint32_t)MSI_RANKS;
+    }
+    for (; at > 0 && msi_comes_first(s, score, &s->rank_scores[at - 1]); at--) {
+        if (at < MSI_RANKS) {
+            s->ranks[at] = s->ranks[at - 1];
+            s->rank_scores[at] = s->rank_scores[at - 1];
+        }
+    }
+    if (at < MSI_RANKS) {
+        s->ranks[at] = s->how;
+        s->rank_scores[at] = *score;
+    }
+}
+
+/* Keeps decisions that were laid out if they are better than the best so far. */
 static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
                         const msi_score *score) {
-    const msi_score *best = &s->best_score;
-    const bool fits = score->bytes <= s->budget;
-    const bool smaller =
-        score->bytes < best->bytes || (score->bytes == best->bytes && score->us < best->us);
-    if (!msi_is_short(s->scorer) && score->host_bytes <= s->host_budget &&
-        (!s->found || (fits && !s->fits) ||
-         (fits == s->fits && (fits ? msi_is_faster(score, best) : smaller)))) {
+    s->how.tiles = s->tiling > 0;
+    if (msi_is_short(s->scorer) || score->host_bytes > s->host_budget) {
+        return;
+    }
+    msi_rank(s, score);
+    if (!s->found || msi_comes_first(s, score, &s->best_score)) {
         s->found = true;
-        s->fits = fits;
+        s->fits = score->bytes <= s->budget;
         s->best_score = *score;
         s->best_how = s->how;
         memcpy(s->best, decisions, (size_t)msi_decisions_bytes(s->scorer->graph));
@@ -17377,8 +17416,10 @@ typedef struct msi_greedy {
     uint64_t host_left;            // bytes that it leaves of the host's memory
     uint32_t batch_share;          // of the moves are made at once
     bool was_coarse;               // more than one was
+    bool in_place;                 // updates may use state on the host where it is
     uint32_t try_limit;            // for a plan of the list
     uint32_t tries_left;           // for all of them
+    uint32_t plan_limit;           // how many plans the list should have, at most
 } msi_greedy;
 
 static uint64_t msi_greedy_bytes(const msi_graph *g) {
@@ -17396,6 +17437,7 @@ static bool msi_greedy_init(msi_greedy *w, msi_search *search) {
     w->search = search;
     w->scorer = s;
     w->tries_left = MSI_LIST_WORK / layers;
+    w->plan_limit = w->tries_left / 4;
     w->try_limit = msi_clamp(MSI_TRY_LIMIT * 1000u / layers, MSI_TRY_LEAST, MSI_TRY_LIMIT);
     w->batch_share = msi_clamp((uint32_t)MSI_BATCH_SHARE * MSI_BATCH_LAYERS / layers,
                                MSI_BATCH_LEAST, MSI_BATCH_SHARE);
@@ -17676,7 +17718,7 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
 static void msi_price_offload(msi_greedy *w, msi_move *move) {
     const msi_costs *costs = w->scorer->costs;
     double us = msi_offload_us(w, move);
-    if (move->key >> MSI_ACTION_SHIFT == MSI_MOVES_STATE && costs->maps_host) {
+    if (move->key >> MSI_ACTION_SHIFT == MSI_MOVES_STATE && w->in_place && costs->maps_host) {
         const double in_place_us = 2.0 * move->bytes_per_us / // which are bytes yet
                                    (costs->hardware.mapped_gb_per_s * 1e3) /
                                    (double)w->scorer->store->micro_count;
@@ -17906,14 +17948,30 @@ static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, const 
     return lower;
 }
 
-/* Goes to the next plan of the list: makes the best moves that lower the peak. On large graphs it
-   makes several at a time, and fewer where that does not help, so that the number of tries does not
-   grow with the graph. False at the end of the list. */
+/* How many of the moves to make at once, so that the number of tries does not grow with the graph: a
+   share of all, and as many as free a share of the peak. */
+static uint32_t msi_first_batch(const msi_greedy *w, uint64_t live_bytes) {
+    const uint32_t share = 1 + w->moves.count / w->batch_share;
+    const double wanted = (double)live_bytes / (1.0 + (double)w->plan_limit);
+    double bytes = 0.0;
+    uint32_t count = 0;
+    for (; count < w->moves.count && (count < share || bytes < wanted); count++) {
+        const msi_move *move = &w->moves.items[count];
+        for (uint32_t k = 0; k < move->member_count && bytes < wanted; k++) {
+            const uint32_t action = w->members.items[move->member + k];
+            bytes +=
+                (double)msi_action_bytes(w, msi_action_tensor(action), action >> MSI_ACTION_SHIFT);
+        }
+    }
+    return count;
+}
+
+/* Goes to the next plan of the list: makes the best moves that lower the peak, on large graphs
+   several at a time, and fewer where that does not help. False at the end of the list. */
 static bool msi_next_plan(msi_greedy *w) {
     const msi_peak old = msi_peak_of(w);
     msi_find_moves(w);
-    uint32_t batch = 1 + w->moves.count / w->batch_share;
-    uint32_t first = 0;
+    uint32_t batch = msi_first_batch(w, old.live_bytes), first = 0;
     for (uint32_t tries = 0; tries < w->try_limit && w->tries_left > 0 && first < w->moves.count;
          tries++) {
         w->tries_left--;
@@ -18146,13 +18204,14 @@ static const msi_move_list msi_move_lists[] = {
     {MSI_MOVES_STATE, 1, 0, 1, 0, false}, // on a slow link
     {MSI_MOVES_OF_STEP, 1, 0, 1, 0, false},
     {MSI_MOVES_OF_STEP, 2, 0, 1, 0, false}, // on transformers, at a third of the plain arena
+    {MSI_MOVES_OF_STEP, 1, 0, 1, MSI_IN_PLACE, false},
     {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, 0, 1, 0, false},
     {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, 0, false},
     {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_OF_STEP, 0, 0, true},
     {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_STATE, 0, 0, true}, // on a slow link
     {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, MSI_IN_PLACE, false}};
 
-enum { MSI_FIRST_BEGUN = 5 }; // the first list that begins with all moved
+enum { MSI_FIRST_BEGUN = 6, MSI_LAST_BEGUN = 9 }; // the lists that begin with all moved
 
 /* Moves of all params what `begun` names, where it may be moved. */
 static void msi_move_params(msi_greedy *w, uint32_t begun, uint8_t in_place) {
@@ -18392,6 +18451,7 @@ static MSI_NOINLINE void msi_search_moves(msi_greedy *w, const msi_move_list *li
     msi_search *s = w->search;
     msi_decide_base(s, w->decisions);
     w->decisions[w->graph->tensors.count].room = list->room;
+    w->in_place = list->in_place;
     w->try_limit = MSI_OFFLOAD_TRIES;
     w->batch_share *= list->fineness;
     w->score = msi_search_estimate(s, w->decisions);
@@ -20338,7 +20398,9 @@ static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings
 
 /* What is known of a good plan before any is searched: how it is found, and decisions like its. */
 typedef struct msi_guide {
-    msi_found found;
+    msi_found ranks[MSI_RANKS]; // searches that find it or others that are nearly as good
+    uint32_t rank_count;
+    bool early; // it updates params inside backward
     msi_tensor_decision *decisions;
     bool smallest; // it is the smallest plan
 } msi_guide;
@@ -20872,12 +20934,11 @@ static void msi_search_smallest(const msi_solver *s, msi_search *search) {
     search->fits = search->found && search->best_score.bytes <= budget;
 }
 
-/* Searches as the guide says, from the plan at hand. */
-static void msi_search_as_guided(const msi_solver *s, msi_greedy *w) {
-    const msi_guide *guide = s->request->guide;
+/* Searches from the plan at hand as a plan was found. */
+static void msi_search_like(const msi_solver *s, msi_greedy *w, const msi_found *found) {
     msi_search *search = w->search;
     const bool may_drop = s->request->techniques & MSI_CHECKPOINTING;
-    switch (guide->found.by) {
+    switch (found->by) {
     case MSI_FINDER_CHAIN:
         (void)msi_search_chain(search);
         break;
@@ -20889,7 +20950,7 @@ static void msi_search_as_guided(const msi_solver *s, msi_greedy *w) {
         break;
     case MSI_FINDER_LISTS:
     case MSI_FINDER_GIVEN_BACK:
-        (void)msi_search_list_of_moves(search, guide->found.list);
+        (void)msi_search_list_of_moves(search, found->list);
         break;
     case MSI_FINDER_PLAIN:
     case MSI_FINDER_BASE:
@@ -20904,46 +20965,69 @@ static void msi_search_as_guided(const msi_solver *s, msi_greedy *w) {
     }
 }
 
-/* Searches the plans that are like those of the guide. */
-static void msi_search_guided(const msi_solver *s, msi_search *search) {
-    const msi_guide *guide = s->request->guide;
-    msi_tilings tilings = MSI_ZERO_INIT;
-    msi_rounding r = MSI_ZERO_INIT;
-    msi_grouping c;
-    msi_greedy w;
+/* Searches one kind of plans that the guide names. */
+static void msi_search_rank(const msi_solver *s, msi_search *search, const msi_found *found) {
     const bool early = search->how.early;
-    const uint64_t budget = search->budget;
-    search->budget = guide->smallest ? 0 : budget;
-    if (msi_grouping_init(&c, search)) {
-        memcpy(c.decisions, guide->decisions, (size_t)msi_decisions_bytes(c.graph));
-        (void)msi_add_tiling(&c, &tilings, MSI_MOST_TILINGS);
-        search->how.by = MSI_FINDER_FOLD;
-        search->how.early = guide->found.early;
-        msi_score score = msi_score_of(s->scorer, c.decisions);
-        msi_propose(search, c.decisions, &score);
-        search->how.early = early;
-        msi_grouping_free(&c);
-    }
-    search->tilings = &tilings;
-    search->how.rounding = guide->found.rounding;
-    search->tiling = tilings.groups.count > 0 ? 1 : 0;
+    msi_rounding r = MSI_ZERO_INIT;
+    msi_greedy w;
+    search->how.rounding = found->rounding;
+    search->tiling = found->tiles && search->tilings->count > 0 ? 1 : 0;
+    search->enough = 0;
     if (msi_greedy_init(&w, search)) {
         msi_decide_base(search, w.decisions);
         r.us = msi_estimate(s->scorer, w.decisions).us;
         search->least_us = r.us < search->least_us || !s->forced ? r.us : search->least_us;
-        search->enough = 0;
         w.score = msi_search_estimate(search, w.decisions);
         if (msi_add_prefix(&w) && msi_fits(s->scorer, &w.score, search->budget, 0)) {
             search->how.by = MSI_FINDER_BASE;
             msi_propose(search, w.decisions, &w.score);
         } else {
-            msi_search_as_guided(s, &w);
+            msi_search_like(s, &w, found);
         }
     }
     msi_greedy_free(&w);
+    search->how.early = early;
+}
+
+/* What the smallest plan of a large graph may be found by although that of its fold is not. */
+static const msi_found msi_small_finders[] = {{MSI_FINDER_SEGMENTS, 0, 0, false, false},
+                                              {MSI_FINDER_LISTS, MSI_FIRST_BEGUN, 0, false, false},
+                                              {MSI_FINDER_LISTS, MSI_LAST_BEGUN, 0, false, false}};
+
+/* Proposes the decisions of the guide, and searches as it says. */
+static void msi_search_guided(const msi_solver *s, msi_search *search) {
+    const msi_guide *guide = s->request->guide;
+    const bool early = search->how.early;
+    const uint64_t budget = search->budget;
+    msi_tilings tilings = MSI_ZERO_INIT;
+    msi_grouping c;
+    search->budget = guide->smallest ? 0 : budget;
+    if (msi_grouping_init(&c, search)) {
+        memcpy(c.decisions, guide->decisions, (size_t)msi_decisions_bytes(c.graph));
+        (void)msi_add_tiling(&c, &tilings, MSI_MOST_TILINGS);
+        search->how.by = MSI_FINDER_FOLD;
+        search->how.early = guide->early;
+        const msi_score score = msi_score_of(s->scorer, c.decisions);
+        msi_propose(search, c.decisions, &score);
+        search->how.early = early;
+        msi_grouping_free(&c);
+    }
+    search->tilings = &tilings;
+    for (uint32_t k = 0; k < guide->rank_count && !msi_is_short(s->scorer); k++) {
+        msi_search_rank(s, search, &guide->ranks[k]);
+    }
+    for (size_t k = 0; k < sizeof msi_small_finders / sizeof msi_small_finders[0]; k++) {
+        msi_found found = msi_small_finders[k];
+        const bool moves = found.by == MSI_FINDER_LISTS;
+        if (guide->smallest && (moves ? search->may_move && msi_is_list_of_use(search, found.list)
+                                      : (s->request->techniques & MSI_CHECKPOINTING) != 0)) {
+            found.rounding = guide->rank_count > 0 ? guide->ranks[0].rounding : 0;
+            found.tiles = guide->rank_count > 0 && guide->ranks[0].tiles;
+            msi_search_rank(s, search, &found);
+        }
+    }
     search->budget = budget;
     search->fits = search->found && search->best_score.bytes <= budget;
-    search->how.early = early;
     search->tiling = 0;
     search->tilings = NULL;
     MSI_LIST_FREE(msi_tiling, s->scorer->allocator, tilings.groups);
@@ -20972,6 +21056,8 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
         msi_take_best(s, w->search);
     }
     s->plan->found = w->search->best_how;
+    s->plan->rank_count = w->search->rank_count;
+    memcpy(s->plan->ranks, w->search->ranks, sizeof w->search->ranks);
     if (r->largest && !msi_has_room(s)) {
         msi_follow(s);
     }
@@ -22098,7 +22184,9 @@ static ms_result msi_plan_fold(ms_model *m, const msi_fold *f, msi_request *requ
         request->budget = msi_budget_share(request->budget, 0.9);
     }
     if (result == MS_RESULT_OK) {
-        guide->found = plan->found;
+        guide->early = plan->found.early;
+        guide->rank_count = plan->rank_count;
+        memcpy(guide->ranks, plan->ranks, sizeof plan->ranks);
         msi_unfold(f, plan->decisions, plan->found.early, guide->decisions);
         msi_log(m, MS_LOG_DEBUG, "plan", "%u of %u layers stand for all: planned by search \"%s\"",
                 (unsigned)f->graph.layers.count, (unsigned)f->whole.layers.count,

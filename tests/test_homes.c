@@ -242,7 +242,7 @@ static void homes_take(homes *h) {
     for (int early = h->early == MS_SWITCH_ON; early <= (h->early != MS_SWITCH_OFF); ++early) {
         for (uint32_t number = 0; number < each; ++number) {
             homes_plan *one = &h->plans[h->plan_count];
-            base.early = early;
+            base.how.early = early;
             msi_decide_base(&base, h->plan->decisions);
             if (homes_decide(h, number, h->plan->decisions)) {
                 const msi_score score = msi_score_of(&h->scorer, h->plan->decisions);

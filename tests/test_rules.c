@@ -726,8 +726,12 @@ static void listings_show_what_is_moved(void **state) {
     t_text_has(program.data, " w5@outside");
     t_text_has(program.data, " m.w2@host+0x");
     t_text_has(program.data, ", after what is computed");
-    t_text_has(program.data, ", signal 32");
-    t_text_has(program.data, ", for signal 32");
+    char signal[32], awaited[32]; // of the first copy out
+    const unsigned first_out = (unsigned)z.m->run.plan->train.code.event_count;
+    snprintf(signal, sizeof signal, ", signal %u\n", first_out);
+    snprintf(awaited, sizeof awaited, ", for signal %u\n", first_out);
+    t_text_has(program.data, signal);
+    t_text_has(program.data, awaited);
     t_text_has(trace.data,
                "\"tid\":1,\"name\":\"thread_name\",\"args\":{\"name\":\"copies to the dev");
     t_text_has(trace.data,

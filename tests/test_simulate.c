@@ -130,6 +130,7 @@ static void slices_expect_waits_for_copies(void **state) {
         msi_range ranges[2];
         msi_operand operands[2];
         msi_instruction i[2];
+        double event_us[6];
         t_heap heap;
         memset(&g, 0, sizeof g);
         memset(&p, 0, sizeof p);
@@ -156,6 +157,8 @@ static void slices_expect_waits_for_copies(void **state) {
         p.code.instructions.count = 2;
         p.code.ranges.items = ranges;
         p.code.operands.items = operands;
+        p.predicted.event_us.items = event_us;
+        p.predicted.event_us.count = 6;
         assert_true(msi_expect_times(&g, &c, &a, &p));
         const double link = to_host ? 5.0 : 3.0; // a launch, and 4 or 2 us
         const double copy = has_links ? 1.0 : msi_duration_us(&g, &c, &p, &i[0]);
@@ -312,8 +315,10 @@ static void copies_are_waited_for_by_waits(void **state) {
     const t_chain chain = wrap_dry(1);
     msi_program *p = &chain.model->run.plan->train;
     msi_instruction *first = &p->code.instructions.items[0]; // matmul0
+    double event_us[4] = {0.0};
     msi_clock c;
     memset(&c, 0, sizeof c);
+    c.event_us = event_us;
     c.graph = &chain.model->graph;
     c.costs = &chain.model->costs;
     c.store = chain.model->run.store;
@@ -865,7 +870,7 @@ static void state_is_used_where_that_is_faster(void **state) {
     ms_memory_report smallest, fast, slow, very_slow;
     assert_int_equal(state_in_place(0, 0.5, &smallest), 6);
     assert_true(smallest.arena_bytes < 3 * 64 * 64 * 4); // no more than a param and its gradient
-    const uint64_t params = 18 * 64 * 64 * 4; // six of them with their state
+    const uint64_t params = 18 * 64 * 64 * 4;            // six of them with their state
     assert_true(smallest.to_host_bytes >= params);
     assert_true(smallest.to_host_bytes < params + 64 * 64 * 4); // and small values
     const uint64_t budget = 5 * 64 * 64 * 4; // one param, its gradient and its state
