@@ -19,13 +19,14 @@ typedef enum net_kind {
     NET_RESNET,    // blocks of a branch that is added to its input
     NET_RANDOM,    // each layer reads one to three values, more often late ones
     NET_CHAIN,     // each layer reads the one before it; sizes and times are random
+    NET_EQUAL,     // a chain of equal layers
     NET_KIND_COUNT
 } net_kind;
 
-static const char *const net_names[NET_KIND_COUNT] = {"densenet", "unet", "inception", "resnet",
-                                                      "random"};
+static const char *const net_names[NET_KIND_COUNT] = {"densenet", "unet",  "inception", "resnet",
+                                                      "random",   "chain", "equal"};
 
-enum { NET_OPEN = 4096 };
+enum { NET_OPEN = 16384 };
 
 /* A net that is being registered. A unit of size is 4 KiB of activations. */
 typedef struct net_builder {
@@ -188,9 +189,11 @@ NETS_API ms_tensor net_resnet(net_builder *b, ms_tensor x) {
 
 NETS_API ms_tensor net_random(net_builder *b, ms_tensor x) {
     static const int64_t sizes[] = {1, 2, 2, 3, 5, 8, 13, 40};
-    ms_tensor value[NET_OPEN], unread[MS_LIMIT_IN];
-    bool is_read[NET_OPEN] = {false};
+    static ms_tensor value[NET_OPEN];
+    static bool is_read[NET_OPEN];
+    ms_tensor unread[MS_LIMIT_IN];
     uint32_t count = 0, open = 0;
+    memset(is_read, 0, sizeof is_read);
     value[count++] = net_conv(b, x, sizes[net_below(b, 8)]);
     while (b->layers < b->wanted && count < NET_OPEN) {
         ms_layer_desc d;
@@ -235,10 +238,17 @@ NETS_API ms_tensor net_chain(net_builder *b, ms_tensor x) {
     return x;
 }
 
+NETS_API ms_tensor net_equal(net_builder *b, ms_tensor x) {
+    while (b->layers < b->wanted) {
+        x = net_conv(b, x, 64);
+    }
+    return x;
+}
+
 /* Registers a net of about so many layers in a model without layers. */
 NETS_API void net_register(ms_model *model, net_kind kind, uint32_t layers, uint64_t seed) {
     static ms_tensor (*const make[NET_KIND_COUNT])(net_builder *, ms_tensor) = {
-        net_densenet, net_unet, net_inception, net_resnet, net_random, net_chain};
+        net_densenet, net_unet, net_inception, net_resnet, net_random, net_chain, net_equal};
     net_builder b;
     memset(&b, 0, sizeof b);
     b.model = model;

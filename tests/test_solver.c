@@ -2153,7 +2153,7 @@ static void homes_are_taken_as_they_are(void **state) {
         c.scorer.homes = homes;
         c.scorer.has_state_formats = true;
         for (uint32_t rounding = 0; rounding < MSI_ROUNDINGS; ++rounding) {
-            of.search.rounding = rounding;
+            of.search.how.rounding = rounding;
             msi_decide_base(&of.search, now);
             for (uint32_t t = 0; t < g->tensors.count; ++t) {
                 assert_true(now[t].format == homes[t].format);
