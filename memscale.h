@@ -16886,10 +16886,15 @@ static bool msi_comes_first(const msi_search *s, const msi_score *a, const msi_s
     return fits != (b->bytes <= s->budget) ? fits : fits ? msi_is_faster(a, b) : smaller;
 }
 
+static bool msi_is_found_alike(const msi_found *a, const msi_found *b) {
+    return a->by == b->by && a->list == b->list && a->rounding == b->rounding &&
+           a->tiles == b->tiles && a->early == b->early;
+}
+
 /* Notes which search has found a plan, unless that has found a better one. */
 static void msi_rank(msi_search *s, const msi_score *score) {
     uint32_t at = 0;
-    while (at < s->rank_count && memcmp(&s->ranks[at], &s->how, sizeof s->how) != 0) {
+    while (at < s->rank_count && !msi_is_found_alike(&s->ranks[at], &s->how)) {
         at++;
     }
     if (at < s->rank_count && !msi_comes_first(s, score, &s->rank_scores[at])) {
@@ -19623,7 +19628,7 @@ static bool msi_list_move_groups(msi_exhaustive *all, uint32_t member) {
     const msi_graph *g = all->graph;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const uint32_t free = (msi_may_choose(g, t) & ~(uint32_t)all->base[t].moves) |
-                              (all->search->scorer->costs->maps_host ? MSI_IN_PLACE : 0u);
+                              (all->search->scorer->costs->maps_host ? (uint32_t)MSI_IN_PLACE : 0u);
         const bool fixed = all->search->scorer->homes && g->tensors.items[t].kind == MSI_KIND_PARAM;
         for (int k = 0; k < 4 && !fixed && all->base[t].pass == 0; k++) {
             const uint32_t against = k == 0   ? all->group_of[t]

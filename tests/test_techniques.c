@@ -180,7 +180,7 @@ static void census_take(census *c) {
         }
     }
     for (uint32_t mask = 0; mask < MSI_ROUNDINGS; ++mask) {
-        c->search.rounding = mask;
+        c->search.how.rounding = mask;
         msi_decide_base(&c->search, c->base);
         census_groups(c, 0);
     }
