@@ -301,7 +301,7 @@
                     >>greedy         one move after another
                     >>lists          what greedy may offload, what is given back, bands
                     >>chain >>exhaustive >>grouping >>solve
-                    >>order >>plan >>policy >>explain >>optimizer >>call
+                    >>order >>fold >>plan >>policy >>explain >>optimizer >>call
       debug mode    >>stage          where a layer runs: its operands lie apart, between poison
                     >>checks         what it must leave as it was; who is to blame for a difference
                     >>probes         over other numbers: what is remembered, and slopes

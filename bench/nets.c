@@ -65,7 +65,7 @@ static msi_score square_root(subject *s) {
     }
     msi_search base = MSI_ZERO_INIT;
     base.scorer = &s->scorer;
-    base.early = true;
+    base.how.early = true;
     msi_decide_base(&base, d);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const uint32_t producer = g->tensors.items[t].producer;
@@ -94,7 +94,7 @@ static msi_score greedy_alone(subject *s, uint64_t budget) {
     if (!msi_greedy_init(&w, &search)) {
         bench_stop("no memory");
     }
-    search.early = true;
+    search.how.early = true;
     msi_decide_base(&search, w.decisions);
     w.score = msi_search_estimate(&search, w.decisions);
     if (!(msi_add_prefix(&w) && msi_fits(&s->scorer, &w.score, budget, 0))) {
