@@ -1835,8 +1835,8 @@ static bool check_trim(msi_greedy *w) {
     s->budget = UINT64_MAX;
     msi_trim_last(w, before, &last);
     const bool found = s->found;
-    assert_true(!found || (s->best_score.bytes >= last.bytes && s->best_score.us >= before->score.us &&
-                           s->best_score.us < last.us));
+    assert_true(!found || (s->best_score.bytes >= last.bytes &&
+                           s->best_score.us >= before->score.us && s->best_score.us < last.us));
     msi_set_drops(w, end->drop_count);
     last.bytes = UINT64_MAX; // larger than any
     s->found = false;
