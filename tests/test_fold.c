@@ -1,0 +1,301 @@
+/*  test_fold.c - planning large graphs by a fold: which blocks are equal, what graph the fold is, what its
+    decisions become in the whole; and that plans of 1,500 layers are as good as those of 100. */
+#include "private.h"
+#include "testing.h"
+#include "toy_layers.h"
+#include "../bench/nets.h"
+
+enum { FOLD_LAYERS = 1500 };
+
+/* A net on a device with a link of its own, wrapped without a limit. */
+static ms_model *fold_net(net_kind kind, uint32_t layers, double gb_per_s) {
+    ms_hardware device = *ms_hardware_find("RTX 3090");
+    ms_config config;
+    ms_model *m;
+    memset(&config, 0, sizeof config);
+    config.dry_run = true;
+    config.memory_budget_bytes = UINT64_MAX;
+    config.max_host_bytes = (uint64_t)1 << 60;
+    config.offloading = gb_per_s > 0.0 ? MS_SWITCH_DEFAULT : MS_SWITCH_OFF;
+    device.to_device_gb_per_s = device.to_host_gb_per_s = gb_per_s > 0.0 ? gb_per_s : 1.0;
+    device.launch_us = 1.0;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    net_register(m, kind, layers, 1);
+    ms_set_hardware(m, &device);
+    t_ok(m, ms_wrap(m));
+    return m;
+}
+
+static bool fold_of(msi_fold *f, const ms_model *m) {
+    const bool folds = msi_fold_init(f, &m->graph, &m->config.allocator);
+    assert_false(f->out_of_memory);
+    return folds;
+}
+
+/* The tensor of the whole that an operand of a layer of the fold is, by the layer that it stands for. */
+static const msi_tensor *fold_operand(const msi_graph *g, uint32_t layer, uint32_t k) {
+    const uint32_t t = g->operands.items[g->layers.items[layer].operand_first + k];
+    return t == MSI_NONE ? NULL : &g->tensors.items[t];
+}
+
+/* The last layer that reads a tensor in forward, or its producer. */
+static uint32_t fold_last_use(const msi_graph *g, uint32_t t) {
+    uint32_t last = g->tensors.items[t].producer;
+    for (uint32_t i = 0; i < g->layers.count; ++i) {
+        for (MSI_EACH(in, g, &g->layers.items[i], MSI_GROUP_IN)) {
+            last = in.tensor == t ? i : last;
+        }
+    }
+    return last;
+}
+
+static void check_fold(const msi_fold *f) {
+    const msi_graph *whole = &f->whole, *g = &f->graph;
+    uint32_t kept = 0;
+    assert_true(4 * g->layers.count <= whole->layers.count && g->layers.count > 40);
+    for (uint32_t i = 0; i < whole->layers.count; ++i) {
+        const uint32_t of = f->layer_of[i];
+        assert_true(f->classes[i] == f->classes[of] && f->next[of] != MSI_NONE);
+        kept += f->next[i] != MSI_NONE;
+        if (f->next[i] == MSI_NONE) {
+            continue;
+        }
+        for (uint32_t k = 0; k < whole->layers.items[i].start[MSI_GROUP_COUNT]; ++k) {
+            const msi_tensor *a = fold_operand(whole, i, k), *b = fold_operand(g, f->next[i], k);
+            assert_true((a == NULL) == (b == NULL));
+            if (a != NULL) {
+                assert_true(a->kind == b->kind && a->bytes == b->bytes);
+                assert_true(a->updates_early == b->updates_early);
+                assert_true((a->producer == MSI_NONE) == (b->producer == MSI_NONE));
+                assert_true(b->producer == MSI_NONE || b->producer <= f->next[i]);
+            }
+        }
+    }
+    assert_int_equal(kept, g->layers.count);
+    for (uint32_t t = 0; t < g->tensors.count; ++t) {
+        assert_int_equal(g->tensors.items[t].last_use, fold_last_use(g, t));
+    }
+}
+
+static void folds_are_smaller_graphs_of_equal_layers(void **state) {
+    (void)state;
+    static const net_kind kinds[] = {NET_EQUAL, NET_RESNET, NET_DENSENET, NET_UNET};
+    for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; ++k) {
+        msi_fold f;
+        ms_model *m = fold_net(kinds[k], FOLD_LAYERS, 1.0);
+        assert_true(fold_of(&f, m));
+        check_fold(&f);
+        msi_fold_free(&f);
+        ms_destroy(m);
+    }
+}
+
+static void graphs_without_equal_blocks_are_not_folded(void **state) {
+    (void)state;
+    static const net_kind kinds[] = {NET_RANDOM, NET_CHAIN};
+    for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; ++k) {
+        msi_fold f;
+        ms_model *m = fold_net(kinds[k], FOLD_LAYERS, 1.0);
+        assert_false(fold_of(&f, m));
+        msi_fold_free(&f);
+        ms_destroy(m);
+    }
+    msi_fold f;
+    ms_model *m = fold_net(NET_EQUAL, 300, 1.0); // too few layers
+    assert_false(fold_of(&f, m));
+    msi_fold_free(&f);
+    ms_destroy(m);
+}
+
+/* A layer that differs in one thing stands for itself alone, and no other one for it. */
+static void a_layer_that_differs_stands_for_itself(void **state) {
+    (void)state;
+    for (int how = 0; how < 3; ++how) {
+        msi_fold f;
+        ms_model *m = fold_net(NET_EQUAL, FOLD_LAYERS, 1.0);
+        const ms_layer_time time = {100.0, 200.0, 100.0};
+        if (how == 0) {
+            m->graph.layers.items[499].workspace[MSI_WORKSPACE_FORWARD].bytes = 64;
+        } else if (how == 1) {
+            m->graph.layers.items[499].known = time;
+        } else {
+            m->graph.tensors.items[msi_first_output(&m->graph, &m->graph.layers.items[499])]
+                .technique[MS_TECHNIQUE_OFFLOADING] = MS_SWITCH_OFF;
+        }
+        assert_true(fold_of(&f, m));
+        check_fold(&f);
+        for (uint32_t i = 0; i < m->graph.layers.count; ++i) {
+            assert_true((f.layer_of[i] == 499) == (i == 499));
+        }
+        msi_fold_free(&f);
+        ms_destroy(m);
+    }
+}
+
+/* Random decisions of a fold make sound plans of the whole. */
+static void decisions_of_folds_are_sound_for_the_whole(void **state) {
+    (void)state;
+    for (uint64_t seed = 1; seed <= t_sweep(8, 200); ++seed) {
+        static const net_kind kinds[] = {NET_EQUAL, NET_RESNET, NET_DENSENET, NET_UNET};
+        msi_fold f;
+        msi_store *store;
+        msi_plan *plan;
+        msi_lowering lowering;
+        msi_shortage shortage;
+        msi_scorer scorer;
+        t_rng rng = t_seed(seed);
+        ms_model *m = fold_net(kinds[seed % 4], FOLD_LAYERS, 1.0);
+        assert_true(fold_of(&f, m));
+        t_ok(m, msi_make_plans(m, MSI_GOAL_PLAIN, &store, &plan));
+        assert_true(msi_scorer_init(&scorer, m, store, plan, &lowering, &shortage));
+        scorer.checks_layouts = true;
+        msi_tensor_decision *folded =
+            (msi_tensor_decision *)calloc(1, (size_t)msi_decisions_bytes(&f.graph));
+        assert_non_null(folded);
+        msi_decide_plain(&f.graph, folded);
+        for (uint32_t t = 0; t < f.graph.tensors.count; ++t) {
+            const bool drops = msi_is_choice(&f.graph, t) && t_chance(&rng, 0.5);
+            folded[t].pass = drops ? 1 + t_below(&rng, 3) : folded[t].pass;
+            folded[t].moves =
+                (uint8_t)(folded[t].pass == 0 && t_chance(&rng, 0.5) ? msi_may_choose(&f.graph, t)
+                                                                     : folded[t].moves);
+        }
+        msi_unfold(&f, folded, t_chance(&rng, 0.5), plan->decisions);
+        for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
+            const msi_origin at = f.origins[t];
+            if (at.layer != MSI_NONE && f.next[at.layer] != MSI_NONE &&
+                f.layer_of[at.layer] == at.layer) {
+                assert_true(plan->decisions[t].pass == folded[f.tensor_of[t]].pass &&
+                            plan->decisions[t].moves == folded[f.tensor_of[t]].moves);
+            }
+        }
+        const msi_score score = msi_score_of(&scorer, plan->decisions);
+        assert_true(!msi_is_short(&scorer) && score.bytes >= score.live_bytes && score.us < 1e12);
+        free(folded);
+        msi_lowering_free(&lowering);
+        msi_plans_free(m, plan);
+        msi_store_free(m, store);
+        msi_fold_free(&f);
+        ms_destroy(m);
+    }
+}
+
+/* The step over the plain one, for a share of the plain arena; 0: refused. */
+static double fold_step(net_kind kind, uint32_t layers, double gb_per_s, double share) {
+    ms_memory_report r;
+    ms_model *m = fold_net(kind, layers, gb_per_s);
+    t_report(m, &r);
+    ms_set_budget(m, (uint64_t)(share * (double)r.plain_bytes));
+    const ms_result result = ms_wrap(m);
+    assert_true(result == MS_RESULT_OK || result == MS_RESULT_BUDGET);
+    t_report(m, &r);
+    ms_destroy(m);
+    return result == MS_RESULT_OK ? r.step_us / r.plain_step_us : 0.0;
+}
+
+static void many_layers_are_planned_like_a_hundred(void **state) {
+    (void)state;
+    static const net_kind kinds[] = {NET_EQUAL, NET_RESNET, NET_UNET, NET_DENSENET};
+    static const double shares[] = {0.7, 0.5, 0.3};
+    uint32_t compared = 0;
+    for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; ++k) {
+        for (int way = 0; way < 6; ++way) {
+            const double link = way % 2 ? 0.1 : 0.0, share = shares[way / 2];
+            const double small_step = fold_step(kinds[k], 100, link, share);
+            if (small_step > 0.0 && (t_sweep(0, 1) || share < 0.6)) {
+                const double step = fold_step(kinds[k], FOLD_LAYERS, link, share);
+                if (!(step > 0.0 && step <= 1.01 * small_step)) {
+                    print_error("%s, link %.1f, budget %.1f: step %.4f, of 100 layers %.4f\n",
+                                net_names[kinds[k]], link, share, step, small_step);
+                }
+                assert_true(step > 0.0 && step <= 1.01 * small_step);
+                compared++;
+            }
+        }
+    }
+    assert_true(compared > 10);
+}
+
+/* A deep perceptron that computes, with as many layers as a fold needs. */
+enum { FOLD_DEPTH = 450, FOLD_ROWS = 8, FOLD_COLS = 8, FOLD_WEIGHT = FOLD_COLS * FOLD_COLS };
+
+typedef struct fold_run {
+    ms_model *m;
+    ms_tensor x, weight[FOLD_DEPTH];
+    t_op ops[2 * FOLD_DEPTH + 1];
+} fold_run;
+
+static void fold_run_create(fold_run *r, uint64_t budget) {
+    static float data[FOLD_WEIGHT];
+    const ms_shape shape = ms_shape2(FOLD_ROWS, FOLD_COLS);
+    t_rng rng = t_seed(5);
+    ms_config config;
+    memset(r, 0, sizeof *r);
+    memset(&config, 0, sizeof config);
+    config.memory_budget_bytes = budget;
+    assert_int_equal(ms_create(&config, &r->m), MS_RESULT_OK);
+    ms_tensor last = r->x = ms_input(r->m, "x", MS_DTYPE_F32, shape);
+    for (uint32_t i = 0; i < FOLD_DEPTH; ++i) {
+        const ms_tensor product = ms_activation(r->m, "product", MS_DTYPE_F32, shape);
+        r->weight[i] = ms_param(r->m, "weight", MS_DTYPE_F32, ms_shape2(FOLD_COLS, FOLD_COLS));
+        ms_layer_desc d = t_layer(&r->ops[2 * i], T_MATMUL, "matmul", last, product);
+        d.param[0] = r->weight[i];
+        ms_register_layer(r->m, &d);
+        last = ms_activation(r->m, "hidden", MS_DTYPE_F32, shape);
+        d = t_layer(&r->ops[2 * i + 1], T_SQUASH, "squash", product, last);
+        ms_register_layer(r->m, &d);
+    }
+    (void)t_set_loss(r->m, &r->ops[2 * FOLD_DEPTH], T_LOSS, last);
+    t_ok(r->m, ms_wrap(r->m));
+    t_fill(&rng, data, FOLD_ROWS * FOLD_COLS, 1.0f);
+    t_ok(r->m, ms_write(r->m, r->x, data));
+    for (uint32_t i = 0; i < FOLD_DEPTH; ++i) {
+        t_fill(&rng, data, FOLD_WEIGHT, 1.7f / sqrtf((float)FOLD_COLS));
+        t_ok(r->m, ms_write(r->m, r->weight[i], data));
+    }
+}
+
+static void plans_by_a_fold_change_no_bit(void **state) {
+    (void)state;
+    static fold_run plain, small_one;
+    static float a[FOLD_WEIGHT], b[FOLD_WEIGHT];
+    ms_memory_report r;
+    uint64_t least = 0;
+    msi_fold f;
+    double losses[2];
+    fold_run_create(&plain, UINT64_MAX);
+    assert_true(fold_of(&f, plain.m));
+    msi_fold_free(&f);
+    t_report(plain.m, &r);
+    t_ok(plain.m, ms_smallest_budget(plain.m, &least));
+    assert_true(least < r.plain_bytes);
+    ms_destroy(plain.m);
+    for (int quarters = 0; quarters < 4; ++quarters) {
+        fold_run_create(&plain, UINT64_MAX);
+        fold_run_create(&small_one, least + (r.plain_bytes - least) / 4 * (uint64_t)quarters);
+        for (int step = 0; step < 2; ++step) {
+            t_ok(plain.m, ms_step(plain.m, &losses[0]));
+            t_ok(small_one.m, ms_step(small_one.m, &losses[1]));
+            assert_true(losses[0] == losses[1]);
+        }
+        for (uint32_t i = 0; i < FOLD_DEPTH; ++i) {
+            t_ok(plain.m, ms_read(plain.m, plain.weight[i], a));
+            t_ok(small_one.m, ms_read(small_one.m, small_one.weight[i], b));
+            assert_memory_equal(a, b, sizeof a);
+        }
+        ms_destroy(plain.m);
+        ms_destroy(small_one.m);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(folds_are_smaller_graphs_of_equal_layers),
+        cmocka_unit_test(graphs_without_equal_blocks_are_not_folded),
+        cmocka_unit_test(a_layer_that_differs_stands_for_itself),
+        cmocka_unit_test(decisions_of_folds_are_sound_for_the_whole),
+        cmocka_unit_test(many_layers_are_planned_like_a_hundred),
+        cmocka_unit_test(plans_by_a_fold_change_no_bit),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
