@@ -17222,6 +17222,7 @@ enum {
     MSI_TRY_LIMIT = 128, // for a plan of the list; on large graphs fewer, down to
     MSI_TRY_LEAST = 8,
     MSI_LIST_WORK = 1 << 22, // layers that are lowered for the whole list
+    MSI_PLANS_LEAST = 512,   // that a list may have
     MSI_TRIM_TRIES = 8,
     MSI_OFFLOAD_TRIES = 16,  // like MSI_TRY_LIMIT, where something is moved
     MSI_GIVE_BACK_SHARE = 4, // times the try limit: plans that take moves back
@@ -17442,7 +17443,7 @@ static bool msi_greedy_init(msi_greedy *w, msi_search *search) {
     w->search = search;
     w->scorer = s;
     w->tries_left = MSI_LIST_WORK / layers;
-    w->plan_limit = w->tries_left / 4;
+    w->plan_limit = msi_clamp(w->tries_left / 4, MSI_PLANS_LEAST, UINT32_MAX);
     w->try_limit = msi_clamp(MSI_TRY_LIMIT * 1000u / layers, MSI_TRY_LEAST, MSI_TRY_LIMIT);
     w->batch_share = msi_clamp((uint32_t)MSI_BATCH_SHARE * MSI_BATCH_LAYERS / layers,
                                MSI_BATCH_LEAST, MSI_BATCH_SHARE);
