@@ -22174,7 +22174,7 @@ static ms_result msi_solve_anew(ms_model *m, const msi_store *store, const msi_r
     return MS_RESULT_OK;
 }
 
-/* Plans the fold, which is the graph of the model for now, and makes a guide of its plan. Where the
+/* Plans the fold, whose graph the model has meanwhile, and makes a guide of its plan. Where the
    plain plan of the fold fits its share of the budget, that of the whole does too, or nearly: less
    is taken then. */
 static ms_result msi_plan_fold(ms_model *m, const msi_fold *f, msi_request *request,
