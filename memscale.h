@@ -299,7 +299,7 @@
                     >>alias >>cost >>schedule >>layout >>fit >>simulate >>score
       searches      >>moves          what can be changed, what that frees and is expected to cost
                     >>greedy         one move after another
-                    >>lists          what greedy may offload, what is given back, bands
+                    >>lists          what greedy may offload, what is given back, segments
                     >>chain >>exhaustive >>grouping >>solve
                     >>order >>fold >>plan >>policy >>explain >>optimizer >>call
       debug mode    >>stage          where a layer runs: its operands lie apart, between poison
@@ -4510,7 +4510,6 @@ static const uint32_t MSI_AT_END = UINT32_MAX - 1;
     X(MSI_FINDER_GREEDY, "greedy")                                                                 \
     X(MSI_FINDER_LISTS, "lists")                                                                   \
     X(MSI_FINDER_GIVEN_BACK, "given back")                                                         \
-    X(MSI_FINDER_BANDS, "bands")                                                                   \
     X(MSI_FINDER_SEGMENTS, "segments")                                                             \
     X(MSI_FINDER_EXHAUSTIVE, "exhaustive")                                                         \
     X(MSI_FINDER_LOCAL, "local")                                                                   \
@@ -4537,6 +4536,7 @@ typedef struct msi_plan {
     msi_tensor_decision *decisions;
     uint64_t budget_bytes, plain_bytes, arena_bytes;
     uint64_t plain_live_bytes;               // largest sum of live bytes of the plain plan
+    uint64_t least_live_bytes;               // GOAL_RANGE: about that of the smallest
     int64_t freed_bytes[MS_TECHNIQUE_COUNT]; // see ms_memory_report
     msi_program train, eval;
     double plain_step_us;
@@ -4561,6 +4561,7 @@ typedef enum msi_goal {
     MSI_GOAL_TRY,    // the same, but the smallest is not laid out, since it will not run
     MSI_GOAL_FOLD,   // the same, for the decisions alone
     MSI_GOAL_ANY,    // whether something fits: the plan will not run
+    MSI_GOAL_RANGE,  // what plans take at least and at most, about
     MSI_GOAL_SMALLEST,
     MSI_GOAL_FOLLOW // the decisions of another plan
 } msi_goal;
@@ -18189,7 +18190,7 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>lists  what greedy may offload: lists of moves, what is given back again, segments, bands
+// >>lists  what greedy may offload: lists of moves, and what is given back again; segments
 
 /* Lists of plans that move something to the host: what they may move, how many times as fine the
    steps from plan to plan are, what of all params is on the host from the start, and the room for
@@ -18510,133 +18511,59 @@ static void msi_search_offloading(msi_search *s) {
     }
 }
 
-/* Bands: what the first layers make is moved to the host while later ones compute; of what the next
-   layers make, saved tensors are dropped, in some plans also what is used within one segment; and
-   what the last ones make, which backward needs at once, is kept. The list of plans is the same for
-   every budget. Wins on graphs of up to 256 layers whose activations weigh more than their params:
-   steps are up to 16 % faster. */
-enum {
-    MSI_BAND_STEPS = 24,
-    MSI_BAND_WORK = 1 << 16, // layers that are lowered
-    /* With room for copies or not; dropping saved tensors alone, or also what is used in one
-       segment; moving other outputs in the first band, in the first two, or in all three. */
-    MSI_BAND_WAYS = 12,
-    MSI_BAND_PLANS = MSI_BAND_WAYS * (MSI_BAND_STEPS + 1) * (MSI_BAND_STEPS + 2) / 2,
-    MSI_BAND_LAYERS = 256,
-    MSI_SEGMENT_WAY = 2,
-    MSI_SEGMENT_PLANS = 80 // enough for 2^32 layers
-};
+enum { MSI_SEGMENT_PLANS = 80 }; // enough for 2^32 layers
 
-typedef struct msi_band {
-    uint32_t moved, dropped, way; // by layer: where the first two bands end
-    uint32_t width;               // layers of a segment
-} msi_band;
-
-typedef struct msi_bands {
-    msi_search *search;
-    const msi_graph *graph;
-    msi_candidate *list;
-    msi_band *bands; // of each plan
-    msi_tensor_decision *decisions;
-    uint64_t bytes; // of these three
-    uint32_t count;
-} msi_bands;
-
-static bool msi_bands_init(msi_bands *c, msi_search *s, uint32_t plans) {
-    memset(c, 0, sizeof *c);
-    c->search = s;
-    c->graph = s->scorer->graph;
-    c->bytes =
-        plans * (uint64_t)(sizeof *c->list + sizeof *c->bands) + msi_decisions_bytes(c->graph);
-    c->list = msi_is_short(s->scorer) ? NULL : (msi_candidate *)msi_scratch(s->scorer, c->bytes);
-    if (c->list) {
-        c->bands = (msi_band *)(void *)(c->list + plans);
-        c->decisions = (msi_tensor_decision *)(void *)(c->bands + plans);
-    }
-    return c->list != NULL;
-}
-
-static msi_score msi_estimate_bands(const msi_bands *c, uint32_t number) {
-    const msi_graph *g = c->graph;
-    const msi_band *band = &c->bands[number];
-    const bool may_drop = c->search->techniques & MSI_CHECKPOINTING;
-    msi_decide_base(c->search, c->decisions);
-    c->decisions[g->tensors.count].room = band->way % 2;
+/* Drops what is used within one segment of `width` layers; if `moves`, all is moved that may be, and
+   only of the rest something dropped. */
+static void msi_decide_segments(const msi_search *search, msi_tensor_decision *decisions,
+                                uint32_t width, bool moves) {
+    const msi_graph *g = search->scorer->graph;
+    msi_decide_base(search, decisions);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        msi_tensor_decision *d = &c->decisions[t];
-        const uint32_t layer = tensor->producer;
-        if (msi_is_resident(tensor) || d->pass > 0 || (d->moves & MSI_MOVES_VALUE)) {
-            continue;
-        }
+        msi_tensor_decision *d = &decisions[t];
         const bool inside =
-            tensor->kind == MSI_KIND_SAVED ||
-            ((band->way & 2) && layer / band->width == tensor->last_use / band->width);
-        const uint32_t sent = band->way < 4   ? band->moved
-                              : band->way < 8 ? band->dropped
-                                              : UINT32_MAX;
-        if (layer < band->moved || (layer < sent && !inside)) {
-            d->moves = (uint8_t)(d->moves | msi_may_choose(g, t));
-        } else if (layer < band->dropped && inside && may_drop && msi_is_choice(g, t)) {
-            d->pass = 1;
+            msi_is_choice(g, t) && tensor->producer / width == tensor->last_use / width;
+        if (d->pass == 0) {
+            d->moves = (uint8_t)(d->moves | (moves ? msi_may_choose(g, t) : 0u));
+            d->pass = !(d->moves & MSI_MOVES_VALUE) && inside;
         }
     }
-    return msi_search_estimate(c->search, c->decisions);
 }
 
-/* Estimates all plans of the list, and lays out those that may be the best. */
-static void msi_try_bands(msi_bands *c) {
-    for (uint32_t k = 0; k < c->count; k++) {
-        c->list[k].score = msi_estimate_bands(c, k);
+/* Decisions that have as little as possible on the device beside what a layer needs. */
+static void msi_decide_squeezed(const msi_search *search, msi_tensor_decision *decisions) {
+    uint32_t width = 1;
+    while (width * width < search->scorer->graph->layers.count) {
+        width++;
     }
-    for (uint32_t k; (k = msi_next_candidate(c->search, c->list, c->count)) != MSI_NONE;) {
-        msi_propose_candidate(c->search, &c->list[k], c->decisions, msi_estimate_bands(c, k));
-    }
-    msi_release(c->search->scorer->allocator, c->list, c->bytes);
+    msi_decide_segments(search, decisions, width, search->may_move);
 }
 
-static void msi_search_bands(msi_search *s) {
-    const uint32_t layers = s->scorer->graph->layers.count;
-    uint32_t steps = layers < MSI_BAND_STEPS ? layers : (uint32_t)MSI_BAND_STEPS;
-    msi_bands c;
-    if (layers > MSI_BAND_LAYERS || !msi_bands_init(&c, s, MSI_BAND_PLANS)) {
-        return;
-    }
-    while (steps > 1 && MSI_BAND_WAYS / 2 * steps * steps * layers > MSI_BAND_WORK) {
-        steps--;
-    }
-    for (uint32_t a = 0; a <= steps; a++) {
-        for (uint32_t b = a; b <= steps; b++) {
-            msi_band band = {a * layers / steps, b * layers / steps, 0, 1};
-            while (band.width * band.width < band.dropped - band.moved) {
-                band.width++;
-            }
-            for (; band.way < MSI_BAND_WAYS; band.way++) {
-                c.bands[c.count++] = band;
-            }
-        }
-    }
-    s->how.by = MSI_FINDER_BANDS;
-    msi_try_bands(&c);
-}
-
-/* Square-root checkpointing and its kin: one band, dropped in segments of equal length. Wins on nets
-   of a thousand layers with skips past most of them: the smallest arena of such a U-Net is a sixth
+/* Square-root checkpointing and its kin: all layers in segments of equal length. Wins on nets of a
+   thousand layers with skips past most of them: the smallest arena of such a U-Net is a sixth
    smaller. */
 static void msi_search_segments(msi_search *s) {
     const uint32_t layers = s->scorer->graph->layers.count;
     const uint32_t step = layers > MSI_BATCH_LAYERS ? 1 : 3;
-    msi_bands c;
-    if (!msi_bands_init(&c, s, MSI_SEGMENT_PLANS)) {
-        return;
-    }
-    for (uint32_t count = 2; count <= layers / 2 && c.count < MSI_SEGMENT_PLANS;
-         count += 1 + count / step) {
-        const msi_band band = {0, layers, MSI_SEGMENT_WAY, (layers + count - 1) / count};
-        c.bands[c.count++] = band;
+    const uint64_t bytes = msi_decisions_bytes(s->scorer->graph);
+    msi_candidate list[MSI_SEGMENT_PLANS];
+    uint32_t widths[MSI_SEGMENT_PLANS], count = 0;
+    msi_tensor_decision *decisions = (msi_tensor_decision *)msi_scratch(s->scorer, bytes);
+    for (uint32_t segments = 2; decisions && segments <= layers / 2 && count < MSI_SEGMENT_PLANS &&
+                                !msi_is_short(s->scorer);
+         segments += 1 + segments / step) {
+        widths[count] = (layers + segments - 1) / segments;
+        msi_decide_segments(s, decisions, widths[count], false);
+        list[count].done = false;
+        list[count++].score = msi_search_estimate(s, decisions);
     }
     s->how.by = MSI_FINDER_SEGMENTS;
-    msi_try_bands(&c);
+    for (uint32_t k; (k = msi_next_candidate(s, list, count)) != MSI_NONE;) {
+        msi_decide_segments(s, decisions, widths[k], false);
+        msi_propose_candidate(s, &list[k], decisions, msi_search_estimate(s, decisions));
+    }
+    msi_release(s->scorer->allocator, decisions, decisions ? bytes : 0);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -20231,27 +20158,6 @@ static bool msi_find_group(msi_grouping *c) {
     return tiles > 0 && msi_try_window(c, &best, tiles, &us) < UINT64_MAX;
 }
 
-/* Decisions that have as little as possible on the device beside what a layer needs. */
-static void msi_decide_squeezed(const msi_search *search, msi_tensor_decision *decisions) {
-    const msi_graph *g = search->scorer->graph;
-    uint32_t width = 1;
-    while (width * width < g->layers.count) {
-        width++;
-    }
-    msi_decide_base(search, decisions);
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        msi_tensor_decision *d = &decisions[t];
-        const uint32_t may = search->may_move ? msi_may_choose(g, t) : 0u;
-        const bool inside =
-            msi_is_choice(g, t) && tensor->producer / width == tensor->last_use / width;
-        if (d->pass == 0) {
-            d->moves = (uint8_t)(d->moves | may);
-            d->pass = !(d->moves & MSI_MOVES_VALUE) && inside;
-        }
-    }
-}
-
 /* Whether two sets are the same. */
 static bool msi_are_same_tilings(const msi_tilings *t, uint32_t a, uint32_t b) {
     const uint32_t count = t->end[a] - t->end[a - 1];
@@ -20377,7 +20283,7 @@ static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings
 // >>solve  from a budget to decisions: the best of all searches
 
 /* The fastest plan that fits wins. Where nothing may move, chain, greedy, segments, and exhaustive
-   or local are tried in this order; where something may, lists and bands follow greedy. Plans that
+   or local are tried in this order; where something may, lists follow greedy. Plans that
    round, or run in tiles, begin from another base: all searches are tried from each base that may
    have the best plan. They win where products in 16 bits are faster, or where nothing else fits. */
 
@@ -20394,8 +20300,6 @@ static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings
      room      how much more than at the peak may be live, in sixteenths, so that copies can begin early.
      list      plans in the order in which greedy reaches them; a budget only says where it stops.
      prefix    a plan of such a list: its first n moves.
-     band      a run of layers whose outputs have one fate: the first 8 move to the host, the next 10 are
-               dropped, the last 6 are kept.
      segment   the layers between two kept values: 16 layers in 4 segments keep 3 values inside.
      stage     of a chain: the layers between two cuts through which one value passes.
      front     plans of which none is both smaller and faster than another (Pareto).
@@ -20589,7 +20493,7 @@ static bool msi_is_found(const msi_search *s) {
 
 /* Whether a plan will be executed. */
 static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
-    return r->goal != MSI_GOAL_ANY && r->goal != MSI_GOAL_FOLD &&
+    return r->goal != MSI_GOAL_ANY && r->goal != MSI_GOAL_RANGE && r->goal != MSI_GOAL_FOLD &&
            (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
 }
 
@@ -20618,8 +20522,6 @@ static void msi_search_all(const msi_solver *s, msi_greedy *w) {
     search->how.early = early;
     if (search->may_move && !msi_is_found(search)) {
         msi_search_offloading(search);
-        search->how.early = early;
-        msi_search_bands(search);
     }
     search->how.early = early;
     search->enough = search->budget; // which plans fit is all that matters here
@@ -20635,7 +20537,7 @@ static void msi_search_all(const msi_solver *s, msi_greedy *w) {
 /* A list of plans with the same roundings and tiles: what its first plan takes. */
 typedef struct msi_rounding {
     uint32_t mask, tiling;
-    double us;       // no plan of the list counts as faster
+    double us;
     double bound_us; // and no plan of the list that fits is faster than this
     uint64_t live_bytes, resident_bytes;
     uint64_t least_bytes; // about those of its smallest plan
@@ -20655,13 +20557,15 @@ static void msi_begin_rounding(msi_search *search, uint32_t mask, uint32_t tilin
     msi_decide_base(search, decisions);
 }
 
+static uint32_t msi_allowed_roundings(uint32_t techniques) {
+    return (techniques & MSI_8BIT ? (uint32_t)MSI_ROUNDS_STATE : 0u) |
+           (techniques & MSI_MIXED ? (uint32_t)(MSI_ROUNDS_VALUES | MSI_ROUNDS_PARAMS) : 0u);
+}
+
 /* The roundings, each alone, that change anything: a mask. `decisions` is scratch memory. */
 static uint32_t msi_find_roundings(const msi_solver *s, msi_search *search,
                                    msi_tensor_decision *decisions) {
-    const uint32_t techniques = s->request->techniques;
-    const uint32_t allowed =
-        (techniques & MSI_8BIT ? (uint32_t)MSI_ROUNDS_STATE : 0u) |
-        (techniques & MSI_MIXED ? (uint32_t)(MSI_ROUNDS_VALUES | MSI_ROUNDS_PARAMS) : 0u);
+    const uint32_t allowed = msi_allowed_roundings(s->request->techniques);
     uint32_t found = 0;
     msi_begin_rounding(search, 0, 0, decisions);
     const uint64_t plain = msi_hash_rounding(s->scorer->graph, decisions);
@@ -20757,12 +20661,43 @@ static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
     return count;
 }
 
-/* Searches a list; unless something is forced, no plan counts as faster than its first. */
-static void msi_search_list(const msi_solver *s, msi_search *search, const msi_rounding *r) {
+/* Searches from the plan at hand as a plan was found. */
+static void msi_search_like(const msi_solver *s, msi_greedy *w, const msi_found *found) {
+    msi_search *search = w->search;
+    const bool may_drop = s->request->techniques & MSI_CHECKPOINTING;
+    switch (found->by) {
+    case MSI_FINDER_CHAIN:
+        (void)msi_search_chain(search);
+        break;
+    case MSI_FINDER_SEGMENTS:
+        msi_search_segments(search);
+        break;
+    case MSI_FINDER_LISTS:
+    case MSI_FINDER_GIVEN_BACK:
+        (void)msi_search_list_of_moves(search, found->list);
+        break;
+    case MSI_FINDER_PLAIN:
+    case MSI_FINDER_BASE:
+    case MSI_FINDER_GREEDY:
+    case MSI_FINDER_EXHAUSTIVE:
+    case MSI_FINDER_LOCAL:
+    case MSI_FINDER_FOLD:
+    case MSI_FINDER_LARGEST:
+    case MSI_FINDER_COUNT:
+        msi_search_greedy(w, may_drop);
+        break;
+    }
+}
+
+/* Searches the plans with these roundings and tiles, as a plan was found or, if that is NULL, by all
+   searches; unless something is forced, no plan counts as faster than the first. */
+static void msi_search_list(const msi_solver *s, msi_search *search, uint32_t mask, uint32_t tiling,
+                            const msi_found *found) {
     msi_greedy w;
     if (msi_greedy_init(&w, search)) {
-        msi_begin_rounding(search, r->mask, r->tiling, w.decisions);
-        search->least_us = r->us < search->least_us || !s->forced ? r->us : search->least_us;
+        msi_begin_rounding(search, mask, tiling, w.decisions);
+        const double us = msi_estimate(s->scorer, w.decisions).us;
+        search->least_us = us < search->least_us || !s->forced ? us : search->least_us;
         search->enough = 0;
         w.score = msi_search_estimate(search, w.decisions);
         const bool fits = msi_add_prefix(&w) && msi_fits(s->scorer, &w.score, search->budget, 0);
@@ -20770,20 +20705,13 @@ static void msi_search_list(const msi_solver *s, msi_search *search, const msi_r
             search->how.by = MSI_FINDER_BASE;
             msi_propose(search, w.decisions, &w.score);
         }
-        if (!fits || s->forced) {
+        if (found && !fits) {
+            msi_search_like(s, &w, found);
+        } else if (!found && (!fits || s->forced)) {
             msi_search_all(s, &w);
         }
     }
     msi_greedy_free(&w);
-}
-
-/* Searches the list of plans that round nothing but what is forced. */
-static void msi_search_unrounded(const msi_solver *s, msi_greedy *plain) {
-    msi_search *search = plain->search;
-    search->how.rounding = search->tiling = 0;
-    search->enough = 0;
-    plain->score = msi_search_estimate(search, plain->decisions);
-    msi_search_all(s, plain);
 }
 
 /* Whether a list need not be searched. While no plan fits, a list that is_worse may have the only
@@ -20811,7 +20739,6 @@ static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_ti
     bool smaller = true;
     for (uint32_t k = 0; k < MSI_REGROUPINGS && smaller; k++) {
         const uint64_t least = search->best_score.bytes;
-        msi_rounding r = MSI_ZERO_INIT;
         memcpy(c.decisions, search->best, (size_t)msi_decisions_bytes(c.graph));
         msi_find_peak(&c);
         if (c.peak == MSI_NONE || !msi_find_group(&c)) {
@@ -20821,12 +20748,8 @@ static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_ti
         if (!msi_add_tiling(&c, tilings, MSI_MOST_TILINGS)) {
             break;
         }
-        r.mask = search->best_how.rounding;
-        r.tiling = tilings->count;
         search->how.early = early;
-        msi_begin_rounding(search, r.mask, r.tiling, c.decisions);
-        r.us = msi_estimate(s->scorer, c.decisions).us;
-        msi_search_list(s, search, &r);
+        msi_search_list(s, search, search->best_how.rounding, tilings->count, NULL);
         smaller = search->best_score.bytes < least && !msi_is_short(s->scorer);
     }
     msi_grouping_free(&c);
@@ -20835,7 +20758,7 @@ static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_ti
 /* Searches the lists in their order, up to a limit of work: with hundreds of tiles, each list takes
    seconds. */
 static void msi_search_lists(const msi_solver *s, msi_search *search, const msi_rounding *list,
-                             uint32_t count, msi_greedy *plain) {
+                             uint32_t count) {
     const bool early = search->how.early;
     const double least_us = search->least_us;
     const uint64_t end = s->scorer->lowering->lowered + MSI_LISTS_WORK;
@@ -20843,13 +20766,8 @@ static void msi_search_lists(const msi_solver *s, msi_search *search, const msi_
          k++) {
         search->how.early = early;
         search->least_us = least_us;
-        if (msi_is_hopeless(search, &list[k])) {
-            continue;
-        }
-        if (plain && list[k].mask == 0 && list[k].tiling == 0) {
-            msi_search_unrounded(s, plain);
-        } else {
-            msi_search_list(s, search, &list[k]);
+        if (!msi_is_hopeless(search, &list[k])) {
+            msi_search_list(s, search, list[k].mask, list[k].tiling, NULL);
         }
     }
     search->how.early = early;
@@ -20859,7 +20777,7 @@ static void msi_search_lists(const msi_solver *s, msi_search *search, const msi_
 /* Searches plans that may round, or run in tiles. On some devices this is slower than to free the
    same bytes otherwise, on others it makes the step faster: so each set of roundings and of groups
    has a list of its own, and all of them compete. */
-static void msi_search_roundings(const msi_solver *s, msi_search *search, msi_greedy *plain) {
+static void msi_search_roundings(const msi_solver *s, msi_search *search) {
     const uint32_t techniques = s->request->techniques;
     msi_rounding *list = (msi_rounding *)msi_scratch(s->scorer, MSI_LISTS * sizeof *list);
     msi_tilings tilings = MSI_ZERO_INIT;
@@ -20872,7 +20790,7 @@ static void msi_search_roundings(const msi_solver *s, msi_search *search, msi_gr
     }
     const uint32_t count = ready ? msi_list_roundings(s, search, w.decisions, list) : 0;
     msi_greedy_free(&w);
-    msi_search_lists(s, search, list, count, plain);
+    msi_search_lists(s, search, list, count);
     if (!search->fits && !search->any && (techniques & MSI_TILING)) {
         msi_search_regrouped(s, search, &tilings);
     }
@@ -20915,16 +20833,12 @@ static void msi_relax_updates(msi_solver *s) {
     }
 }
 
-/* Searches all plans that the request allows. `plain` has the first of those that round nothing;
-   NULL: they are searched anew. */
-static void msi_search_allowed(const msi_solver *s, msi_search *search, msi_greedy *plain) {
-    const msi_rounding none = MSI_ZERO_INIT;
+/* Searches all plans that the request allows. */
+static void msi_search_allowed(const msi_solver *s, msi_search *search) {
     if (s->request->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
-        msi_search_roundings(s, search, plain);
-    } else if (plain) {
-        msi_search_all(s, plain);
+        msi_search_roundings(s, search);
     } else {
-        msi_search_list(s, search, &none);
+        msi_search_list(s, search, 0, 0, NULL);
     }
 }
 
@@ -20935,63 +20849,16 @@ static void msi_search_smallest(const msi_solver *s, msi_search *search) {
     const uint64_t budget = search->budget;
     search->budget = 0;
     search->found = false;
-    msi_search_allowed(s, search, NULL);
+    msi_search_allowed(s, search);
     search->budget = budget;
     search->fits = search->found && search->best_score.bytes <= budget;
-}
-
-/* Searches from the plan at hand as a plan was found. */
-static void msi_search_like(const msi_solver *s, msi_greedy *w, const msi_found *found) {
-    msi_search *search = w->search;
-    const bool may_drop = s->request->techniques & MSI_CHECKPOINTING;
-    switch (found->by) {
-    case MSI_FINDER_CHAIN:
-        (void)msi_search_chain(search);
-        break;
-    case MSI_FINDER_SEGMENTS:
-        msi_search_segments(search);
-        break;
-    case MSI_FINDER_BANDS:
-        msi_search_bands(search);
-        break;
-    case MSI_FINDER_LISTS:
-    case MSI_FINDER_GIVEN_BACK:
-        (void)msi_search_list_of_moves(search, found->list);
-        break;
-    case MSI_FINDER_PLAIN:
-    case MSI_FINDER_BASE:
-    case MSI_FINDER_GREEDY:
-    case MSI_FINDER_EXHAUSTIVE:
-    case MSI_FINDER_LOCAL:
-    case MSI_FINDER_FOLD:
-    case MSI_FINDER_LARGEST:
-    case MSI_FINDER_COUNT:
-        msi_search_greedy(w, may_drop);
-        break;
-    }
 }
 
 /* Searches one kind of plans that the guide names. */
 static void msi_search_rank(const msi_solver *s, msi_search *search, const msi_found *found) {
     const bool early = search->how.early;
-    msi_rounding r = MSI_ZERO_INIT;
-    msi_greedy w;
-    search->how.rounding = found->rounding;
-    search->tiling = found->tiles && search->tilings->count > 0 ? 1 : 0;
-    search->enough = 0;
-    if (msi_greedy_init(&w, search)) {
-        msi_decide_base(search, w.decisions);
-        r.us = msi_estimate(s->scorer, w.decisions).us;
-        search->least_us = r.us < search->least_us || !s->forced ? r.us : search->least_us;
-        w.score = msi_search_estimate(search, w.decisions);
-        if (msi_add_prefix(&w) && msi_fits(s->scorer, &w.score, search->budget, 0)) {
-            search->how.by = MSI_FINDER_BASE;
-            msi_propose(search, w.decisions, &w.score);
-        } else {
-            msi_search_like(s, &w, found);
-        }
-    }
-    msi_greedy_free(&w);
+    const uint32_t tiling = found->tiles && search->tilings->count > 0 ? 1 : 0;
+    msi_search_list(s, search, found->rounding, tiling, found);
     search->how.early = early;
 }
 
@@ -21051,7 +20918,7 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
         if (r->guide) {
             msi_search_guided(s, search);
         } else {
-            msi_search_allowed(s, search, w);
+            msi_search_allowed(s, search);
         }
         if (!search->fits && !search->any && search->budget > 0 && !msi_is_short(s->scorer) &&
             !r->guide) {
@@ -21070,6 +20937,16 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     if (msi_is_to_run(r, s->score.bytes) && msi_may_relax(s)) {
         msi_relax_updates(s);
     }
+}
+
+/* Finds about what plans may take: estimates the plain plan, and the squeezed one. */
+static void msi_find_range(const msi_solver *s, msi_search *search) {
+    const msi_request *r = s->request;
+    msi_decide_plain(s->scorer->graph, s->plan->decisions);
+    s->plan->plain_live_bytes = msi_estimate(s->scorer, s->plan->decisions).live_bytes;
+    search->how.rounding = msi_allowed_roundings(r->techniques);
+    search->how.early = (r->techniques & MSI_EARLY_UPDATE) != 0;
+    s->plan->least_live_bytes = msi_least_bytes(search, s->plan->decisions);
 }
 
 /* Makes the decisions, the training program and the sizes of a plan that has its eval program. */
@@ -21091,6 +20968,10 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
     if (request->goal == MSI_GOAL_FOLLOW) {
         msi_follow(&s);
         plan->arena_bytes = s.score.bytes;
+        return;
+    }
+    if (request->goal == MSI_GOAL_RANGE) {
+        msi_find_range(&s, &search);
         return;
     }
     msi_decide_plain(scorer->graph, plan->decisions);
@@ -21496,11 +21377,11 @@ static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
    the fold was found, with the same roundings and groups. That plan itself is stretched: each block
    decides for as many consecutive blocks of the whole, the first and the last of a run for one each. */
 enum {
-    MSI_FOLD_LAYERS = 160, // of a fold, about
-    MSI_FOLD_SHARE = 4,    // a graph has so many times the layers of its fold
-    MSI_FOLD_LEAST = 5,    // blocks of a run in a fold
-    MSI_FOLD_GAPS = 16,    // periods that are tried at a layer
-    MSI_FOLD_TRIES = 3     // of budgets for a fold
+    MSI_FOLD_LAYERS = 96, // of a fold, about
+    MSI_FOLD_SHARE = 4,   // a graph has so many times the layers of its fold
+    MSI_FOLD_LEAST = 5,   // blocks of a run in a fold
+    MSI_FOLD_GAPS = 16,   // periods that are tried at a layer
+    MSI_FOLD_TRIES = 3    // of budgets for a fold
 };
 
 typedef struct msi_repeats {
@@ -22137,20 +22018,6 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     return shortage;
 }
 
-/* The bytes of all values of a graph that a plain plan has at once, about. */
-static double msi_total_bytes(const msi_graph *g, uint32_t states) {
-    double bytes = 0.0;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        const bool stays = msi_is_resident(tensor) || msi_is_read_again(tensor);
-        const double times = tensor->kind == MSI_KIND_PARAM && msi_learns(tensor) ? 1.0 + states
-                             : stays                                              ? 1.0
-                                                                                  : 0.0;
-        bytes += times * (double)tensor->bytes;
-    }
-    return bytes;
-}
-
 /* A share of a budget; one that is not limited stays so. */
 static uint64_t msi_budget_share(uint64_t budget, double share) {
     return budget == UINT64_MAX ? budget : (uint64_t)(share * (double)budget);
@@ -22174,20 +22041,63 @@ static ms_result msi_solve_anew(ms_model *m, const msi_store *store, const msi_r
     return MS_RESULT_OK;
 }
 
+/* What plans of a graph take: of the plain plan, and about of the smallest. */
+typedef struct msi_bytes_range {
+    uint64_t most, least;
+} msi_bytes_range;
+
+/* Finds this for the graph that the model has at present. */
+static ms_result msi_range_of(ms_model *m, const msi_store *store, const msi_request *request,
+                              msi_bytes_range *range) {
+    msi_request asks = *request;
+    msi_plan *plan;
+    asks.goal = MSI_GOAL_RANGE;
+    const ms_result result = msi_solve_anew(m, store, &asks, &plan);
+    if (result == MS_RESULT_OK) {
+        range->most = msi_larger(1, plan->plain_live_bytes);
+        range->least = msi_clamp(plan->least_live_bytes, 1, range->most);
+        msi_plan_free(m, plan);
+    }
+    return result;
+}
+
+/* The budget of a fold that is as far between its smallest plan and its plain one. */
+static uint64_t msi_budget_of_fold(uint64_t budget, const msi_bytes_range *whole,
+                                   const msi_bytes_range *fold) {
+    const double extent = (double)(fold->most - fold->least);
+    if (budget <= whole->least || budget >= whole->most) {
+        return budget < whole->most
+                   ? msi_budget_share(budget, (double)fold->least / (double)whole->least)
+                   : msi_budget_share(budget, (double)fold->most / (double)whole->most);
+    }
+    return fold->least + (uint64_t)(extent * ((double)(budget - whole->least) /
+                                              (double)(whole->most - whole->least)));
+}
+
 /* Plans the fold, whose graph the model has meanwhile, and makes a guide of its plan. Where the
    plain plan of the fold fits its share of the budget, that of the whole does too, or nearly: less
    is taken then. */
-static ms_result msi_plan_fold(ms_model *m, const msi_fold *f, msi_request *request,
-                               msi_guide *guide) {
+static ms_result msi_plan_fold(ms_model *m, const msi_fold *f, const msi_request *request,
+                               const msi_bytes_range *whole, msi_guide *guide) {
+    msi_bytes_range range = MSI_ZERO_INIT;
+    msi_request of_fold = *request;
     msi_store *store;
     msi_plan *plan = NULL;
     ms_result result = msi_make_store(m, &store);
+    MSI_THEN(result, msi_range_of(m, store, request, &range));
+    of_fold.goal = MSI_GOAL_FOLD;
+    of_fold.guide = NULL;
+    if (result == MS_RESULT_OK) {
+        of_fold.budget = guide->smallest ? 0 : msi_budget_of_fold(request->budget, whole, &range);
+        of_fold.host_budget =
+            msi_budget_share(request->host_budget, (double)range.most / (double)whole->most);
+    }
     for (int tries = 0; tries < MSI_FOLD_TRIES && result == MS_RESULT_OK &&
                         (!plan || plan->found.by <= MSI_FINDER_BASE);
          tries++) {
         msi_plan_free(m, plan);
-        result = msi_solve_anew(m, store, request, &plan);
-        request->budget = msi_budget_share(request->budget, 0.9);
+        result = msi_solve_anew(m, store, &of_fold, &plan);
+        of_fold.budget = msi_budget_share(of_fold.budget, 0.9);
     }
     if (result == MS_RESULT_OK) {
         guide->early = plan->found.early;
@@ -22204,18 +22114,13 @@ static ms_result msi_plan_fold(ms_model *m, const msi_fold *f, msi_request *requ
 }
 
 /* Makes a guide for a request from the plan of a fold. */
-static ms_result msi_find_guide(ms_model *m, const msi_fold *f, const msi_request *request,
-                                msi_guide *guide) {
+static ms_result msi_find_guide(ms_model *m, const msi_store *store, const msi_fold *f,
+                                const msi_request *request, msi_guide *guide) {
     const msi_graph whole = m->graph;
-    const uint32_t states = msi_state_count(&m->optimizer);
-    const double share = msi_total_bytes(&f->graph, states) / msi_total_bytes(&whole, states);
-    msi_request of_fold = *request;
-    of_fold.goal = MSI_GOAL_FOLD;
-    of_fold.budget = guide->smallest ? 0 : msi_budget_share(request->budget, share);
-    of_fold.host_budget = msi_budget_share(request->host_budget, share);
-    of_fold.guide = NULL;
+    msi_bytes_range range = MSI_ZERO_INIT;
+    ms_result result = msi_range_of(m, store, request, &range);
     m->graph = f->graph;
-    const ms_result result = msi_plan_fold(m, f, &of_fold, guide);
+    MSI_THEN(result, msi_plan_fold(m, f, request, &range, guide));
     m->graph = whole;
     return result;
 }
@@ -22238,7 +22143,7 @@ static ms_result msi_solve_guided(ms_model *m, const msi_store *store, const msi
         msi_plan_free(m, *made);
         *made = NULL;
         guide.smallest = turn > 0;
-        result = msi_find_guide(m, f, request, &guide);
+        result = msi_find_guide(m, store, f, request, &guide);
         MSI_THEN(result, msi_solve_anew(m, store, request, made));
     }
     msi_release(f->allocator, guide.decisions, bytes);
