@@ -1965,10 +1965,8 @@ static const search_case searches[] = {
     {msi_search_segments, true, false, {MSI_FINDER_SEGMENTS}},
     {search_choices, true, true, {MSI_FINDER_EXHAUSTIVE, MSI_FINDER_LOCAL}},
     {msi_search_offloading, true, true, {MSI_FINDER_LISTS, MSI_FINDER_GIVEN_BACK}},
-    {msi_search_bands, true, true, {MSI_FINDER_BANDS}},
     {search_choices, false, true, {MSI_FINDER_EXHAUSTIVE, MSI_FINDER_LOCAL}},
-    {msi_search_offloading, false, true, {MSI_FINDER_LISTS, MSI_FINDER_GIVEN_BACK}},
-    {msi_search_bands, false, true, {MSI_FINDER_BANDS}}};
+    {msi_search_offloading, false, true, {MSI_FINDER_LISTS, MSI_FINDER_GIVEN_BACK}}};
 
 enum { SEARCHES = sizeof searches / sizeof searches[0] };
 
