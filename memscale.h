@@ -16842,6 +16842,8 @@ typedef struct msi_search {
     msi_found ranks[MSI_RANKS];
     msi_score rank_scores[MSI_RANKS];
     uint32_t rank_count;
+    bool keeps_chain;        // for the local search
+    struct msi_chain *chain; // or NULL
 } msi_search;
 
 /* What plans round: optimizer state to codes of 8 bits; what layers make, and params, to 16. */
@@ -19457,10 +19459,23 @@ static MSI_NOINLINE bool msi_search_chain(msi_search *s) {
         msi_fill_subchains(c);
         if (!msi_is_short(s->scorer)) {
             msi_search_points(c);
+            s->chain = s->keeps_chain ? c : NULL;
         }
     }
-    msi_chain_free(c);
+    if (s->chain != c) {
+        msi_chain_free(c);
+    }
     return fine;
+}
+
+/* The fastest point of the whole chain that takes no more bytes, as far as is known. */
+static uint32_t msi_point_within(msi_chain *c, uint64_t bytes) {
+    const msi_subchain *all = msi_whole_chain(c);
+    uint32_t number = 0;
+    while (number + 1 < all->count && all->points[number + 1].bytes <= bytes) {
+        number++;
+    }
+    return all->points[number].bytes <= bytes ? number : MSI_NONE;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -19470,9 +19485,11 @@ static MSI_NOINLINE bool msi_search_chain(msi_search *s) {
    moved. Where trying all choices would take too long, a local search tries some, the same for
    every budget: it keeps a front, and tries the neighbours of choices there. Where several
    instructions share the peak, a single drop does not lower it; so a second front goes by a smooth
-   measure of all live bytes. All choices tried form a list. Exhaustive wins on graphs of a few
-   layers; local on those of up to 128 with branches, most at small budgets, many of which no other
-   search meets. */
+   measure of all live bytes. From what it has found, climbs begin: each makes a plan faster within
+   a rung of a ladder of budgets, by one or two groups at a time. All choices tried form a list.
+   Exhaustive wins on graphs of a few layers; local on those of up to 128 with branches, most at small
+   budgets, many of which no other search meets. Climbs make steps of nets with branches up to 8 %
+   faster, of those that need nested recomputation too: they begin at points of the chain as well. */
 enum {
     MSI_ALL_GROUPS = 256,
     MSI_ALL_WORDS = MSI_ALL_GROUPS / 64,
@@ -19481,17 +19498,38 @@ enum {
     MSI_ALL_MOVES = 4,      // as many times that work where something may be moved
     MSI_ALL_MASKS = 20,     // groups of which all choices can be gone through
     MSI_ALL_CHAIN = 32,     // groups of a chain
-    MSI_ALL_SEEDS = 8       // random choices at the start of a local search
+    MSI_ALL_SEEDS = 8,      // random choices at the start of a local search
+    MSI_ALL_SHARE = 2,      // of that work is done before climbs
+    MSI_ALL_SHARE_MOVES = 4,
+    MSI_SEED_LISTS = 1 << 2 | 1 << 5 | 1 << 9, // of msi_move_lists: a mask
+    MSI_RUNGS = 48,
+    MSI_RUNG_REACH = 3, // rungs below one that its climb may reach
+    MSI_CLIMB_STEPS = 8,
+    MSI_CLIMB_PAIRS = 24,     // that are tried in a step
+    MSI_CLIMB_TAKEN_BACK = 4, // changes that need another drop to fit
+    MSI_CLIMB_TRIES = 600,    // and for each group:
+    MSI_CLIMB_TRIES_EACH = 8
 };
+
+/* A climb makes a plan faster by at most this share. */
+static const double MSI_CLIMB_GAIN = 0.06;
 
 typedef struct msi_groups {
     uint64_t dropped[MSI_ALL_WORDS];
+    uint64_t nested; // 0: in pass 1; n: in the passes of point n - 1 of the chain
 } msi_groups;
 
 typedef struct msi_tried {
     msi_groups groups;
     bool explored; // its neighbours have been tried
+    bool counts;   // it is a choice of the list
+    bool exceeds;  // the host
 } msi_tried;
+
+/* By how much a choice changes if a group is added or taken back. */
+typedef struct msi_single {
+    double bytes, us;
+} msi_single;
 
 /* Choices than which none is better in both respects. */
 typedef struct msi_front_point {
@@ -19503,6 +19541,13 @@ typedef struct msi_front {
     msi_front_point *points; // size rises, time falls
     uint32_t count;
 } msi_front;
+
+/* A climb: from the fastest choice of the front within `most` bytes, one or two groups at a time. */
+typedef struct msi_rung {
+    uint64_t most, least; // live bytes of what counts
+    double least_us;      // and its time
+    uint32_t choice;      // the best so far
+} msi_rung;
 
 typedef struct msi_exhaustive {
     msi_search *search;
@@ -19517,13 +19562,18 @@ typedef struct msi_exhaustive {
     msi_tensor_decision *base;       // nothing is dropped by choice
     msi_tensor_decision *decisions;  // of the choice at hand
     uint32_t limit, count, tries_left; // choices that may be tried, that were; tries
-    uint32_t room;                     // for choices
+    uint32_t room;                     // for choices, with those of climbs
     msi_tried *tried;
     msi_candidate *list;         // the same choices
     uint32_t *index, index_mask; // a hash table of the choices that were tried, from 1 on
     msi_front by_bytes, by_crowd;
+    bool climbs;       // the fronts stay as they are
     double crowd_unit; // of bytes
+    uint64_t resident_bytes;
+    double base_us;
+    uint64_t nested; // what the decisions of the chain are those of
     uint64_t random;
+    msi_single singles[MSI_ALL_GROUPS]; // the choices next to one
 } msi_exhaustive;
 
 static MSI_NOINLINE uint32_t msi_random_below(msi_exhaustive *all, uint32_t limit) {
@@ -19639,12 +19689,36 @@ static void msi_change_group(const msi_exhaustive *all, msi_groups *groups, uint
     msi_flip_group(groups, group);
 }
 
+/* Makes the decisions of the chain those of one of its points. */
+static void msi_nest(msi_exhaustive *all, uint64_t nested) {
+    msi_chain *c = all->search->chain;
+    if (all->nested != nested) {
+        all->nested = nested;
+        msi_decide_base(all->search, c->decisions);
+        msi_assign_subchain(c, false, 0, c->count - 1, msi_whole_chain(c)->points[nested - 1].bytes,
+                            0);
+    }
+}
+
+/* What is dropped is dropped in the passes of a point of the chain. */
+static void msi_drop_in_passes(msi_exhaustive *all, uint64_t nested) {
+    msi_nest(all, nested);
+    for (uint32_t t = 0; t < all->graph->tensors.count; t++) {
+        const uint32_t pass = all->search->chain->decisions[t].pass;
+        const bool later = all->decisions[t].pass > 0 && pass > 1;
+        all->decisions[t].pass = later ? pass : all->decisions[t].pass;
+    }
+}
+
 static msi_score msi_estimate_groups(msi_exhaustive *all, const msi_groups *groups) {
     memcpy(all->decisions, all->base, (size_t)msi_decisions_bytes(all->graph));
     for (uint32_t k = 0; k < all->group_count; k++) {
         for (uint32_t i = all->first[k]; msi_has_group(groups, k) && i < all->first[k + 1]; i++) {
             msi_do(all->decisions, all->members[i], true);
         }
+    }
+    if (groups->nested > 0) {
+        msi_drop_in_passes(all, groups->nested);
     }
     if (all->room_group != MSI_NONE && msi_has_group(groups, all->room_group)) {
         all->decisions[all->graph->tensors.count].room = 1;
@@ -19700,7 +19774,7 @@ static bool msi_join_front(msi_front *f, double size, double us, uint32_t choice
 
 /* Where a choice is in the hash table, or may be put. */
 static uint32_t *msi_find_tried(const msi_exhaustive *all, const msi_groups *groups) {
-    uint64_t hash = 0;
+    uint64_t hash = groups->nested;
     for (int k = 0; k < MSI_ALL_WORDS; k++) {
         hash = msi_mix_in(hash, groups->dropped[k]);
     }
@@ -19725,10 +19799,12 @@ static void msi_try_groups(msi_exhaustive *all, const msi_groups *groups) {
     }
     const msi_score score = msi_estimate_groups(all, groups);
     all->tried[all->count].groups = *groups; // not explored: the memory is zeroed
-    all->list[all->count].done = msi_exceeds_host(all->search);
+    all->tried[all->count].counts = !all->climbs;
+    all->tried[all->count].exceeds = msi_exceeds_host(all->search);
+    all->list[all->count].done = all->climbs || all->tried[all->count].exceeds;
     all->list[all->count++].score = score;
     *at = all->count;
-    if (!msi_is_short(all->search->scorer)) {
+    if (!msi_is_short(all->search->scorer) && !all->climbs) {
         (void)msi_join_front(&all->by_bytes, (double)score.live_bytes, score.us, all->count - 1);
         (void)msi_join_front(&all->by_crowd, msi_crowd(all), score.us, all->count - 1);
     }
@@ -19791,34 +19867,66 @@ static void msi_try_random(msi_exhaustive *all, const msi_front *f) {
     msi_try_groups(all, &groups);
 }
 
-/* Tries all plans of the greedy list, whatever the budget is. */
-static void msi_try_greedy(msi_exhaustive *all) {
-    msi_greedy w;
-    if (msi_greedy_init(&w, all->search)) {
-        memcpy(w.decisions, all->base, (size_t)msi_decisions_bytes(all->graph));
-        w.score = msi_search_estimate(all->search, w.decisions);
-        while (msi_may_try(all) && msi_next_plan(&w)) {
-            msi_groups groups = MSI_ZERO_INIT;
-            for (uint32_t i = 0; i < w.drops.count; i++) {
-                const uint32_t group = all->group_of[w.drops.items[i]];
-                if (group != MSI_NONE && !msi_has_group(&groups, group)) {
-                    msi_flip_group(&groups, group);
-                }
-            }
-            msi_try_groups(all, &groups);
-            (void)msi_estimate(all->search->scorer, w.decisions); // for the next moves
+/* The choice that decides like a plan of greedy, as far as there are groups for that. */
+static msi_groups msi_groups_of(const msi_exhaustive *all, const msi_tensor_decision *decisions) {
+    msi_groups groups = MSI_ZERO_INIT;
+    for (uint32_t k = 0; k < all->group_count; k++) {
+        const uint32_t action = all->first[k] < all->first[k + 1] ? all->members[all->first[k]] : 0;
+        const uint32_t move = action >> MSI_ACTION_SHIFT;
+        const uint32_t moves = decisions[msi_action_tensor(action)].moves;
+        const bool alike = !(move & MSI_MOVES_STATE) || ((move ^ moves) & MSI_IN_PLACE) == 0;
+        const bool has = k == all->room_group ? decisions[all->graph->tensors.count].room > 0
+                                              : all->first[k] < all->first[k + 1] && alike &&
+                                                    msi_is_done(decisions, action);
+        if (has) {
+            msi_flip_group(&groups, k);
         }
     }
+    return groups;
+}
+
+/* Tries all plans of a greedy list, whatever the budget is. */
+static void msi_try_greedy(msi_exhaustive *all, const msi_move_list *list) {
+    msi_search *s = all->search;
+    const uint32_t techniques = s->techniques;
+    msi_greedy w;
+    s->techniques |= list->moves ? MSI_OFFLOADING : 0;
+    s->moves = list->moves;
+    if (msi_greedy_init(&w, s)) {
+        memcpy(w.decisions, all->base, (size_t)msi_decisions_bytes(all->graph));
+        w.decisions[all->graph->tensors.count].room = list->room;
+        w.in_place = list->in_place;
+        w.try_limit = list->moves ? (uint32_t)MSI_OFFLOAD_TRIES : w.try_limit;
+        w.score = msi_search_estimate(s, w.decisions);
+        if (list->begun) {
+            msi_find_host_left(&w);
+            msi_move_params(&w, list->begun, list->in_place);
+            w.score = msi_search_estimate(s, w.decisions);
+        }
+        do {
+            const msi_groups groups = msi_groups_of(all, w.decisions);
+            msi_try_groups(all, &groups);
+            (void)msi_estimate(s->scorer, w.decisions); // for the next moves
+        } while (msi_may_try(all) && msi_next_plan(&w));
+    }
     msi_greedy_free(&w);
+    s->techniques = techniques;
 }
 
 /* The local search: begins with the plain choice, with all dropped, with random ones, and with
-   those of the greedy list. It may try half of what an exhaustive search may: with all of it,
-   planning would take a quarter longer, for an arena that is a quarter of a percent smaller. */
+   those of greedy lists. It may try a share of what an exhaustive search may, and leaves the rest to
+   climbs. */
 static void msi_search_locally(msi_exhaustive *all) {
-    all->limit /= 2;
-    all->tries_left /= 2;
-    msi_try_greedy(all);
+    static const msi_move_list none = {0, 1, 0, 0, 0, false};
+    const uint32_t share = all->search->may_move ? MSI_ALL_SHARE_MOVES : MSI_ALL_SHARE;
+    all->limit /= share;
+    all->tries_left /= share;
+    msi_try_greedy(all, &none);
+    for (int k = 1; k <= MSI_LAST_BEGUN && all->room_group != MSI_NONE; k++) {
+        if ((MSI_SEED_LISTS >> k & 1) && msi_is_list_of_use(all->search, k)) {
+            msi_try_greedy(all, &msi_move_lists[k]);
+        }
+    }
     for (uint32_t seed = 0; seed < MSI_ALL_SEEDS && msi_may_try(all); seed++) {
         msi_groups groups = MSI_ZERO_INIT;
         for (uint32_t k = 0; k < all->group_count; k++) {
@@ -19859,11 +19967,213 @@ static double msi_count_choices(const msi_exhaustive *all) {
     return count;
 }
 
+/* The number of a choice, which is tried; MSI_NONE: it cannot be. */
+static uint32_t msi_number_of(msi_exhaustive *all, const msi_groups *groups) {
+    msi_try_groups(all, groups);
+    return *msi_find_tried(all, groups) - 1;
+}
+
+/* Tries a choice on the way of a climb. It counts if it is in reach of the rung, and is where the
+   climb goes on if it is the fastest within the rung so far. */
+static void msi_climb_to(msi_exhaustive *all, msi_rung *r, uint32_t choice) {
+    if (choice == MSI_NONE || all->list[choice].score.live_bytes > r->most ||
+        all->list[choice].score.us < r->least_us) {
+        return;
+    }
+    msi_tried *tried = &all->tried[choice];
+    if (!tried->counts && all->list[choice].score.live_bytes > r->least) {
+        tried->counts = true;
+        all->list[choice].done = tried->exceeds;
+    }
+    if (!tried->exceeds && (r->choice == MSI_NONE ||
+                            msi_is_faster(&all->list[choice].score, &all->list[r->choice].score))) {
+        r->choice = choice;
+    }
+}
+
+/* Tries the neighbours of a choice, and notes what each group changes. Groups that do not lower the
+   peak are not added. */
+static void msi_climb_singly(msi_exhaustive *all, msi_rung *r, uint32_t from) {
+    const msi_groups start = all->tried[from].groups;
+    const msi_score base = all->list[from].score;
+    (void)msi_estimate_groups(all, &start);
+    const msi_groups helpful = msi_groups_at_peak(all);
+    for (uint32_t k = 0; k < all->group_count; k++) {
+        msi_single *single = &all->singles[k];
+        msi_groups groups = start;
+        single->us = 1e300;
+        single->bytes = 0.0;
+        if ((msi_has_group(&start, k) || msi_has_group(&helpful, k)) && msi_may_try(all)) {
+            msi_change_group(all, &groups, k);
+            const uint32_t choice = msi_number_of(all, &groups);
+            if (choice != MSI_NONE) {
+                const msi_score *score = &all->list[choice].score;
+                single->us = score->us - base.us;
+                single->bytes = (double)score->live_bytes - (double)base.live_bytes;
+                msi_climb_to(all, r, choice);
+            }
+        }
+    }
+}
+
+/* The number of the pair of groups that should gain most and fit, of those that come after another
+   one; MSI_NONE: there is none. */
+static uint32_t msi_next_pair(const msi_exhaustive *all, double room, uint32_t after,
+                              double after_us) {
+    const uint32_t n = all->group_count;
+    uint32_t best = MSI_NONE;
+    double best_us = 0.0;
+    for (uint32_t pair = 0; pair < n * n; pair++) {
+        const msi_single *a = &all->singles[pair / n], *b = &all->singles[pair % n];
+        if (!(a->us < 0.0)) {
+            pair += n - 1;
+            continue;
+        }
+        const double us = a->us + b->us;
+        const bool later = us > after_us || (us >= after_us && pair > after);
+        if (pair / n != pair % n && us < best_us && later && a->bytes + b->bytes <= room) {
+            best_us = us;
+            best = pair;
+        }
+    }
+    return best;
+}
+
+/* Tries pairs of groups, those first that are expected to gain most. */
+static void msi_climb_by_pairs(msi_exhaustive *all, msi_rung *r, uint32_t from) {
+    const uint32_t n = all->group_count;
+    const double room = (double)r->most - (double)all->list[from].score.live_bytes;
+    uint32_t pair = 0;
+    double us = -1e300;
+    for (uint32_t tries = 0; tries < MSI_CLIMB_PAIRS && msi_may_try(all); tries++) {
+        msi_groups groups = all->tried[from].groups;
+        pair = msi_next_pair(all, room, pair, us);
+        if (pair == MSI_NONE) {
+            return;
+        }
+        us = all->singles[pair / n].us + all->singles[pair % n].us;
+        msi_change_group(all, &groups, pair / n);
+        msi_change_group(all, &groups, pair % n);
+        msi_climb_to(all, r, msi_number_of(all, &groups));
+    }
+}
+
+/* Makes the changes that gain most, each alone, though they do not fit, and tries to drop something
+   else at the peak that this leads to. */
+static void msi_climb_by_exchange(msi_exhaustive *all, msi_rung *r, uint32_t from) {
+    const msi_groups start = all->tried[from].groups;
+    for (uint32_t turn = 0; turn < MSI_CLIMB_TAKEN_BACK && msi_may_try(all); turn++) {
+        uint32_t first = 0;
+        for (uint32_t k = 0; k < all->group_count; k++) {
+            first = all->singles[k].us < all->singles[first].us ? k : first;
+        }
+        if (!(all->singles[first].us < 0.0)) {
+            return;
+        }
+        all->singles[first].us = 1e300;
+        msi_groups changed = start;
+        msi_change_group(all, &changed, first);
+        (void)msi_estimate_groups(all, &changed);
+        const msi_groups helpful = msi_groups_at_peak(all);
+        for (uint32_t k = 0; k < all->drop_count && msi_may_try(all); k++) {
+            msi_groups groups = changed;
+            if (k != first && msi_has_group(&helpful, k) && !msi_has_group(&start, k)) {
+                msi_change_group(all, &groups, k);
+                msi_climb_to(all, r, msi_number_of(all, &groups));
+            }
+        }
+    }
+}
+
+static void msi_climb(msi_exhaustive *all, msi_rung *r) {
+    uint32_t from = MSI_NONE;
+    for (uint32_t step = 0; step < MSI_CLIMB_STEPS && r->choice != from && msi_may_try(all);
+         step++) {
+        from = r->choice;
+        msi_climb_singly(all, r, from);
+        msi_climb_by_pairs(all, r, from);
+        if (r->choice == from) {
+            msi_climb_by_exchange(all, r, from);
+        }
+    }
+}
+
 /* Lays out the choices that may be the best. */
 static void msi_propose_tried(msi_exhaustive *all) {
     for (uint32_t k; (k = msi_next_candidate(all->search, all->list, all->count)) != MSI_NONE;) {
         msi_propose_candidate(all->search, &all->list[k], all->decisions,
                               msi_estimate_groups(all, &all->tried[k].groups));
+    }
+}
+
+/* The choice that drops what a point of the chain does, in the same passes. */
+static msi_groups msi_groups_of_point(msi_exhaustive *all, uint32_t point) {
+    msi_groups groups = MSI_ZERO_INIT;
+    groups.nested = point + 1ull;
+    msi_nest(all, groups.nested);
+    for (uint32_t t = 0; t < all->graph->tensors.count; t++) {
+        const uint32_t k = all->search->chain->decisions[t].pass > 0 ? all->group_of[t] : MSI_NONE;
+        if (k != MSI_NONE && !msi_has_group(&groups, k)) {
+            msi_flip_group(&groups, k);
+        }
+    }
+    return groups;
+}
+
+/* Finds where the climb of a rung begins: at the fastest choice of the front within the rung or, if
+   that is faster, at a point of the chain, whose number is returned; or MSI_NONE. */
+static uint32_t msi_begin_climb(const msi_exhaustive *all, msi_rung *r) {
+    msi_chain *c = all->search->chain;
+    const msi_front_point *points = all->by_bytes.points;
+    uint32_t at = 0, point = MSI_NONE;
+    double us = 1e300;
+    r->choice = MSI_NONE;
+    while (at < all->by_bytes.count && points[at].size <= (double)r->most) {
+        us = points[at].us;
+        r->choice = points[at++].choice;
+    }
+    if (c && r->most > all->resident_bytes) {
+        point = msi_point_within(c, r->most - all->resident_bytes);
+    }
+    if (point != MSI_NONE && all->base_us + (double)msi_whole_chain(c)->points[point].us < us) {
+        us = all->base_us + (double)msi_whole_chain(c)->points[point].us;
+    } else {
+        point = MSI_NONE;
+    }
+    r->least_us = us * (1.0 - MSI_CLIMB_GAIN);
+    return point;
+}
+
+/* Climbs at the rungs of a ladder of budgets, each from the plans that were found before any climb,
+   so that what is found does not depend on the budget. Nor does it matter that rungs are skipped
+   whose climb cannot count: a climb counts down to some rungs below its own, and up to a gain. */
+static void msi_climb_rungs(msi_exhaustive *all) {
+    const msi_search *s = all->search;
+    const uint64_t low = s->may_move ? 0 : all->resident_bytes;
+    const double rung =
+        (1.0 / all->crowd_unit + (double)(all->resident_bytes - low)) / (double)MSI_RUNGS;
+    const uint64_t reach = (uint64_t)(rung * MSI_RUNG_REACH);
+    const uint32_t tries = MSI_CLIMB_TRIES + MSI_CLIMB_TRIES_EACH * all->group_count;
+    all->climbs = true;
+    msi_propose_tried(all);
+    for (uint32_t k = MSI_RUNGS + MSI_RUNG_REACH; k-- > 0 && s->best_score.us > s->least_us;) {
+        msi_rung r;
+        r.most = low + (uint64_t)(rung * (k + 1.0));
+        r.least = r.most > reach ? r.most - reach : 0;
+        const uint32_t point = msi_begin_climb(all, &r);
+        if (!s->fits || r.least >= s->budget || r.least_us >= s->best_score.us) {
+            continue;
+        }
+        all->limit = all->room;
+        all->tries_left = tries; // those of what other climbs have tried too
+        if (point != MSI_NONE) {
+            const msi_groups groups = msi_groups_of_point(all, point);
+            msi_climb_to(all, &r, msi_number_of(all, &groups));
+        }
+        if (r.choice != MSI_NONE) {
+            msi_climb(all, &r);
+        }
+        msi_propose_tried(all);
     }
 }
 
@@ -19881,27 +20191,29 @@ static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
     const uint32_t layers = g->layers.count;
     all->search = search;
     all->graph = g;
-    all->limit = all->room = work / (layers < 16 ? 16 : layers);
+    all->limit = work / (layers < 16 ? 16 : layers);
+    all->room = 2 * all->limit;       // with those of climbs
     all->tries_left = 4 * all->limit; // many are of choices that were tried before
     all->index_mask = 1;
-    while (all->index_mask < 2 * all->limit) {
+    while (all->index_mask < 2 * all->room) {
         all->index_mask = 2 * all->index_mask + 1;
     }
     all->tried = (msi_tried *)msi_scratch(search->scorer, msi_exhaustive_bytes(all));
     if (!all->tried) {
         return false;
     }
-    all->list = (msi_candidate *)(void *)(all->tried + all->limit);
-    all->by_bytes.points = (msi_front_point *)(void *)(all->list + all->limit);
-    all->by_crowd.points = all->by_bytes.points + all->limit;
-    all->base = (msi_tensor_decision *)(void *)(all->by_crowd.points + all->limit);
+    all->list = (msi_candidate *)(void *)(all->tried + all->room);
+    all->by_bytes.points = (msi_front_point *)(void *)(all->list + all->room);
+    all->by_crowd.points = all->by_bytes.points + all->room;
+    all->base = (msi_tensor_decision *)(void *)(all->by_crowd.points + all->room);
     all->decisions = all->base + g->tensors.count + 1;
     all->index = (uint32_t *)(void *)(all->decisions + g->tensors.count + 1);
     all->members = all->index + all->index_mask + 1;
     all->group_of = all->members + 4 * (size_t)g->tensors.count;
     msi_decide_base(search, all->base);
-    (void)msi_estimate(search->scorer, all->base);
+    all->base_us = msi_search_estimate(search, all->base).us;
     all->crowd_unit = 1.0 / (1.0 + (double)search->scorer->program->layout.peak_bytes);
+    all->resident_bytes = search->scorer->program->layout.resident_bytes;
     return !msi_is_short(search->scorer);
 }
 
@@ -19920,6 +20232,7 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
         } else if (!is_chain || all.group_count <= MSI_ALL_CHAIN || s->may_move) {
             s->how.by = MSI_FINDER_LOCAL;
             msi_search_locally(&all);
+            msi_climb_rungs(&all);
         }
         msi_propose_tried(&all);
     }
@@ -20515,7 +20828,9 @@ static void msi_search_all(const msi_solver *s, msi_greedy *w) {
     msi_search *search = w->search;
     const bool may_drop = r->techniques & MSI_CHECKPOINTING, early = search->how.early;
     const bool moves = msi_has_to_move(s->scorer, search, w->decisions);
+    search->keeps_chain = s->scorer->graph->layers.count <= MSI_ALL_LAYERS;
     const bool is_chain = may_drop && !moves && msi_search_chain(search), cut = search->found;
+    search->keeps_chain = false;
     if (!msi_is_found(search) && !moves) {
         msi_search_greedy(w, may_drop);
     }
@@ -20529,8 +20844,14 @@ static void msi_search_all(const msi_solver *s, msi_greedy *w) {
         (!cut || s->scorer->graph->layers.count <= MSI_CHAIN_VERY_LARGE)) {
         msi_search_segments(search);
     }
+    msi_give_back_best(search); // what the local search finds may be worse than that
     if ((may_drop || search->may_move) && !msi_is_found(search)) {
+        search->how.early = early;
         msi_search_exhaustive(search, is_chain);
+    }
+    if (search->chain) {
+        msi_chain_free(search->chain);
+        search->chain = NULL;
     }
 }
 
