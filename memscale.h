@@ -1788,7 +1788,7 @@ MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *byt
    the first that sticks; INVALID; ORDER (in a callback; between ms_backward and ms_update where
    early updates have begun, here or in a model that shares the arena); UNSUPPORTED (F16 is asked
    for, and updates are the trainer's own); BUDGET (the text has the smallest budget that would do,
-   the largest size for which this one suffices, and what else helps); OUT_OF_MEMORY; BACKEND. */
+   a size for which this one suffices, and what else helps); OUT_OF_MEMORY; BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_wrap(ms_model *model);
 
 /* Back to the plain plan, whatever the budget; values are kept. On error the model stays wrapped as
@@ -4513,6 +4513,7 @@ static const uint32_t MSI_AT_END = UINT32_MAX - 1;
     X(MSI_FINDER_SEGMENTS, "segments")                                                             \
     X(MSI_FINDER_EXHAUSTIVE, "exhaustive")                                                         \
     X(MSI_FINDER_LOCAL, "local")                                                                   \
+    X(MSI_FINDER_SQUEEZED, "squeezed")                                                             \
     X(MSI_FINDER_FOLD, "fold")                                                                     \
     X(MSI_FINDER_LARGEST, "largest") /* the plan for the largest sizes, at smaller ones */
 
@@ -4535,6 +4536,7 @@ typedef struct msi_plan {
     int64_t sizes[MS_LIMIT_AXES]; // of the axes that it was made for
     msi_tensor_decision *decisions;
     uint64_t budget_bytes, plain_bytes, arena_bytes;
+    uint64_t host_bytes;                     // of a squeezed plan
     uint64_t plain_live_bytes;               // largest sum of live bytes of the plain plan
     uint64_t least_live_bytes;               // GOAL_RANGE: about that of the smallest
     int64_t freed_bytes[MS_TECHNIQUE_COUNT]; // see ms_memory_report
@@ -4563,7 +4565,8 @@ typedef enum msi_goal {
     MSI_GOAL_ANY,    // whether something fits: the plan will not run
     MSI_GOAL_RANGE,  // what plans take at least and at most, about
     MSI_GOAL_SMALLEST,
-    MSI_GOAL_FOLLOW // the decisions of another plan
+    MSI_GOAL_SQUEEZED, // the smallest of a few plans, without a search; the plan will not run
+    MSI_GOAL_FOLLOW    // the decisions of another plan
 } msi_goal;
 
 /* What plans may use, and who decided that. */
@@ -17542,11 +17545,16 @@ static uint64_t msi_joined_bytes(msi_greedy *w, uint32_t tensor) {
 }
 
 /* Bytes of what belongs to a tensor and is moved. */
+static uint64_t msi_bytes_to_move(const msi_scorer *s, const msi_tensor_decision *decisions,
+                                  uint32_t t, uint32_t move) {
+    return move & MSI_MOVES_STATE
+               ? msi_all_state_bytes(s->lowering->optimizer, &s->graph->tensors.items[t],
+                                     decisions[t].state_8bit)
+               : msi_align(msi_decided_bytes(s->graph, decisions, t));
+}
+
 static uint64_t msi_action_bytes(const msi_greedy *w, uint32_t t, uint32_t move) {
-    const msi_tensor *tensor = &w->graph->tensors.items[t];
-    return move & MSI_MOVES_STATE ? msi_all_state_bytes(w->scorer->lowering->optimizer, tensor,
-                                                        w->decisions[t].state_8bit)
-                                  : msi_align(msi_decided_bytes(w->graph, w->decisions, t));
+    return msi_bytes_to_move(w->scorer, w->decisions, t, move);
 }
 
 /* Adds a move whose actions are the last member_count members. Room for it has been reserved. */
@@ -18220,7 +18228,10 @@ static const msi_move_list msi_move_lists[] = {
     {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_STATE, 0, 0, true}, // on a slow link
     {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, MSI_IN_PLACE, false}};
 
-enum { MSI_FIRST_BEGUN = 6, MSI_LAST_BEGUN = 9 }; // the lists that begin with all moved
+enum {
+    MSI_FIRST_BEGUN = 6, // the first list that begins with all moved
+    MSI_MOVE_LISTS = sizeof msi_move_lists / sizeof msi_move_lists[0]
+};
 
 /* Moves of all params what `begun` names, where it may be moved. */
 static void msi_move_params(msi_greedy *w, uint32_t begun, uint8_t in_place) {
@@ -18503,7 +18514,7 @@ static bool msi_search_list_of_moves(msi_search *s, int number) {
    if its first plan is slower than the best that fits, since drops seldom make a plan faster. That
    best plan depends on the budget, so the properties of a search hold only nearly. */
 static void msi_search_offloading(msi_search *s) {
-    const int count = sizeof msi_move_lists / sizeof msi_move_lists[0];
+    const int count = MSI_MOVE_LISTS;
     bool coarse = false; // the list before made several moves at a time: a finer one differs
     for (int turn = 0; turn < count && !msi_is_short(s->scorer) && !(s->any && s->fits); turn++) {
         const int k = (turn + (s->scorer->store->micro_count > 1 ? MSI_FIRST_BEGUN : 0)) % count;
@@ -18515,20 +18526,42 @@ static void msi_search_offloading(msi_search *s) {
 
 enum { MSI_SEGMENT_PLANS = 80 }; // enough for 2^32 layers
 
-/* Drops what is used within one segment of `width` layers; if `moves`, all is moved that may be, and
-   only of the rest something dropped. */
+/* Moves what the search may move, as far as the host has room: first what is there all the time. */
+static void msi_move_all(const msi_search *search, msi_tensor_decision *decisions) {
+    static const uint8_t order[] = {MSI_MOVES_STATE, MSI_MOVES_VALUE, MSI_MOVES_MADE,
+                                    MSI_MOVES_GRADIENT};
+    const msi_graph *g = search->scorer->graph;
+    uint64_t left = search->host_budget;
+    for (size_t k = 0; k < sizeof order; k++) {
+        const bool of_params = order[k] != MSI_MOVES_MADE;
+        const uint32_t move = of_params ? order[k] : (uint32_t)MSI_MOVES_VALUE;
+        for (uint32_t t = 0; t < g->tensors.count; t++) {
+            msi_tensor_decision *d = &decisions[t];
+            const bool is_param = g->tensors.items[t].kind == MSI_KIND_PARAM;
+            const bool may = d->pass == 0 && !(is_param && search->scorer->homes) &&
+                             (msi_may_choose(g, t) & move);
+            const uint64_t bytes = msi_bytes_to_move(search->scorer, decisions, t, move);
+            if (is_param == of_params && ((d->moves & move) || (may && bytes <= left))) {
+                d->moves = (uint8_t)(d->moves | move);
+                left -= msi_smaller(left, bytes);
+            }
+        }
+    }
+}
+
+/* Drops what is used within one segment of `width` layers, after all has been moved that may be. */
 static void msi_decide_segments(const msi_search *search, msi_tensor_decision *decisions,
                                 uint32_t width, bool moves) {
     const msi_graph *g = search->scorer->graph;
     msi_decide_base(search, decisions);
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
+    if (moves) {
+        msi_move_all(search, decisions);
+    }
+    for (uint32_t t = 0; t < g->tensors.count && (search->techniques & MSI_CHECKPOINTING); t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         msi_tensor_decision *d = &decisions[t];
-        const bool inside =
-            msi_is_choice(g, t) && tensor->producer / width == tensor->last_use / width;
-        if (d->pass == 0) {
-            d->moves = (uint8_t)(d->moves | (moves ? msi_may_choose(g, t) : 0u));
-            d->pass = !(d->moves & MSI_MOVES_VALUE) && inside;
+        if (d->pass == 0 && !(d->moves & MSI_MOVES_VALUE)) {
+            d->pass = msi_is_choice(g, t) && tensor->producer / width == tensor->last_use / width;
         }
     }
 }
@@ -19508,7 +19541,8 @@ enum {
     MSI_CLIMB_PAIRS = 24,     // that are tried in a step
     MSI_CLIMB_TAKEN_BACK = 4, // changes that need another drop to fit
     MSI_CLIMB_TRIES = 600,    // and for each group:
-    MSI_CLIMB_TRIES_EACH = 8
+    MSI_CLIMB_TRIES_EACH = 8,
+    MSI_TRIED_LAYOUTS = 32
 };
 
 /* A climb makes a plan faster by at most this share. */
@@ -19922,7 +19956,7 @@ static void msi_search_locally(msi_exhaustive *all) {
     all->limit /= share;
     all->tries_left /= share;
     msi_try_greedy(all, &none);
-    for (int k = 1; k <= MSI_LAST_BEGUN && all->room_group != MSI_NONE; k++) {
+    for (int k = 1; k < (int)MSI_MOVE_LISTS && all->room_group != MSI_NONE; k++) {
         if ((MSI_SEED_LISTS >> k & 1) && msi_is_list_of_use(all->search, k)) {
             msi_try_greedy(all, &msi_move_lists[k]);
         }
@@ -20098,9 +20132,14 @@ static void msi_climb(msi_exhaustive *all, msi_rung *r) {
     }
 }
 
-/* Lays out the choices that may be the best. */
+/* Lays out the choices that may be the best. Where the smallest is searched, hundreds may be, and
+   layouts that turn out no smaller take the most effort: only those with the fewest live bytes are. */
 static void msi_propose_tried(msi_exhaustive *all) {
-    for (uint32_t k; (k = msi_next_candidate(all->search, all->list, all->count)) != MSI_NONE;) {
+    const msi_search *s = all->search;
+    const bool limited = s->how.by == MSI_FINDER_LOCAL && s->budget == 0;
+    uint32_t left = limited ? (uint32_t)MSI_TRIED_LAYOUTS : MSI_NONE;
+    for (uint32_t k;
+         left-- > 0 && (k = msi_next_candidate(all->search, all->list, all->count)) != MSI_NONE;) {
         msi_propose_candidate(all->search, &all->list[k], all->decisions,
                               msi_estimate_groups(all, &all->tried[k].groups));
     }
@@ -20807,7 +20846,7 @@ static bool msi_is_found(const msi_search *s) {
 /* Whether a plan will be executed. */
 static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
     return r->goal != MSI_GOAL_ANY && r->goal != MSI_GOAL_RANGE && r->goal != MSI_GOAL_FOLD &&
-           (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
+           r->goal != MSI_GOAL_SQUEEZED && (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
 }
 
 /* Whether a plan of a large graph has to move params or their state, since these alone exceed the
@@ -21002,6 +21041,7 @@ static void msi_search_like(const msi_solver *s, msi_greedy *w, const msi_found 
     case MSI_FINDER_GREEDY:
     case MSI_FINDER_EXHAUSTIVE:
     case MSI_FINDER_LOCAL:
+    case MSI_FINDER_SQUEEZED:
     case MSI_FINDER_FOLD:
     case MSI_FINDER_LARGEST:
     case MSI_FINDER_COUNT:
@@ -21163,16 +21203,76 @@ static void msi_search_allowed(const msi_solver *s, msi_search *search) {
     }
 }
 
-/* Searches the smallest plan, as ms_smallest_budget does, where none was found that fits. A search
-   for a budget goes no further than to live bytes within it, although a layout may need more; so it
-   can miss this plan. Seldom wins, but with it every budget from the smallest on has a plan. */
+/* Proposes the squeezed plans of at most so many bytes: with what is moved and without, with all
+   roundings and none. One lowering each, and none is much larger than the smallest plan if something
+   may be moved: so they are the first plans of a search for that, and bounds where nothing fits. */
+static void msi_propose_squeezed(const msi_solver *s, msi_search *search, uint64_t most) {
+    const uint64_t bytes = msi_decisions_bytes(s->scorer->graph);
+    const uint32_t roundings = msi_allowed_roundings(s->request->techniques);
+    const bool may_move = search->may_move;
+    msi_tensor_decision *decisions = (msi_tensor_decision *)msi_scratch(s->scorer, bytes);
+    for (uint32_t k = 0; k < 4 && decisions; k++) {
+        const bool moves = k % 2 == 0, rounds = k < 2;
+        search->may_move = moves;
+        search->how.rounding = rounds ? roundings : 0;
+        search->how.by = MSI_FINDER_SQUEEZED;
+        if ((moves && !may_move) || (rounds && !roundings)) {
+            continue;
+        }
+        msi_decide_squeezed(search, decisions);
+        msi_score score = msi_search_estimate(search, decisions);
+        if (score.live_bytes <= most && msi_may_be_best(search, &score)) {
+            (void)msi_fits(s->scorer, &score, most, most < MSI_NO_BUDGET ? most : 0);
+            msi_propose(search, decisions, &score);
+        }
+    }
+    search->may_move = may_move;
+    search->how.rounding = 0;
+    search->rank_count = 0; // no search found them
+    msi_release(s->scorer->allocator, decisions, decisions ? bytes : 0);
+}
+
+/* Searches the smallest plan. Every budget from its bytes on has a plan. */
 static void msi_search_smallest(const msi_solver *s, msi_search *search) {
+    const bool early = search->how.early;
+    const double least_us = search->least_us;
     const uint64_t budget = search->budget;
     search->budget = 0;
-    search->found = false;
+    search->found = search->fits = false;
+    msi_propose_squeezed(s, search, MSI_NO_BUDGET);
     msi_search_allowed(s, search);
+    search->how.early = early;
+    search->least_us = least_us;
     search->budget = budget;
     search->fits = search->found && search->best_score.bytes <= budget;
+}
+
+/* Whether a squeezed plan fits. It is not kept, unless any plan will do. */
+static bool msi_is_sure(const msi_solver *s, msi_search *search) {
+    msi_propose_squeezed(s, search, search->budget);
+    const bool fits = search->found && search->fits;
+    search->found = search->fits = fits && search->any;
+    return fits;
+}
+
+/* Searches the best plan or, if none fits, the smallest. Where a squeezed plan fits, something does.
+   Where none does although it moves what it can, probably nothing does: so the smallest plan is
+   searched first, and if that is too large, nothing else is. Without moves the smallest is searched
+   last: a search for a budget goes no further than to live bytes within it, although a layout may
+   need more, and so it can miss that plan. */
+static void msi_search_best(const msi_solver *s, msi_search *search) {
+    const bool early = search->how.early, sure = search->budget > 0 && msi_is_sure(s, search);
+    const bool first = !sure && (search->may_move || search->budget == 0);
+    if (first) {
+        msi_search_smallest(s, search);
+    }
+    if ((!first || search->fits) && !msi_is_found(search)) {
+        msi_search_allowed(s, search);
+        search->how.early = early;
+    }
+    if (!first && !search->fits && !msi_is_short(s->scorer)) {
+        msi_search_smallest(s, search);
+    }
 }
 
 /* Searches one kind of plans that the guide names. */
@@ -21183,11 +21283,6 @@ static void msi_search_rank(const msi_solver *s, msi_search *search, const msi_f
     search->how.early = early;
 }
 
-/* What the smallest plan of a large graph may be found by although that of its fold is not. */
-static const msi_found msi_small_finders[] = {{MSI_FINDER_SEGMENTS, 0, 0, false, false},
-                                              {MSI_FINDER_LISTS, MSI_FIRST_BEGUN, 0, false, false},
-                                              {MSI_FINDER_LISTS, MSI_LAST_BEGUN, 0, false, false}};
-
 /* Proposes the decisions of the guide, and searches as it says. */
 static void msi_search_guided(const msi_solver *s, msi_search *search) {
     const msi_guide *guide = s->request->guide;
@@ -21196,6 +21291,9 @@ static void msi_search_guided(const msi_solver *s, msi_search *search) {
     msi_tilings tilings = MSI_ZERO_INIT;
     msi_grouping c;
     search->budget = guide->smallest ? 0 : budget;
+    if (guide->smallest) {
+        msi_propose_squeezed(s, search, MSI_NO_BUDGET);
+    }
     if (msi_grouping_init(&c, search)) {
         memcpy(c.decisions, guide->decisions, (size_t)msi_decisions_bytes(c.graph));
         (void)msi_add_tiling(&c, &tilings, MSI_MOST_TILINGS);
@@ -21210,15 +21308,10 @@ static void msi_search_guided(const msi_solver *s, msi_search *search) {
     for (uint32_t k = 0; k < guide->rank_count && !msi_is_short(s->scorer); k++) {
         msi_search_rank(s, search, &guide->ranks[k]);
     }
-    for (size_t k = 0; k < sizeof msi_small_finders / sizeof msi_small_finders[0]; k++) {
-        msi_found found = msi_small_finders[k];
-        const bool moves = found.by == MSI_FINDER_LISTS;
-        if (guide->smallest && (moves ? search->may_move && msi_is_list_of_use(search, found.list)
-                                      : (s->request->techniques & MSI_CHECKPOINTING) != 0)) {
-            found.rounding = guide->rank_count > 0 ? guide->ranks[0].rounding : 0;
-            found.tiles = guide->rank_count > 0 && guide->ranks[0].tiles;
-            msi_search_rank(s, search, &found);
-        }
+    if (guide->smallest && (s->request->techniques & MSI_CHECKPOINTING)) {
+        const msi_found first = guide->ranks[0];
+        const msi_found found = {MSI_FINDER_SEGMENTS, 0, first.rounding, first.tiles, false};
+        msi_search_rank(s, search, &found); // these can win although they do not in the fold
     }
     search->budget = budget;
     search->fits = search->found && search->best_score.bytes <= budget;
@@ -21235,16 +21328,10 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
         s->early = w->search->how.early;
     } else {
         msi_search *search = w->search;
-        const bool early = search->how.early;
         if (r->guide) {
             msi_search_guided(s, search);
         } else {
-            msi_search_allowed(s, search);
-        }
-        if (!search->fits && !search->any && search->budget > 0 && !msi_is_short(s->scorer) &&
-            !r->guide) {
-            search->how.early = early;
-            msi_search_smallest(s, search);
+            msi_search_best(s, search);
         }
         msi_give_back_best(search);
         msi_take_best(s, w->search);
@@ -21293,6 +21380,14 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
     }
     if (request->goal == MSI_GOAL_RANGE) {
         msi_find_range(&s, &search);
+        return;
+    }
+    if (request->goal == MSI_GOAL_SQUEEZED) {
+        search.budget = 0; // for the smallest of them
+        search.how.early = (request->techniques & MSI_EARLY_UPDATE) != 0;
+        msi_propose_squeezed(&s, &search, request->budget);
+        plan->arena_bytes = search.found ? search.best_score.bytes : UINT64_MAX;
+        plan->host_bytes = search.best_score.host_bytes; // 0 if none was found
         return;
     }
     msi_decide_plain(scorer->graph, plan->decisions);
@@ -22417,10 +22512,11 @@ static ms_result msi_plan_fold(ms_model *m, const msi_fold *f, const msi_request
                         (!plan || plan->found.by <= MSI_FINDER_BASE);
          tries++) {
         msi_plan_free(m, plan);
+        of_fold.budget = msi_budget_share(of_fold.budget, tries > 0 ? 0.9 : 1.0);
         result = msi_solve_anew(m, store, &of_fold, &plan);
-        of_fold.budget = msi_budget_share(of_fold.budget, 0.9);
     }
     if (result == MS_RESULT_OK) {
+        guide->smallest = plan->arena_bytes > of_fold.budget;
         guide->early = plan->found.early;
         guide->rank_count = plan->rank_count;
         memcpy(guide->ranks, plan->ranks, sizeof plan->ranks);
@@ -22446,26 +22542,35 @@ static ms_result msi_find_guide(ms_model *m, const msi_store *store, const msi_f
     return result;
 }
 
-/* Solves a request whose graph has a fold, guided by a plan of that; if nothing fits, once more,
-   guided by its smallest plan. */
+/* Solves a request whose graph has a fold, guided by a plan of that. If that does not fit its share
+   of the budget, it is the smallest plan of the fold, and guides to the smallest of the whole: if that
+   fits, there may be a faster one. If nothing fits otherwise, the smallest is searched at last. */
 static ms_result msi_solve_guided(ms_model *m, const msi_store *store, const msi_fold *f,
                                   msi_request *request, msi_plan **made) {
     const uint64_t bytes = msi_decisions_bytes(&m->graph);
     msi_guide guide = MSI_ZERO_INIT;
-    ms_result result = MS_RESULT_OK;
     guide.decisions = (msi_tensor_decision *)msi_alloc(f->allocator, bytes);
     *made = NULL;
     if (!guide.decisions) {
         return msi_fail_memory(m, "the fold", bytes);
     }
     request->guide = &guide;
-    for (int turn = request->goal == MSI_GOAL_SMALLEST; turn < 2 && result == MS_RESULT_OK;
-         turn = *made && (*made)->arena_bytes <= request->budget ? 2 : turn + 1) {
+    guide.smallest = request->goal == MSI_GOAL_SMALLEST;
+    ms_result result = msi_find_guide(m, store, f, request, &guide);
+    MSI_THEN(result, msi_solve_anew(m, store, request, made));
+    const bool fits = *made && (*made)->arena_bytes <= request->budget;
+    if (*made && request->goal != MSI_GOAL_SMALLEST && fits == guide.smallest) {
+        msi_plan *other = NULL;
+        guide.smallest = !fits;
+        result = fits ? MS_RESULT_OK : msi_find_guide(m, store, f, request, &guide);
+        MSI_THEN(result, msi_solve_anew(m, store, request, &other));
+        const bool better = other && (!fits || other->arena_bytes <= request->budget);
+        msi_plan_free(m, better ? *made : other);
+        *made = better ? other : *made;
+    }
+    if (result != MS_RESULT_OK) {
         msi_plan_free(m, *made);
         *made = NULL;
-        guide.smallest = turn > 0;
-        result = msi_find_guide(m, store, f, request, &guide);
-        MSI_THEN(result, msi_solve_anew(m, store, request, made));
     }
     msi_release(f->allocator, guide.decisions, bytes);
     return result;
@@ -22486,7 +22591,7 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
                            msi_host_budget(m),
                            NULL};
     msi_fold fold;
-    const bool may_fold = !largest && goal != MSI_GOAL_PLAIN;
+    const bool may_fold = !largest && goal != MSI_GOAL_PLAIN && goal != MSI_GOAL_SQUEEZED;
     const bool folds = may_fold && msi_fold_init(&fold, &m->graph, &m->config.allocator);
     ms_result result = may_fold && fold.out_of_memory
                            ? msi_fail_memory(m, "the fold", msi_fold_bytes(&m->graph))
@@ -22589,9 +22694,8 @@ static const msi_plan *msi_plan_at_largest(const msi_plan *plans) {
     return plans->next ? plans->next : plans;
 }
 
-/* The smallest arena of plans that may use these techniques, and what its plan has on the host. */
-static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *bytes,
-                                 uint64_t *host_bytes) {
+/* The smallest arena of plans that may use these techniques. */
+static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *bytes) {
     const uint32_t old = m->wrapped.choice.techniques;
     msi_store *store;
     msi_plan *plans;
@@ -22600,9 +22704,6 @@ static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *byt
     m->wrapped.choice.techniques = old;
     if (result == MS_RESULT_OK) {
         *bytes = msi_room_of(store);
-        if (host_bytes) {
-            *host_bytes = store->host_bytes + store->host_transient_bytes;
-        }
         msi_plans_and_store_free(m, store, plans);
     }
     return result;
@@ -22728,28 +22829,31 @@ static void msi_resizing_end(msi_resizing *z) {
     msi_release(&m->config.allocator, z->follows, m->graph.tensors.count * sizeof *z->follows);
 }
 
-/* Makes a plan at a size: with the decisions of `decided`, by one lowering and one layout, or, if
-   that is NULL, for the budget. NULL after an error. */
-static msi_plan *msi_plan_resized(msi_resizing *z, uint64_t budget, int64_t size,
+/* The arena of a plan at a size: with the decisions of `decided`, by one lowering and one layout; for
+   the budget; or squeezed. UINT64_MAX after an error. */
+static uint64_t msi_resized_bytes(msi_resizing *z, msi_goal goal, uint64_t budget, int64_t size,
                                   const msi_plan *decided) {
-    const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_ANY;
     msi_store *store;
     msi_plan *plan = NULL;
+    uint64_t bytes = UINT64_MAX;
     msi_resize(z, size);
     MSI_THEN(z->result, msi_make_store(z->model, &store));
     if (z->result == MS_RESULT_OK) {
         store->transient_bytes = store->host_transient_bytes = UINT64_MAX >> 1; // any plan fits
         z->result = msi_make_plan(z->model, store, goal, budget, decided, &plan);
+        bytes = plan ? plan->arena_bytes : bytes;
+        msi_plan_free(z->model, plan);
         msi_store_free(z->model, store);
     }
-    return plan;
+    return bytes;
 }
 
-/* The largest size that fits the budget with the decisions of a plan: from `size`, which fits (0:
-   none is known), to below `too_large`, which does not. Arenas grow almost linearly with the size,
-   so a few guesses along a straight line are enough. */
-static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t budget,
-                              int64_t size, int64_t too_large) {
+/* The largest size below the declared one at which the decisions of a plan fit the budget or, if that
+   is NULL, a squeezed plan does; 0: none is. Arenas grow almost linearly with the size, so a few
+   guesses along a straight line are enough. */
+static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t budget) {
+    const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_SQUEEZED;
+    int64_t size = 0, too_large = z->declared;
     double low_bytes = 0.0, high_bytes = (double)budget;
     for (int guesses = 0; too_large - size > 1 && z->result == MS_RESULT_OK; guesses++) {
         const double share = ((double)budget - low_bytes) / (high_bytes - low_bytes);
@@ -22758,47 +22862,29 @@ static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t
             guess = size + (int64_t)(share * (double)(too_large - size));
         }
         guess = guess <= size ? size + 1 : guess >= too_large ? too_large - 1 : guess;
-        msi_plan *plan = msi_plan_resized(z, budget, guess, decided);
-        if (plan && plan->arena_bytes <= budget) {
+        const uint64_t bytes = msi_resized_bytes(z, goal, budget, guess, decided);
+        if (bytes <= budget) {
             size = guess;
-            low_bytes = (double)plan->arena_bytes;
-        } else if (plan) {
+            low_bytes = (double)bytes;
+        } else {
             too_large = guess;
-            high_bytes = (double)plan->arena_bytes;
+            high_bytes = (double)bytes;
         }
-        msi_plan_free(z->model, plan);
     }
     return size;
 }
 
-enum { MSI_RESIZE_TRIES = 24, MSI_RESIZE_LAYERS = 64, MSI_RESIZE_LARGEST = 20000 };
-
-/* The largest size that fits the budget: 0 for none, -1 if it takes too long to find. The decisions
-   of the smallest plan carry over to sizes nearby. The solver then plans for the largest size that
-   fits with them and, if the graph is not large, for larger ones, of which mostly one is tried. */
-static int64_t msi_largest_size(msi_resizing *z, uint64_t budget, const msi_plan *smallest) {
-    const uint32_t layers = z->model->graph.layers.count;
-    int64_t fits = 0, too_large = z->declared, next = 1;
-    if (layers <= MSI_RESIZE_LARGEST) {
-        next = msi_raise_size(z, smallest, budget, 0, too_large);
-        next = next > 0 ? next : 1;
-    }
-    for (int tries = 0;
-         tries < MSI_RESIZE_TRIES && too_large - fits > 1 && layers <= MSI_RESIZE_LARGEST;
-         tries++) {
-        msi_plan *plan = msi_plan_resized(z, budget, next, NULL);
-        if (!plan) {
-            break;
-        }
-        if (plan->arena_bytes > budget) {
-            too_large = next--;
-        } else {
-            fits = next++;
-            tries = layers > MSI_RESIZE_LAYERS ? MSI_RESIZE_TRIES : tries;
-        }
-        msi_plan_free(z->model, plan);
-    }
-    return fits > 0 || too_large == 1 ? fits : -1;
+/* A size that fits the budget: 0 for none, -1 if there is nothing to resize. The decisions of the
+   smallest plan carry over to sizes nearby, but another plan for such a size need not find them, as it
+   finds squeezed ones. */
+static int64_t msi_fitting_size(msi_resizing *z, uint64_t budget, const msi_plan *smallest) {
+    const int64_t size = z->declared > 1 ? msi_raise_size(z, smallest, budget) : -1;
+    const int64_t tried = size > 1 ? size : 1;
+    return size < 0 || msi_resized_bytes(z, MSI_GOAL_ANY, budget, tried, NULL) > budget
+               ? size > 1   ? msi_raise_size(z, NULL, budget)
+                 : size < 0 ? -1
+                            : 0
+               : tried;
 }
 
 /* An error text that is being written, and the first error on the way. */
@@ -22819,25 +22905,57 @@ static MSI_COLD void msi_add_text(msi_text *to, const char *format, ...) {
     to->length += length < 0 ? 0 : (size_t)length < room ? (size_t)length : room - 1;
 }
 
-/* Adds the smallest arenas of the other modes, where they differ. */
+/* The bytes of the smallest squeezed plan that may use these techniques and has so much on the host:
+   UINT64_MAX if it has more than `most`. *held: what it has there. */
+static MSI_COLD uint64_t msi_squeezed_bytes(msi_text *to, uint32_t techniques, uint64_t host_bytes,
+                                            uint64_t most, uint64_t *held) {
+    ms_model *m = to->model;
+    const uint32_t old = m->wrapped.choice.techniques;
+    const uint64_t old_host = m->config.max_host_bytes;
+    int64_t sizes[MS_LIMIT_AXES];
+    msi_store *store;
+    msi_plan *plan;
+    uint64_t bytes = UINT64_MAX;
+    m->wrapped.choice.techniques = techniques;
+    m->config.max_host_bytes = host_bytes;
+    msi_get_sizes(&m->graph, sizes);
+    msi_set_sizes(&m->graph, NULL);
+    MSI_THEN(to->result, msi_make_store(m, &store));
+    if (to->result == MS_RESULT_OK) {
+        to->result = msi_make_plan(m, store, MSI_GOAL_SQUEEZED, most, NULL, &plan);
+        bytes = plan ? plan->arena_bytes : bytes;
+        *held = plan ? plan->host_bytes : 0;
+        msi_plan_free(m, plan);
+        msi_store_free(m, store);
+    }
+    msi_set_sizes(&m->graph, sizes);
+    m->wrapped.choice.techniques = old;
+    m->config.max_host_bytes = old_host;
+    return bytes;
+}
+
+/* Adds bounds on the smallest arenas of other modes, where these are smaller. */
 static MSI_COLD void msi_add_modes(msi_text *to, uint64_t least) {
     ms_model *m = to->model;
+    const uint64_t host_bytes = m->config.max_host_bytes;
     bool alike = true;
     for (int mode = 0; mode < MS_MODE_COUNT; mode++) {
         const uint32_t techniques = msi_allowed(m, (ms_mode)mode);
-        uint64_t bytes = least;
+        uint64_t held;
         if (techniques != m->wrapped.choice.techniques) {
-            MSI_THEN(to->result, msi_least_arena(m, techniques, &bytes, NULL));
-        }
-        if (bytes != least) {
-            msi_add_text(to, ", %s in mode %s", msi_size(bytes).text, msi_mode_names[mode]);
+            const uint64_t bytes =
+                msi_squeezed_bytes(to, techniques, host_bytes, MSI_NO_BUDGET, &held);
             alike = false;
+            if (bytes < least) {
+                msi_add_text(to, ", no more than %s in mode %s", msi_size(bytes).text,
+                             msi_mode_names[mode]);
+            }
         }
     }
     msi_add_text(to, "%s", alike ? ", the same in every mode" : "");
 }
 
-/* Adds the largest size that would fit the budget. */
+/* Adds a size that would fit the budget. */
 static MSI_COLD void msi_add_size(msi_text *to, const msi_plan *smallest) {
     ms_model *m = to->model;
     msi_resizing z;
@@ -22846,7 +22964,7 @@ static MSI_COLD void msi_add_size(msi_text *to, const msi_plan *smallest) {
         return;
     }
     if (msi_resizing_begin(&z, m)) {
-        size = msi_largest_size(&z, smallest->budget_bytes, smallest);
+        size = msi_fitting_size(&z, smallest->budget_bytes, smallest);
         msi_resizing_end(&z);
     }
     to->result = z.result;
@@ -22859,7 +22977,7 @@ static MSI_COLD void msi_add_size(msi_text *to, const msi_plan *smallest) {
     const char *what = axis ? "axis" : "first dim of input";
     const char *assumed = axis ? "" : ", if all that is computed from it shrinks in proportion";
     if (size > 0) {
-        msi_add_text(to, ". This budget has room for %lld in the %s \"%.40s\", now %lld%s",
+        msi_add_text(to, ". This budget has room for at least %lld in the %s \"%.40s\", now %lld%s",
                      (long long)size, what, name, (long long)z.declared, assumed);
     } else {
         msi_add_text(to, ". Even 1 in the %s \"%.40s\" is too much for this budget%s%s", what, name,
@@ -22887,7 +23005,7 @@ static MSI_COLD void msi_add_cures(msi_text *to) {
     }
     if (added) {
         uint64_t bytes = 0;
-        MSI_THEN(to->result, msi_least_arena(m, allowed | added, &bytes, NULL));
+        MSI_THEN(to->result, msi_least_arena(m, allowed | added, &bytes));
         const char *before = ". Without OFF for";
         for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
             if (added >> k & 1) {
@@ -22905,68 +23023,31 @@ static MSI_COLD void msi_add_cures(msi_text *to) {
     }
 }
 
-/* Whether ms_wrap finds a plan for this budget that holds no more than so much on the host. *held:
-   what that plan holds, or the smallest one. */
-static MSI_COLD bool msi_has_plan_with(msi_text *to, uint64_t host_bytes, uint64_t *held) {
+/* Adds what more memory of the host would help: an amount with which a squeezed plan fits this budget,
+   to 1/128; or, if none does with any, what that takes of both. */
+static MSI_COLD void msi_add_host(msi_text *to, uint64_t budget, uint64_t least) {
     ms_model *m = to->model;
-    const uint64_t old = m->config.max_host_bytes;
-    msi_store *store;
-    msi_plan *plans;
-    bool fits = false;
-    m->config.max_host_bytes = host_bytes;
-    const ms_result result = to->result == MS_RESULT_OK
-                                 ? msi_make_plans(m, MSI_GOAL_BUDGET, &store, &plans)
-                                 : to->result;
-    m->config.max_host_bytes = old;
-    if (result == MS_RESULT_OK) {
-        fits = msi_room_of(store) <= msi_budget(m);
-        *held = store->host_bytes + store->host_transient_bytes;
-        msi_plans_and_store_free(m, store, plans);
+    const uint32_t techniques = m->wrapped.choice.techniques;
+    uint64_t most = msi_host_budget(m), enough, held;
+    if (most == UINT64_MAX || !(techniques & MSI_OFFLOADING)) {
+        return;
     }
-    to->result = result;
-    return fits;
-}
-
-/* The least max_host_bytes with which this budget has a plan, to 1/128, where it has none with
-   `most`, and one that holds `enough` if there is no limit. */
-static MSI_COLD uint64_t msi_least_host(msi_text *to, uint64_t most, uint64_t enough) {
-    uint64_t held;
-    while (!msi_has_plan_with(to, enough, &held) && to->result == MS_RESULT_OK) {
-        most = enough; // the search has missed it
-        enough += enough / 16 + 1;
-    }
-    while (enough - most > enough / 128 && to->result == MS_RESULT_OK) {
+    const msi_size_text now = msi_size_down(most);
+    const uint64_t bytes = msi_squeezed_bytes(to, techniques, UINT64_MAX, MSI_NO_BUDGET, &enough);
+    while (bytes <= budget && enough > most && enough - most > enough / 128) {
         const uint64_t next = most + (enough - most) / 2;
-        const bool fits = msi_has_plan_with(to, next, &held);
+        const bool fits = msi_squeezed_bytes(to, techniques, next, budget, &held) <= budget;
         most = fits ? most : next;
         enough = fits ? next : enough;
     }
-    return enough;
-}
-
-/* Adds what more memory of the host would help: the least with which this budget has a plan or, if
-   it has none with any, that of the smallest plan. */
-static MSI_COLD void msi_add_host(msi_text *to, uint64_t least) {
-    ms_model *m = to->model;
-    const uint64_t most = msi_host_budget(m), old = m->config.max_host_bytes;
-    uint64_t bytes = least, host_bytes = 0;
-    if (most == UINT64_MAX || !(m->wrapped.choice.techniques & MSI_OFFLOADING)) {
-        return;
-    }
-    if (msi_has_plan_with(to, UINT64_MAX, &host_bytes) && host_bytes > most) {
-        host_bytes = msi_least_host(to, most, host_bytes);
-        msi_add_text(to, ". With max_host_bytes of %s (%llu bytes), now %s, this budget is enough",
-                     msi_size(host_bytes).text, (unsigned long long)host_bytes,
-                     msi_size_down(most).text);
-        return;
-    }
-    m->config.max_host_bytes = UINT64_MAX;
-    MSI_THEN(to->result, msi_least_arena(m, m->wrapped.choice.techniques, &bytes, &host_bytes));
-    m->config.max_host_bytes = old;
-    if (bytes < least && host_bytes > most) {
-        msi_add_text(to, ". With max_host_bytes of %s (%llu bytes), now %s: %s (%llu bytes)",
-                     msi_size(host_bytes).text, (unsigned long long)host_bytes,
-                     msi_size_down(most).text, msi_size(bytes).text, (unsigned long long)bytes);
+    if (bytes < least && enough > most) {
+        msi_add_text(to, ". With max_host_bytes of %s (%llu bytes), now %s", msi_size(enough).text,
+                     (unsigned long long)enough, now.text);
+        if (bytes <= budget) {
+            msi_add_text(to, ", this budget is enough");
+        } else {
+            msi_add_text(to, ": %s (%llu bytes)", msi_size(bytes).text, (unsigned long long)bytes);
+        }
     }
 }
 
@@ -22993,7 +23074,7 @@ static MSI_COLD ms_result msi_no_fit(ms_model *m, const msi_store *store,
                      (unsigned long long)msi_lent_bytes(m));
     }
     msi_add_modes(&text, least);
-    msi_add_host(&text, least);
+    msi_add_host(&text, smallest->budget_bytes, least);
     msi_add_size(&text, smallest);
     msi_add_cures(&text);
     MSI_THEN(text.result, msi_fail(m, MS_RESULT_BUDGET, "%s", text.text));
@@ -23171,7 +23252,7 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
             known |= msi_allowed(m, msi_modes[k]) == techniques;
         }
         uint64_t least = *bytes;
-        MSI_THEN(result, known ? MS_RESULT_OK : msi_least_arena(m, techniques, &least, NULL));
+        MSI_THEN(result, known ? MS_RESULT_OK : msi_least_arena(m, techniques, &least));
         *bytes = msi_smaller(*bytes, least);
     }
     msi_stay_with(m, &choice, &costs);

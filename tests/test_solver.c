@@ -2211,7 +2211,8 @@ static void plans_say_what_found_them(void **state) {
             for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
                 dropped += msi_is_choice(&m->graph, t) && m->run.plan->decisions[t].pass > 0;
             }
-            assert_int_equal(finder == MSI_FINDER_BASE, dropped == 0);
+            assert_true(finder != MSI_FINDER_BASE || dropped == 0);
+            assert_true(finder == MSI_FINDER_BASE || finder == MSI_FINDER_SQUEEZED || dropped > 0);
             found_by[finder] += 1;
         }
         ms_destroy(m);
