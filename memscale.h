@@ -9300,6 +9300,7 @@ typedef struct msi_tiling {
     uint32_t tiles;           // some at the end may have no rows
     uint32_t rows, tile_rows; // of the layer of the group that has the most; of a tile
     bool sweeps;
+    bool keeps; // in a set of a search: what this group alone uses is not dropped from the start
 } msi_tiling;
 
 /* The rows of the layer that has the most in a group; tiles have a multiple of *unit of them. 0:
@@ -9406,7 +9407,7 @@ static uint64_t msi_aligned_unit(const msi_graph *g, uint32_t first, uint32_t en
 /* The group that begins with a layer. With enough rows, tiles begin at aligned addresses. At sizes
    of the axes at which the layers cannot be cut alike, the first tile has all rows. */
 static msi_tiling msi_group_at(const msi_graph *g, const msi_tensor_decision *d, uint32_t first) {
-    msi_tiling group = {first, first + 1, msi_tiles_of(g, d, first), 0, 0, false};
+    msi_tiling group = {first, first + 1, msi_tiles_of(g, d, first), 0, 0, false, false};
     uint64_t unit;
     while (group.end < g->layers.count && group.end - first < MSI_MOST_GROUPED &&
            msi_tiles_of(g, d, group.end) == group.tiles &&
@@ -17146,14 +17147,19 @@ static uint32_t msi_tiles_for_time(const msi_graph *g, const msi_costs *c, uint3
 
 /* Decides on a group in as many tiles as are wanted, or as its slowest layer needs. */
 static void msi_decide_tiles_in_time(const msi_graph *g, const msi_costs *c,
-                                     msi_tensor_decision *decisions, uint32_t first, uint32_t end,
-                                     uint32_t tiles) {
-    const uint32_t most = msi_most_tiles(g, first, end);
-    for (uint32_t i = first; i < end; i++) {
+                                     msi_tensor_decision *decisions, const msi_tiling *group) {
+    const uint32_t most = msi_most_tiles(g, group->first, group->end);
+    uint32_t tiles = group->tiles;
+    for (uint32_t i = group->first; i < group->end; i++) {
         const uint32_t needed = msi_tiles_for_time(g, c, i);
         tiles = needed > tiles ? needed : tiles;
     }
-    msi_decide_tiles(g, decisions, first, end, tiles < most || most < 2 ? tiles : most);
+    tiles = tiles < most || most < 2 ? tiles : most;
+    if (group->keeps) {
+        msi_decide_group(g, decisions, group->first, group->end, tiles);
+    } else {
+        msi_decide_tiles(g, decisions, group->first, group->end, tiles);
+    }
 }
 
 /* Splits what would take longer than an instruction may: layers alone, in tiles, and updates. An
@@ -17210,8 +17216,7 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
     }
     for (uint32_t k = search->tiling > 0 ? search->tilings->end[search->tiling - 1] : 0;
          search->tiling > 0 && k < search->tilings->end[search->tiling]; k++) {
-        const msi_tiling *group = &search->tilings->groups.items[k];
-        msi_decide_tiles_in_time(g, s->costs, decisions, group->first, group->end, group->tiles);
+        msi_decide_tiles_in_time(g, s->costs, decisions, &search->tilings->groups.items[k]);
     }
     msi_place_updates(g, decisions, search->how.early, 0);
 }
@@ -20517,9 +20522,20 @@ static bool msi_are_same_tilings(const msi_tilings *t, uint32_t a, uint32_t b) {
     for (uint32_t k = 0; k < count && same; k++) {
         const msi_tiling *x = &t->groups.items[t->end[a - 1] + k];
         const msi_tiling *y = &t->groups.items[t->end[b - 1] + k];
-        same = x->first == y->first && x->end == y->end && x->tiles == y->tiles;
+        same = x->first == y->first && x->end == y->end && x->tiles == y->tiles &&
+               x->keeps == y->keeps;
     }
     return same;
+}
+
+/* Whether decisions keep or move a value that they could drop since its layer alone uses it. */
+static bool msi_keeps_inner(const msi_graph *g, const msi_tensor_decision *d, uint32_t layer) {
+    bool keeps = false;
+    for (MSI_EACH_MADE(made, g, layer)) {
+        keeps |= msi_is_choice(g, made.tensor) && d[made.tensor].pass == 0 &&
+                 g->tensors.items[made.tensor].last_use == layer;
+    }
+    return keeps;
 }
 
 /* Adds the groups of the decisions as a set, which replaces set `most` if there are that many.
@@ -20534,10 +20550,11 @@ static bool msi_add_tiling(const msi_grouping *c, msi_tilings *to, uint32_t most
             i++;
             continue;
         }
-        const msi_tiling group = msi_group_at(g, c->decisions, i);
+        msi_tiling group = msi_group_at(g, c->decisions, i);
         const bool forced = msi_tiling_force(g, &g->layers.items[i]) != MS_SWITCH_DEFAULT;
         if (!forced &&
             MSI_SCRATCH_LIST(msi_tiling, c->scorer, to->groups, to->groups.count + 1ull)) {
+            group.keeps = i + 1 == group.end && msi_keeps_inner(g, c->decisions, i);
             to->groups.items[to->groups.count++] = group;
         }
         i = group.end;
@@ -20591,6 +20608,44 @@ static void msi_find_tilings_from(msi_grouping *c, bool squeezed, msi_tilings *f
     }
 }
 
+/* In how many parts a search may move what a layer makes for backward: each has 1 / share of the
+   bytes of the plan that keeps everything, at least. */
+static uint32_t msi_stream_tiles(const msi_grouping *c, uint32_t layer, uint32_t share) {
+    const msi_graph *g = c->graph;
+    uint64_t bytes = 0;
+    for (MSI_EACH_MADE(made, g, layer)) {
+        const bool moves = msi_may_choose(g, made.tensor) & MSI_MOVES_VALUE;
+        bytes += moves ? msi_decided_bytes(g, c->decisions, made.tensor) : 0;
+    }
+    const uint64_t parts = bytes / (c->live_bytes / share + 1);
+    return parts > 1 && msi_may_group(g, c->decisions, layer, layer + 1)
+               ? (uint32_t)msi_smaller(parts, msi_most_tiles(g, layer, layer + 1))
+               : 0;
+}
+
+/* Adds sets for values that go out and come back in parts: each layer that makes large ones is a
+   group of its own. What it makes is copied tile by tile: the memory of a part is free as soon as
+   it has left, is needed no earlier than the call that uses it, and is free after that call. Wins
+   where few values make up the budget: a value that lands as a whole has no room beside another. */
+static void msi_add_streams(msi_grouping *c, msi_tilings *found) {
+    static const uint32_t shares[] = {32, 64};
+    for (uint32_t k = 0; k < 2 && found->count < MSI_MOST_TILINGS; k++) {
+        bool any = false;
+        msi_decide_base(c->search, c->decisions);
+        msi_find_peak(c);
+        for (uint32_t i = 0; i < c->graph->layers.count && !msi_is_short(c->scorer); i++) {
+            const uint32_t tiles = msi_stream_tiles(c, i, shares[k]);
+            if (tiles > 1) {
+                msi_decide_group(c->graph, c->decisions, i, i + 1, tiles);
+                any = true;
+            }
+        }
+        if (any) {
+            (void)msi_add_tiling(c, found, MSI_MOST_TILINGS);
+        }
+    }
+}
+
 /* `search` says what plans may move. False without memory. */
 static bool msi_grouping_init(msi_grouping *c, const msi_search *search) {
     const msi_graph *g = search->scorer->graph;
@@ -20627,6 +20682,10 @@ static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings
     const uint32_t sets = msi_is_small(g) ? found->count : 0;
     for (uint32_t set = 1; set <= sets; set++) {
         msi_add_fewer_tiles(&c, found, set);
+    }
+    if (search->may_move) {
+        search->how.rounding = 0;
+        msi_add_streams(&c, found);
     }
     msi_grouping_free(&c);
 }
