@@ -58,7 +58,7 @@ static ms_hardware linked_device(double bytes_per_us) {
     return h;
 }
 
-static outcome measure(const chain *c, uint64_t budget, int repeats, double link) {
+static outcome measure(const chain *c, uint64_t budget, int repeats, double link, bool tiles) {
     outcome o;
     ms_config config;
     ms_memory_report report;
@@ -71,6 +71,7 @@ static outcome measure(const chain *c, uint64_t budget, int repeats, double link
     const ms_hardware device = linked_device(link);
     config.mode = MS_MODE_CONSERVATIVE;
     config.offloading = link > 0.0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+    config.tiling = tiles ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     config.max_host_bytes = UINT64_MAX;
     config.early_update = MS_SWITCH_OFF;
     config.dry_run = true;
@@ -79,7 +80,7 @@ static outcome measure(const chain *c, uint64_t budget, int repeats, double link
         ms_model *m;
         const ms_result created = ms_create(&config, &m);
         check(m, created);
-        chain_register(m, c);
+        chain_register(m, c, tiles);
         if (link > 0.0) {
             ms_set_hardware(m, &device);
         }
@@ -126,7 +127,7 @@ static void print_row(bench_table *table, const char *path, uint64_t budget, con
 /* What the command line has beside options: FILE, then budgets. */
 typedef struct arguments {
     option_words words;
-    bool tsv;
+    bool tsv, tiles;
     int64_t repeats;
     float link; // bytes per microsecond; 0: there is none
 } arguments;
@@ -138,6 +139,7 @@ static int take_arguments(arguments *a, int argc, char **argv) {
          "plans for each budget; plan_ms is their median"},
         {"--link", "X", OPTION_REAL, &a->link,
          "bytes that can be copied to the host, and from it, in a microsecond"},
+        {"--tiles", NULL, OPTION_FLAG, &a->tiles, "stages may be computed in tiles of 32 rows"},
     };
     const char *const usage =
         "[options] FILE [budget ...]\n"
@@ -154,7 +156,7 @@ int main(int argc, char **argv) {
     static const char *const usual[] = {"1x",   "0.95x", "0.9x", "0.85x", "0.8x", "0.75x",
                                         "0.7x", "0.65x", "0.6x", "0.55x", "0.5x", "0.45x",
                                         "0.4x", "0.35x", "0.3x", "0.25x", "0.2x", "0.15x"};
-    arguments a = {{{NULL}, 0}, false, 5, 0.0f};
+    arguments a = {{{NULL}, 0}, false, false, 5, 0.0f};
     if (take_arguments(&a, argc, argv) != 0) {
         return 2;
     }
@@ -181,7 +183,7 @@ int main(int argc, char **argv) {
                       : "file budget_bytes peak_bytes relative_time plan_ms found_by");
     for (int i = 0; i < rows; i++) {
         take_budget(budgets[i], chain_peak(&c), &budget);
-        const outcome o = measure(&c, budget, (int)a.repeats, (double)a.link);
+        const outcome o = measure(&c, budget, (int)a.repeats, (double)a.link, a.tiles);
         print_row(&table, path, budget, &o, linked);
     }
     chain_free(&c);

@@ -34,7 +34,7 @@ static const char CHAIN_HEADER[] = "stage,ain,aout,abar,tf,tb,tmpf,tmpb";
 
 /* The arena rounds each tensor up to 64 bytes: a byte of the chain is this many in the model, so
    that nothing is lost. */
-enum { CHAIN_SCALE = 128 };
+enum { CHAIN_ROWS = 32, CHAIN_SCALE = CHAIN_ROWS * (int)sizeof(float) };
 
 /* In a model the chain comes after a layer that makes x[0], whose param (one element) makes it
    want a gradient, and before the loss (one element). Both are in memory while backwards run. While
@@ -172,8 +172,9 @@ CHAIN_API uint64_t chain_peak(const chain *c) {
 // ------------------------------------------------------------------------------------------------
 // >>model
 
+/* A byte of the chain is an element of each row. */
 CHAIN_API ms_shape chain_shape(uint64_t bytes) {
-    return ms_shape1((int64_t)(bytes * (CHAIN_SCALE / sizeof(float))));
+    return ms_shape2(CHAIN_ROWS, (int64_t)bytes);
 }
 
 CHAIN_API void chain_register_ends(ms_model *m, ms_tensor *x, bool is_loss, const char *name,
@@ -196,7 +197,7 @@ CHAIN_API void chain_register_ends(ms_model *m, ms_tensor *x, bool is_loss, cons
 }
 
 CHAIN_API ms_tensor chain_register_stage(ms_model *m, const chain_stage *s, uint32_t number,
-                                         ms_tensor x, double least_us) {
+                                         ms_tensor x, bool tiles, double least_us) {
     ms_layer_desc d;
     ms_layer_time time;
     char name[32], out[32], saved[32];
@@ -213,6 +214,7 @@ CHAIN_API ms_tensor chain_register_stage(ms_model *m, const chain_stage *s, uint
     }
     d.forward_workspace.bytes = s->tmpf * CHAIN_SCALE;
     d.backward_workspace.bytes = s->tmpb * CHAIN_SCALE;
+    d.tile.axes = tiles;
     time.forward_us = CHAIN_US * s->tf > least_us ? CHAIN_US * s->tf : least_us;
     time.backward_us = CHAIN_US * s->tb > least_us ? CHAIN_US * s->tb : least_us;
     time.recompute_us = time.forward_us;
@@ -220,9 +222,9 @@ CHAIN_API ms_tensor chain_register_stage(ms_model *m, const chain_stage *s, uint
     return d.out[0];
 }
 
-/* Registers the chain, without callbacks: for a dry run with early_update OFF. Errors stick to the
-   model. */
-CHAIN_API void chain_register(ms_model *m, const chain *c) {
+/* Registers the chain, without callbacks: for a dry run with early_update OFF. With `tiles` the rows
+   of stages are independent; each tile has all of the workspace. Errors stick to the model. */
+CHAIN_API void chain_register(ms_model *m, const chain *c, bool tiles) {
     const double no_us = CHAIN_NO_TIME * CHAIN_US * (chain_time(c) > 0.0 ? chain_time(c) : 1.0);
     ms_optimizer_desc optimizer;
     memset(&optimizer, 0, sizeof optimizer);
@@ -231,7 +233,7 @@ CHAIN_API void chain_register(ms_model *m, const chain *c) {
     ms_tensor x = ms_activation(m, "x0", MS_DTYPE_F32, chain_shape(c->stages[0].ain));
     chain_register_ends(m, &x, false, "source", no_us);
     for (uint32_t i = 0; i < c->count; i++) {
-        x = chain_register_stage(m, &c->stages[i], i, x, no_us);
+        x = chain_register_stage(m, &c->stages[i], i, x, tiles, no_us);
     }
     chain_register_ends(m, &x, true, "loss", no_us);
     ms_set_loss(m, x);
