@@ -20291,7 +20291,8 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
    together with all groups that are alike; then the peak is elsewhere, or the group gets more
    tiles. This starts from two plans: one that keeps everything, where tiles free what waits for
    backward; and one that moves or drops all that it can, where they free what a single layer needs.
-   The sets of groups found do not depend on the budget. */
+   The sets of groups found do not depend on the budget. Other sets have a layer in each group, so that
+   what it makes can be moved in parts: see msi_add_streams. */
 enum {
     MSI_GROUPING_ROUNDS = 24,
     MSI_GROUPING_REACH = 8, // layers to each side
@@ -20300,7 +20301,8 @@ enum {
     MSI_GROUPING_WORK = 1 << 20, // layers that are lowered
     MSI_GROUPING_SMALL = 8,      // layers of a graph for which all combinations are tried
     MSI_GROUPING_SETS = 2,       // of a larger graph, from each plan
-    MSI_GROUPING_GAIN = 1024     // a set has to save at least 1/1024 of its bytes
+    MSI_GROUPING_GAIN = 1024,    // a set has to save at least 1/1024 of its bytes
+    MSI_STREAMS_LEAST = 8        // sets for parts: these have at least 1/8 of its bytes
 };
 
 /* Whether there is time for all combinations of roundings and groups. */
@@ -20608,19 +20610,14 @@ static void msi_find_tilings_from(msi_grouping *c, bool squeezed, msi_tilings *f
     }
 }
 
-/* In how many parts a search may move what a layer makes for backward: each has 1 / share of the
-   bytes of the plan that keeps everything, at least. */
-static uint32_t msi_stream_tiles(const msi_grouping *c, uint32_t layer, uint32_t share) {
-    const msi_graph *g = c->graph;
+/* Bytes of what a layer makes that a search may move. */
+static uint64_t msi_movable_bytes(const msi_grouping *c, uint32_t layer) {
     uint64_t bytes = 0;
-    for (MSI_EACH_MADE(made, g, layer)) {
-        const bool moves = msi_may_choose(g, made.tensor) & MSI_MOVES_VALUE;
-        bytes += moves ? msi_decided_bytes(g, c->decisions, made.tensor) : 0;
+    for (MSI_EACH_MADE(made, c->graph, layer)) {
+        const bool moves = msi_may_choose(c->graph, made.tensor) & MSI_MOVES_VALUE;
+        bytes += moves ? msi_decided_bytes(c->graph, c->decisions, made.tensor) : 0;
     }
-    const uint64_t parts = bytes / (c->live_bytes / share + 1);
-    return parts > 1 && msi_may_group(g, c->decisions, layer, layer + 1)
-               ? (uint32_t)msi_smaller(parts, msi_most_tiles(g, layer, layer + 1))
-               : 0;
+    return bytes;
 }
 
 /* Adds sets for values that go out and come back in parts: each layer that makes large ones is a
@@ -20628,19 +20625,23 @@ static uint32_t msi_stream_tiles(const msi_grouping *c, uint32_t layer, uint32_t
    it has left, is needed no earlier than the call that uses it, and is free after that call. Wins
    where few values make up the budget: a value that lands as a whole has no room beside another. */
 static void msi_add_streams(msi_grouping *c, msi_tilings *found) {
-    static const uint32_t shares[] = {32, 64};
+    static const uint32_t shares[] = {32, 64}; // a part has such a share of all bytes, at least
     for (uint32_t k = 0; k < 2 && found->count < MSI_MOST_TILINGS; k++) {
-        bool any = false;
+        uint64_t all = 0;
         msi_decide_base(c->search, c->decisions);
         msi_find_peak(c);
         for (uint32_t i = 0; i < c->graph->layers.count && !msi_is_short(c->scorer); i++) {
-            const uint32_t tiles = msi_stream_tiles(c, i, shares[k]);
-            if (tiles > 1) {
-                msi_decide_group(c->graph, c->decisions, i, i + 1, tiles);
-                any = true;
+            const uint64_t bytes = msi_movable_bytes(c, i);
+            uint64_t parts = bytes / (c->live_bytes / shares[k] + 1);
+            parts = parts > 1 && msi_may_group(c->graph, c->decisions, i, i + 1)
+                        ? msi_smaller(parts, msi_most_tiles(c->graph, i, i + 1))
+                        : 0;
+            if (parts > 1) {
+                msi_decide_group(c->graph, c->decisions, i, i + 1, (uint32_t)parts);
+                all += bytes;
             }
         }
-        if (any) {
+        if (all > c->live_bytes / MSI_STREAMS_LEAST) {
             (void)msi_add_tiling(c, found, MSI_MOST_TILINGS);
         }
     }
