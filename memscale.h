@@ -20291,8 +20291,8 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
    together with all groups that are alike; then the peak is elsewhere, or the group gets more
    tiles. This starts from two plans: one that keeps everything, where tiles free what waits for
    backward; and one that moves or drops all that it can, where they free what a single layer needs.
-   The sets of groups found do not depend on the budget. Other sets have a layer in each group, so that
-   what it makes can be moved in parts: see msi_add_streams. */
+   The sets of groups found do not depend on the budget. Other sets have one layer in each group, so
+   that what it makes can be moved in parts: see msi_add_streams. */
 enum {
     MSI_GROUPING_ROUNDS = 24,
     MSI_GROUPING_REACH = 8, // layers to each side
