@@ -222,8 +222,8 @@ CHAIN_API ms_tensor chain_register_stage(ms_model *m, const chain_stage *s, uint
     return d.out[0];
 }
 
-/* Registers the chain, without callbacks: for a dry run with early_update OFF. With `tiles` the rows
-   of stages are independent; each tile has all of the workspace. Errors stick to the model. */
+/* Registers the chain, without callbacks: for a dry run with early_update OFF. With `tiles` the
+   rows of stages are independent; each tile has all of the workspace. Errors stick to the model. */
 CHAIN_API void chain_register(ms_model *m, const chain *c, bool tiles) {
     const double no_us = CHAIN_NO_TIME * CHAIN_US * (chain_time(c) > 0.0 ? chain_time(c) : 1.0);
     ms_optimizer_desc optimizer;

@@ -1357,8 +1357,9 @@ static ms_hardware linked_device(t_rng *rng) {
     return h;
 }
 
-/* The time over that of a plain step for a share of the bytes of keeping everything, on a device whose
-   link copies what all stages keep in so many times their forward; and groups of one stage. */
+/* The time over that of a plain step, for a share of the bytes of keeping everything, where the link
+   copies what all stages keep in 1 / link of their forward; and how many groups of one stage keep
+   or move what they could drop. */
 static double linked_time(const chain *c, double share, double link, bool tiles, uint32_t *alone) {
     meter heap;
     ms_model *m;
