@@ -20196,7 +20196,7 @@ static void msi_climb_rungs(msi_exhaustive *all) {
     const uint64_t low = s->may_move ? 0 : all->resident_bytes;
     const double rung =
         (1.0 / all->crowd_unit + (double)(all->resident_bytes - low)) / (double)MSI_RUNGS;
-    const uint64_t reach = (uint64_t)(rung * MSI_RUNG_REACH);
+    const uint64_t reach = (uint64_t)(rung * (double)MSI_RUNG_REACH);
     const uint32_t tries = MSI_CLIMB_TRIES + MSI_CLIMB_TRIES_EACH * all->group_count;
     all->climbs = true;
     msi_propose_tried(all);
@@ -22531,7 +22531,7 @@ static ms_result msi_range_of(ms_model *m, const msi_store *store, const msi_req
     const ms_result result = msi_solve_anew(m, store, &asks, &plan);
     if (result == MS_RESULT_OK) {
         range->most = msi_larger(1, plan->plain_live_bytes);
-        range->least = msi_clamp(plan->least_live_bytes, 1, range->most);
+        range->least = msi_larger(1, msi_smaller(plan->least_live_bytes, range->most));
         msi_plan_free(m, plan);
     }
     return result;
