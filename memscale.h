@@ -17549,13 +17549,14 @@ static uint64_t msi_joined_bytes(msi_greedy *w, uint32_t tensor) {
     return bytes;
 }
 
-/* Bytes of what belongs to a tensor and is moved. */
+/* Bytes of what belongs to a tensor and is moved: state with the master of a rounded param. */
 static uint64_t msi_bytes_to_move(const msi_scorer *s, const msi_tensor_decision *decisions,
                                   uint32_t t, uint32_t move) {
-    return move & MSI_MOVES_STATE
-               ? msi_all_state_bytes(s->lowering->optimizer, &s->graph->tensors.items[t],
-                                     decisions[t].state_8bit)
-               : msi_align(msi_decided_bytes(s->graph, decisions, t));
+    const msi_tensor *tensor = &s->graph->tensors.items[t];
+    const uint64_t master = decisions[t].format != tensor->format ? msi_align(tensor->bytes) : 0;
+    return move & MSI_MOVES_STATE ? master + msi_all_state_bytes(s->lowering->optimizer, tensor,
+                                                                 decisions[t].state_8bit)
+                                  : msi_align(msi_decided_bytes(s->graph, decisions, t));
 }
 
 static uint64_t msi_action_bytes(const msi_greedy *w, uint32_t t, uint32_t move) {
