@@ -1627,16 +1627,15 @@ static void the_host_memory_of_a_model_counts_as_free(void **state) {
     ms_set_budget(z.m, before.plain_bytes * 60 / 100);
     t_ok(z.m, ms_wrap(z.m));
     t_report(z.m, &before);
-    const uint64_t held = z.m->run.store->host_room;
-    assert_true(held > 0 && before.host_bytes > 0);
     for (int left = 0; left < 2; ++left) { // a model that needs all that there is, wrapped again
+        const uint64_t held = z.m->run.store->host_room;
+        assert_true(held > 0 && before.host_bytes > 0);
         hardware.host_free_bytes = held / 4 + (left ? 0 : held);
         ms_set_hardware(z.m, &hardware);
         t_ok(z.m, ms_wrap(z.m));
         t_report(z.m, &after);
-        assert_true(msi_host_budget(z.m) ==
-                    (uint64_t)(0.85 * (double)(hardware.host_free_bytes + held)));
-        assert_true(after.plan_hash == before.plan_hash && after.host_bytes == before.host_bytes);
+        assert_true((double)after.host_bytes <= 0.85 * (double)(hardware.host_free_bytes + held));
+        assert_true(left == 0 || after.host_bytes > hardware.host_free_bytes);
     }
     ms_destroy(z.m);
 }
