@@ -1634,7 +1634,8 @@ static void the_host_memory_of_a_model_counts_as_free(void **state) {
         ms_set_hardware(z.m, &hardware);
         t_ok(z.m, ms_wrap(z.m));
         t_report(z.m, &after);
-        assert_true((double)after.host_bytes <= 0.85 * (double)(hardware.host_free_bytes + held));
+        assert_true((double)after.host_bytes <=
+                    0.85 * ((double)hardware.host_free_bytes + (double)held));
         assert_true(left == 0 || after.host_bytes > hardware.host_free_bytes);
     }
     ms_destroy(z.m);
