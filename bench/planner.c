@@ -217,7 +217,8 @@ int main(int argc, char **argv) {
         if (strcmp(only, "all") != 0 && strcmp(only, planner_name(kind)) != 0) {
             continue;
         }
-        for (int64_t n = layers_min; n <= layers_max && n < NET_OPEN; n = n * (refused ? 166 : 316) / 100) {
+        for (int64_t n = layers_min; n <= layers_max && n < NET_OPEN;
+             n = n * (refused ? 166 : 316) / 100) {
             if (refused) {
                 const int64_t count = print_refusals(&table, kind, n, mode);
                 n = n > count ? n : count; // some kinds have a least number
