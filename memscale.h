@@ -10676,15 +10676,9 @@ static bool msi_mode_has(ms_mode mode, ms_technique technique) {
     return msi_techniques[technique].modes >> mode & 1;
 }
 
-/* Whether a plan of this wrap may have values in F16: by a switch or a mode, or by force. */
-static bool msi_may_scale_loss(const ms_model *m) {
-    const ms_switch is = m->config.mixed_precision;
+/* Whether plans may have values in F16: those that may round all, or by force. */
+static bool msi_may_scale(const ms_model *m, bool all) {
     const msi_graph *g = &m->graph;
-    const bool by_mode =
-        m->config.auto_policy || msi_mode_has(m->config.mode, MS_TECHNIQUE_MIXED_PRECISION);
-    const bool all =
-        !msi_narrow_fault(m) &&
-        (is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_has_narrow(m) && by_mode));
     bool may = false;
     for (uint32_t t = 0; t < g->tensors.count && !may; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
@@ -10694,6 +10688,22 @@ static bool msi_may_scale_loss(const ms_model *m) {
               (force == MS_SWITCH_ON || (all && force != MS_SWITCH_OFF));
     }
     return may;
+}
+
+/* Whether a plan of this wrap may have values in F16: by a switch or a mode, or by force. */
+static bool msi_may_scale_loss(const ms_model *m) {
+    const ms_switch is = m->config.mixed_precision;
+    const bool by_mode =
+        m->config.auto_policy || msi_mode_has(m->config.mode, MS_TECHNIQUE_MIXED_PRECISION);
+    return msi_may_scale(
+        m, !msi_narrow_fault(m) &&
+               (is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_has_narrow(m) && by_mode)));
+}
+
+/* Techniques that go together: without early updates, if plans with these may scale the loss. */
+static uint32_t msi_sound_techniques(const ms_model *m, uint32_t techniques) {
+    const bool scales = (techniques & MSI_MIXED) && msi_may_scale(m, true);
+    return techniques & ~(scales ? (uint32_t)MSI_EARLY_UPDATE : 0u);
 }
 
 /* Why params cannot be updated inside backward, or NULL. */
@@ -11574,8 +11584,8 @@ static uint32_t msi_allowed(const ms_model *m, ms_mode mode) {
                                    !(t == MS_TECHNIQUE_MIXED_PRECISION && !msi_has_narrow(m)));
         mask |= (uint32_t)may << t;
     }
-    return mask & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u) &
-           ~(msi_narrow_fault(m) ? MSI_MIXED : 0u);
+    return msi_sound_techniques(m, mask & ~(msi_early_fault(m) ? MSI_EARLY_UPDATE : 0u) &
+                                       ~(msi_narrow_fault(m) ? MSI_MIXED : 0u));
 }
 
 static double msi_pressure(const msi_plan *plan) {
@@ -21146,7 +21156,7 @@ static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
                               (is_large && msi_is_too_large(r, search->budget))
                         : (!search->may_move && r->resident_bytes > search->budget &&
                            r->resident_bytes > least) ||
-                              (is_large && search->found &&
+                              (is_large && search->found && search->may_move &&
                                (r->least_bytes >= least || (r->is_worse && r->mask != 0)));
 }
 
@@ -23066,8 +23076,8 @@ static MSI_COLD void msi_add_cures(msi_text *to) {
     }
     if (added) {
         uint64_t bytes = 0;
-        MSI_THEN(to->result, msi_least_arena(m, allowed | added, &bytes));
-        const char *before = ". Without OFF for";
+        MSI_THEN(to->result, msi_least_arena(m, msi_sound_techniques(m, allowed | added), &bytes));
+        const char *before = ". With ON for";
         for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
             if (added >> k & 1) {
                 msi_add_text(to, "%s %s", before, msi_switch_names[k]);
@@ -23255,8 +23265,12 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     return MS_RESULT_OK;
 }
 
+/* Finds the hardware, by which the 16-bit format of a graph is chosen, and checks the graph. */
 static MSI_COLD ms_result msi_check_all(ms_model *m, msi_goal goal) {
     ms_result result = goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_check_hardware(m);
+    if (result == MS_RESULT_OK) {
+        msi_get_hardware(m);
+    }
     MSI_THEN(result, msi_check_graph(m, goal));
     MSI_THEN(result, msi_check_times(m));
     MSI_THEN(result, goal == MSI_GOAL_BUDGET ? msi_check_budget(m) : MS_RESULT_OK);
@@ -23280,9 +23294,9 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
     const bool asks = m->config.auto_policy && goal != MSI_GOAL_PLAIN;
     ms_result result = msi_check_all(m, goal);
     if (result != MS_RESULT_OK) {
+        msi_stay_with(m, &choice, &costs);
         return result;
     }
-    msi_get_hardware(m);
     m->wrapped.choice = msi_config_choice(m);
     result = asks ? msi_ask_policy(m, goal, store, plans) : msi_make_plans(m, goal, store, plans);
     if (result == MS_RESULT_OK && goal == MSI_GOAL_BUDGET) {
@@ -23304,7 +23318,6 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     const msi_costs costs = m->costs;
     const bool policy = m->config.auto_policy;
     ms_result result = msi_check_all(m, MSI_GOAL_SMALLEST);
-    msi_get_hardware(m);
     *bytes = UINT64_MAX;
     for (int i = 0; i < MS_MODE_COUNT; i++) {
         const uint32_t techniques = msi_allowed(m, msi_modes[i]);
