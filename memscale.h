@@ -19847,6 +19847,7 @@ static void msi_try_groups(msi_exhaustive *all, const msi_groups *groups) {
     if (*at != 0 || !msi_is_sound(all, groups)) {
         return;
     }
+    MEMSCALE_ASSERT(all->count < all->room);
     const msi_score score = msi_estimate_groups(all, groups);
     all->tried[all->count].groups = *groups; // not explored: the memory is zeroed
     all->tried[all->count].counts = !all->climbs;
@@ -20019,7 +20020,9 @@ static double msi_count_choices(const msi_exhaustive *all) {
 
 /* The number of a choice, which is tried; MSI_NONE: it cannot be. */
 static uint32_t msi_number_of(msi_exhaustive *all, const msi_groups *groups) {
-    msi_try_groups(all, groups);
+    if (msi_may_try(all)) {
+        msi_try_groups(all, groups);
+    }
     return *msi_find_tried(all, groups) - 1;
 }
 
