@@ -1388,8 +1388,8 @@ static double linked_time(const chain *c, double share, double link, bool tiles,
     assert_true(report.arena_bytes <= config.memory_budget_bytes);
     const msi_tensor_decision *d = m->run.plan->decisions;
     for (uint32_t i = 0; i < m->graph.layers.count; ++i) {
-        const msi_tiling group = msi_group_at(&m->graph, d, i);
-        *alone += group.tiles > 1 && group.end == i + 1 && msi_keeps_inner(&m->graph, d, i);
+        *alone += msi_tiles_of(&m->graph, d, i) > 1 && msi_group_at(&m->graph, d, i).end == i + 1 &&
+                  msi_keeps_inner(&m->graph, d, i);
     }
     ms_destroy(m);
     assert_true(heap.live == 0);
