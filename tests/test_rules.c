@@ -3021,7 +3021,7 @@ static uint32_t do_as_said(uint64_t seed, ms_mode mode, uint64_t budget, uint64_
                      MS_RESULT_BUDGET);
     for (const char *at = strstr(text, words); at != NULL; at = strstr(at + 1, words)) {
         const char *name = strstr(at, "in mode ") + strlen("in mode ");
-        ms_mode other = MS_MODE_CONSERVATIVE;
+        ms_mode other = (ms_mode)0;
         while (strncmp(name, msi_mode_names[other], strlen(msi_mode_names[other])) != 0) {
             other = (ms_mode)(other + 1);
         }
