@@ -18230,19 +18230,20 @@ typedef struct msi_move_list {
     uint8_t room;
     uint8_t in_place; // MSI_IN_PLACE: updates use state on the host where it is
     bool many;        // only with accumulation, which moves state at little cost
+    bool seeds;       // the local search begins with its plans too
 } msi_move_list;
 
 static const msi_move_list msi_move_lists[] = {
-    {0, 1, 0, 4, 0, false},               // wins where homes are forced and the budget is large
-    {MSI_MOVES_STATE, 1, 0, 1, 0, false}, // on a slow link
-    {MSI_MOVES_OF_STEP, 1, 0, 1, 0, false},
-    {MSI_MOVES_OF_STEP, 2, 0, 1, 0, false}, // on transformers, at a third of the plain arena
-    {MSI_MOVES_OF_STEP, 1, 0, 1, MSI_IN_PLACE, false},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, 0, 1, 0, false},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, 0, false},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_OF_STEP, 0, 0, true},
-    {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_STATE, 0, 0, true}, // on a slow link
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, MSI_IN_PLACE, false}};
+    {0, 1, 0, 4, 0, false, false}, // wins where homes are forced and the budget is large
+    {MSI_MOVES_STATE, 1, 0, 1, 0, false, false}, // on a slow link
+    {MSI_MOVES_OF_STEP, 1, 0, 1, 0, false, true},
+    {MSI_MOVES_OF_STEP, 2, 0, 1, 0, false, false}, // on transformers, at a third of the plain arena
+    {MSI_MOVES_OF_STEP, 1, 0, 1, MSI_IN_PLACE, false, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, 0, 1, 0, false, true},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, 0, false, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_OF_STEP, 0, 0, true, false},
+    {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_STATE, 0, 0, true, false}, // on a slow link
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, MSI_IN_PLACE, false, true}};
 
 enum {
     MSI_FIRST_BEGUN = 6, // the first list that begins with all moved
@@ -18482,23 +18483,33 @@ static uint64_t msi_least_resident_bytes(const msi_greedy *w) {
     return bytes > moved ? bytes - moved : 0;
 }
 
-/* Searches a list, unless none of its plans can fit or be the smallest. */
-static MSI_NOINLINE void msi_search_moves(msi_greedy *w, const msi_move_list *list) {
-    msi_search *s = w->search;
-    msi_decide_base(s, w->decisions);
+/* Makes the base, which is in place, the beginning of a list; what it begins with is not moved yet. */
+static void msi_begin_moves(msi_greedy *w, const msi_move_list *list) {
     w->decisions[w->graph->tensors.count].room = list->room;
     w->in_place = list->in_place;
     w->try_limit = MSI_OFFLOAD_TRIES;
     w->batch_share *= list->fineness;
-    w->score = msi_search_estimate(s, w->decisions);
-    if (s->found && msi_least_resident_bytes(w) > msi_most_bytes(s)) {
-        return;
-    }
+    w->score = msi_search_estimate(w->search, w->decisions);
+}
+
+/* Moves what a list begins with. */
+static void msi_move_begun(msi_greedy *w, const msi_move_list *list) {
     if (list->begun) {
         msi_find_host_left(w);
         msi_move_params(w, list->begun, list->in_place);
-        w->score = msi_search_estimate(s, w->decisions);
+        w->score = msi_search_estimate(w->search, w->decisions);
     }
+}
+
+/* Searches a list, unless none of its plans can fit or be the smallest. */
+static MSI_NOINLINE void msi_search_moves(msi_greedy *w, const msi_move_list *list) {
+    msi_search *s = w->search;
+    msi_decide_base(s, w->decisions);
+    msi_begin_moves(w, list);
+    if (s->found && msi_least_resident_bytes(w) > msi_most_bytes(s)) {
+        return;
+    }
+    msi_move_begun(w, list);
     if (!list->begun || !s->fits || msi_is_faster(&w->score, &s->best_score)) {
         const double before_us = s->fits ? s->best_score.us : 1e300;
         msi_search_whole(w);
@@ -18565,7 +18576,8 @@ static void msi_move_all(const msi_search *search, msi_tensor_decision *decision
     }
 }
 
-/* Drops what is used within one segment of `width` layers, after all has been moved that may be. */
+/* Drops what is used within one segment of `width` layers; if `moves`, what can be moved is moved
+   instead. */
 static void msi_decide_segments(const msi_search *search, msi_tensor_decision *decisions,
                                 uint32_t width, bool moves) {
     const msi_graph *g = search->scorer->graph;
@@ -19550,7 +19562,6 @@ enum {
     MSI_ALL_SEEDS = 8,      // random choices at the start of a local search
     MSI_ALL_SHARE = 2,      // of that work is done before climbs
     MSI_ALL_SHARE_MOVES = 4,
-    MSI_SEED_LISTS = 1 << 2 | 1 << 5 | 1 << 9, // of msi_move_lists: a mask
     MSI_RUNGS = 48,
     MSI_RUNG_REACH = 3, // rungs below one that its climb may reach
     MSI_CLIMB_STEPS = 8,
@@ -19936,22 +19947,20 @@ static msi_groups msi_groups_of(const msi_exhaustive *all, const msi_tensor_deci
     return groups;
 }
 
-/* Tries all plans of a greedy list, whatever the budget is. */
+/* Tries all plans of a greedy list, whatever the budget is: of a list of moves or, if that is NULL, of
+   the one that moves nothing. */
 static void msi_try_greedy(msi_exhaustive *all, const msi_move_list *list) {
     msi_search *s = all->search;
     const uint32_t techniques = s->techniques;
     msi_greedy w;
-    s->techniques |= list->moves ? MSI_OFFLOADING : 0;
-    s->moves = list->moves;
+    s->techniques |= list ? MSI_OFFLOADING : 0;
+    s->moves = list ? list->moves : 0;
     if (msi_greedy_init(&w, s)) {
         memcpy(w.decisions, all->base, (size_t)msi_decisions_bytes(all->graph));
-        w.decisions[all->graph->tensors.count].room = list->room;
-        w.in_place = list->in_place;
-        w.try_limit = list->moves ? (uint32_t)MSI_OFFLOAD_TRIES : w.try_limit;
-        w.score = msi_search_estimate(s, w.decisions);
-        if (list->begun) {
-            msi_find_host_left(&w);
-            msi_move_params(&w, list->begun, list->in_place);
+        if (list) {
+            msi_begin_moves(&w, list);
+            msi_move_begun(&w, list);
+        } else {
             w.score = msi_search_estimate(s, w.decisions);
         }
         do {
@@ -19968,13 +19977,12 @@ static void msi_try_greedy(msi_exhaustive *all, const msi_move_list *list) {
    those of greedy lists. It may try a share of what an exhaustive search may, and leaves the rest to
    climbs. */
 static void msi_search_locally(msi_exhaustive *all) {
-    static const msi_move_list none = {0, 1, 0, 0, 0, false};
     const uint32_t share = all->search->may_move ? MSI_ALL_SHARE_MOVES : MSI_ALL_SHARE;
     all->limit /= share;
     all->tries_left /= share;
-    msi_try_greedy(all, &none);
+    msi_try_greedy(all, NULL);
     for (int k = 1; k < (int)MSI_MOVE_LISTS && all->room_group != MSI_NONE; k++) {
-        if ((MSI_SEED_LISTS >> k & 1) && msi_is_list_of_use(all->search, k)) {
+        if (msi_move_lists[k].seeds && msi_is_list_of_use(all->search, k)) {
             msi_try_greedy(all, &msi_move_lists[k]);
         }
     }
@@ -21151,7 +21159,9 @@ static void msi_search_list(const msi_solver *s, msi_search *search, uint32_t ma
 
 /* Whether a list need not be searched. While no plan fits, a list that is_worse may have the only
    one that does: state in F32 moves in smaller parts than codes do. On a large graph there is no
-   time for these, nor for lists whose plans are hardly ever smaller than the best so far. */
+   time for these, nor for lists whose plans are hardly ever smaller than the best so far. Where
+   nothing moves none is left out, since squeezed plans are far from the smallest then: a budget of
+   one byte less than the smallest would have a plan. */
 static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
     const bool is_large = !msi_is_small(search->scorer->graph);
     const uint64_t least = search->found ? search->best_score.bytes : UINT64_MAX;

@@ -241,17 +241,24 @@ static void tiles_change_no_sum(void **state) {
     expect_coverage(&t);
 }
 
-/* Two groups, one after the other, of 10 rows in tiles of 4, 4, 2 and none: the first layer of the
-   second also reads, whole, what the first layer of all makes. */
-static rt_graph *two_groups(uint64_t seed) {
-    enum { IN, PARAM, CUT, LAST, OUT, LOSS };
+static rt_graph *empty_graph(uint64_t seed, int64_t batch, int64_t tokens) {
     rt_graph *g = (rt_graph *)calloc(1, sizeof *g);
     assert_non_null(g);
     g->rng = t_seed(seed);
     g->seed = seed;
-    g->batch = 5;
-    g->tokens = 2;
+    g->batch = batch;
+    g->tokens = tokens;
     g->micro_count = 1 + seed % 2;
+    g->optimizer.kind = MS_OPTIMIZER_SGD;
+    g->optimizer.learning_rate = 0.25f;
+    return g;
+}
+
+/* Two groups, one after the other, of 10 rows in tiles of 4, 4, 2 and none: the first layer of the
+   second also reads, whole, what the first layer of all makes. */
+static rt_graph *two_groups(uint64_t seed) {
+    enum { IN, PARAM, CUT, LAST, OUT, LOSS };
+    rt_graph *g = empty_graph(seed, 5, 2);
     for (uint32_t v = IN; v <= LOSS; ++v) {
         rt_new(g,
                v == IN      ? RT_INPUT
@@ -286,8 +293,6 @@ static rt_graph *two_groups(uint64_t seed) {
         l->desc.forward_workspace.row_bytes = l->desc.backward_workspace.row_bytes = 4;
     }
     g->layer[0].desc.overwrites.param = 1;
-    g->optimizer.kind = MS_OPTIMIZER_SGD;
-    g->optimizer.learning_rate = 0.25f;
     return g;
 }
 
@@ -305,13 +310,7 @@ static void what_a_group_cuts_is_whole_in_the_next(void **state) {
 /* Layers that each keep a value of their own; the loss is the last of them. */
 static rt_graph *equal_stages(uint64_t seed) {
     enum { IN, PARAM, STAGES = 11 };
-    rt_graph *g = (rt_graph *)calloc(1, sizeof *g);
-    assert_non_null(g);
-    g->rng = t_seed(seed);
-    g->seed = seed;
-    g->batch = 16;
-    g->tokens = 8;
-    g->micro_count = 1 + seed % 2;
+    rt_graph *g = empty_graph(seed, 16, 8);
     rt_new(g, RT_INPUT, RT_TOKENS);
     rt_new(g, RT_TRAINED, RT_VECTOR);
     for (uint32_t i = 0; i < STAGES; ++i) {
@@ -334,8 +333,6 @@ static rt_graph *equal_stages(uint64_t seed) {
     for (uint32_t v = 0; v < g->value_count; ++v) {
         g->value[v].cols = 8;
     }
-    g->optimizer.kind = MS_OPTIMIZER_SGD;
-    g->optimizer.learning_rate = 0.25f;
     return g;
 }
 
