@@ -10941,9 +10941,10 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     }
     msi_analyze_backward(g);
     msi_analyze_narrow(m);
+    const bool never_early = msi_early_fault(m) != NULL;
     for (uint32_t i = 0; i < g->tensors.count; i++) {
         msi_tensor *t = &g->tensors.items[i];
-        t->updates_early &= !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !msi_early_fault(m);
+        t->updates_early &= !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !never_early;
     }
     msi_warn(m);
     result = msi_check_ends(m);
@@ -16137,6 +16138,12 @@ static bool msi_layout_goes_on(const msi_layout_work *w) {
     return w->height > w->enough && w->effort > 0;
 }
 
+/* Whether the best layout of many blocks is so far above one that would be low enough that mending it
+   is in vain: measured with 500 to 3,000 blocks, that wins a thirtieth at most. */
+static bool msi_layout_is_hopeless(const msi_layout_work *w) {
+    return w->used > 500 && w->enough > w->bound && w->height - w->height / 16 > w->enough;
+}
+
 /* First-fit in several orders, then two of these orders mended: the best one, and that by load. */
 static void msi_layout_fill_gaps(msi_layout_work *w) {
     static const struct {
@@ -16164,6 +16171,9 @@ static void msi_layout_fill_gaps(msi_layout_work *w) {
             memcpy(w->best_order, w->order, w->used * sizeof *w->order);
         }
     }
+    if (msi_layout_is_hopeless(w)) {
+        return;
+    }
     const uint64_t effort = w->effort, pass = (uint64_t)w->used * w->used; // of first-fit, at most
     memcpy(w->order, w->best_order, w->used * sizeof *w->order);
     msi_layout_mend(w, msi_smaller(effort / 4, 8 * pass), true);
@@ -16188,7 +16198,7 @@ static MSI_NOINLINE void msi_layout_search_orders(msi_layout_work *w) {
         msi_layout_place_on_skylines(w, skylines[i].two_sided);
     }
     msi_layout_fill_gaps(w);
-    if (w->height > w->enough) {
+    if (w->height > w->enough && !msi_layout_is_hopeless(w)) {
         msi_layout_press(w);
     }
 }
@@ -16656,7 +16666,8 @@ typedef struct msi_scorer {
     const msi_costs *costs;
     const msi_store *store;
     const ms_allocator *allocator;
-    bool checks_layouts;              // debug mode
+    bool checks_layouts; // debug mode
+    bool packs; // lays programs out; else arenas are live bytes: of a fold, whose plan never runs
     bool has_state_formats;           // of the backend
     msi_lowering *lowering;           // its scratch memory
     msi_program *program;             // of the decisions that were scored last
@@ -16738,13 +16749,15 @@ static void msi_lay_out(const msi_scorer *s, msi_program *p, uint64_t enough) {
         MSI_LAYOUT_EFFORT, MSI_LAYOUT_EFFORT_LEAST + p->code.ranges.count * MSI_LAYOUT_EFFORT_EACH);
     const uint64_t residents = p->layout.resident_bytes;
     enough = enough > residents ? enough - residents : 0;
+    p->layout.height = p->layout.peak_bytes;
     if (!msi_is_short(s) &&
         (!msi_make_blocks(s->allocator, p, s->store->residents.count) ||
-         msi_layout_within(s->allocator, p->layout.blocks.items, p->layout.blocks.count, effort,
-                           enough, &p->layout.height) != MS_RESULT_OK ||
+         (s->packs &&
+          msi_layout_within(s->allocator, p->layout.blocks.items, p->layout.blocks.count, effort,
+                            enough, &p->layout.height) != MS_RESULT_OK) ||
          msi_layout(s->allocator, p->layout.host_blocks.items, p->layout.host_blocks.count, effort,
                     &p->layout.host_height) != MS_RESULT_OK ||
-         (s->checks_layouts && !msi_check_layout(s, p)))) {
+         (s->checks_layouts && s->packs && !msi_check_layout(s, p)))) {
         msi_run_short(s, "the layout", p->code.ranges.count * sizeof(msi_block));
     }
     p->layout.is_done = true;
@@ -16844,6 +16857,7 @@ typedef struct msi_search {
     bool may_move;              // plans that move something to the host are searched too
     uint64_t host_budget;       // of what lies on the host
     bool any;                   // one plan that fits is enough
+    bool is_guided;             // by the plan of a fold
     msi_found how;              // the search under way, and what the plans have that it proposes
     bool may_delay;             // those that update params after backward are searched too
     const msi_tilings *tilings; // found by msi_find_tilings, or NULL
@@ -17246,6 +17260,7 @@ enum {
     MSI_PLANS_LEAST = 512,   // that a list may have
     MSI_TRIM_TRIES = 8,
     MSI_OFFLOAD_TRIES = 16,  // like MSI_TRY_LIMIT, where something is moved
+    MSI_APPROACH = 16,       // a share of what is missing
     MSI_GIVE_BACK_SHARE = 4, // times the try limit: plans that take moves back
     MSI_POLISH_LIMIT = 64,   // values
     MSI_POLISH_LAYERS = 1000 // of a graph
@@ -17982,10 +17997,16 @@ static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, const 
 }
 
 /* How many of the moves to make at once, so that the number of tries does not grow with the graph: a
-   share of all, and as many as free a share of the peak. */
+   share of all, and as many as free a share of the peak. In the search of a whole whose fold was
+   searched, also as many as free a share of what is missing to the budget: most of the first moves
+   are needed, in whatever order. */
 static uint32_t msi_first_batch(const msi_greedy *w, uint64_t live_bytes) {
     const uint32_t share = 1 + w->moves.count / w->batch_share;
-    const double wanted = (double)live_bytes / (1.0 + (double)w->plan_limit);
+    const bool may_approach = w->search->is_guided && w->search->budget > 0 && share > 1 &&
+                              live_bytes > w->search->budget;
+    const double missing = may_approach ? (double)(live_bytes - w->search->budget) : 0.0;
+    const double least = (double)live_bytes / (1.0 + (double)w->plan_limit);
+    const double wanted = missing > MSI_APPROACH * least ? missing / MSI_APPROACH : least;
     double bytes = 0.0;
     uint32_t count = 0;
     for (; count < w->moves.count && (count < share || bytes < wanted); count++) {
@@ -18019,13 +18040,19 @@ static bool msi_next_plan(msi_greedy *w) {
     return false;
 }
 
-/* Goes back to a plan of the list, and lays it out. */
-static void msi_return_to(msi_greedy *w, const msi_prefix *prefix) {
+/* How small arenas of plans of a list need be: of a large graph, for which layouts take longest, no
+   smaller than the budget; of others as small as they can, since msi_polish compares them. */
+static uint64_t msi_enough_of_list(const msi_search *s) {
+    return s->is_guided ? s->budget : 0;
+}
+
+/* Goes back to a plan of the list, and lays it out; an arena of `enough` bytes will do. */
+static void msi_return_to(msi_greedy *w, const msi_prefix *prefix, uint64_t enough) {
     w->search->how.early = prefix->early;
     msi_place_updates(w->graph, w->decisions, prefix->early, 0);
     msi_set_drops(w, prefix->drop_count);
     w->score = msi_search_estimate(w->search, w->decisions);
-    (void)msi_fits(w->scorer, &w->score, MSI_NO_BUDGET, 0);
+    (void)msi_fits(w->scorer, &w->score, MSI_NO_BUDGET, enough);
 }
 
 /* At the end of the list, goes back to the first plan with the smallest arena. That is the last
@@ -18038,7 +18065,7 @@ static bool msi_take_smallest(msi_greedy *w) {
     for (uint32_t k = w->prefixes.count; k-- > 0 && !msi_is_short(w->scorer);) {
         if (list[k].counts && list[k].score.live_bytes <= bytes) {
             now = &list[k];
-            msi_return_to(w, now);
+            msi_return_to(w, now, 0);
             const bool smaller =
                 w->score.bytes <= bytes && w->score.host_bytes <= w->search->host_budget;
             best = smaller ? now : best;
@@ -18046,7 +18073,7 @@ static bool msi_take_smallest(msi_greedy *w) {
         }
     }
     if (best && best != now) {
-        msi_return_to(w, best);
+        msi_return_to(w, best, 0);
     }
     return best != NULL;
 }
@@ -18069,11 +18096,12 @@ static void msi_redo(msi_greedy *w, uint32_t action, bool done) {
 /* Polishes the plan that fits: takes back, layer by layer, drops of earlier moves that later moves
    have made needless. The arena must stay as it is, and the step must not become faster than that
    of the previous plan of the list, so that the result keeps its place in the list. Wins on nets
-   with branches, where it and msi_trim_last make one step in five up to half a percent faster. */
+   with branches, where it and msi_trim_last make one step in five up to half a percent faster, and
+   the local search begins from what it finds; of a fold, the whole does not need it. */
 static void msi_polish(msi_greedy *w, const msi_prefix *before) {
     const msi_score first = w->score;
     msi_score best = first;
-    if (w->graph->layers.count > MSI_POLISH_LAYERS || before->drop_count == 0) {
+    if (w->graph->layers.count > MSI_POLISH_LAYERS || w->search->is_guided || !w->scorer->packs) {
         return;
     }
     for (uint32_t i = 0; i < before->drop_count && i < MSI_POLISH_LIMIT && !msi_is_short(w->scorer);
@@ -18140,7 +18168,7 @@ static uint32_t msi_take_fastest(msi_greedy *w) {
             return MSI_NONE;
         }
         tried = list[next].score;
-        msi_return_to(w, &list[next]);
+        msi_return_to(w, &list[next], msi_enough_of_list(w->search));
         best = w->score.bytes <= w->search->budget && msi_host_suffices(w) ? next : MSI_NONE;
     }
     return best;
@@ -18425,7 +18453,8 @@ static void msi_take_given_back(msi_greedy *w, msi_give_back *back) {
     for (uint32_t k; (k = msi_next_given_back(s, back)) != MSI_NONE;) {
         msi_keep_moves(w, back->kept.items[k]);
         back->list.items[k].done = true;
-        if (msi_fits(s->scorer, &w->score, s->budget, 0) && msi_host_suffices(w)) {
+        if (msi_fits(s->scorer, &w->score, s->budget, msi_enough_of_list(s)) &&
+            msi_host_suffices(w)) {
             s->best_score = w->score;
             s->best_how.early = s->how.early;
             s->best_how.by = MSI_FINDER_GIVEN_BACK;
@@ -21271,8 +21300,8 @@ static void msi_relax_updates(msi_solver *s) {
     for (int i = 0; i < (int)(sizeof lags / sizeof lags[0]) && !msi_is_short(s->scorer); i++) {
         msi_place_updates(s->scorer->graph, s->plan->decisions, true, lags[i]);
         s->score = msi_estimate(s->scorer, s->plan->decisions);
-        if (msi_fits(s->scorer, &s->score, arena_bytes, 0) && s->score.bytes == arena_bytes &&
-            !(s->score.us < us) && !(s->score.us > us)) {
+        if (msi_fits(s->scorer, &s->score, arena_bytes, arena_bytes) &&
+            s->score.bytes == arena_bytes && !(s->score.us < us) && !(s->score.us > us)) {
             break;
         }
     }
@@ -21375,6 +21404,7 @@ static void msi_search_guided(const msi_solver *s, msi_search *search) {
     msi_tilings tilings = MSI_ZERO_INIT;
     msi_grouping c;
     search->budget = guide->smallest ? 0 : budget;
+    search->is_guided = true;
     if (guide->smallest) {
         msi_propose_squeezed(s, search, MSI_NO_BUDGET);
     }
@@ -22421,6 +22451,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     s->eval = &plan->eval;
     s->host_budget = msi_host_budget(m);
     s->homes = NULL;
+    s->packs = true;
     s->shortage = shortage;
     shortage->what = NULL;
     return msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator) ||
@@ -22494,6 +22525,7 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     }
     s.homes = request->largest ? request->largest->decisions : NULL;
     s.host_budget = request->host_budget;
+    s.packs = request->goal != MSI_GOAL_FOLD;
     msi_find_times(m);
     msi_make_eval(&s, plan->decisions); // nothing is moved
     msi_lay_out(&s, s.eval, 0);

@@ -1953,7 +1953,7 @@ static void list_all(msi_greedy *w) {
     while (msi_next_plan(w)) {
         (void)msi_add_prefix(w);
     }
-    msi_return_to(w, &w->prefixes.items[w->prefixes.count - 1]);
+    msi_return_to(w, &w->prefixes.items[w->prefixes.count - 1], 0);
 }
 
 /* Of plans of one size the first, which is the fastest; and none that is larger than what is found. */
@@ -1962,7 +1962,7 @@ static void check_smallest(msi_greedy *w) {
     uint64_t least = UINT64_MAX;
     for (uint32_t k = 0; k < w->prefixes.count; ++k) {
         if (w->prefixes.items[k].counts) {
-            msi_return_to(w, &w->prefixes.items[k]);
+            msi_return_to(w, &w->prefixes.items[k], 0);
             first = w->score.bytes < least ? k : first;
             least = w->score.bytes < least ? w->score.bytes : least;
         }
@@ -1982,7 +1982,7 @@ static void check_smallest(msi_greedy *w) {
 static bool check_trim(msi_greedy *w) {
     const msi_prefix *before = &w->prefixes.items[0], *end = before + w->prefixes.count - 1;
     msi_search *s = w->search;
-    msi_return_to(w, end);
+    msi_return_to(w, end, 0);
     msi_score last = w->score;
     s->budget = UINT64_MAX;
     msi_trim_last(w, before, &last);
