@@ -3905,9 +3905,7 @@ static void msi_sort_indices(uint32_t *index, uint32_t *scratch, uint32_t count,
     X(MSI_KIND_ACTIVATION, "activation")                                                           \
     X(MSI_KIND_SAVED, "saved tensor")
 
-#define MSI_X(kind, name) kind,
-typedef enum msi_kind { MSI_KINDS(MSI_X) } msi_kind;
-#undef MSI_X
+typedef enum msi_kind { MSI_KINDS(MEMSCALE_FIRST) } msi_kind;
 
 /* What a handle or a live range stands for: the value of its tensor, the gradient, and so on. Roles
    of handles are below RESIDENT_COUNT; what has such a role can be resident. */
@@ -3936,6 +3934,7 @@ typedef struct msi_tensor {
     uint64_t updates, counted_from;
     bool is_counted;
     bool has_weight_decay, frozen, is_output, is_eval_output, on_host, no_gradient;
+    bool is_state;                         // of a layer, which changes it
     uint8_t forced_moves, forbidden_moves; // masks of MSI_MOVES_VALUE and others
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
     uint8_t borrowed;                      // mask of the roles whose memory is the trainer's
@@ -3972,16 +3971,14 @@ enum { MSI_WORKSPACE_FORWARD, MSI_WORKSPACE_BACKWARD, MSI_WORKSPACE_RECOMPUTE };
     X(MSI_GROUP_STATE, state, MS_LIMIT_STATE)
 
 /* The groups of the operands of an instruction: those of the values, and then others. */
-#define MSI_X(group, field, limit) group,
 typedef enum msi_group_kind {
-    MSI_GROUPS(MSI_X) MSI_GROUP_COUNT,
+    MSI_GROUPS(MEMSCALE_FIRST) MSI_GROUP_COUNT,
     MSI_GROUP_GRAD_OUT = MSI_GROUP_COUNT,
     MSI_GROUP_GRAD_IN,
     MSI_GROUP_GRAD_PARAM,
     MSI_GROUP_WORKSPACE,
     MSI_GROUP_END
 } msi_group_kind;
-#undef MSI_X
 
 /* What a desc declares by masks of slots, each with the group of these slots, and by flags. The
    masks of in_place and grad_in_place are not among them: a layer has as many as it has slots. */
@@ -4315,7 +4312,6 @@ typedef struct msi_prediction {
     uint32_t longest, long_count; // the longest that computes; how many exceed most_us of the costs
     double longest_us;
     uint64_t link_bytes[MS_STREAM_COUNT]; // that each engine copies
-    double link_us[MS_STREAM_COUNT];      // how long these copies take
     /* Of a micro-batch before the last, which runs the program up to the end of backward; of the
        last one, which runs all of the program; and of the step, all micro-batches together. Without
        accumulation all three are equal. */
@@ -5088,14 +5084,15 @@ static MSI_COLD ms_result msi_fail_again(ms_model *m, ms_result result, const ch
 // ------------------------------------------------------------------------------------------------
 // >>text  for the log and the listings: sizes, times and names as text, sums of decisions
 
-typedef struct msi_size_text {
-    char text[32];
-} msi_size_text;
+/* A text that a function returns. */
+typedef struct msi_words {
+    char text[160];
+} msi_words;
 
 /* A size in the unit that suits it, rounded up or down to hundredths. */
-static msi_size_text msi_round_size(const char *sign, uint64_t bytes, bool up) {
+static msi_words msi_round_size(const char *sign, uint64_t bytes, bool up) {
     static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
-    msi_size_text s;
+    msi_words s;
     double value = (double)bytes;
     int unit = 0;
     for (; value >= 1024.0 && unit < 6; unit++) {
@@ -5110,23 +5107,23 @@ static msi_size_text msi_round_size(const char *sign, uint64_t bytes, bool up) {
 }
 
 /* What is needed. Rounded up, so that a budget that is copied from a text suffices. */
-static MSI_NOINLINE msi_size_text msi_size(uint64_t bytes) {
+static MSI_NOINLINE msi_words msi_size(uint64_t bytes) {
     return msi_round_size("", bytes, true);
 }
 
 /* What there is. Rounded down, so that what is copied from a text does not ask for more. */
-static MSI_NOINLINE msi_size_text msi_size_down(uint64_t bytes) {
+static MSI_NOINLINE msi_words msi_size_down(uint64_t bytes) {
     return msi_round_size("", bytes, false);
 }
 
 /* A difference of two sizes. */
-static msi_size_text msi_signed_size(int64_t bytes) {
+static msi_words msi_signed_size(int64_t bytes) {
     return bytes < 0 ? msi_round_size("-", 0 - (uint64_t)bytes, true) : msi_size((uint64_t)bytes);
 }
 
-static MSI_NOINLINE msi_size_text msi_time(double us) {
+static MSI_NOINLINE msi_words msi_time(double us) {
     static const char *const units[] = {"us", "ms", "s"};
-    msi_size_text s;
+    msi_words s;
     int unit = 0;
     for (; us >= 1000.0 && unit < 2; unit++) {
         us /= 1000.0;
@@ -5450,12 +5447,8 @@ static bool msi_enqueues_copies(const ms_backend *b) {
     return b->is_asynchronous || b->has_copy_streams;
 }
 
-static bool msi_has_copy_streams(const ms_model *m) {
-    return msi_enqueues_copies(&m->config.backend);
-}
-
 static MSI_NOINLINE ms_result msi_synchronize(ms_model *m) {
-    return msi_has_copy_streams(m)
+    return msi_enqueues_copies(&m->config.backend)
                ? msi_device(m, m->config.backend.synchronize(m->device), "waiting for the device")
                : MS_RESULT_OK;
 }
@@ -5481,7 +5474,7 @@ static int msi_follow_compute(ms_model *m, ms_stream_kind engine) {
    event, and only then may the host read what was copied there. */
 static ms_result msi_issue_copy(ms_model *m, ms_stream_kind engine, void *target,
                                 const void *source, uint64_t bytes, uint32_t event) {
-    const bool enqueues = msi_has_copy_streams(m);
+    const bool enqueues = msi_enqueues_copies(&m->config.backend);
     int error = enqueues ? msi_follow_compute(m, engine) : 0;
     error = error ? error : msi_copy_by(m, engine, target, source, bytes);
     if (!error && enqueues) {
@@ -5493,7 +5486,7 @@ static ms_result msi_issue_copy(ms_model *m, ms_stream_kind engine, void *target
 /* What is enqueued from now on runs after the last record of an event. */
 static MSI_NOINLINE ms_result msi_wait_on_device(ms_model *m, uint32_t event) {
     const ms_backend *b = &m->config.backend;
-    return msi_has_copy_streams(m)
+    return msi_enqueues_copies(&m->config.backend)
                ? msi_device(m, b->wait(m->device, MS_STREAM_COMPUTE, event), "waiting for a copy")
                : MS_RESULT_OK;
 }
@@ -5507,7 +5500,7 @@ static ms_result msi_copy_in(ms_model *m, void *device, const void *host, uint64
 
 static MSI_NOINLINE ms_result msi_wait_on_host(ms_model *m, uint32_t event) {
     const ms_backend *b = &m->config.backend;
-    return msi_has_copy_streams(m)
+    return msi_enqueues_copies(&m->config.backend)
                ? msi_device(m, b->wait_on_host(m->device, event), "waiting for a copy")
                : MS_RESULT_OK;
 }
@@ -5530,15 +5523,6 @@ static void *msi_address(const ms_model *m, const msi_program *p, uint32_t range
                                           : msi_transient(&m->run) + r->offset;
 }
 
-/* Copies by the threads that compute, after waiting for all copies that are under way. */
-static ms_result msi_copy_directly(ms_model *m, void *target, const void *source, uint64_t bytes,
-                                   const char *what) {
-    const ms_result result = msi_synchronize(m);
-    return result == MS_RESULT_OK
-               ? msi_device(m, m->config.backend.copy(m->device, target, source, bytes), what)
-               : result;
-}
-
 /* Copies between any two of host memory and device memory. A copy from device to device is
    enqueued; others are complete on return. */
 static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const void *source,
@@ -5552,8 +5536,11 @@ static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const 
         return MS_RESULT_OK;
     }
     const ms_stream_kind engine = target_on_host ? MS_STREAM_TO_HOST : MS_STREAM_TO_DEVICE;
-    if (msi_is_direct(m)) {
-        return msi_copy_directly(m, target, source, bytes, msi_engines[engine].what);
+    if (msi_is_direct(m)) { // by the threads that compute, after copies that are under way
+        ms_result result = msi_synchronize(m);
+        MSI_THEN(result, msi_device(m, b->copy(m->device, target, source, bytes),
+                                    msi_engines[engine].what));
+        return result;
     }
     ms_result result = msi_issue_copy(m, engine, target, source, bytes, MSI_EVENT_COPY);
     MSI_THEN(result, target_on_host ? MS_RESULT_OK : msi_wait_on_device(m, MSI_EVENT_COPY));
@@ -5648,43 +5635,22 @@ static void msi_arena_leave(ms_arena *arena) {
 typedef __m512 msi_floats;
 typedef __m512i msi_ints;
 typedef __mmask16 msi_lanes; // the lanes that a comparison holds for
-
-MSI_WIDE msi_floats msi_wide_of_bits(msi_ints x) {
-    return _mm512_castsi512_ps(x);
-}
-
-/* A table of 8 numbers; of an index into it, only the last three bits count. */
-MSI_WIDE msi_floats msi_wide_table(const float *numbers) {
-    return _mm512_broadcast_f32x8(_mm256_loadu_ps(numbers));
-}
-
-MSI_WIDE msi_floats msi_wide_look_up(msi_floats table, msi_ints index) {
-    return _mm512_permutexvar_ps(index, table);
-}
-
-MSI_WIDE msi_lanes msi_wide_below(msi_ints a, msi_ints b) {
-    return _mm512_cmplt_epi32_mask(a, b);
-}
-
-MSI_WIDE bool msi_wide_any_below(msi_ints a, msi_ints b) {
-    return _mm512_cmplt_epi32_mask(a, b) != 0;
-}
+/* In a table of 8 numbers, only the last three bits of an index count. */
+#define MSI_V_OF_BITS(x)                  _mm512_castsi512_ps(x)
+#define MSI_V_TABLE(numbers)              _mm512_broadcast_f32x8(_mm256_loadu_ps(numbers))
+#define MSI_V_LOOK_UP(table, index)       _mm512_permutexvar_ps(index, table)
+#define MSI_V_BELOW(a, b)                 _mm512_cmplt_epi32_mask(a, b)
+#define MSI_V_ANY_BELOW(a, b)             (_mm512_cmplt_epi32_mask(a, b) != 0)
+#define MSI_V_CHOOSE(where, x, otherwise) _mm512_mask_blend_ps(where, otherwise, x)
+#define MSI_V_LOAD_BYTES(from)                                                                     \
+    _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(from)))
+#define MSI_V_LOAD_HALVES(from)                                                                    \
+    _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(from)))
+#define MSI_V_IOTA() _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
 
 MSI_WIDE msi_ints msi_wide_count_reached(msi_ints count, msi_floats x, msi_floats least) {
     const msi_lanes reached = _mm512_cmp_ps_mask(x, least, _CMP_GE_OQ);
     return _mm512_mask_add_epi32(count, reached, count, _mm512_set1_epi32(1));
-}
-
-MSI_WIDE msi_floats msi_wide_choose(msi_lanes where, msi_floats x, msi_floats otherwise) {
-    return _mm512_mask_blend_ps(where, otherwise, x);
-}
-
-MSI_WIDE msi_ints msi_wide_load_bytes(const uint8_t *from) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)from));
-}
-
-MSI_WIDE msi_ints msi_wide_load_halves(const uint16_t *from) {
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)from));
 }
 
 MSI_WIDE void msi_wide_store_halves(uint16_t *to, msi_ints x) {
@@ -5700,51 +5666,26 @@ MSI_WIDE void msi_wide_store_packed(uint8_t *to, msi_ints packed) {
 MSI_WIDE uint32_t msi_wide_largest(msi_ints x) {
     return (uint32_t)_mm512_reduce_max_epu32(x);
 }
-
-MSI_WIDE msi_ints msi_wide_iota(void) {
-    return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-}
 #else
-#define MSI_V(name)      _mm256_##name
-#define MSI_V_BITS(name) _mm256_##name##_si256
+#define MSI_V(name)                       _mm256_##name
+#define MSI_V_BITS(name)                  _mm256_##name##_si256
 typedef __m256 msi_floats;
 typedef __m256i msi_ints;
 typedef __m256i msi_lanes; // all bits of the lanes that a comparison holds for
-
-MSI_WIDE msi_floats msi_wide_of_bits(msi_ints x) {
-    return _mm256_castsi256_ps(x);
-}
-
-MSI_WIDE msi_floats msi_wide_table(const float *numbers) {
-    return _mm256_loadu_ps(numbers);
-}
-
-MSI_WIDE msi_floats msi_wide_look_up(msi_floats table, msi_ints index) {
-    return _mm256_permutevar8x32_ps(table, index);
-}
-
-MSI_WIDE msi_lanes msi_wide_below(msi_ints a, msi_ints b) {
-    return _mm256_cmpgt_epi32(b, a);
-}
-
-MSI_WIDE bool msi_wide_any_below(msi_ints a, msi_ints b) {
-    return _mm256_movemask_epi8(_mm256_cmpgt_epi32(b, a)) != 0;
-}
+#define MSI_V_OF_BITS(x)                  _mm256_castsi256_ps(x)
+#define MSI_V_TABLE(numbers)              _mm256_loadu_ps(numbers)
+#define MSI_V_LOOK_UP(table, index)       _mm256_permutevar8x32_ps(table, index)
+#define MSI_V_BELOW(a, b)                 _mm256_cmpgt_epi32(b, a)
+#define MSI_V_ANY_BELOW(a, b)             (_mm256_movemask_epi8(_mm256_cmpgt_epi32(b, a)) != 0)
+#define MSI_V_CHOOSE(where, x, otherwise) _mm256_blendv_ps(otherwise, x, _mm256_castsi256_ps(where))
+#define MSI_V_LOAD_BYTES(from)                                                                     \
+    _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(from)))
+#define MSI_V_LOAD_HALVES(from)                                                                    \
+    _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)(from)))
+#define MSI_V_IOTA() _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)
 
 MSI_WIDE msi_ints msi_wide_count_reached(msi_ints count, msi_floats x, msi_floats least) {
     return _mm256_sub_epi32(count, _mm256_castps_si256(_mm256_cmp_ps(x, least, _CMP_GE_OQ)));
-}
-
-MSI_WIDE msi_floats msi_wide_choose(msi_lanes where, msi_floats x, msi_floats otherwise) {
-    return _mm256_blendv_ps(otherwise, x, _mm256_castsi256_ps(where));
-}
-
-MSI_WIDE msi_ints msi_wide_load_bytes(const uint8_t *from) {
-    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)from));
-}
-
-MSI_WIDE msi_ints msi_wide_load_halves(const uint16_t *from) {
-    return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)from));
 }
 
 MSI_WIDE void msi_wide_store_halves(uint16_t *to, msi_ints x) {
@@ -5762,10 +5703,6 @@ MSI_WIDE uint32_t msi_wide_largest(msi_ints x) {
     x = _mm256_max_epu32(x, _mm256_shuffle_epi32(x, 0x4e));
     x = _mm256_max_epu32(x, _mm256_shuffle_epi32(x, 0xb1));
     return (uint32_t)_mm_cvtsi128_si32(_mm256_castsi256_si128(x));
-}
-
-MSI_WIDE msi_ints msi_wide_iota(void) {
-    return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
 }
 #endif
 
@@ -5798,11 +5735,11 @@ MSI_WIDE msi_ints msi_wide_of_u32(uint32_t x) {
 /* Floats that are not negative sort as their bits do, and processors have more units that compare
    integers. */
 MSI_WIDE msi_floats msi_wide_smaller(msi_floats a, msi_floats b) {
-    return msi_wide_of_bits(MSI_V(min_epi32)(MSI_V_BITS(castps)(a), MSI_V_BITS(castps)(b)));
+    return MSI_V_OF_BITS(MSI_V(min_epi32)(MSI_V_BITS(castps)(a), MSI_V_BITS(castps)(b)));
 }
 
 MSI_WIDE msi_floats msi_wide_positive(msi_floats x) {
-    return msi_wide_of_bits(MSI_V(max_epi32)(MSI_V_BITS(castps)(x), MSI_V_BITS(setzero)()));
+    return MSI_V_OF_BITS(MSI_V(max_epi32)(MSI_V_BITS(castps)(x), MSI_V_BITS(setzero)()));
 }
 
 MSI_WIDE msi_ints msi_wide_magnitude_bits(msi_floats x) {
@@ -5842,10 +5779,10 @@ static const msi_rank_rows msi_unsigned_rows = {
    book with signs, and 1 in the other. The bits of a float are nearly linear in its logarithm: they
    give its row or the one below. */
 MSI_WIDE void msi_wide_ranks(const msi_rank_rows *rows, msi_floats units, msi_floats *x) {
-    const msi_floats next = msi_wide_table(rows->next);
-    const msi_floats slope = msi_wide_table(rows->slope);
-    const msi_floats intercept = msi_wide_table(rows->intercept);
-    const msi_floats last = msi_wide_table(rows->last);
+    const msi_floats next = MSI_V_TABLE(rows->next);
+    const msi_floats slope = MSI_V_TABLE(rows->slope);
+    const msi_floats intercept = MSI_V_TABLE(rows->intercept);
+    const msi_floats last = MSI_V_TABLE(rows->last);
     const msi_ints origin = msi_wide_of_u32(rows->origin << 16);
     const msi_ints rows_of_bits = msi_wide_of_u32(160u << 16);
     msi_ints row[MSI_CODED_STRIP];
@@ -5857,12 +5794,12 @@ MSI_WIDE void msi_wide_ranks(const msi_rank_rows *rows, msi_floats units, msi_fl
         row[k] = MSI_V(srli_epi32)(MSI_V(mulhi_epu16)(row[k], rows_of_bits), 16);
     }
     MSI_UNROLLED(k, MSI_CODED_STRIP) {
-        row[k] = msi_wide_count_reached(row[k], x[k], msi_wide_look_up(next, row[k]));
+        row[k] = msi_wide_count_reached(row[k], x[k], MSI_V_LOOK_UP(next, row[k]));
     }
     MSI_UNROLLED(k, MSI_CODED_STRIP) {
-        x[k] = MSI_V(fmadd_ps)(x[k], msi_wide_look_up(slope, row[k]),
-                               msi_wide_look_up(intercept, row[k]));
-        x[k] = msi_wide_smaller(x[k], msi_wide_look_up(last, row[k]));
+        x[k] =
+            MSI_V(fmadd_ps)(x[k], MSI_V_LOOK_UP(slope, row[k]), MSI_V_LOOK_UP(intercept, row[k]));
+        x[k] = msi_wide_smaller(x[k], MSI_V_LOOK_UP(last, row[k]));
     }
 }
 
@@ -5905,8 +5842,8 @@ MSI_WIDE void msi_wide_encode(const float *from, bool is_signed, float units, ui
 
 /* Code 255 is the scale itself. */
 MSI_WIDE msi_floats msi_wide_top(msi_ints code, float scale, msi_floats otherwise) {
-    const msi_lanes is_top = msi_wide_below(msi_wide_of_u32(254), code);
-    return msi_wide_choose(is_top, msi_wide_of(scale), otherwise);
+    const msi_lanes is_top = MSI_V_BELOW(msi_wide_of_u32(254), code);
+    return MSI_V_CHOOSE(is_top, msi_wide_of(scale), otherwise);
 }
 
 /* The values of codes, as of msi_signed_value. Among ranks whose doubles have the same exponent e,
@@ -5917,19 +5854,19 @@ MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float scale, msi_floa
                                     11250.0f, 56250.0f, 281250.0f, 0.0f};
     static const float intercepts[8] = {0.0f,       -230.0f,     -2750.0f,     -29750.0f,
                                         -308750.0f, -3143750.0f, -31718750.0f, 0.0f};
-    const msi_floats slope = msi_wide_table(slopes), intercept = msi_wide_table(intercepts);
+    const msi_floats slope = MSI_V_TABLE(slopes), intercept = MSI_V_TABLE(intercepts);
     const msi_floats minus = msi_wide_of(-0.0f), of_scale = msi_wide_of(scale * MSI_UNIT_SIGNED);
     msi_ints code[MSI_WIDE_STRIP], e[MSI_WIDE_STRIP];
     MSI_UNROLLED(k, MSI_WIDE_STRIP) {
-        code[k] = msi_wide_load_bytes(codes + k * MSI_LANES);
+        code[k] = MSI_V_LOAD_BYTES(codes + k * MSI_LANES);
         const msi_ints number = MSI_V(sub_epi32)(code[k], msi_wide_of_u32(MSI_SIGNED_ZERO));
         x[k] = MSI_V(cvtepi32_ps)(MSI_V(add_epi32)(number, number));
         e[k] = MSI_V(srli_epi32)(MSI_V_BITS(castps)(x[k]), 23);
     }
     MSI_UNROLLED(k, MSI_WIDE_STRIP) {
         const msi_floats sign = MSI_V(and_ps)(x[k], minus);
-        x[k] = MSI_V(fmadd_ps)(x[k], msi_wide_look_up(slope, e[k]),
-                               MSI_V(xor_ps)(msi_wide_look_up(intercept, e[k]), sign));
+        x[k] = MSI_V(fmadd_ps)(x[k], MSI_V_LOOK_UP(slope, e[k]),
+                               MSI_V(xor_ps)(MSI_V_LOOK_UP(intercept, e[k]), sign));
         x[k] = msi_wide_top(code[k], scale, MSI_V(mul_ps)(of_scale, msi_wide_rounded(x[k])));
     }
 }
@@ -5941,17 +5878,17 @@ MSI_WIDE void msi_wide_decode_unsigned(const uint8_t *codes, float scale, msi_fl
     static const float powers[8] = {5.0f, 25.0f, 125.0f, 625.0f, 3125.0f, 15625.0f, 78125.0f, 0.0f};
     static const float subtracted[8] = {-46.0f,   -110.0f,  -238.0f,  -494.0f,
                                         -1006.0f, -2030.0f, -4078.0f, -36.0f};
-    const msi_floats power = msi_wide_table(powers), less = msi_wide_table(subtracted);
+    const msi_floats power = MSI_V_TABLE(powers), less = MSI_V_TABLE(subtracted);
     const msi_floats of_scale = msi_wide_of(scale * MSI_UNIT_UNSIGNED), each = msi_wide_of(36.0f);
     msi_ints code[MSI_WIDE_STRIP], e[MSI_WIDE_STRIP];
     MSI_UNROLLED(k, MSI_WIDE_STRIP) {
-        code[k] = msi_wide_load_bytes(codes + k * MSI_LANES);
+        code[k] = MSI_V_LOAD_BYTES(codes + k * MSI_LANES);
         x[k] = MSI_V(cvtepi32_ps)(MSI_V(add_epi32)(code[k], msi_wide_of_u32(1)));
         e[k] = MSI_V(srli_epi32)(MSI_V_BITS(castps)(x[k]), 23);
     }
     MSI_UNROLLED(k, MSI_WIDE_STRIP) {
-        x[k] = MSI_V(fmadd_ps)(x[k], each, msi_wide_look_up(less, e[k]));
-        x[k] = MSI_V(mul_ps)(msi_wide_look_up(power, e[k]), x[k]);
+        x[k] = MSI_V(fmadd_ps)(x[k], each, MSI_V_LOOK_UP(less, e[k]));
+        x[k] = MSI_V(mul_ps)(MSI_V_LOOK_UP(power, e[k]), x[k]);
         x[k] = msi_wide_top(code[k], scale, MSI_V(mul_ps)(of_scale, msi_wide_rounded(x[k])));
     }
 }
@@ -5968,7 +5905,7 @@ MSI_WIDE void msi_wide_decode(const uint8_t *codes, bool is_signed, float scale,
    lower half only. */
 MSI_WIDE void msi_wide_store_at_random(uint16_t *to, msi_floats x, uint32_t key, uint64_t number) {
     const msi_ints bits = MSI_V_BITS(castps)(x);
-    msi_ints r = MSI_V(add_epi32)(msi_wide_of_u32((uint32_t)number), msi_wide_iota());
+    msi_ints r = MSI_V(add_epi32)(msi_wide_of_u32((uint32_t)number), MSI_V_IOTA());
     r = MSI_V(add_epi32)(MSI_V_BITS(xor)(r, msi_wide_of_u32(key)),
                          msi_wide_of_u32((uint32_t)(number >> 32) * 0x9e3779b9u));
     r = MSI_V_BITS(xor)(r, MSI_V(srli_epi32)(r, 16));
@@ -5976,10 +5913,9 @@ MSI_WIDE void msi_wide_store_at_random(uint16_t *to, msi_floats x, uint32_t key,
     r = MSI_V_BITS(xor)(r, MSI_V(srli_epi32)(r, 13));
     r = MSI_V(mullo_epi32)(r, msi_wide_of_u32(0xc2b2ae35u));
     r = MSI_V_BITS(xor)(r, MSI_V(srli_epi32)(r, 16));
-    const msi_floats up = msi_wide_of_bits(MSI_V(add_epi32)(bits, MSI_V(srli_epi32)(r, 16)));
-    const msi_lanes fits =
-        msi_wide_below(msi_wide_magnitude_bits(up), msi_wide_of_u32(0x7f800000u));
-    const msi_floats kept = msi_wide_choose(fits, up, x);
+    const msi_floats up = MSI_V_OF_BITS(MSI_V(add_epi32)(bits, MSI_V(srli_epi32)(r, 16)));
+    const msi_lanes fits = MSI_V_BELOW(msi_wide_magnitude_bits(up), msi_wide_of_u32(0x7f800000u));
+    const msi_floats kept = MSI_V_CHOOSE(fits, up, x);
     msi_wide_store_halves(to, MSI_V(srli_epi32)(MSI_V_BITS(castps)(kept), 16));
 }
 
@@ -6006,7 +5942,7 @@ MSI_WIDE void msi_wide_load(const msi_wide_state *s, bool is_signed, int i, msi_
     if (s->format == MS_STATE_FORMAT_BF16) {
         MSI_UNROLLED(k, MSI_WIDE_STRIP) {
             const uint16_t *halves = (const uint16_t *)s->stored + i + k * MSI_LANES;
-            x[k] = msi_wide_of_bits(MSI_V(slli_epi32)(msi_wide_load_halves(halves), 16));
+            x[k] = MSI_V_OF_BITS(MSI_V(slli_epi32)(MSI_V_LOAD_HALVES(halves), 16));
         }
         return;
     }
@@ -6059,15 +5995,15 @@ MSI_WIDE bool msi_wide_any_kept(const msi_floats *gradient) {
     MSI_UNROLLED(k, MSI_WIDE_STRIP) {
         most = MSI_V(max_epi32)(most, msi_wide_magnitude_bits(gradient[k]));
     }
-    return msi_wide_any_below(msi_wide_of_u32(MSI_NO_GRADIENT - 1), most);
+    return MSI_V_ANY_BELOW(msi_wide_of_u32(MSI_NO_GRADIENT - 1), most);
 }
 
 /* x where the gradient changes something, otherwise what it was. */
 MSI_WIDE void msi_wide_keep(const msi_floats *gradient, const msi_floats *old, msi_floats *x) {
     MSI_UNROLLED(k, MSI_WIDE_STRIP) {
         const msi_lanes changes =
-            msi_wide_below(msi_wide_magnitude_bits(gradient[k]), msi_wide_of_u32(MSI_NO_GRADIENT));
-        x[k] = msi_wide_choose(changes, x[k], old[k]);
+            MSI_V_BELOW(msi_wide_magnitude_bits(gradient[k]), msi_wide_of_u32(MSI_NO_GRADIENT));
+        x[k] = MSI_V_CHOOSE(changes, x[k], old[k]);
     }
 }
 
@@ -6075,8 +6011,8 @@ MSI_WIDE void msi_wide_keep(const msi_floats *gradient, const msi_floats *old, m
 MSI_WIDE msi_floats msi_wide_sign(msi_floats x) {
     const msi_ints size = msi_wide_magnitude_bits(x), zero = MSI_V_BITS(setzero)();
     const msi_floats one = MSI_V(or_ps)(MSI_V(and_ps)(msi_wide_of(-0.0f), x), msi_wide_of(1.0f));
-    const msi_lanes is_number = msi_wide_below(size, msi_wide_of_u32(0x7f800001u));
-    return msi_wide_choose(msi_wide_below(zero, size), msi_wide_choose(is_number, one, x), x);
+    const msi_lanes is_number = MSI_V_BELOW(size, msi_wide_of_u32(0x7f800001u));
+    return MSI_V_CHOOSE(MSI_V_BELOW(zero, size), MSI_V_CHOOSE(is_number, one, x), x);
 }
 
 /* As msi_adamw_element, msi_sgd_element and msi_lion_element. */
@@ -6233,8 +6169,8 @@ static void msi_bytes_piece(void *argument, uint32_t piece) {
     }
 }
 
-static void msi_bytes_for(const ms_parallel *jobs, void *target, const void *source, uint8_t value,
-                          uint64_t bytes) {
+static int msi_bytes_for(const ms_parallel *jobs, void *target, const void *source, uint8_t value,
+                         uint64_t bytes) {
     const uint64_t times = bytes > MSI_UNCACHED_BYTES ? 64 : jobs ? 16 : 1;
     const uint64_t chunk = times * MSI_CHUNK_BYTES;
     msi_bytes_job job = {(uint8_t *)target, (const uint8_t *)source, value, bytes, chunk};
@@ -6244,17 +6180,6 @@ static void msi_bytes_for(const ms_parallel *jobs, void *target, const void *sou
         count = (bytes + job.chunk - 1) / job.chunk;
     }
     msi_for_each(jobs, bytes > 4 * chunk, true, (int64_t)count, msi_bytes_piece, &job);
-}
-
-static int msi_cpu_copy(void *user, void *target, const void *source, uint64_t bytes) {
-    (void)user;
-    msi_bytes_for(NULL, target, source, 0, bytes);
-    return 0;
-}
-
-static int msi_cpu_fill_bytes(void *user, void *device, uint8_t value, uint64_t bytes) {
-    (void)user;
-    msi_bytes_for(NULL, device, NULL, value, bytes);
     return 0;
 }
 
@@ -6377,25 +6302,13 @@ static void msi_elements_piece(void *argument, uint32_t piece) {
                   msi_smaller(j->count, begin + MSI_CHUNK_ELEMENTS), j->adds);
 }
 
-static MSI_NOINLINE int msi_elements_for(const ms_parallel *jobs, const msi_elements_job *job) {
-    msi_elements_job each = *job;
-    const uint64_t chunks = (job->count + MSI_CHUNK_ELEMENTS - 1) / MSI_CHUNK_ELEMENTS;
-    msi_for_each(jobs, chunks > 4, true, (int64_t)chunks, msi_elements_piece, &each);
+static MSI_NOINLINE int msi_elements_for(const ms_parallel *jobs, void *target, ms_dtype to,
+                                         const void *source, ms_dtype from, uint64_t count,
+                                         bool adds) {
+    msi_elements_job job = {target, source, to, from, count, adds};
+    const uint64_t chunks = (count + MSI_CHUNK_ELEMENTS - 1) / MSI_CHUNK_ELEMENTS;
+    msi_for_each(jobs, chunks > 4, true, (int64_t)chunks, msi_elements_piece, &job);
     return 0;
-}
-
-static int msi_cpu_add(void *user, void *target, ms_dtype to, const void *source, ms_dtype from,
-                       uint64_t count) {
-    const msi_elements_job job = {target, source, to, from, count, true};
-    (void)user;
-    return msi_elements_for(NULL, &job);
-}
-
-static int msi_cpu_cast(void *user, void *target, ms_dtype to, const void *source, ms_dtype from,
-                        uint64_t count) {
-    const msi_elements_job job = {target, source, to, from, count, false};
-    (void)user;
-    return msi_elements_for(NULL, &job);
 }
 
 /* Numbers in 8 bits, a block of them, from and to float. */
@@ -6802,11 +6715,6 @@ static int msi_update_for(const ms_parallel *jobs, const ms_update_args *args) {
                  (int64_t)((count + MSI_CODED_GROUP - 1) / MSI_CODED_GROUP), msi_update_piece,
                  &job);
     return 0;
-}
-
-static int msi_cpu_update(void *user, const ms_update_args *args) {
-    (void)user;
-    return msi_update_for(NULL, args);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -7234,12 +7142,6 @@ static int msi_gemm_for(const ms_parallel *jobs, float alpha, const ms_matrix *a
     return msi_builtin_gemm(jobs, alpha, a, b, beta, c);
 }
 
-static int msi_cpu_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
-                        const ms_matrix *c) {
-    (void)user;
-    return msi_gemm_for(NULL, alpha, a, b, beta, c);
-}
-
 #ifdef MSI_VECTORIZES
 #pragma GCC pop_options
 #endif
@@ -7345,31 +7247,17 @@ typedef struct msi_monitor {
 typedef HANDLE msi_thread;
 typedef LPTHREAD_START_ROUTINE msi_thread_fn;
 #define MSI_THREAD_FN(name, argument) static DWORD WINAPI name(LPVOID argument)
+#define MSI_MONITOR_DESTROY(m)        ((void)(m))
+#define MSI_LOCK(m)                   AcquireSRWLockExclusive(&(m)->lock)
+#define MSI_UNLOCK(m)                 ReleaseSRWLockExclusive(&(m)->lock)
+#define MSI_AWAIT_CHANGE(m)                                                                        \
+    ((void)SleepConditionVariableSRW(&(m)->changed, &(m)->lock, INFINITE, 0))
+#define MSI_TELL_CHANGE(m) WakeAllConditionVariable(&(m)->changed)
 
 static bool msi_monitor_init(msi_monitor *m) {
     InitializeSRWLock(&m->lock);
     InitializeConditionVariable(&m->changed);
     return true;
-}
-
-static void msi_monitor_destroy(msi_monitor *m) {
-    (void)m;
-}
-
-static void msi_lock(msi_monitor *m) {
-    AcquireSRWLockExclusive(&m->lock);
-}
-
-static void msi_unlock(msi_monitor *m) {
-    ReleaseSRWLockExclusive(&m->lock);
-}
-
-static void msi_await_change(msi_monitor *m) {
-    (void)SleepConditionVariableSRW(&m->changed, &m->lock, INFINITE, 0);
-}
-
-static void msi_tell_change(msi_monitor *m) {
-    WakeAllConditionVariable(&m->changed);
 }
 
 static bool msi_thread_start(msi_thread *thread, msi_thread_fn run, void *argument) {
@@ -7390,6 +7278,12 @@ typedef struct msi_monitor {
 typedef pthread_t msi_thread;
 typedef void *(*msi_thread_fn)(void *);
 #define MSI_THREAD_FN(name, argument) static void *name(void *argument)
+#define MSI_MONITOR_DESTROY(m)                                                                     \
+    ((void)pthread_cond_destroy(&(m)->changed), (void)pthread_mutex_destroy(&(m)->lock))
+#define MSI_LOCK(m)         ((void)pthread_mutex_lock(&(m)->lock))
+#define MSI_UNLOCK(m)       ((void)pthread_mutex_unlock(&(m)->lock))
+#define MSI_AWAIT_CHANGE(m) ((void)pthread_cond_wait(&(m)->changed, &(m)->lock))
+#define MSI_TELL_CHANGE(m)  ((void)pthread_cond_broadcast(&(m)->changed))
 
 static bool msi_monitor_init(msi_monitor *m) {
     if (pthread_mutex_init(&m->lock, NULL) != 0) {
@@ -7400,27 +7294,6 @@ static bool msi_monitor_init(msi_monitor *m) {
         (void)pthread_mutex_destroy(&m->lock);
     }
     return made;
-}
-
-static void msi_monitor_destroy(msi_monitor *m) {
-    (void)pthread_cond_destroy(&m->changed);
-    (void)pthread_mutex_destroy(&m->lock);
-}
-
-static void msi_lock(msi_monitor *m) {
-    (void)pthread_mutex_lock(&m->lock);
-}
-
-static void msi_unlock(msi_monitor *m) {
-    (void)pthread_mutex_unlock(&m->lock);
-}
-
-static void msi_await_change(msi_monitor *m) {
-    (void)pthread_cond_wait(&m->changed, &m->lock);
-}
-
-static void msi_tell_change(msi_monitor *m) {
-    (void)pthread_cond_broadcast(&m->changed);
 }
 
 static bool msi_thread_start(msi_thread *thread, msi_thread_fn run, void *argument) {
@@ -7470,12 +7343,12 @@ typedef struct msi_cpu {
 
 /* Waits until so many jobs are done; returns how many are. */
 static uint64_t msi_done_jobs(msi_copy_stream *s, uint64_t job_count) {
-    msi_lock(&s->monitor);
+    MSI_LOCK(&s->monitor);
     while (s->done_count < job_count) {
-        msi_await_change(&s->monitor);
+        MSI_AWAIT_CHANGE(&s->monitor);
     }
     const uint64_t done_count = s->done_count;
-    msi_unlock(&s->monitor);
+    MSI_UNLOCK(&s->monitor);
     return done_count;
 }
 
@@ -7497,20 +7370,20 @@ static void msi_do_job(const msi_copy_job *job) {
 /* A function for msi_thread_start: does the jobs of a stream. */
 MSI_THREAD_FN(msi_do_jobs, argument) {
     msi_copy_stream *s = (msi_copy_stream *)argument;
-    msi_lock(&s->monitor);
+    MSI_LOCK(&s->monitor);
     while (!s->ends) {
         if (s->done_count == s->enqueued_count) {
-            msi_await_change(&s->monitor);
+            MSI_AWAIT_CHANGE(&s->monitor);
             continue;
         }
         const msi_copy_job *job = &s->ring[s->done_count % MSI_COPY_RING];
-        msi_unlock(&s->monitor);
+        MSI_UNLOCK(&s->monitor);
         msi_do_job(job);
-        msi_lock(&s->monitor);
+        MSI_LOCK(&s->monitor);
         s->done_count++;
-        msi_tell_change(&s->monitor);
+        MSI_TELL_CHANGE(&s->monitor);
     }
-    msi_unlock(&s->monitor);
+    MSI_UNLOCK(&s->monitor);
     return 0;
 }
 
@@ -7518,7 +7391,7 @@ static bool msi_start_stream(msi_copy_stream *s) {
     if (!s->is_running && msi_monitor_init(&s->monitor)) {
         s->is_running = msi_thread_start(&s->thread, msi_do_jobs, s);
         if (!s->is_running) {
-            msi_monitor_destroy(&s->monitor);
+            MSI_MONITOR_DESTROY(&s->monitor);
         }
     }
     return s->is_running;
@@ -7533,11 +7406,11 @@ static int msi_enqueue_job(msi_copy_stream *s, const msi_copy_job *job) {
     if (s->enqueued_count >= MSI_COPY_RING) {
         msi_await_jobs(s, s->enqueued_count - MSI_COPY_RING + 1);
     }
-    msi_lock(&s->monitor);
+    MSI_LOCK(&s->monitor);
     s->ring[s->enqueued_count % MSI_COPY_RING] = *job;
     s->enqueued_count++;
-    msi_tell_change(&s->monitor);
-    msi_unlock(&s->monitor);
+    MSI_TELL_CHANGE(&s->monitor);
+    MSI_UNLOCK(&s->monitor);
     return 0;
 }
 
@@ -7649,12 +7522,12 @@ static MSI_COLD void msi_cpu_close(void *state) {
     for (int i = 0; i < MSI_ISSUED_COUNT; i++) {
         msi_copy_stream *s = &c->streams[i];
         if (s->is_running) {
-            msi_lock(&s->monitor);
+            MSI_LOCK(&s->monitor);
             s->ends = true;
-            msi_tell_change(&s->monitor);
-            msi_unlock(&s->monitor);
+            MSI_TELL_CHANGE(&s->monitor);
+            MSI_UNLOCK(&s->monitor);
             msi_thread_join(s->thread);
-            msi_monitor_destroy(&s->monitor);
+            MSI_MONITOR_DESTROY(&s->monitor);
         }
     }
     msi_release(c->host, c->events, c->event_count * (uint64_t)sizeof *c->events);
@@ -7677,6 +7550,44 @@ static MSI_COLD int msi_cpu_open(void *user, const ms_open_args *args, void **st
 }
 
 #endif // MSI_THREADS
+
+/* A state with the trainer's job system. */
+typedef struct msi_jobs {
+    const ms_allocator *host;
+    const ms_parallel *parallel;
+} msi_jobs;
+
+/* Functions of the table in which threads share the work: for any state, and for that one. */
+#define MSI_SHARED_WORK(name, jobs)                                                                \
+    static int msi_##name##_copy(void *state, void *target, const void *source, uint64_t bytes) {  \
+        (void)state;                                                                               \
+        return msi_bytes_for(jobs, target, source, 0, bytes);                                      \
+    }                                                                                              \
+    static int msi_##name##_fill_bytes(void *state, void *target, uint8_t value, uint64_t bytes) { \
+        (void)state;                                                                               \
+        return msi_bytes_for(jobs, target, NULL, value, bytes);                                    \
+    }                                                                                              \
+    static int msi_##name##_add(void *state, void *target, ms_dtype to, const void *source,        \
+                                ms_dtype from, uint64_t count) {                                   \
+        (void)state;                                                                               \
+        return msi_elements_for(jobs, target, to, source, from, count, true);                      \
+    }                                                                                              \
+    static int msi_##name##_cast(void *state, void *target, ms_dtype to, const void *source,       \
+                                 ms_dtype from, uint64_t count) {                                  \
+        (void)state;                                                                               \
+        return msi_elements_for(jobs, target, to, source, from, count, false);                     \
+    }                                                                                              \
+    static int msi_##name##_update(void *state, const ms_update_args *args) {                      \
+        (void)state;                                                                               \
+        return msi_update_for(jobs, args);                                                         \
+    }                                                                                              \
+    static int msi_##name##_gemm(void *state, float alpha, const ms_matrix *a, const ms_matrix *b, \
+                                 float beta, const ms_matrix *c) {                                 \
+        (void)state;                                                                               \
+        return msi_gemm_for(jobs, alpha, a, b, beta, c);                                           \
+    }
+MSI_SHARED_WORK(cpu, NULL)
+MSI_SHARED_WORK(jobs, ((const msi_jobs *)state)->parallel)
 
 /* The table without copy streams: every function takes any state. */
 static ms_backend msi_cpu_table(void) {
@@ -7704,16 +7615,6 @@ static ms_backend msi_cpu_table(void) {
     return b;
 }
 
-/* A state with the trainer's job system, and the functions that use it. */
-typedef struct msi_jobs {
-    const ms_allocator *host;
-    const ms_parallel *parallel;
-} msi_jobs;
-
-static const ms_parallel *msi_jobs_of(void *state) {
-    return ((const msi_jobs *)state)->parallel;
-}
-
 static MSI_COLD int msi_jobs_open(void *user, const ms_open_args *args, void **state) {
     (void)user;
     msi_jobs *j = (msi_jobs *)msi_alloc_zeroed(args->host, sizeof *j);
@@ -7728,37 +7629,6 @@ static MSI_COLD int msi_jobs_open(void *user, const ms_open_args *args, void **s
 
 static void msi_jobs_close(void *state) {
     msi_release(((const msi_jobs *)state)->host, state, sizeof(msi_jobs));
-}
-
-static int msi_jobs_copy(void *state, void *target, const void *source, uint64_t bytes) {
-    msi_bytes_for(msi_jobs_of(state), target, source, 0, bytes);
-    return 0;
-}
-
-static int msi_jobs_fill_bytes(void *state, void *device, uint8_t value, uint64_t bytes) {
-    msi_bytes_for(msi_jobs_of(state), device, NULL, value, bytes);
-    return 0;
-}
-
-static int msi_jobs_add(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
-                        uint64_t count) {
-    const msi_elements_job job = {target, source, to, from, count, true};
-    return msi_elements_for(msi_jobs_of(state), &job);
-}
-
-static int msi_jobs_cast(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
-                         uint64_t count) {
-    const msi_elements_job job = {target, source, to, from, count, false};
-    return msi_elements_for(msi_jobs_of(state), &job);
-}
-
-static int msi_jobs_update(void *state, const ms_update_args *args) {
-    return msi_update_for(msi_jobs_of(state), args);
-}
-
-static int msi_jobs_gemm(void *state, float alpha, const ms_matrix *a, const ms_matrix *b,
-                         float beta, const ms_matrix *c) {
-    return msi_gemm_for(msi_jobs_of(state), alpha, a, b, beta, c);
 }
 
 static MSI_COLD ms_backend msi_jobs_table(void) {
@@ -7945,14 +7815,6 @@ static double msi_bench_us(msi_bench *t, msi_timed what) {
     return msi_bench_median_us(t, what, one);
 }
 
-/* Measures how fast updates use state on the host. */
-static double msi_bench_mapped_us(msi_bench *t) {
-    uint8_t *step = (uint8_t *)t->device + t->device_bytes - MSI_BENCH_STEP_BYTES / 2;
-    t->error =
-        t->error ? t->error : t->backend->fill_bytes(t->state, step, 0, MSI_BENCH_STEP_BYTES / 2);
-    return msi_bench_us(t, MSI_TIMED_MAPPED);
-}
-
 /* 1e12 flops a second of a product of square matrices: of the first size tried that takes longer
    than MSI_BENCH_SAMPLE_US, or the last that memory, time and MSI_BENCH_MOST_SIDE allow. */
 static MSI_COLD double msi_bench_tflops(msi_bench *t, ms_dtype dtype) {
@@ -8058,8 +7920,10 @@ static MSI_COLD void msi_bench_all(msi_bench *t, ms_hardware *h) {
     msi_set_speed(&h->memory_gb_per_s, 2.0 * copied, msi_bench_us(t, MSI_TIMED_COPY));
     msi_set_speed(&h->to_device_gb_per_s, passed, msi_bench_us(t, MSI_TIMED_TO_DEVICE));
     msi_set_speed(&h->to_host_gb_per_s, passed, msi_bench_us(t, MSI_TIMED_TO_HOST));
-    if (t->backend->maps_host) {
-        msi_set_speed(&h->mapped_gb_per_s, 2.0 * passed, msi_bench_mapped_us(t));
+    if (t->backend->maps_host && !t->error) { // updates that use state on the host
+        uint8_t *step = (uint8_t *)t->device + t->device_bytes - MSI_BENCH_STEP_BYTES / 2;
+        t->error = t->backend->fill_bytes(t->state, step, 0, MSI_BENCH_STEP_BYTES / 2);
+        msi_set_speed(&h->mapped_gb_per_s, 2.0 * passed, msi_bench_us(t, MSI_TIMED_MAPPED));
     }
     msi_set_speed(&h->f32_tflops, msi_bench_tflops(t, MS_DTYPE_F32), 1.0);
     if (!t->error) { // a backend need not have products of F16
@@ -8344,13 +8208,9 @@ static const char *msi_layer_name(const msi_graph *g, uint32_t layer) {
     return msi_name(g, g->layers.items[layer].name);
 }
 
-typedef struct msi_label {
-    char text[112];
-} msi_label;
-
 /* `layer 3 "ln1"`: many layers may have one name. */
-static msi_label msi_label_of(uint32_t number, const char *name) {
-    msi_label label;
+static msi_words msi_label_of(uint32_t number, const char *name) {
+    msi_words label;
     const int length = msi_write_text(label.text, sizeof label.text, "layer %u", (unsigned)number);
     if (length > 0 && strcmp(name, label.text) != 0) {
         msi_write_text(label.text + length, sizeof label.text - (size_t)length, " \"%.80s\"", name);
@@ -8358,7 +8218,7 @@ static msi_label msi_label_of(uint32_t number, const char *name) {
     return label;
 }
 
-static MSI_NOINLINE msi_label msi_layer_label(const msi_graph *g, uint32_t layer) {
+static MSI_NOINLINE msi_words msi_layer_label(const msi_graph *g, uint32_t layer) {
     return msi_label_of(layer, msi_layer_name(g, layer));
 }
 
@@ -8475,9 +8335,7 @@ static uint8_t msi_move_of(msi_role role) {
     X(MSI_8BIT_VECTOR, MSI_FACT(VECTOR), "its rank is below 2")                                    \
     X(MSI_8BIT_LOOKED_UP, MSI_FACT(LOOKED_UP), "a layer with an integer input reads it")
 
-#define MSI_X(constant, fact, text) constant,
-typedef enum msi_not_8bit { MSI_NOT_8BIT(MSI_X) } msi_not_8bit;
-#undef MSI_X
+typedef enum msi_not_8bit { MSI_NOT_8BIT(MEMSCALE_FIRST) } msi_not_8bit;
 
 #define MSI_X(constant, fact, text) text,
 static const char *const msi_not_8bit_texts[] = {MSI_NOT_8BIT(MSI_X)};
@@ -8576,15 +8434,11 @@ static uint64_t msi_all_state_bytes(const ms_optimizer_desc *o, const msi_tensor
     return bytes;
 }
 
-/* What a function was given, in words: `"x"`, `the gradient of "x"`. */
-typedef struct msi_handle_text {
-    char text[160];
-} msi_handle_text;
-
-static msi_handle_text msi_handle_words(const msi_graph *g, ms_tensor handle) {
+/* What a function was given: `"x"`, `the gradient of "x"`. */
+static msi_words msi_handle_words(const msi_graph *g, ms_tensor handle) {
     const uint32_t t = msi_index(g, handle);
     const msi_role role = msi_role_of(g, handle);
-    msi_handle_text words;
+    msi_words words;
     if (t == MSI_NONE) {
         msi_write_text(words.text, sizeof words.text, "%s",
                        handle.id ? "an unknown handle" : "an empty handle (id 0)");
@@ -8689,32 +8543,47 @@ static const uint32_t *msi_group(const msi_graph *g, const msi_layer *l, int gro
     return g->operands.items + l->operand_first + l->start[group];
 }
 
-/* Goes through the operands of a group of a layer, without empty slots:
-   for (MSI_EACH(in, g, l, MSI_GROUP_IN)) { ... in.tensor, in.slot ... } */
+/* Goes through the operands of a group of a layer, or of several groups, without empty slots:
+   for (MSI_EACH(in, g, l, MSI_GROUP_IN)) { ... in.tensor, in.t, in.slot ... }
+   for (MSI_EACH_OF(made, g, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) { ... made.group ... } */
 typedef struct msi_operand_cursor {
-    const uint32_t *tensors; // of all slots
-    uint32_t count, next;
-    uint32_t slot, tensor; // of the present operand
+    const uint32_t *operands; // of the layer, in all slots
+    const uint16_t *start;    // of the groups among them
+    msi_tensor *tensors;      // of the graph
+    uint32_t next, end;
+    int group; // of the present operand
+    uint32_t slot, tensor;
+    msi_tensor *t;
 } msi_operand_cursor;
 
-static inline msi_operand_cursor msi_operands_of(const msi_graph *g, const msi_layer *l,
-                                                 int group) {
-    const msi_operand_cursor c = {msi_group(g, l, group), l->count[group], 0, 0, 0};
+static inline msi_operand_cursor msi_operands_of(const msi_graph *g, const msi_layer *l, int first,
+                                                 int last) {
+    const uint32_t *of = g->operands.items + l->operand_first, end = l->start[last + 1];
+    msi_operand_cursor c = {of, l->start, g->tensors.items, l->start[first], end, first, 0,
+                            0,  NULL};
     return c;
 }
 
 static inline bool msi_next_operand(msi_operand_cursor *c) {
-    while (c->next < c->count && c->tensors[c->next] == MSI_NONE) {
+    while (c->next < c->end && c->operands[c->next] == MSI_NONE) {
         c->next++;
     }
-    c->slot = c->next++;
-    c->tensor = c->slot < c->count ? c->tensors[c->slot] : MSI_NONE;
-    return c->slot < c->count;
+    if (c->next == c->end) {
+        return false;
+    }
+    while (c->next >= c->start[c->group + 1]) {
+        c->group++;
+    }
+    c->slot = c->next - c->start[c->group];
+    c->tensor = c->operands[c->next++];
+    c->t = &c->tensors[c->tensor];
+    return true;
 }
 
-#define MSI_EACH(operand, g, l, group)                                                             \
-    msi_operand_cursor operand = msi_operands_of(g, l, group);                                     \
+#define MSI_EACH_OF(operand, g, l, first, last)                                                    \
+    msi_operand_cursor operand = msi_operands_of(g, l, first, last);                               \
     msi_next_operand(&operand);
+#define MSI_EACH(operand, g, l, group) MSI_EACH_OF(operand, g, l, group, group)
 
 /* The mask of the slots of a group that forward reads: all, except those of what it makes. */
 static uint32_t msi_forward_reads_of(int group) {
@@ -8730,9 +8599,11 @@ static bool msi_can_recompute(const msi_layer *l) {
     return l->recompute || msi_can_repeat(l);
 }
 
-/* The mask of the slots of a group that a forward or a recomputation reads. */
+/* The mask of the slots of a group that a call reads. */
 static uint32_t msi_op_reads(const msi_layer *l, msi_op op, int group) {
-    return op == MSI_OP_RECOMPUTE ? l->recompute_masks[group] : msi_forward_reads_of(group);
+    return op == MSI_OP_BACKWARD    ? l->backward_masks[group]
+           : op == MSI_OP_RECOMPUTE ? l->recompute_masks[group]
+                                    : msi_forward_reads_of(group);
 }
 
 /* The time of a layer's recomputation. */
@@ -8753,9 +8624,7 @@ static double msi_again_us(const msi_layer *l, msi_op op) {
     X(MSI_NARROW_FROZEN, "it is frozen, and master_weights is not OFF")                            \
     X(MSI_NARROW_UPDATE, "it is borrowed, or the update is the trainer's own or takes F32 alone")
 
-#define MSI_X(constant, text) constant,
-typedef enum msi_not_narrow { MSI_NOT_NARROW(MSI_X) } msi_not_narrow;
-#undef MSI_X
+typedef enum msi_not_narrow { MSI_NOT_NARROW(MEMSCALE_FIRST) } msi_not_narrow;
 
 #define MSI_X(constant, text) text,
 static const char *const msi_not_narrow_texts[] = {MSI_NOT_NARROW(MSI_X)};
@@ -8765,8 +8634,7 @@ static const char *const msi_not_narrow_texts[] = {MSI_NOT_NARROW(MSI_X)};
 static bool msi_is_kept_f32(const msi_graph *g, const msi_layer *l) {
     bool kept = false;
     for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
-        kept |=
-            g->tensors.items[out.tensor].technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_OFF;
+        kept |= out.t->technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_OFF;
     }
     return kept;
 }
@@ -8774,22 +8642,19 @@ static bool msi_is_kept_f32(const msi_graph *g, const msi_layer *l) {
 /* Sets not_narrow and narrow_gradient of what a layer makes, and of its params, as it declares. */
 static void msi_mark_narrow(msi_graph *g, const msi_layer *l, msi_format narrow) {
     const bool accepts = msi_is_called_in(l, narrow), kept = msi_is_kept_f32(g, l);
-    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
-        for (MSI_EACH(operand, g, l, group)) {
-            msi_tensor *t = &g->tensors.items[operand.tensor];
-            const bool follows =
-                msi_follows_call(t, l, group, operand.slot) && operand.tensor != g->loss;
-            const msi_not_narrow why = !accepts           ? MSI_NARROW_NOT_ACCEPTED
-                                       : kept || !follows ? MSI_NARROW_STAYS
-                                                          : MSI_NARROW_MAY_BE;
-            t->not_narrow =
-                t->not_narrow == MSI_NARROW_MAY_BE || t->not_narrow == MSI_NARROW_NOT_USED
-                    ? (uint8_t)why
-                    : t->not_narrow;
-            t->narrow_gradient &=
-                !l->has_backward || group != MSI_GROUP_PARAM ||
-                msi_seen_format(t, l, MSI_GROUP_GRAD_PARAM, operand.slot, narrow) == narrow;
-        }
+    for (MSI_EACH_OF(operand, g, l, MSI_GROUP_OUT, MSI_GROUP_PARAM)) {
+        msi_tensor *t = operand.t;
+        const bool follows =
+            msi_follows_call(t, l, operand.group, operand.slot) && operand.tensor != g->loss;
+        const msi_not_narrow why = !accepts           ? MSI_NARROW_NOT_ACCEPTED
+                                   : kept || !follows ? MSI_NARROW_STAYS
+                                                      : MSI_NARROW_MAY_BE;
+        t->not_narrow = t->not_narrow == MSI_NARROW_MAY_BE || t->not_narrow == MSI_NARROW_NOT_USED
+                            ? (uint8_t)why
+                            : t->not_narrow;
+        t->narrow_gradient &=
+            !l->has_backward || operand.group != MSI_GROUP_PARAM ||
+            msi_seen_format(t, l, MSI_GROUP_GRAD_PARAM, operand.slot, narrow) == narrow;
     }
 }
 
@@ -8811,8 +8676,8 @@ static MSI_NOINLINE uint32_t msi_lowest_bit(uint32_t mask) {
     return bit;
 }
 
-/* Appends the slots of one group, which are valid, to the operands, which have room, and marks the
-   layer as the producer of what it writes. */
+/* Appends the slots of one group, which are valid, to the operands, which have room, and marks what
+   the layer makes and what it changes. */
 static void msi_add_operands(ms_model *m, uint32_t layer, int group, const ms_tensor *slots,
                              uint32_t count) {
     msi_graph *g = &m->graph;
@@ -8821,8 +8686,19 @@ static void msi_add_operands(ms_model *m, uint32_t layer, int group, const ms_te
         g->operands.items[g->operands.count++] = t;
         if (t != MSI_NONE && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED)) {
             g->tensors.items[t].producer = layer;
+        } else if (group == MSI_GROUP_STATE && t != MSI_NONE) {
+            g->tensors.items[t].is_state = true;
         }
     }
+}
+
+/* How often an axis is among the first dims of a shape. */
+static int msi_count_axis(const ms_shape *shape, uint32_t dims, uint32_t axis) {
+    int count = 0;
+    for (uint32_t k = 0; k < dims && k < (uint32_t)shape->rank; k++) {
+        count += shape->axes[k] >> axis & 1;
+    }
+    return count;
 }
 
 /* Whether two tensors of the same size keep the same size at all sizes of the axes. */
@@ -8830,14 +8706,7 @@ static bool msi_scales_alike(const msi_graph *g, uint32_t a, uint32_t b) {
     const ms_shape *x = &g->tensors.items[a].view.shape, *y = &g->tensors.items[b].view.shape;
     bool alike = true;
     for (uint32_t axis = 0; axis < g->axis_count; axis++) {
-        int balance = 0; // dims along this axis: of x, less those of y
-        for (int i = 0; i < x->rank; i++) {
-            balance += x->axes[i] >> axis & 1;
-        }
-        for (int i = 0; i < y->rank; i++) {
-            balance -= y->axes[i] >> axis & 1;
-        }
-        alike &= balance == 0;
+        alike &= msi_count_axis(x, MS_LIMIT_RANK, axis) == msi_count_axis(y, MS_LIMIT_RANK, axis);
     }
     return alike;
 }
@@ -8846,19 +8715,9 @@ static bool msi_scales_alike(const msi_graph *g, uint32_t a, uint32_t b) {
 static double msi_output_elements(const msi_graph *g, const msi_layer *l) {
     double elements = 0.0;
     for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
-        elements += (double)ms_shape_count(&g->tensors.items[out.tensor].view.shape);
+        elements += (double)ms_shape_count(&out.t->view.shape);
     }
     return elements;
-}
-
-static bool msi_reserve_layer(ms_model *m, const msi_layer *l) {
-    msi_graph *g = &m->graph;
-    const ms_allocator *a = &m->config.allocator;
-    const uint32_t operands = l->start[MSI_GROUP_COUNT];
-    const uint32_t masks = l->count[MSI_GROUP_OUT] + 4u * l->count[MSI_GROUP_IN];
-    return MSI_RESERVE(msi_layer, a, g->layers, g->layers.count + 1) &&
-           MSI_RESERVE(uint32_t, a, g->operands, g->operands.count + operands) &&
-           MSI_RESERVE(uint32_t, a, g->masks, g->masks.count + masks);
 }
 
 static void msi_add_masks(msi_graph *g, const msi_layer *l, const ms_layer_desc *desc) {
@@ -8977,7 +8836,7 @@ static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
 
 /* The first output of a layer. */
 static MSI_NOINLINE uint32_t msi_first_output(const msi_graph *g, const msi_layer *l) {
-    msi_operand_cursor out = msi_operands_of(g, l, MSI_GROUP_OUT);
+    msi_operand_cursor out = msi_operands_of(g, l, MSI_GROUP_OUT, MSI_GROUP_OUT);
     return msi_next_operand(&out) ? out.tensor : MSI_NONE;
 }
 
@@ -9006,8 +8865,12 @@ static MSI_COLD ms_layer msi_add_layer(ms_model *m, const char *name, const ms_l
     const ms_layer none = {0};
     msi_graph *g = &m->graph;
     const uint32_t index = g->layers.count;
+    const ms_allocator *a = &m->config.allocator;
     msi_layer l = msi_layer_from(g, desc);
-    if (!msi_reserve_layer(m, &l)) {
+    const uint32_t masks = l.count[MSI_GROUP_OUT] + 4u * l.count[MSI_GROUP_IN];
+    if (!MSI_RESERVE(msi_layer, a, g->layers, index + 1) ||
+        !MSI_RESERVE(uint32_t, a, g->operands, g->operands.count + l.start[MSI_GROUP_COUNT]) ||
+        !MSI_RESERVE(uint32_t, a, g->masks, g->masks.count + masks)) {
         MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s", msi_label_of(index, name).text);
         return none;
     }
@@ -9075,16 +8938,17 @@ static uint64_t msi_common_multiple(uint64_t a, uint64_t b) {
 static uint64_t msi_tile_unit(const msi_graph *g, const msi_layer *l) {
     const uint64_t rows = msi_layer_rows(g, l, false);
     uint64_t unit = l->tile.multiple > 1 ? (uint64_t)l->tile.multiple : 1;
-    for (int group = MSI_GROUP_IN; group <= MSI_GROUP_SAVED && l->tile.axes > 0; group++) {
-        for (MSI_EACH(operand, g, l, group)) {
-            const ms_shape *shape = &g->tensors.items[operand.tensor].view.shape;
-            const uint64_t own = msi_leading(shape, msi_row_dims(l, group, operand.slot));
-            if (msi_is_by_rows(l, group, operand.slot) && own < rows) {
-                unit = msi_common_multiple(unit, rows / own);
-            }
+    if (l->tile.axes == 0) {
+        return 0;
+    }
+    for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
+        const uint32_t dims = msi_row_dims(l, operand.group, operand.slot);
+        const uint64_t own = msi_leading(&operand.t->view.shape, dims);
+        if (msi_is_by_rows(l, operand.group, operand.slot) && own < rows) {
+            unit = msi_common_multiple(unit, rows / own);
         }
     }
-    return l->tile.axes > 0 && unit <= rows && rows % unit == 0 ? unit : 0;
+    return unit <= rows && rows % unit == 0 ? unit : 0;
 }
 
 /* Sets the sizes of the axes; NULL: the largest. */
@@ -9109,7 +8973,7 @@ static MSI_NOINLINE void msi_get_sizes(const msi_graph *g, int64_t *sizes) {
 static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uint32_t mask) {
     bool wanted = false;
     for (MSI_EACH(operand, g, l, group)) {
-        wanted |= (mask >> operand.slot & 1) && g->tensors.items[operand.tensor].wants_gradient;
+        wanted |= (mask >> operand.slot & 1) && operand.t->wants_gradient;
     }
     return wanted;
 }
@@ -9117,13 +8981,10 @@ static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uin
 /* Marks the values of a layer that its own recompute callback reads, and those that must stay. If
    forward cannot run again, the values that the callback reads must; without a callback, all. */
 static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
-    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-        const uint32_t read = l->recompute ? l->recompute_masks[group] : 0;
-        for (MSI_EACH(made, g, l, group)) {
-            msi_tensor *t = &g->tensors.items[made.tensor];
-            t->serves_recompute = read >> made.slot & 1;
-            t->must_stay = !msi_can_repeat(l) && (!l->recompute || t->serves_recompute);
-        }
+    for (MSI_EACH_OF(made, g, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) {
+        msi_tensor *t = made.t;
+        t->serves_recompute = l->recompute && (l->recompute_masks[made.group] >> made.slot & 1);
+        t->must_stay = !msi_can_repeat(l) && (!l->recompute || t->serves_recompute);
     }
 }
 
@@ -9151,16 +9012,15 @@ static void msi_analyze(msi_graph *g) {
         l->ends_in_loss = msi_any_wants(g, l, MSI_GROUP_IN, l->grads_in_forward);
         bool looks_up = false;
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            g->tensors.items[in.tensor].last_use = i;
-            looks_up |= !msi_is_float(g->tensors.items[in.tensor].view.dtype);
+            in.t->last_use = i;
+            looks_up |= !msi_is_float(in.t->view.dtype);
         }
         for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
-            g->tensors.items[param.tensor].is_looked_up |= looks_up;
+            param.t->is_looked_up |= looks_up;
         }
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
-            msi_tensor *t = &g->tensors.items[out.tensor];
-            t->wants_gradient = wanted && l->differentiable && !l->grads_in_forward &&
-                                !t->no_gradient && msi_is_float(t->view.dtype);
+            out.t->wants_gradient = wanted && l->differentiable && !l->grads_in_forward &&
+                                    !out.t->no_gradient && msi_is_float(out.t->view.dtype);
         }
         msi_mark_must_stay(g, l);
     }
@@ -9169,19 +9029,16 @@ static void msi_analyze(msi_graph *g) {
 /* Marks what the backward of one layer reads, and the gradients that it contributes to. */
 static void msi_mark_backward(msi_graph *g, uint32_t layer) {
     const msi_layer *l = &g->layers.items[layer];
-    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        const bool edges = group == MSI_GROUP_IN || group == MSI_GROUP_PARAM;
-        const uint32_t in_forward = group == MSI_GROUP_IN ? l->grads_in_forward : 0u;
-        const uint32_t reads = l->has_backward ? l->backward_masks[group] : 0u;
+    for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_STATE)) {
+        const bool edges = operand.group == MSI_GROUP_IN || operand.group == MSI_GROUP_PARAM;
+        const uint32_t in_forward = operand.group == MSI_GROUP_IN ? l->grads_in_forward : 0u;
+        const uint32_t reads = l->has_backward ? l->backward_masks[operand.group] : 0u;
         const uint32_t gives = l->has_backward && edges ? MS_ALL_SLOTS : in_forward;
-        for (MSI_EACH(operand, g, l, group)) {
-            msi_tensor *t = &g->tensors.items[operand.tensor];
-            if (reads >> operand.slot & 1) {
-                t->last_reader = layer;
-            }
-            if ((gives >> operand.slot & 1) && t->wants_gradient) {
-                t->last_gradient = layer;
-            }
+        if (reads >> operand.slot & 1) {
+            operand.t->last_reader = layer;
+        }
+        if ((gives >> operand.slot & 1) && operand.t->wants_gradient) {
+            operand.t->last_gradient = layer;
         }
     }
 }
@@ -9195,13 +9052,12 @@ static void msi_analyze_backward(msi_graph *g) {
         bool leads = false;
         l->has_backward = false;
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
-            const msi_tensor *t = &g->tensors.items[out.tensor];
-            leads |= t->leads_to_loss;
-            l->has_backward |=
-                t->wants_gradient && (out.tensor == g->loss || t->last_gradient != MSI_NONE);
+            leads |= out.t->leads_to_loss;
+            l->has_backward |= out.t->wants_gradient &&
+                               (out.tensor == g->loss || out.t->last_gradient != MSI_NONE);
         }
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            g->tensors.items[in.tensor].leads_to_loss |= leads;
+            in.t->leads_to_loss |= leads;
         }
         if (l->has_backward || l->ends_in_loss) {
             msi_mark_backward(g, i);
@@ -9209,7 +9065,7 @@ static void msi_analyze_backward(msi_graph *g) {
         }
         /* A layer without backward could be recomputed after the update, and see new values. */
         for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
-            g->tensors.items[param.tensor].updates_early &= l->has_backward;
+            param.t->updates_early &= l->has_backward;
         }
     }
 }
@@ -9332,7 +9188,7 @@ static bool msi_ends_in_loss(const msi_graph *g, uint32_t first, uint32_t end) {
     for (uint32_t i = first; i < end; i++) {
         ends |= g->layers.items[i].ends_in_loss;
         for (MSI_EACH(param, g, &g->layers.items[i], MSI_GROUP_PARAM)) {
-            lent |= msi_is_borrowed(&g->tensors.items[param.tensor], MSI_ROLE_GRADIENT);
+            lent |= msi_is_borrowed(param.t, MSI_ROLE_GRADIENT);
         }
     }
     return ends && !lent && g->backward_begin <= end;
@@ -9389,15 +9245,12 @@ static uint64_t msi_aligned_unit(const msi_graph *g, uint32_t first, uint32_t en
     uint64_t times = 1;
     for (uint32_t i = first; i < end; i++) {
         const msi_layer *l = &g->layers.items[i];
-        for (int group = MSI_GROUP_IN; group <= MSI_GROUP_SAVED; group++) {
-            for (MSI_EACH(operand, g, l, group)) {
-                const msi_tensor *t = &g->tensors.items[operand.tensor];
-                const uint64_t piece = msi_scale_rows(t->bytes, unit, rows);
-                const uint64_t least = t->view.dtype == MS_DTYPE_F32 ? piece / 2 : piece;
-                if (msi_is_by_rows(l, group, operand.slot)) {
-                    times = msi_common_multiple(times,
-                                                msi_common_multiple(least, MSI_ALIGNMENT) / least);
-                }
+        for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
+            const uint64_t piece = msi_scale_rows(operand.t->bytes, unit, rows);
+            const uint64_t least = operand.t->view.dtype == MS_DTYPE_F32 ? piece / 2 : piece;
+            if (msi_is_by_rows(l, operand.group, operand.slot)) {
+                times =
+                    msi_common_multiple(times, msi_common_multiple(least, MSI_ALIGNMENT) / least);
             }
         }
     }
@@ -9435,12 +9288,9 @@ static msi_rows msi_rows_of_tile(const msi_tiling *group, uint32_t tile) {
 /* Whether the trainer forces a layer to be in tiles, or forbids it: by any value that it makes. */
 static ms_switch msi_tiling_force(const msi_graph *g, const msi_layer *l) {
     bool on = false, off = false;
-    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-        for (MSI_EACH(made, g, l, group)) {
-            const uint8_t is = g->tensors.items[made.tensor].technique[MS_TECHNIQUE_TILING];
-            on |= is == MS_SWITCH_ON;
-            off |= is == MS_SWITCH_OFF;
-        }
+    for (MSI_EACH_OF(made, g, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) {
+        on |= made.t->technique[MS_TECHNIQUE_TILING] == MS_SWITCH_ON;
+        off |= made.t->technique[MS_TECHNIQUE_TILING] == MS_SWITCH_OFF;
     }
     return off ? MS_SWITCH_OFF : on ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
 }
@@ -9524,7 +9374,6 @@ typedef struct msi_loans {
     MSI_LIST(msi_loan) list;
     MSI_LIST(uint64_t) begin;
     MSI_LIST(uint32_t) order;
-    uint8_t *is_state; // per tensor: a layer changes it
 } msi_loans;
 
 static msi_loan msi_loan_of(const ms_model *m, uint32_t t, msi_role role, const void *memory) {
@@ -9535,7 +9384,7 @@ static msi_loan msi_loan_of(const ms_model *m, uint32_t t, msi_role role, const 
     loan.begin = (uint64_t)(uintptr_t)memory;
     loan.end = loan.begin + tensor->largest_bytes;
     loan.on_host = tensor->on_host;
-    loan.changes = tensor->kind == MSI_KIND_PARAM && !tensor->frozen;
+    loan.changes = (tensor->kind == MSI_KIND_PARAM && !tensor->frozen) || tensor->is_state;
     return loan;
 }
 
@@ -9549,26 +9398,12 @@ static msi_loan msi_loan_of_arena(const ms_model *m) {
     return loan;
 }
 
-/* Marks the tensors that layers change. */
-static void msi_mark_state(const msi_graph *g, uint8_t *is_state) {
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        for (MSI_EACH(state, g, &g->layers.items[i], MSI_GROUP_STATE)) {
-            is_state[state.tensor] = 1;
-        }
-    }
-}
-
 static bool msi_add_loan(const ms_model *m, msi_loans *l, msi_loan loan) {
     const ms_allocator *a = &m->config.allocator;
-    const uint32_t count = l->list.count;
-    if (!MSI_RESERVE(msi_loan, a, l->list, count + 1ull) ||
-        !MSI_RESERVE(uint64_t, a, l->begin, count + 1ull) ||
-        !MSI_RESERVE(uint32_t, a, l->order, 2 * (count + 1ull))) {
+    if (!MSI_RESERVE(msi_loan, a, l->list, l->list.count + 1ull)) {
         return false;
     }
-    l->list.items[count] = loan;
-    l->begin.items[count] = loan.begin;
-    l->list.count++;
+    l->list.items[l->list.count++] = loan;
     return true;
 }
 
@@ -9578,8 +9413,7 @@ static bool msi_list_loans(const ms_model *m, msi_loans *l) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         for (int role = 0; role < MSI_ROLE_RESIDENT_COUNT && fits; role++) {
-            msi_loan loan = msi_loan_of(m, t, (msi_role)role, tensor->memory[role]);
-            loan.changes |= l->is_state[t] != 0;
+            const msi_loan loan = msi_loan_of(m, t, (msi_role)role, tensor->memory[role]);
             if (msi_is_borrowed(tensor, (msi_role)role) &&
                 (role == MSI_ROLE_VALUE || loan.changes)) {
                 fits = msi_add_loan(m, l, loan);
@@ -9637,18 +9471,16 @@ static ms_result msi_find_overlap(ms_model *m, const msi_loans *l, bool on_host)
 /* Memory that is lent for two values must not overlap, unless neither changes in training. */
 static MSI_COLD ms_result msi_check_loans(ms_model *m) {
     const ms_allocator *a = &m->config.allocator;
-    const uint64_t bytes = m->graph.tensors.count + 1ull;
     ms_result result = MS_RESULT_OK;
     msi_loans l;
     memset(&l, 0, sizeof l);
-    l.is_state = (uint8_t *)msi_alloc_zeroed(a, bytes);
-    if (l.is_state) {
-        msi_mark_state(&m->graph, l.is_state);
-    }
-    if (!l.is_state || !msi_list_loans(m, &l)) {
-        result = msi_fail_memory(m, "a list of what is borrowed", bytes);
+    if (!msi_list_loans(m, &l) || !MSI_RESERVE(uint64_t, a, l.begin, l.list.count) ||
+        !MSI_RESERVE(uint32_t, a, l.order, 2ull * l.list.count)) {
+        result = msi_fail_memory(m, "a list of what is borrowed",
+                                 (l.list.count + 1ull) * sizeof(msi_loan));
     } else if (l.list.count > 1) {
         for (uint32_t i = 0; i < l.list.count; i++) {
+            l.begin.items[i] = l.list.items[i].begin;
             l.order.items[i] = i;
         }
         msi_sort_indices(l.order.items, l.order.items + l.list.count, l.list.count, l.begin.items);
@@ -9658,7 +9490,6 @@ static MSI_COLD ms_result msi_check_loans(ms_model *m) {
     MSI_LIST_FREE(msi_loan, a, l.list);
     MSI_LIST_FREE(uint64_t, a, l.begin);
     MSI_LIST_FREE(uint32_t, a, l.order);
-    msi_release(a, l.is_state, l.is_state ? bytes : 0);
     return result;
 }
 
@@ -9698,13 +9529,6 @@ static bool msi_is_cpu_table(const ms_backend *b) {
            b->copy_out == cpu.copy_out && b->fill_bytes == cpu.fill_bytes && b->add == cpu.add &&
            b->cast == cpu.cast && b->update == cpu.update && b->gemm == cpu.gemm &&
            b->memory_alloc == cpu.memory_alloc && !b->is_asynchronous;
-}
-
-/* Whether the shared arena is of the backend that the model is to run on. */
-static bool msi_arena_fits(const ms_config *c) {
-    return !c->arena ||
-           (c->arena->backend.memory_alloc == c->backend.memory_alloc &&
-            c->arena->backend.copy == c->backend.copy && c->arena->backend.user == c->backend.user);
 }
 
 enum { MSI_MAX_WARMUP = 1000 };
@@ -9754,8 +9578,7 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
          "allocator: alloc is missing: set both functions, or neither for malloc and free"},
         {c->parallel.run && !msi_is_cpu_table(&c->backend), 0.0,
          "parallel: only the CPU backend, as ms_backend_cpu() gives it, uses a job system: leave "
-         "it "
-         "out"},
+         "it out"},
         {c->allocator.resize && !c->allocator.alloc, 0.0,
          "allocator: alloc and release are missing: set them along with resize, or none"},
         {c->memory && c->arena, 0.0,
@@ -9764,8 +9587,10 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
          "memory: memory_bytes is 0: set the size of the block"},
         {!c->memory && c->memory_bytes > 0, (double)c->memory_bytes,
          "memory_bytes: there is no ms_config.memory of that size: set memory_budget_bytes"},
-        {!msi_arena_fits(c), 0.0,
-         "arena: its backend is not that of the model: give the same one to ms_arena_create"},
+        {c->arena && (c->arena->backend.memory_alloc != c->backend.memory_alloc ||
+                      c->arena->backend.copy != c->backend.copy ||
+                      c->arena->backend.user != c->backend.user),
+         0.0, "arena: its backend is not that of the model: give the same one to ms_arena_create"},
         {!(msi_is_finite(c->target_utilization) && c->target_utilization > 0.0 &&
            c->target_utilization <= 1.0),
          c->target_utilization,
@@ -9775,8 +9600,7 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
         {!msi_switches_are_valid(c), 0.0,
          "checkpointing, offloading, tiling, mixed_precision, optimizer_8bit, early_update, "
          "async_offload, static_profiling, empirical_profiling or master_weights: there is no such "
-         "switch: set one "
-         "of ms_switch"},
+         "switch: set one of ms_switch"},
         {c->mixed_dtype != MS_DTYPE_F32 && ((unsigned)c->mixed_dtype >= MS_DTYPE_COUNT ||
                                             !(MSI_NARROW_DTYPES >> c->mixed_dtype & 1)),
          (double)(int)c->mixed_dtype,
@@ -10061,12 +9885,11 @@ static uint32_t msi_activation_index(ms_model *model, const char *function, ms_t
     if (!msi_setting(model, function, tensor)) {
         return MSI_NONE;
     }
-    const uint32_t t = msi_value_index(&model->graph, tensor),
-                   of = msi_index(&model->graph, tensor);
-    if (t == MSI_NONE || model->graph.tensors.items[t].kind != MSI_KIND_ACTIVATION ||
-        model->graph.tensors.items[t].producer == MSI_NONE) {
-        const bool is_gradient = t == MSI_NONE && of != MSI_NONE &&
-                                 model->graph.tensors.items[of].kind == MSI_KIND_ACTIVATION;
+    const uint32_t t = msi_value_index(&model->graph, tensor);
+    const msi_tensor *of = msi_tensor_at(model, tensor);
+    const bool is_activation = of && of->kind == MSI_KIND_ACTIVATION;
+    if (t == MSI_NONE || !is_activation || of->producer == MSI_NONE) {
+        const bool is_gradient = t == MSI_NONE && is_activation;
         MSI_STICK(model, MS_RESULT_INVALID, "%s: %s is not the output of a layer: %s", function,
                   msi_handle_words(&model->graph, tensor).text,
                   is_gradient ? msi_activation_cure
@@ -10163,15 +9986,11 @@ static void msi_set_moves(msi_tensor *t, uint32_t moves, ms_switch force) {
 /* Forces or forbids a technique for those tensors of a layer that it can be set on. */
 static void msi_set_on_layer(ms_model *m, const msi_layer *l, ms_technique technique,
                              ms_switch force) {
-    msi_graph *g = &m->graph;
-    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
-        for (MSI_EACH(operand, g, l, group)) {
-            msi_tensor *t = &g->tensors.items[operand.tensor];
-            if (msi_techniques[technique].kinds >> t->kind & 1) {
-                t->technique[technique] = (uint8_t)force;
-                if (technique == MS_TECHNIQUE_OFFLOADING) {
-                    msi_set_moves(t, MSI_MOVES_ALL, force);
-                }
+    for (MSI_EACH_OF(operand, &m->graph, l, MSI_GROUP_OUT, MSI_GROUP_PARAM)) {
+        if (msi_techniques[technique].kinds >> operand.t->kind & 1) {
+            operand.t->technique[technique] = (uint8_t)force;
+            if (technique == MS_TECHNIQUE_OFFLOADING) {
+                msi_set_moves(operand.t, MSI_MOVES_ALL, force);
             }
         }
     }
@@ -10251,9 +10070,9 @@ static MSI_COLD bool msi_check_masks(ms_model *m, const char *name, const ms_lay
 }
 
 /* `"x" (64 bytes of f32)` */
-static MSI_COLD msi_handle_text msi_sized_words(const ms_model *m, ms_tensor handle) {
+static MSI_COLD msi_words msi_sized_words(const ms_model *m, ms_tensor handle) {
     const msi_tensor *t = msi_tensor_at(m, handle);
-    msi_handle_text words = msi_handle_words(&m->graph, handle);
+    msi_words words = msi_handle_words(&m->graph, handle);
     if (t) {
         msi_write_text(words.text, sizeof words.text, "\"%.100s\" (%llu bytes of %s)",
                        msi_name(&m->graph, t->name), (unsigned long long)t->bytes,
@@ -10289,8 +10108,7 @@ static MSI_COLD bool msi_check_must(ms_model *m, const char *name, bool of_grad,
                              msi_index(&m->graph, operands[k]))) ||
            MSI_REFUSE_LAYER(m, name,
                             "%s must be computed in the place of %s: both must have one dtype, and "
-                            "one size along "
-                            "the same axes",
+                            "one size along the same axes",
                             msi_sized_words(m, result).text, msi_sized_words(m, operands[k]).text);
 }
 
@@ -10362,21 +10180,18 @@ static MSI_COLD bool msi_check_edges(ms_model *m, const char *name, const ms_lay
     const uint32_t both_in = d->accumulates.in & d->overwrites.in;
     const uint32_t both_param = d->accumulates.param & d->overwrites.param;
     const uint32_t must = d->must_grad_in_place & d->accumulates.in;
-    if (both_in | both_param | must) {
+    const uint32_t both = both_in ? both_in : must ? must : both_param;
+    if (both) {
         return MSI_REFUSE_LAYER(
             m, name,
             "the gradient of %s[%u] is declared both to accumulate and to overwrite%s: say one of "
             "them, or neither, and follow ms_view.beta",
-            both_in | must ? "in" : "param",
-            (unsigned)msi_lowest_bit(both_in ? both_in
-                                     : must  ? must
-                                             : both_param),
+            both_in | must ? "in" : "param", (unsigned)msi_lowest_bit(both),
             both_in | both_param ? "" : " (in place)");
     }
     const uint32_t overwrites = d->overwrites.in | d->must_grad_in_place;
     for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
-        const uint32_t index = overwrites >> i & 1 ? msi_index(&m->graph, d->in[i]) : MSI_NONE;
-        const msi_tensor *t = index == MSI_NONE ? NULL : &m->graph.tensors.items[index];
+        const msi_tensor *t = overwrites >> i & 1 ? msi_tensor_at(m, d->in[i]) : NULL;
         if (t && t->kind == MSI_KIND_ACTIVATION && msi_is_float(t->view.dtype) &&
             t->view.dtype != MS_DTYPE_F32) {
             return MSI_REFUSE_LAYER(m, name,
@@ -10400,26 +10215,14 @@ static MSI_COLD bool msi_check_clobbers(ms_model *m, const char *name, const ms_
     const uint32_t in = d->clobbers.in & ~r->in;
     const uint32_t out = d->clobbers.out & ~r->out;
     const uint32_t saved = d->clobbers.saved & ~r->saved;
+    const uint32_t both = in ? in : out ? out : saved;
+    const char *field = in ? "in" : out ? "out" : "saved";
     const bool reads_all = !r->nothing && !msi_names_slots(r);
-    return reads_all || !(in | out | saved) ||
+    return reads_all || !both ||
            MSI_REFUSE_LAYER(m, name,
                             "clobbers names %s[%u], but backward_reads does not, so backward does "
                             "not receive it: name it in both, or in neither",
-                            in    ? "in"
-                            : out ? "out"
-                                  : "saved",
-                            (unsigned)msi_lowest_bit(in    ? in
-                                                     : out ? out
-                                                           : saved));
-}
-
-/* How often an axis is among the first dims of a shape. */
-static MSI_COLD int msi_count_axis(const ms_shape *shape, uint32_t dims, uint32_t axis) {
-    int count = 0;
-    for (uint32_t k = 0; k < dims && k < (uint32_t)shape->rank; k++) {
-        count += shape->axes[k] >> axis & 1;
-    }
-    return count;
+                            field, (unsigned)msi_lowest_bit(both));
 }
 
 /* Whether an operand, cut along its first dims, has the rows of a layer whose first output has this
@@ -10459,15 +10262,6 @@ static MSI_COLD const char *msi_tile_fault(const ms_layer_desc *d, const uint8_t
                : NULL;
 }
 
-/* The inputs in whose place something must be computed: such an operand is not whole. */
-static MSI_COLD uint32_t msi_must_work_in(const ms_layer_desc *d) {
-    uint32_t mask = d->must_grad_in_place;
-    for (uint32_t j = 0; j < MS_LIMIT_OUT; j++) {
-        mask |= d->must_in_place >> j & 1 ? d->in_place[j] : 0u;
-    }
-    return mask;
-}
-
 static MSI_COLD bool msi_check_tile(ms_model *m, const char *name, const ms_layer_desc *d,
                                     const uint8_t *count) {
     const msi_graph *g = &m->graph;
@@ -10477,7 +10271,11 @@ static MSI_COLD bool msi_check_tile(ms_model *m, const char *name, const ms_laye
     }
     const ms_shape *out = &msi_tensor_at(m, d->out[first])->view.shape;
     const char *fault = msi_tile_fault(d, count, out);
-    const uint32_t both = d->tile.whole_in & msi_must_work_in(d);
+    uint32_t both = d->must_grad_in_place; // inputs in whose place something must be computed
+    for (uint32_t j = 0; j < MS_LIMIT_OUT; j++) {
+        both |= d->must_in_place >> j & 1 ? d->in_place[j] : 0u;
+    }
+    both &= d->tile.whole_in;
     if (fault) {
         return MSI_REFUSE_LAYER(m, name, "tile: %s", fault);
     }
@@ -10595,18 +10393,17 @@ static ms_result msi_check_buffers(ms_model *m) {
     for (uint32_t i = g->layers.count; i-- > 0;) { // last_reader: a later layer that changes it
         const msi_layer *l = &g->layers.items[i];
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            const msi_tensor *t = &g->tensors.items[in.tensor];
-            if (t->kind == MSI_KIND_BUFFER && t->last_reader != MSI_NONE) {
+            if (in.t->kind == MSI_KIND_BUFFER && in.t->last_reader != MSI_NONE) {
                 return msi_fail(
                     m, MS_RESULT_INVALID,
                     "%s: in[%u] \"%s\" is changed as state by the later %s, so backward would see "
                     "another value: make it state of %s too, or copy it",
-                    msi_layer_label(g, i).text, (unsigned)in.slot, msi_name(g, t->name),
-                    msi_layer_label(g, t->last_reader).text, msi_layer_label(g, i).text);
+                    msi_layer_label(g, i).text, (unsigned)in.slot, msi_name(g, in.t->name),
+                    msi_layer_label(g, in.t->last_reader).text, msi_layer_label(g, i).text);
             }
         }
         for (MSI_EACH(state, g, l, MSI_GROUP_STATE)) {
-            g->tensors.items[state.tensor].last_reader = i;
+            state.t->last_reader = i;
         }
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -10625,13 +10422,13 @@ static ms_result msi_check_on_host(ms_model *m) {
             changed |= l->must_in_place >> j & 1 ? g->masks.items[l->mask_first + j] : 0u;
         }
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            if ((changed >> in.slot & 1) && g->tensors.items[in.tensor].on_host) {
+            if ((changed >> in.slot & 1) && in.t->on_host) {
                 return msi_fail(m, MS_RESULT_INVALID,
                                 "%s: in[%u] \"%s\" stays on the host (ms_set_on_host), but "
                                 "must_in_place or clobbers says that it is written to: leave it on "
                                 "the device, or give the layer a copy",
                                 msi_layer_label(g, i).text, (unsigned)in.slot,
-                                msi_tensor_name(g, in.tensor));
+                                msi_name(g, in.t->name));
             }
         }
     }
@@ -10678,14 +10475,10 @@ static bool msi_mode_has(ms_mode mode, ms_technique technique) {
 
 /* Whether plans may have values in F16: those that may round all, or by force. */
 static bool msi_may_scale(const ms_model *m, bool all) {
-    const msi_graph *g = &m->graph;
     bool may = false;
-    for (uint32_t t = 0; t < g->tensors.count && !may; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        const ms_switch force = (ms_switch)tensor->technique[MS_TECHNIQUE_MIXED_PRECISION];
-        may = tensor->not_narrow == (uint8_t)MSI_NARROW_MAY_BE &&
-              msi_is_scaled((msi_format)tensor->narrow) &&
-              (force == MS_SWITCH_ON || (all && force != MS_SWITCH_OFF));
+    for (uint32_t t = 0; t < m->graph.tensors.count && !may; t++) {
+        const msi_format format = msi_format_of_value(&m->graph, t, all);
+        may = msi_is_scaled(format) && format != (msi_format)m->graph.tensors.items[t].format;
     }
     return may;
 }
@@ -10813,15 +10606,14 @@ static ms_result msi_check_ends(ms_model *m) {
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_layer *l = &g->layers.items[i];
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            const msi_tensor *t = &g->tensors.items[in.tensor];
-            if (l->has_backward && t->producer != MSI_NONE && !t->no_gradient &&
-                g->layers.items[t->producer].ends_in_loss) {
+            if (l->has_backward && in.t->producer != MSI_NONE && !in.t->no_gradient &&
+                g->layers.items[in.t->producer].ends_in_loss) {
                 return msi_fail(m, MS_RESULT_INVALID,
                                 "%s reads \"%s\" and has a backward, but %s has written its "
                                 "gradients in forward: call ms_stop_gradient on it if it is meant "
                                 "as a constant",
-                                msi_layer_label(g, i).text, msi_name(g, t->name),
-                                msi_layer_label(g, t->producer).text);
+                                msi_layer_label(g, i).text, msi_name(g, in.t->name),
+                                msi_layer_label(g, in.t->producer).text);
             }
         }
     }
@@ -10910,7 +10702,7 @@ static void msi_warn(const ms_model *m) {
                            (msi_any_wants(g, l, MSI_GROUP_IN, MS_ALL_SLOTS) ||
                             msi_any_wants(g, l, MSI_GROUP_PARAM, MS_ALL_SLOTS));
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
-            if (stops && g->tensors.items[out.tensor].leads_to_loss) {
+            if (stops && out.t->leads_to_loss) {
                 msi_log(m, MS_LOG_WARNING, "graph",
                         "%s has no backward, so no gradient passes from \"%s\" to what it reads: "
                         "give it one, or set no_backward if that is meant",
@@ -10998,7 +10790,7 @@ static void msi_get_hardware(ms_model *m) {
     m->costs.splits_layers = m->config.tiling != MS_SWITCH_OFF;
     m->costs.has_copies =
         m->config.backend.is_asynchronous || (m->sources.is_given && h->kind != MS_DEVICE_CPU);
-    m->costs.has_links = m->costs.has_copies || msi_has_copy_streams(m);
+    m->costs.has_links = m->costs.has_copies || msi_enqueues_copies(&m->config.backend);
     m->costs.maps_host = m->config.backend.maps_host || (m->config.dry_run && m->sources.is_given &&
                                                          h->kind == MS_DEVICE_DISCRETE);
     m->costs.waits_for_copies = m->config.debug || m->config.async_offload == MS_SWITCH_OFF;
@@ -11037,10 +10829,10 @@ static MSI_NOINLINE double msi_roofline_us(const msi_costs *c, double flops, dou
 static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
     double params = 0.0, rows = 0.0;
     for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
-        params += (double)ms_shape_count(&g->tensors.items[param.tensor].view.shape);
+        params += (double)ms_shape_count(&param.t->view.shape);
     }
     for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
-        const ms_shape *shape = &g->tensors.items[out.tensor].view.shape;
+        const ms_shape *shape = &out.t->view.shape;
         rows = (double)ms_shape_count(shape);
         rows /= shape->rank ? (double)shape->dim[shape->rank - 1] : 1.0;
         break;
@@ -11053,9 +10845,8 @@ static double msi_group_bytes(const msi_graph *g, const msi_layer *l, int group,
                               msi_format format) {
     double bytes = 0.0;
     for (MSI_EACH(operand, g, l, msi_group_of_values(group))) {
-        const msi_tensor *t = &g->tensors.items[operand.tensor];
-        const msi_format seen = msi_seen_format(t, l, group, operand.slot, format);
-        bytes += mask >> operand.slot & 1 ? (double)msi_value_bytes(t, seen) : 0.0;
+        const msi_format seen = msi_seen_format(operand.t, l, group, operand.slot, format);
+        bytes += mask >> operand.slot & 1 ? (double)msi_value_bytes(operand.t, seen) : 0.0;
     }
     return bytes;
 }
@@ -11249,13 +11040,9 @@ static MSI_COLD bool msi_parse_number(const char *text, size_t length, double *n
     return at == length;
 }
 
-typedef struct msi_decimal_text {
-    char text[48];
-} msi_decimal_text;
-
 /* A number as the fewest digits, of 15 and 17, that are read back as the same bits. */
-static MSI_COLD msi_decimal_text msi_decimal(double x) {
-    msi_decimal_text t;
+static MSI_COLD msi_words msi_decimal(double x) {
+    msi_words t;
     char raw[48];
     double back = 0.0;
     for (int digits = 15; digits <= 17; digits += 2) {
@@ -11275,19 +11062,6 @@ static MSI_COLD msi_decimal_text msi_decimal(double x) {
     return t;
 }
 
-static MSI_COLD uint64_t msi_hash_masks(uint64_t hash, const msi_layer *l) {
-#define MSI_X(field, group) hash = msi_mix_in(hash, l->field);
-    MSI_MASKS(MSI_X)
-#undef MSI_X
-#define MSI_X(field) hash = msi_mix_in(hash, l->field);
-    MSI_FLAGS(MSI_X)
-#undef MSI_X
-    return msi_mix_in(msi_mix_in(hash, l->differentiable), l->recompute != NULL);
-}
-
-/* With `operands`, also of the tensors that it has, by their numbers. */
-/* With `operands`, also of the tensors that it has, by their numbers. */
-/* With `operands`, also of the tensors that it has, by their numbers. */
 /* With `operands`, also of the tensors that it has, by their numbers. */
 static MSI_COLD uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const msi_layer *l,
                                         bool operands) {
@@ -11307,7 +11081,13 @@ static MSI_COLD uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const
         hash = msi_mix_in(hash, (uint64_t)w->contents);
     }
     hash = msi_mix_in(msi_mix_in(hash, l->tile.axes), (uint64_t)l->tile.multiple);
-    return msi_hash_masks(hash, l);
+#define MSI_X(field, group) hash = msi_mix_in(hash, l->field);
+    MSI_MASKS(MSI_X)
+#undef MSI_X
+#define MSI_X(field) hash = msi_mix_in(hash, l->field);
+    MSI_FLAGS(MSI_X)
+#undef MSI_X
+    return msi_mix_in(msi_mix_in(hash, l->differentiable), l->recompute != NULL);
 }
 
 /* A hash of what layers compute from what, without addresses, names and present sizes of axes. */
@@ -11525,17 +11305,8 @@ static ms_result msi_load_profile(ms_model *m, const char *text, size_t length) 
 
 /* Prints a name as the end of a line, with a question mark for each control character. */
 static MSI_COLD void msi_print_line(const msi_printer *out, const char *name) {
-    for (const char *at = name; *at;) {
-        size_t length = 0;
-        while ((unsigned char)at[length] >= ' ' && at[length] != 0x7f) {
-            length++;
-        }
-        out->write(at, length, out->user);
-        at += length;
-        if (*at) {
-            out->write("?", 1, out->user);
-            at++;
-        }
+    for (const char *at = name; *at; at++) {
+        out->write((unsigned char)*at >= ' ' && *at != 0x7f ? at : "?", 1, out->user);
     }
     out->write("\n", 1, out->user);
 }
@@ -11739,18 +11510,12 @@ static void msi_reserve(const ms_model *m, msi_store *store) {
     store->event_count = MSI_EVENT_COUNT;
 }
 
-/* Whether plans of this wrap may round a value to 16 bits, if it can be rounded. */
-static bool msi_may_be_mixed(const ms_model *m, const msi_tensor *t) {
-    const ms_switch force = (ms_switch)t->technique[MS_TECHNIQUE_MIXED_PRECISION];
-    return force == MS_SWITCH_ON ||
-           (force != MS_SWITCH_OFF && (m->wrapped.choice.techniques & MSI_MIXED));
-}
-
 /* Lists every value that is kept between steps: of a param also the optimizer state, and the
    gradient if that is accumulated or borrowed. */
 static bool msi_list_residents(ms_model *m, msi_store *store) {
     const msi_graph *g = &m->graph;
     const uint32_t states = msi_state_count(&m->optimizer);
+    const bool mixes = (m->wrapped.choice.techniques & MSI_MIXED) != 0;
     uint32_t learning = 0; // params that learn, so far
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
@@ -11775,7 +11540,7 @@ static bool msi_list_residents(ms_model *m, msi_store *store) {
             msi_add_resident(m, store, t, (msi_role)(MSI_ROLE_STATE0 + k));
         }
         if (m->config.master_weights != MS_SWITCH_OFF &&
-            tensor->not_narrow == (uint8_t)MSI_NARROW_MAY_BE && msi_may_be_mixed(m, tensor)) {
+            msi_format_of_value(g, t, mixes) != (msi_format)tensor->format) {
             msi_add_resident(m, store, t, MSI_ROLE_MASTER);
         }
     }
@@ -11848,7 +11613,7 @@ static bool msi_order_homes(const ms_model *m, msi_store *store) {
         uint32_t together[MSI_MOST_TOGETHER], count = 0;
         msi_batch batch = {0, 0};
         for (MSI_EACH(param, g, &g->layers.items[i], MSI_GROUP_PARAM)) {
-            if (!msi_goes_along(&batch, g->tensors.items[param.tensor].bytes)) {
+            if (!msi_goes_along(&batch, param.t->bytes)) {
                 msi_put_params(&homes, together, count);
                 count = 0;
             }
@@ -12011,6 +11776,7 @@ typedef struct msi_lowering {
     bool has_tiles;   // some decision has tiles
     bool has_moves;   // something is on the host
     bool is_seeded;   // the gradient of the loss is there
+    msi_instruction lost; // see msi_last
 } msi_lowering;
 
 static const uint32_t MSI_UNSET = UINT32_MAX - 1; // of msi_next_call.slots
@@ -12058,20 +11824,26 @@ static void msi_program_free(const ms_allocator *a, msi_program *p) {
     memset(p, 0, sizeof *p);
 }
 
-static uint32_t msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
+static void msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
     msi_program *p = w->program;
     if (!MSI_RESERVE(msi_instruction, w->allocator, p->code.instructions,
                      p->code.instructions.count + 1ull)) {
         p->out_of_memory = true;
-        return 0;
+        return;
     }
-    msi_instruction *i = &p->code.instructions.items[p->code.instructions.count];
+    msi_instruction *i = &p->code.instructions.items[p->code.instructions.count++];
     memset(i, 0, sizeof *i);
     i->op = (uint8_t)op;
     i->target = target;
     i->operand_first = p->code.operands.count;
     i->event = MSI_NO_EVENT;
-    return p->code.instructions.count++;
+}
+
+/* The instruction that was emitted last, or one of no program if there was no memory for it. */
+static msi_instruction *msi_last(msi_lowering *w) {
+    const msi_code *code = &w->program->code;
+    return w->program->out_of_memory ? &w->lost
+                                     : &code->instructions.items[code->instructions.count - 1];
 }
 
 /* Whether the run through a group that is under way cuts rows out of a tensor. */
@@ -12081,13 +11853,11 @@ static bool msi_cuts(const msi_lowering *w, uint32_t t) {
 
 /* An instruction of the library's own on a tensor: on the rows of the tile, if it is cut, and on
    nothing, if the tile has no rows. */
-static uint32_t msi_emit_on(msi_lowering *w, msi_op op, uint32_t t) {
-    const uint32_t now = msi_emit(w, op, t);
-    const bool is_empty = w->tiles.group && w->tiles.rows.count == 0;
-    if (!w->program->out_of_memory && (msi_cuts(w, t) || is_empty)) {
-        w->program->code.instructions.items[now].rows = w->tiles.rows;
+static void msi_emit_on(msi_lowering *w, msi_op op, uint32_t t) {
+    msi_emit(w, op, t);
+    if (msi_cuts(w, t) || (w->tiles.group && w->tiles.rows.count == 0)) {
+        msi_last(w)->rows = w->tiles.rows;
     }
-    return now;
 }
 
 static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role role) {
@@ -12140,17 +11910,6 @@ static uint32_t msi_new_whole(msi_lowering *w, uint32_t t, msi_role role, msi_fo
     return range;
 }
 
-/* A live range for a value or a gradient in a format; for the rows of the present tile, if cut. */
-static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, msi_format format) {
-    const uint32_t range = msi_new_whole(w, t, role, format);
-    if (range != MSI_NONE && msi_cuts(w, t)) {
-        msi_range *r = &w->program->code.ranges.items[range];
-        r->bytes = msi_scale_rows(r->bytes, w->tiles.rows.count, w->tiles.rows.of);
-        r->is_tile = true;
-    }
-    return range;
-}
-
 /* The live range for all rows that the present run through a group makes, in its first tile. */
 static uint32_t msi_whole_of(msi_lowering *w, uint32_t *whole, uint32_t t, msi_role role,
                              msi_format format) {
@@ -12160,13 +11919,22 @@ static uint32_t msi_whole_of(msi_lowering *w, uint32_t *whole, uint32_t t, msi_r
     return whole[t];
 }
 
-/* A live range for the gradient of a tensor. Inside a group, the gradient of a tensor that was made
-   before the group has all rows. */
-static uint32_t msi_new_gradient(msi_lowering *w, uint32_t t, msi_format format) {
+/* A live range for a value or a gradient in a format; for the rows of the present tile, if cut. But
+   the gradient of a tensor that was made before the group has all rows. */
+static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, msi_format format) {
     const uint32_t producer = w->graph->tensors.items[t].producer;
-    return msi_cuts(w, t) && (producer == MSI_NONE || producer < w->tiles.group->first)
-               ? msi_whole_of(w, w->tiles.whole_gradient, t, MSI_ROLE_GRADIENT, format)
-               : msi_new_value(w, t, MSI_ROLE_GRADIENT, format);
+    const bool cut = msi_cuts(w, t);
+    if (cut && role == MSI_ROLE_GRADIENT &&
+        (producer == MSI_NONE || producer < w->tiles.group->first)) {
+        return msi_whole_of(w, w->tiles.whole_gradient, t, role, format);
+    }
+    const uint32_t range = msi_new_whole(w, t, role, format);
+    if (range != MSI_NONE && cut) {
+        msi_range *r = &w->program->code.ranges.items[range];
+        r->bytes = msi_scale_rows(r->bytes, w->tiles.rows.count, w->tiles.rows.of);
+        r->is_tile = true;
+    }
+    return range;
 }
 
 static MSI_NOINLINE msi_format msi_format_at(const msi_lowering *w, uint32_t range) {
@@ -12267,8 +12035,7 @@ static uint32_t msi_emit_zero(msi_lowering *w, uint32_t target, msi_role role, u
 static MSI_NOINLINE uint32_t msi_emit_zeros(msi_lowering *w, uint32_t t, msi_role role,
                                             msi_format format) {
     msi_emit_on(w, MSI_OP_ZERO, t);
-    const uint32_t range = role == MSI_ROLE_GRADIENT ? msi_new_gradient(w, t, format)
-                                                     : msi_new_value(w, t, role, format);
+    const uint32_t range = msi_new_value(w, t, role, format);
     msi_use(w, range, false);
     return range;
 }
@@ -12424,14 +12191,11 @@ static msi_format msi_call_format(const msi_lowering *w, const msi_layer *l) {
     if (!w->has_narrow || w->calls_f32 || !l->dtypes.accepts || msi_is_kept_f32(w->graph, l)) {
         return MSI_FORMAT_F32;
     }
-    for (int group = 0; group <= MSI_GROUP_PARAM; group++) {
-        for (MSI_EACH(operand, w->graph, l, group)) {
-            const msi_tensor *t = &w->graph->tensors.items[operand.tensor];
-            const msi_format format = (msi_format)w->decisions[operand.tensor].format;
-            if (msi_is_narrow(format) && msi_follows_call(t, l, group, operand.slot) &&
-                msi_is_called_in(l, format)) {
-                return format;
-            }
+    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_PARAM)) {
+        const msi_format format = (msi_format)w->decisions[operand.tensor].format;
+        if (msi_is_narrow(format) && msi_follows_call(operand.t, l, operand.group, operand.slot) &&
+            msi_is_called_in(l, format)) {
+            return format;
         }
     }
     return MSI_FORMAT_F32;
@@ -12510,14 +12274,9 @@ static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t 
     const uint32_t out = msi_lowest_bit(masks[3]);
     const uint32_t source = w->now.gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
     const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
-    const uint32_t t = edge->tensor;
-    if (source == MSI_NONE) {
-        return grad_out[out] = msi_emit_zeros(w, t, role, edge->format);
-    }
-    msi_emit_on(w, edge->format == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, t);
-    grad_out[out] = edge->separate ? msi_new_value(w, t, role, edge->format)
-                                   : msi_new_gradient(w, t, edge->format);
-    msi_use_both(w, grad_out[out], false, source);
+    grad_out[out] = source == MSI_NONE
+                        ? msi_emit_zeros(w, edge->tensor, role, edge->format)
+                        : msi_emit_copy_as(w, edge->tensor, role, MSI_NONE, source, edge->format);
     return grad_out[out];
 }
 
@@ -12550,9 +12309,8 @@ static void msi_use_edges(msi_lowering *w, uint32_t end) {
         }
         uint32_t *gradient = &w->now.gradient[edge->tensor];
         if (edge->range == MSI_NONE && (edge->separate || *gradient == MSI_NONE)) {
-            edge->range = edge->separate
-                              ? msi_new_value(w, edge->tensor, MSI_ROLE_CONTRIBUTION, edge->format)
-                              : msi_new_gradient(w, edge->tensor, edge->format);
+            const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
+            edge->range = msi_new_value(w, edge->tensor, role, edge->format);
             *gradient = edge->separate ? *gradient : edge->range;
         }
         msi_use(w, edge->range == MSI_NONE ? *gradient : edge->range, edge->accumulate);
@@ -12567,11 +12325,8 @@ static void msi_add_contributions(msi_lowering *w) {
             continue;
         }
         if (*gradient == MSI_NONE) { // the first contribution, in another format
-            const msi_format format = msi_gradient_format(w, edge->tensor);
-            const bool is_same = format == msi_format_at(w, edge->range);
-            msi_emit_on(w, is_same ? MSI_OP_COPY : MSI_OP_CAST, edge->tensor);
-            *gradient = msi_new_gradient(w, edge->tensor, format);
-            msi_use_both(w, *gradient, false, edge->range);
+            *gradient = msi_emit_copy_as(w, edge->tensor, MSI_ROLE_GRADIENT, MSI_NONE, edge->range,
+                                         msi_gradient_format(w, edge->tensor));
         } else {
             msi_emit_on(w, MSI_OP_ADD, edge->tensor);
             msi_use_both(w, *gradient, true, edge->range);
@@ -12613,65 +12368,39 @@ static bool msi_is_left_out(const msi_lowering *w, msi_op op, uint32_t t) {
            (w->decisions[t].pass > 0 && !(w->tiles.group && w->tiles.group->sweeps));
 }
 
-/* msi_output_range for a tile. Where a value is still in memory, a recomputation by forward writes
-   it again, to memory that nothing reads. */
-static uint32_t msi_output_tile(msi_lowering *w, msi_op op, uint32_t t, bool optional,
-                                uint32_t reader) {
+/* The live range to which a forward, eval or recomputation writes a tensor; MSI_NONE where nobody
+   needs it. A new one begins with the last instruction. A recomputation by forward also writes values
+   that are still in memory once more, with the same bits. From here on the new ones are read: nothing
+   needs the old ones in between. In a tile nothing reads the new ones. */
+static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool optional,
+                                 uint32_t reader) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     const msi_format format = (msi_format)w->decisions[t].format;
-    const bool there = w->now.value[t] != MSI_NONE, again = msi_is_again(op);
+    const bool tile = w->tiles.group != NULL, again = msi_is_again(op);
+    const bool there = w->now.value[t] != MSI_NONE;
     const bool own = op == MSI_OP_RECOMPUTE && w->graph->layers.items[tensor->producer].recompute;
-    const bool whole = msi_is_made_whole(w, op, t, reader);
-    if (own && there) {
+    if (own && there) { // what was kept: the recompute callback reads it, or leaves it alone
         return tensor->serves_recompute ? w->now.value[t] : MSI_NONE;
     }
-    const bool is_read =
-        tensor->kind != MSI_KIND_SAVED || (w->tiles.for_backward && msi_is_needed(w, t, reader));
-    const bool needed = again ? !there && is_read : !msi_is_left_out(w, op, t);
-    if ((own || optional) && !needed) {
-        return MSI_NONE;
+    if (own || optional) {
+        const bool needed = (tile && tensor->kind != MSI_KIND_SAVED) ||
+                            ((!tile || w->tiles.for_backward) && msi_is_needed(w, t, reader));
+        if (again ? there || !needed : msi_is_left_out(w, op, t)) {
+            return MSI_NONE;
+        }
     }
-    const bool is_new = whole && w->tiles.whole_value[t] == MSI_NONE;
-    const uint32_t range = there ? msi_new_value(w, t, MSI_ROLE_VALUE, format)
-                           : whole
+    if (!tile && there && (tensor->is_output || t == w->graph->loss)) {
+        return w->now.value[t];
+    }
+    const bool whole = tile && msi_is_made_whole(w, op, t, reader);
+    const bool is_new = tile ? whole && w->tiles.whole_value[t] == MSI_NONE : !there;
+    const uint32_t range = whole && !there
                                ? msi_whole_of(w, w->tiles.whole_value, t, MSI_ROLE_VALUE, format)
                                : msi_new_value(w, t, MSI_ROLE_VALUE, format);
     if (is_new && again && w->decisions[t].pass > w->again.depth) {
         w->again.pass_only[w->again.pass_only_count++] = t;
     }
-    w->now.value[t] = there ? w->now.value[t] : range;
-    return range;
-}
-
-/* The live range to which a forward, eval or recomputation writes a tensor; MSI_NONE where nobody
-   needs it. A new one begins with the last instruction. */
-static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool optional,
-                                 uint32_t reader) {
-    const msi_graph *g = w->graph;
-    const msi_tensor *tensor = &g->tensors.items[t];
-    const bool again = msi_is_again(op);
-    const bool there = w->now.value[t] != MSI_NONE;
-    const bool own = op == MSI_OP_RECOMPUTE && g->layers.items[tensor->producer].recompute;
-    if (w->tiles.group) {
-        return msi_output_tile(w, op, t, optional, reader);
-    }
-    if (own && there) { // what was kept: the recompute callback reads it, or leaves it alone
-        return tensor->serves_recompute ? w->now.value[t] : MSI_NONE;
-    }
-    if (again ? (own || optional) && (there || !msi_is_needed(w, t, reader))
-              : optional && msi_is_left_out(w, op, t)) {
-        return MSI_NONE;
-    }
-    if (there && (tensor->is_output || t == g->loss)) {
-        return w->now.value[t];
-    }
-    /* A recomputation by forward also writes values that are still in memory once more, with the
-       same bits. From here on the new ones are read: nothing needs the old ones in between. */
-    const uint32_t range = msi_new_value(w, t, MSI_ROLE_VALUE, (msi_format)w->decisions[t].format);
-    if (again && !there && w->decisions[t].pass > w->again.depth) {
-        w->again.pass_only[w->again.pass_only_count++] = t;
-    }
-    w->now.value[t] = range;
+    w->now.value[t] = tile && there ? w->now.value[t] : range;
     return range;
 }
 
@@ -12754,17 +12483,17 @@ static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, u
 
 /* Casts the values that the next call reads in another format than the one they are kept in. */
 static void msi_cast_values(msi_lowering *w, msi_op op, const msi_layer *l) {
-    for (int group = 0; group <= MSI_GROUP_PARAM && w->has_narrow; group++) {
-        const uint32_t reads =
-            op == MSI_OP_BACKWARD ? l->backward_masks[group] : msi_op_reads(l, op, group);
-        for (MSI_EACH(operand, w->graph, l, group)) {
-            const uint32_t t = operand.tensor;
-            uint32_t *slot = &w->next.slots[l->start[group] + operand.slot];
-            const msi_format seen = msi_seen_by_call(w, l, group, operand.slot, t);
-            if ((reads >> operand.slot & 1) && *slot == MSI_UNSET && w->now.value[t] != MSI_NONE &&
-                msi_format_at(w, w->now.value[t]) != seen) {
-                *slot = msi_emit_copy_as(w, t, MSI_ROLE_VALUE, MSI_NONE, w->now.value[t], seen);
-            }
+    if (!w->has_narrow) {
+        return;
+    }
+    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_PARAM)) {
+        const uint32_t now = w->now.value[operand.tensor];
+        const bool reads = msi_op_reads(l, op, operand.group) >> operand.slot & 1;
+        uint32_t *slot = &w->next.slots[l->start[operand.group] + operand.slot];
+        const msi_format seen =
+            msi_seen_format(operand.t, l, operand.group, operand.slot, w->next.format);
+        if (reads && *slot == MSI_UNSET && now != MSI_NONE && msi_format_at(w, now) != seen) {
+            *slot = msi_emit_copy_as(w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE, now, seen);
         }
     }
 }
@@ -12784,12 +12513,10 @@ static void msi_cast_gradients(msi_lowering *w, const msi_layer *l, uint32_t *gr
 
 /* Emits the call of a layer. */
 static void msi_emit_call(msi_lowering *w, msi_op op, uint32_t layer) {
-    const uint32_t now = msi_emit(w, op, layer);
-    if (!w->program->out_of_memory) {
-        w->program->code.instructions.items[now].format = (uint8_t)w->next.format;
-    }
-    if (!w->program->out_of_memory && w->tiles.group) {
-        w->program->code.instructions.items[now].rows = w->tiles.rows;
+    msi_emit(w, op, layer);
+    msi_last(w)->format = (uint8_t)w->next.format;
+    if (w->tiles.group) {
+        msi_last(w)->rows = w->tiles.rows;
     }
 }
 
@@ -12798,8 +12525,7 @@ static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int g
                            uint32_t reader) {
     const uint32_t *operands = msi_group(w->graph, l, group);
     const uint32_t start = l->start[group];
-    const uint32_t reads =
-        op == MSI_OP_BACKWARD ? l->backward_masks[group] : msi_op_reads(l, op, group);
+    const uint32_t reads = msi_op_reads(l, op, group);
     const bool written =
         op != MSI_OP_BACKWARD && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED);
     for (uint32_t k = 0; k < l->count[group]; k++) {
@@ -12851,11 +12577,9 @@ static bool msi_lies_after(const msi_lowering *w, uint32_t home, uint32_t before
 
 /* Makes the last instruction one for a part of its tensor. */
 static MSI_NOINLINE void msi_set_part(msi_lowering *w, uint32_t part, uint32_t part_count) {
-    msi_program *p = w->program;
-    if (!p->out_of_memory && part_count > 1) {
-        p->code.instructions.items[p->code.instructions.count - 1].part = (uint16_t)part;
-        p->code.instructions.items[p->code.instructions.count - 1].part_count =
-            (uint16_t)part_count;
+    if (part_count > 1) {
+        msi_last(w)->part = (uint16_t)part;
+        msi_last(w)->part_count = (uint16_t)part_count;
     }
 }
 
@@ -12924,19 +12648,15 @@ static void msi_fetch_params(msi_lowering *w, const msi_layer *l, uint32_t reads
 
 /* Fetches what a layer reads from the host. */
 static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
-    for (int group = 0; group <= MSI_GROUP_PARAM && w->has_moves; group++) {
-        const uint32_t reads =
-            op == MSI_OP_BACKWARD ? l->backward_masks[group] : msi_op_reads(l, op, group);
-        if (group == MSI_GROUP_PARAM) {
-            msi_fetch_params(w, l, reads);
-            continue;
-        }
-        for (MSI_EACH(operand, w->graph, l, group)) {
-            if (reads >> operand.slot & 1) {
-                msi_fetch(w, operand.tensor, MSI_ROLE_VALUE);
-            }
+    if (!w->has_moves) {
+        return;
+    }
+    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
+        if (msi_op_reads(l, op, operand.group) >> operand.slot & 1) {
+            msi_fetch(w, operand.tensor, MSI_ROLE_VALUE);
         }
     }
+    msi_fetch_params(w, l, msi_op_reads(l, op, MSI_GROUP_PARAM));
 }
 
 /* Forgets the copies on the device of params whose home is the host; inside a group not before its
@@ -12958,12 +12678,9 @@ static void msi_send_made(msi_lowering *w, const msi_layer *l) {
     if ((w->tiles.group && w->tiles.group->sweeps) || !w->has_moves) {
         return;
     }
-    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-        for (MSI_EACH(made, w->graph, l, group)) {
-            const uint32_t t = made.tensor;
-            if (msi_is_moved(w, t, MSI_ROLE_VALUE) && w->now.value[t] != MSI_NONE) {
-                msi_send(w, t, MSI_ROLE_VALUE);
-            }
+    for (MSI_EACH_OF(made, w->graph, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) {
+        if (msi_is_moved(w, made.tensor, MSI_ROLE_VALUE) && w->now.value[made.tensor] != MSI_NONE) {
+            msi_send(w, made.tensor, MSI_ROLE_VALUE);
         }
     }
 }
@@ -12976,7 +12693,6 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     const msi_layer *l = &w->graph->layers.items[layer];
     const int which = op == MSI_OP_RECOMPUTE ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
     const bool writes_gradients = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
-    msi_program *p = w->program;
     uint32_t aside[MS_LIMIT_STATE];
     w->next.format = msi_call_format(w, l);
     msi_unset_slots(w, l);
@@ -13004,9 +12720,7 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
         const uint32_t t = state.tensor;
         if (msi_is_again(op) && aside[state.slot] != MSI_NONE) {
             msi_emit_copy(w, t, MSI_ROLE_VALUE, w->now.value[t], aside[state.slot]);
-            if (!p->out_of_memory) {
-                p->code.instructions.items[p->code.instructions.count - 1].restores = true;
-            }
+            msi_last(w)->restores = true;
         }
     }
     msi_drop_params(w, l);
@@ -13023,14 +12737,13 @@ static bool msi_is_lost(const msi_lowering *w, uint32_t t) {
 /* How the values of a layer come back: by RECOMPUTE, unless its recompute callback reads a value of
    the layer itself that is lost; then by REPEAT. */
 static msi_op msi_way_back(const msi_lowering *w, const msi_layer *l) {
-    bool there = true;
-    for (int group = MSI_GROUP_OUT; l->recompute && group <= MSI_GROUP_SAVED; group++) {
-        const uint32_t reads = msi_op_reads(l, MSI_OP_RECOMPUTE, group);
-        for (MSI_EACH(made, w->graph, l, group)) {
-            there &= !(reads >> made.slot & 1) || !msi_is_lost(w, made.tensor);
+    for (MSI_EACH_OF(made, w->graph, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) {
+        if (l->recompute && (l->recompute_masks[made.group] >> made.slot & 1) &&
+            msi_is_lost(w, made.tensor)) {
+            return MSI_OP_REPEAT;
         }
     }
-    return there ? MSI_OP_RECOMPUTE : MSI_OP_REPEAT;
+    return MSI_OP_RECOMPUTE;
 }
 
 /* The group of a layer, or NULL: it is computed whole. */
@@ -13051,9 +12764,9 @@ static uint32_t msi_add_producers(const msi_lowering *w, const msi_tiling *group
         }
         const uint32_t reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            const uint32_t producer = g->tensors.items[in.tensor].producer;
-            if ((reads >> in.slot & 1) && msi_is_lost(w, in.tensor) && producer >= group->first) {
-                mask |= 1u << (producer - group->first);
+            if ((reads >> in.slot & 1) && msi_is_lost(w, in.tensor) &&
+                in.t->producer >= group->first) {
+                mask |= 1u << (in.t->producer - group->first);
             }
         }
     }
@@ -13083,9 +12796,8 @@ static uint32_t msi_next_lost(const msi_lowering *w, msi_lost_inputs *c) {
     const msi_graph *g = w->graph;
     for (;;) {
         while (c->has_layer && msi_next_operand(&c->in)) {
-            const uint32_t producer = g->tensors.items[c->in.tensor].producer;
             if ((c->reads >> c->in.slot & 1) && msi_is_lost(w, c->in.tensor) &&
-                (!c->is_group || producer < c->first)) {
+                (!c->is_group || c->in.t->producer < c->first)) {
                 return c->in.tensor;
             }
         }
@@ -13097,7 +12809,7 @@ static uint32_t msi_next_lost(const msi_lowering *w, msi_lost_inputs *c) {
         c->mask &= c->mask - 1;
         c->has_layer = true;
         c->reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
-        c->in = msi_operands_of(g, l, MSI_GROUP_IN);
+        c->in = msi_operands_of(g, l, MSI_GROUP_IN, MSI_GROUP_IN);
     }
 }
 
@@ -13131,13 +12843,11 @@ static void msi_begin_group(msi_lowering *w, const msi_tiling *group) {
     w->tiles.run_number++;
     for (uint32_t i = group->first; i < group->end; i++) {
         const msi_layer *l = &g->layers.items[i];
-        for (int of = MSI_GROUP_IN; of <= MSI_GROUP_SAVED; of++) {
-            for (MSI_EACH(operand, g, l, of)) {
-                const uint32_t t = operand.tensor;
-                w->tiles.cut[t] =
-                    msi_is_by_rows(l, of, operand.slot) ? w->tiles.run_number : w->tiles.cut[t];
-                w->tiles.whole_value[t] = w->tiles.whole_gradient[t] = MSI_NONE;
-            }
+        for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
+            const uint32_t t = operand.tensor;
+            const bool cut = msi_is_by_rows(l, operand.group, operand.slot);
+            w->tiles.cut[t] = cut ? w->tiles.run_number : w->tiles.cut[t];
+            w->tiles.whole_value[t] = w->tiles.whole_gradient[t] = MSI_NONE;
         }
     }
 }
@@ -13150,17 +12860,16 @@ static void msi_leave_tile(msi_lowering *w, bool ends) {
     const msi_range *ranges = w->program->code.ranges.items;
     for (uint32_t i = w->tiles.group->first; i < w->tiles.group->end && !w->program->out_of_memory;
          i++) {
-        for (int of = MSI_GROUP_IN; of <= MSI_GROUP_SAVED; of++) {
-            for (MSI_EACH(operand, g, &g->layers.items[i], of)) {
-                const uint32_t t = operand.tensor;
-                const uint32_t value = w->now.value[t], gradient = w->now.gradient[t];
-                const uint32_t all[] = {w->tiles.whole_value[t], w->tiles.whole_gradient[t]};
-                w->now.value[t] = all[0] != MSI_NONE ? (ends ? all[0] : MSI_NONE)
-                                  : value != MSI_NONE && ranges[value].is_tile ? MSI_NONE
-                                                                               : value;
-                w->now.gradient[t] = all[1] != MSI_NONE ? (ends ? all[1] : MSI_NONE)
-                                     : gradient != MSI_NONE && ranges[gradient].is_tile ? MSI_NONE
-                                                                                        : gradient;
+        for (MSI_EACH_OF(operand, g, &g->layers.items[i], MSI_GROUP_IN, MSI_GROUP_SAVED)) {
+            const uint32_t t = operand.tensor;
+            uint32_t *const now[] = {&w->now.value[t], &w->now.gradient[t]};
+            const uint32_t all[] = {w->tiles.whole_value[t], w->tiles.whole_gradient[t]};
+            for (int k = 0; k < 2; k++) {
+                if (all[k] != MSI_NONE) {
+                    *now[k] = ends ? all[k] : MSI_NONE;
+                } else if (*now[k] != MSI_NONE && ranges[*now[k]].is_tile) {
+                    *now[k] = MSI_NONE;
+                }
             }
         }
     }
@@ -13289,13 +12998,6 @@ static void msi_lower_norm(msi_lowering *w) {
     msi_use(w, p->code.norm, false);
 }
 
-/* Whether the update uses state on the host where it is. The trainer's own memory may be pageable,
-   which a device cannot use. */
-static bool msi_is_used_on_host(const msi_lowering *w, uint32_t resident) {
-    const msi_resident *r = &w->store->residents.items[resident];
-    return !r->borrowed && (w->decisions[r->tensor].moves & MSI_IN_PLACE);
-}
-
 /* The number of parts of the update of a param: one if parts of codes would be smaller than a
    group, or if the update is the trainer's own. */
 static uint32_t msi_update_parts(const msi_lowering *w, uint32_t param) {
@@ -13324,8 +13026,11 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
         const bool is_there = store->residents.items[i].role != MSI_ROLE_MASTER ||
                               w->program->code.ranges.items[i].bytes > 0;
         if (store->residents.items[i].role >= MSI_ROLE_STATE0 && is_there) {
-            const bool moved = msi_is_moved(w, param, MSI_ROLE_STATE0);
-            const bool copied = moved && !msi_is_used_on_host(w, i);
+            /* What does not move in place is copied, and so is the trainer's own memory: it may be
+               pageable, which a device cannot use. */
+            const bool copied =
+                msi_is_moved(w, param, MSI_ROLE_STATE0) &&
+                (store->residents.items[i].borrowed || !(w->decisions[param].moves & MSI_IN_PLACE));
             list[count].range = copied ? MSI_NONE : i;
             list[count].home = copied ? i : MSI_NONE;
             list[count++].is_fetched = copied;
@@ -13538,11 +13243,9 @@ static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool e
 static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
     const msi_graph *g = w->graph;
     const msi_layer *l = &g->layers.items[layer];
-    for (int group = 0; group < MSI_GROUP_PARAM; group++) {
-        for (MSI_EACH(operand, g, l, group)) {
-            if (l->backward_masks[group] >> operand.slot & 1) {
-                msi_lower_recompute(w, operand.tensor, layer);
-            }
+    for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
+        if (l->backward_masks[operand.group] >> operand.slot & 1) {
+            msi_lower_recompute(w, operand.tensor, layer);
         }
     }
 }
@@ -13551,14 +13254,12 @@ static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
    last use the copy is an alias and costs nothing. */
 static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
     const uint32_t masks[] = {l->clobbers.in, l->clobbers.out};
-    for (int group = MSI_GROUP_IN; group <= MSI_GROUP_OUT; group++) {
-        const uint32_t mask = masks[group] & l->backward_masks[group];
-        for (MSI_EACH(operand, w->graph, l, group)) {
-            uint32_t *slot = &w->next.slots[l->start[group] + operand.slot];
-            if ((mask >> operand.slot & 1) && *slot == MSI_UNSET) { // what was cast is a copy
-                *slot = msi_emit_copy(w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE,
-                                      w->now.value[operand.tensor]);
-            }
+    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_OUT)) {
+        const uint32_t mask = masks[operand.group] & l->backward_masks[operand.group];
+        uint32_t *slot = &w->next.slots[l->start[operand.group] + operand.slot];
+        if ((mask >> operand.slot & 1) && *slot == MSI_UNSET) { // what was cast is a copy
+            *slot = msi_emit_copy(w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE,
+                                  w->now.value[operand.tensor]);
         }
     }
 }
@@ -13576,10 +13277,7 @@ static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
             !w->now.cleared[t]) {
             msi_emit(w, MSI_OP_ZERO, t);
             msi_use(w, w->now.gradient[t], false);
-            if (!w->program->out_of_memory) {
-                w->program->code.instructions.items[w->program->code.instructions.count - 1]
-                    .is_first = true;
-            }
+            msi_last(w)->is_first = true;
             w->now.cleared[t] = 1;
         }
     }
@@ -13680,13 +13378,10 @@ static uint32_t msi_layers_before_backward(const msi_lowering *w, const msi_tili
     uint32_t mask = 0;
     for (uint32_t i = group->first; i < group->end; i++) {
         const msi_layer *l = &g->layers.items[i];
-        for (int of = MSI_GROUP_IN; of <= MSI_GROUP_SAVED && l->has_backward; of++) {
-            for (MSI_EACH(operand, g, l, of)) {
-                const uint32_t producer = g->tensors.items[operand.tensor].producer;
-                if ((l->backward_masks[of] >> operand.slot & 1) && msi_is_lost(w, operand.tensor) &&
-                    producer >= group->first) {
-                    mask |= 1u << (producer - group->first);
-                }
+        for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
+            if (l->has_backward && (l->backward_masks[operand.group] >> operand.slot & 1) &&
+                msi_is_lost(w, operand.tensor) && operand.t->producer >= group->first) {
+                mask |= 1u << (operand.t->producer - group->first);
             }
         }
     }
@@ -13702,8 +13397,7 @@ static void msi_lower_before_group(msi_lowering *w, const msi_tiling *group, uin
         const uint32_t read_again =
             again >> (i - group->first) & 1 ? msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN) : 0;
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            const uint32_t producer = g->tensors.items[in.tensor].producer;
-            if (((read | read_again) >> in.slot & 1) && producer < group->first) {
+            if (((read | read_again) >> in.slot & 1) && in.t->producer < group->first) {
                 msi_lower_recompute(w, in.tensor, group->end - 1);
             }
         }
@@ -13717,10 +13411,9 @@ static void msi_fetch_for_group(msi_lowering *w, const msi_tiling *group) {
     for (uint32_t i = group->end; i-- > group->first;) {
         const msi_layer *l = &g->layers.items[i];
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            const msi_tensor *t = &g->tensors.items[in.tensor];
             if (l->has_backward && (l->backward_masks[MSI_GROUP_IN] >> in.slot & 1) &&
-                t->kind == MSI_KIND_ACTIVATION && t->producer < group->first &&
-                t->last_reader < group->first) {
+                in.t->kind == MSI_KIND_ACTIVATION && in.t->producer < group->first &&
+                in.t->last_reader < group->first) {
                 msi_fetch(w, in.tensor, MSI_ROLE_VALUE);
             }
         }
@@ -13762,10 +13455,7 @@ static void msi_lower_first_micro(msi_lowering *w) {
             w->now.gradient_away[resident->tensor] == MSI_NONE) {
             msi_emit(w, MSI_OP_ZERO, resident->tensor);
             msi_use(w, i, false);
-            if (!w->program->out_of_memory) {
-                w->program->code.instructions.items[w->program->code.instructions.count - 1]
-                    .is_first = true;
-            }
+            msi_last(w)->is_first = true;
         }
     }
 }
@@ -13937,30 +13627,6 @@ static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_ra
                 : range->bytes == old->bytes && msi_scales_alike(g, range->tensor, old->tensor));
 }
 
-/* The live range of an operand whose memory `range` can go on using: it ends at this instruction,
-   has the same size, and is allowed wherever it is an operand. `allowed` has a flag per operand. */
-static uint32_t msi_find_alias(const msi_graph *g, const msi_program *p, uint32_t now,
-                               uint32_t range, const uint8_t *allowed) {
-    const msi_instruction *i = &p->code.instructions.items[now];
-    const msi_operand *operands = p->code.operands.items + i->operand_first;
-    for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t index = operands[k].range;
-        const msi_range *old = index == MSI_NONE ? NULL : &p->code.ranges.items[index];
-        bool usable = allowed[k] && old && old->last == now && !old->aliased && !old->outlives &&
-                      old->first != now && old->is_tile == p->code.ranges.items[range].is_tile &&
-                      (i->rows.of == 0 || old->is_tile) &&
-                      old->on_host == p->code.ranges.items[range].on_host &&
-                      msi_fits_in(g, &p->code.ranges.items[range], old);
-        for (uint32_t j = 0; j < i->operand_count && usable; j++) {
-            usable = operands[j].range != index || allowed[j];
-        }
-        if (usable) {
-            return index;
-        }
-    }
-    return MSI_NONE;
-}
-
 /* Allows operands from `first` on, by a mask that has no bits beyond the slots of the layer. */
 static MSI_NOINLINE void msi_allow(uint8_t *allowed, uint32_t first, uint32_t mask) {
     for (; mask != 0 && first < MSI_MAX_VIEWS; first++, mask >>= 1) {
@@ -13968,21 +13634,34 @@ static MSI_NOINLINE void msi_allow(uint8_t *allowed, uint32_t first, uint32_t ma
     }
 }
 
-/* Makes operand k of an instruction an alias of an allowed operand, if the live range of operand k
-   begins here and is in no other slot. */
+/* Makes operand k of an instruction, if its live range begins here and is in no other slot, an alias
+   of an operand whose live range ends here, has the same size, and is allowed wherever it is an
+   operand. `allowed` has a flag per operand. */
 static void msi_try_alias(const msi_graph *g, msi_program *p, uint32_t now, uint32_t k,
                           const uint8_t *allowed) {
     const msi_instruction *i = &p->code.instructions.items[now];
     const msi_operand *operands = p->code.operands.items + i->operand_first;
-    const uint32_t range = operands[k].range;
-    bool single = range != MSI_NONE && p->code.ranges.items[range].first == now;
-    for (uint32_t j = 0; j < i->operand_count && single; j++) {
-        single = j == k || operands[j].range != range;
+    const uint32_t index = operands[k].range;
+    msi_range *range = index == MSI_NONE ? NULL : &p->code.ranges.items[index];
+    bool searches = range && range->first == now;
+    for (uint32_t j = 0; j < i->operand_count && searches; j++) {
+        searches = j == k || operands[j].range != index;
     }
-    const uint32_t old = single ? msi_find_alias(g, p, now, range, allowed) : MSI_NONE;
-    if (old != MSI_NONE) {
-        p->code.ranges.items[old].aliased = true;
-        p->code.ranges.items[range].alias_of = old;
+    for (uint32_t n = 0; n < i->operand_count && searches; n++) {
+        const uint32_t other = operands[n].range;
+        msi_range *old = other == MSI_NONE ? NULL : &p->code.ranges.items[other];
+        bool usable = allowed[n] && old && old->last == now && !old->aliased && !old->outlives &&
+                      old->first != now && old->is_tile == range->is_tile &&
+                      (i->rows.of == 0 || old->is_tile) && old->on_host == range->on_host &&
+                      msi_fits_in(g, range, old);
+        for (uint32_t j = 0; j < i->operand_count && usable; j++) {
+            usable = operands[j].range != other || allowed[j];
+        }
+        if (usable) {
+            old->aliased = true;
+            range->alias_of = other;
+            searches = false;
+        }
     }
 }
 
@@ -14029,15 +13708,6 @@ static void msi_share_memory(const msi_graph *g, msi_program *p) {
     }
 }
 
-/* How many transient values a program has on the host. */
-static uint32_t msi_count_on_host(const msi_program *p, uint32_t resident_count) {
-    uint32_t count = 0;
-    for (uint32_t i = resident_count; i < p->code.ranges.count; i++) {
-        count += p->code.ranges.items[i].on_host;
-    }
-    return count;
-}
-
 static msi_block *msi_block_of(const msi_program *p, const msi_range *range) {
     return (range->on_host ? p->layout.host_blocks.items : p->layout.blocks.items) + range->block;
 }
@@ -14045,9 +13715,13 @@ static msi_block *msi_block_of(const msi_program *p, const msi_range *range) {
 /* Makes one block of memory for each chain of aliases and for what is packed; residents have their
    places already. */
 static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resident_count) {
+    uint32_t on_host = 0;
+    for (uint32_t i = resident_count; i < p->code.ranges.count; i++) {
+        on_host += p->code.ranges.items[i].on_host;
+    }
     p->layout.blocks.count = p->layout.host_blocks.count = 0;
     if (!MSI_RESERVE(msi_block, a, p->layout.blocks, p->code.ranges.count) ||
-        !MSI_RESERVE(msi_block, a, p->layout.host_blocks, msi_count_on_host(p, resident_count))) {
+        !MSI_RESERVE(msi_block, a, p->layout.host_blocks, on_host)) {
         return false;
     }
     for (uint32_t i = resident_count; i < p->code.ranges.count; i++) {
@@ -14564,22 +14238,18 @@ static void msi_sum_slots(msi_scheduling *s) {
     s->program->code.most_bytes = p->layout.resident_bytes + s->most_bytes;
 }
 
-/* Adds to the live bytes of the slots from `first` to before `end`, if that is within the peak. */
-static bool msi_hold(msi_scheduling *s, uint32_t first, uint32_t end, uint64_t bytes) {
-    for (uint32_t k = first; k < end; k++) {
+/* Adds to the live bytes of the slots from `first` to before `end`, if that is within the peak in all
+   of them. Returns the last slot where it is not, or MSI_NONE. */
+static uint32_t msi_hold(msi_scheduling *s, uint32_t first, uint32_t end, uint64_t bytes) {
+    for (uint32_t k = end; k-- > first;) {
         if (s->live_bytes[k] + bytes > s->most_bytes) {
-            return false;
+            return k;
         }
     }
     for (uint32_t k = first; k < end; k++) {
         s->live_bytes[k] += bytes;
     }
-    return true;
-}
-
-static bool msi_copies_whole(const msi_scheduling *s, const msi_transfer *t) {
-    const msi_instruction *i = &s->program->code.instructions.items[t->instruction];
-    return msi_is_in(t) && i->part_count == 0 && i->rows.of == 0;
+    return MSI_NONE;
 }
 
 /* If memory allows, keeps the range that a value was last copied to until `t`, the next copy in of
@@ -14587,16 +14257,11 @@ static bool msi_copies_whole(const msi_scheduling *s, const msi_transfer *t) {
 static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_transfer *t) {
     const msi_range *range = earlier == MSI_NONE ? NULL : &s->program->code.ranges.items[earlier];
     const uint32_t end = range ? msi_live_end(s, range) : 0;
-    return range && range->part == 0 && !range->is_tile && msi_copies_whole(s, t) &&
+    const msi_instruction *i = &s->program->code.instructions.items[t->instruction];
+    const bool is_whole = msi_is_in(t) && i->part_count == 0 && i->rows.of == 0;
+    return range && range->part == 0 && !range->is_tile && is_whole &&
            t->needed < end + MSI_LONGEST_GAP && !(end <= s->barrier && t->needed >= s->barrier) &&
-           msi_hold(s, end, t->needed, msi_align(range->bytes));
-}
-
-/* Sums what a transfer has on the device. */
-static void msi_sum_ends(const msi_scheduling *s, msi_transfer *t) {
-    for (uint32_t k = 0; k < t->pair_count; k++) {
-        t->bytes += msi_align(s->program->code.ranges.items[msi_ends_of(s, t, k).device].bytes);
-    }
+           msi_hold(s, end, t->needed, msi_align(range->bytes)) == MSI_NONE;
 }
 
 /* Leaves out copies in of values that were on the device shortly before and can be kept there. Of a
@@ -14637,7 +14302,9 @@ static void msi_leave_out(msi_scheduling *s) {
             t->us = i->us = left > 0 ? msi_duration_us(s->graph, s->costs, p, i) : 0.0;
             i->is_timed = msi_keeps_time(i);
         }
-        msi_sum_ends(s, t);
+        for (uint32_t k = 0; k < t->pair_count; k++) {
+            t->bytes += msi_align(p->code.ranges.items[msi_ends_of(s, t, k).device].bytes);
+        }
     }
 }
 
@@ -14752,17 +14419,10 @@ static bool msi_may_begin(msi_placing *w, msi_queue *q) {
         !msi_has_room_for(w, bytes)) {
         return false;
     }
-    for (uint32_t k = t->needed; k-- > w->slot;) {
-        if (s->live_bytes[k] + bytes > s->most_bytes) {
-            q->blocked = q->next;
-            q->blocked_to = k;
-            return false;
-        }
-    }
-    for (uint32_t k = w->slot; k < t->needed; k++) {
-        s->live_bytes[k] += bytes;
-    }
-    return true;
+    const uint32_t last = msi_hold(s, w->slot, t->needed, bytes);
+    q->blocked = last != MSI_NONE ? q->next : q->blocked;
+    q->blocked_to = last != MSI_NONE ? last : q->blocked_to;
+    return last == MSI_NONE;
 }
 
 /* Issues the copies in of an engine that may begin before the present slot, and those that must. */
@@ -14815,14 +14475,11 @@ static void msi_place_transfers(msi_scheduling *s) {
     }
     for (w.slot = 0; w.slot <= s->slot_count; w.slot++) {
         w.outgoing_bytes += s->held_from[w.slot];
-        for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
-            if (!msi_engines[engine].fetches) {
-                msi_begin_outs(&w, &w.queues[engine]);
-            }
-        }
-        for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
-            if (msi_engines[engine].fetches) {
-                msi_begin_ins(&w, &w.queues[engine]);
+        for (int fetches = 0; fetches < 2; fetches++) {
+            for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
+                if (msi_engines[engine].fetches == (fetches == 1)) {
+                    (fetches ? msi_begin_ins : msi_begin_outs)(&w, &w.queues[engine]);
+                }
             }
         }
         w.us += w.slot < s->slot_count ? s->begin_us[w.slot + 1] - s->begin_us[w.slot] : 0.0;
@@ -14896,15 +14553,6 @@ static void msi_place_issue(msi_scheduling *s, const msi_transfer *t) {
     }
 }
 
-/* Places the copies of an engine that are issued before a slot. */
-static void msi_place_issues(msi_scheduling *s, uint32_t slot, int engine) {
-    uint32_t *number = &s->issued[engine];
-    for (; *number < s->transfer_count && s->transfers[*number].issue <= slot;
-         *number = s->transfers[*number].next) {
-        msi_place_issue(s, &s->transfers[*number]);
-    }
-}
-
 /* Places a wait for the last copy of an engine that must be done before a slot. The first that has
    not been awaited must be. */
 static void msi_place_waits(msi_scheduling *s, uint32_t slot, int engine) {
@@ -14921,12 +14569,14 @@ static void msi_place_waits(msi_scheduling *s, uint32_t slot, int engine) {
 /* Places what the engines that fetch, or those that do not, have to do before a slot. */
 static void msi_place_copies(msi_scheduling *s, uint32_t slot, bool fetches) {
     for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
-        const uint32_t issued = s->issued[engine], awaited = s->awaited[engine];
+        uint32_t *issued = &s->issued[engine];
+        const uint32_t awaited = s->awaited[engine];
         if (msi_engines[engine].fetches != fetches) {
             continue;
         }
-        if (issued < s->transfer_count && s->transfers[issued].issue <= slot) {
-            msi_place_issues(s, slot, engine);
+        for (; *issued < s->transfer_count && s->transfers[*issued].issue <= slot;
+             *issued = s->transfers[*issued].next) {
+            msi_place_issue(s, &s->transfers[*issued]);
         }
         if (awaited < s->transfer_count && s->transfers[awaited].wait <= slot) {
             msi_place_waits(s, slot, engine);
@@ -15125,7 +14775,7 @@ typedef struct msi_layout_work {
     uint64_t *key;               // what to sort by, per block or item of these lists
     uint64_t *load;              // per compressed time: live bytes
     uint64_t *offset, *best;     // per block: in the layout at hand, in the best one
-    uint64_t *from_peak;         // per block: in the best one from the peak
+    uint64_t *other;             // memory of the best one in orders; before, of met_high
     uint64_t *met_high;          // the upper end of each block that a gap meets
     msi_fan fans[MSI_MOST_FANS]; // of what a gap meets
     /* First-fit: blocks that live at each multiple of the stride, per multiple the end of its list
@@ -15299,8 +14949,6 @@ static void msi_layout_sort(msi_layout_work *w, msi_layout_order order, uint64_t
     if (order == MSI_ORDER_LOAD) {
         msi_layout_sort_by(w, MSI_ORDER_BYTES, 1);
         msi_layout_sort_by(w, MSI_ORDER_SPAN, 1);
-    }
-    if (order == MSI_ORDER_LOAD) {
         msi_skyline_clear(&w->bottom);
         for (uint32_t t = 0; t < w->times; ++t) {
             msi_skyline_raise(&w->bottom, t, t, w->load[t]);
@@ -15936,12 +15584,6 @@ static bool msi_layout_first_fit(msi_layout_work *w, bool from_both_ends) {
     return true;
 }
 
-static void msi_layout_put_in_both(msi_layout_work *w, uint32_t block, uint64_t low) {
-    w->offset[block] = low;
-    msi_spots_insert(w->by_high, w->spot_count, msi_layout_spot(w, block, low), true);
-    msi_spots_insert(w->by_low, w->spot_count++, msi_layout_spot(w, block, low), false);
-}
-
 /* xorshift64*: the same numbers in every run. */
 static MSI_NOINLINE uint32_t msi_layout_random(msi_layout_work *w, uint32_t below) {
     MEMSCALE_ASSERT(below > 0);
@@ -16101,7 +15743,9 @@ static void msi_layout_place_waiting(msi_layout_work *w, uint64_t target) {
         const msi_spot spot = msi_layout_spot(w, block, low);
         msi_layout_eject(w, &spot, target);
     }
-    msi_layout_put_in_both(w, block, low);
+    w->offset[block] = low;
+    msi_spots_insert(w->by_high, w->spot_count, msi_layout_spot(w, block, low), true);
+    msi_spots_insert(w->by_low, w->spot_count++, msi_layout_spot(w, block, low), false);
 }
 
 /* Ejection chains (Glover 1996), guided by how often a block found no free place (as in Nagata and
@@ -16252,18 +15896,15 @@ static void msi_layout_search(msi_layout_work *w) {
         return;
     }
     const uint64_t height = w->height;
+    uint64_t *from_peak = w->best;
     w->met_high = w->stacks.floor; // of no use anymore
-    for (uint32_t i = 0; i < w->used; i++) {
-        w->from_peak[w->order[i]] = w->best[w->order[i]];
-    }
+    w->best = w->other;
     w->height = UINT64_MAX;
     memcpy(w->order, w->by_start, w->used * sizeof *w->order);
     msi_layout_search_orders(w);
     if (w->height > height) {
         w->height = height;
-        for (uint32_t i = 0; i < w->used; i++) {
-            w->best[w->order[i]] = w->from_peak[w->order[i]];
-        }
+        w->best = from_peak;
     }
 }
 
@@ -16283,8 +15924,7 @@ static void msi_stacks_bind(msi_stacks *s, uint64_t *memory, uint64_t nodes) {
 static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
     uint64_t **by_node[] = {&w->bottom.highest, &w->bottom.applied, &w->top.highest,
                             &w->top.applied};
-    uint64_t **by_block[] = {&w->key,       &w->offset,       &w->best,
-                             &w->from_peak, &w->stacks.floor, &w->load};
+    uint64_t **by_block[] = {&w->key, &w->offset, &w->best, &w->other, &w->stacks.floor, &w->load};
     uint32_t **numbers[] = {&w->first,   &w->last,   &w->order,      &w->scratch,
                             &w->penalty, &w->starts, &w->rank,       &w->by_start,
                             &w->begun,   &w->living, &w->living_end, &w->ranks};
@@ -16328,7 +15968,7 @@ static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *alloca
     msi_layout_compress_time(w);
     msi_layout_measure_load(w);
     w->height = UINT64_MAX;
-    w->met_high = w->from_peak; // which is written only once the search from the peak has ended
+    w->met_high = w->other;
     w->random = UINT64_C(0x9E3779B97F4A7C15);
     w->bottom.leaves = 1;
     while (w->bottom.leaves < w->times) {
@@ -16404,11 +16044,6 @@ static uint32_t msi_counts_to(const msi_range *range) {
     return range->aliased ? range->last - 1 : range->last;
 }
 
-static bool msi_is_activation(ms_category category) {
-    return category == MS_CATEGORY_ACTIVATION || category == MS_CATEGORY_ACTIVATION_GRADIENT ||
-           category == MS_CATEGORY_SAVED;
-}
-
 /* Sums the sizes of the live ranges, into live_bytes, and of activations: differences first, then
    their running sum. They are unsigned, so a difference that wraps is undone by the sum. Finds the
    first instruction with the largest sum. */
@@ -16420,7 +16055,10 @@ static void msi_sum_live(msi_program *p, uint32_t resident_count) {
     for (uint32_t i = resident_count; i < p->code.ranges.count; i++) {
         const msi_range *range = &p->code.ranges.items[i];
         const uint64_t bytes = range->on_host ? 0 : msi_align(range->bytes);
-        const uint64_t activation = msi_is_activation((ms_category)range->category) ? bytes : 0;
+        const bool is_activation = range->category == MS_CATEGORY_ACTIVATION ||
+                                   range->category == MS_CATEGORY_ACTIVATION_GRADIENT ||
+                                   range->category == MS_CATEGORY_SAVED;
+        const uint64_t activation = is_activation ? bytes : 0;
         live[range->first] += bytes;
         live[msi_counts_to(range) + 1] -= bytes;
         activations[range->first] += activation;
@@ -16546,14 +16184,11 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
 
 /* The times of the program so far. */
 static msi_times msi_read_clock(const msi_clock *c) {
-    msi_times times;
-    times.us = 0.0;
+    msi_times times = c->program->predicted.last;
     for (int engine = 0; engine < MS_STREAM_COUNT; engine++) {
         times.us = c->free_us[engine] > times.us ? c->free_us[engine] : times.us;
-        times.link_us[engine] = c->program->predicted.link_us[engine];
     }
     times.stall_us = c->stall_us;
-    times.recompute_us = c->program->predicted.last.recompute_us;
     return times;
 }
 
@@ -16564,14 +16199,6 @@ static double msi_busiest_us(const double *link_us) {
         most_us = link_us[engine] > most_us ? link_us[engine] : most_us;
     }
     return most_us;
-}
-
-/* The times at the end of a micro-batch: computing stalls until all engines are done, when the next
-   micro-batch begins. */
-static msi_times msi_end_micro(const msi_clock *c) {
-    msi_times times = msi_read_clock(c);
-    times.stall_us += times.us - c->free_us[MS_STREAM_COMPUTE];
-    return times;
 }
 
 /* The times of a step: of all its micro-batches, the last of which goes on to the update. */
@@ -16593,24 +16220,24 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
     msi_clock c;
     msi_clock_start(&c, g, costs, store, p);
     memset(p->predicted.link_bytes, 0, sizeof p->predicted.link_bytes);
-    memset(p->predicted.link_us, 0, sizeof p->predicted.link_us);
-    p->predicted.last.recompute_us = 0.0;
+    memset(&p->predicted.last, 0, sizeof p->predicted.last);
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
         msi_instruction *i = &p->code.instructions.items[now];
         const double us = i->us = i->is_timed ? i->us : msi_duration_us(g, costs, p, i);
         i->is_timed = false;
-        if (now == p->code.backward_end) {
-            p->predicted.micro = msi_end_micro(&c);
+        if (now == p->code.backward_end) { // computing stalls until all engines are done
+            p->predicted.micro = msi_read_clock(&c);
+            p->predicted.micro.stall_us += p->predicted.micro.us - c.free_us[MS_STREAM_COMPUTE];
         }
         msi_clock_run(&c, now, us);
         if (msi_is_issued((msi_op)i->op)) {
             p->predicted.link_bytes[msi_ops[i->op].engine] += (uint64_t)msi_moved_bytes(g, p, i);
-            p->predicted.link_us[msi_ops[i->op].engine] += us;
+            p->predicted.last.link_us[msi_ops[i->op].engine] += us;
         }
         for (int k = 0; k < MS_STREAM_COUNT && i->op == MSI_OP_UPDATE && c.mapped_bytes > 0; k++) {
             const bool shared = msi_engines[k].is_link;
             p->predicted.link_bytes[k] += shared ? c.mapped_bytes : 0;
-            p->predicted.link_us[k] += shared ? msi_mapped_us(g, costs, p, i) : 0.0;
+            p->predicted.last.link_us[k] += shared ? msi_mapped_us(g, costs, p, i) : 0.0;
         }
         p->predicted.last.recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
     }
@@ -17014,15 +16641,8 @@ static MSI_NOINLINE void msi_propose_candidate(msi_search *s, msi_candidate *c,
 
 /* The values that a layer makes, outputs and then saved tensors:
    for (MSI_EACH_MADE(made, g, layer)) { ... made.tensor ... } */
-static MSI_NOINLINE msi_operand_cursor msi_made_operands(const msi_graph *g, uint32_t layer) {
-    msi_operand_cursor c = msi_operands_of(g, &g->layers.items[layer], MSI_GROUP_OUT);
-    c.count += g->layers.items[layer].count[MSI_GROUP_SAVED];
-    return c;
-}
-
 #define MSI_EACH_MADE(operand, g, layer)                                                           \
-    msi_operand_cursor operand = msi_made_operands(g, layer);                                      \
-    msi_next_operand(&operand);
+    MSI_EACH_OF(operand, g, &(g)->layers.items[layer], MSI_GROUP_OUT, MSI_GROUP_SAVED)
 
 /* Whether the plan may drop a value to recompute it. */
 static MSI_NOINLINE bool msi_is_droppable(const msi_graph *g, uint32_t t) {
@@ -23148,7 +22768,7 @@ static MSI_COLD void msi_add_host(msi_text *to, uint64_t budget, uint64_t least)
     if (most == UINT64_MAX || !(techniques & MSI_OFFLOADING)) {
         return;
     }
-    const msi_size_text now = msi_size_down(most);
+    const msi_words now = msi_size_down(most);
     const uint64_t bytes = msi_squeezed_bytes(to, techniques, UINT64_MAX, MSI_NO_BUDGET, &enough);
     while (bytes <= budget && enough > most && enough - most > enough / 128) {
         const uint64_t next = most + (enough - most) / 2;
@@ -23928,7 +23548,7 @@ static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t laye
         largest = r->moved[tensor] & move ? largest : msi_larger(largest, part);
     }
     const uint64_t held = r->store->host_bytes + r->store->host_transient_bytes;
-    const double busy_us = msi_busiest_us(p->predicted.link_us);
+    const double busy_us = msi_busiest_us(p->predicted.last.link_us);
     return msi_fact(MSI_FACT(OUTPUT), t->is_output || tensor == g->loss) |
            msi_fact(MSI_FACT(RECOMPUTED), again) |
            msi_fact(MSI_FACT(NOT_IDLE), made && !again && !msi_lies_idle(r, tensor)) |
@@ -24115,7 +23735,7 @@ static MSI_COLD uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_deci
             const uint32_t index = operand.tensor;
             bool listed = false; // in an earlier slot
             for (uint32_t k = 0; k < operand.slot; k++) {
-                listed |= operand.tensors[k] == index;
+                listed |= msi_group(g, &g->layers.items[layer], group)[k] == index;
             }
             if (listed ||
                 !(msi_techniques[d->technique].kinds >> g->tensors.items[index].kind & 1)) {
@@ -24959,14 +24579,9 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
                     error, inner[0] ? ": " : "", inner);
 }
 
-/* A matrix, or what is wrong with it, as text. */
-typedef struct msi_matrix_text {
-    char text[144];
-} msi_matrix_text;
-
 /* "64 x 32 transposed, rows 32 apart, 3 of them 2048 apart" */
-static msi_matrix_text msi_matrix_name(const ms_matrix *x) {
-    msi_matrix_text t;
+static msi_words msi_matrix_name(const ms_matrix *x) {
+    msi_words t;
     const int length = msi_write_text(t.text, sizeof t.text, "%lld x %lld%s, rows %lld apart",
                                       (long long)x->rows, (long long)x->cols,
                                       x->transposed ? " transposed" : "", (long long)x->stride);
@@ -24978,8 +24593,8 @@ static msi_matrix_text msi_matrix_name(const ms_matrix *x) {
 }
 
 /* What is wrong with one operand of ms_gemm, whose name is a letter; an empty text: nothing. */
-static msi_matrix_text msi_matrix_fault(const ms_matrix *x, char name) {
-    msi_matrix_text t;
+static msi_words msi_matrix_fault(const ms_matrix *x, char name) {
+    msi_words t;
     t.text[0] = 0;
     if (!x->data) {
         msi_write_text(t.text, sizeof t.text, "%c has no data: %s", name,
@@ -25038,7 +24653,7 @@ static ms_result msi_gemm(ms_model *m, float alpha, ms_matrix a, ms_matrix b, fl
     c.batch_count = c.batch_count ? c.batch_count : 1;
     const ms_matrix *const operands[] = {&a, &b, &c};
     for (int i = 0; i < 3; i++) {
-        const msi_matrix_text wrong = msi_matrix_fault(operands[i], "abc"[i]);
+        const msi_words wrong = msi_matrix_fault(operands[i], "abc"[i]);
         if (wrong.text[0]) {
             return msi_fail(m, MS_RESULT_INVALID, "ms_gemm: %s; it is %s", wrong.text,
                             msi_matrix_name(operands[i]).text);
@@ -26100,10 +25715,6 @@ static MSI_COLD void msi_take_image(msi_trial *t) {
 // ------------------------------------------------------------------------------------------------
 // >>checks  what a layer must leave as it was, and who is to blame for what differs
 
-typedef struct msi_operand_text {
-    char text[160];
-} msi_operand_text;
-
 /* The array of ms_call that has the operands of a group. */
 static MSI_COLD const char *msi_call_group_name(int group) {
     static const char *const of_gradients[] = {"grad_out", "grad_in", "grad_param"};
@@ -26117,9 +25728,9 @@ static bool msi_is_narrow_call(const msi_trial *t) {
 }
 
 /* `in[0], the value of "x"`, in a call in 16 bits `... in bf16`; `its workspace of 64 bytes` */
-static MSI_COLD msi_operand_text msi_staged_name(const msi_trial *t, const msi_staged *s) {
+static MSI_COLD msi_words msi_staged_name(const msi_trial *t, const msi_staged *s) {
     const bool value = s->group < MSI_GROUP_COUNT, narrow = msi_is_narrow_call(t);
-    msi_operand_text name;
+    msi_words name;
     if (s->group == MSI_GROUP_WORKSPACE) {
         msi_write_text(name.text, sizeof name.text, "its workspace of %llu bytes",
                        (unsigned long long)s->bytes);
@@ -26307,9 +25918,9 @@ static MSI_COLD bool msi_is_operand(const msi_trial *t, uint32_t resident) {
     return is;
 }
 
-static MSI_COLD msi_operand_text msi_resident_name(const msi_trial *t, uint32_t resident) {
+static MSI_COLD msi_words msi_resident_name(const msi_trial *t, uint32_t resident) {
     const msi_store *store = t->model->run.store;
-    msi_operand_text name;
+    msi_words name;
     if (resident >= store->residents.count) {
         msi_write_text(name.text, sizeof name.text, "transient values of the model");
     } else {
@@ -26941,8 +26552,8 @@ static MSI_COLD void msi_warn_of_slope(const msi_trial *t, const msi_slope *s,
                                        const msi_quotient *found) {
     const msi_staged *grad = s->grad;
     const ms_model *m = t->model;
-    const msi_operand_text name = msi_staged_name(t, grad);
-    const msi_label label = msi_layer_label(&m->graph, t->instruction->target);
+    const msi_words name = msi_staged_name(t, grad);
+    const msi_words label = msi_layer_label(&m->graph, t->instruction->target);
     const char *callback = msi_phase_name(msi_ops[t->instruction->op].phase);
     if (found->value == 0.0) {
         msi_log(
@@ -28574,7 +28185,7 @@ static uint32_t msi_take_pairs(const ms_model *m, const msi_program *p, const ms
 /* Issues a copy between host and device. */
 static ms_result msi_run_transfer(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const ms_stream_kind engine = msi_ops[i->op].engine;
-    const bool streams = msi_has_copy_streams(m);
+    const bool streams = msi_enqueues_copies(&m->config.backend);
     int error = streams && i->follows ? msi_follow_compute(m, engine) : 0;
     m->run.copies = streams && !m->run.recording;
     for (uint32_t k = 0; k < msi_pair_count(i) && !error;) {
@@ -28918,7 +28529,7 @@ static void msi_note_slice(msi_run *r, uint32_t now, double us) {
 static uint32_t msi_event_of_host(const ms_model *m, const msi_program *p, uint32_t now) {
     const msi_instruction *i = &p->code.instructions.items[now];
     const bool asynchronous = m->config.backend.is_asynchronous;
-    if (i->op == MSI_OP_WAIT && msi_has_copy_streams(m)) {
+    if (i->op == MSI_OP_WAIT && msi_enqueues_copies(&m->config.backend)) {
         const msi_pair pair = msi_pair_of(m, p, i, 0);
         return !asynchronous || m->config.debug || msi_is_shown(m->run.store, &pair)
                    ? m->run.store->event_count + i->event
@@ -28935,7 +28546,7 @@ static ms_result msi_has_come(ms_model *m, uint32_t event) {
     const ms_backend *b = &m->config.backend;
     bool has_come = true;
     const ms_result result =
-        msi_has_copy_streams(m) && b->query
+        msi_enqueues_copies(&m->config.backend) && b->query
             ? msi_device(m, b->query(m->device, event, &has_come), "asking for an event")
             : MS_RESULT_OK;
     return result == MS_RESULT_OK && !has_come ? MS_RESULT_MORE : result;
@@ -29790,16 +29401,6 @@ static MSI_COLD ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role)
                   : MS_RESULT_OK;
 }
 
-static bool msi_is_state(const msi_graph *g, uint32_t t) {
-    bool is = false;
-    for (uint32_t i = 0; i < g->layers.count && t != MSI_NONE && !is; i++) {
-        for (MSI_EACH(state, g, &g->layers.items[i], MSI_GROUP_STATE)) {
-            is |= state.tensor == t;
-        }
-    }
-    return is;
-}
-
 /* Compares memory that is lent after ms_wrap with what is lent already, as msi_check_loans does with
    all of it. */
 static ms_result msi_check_new_loan(ms_model *m, const msi_loan *loan) {
@@ -29815,8 +29416,7 @@ static ms_result msi_check_new_loan(ms_model *m, const msi_loan *loan) {
             r ? msi_loan_of(m, r->tensor, r->role, r->address) : msi_loan_of_arena(m);
         if (other.begin < loan->end && loan->begin < other.end &&
             (same_addresses || other.on_host == loan->on_host) &&
-            (other.changes || loan->changes || msi_is_state(&m->graph, other.tensor) ||
-             msi_is_state(&m->graph, loan->tensor))) {
+            (other.changes || loan->changes)) {
             return msi_refuse_overlap(m, loan, &other);
         }
     }
@@ -31397,12 +30997,9 @@ static MSI_COLD ms_result msi_choose_compared(msi_verification *v) {
     const ms_allocator *a = &m->config.allocator;
     v->range_of = (uint32_t *)msi_alloc(a, g->tensors.count * (uint64_t)sizeof(uint32_t));
     for (uint32_t t = 0; v->range_of && t < g->tensors.count; t++) {
-        v->range_of[t] = msi_learns(&g->tensors.items[t]) ? m->run.store->resident_of[t] : MSI_NONE;
-    }
-    for (uint32_t i = 0; v->range_of && i < g->layers.count; i++) {
-        for (MSI_EACH(state, g, &g->layers.items[i], MSI_GROUP_STATE)) {
-            v->range_of[state.tensor] = m->run.store->resident_of[state.tensor];
-        }
+        const msi_tensor *tensor = &g->tensors.items[t];
+        v->range_of[t] =
+            msi_learns(tensor) || tensor->is_state ? m->run.store->resident_of[t] : MSI_NONE;
     }
     for (uint32_t t = 0; v->range_of && t < g->tensors.count; t++) {
         if (v->range_of[t] != MSI_NONE) {
@@ -33068,12 +32665,8 @@ static MSI_COLD ms_shape msi_entry_shape(const msi_checkpoint *c, const msi_entr
     return shape;
 }
 
-typedef struct msi_shape_text {
-    char text[160];
-} msi_shape_text;
-
-static MSI_COLD msi_shape_text msi_shape_words(msi_format format, ms_shape shape) {
-    msi_shape_text words;
+static MSI_COLD msi_words msi_shape_words(msi_format format, ms_shape shape) {
+    msi_words words;
     int at = msi_write_text(words.text, sizeof words.text, "%s [",
                             format == MSI_FORMAT_COUNT ? "?" : msi_dtype_in_file(format));
     for (int k = 0; k < shape.rank && k < MS_LIMIT_RANK; k++) {
@@ -34197,12 +33790,12 @@ static MSI_COLD void msi_report_copies(const ms_model *m, ms_memory_report *r) {
     uint8_t *report = (uint8_t *)r;
     double us = 0.0;
     for (int engine = 0; engine < MS_STREAM_COUNT; engine++) {
-        us += p->predicted.link_us[engine];
+        us += p->predicted.last.link_us[engine];
         if (msi_engines[engine].counted_bytes > 0) {
             void *bytes = report + msi_engines[engine].counted_bytes;
             *(uint64_t *)bytes = p->predicted.link_bytes[engine];
             void *copies_us = report + msi_engines[engine].counted_us;
-            *(double *)copies_us = p->predicted.link_us[engine];
+            *(double *)copies_us = p->predicted.last.link_us[engine];
         }
     }
     r->stall_us = p->predicted.step.stall_us;

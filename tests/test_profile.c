@@ -832,7 +832,7 @@ static void numbers_keep_their_bits(void **state) {
         double x = i < 16 ? edges[i] : ldexp(t_unit(&rng), (int)t_below(&rng, 200) - 100);
         x = i > 2000 ? floor(1e6 * t_unit(&rng)) / thousand : x;
         use_point(points[i % 3]);
-        const msi_decimal_text text = msi_decimal(x);
+        const msi_words text = msi_decimal(x);
         use_point(points[i / 3 % 3]);
         double back = -1.0;
         assert_true(msi_parse_number(text.text, strlen(text.text), &back));

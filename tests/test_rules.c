@@ -2443,7 +2443,7 @@ static void sizes_can_be_typed_in_again(void **state) {
         const uint64_t bytes = i < 4096 ? (uint64_t)i : t_next(&rng) >> (14 + t_next(&rng) % 50);
         for (int up = 0; up < 2; ++up) {
             char *end;
-            const msi_size_text text = up ? msi_size(bytes) : msi_size_down(bytes);
+            const msi_words text = up ? msi_size(bytes) : msi_size_down(bytes);
             double value = strtod(text.text, &end);
             const char *unit = strchr(units, end[1]);
             assert_true(*end == ' ' && unit != NULL && strlen(text.text) < 14);
