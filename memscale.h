@@ -3864,6 +3864,9 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
 /* Makes a call if there has been no error so far. */
 #define MSI_THEN(result, call) ((result) = (result) == MS_RESULT_OK ? (call) : (result))
 
+/* Likewise one that has no result. */
+#define MSI_DO(result, call) ((result) == MS_RESULT_OK ? (void)(call) : (void)0)
+
 /* A growing array. MSI_RESERVE is false, and changes nothing, if memory is short. */
 #define MSI_LIST(type)                                                                             \
     struct {                                                                                       \
@@ -3877,6 +3880,13 @@ static void *msi_regrow(const ms_allocator *allocator, void *items, uint32_t *ca
       (uint64_t)(needed) <= (list).capacity))
 #define MSI_LIST_FREE(type, allocator, list)                                                       \
     msi_release(allocator, (list).items, (uint64_t)(list).capacity * sizeof(type))
+
+/* The loops over the items of such an array: all of them, or as long as something holds. */
+#define MSI_ITEMS_WHILE(type, item, list, holds)                                                   \
+    type *item = (list).items;                                                                     \
+    (uint64_t)(item - (list).items) < (list).count && (holds);                                     \
+    item++
+#define MSI_ITEMS(type, item, list) MSI_ITEMS_WHILE(type, item, list, true)
 
 /* Stable merge sort of indices by rising key. */
 static void msi_sort_indices(uint32_t *index, uint32_t *scratch, uint32_t count,
@@ -4418,7 +4428,7 @@ enum { MSI_PLACE_COUNT = 2 };
 
 typedef struct msi_debug {
     void *stage[MSI_PLACE_COUNT];
-    uint64_t half_bytes[MSI_PLACE_COUNT], tail_bytes[MSI_PLACE_COUNT], stage_bytes[MSI_PLACE_COUNT];
+    uint64_t half_bytes[MSI_PLACE_COUNT], stage_bytes[MSI_PLACE_COUNT];
     uint8_t *shadow;         // a copy of everything that the store has, on the host
     uint8_t *images;         // copies of a half
     uint8_t *made;           // what forward has made in this step: the values of the tensors
@@ -5050,9 +5060,12 @@ static ms_result msi_made(const ms_model *m) {
     return m ? m->errors.broken : MS_RESULT_INVALID;
 }
 
+/* Makes a call for a model that is there, and was made. */
+#define MSI_MADE(m, call) (msi_made(m) == MS_RESULT_OK ? (call) : msi_made(m))
+
 /* The result for a wrong argument. */
 static MSI_COLD ms_result msi_invalid(const ms_model *m) {
-    return msi_made(m) != MS_RESULT_OK ? msi_made(m) : MS_RESULT_INVALID;
+    return MSI_MADE(m, MS_RESULT_INVALID);
 }
 
 /* A wrong argument of an API function, whose name the text begins with. */
@@ -5086,7 +5099,7 @@ static MSI_COLD ms_result msi_fail_again(ms_model *m, ms_result result, const ch
 
 /* A text that a function returns. */
 typedef struct msi_words {
-    char text[160];
+    char text[MSI_ERROR_BYTES];
 } msi_words;
 
 /* A size in the unit that suits it, rounded up or down to hundredths. */
@@ -17624,9 +17637,10 @@ static uint32_t msi_first_batch(const msi_greedy *w, uint64_t live_bytes) {
     const uint32_t share = 1 + w->moves.count / w->batch_share;
     const bool may_approach = w->search->is_guided && w->search->budget > 0 && share > 1 &&
                               live_bytes > w->search->budget;
-    const double missing = may_approach ? (double)(live_bytes - w->search->budget) : 0.0;
+    const double missing =
+        may_approach ? (double)((live_bytes - w->search->budget) / MSI_APPROACH) : 0.0;
     const double least = (double)live_bytes / (1.0 + (double)w->plan_limit);
-    const double wanted = missing > MSI_APPROACH * least ? missing / MSI_APPROACH : least;
+    const double wanted = missing > least ? missing : least;
     double bytes = 0.0;
     uint32_t count = 0;
     for (; count < w->moves.count && (count < share || bytes < wanted); count++) {
@@ -23001,196 +23015,144 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
 // ------------------------------------------------------------------------------------------------
 // >>explain  why a plan does what it does: what was decided for each layer, and by which rule
 
-/* The facts about one technique on one layer, in the plan that is in force. From UNREAD on: about
-   the tensor that explains best why the technique is not applied; see msi_explains_more. */
-#define MSI_FACTS(X)                                                                               \
-    X(APPLIED)                                                                                     \
-    X(FORCED) /* on every tensor that it is applied to */                                          \
-    X(ON)                                                                                          \
-    X(SMALLEST)                                                                                    \
-    X(FREES) /* bytes */                                                                           \
-    X(DETACHED)                                                                                    \
-    X(FORBIDDEN)                                                                                   \
-    X(OFF)                                                                                         \
-    X(BEYOND_MODE)                                                                                 \
-    X(SHARED_MEMORY)                                                                               \
-    X(NOT_NATIVE)                                                                                  \
-    X(PLAIN_FITS)                                                                                  \
-    X(UNREAD)                                                                                      \
-    X(RUNS_ONCE)                                                                                   \
-    X(OUTPUT)                                                                                      \
-    X(RECOMPUTE_READS)                                                                             \
-    X(NOT_IDLE)                                                                                    \
-    X(NO_GRADIENT)                                                                                 \
-    X(ALL_GRADIENTS)                                                                               \
-    X(BORROWED)                                                                                    \
-    X(READ_AGAIN)                                                                                  \
-    X(SHARED_PARAM)                                                                                \
-    X(LATE)                                                                                        \
-    X(RECOMPUTED)                                                                                  \
-    X(TOO_SMALL)                                                                                   \
-    X(AT_ONCE)                                                                                     \
-    X(SATURATED)                                                                                   \
-    X(HOST_FULL)                                                                                   \
-    X(NO_STATE)                                                                                    \
-    X(CUSTOM)                                                                                      \
-    X(BACKEND)                                                                                     \
-    X(SMALL)                                                                                       \
-    X(VECTOR)                                                                                      \
-    X(LOOKED_UP)                                                                                   \
-    X(NOT_ACCEPTED)                                                                                \
-    X(STAYS_F32)                                                                                   \
-    X(NO_ROWS)
+/* The rules: name, the techniques that each can explain, and its text. The first one that holds of a
+   technique on a layer, in the plan that is in force, explains what was decided there; the last one
+   always holds. From UNREAD on they are about the tensor that explains best why the technique is not
+   applied; see msi_explains_more. */
+#define MSI_RULES(X)                                                                               \
+    X(FORCED, MSI_ANY, "forced", "it is forced on all that it is applied to",                      \
+      "what is forced is part of every plan, whatever the budget")                                 \
+    X(SWITCHED_ON, MSI_EARLY_UPDATE, "switched-on", "early_update is ON",                          \
+      "ON updates at once, whatever the budget")                                                   \
+    X(SMALLEST, MSI_ANY, "smallest", "force_optimize is set, and the arena is smaller with it",    \
+      "the smallest arena is asked for, whatever the budget")                                      \
+    X(CHECKPOINT, MSI_CHECKPOINTING, "checkpoint", "without it the arena would exceed the budget", \
+      "the fastest plan found that meets the budget drops what the layer makes in forward, and "   \
+      "recomputes it in backward")                                                                 \
+    X(ON_THE_WAY, MSI_CHECKPOINTING, "on-the-way",                                                 \
+      "a recomputation reads what the layer makes, and no backward does",                          \
+      "the plan recomputes it too, on the way to what a backward does read")                       \
+    X(EARLY_UPDATE, MSI_EARLY_UPDATE, "early-update",                                              \
+      "without it the arena would exceed the budget",                                              \
+      "an update inside backward ends the live range of the gradient, at no cost in time")         \
+    X(OFFLOAD, MSI_OFFLOADING, "offload", "without it the arena would exceed the budget",          \
+      "the fastest plan found that meets the budget has it on the host, and copies it to the "     \
+      "device for each use")                                                                       \
+    X(TO_8BIT, MSI_8BIT, "8-bit", "without it the arena would exceed the budget",                  \
+      "optimizer state in codes of 8 bits takes a quarter of the memory and of the traffic; it "   \
+      "rounds")                                                                                    \
+    X(TO_16BIT, MSI_MIXED, "16-bit", "without it the arena would exceed the budget",               \
+      "values in 16 bits take half of the memory and of the traffic; they round")                  \
+    X(TILE, MSI_TILING, "tile", "without it the arena would exceed the budget",                    \
+      "what the layers of a group hand to each other has memory for the rows of a tile alone; "    \
+      "sums over rows are grouped otherwise, and so rounded otherwise")                            \
+    X(DETACHED, MSI_ANY, "detached", "the model is detached",                                      \
+      "the plain plan uses nothing, whatever is forced")                                           \
+    X(FORBIDDEN, MSI_ANY, "forbidden",                                                             \
+      "it is forbidden for the layer, or for the tensor of it that matters most",                  \
+      "what is forbidden is part of no plan")                                                      \
+    X(OFF, MSI_ANY, "off", "its switch is OFF", "what is switched off is part of no plan")         \
+    X(BEYOND_MODE, MSI_ANY, "mode", "the mode does not have it, and its switch is at DEFAULT",     \
+      "a mode limits what may be done to a model; a bolder one allows it, and ON allows it in "    \
+      "any")                                                                                       \
+    X(SHARED_MEMORY, MSI_OFFLOADING, "shared-memory",                                              \
+      "the device computes in the memory of the host",                                             \
+      "what is copied out takes as much of the same memory")                                       \
+    X(NOT_NATIVE, MSI_MIXED, "not-native",                                                         \
+      "the device does not say that it computes in BF16 or FP16, and the switch is not ON",        \
+      "arithmetic that is emulated is slower")                                                     \
+    X(PLAIN_FITS, MSI_ANY, "smart-skip", "the plain arena is within the budget",                   \
+      "nothing has to be done, so nothing is")                                                     \
+    X(UNREAD, MSI_CHECKPOINTING | MSI_OFFLOADING, "unread",                                        \
+      "no backward reads what the layer makes",                                                    \
+      "its values end with their last reader in forward, as in the plain plan")                    \
+    X(RUNS_ONCE, MSI_CHECKPOINTING, "runs-once",                                                   \
+      "no_recompute is set without a recompute callback, or the layer writes gradients in "        \
+      "forward",                                                                                   \
+      "a second run would not do what the first one did")                                          \
+    X(OUTPUT, MSI_CHECKPOINTING | MSI_OFFLOADING, "output",                                        \
+      "what the layer makes is the loss, or kept by ms_add_output",                                \
+      "the trainer may read it after the step")                                                    \
+    X(RECOMPUTE_READS, MSI_CHECKPOINTING, "recompute-reads",                                       \
+      "no_recompute is set, and recompute_reads of the layer names it",                            \
+      "what a layer can only be recomputed from cannot be dropped")                                \
+    X(NOT_IDLE, MSI_CHECKPOINTING | MSI_OFFLOADING, "not-idle",                                    \
+      "no layer runs between its last use in forward and its first in backward",                   \
+      "there is no time in which its memory would be free")                                        \
+    X(NO_GRADIENT, MSI_EARLY_UPDATE, "no-gradient", "the layer has no param that learns",          \
+      "there is nothing to update")                                                                \
+    X(ALL_GRADIENTS, MSI_EARLY_UPDATE, "all-gradients",                                            \
+      "accumulation, clipping, or an optimizer that leaves updates to the trainer",                \
+      "no gradient may be used up before all of them are complete")                                \
+    X(NO_STATE, MSI_8BIT, "no-state", "the layer has no param with optimizer state",               \
+      "there is nothing to code")                                                                  \
+    X(CUSTOM, MSI_8BIT | MSI_MIXED, "custom-update", "the update is the trainer's own",            \
+      "it reads and writes its state as it likes")                                                 \
+    X(BACKEND, MSI_8BIT, "backend", "the backend has no has_state_formats",                        \
+      "its update takes state in F32 alone")                                                       \
+    X(BORROWED, MSI_EARLY_UPDATE | MSI_OFFLOADING | MSI_8BIT, "borrowed",                          \
+      "what it would free is borrowed (of early updates: the gradient)",                           \
+      "that memory is the trainer's, not the arena's")                                             \
+    X(READ_AGAIN, MSI_EARLY_UPDATE, "read-again", "a layer without a backward reads the param",    \
+      "that layer could be recomputed after the update, and would see the new value")              \
+    X(SHARED_PARAM, MSI_EARLY_UPDATE | MSI_OFFLOADING | MSI_8BIT, "shared",                        \
+      "an earlier layer uses the param too",                                                       \
+      "backward runs that layer last, and what was decided is in the line of that layer")          \
+    X(SMALL, MSI_8BIT, "small", "the param has fewer than 4,096 elements",                         \
+      "codes would free next to nothing, and rounding hurts small params most")                    \
+    X(VECTOR, MSI_8BIT, "vector", "the rank of the param is below 2",                              \
+      "the scales and biases of a net are small, and sensitive to rounding")                       \
+    X(LOOKED_UP, MSI_8BIT, "looked-up", "a layer with an integer input reads the param",           \
+      "rows that are seldom looked up have gradients of very different sizes, with which 8-bit "   \
+      "Adam diverges")                                                                             \
+    X(NOT_ACCEPTED, MSI_MIXED, "not-accepted",                                                     \
+      "the dtypes of the layer do not accept the one of the plan",                                 \
+      "its callbacks read and write F32 alone")                                                    \
+    X(STAYS_F32, MSI_MIXED, "stays-f32",                                                           \
+      "what matters most is the loss, on the host, borrowed, frozen with master_weights, not "     \
+      "created as F32, or to stay F32 by the dtypes of a layer",                                   \
+      "losses and statistics lose too much by rounding")                                           \
+    X(NO_ROWS, MSI_TILING, "no-rows",                                                              \
+      "ms_layer_desc.tile is not set, or the rows of the layer belong together",                   \
+      "rows of which nothing is said may depend on each other")                                    \
+    X(LATE, MSI_EARLY_UPDATE, "late",                                                              \
+      "the plan may update inside backward, and its arena is no larger if this update waits",      \
+      "an update right after the backward of its layer can be slow")                               \
+    X(RECOMPUTED, MSI_OFFLOADING, "recomputed", "the plan recomputes it",                          \
+      "what is dropped after its last use in forward need not be copied anywhere")                 \
+    X(TOO_SMALL, MSI_OFFLOADING, "too-small",                                                      \
+      "a copy of it would take less than twice the time of a launch",                              \
+      "many small copies keep the link busy with next to nothing")                                 \
+    X(HOST_FULL, MSI_OFFLOADING, "host-full",                                                      \
+      "what the plan has on the host leaves less than its bytes of max_host_bytes",                \
+      "the memory of the host has a budget too")                                                   \
+    X(AT_ONCE, MSI_OFFLOADING, "needed-at-once",                                                   \
+      "between its last use in forward and its first in backward there is less time than its "     \
+      "copies out and in take",                                                                    \
+      "computing would wait for them, and its memory would hardly be free in between")             \
+    X(SATURATED, MSI_OFFLOADING, "link-saturated",                                                 \
+      "the copies of the plan keep the link busy for nine tenths of a step, in one direction",     \
+      "further copies would make the step longer by nearly all of their time")                     \
+    X(NO_GAIN, MSI_ANY, "no-gain",                                                                 \
+      "force_optimize is set, and the arena would be no smaller with it",                          \
+      "it would cost time for nothing")                                                            \
+    X(FITS, MSI_ANY, "fits", "none of the above",                                                  \
+      "the fastest plan found meets the budget without it")
 
-#define MSI_X(fact) MSI_FACT_##fact,
-enum { MSI_FACTS(MSI_X) MSI_FACT_COUNT };
+#define MSI_X(rule, ...) MSI_RULE_##rule,
+enum { MSI_RULES(MSI_X) MSI_RULE_COUNT };
 #undef MSI_X
 
-#define MSI_FACT(fact) ((uint64_t)1 << MSI_FACT_##fact)
+#define MSI_FACT(rule) ((uint64_t)1 << MSI_RULE_##rule)
 
 typedef struct msi_rule {
     ms_rule text;
-    uint32_t techniques; // that it can explain
-    uint64_t facts;      // it explains a decision where all of these hold
+    uint32_t techniques;
 } msi_rule;
 
-/* The first rule whose facts hold explains a decision; the last rule always does. */
-#define MSI_RULE(techniques, facts, id, condition, reason)                                         \
-    { {id, condition, reason}, techniques, facts }
-
-static const msi_rule msi_rules[] = {
-    MSI_RULE(MSI_ANY, MSI_FACT(APPLIED) | MSI_FACT(FORCED), "forced",
-             "it is forced on all that it is applied to",
-             "what is forced is part of every plan, whatever the budget"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(APPLIED) | MSI_FACT(ON), "switched-on",
-             "early_update is ON", "ON updates at once, whatever the budget"),
-    MSI_RULE(MSI_ANY, MSI_FACT(APPLIED) | MSI_FACT(FREES) | MSI_FACT(SMALLEST), "smallest",
-             "force_optimize is set, and the arena is smaller with it",
-             "the smallest arena is asked for, whatever the budget"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT(APPLIED) | MSI_FACT(FREES), "checkpoint",
-             "without it the arena would exceed the budget",
-             "the fastest plan found that meets the budget drops what the layer makes in forward, "
-             "and recomputes it in backward"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT(APPLIED), "on-the-way",
-             "a recomputation reads what the layer makes, and no backward does",
-             "the plan recomputes it too, on the way to what a backward does read"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(APPLIED), "early-update",
-             "without it the arena would exceed the budget",
-             "an update inside backward ends the live range of the gradient, at no cost in time"),
-    MSI_RULE(
-        MSI_OFFLOADING, MSI_FACT(APPLIED), "offload",
-        "without it the arena would exceed the budget",
-        "the fastest plan found that meets the budget has it on the host, and copies it to the "
-        "device for each use"),
-    MSI_RULE(MSI_8BIT, MSI_FACT(APPLIED), "8-bit", "without it the arena would exceed the budget",
-             "optimizer state in codes of 8 bits takes a quarter of the memory and of the traffic; "
-             "it rounds"),
-    MSI_RULE(MSI_MIXED, MSI_FACT(APPLIED), "16-bit", "without it the arena would exceed the budget",
-             "values in 16 bits take half of the memory and of the traffic; they round"),
-    MSI_RULE(MSI_TILING, MSI_FACT(APPLIED), "tile", "without it the arena would exceed the budget",
-             "what the layers of a group hand to each other has memory for the rows of a tile "
-             "alone; sums over rows are grouped otherwise, and so rounded otherwise"),
-    MSI_RULE(MSI_ANY, MSI_FACT(DETACHED), "detached", "the model is detached",
-             "the plain plan uses nothing, whatever is forced"),
-    MSI_RULE(MSI_ANY, MSI_FACT(FORBIDDEN), "forbidden",
-             "it is forbidden for the layer, or for the tensor of it that matters most",
-             "what is forbidden is part of no plan"),
-    MSI_RULE(MSI_ANY, MSI_FACT(OFF), "off", "its switch is OFF",
-             "what is switched off is part of no plan"),
-    MSI_RULE(MSI_ANY, MSI_FACT(BEYOND_MODE), "mode",
-             "the mode does not have it, and its switch is at DEFAULT",
-             "a mode limits what may be done to a model; a bolder one allows it, and ON allows it "
-             "in any"),
-    MSI_RULE(MSI_OFFLOADING, MSI_FACT(SHARED_MEMORY), "shared-memory",
-             "the device computes in the memory of the host",
-             "what is copied out takes as much of the same memory"),
-    MSI_RULE(MSI_MIXED, MSI_FACT(NOT_NATIVE), "not-native",
-             "the device does not say that it computes in BF16 or FP16, and the switch is not ON",
-             "arithmetic that is emulated is slower"),
-    MSI_RULE(MSI_ANY, MSI_FACT(PLAIN_FITS), "smart-skip", "the plain arena is within the budget",
-             "nothing has to be done, so nothing is"),
-    MSI_RULE(MSI_CHECKPOINTING | MSI_OFFLOADING, MSI_FACT(UNREAD), "unread",
-             "no backward reads what the layer makes",
-             "its values end with their last reader in forward, as in the plain plan"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT(RUNS_ONCE), "runs-once",
-             "no_recompute is set without a recompute callback, or the layer writes gradients in "
-             "forward",
-             "a second run would not do what the first one did"),
-    MSI_RULE(MSI_CHECKPOINTING | MSI_OFFLOADING, MSI_FACT(OUTPUT), "output",
-             "what the layer makes is the loss, or kept by ms_add_output",
-             "the trainer may read it after the step"),
-    MSI_RULE(MSI_CHECKPOINTING, MSI_FACT(RECOMPUTE_READS), "recompute-reads",
-             "no_recompute is set, and recompute_reads of the layer names it",
-             "what a layer can only be recomputed from cannot be dropped"),
-    MSI_RULE(MSI_CHECKPOINTING | MSI_OFFLOADING, MSI_FACT(NOT_IDLE), "not-idle",
-             "no layer runs between its last use in forward and its first in backward",
-             "there is no time in which its memory would be free"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(NO_GRADIENT), "no-gradient",
-             "the layer has no param that learns", "there is nothing to update"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(ALL_GRADIENTS), "all-gradients",
-             "accumulation, clipping, or an optimizer that leaves updates to the trainer",
-             "no gradient may be used up before all of them are complete"),
-    MSI_RULE(MSI_8BIT, MSI_FACT(NO_STATE), "no-state",
-             "the layer has no param with optimizer state", "there is nothing to code"),
-    MSI_RULE(MSI_8BIT | MSI_MIXED, MSI_FACT(CUSTOM), "custom-update",
-             "the update is the trainer's own", "it reads and writes its state as it likes"),
-    MSI_RULE(MSI_8BIT, MSI_FACT(BACKEND), "backend", "the backend has no has_state_formats",
-             "its update takes state in F32 alone"),
-    MSI_RULE(MSI_EARLY_UPDATE | MSI_OFFLOADING | MSI_8BIT, MSI_FACT(BORROWED), "borrowed",
-             "what it would free is borrowed (of early updates: the gradient)",
-             "that memory is the trainer's, not the arena's"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(READ_AGAIN), "read-again",
-             "a layer without a backward reads the param",
-             "that layer could be recomputed after the update, and would see the new value"),
-    MSI_RULE(MSI_EARLY_UPDATE | MSI_OFFLOADING | MSI_8BIT, MSI_FACT(SHARED_PARAM), "shared",
-             "an earlier layer uses the param too",
-             "backward runs that layer last, and what was decided is in the line of that layer"),
-    MSI_RULE(MSI_8BIT, MSI_FACT(SMALL), "small", "the param has fewer than 4,096 elements",
-             "codes would free next to nothing, and rounding hurts small params most"),
-    MSI_RULE(MSI_8BIT, MSI_FACT(VECTOR), "vector", "the rank of the param is below 2",
-             "the scales and biases of a net are small, and sensitive to rounding"),
-    MSI_RULE(MSI_8BIT, MSI_FACT(LOOKED_UP), "looked-up",
-             "a layer with an integer input reads the param",
-             "rows that are seldom looked up have gradients of very different sizes, with which "
-             "8-bit Adam diverges"),
-    MSI_RULE(MSI_MIXED, MSI_FACT(NOT_ACCEPTED), "not-accepted",
-             "the dtypes of the layer do not accept the one of the plan",
-             "its callbacks read and write F32 alone"),
-    MSI_RULE(
-        MSI_MIXED, MSI_FACT(STAYS_F32), "stays-f32",
-        "what matters most is the loss, on the host, borrowed, frozen with master_weights, not "
-        "created as F32, or to stay F32 by the dtypes of a layer",
-        "losses and statistics lose too much by rounding"),
-    MSI_RULE(MSI_TILING, MSI_FACT(NO_ROWS), "no-rows",
-             "ms_layer_desc.tile is not set, or the rows of the layer belong together",
-             "rows of which nothing is said may depend on each other"),
-    MSI_RULE(MSI_EARLY_UPDATE, MSI_FACT(LATE), "late",
-             "the plan may update inside backward, and its arena is no larger if this update waits",
-             "an update right after the backward of its layer can be slow"),
-    MSI_RULE(MSI_OFFLOADING, MSI_FACT(RECOMPUTED), "recomputed", "the plan recomputes it",
-             "what is dropped after its last use in forward need not be copied anywhere"),
-    MSI_RULE(MSI_OFFLOADING, MSI_FACT(TOO_SMALL), "too-small",
-             "a copy of it would take less than twice the time of a launch",
-             "many small copies keep the link busy with next to nothing"),
-    MSI_RULE(MSI_OFFLOADING, MSI_FACT(HOST_FULL), "host-full",
-             "what the plan has on the host leaves less than its bytes of max_host_bytes",
-             "the memory of the host has a budget too"),
-    MSI_RULE(
-        MSI_OFFLOADING, MSI_FACT(AT_ONCE), "needed-at-once",
-        "between its last use in forward and its first in backward there is less time than its "
-        "copies out and in take",
-        "computing would wait for them, and its memory would hardly be free in between"),
-    MSI_RULE(
-        MSI_OFFLOADING, MSI_FACT(SATURATED), "link-saturated",
-        "the copies of the plan keep the link busy for nine tenths of a step, in one direction",
-        "further copies would make the step longer by nearly all of their time"),
-    MSI_RULE(MSI_ANY, MSI_FACT(SMALLEST), "no-gain",
-             "force_optimize is set, and the arena would be no smaller with it",
-             "it would cost time for nothing"),
-    MSI_RULE(MSI_ANY, 0, "fits", "none of the above",
-             "the fastest plan found meets the budget without it")};
-
-enum { MSI_RULE_COUNT = sizeof msi_rules / sizeof msi_rules[0] };
+#define MSI_X(rule, techniques, id, condition, reason) {{id, condition, reason}, techniques},
+static const msi_rule msi_rules[] = {MSI_RULES(MSI_X)};
+#undef MSI_X
 
 /* What a plan does, indexed by layer and by tensor: what the rules are checked against. */
 typedef struct msi_review {
@@ -23358,7 +23320,6 @@ static bool msi_is_at_tile_size(const msi_review *r, uint32_t tensor) {
     return range && range->is_tile;
 }
 
-/* Whether a layer is computed in tiles. */
 static bool msi_is_in_tiles(const msi_review *r, uint32_t layer) {
     return msi_tiles_of(&r->model->graph, r->plan->decisions, layer) > 0;
 }
@@ -23438,14 +23399,23 @@ static MSI_COLD uint64_t msi_common_facts(const msi_review *r, ms_technique tech
     const bool plain_fits = m->wrapped.goal == MSI_GOAL_BUDGET && is != MS_SWITCH_ON &&
                             r->plan->plain_bytes <= r->plan->budget_bytes;
     const bool beyond = is == MS_SWITCH_DEFAULT && !msi_mode_has(m->wrapped.choice.mode, technique);
-    return msi_fact(MSI_FACT(ON), is == MS_SWITCH_ON) |
-           msi_fact(MSI_FACT(OFF), is == MS_SWITCH_OFF) |
-           msi_fact(MSI_FACT(SMALLEST), m->wrapped.goal == MSI_GOAL_SMALLEST) |
+    return msi_fact(MSI_FACT(OFF), is == MS_SWITCH_OFF) |
+           msi_fact(MSI_FACT(NO_GAIN), m->wrapped.goal == MSI_GOAL_SMALLEST) |
            msi_fact(MSI_FACT(DETACHED), m->wrapped.goal == MSI_GOAL_PLAIN) |
            msi_fact(MSI_FACT(BEYOND_MODE), beyond) |
            msi_fact(MSI_FACT(SHARED_MEMORY), is != MS_SWITCH_ON && msi_shares_memory(m)) |
            msi_fact(MSI_FACT(NOT_NATIVE), is != MS_SWITCH_ON && !msi_has_narrow(m)) |
-           msi_fact(MSI_FACT(PLAIN_FITS), plain_fits);
+           msi_fact(MSI_FACT(PLAIN_FITS), plain_fits) | MSI_FACT(FITS);
+}
+
+/* The rules that hold of what a technique is applied to; `forced`: on all of it. */
+static MSI_COLD uint64_t msi_applied_facts(const msi_review *r, const ms_decision *d, bool forced) {
+    const bool frees = d->saved_bytes > 0;
+    const bool is_on = msi_switch_of(&r->model->config, d->technique) == MS_SWITCH_ON;
+    return msi_fact(MSI_FACT(FORCED), forced) | msi_fact(MSI_FACT(SWITCHED_ON), is_on) |
+           msi_fact(MSI_FACT(SMALLEST), frees && r->model->wrapped.goal == MSI_GOAL_SMALLEST) |
+           msi_fact(MSI_FACT(CHECKPOINT), frees) | MSI_FACT(ON_THE_WAY) | MSI_FACT(EARLY_UPDATE) |
+           MSI_FACT(OFFLOAD) | MSI_FACT(TO_8BIT) | MSI_FACT(TO_16BIT) | MSI_FACT(TILE);
 }
 
 /* The facts about the tensor of a layer that a technique is not applied to; MSI_NONE: there is no
@@ -23623,26 +23593,15 @@ static MSI_COLD uint64_t msi_tiling_facts(const msi_review *r, uint32_t layer, m
     return 0;
 }
 
-static MSI_COLD const ms_rule *msi_find_rule(ms_technique technique, uint64_t facts) {
-    uint32_t k = 0;
-    while (!(msi_rules[k].techniques >> technique & 1) ||
-           (msi_rules[k].facts & facts) != msi_rules[k].facts) {
-        k++;
-    }
-    return &msi_rules[k].text;
-}
-
 /* Whether tensor `a` explains better than `b` why a technique is not applied: one for which the
    technique matters is best, then the larger one, then the first. */
 static MSI_COLD bool msi_explains_more(const msi_review *r, uint32_t layer, ms_technique technique,
                                        uint32_t a, uint32_t b) {
     const msi_tensor *tensors = r->model->graph.tensors.items;
-    if (b == MSI_NONE) {
-        return true;
-    }
     const bool first = msi_matters(r, layer, technique, a);
-    return first != msi_matters(r, layer, technique, b) ? first
-                                                        : tensors[a].bytes > tensors[b].bytes;
+    return b == MSI_NONE ||
+           (first != msi_matters(r, layer, technique, b) ? first
+                                                         : tensors[a].bytes > tensors[b].bytes);
 }
 
 /* Adds the bytes that a technique would save on a tensor that it is not applied to; for offloading
@@ -23726,10 +23685,10 @@ static MSI_COLD bool msi_is_said(const msi_review *r, ms_technique technique, ui
 /* Adds up the tensors of a layer that a technique is applied to, and the others; returns, of the
    others, the one that explains most. */
 static MSI_COLD uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_decision *d,
-                                    uint64_t *facts) {
+                                    bool *forced) {
     const msi_graph *g = &r->model->graph;
     uint32_t left = MSI_NONE;
-    bool applied = false, forced = true;
+    *forced = true;
     for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
         for (MSI_EACH(operand, g, &g->layers.items[layer], group)) {
             const uint32_t index = operand.tensor;
@@ -23743,16 +23702,15 @@ static MSI_COLD uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_deci
             }
             if (msi_is_applied(r, layer, d->technique, index)) {
                 msi_add_spared(r, index, d);
-                applied = true;
-                forced &= msi_is_said(r, d->technique, index, MS_SWITCH_ON);
+                d->is_applied = true;
+                *forced &= msi_is_said(r, d->technique, index, MS_SWITCH_ON);
                 continue;
             }
             msi_add_refused(r, layer, index, d);
             left = msi_explains_more(r, layer, d->technique, index, left) ? index : left;
         }
     }
-    *facts |= msi_fact(MSI_FACT(APPLIED), applied) | msi_fact(MSI_FACT(FREES), d->saved_bytes > 0) |
-              msi_fact(MSI_FACT(FORCED), applied && forced);
+    *forced &= d->is_applied;
     return left;
 }
 
@@ -23760,35 +23718,32 @@ static MSI_COLD uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_deci
 static MSI_COLD uint64_t msi_kept_bytes(const msi_review *r, uint32_t layer) {
     const msi_graph *g = &r->model->graph;
     uint64_t kept = 0;
-    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_SAVED; group++) {
-        for (MSI_EACH(made, g, &g->layers.items[layer], group)) {
-            const msi_range *range = msi_forward_range(r, made.tensor);
-            const bool keeps = range && range->last >= r->plan->train.code.forward_end;
-            kept += keeps ? range->bytes : 0;
-        }
+    for (MSI_EACH_MADE(made, g, layer)) {
+        const msi_range *range = msi_forward_range(r, made.tensor);
+        const bool keeps = range && range->last >= r->plan->train.code.forward_end;
+        kept += keeps ? range->bytes : 0;
     }
     return kept;
 }
 
-/* What was decided about a technique for a layer: read from the plan, and explained by the first
-   rule whose facts hold. */
+/* What was decided about a technique for a layer, and the first rule that holds of it. */
 static MSI_COLD ms_decision msi_decision(const msi_review *r, uint32_t layer,
                                          ms_technique technique) {
     const msi_graph *g = &r->model->graph;
     uint64_t facts = msi_common_facts(r, technique);
-    ms_decision d;
-    memset(&d, 0, sizeof d);
+    ms_decision d = MSI_ZERO_INIT;
     d.layer = msi_layer_handle(g, layer);
     d.layer_index = layer;
     d.technique = technique;
-    const uint32_t left = msi_gather(r, layer, &d, &facts);
+    bool forced;
+    const uint32_t left = msi_gather(r, layer, &d, &forced);
     switch (technique) {
     case MS_TECHNIQUE_CHECKPOINTING:
         d.added_us = r->again_us[layer];
         d.refused_us = d.refused_bytes > 0 && r->again[layer] == 0
                            ? g->layers.items[layer].time[MSI_FORMAT_F32].recompute_us
                            : 0.0;
-        facts |= msi_fact(MSI_FACT(APPLIED), r->again[layer] > 0);
+        d.is_applied |= r->again[layer] > 0;
         facts |= msi_checkpointing_facts(r, layer, left);
         break;
     case MS_TECHNIQUE_EARLY_UPDATE:
@@ -23811,21 +23766,14 @@ static MSI_COLD ms_decision msi_decision(const msi_review *r, uint32_t layer,
     }
     facts |= msi_fact(MSI_FACT(FORBIDDEN),
                       left != MSI_NONE && msi_is_said(r, technique, left, MS_SWITCH_OFF));
-    d.is_applied = facts & MSI_FACT(APPLIED);
-    d.rule = msi_find_rule(technique, facts);
+    facts |= d.is_applied ? msi_applied_facts(r, &d, forced) : 0;
+    uint32_t k = 0;
+    while (!(msi_rules[k].techniques >> technique & 1) || !(facts >> k & 1)) {
+        k++;
+    }
+    d.rule = &msi_rules[k].text;
     d.kept_bytes = msi_kept_bytes(r, layer);
     return d;
-}
-
-static MSI_COLD msi_technique_total msi_technique_total_of(const msi_review *r,
-                                                           ms_technique technique) {
-    msi_technique_total total;
-    memset(&total, 0, sizeof total);
-    for (uint32_t i = 0; i < r->model->graph.layers.count; i++) {
-        const ms_decision d = msi_decision(r, i, technique);
-        msi_add_decision(&total, &d);
-    }
-    return total;
 }
 
 /* What is compared to find blocks of layers that are alike; and which layers stand for how many. */
@@ -23841,8 +23789,7 @@ enum { MSI_LONGEST_BLOCK = 256 };
 
 /* Waits for copies do not count: where a link is busy, they fall on some of many equal layers. */
 static MSI_COLD msi_alike msi_alike_of(const msi_review *r, uint32_t layer) {
-    msi_alike row;
-    memset(&row, 0, sizeof row);
+    msi_alike row = MSI_ZERO_INIT;
     row.key = msi_mix_name(0, msi_layer_name(&r->model->graph, layer));
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         const ms_decision d = msi_decision(r, layer, (ms_technique)k);
@@ -23854,15 +23801,12 @@ static MSI_COLD msi_alike msi_alike_of(const msi_review *r, uint32_t layer) {
     return row;
 }
 
-static bool msi_is_alike(const msi_alike *a, const msi_alike *b) {
-    return a->key == b->key && a->us <= 2.0 * b->us && b->us <= 2.0 * a->us;
-}
-
 /* How many blocks of so many layers, from the first of `rows` on, are like the first one. */
 static MSI_COLD uint32_t msi_count_blocks(const msi_alike *rows, uint32_t count, uint32_t layers) {
-    uint32_t end = layers;
-    while (end < count && msi_is_alike(&rows[end], &rows[end % layers])) {
-        end++;
+    uint32_t end = layers - 1;
+    for (bool alike = true; alike && ++end < count;) {
+        const msi_alike *a = &rows[end], *b = &rows[end % layers];
+        alike = a->key == b->key && a->us <= 2.0 * b->us && b->us <= 2.0 * a->us;
     }
     return end / layers;
 }
@@ -23954,8 +23898,7 @@ static ms_step_state *msi_state_on_device(const ms_model *m, bool eval) {
 
 /* The factors of update number t, without those that depend on the param. */
 static ms_update_factors msi_factors_at(const ms_optimizer_desc *o, uint64_t t) {
-    ms_update_factors f;
-    memset(&f, 0, sizeof f);
+    ms_update_factors f = MSI_ZERO_INIT;
     f.rate = -o->learning_rate;
     f.beta1 = msi_optimizer_of(o->kind).has_momentum ? o->momentum : o->beta1;
     f.beta2 = o->beta2;
@@ -23998,8 +23941,7 @@ static void msi_fill_factors(ms_model *m) {
     const uint32_t skipped = msi_skipped_before(m);
     ms_update_factors f;
     uint64_t number = 0;
-    for (uint32_t i = 0; i < m->run.store->residents.count; i++) {
-        const msi_resident *resident = &m->run.store->residents.items[i];
+    for (MSI_ITEMS(const msi_resident, resident, m->run.store->residents)) {
         const msi_tensor *t = &m->graph.tensors.items[resident->tensor];
         if (resident->factors == MSI_NONE) {
             continue;
@@ -24102,7 +24044,6 @@ static uint64_t msi_seed_of_step(const ms_model *m) {
     return ((const ms_step_state *)(const void *)(msi_step_on_host(m) + MSI_STATE_BYTES))->seed;
 }
 
-/* Enqueues a copy of the verdict to the host. */
 static ms_result msi_copy_verdict(ms_model *m) {
     m->run.verdict = MSI_VERDICT_COPIED;
     m->run.verdict_awaited = msi_is_direct(m);
@@ -24126,13 +24067,9 @@ static ms_result msi_fetch_verdict(ms_model *m) {
     return m->run.verdict == MSI_VERDICT_ON_DEVICE ? msi_copy_verdict(m) : MS_RESULT_OK;
 }
 
-typedef struct msi_nonfinite_text {
-    char text[512];
-} msi_nonfinite_text;
-
 /* `layer 3 "ln1": its forward callback makes element 5 of "x" nan, and 2 more` */
-static MSI_COLD msi_nonfinite_text msi_nonfinite_name(const ms_model *m, const ms_nonfinite *n) {
-    msi_nonfinite_text t;
+static MSI_COLD msi_words msi_nonfinite_name(const ms_model *m, const ms_nonfinite *n) {
+    msi_words t;
     const bool gradient = msi_role_of(&m->graph, n->tensor) == MSI_ROLE_GRADIENT;
     msi_write_text(
         t.text, sizeof t.text,
@@ -24150,11 +24087,10 @@ static bool msi_is_error_halt(const ms_step_state *state) {
     return state->halted == (uint32_t)MS_HALT_LOSS || state->halted == (uint32_t)MS_HALT_NORM;
 }
 
-/* The error of a step or an eval that was halted. */
 static MSI_COLD ms_result msi_fail_halted(ms_model *m, const ms_step_state *state, uint64_t step) {
     const bool loss = state->halted == (uint32_t)MS_HALT_LOSS, noted = m->run.nonfinite.count > 0;
     const bool overflows = !loss && state->scaling.growth_steps > 0 && state->overflow > 0;
-    msi_nonfinite_text first = MSI_ZERO_INIT;
+    msi_words first = MSI_ZERO_INIT;
     if (noted) {
         first = msi_nonfinite_name(m, &m->run.nonfinite);
     }
@@ -24182,7 +24118,6 @@ static MSI_COLD ms_result msi_fail_halted(ms_model *m, const ms_step_state *stat
                     first.text);
 }
 
-/* An error if a step or an eval was halted. */
 static ms_result msi_check_halt(ms_model *m, const ms_step_state *state, uint64_t step) {
     return msi_is_error_halt(state) ? msi_fail_halted(m, state, step) : MS_RESULT_OK;
 }
@@ -24242,16 +24177,6 @@ static ms_result msi_act_on_verdict(ms_model *m) {
     return result;
 }
 
-/* Before the first update of the trainer's own in a step, which ignores a halt: waits for the verdict. */
-static ms_result msi_await_custom_update(ms_model *m) {
-    ms_result result = MS_RESULT_OK;
-    if (m->config.backend.is_asynchronous && m->run.updates_done == 0) {
-        result = msi_copy_verdict(m);
-        MSI_THEN(result, msi_act_on_verdict(m));
-    }
-    return result;
-}
-
 static int msi_call_update(ms_model *m, const ms_update_args *args) {
     m->run.busy = true;
     const int error = m->optimizer.update(args);
@@ -24275,7 +24200,6 @@ static void *msi_stream(const ms_model *m) {
     return b->stream && m->device ? b->stream(m->device) : NULL;
 }
 
-/* Where the part of an operand begins that an instruction works on. */
 /* The address of the rows that an instruction works on, in a range that is cut. */
 static void *msi_rows_address(const ms_model *m, const msi_program *p, const msi_instruction *i,
                               uint32_t range) {
@@ -24288,6 +24212,7 @@ static void *msi_rows_address(const ms_model *m, const msi_program *p, const msi
                                         i->rows.of);
 }
 
+/* Where the part of an operand begins that an instruction works on. */
 static void *msi_part_address(const ms_model *m, const msi_program *p, const msi_instruction *i,
                               uint32_t range) {
     uint8_t *whole = (uint8_t *)msi_address(m, p, range);
@@ -24311,8 +24236,7 @@ static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p
     const msi_resident *resident = &store->residents.items[store->resident_of[i->target]];
     const ms_step_state *state = msi_state_on_device(m, false);
     const msi_norm *norm = NULL;
-    ms_update_args args;
-    memset(&args, 0, sizeof args);
+    ms_update_args args = MSI_ZERO_INIT;
     for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, state, master
         const uint32_t index = p->code.operands.items[i->operand_first + k].range;
         if (index == MSI_NONE) {
@@ -24359,28 +24283,18 @@ static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p
     return args;
 }
 
-static ms_result msi_built_in_update(ms_model *m, const msi_program *p,
-                                     const ms_update_args *args) {
-    const bool first = m->run.updates_done == 0 && p->code.norm == MSI_NONE && !m->run.recording;
-    ms_result result = first ? msi_upload_factors(m) : MS_RESULT_OK;
-    m->run.updates_done += result == MS_RESULT_OK;
-    MSI_THEN(result, msi_device(m, m->config.backend.update(m->device, args), "update"));
-    return result;
-}
-
 static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const uint32_t range = p->code.operands.items[i->operand_first].range;
     const ms_dtype dtype = msi_dtype_of((msi_format)p->code.ranges.items[range].format);
     const uint64_t count = p->code.ranges.items[range].bytes / ms_dtype_bytes(dtype);
-    const ms_result result = msi_await_verdict_copy(m);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    const int error =
-        m->config.backend.add_squares(m->device, msi_address(m, p, range), dtype, count,
-                                      (double *)msi_address(m, p, p->code.norm), i->target + 1,
-                                      &msi_state_on_device(m, false)->nonfinite);
-    return msi_device(m, error, "sum of squares");
+    double *norm = (double *)msi_address(m, p, p->code.norm);
+    ms_result result = msi_await_verdict_copy(m);
+    MSI_THEN(result, msi_device(m,
+                                m->config.backend.add_squares(
+                                    m->device, msi_address(m, p, range), dtype, count, norm,
+                                    i->target + 1, &msi_state_on_device(m, false)->nonfinite),
+                                "sum of squares"));
+    return result;
 }
 
 /* The norm is checked before anything is updated: if it is not finite, nothing is. */
@@ -24497,7 +24411,6 @@ static void msi_fill_all_views(ms_model *m, const msi_program *p, const msi_inst
     }
 }
 
-/* Fills the call of a layer's callback. */
 static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instruction *i,
                           ms_call *call) {
     const msi_layer *l = &m->graph.layers.items[i->target];
@@ -24678,17 +24591,16 @@ static ms_result msi_gemm(ms_model *m, float alpha, ms_matrix a, ms_matrix b, fl
 static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
     const ms_backend *b = &m->config.backend;
     const uint64_t count = ms_shape_count(&to->shape), given = ms_shape_count(&from->shape);
-    if (count == 0 || count != given) {
-        return msi_fail(m, MS_RESULT_INVALID,
-                        "ms_cast: %llu elements to %llu: both views must have the same number",
-                        (unsigned long long)given, (unsigned long long)count);
-    }
-    if (!msi_is_castable(to->dtype) || !msi_is_castable(from->dtype)) {
-        return msi_fail(m, MS_RESULT_UNSUPPORTED, "ms_cast: %s to %s; it takes f32, f16 and bf16",
-                        ms_dtype_name(from->dtype), ms_dtype_name(to->dtype));
-    }
-    return msi_device(m, b->cast(m->device, to->data, to->dtype, from->data, from->dtype, count),
-                      "cast");
+    return count == 0 || count != given
+               ? msi_fail(m, MS_RESULT_INVALID,
+                          "ms_cast: %llu elements to %llu: both views must have the same number",
+                          (unsigned long long)given, (unsigned long long)count)
+           : !msi_is_castable(to->dtype) || !msi_is_castable(from->dtype)
+               ? msi_fail(m, MS_RESULT_UNSUPPORTED, "ms_cast: %s to %s; it takes f32, f16 and bf16",
+                          ms_dtype_name(from->dtype), ms_dtype_name(to->dtype))
+               : msi_device(m,
+                            b->cast(m->device, to->data, to->dtype, from->data, from->dtype, count),
+                            "cast");
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -24988,7 +24900,7 @@ static bool msi_is_poison(msi_trial *t, const uint8_t *memory, bool on_host, uin
         return msi_is_filled_by(memory, bytes, p);
     }
     for (uint64_t done = 0; done < bytes && filled && t->result == MS_RESULT_OK; done += room) {
-        const uint64_t part = bytes - done < room ? bytes - done : room;
+        const uint64_t part = msi_smaller(bytes - done, room);
         t->result = msi_copy(t->model, d->images, true, memory + done, false, part);
         filled = t->result != MS_RESULT_OK || msi_is_filled_by(d->images, part, p);
     }
@@ -25004,13 +24916,9 @@ static uint8_t *msi_stage_at(const msi_trial *t, int place, uint32_t half) {
 }
 
 /* Where the operands of the run under way begin, in the half that it uses. */
-static uint64_t msi_shift(const msi_trial *t) {
-    return t->spot / 2 * (uint64_t)MSI_SPOT_BYTES;
-}
-
 static uint8_t *msi_spot_at(const msi_trial *t, int place) {
     uint8_t *half = msi_stage_at(t, place, t->spot & 1);
-    return half ? half + msi_shift(t) : NULL;
+    return half ? half + t->spot / 2 * (uint64_t)MSI_SPOT_BYTES : NULL;
 }
 
 /* Takes the next spot: in the half whose turn it is, and one that the layer has not been at in this
@@ -25098,12 +25006,6 @@ static MSI_COLD msi_staged *msi_add_staged(msi_trial *t, msi_staged_set set, int
     return s;
 }
 
-/* The tensor of an operand; MSI_NONE for workspace. */
-static uint32_t msi_tensor_in(const msi_graph *g, const msi_layer *l, int group, uint32_t slot) {
-    return group == MSI_GROUP_WORKSPACE ? MSI_NONE
-                                        : msi_group(g, l, msi_group_of_values(group))[slot];
-}
-
 /* Gives each operand its place in a half, one after the other. */
 static MSI_COLD void msi_place_staged(msi_trial *t, msi_staged_set set) {
     uint64_t end[MSI_PLACE_COUNT] = {MSI_GAP_BYTES, MSI_GAP_BYTES};
@@ -25144,7 +25046,10 @@ static MSI_COLD void msi_stage_instruction(msi_trial *t, uint32_t now) {
     for (uint32_t k = 0; k < i->operand_count; k++) {
         uint32_t slot;
         const int group = msi_operand_group(t->layer, i, k, &slot);
-        const uint32_t tensor = msi_tensor_in(&m->graph, t->layer, group, slot);
+        const uint32_t tensor =
+            group == MSI_GROUP_WORKSPACE
+                ? MSI_NONE
+                : msi_group(&m->graph, t->layer, msi_group_of_values(group))[slot];
         const uint32_t range = operands[k].range;
         const bool optional = i->op == MSI_OP_FORWARD && group == MSI_GROUP_SAVED &&
                               tensor != MSI_NONE && (t->layer->optional_saved >> slot & 1);
@@ -25301,13 +25206,6 @@ static float msi_garbage_in(msi_format format) {
     return 1.2676506e30f; // 2^100
 }
 
-static void msi_fill_garbage(const msi_staged *s, uint8_t *data) {
-    const uint64_t count = s->bytes / ms_dtype_bytes(s->dtype);
-    for (uint64_t i = 0; i < count; i++) {
-        msi_store_as(data, s->dtype, i, msi_garbage_in(s->format));
-    }
-}
-
 /* Whether the layer's declarations allow beta 1 for a gradient or, with `anew`, beta 0. */
 static MSI_COLD bool msi_takes_beta(const msi_trial *t, const msi_staged *s, bool anew) {
     const msi_layer *l = t->layer;
@@ -25360,15 +25258,13 @@ static MSI_COLD uint32_t msi_alias_in_round(const msi_trial *t, const msi_staged
     const uint32_t slot = result->slot, index = (uint32_t)(result - t->staged[MSI_SET_OWN]);
     const bool forward = result->group == MSI_GROUP_OUT;
     const uint32_t *grad = mask + l->count[MSI_GROUP_OUT] + 4 * slot;
-    const uint32_t allowed[MSI_GROUP_END] = {forward ? mask[slot] : grad[0],
-                                             forward ? 0u : grad[1],
-                                             forward ? 0u : grad[2],
-                                             0,
-                                             0,
-                                             forward ? 0u : grad[3],
-                                             0,
-                                             0,
-                                             0};
+    uint32_t allowed[MSI_GROUP_END] = MSI_ZERO_INIT;
+    allowed[MSI_GROUP_IN] = forward ? mask[slot] : grad[0];
+    if (!forward) {
+        allowed[MSI_GROUP_OUT] = grad[1];
+        allowed[MSI_GROUP_SAVED] = grad[2];
+        allowed[MSI_GROUP_GRAD_OUT] = grad[3];
+    }
     uint32_t left = t->how.round;
     bool single = !result->before && result->beta == 0.0f;
     for (uint32_t k = 0; k < t->count[MSI_SET_OWN]; k++) {
@@ -25512,7 +25408,9 @@ static MSI_COLD void msi_set_staged(const msi_trial *t, const msi_staged *s) {
     const uint8_t unwritten = msi_poison_of_staged(t, s, MSI_REGION_UNWRITTEN);
     const uint64_t size = ms_dtype_bytes(s->dtype);
     if (own && msi_is_summed(t, s, false)) {
-        msi_fill_garbage(s, to);
+        for (uint64_t i = 0; i < s->bytes / size; i++) {
+            msi_store_as(to, s->dtype, i, msi_garbage_in(s->format));
+        }
     } else if (own && msi_beta_of(t, s) != s->beta) {
         memset(to, MSI_POISON_LAST, (size_t)s->bytes);
     } else if (s->is_cleared) {
@@ -25722,7 +25620,6 @@ static MSI_COLD const char *msi_call_group_name(int group) {
                                    : of_gradients[group - MSI_GROUP_GRAD_OUT];
 }
 
-/* Whether the layer is called in a narrow format. */
 static bool msi_is_narrow_call(const msi_trial *t) {
     return msi_is_narrow((msi_format)t->instruction->format);
 }
@@ -25758,6 +25655,11 @@ static MSI_COLD void msi_fail_contract(msi_trial *t, const char *what, const cha
                                          : "",
                                  what, where, cure));
 }
+
+/* Warns of what the layer of a trial does. */
+#define MSI_WARN(t, format, ...)                                                                   \
+    msi_log((t)->model, MS_LOG_WARNING, "debug", "%s: " format,                                    \
+            msi_layer_label(&(t)->model->graph, (t)->instruction->target).text, __VA_ARGS__)
 
 static MSI_COLD void msi_fail_operand(msi_trial *t, const char *what, const msi_staged *s,
                                       const char *cure) {
@@ -25845,9 +25747,8 @@ static MSI_COLD const msi_staged *msi_hit_from_behind(const msi_trial *t, const 
 /* All bytes of the half that the layer may not write must be as they were set: first what lies
    between the operands, since who writes beyond one may hit the next too. */
 static MSI_COLD void msi_check_half(msi_trial *t) {
-    bool written[MSI_MAX_VIEWS + 1];
+    bool written[MSI_MAX_VIEWS + 1] = MSI_ZERO_INIT;
     const msi_staged_set set = t->how.set;
-    memset(written, 0, sizeof written);
     for (uint32_t k = 0; k < t->count[set]; k++) {
         written[t->lies_in[k]] |=
             t->staged[set][k].is_written && msi_is_given(t, &t->staged[set][k]);
@@ -26055,8 +25956,7 @@ static const msi_staged *msi_find_difference(const msi_trial *t, msi_image a, ms
 }
 
 static MSI_COLD msi_variant msi_plain_variant(uint32_t reach, msi_image into) {
-    msi_variant how;
-    memset(&how, 0, sizeof how);
+    msi_variant how = MSI_ZERO_INIT;
     how.reach = reach;
     how.into = into;
     return how;
@@ -26280,8 +26180,7 @@ static MSI_COLD bool msi_hash_eval(msi_trial *t, uint64_t *hashes) {
 static MSI_COLD void msi_try_memory(msi_trial *t, const uint64_t *before) {
     const msi_variant other = msi_other_variant(t, MSI_SET_OWN);
     const msi_variant plain = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
-    uint64_t after[MS_LIMIT_OUT];
-    memset(after, 0, sizeof after);
+    uint64_t after[MS_LIMIT_OUT] = MSI_ZERO_INIT;
     msi_act(t, &other);
     const bool evals = before && msi_hash_eval(t, after);
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
@@ -26312,24 +26211,20 @@ static MSI_COLD void msi_try_handing_on(msi_trial *t) {
     const msi_staged *differs = msi_find_difference(t, MSI_IMAGE_LAST, MSI_IMAGE_NOW);
     msi_debugged_layer(t)->hands_on = true;
     if (differs) {
-        msi_log(
-            t->model, MS_LOG_WARNING, "debug",
-            "%s: its backward callback computes %s from variables in which forward has left "
-            "something: right only as long as no other forward of the layer comes in between, as "
-            "with tiles, and memory that no plan counts. Hand it on in saved tensors",
-            msi_layer_label(&t->model->graph, t->instruction->target).text,
-            msi_staged_name(t, differs).text);
+        MSI_WARN(t,
+                 "its backward callback computes %s from variables in which forward has left "
+                 "something: right only as long as no other forward of the layer comes in between, "
+                 "as with tiles, and memory that no plan counts. Hand it on in saved tensors",
+                 msi_staged_name(t, differs).text);
     }
 }
 
-/* Forward again, so that what a callback notes for itself is of this step. */
-static MSI_COLD void msi_repeat_forward(msi_trial *t) {
+/* Forward again, so that what a callback notes for itself is of this step; false: it does not run. */
+static MSI_COLD bool msi_repeat_forward(msi_trial *t) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     t->way = MSI_OP_REPEAT;
     how.set = MSI_SET_RECOMPUTE;
-    if (msi_can_repeat(t->layer) && msi_stage_recompute(t)) {
-        msi_act(t, &how);
-    }
+    return msi_can_repeat(t->layer) && msi_stage_recompute(t) && msi_act(t, &how);
 }
 
 // slopes
@@ -26396,8 +26291,7 @@ static MSI_COLD msi_slope msi_slope_of(const msi_trial *t, const msi_staged *gra
     const uint64_t count = grad->bytes / ms_dtype_bytes(grad->dtype);
     const bool adds = grad->before && grad->beta != 0.0f;
     double values = 0.0, gradients = 0.0, directions = 0.0;
-    msi_slope s;
-    memset(&s, 0, sizeof s);
+    msi_slope s = MSI_ZERO_INIT;
     s.grad = grad;
     s.value = value;
     s.change.tensor = grad->tensor;
@@ -26553,29 +26447,26 @@ static MSI_COLD void msi_warn_of_slope(const msi_trial *t, const msi_slope *s,
     const msi_staged *grad = s->grad;
     const ms_model *m = t->model;
     const msi_words name = msi_staged_name(t, grad);
-    const msi_words label = msi_layer_label(&m->graph, t->instruction->target);
     const char *callback = msi_phase_name(msi_ops[t->instruction->op].phase);
     if (found->value == 0.0) {
-        msi_log(
-            m, MS_LOG_WARNING, "debug",
-            "%s: its forward makes the same whatever is in \"%s\", while its %s callback writes "
-            "to %s: read the value from the call every time, not from a copy or a pointer of "
-            "your own; or set ms_layer_desc.surrogate_gradient, if that is meant",
-            label.text, msi_tensor_name(&m->graph, grad->tensor), callback, name.text);
+        MSI_WARN(t,
+                 "its forward makes the same whatever is in \"%s\", while its %s callback writes "
+                 "to %s: read the value from the call every time, not from a copy or a pointer of "
+                 "your own; or set ms_layer_desc.surrogate_gradient, if that is meant",
+                 msi_tensor_name(&m->graph, grad->tensor), callback, name.text);
     } else if (s->scale == 0.0) {
-        msi_log(m, MS_LOG_WARNING, "debug",
-                "%s: its %s callback has added nothing to %s, although its outputs change with the "
-                "value: add grad_out times the derivative, or call ms_stop_gradient or "
-                "ms_set_frozen, if that is meant",
-                label.text, callback, name.text);
+        MSI_WARN(t,
+                 "its %s callback has added nothing to %s, although its outputs change with the "
+                 "value: add grad_out times the derivative, or call ms_stop_gradient or "
+                 "ms_set_frozen, if that is meant",
+                 callback, name.text);
     } else {
-        msi_log(
-            m, MS_LOG_WARNING, "debug",
-            "%s: %s, is not the derivative of its forward: along %s the outputs, times %s, "
-            "change by %.4g, and its %s callback says %.4g. Compare the formulas, the slots and "
-            "the random numbers of both; or set ms_layer_desc.surrogate_gradient, if that is "
-            "meant",
-            label.text, name.text, s->change.along ? "the gradient" : "a random direction",
+        MSI_WARN(
+            t,
+            "%s, is not the derivative of its forward: along %s the outputs, times %s, change by "
+            "%.4g, and its %s callback says %.4g. Compare the formulas, the slots and the random "
+            "numbers of both; or set ms_layer_desc.surrogate_gradient, if that is meant",
+            name.text, s->change.along ? "the gradient" : "a random direction",
             t->instruction->op == MSI_OP_BACKWARD ? "grad_out" : "loss_factor", found->value,
             callback, found->expected);
     }
@@ -26603,8 +26494,7 @@ static MSI_COLD msi_slope_verdict msi_compare_slopes(msi_trial *t, const msi_sta
     uint32_t differ = 0, agree = 0;
     for (uint32_t k = 0; k < 4 && value; k++) {
         msi_slope s = msi_slope_of(t, grad, value, k == 0, k);
-        msi_quotient found;
-        memset(&found, 0, sizeof found);
+        msi_quotient found = MSI_ZERO_INIT;
         const msi_slope_verdict verdict = msi_try_slope(t, &s, &found);
         agree += verdict == MSI_SLOPE_AGREES;
         differ += verdict == MSI_SLOPE_DIFFERS;
@@ -26622,17 +26512,13 @@ static MSI_COLD msi_slope_verdict msi_compare_slopes(msi_trial *t, const msi_sta
 /* Whether the loss of a layer, by its outputs and their gradients, can be told: in F32, and by forward
    that makes the same bits again. */
 static MSI_COLD bool msi_has_slopes(msi_trial *t) {
-    msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     if (msi_is_narrow_call(t) || t->instruction->rows.of > 0 || t->layer->surrogate_gradient) {
         return false;
     }
     if (t->instruction->op == MSI_OP_FORWARD) {
         return t->layer->grads_in_forward != 0 && !t->program->code.scales_loss;
     }
-    t->way = MSI_OP_REPEAT;
-    how.set = MSI_SET_RECOMPUTE;
-    bool has = msi_can_repeat(t->layer) && msi_gets_gradient(t) && msi_stage_recompute(t) &&
-               msi_act(t, &how);
+    bool has = msi_gets_gradient(t) && msi_repeat_forward(t);
     for (MSI_STAGED(s, t, MSI_SET_RECOMPUTE)) {
         has = has && !msi_is_made_otherwise(t, s);
     }
@@ -26905,14 +26791,12 @@ static MSI_COLD void msi_try_other_gradient(msi_trial *t) {
         const msi_staged *s = &t->staged[MSI_SET_OWN][k];
         if (ignores[k] && forward) {
             msi_debugged_layer(t)->compared[msi_debugged_index(s)] = MSI_KNOWN;
-            msi_log(
-                t->model, MS_LOG_WARNING, "debug",
-                "%s: its forward callback ignores loss_factor in %s: multiply the derivative of "
-                "each element of the loss by ms_call.loss_factor and *loss_scale, for the "
-                "gradient of the mean over all elements and micro-batches. If the update makes "
-                "up for it, set ms_layer_desc.surrogate_gradient",
-                msi_layer_label(&t->model->graph, t->instruction->target).text,
-                msi_staged_name(t, s).text);
+            MSI_WARN(t,
+                     "its forward callback ignores loss_factor in %s: multiply the derivative of "
+                     "each element of the loss by ms_call.loss_factor and *loss_scale, for the "
+                     "gradient of the mean over all elements and micro-batches. If the update "
+                     "makes up for it, set ms_layer_desc.surrogate_gradient",
+                     msi_staged_name(t, s).text);
         } else if (ignores[k]) {
             msi_fail_operand(t, "ignores grad_out in", s,
                              "a gradient is grad_out times the derivative of the outputs; a loss "
@@ -26941,12 +26825,11 @@ static MSI_COLD void msi_warn_of_idle(msi_trial *t) {
         if (!msi_adds_nothing(t, s)) {
             *idle = 0;
         } else if (counts && *idle <= MSI_IDLE_STEPS && ++*idle == MSI_IDLE_STEPS) {
-            msi_log(
-                m, MS_LOG_WARNING, "debug",
-                "%s: its backward callback has added nothing to %s in %d steps, although its "
-                "outputs have gradients: if that is not meant, add grad_out times the derivative",
-                msi_layer_label(&m->graph, t->instruction->target).text, msi_staged_name(t, s).text,
-                (int)MSI_IDLE_STEPS);
+            MSI_WARN(
+                t,
+                "its backward callback has added nothing to %s in %d steps, although its outputs "
+                "have gradients: if that is not meant, add grad_out times the derivative",
+                msi_staged_name(t, s).text, (int)MSI_IDLE_STEPS);
         }
     }
 }
@@ -26994,13 +26877,11 @@ static MSI_COLD void msi_warn_of_integers(msi_trial *t) {
         }
         if (left > 0) {
             known->is_told_of_integers = true;
-            msi_log(
-                t->model, MS_LOG_WARNING, "debug",
-                "%s: its %s callback leaves unwritten element %llu, and %llu more, of %s: memory "
-                "is not cleared, so write each that is read later",
-                msi_layer_label(&t->model->graph, t->instruction->target).text,
-                msi_phase_name(t->phase), (unsigned long long)(s->made_within / size + first),
-                (unsigned long long)(left - 1), msi_staged_name(t, s).text);
+            MSI_WARN(t,
+                     "its %s callback leaves unwritten element %llu, and %llu more, of %s: memory "
+                     "is not cleared, so write each that is read later",
+                     msi_phase_name(t->phase), (unsigned long long)(s->made_within / size + first),
+                     (unsigned long long)(left - 1), msi_staged_name(t, s).text);
         }
     }
 }
@@ -27013,11 +26894,10 @@ static MSI_COLD void msi_warn_of_state(msi_trial *t) {
         if (s->group == MSI_GROUP_STATE && s->before && !known->is_told &&
             memcmp(now, s->before, (size_t)s->bytes) != 0) {
             known->is_told = true;
-            msi_log(t->model, MS_LOG_WARNING, "debug",
-                    "%s: its forward callback changes %s in MS_PHASE_EVAL, so an eval changes what "
-                    "training does next: if that is not meant, leave state alone in that phase",
-                    msi_layer_label(&t->model->graph, t->instruction->target).text,
-                    msi_staged_name(t, s).text);
+            MSI_WARN(t,
+                     "its forward callback changes %s in MS_PHASE_EVAL, so an eval changes what "
+                     "training does next: if that is not meant, leave state alone in that phase",
+                     msi_staged_name(t, s).text);
         }
     }
 }
@@ -27158,9 +27038,8 @@ static MSI_COLD void msi_run_trials(msi_trial *t) {
     const msi_variant last = msi_plain_variant(once ? inner : msi_region_count(t), MSI_IMAGE_LAST);
     const bool keeps = t->layer->count[MSI_GROUP_STATE] == 0 || t->layer->recompute_keeps_state;
     const bool tries = !once && op == MSI_OP_FORWARD && !msi_debugged_layer(t)->is_clean;
-    uint64_t hashes[MS_LIMIT_OUT];
+    uint64_t hashes[MS_LIMIT_OUT] = MSI_ZERO_INIT;
     bool evals = false;
-    memset(hashes, 0, sizeof hashes);
     if (!once && msi_act(t, &first)) {
         const uint32_t half = t->spot & 1;
         msi_check_outside(t);
@@ -27227,8 +27106,7 @@ static MSI_COLD void msi_note_operand(msi_trial *t, const msi_staged *s, const u
     ms_model *m = t->model;
     const bool is_value = s->group < MSI_GROUP_COUNT;
     const uint64_t size = ms_dtype_bytes(s->dtype);
-    ms_nonfinite n;
-    memset(&n, 0, sizeof n);
+    ms_nonfinite n = MSI_ZERO_INIT;
     msi_scan_piece(&n, data, s->dtype, s->bytes / size, s->made_within / size, true);
     if (n.count == 0 || m->run.is_certain) {
         return;
@@ -27308,12 +27186,6 @@ static void *msi_staged_address(const ms_model *m, uint32_t tensor, msi_role rol
         }
     }
     return NULL;
-}
-
-/* The copy of a resident while a callback runs. */
-static const uint8_t *msi_shadow_of(const ms_model *m, const msi_resident *r) {
-    const uint32_t index = (uint32_t)(r - m->run.store->residents.items);
-    return m->run.store->debug->shadow + msi_extent_at(m, index).shadow;
 }
 
 /* A hash of the value of a resident, as the shadow has it; 0: it is no matrix that is trained, or all its
@@ -27430,8 +27302,7 @@ static uint64_t msi_update_array_at(uint64_t bytes, int k) {
 
 static MSI_COLD uint64_t msi_update_stage_bytes(const msi_graph *g) {
     uint64_t most = sizeof(float);
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *x = &g->tensors.items[t];
+    for (MSI_ITEMS(const msi_tensor, x, g->tensors)) {
         most = x->kind == MSI_KIND_PARAM ? msi_larger(most, x->largest_bytes) : most;
     }
     return msi_update_array_at(most, MSI_UPDATE_ARRAYS);
@@ -27443,8 +27314,7 @@ static uint8_t *msi_update_image(const msi_update_trial *t, msi_image image, int
 }
 
 static MSI_COLD msi_update_trial msi_new_update_trial(ms_model *m, const ms_update_args *args) {
-    msi_update_trial t;
-    memset(&t, 0, sizeof t);
+    msi_update_trial t = MSI_ZERO_INIT;
     t.model = m;
     t.args = args;
     t.bytes = args->count * sizeof(float);
@@ -27577,13 +27447,6 @@ static MSI_COLD bool msi_updates_by_gradient(const msi_update_trial *t) {
     return any;
 }
 
-/* Whether an update may run on copies, and more than once: it has declared its moments, and so keeps none
-   of its own, which it may find by the address of a value that the trainer has lent. */
-static MSI_COLD bool msi_can_try_update(const ms_model *m, uint32_t param) {
-    const msi_tensor *t = &m->graph.tensors.items[param];
-    return m->optimizer.state_count > 0 && t->borrowed == 0;
-}
-
 /* Runs an update of the trainer's own on copies, which must depend on its arguments alone, and on
    all of them. */
 static MSI_COLD ms_result msi_try_update(ms_model *m, const ms_update_args *args) {
@@ -27683,14 +27546,17 @@ static MSI_COLD ms_result msi_watch_update(ms_model *m, const ms_update_args *ar
 }
 
 /* An update of the trainer's own in debug mode: tried first, if nothing was updated yet in this step and
-   so nothing is lost when it fails. */
+   so nothing is lost when it fails. It may run on copies, and more than once, if it has declared its
+   moments, and so keeps none of its own, which it may find by the address of a value that the trainer
+   has lent. */
 static MSI_COLD ms_result msi_debug_update(ms_model *m, const ms_update_args *args) {
     const uint32_t param = msi_index(&m->graph, args->param);
     ms_result result = MS_RESULT_OK;
     msi_log(m, MS_LOG_DEBUG, "debug", "param \"%s\": update, with %u tensors of state%s",
             msi_tensor_name(&m->graph, param), (unsigned)m->optimizer.state_count,
             args->gradient_scale ? "" : ", without a gradient_scale");
-    if (m->run.updates_done == 0 && msi_can_try_update(m, param)) {
+    if (m->run.updates_done == 0 && m->optimizer.state_count > 0 &&
+        m->graph.tensors.items[param].borrowed == 0) {
         result = msi_try_update(m, args);
     }
     MSI_THEN(result, msi_watch_update(m, args));
@@ -27740,34 +27606,29 @@ static MSI_COLD void msi_watch_lent(ms_model *m, bool notes) {
     }
 }
 
-/* Warns, once, of a factor by which all gradients are 0. */
-static MSI_COLD void msi_warn_of_factor(ms_model *m) {
+/* A step, or an eval, begins. Warns, once each, of a forward whose backward never came and of a factor by
+   which all gradients are 0. */
+static void msi_begin_debug(ms_model *m, const msi_program *p) {
     msi_debug *d = m->run.store->debug;
+    if (m->run.progress == MSI_PROGRESS_FORWARD && !d->is_told_of_dropped) {
+        d->is_told_of_dropped = true;
+        msi_log(m, MS_LOG_WARNING, "debug",
+                "ms_forward was not followed by ms_backward: what it computed is dropped, and its "
+                "micro-batch does not count. For a loss alone call ms_eval");
+    }
     if (m->run.loss.has_factor && m->run.loss.factor == 0.0f && !d->is_told_of_factor) {
         d->is_told_of_factor = true;
         msi_log(m, MS_LOG_WARNING, "debug",
                 "the loss factor is 0, so all gradients are 0: if that is not meant, give "
                 "ms_set_loss_factor a factor in floating point, such as 1.0f / 4");
     }
-}
-
-/* Warns, once, of a forward whose backward never came. */
-static MSI_COLD void msi_warn_of_dropped(ms_model *m) {
-    msi_debug *d = m->run.store->debug;
-    if (!d->is_told_of_dropped) {
-        d->is_told_of_dropped = true;
-        msi_log(m, MS_LOG_WARNING, "debug",
-                "ms_forward was not followed by ms_backward: what it computed is dropped, and its "
-                "micro-batch does not count. For a loss alone call ms_eval");
+    if (p == &m->run.plan->train && m->run.micro == 0) {
+        msi_watch_lent(m, false);
     }
-}
-
-/* A step, or an eval, begins. */
-static void msi_begin_debug(msi_debug *d) {
-    for (uint32_t t = 0; d && t < d->tensor_count; t++) {
+    for (uint32_t t = 0; t < d->tensor_count; t++) {
         d->originals[t].is_there = false;
     }
-    for (uint32_t i = 0; d && i < d->layer_count; i++) {
+    for (uint32_t i = 0; i < d->layer_count; i++) {
         d->layers[i].used = 0;
     }
 }
@@ -27799,8 +27660,7 @@ static MSI_COLD uint64_t msi_half_bytes_of(const msi_graph *g, const msi_layer *
 static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, msi_debug *d) {
     const msi_graph *g = &m->graph;
     bool on_host = false;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *x = &g->tensors.items[t];
+    for (MSI_ITEMS(const msi_tensor, x, g->tensors)) {
         d->made_bytes += msi_is_resident(x) ? 0 : msi_align(x->largest_bytes);
         on_host |= x->on_host;
     }
@@ -27812,16 +27672,12 @@ static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, m
         if (place == 0 && m->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
             d->half_bytes[0] = msi_larger(d->half_bytes[0], msi_update_stage_bytes(g));
         }
-        d->tail_bytes[place] =
-            d->half_bytes[place] < MSI_TAIL_BYTES ? d->half_bytes[place] : MSI_TAIL_BYTES;
+        const uint64_t half = d->half_bytes[place], tail = msi_smaller(half, MSI_TAIL_BYTES);
+        d->stage_bytes[place] = half > 0 ? 2 * (half + MSI_SHIFT_BYTES) + tail : 0;
     }
     d->image_bytes = d->half_bytes[0] + d->half_bytes[1];
     d->images_bytes = MSI_IMAGE_COUNT * d->image_bytes;
     d->trial_bytes = sizeof(msi_trial);
-    for (int place = 0; place < MSI_PLACE_COUNT; place++) {
-        const uint64_t half = d->half_bytes[place];
-        d->stage_bytes[place] = half > 0 ? 2 * (half + MSI_SHIFT_BYTES) + d->tail_bytes[place] : 0;
-    }
     d->shadow_bytes = store->resident_bytes + store->host_bytes + store->borrowed_bytes +
                       store->transient_bytes + 1;
     d->tensor_count = g->tensors.count;
@@ -27876,8 +27732,7 @@ static void msi_timing_free(const ms_allocator *a, msi_timing *t) {
 /* Allocates the series of samples, once, if the steps of this model are to be timed. */
 static ms_result msi_make_timing(ms_model *m) {
     const ms_config *c = &m->config;
-    msi_timing t;
-    memset(&t, 0, sizeof t);
+    msi_timing t = MSI_ZERO_INIT;
     t.wanted = c->warmup_steps ? c->warmup_steps : 2;
     t.series_count = 3 * m->graph.layers.count + (MSI_COST_MEASURED_END - MSI_COST_LAYER_END);
     if (m->run.timing && m->run.timing->series_count != t.series_count) { // of a wrap that failed
@@ -27934,7 +27789,6 @@ static ms_result msi_begin_timing(ms_model *m) {
     return result;
 }
 
-/* Adds the time of an instruction to its series. */
 static void msi_add_time(ms_model *m, const msi_program *p, uint32_t now, double us) {
     msi_timing *t = m->run.timing;
     const msi_instruction *i = &p->code.instructions.items[now];
@@ -27968,15 +27822,6 @@ static void msi_note_time(ms_model *m, uint32_t now, double start_us, double end
     p->measured.spans.items[2 * now] = start_us - t->begin_us;
     p->measured.spans.items[2 * now + 1] = us;
     msi_add_time(m, p, now, us);
-}
-
-/* Whether the device has halted the step that is done. Waits for it. */
-static ms_result msi_was_halted(ms_model *m, bool *halted) {
-    ms_result result = msi_fetch_verdict(m);
-    MSI_THEN(result, msi_synchronize(m));
-    *halted = m->run.verdict == MSI_VERDICT_COPIED &&
-              msi_verdict(m, false)->halted != (uint32_t)MS_HALT_NONE;
-    return result;
 }
 
 /* Median of the samples of a series, those of 0 left out; 0 if there are none. Sorts them (Shell,
@@ -28047,9 +27892,10 @@ static void msi_learn_times(ms_model *m) {
 /* The end of a step. `timed` says whether that step was. */
 static ms_result msi_end_timing(ms_model *m, bool timed) {
     msi_timing *t = m->run.timing;
-    bool halted = false;
-    const ms_result result = timed ? msi_was_halted(m, &halted) : MS_RESULT_OK;
-    if (result != MS_RESULT_OK || halted) {
+    ms_result result = timed ? msi_fetch_verdict(m) : MS_RESULT_OK;
+    MSI_THEN(result, timed ? msi_synchronize(m) : MS_RESULT_OK);
+    if (result != MS_RESULT_OK || (timed && m->run.verdict == MSI_VERDICT_COPIED &&
+                                   msi_verdict(m, false)->halted != (uint32_t)MS_HALT_NONE)) {
         return result;
     }
     m->run.plan->train.measured.is_there |= timed;
@@ -28073,10 +27919,19 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 
 static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const ms_update_args args = msi_update_args_of(m, p, i);
+    const bool first = m->run.updates_done == 0;
+    ms_result result = MS_RESULT_OK;
     if (m->optimizer.kind != MS_OPTIMIZER_CUSTOM) {
-        return msi_built_in_update(m, p, &args);
+        result = first && p->code.norm == MSI_NONE && !m->run.recording ? msi_upload_factors(m)
+                                                                        : MS_RESULT_OK;
+        m->run.updates_done += result == MS_RESULT_OK;
+        MSI_THEN(result, msi_device(m, m->config.backend.update(m->device, &args), "update"));
+        return result;
     }
-    ms_result result = msi_await_custom_update(m);
+    if (first && m->config.backend.is_asynchronous) { // it ignores a halt: waits for the verdict
+        result = msi_copy_verdict(m);
+        MSI_THEN(result, msi_act_on_verdict(m));
+    }
     MSI_THEN(result,
              m->run.store->debug ? msi_debug_update(m, &args) : msi_custom_update(m, &args));
     return result;
@@ -28130,12 +27985,11 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
     pair.source = msi_part_address(m, p, i, pair.source_range);
     const msi_range *target = &p->code.ranges.items[pair.target_range];
     const msi_tensor *t = &m->graph.tensors.items[target->tensor];
-    const uint64_t bytes = t->bytes;
-    pair.bytes = bytes;
+    pair.bytes = t->bytes;
     if (i->rows.of > 0) {
         pair.bytes = msi_operand_bytes(&m->graph, p, i, 2 * number);
     } else if (i->part_count > 1 || target->format != t->format) {
-        const msi_part part = msi_part_of(bytes / sizeof(float), i->part, i->part_count);
+        const msi_part part = msi_part_of(t->bytes / sizeof(float), i->part, i->part_count);
         pair.bytes = msi_part_bytes((msi_format)target->format, part).count;
     }
     return pair;
@@ -28182,7 +28036,6 @@ static uint32_t msi_take_pairs(const ms_model *m, const msi_program *p, const ms
     return next - first;
 }
 
-/* Issues a copy between host and device. */
 static ms_result msi_run_transfer(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const ms_stream_kind engine = msi_ops[i->op].engine;
     const bool streams = msi_enqueues_copies(&m->config.backend);
@@ -28197,12 +28050,6 @@ static ms_result msi_run_transfer(ms_model *m, const msi_program *p, const msi_i
         error = m->config.backend.record(m->device, engine, m->run.store->event_count + i->event);
     }
     return msi_device(m, error, msi_engines[engine].what);
-}
-
-/* Whether a range is the state of layers that is kept between steps. */
-static bool msi_is_buffer(const ms_model *m, const msi_program *p, uint32_t range) {
-    return range < m->run.store->residents.count &&
-           m->graph.tensors.items[p->code.ranges.items[range].tensor].kind == MSI_KIND_BUFFER;
 }
 
 /* The next copy that puts state back after a recomputation, from instruction `now` on and before a
@@ -28222,7 +28069,9 @@ static uint32_t msi_next_restore(const msi_program *p, uint32_t now) {
 static ms_result msi_run_copy(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const msi_pair pair = msi_pair_of(m, p, i, 0);
     ms_result result = MS_RESULT_OK;
-    m->run.state_is_old |= msi_is_buffer(m, p, pair.target_range) && !i->restores;
+    const uint32_t tensor = p->code.ranges.items[pair.target_range].tensor;
+    m->run.state_is_old |= pair.target_range < m->run.store->residents.count &&
+                           m->graph.tensors.items[tensor].kind == MSI_KIND_BUFFER && !i->restores;
     if (i->op == MSI_OP_COPY) {
         result = pair.target == pair.source
                      ? MS_RESULT_OK
@@ -28448,14 +28297,8 @@ static ms_result msi_check_swept(ms_model *m, const msi_program *p) {
 
 /* Begins a program at an instruction. `intact`: what those before it made is in the arena. */
 static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t position, bool intact) {
-    if (m->run.store->debug && m->run.progress == MSI_PROGRESS_FORWARD) {
-        msi_warn_of_dropped(m);
-    }
     if (m->run.store->debug) {
-        msi_warn_of_factor(m);
-    }
-    if (m->run.store->debug && p == &m->run.plan->train && m->run.micro == 0) {
-        msi_watch_lent(m, false);
+        msi_begin_debug(m, p);
     }
     msi_drop_step(&m->run);
     ms_result result = msi_check_swept(m, p);
@@ -28467,7 +28310,6 @@ static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t positi
     m->run.program = p;
     m->run.position = position;
     m->run.begun_at = intact ? 0 : position;
-    msi_begin_debug(m->run.store->debug);
     memset(&m->run.nonfinite, 0, sizeof m->run.nonfinite);
     memset(&m->run.infinite, 0, sizeof m->run.infinite);
     m->run.is_certain = false;
@@ -28687,29 +28529,22 @@ static ms_result msi_await_steps(ms_model *m) {
 
 /* Whether a step, an eval, or a change of plan may begin. */
 static ms_result msi_check_between_steps(ms_model *m, const char *function) {
-    const ms_result result = msi_check_called(m, function);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    if (m->run.slices.is_open) {
-        return msi_fail_in_slices(m, function);
-    }
-    if (m->run.progress == MSI_PROGRESS_BACKWARD && m->run.updates_done > 0) {
-        return msi_fail(m, MS_RESULT_ORDER,
-                        "%s: this plan has updated params in ms_backward; complete the step with "
-                        "ms_update first",
-                        function);
-    }
     const ms_model *other = m->run.arena ? m->run.arena->user : NULL;
-    if (other && other != m && other->run.updates_done > 0 &&
-        (other->run.progress == MSI_PROGRESS_BACKWARD || other->run.slices.is_open)) {
-        return msi_fail(
-            m, MS_RESULT_ORDER,
-            "%s: another model of this arena has begun to update its params; complete its step "
-            "first, with ms_update or in slices",
-            function);
-    }
-    return MS_RESULT_OK;
+    const ms_result result = msi_check_called(m, function);
+    return result != MS_RESULT_OK  ? result
+           : m->run.slices.is_open ? msi_fail_in_slices(m, function)
+           : m->run.progress == MSI_PROGRESS_BACKWARD && m->run.updates_done > 0
+               ? msi_fail(m, MS_RESULT_ORDER,
+                          "%s: this plan has updated params in ms_backward; complete the step with "
+                          "ms_update first",
+                          function)
+           : other && other != m && other->run.updates_done > 0 &&
+                   (other->run.progress == MSI_PROGRESS_BACKWARD || other->run.slices.is_open)
+               ? msi_fail(m, MS_RESULT_ORDER,
+                          "%s: another model of this arena has begun to update its params; "
+                          "complete its step first, with ms_update or in slices",
+                          function)
+               : MS_RESULT_OK;
 }
 
 /* The first step needs a value for everything that layers read and that only the trainer has:
@@ -28740,26 +28575,17 @@ static ms_result msi_check_written(ms_model *m, const char *function) {
 }
 
 static ms_result msi_check_ready(ms_model *m, const char *function) {
-    if (!m->run.plan) {
-        return msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function);
-    }
-    if (m->config.dry_run) {
-        return msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run plans but does not compute", function);
-    }
-    if (msi_is_suspended(m)) {
-        return msi_fail_suspended(m, function);
-    }
-    if (m->run.halt.halted != (uint32_t)MS_HALT_NONE) {
-        return msi_abandon(m, msi_report_halt(m));
-    }
-    if (m->run.failed) {
-        return msi_fail(
-            m, MS_RESULT_FAILED,
-            "%s: an earlier step was cut short or its device failed; write params and optimizer "
-            "state again, then call ms_wrap (a device that goes on failing needs a new process)",
-            function);
-    }
-    return msi_check_between_steps(m, function);
+    return !m->run.plan          ? msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function)
+           : m->config.dry_run   ? msi_fail(m, MS_RESULT_DRY_RUN,
+                                            "%s: a dry run plans but does not compute", function)
+           : msi_is_suspended(m) ? msi_fail_suspended(m, function)
+           : m->run.halt.halted != (uint32_t)MS_HALT_NONE ? msi_abandon(m, msi_report_halt(m))
+           : m->run.failed                                ? msi_fail(m, MS_RESULT_FAILED,
+                                                                     "%s: an earlier step was cut short or its device failed; "
+                                                                                                    "write params and optimizer state again, then call ms_wrap "
+                                                                                                    "(a device that goes on failing needs a new process)",
+                                                                     function)
+                                                          : msi_check_between_steps(m, function);
 }
 
 /* Whether a program may start from its beginning. */
@@ -28784,9 +28610,7 @@ static void msi_note_backward(msi_run *r) {
 
 static ms_result msi_finish_backward(ms_model *m) {
     const ms_result result = msi_run_to(m, m->run.program->code.backward_end);
-    if (result == MS_RESULT_OK) {
-        msi_note_backward(&m->run);
-    }
+    MSI_DO(result, msi_note_backward(&m->run));
     return result;
 }
 
@@ -28809,9 +28633,7 @@ static ms_result msi_finish_update(ms_model *m) {
     const bool timed = msi_is_timed(&m->run);
     const uint64_t step = m->run.step;
     ms_result result = msi_run_to(m, m->run.program->code.instructions.count);
-    if (result == MS_RESULT_OK) {
-        msi_note_update(&m->run);
-    }
+    MSI_DO(result, msi_note_update(&m->run));
     if (result == MS_RESULT_OK && m->run.store->debug) {
         msi_watch_lent(m, true);
     }
@@ -29231,13 +29053,8 @@ static msi_memory msi_memory_of(const msi_resident *r) {
 }
 
 /* Memory of the trainer on the host, to read or to write. */
-static msi_memory msi_memory_to_read(const msi_tensor *t, const void *source) {
-    msi_memory memory = {source, NULL, (msi_format)t->format, true};
-    return memory;
-}
-
-static msi_memory msi_memory_to_write(const msi_tensor *t, void *target) {
-    msi_memory memory = {NULL, target, (msi_format)t->format, true};
+static msi_memory msi_memory_given(const msi_tensor *t, const void *source, void *target) {
+    const msi_memory memory = {source, target, (msi_format)t->format, true};
     return memory;
 }
 
@@ -29260,7 +29077,7 @@ static const msi_resident *msi_source_of(const msi_store *old, const msi_store *
 static ms_result msi_set_first_value(ms_model *m, const msi_resident *to) {
     const msi_tensor *t = &m->graph.tensors.items[to->tensor];
     const msi_role role = to->role == MSI_ROLE_MASTER ? MSI_ROLE_VALUE : to->role;
-    const msi_memory now = msi_memory_of(to), written = msi_memory_to_read(t, t->memory[role]);
+    const msi_memory now = msi_memory_of(to), written = msi_memory_given(t, t->memory[role], NULL);
     ms_result result = msi_fill(m, to->address, to->on_host, 0, to->bytes);
     MSI_THEN(result, written.source ? msi_copy_value(m, &now, &written, t, to->role, t->bytes)
                                     : MS_RESULT_OK);
@@ -29271,8 +29088,7 @@ static ms_result msi_set_first_value(ms_model *m, const msi_resident *to) {
    it, or first ones. Borrowed memory stays as it is. */
 static ms_result msi_move_values(ms_model *m, const msi_store *store) {
     ms_result result = MS_RESULT_OK;
-    for (uint32_t i = 0; i < store->residents.count && result == MS_RESULT_OK; i++) {
-        const msi_resident *to = &store->residents.items[i];
+    for (MSI_ITEMS_WHILE(const msi_resident, to, store->residents, result == MS_RESULT_OK)) {
         const msi_resident *old = msi_source_of(m->run.store, store, to);
         if (to->bytes > 0 && !to->borrowed && old) {
             const msi_memory now = msi_memory_of(to), before = msi_memory_of(old);
@@ -29321,8 +29137,7 @@ static void msi_drop_written(ms_model *m) {
    that does not. */
 static void msi_count_updates(ms_model *m) {
     const uint64_t now = m->run.step - m->scale.skipped_steps;
-    for (uint32_t i = 0; i < m->graph.tensors.count; i++) {
-        msi_tensor *t = &m->graph.tensors.items[i];
+    for (MSI_ITEMS(msi_tensor, t, m->graph.tensors)) {
         const bool trains = msi_learns(t), begins = trains && !t->is_counted;
         const bool is_borrowed = msi_is_borrowed(t, MSI_ROLE_STATE0);
         if (!trains && t->is_counted) {
@@ -29349,7 +29164,9 @@ static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, m
     void *staged = msi_staged_address(m, tensor, role, &format);
     msi_memory memory = {staged, staged, format, resident && resident->is_shown};
     if (staged && resident && resident->format != format) { // the callback sees it rounded
-        const msi_memory saved = {msi_shadow_of(m, resident), NULL, resident->format, true};
+        const uint32_t index = (uint32_t)(resident - m->run.store->residents.items);
+        const msi_memory saved = {m->run.store->debug->shadow + msi_extent_at(m, index).shadow,
+                                  NULL, resident->format, true};
         return saved;
     }
     if (staged || resident) {
@@ -29381,7 +29198,6 @@ static MSI_COLD ms_result msi_refuse_loan(ms_model *m, ms_result result, ms_tens
     return refused;
 }
 
-/* An error if a value cannot be borrowed now. */
 static MSI_COLD ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role) {
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     const bool lasts =
@@ -29473,7 +29289,7 @@ static ms_result msi_write(ms_model *m, const msi_resident *resident, const void
     if (resident->event == MSI_NONE) {
         const msi_memory to = msi_memory_of(resident);
         const msi_tensor *t = &m->graph.tensors.items[resident->tensor];
-        const msi_memory from = msi_memory_to_read(t, data);
+        const msi_memory from = msi_memory_given(t, data, NULL);
         result = resident->on_host ? msi_synchronize(m) : MS_RESULT_OK;
         MSI_THEN(result, msi_copy_value(m, &to, &from, t, resident->role, bytes));
         return result;
@@ -29542,22 +29358,17 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
         return msi_is_suspended(m) ? msi_fail_suspended(m, "ms_write")
                                    : msi_fail_in_slices(m, "ms_write");
     }
-    if (!m->run.plan) {
-        const ms_result result = msi_write_unplanned(m, target, role, data);
-        target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
-        target->has_written_state |= role >= MSI_ROLE_STATE0;
-        return result;
-    }
-    const msi_resident *resident = msi_find_resident(m->run.store, t, role);
-    if (!resident) {
+    const msi_resident *resident = m->run.plan ? msi_find_resident(m->run.store, t, role) : NULL;
+    if (m->run.plan && !resident) {
         return msi_fail(m, MS_RESULT_INVALID, "ms_write: there is no %s \"%s\": %s",
                         msi_role_name(role), name, msi_read_cure(m, t, role));
     }
     if (m->run.progress == MSI_PROGRESS_FORWARD) {
         m->run.progress = MSI_PROGRESS_NONE; // backward would see another value than forward did
     }
-    const msi_resident *master = msi_find_value(m->run.store, t, role);
-    ms_result result = msi_write(m, resident, data, target->bytes);
+    const msi_resident *master = resident ? msi_find_value(m->run.store, t, role) : NULL;
+    ms_result result = resident ? msi_write(m, resident, data, target->bytes)
+                                : msi_write_unplanned(m, target, role, data);
     MSI_THEN(result, master == resident ? MS_RESULT_OK : msi_write(m, master, data, target->bytes));
     target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
     target->has_written_state |= role >= MSI_ROLE_STATE0;
@@ -29606,9 +29417,9 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
     if (!m->run.plan && msi_is_kept(source, role)) {
         return msi_read_unplanned(m, source, role, data);
     }
-    const msi_memory to = msi_memory_to_write(source, data);
+    const msi_memory to = msi_memory_given(source, NULL, data);
     const msi_memory from =
-        m->run.plan ? msi_live_memory(m, t, role) : msi_memory_to_read(source, NULL);
+        m->run.plan ? msi_live_memory(m, t, role) : msi_memory_given(source, NULL, NULL);
     if (!from.source) {
         return msi_fail(m, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory now: %s",
                         msi_role_name(role), name, msi_read_cure(m, t, role));
@@ -29651,8 +29462,7 @@ static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
 /* Gives the residents of a store their addresses in its memory. */
 static void msi_place_store(ms_model *m, msi_store *store) {
     store->transient = m->run.arena ? NULL : (uint8_t *)store->memory + store->resident_bytes;
-    for (uint32_t i = 0; i < store->residents.count; i++) {
-        msi_resident *resident = &store->residents.items[i];
+    for (MSI_ITEMS(msi_resident, resident, store->residents)) {
         uint8_t *room = resident->on_host ? store->host : (uint8_t *)store->memory;
         resident->is_saved = false;
         resident->address = resident->borrowed
@@ -29713,17 +29523,14 @@ static ms_result msi_alloc_store(ms_model *m, msi_store *store, uint64_t bytes) 
     MSI_THEN(result, msi_alloc_host(m, store));
     MSI_THEN(result, msi_alloc_debug(m, store));
     MSI_THEN(result, msi_grow_arena(m, store->transient_bytes));
-    if (result == MS_RESULT_OK) {
-        msi_place_store(m, store);
-    }
+    MSI_DO(result, msi_place_store(m, store));
     return result;
 }
 
 /* Gives the backend its events and its workspace in a store. */
 static ms_result msi_prepare(ms_model *m, const msi_store *store, void *memory) {
     const ms_backend *b = &m->config.backend;
-    ms_prepare_args args;
-    memset(&args, 0, sizeof args);
+    ms_prepare_args args = MSI_ZERO_INIT;
     args.event_count = store->event_count + MSI_ISSUED_COUNT * store->copy_event_count;
     args.workspace = b->workspace_bytes ? memory : NULL;
     args.workspace_bytes = b->workspace_bytes;
@@ -29737,9 +29544,7 @@ static ms_result msi_settle(ms_model *m, msi_store *store) {
     MSI_THEN(result, msi_fill(m, store->step, msi_is_direct(m), 0, store->step_bytes));
     MSI_THEN(result, msi_move_values(m, store));
     MSI_THEN(result, msi_synchronize(m));
-    if (result == MS_RESULT_OK) {
-        memset(msi_staging_of(store), 0, (size_t)store->staging_bytes);
-    }
+    MSI_DO(result, memset(msi_staging_of(store), 0, (size_t)store->staging_bytes));
     return result;
 }
 
@@ -29795,9 +29600,7 @@ static ms_result msi_alloc_taking(msi_taking *k) {
         msi_release_device(m, store);
         result = msi_take_device(m, store, k->room);
     }
-    if (result == MS_RESULT_OK) {
-        msi_place_store(m, store);
-    }
+    MSI_DO(result, msi_place_store(m, store));
     return result;
 }
 
@@ -29865,9 +29668,7 @@ static ms_result msi_settle_by_taking(ms_model *m, msi_store *store) {
     msi_taking k = msi_begin_taking(m, store);
     ms_result result = msi_alloc_taking(&k);
     MSI_THEN(result, msi_prepare(m, store, store->memory));
-    if (result == MS_RESULT_OK) {
-        memset(msi_staging_of(store), 0, (size_t)store->staging_bytes);
-    }
+    MSI_DO(result, memset(msi_staging_of(store), 0, (size_t)store->staging_bytes));
     MSI_THEN(result, msi_take_all(&k));
     MSI_THEN(result, msi_prepare(m, store, store->memory));
     if (result != MS_RESULT_OK && k.taken > 0) {
@@ -29943,8 +29744,7 @@ static MSI_COLD ms_result msi_copy_image(ms_model *m, bool to_device) {
 /* The values of a store without device memory are in its image. */
 static void msi_point_to_image(const ms_model *m, msi_store *store) {
     const uint64_t begin = msi_image_begin(m, store);
-    for (uint32_t i = 0; i < store->residents.count; i++) {
-        msi_resident *r = &store->residents.items[i];
+    for (MSI_ITEMS(msi_resident, r, store->residents)) {
         if (!r->on_host && !r->borrowed) {
             r->is_saved = true;
             r->address = store->image + (r->offset - begin);
@@ -30134,17 +29934,6 @@ static const uint8_t *msi_old_place(const msi_relocation *r, const msi_resident 
     return (from->on_host ? r->from->host : (const uint8_t *)r->to->memory) + from->offset;
 }
 
-/* Values that go from one memory to the other at once. */
-static void msi_relocate_across(msi_relocation *r, bool to_host) {
-    for (uint32_t i = 0; i < r->to->residents.count; i++) {
-        const msi_resident *to = &r->to->residents.items[i], *from;
-        if (to->on_host == to_host && msi_route_of(r, to, &from) == MSI_ROUTE_CROSSES) {
-            MSI_THEN(r->result, msi_copy(r->model, to->address, to_host, msi_old_place(r, from),
-                                         !to_host, to->bytes));
-        }
-    }
-}
-
 /* Copies a value from `carry` to its place, in its new format. */
 static void msi_put_carried(msi_relocation *r, const msi_resident *from, const msi_resident *to,
                             uint8_t *carried) {
@@ -30159,48 +29948,45 @@ static void msi_put_carried(msi_relocation *r, const msi_resident *from, const m
     MSI_THEN(r->result, msi_copy(r->model, to->address, to->on_host, now, true, to->bytes));
 }
 
-/* Copies carried values out to `carry` or, if `in`, from there to their places. */
-static void msi_relocate_carried(msi_relocation *r, bool in) {
+/* Moves the values of a route: those that cross, to the host if `to_end`, else to the device; those that
+   are carried, to their places if `to_end`, else to `carry`. */
+static void msi_relocate_by(msi_relocation *r, msi_route route, bool to_end) {
     uint64_t at = 0;
-    for (uint32_t i = 0; i < r->to->residents.count; i++) {
-        const msi_resident *to = &r->to->residents.items[i], *from;
-        if (msi_route_of(r, to, &from) != MSI_ROUTE_IS_CARRIED) {
+    for (MSI_ITEMS(const msi_resident, to, r->to->residents)) {
+        const msi_resident *from;
+        if (msi_route_of(r, to, &from) != route) {
             continue;
         }
-        if (in) {
+        if (route == MSI_ROUTE_FIRST) {
+            MSI_THEN(r->result, msi_set_first_value(r->model, to));
+        } else if (route == MSI_ROUTE_CROSSES && to->on_host == to_end) {
+            MSI_THEN(r->result, msi_copy(r->model, to->address, to_end, msi_old_place(r, from),
+                                         !to_end, to->bytes));
+        } else if (route == MSI_ROUTE_IS_CARRIED && to_end) {
             msi_put_carried(r, from, to, r->carry + at);
-        } else {
+        } else if (route == MSI_ROUTE_IS_CARRIED) {
             MSI_THEN(r->result, msi_copy(r->model, r->carry + at, true, msi_old_place(r, from),
                                          from->on_host, from->bytes));
         }
-        at += msi_carried_bytes(from, to);
-    }
-}
-
-static void msi_relocate_first(msi_relocation *r) {
-    for (uint32_t i = 0; i < r->to->residents.count; i++) {
-        const msi_resident *to = &r->to->residents.items[i], *from;
-        if (msi_route_of(r, to, &from) == MSI_ROUTE_FIRST) {
-            MSI_THEN(r->result, msi_set_first_value(r->model, to));
-        }
+        at += route == MSI_ROUTE_IS_CARRIED ? msi_carried_bytes(from, to) : 0;
     }
 }
 
 /* Moves all values, in an order in which none is overwritten before it has moved. */
 static void msi_relocate_all(msi_relocation *r) {
-    msi_relocate_carried(r, false);
+    msi_relocate_by(r, MSI_ROUTE_IS_CARRIED, false);
     if (r->crosses_to_host) {
         msi_relocate_inside(r, true);
-        msi_relocate_across(r, true);
+        msi_relocate_by(r, MSI_ROUTE_CROSSES, true);
         msi_relocate_inside(r, false);
-        msi_relocate_across(r, false);
+        msi_relocate_by(r, MSI_ROUTE_CROSSES, false);
     } else {
         msi_relocate_inside(r, false);
-        msi_relocate_across(r, false);
+        msi_relocate_by(r, MSI_ROUTE_CROSSES, false);
         msi_relocate_inside(r, true);
     }
-    msi_relocate_carried(r, true);
-    msi_relocate_first(r);
+    msi_relocate_by(r, MSI_ROUTE_IS_CARRIED, true);
+    msi_relocate_by(r, MSI_ROUTE_FIRST, false);
 }
 
 /* Chooses what crosses at once: with other memory on the host all of it, else the direction that
@@ -30367,8 +30153,7 @@ static ms_result msi_check_sums(ms_model *m, const msi_store *store, const msi_p
     }
     bool alike = old->micro_count == store->micro_count &&
                  m->run.plan->train.code.scales_loss == plan->train.code.scales_loss;
-    for (uint32_t i = 0; i < store->residents.count; i++) {
-        const msi_resident *r = &store->residents.items[i];
+    for (MSI_ITEMS(const msi_resident, r, store->residents)) {
         alike &= r->role != MSI_ROLE_GRADIENT || msi_find_resident(old, r->tensor, r->role);
     }
     return alike ? MS_RESULT_OK
@@ -30507,21 +30292,21 @@ static bool msi_readopt(ms_model *m, msi_goal goal, ms_result *result) {
     return false;
 }
 
-/* Whether a model has memory to be suspended. */
-static ms_result msi_check_suspendable(ms_model *m, const char *function) {
+/* Whether a model has memory to be suspended, and is suspended or is not. */
+static ms_result msi_check_suspendable(ms_model *m, const char *function, bool suspended) {
     const ms_result result = msi_check_called(m, function);
     return result != MS_RESULT_OK ? result
            : !m->run.plan         ? msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function)
            : m->config.dry_run
                ? msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run has no memory", function)
+           : msi_is_suspended(m) != suspended
+               ? msi_fail(m, MS_RESULT_ORDER, "%s: the model is %s", function,
+                          suspended ? "not suspended" : "suspended already")
                : MS_RESULT_OK;
 }
 
 static ms_result msi_suspend(ms_model *m, void *memory) {
-    ms_result result = msi_check_suspendable(m, "ms_suspend");
-    if (result == MS_RESULT_OK && msi_is_suspended(m)) {
-        result = msi_fail(m, MS_RESULT_ORDER, "ms_suspend: the model is suspended already");
-    }
+    ms_result result = msi_check_suspendable(m, "ms_suspend", false);
     if (result == MS_RESULT_OK && !m->run.slices.is_open && m->run.progress == MSI_PROGRESS_NONE) {
         result = msi_settle_steps(m);
     }
@@ -30530,10 +30315,7 @@ static ms_result msi_suspend(ms_model *m, void *memory) {
 }
 
 static ms_result msi_resume(ms_model *m) {
-    ms_result result = msi_check_suspendable(m, "ms_resume");
-    if (result == MS_RESULT_OK && !msi_is_suspended(m)) {
-        result = msi_fail(m, MS_RESULT_ORDER, "ms_resume: the model is not suspended");
-    }
+    ms_result result = msi_check_suspendable(m, "ms_resume", true);
     MSI_THEN(result, msi_load_store(m));
     return result;
 }
@@ -30550,7 +30332,11 @@ static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
             msi_time(plan->plain_step_us).text, msi_time_source_names[m->costs.source],
             msi_finder_names[plan->found.by]);
     for (int technique = 0; technique < MS_TECHNIQUE_COUNT; technique++) {
-        const msi_technique_total total = msi_technique_total_of(r, (ms_technique)technique);
+        msi_technique_total total = MSI_ZERO_INIT;
+        for (uint32_t i = 0; i < m->graph.layers.count; i++) {
+            const ms_decision d = msi_decision(r, i, (ms_technique)technique);
+            msi_add_decision(&total, &d);
+        }
         msi_log(m, MS_LOG_INFO, "rules", "%s: %u of %u layers, %s off the peak, %s added%s%s",
                 msi_techniques[technique].name, (unsigned)total.layers,
                 (unsigned)m->graph.layers.count, msi_signed_size(plan->freed_bytes[technique]).text,
@@ -30568,14 +30354,6 @@ static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
     }
 }
 
-/* Whether an instruction is about the workspace of a layer, and has that as its target. */
-static bool msi_is_of_workspace(const msi_program *p, const msi_instruction *i) {
-    const uint32_t range =
-        i->operand_count > 0 ? p->code.operands.items[i->operand_first].range : MSI_NONE;
-    return range != MSI_NONE && !msi_calls_layer((msi_op)i->op) &&
-           p->code.ranges.items[range].role == MSI_ROLE_WORKSPACE;
-}
-
 /* Warns of instructions that take longer than ms_config.max_instruction_us all the same. */
 static MSI_COLD void msi_log_long(const ms_model *m) {
     const msi_program *p = &m->run.plan->train;
@@ -30584,7 +30362,10 @@ static MSI_COLD void msi_log_long(const ms_model *m) {
     }
     const msi_instruction *i = &p->code.instructions.items[p->predicted.longest];
     const bool calls = msi_calls_layer((msi_op)i->op);
-    const bool layer = calls || msi_is_of_workspace(p, i);
+    const uint32_t range =
+        i->operand_count > 0 ? p->code.operands.items[i->operand_first].range : MSI_NONE;
+    const bool layer = calls || (range != MSI_NONE && // else its target may be a workspace
+                                 p->code.ranges.items[range].role == MSI_ROLE_WORKSPACE);
     msi_log(
         m, MS_LOG_WARNING, "plan",
         "%u instructions are predicted to take longer than max_instruction_us (%s); the longest "
@@ -30778,8 +30559,7 @@ static void msi_forget_inputs(ms_model *m, const int64_t *sizes) {
     for (uint32_t a = 0; a < g->axis_count; a++) {
         changed |= (uint32_t)(sizes[a] != g->axes[a].size) << a;
     }
-    for (uint32_t i = 0; i < g->tensors.count && changed; i++) {
-        msi_tensor *t = &g->tensors.items[i];
+    for (MSI_ITEMS_WHILE(msi_tensor, t, g->tensors, changed)) {
         for (int k = 0; k < t->view.shape.rank && t->kind == MSI_KIND_INPUT; k++) {
             t->written &= !(t->view.shape.axes[k] & changed);
         }
@@ -30872,13 +30652,11 @@ static MSI_COLD ms_result msi_make_model(const ms_config *c, ms_model **model) {
     if (c->arena) {
         c->arena->references++;
     }
-    ms_optimizer_desc defaults;
-    memset(&defaults, 0, sizeof defaults);
+    ms_optimizer_desc defaults = MSI_ZERO_INIT;
     m->optimizer = msi_fill_optimizer(defaults);
     return MS_RESULT_OK;
 }
 
-/* Ends what a model owns for the trainer. */
 static MSI_COLD void msi_end_owned(ms_model *m) {
     while (m->owned) {
         msi_owned *last = m->owned;
@@ -31057,8 +30835,7 @@ static MSI_COLD ms_result msi_move_saved(const msi_verification *v, bool back) {
     const msi_store *store = v->before.store;
     ms_result result = MS_RESULT_OK;
     uint64_t at = 0;
-    for (uint32_t i = 0; i < store->residents.count; i++) {
-        const msi_resident *r = &store->residents.items[i];
+    for (MSI_ITEMS(const msi_resident, r, store->residents)) {
         if (r->borrowed && msi_pass_changes(v, r)) {
             uint8_t *copy = v->saved + at;
             const ms_result moved = back
@@ -31073,8 +30850,7 @@ static MSI_COLD ms_result msi_move_saved(const msi_verification *v, bool back) {
 
 static MSI_COLD ms_result msi_save_borrowed(msi_verification *v) {
     const msi_store *store = v->before.store;
-    for (uint32_t i = 0; i < store->residents.count; i++) {
-        const msi_resident *r = &store->residents.items[i];
+    for (MSI_ITEMS(const msi_resident, r, store->residents)) {
         v->saved_bytes += r->borrowed && msi_pass_changes(v, r) ? msi_align(r->bytes) : 0;
     }
     if (v->saved_bytes == 0) {
@@ -31105,19 +30881,18 @@ static MSI_COLD ms_result msi_make_pass(msi_verification *v, int pass) {
         return msi_fail_memory(m, "the plan of a pass", msi_lowering_bytes(&m->graph));
     }
     msi_decide_plain(&m->graph, plan->decisions);
-    for (uint32_t t = 0; t < m->graph.tensors.count && pass == MSI_PASS_WRAPPED; t++) {
-        plan->decisions[t].pass = m->run.plan->decisions[t].pass;
-        plan->decisions[t].format = m->run.plan->decisions[t].format;
-        plan->decisions[t].tiles = m->run.plan->decisions[t].tiles;
-        plan->decisions[t].begins_group = m->run.plan->decisions[t].begins_group;
-    }
-    for (uint32_t t = 0; t < m->graph.tensors.count; t++) { // homes are the same in both passes
-        const bool moves = pass == MSI_PASS_WRAPPED || msi_is_resident(&m->graph.tensors.items[t]);
-        plan->decisions[t].moves = moves ? m->run.plan->decisions[t].moves : 0;
-        plan->decisions[t].state_8bit = m->run.plan->decisions[t].state_8bit;
-        if (m->graph.tensors.items[t].kind == MSI_KIND_PARAM) { // one store for both
-            plan->decisions[t].format = m->run.plan->decisions[t].format;
-        }
+    for (uint32_t t = 0; t < m->graph.tensors.count;
+         t++) { // one store has the homes of both passes
+        const msi_tensor_decision *of = &m->run.plan->decisions[t];
+        msi_tensor_decision *d = &plan->decisions[t];
+        const msi_tensor *tensor = &m->graph.tensors.items[t];
+        const bool wrapped = pass == MSI_PASS_WRAPPED;
+        d->pass = wrapped ? of->pass : d->pass;
+        d->tiles = wrapped ? of->tiles : d->tiles;
+        d->begins_group = wrapped ? of->begins_group : d->begins_group;
+        d->format = wrapped || tensor->kind == MSI_KIND_PARAM ? of->format : d->format;
+        d->moves = wrapped || msi_is_resident(tensor) ? of->moves : 0;
+        d->state_8bit = of->state_8bit;
     }
     plan->plain_step_us = m->run.plan->plain_step_us;
     msi_program *p = &plan->train;
@@ -31149,15 +30924,13 @@ static MSI_COLD ms_result msi_enter_store(msi_verification *v) {
     ms_model *m = v->model;
     msi_store *store = v->store;
     m->run.arena = NULL;
-    ms_result result =
-        msi_device_alloc(m, store->resident_bytes + store->transient_bytes, &store->memory);
     store->memory_bytes = store->resident_bytes + store->transient_bytes;
+    ms_result result = msi_device_alloc(m, store->memory_bytes, &store->memory);
     if (result == MS_RESULT_OUT_OF_MEMORY) {
         return msi_fail(m, result,
                         "%s: a pass takes %s besides the arena, which backend %s does not have: "
                         "call it with a smaller batch, or free what else is on the device",
-                        v->function, msi_size(store->resident_bytes + store->transient_bytes).text,
-                        m->config.backend.name);
+                        v->function, msi_size(store->memory_bytes).text, m->config.backend.name);
     }
     MSI_THEN(result, msi_alloc_host(m, store));
     MSI_THEN(result, msi_alloc_debug(m, store));
@@ -31293,14 +31066,12 @@ static MSI_COLD ms_result msi_compare_state(msi_verification *v, ms_difference *
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     const msi_part part = {begin, count};
     const msi_part bytes = msi_part_bytes(r->format, part);
-    ms_step_state step; // of the last micro-batch, in which params are updated
+    ms_step_state step = MSI_ZERO_INIT; // of the last micro-batch, in which params are updated
     const ms_update_factors f = msi_factors_at(
         &m->optimizer, msi_update_number(&v->before, tensor, m->scale.skipped_steps));
     uint8_t *raw = v->results + v->result_bytes + MSI_PIECE_BYTES;
-    ms_update_args args;
+    ms_update_args args = MSI_ZERO_INIT;
     float state[MSI_CODED_BLOCK];
-    memset(&args, 0, sizeof args);
-    memset(&step, 0, sizeof step);
     step.seed = msi_seed_at(m, m->run.store->micro_count - 1);
     args.kind = m->optimizer.kind;
     args.state_format[k] = msi_formats[r->format].state;
@@ -31358,30 +31129,24 @@ static MSI_COLD ms_result msi_take_result(msi_verification *v, int pass, uint32_
     d->count = ms_shape_count(&tensor->view.shape);
     memset(v->error, 0, sizeof v->error);
     memset(v->size, 0, sizeof v->size);
-    for (uint64_t done = 0; done < tensor->bytes; done += MSI_PIECE_BYTES) {
-        const uint64_t rest = tensor->bytes - done;
-        const uint64_t part = rest < MSI_PIECE_BYTES ? rest : MSI_PIECE_BYTES;
-        const ms_result copied = msi_read_result(v, v->range_of[t], done, part, piece);
-        if (copied != MS_RESULT_OK) {
-            return copied;
-        }
-        msi_compare_piece(d, tensor->view.dtype, result + done, piece, part);
-        ms_result compared = MS_RESULT_OK;
+    ms_result taken = MS_RESULT_OK;
+    for (uint64_t done = 0; done < tensor->bytes && taken == MS_RESULT_OK;
+         done += MSI_PIECE_BYTES) {
+        const uint64_t part = msi_smaller(tensor->bytes - done, MSI_PIECE_BYTES);
+        taken = msi_read_result(v, v->range_of[t], done, part, piece);
+        MSI_DO(taken, msi_compare_piece(d, tensor->view.dtype, result + done, piece, part));
         for (uint32_t k = 0, n = 1; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
             if (msi_rounded_state(v, t, k)) {
-                MSI_THEN(compared, msi_compare_state(v, d + n++, t, k, done / sizeof(float),
-                                                     (const float *)(const void *)piece,
-                                                     part / sizeof(float)));
+                MSI_THEN(taken, msi_compare_state(v, d + n++, t, k, done / sizeof(float),
+                                                  (const float *)(const void *)piece,
+                                                  part / sizeof(float)));
             }
-        }
-        if (compared != MS_RESULT_OK) {
-            return compared;
         }
     }
     for (uint32_t k = 0; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
         msi_raise_to(&v->state_error, v->size[k] > 0.0 ? sqrt(v->error[k] / v->size[k]) : 0.0);
     }
-    return MS_RESULT_OK;
+    return taken;
 }
 
 static MSI_COLD ms_result msi_take_results(msi_verification *v, int pass) {
@@ -31411,8 +31176,7 @@ static MSI_COLD ms_result msi_take_results(msi_verification *v, int pass) {
 /* Runs forward and backward. A loss that is not finite halts nothing here. */
 static MSI_COLD ms_result msi_run_pass(msi_verification *v, int pass) {
     ms_model *m = v->model;
-    ms_step_state state;
-    memset(&state, 0, sizeof state);
+    ms_step_state state = MSI_ZERO_INIT;
     const uint8_t poison = pass == MSI_PASS_PLAIN ? MSI_POISON_FIRST : MSI_POISON_LAST;
     m->run.plan = v->plans[pass];
     ms_result result = msi_reset_store(v);
@@ -31430,16 +31194,18 @@ static MSI_COLD ms_result msi_run_pass(msi_verification *v, int pass) {
 }
 
 /* Puts back what the model ran before; a copy that fails is tried once more. If the trainer's
-   memory could not be restored, or debug mode has lost params, the model has failed. */
-static MSI_COLD ms_result msi_leave_store(msi_verification *v) {
+   memory could not be restored, which outdoes the result so far, or debug mode has lost params, the
+   model has failed. */
+static MSI_COLD ms_result msi_leave_store(msi_verification *v, ms_result result) {
     ms_model *m = v->model;
     msi_errors errors = m->errors;
-    ms_result result = MS_RESULT_OK;
     if (v->is_saved && msi_move_saved(v, true) != MS_RESULT_OK) {
-        result = msi_move_saved(v, true);
-        errors = result == MS_RESULT_OK ? errors : m->errors;
+        const ms_result left = msi_move_saved(v, true);
+        errors = left == MS_RESULT_OK ? errors : m->errors;
+        result = left == MS_RESULT_OK ? result : left;
+        v->before.failed |= left != MS_RESULT_OK;
     }
-    v->before.failed |= m->run.failed || result != MS_RESULT_OK;
+    v->before.failed |= m->run.failed;
     if (v->store && v->store->memory) {
         (void)msi_synchronize(m); // the memory is going to be released
     }
@@ -31460,8 +31226,13 @@ static MSI_COLD ms_result msi_begin_verification(msi_verification *v, ms_model *
     v->compares = compares;
     v->before = m->run;
     m->run.timing = NULL; // passes are not steps
-    const ms_result result = msi_choose_compared(v);
-    return result == MS_RESULT_OK ? msi_make_own_store(v) : result;
+    ms_result result = msi_choose_compared(v);
+    MSI_THEN(result, msi_make_own_store(v));
+    MSI_THEN(result, compares ? msi_make_pass(v, MSI_PASS_PLAIN) : MS_RESULT_OK);
+    MSI_THEN(result, msi_make_pass(v, MSI_PASS_WRAPPED));
+    MSI_THEN(result, msi_save_borrowed(v));
+    MSI_THEN(result, msi_enter_store(v));
+    return result;
 }
 
 static MSI_COLD void msi_end_verification(msi_verification *v) {
@@ -31489,12 +31260,11 @@ static MSI_COLD ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n,
     uint8_t *piece = v->results + v->result_bytes;
     ms_result result = MS_RESULT_OK;
     for (uint64_t done = 0; done < bytes && result == MS_RESULT_OK; done += MSI_PIECE_BYTES) {
-        const uint64_t rest = bytes - done, size = ms_dtype_bytes(dtype);
-        const uint64_t part = rest < MSI_PIECE_BYTES ? rest : MSI_PIECE_BYTES;
+        const uint64_t part = msi_smaller(bytes - done, MSI_PIECE_BYTES);
+        const uint64_t size = ms_dtype_bytes(dtype);
         result = msi_copy(m, piece, true, from + done, on_host, part);
-        if (result == MS_RESULT_OK) {
-            msi_scan_piece(n, piece, dtype, part / size, (first + done) / size, m->config.debug);
-        }
+        MSI_DO(result, msi_scan_piece(n, piece, dtype, part / size, (first + done) / size,
+                                      m->config.debug));
     }
     return result;
 }
@@ -31520,8 +31290,7 @@ static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, msi_finds *f
         const uint32_t range = p->code.operands.items[i->operand_first + k].range;
         const int group = msi_operand_group(l, i, k, &slot);
         const bool value = group < MSI_GROUP_COUNT;
-        ms_nonfinite here;
-        memset(&here, 0, sizeof here);
+        ms_nonfinite here = MSI_ZERO_INIT;
         if (range == MSI_NONE || group == MSI_GROUP_WORKSPACE || f->certain.count > 0 ||
             result != MS_RESULT_OK ||
             !(after ? msi_is_made(l, i, group, slot)
@@ -31554,8 +31323,7 @@ static MSI_COLD ms_result msi_run_scanned(msi_verification *v, ms_nonfinite *n) 
     ms_model *m = v->model;
     m->run.plan = v->plans[MSI_PASS_WRAPPED];
     const msi_program *p = &m->run.plan->train;
-    msi_finds f;
-    memset(&f, 0, sizeof f);
+    msi_finds f = MSI_ZERO_INIT;
     ms_result result = msi_reset_store(v);
     MSI_THEN(result, msi_start(m, p));
     while (result == MS_RESULT_OK && m->run.position < p->code.backward_end &&
@@ -31577,12 +31345,8 @@ static MSI_COLD ms_result msi_run_scanned(msi_verification *v, ms_nonfinite *n) 
 static MSI_COLD ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
     msi_verification v;
     ms_result result = msi_begin_verification(&v, m, "ms_find_nonfinite", false);
-    MSI_THEN(result, msi_make_pass(&v, MSI_PASS_WRAPPED));
-    MSI_THEN(result, msi_save_borrowed(&v));
-    MSI_THEN(result, msi_enter_store(&v));
     MSI_THEN(result, msi_run_scanned(&v, found));
-    const ms_result left = msi_leave_store(&v);
-    result = left != MS_RESULT_OK ? left : result;
+    result = msi_leave_store(&v, result);
     msi_end_verification(&v);
     if (result == MS_RESULT_OK && found->count > 0) {
         msi_write_text(m->errors.text, sizeof m->errors.text, "%s",
@@ -31611,7 +31375,7 @@ static MSI_COLD void msi_report_differences(const msi_verification *v, ms_differ
     }
 }
 
-static ms_result msi_check_verifiable(ms_model *m, const char *function) {
+static ms_result msi_begin_passes(ms_model *m, const char *function) {
     const ms_result result = msi_check_start(m, function);
     return result != MS_RESULT_OK ? result
            : m->wrapped.changed
@@ -31624,21 +31388,16 @@ static ms_result msi_check_verifiable(ms_model *m, const char *function) {
                           "%s: a step is under way: complete it with ms_backward and ms_update "
                           "first",
                           function)
-               : MS_RESULT_OK;
+               : msi_await_steps(m);
 }
 
 static MSI_COLD ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *user,
                                      ms_verify_report *report) {
     msi_verification v;
     ms_result result = msi_begin_verification(&v, m, "ms_verify", true);
-    MSI_THEN(result, msi_make_pass(&v, MSI_PASS_PLAIN));
-    MSI_THEN(result, msi_make_pass(&v, MSI_PASS_WRAPPED));
-    MSI_THEN(result, msi_save_borrowed(&v));
-    MSI_THEN(result, msi_enter_store(&v));
     MSI_THEN(result, msi_run_pass(&v, MSI_PASS_PLAIN));
     MSI_THEN(result, msi_run_pass(&v, MSI_PASS_WRAPPED));
-    const ms_result left = msi_leave_store(&v);
-    result = left != MS_RESULT_OK ? left : result;
+    result = msi_leave_store(&v, result);
     if (result == MS_RESULT_OK) {
         const char *outer = msi_enter(m, v.function);
         msi_report_differences(&v, visit, user, report);
@@ -31674,8 +31433,7 @@ static inline uint64_t msi_sum_round(uint64_t lane, uint64_t word) {
 }
 
 static msi_sum msi_begin_sum(void) {
-    msi_sum s;
-    memset(&s, 0, sizeof s);
+    msi_sum s = MSI_ZERO_INIT;
     s.lane[0] = MSI_SUM_1 + MSI_SUM_2;
     s.lane[1] = MSI_SUM_2;
     s.lane[3] = 0 - MSI_SUM_1;
@@ -31874,8 +31632,7 @@ static MSI_COLD void msi_add_characters(msi_checkpoint *c, const char *text) {
 
 static MSI_COLD bool msi_is_named(const msi_checkpoint *c, const char *name, uint32_t hash) {
     bool is = false;
-    for (uint32_t i = 0; i < c->items.count && !is; i++) {
-        const msi_item *other = &c->items.items[i];
+    for (MSI_ITEMS_WHILE(const msi_item, other, c->items, !is)) {
         is = other->hash == hash && strcmp(c->names.items + other->name, name) == 0;
     }
     return is;
@@ -31889,8 +31646,7 @@ static MSI_COLD void msi_name_item(msi_checkpoint *c, msi_item *i, const char *p
     const bool is_reserved = prefix[0] == 0 && (name[0] == 0 || strcmp(name, "__metadata__") == 0 ||
                                                 strncmp(name, "memscale.", 9) == 0);
     uint64_t number = 1;
-    for (uint32_t k = 0; k < c->items.count && prefix[0] == 0; k++) {
-        const msi_item *other = &c->items.items[k];
+    for (MSI_ITEMS_WHILE(const msi_item, other, c->items, prefix[0] == 0)) {
         number +=
             other->kind == MSI_ITEM_TENSOR && other->role == MSI_ROLE_VALUE &&
             strcmp(msi_name(&c->m->graph, c->m->graph.tensors.items[other->index].name), name) == 0;
@@ -31964,8 +31720,7 @@ static MSI_COLD void msi_list_items(msi_checkpoint *c) {
         if ((tensor->kind != MSI_KIND_PARAM && tensor->kind != MSI_KIND_BUFFER) || !r) {
             continue;
         }
-        msi_item item;
-        memset(&item, 0, sizeof item);
+        msi_item item = MSI_ZERO_INIT;
         item.kind = MSI_ITEM_TENSOR;
         item.role = MSI_ROLE_VALUE;
         item.index = t;
@@ -31981,8 +31736,7 @@ static MSI_COLD void msi_list_items(msi_checkpoint *c) {
         }
     }
     for (uint32_t k = 0; k < c->m->extras.count; k++) {
-        msi_item item;
-        memset(&item, 0, sizeof item);
+        msi_item item = MSI_ZERO_INIT;
         item.kind = MSI_ITEM_EXTRA;
         item.index = k;
         item.format = MSI_FORMAT_U8;
@@ -31994,8 +31748,7 @@ static MSI_COLD void msi_list_items(msi_checkpoint *c) {
 /* What the layers compute from what, without names, addresses and sizes. */
 static MSI_COLD uint64_t msi_hash_structure(const msi_graph *g) {
     uint64_t hash = msi_mix_in(g->tensors.count, g->layers.count);
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
+    for (MSI_ITEMS(const msi_tensor, tensor, g->tensors)) {
         hash = msi_mix_in(hash, (uint64_t)tensor->kind << 32 | (uint64_t)tensor->view.dtype << 8 |
                                     (uint64_t)(uint32_t)tensor->view.shape.rank);
     }
@@ -32070,8 +31823,7 @@ static MSI_COLD void msi_write_header(msi_checkpoint *c) {
 #undef MSI_X
     msi_add_header(c, "}");
     for (uint32_t bytes = 8; bytes > 0; bytes /= 2) {
-        for (uint32_t k = 0; k < c->items.count; k++) {
-            msi_item *i = &c->items.items[k];
+        for (MSI_ITEMS(msi_item, i, c->items)) {
             if (msi_formats[i->format].bytes == bytes) {
                 i->begin = begin;
                 begin += i->bytes;
@@ -32196,10 +31948,9 @@ static MSI_COLD bool msi_next_dim(msi_json *j, uint16_t number, uint64_t *dim) {
 
 /* "dtype", "shape" and "data_offsets" of a tensor, in any order. */
 static MSI_COLD msi_entry msi_parse_entry(msi_json *j) {
-    msi_entry e;
+    msi_entry e = MSI_ZERO_INIT;
     uint64_t count = 1, dim, bytes;
     uint32_t seen = 0;
-    memset(&e, 0, sizeof e);
     e.format = MSI_FORMAT_COUNT;
     msi_json_take(j, '{');
     for (int k = 0; k < 3 && !j->is_wrong; k++) {
@@ -32371,8 +32122,7 @@ enum { MSI_FILE_PIECE = 1 << 22, MSI_MOST_HEADER = 100000000 }; // the latter as
 
 /* Where the items are of what a run consists of. */
 static MSI_COLD msi_memory msi_item_memory(msi_checkpoint *c, msi_item *i) {
-    msi_memory memory;
-    memset(&memory, 0, sizeof memory);
+    msi_memory memory = MSI_ZERO_INIT;
     memory.on_host = true;
     memory.format = i->format;
     switch (i->kind) {
@@ -32465,8 +32215,7 @@ static MSI_COLD ms_result msi_check_saved(ms_model *m, const char *function) {
         result = msi_fail(m, MS_RESULT_FAILED,
                           "%s: an earlier step was cut short, so params may be wrong", function);
     }
-    for (uint32_t i = 0; i < m->graph.tensors.count && result == MS_RESULT_OK; i++) {
-        const msi_tensor *t = &m->graph.tensors.items[i];
+    for (MSI_ITEMS_WHILE(const msi_tensor, t, m->graph.tensors, result == MS_RESULT_OK)) {
         if (t->kind == MSI_KIND_PARAM && !t->written && !t->in_place &&
             !msi_is_borrowed(t, MSI_ROLE_VALUE)) {
             result = msi_fail(m, MS_RESULT_ORDER, "%s: param \"%s\" has no value", function,
@@ -32479,8 +32228,7 @@ static MSI_COLD ms_result msi_check_saved(ms_model *m, const char *function) {
 
 /* Everything that is to be written, with its place. */
 static MSI_COLD void msi_plan_file(msi_checkpoint *c) {
-    msi_item sums;
-    memset(&sums, 0, sizeof sums);
+    msi_item sums = MSI_ZERO_INIT;
     msi_take_numbers(c);
     msi_list_items(c);
     sums.kind = MSI_ITEM_SUMS;
@@ -32490,11 +32238,6 @@ static MSI_COLD void msi_plan_file(msi_checkpoint *c) {
     MSI_ROOM(uint64_t, c, c->sums, c->items.count + 1);
     MSI_ROOM(uint8_t, c, c->buffer, msi_is_direct(c->m) ? 0 : msi_smaller(c->most, MSI_FILE_PIECE));
     msi_write_header(c);
-}
-
-static MSI_COLD uint64_t msi_file_bytes(const msi_checkpoint *c) {
-    const msi_item *last = &c->items.items[c->items.count - 1];
-    return 8 + c->header.count + last->begin + last->bytes;
 }
 
 static MSI_COLD void msi_write_file(msi_checkpoint *c) {
@@ -32545,7 +32288,9 @@ static MSI_COLD void msi_free_snapshot(ms_snapshot *s) {
 
 static MSI_COLD ms_snapshot *msi_new_snapshot(msi_checkpoint *c) {
     const ms_allocator *a = &c->m->config.allocator;
-    const uint64_t bytes = msi_file_bytes(c), whole = sizeof(ms_snapshot) + bytes;
+    const msi_item *last = &c->items.items[c->items.count - 1];
+    const uint64_t bytes = 8 + c->header.count + last->begin + last->bytes;
+    const uint64_t whole = sizeof(ms_snapshot) + bytes;
     ms_snapshot *s = (ms_snapshot *)msi_alloc(a, whole);
     if (!s) {
         c->result = msi_fail_memory(c->m, c->function, whole);
@@ -32560,22 +32305,17 @@ static MSI_COLD ms_snapshot *msi_new_snapshot(msi_checkpoint *c) {
 /* Saves to a sink or, without one, to a new snapshot. */
 static MSI_COLD ms_result msi_save(ms_model *m, const char *function, const ms_sink *sink,
                                    uint64_t saves, ms_snapshot **snapshot) {
-    msi_checkpoint c;
+    msi_checkpoint c = MSI_ZERO_INIT;
     ms_sink to_memory;
-    memset(&c, 0, sizeof c);
     c.m = m;
     c.function = function;
     c.sink = sink ? sink : &to_memory;
     c.numbers.saves = saves;
     c.result = msi_check_saved(m, function);
-    if (c.result == MS_RESULT_OK) {
-        msi_plan_file(&c);
-    }
+    MSI_DO(c.result, msi_plan_file(&c));
     to_memory.user = c.result == MS_RESULT_OK && !sink ? msi_new_snapshot(&c) : NULL;
     to_memory.write = msi_write_snapshot;
-    if (c.result == MS_RESULT_OK) {
-        msi_write_file(&c);
-    }
+    MSI_DO(c.result, msi_write_file(&c));
     msi_close_checkpoint(&c);
     if (!sink && c.result == MS_RESULT_OK) {
         *snapshot = (ms_snapshot *)to_memory.user;
@@ -32796,8 +32536,7 @@ static MSI_COLD void msi_check_numbers(msi_checkpoint *c) {
 /* Whether the model has no values yet that a load which fails could lose. */
 static MSI_COLD bool msi_is_blank(const ms_model *m) {
     bool is = m->run.step == 0 && m->run.micro == 0;
-    for (uint32_t i = 0; i < m->graph.tensors.count && is; i++) {
-        const msi_tensor *t = &m->graph.tensors.items[i];
+    for (MSI_ITEMS_WHILE(const msi_tensor, t, m->graph.tensors, is)) {
         is = t->kind == MSI_KIND_INPUT ||
              (!t->written && !t->has_written_state && !t->in_place && t->borrowed == 0);
     }
@@ -32896,10 +32635,10 @@ static MSI_COLD float msi_scale_of_load(const msi_checkpoint *c, const msi_item 
 static MSI_COLD uint32_t msi_targets_of(const msi_checkpoint *c, const msi_item *i,
                                         const msi_resident **targets) {
     const msi_store *store = c->m->run.store;
-    const msi_resident *found[2] = {msi_find_resident(store, i->index, i->role), NULL};
+    const msi_resident *const found[2] = {
+        msi_find_resident(store, i->index, i->role),
+        i->role == MSI_ROLE_VALUE ? msi_find_resident(store, i->index, MSI_ROLE_MASTER) : NULL};
     uint32_t count = 0;
-    found[1] =
-        i->role == MSI_ROLE_VALUE ? msi_find_resident(store, i->index, MSI_ROLE_MASTER) : NULL;
     for (int k = 0; k < 2; k++) {
         if (found[k] && found[k]->bytes > 0) {
             targets[count++] = found[k];
@@ -32997,7 +32736,6 @@ static MSI_COLD void msi_load_item(msi_checkpoint *c, msi_item *i, bool keeps) {
     }
 }
 
-/* Fills the residents of an item with zeros. */
 static MSI_COLD ms_result msi_zero_item(msi_checkpoint *c, const msi_item *i) {
     const msi_resident *targets[2];
     const uint32_t count = i->kind == MSI_ITEM_TENSOR ? msi_targets_of(c, i, targets) : 0;
@@ -33012,8 +32750,7 @@ static MSI_COLD ms_result msi_zero_item(msi_checkpoint *c, const msi_item *i) {
 /* Checks what a load that fails could not undo, and loads all values. */
 static MSI_COLD void msi_load_items(msi_checkpoint *c) {
     const bool is_blank = msi_is_blank(c->m);
-    for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
-        msi_item *i = &c->items.items[k];
+    for (MSI_ITEMS_WHILE(msi_item, i, c->items, c->result == MS_RESULT_OK)) {
         const bool first = !is_blank || i->kind != MSI_ITEM_TENSOR || i->is_transposed;
         if (i->entry != MSI_NONE && first) {
             msi_load_item(c, i, false);
@@ -33023,8 +32760,7 @@ static MSI_COLD void msi_load_items(msi_checkpoint *c) {
         return;
     }
     msi_drop_step(&c->m->run);
-    for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
-        msi_item *i = &c->items.items[k];
+    for (MSI_ITEMS_WHILE(msi_item, i, c->items, c->result == MS_RESULT_OK)) {
         if (i->entry != MSI_NONE && i->kind == MSI_ITEM_TENSOR) {
             msi_load_item(c, i, true);
         } else if (i->is_zeroed || (i->role == MSI_ROLE_GRADIENT && c->is_whole)) {
@@ -33032,8 +32768,7 @@ static MSI_COLD void msi_load_items(msi_checkpoint *c) {
         }
     }
     MSI_THEN(c->result, msi_synchronize(c->m));
-    for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
-        const msi_item *i = &c->items.items[k];
+    for (MSI_ITEMS_WHILE(const msi_item, i, c->items, c->result == MS_RESULT_OK)) {
         if (i->kind == MSI_ITEM_EXTRA && i->entry != MSI_NONE) {
             memcpy(c->m->extras.items[i->index].data, c->extras + i->number, (size_t)i->bytes);
         }
@@ -33068,8 +32803,7 @@ static MSI_COLD void msi_set_numbers(msi_checkpoint *c) {
     m->scale.loss_scale = msi_f32_of_bits((uint32_t)n->loss_scale);
     m->scale.scaling.growth_steps = n->loss_scale > 0; // it has begun
     m->run.store->knows_scale = false;
-    for (uint32_t k = 0; k < c->items.count; k++) {
-        const msi_item *i = &c->items.items[k];
+    for (MSI_ITEMS(const msi_item, i, c->items)) {
         if (i->kind == MSI_ITEM_COUNT) {
             msi_tensor *t = &m->graph.tensors.items[i->index];
             t->updates = i->number;
@@ -33088,11 +32822,9 @@ static MSI_COLD void msi_report_load(msi_checkpoint *c) {
     for (uint32_t k = 0; k < c->entries.count && c->is_whole; k++) {
         extras += strncmp(c->header.items + c->entries.items[k].name, "memscale.extra.", 15) == 0;
     }
-    for (uint32_t k = 0; k < c->items.count; k++) {
-        const msi_item *i = &c->items.items[k];
+    for (MSI_ITEMS(const msi_item, i, c->items)) {
         const msi_resident *targets[2];
-        ms_loaded what;
-        memset(&what, 0, sizeof what);
+        ms_loaded what = MSI_ZERO_INIT;
         what.name = c->names.items + i->name;
         what.from = what.to = names[i->format];
         what.missing = i->entry == MSI_NONE;
@@ -33130,11 +32862,8 @@ static MSI_COLD void msi_begin_load(msi_checkpoint *c) {
         MSI_REFUSE_FILE(c, "%s", "the metadata or the checksums of the run are damaged");
     }
     c->is_whole = c->is_whole && !c->options.values_only;
-    if (c->result == MS_RESULT_OK) {
-        msi_list_items(c);
-    }
-    for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
-        msi_item *i = &c->items.items[k];
+    MSI_DO(c->result, msi_list_items(c));
+    for (MSI_ITEMS_WHILE(msi_item, i, c->items, c->result == MS_RESULT_OK)) {
         msi_match_item(c, i);
         if (i->kind == MSI_ITEM_EXTRA && i->entry != MSI_NONE) {
             i->number = c->extra_bytes;
@@ -33162,8 +32891,7 @@ static MSI_COLD void msi_begin_load(msi_checkpoint *c) {
 
 static MSI_COLD ms_result msi_load_file(ms_model *m, const char *function, const ms_source *source,
                                         const ms_load_options *options) {
-    msi_checkpoint c;
-    memset(&c, 0, sizeof c);
+    msi_checkpoint c = MSI_ZERO_INIT;
     c.m = m;
     c.function = function;
     c.source = source;
@@ -33173,18 +32901,12 @@ static MSI_COLD ms_result msi_load_file(ms_model *m, const char *function, const
     c.result = msi_check_settled(m, function);
     MSI_THEN(c.result, msi_settle_steps(m));
     MSI_THEN(c.result, msi_keep_scale(m, m->run.store));
-    if (c.result == MS_RESULT_OK) {
-        msi_begin_load(&c);
-    }
-    if (c.result == MS_RESULT_OK) {
-        msi_load_items(&c);
-    }
+    MSI_DO(c.result, msi_begin_load(&c));
+    MSI_DO(c.result, msi_load_items(&c));
     if (c.result == MS_RESULT_OK && c.is_whole) {
         msi_set_numbers(&c);
     }
-    if (c.result == MS_RESULT_OK) {
-        msi_report_load(&c);
-    }
+    MSI_DO(c.result, msi_report_load(&c));
     msi_close_checkpoint(&c);
     return c.result;
 }
@@ -33230,8 +32952,7 @@ static MSI_COLD ms_result msi_set_step(ms_model *m, uint64_t count) {
         return result;
     }
     const uint32_t skipped = (uint32_t)msi_smaller(m->scale.skipped_steps, count);
-    for (uint32_t i = 0; i < m->graph.tensors.count; i++) {
-        msi_tensor *t = &m->graph.tensors.items[i];
+    for (MSI_ITEMS(msi_tensor, t, m->graph.tensors)) {
         if (t->is_counted) {
             t->updates += m->run.step - m->scale.skipped_steps - t->counted_from;
             t->counted_from = count - skipped;
@@ -33393,12 +33114,8 @@ static MSI_COLD ms_result msi_write_path(ms_model *m, const char *function, cons
     ms_result result = !is_open   ? MS_RESULT_FILE
                        : snapshot ? msi_put_snapshot(snapshot, &sink)
                                   : msi_save(m, function, &sink, saves, NULL);
-    if (is_open && !msi_close_file(sink.user, true) && result == MS_RESULT_OK) {
-        result = MS_RESULT_FILE;
-    }
-    if (result == MS_RESULT_OK && !msi_replace(beside, path)) {
-        result = MS_RESULT_FILE;
-    }
+    const bool is_closed = is_open && msi_close_file(sink.user, true);
+    MSI_THEN(result, is_closed && msi_replace(beside, path) ? MS_RESULT_OK : MS_RESULT_FILE);
     if (is_open && result != MS_RESULT_OK) {
         msi_remove(beside);
     }
@@ -33443,7 +33160,7 @@ static MSI_COLD const char *msi_path_of_place(msi_places *p, uint32_t place) {
 /* Reads the number of the save in the present path. */
 static MSI_COLD ms_result msi_read_place(ms_model *m, const char *function, msi_places *p,
                                          uint64_t *saves) {
-    msi_checkpoint c;
+    msi_checkpoint c = MSI_ZERO_INIT;
     ms_source source;
     const ms_log_fn log = m->config.log;
     if (!msi_open_source(p->path, &source)) { // what cannot be read is not replaced either
@@ -33451,7 +33168,6 @@ static MSI_COLD ms_result msi_read_place(ms_model *m, const char *function, msi_
                                 : msi_fail(m, MS_RESULT_FILE, "%s: \"%.300s\" cannot be read",
                                            function, p->path);
     }
-    memset(&c, 0, sizeof c);
     c.m = m;
     c.function = function;
     c.source = &source;
@@ -33535,9 +33251,7 @@ static MSI_COLD ms_result msi_begin_save(ms_model *m, const char *function,
     p.path[0] = 0;
     ms_result result = in ? msi_next_place(m, function, in, &p, &saves) : MS_RESULT_OK;
     MSI_THEN(result, msi_save(m, function, NULL, saves, snapshot));
-    if (result == MS_RESULT_OK) {
-        memcpy((*snapshot)->path, p.path, strlen(p.path) + 1);
-    }
+    MSI_DO(result, memcpy((*snapshot)->path, p.path, strlen(p.path) + 1));
     return result;
 }
 
@@ -33601,16 +33315,10 @@ static MSI_COLD void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     r->peak_layer = msi_calls_layer((msi_op)i->op) ? msi_layer_name(&m->graph, i->target) : "";
 }
 
-static MSI_COLD void msi_report_freed(const msi_plan *plan, ms_memory_report *r) {
-    memcpy(r->freed_bytes, plan->freed_bytes, sizeof r->freed_bytes);
-    r->layout_freed_bytes = (int64_t)(r->plain_bytes - plan->plain_live_bytes - r->gap_bytes);
-}
-
 static MSI_COLD uint64_t msi_hash_program(uint64_t hash, const msi_program *p,
                                           uint32_t resident_count) {
     hash = msi_mix_in(hash, p->code.instructions.count);
-    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
-        const msi_instruction *i = &p->code.instructions.items[now];
+    for (MSI_ITEMS(const msi_instruction, i, p->code.instructions)) {
         const uint64_t head = (uint64_t)i->op << 16 | i->operand_count;
         hash = msi_mix_in(hash, head << 32 | i->target);
         for (uint32_t k = 0; k < i->operand_count; k++) {
@@ -33629,8 +33337,7 @@ static MSI_COLD uint64_t msi_hash_program(uint64_t hash, const msi_program *p,
 static MSI_COLD uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
     uint64_t hash =
         msi_mix_in(store->reserved_bytes, store->resident_bytes + store->transient_bytes);
-    for (uint32_t k = 0; k < store->residents.count; k++) {
-        const msi_resident *resident = &store->residents.items[k];
+    for (MSI_ITEMS(const msi_resident, resident, store->residents)) {
         const uint64_t outside =
             (uint64_t)resident->format << 2 | (uint64_t)resident->on_host << 1 | resident->borrowed;
         hash = msi_mix_in(hash, (outside << 8 | (uint64_t)resident->role) << 32 | resident->tensor);
@@ -33638,15 +33345,6 @@ static MSI_COLD uint64_t msi_hash_plan(const msi_store *store, const msi_plan *p
     }
     hash = msi_hash_program(hash, &plan->train, store->residents.count);
     return msi_hash_program(hash, &plan->eval, store->residents.count);
-}
-
-/* How long the last timed step of this program took; 0: no step has been timed. */
-static MSI_COLD double msi_measured_us(const msi_program *p) {
-    if (!p->measured.is_there) {
-        return 0.0;
-    }
-    const double *last = p->measured.spans.items + 2ull * (p->code.instructions.count - 1);
-    return last[0] + last[1];
 }
 
 /* A walk through a program: what is live at each instruction, and when that runs. */
@@ -33746,7 +33444,6 @@ static MSI_COLD void msi_report_host(const ms_model *m, ms_memory_report *r) {
     r->staging_bytes = store->staging_bytes;
 }
 
-/* The first layer that has a param. */
 static MSI_COLD uint32_t msi_first_user(const msi_graph *g, uint32_t param) {
     for (uint32_t i = 0; i < g->layers.count; i++) {
         for (MSI_EACH(operand, g, &g->layers.items[i], MSI_GROUP_PARAM)) {
@@ -33763,12 +33460,6 @@ static MSI_COLD uint32_t msi_first_user(const msi_graph *g, uint32_t param) {
 static const ms_step_state *msi_known_scale(const ms_model *m) {
     const msi_store *store = m->config.dry_run ? NULL : m->run.store;
     return store && store->knows_scale && store->scales ? msi_verdict(m, false) : &m->scale;
-}
-
-/* The updates that the model has completed, as far as the host knows: the latest steps may turn out to
-   be skipped. */
-static uint64_t msi_known_updates(const ms_model *m) {
-    return m->run.step - msi_known_scale(m)->skipped_steps;
 }
 
 static MSI_COLD void msi_report_scale(const ms_model *m, ms_memory_report *r) {
@@ -33807,6 +33498,8 @@ static MSI_COLD void msi_report_copies(const ms_model *m, ms_memory_report *r) {
 static MSI_COLD void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     const msi_graph *g = &m->graph;
     const msi_plan *plan = m->run.plan;
+    const msi_program *p = &plan->train;
+    const msi_instruction *longest = &p->code.instructions.items[p->predicted.longest];
     memset(r, 0, sizeof *r);
     r->budget_bytes = plan->budget_bytes;
     r->plain_bytes = plan->plain_bytes;
@@ -33815,28 +33508,24 @@ static MSI_COLD void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->gap_bytes = r->arena_bytes - r->lower_bound_bytes;
     msi_report_peak(m, r);
     r->peak_bytes[MS_CATEGORY_WORKSPACE] += m->run.store->reserved_bytes;
-    msi_report_freed(plan, r);
-    r->activation_peak_bytes = plan->train.layout.activation_peak_bytes;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (g->tensors.items[t].kind == MSI_KIND_PARAM) {
-            r->param_count += ms_shape_count(&g->tensors.items[t].view.shape);
-        }
+    memcpy(r->freed_bytes, plan->freed_bytes, sizeof r->freed_bytes);
+    r->layout_freed_bytes = (int64_t)(r->plain_bytes - plan->plain_live_bytes - r->gap_bytes);
+    r->activation_peak_bytes = p->layout.activation_peak_bytes;
+    for (MSI_ITEMS(const msi_tensor, t, g->tensors)) {
+        r->param_count += t->kind == MSI_KIND_PARAM ? ms_shape_count(&t->view.shape) : 0;
     }
     r->layer_count = g->layers.count;
     r->tensor_count = g->tensors.count;
-    r->instruction_count = plan->train.code.instructions.count;
-    r->recompute_count = plan->train.code.recompute_count;
-    r->recompute_share = plan->train.predicted.step.recompute_us / plan->plain_step_us;
-    r->step_us = plan->train.predicted.step.us;
-    r->longest_us = plan->train.predicted.longest_us;
-    if (plan->train.predicted.longest_us > 0.0 &&
-        msi_calls_layer(
-            (msi_op)plan->train.code.instructions.items[plan->train.predicted.longest].op)) {
-        r->longest_layer = msi_layer_handle(
-            g, plan->train.code.instructions.items[plan->train.predicted.longest].target);
+    r->instruction_count = p->code.instructions.count;
+    r->recompute_count = p->code.recompute_count;
+    r->recompute_share = p->predicted.step.recompute_us / plan->plain_step_us;
+    r->step_us = p->predicted.step.us;
+    r->longest_us = p->predicted.longest_us;
+    if (p->predicted.longest_us > 0.0 && msi_calls_layer((msi_op)longest->op)) {
+        r->longest_layer = msi_layer_handle(g, longest->target);
     }
-    r->micro_us = plan->train.predicted.micro.us;
-    r->last_micro_us = plan->train.predicted.last.us;
+    r->micro_us = p->predicted.micro.us;
+    r->last_micro_us = p->predicted.last.us;
     r->plain_step_us = plan->plain_step_us;
     r->time_source = m->costs.source;
     r->plan_hash = msi_hash_plan(m->run.store, plan);
@@ -33844,12 +33533,15 @@ static MSI_COLD void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->mode = m->wrapped.choice.mode;
     r->decision_source = m->wrapped.choice.source;
     r->found_by = msi_finder_names[plan->found.by];
-    r->early_update = msi_updates_inside(&plan->train);
+    r->early_update = msi_updates_inside(p);
     r->borrowed_bytes = m->run.store->borrowed_bytes;
     msi_report_host(m, r);
     msi_report_copies(m, r);
     r->step_count = m->run.step;
-    r->measured_step_us = msi_measured_us(&plan->train);
+    if (p->measured.is_there) { // the last step that was timed
+        const double *last = p->measured.spans.items + 2ull * (p->code.instructions.count - 1);
+        r->measured_step_us = last[0] + last[1];
+    }
     msi_report_scale(m, r);
     r->backend_name = m->config.backend.name;
     r->device_name = m->costs.hardware.name;
@@ -33885,8 +33577,7 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
     const msi_range *range = &p->code.ranges.items[operand->range];
     const bool fixed = operand->range < store->residents.count;
     const msi_role role = msi_public_role(range);
-    ms_event_operand o;
-    memset(&o, 0, sizeof o);
+    ms_event_operand o = MSI_ZERO_INIT;
     if (role < MSI_ROLE_RESIDENT_COUNT) {
         o.tensor = msi_handle(&w->model->graph, range->tensor, role);
     }
@@ -33900,23 +33591,21 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
                                 : store->resident_bytes + range->offset;
     o.is_borrowed = fixed && store->residents.items[operand->range].borrowed;
     o.offset = o.is_borrowed ? 0 : o.offset;
-    if (!whole && i->part_count > 1 && range->role != MSI_ROLE_NORM) {
+    const bool by_rows = !whole && msi_is_operand_cut(&w->model->graph, p, i, k);
+    o.is_part = by_rows || (!whole && i->part_count > 1 && range->role != MSI_ROLE_NORM);
+    if (by_rows) {
+        const msi_tensor *t = &w->model->graph.tensors.items[range->tensor];
+        const uint64_t all = msi_value_bytes(t, (msi_format)range->format);
+        o.begin = msi_scale_rows(all, i->rows.begin, i->rows.of);
+        o.bytes = msi_scale_rows(all, i->rows.count, i->rows.of);
+    } else if (o.is_part) {
         const uint64_t elements = w->model->graph.tensors.items[i->target].bytes / sizeof(float);
         const msi_part part = msi_part_bytes((msi_format)range->format,
                                              msi_part_of(elements, i->part, i->part_count));
-        o.is_part = true;
         o.begin = part.begin;
         o.bytes = part.count;
-        o.offset += range->part > 0 || o.is_borrowed ? 0 : part.begin;
     }
-    if (!whole && msi_is_operand_cut(&w->model->graph, p, i, k)) {
-        const msi_tensor *t = &w->model->graph.tensors.items[range->tensor];
-        const uint64_t all = msi_value_bytes(t, (msi_format)range->format);
-        o.is_part = true;
-        o.begin = msi_scale_rows(all, i->rows.begin, i->rows.of);
-        o.bytes = msi_scale_rows(all, i->rows.count, i->rows.of);
-        o.offset += range->is_tile || o.is_borrowed ? 0 : o.begin;
-    }
+    o.offset += (by_rows ? range->is_tile : range->part > 0) || o.is_borrowed ? 0 : o.begin;
     o.is_new = !fixed && range->first == w->now;
     o.accumulate = operand->accumulate;
     if (msi_calls_layer((msi_op)i->op)) {
@@ -33950,8 +33639,7 @@ static MSI_COLD uint32_t msi_event_operands(const msi_walk *w, bool dead_only) {
 
 static MSI_COLD ms_event msi_event(const msi_walk *w, ms_event_kind kind,
                                    const ms_event_operand *operands, uint32_t count) {
-    ms_event event;
-    memset(&event, 0, sizeof event);
+    ms_event event = MSI_ZERO_INIT;
     event.size = sizeof event;
     event.index = kind > MS_EVENT_DROP ? UINT32_MAX : w->now;
     event.layer_index = event.signal = UINT32_MAX;
@@ -34023,14 +33711,12 @@ static MSI_COLD void msi_emit_besides(const msi_walk *w, ms_event_kind kind, ms_
 /* The inputs are copied to the device before the first instruction. */
 static MSI_COLD void msi_visit_inputs(const msi_walk *w) {
     const ms_model *m = w->model;
-    msi_clock c;
-    memset(&c, 0, sizeof c);
+    msi_clock c = MSI_ZERO_INIT;
     for (uint32_t k = 0; k < m->run.store->residents.count; k++) {
         const msi_resident *resident = &m->run.store->residents.items[k];
         const double us = msi_staging_us(&m->graph, &m->costs, resident);
         if (us > 0.0) {
-            ms_event_operand input;
-            memset(&input, 0, sizeof input);
+            ms_event_operand input = MSI_ZERO_INIT;
             input.tensor = msi_handle(&m->graph, resident->tensor, MSI_ROLE_VALUE);
             input.kind = MS_OPERAND_TARGET;
             input.offset = resident->offset;
@@ -34047,8 +33733,7 @@ static MSI_COLD void msi_visit_verdict(const msi_walk *w) {
     const ms_model *m = w->model;
     const msi_range *range = &w->program->code.ranges.items[w->program->code.loss];
     const double us = msi_bytes_us(&m->costs, MSI_COST_SUM, (double)range->bytes);
-    ms_event_operand loss, verdict;
-    memset(&loss, 0, sizeof loss);
+    ms_event_operand loss = MSI_ZERO_INIT, verdict = MSI_ZERO_INIT;
     loss.tensor = msi_handle(&m->graph, range->tensor, MSI_ROLE_VALUE);
     loss.kind = MS_OPERAND_SOURCE;
     loss.offset = m->run.store->resident_bytes + range->offset;
@@ -34057,7 +33742,6 @@ static MSI_COLD void msi_visit_verdict(const msi_walk *w) {
                      us, &loss);
     if (m->costs.has_copies) {
         const double copy_us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, MSI_STATES_BYTES);
-        memset(&verdict, 0, sizeof verdict);
         verdict.kind = MS_OPERAND_TARGET;
         verdict.bytes = MSI_STATES_BYTES;
         verdict.is_outside = verdict.is_written = true;
@@ -34087,7 +33771,6 @@ static MSI_COLD void msi_visit(const ms_model *m, const msi_program *p, ms_event
     }
 }
 
-/* The most operands that an instruction has. */
 static MSI_COLD uint32_t msi_most_operands(const msi_program *p) {
     uint32_t most = 1;
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
@@ -34107,8 +33790,7 @@ static ms_layer msi_layer_at(const msi_graph *g, const msi_program *p, uint32_t 
 static MSI_COLD ms_lifetime msi_lifetime(const msi_graph *g, const msi_program *p,
                                          ms_category category, uint64_t bytes, uint32_t first,
                                          uint32_t last) {
-    ms_lifetime l;
-    memset(&l, 0, sizeof l);
+    ms_lifetime l = MSI_ZERO_INIT;
     l.size = sizeof l;
     l.name = "";
     l.category = category;
@@ -34176,8 +33858,7 @@ MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena) {
 }
 
 MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
-    ms_config c;
-    memset(&c, 0, sizeof c);
+    ms_config c = MSI_ZERO_INIT;
     if (!model) {
         return MS_RESULT_INVALID;
     }
@@ -34322,9 +34003,7 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
     const msi_loan loan = msi_loan_of(model, t, role, memory);
     ms_result result = msi_check_loan(model, t, role);
     MSI_THEN(result, model->run.plan ? msi_check_new_loan(model, &loan) : MS_RESULT_OK);
-    if (result == MS_RESULT_OK) {
-        msi_borrow(model, t, role, memory);
-    }
+    MSI_DO(result, msi_borrow(model, t, role, memory));
     return result;
 }
 
@@ -34365,8 +34044,7 @@ MEMSCALE_API void ms_add_eval_output(ms_model *model, ms_tensor tensor) {
 }
 
 MEMSCALE_API ms_optimizer_desc ms_optimizer_defaults(ms_optimizer_kind kind) {
-    ms_optimizer_desc o;
-    memset(&o, 0, sizeof o);
+    ms_optimizer_desc o = MSI_ZERO_INIT;
     o.kind = kind;
     return msi_fill_optimizer(o);
 }
@@ -34416,9 +34094,11 @@ MEMSCALE_API ms_result ms_set_update_count(ms_model *model, ms_tensor param, uin
 MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param) {
     const uint32_t i = model ? msi_value_index(&model->graph, param) : MSI_NONE;
     const msi_tensor *t = i == MSI_NONE ? NULL : &model->graph.tensors.items[i];
-    return !t              ? 0
-           : t->is_counted ? t->updates + (msi_known_updates(model) - t->counted_from)
-                           : t->updates;
+    const uint64_t known = // as far as the host knows: the latest steps may turn out to be skipped
+        t && t->is_counted
+            ? model->run.step - msi_known_scale(model)->skipped_steps - t->counted_from
+            : 0;
+    return t ? t->updates + known : 0;
 }
 
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen) {
@@ -34498,11 +34178,8 @@ MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_text_fn write, 
 }
 
 MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t length) {
-    if (!model || (!text && length)) {
-        return msi_fail_argument(model, "ms_profile_load", "an argument is NULL");
-    }
-    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
-                                           : msi_load_profile(model, text ? text : "", length);
+    return text || !length ? MSI_MADE(model, msi_load_profile(model, text ? text : "", length))
+                           : msi_fail_argument(model, "ms_profile_load", "an argument is NULL");
 }
 
 MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
@@ -34527,11 +34204,11 @@ MEMSCALE_API ms_result ms_detach(ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_suspend(ms_model *model, void *memory) {
-    return msi_made(model) != MS_RESULT_OK ? msi_made(model) : msi_suspend(model, memory);
+    return MSI_MADE(model, msi_suspend(model, memory));
 }
 
 MEMSCALE_API ms_result ms_resume(ms_model *model) {
-    return msi_made(model) != MS_RESULT_OK ? msi_made(model) : msi_resume(model);
+    return MSI_MADE(model, msi_resume(model));
 }
 
 MEMSCALE_API uint64_t ms_suspended_bytes(const ms_model *model) {
@@ -34554,51 +34231,41 @@ MEMSCALE_API ms_result ms_save_extra(ms_model *model, const char *name, void *da
         return msi_fail_argument(model, "ms_save_extra",
                                  "the name is empty or has 64 characters or more, or data is NULL");
     }
-    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
-                                           : msi_keep_extra(model, name, data, bytes);
+    return MSI_MADE(model, msi_keep_extra(model, name, data, bytes));
 }
 
 MEMSCALE_API ms_result ms_save(ms_model *model, const ms_sink *sink) {
-    if (!model || !sink || !sink->write) {
-        return msi_fail_argument(model, "ms_save", "sink or its function is NULL");
-    }
-    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
-                                           : msi_save(model, "ms_save", sink, 0, NULL);
+    return sink && sink->write
+               ? MSI_MADE(model, msi_save(model, "ms_save", sink, 0, NULL))
+               : msi_fail_argument(model, "ms_save", "sink or its function is NULL");
 }
 
 MEMSCALE_API ms_result ms_load(ms_model *model, const ms_source *source,
                                const ms_load_options *options) {
-    if (!model || !source || !source->read) {
-        return msi_fail_argument(model, "ms_load", "source or its function is NULL");
-    }
-    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
-                                           : msi_load_file(model, "ms_load", source, options);
+    return source && source->read
+               ? MSI_MADE(model, msi_load_file(model, "ms_load", source, options))
+               : msi_fail_argument(model, "ms_load", "source or its function is NULL");
 }
 
 MEMSCALE_API ms_result ms_save_file(ms_model *model, const char *path) {
-    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
-                                           : msi_write_path(model, "ms_save_file", path, 0, NULL);
+    return MSI_MADE(model, msi_write_path(model, "ms_save_file", path, 0, NULL));
 }
 
 MEMSCALE_API ms_result ms_load_file(ms_model *model, const char *path,
                                     const ms_load_options *options) {
-    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
-                                           : msi_load_path(model, "ms_load_file", path, options);
+    return MSI_MADE(model, msi_load_path(model, "ms_load_file", path, options));
 }
 
 MEMSCALE_API ms_result ms_save_checkpoint(ms_model *model, const ms_checkpoints *checkpoints) {
-    static const char *const function = "ms_save_checkpoint";
-    ms_result result = msi_made(model);
-    MSI_THEN(result, msi_save_place(model, function, checkpoints));
-    return result;
+    return MSI_MADE(model, msi_save_place(model, "ms_save_checkpoint", checkpoints));
 }
 
 MEMSCALE_API ms_result ms_load_checkpoint(ms_model *model, const ms_checkpoints *checkpoints,
                                           const ms_load_options *options, bool *found) {
     static const char *const function = "ms_load_checkpoint";
     bool is_found = false;
-    ms_result result = msi_made(model);
-    MSI_THEN(result, msi_load_place(model, function, checkpoints, options, &is_found));
+    const ms_result result =
+        MSI_MADE(model, msi_load_place(model, function, checkpoints, options, &is_found));
     if (found) {
         *found = is_found;
     }
@@ -34611,9 +34278,7 @@ MEMSCALE_API ms_result ms_save_begin(ms_model *model, const ms_checkpoints *chec
         return msi_fail_argument(model, "ms_save_begin", "an argument is NULL");
     }
     *snapshot = NULL;
-    return msi_made(model) != MS_RESULT_OK
-               ? msi_made(model)
-               : msi_begin_save(model, "ms_save_begin", checkpoints, snapshot);
+    return MSI_MADE(model, msi_begin_save(model, "ms_save_begin", checkpoints, snapshot));
 }
 
 MEMSCALE_API ms_result ms_snapshot_write(const ms_snapshot *snapshot, const ms_sink *sink) {
@@ -34751,8 +34416,7 @@ MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
 }
 
 MEMSCALE_API ms_result ms_step_slice(ms_model *model, uint64_t microseconds, double *loss) {
-    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
-                                           : msi_step_slice(model, microseconds, loss);
+    return MSI_MADE(model, msi_step_slice(model, microseconds, loss));
 }
 
 MEMSCALE_API void ms_cancel(ms_model *model) {
@@ -34773,8 +34437,7 @@ MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *
         return msi_fail_argument(model, "ms_verify", "an argument is NULL");
     }
     memset(report, 0, sizeof *report);
-    ms_result result = msi_check_verifiable(model, "ms_verify");
-    MSI_THEN(result, msi_await_steps(model));
+    ms_result result = msi_begin_passes(model, "ms_verify");
     MSI_THEN(result, msi_verify(model, visit, user, report));
     return result;
 }
@@ -34784,8 +34447,7 @@ MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
         return msi_fail_argument(model, "ms_find_nonfinite", "an argument is NULL");
     }
     memset(found, 0, sizeof *found);
-    ms_result result = msi_check_verifiable(model, "ms_find_nonfinite");
-    MSI_THEN(result, msi_await_steps(model));
+    ms_result result = msi_begin_passes(model, "ms_find_nonfinite");
     MSI_THEN(result, msi_find_nonfinite(model, found));
     return result;
 }
@@ -34809,9 +34471,7 @@ MEMSCALE_API ms_result ms_cast(const ms_call *call, const ms_view *to, const ms_
 
 MEMSCALE_API ms_result ms_report(const ms_model *model, ms_memory_report *report) {
     const ms_result result = msi_check_planned(model, report != NULL);
-    if (result == MS_RESULT_OK) {
-        msi_fill_report(model, report);
-    }
+    MSI_DO(result, msi_fill_report(model, report));
     return result;
 }
 
@@ -35239,14 +34899,12 @@ static MSI_COLD void msi_print_values_head(msi_columns *c, const char *title) {
     msi_end_line(c);
 }
 
-/* The largest values of a list. */
 static MSI_COLD ms_result msi_print_largest_of(msi_columns *c, const ms_model *model,
                                                ms_program program, msi_value_list list) {
     static const char *const titles[] = {"comes and goes at the peak",
                                          "lives between steps at the peak", "is on the host"};
-    msi_peak_listing to;
+    msi_peak_listing to = MSI_ZERO_INIT;
     char title[128];
-    memset(&to, 0, sizeof to);
     to.model = model;
     to.list = list;
     ms_result result = ms_visit_lifetimes(model, program, msi_find_values, &to);
@@ -35283,33 +34941,14 @@ static MSI_COLD ms_result msi_print_largest(msi_columns *c, const ms_model *mode
 
 static MSI_COLD void msi_print_lifetime(const ms_lifetime *l, void *user) {
     msi_plan_listing *to = (msi_plan_listing *)user;
-    msi_values v;
-    memset(&v, 0, sizeof v);
+    msi_values v = MSI_ZERO_INIT;
     v.first = v.last = *l;
     v.count = 1;
     v.bytes = l->bytes;
     msi_print_value(&to->columns, to->model, &v);
 }
 
-/* Whether the lines of the layers have columns for a technique. */
-static bool msi_is_by_layer(const msi_technique_total *total) {
-    return total->layers > 0 || total->differs;
-}
-
 enum { MSI_TECHNIQUE_COLUMN = 46 }; // after those of the layer
-
-/* What of a layer is moved, by letters. */
-static MSI_COLD const char *msi_moved_letters(const ms_decision *d, char *text) {
-    static const char letters[] = {'I', 'P', 'B', 'O', 'G', 'A', 'D', 'S', 'W'}; // by category
-    int count = 0;
-    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
-        if (d->saved_bytes_of[c] > 0) {
-            text[count++] = letters[c];
-        }
-    }
-    text[count] = 0;
-    return text;
-}
 
 static MSI_COLD void msi_print_layer_head(msi_plan_listing *to) {
     msi_columns *c = &to->columns;
@@ -35366,9 +35005,12 @@ static MSI_COLD void msi_print_technique(msi_columns *c, const ms_decision *d) {
     const uint64_t bytes = d->is_applied ? d->saved_bytes : d->refused_bytes;
     const double us = d->is_applied ? d->added_us : d->refused_us;
     const bool tiles = d->is_applied && d->technique == MS_TECHNIQUE_TILING;
+    static const char letters[] = {'I', 'P', 'B', 'O', 'G', 'A', 'D', 'S', 'W'}; // by category
     char moved[MS_CATEGORY_COUNT + 1] = "", text[64];
-    if (d->technique == MS_TECHNIQUE_OFFLOADING) {
-        (void)msi_moved_letters(d, moved);
+    for (int k = 0, at = 0; k < MS_CATEGORY_COUNT; k++) {
+        if (d->technique == MS_TECHNIQUE_OFFLOADING && d->saved_bytes_of[k] > 0) {
+            moved[at++] = letters[k];
+        }
     }
     if (tiles) {
         msi_write_text(text, sizeof text, "%s %s%u x %llu", ms_technique_name(d->technique),
@@ -35395,7 +35037,7 @@ static MSI_COLD void msi_print_decision(const ms_decision *d, void *user) {
     if (d->technique == 0) {
         msi_print_layer(to, d);
     }
-    if (msi_is_by_layer(&to->totals[d->technique])) {
+    if (to->totals[d->technique].layers > 0 || to->totals[d->technique].differs) {
         if (c->at >= MSI_TECHNIQUE_COLUMN) { // there is another one, or a long name
             msi_end_line(c);
         }
@@ -35424,10 +35066,9 @@ static MSI_COLD void msi_print_rules(msi_plan_listing *to) {
 
 static ms_result msi_list_plan(const ms_model *model, ms_text_fn write, void *user, bool full) {
     ms_memory_report report;
-    msi_plan_listing to;
+    msi_plan_listing to = MSI_ZERO_INIT;
     ms_result result = write ? ms_report(model, &report) : MS_RESULT_INVALID;
     const msi_printer out = {write, user};
-    memset(&to, 0, sizeof to);
     to.model = model;
     to.columns.out = &out;
     to.full = full;
@@ -35442,9 +35083,7 @@ static ms_result msi_list_plan(const ms_model *model, ms_text_fn write, void *us
         msi_print_layer_head(&to);
         result = ms_visit_decisions(model, msi_print_decision, &to);
     }
-    if (result == MS_RESULT_OK) {
-        msi_print_rules(&to);
-    }
+    MSI_DO(result, msi_print_rules(&to));
     if (result == MS_RESULT_OK && full) {
         msi_print_values_head(&to.columns, "every value of a training step");
         result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, msi_print_lifetime, &to);
@@ -35617,11 +35256,6 @@ static void msi_trace_counter(const msi_printer *out, int process, const ms_even
     msi_trace_time(out, msi_round_units(us, 1e3));
 }
 
-static void msi_trace_host(const msi_printer *out, int process, const ms_event *event) {
-    msi_trace_counter(out, process, event, "host bytes");
-    msi_print(out, ",\"args\":{\"host\":%llu}}", (unsigned long long)event->host_bytes);
-}
-
 static MSI_COLD void msi_trace_counters(const msi_printer *out, int process,
                                         const ms_event *event) {
     msi_trace_counter(out, process, event, "live bytes");
@@ -35661,7 +35295,9 @@ static MSI_COLD void msi_trace_event(const ms_event *event, void *user) {
             msi_trace_counters(&to->out, process, event);
         }
         if (runs && event->host_bytes != to->host_counted) {
-            msi_trace_host(&to->out, process, event);
+            msi_trace_counter(&to->out, process, event, "host bytes");
+            msi_print(&to->out, ",\"args\":{\"host\":%llu}}",
+                      (unsigned long long)event->host_bytes);
         }
     }
     to->host_counted = runs ? event->host_bytes : to->host_counted;
@@ -35672,13 +35308,12 @@ static MSI_COLD void msi_trace_event(const ms_event *event, void *user) {
 
 MEMSCALE_API ms_result ms_print_trace(const ms_model *model, ms_text_fn write, void *user) {
     ms_memory_report report;
-    msi_trace to;
+    msi_trace to = MSI_ZERO_INIT;
     ms_result result = write ? ms_report(model, &report) : MS_RESULT_INVALID;
     if (result != MS_RESULT_OK) {
         return result;
     }
     const msi_printer out = {write, user};
-    memset(&to, 0, sizeof to);
     to.out = out;
     to.last_process = report.measured_step_us > 0.0 ? MSI_TRACE_MEASURED : MSI_TRACE_SIMULATED;
     msi_print(&out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
@@ -36641,10 +36276,9 @@ static int msi_cuda_make_blas(msi_cuda *c) {
     error = error ? error : msi_cuda_blas_error(cublasSetMathMode(blas, (cublasMath_t)math));
     if (error) {
         (void)msi_cuda_blas_error(cublasDestroy(blas));
-        return error;
     }
-    c->blas = blas;
-    return 0;
+    c->blas = error ? NULL : blas;
+    return error;
 }
 
 static int msi_cuda_prepare(void *state, const ms_prepare_args *args) {
@@ -36688,8 +36322,7 @@ static int msi_cuda_copy(void *state, void *device, const void *source, uint64_t
 static int msi_cuda_upload(void *state, void *device, const void *host, uint64_t bytes) {
     int error = 0;
     for (uint64_t done = 0; done < bytes && error == 0; done += sizeof(msi_cuda_words)) {
-        const uint64_t rest = bytes - done;
-        const uint64_t part = rest < sizeof(msi_cuda_words) ? rest : sizeof(msi_cuda_words);
+        const uint64_t part = msi_smaller(bytes - done, sizeof(msi_cuda_words));
         msi_cuda_words words;
         memcpy(&words, (const uint8_t *)host + done, (size_t)part);
         error = msi_cuda_launch(state, 1, msi_k_upload, (uint32_t *)((uint8_t *)device + done),
@@ -36867,12 +36500,10 @@ static int msi_cuda_recording_end(void *state, void **recording) {
     int error = msi_cuda_error(cudaStreamEndCapture(c->streams[MS_STREAM_COMPUTE], &recorded));
     if (error == 0 && recording) {
         error = msi_cuda_error(cudaGraphInstantiate(&exec, recorded, 0));
+        *recording = error ? *recording : exec;
     }
     if (recorded) {
         (void)msi_cuda_error(cudaGraphDestroy(recorded));
-    }
-    if (error == 0 && recording) {
-        *recording = exec;
     }
     return error;
 }
@@ -36898,8 +36529,7 @@ static uint64_t msi_cuda_workspace_bytes(int device) {
 }
 
 MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
-    ms_backend b;
-    memset(&b, 0, sizeof b);
+    ms_backend b = {};
     b.size = sizeof b;
     b.name = "cuda";
     b.user = (void *)(intptr_t)device;

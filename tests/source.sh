@@ -281,9 +281,10 @@ check_new_kernel() {
 check_listings() {
     local source=$checks/listings.c tag
     printf '%s\n' '#include "memscale.h"' '#include <stdarg.h>' '#include <stdio.h>' \
-        '#include <string.h>' '#define msi_write_text snprintf' '#define msi_vformat vsnprintf' > $source
+        '#include <string.h>' '#define msi_write_text snprintf' '#define msi_vformat vsnprintf' \
+        '#define MSI_ZERO_INIT { 0 }' > $source
     grep -E '^#define MSI_(COLD|NOINLINE) +_' memscale.h >> $source
-    sed -n '/^#define MSI_THEN/,/[^\\]$/p' memscale.h >> $source
+    sed -n '/^#define MSI_\(THEN\|DO\)(/,/[^\\]$/p' memscale.h >> $source
     for tag in text listing trace; do
         awk -v tag=">>$tag" '/^\/\/ (>>|=====)/ || /^#endif \/\/ MEMSCALE/ { inside = $2 == tag }
             inside { print; found = 1 }
