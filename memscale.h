@@ -4544,7 +4544,7 @@ typedef struct msi_plan {
     uint64_t budget_bytes, plain_bytes, arena_bytes;
     uint64_t host_bytes;                     // of a squeezed plan
     uint64_t plain_live_bytes;               // largest sum of live bytes of the plain plan
-    uint64_t least_live_bytes;               // GOAL_RANGE: about that of the smallest
+    uint64_t least_live_bytes;               // GOAL_SQUEEZED: about that of the smallest
     int64_t freed_bytes[MS_TECHNIQUE_COUNT]; // see ms_memory_report
     msi_program train, eval;
     double plain_step_us;
@@ -4569,9 +4569,9 @@ typedef enum msi_goal {
     MSI_GOAL_TRY,    // the same, but the smallest is not laid out, since it will not run
     MSI_GOAL_FOLD,   // the same, for the decisions alone
     MSI_GOAL_ANY,    // whether something fits: the plan will not run
-    MSI_GOAL_RANGE,  // what plans take at least and at most, about
     MSI_GOAL_SMALLEST,
-    MSI_GOAL_SQUEEZED, // the smallest of a few plans, without a search; the plan will not run
+    MSI_GOAL_SQUEEZED, // the smallest of a few plans, without a search; the plan will not run. For
+                       // a budget of 0 only what the plain plan takes, and about the smallest
     MSI_GOAL_FOLLOW    // the decisions of another plan
 } msi_goal;
 
@@ -20590,8 +20590,8 @@ static bool msi_is_found(const msi_search *s) {
 
 /* Whether a plan will be executed. */
 static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
-    return r->goal != MSI_GOAL_ANY && r->goal != MSI_GOAL_RANGE && r->goal != MSI_GOAL_FOLD &&
-           r->goal != MSI_GOAL_SQUEEZED && (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
+    return r->goal != MSI_GOAL_ANY && r->goal != MSI_GOAL_FOLD && r->goal != MSI_GOAL_SQUEEZED &&
+           (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
 }
 
 /* Whether a plan of a large graph has to move params or their state, since these alone exceed the
@@ -20958,16 +20958,18 @@ static void msi_propose_squeezed(const msi_solver *s, msi_search *search, uint64
     const uint32_t roundings = msi_allowed_roundings(s->request->techniques);
     const bool may_move = search->may_move;
     msi_tensor_decision *decisions = (msi_tensor_decision *)msi_scratch(s->scorer, bytes);
+    uint64_t first = 0;
     for (uint32_t k = 0; k < 4 && decisions; k++) {
         const bool moves = k % 2 == 0, rounds = k < 2;
         search->may_move = moves;
         search->how.rounding = rounds ? roundings : 0;
         search->how.by = MSI_FINDER_SQUEEZED;
-        if ((moves && !may_move) || (rounds && !roundings)) {
+        if ((moves && !may_move) || (rounds && !roundings) || (most == 0 && first > 0)) {
             continue;
         }
         msi_decide_squeezed(search, decisions);
         msi_score score = msi_search_estimate(search, decisions);
+        first = first > 0 ? first : score.live_bytes;
         if (score.live_bytes <= most && msi_may_be_best(search, &score)) {
             (void)msi_fits(s->scorer, &score, most, most < MSI_NO_BUDGET ? most : 0);
             msi_propose(search, decisions, &score);
@@ -20976,6 +20978,7 @@ static void msi_propose_squeezed(const msi_solver *s, msi_search *search, uint64
     search->may_move = may_move;
     search->how.rounding = 0;
     search->rank_count = 0; // no search found them
+    s->plan->least_live_bytes = first;
     msi_release(s->scorer->allocator, decisions, decisions ? bytes : 0);
 }
 
@@ -21095,16 +21098,6 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     }
 }
 
-/* Finds about what plans may take: estimates the plain plan, and the squeezed one. */
-static void msi_find_range(const msi_solver *s, msi_search *search) {
-    const msi_request *r = s->request;
-    msi_decide_plain(s->scorer->graph, s->plan->decisions);
-    s->plan->plain_live_bytes = msi_estimate(s->scorer, s->plan->decisions).live_bytes;
-    search->how.rounding = msi_allowed_roundings(r->techniques);
-    search->how.early = (r->techniques & MSI_EARLY_UPDATE) != 0;
-    s->plan->least_live_bytes = msi_least_bytes(search, s->plan->decisions);
-}
-
 /* Makes the decisions, the training program and the sizes of a plan that has its eval program. */
 static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *request,
                                    msi_plan *plan) {
@@ -21126,15 +21119,18 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
         plan->arena_bytes = s.score.bytes;
         return;
     }
-    if (request->goal == MSI_GOAL_RANGE) {
-        msi_find_range(&s, &search);
-        return;
-    }
     if (request->goal == MSI_GOAL_SQUEEZED) {
         search.budget = 0; // for the smallest of them
         search.how.early = (request->techniques & MSI_EARLY_UPDATE) != 0;
+        if (request->budget == 0) {
+            msi_decide_plain(scorer->graph, plan->decisions);
+            plan->plain_live_bytes = msi_estimate(scorer, plan->decisions).live_bytes;
+        }
         msi_propose_squeezed(&s, &search, request->budget);
-        plan->arena_bytes = search.found ? search.best_score.bytes : UINT64_MAX;
+        plan->arena_bytes = search.found ? search.best_score.bytes
+                            : request->budget < MSI_NO_BUDGET
+                                ? msi_larger(request->budget + 1, plan->least_live_bytes)
+                                : MSI_NO_BUDGET;
         plan->host_bytes = search.best_score.host_bytes; // 0 if none was found
         return;
     }
@@ -22217,7 +22213,8 @@ static ms_result msi_range_of(ms_model *m, const msi_store *store, const msi_req
                               msi_bytes_range *range) {
     msi_request asks = *request;
     msi_plan *plan;
-    asks.goal = MSI_GOAL_RANGE;
+    asks.goal = MSI_GOAL_SQUEEZED;
+    asks.budget = 0;
     const ms_result result = msi_solve_anew(m, store, &asks, &plan);
     if (result == MS_RESULT_OK) {
         range->most = msi_larger(1, plan->plain_live_bytes);
@@ -22459,6 +22456,29 @@ static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *byt
     return result;
 }
 
+/* The arena of a plan at the sizes that are in force, with the decisions of `decided` unless that is
+   NULL, and what it has on the host; more than the budget if it does not fit. UINT64_MAX after an
+   error, which is sticky. */
+static MSI_COLD uint64_t msi_tried_bytes(ms_model *m, ms_result *result, msi_goal goal,
+                                         uint64_t budget, const msi_plan *decided, uint64_t *held) {
+    msi_store *store;
+    msi_plan *plan = NULL;
+    uint64_t bytes = UINT64_MAX;
+    *held = 0;
+    MSI_THEN(*result, msi_make_store(m, &store));
+    if (*result == MS_RESULT_OK) {
+        store->transient_bytes = store->host_transient_bytes = UINT64_MAX >> 1; // any plan fits
+        *result = msi_make_plan(m, store, goal, budget, decided, &plan);
+        msi_store_free(m, store);
+    }
+    if (plan) {
+        bytes = plan->arena_bytes;
+        *held = plan->host_bytes;
+        msi_plan_free(m, plan);
+    }
+    return bytes;
+}
+
 /* Gives the batch another size: the foremost axis of the inputs, if there is one. Otherwise the
    first dim of the first input stands for it, and all that is computed from inputs with such a dim
    is assumed to shrink in proportion, wherever its shape has the batch: as the first dim, as a
@@ -22468,6 +22488,7 @@ typedef struct msi_resizing {
     ms_result result;     // sticky
     uint32_t input, axis; // MSI_NONE: there is no axis
     int64_t declared;     // size
+    int64_t unit;         // sizes are multiples of this one, a divisor of the declared one
     int64_t *follows;     // per tensor: its declared first dim if it shrinks in proportion, else 0
     int64_t sizes[MS_LIMIT_AXES]; // of the axes, to be restored
 } msi_resizing;
@@ -22494,6 +22515,28 @@ static void msi_mark_followers(msi_resizing *z) {
             z->follows[made.tensor] = any && shape->rank > 0 ? shape->dim[0] : 0;
         }
     }
+}
+
+/* The size of which all others must be multiples, so that the rows of each layer are those that stay
+   together, or multiples. */
+static int64_t msi_unit_of_sizes(const msi_resizing *z) {
+    const msi_graph *g = &z->model->graph;
+    const uint64_t declared = (uint64_t)z->declared;
+    uint64_t unit = 1;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t out = msi_first_output(g, l);
+        bool follows = out != MSI_NONE && z->follows[out] > 0;
+        for (uint32_t k = 0; k < l->tile.axes && z->axis != MSI_NONE; k++) {
+            follows |= g->tensors.items[out].view.shape.axes[k] >> z->axis & 1;
+        }
+        if (follows && l->tile.multiple > 1) {
+            const uint64_t rows = msi_layer_rows(g, l, false);
+            const uint64_t whole = msi_common_multiple(rows, declared * (uint64_t)l->tile.multiple);
+            unit = msi_common_multiple(unit, whole / rows);
+        }
+    }
+    return (int64_t)unit;
 }
 
 /* The share size / whole of a count, rounded up. */
@@ -22568,6 +22611,7 @@ static bool msi_resizing_begin(msi_resizing *z, ms_model *m) {
     if (z->axis == MSI_NONE) {
         msi_mark_followers(z);
     }
+    z->unit = msi_unit_of_sizes(z);
     return true;
 }
 
@@ -22579,23 +22623,12 @@ static void msi_resizing_end(msi_resizing *z) {
     msi_release(&m->config.allocator, z->follows, m->graph.tensors.count * sizeof *z->follows);
 }
 
-/* The arena of a plan at a size: with the decisions of `decided`, by one lowering and one layout; for
-   the budget; or squeezed. UINT64_MAX after an error. */
+/* The arena of a plan at a size of so many units. */
 static uint64_t msi_resized_bytes(msi_resizing *z, msi_goal goal, uint64_t budget, int64_t size,
                                   const msi_plan *decided) {
-    msi_store *store;
-    msi_plan *plan = NULL;
-    uint64_t bytes = UINT64_MAX;
-    msi_resize(z, size);
-    MSI_THEN(z->result, msi_make_store(z->model, &store));
-    if (z->result == MS_RESULT_OK) {
-        store->transient_bytes = store->host_transient_bytes = UINT64_MAX >> 1; // any plan fits
-        z->result = msi_make_plan(z->model, store, goal, budget, decided, &plan);
-        bytes = plan ? plan->arena_bytes : bytes;
-        msi_plan_free(z->model, plan);
-        msi_store_free(z->model, store);
-    }
-    return bytes;
+    uint64_t held;
+    msi_resize(z, size * z->unit);
+    return msi_tried_bytes(z->model, &z->result, goal, budget, decided, &held);
 }
 
 /* The largest size below the declared one at which the decisions of a plan fit the budget or, if that
@@ -22603,7 +22636,7 @@ static uint64_t msi_resized_bytes(msi_resizing *z, msi_goal goal, uint64_t budge
    guesses along a straight line are enough. */
 static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t budget) {
     const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_SQUEEZED;
-    int64_t size = 0, too_large = z->declared;
+    int64_t size = 0, too_large = z->declared / z->unit;
     double low_bytes = 0.0, high_bytes = (double)budget;
     for (int guesses = 0; too_large - size > 1 && z->result == MS_RESULT_OK; guesses++) {
         const double share = ((double)budget - low_bytes) / (high_bytes - low_bytes);
@@ -22624,17 +22657,34 @@ static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t
     return size;
 }
 
-/* A size that fits the budget: 0 for none, -1 if there is nothing to resize. The decisions of the
-   smallest plan carry over to sizes nearby, but another plan for such a size need not find them, as it
-   finds squeezed ones. */
-static int64_t msi_fitting_size(msi_resizing *z, uint64_t budget, const msi_plan *smallest) {
-    const int64_t size = z->declared > 1 ? msi_raise_size(z, smallest, budget) : -1;
+/* A size that fits the budget, in units: 0 for none, -1 if there is nothing to resize or none is known.
+   Where a squeezed plan fits, ms_wrap finds one. With room on the host it is hardly larger than the
+   smallest, and for a large graph there is no time to look for others. The decisions of the smallest
+   plan carry over to sizes nearby, but another plan for such a size need not find them. No size fits
+   if what the smallest plan has of params exceeds the budget. */
+static int64_t msi_fitting_size(msi_resizing *z, uint64_t budget, const msi_store *store,
+                                const msi_plan *smallest, bool host_is_short) {
+    const msi_graph *g = &z->model->graph;
+    const bool large = g->layers.count > MSI_FOLD_LAYERS;
+    const bool squeezed =
+        (z->model->wrapped.choice.techniques & MSI_OFFLOADING) && (large || !host_is_short);
+    uint64_t params_bytes = 0;
+    for (uint32_t k = 0; k < store->residents.count; k++) {
+        const msi_resident *r = &store->residents.items[k];
+        const bool stays = !r->on_host && g->tensors.items[r->tensor].kind == MSI_KIND_PARAM;
+        params_bytes += stays ? r->bytes : 0;
+    }
+    if (z->declared <= z->unit || params_bytes > budget) {
+        return z->declared <= z->unit ? -1 : 0;
+    }
+    const int64_t size = msi_raise_size(z, squeezed ? NULL : smallest, budget);
     const int64_t tried = size > 1 ? size : 1;
-    return size < 0 || msi_resized_bytes(z, MSI_GOAL_ANY, budget, tried, NULL) > budget
-               ? size > 1   ? msi_raise_size(z, NULL, budget)
-                 : size < 0 ? -1
-                            : 0
-               : tried;
+    if (squeezed && (size > 0 || large)) {
+        return size > 0 ? size : -1;
+    }
+    return msi_resized_bytes(z, MSI_GOAL_ANY, budget, tried, NULL) <= budget ? tried
+           : size > 1 ? msi_raise_size(z, NULL, budget)
+                      : 0;
 }
 
 /* An error text that is being written, and the first error on the way. */
@@ -22642,7 +22692,7 @@ typedef struct msi_text {
     ms_model *model;
     ms_result result; // sticky
     size_t length;
-    char text[MSI_ERROR_BYTES];
+    char text[MSI_ERROR_BYTES - 32]; // the log has the name of the result before it
 } msi_text;
 
 MEMSCALE_PRINTF(2, 3)
@@ -22655,6 +22705,18 @@ static MSI_COLD void msi_add_text(msi_text *to, const char *format, ...) {
     to->length += length < 0 ? 0 : (size_t)length < room ? (size_t)length : room - 1;
 }
 
+/* Ends a text that was cut where its last whole sentence does. */
+static MSI_COLD void msi_end_text(msi_text *to) {
+    size_t at = to->length;
+    if (at < sizeof to->text - 1) {
+        return;
+    }
+    while (at > 0 && !(to->text[at] == '.' && to->text[at + 1] == ' ')) {
+        at--;
+    }
+    to->text[at > 0 ? at : to->length] = '\0';
+}
+
 /* The bytes of the smallest squeezed plan that may use these techniques and has so much on the host:
    UINT64_MAX if it has more than `most`. *held: what it has there. */
 static MSI_COLD uint64_t msi_squeezed_bytes(msi_text *to, uint32_t techniques, uint64_t host_bytes,
@@ -22663,21 +22725,11 @@ static MSI_COLD uint64_t msi_squeezed_bytes(msi_text *to, uint32_t techniques, u
     const uint32_t old = m->wrapped.choice.techniques;
     const uint64_t old_host = m->config.max_host_bytes;
     int64_t sizes[MS_LIMIT_AXES];
-    msi_store *store;
-    msi_plan *plan;
-    uint64_t bytes = UINT64_MAX;
     m->wrapped.choice.techniques = techniques;
     m->config.max_host_bytes = host_bytes;
     msi_get_sizes(&m->graph, sizes);
     msi_set_sizes(&m->graph, NULL);
-    MSI_THEN(to->result, msi_make_store(m, &store));
-    if (to->result == MS_RESULT_OK) {
-        to->result = msi_make_plan(m, store, MSI_GOAL_SQUEEZED, most, NULL, &plan);
-        bytes = plan ? plan->arena_bytes : bytes;
-        *held = plan ? plan->host_bytes : 0;
-        msi_plan_free(m, plan);
-        msi_store_free(m, store);
-    }
+    const uint64_t bytes = msi_tried_bytes(m, &to->result, MSI_GOAL_SQUEEZED, most, NULL, held);
     msi_set_sizes(&m->graph, sizes);
     m->wrapped.choice.techniques = old;
     m->config.max_host_bytes = old_host;
@@ -22706,7 +22758,8 @@ static MSI_COLD void msi_add_modes(msi_text *to, uint64_t least) {
 }
 
 /* Adds a size that would fit the budget. */
-static MSI_COLD void msi_add_size(msi_text *to, const msi_plan *smallest) {
+static MSI_COLD void msi_add_size(msi_text *to, const msi_store *store, const msi_plan *smallest,
+                                  bool host_is_short) {
     ms_model *m = to->model;
     msi_resizing z;
     int64_t size = -1;
@@ -22714,7 +22767,7 @@ static MSI_COLD void msi_add_size(msi_text *to, const msi_plan *smallest) {
         return;
     }
     if (msi_resizing_begin(&z, m)) {
-        size = msi_fitting_size(&z, smallest->budget_bytes, smallest);
+        size = msi_fitting_size(&z, smallest->budget_bytes, store, smallest, host_is_short);
         msi_resizing_end(&z);
     }
     to->result = z.result;
@@ -22728,10 +22781,10 @@ static MSI_COLD void msi_add_size(msi_text *to, const msi_plan *smallest) {
     const char *assumed = axis ? "" : ", if all that is computed from it shrinks in proportion";
     if (size > 0) {
         msi_add_text(to, ". This budget has room for at least %lld in the %s \"%.40s\", now %lld%s",
-                     (long long)size, what, name, (long long)z.declared, assumed);
+                     (long long)(size * z.unit), what, name, (long long)z.declared, assumed);
     } else {
-        msi_add_text(to, ". Even 1 in the %s \"%.40s\" is too much for this budget%s%s", what, name,
-                     axis ? "" : ", even", axis ? "" : assumed + 1);
+        msi_add_text(to, ". Even %lld in the %s \"%.40s\" is too much for this budget%s%s",
+                     (long long)z.unit, what, name, axis ? "" : ", even", axis ? "" : assumed + 1);
     }
 }
 
@@ -22774,13 +22827,13 @@ static MSI_COLD void msi_add_cures(msi_text *to) {
 }
 
 /* Adds what more memory of the host would help: an amount with which a squeezed plan fits this budget,
-   to 1/128; or, if none does with any, what that takes of both. */
-static MSI_COLD void msi_add_host(msi_text *to, uint64_t budget, uint64_t least) {
+   to 1/128; or, if none does with any, what that takes of both. Returns whether it would help. */
+static MSI_COLD bool msi_add_host(msi_text *to, uint64_t budget, uint64_t least) {
     ms_model *m = to->model;
     const uint32_t techniques = m->wrapped.choice.techniques;
     uint64_t most = msi_host_budget(m), enough, held;
     if (most == UINT64_MAX || !(techniques & MSI_OFFLOADING)) {
-        return;
+        return false;
     }
     const msi_words now = msi_size_down(most);
     const uint64_t bytes = msi_squeezed_bytes(to, techniques, UINT64_MAX, MSI_NO_BUDGET, &enough);
@@ -22790,7 +22843,8 @@ static MSI_COLD void msi_add_host(msi_text *to, uint64_t budget, uint64_t least)
         most = fits ? most : next;
         enough = fits ? next : enough;
     }
-    if (bytes < least && enough > most) {
+    const bool helps = bytes < least && enough > most;
+    if (helps) {
         msi_add_text(to, ". With max_host_bytes of %s (%llu bytes), now %s", msi_size(enough).text,
                      (unsigned long long)enough, now.text);
         if (bytes <= budget) {
@@ -22799,6 +22853,7 @@ static MSI_COLD void msi_add_host(msi_text *to, uint64_t budget, uint64_t least)
             msi_add_text(to, ": %s (%llu bytes)", msi_size(bytes).text, (unsigned long long)bytes);
         }
     }
+    return helps;
 }
 
 /* The error where no plan fits; `smallest` comes nearest. Leaves the model as it is. */
@@ -22824,9 +22879,10 @@ static MSI_COLD ms_result msi_no_fit(ms_model *m, const msi_store *store,
                      (unsigned long long)msi_lent_bytes(m));
     }
     msi_add_modes(&text, least);
-    msi_add_host(&text, smallest->budget_bytes, least);
-    msi_add_size(&text, smallest);
+    const bool host_is_short = msi_add_host(&text, smallest->budget_bytes, least);
+    msi_add_size(&text, store, smallest, host_is_short);
     msi_add_cures(&text);
+    msi_end_text(&text);
     MSI_THEN(text.result, msi_fail(m, MS_RESULT_BUDGET, "%s", text.text));
     return text.result;
 }
