@@ -5099,7 +5099,7 @@ static MSI_COLD ms_result msi_fail_again(ms_model *m, ms_result result, const ch
 
 /* A text that a function returns. */
 typedef struct msi_words {
-    char text[MSI_ERROR_BYTES];
+    char text[512]; // as much as an error has
 } msi_words;
 
 /* A size in the unit that suits it, rounded up or down to hundredths. */
