@@ -21541,6 +21541,7 @@ enum {
     MSI_FOLD_SHARE = 4,   // a graph has so many times the layers of its fold
     MSI_FOLD_LEAST = 5,   // blocks of a run in a fold
     MSI_FOLD_GAPS = 16,   // periods that are tried at a layer
+    MSI_FOLD_WINDOW = 4,  // blocks
     MSI_FOLD_TRIES = 3    // of budgets for a fold
 };
 
@@ -21757,12 +21758,18 @@ static uint32_t msi_kept_layer(const msi_repeats *run, uint32_t block, uint32_t 
     return run->first + (from + block) * run->period + offset;
 }
 
-/* The block of a fold that decides for a block of the whole. */
+/* The block of a fold that decides for a block of the whole. Blocks of the fold come in windows, each
+   of which is repeated for as large a share of the whole: so what alternates from block to block does
+   so in the whole as well, and what changes along a run changes there. */
 static uint32_t msi_stretched(const msi_repeats *run, uint32_t block) {
-    return block == 0 ? 0
-           : block + 1 == run->count
-               ? run->kept - 1
-               : 1 + (uint32_t)((uint64_t)(block - 1) * (run->kept - 2) / (run->count - 2));
+    if (block == 0 || block + 1 == run->count) {
+        return block == 0 ? 0 : run->kept - 1;
+    }
+    const uint32_t inner = run->kept - 2, at = block - 1;
+    const uint32_t windows = inner > MSI_FOLD_WINDOW ? inner / MSI_FOLD_WINDOW : 1;
+    const uint32_t window = (uint32_t)((uint64_t)at * windows / (run->count - 2));
+    const uint32_t first = window * inner / windows, end = (window + 1) * inner / windows;
+    return 1 + first + at % (end - first);
 }
 
 /* Fills in layer_of with the layers of the whole that decide, and `next` with the numbers in the fold
