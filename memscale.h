@@ -16359,6 +16359,11 @@ static MSI_NOINLINE void *msi_scratch(const msi_scorer *s, uint64_t bytes) {
     (MSI_RESERVE(type, (scorer)->allocator, list, needed) ||                                       \
      msi_run_short(scorer, "the solver", (uint64_t)(needed) * sizeof(type)))
 
+/* Adds an item to such a list, or is false. */
+#define MSI_APPEND(type, scorer, list, item)                                                       \
+    (MSI_SCRATCH_LIST(type, scorer, list, (list).count + 1ull) &&                                  \
+     ((void)((list).items[(list).count++] = (item)), true))
+
 /* Schedules, aliases and simulates a program that was lowered. */
 static void msi_complete(const msi_scorer *s, msi_program *p) {
     msi_schedule(s->graph, s->costs, s->store, s->allocator, p);
@@ -16388,7 +16393,7 @@ static void msi_lay_out(const msi_scorer *s, msi_program *p, uint64_t enough) {
     const uint64_t effort = msi_smaller(
         MSI_LAYOUT_EFFORT, MSI_LAYOUT_EFFORT_LEAST + p->code.ranges.count * MSI_LAYOUT_EFFORT_EACH);
     const uint64_t residents = p->layout.resident_bytes;
-    enough = enough > residents ? enough - residents : 0;
+    enough -= msi_smaller(enough, residents);
     p->layout.height = p->layout.peak_bytes;
     if (!msi_is_short(s) &&
         (!msi_make_blocks(s->allocator, p, s->store->residents.count) ||
@@ -16506,9 +16511,10 @@ typedef struct msi_search {
     bool found, fits;
     msi_found best_how;
     msi_score best_score;
-    /* Other searches that found good plans, the best first, and the best score of each. */
-    msi_found ranks[MSI_RANKS];
-    msi_score rank_scores[MSI_RANKS];
+    /* Other searches that found good plans, the best first, and the best score of each; at the end
+       one that does not count. */
+    msi_found ranks[MSI_RANKS + 1];
+    msi_score rank_scores[MSI_RANKS + 1];
     uint32_t rank_count;
     bool keeps_chain;        // for the local search
     struct msi_chain *chain; // or NULL
@@ -16557,33 +16563,26 @@ static bool msi_comes_first(const msi_search *s, const msi_score *a, const msi_s
     return fits != (b->bytes <= s->budget) ? fits : fits ? msi_is_faster(a, b) : smaller;
 }
 
-static bool msi_is_found_alike(const msi_found *a, const msi_found *b) {
-    return a->by == b->by && a->list == b->list && a->rounding == b->rounding &&
-           a->tiles == b->tiles && a->early == b->early;
-}
-
 /* Notes which search has found a plan, unless that has found a better one. */
 static void msi_rank(msi_search *s, const msi_score *score) {
+    const msi_found *a = s->ranks, *b = &s->how;
     uint32_t at = 0;
-    while (at < s->rank_count && !msi_is_found_alike(&s->ranks[at], &s->how)) {
+    for (; at < s->rank_count &&
+           !(a->by == b->by && a->list == b->list && a->rounding == b->rounding &&
+             a->tiles == b->tiles && a->early == b->early);
+         a++) {
         at++;
     }
     if (at < s->rank_count && !msi_comes_first(s, score, &s->rank_scores[at])) {
         return;
     }
-    if (at == s->rank_count) {
-        at = s->rank_count < MSI_RANKS ? s->rank_count++ : (uint32_t)MSI_RANKS;
-    }
+    s->rank_count += at == s->rank_count && at < MSI_RANKS;
     for (; at > 0 && msi_comes_first(s, score, &s->rank_scores[at - 1]); at--) {
-        if (at < MSI_RANKS) {
-            s->ranks[at] = s->ranks[at - 1];
-            s->rank_scores[at] = s->rank_scores[at - 1];
-        }
+        s->ranks[at] = s->ranks[at - 1];
+        s->rank_scores[at] = s->rank_scores[at - 1];
     }
-    if (at < MSI_RANKS) {
-        s->ranks[at] = s->how;
-        s->rank_scores[at] = *score;
-    }
+    s->ranks[at] = s->how;
+    s->rank_scores[at] = *score;
 }
 
 /* Keeps decisions that were laid out if they are better than the best so far. */
@@ -16606,8 +16605,11 @@ static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
 /* Decisions on a list, which were estimated. */
 typedef struct msi_candidate {
     msi_score score;
-    bool done; // they were laid out
+    uint32_t number; // by which their search finds them again
+    bool done;       // they were laid out
 } msi_candidate;
+
+typedef MSI_LIST(msi_candidate) msi_candidates;
 
 /* The candidate to lay out next, of those that may be the best: the fastest or, as long as none
    fits, the smallest, after which few others may still be the best. MSI_NONE: there is none. */
@@ -16723,30 +16725,24 @@ static uint8_t msi_may_choose(const msi_graph *g, uint32_t t) {
 
 enum { MSI_MAX_PARTS = 64 }; // of a param, however large it is: a program must not grow with it
 
-/* Decides in how many parts a param comes to its update: of part_bytes, or larger if too many. */
-static void msi_decide_parts(const msi_graph *g, uint64_t part_bytes,
-                             msi_tensor_decision *decisions) {
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const uint64_t bytes = g->tensors.items[t].bytes;
-        const bool is_param = g->tensors.items[t].kind == MSI_KIND_PARAM;
-        const uint64_t wanted = is_param && bytes > 0 ? (bytes + part_bytes - 1) / part_bytes : 0;
-        const uint32_t parts = (uint32_t)msi_smaller(wanted, MSI_MAX_PARTS);
-        const uint64_t elements = bytes / sizeof(float), each = msi_part_size(elements, parts);
-        decisions[t].parts = (uint16_t)(parts > 1 ? (elements + each - 1) / each : 0);
-        decisions[t].splits = false;
-    }
-}
-
 #ifndef MSI_PART_BYTES // tests have their own
 #define MSI_PART_BYTES ((uint64_t)16 << 20)
 #endif
 
 /* The plain plan drops only what nothing reads again, updates params last, and moves only what the
-   trainer lends on the host. */
+   trainer lends on the host. A param comes to its update in parts of so many bytes, or larger if these
+   are too many. */
 static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         const bool unread = !msi_is_read_again(tensor);
+        const uint64_t bytes = tensor->kind == MSI_KIND_PARAM ? tensor->bytes : 0;
+        const uint64_t elements = bytes / sizeof(float);
+        const uint32_t parts =
+            (uint32_t)msi_smaller((bytes + MSI_PART_BYTES - 1) / MSI_PART_BYTES, MSI_MAX_PARTS);
+        const uint64_t each = msi_part_size(elements, parts);
+        decisions[t].parts = (uint16_t)(parts > 1 ? (elements + each - 1) / each : 0);
+        decisions[t].splits = false;
         decisions[t].pass = unread && msi_is_droppable(g, t) ? 1 : 0;
         decisions[t].update_after = MSI_NONE;
         decisions[t].moves = (uint8_t)(msi_movable(g, t) & tensor->forced_moves & msi_lent(tensor));
@@ -16756,7 +16752,6 @@ static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions)
         decisions[t].begins_group = false;
     }
     decisions[g->tensors.count].room = 0;
-    msi_decide_parts(g, MSI_PART_BYTES, decisions);
 }
 
 /* Makes layers a group, and drops the values that only this group uses: each tile recomputes its
@@ -16914,7 +16909,6 @@ static uint64_t msi_pricing_bytes(const msi_graph *g) {
 }
 
 static bool msi_pricing_init(msi_pricing *c, const msi_scorer *s) {
-    memset(c, 0, sizeof *c);
     c->graph = s->graph;
     c->allocator = s->allocator;
     c->visited = (uint32_t *)msi_scratch(s, msi_pricing_bytes(c->graph));
@@ -17103,11 +17097,10 @@ static uint64_t msi_greedy_bytes(const msi_graph *g) {
            g->layers.count * (uint64_t)(sizeof(uint64_t) + sizeof(uint32_t));
 }
 
-/* Begins with the plain plan. False, and the scorer is short, without memory. */
+/* Begins with the plain plan, in zeroed memory. False, and the scorer is short, without memory. */
 static bool msi_greedy_init(msi_greedy *w, msi_search *search) {
     const msi_scorer *s = search->scorer;
     const msi_graph *g = s->graph;
-    memset(w, 0, sizeof *w);
     const uint32_t layers = 1 + g->layers.count;
     w->search = search;
     w->scorer = s;
@@ -17217,8 +17210,9 @@ static uint64_t msi_bytes_to_move(const msi_scorer *s, const msi_tensor_decision
                                   : msi_align(msi_decided_bytes(s->graph, decisions, t));
 }
 
-static uint64_t msi_action_bytes(const msi_greedy *w, uint32_t t, uint32_t move) {
-    return msi_bytes_to_move(w->scorer, w->decisions, t, move);
+static uint64_t msi_action_bytes(const msi_greedy *w, uint32_t action) {
+    return msi_bytes_to_move(w->scorer, w->decisions, msi_action_tensor(action),
+                             action >> MSI_ACTION_SHIFT);
 }
 
 /* Adds a move whose actions are the last member_count members. Room for it has been reserved. */
@@ -17229,9 +17223,7 @@ static void msi_add_move(msi_greedy *w, uint32_t member_count) {
     move->key = w->members.items[move->member];
     move->bytes_per_us = 0.0;
     for (uint32_t i = 0; i < member_count; i++) {
-        const uint32_t action = w->members.items[move->member + i];
-        move->bytes_per_us +=
-            (double)msi_action_bytes(w, msi_action_tensor(action), action >> MSI_ACTION_SHIFT);
+        move->bytes_per_us += (double)msi_action_bytes(w, w->members.items[move->member + i]);
     }
 }
 
@@ -17248,21 +17240,21 @@ static MSI_NOINLINE void msi_add_saved(msi_greedy *w, uint32_t layer, uint32_t c
     }
 }
 
+/* Notes what an instruction uses; the last instruction comes first. */
 static void msi_note_uses(msi_link_load *load, const msi_program *p, uint32_t now) {
     const msi_instruction *i = &p->code.instructions.items[now];
-    if (i->op == MSI_OP_UPDATE && load->update[i->target] == MSI_NONE) {
+    if (i->op == MSI_OP_UPDATE) {
         load->update[i->target] = now;
     }
     for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
         const uint32_t index = p->code.operands.items[i->operand_first + k].range;
         const msi_range *range = index == MSI_NONE ? NULL : &p->code.ranges.items[index];
         if (range && range->category == MS_CATEGORY_PARAM) {
-            uint32_t *first = &load->first_use[range->tensor];
-            *first = *first == MSI_NONE ? now : *first;
-            load->last_use[range->tensor] = now;
+            uint32_t *last = &load->last_use[range->tensor];
+            *last = *last == MSI_NONE ? now : *last;
+            load->first_use[range->tensor] = now;
         } else if (range && range->category == MS_CATEGORY_GRADIENT) {
-            uint32_t *first = &load->first_gradient[range->tensor];
-            *first = *first == MSI_NONE ? now : *first;
+            load->first_gradient[range->tensor] = now;
         }
     }
 }
@@ -17281,50 +17273,34 @@ static double msi_awaited_us(const msi_greedy *w, const msi_instruction *wait) {
     return us;
 }
 
-static bool msi_waits_for_device(const msi_program *p, const msi_instruction *i) {
-    return i->op == MSI_OP_WAIT && msi_engines[msi_awaited_engine(p, i)].fetches;
+/* Whether an instruction waits for copies in or, unless `in`, is a copy out. */
+static bool msi_uses_link(const msi_program *p, const msi_instruction *i, bool in) {
+    return in ? i->op == MSI_OP_WAIT && msi_engines[msi_awaited_engine(p, i)].fetches
+              : msi_sends((msi_op)i->op);
 }
 
-/* The time left for copies in: the least that any wait from an instruction on leaves. No copy spans
-   the peak, where there is no memory for it, so each side has its own. */
-static void msi_find_load_in(msi_greedy *w) {
+/* The time left for copies in: the least that any wait from an instruction on leaves; or for copies
+   out: the least that any of them up to an instruction leaves, until the end of the step. No copy
+   spans the peak, where there is no memory for it, so each side has its own. */
+static void msi_find_time_left(const msi_greedy *w, double *left, bool in) {
     const msi_program *p = w->scorer->program;
-    double *left = w->load.in_us.items, us = 0.0, in_us = 0.0, least = 1e300;
-    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+    const uint32_t count = p->code.instructions.count;
+    double us = 0.0, link_us = 0.0, least = 1e300;
+    for (uint32_t k = 0; k < count; k++) {
+        const uint32_t now = in ? k : count - 1 - k;
         const msi_instruction *i = &p->code.instructions.items[now];
-        if (now == p->layout.peak) {
-            us = in_us = 0.0;
+        if (now + !in == p->layout.peak) {
+            us = link_us = 0.0;
         }
-        in_us += msi_waits_for_device(p, i) ? msi_awaited_us(w, i) : 0.0;
-        left[now] = us - in_us;
+        link_us += !msi_uses_link(p, i, in) ? 0.0 : in ? msi_awaited_us(w, i) : i->us;
+        left[now] = us - link_us;
         us += msi_ops[i->op].cost == MSI_COST_LINK ? 0.0 : i->us;
     }
-    for (uint32_t now = p->code.instructions.count; now-- > 0;) {
-        const bool waits = msi_waits_for_device(p, &p->code.instructions.items[now]);
-        least = now + 1 == p->layout.peak ? 1e300 : least;
-        least = waits && left[now] < least ? left[now] : least;
-        left[now] = left[now] < least ? left[now] : least;
-    }
-}
-
-/* The time left for copies out: the least that any copy out up to an instruction leaves, until the
-   end of the step or the peak. */
-static void msi_find_load_out(msi_greedy *w) {
-    const msi_program *p = w->scorer->program;
-    double *left = w->load.out_us.items, us = 0.0, out_us = 0.0, least = 1e300;
-    for (uint32_t now = p->code.instructions.count; now-- > 0;) {
-        const msi_instruction *i = &p->code.instructions.items[now];
-        if (now + 1 == p->layout.peak) {
-            us = out_us = 0.0;
-        }
-        out_us += msi_sends((msi_op)i->op) ? i->us : 0.0;
-        left[now] = us - out_us;
-        us += msi_ops[i->op].cost == MSI_COST_LINK ? 0.0 : i->us;
-    }
-    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
-        const bool sends = msi_sends((msi_op)p->code.instructions.items[now].op);
-        least = now == p->layout.peak ? 1e300 : least;
-        least = sends && left[now] < least ? left[now] : least;
+    for (uint32_t k = 0; k < count; k++) {
+        const uint32_t now = in ? count - 1 - k : k;
+        const bool counts = msi_uses_link(p, &p->code.instructions.items[now], in);
+        least = now + in == p->layout.peak ? 1e300 : least;
+        least = counts && left[now] < least ? left[now] : least;
         left[now] = left[now] < least ? left[now] : least;
     }
 }
@@ -17341,20 +17317,22 @@ static bool msi_find_load(msi_greedy *w) {
         !MSI_SCRATCH_LIST(double, w->scorer, w->load.out_us, count)) {
         return false;
     }
-    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+    for (uint32_t now = p->code.instructions.count; now-- > 0;) {
         msi_note_uses(&w->load, p, now);
     }
-    msi_find_load_in(w);
-    msi_find_load_out(w);
+    msi_find_time_left(w, w->load.in_us.items, true);
+    msi_find_time_left(w, w->load.out_us.items, false);
     return true;
 }
 
-/* By how much a copy makes the step longer if the link has left_us for it. Hidden time costs a
-   little too, more where less time is left, so that the link is used where it is idle. */
-static MSI_NOINLINE double msi_exposed_us(double us, double left_us) {
+/* By how much a copy at an instruction, or at none, makes the step longer if the link has left_us
+   for it there. Hidden time costs a little too, more where less time is left, so that the link is
+   used where it is idle. */
+static MSI_NOINLINE double msi_exposed_us(double us, const double *all_left_us, uint32_t at) {
+    const double left_us = at == MSI_NONE ? us : all_left_us[at];
     const double hidden = left_us <= 0.0 ? 0.0 : left_us < us ? left_us : us;
     const double share = us > 0.0 ? us / (us + (left_us > 0.0 ? left_us : 0.0)) : 0.0;
-    return us - hidden + 0.05 * share * hidden;
+    return at == MSI_NONE ? 0.0 : us - hidden + 0.05 * share * hidden;
 }
 
 /* The time per micro-batch that it costs to move something to the host, in the plan at hand. The
@@ -17363,34 +17341,28 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     const uint32_t t = msi_action_tensor(of->key), move = of->key >> MSI_ACTION_SHIFT;
     const msi_link_load *load = &w->load;
     const msi_costs *costs = w->scorer->costs;
-    const uint64_t bytes = msi_action_bytes(w, t, move); // in one copy
+    const uint64_t bytes = msi_action_bytes(w, of->key); // in one copy
     const double in_us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, bytes);
     const double out_us = msi_copy_us(costs, MS_STREAM_TO_HOST, bytes);
-    const uint32_t uses[] = {load->first_use[t], load->last_use[t], load->update[t]};
+    const double *in_left_us = load->in_us.items, *out_left_us = load->out_us.items;
+    const uint32_t first = load->first_use[t], last = load->last_use[t];
     const double micros = (double)w->scorer->store->micro_count;
     double us = 0.0, once_us = 0.0; // in each micro-batch, and with the update
     if (w->graph->tensors.items[t].kind != MSI_KIND_PARAM) {
-        return msi_exposed_us(in_us, load->in_us.items[of->idle_last]) +
-               msi_exposed_us(out_us, load->out_us.items[of->idle_first]);
+        return msi_exposed_us(in_us, in_left_us, of->idle_last) +
+               msi_exposed_us(out_us, out_left_us, of->idle_first);
     }
-    if (move == MSI_MOVES_VALUE && uses[0] != MSI_NONE) {
-        us += msi_exposed_us(in_us, load->in_us.items[uses[0]]);
+    if (move == MSI_MOVES_VALUE) {
+        us = msi_exposed_us(in_us, in_left_us, first) +
+             msi_exposed_us(in_us, in_left_us, last != first ? last : MSI_NONE);
+    } else {
+        once_us = msi_exposed_us(in_us, in_left_us, load->update[t]);
     }
-    if (move == MSI_MOVES_VALUE && uses[1] != uses[0]) {
-        us += msi_exposed_us(in_us, load->in_us.items[uses[1]]);
-    }
-    if (move == MSI_MOVES_GRADIENT && uses[1] != MSI_NONE) {
-        us += msi_exposed_us(out_us, load->out_us.items[uses[1]]);
-    }
-    if (move == MSI_MOVES_GRADIENT && load->first_gradient[t] != MSI_NONE) {
-        us += (micros - 1.0) / micros *
-              msi_exposed_us(in_us, load->in_us.items[load->first_gradient[t]]);
-    }
-    if (move != MSI_MOVES_VALUE && uses[2] != MSI_NONE) {
-        once_us += msi_exposed_us(in_us, load->in_us.items[uses[2]]);
-    }
-    if (move != MSI_MOVES_GRADIENT && uses[2] != MSI_NONE) {
-        once_us += msi_exposed_us(out_us, load->out_us.items[uses[2]]);
+    if (move == MSI_MOVES_GRADIENT) {
+        us = msi_exposed_us(out_us, out_left_us, last) +
+             (micros - 1.0) / micros * msi_exposed_us(in_us, in_left_us, load->first_gradient[t]);
+    } else {
+        once_us += msi_exposed_us(out_us, out_left_us, load->update[t]);
     }
     return us + once_us / micros;
 }
@@ -17426,9 +17398,8 @@ static bool msi_is_used_at_peak(const msi_program *p, uint32_t range) {
 /* Notes what the plan at hand, which was estimated, leaves of the host's memory. */
 static void msi_find_host_left(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
-    const uint64_t used = p->layout.home_bytes + p->layout.sent_bytes,
-                   most = w->search->host_budget;
-    w->host_left = used < most ? most - used : 0;
+    const uint64_t most = w->search->host_budget;
+    w->host_left = most - msi_smaller(most, p->layout.home_bytes + p->layout.sent_bytes);
 }
 
 /* Whether what a live range holds may be moved, and is worth a copy: one that takes less time than
@@ -17436,8 +17407,9 @@ static void msi_find_host_left(msi_greedy *w) {
 static bool msi_may_move(const msi_greedy *w, uint32_t t, uint32_t move) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     const msi_costs *costs = w->scorer->costs;
-    const uint64_t all = msi_action_bytes(w, t, move); // state is copied one tensor after another
+    const uint64_t all = msi_bytes_to_move(w->scorer, w->decisions, t, move);
     const uint32_t states = msi_state_count(w->scorer->lowering->optimizer);
+    /* State is copied one tensor after another. */
     const uint64_t each = move == MSI_MOVES_STATE && states > 0 ? all / states : tensor->bytes;
     const double us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, each);
     const uint32_t kind = tensor->kind == MSI_KIND_PARAM ? move : (uint32_t)MSI_MOVES_MADE;
@@ -17525,8 +17497,7 @@ static MSI_NOINLINE void msi_find_moves(msi_greedy *w) {
     }
     msi_list_moves(w);
     msi_find_segments(w);
-    for (uint32_t i = 0; i < w->moves.count; i++) {
-        msi_move *move = &w->moves.items[i];
+    for (MSI_ITEMS(msi_move, move, w->moves)) {
         double us = 0.0;
         if (move->key >> MSI_ACTION_SHIFT) {
             msi_price_offload(w, move);
@@ -17562,22 +17533,17 @@ static bool msi_add_prefix(msi_greedy *w) {
     const bool counts = w->score.us >= slowest;
     msi_prefix prefix = {w->score, w->drops.count, w->search->how.early, counts};
     prefix.score.us = counts ? w->score.us : slowest;
-    if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, count + 1ull)) {
-        w->prefixes.items[w->prefixes.count++] = prefix;
-    }
+    (void)MSI_APPEND(msi_prefix, w->scorer, w->prefixes, prefix);
     return counts;
 }
 
 /* Does an action, unless it is done, excluded by another one, or the host has no room for it. */
 static void msi_drop(msi_greedy *w, uint32_t action, uint64_t *host_left) {
-    const uint32_t t = msi_action_tensor(action), move = action >> MSI_ACTION_SHIFT;
-    const uint64_t host_bytes = move ? msi_action_bytes(w, t, move) : 0;
+    const uint64_t host_bytes = action >> MSI_ACTION_SHIFT ? msi_action_bytes(w, action) : 0;
     if (!msi_is_done(w->decisions, action) && msi_is_possible(w->decisions, action) &&
-        host_bytes <= *host_left &&
-        MSI_SCRATCH_LIST(uint32_t, w->scorer, w->drops, w->drops.count + 1ull)) {
+        host_bytes <= *host_left && MSI_APPEND(uint32_t, w->scorer, w->drops, action)) {
         msi_do(w->decisions, action, true);
         *host_left -= host_bytes;
-        w->drops.items[w->drops.count++] = action;
     }
 }
 
@@ -17606,11 +17572,6 @@ static msi_peak msi_peak_of(const msi_greedy *w) {
     return peak;
 }
 
-static bool msi_is_lower(const msi_peak *peak, const msi_peak *old) {
-    return peak->live_bytes < old->live_bytes || peak->most_bytes < old->most_bytes ||
-           (peak->live_bytes == old->live_bytes && peak->instruction != old->instruction);
-}
-
 /* Makes `count` moves from `first` on, and takes them back unless they lower the peak. */
 static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, const msi_peak *old) {
     const uint32_t old_drops = w->drops.count;
@@ -17622,7 +17583,8 @@ static bool msi_make_moves(msi_greedy *w, uint32_t first, uint32_t count, const 
     }
     w->score = msi_search_estimate(w->search, w->decisions);
     const msi_peak now = msi_peak_of(w);
-    const bool lower = msi_is_lower(&now, old);
+    const bool lower = now.live_bytes < old->live_bytes || now.most_bytes < old->most_bytes ||
+                       (now.live_bytes == old->live_bytes && now.instruction != old->instruction);
     if (!lower) {
         msi_set_drops(w, old_drops);
     }
@@ -17646,9 +17608,7 @@ static uint32_t msi_first_batch(const msi_greedy *w, uint64_t live_bytes) {
     for (; count < w->moves.count && (count < share || bytes < wanted); count++) {
         const msi_move *move = &w->moves.items[count];
         for (uint32_t k = 0; k < move->member_count && bytes < wanted; k++) {
-            const uint32_t action = w->members.items[move->member + k];
-            bytes +=
-                (double)msi_action_bytes(w, msi_action_tensor(action), action >> MSI_ACTION_SHIFT);
+            bytes += (double)msi_action_bytes(w, w->members.items[move->member + k]);
         }
     }
     return count;
@@ -17827,9 +17787,7 @@ static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
     do {
         const msi_prefix prefix = {w->score, w->drops.count, w->search->how.early,
                                    w->scorer->program->layout.home_bytes <= w->search->host_budget};
-        if (MSI_SCRATCH_LIST(msi_prefix, w->scorer, w->prefixes, w->prefixes.count + 1ull)) {
-            w->prefixes.items[w->prefixes.count++] = prefix;
-        }
+        (void)MSI_APPEND(msi_prefix, w->scorer, w->prefixes, prefix);
         const bool fits = prefix.counts && w->score.live_bytes <= budget - budget / 64;
         fastest_us = fits && w->score.us < fastest_us ? w->score.us : fastest_us;
     } while (!msi_is_short(w->scorer) && !msi_cannot_win(w, fastest_us) && msi_next_plan(w));
@@ -17837,8 +17795,8 @@ static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
     if (best != MSI_NONE) {
         msi_prefix before = w->prefixes.items[best];
         before.score.us = 0.0;
-        for (uint32_t k = 0; k < w->prefixes.count; k++) {
-            const double us = w->prefixes.items[k].score.us;
+        for (MSI_ITEMS(const msi_prefix, one, w->prefixes)) {
+            const double us = one->score.us;
             const bool later = us < w->prefixes.items[best].score.us && us > before.score.us;
             before.score.us = later ? us : before.score.us;
         }
@@ -17919,7 +17877,7 @@ static void msi_move_params(msi_greedy *w, uint32_t begun, uint8_t in_place) {
             const bool moves = (begun & move) &&
                                w->graph->tensors.items[t].kind == MSI_KIND_PARAM &&
                                msi_may_move(w, t, move);
-            w->host_left -= moves ? msi_action_bytes(w, t, move) : 0;
+            w->host_left -= moves ? msi_action_bytes(w, t | move << MSI_ACTION_SHIFT) : 0;
             w->decisions[t].moves = (uint8_t)(w->decisions[t].moves | (moves ? move : 0));
         }
         const bool state = w->decisions[t].moves & MSI_MOVES_STATE;
@@ -18015,9 +17973,8 @@ static void msi_list_made_moves(msi_greedy *w, const msi_blame *b) {
         const uint32_t moved = w->decisions[t].moves & msi_may_choose(g, t) & ~tensor->forced_moves;
         for (int k = 0; k < 3 && !fixed; k++) {
             if ((moved >> k & 1) &&
-                MSI_SCRATCH_LIST(uint32_t, w->scorer, w->members, w->members.count + 1ull) &&
-                MSI_SCRATCH_LIST(msi_move, w->scorer, w->moves, w->moves.count + 1ull)) {
-                w->members.items[w->members.count++] = t | 1u << (k + MSI_ACTION_SHIFT);
+                MSI_SCRATCH_LIST(msi_move, w->scorer, w->moves, w->moves.count + 1ull) &&
+                MSI_APPEND(uint32_t, w->scorer, w->members, t | 1u << (k + MSI_ACTION_SHIFT))) {
                 msi_add_move(w, 1);
                 msi_move *move = &w->moves.items[w->moves.count - 1];
                 move->segment_bytes = 0;
@@ -18028,12 +17985,6 @@ static void msi_list_made_moves(msi_greedy *w, const msi_blame *b) {
     msi_sort_moves(w->moves.items, w->moves.count);
 }
 
-/* Plans that take back more and more of the moves of the best plan. */
-typedef struct msi_give_back {
-    MSI_LIST(msi_candidate) list;
-    MSI_LIST(uint32_t) kept; // of each plan: how many of the moves it still makes
-} msi_give_back;
-
 /* Takes back the moves after the first `count`. */
 static void msi_keep_moves(msi_greedy *w, uint32_t count) {
     memcpy(w->decisions, w->search->best, (size_t)msi_decisions_bytes(w->graph));
@@ -18043,50 +17994,34 @@ static void msi_keep_moves(msi_greedy *w, uint32_t count) {
     w->score = msi_search_estimate(w->search, w->decisions);
 }
 
-/* Makes the list of plans, as long as their live bytes fit: no later plan has fewer. */
-static void msi_list_given_back(msi_greedy *w, msi_give_back *back) {
+/* Lists plans that take back more and more of the moves of the best plan, by how many they still make,
+   as long as their live bytes fit: no later plan has fewer. */
+static void msi_list_given_back(msi_greedy *w, msi_candidates *back) {
     const uint32_t most = MSI_GIVE_BACK_SHARE * w->try_limit;
     uint64_t all = 0, given = 0;
-    for (uint32_t i = 0; i < w->moves.count; i++) {
-        const uint32_t action = w->moves.items[i].key;
-        all += msi_action_bytes(w, msi_action_tensor(action), action >> MSI_ACTION_SHIFT);
+    for (MSI_ITEMS(const msi_move, move, w->moves)) {
+        all += msi_action_bytes(w, move->key);
     }
     for (uint32_t i = w->moves.count; i-- > 0 && !msi_is_short(w->scorer);) {
-        const uint32_t action = w->moves.items[i].key;
-        given += msi_action_bytes(w, msi_action_tensor(action), action >> MSI_ACTION_SHIFT);
-        if (i > 0 && given < (all / most) * (1 + back->list.count)) {
+        given += msi_action_bytes(w, w->moves.items[i].key);
+        if (i > 0 && given < (all / most) * (1 + back->count)) {
             continue;
         }
         msi_keep_moves(w, i);
-        const msi_candidate one = {w->score, false};
+        const msi_candidate one = {w->score, i, false};
         if (one.score.live_bytes > w->search->budget ||
-            !MSI_SCRATCH_LIST(msi_candidate, w->scorer, back->list, back->list.count + 1ull) ||
-            !MSI_SCRATCH_LIST(uint32_t, w->scorer, back->kept, back->kept.count + 1ull)) {
+            !MSI_APPEND(msi_candidate, w->scorer, *back, one)) {
             return;
         }
-        back->list.items[back->list.count++] = one;
-        back->kept.items[back->kept.count++] = i;
     }
-}
-
-/* The plan to lay out next: the first, if it comes before the best so far. */
-static uint32_t msi_next_given_back(const msi_search *s, const msi_give_back *back) {
-    uint32_t next = MSI_NONE;
-    for (uint32_t k = 0; k < back->list.count && !msi_is_short(s->scorer); k++) {
-        const msi_candidate *c = &back->list.items[k];
-        const bool first =
-            next == MSI_NONE || msi_is_faster(&c->score, &back->list.items[next].score);
-        next = !c->done && msi_is_faster(&c->score, &s->best_score) && first ? k : next;
-    }
-    return next;
 }
 
 /* Takes the first of these plans that fits. */
-static void msi_take_given_back(msi_greedy *w, msi_give_back *back) {
+static void msi_take_given_back(msi_greedy *w, const msi_candidates *back) {
     msi_search *s = w->search;
-    for (uint32_t k; (k = msi_next_given_back(s, back)) != MSI_NONE;) {
-        msi_keep_moves(w, back->kept.items[k]);
-        back->list.items[k].done = true;
+    for (uint32_t k; (k = msi_next_candidate(s, back->items, back->count)) != MSI_NONE;) {
+        msi_keep_moves(w, back->items[k].number);
+        back->items[k].done = true;
         if (msi_fits(s->scorer, &w->score, s->budget, msi_enough_of_list(s)) &&
             msi_host_suffices(w)) {
             s->best_score = w->score;
@@ -18099,11 +18034,15 @@ static void msi_take_given_back(msi_greedy *w, msi_give_back *back) {
 }
 
 /* Uses what the best plan leaves of the budget: takes back some of its moves, so that what they
-   moved stays on the device. The list of plans for this depends on the best plan alone. */
-static void msi_give_room_back(msi_search *s) {
-    msi_greedy w;
+   moved stays on the device. The list of plans for this depends on the best plan alone. Wins with
+   accumulation, where params cross the link many times a step: a list leaves more than it must. */
+static void msi_give_back_best(msi_search *s) {
+    msi_greedy w = MSI_ZERO_INIT;
     msi_blame blame = MSI_ZERO_INIT;
-    msi_give_back back = MSI_ZERO_INIT;
+    msi_candidates back = MSI_ZERO_INIT;
+    if (!s->may_move || s->any || s->budget == 0 || !s->fits || !(s->best_score.link_us > 0.0)) {
+        return;
+    }
     s->how.early = s->best_how.early;
     if (msi_greedy_init(&w, s)) {
         memcpy(w.decisions, s->best, (size_t)msi_decisions_bytes(w.graph));
@@ -18116,17 +18055,8 @@ static void msi_give_room_back(msi_search *s) {
             msi_release(s->scorer->allocator, blame.begin_us, blame.bytes);
         }
     }
-    MSI_LIST_FREE(msi_candidate, s->scorer->allocator, back.list);
-    MSI_LIST_FREE(uint32_t, s->scorer->allocator, back.kept);
+    MSI_LIST_FREE(msi_candidate, s->scorer->allocator, back);
     msi_greedy_free(&w);
-}
-
-/* Gives back moves of the best plan, if that fits. Wins with accumulation, where params cross the
-   link many times a step: a list leaves more of the budget than it must. */
-static void msi_give_back_best(msi_search *s) {
-    if (s->may_move && !s->any && s->budget > 0 && s->fits && s->best_score.link_us > 0.0) {
-        msi_give_room_back(s);
-    }
 }
 
 /* The fewest bytes that residents take on the device in any plan of a list: as if all that it may
@@ -18139,11 +18069,13 @@ static uint64_t msi_least_resident_bytes(const msi_greedy *w) {
                                  ? w->search->moves & msi_may_choose(g, t)
                                  : 0u;
         for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
-            moved += may & move & ~w->decisions[t].moves ? msi_action_bytes(w, t, move) : 0;
+            moved += may & move & ~w->decisions[t].moves
+                         ? msi_action_bytes(w, t | move << MSI_ACTION_SHIFT)
+                         : 0;
         }
     }
     const uint64_t bytes = w->scorer->program->layout.resident_bytes;
-    return bytes > moved ? bytes - moved : 0;
+    return bytes - msi_smaller(bytes, moved);
 }
 
 /* Makes the base, which is in place, the beginning of a list; what it begins with is not moved yet. */
@@ -18185,7 +18117,7 @@ static MSI_NOINLINE void msi_search_moves(msi_greedy *w, const msi_move_list *li
 /* Searches list `number`. Returns whether it made several moves at a time. */
 static bool msi_search_list_of_moves(msi_search *s, int number) {
     const uint32_t techniques = s->techniques;
-    msi_greedy w;
+    msi_greedy w = MSI_ZERO_INIT;
     bool coarse = false;
     s->how.by = MSI_FINDER_LISTS;
     s->how.list = number;
@@ -18274,19 +18206,19 @@ static void msi_search_segments(msi_search *s) {
     const uint32_t step = layers > MSI_BATCH_LAYERS ? 1 : 3;
     const uint64_t bytes = msi_decisions_bytes(s->scorer->graph);
     msi_candidate list[MSI_SEGMENT_PLANS];
-    uint32_t widths[MSI_SEGMENT_PLANS], count = 0;
+    uint32_t count = 0;
     msi_tensor_decision *decisions = (msi_tensor_decision *)msi_scratch(s->scorer, bytes);
     for (uint32_t segments = 2; decisions && segments <= layers / 2 && count < MSI_SEGMENT_PLANS &&
                                 !msi_is_short(s->scorer);
          segments += 1 + segments / step) {
-        widths[count] = (layers + segments - 1) / segments;
-        msi_decide_segments(s, decisions, widths[count], false);
-        list[count].done = false;
-        list[count++].score = msi_search_estimate(s, decisions);
+        const uint32_t width = (layers + segments - 1) / segments;
+        msi_decide_segments(s, decisions, width, false);
+        const msi_candidate one = {msi_search_estimate(s, decisions), width, false};
+        list[count++] = one;
     }
     s->how.by = MSI_FINDER_SEGMENTS;
     for (uint32_t k; (k = msi_next_candidate(s, list, count)) != MSI_NONE;) {
-        msi_decide_segments(s, decisions, widths[k], false);
+        msi_decide_segments(s, decisions, list[k].number, false);
         msi_propose_candidate(s, &list[k], decisions, msi_search_estimate(s, decisions));
     }
     msi_release(s->scorer->allocator, decisions, decisions ? bytes : 0);
@@ -18384,11 +18316,10 @@ typedef struct msi_chain {
     const msi_graph *graph;
     msi_tensor_decision *decisions; // of the plan at hand
     uint32_t count;                 // stages
-    uint32_t move_count;
-    msi_move *moves;    // values of a stage that are still kept
-    uint32_t *stage_of; // per layer
-    uint8_t *option_of; // per tensor: the first option that drops it
-    uint8_t *leads;     // per layer: its outputs are needed to make the output of its stage
+    msi_move *moves;                // values of a stage that are still kept
+    uint32_t *stage_of;             // per layer
+    uint8_t *option_of;             // per tensor: the first option that drops it
+    uint8_t *leads; // per layer: its outputs are needed to make the output of its stage
     msi_pricing pricing;
     MSI_LIST(uint32_t) at;                    // per instruction: its stage
     MSI_LIST(uint64_t) bytes;                 // memory of the next two
@@ -18410,7 +18341,7 @@ typedef struct msi_chain {
     msi_way ways[MSI_CHAIN_WAYS];
     msi_chain_stage stages[MSI_CHAIN_STAGES];
     msi_candidate unfit[MSI_CHAIN_UNFIT]; // points that were met with too many live bytes
-    uint32_t unfit_number[MSI_CHAIN_UNFIT], unfit_count;
+    uint32_t unfit_count;
 } msi_chain;
 
 /* Stands for a subchain that a way does not have: it takes neither bytes nor time. */
@@ -18464,9 +18395,9 @@ static bool msi_is_cut(const msi_chain *c, const msi_crossings *x, uint32_t laye
     const msi_tensor_decision *first =
         &c->decisions[msi_first_output(c->graph, &c->graph->layers.items[layer])];
     const bool parts_group = first->tiles > 0 && !first->begins_group;
-    return (x->count[layer] == 0 && !parts_group) ||
-           (x->count[layer] == 1 && !parts_group &&
-            !msi_is_drop_forced(c->graph, (uint32_t)x->sum[layer] - 1));
+    return !parts_group &&
+           (x->count[layer] == 0 ||
+            (x->count[layer] == 1 && !msi_is_drop_forced(c->graph, (uint32_t)x->sum[layer] - 1)));
 }
 
 /* Cuts the graph where at most one value crosses; if these are too many stages, only where enough
@@ -18534,28 +18465,24 @@ static void msi_drop_in_stage(msi_chain *c, uint32_t number, uint32_t tensor, ui
     }
 }
 
-/* Lists the values of a stage that are still kept, each as a move. */
-static void msi_list_kept(msi_chain *c, uint32_t number) {
+/* Drops `count` more values of a stage: those that free most bytes for their time. */
+static void msi_drop_best(msi_chain *c, uint32_t number, uint32_t count, uint32_t option) {
     const msi_graph *g = c->graph;
-    c->move_count = 0;
+    uint32_t kept = 0;
     for (uint32_t i = c->stages[number].first; i < c->stages[number].end; i++) {
         for (MSI_EACH_MADE(made, g, i)) {
-            if (msi_is_inner(c, number, made.tensor) && c->decisions[made.tensor].pass == 0) {
-                msi_move *move = &c->moves[c->move_count++];
-                memset(move, 0, sizeof *move);
-                move->key = made.tensor;
-                move->bytes_per_us = (double)msi_decided_bytes(g, c->decisions, made.tensor) /
-                                     (1e-3 + msi_price_us(&c->pricing, c->decisions, made.tensor));
+            const uint32_t t = made.tensor;
+            if (msi_is_inner(c, number, t) && c->decisions[t].pass == 0) {
+                msi_move move = MSI_ZERO_INIT;
+                move.key = t;
+                move.bytes_per_us = (double)msi_decided_bytes(g, c->decisions, t) /
+                                    (1e-3 + msi_price_us(&c->pricing, c->decisions, t));
+                c->moves[kept++] = move;
             }
         }
     }
-}
-
-/* Drops `count` more values of a stage: those that free most bytes for their time. */
-static void msi_drop_best(msi_chain *c, uint32_t number, uint32_t count, uint32_t option) {
-    msi_list_kept(c, number);
-    msi_sort_moves(c->moves, c->move_count);
-    for (uint32_t k = 0; k < c->move_count && count > 0; k++) {
+    msi_sort_moves(c->moves, kept);
+    for (uint32_t k = 0; k < kept && count > 0; k++) {
         if (c->decisions[c->moves[k].key].pass == 0) {
             msi_drop_in_stage(c, number, c->moves[k].key, option);
             count--;
@@ -18957,8 +18884,7 @@ static void msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, u
             *++points = c->buckets[i];
         }
     }
-    memset(++points, 0, sizeof *points);
-    points->bytes = MSI_CHAIN_NEVER;
+    *++points = msi_no_points[1];
     subchain->count = (uint32_t)(points - subchain->points);
     c->pool_used += subchain->count + 1;
 }
@@ -19051,8 +18977,8 @@ static bool msi_try_point(msi_chain *c, uint32_t number, msi_score *score, uint6
     const bool fits = msi_fits(c->scorer, score, c->search->budget, 0);
     if (score->bytes == UINT64_MAX) {
         if (c->unfit_count < MSI_CHAIN_UNFIT) {
-            c->unfit_number[c->unfit_count] = number;
-            c->unfit[c->unfit_count++].score = *score;
+            const msi_candidate unfit = {*score, number, false};
+            c->unfit[c->unfit_count++] = unfit;
         }
         return false;
     }
@@ -19070,7 +18996,7 @@ static void msi_try_unfit(msi_chain *c) {
     for (uint32_t k;
          !search->fits && (k = msi_next_candidate(search, c->unfit, c->unfit_count)) != MSI_NONE;) {
         msi_propose_candidate(search, &c->unfit[k], c->decisions,
-                              msi_estimate_point(c, c->unfit_number[k]));
+                              msi_estimate_point(c, c->unfit[k].number));
     }
 }
 
@@ -19344,18 +19270,14 @@ static bool msi_list_move_groups(msi_exhaustive *all, uint32_t member) {
             }
         }
     }
-    const bool moves = all->group_count > all->drop_count;
-    all->first[all->group_count] = member; // the groups after it have no members
+    /* The last two groups have no members. */
+    const bool moves = all->group_count > all->drop_count, late = moves && all->search->may_delay;
     all->room_group = moves ? all->group_count : MSI_NONE;
-    if (moves && !msi_open_group(all, member, MSI_NONE)) {
-        return false;
-    }
-    all->late_group = moves && all->search->may_delay ? all->group_count : MSI_NONE;
-    if (all->late_group != MSI_NONE && !msi_open_group(all, member, MSI_NONE)) {
-        return false;
-    }
+    all->late_group = late ? all->group_count + 1 : MSI_NONE;
+    const bool listed = (!moves || msi_open_group(all, member, MSI_NONE)) &&
+                        (!late || msi_open_group(all, member, MSI_NONE));
     all->first[all->group_count] = member;
-    return true;
+    return listed;
 }
 
 /* Lists the groups; false: there are too many. */
@@ -19615,7 +19537,7 @@ static msi_groups msi_groups_of(const msi_exhaustive *all, const msi_tensor_deci
 static void msi_try_greedy(msi_exhaustive *all, const msi_move_list *list) {
     msi_search *s = all->search;
     const uint32_t techniques = s->techniques;
-    msi_greedy w;
+    msi_greedy w = MSI_ZERO_INIT;
     s->techniques |= list ? MSI_OFFLOADING : 0;
     s->moves = list ? list->moves : 0;
     if (msi_greedy_init(&w, s)) {
@@ -19864,13 +19786,10 @@ static uint32_t msi_begin_climb(const msi_exhaustive *all, msi_rung *r) {
     if (c && r->most > all->resident_bytes) {
         point = msi_point_within(c, r->most - all->resident_bytes);
     }
-    if (point != MSI_NONE && all->base_us + (double)msi_whole_chain(c)->points[point].us < us) {
-        us = all->base_us + (double)msi_whole_chain(c)->points[point].us;
-    } else {
-        point = MSI_NONE;
-    }
-    r->least_us = us * (1.0 - MSI_CLIMB_GAIN);
-    return point;
+    const double point_us =
+        point == MSI_NONE ? us : all->base_us + (double)msi_whole_chain(c)->points[point].us;
+    r->least_us = (point_us < us ? point_us : us) * (1.0 - MSI_CLIMB_GAIN);
+    return point_us < us ? point : MSI_NONE;
 }
 
 /* Climbs at the rungs of a ladder of budgets, each from the plans that were found before any climb,
@@ -20017,10 +19936,6 @@ static bool msi_is_same_shape(const ms_shape *a, const ms_shape *b) {
            memcmp(a->axes, b->axes, sizeof a->axes) == 0;
 }
 
-static bool msi_is_same_workspace(const ms_workspace *a, const ms_workspace *b) {
-    return a->bytes == b->bytes && a->row_bytes == b->row_bytes && a->contents == b->contents;
-}
-
 /* Whether two layers do the same on operands of the same shapes. */
 static bool msi_are_alike(const msi_graph *g, uint32_t a, uint32_t b) {
     const msi_layer *x = &g->layers.items[a], *y = &g->layers.items[b];
@@ -20030,7 +19945,8 @@ static bool msi_are_alike(const msi_graph *g, uint32_t a, uint32_t b) {
                  memcmp(&x->tile, &y->tile, sizeof x->tile) == 0 &&
                  x->has_backward == y->has_backward;
     for (int k = 0; k < 3; k++) {
-        alike = alike && msi_is_same_workspace(&x->workspace[k], &y->workspace[k]);
+        const ms_workspace *v = &x->workspace[k], *w = &y->workspace[k];
+        alike &= v->bytes == w->bytes && v->row_bytes == w->row_bytes && v->contents == w->contents;
     }
     for (uint32_t k = 0; k < count && alike; k++) {
         const uint32_t s = g->operands.items[x->operand_first + k];
@@ -20238,11 +20154,9 @@ static bool msi_add_tiling(const msi_grouping *c, msi_tilings *to, uint32_t most
             continue;
         }
         msi_tiling group = msi_group_at(g, c->decisions, i);
-        const bool forced = msi_tiling_force(g, &g->layers.items[i]) != MS_SWITCH_DEFAULT;
-        if (!forced &&
-            MSI_SCRATCH_LIST(msi_tiling, c->scorer, to->groups, to->groups.count + 1ull)) {
-            group.keeps = i + 1 == group.end && msi_keeps_inner(g, c->decisions, i);
-            to->groups.items[to->groups.count++] = group;
+        group.keeps = i + 1 == group.end && msi_keeps_inner(g, c->decisions, i);
+        if (msi_tiling_force(g, &g->layers.items[i]) == MS_SWITCH_DEFAULT) {
+            (void)MSI_APPEND(msi_tiling, c->scorer, to->groups, group);
         }
         i = group.end;
     }
@@ -20276,10 +20190,9 @@ static void msi_add_fewer_tiles(const msi_grouping *c, msi_tilings *to, uint32_t
 /* Finds the sets that start from a plan. Without those of the squeezed plan the smallest arenas of
    transformers would be 5 to 20 % larger, without the others their steps up to 1 % slower. */
 static void msi_find_tilings_from(msi_grouping *c, bool squeezed, msi_tilings *found) {
-    const bool is_small = msi_is_small(c->graph);
-    const uint32_t more = is_small ? (uint32_t)MSI_MOST_TILINGS : (uint32_t)MSI_GROUPING_SETS;
-    const uint32_t most =
-        found->count + more < MSI_MOST_TILINGS ? found->count + more : (uint32_t)MSI_MOST_TILINGS;
+    const uint32_t more =
+        msi_is_small(c->graph) ? (uint32_t)MSI_MOST_TILINGS : (uint32_t)MSI_GROUPING_SETS;
+    const uint32_t most = (uint32_t)msi_smaller(found->count + more, MSI_MOST_TILINGS);
     if (squeezed) {
         msi_decide_squeezed(c->search, c->decisions);
     } else {
@@ -20332,11 +20245,9 @@ static void msi_add_streams(msi_grouping *c, msi_tilings *found) {
     }
 }
 
-/* `search` says what plans may move. False without memory. */
+/* `search` says what plans may move. The memory of `c` is zeroed. False without memory. */
 static bool msi_grouping_init(msi_grouping *c, const msi_search *search) {
     const msi_graph *g = search->scorer->graph;
-    const msi_grouping zero = MSI_ZERO_INIT;
-    *c = zero;
     c->search = search;
     c->scorer = search->scorer;
     c->graph = g;
@@ -20354,7 +20265,7 @@ static void msi_grouping_free(msi_grouping *c) {
 static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings *found) {
     const msi_graph *g = search->scorer->graph;
     const uint32_t first = msi_is_small(g) ? 0 : roundings;
-    msi_grouping c;
+    msi_grouping c = MSI_ZERO_INIT;
     if (!msi_grouping_init(&c, search)) {
         return;
     }
@@ -20514,13 +20425,6 @@ static void msi_follow(msi_solver *s) {
     }
 }
 
-/* Places the updates of the plan at hand inside backward. */
-static void msi_begin_early(msi_greedy *w) {
-    w->search->how.early = true;
-    msi_place_updates(w->graph, w->decisions, true, 0);
-    w->score = msi_search_estimate(w->search, w->decisions);
-}
-
 /* A hash of what decisions round. */
 static uint64_t msi_hash_rounding(const msi_graph *g, const msi_tensor_decision *decisions) {
     uint64_t hash = 0;
@@ -20566,7 +20470,9 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     bool fits = !always_early && msi_add_prefix(w) && w->score.bytes <= w->search->budget;
     if (!fits && may_be_early) {
         w->search->may_delay = !always_early;
-        msi_begin_early(w);
+        w->search->how.early = true;
+        msi_place_updates(w->graph, w->decisions, true, 0);
+        w->score = msi_search_estimate(w->search, w->decisions);
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
     if (fits) {
@@ -20723,12 +20629,6 @@ static bool msi_comes_before(const msi_search *s, const msi_rounding *a, const m
                                                                     : a->us < b->us;
 }
 
-/* About the bytes of the smallest plan of the list whose base the search has. */
-static uint64_t msi_least_bytes(const msi_search *search, msi_tensor_decision *decisions) {
-    msi_decide_squeezed(search, decisions);
-    return msi_estimate(search->scorer, decisions).live_bytes;
-}
-
 /* The lists to search, the one whose plans may be fastest first. Returns how many. */
 static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
                                    msi_tensor_decision *decisions, msi_rounding *list) {
@@ -20746,7 +20646,8 @@ static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
             one.bound_us = msi_bound_us(search, score.us);
             one.live_bytes = score.live_bytes;
             one.resident_bytes = s->scorer->program->layout.resident_bytes;
-            one.least_bytes = msi_least_bytes(search, decisions);
+            msi_decide_squeezed(search, decisions);
+            one.least_bytes = msi_estimate(s->scorer, decisions).live_bytes;
             list[count++] = one;
         }
     }
@@ -20769,37 +20670,24 @@ static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
 /* Searches from the plan at hand as a plan was found. */
 static void msi_search_like(const msi_solver *s, msi_greedy *w, const msi_found *found) {
     msi_search *search = w->search;
-    const bool may_drop = s->request->techniques & MSI_CHECKPOINTING;
-    switch (found->by) {
-    case MSI_FINDER_CHAIN:
+    if (found->by == MSI_FINDER_CHAIN) {
         (void)msi_search_chain(search);
-        break;
-    case MSI_FINDER_SEGMENTS:
+    } else if (found->by == MSI_FINDER_SEGMENTS) {
         msi_search_segments(search);
-        break;
-    case MSI_FINDER_LISTS:
-    case MSI_FINDER_GIVEN_BACK:
+    } else if (found->by == MSI_FINDER_LISTS || found->by == MSI_FINDER_GIVEN_BACK) {
         (void)msi_search_list_of_moves(search, found->list);
-        break;
-    case MSI_FINDER_PLAIN:
-    case MSI_FINDER_BASE:
-    case MSI_FINDER_GREEDY:
-    case MSI_FINDER_EXHAUSTIVE:
-    case MSI_FINDER_LOCAL:
-    case MSI_FINDER_SQUEEZED:
-    case MSI_FINDER_FOLD:
-    case MSI_FINDER_LARGEST:
-    case MSI_FINDER_COUNT:
-        msi_search_greedy(w, may_drop);
-        break;
+    } else {
+        msi_search_greedy(w, s->request->techniques & MSI_CHECKPOINTING);
     }
 }
 
 /* Searches the plans with these roundings and tiles, as a plan was found or, if that is NULL, by all
-   searches; unless something is forced, no plan counts as faster than the first. */
+   searches; unless something is forced, no plan counts as faster than the first. When updates run is
+   as before after it. */
 static void msi_search_list(const msi_solver *s, msi_search *search, uint32_t mask, uint32_t tiling,
                             const msi_found *found) {
-    msi_greedy w;
+    const bool early = search->how.early;
+    msi_greedy w = MSI_ZERO_INIT;
     if (msi_greedy_init(&w, search)) {
         msi_begin_rounding(search, mask, tiling, w.decisions);
         const double us = msi_estimate(s->scorer, w.decisions).us;
@@ -20817,6 +20705,7 @@ static void msi_search_list(const msi_solver *s, msi_search *search, uint32_t ma
             msi_search_all(s, &w);
         }
     }
+    search->how.early = early;
     msi_greedy_free(&w);
 }
 
@@ -20839,8 +20728,7 @@ static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
 /* Groups the layers at the peak of the smallest plan in another way, and searches the plans with
    these groups; again, if one of them is smaller. */
 static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_tilings *tilings) {
-    const bool early = search->how.early;
-    msi_grouping c;
+    msi_grouping c = MSI_ZERO_INIT;
     if (!search->found || !msi_grouping_init(&c, search)) {
         return;
     }
@@ -20856,7 +20744,6 @@ static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_ti
         if (!msi_add_tiling(&c, tilings, MSI_MOST_TILINGS)) {
             break;
         }
-        search->how.early = early;
         msi_search_list(s, search, search->best_how.rounding, tilings->count, NULL);
         smaller = search->best_score.bytes < least && !msi_is_short(s->scorer);
     }
@@ -20867,18 +20754,15 @@ static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_ti
    seconds. */
 static void msi_search_lists(const msi_solver *s, msi_search *search, const msi_rounding *list,
                              uint32_t count) {
-    const bool early = search->how.early;
     const double least_us = search->least_us;
     const uint64_t end = s->scorer->lowering->lowered + MSI_LISTS_WORK;
     for (uint32_t k = 0; k < count && !msi_is_found(search) && s->scorer->lowering->lowered <= end;
          k++) {
-        search->how.early = early;
         search->least_us = least_us;
         if (!msi_is_hopeless(search, &list[k])) {
             msi_search_list(s, search, list[k].mask, list[k].tiling, NULL);
         }
     }
-    search->how.early = early;
     search->least_us = least_us;
 }
 
@@ -20889,7 +20773,7 @@ static void msi_search_roundings(const msi_solver *s, msi_search *search) {
     const uint32_t techniques = s->request->techniques;
     msi_rounding *list = (msi_rounding *)msi_scratch(s->scorer, MSI_LISTS * sizeof *list);
     msi_tilings tilings = MSI_ZERO_INIT;
-    msi_greedy w;
+    msi_greedy w = MSI_ZERO_INIT;
     const bool ready = msi_greedy_init(&w, search) && list;
     search->tilings = &tilings;
     if (ready && (techniques & MSI_TILING)) {
@@ -20984,25 +20868,15 @@ static void msi_propose_squeezed(const msi_solver *s, msi_search *search, uint64
 
 /* Searches the smallest plan. Every budget from its bytes on has a plan. */
 static void msi_search_smallest(const msi_solver *s, msi_search *search) {
-    const bool early = search->how.early;
     const double least_us = search->least_us;
     const uint64_t budget = search->budget;
     search->budget = 0;
     search->found = search->fits = false;
     msi_propose_squeezed(s, search, MSI_NO_BUDGET);
     msi_search_allowed(s, search);
-    search->how.early = early;
     search->least_us = least_us;
     search->budget = budget;
     search->fits = search->found && search->best_score.bytes <= budget;
-}
-
-/* Whether a squeezed plan fits. It is not kept, unless any plan will do. */
-static bool msi_is_sure(const msi_solver *s, msi_search *search) {
-    msi_propose_squeezed(s, search, search->budget);
-    const bool fits = search->found && search->fits;
-    search->found = search->fits = fits && search->any;
-    return fits;
 }
 
 /* Searches the best plan or, if none fits, the smallest. Where a squeezed plan fits, something does.
@@ -21011,14 +20885,17 @@ static bool msi_is_sure(const msi_solver *s, msi_search *search) {
    last: a search for a budget goes no further than to live bytes within it, although a layout may
    need more, and so it can miss that plan. */
 static void msi_search_best(const msi_solver *s, msi_search *search) {
-    const bool early = search->how.early, sure = search->budget > 0 && msi_is_sure(s, search);
+    if (search->budget > 0) {
+        msi_propose_squeezed(s, search, search->budget);
+    }
+    const bool sure = search->budget > 0 && search->found && search->fits;
+    search->found = search->fits = sure && search->any; // it is not kept, unless any plan will do
     const bool first = !sure && (search->may_move || search->budget == 0);
     if (first) {
         msi_search_smallest(s, search);
     }
     if ((!first || search->fits) && !msi_is_found(search)) {
         msi_search_allowed(s, search);
-        search->how.early = early;
     }
     if (!first && !search->fits && !msi_is_short(s->scorer)) {
         msi_search_smallest(s, search);
@@ -21027,10 +20904,8 @@ static void msi_search_best(const msi_solver *s, msi_search *search) {
 
 /* Searches one kind of plans that the guide names. */
 static void msi_search_rank(const msi_solver *s, msi_search *search, const msi_found *found) {
-    const bool early = search->how.early;
     const uint32_t tiling = found->tiles && search->tilings->count > 0 ? 1 : 0;
     msi_search_list(s, search, found->rounding, tiling, found);
-    search->how.early = early;
 }
 
 /* Proposes the decisions of the guide, and searches as it says. */
@@ -21039,7 +20914,7 @@ static void msi_search_guided(const msi_solver *s, msi_search *search) {
     const bool early = search->how.early;
     const uint64_t budget = search->budget;
     msi_tilings tilings = MSI_ZERO_INIT;
-    msi_grouping c;
+    msi_grouping c = MSI_ZERO_INIT;
     search->budget = guide->smallest ? 0 : budget;
     search->is_guided = true;
     if (guide->smallest) {
@@ -21089,7 +20964,7 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     }
     s->plan->found = w->search->best_how;
     s->plan->rank_count = w->search->rank_count;
-    memcpy(s->plan->ranks, w->search->ranks, sizeof w->search->ranks);
+    memcpy(s->plan->ranks, w->search->ranks, sizeof s->plan->ranks);
     if (r->largest && !msi_has_room(s)) {
         msi_follow(s);
     }
@@ -21101,7 +20976,7 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
 /* Makes the decisions, the training program and the sizes of a plan that has its eval program. */
 static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *request,
                                    msi_plan *plan) {
-    msi_greedy greedy;
+    msi_greedy greedy = MSI_ZERO_INIT;
     msi_search search = MSI_ZERO_INIT;
     msi_solver s = MSI_ZERO_INIT;
     search.scorer = scorer;
@@ -21221,26 +21096,21 @@ typedef struct msi_ordering {
     uint64_t bytes;     // of all these
 } msi_ordering;
 
-static bool msi_access_writes(const msi_graph *g, const msi_instruction *i, uint32_t k) {
-    if (!msi_calls_layer((msi_op)i->op)) {
-        return !msi_is_source((msi_op)i->op, k);
-    }
-    const msi_layer *l = &g->layers.items[i->target];
-    uint32_t slot;
-    const int group = msi_operand_group(l, i, k, &slot);
-    return msi_is_written(l, i, group, slot);
-}
-
 static msi_access msi_access_of(const msi_ordering *o, const msi_instruction *i, uint32_t k) {
     const msi_program *p = o->program;
     const uint32_t index = p->code.operands.items[i->operand_first + k].range;
     const uint32_t residents = o->store->residents.count;
     const msi_range *range = &p->code.ranges.items[index];
-    const bool in_parts =
-        !msi_calls_layer((msi_op)i->op) && i->part_count > 1 && range->role != MSI_ROLE_NORM;
     msi_part part = {0, range->bytes};
     msi_access a;
-    if (in_parts) {
+    const bool calls = msi_calls_layer((msi_op)i->op);
+    a.writes = !calls && !msi_is_source((msi_op)i->op, k);
+    if (calls) {
+        const msi_layer *l = &o->graph->layers.items[i->target];
+        uint32_t slot;
+        const int group = msi_operand_group(l, i, k, &slot);
+        a.writes = msi_is_written(l, i, group, slot);
+    } else if (i->part_count > 1 && range->role != MSI_ROLE_NORM) {
         const uint64_t elements = o->graph->tensors.items[i->target].bytes / sizeof(float);
         part = msi_part_bytes((msi_format)range->format,
                               msi_part_of(elements, i->part, i->part_count));
@@ -21249,7 +21119,6 @@ static msi_access msi_access_of(const msi_ordering *o, const msi_instruction *i,
     a.space = index < residents ? 2 + index : range->on_host ? 1 : 0;
     a.begin = part.begin + (index < residents ? 0 : range->offset);
     a.end = a.begin + part.count;
-    a.writes = msi_access_writes(o->graph, i, k);
     return a;
 }
 
@@ -21287,29 +21156,26 @@ static bool msi_ordering_init(msi_ordering *o) {
 
 /* Whether two instructions must keep their order: they share bytes, and one writes them. */
 static bool msi_conflict(const msi_ordering *o, uint32_t a, uint32_t b) {
-    for (uint32_t i = o->access_first[a]; i < o->access_first[a + 1]; i++) {
-        const msi_access *x = &o->accesses[i];
-        for (uint32_t k = o->access_first[b]; k < o->access_first[b + 1]; k++) {
-            const msi_access *y = &o->accesses[k];
-            if (x->space == y->space && x->begin < y->end && y->begin < x->end &&
-                (x->writes || y->writes)) {
-                return true;
-            }
+    const msi_access *all = o->accesses;
+    const uint32_t *first = o->access_first;
+    bool conflict = false;
+    for (const msi_access *x = all + first[a]; x < all + first[a + 1] && !conflict; x++) {
+        for (const msi_access *y = all + first[b]; y < all + first[b + 1] && !conflict; y++) {
+            conflict = x->space == y->space && x->begin < y->end && y->begin < x->end &&
+                       (x->writes || y->writes);
         }
     }
-    return false;
+    return conflict;
 }
 
 /* Whether an instruction must keep its order with any of the copies of an engine from number
    `first` to before `end`. */
 static bool msi_conflicts_with(const msi_ordering *o, uint32_t now, int engine, uint32_t first,
                                uint32_t end) {
-    for (uint32_t k = first; k < end; k++) {
-        if (msi_conflict(o, o->copies[engine][k], now)) {
-            return true;
-        }
+    while (first < end && !msi_conflict(o, o->copies[engine][first], now)) {
+        first++;
     }
-    return false;
+    return first < end;
 }
 
 /* How many copies of its engine have been awaited after a WAIT, `before` of them by earlier ones:
@@ -21331,11 +21197,11 @@ static uint32_t msi_awaited_by(const msi_ordering *o, uint32_t wait, uint32_t be
    one; or the end. */
 static MSI_NOINLINE uint32_t msi_next_wait(const msi_program *p, uint32_t now, int engine,
                                            bool others) {
-    for (; now < p->code.instructions.count; now++) {
-        const msi_instruction *i = &p->code.instructions.items[now];
-        if (i->op == MSI_OP_WAIT && ((int)msi_awaited_engine(p, i) != engine) == others) {
-            break;
-        }
+    const msi_instruction *all = p->code.instructions.items;
+    while (now < p->code.instructions.count &&
+           (all[now].op != MSI_OP_WAIT ||
+            ((int)msi_awaited_engine(p, &all[now]) != engine) != others)) {
+        now++;
     }
     return now;
 }
@@ -21452,42 +21318,36 @@ static bool msi_must_follow(const msi_ordering *o, int engine, uint32_t first, u
     return false;
 }
 
-/* The instruction of the last copy of an engine, of those before number `end`, that follows what is
-   computed. */
-static uint32_t msi_last_to_follow(const msi_ordering *o, int engine, uint32_t end) {
-    while (end > 0 && !o->program->code.instructions.items[o->copies[engine][end - 1]].follows) {
-        end--;
-    }
-    return end > 0 ? o->copies[engine][end - 1] : MSI_NONE;
-}
-
 /* Lets copies of an engine no longer follow what is computed, where that orders nothing. The first
    one stays as it is: it follows what was enqueued before the program. All copies run after those
    that the host has awaited, and after what these followed. */
 static void msi_drop_follows(const msi_ordering *o, int engine) {
     msi_program *p = o->program;
+    msi_instruction *items = p->code.instructions.items;
     const uint32_t *copies = o->copies[engine], count = o->count[engine];
     uint32_t known[MS_STREAM_COUNT] = {0}, awaited[MS_STREAM_COUNT] = {0}; // of other engines
     uint32_t since = MSI_NONE, relies_on = MSI_NONE;
     uint32_t wait = msi_next_wait(p, 0, engine, true);
     for (uint32_t k = 0, end; k < count; k = end) {
         for (; wait < copies[k]; wait = msi_next_wait(p, wait + 1, engine, true)) {
-            const int other = (int)msi_awaited_engine(p, &p->code.instructions.items[wait]);
+            const int other = (int)msi_awaited_engine(p, &items[wait]);
             awaited[other] = msi_awaited_by(o, wait, awaited[other]);
-            if (msi_waits_on_host(o, &p->code.instructions.items[wait])) {
-                const uint32_t last = msi_last_to_follow(o, other, awaited[other]);
-                known[other] = awaited[other];
-                if (since != MSI_NONE && last != MSI_NONE && last > since) {
-                    since = relies_on = last;
+            if (msi_waits_on_host(o, &items[wait])) {
+                uint32_t last = known[other] = awaited[other];
+                while (last > 0 && !items[o->copies[other][last - 1]].follows) {
+                    last--;
+                }
+                if (since != MSI_NONE && last > 0 && o->copies[other][last - 1] > since) {
+                    since = relies_on = o->copies[other][last - 1];
                 }
             }
         }
-        for (end = k + 1; end < count && !p->code.instructions.items[copies[end]].follows;) {
+        for (end = k + 1; end < count && !items[copies[end]].follows;) {
             end++;
         }
         if (since != MSI_NONE && !o->relied_on[copies[k]] &&
             !msi_must_follow(o, engine, k, end, since, known, awaited)) {
-            p->code.instructions.items[copies[k]].follows = false;
+            items[copies[k]].follows = false;
             if (relies_on != MSI_NONE) {
                 o->relied_on[relies_on] = true;
             }
@@ -21502,12 +21362,11 @@ static void msi_drop_follows(const msi_ordering *o, int engine) {
 /* Takes the waits that order nothing out of a program that is laid out, and times it anew. With
    async_offload off each copy is awaited at once, as asked for. */
 static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
-    msi_ordering o;
+    msi_ordering o = MSI_ZERO_INIT;
     if (s->costs->waits_for_copies ||
         msi_next_wait(p, 0, MS_STREAM_COMPUTE, true) == p->code.instructions.count) {
         return;
     }
-    memset(&o, 0, sizeof o);
     o.graph = s->graph;
     o.store = s->store;
     o.allocator = s->allocator;
