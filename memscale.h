@@ -4953,8 +4953,7 @@ MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis) {
 }
 
 MEMSCALE_API ms_matrix ms_matrix_of(const ms_view *view) {
-    ms_matrix matrix;
-    memset(&matrix, 0, sizeof matrix);
+    ms_matrix matrix = MSI_ZERO_INIT;
     const uint64_t count = view ? ms_shape_count(&view->shape) : 0;
     if (count > 0) {
         matrix.data = view->data;
@@ -5386,8 +5385,7 @@ static MSI_NOINLINE ms_result msi_device(ms_model *m, int error, const char *wha
 static MSI_COLD ms_result msi_fail_device_memory(ms_model *m, uint64_t bytes, const char *what,
                                                  int error) {
     const ms_backend *b = &m->config.backend;
-    ms_hardware hardware;
-    memset(&hardware, 0, sizeof hardware);
+    ms_hardware hardware = MSI_ZERO_INIT;
     b->hardware(b->user, &hardware);
     return msi_fail(m, MS_RESULT_OUT_OF_MEMORY,
                     "backend %s has no %s for %s (error %d; %s of %s are free): ask for less with "
@@ -5504,13 +5502,6 @@ static MSI_NOINLINE ms_result msi_wait_on_device(ms_model *m, uint32_t event) {
                : MS_RESULT_OK;
 }
 
-/* Copies to the device after what was enqueued before; what is enqueued next waits for the copy. */
-static ms_result msi_copy_in(ms_model *m, void *device, const void *host, uint64_t bytes,
-                             uint32_t event) {
-    const ms_result result = msi_issue_copy(m, MS_STREAM_TO_DEVICE, device, host, bytes, event);
-    return result == MS_RESULT_OK ? msi_wait_on_device(m, event) : result;
-}
-
 static MSI_NOINLINE ms_result msi_wait_on_host(ms_model *m, uint32_t event) {
     const ms_backend *b = &m->config.backend;
     return msi_enqueues_copies(&m->config.backend)
@@ -5593,8 +5584,7 @@ static void msi_asan_unpoison(const void *memory, uint64_t bytes) {
 /* Opens the model's own state of its backend. */
 static ms_result msi_open(ms_model *m) {
     const ms_backend *b = &m->config.backend;
-    ms_open_args args;
-    memset(&args, 0, sizeof args);
+    ms_open_args args = MSI_ZERO_INIT;
     args.host = &m->config.allocator;
     args.stream = m->config.stream;
     args.event_count = MSI_EVENT_COUNT;
@@ -7428,8 +7418,7 @@ static int msi_enqueue_job(msi_copy_stream *s, const msi_copy_job *job) {
 }
 
 static msi_copy_job msi_job_of_copy(void *target, const void *source, uint64_t bytes) {
-    msi_copy_job job;
-    memset(&job, 0, sizeof job);
+    msi_copy_job job = MSI_ZERO_INIT;
     job.target = target;
     job.source = source;
     job.bytes = bytes;
@@ -7604,8 +7593,7 @@ MSI_SHARED_WORK(jobs, ((const msi_jobs *)state)->parallel)
 
 /* The table without copy streams: every function takes any state. */
 static ms_backend msi_cpu_table(void) {
-    ms_backend b;
-    memset(&b, 0, sizeof b);
+    ms_backend b = MSI_ZERO_INIT;
     b.size = sizeof b;
     b.name = "cpu";
     b.memory_alloc = msi_cpu_memory_alloc;
@@ -7757,8 +7745,7 @@ static int msi_bench_update(msi_bench *t) {
     uint8_t *device = (uint8_t *)t->device, *host = (uint8_t *)t->host;
     const uint64_t half = (t->host_bytes - MSI_BENCH_STEP_BYTES) / 512 * 256;
     uint8_t *step = device + t->device_bytes - MSI_BENCH_STEP_BYTES;
-    ms_update_args args;
-    memset(&args, 0, sizeof args);
+    ms_update_args args = MSI_ZERO_INIT;
     args.kind = MS_OPTIMIZER_ADAMW;
     args.count = half / sizeof(float);
     args.value = (float *)(void *)device;
@@ -7894,10 +7881,8 @@ static MSI_COLD void msi_bench_release(msi_bench *t) {
 /* Opens a state. False if the backend cannot open another one. */
 static MSI_COLD bool msi_bench_open(msi_bench *t, bool tf32) {
     const ms_backend *b = t->backend;
-    ms_open_args open;
-    ms_prepare_args prepare;
-    memset(&open, 0, sizeof open);
-    memset(&prepare, 0, sizeof prepare);
+    ms_open_args open = MSI_ZERO_INIT;
+    ms_prepare_args prepare = MSI_ZERO_INIT;
     open.host = t->allocator;
     open.event_count = prepare.event_count = MSI_EVENT_COUNT;
     open.tf32 = tf32;
@@ -7949,8 +7934,7 @@ static MSI_COLD void msi_bench_all(msi_bench *t, ms_hardware *h) {
    state may be in the middle of a step. If there is no memory for that, *h stays as it is. */
 static MSI_COLD ms_result msi_measure(ms_model *m, ms_hardware *h) {
     ms_hardware measured = *h;
-    msi_bench t;
-    memset(&t, 0, sizeof t);
+    msi_bench t = MSI_ZERO_INIT;
     t.config = &m->config;
     t.backend = &m->config.backend;
     t.allocator = &m->config.allocator;
@@ -8513,8 +8497,7 @@ static MSI_COLD ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char 
     const ms_tensor none = {0};
     msi_graph *g = &m->graph;
     const ms_shape largest = msi_resized(g, *shape, true, NULL);
-    msi_tensor t;
-    memset(&t, 0, sizeof t);
+    msi_tensor t = MSI_ZERO_INIT;
     t.view.shape = *shape;
     t.view.dtype = dtype;
     t.format = (uint8_t)msi_format_of_dtype(dtype);
@@ -8814,8 +8797,7 @@ static void msi_set_reads(msi_layer *l, const ms_layer_desc *desc) {
 }
 
 static msi_layer msi_layer_from(const msi_graph *g, const ms_layer_desc *desc) {
-    msi_layer l;
-    memset(&l, 0, sizeof l);
+    msi_layer l = MSI_ZERO_INIT;
     l.forward = desc->forward;
     l.backward = desc->backward;
     l.recompute = desc->recompute;
@@ -8966,8 +8948,7 @@ static uint64_t msi_tile_unit(const msi_graph *g, const msi_layer *l) {
 
 /* Sets the sizes of the axes; NULL: the largest. */
 static void msi_set_sizes(msi_graph *g, const int64_t *sizes) {
-    for (uint32_t i = 0; i < g->tensors.count && g->axis_count; i++) {
-        msi_tensor *t = &g->tensors.items[i];
+    for (MSI_ITEMS_WHILE(msi_tensor, t, g->tensors, g->axis_count)) {
         t->view.shape = msi_resized(g, t->view.shape, sizes == NULL, sizes);
         t->bytes = ms_shape_count(&t->view.shape) * ms_dtype_bytes(t->view.dtype);
     }
@@ -8989,16 +8970,6 @@ static bool msi_any_wants(const msi_graph *g, const msi_layer *l, int group, uin
         wanted |= (mask >> operand.slot & 1) && operand.t->wants_gradient;
     }
     return wanted;
-}
-
-/* Marks the values of a layer that its own recompute callback reads, and those that must stay. If
-   forward cannot run again, the values that the callback reads must; without a callback, all. */
-static void msi_mark_must_stay(msi_graph *g, const msi_layer *l) {
-    for (MSI_EACH_OF(made, g, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) {
-        msi_tensor *t = made.t;
-        t->serves_recompute = l->recompute && (l->recompute_masks[made.group] >> made.slot & 1);
-        t->must_stay = !msi_can_repeat(l) && (!l->recompute || t->serves_recompute);
-    }
 }
 
 /* Whether anything reads a value after forward: a backward, or its layer's recompute callback. */
@@ -9035,7 +9006,11 @@ static void msi_analyze(msi_graph *g) {
             out.t->wants_gradient = wanted && l->differentiable && !l->grads_in_forward &&
                                     !out.t->no_gradient && msi_is_float(out.t->view.dtype);
         }
-        msi_mark_must_stay(g, l);
+        for (MSI_EACH_OF(made, g, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) {
+            made.t->serves_recompute =
+                l->recompute && (l->recompute_masks[made.group] >> made.slot & 1);
+            made.t->must_stay = !msi_can_repeat(l) && (!l->recompute || made.t->serves_recompute);
+        }
     }
 }
 
@@ -9130,8 +9105,7 @@ static void msi_analyze_narrow(ms_model *m) {
     const bool masters = m->config.master_weights != MS_SWITCH_OFF;
     const bool updates =
         msi_optimizer_of(m->optimizer.kind).is_built_in && m->config.backend.has_state_formats;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        msi_tensor *tensor = &g->tensors.items[t];
+    for (MSI_ITEMS(msi_tensor, tensor, g->tensors)) {
         tensor->not_narrow = MSI_NARROW_NOT_USED;
         tensor->narrow = (uint8_t)narrow;
         tensor->narrow_gradient = !msi_is_borrowed(tensor, MSI_ROLE_GRADIENT);
@@ -9139,8 +9113,7 @@ static void msi_analyze_narrow(ms_model *m) {
     for (uint32_t i = 0; i < g->layers.count; i++) {
         msi_mark_narrow(g, &g->layers.items[i], narrow);
     }
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        msi_tensor *tensor = &g->tensors.items[t];
+    for (MSI_ITEMS(msi_tensor, tensor, g->tensors)) {
         const bool learns = msi_is_trained(tensor) && tensor->last_gradient != MSI_NONE;
         if (tensor->kind == MSI_KIND_PARAM && tensor->not_narrow == (uint8_t)MSI_NARROW_MAY_BE) {
             tensor->not_narrow =
@@ -9402,8 +9375,7 @@ static msi_loan msi_loan_of(const ms_model *m, uint32_t t, msi_role role, const 
 }
 
 static msi_loan msi_loan_of_arena(const ms_model *m) {
-    msi_loan loan;
-    memset(&loan, 0, sizeof loan);
+    msi_loan loan = MSI_ZERO_INIT;
     loan.tensor = MSI_NONE;
     loan.begin = (uint64_t)(uintptr_t)m->config.memory;
     loan.end = loan.begin + m->config.memory_bytes;
@@ -9485,8 +9457,7 @@ static ms_result msi_find_overlap(ms_model *m, const msi_loans *l, bool on_host)
 static MSI_COLD ms_result msi_check_loans(ms_model *m) {
     const ms_allocator *a = &m->config.allocator;
     ms_result result = MS_RESULT_OK;
-    msi_loans l;
-    memset(&l, 0, sizeof l);
+    msi_loans l = MSI_ZERO_INIT;
     if (!msi_list_loans(m, &l) || !MSI_RESERVE(uint64_t, a, l.begin, l.list.count) ||
         !MSI_RESERVE(uint32_t, a, l.order, 2ull * l.list.count)) {
         result = msi_fail_memory(m, "a list of what is borrowed",
@@ -10700,8 +10671,7 @@ static void msi_warn_of_layer(const ms_model *m, uint32_t i) {
 /* Logs what is likely to have been forgotten, though it may be meant. */
 static void msi_warn(const ms_model *m) {
     const msi_graph *g = &m->graph;
-    for (uint32_t i = 0; i < g->tensors.count; i++) {
-        const msi_tensor *t = &g->tensors.items[i];
+    for (MSI_ITEMS(const msi_tensor, t, g->tensors)) {
         if (msi_is_trained(t) && t->last_gradient == MSI_NONE) {
             msi_log(m, MS_LOG_WARNING, "graph", "param \"%s\" gets no gradient from the loss",
                     msi_name(&m->graph, t->name));
@@ -10747,8 +10717,7 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_analyze_backward(g);
     msi_analyze_narrow(m);
     const bool never_early = msi_early_fault(m) != NULL;
-    for (uint32_t i = 0; i < g->tensors.count; i++) {
-        msi_tensor *t = &g->tensors.items[i];
+    for (MSI_ITEMS(msi_tensor, t, g->tensors)) {
         t->updates_early &= !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !never_early;
     }
     msi_warn(m);
@@ -10955,8 +10924,7 @@ static double msi_whole_bytes(const msi_graph *g, const msi_layer *l, bool backw
 static void msi_find_times(ms_model *m) {
     const bool predicts = m->config.static_profiling != MS_SWITCH_OFF;
     m->costs.source = msi_time_source(&m->graph);
-    for (uint32_t i = 0; i < m->graph.layers.count; i++) {
-        msi_layer *l = &m->graph.layers.items[i];
+    for (MSI_ITEMS(msi_layer, l, m->graph.layers)) {
         const double elements = msi_output_elements(&m->graph, l);
         const double a = msi_growth(elements, l->known_elements);
         const double b = msi_growth(elements, l->measured_elements);
@@ -11106,8 +11074,7 @@ static MSI_COLD uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const
 /* A hash of what layers compute from what, without addresses, names and present sizes of axes. */
 static MSI_COLD uint64_t msi_hash_graph(const msi_graph *g) {
     uint64_t hash = msi_mix_in(g->tensors.count, g->layers.count);
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
+    for (MSI_ITEMS(const msi_tensor, tensor, g->tensors)) {
         const ms_shape shape = msi_resized(g, tensor->view.shape, true, NULL);
         const uint64_t flags = (uint64_t)tensor->on_host << 1 | tensor->no_gradient;
         hash = msi_mix_in(hash,
@@ -11269,10 +11236,9 @@ static MSI_COLD void msi_read_layers(msi_reader *r, bool keep) {
 
 static MSI_COLD ms_result msi_read_profile(ms_model *m, const char *text, size_t length,
                                            bool keep) {
-    ms_hardware speeds;
+    ms_hardware speeds = MSI_ZERO_INIT;
     double costs[MSI_PROFILE_COSTS];
     msi_reader r = {m, MS_RESULT_OK, text, text + length, text, text, 0};
-    memset(&speeds, 0, sizeof speeds);
     msi_read_head(&r);
     msi_read_speeds(&r, &speeds, costs);
     msi_read_layers(&r, keep);
@@ -11298,14 +11264,6 @@ static MSI_COLD bool msi_check_layer_time(ms_model *m, const msi_layer *l,
                "ms_set_layer_time: %s: a time is negative, not finite, or beyond %g: give all in "
                "microseconds, 0 for one that is not known",
                msi_layer_label(&m->graph, (uint32_t)(l - m->graph.layers.items)).text, msi_most_us);
-}
-
-/* Sets the known times of a layer, at the present sizes; NULL: they are not known. */
-static void msi_set_layer_time(ms_model *m, msi_layer *l, const ms_layer_time *time) {
-    const ms_layer_time unknown = {0.0, 0.0, 0.0};
-    l->known = time ? *time : unknown;
-    l->known_elements = msi_output_elements(&m->graph, l);
-    m->wrapped.changed = true;
 }
 
 /* All or nothing: the text is read once to find faults, and once more to take what it says. */
@@ -12166,8 +12124,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     }
     memset(w->now.snapshot, 0xff, w->graph->operands.count * sizeof *w->now.snapshot); // MSI_NONE
     msi_list_tilings(w);
-    for (uint32_t i = 0; i < store->residents.count; i++) {
-        const msi_resident *resident = &store->residents.items[i];
+    for (MSI_ITEMS(const msi_resident, resident, store->residents)) {
         const msi_tensor *tensor = &w->graph->tensors.items[resident->tensor];
         const msi_format rounded = (msi_format)decisions[resident->tensor].format;
         const msi_format format = resident->role == MSI_ROLE_VALUE && tensor->kind == MSI_KIND_PARAM
@@ -14080,8 +14037,7 @@ static bool msi_is_in(const msi_transfer *t) {
    where lowering has put them, and are awaited at once. */
 static bool msi_find_transfers(msi_scheduling *s) {
     const msi_program *p = s->program;
-    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
-        msi_instruction *i = &p->code.instructions.items[now];
+    for (MSI_ITEMS(msi_instruction, i, p->code.instructions)) {
         const msi_op op = msi_direction(p, i);
         if (op != (msi_op)i->op) {
             const uint32_t host = p->code.operands.items[i->operand_first + msi_fetches(op)].range;
@@ -14479,8 +14435,7 @@ static void msi_begin_outs(msi_placing *w, msi_queue *q) {
 
 /* Places all copies, in each slot those out before those in. */
 static void msi_place_transfers(msi_scheduling *s) {
-    msi_placing w;
-    memset(&w, 0, sizeof w);
+    msi_placing w = MSI_ZERO_INIT;
     w.s = s;
     for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
         w.queues[engine].next = w.queues[engine].first = s->issued[engine];
@@ -14678,10 +14633,9 @@ static void msi_renumber(const msi_scheduling *s) {
 /* Places the copies of a program. The order of all other instructions stays as it is. */
 static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                          const ms_allocator *allocator, msi_program *p) {
-    msi_scheduling s;
+    msi_scheduling s = MSI_ZERO_INIT;
     p->code.most_bytes = 0;
     p->code.event_count = 1;
-    memset(&s, 0, sizeof s);
     s.graph = g;
     s.costs = costs;
     s.allocator = allocator;
@@ -21876,8 +21830,7 @@ static uint64_t msi_budget(const ms_model *m) {
                                              : lent;
     }
     if (!m->sources.is_given || !(most > 0.0)) {
-        ms_hardware hardware;
-        memset(&hardware, 0, sizeof hardware);
+        ms_hardware hardware = MSI_ZERO_INIT;
         m->config.backend.hardware(m->config.backend.user, &hardware);
         most = (double)hardware.free_bytes;
         if (m->run.store && m->run.store->memory && most > 0.0) {
@@ -21956,28 +21909,12 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
 
 /* Takes a technique out of the decision on one tensor. */
 static void msi_take_out(ms_technique technique, const msi_tensor *t, msi_tensor_decision *d) {
-    switch (technique) {
-    case MS_TECHNIQUE_CHECKPOINTING:
-        d->pass = 0;
-        break;
-    case MS_TECHNIQUE_EARLY_UPDATE:
-        d->update_after = MSI_NONE;
-        break;
-    case MS_TECHNIQUE_OFFLOADING:
-        d->moves = 0;
-        break;
-    case MS_TECHNIQUE_TILING:
-        d->tiles = 0;
-        break;
-    case MS_TECHNIQUE_MIXED_PRECISION:
-        d->format = t->format;
-        break;
-    case MS_TECHNIQUE_OPTIMIZER_8BIT:
-        d->state_8bit = false;
-        break;
-    case MS_TECHNIQUE_COUNT:
-        break;
-    }
+    d->pass = technique == MS_TECHNIQUE_CHECKPOINTING ? 0 : d->pass;
+    d->update_after = technique == MS_TECHNIQUE_EARLY_UPDATE ? MSI_NONE : d->update_after;
+    d->moves = technique == MS_TECHNIQUE_OFFLOADING ? 0 : d->moves;
+    d->tiles = technique == MS_TECHNIQUE_TILING ? 0 : d->tiles;
+    d->format = technique == MS_TECHNIQUE_MIXED_PRECISION ? t->format : d->format;
+    d->state_8bit &= technique != MS_TECHNIQUE_OPTIMIZER_8BIT;
 }
 
 /* Finds how much larger the peak of live bytes would be without each technique: scores the
@@ -22206,6 +22143,7 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     msi_fold fold;
     const bool may_fold = !largest && goal != MSI_GOAL_PLAIN && goal != MSI_GOAL_SQUEEZED;
     const bool folds = may_fold && msi_fold_init(&fold, &m->graph, &m->config.allocator);
+    *made = NULL;
     ms_result result = may_fold && fold.out_of_memory
                            ? msi_fail_memory(m, "the fold", msi_fold_bytes(&m->graph))
                        : folds ? msi_solve_guided(m, store, &fold, &request, made)
@@ -22215,8 +22153,6 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     }
     if (result == MS_RESULT_OK) {
         (*made)->budget_bytes = budget;
-    } else {
-        *made = NULL;
     }
     return result;
 }
@@ -22277,9 +22213,7 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
     ms_result result = msi_make_store(m, store);
     MSI_THEN(result, msi_plan_at(m, *store, alone && goal == MSI_GOAL_BUDGET ? MSI_GOAL_TRY : goal,
                                  NULL, NULL, plans));
-    if (result == MS_RESULT_OK) {
-        msi_put_homes(*store, *plans);
-    }
+    MSI_DO(result, msi_put_homes(*store, *plans));
     if (result == MS_RESULT_OK && !alone) {
         msi_plan *now;
         result = msi_plan_at(m, *store, goal, sizes, *plans, &now);
@@ -22359,17 +22293,15 @@ typedef struct msi_resizing {
     int64_t sizes[MS_LIMIT_AXES]; // of the axes, to be restored
 } msi_resizing;
 
-/* The first dim of an input if it is a multiple or divisor of `size`, and shrinks with it; or 0. */
-static int64_t msi_common_dim(const msi_tensor *t, int64_t size) {
-    const int64_t dim =
-        t->kind == MSI_KIND_INPUT && t->view.shape.rank > 0 ? t->view.shape.dim[0] : 0;
-    return dim > 1 && (dim % size == 0 || size % dim == 0) ? dim : 0;
-}
-
+/* Inputs follow whose first dim is a multiple or divisor of the size, and all made from them. */
 static void msi_mark_followers(msi_resizing *z) {
     const msi_graph *g = &z->model->graph;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        z->follows[t] = msi_common_dim(&g->tensors.items[t], z->declared);
+        const msi_tensor *x = &g->tensors.items[t];
+        const bool is_input = x->kind == MSI_KIND_INPUT && x->view.shape.rank > 0;
+        const int64_t dim = is_input ? x->view.shape.dim[0] : 0;
+        const bool is_common = dim > 1 && (dim % z->declared == 0 || z->declared % dim == 0);
+        z->follows[t] = is_common ? dim : 0;
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
         bool any = false;
@@ -22389,8 +22321,7 @@ static int64_t msi_unit_of_sizes(const msi_resizing *z) {
     const msi_graph *g = &z->model->graph;
     const uint64_t declared = (uint64_t)z->declared;
     uint64_t unit = 1;
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        const msi_layer *l = &g->layers.items[i];
+    for (MSI_ITEMS(const msi_layer, l, g->layers)) {
         const uint32_t out = msi_first_output(g, l);
         bool follows = out != MSI_NONE && z->follows[out] > 0;
         for (uint32_t k = 0; k < l->tile.axes && z->axis != MSI_NONE; k++) {
@@ -22535,8 +22466,7 @@ static int64_t msi_fitting_size(msi_resizing *z, uint64_t budget, const msi_stor
     const bool squeezed =
         (z->model->wrapped.choice.techniques & MSI_OFFLOADING) && (large || !host_is_short);
     uint64_t params_bytes = 0;
-    for (uint32_t k = 0; k < store->residents.count; k++) {
-        const msi_resident *r = &store->residents.items[k];
+    for (MSI_ITEMS(const msi_resident, r, store->residents)) {
         const bool stays = !r->on_host && g->tensors.items[r->tensor].kind == MSI_KIND_PARAM;
         params_bytes += stays ? r->bytes : 0;
     }
@@ -22726,8 +22656,7 @@ static MSI_COLD bool msi_add_host(msi_text *to, uint64_t budget, uint64_t least)
 static MSI_COLD ms_result msi_no_fit(ms_model *m, const msi_store *store,
                                      const msi_plan *smallest) {
     const uint64_t least = msi_room_of(store);
-    msi_text text;
-    memset(&text, 0, sizeof text);
+    msi_text text = MSI_ZERO_INIT;
     text.model = m;
     msi_add_text(&text,
                  "the budget is %s, the plain plan needs %s, and the smallest feasible budget in "
@@ -22828,8 +22757,7 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     if (result != MS_RESULT_OK) {
         return result;
     }
-    ms_policy_args args;
-    memset(&args, 0, sizeof args);
+    ms_policy_args args = MSI_ZERO_INIT;
     args.user = m->config.policy_user;
     args.hardware = &m->costs.hardware;
     args.budget_bytes = msi_plan_at_largest(contenders[0].plans)->budget_bytes;
@@ -22869,9 +22797,7 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
 /* Finds the hardware, by which the 16-bit format of a graph is chosen, and checks the graph. */
 static MSI_COLD ms_result msi_check_all(ms_model *m, msi_goal goal) {
     ms_result result = goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_check_hardware(m);
-    if (result == MS_RESULT_OK) {
-        msi_get_hardware(m);
-    }
+    MSI_DO(result, msi_get_hardware(m));
     MSI_THEN(result, msi_check_graph(m, goal));
     MSI_THEN(result, msi_check_times(m));
     MSI_THEN(result, goal == MSI_GOAL_BUDGET ? msi_check_budget(m) : MS_RESULT_OK);
@@ -23611,26 +23537,23 @@ static MSI_COLD uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_deci
     const msi_graph *g = &r->model->graph;
     uint32_t left = MSI_NONE;
     *forced = true;
-    for (int group = MSI_GROUP_OUT; group <= MSI_GROUP_PARAM; group++) {
-        for (MSI_EACH(operand, g, &g->layers.items[layer], group)) {
-            const uint32_t index = operand.tensor;
-            bool listed = false; // in an earlier slot
-            for (uint32_t k = 0; k < operand.slot; k++) {
-                listed |= msi_group(g, &g->layers.items[layer], group)[k] == index;
-            }
-            if (listed ||
-                !(msi_techniques[d->technique].kinds >> g->tensors.items[index].kind & 1)) {
-                continue;
-            }
-            if (msi_is_applied(r, layer, d->technique, index)) {
-                msi_add_spared(r, index, d);
-                d->is_applied = true;
-                *forced &= msi_is_said(r, d->technique, index, MS_SWITCH_ON);
-                continue;
-            }
-            msi_add_refused(r, layer, index, d);
-            left = msi_explains_more(r, layer, d->technique, index, left) ? index : left;
+    for (MSI_EACH_OF(operand, g, &g->layers.items[layer], MSI_GROUP_OUT, MSI_GROUP_PARAM)) {
+        const uint32_t index = operand.tensor;
+        bool listed = false; // in an earlier slot
+        for (uint32_t k = 0; k < operand.slot; k++) {
+            listed |= msi_group(g, &g->layers.items[layer], operand.group)[k] == index;
         }
+        if (listed || !(msi_techniques[d->technique].kinds >> operand.t->kind & 1)) {
+            continue;
+        }
+        if (msi_is_applied(r, layer, d->technique, index)) {
+            msi_add_spared(r, index, d);
+            d->is_applied = true;
+            *forced &= msi_is_said(r, d->technique, index, MS_SWITCH_ON);
+            continue;
+        }
+        msi_add_refused(r, layer, index, d);
+        left = msi_explains_more(r, layer, d->technique, index, left) ? index : left;
     }
     *forced &= d->is_applied;
     return left;
@@ -26249,17 +26172,13 @@ static msi_staged_set msi_slope_set(const msi_trial *t) {
     return t->instruction->op == MSI_OP_BACKWARD ? MSI_SET_RECOMPUTE : MSI_SET_OWN;
 }
 
-/* What forward has made of an operand of these runs in the step. */
-static MSI_COLD const uint8_t *msi_made_of(const msi_trial *t, const msi_staged *y) {
-    return msi_slope_set(t) == MSI_SET_OWN
-               ? msi_own_bytes_in(t, MSI_IMAGE_LAST, y)
-               : t->debug->made + t->debug->originals[y->tensor].at + y->made_within;
-}
-
 /* Adds what an output contributes to a quotient, by its values after moves to both sides. */
 static MSI_COLD void msi_add_output(const msi_trial *t, const msi_staged *y, msi_quotient *q) {
-    const uint8_t *up = msi_bytes_in(t, MSI_IMAGE_NOW, y), *at = msi_made_of(t, y);
+    const uint8_t *up = msi_bytes_in(t, MSI_IMAGE_NOW, y);
     const uint8_t *down = msi_bytes_in(t, MSI_IMAGE_FIRST, y);
+    const uint8_t *at = msi_slope_set(t) == MSI_SET_OWN
+                            ? msi_own_bytes_in(t, MSI_IMAGE_LAST, y)
+                            : t->debug->made + t->debug->originals[y->tensor].at + y->made_within;
     const bool is_loss = t->how.set == MSI_SET_OWN && y->tensor == t->model->graph.loss;
     const msi_staged *grad = NULL;
     for (MSI_STAGED(g, t, MSI_SET_OWN)) {
@@ -27151,16 +27070,6 @@ static MSI_COLD void msi_warn_of_twins(ms_model *m) {
     d->has_compared_params = true;
 }
 
-static bool msi_has_integers(const msi_graph *g, const msi_layer *l) {
-    bool has = false;
-    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        for (MSI_EACH(operand, g, l, group)) {
-            has |= !msi_is_float(g->tensors.items[operand.tensor].view.dtype);
-        }
-    }
-    return has;
-}
-
 static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now) {
     msi_debug *d = m->run.store->debug;
     msi_trial *t = d->trial;
@@ -27173,7 +27082,9 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
     t->phase = msi_ops[t->instruction->op].phase;
     t->outside_reach = t->fixed_spot = MSI_NONE;
     t->workspace_bytes = UINT64_MAX;
-    t->has_integers = msi_has_integers(&m->graph, t->layer);
+    for (MSI_EACH_OF(operand, &m->graph, t->layer, MSI_GROUP_IN, MSI_GROUP_STATE)) {
+        t->has_integers |= !msi_is_float(operand.t->view.dtype);
+    }
     msi_log(m, MS_LOG_DEBUG, "debug", "%s: %s", // so that even a crash has a name
             msi_layer_label(&m->graph, t->instruction->target).text, msi_phase_name(t->phase));
     t->result = msi_shadow_all(m, false);
@@ -27769,15 +27680,6 @@ static double msi_median(const msi_timing *t, uint32_t series) {
     return none == count ? 0.0 : (count - none) % 2 ? *high : 0.5 * (high[-1] + *high);
 }
 
-/* The time of a recomputation that was not measured: that of forward; for a callback of its own its
-   prediction, corrected by the same factor as that of forward. */
-static double msi_infer_recompute_us(const ms_model *m, const msi_layer *l, double forward_us) {
-    const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l, MSI_FORMAT_F32);
-    return l->recompute && guess.forward_us > 0.0
-               ? guess.recompute_us * forward_us / guess.forward_us
-               : forward_us;
-}
-
 /* From now on plans use the samples. */
 static void msi_learn_times(ms_model *m) {
     const msi_timing *t = m->run.timing;
@@ -27790,8 +27692,11 @@ static void msi_learn_times(ms_model *m) {
         time.forward_us = elements * msi_median(t, 3 * i);
         time.backward_us = elements * msi_median(t, 3 * i + 1);
         time.recompute_us = elements * msi_median(t, 3 * i + 2);
-        if (!(time.recompute_us > 0.0)) {
-            time.recompute_us = msi_infer_recompute_us(m, l, time.forward_us);
+        if (!(time.recompute_us > 0.0)) { // as forward differs from its prediction
+            const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l, MSI_FORMAT_F32);
+            time.recompute_us = l->recompute && guess.forward_us > 0.0
+                                    ? guess.recompute_us * time.forward_us / guess.forward_us
+                                    : time.forward_us;
         }
         msi_set_measured(l, &time, elements);
     }
@@ -29218,10 +29123,10 @@ static ms_result msi_write(ms_model *m, const msi_resident *resident, const void
     }
     uint8_t *staging = msi_step_on_host(m) + resident->staging;
     result = msi_wait_on_host(m, resident->event);
-    if (result == MS_RESULT_OK) {
-        memcpy(staging, data, (size_t)bytes);
-        result = msi_copy_in(m, resident->address, staging, bytes, resident->event);
-    }
+    MSI_DO(result, memcpy(staging, data, (size_t)bytes));
+    MSI_THEN(result, msi_issue_copy(m, MS_STREAM_TO_DEVICE, resident->address, staging, bytes,
+                                    resident->event));
+    MSI_THEN(result, msi_wait_on_device(m, resident->event)); // as does what is enqueued next
     return result;
 }
 
@@ -29297,13 +29202,6 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
     return result;
 }
 
-/* Reads a value before there is a plan: as it was written, or zeros. */
-static ms_result msi_read_unplanned(ms_model *m, const msi_tensor *t, msi_role role, void *data) {
-    const bool on_device = msi_is_borrowed(t, role) && !t->on_host;
-    return t->memory[role] ? msi_copy(m, data, true, t->memory[role], !on_device, t->bytes)
-                           : msi_fill(m, data, true, 0, t->bytes);
-}
-
 /* Whether a value can be read between slices: one that the step has not changed, or the loss or an
    output after forward. */
 static bool msi_is_settled(const ms_model *m, uint32_t t, msi_role role) {
@@ -29336,8 +29234,11 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
                         "it after the step",
                         msi_role_name(role), name);
     }
-    if (!m->run.plan && msi_is_kept(source, role)) {
-        return msi_read_unplanned(m, source, role, data);
+    if (!m->run.plan && msi_is_kept(source, role)) { // as it was written, or zeros
+        const bool on_device = msi_is_borrowed(source, role) && !source->on_host;
+        return source->memory[role]
+                   ? msi_copy(m, data, true, source->memory[role], !on_device, source->bytes)
+                   : msi_fill(m, data, true, 0, source->bytes);
     }
     const msi_memory to = msi_memory_given(source, NULL, data);
     const msi_memory from =
@@ -31701,12 +31602,6 @@ static MSI_COLD void msi_add_header(msi_checkpoint *c, const char *format, ...) 
     }
 }
 
-static MSI_COLD void msi_put_name(msi_checkpoint *c, const char *name) {
-    for (; *name; name++) {
-        msi_add_header(c, "%s%.1s", *name == '"' || *name == '\\' ? "\\" : "", name);
-    }
-}
-
 static MSI_COLD const char *msi_dtype_in_file(msi_format format) {
 #define MSI_X(name, ...) #name,
     static const char *const names[] = {MSI_CALL_FORMATS(MSI_X) MSI_KEPT_FORMATS(MSI_X)};
@@ -31725,7 +31620,9 @@ static MSI_COLD ms_shape msi_item_shape(const msi_checkpoint *c, const msi_item 
 static MSI_COLD void msi_put_item(msi_checkpoint *c, const msi_item *i) {
     const ms_shape shape = msi_item_shape(c, i);
     msi_add_header(c, ",\"");
-    msi_put_name(c, c->names.items + i->name);
+    for (const char *name = c->names.items + i->name; *name; name++) {
+        msi_add_header(c, "%s%.1s", *name == '"' || *name == '\\' ? "\\" : "", name);
+    }
     msi_add_header(c, "\":{\"dtype\":\"%s\",\"shape\":[", msi_dtype_in_file(i->format));
     for (int k = 0; k < shape.rank; k++) {
         msi_add_header(c, "%s%llu", k ? "," : "", (unsigned long long)shape.dim[k]);
@@ -33693,15 +33590,6 @@ static MSI_COLD void msi_visit(const ms_model *m, const msi_program *p, ms_event
     }
 }
 
-static MSI_COLD uint32_t msi_most_operands(const msi_program *p) {
-    uint32_t most = 1;
-    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
-        const uint32_t count = p->code.instructions.items[now].operand_count;
-        most = count > most ? count : most;
-    }
-    return most;
-}
-
 /* The layer that an instruction runs, or none. */
 static ms_layer msi_layer_at(const msi_graph *g, const msi_program *p, uint32_t now) {
     const msi_instruction *i = &p->code.instructions.items[now];
@@ -34076,7 +33964,10 @@ MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_
 MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_layer_time *time) {
     msi_layer *l = msi_layer_of(model, "ms_set_layer_time", layer);
     if (l && msi_check_layer_time(model, l, time)) {
-        msi_set_layer_time(model, l, time);
+        const ms_layer_time unknown = {0.0, 0.0, 0.0};
+        l->known = time ? *time : unknown;
+        l->known_elements = msi_output_elements(&model->graph, l);
+        model->wrapped.changed = true;
     }
 }
 
@@ -34406,7 +34297,11 @@ MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program
     }
     const msi_plan *plan = model->run.plan;
     const msi_program *p = program == MS_PROGRAM_TRAIN ? &plan->train : &plan->eval;
-    const uint64_t bytes = msi_most_operands(p) * (uint64_t)sizeof(ms_event_operand);
+    uint64_t most = 1;
+    for (MSI_ITEMS(const msi_instruction, i, p->code.instructions)) {
+        most = msi_larger(most, i->operand_count);
+    }
+    const uint64_t bytes = most * sizeof(ms_event_operand);
     ms_event_operand *operands =
         (ms_event_operand *)msi_alloc_zeroed(&model->config.allocator, bytes);
     if (!operands) {
@@ -35116,15 +35011,6 @@ typedef struct msi_trace {
     uint64_t host_counted;               // likewise on the host
 } msi_trace;
 
-/* Bytes that an event writes, other than a callback. */
-static MSI_COLD uint64_t msi_written_bytes(const ms_event *event) {
-    uint64_t bytes = 0;
-    for (uint32_t k = 0; k < event->operand_count; k++) {
-        bytes += event->operands[k].is_written ? event->operands[k].bytes : 0;
-    }
-    return bytes;
-}
-
 /* A time in a trace, in microseconds with three digits. */
 static MSI_COLD void msi_trace_time(const msi_printer *out, uint64_t ns) {
     msi_print(out, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
@@ -35156,10 +35042,14 @@ static MSI_COLD void msi_trace_slice(const msi_printer *out, int process, const 
     msi_print_quoted(out, name, true);
     msi_print(out, ",\"args\":{\"op\":\"%s\"", what);
     if (event->kind < MS_EVENT_DROP) {
+        uint64_t written = 0;
+        for (uint32_t k = 0; k < event->operand_count; k++) {
+            written += event->operands[k].is_written ? event->operands[k].bytes : 0;
+        }
         msi_print(out, ",\"instruction\":%u,\"live_bytes\":%llu", (unsigned)event->index,
                   (unsigned long long)event->live_bytes);
         if (event->stream != MS_STREAM_COMPUTE) {
-            msi_print(out, ",\"bytes\":%llu", (unsigned long long)msi_written_bytes(event));
+            msi_print(out, ",\"bytes\":%llu", (unsigned long long)written);
         }
         if (event->part_count > 0) {
             msi_print(out, ",\"part\":\"%u of %u\"", (unsigned)event->part + 1,
@@ -36443,14 +36333,8 @@ static void msi_cuda_recording_release(void *state, void *recording) {
     (void)msi_cuda_error(cudaGraphExecDestroy((cudaGraphExec_t)recording));
 }
 
-/* The workspace that cuBLAS recommends is 32 MiB from compute capability 9.0 on, otherwise 4 MiB
-   (cuBLAS, "Results reproducibility" and cublasSetWorkspace). */
-static uint64_t msi_cuda_workspace_bytes(int device) {
-    const bool large = msi_cuda_attribute(device, cudaDevAttrComputeCapabilityMajor) >= 9.0;
-    return ((uint64_t)(large ? 32 : 4) << 20) + MSI_CUDA_PARTIALS_BYTES;
-}
-
 MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
+    const double compute = msi_cuda_attribute(device, cudaDevAttrComputeCapabilityMajor);
     ms_backend b = {};
     b.size = sizeof b;
     b.name = "cuda";
@@ -36458,7 +36342,8 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     b.is_asynchronous = true;
     b.maps_host = msi_cuda_attribute(device, cudaDevAttrUnifiedAddressing) > 0.0;
     b.has_state_formats = true;
-    b.workspace_bytes = msi_cuda_workspace_bytes(device);
+    // What cuBLAS recommends ("Results reproducibility" and cublasSetWorkspace).
+    b.workspace_bytes = ((uint64_t)(compute >= 9.0 ? 32 : 4) << 20) + MSI_CUDA_PARTIALS_BYTES;
 #define MSI_USE(function) b.function = msi_cuda_##function
     MSI_USE(memory_alloc), MSI_USE(memory_release), MSI_USE(host_alloc), MSI_USE(host_release);
     MSI_USE(hardware), MSI_USE(error_text), MSI_USE(open), MSI_USE(close), MSI_USE(prepare);
