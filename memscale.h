@@ -16863,6 +16863,7 @@ static uint64_t msi_pricing_bytes(const msi_graph *g) {
 }
 
 static bool msi_pricing_init(msi_pricing *c, const msi_scorer *s) {
+    memset(c, 0, sizeof *c);
     c->graph = s->graph;
     c->allocator = s->allocator;
     c->visited = (uint32_t *)msi_scratch(s, msi_pricing_bytes(c->graph));
@@ -17056,6 +17057,7 @@ static bool msi_greedy_init(msi_greedy *w, msi_search *search) {
     const msi_scorer *s = search->scorer;
     const msi_graph *g = s->graph;
     const uint32_t layers = 1 + g->layers.count;
+    memset(w, 0, sizeof *w);
     w->search = search;
     w->scorer = s;
     w->tries_left = MSI_LIST_WORK / layers;
@@ -17991,7 +17993,7 @@ static void msi_take_given_back(msi_greedy *w, const msi_candidates *back) {
    moved stays on the device. The list of plans for this depends on the best plan alone. Wins with
    accumulation, where params cross the link many times a step: a list leaves more than it must. */
 static void msi_give_back_best(msi_search *s) {
-    msi_greedy w = MSI_ZERO_INIT;
+    msi_greedy w;
     msi_blame blame = MSI_ZERO_INIT;
     msi_candidates back = MSI_ZERO_INIT;
     if (!s->may_move || s->any || s->budget == 0 || !s->fits || !(s->best_score.link_us > 0.0)) {
@@ -18071,7 +18073,7 @@ static MSI_NOINLINE void msi_search_moves(msi_greedy *w, const msi_move_list *li
 /* Searches list `number`. Returns whether it made several moves at a time. */
 static bool msi_search_list_of_moves(msi_search *s, int number) {
     const uint32_t techniques = s->techniques;
-    msi_greedy w = MSI_ZERO_INIT;
+    msi_greedy w;
     bool coarse = false;
     s->how.by = MSI_FINDER_LISTS;
     s->how.list = number;
@@ -19491,7 +19493,7 @@ static msi_groups msi_groups_of(const msi_exhaustive *all, const msi_tensor_deci
 static void msi_try_greedy(msi_exhaustive *all, const msi_move_list *list) {
     msi_search *s = all->search;
     const uint32_t techniques = s->techniques;
-    msi_greedy w = MSI_ZERO_INIT;
+    msi_greedy w;
     s->techniques |= list ? MSI_OFFLOADING : 0;
     s->moves = list ? list->moves : 0;
     if (msi_greedy_init(&w, s)) {
@@ -20641,7 +20643,7 @@ static void msi_search_like(const msi_solver *s, msi_greedy *w, const msi_found 
 static void msi_search_list(const msi_solver *s, msi_search *search, uint32_t mask, uint32_t tiling,
                             const msi_found *found) {
     const bool early = search->how.early;
-    msi_greedy w = MSI_ZERO_INIT;
+    msi_greedy w;
     if (msi_greedy_init(&w, search)) {
         msi_begin_rounding(search, mask, tiling, w.decisions);
         const double us = msi_estimate(s->scorer, w.decisions).us;
@@ -20727,7 +20729,7 @@ static void msi_search_roundings(const msi_solver *s, msi_search *search) {
     const uint32_t techniques = s->request->techniques;
     msi_rounding *list = (msi_rounding *)msi_scratch(s->scorer, MSI_LISTS * sizeof *list);
     msi_tilings tilings = MSI_ZERO_INIT;
-    msi_greedy w = MSI_ZERO_INIT;
+    msi_greedy w;
     const bool ready = msi_greedy_init(&w, search) && list;
     search->tilings = &tilings;
     if (ready && (techniques & MSI_TILING)) {
@@ -20930,7 +20932,7 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
 /* Makes the decisions, the training program and the sizes of a plan that has its eval program. */
 static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *request,
                                    msi_plan *plan) {
-    msi_greedy greedy = MSI_ZERO_INIT;
+    msi_greedy greedy;
     msi_search search = MSI_ZERO_INIT;
     msi_solver s = MSI_ZERO_INIT;
     search.scorer = scorer;

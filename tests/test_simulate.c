@@ -467,8 +467,8 @@ static void moves_have_their_price(void **state) {
             msi_move of;
             memset(&of, 0, sizeof of);
             of.key = param | move << MSI_ACTION_SHIFT;
-            const double us =
-                msi_copy_us(s.scorer.costs, MS_STREAM_TO_HOST, msi_action_bytes(&w, param, move));
+            const double us = msi_copy_us(s.scorer.costs, MS_STREAM_TO_HOST,
+                                          msi_action_bytes(&w, param | move << MSI_ACTION_SHIFT));
             near(msi_offload_us(&w, &of), move == MSI_MOVES_GRADIENT ? 2.0 * us
                                           : move == MSI_MOVES_STATE  ? 2.0 * us / micros
                                                                      : 2.0 * us + us / micros);
