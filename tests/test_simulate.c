@@ -497,7 +497,8 @@ static bool check_given_back(uint64_t seed, uint64_t percent) {
     const uint64_t home_bytes = p->layout.home_bytes;
     const double copies_us = p->predicted.step.link_us[MS_STREAM_TO_DEVICE];
     s.search.budget = before.bytes + (plain_bytes - before.bytes) * percent / 100;
-    msi_give_room_back(&s.search);
+    s.search.fits = s.search.may_move = true;
+    msi_give_back_best(&s.search);
     const msi_score after = msi_score_of(&s.scorer, s.search.best);
     assert_true(after.us <= before.us && after.bytes <= s.search.budget);
     assert_true(after.us <= s.search.best_score.us && after.us >= s.search.best_score.us);
