@@ -13973,10 +13973,9 @@ static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_al
    Copies of one engine run in the order in which they are issued, so waiting for one of them is
    waiting for all before it. */
 
-/* How far apart two uses of a value may be, in slots, for the copy between them to be left out; how
-   far ahead of its use a copy in may be issued, in slots; and how many copies like it may still be
-   queued on its engine. */
-enum { MSI_LONGEST_GAP = 64, MSI_LONGEST_LEAD = 1024, MSI_QUEUED_COPIES = 4 };
+/* How far apart two uses of a value may be, in slots, for the copy between them to be left out; and
+   how many copies like a copy in that is issued may still be queued on its engine. */
+enum { MSI_LONGEST_GAP = 64, MSI_QUEUED_COPIES = 4 };
 
 /* A copy between host and device: in, if its engine fetches, or out. A slot is the number of an
    instruction among all that are not such copies. */
@@ -14381,7 +14380,6 @@ static bool msi_may_begin(msi_placing *w, msi_queue *q) {
     const double slot_us = s->begin_us[w->slot + 1] - s->begin_us[w->slot];
     if (s->costs->waits_for_copies || s->begin_us[w->slot + 1] <= t->start_us ||
         q->count >= s->costs->copies_ahead || q->count + 1 >= msi_most_events(s->store) ||
-        t->needed > w->slot + MSI_LONGEST_LEAD ||
         q->free_us > w->us + slot_us + (double)MSI_QUEUED_COPIES * t->us ||
         (t->needed >= s->barrier && w->slot < s->barrier) ||
         (q->blocked == q->next && w->slot <= q->blocked_to) || msi_unmade_source(w, t) ||
