@@ -2195,7 +2195,7 @@ static const char *row_of(const char *text, const char *name) {
 static void has_refused_cell(const char *text, int i, const ms_decision *c) {
     char name[24], cell[96];
     snprintf(name, sizeof name, " act%d ", i);
-    snprintf(cell, sizeof cell, "- checkpointing     %-15s%11s%8s", c->rule->id, "16.00 KiB",
+    snprintf(cell, sizeof cell, "- checkpointing     %-15s%11s%8.20s", c->rule->id, "16.00 KiB",
              msi_time(c->refused_us).text);
     const char *row = row_of(text, name);
     assert_true(strstr(row, cell) != NULL && strstr(row, cell) < strchr(row, '\n'));
@@ -3102,7 +3102,7 @@ static void what_else_would_help(void **state) {
         snprintf(text, sizeof text, "(%llu bytes",
                  (unsigned long long)least_with(config.checkpointing, config.early_update));
         t_text_has(ms_last_error(z.m), text);
-        snprintf(text, sizeof text, "With ON for %s: %s",
+        snprintf(text, sizeof text, "With ON for %s: %.20s",
                  off == 1   ? "checkpointing"
                  : off == 2 ? "early_update"
                             : "checkpointing and early_update",
