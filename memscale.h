@@ -20820,7 +20820,8 @@ static void msi_propose_squeezed(const msi_solver *s, msi_search *search, uint64
     msi_release(s->scorer->allocator, decisions, decisions ? bytes : 0);
 }
 
-/* Searches the smallest plan. Every budget from its bytes on has a plan. */
+/* Searches the smallest plan. Every budget from its bytes on has a plan. Where the host may be short,
+   plans that move nothing are searched apart: most plans that move something have no room then. */
 static void msi_search_smallest(const msi_solver *s, msi_search *search) {
     const double least_us = search->least_us;
     const uint64_t budget = search->budget;
@@ -20828,6 +20829,12 @@ static void msi_search_smallest(const msi_solver *s, msi_search *search) {
     search->found = search->fits = false;
     msi_propose_squeezed(s, search, MSI_NO_BUDGET);
     msi_search_allowed(s, search);
+    if (search->may_move && search->host_budget < s->plan->plain_bytes) {
+        search->may_move = false;
+        search->least_us = least_us;
+        msi_search_allowed(s, search);
+        search->may_move = true;
+    }
     search->least_us = least_us;
     search->budget = budget;
     search->fits = search->found && search->best_score.bytes <= budget;
@@ -21909,12 +21916,28 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
 
 /* Takes a technique out of the decision on one tensor. */
 static void msi_take_out(ms_technique technique, const msi_tensor *t, msi_tensor_decision *d) {
-    d->pass = technique == MS_TECHNIQUE_CHECKPOINTING ? 0 : d->pass;
-    d->update_after = technique == MS_TECHNIQUE_EARLY_UPDATE ? MSI_NONE : d->update_after;
-    d->moves = technique == MS_TECHNIQUE_OFFLOADING ? 0 : d->moves;
-    d->tiles = technique == MS_TECHNIQUE_TILING ? 0 : d->tiles;
-    d->format = technique == MS_TECHNIQUE_MIXED_PRECISION ? t->format : d->format;
-    d->state_8bit &= technique != MS_TECHNIQUE_OPTIMIZER_8BIT;
+    switch (technique) {
+    case MS_TECHNIQUE_CHECKPOINTING:
+        d->pass = 0;
+        break;
+    case MS_TECHNIQUE_EARLY_UPDATE:
+        d->update_after = MSI_NONE;
+        break;
+    case MS_TECHNIQUE_OFFLOADING:
+        d->moves = 0;
+        break;
+    case MS_TECHNIQUE_TILING:
+        d->tiles = 0;
+        break;
+    case MS_TECHNIQUE_MIXED_PRECISION:
+        d->format = t->format;
+        break;
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+        d->state_8bit = false;
+        break;
+    case MS_TECHNIQUE_COUNT:
+        break;
+    }
 }
 
 /* Finds how much larger the peak of live bytes would be without each technique: scores the
