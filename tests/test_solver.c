@@ -1730,6 +1730,35 @@ static void random_changes_make_no_plan_faster(void **state) {
     assert_int_equal(wrong, 0);
 }
 
+static uint64_t smallest_with(net_kind kind, uint32_t layers, uint64_t host_bytes) {
+    meter heap;
+    ms_model *m;
+    ms_config config = solver_config(&heap);
+    uint64_t least = 0;
+    config.offloading = host_bytes > 0 ? MS_SWITCH_ON : MS_SWITCH_OFF;
+    config.max_host_bytes = host_bytes;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    net_register(m, kind, layers, 1);
+    ms_set_hardware(m, ms_hardware_find("RTX 3090"));
+    ms_set_budget(m, UINT64_MAX);
+    t_ok(m, ms_smallest_budget(m, &least));
+    ms_destroy(m);
+    return least;
+}
+
+/* What may be moved, but finds no room on the host, makes no plan larger. */
+static void a_host_without_room_does_no_harm(void **state) {
+    (void)state;
+    static const net_kind kinds[] = {NET_UNET, NET_DENSENET, NET_INCEPTION, NET_RESNET, NET_RANDOM};
+    for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; ++k) {
+        for (uint32_t layers = 12; layers <= (uint32_t)t_sweep(32, 62); layers += 10) {
+            const uint64_t alone = smallest_with(kinds[k], layers, 0);
+            assert_true(smallest_with(kinds[k], layers, 1) <= alone);
+            assert_true(smallest_with(kinds[k], layers, alone / 4) <= alone);
+        }
+    }
+}
+
 /* A chain with the plans of all of its subchains. */
 static msi_chain *fill_chain(census *with, msi_search *s) {
     msi_chain *c = (msi_chain *)msi_scratch(&with->scorer, sizeof *c);
@@ -2806,6 +2835,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(budgets_are_monotone_and_the_smallest_is_exact),
         cmocka_unit_test(each_search_is_monotone),
         cmocka_unit_test(random_changes_make_no_plan_faster),
+        cmocka_unit_test(a_host_without_room_does_no_harm),
         cmocka_unit_test(points_out_of_order_are_passed_over),
         cmocka_unit_test(the_list_ends_with_what_is_smallest),
         cmocka_unit_test(choices_keep_early_updates),
