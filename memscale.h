@@ -17050,7 +17050,7 @@ static uint64_t msi_greedy_bytes(const msi_graph *g) {
            g->layers.count * (uint64_t)(sizeof(uint64_t) + sizeof(uint32_t));
 }
 
-/* Begins with the plain plan, in zeroed memory. False, and the scorer is short, without memory. */
+/* Begins with the plain plan. False, and the scorer is short, without memory. */
 static bool msi_greedy_init(msi_greedy *w, msi_search *search) {
     const msi_scorer *s = search->scorer;
     const msi_graph *g = s->graph;
@@ -22481,19 +22481,20 @@ static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t
    Where a squeezed plan fits, ms_wrap finds one. With room on the host it is hardly larger than the
    smallest, and for a large graph there is no time to look for others. The decisions of the smallest
    plan carry over to sizes nearby, but another plan for such a size need not find them. No size fits
-   if what the smallest plan has of params exceeds the budget. */
+   if params alone exceed the budget, where plans can neither move nor round them. */
 static int64_t msi_fitting_size(msi_resizing *z, uint64_t budget, const msi_store *store,
                                 const msi_plan *smallest, bool host_is_short) {
     const msi_graph *g = &z->model->graph;
     const bool large = g->layers.count > MSI_FOLD_LAYERS;
-    const bool squeezed =
-        (z->model->wrapped.choice.techniques & MSI_OFFLOADING) && (large || !host_is_short);
+    const uint32_t may = z->model->wrapped.choice.techniques;
+    const bool squeezed = (may & MSI_OFFLOADING) && (large || !host_is_short);
+    const bool fixed = !(may & (MSI_OFFLOADING | MSI_MIXED | MSI_8BIT));
     uint64_t params_bytes = 0;
     for (MSI_ITEMS(const msi_resident, r, store->residents)) {
         const bool stays = !r->on_host && g->tensors.items[r->tensor].kind == MSI_KIND_PARAM;
         params_bytes += stays ? r->bytes : 0;
     }
-    if (z->declared <= z->unit || params_bytes > budget) {
+    if (z->declared <= z->unit || (fixed && params_bytes > budget)) {
         return z->declared <= z->unit ? -1 : 0;
     }
     const int64_t size = msi_raise_size(z, squeezed ? NULL : smallest, budget);
