@@ -13996,6 +13996,8 @@ typedef struct msi_transfer {
     bool is_left_out;
 } msi_transfer;
 
+enum { MSI_SLOT_GROUP = 64 };
+
 typedef struct msi_scheduling {
     const msi_graph *graph;
     const msi_costs *costs;
@@ -14006,8 +14008,10 @@ typedef struct msi_scheduling {
     uint32_t slot_count, transfer_count;
     msi_transfer *transfers; // in the order of the old list
     double *begin_us;        // per slot, and of the end: when it begins if nothing waits for copies
-    uint64_t *live_bytes;    // per slot, on the device
+    uint64_t *live_bytes;    // per slot, on the device, without what its whole group holds more
     uint64_t *held_from;     // per slot: bytes that copies under way hold from there on alone
+    uint64_t *more_bytes;    // per group of slots: live in each of them besides
+    uint64_t *group_bytes;   // per group of slots: live in the fullest of them
     uint32_t *slot;      // per old instruction: its slot, or of a copy the next one; and the end
     uint32_t *moved;     // per old instruction, and of the end: its new number
     uint32_t *of_range;  // per range: the last transfer that has it as an end, or MSI_NONE
@@ -14057,7 +14061,8 @@ static bool msi_is_transfer(const msi_instruction *i) {
 static bool msi_scheduling_init(msi_scheduling *s) {
     const msi_program *p = s->program;
     const uint64_t instructions = p->code.instructions.count + 2ull, ranges = p->code.ranges.count;
-    s->bytes = s->transfer_count * (uint64_t)sizeof(msi_transfer) +
+    const uint64_t groups = instructions / MSI_SLOT_GROUP + 1, sums = instructions + groups;
+    s->bytes = s->transfer_count * (uint64_t)sizeof(msi_transfer) + 2 * groups * sizeof(uint64_t) +
                instructions * (sizeof(double) + 2 * sizeof(uint64_t) + 2 * sizeof(uint32_t)) +
                2 * ranges * sizeof(uint32_t);
     s->begin_us = (double *)msi_alloc(s->allocator, s->bytes);
@@ -14070,12 +14075,14 @@ static bool msi_scheduling_init(msi_scheduling *s) {
     }
     s->live_bytes = (uint64_t *)(void *)(s->begin_us + instructions);
     s->held_from = s->live_bytes + instructions;
-    s->transfers = (msi_transfer *)(void *)(s->held_from + instructions);
+    s->more_bytes = s->held_from + instructions;
+    s->group_bytes = s->more_bytes + groups;
+    s->transfers = (msi_transfer *)(void *)(s->group_bytes + groups);
     s->slot = (uint32_t *)(void *)(s->transfers + s->transfer_count);
     s->moved = s->slot + instructions;
     s->of_range = s->moved + instructions;
     s->used_for = s->of_range + ranges;
-    memset(s->live_bytes, 0, 2 * (size_t)instructions * sizeof *s->live_bytes);
+    memset(s->live_bytes, 0, 2 * (size_t)sums * sizeof *s->live_bytes);
     memset(s->moved, 0, (size_t)instructions * sizeof *s->moved);
     memset(s->of_range, 0xff, (size_t)ranges * sizeof *s->of_range); // MSI_NONE
     return true;
@@ -14199,23 +14206,40 @@ static void msi_sum_slots(msi_scheduling *s) {
         range->aliased = false;
     }
     for (uint32_t k = 0; k < s->slot_count; k++) {
+        uint64_t *most = &s->group_bytes[k / MSI_SLOT_GROUP];
         s->live_bytes[k] += k > 0 ? s->live_bytes[k - 1] : 0;
+        *most = msi_larger(*most, s->live_bytes[k]);
         s->most_bytes = msi_larger(s->most_bytes, s->live_bytes[k]);
     }
     s->most_bytes += (p->layout.resident_bytes + s->most_bytes) / 16 * p->code.room;
     s->program->code.most_bytes = p->layout.resident_bytes + s->most_bytes;
 }
 
+static uint64_t msi_live_at(const msi_scheduling *s, uint32_t slot) {
+    return s->live_bytes[slot] + s->more_bytes[slot / MSI_SLOT_GROUP];
+}
+
 /* Adds to the live bytes of the slots from `first` to before `end`, if that is within the peak in all
    of them. Returns the last slot where it is not, or MSI_NONE. */
 static uint32_t msi_hold(msi_scheduling *s, uint32_t first, uint32_t end, uint64_t bytes) {
-    for (uint32_t k = end; k-- > first;) {
-        if (s->live_bytes[k] + bytes > s->most_bytes) {
+    for (uint32_t k = end; k > first;) {
+        const uint32_t group = (k - 1) / MSI_SLOT_GROUP, begin = group * MSI_SLOT_GROUP;
+        if (s->group_bytes[group] + bytes <= s->most_bytes) {
+            k = begin > first ? begin : first;
+        } else if (msi_live_at(s, --k) + bytes > s->most_bytes) {
             return k;
         }
     }
-    for (uint32_t k = first; k < end; k++) {
-        s->live_bytes[k] += bytes;
+    for (uint32_t k = first; k < end;) {
+        const uint32_t group = k / MSI_SLOT_GROUP;
+        if (k % MSI_SLOT_GROUP == 0 && end - k >= MSI_SLOT_GROUP) {
+            s->more_bytes[group] += bytes;
+            s->group_bytes[group] += bytes;
+            k += MSI_SLOT_GROUP;
+        } else {
+            s->live_bytes[k] += bytes;
+            s->group_bytes[group] = msi_larger(s->group_bytes[group], msi_live_at(s, k++));
+        }
     }
     return MSI_NONE;
 }
@@ -14356,7 +14380,7 @@ static void msi_begin_copy(msi_placing *w, msi_queue *q) {
 
 /* Whether so many bytes more fit into the present slot. */
 static bool msi_has_room_for(const msi_placing *w, uint64_t bytes) {
-    return bytes + w->s->live_bytes[w->slot] + w->outgoing_bytes <= w->s->most_bytes;
+    return bytes + msi_live_at(w->s, w->slot) + w->outgoing_bytes <= w->s->most_bytes;
 }
 
 /* The queue of a copy out that makes a source of a copy in and is not awaited yet, or NULL. */
@@ -14698,6 +14722,32 @@ typedef struct msi_skyline {
    msi_layout_search_from_peak. */
 enum { MSI_LAYOUT_MANY = 4096 };
 
+/* Placed blocks that all live at one time, upwards by their lower ends, in piles of a few. What the
+   blocks of a pile have in common lets a search for a gap pass it at once if it meets all of the
+   pile, without a gap that is wide enough, or none. */
+enum { MSI_PILE = 32, MSI_LONG_SHARE = 256, MSI_MOST_COLUMNS = 2 + MSI_LONG_SHARE };
+
+typedef struct msi_stretch {
+    uint64_t low, high;
+    uint32_t first, last;
+} msi_stretch;
+
+typedef struct msi_pile {
+    msi_stretch list[MSI_PILE];
+    uint64_t high, gap; // the highest upper end; the widest gap
+    uint32_t count, next;
+    uint32_t first[2], last[2]; // the earliest and the latest first time; the same of the last
+} msi_pile;
+
+typedef struct msi_column {
+    uint32_t pile;        // the lowest, or MSI_NONE
+    uint32_t first, last; // the times at which any of its blocks lives
+} msi_column;
+
+typedef struct msi_passed {
+    uint32_t pile, index;
+} msi_passed;
+
 /* Two stacks of blocks, one standing on the ground and one hanging from the bound, and the data to
    find gaps between them. The trees have a leaf for each block in use. Index [0] is the side before
    the peak, [1] the side after it. */
@@ -14714,9 +14764,13 @@ typedef struct msi_stacks {
     uint32_t *rest;      // tree over starts: the end of a placed brief block of the rest, or 0
     uint32_t *hung;      // per block: whether it hangs
     uint32_t leaves;
-    uint32_t long_span;     // blocks of the rest with this span or more live long
-    msi_spot *stretches[3]; // what hangs before and after, and the rest that lives long; upwards
-    uint32_t stretch_count[3];
+    uint32_t long_span; // blocks of the rest with this span or more live long
+    msi_pile *piles;
+    uint32_t pile_count, column_count;
+    /* What hangs before and after the peak; then, of the rest that lives long, what lives at each
+       multiple of the long span (of several, the one that most powers of two divide). */
+    msi_column columns[MSI_MOST_COLUMNS];
+    msi_passed passed[MSI_MOST_COLUMNS]; // by a search for a gap: of each column that it meets
 } msi_stacks;
 
 /* What a search for a gap meets, by the lower ends: lists in buckets of 2^shift bytes each, from
@@ -15082,9 +15136,86 @@ static uint32_t msi_stacks_distance(const msi_layout_work *w, uint32_t block, bo
     return after ? w->first[block] + 1 : w->times - w->last[block];
 }
 
+/* Finds what the blocks of a pile have in common. */
+static void msi_pile_sum(msi_pile *pile) {
+    pile->high = pile->gap = 0;
+    pile->first[0] = pile->last[0] = UINT32_MAX;
+    pile->first[1] = pile->last[1] = 0;
+    for (uint32_t i = 0; i < pile->count; i++) {
+        const msi_stretch *s = &pile->list[i];
+        const uint64_t gap = i > 0 && s->low > pile->high ? s->low - pile->high : 0;
+        pile->gap = msi_larger(pile->gap, gap);
+        pile->high = msi_larger(pile->high, s->high);
+        pile->first[0] = msi_clamp(s->first, 0, pile->first[0]);
+        pile->first[1] = msi_clamp(s->first, pile->first[1], UINT32_MAX);
+        pile->last[0] = msi_clamp(s->last, 0, pile->last[0]);
+        pile->last[1] = msi_clamp(s->last, pile->last[1], UINT32_MAX);
+    }
+}
+
+/* Moves so many blocks of a pile to a new one above it. */
+static uint32_t msi_pile_divide(msi_stacks *s, msi_pile *pile, uint32_t count) {
+    const uint32_t above = s->pile_count++;
+    s->piles[above].count = count;
+    s->piles[above].next = pile->next;
+    pile->count -= count;
+    pile->next = above;
+    memcpy(s->piles[above].list, pile->list + pile->count, count * sizeof *pile->list);
+    msi_pile_sum(pile);
+    msi_pile_sum(&s->piles[above]);
+    return above;
+}
+
+/* The pile of a column where a block with this lower end belongs; it has room for one more. */
+static msi_pile *msi_column_pile(msi_stacks *s, msi_column *column, uint64_t low) {
+    uint32_t i = column->pile;
+    if (i == MSI_NONE) {
+        msi_pile *pile = &s->piles[column->pile = s->pile_count++];
+        pile->count = 0;
+        pile->next = MSI_NONE;
+        return pile;
+    }
+    while (s->piles[i].next != MSI_NONE && s->piles[s->piles[i].next].list[0].low <= low) {
+        i = s->piles[i].next;
+    }
+    if (s->piles[i].count == MSI_PILE) {
+        const uint32_t above = msi_pile_divide(s, &s->piles[i], MSI_PILE / 2);
+        i = s->piles[above].list[0].low <= low ? above : i;
+    }
+    return &s->piles[i];
+}
+
+/* Adds a placed block to a column. */
+static void msi_column_insert(msi_layout_work *w, uint32_t column, uint32_t block) {
+    msi_column *c = &w->stacks.columns[column];
+    const uint64_t low = w->offset[block];
+    msi_pile *pile = msi_column_pile(&w->stacks, c, low);
+    const msi_stretch stretch = {low, low + w->blocks[block].bytes, w->first[block],
+                                 w->last[block]};
+    uint32_t i = pile->count++;
+    for (; i > 0 && pile->list[i - 1].low > low; i--) {
+        pile->list[i] = pile->list[i - 1];
+    }
+    pile->list[i] = stretch;
+    msi_pile_sum(pile);
+    c->first = msi_clamp(stretch.first, 0, c->first);
+    c->last = msi_clamp(stretch.last, c->last, UINT32_MAX);
+}
+
+/* The column of a block of the rest that lives long. */
+static uint32_t msi_stacks_column(const msi_layout_work *w, uint32_t block) {
+    const uint32_t span = w->stacks.long_span;
+    const uint32_t least = (w->first[block] + span - 1) / span;
+    uint32_t at = w->last[block] / span;
+    while (at > 0 && (at & (at - 1)) >= least) {
+        at &= at - 1;
+    }
+    return 2 + at;
+}
+
 /* Stacks the blocks that stand; nothing hangs yet. */
 static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
-    enum { LONG_SPAN = 64, LONG_SHARE = 256 };
+    enum { LONG_SPAN = 64 };
     msi_stacks *s = &w->stacks;
     uint32_t *const trees[] = {s->reach[0], s->reach[1], s->lack[0], s->lack[1], s->rest, s->hung};
     msi_stacks_sort(w, how);
@@ -15093,9 +15224,14 @@ static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
     }
     s->bytes = 0;
     s->count = 0;
-    s->long_span = w->times / LONG_SHARE > LONG_SPAN ? w->times / LONG_SHARE : (uint32_t)LONG_SPAN;
-    memset(s->stretch_count, 0, sizeof s->stretch_count);
-    s->stretches[1] = s->stretches[2] = s->stretches[0];
+    s->long_span = msi_clamp(w->times / MSI_LONG_SHARE + 1, LONG_SPAN, UINT32_MAX);
+    s->pile_count = 0;
+    s->column_count = 2 + (w->times - 1) / s->long_span + 1;
+    for (uint32_t i = 0; i < s->column_count; i++) {
+        s->columns[i].pile = MSI_NONE;
+        s->columns[i].first = UINT32_MAX;
+        s->columns[i].last = 0;
+    }
     while (s->count < w->used && msi_stacks_stands(w, w->order[s->count], how)) {
         const uint32_t block = w->order[s->count];
         for (uint32_t side = 0; side < 2; side++) {
@@ -15175,15 +15311,7 @@ static void msi_stacks_hang(msi_layout_work *w, bool after) {
             low -= bytes;
             w->offset[block] = s->floor[edge] = low;
             s->hung[block] = 1;
-            s->stretch_count[after]++;
-        }
-    }
-    msi_spot *stretch = s->stretches[after] + s->stretch_count[after];
-    s->stretches[2] = stretch;
-    for (uint32_t i = 0; i < count; i++) { // downwards
-        const uint32_t block = w->waiting[i];
-        if (s->hung[block]) {
-            *--stretch = msi_layout_spot(w, block, w->offset[block]);
+            msi_column_insert(w, after, block);
         }
     }
     for (uint32_t t = begin + 1; t < end && after; t++) {
@@ -15198,8 +15326,8 @@ static void msi_stacks_hang(msi_layout_work *w, bool after) {
    that hangs it goes downwards: all heights are then distances from the bound. */
 typedef struct msi_gap {
     uint32_t block, met, standing;
-    uint32_t fans, in_bucket; // open fans; how many of the bucket at hand are passed
-    uint32_t stretch[3];
+    uint32_t fans, in_bucket;     // open fans; how many of the bucket at hand are passed
+    uint32_t columns;             // that it meets
     uint64_t low, bytes, ceiling; // the block goes to `low`, unless something is in the way there
     bool hangs;
 } msi_gap;
@@ -15215,20 +15343,30 @@ static uint64_t msi_gap_high_of(const msi_layout_work *w, const msi_gap *gap, ui
     return !gap->hangs ? high : low < w->bound ? w->bound - low : 0;
 }
 
-/* Raises the gap above the blocks that it meets in one of the lists of stretches. */
-static void msi_gap_pass_stretches(msi_layout_work *w, msi_gap *gap, uint32_t list) {
-    const msi_spot *stretches = w->stacks.stretches[list];
-    const uint32_t count = w->stacks.stretch_count[list], begin = gap->stretch[list];
+/* Raises the gap above the blocks that it meets in the columns. */
+static void msi_gap_pass_column(msi_layout_work *w, msi_gap *gap, msi_passed *at) {
     const uint32_t first = w->first[gap->block], last = w->last[gap->block];
-    uint64_t low = gap->low;
-    uint32_t i = begin;
-    for (; i < count && stretches[i].low < low + gap->bytes; i++) {
-        const bool meets = msi_spot_meets(&stretches[i], first, last);
-        low = meets ? msi_larger(low, stretches[i].high) : low;
+    uint32_t steps = 0;
+    for (; at->pile != MSI_NONE; steps++) {
+        const msi_pile *pile = &w->stacks.piles[at->pile];
+        const msi_stretch *s = &pile->list[at->index];
+        if (s->low >= gap->low + gap->bytes) {
+            break;
+        }
+        bool all = pile->first[1] <= last && pile->last[0] >= first && pile->gap < gap->bytes;
+        bool none = pile->first[0] > last || pile->last[1] < first;
+        const bool meets = s->first <= last && first <= s->last;
+        all &= at->index == 0;
+        gap->low = all     ? msi_larger(gap->low, pile->high)
+                   : meets ? msi_larger(gap->low, s->high)
+                           : gap->low;
+        at->index = all || none ? pile->count : at->index + 1;
+        if (at->index == pile->count) {
+            at->pile = pile->next;
+            at->index = 0;
+        }
     }
-    gap->stretch[list] = i;
-    gap->low = low;
-    msi_layout_spend(w, 2 * (uint64_t)(i - begin));
+    msi_layout_spend(w, 2 * (uint64_t)steps);
 }
 
 /* Raises the gap above the standing blocks that it meets: each time, up to one not met. */
@@ -15269,12 +15407,11 @@ static void msi_gap_meet_all(msi_layout_work *w, msi_gap *gap) {
         msi_gap_meet(w, gap, w->by_start[i++]);
         steps++;
     }
-    for (; i < w->begun[last]; i++) {
-        if (tree[i + leaves] != 0) {
-            msi_gap_meet(w, gap, w->by_start[i]);
-        }
+    while ((i = msi_tree_next(tree, leaves, i, w->begun[last], 1)) < w->begun[last]) {
+        msi_gap_meet(w, gap, w->by_start[i++]);
+        steps++;
     }
-    msi_layout_spend(w, 16 * (uint64_t)steps + 2 * (uint64_t)(i - before));
+    msi_layout_spend(w, 16 * (uint64_t)steps);
 }
 
 /* Divides a list of what is met among the buckets of a new fan. */
@@ -15369,8 +15506,8 @@ static void msi_gap_pass(msi_layout_work *w, msi_gap *gap) {
     while (low != gap->low) {
         low = gap->low;
         msi_gap_pass_standing(w, gap);
-        for (uint32_t list = 0; list < 3; list++) {
-            msi_gap_pass_stretches(w, gap, list);
+        for (uint32_t i = 0; i < gap->columns; i++) {
+            msi_gap_pass_column(w, gap, &w->stacks.passed[i]);
         }
         if (gap->ceiling < gap->low + gap->bytes) {
             gap->low = msi_larger(gap->low, w->bound);
@@ -15381,20 +15518,24 @@ static void msi_gap_pass(msi_layout_work *w, msi_gap *gap) {
 
 /* Begins the search for a gap. A block on one side of the peak meets none that hang on the other.
    If it lives between the peak and hung_at, the floor has the lowest end of those it meets. */
-static msi_gap msi_gap_begin(const msi_layout_work *w, uint32_t block) {
-    const msi_stacks *s = &w->stacks;
+static msi_gap msi_gap_begin(msi_layout_work *w, uint32_t block) {
+    msi_stacks *s = &w->stacks;
     const uint32_t first = w->first[block], last = w->last[block];
-    const bool after = first > s->peak;
+    const bool at_peak = msi_layout_lives_at(w, block, s->peak), after = first > s->peak;
     const uint32_t time = s->hung_at[after];
-    msi_gap gap = {block, 0, 0, 0, 0, {0, 0, 0}, 0, w->blocks[block].bytes, UINT64_MAX, false};
-    if (msi_layout_lives_at(w, block, s->peak)) {
-        return gap;
-    }
-    gap.stretch[!after] = s->stretch_count[!after];
-    if (after ? first <= time : last >= time) {
-        gap.stretch[after] = s->stretch_count[after];
+    const bool is_below = !at_peak && (after ? first <= time : last >= time);
+    msi_gap gap = {block, 0, 0, 0, 0, 0, 0, w->blocks[block].bytes, UINT64_MAX, false};
+    if (is_below) {
         gap.ceiling = s->floor[after ? (last < time ? last : time) : (first > time ? first : time)];
         gap.ceiling = gap.ceiling < w->bound ? gap.ceiling : UINT64_MAX;
+    }
+    for (uint32_t i = 0; i < s->column_count; i++) {
+        const msi_column *c = &s->columns[i];
+        const bool may_meet = i >= 2 || at_peak || (i == (uint32_t)after && !is_below);
+        if (c->first <= last && first <= c->last && may_meet) {
+            s->passed[gap.columns].pile = c->pile;
+            s->passed[gap.columns++].index = 0;
+        }
     }
     return gap;
 }
@@ -15425,9 +15566,8 @@ static void msi_stacks_put(msi_layout_work *w, uint32_t block, uint64_t low) {
         msi_tree_raise(s->rest, s->leaves, w->rank[block], w->last[block] + 1);
         return;
     }
-    const uint32_t i = msi_spots_insert(s->stretches[2], s->stretch_count[2]++,
-                                        msi_layout_spot(w, block, low), false);
-    msi_layout_spend(w, s->stretch_count[2] - i);
+    msi_column_insert(w, msi_stacks_column(w, block), block);
+    msi_layout_spend(w, MSI_PILE);
 }
 
 /* Training keeps most memory between forward and backward. The blocks that live at the peak stand
@@ -15442,7 +15582,6 @@ static uint64_t msi_layout_from_peak(msi_layout_work *w, const msi_stacking *how
     msi_stacks_begin(w, how);
     if (how->hang) {
         msi_stacks_hang(w, false);
-        s->stretches[1] = s->stretches[2];
         msi_stacks_hang(w, true);
     }
     for (uint32_t i = s->count; i < w->used && height < w->height && w->effort > 0; i++) {
@@ -15899,7 +16038,9 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
         nodes *= 2;
     }
     const uint64_t lists = 4 * nodes + 6 * count + 1; // load has one more
-    const uint64_t words = lists + count * sizeof(msi_spot) / sizeof(uint64_t);
+    /* Each pile is half full or more, but for one of each column. */
+    const uint64_t piles = count / (MSI_PILE / 2) + msi_smaller(count, MSI_MOST_COLUMNS);
+    const uint64_t words = lists + piles * sizeof(msi_pile) / sizeof(uint64_t);
     for (uint32_t i = 0; memory && i < 4; i++) {
         *by_node[i] = memory + i * nodes;
     }
@@ -15911,7 +16052,7 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
     }
     if (memory) {
         msi_stacks_bind(&w->stacks, memory, nodes);
-        w->stacks.stretches[0] = (msi_spot *)(void *)(memory + lists);
+        w->stacks.piles = (msi_pile *)(void *)(memory + lists);
         w->by_low = (msi_spot *)(void *)memory;
         w->by_high = w->by_low + count;
         w->best_order = w->waiting = w->starts;
@@ -21281,7 +21422,10 @@ static bool msi_must_follow(const msi_ordering *o, int engine, uint32_t first, u
 
 /* Lets copies of an engine no longer follow what is computed, where that orders nothing. The first
    one stays as it is: it follows what was enqueued before the program. All copies run after those
-   that the host has awaited, and after what these followed. */
+   that the host has awaited, and after what these followed. One in so many instructions stays too:
+   each is compared with all that is computed since the last that stays. */
+enum { MSI_MOST_UNFOLLOWED = 2048 };
+
 static void msi_drop_follows(const msi_ordering *o, int engine) {
     msi_program *p = o->program;
     msi_instruction *items = p->code.instructions.items;
@@ -21306,7 +21450,8 @@ static void msi_drop_follows(const msi_ordering *o, int engine) {
         for (end = k + 1; end < count && !items[copies[end]].follows;) {
             end++;
         }
-        if (since != MSI_NONE && !o->relied_on[copies[k]] &&
+        if (since != MSI_NONE && copies[k] - since < MSI_MOST_UNFOLLOWED &&
+            !o->relied_on[copies[k]] &&
             !msi_must_follow(o, engine, k, end, since, known, awaited)) {
             items[copies[k]].follows = false;
             if (relies_on != MSI_NONE) {

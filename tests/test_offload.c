@@ -286,32 +286,40 @@ static void copies_begin_in_time_for_those_behind(void **state) {
 /* What is kept from slot to slot is held in all of them or in none, and nowhere beyond the peak. */
 static void what_is_kept_fits_everywhere(void **state) {
     (void)state;
-    enum { SLOTS = 6, MOST = 10 };
+    enum { SLOTS = 300, MOST = 1000, GROUPS = SLOTS / MSI_SLOT_GROUP + 1 };
     t_rng rng = t_seed(4);
-    uint32_t held = 0;
-    for (int round = 0; round < 500; ++round) {
-        uint64_t live[SLOTS], before[SLOTS];
+    uint32_t held = 0, refused = 0;
+    for (int round = 0; round < 200; ++round) {
+        uint64_t own[SLOTS], more[GROUPS] = {0}, fullest[GROUPS] = {0}, live[SLOTS];
+        const uint32_t slots = 1 + t_below(&rng, SLOTS);
         msi_scheduling s;
         memset(&s, 0, sizeof s);
-        s.live_bytes = live;
+        s.live_bytes = own;
+        s.more_bytes = more;
+        s.group_bytes = fullest;
         s.most_bytes = MOST;
-        for (int k = 0; k < SLOTS; ++k) {
-            live[k] = before[k] = t_below(&rng, MOST + 1);
+        for (uint32_t k = 0; k < slots; ++k) {
+            live[k] = own[k] = t_below(&rng, MOST / 2);
+            fullest[k / MSI_SLOT_GROUP] = msi_larger(fullest[k / MSI_SLOT_GROUP], own[k]);
         }
-        const uint32_t first = t_below(&rng, SLOTS), bytes = 1 + t_below(&rng, 5);
-        const uint32_t end = first + t_below(&rng, SLOTS - first + 1);
-        uint32_t last = MSI_NONE;
-        for (uint32_t k = first; k < end; ++k) {
-            last = before[k] + bytes > MOST ? k : last;
+        for (int time = 0; time < 40; ++time) {
+            const uint32_t first = t_below(&rng, slots), bytes = 1 + t_below(&rng, MOST / 4);
+            const uint32_t end = first + t_below(&rng, slots - first + 1);
+            uint32_t last = MSI_NONE;
+            for (uint32_t k = first; k < end; ++k) {
+                last = live[k] + bytes > MOST ? k : last;
+            }
+            const bool fits = last == MSI_NONE;
+            assert_int_equal(msi_hold(&s, first, end, bytes), last);
+            for (uint32_t k = 0; k < slots; ++k) {
+                live[k] += fits && first <= k && k < end ? bytes : 0;
+                assert_int_equal(msi_live_at(&s, k), live[k]);
+            }
+            held += fits && end > first;
+            refused += !fits;
         }
-        const bool fits = last == MSI_NONE;
-        assert_int_equal(msi_hold(&s, first, end, bytes), last);
-        for (uint32_t k = 0; k < SLOTS; ++k) {
-            assert_int_equal(live[k], before[k] + (fits && first <= k && k < end ? bytes : 0));
-        }
-        held += fits && end > first;
     }
-    assert_true(held > 0);
+    assert_true(held > 1000 && refused > 1000);
 }
 
 /* At smaller sizes the plan may have to follow that for the largest, also in when copies begin and
