@@ -3659,10 +3659,8 @@ static MSI_NOINLINE uint64_t msi_part_size(uint64_t count, uint32_t part_count) 
 }
 
 static MSI_NOINLINE msi_part msi_part_of(uint64_t count, uint32_t part, uint32_t part_count) {
-    msi_part p;
-    p.count = msi_part_size(count, part_count);
-    p.begin = part * p.count;
-    p.count = msi_smaller(p.count, count - p.begin);
+    const uint64_t each = msi_part_size(count, part_count), begin = part * each;
+    const msi_part p = {begin, msi_smaller(each, count - begin)};
     return p;
 }
 
@@ -3732,9 +3730,8 @@ static uint64_t msi_format_bytes(msi_format format, uint64_t count) {
 
 /* The bytes of a part of a float param or its gradient (F32), or of its state. */
 static msi_part msi_part_bytes(msi_format format, msi_part part) {
-    msi_part bytes;
-    bytes.begin = msi_format_bytes(format, part.begin);
-    bytes.count = msi_format_bytes(format, part.count);
+    const msi_part bytes = {msi_format_bytes(format, part.begin),
+                            msi_format_bytes(format, part.count)};
     return bytes;
 }
 
@@ -3742,8 +3739,8 @@ static MSI_NOINLINE uint64_t msi_mix_in(uint64_t hash, uint64_t word) {
     return msi_mix(hash ^ word);
 }
 
-static MSI_NOINLINE uint64_t msi_hash_bytes(uint64_t hash, const void *bytes, size_t count) {
-    for (size_t i = 0; i < count; i++) {
+static MSI_NOINLINE uint64_t msi_hash_bytes(uint64_t hash, const void *bytes, uint64_t count) {
+    for (uint64_t i = 0; i < count; i++) {
         hash = msi_mix_in(hash, ((const uint8_t *)bytes)[i]);
     }
     return hash;
@@ -5022,11 +5019,14 @@ static MSI_COLD ms_result msi_fail(ms_model *m, ms_result result, const char *fo
     return result;
 }
 
+static MSI_COLD ms_result msi_fail_busy(ms_model *m, const char *function) {
+    return msi_fail(m, MS_RESULT_ORDER,
+                    "%s: called from a callback of a layer: call it between steps", function);
+}
+
 /* An error in a callback of the model: the function would change or free what its caller uses. */
 static MSI_NOINLINE ms_result msi_check_called(ms_model *m, const char *function) {
-    return m->run.busy
-               ? msi_fail(m, MS_RESULT_ORDER,
-                          "%s: called from a callback of a layer: call it between steps", function)
+    return m->run.busy ? msi_fail_busy(m, function)
            : m->run.visits
                ? msi_fail(m, MS_RESULT_ORDER,
                           "%s: called from the callback of %s, which needs the model as it is: "
@@ -5233,25 +5233,21 @@ static size_t msi_print_names(const msi_printer *out, const char *first, const c
     return length;
 }
 
-/* Bytes of the UTF-8 character that starts here; 0: it is not valid UTF-8 (RFC 3629, section 4). */
+/* Bytes of the UTF-8 character that starts here; 0: it is not valid UTF-8 (RFC 3629, section 4; Unicode
+   standard, table 3-7). */
 static int msi_utf8_length(const uint8_t *s) {
-    static const struct {
-        uint8_t first, last, low, high; // range of the first byte, range of the second
-        int length;
-    } forms[] = {
-        {0x00, 0x7f, 0, 0, 1},       {0xc2, 0xdf, 0x80, 0xbf, 2}, {0xe0, 0xe0, 0xa0, 0xbf, 3},
-        {0xe1, 0xec, 0x80, 0xbf, 3}, {0xed, 0xed, 0x80, 0x9f, 3}, {0xee, 0xef, 0x80, 0xbf, 3},
-        {0xf0, 0xf0, 0x90, 0xbf, 4}, {0xf1, 0xf3, 0x80, 0xbf, 4}, {0xf4, 0xf4, 0x80, 0x8f, 4}};
-    for (int i = 0; i < 9; i++) {
-        if (s[0] >= forms[i].first && s[0] <= forms[i].last) {
-            bool good = forms[i].length == 1 || (s[1] >= forms[i].low && s[1] <= forms[i].high);
-            for (int k = 2; k < forms[i].length && good; k++) {
-                good = (s[k] & 0xc0) == 0x80;
-            }
-            return good ? forms[i].length : 0;
-        }
+    const int length = s[0] < 0x80                  ? 1
+                       : s[0] < 0xc2 || s[0] > 0xf4 ? 0
+                       : s[0] < 0xe0                ? 2
+                       : s[0] < 0xf0                ? 3
+                                                    : 4;
+    const uint8_t lowest = s[0] == 0xe0 ? 0xa0 : s[0] == 0xf0 ? 0x90 : 0x80; // of the second byte
+    const uint8_t highest = s[0] == 0xed ? 0x9f : s[0] == 0xf4 ? 0x8f : 0xbf;
+    bool good = length > 0;
+    for (int k = 1; k < length && good; k++) {
+        good = s[k] >= (k == 1 ? lowest : 0x80) && s[k] <= (k == 1 ? highest : 0xbf);
     }
-    return 0;
+    return good ? length : 0;
 }
 
 /* A name in quotes, for JSON or for Prometheus, which has no \u and takes control characters as
@@ -5406,6 +5402,13 @@ static ms_result msi_device_alloc(ms_model *m, uint64_t bytes, void **memory) {
     return msi_fail_device_memory(m, bytes, "the arena", error);
 }
 
+static void msi_device_release(ms_model *m, void *memory, uint64_t bytes) {
+    if (memory) {
+        m->config.backend.memory_release(m->config.backend.user, &m->config.allocator, memory,
+                                         bytes);
+    }
+}
+
 /* The block that the trainer lends, from its first aligned byte on. */
 static uint8_t *msi_lent_memory(const ms_model *m) {
     const uint64_t unit = m->config.backend.workspace_bytes ? 256 : MSI_ALIGNMENT;
@@ -5418,14 +5421,17 @@ static uint64_t msi_lent_bytes(const ms_model *m) {
     return m->config.memory_bytes > skipped ? m->config.memory_bytes - skipped : 0;
 }
 
+static MSI_COLD ms_result msi_fail_lent(ms_model *m, uint64_t bytes) {
+    return msi_fail(m, MS_RESULT_OUT_OF_MEMORY, "the arena takes %s, but ms_config.memory has %s",
+                    msi_size(bytes).text, msi_size_down(msi_lent_bytes(m)).text);
+}
+
 /* The device memory of a model's store: what is lent, or of the backend. */
 static ms_result msi_take_device(ms_model *m, msi_store *store, uint64_t bytes) {
     const bool lent = m->config.memory != NULL;
     const ms_result result = lent ? MS_RESULT_OK : msi_device_alloc(m, bytes, &store->memory);
     if (lent && bytes > msi_lent_bytes(m)) {
-        return msi_fail(m, MS_RESULT_OUT_OF_MEMORY,
-                        "the arena takes %s, but ms_config.memory has %s", msi_size(bytes).text,
-                        msi_size_down(msi_lent_bytes(m)).text);
+        return msi_fail_lent(m, bytes);
     }
     store->memory = lent ? msi_lent_memory(m) : store->memory;
     store->memory_bytes = bytes;
@@ -5462,6 +5468,17 @@ static MSI_NOINLINE ms_result msi_synchronize(ms_model *m) {
     return msi_enqueues_copies(&m->config.backend)
                ? msi_device(m, m->config.backend.synchronize(m->device), "waiting for the device")
                : MS_RESULT_OK;
+}
+
+/* Waits after a failure for what is under way, since its memory is going to be released; the first
+   error stays. */
+static ms_result msi_settle_failure(ms_model *m, ms_result result) {
+    if (result != MS_RESULT_OK) {
+        const msi_errors errors = m->errors;
+        (void)msi_synchronize(m);
+        m->errors = errors;
+    }
+    return result;
 }
 
 /* Copies by an engine of a backend. */
@@ -5549,12 +5566,7 @@ static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const 
     ms_result result = msi_issue_copy(m, engine, target, source, bytes, MSI_EVENT_COPY);
     MSI_THEN(result, target_on_host ? MS_RESULT_OK : msi_wait_on_device(m, MSI_EVENT_COPY));
     MSI_THEN(result, msi_wait_on_host(m, MSI_EVENT_COPY));
-    if (result != MS_RESULT_OK) { // the caller may free its memory: no copy may still use it
-        const msi_errors errors = m->errors;
-        (void)msi_synchronize(m);
-        m->errors = errors;
-    }
-    return result;
+    return msi_settle_failure(m, result); // the caller may free its memory
 }
 
 static ms_result msi_fill(ms_model *m, void *target, bool on_host, uint8_t value, uint64_t bytes) {
@@ -5573,11 +5585,14 @@ static void msi_asan_poison(const void *memory, uint64_t bytes) {
 #endif
 }
 
-static void msi_asan_unpoison(const void *memory, uint64_t bytes) {
+/* For device memory that the host can reach, or none. */
+static void msi_asan_unpoison(const ms_backend *b, const void *memory, uint64_t bytes) {
 #ifdef MSI_ASAN
-    __asan_unpoison_memory_region(memory, (size_t)bytes);
+    if (b->device_is_host && memory) {
+        __asan_unpoison_memory_region(memory, (size_t)bytes);
+    }
 #else
-    (void)memory, (void)bytes;
+    (void)b, (void)memory, (void)bytes;
 #endif
 }
 
@@ -5593,19 +5608,6 @@ static ms_result msi_open(ms_model *m) {
     return msi_device(m, b->open(b->user, &args, &m->device), "opening it for ms_create");
 }
 
-/* A shared arena without memory, which its maker alone holds. */
-static ms_result msi_make_arena(const ms_backend *backend, const ms_allocator *allocator,
-                                ms_arena **arena) {
-    ms_arena *made = (ms_arena *)msi_alloc_zeroed(allocator, sizeof *made);
-    if (made) {
-        made->backend = *backend;
-        made->allocator = *allocator;
-        made->references = 1;
-    }
-    *arena = made;
-    return made ? MS_RESULT_OK : MS_RESULT_OUT_OF_MEMORY;
-}
-
 /* Gives up one reference; the last one frees the arena. */
 static void msi_arena_leave(ms_arena *arena) {
     if (!arena || --arena->references > 0) {
@@ -5613,9 +5615,7 @@ static void msi_arena_leave(ms_arena *arena) {
     }
     const ms_allocator allocator = arena->allocator;
     if (arena->memory) {
-        if (arena->backend.device_is_host) {
-            msi_asan_unpoison(arena->memory, arena->bytes);
-        }
+        msi_asan_unpoison(&arena->backend, arena->memory, arena->bytes);
         arena->backend.memory_release(arena->backend.user, &allocator, arena->memory, arena->bytes);
     }
     msi_release(&allocator, arena, sizeof *arena);
@@ -5978,17 +5978,11 @@ typedef struct msi_wide_factors {
 } msi_wide_factors;
 
 MSI_WIDE msi_wide_factors msi_widen_factors(const ms_update_factors *f, float scale) {
-    msi_wide_factors w;
-    w.rate = msi_wide_of(f->rate);
-    w.decay = msi_wide_of(f->decay);
-    w.beta1 = msi_wide_of(f->beta1);
-    w.beta2 = msi_wide_of(f->beta2);
-    w.rest1 = msi_wide_of(f->rest1);
-    w.rest2 = msi_wide_of(f->rest2);
-    w.scale2 = msi_wide_of(f->scale2);
-    w.epsilon = msi_wide_of(f->epsilon);
-    w.scale = msi_wide_of(scale);
-    w.scales = msi_bits_of_f32(scale) != 0x3f800000u;
+    const msi_wide_factors w = {msi_wide_of(f->rate),   msi_wide_of(f->decay),
+                                msi_wide_of(f->beta1),  msi_wide_of(f->beta2),
+                                msi_wide_of(f->rest1),  msi_wide_of(f->rest2),
+                                msi_wide_of(f->scale2), msi_wide_of(f->epsilon),
+                                msi_wide_of(scale),     msi_bits_of_f32(scale) != 0x3f800000u};
     return w;
 }
 
@@ -6705,15 +6699,15 @@ static void msi_update_piece(void *argument, uint32_t piece) {
 static int msi_update_for(const ms_parallel *jobs, const ms_update_args *args) {
     const bool halted = args->state_of_step->halted != (uint32_t)MS_HALT_NONE;
     const uint64_t count = halted ? 0 : args->count;
-    msi_update_job job;
-    job.args = args;
-    job.factors = *args->factors;
-    job.scale = args->gradient_scale ? *args->gradient_scale : 1.0f; // times 1 is exact
-    job.states = args->state[1] ? 2 : args->state[0] ? 1 : 0;
-    job.has_formats = msi_has_formats(args);
-    job.keys[0] = msi_state_key(args, 0);
-    job.keys[1] = msi_state_key(args, 1);
-    job.keys[2] = msi_state_key(args, MS_LIMIT_OPTIMIZER_STATE);
+    msi_update_job job = {args,
+                          *args->factors,
+                          {msi_state_key(args, 0), msi_state_key(args, 1),
+                           msi_state_key(args, MS_LIMIT_OPTIMIZER_STATE)},
+                          args->state[1]   ? 2
+                          : args->state[0] ? 1
+                                           : 0,
+                          args->gradient_scale ? *args->gradient_scale : 1.0f, // times 1 is exact
+                          msi_has_formats(args)};
     msi_for_each(jobs, count > 4 * MSI_CODED_GROUP, true,
                  (int64_t)((count + MSI_CODED_GROUP - 1) / MSI_CODED_GROUP), msi_update_piece,
                  &job);
@@ -6762,16 +6756,12 @@ typedef struct msi_gemm_lines {
 
 static msi_gemm_lines msi_gemm_lines_of(const ms_matrix *x, bool by_row) {
     const bool turned = x->transposed == by_row; // lines lie across what is stored
-    msi_gemm_lines lines;
-    lines.data = (const uint8_t *)x->data;
-    lines.dtype = x->dtype;
-    lines.line_stride = turned ? 1 : x->stride;
-    lines.depth_stride = turned ? x->stride : 1;
+    bool paired = false;
 #ifdef MSI_PAIRS
-    lines.paired = x->dtype == MS_DTYPE_BF16;
-#else
-    lines.paired = false;
+    paired = x->dtype == MS_DTYPE_BF16;
 #endif
+    const msi_gemm_lines lines = {(const uint8_t *)x->data, x->dtype, turned ? 1 : x->stride,
+                                  turned ? x->stride : 1, paired};
     return lines;
 }
 
@@ -7390,19 +7380,15 @@ MSI_THREAD_FN(msi_do_jobs, argument) {
     return 0;
 }
 
-static bool msi_start_stream(msi_copy_stream *s) {
+/* Enqueues a job, once there is room; does it at once if no thread can be started. */
+static int msi_enqueue_job(msi_copy_stream *s, const msi_copy_job *job) {
     if (!s->is_running && msi_monitor_init(&s->monitor)) {
         s->is_running = msi_thread_start(&s->thread, msi_do_jobs, s);
         if (!s->is_running) {
             MSI_MONITOR_DESTROY(&s->monitor);
         }
     }
-    return s->is_running;
-}
-
-/* Enqueues a job, once there is room; does it at once if no thread can be started. */
-static int msi_enqueue_job(msi_copy_stream *s, const msi_copy_job *job) {
-    if (!msi_start_stream(s)) {
+    if (!s->is_running) {
         msi_do_job(job);
         return 0;
     }
@@ -7417,26 +7403,18 @@ static int msi_enqueue_job(msi_copy_stream *s, const msi_copy_job *job) {
     return 0;
 }
 
-static msi_copy_job msi_job_of_copy(void *target, const void *source, uint64_t bytes) {
-    msi_copy_job job = MSI_ZERO_INIT;
-    job.target = target;
-    job.source = source;
-    job.bytes = bytes;
-    return job;
-}
-
 /* NULL for the compute stream: all that it is given is done at once. */
 static msi_copy_stream *msi_cpu_stream(msi_cpu *c, ms_stream_kind stream) {
     return stream != MS_STREAM_COMPUTE ? &c->streams[(int)stream - (int)MSI_FIRST_ISSUED] : NULL;
 }
 
 static int msi_cpu_copy_in(void *state, void *device, const void *host, uint64_t bytes) {
-    const msi_copy_job job = msi_job_of_copy(device, host, bytes);
+    const msi_copy_job job = {device, host, bytes, NULL, 0};
     return msi_enqueue_job(msi_cpu_stream((msi_cpu *)state, MS_STREAM_TO_DEVICE), &job);
 }
 
 static int msi_cpu_copy_out(void *state, void *host, const void *device, uint64_t bytes) {
-    const msi_copy_job job = msi_job_of_copy(host, device, bytes);
+    const msi_copy_job job = {host, device, bytes, NULL, 0};
     return msi_enqueue_job(msi_cpu_stream((msi_cpu *)state, MS_STREAM_TO_HOST), &job);
 }
 
@@ -7480,9 +7458,7 @@ static int msi_cpu_wait(void *state, ms_stream_kind stream, uint32_t event) {
     if (!e->stream || e->stream == s || e->stream->known_count >= e->job_count) {
         return 0;
     }
-    msi_copy_job job = msi_job_of_copy(NULL, NULL, 0);
-    job.after = e->stream;
-    job.job_count = e->job_count;
+    const msi_copy_job job = {NULL, NULL, 0, e->stream, e->job_count};
     return msi_enqueue_job(s, &job);
 }
 
@@ -8296,11 +8272,6 @@ static bool msi_is_trained(const msi_tensor *t) {
     return t->kind == MSI_KIND_PARAM && !t->frozen;
 }
 
-static bool msi_has_gradient(const msi_tensor *t) {
-    return msi_is_float(t->view.dtype) &&
-           (t->kind == MSI_KIND_PARAM || t->kind == MSI_KIND_ACTIVATION);
-}
-
 static MSI_NOINLINE uint32_t msi_state_count(const ms_optimizer_desc *o) {
     const msi_optimizer row = msi_optimizer_of(o->kind);
     const bool lacks = row.has_momentum && o->momentum == 0.0f;
@@ -9022,12 +8993,9 @@ static void msi_mark_backward(msi_graph *g, uint32_t layer) {
         const uint32_t in_forward = operand.group == MSI_GROUP_IN ? l->grads_in_forward : 0u;
         const uint32_t reads = l->has_backward ? l->backward_masks[operand.group] : 0u;
         const uint32_t gives = l->has_backward && edges ? MS_ALL_SLOTS : in_forward;
-        if (reads >> operand.slot & 1) {
-            operand.t->last_reader = layer;
-        }
-        if ((gives >> operand.slot & 1) && operand.t->wants_gradient) {
-            operand.t->last_gradient = layer;
-        }
+        const bool given = (gives >> operand.slot & 1) && operand.t->wants_gradient;
+        operand.t->last_reader = reads >> operand.slot & 1 ? layer : operand.t->last_reader;
+        operand.t->last_gradient = given ? layer : operand.t->last_gradient;
     }
 }
 
@@ -9364,22 +9332,16 @@ typedef struct msi_loans {
 
 static msi_loan msi_loan_of(const ms_model *m, uint32_t t, msi_role role, const void *memory) {
     const msi_tensor *tensor = &m->graph.tensors.items[t];
-    msi_loan loan;
-    loan.tensor = t;
-    loan.role = role;
-    loan.begin = (uint64_t)(uintptr_t)memory;
-    loan.end = loan.begin + tensor->largest_bytes;
-    loan.on_host = tensor->on_host;
-    loan.changes = (tensor->kind == MSI_KIND_PARAM && !tensor->frozen) || tensor->is_state;
+    const uint64_t begin = (uint64_t)(uintptr_t)memory;
+    const bool changes = msi_is_trained(tensor) || tensor->is_state;
+    const msi_loan loan = {t, role, begin, begin + tensor->largest_bytes, tensor->on_host, changes};
     return loan;
 }
 
 static msi_loan msi_loan_of_arena(const ms_model *m) {
-    msi_loan loan = MSI_ZERO_INIT;
-    loan.tensor = MSI_NONE;
-    loan.begin = (uint64_t)(uintptr_t)m->config.memory;
-    loan.end = loan.begin + m->config.memory_bytes;
-    loan.changes = true;
+    const uint64_t begin = (uint64_t)(uintptr_t)m->config.memory,
+                   end = begin + m->config.memory_bytes;
+    const msi_loan loan = {MSI_NONE, MSI_ROLE_VALUE, begin, end, false, true};
     return loan;
 }
 
@@ -9922,16 +9884,6 @@ static msi_layer *msi_layer_of(ms_model *m, const char *function, ms_layer layer
                          "ms_register_layer has returned",
                          function, layer.id ? "an unknown handle" : "an empty handle (id 0)"));
     return found ? &m->graph.layers.items[index] : NULL;
-}
-
-/* The index of a loss, or MSI_NONE and an error that sticks. */
-static uint32_t msi_loss_index(ms_model *m, ms_tensor loss) {
-    const uint32_t t = msi_activation_index(m, "ms_set_loss", loss);
-    const ms_dtype dtype = t == MSI_NONE ? MS_DTYPE_F32 : m->graph.tensors.items[t].view.dtype;
-    return dtype == MS_DTYPE_F32 || MSI_REFUSE(m, "loss \"%s\" has dtype %s; a loss is f32",
-                                               msi_tensor_name(&m->graph, t), ms_dtype_name(dtype))
-               ? t
-               : MSI_NONE;
 }
 
 /* Whether there are such a technique and such a switch. */
@@ -10513,53 +10465,49 @@ static ms_result msi_check_forced(ms_model *m) {
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        const bool drops = tensor->technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON;
-        const char *fault = drops ? msi_drop_fault(g, t) : NULL;
-        if (fault) {
-            return msi_fail(
-                m, MS_RESULT_INVALID,
-                "checkpointing is forced on \"%s\"%s%s, but %s: leave it to the plan",
-                msi_tensor_name(g, t), tensor->producer == MSI_NONE ? "" : " of ",
-                tensor->producer == MSI_NONE ? "" : msi_layer_label(g, tensor->producer).text,
-                fault);
-        }
-        fault = tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON ? NULL
-                : early                                                      ? early
-                : tensor->frozen                                             ? "it is frozen"
-                : tensor->last_gradient == MSI_NONE          ? "the loss does not depend on it"
-                : msi_is_borrowed(tensor, MSI_ROLE_GRADIENT) ? "its gradient is borrowed"
-                : !tensor->updates_early                     ? "a layer without a backward reads it"
-                                                             : NULL;
-        if (fault) {
-            return msi_fail(m, MS_RESULT_INVALID,
-                            "early update is forced on \"%s\", but %s: leave it to the plan",
-                            msi_tensor_name(&m->graph, t), fault);
-        }
-        const msi_not_narrow why_not = (msi_not_narrow)tensor->not_narrow;
+        const uint8_t *is = tensor->technique;
+        const bool narrows = is[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_ON;
         const char *narrow_fault =
-            tensor->technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_ON ||
-                    m->config.mixed_precision == MS_SWITCH_ON
-                ? msi_narrow_fault(m)
-                : NULL;
+            narrows || m->config.mixed_precision == MS_SWITCH_ON ? msi_narrow_fault(m) : NULL;
+        const msi_not_narrow why_not = (msi_not_narrow)tensor->not_narrow;
+        const msi_not_8bit why =
+            msi_why_not_8bit(&m->optimizer, m->config.backend.has_state_formats, tensor);
+        const struct {
+            const char *technique, *fault;
+        } forced[] = {
+            {"checkpointing",
+             is[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON ? msi_drop_fault(g, t) : NULL},
+            {"early update", is[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON ? NULL
+                             : early                                       ? early
+                             : tensor->frozen                              ? "it is frozen"
+                             : tensor->last_gradient == MSI_NONE ? "the loss does not depend on it"
+                             : msi_is_borrowed(tensor, MSI_ROLE_GRADIENT)
+                                 ? "its gradient is borrowed"
+                             : !tensor->updates_early ? "a layer without a backward reads it"
+                                                      : NULL},
+            {"mixed precision",
+             narrows && why_not == MSI_NARROW_NOT_ACCEPTED && tensor->kind != MSI_KIND_PARAM
+                 ? msi_not_narrow_texts[why_not]
+                 : NULL},
+            {"8-bit optimizer",
+             is[MS_TECHNIQUE_OPTIMIZER_8BIT] == MS_SWITCH_ON && !msi_can_be_8bit(why)
+                 ? msi_not_8bit_texts[why]
+                 : NULL}};
         if (narrow_fault) {
             return msi_fail(m, MS_RESULT_UNSUPPORTED,
                             "mixed precision is asked for in F16, but %s: set mixed_dtype to "
                             "MS_DTYPE_BF16, or use a built-in optimizer",
                             narrow_fault);
         }
-        if (tensor->technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_ON &&
-            why_not == MSI_NARROW_NOT_ACCEPTED && tensor->kind != MSI_KIND_PARAM) {
-            return msi_fail(m, MS_RESULT_INVALID,
-                            "mixed precision is forced on \"%s\", but %s: leave it to the plan",
-                            msi_tensor_name(g, t), msi_not_narrow_texts[why_not]);
-        }
-        const msi_not_8bit why =
-            msi_why_not_8bit(&m->optimizer, m->config.backend.has_state_formats, tensor);
-        if (tensor->technique[MS_TECHNIQUE_OPTIMIZER_8BIT] == MS_SWITCH_ON &&
-            !msi_can_be_8bit(why)) {
-            return msi_fail(m, MS_RESULT_INVALID,
-                            "8-bit optimizer is forced on \"%s\", but %s: leave it to the plan",
-                            msi_tensor_name(g, t), msi_not_8bit_texts[why]);
+        for (int k = 0; k < 4; k++) {
+            if (forced[k].fault) {
+                const bool of = k == 0 && tensor->producer != MSI_NONE;
+                return msi_fail(m, MS_RESULT_INVALID,
+                                "%s is forced on \"%s\"%s%s, but %s: leave it to the plan",
+                                forced[k].technique, msi_tensor_name(g, t), of ? " of " : "",
+                                of ? msi_layer_label(g, tensor->producer).text : "",
+                                forced[k].fault);
+            }
         }
     }
     return MS_RESULT_OK;
@@ -10702,13 +10650,9 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     if (m->errors.sticky != MS_RESULT_OK && !m->run.plan) {
         return msi_fail_again(m, m->errors.sticky, "");
     }
-    ms_result result =
-        msi_check_loans(m); // it may lack memory, and a plan in force needs the analysis
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    msi_analyze(g);
-    result = msi_check_buffers(m);
+    ms_result result = msi_check_loans(m); // may lack memory; a plan in force needs the analysis
+    MSI_DO(result, msi_analyze(g));
+    MSI_THEN(result, msi_check_buffers(m));
     MSI_THEN(result, msi_check_on_host(m));
     MSI_THEN(result, msi_check_loss(m));
     if (result != MS_RESULT_OK) {
@@ -11100,9 +11044,7 @@ typedef struct msi_reader {
 } msi_reader;
 
 #define MSI_REFUSE_PROFILE(r, ...)                                                                 \
-    ((r)->result == MS_RESULT_OK ? (void)((r)->result = msi_fail((r)->model, MS_RESULT_INVALID,    \
-                                                                 "ms_profile_load: " __VA_ARGS__)) \
-                                 : (void)0)
+    MSI_THEN((r)->result, msi_fail((r)->model, MS_RESULT_INVALID, "ms_profile_load: " __VA_ARGS__))
 
 static MSI_COLD bool msi_next_line(msi_reader *r) {
     if (r->at == r->end) {
@@ -11266,14 +11208,6 @@ static MSI_COLD bool msi_check_layer_time(ms_model *m, const msi_layer *l,
                msi_layer_label(&m->graph, (uint32_t)(l - m->graph.layers.items)).text, msi_most_us);
 }
 
-/* All or nothing: the text is read once to find faults, and once more to take what it says. */
-static ms_result msi_load_profile(ms_model *m, const char *text, size_t length) {
-    ms_result result = msi_read_profile(m, text, length, false);
-    m->wrapped.changed |= result == MS_RESULT_OK;
-    MSI_THEN(result, msi_read_profile(m, text, length, true));
-    return result;
-}
-
 /* Prints a name as the end of a line, with a question mark for each control character. */
 static MSI_COLD void msi_print_line(const msi_printer *out, const char *name) {
     for (const char *at = name; *at; at++) {
@@ -11357,13 +11291,10 @@ static msi_choice msi_config_choice(const ms_model *m) {
 
 static void msi_debug_free(ms_model *m, msi_debug *d) {
     const ms_allocator *a = &m->config.allocator;
-    const ms_backend *b = &m->config.backend;
     if (!d) {
         return;
     }
-    if (d->stage[0]) {
-        b->memory_release(b->user, a, d->stage[0], d->stage_bytes[0]);
-    }
+    msi_device_release(m, d->stage[0], d->stage_bytes[0]);
     msi_host_release(m, (uint8_t *)d->stage[1], d->stage_bytes[1]);
     msi_release(a, d->shadow, d->shadow_bytes);
     msi_release(a, d->images, d->images_bytes);
@@ -11385,12 +11316,9 @@ static uint64_t msi_order_bytes(const msi_store *store) {
 
 /* Gives the device memory of a store back. */
 static void msi_release_device(ms_model *m, msi_store *store) {
-    const ms_backend *b = &m->config.backend;
-    if (store->memory && b->device_is_host) {
-        msi_asan_unpoison(store->memory, store->memory_bytes);
-    }
-    if (store->memory && !store->is_lent) {
-        b->memory_release(b->user, &m->config.allocator, store->memory, store->memory_bytes);
+    msi_asan_unpoison(&m->config.backend, store->memory, store->memory_bytes);
+    if (!store->is_lent) {
+        msi_device_release(m, store->memory, store->memory_bytes);
     }
     store->memory = store->transient = NULL;
 }
@@ -13015,13 +12943,6 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
     u->parts = u->moves || w->decisions[param].splits ? msi_update_parts(w, param) : 1;
 }
 
-/* Whether a gradient is copied back after the update: it is in the trainer's memory, and an update
-   of the trainer's own may have changed it. */
-static bool msi_returns_gradient(const msi_lowering *w, uint32_t home) {
-    return w->optimizer->kind == MS_OPTIMIZER_CUSTOM && home < w->store->residents.count &&
-           w->store->residents.items[home].borrowed;
-}
-
 /* Lists what the updates at hand move, in the order of the homes, except gradients: each moves by
    itself, since it ends with the update. */
 static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
@@ -13073,7 +12994,9 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts
     }
     for (uint32_t n = 0; n < w->queue.update_count; n++) {
         const msi_update_operand *gradient = &w->queue.updates[n].operands[1];
-        if (gradient->home != MSI_NONE && msi_returns_gradient(w, gradient->home)) {
+        if (w->optimizer->kind == MS_OPTIMIZER_CUSTOM &&
+            gradient->home < w->store->residents.count && // else none: what is lent is written back
+            w->store->residents.items[gradient->home].borrowed) {
             msi_send_home(w, gradient->home, gradient->range, MSI_NONE, part, parts);
         }
     }
@@ -13840,11 +13763,6 @@ static uint32_t msi_coded_count(const msi_program *p, const msi_instruction *i) 
     return coded;
 }
 
-/* What determines the time of an instruction, by its op or, of an update, by its state. */
-static msi_cost msi_cost_of(const msi_program *p, const msi_instruction *i) {
-    return msi_coded_count(p, i) > 0 ? MSI_COST_UPDATE_8BIT : msi_ops[i->op].cost;
-}
-
 /* Updates of state in codes have a speed of their own if that was measured. Otherwise they take as
    long as those of F32 take for their bytes, or as coding does. */
 static double msi_update_us(const msi_graph *g, const msi_costs *c, const msi_program *p,
@@ -14574,24 +14492,19 @@ static void msi_place_copies(msi_scheduling *s, uint32_t slot, bool fetches) {
     }
 }
 
-/* Places a wait for the copy that was just placed. This awaits all copies before it on its engine,
-   which so need no events. */
-static void msi_place_wait_at_once(msi_scheduling *s, const msi_instruction *copy) {
-    const ms_stream_kind engine = msi_ops[copy->op].engine;
-    for (uint32_t k = s->awaited[engine]; k < s->issued[engine]; k = s->transfers[k].next) {
-        s->instructions.items[s->moved[s->transfers[k].instruction]].event = MSI_NO_EVENT;
-    }
-    msi_place_wait(s, copy, s->issued[engine]);
-}
-
-/* Places what is computed in a slot. What callbacks use on the host is awaited at once. */
+/* Places what is computed in a slot. What callbacks use on the host is awaited at once: so are all
+   copies before it on its engine, which need no events then. */
 static void msi_place_slot(msi_scheduling *s, uint32_t now) {
     s->moved[now] = s->instructions.count;
     msi_instruction *i = msi_place(s, &s->program->code.instructions.items[now]);
+    const ms_stream_kind engine = msi_ops[i->op].engine;
     s->computed_count++;
     if (msi_is_issued((msi_op)i->op)) {
-        i->event = (uint16_t)msi_first_signal(s->program, msi_ops[i->op].engine);
-        msi_place_wait_at_once(s, i);
+        i->event = (uint16_t)msi_first_signal(s->program, engine);
+        for (uint32_t k = s->awaited[engine]; k < s->issued[engine]; k = s->transfers[k].next) {
+            s->instructions.items[s->moved[s->transfers[k].instruction]].event = MSI_NO_EVENT;
+        }
+        msi_place_wait(s, i, s->issued[engine]);
     }
 }
 
@@ -15099,16 +15012,6 @@ static uint64_t msi_stacks_key(const msi_layout_work *w, uint32_t block, const m
                      : first;
 }
 
-/* Puts the blocks that stand first in the order, upwards, and then the rest in its own order. */
-static void msi_stacks_sort(msi_layout_work *w, const msi_stacking *how) {
-    memcpy(w->order, w->by_start, w->used * sizeof *w->order);
-    msi_layout_sort(w, how->rest, 1);
-    for (uint32_t i = 0; i < w->used; i++) {
-        w->key[w->order[i]] = msi_stacks_key(w, w->order[i], how);
-    }
-    msi_sort_indices(w->order, w->scratch, w->used, w->key);
-}
-
 /* Finds the top of the blocks that stand, at each time: all of them live at the peak, so away from
    it they only become fewer. */
 static void msi_stacks_measure_top(msi_layout_work *w) {
@@ -15124,16 +15027,6 @@ static void msi_stacks_measure_top(msi_layout_work *w) {
     for (uint32_t t = w->times - 1; t > s->peak + 1; t--) {
         s->top[t - 1] = msi_larger(s->top[t - 1], s->top[t]);
     }
-}
-
-/* How far a standing block lives to one side of the peak. A block on that side meets the standing
-   blocks whose reach is at least its distance. */
-static uint32_t msi_stacks_reach(const msi_layout_work *w, uint32_t block, bool after) {
-    return after ? w->last[block] + 1 : w->times - w->first[block];
-}
-
-static uint32_t msi_stacks_distance(const msi_layout_work *w, uint32_t block, bool after) {
-    return after ? w->first[block] + 1 : w->times - w->last[block];
 }
 
 /* Finds what the blocks of a pile have in common. */
@@ -15213,12 +15106,18 @@ static uint32_t msi_stacks_column(const msi_layout_work *w, uint32_t block) {
     return 2 + at;
 }
 
-/* Stacks the blocks that stand; nothing hangs yet. */
+/* Puts the blocks that stand first in the order, upwards, and then the rest in its own order; and
+   stacks those that stand. Nothing hangs yet. */
 static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
     enum { LONG_SPAN = 64 };
     msi_stacks *s = &w->stacks;
     uint32_t *const trees[] = {s->reach[0], s->reach[1], s->lack[0], s->lack[1], s->rest, s->hung};
-    msi_stacks_sort(w, how);
+    memcpy(w->order, w->by_start, w->used * sizeof *w->order);
+    msi_layout_sort(w, how->rest, 1);
+    for (uint32_t i = 0; i < w->used; i++) {
+        w->key[w->order[i]] = msi_stacks_key(w, w->order[i], how);
+    }
+    msi_sort_indices(w->order, w->scratch, w->used, w->key);
     for (uint32_t i = 0; i < sizeof trees / sizeof trees[0]; i++) {
         memset(trees[i], 0, 2 * (size_t)s->leaves * sizeof *trees[i]);
     }
@@ -15234,8 +15133,8 @@ static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
     }
     while (s->count < w->used && msi_stacks_stands(w, w->order[s->count], how)) {
         const uint32_t block = w->order[s->count];
-        for (uint32_t side = 0; side < 2; side++) {
-            const uint32_t reach = msi_stacks_reach(w, block, side == 1);
+        for (uint32_t side = 0; side < 2; side++) { // how far it lives to that side of the peak
+            const uint32_t reach = side ? w->last[block] + 1 : w->times - w->first[block];
             msi_tree_raise(s->reach[side], s->leaves, s->count, reach);
             msi_tree_raise(s->lack[side], s->leaves, s->count, UINT32_MAX - reach);
         }
@@ -15369,11 +15268,12 @@ static void msi_gap_pass_column(msi_layout_work *w, msi_gap *gap, msi_passed *at
     msi_layout_spend(w, 2 * (uint64_t)steps);
 }
 
-/* Raises the gap above the standing blocks that it meets: each time, up to one not met. */
+/* Raises the gap above the standing blocks that it meets, those whose reach is at least the distance
+   of the block from the peak: each time, up to one not met. */
 static void msi_gap_pass_standing(msi_layout_work *w, msi_gap *gap) {
     const msi_stacks *s = &w->stacks;
     const bool after = w->first[gap->block] > s->peak;
-    const uint32_t distance = msi_stacks_distance(w, gap->block, after);
+    const uint32_t distance = after ? w->first[gap->block] + 1 : w->times - w->last[gap->block];
     uint32_t k = gap->standing;
     while ((k = msi_tree_next(s->reach[after], s->leaves, k, s->count, distance)) < s->count &&
            s->low[k] < gap->low + gap->bytes) {
@@ -15645,7 +15545,7 @@ static uint64_t msi_layout_gap(msi_layout_work *w, uint32_t block, uint32_t plac
     const uint32_t begun = list > 0 ? w->begun[list * w->stride - 1] : 0;
     const uint32_t *const others[] = {w->living + living, w->by_start + begun};
     const uint32_t counts[] = {w->living_end[list] - living, w->begun[w->last[block]] - begun};
-    msi_gap gap = {block, 0, 0, 0, 0, {0, 0, 0}, 0, w->blocks[block].bytes, UINT64_MAX, hangs};
+    msi_gap gap = {block, 0, 0, 0, 0, 0, 0, w->blocks[block].bytes, UINT64_MAX, hangs};
     for (uint32_t k = 0; k < 2; k++) {
         for (uint32_t i = 0; i < counts[k]; i++) {
             const uint32_t other = others[k][i];
@@ -16012,23 +15912,14 @@ static void msi_layout_search(msi_layout_work *w) {
     }
 }
 
-/* Divides the memory of four lists of nodes among the arrays of the stacks. */
-static void msi_stacks_bind(msi_stacks *s, uint64_t *memory, uint64_t nodes) {
-    uint32_t **trees[] = {&s->reach[0], &s->reach[1], &s->lack[0], &s->lack[1], &s->hung, &s->rest};
-    for (uint32_t i = 0; i < sizeof trees / sizeof trees[0]; i++) {
-        *trees[i] = (uint32_t *)(void *)memory + i * nodes; // two of these are as large as one list
-    }
-    s->low = memory + 3 * nodes;
-    s->top = s->low + nodes / 2;
-    s->leaves = (uint32_t)(nodes / 2);
-}
-
 /* Divides memory among the arrays of w, unless it is NULL. Returns the bytes that this takes. Spots
    and stacks share the memory of the skylines, which are at least as large. */
 static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
     uint64_t **by_node[] = {&w->bottom.highest, &w->bottom.applied, &w->top.highest,
                             &w->top.applied};
     uint64_t **by_block[] = {&w->key, &w->offset, &w->best, &w->other, &w->stacks.floor, &w->load};
+    msi_stacks *s = &w->stacks;
+    uint32_t **trees[] = {&s->reach[0], &s->reach[1], &s->lack[0], &s->lack[1], &s->hung, &s->rest};
     uint32_t **numbers[] = {&w->first,   &w->last,   &w->order,      &w->scratch,
                             &w->penalty, &w->starts, &w->rank,       &w->by_start,
                             &w->begun,   &w->living, &w->living_end, &w->ranks};
@@ -16044,15 +15935,18 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
     for (uint32_t i = 0; memory && i < 4; i++) {
         *by_node[i] = memory + i * nodes;
     }
-    for (uint32_t i = 0; memory && i < 6; i++) {
+    for (uint32_t i = 0; memory && i < 6; i++) { // two trees are as large as one list of nodes
         *by_block[i] = memory + 4 * nodes + i * count;
+        *trees[i] = (uint32_t *)(void *)memory + i * nodes;
     }
     for (uint32_t i = 0; memory && i < number_count; i++) {
         *numbers[i] = (uint32_t *)(void *)(memory + words) + i * count;
     }
     if (memory) {
-        msi_stacks_bind(&w->stacks, memory, nodes);
-        w->stacks.piles = (msi_pile *)(void *)(memory + lists);
+        s->low = memory + 3 * nodes;
+        s->top = s->low + nodes / 2;
+        s->leaves = (uint32_t)(nodes / 2);
+        s->piles = (msi_pile *)(void *)(memory + lists);
         w->by_low = (msi_spot *)(void *)memory;
         w->by_high = w->by_low + count;
         w->best_order = w->waiting = w->starts;
@@ -16247,14 +16141,6 @@ static void msi_clock_judge(msi_clock *c) {
     }
 }
 
-/* The time before which other engines keep an instruction from starting: what was computed before a
-   copy that follows it, or the copy that a WAIT awaits. */
-static double msi_ready_us(const msi_clock *c, const msi_instruction *i) {
-    return i->op == MSI_OP_WAIT ? c->event_us[i->event]
-           : i->follows         ? c->free_us[MS_STREAM_COMPUTE]
-                                : 0.0;
-}
-
 /* Accounts for an update that uses state on the host: computing stalls meanwhile, and copies have
    that much less time on the link. */
 static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
@@ -16275,7 +16161,10 @@ static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
 static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     const msi_instruction *i = &c->program->code.instructions.items[now];
     const ms_stream_kind engine = msi_engine_of(c->costs, (msi_op)i->op);
-    const double start_us = msi_enqueue(c, engine, msi_ready_us(c, i), us);
+    const double ready_us = i->op == MSI_OP_WAIT ? c->event_us[i->event] // the copy that it awaits
+                            : i->follows         ? c->free_us[MS_STREAM_COMPUTE]
+                                                 : 0.0;
+    const double start_us = msi_enqueue(c, engine, ready_us, us);
     if (i->op == MSI_OP_UPDATE) {
         msi_clock_share(c, i);
     }
@@ -17865,12 +17754,15 @@ static uint32_t msi_take_fastest(msi_greedy *w) {
 
 /* Whether all later plans of the list, each of which moves or drops more than the one before, are
    slower than one that fits: of another list or, by a tenth, since it is not laid out yet, of this
-   one. Changes no plan, but saves a fifteenth of the time of planning. */
+   one. Changes no plan, but saves a fifteenth of the time of planning. In the search of a whole whose
+   fold was searched, an eighth below the budget is the end, since most of the time went beyond. */
 static bool msi_cannot_win(const msi_greedy *w, double fastest_us) {
     const msi_program *p = w->scorer->program;
     const double best_us = w->search->fits ? w->search->best_score.us : 1e300;
     const double limit_us = 1.1 * fastest_us < best_us ? 1.1 * fastest_us : best_us;
-    return msi_busiest_us(p->predicted.step.link_us) > limit_us ||
+    return (w->search->is_guided && fastest_us < 1e300 &&
+            w->score.live_bytes < w->search->budget - w->search->budget / 8) ||
+           msi_busiest_us(p->predicted.step.link_us) > limit_us ||
            w->search->least_us + p->predicted.step.recompute_us > limit_us;
 }
 
@@ -19441,16 +19333,6 @@ static void msi_nest(msi_exhaustive *all, uint64_t nested) {
     }
 }
 
-/* What is dropped is dropped in the passes of a point of the chain. */
-static void msi_drop_in_passes(msi_exhaustive *all, uint64_t nested) {
-    msi_nest(all, nested);
-    for (uint32_t t = 0; t < all->graph->tensors.count; t++) {
-        const uint32_t pass = all->search->chain->decisions[t].pass;
-        const bool later = all->decisions[t].pass > 0 && pass > 1;
-        all->decisions[t].pass = later ? pass : all->decisions[t].pass;
-    }
-}
-
 static msi_score msi_estimate_groups(msi_exhaustive *all, const msi_groups *groups) {
     memcpy(all->decisions, all->base, (size_t)msi_decisions_bytes(all->graph));
     for (uint32_t k = 0; k < all->group_count; k++) {
@@ -19458,8 +19340,13 @@ static msi_score msi_estimate_groups(msi_exhaustive *all, const msi_groups *grou
             msi_do(all->decisions, all->members[i], true);
         }
     }
-    if (groups->nested > 0) {
-        msi_drop_in_passes(all, groups->nested);
+    if (groups->nested > 0) { // what is dropped is dropped in the passes of a point of the chain
+        msi_nest(all, groups->nested);
+    }
+    for (uint32_t t = 0; t < all->graph->tensors.count && groups->nested > 0; t++) {
+        const uint32_t pass = all->search->chain->decisions[t].pass;
+        const bool later = all->decisions[t].pass > 0 && pass > 1;
+        all->decisions[t].pass = later ? pass : all->decisions[t].pass;
     }
     if (all->room_group != MSI_NONE && msi_has_group(groups, all->room_group)) {
         all->decisions[all->graph->tensors.count].room = 1;
@@ -19507,9 +19394,8 @@ static bool msi_join_front(msi_front *f, double size, double us, uint32_t choice
     }
     memmove(f->points + first + 1, f->points + end, (f->count - end) * sizeof *f->points);
     f->count = f->count - (end - first) + 1;
-    f->points[first].size = size;
-    f->points[first].us = us;
-    f->points[first].choice = choice;
+    const msi_front_point point = {size, us, choice};
+    f->points[first] = point;
     return true;
 }
 
@@ -24054,10 +23940,6 @@ static ms_result msi_upload_factors(ms_model *m) {
     return msi_upload(m, MSI_STATES_BYTES, m->run.store->step_bytes);
 }
 
-static uint64_t msi_seed_of_step(const ms_model *m) {
-    return ((const ms_step_state *)(const void *)(msi_step_on_host(m) + MSI_STATE_BYTES))->seed;
-}
-
 static ms_result msi_copy_verdict(ms_model *m) {
     m->run.verdict = MSI_VERDICT_COPIED;
     m->run.verdict_awaited = msi_is_direct(m);
@@ -24414,22 +24296,16 @@ static uint32_t msi_wanted(const msi_layer *l, const msi_instruction *i,
     return mask;
 }
 
-/* Fills the views of all groups. Operands have the order of the groups. */
-static void msi_fill_all_views(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const msi_layer *l = &m->graph.layers.items[i->target];
-    const msi_operand *operands = p->code.operands.items + i->operand_first;
-    for (int group = 0; group < MSI_GROUP_WORKSPACE; group++) {
-        const uint32_t count = msi_operands_in(l, i, group);
-        msi_fill_views(m, p, i, group, operands, count);
-        operands += count;
-    }
-}
-
 static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instruction *i,
                           ms_call *call) {
     const msi_layer *l = &m->graph.layers.items[i->target];
     const msi_operand *operands = p->code.operands.items + i->operand_first;
-    msi_fill_all_views(m, p, i);
+    const msi_operand *next = operands; // they have the order of the groups
+    for (int group = 0; group < MSI_GROUP_WORKSPACE; group++) {
+        const uint32_t count = msi_operands_in(l, i, group);
+        msi_fill_views(m, p, i, group, next, count);
+        next += count;
+    }
     memset(call, 0, sizeof *call);
     call->user = l->user;
     call->model = m;
@@ -24449,7 +24325,8 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     call->micro_count = m->run.store->micro_count;
     call->last_micro = m->run.micro + 1 == m->run.store->micro_count;
     call->layer_seed = msi_mix(i->target);
-    call->seed = call->layer_seed ^ msi_seed_of_step(m);
+    const uint8_t *state = msi_step_on_host(m) + MSI_STATE_BYTES;
+    call->seed = call->layer_seed ^ ((const ms_step_state *)(const void *)state)->seed;
     call->step_seed = &msi_state_on_device(m, false)->seed;
     call->loss_scale = &msi_state_on_device(m, false)->loss_scale;
     call->stream = msi_stream(m);
@@ -24662,8 +24539,8 @@ typedef enum msi_image {
 typedef struct msi_extent {
     uint8_t *memory;
     bool on_host;
-    uint64_t bytes, room; // of the value; of its memory, for the largest sizes
-    uint64_t shadow;      // offset of its copy
+    uint64_t room;   // bytes, for the largest sizes
+    uint64_t shadow; // offset of its copy
 } msi_extent;
 
 /* An operand on the stage. */
@@ -24770,26 +24647,13 @@ static MSI_COLD msi_extent msi_extent_at(const ms_model *m, uint32_t i) {
     const msi_store *store = m->run.store;
     const uint64_t bases[] = {0, store->resident_bytes, store->resident_bytes + store->host_bytes};
     const uint64_t end = bases[2] + store->borrowed_bytes, transient = store->transient_bytes;
-    const msi_extent rest = {msi_transient(&m->run), false, transient, transient, end};
+    const msi_extent rest = {msi_transient(&m->run), false, transient, end};
     if (i >= store->residents.count) {
         return rest;
     }
     const msi_resident *r = &store->residents.items[i];
-    const msi_extent extent = {(uint8_t *)r->address, r->on_host, r->bytes, r->bytes,
+    const msi_extent extent = {(uint8_t *)r->address, r->on_host, r->bytes,
                                bases[r->borrowed ? 2 : r->on_host] + r->offset};
-    return extent;
-}
-
-static MSI_COLD msi_extent msi_extent_of_range(const ms_model *m, const msi_program *p,
-                                               uint32_t range) {
-    const msi_range *r = &p->code.ranges.items[range];
-    msi_extent extent = msi_extent_at(m, range);
-    extent.bytes = r->bytes;
-    if (range >= m->run.store->residents.count) {
-        extent.memory += r->offset;
-        extent.shadow += r->offset;
-        extent.room = r->bytes;
-    }
     return extent;
 }
 
@@ -24809,13 +24673,6 @@ static MSI_COLD ms_result msi_shadow_all(ms_model *m, bool restore) {
 
 static bool msi_is_filled_with(const uint8_t *data, uint64_t bytes, uint8_t value) {
     return bytes == 0 || (data[0] == value && memcmp(data, data + 1, (size_t)bytes - 1) == 0);
-}
-
-static MSI_COLD uint64_t msi_mix_bytes(uint64_t hash, const uint8_t *data, uint64_t bytes) {
-    for (uint64_t i = 0; i < bytes; i++) {
-        hash = msi_mix_in(hash, data[i]);
-    }
-    return hash;
 }
 
 /* Element i as a number. */
@@ -25043,7 +24900,9 @@ static MSI_COLD void msi_place_staged(msi_trial *t, msi_staged_set set) {
 
 /* Where the shadow has an operand of the instruction. */
 static uint64_t msi_shadow_at(const msi_trial *t, const msi_staged *s) {
-    return msi_extent_of_range(t->model, t->program, s->range).shadow + s->within;
+    const bool is_resident = s->range < t->model->run.store->residents.count;
+    const uint64_t offset = is_resident ? 0 : t->program->code.ranges.items[s->range].offset;
+    return msi_extent_at(t->model, s->range).shadow + offset + s->within;
 }
 
 /* Bytes of a value, with elements of this dtype, before the rows of the instruction. */
@@ -25220,23 +25079,19 @@ static float msi_garbage_in(msi_format format) {
     return 1.2676506e30f; // 2^100
 }
 
-/* Whether the layer's declarations allow beta 1 for a gradient or, with `anew`, beta 0. */
-static MSI_COLD bool msi_takes_beta(const msi_trial *t, const msi_staged *s, bool anew) {
+/* Whether the run under way has a gradient with beta 1 (or, with `anew`, 0) where the layer's
+   declarations allow that. All slots of one tensor go by its first. */
+static MSI_COLD bool msi_is_summed(const msi_trial *t, const msi_staged *s, bool anew) {
     const msi_layer *l = t->layer;
+    const msi_staged *first = &t->staged[MSI_SET_OWN][s->lies_in];
     const bool of_in = s->group == MSI_GROUP_GRAD_IN;
     const uint32_t sets =
         of_in ? (uint32_t)l->overwrites.in | l->must_grad_in_place : l->overwrites.param;
     const uint32_t adds = of_in ? l->accumulates.in : l->accumulates.param;
-    return t->instruction->op == MSI_OP_BACKWARD && msi_is_castable(s->dtype) &&
+    return t->how.sums == (anew ? MSI_SUMS_NEW : MSI_SUMS_ADDED) &&
+           t->instruction->op == MSI_OP_BACKWARD && msi_is_castable(s->dtype) &&
            (of_in || s->group == MSI_GROUP_GRAD_PARAM) && !(sets >> s->slot & 1) &&
-           !(anew && (adds >> s->slot & 1));
-}
-
-/* Whether the run under way has a gradient with beta 1 (or, with `anew`, 0) where that is allowed. All
-   slots of one tensor go by its first. */
-static MSI_COLD bool msi_is_summed(const msi_trial *t, const msi_staged *s, bool anew) {
-    const msi_staged *first = &t->staged[MSI_SET_OWN][s->lies_in];
-    return t->how.sums == (anew ? MSI_SUMS_NEW : MSI_SUMS_ADDED) && msi_takes_beta(t, s, anew) &&
+           !(anew && (adds >> s->slot & 1)) &&
            (!t->how.mixes || (((uint32_t)first->group + first->slot) & 1) == 0);
 }
 
@@ -25613,17 +25468,6 @@ static MSI_COLD void msi_aim_call(msi_trial *t, ms_call *call) {
     call->wanted_saved = wanted[MSI_GROUP_SAVED];
 }
 
-/* Copies what the run has left. */
-static MSI_COLD void msi_take_image(msi_trial *t) {
-    for (int place = 0; place < MSI_PLACE_COUNT; place++) {
-        if (t->debug->half_bytes[place] > 0) {
-            MSI_THEN(t->result,
-                     msi_copy(t->model, msi_image_at(t, t->how.into, place), true,
-                              msi_spot_at(t, place), place == 1, t->debug->half_bytes[place]));
-        }
-    }
-}
-
 // ------------------------------------------------------------------------------------------------
 // >>checks  what a layer must leave as it was, and who is to blame for what differs
 
@@ -25934,7 +25778,13 @@ static MSI_COLD bool msi_act(msi_trial *t, const msi_variant *how) {
     t->is_acting = true;
     const bool ran = msi_act_on(t, &call);
     t->is_acting = false;
-    msi_take_image(t);
+    for (int place = 0; place < MSI_PLACE_COUNT; place++) {
+        if (t->debug->half_bytes[place] > 0) { // what the run has left
+            MSI_THEN(t->result,
+                     msi_copy(t->model, msi_image_at(t, t->how.into, place), true,
+                              msi_spot_at(t, place), place == 1, t->debug->half_bytes[place]));
+        }
+    }
     if (ran && t->result == MS_RESULT_OK && !msi_is_change(&how->change)) {
         msi_check_half(t); // what other numbers lead to is no promise of the layer
         msi_check_rest(t);
@@ -26183,7 +26033,7 @@ static MSI_COLD bool msi_hash_eval(msi_trial *t, uint64_t *hashes) {
     }
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         if (s->group == MSI_GROUP_OUT && s->is_made) {
-            hashes[s->slot] = msi_mix_bytes(0, msi_own_bytes_in(t, MSI_IMAGE_NOW, s), s->bytes);
+            hashes[s->slot] = msi_hash_bytes(0, msi_own_bytes_in(t, MSI_IMAGE_NOW, s), s->bytes);
         }
     }
     return true;
@@ -26258,11 +26108,9 @@ static MSI_COLD bool msi_gets_gradient(const msi_trial *t) {
 
 /* Whether backward has contributed nothing to a gradient. */
 static MSI_COLD bool msi_adds_nothing(const msi_trial *t, const msi_staged *s) {
-    const uint8_t *made = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
     bool nothing = true;
     for (uint64_t i = 0; i < s->bytes / ms_dtype_bytes(s->dtype) && nothing; i++) {
-        const bool keeps = s->before && s->beta != 0.0f;
-        nothing = msi_load(made, s->dtype, i) == (keeps ? msi_load(s->before, s->dtype, i) : 0.0f);
+        nothing = msi_contribution(t, s, i) == 0.0;
     }
     return nothing;
 }
@@ -26765,9 +26613,8 @@ static MSI_COLD bool msi_ignores_grad_out(const msi_trial *t, const msi_staged *
         return false;
     }
     for (uint64_t i = 0; i < s->bytes / ms_dtype_bytes(s->dtype) && !contributes; i++) {
-        const float x = msi_load(planned, s->dtype, i);
-        const float before = s->before ? msi_load(s->before, s->dtype, i) : 0.0f;
-        contributes = msi_is_finite((double)x) && x != (s->beta != 0.0f ? before : 0.0f);
+        const double x = msi_contribution(t, s, i);
+        contributes = msi_is_finite(x) && x != 0.0;
     }
     return contributes;
 }
@@ -27137,9 +26984,7 @@ static MSI_COLD void msi_note_operand(msi_trial *t, const msi_staged *s, const u
         msi_log(m, scaled ? MS_LOG_INFO : MS_LOG_WARNING, "debug", "not finite%s: %s",
                 scaled ? ", times the loss scale" : "", msi_nonfinite_name(m, &n).text);
     }
-    if (m->run.is_certain || m->run.nonfinite.count == 0) {
-        m->run.nonfinite = n;
-    }
+    m->run.nonfinite = m->run.is_certain || m->run.nonfinite.count == 0 ? n : m->run.nonfinite;
 }
 
 /* What layers hand on was looked at when it was made, but updates and the trainer make params and
@@ -27209,7 +27054,7 @@ static MSI_COLD uint64_t msi_hash_of_param(const ms_model *m, uint32_t resident)
         r->bytes <= size || memcmp(data, data + size, (size_t)(r->bytes - size)) == 0) {
         return 0;
     }
-    return msi_mix_bytes(0, data, r->bytes) | 1;
+    return msi_hash_bytes(0, data, r->bytes) | 1;
 }
 
 /* Warns, once, of a table that is looked up and another param that begins with the same numbers: they may
@@ -27272,9 +27117,7 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
     if (restored != MS_RESULT_OK && msi_shadow_all(m, true) != MS_RESULT_OK) {
         m->run.updates_done++; // params are lost: the model has failed
     }
-    if (t->result != MS_RESULT_OK) {
-        m->errors = errors;
-    }
+    m->errors = t->result == MS_RESULT_OK ? m->errors : errors;
     return t->result == MS_RESULT_OK ? restored : t->result;
 }
 
@@ -27302,25 +27145,14 @@ static uint64_t msi_update_array_at(uint64_t bytes, int k) {
     return MSI_GAP_BYTES + (uint64_t)k * (msi_align(bytes) + MSI_GAP_BYTES);
 }
 
-static MSI_COLD uint64_t msi_update_stage_bytes(const msi_graph *g) {
-    uint64_t most = sizeof(float);
-    for (MSI_ITEMS(const msi_tensor, x, g->tensors)) {
-        most = x->kind == MSI_KIND_PARAM ? msi_larger(most, x->largest_bytes) : most;
-    }
-    return msi_update_array_at(most, MSI_UPDATE_ARRAYS);
-}
-
 static uint8_t *msi_update_image(const msi_update_trial *t, msi_image image, int k) {
     const msi_debug *d = t->model->run.store->debug;
     return d->images + (uint64_t)image * d->image_bytes + msi_update_array_at(t->bytes, k);
 }
 
 static MSI_COLD msi_update_trial msi_new_update_trial(ms_model *m, const ms_update_args *args) {
-    msi_update_trial t = MSI_ZERO_INIT;
-    t.model = m;
-    t.args = args;
-    t.bytes = args->count * sizeof(float);
-    t.states = m->optimizer.state_count;
+    const msi_update_trial t = {m, args, args->count * sizeof(float), m->optimizer.state_count,
+                                MS_RESULT_OK};
     return t;
 }
 
@@ -27583,7 +27415,7 @@ static MSI_COLD uint64_t msi_hash_of_lent(ms_model *m, uint32_t tensor) {
         if (msi_copy(m, d->images, true, from, r->on_host, part) != MS_RESULT_OK) {
             return 0;
         }
-        hash = msi_mix_bytes(hash, d->images, part);
+        hash = msi_hash_bytes(hash, d->images, part);
         any |= !msi_is_filled_with(d->images, part, 0);
     }
     return any ? hash | 1 : 0;
@@ -27662,9 +27494,11 @@ static MSI_COLD uint64_t msi_half_bytes_of(const msi_graph *g, const msi_layer *
 static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, msi_debug *d) {
     const msi_graph *g = &m->graph;
     bool on_host = false;
+    uint64_t most = sizeof(float); // of a param
     for (MSI_ITEMS(const msi_tensor, x, g->tensors)) {
         d->made_bytes += msi_is_resident(x) ? 0 : msi_align(x->largest_bytes);
         on_host |= x->on_host;
+        most = x->kind == MSI_KIND_PARAM ? msi_larger(most, x->largest_bytes) : most;
     }
     for (int place = 0; place < (on_host ? 2 : 1); place++) {
         for (uint32_t i = 0; i < g->layers.count; i++) {
@@ -27672,7 +27506,8 @@ static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, m
                 msi_larger(d->half_bytes[place], msi_half_bytes_of(g, &g->layers.items[i], place));
         }
         if (place == 0 && m->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
-            d->half_bytes[0] = msi_larger(d->half_bytes[0], msi_update_stage_bytes(g));
+            d->half_bytes[0] =
+                msi_larger(d->half_bytes[0], msi_update_array_at(most, MSI_UPDATE_ARRAYS));
         }
         const uint64_t half = d->half_bytes[place], tail = msi_smaller(half, MSI_TAIL_BYTES);
         d->stage_bytes[place] = half > 0 ? 2 * (half + MSI_SHIFT_BYTES) + tail : 0;
@@ -27794,7 +27629,7 @@ static ms_result msi_begin_timing(ms_model *m) {
 static void msi_add_time(ms_model *m, const msi_program *p, uint32_t now, double us) {
     msi_timing *t = m->run.timing;
     const msi_instruction *i = &p->code.instructions.items[now];
-    const msi_cost cost = msi_cost_of(p, i);
+    const msi_cost cost = msi_coded_count(p, i) > 0 ? MSI_COST_UPDATE_8BIT : msi_ops[i->op].cost;
     const bool of_layer = msi_calls_layer((msi_op)i->op);
     if (cost >= MSI_COST_MEASURED_END || cost == MSI_COST_NONE || msi_is_free(p, i) ||
         (i->op == MSI_OP_ZERO && m->run.micro > 0)) {
@@ -27857,10 +27692,8 @@ static void msi_learn_times(ms_model *m) {
     for (uint32_t i = 0; i < layers; i++) {
         msi_layer *l = &m->graph.layers.items[i];
         const double elements = msi_output_elements(&m->graph, l);
-        ms_layer_time time;
-        time.forward_us = elements * msi_median(t, 3 * i);
-        time.backward_us = elements * msi_median(t, 3 * i + 1);
-        time.recompute_us = elements * msi_median(t, 3 * i + 2);
+        ms_layer_time time = {elements * msi_median(t, 3 * i), elements * msi_median(t, 3 * i + 1),
+                              elements * msi_median(t, 3 * i + 2)};
         if (!(time.recompute_us > 0.0)) { // as forward differs from its prediction
             const ms_layer_time guess = msi_static_time(&m->graph, &m->costs, l, MSI_FORMAT_F32);
             time.recompute_us = l->recompute && guess.forward_us > 0.0
@@ -27940,12 +27773,6 @@ static MSI_NOINLINE float msi_loss_factor(const ms_model *m) {
                : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
 }
 
-/* The factor of the loss in its gradient: the mean over all micro-batches is minimised. */
-static float msi_gradient_factor(const ms_model *m) {
-    return m->run.loss.has_factor ? m->run.loss.factor
-                                  : msi_loss_factor(m) / (float)m->run.store->micro_count;
-}
-
 static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const uint32_t range = p->code.operands.items[i->operand_first].range;
     const uint64_t bytes = msi_operand_bytes(&m->graph, p, i, 0);
@@ -27974,14 +27801,10 @@ typedef struct msi_pair {
 static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_instruction *i,
                             uint32_t number) {
     const msi_operand *ends = p->code.operands.items + i->operand_first + 2 * number;
-    msi_pair pair;
-    pair.target_range = ends[0].range;
-    pair.source_range = ends[1].range;
-    pair.target = msi_part_address(m, p, i, pair.target_range);
-    pair.source = msi_part_address(m, p, i, pair.source_range);
-    const msi_range *target = &p->code.ranges.items[pair.target_range];
+    const msi_range *target = &p->code.ranges.items[ends[0].range];
     const msi_tensor *t = &m->graph.tensors.items[target->tensor];
-    pair.bytes = t->bytes;
+    msi_pair pair = {ends[0].range, ends[1].range, msi_part_address(m, p, i, ends[0].range),
+                     msi_part_address(m, p, i, ends[1].range), t->bytes};
     if (i->rows.of > 0) {
         pair.bytes = msi_operand_bytes(&m->graph, p, i, 2 * number);
     } else if (i->part_count > 1 || target->format != t->format) {
@@ -28123,7 +27946,7 @@ static void msi_mark_operands(ms_model *m, const msi_program *p, uint32_t now, b
         if (after && block->last == now) {
             msi_asan_poison(msi_address(m, p, index), msi_align(range->bytes));
         } else if (!after && range->first == now) {
-            msi_asan_unpoison(msi_address(m, p, index), range->bytes);
+            msi_asan_unpoison(&m->config.backend, msi_address(m, p, index), range->bytes);
         }
     }
 }
@@ -28293,6 +28116,7 @@ static ms_result msi_check_swept(ms_model *m, const msi_program *p) {
 
 /* Begins a program at an instruction. `intact`: what those before it made is in the arena. */
 static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t position, bool intact) {
+    const ms_backend *b = &m->config.backend;
     if (m->run.store->debug) {
         msi_begin_debug(m, p);
     }
@@ -28311,8 +28135,8 @@ static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t positi
     m->run.is_certain = false;
     if (msi_watches_memory(m) && !intact) {
         msi_asan_poison(msi_transient(&m->run), m->run.store->transient_bytes);
-    } else if (m->config.backend.device_is_host && !intact) { // another model may have poisoned it
-        msi_asan_unpoison(msi_transient(&m->run), m->run.store->transient_bytes);
+    } else if (!intact) { // another model may have poisoned it
+        msi_asan_unpoison(b, msi_transient(&m->run), m->run.store->transient_bytes);
     }
     result = msi_wait_on_device(m, MSI_EVENT_VERDICT); // before kernels write another one
     MSI_THEN(result, msi_is_eval(&m->run) ? MS_RESULT_OK : msi_set_scale(m, p->code.scales_loss));
@@ -28329,7 +28153,8 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
         m->wrapped.waiting = NULL;
     }
     m->run.loss = m->loss;
-    m->run.step_factor = msi_gradient_factor(m);
+    m->run.step_factor = msi_loss_factor(m); // the mean over all micro-batches is minimised
+    m->run.step_factor /= m->run.loss.has_factor ? 1.0f : (float)m->run.store->micro_count;
     m->run.gradient_factor = 0.0f;
     return msi_start_at(m, p, 0, false);
 }
@@ -28404,13 +28229,10 @@ static ms_result msi_admit(ms_model *m, const msi_program *p, uint32_t now) {
     if (event != MSI_NONE && come == MS_RESULT_OK) {
         return MS_RESULT_OK;
     }
-    if (m->config.backend.is_asynchronous) {
-        const bool fits = starts || (event == MSI_NONE && us <= s->room_us);
-        s->room_us -= fits ? us : 0.0;
-        s->has_run |= fits;
-        return fits ? MS_RESULT_OK : MS_RESULT_MORE;
-    }
-    const bool fits = starts || s->now_us + us <= s->end_us;
+    const bool asynchronous = m->config.backend.is_asynchronous;
+    const bool fits = starts || (asynchronous ? event == MSI_NONE && us <= s->room_us
+                                              : s->now_us + us <= s->end_us);
+    s->room_us -= fits && asynchronous ? us : 0.0;
     s->has_run |= fits;
     return fits ? MS_RESULT_OK : MS_RESULT_MORE;
 }
@@ -28639,22 +28461,17 @@ static ms_result msi_finish_update(ms_model *m) {
     return msi_count_success(m, result, step);
 }
 
-/* The forward of a step. An asynchronous device judges the loss by itself; its verdict is copied out
-   while backward runs, unless one on the norm follows. */
-static ms_result msi_run_forward_of_step(ms_model *m) {
-    const bool asynchronous = m->config.backend.is_asynchronous;
+/* Everything that a step enqueues after msi_start, or what is left of it after a slice. An asynchronous
+   device judges the loss by itself; its verdict is copied out while backward runs, unless one on the
+   norm follows. */
+static ms_result msi_run_step(ms_model *m) {
+    const bool asynchronous = m->config.backend.is_asynchronous, begins = !m->run.is_summed;
     const bool clips = m->optimizer.grad_clip_norm > 0.0f && msi_is_last_micro(&m->run);
-    ms_result result = msi_run_forward(m);
-    if (result == MS_RESULT_OK && !m->run.recording && !(asynchronous && clips)) {
+    ms_result result = begins ? msi_run_forward(m) : MS_RESULT_OK;
+    if (begins && result == MS_RESULT_OK && !m->run.recording && !(asynchronous && clips)) {
         result = asynchronous ? msi_copy_verdict(m) : msi_conclude(m, NULL);
         result = result == MS_RESULT_OK || !m->run.program ? result : msi_abandon(m, result);
     }
-    return result;
-}
-
-/* Everything that a step enqueues after msi_start, or what is left of it after a slice. */
-static ms_result msi_run_step(ms_model *m) {
-    ms_result result = m->run.is_summed ? MS_RESULT_OK : msi_run_forward_of_step(m);
     MSI_THEN(result,
              m->run.progress == MSI_PROGRESS_BACKWARD ? MS_RESULT_OK : msi_finish_backward(m));
     return result == MS_RESULT_OK && m->run.progress == MSI_PROGRESS_BACKWARD ? msi_finish_update(m)
@@ -28814,14 +28631,11 @@ static ms_result msi_retire_slices(ms_model *m) {
         if (result == MS_RESULT_OK && b->elapsed) {
             result = msi_device(m, b->elapsed(m->device, begin, begin + 1, &us), "timing a slice");
         }
-        if (result == MS_RESULT_OK) {
-            if (us > 0.0) {
-                const double old = s->correction > 0.0 ? s->correction : 1.0;
-                msi_correct(s, s->given_us[number] / old, us);
-            }
-            s->first++;
-            s->count--;
+        if (us > 0.0 && result == MS_RESULT_OK) {
+            msi_correct(s, s->given_us[number] / (s->correction > 0.0 ? s->correction : 1.0), us);
         }
+        s->first += result == MS_RESULT_OK;
+        s->count -= result == MS_RESULT_OK;
     }
     return result == MS_RESULT_MORE ? MS_RESULT_OK : result;
 }
@@ -29011,11 +28825,7 @@ static MSI_COLD ms_result msi_convert_state(ms_model *m, const msi_memory *to,
                               pieces + piece_bytes, true, target.count);
         }
     }
-    if (result != MS_RESULT_OK) { // a copy may still be under way
-        const msi_errors errors = m->errors;
-        (void)msi_synchronize(m);
-        m->errors = errors;
-    }
+    result = msi_settle_failure(m, result); // a copy may still be under way
     msi_release(&m->config.allocator, pieces, 2 * piece_bytes);
     return result;
 }
@@ -29097,17 +28907,14 @@ static ms_result msi_move_values(ms_model *m, const msi_store *store) {
     return result;
 }
 
-/* Whether a written value is in memory of its own. */
-static bool msi_is_apart(const msi_refuge *r, const void *value) {
-    const uintptr_t at = (uintptr_t)value, memory = (uintptr_t)r->memory, host = (uintptr_t)r->host;
-    return (at < memory || at - memory >= r->memory_bytes) &&
-           (at < host || at - host >= r->host_room);
-}
-
 /* Releases what was written of a tensor before there was a plan. */
 static void msi_release_written(ms_model *m, msi_tensor *t, msi_role role) {
+    const msi_refuge *r = &m->refuge;
+    const uintptr_t memory = (uintptr_t)r->memory, host = (uintptr_t)r->host;
     if (!msi_is_borrowed(t, role)) {
-        if (msi_is_apart(&m->refuge, t->memory[role])) {
+        const uintptr_t at = (uintptr_t)t->memory[role];
+        if ((at < memory || at - memory >= r->memory_bytes) &&
+            (at < host || at - host >= r->host_room)) { // it is in memory of its own
             msi_release(&m->config.allocator, t->memory[role], t->largest_bytes);
         }
         t->memory[role] = NULL;
@@ -29115,16 +28922,13 @@ static void msi_release_written(ms_model *m, msi_tensor *t, msi_role role) {
 }
 
 static void msi_drop_written(ms_model *m) {
-    const ms_backend *b = &m->config.backend;
     msi_refuge *r = &m->refuge;
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
         for (int role = 0; role < MSI_ROLE_RESIDENT_COUNT; role++) {
             msi_release_written(m, &m->graph.tensors.items[t], (msi_role)role);
         }
     }
-    if (r->memory) {
-        b->memory_release(b->user, &m->config.allocator, r->memory, r->memory_bytes);
-    }
+    msi_device_release(m, r->memory, r->memory_bytes);
     msi_host_release(m, r->host, r->host_room);
     memset(r, 0, sizeof *r);
 }
@@ -29346,13 +29150,10 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
     if (m->config.dry_run) {
         return msi_fail(m, MS_RESULT_DRY_RUN, "ms_write: a dry run has no memory for \"%s\"", name);
     }
-    if (m->run.busy) {
-        return msi_fail(m, MS_RESULT_ORDER,
-                        "ms_write: called from a callback of a layer: call it between steps");
-    }
-    if (m->run.slices.is_open || msi_is_suspended(m)) {
-        return msi_is_suspended(m) ? msi_fail_suspended(m, "ms_write")
-                                   : msi_fail_in_slices(m, "ms_write");
+    if (m->run.busy || m->run.slices.is_open || msi_is_suspended(m)) {
+        return m->run.busy           ? msi_fail_busy(m, "ms_write")
+               : msi_is_suspended(m) ? msi_fail_suspended(m, "ms_write")
+                                     : msi_fail_in_slices(m, "ms_write");
     }
     const msi_resident *resident = m->run.plan ? msi_find_resident(m->run.store, t, role) : NULL;
     if (m->run.plan && !resident) {
@@ -29371,21 +29172,19 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
     return result;
 }
 
-/* Whether a value can be read between slices: one that the step has not changed, or the loss or an
-   output after forward. */
-static bool msi_is_settled(const ms_model *m, uint32_t t, msi_role role) {
+/* Whether a value cannot be read between slices. One can that the step has not changed, as can the
+   loss or an output after forward. */
+static bool msi_hides_value(const ms_model *m, uint32_t t, msi_role role) {
     const msi_run *r = &m->run;
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     const bool stays =
         tensor->kind == MSI_KIND_INPUT || (tensor->kind == MSI_KIND_PARAM && !msi_learns(tensor));
-    return msi_is_resident(tensor) ? role != MSI_ROLE_GRADIENT && (r->updates_done == 0 || stays) &&
-                                         !(tensor->kind == MSI_KIND_BUFFER && r->state_is_old)
-                                   : r->is_summed && role == MSI_ROLE_VALUE &&
-                                         (t == m->graph.loss || tensor->is_output);
-}
-
-static bool msi_hides_value(const ms_model *m, uint32_t t, msi_role role) {
-    return m->run.slices.is_open && !m->run.busy && !msi_is_settled(m, t, role);
+    const bool settled =
+        msi_is_resident(tensor)
+            ? role != MSI_ROLE_GRADIENT && (r->updates_done == 0 || stays) &&
+                  !(tensor->kind == MSI_KIND_BUFFER && r->state_is_old)
+            : r->is_summed && role == MSI_ROLE_VALUE && (t == m->graph.loss || tensor->is_output);
+    return r->slices.is_open && !r->busy && !settled;
 }
 
 static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *data) {
@@ -29440,9 +29239,7 @@ static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
         (void)b->synchronize(arena->user->device);
     }
     if (arena->memory) {
-        if (m->config.backend.device_is_host) {
-            msi_asan_unpoison(arena->memory, arena->bytes);
-        }
+        msi_asan_unpoison(&m->config.backend, arena->memory, arena->bytes);
         b->memory_release(b->user, &arena->allocator, arena->memory, arena->bytes);
     }
     arena->memory = memory;
@@ -29469,21 +29266,15 @@ static void msi_place_store(ms_model *m, msi_store *store) {
 /* Gives the device memory of a store another size; contents up to the smaller one stay. */
 static ms_result msi_resize_device(ms_model *m, msi_store *store, uint64_t bytes) {
     const ms_backend *b = &m->config.backend;
-    if (b->device_is_host) {
-        msi_asan_unpoison(store->memory, store->memory_bytes);
+    msi_asan_unpoison(b, store->memory, store->memory_bytes);
+    if (store->is_lent && bytes > msi_lent_bytes(m)) {
+        return msi_fail_lent(m, bytes);
     }
-    if (store->is_lent) {
-        if (bytes > msi_lent_bytes(m)) {
-            return msi_fail(m, MS_RESULT_OUT_OF_MEMORY,
-                            "the arena takes %s, but ms_config.memory has %s", msi_size(bytes).text,
-                            msi_size_down(msi_lent_bytes(m)).text);
-        }
-    } else {
-        const int error = b->memory_resize(b->user, &m->config.allocator, &store->memory,
-                                           store->memory_bytes, bytes);
-        if (error != 0) {
-            return msi_fail_device_memory(m, bytes, "the arena", error);
-        }
+    const int error = store->is_lent ? 0
+                                     : b->memory_resize(b->user, &m->config.allocator,
+                                                        &store->memory, store->memory_bytes, bytes);
+    if (error != 0) {
+        return msi_fail_device_memory(m, bytes, "the arena", error);
     }
     store->memory_bytes = bytes;
     msi_place_store(m, store);
@@ -29673,13 +29464,7 @@ static ms_result msi_settle_by_taking(ms_model *m, msi_store *store) {
 static ms_result msi_settle_first(ms_model *m, msi_store *store) {
     const bool takes =
         msi_is_direct(m) && !m->config.memory && !m->refuge.memory && !m->refuge.host;
-    const ms_result result = takes ? msi_settle_by_taking(m, store) : msi_settle(m, store);
-    if (result != MS_RESULT_OK) {
-        const msi_errors errors = m->errors;
-        (void)msi_synchronize(m); // the memory is going to be released
-        m->errors = errors;
-    }
-    return result;
+    return msi_settle_failure(m, takes ? msi_settle_by_taking(m, store) : msi_settle(m, store));
 }
 
 /* Where the image of a store begins in its device memory: after the workspace of the backend. */
@@ -29746,10 +29531,9 @@ static void msi_point_to_image(const ms_model *m, msi_store *store) {
 
 /* Gives up the device memory of debug mode. */
 static void msi_release_stage(ms_model *m, msi_store *store) {
-    const ms_backend *b = &m->config.backend;
     msi_debug *d = store->debug;
-    if (d && d->stage[0]) {
-        b->memory_release(b->user, &m->config.allocator, d->stage[0], d->stage_bytes[0]);
+    if (d) {
+        msi_device_release(m, d->stage[0], d->stage_bytes[0]);
         d->stage[0] = NULL;
     }
 }
@@ -29764,9 +29548,7 @@ static MSI_COLD ms_result msi_save_store(ms_model *m, void *memory) {
     store->image_is_lent = memory != NULL;
     store->image = (uint8_t *)memory;
     MSI_THEN(result, memory ? MS_RESULT_OK : msi_host_alloc(m, store->image_bytes, &store->image));
-    if (m->config.backend.device_is_host && store->memory) {
-        msi_asan_unpoison(store->memory, store->memory_bytes);
-    }
+    msi_asan_unpoison(&m->config.backend, store->memory, store->memory_bytes);
     MSI_THEN(result, msi_copy_image(m, false));
     if (result != MS_RESULT_OK) {
         msi_release_image(m, store);
@@ -29967,15 +29749,10 @@ static void msi_relocate_by(msi_relocation *r, msi_route route, bool to_end) {
 /* Moves all values, in an order in which none is overwritten before it has moved. */
 static void msi_relocate_all(msi_relocation *r) {
     msi_relocate_by(r, MSI_ROUTE_IS_CARRIED, false);
-    if (r->crosses_to_host) {
-        msi_relocate_inside(r, true);
-        msi_relocate_by(r, MSI_ROUTE_CROSSES, true);
-        msi_relocate_inside(r, false);
-        msi_relocate_by(r, MSI_ROUTE_CROSSES, false);
-    } else {
-        msi_relocate_inside(r, false);
-        msi_relocate_by(r, MSI_ROUTE_CROSSES, false);
-        msi_relocate_inside(r, true);
+    for (int turn = 0; turn < 2; turn++) {
+        const bool on_host = (turn == 0) == r->crosses_to_host;
+        msi_relocate_inside(r, on_host);
+        msi_relocate_by(r, MSI_ROUTE_CROSSES, on_host);
     }
     msi_relocate_by(r, MSI_ROUTE_IS_CARRIED, true);
     msi_relocate_by(r, MSI_ROUTE_FIRST, false);
@@ -29984,17 +29761,17 @@ static void msi_relocate_all(msi_relocation *r) {
 /* Chooses what crosses at once: with other memory on the host all of it, else the direction that
    leaves less to be carried. Returns how much that is. */
 static uint64_t msi_choose_routes(msi_relocation *r, bool other_host) {
-    r->crosses_to_host = r->crosses_to_device = other_host;
-    if (other_host) {
-        return msi_carry_room(r);
-    }
+    r->crosses_to_host = other_host;
     r->crosses_to_device = true;
     const uint64_t out = msi_carry_room(r);
-    r->crosses_to_device = false;
+    if (other_host) {
+        return out;
+    }
     r->crosses_to_host = true;
+    r->crosses_to_device = false;
     const uint64_t in = msi_carry_room(r);
     r->crosses_to_device = out < in;
-    r->crosses_to_host = out >= in;
+    r->crosses_to_host = !r->crosses_to_device;
     return msi_smaller(out, in);
 }
 
@@ -30007,26 +29784,19 @@ static ms_result msi_shrink_device(ms_model *m, msi_store *store, uint64_t bytes
     return result == MS_RESULT_OK ? msi_prepare(m, store, store->memory) : MS_RESULT_OK;
 }
 
-/* Gives a block of host memory a smaller size where it is, if the allocator can. */
-static bool msi_host_shrinks(const ms_model *m, msi_store *store, uint64_t bytes) {
-    void *memory = store->host;
-    const bool shrinks =
-        bytes > 0 && !m->config.backend.host_alloc &&
-        msi_cpu_memory_resize(NULL, &m->config.allocator, &memory, store->host_room, bytes) == 0;
-    store->host = (uint8_t *)memory;
-    return shrinks;
-}
-
 /* Gives back what a store no longer needs on the host: in place, or by a copy in a smaller block.
    There is no copy of more than half, which would take more memory than it gives back for a while:
    that stays with the store, as what is refused does. */
 static void msi_shrink_host(ms_model *m, msi_store *store) {
     const uint64_t room = msi_host_room_of(store);
     const msi_errors errors = m->errors;
+    void *memory = store->host;
     uint8_t *copy = NULL;
-    if (room < store->host_room && msi_host_shrinks(m, store, room)) {
+    if (room < store->host_room && room > 0 && !m->config.backend.host_alloc &&
+        msi_cpu_memory_resize(NULL, &m->config.allocator, &memory, store->host_room, room) == 0) {
         store->host_room = room;
     }
+    store->host = (uint8_t *)memory;
     m->errors.tolerant = true;
     if (room <= store->host_room / 2 && store->host &&
         msi_host_alloc(m, room, &copy) == MS_RESULT_OK) {
@@ -30113,16 +29883,12 @@ static ms_result msi_relocate(ms_model *m, msi_store *store, bool *moved) {
         store->host = old->host;
         store->host_room = old->host_room;
     }
-    if (m->config.backend.device_is_host && store->memory) {
-        msi_asan_unpoison(store->memory, store->memory_bytes);
-    }
+    msi_asan_unpoison(&m->config.backend, store->memory, store->memory_bytes);
     msi_place_store(m, store);
     msi_relocate_all(&r);
     MSI_THEN(r.result, msi_synchronize(m));
     msi_host_release(m, r.carry, r.carry_bytes);
-    if (!other_host) {
-        old->host = NULL;
-    }
+    old->host = other_host ? old->host : NULL;
     if (room < store->memory_bytes && r.result == MS_RESULT_OK) {
         r.result = msi_shrink_device(m, store, room);
     }
@@ -30200,18 +29966,14 @@ static MSI_COLD ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *pla
                                     msi_plan *largest, msi_goal goal) {
     msi_store *old = m->run.store;
     bool moved = false;
-    ms_result result = MS_RESULT_OK;
     if (store == old) {
         msi_drop_kept(m);
         msi_plans_free(m, m->run.plan);
         msi_put_plans(m, plans, largest, goal);
         return MS_RESULT_OK;
     }
-    result = msi_check_sums(m, store, plans);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    if (!m->config.dry_run) {
+    ms_result result = msi_check_sums(m, store, plans);
+    if (result == MS_RESULT_OK && !m->config.dry_run) {
         result = !old                         ? msi_settle_first(m, store)
                  : msi_can_relocate(m, store) ? msi_relocate(m, store, &moved)
                                               : msi_exchange(m, store);
@@ -30295,21 +30057,6 @@ static ms_result msi_check_suspendable(ms_model *m, const char *function, bool s
                ? msi_fail(m, MS_RESULT_ORDER, "%s: the model is %s", function,
                           suspended ? "not suspended" : "suspended already")
                : MS_RESULT_OK;
-}
-
-static ms_result msi_suspend(ms_model *m, void *memory) {
-    ms_result result = msi_check_suspendable(m, "ms_suspend", false);
-    if (result == MS_RESULT_OK && !m->run.slices.is_open && m->run.progress == MSI_PROGRESS_NONE) {
-        result = msi_settle_steps(m);
-    }
-    MSI_THEN(result, msi_save_store(m, memory));
-    return result;
-}
-
-static ms_result msi_resume(ms_model *m) {
-    ms_result result = msi_check_suspendable(m, "ms_resume", true);
-    MSI_THEN(result, msi_load_store(m));
-    return result;
 }
 
 /* Logs what was decided: a line about the plan, one per technique, and one per layer to which a
@@ -30396,45 +30143,6 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
     return result;
 }
 
-/* What has been refused since the model was wrapped, by a function that could not return it. */
-static ms_result msi_take_refused(ms_model *m) {
-    const ms_result refused = m->run.plan ? m->errors.sticky : MS_RESULT_OK;
-    if (refused == MS_RESULT_OK) {
-        return MS_RESULT_OK;
-    }
-    m->errors.sticky = MS_RESULT_OK;
-    return msi_fail_again(m, refused, "refused since the last ms_wrap: ");
-}
-
-static MSI_COLD ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
-    msi_store *store;
-    msi_plan *plans;
-    const msi_choice choice = m->wrapped.choice;
-    const msi_costs costs = m->costs;
-    const bool runs = m->run.store && !m->config.dry_run && !m->run.store->image;
-    ms_result result = msi_check_between_steps(m, function);
-    MSI_THEN(result, goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_take_refused(m));
-    MSI_THEN(result, runs ? msi_settle_steps(m) : MS_RESULT_OK);
-    MSI_THEN(result, msi_make_timing(m));
-    if (m->run.timing && m->run.timing->warmup == MSI_WARMUP_PLAN) {
-        m->wrapped.changed = true; // plans that were kept know nothing of the measured times
-    }
-    const bool seen = result == MS_RESULT_OK && msi_readopt(m, goal, &result);
-    if (!seen) {
-        MSI_THEN(result, msi_decide(m, goal, &store, &plans));
-        MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
-    }
-    if (result != MS_RESULT_OK) {
-        msi_stay_with(m, &choice, &costs);
-    }
-    msi_timing *t = m->run.timing;
-    if (result == MS_RESULT_OK && t) { // complete samples stay, others are taken anew
-        t->warmup = t->sample_count == t->wanted ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
-        t->sample_count = t->sample_count == t->wanted ? t->wanted : 0;
-    }
-    return result;
-}
-
 /* Whether a store has its residents where another one has them, and room for the plans of that. */
 static bool msi_suffices(const msi_store *store, const msi_store *other) {
     bool alike = store->residents.count == other->residents.count;
@@ -30446,27 +30154,57 @@ static bool msi_suffices(const msi_store *store, const msi_store *other) {
            other->host_transient_bytes <= store->host_transient_bytes;
 }
 
-/* Plans for a budget with the measured times: in the same memory if that suffices, else in new. */
-static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
-    const uint64_t configured = m->config.memory_budget_bytes;
+/* Makes plans for a goal, which take effect: in the same memory, if that is asked for and suffices.
+   After a failure the choice and the costs are those of before. */
+static ms_result msi_plan_anew(ms_model *m, msi_goal goal, bool keeps_memory) {
     const msi_choice choice = m->wrapped.choice;
     const msi_costs costs = m->costs;
-    const msi_goal goal = m->wrapped.goal;
     msi_store *store;
     msi_plan *plans;
-    m->config.memory_budget_bytes = budget;
     ms_result result = msi_decide(m, goal, &store, &plans);
-    m->config.memory_budget_bytes = configured;
-    if (result == MS_RESULT_OK && msi_suffices(m->run.store, store)) {
+    if (result == MS_RESULT_OK && keeps_memory && msi_suffices(m->run.store, store)) {
         msi_store_free(m, store);
         store = m->run.store;
     }
-    m->wrapped.changed = true; // what was kept knows nothing of these times
     MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
-    m->wrapped.changed = false;
     if (result != MS_RESULT_OK) {
         msi_stay_with(m, &choice, &costs);
     }
+    return result;
+}
+
+static MSI_COLD ms_result msi_replan(ms_model *m, const char *function, msi_goal goal) {
+    const bool runs = m->run.store && !m->config.dry_run && !m->run.store->image;
+    ms_result result = msi_check_between_steps(m, function);
+    const ms_result refused = m->run.plan ? m->errors.sticky : MS_RESULT_OK;
+    if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN && refused != MS_RESULT_OK) {
+        m->errors.sticky = MS_RESULT_OK; // of a function that could not return it
+        result = msi_fail_again(m, refused, "refused since the last ms_wrap: ");
+    }
+    MSI_THEN(result, runs ? msi_settle_steps(m) : MS_RESULT_OK);
+    MSI_THEN(result, msi_make_timing(m));
+    if (m->run.timing && m->run.timing->warmup == MSI_WARMUP_PLAN) {
+        m->wrapped.changed = true; // plans that were kept know nothing of the measured times
+    }
+    if (result == MS_RESULT_OK && !msi_readopt(m, goal, &result)) {
+        result = msi_plan_anew(m, goal, false);
+    }
+    msi_timing *t = m->run.timing;
+    if (result == MS_RESULT_OK && t) { // complete samples stay, others are taken anew
+        t->warmup = t->sample_count == t->wanted ? MSI_WARMUP_AGAIN : MSI_WARMUP_COLD;
+        t->sample_count = t->sample_count == t->wanted ? t->wanted : 0;
+    }
+    return result;
+}
+
+/* Plans for a budget with the measured times: in the same memory if that suffices, else in new. */
+static ms_result msi_plan_within(ms_model *m, uint64_t budget) {
+    const uint64_t configured = m->config.memory_budget_bytes;
+    m->config.memory_budget_bytes = budget;
+    m->wrapped.changed = true; // what was kept knows nothing of these times
+    const ms_result result = msi_plan_anew(m, m->wrapped.goal, true);
+    m->config.memory_budget_bytes = configured;
+    m->wrapped.changed = false;
     return result;
 }
 
@@ -30559,15 +30297,20 @@ static void msi_forget_inputs(ms_model *m, const int64_t *sizes) {
     m->run.all_written &= !changed;
 }
 
+static MSI_COLD ms_result msi_fail_changed(ms_model *m, const char *function) {
+    return msi_fail(
+        m, MS_RESULT_ORDER,
+        "%s: something was set since ms_wrap that asks for a new plan: call ms_wrap first",
+        function);
+}
+
 static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     int64_t all[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
     memcpy(all, sizes, m->graph.axis_count * sizeof *sizes);
     if (m->run.plan && !msi_find_plan(m, all)) {
         msi_plan *plan;
         if (m->wrapped.changed) {
-            return msi_fail(m, MS_RESULT_ORDER,
-                            "ms_reshape: something was set since ms_wrap that asks for a new plan: "
-                            "call ms_wrap first");
+            return msi_fail_changed(m, "ms_reshape");
         }
         const ms_result result =
             msi_plan_at(m, m->run.store, m->wrapped.goal, all, m->wrapped.largest, &plan);
@@ -30649,17 +30392,6 @@ static MSI_COLD ms_result msi_make_model(const ms_config *c, ms_model **model) {
     return MS_RESULT_OK;
 }
 
-static MSI_COLD void msi_end_owned(ms_model *m) {
-    while (m->owned) {
-        msi_owned *last = m->owned;
-        m->owned = last->next;
-        if (last->end) {
-            last->end(last + 1);
-        }
-        msi_release(&m->config.allocator, last, sizeof *last + last->bytes);
-    }
-}
-
 static MSI_COLD void *msi_model_alloc(ms_model *m, uint64_t bytes, void (*end)(void *memory)) {
     const uint64_t whole = sizeof(msi_owned) + bytes;
     msi_owned *made =
@@ -30700,7 +30432,14 @@ static MSI_COLD void msi_free_model(ms_model *m) {
     if (m->config.backend.close && !m->config.dry_run) {
         m->config.backend.close(m->device);
     }
-    msi_end_owned(m);
+    while (m->owned) {
+        msi_owned *last = m->owned;
+        m->owned = last->next;
+        if (last->end) {
+            last->end(last + 1);
+        }
+        msi_release(&allocator, last, sizeof *last + last->bytes);
+    }
     msi_release(&allocator, m, sizeof *m);
     msi_arena_leave(arena);
 }
@@ -30960,31 +30699,23 @@ static MSI_COLD ms_result msi_reset_store(msi_verification *v) {
     return result;
 }
 
-/* Poisons what the next instruction makes, and its workspace. */
-static MSI_COLD ms_result msi_poison_new(ms_model *m, uint8_t poison) {
-    const msi_program *p = m->run.program;
-    const msi_instruction *i = &p->code.instructions.items[m->run.position];
-    ms_result result = MS_RESULT_OK;
-    for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
-        const uint32_t index = p->code.operands.items[i->operand_first + k].range;
-        const msi_range *range = index == MSI_NONE ? NULL : &p->code.ranges.items[index];
-        if (range && range->bytes > 0 && index >= m->run.store->residents.count &&
-            range->first == m->run.position && range->alias_of == MSI_NONE) {
-            if (m->config.backend.device_is_host) {
-                msi_asan_unpoison(msi_address(m, p, index), range->bytes);
-            }
-            MSI_THEN(result, msi_fill(m, msi_address(m, p, index), false, poison, range->bytes));
-        }
-    }
-    return result;
-}
-
-/* Fills what is new before each instruction, with another poison in each pass, so that reads of
-   uninitialized values make a difference. */
+/* Fills what is new before each instruction, and its workspace, with another poison in each pass, so
+   that reads of uninitialized values make a difference. */
 static MSI_COLD ms_result msi_run_poisoned(ms_model *m, uint32_t end, uint8_t poison) {
+    const msi_program *p = m->run.program;
     ms_result result = MS_RESULT_OK;
     while (result == MS_RESULT_OK && m->run.position < end) {
-        result = msi_poison_new(m, poison);
+        const msi_instruction *i = &p->code.instructions.items[m->run.position];
+        for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
+            const uint32_t index = p->code.operands.items[i->operand_first + k].range;
+            const msi_range *range = index == MSI_NONE ? NULL : &p->code.ranges.items[index];
+            if (range && range->bytes > 0 && index >= m->run.store->residents.count &&
+                range->first == m->run.position && range->alias_of == MSI_NONE) {
+                msi_asan_unpoison(&m->config.backend, msi_address(m, p, index), range->bytes);
+                MSI_THEN(result,
+                         msi_fill(m, msi_address(m, p, index), false, poison, range->bytes));
+            }
+        }
         MSI_THEN(result, msi_run_to(m, m->run.position + 1));
     }
     return result;
@@ -31292,7 +31023,7 @@ static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, msi_finds *f
         const msi_range *scanned = &p->code.ranges.items[range];
         if (after && scanned->block != MSI_NONE && !scanned->on_host &&
             msi_block_of(p, scanned)->last == now) { // nothing reads it, so it is poisoned
-            msi_asan_unpoison(msi_address(m, p, range), scanned->bytes);
+            msi_asan_unpoison(&m->config.backend, msi_address(m, p, range), scanned->bytes);
         }
         const bool cut = msi_is_operand_cut(&m->graph, p, i, k);
         result = msi_scan_operand(v, &here, range, cut ? &i->rows : NULL);
@@ -31370,11 +31101,7 @@ static MSI_COLD void msi_report_differences(const msi_verification *v, ms_differ
 static ms_result msi_begin_passes(ms_model *m, const char *function) {
     const ms_result result = msi_check_start(m, function);
     return result != MS_RESULT_OK ? result
-           : m->wrapped.changed
-               ? msi_fail(m, MS_RESULT_ORDER,
-                          "%s: something was set since ms_wrap that asks for a new plan: call "
-                          "ms_wrap first",
-                          function)
+           : m->wrapped.changed   ? msi_fail_changed(m, function)
            : m->run.progress != MSI_PROGRESS_NONE
                ? msi_fail(m, MS_RESULT_ORDER,
                           "%s: a step is under way: complete it with ms_backward and ms_update "
@@ -31585,30 +31312,13 @@ static MSI_COLD void msi_close_checkpoint(msi_checkpoint *c) {
 }
 
 static MSI_COLD uint32_t msi_hash_name(const char *name) {
-    uint64_t hash = 0;
-    for (; *name; name++) {
-        hash = (hash ^ (uint8_t)*name) * 0x100000001b3u;
-    }
-    return (uint32_t)(hash ^ hash >> 32);
+    return (uint32_t)msi_hash_bytes(0, name, strlen(name));
 }
 
-/* The bytes of the UTF-8 character at `at`, which ends with 0; 0: it is none, or a control character.
-   Unicode standard, table 3-7. */
+/* The bytes of the UTF-8 character that a text begins with; 0: it is none, or a control character. */
 static MSI_COLD int msi_character(const char *text) {
-    const uint8_t *at = (const uint8_t *)text;
-    const uint8_t first = at[0];
-    const int length = first < 0x80   ? 1
-                       : first < 0xc2 ? 0
-                       : first < 0xe0 ? 2
-                       : first < 0xf0 ? 3
-                                      : 4;
-    const uint8_t lowest = first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
-    const uint8_t highest = first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
-    bool is = first >= 0x20 && first != 0x7f && first <= 0xf4 && length > 0;
-    for (int k = 1; k < length && is; k++) {
-        is = at[k] >= (k == 1 ? lowest : 0x80) && at[k] <= (k == 1 ? highest : 0xbf);
-    }
-    return is ? length : 0;
+    const uint8_t *first = (const uint8_t *)text;
+    return *first < 0x20 || *first == 0x7f ? 0 : msi_utf8_length(first);
 }
 
 static MSI_COLD void msi_add_characters(msi_checkpoint *c, const char *text) {
@@ -31924,20 +31634,22 @@ static MSI_COLD uint64_t msi_json_number(msi_json *j) {
     return number;
 }
 
-/* The next dim of a shape, from inside its brackets; false after the last. */
-static MSI_COLD bool msi_next_dim(msi_json *j, uint16_t number, uint64_t *dim) {
-    if (j->is_wrong || (number == 0 && msi_json_has(j, ']')) ||
-        (number > 0 && !msi_json_has(j, ','))) {
-        return false;
+/* Whether element `number` of what ends with this character is next, after a comma unless it is the
+   first; else takes the end. */
+static MSI_COLD bool msi_json_next(msi_json *j, uint32_t number, char end) {
+    if (number == 0 ? !msi_json_has(j, end) : msi_json_has(j, ',')) {
+        return !j->is_wrong;
     }
-    *dim = msi_json_number(j);
-    return !j->is_wrong;
+    if (number > 0) {
+        msi_json_take(j, end);
+    }
+    return false;
 }
 
 /* "dtype", "shape" and "data_offsets" of a tensor, in any order. */
 static MSI_COLD msi_entry msi_parse_entry(msi_json *j) {
     msi_entry e = MSI_ZERO_INIT;
-    uint64_t count = 1, dim, bytes;
+    uint64_t count = 1, bytes;
     uint32_t seen = 0;
     e.format = MSI_FORMAT_COUNT;
     msi_json_take(j, '{');
@@ -31962,11 +31674,8 @@ static MSI_COLD msi_entry msi_parse_entry(msi_json *j) {
         } else if (strcmp(key, "shape") == 0) {
             msi_json_take(j, '[');
             e.shape = (uint32_t)(j->at - j->text);
-            while (msi_next_dim(j, e.rank, &dim)) {
-                j->is_wrong |= !msi_multiply(count, dim, &count) || ++e.rank > 64;
-            }
-            if (e.rank > 0) {
-                msi_json_take(j, ']');
+            while (msi_json_next(j, e.rank, ']')) {
+                j->is_wrong |= !msi_multiply(count, msi_json_number(j), &count) || ++e.rank > 64;
             }
             seen |= 2;
         } else if (strcmp(key, "data_offsets") == 0) {
@@ -32010,26 +31719,19 @@ static MSI_COLD void msi_parse_metadata(msi_checkpoint *c, msi_json *j) {
         return;
     }
     msi_json_take(j, '{');
-    if (msi_json_has(j, '}')) {
-        return;
-    }
-    do {
+    for (uint32_t k = 0; msi_json_next(j, k, '}'); k++) {
         const uint32_t key = msi_json_string(j);
         msi_json_take(j, ':');
         const uint32_t value = msi_json_string(j);
         if (!j->is_wrong) {
             msi_take_number(c, j->text + key, j->text + value);
         }
-    } while (msi_json_has(j, ','));
-    msi_json_take(j, '}');
+    }
 }
 
 static MSI_COLD void msi_parse_tensors(msi_checkpoint *c, msi_json *j) {
     msi_json_take(j, '{');
-    if (msi_json_has(j, '}')) {
-        return;
-    }
-    do {
+    for (uint32_t k = 0; msi_json_next(j, k, '}'); k++) {
         const uint32_t name = msi_json_string(j);
         msi_json_take(j, ':');
         if (!j->is_wrong && strcmp(j->text + name, "__metadata__") == 0) {
@@ -32043,8 +31745,7 @@ static MSI_COLD void msi_parse_tensors(msi_checkpoint *c, msi_json *j) {
                 c->entries.items[c->entries.count++] = e;
             }
         }
-    } while (msi_json_has(j, ','));
-    msi_json_take(j, '}');
+    }
 }
 
 /* Notes the order of the tensors in the data, where one has to begin at the end of another. */
@@ -32386,9 +32087,8 @@ static MSI_COLD ms_shape msi_entry_shape(const msi_checkpoint *c, const msi_entr
     ms_shape shape = ms_shape1(0);
     shape.rank = e->rank;
     for (uint16_t k = 0; k < e->rank && k < MS_LIMIT_RANK; k++) {
-        uint64_t dim = 0;
-        (void)msi_next_dim(&j, k, &dim);
-        shape.dim[k] = (int64_t)dim;
+        (void)msi_json_next(&j, k, ']');
+        shape.dim[k] = (int64_t)msi_json_number(&j);
     }
     return shape;
 }
@@ -33231,18 +32931,6 @@ static MSI_COLD ms_result msi_save_place(ms_model *m, const char *function,
     return result;
 }
 
-/* Saves to a snapshot, which `in` may be the folder of. */
-static MSI_COLD ms_result msi_begin_save(ms_model *m, const char *function,
-                                         const ms_checkpoints *in, ms_snapshot **snapshot) {
-    msi_places p;
-    uint64_t saves = 0;
-    p.path[0] = 0;
-    ms_result result = in ? msi_next_place(m, function, in, &p, &saves) : MS_RESULT_OK;
-    MSI_THEN(result, msi_save(m, function, NULL, saves, snapshot));
-    MSI_DO(result, memcpy((*snapshot)->path, p.path, strlen(p.path) + 1));
-    return result;
-}
-
 /* Loads the newest checkpoint that is whole. */
 static MSI_COLD ms_result msi_load_place(ms_model *m, const char *function,
                                          const ms_checkpoints *in, const ms_load_options *options,
@@ -33432,17 +33120,6 @@ static MSI_COLD void msi_report_host(const ms_model *m, ms_memory_report *r) {
     r->staging_bytes = store->staging_bytes;
 }
 
-static MSI_COLD uint32_t msi_first_user(const msi_graph *g, uint32_t param) {
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        for (MSI_EACH(operand, g, &g->layers.items[i], MSI_GROUP_PARAM)) {
-            if (operand.tensor == param) {
-                return i;
-            }
-        }
-    }
-    return MSI_NONE;
-}
-
 /* What the host knows of the loss scale and its counters: before the first step of a plan, or of what
    was loaded, how that is to begin. */
 static const ms_step_state *msi_known_scale(const ms_model *m) {
@@ -33453,8 +33130,12 @@ static const ms_step_state *msi_known_scale(const ms_model *m) {
 static MSI_COLD void msi_report_scale(const ms_model *m, ms_memory_report *r) {
     const ms_step_state *state = msi_known_scale(m);
     const bool scales = m->run.plan->train.code.scales_loss && state->scaling.growth_steps > 0;
-    const uint32_t layer =
-        scales && state->overflow ? msi_first_user(&m->graph, state->overflow - 1) : MSI_NONE;
+    uint32_t layer = MSI_NONE; // the first that has the param
+    for (uint32_t i = m->graph.layers.count; i-- > 0 && scales && state->overflow > 0;) {
+        for (MSI_EACH(param, &m->graph, &m->graph.layers.items[i], MSI_GROUP_PARAM)) {
+            layer = param.tensor == state->overflow - 1 ? i : layer;
+        }
+    }
     r->loss_scale = scales ? (double)state->loss_scale : 1.0;
     r->skipped_steps = scales ? state->skipped_steps : 0;
     r->clean_steps = scales ? state->clean_steps : 0;
@@ -33824,8 +33505,16 @@ MEMSCALE_API ms_result ms_arena_create(const ms_backend *backend, const ms_alloc
     if (arena) {
         *arena = NULL;
     }
-    return arena && msi_is_complete(&b) && !a.alloc == !a.release ? msi_make_arena(&b, &a, arena)
-                                                                  : MS_RESULT_INVALID;
+    if (!arena || !msi_is_complete(&b) || !a.alloc != !a.release) {
+        return MS_RESULT_INVALID;
+    }
+    ms_arena *made = *arena = (ms_arena *)msi_alloc_zeroed(&a, sizeof *made);
+    if (made) { // without memory; its maker alone holds it
+        made->backend = b;
+        made->allocator = a;
+        made->references = 1;
+    }
+    return made ? MS_RESULT_OK : MS_RESULT_OUT_OF_MEMORY;
 }
 
 MEMSCALE_API void ms_arena_destroy(ms_arena *arena) {
@@ -33867,12 +33556,9 @@ MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) 
         return msi_fail_argument(model, "ms_hardware_report", "an argument is NULL");
     }
     memset(report, 0, sizeof *report);
-    return msi_made(model) != MS_RESULT_OK ? msi_made(model)
-           : model->run.busy || model->run.recording
-               ? msi_fail(model, MS_RESULT_ORDER,
-                          "ms_hardware_report: called from a callback of a layer: call it between "
-                          "steps")
-               : msi_report_hardware(model, report);
+    return msi_made(model) != MS_RESULT_OK           ? msi_made(model)
+           : model->run.busy || model->run.recording ? msi_fail_busy(model, "ms_hardware_report")
+                                                     : msi_report_hardware(model, report);
 }
 
 MEMSCALE_API void ms_set_hardware(ms_model *model, const ms_hardware *hardware) {
@@ -33897,11 +33583,8 @@ MEMSCALE_API void *ms_stream(const ms_model *model) {
 
 MEMSCALE_API ms_result ms_synchronize(ms_model *model) {
     return msi_made(model) != MS_RESULT_OK ? msi_made(model)
-           : model->run.busy
-               ? msi_fail(
-                     model, MS_RESULT_ORDER,
-                     "ms_synchronize: called from a callback of a layer: call it between steps")
-               : msi_await_steps(model);
+           : model->run.busy               ? msi_fail_busy(model, "ms_synchronize")
+                                           : msi_await_steps(model);
 }
 
 MEMSCALE_API ms_tensor ms_input(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape) {
@@ -33987,8 +33670,11 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
 }
 
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
-    const uint32_t t = msi_loss_index(model, loss);
-    if (t != MSI_NONE) {
+    const uint32_t t = msi_activation_index(model, "ms_set_loss", loss);
+    const ms_view *view = t == MSI_NONE ? NULL : &model->graph.tensors.items[t].view;
+    if (view && (view->dtype == MS_DTYPE_F32 ||
+                 MSI_REFUSE(model, "loss \"%s\" has dtype %s; a loss is f32",
+                            msi_tensor_name(&model->graph, t), ms_dtype_name(view->dtype)))) {
         model->graph.loss = t;
     }
 }
@@ -34160,8 +33846,14 @@ MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_text_fn write, 
 }
 
 MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t length) {
-    return text || !length ? MSI_MADE(model, msi_load_profile(model, text ? text : "", length))
-                           : msi_fail_argument(model, "ms_profile_load", "an argument is NULL");
+    if (!text && length > 0) {
+        return msi_fail_argument(model, "ms_profile_load", "an argument is NULL");
+    }
+    const char *from = text ? text : ""; // read once to find faults, and once more to take all
+    ms_result result = MSI_MADE(model, msi_read_profile(model, from, length, false));
+    MSI_DO(result, model->wrapped.changed = true);
+    MSI_THEN(result, msi_read_profile(model, from, length, true));
+    return result;
 }
 
 MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
@@ -34186,11 +33878,19 @@ MEMSCALE_API ms_result ms_detach(ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_suspend(ms_model *model, void *memory) {
-    return MSI_MADE(model, msi_suspend(model, memory));
+    ms_result result = MSI_MADE(model, msi_check_suspendable(model, "ms_suspend", false));
+    if (result == MS_RESULT_OK && !model->run.slices.is_open &&
+        model->run.progress == MSI_PROGRESS_NONE) {
+        result = msi_settle_steps(model);
+    }
+    MSI_THEN(result, msi_save_store(model, memory));
+    return result;
 }
 
 MEMSCALE_API ms_result ms_resume(ms_model *model) {
-    return MSI_MADE(model, msi_resume(model));
+    ms_result result = MSI_MADE(model, msi_check_suspendable(model, "ms_resume", true));
+    MSI_THEN(result, msi_load_store(model));
+    return result;
 }
 
 MEMSCALE_API uint64_t ms_suspended_bytes(const ms_model *model) {
@@ -34256,11 +33956,20 @@ MEMSCALE_API ms_result ms_load_checkpoint(ms_model *model, const ms_checkpoints 
 
 MEMSCALE_API ms_result ms_save_begin(ms_model *model, const ms_checkpoints *checkpoints,
                                      ms_snapshot **snapshot) {
+    static const char *const function = "ms_save_begin";
+    msi_places p;
+    uint64_t saves = 0;
     if (!model || !snapshot) {
-        return msi_fail_argument(model, "ms_save_begin", "an argument is NULL");
+        return msi_fail_argument(model, function, "an argument is NULL");
     }
     *snapshot = NULL;
-    return MSI_MADE(model, msi_begin_save(model, "ms_save_begin", checkpoints, snapshot));
+    p.path[0] = 0;
+    ms_result result = msi_made(model);
+    MSI_THEN(result,
+             checkpoints ? msi_next_place(model, function, checkpoints, &p, &saves) : result);
+    MSI_THEN(result, msi_save(model, function, NULL, saves, snapshot));
+    MSI_DO(result, memcpy((*snapshot)->path, p.path, strlen(p.path) + 1));
+    return result;
 }
 
 MEMSCALE_API ms_result ms_snapshot_write(const ms_snapshot *snapshot, const ms_sink *sink) {
@@ -34331,9 +34040,10 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_value_index(&model->graph, tensor) : MSI_NONE;
     const ms_tensor none = {0};
-    return t != MSI_NONE && msi_has_gradient(&model->graph.tensors.items[t])
-               ? msi_handle(&model->graph, t, MSI_ROLE_GRADIENT)
-               : none;
+    const msi_tensor *of = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
+    const bool has = of && msi_is_float(of->view.dtype) &&
+                     (of->kind == MSI_KIND_PARAM || of->kind == MSI_KIND_ACTIVATION);
+    return has ? msi_handle(&model->graph, t, MSI_ROLE_GRADIENT) : none;
 }
 
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index) {
@@ -35185,20 +34895,13 @@ static MSI_COLD void msi_trace_time(const msi_printer *out, uint64_t ns) {
     msi_print(out, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
 }
 
-/* When an event starts, and how long it takes. Both ends are rounded, not the duration: viewers drop
+/* An event as a slice of the track of its stream. Its ends are rounded, not the duration: viewers drop
    a slice that begins before the one before it has ended. */
-static MSI_COLD void msi_trace_times(const msi_printer *out, bool measured, const ms_event *event) {
+static MSI_COLD void msi_trace_slice(const msi_printer *out, int process, const ms_event *event) {
+    const bool measured = process == MSI_TRACE_MEASURED;
     const double start_us = measured ? event->measured_start_us : event->start_us;
     const double end_us = start_us + (measured ? event->measured_us : event->duration_us);
     const uint64_t start = msi_round_units(start_us, 1e3);
-    msi_print(out, ",\"ts\":");
-    msi_trace_time(out, start);
-    msi_print(out, ",\"dur\":");
-    msi_trace_time(out, msi_round_units(end_us, 1e3) - start);
-}
-
-/* An event as a slice of the track of its stream. */
-static MSI_COLD void msi_trace_slice(const msi_printer *out, int process, const ms_event *event) {
     const char *what = event->is_restore ? "restore" : msi_event_names[event->kind];
     const char *name = event->kind == MS_EVENT_LOSS      ? "sum of the losses"
                        : event->kind == MS_EVENT_VERDICT ? "verdict"
@@ -35206,7 +34909,10 @@ static MSI_COLD void msi_trace_slice(const msi_printer *out, int process, const 
                                                          : what;
     msi_print(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"cat\":\"%s\"", process,
               (int)event->stream, what);
-    msi_trace_times(out, process == MSI_TRACE_MEASURED, event);
+    msi_print(out, ",\"ts\":");
+    msi_trace_time(out, start);
+    msi_print(out, ",\"dur\":");
+    msi_trace_time(out, msi_round_units(end_us, 1e3) - start);
     msi_print(out, ",\"name\":");
     msi_print_quoted(out, name, true);
     msi_print(out, ",\"args\":{\"op\":\"%s\"", what);
@@ -35237,16 +34943,6 @@ static void msi_trace_counter(const msi_printer *out, int process, const ms_even
     msi_trace_time(out, msi_round_units(us, 1e3));
 }
 
-static MSI_COLD void msi_trace_counters(const msi_printer *out, int process,
-                                        const ms_event *event) {
-    msi_trace_counter(out, process, event, "live bytes");
-    for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
-        msi_print(out, "%s\"%s\":%llu", c == 0 ? ",\"args\":{" : ",",
-                  ms_category_name((ms_category)c), (unsigned long long)event->live_bytes_of[c]);
-    }
-    msi_print(out, "}}");
-}
-
 /* Names of a process and of its tracks. */
 static MSI_COLD void msi_trace_process(const msi_printer *out, int process) {
     static const char *const names[] = {"", "simulated", "measured"};
@@ -35273,7 +34969,13 @@ static MSI_COLD void msi_trace_event(const ms_event *event, void *user) {
     for (int process = MSI_TRACE_SIMULATED; process <= last; process++) {
         msi_trace_slice(&to->out, process, event);
         if (counts) {
-            msi_trace_counters(&to->out, process, event);
+            msi_trace_counter(&to->out, process, event, "live bytes");
+            for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
+                msi_print(&to->out, "%s\"%s\":%llu", c == 0 ? ",\"args\":{" : ",",
+                          ms_category_name((ms_category)c),
+                          (unsigned long long)event->live_bytes_of[c]);
+            }
+            msi_print(&to->out, "}}");
         }
         if (runs && event->host_bytes != to->host_counted) {
             msi_trace_counter(&to->out, process, event, "host bytes");
@@ -35453,16 +35155,13 @@ static MSI_COLD void msi_print_info(const msi_printer *out, const ms_memory_repo
 
 MEMSCALE_API ms_result ms_print_metrics(const ms_model *model, ms_text_fn write, void *user) {
     ms_memory_report report;
-    const ms_result result = write ? ms_report(model, &report) : MS_RESULT_INVALID;
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
     const msi_printer out = {write, user};
-    msi_print_info(&out, &report);
+    const ms_result result = write ? ms_report(model, &report) : MS_RESULT_INVALID;
+    MSI_DO(result, msi_print_info(&out, &report));
     for (size_t k = 0; k < sizeof msi_metrics / sizeof msi_metrics[0]; k++) {
-        msi_print_metric(&out, &msi_metrics[k], &report);
+        MSI_DO(result, msi_print_metric(&out, &msi_metrics[k], &report));
     }
-    return MS_RESULT_OK;
+    return result;
 }
 
 #endif // MEMSCALE_IMPLEMENTATION
@@ -35595,10 +35294,8 @@ typedef struct msi_cuda_split {
 
 /* bits: the addresses of all arrays, combined by or. */
 static msi_cuda_split msi_cuda_split_of(uint64_t count, uint64_t group, uintptr_t bits) {
-    msi_cuda_split r;
-    r.count = count;
-    r.groups = bits % 16 == 0 ? count / group : 0;
-    r.threads = r.groups + (count - r.groups * group);
+    const uint64_t groups = bits % 16 == 0 ? count / group : 0;
+    const msi_cuda_split r = {count, groups, groups + (count - groups * group)};
     return r;
 }
 
@@ -35707,7 +35404,8 @@ static __global__ void msi_k_add(void *target, ms_dtype to, const void *source, 
 }
 
 /* The sum over all threads of a block, in a fixed order. Only thread 0 may use the result. */
-static __device__ __forceinline__ double msi_cuda_block_sum(double *shared, double sum) {
+static __device__ __forceinline__ double msi_cuda_block_sum(double sum) {
+    __shared__ double shared[MSI_CUDA_THREADS];
     shared[threadIdx.x] = sum;
     for (unsigned width = MSI_CUDA_THREADS / 2; width > 0; width /= 2) {
         __syncthreads();
@@ -35725,7 +35423,6 @@ static __device__ __forceinline__ double msi_cuda_square(float x) {
 /* partials[b] = the sum of the elements that block b visits, or of their squares. */
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     msi_k_sum(const float *x, msi_cuda_split r, bool squares, double *partials) {
-    __shared__ double shared[MSI_CUDA_THREADS];
     double sum = 0.0;
     for (uint64_t i = msi_cuda_index(); i < r.threads; i += (uint64_t)gridDim.x * blockDim.x) {
         const uint64_t k = i + 3 * r.groups;
@@ -35735,7 +35432,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
                              (msi_cuda_square(a.z) + msi_cuda_square(a.w))
                        : ((double)a.x + (double)a.y) + ((double)a.z + (double)a.w);
     }
-    sum = msi_cuda_block_sum(shared, sum);
+    sum = msi_cuda_block_sum(sum);
     if (threadIdx.x == 0) {
         partials[blockIdx.x] = sum;
     }
@@ -35744,7 +35441,6 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
 /* The same of squares in 16 bits. */
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     msi_k_half_squares(const void *data, ms_dtype dtype, msi_cuda_split r, double *partials) {
-    __shared__ double shared[MSI_CUDA_THREADS];
     double sum = 0.0;
     for (uint64_t i = msi_cuda_index(); i < r.threads; i += (uint64_t)gridDim.x * blockDim.x) {
         float x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -35757,27 +35453,26 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
             sum += msi_cuda_square(x[k]);
         }
     }
-    sum = msi_cuda_block_sum(shared, sum);
+    sum = msi_cuda_block_sum(sum);
     if (threadIdx.x == 0) {
         partials[blockIdx.x] = sum;
     }
 }
 
 /* The sum of all partial sums. Only thread 0 may use the result. */
-static __device__ __forceinline__ double
-msi_cuda_partials_sum(double *shared, const double *partials, uint32_t count) {
+static __device__ __forceinline__ double msi_cuda_partials_sum(const double *partials,
+                                                               uint32_t count) {
     double mine = 0.0;
     for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
         mine += partials[i];
     }
-    return msi_cuda_block_sum(shared, mine);
+    return msi_cuda_block_sum(mine);
 }
 
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     msi_k_add_partials(double *sum, const double *partials, uint32_t count, uint32_t number,
                        uint32_t *nonfinite) {
-    __shared__ double shared[MSI_CUDA_THREADS];
-    const double all = msi_cuda_partials_sum(shared, partials, count);
+    const double all = msi_cuda_partials_sum(partials, count);
     if (threadIdx.x == 0) {
         *sum += all;
         *nonfinite = *nonfinite == 0 && !msi_is_finite(*sum) ? number : *nonfinite;
@@ -35786,8 +35481,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
 
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     msi_k_loss(const double *partials, uint32_t count, double factor, ms_step_state *step) {
-    __shared__ double shared[MSI_CUDA_THREADS];
-    const double all = msi_cuda_partials_sum(shared, partials, count);
+    const double all = msi_cuda_partials_sum(partials, count);
     if (threadIdx.x == 0) {
         msi_judge_loss(step, factor * all);
     }
