@@ -19138,8 +19138,8 @@ enum {
     MSI_ALL_SEEDS = 8,      // random choices at the start of a local search
     MSI_ALL_SHARE = 2,      // of that work is done before climbs
     MSI_ALL_SHARE_MOVES = 4,
-    MSI_RUNGS = 48,
-    MSI_RUNG_REACH = 3, // rungs below one that its climb may reach
+    MSI_RUNGS = 96,
+    MSI_RUNG_REACH = 4, // rungs below one that its climb may reach
     MSI_CLIMB_STEPS = 8,
     MSI_CLIMB_PAIRS = 24,     // that are tried in a step
     MSI_CLIMB_TAKEN_BACK = 4, // changes that need another drop to fit
@@ -19775,7 +19775,8 @@ static uint32_t msi_begin_climb(const msi_exhaustive *all, msi_rung *r) {
 
 /* Climbs at the rungs of a ladder of budgets, each from the plans that were found before any climb,
    so that what is found does not depend on the budget. Nor does it matter that rungs are skipped
-   whose climb cannot count: a climb counts down to some rungs below its own, and up to a gain. */
+   whose climb cannot count: a climb counts down to some rungs below its own, and up to a gain. Those
+   at the budget come first, since all share the memory for choices. */
 static void msi_climb_rungs(msi_exhaustive *all) {
     const msi_search *s = all->search;
     const uint64_t low = s->may_move ? 0 : all->resident_bytes;
@@ -19783,9 +19784,12 @@ static void msi_climb_rungs(msi_exhaustive *all) {
         (1.0 / all->crowd_unit + (double)(all->resident_bytes - low)) / (double)MSI_RUNGS;
     const uint64_t reach = (uint64_t)(rung * (double)MSI_RUNG_REACH);
     const uint32_t tries = MSI_CLIMB_TRIES + MSI_CLIMB_TRIES_EACH * all->group_count;
+    const double below = s->budget > low ? (double)(s->budget - low) / rung : 0.0;
+    const uint32_t at = below < MSI_RUNGS ? (uint32_t)below : (uint32_t)MSI_RUNGS - 1;
     all->climbs = true;
     msi_propose_tried(all);
-    for (uint32_t k = MSI_RUNGS + MSI_RUNG_REACH; k-- > 0 && s->best_score.us > s->least_us;) {
+    for (uint32_t i = 0; i <= at + MSI_RUNG_REACH && s->best_score.us > s->least_us; i++) {
+        const uint32_t k = i <= MSI_RUNG_REACH ? at + i : at + MSI_RUNG_REACH - i;
         msi_rung r;
         r.most = low + (uint64_t)(rung * (k + 1.0));
         r.least = r.most > reach ? r.most - reach : 0;
@@ -21652,21 +21656,24 @@ static uint32_t msi_kept_tensor(const msi_fold *f, uint32_t t, uint32_t shift) {
                : g->operands.items[g->layers.items[at.layer - shift].operand_first + at.operand];
 }
 
-/* Whether a run has enough blocks on both sides of those that its fold lacks for what they read. */
-static bool msi_has_links(const msi_fold *f, const msi_repeats *run) {
+/* Whether the fold has a counterpart of all that its layers read of blocks that it lacks: these are of
+   the run that the layer is in, which has enough blocks before them. */
+static bool msi_has_links(const msi_fold *f) {
     const msi_graph *g = &f->whole;
-    const uint32_t begin = run->first + run->kept / 2 * run->period;
-    const uint32_t end = begin + (run->count - run->kept) * run->period;
-    for (uint32_t i = end; i < run->first + run->count * run->period; i++) {
+    uint32_t run_number = 0;
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const msi_repeats *run = run_number < f->runs.count ? &f->runs.items[run_number] : NULL;
+        const uint32_t lacking = run ? (run->count - run->kept) * run->period : 0;
         const msi_layer *l = &g->layers.items[i];
-        for (uint32_t k = 0; k < l->start[MSI_GROUP_COUNT]; k++) {
+        for (uint32_t k = 0; f->next[i] != MSI_NONE && k < l->start[MSI_GROUP_COUNT]; k++) {
             const uint32_t t = g->operands.items[l->operand_first + k];
             const uint32_t from = t == MSI_NONE ? MSI_NONE : f->origins[t].layer;
-            if (from != MSI_NONE && from >= begin && from < end &&
-                from - run->first < end - begin) {
+            if (from != MSI_NONE && f->next[from] == MSI_NONE &&
+                (!run || from < run->first + lacking)) {
                 return false;
             }
         }
+        run_number += run && i + 1 == run->first + run->count * run->period;
     }
     return true;
 }
@@ -21758,11 +21765,11 @@ static bool msi_fold_init(msi_fold *f, const msi_graph *g, const ms_allocator *a
     msi_find_origins(f);
     f->out_of_memory = !msi_find_classes(f);
     bool folds = !f->out_of_memory && msi_find_runs(f);
-    for (uint32_t k = 0; k < f->runs.count && folds; k++) {
-        folds = msi_has_links(f, &f->runs.items[k]);
-    }
     if (folds) {
         msi_choose_layers(f);
+        folds = msi_has_links(f);
+    }
+    if (folds) {
         f->out_of_memory = !msi_make_fold(f);
     }
     return folds && !f->out_of_memory;

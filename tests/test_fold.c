@@ -51,8 +51,21 @@ static uint32_t fold_last_use(const msi_graph *g, uint32_t t) {
 
 static void check_fold(const msi_fold *f) {
     const msi_graph *whole = &f->whole, *g = &f->graph;
+    static uint32_t of_fold[2 * FOLD_LAYERS]; // the layer that a layer of the fold is
     uint32_t kept = 0;
+    assert_true(whole->layers.count < 2 * FOLD_LAYERS);
+    for (uint32_t i = 0; i < whole->layers.count; ++i) {
+        of_fold[f->next[i] == MSI_NONE ? 2 * FOLD_LAYERS - 1 : f->next[i]] = i;
+    }
     assert_true(4 * g->layers.count <= whole->layers.count && g->layers.count > 40);
+    for (uint32_t k = 0; k < f->runs.count; ++k) { // the blocks at both ends decide for themselves
+        const msi_repeats *run = &f->runs.items[k];
+        const uint32_t last = run->first + (run->count - 1) * run->period;
+        for (uint32_t i = 0; i < run->period; ++i) {
+            assert_true(f->layer_of[run->first + i] == run->first + i);
+            assert_true(f->layer_of[last + i] == last + i);
+        }
+    }
     for (uint32_t i = 0; i < whole->layers.count; ++i) {
         const uint32_t of = f->layer_of[i];
         assert_true(f->classes[i] == f->classes[of] && f->next[of] != MSI_NONE);
@@ -68,6 +81,8 @@ static void check_fold(const msi_fold *f) {
                 assert_true(a->updates_early == b->updates_early);
                 assert_true((a->producer == MSI_NONE) == (b->producer == MSI_NONE));
                 assert_true(b->producer == MSI_NONE || b->producer <= f->next[i]);
+                assert_true(b->producer == MSI_NONE ||
+                            f->classes[of_fold[b->producer]] == f->classes[a->producer]);
             }
         }
     }
@@ -110,17 +125,22 @@ static void graphs_without_equal_blocks_are_not_folded(void **state) {
 /* A layer that differs in one thing stands for itself alone, and no other one for it. */
 static void a_layer_that_differs_stands_for_itself(void **state) {
     (void)state;
-    for (int how = 0; how < 3; ++how) {
+    for (int how = 0; how < 4; ++how) {
         msi_fold f;
         ms_model *m = fold_net(NET_EQUAL, FOLD_LAYERS, 1.0);
         const ms_layer_time time = {100.0, 200.0, 100.0};
+        const msi_layer *layer = &m->graph.layers.items[499];
         if (how == 0) {
             m->graph.layers.items[499].workspace[MSI_WORKSPACE_FORWARD].bytes = 64;
         } else if (how == 1) {
             m->graph.layers.items[499].known = time;
-        } else {
-            m->graph.tensors.items[msi_first_output(&m->graph, &m->graph.layers.items[499])]
+        } else if (how == 2) {
+            m->graph.tensors.items[msi_first_output(&m->graph, layer)]
                 .technique[MS_TECHNIQUE_OFFLOADING] = MS_SWITCH_OFF;
+        } else {
+            const uint32_t param = layer->operand_first + layer->start[MSI_GROUP_PARAM];
+            msi_set_moves(&m->graph.tensors.items[m->graph.operands.items[param]], MSI_MOVES_STATE,
+                          MS_SWITCH_OFF);
         }
         assert_true(fold_of(&f, m));
         check_fold(&f);
@@ -129,6 +149,95 @@ static void a_layer_that_differs_stands_for_itself(void **state) {
         }
         msi_fold_free(&f);
         ms_destroy(m);
+    }
+}
+
+/* Layers that each read three before them, the farthest of them so many as `reach` says. The first read
+   the input in its place: a run of their own, unless they are apart. Layer `other` reads another one. */
+static ms_model *fold_links(uint32_t other, uint32_t reach, bool apart) {
+    static ms_tensor value[FOLD_LAYERS];
+    ms_config config;
+    ms_model *m;
+    net_builder b;
+    memset(&config, 0, sizeof config);
+    config.dry_run = true;
+    config.memory_budget_bytes = UINT64_MAX;
+    config.offloading = MS_SWITCH_OFF;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    memset(&b, 0, sizeof b);
+    b.model = m;
+    const ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(4, 1024));
+    for (uint32_t i = 0; i < FOLD_LAYERS; ++i) {
+        ms_layer_desc d;
+        memset(&d, 0, sizeof d);
+        d.name = "links";
+        d.in[0] = i > 0 ? value[i - 1] : x;
+        d.in[1] = i >= 4 ? value[i - (i == other ? 3 : 2)] : x;
+        d.in[2] = i >= reach ? value[i - reach] : x;
+        d.param[0] = ms_param(m, "weight", MS_DTYPE_F32, ms_shape2(8, 1024));
+        d.out[0] = value[i] = net_value(&b, 4);
+        d.backward_reads.in = d.backward_reads.param = 1;
+        (void)net_layer(&b, &d, apart && i < reach ? 2.0 + i : 1.0);
+    }
+    ms_set_loss(m, value[FOLD_LAYERS - 1]);
+    t_ok(m, ms_wrap(m));
+    return m;
+}
+
+/* All that the layer with other links reads is still used for as long as elsewhere, so that the layers
+   differ in nothing else. */
+static void a_layer_with_other_links_stands_for_itself(void **state) {
+    (void)state;
+    enum { OTHER = FOLD_LAYERS / 2 };
+    msi_fold f;
+    ms_model *m = fold_links(OTHER, 4, false);
+    assert_true(fold_of(&f, m));
+    check_fold(&f);
+    assert_true(f.classes[OTHER] == f.classes[OTHER - 1]);
+    for (uint32_t i = 0; i < FOLD_LAYERS; ++i) {
+        assert_true((f.layer_of[i] == OTHER) == (i == OTHER));
+    }
+    msi_fold_free(&f);
+    ms_destroy(m);
+}
+
+/* What a layer reads of a block that the fold lacks it has of another one, as far before it: there is no
+   fold where that would come before the run, or the layer is of another run. */
+static void links_that_reach_too_far_are_not_folded(void **state) {
+    (void)state;
+    for (uint32_t reach = 20; reach < 50; ++reach) {
+        for (int apart = 0; apart < 2; ++apart) {
+            msi_fold f;
+            ms_model *m = fold_links(MSI_NONE, reach, apart);
+            const bool folds = fold_of(&f, m);
+            assert_true(folds || !apart || reach > 24);
+            assert_true(!folds || (apart && reach < 40));
+            if (folds) {
+                check_fold(&f);
+            }
+            msi_fold_free(&f);
+            ms_destroy(m);
+        }
+    }
+}
+
+/* Blocks of the whole are decided for by those as far along the run in the fold, and what alternates
+   there does so in the whole. */
+static void runs_are_stretched_evenly(void **state) {
+    (void)state;
+    for (uint32_t kept = MSI_FOLD_LEAST; kept <= 60; ++kept) {
+        for (uint32_t count = 4 * kept; count <= 2000; count = 2 * count + 3) {
+            const msi_repeats run = {0, 1, count, kept};
+            uint32_t steps = 0;
+            for (uint32_t i = 1; i + 1 < count; ++i) {
+                const uint32_t block = msi_stretched(&run, i);
+                const double there = (double)i / count, here = (double)block / kept;
+                assert_true(block >= 1 && block + 1 < kept);
+                assert_true(fabs(there - here) * kept <= 2.0 * MSI_FOLD_WINDOW);
+                steps += block == msi_stretched(&run, i - 1) + 1;
+            }
+            assert_true(2 * steps > count); // most blocks are followed by the next one of the fold
+        }
     }
 }
 
@@ -160,7 +269,8 @@ static void decisions_of_folds_are_sound_for_the_whole(void **state) {
                 (uint8_t)(folded[t].pass == 0 && t_chance(&rng, 0.5) ? msi_may_choose(&f.graph, t)
                                                                      : folded[t].moves);
         }
-        msi_unfold(&f, folded, t_chance(&rng, 0.5), plan->decisions);
+        const bool early = t_chance(&rng, 0.5);
+        msi_unfold(&f, folded, early, plan->decisions);
         for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
             const msi_origin at = f.origins[t];
             if (at.layer != MSI_NONE && f.next[at.layer] != MSI_NONE &&
@@ -168,6 +278,8 @@ static void decisions_of_folds_are_sound_for_the_whole(void **state) {
                 assert_true(plan->decisions[t].pass == folded[f.tensor_of[t]].pass &&
                             plan->decisions[t].moves == folded[f.tensor_of[t]].moves);
             }
+            const bool updates = early && m->graph.tensors.items[t].updates_early; // of one layer
+            assert_true(plan->decisions[t].update_after == (updates ? at.layer : MSI_NONE));
         }
         const msi_score score = msi_score_of(&scorer, plan->decisions);
         assert_true(!msi_is_short(&scorer) && score.bytes >= score.live_bytes && score.us < 1e12);
@@ -293,6 +405,9 @@ int main(void) {
         cmocka_unit_test(folds_are_smaller_graphs_of_equal_layers),
         cmocka_unit_test(graphs_without_equal_blocks_are_not_folded),
         cmocka_unit_test(a_layer_that_differs_stands_for_itself),
+        cmocka_unit_test(a_layer_with_other_links_stands_for_itself),
+        cmocka_unit_test(links_that_reach_too_far_are_not_folded),
+        cmocka_unit_test(runs_are_stretched_evenly),
         cmocka_unit_test(decisions_of_folds_are_sound_for_the_whole),
         cmocka_unit_test(many_layers_are_planned_like_a_hundred),
         cmocka_unit_test(plans_by_a_fold_change_no_bit),

@@ -1714,10 +1714,10 @@ static double over_changes(const changed_net *net, uint32_t tries) {
    random changes to their plans makes them faster by a five-hundredth. */
 static void random_changes_make_no_plan_faster(void **state) {
     (void)state;
-    static const changed_net nets[] = {{NET_UNET, 41, 0.2, 0.0},     {NET_UNET, 41, 0.5, 0.0},
-                                       {NET_DENSENET, 55, 0.8, 0.0}, {NET_INCEPTION, 55, 0.2, 0.0},
-                                       {NET_RESNET, 20, 0.2, 0.0},   {NET_RANDOM, 40, 0.16, 0.0},
-                                       {NET_INCEPTION, 20, 0.3, 0.5}};
+    static const changed_net nets[] = {
+        {NET_UNET, 41, 0.2, 0.0},      {NET_UNET, 41, 0.5, 0.0},      {NET_DENSENET, 55, 0.8, 0.0},
+        {NET_INCEPTION, 55, 0.2, 0.0}, {NET_RESNET, 20, 0.2, 0.0},    {NET_RANDOM, 40, 0.16, 0.0},
+        {NET_INCEPTION, 20, 0.3, 0.5}, {NET_INCEPTION, 55, 0.2, 0.5}, {NET_RESNET, 40, 0.2, 0.0}};
     uint32_t wrong = 0;
     for (size_t k = 0; k < sizeof nets / sizeof nets[0]; ++k) {
         const double over = over_changes(&nets[k], (uint32_t)t_sweep(500, 4000));
