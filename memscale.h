@@ -1758,7 +1758,8 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
 
 /* The smallest budget that ms_wrap would accept with the present switches (with auto_policy, in any
    mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET.
-   One byte less is refused, all above is accepted. A larger budget never makes the predicted step
+   One byte less is refused (unless equal blocks of layers stand for each other: then somewhat less
+   may be accepted), all above is accepted. A larger budget never makes the predicted step
    slower, and a smaller one never makes the arena larger; with offloading, where times rise and
    fall along the plans that are tried, the first holds within about 2 %, with accumulation within
    about 14 %, and where graphs of more than 8 layers may be in tiles or in 16 bits, both hold
@@ -3627,8 +3628,8 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 
 enum {
     MSI_MAX_TENSORS = (1 << 28) - 2,
-    MSI_AXIS_BITS = 4, // an axis is tag << 4 | index + 1
-    MSI_ERROR_BYTES = 512,
+    MSI_AXIS_BITS = 4,                  // an axis is tag << 4 | index + 1
+    MSI_ERROR_BYTES = 1024,             // more than the longest text, of a budget that is too small
     MSI_MAX_SLOTS = 32,                 // every MS_LIMIT of slots; one bit each in a mask
     MSI_MAX_VALUES = 5 * MSI_MAX_SLOTS, // in, out, saved, param, state
     MSI_MAX_EDGES = 2 * MSI_MAX_SLOTS,  // in, param
@@ -5098,7 +5099,7 @@ static MSI_COLD ms_result msi_fail_again(ms_model *m, ms_result result, const ch
 
 /* A text that a function returns. */
 typedef struct msi_words {
-    char text[512]; // as much as an error has
+    char text[512];
 } msi_words;
 
 /* A size in the unit that suits it, rounded up or down to hundredths. */
@@ -5114,7 +5115,7 @@ static msi_words msi_round_size(const char *sign, uint64_t bytes, bool up) {
     const double whole = (double)(uint32_t)exact;
     value = unit ? (up && whole < exact ? whole + 1.0 : whole) / 100.0 : value;
     msi_write_text(s.text, sizeof s.text, unit ? "%s%.2f %s" : "%s%.0f %s", sign, value,
-                   units[unit]);
+                   bytes == 1 ? "byte" : units[unit]);
     return s;
 }
 
@@ -14638,7 +14639,12 @@ enum { MSI_LAYOUT_MANY = 4096 };
 /* Placed blocks that all live at one time, upwards by their lower ends, in piles of a few. What the
    blocks of a pile have in common lets a search for a gap pass it at once if it meets all of the
    pile, without a gap that is wide enough, or none. */
-enum { MSI_PILE = 32, MSI_LONG_SHARE = 256, MSI_MOST_COLUMNS = 2 + MSI_LONG_SHARE };
+enum {
+    MSI_PILE = 32,
+    MSI_LONG_SPAN = 64, // lives long, and of many times a share of
+    MSI_LONG_SHARE = 256,
+    MSI_MOST_COLUMNS = 2 + MSI_LONG_SHARE
+};
 
 typedef struct msi_stretch {
     uint64_t low, high;
@@ -15109,7 +15115,6 @@ static uint32_t msi_stacks_column(const msi_layout_work *w, uint32_t block) {
 /* Puts the blocks that stand first in the order, upwards, and then the rest in its own order; and
    stacks those that stand. Nothing hangs yet. */
 static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
-    enum { LONG_SPAN = 64 };
     msi_stacks *s = &w->stacks;
     uint32_t *const trees[] = {s->reach[0], s->reach[1], s->lack[0], s->lack[1], s->rest, s->hung};
     memcpy(w->order, w->by_start, w->used * sizeof *w->order);
@@ -15123,7 +15128,7 @@ static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
     }
     s->bytes = 0;
     s->count = 0;
-    s->long_span = msi_clamp(w->times / MSI_LONG_SHARE + 1, LONG_SPAN, UINT32_MAX);
+    s->long_span = msi_clamp(w->times / MSI_LONG_SHARE + 1, MSI_LONG_SPAN, UINT32_MAX);
     s->pile_count = 0;
     s->column_count = 2 + (w->times - 1) / s->long_span + 1;
     for (uint32_t i = 0; i < s->column_count; i++) {
@@ -15930,7 +15935,8 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
     }
     const uint64_t lists = 4 * nodes + 6 * count + 1; // load has one more
     /* Each pile is half full or more, but for one of each column. */
-    const uint64_t piles = count / (MSI_PILE / 2) + msi_smaller(count, MSI_MOST_COLUMNS);
+    const uint64_t columns = msi_smaller(3 + count / MSI_LONG_SPAN, MSI_MOST_COLUMNS);
+    const uint64_t piles = count / (MSI_PILE / 2) + columns;
     const uint64_t words = lists + piles * sizeof(msi_pile) / sizeof(uint64_t);
     for (uint32_t i = 0; memory && i < 4; i++) {
         *by_node[i] = memory + i * nodes;
@@ -19785,7 +19791,7 @@ static void msi_climb_rungs(msi_exhaustive *all) {
     const uint64_t reach = (uint64_t)(rung * (double)MSI_RUNG_REACH);
     const uint32_t tries = MSI_CLIMB_TRIES + MSI_CLIMB_TRIES_EACH * all->group_count;
     const double below = s->budget > low ? (double)(s->budget - low) / rung : 0.0;
-    const uint32_t at = below < MSI_RUNGS ? (uint32_t)below : (uint32_t)MSI_RUNGS - 1;
+    const uint32_t at = below < (double)MSI_RUNGS ? (uint32_t)below : (uint32_t)MSI_RUNGS - 1;
     all->climbs = true;
     msi_propose_tried(all);
     for (uint32_t i = 0; i <= at + MSI_RUNG_REACH && s->best_score.us > s->least_us; i++) {
@@ -22302,61 +22308,64 @@ static const msi_plan *msi_plan_at_largest(const msi_plan *plans) {
     return plans->next ? plans->next : plans;
 }
 
-/* The smallest arena of plans that may use these techniques. */
-static ms_result msi_least_arena(ms_model *m, uint32_t techniques, uint64_t *bytes) {
-    const uint32_t old = m->wrapped.choice.techniques;
-    msi_store *store;
-    msi_plan *plans;
-    m->wrapped.choice.techniques = techniques;
-    const ms_result result = msi_make_plans(m, MSI_GOAL_SMALLEST, &store, &plans);
-    m->wrapped.choice.techniques = old;
-    if (result == MS_RESULT_OK) {
-        *bytes = msi_room_of(store);
-        msi_plans_and_store_free(m, store, plans);
-    }
-    return result;
+/* Plans that are tried for their sizes alone, at the sizes that are in force. */
+typedef struct msi_trials {
+    ms_model *model;
+    ms_result result;    // sticky
+    uint32_t techniques; // that they may use
+    uint64_t host_limit; // ms_config.max_host_bytes for them
+    uint64_t host_bytes; // what the last one has on the host
+} msi_trials;
+
+static msi_trials msi_begin_trials(ms_model *m) {
+    const msi_trials t = {m, MS_RESULT_OK, m->wrapped.choice.techniques, m->config.max_host_bytes,
+                          0};
+    return t;
 }
 
-/* The arena of a plan at the sizes that are in force, with the decisions of `decided` unless that is
-   NULL, and what it has on the host; more than the budget if it does not fit. UINT64_MAX after an
-   error, which is sticky. */
-static MSI_COLD uint64_t msi_tried_bytes(ms_model *m, ms_result *result, msi_goal goal,
-                                         uint64_t budget, const msi_plan *decided, uint64_t *held) {
+/* The arena of a plan, with the decisions of `decided` unless that is NULL: more than the budget if it
+   does not fit, and the smallest for GOAL_TRY with a budget of 0. UINT64_MAX after an error. */
+static MSI_COLD uint64_t msi_tried_bytes(msi_trials *t, msi_goal goal, uint64_t budget,
+                                         const msi_plan *decided) {
+    ms_model *m = t->model;
+    const uint32_t techniques = m->wrapped.choice.techniques;
+    const uint64_t host_limit = m->config.max_host_bytes;
+    uint64_t bytes = UINT64_MAX;
     msi_store *store;
     msi_plan *plan = NULL;
-    uint64_t bytes = UINT64_MAX;
-    *held = 0;
-    MSI_THEN(*result, msi_make_store(m, &store));
-    if (*result == MS_RESULT_OK) {
+    m->wrapped.choice.techniques = t->techniques;
+    m->config.max_host_bytes = t->host_limit;
+    MSI_THEN(t->result, msi_make_store(m, &store));
+    if (t->result == MS_RESULT_OK) {
         store->transient_bytes = store->host_transient_bytes = UINT64_MAX >> 1; // any plan fits
-        *result = msi_make_plan(m, store, goal, budget, decided, &plan);
+        t->result = msi_make_plan(m, store, goal, budget, decided, &plan);
         msi_store_free(m, store);
     }
     if (plan) {
         bytes = plan->arena_bytes;
-        *held = plan->host_bytes;
+        t->host_bytes = plan->host_bytes;
         msi_plan_free(m, plan);
     }
+    m->wrapped.choice.techniques = techniques;
+    m->config.max_host_bytes = host_limit;
     return bytes;
 }
 
 /* Gives the batch another size: the foremost axis of the inputs, if there is one. Otherwise the
    first dim of the first input stands for it, and all that is computed from inputs with such a dim
    is assumed to shrink in proportion, wherever its shape has the batch: as the first dim, as a
-   factor of that, or later. Until msi_resizing_end all axes have their largest sizes. */
+   factor of that, or later. All axes have their largest sizes meanwhile. */
 typedef struct msi_resizing {
-    ms_model *model;
-    ms_result result;     // sticky
+    msi_trials *trials;
     uint32_t input, axis; // MSI_NONE: there is no axis
     int64_t declared;     // size
     int64_t unit;         // sizes are multiples of this one, a divisor of the declared one
     int64_t *follows;     // per tensor: its declared first dim if it shrinks in proportion, else 0
-    int64_t sizes[MS_LIMIT_AXES]; // of the axes, to be restored
 } msi_resizing;
 
 /* Inputs follow whose first dim is a multiple or divisor of the size, and all made from them. */
 static void msi_mark_followers(msi_resizing *z) {
-    const msi_graph *g = &z->model->graph;
+    const msi_graph *g = &z->trials->model->graph;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *x = &g->tensors.items[t];
         const bool is_input = x->kind == MSI_KIND_INPUT && x->view.shape.rank > 0;
@@ -22379,7 +22388,7 @@ static void msi_mark_followers(msi_resizing *z) {
 /* The size of which all others must be multiples, so that the rows of each layer are those that stay
    together, or multiples. */
 static int64_t msi_unit_of_sizes(const msi_resizing *z) {
-    const msi_graph *g = &z->model->graph;
+    const msi_graph *g = &z->trials->model->graph;
     const uint64_t declared = (uint64_t)z->declared;
     uint64_t unit = 1;
     for (MSI_ITEMS(const msi_layer, l, g->layers)) {
@@ -22405,7 +22414,7 @@ static int64_t msi_share(int64_t count, int64_t size, int64_t whole) {
 }
 
 static void msi_resize(msi_resizing *z, int64_t size) {
-    msi_graph *g = &z->model->graph;
+    msi_graph *g = &z->trials->model->graph;
     if (z->axis != MSI_NONE) {
         g->axes[z->axis].largest = size;
         msi_set_sizes(g, NULL);
@@ -22447,25 +22456,24 @@ static uint32_t msi_find_batch(const msi_graph *g, uint32_t *axis) {
     return found;
 }
 
-/* False: there is nothing to resize or, if z->result is an error, no memory. */
-static bool msi_resizing_begin(msi_resizing *z, ms_model *m) {
-    msi_graph *g = &m->graph;
+/* False: there is nothing to resize or, if the result of the trials is an error, no memory. */
+static bool msi_resizing_begin(msi_resizing *z, msi_trials *trials) {
+    ms_model *m = trials->model;
+    const msi_graph *g = &m->graph;
     const size_t bytes = g->tensors.count * sizeof *z->follows;
     memset(z, 0, sizeof *z);
+    z->trials = trials;
     z->input = msi_find_batch(g, &z->axis);
     if (z->input == MSI_NONE) {
         return false;
     }
     z->follows = (int64_t *)msi_alloc_zeroed(&m->config.allocator, bytes);
     if (!z->follows) {
-        z->result = msi_fail_memory(m, "a search for a smaller size", bytes);
+        trials->result = msi_fail_memory(m, "a search for a smaller size", bytes);
         return false;
     }
-    z->model = m;
     z->declared = z->axis == MSI_NONE ? g->tensors.items[z->input].view.shape.dim[0]
                                       : g->axes[z->axis].largest;
-    msi_get_sizes(g, z->sizes);
-    msi_set_sizes(g, NULL);
     if (z->axis == MSI_NONE) {
         msi_mark_followers(z);
     }
@@ -22475,18 +22483,16 @@ static bool msi_resizing_begin(msi_resizing *z, ms_model *m) {
 
 /* Gives everything its declared size again. */
 static void msi_resizing_end(msi_resizing *z) {
-    ms_model *m = z->model;
+    const ms_model *m = z->trials->model;
     msi_resize(z, z->declared);
-    msi_set_sizes(&m->graph, z->sizes);
     msi_release(&m->config.allocator, z->follows, m->graph.tensors.count * sizeof *z->follows);
 }
 
 /* The arena of a plan at a size of so many units. */
 static uint64_t msi_resized_bytes(msi_resizing *z, msi_goal goal, uint64_t budget, int64_t size,
                                   const msi_plan *decided) {
-    uint64_t held;
     msi_resize(z, size * z->unit);
-    return msi_tried_bytes(z->model, &z->result, goal, budget, decided, &held);
+    return msi_tried_bytes(z->trials, goal, budget, decided);
 }
 
 /* The largest size below the declared one at which the decisions of a plan fit the budget or, if that
@@ -22496,7 +22502,7 @@ static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t
     const msi_goal goal = decided ? MSI_GOAL_FOLLOW : MSI_GOAL_SQUEEZED;
     int64_t size = 0, too_large = z->declared / z->unit;
     double low_bytes = 0.0, high_bytes = (double)budget;
-    for (int guesses = 0; too_large - size > 1 && z->result == MS_RESULT_OK; guesses++) {
+    for (int guesses = 0; too_large - size > 1 && z->trials->result == MS_RESULT_OK; guesses++) {
         const double share = ((double)budget - low_bytes) / (high_bytes - low_bytes);
         int64_t guess = size == 0 ? 1 : size + (too_large - size) / 2;
         if (size > 0 && guesses % 3 != 2 && share > 0.0 && share < 1.0) {
@@ -22522,9 +22528,9 @@ static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t
    if params alone exceed the budget, where plans can neither move nor round them. */
 static int64_t msi_fitting_size(msi_resizing *z, uint64_t budget, const msi_store *store,
                                 const msi_plan *smallest, bool host_is_short) {
-    const msi_graph *g = &z->model->graph;
+    const msi_graph *g = &z->trials->model->graph;
     const bool large = g->layers.count > MSI_FOLD_LAYERS;
-    const uint32_t may = z->model->wrapped.choice.techniques;
+    const uint32_t may = z->trials->techniques;
     const bool squeezed = (may & MSI_OFFLOADING) && (large || !host_is_short);
     const bool fixed = !(may & (MSI_OFFLOADING | MSI_MIXED | MSI_8BIT));
     uint64_t params_bytes = 0;
@@ -22545,12 +22551,11 @@ static int64_t msi_fitting_size(msi_resizing *z, uint64_t budget, const msi_stor
                       : 0;
 }
 
-/* An error text that is being written, and the first error on the way. */
+/* An error text that is being written, and what is tried for it. */
 typedef struct msi_text {
-    ms_model *model;
-    ms_result result; // sticky
+    msi_trials trials;
     size_t length;
-    char text[MSI_ERROR_BYTES - 32]; // the log has the name of the result before it
+    char text[MSI_ERROR_BYTES];
 } msi_text;
 
 MEMSCALE_PRINTF(2, 3)
@@ -22563,48 +22568,14 @@ static MSI_COLD void msi_add_text(msi_text *to, const char *format, ...) {
     to->length += length < 0 ? 0 : (size_t)length < room ? (size_t)length : room - 1;
 }
 
-/* Ends a text that was cut where its last whole sentence does. */
-static MSI_COLD void msi_end_text(msi_text *to) {
-    size_t at = to->length;
-    if (at < sizeof to->text - 1) {
-        return;
-    }
-    while (at > 0 && !(to->text[at] == '.' && to->text[at + 1] == ' ')) {
-        at--;
-    }
-    to->text[at > 0 ? at : to->length] = '\0';
-}
-
-/* The bytes of the smallest squeezed plan that may use these techniques and has so much on the host:
-   UINT64_MAX if it has more than `most`. *held: what it has there. */
-static MSI_COLD uint64_t msi_squeezed_bytes(msi_text *to, uint32_t techniques, uint64_t host_bytes,
-                                            uint64_t most, uint64_t *held) {
-    ms_model *m = to->model;
-    const uint32_t old = m->wrapped.choice.techniques;
-    const uint64_t old_host = m->config.max_host_bytes;
-    int64_t sizes[MS_LIMIT_AXES];
-    m->wrapped.choice.techniques = techniques;
-    m->config.max_host_bytes = host_bytes;
-    msi_get_sizes(&m->graph, sizes);
-    msi_set_sizes(&m->graph, NULL);
-    const uint64_t bytes = msi_tried_bytes(m, &to->result, MSI_GOAL_SQUEEZED, most, NULL, held);
-    msi_set_sizes(&m->graph, sizes);
-    m->wrapped.choice.techniques = old;
-    m->config.max_host_bytes = old_host;
-    return bytes;
-}
-
 /* Adds bounds on the smallest arenas of other modes, where these are smaller. */
 static MSI_COLD void msi_add_modes(msi_text *to, uint64_t least) {
-    ms_model *m = to->model;
-    const uint64_t host_bytes = m->config.max_host_bytes;
+    msi_trials t = to->trials;
     bool alike = true;
     for (int mode = 0; mode < MS_MODE_COUNT; mode++) {
-        const uint32_t techniques = msi_allowed(m, (ms_mode)mode);
-        uint64_t held;
-        if (techniques != m->wrapped.choice.techniques) {
-            const uint64_t bytes =
-                msi_squeezed_bytes(to, techniques, host_bytes, MSI_NO_BUDGET, &held);
+        t.techniques = msi_allowed(t.model, (ms_mode)mode);
+        if (t.techniques != to->trials.techniques) {
+            const uint64_t bytes = msi_tried_bytes(&t, MSI_GOAL_SQUEEZED, MSI_NO_BUDGET, NULL);
             alike = false;
             if (bytes < least) {
                 msi_add_text(to, ", no more than %s in mode %s", msi_size(bytes).text,
@@ -22612,70 +22583,106 @@ static MSI_COLD void msi_add_modes(msi_text *to, uint64_t least) {
             }
         }
     }
+    to->trials.result = t.result;
     msi_add_text(to, "%s", alike ? ", the same in every mode" : "");
+}
+
+/* Adds what more memory of the host would help: an amount with which a squeezed plan fits this budget,
+   to 1/128; or, if none does with any, what that takes of both. Returns whether it would help. A
+   squeezed plan may take more than it has there, since it moves nothing that might not fit. */
+static MSI_COLD bool msi_add_host(msi_text *to, uint64_t budget, uint64_t least) {
+    msi_trials t = to->trials;
+    uint64_t most = msi_host_budget(t.model);
+    if (most == UINT64_MAX || !(t.techniques & MSI_OFFLOADING)) {
+        return false;
+    }
+    const msi_words now = msi_size_down(most);
+    t.host_limit = UINT64_MAX;
+    const uint64_t bytes = msi_tried_bytes(&t, MSI_GOAL_SQUEEZED, MSI_NO_BUDGET, NULL);
+    const uint64_t wanted = msi_larger(bytes, budget);
+    uint64_t enough = t.host_limit = t.host_bytes;
+    while (t.result == MS_RESULT_OK && enough > most &&
+           msi_tried_bytes(&t, MSI_GOAL_SQUEEZED, wanted, NULL) > wanted) {
+        enough = t.host_limit = enough + enough / 32 + 1;
+    }
+    while (bytes <= budget && enough > most && enough - most > 1 + enough / 128) {
+        t.host_limit = most + (enough - most) / 2;
+        const bool fits = msi_tried_bytes(&t, MSI_GOAL_SQUEEZED, budget, NULL) <= budget;
+        most = fits ? most : t.host_limit;
+        enough = fits ? t.host_limit : enough;
+    }
+    to->trials.result = t.result;
+    if (bytes >= least || enough <= most) {
+        return false;
+    }
+    msi_add_text(to, ". With max_host_bytes of %s (%llu bytes), now %s", msi_size(enough).text,
+                 (unsigned long long)enough, now.text);
+    if (bytes <= budget) {
+        msi_add_text(to, ", this budget is enough");
+    } else {
+        msi_add_text(to, ": %s (%llu bytes)", msi_size(bytes).text, (unsigned long long)bytes);
+    }
+    return true;
 }
 
 /* Adds a size that would fit the budget. */
 static MSI_COLD void msi_add_size(msi_text *to, const msi_store *store, const msi_plan *smallest,
                                   bool host_is_short) {
-    ms_model *m = to->model;
+    const msi_graph *g = &to->trials.model->graph;
     msi_resizing z;
     int64_t size = -1;
-    if (to->result != MS_RESULT_OK) {
-        return;
-    }
-    if (msi_resizing_begin(&z, m)) {
+    if (to->trials.result == MS_RESULT_OK && msi_resizing_begin(&z, &to->trials)) {
         size = msi_fitting_size(&z, smallest->budget_bytes, store, smallest, host_is_short);
         msi_resizing_end(&z);
     }
-    to->result = z.result;
     if (size < 0) {
         return;
     }
     const bool axis = z.axis != MSI_NONE;
-    const char *name = axis ? msi_name(&m->graph, m->graph.axes[z.axis].name)
-                            : msi_tensor_name(&m->graph, z.input);
+    const char *name = axis ? msi_name(g, g->axes[z.axis].name) : msi_tensor_name(g, z.input);
     const char *what = axis ? "axis" : "first dim of input";
-    const char *assumed = axis ? "" : ", if all that is computed from it shrinks in proportion";
+    const char *assumed =
+        axis ? "" : " if all that is computed from it shrinks in proportion, flops too";
     if (size > 0) {
-        msi_add_text(to, ". This budget has room for at least %lld in the %s \"%.40s\", now %lld%s",
-                     (long long)(size * z.unit), what, name, (long long)z.declared, assumed);
+        msi_add_text(to,
+                     ". This budget has room for at least %lld in the %s \"%.40s\", now %lld%s%s",
+                     (long long)(size * z.unit), what, name, (long long)z.declared, axis ? "" : ",",
+                     assumed);
     } else {
         msi_add_text(to, ". Even %lld in the %s \"%.40s\" is too much for this budget%s%s",
-                     (long long)z.unit, what, name, axis ? "" : ", even", axis ? "" : assumed + 1);
+                     (long long)z.unit, what, name, axis ? "" : ", even", assumed);
     }
 }
 
 /* Adds what else would help. */
-static MSI_COLD void msi_add_cures(msi_text *to) {
-    ms_model *m = to->model;
+static MSI_COLD void msi_add_cures(msi_text *to, uint64_t least) {
+    const ms_model *m = to->trials.model;
     const msi_graph *g = &m->graph;
     const char *early = msi_early_fault(m);
-    const uint32_t allowed = m->wrapped.choice.techniques;
+    msi_trials t = to->trials;
     uint32_t added = 0, forbidden = 0;
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
         const bool off = msi_switch_of(&m->config, (ms_technique)k) == MS_SWITCH_OFF;
         const bool cure = off && !(early && k == MS_TECHNIQUE_EARLY_UPDATE) &&
                           !(k == MS_TECHNIQUE_OFFLOADING && msi_shares_memory(m));
-        added |= cure ? ~allowed & 1u << k : 0u;
+        added |= cure ? ~t.techniques & 1u << k : 0u;
     }
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const uint8_t *is = g->tensors.items[t].technique;
+    for (uint32_t i = 0; i < g->tensors.count; i++) {
+        const uint8_t *is = g->tensors.items[i].technique;
         forbidden += is[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_OFF ||
                      is[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_OFF;
     }
-    if (added) {
-        uint64_t bytes = 0;
-        MSI_THEN(to->result, msi_least_arena(m, msi_sound_techniques(m, allowed | added), &bytes));
-        const char *before = ". With ON for";
-        for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-            if (added >> k & 1) {
-                msi_add_text(to, "%s %s", before, msi_switch_names[k]);
-                before = " and";
-            }
+    t.techniques = msi_sound_techniques(m, t.techniques | added);
+    const uint64_t bytes = added ? msi_tried_bytes(&t, MSI_GOAL_TRY, 0, NULL) : least;
+    const char *before = ". With ON for";
+    for (int k = 0; k < MS_TECHNIQUE_COUNT && bytes < least; k++) {
+        if (added >> k & 1) {
+            msi_add_text(to, "%s %s", before, msi_switch_names[k]);
+            before = " and";
         }
-        msi_add_text(to, ": %s", msi_size(bytes).text);
     }
+    msi_add_text(to, "%s%s", bytes < least ? ": " : "", bytes < least ? msi_size(bytes).text : "");
+    to->trials.result = t.result;
     if (early) {
         msi_add_text(to, ". No early updates, since %s", early);
     }
@@ -22684,42 +22691,15 @@ static MSI_COLD void msi_add_cures(msi_text *to) {
     }
 }
 
-/* Adds what more memory of the host would help: an amount with which a squeezed plan fits this budget,
-   to 1/128; or, if none does with any, what that takes of both. Returns whether it would help. */
-static MSI_COLD bool msi_add_host(msi_text *to, uint64_t budget, uint64_t least) {
-    ms_model *m = to->model;
-    const uint32_t techniques = m->wrapped.choice.techniques;
-    uint64_t most = msi_host_budget(m), enough, held;
-    if (most == UINT64_MAX || !(techniques & MSI_OFFLOADING)) {
-        return false;
-    }
-    const msi_words now = msi_size_down(most);
-    const uint64_t bytes = msi_squeezed_bytes(to, techniques, UINT64_MAX, MSI_NO_BUDGET, &enough);
-    while (bytes <= budget && enough > most && enough - most > enough / 128) {
-        const uint64_t next = most + (enough - most) / 2;
-        const bool fits = msi_squeezed_bytes(to, techniques, next, budget, &held) <= budget;
-        most = fits ? most : next;
-        enough = fits ? next : enough;
-    }
-    const bool helps = bytes < least && enough > most;
-    if (helps) {
-        msi_add_text(to, ". With max_host_bytes of %s (%llu bytes), now %s", msi_size(enough).text,
-                     (unsigned long long)enough, now.text);
-        if (bytes <= budget) {
-            msi_add_text(to, ", this budget is enough");
-        } else {
-            msi_add_text(to, ": %s (%llu bytes)", msi_size(bytes).text, (unsigned long long)bytes);
-        }
-    }
-    return helps;
-}
-
 /* The error where no plan fits; `smallest` comes nearest. Leaves the model as it is. */
 static MSI_COLD ms_result msi_no_fit(ms_model *m, const msi_store *store,
                                      const msi_plan *smallest) {
     const uint64_t least = msi_room_of(store);
+    int64_t sizes[MS_LIMIT_AXES];
     msi_text text = MSI_ZERO_INIT;
-    text.model = m;
+    text.trials = msi_begin_trials(m);
+    msi_get_sizes(&m->graph, sizes);
+    msi_set_sizes(&m->graph, NULL);
     msi_add_text(&text,
                  "the budget is %s, the plain plan needs %s, and the smallest feasible budget in "
                  "mode %s is %s (%llu bytes",
@@ -22738,10 +22718,9 @@ static MSI_COLD ms_result msi_no_fit(ms_model *m, const msi_store *store,
     msi_add_modes(&text, least);
     const bool host_is_short = msi_add_host(&text, smallest->budget_bytes, least);
     msi_add_size(&text, store, smallest, host_is_short);
-    msi_add_cures(&text);
-    msi_end_text(&text);
-    MSI_THEN(text.result, msi_fail(m, MS_RESULT_BUDGET, "%s", text.text));
-    return text.result;
+    msi_add_cures(&text, least);
+    msi_set_sizes(&m->graph, sizes);
+    return MSI_THEN(text.trials.result, msi_fail(m, MS_RESULT_BUDGET, "%s", text.text));
 }
 
 /* The modes from the most careful one on. */
@@ -22906,20 +22885,25 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     const msi_choice choice = m->wrapped.choice;
     const msi_costs costs = m->costs;
     const bool policy = m->config.auto_policy;
-    ms_result result = msi_check_all(m, MSI_GOAL_SMALLEST);
+    int64_t sizes[MS_LIMIT_AXES];
+    msi_trials t = msi_begin_trials(m);
+    t.result = msi_check_all(m, MSI_GOAL_SMALLEST);
+    msi_get_sizes(&m->graph, sizes);
+    msi_set_sizes(&m->graph, NULL);
     *bytes = UINT64_MAX;
     for (int i = 0; i < MS_MODE_COUNT; i++) {
-        const uint32_t techniques = msi_allowed(m, msi_modes[i]);
+        t.techniques = msi_allowed(m, msi_modes[i]);
         bool known = !policy && m->config.mode != msi_modes[i];
         for (int k = 0; k < i && policy; k++) {
-            known |= msi_allowed(m, msi_modes[k]) == techniques;
+            known |= msi_allowed(m, msi_modes[k]) == t.techniques;
         }
-        uint64_t least = *bytes;
-        MSI_THEN(result, known ? MS_RESULT_OK : msi_least_arena(m, techniques, &least));
-        *bytes = msi_smaller(*bytes, least);
+        if (!known) {
+            *bytes = msi_smaller(*bytes, msi_tried_bytes(&t, MSI_GOAL_TRY, 0, NULL));
+        }
     }
+    msi_set_sizes(&m->graph, sizes);
     msi_stay_with(m, &choice, &costs);
-    return result;
+    return t.result;
 }
 
 // ------------------------------------------------------------------------------------------------

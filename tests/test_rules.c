@@ -2657,7 +2657,7 @@ static void the_batch_is_a_factor_of_the_first_dim(void **state) {
     for (uint64_t percent = 1; percent < 100; percent += 14) {
         const uint64_t budget = smallest * percent / 100;
         assert_int_equal(wrap_flat(batch, budget, text), MS_RESULT_BUDGET);
-        t_text_has(text, "if all that is computed from it shrinks in proportion");
+        t_text_has(text, ", if all that is computed from it shrinks in proportion, flops too");
         const int64_t fits = rows_said(text) / 70;
         if (fits > 0) {
             assert_int_equal(wrap_flat(fits, budget, other), MS_RESULT_OK);
@@ -2845,6 +2845,38 @@ static void an_error_leaves_the_config(void **state) {
         assert_memory_equal(&m->config, &config, sizeof config);
         ms_destroy(m);
     }
+}
+
+/* A text says all that it has to say, however long that is; but no cure that frees nothing. */
+static void a_long_refusal_is_whole(void **state) {
+    (void)state;
+    zoo z;
+    ms_config config = zoo_config();
+    config.memory_budget_bytes = 1000;
+    config.tiling = MS_SWITCH_OFF; // no layer can be in tiles
+    zoo_create(&z, &config);
+    t_error(z.m, ms_wrap(z.m), MS_RESULT_BUDGET);
+    assert_null(strstr(ms_last_error(z.m), "With ON"));
+    ms_destroy(z.m);
+    config.tiling = MS_SWITCH_DEFAULT;
+    config.mode = MS_MODE_CONSERVATIVE;
+    config.checkpointing = config.mixed_precision = config.optimizer_8bit = MS_SWITCH_OFF;
+    config.accumulation_steps = 2;
+    config.max_host_bytes = 1;
+    config.offloading = MS_SWITCH_ON;
+    zoo_create(&z, &config);
+    const ms_hardware hardware = gpu_hardware(100.0);
+    ms_set_hardware(z.m, &hardware);
+    ms_set_tensor_technique(z.m, z.hidden[1], CHECKPOINTING, MS_SWITCH_OFF);
+    t_error(z.m, ms_wrap(z.m), MS_RESULT_BUDGET);
+    const char *text = ms_last_error(z.m);
+    t_text_has(text, "With max_host_bytes of ");
+    t_text_has(text, "With ON for checkpointing");
+    t_text_has(text, ". No early updates, since accumulation_steps is above 1. ");
+    assert_string_equal(text + strlen(text) - strlen("are forbidden a technique"),
+                        "are forbidden a technique");
+    print_message("%zu characters: %s\n", strlen(text), text);
+    ms_destroy(z.m);
 }
 
 /* A random net of 3 to 8 layers, in a mode that rounds. */
@@ -3043,21 +3075,23 @@ static uint32_t do_as_said(uint64_t seed, ms_mode mode, uint64_t budget, uint64_
     return named;
 }
 
-/* What a refusal names fits, in every mode, refused by the budget or by that of the host. */
+/* What a refusal names fits, in every mode, refused by the budget, by that of the host or by both. */
 static void what_a_refusal_names_works(void **state) {
     (void)state;
     const uint64_t end = 1 + t_sweep(6, 200);
     uint32_t named = 0, refused = 0;
     for (uint64_t seed = 1; seed < end; ++seed) {
-        for (int k = 0; k < 2 * MS_MODE_COUNT; ++k) {
-            const ms_mode mode = (ms_mode)(k / 2);
-            const uint64_t host_bytes = k % 2 ? 4096 : (uint64_t)1 << 40;
+        for (int k = 0; k < 3 * MS_MODE_COUNT; ++k) {
+            static const uint64_t hosts[] = {(uint64_t)1 << 40, 4096, 1};
+            const ms_mode mode = (ms_mode)(k / 3);
+            const uint64_t host_bytes = hosts[k % 3];
             char text[MSI_ERROR_BYTES];
             uint64_t least;
             (void)plan_random(seed, mode, (uint64_t)1 << 40, (uint64_t)1 << 40, text, &least);
-            const uint64_t budget = k % 2 ? least + least / 50 : least - least / 20;
+            const uint64_t budget = k % 3 == 1 ? least + least / 50 : least - least / 20;
             if (plan_random(seed, mode, budget, host_bytes, text, NULL) == MS_RESULT_BUDGET) {
                 named += do_as_said(seed, mode, budget, host_bytes, text);
+                assert_null(strstr(text, "now 1 bytes"));
                 refused++;
             }
         }
@@ -3728,6 +3762,7 @@ int main(void) {
         cmocka_unit_test(what_a_refusal_names_works),
         cmocka_unit_test(one_budget_may_be_slower_than_a_byte_less),
         cmocka_unit_test(what_else_would_help),
+        cmocka_unit_test(a_long_refusal_is_whole),
         cmocka_unit_test(sizes_of_the_error_are_enough),
         cmocka_unit_test(a_policy_chooses_the_mode),
         cmocka_unit_test(a_policy_sees_whole_steps),
