@@ -293,7 +293,7 @@
       lowering      >>emit           instructions, live ranges, and copies of what moves
                     >>operands       the next call of a layer
                     >>homes          what is fetched from the host for a call and sent back after it
-                    >>recompute      forward, and forward again for what a reader lacks
+                    >>recompute      forward, backward, and forward again for what a reader lacks
                     >>updates        of params, early or late, in parts
                     >>lower          backward, groups in tiles, and the whole program
                     >>alias >>cost >>schedule >>layout >>fit >>simulate >>score
@@ -8273,6 +8273,10 @@ static bool msi_is_trained(const msi_tensor *t) {
     return t->kind == MSI_KIND_PARAM && !t->frozen;
 }
 
+static bool msi_learns(const msi_tensor *t) {
+    return msi_is_trained(t) && t->last_gradient != MSI_NONE;
+}
+
 static MSI_NOINLINE uint32_t msi_state_count(const ms_optimizer_desc *o) {
     const msi_optimizer row = msi_optimizer_of(o->kind);
     const bool lacks = row.has_momentum && o->momentum == 0.0f;
@@ -8320,14 +8324,14 @@ static msi_not_8bit msi_why_not_8bit(const ms_optimizer_desc *o, bool has_format
         borrowed |= msi_is_borrowed(t, (msi_role)(MSI_ROLE_STATE0 + k));
     }
     const bool coded = msi_optimizer_of(o->kind).formats >> MS_STATE_FORMAT_8BIT & 1;
-    return states == 0 || !msi_is_trained(t) || t->last_gradient == MSI_NONE ? MSI_8BIT_NO_STATE
-           : !coded                                                          ? MSI_8BIT_CUSTOM
-           : !has_formats                                                    ? MSI_8BIT_BACKEND
-           : borrowed                                                        ? MSI_8BIT_BORROWED
-           : t->bytes < MSI_8BIT_LEAST * sizeof(float)                       ? MSI_8BIT_SMALL
-           : t->view.shape.rank < 2                                          ? MSI_8BIT_VECTOR
-           : t->is_looked_up                                                 ? MSI_8BIT_LOOKED_UP
-                                                                             : MSI_8BIT_MAY_BE;
+    return states == 0 || !msi_learns(t)               ? MSI_8BIT_NO_STATE
+           : !coded                                    ? MSI_8BIT_CUSTOM
+           : !has_formats                              ? MSI_8BIT_BACKEND
+           : borrowed                                  ? MSI_8BIT_BORROWED
+           : t->bytes < MSI_8BIT_LEAST * sizeof(float) ? MSI_8BIT_SMALL
+           : t->view.shape.rank < 2                    ? MSI_8BIT_VECTOR
+           : t->is_looked_up                           ? MSI_8BIT_LOOKED_UP
+                                                       : MSI_8BIT_MAY_BE;
 }
 
 /* Whether the state of a param can be coded, by force if not by rule. */
@@ -9083,7 +9087,7 @@ static void msi_analyze_narrow(ms_model *m) {
         msi_mark_narrow(g, &g->layers.items[i], narrow);
     }
     for (MSI_ITEMS(msi_tensor, tensor, g->tensors)) {
-        const bool learns = msi_is_trained(tensor) && tensor->last_gradient != MSI_NONE;
+        const bool learns = msi_learns(tensor);
         if (tensor->kind == MSI_KIND_PARAM && tensor->not_narrow == (uint8_t)MSI_NARROW_MAY_BE) {
             tensor->not_narrow =
                 (uint8_t)(msi_is_borrowed(tensor, MSI_ROLE_VALUE) ? MSI_NARROW_UPDATE
@@ -11385,10 +11389,6 @@ static msi_resident *msi_add_resident(const ms_model *m, msi_store *store, uint3
     return resident;
 }
 
-static bool msi_learns(const msi_tensor *t) {
-    return msi_is_trained(t) && t->last_gradient != MSI_NONE;
-}
-
 /* Reserves what comes before the residents. The arena begins with the workspace of the backend and
    the memory of the step itself; host memory has the latter too, and room for the verdict that is
    copied out. Where the device computes in host memory, the memory of the step is there alone. */
@@ -12261,12 +12261,6 @@ static bool msi_is_made_whole(const msi_lowering *w, msi_op op, uint32_t t, uint
                                    !msi_is_moved(w, t, MSI_ROLE_VALUE));
 }
 
-/* Whether a call need not write an optional result: nothing reads that before it is made again. */
-static bool msi_is_left_out(const msi_lowering *w, msi_op op, uint32_t t) {
-    return op == MSI_OP_EVAL || !msi_is_read_again(&w->graph->tensors.items[t]) ||
-           (w->decisions[t].pass > 0 && !(w->tiles.group && w->tiles.group->sweeps));
-}
-
 /* The live range to which a forward, eval or recomputation writes a tensor; MSI_NONE where nobody
    needs it. A new one begins with the last instruction. A recomputation by forward also writes values
    that are still in memory once more, with the same bits. From here on the new ones are read: nothing
@@ -12284,7 +12278,10 @@ static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool op
     if (own || optional) {
         const bool needed = (tile && tensor->kind != MSI_KIND_SAVED) ||
                             ((!tile || w->tiles.for_backward) && msi_is_needed(w, t, reader));
-        if (again ? there || !needed : msi_is_left_out(w, op, t)) {
+        /* A call need not write what nothing reads before it is made again. */
+        const bool remade = w->decisions[t].pass > 0 && !(tile && w->tiles.group->sweeps);
+        const bool unread = op == MSI_OP_EVAL || !msi_is_read_again(tensor) || remade;
+        if (again ? there || !needed : unread) {
             return MSI_NONE;
         }
     }
@@ -12585,7 +12582,8 @@ static void msi_send_made(msi_lowering *w, const msi_layer *l) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// >>recompute  forward of a layer, and forward again for what a reader lacks, whole or in tiles
+// >>recompute  forward and backward of a layer, and forward again for what a reader lacks, whole or
+//             in tiles
 
 /* Forward, eval or recomputation of a layer whose inputs are in memory or on the host. */
 static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader) {
@@ -12626,6 +12624,70 @@ static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32
     if (op == MSI_OP_FORWARD) {
         msi_send_made(w, l);
     }
+}
+
+/* Copies the values that backward destroys, because others may still need them. Where this is their
+   last use the copy is an alias and costs nothing. */
+static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
+    const uint32_t masks[] = {l->clobbers.in, l->clobbers.out};
+    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_OUT)) {
+        const uint32_t mask = masks[operand.group] & l->backward_masks[operand.group];
+        uint32_t *slot = &w->next.slots[l->start[operand.group] + operand.slot];
+        if ((mask >> operand.slot & 1) && *slot == MSI_UNSET) { // what was cast is a copy
+            *slot = msi_emit_copy(w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE,
+                                  w->now.value[operand.tensor]);
+        }
+    }
+}
+
+/* Fetches the gradients of params to which earlier layers have contributed. One that is kept
+   between micro-batches is cleared in the first. */
+static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
+    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
+        const uint32_t t = param.tensor, home = w->now.gradient_away[t];
+        if (w->now.gradient[t] != MSI_NONE || home == MSI_NONE) {
+            continue;
+        }
+        msi_fetch(w, t, MSI_ROLE_GRADIENT);
+        if (home < w->store->residents.count && !w->store->residents.items[home].borrowed &&
+            !w->now.cleared[t]) {
+            msi_emit(w, MSI_OP_ZERO, t);
+            msi_use(w, w->now.gradient[t], false);
+            msi_last(w)->is_first = true;
+            w->now.cleared[t] = 1;
+        }
+    }
+}
+
+/* Backward of a layer. What it reads is in memory or on the host. */
+static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
+    const msi_graph *g = w->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    uint32_t *grad_out = w->next.slots + l->start[MSI_GROUP_COUNT];
+    w->next.format = msi_call_format(w, l);
+    msi_unset_slots(w, l);
+    msi_fetch_values(w, MSI_OP_BACKWARD, l);
+    msi_fetch_gradients(w, l);
+    msi_cast_values(w, MSI_OP_BACKWARD, l);
+    msi_lower_clobbers(w, l);
+    msi_prepare_edges(w, l, MS_ALL_SLOTS, MS_ALL_SLOTS, grad_out);
+    msi_cast_gradients(w, l, grad_out);
+    const uint32_t workspace = msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
+    msi_emit_call(w, MSI_OP_BACKWARD, layer);
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        msi_use_values(w, MSI_OP_BACKWARD, l, group, MSI_NONE);
+    }
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+        msi_use(w,
+                out[k] == MSI_NONE         ? MSI_NONE
+                : grad_out[k] == MSI_UNSET ? w->now.gradient[out[k]]
+                                           : grad_out[k],
+                false);
+    }
+    msi_use_edges(w, w->next.edge_count);
+    msi_use_workspace(w, layer, MSI_WORKSPACE_BACKWARD, workspace);
+    msi_add_contributions(w);
 }
 
 /* Whether a value is neither in memory nor on the host. */
@@ -12783,25 +12845,27 @@ static void msi_end_group(msi_lowering *w) {
     }
 }
 
-/* Runs layers of a group again for the tile at hand: those in a mask. */
-static void msi_lower_tile_again(msi_lowering *w, uint32_t mask, uint32_t reader) {
-    for (uint32_t i = w->tiles.group->first; i < w->tiles.group->end && !w->program->out_of_memory;
-         i++) {
-        if (mask >> (i - w->tiles.group->first) & 1) {
-            msi_lower_forward(w, msi_way_back(w, &w->graph->layers.items[i]), i, reader);
-            w->program->code.recompute_count += w->tiles.rows.begin == 0;
-        }
-    }
-}
-
-/* Recomputes for other layers what a group makes: runs the layers in a mask on all tiles. */
-static void msi_lower_group_again(msi_lowering *w, const msi_tiling *group, uint32_t mask,
-                                  uint32_t reader) {
+/* Runs layers of a group, those in a mask, on all tiles: by `op` or, if that is RECOMPUTE, as their
+   values come back. Then, if `backward`, each tile has the backward of the group. */
+static void msi_lower_tiles(msi_lowering *w, const msi_tiling *group, msi_op op, uint32_t mask,
+                            uint32_t reader, bool backward) {
+    const msi_layer *layers = w->graph->layers.items;
+    const bool again = op == MSI_OP_RECOMPUTE;
     msi_begin_group(w, group);
-    w->tiles.for_backward = false;
     for (uint32_t tile = 0; tile < group->tiles && !w->program->out_of_memory; tile++) {
         w->tiles.rows = msi_rows_of_tile(group, tile);
-        msi_lower_tile_again(w, mask, reader);
+        for (uint32_t i = group->first; i < group->end && !w->program->out_of_memory; i++) {
+            if (mask >> (i - group->first) & 1) {
+                msi_lower_forward(w, again ? msi_way_back(w, &layers[i]) : op, i, reader);
+                w->program->code.recompute_count += again && w->tiles.rows.begin == 0;
+            }
+        }
+        for (uint32_t i = group->end;
+             backward && i-- > group->first && !w->program->out_of_memory;) {
+            if (layers[i].has_backward) {
+                msi_lower_backward(w, i);
+            }
+        }
         msi_leave_tile(w, false);
     }
     msi_end_group(w);
@@ -12848,7 +12912,8 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
             continue;
         }
         if (group) {
-            msi_lower_group_again(w, group, msi_wanted_layers(w, group, t), reader);
+            msi_lower_tiles(w, group, MSI_OP_RECOMPUTE, msi_wanted_layers(w, group, t), reader,
+                            false);
         } else {
             msi_lower_forward(w, msi_way_back(w, &g->layers.items[layer]), layer, reader);
             w->program->code.recompute_count++;
@@ -13144,39 +13209,6 @@ static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
     }
 }
 
-/* Copies the values that backward destroys, because others may still need them. Where this is their
-   last use the copy is an alias and costs nothing. */
-static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
-    const uint32_t masks[] = {l->clobbers.in, l->clobbers.out};
-    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_OUT)) {
-        const uint32_t mask = masks[operand.group] & l->backward_masks[operand.group];
-        uint32_t *slot = &w->next.slots[l->start[operand.group] + operand.slot];
-        if ((mask >> operand.slot & 1) && *slot == MSI_UNSET) { // what was cast is a copy
-            *slot = msi_emit_copy(w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE,
-                                  w->now.value[operand.tensor]);
-        }
-    }
-}
-
-/* Fetches the gradients of params to which earlier layers have contributed. One that is kept
-   between micro-batches is cleared in the first. */
-static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
-    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
-        const uint32_t t = param.tensor, home = w->now.gradient_away[t];
-        if (w->now.gradient[t] != MSI_NONE || home == MSI_NONE) {
-            continue;
-        }
-        msi_fetch(w, t, MSI_ROLE_GRADIENT);
-        if (home < w->store->residents.count && !w->store->residents.items[home].borrowed &&
-            !w->now.cleared[t]) {
-            msi_emit(w, MSI_OP_ZERO, t);
-            msi_use(w, w->now.gradient[t], false);
-            msi_last(w)->is_first = true;
-            w->now.cleared[t] = 1;
-        }
-    }
-}
-
 /* Sends to the host the moved gradients of a layer's params that no update has used up yet. */
 static void msi_send_gradients(msi_lowering *w, const msi_layer *l) {
     for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
@@ -13186,37 +13218,6 @@ static void msi_send_gradients(msi_lowering *w, const msi_layer *l) {
             w->now.gradient[t] = MSI_NONE;
         }
     }
-}
-
-/* Backward of a layer. What it reads is in memory or on the host. */
-static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
-    const msi_graph *g = w->graph;
-    const msi_layer *l = &g->layers.items[layer];
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    uint32_t *grad_out = w->next.slots + l->start[MSI_GROUP_COUNT];
-    w->next.format = msi_call_format(w, l);
-    msi_unset_slots(w, l);
-    msi_fetch_values(w, MSI_OP_BACKWARD, l);
-    msi_fetch_gradients(w, l);
-    msi_cast_values(w, MSI_OP_BACKWARD, l);
-    msi_lower_clobbers(w, l);
-    msi_prepare_edges(w, l, MS_ALL_SLOTS, MS_ALL_SLOTS, grad_out);
-    msi_cast_gradients(w, l, grad_out);
-    const uint32_t workspace = msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
-    msi_emit_call(w, MSI_OP_BACKWARD, layer);
-    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        msi_use_values(w, MSI_OP_BACKWARD, l, group, MSI_NONE);
-    }
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-        msi_use(w,
-                out[k] == MSI_NONE         ? MSI_NONE
-                : grad_out[k] == MSI_UNSET ? w->now.gradient[out[k]]
-                                           : grad_out[k],
-                false);
-    }
-    msi_use_edges(w, w->next.edge_count);
-    msi_use_workspace(w, layer, MSI_WORKSPACE_BACKWARD, workspace);
-    msi_add_contributions(w);
 }
 
 /* The gradient of the loss. */
@@ -13234,16 +13235,6 @@ static void msi_lower_seed(msi_lowering *w) {
     msi_use(w, *gradient, false);
 }
 
-/* The backward of the layers of a group on the tile at hand. */
-static void msi_lower_tile_backward(msi_lowering *w) {
-    for (uint32_t i = w->tiles.group->end;
-         i-- > w->tiles.group->first && !w->program->out_of_memory;) {
-        if (w->graph->layers.items[i].has_backward) {
-            msi_lower_backward(w, i);
-        }
-    }
-}
-
 /* Forward or eval of a group, tile by tile; where it sweeps, backward too. */
 static void msi_lower_group_forward(msi_lowering *w, msi_op op, const msi_tiling *group) {
     const bool sweeps = op == MSI_OP_FORWARD && group->sweeps;
@@ -13251,18 +13242,7 @@ static void msi_lower_group_forward(msi_lowering *w, msi_op op, const msi_tiling
         msi_lower_seed(w);
         w->program->code.sweeps = true;
     }
-    msi_begin_group(w, group);
-    for (uint32_t tile = 0; tile < group->tiles && !w->program->out_of_memory; tile++) {
-        w->tiles.rows = msi_rows_of_tile(group, tile);
-        for (uint32_t i = group->first; i < group->end && !w->program->out_of_memory; i++) {
-            msi_lower_forward(w, op, i, MSI_NONE);
-        }
-        if (sweeps) {
-            msi_lower_tile_backward(w);
-        }
-        msi_leave_tile(w, false);
-    }
-    msi_end_group(w);
+    msi_lower_tiles(w, group, op, UINT32_MAX, MSI_NONE, sweeps);
 }
 
 /* The layers of a group that run again before its backward: those that make the lost values which
@@ -13319,16 +13299,9 @@ static MSI_NOINLINE void msi_lower_group_backward(msi_lowering *w, const msi_til
     const uint32_t again = msi_layers_before_backward(w, group);
     msi_lower_before_group(w, group, again);
     msi_fetch_for_group(w, group);
-    msi_begin_group(w, group);
     w->tiles.for_backward = true;
     w->again.depth = UINT32_MAX;
-    for (uint32_t tile = 0; tile < group->tiles && !w->program->out_of_memory; tile++) {
-        w->tiles.rows = msi_rows_of_tile(group, tile);
-        msi_lower_tile_again(w, again, group->end - 1);
-        msi_lower_tile_backward(w);
-        msi_leave_tile(w, false);
-    }
-    msi_end_group(w);
+    msi_lower_tiles(w, group, MSI_OP_RECOMPUTE, again, group->end - 1, true);
     w->tiles.for_backward = false;
 }
 
@@ -13465,53 +13438,57 @@ static void msi_lower_all_forward(msi_lowering *w, msi_op op) {
     }
 }
 
+/* Keeps what is read after a program to its end; and what lowering had to make in case it is used and
+   nothing uses is dropped. */
+static void msi_end_program(msi_lowering *w, bool eval) {
+    const msi_graph *g = w->graph;
+    w->program->code.loss = w->now.value[g->loss];
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        if (tensor->is_output || (eval && tensor->is_eval_output) || t == g->loss) {
+            msi_keep_to_end(w, w->now.value[t]);
+        }
+    }
+    if (!w->program->out_of_memory) {
+        msi_drop_unused_copies(w);
+        msi_take_apart(w->program, w->store->residents.count);
+    }
+}
+
 /* The training program: forward, at whose end dropped values are forgotten; backward; updates. */
 static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
-    const msi_graph *g = w->graph;
     msi_start_program(w, decisions, p);
     msi_lower_first_micro(w);
     msi_lower_all_forward(w, MSI_OP_FORWARD);
     p->code.forward_end = p->code.instructions.count;
     msi_lower_all_backward(w);
     p->code.backward_end = p->code.instructions.count;
-    p->code.loss = w->now.value[g->loss];
     p->code.scales_loss = w->scales_loss;
     msi_lower_norm(w);
     msi_lower_updates(w);
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (g->tensors.items[t].is_output || t == g->loss) {
-            msi_keep_to_end(w, w->now.value[t]);
-        }
-    }
     msi_keep_to_end(w, p->code.norm);
     w->lowered += p->code.instructions.count;
-    if (!p->out_of_memory) {
-        msi_drop_unused_copies(w);
-        msi_take_apart(p, w->store->residents.count);
-    }
+    msi_end_program(w, false);
 }
 
 /* The eval program: nothing is recomputed, and only params can be moved. It depends on their homes
    alone. */
 static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
-    const msi_graph *g = w->graph;
     msi_start_program(w, decisions, p);
     p->code.room = 0;
     msi_lower_all_forward(w, MSI_OP_EVAL);
     p->code.forward_end = p->code.backward_end = p->code.instructions.count;
-    p->code.loss = w->now.value[g->loss];
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (g->tensors.items[t].is_output || g->tensors.items[t].is_eval_output || t == g->loss) {
-            msi_keep_to_end(w, w->now.value[t]);
-        }
-    }
-    if (!p->out_of_memory) {
-        msi_take_apart(p, w->store->residents.count);
-    }
+    msi_end_program(w, true);
 }
 
 // ------------------------------------------------------------------------------------------------
 // >>alias  live ranges that go on using the memory of others: copies, and results made in place
+
+/* The live range of operand k of an instruction, or NULL. */
+static msi_range *msi_operand_range(const msi_program *p, const msi_instruction *i, uint32_t k) {
+    const uint32_t range = p->code.operands.items[i->operand_first + k].range;
+    return range == MSI_NONE ? NULL : &p->code.ranges.items[range];
+}
 
 /* Whether a value has the format and size of another; with axes, the same size at all of theirs. */
 static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_range *old) {
@@ -13535,25 +13512,23 @@ static void msi_try_alias(const msi_graph *g, msi_program *p, uint32_t now, uint
                           const uint8_t *allowed) {
     const msi_instruction *i = &p->code.instructions.items[now];
     const msi_operand *operands = p->code.operands.items + i->operand_first;
-    const uint32_t index = operands[k].range;
-    msi_range *range = index == MSI_NONE ? NULL : &p->code.ranges.items[index];
+    msi_range *range = msi_operand_range(p, i, k);
     bool searches = range && range->first == now;
     for (uint32_t j = 0; j < i->operand_count && searches; j++) {
-        searches = j == k || operands[j].range != index;
+        searches = j == k || operands[j].range != operands[k].range;
     }
     for (uint32_t n = 0; n < i->operand_count && searches; n++) {
-        const uint32_t other = operands[n].range;
-        msi_range *old = other == MSI_NONE ? NULL : &p->code.ranges.items[other];
+        msi_range *old = msi_operand_range(p, i, n);
         bool usable = allowed[n] && old && old->last == now && !old->aliased && !old->outlives &&
                       old->first != now && old->is_tile == range->is_tile &&
                       (i->rows.of == 0 || old->is_tile) && old->on_host == range->on_host &&
                       msi_fits_in(g, range, old);
         for (uint32_t j = 0; j < i->operand_count && usable; j++) {
-            usable = operands[j].range != other || allowed[j];
+            usable = operands[j].range != operands[n].range || allowed[j];
         }
         if (usable) {
             old->aliased = true;
-            range->alias_of = other;
+            range->alias_of = operands[n].range;
             searches = false;
         }
     }
@@ -13647,11 +13622,6 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
 // ------------------------------------------------------------------------------------------------
 // >>cost  how long an instruction takes
 
-static double msi_longest_time(const ms_layer_time *t) {
-    const double longer = t->forward_us > t->backward_us ? t->forward_us : t->backward_us;
-    return longer > t->recompute_us ? longer : t->recompute_us;
-}
-
 /* How many targets and sources a copy has. */
 static uint32_t msi_pair_count(const msi_instruction *i) {
     return msi_has_pairs((msi_op)i->op) ? i->operand_count / 2u : 1;
@@ -13660,8 +13630,7 @@ static uint32_t msi_pair_count(const msi_instruction *i) {
 /* Bytes of an operand that an instruction of the library itself uses. */
 static uint64_t msi_operand_bytes(const msi_graph *g, const msi_program *p,
                                   const msi_instruction *i, uint32_t k) {
-    const msi_range *range =
-        &p->code.ranges.items[p->code.operands.items[i->operand_first + k].range];
+    const msi_range *range = msi_operand_range(p, i, k);
     if (i->rows.of > 0 && !range->is_tile) {
         const uint64_t all =
             msi_value_bytes(&g->tensors.items[range->tensor], (msi_format)range->format);
@@ -13678,8 +13647,7 @@ static uint64_t msi_operand_bytes(const msi_graph *g, const msi_program *p,
 /* Bytes of a pair of a copy: of its target or, in parts, of the end that is the part. */
 static uint64_t msi_pair_bytes(const msi_graph *g, const msi_program *p, const msi_instruction *i,
                                uint32_t pair) {
-    const uint32_t target = p->code.operands.items[i->operand_first + 2 * pair].range;
-    const bool is_whole = i->part_count > 1 && p->code.ranges.items[target].part == 0;
+    const bool is_whole = i->part_count > 1 && msi_operand_range(p, i, 2 * pair)->part == 0;
     return msi_operand_bytes(g, p, i, 2 * pair + (is_whole && msi_has_pairs((msi_op)i->op)));
 }
 
@@ -13698,9 +13666,8 @@ static uint64_t msi_updated_bytes(const msi_graph *g, const msi_program *p,
                                   const msi_instruction *i, bool on_host) {
     uint64_t bytes = 0;
     for (uint32_t k = 3; k < i->operand_count && i->op == MSI_OP_UPDATE; k++) {
-        const uint32_t range = p->code.operands.items[i->operand_first + k].range;
-        bytes += !on_host || p->code.ranges.items[range].on_host ? msi_operand_bytes(g, p, i, k)
-                                                                 : (uint64_t)0;
+        const bool counts = !on_host || msi_operand_range(p, i, k)->on_host;
+        bytes += counts ? msi_operand_bytes(g, p, i, k) : (uint64_t)0;
     }
     return bytes;
 }
@@ -13724,9 +13691,7 @@ static double msi_moved_bytes(const msi_graph *g, const msi_program *p, const ms
 /* Whether an instruction does nothing, such as a copy whose target aliases its source. */
 static bool msi_is_free(const msi_program *p, const msi_instruction *i) {
     return i->op == MSI_OP_NOTHING || msi_is_empty(i) ||
-           (i->op == MSI_OP_COPY &&
-            p->code.ranges.items[p->code.operands.items[i->operand_first].range].alias_of !=
-                MSI_NONE);
+           (i->op == MSI_OP_COPY && msi_operand_range(p, i, 0)->alias_of != MSI_NONE);
 }
 
 static MSI_NOINLINE double msi_bytes_us(const msi_costs *c, msi_cost cost, double bytes) {
@@ -13758,8 +13723,7 @@ static const double MSI_CODE_FLOPS = 100.0;
 static uint32_t msi_coded_count(const msi_program *p, const msi_instruction *i) {
     uint32_t coded = 0;
     for (uint32_t k = 3; k < i->operand_count && i->op == MSI_OP_UPDATE; k++) {
-        const uint32_t range = p->code.operands.items[i->operand_first + k].range;
-        coded += msi_is_coded((msi_format)p->code.ranges.items[range].format);
+        coded += msi_is_coded((msi_format)msi_operand_range(p, i, k)->format);
     }
     return coded;
 }
@@ -14980,15 +14944,14 @@ static MSI_NOINLINE msi_spot msi_layout_spot(const msi_layout_work *w, uint32_t 
     return spot;
 }
 
-/* Inserts a spot into a list that is sorted by low or by high. Returns its place there. */
-static uint32_t msi_spots_insert(msi_spot *spots, uint32_t count, msi_spot spot, bool by_high) {
-    uint64_t key = by_high ? spot.high : spot.low;
+/* Inserts a spot into a list that is sorted by low or by high. */
+static void msi_spots_insert(msi_spot *spots, uint32_t count, const msi_spot *spot, bool by_high) {
     uint32_t i = count;
-    for (; i > 0 && (by_high ? spots[i - 1].high : spots[i - 1].low) > key; --i) {
+    for (; i > 0 && (by_high ? spots[i - 1].high > spot->high : spots[i - 1].low > spot->low);
+         --i) {
         spots[i] = spots[i - 1];
     }
-    spots[i] = spot;
-    return i;
+    spots[i] = *spot;
 }
 
 /* How layouts from the peak differ: the shortest span of a block that stands on the ground, whether
@@ -15052,36 +15015,29 @@ static void msi_pile_sum(msi_pile *pile) {
     }
 }
 
-/* Moves so many blocks of a pile to a new one above it. */
-static uint32_t msi_pile_divide(msi_stacks *s, msi_pile *pile, uint32_t count) {
-    const uint32_t above = s->pile_count++;
-    s->piles[above].count = count;
-    s->piles[above].next = pile->next;
-    pile->count -= count;
-    pile->next = above;
-    memcpy(s->piles[above].list, pile->list + pile->count, count * sizeof *pile->list);
-    msi_pile_sum(pile);
-    msi_pile_sum(&s->piles[above]);
-    return above;
-}
-
-/* The pile of a column where a block with this lower end belongs; it has room for one more. */
+/* The pile of a column where a block with this lower end belongs; it has room for one more: the upper
+   half of a full one becomes a new pile above it. */
 static msi_pile *msi_column_pile(msi_stacks *s, msi_column *column, uint64_t low) {
-    uint32_t i = column->pile;
-    if (i == MSI_NONE) {
-        msi_pile *pile = &s->piles[column->pile = s->pile_count++];
-        pile->count = 0;
-        pile->next = MSI_NONE;
+    msi_pile *above = &s->piles[s->pile_count];
+    if (column->pile == MSI_NONE) {
+        column->pile = s->pile_count++;
+        above->count = 0;
+        above->next = MSI_NONE;
+    }
+    msi_pile *pile = &s->piles[column->pile];
+    while (pile->next != MSI_NONE && s->piles[pile->next].list[0].low <= low) {
+        pile = &s->piles[pile->next];
+    }
+    if (pile->count < MSI_PILE) {
         return pile;
     }
-    while (s->piles[i].next != MSI_NONE && s->piles[s->piles[i].next].list[0].low <= low) {
-        i = s->piles[i].next;
-    }
-    if (s->piles[i].count == MSI_PILE) {
-        const uint32_t above = msi_pile_divide(s, &s->piles[i], MSI_PILE / 2);
-        i = s->piles[above].list[0].low <= low ? above : i;
-    }
-    return &s->piles[i];
+    above->next = pile->next;
+    pile->next = s->pile_count++;
+    pile->count = above->count = MSI_PILE / 2;
+    memcpy(above->list, pile->list + MSI_PILE / 2, MSI_PILE / 2 * sizeof *pile->list);
+    msi_pile_sum(pile);
+    msi_pile_sum(above);
+    return above->list[0].low <= low ? above : pile;
 }
 
 /* Adds a placed block to a column. */
@@ -15149,8 +15105,7 @@ static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
     for (uint32_t t = 0; t < w->times; t++) {
         s->floor[t] = w->bound;
     }
-    s->hung_at[0] = s->peak;
-    s->hung_at[1] = s->peak;
+    s->hung_at[0] = s->hung_at[1] = s->peak;
     msi_stacks_measure_top(w);
 }
 
@@ -15236,17 +15191,6 @@ typedef struct msi_gap {
     bool hangs;
 } msi_gap;
 
-/* The lower end of a placed block, and its upper one. */
-static uint64_t msi_gap_low_of(const msi_layout_work *w, const msi_gap *gap, uint32_t block) {
-    const uint64_t low = w->offset[block], high = low + w->blocks[block].bytes;
-    return !gap->hangs ? low : high < w->bound ? w->bound - high : 0;
-}
-
-static uint64_t msi_gap_high_of(const msi_layout_work *w, const msi_gap *gap, uint32_t block) {
-    const uint64_t low = w->offset[block], high = low + w->blocks[block].bytes;
-    return !gap->hangs ? high : low < w->bound ? w->bound - low : 0;
-}
-
 /* Raises the gap above the blocks that it meets in the columns. */
 static void msi_gap_pass_column(msi_layout_work *w, msi_gap *gap, msi_passed *at) {
     const uint32_t first = w->first[gap->block], last = w->last[gap->block];
@@ -15292,12 +15236,14 @@ static void msi_gap_pass_standing(msi_layout_work *w, msi_gap *gap) {
 /* Raises the gap above a placed block that is in the way. One that is further up is added to the
    blocks to be met. */
 static void msi_gap_meet(msi_layout_work *w, msi_gap *gap, uint32_t block) {
-    const uint64_t low = msi_gap_low_of(w, gap, block);
+    const uint64_t begin = w->offset[block], end = begin + w->blocks[block].bytes;
+    const uint64_t low = !gap->hangs ? begin : end < w->bound ? w->bound - end : 0;
+    const uint64_t high = !gap->hangs ? end : begin < w->bound ? w->bound - begin : 0;
     if (low < gap->low + gap->bytes) {
-        gap->low = msi_larger(gap->low, msi_gap_high_of(w, gap, block));
+        gap->low = msi_larger(gap->low, high);
     } else {
         w->key[gap->met] = low;
-        w->met_high[gap->met++] = msi_gap_high_of(w, gap, block);
+        w->met_high[gap->met++] = high;
     }
 }
 
@@ -15748,13 +15694,13 @@ static void msi_layout_place_waiting(msi_layout_work *w, uint64_t target) {
     uint64_t harm, low = msi_layout_least_harm(w, block, target, &harm);
     w->waiting[pick] = w->waiting[--w->waiting_count];
     w->penalty[block] += harm > 0;
+    const msi_spot spot = msi_layout_spot(w, block, low);
     if (harm) {
-        const msi_spot spot = msi_layout_spot(w, block, low);
         msi_layout_eject(w, &spot, target);
     }
     w->offset[block] = low;
-    msi_spots_insert(w->by_high, w->spot_count, msi_layout_spot(w, block, low), true);
-    msi_spots_insert(w->by_low, w->spot_count++, msi_layout_spot(w, block, low), false);
+    msi_spots_insert(w->by_high, w->spot_count, &spot, true);
+    msi_spots_insert(w->by_low, w->spot_count++, &spot, false);
 }
 
 /* Ejection chains (Glover 1996), guided by how often a block found no free place (as in Nagata and
@@ -15989,8 +15935,8 @@ static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *alloca
    elementary operations, of about a nanosecond each, that follow the layouts from the peak, which
    have a limit of their own. The same input gives the same layout. The sum of all bytes must be
    below 2^64. Errors: OUT_OF_MEMORY. */
-static ms_result msi_layout_within(const ms_allocator *allocator, msi_block *blocks, uint32_t count,
-                                   uint64_t effort, uint64_t enough, uint64_t *height) {
+static ms_result msi_layout(const ms_allocator *allocator, msi_block *blocks, uint32_t count,
+                            uint64_t effort, uint64_t enough, uint64_t *height) {
     msi_layout_work work;
     uint64_t *memory;
     ms_result result = msi_layout_begin(&work, allocator, blocks, count, &memory);
@@ -16006,12 +15952,6 @@ static ms_result msi_layout_within(const ms_allocator *allocator, msi_block *blo
     }
     msi_release(allocator, memory, msi_layout_bind(&work, NULL));
     return MS_RESULT_OK;
-}
-
-/* The smallest height that the effort finds. */
-static ms_result msi_layout(const ms_allocator *allocator, msi_block *blocks, uint32_t count,
-                            uint64_t effort, uint64_t *height) {
-    return msi_layout_within(allocator, blocks, count, effort, 0, height);
 }
 
 /* For debug mode, tests and benchmarks: the largest sum of live bytes at any instant, and whether
@@ -16088,7 +16028,6 @@ typedef struct msi_clock {
     const msi_graph *graph;
     const msi_costs *costs;
     const msi_program *program;
-    const msi_store *store;
     double free_us[MS_STREAM_COUNT]; // when all that is enqueued there is done
     double *event_us;                // of the program: when the copy before an event is done
     double stall_us;
@@ -16127,7 +16066,6 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
     c->graph = g;
     c->costs = costs;
     c->program = p;
-    c->store = store;
     c->event_us = p->predicted.event_us.items;
     for (uint32_t k = 0; k < store->residents.count && costs->has_copies; k++) {
         msi_enqueue(c, MS_STREAM_TO_DEVICE, 0.0,
@@ -16385,11 +16323,10 @@ static void msi_lay_out(const msi_scorer *s, msi_program *p, uint64_t enough) {
     p->layout.height = p->layout.peak_bytes;
     if (!msi_is_short(s) &&
         (!msi_make_blocks(s->allocator, p, s->store->residents.count) ||
-         (s->packs &&
-          msi_layout_within(s->allocator, p->layout.blocks.items, p->layout.blocks.count, effort,
-                            enough, &p->layout.height) != MS_RESULT_OK) ||
+         (s->packs && msi_layout(s->allocator, p->layout.blocks.items, p->layout.blocks.count,
+                                 effort, enough, &p->layout.height) != MS_RESULT_OK) ||
          msi_layout(s->allocator, p->layout.host_blocks.items, p->layout.host_blocks.count, effort,
-                    &p->layout.host_height) != MS_RESULT_OK ||
+                    0, &p->layout.host_height) != MS_RESULT_OK ||
          (s->checks_layouts && s->packs && !msi_check_layout(s, p)))) {
         msi_run_short(s, "the layout", p->code.ranges.count * sizeof(msi_block));
     }
@@ -16773,7 +16710,9 @@ static void msi_decide_forced_tiles(const msi_graph *g, msi_tensor_decision *dec
    whole, or cannot be split. */
 static uint32_t msi_tiles_for_time(const msi_graph *g, const msi_costs *c, uint32_t layer) {
     const msi_layer *l = &g->layers.items[layer];
-    const double longest = msi_longest_time(&l->time[MSI_FORMAT_F32]);
+    const ms_layer_time *t = &l->time[MSI_FORMAT_F32];
+    const double longer = t->forward_us > t->backward_us ? t->forward_us : t->backward_us;
+    const double longest = longer > t->recompute_us ? longer : t->recompute_us;
     if (!(c->most_us > 0.0) || !c->splits_layers || !(longest > c->most_us) ||
         msi_tiling_force(g, l) == MS_SWITCH_OFF || !msi_can_group(g, layer, layer + 1)) {
         return 0;
@@ -17237,8 +17176,7 @@ static void msi_note_uses(msi_link_load *load, const msi_program *p, uint32_t no
         load->update[i->target] = now;
     }
     for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
-        const uint32_t index = p->code.operands.items[i->operand_first + k].range;
-        const msi_range *range = index == MSI_NONE ? NULL : &p->code.ranges.items[index];
+        const msi_range *range = msi_operand_range(p, i, k);
         if (range && range->category == MS_CATEGORY_PARAM) {
             uint32_t *last = &load->last_use[range->tensor];
             *last = *last == MSI_NONE ? now : *last;
@@ -17249,16 +17187,19 @@ static void msi_note_uses(msi_link_load *load, const msi_program *p, uint32_t no
     }
 }
 
+/* Bytes of the copy, of those that a WAIT awaits, whose ends are operand k and the next one. */
+static uint64_t msi_awaited_bytes(const msi_program *p, const msi_instruction *wait, uint32_t k) {
+    return msi_smaller(msi_operand_range(p, wait, k)->bytes,
+                       msi_operand_range(p, wait, k + 1)->bytes);
+}
+
 /* The time of all copies that a WAIT awaits. */
 static double msi_awaited_us(const msi_greedy *w, const msi_instruction *wait) {
     const msi_program *p = w->scorer->program;
     double us = 0.0;
     for (uint32_t k = 0; k < wait->operand_count; k += 2) {
-        const msi_operand *ends = p->code.operands.items + wait->operand_first + k;
-        const msi_range *a = &p->code.ranges.items[ends[0].range],
-                        *b = &p->code.ranges.items[ends[1].range];
         us += msi_copy_us(w->scorer->costs, msi_awaited_engine(p, wait),
-                          msi_smaller(a->bytes, b->bytes));
+                          msi_awaited_bytes(p, wait, k));
     }
     return us;
 }
@@ -17639,6 +17580,11 @@ static void msi_return_to(msi_greedy *w, const msi_prefix *prefix, uint64_t enou
     (void)msi_fits(w->scorer, &w->score, MSI_NO_BUDGET, enough);
 }
 
+/* Whether the host may hold what the plan at hand, which was laid out, has there. */
+static bool msi_host_suffices(const msi_greedy *w) {
+    return w->score.host_bytes <= w->search->host_budget;
+}
+
 /* At the end of the list, goes back to the first plan with the smallest arena. That is the last
    one, unless an earlier one has the same peak, or a layout that wastes less. False: all are larger
    than what other searches have found. */
@@ -17650,8 +17596,7 @@ static bool msi_take_smallest(msi_greedy *w) {
         if (list[k].counts && list[k].score.live_bytes <= bytes) {
             now = &list[k];
             msi_return_to(w, now, 0);
-            const bool smaller =
-                w->score.bytes <= bytes && w->score.host_bytes <= w->search->host_budget;
+            const bool smaller = w->score.bytes <= bytes && msi_host_suffices(w);
             best = smaller ? now : best;
             bytes = smaller ? w->score.bytes : bytes;
         }
@@ -17726,11 +17671,6 @@ static void msi_trim_last(msi_greedy *w, const msi_prefix *before, const msi_sco
             return;
         }
     }
-}
-
-/* Whether the host may hold what the plan at hand, which was laid out, has there. */
-static bool msi_host_suffices(const msi_greedy *w) {
-    return w->score.host_bytes <= w->search->host_budget;
 }
 
 /* The number of the fastest plan of the whole list that fits, which becomes the plan at hand; or
@@ -17917,8 +17857,7 @@ static void msi_blame_copy(msi_blame *b, const msi_scorer *s, const msi_instruct
     const double all = msi_moved_bytes(s->graph, p, i);
     for (uint32_t k = 0; k < msi_pair_count(i) && all > 0.0; k++) {
         const uint32_t host = 2 * k + msi_fetches((msi_op)i->op);
-        const msi_range *range =
-            &p->code.ranges.items[p->code.operands.items[i->operand_first + host].range];
+        const msi_range *range = msi_operand_range(p, i, host);
         const uint8_t move = msi_move_of((msi_role)range->role);
         const uint32_t of = move == MSI_MOVES_VALUE ? 0 : move == MSI_MOVES_GRADIENT ? 1 : 2;
         b->cost_us[3ull * range->tensor + of] +=
@@ -19444,11 +19383,12 @@ static void msi_try_groups(msi_exhaustive *all, const msi_groups *groups) {
     }
 }
 
-/* The groups that may lower the peak of the program at hand: those that drop a value which is idle
-   there, and all that move something. */
-static msi_groups msi_groups_at_peak(const msi_exhaustive *all) {
+/* The groups that may lower the peak of a choice: those that drop a value which is idle there, and all
+   that move something. */
+static msi_groups msi_groups_at_peak(msi_exhaustive *all, const msi_groups *choice) {
     const msi_program *p = all->search->scorer->program;
     msi_groups groups = MSI_ZERO_INIT;
+    (void)msi_estimate_groups(all, choice);
     for (uint32_t i = all->search->scorer->store->residents.count; i < p->code.ranges.count; i++) {
         const msi_range *range = &p->code.ranges.items[i];
         const uint32_t group =
@@ -19468,8 +19408,7 @@ static msi_groups msi_groups_at_peak(const msi_exhaustive *all) {
 static void msi_explore(msi_exhaustive *all, uint32_t choice, bool by_bytes) {
     const msi_groups start = all->tried[choice].groups;
     all->tried[choice].explored = true;
-    (void)msi_estimate_groups(all, &start);
-    const msi_groups helpful = msi_groups_at_peak(all);
+    const msi_groups helpful = msi_groups_at_peak(all, &start);
     for (uint32_t k = 0; k < all->group_count && msi_may_try(all); k++) {
         msi_groups groups = start;
         if (!by_bytes || msi_has_group(&start, k) || msi_has_group(&helpful, k)) {
@@ -19629,8 +19568,7 @@ static void msi_climb_to(msi_exhaustive *all, msi_rung *r, uint32_t choice) {
 static void msi_climb_singly(msi_exhaustive *all, msi_rung *r, uint32_t from) {
     const msi_groups start = all->tried[from].groups;
     const msi_score base = all->list[from].score;
-    (void)msi_estimate_groups(all, &start);
-    const msi_groups helpful = msi_groups_at_peak(all);
+    const msi_groups helpful = msi_groups_at_peak(all, &start);
     for (uint32_t k = 0; k < all->group_count; k++) {
         msi_single *single = &all->singles[k];
         msi_groups groups = start;
@@ -19706,8 +19644,7 @@ static void msi_climb_by_exchange(msi_exhaustive *all, msi_rung *r, uint32_t fro
         all->singles[first].us = 1e300;
         msi_groups changed = start;
         msi_change_group(all, &changed, first);
-        (void)msi_estimate_groups(all, &changed);
-        const msi_groups helpful = msi_groups_at_peak(all);
+        const msi_groups helpful = msi_groups_at_peak(all, &changed);
         for (uint32_t k = 0; k < all->drop_count && msi_may_try(all); k++) {
             msi_groups groups = changed;
             if (k != first && msi_has_group(&helpful, k) && !msi_has_group(&start, k)) {
@@ -20199,16 +20136,6 @@ static void msi_find_tilings_from(msi_grouping *c, bool squeezed, msi_tilings *f
     }
 }
 
-/* Bytes of what a layer makes that a search may move. */
-static uint64_t msi_movable_bytes(const msi_grouping *c, uint32_t layer) {
-    uint64_t bytes = 0;
-    for (MSI_EACH_MADE(made, c->graph, layer)) {
-        const bool moves = msi_may_choose(c->graph, made.tensor) & MSI_MOVES_VALUE;
-        bytes += moves ? msi_decided_bytes(c->graph, c->decisions, made.tensor) : 0;
-    }
-    return bytes;
-}
-
 /* Adds sets for values that go out and come back in parts: each layer that makes large ones is a
    group of its own. What it makes is copied tile by tile: the memory of a part is free as soon as
    it has left, is needed no earlier than the call that uses it, and is free after that call. Wins
@@ -20220,7 +20147,11 @@ static void msi_add_streams(msi_grouping *c, msi_tilings *found) {
         msi_decide_base(c->search, c->decisions);
         msi_find_peak(c);
         for (uint32_t i = 0; i < c->graph->layers.count && !msi_is_short(c->scorer); i++) {
-            const uint64_t bytes = msi_movable_bytes(c, i);
+            uint64_t bytes = 0; // of what the layer makes that a search may move
+            for (MSI_EACH_MADE(made, c->graph, i)) {
+                const bool moves = msi_may_choose(c->graph, made.tensor) & MSI_MOVES_VALUE;
+                bytes += moves ? msi_decided_bytes(c->graph, c->decisions, made.tensor) : 0;
+            }
             uint64_t parts = bytes / (c->live_bytes / shares[k] + 1);
             parts = parts > 1 && msi_may_group(c->graph, c->decisions, i, i + 1)
                         ? msi_smaller(parts, msi_most_tiles(c->graph, i, i + 1))
@@ -21431,11 +21362,6 @@ typedef struct msi_fold {
     bool out_of_memory;
 } msi_fold;
 
-static uint64_t msi_fold_bytes(const msi_graph *g) {
-    return g->layers.count * (uint64_t)(sizeof(uint64_t) + 2 * sizeof(uint32_t)) +
-           g->tensors.count * (uint64_t)(sizeof(msi_origin) + sizeof(uint32_t));
-}
-
 /* How far after a layer another one comes, if there is one. */
 static uint64_t msi_distance(uint32_t layer, uint32_t from) {
     return layer == MSI_NONE ? UINT64_MAX : (uint64_t)layer - from;
@@ -21652,84 +21578,57 @@ static void msi_choose_layers(msi_fold *f) {
     }
 }
 
-/* The tensor of the fold that an operand of one of its layers is: of a block that it lacks, the one
-   that comes as far before the layer as in the whole. `shift`: the layers that it lacks before it. */
-static uint32_t msi_kept_tensor(const msi_fold *f, uint32_t t, uint32_t shift) {
-    const msi_origin at = f->origins[t];
+/* Adds a layer to the fold, for which room has been reserved. Of a block that the fold lacks, it reads
+   what comes as far before it in the fold as in the whole. False: there is no such counterpart, since
+   the block is of another run than the layer, or the run has too few blocks before it. */
+static bool msi_fold_layer(msi_fold *f, uint32_t layer, const msi_repeats *run) {
     const msi_graph *g = &f->whole;
-    return at.layer == MSI_NONE || f->next[at.layer] != MSI_NONE
-               ? t
-               : g->operands.items[g->layers.items[at.layer - shift].operand_first + at.operand];
-}
-
-/* Whether the fold has a counterpart of all that its layers read of blocks that it lacks: these are of
-   the run that the layer is in, which has enough blocks before them. */
-static bool msi_has_links(const msi_fold *f) {
-    const msi_graph *g = &f->whole;
-    uint32_t run_number = 0;
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        const msi_repeats *run = run_number < f->runs.count ? &f->runs.items[run_number] : NULL;
-        const uint32_t lacking = run ? (run->count - run->kept) * run->period : 0;
-        const msi_layer *l = &g->layers.items[i];
-        for (uint32_t k = 0; f->next[i] != MSI_NONE && k < l->start[MSI_GROUP_COUNT]; k++) {
-            const uint32_t t = g->operands.items[l->operand_first + k];
-            const uint32_t from = t == MSI_NONE ? MSI_NONE : f->origins[t].layer;
-            if (from != MSI_NONE && f->next[from] == MSI_NONE &&
-                (!run || from < run->first + lacking)) {
+    const uint32_t lacking = run ? (run->count - run->kept) * run->period : 0;
+    msi_layer *added = &f->graph.layers.items[f->graph.layers.count++];
+    *added = g->layers.items[layer];
+    added->operand_first = f->graph.operands.count;
+    for (uint32_t k = 0; k < added->start[MSI_GROUP_COUNT]; k++) {
+        uint32_t t = g->operands.items[g->layers.items[layer].operand_first + k];
+        const msi_origin *at = t == MSI_NONE ? NULL : &f->origins[t];
+        if (at && f->next[at->layer] == MSI_NONE) {
+            if (!run || at->layer < run->first + lacking) {
                 return false;
             }
+            t = g->operands.items[g->layers.items[at->layer - lacking].operand_first + at->operand];
         }
-        run_number += run && i + 1 == run->first + run->count * run->period;
+        f->graph.operands.items[f->graph.operands.count++] = at ? f->tensor_of[t] : MSI_NONE;
     }
     return true;
 }
 
-/* Adds a tensor to the fold, or a layer. Room has been reserved. */
-static void msi_fold_tensor(msi_fold *f, uint32_t t) {
-    msi_tensor *added = &f->graph.tensors.items[f->graph.tensors.count++];
-    *added = f->whole.tensors.items[t];
-    added->producer = added->producer == MSI_NONE ? MSI_NONE : f->next[added->producer];
-}
-
-static void msi_fold_layer(msi_fold *f, uint32_t layer, uint32_t shift) {
-    msi_layer *added = &f->graph.layers.items[f->graph.layers.count++];
-    *added = f->whole.layers.items[layer];
-    for (uint32_t k = 0; k < added->start[MSI_GROUP_COUNT]; k++) {
-        const uint32_t t = f->whole.operands.items[added->operand_first + k];
-        f->graph.operands.items[f->graph.operands.count + k] =
-            t == MSI_NONE ? MSI_NONE : f->tensor_of[msi_kept_tensor(f, t, shift)];
-    }
-    added->operand_first = f->graph.operands.count;
-    f->graph.operands.count += added->start[MSI_GROUP_COUNT];
-}
-
-/* Makes the graph of the fold, whose layers have been chosen. */
+/* Makes the graph of the fold, whose layers have been chosen. False: it cannot be, or without memory. */
 static bool msi_make_fold(msi_fold *f) {
     const msi_graph *g = &f->whole;
     f->graph = *g;
-    f->graph.tensors.items = NULL;
-    f->graph.layers.items = NULL;
-    f->graph.operands.items = NULL;
-    f->graph.tensors.count = f->graph.layers.count = f->graph.operands.count = 0;
-    f->graph.tensors.capacity = f->graph.layers.capacity = f->graph.operands.capacity = 0;
+    memset(&f->graph.tensors, 0, sizeof f->graph.tensors);
+    memset(&f->graph.layers, 0, sizeof f->graph.layers);
+    memset(&f->graph.operands, 0, sizeof f->graph.operands);
     if (!MSI_RESERVE(msi_tensor, f->allocator, f->graph.tensors, g->tensors.count) ||
         !MSI_RESERVE(msi_layer, f->allocator, f->graph.layers, g->layers.count) ||
         !MSI_RESERVE(uint32_t, f->allocator, f->graph.operands, g->operands.count)) {
+        f->out_of_memory = true;
         return false;
     }
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const uint32_t layer = f->origins[t].layer;
+        const uint32_t layer = f->origins[t].layer, producer = g->tensors.items[t].producer;
         if (layer == MSI_NONE || f->next[layer] != MSI_NONE) {
-            f->tensor_of[t] = f->graph.tensors.count;
-            msi_fold_tensor(f, t);
+            msi_tensor *added = &f->graph.tensors.items[f->graph.tensors.count];
+            f->tensor_of[t] = f->graph.tensors.count++;
+            *added = g->tensors.items[t];
+            added->producer = producer == MSI_NONE ? MSI_NONE : f->next[producer];
         }
     }
     f->graph.loss = f->tensor_of[g->loss];
     uint32_t run_number = 0;
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_repeats *run = run_number < f->runs.count ? &f->runs.items[run_number] : NULL;
-        if (f->next[i] != MSI_NONE) {
-            msi_fold_layer(f, i, run ? (run->count - run->kept) * run->period : 0);
+        if (f->next[i] != MSI_NONE && !msi_fold_layer(f, i, run)) {
+            return false;
         }
         run_number += run && i + 1 == run->first + run->count * run->period;
     }
@@ -21747,7 +21646,7 @@ static bool msi_make_fold(msi_fold *f) {
 
 static void msi_fold_free(msi_fold *f) {
     const ms_allocator *a = f->allocator;
-    msi_release(a, f->classes, f->classes ? msi_fold_bytes(&f->whole) : 0);
+    msi_release(a, f->classes, f->classes ? f->bytes : 0);
     MSI_LIST_FREE(msi_repeats, a, f->runs);
     MSI_LIST_FREE(msi_tensor, a, f->graph.tensors);
     MSI_LIST_FREE(msi_layer, a, f->graph.layers);
@@ -21759,7 +21658,9 @@ static bool msi_fold_init(msi_fold *f, const msi_graph *g, const ms_allocator *a
     memset(f, 0, sizeof *f);
     f->whole = *g;
     f->allocator = allocator;
-    f->classes = (uint64_t *)msi_alloc_zeroed(allocator, msi_fold_bytes(g));
+    f->bytes = g->layers.count * (uint64_t)(sizeof(uint64_t) + 2 * sizeof(uint32_t)) +
+               g->tensors.count * (uint64_t)(sizeof(msi_origin) + sizeof(uint32_t));
+    f->classes = (uint64_t *)msi_alloc_zeroed(allocator, f->bytes);
     if (!f->classes) {
         f->out_of_memory = true;
         return false;
@@ -21770,15 +21671,11 @@ static bool msi_fold_init(msi_fold *f, const msi_graph *g, const ms_allocator *a
     f->tensor_of = f->layer_of + g->layers.count;
     msi_find_origins(f);
     f->out_of_memory = !msi_find_classes(f);
-    bool folds = !f->out_of_memory && msi_find_runs(f);
-    if (folds) {
-        msi_choose_layers(f);
-        folds = msi_has_links(f);
+    if (f->out_of_memory || !msi_find_runs(f)) {
+        return false;
     }
-    if (folds) {
-        f->out_of_memory = !msi_make_fold(f);
-    }
-    return folds && !f->out_of_memory;
+    msi_choose_layers(f);
+    return msi_make_fold(f);
 }
 
 /* Makes groups in tiles of what layers of several blocks have decided: a group ends where the next
@@ -22211,8 +22108,7 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     const bool may_fold = !largest && goal != MSI_GOAL_PLAIN && goal != MSI_GOAL_SQUEEZED;
     const bool folds = may_fold && msi_fold_init(&fold, &m->graph, &m->config.allocator);
     *made = NULL;
-    ms_result result = may_fold && fold.out_of_memory
-                           ? msi_fail_memory(m, "the fold", msi_fold_bytes(&m->graph))
+    ms_result result = may_fold && fold.out_of_memory ? msi_fail_memory(m, "the fold", fold.bytes)
                        : folds ? msi_solve_guided(m, store, &fold, &request, made)
                                : msi_solve_anew(m, store, &request, made);
     if (may_fold) {
@@ -23074,17 +22970,13 @@ static uint64_t msi_review_bytes(const msi_graph *g, const msi_plan *plan) {
 /* Distributes the time of a wait among the copies that it awaits, by their bytes. */
 static MSI_COLD void msi_review_wait(msi_review *r, const msi_instruction *i, double us) {
     const msi_program *p = &r->plan->train;
-    const msi_operand *ends = p->code.operands.items + i->operand_first;
     uint64_t bytes = 0;
     for (uint32_t k = 0; k < i->operand_count; k += 2) {
-        bytes += msi_smaller(p->code.ranges.items[ends[k].range].bytes,
-                             p->code.ranges.items[ends[k + 1].range].bytes);
+        bytes += msi_awaited_bytes(p, i, k);
     }
     for (uint32_t k = 0; k < i->operand_count && bytes > 0; k += 2) {
-        const msi_range *range = &p->code.ranges.items[ends[k].range];
-        const uint64_t of =
-            msi_smaller(range->bytes, p->code.ranges.items[ends[k + 1].range].bytes);
-        r->wait_us[range->tensor] += us * ((double)of / (double)bytes);
+        r->wait_us[msi_operand_range(p, i, k)->tensor] +=
+            us * ((double)msi_awaited_bytes(p, i, k) / (double)bytes);
     }
 }
 
@@ -23108,8 +23000,7 @@ static MSI_COLD void msi_review_times(msi_review *r) {
             r->wait_us[i->target] += msi_mapped_us(&m->graph, &m->costs, p, i);
         }
         for (uint32_t k = 0; k < i->operand_count && msi_sends((msi_op)i->op); k += 2) {
-            const uint32_t range = p->code.operands.items[i->operand_first + k].range;
-            const msi_range *sent = &p->code.ranges.items[range];
+            const msi_range *sent = msi_operand_range(p, i, k);
             r->moved[sent->tensor] |= msi_move_of((msi_role)sent->role);
         }
     }
@@ -23199,8 +23090,7 @@ static MSI_COLD const msi_range *msi_forward_range(const msi_review *r, uint32_t
     const uint32_t producer = r->model->graph.tensors.items[tensor].producer;
     const msi_instruction *i = &p->code.instructions.items[r->forward[producer]];
     for (uint32_t k = 0; k < i->operand_count; k++) {
-        const uint32_t index = p->code.operands.items[i->operand_first + k].range;
-        const msi_range *range = index == MSI_NONE ? NULL : &p->code.ranges.items[index];
+        const msi_range *range = msi_operand_range(p, i, k);
         if (range && range->tensor == tensor && range->role == MSI_ROLE_VALUE) {
             return range;
         }
@@ -23329,7 +23219,7 @@ static MSI_COLD uint64_t msi_checkpointing_facts(const msi_review *r, uint32_t l
 
 static MSI_COLD uint64_t msi_early_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
     const msi_tensor *t = tensor == MSI_NONE ? NULL : &r->model->graph.tensors.items[tensor];
-    if (!t || !msi_is_trained(t) || t->last_gradient == MSI_NONE) {
+    if (!t || !msi_learns(t)) {
         return MSI_FACT(NO_GRADIENT);
     }
     return msi_fact(MSI_FACT(ALL_GRADIENTS), msi_early_fault(r->model) != NULL) |
@@ -24215,8 +24105,7 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
 /* Whether an instruction for a tile works on only some rows of an operand. */
 static MSI_COLD bool msi_is_operand_cut(const msi_graph *g, const msi_program *p,
                                         const msi_instruction *i, uint32_t k) {
-    const msi_range *range =
-        &p->code.ranges.items[p->code.operands.items[i->operand_first + k].range];
+    const msi_range *range = msi_operand_range(p, i, k);
     uint32_t slot;
     if (i->rows.of == 0 || range->role >= MSI_ROLE_WORKSPACE) {
         return false;
@@ -30627,10 +30516,10 @@ static MSI_COLD ms_result msi_make_pass(msi_verification *v, int pass) {
         msi_share_memory(&m->graph, p);
     }
     if (p->out_of_memory || !msi_make_blocks(a, p, v->store->residents.count) ||
-        msi_layout(a, p->layout.blocks.items, p->layout.blocks.count, MSI_LAYOUT_EFFORT,
+        msi_layout(a, p->layout.blocks.items, p->layout.blocks.count, MSI_LAYOUT_EFFORT, 0,
                    &p->layout.height) != MS_RESULT_OK ||
         msi_layout(a, p->layout.host_blocks.items, p->layout.host_blocks.count, MSI_LAYOUT_EFFORT,
-                   &p->layout.host_height) != MS_RESULT_OK) {
+                   0, &p->layout.host_height) != MS_RESULT_OK) {
         return msi_fail_memory(m, "the program of a pass",
                                p->code.ranges.count * sizeof(msi_range));
     }
@@ -34882,8 +34771,9 @@ typedef struct msi_trace {
 } msi_trace;
 
 /* A time in a trace, in microseconds with three digits. */
-static MSI_COLD void msi_trace_time(const msi_printer *out, uint64_t ns) {
-    msi_print(out, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
+static MSI_COLD void msi_trace_time(const msi_printer *out, const char *key, uint64_t ns) {
+    msi_print(out, ",\"%s\":%llu.%03u", key, (unsigned long long)(ns / 1000),
+              (unsigned)(ns % 1000));
 }
 
 /* An event as a slice of the track of its stream. Its ends are rounded, not the duration: viewers drop
@@ -34900,10 +34790,8 @@ static MSI_COLD void msi_trace_slice(const msi_printer *out, int process, const 
                                                          : what;
     msi_print(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"cat\":\"%s\"", process,
               (int)event->stream, what);
-    msi_print(out, ",\"ts\":");
-    msi_trace_time(out, start);
-    msi_print(out, ",\"dur\":");
-    msi_trace_time(out, msi_round_units(end_us, 1e3) - start);
+    msi_trace_time(out, "ts", start);
+    msi_trace_time(out, "dur", msi_round_units(end_us, 1e3) - start);
     msi_print(out, ",\"name\":");
     msi_print_quoted(out, name, true);
     msi_print(out, ",\"args\":{\"op\":\"%s\"", what);
@@ -34930,8 +34818,8 @@ static MSI_COLD void msi_trace_slice(const msi_printer *out, int process, const 
 static void msi_trace_counter(const msi_printer *out, int process, const ms_event *event,
                               const char *name) {
     const double us = process == MSI_TRACE_MEASURED ? event->measured_start_us : event->start_us;
-    msi_print(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"name\":\"%s\",\"ts\":", process, name);
-    msi_trace_time(out, msi_round_units(us, 1e3));
+    msi_print(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"name\":\"%s\"", process, name);
+    msi_trace_time(out, "ts", msi_round_units(us, 1e3));
 }
 
 /* Names of a process and of its tracks. */

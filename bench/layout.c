@@ -196,7 +196,7 @@ static double measure(const char *path, uint64_t effort, bool greedy, bench_tabl
     buffers b = take_buffers(path);
     uint64_t bound, height;
     const clock_t start = clock(); // processor time, which other programs do not add to
-    const ms_result result = msi_layout(&MALLOC, b.blocks, b.count, effort, &height);
+    const ms_result result = msi_layout(&MALLOC, b.blocks, b.count, effort, 0, &height);
     const double ms = 1e3 * (double)(clock() - start) / CLOCKS_PER_SEC;
     if (result != MS_RESULT_OK) {
         fail_at(path, 0, ms_result_text(result));

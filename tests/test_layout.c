@@ -68,8 +68,8 @@ static void random_layouts(void **state) {
         uint32_t count = random_blocks(&rng, blocks);
         uint64_t height = 0, again = 0, bound = 0;
         memcpy(twins, blocks, sizeof blocks);
-        assert_int_equal(msi_layout(&allocator, blocks, count, LAYOUT_EFFORT, &height), 0);
-        assert_int_equal(msi_layout(&allocator, twins, count, LAYOUT_EFFORT, &again), 0);
+        assert_int_equal(msi_layout(&allocator, blocks, count, LAYOUT_EFFORT, 0, &height), 0);
+        assert_int_equal(msi_layout(&allocator, twins, count, LAYOUT_EFFORT, 0, &again), 0);
         assert_true(height == again);
         assert_memory_equal(blocks, twins, count * sizeof *blocks);
         check_layout(blocks, count, height);
@@ -135,7 +135,7 @@ static void layouts_of_recomputation(void **state) {
         uint64_t height = 0, bound = 0;
         uint32_t count = chain_blocks(&rng, 1 + (uint32_t)(seed % 12), blocks);
         assert_true(count <= PASS_BLOCKS);
-        assert_int_equal(msi_layout(&allocator, blocks, count, 10 * LAYOUT_EFFORT, &height), 0);
+        assert_int_equal(msi_layout(&allocator, blocks, count, 10 * LAYOUT_EFFORT, 0, &height), 0);
         check_layout(blocks, count, height);
         assert_true(is_valid(blocks, count, &bound));
         const double ratio = (double)height / (double)bound;
@@ -354,7 +354,7 @@ static void layouts_of_large_graphs(void **state) {
         const uint32_t count = seed < 3 ? large_chain(&rng, 3.0 * (double)seed, blocks)
                                         : large_net(&rng, LARGE_BLOCKS, blocks);
         assert_true(count <= LARGE_BLOCKS);
-        assert_int_equal(msi_layout(&allocator, blocks, count, LAYOUT_EFFORT, &height), 0);
+        assert_int_equal(msi_layout(&allocator, blocks, count, LAYOUT_EFFORT, 0, &height), 0);
         assert_true(is_valid(blocks, count, &bound));
         const double ratio = (double)height / (double)bound;
         print_message("%u blocks: arena over lower bound %.5f\n", count, ratio);
@@ -368,7 +368,7 @@ static double ratio_of_layout(msi_block *blocks, uint32_t count, uint64_t effort
     ms_allocator allocator = plain_allocator(&heap);
     uint64_t height = 0, bound = 0;
     const clock_t start = clock();
-    assert_int_equal(msi_layout(&allocator, blocks, count, effort, &height), 0);
+    assert_int_equal(msi_layout(&allocator, blocks, count, effort, 0, &height), 0);
     const double s = (double)(clock() - start) / CLOCKS_PER_SEC;
     assert_true(is_valid(blocks, count, &bound));
     print_message("%u blocks: arena over lower bound %.5f, %.0f ms\n", count,
@@ -523,22 +523,22 @@ static void layouts_of_nothing_and_of_little(void **state) {
     ms_allocator allocator = plain_allocator(&heap);
     msi_block blocks[3];
     uint64_t height = 99;
-    assert_int_equal(msi_layout(&allocator, NULL, 0, LAYOUT_EFFORT, &height), MS_RESULT_OK);
+    assert_int_equal(msi_layout(&allocator, NULL, 0, LAYOUT_EFFORT, 0, &height), MS_RESULT_OK);
     assert_true(height == 0);
     memset(blocks, 0, sizeof blocks);
     blocks[0].bytes = 192;
     blocks[0].first = blocks[0].last = 4;
-    assert_int_equal(msi_layout(&allocator, blocks, 1, LAYOUT_EFFORT, &height), MS_RESULT_OK);
+    assert_int_equal(msi_layout(&allocator, blocks, 1, LAYOUT_EFFORT, 0, &height), MS_RESULT_OK);
     assert_true(height == 192 && blocks[0].offset == 0);
     blocks[1] = blocks[2] = blocks[0];
     blocks[1].bytes = 0;
-    assert_int_equal(msi_layout(&allocator, blocks, 3, LAYOUT_EFFORT, &height), MS_RESULT_OK);
+    assert_int_equal(msi_layout(&allocator, blocks, 3, LAYOUT_EFFORT, 0, &height), MS_RESULT_OK);
     assert_true(height == 384);
     check_layout(blocks, 3, height);
     for (int i = 0; i < 3; ++i) {
         blocks[i].bytes = 0;
     }
-    assert_int_equal(msi_layout(&allocator, blocks, 3, LAYOUT_EFFORT, &height), MS_RESULT_OK);
+    assert_int_equal(msi_layout(&allocator, blocks, 3, LAYOUT_EFFORT, 0, &height), MS_RESULT_OK);
     assert_true(height == 0);
     assert_true(heap.live_count == 0);
 }
@@ -553,7 +553,7 @@ static void a_layout_without_effort(void **state) {
         t_rng rng = t_seed(seed);
         uint32_t count = random_blocks(&rng, blocks);
         uint64_t height = 0;
-        assert_int_equal(msi_layout(&allocator, blocks, count, 0, &height), MS_RESULT_OK);
+        assert_int_equal(msi_layout(&allocator, blocks, count, 0, 0, &height), MS_RESULT_OK);
         check_layout(blocks, count, height);
     }
 }
@@ -569,7 +569,7 @@ static void a_layout_without_memory(void **state) {
     t_failing f = t_failing_heap(&heap);
     while (t_next_failure(&f, 1)) {
         t_arm(&f);
-        t_failed(&f, NULL, msi_layout(&allocator, blocks, count, LAYOUT_EFFORT, &height));
+        t_failed(&f, NULL, msi_layout(&allocator, blocks, count, LAYOUT_EFFORT, 0, &height));
     }
     assert_true(f.error_count > 0);
 }

@@ -79,7 +79,7 @@ static ms_result lower_again(ms_model *m, const msi_store *store, msi_plan *plan
         msi_share_memory(g, p);
         msi_simulate(g, &m->costs, store, a, p);
         fine = !p->out_of_memory && msi_make_blocks(a, p, store->residents.count) &&
-               msi_layout(a, p->layout.blocks.items, p->layout.blocks.count, MSI_LAYOUT_EFFORT,
+               msi_layout(a, p->layout.blocks.items, p->layout.blocks.count, MSI_LAYOUT_EFFORT, 0,
                           &p->layout.height) == MS_RESULT_OK;
     }
     if (!fine) {

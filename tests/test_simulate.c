@@ -321,7 +321,6 @@ static void copies_are_waited_for_by_waits(void **state) {
     c.event_us = event_us;
     c.graph = &chain.model->graph;
     c.costs = &chain.model->costs;
-    c.store = chain.model->run.store;
     c.program = p;
     c.free_us[MS_STREAM_COMPUTE] = 10.0;
     c.event_us[3] = 50.0;
