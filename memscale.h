@@ -14610,13 +14610,8 @@ enum {
     MSI_MOST_COLUMNS = 2 + MSI_LONG_SHARE
 };
 
-typedef struct msi_stretch {
-    uint64_t low, high;
-    uint32_t first, last;
-} msi_stretch;
-
 typedef struct msi_pile {
-    msi_stretch list[MSI_PILE];
+    msi_spot list[MSI_PILE];
     uint64_t high, gap; // the highest upper end; the widest gap
     uint32_t count, next;
     uint32_t first[2], last[2]; // the earliest and the latest first time; the same of the last
@@ -14627,6 +14622,7 @@ typedef struct msi_column {
     uint32_t first, last; // the times at which any of its blocks lives
 } msi_column;
 
+/* How far a search for a gap has come in a column. */
 typedef struct msi_passed {
     uint32_t pile, index;
 } msi_passed;
@@ -15004,7 +15000,7 @@ static void msi_pile_sum(msi_pile *pile) {
     pile->first[0] = pile->last[0] = UINT32_MAX;
     pile->first[1] = pile->last[1] = 0;
     for (uint32_t i = 0; i < pile->count; i++) {
-        const msi_stretch *s = &pile->list[i];
+        const msi_spot *s = &pile->list[i];
         const uint64_t gap = i > 0 && s->low > pile->high ? s->low - pile->high : 0;
         pile->gap = msi_larger(pile->gap, gap);
         pile->high = msi_larger(pile->high, s->high);
@@ -15043,18 +15039,12 @@ static msi_pile *msi_column_pile(msi_stacks *s, msi_column *column, uint64_t low
 /* Adds a placed block to a column. */
 static void msi_column_insert(msi_layout_work *w, uint32_t column, uint32_t block) {
     msi_column *c = &w->stacks.columns[column];
-    const uint64_t low = w->offset[block];
-    msi_pile *pile = msi_column_pile(&w->stacks, c, low);
-    const msi_stretch stretch = {low, low + w->blocks[block].bytes, w->first[block],
-                                 w->last[block]};
-    uint32_t i = pile->count++;
-    for (; i > 0 && pile->list[i - 1].low > low; i--) {
-        pile->list[i] = pile->list[i - 1];
-    }
-    pile->list[i] = stretch;
+    const msi_spot spot = msi_layout_spot(w, block, w->offset[block]);
+    msi_pile *pile = msi_column_pile(&w->stacks, c, spot.low);
+    msi_spots_insert(pile->list, pile->count++, &spot, false);
     msi_pile_sum(pile);
-    c->first = msi_clamp(stretch.first, 0, c->first);
-    c->last = msi_clamp(stretch.last, c->last, UINT32_MAX);
+    c->first = msi_clamp(spot.first, 0, c->first);
+    c->last = msi_clamp(spot.last, c->last, UINT32_MAX);
 }
 
 /* The column of a block of the rest that lives long. */
@@ -15191,19 +15181,19 @@ typedef struct msi_gap {
     bool hangs;
 } msi_gap;
 
-/* Raises the gap above the blocks that it meets in the columns. */
+/* Raises the gap above the blocks that it meets in a column. */
 static void msi_gap_pass_column(msi_layout_work *w, msi_gap *gap, msi_passed *at) {
     const uint32_t first = w->first[gap->block], last = w->last[gap->block];
     uint32_t steps = 0;
     for (; at->pile != MSI_NONE; steps++) {
         const msi_pile *pile = &w->stacks.piles[at->pile];
-        const msi_stretch *s = &pile->list[at->index];
+        const msi_spot *s = &pile->list[at->index];
         if (s->low >= gap->low + gap->bytes) {
             break;
         }
         bool all = pile->first[1] <= last && pile->last[0] >= first && pile->gap < gap->bytes;
         bool none = pile->first[0] > last || pile->last[1] < first;
-        const bool meets = s->first <= last && first <= s->last;
+        const bool meets = msi_spot_meets(s, first, last);
         all &= at->index == 0;
         gap->low = all     ? msi_larger(gap->low, pile->high)
                    : meets ? msi_larger(gap->low, s->high)
@@ -15880,7 +15870,7 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
         nodes *= 2;
     }
     const uint64_t lists = 4 * nodes + 6 * count + 1; // load has one more
-    /* Each pile is half full or more, but for one of each column. */
+    /* Each pile is half full or more, except one of each column. */
     const uint64_t columns = msi_smaller(3 + count / MSI_LONG_SPAN, MSI_MOST_COLUMNS);
     const uint64_t piles = count / (MSI_PILE / 2) + columns;
     const uint64_t words = lists + piles * sizeof(msi_pile) / sizeof(uint64_t);
