@@ -14605,8 +14605,8 @@ enum { MSI_LAYOUT_MANY = 4096 };
    pile, without a gap that is wide enough, or none. */
 enum {
     MSI_PILE = 32,
-    MSI_LONG_SPAN = 64, // lives long, and of many times a share of
-    MSI_LONG_SHARE = 256,
+    MSI_LONG_SPAN = 64,   // a block lives long that lives for so many times, or if that is more
+    MSI_LONG_SHARE = 256, // for this share of all times
     MSI_MOST_COLUMNS = 2 + MSI_LONG_SHARE
 };
 
