@@ -11599,15 +11599,54 @@ typedef struct msi_param_update {
     bool moves; // an operand is copied
 } msi_param_update;
 
-/* Where values are at this point of the program. */
+/* Where values are at this point of the program: live ranges, or MSI_NONE. All these lists are one
+   array of words, in this order. */
 typedef struct msi_whereabouts {
-    uint32_t *value;         // per tensor: the live range that holds its value, or MSI_NONE
-    uint32_t *gradient;      // per tensor: that of its gradient
-    uint32_t *away;          // per tensor: the range on the host that its value can be fetched from
+    uint32_t *value;         // per tensor: what holds its value
+    uint32_t *gradient;      // per tensor: what holds its gradient
+    uint32_t *away;          // per tensor: on the host, what its value can be fetched from
     uint32_t *gradient_away; // that of its gradient
-    uint32_t *cleared;       // per tensor: whether its gradient has been, in the first micro-batch
-    uint32_t *snapshot;      // per operand of the graph: a copy of that state, or MSI_NONE
+    uint32_t *cleared;       // per tensor: its gradient, once the first micro-batch has cleared it
+    uint32_t *snapshot;      // per operand of the graph: a copy of that state
 } msi_whereabouts;
+
+enum { MSI_WORDS_EACH = 5 }; // of a tensor
+
+/* A word of the whereabouts that a block of a draft has changed, and the live range. */
+typedef struct msi_written {
+    uint32_t word, range;
+} msi_written;
+
+/* How far a draft is at the start of a block. */
+typedef struct msi_draft_block {
+    uint32_t instructions, operands, ranges, reads, writes; // how many there are
+    uint32_t queue_first, queue_end, recompute_count, norm;
+    uint64_t sent_bytes;
+    bool is_seeded, sweeps;
+} msi_draft_block;
+
+/* A training program as it is lowered, block by block: the first micro-batch, the forward of each
+   layer, the seed, the backward of each layer, and the updates. A block follows from the decisions on
+   some tensors and from where these are; then these are somewhere else. */
+typedef struct msi_draft {
+    msi_program program;
+    MSI_LIST(msi_draft_block) blocks; // and one for the end
+    MSI_LIST(uint32_t) reads;         // tensors on which each block depends
+    MSI_LIST(msi_written) writes;
+    uint32_t kinds; // what any of its decisions has: bits of has_narrow and the like
+} msi_draft;
+
+/* What lowering changed decisions takes from the draft before. A block is repeated if none of the
+   tensors that it depends on is different, which is so by induction: what a block reads was written by
+   repeated blocks, or by others that have left it as it was. Live ranges have other numbers. */
+typedef struct msi_repeating {
+    const msi_draft *before;        // NULL: nothing can be repeated
+    msi_tensor_decision *decisions; // of the last draft
+    uint32_t *was;                  // whereabouts in the draft before
+    uint32_t *differs;              // per word: whether it is not the same in both
+    uint32_t *different;            // per tensor: how many of its words differ, and its decisions
+    MSI_LIST(uint32_t) renamed; // per live range of the draft before: its number now, or MSI_NONE
+} msi_repeating;
 
 /* The operands of the next call of a layer. */
 typedef struct msi_next_call {
@@ -11660,16 +11699,21 @@ typedef struct msi_lowering {
     const msi_graph *graph;
     const ms_allocator *allocator;
     const msi_store *store;
+    const msi_costs *costs; // NULL: what is lowered is not timed
     const msi_tensor_decision *decisions;
     const ms_optimizer_desc *optimizer;
     msi_program *program;
-    uint64_t lowered; // instructions of all training programs so far
+    msi_draft drafts[2], *draft; // of a training program, else NULL
+    msi_repeating repeating;
+    uint64_t lowered;    // instructions of all training programs so far
+    uint32_t *noted;     // per tensor: the last block that was found to depend on it
+    uint32_t block;      // counted over all drafts
+    bool checks_repeats; // debug mode
     msi_whereabouts now;
     msi_next_call next;
     msi_recomputation again;
     msi_tile_run tiles;
     msi_update_queue queue;
-    bool backward;    // what is emitted now is part of backward
     bool has_narrow;  // some decision has a format of 16 bits
     bool scales_loss; // some decision has F16, which needs a loss scale
     bool calls_f32;   // all the same, layers compute in F32, and read masters where there are any
@@ -11682,7 +11726,9 @@ typedef struct msi_lowering {
 static const uint32_t MSI_UNSET = UINT32_MAX - 1; // of msi_next_call.slots
 
 static uint64_t msi_lowering_bytes(const msi_graph *g) {
-    return (14ull * g->tensors.count + g->operands.count + g->layers.count) * sizeof(uint32_t);
+    return (26ull * g->tensors.count + 3ull * g->operands.count + g->layers.count) *
+               sizeof(uint32_t) +
+           (g->tensors.count + 1ull) * sizeof(msi_tensor_decision);
 }
 
 static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_store *store,
@@ -11692,23 +11738,38 @@ static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_sto
     w->allocator = allocator;
     w->store = store;
     w->optimizer = optimizer;
-    w->now.value = (uint32_t *)msi_alloc(allocator, msi_lowering_bytes(g));
-    uint32_t **const others[] = {
-        &w->now.gradient,         &w->now.away,        &w->now.gradient_away,
-        &w->now.cleared,          &w->queue.params,    &w->again.stack,
-        &w->again.missing,        &w->again.pass_only, &w->again.met,
-        &w->again.wanted,         &w->tiles.cut,       &w->tiles.whole_value,
-        &w->tiles.whole_gradient, &w->now.snapshot};
-    for (uint32_t k = 0; k < sizeof others / sizeof others[0] && w->now.value; k++) {
-        *others[k] = w->now.value + (k + 1) * (size_t)g->tensors.count;
+    uint32_t *at = (uint32_t *)msi_alloc(allocator, msi_lowering_bytes(g));
+    uint32_t **const by_word[] = {&w->now.value, &w->repeating.was, &w->repeating.differs};
+    uint32_t **const by_tensor[] = {&w->queue.params,
+                                    &w->again.stack,
+                                    &w->again.missing,
+                                    &w->again.pass_only,
+                                    &w->again.met,
+                                    &w->again.wanted,
+                                    &w->tiles.cut,
+                                    &w->tiles.whole_value,
+                                    &w->tiles.whole_gradient,
+                                    &w->repeating.different,
+                                    &w->noted};
+    const size_t tensors = g->tensors.count;
+    for (uint32_t k = 0; k < sizeof by_word / sizeof by_word[0] && at; k++) {
+        *by_word[k] = at;
+        at += MSI_WORDS_EACH * tensors + g->operands.count;
     }
-    w->tiles.group_of = w->now.value ? w->now.snapshot + g->operands.count : NULL;
-    return w->now.value != NULL;
-}
-
-static void msi_lowering_free(msi_lowering *w) {
-    MSI_LIST_FREE(msi_tiling, w->allocator, w->tiles.groups);
-    msi_release(w->allocator, w->now.value, msi_lowering_bytes(w->graph));
+    for (uint32_t k = 0; k < sizeof by_tensor / sizeof by_tensor[0] && at; k++, at += tensors) {
+        *by_tensor[k] = at;
+    }
+    if (at) {
+        w->now.gradient = w->now.value + tensors;
+        w->now.away = w->now.gradient + tensors;
+        w->now.gradient_away = w->now.away + tensors;
+        w->now.cleared = w->now.gradient_away + tensors;
+        w->now.snapshot = w->now.cleared + tensors;
+        w->tiles.group_of = at;
+        w->repeating.decisions = (msi_tensor_decision *)(void *)(at + g->layers.count);
+        memset(w->noted, 0, tensors * sizeof *w->noted);
+    }
+    return at != NULL;
 }
 
 static void msi_program_free(const ms_allocator *a, msi_program *p) {
@@ -11722,6 +11783,56 @@ static void msi_program_free(const ms_allocator *a, msi_program *p) {
     MSI_LIST_FREE(float, a, p->predicted.expected);
     MSI_LIST_FREE(double, a, p->predicted.event_us);
     memset(p, 0, sizeof *p);
+}
+
+static void msi_lowering_free(msi_lowering *w) {
+    for (int k = 0; k < 2; k++) {
+        msi_program_free(w->allocator, &w->drafts[k].program);
+        MSI_LIST_FREE(msi_draft_block, w->allocator, w->drafts[k].blocks);
+        MSI_LIST_FREE(uint32_t, w->allocator, w->drafts[k].reads);
+        MSI_LIST_FREE(msi_written, w->allocator, w->drafts[k].writes);
+    }
+    MSI_LIST_FREE(uint32_t, w->allocator, w->repeating.renamed);
+    MSI_LIST_FREE(msi_tiling, w->allocator, w->tiles.groups);
+    msi_release(w->allocator, w->now.value, msi_lowering_bytes(w->graph));
+}
+
+/* Notes that the block at hand depends on a tensor: on what is decided for it, or where it is. */
+static void msi_note(const msi_lowering *w, uint32_t t) {
+    msi_draft *draft = w->draft;
+    if (!draft || w->noted[t] == w->block) {
+        return;
+    }
+    w->noted[t] = w->block;
+    if (MSI_RESERVE(uint32_t, w->allocator, draft->reads, draft->reads.count + 1ull)) {
+        draft->reads.items[draft->reads.count++] = t;
+    } else {
+        draft->program.out_of_memory = true;
+    }
+}
+
+static const msi_tensor_decision *msi_decided(const msi_lowering *w, uint32_t t) {
+    msi_note(w, t);
+    return &w->decisions[t];
+}
+
+/* Where a tensor is, by one of the lists of the whereabouts. */
+static uint32_t msi_now(const msi_lowering *w, const uint32_t *list, uint32_t t) {
+    msi_note(w, t);
+    return list[t];
+}
+
+/* Changes that. What is changed was looked up before. */
+static void msi_set_now(msi_lowering *w, uint32_t *list, uint32_t index, uint32_t range) {
+    const msi_written written = {(uint32_t)(list + index - w->now.value), range};
+    msi_draft *draft = w->draft;
+    list[index] = range;
+    if (draft &&
+        !MSI_RESERVE(msi_written, w->allocator, draft->writes, draft->writes.count + 1ull)) {
+        draft->program.out_of_memory = true;
+    } else if (draft) {
+        draft->writes.items[draft->writes.count++] = written;
+    }
 }
 
 static void msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
@@ -11842,7 +11953,7 @@ static MSI_NOINLINE msi_format msi_format_at(const msi_lowering *w, uint32_t ran
                              : (msi_format)w->program->code.ranges.items[range].format;
 }
 
-/* Appends an operand to the last instruction, and extends its live range to there. */
+/* Appends an operand to the last instruction. */
 static void msi_use(msi_lowering *w, uint32_t range, bool accumulate) {
     msi_program *p = w->program;
     if (p->out_of_memory ||
@@ -11850,21 +11961,11 @@ static void msi_use(msi_lowering *w, uint32_t range, bool accumulate) {
         p->out_of_memory = true;
         return;
     }
-    const uint32_t now = p->code.instructions.count - 1;
     msi_operand *operand = &p->code.operands.items[p->code.operands.count++];
+    memset(operand, 0, sizeof *operand);
     operand->range = range;
     operand->accumulate = accumulate;
-    operand->beside = false;
-    p->code.instructions.items[now].operand_count++;
-    if (range == MSI_NONE || range < w->store->residents.count) {
-        return;
-    }
-    msi_range *l = &p->code.ranges.items[range];
-    if (w->backward && l->idle_last == MSI_NONE && l->first < p->code.forward_end) {
-        l->idle_first = l->last;
-        l->idle_last = now;
-    }
-    l->last = now;
+    p->code.instructions.items[p->code.instructions.count - 1].operand_count++;
 }
 
 static void msi_use_both(msi_lowering *w, uint32_t target, bool accumulate, uint32_t source) {
@@ -11887,6 +11988,12 @@ static uint32_t msi_emit_copy(msi_lowering *w, uint32_t target, msi_role role, u
     return msi_emit_copy_as(w, target, role, range, source, msi_format_at(w, source));
 }
 
+/* The live range of operand k of an instruction, or NULL. */
+static msi_range *msi_operand_range(const msi_program *p, const msi_instruction *i, uint32_t k) {
+    const uint32_t range = p->code.operands.items[i->operand_first + k].range;
+    return range == MSI_NONE ? NULL : &p->code.ranges.items[range];
+}
+
 /* The op of an instruction; a copy gets that of its direction, by where its ends are. */
 static msi_op msi_direction(const msi_program *p, const msi_instruction *i) {
     const msi_operand *operands = p->code.operands.items + i->operand_first;
@@ -11899,29 +12006,32 @@ static msi_op msi_direction(const msi_program *p, const msi_instruction *i) {
 }
 
 static bool msi_is_moved(const msi_lowering *w, uint32_t t, msi_role role) {
-    return w->decisions[t].moves & msi_move_of(role);
+    return msi_decided(w, t)->moves & msi_move_of(role);
 }
 
 /* Copies a value or gradient that is on the host alone to the device. */
 static void msi_fetch(msi_lowering *w, uint32_t t, msi_role role) {
-    uint32_t *now = role == MSI_ROLE_VALUE ? &w->now.value[t] : &w->now.gradient[t];
-    const uint32_t from = role == MSI_ROLE_VALUE ? w->now.away[t] : w->now.gradient_away[t];
-    if (*now == MSI_NONE && from != MSI_NONE) {
-        *now = msi_emit_copy(w, t, role, MSI_NONE, from);
+    uint32_t *list = role == MSI_ROLE_VALUE ? w->now.value : w->now.gradient;
+    const uint32_t from =
+        msi_now(w, role == MSI_ROLE_VALUE ? w->now.away : w->now.gradient_away, t);
+    if (from != MSI_NONE && msi_now(w, list, t) == MSI_NONE) {
+        msi_set_now(w, list, t, msi_emit_copy(w, t, role, MSI_NONE, from));
     }
 }
 
 /* Copies a value or gradient to the host: to where it was before, or to a new live range there. */
 static void msi_send(msi_lowering *w, uint32_t t, msi_role role) {
-    const uint32_t now = role == MSI_ROLE_VALUE ? w->now.value[t] : w->now.gradient[t];
-    uint32_t *away = role == MSI_ROLE_VALUE ? &w->now.away[t] : &w->now.gradient_away[t];
-    const bool is_new = *away == MSI_NONE;
+    const uint32_t now = msi_now(w, role == MSI_ROLE_VALUE ? w->now.value : w->now.gradient, t);
+    uint32_t *list = role == MSI_ROLE_VALUE ? w->now.away : w->now.gradient_away;
+    uint32_t away = msi_now(w, list, t);
+    const bool is_new = away == MSI_NONE;
     msi_emit_on(w, MSI_OP_COPY, t);
-    *away = is_new ? msi_new_whole(w, t, role, msi_format_at(w, now)) : *away;
-    msi_use_both(w, *away, false, now);
-    if (is_new && *away != MSI_NONE) {
-        w->program->code.ranges.items[*away].on_host = true;
-        w->program->layout.sent_bytes += msi_align(w->program->code.ranges.items[*away].bytes);
+    away = is_new ? msi_new_whole(w, t, role, msi_format_at(w, now)) : away;
+    msi_use_both(w, away, false, now);
+    if (is_new && away != MSI_NONE) {
+        msi_set_now(w, list, t, away);
+        w->program->code.ranges.items[away].on_host = true;
+        w->program->layout.sent_bytes += msi_align(w->program->code.ranges.items[away].bytes);
     }
 }
 
@@ -12034,15 +12144,15 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     w->program = p;
     w->decisions = decisions;
     w->queue.first = w->queue.end = w->queue.update_count = 0;
-    w->backward = w->has_narrow = w->scales_loss = w->is_seeded = false;
-    w->has_tiles = w->has_moves = false;
+    w->has_narrow = w->scales_loss = w->is_seeded = w->has_tiles = w->has_moves = false;
     w->tiles.groups.count = w->tiles.run_number = 0;
     w->tiles.group = NULL;
     w->again.pass_only_count = w->again.recomputation = w->again.pass_number = 0;
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         w->now.value[t] = store->resident_of[t];
         w->now.gradient[t] = w->now.away[t] = w->now.gradient_away[t] = MSI_NONE;
-        w->again.met[t] = w->again.wanted[t] = w->now.cleared[t] = w->tiles.cut[t] = 0;
+        w->now.cleared[t] = MSI_NONE;
+        w->again.met[t] = w->again.wanted[t] = w->tiles.cut[t] = 0;
         w->has_tiles |= decisions[t].tiles > 0;
         w->has_moves |= decisions[t].moves > 0;
         if (decisions[t].format != w->graph->tensors.items[t].format) {
@@ -12079,1544 +12189,6 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
         p->code.ranges.items[range].last = MSI_NONE;
         msi_start_resident(w, range);
     }
-}
-
-// ------------------------------------------------------------------------------------------------
-// >>operands  the next call of a layer: formats, edges, results, and casts around it
-
-/* The format of the next call of a layer: that of its first operand that is in 16 bits, follows the
-   format of the call, and has a format that the layer accepts. */
-static msi_format msi_call_format(const msi_lowering *w, const msi_layer *l) {
-    if (!w->has_narrow || w->calls_f32 || !l->dtypes.accepts || msi_is_kept_f32(w->graph, l)) {
-        return MSI_FORMAT_F32;
-    }
-    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_PARAM)) {
-        const msi_format format = (msi_format)w->decisions[operand.tensor].format;
-        if (msi_is_narrow(format) && msi_follows_call(operand.t, l, operand.group, operand.slot) &&
-            msi_is_called_in(l, format)) {
-            return format;
-        }
-    }
-    return MSI_FORMAT_F32;
-}
-
-static MSI_NOINLINE msi_format msi_seen_by_call(const msi_lowering *w, const msi_layer *l,
-                                                int group, uint32_t slot, uint32_t t) {
-    return msi_seen_format(&w->graph->tensors.items[t], l, group, slot, w->next.format);
-}
-
-/* The format of the gradient of a tensor: that which it has, or the one that it will have. */
-static msi_format msi_gradient_format(const msi_lowering *w, uint32_t t) {
-    const msi_tensor *tensor = &w->graph->tensors.items[t];
-    return w->now.gradient[t] != MSI_NONE        ? msi_format_at(w, w->now.gradient[t])
-           : w->now.gradient_away[t] != MSI_NONE ? msi_format_at(w, w->now.gradient_away[t])
-           : tensor->kind == MSI_KIND_PARAM && !tensor->narrow_gradient
-               ? MSI_FORMAT_F32
-               : (msi_format)w->decisions[t].format;
-}
-
-/* Lists the edges of a layer: the gradients of the slots in the masks. A gradient to which the
-   layer adds is cleared first if it does not exist yet. */
-static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
-                           uint32_t param_mask) {
-    const msi_graph *g = w->graph;
-    const uint32_t overwrites = l->overwrites.in | l->must_grad_in_place;
-    w->next.edge_count = 0;
-    for (int group = MSI_GROUP_IN; group <= MSI_GROUP_PARAM; group += MSI_GROUP_PARAM) {
-        const bool of_in = group == MSI_GROUP_IN;
-        const uint32_t mask = of_in ? in_mask : param_mask;
-        for (uint32_t slot = 0; slot < l->count[group]; slot++) {
-            msi_edge *edge = &w->next.edges[w->next.edge_count++];
-            const uint32_t t = msi_group(g, l, group)[slot];
-            memset(edge, 0, sizeof *edge);
-            edge->range = edge->tensor = MSI_NONE;
-            if (!(mask >> slot & 1) || t == MSI_NONE || !g->tensors.items[t].wants_gradient) {
-                continue;
-            }
-            edge->tensor = t;
-            edge->format =
-                msi_seen_by_call(w, l, of_in ? MSI_GROUP_GRAD_IN : MSI_GROUP_GRAD_PARAM, slot, t);
-            edge->is_cast = edge->format != msi_gradient_format(w, t);
-            edge->overwrites = (of_in ? overwrites : l->overwrites.param) >> slot & 1;
-            const uint32_t accumulates = of_in ? l->accumulates.in : l->accumulates.param;
-            if ((accumulates >> slot & 1) && edge->is_cast) {
-                edge->range = msi_emit_zeros(w, t, MSI_ROLE_CONTRIBUTION, edge->format);
-            } else if ((accumulates >> slot & 1) && w->now.gradient[t] == MSI_NONE) {
-                w->now.gradient[t] = msi_emit_zeros(w, t, MSI_ROLE_GRADIENT, edge->format);
-            }
-        }
-    }
-}
-
-/* Decides where an edge writes: to the gradient itself, as its first contribution or on top of what
-   is there; or to memory of its own, if that has another format, or if it overwrites and others
-   contribute too. */
-static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
-    bool first = w->now.gradient[edge->tensor] == MSI_NONE, mixed = false;
-    for (uint32_t k = 0; k < w->next.edge_count; k++) {
-        const msi_edge *other = &w->next.edges[k];
-        if (other->tensor == edge->tensor && !other->is_cast) {
-            mixed |= !other->overwrites;
-            first &= other >= edge || other->separate;
-        }
-    }
-    edge->separate = edge->is_cast || (edge->overwrites && (!first || mixed));
-    edge->accumulate = edge->is_cast ? edge->range != MSI_NONE : !edge->overwrites && !first;
-}
-
-/* For a gradient that is computed in place of a grad_out: copies the grad_out to the memory of the
-   gradient. Returns the live range of the copy. */
-static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t in, msi_edge *edge,
-                                  uint32_t *grad_out) {
-    const msi_graph *g = w->graph;
-    const uint32_t *masks = g->masks.items + l->mask_first + l->count[MSI_GROUP_OUT] + 4 * in;
-    const uint32_t out = msi_lowest_bit(masks[3]);
-    const uint32_t source = w->now.gradient[msi_group(g, l, MSI_GROUP_OUT)[out]];
-    const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
-    grad_out[out] = source == MSI_NONE
-                        ? msi_emit_zeros(w, edge->tensor, role, edge->format)
-                        : msi_emit_copy_as(w, edge->tensor, role, MSI_NONE, source, edge->format);
-    return grad_out[out];
-}
-
-/* Prepares the edges before their instruction. `grad_out` gets the live ranges in which the layer
-   computes in place of the gradients of its outputs. */
-static void msi_prepare_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
-                              uint32_t param_mask, uint32_t *grad_out) {
-    msi_list_edges(w, l, in_mask, param_mask);
-    for (uint32_t e = 0; e < w->next.edge_count; e++) {
-        msi_edge *edge = &w->next.edges[e];
-        if (edge->tensor == MSI_NONE) {
-            continue;
-        }
-        msi_decide_edge(w, edge);
-        if (e < l->count[MSI_GROUP_IN] && (l->must_grad_in_place >> e & 1)) {
-            edge->range = msi_copy_grad_out(w, l, e, edge, grad_out);
-            w->now.gradient[edge->tensor] =
-                edge->separate ? w->now.gradient[edge->tensor] : edge->range;
-        }
-    }
-}
-
-/* Appends the edges before `end` as operands of their instruction. */
-static void msi_use_edges(msi_lowering *w, uint32_t end) {
-    for (uint32_t e = 0; e < end; e++) {
-        msi_edge *edge = &w->next.edges[e];
-        if (edge->tensor == MSI_NONE) {
-            msi_use(w, MSI_NONE, false);
-            continue;
-        }
-        uint32_t *gradient = &w->now.gradient[edge->tensor];
-        if (edge->range == MSI_NONE && (edge->separate || *gradient == MSI_NONE)) {
-            const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
-            edge->range = msi_new_value(w, edge->tensor, role, edge->format);
-            *gradient = edge->separate ? *gradient : edge->range;
-        }
-        msi_use(w, edge->range == MSI_NONE ? *gradient : edge->range, edge->accumulate);
-    }
-}
-
-static void msi_add_contributions(msi_lowering *w) {
-    for (uint32_t e = 0; e < w->next.edge_count; e++) {
-        const msi_edge *edge = &w->next.edges[e];
-        uint32_t *gradient = edge->tensor == MSI_NONE ? NULL : &w->now.gradient[edge->tensor];
-        if (!gradient || !edge->separate) {
-            continue;
-        }
-        if (*gradient == MSI_NONE) { // the first contribution, in another format
-            *gradient = msi_emit_copy_as(w, edge->tensor, MSI_ROLE_GRADIENT, MSI_NONE, edge->range,
-                                         msi_gradient_format(w, edge->tensor));
-        } else {
-            msi_emit_on(w, MSI_OP_ADD, edge->tensor);
-            msi_use_both(w, *gradient, true, edge->range);
-        }
-    }
-}
-
-/* Whether a recomputation before the backward of `reader` is to make a tensor. */
-static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
-    const msi_tensor *tensor = &w->graph->tensors.items[t];
-    return tensor->is_output || t == w->graph->loss ||
-           (w->again.pass_number && w->again.wanted[t] == w->again.pass_number) ||
-           (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader &&
-            w->decisions[t].pass <= w->again.depth);
-}
-
-/* Whether, before backward, only layers of the present group use a tensor that the group makes. */
-static bool msi_is_within_group(const msi_lowering *w, msi_op op, uint32_t t) {
-    const msi_tensor *tensor = &w->graph->tensors.items[t];
-    return tensor->last_use < w->tiles.group->end && !tensor->is_output && t != w->graph->loss &&
-           !(op == MSI_OP_EVAL && tensor->is_eval_output);
-}
-
-/* Whether the rows of a tensor that the present tile makes are collected with those of the other
-   tiles: because layers outside the group use the tensor, or because it is kept for backward. */
-static bool msi_is_made_whole(const msi_lowering *w, msi_op op, uint32_t t, uint32_t reader) {
-    const msi_tensor *tensor = &w->graph->tensors.items[t];
-    return msi_is_again(op) ? !w->tiles.for_backward && !msi_is_within_group(w, op, t) &&
-                                  msi_is_needed(w, t, reader)
-                            : !msi_is_within_group(w, op, t) ||
-                                  (op == MSI_OP_FORWARD && w->decisions[t].pass == 0 &&
-                                   msi_is_read_again(tensor) && !w->tiles.group->sweeps &&
-                                   !msi_is_moved(w, t, MSI_ROLE_VALUE));
-}
-
-/* The live range to which a forward, eval or recomputation writes a tensor; MSI_NONE where nobody
-   needs it. A new one begins with the last instruction. A recomputation by forward also writes values
-   that are still in memory once more, with the same bits. From here on the new ones are read: nothing
-   needs the old ones in between. In a tile nothing reads the new ones. */
-static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool optional,
-                                 uint32_t reader) {
-    const msi_tensor *tensor = &w->graph->tensors.items[t];
-    const msi_format format = (msi_format)w->decisions[t].format;
-    const bool tile = w->tiles.group != NULL, again = msi_is_again(op);
-    const bool there = w->now.value[t] != MSI_NONE;
-    const bool own = op == MSI_OP_RECOMPUTE && w->graph->layers.items[tensor->producer].recompute;
-    if (own && there) { // what was kept: the recompute callback reads it, or leaves it alone
-        return tensor->serves_recompute ? w->now.value[t] : MSI_NONE;
-    }
-    if (own || optional) {
-        const bool needed = (tile && tensor->kind != MSI_KIND_SAVED) ||
-                            ((!tile || w->tiles.for_backward) && msi_is_needed(w, t, reader));
-        /* A call need not write what nothing reads before it is made again. */
-        const bool remade = w->decisions[t].pass > 0 && !(tile && w->tiles.group->sweeps);
-        const bool unread = op == MSI_OP_EVAL || !msi_is_read_again(tensor) || remade;
-        if (again ? there || !needed : unread) {
-            return MSI_NONE;
-        }
-    }
-    if (!tile && there && (tensor->is_output || t == w->graph->loss)) {
-        return w->now.value[t];
-    }
-    const bool whole = tile && msi_is_made_whole(w, op, t, reader);
-    const bool is_new = tile ? whole && w->tiles.whole_value[t] == MSI_NONE : !there;
-    const uint32_t range = whole && !there
-                               ? msi_whole_of(w, w->tiles.whole_value, t, MSI_ROLE_VALUE, format)
-                               : msi_new_value(w, t, MSI_ROLE_VALUE, format);
-    if (is_new && again && w->decisions[t].pass > w->again.depth) {
-        w->again.pass_only[w->again.pass_only_count++] = t;
-    }
-    w->now.value[t] = tile && there ? w->now.value[t] : range;
-    return range;
-}
-
-/* Before forward: copies the state of a layer that a recomputation would change a second time.
-   Before a recomputation: copies the present state to `aside`, from where msi_lower_forward puts it
-   back afterwards, and restores the first copy. Unused copies are dropped in the end. */
-static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t *aside) {
-    const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
-    uint32_t *snapshot = w->now.snapshot + (state - w->graph->operands.items);
-    const uint32_t count = op == MSI_OP_EVAL || l->recompute_keeps_state || !msi_can_recompute(l)
-                               ? 0
-                               : l->count[MSI_GROUP_STATE];
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; k++) {
-        aside[k] = MSI_NONE;
-        if (k < count && state[k] != MSI_NONE) {
-            aside[k] =
-                msi_emit_copy(w, state[k], MSI_ROLE_SNAPSHOT, MSI_NONE, w->now.value[state[k]]);
-        }
-    }
-    for (uint32_t k = 0; k < count; k++) {
-        if (msi_is_again(op) && state[k] != MSI_NONE) {
-            msi_emit_copy(w, state[k], MSI_ROLE_VALUE, w->now.value[state[k]], snapshot[k]);
-        } else {
-            snapshot[k] = aside[k];
-        }
-    }
-}
-
-/* The live range to which a call writes a result that is kept in `range`: a new one if the call
-   uses another format. Then msi_cast_results casts the result after the call. */
-static uint32_t msi_written_range(msi_lowering *w, const msi_layer *l, int group, uint32_t slot,
-                                  uint32_t t, uint32_t range) {
-    const msi_program *p = w->program;
-    const msi_format seen = msi_seen_by_call(w, l, group, slot, t);
-    if (range == MSI_NONE || msi_format_at(w, range) == seen) {
-        return range;
-    }
-    msi_result_cast *cast = &w->next.casts[w->next.cast_count++];
-    cast->tensor = t;
-    cast->from = msi_new_value(w, t, MSI_ROLE_VALUE, seen);
-    cast->to = range;
-    cast->is_new = range >= w->store->residents.count &&
-                   p->code.ranges.items[range].first == p->code.instructions.count - 1;
-    return cast->from;
-}
-
-/* After a call: casts what it has written in another format to the ranges that are kept. Those that
-   are new begin here. */
-static void msi_cast_results(msi_lowering *w) {
-    for (uint32_t k = 0; k < w->next.cast_count && !w->program->out_of_memory; k++) {
-        const msi_result_cast *cast = &w->next.casts[k];
-        msi_range *to = &w->program->code.ranges.items[cast->to];
-        msi_emit_copy_as(w, cast->tensor, MSI_ROLE_VALUE, cast->to, cast->from, MSI_FORMAT_F32);
-        to->first = cast->is_new ? to->last : to->first;
-    }
-    w->next.cast_count = 0;
-}
-
-/* Copies inputs in whose place an output is computed to the memory of the output. The copy costs
-   nothing where the output is an alias of the input. */
-static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t reader) {
-    const msi_graph *g = w->graph;
-    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
-    const bool own = op == MSI_OP_RECOMPUTE && l->recompute;
-    for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
-        const uint32_t t = out.tensor;
-        if ((l->must_in_place >> out.slot & 1) &&
-            (!own || (w->now.value[t] == MSI_NONE && msi_is_needed(w, t, reader)))) {
-            const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + out.slot]);
-            const uint32_t source = w->now.value[in[i]];
-            const msi_format seen = msi_seen_by_call(w, l, MSI_GROUP_OUT, out.slot, t);
-            msi_emit_on(w, seen == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, t);
-            const uint32_t range = msi_written_range(w, l, MSI_GROUP_OUT, out.slot, t,
-                                                     msi_output_range(w, op, t, false, reader));
-            msi_use_both(w, range, false, source);
-            w->next.slots[i] = w->next.slots[l->start[MSI_GROUP_OUT] + out.slot] = range;
-        }
-    }
-}
-
-/* Casts the values that the next call reads in another format than the one they are kept in. */
-static void msi_cast_values(msi_lowering *w, msi_op op, const msi_layer *l) {
-    if (!w->has_narrow) {
-        return;
-    }
-    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_PARAM)) {
-        const uint32_t now = w->now.value[operand.tensor];
-        const bool reads = msi_op_reads(l, op, operand.group) >> operand.slot & 1;
-        uint32_t *slot = &w->next.slots[l->start[operand.group] + operand.slot];
-        const msi_format seen =
-            msi_seen_format(operand.t, l, operand.group, operand.slot, w->next.format);
-        if (reads && *slot == MSI_UNSET && now != MSI_NONE && msi_format_at(w, now) != seen) {
-            *slot = msi_emit_copy_as(w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE, now, seen);
-        }
-    }
-}
-
-/* The same for the gradients of outputs that backward reads. */
-static void msi_cast_gradients(msi_lowering *w, const msi_layer *l, uint32_t *grad_out) {
-    for (MSI_EACH(out, w->graph, l, MSI_GROUP_OUT)) {
-        const uint32_t gradient = w->now.gradient[out.tensor];
-        const msi_format seen = msi_seen_by_call(w, l, MSI_GROUP_GRAD_OUT, out.slot, out.tensor);
-        if (grad_out[out.slot] == MSI_UNSET && gradient != MSI_NONE &&
-            msi_format_at(w, gradient) != seen) {
-            grad_out[out.slot] =
-                msi_emit_copy_as(w, out.tensor, MSI_ROLE_GRADIENT, MSI_NONE, gradient, seen);
-        }
-    }
-}
-
-/* Emits the call of a layer. */
-static void msi_emit_call(msi_lowering *w, msi_op op, uint32_t layer) {
-    msi_emit(w, op, layer);
-    msi_last(w)->format = (uint8_t)w->next.format;
-    if (w->tiles.group) {
-        msi_last(w)->rows = w->tiles.rows;
-    }
-}
-
-/* Appends the values of a group as operands. */
-static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int group,
-                           uint32_t reader) {
-    const uint32_t *operands = msi_group(w->graph, l, group);
-    const uint32_t start = l->start[group];
-    const uint32_t reads = msi_op_reads(l, op, group);
-    const bool written =
-        op != MSI_OP_BACKWARD && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED);
-    for (uint32_t k = 0; k < l->count[group]; k++) {
-        uint32_t range = w->next.slots[start + k];
-        if (operands[k] == MSI_NONE) {
-            range = MSI_NONE;
-        } else if (range == MSI_UNSET && written) {
-            const bool optional = group == MSI_GROUP_SAVED && (l->optional_saved >> k & 1);
-            range = msi_written_range(w, l, group, k, operands[k],
-                                      msi_output_range(w, op, operands[k], optional, reader));
-        } else if (range == MSI_UNSET) {
-            range = reads >> k & 1 ? w->now.value[operands[k]] : MSI_NONE;
-        }
-        msi_use(w, range, false);
-    }
-}
-
-static void msi_unset_slots(msi_lowering *w, const msi_layer *l) {
-    const uint32_t count = l->start[MSI_GROUP_COUNT] + l->count[MSI_GROUP_OUT];
-    for (uint32_t k = 0; k < count; k++) {
-        w->next.slots[k] = MSI_UNSET;
-    }
-}
-
-// ------------------------------------------------------------------------------------------------
-// >>homes  params and values that are fetched from the host for a call, and sent back after it
-
-/* Whether residents with these two homes can move in one copy: both homes are in the model's own
-   memory, where no callback uses them. */
-static bool msi_can_join(const msi_lowering *w, uint32_t a, uint32_t b) {
-    const msi_resident *residents = w->store->residents.items;
-    const uint32_t count = w->store->residents.count;
-    return a < count && b < count && !residents[a].borrowed && !residents[b].borrowed &&
-           !residents[a].is_shown && !residents[b].is_shown;
-}
-
-/* Whether a home lies right after another one: all residents between them in home_order are on the
-   device or borrowed. */
-static bool msi_lies_after(const msi_lowering *w, uint32_t home, uint32_t before) {
-    const msi_store *store = w->store;
-    const uint32_t end = store->home_at[home];
-    uint32_t at = store->home_at[before] + 1;
-    while (at < end && (!w->program->code.ranges.items[store->home_order[at]].on_host ||
-                        store->residents.items[store->home_order[at]].borrowed)) {
-        at++;
-    }
-    return at == end;
-}
-
-/* Makes the last instruction one for a part of its tensor. */
-static MSI_NOINLINE void msi_set_part(msi_lowering *w, uint32_t part, uint32_t part_count) {
-    if (part_count > 1) {
-        msi_last(w)->part = (uint16_t)part;
-        msi_last(w)->part_count = (uint16_t)part_count;
-    }
-}
-
-/* Appends a pair to a copy, the last instruction; `before` is the home of the pair before it. */
-static void msi_use_home(msi_lowering *w, uint32_t target, uint32_t source, uint32_t home,
-                         uint32_t before) {
-    msi_program *p = w->program;
-    const bool beside = before != MSI_NONE && !p->out_of_memory && msi_lies_after(w, home, before);
-    msi_use_both(w, target, false, source);
-    if (beside && !p->out_of_memory) {
-        p->code.operands.items[p->code.operands.count - (target == home ? 2 : 1)].beside = true;
-    }
-}
-
-/* Copies a part of a home to the device: along with what was copied from `before`, by the last
-   instruction, or by itself. Returns the range where it lands. */
-static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, uint32_t part,
-                               uint32_t part_count) {
-    msi_program *p = w->program;
-    const uint32_t t = p->code.ranges.items[home].tensor;
-    const msi_role role = (msi_role)p->code.ranges.items[home].role;
-    const msi_format format = (msi_format)p->code.ranges.items[home].format;
-    const uint64_t elements = w->graph->tensors.items[t].bytes / sizeof(float);
-    const msi_part piece = msi_part_bytes(format, msi_part_of(elements, part, part_count));
-    if (before == MSI_NONE) {
-        msi_emit(w, MSI_OP_COPY, t);
-        msi_set_part(w, part, part_count);
-    }
-    const uint32_t range = msi_new_range(w, t, role, piece.count);
-    if (range != MSI_NONE) {
-        p->code.ranges.items[range].format = (uint8_t)format;
-        p->code.ranges.items[range].part = (uint16_t)(part_count > 1 ? part + 1 : 0);
-        p->code.ranges.items[range].packed = before != MSI_NONE;
-    }
-    msi_use_home(w, range, home, home, before);
-    return range;
-}
-
-/* Copies a part of a range back to its home: along with what was copied to `before`, by the last
-   instruction, or by itself. */
-static void msi_send_home(msi_lowering *w, uint32_t home, uint32_t range, uint32_t before,
-                          uint32_t part, uint32_t part_count) {
-    if (before == MSI_NONE) {
-        msi_emit(w, MSI_OP_COPY, w->program->code.ranges.items[home].tensor);
-        msi_set_part(w, part, part_count);
-    }
-    msi_use_home(w, home, range, home, before);
-}
-
-/* Fetches the params that a layer reads from the host: what is small goes with others. */
-static void msi_fetch_params(msi_lowering *w, const msi_layer *l, uint32_t reads) {
-    uint32_t before = MSI_NONE;
-    msi_batch batch = {0, 0};
-    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
-        const uint32_t t = param.tensor, home = w->now.away[t];
-        if (!(reads >> param.slot & 1) || w->now.value[t] != MSI_NONE || home == MSI_NONE ||
-            w->program->out_of_memory) {
-            continue;
-        }
-        const bool along = msi_goes_along(&batch, w->graph->tensors.items[t].bytes);
-        before = along && msi_can_join(w, home, before) ? before : MSI_NONE;
-        w->now.value[t] = msi_fetch_home(w, home, before, 0, 0);
-        before = home;
-    }
-}
-
-/* Fetches what a layer reads from the host. */
-static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
-    if (!w->has_moves) {
-        return;
-    }
-    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
-        if (msi_op_reads(l, op, operand.group) >> operand.slot & 1) {
-            msi_fetch(w, operand.tensor, MSI_ROLE_VALUE);
-        }
-    }
-    msi_fetch_params(w, l, msi_op_reads(l, op, MSI_GROUP_PARAM));
-}
-
-/* Forgets the copies on the device of params whose home is the host; inside a group not before its
-   last tile, when msi_end_group calls this. */
-static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
-    if (w->tiles.group || !w->has_moves) {
-        return;
-    }
-    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
-        if (w->now.away[param.tensor] != MSI_NONE) {
-            w->now.value[param.tensor] = MSI_NONE;
-        }
-    }
-}
-
-/* After the forward of a layer: sends to the host what it has made and what is to be moved. A sweep
-   sends nothing: no backward but its own, which follows at once, reads what it makes. */
-static void msi_send_made(msi_lowering *w, const msi_layer *l) {
-    if ((w->tiles.group && w->tiles.group->sweeps) || !w->has_moves) {
-        return;
-    }
-    for (MSI_EACH_OF(made, w->graph, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) {
-        if (msi_is_moved(w, made.tensor, MSI_ROLE_VALUE) && w->now.value[made.tensor] != MSI_NONE) {
-            msi_send(w, made.tensor, MSI_ROLE_VALUE);
-        }
-    }
-}
-
-// ------------------------------------------------------------------------------------------------
-// >>recompute  forward and backward of a layer, and forward again for what a reader lacks, whole or
-//             in tiles
-
-/* Forward, eval or recomputation of a layer whose inputs are in memory or on the host. */
-static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader) {
-    const msi_layer *l = &w->graph->layers.items[layer];
-    const int which = op == MSI_OP_RECOMPUTE ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
-    const bool writes_gradients = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
-    uint32_t aside[MS_LIMIT_STATE];
-    w->next.format = msi_call_format(w, l);
-    msi_unset_slots(w, l);
-    msi_fetch_values(w, op, l);
-    msi_lower_state(w, op, l, aside);
-    msi_lower_in_place(w, op, l, reader);
-    msi_cast_values(w, op, l);
-    if (writes_gradients) {
-        msi_prepare_edges(w, l, l->grads_in_forward, 0, NULL);
-    }
-    const uint32_t workspace = msi_prepare_workspace(w, layer, which);
-    msi_emit_call(w, op, layer);
-    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        msi_use_values(w, op, l, group, reader);
-    }
-    if (writes_gradients) {
-        msi_use_edges(w, l->count[MSI_GROUP_IN]);
-    }
-    msi_use_workspace(w, layer, which, workspace);
-    msi_cast_results(w);
-    if (writes_gradients) {
-        msi_add_contributions(w);
-    }
-    for (MSI_EACH(state, w->graph, l, MSI_GROUP_STATE)) {
-        const uint32_t t = state.tensor;
-        if (msi_is_again(op) && aside[state.slot] != MSI_NONE) {
-            msi_emit_copy(w, t, MSI_ROLE_VALUE, w->now.value[t], aside[state.slot]);
-            msi_last(w)->restores = true;
-        }
-    }
-    msi_drop_params(w, l);
-    if (op == MSI_OP_FORWARD) {
-        msi_send_made(w, l);
-    }
-}
-
-/* Copies the values that backward destroys, because others may still need them. Where this is their
-   last use the copy is an alias and costs nothing. */
-static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
-    const uint32_t masks[] = {l->clobbers.in, l->clobbers.out};
-    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_OUT)) {
-        const uint32_t mask = masks[operand.group] & l->backward_masks[operand.group];
-        uint32_t *slot = &w->next.slots[l->start[operand.group] + operand.slot];
-        if ((mask >> operand.slot & 1) && *slot == MSI_UNSET) { // what was cast is a copy
-            *slot = msi_emit_copy(w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE,
-                                  w->now.value[operand.tensor]);
-        }
-    }
-}
-
-/* Fetches the gradients of params to which earlier layers have contributed. One that is kept
-   between micro-batches is cleared in the first. */
-static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
-    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
-        const uint32_t t = param.tensor, home = w->now.gradient_away[t];
-        if (w->now.gradient[t] != MSI_NONE || home == MSI_NONE) {
-            continue;
-        }
-        msi_fetch(w, t, MSI_ROLE_GRADIENT);
-        if (home < w->store->residents.count && !w->store->residents.items[home].borrowed &&
-            !w->now.cleared[t]) {
-            msi_emit(w, MSI_OP_ZERO, t);
-            msi_use(w, w->now.gradient[t], false);
-            msi_last(w)->is_first = true;
-            w->now.cleared[t] = 1;
-        }
-    }
-}
-
-/* Backward of a layer. What it reads is in memory or on the host. */
-static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
-    const msi_graph *g = w->graph;
-    const msi_layer *l = &g->layers.items[layer];
-    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
-    uint32_t *grad_out = w->next.slots + l->start[MSI_GROUP_COUNT];
-    w->next.format = msi_call_format(w, l);
-    msi_unset_slots(w, l);
-    msi_fetch_values(w, MSI_OP_BACKWARD, l);
-    msi_fetch_gradients(w, l);
-    msi_cast_values(w, MSI_OP_BACKWARD, l);
-    msi_lower_clobbers(w, l);
-    msi_prepare_edges(w, l, MS_ALL_SLOTS, MS_ALL_SLOTS, grad_out);
-    msi_cast_gradients(w, l, grad_out);
-    const uint32_t workspace = msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
-    msi_emit_call(w, MSI_OP_BACKWARD, layer);
-    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        msi_use_values(w, MSI_OP_BACKWARD, l, group, MSI_NONE);
-    }
-    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
-        msi_use(w,
-                out[k] == MSI_NONE         ? MSI_NONE
-                : grad_out[k] == MSI_UNSET ? w->now.gradient[out[k]]
-                                           : grad_out[k],
-                false);
-    }
-    msi_use_edges(w, w->next.edge_count);
-    msi_use_workspace(w, layer, MSI_WORKSPACE_BACKWARD, workspace);
-    msi_add_contributions(w);
-}
-
-/* Whether a value is neither in memory nor on the host. */
-static bool msi_is_lost(const msi_lowering *w, uint32_t t) {
-    return w->now.value[t] == MSI_NONE && w->now.away[t] == MSI_NONE;
-}
-
-/* How the values of a layer come back: by RECOMPUTE, unless its recompute callback reads a value of
-   the layer itself that is lost; then by REPEAT. */
-static msi_op msi_way_back(const msi_lowering *w, const msi_layer *l) {
-    for (MSI_EACH_OF(made, w->graph, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) {
-        if (l->recompute && (l->recompute_masks[made.group] >> made.slot & 1) &&
-            msi_is_lost(w, made.tensor)) {
-            return MSI_OP_REPEAT;
-        }
-    }
-    return MSI_OP_RECOMPUTE;
-}
-
-/* The group of a layer, or NULL: it is computed whole. */
-static const msi_tiling *msi_group_of_layer(const msi_lowering *w, uint32_t layer) {
-    return w->has_tiles && w->tiles.group_of[layer]
-               ? &w->tiles.groups.items[w->tiles.group_of[layer] - 1]
-               : NULL;
-}
-
-/* Adds to a mask of layers of a group, whose first layer has bit 0, those that make the lost inputs
-   of layers in the mask, and so on back. */
-static uint32_t msi_add_producers(const msi_lowering *w, const msi_tiling *group, uint32_t mask) {
-    const msi_graph *g = w->graph;
-    for (uint32_t i = group->end; i-- > group->first;) {
-        const msi_layer *l = &g->layers.items[i];
-        if (!(mask >> (i - group->first) & 1)) {
-            continue;
-        }
-        const uint32_t reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
-        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            if ((reads >> in.slot & 1) && msi_is_lost(w, in.tensor) &&
-                in.t->producer >= group->first) {
-                mask |= 1u << (in.t->producer - group->first);
-            }
-        }
-    }
-    return mask;
-}
-
-/* Goes through the lost inputs of layers that are to run again: the layers of a group in a mask, as
-   above, or one layer that is in no group. Values that the group itself makes are skipped. */
-typedef struct msi_lost_inputs {
-    uint32_t first, mask, layer, reads;
-    bool is_group, has_layer;
-    msi_operand_cursor in;
-} msi_lost_inputs;
-
-static msi_lost_inputs msi_lost_inputs_of(const msi_lowering *w, uint32_t t) {
-    msi_lost_inputs c = MSI_ZERO_INIT;
-    const uint32_t producer = w->graph->tensors.items[t].producer;
-    const msi_tiling *group = msi_group_of_layer(w, producer);
-    c.is_group = group != NULL;
-    c.first = group ? group->first : producer;
-    c.mask = group ? msi_add_producers(w, group, 1u << (producer - group->first)) : 1;
-    return c;
-}
-
-/* The next one, or MSI_NONE. */
-static uint32_t msi_next_lost(const msi_lowering *w, msi_lost_inputs *c) {
-    const msi_graph *g = w->graph;
-    for (;;) {
-        while (c->has_layer && msi_next_operand(&c->in)) {
-            if ((c->reads >> c->in.slot & 1) && msi_is_lost(w, c->in.tensor) &&
-                (!c->is_group || c->in.t->producer < c->first)) {
-                return c->in.tensor;
-            }
-        }
-        if (c->mask == 0) {
-            return MSI_NONE;
-        }
-        const uint32_t bit = msi_lowest_bit(c->mask);
-        const msi_layer *l = &g->layers.items[c->first + bit];
-        c->mask &= c->mask - 1;
-        c->has_layer = true;
-        c->reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
-        c->in = msi_operands_of(g, l, MSI_GROUP_IN, MSI_GROUP_IN);
-    }
-}
-
-/* Lists what is missing to recompute a tensor, back to what is in memory. Inner values of groups
-   are not listed: they are recomputed along with the tensors that are. */
-static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
-    uint32_t depth = 0, listed = 0;
-    w->again.recomputation++;
-    w->again.stack[depth++] = tensor;
-    w->again.met[tensor] = w->again.recomputation;
-    while (depth > 0) {
-        msi_lost_inputs inputs = msi_lost_inputs_of(w, w->again.stack[depth - 1]);
-        uint32_t next = msi_next_lost(w, &inputs);
-        while (next != MSI_NONE && w->again.met[next] == w->again.recomputation) {
-            next = msi_next_lost(w, &inputs);
-        }
-        if (next == MSI_NONE) {
-            w->again.missing[listed++] = w->again.stack[--depth];
-        } else {
-            w->again.met[next] = w->again.recomputation;
-            w->again.stack[depth++] = next;
-        }
-    }
-    return listed;
-}
-
-/* Begins a run through a group: notes which tensors are cut. */
-static void msi_begin_group(msi_lowering *w, const msi_tiling *group) {
-    const msi_graph *g = w->graph;
-    w->tiles.group = group;
-    w->tiles.run_number++;
-    for (uint32_t i = group->first; i < group->end; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
-            const uint32_t t = operand.tensor;
-            const bool cut = msi_is_by_rows(l, operand.group, operand.slot);
-            w->tiles.cut[t] = cut ? w->tiles.run_number : w->tiles.cut[t];
-            w->tiles.whole_value[t] = w->tiles.whole_gradient[t] = MSI_NONE;
-        }
-    }
-}
-
-/* Between two tiles, and after the last: forgets the ranges that have the rows of one tile alone. A
-   range that collects the rows of all tiles is hidden from the next tile, whose layers make their
-   own rows, and becomes the range of its tensor when the group ends. */
-static void msi_leave_tile(msi_lowering *w, bool ends) {
-    const msi_graph *g = w->graph;
-    const msi_range *ranges = w->program->code.ranges.items;
-    for (uint32_t i = w->tiles.group->first; i < w->tiles.group->end && !w->program->out_of_memory;
-         i++) {
-        for (MSI_EACH_OF(operand, g, &g->layers.items[i], MSI_GROUP_IN, MSI_GROUP_SAVED)) {
-            const uint32_t t = operand.tensor;
-            uint32_t *const now[] = {&w->now.value[t], &w->now.gradient[t]};
-            const uint32_t all[] = {w->tiles.whole_value[t], w->tiles.whole_gradient[t]};
-            for (int k = 0; k < 2; k++) {
-                if (all[k] != MSI_NONE) {
-                    *now[k] = ends ? all[k] : MSI_NONE;
-                } else if (*now[k] != MSI_NONE && ranges[*now[k]].is_tile) {
-                    *now[k] = MSI_NONE;
-                }
-            }
-        }
-    }
-}
-
-static void msi_end_group(msi_lowering *w) {
-    const msi_tiling *group = w->tiles.group;
-    msi_leave_tile(w, true);
-    w->tiles.group = NULL;
-    for (uint32_t i = group->first; i < group->end; i++) {
-        msi_drop_params(w, &w->graph->layers.items[i]);
-    }
-}
-
-/* Runs layers of a group, those in a mask, on all tiles: by `op` or, if that is RECOMPUTE, as their
-   values come back. Then, if `backward`, each tile has the backward of the group. */
-static void msi_lower_tiles(msi_lowering *w, const msi_tiling *group, msi_op op, uint32_t mask,
-                            uint32_t reader, bool backward) {
-    const msi_layer *layers = w->graph->layers.items;
-    const bool again = op == MSI_OP_RECOMPUTE;
-    msi_begin_group(w, group);
-    for (uint32_t tile = 0; tile < group->tiles && !w->program->out_of_memory; tile++) {
-        w->tiles.rows = msi_rows_of_tile(group, tile);
-        for (uint32_t i = group->first; i < group->end && !w->program->out_of_memory; i++) {
-            if (mask >> (i - group->first) & 1) {
-                msi_lower_forward(w, again ? msi_way_back(w, &layers[i]) : op, i, reader);
-                w->program->code.recompute_count += again && w->tiles.rows.begin == 0;
-            }
-        }
-        for (uint32_t i = group->end;
-             backward && i-- > group->first && !w->program->out_of_memory;) {
-            if (layers[i].has_backward) {
-                msi_lower_backward(w, i);
-            }
-        }
-        msi_leave_tile(w, false);
-    }
-    msi_end_group(w);
-}
-
-/* The layers of a group that run again to make `tensor`, and along with it all other outputs of the
-   group that the present pass wants and for which no input is lost. */
-static uint32_t msi_wanted_layers(const msi_lowering *w, const msi_tiling *group, uint32_t tensor) {
-    const msi_graph *g = w->graph;
-    uint32_t mask = 0;
-    for (uint32_t i = group->first; i < group->end; i++) {
-        for (MSI_EACH(out, g, &g->layers.items[i], MSI_GROUP_OUT)) {
-            msi_lost_inputs inputs = msi_lost_inputs_of(w, out.tensor);
-            const bool wanted = w->again.wanted[out.tensor] == w->again.pass_number &&
-                                w->now.value[out.tensor] == MSI_NONE &&
-                                msi_next_lost(w, &inputs) == MSI_NONE;
-            mask |= wanted || out.tensor == tensor ? 1u << (i - group->first) : 0u;
-        }
-    }
-    return msi_add_producers(w, group, mask);
-}
-
-/* One pass: makes those of the first `count` missing tensors that belong to it, and what they are
-   made of. */
-static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
-    const msi_graph *g = w->graph;
-    w->again.pass_number++;
-    for (uint32_t i = count; i-- > 0;) {
-        const uint32_t t = w->again.missing[i];
-        if (w->now.value[t] != MSI_NONE ||
-            (w->decisions[t].pass > w->again.depth && w->again.wanted[t] != w->again.pass_number)) {
-            continue;
-        }
-        msi_lost_inputs inputs = msi_lost_inputs_of(w, t);
-        w->again.wanted[t] = w->again.pass_number;
-        for (uint32_t in; (in = msi_next_lost(w, &inputs)) != MSI_NONE;) {
-            w->again.wanted[in] = w->again.pass_number;
-        }
-    }
-    for (uint32_t i = 0; i < count && !w->program->out_of_memory; i++) {
-        const uint32_t t = w->again.missing[i], layer = g->tensors.items[t].producer;
-        const msi_tiling *group = msi_group_of_layer(w, layer);
-        if (w->again.wanted[t] != w->again.pass_number || w->now.value[t] != MSI_NONE) {
-            continue;
-        }
-        if (group) {
-            msi_lower_tiles(w, group, MSI_OP_RECOMPUTE, msi_wanted_layers(w, group, t), reader,
-                            false);
-        } else {
-            msi_lower_forward(w, msi_way_back(w, &g->layers.items[layer]), layer, reader);
-            w->program->code.recompute_count++;
-        }
-    }
-    while (w->again.pass_only_count > 0) {
-        w->now.value[w->again.pass_only[--w->again.pass_only_count]] = MSI_NONE;
-    }
-}
-
-/* Makes sure that the value of a tensor is in memory, for the backward of layer `reader`: runs its
-   producer again, after the producers of what that reads, and so on back to what is in memory. */
-static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reader) {
-    while (msi_is_lost(w, tensor) && !w->program->out_of_memory) {
-        const uint32_t count = msi_list_missing(w, tensor);
-        w->again.depth = UINT32_MAX;
-        for (uint32_t i = 0; i < count; i++) {
-            const uint32_t depth = w->decisions[w->again.missing[i]].pass;
-            w->again.depth = depth < w->again.depth ? depth : w->again.depth;
-        }
-        msi_lower_pass(w, count, reader);
-    }
-}
-
-// ------------------------------------------------------------------------------------------------
-// >>updates  the update of a param, early or late, in parts, with what moves for it
-
-/* Computes the norm of all gradients, for clipping and for the loss scale. */
-static void msi_lower_norm(msi_lowering *w) {
-    const msi_graph *g = w->graph;
-    msi_program *p = w->program;
-    if (!(w->optimizer->grad_clip_norm > 0.0f) && !w->scales_loss) {
-        return;
-    }
-    p->code.norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (msi_learns(&g->tensors.items[t])) {
-            msi_fetch(w, t, MSI_ROLE_GRADIENT);
-            msi_emit(w, MSI_OP_NORM, t);
-            msi_use_both(w, w->now.gradient[t], false, p->code.norm);
-            w->now.gradient[t] =
-                w->now.gradient_away[t] == MSI_NONE ? w->now.gradient[t] : MSI_NONE;
-        }
-    }
-    msi_emit(w, MSI_OP_CLIP, 0);
-    msi_use(w, p->code.norm, false);
-}
-
-/* The number of parts of the update of a param: one if parts of codes would be smaller than a
-   group, or if the update is the trainer's own. */
-static uint32_t msi_update_parts(const msi_lowering *w, uint32_t param) {
-    const msi_tensor_decision *d = &w->decisions[param];
-    const uint64_t count = w->graph->tensors.items[param].bytes / sizeof(float);
-    const bool whole = w->optimizer->kind == MS_OPTIMIZER_CUSTOM ||
-                       (d->state_8bit && msi_part_size(count, d->parts) < MSI_CODED_GROUP);
-    return whole || d->parts < 2 ? 1 : d->parts;
-}
-
-/* Lists the operands of the update of a param. */
-static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_update *u) {
-    const msi_store *store = w->store;
-    const uint32_t resident = store->resident_of[param];
-    msi_update_operand *list = u->operands;
-    const uint32_t now[] = {w->now.value[param], w->now.gradient[param], w->program->code.norm};
-    const uint32_t homes[] = {w->now.away[param], w->now.gradient_away[param], MSI_NONE};
-    uint32_t count = 0;
-    for (; count < 3; count++) {
-        list[count].range = now[count];
-        list[count].home = homes[count];
-        list[count].is_fetched = now[count] == MSI_NONE && homes[count] != MSI_NONE;
-    }
-    for (uint32_t i = resident + 1;
-         i < store->residents.count && store->residents.items[i].tensor == param; i++) {
-        const bool is_there = store->residents.items[i].role != MSI_ROLE_MASTER ||
-                              w->program->code.ranges.items[i].bytes > 0;
-        if (store->residents.items[i].role >= MSI_ROLE_STATE0 && is_there) {
-            /* What does not move in place is copied, and so is the trainer's own memory: it may be
-               pageable, which a device cannot use. */
-            const bool copied =
-                msi_is_moved(w, param, MSI_ROLE_STATE0) &&
-                (store->residents.items[i].borrowed || !(w->decisions[param].moves & MSI_IN_PLACE));
-            list[count].range = copied ? MSI_NONE : i;
-            list[count].home = copied ? i : MSI_NONE;
-            list[count++].is_fetched = copied;
-        }
-    }
-    u->param = param;
-    u->count = count;
-    u->moves = false;
-    for (uint32_t k = 0; k < count; k++) {
-        u->moves |= list[k].home != MSI_NONE;
-    }
-    u->parts = u->moves || w->decisions[param].splits ? msi_update_parts(w, param) : 1;
-}
-
-/* Lists what the updates at hand move, in the order of the homes, except gradients: each moves by
-   itself, since it ends with the update. */
-static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
-    const uint32_t *home_at = w->store->home_at;
-    uint32_t count = 0;
-    for (uint32_t n = 0; n < w->queue.update_count; n++) {
-        msi_param_update *u = &w->queue.updates[n];
-        for (uint32_t k = 0; k < u->count; k = k == 0 ? 3 : k + 1) {
-            msi_update_operand *o = &u->operands[k];
-            uint32_t at = count;
-            if (o->home == MSI_NONE) {
-                continue;
-            }
-            for (; at > 0 && home_at[moved[at - 1]->home] > home_at[o->home]; at--) {
-                moved[at] = moved[at - 1];
-            }
-            moved[at] = o;
-            count++;
-        }
-    }
-    return count;
-}
-
-/* One part of the updates at hand: what is moved is fetched before, and sent back after. What was
-   fetched in one copy is sent back in one; a value that backward has fetched goes by itself. */
-static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts) {
-    msi_update_operand *moved[MSI_MOST_TOGETHER * (2 + MS_LIMIT_OPTIMIZER_STATE)];
-    const uint32_t count = msi_list_moved(w, moved);
-    uint32_t before = MSI_NONE;
-    for (uint32_t n = 0; n < w->queue.update_count; n++) {
-        msi_update_operand *gradient = &w->queue.updates[n].operands[1];
-        if (gradient->is_fetched) {
-            gradient->range = msi_fetch_home(w, gradient->home, MSI_NONE, part, parts);
-        }
-    }
-    for (uint32_t k = 0; k < count && !w->program->out_of_memory; k++) {
-        if (moved[k]->is_fetched) {
-            before = msi_can_join(w, moved[k]->home, before) ? before : MSI_NONE;
-            moved[k]->range = msi_fetch_home(w, moved[k]->home, before, part, parts);
-            before = moved[k]->home;
-        }
-    }
-    for (uint32_t n = 0; n < w->queue.update_count; n++) {
-        msi_emit(w, MSI_OP_UPDATE, w->queue.updates[n].param);
-        msi_set_part(w, part, parts);
-        for (uint32_t k = 0; k < w->queue.updates[n].count; k++) {
-            msi_use(w, w->queue.updates[n].operands[k].range, false);
-        }
-    }
-    for (uint32_t n = 0; n < w->queue.update_count; n++) {
-        const msi_update_operand *gradient = &w->queue.updates[n].operands[1];
-        if (w->optimizer->kind == MS_OPTIMIZER_CUSTOM &&
-            gradient->home < w->store->residents.count && // else none: what is lent is written back
-            w->store->residents.items[gradient->home].borrowed) {
-            msi_send_home(w, gradient->home, gradient->range, MSI_NONE, part, parts);
-        }
-    }
-    before = MSI_NONE;
-    for (uint32_t k = 0; k < count && !w->program->out_of_memory; k++) {
-        const bool landed_with = k > 0 && moved[k]->range == moved[k - 1]->range + 1 &&
-                                 w->program->code.ranges.items[moved[k]->range].packed;
-        before = landed_with && msi_can_join(w, moved[k]->home, before) ? before : MSI_NONE;
-        msi_send_home(w, moved[k]->home, moved[k]->range, before, part, parts);
-        before = moved[k]->home;
-    }
-}
-
-/* Emits the updates at hand. */
-static MSI_NOINLINE void msi_lower_gathered(msi_lowering *w) {
-    const uint32_t parts = w->queue.update_count > 0 ? w->queue.updates[0].parts : 0;
-    for (uint32_t part = 0; part < parts && !w->program->out_of_memory; part++) {
-        msi_lower_update_part(w, part, parts);
-    }
-    w->queue.update_count = 0;
-}
-
-/* Whether an update may go along with those at hand, so that what they move is moved in one copy.
-   The trainer's own may not: it may fail, and what was updated before must be sent home by then. */
-static bool msi_may_join_updates(const msi_lowering *w, const msi_param_update *u) {
-    const msi_tensor *tensors = w->graph->tensors.items;
-    const msi_param_update *last =
-        w->queue.update_count > 0 ? &w->queue.updates[w->queue.update_count - 1] : NULL;
-    return last && last->moves && u->moves && last->parts == 1 && u->parts == 1 &&
-           w->optimizer->kind != MS_OPTIMIZER_CUSTOM &&
-           tensors[last->param].last_gradient == tensors[u->param].last_gradient;
-}
-
-/* The update of a param, if it has a gradient: it is emitted with those of the same layer that
-   follow it, by msi_lower_gathered. */
-static void msi_lower_update(msi_lowering *w, uint32_t param) {
-    const msi_tensor *t = &w->graph->tensors.items[param];
-    msi_param_update u;
-    if ((w->now.gradient[param] == MSI_NONE && w->now.gradient_away[param] == MSI_NONE) ||
-        t->last_gradient == MSI_NONE) {
-        return;
-    }
-    msi_list_update(w, param, &u);
-    if (!msi_may_join_updates(w, &u)) {
-        w->queue.batch.count = 0;
-    }
-    if (!msi_goes_along(&w->queue.batch, t->bytes)) {
-        msi_lower_gathered(w);
-    }
-    w->queue.updates[w->queue.update_count++] = u;
-    w->now.gradient[param] = w->now.gradient_away[param] = MSI_NONE;
-}
-
-/* The param in a slot of a layer if its gradient is complete after the backward of that layer, and
-   if it is not in an earlier slot too; otherwise MSI_NONE. */
-static uint32_t msi_completed_param(const msi_graph *g, uint32_t layer, uint32_t slot) {
-    const uint32_t *param = msi_group(g, &g->layers.items[layer], MSI_GROUP_PARAM);
-    const uint32_t t = param[slot];
-    bool completed = t != MSI_NONE && g->tensors.items[t].last_gradient == layer;
-    for (uint32_t k = 0; k < slot; k++) {
-        completed &= param[k] != t;
-    }
-    return completed ? t : MSI_NONE;
-}
-
-/* Updates inside backward. Params whose last gradient came from this layer queue up, and those at
-   the head whose turn it is are updated. */
-static void msi_lower_early_updates(msi_lowering *w, uint32_t layer) {
-    const msi_tensor_decision *d = w->decisions;
-    for (uint32_t k = 0; k < w->graph->layers.items[layer].count[MSI_GROUP_PARAM]; k++) {
-        const uint32_t t = msi_completed_param(w->graph, layer, k);
-        if (t != MSI_NONE && d[t].update_after != MSI_NONE &&
-            (w->now.gradient[t] != MSI_NONE || w->now.gradient_away[t] != MSI_NONE)) {
-            w->queue.params[w->queue.end++] = t;
-        }
-    }
-    while (w->queue.first < w->queue.end &&
-           d[w->queue.params[w->queue.first]].update_after != MSI_AT_END &&
-           d[w->queue.params[w->queue.first]].update_after >= layer) {
-        msi_lower_update(w, w->queue.params[w->queue.first++]);
-    }
-    msi_lower_gathered(w);
-}
-
-/* Params in the order in which their gradients are complete. */
-typedef struct msi_param_cursor {
-    const msi_graph *graph;
-    uint32_t layer, slot; // the next one is at a slot of layer - 1; all later layers are done
-} msi_param_cursor;
-
-/* The next param that may be updated inside backward, if its gradient is complete after the
-   backward of layer `end`; or MSI_NONE. */
-static uint32_t msi_next_early(msi_param_cursor *c, const msi_tensor_decision *d, uint32_t end) {
-    const msi_graph *g = c->graph;
-    while (c->layer > end) {
-        const uint32_t layer = c->layer - 1;
-        while (c->slot < g->layers.items[layer].count[MSI_GROUP_PARAM]) {
-            const uint32_t t = msi_completed_param(g, layer, c->slot++);
-            if (t != MSI_NONE && d[t].update_after != MSI_NONE) {
-                return t;
-            }
-        }
-        c->layer--;
-        c->slot = 0;
-    }
-    return MSI_NONE;
-}
-
-/* Decides when params are updated: inside backward those that are forced, and if `early` all that
-   may be. They are updated in the order in which their gradients are complete, as soon as the
-   gradients that wait exceed lag_bytes. */
-static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool early,
-                              uint64_t lag_bytes) {
-    msi_param_cursor head = {g, g->layers.count, 0}, tail = head;
-    uint64_t waiting_bytes = 0;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        const bool forced = tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON;
-        d[t].update_after = tensor->updates_early && (early || forced) ? MSI_AT_END : MSI_NONE;
-    }
-    for (uint32_t i = g->layers.count; i-- > 0;) {
-        for (uint32_t t; (t = msi_next_early(&tail, d, i)) != MSI_NONE;) {
-            waiting_bytes += g->tensors.items[t].bytes;
-        }
-        while (waiting_bytes > lag_bytes) {
-            const uint32_t t = msi_next_early(&head, d, i);
-            waiting_bytes -= g->tensors.items[t].bytes;
-            d[t].update_after = i;
-        }
-    }
-}
-
-// ------------------------------------------------------------------------------------------------
-// >>lower  from graph and decisions to a program: backward, groups in tiles, and the whole
-
-/* Makes ready for the backward of a layer: dropped values that it reads are recomputed. */
-static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
-    const msi_graph *g = w->graph;
-    const msi_layer *l = &g->layers.items[layer];
-    for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
-        if (l->backward_masks[operand.group] >> operand.slot & 1) {
-            msi_lower_recompute(w, operand.tensor, layer);
-        }
-    }
-}
-
-/* Sends to the host the moved gradients of a layer's params that no update has used up yet. */
-static void msi_send_gradients(msi_lowering *w, const msi_layer *l) {
-    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
-        const uint32_t t = param.tensor;
-        if (w->now.gradient[t] != MSI_NONE && msi_is_moved(w, t, MSI_ROLE_GRADIENT)) {
-            msi_send(w, t, MSI_ROLE_GRADIENT);
-            w->now.gradient[t] = MSI_NONE;
-        }
-    }
-}
-
-/* The gradient of the loss. */
-static void msi_lower_seed(msi_lowering *w) {
-    const msi_graph *g = w->graph;
-    uint32_t *gradient = &w->now.gradient[g->loss];
-    if (!g->tensors.items[g->loss].wants_gradient || w->is_seeded) {
-        return;
-    }
-    w->is_seeded = true;
-    msi_emit(w, MSI_OP_SEED, g->loss);
-    if (*gradient == MSI_NONE) {
-        *gradient = msi_new_range(w, g->loss, MSI_ROLE_GRADIENT, g->tensors.items[g->loss].bytes);
-    }
-    msi_use(w, *gradient, false);
-}
-
-/* Forward or eval of a group, tile by tile; where it sweeps, backward too. */
-static void msi_lower_group_forward(msi_lowering *w, msi_op op, const msi_tiling *group) {
-    const bool sweeps = op == MSI_OP_FORWARD && group->sweeps;
-    if (sweeps) {
-        msi_lower_seed(w);
-        w->program->code.sweeps = true;
-    }
-    msi_lower_tiles(w, group, op, UINT32_MAX, MSI_NONE, sweeps);
-}
-
-/* The layers of a group that run again before its backward: those that make the lost values which
-   backward reads, and so on back. */
-static uint32_t msi_layers_before_backward(const msi_lowering *w, const msi_tiling *group) {
-    const msi_graph *g = w->graph;
-    uint32_t mask = 0;
-    for (uint32_t i = group->first; i < group->end; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
-            if (l->has_backward && (l->backward_masks[operand.group] >> operand.slot & 1) &&
-                msi_is_lost(w, operand.tensor) && operand.t->producer >= group->first) {
-                mask |= 1u << (operand.t->producer - group->first);
-            }
-        }
-    }
-    return msi_add_producers(w, group, mask);
-}
-
-/* Makes ready for the backward of a group: what it reads of earlier layers is recomputed whole. */
-static void msi_lower_before_group(msi_lowering *w, const msi_tiling *group, uint32_t again) {
-    const msi_graph *g = w->graph;
-    for (uint32_t i = group->end; i-- > group->first;) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint32_t read = l->has_backward ? l->backward_masks[MSI_GROUP_IN] : 0;
-        const uint32_t read_again =
-            again >> (i - group->first) & 1 ? msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN) : 0;
-        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            if (((read | read_again) >> in.slot & 1) && in.t->producer < group->first) {
-                msi_lower_recompute(w, in.tensor, group->end - 1);
-            }
-        }
-    }
-}
-
-/* Fetches, with all rows, activations of earlier layers that are read by the backward of the group
-   and, later, by that of an earlier layer. */
-static void msi_fetch_for_group(msi_lowering *w, const msi_tiling *group) {
-    const msi_graph *g = w->graph;
-    for (uint32_t i = group->end; i-- > group->first;) {
-        const msi_layer *l = &g->layers.items[i];
-        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
-            if (l->has_backward && (l->backward_masks[MSI_GROUP_IN] >> in.slot & 1) &&
-                in.t->kind == MSI_KIND_ACTIVATION && in.t->producer < group->first &&
-                in.t->last_reader < group->first) {
-                msi_fetch(w, in.tensor, MSI_ROLE_VALUE);
-            }
-        }
-    }
-}
-
-/* The backward of a group, tile by tile. */
-static MSI_NOINLINE void msi_lower_group_backward(msi_lowering *w, const msi_tiling *group) {
-    const uint32_t again = msi_layers_before_backward(w, group);
-    msi_lower_before_group(w, group, again);
-    msi_fetch_for_group(w, group);
-    w->tiles.for_backward = true;
-    w->again.depth = UINT32_MAX;
-    msi_lower_tiles(w, group, MSI_OP_RECOMPUTE, again, group->end - 1, true);
-    w->tiles.for_backward = false;
-}
-
-/* Extends a live range to the end of the program and beyond; residents stay anyway. */
-static MSI_NOINLINE void msi_keep_to_end(msi_lowering *w, uint32_t range) {
-    msi_program *p = w->program;
-    if (!p->out_of_memory && range != MSI_NONE && range >= w->store->residents.count) {
-        p->code.ranges.items[range].last = p->code.instructions.count - 1;
-        p->code.ranges.items[range].outlives = true;
-    }
-}
-
-/* Accumulated gradients begin at zero. */
-static void msi_lower_first_micro(msi_lowering *w) {
-    for (uint32_t i = 0; i < w->store->residents.count; i++) {
-        const msi_resident *resident = &w->store->residents.items[i];
-        if (resident->role == MSI_ROLE_GRADIENT && !resident->borrowed &&
-            w->now.gradient_away[resident->tensor] == MSI_NONE) {
-            msi_emit(w, MSI_OP_ZERO, resident->tensor);
-            msi_use(w, i, false);
-            msi_last(w)->is_first = true;
-        }
-    }
-}
-
-static MSI_NOINLINE void msi_lower_all_backward(msi_lowering *w) {
-    const msi_graph *g = w->graph;
-    w->backward = true;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const bool drops = w->decisions[t].pass > 0 || w->now.away[t] != MSI_NONE;
-        w->now.value[t] = drops ? MSI_NONE : w->now.value[t];
-    }
-    msi_lower_seed(w);
-    for (uint32_t i = g->layers.count; i-- > 0 && !w->program->out_of_memory;) {
-        const msi_tiling *group = msi_group_of_layer(w, i);
-        if (group && i + 1 == group->end && !group->sweeps) {
-            msi_lower_group_backward(w, group);
-        }
-        if (g->layers.items[i].has_backward) {
-            if (!group) {
-                msi_lower_before_backward(w, i);
-                msi_lower_backward(w, i);
-            }
-            msi_lower_early_updates(w, i);
-            msi_send_gradients(w, &g->layers.items[i]);
-            msi_drop_params(w, &g->layers.items[i]);
-        }
-    }
-}
-
-/* Updates; or, without an optimizer, gradients that are kept for the trainer. */
-static void msi_lower_updates(msi_lowering *w) {
-    const msi_graph *g = w->graph;
-    for (uint32_t t = 0; t < g->tensors.count && !w->program->out_of_memory; t++) {
-        if (!msi_is_trained(&g->tensors.items[t])) {
-            continue;
-        }
-        if (w->optimizer->kind != MS_OPTIMIZER_NONE) {
-            msi_lower_update(w, t);
-        } else {
-            msi_keep_to_end(w, w->now.gradient[t] != MSI_NONE ? w->now.gradient[t]
-                                                              : w->now.gradient_away[t]);
-        }
-    }
-    msi_lower_gathered(w);
-}
-
-/* Values that are fetched in one copy share a block of memory only if their live ranges are equal.
-   Values without bytes, which are not copied after all, divide those before from those after. */
-static void msi_take_apart(msi_program *p, uint32_t residents) {
-    for (uint32_t k = residents, end; k < p->code.ranges.count; k = end) {
-        msi_range *first = &p->code.ranges.items[k];
-        bool alike = true;
-        for (end = k + 1; end < p->code.ranges.count && p->code.ranges.items[end].packed &&
-                          (p->code.ranges.items[end].bytes == 0) == (first->bytes == 0);
-             end++) {
-            alike &= p->code.ranges.items[end].first == first->first &&
-                     p->code.ranges.items[end].last == first->last;
-        }
-        first->packed = false;
-        for (uint32_t i = k + 1; i < end && !alike; i++) {
-            p->code.ranges.items[i].packed = false;
-        }
-    }
-}
-
-/* Ends a live range at its last use before an instruction. */
-static void msi_end_before(msi_program *p, msi_range *range, uint32_t number, uint32_t now) {
-    for (range->last = range->first; now-- > range->first;) {
-        const msi_instruction *i = &p->code.instructions.items[now];
-        for (uint32_t k = 0; k < i->operand_count; k++) {
-            if (p->code.operands.items[i->operand_first + k].range == number) {
-                range->last = now;
-                return;
-            }
-        }
-    }
-}
-
-/* Drops copies of forward that nothing reads: of state that no recomputation needed, and to the
-   host of values that no backward reads. */
-static void msi_drop_unused_copies(const msi_lowering *w) {
-    msi_program *p = w->program;
-    for (uint32_t now = 0; now < p->code.forward_end && now < p->code.instructions.count; now++) {
-        msi_instruction *i = &p->code.instructions.items[now];
-        const msi_operand *ends = p->code.operands.items + i->operand_first;
-        msi_range *target = i->op == MSI_OP_COPY ? &p->code.ranges.items[ends[0].range] : NULL;
-        const uint32_t source = target ? ends[1].range : MSI_NONE;
-        if (!target || target->last != now || i->rows.of > 0 ||
-            ends[0].range < w->store->residents.count ||
-            !(target->role == MSI_ROLE_SNAPSHOT || target->on_host)) {
-            continue;
-        }
-        if (source >= w->store->residents.count && p->code.ranges.items[source].last == now) {
-            msi_end_before(p, &p->code.ranges.items[source], source, now);
-        }
-        p->layout.sent_bytes -= target->role == MSI_ROLE_VALUE ? msi_align(target->bytes) : 0;
-        target->bytes = 0;
-        i->op = (uint8_t)MSI_OP_NOTHING;
-        i->operand_count = 0;
-    }
-}
-
-/* Forward or eval of all layers. */
-static void msi_lower_all_forward(msi_lowering *w, msi_op op) {
-    for (uint32_t i = 0; i < w->graph->layers.count && !w->program->out_of_memory;) {
-        const msi_tiling *group = msi_group_of_layer(w, i);
-        if (group) {
-            msi_lower_group_forward(w, op, group);
-            i = group->end;
-        } else {
-            msi_lower_forward(w, op, i++, MSI_NONE);
-        }
-    }
-}
-
-/* Keeps what is read after a program to its end; and what lowering had to make in case it is used and
-   nothing uses is dropped. */
-static void msi_end_program(msi_lowering *w, bool eval) {
-    const msi_graph *g = w->graph;
-    w->program->code.loss = w->now.value[g->loss];
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        if (tensor->is_output || (eval && tensor->is_eval_output) || t == g->loss) {
-            msi_keep_to_end(w, w->now.value[t]);
-        }
-    }
-    if (!w->program->out_of_memory) {
-        msi_drop_unused_copies(w);
-        msi_take_apart(w->program, w->store->residents.count);
-    }
-}
-
-/* The training program: forward, at whose end dropped values are forgotten; backward; updates. */
-static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
-    msi_start_program(w, decisions, p);
-    msi_lower_first_micro(w);
-    msi_lower_all_forward(w, MSI_OP_FORWARD);
-    p->code.forward_end = p->code.instructions.count;
-    msi_lower_all_backward(w);
-    p->code.backward_end = p->code.instructions.count;
-    p->code.scales_loss = w->scales_loss;
-    msi_lower_norm(w);
-    msi_lower_updates(w);
-    msi_keep_to_end(w, p->code.norm);
-    w->lowered += p->code.instructions.count;
-    msi_end_program(w, false);
-}
-
-/* The eval program: nothing is recomputed, and only params can be moved. It depends on their homes
-   alone. */
-static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
-    msi_start_program(w, decisions, p);
-    p->code.room = 0;
-    msi_lower_all_forward(w, MSI_OP_EVAL);
-    p->code.forward_end = p->code.backward_end = p->code.instructions.count;
-    msi_end_program(w, true);
-}
-
-// ------------------------------------------------------------------------------------------------
-// >>alias  live ranges that go on using the memory of others: copies, and results made in place
-
-/* The live range of operand k of an instruction, or NULL. */
-static msi_range *msi_operand_range(const msi_program *p, const msi_instruction *i, uint32_t k) {
-    const uint32_t range = p->code.operands.items[i->operand_first + k].range;
-    return range == MSI_NONE ? NULL : &p->code.ranges.items[range];
-}
-
-/* Whether a value has the format and size of another; with axes, the same size at all of theirs. */
-static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_range *old) {
-    return range->format == old->format &&
-           (g->axis_count == 0
-                ? msi_align(range->bytes) == msi_align(old->bytes)
-                : range->bytes == old->bytes && msi_scales_alike(g, range->tensor, old->tensor));
-}
-
-/* Allows operands from `first` on, by a mask that has no bits beyond the slots of the layer. */
-static MSI_NOINLINE void msi_allow(uint8_t *allowed, uint32_t first, uint32_t mask) {
-    for (; mask != 0 && first < MSI_MAX_VIEWS; first++, mask >>= 1) {
-        allowed[first] = mask & 1;
-    }
-}
-
-/* Makes operand k of an instruction, if its live range begins here and is in no other slot, an alias
-   of an operand whose live range ends here, has the same size, and is allowed wherever it is an
-   operand. `allowed` has a flag per operand. */
-static void msi_try_alias(const msi_graph *g, msi_program *p, uint32_t now, uint32_t k,
-                          const uint8_t *allowed) {
-    const msi_instruction *i = &p->code.instructions.items[now];
-    const msi_operand *operands = p->code.operands.items + i->operand_first;
-    msi_range *range = msi_operand_range(p, i, k);
-    bool searches = range && range->first == now;
-    for (uint32_t j = 0; j < i->operand_count && searches; j++) {
-        searches = j == k || operands[j].range != operands[k].range;
-    }
-    for (uint32_t n = 0; n < i->operand_count && searches; n++) {
-        msi_range *old = msi_operand_range(p, i, n);
-        bool usable = allowed[n] && old && old->last == now && !old->aliased && !old->outlives &&
-                      old->first != now && old->is_tile == range->is_tile &&
-                      (i->rows.of == 0 || old->is_tile) && old->on_host == range->on_host &&
-                      msi_fits_in(g, range, old);
-        for (uint32_t j = 0; j < i->operand_count && usable; j++) {
-            usable = operands[j].range != operands[n].range || allowed[j];
-        }
-        if (usable) {
-            old->aliased = true;
-            range->alias_of = operands[n].range;
-            searches = false;
-        }
-    }
-}
-
-/* Finds all aliases: by copies, and by what the layers allow in their masks. */
-static void msi_share_memory(const msi_graph *g, msi_program *p) {
-    uint8_t allowed[MSI_MAX_VIEWS + 1]; // one per operand, workspace included
-    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
-        const msi_instruction *i = &p->code.instructions.items[now];
-        if (i->op == MSI_OP_COPY && i->operand_count == 2) {
-            allowed[0] = 0;
-            allowed[1] = 1;
-            msi_try_alias(g, p, now, 0, allowed);
-        }
-        if (!msi_calls_layer((msi_op)i->op)) {
-            continue;
-        }
-        const msi_layer *l = &g->layers.items[i->target];
-        const uint32_t *mask = g->masks.items + l->mask_first;
-        const uint32_t in = l->count[MSI_GROUP_IN], out = l->count[MSI_GROUP_OUT];
-        const uint32_t values = l->start[MSI_GROUP_COUNT];
-        const bool backward = i->op == MSI_OP_BACKWARD;
-        for (uint32_t k = 0; k < out && !backward; k++) {
-            memset(allowed, 0, i->operand_count);
-            msi_allow(allowed, 0, mask[k]);
-            if (mask[k]) {
-                msi_try_alias(g, p, now, in + k, allowed);
-            }
-        }
-        mask += out;
-        const bool writes_gradients =
-            backward || (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0);
-        for (uint32_t k = 0; k < in && writes_gradients; k++, mask += 4) {
-            memset(allowed, 0, i->operand_count);
-            msi_allow(allowed, 0, mask[0]);
-            if (backward) {
-                msi_allow(allowed, in, mask[1]);
-                msi_allow(allowed, in + out, mask[2]);
-                msi_allow(allowed, values, mask[3]);
-            }
-            if (mask[0] | mask[1] | mask[2] | mask[3]) {
-                msi_try_alias(g, p, now, values + (backward ? out : 0) + k, allowed);
-            }
-        }
-    }
-}
-
-static msi_block *msi_block_of(const msi_program *p, const msi_range *range) {
-    return (range->on_host ? p->layout.host_blocks.items : p->layout.blocks.items) + range->block;
-}
-
-/* Makes one block of memory for each chain of aliases and for what is packed; residents have their
-   places already. */
-static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resident_count) {
-    uint32_t on_host = 0;
-    for (uint32_t i = resident_count; i < p->code.ranges.count; i++) {
-        on_host += p->code.ranges.items[i].on_host;
-    }
-    p->layout.blocks.count = p->layout.host_blocks.count = 0;
-    if (!MSI_RESERVE(msi_block, a, p->layout.blocks, p->code.ranges.count) ||
-        !MSI_RESERVE(msi_block, a, p->layout.host_blocks, on_host)) {
-        return false;
-    }
-    for (uint32_t i = resident_count; i < p->code.ranges.count; i++) {
-        msi_range *range = &p->code.ranges.items[i];
-        if (range->alias_of != MSI_NONE) {
-            range->block = p->code.ranges.items[range->alias_of].block;
-            range->within = p->code.ranges.items[range->alias_of].within;
-            msi_block_of(p, range)->last = range->last;
-            continue;
-        }
-        if (range->packed) { // it lives as long as the one before it: msi_take_apart
-            range->block = range[-1].block;
-            range->within = range[-1].within + msi_align(range[-1].bytes);
-            msi_block_of(p, range)->bytes += msi_align(range->bytes);
-            continue;
-        }
-        range->within = 0;
-        range->block = range->on_host ? p->layout.host_blocks.count++ : p->layout.blocks.count++;
-        msi_block *block = msi_block_of(p, range);
-        block->bytes = msi_align(range->bytes);
-        block->offset = 0;
-        block->first = range->first;
-        block->last = range->last;
-        block->from_top = range->category == MS_CATEGORY_GRADIENT;
-    }
-    return true;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -13843,6 +12415,1864 @@ static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_al
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>operands  the next call of a layer: formats, edges, results, and casts around it
+
+/* The format of the next call of a layer: that of its first operand that is in 16 bits, follows the
+   format of the call, and has a format that the layer accepts. */
+static msi_format msi_call_format(const msi_lowering *w, const msi_layer *l) {
+    if (!w->has_narrow || w->calls_f32 || !l->dtypes.accepts || msi_is_kept_f32(w->graph, l)) {
+        return MSI_FORMAT_F32;
+    }
+    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_PARAM)) {
+        const msi_format format = (msi_format)msi_decided(w, operand.tensor)->format;
+        if (msi_is_narrow(format) && msi_follows_call(operand.t, l, operand.group, operand.slot) &&
+            msi_is_called_in(l, format)) {
+            return format;
+        }
+    }
+    return MSI_FORMAT_F32;
+}
+
+static MSI_NOINLINE msi_format msi_seen_by_call(const msi_lowering *w, const msi_layer *l,
+                                                int group, uint32_t slot, uint32_t t) {
+    return msi_seen_format(&w->graph->tensors.items[t], l, group, slot, w->next.format);
+}
+
+/* The format of the gradient of a tensor: that which it has, or the one that it will have. */
+static msi_format msi_gradient_format(const msi_lowering *w, uint32_t t) {
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    return msi_now(w, w->now.gradient, t) != MSI_NONE
+               ? msi_format_at(w, msi_now(w, w->now.gradient, t))
+           : msi_now(w, w->now.gradient_away, t) != MSI_NONE
+               ? msi_format_at(w, msi_now(w, w->now.gradient_away, t))
+           : tensor->kind == MSI_KIND_PARAM && !tensor->narrow_gradient
+               ? MSI_FORMAT_F32
+               : (msi_format)msi_decided(w, t)->format;
+}
+
+/* Lists the edges of a layer: the gradients of the slots in the masks. A gradient to which the
+   layer adds is cleared first if it does not exist yet. */
+static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
+                           uint32_t param_mask) {
+    const msi_graph *g = w->graph;
+    const uint32_t overwrites = l->overwrites.in | l->must_grad_in_place;
+    w->next.edge_count = 0;
+    for (int group = MSI_GROUP_IN; group <= MSI_GROUP_PARAM; group += MSI_GROUP_PARAM) {
+        const bool of_in = group == MSI_GROUP_IN;
+        const uint32_t mask = of_in ? in_mask : param_mask;
+        for (uint32_t slot = 0; slot < l->count[group]; slot++) {
+            msi_edge *edge = &w->next.edges[w->next.edge_count++];
+            const uint32_t t = msi_group(g, l, group)[slot];
+            memset(edge, 0, sizeof *edge);
+            edge->range = edge->tensor = MSI_NONE;
+            if (!(mask >> slot & 1) || t == MSI_NONE || !g->tensors.items[t].wants_gradient) {
+                continue;
+            }
+            edge->tensor = t;
+            edge->format =
+                msi_seen_by_call(w, l, of_in ? MSI_GROUP_GRAD_IN : MSI_GROUP_GRAD_PARAM, slot, t);
+            edge->is_cast = edge->format != msi_gradient_format(w, t);
+            edge->overwrites = (of_in ? overwrites : l->overwrites.param) >> slot & 1;
+            const uint32_t accumulates = of_in ? l->accumulates.in : l->accumulates.param;
+            if ((accumulates >> slot & 1) && edge->is_cast) {
+                edge->range = msi_emit_zeros(w, t, MSI_ROLE_CONTRIBUTION, edge->format);
+            } else if ((accumulates >> slot & 1) && msi_now(w, w->now.gradient, t) == MSI_NONE) {
+                msi_set_now(w, w->now.gradient, t,
+                            msi_emit_zeros(w, t, MSI_ROLE_GRADIENT, edge->format));
+            }
+        }
+    }
+}
+
+/* Decides where an edge writes: to the gradient itself, as its first contribution or on top of what
+   is there; or to memory of its own, if that has another format, or if it overwrites and others
+   contribute too. */
+static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
+    bool first = msi_now(w, w->now.gradient, edge->tensor) == MSI_NONE, mixed = false;
+    for (uint32_t k = 0; k < w->next.edge_count; k++) {
+        const msi_edge *other = &w->next.edges[k];
+        if (other->tensor == edge->tensor && !other->is_cast) {
+            mixed |= !other->overwrites;
+            first &= other >= edge || other->separate;
+        }
+    }
+    edge->separate = edge->is_cast || (edge->overwrites && (!first || mixed));
+    edge->accumulate = edge->is_cast ? edge->range != MSI_NONE : !edge->overwrites && !first;
+}
+
+/* For a gradient that is computed in place of a grad_out: copies the grad_out to the memory of the
+   gradient. Returns the live range of the copy. */
+static uint32_t msi_copy_grad_out(msi_lowering *w, const msi_layer *l, uint32_t in, msi_edge *edge,
+                                  uint32_t *grad_out) {
+    const msi_graph *g = w->graph;
+    const uint32_t *masks = g->masks.items + l->mask_first + l->count[MSI_GROUP_OUT] + 4 * in;
+    const uint32_t out = msi_lowest_bit(masks[3]);
+    const uint32_t source = msi_now(w, w->now.gradient, msi_group(g, l, MSI_GROUP_OUT)[out]);
+    const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
+    grad_out[out] = source == MSI_NONE
+                        ? msi_emit_zeros(w, edge->tensor, role, edge->format)
+                        : msi_emit_copy_as(w, edge->tensor, role, MSI_NONE, source, edge->format);
+    return grad_out[out];
+}
+
+/* Prepares the edges before their instruction. `grad_out` gets the live ranges in which the layer
+   computes in place of the gradients of its outputs. */
+static void msi_prepare_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask,
+                              uint32_t param_mask, uint32_t *grad_out) {
+    msi_list_edges(w, l, in_mask, param_mask);
+    for (uint32_t e = 0; e < w->next.edge_count; e++) {
+        msi_edge *edge = &w->next.edges[e];
+        if (edge->tensor == MSI_NONE) {
+            continue;
+        }
+        msi_decide_edge(w, edge);
+        if (e < l->count[MSI_GROUP_IN] && (l->must_grad_in_place >> e & 1)) {
+            edge->range = msi_copy_grad_out(w, l, e, edge, grad_out);
+            if (!edge->separate) {
+                msi_set_now(w, w->now.gradient, edge->tensor, edge->range);
+            }
+        }
+    }
+}
+
+/* Appends the edges before `end` as operands of their instruction. */
+static void msi_use_edges(msi_lowering *w, uint32_t end) {
+    for (uint32_t e = 0; e < end; e++) {
+        msi_edge *edge = &w->next.edges[e];
+        if (edge->tensor == MSI_NONE) {
+            msi_use(w, MSI_NONE, false);
+            continue;
+        }
+        const uint32_t gradient = msi_now(w, w->now.gradient, edge->tensor);
+        if (edge->range == MSI_NONE && (edge->separate || gradient == MSI_NONE)) {
+            const msi_role role = edge->separate ? MSI_ROLE_CONTRIBUTION : MSI_ROLE_GRADIENT;
+            edge->range = msi_new_value(w, edge->tensor, role, edge->format);
+            if (!edge->separate) {
+                msi_set_now(w, w->now.gradient, edge->tensor, edge->range);
+            }
+        }
+        msi_use(w, edge->range == MSI_NONE ? gradient : edge->range, edge->accumulate);
+    }
+}
+
+static void msi_add_contributions(msi_lowering *w) {
+    for (uint32_t e = 0; e < w->next.edge_count; e++) {
+        const msi_edge *edge = &w->next.edges[e];
+        if (edge->tensor == MSI_NONE || !edge->separate) {
+            continue;
+        }
+        const uint32_t gradient = msi_now(w, w->now.gradient, edge->tensor);
+        if (gradient == MSI_NONE) { // the first contribution, in another format
+            msi_set_now(w, w->now.gradient, edge->tensor,
+                        msi_emit_copy_as(w, edge->tensor, MSI_ROLE_GRADIENT, MSI_NONE, edge->range,
+                                         msi_gradient_format(w, edge->tensor)));
+        } else {
+            msi_emit_on(w, MSI_OP_ADD, edge->tensor);
+            msi_use_both(w, gradient, true, edge->range);
+        }
+    }
+}
+
+/* Whether a recomputation before the backward of `reader` is to make a tensor. */
+static bool msi_is_needed(const msi_lowering *w, uint32_t t, uint32_t reader) {
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    return tensor->is_output || t == w->graph->loss ||
+           (w->again.pass_number && w->again.wanted[t] == w->again.pass_number) ||
+           (tensor->last_reader != MSI_NONE && tensor->last_reader <= reader &&
+            msi_decided(w, t)->pass <= w->again.depth);
+}
+
+/* Whether, before backward, only layers of the present group use a tensor that the group makes. */
+static bool msi_is_within_group(const msi_lowering *w, msi_op op, uint32_t t) {
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    return tensor->last_use < w->tiles.group->end && !tensor->is_output && t != w->graph->loss &&
+           !(op == MSI_OP_EVAL && tensor->is_eval_output);
+}
+
+/* Whether the rows of a tensor that the present tile makes are collected with those of the other
+   tiles: because layers outside the group use the tensor, or because it is kept for backward. */
+static bool msi_is_made_whole(const msi_lowering *w, msi_op op, uint32_t t, uint32_t reader) {
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    return msi_is_again(op) ? !w->tiles.for_backward && !msi_is_within_group(w, op, t) &&
+                                  msi_is_needed(w, t, reader)
+                            : !msi_is_within_group(w, op, t) ||
+                                  (op == MSI_OP_FORWARD && msi_decided(w, t)->pass == 0 &&
+                                   msi_is_read_again(tensor) && !w->tiles.group->sweeps &&
+                                   !msi_is_moved(w, t, MSI_ROLE_VALUE));
+}
+
+/* The live range to which a forward, eval or recomputation writes a tensor; MSI_NONE where nobody
+   needs it. A new one begins with the last instruction. A recomputation by forward also writes values
+   that are still in memory once more, with the same bits. From here on the new ones are read: nothing
+   needs the old ones in between. In a tile nothing reads the new ones. */
+static uint32_t msi_output_range(msi_lowering *w, msi_op op, uint32_t t, bool optional,
+                                 uint32_t reader) {
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    const msi_format format = (msi_format)msi_decided(w, t)->format;
+    const bool tile = w->tiles.group != NULL, again = msi_is_again(op);
+    const bool there = msi_now(w, w->now.value, t) != MSI_NONE;
+    const bool own = op == MSI_OP_RECOMPUTE && w->graph->layers.items[tensor->producer].recompute;
+    if (own && there) { // what was kept: the recompute callback reads it, or leaves it alone
+        return tensor->serves_recompute ? msi_now(w, w->now.value, t) : MSI_NONE;
+    }
+    if (own || optional) {
+        const bool needed = (tile && tensor->kind != MSI_KIND_SAVED) ||
+                            ((!tile || w->tiles.for_backward) && msi_is_needed(w, t, reader));
+        /* A call need not write what nothing reads before it is made again. */
+        const bool remade = msi_decided(w, t)->pass > 0 && !(tile && w->tiles.group->sweeps);
+        const bool unread = op == MSI_OP_EVAL || !msi_is_read_again(tensor) || remade;
+        if (again ? there || !needed : unread) {
+            return MSI_NONE;
+        }
+    }
+    if (!tile && there && (tensor->is_output || t == w->graph->loss)) {
+        return msi_now(w, w->now.value, t);
+    }
+    const bool whole = tile && msi_is_made_whole(w, op, t, reader);
+    const bool is_new = tile ? whole && w->tiles.whole_value[t] == MSI_NONE : !there;
+    const uint32_t range = whole && !there
+                               ? msi_whole_of(w, w->tiles.whole_value, t, MSI_ROLE_VALUE, format)
+                               : msi_new_value(w, t, MSI_ROLE_VALUE, format);
+    if (is_new && again && msi_decided(w, t)->pass > w->again.depth) {
+        w->again.pass_only[w->again.pass_only_count++] = t;
+    }
+    if (!tile || !there) {
+        msi_set_now(w, w->now.value, t, range);
+    }
+    return range;
+}
+
+/* Before forward: copies the state of a layer that a recomputation would change a second time.
+   Before a recomputation: copies the present state to `aside`, from where msi_lower_forward puts it
+   back afterwards, and restores the first copy. Unused copies are dropped in the end. */
+static void msi_lower_state(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t *aside) {
+    const uint32_t *state = msi_group(w->graph, l, MSI_GROUP_STATE);
+    const uint32_t first = (uint32_t)(state - w->graph->operands.items);
+    const uint32_t count = op == MSI_OP_EVAL || l->recompute_keeps_state || !msi_can_recompute(l)
+                               ? 0
+                               : l->count[MSI_GROUP_STATE];
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_STATE]; k++) {
+        aside[k] = MSI_NONE;
+        if (k < count && state[k] != MSI_NONE) {
+            aside[k] = msi_emit_copy(w, state[k], MSI_ROLE_SNAPSHOT, MSI_NONE,
+                                     msi_now(w, w->now.value, state[k]));
+        }
+    }
+    for (uint32_t k = 0; k < count; k++) {
+        if (msi_is_again(op) && state[k] != MSI_NONE) {
+            msi_emit_copy(w, state[k], MSI_ROLE_VALUE, msi_now(w, w->now.value, state[k]),
+                          w->now.snapshot[first + k]);
+        } else if (state[k] != MSI_NONE) {
+            msi_set_now(w, w->now.snapshot, first + k, aside[k]);
+        }
+    }
+}
+
+/* The live range to which a call writes a result that is kept in `range`: a new one if the call
+   uses another format. Then msi_cast_results casts the result after the call. */
+static uint32_t msi_written_range(msi_lowering *w, const msi_layer *l, int group, uint32_t slot,
+                                  uint32_t t, uint32_t range) {
+    const msi_program *p = w->program;
+    const msi_format seen = msi_seen_by_call(w, l, group, slot, t);
+    if (range == MSI_NONE || msi_format_at(w, range) == seen) {
+        return range;
+    }
+    msi_result_cast *cast = &w->next.casts[w->next.cast_count++];
+    cast->tensor = t;
+    cast->from = msi_new_value(w, t, MSI_ROLE_VALUE, seen);
+    cast->to = range;
+    cast->is_new = range >= w->store->residents.count &&
+                   p->code.ranges.items[range].first == p->code.instructions.count - 1;
+    return cast->from;
+}
+
+/* After a call: casts what it has written in another format to the ranges that are kept. Those that
+   are new begin here. */
+static void msi_cast_results(msi_lowering *w) {
+    for (uint32_t k = 0; k < w->next.cast_count && !w->program->out_of_memory; k++) {
+        const msi_result_cast *cast = &w->next.casts[k];
+        msi_range *to = &w->program->code.ranges.items[cast->to];
+        msi_emit_copy_as(w, cast->tensor, MSI_ROLE_VALUE, cast->to, cast->from, MSI_FORMAT_F32);
+        to->first = cast->is_new ? w->program->code.instructions.count - 1 : to->first;
+    }
+    w->next.cast_count = 0;
+}
+
+/* Copies inputs in whose place an output is computed to the memory of the output. The copy costs
+   nothing where the output is an alias of the input. */
+static void msi_lower_in_place(msi_lowering *w, msi_op op, const msi_layer *l, uint32_t reader) {
+    const msi_graph *g = w->graph;
+    const uint32_t *in = msi_group(g, l, MSI_GROUP_IN);
+    const bool own = op == MSI_OP_RECOMPUTE && l->recompute;
+    for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
+        const uint32_t t = out.tensor;
+        if ((l->must_in_place >> out.slot & 1) &&
+            (!own || (msi_now(w, w->now.value, t) == MSI_NONE && msi_is_needed(w, t, reader)))) {
+            const uint32_t i = msi_lowest_bit(g->masks.items[l->mask_first + out.slot]);
+            const uint32_t source = msi_now(w, w->now.value, in[i]);
+            const msi_format seen = msi_seen_by_call(w, l, MSI_GROUP_OUT, out.slot, t);
+            msi_emit_on(w, seen == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, t);
+            const uint32_t range = msi_written_range(w, l, MSI_GROUP_OUT, out.slot, t,
+                                                     msi_output_range(w, op, t, false, reader));
+            msi_use_both(w, range, false, source);
+            w->next.slots[i] = w->next.slots[l->start[MSI_GROUP_OUT] + out.slot] = range;
+        }
+    }
+}
+
+/* Casts the values that the next call reads in another format than the one they are kept in. */
+static void msi_cast_values(msi_lowering *w, msi_op op, const msi_layer *l) {
+    if (!w->has_narrow) {
+        return;
+    }
+    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_PARAM)) {
+        const uint32_t now = msi_now(w, w->now.value, operand.tensor);
+        const bool reads = msi_op_reads(l, op, operand.group) >> operand.slot & 1;
+        uint32_t *slot = &w->next.slots[l->start[operand.group] + operand.slot];
+        const msi_format seen =
+            msi_seen_format(operand.t, l, operand.group, operand.slot, w->next.format);
+        if (reads && *slot == MSI_UNSET && now != MSI_NONE && msi_format_at(w, now) != seen) {
+            *slot = msi_emit_copy_as(w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE, now, seen);
+        }
+    }
+}
+
+/* The same for the gradients of outputs that backward reads. */
+static void msi_cast_gradients(msi_lowering *w, const msi_layer *l, uint32_t *grad_out) {
+    for (MSI_EACH(out, w->graph, l, MSI_GROUP_OUT)) {
+        const uint32_t gradient = msi_now(w, w->now.gradient, out.tensor);
+        const msi_format seen = msi_seen_by_call(w, l, MSI_GROUP_GRAD_OUT, out.slot, out.tensor);
+        if (grad_out[out.slot] == MSI_UNSET && gradient != MSI_NONE &&
+            msi_format_at(w, gradient) != seen) {
+            grad_out[out.slot] =
+                msi_emit_copy_as(w, out.tensor, MSI_ROLE_GRADIENT, MSI_NONE, gradient, seen);
+        }
+    }
+}
+
+/* Emits the call of a layer. */
+static void msi_emit_call(msi_lowering *w, msi_op op, uint32_t layer) {
+    msi_emit(w, op, layer);
+    msi_last(w)->format = (uint8_t)w->next.format;
+    if (w->tiles.group) {
+        msi_last(w)->rows = w->tiles.rows;
+    }
+}
+
+/* Appends the values of a group as operands. */
+static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int group,
+                           uint32_t reader) {
+    const uint32_t *operands = msi_group(w->graph, l, group);
+    const uint32_t start = l->start[group];
+    const uint32_t reads = msi_op_reads(l, op, group);
+    const bool written =
+        op != MSI_OP_BACKWARD && (group == MSI_GROUP_OUT || group == MSI_GROUP_SAVED);
+    for (uint32_t k = 0; k < l->count[group]; k++) {
+        uint32_t range = w->next.slots[start + k];
+        if (operands[k] == MSI_NONE) {
+            range = MSI_NONE;
+        } else if (range == MSI_UNSET && written) {
+            const bool optional = group == MSI_GROUP_SAVED && (l->optional_saved >> k & 1);
+            range = msi_written_range(w, l, group, k, operands[k],
+                                      msi_output_range(w, op, operands[k], optional, reader));
+        } else if (range == MSI_UNSET) {
+            range = reads >> k & 1 ? msi_now(w, w->now.value, operands[k]) : MSI_NONE;
+        }
+        msi_use(w, range, false);
+    }
+}
+
+static void msi_unset_slots(msi_lowering *w, const msi_layer *l) {
+    const uint32_t count = l->start[MSI_GROUP_COUNT] + l->count[MSI_GROUP_OUT];
+    for (uint32_t k = 0; k < count; k++) {
+        w->next.slots[k] = MSI_UNSET;
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>homes  params and values that are fetched from the host for a call, and sent back after it
+
+/* Whether residents with these two homes can move in one copy: both homes are in the model's own
+   memory, where no callback uses them. */
+static bool msi_can_join(const msi_lowering *w, uint32_t a, uint32_t b) {
+    const msi_resident *residents = w->store->residents.items;
+    const uint32_t count = w->store->residents.count;
+    return a < count && b < count && !residents[a].borrowed && !residents[b].borrowed &&
+           !residents[a].is_shown && !residents[b].is_shown;
+}
+
+/* Whether a home lies right after another one: all residents between them in home_order are on the
+   device or borrowed. */
+static bool msi_lies_after(const msi_lowering *w, uint32_t home, uint32_t before) {
+    const msi_store *store = w->store;
+    const uint32_t end = store->home_at[home];
+    uint32_t at = store->home_at[before] + 1;
+    for (; at < end; at++) {
+        const msi_resident *between = &store->residents.items[store->home_order[at]];
+        msi_note(w, between->tensor);
+        if (w->program->code.ranges.items[store->home_order[at]].on_host && !between->borrowed) {
+            break;
+        }
+    }
+    return at == end;
+}
+
+/* Makes the last instruction one for a part of its tensor. */
+static MSI_NOINLINE void msi_set_part(msi_lowering *w, uint32_t part, uint32_t part_count) {
+    if (part_count > 1) {
+        msi_last(w)->part = (uint16_t)part;
+        msi_last(w)->part_count = (uint16_t)part_count;
+    }
+}
+
+/* Appends a pair to a copy, the last instruction; `before` is the home of the pair before it. */
+static void msi_use_home(msi_lowering *w, uint32_t target, uint32_t source, uint32_t home,
+                         uint32_t before) {
+    msi_program *p = w->program;
+    const bool beside = before != MSI_NONE && !p->out_of_memory && msi_lies_after(w, home, before);
+    msi_use_both(w, target, false, source);
+    if (beside && !p->out_of_memory) {
+        p->code.operands.items[p->code.operands.count - (target == home ? 2 : 1)].beside = true;
+    }
+}
+
+/* Copies a part of a home to the device: along with what was copied from `before`, by the last
+   instruction, or by itself. Returns the range where it lands. */
+static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, uint32_t part,
+                               uint32_t part_count) {
+    msi_program *p = w->program;
+    const uint32_t t = p->code.ranges.items[home].tensor;
+    const msi_role role = (msi_role)p->code.ranges.items[home].role;
+    const msi_format format = (msi_format)p->code.ranges.items[home].format;
+    const uint64_t elements = w->graph->tensors.items[t].bytes / sizeof(float);
+    const msi_part piece = msi_part_bytes(format, msi_part_of(elements, part, part_count));
+    if (before == MSI_NONE) {
+        msi_emit(w, MSI_OP_COPY, t);
+        msi_set_part(w, part, part_count);
+    }
+    const uint32_t range = msi_new_range(w, t, role, piece.count);
+    if (range != MSI_NONE) {
+        p->code.ranges.items[range].format = (uint8_t)format;
+        p->code.ranges.items[range].part = (uint16_t)(part_count > 1 ? part + 1 : 0);
+        p->code.ranges.items[range].packed = before != MSI_NONE;
+    }
+    msi_use_home(w, range, home, home, before);
+    return range;
+}
+
+/* Copies a part of a range back to its home: along with what was copied to `before`, by the last
+   instruction, or by itself. */
+static void msi_send_home(msi_lowering *w, uint32_t home, uint32_t range, uint32_t before,
+                          uint32_t part, uint32_t part_count) {
+    if (before == MSI_NONE) {
+        msi_emit(w, MSI_OP_COPY, w->program->code.ranges.items[home].tensor);
+        msi_set_part(w, part, part_count);
+    }
+    msi_use_home(w, home, range, home, before);
+}
+
+/* Fetches the params that a layer reads from the host: what is small goes with others. */
+static void msi_fetch_params(msi_lowering *w, const msi_layer *l, uint32_t reads) {
+    uint32_t before = MSI_NONE;
+    msi_batch batch = {0, 0};
+    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
+        const uint32_t t = param.tensor, home = msi_now(w, w->now.away, t);
+        if (!(reads >> param.slot & 1) || msi_now(w, w->now.value, t) != MSI_NONE ||
+            home == MSI_NONE || w->program->out_of_memory) {
+            continue;
+        }
+        const bool along = msi_goes_along(&batch, w->graph->tensors.items[t].bytes);
+        before = along && msi_can_join(w, home, before) ? before : MSI_NONE;
+        msi_set_now(w, w->now.value, t, msi_fetch_home(w, home, before, 0, 0));
+        before = home;
+    }
+}
+
+/* Fetches what a layer reads from the host. */
+static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
+    if (!w->has_moves) {
+        return;
+    }
+    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
+        if (msi_op_reads(l, op, operand.group) >> operand.slot & 1) {
+            msi_fetch(w, operand.tensor, MSI_ROLE_VALUE);
+        }
+    }
+    msi_fetch_params(w, l, msi_op_reads(l, op, MSI_GROUP_PARAM));
+}
+
+/* Forgets the copies on the device of params whose home is the host; inside a group not before its
+   last tile, when msi_end_group calls this. */
+static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
+    if (w->tiles.group || !w->has_moves) {
+        return;
+    }
+    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
+        if (msi_now(w, w->now.away, param.tensor) != MSI_NONE) {
+            msi_set_now(w, w->now.value, param.tensor, MSI_NONE);
+        }
+    }
+}
+
+/* After the forward of a layer: sends to the host what it has made and what is to be moved. A sweep
+   sends nothing: no backward but its own, which follows at once, reads what it makes. */
+static void msi_send_made(msi_lowering *w, const msi_layer *l) {
+    if ((w->tiles.group && w->tiles.group->sweeps) || !w->has_moves) {
+        return;
+    }
+    for (MSI_EACH_OF(made, w->graph, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) {
+        if (msi_is_moved(w, made.tensor, MSI_ROLE_VALUE) &&
+            msi_now(w, w->now.value, made.tensor) != MSI_NONE) {
+            msi_send(w, made.tensor, MSI_ROLE_VALUE);
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>recompute  forward and backward of a layer, and forward again for what a reader lacks, whole or
+//             in tiles
+
+/* Forward, eval or recomputation of a layer whose inputs are in memory or on the host. */
+static void msi_lower_forward(msi_lowering *w, msi_op op, uint32_t layer, uint32_t reader) {
+    const msi_layer *l = &w->graph->layers.items[layer];
+    const int which = op == MSI_OP_RECOMPUTE ? MSI_WORKSPACE_RECOMPUTE : MSI_WORKSPACE_FORWARD;
+    const bool writes_gradients = op == MSI_OP_FORWARD && l->grads_in_forward != 0;
+    uint32_t aside[MS_LIMIT_STATE];
+    w->next.format = msi_call_format(w, l);
+    msi_unset_slots(w, l);
+    msi_fetch_values(w, op, l);
+    msi_lower_state(w, op, l, aside);
+    msi_lower_in_place(w, op, l, reader);
+    msi_cast_values(w, op, l);
+    if (writes_gradients) {
+        msi_prepare_edges(w, l, l->grads_in_forward, 0, NULL);
+    }
+    const uint32_t workspace = msi_prepare_workspace(w, layer, which);
+    msi_emit_call(w, op, layer);
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        msi_use_values(w, op, l, group, reader);
+    }
+    if (writes_gradients) {
+        msi_use_edges(w, l->count[MSI_GROUP_IN]);
+    }
+    msi_use_workspace(w, layer, which, workspace);
+    msi_cast_results(w);
+    if (writes_gradients) {
+        msi_add_contributions(w);
+    }
+    for (MSI_EACH(state, w->graph, l, MSI_GROUP_STATE)) {
+        const uint32_t t = state.tensor;
+        if (msi_is_again(op) && aside[state.slot] != MSI_NONE) {
+            msi_emit_copy(w, t, MSI_ROLE_VALUE, msi_now(w, w->now.value, t), aside[state.slot]);
+            msi_last(w)->restores = true;
+        }
+    }
+    msi_drop_params(w, l);
+    if (op == MSI_OP_FORWARD) {
+        msi_send_made(w, l);
+    }
+}
+
+/* Copies the values that backward destroys, because others may still need them. Where this is their
+   last use the copy is an alias and costs nothing. */
+static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
+    const uint32_t masks[] = {l->clobbers.in, l->clobbers.out};
+    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_OUT)) {
+        const uint32_t mask = masks[operand.group] & l->backward_masks[operand.group];
+        uint32_t *slot = &w->next.slots[l->start[operand.group] + operand.slot];
+        if ((mask >> operand.slot & 1) && *slot == MSI_UNSET) { // what was cast is a copy
+            *slot = msi_emit_copy(w, operand.tensor, MSI_ROLE_VALUE, MSI_NONE,
+                                  msi_now(w, w->now.value, operand.tensor));
+        }
+    }
+}
+
+/* Fetches the gradients of params to which earlier layers have contributed. One that is kept
+   between micro-batches is cleared in the first. */
+static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
+    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
+        const uint32_t t = param.tensor, home = msi_now(w, w->now.gradient_away, t);
+        if (msi_now(w, w->now.gradient, t) != MSI_NONE || home == MSI_NONE) {
+            continue;
+        }
+        msi_fetch(w, t, MSI_ROLE_GRADIENT);
+        if (home < w->store->residents.count && !w->store->residents.items[home].borrowed &&
+            msi_now(w, w->now.cleared, t) == MSI_NONE) {
+            msi_emit(w, MSI_OP_ZERO, t);
+            msi_use(w, msi_now(w, w->now.gradient, t), false);
+            msi_last(w)->is_first = true;
+            msi_set_now(w, w->now.cleared, t, msi_now(w, w->now.gradient, t));
+        }
+    }
+}
+
+/* Backward of a layer. What it reads is in memory or on the host. */
+static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
+    const msi_graph *g = w->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    const uint32_t *out = msi_group(g, l, MSI_GROUP_OUT);
+    uint32_t *grad_out = w->next.slots + l->start[MSI_GROUP_COUNT];
+    w->next.format = msi_call_format(w, l);
+    msi_unset_slots(w, l);
+    msi_fetch_values(w, MSI_OP_BACKWARD, l);
+    msi_fetch_gradients(w, l);
+    msi_cast_values(w, MSI_OP_BACKWARD, l);
+    msi_lower_clobbers(w, l);
+    msi_prepare_edges(w, l, MS_ALL_SLOTS, MS_ALL_SLOTS, grad_out);
+    msi_cast_gradients(w, l, grad_out);
+    const uint32_t workspace = msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
+    msi_emit_call(w, MSI_OP_BACKWARD, layer);
+    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
+        msi_use_values(w, MSI_OP_BACKWARD, l, group, MSI_NONE);
+    }
+    for (uint32_t k = 0; k < l->count[MSI_GROUP_OUT]; k++) {
+        msi_use(w,
+                out[k] == MSI_NONE         ? MSI_NONE
+                : grad_out[k] == MSI_UNSET ? msi_now(w, w->now.gradient, out[k])
+                                           : grad_out[k],
+                false);
+    }
+    msi_use_edges(w, w->next.edge_count);
+    msi_use_workspace(w, layer, MSI_WORKSPACE_BACKWARD, workspace);
+    msi_add_contributions(w);
+}
+
+/* Whether a value is neither in memory nor on the host. */
+static bool msi_is_lost(const msi_lowering *w, uint32_t t) {
+    return msi_now(w, w->now.value, t) == MSI_NONE && msi_now(w, w->now.away, t) == MSI_NONE;
+}
+
+/* How the values of a layer come back: by RECOMPUTE, unless its recompute callback reads a value of
+   the layer itself that is lost; then by REPEAT. */
+static msi_op msi_way_back(const msi_lowering *w, const msi_layer *l) {
+    for (MSI_EACH_OF(made, w->graph, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) {
+        if (l->recompute && (l->recompute_masks[made.group] >> made.slot & 1) &&
+            msi_is_lost(w, made.tensor)) {
+            return MSI_OP_REPEAT;
+        }
+    }
+    return MSI_OP_RECOMPUTE;
+}
+
+/* The group of a layer, or NULL: it is computed whole. */
+static const msi_tiling *msi_group_of_layer(const msi_lowering *w, uint32_t layer) {
+    return w->has_tiles && w->tiles.group_of[layer]
+               ? &w->tiles.groups.items[w->tiles.group_of[layer] - 1]
+               : NULL;
+}
+
+/* Adds to a mask of layers of a group, whose first layer has bit 0, those that make the lost inputs
+   of layers in the mask, and so on back. */
+static uint32_t msi_add_producers(const msi_lowering *w, const msi_tiling *group, uint32_t mask) {
+    const msi_graph *g = w->graph;
+    for (uint32_t i = group->end; i-- > group->first;) {
+        const msi_layer *l = &g->layers.items[i];
+        if (!(mask >> (i - group->first) & 1)) {
+            continue;
+        }
+        const uint32_t reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            if ((reads >> in.slot & 1) && msi_is_lost(w, in.tensor) &&
+                in.t->producer >= group->first) {
+                mask |= 1u << (in.t->producer - group->first);
+            }
+        }
+    }
+    return mask;
+}
+
+/* Goes through the lost inputs of layers that are to run again: the layers of a group in a mask, as
+   above, or one layer that is in no group. Values that the group itself makes are skipped. */
+typedef struct msi_lost_inputs {
+    uint32_t first, mask, layer, reads;
+    bool is_group, has_layer;
+    msi_operand_cursor in;
+} msi_lost_inputs;
+
+static msi_lost_inputs msi_lost_inputs_of(const msi_lowering *w, uint32_t t) {
+    msi_lost_inputs c = MSI_ZERO_INIT;
+    const uint32_t producer = w->graph->tensors.items[t].producer;
+    const msi_tiling *group = msi_group_of_layer(w, producer);
+    c.is_group = group != NULL;
+    c.first = group ? group->first : producer;
+    c.mask = group ? msi_add_producers(w, group, 1u << (producer - group->first)) : 1;
+    return c;
+}
+
+/* The next one, or MSI_NONE. */
+static uint32_t msi_next_lost(const msi_lowering *w, msi_lost_inputs *c) {
+    const msi_graph *g = w->graph;
+    for (;;) {
+        while (c->has_layer && msi_next_operand(&c->in)) {
+            if ((c->reads >> c->in.slot & 1) && msi_is_lost(w, c->in.tensor) &&
+                (!c->is_group || c->in.t->producer < c->first)) {
+                return c->in.tensor;
+            }
+        }
+        if (c->mask == 0) {
+            return MSI_NONE;
+        }
+        const uint32_t bit = msi_lowest_bit(c->mask);
+        const msi_layer *l = &g->layers.items[c->first + bit];
+        c->mask &= c->mask - 1;
+        c->has_layer = true;
+        c->reads = msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN);
+        c->in = msi_operands_of(g, l, MSI_GROUP_IN, MSI_GROUP_IN);
+    }
+}
+
+/* Lists what is missing to recompute a tensor, back to what is in memory. Inner values of groups
+   are not listed: they are recomputed along with the tensors that are. */
+static uint32_t msi_list_missing(msi_lowering *w, uint32_t tensor) {
+    uint32_t depth = 0, listed = 0;
+    w->again.recomputation++;
+    w->again.stack[depth++] = tensor;
+    w->again.met[tensor] = w->again.recomputation;
+    while (depth > 0) {
+        msi_lost_inputs inputs = msi_lost_inputs_of(w, w->again.stack[depth - 1]);
+        uint32_t next = msi_next_lost(w, &inputs);
+        while (next != MSI_NONE && w->again.met[next] == w->again.recomputation) {
+            next = msi_next_lost(w, &inputs);
+        }
+        if (next == MSI_NONE) {
+            w->again.missing[listed++] = w->again.stack[--depth];
+        } else {
+            w->again.met[next] = w->again.recomputation;
+            w->again.stack[depth++] = next;
+        }
+    }
+    return listed;
+}
+
+/* Begins a run through a group: notes which tensors are cut. */
+static void msi_begin_group(msi_lowering *w, const msi_tiling *group) {
+    const msi_graph *g = w->graph;
+    w->tiles.group = group;
+    w->tiles.run_number++;
+    for (uint32_t i = group->first; i < group->end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
+            const uint32_t t = operand.tensor;
+            const bool cut = msi_is_by_rows(l, operand.group, operand.slot);
+            w->tiles.cut[t] = cut ? w->tiles.run_number : w->tiles.cut[t];
+            w->tiles.whole_value[t] = w->tiles.whole_gradient[t] = MSI_NONE;
+        }
+    }
+}
+
+/* Between two tiles, and after the last: forgets the ranges that have the rows of one tile alone. A
+   range that collects the rows of all tiles is hidden from the next tile, whose layers make their
+   own rows, and becomes the range of its tensor when the group ends. */
+static void msi_leave_tile(msi_lowering *w, bool ends) {
+    const msi_graph *g = w->graph;
+    const msi_range *ranges = w->program->code.ranges.items;
+    for (uint32_t i = w->tiles.group->first; i < w->tiles.group->end && !w->program->out_of_memory;
+         i++) {
+        for (MSI_EACH_OF(operand, g, &g->layers.items[i], MSI_GROUP_IN, MSI_GROUP_SAVED)) {
+            const uint32_t t = operand.tensor;
+            uint32_t *const lists[] = {w->now.value, w->now.gradient};
+            const uint32_t all[] = {w->tiles.whole_value[t], w->tiles.whole_gradient[t]};
+            for (int k = 0; k < 2; k++) {
+                const uint32_t now = msi_now(w, lists[k], t);
+                if (all[k] != MSI_NONE || (now != MSI_NONE && ranges[now].is_tile)) {
+                    msi_set_now(w, lists[k], t, ends ? all[k] : MSI_NONE);
+                }
+            }
+        }
+    }
+}
+
+static void msi_end_group(msi_lowering *w) {
+    const msi_tiling *group = w->tiles.group;
+    msi_leave_tile(w, true);
+    w->tiles.group = NULL;
+    for (uint32_t i = group->first; i < group->end; i++) {
+        msi_drop_params(w, &w->graph->layers.items[i]);
+    }
+}
+
+/* Runs layers of a group, those in a mask, on all tiles: by `op` or, if that is RECOMPUTE, as their
+   values come back. Then, if `backward`, each tile has the backward of the group. */
+static void msi_lower_tiles(msi_lowering *w, const msi_tiling *group, msi_op op, uint32_t mask,
+                            uint32_t reader, bool backward) {
+    const msi_layer *layers = w->graph->layers.items;
+    const bool again = op == MSI_OP_RECOMPUTE;
+    msi_begin_group(w, group);
+    for (uint32_t tile = 0; tile < group->tiles && !w->program->out_of_memory; tile++) {
+        w->tiles.rows = msi_rows_of_tile(group, tile);
+        for (uint32_t i = group->first; i < group->end && !w->program->out_of_memory; i++) {
+            if (mask >> (i - group->first) & 1) {
+                msi_lower_forward(w, again ? msi_way_back(w, &layers[i]) : op, i, reader);
+                w->program->code.recompute_count += again && w->tiles.rows.begin == 0;
+            }
+        }
+        for (uint32_t i = group->end;
+             backward && i-- > group->first && !w->program->out_of_memory;) {
+            if (layers[i].has_backward) {
+                msi_lower_backward(w, i);
+            }
+        }
+        msi_leave_tile(w, false);
+    }
+    msi_end_group(w);
+}
+
+/* The layers of a group that run again to make `tensor`, and along with it all other outputs of the
+   group that the present pass wants and for which no input is lost. */
+static uint32_t msi_wanted_layers(const msi_lowering *w, const msi_tiling *group, uint32_t tensor) {
+    const msi_graph *g = w->graph;
+    uint32_t mask = 0;
+    for (uint32_t i = group->first; i < group->end; i++) {
+        for (MSI_EACH(out, g, &g->layers.items[i], MSI_GROUP_OUT)) {
+            msi_lost_inputs inputs = msi_lost_inputs_of(w, out.tensor);
+            const bool wanted = w->again.wanted[out.tensor] == w->again.pass_number &&
+                                msi_now(w, w->now.value, out.tensor) == MSI_NONE &&
+                                msi_next_lost(w, &inputs) == MSI_NONE;
+            mask |= wanted || out.tensor == tensor ? 1u << (i - group->first) : 0u;
+        }
+    }
+    return msi_add_producers(w, group, mask);
+}
+
+/* One pass: makes those of the first `count` missing tensors that belong to it, and what they are
+   made of. */
+static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
+    const msi_graph *g = w->graph;
+    w->again.pass_number++;
+    for (uint32_t i = count; i-- > 0;) {
+        const uint32_t t = w->again.missing[i];
+        if (msi_now(w, w->now.value, t) != MSI_NONE ||
+            (msi_decided(w, t)->pass > w->again.depth &&
+             w->again.wanted[t] != w->again.pass_number)) {
+            continue;
+        }
+        msi_lost_inputs inputs = msi_lost_inputs_of(w, t);
+        w->again.wanted[t] = w->again.pass_number;
+        for (uint32_t in; (in = msi_next_lost(w, &inputs)) != MSI_NONE;) {
+            w->again.wanted[in] = w->again.pass_number;
+        }
+    }
+    for (uint32_t i = 0; i < count && !w->program->out_of_memory; i++) {
+        const uint32_t t = w->again.missing[i], layer = g->tensors.items[t].producer;
+        const msi_tiling *group = msi_group_of_layer(w, layer);
+        if (w->again.wanted[t] != w->again.pass_number || msi_now(w, w->now.value, t) != MSI_NONE) {
+            continue;
+        }
+        if (group) {
+            msi_lower_tiles(w, group, MSI_OP_RECOMPUTE, msi_wanted_layers(w, group, t), reader,
+                            false);
+        } else {
+            msi_lower_forward(w, msi_way_back(w, &g->layers.items[layer]), layer, reader);
+            w->program->code.recompute_count++;
+        }
+    }
+    while (w->again.pass_only_count > 0) {
+        msi_set_now(w, w->now.value, w->again.pass_only[--w->again.pass_only_count], MSI_NONE);
+    }
+}
+
+/* Makes sure that the value of a tensor is in memory, for the backward of layer `reader`: runs its
+   producer again, after the producers of what that reads, and so on back to what is in memory. */
+static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reader) {
+    while (msi_is_lost(w, tensor) && !w->program->out_of_memory) {
+        const uint32_t count = msi_list_missing(w, tensor);
+        w->again.depth = UINT32_MAX;
+        for (uint32_t i = 0; i < count; i++) {
+            const uint32_t depth = msi_decided(w, w->again.missing[i])->pass;
+            w->again.depth = depth < w->again.depth ? depth : w->again.depth;
+        }
+        msi_lower_pass(w, count, reader);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>updates  the update of a param, early or late, in parts, with what moves for it
+
+/* Computes the norm of all gradients, for clipping and for the loss scale. */
+static void msi_lower_norm(msi_lowering *w) {
+    const msi_graph *g = w->graph;
+    msi_program *p = w->program;
+    if (!(w->optimizer->grad_clip_norm > 0.0f) && !w->scales_loss) {
+        return;
+    }
+    p->code.norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        if (msi_learns(&g->tensors.items[t])) {
+            msi_fetch(w, t, MSI_ROLE_GRADIENT);
+            msi_emit(w, MSI_OP_NORM, t);
+            msi_use_both(w, msi_now(w, w->now.gradient, t), false, p->code.norm);
+            if (msi_now(w, w->now.gradient_away, t) != MSI_NONE) {
+                msi_set_now(w, w->now.gradient, t, MSI_NONE);
+            }
+        }
+    }
+    msi_emit(w, MSI_OP_CLIP, 0);
+    msi_use(w, p->code.norm, false);
+}
+
+/* The number of parts of the update of a param: one if parts of codes would be smaller than a
+   group, or if the update is the trainer's own. */
+static uint32_t msi_update_parts(const msi_lowering *w, uint32_t param) {
+    const msi_tensor_decision *d = &w->decisions[param];
+    const uint64_t count = w->graph->tensors.items[param].bytes / sizeof(float);
+    const bool whole = w->optimizer->kind == MS_OPTIMIZER_CUSTOM ||
+                       (d->state_8bit && msi_part_size(count, d->parts) < MSI_CODED_GROUP);
+    return whole || d->parts < 2 ? 1 : d->parts;
+}
+
+/* Lists the operands of the update of a param. */
+static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_update *u) {
+    const msi_store *store = w->store;
+    const uint32_t resident = store->resident_of[param];
+    msi_update_operand *list = u->operands;
+    const uint32_t now[] = {msi_now(w, w->now.value, param), msi_now(w, w->now.gradient, param),
+                            w->program->code.norm};
+    const uint32_t homes[] = {msi_now(w, w->now.away, param),
+                              msi_now(w, w->now.gradient_away, param), MSI_NONE};
+    uint32_t count = 0;
+    for (; count < 3; count++) {
+        list[count].range = now[count];
+        list[count].home = homes[count];
+        list[count].is_fetched = now[count] == MSI_NONE && homes[count] != MSI_NONE;
+    }
+    for (uint32_t i = resident + 1;
+         i < store->residents.count && store->residents.items[i].tensor == param; i++) {
+        const bool is_there = store->residents.items[i].role != MSI_ROLE_MASTER ||
+                              w->program->code.ranges.items[i].bytes > 0;
+        if (store->residents.items[i].role >= MSI_ROLE_STATE0 && is_there) {
+            /* What does not move in place is copied, and so is the trainer's own memory: it may be
+               pageable, which a device cannot use. */
+            const bool copied = msi_is_moved(w, param, MSI_ROLE_STATE0) &&
+                                (store->residents.items[i].borrowed ||
+                                 !(msi_decided(w, param)->moves & MSI_IN_PLACE));
+            list[count].range = copied ? MSI_NONE : i;
+            list[count].home = copied ? i : MSI_NONE;
+            list[count++].is_fetched = copied;
+        }
+    }
+    u->param = param;
+    u->count = count;
+    u->moves = false;
+    for (uint32_t k = 0; k < count; k++) {
+        u->moves |= list[k].home != MSI_NONE;
+    }
+    u->parts = u->moves || msi_decided(w, param)->splits ? msi_update_parts(w, param) : 1;
+}
+
+/* Lists what the updates at hand move, in the order of the homes, except gradients: each moves by
+   itself, since it ends with the update. */
+static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
+    const uint32_t *home_at = w->store->home_at;
+    uint32_t count = 0;
+    for (uint32_t n = 0; n < w->queue.update_count; n++) {
+        msi_param_update *u = &w->queue.updates[n];
+        for (uint32_t k = 0; k < u->count; k = k == 0 ? 3 : k + 1) {
+            msi_update_operand *o = &u->operands[k];
+            uint32_t at = count;
+            if (o->home == MSI_NONE) {
+                continue;
+            }
+            for (; at > 0 && home_at[moved[at - 1]->home] > home_at[o->home]; at--) {
+                moved[at] = moved[at - 1];
+            }
+            moved[at] = o;
+            count++;
+        }
+    }
+    return count;
+}
+
+/* One part of the updates at hand: what is moved is fetched before, and sent back after. What was
+   fetched in one copy is sent back in one; a value that backward has fetched goes by itself. */
+static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts) {
+    msi_update_operand *moved[MSI_MOST_TOGETHER * (2 + MS_LIMIT_OPTIMIZER_STATE)];
+    const uint32_t count = msi_list_moved(w, moved);
+    uint32_t before = MSI_NONE;
+    for (uint32_t n = 0; n < w->queue.update_count; n++) {
+        msi_update_operand *gradient = &w->queue.updates[n].operands[1];
+        if (gradient->is_fetched) {
+            gradient->range = msi_fetch_home(w, gradient->home, MSI_NONE, part, parts);
+        }
+    }
+    for (uint32_t k = 0; k < count && !w->program->out_of_memory; k++) {
+        if (moved[k]->is_fetched) {
+            before = msi_can_join(w, moved[k]->home, before) ? before : MSI_NONE;
+            moved[k]->range = msi_fetch_home(w, moved[k]->home, before, part, parts);
+            before = moved[k]->home;
+        }
+    }
+    for (uint32_t n = 0; n < w->queue.update_count; n++) {
+        msi_emit(w, MSI_OP_UPDATE, w->queue.updates[n].param);
+        msi_set_part(w, part, parts);
+        for (uint32_t k = 0; k < w->queue.updates[n].count; k++) {
+            msi_use(w, w->queue.updates[n].operands[k].range, false);
+        }
+    }
+    for (uint32_t n = 0; n < w->queue.update_count; n++) {
+        const msi_update_operand *gradient = &w->queue.updates[n].operands[1];
+        if (w->optimizer->kind == MS_OPTIMIZER_CUSTOM &&
+            gradient->home < w->store->residents.count && // else none: what is lent is written back
+            w->store->residents.items[gradient->home].borrowed) {
+            msi_send_home(w, gradient->home, gradient->range, MSI_NONE, part, parts);
+        }
+    }
+    before = MSI_NONE;
+    for (uint32_t k = 0; k < count && !w->program->out_of_memory; k++) {
+        const bool landed_with = k > 0 && moved[k]->range == moved[k - 1]->range + 1 &&
+                                 w->program->code.ranges.items[moved[k]->range].packed;
+        before = landed_with && msi_can_join(w, moved[k]->home, before) ? before : MSI_NONE;
+        msi_send_home(w, moved[k]->home, moved[k]->range, before, part, parts);
+        before = moved[k]->home;
+    }
+}
+
+/* Emits the updates at hand. */
+static MSI_NOINLINE void msi_lower_gathered(msi_lowering *w) {
+    const uint32_t parts = w->queue.update_count > 0 ? w->queue.updates[0].parts : 0;
+    for (uint32_t part = 0; part < parts && !w->program->out_of_memory; part++) {
+        msi_lower_update_part(w, part, parts);
+    }
+    w->queue.update_count = 0;
+}
+
+/* Whether an update may go along with those at hand, so that what they move is moved in one copy.
+   The trainer's own may not: it may fail, and what was updated before must be sent home by then. */
+static bool msi_may_join_updates(const msi_lowering *w, const msi_param_update *u) {
+    const msi_tensor *tensors = w->graph->tensors.items;
+    const msi_param_update *last =
+        w->queue.update_count > 0 ? &w->queue.updates[w->queue.update_count - 1] : NULL;
+    return last && last->moves && u->moves && last->parts == 1 && u->parts == 1 &&
+           w->optimizer->kind != MS_OPTIMIZER_CUSTOM &&
+           tensors[last->param].last_gradient == tensors[u->param].last_gradient;
+}
+
+/* The update of a param, if it has a gradient: it is emitted with those of the same layer that
+   follow it, by msi_lower_gathered. */
+static void msi_lower_update(msi_lowering *w, uint32_t param) {
+    const msi_tensor *t = &w->graph->tensors.items[param];
+    msi_param_update u;
+    if ((msi_now(w, w->now.gradient, param) == MSI_NONE &&
+         msi_now(w, w->now.gradient_away, param) == MSI_NONE) ||
+        t->last_gradient == MSI_NONE) {
+        return;
+    }
+    msi_list_update(w, param, &u);
+    if (!msi_may_join_updates(w, &u)) {
+        w->queue.batch.count = 0;
+    }
+    if (!msi_goes_along(&w->queue.batch, t->bytes)) {
+        msi_lower_gathered(w);
+    }
+    w->queue.updates[w->queue.update_count++] = u;
+    msi_set_now(w, w->now.gradient, param, MSI_NONE);
+    msi_set_now(w, w->now.gradient_away, param, MSI_NONE);
+}
+
+/* The param in a slot of a layer if its gradient is complete after the backward of that layer, and
+   if it is not in an earlier slot too; otherwise MSI_NONE. */
+static uint32_t msi_completed_param(const msi_graph *g, uint32_t layer, uint32_t slot) {
+    const uint32_t *param = msi_group(g, &g->layers.items[layer], MSI_GROUP_PARAM);
+    const uint32_t t = param[slot];
+    bool completed = t != MSI_NONE && g->tensors.items[t].last_gradient == layer;
+    for (uint32_t k = 0; k < slot; k++) {
+        completed &= param[k] != t;
+    }
+    return completed ? t : MSI_NONE;
+}
+
+/* Updates inside backward. Params whose last gradient came from this layer queue up, and those at
+   the head whose turn it is are updated. */
+static void msi_lower_early_updates(msi_lowering *w, uint32_t layer) {
+    const msi_tensor_decision *d = w->decisions;
+    for (uint32_t k = 0; k < w->graph->layers.items[layer].count[MSI_GROUP_PARAM]; k++) {
+        const uint32_t t = msi_completed_param(w->graph, layer, k);
+        if (t != MSI_NONE && d[t].update_after != MSI_NONE &&
+            (msi_now(w, w->now.gradient, t) != MSI_NONE ||
+             msi_now(w, w->now.gradient_away, t) != MSI_NONE)) {
+            w->queue.params[w->queue.end++] = t;
+        }
+    }
+    while (w->queue.first < w->queue.end &&
+           d[w->queue.params[w->queue.first]].update_after != MSI_AT_END &&
+           d[w->queue.params[w->queue.first]].update_after >= layer) {
+        msi_lower_update(w, w->queue.params[w->queue.first++]);
+    }
+    msi_lower_gathered(w);
+}
+
+/* Params in the order in which their gradients are complete. */
+typedef struct msi_param_cursor {
+    const msi_graph *graph;
+    uint32_t layer, slot; // the next one is at a slot of layer - 1; all later layers are done
+} msi_param_cursor;
+
+/* The next param that may be updated inside backward, if its gradient is complete after the
+   backward of layer `end`; or MSI_NONE. */
+static uint32_t msi_next_early(msi_param_cursor *c, const msi_tensor_decision *d, uint32_t end) {
+    const msi_graph *g = c->graph;
+    while (c->layer > end) {
+        const uint32_t layer = c->layer - 1;
+        while (c->slot < g->layers.items[layer].count[MSI_GROUP_PARAM]) {
+            const uint32_t t = msi_completed_param(g, layer, c->slot++);
+            if (t != MSI_NONE && d[t].update_after != MSI_NONE) {
+                return t;
+            }
+        }
+        c->layer--;
+        c->slot = 0;
+    }
+    return MSI_NONE;
+}
+
+/* Decides when params are updated: inside backward those that are forced, and if `early` all that
+   may be. They are updated in the order in which their gradients are complete, as soon as the
+   gradients that wait exceed lag_bytes. */
+static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool early,
+                              uint64_t lag_bytes) {
+    msi_param_cursor head = {g, g->layers.count, 0}, tail = head;
+    uint64_t waiting_bytes = 0;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const bool forced = tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON;
+        d[t].update_after = tensor->updates_early && (early || forced) ? MSI_AT_END : MSI_NONE;
+    }
+    for (uint32_t i = g->layers.count; i-- > 0;) {
+        for (uint32_t t; (t = msi_next_early(&tail, d, i)) != MSI_NONE;) {
+            waiting_bytes += g->tensors.items[t].bytes;
+        }
+        while (waiting_bytes > lag_bytes) {
+            const uint32_t t = msi_next_early(&head, d, i);
+            waiting_bytes -= g->tensors.items[t].bytes;
+            d[t].update_after = i;
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>lower  from graph and decisions to a program: backward, groups in tiles, and the whole
+
+/* Makes ready for the backward of a layer: dropped values that it reads are recomputed. */
+static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
+    const msi_graph *g = w->graph;
+    const msi_layer *l = &g->layers.items[layer];
+    for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
+        if (l->backward_masks[operand.group] >> operand.slot & 1) {
+            msi_lower_recompute(w, operand.tensor, layer);
+        }
+    }
+}
+
+/* Sends to the host the moved gradients of a layer's params that no update has used up yet. */
+static void msi_send_gradients(msi_lowering *w, const msi_layer *l) {
+    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
+        const uint32_t t = param.tensor;
+        if (msi_now(w, w->now.gradient, t) != MSI_NONE && msi_is_moved(w, t, MSI_ROLE_GRADIENT)) {
+            msi_send(w, t, MSI_ROLE_GRADIENT);
+            msi_set_now(w, w->now.gradient, t, MSI_NONE);
+        }
+    }
+}
+
+/* The gradient of the loss. */
+static void msi_lower_seed(msi_lowering *w) {
+    const msi_graph *g = w->graph;
+    uint32_t gradient = msi_now(w, w->now.gradient, g->loss);
+    if (!g->tensors.items[g->loss].wants_gradient || w->is_seeded) {
+        return;
+    }
+    w->is_seeded = true;
+    msi_emit(w, MSI_OP_SEED, g->loss);
+    if (gradient == MSI_NONE) {
+        gradient = msi_new_range(w, g->loss, MSI_ROLE_GRADIENT, g->tensors.items[g->loss].bytes);
+        msi_set_now(w, w->now.gradient, g->loss, gradient);
+    }
+    msi_use(w, gradient, false);
+}
+
+/* Forward or eval of a group, tile by tile; where it sweeps, backward too. */
+static void msi_lower_group_forward(msi_lowering *w, msi_op op, const msi_tiling *group) {
+    const bool sweeps = op == MSI_OP_FORWARD && group->sweeps;
+    if (sweeps) {
+        msi_lower_seed(w);
+        w->program->code.sweeps = true;
+    }
+    msi_lower_tiles(w, group, op, UINT32_MAX, MSI_NONE, sweeps);
+}
+
+/* The layers of a group that run again before its backward: those that make the lost values which
+   backward reads, and so on back. */
+static uint32_t msi_layers_before_backward(const msi_lowering *w, const msi_tiling *group) {
+    const msi_graph *g = w->graph;
+    uint32_t mask = 0;
+    for (uint32_t i = group->first; i < group->end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
+            if (l->has_backward && (l->backward_masks[operand.group] >> operand.slot & 1) &&
+                msi_is_lost(w, operand.tensor) && operand.t->producer >= group->first) {
+                mask |= 1u << (operand.t->producer - group->first);
+            }
+        }
+    }
+    return msi_add_producers(w, group, mask);
+}
+
+/* Makes ready for the backward of a group: what it reads of earlier layers is recomputed whole. */
+static void msi_lower_before_group(msi_lowering *w, const msi_tiling *group, uint32_t again) {
+    const msi_graph *g = w->graph;
+    for (uint32_t i = group->end; i-- > group->first;) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint32_t read = l->has_backward ? l->backward_masks[MSI_GROUP_IN] : 0;
+        const uint32_t read_again =
+            again >> (i - group->first) & 1 ? msi_op_reads(l, msi_way_back(w, l), MSI_GROUP_IN) : 0;
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            if (((read | read_again) >> in.slot & 1) && in.t->producer < group->first) {
+                msi_lower_recompute(w, in.tensor, group->end - 1);
+            }
+        }
+    }
+}
+
+/* Fetches, with all rows, activations of earlier layers that are read by the backward of the group
+   and, later, by that of an earlier layer. */
+static void msi_fetch_for_group(msi_lowering *w, const msi_tiling *group) {
+    const msi_graph *g = w->graph;
+    for (uint32_t i = group->end; i-- > group->first;) {
+        const msi_layer *l = &g->layers.items[i];
+        for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+            if (l->has_backward && (l->backward_masks[MSI_GROUP_IN] >> in.slot & 1) &&
+                in.t->kind == MSI_KIND_ACTIVATION && in.t->producer < group->first &&
+                in.t->last_reader < group->first) {
+                msi_fetch(w, in.tensor, MSI_ROLE_VALUE);
+            }
+        }
+    }
+}
+
+/* The backward of a group, tile by tile. */
+static MSI_NOINLINE void msi_lower_group_backward(msi_lowering *w, const msi_tiling *group) {
+    const uint32_t again = msi_layers_before_backward(w, group);
+    msi_lower_before_group(w, group, again);
+    msi_fetch_for_group(w, group);
+    w->tiles.for_backward = true;
+    w->again.depth = UINT32_MAX;
+    msi_lower_tiles(w, group, MSI_OP_RECOMPUTE, again, group->end - 1, true);
+    w->tiles.for_backward = false;
+}
+
+/* Extends a live range to the end of the program and beyond; residents stay anyway. */
+static MSI_NOINLINE void msi_keep_to_end(msi_lowering *w, uint32_t range) {
+    msi_program *p = w->program;
+    if (!p->out_of_memory && range != MSI_NONE && range >= w->store->residents.count) {
+        p->code.ranges.items[range].last = p->code.instructions.count - 1;
+        p->code.ranges.items[range].outlives = true;
+    }
+}
+
+/* Accumulated gradients begin at zero. */
+static void msi_lower_first_micro(msi_lowering *w) {
+    for (uint32_t i = 0; i < w->store->residents.count; i++) {
+        const msi_resident *resident = &w->store->residents.items[i];
+        if (resident->role == MSI_ROLE_GRADIENT && !resident->borrowed &&
+            msi_now(w, w->now.gradient_away, resident->tensor) == MSI_NONE) {
+            msi_emit(w, MSI_OP_ZERO, resident->tensor);
+            msi_use(w, i, false);
+            msi_last(w)->is_first = true;
+        }
+    }
+}
+
+/* The backward of a layer or, with its last layer, of a group; and the updates that follow. */
+static void msi_lower_layer_backward(msi_lowering *w, uint32_t layer) {
+    const msi_layer *l = &w->graph->layers.items[layer];
+    const msi_tiling *group = msi_group_of_layer(w, layer);
+    if (group && layer + 1 == group->end && !group->sweeps) {
+        msi_lower_group_backward(w, group);
+    }
+    if (l->has_backward) {
+        if (!group) {
+            msi_lower_before_backward(w, layer);
+            msi_lower_backward(w, layer);
+        }
+        msi_lower_early_updates(w, layer);
+        msi_send_gradients(w, l);
+        msi_drop_params(w, l);
+    }
+}
+
+static void msi_lower_updates(msi_lowering *w) {
+    const msi_graph *g = w->graph;
+    for (uint32_t t = 0; t < g->tensors.count && !w->program->out_of_memory; t++) {
+        if (msi_is_trained(&g->tensors.items[t]) && w->optimizer->kind != MS_OPTIMIZER_NONE) {
+            msi_lower_update(w, t);
+        }
+    }
+    msi_lower_gathered(w);
+}
+
+/* Values that are fetched in one copy share a block of memory only if their live ranges are equal.
+   Values without bytes, which are not copied after all, divide those before from those after. */
+static void msi_take_apart(msi_program *p, uint32_t residents) {
+    for (uint32_t k = residents, end; k < p->code.ranges.count; k = end) {
+        msi_range *first = &p->code.ranges.items[k];
+        bool alike = true;
+        for (end = k + 1; end < p->code.ranges.count && p->code.ranges.items[end].packed &&
+                          (p->code.ranges.items[end].bytes == 0) == (first->bytes == 0);
+             end++) {
+            alike &= p->code.ranges.items[end].first == first->first &&
+                     p->code.ranges.items[end].last == first->last;
+        }
+        first->packed = false;
+        for (uint32_t i = k + 1; i < end && !alike; i++) {
+            p->code.ranges.items[i].packed = false;
+        }
+    }
+}
+
+/* Ends a live range at its last use before an instruction. */
+static void msi_end_before(msi_program *p, msi_range *range, uint32_t number, uint32_t now) {
+    for (range->last = range->first; now-- > range->first;) {
+        const msi_instruction *i = &p->code.instructions.items[now];
+        for (uint32_t k = 0; k < i->operand_count; k++) {
+            if (p->code.operands.items[i->operand_first + k].range == number) {
+                range->last = now;
+                return;
+            }
+        }
+    }
+}
+
+/* Drops copies of forward that nothing reads: of state that no recomputation needed, and to the
+   host of values that no backward reads. */
+static void msi_drop_unused_copies(const msi_lowering *w) {
+    msi_program *p = w->program;
+    for (uint32_t now = 0; now < p->code.forward_end && now < p->code.instructions.count; now++) {
+        msi_instruction *i = &p->code.instructions.items[now];
+        const msi_operand *ends = p->code.operands.items + i->operand_first;
+        msi_range *target = i->op == MSI_OP_COPY ? &p->code.ranges.items[ends[0].range] : NULL;
+        const uint32_t source = target ? ends[1].range : MSI_NONE;
+        if (!target || target->last != now || i->rows.of > 0 ||
+            ends[0].range < w->store->residents.count ||
+            !(target->role == MSI_ROLE_SNAPSHOT || target->on_host)) {
+            continue;
+        }
+        if (source >= w->store->residents.count && p->code.ranges.items[source].last == now) {
+            msi_end_before(p, &p->code.ranges.items[source], source, now);
+        }
+        p->layout.sent_bytes -= target->role == MSI_ROLE_VALUE ? msi_align(target->bytes) : 0;
+        target->bytes = 0;
+        i->op = (uint8_t)MSI_OP_NOTHING;
+        i->operand_count = 0;
+    }
+}
+
+/* Forward or eval of a layer or, with its first layer, of a group. */
+static void msi_lower_layer_forward(msi_lowering *w, msi_op op, uint32_t layer) {
+    const msi_tiling *group = msi_group_of_layer(w, layer);
+    if (!group) {
+        msi_lower_forward(w, op, layer, MSI_NONE);
+    } else if (group->first == layer) {
+        msi_lower_group_forward(w, op, group);
+    }
+}
+
+/* Finds the live ranges of a program: where its operands are used, first and last. */
+static void msi_find_lives(msi_program *p, uint32_t residents) {
+    msi_range *ranges = p->code.ranges.items;
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
+        const msi_operand *operands = p->code.operands.items + i->operand_first;
+        for (uint32_t k = 0; k < i->operand_count; k++) {
+            msi_range *range = operands[k].range == MSI_NONE || operands[k].range < residents
+                                   ? NULL
+                                   : &ranges[operands[k].range];
+            if (range && now >= p->code.forward_end && range->idle_last == MSI_NONE &&
+                range->first < p->code.forward_end) {
+                range->idle_first = range->last;
+                range->idle_last = now;
+            }
+            if (range) {
+                range->last = now;
+            }
+        }
+    }
+}
+
+/* Finds the live ranges; keeps what is read after a program, and without an optimizer gradients, to
+   its end; and what lowering had to make in case it is used and nothing uses is dropped. */
+static void msi_end_program(msi_lowering *w, bool eval) {
+    const msi_graph *g = w->graph;
+    const uint32_t *gradient = w->now.gradient, *away = w->now.gradient_away;
+    if (!w->program->out_of_memory) {
+        msi_find_lives(w->program, w->store->residents.count);
+    }
+    w->program->code.loss = w->now.value[g->loss];
+    msi_keep_to_end(w, w->program->code.norm);
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        if (tensor->is_output || (eval && tensor->is_eval_output) || t == g->loss) {
+            msi_keep_to_end(w, w->now.value[t]);
+        }
+        if (!eval && msi_is_trained(tensor) && w->optimizer->kind == MS_OPTIMIZER_NONE) {
+            msi_keep_to_end(w, gradient[t] != MSI_NONE ? gradient[t] : away[t]);
+        }
+    }
+    if (!w->program->out_of_memory) {
+        msi_drop_unused_copies(w);
+        msi_take_apart(w->program, w->store->residents.count);
+    }
+}
+
+/* Lowers a block of the training program, and times what takes as long in any other. */
+static void msi_lower_block(msi_lowering *w, uint32_t number) {
+    const uint32_t layers = w->graph->layers.count;
+    w->again.pass_number++; // what other blocks wanted is not wanted any more
+    if (number == 0) {
+        msi_lower_first_micro(w);
+    } else if (number <= layers) {
+        msi_lower_layer_forward(w, MSI_OP_FORWARD, number - 1);
+    } else if (number == layers + 1) {
+        msi_lower_seed(w);
+    } else if (number <= 2 * layers + 1) {
+        msi_lower_layer_backward(w, 2 * layers + 1 - number);
+    } else {
+        msi_lower_norm(w);
+        msi_lower_updates(w);
+    }
+    const msi_code *code = &w->program->code;
+    for (uint32_t k = w->draft->blocks.items[number].instructions;
+         k < code->instructions.count && w->costs && !w->program->out_of_memory; k++) {
+        msi_instruction *i = &code->instructions.items[k];
+        i->is_timed = msi_keeps_time(i);
+        i->us = i->is_timed ? msi_duration_us(w->graph, w->costs, w->program, i) : 0.0;
+    }
+}
+
+static uint32_t msi_block_count(const msi_graph *g) {
+    return 2 * g->layers.count + 3;
+}
+
+/* Notes how far the draft is at the start of a block. False without memory. */
+static bool msi_begin_block(msi_lowering *w) {
+    msi_draft *d = w->draft;
+    const msi_code *code = &d->program.code;
+    if (!MSI_RESERVE(msi_draft_block, w->allocator, d->blocks, d->blocks.count + 1ull)) {
+        d->program.out_of_memory = true;
+    }
+    if (d->program.out_of_memory) {
+        return false;
+    }
+    msi_draft_block *block = &d->blocks.items[d->blocks.count++];
+    block->instructions = code->instructions.count;
+    block->operands = code->operands.count;
+    block->ranges = code->ranges.count;
+    block->reads = d->reads.count;
+    block->writes = d->writes.count;
+    block->queue_first = w->queue.first;
+    block->queue_end = w->queue.end;
+    block->recompute_count = code->recompute_count;
+    block->norm = code->norm;
+    block->sent_bytes = d->program.layout.sent_bytes;
+    block->is_seeded = w->is_seeded;
+    block->sweeps = code->sweeps;
+    w->block++;
+    return true;
+}
+
+/* Whether blocks of the draft before can be repeated: the order of updates and the groups in tiles
+   are the same. Notes which decisions are not. */
+static bool msi_may_repeat(msi_lowering *w, const msi_draft *before) {
+    const msi_graph *g = w->graph;
+    msi_repeating *r = &w->repeating;
+    bool may = before->blocks.count == msi_block_count(g) + 1 && !before->program.out_of_memory &&
+               before->kinds == w->draft->kinds;
+    for (uint32_t t = 0; t < g->tensors.count && may; t++) {
+        const msi_tensor_decision *a = &r->decisions[t], *b = &w->decisions[t];
+        may = a->tiles == b->tiles && a->begins_group == b->begins_group &&
+              a->update_after == b->update_after;
+        r->different[t] = a->pass != b->pass || a->moves != b->moves || a->format != b->format ||
+                          a->parts != b->parts || a->splits != b->splits ||
+                          a->state_8bit != b->state_8bit;
+    }
+    return may;
+}
+
+/* Begins a draft, after the residents: what it has of the draft before is found on the way. */
+static void msi_begin_draft(msi_lowering *w, bool repeats) {
+    const msi_graph *g = w->graph;
+    const size_t words = MSI_WORDS_EACH * (size_t)g->tensors.count + g->operands.count;
+    const msi_draft *before = &w->drafts[w->draft == w->drafts];
+    const uint32_t residents = w->store->residents.count;
+    msi_repeating *r = &w->repeating;
+    w->draft->blocks.count = w->draft->reads.count = w->draft->writes.count = 0;
+    w->draft->kinds = (uint32_t)(w->has_narrow | w->scales_loss << 1 | w->has_tiles << 2 |
+                                 w->has_moves << 3 | w->calls_f32 << 4);
+    r->before = repeats && msi_may_repeat(w, before) ? before : NULL;
+    r->renamed.count = r->before ? before->program.code.ranges.count : 0;
+    w->program->out_of_memory |= !MSI_RESERVE(uint32_t, w->allocator, r->renamed, r->renamed.count);
+    memcpy(r->decisions, w->decisions, (g->tensors.count + (size_t)1) * sizeof *r->decisions);
+    if (r->before && !w->program->out_of_memory) {
+        memcpy(r->was, w->now.value, words * sizeof *r->was);
+        memset(r->differs, 0, words * sizeof *r->differs);
+        for (uint32_t k = 0; k < r->renamed.count; k++) {
+            r->renamed.items[k] = k < residents ? k : MSI_NONE;
+        }
+    }
+}
+
+/* Finds whether a word of the whereabouts is the same in both drafts, where live ranges that are
+   alike stand for each other. */
+static void msi_compare_word(msi_lowering *w, uint32_t word) {
+    msi_repeating *r = &w->repeating;
+    const uint32_t tensors = w->graph->tensors.count, residents = w->store->residents.count;
+    const uint32_t was = r->was[word], now = w->now.value[word];
+    const uint32_t t = word < MSI_WORDS_EACH * (uint64_t)tensors
+                           ? word % tensors
+                           : w->graph->operands.items[word - MSI_WORDS_EACH * (size_t)tensors];
+    bool differs = was != now;
+    if (was != MSI_NONE && now != MSI_NONE && was >= residents) {
+        const msi_range *a = &r->before->program.code.ranges.items[was];
+        const msi_range *b = &w->program->code.ranges.items[now];
+        if (r->renamed.items[was] == MSI_NONE && now >= residents && a->bytes == b->bytes &&
+            a->tensor == b->tensor && a->role == b->role && a->format == b->format &&
+            a->part == b->part && a->is_tile == b->is_tile && a->packed == b->packed &&
+            a->on_host == b->on_host) {
+            r->renamed.items[was] = now;
+        }
+        differs = r->renamed.items[was] != now;
+    }
+    r->different[t] += (uint32_t)differs - r->differs[word];
+    r->differs[word] = differs;
+}
+
+/* At the start of backward: values that were dropped, or are on the host, are forgotten. */
+static void msi_forget_values(msi_lowering *w) {
+    for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
+        const bool dropped = w->decisions[t].pass > 0;
+        w->now.value[t] = dropped || w->now.away[t] != MSI_NONE ? MSI_NONE : w->now.value[t];
+        if (w->repeating.before) {
+            uint32_t *was = w->repeating.was;
+            const bool away = was[t + (w->now.away - w->now.value)] != MSI_NONE;
+            was[t] = dropped || away ? MSI_NONE : was[t];
+            msi_compare_word(w, t);
+        }
+    }
+}
+
+/* After a block that was not repeated: finds what is different where it ends. */
+static void msi_find_differences(msi_lowering *w, uint32_t number) {
+    const msi_draft *before = w->repeating.before;
+    const uint32_t first = w->draft->blocks.items[number].writes;
+    const uint32_t begin = before->blocks.items[number].writes;
+    const uint32_t end = before->blocks.items[number + 1].writes;
+    for (uint32_t k = begin; k < end; k++) {
+        w->repeating.was[before->writes.items[k].word] = before->writes.items[k].range;
+    }
+    for (uint32_t k = begin; k < end; k++) {
+        msi_compare_word(w, before->writes.items[k].word);
+    }
+    for (uint32_t k = first; k < w->draft->writes.count; k++) {
+        msi_compare_word(w, w->draft->writes.items[k].word);
+    }
+}
+
+/* Whether a block would be the same as in the draft before. */
+static bool msi_is_same(const msi_repeating *r, uint32_t number) {
+    const msi_draft_block *block = r->before ? &r->before->blocks.items[number] : NULL;
+    bool same = block != NULL;
+    for (uint32_t k = same ? block->reads : 0; same && k < block[1].reads; k++) {
+        same = r->different[r->before->reads.items[k]] == 0;
+    }
+    return same;
+}
+
+static uint32_t msi_renamed(const msi_repeating *r, uint32_t range) {
+    return range == MSI_NONE ? MSI_NONE : r->renamed.items[range];
+}
+
+/* Repeats a block of the draft before: appends what it has, by the numbers of now. */
+static void msi_repeat_block(msi_lowering *w, uint32_t number) {
+    msi_repeating *r = &w->repeating;
+    msi_draft *d = w->draft;
+    const msi_draft_block *from = &r->before->blocks.items[number], *to = from + 1;
+    const msi_code *old = &r->before->program.code;
+    msi_code *code = &d->program.code;
+    const uint32_t at = code->instructions.count, first = code->operands.count;
+    if (!MSI_RESERVE(msi_instruction, w->allocator, code->instructions,
+                     at + (uint64_t)(to->instructions - from->instructions)) ||
+        !MSI_RESERVE(msi_operand, w->allocator, code->operands,
+                     first + (uint64_t)(to->operands - from->operands)) ||
+        !MSI_RESERVE(msi_range, w->allocator, code->ranges,
+                     code->ranges.count + (uint64_t)(to->ranges - from->ranges)) ||
+        !MSI_RESERVE(uint32_t, w->allocator, d->reads,
+                     d->reads.count + (uint64_t)(to->reads - from->reads))) {
+        d->program.out_of_memory = true;
+        return;
+    }
+    for (uint32_t k = from->ranges; k < to->ranges; k++) {
+        msi_range *range = &code->ranges.items[code->ranges.count];
+        *range = old->ranges.items[k];
+        range->first += at - from->instructions;
+        range->last += at - from->instructions;
+        r->renamed.items[k] = code->ranges.count++;
+    }
+    for (uint32_t k = from->operands; k < to->operands; k++) {
+        msi_operand *operand = &code->operands.items[code->operands.count++];
+        *operand = old->operands.items[k];
+        operand->range = msi_renamed(r, operand->range);
+    }
+    for (uint32_t k = from->instructions; k < to->instructions; k++) {
+        msi_instruction *i = &code->instructions.items[code->instructions.count++];
+        *i = old->instructions.items[k];
+        i->operand_first += first - from->operands;
+    }
+    for (uint32_t k = from->reads; k < to->reads; k++) {
+        d->reads.items[d->reads.count++] = r->before->reads.items[k];
+    }
+    for (uint32_t k = from->writes; k < to->writes; k++) {
+        const msi_written *written = &r->before->writes.items[k];
+        r->was[written->word] = written->range;
+        msi_set_now(w, w->now.value, written->word, msi_renamed(r, written->range));
+    }
+    code->recompute_count += to->recompute_count - from->recompute_count;
+    d->program.layout.sent_bytes += to->sent_bytes - from->sent_bytes;
+    w->queue.first = to->queue_first;
+    w->queue.end = to->queue_end;
+    w->is_seeded = to->is_seeded;
+    code->sweeps = to->sweeps;
+    code->norm = msi_renamed(r, to->norm);
+}
+
+#define MSI_COPY_LIST(type, a, to, from)                                                           \
+    (MSI_RESERVE(type, a, to, (from).count) &&                                                     \
+     ((from).count == 0 || memcpy((to).items, (from).items, (from).count * sizeof(type))))
+
+/* Makes a program of a draft, which stays. */
+static void msi_copy_draft(const msi_draft *d, const ms_allocator *a, msi_program *p) {
+    const msi_code *from = &d->program.code;
+    p->layout.is_done = false;
+    p->layout.resident_bytes = d->program.layout.resident_bytes;
+    p->layout.home_bytes = d->program.layout.home_bytes;
+    p->layout.sent_bytes = d->program.layout.sent_bytes;
+    p->out_of_memory =
+        d->program.out_of_memory ||
+        !MSI_COPY_LIST(msi_instruction, a, p->code.instructions, from->instructions) ||
+        !MSI_COPY_LIST(msi_operand, a, p->code.operands, from->operands) ||
+        !MSI_COPY_LIST(msi_range, a, p->code.ranges, from->ranges);
+    msi_code code = *from;
+    if (p->out_of_memory) {
+        code.instructions.count = code.operands.count = code.ranges.count = 0;
+    }
+    code.instructions.items = p->code.instructions.items;
+    code.instructions.capacity = p->code.instructions.capacity;
+    code.operands.items = p->code.operands.items;
+    code.operands.capacity = p->code.operands.capacity;
+    code.ranges.items = p->code.ranges.items;
+    code.ranges.capacity = p->code.ranges.capacity;
+    p->code = code;
+}
+
+/* Lowers a draft: forward, at whose end dropped values are forgotten; backward; updates. */
+static void msi_lower_draft(msi_lowering *w, const msi_tensor_decision *decisions, bool repeats) {
+    const uint32_t layers = w->graph->layers.count, count = msi_block_count(w->graph);
+    w->draft = &w->drafts[w->draft == w->drafts];
+    msi_draft *d = w->draft;
+    msi_start_program(w, decisions, &d->program);
+    msi_begin_draft(w, repeats);
+    for (uint32_t number = 0; msi_begin_block(w) && number < count; number++) {
+        if (number == layers + 1) {
+            d->program.code.forward_end = d->program.code.instructions.count;
+            msi_forget_values(w);
+        } else if (number + 1 == count) {
+            d->program.code.backward_end = d->program.code.instructions.count;
+        }
+        if (msi_is_same(&w->repeating, number)) {
+            msi_repeat_block(w, number);
+        } else {
+            msi_lower_block(w, number);
+            if (w->repeating.before && !d->program.out_of_memory) {
+                msi_find_differences(w, number);
+            }
+        }
+    }
+    d->program.code.scales_loss = w->scales_loss;
+}
+
+static bool msi_is_equal_draft(const msi_draft *a, const msi_draft *b) {
+    const msi_code *x = &a->program.code, *y = &b->program.code;
+    return x->instructions.count == y->instructions.count &&
+           x->operands.count == y->operands.count && x->ranges.count == y->ranges.count &&
+           x->recompute_count == y->recompute_count && x->norm == y->norm &&
+           x->sweeps == y->sweeps && a->program.layout.sent_bytes == b->program.layout.sent_bytes &&
+           memcmp(x->instructions.items, y->instructions.items,
+                  x->instructions.count * sizeof *x->instructions.items) == 0 &&
+           memcmp(x->operands.items, y->operands.items,
+                  x->operands.count * sizeof *x->operands.items) == 0 &&
+           memcmp(x->ranges.items, y->ranges.items, x->ranges.count * sizeof *x->ranges.items) == 0;
+}
+
+/* The training program. In debug mode, one with repeated blocks is compared with one without. */
+static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
+    msi_lower_draft(w, decisions, true);
+    if (w->checks_repeats && w->repeating.before) {
+        const msi_draft *d = w->draft;
+        msi_lower_draft(w, decisions, false);
+        MEMSCALE_ASSERT(d->program.out_of_memory || w->draft->program.out_of_memory ||
+                        msi_is_equal_draft(d, w->draft));
+    }
+    w->lowered += w->draft->program.code.instructions.count;
+    msi_copy_draft(w->draft, w->allocator, p);
+    w->program = p;
+    msi_end_program(w, false);
+}
+
+/* The eval program: nothing is recomputed, and only params can be moved. It depends on their homes
+   alone. */
+static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
+    msi_draft *last = w->draft;
+    w->draft = NULL;
+    msi_start_program(w, decisions, p);
+    p->code.room = 0;
+    for (uint32_t i = 0; i < w->graph->layers.count && !p->out_of_memory; i++) {
+        msi_lower_layer_forward(w, MSI_OP_EVAL, i);
+    }
+    p->code.forward_end = p->code.backward_end = p->code.instructions.count;
+    msi_end_program(w, true);
+    w->draft = last;
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>alias  live ranges that go on using the memory of others: copies, and results made in place
+
+/* Whether a value has the format and size of another; with axes, the same size at all of theirs. */
+static bool msi_fits_in(const msi_graph *g, const msi_range *range, const msi_range *old) {
+    return range->format == old->format &&
+           (g->axis_count == 0
+                ? msi_align(range->bytes) == msi_align(old->bytes)
+                : range->bytes == old->bytes && msi_scales_alike(g, range->tensor, old->tensor));
+}
+
+/* Allows operands from `first` on, by a mask that has no bits beyond the slots of the layer. */
+static MSI_NOINLINE void msi_allow(uint8_t *allowed, uint32_t first, uint32_t mask) {
+    for (; mask != 0 && first < MSI_MAX_VIEWS; first++, mask >>= 1) {
+        allowed[first] = mask & 1;
+    }
+}
+
+/* Makes operand k of an instruction, if its live range begins here and is in no other slot, an alias
+   of an operand whose live range ends here, has the same size, and is allowed wherever it is an
+   operand. `allowed` has a flag per operand. */
+static void msi_try_alias(const msi_graph *g, msi_program *p, uint32_t now, uint32_t k,
+                          const uint8_t *allowed) {
+    const msi_instruction *i = &p->code.instructions.items[now];
+    const msi_operand *operands = p->code.operands.items + i->operand_first;
+    msi_range *range = msi_operand_range(p, i, k);
+    bool searches = range && range->first == now;
+    for (uint32_t j = 0; j < i->operand_count && searches; j++) {
+        searches = j == k || operands[j].range != operands[k].range;
+    }
+    for (uint32_t n = 0; n < i->operand_count && searches; n++) {
+        msi_range *old = msi_operand_range(p, i, n);
+        bool usable = allowed[n] && old && old->last == now && !old->aliased && !old->outlives &&
+                      old->first != now && old->is_tile == range->is_tile &&
+                      (i->rows.of == 0 || old->is_tile) && old->on_host == range->on_host &&
+                      msi_fits_in(g, range, old);
+        for (uint32_t j = 0; j < i->operand_count && usable; j++) {
+            usable = operands[j].range != operands[n].range || allowed[j];
+        }
+        if (usable) {
+            old->aliased = true;
+            range->alias_of = operands[n].range;
+            searches = false;
+        }
+    }
+}
+
+/* Finds all aliases: by copies, and by what the layers allow in their masks. */
+static void msi_share_memory(const msi_graph *g, msi_program *p) {
+    uint8_t allowed[MSI_MAX_VIEWS + 1]; // one per operand, workspace included
+    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
+        if (i->op == MSI_OP_COPY && i->operand_count == 2) {
+            allowed[0] = 0;
+            allowed[1] = 1;
+            msi_try_alias(g, p, now, 0, allowed);
+        }
+        if (!msi_calls_layer((msi_op)i->op)) {
+            continue;
+        }
+        const msi_layer *l = &g->layers.items[i->target];
+        const uint32_t *mask = g->masks.items + l->mask_first;
+        const uint32_t in = l->count[MSI_GROUP_IN], out = l->count[MSI_GROUP_OUT];
+        const uint32_t values = l->start[MSI_GROUP_COUNT];
+        const bool backward = i->op == MSI_OP_BACKWARD;
+        for (uint32_t k = 0; k < out && !backward; k++) {
+            memset(allowed, 0, i->operand_count);
+            msi_allow(allowed, 0, mask[k]);
+            if (mask[k]) {
+                msi_try_alias(g, p, now, in + k, allowed);
+            }
+        }
+        mask += out;
+        const bool writes_gradients =
+            backward || (i->op == MSI_OP_FORWARD && l->grads_in_forward != 0);
+        for (uint32_t k = 0; k < in && writes_gradients; k++, mask += 4) {
+            memset(allowed, 0, i->operand_count);
+            msi_allow(allowed, 0, mask[0]);
+            if (backward) {
+                msi_allow(allowed, in, mask[1]);
+                msi_allow(allowed, in + out, mask[2]);
+                msi_allow(allowed, values, mask[3]);
+            }
+            if (mask[0] | mask[1] | mask[2] | mask[3]) {
+                msi_try_alias(g, p, now, values + (backward ? out : 0) + k, allowed);
+            }
+        }
+    }
+}
+
+static msi_block *msi_block_of(const msi_program *p, const msi_range *range) {
+    return (range->on_host ? p->layout.host_blocks.items : p->layout.blocks.items) + range->block;
+}
+
+/* Makes one block of memory for each chain of aliases and for what is packed; residents have their
+   places already. */
+static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resident_count) {
+    uint32_t on_host = 0;
+    for (uint32_t i = resident_count; i < p->code.ranges.count; i++) {
+        on_host += p->code.ranges.items[i].on_host;
+    }
+    p->layout.blocks.count = p->layout.host_blocks.count = 0;
+    if (!MSI_RESERVE(msi_block, a, p->layout.blocks, p->code.ranges.count) ||
+        !MSI_RESERVE(msi_block, a, p->layout.host_blocks, on_host)) {
+        return false;
+    }
+    for (uint32_t i = resident_count; i < p->code.ranges.count; i++) {
+        msi_range *range = &p->code.ranges.items[i];
+        if (range->alias_of != MSI_NONE) {
+            range->block = p->code.ranges.items[range->alias_of].block;
+            range->within = p->code.ranges.items[range->alias_of].within;
+            msi_block_of(p, range)->last = range->last;
+            continue;
+        }
+        if (range->packed) { // it lives as long as the one before it: msi_take_apart
+            range->block = range[-1].block;
+            range->within = range[-1].within + msi_align(range[-1].bytes);
+            msi_block_of(p, range)->bytes += msi_align(range->bytes);
+            continue;
+        }
+        range->within = 0;
+        range->block = range->on_host ? p->layout.host_blocks.count++ : p->layout.blocks.count++;
+        msi_block *block = msi_block_of(p, range);
+        block->bytes = msi_align(range->bytes);
+        block->offset = 0;
+        block->first = range->first;
+        block->last = range->last;
+        block->from_top = range->category == MS_CATEGORY_GRADIENT;
+    }
+    return true;
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>schedule  copies between host and device: on engines of their own, issued early, awaited late
 
 /* Lowering puts each copy from the host right before what needs it, and each copy to the host right
@@ -14037,7 +14467,7 @@ static void msi_list_transfers(msi_scheduling *s) {
     double us = 0.0;
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
         msi_instruction *i = &p->code.instructions.items[now];
-        i->us = msi_duration_us(s->graph, s->costs, p, i);
+        i->us = i->is_timed ? i->us : msi_duration_us(s->graph, s->costs, p, i);
         i->is_timed = msi_keeps_time(i);
         s->slot[now] = s->slot_count;
         if (msi_is_transfer(i)) {
@@ -21841,8 +22271,10 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     s->packs = true;
     s->shortage = shortage;
     shortage->what = NULL;
-    return msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator) ||
-           msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
+    const bool there = msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator);
+    lowering->costs = s->costs;
+    lowering->checks_repeats = m->config.debug;
+    return there || msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
 }
 
 /* Takes a technique out of the decision on one tensor. */

@@ -8,6 +8,7 @@
 #include "random_dag.h"
 #include "virtual.h"
 #include "late_dag.h"
+#include "repeats.h"
 
 enum { QUICK_GRAPHS = 300, QUICK_LATE_GRAPHS = 60, QUICK_SOLVED_GRAPHS = 50 };
 enum { GRAPHS = 1500, LATE_GRAPHS = 200, SOLVED_GRAPHS = 1000 };
@@ -1382,6 +1383,27 @@ static void nested_plans_wait_for_all_they_need(void **state) {
     }
 }
 
+/* A program that is lowered from the one before is the one that its decisions lead to. */
+static void changed_decisions_lead_to_the_same_program(void **state) {
+    (void)state;
+    static trial t;
+    static repeats r;
+    memset(&r, 0, sizeof r);
+    const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
+    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
+    for (uint64_t seed = first; seed < first + count; ++seed) {
+        ms_config config = t_config();
+        if (!trial_begin(&t, generate(seed), &config)) {
+            fail_msg("seed %llu: %s", (unsigned long long)seed, t.failure);
+        }
+        repeats_check(&r, t.plain->model, seed, 24);
+        trial_end(&t);
+    }
+    assert_true(r.repeated > r.ranges / 2 || count < QUICK_GRAPHS);
+    print_message("%llu of %llu live ranges are in blocks that were repeated\n",
+                  (unsigned long long)r.repeated, (unsigned long long)r.ranges);
+}
+
 // ------------------------------------------------------------------------------------------------
 // plans of the solver
 
@@ -1616,6 +1638,7 @@ int main(void) {
         cmocka_unit_test(plans_of_the_solver_change_no_bit),
         cmocka_unit_test(a_deep_network_trains_in_passes),
         cmocka_unit_test(the_graphs_recompute_in_passes),
+        cmocka_unit_test(changed_decisions_lead_to_the_same_program),
         cmocka_unit_test(every_allocation_fails_once),
         cmocka_unit_test(every_callback_fails_once),
     };

@@ -4,6 +4,7 @@
 #include "private.h"
 #include "toy_layers.h"
 #include "random_tiles.h"
+#include "repeats.h"
 #include "slices.h"
 #include "virtual.h"
 
@@ -1453,6 +1454,21 @@ static uint32_t fetches_of(const ms_model *m, ms_tensor param) {
     return fetches;
 }
 
+/* Groups in tiles are blocks of a program too, which are repeated where decisions change elsewhere. */
+static void changed_decisions_lead_to_the_same_program(void **state) {
+    (void)state;
+    static repeats r;
+    memset(&r, 0, sizeof r);
+    for (uint64_t seed = first_seed(); seed < end_seed(QUICK_GRAPHS, GRAPHS / 10); ++seed) {
+        const ms_config config = t_config();
+        rt_net *n = rt_net_create(rt_generate(seed), &config, NULL, NULL);
+        t_ok(n->model, ms_wrap(n->model));
+        repeats_check(&r, n->model, seed, 24);
+        rt_net_destroy(n);
+    }
+    assert_true(r.repeated > r.ranges / 2);
+}
+
 /* A param on the host comes once for all tiles: for forward and for backward, or for the sweep; and
    for the update. */
 static void params_come_once_for_a_group(void **state) {
@@ -1674,6 +1690,7 @@ int main(void) {
         cmocka_unit_test(tiles_are_never_smaller_than_declared),
         cmocka_unit_test(rows_are_numbered_by_layer),
         cmocka_unit_test(params_come_once_for_a_group),
+        cmocka_unit_test(changed_decisions_lead_to_the_same_program),
         cmocka_unit_test(wrong_declarations_are_refused),
         cmocka_unit_test(times_that_are_measured_in_tiles_are_scaled_once),
         cmocka_unit_test(tiles_of_more_rows_than_there_are),
