@@ -291,12 +291,14 @@
                     >>loans          memory of the trainer must not overlap
                     >>validate >>whole >>profile >>rules >>store
       lowering      >>emit           instructions, live ranges, and copies of what moves
+                    >>cost           how long an instruction takes
                     >>operands       the next call of a layer
                     >>homes          what is fetched from the host for a call and sent back after it
                     >>recompute      forward, backward, and forward again for what a reader lacks
                     >>updates        of params, early or late, in parts
                     >>lower          backward, groups in tiles, and the whole program
-                    >>alias >>cost >>schedule >>layout >>fit >>simulate >>score
+                    >>repeat         blocks that changed decisions do not reach
+                    >>alias >>schedule >>layout >>fit >>simulate >>score
       searches      >>moves          what can be changed, what that frees and is expected to cost
                     >>greedy         one move after another
                     >>lists          what greedy may offload, what is given back, segments
@@ -11612,40 +11614,42 @@ typedef struct msi_whereabouts {
 
 enum { MSI_WORDS_EACH = 5 }; // of a tensor
 
-/* A word of the whereabouts that a block of a draft has changed, and the live range. */
+/* How far a program is at the start of a block: how many it has of each, and the queue of updates. */
+typedef struct msi_block_start {
+    uint32_t instructions, operands, ranges, reads, writes, queue_first, queue_end;
+    bool is_seeded;
+} msi_block_start;
+
+/* A word of the whereabouts that a block has changed, and the live range that it has now. */
 typedef struct msi_written {
     uint32_t word, range;
 } msi_written;
 
-/* How far a draft is at the start of a block. */
-typedef struct msi_draft_block {
-    uint32_t instructions, operands, ranges, reads, writes; // how many there are
-    uint32_t queue_first, queue_end, recompute_count, norm;
-    uint64_t sent_bytes;
-    bool is_seeded, sweeps;
-} msi_draft_block;
-
-/* A training program as it is lowered, block by block: the first micro-batch, the forward of each
-   layer, the seed, the backward of each layer, and the updates. A block follows from the decisions on
-   some tensors and from where these are; then these are somewhere else. */
-typedef struct msi_draft {
-    msi_program program;
-    MSI_LIST(msi_draft_block) blocks; // and one for the end
-    MSI_LIST(uint32_t) reads;         // tensors on which each block depends
+/* The blocks of a training program: the first micro-batch; the forward of each layer; the seed; the
+   backward of each layer; the updates. */
+typedef struct msi_blocks {
+    MSI_LIST(msi_block_start) starts; // and the end
+    MSI_LIST(uint32_t)
+    reads; // tensors on which each block depends: what is decided, where they are
     MSI_LIST(msi_written) writes;
-    uint32_t kinds; // what any of its decisions has: bits of has_narrow and the like
-} msi_draft;
+} msi_blocks;
 
-/* What lowering changed decisions takes from the draft before. A block is repeated if none of the
-   tensors that it depends on is different, which is so by induction: what a block reads was written by
-   repeated blocks, or by others that have left it as it was. Live ranges have other numbers. */
+/* What a training program takes from the one before: see >>repeat. */
 typedef struct msi_repeating {
-    const msi_draft *before;        // NULL: nothing can be repeated
-    msi_tensor_decision *decisions; // of the last draft
-    uint32_t *was;                  // whereabouts in the draft before
+    msi_code code;            // of the program before, as it was lowered: the lists, and the norm
+    msi_blocks lists[2];      // of the program that is lowered, and of the one before, in turn
+    msi_blocks *blocks;       // of the present one; NULL: it is an eval program
+    const msi_blocks *before; // NULL: nothing can be repeated
+    msi_tensor_decision *decisions; // of the last program
+    uint32_t kinds;                 // what any of these has: bits of has_narrow and the like
+    uint32_t *was;                  // whereabouts in the program before
     uint32_t *differs;              // per word: whether it is not the same in both
     uint32_t *different;            // per tensor: how many of its words differ, and its decisions
-    MSI_LIST(uint32_t) renamed; // per live range of the draft before: its number now, or MSI_NONE
+    MSI_LIST(uint32_t) renamed;     // per live range of the program before: its number now
+    uint32_t *noted;                // per tensor: the last block that was found to depend on it
+    uint32_t block;                 // the present one, counted over all programs
+    bool is_complete;               // the last program was lowered to its end
+    bool is_checked;                // debug mode: by a program without repeated blocks
 } msi_repeating;
 
 /* The operands of the next call of a layer. */
@@ -11703,12 +11707,8 @@ typedef struct msi_lowering {
     const msi_tensor_decision *decisions;
     const ms_optimizer_desc *optimizer;
     msi_program *program;
-    msi_draft drafts[2], *draft; // of a training program, else NULL
     msi_repeating repeating;
-    uint64_t lowered;    // instructions of all training programs so far
-    uint32_t *noted;     // per tensor: the last block that was found to depend on it
-    uint32_t block;      // counted over all drafts
-    bool checks_repeats; // debug mode
+    uint64_t lowered; // instructions of all training programs so far
     msi_whereabouts now;
     msi_next_call next;
     msi_recomputation again;
@@ -11725,10 +11725,14 @@ typedef struct msi_lowering {
 
 static const uint32_t MSI_UNSET = UINT32_MAX - 1; // of msi_next_call.slots
 
+static uint64_t msi_decisions_bytes(const msi_graph *g) {
+    return (g->tensors.count + 1ull) * sizeof(msi_tensor_decision);
+}
+
 static uint64_t msi_lowering_bytes(const msi_graph *g) {
     return (26ull * g->tensors.count + 3ull * g->operands.count + g->layers.count) *
                sizeof(uint32_t) +
-           (g->tensors.count + 1ull) * sizeof(msi_tensor_decision);
+           msi_decisions_bytes(g);
 }
 
 static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_store *store,
@@ -11740,17 +11744,11 @@ static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_sto
     w->optimizer = optimizer;
     uint32_t *at = (uint32_t *)msi_alloc(allocator, msi_lowering_bytes(g));
     uint32_t **const by_word[] = {&w->now.value, &w->repeating.was, &w->repeating.differs};
-    uint32_t **const by_tensor[] = {&w->queue.params,
-                                    &w->again.stack,
-                                    &w->again.missing,
-                                    &w->again.pass_only,
-                                    &w->again.met,
-                                    &w->again.wanted,
-                                    &w->tiles.cut,
-                                    &w->tiles.whole_value,
-                                    &w->tiles.whole_gradient,
-                                    &w->repeating.different,
-                                    &w->noted};
+    uint32_t **const by_tensor[] = {
+        &w->queue.params,        &w->again.stack,       &w->again.missing,
+        &w->again.pass_only,     &w->again.met,         &w->again.wanted,
+        &w->tiles.cut,           &w->tiles.whole_value, &w->tiles.whole_gradient,
+        &w->repeating.different, &w->repeating.noted};
     const size_t tensors = g->tensors.count;
     for (uint32_t k = 0; k < sizeof by_word / sizeof by_word[0] && at; k++) {
         *by_word[k] = at;
@@ -11767,7 +11765,7 @@ static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_sto
         w->now.snapshot = w->now.cleared + tensors;
         w->tiles.group_of = at;
         w->repeating.decisions = (msi_tensor_decision *)(void *)(at + g->layers.count);
-        memset(w->noted, 0, tensors * sizeof *w->noted);
+        memset(w->repeating.noted, 0, tensors * sizeof *w->repeating.noted);
     }
     return at != NULL;
 }
@@ -11786,28 +11784,34 @@ static void msi_program_free(const ms_allocator *a, msi_program *p) {
 }
 
 static void msi_lowering_free(msi_lowering *w) {
+    msi_repeating *r = &w->repeating;
+    MSI_LIST_FREE(msi_instruction, w->allocator, r->code.instructions);
+    MSI_LIST_FREE(msi_operand, w->allocator, r->code.operands);
+    MSI_LIST_FREE(msi_range, w->allocator, r->code.ranges);
+    MSI_LIST_FREE(uint32_t, w->allocator, r->renamed);
     for (int k = 0; k < 2; k++) {
-        msi_program_free(w->allocator, &w->drafts[k].program);
-        MSI_LIST_FREE(msi_draft_block, w->allocator, w->drafts[k].blocks);
-        MSI_LIST_FREE(uint32_t, w->allocator, w->drafts[k].reads);
-        MSI_LIST_FREE(msi_written, w->allocator, w->drafts[k].writes);
+        MSI_LIST_FREE(msi_block_start, w->allocator, r->lists[k].starts);
+        MSI_LIST_FREE(uint32_t, w->allocator, r->lists[k].reads);
+        MSI_LIST_FREE(msi_written, w->allocator, r->lists[k].writes);
     }
-    MSI_LIST_FREE(uint32_t, w->allocator, w->repeating.renamed);
     MSI_LIST_FREE(msi_tiling, w->allocator, w->tiles.groups);
     msi_release(w->allocator, w->now.value, msi_lowering_bytes(w->graph));
 }
 
-/* Notes that the block at hand depends on a tensor: on what is decided for it, or where it is. */
-static void msi_note(const msi_lowering *w, uint32_t t) {
-    msi_draft *draft = w->draft;
-    if (!draft || w->noted[t] == w->block) {
-        return;
+/* Appends to a list of the lowering; without memory, the program lacks it. */
+#define MSI_LOWERING_APPEND(type, w, list, item)                                                   \
+    if (MSI_RESERVE(type, (w)->allocator, list, (list).count + 1ull)) {                            \
+        (list).items[(list).count++] = (item);                                                     \
+    } else {                                                                                       \
+        (w)->program->out_of_memory = true;                                                        \
     }
-    w->noted[t] = w->block;
-    if (MSI_RESERVE(uint32_t, w->allocator, draft->reads, draft->reads.count + 1ull)) {
-        draft->reads.items[draft->reads.count++] = t;
-    } else {
-        draft->program.out_of_memory = true;
+
+/* Notes that the present block depends on a tensor: on what is decided for it, or where it is. */
+static void msi_note(const msi_lowering *w, uint32_t t) {
+    const msi_repeating *r = &w->repeating;
+    if (r->blocks && r->noted[t] != r->block) {
+        r->noted[t] = r->block;
+        MSI_LOWERING_APPEND(uint32_t, w, r->blocks->reads, t)
     }
 }
 
@@ -11825,13 +11829,9 @@ static uint32_t msi_now(const msi_lowering *w, const uint32_t *list, uint32_t t)
 /* Changes that. What is changed was looked up before. */
 static void msi_set_now(msi_lowering *w, uint32_t *list, uint32_t index, uint32_t range) {
     const msi_written written = {(uint32_t)(list + index - w->now.value), range};
-    msi_draft *draft = w->draft;
     list[index] = range;
-    if (draft &&
-        !MSI_RESERVE(msi_written, w->allocator, draft->writes, draft->writes.count + 1ull)) {
-        draft->program.out_of_memory = true;
-    } else if (draft) {
-        draft->writes.items[draft->writes.count++] = written;
+    if (w->repeating.blocks) {
+        MSI_LOWERING_APPEND(msi_written, w, w->repeating.blocks->writes, written)
     }
 }
 
@@ -12031,7 +12031,6 @@ static void msi_send(msi_lowering *w, uint32_t t, msi_role role) {
     if (is_new && away != MSI_NONE) {
         msi_set_now(w, list, t, away);
         w->program->code.ranges.items[away].on_host = true;
-        w->program->layout.sent_bytes += msi_align(w->program->code.ranges.items[away].bytes);
     }
 }
 
@@ -12120,6 +12119,7 @@ static void msi_list_tilings(msi_lowering *w) {
         }
         const msi_tiling group = msi_group_at(g, w->decisions, i);
         w->tiles.groups.items[w->tiles.groups.count++] = group;
+        p->code.sweeps |= group.sweeps;
         for (; i < group.end; i++) {
             w->tiles.group_of[i] = w->tiles.groups.count;
         }
@@ -12133,7 +12133,6 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     const msi_store *store = w->store;
     p->code.instructions.count = p->code.operands.count = p->code.ranges.count = 0;
     p->code.forward_end = p->code.backward_end = UINT32_MAX;
-    p->code.recompute_count = 0;
     p->code.norm = MSI_NONE;
     p->code.scales_loss = p->code.sweeps = false;
     p->code.reads_masters = w->calls_f32;
@@ -13203,7 +13202,6 @@ static void msi_lower_tiles(msi_lowering *w, const msi_tiling *group, msi_op op,
         for (uint32_t i = group->first; i < group->end && !w->program->out_of_memory; i++) {
             if (mask >> (i - group->first) & 1) {
                 msi_lower_forward(w, again ? msi_way_back(w, &layers[i]) : op, i, reader);
-                w->program->code.recompute_count += again && w->tiles.rows.begin == 0;
             }
         }
         for (uint32_t i = group->end;
@@ -13263,7 +13261,6 @@ static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
                             false);
         } else {
             msi_lower_forward(w, msi_way_back(w, &g->layers.items[layer]), layer, reader);
-            w->program->code.recompute_count++;
         }
     }
     while (w->again.pass_only_count > 0) {
@@ -13594,7 +13591,6 @@ static void msi_lower_group_forward(msi_lowering *w, msi_op op, const msi_tiling
     const bool sweeps = op == MSI_OP_FORWARD && group->sweeps;
     if (sweeps) {
         msi_lower_seed(w);
-        w->program->code.sweeps = true;
     }
     msi_lower_tiles(w, group, op, UINT32_MAX, MSI_NONE, sweeps);
 }
@@ -13758,7 +13754,6 @@ static void msi_drop_unused_copies(const msi_lowering *w) {
         if (source >= w->store->residents.count && p->code.ranges.items[source].last == now) {
             msi_end_before(p, &p->code.ranges.items[source], source, now);
         }
-        p->layout.sent_bytes -= target->role == MSI_ROLE_VALUE ? msi_align(target->bytes) : 0;
         target->bytes = 0;
         i->op = (uint8_t)MSI_OP_NOTHING;
         i->operand_count = 0;
@@ -13778,21 +13773,22 @@ static void msi_lower_layer_forward(msi_lowering *w, msi_op op, uint32_t layer) 
 /* Finds the live ranges of a program: where its operands are used, first and last. */
 static void msi_find_lives(msi_program *p, uint32_t residents) {
     msi_range *ranges = p->code.ranges.items;
+    p->code.recompute_count = 0;
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
         const msi_instruction *i = &p->code.instructions.items[now];
         const msi_operand *operands = p->code.operands.items + i->operand_first;
+        p->code.recompute_count += msi_is_again((msi_op)i->op) && i->rows.begin == 0;
         for (uint32_t k = 0; k < i->operand_count; k++) {
-            msi_range *range = operands[k].range == MSI_NONE || operands[k].range < residents
-                                   ? NULL
-                                   : &ranges[operands[k].range];
-            if (range && now >= p->code.forward_end && range->idle_last == MSI_NONE &&
+            if (operands[k].range == MSI_NONE || operands[k].range < residents) {
+                continue;
+            }
+            msi_range *range = &ranges[operands[k].range];
+            if (now >= p->code.forward_end && range->idle_last == MSI_NONE &&
                 range->first < p->code.forward_end) {
                 range->idle_first = range->last;
                 range->idle_last = now;
             }
-            if (range) {
-                range->last = now;
-            }
+            range->last = now;
         }
     }
 }
@@ -13820,10 +13816,14 @@ static void msi_end_program(msi_lowering *w, bool eval) {
         msi_drop_unused_copies(w);
         msi_take_apart(w->program, w->store->residents.count);
     }
+    for (uint32_t k = w->store->residents.count; k < w->program->code.ranges.count; k++) {
+        const msi_range *range = &w->program->code.ranges.items[k];
+        w->program->layout.sent_bytes += range->on_host ? msi_align(range->bytes) : 0;
+    }
 }
 
 /* Lowers a block of the training program, and times what takes as long in any other. */
-static void msi_lower_block(msi_lowering *w, uint32_t number) {
+static void msi_lower_block(msi_lowering *w, uint32_t number, uint32_t first) {
     const uint32_t layers = w->graph->layers.count;
     w->again.pass_number++; // what other blocks wanted is not wanted any more
     if (number == 0) {
@@ -13839,53 +13839,28 @@ static void msi_lower_block(msi_lowering *w, uint32_t number) {
         msi_lower_updates(w);
     }
     const msi_code *code = &w->program->code;
-    for (uint32_t k = w->draft->blocks.items[number].instructions;
-         k < code->instructions.count && w->costs && !w->program->out_of_memory; k++) {
+    for (uint32_t k = first; k < code->instructions.count && w->costs; k++) {
         msi_instruction *i = &code->instructions.items[k];
-        i->is_timed = msi_keeps_time(i);
+        i->is_timed = !w->program->out_of_memory && msi_keeps_time(i);
         i->us = i->is_timed ? msi_duration_us(w->graph, w->costs, w->program, i) : 0.0;
     }
 }
 
-static uint32_t msi_block_count(const msi_graph *g) {
-    return 2 * g->layers.count + 3;
-}
+// ------------------------------------------------------------------------------------------------
+// >>repeat  training programs from the ones before them: blocks that changed decisions do not reach
 
-/* Notes how far the draft is at the start of a block. False without memory. */
-static bool msi_begin_block(msi_lowering *w) {
-    msi_draft *d = w->draft;
-    const msi_code *code = &d->program.code;
-    if (!MSI_RESERVE(msi_draft_block, w->allocator, d->blocks, d->blocks.count + 1ull)) {
-        d->program.out_of_memory = true;
-    }
-    if (d->program.out_of_memory) {
-        return false;
-    }
-    msi_draft_block *block = &d->blocks.items[d->blocks.count++];
-    block->instructions = code->instructions.count;
-    block->operands = code->operands.count;
-    block->ranges = code->ranges.count;
-    block->reads = d->reads.count;
-    block->writes = d->writes.count;
-    block->queue_first = w->queue.first;
-    block->queue_end = w->queue.end;
-    block->recompute_count = code->recompute_count;
-    block->norm = code->norm;
-    block->sent_bytes = d->program.layout.sent_bytes;
-    block->is_seeded = w->is_seeded;
-    block->sweeps = code->sweeps;
-    w->block++;
-    return true;
-}
+/* A block follows from what is decided for some tensors, and from where these are: >>lower looks both
+   up by functions that note it. So a block is the same as in the program before if none of these
+   tensors is different. Which are is known by induction: at the start, those whose decisions have
+   changed; and after a block that was lowered, those that it has left elsewhere in this program or in
+   the one before. Live ranges have other numbers, and stand for each other where they are alike. */
 
-/* Whether blocks of the draft before can be repeated: the order of updates and the groups in tiles
-   are the same. Notes which decisions are not. */
-static bool msi_may_repeat(msi_lowering *w, const msi_draft *before) {
-    const msi_graph *g = w->graph;
+/* Whether blocks can be repeated at all: what any decision has, the groups in tiles and the order of
+   updates are the same. Notes which decisions are not. */
+static bool msi_may_repeat(msi_lowering *w, uint32_t kinds) {
     msi_repeating *r = &w->repeating;
-    bool may = before->blocks.count == msi_block_count(g) + 1 && !before->program.out_of_memory &&
-               before->kinds == w->draft->kinds;
-    for (uint32_t t = 0; t < g->tensors.count && may; t++) {
+    bool may = r->is_complete && r->kinds == kinds;
+    for (uint32_t t = 0; t < w->graph->tensors.count && may; t++) {
         const msi_tensor_decision *a = &r->decisions[t], *b = &w->decisions[t];
         may = a->tiles == b->tiles && a->begins_group == b->begins_group &&
               a->update_after == b->update_after;
@@ -13896,46 +13871,58 @@ static bool msi_may_repeat(msi_lowering *w, const msi_draft *before) {
     return may;
 }
 
-/* Begins a draft, after the residents: what it has of the draft before is found on the way. */
-static void msi_begin_draft(msi_lowering *w, bool repeats) {
+/* Begins a program, whose residents are there, after one that had these blocks. */
+static void msi_begin_blocks(msi_lowering *w, const msi_blocks *last) {
+    msi_repeating *r = &w->repeating;
     const msi_graph *g = w->graph;
     const size_t words = MSI_WORDS_EACH * (size_t)g->tensors.count + g->operands.count;
-    const msi_draft *before = &w->drafts[w->draft == w->drafts];
-    const uint32_t residents = w->store->residents.count;
-    msi_repeating *r = &w->repeating;
-    w->draft->blocks.count = w->draft->reads.count = w->draft->writes.count = 0;
-    w->draft->kinds = (uint32_t)(w->has_narrow | w->scales_loss << 1 | w->has_tiles << 2 |
-                                 w->has_moves << 3 | w->calls_f32 << 4);
-    r->before = repeats && msi_may_repeat(w, before) ? before : NULL;
-    r->renamed.count = r->before ? before->program.code.ranges.count : 0;
-    w->program->out_of_memory |= !MSI_RESERVE(uint32_t, w->allocator, r->renamed, r->renamed.count);
-    memcpy(r->decisions, w->decisions, (g->tensors.count + (size_t)1) * sizeof *r->decisions);
-    if (r->before && !w->program->out_of_memory) {
+    const uint32_t kinds = (uint32_t)(w->has_narrow | w->scales_loss << 1 | w->has_moves << 2);
+    r->before = last && msi_may_repeat(w, kinds) ? last : NULL;
+    r->is_complete = false;
+    r->kinds = kinds;
+    r->renamed.count = r->before ? r->code.ranges.count : 0;
+    memcpy(r->decisions, w->decisions, (size_t)msi_decisions_bytes(g));
+    if (!MSI_RESERVE(uint32_t, w->allocator, r->renamed, r->renamed.count)) {
+        w->program->out_of_memory = true;
+    } else if (r->before) {
         memcpy(r->was, w->now.value, words * sizeof *r->was);
         memset(r->differs, 0, words * sizeof *r->differs);
         for (uint32_t k = 0; k < r->renamed.count; k++) {
-            r->renamed.items[k] = k < residents ? k : MSI_NONE;
+            r->renamed.items[k] = k < w->store->residents.count ? k : MSI_NONE;
         }
     }
 }
 
-/* Finds whether a word of the whereabouts is the same in both drafts, where live ranges that are
-   alike stand for each other. */
+/* Begins a block, or ends the last one. False without memory. */
+static bool msi_begin_block(msi_lowering *w) {
+    const msi_code *code = &w->program->code;
+    msi_blocks *b = w->repeating.blocks;
+    const msi_block_start start = {
+        code->instructions.count, code->operands.count, code->ranges.count, b->reads.count,
+        b->writes.count,          w->queue.first,       w->queue.end,       w->is_seeded};
+    w->repeating.block++;
+    MSI_LOWERING_APPEND(msi_block_start, w, b->starts, start)
+    return !w->program->out_of_memory;
+}
+
+/* Whether a live range of the program before may stand for one of the present program. */
+static bool msi_is_alike(const msi_range *a, const msi_range *b) {
+    return a->tensor == b->tensor && a->role == b->role && a->bytes == b->bytes &&
+           a->format == b->format && a->part == b->part && a->is_tile == b->is_tile &&
+           a->packed == b->packed && a->on_host == b->on_host;
+}
+
+/* Finds whether a word of the whereabouts is the same in both programs. */
 static void msi_compare_word(msi_lowering *w, uint32_t word) {
     msi_repeating *r = &w->repeating;
-    const uint32_t tensors = w->graph->tensors.count, residents = w->store->residents.count;
+    const uint32_t words = MSI_WORDS_EACH * w->graph->tensors.count;
+    const uint32_t t =
+        word < words ? word % w->graph->tensors.count : w->graph->operands.items[word - words];
     const uint32_t was = r->was[word], now = w->now.value[word];
-    const uint32_t t = word < MSI_WORDS_EACH * (uint64_t)tensors
-                           ? word % tensors
-                           : w->graph->operands.items[word - MSI_WORDS_EACH * (size_t)tensors];
     bool differs = was != now;
-    if (was != MSI_NONE && now != MSI_NONE && was >= residents) {
-        const msi_range *a = &r->before->program.code.ranges.items[was];
-        const msi_range *b = &w->program->code.ranges.items[now];
-        if (r->renamed.items[was] == MSI_NONE && now >= residents && a->bytes == b->bytes &&
-            a->tensor == b->tensor && a->role == b->role && a->format == b->format &&
-            a->part == b->part && a->is_tile == b->is_tile && a->packed == b->packed &&
-            a->on_host == b->on_host) {
+    if (was != MSI_NONE && now != MSI_NONE && was >= w->store->residents.count) {
+        if (r->renamed.items[was] == MSI_NONE && now >= w->store->residents.count &&
+            msi_is_alike(&r->code.ranges.items[was], &w->program->code.ranges.items[now])) {
             r->renamed.items[was] = now;
         }
         differs = r->renamed.items[was] != now;
@@ -13944,42 +13931,41 @@ static void msi_compare_word(msi_lowering *w, uint32_t word) {
     r->differs[word] = differs;
 }
 
-/* At the start of backward: values that were dropped, or are on the host, are forgotten. */
+/* At the start of backward: values that are dropped, or on the host, are forgotten. */
 static void msi_forget_values(msi_lowering *w) {
+    uint32_t *was = w->repeating.was;
+    const size_t away = (size_t)(w->now.away - w->now.value);
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
-        const bool dropped = w->decisions[t].pass > 0;
-        w->now.value[t] = dropped || w->now.away[t] != MSI_NONE ? MSI_NONE : w->now.value[t];
+        const bool drops = w->decisions[t].pass > 0;
+        w->now.value[t] = drops || w->now.away[t] != MSI_NONE ? MSI_NONE : w->now.value[t];
         if (w->repeating.before) {
-            uint32_t *was = w->repeating.was;
-            const bool away = was[t + (w->now.away - w->now.value)] != MSI_NONE;
-            was[t] = dropped || away ? MSI_NONE : was[t];
+            was[t] = drops || was[t + away] != MSI_NONE ? MSI_NONE : was[t];
             msi_compare_word(w, t);
         }
     }
 }
 
-/* After a block that was not repeated: finds what is different where it ends. */
-static void msi_find_differences(msi_lowering *w, uint32_t number) {
-    const msi_draft *before = w->repeating.before;
-    const uint32_t first = w->draft->blocks.items[number].writes;
-    const uint32_t begin = before->blocks.items[number].writes;
-    const uint32_t end = before->blocks.items[number + 1].writes;
-    for (uint32_t k = begin; k < end; k++) {
-        w->repeating.was[before->writes.items[k].word] = before->writes.items[k].range;
+/* After a block that was lowered: finds what is different where it ends. */
+static void msi_compare_whereabouts(msi_lowering *w, uint32_t number) {
+    const msi_repeating *r = &w->repeating;
+    const msi_written *old = r->before->writes.items;
+    const msi_block_start *of = &r->before->starts.items[number];
+    for (uint32_t k = of[0].writes; k < of[1].writes; k++) {
+        r->was[old[k].word] = old[k].range;
     }
-    for (uint32_t k = begin; k < end; k++) {
-        msi_compare_word(w, before->writes.items[k].word);
+    for (uint32_t k = of[0].writes; k < of[1].writes; k++) {
+        msi_compare_word(w, old[k].word);
     }
-    for (uint32_t k = first; k < w->draft->writes.count; k++) {
-        msi_compare_word(w, w->draft->writes.items[k].word);
+    for (uint32_t k = r->blocks->starts.items[number].writes; k < r->blocks->writes.count; k++) {
+        msi_compare_word(w, r->blocks->writes.items[k].word);
     }
 }
 
-/* Whether a block would be the same as in the draft before. */
-static bool msi_is_same(const msi_repeating *r, uint32_t number) {
-    const msi_draft_block *block = r->before ? &r->before->blocks.items[number] : NULL;
-    bool same = block != NULL;
-    for (uint32_t k = same ? block->reads : 0; same && k < block[1].reads; k++) {
+/* Whether a block is the same as in the program before. */
+static bool msi_is_same_block(const msi_repeating *r, uint32_t number) {
+    const msi_block_start *of = r->before ? &r->before->starts.items[number] : NULL;
+    bool same = of != NULL;
+    for (uint32_t k = same ? of->reads : 0; same && k < of[1].reads; k++) {
         same = r->different[r->before->reads.items[k]] == 0;
     }
     return same;
@@ -13989,147 +13975,123 @@ static uint32_t msi_renamed(const msi_repeating *r, uint32_t range) {
     return range == MSI_NONE ? MSI_NONE : r->renamed.items[range];
 }
 
-/* Repeats a block of the draft before: appends what it has, by the numbers of now. */
-static void msi_repeat_block(msi_lowering *w, uint32_t number) {
-    msi_repeating *r = &w->repeating;
-    msi_draft *d = w->draft;
-    const msi_draft_block *from = &r->before->blocks.items[number], *to = from + 1;
-    const msi_code *old = &r->before->program.code;
-    msi_code *code = &d->program.code;
-    const uint32_t at = code->instructions.count, first = code->operands.count;
-    if (!MSI_RESERVE(msi_instruction, w->allocator, code->instructions,
-                     at + (uint64_t)(to->instructions - from->instructions)) ||
-        !MSI_RESERVE(msi_operand, w->allocator, code->operands,
-                     first + (uint64_t)(to->operands - from->operands)) ||
-        !MSI_RESERVE(msi_range, w->allocator, code->ranges,
-                     code->ranges.count + (uint64_t)(to->ranges - from->ranges)) ||
-        !MSI_RESERVE(uint32_t, w->allocator, d->reads,
-                     d->reads.count + (uint64_t)(to->reads - from->reads))) {
-        d->program.out_of_memory = true;
-        return;
-    }
-    for (uint32_t k = from->ranges; k < to->ranges; k++) {
+/* Repeats the code of a block: live ranges get new numbers. */
+static void msi_repeat_code(msi_repeating *r, msi_code *code, const msi_block_start *of) {
+    const uint32_t later = code->instructions.count - of->instructions;
+    const uint32_t further = code->operands.count - of->operands;
+    for (uint32_t k = of->ranges; k < of[1].ranges; k++) {
         msi_range *range = &code->ranges.items[code->ranges.count];
-        *range = old->ranges.items[k];
-        range->first += at - from->instructions;
-        range->last += at - from->instructions;
+        *range = r->code.ranges.items[k];
+        range->first += later;
+        range->last += later;
         r->renamed.items[k] = code->ranges.count++;
     }
-    for (uint32_t k = from->operands; k < to->operands; k++) {
+    for (uint32_t k = of->operands; k < of[1].operands; k++) {
         msi_operand *operand = &code->operands.items[code->operands.count++];
-        *operand = old->operands.items[k];
+        *operand = r->code.operands.items[k];
         operand->range = msi_renamed(r, operand->range);
     }
-    for (uint32_t k = from->instructions; k < to->instructions; k++) {
+    for (uint32_t k = of->instructions; k < of[1].instructions; k++) {
         msi_instruction *i = &code->instructions.items[code->instructions.count++];
-        *i = old->instructions.items[k];
-        i->operand_first += first - from->operands;
+        *i = r->code.instructions.items[k];
+        i->operand_first += further;
     }
-    for (uint32_t k = from->reads; k < to->reads; k++) {
-        d->reads.items[d->reads.count++] = r->before->reads.items[k];
+}
+
+#define MSI_LOWERING_RESERVE(type, w, list, more)                                                  \
+    MSI_RESERVE(type, (w)->allocator, list, (list).count + (uint64_t)(more))
+
+/* Repeats a block of the program before. */
+static void msi_repeat_block(msi_lowering *w, uint32_t number) {
+    msi_repeating *r = &w->repeating;
+    msi_code *code = &w->program->code;
+    const msi_block_start *of = &r->before->starts.items[number];
+    if (!MSI_LOWERING_RESERVE(msi_instruction, w, code->instructions,
+                              of[1].instructions - of->instructions) ||
+        !MSI_LOWERING_RESERVE(msi_operand, w, code->operands, of[1].operands - of->operands) ||
+        !MSI_LOWERING_RESERVE(msi_range, w, code->ranges, of[1].ranges - of->ranges)) {
+        w->program->out_of_memory = true;
+        return;
     }
-    for (uint32_t k = from->writes; k < to->writes; k++) {
+    msi_repeat_code(r, code, of);
+    for (uint32_t k = of->reads; k < of[1].reads; k++) {
+        msi_note(w, r->before->reads.items[k]);
+    }
+    for (uint32_t k = of->writes; k < of[1].writes; k++) {
         const msi_written *written = &r->before->writes.items[k];
         r->was[written->word] = written->range;
         msi_set_now(w, w->now.value, written->word, msi_renamed(r, written->range));
     }
-    code->recompute_count += to->recompute_count - from->recompute_count;
-    d->program.layout.sent_bytes += to->sent_bytes - from->sent_bytes;
-    w->queue.first = to->queue_first;
-    w->queue.end = to->queue_end;
-    w->is_seeded = to->is_seeded;
-    code->sweeps = to->sweeps;
-    code->norm = msi_renamed(r, to->norm);
+    w->queue.first = of[1].queue_first;
+    w->queue.end = of[1].queue_end;
+    w->is_seeded = of[1].is_seeded;
+    code->norm = msi_renamed(r, number == 2 * w->graph->layers.count + 2 ? r->code.norm : MSI_NONE);
+}
+
+/* Lowers a training program: forward, at whose end dropped values are forgotten; backward; updates. */
+static void msi_lower_blocks(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p,
+                             bool repeats) {
+    msi_repeating *r = &w->repeating;
+    const uint32_t layers = w->graph->layers.count, last = 2 * layers + 2;
+    const msi_blocks *before = repeats ? r->blocks : NULL;
+    r->blocks = &r->lists[r->blocks == r->lists];
+    r->blocks->starts.count = r->blocks->reads.count = r->blocks->writes.count = 0;
+    msi_start_program(w, decisions, p);
+    msi_begin_blocks(w, before);
+    for (uint32_t number = 0; msi_begin_block(w) && number <= last; number++) {
+        const uint32_t first = p->code.instructions.count;
+        p->code.forward_end = number == layers + 1 ? first : p->code.forward_end;
+        p->code.backward_end = number == last ? first : p->code.backward_end;
+        if (number == layers + 1) {
+            msi_forget_values(w);
+        }
+        if (msi_is_same_block(r, number)) {
+            msi_repeat_block(w, number);
+        } else {
+            msi_lower_block(w, number, first);
+            if (r->before && !p->out_of_memory) {
+                msi_compare_whereabouts(w, number);
+            }
+        }
+    }
+    p->code.scales_loss = w->scales_loss;
 }
 
 #define MSI_COPY_LIST(type, a, to, from)                                                           \
     (MSI_RESERVE(type, a, to, (from).count) &&                                                     \
-     ((from).count == 0 || memcpy((to).items, (from).items, (from).count * sizeof(type))))
+     ((to).count = (from).count,                                                                   \
+      (from).count == 0 || memcpy((to).items, (from).items, (from).count * sizeof(type))))
+#define MSI_IS_EQUAL_LIST(a, b)                                                                    \
+    ((a).count == (b).count && memcmp((a).items, (b).items, (a).count * sizeof *(a).items) == 0)
 
-/* Makes a program of a draft, which stays. */
-static void msi_copy_draft(const msi_draft *d, const ms_allocator *a, msi_program *p) {
-    const msi_code *from = &d->program.code;
-    p->layout.is_done = false;
-    p->layout.resident_bytes = d->program.layout.resident_bytes;
-    p->layout.home_bytes = d->program.layout.home_bytes;
-    p->layout.sent_bytes = d->program.layout.sent_bytes;
-    p->out_of_memory =
-        d->program.out_of_memory ||
-        !MSI_COPY_LIST(msi_instruction, a, p->code.instructions, from->instructions) ||
-        !MSI_COPY_LIST(msi_operand, a, p->code.operands, from->operands) ||
-        !MSI_COPY_LIST(msi_range, a, p->code.ranges, from->ranges);
-    msi_code code = *from;
-    if (p->out_of_memory) {
-        code.instructions.count = code.operands.count = code.ranges.count = 0;
-    }
-    code.instructions.items = p->code.instructions.items;
-    code.instructions.capacity = p->code.instructions.capacity;
-    code.operands.items = p->code.operands.items;
-    code.operands.capacity = p->code.operands.capacity;
-    code.ranges.items = p->code.ranges.items;
-    code.ranges.capacity = p->code.ranges.capacity;
-    p->code = code;
-}
-
-/* Lowers a draft: forward, at whose end dropped values are forgotten; backward; updates. */
-static void msi_lower_draft(msi_lowering *w, const msi_tensor_decision *decisions, bool repeats) {
-    const uint32_t layers = w->graph->layers.count, count = msi_block_count(w->graph);
-    w->draft = &w->drafts[w->draft == w->drafts];
-    msi_draft *d = w->draft;
-    msi_start_program(w, decisions, &d->program);
-    msi_begin_draft(w, repeats);
-    for (uint32_t number = 0; msi_begin_block(w) && number < count; number++) {
-        if (number == layers + 1) {
-            d->program.code.forward_end = d->program.code.instructions.count;
-            msi_forget_values(w);
-        } else if (number + 1 == count) {
-            d->program.code.backward_end = d->program.code.instructions.count;
-        }
-        if (msi_is_same(&w->repeating, number)) {
-            msi_repeat_block(w, number);
-        } else {
-            msi_lower_block(w, number);
-            if (w->repeating.before && !d->program.out_of_memory) {
-                msi_find_differences(w, number);
-            }
-        }
-    }
-    d->program.code.scales_loss = w->scales_loss;
-}
-
-static bool msi_is_equal_draft(const msi_draft *a, const msi_draft *b) {
-    const msi_code *x = &a->program.code, *y = &b->program.code;
-    return x->instructions.count == y->instructions.count &&
-           x->operands.count == y->operands.count && x->ranges.count == y->ranges.count &&
-           x->recompute_count == y->recompute_count && x->norm == y->norm &&
-           x->sweeps == y->sweeps && a->program.layout.sent_bytes == b->program.layout.sent_bytes &&
-           memcmp(x->instructions.items, y->instructions.items,
-                  x->instructions.count * sizeof *x->instructions.items) == 0 &&
-           memcmp(x->operands.items, y->operands.items,
-                  x->operands.count * sizeof *x->operands.items) == 0 &&
-           memcmp(x->ranges.items, y->ranges.items, x->ranges.count * sizeof *x->ranges.items) == 0;
-}
-
-/* The training program. In debug mode, one with repeated blocks is compared with one without. */
+/* The training program. Its lists are kept as they are now, for the next one. */
 static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
-    msi_lower_draft(w, decisions, true);
-    if (w->checks_repeats && w->repeating.before) {
-        const msi_draft *d = w->draft;
-        msi_lower_draft(w, decisions, false);
-        MEMSCALE_ASSERT(d->program.out_of_memory || w->draft->program.out_of_memory ||
-                        msi_is_equal_draft(d, w->draft));
+    msi_repeating *r = &w->repeating;
+    msi_code *kept = &r->code;
+    msi_lower_blocks(w, decisions, p, true);
+    p->out_of_memory =
+        p->out_of_memory ||
+        !MSI_COPY_LIST(msi_instruction, w->allocator, kept->instructions, p->code.instructions) ||
+        !MSI_COPY_LIST(msi_operand, w->allocator, kept->operands, p->code.operands) ||
+        !MSI_COPY_LIST(msi_range, w->allocator, kept->ranges, p->code.ranges);
+    kept->norm = p->code.norm;
+    if (r->is_checked && r->before && !p->out_of_memory) {
+        msi_lower_blocks(w, decisions, p, false);
+        MEMSCALE_ASSERT(p->out_of_memory ||
+                        (MSI_IS_EQUAL_LIST(kept->instructions, p->code.instructions) &&
+                         MSI_IS_EQUAL_LIST(kept->operands, p->code.operands) &&
+                         MSI_IS_EQUAL_LIST(kept->ranges, p->code.ranges)));
     }
-    w->lowered += w->draft->program.code.instructions.count;
-    msi_copy_draft(w->draft, w->allocator, p);
-    w->program = p;
+    r->is_complete = !p->out_of_memory;
+    w->lowered += p->code.instructions.count;
     msi_end_program(w, false);
 }
 
 /* The eval program: nothing is recomputed, and only params can be moved. It depends on their homes
    alone. */
 static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
-    msi_draft *last = w->draft;
-    w->draft = NULL;
+    msi_blocks *blocks = w->repeating.blocks;
+    w->repeating.blocks = NULL;
     msi_start_program(w, decisions, p);
     p->code.room = 0;
     for (uint32_t i = 0; i < w->graph->layers.count && !p->out_of_memory; i++) {
@@ -14137,7 +14099,7 @@ static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions
     }
     p->code.forward_end = p->code.backward_end = p->code.instructions.count;
     msi_end_program(w, true);
-    w->draft = last;
+    w->repeating.blocks = blocks;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -16879,10 +16841,6 @@ static MSI_NOINLINE msi_score msi_search_estimate(const msi_search *s,
 /* The most bytes of a plan that may be better than the best so far. */
 static uint64_t msi_most_bytes(const msi_search *s) {
     return s->fits ? s->budget : msi_larger(s->budget, s->best_score.bytes);
-}
-
-static uint64_t msi_decisions_bytes(const msi_graph *g) {
-    return (g->tensors.count + 1ull) * sizeof(msi_tensor_decision);
 }
 
 /* Whether decisions come before others: the faster first, then those that copy less, then those with
@@ -22273,7 +22231,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     shortage->what = NULL;
     const bool there = msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator);
     lowering->costs = s->costs;
-    lowering->checks_repeats = m->config.debug;
+    lowering->repeating.is_checked = m->config.debug;
     return there || msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
 }
 
