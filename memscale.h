@@ -4321,7 +4321,6 @@ typedef struct msi_prediction {
     MSI_LIST(double) event_us; // scratch memory of msi_clock: when the copy before an event is done
     uint32_t longest, long_count; // the longest that computes; how many exceed most_us of the costs
     double longest_us;
-    uint64_t link_bytes[MS_STREAM_COUNT]; // that each engine copies
     /* Of a micro-batch before the last, which runs the program up to the end of backward; of the
        last one, which runs all of the program; and of the step, all micro-batches together. Without
        accumulation all three are equal. */
@@ -11617,7 +11616,6 @@ enum { MSI_WORDS_EACH = 5 }; // of a tensor
 /* How far a program is at the start of a block: how many it has of each, and the queue of updates. */
 typedef struct msi_block_start {
     uint32_t instructions, operands, ranges, reads, writes, queue_first, queue_end;
-    bool is_seeded;
 } msi_block_start;
 
 /* A word of the whereabouts that a block has changed, and the live range that it has now. */
@@ -13757,6 +13755,7 @@ static void msi_drop_unused_copies(const msi_lowering *w) {
         target->bytes = 0;
         i->op = (uint8_t)MSI_OP_NOTHING;
         i->operand_count = 0;
+        i->is_timed = false;
     }
 }
 
@@ -13839,10 +13838,14 @@ static void msi_lower_block(msi_lowering *w, uint32_t number, uint32_t first) {
         msi_lower_updates(w);
     }
     const msi_code *code = &w->program->code;
-    for (uint32_t k = first; k < code->instructions.count && w->costs; k++) {
-        msi_instruction *i = &code->instructions.items[k];
-        i->is_timed = !w->program->out_of_memory && msi_keeps_time(i);
-        i->us = i->is_timed ? msi_duration_us(w->graph, w->costs, w->program, i) : 0.0;
+    for (uint32_t k = first; k < code->instructions.count && w->costs && !w->program->out_of_memory;
+         k++) {
+        msi_instruction i = code->instructions.items[k];
+        i.op = (uint8_t)msi_direction(w->program, &i);
+        if (msi_keeps_time(&i)) {
+            code->instructions.items[k].us = msi_duration_us(w->graph, w->costs, w->program, &i);
+            code->instructions.items[k].is_timed = true;
+        }
     }
 }
 
@@ -13899,17 +13902,17 @@ static bool msi_begin_block(msi_lowering *w) {
     msi_blocks *b = w->repeating.blocks;
     const msi_block_start start = {
         code->instructions.count, code->operands.count, code->ranges.count, b->reads.count,
-        b->writes.count,          w->queue.first,       w->queue.end,       w->is_seeded};
+        b->writes.count,          w->queue.first,       w->queue.end};
     w->repeating.block++;
     MSI_LOWERING_APPEND(msi_block_start, w, b->starts, start)
     return !w->program->out_of_memory;
 }
 
-/* Whether a live range of the program before may stand for one of the present program. */
+/* Whether a live range of the program before may stand for one of the present program, in the same
+   word: it has all that lowering asks of it. */
 static bool msi_is_alike(const msi_range *a, const msi_range *b) {
-    return a->tensor == b->tensor && a->role == b->role && a->bytes == b->bytes &&
-           a->format == b->format && a->part == b->part && a->is_tile == b->is_tile &&
-           a->packed == b->packed && a->on_host == b->on_host;
+    return a->bytes == b->bytes && a->format == b->format && a->part == b->part &&
+           a->is_tile == b->is_tile && a->packed == b->packed && a->on_host == b->on_host;
 }
 
 /* Finds whether a word of the whereabouts is the same in both programs. */
@@ -14024,7 +14027,6 @@ static void msi_repeat_block(msi_lowering *w, uint32_t number) {
     }
     w->queue.first = of[1].queue_first;
     w->queue.end = of[1].queue_end;
-    w->is_seeded = of[1].is_seeded;
     code->norm = msi_renamed(r, number == 2 * w->graph->layers.count + 2 ? r->code.norm : MSI_NONE);
 }
 
@@ -16413,7 +16415,7 @@ typedef struct msi_clock {
     double free_us[MS_STREAM_COUNT]; // when all that is enqueued there is done
     double *event_us;                // of the program: when the copy before an event is done
     double stall_us;
-    uint64_t mapped_bytes; // of the last instruction: state on the host that it used there
+    double mapped_us; // of the last update: how much longer it took by state on the host
 } msi_clock;
 
 /* Rounds to multiples of 2^-24 us, so that sums of up to minutes are exact: two programs with the
@@ -16470,11 +16472,12 @@ static void msi_clock_judge(msi_clock *c) {
 /* Accounts for an update that uses state on the host: computing stalls meanwhile, and copies have
    that much less time on the link. */
 static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
-    const uint64_t bytes = c->mapped_bytes = msi_updated_bytes(c->graph, c->program, i, true);
+    const uint64_t bytes = msi_updated_bytes(c->graph, c->program, i, true);
+    c->mapped_us = bytes > 0 ? msi_mapped_us(c->graph, c->costs, c->program, i) : 0.0;
     if (bytes == 0) {
         return;
     }
-    c->stall_us += msi_mapped_us(c->graph, c->costs, c->program, i);
+    c->stall_us += c->mapped_us;
     for (int k = MSI_FIRST_ISSUED; k < MS_STREAM_COUNT && c->costs->has_links; k++) {
         const ms_stream_kind engine = (ms_stream_kind)k;
         if (msi_engines[engine].is_link) {
@@ -16540,7 +16543,6 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
                              msi_program *p) {
     msi_clock c;
     msi_clock_start(&c, g, costs, store, p);
-    memset(p->predicted.link_bytes, 0, sizeof p->predicted.link_bytes);
     memset(&p->predicted.last, 0, sizeof p->predicted.last);
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
         msi_instruction *i = &p->code.instructions.items[now];
@@ -16551,14 +16553,9 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
             p->predicted.micro.stall_us += p->predicted.micro.us - c.free_us[MS_STREAM_COMPUTE];
         }
         msi_clock_run(&c, now, us);
-        if (msi_is_issued((msi_op)i->op)) {
-            p->predicted.link_bytes[msi_ops[i->op].engine] += (uint64_t)msi_moved_bytes(g, p, i);
-            p->predicted.last.link_us[msi_ops[i->op].engine] += us;
-        }
-        for (int k = 0; k < MS_STREAM_COUNT && i->op == MSI_OP_UPDATE && c.mapped_bytes > 0; k++) {
-            const bool shared = msi_engines[k].is_link;
-            p->predicted.link_bytes[k] += shared ? c.mapped_bytes : 0;
-            p->predicted.last.link_us[k] += shared ? msi_mapped_us(g, costs, p, i) : 0.0;
+        p->predicted.last.link_us[msi_ops[i->op].engine] += msi_is_issued((msi_op)i->op) ? us : 0.0;
+        for (int k = 0; k < MS_STREAM_COUNT && i->op == MSI_OP_UPDATE && c.mapped_us > 0.0; k++) {
+            p->predicted.last.link_us[k] += msi_engines[k].is_link ? c.mapped_us : 0.0;
         }
         p->predicted.last.recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
     }
@@ -33402,6 +33399,18 @@ static MSI_COLD void msi_report_scale(const ms_model *m, ms_memory_report *r) {
     r->overflow_layer = layer == MSI_NONE ? "" : msi_layer_name(&m->graph, layer);
 }
 
+/* Bytes that cross a link by the copies of an engine, and by updates that use state on the host. */
+static MSI_COLD uint64_t msi_link_bytes(const msi_graph *g, const msi_program *p, int engine) {
+    uint64_t bytes = 0;
+    for (MSI_ITEMS(const msi_instruction, i, p->code.instructions)) {
+        const bool copies = msi_is_issued((msi_op)i->op) && (int)msi_ops[i->op].engine == engine;
+        bytes += copies                        ? (uint64_t)msi_moved_bytes(g, p, i)
+                 : msi_engines[engine].is_link ? msi_updated_bytes(g, p, i, true)
+                                               : 0;
+    }
+    return bytes;
+}
+
 /* What is copied, and how much of that is hidden. */
 static MSI_COLD void msi_report_copies(const ms_model *m, ms_memory_report *r) {
     const msi_program *p = &m->run.plan->train;
@@ -33413,7 +33422,7 @@ static MSI_COLD void msi_report_copies(const ms_model *m, ms_memory_report *r) {
         us += p->predicted.last.link_us[engine];
         if (msi_engines[engine].counted_bytes > 0) {
             void *bytes = report + msi_engines[engine].counted_bytes;
-            *(uint64_t *)bytes = p->predicted.link_bytes[engine];
+            *(uint64_t *)bytes = msi_link_bytes(&m->graph, p, engine);
             void *copies_us = report + msi_engines[engine].counted_us;
             *(double *)copies_us = p->predicted.last.link_us[engine];
         }

@@ -42,6 +42,9 @@ static inline void repeats_change(repeats *r, const msi_graph *g, msi_tensor_dec
         }
         return;
     }
+    if (g->tensors.items[t].not_narrow == (uint8_t)MSI_NARROW_MAY_BE && t_chance(&r->rng, 0.3)) {
+        d[t].format = (uint8_t)msi_format_of_value(g, t, t_chance(&r->rng, 0.5));
+    }
     const bool moves = (may & MSI_MOVES_VALUE) && t_chance(&r->rng, 0.5);
     if (moves || msi_is_choice(g, t)) {
         d[t].moves = (uint8_t)(moves ? MSI_MOVES_VALUE : 0);
@@ -75,8 +78,8 @@ static inline void repeats_score(repeats *r, const ms_model *m, const msi_tensor
     msi_scorer apart = r->scorer;
     memset(&train, 0, sizeof train);
     memset(&eval, 0, sizeof eval);
-    assert_true(msi_lowering_init(&lowering, &m->graph, r->store, &m->optimizer,
-                                  &m->config.allocator));
+    assert_true(
+        msi_lowering_init(&lowering, &m->graph, r->store, &m->optimizer, &m->config.allocator));
     apart.lowering = &lowering;
     apart.program = &train;
     apart.eval = &eval;

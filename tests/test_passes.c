@@ -1393,13 +1393,15 @@ static void changed_decisions_lead_to_the_same_program(void **state) {
     const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
     for (uint64_t seed = first; seed < first + count; ++seed) {
         ms_config config = t_config();
-        if (!trial_begin(&t, generate(seed), &config)) {
+        rd_graph *g = generate(seed);
+        rd_random_dtypes(g, seed);
+        if (!trial_begin(&t, g, &config)) {
             fail_msg("seed %llu: %s", (unsigned long long)seed, t.failure);
         }
         repeats_check(&r, t.plain->model, seed, 24);
         trial_end(&t);
     }
-    assert_true(r.repeated > r.ranges / 2 || count < QUICK_GRAPHS);
+    assert_true(r.repeated > r.ranges / 4 * 3 || count < QUICK_GRAPHS);
     print_message("%llu of %llu live ranges are in blocks that were repeated\n",
                   (unsigned long long)r.repeated, (unsigned long long)r.ranges);
 }
