@@ -4299,6 +4299,11 @@ typedef struct msi_code {
     uint64_t homes;       // which params have their home on the host, and formats: a hash
 } msi_code;
 
+/* What a layout took; the key tells apart what layouts are made of. */
+typedef struct msi_known_layout {
+    uint64_t key, height, host_height;
+} msi_known_layout;
+
 /* Where the live ranges of a program are, and the memory that they take. Offsets count from the end
    of the residents. */
 typedef struct msi_placement {
@@ -4312,7 +4317,9 @@ typedef struct msi_placement {
     uint64_t home_bytes;           // of those on the host
     uint64_t sent_bytes;           // of all transient values on the host, if they share no memory
     uint64_t activation_peak_bytes;
-    bool is_done;
+    MSI_LIST(msi_known_layout) known; // of the programs that a search has laid out
+    uint64_t enough;                  // of the last layout, see msi_lay_out
+    bool is_done, is_placed;          // what it takes is known; so are the offsets of blocks
 } msi_placement;
 
 /* The times of a program as >>simulate predicts them. */
@@ -11774,6 +11781,7 @@ static void msi_program_free(const ms_allocator *a, msi_program *p) {
     MSI_LIST_FREE(msi_range, a, p->code.ranges);
     MSI_LIST_FREE(msi_block, a, p->layout.blocks);
     MSI_LIST_FREE(msi_block, a, p->layout.host_blocks);
+    MSI_LIST_FREE(msi_known_layout, a, p->layout.known);
     MSI_LIST_FREE(uint64_t, a, p->layout.live_bytes);
     MSI_LIST_FREE(double, a, p->measured.spans);
     MSI_LIST_FREE(float, a, p->predicted.expected);
@@ -16693,23 +16701,68 @@ static bool msi_check_layout(const msi_scorer *s, const msi_program *p) {
     return checked;
 }
 
-/* Lays out a program. The layout need not be smaller than an arena of `enough` bytes. */
+/* Tells apart what layouts are made of. */
+static uint64_t msi_key_of_blocks(const msi_placement *l, uint64_t effort, uint64_t enough) {
+    const msi_block *lists[] = {l->blocks.items, l->host_blocks.items};
+    const uint32_t counts[] = {l->blocks.count, l->host_blocks.count};
+    uint64_t key = msi_mix_in(msi_mix_in(effort, enough), counts[0]);
+    for (int n = 0; n < 2; n++) {
+        for (uint32_t k = 0; k < counts[n]; k++) {
+            const msi_block *b = &lists[n][k];
+            key = msi_mix_in(msi_mix_in(key, b->bytes * 2 + b->from_top),
+                             (uint64_t)b->first << 32 | b->last);
+        }
+    }
+    return key;
+}
+
+/* Finds the heights of a layout, by an earlier one of the same blocks or by placing them. */
+static bool msi_find_heights(const msi_scorer *s, msi_placement *l, uint64_t effort,
+                             uint64_t enough) {
+    msi_known_layout one = {msi_key_of_blocks(l, effort, enough), l->peak_bytes, 0};
+    for (MSI_ITEMS(const msi_known_layout, known, l->known)) {
+        if (known->key == one.key) {
+            l->height = known->height;
+            l->host_height = known->host_height;
+            return true;
+        }
+    }
+    if ((s->packs && msi_layout(s->allocator, l->blocks.items, l->blocks.count, effort, enough,
+                                &one.height) != MS_RESULT_OK) ||
+        msi_layout(s->allocator, l->host_blocks.items, l->host_blocks.count, effort, 0,
+                   &one.host_height) != MS_RESULT_OK) {
+        return false;
+    }
+    l->height = one.height;
+    l->host_height = one.host_height;
+    l->is_placed = true;
+    return MSI_APPEND(msi_known_layout, s, l->known, one);
+}
+
+/* Lays out a program. The layout need not be smaller than an arena of `enough` bytes. Where the same
+   blocks were laid out before, which half of what searches find was, they get no offsets. */
 static void msi_lay_out(const msi_scorer *s, msi_program *p, uint64_t enough) {
     const uint64_t effort = msi_smaller(
         MSI_LAYOUT_EFFORT, MSI_LAYOUT_EFFORT_LEAST + p->code.ranges.count * MSI_LAYOUT_EFFORT_EACH);
-    const uint64_t residents = p->layout.resident_bytes;
-    enough -= msi_smaller(enough, residents);
-    p->layout.height = p->layout.peak_bytes;
+    msi_placement *l = &p->layout;
+    l->enough = enough;
+    l->height = l->peak_bytes;
+    l->is_placed = false;
     if (!msi_is_short(s) &&
         (!msi_make_blocks(s->allocator, p, s->store->residents.count) ||
-         (s->packs && msi_layout(s->allocator, p->layout.blocks.items, p->layout.blocks.count,
-                                 effort, enough, &p->layout.height) != MS_RESULT_OK) ||
-         msi_layout(s->allocator, p->layout.host_blocks.items, p->layout.host_blocks.count, effort,
-                    0, &p->layout.host_height) != MS_RESULT_OK ||
-         (s->checks_layouts && s->packs && !msi_check_layout(s, p)))) {
+         !msi_find_heights(s, l, effort, enough - msi_smaller(enough, l->resident_bytes)) ||
+         (s->checks_layouts && s->packs && l->is_placed && !msi_check_layout(s, p)))) {
         msi_run_short(s, "the layout", p->code.ranges.count * sizeof(msi_block));
     }
-    p->layout.is_done = true;
+    l->is_done = true;
+}
+
+/* Places the blocks of a program that is to run. */
+static void msi_place_blocks(const msi_scorer *s, msi_program *p) {
+    p->layout.known.count = 0;
+    if (!p->layout.is_placed) {
+        msi_lay_out(s, p, p->layout.enough);
+    }
 }
 
 /* The arena that holds two programs, one at a time; and what they have on the host. */
@@ -20693,7 +20746,7 @@ static void msi_follow_program(const msi_scorer *s, msi_program *p, const msi_pr
     }
     p->layout.height = from->layout.height;
     p->layout.host_height = from->layout.host_height;
-    p->layout.is_done = true;
+    p->layout.is_done = p->layout.is_placed = true;
 }
 
 /* Whether a plan fits into the memory of the plan at the largest sizes. */
@@ -22305,6 +22358,8 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     msi_lay_out(&s, s.eval, 0);
     msi_solve(&s, request, plan);
     if (msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s)) {
+        msi_place_blocks(&s, &plan->train);
+        msi_place_blocks(&s, &plan->eval);
         msi_find_freed(&s, plan);
         msi_resolve(store, &plan->train);
         msi_resolve(store, &plan->eval);
