@@ -3994,15 +3994,13 @@ typedef enum msi_group_kind {
    masks of in_place and grad_in_place are not among them: a layer has as many as it has slots. */
 #define MSI_READ_MASKS(X, f) X(f.in, IN) X(f.out, OUT) X(f.saved, SAVED) X(f.param, PARAM)
 #define MSI_EDGE_MASKS(X, f) X(f.in, IN) X(f.param, PARAM)
+#define MSI_SLOT_MASKS(X, f) X(f.in, IN) X(f.out, OUT) X(f.saved, SAVED) X(f.grad_out, OUT)
 #define MSI_MASKS(X)                                                                               \
     MSI_READ_MASKS(X, backward_reads)                                                              \
     MSI_READ_MASKS(X, recompute_reads)                                                             \
     MSI_EDGE_MASKS(X, accumulates)                                                                 \
     MSI_EDGE_MASKS(X, overwrites)                                                                  \
-    X(clobbers.in, IN)                                                                             \
-    X(clobbers.out, OUT)                                                                           \
-    X(clobbers.saved, SAVED)                                                                       \
-    X(clobbers.grad_out, OUT)                                                                      \
+    MSI_SLOT_MASKS(X, clobbers)                                                                    \
     X(must_in_place, OUT)                                                                          \
     X(must_grad_in_place, IN)                                                                      \
     X(grads_in_forward, IN)                                                                        \
@@ -4792,15 +4790,14 @@ struct ms_model {
 // ------------------------------------------------------------------------------------------------
 // >>names  of what is enumerated; shapes and matrices
 
-#define MSI_X(constant, text) text,
-static const char *const msi_kind_names[] = {MSI_KINDS(MSI_X)};
-static const char *const msi_result_texts[] = {MEMSCALE_RESULTS(MSI_X)};
-static const char *const msi_mode_names[] = {MEMSCALE_MODES(MSI_X)};
-static const char *const msi_source_names[] = {MEMSCALE_DECISION_SOURCES(MSI_X)};
-static const char *const msi_category_names[] = {MEMSCALE_CATEGORIES(MSI_X)};
-static const char *const msi_time_source_names[] = {MEMSCALE_TIME_SOURCES(MSI_X)};
-static const char *const msi_finder_names[] = {MSI_FINDERS(MSI_X)};
-#undef MSI_X
+#define MSI_TEXT(constant, text) text, // of a row of a table of two columns
+static const char *const msi_kind_names[] = {MSI_KINDS(MSI_TEXT)};
+static const char *const msi_result_texts[] = {MEMSCALE_RESULTS(MSI_TEXT)};
+static const char *const msi_mode_names[] = {MEMSCALE_MODES(MSI_TEXT)};
+static const char *const msi_source_names[] = {MEMSCALE_DECISION_SOURCES(MSI_TEXT)};
+static const char *const msi_category_names[] = {MEMSCALE_CATEGORIES(MSI_TEXT)};
+static const char *const msi_time_source_names[] = {MEMSCALE_TIME_SOURCES(MSI_TEXT)};
+static const char *const msi_finder_names[] = {MSI_FINDERS(MSI_TEXT)};
 
 #define MSI_X(dtype, name, bytes) name,
 static const char *const msi_dtype_names[] = {MEMSCALE_DTYPES(MSI_X)};
@@ -5110,10 +5107,19 @@ typedef struct msi_words {
     char text[512];
 } msi_words;
 
+MEMSCALE_PRINTF(1, 2)
+static MSI_NOINLINE msi_words msi_words_of(const char *format, ...) {
+    msi_words words;
+    va_list args;
+    va_start(args, format);
+    msi_vformat(words.text, sizeof words.text, format, args);
+    va_end(args);
+    return words;
+}
+
 /* A size in the unit that suits it, rounded up or down to hundredths. */
 static msi_words msi_round_size(const char *sign, uint64_t bytes, bool up) {
     static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
-    msi_words s;
     double value = (double)bytes;
     int unit = 0;
     for (; value >= 1024.0 && unit < 6; unit++) {
@@ -5122,9 +5128,7 @@ static msi_words msi_round_size(const char *sign, uint64_t bytes, bool up) {
     const double exact = value * 100.0; // below 102400, or 1600 EiB
     const double whole = (double)(uint32_t)exact;
     value = unit ? (up && whole < exact ? whole + 1.0 : whole) / 100.0 : value;
-    msi_write_text(s.text, sizeof s.text, unit ? "%s%.2f %s" : "%s%.0f %s", sign, value,
-                   bytes == 1 ? "byte" : units[unit]);
-    return s;
+    return msi_words_of("%s%.*f %s", sign, unit ? 2 : 0, value, bytes == 1 ? "byte" : units[unit]);
 }
 
 /* What is needed. Rounded up, so that a budget that is copied from a text suffices. */
@@ -5144,17 +5148,12 @@ static msi_words msi_signed_size(int64_t bytes) {
 
 static MSI_NOINLINE msi_words msi_time(double us) {
     static const char *const units[] = {"us", "ms", "s"};
-    msi_words s;
     int unit = 0;
     for (; us >= 1000.0 && unit < 2; unit++) {
         us /= 1000.0;
     }
-    msi_write_text(s.text, sizeof s.text, "%.*f %s",
-                   us < 10.0    ? 2
-                   : us < 100.0 ? 1
-                                : 0,
-                   us, units[unit]);
-    return s;
+    const int digits = us < 10.0 ? 2 : us < 100.0 ? 1 : 0;
+    return msi_words_of("%.*f %s", digits, us, units[unit]);
 }
 
 /* What was decided about a technique, over all layers. */
@@ -7852,17 +7851,6 @@ static MSI_COLD bool msi_bench_alloc(msi_bench *t, const ms_hardware *h) {
            msi_backend_host_alloc(b, t->allocator, t->host_bytes, &t->host) == 0 && t->host;
 }
 
-static MSI_COLD void msi_bench_release(msi_bench *t) {
-    const ms_backend *b = t->backend;
-    msi_backend_host_release(b, t->allocator, t->host, t->host_bytes);
-    if (t->workspace) {
-        b->memory_release(b->user, t->allocator, t->workspace, b->workspace_bytes);
-    }
-    if (t->device) {
-        b->memory_release(b->user, t->allocator, t->device, t->device_bytes);
-    }
-}
-
 /* Opens a state. False if the backend cannot open another one. */
 static MSI_COLD bool msi_bench_open(msi_bench *t, bool tf32) {
     const ms_backend *b = t->backend;
@@ -7933,7 +7921,9 @@ static MSI_COLD ms_result msi_measure(ms_model *m, ms_hardware *h) {
         msi_set_speed(&measured.tf32_tflops, msi_bench_tflops(&t, MS_DTYPE_F32), 1.0);
     }
     msi_bench_close(&t);
-    msi_bench_release(&t);
+    msi_backend_host_release(t.backend, t.allocator, t.host, t.host_bytes);
+    msi_device_release(m, t.workspace, t.backend->workspace_bytes);
+    msi_device_release(m, t.device, t.device_bytes);
     if (done && !t.error) {
         measured.is_measured = true;
         msi_take_speeds(h, &measured);
@@ -8192,12 +8182,8 @@ static const char *msi_layer_name(const msi_graph *g, uint32_t layer) {
 
 /* `layer 3 "ln1"`: many layers may have one name. */
 static msi_words msi_label_of(uint32_t number, const char *name) {
-    msi_words label;
-    const int length = msi_write_text(label.text, sizeof label.text, "layer %u", (unsigned)number);
-    if (length > 0 && strcmp(name, label.text) != 0) {
-        msi_write_text(label.text + length, sizeof label.text - (size_t)length, " \"%.80s\"", name);
-    }
-    return label;
+    const msi_words label = msi_words_of("layer %u", (unsigned)number);
+    return strcmp(name, label.text) == 0 ? label : msi_words_of("%s \"%.80s\"", label.text, name);
 }
 
 static MSI_NOINLINE msi_words msi_layer_label(const msi_graph *g, uint32_t layer) {
@@ -8419,17 +8405,12 @@ static uint64_t msi_all_state_bytes(const ms_optimizer_desc *o, const msi_tensor
 static msi_words msi_handle_words(const msi_graph *g, ms_tensor handle) {
     const uint32_t t = msi_index(g, handle);
     const msi_role role = msi_role_of(g, handle);
-    msi_words words;
     if (t == MSI_NONE) {
-        msi_write_text(words.text, sizeof words.text, "%s",
-                       handle.id ? "an unknown handle" : "an empty handle (id 0)");
-    } else {
-        msi_write_text(words.text, sizeof words.text, "%s%s%s\"%.100s\"",
-                       role == MSI_ROLE_VALUE ? "" : "the ",
-                       role == MSI_ROLE_VALUE ? "" : msi_role_name(role),
-                       role == MSI_ROLE_VALUE ? "" : " ", msi_name(g, g->tensors.items[t].name));
+        return msi_words_of("%s", handle.id ? "an unknown handle" : "an empty handle (id 0)");
     }
-    return words;
+    return role == MSI_ROLE_VALUE
+               ? msi_words_of("\"%.100s\"", msi_tensor_name(g, t))
+               : msi_words_of("the %s \"%.100s\"", msi_role_name(role), msi_tensor_name(g, t));
 }
 
 /* Whether the model accepts registrations; an error if it does not. `words` are about what is
@@ -8606,9 +8587,7 @@ static double msi_again_us(const msi_layer *l, msi_op op) {
 
 typedef enum msi_not_narrow { MSI_NOT_NARROW(MEMSCALE_FIRST) } msi_not_narrow;
 
-#define MSI_X(constant, text) text,
-static const char *const msi_not_narrow_texts[] = {MSI_NOT_NARROW(MSI_X)};
-#undef MSI_X
+static const char *const msi_not_narrow_texts[] = {MSI_NOT_NARROW(MSI_TEXT)};
 
 /* Whether a layer has to compute in F32: 16 bits are forbidden for an output. */
 static bool msi_is_kept_f32(const msi_graph *g, const msi_layer *l) {
@@ -8745,16 +8724,13 @@ static MSI_NOINLINE void msi_clip_mask(uint32_t *mask, uint32_t slot_count) {
 static void msi_clip_masks(ms_layer_desc *d, const uint8_t *count) {
 #define MSI_X(field, group) msi_clip_mask(&d->field, count[MSI_GROUP_##group]);
     MSI_MASKS(MSI_X)
-#undef MSI_X
     for (int j = 0; j < count[MSI_GROUP_OUT]; j++) {
         msi_clip_mask(&d->in_place[j], count[MSI_GROUP_IN]);
     }
     for (int i = 0; i < count[MSI_GROUP_IN]; i++) {
-        msi_clip_mask(&d->grad_in_place[i].in, count[MSI_GROUP_IN]);
-        msi_clip_mask(&d->grad_in_place[i].out, count[MSI_GROUP_OUT]);
-        msi_clip_mask(&d->grad_in_place[i].saved, count[MSI_GROUP_SAVED]);
-        msi_clip_mask(&d->grad_in_place[i].grad_out, count[MSI_GROUP_OUT]);
+        MSI_SLOT_MASKS(MSI_X, grad_in_place[i])
     }
+#undef MSI_X
 }
 
 /* The mask of a group in a declaration of reads, or `otherwise` if it declares nothing. */
@@ -8998,22 +8974,9 @@ static void msi_analyze(msi_graph *g) {
     }
 }
 
-/* Marks what the backward of one layer reads, and the gradients that it contributes to. */
-static void msi_mark_backward(msi_graph *g, uint32_t layer) {
-    const msi_layer *l = &g->layers.items[layer];
-    for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_STATE)) {
-        const bool edges = operand.group == MSI_GROUP_IN || operand.group == MSI_GROUP_PARAM;
-        const uint32_t in_forward = operand.group == MSI_GROUP_IN ? l->grads_in_forward : 0u;
-        const uint32_t reads = l->has_backward ? l->backward_masks[operand.group] : 0u;
-        const uint32_t gives = l->has_backward && edges ? MS_ALL_SLOTS : in_forward;
-        const bool given = (gives >> operand.slot & 1) && operand.t->wants_gradient;
-        operand.t->last_reader = reads >> operand.slot & 1 ? layer : operand.t->last_reader;
-        operand.t->last_gradient = given ? layer : operand.t->last_gradient;
-    }
-}
-
 /* From the loss back: a layer runs backward if one of its outputs has a gradient, and its inputs
-   lead to the loss if an output does. */
+   lead to the loss if an output does. Marks what its backward reads, and the gradients that it
+   contributes to. */
 static void msi_analyze_backward(msi_graph *g) {
     g->backward_begin = 0;
     for (uint32_t i = g->layers.count; i-- > 0;) {
@@ -9028,9 +8991,17 @@ static void msi_analyze_backward(msi_graph *g) {
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
             in.t->leads_to_loss |= leads;
         }
-        if (l->has_backward || l->ends_in_loss) {
-            msi_mark_backward(g, i);
-            g->backward_begin = g->backward_begin > i ? g->backward_begin : i + 1;
+        const bool counts = l->has_backward || l->ends_in_loss;
+        g->backward_begin = counts && g->backward_begin <= i ? i + 1 : g->backward_begin;
+        for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_STATE)) {
+            const bool edges = operand.group == MSI_GROUP_IN || operand.group == MSI_GROUP_PARAM;
+            const bool ends = operand.group == MSI_GROUP_IN && l->ends_in_loss;
+            const uint32_t reads = l->has_backward ? l->backward_masks[operand.group] : 0u;
+            const uint32_t in_forward = ends ? l->grads_in_forward : 0u;
+            const uint32_t gives = l->has_backward && edges ? MS_ALL_SLOTS : in_forward;
+            const bool given = (gives >> operand.slot & 1) && operand.t->wants_gradient;
+            operand.t->last_reader = reads >> operand.slot & 1 ? i : operand.t->last_reader;
+            operand.t->last_gradient = given ? i : operand.t->last_gradient;
         }
         /* A layer without backward could be recomputed after the update, and see new values. */
         for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
@@ -9367,42 +9338,21 @@ static bool msi_add_loan(const ms_model *m, msi_loans *l, msi_loan loan) {
     return true;
 }
 
-static bool msi_list_loans(const ms_model *m, msi_loans *l) {
-    const msi_graph *g = &m->graph;
-    bool fits = !m->config.memory || msi_add_loan(m, l, msi_loan_of_arena(m));
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        for (int role = 0; role < MSI_ROLE_RESIDENT_COUNT && fits; role++) {
-            const msi_loan loan = msi_loan_of(m, t, (msi_role)role, tensor->memory[role]);
-            if (msi_is_borrowed(tensor, (msi_role)role) &&
-                (role == MSI_ROLE_VALUE || loan.changes)) {
-                fits = msi_add_loan(m, l, loan);
-            }
-        }
-    }
-    return fits;
+static MSI_COLD msi_words msi_loan_name(const ms_model *m, const msi_loan *l) {
+    return l->tensor == MSI_NONE ? msi_words_of("the arena (ms_config.memory)")
+                                 : msi_words_of("the %s \"%.100s\"", msi_role_name(l->role),
+                                                msi_tensor_name(&m->graph, l->tensor));
 }
 
 static ms_result msi_refuse_overlap(ms_model *m, const msi_loan *a, const msi_loan *b) {
-    const msi_loan *const loans[] = {a, b};
     const bool both_params = a->tensor != MSI_NONE && b->tensor != MSI_NONE &&
                              a->role == MSI_ROLE_VALUE && b->role == MSI_ROLE_VALUE;
-    char names[2][160];
-    for (int k = 0; k < 2; k++) {
-        const uint32_t t = loans[k]->tensor;
-        if (t == MSI_NONE) {
-            msi_write_text(names[k], sizeof names[k], "the arena (ms_config.memory)");
-        } else {
-            msi_write_text(names[k], sizeof names[k], "the %s \"%.100s\"",
-                           msi_role_name(loans[k]->role), msi_tensor_name(&m->graph, t));
-        }
-    }
     const uint64_t shared = msi_smaller(a->end, b->end) - msi_larger(a->begin, b->begin);
     return msi_fail(
         m, MS_RESULT_INVALID,
         "the memory that is lent for %s and for %s overlaps by %llu bytes, and training "
         "changes it: lend separate memory%s",
-        names[0], names[1], (unsigned long long)shared,
+        msi_loan_name(m, a).text, msi_loan_name(m, b).text, (unsigned long long)shared,
         both_params ? "; weights that are tied are one param, whose handle all their "
                       "layers are given"
                     : "");
@@ -9433,7 +9383,18 @@ static MSI_COLD ms_result msi_check_loans(ms_model *m) {
     const ms_allocator *a = &m->config.allocator;
     ms_result result = MS_RESULT_OK;
     msi_loans l = MSI_ZERO_INIT;
-    if (!msi_list_loans(m, &l) || !MSI_RESERVE(uint64_t, a, l.begin, l.list.count) ||
+    bool fits = !m->config.memory || msi_add_loan(m, &l, msi_loan_of_arena(m));
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+        const msi_tensor *tensor = &m->graph.tensors.items[t];
+        for (int role = 0; role < MSI_ROLE_RESIDENT_COUNT && fits; role++) {
+            const msi_loan loan = msi_loan_of(m, t, (msi_role)role, tensor->memory[role]);
+            if (msi_is_borrowed(tensor, (msi_role)role) &&
+                (role == MSI_ROLE_VALUE || loan.changes)) {
+                fits = msi_add_loan(m, &l, loan);
+            }
+        }
+    }
+    if (!fits || !MSI_RESERVE(uint64_t, a, l.begin, l.list.count) ||
         !MSI_RESERVE(uint32_t, a, l.order, 2ull * l.list.count)) {
         result = msi_fail_memory(m, "a list of what is borrowed",
                                  (l.list.count + 1ull) * sizeof(msi_loan));
@@ -9782,47 +9743,40 @@ static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
 }
 
 /* Why a tensor cannot be in a slot of this group, or NULL. */
-static MSI_COLD const char *msi_operand_fault(const msi_graph *g, msi_group_kind group,
-                                              ms_tensor handle) {
+static MSI_COLD const char *msi_operand_fault(const msi_graph *g, int group, ms_tensor handle) {
     const uint32_t index = msi_value_index(g, handle);
     if (index == MSI_NONE) {
         return msi_index(g, handle) == MSI_NONE
                    ? "is not a tensor of this model: register it before the layer"
                    : "and not its value: pass the handle of the tensor itself";
     }
-    const msi_tensor *t = &g->tensors.items[index];
-    const bool written = t->producer != MSI_NONE;
-    switch (group) {
-    case MSI_GROUP_IN:
-        return t->kind == MSI_KIND_PARAM ? "is a param; params belong in `param`"
-               : t->kind == MSI_KIND_SAVED
-                   ? "is a saved tensor, which only its own layer can read: make it an output"
-               : t->kind == MSI_KIND_ACTIVATION && !written
-                   ? "is not written by any layer before this one: register that one first"
-                   : NULL;
-    case MSI_GROUP_PARAM:
-        return t->kind == MSI_KIND_PARAM ? NULL
-                                         : "is not a param: values that are not trained "
-                                           "belong in `in`";
-    case MSI_GROUP_STATE:
-        return t->kind == MSI_KIND_BUFFER ? NULL : "is not a buffer: ms_buffer makes state";
-    case MSI_GROUP_OUT:
-        return t->kind != MSI_KIND_ACTIVATION ? "is not an activation: ms_activation makes outputs"
-               : written ? "is written by a layer already: an output needs an activation of its "
-                           "own, and in_place shares memory"
-                         : NULL;
-    case MSI_GROUP_SAVED:
-        return t->kind != MSI_KIND_SAVED ? "is not a saved tensor: ms_saved makes one"
-               : written                 ? "is written by a layer already: make one for each layer"
-                                         : NULL;
-    case MSI_GROUP_GRAD_OUT: // no desc names these
-    case MSI_GROUP_GRAD_IN:
-    case MSI_GROUP_GRAD_PARAM:
-    case MSI_GROUP_WORKSPACE:
-    case MSI_GROUP_END:
-        break;
+    const msi_kind kind = g->tensors.items[index].kind;
+    const bool written = g->tensors.items[index].producer != MSI_NONE;
+    const struct {
+        bool wrong;
+        int group;
+        const char *text;
+    } checks[] = {
+        {kind == MSI_KIND_PARAM, MSI_GROUP_IN, "is a param; params belong in `param`"},
+        {kind == MSI_KIND_SAVED, MSI_GROUP_IN,
+         "is a saved tensor, which only its own layer can read: make it an output"},
+        {kind == MSI_KIND_ACTIVATION && !written, MSI_GROUP_IN,
+         "is not written by any layer before this one: register that one first"},
+        {kind != MSI_KIND_PARAM, MSI_GROUP_PARAM,
+         "is not a param: values that are not trained belong in `in`"},
+        {kind != MSI_KIND_BUFFER, MSI_GROUP_STATE, "is not a buffer: ms_buffer makes state"},
+        {kind != MSI_KIND_ACTIVATION, MSI_GROUP_OUT,
+         "is not an activation: ms_activation makes outputs"},
+        {written, MSI_GROUP_OUT,
+         "is written by a layer already: an output needs an activation of its own, and in_place "
+         "shares memory"},
+        {kind != MSI_KIND_SAVED, MSI_GROUP_SAVED, "is not a saved tensor: ms_saved makes one"},
+        {written, MSI_GROUP_SAVED, "is written by a layer already: make one for each layer"}};
+    const char *fault = NULL;
+    for (size_t k = sizeof checks / sizeof checks[0]; k-- > 0;) {
+        fault = checks[k].wrong && checks[k].group == group ? checks[k].text : fault;
     }
-    return NULL;
+    return fault;
 }
 
 /* Whether a setter may change what it was given; an error if it may not. */
@@ -9955,8 +9909,7 @@ static MSI_COLD bool msi_check_slots(ms_model *m, const char *name, const ms_lay
         const uint32_t inputs = group == MSI_GROUP_STATE ? count[MSI_GROUP_IN] : 0;
         for (uint32_t i = 0; i < count[group]; i++) {
             const ms_tensor slot = slots[i];
-            const char *fault =
-                slot.id ? msi_operand_fault(&m->graph, (msi_group_kind)group, slot) : NULL;
+            const char *fault = slot.id ? msi_operand_fault(&m->graph, group, slot) : NULL;
             for (uint32_t k = 0; k < i && !fault && single && slot.id; k++) {
                 fault = slots[k].id == slot.id ? "is named in two slots: name it once" : NULL;
             }
@@ -9998,22 +9951,21 @@ static MSI_COLD bool msi_check_masks(ms_model *m, const char *name, const ms_lay
     good = good && msi_check_mask(m, name, #field, d->field, count[MSI_GROUP_##group]);
     MSI_MASKS(MSI_X)
 #undef MSI_X
-    char field[32];
     for (uint32_t j = 0; j < MS_LIMIT_OUT && good; j++) {
-        if (d->in_place[j]) {
-            msi_write_text(field, sizeof field, "in_place[%u]", (unsigned)j);
-            good = msi_check_mask(m, name, field, d->in_place[j], j < out ? in : 0);
-        }
+        good = d->in_place[j] == 0 ||
+               msi_check_mask(m, name, msi_words_of("in_place[%u]", (unsigned)j).text,
+                              d->in_place[j], j < out ? in : 0);
     }
     for (uint32_t k = 0; k < 4u * MS_LIMIT_IN && good; k++) {
         static const char *const names[] = {"in", "out", "saved", "grad_out"};
         const uint32_t i = k / 4u, limits[] = {in, out, saved, out};
         const ms_slot_masks *o = &d->grad_in_place[i];
         const uint32_t masks[] = {o->in, o->out, o->saved, o->grad_out};
-        if (masks[k % 4u]) {
-            msi_write_text(field, sizeof field, "grad_in_place[%u].%s", (unsigned)i, names[k % 4u]);
-            good = msi_check_mask(m, name, field, masks[k % 4u], i < in ? limits[k % 4u] : 0);
-        }
+        const uint32_t mask = masks[k % 4u];
+        good = mask == 0 ||
+               msi_check_mask(m, name,
+                              msi_words_of("grad_in_place[%u].%s", (unsigned)i, names[k % 4u]).text,
+                              mask, i < in ? limits[k % 4u] : 0);
     }
     return good;
 }
@@ -10021,13 +9973,9 @@ static MSI_COLD bool msi_check_masks(ms_model *m, const char *name, const ms_lay
 /* `"x" (64 bytes of f32)` */
 static MSI_COLD msi_words msi_sized_words(const ms_model *m, ms_tensor handle) {
     const msi_tensor *t = msi_tensor_at(m, handle);
-    msi_words words = msi_handle_words(&m->graph, handle);
-    if (t) {
-        msi_write_text(words.text, sizeof words.text, "\"%.100s\" (%llu bytes of %s)",
-                       msi_name(&m->graph, t->name), (unsigned long long)t->bytes,
-                       ms_dtype_name(t->view.dtype));
-    }
-    return words;
+    return t ? msi_words_of("\"%.100s\" (%llu bytes of %s)", msi_name(&m->graph, t->name),
+                            (unsigned long long)t->bytes, ms_dtype_name(t->view.dtype))
+             : msi_handle_words(&m->graph, handle);
 }
 
 /* Checks one result that must be computed in place: its mask names one operand, of its size and
@@ -10322,9 +10270,8 @@ static MSI_COLD bool msi_check_layer(ms_model *m, const char *name, const ms_lay
 
 static MSI_COLD ms_layer msi_register_layer(ms_model *m, const ms_layer_desc *desc) {
     const ms_layer none = {0};
-    char numbered[32];
-    msi_write_text(numbered, sizeof numbered, "layer %u", (unsigned)m->graph.layers.count);
-    const char *name = desc->name ? desc->name : numbered;
+    const msi_words numbered = msi_words_of("layer %u", (unsigned)m->graph.layers.count);
+    const char *name = desc->name ? desc->name : numbered.text;
     ms_layer_desc clipped = *desc;
     uint8_t count[MSI_GROUP_COUNT];
     msi_count_slots(desc, count);
@@ -10432,26 +10379,22 @@ static bool msi_may_scale(const ms_model *m, bool all) {
     return may;
 }
 
-/* Whether a plan of this wrap may have values in F16: by a switch or a mode, or by force. */
-static bool msi_may_scale_loss(const ms_model *m) {
-    const ms_switch is = m->config.mixed_precision;
-    const bool by_mode =
-        m->config.auto_policy || msi_mode_has(m->config.mode, MS_TECHNIQUE_MIXED_PRECISION);
-    return msi_may_scale(
-        m, !msi_narrow_fault(m) &&
-               (is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_has_narrow(m) && by_mode)));
-}
-
 /* Techniques that go together: without early updates, if plans with these may scale the loss. */
 static uint32_t msi_sound_techniques(const ms_model *m, uint32_t techniques) {
     const bool scales = (techniques & MSI_MIXED) && msi_may_scale(m, true);
     return techniques & ~(scales ? (uint32_t)MSI_EARLY_UPDATE : 0u);
 }
 
-/* Why params cannot be updated inside backward, or NULL. */
+/* Why params cannot be updated inside backward, or NULL. A plan of this wrap may have values in F16 by
+   a switch or a mode, or by force. */
 static const char *msi_early_fault(const ms_model *m) {
-    return msi_may_scale_loss(m)                    ? "a loss scale needs all gradients"
-           : m->config.accumulation_steps > 1       ? "accumulation_steps is above 1"
+    const ms_switch is = m->config.mixed_precision;
+    const bool by_mode =
+        m->config.auto_policy || msi_mode_has(m->config.mode, MS_TECHNIQUE_MIXED_PRECISION);
+    const bool may_round =
+        is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_has_narrow(m) && by_mode);
+    return msi_may_scale(m, !msi_narrow_fault(m) && may_round) ? "a loss scale needs all gradients"
+           : m->config.accumulation_steps > 1                  ? "accumulation_steps is above 1"
            : m->optimizer.grad_clip_norm > 0.0f     ? "grad_clip_norm needs all gradients"
            : m->optimizer.kind == MS_OPTIMIZER_NONE ? "MS_OPTIMIZER_NONE does not update"
                                                     : NULL;
@@ -10906,12 +10849,6 @@ static void msi_find_times(ms_model *m) {
     }
 }
 
-/* Takes the times that steps took, or that a profile states, for so many elements of output. */
-static void msi_set_measured(msi_layer *l, const ms_layer_time *time, double elements) {
-    l->measured = *time;
-    l->measured_elements = elements;
-}
-
 /* Without static profiling every layer must have its times. */
 static ms_result msi_check_times(ms_model *m) {
     const bool predicts = m->config.static_profiling != MS_SWITCH_OFF;
@@ -11003,9 +10940,7 @@ static MSI_COLD msi_words msi_decimal(double x) {
 /* With `operands`, also of the tensors that it has, by their numbers. */
 static MSI_COLD uint64_t msi_hash_layer(uint64_t hash, const msi_graph *g, const msi_layer *l,
                                         bool operands) {
-    for (int group = 0; group < MSI_GROUP_COUNT; group++) {
-        hash = msi_mix_in(hash, l->count[group]);
-    }
+    hash = msi_hash_bytes(hash, l->count, sizeof l->count);
     for (uint32_t k = 0; k < l->start[MSI_GROUP_COUNT] && operands; k++) {
         hash = msi_mix_in(hash, g->operands.items[l->operand_first + k]);
     }
@@ -11120,7 +11055,8 @@ static MSI_COLD double msi_next_number(msi_reader *r, const char *what, double m
 /* Reads the version and the graph. */
 static MSI_COLD void msi_read_head(msi_reader *r) {
     const char *word;
-    char own[20];
+    const msi_words own =
+        msi_words_of("%016llx", (unsigned long long)msi_hash_graph(&r->model->graph));
     if (!msi_next_line(r) || !msi_next_word_is(r, MSI_PROFILE)) {
         MSI_REFUSE_PROFILE(r, "this is not a profile: its first line is not \"%s %d\"", MSI_PROFILE,
                            (int)MSI_PROFILE_VERSION);
@@ -11134,13 +11070,11 @@ static MSI_COLD void msi_read_head(msi_reader *r) {
     }
     msi_expect_line(r, "graph");
     const size_t length = msi_next_word(r, &word);
-    msi_write_text(own, sizeof own, "%016llx",
-                   (unsigned long long)msi_hash_graph(&r->model->graph));
-    if (length != 16 || memcmp(word, own, 16) != 0) {
+    if (length != 16 || memcmp(word, own.text, 16) != 0) {
         MSI_REFUSE_PROFILE(r,
                            "line 2: the profile is of graph %.*s, but this model is graph %s: load "
                            "it after the same registrations, or save one of this model",
-                           (int)(length < 16 ? length : 16), word, own);
+                           (int)(length < 16 ? length : 16), word, own.text);
     }
 }
 
@@ -11184,7 +11118,8 @@ static MSI_COLD void msi_read_layers(msi_reader *r, bool keep) {
         }
         if (keep && r->result == MS_RESULT_OK) {
             const ms_layer_time time = {numbers[0], numbers[1], numbers[2]};
-            msi_set_measured(&g->layers.items[i], &time, numbers[3]);
+            g->layers.items[i].measured = time;
+            g->layers.items[i].measured_elements = numbers[3];
         }
     }
 }
@@ -11514,9 +11449,7 @@ static bool msi_order_homes(const ms_model *m, msi_store *store) {
         return residents == 0;
     }
     store->home_at = store->home_order + residents;
-    for (uint32_t k = 0; k < residents; k++) {
-        store->home_at[k] = MSI_NONE;
-    }
+    memset(store->home_at, 0xff, residents * sizeof *store->home_at); // MSI_NONE
     for (uint32_t i = 0; i < g->layers.count; i++) {
         uint32_t together[MSI_MOST_TOGETHER], count = 0;
         msi_batch batch = {0, 0};
@@ -15190,23 +15123,6 @@ static void msi_layout_compress_time(msi_layout_work *w) {
     }
 }
 
-/* Live bytes over time; the largest is the lower bound. */
-static void msi_layout_measure_load(msi_layout_work *w) {
-    memset(w->load, 0, ((size_t)w->times + 1) * sizeof *w->load);
-    for (uint32_t i = 0; i < w->used; i++) {
-        uint32_t block = w->order[i];
-        w->load[w->first[block]] += w->blocks[block].bytes;
-        w->load[w->last[block] + 1] -= w->blocks[block].bytes; // wraps, and sums wrap back
-    }
-    for (uint32_t t = 0; t < w->times; ++t) {
-        w->load[t] += t ? w->load[t - 1] : 0;
-        if (w->load[t] > w->bound) {
-            w->bound = w->load[t];
-            w->stacks.peak = t;
-        }
-    }
-}
-
 /* Four classes from one power of two to the next. */
 static uint64_t msi_layout_class(uint64_t size) {
     uint64_t exponent = 0;
@@ -16298,7 +16214,7 @@ static uint64_t msi_layout_bind(msi_layout_work *w, uint64_t *memory) {
     return words * sizeof(uint64_t) + number_count * count * sizeof(uint32_t);
 }
 
-/* Allocates the memory of w, and finds the lower bound. */
+/* Allocates the memory of w, and finds the live bytes over time: the largest is the lower bound. */
 static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *allocator,
                                   const msi_block *blocks, uint32_t count, uint64_t **memory) {
     memset(w, 0, sizeof *w);
@@ -16310,7 +16226,19 @@ static ms_result msi_layout_begin(msi_layout_work *w, const ms_allocator *alloca
     }
     msi_layout_bind(w, *memory);
     msi_layout_compress_time(w);
-    msi_layout_measure_load(w);
+    memset(w->load, 0, ((size_t)w->times + 1) * sizeof *w->load);
+    for (uint32_t i = 0; i < w->used; i++) {
+        uint32_t block = w->order[i];
+        w->load[w->first[block]] += w->blocks[block].bytes;
+        w->load[w->last[block] + 1] -= w->blocks[block].bytes; // wraps, and sums wrap back
+    }
+    for (uint32_t t = 0; t < w->times; ++t) {
+        w->load[t] += t ? w->load[t - 1] : 0;
+        if (w->load[t] > w->bound) {
+            w->bound = w->load[t];
+            w->stacks.peak = t;
+        }
+    }
     w->height = UINT64_MAX;
     w->met_high = w->other;
     w->random = UINT64_C(0x9E3779B97F4A7C15);
@@ -17351,15 +17279,6 @@ static MSI_NOINLINE void msi_do(msi_tensor_decision *decisions, uint32_t action,
     }
 }
 
-/* A value is either dropped or moved. */
-static bool msi_is_possible(const msi_tensor_decision *decisions, uint32_t action) {
-    const msi_tensor_decision *d = &decisions[msi_action_tensor(action)];
-    const uint32_t move = action >> MSI_ACTION_SHIFT;
-    return move == 0                 ? !(d->moves & MSI_MOVES_VALUE)
-           : move == MSI_MOVES_VALUE ? d->pass == 0
-                                     : true;
-}
-
 /* A next step that a search may take: some actions together. */
 typedef struct msi_move {
     double bytes_per_us;            // bytes that it frees for each microsecond that it costs
@@ -17597,24 +17516,6 @@ static MSI_NOINLINE void msi_add_saved(msi_greedy *w, uint32_t layer, uint32_t c
     }
 }
 
-/* Notes what an instruction uses; the last instruction comes first. */
-static void msi_note_uses(msi_link_load *load, const msi_program *p, uint32_t now) {
-    const msi_instruction *i = &p->code.instructions.items[now];
-    if (i->op == MSI_OP_UPDATE) {
-        load->update[i->target] = now;
-    }
-    for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
-        const msi_range *range = msi_operand_range(p, i, k);
-        if (range && range->category == MS_CATEGORY_PARAM) {
-            uint32_t *last = &load->last_use[range->tensor];
-            *last = *last == MSI_NONE ? now : *last;
-            load->first_use[range->tensor] = now;
-        } else if (range && range->category == MS_CATEGORY_GRADIENT) {
-            load->first_gradient[range->tensor] = now;
-        }
-    }
-}
-
 /* Bytes of the copy, of those that a WAIT awaits, whose ends are operand k and the next one. */
 static uint64_t msi_awaited_bytes(const msi_program *p, const msi_instruction *wait, uint32_t k) {
     return msi_smaller(msi_operand_range(p, wait, k)->bytes,
@@ -17677,7 +17578,20 @@ static bool msi_find_load(msi_greedy *w) {
         return false;
     }
     for (uint32_t now = p->code.instructions.count; now-- > 0;) {
-        msi_note_uses(&w->load, p, now);
+        const msi_instruction *i = &p->code.instructions.items[now];
+        if (i->op == MSI_OP_UPDATE) {
+            w->load.update[i->target] = now;
+        }
+        for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
+            const msi_range *range = msi_operand_range(p, i, k);
+            if (range && range->category == MS_CATEGORY_PARAM) {
+                uint32_t *last = &w->load.last_use[range->tensor];
+                *last = *last == MSI_NONE ? now : *last;
+                w->load.first_use[range->tensor] = now;
+            } else if (range && range->category == MS_CATEGORY_GRADIENT) {
+                w->load.first_gradient[range->tensor] = now;
+            }
+        }
     }
     msi_find_time_left(w, w->load.in_us.items, true);
     msi_find_time_left(w, w->load.out_us.items, false);
@@ -17898,9 +17812,13 @@ static bool msi_add_prefix(msi_greedy *w) {
 
 /* Does an action, unless it is done, excluded by another one, or the host has no room for it. */
 static void msi_drop(msi_greedy *w, uint32_t action, uint64_t *host_left) {
-    const uint64_t host_bytes = action >> MSI_ACTION_SHIFT ? msi_action_bytes(w, action) : 0;
-    if (!msi_is_done(w->decisions, action) && msi_is_possible(w->decisions, action) &&
-        host_bytes <= *host_left && MSI_APPEND(uint32_t, w->scorer, w->drops, action)) {
+    const msi_tensor_decision *d = &w->decisions[msi_action_tensor(action)];
+    const uint32_t move = action >> MSI_ACTION_SHIFT;
+    const uint64_t host_bytes = move ? msi_action_bytes(w, action) : 0;
+    const bool is_excluded = move == 0 ? d->moves & MSI_MOVES_VALUE // a value is dropped or moved
+                                       : move == MSI_MOVES_VALUE && d->pass != 0;
+    if (!msi_is_done(w->decisions, action) && !is_excluded && host_bytes <= *host_left &&
+        MSI_APPEND(uint32_t, w->scorer, w->drops, action)) {
         msi_do(w->decisions, action, true);
         *host_left -= host_bytes;
     }
@@ -18726,20 +18644,6 @@ static void msi_add_range(uint64_t *differences, uint64_t first, uint64_t last, 
     }
 }
 
-static void msi_find_crossings(const msi_crossings *x, const msi_graph *g) {
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        if (tensor->kind == MSI_KIND_ACTIVATION && msi_is_droppable(g, t)) {
-            msi_add_range(x->count, tensor->producer + 1ull, tensor->last_use, 1);
-            msi_add_range(x->sum, tensor->producer + 1ull, tensor->last_use, t + 1ull);
-        }
-    }
-    for (uint32_t i = 1; i < g->layers.count; i++) {
-        x->count[i] += x->count[i - 1];
-        x->sum[i] += x->sum[i - 1];
-    }
-}
-
 /* Bytes of the values of a layer that can be dropped. */
 static uint64_t msi_droppable_bytes(const msi_graph *g, uint32_t layer) {
     uint64_t bytes = 0;
@@ -18789,16 +18693,28 @@ static void msi_cut_stages(msi_chain *c, const msi_crossings *x) {
 
 /* Finds the stages; without memory, none. */
 static void msi_find_stages(msi_chain *c) {
-    const uint64_t layers = c->graph->layers.count + 1ull;
+    const msi_graph *g = c->graph;
+    const uint64_t layers = g->layers.count + 1ull;
     const uint64_t bytes = layers * 2 * sizeof(uint64_t);
     msi_crossings x;
     x.count = (uint64_t *)msi_scratch(c->scorer, bytes);
-    if (x.count) {
-        x.sum = x.count + layers;
-        msi_find_crossings(&x, c->graph);
-        msi_cut_stages(c, &x);
-        msi_release(c->scorer->allocator, x.count, bytes);
+    if (!x.count) {
+        return;
     }
+    x.sum = x.count + layers;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        if (tensor->kind == MSI_KIND_ACTIVATION && msi_is_droppable(g, t)) {
+            msi_add_range(x.count, tensor->producer + 1ull, tensor->last_use, 1);
+            msi_add_range(x.sum, tensor->producer + 1ull, tensor->last_use, t + 1ull);
+        }
+    }
+    for (uint32_t i = 1; i < g->layers.count; i++) {
+        x.count[i] += x.count[i - 1];
+        x.sum[i] += x.sum[i - 1];
+    }
+    msi_cut_stages(c, &x);
+    msi_release(c->scorer->allocator, x.count, bytes);
 }
 
 /* Whether an option may drop a value that its stage makes: any value except the output. */
@@ -19121,17 +19037,6 @@ static void msi_walk_way(msi_chain *c, const msi_way *s) {
     }
 }
 
-static void msi_walk_ways(msi_chain *c) {
-    for (uint32_t k = 0; k < c->way_count; k++) {
-        float best = FLT_MAX;
-        for (uint32_t i = 0; i < c->width && k % 8 == 0; i++) {
-            best = c->buckets[i].us < best ? c->buckets[i].us : best;
-            c->reach[i] = best;
-        }
-        msi_walk_way(c, &c->ways[k]);
-    }
-}
-
 /* Bytes of a forward of stage k that keeps what an option says: in the first pass if t is the last
    stage of the chain, otherwise in a recomputation before the backward of stage t. */
 static uint64_t msi_forward_bytes(const msi_chain *c, uint32_t k, uint32_t option, uint32_t t) {
@@ -19235,7 +19140,14 @@ static void msi_fill_subchain(msi_chain *c, bool kept, uint32_t s, uint32_t t, u
         c->buckets[i].us = FLT_MAX;
         c->buckets[i].bytes = UINT64_MAX;
     }
-    msi_walk_ways(c);
+    for (uint32_t k = 0; k < c->way_count; k++) {
+        float best = FLT_MAX;
+        for (uint32_t i = 0; i < width && k % 8 == 0; i++) {
+            best = c->buckets[i].us < best ? c->buckets[i].us : best;
+            c->reach[i] = best;
+        }
+        msi_walk_way(c, &c->ways[k]);
+    }
     msi_subchain *subchain = msi_subchain_of(c, kept, s, t);
     subchain->points = points;
     *points = c->lowest;
@@ -19476,16 +19388,6 @@ static MSI_NOINLINE bool msi_search_chain(msi_search *s) {
         msi_chain_free(c);
     }
     return fine;
-}
-
-/* The fastest point of the whole chain that takes no more bytes, as far as is known. */
-static uint32_t msi_point_within(msi_chain *c, uint64_t bytes) {
-    const msi_subchain *all = msi_whole_chain(c);
-    uint32_t number = 0;
-    while (number + 1 < all->count && all->points[number + 1].bytes <= bytes) {
-        number++;
-    }
-    return all->points[number].bytes <= bytes ? number : MSI_NONE;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -19858,16 +19760,6 @@ static uint32_t msi_pick_unexplored(msi_exhaustive *all, const msi_front *f, boo
     return MSI_NONE;
 }
 
-/* Tries a choice of a front with two or three random groups flipped. */
-static void msi_try_random(msi_exhaustive *all, const msi_front *f) {
-    const uint32_t choice = f->points[msi_random_below(all, f->count)].choice;
-    msi_groups groups = all->tried[choice].groups;
-    for (uint32_t k = 2 + msi_random_below(all, 2); k > 0; k--) {
-        msi_change_group(all, &groups, msi_random_below(all, all->group_count));
-    }
-    msi_try_groups(all, &groups);
-}
-
 /* The choice that decides like a plan of greedy, as far as there are groups for that. */
 static msi_groups msi_groups_of(const msi_exhaustive *all, const msi_tensor_decision *decisions) {
     msi_groups groups = MSI_ZERO_INIT;
@@ -19939,19 +19831,14 @@ static void msi_search_locally(msi_exhaustive *all) {
         const uint32_t choice = msi_pick_unexplored(all, f, round % 4 < 2);
         if (choice != MSI_NONE) {
             msi_explore(all, choice, f == &all->by_bytes);
-        } else {
-            msi_try_random(all, f);
+            continue;
         }
-    }
-}
-
-static void msi_try_all(msi_exhaustive *all) {
-    for (uint64_t mask = 0; mask < (uint64_t)1 << all->group_count && msi_may_try(all); mask++) {
-        msi_groups groups = MSI_ZERO_INIT;
-        groups.dropped[0] = mask;
-        if (msi_is_sound(all, &groups)) { // others must not use up the tries
-            msi_try_groups(all, &groups);
+        const uint32_t any = f->points[msi_random_below(all, f->count)].choice;
+        msi_groups groups = all->tried[any].groups; // with two or three random groups flipped
+        for (uint32_t k = 2 + msi_random_below(all, 2); k > 0; k--) {
+            msi_change_group(all, &groups, msi_random_below(all, all->group_count));
         }
+        msi_try_groups(all, &groups);
     }
 }
 
@@ -20135,11 +20022,11 @@ static uint32_t msi_begin_climb(const msi_exhaustive *all, msi_rung *r) {
         us = points[at].us;
         r->choice = points[at++].choice;
     }
-    if (c && r->most > all->resident_bytes) {
-        point = msi_point_within(c, r->most - all->resident_bytes);
+    const msi_subchain *chain = c && r->most > all->resident_bytes ? msi_whole_chain(c) : NULL;
+    for (uint32_t k = 0; chain && k < chain->count; k++) { // they are sorted by rising bytes
+        point = chain->points[k].bytes <= r->most - all->resident_bytes ? k : point;
     }
-    const double point_us =
-        point == MSI_NONE ? us : all->base_us + (double)msi_whole_chain(c)->points[point].us;
+    const double point_us = point == MSI_NONE ? us : all->base_us + (double)chain->points[point].us;
     r->least_us = (point_us < us ? point_us : us) * (1.0 - MSI_CLIMB_GAIN);
     return point_us < us ? point : MSI_NONE;
 }
@@ -20232,7 +20119,13 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
         (msi_list_groups(&all, false) || msi_list_groups(&all, true))) {
         if (all.group_count <= MSI_ALL_MASKS && msi_count_choices(&all) <= (double)all.limit) {
             s->how.by = MSI_FINDER_EXHAUSTIVE;
-            msi_try_all(&all);
+            for (uint64_t mask = 0; mask >> all.group_count == 0 && msi_may_try(&all); mask++) {
+                msi_groups groups = MSI_ZERO_INIT;
+                groups.dropped[0] = mask;
+                if (msi_is_sound(&all, &groups)) { // others must not use up the tries
+                    msi_try_groups(&all, &groups);
+                }
+            }
         } else if (!is_chain || all.group_count <= MSI_ALL_CHAIN || s->may_move) {
             s->how.by = MSI_FINDER_LOCAL;
             msi_search_locally(&all);
@@ -20351,36 +20244,30 @@ static bool msi_may_group(const msi_graph *g, const msi_tensor_decision *d, uint
     return may && msi_can_group(g, first, end);
 }
 
-/* Makes a window a group. Values that it alone uses are dropped rather than moved. */
-static void msi_group_window(const msi_graph *g, msi_tensor_decision *d, uint32_t first,
-                             uint32_t end, uint32_t tiles) {
-    for (uint32_t i = first; i < end; i++) {
-        for (MSI_EACH_MADE(made, g, i)) {
-            const bool inner = g->tensors.items[made.tensor].last_use < end;
-            uint8_t *moves = &d[made.tensor].moves;
-            *moves = (uint8_t)(inner && msi_is_droppable(g, made.tensor) ? *moves & ~MSI_MOVES_VALUE
-                                                                         : *moves);
-        }
-    }
-    msi_decide_tiles(g, d, first, end, tiles);
-}
-
-/* Makes a window and all that are alike groups of so many tiles, in the trial. Returns the live
-   bytes, in training or eval, and the time. */
+/* Makes a window and all that are alike groups of so many tiles, in the trial. Values that a group
+   alone uses are dropped rather than moved. Returns the live bytes, in training or eval, and the time. */
 static uint64_t msi_try_window(msi_grouping *c, const msi_window *w, uint32_t tiles, double *us) {
     const msi_graph *g = c->graph;
     memcpy(c->trial, c->decisions, (size_t)msi_decisions_bytes(g));
     for (uint32_t i = 0; i < g->layers.count;) {
-        const uint32_t end = i + (w->end - w->first);
+        const uint32_t first = i, end = i + (w->end - w->first);
         const bool is_it = i == w->first;
         const bool apart = end <= w->first || i >= w->end;
-        if ((is_it || (apart && msi_are_alike(g, w->first, i) && msi_is_window_alike(g, w, i))) &&
-            msi_may_group(g, c->trial, i, end)) {
-            msi_group_window(g, c->trial, i, end, tiles);
-            i = end;
-        } else {
+        if (!(is_it || (apart && msi_are_alike(g, w->first, i) && msi_is_window_alike(g, w, i))) ||
+            !msi_may_group(g, c->trial, i, end)) {
             i++;
+            continue;
         }
+        for (; i < end; i++) {
+            for (MSI_EACH_MADE(made, g, i)) {
+                const bool inner = g->tensors.items[made.tensor].last_use < end;
+                uint8_t *moves = &c->trial[made.tensor].moves;
+                *moves =
+                    (uint8_t)(inner && msi_is_droppable(g, made.tensor) ? *moves & ~MSI_MOVES_VALUE
+                                                                        : *moves);
+            }
+        }
+        msi_decide_tiles(g, c->trial, first, end, tiles);
     }
     const msi_score score = msi_estimate(c->scorer, c->trial);
     c->tries_left -= c->tries_left > 0;
@@ -21100,25 +20987,10 @@ static void msi_search_regrouped(const msi_solver *s, msi_search *search, msi_ti
     msi_grouping_free(&c);
 }
 
-/* Searches the lists in their order, up to a limit of work: with hundreds of tiles, each list takes
-   seconds. */
-static void msi_search_lists(const msi_solver *s, msi_search *search, const msi_rounding *list,
-                             uint32_t count) {
-    const double least_us = search->least_us;
-    const uint64_t end = s->scorer->lowering->lowered + MSI_LISTS_WORK;
-    for (uint32_t k = 0; k < count && !msi_is_found(search) && s->scorer->lowering->lowered <= end;
-         k++) {
-        search->least_us = least_us;
-        if (!msi_is_hopeless(search, &list[k])) {
-            msi_search_list(s, search, list[k].mask, list[k].tiling, NULL);
-        }
-    }
-    search->least_us = least_us;
-}
-
 /* Searches plans that may round, or run in tiles. On some devices this is slower than to free the
    same bytes otherwise, on others it makes the step faster: so each set of roundings and of groups
-   has a list of its own, and all of them compete. */
+   has a list of its own, and all of them compete. They are searched in their order, up to a limit of
+   work: with hundreds of tiles, each list takes seconds. */
 static void msi_search_roundings(const msi_solver *s, msi_search *search) {
     const uint32_t techniques = s->request->techniques;
     msi_rounding *list = (msi_rounding *)msi_scratch(s->scorer, MSI_LISTS * sizeof *list);
@@ -21132,7 +21004,15 @@ static void msi_search_roundings(const msi_solver *s, msi_search *search) {
     }
     const uint32_t count = ready ? msi_list_roundings(s, search, w.decisions, list) : 0;
     msi_greedy_free(&w);
-    msi_search_lists(s, search, list, count);
+    const double least_us = search->least_us;
+    const uint64_t *lowered = &s->scorer->lowering->lowered, end = *lowered + MSI_LISTS_WORK;
+    for (uint32_t k = 0; k < count && !msi_is_found(search) && *lowered <= end; k++) {
+        search->least_us = least_us;
+        if (!msi_is_hopeless(search, &list[k])) {
+            msi_search_list(s, search, list[k].mask, list[k].tiling, NULL);
+        }
+    }
+    search->least_us = least_us;
     if (!search->fits && !search->any && (techniques & MSI_TILING)) {
         msi_search_regrouped(s, search, &tilings);
     }
@@ -21140,21 +21020,6 @@ static void msi_search_roundings(const msi_solver *s, msi_search *search) {
     search->tilings = NULL;
     msi_release(s->scorer->allocator, list, list ? MSI_LISTS * sizeof *list : 0);
     MSI_LIST_FREE(msi_tiling, s->scorer->allocator, tilings.groups);
-}
-
-/* Takes the best plan that was found. */
-static void msi_take_best(msi_solver *s, const msi_search *search) {
-    s->early = search->best_how.early;
-    s->score = search->best_score;
-    const bool known = !search->fits || s->score.bytes == s->score.live_bytes; // not ended early
-    if (!msi_is_to_run(s->request, s->score.bytes) || (known && msi_may_relax(s))) {
-        /* It was laid out when it was found, and will be when its updates are delayed. */
-        s->score = msi_estimate(s->scorer, s->plan->decisions);
-        s->score.bytes = search->best_score.bytes;
-    } else {
-        s->score = msi_score_of(s->scorer, s->plan->decisions);
-    }
-    MEMSCALE_ASSERT(msi_is_short(s->scorer) || s->score.us <= search->best_score.us);
 }
 
 /* Delays updates inside backward as long as the arena does not grow. The weights that the backward
@@ -21306,22 +21171,33 @@ static void msi_search_guided(const msi_solver *s, msi_search *search) {
 /* Chooses the decisions, and leaves the program lowered and laid out. */
 static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
+    msi_search *search = w->search;
     if (msi_begin_list(s, w)) {
         s->score = w->score; // the decisions are in place
-        s->early = w->search->how.early;
+        s->early = search->how.early;
     } else {
-        msi_search *search = w->search;
         if (r->guide) {
             msi_search_guided(s, search);
         } else {
             msi_search_best(s, search);
         }
         msi_give_back_best(search);
-        msi_take_best(s, w->search);
+        s->early = search->best_how.early;
+        s->score = search->best_score;
+        const bool known =
+            !search->fits || s->score.bytes == s->score.live_bytes; // not ended early
+        if (!msi_is_to_run(r, s->score.bytes) || (known && msi_may_relax(s))) {
+            /* It was laid out when it was found, and will be when its updates are delayed. */
+            s->score = msi_estimate(s->scorer, s->plan->decisions);
+            s->score.bytes = search->best_score.bytes;
+        } else {
+            s->score = msi_score_of(s->scorer, s->plan->decisions);
+        }
+        MEMSCALE_ASSERT(msi_is_short(s->scorer) || s->score.us <= search->best_score.us);
     }
-    s->plan->found = w->search->best_how;
-    s->plan->rank_count = w->search->rank_count;
-    memcpy(s->plan->ranks, w->search->ranks, sizeof s->plan->ranks);
+    s->plan->found = search->best_how;
+    s->plan->rank_count = search->rank_count;
+    memcpy(s->plan->ranks, search->ranks, sizeof s->plan->ranks);
     if (r->largest && !msi_has_room(s)) {
         msi_follow(s);
     }
@@ -21511,28 +21387,23 @@ static bool msi_ordering_init(msi_ordering *o) {
     return true;
 }
 
-/* Whether two instructions must keep their order: they share bytes, and one writes them. */
-static bool msi_conflict(const msi_ordering *o, uint32_t a, uint32_t b) {
+/* Whether an instruction must keep its order with any of the copies of an engine from number
+   `first` to before `end`: they share bytes, and one writes them. */
+static bool msi_conflicts_with(const msi_ordering *o, uint32_t now, int engine, uint32_t first,
+                               uint32_t end) {
     const msi_access *all = o->accesses;
-    const uint32_t *first = o->access_first;
+    const uint32_t *at = o->access_first;
     bool conflict = false;
-    for (const msi_access *x = all + first[a]; x < all + first[a + 1] && !conflict; x++) {
-        for (const msi_access *y = all + first[b]; y < all + first[b + 1] && !conflict; y++) {
-            conflict = x->space == y->space && x->begin < y->end && y->begin < x->end &&
-                       (x->writes || y->writes);
+    for (; first < end && !conflict; first++) {
+        const uint32_t copy = o->copies[engine][first];
+        for (const msi_access *x = all + at[copy]; x < all + at[copy + 1] && !conflict; x++) {
+            for (const msi_access *y = all + at[now]; y < all + at[now + 1] && !conflict; y++) {
+                conflict = x->space == y->space && x->begin < y->end && y->begin < x->end &&
+                           (x->writes || y->writes);
+            }
         }
     }
     return conflict;
-}
-
-/* Whether an instruction must keep its order with any of the copies of an engine from number
-   `first` to before `end`. */
-static bool msi_conflicts_with(const msi_ordering *o, uint32_t now, int engine, uint32_t first,
-                               uint32_t end) {
-    while (first < end && !msi_conflict(o, o->copies[engine][first], now)) {
-        first++;
-    }
-    return first < end;
 }
 
 /* How many copies of its engine have been awaited after a WAIT, `before` of them by earlier ones:
@@ -21817,12 +21688,8 @@ static uint64_t msi_hash_tensor(uint64_t hash, const msi_tensor *t) {
                             t->forced_moves,
                             t->forbidden_moves,
                             (uint8_t)t->view.shape.rank};
-    for (size_t k = 0; k < sizeof what; k++) {
-        hash = msi_mix_in(hash, what[k]);
-    }
-    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        hash = msi_mix_in(hash, t->technique[k]);
-    }
+    hash = msi_hash_bytes(hash, what, sizeof what);
+    hash = msi_hash_bytes(hash, t->technique, sizeof t->technique);
     for (int k = 0; k < t->view.shape.rank; k++) {
         hash = msi_mix_in(hash, (uint64_t)t->view.shape.dim[k]);
     }
@@ -21863,9 +21730,7 @@ static uint64_t msi_class_of(const msi_fold *f, uint32_t layer) {
 
 static void msi_find_origins(msi_fold *f) {
     const msi_graph *g = &f->whole;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        f->origins[t].layer = f->origins[t].operand = MSI_NONE;
-    }
+    memset(f->origins, 0xff, g->tensors.count * sizeof *f->origins); // MSI_NONE
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_layer *l = &g->layers.items[i];
         for (uint32_t k = 0; k < l->start[MSI_GROUP_COUNT]; k++) {
@@ -21957,8 +21822,7 @@ static bool msi_find_runs(msi_fold *f) {
     const uint32_t apart = layers - in_runs;
     const uint32_t room =
         apart < MSI_FOLD_LAYERS / 2 ? MSI_FOLD_LAYERS - apart : (uint32_t)MSI_FOLD_LAYERS / 2;
-    for (uint32_t k = 0; k < f->runs.count; k++) {
-        msi_repeats *run = &f->runs.items[k];
+    for (MSI_ITEMS(msi_repeats, run, f->runs)) {
         const uint64_t share = ((uint64_t)run->count * room + in_runs - 1) / in_runs;
         run->kept = msi_clamp(share, MSI_FOLD_LEAST, run->count);
         kept += run->kept * run->period;
@@ -22188,13 +22052,6 @@ static void msi_drop_kept(ms_model *m) {
     }
 }
 
-static bool msi_has_plan_for(const msi_plan *plans, const int64_t *sizes) {
-    while (plans && memcmp(plans->sizes, sizes, sizeof plans->sizes) != 0) {
-        plans = plans->next;
-    }
-    return plans != NULL;
-}
-
 /* The budget in force: as configured, or a share of what the device has left, by ms_set_hardware or
    by its own account, which is then increased by what the model itself holds. */
 static uint64_t msi_budget(const ms_model *m) {
@@ -22224,18 +22081,6 @@ static uint64_t msi_host_budget(const ms_model *m) {
     return m->config.max_host_bytes ? m->config.max_host_bytes
            : most > 0.0             ? (uint64_t)(0.85 * (most + held))
                                     : UINT64_MAX;
-}
-
-/* A budget of 0 stands for a share of the free memory, which not every platform tells. */
-static ms_result msi_check_budget(ms_model *m) {
-    return m->config.memory_budget_bytes || msi_budget(m) < UINT64_MAX
-               ? MS_RESULT_OK
-               : msi_fail(
-                     m, MS_RESULT_INVALID,
-                     "the budget is 0, which means a share of the free memory, but backend %s does "
-                     "not know how much is free here: set ms_config.memory_budget_bytes or "
-                     "call ms_set_budget",
-                     m->config.backend.name);
 }
 
 /* An empty plan, or NULL. */
@@ -22334,9 +22179,7 @@ static MSI_NOINLINE void msi_find_freed(const msi_scorer *s, msi_plan *plan) {
             plan->freed_bytes[k] = (int64_t)(msi_live_of(&apart, &score) - live_bytes);
         }
     }
-    if (without) {
-        msi_release(s->allocator, without, bytes);
-    }
+    msi_release(s->allocator, without, bytes);
     msi_program_free(s->allocator, &train);
     msi_program_free(s->allocator, &eval);
 }
@@ -22365,16 +22208,15 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
         msi_resolve(store, &plan->eval);
         msi_drop_needless(&s, &plan->train);
         msi_drop_needless(&s, &plan->eval);
+        if (!msi_expect_times(s.graph, s.costs, s.allocator, &plan->train)) {
+            msi_run_short(&s, "the times of slices",
+                          plan->train.code.instructions.count * sizeof(float));
+        }
     }
     msi_lowering_free(&lowering);
     const uint64_t moments = 2ull * plan->train.code.instructions.count;
     if (m->run.timing && !MSI_RESERVE(double, s.allocator, plan->train.measured.spans, moments)) {
         msi_run_short(&s, "the times of the plan", moments * sizeof(double));
-    }
-    if (msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s) &&
-        !msi_expect_times(s.graph, s.costs, s.allocator, &plan->train)) {
-        msi_run_short(&s, "the times of slices",
-                      plan->train.code.instructions.count * sizeof(float));
     }
     return shortage;
 }
@@ -22985,7 +22827,6 @@ static MSI_COLD void msi_add_size(msi_text *to, const msi_store *store, const ms
 /* Adds what else would help. */
 static MSI_COLD void msi_add_cures(msi_text *to, uint64_t least) {
     const ms_model *m = to->trials.model;
-    const msi_graph *g = &m->graph;
     const char *early = msi_early_fault(m);
     msi_trials t = to->trials;
     uint32_t added = 0, forbidden = 0;
@@ -22995,10 +22836,9 @@ static MSI_COLD void msi_add_cures(msi_text *to, uint64_t least) {
                           !(k == MS_TECHNIQUE_OFFLOADING && msi_shares_memory(m));
         added |= cure ? ~t.techniques & 1u << k : 0u;
     }
-    for (uint32_t i = 0; i < g->tensors.count; i++) {
-        const uint8_t *is = g->tensors.items[i].technique;
-        forbidden += is[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_OFF ||
-                     is[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_OFF;
+    for (MSI_ITEMS(const msi_tensor, x, m->graph.tensors)) {
+        forbidden += x->technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_OFF ||
+                     x->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_OFF;
     }
     t.techniques = msi_sound_techniques(m, t.techniques | added);
     const uint64_t bytes = added ? msi_tried_bytes(&t, MSI_GOAL_TRY, 0, NULL) : least;
@@ -23163,13 +23003,21 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     return MS_RESULT_OK;
 }
 
-/* Finds the hardware, by which the 16-bit format of a graph is chosen, and checks the graph. */
+/* Finds the hardware, by which the 16-bit format of a graph is chosen, and checks the graph; and the
+   budget: 0 stands for a share of the free memory, which not every platform tells. */
 static MSI_COLD ms_result msi_check_all(ms_model *m, msi_goal goal) {
     ms_result result = goal == MSI_GOAL_PLAIN ? MS_RESULT_OK : msi_check_hardware(m);
     MSI_DO(result, msi_get_hardware(m));
     MSI_THEN(result, msi_check_graph(m, goal));
     MSI_THEN(result, msi_check_times(m));
-    MSI_THEN(result, goal == MSI_GOAL_BUDGET ? msi_check_budget(m) : MS_RESULT_OK);
+    if (result == MS_RESULT_OK && goal == MSI_GOAL_BUDGET && !m->config.memory_budget_bytes &&
+        msi_budget(m) == UINT64_MAX) {
+        result = msi_fail(
+            m, MS_RESULT_INVALID,
+            "the budget is 0, which means a share of the free memory, but backend %s does not know "
+            "how much is free here: set ms_config.memory_budget_bytes or call ms_set_budget",
+            m->config.backend.name);
+    }
     return result;
 }
 
@@ -23183,14 +23031,11 @@ static void msi_stay_with(ms_model *m, const msi_choice *choice, const msi_costs
 }
 
 /* Checks the graph, then plans for the mode of the config or of the policy. The choice stays in
-   force; after a failure it is as before. */
+   force; after a failure the caller takes it back. */
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
-    const msi_choice choice = m->wrapped.choice;
-    const msi_costs costs = m->costs;
     const bool asks = m->config.auto_policy && goal != MSI_GOAL_PLAIN;
     ms_result result = msi_check_all(m, goal);
     if (result != MS_RESULT_OK) {
-        msi_stay_with(m, &choice, &costs);
         return result;
     }
     m->wrapped.choice = msi_config_choice(m);
@@ -23201,9 +23046,6 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
             result = msi_no_fit(m, *store, largest);
             msi_plans_and_store_free(m, *store, *plans);
         }
-    }
-    if (result != MS_RESULT_OK) {
-        msi_stay_with(m, &choice, &costs);
     }
     return result;
 }
@@ -23399,21 +23241,9 @@ static uint64_t msi_review_bytes(const msi_graph *g, const msi_plan *plan) {
            plan->train.code.instructions.count * (uint64_t)sizeof(double);
 }
 
-/* Distributes the time of a wait among the copies that it awaits, by their bytes. */
-static MSI_COLD void msi_review_wait(msi_review *r, const msi_instruction *i, double us) {
-    const msi_program *p = &r->plan->train;
-    uint64_t bytes = 0;
-    for (uint32_t k = 0; k < i->operand_count; k += 2) {
-        bytes += msi_awaited_bytes(p, i, k);
-    }
-    for (uint32_t k = 0; k < i->operand_count && bytes > 0; k += 2) {
-        r->wait_us[msi_operand_range(p, i, k)->tensor] +=
-            us * ((double)msi_awaited_bytes(p, i, k) / (double)bytes);
-    }
-}
-
-/* Simulates the step once more, for the starts of the instructions and the waits for copies.
-   Without streams for copies, computing waits for the whole of each. */
+/* Simulates the step once more, for the starts of the instructions and the waits for copies. The
+   time of a wait is distributed among the copies that it awaits, by their bytes. Without streams for
+   copies, computing waits for the whole of each. */
 static MSI_COLD void msi_review_times(msi_review *r) {
     const ms_model *m = r->model;
     const msi_program *p = &r->plan->train;
@@ -23425,8 +23255,15 @@ static MSI_COLD void msi_review_times(msi_review *r) {
         const double us = msi_duration_us(&m->graph, &m->costs, p, i);
         const bool copies = msi_is_issued((msi_op)i->op);
         r->start_us[now] = msi_clock_run(&c, now, us);
-        if (i->op == MSI_OP_WAIT || (copies && !m->costs.has_links)) {
-            msi_review_wait(r, i, copies ? us : r->start_us[now] - free_us);
+        const bool waits = i->op == MSI_OP_WAIT || (copies && !m->costs.has_links);
+        const double wait_us = copies ? us : r->start_us[now] - free_us;
+        uint64_t bytes = 0;
+        for (uint32_t k = 0; k < i->operand_count && waits; k += 2) {
+            bytes += msi_awaited_bytes(p, i, k);
+        }
+        for (uint32_t k = 0; k < i->operand_count && bytes > 0; k += 2) {
+            r->wait_us[msi_operand_range(p, i, k)->tensor] +=
+                wait_us * ((double)msi_awaited_bytes(p, i, k) / (double)bytes);
         }
         if (i->op == MSI_OP_UPDATE) {
             r->wait_us[i->target] += msi_mapped_us(&m->graph, &m->costs, p, i);
@@ -23441,9 +23278,8 @@ static MSI_COLD void msi_review_times(msi_review *r) {
 /* Finds the first layer that has each param, and what of each param has its home on the host. */
 static MSI_COLD void msi_review_params(msi_review *r) {
     const msi_graph *g = &r->model->graph;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        r->update[t] = r->user[t] = MSI_NONE;
-    }
+    memset(r->update, 0xff, g->tensors.count * sizeof *r->update); // MSI_NONE
+    memset(r->user, 0xff, g->tensors.count * sizeof *r->user);
     for (uint32_t i = g->layers.count; i-- > 0;) {
         for (MSI_EACH(param, g, &g->layers.items[i], MSI_GROUP_PARAM)) {
             r->user[param.tensor] = i;
@@ -24148,26 +23984,6 @@ static uint32_t msi_skipped_before(const ms_model *m) {
     return m->run.store->scales ? 0 : m->scale.skipped_steps;
 }
 
-static void msi_fill_factors(ms_model *m) {
-    const ms_optimizer_desc *o = &m->optimizer;
-    ms_update_factors *to = (ms_update_factors *)(void *)(msi_step_on_host(m) + MSI_STATES_BYTES);
-    const uint32_t skipped = msi_skipped_before(m);
-    ms_update_factors f;
-    uint64_t number = 0;
-    for (MSI_ITEMS(const msi_resident, resident, m->run.store->residents)) {
-        const msi_tensor *t = &m->graph.tensors.items[resident->tensor];
-        if (resident->factors == MSI_NONE) {
-            continue;
-        }
-        if (number != msi_update_number(&m->run, t, skipped)) {
-            number = msi_update_number(&m->run, t, skipped);
-            f = msi_factors_at(o, number);
-        }
-        to[resident->factors] = f;
-        to[resident->factors].decay = msi_decay_factor(o, msi_weight_decay(m, t));
-    }
-}
-
 /* Uploads a part of the step's own memory, after what is enqueued. */
 static ms_result msi_upload(ms_model *m, uint64_t begin, uint64_t end) {
     const ms_backend *b = &m->config.backend;
@@ -24246,10 +24062,26 @@ static ms_update_factors *msi_factors_on_device(const msi_store *store) {
 
 /* Uploads the factors of all updates of a step, before what reads them first. */
 static ms_result msi_upload_factors(ms_model *m) {
-    if (!msi_optimizer_of(m->optimizer.kind).is_built_in) {
+    const ms_optimizer_desc *o = &m->optimizer;
+    ms_update_factors *to = (ms_update_factors *)(void *)(msi_step_on_host(m) + MSI_STATES_BYTES);
+    const uint32_t skipped = msi_skipped_before(m);
+    ms_update_factors f;
+    uint64_t number = 0;
+    if (!msi_optimizer_of(o->kind).is_built_in) {
         return MS_RESULT_OK;
     }
-    msi_fill_factors(m);
+    for (MSI_ITEMS(const msi_resident, resident, m->run.store->residents)) {
+        const msi_tensor *t = &m->graph.tensors.items[resident->tensor];
+        if (resident->factors == MSI_NONE) {
+            continue;
+        }
+        if (number != msi_update_number(&m->run, t, skipped)) {
+            number = msi_update_number(&m->run, t, skipped);
+            f = msi_factors_at(o, number);
+        }
+        to[resident->factors] = f;
+        to[resident->factors].decay = msi_decay_factor(o, msi_weight_decay(m, t));
+    }
     return msi_upload(m, MSI_STATES_BYTES, m->run.store->step_bytes);
 }
 
@@ -24278,17 +24110,14 @@ static ms_result msi_fetch_verdict(ms_model *m) {
 
 /* `layer 3 "ln1": its forward callback makes element 5 of "x" nan, and 2 more` */
 static MSI_COLD msi_words msi_nonfinite_name(const ms_model *m, const ms_nonfinite *n) {
-    msi_words t;
     const bool gradient = msi_role_of(&m->graph, n->tensor) == MSI_ROLE_GRADIENT;
-    msi_write_text(
-        t.text, sizeof t.text,
+    return msi_words_of(
         "%.100s: its %s callback %s element %llu of the %s of \"%.60s\" %s, and %llu more",
         msi_layer_label(&m->graph, msi_layer_index(&m->graph, n->layer)).text,
         msi_phase_name(n->phase), n->is_read ? "finds" : "makes", (unsigned long long)n->element,
         gradient ? "gradient" : "value",
         msi_tensor_name(&m->graph, msi_index(&m->graph, n->tensor)), n->is_nan ? "nan" : "infinite",
         (unsigned long long)(n->count - 1));
-    return t;
 }
 
 /* Whether a step was halted for a reason that is an error. */
@@ -24304,9 +24133,8 @@ static MSI_COLD ms_result msi_fail_halted(ms_model *m, const ms_step_state *stat
         first = msi_nonfinite_name(m, &m->run.nonfinite);
     }
     if (m->run.infinite.count > 0) {
-        const size_t end = strlen(first.text);
-        msi_write_text(first.text + end, sizeof first.text - end, ". Of what it reads, %s",
-                       msi_nonfinite_name(m, &m->run.infinite).text);
+        first = msi_words_of("%s. Of what it reads, %s", first.text,
+                             msi_nonfinite_name(m, &m->run.infinite).text);
     }
     if (overflows) {
         return msi_fail(
@@ -24409,25 +24237,15 @@ static void *msi_stream(const ms_model *m) {
     return b->stream && m->device ? b->stream(m->device) : NULL;
 }
 
-/* The address of the rows that an instruction works on, in a range that is cut. */
-static void *msi_rows_address(const ms_model *m, const msi_program *p, const msi_instruction *i,
-                              uint32_t range) {
-    uint8_t *whole = (uint8_t *)msi_address(m, p, range);
-    const msi_range *r = &p->code.ranges.items[range];
-    const msi_tensor *t = &m->graph.tensors.items[r->tensor];
-    return i->rows.of == 0 || r->is_tile
-               ? whole
-               : whole + msi_scale_rows(msi_value_bytes(t, (msi_format)r->format), i->rows.begin,
-                                        i->rows.of);
-}
-
-/* Where the part of an operand begins that an instruction works on. */
+/* Where the part of an operand begins that an instruction works on; or its rows, of one that is cut. */
 static void *msi_part_address(const ms_model *m, const msi_program *p, const msi_instruction *i,
                               uint32_t range) {
     uint8_t *whole = (uint8_t *)msi_address(m, p, range);
     const msi_range *r = &p->code.ranges.items[range];
     if (i->rows.of > 0) {
-        return msi_rows_address(m, p, i, range);
+        const uint64_t all =
+            msi_value_bytes(&m->graph.tensors.items[r->tensor], (msi_format)r->format);
+        return r->is_tile ? whole : whole + msi_scale_rows(all, i->rows.begin, i->rows.of);
     }
     if (i->part_count == 0 || r->part > 0 || r->role == MSI_ROLE_NORM) {
         return whole;
@@ -24585,7 +24403,7 @@ static void msi_fill_views(ms_model *m, const msi_program *p, const msi_instruct
         }
         if (operands[k].range != MSI_NONE) {
             views[k].data = msi_is_by_rows(l, group, k)
-                                ? msi_rows_address(m, p, i, operands[k].range)
+                                ? msi_part_address(m, p, i, operands[k].range)
                                 : msi_address(m, p, operands[k].range);
             views[k].beta = operands[k].accumulate ? 1.0f : 0.0f;
         }
@@ -24686,47 +24504,39 @@ static ms_result msi_call_layer(ms_model *m, const msi_layer *l, const ms_call *
     if (error == 0) {
         return MS_RESULT_OK;
     }
-    char inner[MSI_ERROR_BYTES / 2] = ""; // the error of ms_gemm, say
-    if (m->errors.count != error_count) {
-        msi_write_text(inner, sizeof inner, "%.*s", (int)sizeof inner - 1, m->errors.text);
-    }
-    return msi_fail(m, MS_RESULT_CALLBACK, "%s: its %s callback returned %d%s%s",
+    const bool told = m->errors.count != error_count; // by ms_gemm, say
+    const msi_words inner = msi_words_of(": %.510s", m->errors.text);
+    return msi_fail(m, MS_RESULT_CALLBACK, "%s: its %s callback returned %d%s",
                     msi_layer_label(&m->graph, (uint32_t)(l - m->graph.layers.items)).text, what,
-                    error, inner[0] ? ": " : "", inner);
+                    error, told ? inner.text : "");
 }
 
 /* "64 x 32 transposed, rows 32 apart, 3 of them 2048 apart" */
 static msi_words msi_matrix_name(const ms_matrix *x) {
-    msi_words t;
-    const int length = msi_write_text(t.text, sizeof t.text, "%lld x %lld%s, rows %lld apart",
-                                      (long long)x->rows, (long long)x->cols,
-                                      x->transposed ? " transposed" : "", (long long)x->stride);
-    if (x->batch_count != 1 && length > 0 && (size_t)length < sizeof t.text) {
-        msi_write_text(t.text + length, sizeof t.text - (size_t)length, ", %lld of them %lld apart",
-                       (long long)x->batch_count, (long long)x->batch_stride);
-    }
-    return t;
+    const msi_words one =
+        msi_words_of("%lld x %lld%s, rows %lld apart", (long long)x->rows, (long long)x->cols,
+                     x->transposed ? " transposed" : "", (long long)x->stride);
+    return x->batch_count == 1
+               ? one
+               : msi_words_of("%s, %lld of them %lld apart", one.text, (long long)x->batch_count,
+                              (long long)x->batch_stride);
 }
 
 /* What is wrong with one operand of ms_gemm, whose name is a letter; an empty text: nothing. */
 static msi_words msi_matrix_fault(const ms_matrix *x, char name) {
-    msi_words t;
-    t.text[0] = 0;
     if (!x->data) {
-        msi_write_text(t.text, sizeof t.text, "%c has no data: %s", name,
-                       name == 'c'
-                           ? "nobody wants this gradient or output, so leave this product out"
-                           : "its slot is empty, or the layer does not declare that it reads "
-                             "this value (backward_reads, recompute_reads)");
-    } else if (x->rows < 1 || x->cols < 1) {
-        msi_write_text(t.text, sizeof t.text,
-                       "%c has no elements: give it rows and cols of at least 1", name);
-    } else if (x->stride < x->cols) {
-        msi_write_text(
-            t.text, sizeof t.text,
-            "the stride of %c is below its cols: rows must lie at least cols elements apart", name);
+        return msi_words_of("%c has no data: %s", name,
+                            name == 'c'
+                                ? "nobody wants this gradient or output, so leave this product out"
+                                : "its slot is empty, or the layer does not declare that it reads "
+                                  "this value (backward_reads, recompute_reads)");
     }
-    return t;
+    return x->rows < 1 || x->cols < 1
+               ? msi_words_of("%c has no elements: give it rows and cols of at least 1", name)
+           : x->stride < x->cols ? msi_words_of("the stride of %c is below its cols: rows must lie "
+                                                "at least cols elements apart",
+                                                name)
+                                 : msi_words_of("%s", "");
 }
 
 /* What does not fit together in a product of valid operands, or NULL. */
@@ -25152,22 +24962,7 @@ static bool msi_is_output(const msi_staged *s) {
     return s->group == MSI_GROUP_OUT || s->group == MSI_GROUP_SAVED;
 }
 
-/* Sets in which dtype the call sees an operand. */
-static MSI_COLD void msi_set_staged_dtype(const msi_trial *t, msi_staged *s) {
-    const msi_tensor *x = &t->model->graph.tensors.items[s->tensor];
-    s->format = msi_seen_format(x, t->layer, s->group, s->slot, (msi_format)t->instruction->format);
-    s->dtype = s->before_dtype = s->kept_dtype = msi_dtype_of(s->format);
-    s->is_rounded = s->format != (msi_format)x->format;
-    s->bytes = msi_value_bytes(x, s->format);
-    if (t->instruction->rows.of > 0 && msi_is_by_rows(t->layer, s->group, s->slot)) {
-        const msi_rows *rows = &t->instruction->rows;
-        s->within = s->made_within = msi_scale_rows(s->bytes, rows->begin, rows->of);
-        s->bytes = msi_scale_rows(s->bytes, rows->count, rows->of);
-    }
-    s->place = s->group < MSI_GROUP_COUNT && x->on_host;
-}
-
-/* A new operand, in the memory of an earlier one of the same live range and dtype. */
+/* A new operand as the call sees it, in the memory of an earlier one of the same live range and dtype. */
 static MSI_COLD msi_staged *msi_add_staged(msi_trial *t, msi_staged_set set, int group,
                                            uint32_t slot, uint32_t tensor, uint32_t range) {
     const uint32_t index = t->count[set]++;
@@ -25179,7 +24974,17 @@ static MSI_COLD msi_staged *msi_add_staged(msi_trial *t, msi_staged_set set, int
     s->range = range;
     s->lies_in = index;
     if (tensor != MSI_NONE) {
-        msi_set_staged_dtype(t, s);
+        const msi_tensor *x = &t->model->graph.tensors.items[tensor];
+        const msi_rows *rows = &t->instruction->rows;
+        s->format = msi_seen_format(x, t->layer, group, slot, (msi_format)t->instruction->format);
+        s->dtype = s->before_dtype = s->kept_dtype = msi_dtype_of(s->format);
+        s->is_rounded = s->format != (msi_format)x->format;
+        s->bytes = msi_value_bytes(x, s->format);
+        if (rows->of > 0 && msi_is_by_rows(t->layer, group, slot)) {
+            s->within = s->made_within = msi_scale_rows(s->bytes, rows->begin, rows->of);
+            s->bytes = msi_scale_rows(s->bytes, rows->count, rows->of);
+        }
+        s->place = group < MSI_GROUP_COUNT && x->on_host;
     }
     for (uint32_t k = 0; k < index && range != MSI_NONE && s->lies_in == index; k++) {
         const msi_staged *x = &t->staged[set][k];
@@ -25527,14 +25332,6 @@ static MSI_COLD bool msi_is_real(const msi_trial *t, const msi_staged *s) {
            (x->kind == MSI_KIND_PARAM || (x->kind == MSI_KIND_ACTIVATION && x->wants_gradient));
 }
 
-/* Whether the rows of an operand may change places, as those of another batch would come. */
-static MSI_COLD bool msi_has_movable_rows(const msi_trial *t, const msi_staged *s) {
-    const msi_tensor *x =
-        s->group == MSI_GROUP_IN ? &t->model->graph.tensors.items[s->tensor] : NULL;
-    return x && x->kind == MSI_KIND_INPUT && msi_is_float(s->dtype) && x->view.shape.rank > 1 &&
-           !s->is_rounded;
-}
-
 /* What backward has contributed to element i of a gradient. */
 static double msi_contribution(const msi_trial *t, const msi_staged *s, uint64_t i) {
     const double made = msi_number(msi_own_bytes_in(t, MSI_IMAGE_LAST, s), s->dtype, i);
@@ -25552,12 +25349,15 @@ static bool msi_is_change(const msi_change *c) {
     return c->rotates || c->step != 0.0;
 }
 
-/* The last element, or row, goes first. Numbers that are in the range of the operand stay in it. */
+/* The last element goes first or, of an input, the last row, as those of another batch would come.
+   Numbers that are in the range of the operand stay in it. */
 static MSI_COLD void msi_rotate_staged(const msi_trial *t, const msi_staged *s, uint8_t *to) {
     const uint64_t size = ms_dtype_bytes(s->dtype);
-    if (msi_has_movable_rows(t, s)) {
-        const ms_shape *shape = &t->model->graph.tensors.items[s->tensor].view.shape;
-        const uint64_t row = s->bytes / (uint64_t)shape->dim[0];
+    const msi_tensor *x =
+        s->group == MSI_GROUP_IN ? &t->model->graph.tensors.items[s->tensor] : NULL;
+    if (x && x->kind == MSI_KIND_INPUT && msi_is_float(s->dtype) && x->view.shape.rank > 1 &&
+        !s->is_rounded) {
+        const uint64_t row = s->bytes / (uint64_t)x->view.shape.dim[0];
         memcpy(to + row, s->before, (size_t)(s->bytes - row));
         memcpy(to, s->before + (s->bytes - row), (size_t)row);
     } else if (msi_is_real(t, s) && s->bytes > size) {
@@ -25641,34 +25441,28 @@ static MSI_COLD msi_pattern msi_outside_pattern(const msi_trial *t, uint32_t i) 
                : msi_pattern_of(poison);
 }
 
-/* Fills memory of the model by a pattern. The image that the run under way makes serves as a buffer. */
-static MSI_COLD void msi_fill_extent(msi_trial *t, const msi_extent *e, const msi_pattern *p) {
-    uint8_t *buffer = msi_image_at(t, t->how.into, 0);
-    const uint64_t room = t->debug->image_bytes;
-    if (msi_is_filled_with(p->bytes, sizeof p->bytes, p->bytes[0])) {
-        MSI_THEN(t->result, msi_fill(t->model, e->memory, e->on_host, p->bytes[0], e->room));
-    } else if (e->on_host || msi_is_direct(t->model)) {
-        msi_fill_by(e->memory, e->room, p);
-    } else {
-        msi_fill_by(buffer, msi_smaller(room, e->room), p);
-        for (uint64_t done = 0; done < e->room; done += room) {
-            MSI_THEN(t->result, msi_copy(t->model, e->memory + done, false, buffer, true,
-                                         msi_smaller(room, e->room - done)));
-        }
-    }
-}
-
-/* Fills the model's memory with poison, unless that was done for this reach before. */
+/* Fills the model's memory with poison, unless that was done for this reach before. The image that
+   the run under way makes serves as a buffer. */
 static MSI_COLD void msi_set_outside(msi_trial *t) {
     const uint32_t residents = t->model->run.store->residents.count;
-    if (t->outside_reach == t->how.reach) {
-        return;
-    }
+    const bool is_done = t->outside_reach == t->how.reach;
+    const uint64_t room = t->debug->image_bytes;
+    uint8_t *buffer = msi_image_at(t, t->how.into, 0);
     t->outside_reach = t->how.reach;
-    for (uint32_t i = 0; i <= residents; i++) {
+    for (uint32_t i = 0; i <= residents && !is_done; i++) {
         const msi_extent e = msi_extent_at(t->model, i);
         const msi_pattern p = msi_outside_pattern(t, i);
-        msi_fill_extent(t, &e, &p);
+        if (msi_is_filled_with(p.bytes, sizeof p.bytes, p.bytes[0])) {
+            MSI_THEN(t->result, msi_fill(t->model, e.memory, e.on_host, p.bytes[0], e.room));
+        } else if (e.on_host || msi_is_direct(t->model)) {
+            msi_fill_by(e.memory, e.room, &p);
+        } else {
+            msi_fill_by(buffer, msi_smaller(room, e.room), &p);
+            for (uint64_t done = 0; done < e.room; done += room) {
+                MSI_THEN(t->result, msi_copy(t->model, e.memory + done, false, buffer, true,
+                                             msi_smaller(room, e.room - done)));
+            }
+        }
     }
 }
 
@@ -25797,17 +25591,12 @@ static bool msi_is_narrow_call(const msi_trial *t) {
 /* `in[0], the value of "x"`, in a call in 16 bits `... in bf16`; `its workspace of 64 bytes` */
 static MSI_COLD msi_words msi_staged_name(const msi_trial *t, const msi_staged *s) {
     const bool value = s->group < MSI_GROUP_COUNT, narrow = msi_is_narrow_call(t);
-    msi_words name;
-    if (s->group == MSI_GROUP_WORKSPACE) {
-        msi_write_text(name.text, sizeof name.text, "its workspace of %llu bytes",
-                       (unsigned long long)s->bytes);
-    } else {
-        msi_write_text(name.text, sizeof name.text, "%s[%u], the %s of \"%.100s\"%s%s",
-                       msi_call_group_name(s->group), (unsigned)s->slot,
-                       value ? "value" : "gradient", msi_tensor_name(&t->model->graph, s->tensor),
-                       narrow ? " in " : "", narrow ? ms_dtype_name(s->dtype) : "");
-    }
-    return name;
+    return s->group == MSI_GROUP_WORKSPACE
+               ? msi_words_of("its workspace of %llu bytes", (unsigned long long)s->bytes)
+               : msi_words_of("%s[%u], the %s of \"%.100s\"%s%s", msi_call_group_name(s->group),
+                              (unsigned)s->slot, value ? "value" : "gradient",
+                              msi_tensor_name(&t->model->graph, s->tensor), narrow ? " in " : "",
+                              narrow ? ms_dtype_name(s->dtype) : "");
 }
 
 /* "layer 3 "ln1": its backward callback <what> <where>: <cure>" */
@@ -25836,17 +25625,13 @@ static MSI_COLD void msi_fail_operand(msi_trial *t, const char *what, const msi_
     msi_fail_contract(t, what, msi_staged_name(t, s).text, cure);
 }
 
-/* Whether an output could be computed in the place of an operand. */
-static MSI_COLD bool msi_has_alike_output(const msi_trial *t, const msi_staged *s) {
-    bool has = false;
-    for (MSI_STAGED(x, t, MSI_SET_OWN)) {
-        has |= x->group == MSI_GROUP_OUT && x->bytes == s->bytes && x->dtype == s->dtype;
-    }
-    return has;
-}
-
 /* What to do about an operand that was changed and may not be. */
 static MSI_COLD const char *msi_change_cure(const msi_trial *t, const msi_staged *s) {
+    bool could_be_output = false; // which is computed in its place
+    for (MSI_STAGED(x, t, MSI_SET_OWN)) {
+        could_be_output |=
+            x->group == MSI_GROUP_OUT && x->bytes == s->bytes && x->dtype == s->dtype;
+    }
     return s->is_undeclared ? "it does not receive that: declare it, or leave it alone"
            : s->group == MSI_GROUP_STATE
                ? "recompute_keeps_state promised that a recomputation would not"
@@ -25857,7 +25642,7 @@ static MSI_COLD const char *msi_change_cure(const msi_trial *t, const msi_staged
                  "gradient that is computed there"
            : t->model->graph.tensors.items[s->tensor].kind == MSI_KIND_BUFFER
                ? "name the buffer in state, not in in"
-           : !msi_has_alike_output(t, s)
+           : !could_be_output
                ? "change a copy of it, in the workspace or in a saved tensor"
                : "name it in the in_place of the output that is computed there, and that output in "
                  "must_in_place if it cannot be computed elsewhere";
@@ -25975,8 +25760,9 @@ static MSI_COLD void msi_check_rest(msi_trial *t) {
     }
 }
 
-/* Whether a resident is an operand of the call, which may see a copy of it. */
-static MSI_COLD bool msi_is_operand(const msi_trial *t, uint32_t resident) {
+/* What to do about a resident that was written or read at its own address. If it is an operand of the
+   call, that may see a copy of it. */
+static MSI_COLD const char *msi_resident_cure(const msi_trial *t, uint32_t resident) {
     const msi_store *store = t->model->run.store;
     bool is = false;
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
@@ -25986,29 +25772,20 @@ static MSI_COLD bool msi_is_operand(const msi_trial *t, uint32_t resident) {
                store->residents.items[resident].tensor == s->tensor &&
                store->residents.items[resident].role == role);
     }
-    return is;
+    return is ? "it is an operand of this call: take its pointer from the call, every time; keep "
+                "none, not of borrowed memory either"
+              : "it is no operand of this call: name it in the desc, take all pointers from the "
+                "call, and keep none";
 }
 
 static MSI_COLD msi_words msi_resident_name(const msi_trial *t, uint32_t resident) {
     const msi_store *store = t->model->run.store;
-    msi_words name;
     if (resident >= store->residents.count) {
-        msi_write_text(name.text, sizeof name.text, "transient values of the model");
-    } else {
-        const msi_resident *r = &store->residents.items[resident];
-        msi_write_text(name.text, sizeof name.text, "the %s \"%.80s\", where it lies between calls",
-                       msi_role_name(r->role), msi_tensor_name(&t->model->graph, r->tensor));
+        return msi_words_of("transient values of the model");
     }
-    return name;
-}
-
-/* What to do about a resident that was written or read at its own address. */
-static MSI_COLD const char *msi_resident_cure(const msi_trial *t, uint32_t resident) {
-    return msi_is_operand(t, resident)
-               ? "it is an operand of this call: take its pointer from the call, every time; keep "
-                 "none, not of borrowed memory either"
-               : "it is no operand of this call: name it in the desc, take all pointers from the "
-                 "call, and keep none";
+    const msi_resident *r = &store->residents.items[resident];
+    return msi_words_of("the %s \"%.80s\", where it lies between calls", msi_role_name(r->role),
+                        msi_tensor_name(&t->model->graph, r->tensor));
 }
 
 /* The memory of the model must still be poison. */
@@ -26196,7 +25973,6 @@ static MSI_COLD void msi_blame_region(msi_trial *t, const msi_staged *result, ui
     const uint32_t count = t->count[MSI_SET_OWN], kind = region / (count ? count : 1);
     const uint32_t outside = count * MSI_REGION_KINDS, residents = m->run.store->residents.count;
     const msi_staged *s = region < outside ? &t->staged[MSI_SET_OWN][region % count] : result;
-    char cure[512];
     if (region > outside + residents) {
         msi_fail_contract(t, "reads", "memory of an earlier call, or before its first operand",
                           "take all pointers from the present call, workspace included");
@@ -26215,14 +25991,14 @@ static MSI_COLD void msi_blame_region(msi_trial *t, const msi_staged *result, ui
     } else if (kind == MSI_REGION_UNWRITTEN) {
         const uint32_t maker = msi_maker_of(t, s), origin = msi_origin_of(t, s);
         const bool rounds = maker != MSI_NONE && m->graph.layers.items[maker].dtypes.accepts;
-        msi_write_text(cure, sizeof cure,
-                       "%s has left it out%s%s: let that write every element that "
-                       "is read%s",
-                       maker == MSI_NONE ? "its layer" : msi_layer_label(&m->graph, maker).text,
-                       origin != maker ? ", or handed on what was left out by " : "",
-                       origin != maker ? msi_layer_label(&m->graph, origin).text : "",
-                       rounds ? ", in the dtype of its ms_view" : "");
-        msi_fail_operand(t, "reads a part that nobody has written of", s, cure);
+        msi_fail_operand(
+            t, "reads a part that nobody has written of", s,
+            msi_words_of("%s has left it out%s%s: let that write every element that is read%s",
+                         maker == MSI_NONE ? "its layer" : msi_layer_label(&m->graph, maker).text,
+                         origin != maker ? ", or handed on what was left out by " : "",
+                         origin != maker ? msi_layer_label(&m->graph, origin).text : "",
+                         rounds ? ", in the dtype of its ms_view" : "")
+                .text);
     } else if (s->group == MSI_GROUP_WORKSPACE) {
         msi_fail_operand(t, "reads, before it has written there,", s,
                          "set its contents to MS_CONTENTS_ZERO, or clear it in the callback; what "
@@ -26418,15 +26194,6 @@ static MSI_COLD bool msi_gets_gradient(const msi_trial *t) {
     return has;
 }
 
-/* Whether backward has contributed nothing to a gradient. */
-static MSI_COLD bool msi_adds_nothing(const msi_trial *t, const msi_staged *s) {
-    bool nothing = true;
-    for (uint64_t i = 0; i < s->bytes / ms_dtype_bytes(s->dtype) && nothing; i++) {
-        nothing = msi_contribution(t, s, i) == 0.0;
-    }
-    return nothing;
-}
-
 /* A direction in which an input or a param is moved, and what its gradient says of that. */
 typedef struct msi_slope {
     const msi_staged *grad, *value;
@@ -26528,19 +26295,8 @@ static MSI_COLD void msi_add_output(const msi_trial *t, const msi_staged *y, msi
     }
 }
 
-/* What the gradient says of the moves that floats allow. */
-static MSI_COLD double msi_expected_of(const msi_trial *t, const msi_slope *s) {
-    const msi_change *c = &s->change;
-    double sum = 0.0;
-    for (uint64_t i = 0; i < s->grad->bytes / sizeof(float); i++) {
-        const double x = msi_number(s->value->before, s->value->before_dtype, i);
-        const double d = c->step * msi_shift_of(t, c, x, i);
-        sum += msi_contribution(t, s->grad, i) * ((double)(float)(x + d) - (double)(float)(x - d));
-    }
-    return sum / (2.0 * c->step);
-}
-
-/* The quotient for moves by a step to both sides; false if forward does not run. */
+/* The quotient for moves by a step to both sides, and what the gradient says of the moves that floats
+   allow; false if forward does not run. */
 static MSI_COLD bool msi_find_quotient(msi_trial *t, const msi_slope *s, msi_quotient *q) {
     const double step = s->change.step;
     memset(q, 0, sizeof *q);
@@ -26559,10 +26315,16 @@ static MSI_COLD bool msi_find_quotient(msi_trial *t, const msi_slope *s, msi_quo
             msi_add_output(t, y, q);
         }
     }
+    for (uint64_t i = 0; i < s->grad->bytes / sizeof(float); i++) {
+        const double x = msi_number(s->value->before, s->value->before_dtype, i);
+        const double d = step * msi_shift_of(t, &s->change, x, i);
+        const double moved = (double)(float)(x + d) - (double)(float)(x - d);
+        q->expected += msi_contribution(t, s->grad, i) * moved;
+    }
+    q->expected /= 2.0 * step;
     q->value /= 2.0 * step;
     q->bent /= 2.0 * step;
     q->noise = (sqrt(q->noise) / 4194304.0 + s->input) / step; // 4 units of rounding
-    q->expected = msi_expected_of(t, s);
     return true;
 }
 
@@ -26802,13 +26564,14 @@ static MSI_COLD void msi_blame_alias(msi_trial *t, const msi_staged *differs) {
     for (uint32_t i = 0; t->lies_in[k] == staged[k].lies_in && i < t->count[MSI_SET_OWN]; i++) {
         k = t->lies_in[i] != staged[i].lies_in ? i : k;
     }
-    char what[256];
     result = &staged[k];
-    msi_write_text(what, sizeof what, "makes other bits for %s, when %s[%u] lies in the place of",
-                   msi_staged_name(t, differs).text,
-                   result->group == MSI_GROUP_OUT ? "out" : "grad_in", (unsigned)result->slot);
     msi_fail_operand(
-        t, what, &staged[t->lies_in[k]],
+        t,
+        msi_words_of("makes other bits for %s, when %s[%u] lies in the place of",
+                     msi_staged_name(t, differs).text,
+                     result->group == MSI_GROUP_OUT ? "out" : "grad_in", (unsigned)result->slot)
+            .text,
+        &staged[t->lies_in[k]],
         result->group == MSI_GROUP_OUT
             ? "in_place allows that: read all of the input before the output is written, "
               "or take it out of in_place"
@@ -26990,8 +26753,12 @@ static MSI_COLD void msi_warn_of_idle(msi_trial *t) {
         if (!msi_is_gradient_made(t, s)) {
             continue;
         }
+        bool adds = false;
+        for (uint64_t i = 0; i < s->bytes / ms_dtype_bytes(s->dtype) && !adds; i++) {
+            adds = msi_contribution(t, s, i) != 0.0;
+        }
         uint8_t *idle = &known->idle[msi_debugged_index(s)];
-        if (!msi_adds_nothing(t, s)) {
+        if (adds) {
             *idle = 0;
         } else if (counts && *idle <= MSI_IDLE_STEPS && ++*idle == MSI_IDLE_STEPS) {
             MSI_WARN(
@@ -27003,54 +26770,40 @@ static MSI_COLD void msi_warn_of_idle(msi_trial *t) {
     }
 }
 
-/* The library reads all of the loss. */
-static MSI_COLD void msi_check_loss_written(msi_trial *t) {
+/* Elements that a layer leaves unwritten: of the loss, of which the library reads all, they are an
+   error. Of integers, they are warned of once: unlike floats they cannot be followed to who reads
+   them. Any integer may be meant, so those count that two runs have left to two kinds of poison. */
+static MSI_COLD void msi_check_unwritten(msi_trial *t, bool once) {
+    msi_debugged *known = msi_debugged_layer(t);
+    const bool saves = !once && t->instruction->op == MSI_OP_FORWARD; // an eval needs none of that
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         const uint64_t size = ms_dtype_bytes(s->dtype), count = s->bytes / size;
-        const uint8_t *made = msi_own_bytes_in(t, MSI_IMAGE_LAST, s);
+        const bool is_loss =
+            s->group == MSI_GROUP_OUT && s->is_made && s->tensor == t->model->graph.loss;
+        const bool is_integer = saves && msi_is_output(s) && s->is_made &&
+                                !msi_is_float(s->dtype) && !known->is_told_of_integers;
         uint64_t first = count, left = 0;
-        for (uint64_t i = 0; s->group == MSI_GROUP_OUT && s->is_made &&
-                             s->tensor == t->model->graph.loss && i < count;
-             i++) {
-            const bool unwritten = msi_is_unwritten(made + i * size, s->dtype);
-            first = unwritten && left == 0 ? i : first;
-            left += unwritten;
-        }
-        if (left > 0) {
-            char what[96];
-            msi_write_text(what, sizeof what, "leaves unwritten element %llu, and %llu more, of",
-                           (unsigned long long)(s->made_within / size + first),
-                           (unsigned long long)(left - 1));
-            msi_fail_operand(t, what, s,
-                             "the loss is the mean or the sum of all elements: write each; a row "
-                             "that does not count is 0, with ms_set_loss_factor");
-        }
-    }
-}
-
-/* Warns, once, of integers that a layer leaves unwritten: unlike floats they cannot be followed to who
-   reads them. */
-static MSI_COLD void msi_warn_of_integers(msi_trial *t) {
-    msi_debugged *known = &t->debug->layers[t->instruction->target];
-    for (MSI_STAGED(s, t, MSI_SET_OWN)) {
-        const uint64_t size = ms_dtype_bytes(s->dtype), count = s->bytes / size;
-        const bool is = msi_is_output(s) && s->is_made && !msi_is_float(s->dtype);
-        uint64_t first = count, left = 0;
-        for (uint64_t i = 0; is && !known->is_told_of_integers && i < count; i++) {
+        for (uint64_t i = 0; (is_loss || is_integer) && i < count; i++) {
             const uint8_t *a = msi_own_bytes_in(t, MSI_IMAGE_FIRST, s) + i * size;
             const uint8_t *b = msi_own_bytes_in(t, MSI_IMAGE_LAST, s) + i * size;
-            const bool unwritten = msi_is_filled_with(a, size, MSI_POISON_OUTPUT) &&
-                                   msi_is_filled_with(b, size, MSI_POISON_LAST);
+            const bool unwritten = msi_is_unwritten(b, s->dtype) &&
+                                   (is_loss || msi_is_filled_with(a, size, MSI_POISON_OUTPUT));
             first = unwritten && left == 0 ? i : first;
             left += unwritten;
         }
-        if (left > 0) {
+        const msi_words what = msi_words_of("leaves unwritten element %llu, and %llu more, of",
+                                            (unsigned long long)(s->made_within / size + first),
+                                            (unsigned long long)left - 1);
+        if (left > 0 && is_loss) {
+            msi_fail_operand(t, what.text, s,
+                             "the loss is the mean or the sum of all elements: write each; a row "
+                             "that does not count is 0, with ms_set_loss_factor");
+        } else if (left > 0) {
             known->is_told_of_integers = true;
             MSI_WARN(t,
-                     "its %s callback leaves unwritten element %llu, and %llu more, of %s: memory "
-                     "is not cleared, so write each that is read later",
-                     msi_phase_name(t->phase), (unsigned long long)(s->made_within / size + first),
-                     (unsigned long long)(left - 1), msi_staged_name(t, s).text);
+                     "its %s callback %s %s: memory is not cleared, so write each that is read "
+                     "later",
+                     msi_phase_name(t->phase), what.text, msi_staged_name(t, s).text);
         }
     }
 }
@@ -27151,13 +26904,12 @@ static MSI_COLD void msi_try_tiles(msi_trial *t, uint32_t each) {
         if (s->is_made && s->group != MSI_GROUP_WORKSPACE &&
             msi_is_other_number(s, msi_own_bytes_in(t, MSI_IMAGE_NOW, s),
                                 msi_own_bytes_in(t, MSI_IMAGE_LAST, s))) {
-            char what[96];
-            msi_write_text(what, sizeof what, "makes other numbers in tiles of %u rows for",
-                           (unsigned)each);
-            msi_fail_operand(t, what, s,
-                             "its rows are not independent, as ms_layer_desc.tile says they are: "
-                             "take all sizes from the views, count rows from ms_call.row_begin, "
-                             "name what all rows read in whole_in; or leave tile out");
+            msi_fail_operand(
+                t, msi_words_of("makes other numbers in tiles of %u rows for", (unsigned)each).text,
+                s,
+                "its rows are not independent, as ms_layer_desc.tile says they are: "
+                "take all sizes from the views, count rows from ms_call.row_begin, "
+                "name what all rows read in whole_in; or leave tile out");
         }
     }
     memset(&t->rows, 0, sizeof t->rows);
@@ -27228,10 +26980,7 @@ static MSI_COLD void msi_run_trials(msi_trial *t) {
     }
     msi_log_made(t);
     if (op == MSI_OP_FORWARD || op == MSI_OP_EVAL) {
-        msi_check_loss_written(t);
-    }
-    if (!once && op == MSI_OP_FORWARD) { // an eval needs no saved tensors
-        msi_warn_of_integers(t);
+        msi_check_unwritten(t, once);
     }
     if (op == MSI_OP_EVAL) {
         msi_warn_of_state(t);
@@ -27448,8 +27197,8 @@ enum {
 typedef struct msi_update_trial {
     ms_model *model;
     const ms_update_args *args;
-    uint64_t bytes;  // of an array
-    uint32_t states; // that are declared
+    uint64_t bytes;   // of an array
+    int declared_end; // the first array after those that are declared, the scale apart
     ms_result result;
 } msi_update_trial;
 
@@ -27462,30 +27211,30 @@ static uint8_t *msi_update_image(const msi_update_trial *t, msi_image image, int
     return d->images + (uint64_t)image * d->image_bytes + msi_update_array_at(t->bytes, k);
 }
 
-static MSI_COLD msi_update_trial msi_new_update_trial(ms_model *m, const ms_update_args *args) {
-    const msi_update_trial t = {m, args, args->count * sizeof(float), m->optimizer.state_count,
-                                MS_RESULT_OK};
-    return t;
+/* An array on the stage. */
+static float *msi_update_array(const msi_update_trial *t, int k) {
+    uint8_t *stage = (uint8_t *)t->model->run.store->debug->stage[0];
+    return (float *)(void *)(stage + msi_update_array_at(t->bytes, k));
 }
 
 /* Sets the scene: the arrays as they are, and poison in what is not declared. */
-static MSI_COLD void msi_set_update(msi_update_trial *t) {
-    const msi_debug *d = t->model->run.store->debug;
-    const ms_update_args *a = t->args;
+static MSI_COLD msi_update_trial msi_begin_update_trial(ms_model *m, const ms_update_args *a) {
+    const msi_debug *d = m->run.store->debug;
+    const int declared_end = MSI_UPDATE_STATE + (int)m->optimizer.state_count;
+    msi_update_trial t = {m, a, a->count * sizeof(float), declared_end, MS_RESULT_OK};
     memset(d->images, MSI_POISON_FIRST, (size_t)d->image_bytes);
     for (int k = 0; k < MSI_UPDATE_ARRAYS; k++) {
-        const uint32_t state = (uint32_t)(k - MSI_UPDATE_STATE);
         const void *from = k == MSI_UPDATE_VALUE      ? (const void *)a->value
                            : k == MSI_UPDATE_GRADIENT ? (const void *)a->gradient
                            : k == MSI_UPDATE_SCALE    ? (const void *)a->gradient_scale
-                           : state < t->states        ? (const void *)a->state[state]
+                           : k < declared_end         ? (const void *)a->state[k - MSI_UPDATE_STATE]
                                                       : NULL;
         if (from) {
-            MSI_THEN(t->result,
-                     msi_copy(t->model, msi_update_image(t, MSI_IMAGE_SCENE, k), true, from, false,
-                              k == MSI_UPDATE_SCALE ? sizeof(float) : t->bytes));
+            MSI_THEN(t.result, msi_copy(m, msi_update_image(&t, MSI_IMAGE_SCENE, k), true, from,
+                                        false, k == MSI_UPDATE_SCALE ? sizeof(float) : t.bytes));
         }
     }
+    return t;
 }
 
 /* Runs the update on the copies, with state that is not declared filled with this poison, and with the
@@ -27494,26 +27243,22 @@ static MSI_COLD void msi_act_update(msi_update_trial *t, msi_image into, uint8_t
                                     float factor) {
     ms_model *m = t->model;
     const msi_debug *d = m->run.store->debug;
-    uint8_t *stage = (uint8_t *)d->stage[0], *image = d->images + (uint64_t)into * d->image_bytes;
+    uint8_t *image = d->images + (uint64_t)into * d->image_bytes;
     const uint64_t bytes = msi_update_array_at(t->bytes, MSI_UPDATE_ARRAYS);
     ms_update_args args = *t->args;
     memcpy(image, d->images, (size_t)bytes);
     float *scale = (float *)(void *)msi_update_image(t, into, MSI_UPDATE_SCALE);
     *scale *= args.gradient_scale ? factor : 1.0f;
-    args.value = (float *)(void *)(stage + msi_update_array_at(t->bytes, MSI_UPDATE_VALUE));
-    args.gradient = (float *)(void *)(stage + msi_update_array_at(t->bytes, MSI_UPDATE_GRADIENT));
-    for (int k = 0; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
-        const int at = MSI_UPDATE_STATE + k;
-        args.state[k] = (float *)(void *)(stage + msi_update_array_at(t->bytes, at));
-        if ((uint32_t)k >= t->states) {
-            memset(msi_update_image(t, into, at), undeclared, (size_t)t->bytes);
+    args.value = msi_update_array(t, MSI_UPDATE_VALUE);
+    args.gradient = msi_update_array(t, MSI_UPDATE_GRADIENT);
+    for (int k = MSI_UPDATE_STATE; k < MSI_UPDATE_SCALE; k++) {
+        args.state[k - MSI_UPDATE_STATE] = msi_update_array(t, k);
+        if (k >= t->declared_end) {
+            memset(msi_update_image(t, into, k), undeclared, (size_t)t->bytes);
         }
     }
-    if (args.gradient_scale) {
-        args.gradient_scale =
-            (const float *)(const void *)(stage + msi_update_array_at(t->bytes, MSI_UPDATE_SCALE));
-    }
-    MSI_THEN(t->result, msi_copy(m, stage, false, image, true, bytes));
+    args.gradient_scale = args.gradient_scale ? msi_update_array(t, MSI_UPDATE_SCALE) : NULL;
+    MSI_THEN(t->result, msi_copy(m, d->stage[0], false, image, true, bytes));
     if (t->result == MS_RESULT_OK) {
         const int error = msi_call_update(m, &args);
         t->result =
@@ -27524,17 +27269,15 @@ static MSI_COLD void msi_act_update(msi_update_trial *t, msi_image into, uint8_t
                            "of debug mode; nothing was updated",
                            msi_tensor_name(&m->graph, msi_index(&m->graph, args.param)), error);
     }
-    MSI_THEN(t->result, msi_copy(m, image, true, stage, false, bytes));
+    MSI_THEN(t->result, msi_copy(m, image, true, d->stage[0], false, bytes));
 }
 
 /* Whether two runs have made the same of the value and of the state. */
 static MSI_COLD bool msi_same_update(const msi_update_trial *t, msi_image a, msi_image b) {
-    bool same = memcmp(msi_update_image(t, a, MSI_UPDATE_VALUE),
-                       msi_update_image(t, b, MSI_UPDATE_VALUE), (size_t)t->bytes) == 0;
-    for (uint32_t k = 0; k < t->states; k++) {
-        const int at = MSI_UPDATE_STATE + (int)k;
-        same &=
-            memcmp(msi_update_image(t, a, at), msi_update_image(t, b, at), (size_t)t->bytes) == 0;
+    bool same = true;
+    for (int k = 0; k < t->declared_end; k++) {
+        same &= k == MSI_UPDATE_GRADIENT ||
+                memcmp(msi_update_image(t, a, k), msi_update_image(t, b, k), (size_t)t->bytes) == 0;
     }
     return same;
 }
@@ -27553,8 +27296,7 @@ static const char MSI_WRITES_UNDECLARED[] = "writes to state that it did not dec
 /* What the first run may not have written: undeclared state, and what lies between the arrays. */
 static MSI_COLD void msi_check_update(msi_update_trial *t) {
     for (int k = 0; k < MSI_UPDATE_ARRAYS; k++) {
-        const bool undeclared = k >= MSI_UPDATE_STATE && k < MSI_UPDATE_SCALE &&
-                                (uint32_t)(k - MSI_UPDATE_STATE) >= t->states;
+        const bool undeclared = k >= t->declared_end && k < MSI_UPDATE_SCALE;
         const uint8_t *now = msi_update_image(t, MSI_IMAGE_FIRST, k);
         const uint64_t used = k == MSI_UPDATE_SCALE ? sizeof(float) : t->bytes;
         if (undeclared && !msi_is_filled_with(now, used, MSI_POISON_FIRST)) {
@@ -27596,8 +27338,7 @@ static MSI_COLD bool msi_updates_by_gradient(const msi_update_trial *t) {
 /* Runs an update of the trainer's own on copies, which must depend on its arguments alone, and on
    all of them. */
 static MSI_COLD ms_result msi_try_update(ms_model *m, const ms_update_args *args) {
-    msi_update_trial t = msi_new_update_trial(m, args);
-    msi_set_update(&t);
+    msi_update_trial t = msi_begin_update_trial(m, args);
     msi_act_update(&t, MSI_IMAGE_FIRST, MSI_POISON_FIRST, 1.0f);
     if (t.result == MS_RESULT_OK) {
         msi_check_update(&t);
@@ -27627,11 +27368,9 @@ static MSI_COLD ms_result msi_try_update(ms_model *m, const ms_update_args *args
 
 /* Moves undeclared state between an image and the stage. */
 static MSI_COLD void msi_copy_undeclared(msi_update_trial *t, msi_image image, bool to_stage) {
-    uint8_t *stage = (uint8_t *)t->model->run.store->debug->stage[0];
-    for (uint32_t k = t->states; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
-        const int array = MSI_UPDATE_STATE + (int)k;
-        uint8_t *at = stage + msi_update_array_at(t->bytes, array);
-        uint8_t *copy = msi_update_image(t, image, array);
+    for (int k = t->declared_end; k < MSI_UPDATE_SCALE; k++) {
+        float *at = msi_update_array(t, k);
+        uint8_t *copy = msi_update_image(t, image, k);
         MSI_THEN(t->result, to_stage ? msi_copy(t->model, at, false, copy, true, t->bytes)
                                      : msi_copy(t->model, copy, true, at, false, t->bytes));
     }
@@ -27644,16 +27383,15 @@ static MSI_COLD void msi_run_watched(msi_update_trial *t) {
     ms_update_args args = *t->args;
     const uint32_t done = m->run.updates_done;
     bool writes = false;
-    for (uint32_t k = t->states; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
-        args.state[k] = (float *)(void *)((uint8_t *)m->run.store->debug->stage[0] +
-                                          msi_update_array_at(t->bytes, MSI_UPDATE_STATE + (int)k));
+    for (int k = t->declared_end; k < MSI_UPDATE_SCALE; k++) {
+        args.state[k - MSI_UPDATE_STATE] = msi_update_array(t, k);
     }
     msi_copy_undeclared(t, MSI_IMAGE_SCENE, true);
     MSI_THEN(t->result, msi_custom_update(m, &args));
     msi_copy_undeclared(t, MSI_IMAGE_NOW, false);
-    for (uint32_t k = t->states; k < MS_LIMIT_OPTIMIZER_STATE && t->result == MS_RESULT_OK; k++) {
-        writes |= !msi_is_filled_with(msi_update_image(t, MSI_IMAGE_NOW, MSI_UPDATE_STATE + (int)k),
-                                      t->bytes, MSI_POISON_FIRST);
+    for (int k = t->declared_end; k < MSI_UPDATE_SCALE && t->result == MS_RESULT_OK; k++) {
+        writes |=
+            !msi_is_filled_with(msi_update_image(t, MSI_IMAGE_NOW, k), t->bytes, MSI_POISON_FIRST);
     }
     if (writes) {
         t->result =
@@ -27669,8 +27407,7 @@ static MSI_COLD void msi_run_watched(msi_update_trial *t) {
 static MSI_COLD ms_result msi_watch_update(ms_model *m, const ms_update_args *args) {
     const uint32_t param = msi_index(&m->graph, args->param);
     uint8_t *idle = &m->run.store->debug->originals[param].idle;
-    msi_update_trial t = msi_new_update_trial(m, args);
-    msi_set_update(&t);
+    msi_update_trial t = msi_begin_update_trial(m, args);
     const bool learns = args->learning_rate != 0.0f && msi_updates_by_gradient(&t);
     msi_run_watched(&t);
     MSI_THEN(t.result, msi_copy(m, msi_update_image(&t, MSI_IMAGE_NOW, MSI_UPDATE_VALUE), true,
@@ -27910,8 +27647,9 @@ static MSI_NOINLINE bool msi_is_timed(const msi_run *r) {
            r->program == &r->plan->train && !r->slices.is_open;
 }
 
-/* What timing adds on an asynchronous device: the time to enqueue next to nothing and wait. */
-static ms_result msi_measure_overhead(ms_model *m) {
+/* At the beginning of a step that is timed, or of one of its micro-batches. Measures what timing adds on
+   an asynchronous device: the time to enqueue next to nothing and wait. */
+static ms_result msi_begin_timing(ms_model *m) {
     msi_timing *t = m->run.timing;
     ms_result result = msi_synchronize(m);
     t->overhead_us = 0.0;
@@ -27922,13 +27660,6 @@ static ms_result msi_measure_overhead(ms_model *m) {
         const double us = msi_now_us(&m->config) - start_us;
         t->overhead_us = i == 0 || us < t->overhead_us ? us : t->overhead_us;
     }
-    return result;
-}
-
-/* At the beginning of a step that is timed, or of one of its micro-batches. */
-static ms_result msi_begin_timing(ms_model *m) {
-    msi_timing *t = m->run.timing;
-    const ms_result result = msi_measure_overhead(m);
     if (m->run.micro == 0) {
         memset(t->us, 0, t->series_count * sizeof *t->us);
         memset(t->amount, 0, t->series_count * sizeof *t->amount);
@@ -28012,7 +27743,8 @@ static void msi_learn_times(ms_model *m) {
                                     ? guess.recompute_us * time.forward_us / guess.forward_us
                                     : time.forward_us;
         }
-        msi_set_measured(l, &time, elements);
+        l->measured = time;
+        l->measured_elements = elements;
     }
     for (uint32_t k = 0; k < p->code.instructions.count;
          k++) { // what is kept is that of calls in F32
@@ -29380,9 +29112,8 @@ static uint32_t msi_transfer_index(ms_model *m, const char *function, ms_tensor 
         return t;
     }
     if (m && data && tensor.id == 0 && m->errors.sticky != MS_RESULT_OK) {
-        char before[64];
-        msi_write_text(before, sizeof before, "%s: an earlier call has failed: ", function);
-        (void)msi_fail_again(m, MS_RESULT_INVALID, before);
+        (void)msi_fail_again(m, MS_RESULT_INVALID,
+                             msi_words_of("%s: an earlier call has failed: ", function).text);
     } else if (m && data) {
         (void)msi_fail(m, MS_RESULT_INVALID, "%s: %s is not a tensor of this model", function,
                        msi_handle_words(&m->graph, tensor).text);
@@ -29664,39 +29395,10 @@ static bool msi_takes(const msi_taking *k, const msi_resident *to, msi_role *rol
            to->bytes >= t->largest_bytes && !msi_is_borrowed(t, *role);
 }
 
-static msi_taking msi_begin_taking(ms_model *m, msi_store *store) {
-    msi_taking k = {m, store, msi_own_room(m, store), 0, 0, 0};
-    for (uint32_t i = 0; i < store->residents.count; i++) {
-        msi_role role;
-        const msi_resident *to = &store->residents.items[i];
-        const msi_tensor *t = &m->graph.tensors.items[to->tensor];
-        if (msi_takes(&k, to, &role) && t->memory[role]) {
-            k.left += t->largest_bytes;
-            k.largest = msi_larger(k.largest, t->largest_bytes);
-        }
-    }
-    return k;
-}
-
 /* The bytes that the arena may have while so much of what was written is left. */
 static uint64_t msi_room_beside(const msi_taking *k) {
     const uint64_t more = k->left - msi_smaller(k->left, k->largest);
     return k->room - msi_smaller(k->room, more);
-}
-
-/* Takes the first memory, which is all of it if it cannot grow. */
-static ms_result msi_alloc_taking(msi_taking *k) {
-    ms_model *m = k->model;
-    msi_store *store = k->store;
-    const uint64_t least = store->reserved_bytes + MSI_ALIGNMENT;
-    ms_result result =
-        msi_alloc_store(m, store, msi_smaller(k->room, msi_larger(msi_room_beside(k), least)));
-    if (result == MS_RESULT_OK && store->memory_bytes < k->room && !msi_can_resize(m, store)) {
-        msi_release_device(m, store);
-        result = msi_take_device(m, store, k->room);
-    }
-    MSI_DO(result, msi_place_store(m, store));
-    return result;
 }
 
 /* Gives all residents their first values, and the arena its size. */
@@ -29759,9 +29461,28 @@ static void msi_keep_taken(const msi_taking *k) {
     store->host = NULL;
 }
 
-static ms_result msi_settle_by_taking(ms_model *m, msi_store *store) {
-    msi_taking k = msi_begin_taking(m, store);
-    ms_result result = msi_alloc_taking(&k);
+/* Gives the first store of a model its memory and values. */
+static ms_result msi_settle_first(ms_model *m, msi_store *store) {
+    if (!msi_is_direct(m) || m->config.memory || m->refuge.memory || m->refuge.host) {
+        return msi_settle_failure(m, msi_settle(m, store));
+    }
+    msi_taking k = {m, store, msi_own_room(m, store), 0, 0, 0};
+    for (MSI_ITEMS(const msi_resident, to, store->residents)) {
+        msi_role role;
+        const msi_tensor *t = &m->graph.tensors.items[to->tensor];
+        if (msi_takes(&k, to, &role) && t->memory[role]) {
+            k.left += t->largest_bytes;
+            k.largest = msi_larger(k.largest, t->largest_bytes);
+        }
+    }
+    const uint64_t least = store->reserved_bytes + MSI_ALIGNMENT;
+    ms_result result =
+        msi_alloc_store(m, store, msi_smaller(k.room, msi_larger(msi_room_beside(&k), least)));
+    if (result == MS_RESULT_OK && store->memory_bytes < k.room && !msi_can_resize(m, store)) {
+        msi_release_device(m, store); // it has all of its memory from the beginning
+        result = msi_take_device(m, store, k.room);
+    }
+    MSI_DO(result, msi_place_store(m, store));
     MSI_THEN(result, msi_prepare(m, store, store->memory));
     MSI_DO(result, memset(msi_staging_of(store), 0, (size_t)store->staging_bytes));
     MSI_THEN(result, msi_take_all(&k));
@@ -29769,14 +29490,7 @@ static ms_result msi_settle_by_taking(ms_model *m, msi_store *store) {
     if (result != MS_RESULT_OK && k.taken > 0) {
         msi_keep_taken(&k);
     }
-    return result;
-}
-
-/* Gives the first store of a model its memory and values. */
-static ms_result msi_settle_first(ms_model *m, msi_store *store) {
-    const bool takes =
-        msi_is_direct(m) && !m->config.memory && !m->refuge.memory && !m->refuge.host;
-    return msi_settle_failure(m, takes ? msi_settle_by_taking(m, store) : msi_settle(m, store));
+    return msi_settle_failure(m, result);
 }
 
 /* Where the image of a store begins in its device memory: after the workspace of the backend. */
@@ -29830,23 +29544,20 @@ static MSI_COLD ms_result msi_copy_image(ms_model *m, bool to_device) {
     return result;
 }
 
-/* The values of a store without device memory are in its image. */
-static void msi_point_to_image(const ms_model *m, msi_store *store) {
+/* Gives up the device memory of a store, and of debug mode: its values are in its image. */
+static void msi_give_up_device(ms_model *m, msi_store *store) {
     const uint64_t begin = msi_image_begin(m, store);
+    msi_debug *d = store->debug;
+    msi_release_device(m, store);
+    if (d) {
+        msi_device_release(m, d->stage[0], d->stage_bytes[0]);
+        d->stage[0] = NULL;
+    }
     for (MSI_ITEMS(msi_resident, r, store->residents)) {
         if (!r->on_host && !r->borrowed) {
             r->is_saved = true;
             r->address = store->image + (r->offset - begin);
         }
-    }
-}
-
-/* Gives up the device memory of debug mode. */
-static void msi_release_stage(ms_model *m, msi_store *store) {
-    msi_debug *d = store->debug;
-    if (d) {
-        msi_device_release(m, d->stage[0], d->stage_bytes[0]);
-        d->stage[0] = NULL;
     }
 }
 
@@ -29866,9 +29577,7 @@ static MSI_COLD ms_result msi_save_store(ms_model *m, void *memory) {
         msi_release_image(m, store);
         return result;
     }
-    msi_release_device(m, store);
-    msi_release_stage(m, store);
-    msi_point_to_image(m, store);
+    msi_give_up_device(m, store);
     m->run.epoch++;
     return MS_RESULT_OK;
 }
@@ -29888,9 +29597,7 @@ static MSI_COLD ms_result msi_load_store(ms_model *m) {
         msi_release_image(m, store);
         return result;
     }
-    msi_release_device(m, store);
-    msi_release_stage(m, store);
-    msi_point_to_image(m, store);
+    msi_give_up_device(m, store);
     return result;
 }
 
@@ -30306,14 +30013,14 @@ static MSI_COLD ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *pla
     return result;
 }
 
-/* Moves the plan for these sizes to the head of the list; false if there is none. */
-static bool msi_find_plan(ms_model *m, const int64_t *sizes) {
-    for (msi_plan **at = &m->run.plan; *at; at = &(*at)->next) {
+/* Moves the plan for these sizes to the head of a list; false if there is none. */
+static bool msi_find_plan(msi_plan **plans, const int64_t *sizes) {
+    for (msi_plan **at = plans; *at; at = &(*at)->next) {
         msi_plan *plan = *at;
         if (memcmp(plan->sizes, sizes, sizeof plan->sizes) == 0) {
             *at = plan->next;
-            plan->next = m->run.plan;
-            m->run.plan = plan;
+            plan->next = *plans;
+            *plans = plan;
             return true;
         }
     }
@@ -30338,9 +30045,9 @@ static bool msi_readopt(ms_model *m, msi_goal goal, ms_result *result) {
     }
     msi_get_sizes(&m->graph, sizes);
     for (uint32_t k = 0; k < m->kept_count; k++) {
-        const msi_kept kept = m->kept[k];
+        msi_kept kept = m->kept[k];
         if (kept.goal != goal || kept.largest->budget_bytes != budget ||
-            !msi_has_plan_for(kept.plans, sizes)) {
+            !msi_find_plan(&kept.plans, sizes)) {
             continue;
         }
         m->kept_count--;
@@ -30348,7 +30055,6 @@ static bool msi_readopt(ms_model *m, msi_goal goal, ms_result *result) {
         *result = msi_adopt(m, kept.store, kept.plans, kept.largest, goal);
         if (m->run.plan == kept.plans) {
             m->wrapped.choice = kept.choice;
-            (void)msi_find_plan(m, sizes);
         } else {
             msi_strip_store(m, kept.store);
             m->kept[m->kept_count++] = kept;
@@ -30619,7 +30325,7 @@ static MSI_COLD ms_result msi_fail_changed(ms_model *m, const char *function) {
 static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
     int64_t all[MS_LIMIT_AXES] = {0, 0, 0, 0, 0, 0, 0, 0};
     memcpy(all, sizes, m->graph.axis_count * sizeof *sizes);
-    if (m->run.plan && !msi_find_plan(m, all)) {
+    if (m->run.plan && !msi_find_plan(&m->run.plan, all)) {
         msi_plan *plan;
         if (m->wrapped.changed) {
             return msi_fail_changed(m, "ms_reshape");
@@ -30662,12 +30368,9 @@ static MSI_COLD ms_result msi_make_broken(const ms_config *c, const char *fault,
     const ms_allocator none = MSI_ZERO_INIT;
     const ms_allocator allocator = c->allocator.alloc && c->allocator.release ? c->allocator : none;
     ms_model *m = (ms_model *)msi_alloc_zeroed(&allocator, sizeof *m);
-    char is[48] = "";
+    const bool tells = number < 0.0 || number > 0.0;
     if (!m) {
         return MS_RESULT_INVALID;
-    }
-    if (number < 0.0 || number > 0.0) {
-        msi_write_text(is, sizeof is, " (it is %g)", number);
     }
     m->self = m;
     m->config.allocator = allocator;
@@ -30675,7 +30378,8 @@ static MSI_COLD ms_result msi_make_broken(const ms_config *c, const char *fault,
     m->config.log_user = c->log_user;
     m->graph.loss = MSI_NONE;
     *model = m;
-    return msi_break(m, msi_fail(m, MS_RESULT_INVALID, "ms_create: %s%s", fault, is));
+    return msi_break(m, msi_fail(m, MS_RESULT_INVALID, "ms_create: %s%s", fault,
+                                 tells ? msi_words_of(" (it is %g)", number).text : ""));
 }
 
 /* Makes a model from a valid config with its defaults resolved. */
@@ -30821,8 +30525,6 @@ static MSI_COLD ms_result msi_choose_compared(msi_verification *v) {
         const msi_tensor *tensor = &g->tensors.items[t];
         v->range_of[t] =
             msi_learns(tensor) || tensor->is_state ? m->run.store->resident_of[t] : MSI_NONE;
-    }
-    for (uint32_t t = 0; v->range_of && t < g->tensors.count; t++) {
         if (v->range_of[t] != MSI_NONE) {
             for (uint32_t k = 0; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
                 v->state_count += msi_rounded_state(v, t, k) != NULL;
@@ -31353,34 +31055,27 @@ static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, msi_finds *f
 
 /* Runs forward and backward by the present plan up to the first layer that reads or makes a NaN, or an
    infinite gradient. The poison is finite. Without any, the first infinity in a value counts, unless
-   the loss is finite. */
-static MSI_COLD ms_result msi_run_scanned(msi_verification *v, ms_nonfinite *n) {
-    ms_model *m = v->model;
-    m->run.plan = v->plans[MSI_PASS_WRAPPED];
-    const msi_program *p = &m->run.plan->train;
+   the loss is finite. *found is zeroed. */
+static MSI_COLD ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
+    msi_verification v;
     msi_finds f = MSI_ZERO_INIT;
-    ms_result result = msi_reset_store(v);
+    ms_result result = msi_begin_verification(&v, m, "ms_find_nonfinite", false);
+    m->run.plan = result == MS_RESULT_OK ? v.plans[MSI_PASS_WRAPPED] : m->run.plan;
+    const msi_program *p = &m->run.plan->train;
+    MSI_THEN(result, msi_reset_store(&v));
     MSI_THEN(result, msi_start(m, p));
     while (result == MS_RESULT_OK && m->run.position < p->code.backward_end &&
            f.certain.count == 0) {
         const uint32_t now = m->run.position;
-        result = msi_scan_instruction(v, &f, now, false);
+        result = msi_scan_instruction(&v, &f, now, false);
         if (f.certain.count == 0) {
             MSI_THEN(result, msi_run_poisoned(m, now + 1, MSI_POISON_FIRST));
-            MSI_THEN(result, msi_scan_instruction(v, &f, now, true));
+            MSI_THEN(result, msi_scan_instruction(&v, &f, now, true));
         }
     }
-    memset(n, 0, sizeof *n);
     if (result == MS_RESULT_OK && (f.certain.count > 0 || f.in_loss)) {
-        *n = f.certain.count > 0 ? f.certain : f.value;
+        *found = f.certain.count > 0 ? f.certain : f.value;
     }
-    return result;
-}
-
-static MSI_COLD ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
-    msi_verification v;
-    ms_result result = msi_begin_verification(&v, m, "ms_find_nonfinite", false);
-    MSI_THEN(result, msi_run_scanned(&v, found));
     result = msi_leave_store(&v, result);
     msi_end_verification(&v);
     if (result == MS_RESULT_OK && found->count > 0) {
@@ -31388,26 +31083,6 @@ static MSI_COLD ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
                        msi_nonfinite_name(m, found).text);
     }
     return result;
-}
-
-static MSI_COLD void msi_report_differences(const msi_verification *v, ms_difference_fn visit,
-                                            void *user, ms_verify_report *report) {
-    report->tensor_count = v->count - v->state_count;
-    report->state_count = v->state_count;
-    report->state_error = v->state_error;
-    report->plain_loss = v->loss[MSI_PASS_PLAIN];
-    report->wrapped_loss = v->loss[MSI_PASS_WRAPPED];
-    for (uint32_t k = 0; k < v->count; k++) {
-        const ms_difference *d = &v->differences[k];
-        if (msi_role_of(&v->model->graph, d->tensor) < MSI_ROLE_STATE0) {
-            report->differ_count += d->differ_count > 0;
-            msi_raise_to(&report->absolute, d->absolute);
-            msi_raise_to(&report->relative, d->relative);
-        }
-        if (visit) {
-            visit(d, user);
-        }
-    }
 }
 
 static ms_result msi_begin_passes(ms_model *m, const char *function) {
@@ -31430,10 +31105,25 @@ static MSI_COLD ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *
     MSI_THEN(result, msi_run_pass(&v, MSI_PASS_WRAPPED));
     result = msi_leave_store(&v, result);
     if (result == MS_RESULT_OK) {
-        const char *outer = msi_enter(m, v.function);
-        msi_report_differences(&v, visit, user, report);
-        msi_leave(m, outer);
+        report->tensor_count = v.count - v.state_count;
+        report->state_count = v.state_count;
+        report->state_error = v.state_error;
+        report->plain_loss = v.loss[MSI_PASS_PLAIN];
+        report->wrapped_loss = v.loss[MSI_PASS_WRAPPED];
     }
+    const char *outer = msi_enter(m, "ms_verify");
+    for (uint32_t k = 0; k < v.count && result == MS_RESULT_OK; k++) {
+        const ms_difference *d = &v.differences[k];
+        if (msi_role_of(&m->graph, d->tensor) < MSI_ROLE_STATE0) {
+            report->differ_count += d->differ_count > 0;
+            msi_raise_to(&report->absolute, d->absolute);
+            msi_raise_to(&report->relative, d->relative);
+        }
+        if (visit) {
+            visit(d, user);
+        }
+    }
+    msi_leave(m, outer);
     msi_end_verification(&v);
     return result;
 }
@@ -31667,16 +31357,13 @@ static MSI_COLD void msi_name_item(msi_checkpoint *c, msi_item *i, const char *p
     }
     i->name = c->names.count;
     do {
-        char suffix[32] = "";
-        if (number > 1) {
-            msi_write_text(suffix, sizeof suffix, "#%llu", (unsigned long long)number);
-        }
+        const msi_words suffix = msi_words_of("#%llu", (unsigned long long)number);
         c->names.count = i->name;
         msi_add_characters(c, prefix);
         i->base = c->names.count;
         msi_add_characters(c, is_reserved ? "tensor." : "");
         msi_add_characters(c, name);
-        msi_add_characters(c, suffix);
+        msi_add_characters(c, number > 1 ? suffix.text : "");
         if (c->result != MS_RESULT_OK) {
             return;
         }
@@ -31706,14 +31393,12 @@ static MSI_COLD void msi_add_training(msi_checkpoint *c, msi_item item, const ch
         const msi_resident *r = msi_find_resident(store, item.index, (msi_role)role);
         const bool lasts = role != MSI_ROLE_GRADIENT || store->micro_count > 1 ||
                            msi_is_borrowed(t, MSI_ROLE_GRADIENT);
-        char prefix[32] = "memscale.gradient.";
-        if (role != MSI_ROLE_GRADIENT) {
-            msi_write_text(prefix, sizeof prefix, "memscale.state%d.", role - MSI_ROLE_STATE0);
-        }
+        const msi_words of_state = msi_words_of("memscale.state%d.", role - MSI_ROLE_STATE0);
         item.role = (msi_role)role;
         if (r && r->bytes > 0 && lasts) {
             item.format = r->format;
-            msi_add_item(c, item, prefix, base);
+            msi_add_item(c, item, role == MSI_ROLE_GRADIENT ? "memscale.gradient." : of_state.text,
+                         base);
         }
     }
     if (t->is_counted) {
@@ -32406,16 +32091,12 @@ static MSI_COLD ms_shape msi_entry_shape(const msi_checkpoint *c, const msi_entr
 }
 
 static MSI_COLD msi_words msi_shape_words(msi_format format, ms_shape shape) {
-    msi_words words;
-    int at = msi_write_text(words.text, sizeof words.text, "%s [",
-                            format == MSI_FORMAT_COUNT ? "?" : msi_dtype_in_file(format));
+    msi_words words =
+        msi_words_of("%s [", format == MSI_FORMAT_COUNT ? "?" : msi_dtype_in_file(format));
     for (int k = 0; k < shape.rank && k < MS_LIMIT_RANK; k++) {
-        at += msi_write_text(words.text + at, sizeof words.text - (size_t)at, "%s%lld",
-                             k ? ", " : "", (long long)shape.dim[k]);
+        words = msi_words_of("%s%s%lld", words.text, k ? ", " : "", (long long)shape.dim[k]);
     }
-    msi_write_text(words.text + at, sizeof words.text - (size_t)at, "%s]",
-                   shape.rank > MS_LIMIT_RANK ? ", ..." : "");
-    return words;
+    return msi_words_of("%s%s]", words.text, shape.rank > MS_LIMIT_RANK ? ", ..." : "");
 }
 
 /* Whether a file has a tensor of this shape, or a matrix as its transpose. */
@@ -34692,36 +34373,20 @@ static MSI_COLD void msi_add_to_listing(const ms_decision *d, void *user) {
 
 /* A title, and below it the sizes of the categories that there are. */
 static MSI_COLD void msi_print_categories(msi_columns *c, const uint64_t *bytes_of) {
-    char text[64];
     for (int k = 0; k < MS_CATEGORY_COUNT; k++) {
         if (bytes_of[k]) {
-            msi_write_text(text, sizeof text, "%s %s", ms_category_name((ms_category)k),
-                           msi_size(bytes_of[k]).text);
-            msi_print_item(c, 2, 2, text, strlen(text));
+            const msi_words item =
+                msi_words_of("%s %s", ms_category_name((ms_category)k), msi_size(bytes_of[k]).text);
+            msi_print_item(c, 2, 2, item.text, strlen(item.text));
         }
     }
     msi_end_line(c);
 }
 
-/* What is on the host, and what is copied. */
-static MSI_COLD void msi_print_host(msi_columns *c, const ms_memory_report *r) {
-    const msi_printer *out = c->out;
-    const double copies_us = r->to_device_us + r->to_host_us;
-    if (r->host_bytes > 0) {
-        msi_print(out, "on the host %s:\n", msi_size(r->host_bytes).text);
-        msi_print_categories(c, r->host_bytes_of);
-    }
-    if (copies_us > 0.0) {
-        msi_print(out, "copied in a step: %s to the device in %s, %s to the host in %s;\n",
-                  msi_size(r->to_device_bytes).text, msi_time(r->to_device_us).text,
-                  msi_size(r->to_host_bytes).text, msi_time(r->to_host_us).text);
-        msi_print(out, "%.1f %% of that time is hidden, computing waits %s\n",
-                  100.0 * r->hidden_share, msi_time((1.0 - r->hidden_share) * copies_us).text);
-    }
-}
-
+/* The plan as a whole, the peak, what is on the host, and what is copied. */
 static MSI_COLD void msi_print_summary(msi_columns *c, const ms_memory_report *r) {
     const msi_printer *out = c->out;
+    const double copies_us = r->to_device_us + r->to_host_us;
     msi_print(out, "plain plan %s, budget %s, arena %s", msi_size(r->plain_bytes).text,
               msi_size(r->budget_bytes).text, msi_size(r->arena_bytes).text);
     msi_print(out, ", %s above the lower bound\n", msi_size(r->gap_bytes).text);
@@ -34738,7 +34403,17 @@ static MSI_COLD void msi_print_summary(msi_columns *c, const ms_memory_report *r
     msi_print_name(out, r->peak_layer, 0);
     msi_print(out, "):\n");
     msi_print_categories(c, r->peak_bytes);
-    msi_print_host(c, r);
+    if (r->host_bytes > 0) {
+        msi_print(out, "on the host %s:\n", msi_size(r->host_bytes).text);
+        msi_print_categories(c, r->host_bytes_of);
+    }
+    if (copies_us > 0.0) {
+        msi_print(out, "copied in a step: %s to the device in %s, %s to the host in %s;\n",
+                  msi_size(r->to_device_bytes).text, msi_time(r->to_device_us).text,
+                  msi_size(r->to_host_bytes).text, msi_time(r->to_host_us).text);
+        msi_print(out, "%.1f %% of that time is hidden, computing waits %s\n",
+                  100.0 * r->hidden_share, msi_time((1.0 - r->hidden_share) * copies_us).text);
+    }
 }
 
 /* A line for each technique, with its rule if that is the same for all layers. */
@@ -34874,9 +34549,7 @@ static MSI_COLD void msi_sum_values(const ms_lifetime *l, void *user) {
 
 static MSI_COLD void msi_print_moment(msi_columns *c, const ms_model *model, uint32_t instruction,
                                       ms_layer layer) {
-    char number[16];
-    msi_write_text(number, sizeof number, "%u", (unsigned)instruction);
-    msi_print_column(c, -6, number);
+    msi_print_column(c, -6, msi_words_of("%u", (unsigned)instruction).text);
     c->column++;
     msi_print_column(c, 13, layer.id ? ms_layer_name(model, layer) : "");
 }
@@ -34884,14 +34557,12 @@ static MSI_COLD void msi_print_moment(msi_columns *c, const ms_model *model, uin
 /* The line of a value, or of several that are alike. */
 static MSI_COLD void msi_print_value(msi_columns *c, const ms_model *model, const msi_values *v) {
     const ms_lifetime *l = &v->first;
-    char count[16], what[40];
-    msi_write_text(count, sizeof count, "%u", (unsigned)v->count);
-    msi_write_text(what, sizeof what, "%s%s", ms_category_name(l->category),
-                   l->is_on_host && !l->is_resident ? ", host" : "");
+    const bool was_sent = l->is_on_host && !l->is_resident;
+    const char *category = ms_category_name(l->category);
     msi_print_column(c, -11, msi_size(v->bytes).text);
-    msi_print_column(c, -6, v->count > 1 ? count : "");
+    msi_print_column(c, -6, v->count > 1 ? msi_words_of("%u", (unsigned)v->count).text : "");
     c->column += 2;
-    msi_print_column(c, 21, what);
+    msi_print_column(c, 21, msi_words_of("%s%s", category, was_sent ? ", host" : "").text);
     msi_print_name_column(c, 20, msi_handle_prefix(model, l->tensor), msi_value_name(l),
                           msi_value_name(&v->last));
     if (l->is_resident) {
@@ -34924,7 +34595,6 @@ static MSI_COLD ms_result msi_print_largest_of(msi_columns *c, const ms_model *m
     static const char *const titles[] = {"comes and goes at the peak",
                                          "lives between steps at the peak", "is on the host"};
     msi_peak_listing to = MSI_ZERO_INIT;
-    char title[128];
     to.model = model;
     to.list = list;
     ms_result result = ms_visit_lifetimes(model, program, msi_find_values, &to);
@@ -34933,10 +34603,11 @@ static MSI_COLD ms_result msi_print_largest_of(msi_columns *c, const ms_model *m
     }
     msi_choose_values(&to);
     MSI_THEN(result, ms_visit_lifetimes(model, program, msi_sum_values, &to));
-    msi_write_text(title, sizeof title, "the largest of what %s, in all %s%s", titles[list],
-                   msi_size(to.bytes).text,
-                   list == MSI_VALUES_RESIDENT ? "" : "; times are those of the first");
-    msi_print_values_head(c, title);
+    msi_print_values_head(
+        c,
+        msi_words_of("the largest of what %s, in all %s%s", titles[list], msi_size(to.bytes).text,
+                     list == MSI_VALUES_RESIDENT ? "" : "; times are those of the first")
+            .text);
     for (uint32_t k = 0; k < to.listed_count && result == MS_RESULT_OK; k++) {
         msi_print_value(c, model, &to.listed[k]);
     }
@@ -35006,56 +34677,44 @@ static MSI_COLD void msi_print_layer_head(msi_plan_listing *to) {
     msi_end_line(c);
 }
 
-/* The columns of the layer, and of those that are like it. */
-static MSI_COLD void msi_print_layer(msi_plan_listing *to, const ms_decision *d) {
-    msi_columns *c = &to->columns;
-    char number[16];
-    msi_write_text(number, sizeof number, "%u", (unsigned)d->layer_index);
-    msi_print_column(c, -5, number);
-    c->column += 2;
-    msi_print_name_column(c, 20, "", ms_layer_name(to->model, d->layer),
-                          ms_layer_name(to->model, to->full ? d->layer : d->alike_last));
-    msi_write_text(number, sizeof number, "%u", (unsigned)d->alike_count);
-    msi_print_column(c, -6, !to->full && d->alike_count > 1 ? number : "");
-    msi_print_column(c, -11, d->kept_bytes ? msi_size(d->kept_bytes).text : "-");
-}
-
-/* Those of a technique, with what it does where it is applied. */
+/* The columns of a technique, with what it does where it is applied. */
 static MSI_COLD void msi_print_technique(msi_columns *c, const ms_decision *d) {
     const uint64_t bytes = d->is_applied ? d->saved_bytes : d->refused_bytes;
     const double us = d->is_applied ? d->added_us : d->refused_us;
     const bool tiles = d->is_applied && d->technique == MS_TECHNIQUE_TILING;
     static const char letters[] = {'I', 'P', 'B', 'O', 'G', 'A', 'D', 'S', 'W'}; // by category
-    char moved[MS_CATEGORY_COUNT + 1] = "", text[64];
+    char moved[MS_CATEGORY_COUNT + 1] = "";
     for (int k = 0, at = 0; k < MS_CATEGORY_COUNT; k++) {
         if (d->technique == MS_TECHNIQUE_OFFLOADING && d->saved_bytes_of[k] > 0) {
             moved[at++] = letters[k];
         }
     }
-    if (tiles) {
-        msi_write_text(text, sizeof text, "%s %s%u x %llu", ms_technique_name(d->technique),
-                       d->group_first.id != d->layer.id ? "^" : "", (unsigned)d->tile_count,
-                       (unsigned long long)d->tile_rows);
-    } else {
-        msi_write_text(text, sizeof text, "%s%s%s", ms_technique_name(d->technique),
-                       moved[0] ? " " : "", moved);
-    }
+    const msi_words how =
+        tiles ? msi_words_of(" %s%u x %llu", d->group_first.id != d->layer.id ? "^" : "",
+                             (unsigned)d->tile_count, (unsigned long long)d->tile_rows)
+              : msi_words_of("%s%s", moved[0] ? " " : "", moved);
     msi_print_column(c, 2, d->is_applied ? "+" : "-");
-    msi_print_column(c, 18, text);
+    msi_print_column(c, 18, msi_words_of("%s%s", ms_technique_name(d->technique), how.text).text);
     msi_print_column(c, 15, d->rule->id);
     msi_print_column(c, -11, bytes ? msi_size(bytes).text : "");
     msi_print_column(c, -8, us > 0.0 ? msi_time(us).text : "");
 }
 
-/* The lines of a layer, made by one call for each technique. */
+/* The lines of a layer, and of those that are like it, made by one call for each technique. */
 static MSI_COLD void msi_print_decision(const ms_decision *d, void *user) {
     msi_plan_listing *to = (msi_plan_listing *)user;
     msi_columns *c = &to->columns;
+    const bool is_one = to->full || d->alike_count <= 1;
     if (d->alike_count == 0 && !to->full) {
         return;
     }
     if (d->technique == 0) {
-        msi_print_layer(to, d);
+        msi_print_column(c, -5, msi_words_of("%u", (unsigned)d->layer_index).text);
+        c->column += 2;
+        msi_print_name_column(c, 20, "", ms_layer_name(to->model, d->layer),
+                              ms_layer_name(to->model, to->full ? d->layer : d->alike_last));
+        msi_print_column(c, -6, is_one ? "" : msi_words_of("%u", (unsigned)d->alike_count).text);
+        msi_print_column(c, -11, d->kept_bytes ? msi_size(d->kept_bytes).text : "-");
     }
     if (to->totals[d->technique].layers > 0 || to->totals[d->technique].differs) {
         if (c->at >= MSI_TECHNIQUE_COLUMN) { // there is another one, or a long name
@@ -35151,10 +34810,25 @@ static MSI_COLD void msi_print_operand(const msi_program_listing *to,
     msi_print(&to->out, "%s", msi_format_suffix(operand->format));
 }
 
-/* What comes after the live bytes in the line of an instruction: which part of its tensor it works
-   on; and of a copy on a stream of its own or a wait, what orders it. */
-static MSI_COLD void msi_print_order(const msi_printer *out, const ms_event *event) {
-    const bool waits = event->kind == MS_EVENT_WAIT;
+/* Only instructions get a line. It ends with the part of its tensor that it works on and, for a copy
+   on a stream of its own or a wait, with what orders it. */
+static MSI_COLD void msi_print_event(const ms_event *event, void *user) {
+    const msi_program_listing *to = (const msi_program_listing *)user;
+    const msi_printer *out = &to->out;
+    if (event->kind >= MS_EVENT_DROP) {
+        return;
+    }
+    msi_print(out, "%5u  %-9s  ", (unsigned)event->index, msi_event_names[event->kind]);
+    msi_print_name(out, event->name, 12);
+    for (int written = 0; written < 2; written++) {
+        msi_print(out, written ? " ->" : " ");
+        for (uint32_t k = 0; k < event->operand_count; k++) {
+            if (event->operands[k].is_written == (written == 1)) {
+                msi_print_operand(to, &event->operands[k]);
+            }
+        }
+    }
+    msi_print(out, "  | %llu", (unsigned long long)event->live_bytes);
     if (event->part_count > 0) {
         msi_print(out, ", part %u of %u", (unsigned)event->part + 1, (unsigned)event->part_count);
     }
@@ -35166,29 +34840,10 @@ static MSI_COLD void msi_print_order(const msi_printer *out, const ms_event *eve
         msi_print(out, ", after what is computed");
     }
     if (event->signal != UINT32_MAX) {
-        msi_print(out, ", %s %u", waits ? "for signal" : "signal", (unsigned)event->signal);
+        msi_print(out, ", %s %u", event->kind == MS_EVENT_WAIT ? "for signal" : "signal",
+                  (unsigned)event->signal);
     }
-}
-
-/* Only instructions get a line. */
-static MSI_COLD void msi_print_event(const ms_event *event, void *user) {
-    const msi_program_listing *to = (const msi_program_listing *)user;
-    if (event->kind >= MS_EVENT_DROP) {
-        return;
-    }
-    msi_print(&to->out, "%5u  %-9s  ", (unsigned)event->index, msi_event_names[event->kind]);
-    msi_print_name(&to->out, event->name, 12);
-    for (int written = 0; written < 2; written++) {
-        msi_print(&to->out, written ? " ->" : " ");
-        for (uint32_t k = 0; k < event->operand_count; k++) {
-            if (event->operands[k].is_written == (written == 1)) {
-                msi_print_operand(to, &event->operands[k]);
-            }
-        }
-    }
-    msi_print(&to->out, "  | %llu", (unsigned long long)event->live_bytes);
-    msi_print_order(&to->out, event);
-    msi_print(&to->out, "\n");
+    msi_print(out, "\n");
 }
 
 MEMSCALE_API ms_result ms_print_program(const ms_model *model, ms_program program, ms_text_fn write,
@@ -35266,20 +34921,6 @@ static void msi_trace_counter(const msi_printer *out, int process, const ms_even
     msi_trace_time(out, "ts", msi_round_units(us, 1e3));
 }
 
-/* Names of a process and of its tracks. */
-static MSI_COLD void msi_trace_process(const msi_printer *out, int process) {
-    static const char *const names[] = {"", "simulated", "measured"};
-    msi_print(out,
-              "%s{\"ph\":\"M\",\"pid\":%d,\"name\":\"process_name\",\"args\":{\"name\":\"%s\"}}",
-              process == MSI_TRACE_SIMULATED ? "" : ",\n", process, names[process]);
-    for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
-        msi_print(out,
-                  ",\n{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"thread_name\",\"args\":"
-                  "{\"name\":\"%s\"}}",
-                  process, stream, msi_stream_names[stream]);
-    }
-}
-
 /* An event as simulated and, if it is an instruction, as measured. Counters follow where the live
    bytes have changed, in the arena or on the host. */
 static MSI_COLD void msi_trace_event(const ms_event *event, void *user) {
@@ -35313,6 +34954,7 @@ static MSI_COLD void msi_trace_event(const ms_event *event, void *user) {
 }
 
 MEMSCALE_API ms_result ms_print_trace(const ms_model *model, ms_text_fn write, void *user) {
+    static const char *const names[] = {"", "simulated", "measured"};
     ms_memory_report report;
     msi_trace to = MSI_ZERO_INIT;
     ms_result result = write ? ms_report(model, &report) : MS_RESULT_INVALID;
@@ -35324,7 +34966,16 @@ MEMSCALE_API ms_result ms_print_trace(const ms_model *model, ms_text_fn write, v
     to.last_process = report.measured_step_us > 0.0 ? MSI_TRACE_MEASURED : MSI_TRACE_SIMULATED;
     msi_print(&out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
     for (int process = MSI_TRACE_SIMULATED; process <= to.last_process; process++) {
-        msi_trace_process(&out, process);
+        msi_print(
+            &out, // names of a process and of its tracks
+            "%s{\"ph\":\"M\",\"pid\":%d,\"name\":\"process_name\",\"args\":{\"name\":\"%s\"}}",
+            process == MSI_TRACE_SIMULATED ? "" : ",\n", process, names[process]);
+        for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
+            msi_print(&out,
+                      ",\n{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"thread_name\",\"args\":"
+                      "{\"name\":\"%s\"}}",
+                      process, stream, msi_stream_names[stream]);
+        }
     }
     result = ms_visit_events(model, MS_PROGRAM_TRAIN, msi_trace_event, &to);
     msi_print(&out, "\n]}\n");
@@ -35455,18 +35106,17 @@ static MSI_COLD void msi_print_metric(const msi_printer *out, const msi_metric *
 
 /* Texts of the report, as labels of a metric that is always 1. */
 static MSI_COLD void msi_print_info(const msi_printer *out, const ms_memory_report *r) {
-    char version[32], hash[20];
+    const msi_words version = msi_words_of("%d.%d.%d", MEMSCALE_VERSION_MAJOR,
+                                           MEMSCALE_VERSION_MINOR, MEMSCALE_VERSION_PATCH);
+    const msi_words hash = msi_words_of("%016llx", (unsigned long long)r->plan_hash);
     const char *const labels[][2] = {
-        {"version", version},
+        {"version", version.text},
         {"backend", r->backend_name},
         {"device", r->device_name},
         {"mode", ms_mode_name(r->mode)},
         {"decision_source", ms_decision_source_name(r->decision_source)},
         {"time_source", ms_time_source_name(r->time_source)},
-        {"plan_hash", hash}};
-    msi_write_text(version, sizeof version, "%d.%d.%d", MEMSCALE_VERSION_MAJOR,
-                   MEMSCALE_VERSION_MINOR, MEMSCALE_VERSION_PATCH);
-    msi_write_text(hash, sizeof hash, "%016llx", (unsigned long long)r->plan_hash);
+        {"plan_hash", hash.text}};
     msi_print_metric_head(out, "info", "gauge",
                           "Version, backend, device, mode and plan, as labels.");
     for (size_t k = 0; k < sizeof labels / sizeof labels[0]; k++) {
