@@ -270,7 +270,10 @@ static void decisions_of_folds_are_sound_for_the_whole(void **state) {
                                                                      : folded[t].moves);
         }
         const bool early = t_chance(&rng, 0.5);
+        folded[f.graph.tensors.count].room = t_chance(&rng, 0.5);
         msi_unfold(&f, folded, early, plan->decisions);
+        assert_int_equal(plan->decisions[m->graph.tensors.count].room,
+                         folded[f.graph.tensors.count].room);
         for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
             const msi_origin at = f.origins[t];
             if (at.layer != MSI_NONE && f.next[at.layer] != MSI_NONE &&
@@ -290,6 +293,122 @@ static void decisions_of_folds_are_sound_for_the_whole(void **state) {
         msi_fold_free(&f);
         ms_destroy(m);
     }
+}
+
+/* Blocks of layers in tiles, of which the first reads that of the block before as a whole, so that
+   these two cannot be in one group; the first block differs, so that runs begin with such a layer.
+   With heads, it reads an input, and each block has a loss of its own. */
+static ms_model *fold_tiles(bool heads) {
+    const ms_shape shape = ms_shape2(16, 8);
+    ms_config config;
+    ms_model *m;
+    ms_layer_desc d;
+    memset(&config, 0, sizeof config);
+    config.dry_run = true;
+    config.memory_budget_bytes = UINT64_MAX;
+    config.offloading = MS_SWITCH_OFF;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    ms_tensor last = ms_input(m, "x", MS_DTYPE_F32, shape);
+    ms_tensor before = ms_input(m, "y", MS_DTYPE_F32, shape);
+    for (uint32_t i = 0; i < FOLD_LAYERS; i += heads ? 4 : 3) {
+        for (int k = 0; k < (heads ? 4 : 3); ++k) {
+            const ms_tensor none = {0};
+            memset(&d, 0, sizeof d);
+            d.forward = net_nothing;
+            d.in[0] = last;
+            d.in[1] = k == 0 ? before : none;
+            const ms_shape weight = ms_shape1(i > 0 || heads ? 64 : 32);
+            d.param[0] = k < 3 ? ms_param(m, "weight", MS_DTYPE_F32, weight) : none;
+            d.out[0] = ms_activation(m, "out", MS_DTYPE_F32, k == 3 ? ms_shape1(16) : shape);
+            d.backward_reads.in = 1;
+            d.backward = k < 3 ? net_nothing : NULL;
+            d.grads_in_forward = k < 3 ? 0 : 1;
+            d.tile.axes = 1;
+            d.tile.whole_in = k == 0 ? 2 : 0;
+            ms_register_layer(m, &d);
+            before = k == 0 && !heads ? d.out[0] : before;
+            last = k == 3 ? last : d.out[0];
+        }
+    }
+    ms_set_loss(m, d.out[0]);
+    t_ok(m, ms_wrap(m));
+    return m;
+}
+
+/* Random groups of a fold, the last of which ends in the loss. */
+static void fold_groups(const msi_graph *g, t_rng *rng, msi_tensor_decision *d) {
+    const uint32_t last = g->layers.count - 10;
+    for (uint32_t i = 0; i < g->layers.count;) {
+        uint32_t end = i < last ? i + 1 + t_below(rng, 6) : g->layers.count;
+        end = i < last && end > last ? last : end;
+        while (end > i && !msi_can_group(g, i, end)) {
+            end--;
+        }
+        if (end > i && (i == last || t_chance(rng, 0.8))) {
+            msi_decide_group(g, d, i, end, 2);
+        }
+        i = end > i ? end : i + 1;
+    }
+}
+
+/* What the fold has decided for a layer of the whole. */
+static const msi_tensor_decision *fold_decision(const msi_fold *f, const msi_tensor_decision *d,
+                                                uint32_t layer) {
+    const msi_graph *g = &f->graph;
+    return &d[msi_first_output(g, &g->layers.items[f->next[f->layer_of[layer]]])];
+}
+
+/* Whether a layer is in tiles in the fold with one that has a loss of its own. */
+static bool fold_has_loss(const msi_fold *f, const msi_tensor_decision *d, uint32_t layer) {
+    uint32_t first = layer;
+    bool has = false;
+    while (first > 0 && !fold_decision(f, d, first)->begins_group) {
+        first--;
+    }
+    for (uint32_t i = first; i < f->whole.layers.count && fold_decision(f, d, i)->tiles > 0 &&
+                             (i == first || !fold_decision(f, d, i)->begins_group);
+         ++i) {
+        has |= f->whole.layers.items[i].ends_in_loss;
+    }
+    return has;
+}
+
+/* Groups of a fold make groups of the whole: these end where a layer cannot join, or where the fold
+   has an end. What is whole all the same has a loss of its own, but does not go on to the last one. */
+static void groups_of_folds_are_sound_for_the_whole(void **state) {
+    (void)state;
+    uint32_t whole = 0, tiled = 0;
+    for (uint64_t seed = 1; seed <= t_sweep(8, 200); ++seed) {
+        t_rng rng = t_seed(seed);
+        msi_fold f;
+        ms_model *m = fold_tiles(seed % 2 == 1);
+        const msi_graph *g = &m->graph;
+        assert_true(fold_of(&f, m));
+        msi_tensor_decision *folded =
+            (msi_tensor_decision *)calloc(1, (size_t)msi_decisions_bytes(&f.graph));
+        msi_tensor_decision *d = (msi_tensor_decision *)calloc(1, (size_t)msi_decisions_bytes(g));
+        assert_true(folded != NULL && d != NULL);
+        msi_decide_plain(&f.graph, folded);
+        fold_groups(&f.graph, &rng, folded);
+        msi_unfold(&f, folded, false, d);
+        for (uint32_t i = 0, end; i < g->layers.count; i = end) {
+            end = msi_tiles_of(g, d, i) > 0 ? msi_group_at(g, d, i).end : i + 1;
+            if (msi_tiles_of(g, d, i) > 0) {
+                assert_true(msi_can_group(g, i, end));
+                assert_true(d[msi_first_output(g, &g->layers.items[i])].begins_group);
+                tiled += end - i;
+            } else if (fold_decision(&f, folded, i)->tiles > 0) {
+                assert_true(fold_has_loss(&f, folded, i));
+                whole++;
+            }
+        }
+        free(folded);
+        free(d);
+        msi_fold_free(&f);
+        ms_destroy(m);
+    }
+    print_message("%u in tiles, %u are whole\n", (unsigned)tiled, (unsigned)whole);
+    assert_true(tiled > 1000 && whole > 0);
 }
 
 /* The step over the plain one, for a share of the plain arena; 0: refused. */
@@ -409,6 +528,7 @@ int main(void) {
         cmocka_unit_test(links_that_reach_too_far_are_not_folded),
         cmocka_unit_test(runs_are_stretched_evenly),
         cmocka_unit_test(decisions_of_folds_are_sound_for_the_whole),
+        cmocka_unit_test(groups_of_folds_are_sound_for_the_whole),
         cmocka_unit_test(many_layers_are_planned_like_a_hundred),
         cmocka_unit_test(plans_by_a_fold_change_no_bit),
     };
