@@ -11567,8 +11567,7 @@ typedef struct msi_written {
    backward of each layer; the updates. */
 typedef struct msi_blocks {
     MSI_LIST(msi_block_start) starts; // and the end
-    MSI_LIST(uint32_t)
-    reads; // tensors on which each block depends: what is decided, where they are
+    MSI_LIST(uint32_t) reads;         // tensors on which each block depends
     MSI_LIST(msi_written) writes;
 } msi_blocks;
 
@@ -13801,9 +13800,11 @@ static void msi_lower_block(msi_lowering *w, uint32_t number, uint32_t first) {
 
 /* Whether blocks can be repeated at all: what any decision has, the groups in tiles and the order of
    updates are the same. Notes which decisions are not. */
-static bool msi_may_repeat(msi_lowering *w, uint32_t kinds) {
+static bool msi_may_repeat(msi_lowering *w) {
     msi_repeating *r = &w->repeating;
+    const uint32_t kinds = (uint32_t)(w->has_narrow | w->scales_loss << 1 | w->has_moves << 2);
     bool may = r->is_complete && r->kinds == kinds;
+    r->kinds = kinds;
     for (uint32_t t = 0; t < w->graph->tensors.count && may; t++) {
         const msi_tensor_decision *a = &r->decisions[t], *b = &w->decisions[t];
         may = a->tiles == b->tiles && a->begins_group == b->begins_group &&
@@ -13820,10 +13821,8 @@ static void msi_begin_blocks(msi_lowering *w, const msi_blocks *last) {
     msi_repeating *r = &w->repeating;
     const msi_graph *g = w->graph;
     const size_t words = MSI_WORDS_EACH * (size_t)g->tensors.count + g->operands.count;
-    const uint32_t kinds = (uint32_t)(w->has_narrow | w->scales_loss << 1 | w->has_moves << 2);
-    r->before = last && msi_may_repeat(w, kinds) ? last : NULL;
+    r->before = msi_may_repeat(w) ? last : NULL;
     r->is_complete = false;
-    r->kinds = kinds;
     r->renamed.count = r->before ? r->code.ranges.count : 0;
     memcpy(r->decisions, w->decisions, (size_t)msi_decisions_bytes(g));
     if (!MSI_RESERVE(uint32_t, w->allocator, r->renamed, r->renamed.count)) {
