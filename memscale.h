@@ -12074,7 +12074,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     p->code.norm = MSI_NONE;
     p->code.scales_loss = p->code.sweeps = false;
     p->code.reads_masters = w->calls_f32;
-    p->out_of_memory = p->layout.is_done = false;
+    p->out_of_memory = p->layout.is_done = p->layout.is_placed = false;
     p->layout.resident_bytes = store->reserved_bytes;
     p->layout.home_bytes = p->layout.sent_bytes = p->code.homes = 0;
     p->code.room = decisions[w->graph->tensors.count].room;
