@@ -13524,15 +13524,6 @@ static void msi_lower_seed(msi_lowering *w) {
     msi_use(w, gradient, false);
 }
 
-/* Forward or eval of a group, tile by tile; where it sweeps, backward too. */
-static void msi_lower_group_forward(msi_lowering *w, msi_op op, const msi_tiling *group) {
-    const bool sweeps = op == MSI_OP_FORWARD && group->sweeps;
-    if (sweeps) {
-        msi_lower_seed(w);
-    }
-    msi_lower_tiles(w, group, op, UINT32_MAX, MSI_NONE, sweeps);
-}
-
 /* The layers of a group that run again before its backward: those that make the lost values which
    backward reads, and so on back. */
 static uint32_t msi_layers_before_backward(const msi_lowering *w, const msi_tiling *group) {
@@ -13582,17 +13573,6 @@ static void msi_fetch_for_group(msi_lowering *w, const msi_tiling *group) {
     }
 }
 
-/* The backward of a group, tile by tile. */
-static MSI_NOINLINE void msi_lower_group_backward(msi_lowering *w, const msi_tiling *group) {
-    const uint32_t again = msi_layers_before_backward(w, group);
-    msi_lower_before_group(w, group, again);
-    msi_fetch_for_group(w, group);
-    w->tiles.for_backward = true;
-    w->again.depth = UINT32_MAX;
-    msi_lower_tiles(w, group, MSI_OP_RECOMPUTE, again, group->end - 1, true);
-    w->tiles.for_backward = false;
-}
-
 /* Extends a live range to the end of the program and beyond; residents stay anyway. */
 static MSI_NOINLINE void msi_keep_to_end(msi_lowering *w, uint32_t range) {
     msi_program *p = w->program;
@@ -13615,12 +13595,19 @@ static void msi_lower_first_micro(msi_lowering *w) {
     }
 }
 
-/* The backward of a layer or, with its last layer, of a group; and the updates that follow. */
+/* The backward of a layer or, with its last layer, of a group, tile by tile; and the updates that
+   follow. */
 static void msi_lower_layer_backward(msi_lowering *w, uint32_t layer) {
     const msi_layer *l = &w->graph->layers.items[layer];
     const msi_tiling *group = msi_group_of_layer(w, layer);
     if (group && layer + 1 == group->end && !group->sweeps) {
-        msi_lower_group_backward(w, group);
+        const uint32_t again = msi_layers_before_backward(w, group);
+        msi_lower_before_group(w, group, again);
+        msi_fetch_for_group(w, group);
+        w->tiles.for_backward = true;
+        w->again.depth = UINT32_MAX;
+        msi_lower_tiles(w, group, MSI_OP_RECOMPUTE, again, group->end - 1, true);
+        w->tiles.for_backward = false;
     }
     if (l->has_backward) {
         if (!group) {
@@ -13631,16 +13618,6 @@ static void msi_lower_layer_backward(msi_lowering *w, uint32_t layer) {
         msi_send_gradients(w, l);
         msi_drop_params(w, l);
     }
-}
-
-static void msi_lower_updates(msi_lowering *w) {
-    const msi_graph *g = w->graph;
-    for (uint32_t t = 0; t < g->tensors.count && !w->program->out_of_memory; t++) {
-        if (msi_is_trained(&g->tensors.items[t]) && w->optimizer->kind != MS_OPTIMIZER_NONE) {
-            msi_lower_update(w, t);
-        }
-    }
-    msi_lower_gathered(w);
 }
 
 /* Values that are fetched in one copy share a block of memory only if their live ranges are equal.
@@ -13699,13 +13676,18 @@ static void msi_drop_unused_copies(const msi_lowering *w) {
     }
 }
 
-/* Forward or eval of a layer or, with its first layer, of a group. */
+/* Forward or eval of a layer or, with its first layer, of a group, tile by tile; where that sweeps,
+   backward too. */
 static void msi_lower_layer_forward(msi_lowering *w, msi_op op, uint32_t layer) {
     const msi_tiling *group = msi_group_of_layer(w, layer);
+    const bool sweeps = group && op == MSI_OP_FORWARD && group->sweeps;
     if (!group) {
         msi_lower_forward(w, op, layer, MSI_NONE);
     } else if (group->first == layer) {
-        msi_lower_group_forward(w, op, group);
+        if (sweeps) {
+            msi_lower_seed(w);
+        }
+        msi_lower_tiles(w, group, op, UINT32_MAX, MSI_NONE, sweeps);
     }
 }
 
@@ -13775,7 +13757,13 @@ static void msi_lower_block(msi_lowering *w, uint32_t number, uint32_t first) {
         msi_lower_layer_backward(w, 2 * layers + 1 - number);
     } else {
         msi_lower_norm(w);
-        msi_lower_updates(w);
+        for (uint32_t t = 0; t < w->graph->tensors.count && !w->program->out_of_memory; t++) {
+            if (w->optimizer->kind != MS_OPTIMIZER_NONE &&
+                msi_is_trained(&w->graph->tensors.items[t])) {
+                msi_lower_update(w, t);
+            }
+        }
+        msi_lower_gathered(w);
     }
     const msi_code *code = &w->program->code;
     for (uint32_t k = first; k < code->instructions.count && w->costs && !w->program->out_of_memory;
