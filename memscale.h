@@ -11543,12 +11543,12 @@ typedef struct msi_param_update {
 /* Where values are at this point of the program: live ranges, or MSI_NONE. All these lists are one
    array of words, in this order. */
 typedef struct msi_whereabouts {
+    uint32_t *snapshot;      // per operand of the graph: a copy of that state
     uint32_t *value;         // per tensor: what holds its value
     uint32_t *gradient;      // per tensor: what holds its gradient
     uint32_t *away;          // per tensor: on the host, what its value can be fetched from
     uint32_t *gradient_away; // that of its gradient
     uint32_t *cleared;       // per tensor: its gradient, once the first micro-batch has cleared it
-    uint32_t *snapshot;      // per operand of the graph: a copy of that state
 } msi_whereabouts;
 
 enum { MSI_WORDS_EACH = 5 }; // of a tensor
@@ -11666,8 +11666,13 @@ static uint64_t msi_decisions_bytes(const msi_graph *g) {
     return (g->tensors.count + 1ull) * sizeof(msi_tensor_decision);
 }
 
+/* Of the whereabouts. */
+static uint32_t msi_word_count(const msi_graph *g) {
+    return g->operands.count + MSI_WORDS_EACH * g->tensors.count;
+}
+
 static uint64_t msi_lowering_bytes(const msi_graph *g) {
-    return (26ull * g->tensors.count + 3ull * g->operands.count + g->layers.count) *
+    return (11ull * g->tensors.count + 3ull * msi_word_count(g) + g->layers.count) *
                sizeof(uint32_t) +
            msi_decisions_bytes(g);
 }
@@ -11680,29 +11685,26 @@ static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_sto
     w->store = store;
     w->optimizer = optimizer;
     uint32_t *at = (uint32_t *)msi_alloc(allocator, msi_lowering_bytes(g));
-    uint32_t **const by_word[] = {&w->now.value, &w->repeating.was, &w->repeating.differs};
-    uint32_t **const by_tensor[] = {
-        &w->queue.params,        &w->again.stack,       &w->again.missing,
-        &w->again.pass_only,     &w->again.met,         &w->again.wanted,
-        &w->tiles.cut,           &w->tiles.whole_value, &w->tiles.whole_gradient,
-        &w->repeating.different, &w->repeating.noted};
-    const size_t tensors = g->tensors.count;
-    for (uint32_t k = 0; k < sizeof by_word / sizeof by_word[0] && at; k++) {
-        *by_word[k] = at;
-        at += MSI_WORDS_EACH * tensors + g->operands.count;
-    }
-    for (uint32_t k = 0; k < sizeof by_tensor / sizeof by_tensor[0] && at; k++, at += tensors) {
-        *by_tensor[k] = at;
+    uint32_t **const lists[] = {
+        &w->now.value,         &w->now.gradient,         &w->now.away,
+        &w->now.gradient_away, &w->now.cleared,          &w->queue.params,
+        &w->again.stack,       &w->again.missing,        &w->again.pass_only,
+        &w->again.met,         &w->again.wanted,         &w->tiles.cut,
+        &w->tiles.whole_value, &w->tiles.whole_gradient, &w->repeating.different,
+        &w->repeating.noted};
+    w->now.snapshot = at;
+    at += at ? g->operands.count : 0;
+    for (uint32_t k = 0; k < sizeof lists / sizeof lists[0] && at; k++) {
+        *lists[k] = at;
+        at += g->tensors.count;
     }
     if (at) {
-        w->now.gradient = w->now.value + tensors;
-        w->now.away = w->now.gradient + tensors;
-        w->now.gradient_away = w->now.away + tensors;
-        w->now.cleared = w->now.gradient_away + tensors;
-        w->now.snapshot = w->now.cleared + tensors;
-        w->tiles.group_of = at;
-        w->repeating.decisions = (msi_tensor_decision *)(void *)(at + g->layers.count);
-        memset(w->repeating.noted, 0, tensors * sizeof *w->repeating.noted);
+        w->repeating.was = at;
+        w->repeating.differs = at + msi_word_count(g);
+        w->tiles.group_of = w->repeating.differs + msi_word_count(g);
+        w->repeating.decisions =
+            (msi_tensor_decision *)(void *)(w->tiles.group_of + g->layers.count);
+        memset(w->repeating.noted, 0, g->tensors.count * sizeof *w->repeating.noted);
     }
     return at != NULL;
 }
@@ -11733,7 +11735,7 @@ static void msi_lowering_free(msi_lowering *w) {
         MSI_LIST_FREE(msi_written, w->allocator, r->lists[k].writes);
     }
     MSI_LIST_FREE(msi_tiling, w->allocator, w->tiles.groups);
-    msi_release(w->allocator, w->now.value, msi_lowering_bytes(w->graph));
+    msi_release(w->allocator, w->now.snapshot, msi_lowering_bytes(w->graph));
 }
 
 /* Appends to a list of the lowering; without memory, the program lacks it. */
@@ -11766,7 +11768,7 @@ static uint32_t msi_now(const msi_lowering *w, const uint32_t *list, uint32_t t)
 
 /* Changes that. What is changed was looked up before. */
 static void msi_set_now(msi_lowering *w, uint32_t *list, uint32_t index, uint32_t range) {
-    const msi_written written = {(uint32_t)(list + index - w->now.value), range};
+    const msi_written written = {(uint32_t)(list + index - w->now.snapshot), range};
     list[index] = range;
     if (w->repeating.blocks) {
         MSI_LOWERING_APPEND(msi_written, w, w->repeating.blocks->writes, written)
@@ -13807,16 +13809,15 @@ static bool msi_may_repeat(msi_lowering *w) {
 /* Begins a program, whose residents are there, after one that had these blocks. */
 static void msi_begin_blocks(msi_lowering *w, const msi_blocks *last) {
     msi_repeating *r = &w->repeating;
-    const msi_graph *g = w->graph;
-    const size_t words = MSI_WORDS_EACH * (size_t)g->tensors.count + g->operands.count;
+    const size_t words = msi_word_count(w->graph);
     r->before = msi_may_repeat(w) ? last : NULL;
     r->is_complete = false;
     r->renamed.count = r->before ? r->code.ranges.count : 0;
-    memcpy(r->decisions, w->decisions, (size_t)msi_decisions_bytes(g));
+    memcpy(r->decisions, w->decisions, (size_t)msi_decisions_bytes(w->graph));
     if (!MSI_RESERVE(uint32_t, w->allocator, r->renamed, r->renamed.count)) {
         w->program->out_of_memory = true;
     } else if (r->before) {
-        memcpy(r->was, w->now.value, words * sizeof *r->was);
+        memcpy(r->was, w->now.snapshot, words * sizeof *r->was);
         memset(r->differs, 0, words * sizeof *r->differs);
         for (uint32_t k = 0; k < r->renamed.count; k++) {
             r->renamed.items[k] = k < w->store->residents.count ? k : MSI_NONE;
@@ -13846,10 +13847,10 @@ static bool msi_is_alike(const msi_range *a, const msi_range *b) {
 /* Finds whether a word of the whereabouts is the same in both programs. */
 static void msi_compare_word(msi_lowering *w, uint32_t word) {
     msi_repeating *r = &w->repeating;
-    const uint32_t words = MSI_WORDS_EACH * w->graph->tensors.count;
-    const uint32_t t =
-        word < words ? word % w->graph->tensors.count : w->graph->operands.items[word - words];
-    const uint32_t was = r->was[word], now = w->now.value[word];
+    const msi_graph *g = w->graph;
+    const uint32_t states = g->operands.count;
+    const uint32_t t = word < states ? g->operands.items[word] : (word - states) % g->tensors.count;
+    const uint32_t was = r->was[word], now = w->now.snapshot[word];
     bool differs = was != now;
     if (was != MSI_NONE && now != MSI_NONE && was >= w->store->residents.count) {
         if (r->renamed.items[was] == MSI_NONE && now >= w->store->residents.count &&
@@ -13864,14 +13865,14 @@ static void msi_compare_word(msi_lowering *w, uint32_t word) {
 
 /* At the start of backward: values that are dropped, or on the host, are forgotten. */
 static void msi_forget_values(msi_lowering *w) {
-    uint32_t *was = w->repeating.was;
-    const size_t away = (size_t)(w->now.away - w->now.value);
+    const uint32_t states = w->graph->operands.count;
+    uint32_t *was = w->repeating.was + states, *was_away = was + (w->now.away - w->now.value);
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         const bool drops = w->decisions[t].pass > 0;
         w->now.value[t] = drops || w->now.away[t] != MSI_NONE ? MSI_NONE : w->now.value[t];
         if (w->repeating.before) {
-            was[t] = drops || was[t + away] != MSI_NONE ? MSI_NONE : was[t];
-            msi_compare_word(w, t);
+            was[t] = drops || was_away[t] != MSI_NONE ? MSI_NONE : was[t];
+            msi_compare_word(w, states + t);
         }
     }
 }
@@ -13951,7 +13952,7 @@ static void msi_repeat_block(msi_lowering *w, uint32_t number) {
     for (uint32_t k = of->writes; k < of[1].writes; k++) {
         const msi_written *written = &r->before->writes.items[k];
         r->was[written->word] = written->range;
-        msi_set_now(w, w->now.value, written->word, msi_renamed(r, written->range));
+        msi_set_now(w, w->now.snapshot, written->word, msi_renamed(r, written->range));
     }
     w->queue.first = of[1].queue_first;
     w->queue.end = of[1].queue_end;
