@@ -11738,12 +11738,13 @@ static void msi_lowering_free(msi_lowering *w) {
     msi_release(w->allocator, w->now.snapshot, msi_lowering_bytes(w->graph));
 }
 
-/* Appends to a list of the lowering; without memory, the program lacks it. */
+/* Whether there is room for more in a list of a lowering; if not, its program is out of memory. */
+#define MSI_ROOM_FOR(type, w, list, more)                                                          \
+    (MSI_RESERVE(type, (w)->allocator, list, (list).count + (uint64_t)(more)) ||                   \
+     ((w)->program->out_of_memory = true, false))
 #define MSI_LOWERING_APPEND(type, w, list, item)                                                   \
-    if (MSI_RESERVE(type, (w)->allocator, list, (list).count + 1ull)) {                            \
+    if (MSI_ROOM_FOR(type, w, list, 1)) {                                                          \
         (list).items[(list).count++] = (item);                                                     \
-    } else {                                                                                       \
-        (w)->program->out_of_memory = true;                                                        \
     }
 
 /* Notes that the present block depends on a tensor: on what is decided for it, or where it is. */
@@ -11777,9 +11778,7 @@ static void msi_set_now(msi_lowering *w, uint32_t *list, uint32_t index, uint32_
 
 static void msi_emit(msi_lowering *w, msi_op op, uint32_t target) {
     msi_program *p = w->program;
-    if (!MSI_RESERVE(msi_instruction, w->allocator, p->code.instructions,
-                     p->code.instructions.count + 1ull)) {
-        p->out_of_memory = true;
+    if (!MSI_ROOM_FOR(msi_instruction, w, p->code.instructions, 1)) {
         return;
     }
     msi_instruction *i = &p->code.instructions.items[p->code.instructions.count++];
@@ -11835,8 +11834,7 @@ static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role ro
 
 static uint32_t msi_new_range(msi_lowering *w, uint32_t target, msi_role role, uint64_t bytes) {
     msi_program *p = w->program;
-    if (!MSI_RESERVE(msi_range, w->allocator, p->code.ranges, p->code.ranges.count + 1ull)) {
-        p->out_of_memory = true;
+    if (!MSI_ROOM_FOR(msi_range, w, p->code.ranges, 1)) {
         return MSI_NONE;
     }
     msi_range *range = &p->code.ranges.items[p->code.ranges.count];
@@ -11896,9 +11894,7 @@ static MSI_NOINLINE msi_format msi_format_at(const msi_lowering *w, uint32_t ran
 /* Appends an operand to the last instruction. */
 static void msi_use(msi_lowering *w, uint32_t range, bool accumulate) {
     msi_program *p = w->program;
-    if (p->out_of_memory ||
-        !MSI_RESERVE(msi_operand, w->allocator, p->code.operands, p->code.operands.count + 1ull)) {
-        p->out_of_memory = true;
+    if (p->out_of_memory || !MSI_ROOM_FOR(msi_operand, w, p->code.operands, 1)) {
         return;
     }
     msi_operand *operand = &p->code.operands.items[p->code.operands.count++];
@@ -12053,12 +12049,8 @@ static void msi_list_tilings(msi_lowering *w) {
             i++;
             continue;
         }
-        if (!MSI_RESERVE(msi_tiling, w->allocator, w->tiles.groups, w->tiles.groups.count + 1ull)) {
-            p->out_of_memory = true;
-            return;
-        }
         const msi_tiling group = msi_group_at(g, w->decisions, i);
-        w->tiles.groups.items[w->tiles.groups.count++] = group;
+        MSI_LOWERING_APPEND(msi_tiling, w, w->tiles.groups, group)
         p->code.sweeps |= group.sweeps;
         for (; i < group.end; i++) {
             w->tiles.group_of[i] = w->tiles.groups.count;
@@ -13799,9 +13791,7 @@ static bool msi_may_repeat(msi_lowering *w) {
         const msi_tensor_decision *a = &r->decisions[t], *b = &w->decisions[t];
         may = a->tiles == b->tiles && a->begins_group == b->begins_group &&
               a->update_after == b->update_after;
-        r->different[t] = a->pass != b->pass || a->moves != b->moves || a->format != b->format ||
-                          a->parts != b->parts || a->splits != b->splits ||
-                          a->state_8bit != b->state_8bit;
+        r->different[t] = memcmp(a, b, sizeof *a) != 0;
     }
     return may;
 }
@@ -13930,19 +13920,15 @@ static void msi_repeat_code(msi_repeating *r, msi_code *code, const msi_block_st
     }
 }
 
-#define MSI_LOWERING_RESERVE(type, w, list, more)                                                  \
-    MSI_RESERVE(type, (w)->allocator, list, (list).count + (uint64_t)(more))
-
 /* Repeats a block of the program before. */
 static void msi_repeat_block(msi_lowering *w, uint32_t number) {
     msi_repeating *r = &w->repeating;
     msi_code *code = &w->program->code;
     const msi_block_start *of = &r->before->starts.items[number];
-    if (!MSI_LOWERING_RESERVE(msi_instruction, w, code->instructions,
-                              of[1].instructions - of->instructions) ||
-        !MSI_LOWERING_RESERVE(msi_operand, w, code->operands, of[1].operands - of->operands) ||
-        !MSI_LOWERING_RESERVE(msi_range, w, code->ranges, of[1].ranges - of->ranges)) {
-        w->program->out_of_memory = true;
+    if (!MSI_ROOM_FOR(msi_instruction, w, code->instructions,
+                      of[1].instructions - of->instructions) ||
+        !MSI_ROOM_FOR(msi_operand, w, code->operands, of[1].operands - of->operands) ||
+        !MSI_ROOM_FOR(msi_range, w, code->ranges, of[1].ranges - of->ranges)) {
         return;
     }
     msi_repeat_code(r, code, of);
