@@ -13480,28 +13480,6 @@ static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool e
 // ------------------------------------------------------------------------------------------------
 // >>lower  from graph and decisions to a program: backward, groups in tiles, and the whole
 
-/* Makes ready for the backward of a layer: dropped values that it reads are recomputed. */
-static void msi_lower_before_backward(msi_lowering *w, uint32_t layer) {
-    const msi_graph *g = w->graph;
-    const msi_layer *l = &g->layers.items[layer];
-    for (MSI_EACH_OF(operand, g, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
-        if (l->backward_masks[operand.group] >> operand.slot & 1) {
-            msi_lower_recompute(w, operand.tensor, layer);
-        }
-    }
-}
-
-/* Sends to the host the moved gradients of a layer's params that no update has used up yet. */
-static void msi_send_gradients(msi_lowering *w, const msi_layer *l) {
-    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
-        const uint32_t t = param.tensor;
-        if (msi_now(w, w->now.gradient, t) != MSI_NONE && msi_is_moved(w, t, MSI_ROLE_GRADIENT)) {
-            msi_send(w, t, MSI_ROLE_GRADIENT);
-            msi_set_now(w, w->now.gradient, t, MSI_NONE);
-        }
-    }
-}
-
 /* The gradient of the loss. */
 static void msi_lower_seed(msi_lowering *w) {
     const msi_graph *g = w->graph;
@@ -13589,8 +13567,8 @@ static void msi_lower_first_micro(msi_lowering *w) {
     }
 }
 
-/* The backward of a layer or, with its last layer, of a group, tile by tile; and the updates that
-   follow. */
+/* The backward of a layer, before which dropped values that it reads are recomputed, or, with its last
+   layer, of a group, tile by tile; the updates that follow; and moved gradients go to the host. */
 static void msi_lower_layer_backward(msi_lowering *w, uint32_t layer) {
     const msi_layer *l = &w->graph->layers.items[layer];
     const msi_tiling *group = msi_group_of_layer(w, layer);
@@ -13604,12 +13582,22 @@ static void msi_lower_layer_backward(msi_lowering *w, uint32_t layer) {
         w->tiles.for_backward = false;
     }
     if (l->has_backward) {
+        for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_SAVED)) {
+            if (!group && (l->backward_masks[operand.group] >> operand.slot & 1)) {
+                msi_lower_recompute(w, operand.tensor, layer);
+            }
+        }
         if (!group) {
-            msi_lower_before_backward(w, layer);
             msi_lower_backward(w, layer);
         }
         msi_lower_early_updates(w, layer);
-        msi_send_gradients(w, l);
+        for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) { // what no update has used up
+            const bool is_there = msi_now(w, w->now.gradient, param.tensor) != MSI_NONE;
+            if (is_there && msi_is_moved(w, param.tensor, MSI_ROLE_GRADIENT)) {
+                msi_send(w, param.tensor, MSI_ROLE_GRADIENT);
+                msi_set_now(w, w->now.gradient, param.tensor, MSI_NONE);
+            }
+        }
         msi_drop_params(w, l);
     }
 }
@@ -13920,7 +13908,8 @@ static void msi_repeat_code(msi_repeating *r, msi_code *code, const msi_block_st
     }
 }
 
-/* Repeats a block of the program before. */
+/* Repeats a block of the program before. That the loss is seeded need not be noted: a sweep and the
+   seed both depend on where its gradient is, and neither is repeated without the other. */
 static void msi_repeat_block(msi_lowering *w, uint32_t number) {
     msi_repeating *r = &w->repeating;
     msi_code *code = &w->program->code;
