@@ -19224,17 +19224,6 @@ static bool msi_try_point(msi_chain *c, uint32_t number, msi_score *score, uint6
     return fits;
 }
 
-/* Where no plan fits, lays out points with too many live bytes, the fewest first: after one of
-   these, few others can still have a smaller arena. */
-static void msi_try_unfit(msi_chain *c) {
-    msi_search *search = c->search;
-    for (uint32_t k;
-         !search->fits && (k = msi_next_candidate(search, c->unfit, c->unfit_count)) != MSI_NONE;) {
-        msi_propose_candidate(search, &c->unfit[k], c->decisions,
-                              msi_estimate_point(c, c->unfit[k].number));
-    }
-}
-
 /* Finds a point for the budget by bisection: faster points take more bytes. The real program of a
    point takes less than the sum of its subchains, and its layout may waste some bytes, so the order
    is not perfect. A point counts only if it is in order with those that led to it: neither slower
@@ -19270,7 +19259,13 @@ static void msi_search_points(msi_chain *c) {
             fits = msi_try_point(c, end * stride, &score, least_bytes);
         }
     }
-    msi_try_unfit(c);
+    /* Where no plan fits, points with too many live bytes are laid out, the fewest first: after one of
+       these, few others can still have a smaller arena. */
+    for (uint32_t k; !c->search->fits &&
+                     (k = msi_next_candidate(c->search, c->unfit, c->unfit_count)) != MSI_NONE;) {
+        msi_propose_candidate(c->search, &c->unfit[k], c->decisions,
+                              msi_estimate_point(c, c->unfit[k].number));
+    }
 }
 
 static uint64_t msi_chain_bytes(const msi_graph *g) {
@@ -19805,16 +19800,6 @@ static void msi_search_locally(msi_exhaustive *all) {
     }
 }
 
-/* How many choices there are. */
-static double msi_count_choices(const msi_exhaustive *all) {
-    double count = 1.0;
-    for (uint32_t k = 0; k < all->group_count; k++) {
-        const bool third = k >= all->drop_count && all->against[k] != MSI_NONE;
-        count *= third ? 1.5 : 2.0; // kept, dropped or moved
-    }
-    return count;
-}
-
 /* The number of a choice, which is tried; MSI_NONE: it cannot be. */
 static uint32_t msi_number_of(msi_exhaustive *all, const msi_groups *groups) {
     if (msi_may_try(all)) {
@@ -20080,7 +20065,12 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
     }
     if (msi_exhaustive_init(&all, s) &&
         (msi_list_groups(&all, false) || msi_list_groups(&all, true))) {
-        if (all.group_count <= MSI_ALL_MASKS && msi_count_choices(&all) <= (double)all.limit) {
+        double choices = 1.0;
+        for (uint32_t k = 0; k < all.group_count; k++) {
+            const bool third = k >= all.drop_count && all.against[k] != MSI_NONE;
+            choices *= third ? 1.5 : 2.0; // kept, dropped or moved
+        }
+        if (all.group_count <= MSI_ALL_MASKS && choices <= (double)all.limit) {
             s->how.by = MSI_FINDER_EXHAUSTIVE;
             for (uint64_t mask = 0; mask >> all.group_count == 0 && msi_may_try(&all); mask++) {
                 msi_groups groups = MSI_ZERO_INIT;
@@ -20700,24 +20690,17 @@ static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
            (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
 }
 
-/* Whether a plan of a large graph has to move params or their state, since these alone exceed the
-   budget: there is no time to search for plans that move nothing. */
-static bool msi_has_to_move(const msi_scorer *s, const msi_search *search,
-                            const msi_tensor_decision *decisions) {
-    if (!search->may_move || msi_is_small(s->graph)) {
-        return false;
-    }
-    (void)msi_estimate(s, decisions);
-    return s->program->layout.resident_bytes > search->budget;
-}
-
 /* Runs all searches, after the first plans. What usually finds the best plan comes first, since
    plans that cannot win are not laid out. */
 static void msi_search_all(const msi_solver *s, msi_greedy *w) {
     const msi_request *r = s->request;
     msi_search *search = w->search;
     const bool may_drop = r->techniques & MSI_CHECKPOINTING, early = search->how.early;
-    const bool moves = msi_has_to_move(s->scorer, search, w->decisions);
+    bool moves = search->may_move && !msi_is_small(s->scorer->graph);
+    if (moves) { // params or their state, if these exceed the budget: no time for plans without
+        (void)msi_estimate(s->scorer, w->decisions);
+        moves = s->scorer->program->layout.resident_bytes > search->budget;
+    }
     search->keeps_chain = s->scorer->graph->layers.count <= MSI_ALL_LAYERS;
     const bool is_chain = may_drop && !moves && msi_search_chain(search), cut = search->found;
     search->keeps_chain = false;
@@ -20789,17 +20772,6 @@ static uint32_t msi_find_roundings(const msi_solver *s, msi_search *search,
     return found;
 }
 
-/* Whether list `a` need not be searched, since `b` begins no slower and with no more bytes. Where
-   something may be moved, only lists with params in the same format compare: params in 16 bits take
-   more bytes with their masters, but fewer on the device once these are on the host. */
-static bool msi_is_worse(const msi_search *search, const msi_rounding *a, const msi_rounding *b) {
-    const bool alike =
-        !search->may_move || (a->mask & MSI_ROUNDS_PARAMS) == (b->mask & MSI_ROUNDS_PARAMS);
-    return a != b && alike && a->tiling == b->tiling && b->us <= a->us &&
-           b->live_bytes <= a->live_bytes &&
-           (b->us < a->us || b->live_bytes < a->live_bytes || b->mask < a->mask);
-}
-
 /* A lower bound on the time of the plans of a list that fit the budget: residents beyond it are
    copied to the device in each step, or used in place on the host. The program at hand is that of
    the first plan of the list. */
@@ -20851,9 +20823,16 @@ static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
             list[count++] = one;
         }
     }
+    /* Where something may be moved, only lists with params in the same format compare: params in 16
+       bits take more bytes with their masters, but fewer on the device once these are on the host. */
+    const uint32_t alike = search->may_move ? MSI_ROUNDS_PARAMS : 0;
     for (uint32_t i = 0; i < count; i++) {
         for (uint32_t k = 0; k < count; k++) {
-            list[i].is_worse |= msi_is_worse(search, &list[i], &list[k]);
+            const msi_rounding *a = &list[i], *b = &list[k];
+            list[i].is_worse |=
+                k != i && ((a->mask ^ b->mask) & alike) == 0 && a->tiling == b->tiling &&
+                b->us <= a->us && b->live_bytes <= a->live_bytes &&
+                (b->us < a->us || b->live_bytes < a->live_bytes || b->mask < a->mask);
         }
     }
     for (uint32_t i = 1; i < count; i++) {
@@ -21793,13 +21772,6 @@ static bool msi_find_runs(msi_fold *f) {
     return (uint64_t)MSI_FOLD_SHARE * (apart + kept) <= layers;
 }
 
-/* The layer of the whole that stands for a layer: of a kept block. The fold has the first half of
-   its blocks from the beginning of a run, the others from its end. */
-static uint32_t msi_kept_layer(const msi_repeats *run, uint32_t block, uint32_t offset) {
-    const uint32_t from = block < run->kept / 2 ? 0 : run->count - run->kept;
-    return run->first + (from + block) * run->period + offset;
-}
-
 /* The block of a fold that decides for a block of the whole. Blocks of the fold come in windows, each
    of which is repeated for as large a share of the whole: so what alternates from block to block does
    so in the whole as well, and what changes along a run changes there. */
@@ -21815,21 +21787,23 @@ static uint32_t msi_stretched(const msi_repeats *run, uint32_t block) {
 }
 
 /* Fills in layer_of with the layers of the whole that decide, and `next` with the numbers in the fold
-   of those that it has. */
+   of those that it has: the first half of its blocks from the beginning of a run, the others from its
+   end. */
 static void msi_choose_layers(msi_fold *f) {
     uint32_t count = 0, run_number = 0;
     for (uint32_t i = 0; i < f->whole.layers.count; i++) {
         const msi_repeats *run = run_number < f->runs.count ? &f->runs.items[run_number] : NULL;
-        const bool inside = run && i >= run->first;
-        const uint32_t at = inside ? i - run->first : 0;
-        f->layer_of[i] =
-            inside ? msi_kept_layer(run, msi_stretched(run, at / run->period), at % run->period)
-                   : i;
-        const uint32_t block = inside ? at / run->period : 0;
-        const bool kept =
-            !inside || block < run->kept / 2 || block >= run->count - run->kept + run->kept / 2;
+        bool kept = true;
+        f->layer_of[i] = i;
+        if (run && i >= run->first) {
+            const uint32_t at = i - run->first, block = at / run->period, half = run->kept / 2;
+            const uint32_t lacking = run->count - run->kept, by = msi_stretched(run, block);
+            const uint32_t from = by < half ? 0 : lacking;
+            f->layer_of[i] = run->first + (from + by) * run->period + at % run->period;
+            kept = block < half || block >= lacking + half;
+            run_number += at + 1 == run->count * run->period;
+        }
         f->next[i] = kept ? count++ : MSI_NONE;
-        run_number += inside && at + 1 == run->count * run->period;
     }
 }
 
@@ -22457,11 +22431,11 @@ static msi_trials msi_begin_trials(ms_model *m) {
 }
 
 /* The arena of a plan, with the decisions of `decided` unless that is NULL: more than the budget if it
-   does not fit, and the smallest for GOAL_TRY with a budget of 0. UINT64_MAX after an error. */
+   does not fit, and the smallest for GOAL_TRY with a budget of 0. UINT64_MAX after an error.
+   The techniques stay those that were tried until the choice is put back, by msi_stay_with. */
 static MSI_COLD uint64_t msi_tried_bytes(msi_trials *t, msi_goal goal, uint64_t budget,
                                          const msi_plan *decided) {
     ms_model *m = t->model;
-    const uint32_t techniques = m->wrapped.choice.techniques;
     const uint64_t host_limit = m->config.max_host_bytes;
     uint64_t bytes = UINT64_MAX;
     msi_store *store;
@@ -22479,7 +22453,6 @@ static MSI_COLD uint64_t msi_tried_bytes(msi_trials *t, msi_goal goal, uint64_t 
         t->host_bytes = plan->host_bytes;
         msi_plan_free(m, plan);
     }
-    m->wrapped.choice.techniques = techniques;
     m->config.max_host_bytes = host_limit;
     return bytes;
 }
@@ -22612,13 +22585,6 @@ static bool msi_resizing_begin(msi_resizing *z, msi_trials *trials) {
     }
     z->unit = msi_unit_of_sizes(z);
     return true;
-}
-
-/* Gives everything its declared size again. */
-static void msi_resizing_end(msi_resizing *z) {
-    const ms_model *m = z->trials->model;
-    msi_resize(z, z->declared);
-    msi_release(&m->config.allocator, z->follows, m->graph.tensors.count * sizeof *z->follows);
 }
 
 /* The arena of a plan at a size of so many units. */
@@ -22766,7 +22732,9 @@ static MSI_COLD void msi_add_size(msi_text *to, const msi_store *store, const ms
     int64_t size = -1;
     if (to->trials.result == MS_RESULT_OK && msi_resizing_begin(&z, &to->trials)) {
         size = msi_fitting_size(&z, smallest->budget_bytes, store, smallest, host_is_short);
-        msi_resizing_end(&z);
+        msi_resize(&z, z.declared);
+        msi_release(&to->trials.model->config.allocator, z.follows,
+                    g->tensors.count * sizeof *z.follows);
     }
     if (size < 0) {
         return;
