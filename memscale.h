@@ -8489,17 +8489,6 @@ static MSI_COLD ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char 
     return msi_handle(g, g->tensors.count - 1, MSI_ROLE_VALUE);
 }
 
-static ms_axis msi_add_axis(ms_model *m, const char *name, int64_t size, int64_t largest) {
-    msi_graph *g = &m->graph;
-    ms_axis axis = {0};
-    if (msi_add_name(m, name, &g->axes[g->axis_count].name)) {
-        g->axes[g->axis_count].size = size;
-        g->axes[g->axis_count].largest = largest;
-        axis.id = msi_axes_tag(g) << MSI_AXIS_BITS | ++g->axis_count;
-    }
-    return axis;
-}
-
 static const uint32_t *msi_group(const msi_graph *g, const msi_layer *l, int group) {
     return g->operands.items + l->operand_first + l->start[group];
 }
@@ -9018,23 +9007,10 @@ static msi_format msi_narrow_of(const ms_model *m) {
                                                  : MSI_FORMAT_BF16;
 }
 
-/* Whether the device computes in a format itself. */
-static bool msi_computes_in(const ms_hardware *h, msi_format format) {
-    switch (format) {
-    case MSI_FORMAT_F16:
-        return h->fp16_tensor;
-    case MSI_FORMAT_BF16:
-        return h->bf16;
-    case MSI_FORMAT_F32:
-    MSI_CASES_OF_NO_CALL:
-        break;
-    }
-    return true;
-}
-
 /* Whether the device computes in the format that values are rounded to. */
 static bool msi_has_narrow(const ms_model *m) {
-    return msi_computes_in(&m->costs.hardware, msi_narrow_of(m));
+    const bool is_f16 = msi_narrow_of(m) == MSI_FORMAT_F16;
+    return is_f16 ? m->costs.hardware.fp16_tensor : m->costs.hardware.bf16;
 }
 
 /* Whether gradients in a format are multiplied by a loss scale. */
@@ -15328,17 +15304,6 @@ static void msi_column_insert(msi_layout_work *w, uint32_t column, uint32_t bloc
     c->last = msi_clamp(spot.last, c->last, UINT32_MAX);
 }
 
-/* The column of a block of the rest that lives long. */
-static uint32_t msi_stacks_column(const msi_layout_work *w, uint32_t block) {
-    const uint32_t span = w->stacks.long_span;
-    const uint32_t least = (w->first[block] + span - 1) / span;
-    uint32_t at = w->last[block] / span;
-    while (at > 0 && (at & (at - 1)) >= least) {
-        at &= at - 1;
-    }
-    return 2 + at;
-}
-
 /* Puts the blocks that stand first in the order, upwards, and then the rest in its own order; and
    stacks those that stand. Nothing hangs yet. */
 static void msi_stacks_begin(msi_layout_work *w, const msi_stacking *how) {
@@ -15525,13 +15490,12 @@ static void msi_gap_meet_all(msi_layout_work *w, msi_gap *gap) {
     const uint32_t leaves = w->stacks.leaves, before = first > 0 ? w->begun[first - 1] : 0;
     const uint32_t *tree = w->stacks.rest;
     uint32_t i = 0, steps = 0;
-    while ((i = msi_tree_next(tree, leaves, i, before, first + 1)) < before) {
-        msi_gap_meet(w, gap, w->by_start[i++]);
-        steps++;
-    }
-    while ((i = msi_tree_next(tree, leaves, i, w->begun[last], 1)) < w->begun[last]) {
-        msi_gap_meet(w, gap, w->by_start[i++]);
-        steps++;
+    for (int later = 0; later < 2; later++) {
+        const uint32_t end = later ? w->begun[last] : before, least = later ? 1 : first + 1;
+        while ((i = msi_tree_next(tree, leaves, i, end, least)) < end) {
+            msi_gap_meet(w, gap, w->by_start[i++]);
+            steps++;
+        }
     }
     msi_layout_spend(w, 16 * (uint64_t)steps);
 }
@@ -15688,7 +15652,12 @@ static void msi_stacks_put(msi_layout_work *w, uint32_t block, uint64_t low) {
         msi_tree_raise(s->rest, s->leaves, w->rank[block], w->last[block] + 1);
         return;
     }
-    msi_column_insert(w, msi_stacks_column(w, block), block);
+    const uint32_t least = (w->first[block] + s->long_span - 1) / s->long_span;
+    uint32_t at = w->last[block] / s->long_span;
+    while (at > 0 && (at & (at - 1)) >= least) {
+        at &= at - 1;
+    }
+    msi_column_insert(w, 2 + at, block);
     msi_layout_spend(w, MSI_PILE);
 }
 
@@ -15947,18 +15916,6 @@ static void msi_layout_restore(msi_layout_work *w, bool upside_down) {
     w->waiting_count = 0;
 }
 
-/* Halves the penalties, so that what was hard to place long ago counts less. */
-static void msi_layout_forget(msi_layout_work *w) {
-    for (uint32_t i = 0; i < w->used; i++) {
-        w->penalty[w->order[i]] = (w->penalty[w->order[i]] + 1) / 2;
-    }
-    for (uint32_t i = 0; i < w->spot_count; i++) {
-        w->by_low[i].penalty = w->penalty[w->by_low[i].block];
-        w->by_high[i].penalty = w->penalty[w->by_high[i].block];
-    }
-    msi_layout_spend(w, 4 * (uint64_t)w->used);
-}
-
 /* One link of a chain: places a waiting block, and ejects the blocks that it overlaps. */
 static void msi_layout_place_waiting(msi_layout_work *w, uint64_t target) {
     uint32_t pick = msi_layout_random(w, w->waiting_count), block = w->waiting[pick];
@@ -15996,7 +15953,14 @@ static MSI_NOINLINE void msi_layout_press(msi_layout_work *w) {
         }
         msi_layout_place_waiting(w, target);
         if (link % round == 0) {
-            msi_layout_forget(w);
+            for (uint32_t i = 0; i < w->used; i++) { // what was hard to place long ago counts less
+                w->penalty[w->order[i]] = (w->penalty[w->order[i]] + 1) / 2;
+            }
+            for (uint32_t i = 0; i < w->spot_count; i++) {
+                w->by_low[i].penalty = w->penalty[w->by_low[i].block];
+                w->by_high[i].penalty = w->penalty[w->by_high[i].block];
+            }
+            msi_layout_spend(w, 4 * (uint64_t)w->used);
             if (++rounds % PATIENCE == 0) { // stuck: start again from the best layout, turned over
                 msi_layout_restore(w, rounds / PATIENCE % 2 == 1);
             }
@@ -29725,15 +29689,6 @@ static uint64_t msi_choose_routes(msi_relocation *r, bool other_host) {
     return msi_smaller(out, in);
 }
 
-/* Gives back what a store no longer needs; what is not taken back stays with it. */
-static ms_result msi_shrink_device(ms_model *m, msi_store *store, uint64_t bytes) {
-    const msi_errors errors = m->errors;
-    m->errors.tolerant = true;
-    const ms_result result = msi_resize_device(m, store, bytes);
-    m->errors = errors;
-    return result == MS_RESULT_OK ? msi_prepare(m, store, store->memory) : MS_RESULT_OK;
-}
-
 /* Gives back what a store no longer needs on the host: in place, or by a copy in a smaller block.
    There is no copy of more than half, which would take more memory than it gives back for a while:
    that stays with the store, as what is refused does. */
@@ -29779,13 +29734,6 @@ static bool msi_keeps_order(const msi_store *old, const msi_store *store) {
         }
     }
     return true;
-}
-
-/* Whether the values of the model's store can move to a new one inside its device memory. */
-static bool msi_can_relocate(const ms_model *m, const msi_store *store) {
-    const msi_store *old = m->run.store;
-    return old->memory && !old->image && msi_keeps_order(old, store) &&
-           (old->is_lent || old->memory_bytes == msi_own_room(m, store) || msi_can_resize(m, old));
 }
 
 /* What a relocation needs besides the values: nothing has moved if it fails. */
@@ -29840,7 +29788,11 @@ static ms_result msi_relocate(ms_model *m, msi_store *store, bool *moved) {
     msi_host_release(m, r.carry, r.carry_bytes);
     old->host = other_host ? old->host : NULL;
     if (room < store->memory_bytes && r.result == MS_RESULT_OK) {
-        r.result = msi_shrink_device(m, store, room);
+        const msi_errors errors = m->errors;
+        m->errors.tolerant = true; // what is not taken back stays with the store
+        const bool shrinks = msi_resize_device(m, store, room) == MS_RESULT_OK;
+        m->errors = errors;
+        r.result = shrinks ? msi_prepare(m, store, store->memory) : MS_RESULT_OK;
     }
     msi_shrink_host(m, store);
     memset(msi_staging_of(store), 0, (size_t)store->staging_bytes);
@@ -29924,9 +29876,12 @@ static MSI_COLD ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *pla
     }
     ms_result result = msi_check_sums(m, store, plans);
     if (result == MS_RESULT_OK && !m->config.dry_run) {
-        result = !old                         ? msi_settle_first(m, store)
-                 : msi_can_relocate(m, store) ? msi_relocate(m, store, &moved)
-                                              : msi_exchange(m, store);
+        const bool stays =
+            old && old->memory && !old->image && msi_keeps_order(old, store) &&
+            (old->is_lent || old->memory_bytes == msi_own_room(m, store) || msi_can_resize(m, old));
+        result = !old    ? msi_settle_first(m, store)
+                 : stays ? msi_relocate(m, store, &moved)
+                         : msi_exchange(m, store);
     }
     if (result != MS_RESULT_OK && !moved) {
         return result;
@@ -30092,17 +30047,6 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
     return result;
 }
 
-/* Whether a store has its residents where another one has them, and room for the plans of that. */
-static bool msi_suffices(const msi_store *store, const msi_store *other) {
-    bool alike = store->residents.count == other->residents.count;
-    for (uint32_t k = 0; k < store->residents.count && alike; k++) {
-        alike = store->residents.items[k].on_host == other->residents.items[k].on_host &&
-                store->residents.items[k].format == other->residents.items[k].format;
-    }
-    return alike && msi_room_of(other) <= msi_room_of(store) &&
-           other->host_transient_bytes <= store->host_transient_bytes;
-}
-
 /* Makes plans for a goal, which take effect: in the same memory, if that is asked for and suffices.
    After a failure the choice and the costs are those of before. */
 static ms_result msi_plan_anew(ms_model *m, msi_goal goal, bool keeps_memory) {
@@ -30111,9 +30055,19 @@ static ms_result msi_plan_anew(ms_model *m, msi_goal goal, bool keeps_memory) {
     msi_store *store;
     msi_plan *plans;
     ms_result result = msi_decide(m, goal, &store, &plans);
-    if (result == MS_RESULT_OK && keeps_memory && msi_suffices(m->run.store, store)) {
-        msi_store_free(m, store);
-        store = m->run.store;
+    if (result == MS_RESULT_OK && keeps_memory) {
+        msi_store *old = m->run.store;
+        bool suffices = store->residents.count == old->residents.count &&
+                        msi_room_of(store) <= msi_room_of(old) &&
+                        store->host_transient_bytes <= old->host_transient_bytes;
+        for (uint32_t k = 0; k < store->residents.count && suffices; k++) {
+            suffices = store->residents.items[k].on_host == old->residents.items[k].on_host &&
+                       store->residents.items[k].format == old->residents.items[k].format;
+        }
+        if (suffices) {
+            msi_store_free(m, store);
+            store = old;
+        }
     }
     MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
     if (result != MS_RESULT_OK) {
@@ -31265,14 +31219,6 @@ static MSI_COLD void msi_add_characters(msi_checkpoint *c, const char *text) {
     }
 }
 
-static MSI_COLD bool msi_is_named(const msi_checkpoint *c, const char *name, uint32_t hash) {
-    bool is = false;
-    for (MSI_ITEMS_WHILE(const msi_item, other, c->items, !is)) {
-        is = other->hash == hash && strcmp(c->names.items + other->name, name) == 0;
-    }
-    return is;
-}
-
 /* Gives an item its name: a prefix, and the name of its tensor. Values have none. Where a value's name
    was given to one before, "#2" follows, or the first number that makes it unique; an empty name, and
    one that begins with "memscale." or is "__metadata__", follows "tensor.". */
@@ -31287,6 +31233,7 @@ static MSI_COLD void msi_name_item(msi_checkpoint *c, msi_item *i, const char *p
             strcmp(msi_name(&c->m->graph, c->m->graph.tensors.items[other->index].name), name) == 0;
     }
     i->name = c->names.count;
+    bool is_given;
     do {
         const msi_words suffix = msi_words_of("#%llu", (unsigned long long)number);
         c->names.count = i->name;
@@ -31301,7 +31248,12 @@ static MSI_COLD void msi_name_item(msi_checkpoint *c, msi_item *i, const char *p
         c->names.items[c->names.count++] = 0;
         i->hash = msi_hash_name(c->names.items + i->name);
         number++;
-    } while (prefix[0] == 0 && msi_is_named(c, c->names.items + i->name, i->hash));
+        is_given = false;
+        for (MSI_ITEMS_WHILE(const msi_item, other, c->items, prefix[0] == 0 && !is_given)) {
+            is_given = other->hash == i->hash &&
+                       strcmp(c->names.items + other->name, c->names.items + i->name) == 0;
+        }
+    } while (is_given);
 }
 
 static MSI_COLD void msi_add_item(msi_checkpoint *c, msi_item item, const char *prefix,
@@ -32030,15 +31982,6 @@ static MSI_COLD msi_words msi_shape_words(msi_format format, ms_shape shape) {
     return msi_words_of("%s%s]", words.text, shape.rank > MS_LIMIT_RANK ? ", ..." : "");
 }
 
-/* Whether a file has a tensor of this shape, or a matrix as its transpose. */
-static MSI_COLD bool msi_has_shape(ms_shape there, ms_shape here, bool transposed) {
-    bool has = there.rank == here.rank && (!transposed || here.rank == 2);
-    for (int k = 0; k < here.rank && has; k++) {
-        has = there.dim[k] == here.dim[transposed ? 1 - k : k];
-    }
-    return has;
-}
-
 /* The format in which a file has an item. COUNT: it cannot be read as that. */
 static MSI_COLD msi_format msi_format_in_file(const msi_checkpoint *c, const msi_item *i,
                                               const msi_entry *e) {
@@ -32052,10 +31995,13 @@ static MSI_COLD msi_format msi_format_in_file(const msi_checkpoint *c, const msi
     }
     const bool is_float = (int)format < MSI_CALL_FORMAT_COUNT;
     const bool takes_float = (int)t->format < MSI_CALL_FORMAT_COUNT;
-    const bool reads = format == (msi_format)t->format || (is_float && takes_float);
-    return reads && msi_has_shape(msi_entry_shape(c, e), t->view.shape, i->is_transposed)
-               ? format
-               : MSI_FORMAT_COUNT;
+    const ms_shape there = msi_entry_shape(c, e), here = t->view.shape;
+    bool reads = (format == (msi_format)t->format || (is_float && takes_float)) &&
+                 there.rank == here.rank && (!i->is_transposed || here.rank == 2);
+    for (int k = 0; k < here.rank && reads; k++) {
+        reads = there.dim[k] == here.dim[i->is_transposed ? 1 - k : k];
+    }
+    return reads ? format : MSI_FORMAT_COUNT;
 }
 
 /* Whether a file has to have an item, or what is done without. */
@@ -32235,14 +32181,6 @@ static MSI_COLD void msi_convert_piece(const msi_checkpoint *c, const msi_item *
                         count);
 }
 
-/* What the gradients of a window are multiplied by: there and here a plan may scale the loss. */
-static MSI_COLD float msi_scale_of_load(const msi_checkpoint *c, const msi_item *i) {
-    const bool there = c->numbers.scaled != 0, here = c->m->run.plan->train.code.scales_loss;
-    const float scale = c->numbers.loss_scale > 0 ? msi_f32_of_bits((uint32_t)c->numbers.loss_scale)
-                                                  : msi_first_scale(c->m);
-    return i->role != MSI_ROLE_GRADIENT || there == here ? 1.0f : here ? scale : 1.0f / scale;
-}
-
 /* The residents that an item is loaded into: of the value of a param in 16 bits its master too. */
 static MSI_COLD uint32_t msi_targets_of(const msi_checkpoint *c, const msi_item *i,
                                         const msi_resident **targets) {
@@ -32264,7 +32202,13 @@ static MSI_COLD void msi_put_piece(msi_checkpoint *c, const msi_item *i, msi_par
                                    const uint8_t *data) {
     const msi_resident *targets[2];
     const uint32_t count = msi_targets_of(c, i, targets);
-    const float factor = msi_scale_of_load(c, i);
+    const bool there = c->numbers.scaled != 0, here = c->m->run.plan->train.code.scales_loss;
+    const float scale = c->numbers.loss_scale > 0 ? msi_f32_of_bits((uint32_t)c->numbers.loss_scale)
+                                                  : msi_first_scale(c->m);
+    const float factor = // of the gradients of a window: there and here a plan may scale the loss
+        i->role != MSI_ROLE_GRADIENT || there == here ? 1.0f
+        : here                                        ? scale
+                                                      : 1.0f / scale;
     uint8_t *converted = c->buffer.items + c->buffer.capacity / 2 / MSI_ALIGNMENT * MSI_ALIGNMENT;
     for (uint32_t k = 0; k < count && c->result == MS_RESULT_OK; k++) {
         const msi_memory to = msi_memory_of(targets[k]);
@@ -33546,11 +33490,17 @@ MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtyp
 }
 
 MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest) {
-    const ms_axis none = {0};
+    ms_axis axis = {0};
     name = name ? name : "";
-    return msi_registering(model, "axis", name, "\"") && msi_check_axis(model, name, size, largest)
-               ? msi_add_axis(model, name, size, largest)
-               : none;
+    if (msi_registering(model, "axis", name, "\"") && msi_check_axis(model, name, size, largest)) {
+        msi_graph *g = &model->graph;
+        if (msi_add_name(model, name, &g->axes[g->axis_count].name)) {
+            g->axes[g->axis_count].size = size;
+            g->axes[g->axis_count].largest = largest;
+            axis.id = msi_axes_tag(g) << MSI_AXIS_BITS | ++g->axis_count;
+        }
+    }
+    return axis;
 }
 
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc) {
