@@ -11743,7 +11743,7 @@ static uint32_t msi_now(const msi_lowering *w, const uint32_t *list, uint32_t t)
     return list[t];
 }
 
-/* Changes that. What is changed was looked up before. */
+/* Changes where a tensor is, which the block has looked up before. */
 static void msi_set_now(msi_lowering *w, uint32_t *list, uint32_t index, uint32_t range) {
     const msi_written written = {(uint32_t)(list + index - w->now.snapshot), range};
     list[index] = range;
@@ -13739,13 +13739,14 @@ static void msi_lower_block(msi_lowering *w, uint32_t number, uint32_t first) {
 // >>repeat  training programs from the ones before them: blocks that changed decisions do not reach
 
 /* A block follows from what is decided for some tensors, and from where these are: >>lower looks both
-   up by functions that note it. So a block is the same as in the program before if none of these
-   tensors is different. Which are is known by induction: at the start, those whose decisions have
-   changed; and after a block that was lowered, those that it has left elsewhere in this program or in
-   the one before. Live ranges have other numbers, and stand for each other where they are alike. */
+   up by functions that note the tensor. So a block is the same as in the program before if none of
+   its tensors is different. Which tensors are different is known by induction: at the start, those
+   whose decisions have changed; after a block that was lowered, those that it leaves elsewhere than
+   the program before did. Live ranges have other numbers now, and stand for each other where they are
+   alike. */
 
-/* Whether blocks can be repeated at all: what any decision has, the groups in tiles and the order of
-   updates are the same. Notes which decisions are not. */
+/* Whether blocks can be repeated at all: the groups in tiles, the order of updates, and whether anything
+   is moved or in 16 bits are the same. Notes which decisions have changed. */
 static bool msi_may_repeat(msi_lowering *w) {
     msi_repeating *r = &w->repeating;
     const uint32_t kinds = (uint32_t)(w->has_narrow | w->scales_loss << 1 | w->has_moves << 2);
@@ -13760,7 +13761,7 @@ static bool msi_may_repeat(msi_lowering *w) {
     return may;
 }
 
-/* Begins a program, whose residents are there, after one that had these blocks. */
+/* Begins the blocks of a program, which has its residents. `last`: those of the program before. */
 static void msi_begin_blocks(msi_lowering *w, const msi_blocks *last) {
     msi_repeating *r = &w->repeating;
     const size_t words = msi_word_count(w->graph);
@@ -22754,7 +22755,8 @@ static MSI_COLD void msi_add_cures(msi_text *to, uint64_t least) {
     }
 }
 
-/* The error where no plan fits; `smallest` comes nearest. Leaves the model as it is. */
+/* The error where no plan fits; `smallest` comes nearest. Leaves the model as it is, except for the
+   techniques of its choice. */
 static MSI_COLD ms_result msi_no_fit(ms_model *m, const msi_store *store,
                                      const msi_plan *smallest) {
     const uint64_t least = msi_room_of(store);
