@@ -31,8 +31,12 @@ static inline void repeats_begin(repeats *r, const ms_model *m, msi_tensor_decis
     }
 }
 
-/* Changes what is decided for one tensor. */
-static inline void repeats_change(repeats *r, const msi_graph *g, msi_tensor_decision *d) {
+/* Changes what is decided for one tensor, or how late params are updated inside backward. */
+static inline void repeats_change(repeats *r, const ms_model *m, msi_tensor_decision *d) {
+    const msi_graph *g = &m->graph;
+    if (msi_early_fault(m) == NULL && t_chance(&r->rng, 0.05)) {
+        msi_place_updates(g, d, true, t_below(&r->rng, 4000));
+    }
     const uint32_t t = t_below(&r->rng, g->tensors.count);
     const uint8_t may = msi_may_choose(g, t);
     if (g->tensors.items[t].kind == MSI_KIND_PARAM) {
@@ -111,7 +115,7 @@ static inline void repeats_check(repeats *r, ms_model *m, uint64_t seed, uint32_
             repeats_begin(r, m, d);
         }
         for (uint32_t n = 1 + t_below(&r->rng, 3); n > 0; --n) {
-            repeats_change(r, &m->graph, d);
+            repeats_change(r, m, d);
         }
         repeats_score(r, m, d);
     }
