@@ -4297,7 +4297,7 @@ typedef struct msi_code {
     uint64_t homes;       // which params have their home on the host, and formats: a hash
 } msi_code;
 
-/* What a layout took; the key tells apart what layouts are made of. */
+/* The memory that a layout took; the key is a hash of what was laid out, and how. */
 typedef struct msi_known_layout {
     uint64_t key, height, host_height;
 } msi_known_layout;
@@ -11642,7 +11642,7 @@ static uint64_t msi_decisions_bytes(const msi_graph *g) {
     return (g->tensors.count + 1ull) * sizeof(msi_tensor_decision);
 }
 
-/* Of the whereabouts. */
+/* How many words the whereabouts of a graph have. */
 static uint32_t msi_word_count(const msi_graph *g) {
     return g->operands.count + MSI_WORDS_EACH * g->tensors.count;
 }
@@ -16557,7 +16557,7 @@ static bool msi_check_layout(const msi_scorer *s, const msi_program *p) {
     return checked;
 }
 
-/* Tells apart what layouts are made of. */
+/* A hash of what is laid out, and how. */
 static uint64_t msi_key_of_blocks(const msi_placement *l, uint64_t effort, uint64_t enough) {
     const msi_block *lists[] = {l->blocks.items, l->host_blocks.items};
     const uint32_t counts[] = {l->blocks.count, l->host_blocks.count};
@@ -16596,7 +16596,7 @@ static bool msi_find_heights(const msi_scorer *s, msi_placement *l, uint64_t eff
 }
 
 /* Lays out a program. The layout need not be smaller than an arena of `enough` bytes. Where the same
-   blocks were laid out before, which half of what searches find was, they get no offsets. */
+   blocks were laid out before, as in a third of all cases, they get no offsets. */
 static void msi_lay_out(const msi_scorer *s, msi_program *p, uint64_t enough) {
     const uint64_t effort = msi_smaller(
         MSI_LAYOUT_EFFORT, MSI_LAYOUT_EFFORT_LEAST + p->code.ranges.count * MSI_LAYOUT_EFFORT_EACH);
