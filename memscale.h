@@ -16772,14 +16772,16 @@ static bool msi_comes_first(const msi_search *s, const msi_score *a, const msi_s
     return fits != (b->bytes <= s->budget) ? fits : fits ? msi_is_faster(a, b) : smaller;
 }
 
+/* Whether two searches are the same, where groups in tiles make a difference or do not. */
+static bool msi_is_same_search(const msi_found *a, const msi_found *b, bool has_tiles) {
+    return a->by == b->by && a->list == b->list && a->rounding == b->rounding &&
+           a->early == b->early && (a->tiles == b->tiles || !has_tiles);
+}
+
 /* Notes which search has found a plan, unless that has found a better one. */
 static void msi_rank(msi_search *s, const msi_score *score) {
-    const msi_found *a = s->ranks, *b = &s->how;
     uint32_t at = 0;
-    for (; at < s->rank_count &&
-           !(a->by == b->by && a->list == b->list && a->rounding == b->rounding &&
-             a->tiles == b->tiles && a->early == b->early);
-         a++) {
+    while (at < s->rank_count && !msi_is_same_search(&s->ranks[at], &s->how, true)) {
         at++;
     }
     if (at < s->rank_count && !msi_comes_first(s, score, &s->rank_scores[at])) {
@@ -21061,7 +21063,13 @@ static void msi_search_guided(const msi_solver *s, msi_search *search) {
     }
     search->tilings = &tilings;
     for (uint32_t k = 0; k < guide->rank_count && !msi_is_short(s->scorer); k++) {
-        msi_search_rank(s, search, &guide->ranks[k]);
+        uint32_t first = 0;
+        while (!msi_is_same_search(&guide->ranks[first], &guide->ranks[k], tilings.end[1] > 0)) {
+            first++;
+        }
+        if (first == k) {
+            msi_search_rank(s, search, &guide->ranks[k]);
+        }
     }
     if (guide->smallest && (s->request->techniques & MSI_CHECKPOINTING)) {
         const msi_found first = guide->ranks[0];
