@@ -152,18 +152,24 @@ static void a_layer_that_differs_stands_for_itself(void **state) {
     }
 }
 
-/* Layers that each read three before them, the farthest of them so many as `reach` says. The first read
-   the input in its place: a run of their own, unless they are apart. Layer `other` reads another one. */
-static ms_model *fold_links(uint32_t other, uint32_t reach, bool apart) {
-    static ms_tensor value[FOLD_LAYERS];
+/* A model that is only planned, where nothing moves. */
+static ms_model *fold_model(void) {
     ms_config config;
     ms_model *m;
-    net_builder b;
     memset(&config, 0, sizeof config);
     config.dry_run = true;
     config.memory_budget_bytes = UINT64_MAX;
     config.offloading = MS_SWITCH_OFF;
     assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    return m;
+}
+
+/* Layers that each read three before them, the farthest of them so many as `reach` says. The first read
+   the input in its place: a run of their own, unless they are apart. Layer `other` reads another one. */
+static ms_model *fold_links(uint32_t other, uint32_t reach, bool apart) {
+    static ms_tensor value[FOLD_LAYERS];
+    ms_model *m = fold_model();
+    net_builder b;
     memset(&b, 0, sizeof b);
     b.model = m;
     const ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(4, 1024));
@@ -300,14 +306,8 @@ static void decisions_of_folds_are_sound_for_the_whole(void **state) {
    With heads, it reads an input, and each block has a loss of its own. */
 static ms_model *fold_tiles(bool heads) {
     const ms_shape shape = ms_shape2(16, 8);
-    ms_config config;
-    ms_model *m;
+    ms_model *m = fold_model();
     ms_layer_desc d;
-    memset(&config, 0, sizeof config);
-    config.dry_run = true;
-    config.memory_budget_bytes = UINT64_MAX;
-    config.offloading = MS_SWITCH_OFF;
-    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
     ms_tensor last = ms_input(m, "x", MS_DTYPE_F32, shape);
     ms_tensor before = ms_input(m, "y", MS_DTYPE_F32, shape);
     for (uint32_t i = 0; i < FOLD_LAYERS; i += heads ? 4 : 3) {

@@ -2619,6 +2619,14 @@ static void a_size_of_exactly_the_budget_fits(void **state) {
     }
 }
 
+/* Wraps a model, which ends here, and copies its error. */
+static ms_result wrap_once(ms_model *m, char *text) {
+    const ms_result result = ms_wrap(m);
+    snprintf(text, MSI_ERROR_BYTES, "%s", ms_last_error(m));
+    ms_destroy(m);
+    return result;
+}
+
 /* A perceptron whose shapes have the batch as a factor of their only dim. */
 static ms_result wrap_flat(int64_t batch, uint64_t budget, char *text) {
     static const int64_t widths[] = {50, 300, 170, 400, 90, 130};
@@ -2640,10 +2648,7 @@ static ms_result wrap_flat(int64_t batch, uint64_t budget, char *text) {
     d.in[1] = truth;
     ms_register_layer(m, &d);
     ms_set_loss(m, loss);
-    const ms_result result = ms_wrap(m);
-    snprintf(text, MSI_ERROR_BYTES, "%s", ms_last_error(m));
-    ms_destroy(m);
-    return result;
+    return wrap_once(m, text);
 }
 
 /* Where the first dim is batch * n, what is computed from it shrinks with it all the same: the text
@@ -2700,10 +2705,7 @@ static ms_result wrap_kept(int64_t batch, bool along, uint32_t axes, uint64_t bu
     d = zoo_layer("loss", last, loss);
     ms_register_layer(m, &d);
     ms_set_loss(m, loss);
-    const ms_result result = ms_wrap(m);
-    snprintf(text, MSI_ERROR_BYTES, "%s", ms_last_error(m));
-    ms_destroy(m);
-    return result;
+    return wrap_once(m, text);
 }
 
 /* The batch that has room is one whose rows stay together, as many as fit: of what is not of the batch
@@ -3028,17 +3030,23 @@ static void one_budget_may_be_slower_than_a_byte_less(void **state) {
 
 enum { HOST_ROWS = 64, HOST_COLS = 64, HOST_LAYERS = 4 };
 
-/* Plans a net whose params are most of its memory for so much on the device and on the host. */
-static ms_result plan_with_host(uint64_t budget, uint64_t host_bytes, char *error,
-                                ms_memory_report *report) {
+/* A model on a GPU, for so much on the device and on the host. */
+static ms_model *host_model(ms_config config, uint64_t budget, uint64_t host_bytes) {
     ms_model *m;
-    ms_config config = zoo_config();
     const ms_hardware hardware = gpu_hardware(100.0);
-    config.dry_run = true;
     config.max_host_bytes = host_bytes;
     config.memory_budget_bytes = budget;
     assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
     ms_set_hardware(m, &hardware);
+    return m;
+}
+
+/* Plans a net whose params are most of its memory for so much on the device and on the host. */
+static ms_result plan_with_host(uint64_t budget, uint64_t host_bytes, char *error,
+                                ms_memory_report *report) {
+    ms_config config = zoo_config();
+    config.dry_run = true;
+    ms_model *m = host_model(config, budget, host_bytes);
     ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(HOST_ROWS, HOST_COLS));
     for (int i = 0; i < HOST_LAYERS; ++i) {
         const ms_tensor w =
@@ -3095,15 +3103,10 @@ static void enough_host_memory_is_named(void **state) {
 /* A chain whose values can be moved but not dropped, with its params on the host or on the device. */
 static ms_result wrap_on_host(int64_t rows, ms_switch early, uint64_t budget, uint64_t host_bytes,
                               char *text) {
-    ms_model *m;
     ms_config config = zoo_config();
-    const ms_hardware hardware = gpu_hardware(100.0);
     config.checkpointing = MS_SWITCH_OFF;
     config.early_update = early;
-    config.max_host_bytes = host_bytes;
-    config.memory_budget_bytes = budget;
-    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-    ms_set_hardware(m, &hardware);
+    ms_model *m = host_model(config, budget, host_bytes);
     ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(rows, 32));
     for (int i = 0; i < 3; ++i) {
         const ms_tensor w = ms_param(m, "w", MS_DTYPE_F32, ms_shape2(32, 32));
@@ -3111,10 +3114,7 @@ static ms_result wrap_on_host(int64_t rows, ms_switch early, uint64_t budget, ui
         x = layer_of(m, x, params, 1, MS_SWITCH_DEFAULT);
     }
     ms_set_loss(m, x);
-    const ms_result result = ms_wrap(m);
-    snprintf(text, MSI_ERROR_BYTES, "%s", ms_last_error(m));
-    ms_destroy(m);
-    return result;
+    return wrap_once(m, text);
 }
 
 /* Where values of a large batch take all the room on the host, those of a smaller one leave it to
@@ -3147,17 +3147,12 @@ enum { WAITING_LAYERS = 9 };
 /* A chain in tiles whose gradients wait for the norm of all of them: their memory on the host is that of
    values which have come back by then, so that less is used there than all that moves adds up to. */
 static ms_result wrap_waiting(uint64_t seed, uint64_t budget, uint64_t host_bytes, char *text) {
-    ms_model *m;
     ms_config config = zoo_config();
-    const ms_hardware hardware = gpu_hardware(100.0);
     ms_optimizer_desc optimizer = ms_optimizer_defaults(MS_OPTIMIZER_ADAMW);
     t_rng rng = t_seed(seed);
     config.checkpointing = MS_SWITCH_OFF;
     config.offloading = config.tiling = MS_SWITCH_ON;
-    config.max_host_bytes = host_bytes;
-    config.memory_budget_bytes = budget;
-    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-    ms_set_hardware(m, &hardware);
+    ms_model *m = host_model(config, budget, host_bytes);
     optimizer.grad_clip_norm = 0.5f;
     ms_set_optimizer(m, &optimizer);
     ms_tensor last = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(4, 32));
@@ -3173,10 +3168,7 @@ static ms_result wrap_waiting(uint64_t seed, uint64_t budget, uint64_t host_byte
         last = out;
     }
     ms_set_loss(m, last);
-    const ms_result result = ms_wrap(m);
-    snprintf(text, MSI_ERROR_BYTES, "%s", ms_last_error(m));
-    ms_destroy(m);
-    return result;
+    return wrap_once(m, text);
 }
 
 /* A second ms_wrap with the limit and the budget that a refusal names has a plan. Often a tenth less of

@@ -1774,6 +1774,29 @@ static msi_chain *fill_chain(census *with, msi_search *s) {
     return c;
 }
 
+/* A chain with stages that need much, whose graph was analysed, and what scores its plans. */
+typedef struct hungry {
+    meter heap;
+    ms_model *model;
+    chain stages;
+} hungry;
+
+static void hungry_open(hungry *h, census *with, uint64_t seed) {
+    const ms_config config = solver_config(&h->heap);
+    h->stages = make_chain(CHAIN_HUNGRY, 12, seed);
+    assert_int_equal(ms_create(&config, &h->model), MS_RESULT_OK);
+    chain_register(h->model, &h->stages, false);
+    t_ok(h->model, ms_wrap(h->model));
+    census_open(with, h->model);
+}
+
+static void hungry_close(hungry *h, census *with) {
+    census_free(with, h->model);
+    ms_destroy(h->model);
+    chain_free(&h->stages);
+    assert_true(h->heap.live == 0);
+}
+
 /* What the search of chains expects a plan to need is mostly exact, and never too much: no plan
    that fits is passed over. */
 static void a_chain_needs_what_its_search_expects(void **state) {
@@ -1781,14 +1804,8 @@ static void a_chain_needs_what_its_search_expects(void **state) {
     static census with;
     uint32_t points = 0, exact = 0;
     for (uint64_t seed = 1; seed <= t_sweep(4, 40); ++seed) {
-        meter heap;
-        ms_model *m;
-        const ms_config config = solver_config(&heap);
-        chain stages = make_chain(CHAIN_HUNGRY, 12, seed);
-        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-        chain_register(m, &stages, false);
-        t_ok(m, ms_wrap(m)); // analyses the graph
-        census_open(&with, m);
+        hungry h;
+        hungry_open(&h, &with, seed);
         msi_search of_chain = census_search(&with, UINT64_MAX);
         msi_chain *c = fill_chain(&with, &of_chain);
         for (uint32_t i = 0; i < msi_whole_chain(c)->count; ++i) {
@@ -1803,10 +1820,7 @@ static void a_chain_needs_what_its_search_expects(void **state) {
         assert_true(msi_try_point(c, 0, &first, first.bytes)); // no smaller than a slower one
         assert_false(msi_try_point(c, 0, &first, first.bytes + 1));
         msi_chain_free(c);
-        census_free(&with, m);
-        ms_destroy(m);
-        chain_free(&stages);
-        assert_true(heap.live == 0);
+        hungry_close(&h, &with);
     }
     assert_true(points > 50 && 10 * exact > 9 * points);
 }
@@ -1864,15 +1878,9 @@ static void climbs_begin_at_points_of_the_chain(void **state) {
     static census with;
     static msi_score expected[MSI_ALL_GROUPS];
     for (uint64_t seed = 1; seed <= t_sweep(3, 40); ++seed) {
-        meter heap;
-        ms_model *m;
+        hungry h;
         msi_exhaustive all;
-        const ms_config config = solver_config(&heap);
-        chain stages = make_chain(CHAIN_HUNGRY, 12, seed);
-        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-        chain_register(m, &stages, false);
-        t_ok(m, ms_wrap(m)); // analyses the graph
-        census_open(&with, m);
+        hungry_open(&h, &with, seed);
         msi_search s = census_search(&with, UINT64_MAX);
         s.chain = fill_chain(&with, &s);
         const uint32_t count = msi_whole_chain(s.chain)->count;
@@ -1890,10 +1898,7 @@ static void climbs_begin_at_points_of_the_chain(void **state) {
         }
         msi_release(with.scorer.allocator, all.tried, msi_exhaustive_bytes(&all));
         msi_chain_free(s.chain);
-        census_free(&with, m);
-        ms_destroy(m);
-        chain_free(&stages);
-        assert_true(heap.live == 0);
+        hungry_close(&h, &with);
     }
 }
 
