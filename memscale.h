@@ -17107,6 +17107,19 @@ enum {
     MSI_POLISH_LAYERS = 1000 // of a graph
 };
 
+/* What a list of plans may need to differ from others: that the list before made several moves at a
+   time, or met splits, which this one makes early; that the device maps memory of the host, where
+   updates use state in place; accumulation, which moves state at little cost. */
+enum {
+    MSI_NEEDS_COARSE = 1 << 0,
+    MSI_NEEDS_SPLITS = 1 << 1,
+    MSI_NEEDS_MAPPING = MSI_IN_PLACE,
+    MSI_NEEDS_MICROS = 1 << 4
+};
+
+/* A move that comes after all others counts as so many times as dear. */
+static const double MSI_LATE = 1e12;
+
 /* Finds the time that it costs to run a layer again, under the decisions so far. */
 typedef struct msi_pricing {
     const msi_graph *graph;
@@ -17184,9 +17197,14 @@ static double msi_price_us(msi_pricing *c, const msi_tensor_decision *decisions,
     return us > 0.0 ? us : 0.0;
 }
 
-/* What a search does to one tensor: drops its value, or moves something of it to the host. The
-   action is 0 or what it sets in msi_tensor_decision.moves; numbers of tensors leave four bits free. */
-enum { MSI_ACTION_SHIFT = 28, MSI_ACTION_TENSOR = (1 << MSI_ACTION_SHIFT) - 1 };
+/* What a search does to one tensor: drops its value, moves something of it to the host, or splits what
+   is recomputed together at its value, which was dropped: moves it instead. The action is 0, what it
+   sets in msi_tensor_decision.moves, or MSI_SPLIT; numbers of tensors leave four bits free. */
+enum {
+    MSI_ACTION_SHIFT = 28,
+    MSI_ACTION_TENSOR = (1 << MSI_ACTION_SHIFT) - 1,
+    MSI_SPLIT = MSI_MOVES_VALUE | MSI_IN_PLACE
+};
 
 static uint32_t msi_action_tensor(uint32_t action) {
     return action & MSI_ACTION_TENSOR;
@@ -17195,18 +17213,17 @@ static uint32_t msi_action_tensor(uint32_t action) {
 static bool msi_is_done(const msi_tensor_decision *decisions, uint32_t action) {
     const msi_tensor_decision *d = &decisions[msi_action_tensor(action)];
     const uint32_t move = action >> MSI_ACTION_SHIFT;
-    return move ? (d->moves & move) == move : d->pass > 0;
+    const uint32_t sets = move == MSI_SPLIT ? (uint32_t)MSI_MOVES_VALUE : move;
+    return move ? (d->moves & sets) == sets : d->pass > 0;
 }
 
 static MSI_NOINLINE void msi_do(msi_tensor_decision *decisions, uint32_t action, bool done) {
     msi_tensor_decision *d = &decisions[msi_action_tensor(action)];
     const uint32_t move = action >> MSI_ACTION_SHIFT;
-    const uint32_t undone = move & MSI_MOVES_STATE ? move | MSI_IN_PLACE : move;
-    if (move) {
-        d->moves = (uint8_t)(done ? d->moves | move : d->moves & ~undone);
-    } else {
-        d->pass = done;
-    }
+    const uint32_t sets = move == MSI_SPLIT ? (uint32_t)MSI_MOVES_VALUE : move;
+    const uint32_t undone = move & MSI_MOVES_STATE ? move | MSI_IN_PLACE : sets;
+    d->moves = (uint8_t)(done ? d->moves | sets : d->moves & ~undone);
+    d->pass = move == 0 ? done : move == MSI_SPLIT ? !done : d->pass;
 }
 
 /* A next step that a search may take: some actions together. */
@@ -17289,8 +17306,8 @@ typedef struct msi_greedy {
     msi_link_load load;            // of the plan at hand
     uint64_t host_left;            // bytes that it leaves of the host's memory
     uint32_t batch_share;          // of the moves are made at once
-    bool was_coarse;               // more than one was
-    bool in_place;                 // updates may use state on the host where it is
+    uint32_t met;                  // what the list has of MSI_NEEDS_COARSE and others
+    uint32_t needs;                // what it needs
     uint32_t try_limit;            // for a plan of the list
     uint32_t tries_left;           // for all of them
     uint32_t plan_limit;           // how many plans the list should have, at most
@@ -17574,7 +17591,7 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
 static void msi_price_offload(msi_greedy *w, msi_move *move) {
     const msi_costs *costs = w->scorer->costs;
     double us = msi_offload_us(w, move);
-    if (move->key >> MSI_ACTION_SHIFT == MSI_MOVES_STATE && w->in_place && costs->maps_host) {
+    if (move->key >> MSI_ACTION_SHIFT == MSI_MOVES_STATE && (w->needs & MSI_NEEDS_MAPPING)) {
         const double in_place_us = 2.0 * move->bytes_per_us / // which are bytes yet
                                    (costs->hardware.mapped_gb_per_s * 1e3) /
                                    (double)w->scorer->store->micro_count;
@@ -17584,8 +17601,10 @@ static void msi_price_offload(msi_greedy *w, msi_move *move) {
             w->members.items[move->member] = move->key;
         }
     }
+    const bool is_late =
+        move->key >> MSI_ACTION_SHIFT == MSI_SPLIT && !(w->needs & MSI_NEEDS_SPLITS);
     move->segment_bytes = 0;
-    move->bytes_per_us /= 1e-3 + us;
+    move->bytes_per_us /= (1e-3 + us) * (is_late ? MSI_LATE : 1.0);
 }
 
 /* Whether the instruction at the peak uses a live range. */
@@ -17622,6 +17641,25 @@ static bool msi_may_move(const msi_greedy *w, uint32_t t, uint32_t move) {
            !(w->scorer->homes && tensor->kind == MSI_KIND_PARAM);
 }
 
+/* Lists the split at a value that was dropped and is live at the peak again. Ranges are given in their
+   order: the first of a value says where a copy out can begin. */
+static void msi_list_split(msi_greedy *w, const msi_range *range) {
+    const uint32_t t = range->tensor, peak = w->scorer->program->layout.peak;
+    if (range->role != MSI_ROLE_VALUE || range->on_host || range->part > 0 ||
+        !msi_is_choice(w->graph, t) || w->decisions[t].pass != 1) {
+        return;
+    }
+    if (w->load.last_use[t] == MSI_NONE) {
+        w->load.last_use[t] = range->last; // in forward
+    } else if (range->first < peak && range->last > peak && msi_may_move(w, t, MSI_MOVES_VALUE)) {
+        w->met |= MSI_NEEDS_SPLITS;
+        w->members.items[w->members.count++] = t | (uint32_t)MSI_SPLIT << MSI_ACTION_SHIFT;
+        msi_add_move(w, 1);
+        w->moves.items[w->moves.count - 1].idle_first = w->load.last_use[t];
+        w->moves.items[w->moves.count - 1].idle_last = range->first;
+    }
+}
+
 /* Lists what can be moved to the host to lower the peak. */
 static void msi_list_offloads(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
@@ -17638,6 +17676,9 @@ static void msi_list_offloads(msi_greedy *w) {
         const bool gradient = role == MSI_ROLE_GRADIENT &&
                               range->category == MS_CATEGORY_GRADIENT &&
                               range->first < p->layout.peak && range->last > p->layout.peak;
+        if (!resident) {
+            msi_list_split(w, range);
+        }
         if (range->on_host || range->part > 0 || !owned || !(value || fixed || gradient) ||
             (role < MSI_ROLE_STATE0 && msi_is_used_at_peak(p, i)) ||
             !msi_may_move(w, range->tensor, msi_move_of(role))) {
@@ -17831,7 +17872,7 @@ static bool msi_next_plan(msi_greedy *w) {
          tries++) {
         w->tries_left--;
         batch = batch < w->moves.count - first ? batch : w->moves.count - first;
-        w->was_coarse |= batch > 1;
+        w->met |= batch > 1 ? (uint32_t)MSI_NEEDS_COARSE : 0u;
         if (msi_make_moves(w, first, batch, &old)) {
             return true;
         }
@@ -17892,7 +17933,9 @@ static void msi_redo(msi_greedy *w, uint32_t action, bool done) {
     }
     for (uint32_t i = 0; i < w->drops.count; i++) {
         const uint32_t other = w->drops.items[i];
-        if (!(other >> MSI_ACTION_SHIFT) && tensors[other].producer == tensors[action].producer) {
+        const bool is_drop = !(other >> MSI_ACTION_SHIFT) &&
+                             !(w->decisions[other].moves & MSI_MOVES_VALUE); // it was not split
+        if (is_drop && tensors[other].producer == tensors[action].producer) {
             msi_do(w->decisions, other, done);
         }
     }
@@ -18051,28 +18094,30 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
    steps from plan to plan are, what of all params is on the host from the start, and the room for
    copies. A list that may move less can be faster: greedy moves do not foresee how busy the link
    gets. The lists win on transformers and other models whose params weigh most, and with
-   accumulation on nearly all. */
+   accumulation on nearly all. The first wins where homes are forced and the budget is large, the
+   second on a slow link, the finer one on transformers at a third of the plain arena, the one that
+   splits early on U-Nets and ResNets at a fifth, the last but one on a slow link. */
 typedef struct msi_move_list {
     uint32_t moves;
     uint8_t fineness;
     uint8_t begun; // a mask of MSI_MOVES_VALUE and others
     uint8_t room;
-    uint8_t in_place; // MSI_IN_PLACE: updates use state on the host where it is
-    bool many;        // only with accumulation, which moves state at little cost
-    bool seeds;       // the local search begins with its plans too
+    uint8_t needs; // a mask of MSI_NEEDS_COARSE and others: without these it is of no use
+    bool seeds;    // the local search begins with its plans too
 } msi_move_list;
 
 static const msi_move_list msi_move_lists[] = {
-    {0, 1, 0, 4, 0, false, false}, // wins where homes are forced and the budget is large
-    {MSI_MOVES_STATE, 1, 0, 1, 0, false, false}, // on a slow link
-    {MSI_MOVES_OF_STEP, 1, 0, 1, 0, false, true},
-    {MSI_MOVES_OF_STEP, 2, 0, 1, 0, false, false}, // on transformers, at a third of the plain arena
-    {MSI_MOVES_OF_STEP, 1, 0, 1, MSI_IN_PLACE, false, false},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, 0, 1, 0, false, true},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, 0, false, false},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_OF_STEP, 0, 0, true, false},
-    {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_STATE, 0, 0, true, false}, // on a slow link
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, MSI_IN_PLACE, false, true}};
+    {0, 1, 0, 4, 0, false},
+    {MSI_MOVES_STATE, 1, 0, 1, 0, false},
+    {MSI_MOVES_OF_STEP, 1, 0, 1, 0, true},
+    {MSI_MOVES_OF_STEP, 2, 0, 1, MSI_NEEDS_COARSE, false},
+    {MSI_MOVES_OF_STEP, 1, 0, 1, MSI_NEEDS_MAPPING, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, 0, 1, 0, true},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, 0, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, MSI_NEEDS_SPLITS, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_OF_STEP, 0, MSI_NEEDS_MICROS, false},
+    {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_STATE, 0, MSI_NEEDS_MICROS, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, MSI_NEEDS_MAPPING, true}};
 
 enum {
     MSI_FIRST_BEGUN = 6, // the first list that begins with all moved
@@ -18094,17 +18139,17 @@ static void msi_move_params(msi_greedy *w, uint32_t begun, uint8_t in_place) {
     }
 }
 
-/* Whether a list is of use: one that may move nothing needs forced moves; `many` needs
-   accumulation, and `in_place` a device that maps memory of the host. */
-static bool msi_is_list_of_use(const msi_search *s, int number) {
+/* Whether a list is of use after one that met something: one that may move nothing needs forced moves. */
+static bool msi_is_list_of_use(const msi_search *s, int number, uint32_t met) {
     const msi_graph *g = s->scorer->graph;
+    const uint32_t there = met | (s->scorer->costs->maps_host ? (uint32_t)MSI_NEEDS_MAPPING : 0u) |
+                           (s->scorer->store->micro_count > 1 ? (uint32_t)MSI_NEEDS_MICROS : 0u);
     bool forces = false;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         forces |= g->tensors.items[t].forced_moves != 0;
     }
     return (forces || msi_move_lists[number].moves != 0) &&
-           (s->scorer->store->micro_count > 1 || !msi_move_lists[number].many) &&
-           (s->scorer->costs->maps_host || !msi_move_lists[number].in_place);
+           (msi_move_lists[number].needs & ~there) == 0;
 }
 
 /* What the copies of a plan cost, by the waits that they are to blame for. */
@@ -18289,7 +18334,7 @@ static uint64_t msi_least_resident_bytes(const msi_greedy *w) {
 /* Makes the base, which is in place, the beginning of a list; what it begins with is not moved yet. */
 static void msi_begin_moves(msi_greedy *w, const msi_move_list *list) {
     w->decisions[w->graph->tensors.count].room = list->room;
-    w->in_place = list->in_place;
+    w->needs = list->needs;
     w->try_limit = MSI_OFFLOAD_TRIES;
     w->batch_share *= list->fineness;
     w->score = msi_search_estimate(w->search, w->decisions);
@@ -18299,7 +18344,7 @@ static void msi_begin_moves(msi_greedy *w, const msi_move_list *list) {
 static void msi_move_begun(msi_greedy *w, const msi_move_list *list) {
     if (list->begun) {
         msi_find_host_left(w);
-        msi_move_params(w, list->begun, list->in_place);
+        msi_move_params(w, list->begun, list->needs & MSI_IN_PLACE);
         w->score = msi_search_estimate(w->search, w->decisions);
     }
 }
@@ -18322,22 +18367,22 @@ static MSI_NOINLINE void msi_search_moves(msi_greedy *w, const msi_move_list *li
     }
 }
 
-/* Searches list `number`. Returns whether it made several moves at a time. */
-static bool msi_search_list_of_moves(msi_search *s, int number) {
+/* Searches list `number`. Returns what it has met. */
+static uint32_t msi_search_list_of_moves(msi_search *s, int number) {
     const uint32_t techniques = s->techniques;
     msi_greedy w;
-    bool coarse = false;
+    uint32_t met = 0;
     s->how.by = MSI_FINDER_LISTS;
     s->how.list = number;
     s->moves = msi_move_lists[number].moves;
     s->techniques |= MSI_OFFLOADING;
     if (msi_greedy_init(&w, s)) {
         msi_search_moves(&w, &msi_move_lists[number]);
-        coarse = w.was_coarse;
+        met = w.met;
     }
     msi_greedy_free(&w);
     s->techniques = techniques;
-    return coarse;
+    return met;
 }
 
 /* Searches for plans that move something to the host. A list that begins with all moved is skipped
@@ -18345,11 +18390,11 @@ static bool msi_search_list_of_moves(msi_search *s, int number) {
    best plan depends on the budget, so the properties of a search hold only nearly. */
 static void msi_search_offloading(msi_search *s) {
     const int count = MSI_MOVE_LISTS;
-    bool coarse = false; // the list before made several moves at a time: a finer one differs
+    uint32_t met = 0; // by the list before
     for (int turn = 0; turn < count && !msi_is_short(s->scorer) && !(s->any && s->fits); turn++) {
         const int k = (turn + (s->scorer->store->micro_count > 1 ? MSI_FIRST_BEGUN : 0)) % count;
-        if (msi_is_list_of_use(s, k) && (msi_move_lists[k].fineness == 1 || coarse)) {
-            coarse = msi_search_list_of_moves(s, k);
+        if (msi_is_list_of_use(s, k, met)) {
+            met = msi_search_list_of_moves(s, k);
         }
     }
 }
@@ -19324,18 +19369,18 @@ static MSI_NOINLINE bool msi_search_chain(msi_search *s) {
    instructions share the peak, a single drop does not lower it; so a second front goes by a smooth
    measure of all live bytes. From what it has found, climbs begin: each makes a plan faster within
    a rung of a ladder of budgets, by one or two groups at a time. All choices tried form a list.
-   Exhaustive wins on graphs of a few layers; local on those of up to 128 with branches, most at small
-   budgets, many of which no other search meets. Climbs make steps of nets with branches up to 8 %
-   faster, of those that need nested recomputation too: they begin at points of the chain as well. */
+   Exhaustive wins on graphs of a few layers; local on those of up to some 200 with branches, most at
+   small budgets, many of which no other search meets, and on transformers that move something. Climbs
+   make steps of nets with branches up to 8 % faster, of those that need nested recomputation too: they
+   begin at points of the chain as well. */
 enum {
     MSI_ALL_GROUPS = 256,
+    MSI_MOST_GROUPS = MSI_ALL_GROUPS - 2, // with members
     MSI_ALL_WORDS = MSI_ALL_GROUPS / 64,
-    MSI_ALL_LAYERS = 128,
     MSI_ALL_WORK = 1 << 15, // layers that are lowered
     MSI_ALL_MOVES = 4,      // as many times that work where something may be moved
     MSI_ALL_MASKS = 20,     // groups of which all choices can be gone through
     MSI_ALL_CHAIN = 32,     // groups of a chain
-    MSI_ALL_SEEDS = 8,      // random choices at the start of a local search
     MSI_ALL_SHARE = 2,      // of that work is done before climbs
     MSI_ALL_SHARE_MOVES = 4,
     MSI_RUNGS = 96,
@@ -19393,6 +19438,9 @@ typedef struct msi_exhaustive {
     uint32_t drop_count;                // groups that drop values; the others move something
     uint32_t first[MSI_ALL_GROUPS + 1]; // per group: its first action in members
     uint32_t against[MSI_ALL_GROUPS];   // per group: a group that cannot be done with it, or none
+    uint64_t least_bytes;               // of a group: there are too many others
+    uint32_t least_left;                // groups of just these bytes that can be opened
+    uint32_t wanted;                    // groups that would be, if there was room
     uint32_t room_group, late_group; // those that give copies room, and update params late; or NONE
     uint32_t *members;               // actions by group
     uint32_t *group_of;              // per tensor: the group that drops it, or MSI_NONE
@@ -19408,15 +19456,9 @@ typedef struct msi_exhaustive {
     double crowd_unit; // of bytes
     uint64_t resident_bytes;
     double base_us;
-    uint64_t nested; // what the decisions of the chain are those of
-    uint64_t random;
+    uint64_t nested;                    // what the decisions of the chain are those of
     msi_single singles[MSI_ALL_GROUPS]; // the choices next to one
 } msi_exhaustive;
-
-static MSI_NOINLINE uint32_t msi_random_below(msi_exhaustive *all, uint32_t limit) {
-    all->random = msi_mix(all->random + 1);
-    return (uint32_t)((all->random >> 32) * limit >> 32);
-}
 
 static bool msi_has_group(const msi_groups *s, uint32_t group) {
     return s->dropped[group / 64] >> (group % 64) & 1;
@@ -19426,9 +19468,13 @@ static void msi_flip_group(msi_groups *s, uint32_t group) {
     s->dropped[group / 64] ^= (uint64_t)1 << (group % 64);
 }
 
-/* Opens a group for the actions that are listed next; false: there are too many groups. */
-static bool msi_open_group(msi_exhaustive *all, uint32_t member, uint32_t against) {
-    if (all->group_count == MSI_ALL_GROUPS) {
+/* Opens a group of so many bytes for the actions that are listed next, unless larger ones come first. */
+static bool msi_open_group(msi_exhaustive *all, uint64_t bytes, uint32_t member, uint32_t against) {
+    if (bytes < all->least_bytes || (bytes == all->least_bytes && all->least_left == 0)) {
+        return false;
+    }
+    all->least_left -= bytes == all->least_bytes ? 1 : 0;
+    if (all->wanted++ >= MSI_MOST_GROUPS) {
         return false;
     }
     all->against[all->group_count] = against;
@@ -19436,8 +19482,13 @@ static bool msi_open_group(msi_exhaustive *all, uint32_t member, uint32_t agains
     return true;
 }
 
+static uint64_t msi_member_bytes(const msi_exhaustive *all, uint32_t action) {
+    return msi_bytes_to_move(all->search->scorer, all->base, msi_action_tensor(action),
+                             action >> MSI_ACTION_SHIFT);
+}
+
 /* Lists what can be moved, each by itself, state in two ways, and the room that copies get. */
-static bool msi_list_move_groups(msi_exhaustive *all, uint32_t member) {
+static uint32_t msi_list_move_groups(msi_exhaustive *all, uint32_t member) {
     static const uint32_t ways[] = {MSI_MOVES_VALUE, MSI_MOVES_GRADIENT, MSI_MOVES_STATE,
                                     MSI_MOVES_STATE | MSI_IN_PLACE};
     const msi_graph *g = all->graph;
@@ -19445,55 +19496,87 @@ static bool msi_list_move_groups(msi_exhaustive *all, uint32_t member) {
         const uint32_t free = (msi_may_choose(g, t) & ~(uint32_t)all->base[t].moves) |
                               (all->search->scorer->costs->maps_host ? (uint32_t)MSI_IN_PLACE : 0u);
         const bool fixed = all->search->scorer->homes && g->tensors.items[t].kind == MSI_KIND_PARAM;
+        uint32_t against = all->group_of[t];
         for (int k = 0; k < 4 && !fixed && all->base[t].pass == 0; k++) {
-            const uint32_t against = k == 0   ? all->group_of[t]
-                                     : k == 3 ? all->group_count - 1 // the state by copies
-                                              : MSI_NONE;
-            if ((free & ways[k]) == ways[k]) {
-                if (!msi_open_group(all, member, against)) {
-                    return false;
-                }
-                all->members[member++] = t | ways[k] << MSI_ACTION_SHIFT;
+            const uint32_t action = t | ways[k] << MSI_ACTION_SHIFT;
+            const bool opens = (free & ways[k]) == ways[k] &&
+                               msi_open_group(all, msi_member_bytes(all, action), member, against);
+            against = opens && k == 2 ? all->group_count - 1 : MSI_NONE; // the state by copies
+            if (opens) {
+                all->members[member++] = action;
             }
         }
     }
-    /* The last two groups have no members. */
-    const bool moves = all->group_count > all->drop_count, late = moves && all->search->may_delay;
-    all->room_group = moves ? all->group_count : MSI_NONE;
-    all->late_group = late ? all->group_count + 1 : MSI_NONE;
-    const bool listed = (!moves || msi_open_group(all, member, MSI_NONE)) &&
-                        (!late || msi_open_group(all, member, MSI_NONE));
-    all->first[all->group_count] = member;
-    return listed;
+    return member;
 }
 
-/* Lists the groups; false: there are too many. */
-static bool msi_list_groups(msi_exhaustive *all, bool by_layer) {
+/* Whether a value can be dropped by choice. */
+static bool msi_joins_group(const msi_exhaustive *all, uint32_t t) {
+    return (all->search->techniques & MSI_CHECKPOINTING) && msi_is_choice(all->graph, t) &&
+           all->base[t].pass == 0 && !(all->base[t].moves & MSI_MOVES_VALUE);
+}
+
+/* Lists the groups of more than least_bytes, and so many of just these. */
+static void msi_list_groups(msi_exhaustive *all, bool by_layer, uint64_t least_bytes,
+                            uint32_t least_left) {
     const msi_graph *g = all->graph;
     uint32_t member = 0;
+    all->least_bytes = least_bytes;
+    all->least_left = least_left;
     all->group_count = 0;
-    all->room_group = all->late_group = MSI_NONE;
+    all->wanted = 0;
     memset(all->group_of, 0xff, g->tensors.count * sizeof *all->group_of);
     for (uint32_t i = 0; i < g->layers.count; i++) {
+        uint64_t layer_bytes = 0;
+        for (MSI_EACH_MADE(made, g, i)) {
+            layer_bytes +=
+                msi_joins_group(all, made.tensor) ? msi_member_bytes(all, made.tensor) : 0;
+        }
         bool open = false;
         for (MSI_EACH_MADE(made, g, i)) {
             const uint32_t t = made.tensor;
-            const bool joins = (all->search->techniques & MSI_CHECKPOINTING) &&
-                               msi_is_choice(g, t) && all->base[t].pass == 0 &&
-                               !(all->base[t].moves & MSI_MOVES_VALUE);
-            if (joins && (!open || !by_layer) && !msi_open_group(all, member, MSI_NONE)) {
-                return false;
+            if (msi_joins_group(all, t) && (!open || !by_layer)) {
+                open = msi_open_group(all, by_layer ? layer_bytes : msi_member_bytes(all, t),
+                                      member, MSI_NONE);
             }
-            if (joins) {
+            if (msi_joins_group(all, t) && open) {
                 all->members[member++] = t;
                 all->group_of[t] = all->group_count - 1;
-                open = true;
             }
         }
     }
     all->drop_count = all->group_count;
+    member = all->search->may_move ? msi_list_move_groups(all, member) : member;
+    /* The last two groups have no members. */
+    const bool moves = all->group_count > all->drop_count, late = moves && all->search->may_delay;
+    all->room_group = moves ? all->group_count : MSI_NONE;
+    all->late_group = late ? all->group_count + 1 : MSI_NONE;
+    for (uint32_t k = moves ? 1 + late : 0; k > 0; k--) {
+        all->against[all->group_count] = MSI_NONE;
+        all->first[all->group_count++] = member;
+    }
     all->first[all->group_count] = member;
-    return (!all->search->may_move || msi_list_move_groups(all, member)) && all->group_count > 0;
+}
+
+/* Lists as many groups as there is room for: of values or, if these are too many, of layers, those
+   with the most bytes. */
+static void msi_choose_groups(msi_exhaustive *all) {
+    uint64_t few = UINT64_MAX, many = 0; // groups of at least so many bytes fit, or do not
+    msi_list_groups(all, false, 0, MSI_NONE);
+    if (all->wanted > MSI_MOST_GROUPS) {
+        msi_list_groups(all, true, 0, MSI_NONE);
+    }
+    if (all->wanted <= MSI_MOST_GROUPS) {
+        return;
+    }
+    while (few - many > 1) {
+        const uint64_t middle = many + (few - many) / 2;
+        msi_list_groups(all, true, middle, MSI_NONE);
+        few = all->wanted > MSI_MOST_GROUPS ? few : middle;
+        many = all->wanted > MSI_MOST_GROUPS ? middle : many;
+    }
+    msi_list_groups(all, true, few, MSI_NONE);
+    msi_list_groups(all, true, many, MSI_MOST_GROUPS - all->wanted);
 }
 
 /* Whether all groups of a choice can be done together, and make a difference. */
@@ -19673,9 +19756,9 @@ static void msi_explore(msi_exhaustive *all, uint32_t choice, bool by_bytes) {
     }
 }
 
-/* The next choice of a front to explore, from the smallest or from a random one on; or MSI_NONE. */
-static uint32_t msi_pick_unexplored(msi_exhaustive *all, const msi_front *f, bool smallest) {
-    const uint32_t start = smallest ? 0 : msi_random_below(all, f->count);
+/* The next choice of a front to explore, from the smallest or from the middle on; or MSI_NONE. */
+static uint32_t msi_pick_unexplored(const msi_exhaustive *all, const msi_front *f, bool smallest) {
+    const uint32_t start = smallest ? 0 : f->count / 2;
     for (uint32_t i = 0; i < f->count; i++) {
         const uint32_t choice = f->points[(start + i) % f->count].choice;
         if (!all->tried[choice].explored) {
@@ -19729,41 +19812,25 @@ static void msi_try_greedy(msi_exhaustive *all, const msi_move_list *list) {
     s->techniques = techniques;
 }
 
-/* The local search: begins with the plain choice, with all dropped, with random ones, and with
-   those of greedy lists. It may try a share of what an exhaustive search may, and leaves the rest to
-   climbs. */
+/* The local search: begins with the choices of greedy lists, and explores the fronts by turns. It may
+   try a share of what an exhaustive search may, and leaves the rest to climbs. */
 static void msi_search_locally(msi_exhaustive *all) {
     const uint32_t share = all->search->may_move ? MSI_ALL_SHARE_MOVES : MSI_ALL_SHARE;
     all->limit /= share;
     all->tries_left /= share;
     msi_try_greedy(all, NULL);
     for (int k = 1; k < (int)MSI_MOVE_LISTS && all->room_group != MSI_NONE; k++) {
-        if (msi_move_lists[k].seeds && msi_is_list_of_use(all->search, k)) {
+        if (msi_move_lists[k].seeds && msi_is_list_of_use(all->search, k, 0)) {
             msi_try_greedy(all, &msi_move_lists[k]);
         }
     }
-    for (uint32_t seed = 0; seed < MSI_ALL_SEEDS && msi_may_try(all); seed++) {
-        msi_groups groups = MSI_ZERO_INIT;
-        for (uint32_t k = 0; k < all->group_count; k++) {
-            if (msi_random_below(all, MSI_ALL_SEEDS - 1) < seed) {
-                msi_change_group(all, &groups, k);
-            }
-        }
-        msi_try_groups(all, &groups);
-    }
-    for (uint32_t round = 0; msi_may_try(all); round++) {
+    for (uint32_t round = 0, idle = 0; idle < 2 && msi_may_try(all); round++) {
         const msi_front *f = round % 2 ? &all->by_crowd : &all->by_bytes;
         const uint32_t choice = msi_pick_unexplored(all, f, round % 4 < 2);
+        idle = choice == MSI_NONE ? idle + 1 : 0;
         if (choice != MSI_NONE) {
             msi_explore(all, choice, f == &all->by_bytes);
-            continue;
         }
-        const uint32_t any = f->points[msi_random_below(all, f->count)].choice;
-        msi_groups groups = all->tried[any].groups; // with two or three random groups flipped
-        for (uint32_t k = 2 + msi_random_below(all, 2); k > 0; k--) {
-            msi_change_group(all, &groups, msi_random_below(all, all->group_count));
-        }
-        msi_try_groups(all, &groups);
     }
 }
 
@@ -20027,11 +20094,15 @@ static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
    locally, unless something may be moved: the search of chains is good enough. */
 static void msi_search_exhaustive(msi_search *s, bool is_chain) {
     msi_exhaustive all = MSI_ZERO_INIT;
-    if (s->scorer->graph->layers.count > MSI_ALL_LAYERS || msi_is_short(s->scorer)) {
+    if (msi_is_short(s->scorer)) {
         return;
     }
-    if (msi_exhaustive_init(&all, s) &&
-        (msi_list_groups(&all, false) || msi_list_groups(&all, true))) {
+    if (msi_exhaustive_init(&all, s)) {
+        msi_choose_groups(&all);
+    }
+    /* No smaller plan is worth the time that it takes to search a part of the groups for it. */
+    const bool in_part = all.least_bytes > 0 || all.wanted > MSI_MOST_GROUPS;
+    if (all.group_count > 0 && (s->budget > 0 || !in_part)) {
         double choices = 1.0;
         for (uint32_t k = 0; k < all.group_count; k++) {
             const bool third = k >= all.drop_count && all.against[k] != MSI_NONE;
@@ -20657,6 +20728,17 @@ static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
            (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
 }
 
+/* Whether the local search may gain enough for its time. Where something may be moved, little of what
+   it finds for a fold is left in the whole; and only the list with the best plan is searched, except
+   where all choices can be tried. */
+static bool msi_is_local_of_use(const msi_solver *s, const msi_search *search) {
+    const msi_found *best = &search->best_how;
+    const bool has_best = !search->fits || (best->rounding == search->how.rounding &&
+                                            best->tiles == (search->tiling > 0));
+    return !search->may_move || msi_is_small(s->scorer->graph) ||
+           (has_best && s->request->goal != MSI_GOAL_FOLD);
+}
+
 /* Runs all searches, after the first plans. What usually finds the best plan comes first, since
    plans that cannot win are not laid out. */
 static void msi_search_all(const msi_solver *s, msi_greedy *w) {
@@ -20668,7 +20750,7 @@ static void msi_search_all(const msi_solver *s, msi_greedy *w) {
         (void)msi_estimate(s->scorer, w->decisions);
         moves = s->scorer->program->layout.resident_bytes > search->budget;
     }
-    search->keeps_chain = s->scorer->graph->layers.count <= MSI_ALL_LAYERS;
+    search->keeps_chain = true;
     const bool is_chain = may_drop && !moves && msi_search_chain(search), cut = search->found;
     search->keeps_chain = false;
     if (!msi_is_found(search) && !moves) {
@@ -20685,7 +20767,7 @@ static void msi_search_all(const msi_solver *s, msi_greedy *w) {
         msi_search_segments(search);
     }
     msi_give_back_best(search); // what the local search finds may be worse than that
-    if ((may_drop || search->may_move) && !msi_is_found(search)) {
+    if ((may_drop || search->may_move) && !msi_is_found(search) && msi_is_local_of_use(s, search)) {
         search->how.early = early;
         msi_search_exhaustive(search, is_chain);
     }

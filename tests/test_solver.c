@@ -1828,7 +1828,9 @@ static void a_chain_needs_what_its_search_expects(void **state) {
 /* Opens the choices of a net without a link, which are searched as in a plan. */
 static void choices_open(census *with, msi_exhaustive *all, msi_search *s) {
     memset(all, 0, sizeof *all);
-    assert_true(msi_exhaustive_init(all, s) && msi_list_groups(all, false));
+    assert_true(msi_exhaustive_init(all, s));
+    msi_list_groups(all, false, 0, MSI_NONE);
+    assert_true(all->group_count > 0 && all->wanted == all->group_count);
     s->how.by = MSI_FINDER_LOCAL;
     assert_false(msi_is_short(&with->scorer));
 }
@@ -2340,7 +2342,8 @@ static void a_small_graph_has_groups_for_all_that_may_be_chosen(void **state) {
             msi_exhaustive all = MSI_ZERO_INIT;
             of.search.techniques = MSI_CHECKPOINTING;
             assert_true(msi_exhaustive_init(&all, &of.search));
-            if (msi_list_groups(&all, by_layer == 1)) {
+            msi_list_groups(&all, by_layer == 1, 0, MSI_NONE);
+            if (all.wanted <= MSI_MOST_GROUPS) {
                 uint32_t seen[GRAPH_TENSORS * 3][2 * MSI_IN_PLACE] = {{0}};
                 assert_true(g->tensors.count < GRAPH_TENSORS * 3);
                 for (uint32_t k = 0; k < all.group_count && k < all.room_group; ++k) {
@@ -2378,6 +2381,133 @@ static void a_small_graph_has_groups_for_all_that_may_be_chosen(void **state) {
         }
     }
     assert_true(drops > 0 && joined > 0 && moved[MSI_MOVES_VALUE] > 0);
+}
+
+/* A net with a link, whose search may move what it likes. */
+static void linked_open(census *c, msi_search *s, ms_model *m, net_kind kind, uint32_t layers) {
+    t_rng rng = t_seed(layers);
+    ms_hardware device = linked_device(&rng);
+    device.to_device_gb_per_s = device.to_host_gb_per_s = 0.1;
+    net_register(m, kind, layers, 1);
+    ms_set_hardware(m, &device);
+    t_ok(m, ms_wrap(m)); // analyses the graph
+    census_open(c, m);
+    *s = census_search(c, 1);
+    s->may_move = true;
+}
+
+/* Of a graph with too many groups those with the most bytes are chosen, and as many as there is room for. */
+static void a_large_graph_has_groups_for_the_most_bytes(void **state) {
+    (void)state;
+    static census c;
+    static const net_kind kinds[] = {NET_RANDOM, NET_UNET, NET_EQUAL};
+    uint32_t left_out = 0;
+    for (size_t kind = 0; kind < sizeof kinds / sizeof kinds[0]; ++kind) {
+        meter heap;
+        ms_model *m;
+        msi_search s;
+        msi_exhaustive all = MSI_ZERO_INIT;
+        const ms_config config = solver_config(&heap);
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        linked_open(&c, &s, m, kinds[kind], 400);
+        assert_true(msi_exhaustive_init(&all, &s));
+        msi_choose_groups(&all);
+        const msi_graph *g = &m->graph;
+        bool(*seen)[MSI_MOVES_ALL] = (bool(*)[MSI_MOVES_ALL])calloc(g->tensors.count, sizeof *seen);
+        uint64_t least = UINT64_MAX, of_layer[512] = {0};
+        assert_true(seen != NULL && g->layers.count <= 512 && all.wanted == MSI_MOST_GROUPS);
+        for (uint32_t k = 0; k < MSI_MOST_GROUPS; ++k) {
+            uint64_t bytes = 0;
+            for (uint32_t i = all.first[k]; i < all.first[k + 1]; ++i) {
+                bytes += msi_member_bytes(&all, all.members[i]);
+                seen[msi_action_tensor(all.members[i])][all.members[i] >> MSI_ACTION_SHIFT] = true;
+            }
+            least = bytes < least ? bytes : least;
+        }
+        for (uint32_t t = 0; t < g->tensors.count; ++t) {
+            const uint32_t layer = g->tensors.items[t].producer;
+            of_layer[layer == MSI_NONE ? 511 : layer] +=
+                msi_joins_group(&all, t) ? msi_member_bytes(&all, t) : 0;
+        }
+        for (uint32_t t = 0; t < g->tensors.count; ++t) {
+            for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
+                if ((msi_may_choose(g, t) & move) && !seen[t][move]) {
+                    assert_true(msi_member_bytes(&all, t | move << MSI_ACTION_SHIFT) <= least);
+                    left_out += 1;
+                }
+            }
+            if (msi_joins_group(&all, t) && !seen[t][0]) {
+                assert_true(of_layer[g->tensors.items[t].producer] <= least);
+                left_out += 1;
+            }
+        }
+        free(seen);
+        msi_release(c.scorer.allocator, all.tried, msi_exhaustive_bytes(&all));
+        census_free(&c, m);
+        ms_destroy(m);
+        assert_true(heap.live == 0);
+    }
+    assert_true(left_out > 100);
+}
+
+/* Plans of a list that splits: no value is both dropped and moved, each plan comes back as it was, and
+   what is recomputed together shrinks below what drops and moves alone reach. */
+static void splits_are_made_and_taken_back(void **state) {
+    (void)state;
+    static census c;
+    enum { PLANS = 400 };
+    static const net_kind kinds[] = {NET_RESNET, NET_UNET};
+    for (size_t kind = 0; kind < sizeof kinds / sizeof kinds[0]; ++kind) {
+        meter heap;
+        ms_model *m;
+        msi_search s;
+        msi_greedy w;
+        const ms_config config = solver_config(&heap);
+        uint32_t list = 0, splits = 0, count = 0;
+        uint64_t begun = 0, before = UINT64_MAX;
+        msi_score scores[PLANS];
+        uint32_t drops[PLANS];
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        linked_open(&c, &s, m, kinds[kind], 60);
+        while (!(msi_move_lists[list].needs & MSI_NEEDS_SPLITS)) {
+            list++;
+        }
+        s.techniques |= MSI_OFFLOADING;
+        s.moves = msi_move_lists[list].moves;
+        assert_true(msi_greedy_init(&w, &s));
+        msi_begin_moves(&w, &msi_move_lists[list]);
+        msi_move_begun(&w, &msi_move_lists[list]);
+        begun = w.score.live_bytes;
+        do {
+            assert_true(count < PLANS);
+            scores[count] = w.score;
+            drops[count++] = w.drops.count;
+            for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
+                assert_false(w.decisions[t].pass > 0 && (w.decisions[t].moves & MSI_MOVES_VALUE));
+            }
+        } while (msi_next_plan(&w));
+        for (uint32_t i = 0; i < w.drops.count; ++i) {
+            const bool is_split = w.drops.items[i] >> MSI_ACTION_SHIFT == MSI_SPLIT;
+            assert_true(msi_is_done(w.decisions, w.drops.items[i]) || !is_split);
+            splits += is_split;
+        }
+        assert_true(splits > 1 && (w.met & MSI_NEEDS_SPLITS));
+        for (uint32_t k = count; k-- > 0;) {
+            msi_set_drops(&w, drops[k]);
+            const msi_score score = msi_search_estimate(&s, w.decisions);
+            assert_true(score.live_bytes == scores[k].live_bytes && !(score.us < scores[k].us) &&
+                        !(score.us > scores[k].us));
+            before = drops[k] > 0 && w.drops.items[drops[k] - 1] >> MSI_ACTION_SHIFT == MSI_SPLIT
+                         ? scores[k].live_bytes
+                         : before;
+        }
+        assert_true(3 * scores[count - 1].live_bytes < begun &&
+                    scores[count - 1].live_bytes < before);
+        msi_greedy_free(&w);
+        census_free(&c, m);
+        ms_destroy(m);
+        assert_true(heap.live == 0);
+    }
 }
 
 /* Whatever is forced or forbidden, with accumulation or not, and whatever the host has room for. */
@@ -2994,6 +3124,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(searches_do_what_is_allowed),
         cmocka_unit_test(plans_say_what_found_them),
         cmocka_unit_test(a_small_graph_has_groups_for_all_that_may_be_chosen),
+        cmocka_unit_test(a_large_graph_has_groups_for_the_most_bytes),
+        cmocka_unit_test(splits_are_made_and_taken_back),
         cmocka_unit_test(homes_are_taken_as_they_are),
         cmocka_unit_test(what_is_taken_back_comes_back_together),
         cmocka_unit_test(a_list_ends_where_it_cannot_win),
