@@ -20539,6 +20539,7 @@ static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings
      segment   the layers between two kept values: 16 layers in 4 segments keep 3 values inside.
      stage     of a chain: the layers between two cuts through which one value passes.
      front     plans of which none is both smaller and faster than another (Pareto).
+     split     a value inside a segment that was dropped is moved: its two parts come back by turns.
      polish    to take back earlier drops that later moves have made needless, at the same arena.
      roundings what a plan may round: state in 8 bits, values and params in 16. */
 
