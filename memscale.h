@@ -17100,11 +17100,9 @@ enum {
     MSI_LIST_WORK = 1 << 22, // layers that are lowered for the whole list
     MSI_PLANS_LEAST = 512,   // that a list may have
     MSI_TRIM_TRIES = 8,
-    MSI_OFFLOAD_TRIES = 16,  // like MSI_TRY_LIMIT, where something is moved
-    MSI_APPROACH = 16,       // a share of what is missing
-    MSI_GIVE_BACK_SHARE = 4, // times the try limit: plans that take moves back
-    MSI_POLISH_LIMIT = 64,   // values
-    MSI_POLISH_LAYERS = 1000 // of a graph
+    MSI_OFFLOAD_TRIES = 16, // like MSI_TRY_LIMIT, where something is moved
+    MSI_APPROACH = 16,      // a share of what is missing
+    MSI_GIVE_BACK_SHARE = 4 // times the try limit: plans that take moves back
 };
 
 /* What a list of plans may need to differ from others: that the list before made several moves at a
@@ -17883,7 +17881,7 @@ static bool msi_next_plan(msi_greedy *w) {
 }
 
 /* How small arenas of plans of a list need be: of a large graph, for which layouts take longest, no
-   smaller than the budget; of others as small as they can, since msi_polish compares them. */
+   smaller than the budget; of others as small as they can, since msi_trim_last compares them. */
 static uint64_t msi_enough_of_list(const msi_search *s) {
     return s->is_guided ? s->budget : 0;
 }
@@ -17922,53 +17920,6 @@ static bool msi_take_smallest(msi_greedy *w) {
         msi_return_to(w, best, 0);
     }
     return best != NULL;
-}
-
-/* Takes back an action of the list, or does it again; with a drop, all drops of the same layer. */
-static void msi_redo(msi_greedy *w, uint32_t action, bool done) {
-    const msi_tensor *tensors = w->graph->tensors.items;
-    if (action >> MSI_ACTION_SHIFT) {
-        msi_do(w->decisions, action, done);
-        return;
-    }
-    for (uint32_t i = 0; i < w->drops.count; i++) {
-        const uint32_t other = w->drops.items[i];
-        const bool is_drop = !(other >> MSI_ACTION_SHIFT) &&
-                             !(w->decisions[other].moves & MSI_MOVES_VALUE); // it was not split
-        if (is_drop && tensors[other].producer == tensors[action].producer) {
-            msi_do(w->decisions, other, done);
-        }
-    }
-}
-
-/* Polishes the plan that fits: takes back, layer by layer, drops of earlier moves that later moves
-   have made needless. The arena must stay as it is, and the step must not become faster than that
-   of the previous plan of the list, so that the result keeps its place in the list. Wins on nets
-   with branches, where it and msi_trim_last make one step in five up to half a percent faster, and
-   the local search begins from what it finds; of a fold, the whole does not need it. */
-static void msi_polish(msi_greedy *w, const msi_prefix *before) {
-    const msi_score first = w->score;
-    msi_score best = first;
-    if (w->graph->layers.count > MSI_POLISH_LAYERS || w->search->is_guided || !w->scorer->packs) {
-        return;
-    }
-    for (uint32_t i = 0; i < before->drop_count && i < MSI_POLISH_LIMIT && !msi_is_short(w->scorer);
-         i++) {
-        const uint32_t action = w->drops.items[i];
-        if (!msi_is_done(w->decisions, action)) {
-            continue; // taken back with another value of its layer
-        }
-        msi_redo(w, action, false);
-        w->score = msi_search_estimate(w->search, w->decisions);
-        if (w->score.us < best.us && w->score.us >= before->score.us &&
-            w->score.live_bytes <= first.live_bytes &&
-            msi_fits(w->scorer, &w->score, first.bytes, 0) && w->score.bytes == first.bytes) {
-            best = w->score;
-        } else {
-            msi_redo(w, action, true);
-        }
-    }
-    w->score = best;
 }
 
 /* If the last plan of the list made several drops at once, some of them may be enough: proposes the
@@ -18045,15 +17996,7 @@ static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
     } while (!msi_is_short(w->scorer) && !msi_cannot_win(w, fastest_us) && msi_next_plan(w));
     const uint32_t best = msi_take_fastest(w);
     if (best != MSI_NONE) {
-        msi_prefix before = w->prefixes.items[best];
-        before.score.us = 0.0;
-        for (MSI_ITEMS(const msi_prefix, one, w->prefixes)) {
-            const double us = one->score.us;
-            const bool later = us < w->prefixes.items[best].score.us && us > before.score.us;
-            before.score.us = later ? us : before.score.us;
-        }
         const msi_score last = w->score;
-        msi_polish(w, &before);
         msi_propose(w->search, w->decisions, &w->score);
         if (best > 0 && w->prefixes.items[best - 1].score.us < last.us) {
             msi_trim_last(w, &w->prefixes.items[best - 1], &last);
@@ -18078,7 +18021,6 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
         msi_propose(w->search, w->decisions, &w->score);
     } else if (fits && w->prefixes.count > 1) {
         const msi_prefix *before = &w->prefixes.items[w->prefixes.count - 2];
-        msi_polish(w, before);
         msi_propose(w->search, w->decisions, &w->score);
         const msi_score last = w->score;
         msi_trim_last(w, before, &last);
@@ -20540,7 +20482,6 @@ static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings
      stage     of a chain: the layers between two cuts through which one value passes.
      front     plans of which none is both smaller and faster than another (Pareto).
      split     a value inside a segment that was dropped is moved: its two parts come back by turns.
-     polish    to take back earlier drops that later moves have made needless, at the same arena.
      roundings what a plan may round: state in 8 bits, values and params in 16. */
 
 /* What is known of a good plan before any is searched: how it is found, and decisions like its. */
@@ -20710,11 +20651,13 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     return fits && !s->forced;
 }
 
+enum { MSI_RELAX_LAYERS = 1000 };
+
 /* Whether updates may be delayed again: see msi_relax_updates. On a large graph whose layout has
    gaps, another layout would hardly have the same arena to the byte. */
 static bool msi_may_relax(const msi_solver *s) {
-    const bool may_be_met = s->scorer->graph->layers.count <= MSI_POLISH_LAYERS ||
-                            s->score.bytes == s->score.live_bytes;
+    const bool may_be_met =
+        s->scorer->graph->layers.count <= MSI_RELAX_LAYERS || s->score.bytes == s->score.live_bytes;
     return s->early && s->request->early_update != MS_SWITCH_ON && may_be_met;
 }
 

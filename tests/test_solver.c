@@ -2628,51 +2628,6 @@ static void homes_are_taken_as_they_are(void **state) {
     }
 }
 
-/* To take back a drop of the list takes back all those of its layer and nothing else, and to do it
-   again is as if nothing had been; a move is taken back alone. */
-static void what_is_taken_back_comes_back_together(void **state) {
-    (void)state;
-    static census c;
-    uint32_t together = 0, moves = 0;
-    for (uint64_t seed = 1; seed <= t_sweep(15, 200); ++seed) {
-        moving of;
-        msi_greedy w;
-        msi_tensor_decision before[GRAPH_TENSORS * 3];
-        moving_open(&of, &c, seed, 1);
-        of.search.techniques |= MSI_OFFLOADING;
-        of.search.moves = MSI_MOVES_STATE | (seed % 2 ? MSI_MOVES_MADE : 0);
-        assert_true(msi_greedy_init(&w, &of.search));
-        msi_decide_base(&of.search, w.decisions);
-        w.score = msi_search_estimate(&of.search, w.decisions);
-        while (msi_next_plan(&w)) {
-        }
-        const msi_tensor *tensors = w.graph->tensors.items;
-        const size_t bytes = (size_t)msi_decisions_bytes(w.graph);
-        assert_true(bytes <= sizeof before);
-        memcpy(before, w.decisions, bytes);
-        for (uint32_t i = 0; i < w.drops.count; ++i) {
-            const uint32_t action = w.drops.items[i], t = msi_action_tensor(action);
-            const bool moved = t != action;
-            uint32_t count = 0;
-            msi_redo(&w, action, false);
-            for (uint32_t k = 0; k < w.drops.count; ++k) {
-                const uint32_t other = w.drops.items[k], u = msi_action_tensor(other);
-                const bool same = moved ? other == action
-                                        : u == other && tensors[u].producer == tensors[t].producer;
-                assert_true(msi_is_done(w.decisions, other) == !same);
-                count += same;
-            }
-            together += count > 1;
-            moves += moved;
-            msi_redo(&w, action, true);
-            assert_memory_equal(before, w.decisions, bytes);
-        }
-        msi_greedy_free(&w);
-        moving_close(&of, &c);
-    }
-    assert_true(together > 0 && moves > 0);
-}
-
 /* A list ends where recomputation or the copies of one direction, which overlap with those of the
    other, take longer than the fastest plan that fits. */
 static void a_list_ends_where_it_cannot_win(void **state) {
@@ -3127,7 +3082,6 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_large_graph_has_groups_for_the_most_bytes),
         cmocka_unit_test(splits_are_made_and_taken_back),
         cmocka_unit_test(homes_are_taken_as_they_are),
-        cmocka_unit_test(what_is_taken_back_comes_back_together),
         cmocka_unit_test(a_list_ends_where_it_cannot_win),
         cmocka_unit_test(a_plan_has_room_on_both_sides),
         cmocka_unit_test(bounds_of_lists_hold),
