@@ -17115,9 +17115,6 @@ enum {
     MSI_NEEDS_MICROS = 1 << 4
 };
 
-/* A move that comes after all others counts as so many times as dear. */
-static const double MSI_LATE = 1e12;
-
 /* Finds the time that it costs to run a layer again, under the decisions so far. */
 typedef struct msi_pricing {
     const msi_graph *graph;
@@ -17599,10 +17596,10 @@ static void msi_price_offload(msi_greedy *w, msi_move *move) {
             w->members.items[move->member] = move->key;
         }
     }
-    const bool is_late =
+    const bool is_last =
         move->key >> MSI_ACTION_SHIFT == MSI_SPLIT && !(w->needs & MSI_NEEDS_SPLITS);
     move->segment_bytes = 0;
-    move->bytes_per_us /= (1e-3 + us) * (is_late ? MSI_LATE : 1.0);
+    move->bytes_per_us /= (1e-3 + us) * (is_last ? 1e12 : 1.0);
 }
 
 /* Whether the instruction at the peak uses a live range. */
@@ -18035,10 +18032,9 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
 /* Lists of plans that move something to the host: what they may move, how many times as fine the
    steps from plan to plan are, what of all params is on the host from the start, and the room for
    copies. A list that may move less can be faster: greedy moves do not foresee how busy the link
-   gets. The lists win on transformers and other models whose params weigh most, and with
-   accumulation on nearly all. The first wins where homes are forced and the budget is large, the
-   second on a slow link, the finer one on transformers at a third of the plain arena, the one that
-   splits early on U-Nets and ResNets at a fifth, the last but one on a slow link. */
+   gets. They win where params weigh most, and with accumulation nearly everywhere: the first where
+   homes are forced and the budget is large, the second on a slow link, the finer one on transformers
+   at a third of the plain arena, the one that splits early on U-Nets and ResNets at a fifth. */
 typedef struct msi_move_list {
     uint32_t moves;
     uint8_t fineness;
@@ -20032,8 +20028,8 @@ static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
     return !msi_is_short(search->scorer);
 }
 
-/* Tries choices of a graph that is not large, and proposes the best. A longer chain is not searched
-   locally, unless something may be moved: the search of chains is good enough. */
+/* Tries choices, and proposes the best. A longer chain is not searched locally, unless something may be
+   moved: the search of chains is good enough; nor is the smallest plan among a part of the groups. */
 static void msi_search_exhaustive(msi_search *s, bool is_chain) {
     msi_exhaustive all = MSI_ZERO_INIT;
     if (msi_is_short(s->scorer)) {
@@ -20042,9 +20038,7 @@ static void msi_search_exhaustive(msi_search *s, bool is_chain) {
     if (msi_exhaustive_init(&all, s)) {
         msi_choose_groups(&all);
     }
-    /* No smaller plan is worth the time that it takes to search a part of the groups for it. */
-    const bool in_part = all.least_bytes > 0 || all.wanted > MSI_MOST_GROUPS;
-    if (all.group_count > 0 && (s->budget > 0 || !in_part)) {
+    if (all.group_count > 0 && (s->budget > 0 || all.wanted < MSI_MOST_GROUPS)) {
         double choices = 1.0;
         for (uint32_t k = 0; k < all.group_count; k++) {
             const bool third = k >= all.drop_count && all.against[k] != MSI_NONE;
@@ -20651,13 +20645,11 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     return fits && !s->forced;
 }
 
-enum { MSI_RELAX_LAYERS = 1000 };
-
 /* Whether updates may be delayed again: see msi_relax_updates. On a large graph whose layout has
    gaps, another layout would hardly have the same arena to the byte. */
 static bool msi_may_relax(const msi_solver *s) {
     const bool may_be_met =
-        s->scorer->graph->layers.count <= MSI_RELAX_LAYERS || s->score.bytes == s->score.live_bytes;
+        s->scorer->graph->layers.count <= MSI_CHAIN_LARGE || s->score.bytes == s->score.live_bytes;
     return s->early && s->request->early_update != MS_SWITCH_ON && may_be_met;
 }
 
@@ -20957,12 +20949,20 @@ static void msi_search_roundings(const msi_solver *s, msi_search *search) {
     MSI_LIST_FREE(msi_tiling, s->scorer->allocator, tilings.groups);
 }
 
+/* Lays the plan out again, in one of the ways in which it was found: to the end, or to the budget. */
+static void msi_score_again(msi_solver *s, uint64_t arena_bytes) {
+    s->score = msi_score_of(s->scorer, s->plan->decisions);
+    if (s->score.bytes > arena_bytes) {
+        (void)msi_fits(s->scorer, &s->score, MSI_NO_BUDGET, s->request->budget);
+    }
+}
+
 /* Delays updates inside backward as long as the arena does not grow. The weights that the backward
    of a layer has just read lie in the caches of several cores, where writing them is slow: measured
    on two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of traffic
    later. The predicted time must stay as it is, too: plans were compared by it. */
 static void msi_relax_updates(msi_solver *s) {
-    static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20, 0};
+    static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20};
     const uint64_t arena_bytes = s->score.bytes;
     const double us = s->score.us;
     for (int i = 0; i < (int)(sizeof lags / sizeof lags[0]) && !msi_is_short(s->scorer); i++) {
@@ -20970,9 +20970,11 @@ static void msi_relax_updates(msi_solver *s) {
         s->score = msi_estimate(s->scorer, s->plan->decisions);
         if (msi_fits(s->scorer, &s->score, arena_bytes, arena_bytes) &&
             s->score.bytes == arena_bytes && !(s->score.us < us) && !(s->score.us > us)) {
-            break;
+            return;
         }
     }
+    msi_place_updates(s->scorer->graph, s->plan->decisions, true, 0);
+    msi_score_again(s, arena_bytes);
 }
 
 /* Searches all plans that the request allows. */
@@ -21132,7 +21134,7 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
             s->score = msi_estimate(s->scorer, s->plan->decisions);
             s->score.bytes = search->best_score.bytes;
         } else {
-            s->score = msi_score_of(s->scorer, s->plan->decisions);
+            msi_score_again(s, search->best_score.bytes);
         }
         MEMSCALE_ASSERT(msi_is_short(s->scorer) || s->score.us <= search->best_score.us);
     }

@@ -8,7 +8,7 @@
 enum { FOLD_LAYERS = 1500 };
 
 /* A net on a device with a link of its own, wrapped without a limit. */
-static ms_model *fold_net(net_kind kind, uint32_t layers, double gb_per_s) {
+static ms_model *fold_net_of(net_kind kind, uint32_t layers, uint64_t seed, double gb_per_s) {
     ms_hardware device = *ms_hardware_find("RTX 3090");
     ms_config config;
     ms_model *m;
@@ -20,10 +20,14 @@ static ms_model *fold_net(net_kind kind, uint32_t layers, double gb_per_s) {
     device.to_device_gb_per_s = device.to_host_gb_per_s = gb_per_s > 0.0 ? gb_per_s : 1.0;
     device.launch_us = 1.0;
     assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-    net_register(m, kind, layers, 1);
+    net_register(m, kind, layers, seed);
     ms_set_hardware(m, &device);
     t_ok(m, ms_wrap(m));
     return m;
+}
+
+static ms_model *fold_net(net_kind kind, uint32_t layers, double gb_per_s) {
+    return fold_net_of(kind, layers, 1, gb_per_s);
 }
 
 static bool fold_of(msi_fold *f, const ms_model *m) {
@@ -424,6 +428,37 @@ static double fold_step(net_kind kind, uint32_t layers, double gb_per_s, double 
     return result == MS_RESULT_OK ? r.step_us / r.plain_step_us : 0.0;
 }
 
+/* Nets whose layouts have gaps, so that a plan is found in one way and laid out again in another. */
+static void all_budgets_from_the_smallest_on_have_plans(void **state) {
+    (void)state;
+    static const struct {
+        net_kind kind;
+        uint32_t layers;
+        uint64_t seed;
+        double gb_per_s;
+    } rows[] = {{NET_CHAIN, 150, 3, 0.0},
+                {NET_CHAIN, 100, 3, 0.0},
+                {NET_CHAIN, 220, 1, 0.0},
+                {NET_UNET, 130, 4, 0.1},
+                {NET_DENSENET, 180, 1, 0.1}};
+    for (size_t k = 0; k < sizeof rows / sizeof rows[0]; ++k) {
+        ms_model *m = fold_net_of(rows[k].kind, rows[k].layers, rows[k].seed, rows[k].gb_per_s);
+        uint64_t least;
+        t_ok(m, ms_smallest_budget(m, &least));
+        for (uint64_t i = 0; i <= 8; ++i) {
+            ms_memory_report r;
+            const uint64_t budget = least + i * least / 8;
+            ms_set_budget(m, budget);
+            t_ok(m, ms_wrap(m));
+            t_report(m, &r);
+            assert_true(r.arena_bytes <= budget && (i > 0 || r.arena_bytes == least));
+        }
+        ms_set_budget(m, least - 1);
+        assert_int_equal(ms_wrap(m), MS_RESULT_BUDGET);
+        ms_destroy(m);
+    }
+}
+
 /* Nets with a link, at budgets where what is recomputed together has to be split, or where only the
    local search of 140 layers finds such a plan. */
 static void small_budgets_take_little_longer(void **state) {
@@ -549,6 +584,7 @@ int main(void) {
         cmocka_unit_test(runs_are_stretched_evenly),
         cmocka_unit_test(decisions_of_folds_are_sound_for_the_whole),
         cmocka_unit_test(groups_of_folds_are_sound_for_the_whole),
+        cmocka_unit_test(all_budgets_from_the_smallest_on_have_plans),
         cmocka_unit_test(small_budgets_take_little_longer),
         cmocka_unit_test(many_layers_are_planned_like_a_hundred),
         cmocka_unit_test(plans_by_a_fold_change_no_bit),
