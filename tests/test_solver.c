@@ -1835,6 +1835,23 @@ static void choices_open(census *with, msi_exhaustive *all, msi_search *s) {
     assert_false(msi_is_short(&with->scorer));
 }
 
+/* Opens a net on a device with a link of so many GB/s; 0: on the host. */
+static ms_model *net_open(census *c, meter *heap, net_kind kind, uint32_t layers, double gb_per_s) {
+    ms_model *m;
+    t_rng rng = t_seed(layers);
+    ms_hardware device = linked_device(&rng);
+    const ms_config config = solver_config(heap);
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    net_register(m, kind, layers, 1);
+    if (gb_per_s > 0.0) {
+        device.to_device_gb_per_s = device.to_host_gb_per_s = gb_per_s;
+        ms_set_hardware(m, &device);
+    }
+    t_ok(m, ms_wrap(m)); // analyses the graph
+    census_open(c, m);
+    return m;
+}
+
 /* Climbs leave the fronts from which they begin as they were: where a climb begins does not depend on
    those before it, nor what is found on the budget. */
 static void climbs_begin_at_what_was_found_before(void **state) {
@@ -1844,13 +1861,8 @@ static void climbs_begin_at_what_was_found_before(void **state) {
     uint32_t tried = 0;
     for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; ++k) {
         meter heap;
-        ms_model *m;
         msi_exhaustive all;
-        const ms_config config = solver_config(&heap);
-        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-        net_register(m, kinds[k], 20, 1);
-        t_ok(m, ms_wrap(m)); // analyses the graph
-        census_open(&with, m);
+        ms_model *m = net_open(&with, &heap, kinds[k], 20, 0.0);
         msi_search s = census_search(&with, with.plan->plain_bytes * 8 / 10);
         choices_open(&with, &all, &s);
         msi_search_locally(&all);
@@ -2383,19 +2395,6 @@ static void a_small_graph_has_groups_for_all_that_may_be_chosen(void **state) {
     assert_true(drops > 0 && joined > 0 && moved[MSI_MOVES_VALUE] > 0);
 }
 
-/* A net with a link, whose search may move what it likes. */
-static void linked_open(census *c, msi_search *s, ms_model *m, net_kind kind, uint32_t layers) {
-    t_rng rng = t_seed(layers);
-    ms_hardware device = linked_device(&rng);
-    device.to_device_gb_per_s = device.to_host_gb_per_s = 0.1;
-    net_register(m, kind, layers, 1);
-    ms_set_hardware(m, &device);
-    t_ok(m, ms_wrap(m)); // analyses the graph
-    census_open(c, m);
-    *s = census_search(c, 1);
-    s->may_move = true;
-}
-
 /* Of a graph with too many groups those with the most bytes are chosen, and as many as there is room for. */
 static void a_large_graph_has_groups_for_the_most_bytes(void **state) {
     (void)state;
@@ -2404,12 +2403,10 @@ static void a_large_graph_has_groups_for_the_most_bytes(void **state) {
     uint32_t left_out = 0;
     for (size_t kind = 0; kind < sizeof kinds / sizeof kinds[0]; ++kind) {
         meter heap;
-        ms_model *m;
-        msi_search s;
         msi_exhaustive all = MSI_ZERO_INIT;
-        const ms_config config = solver_config(&heap);
-        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-        linked_open(&c, &s, m, kinds[kind], 400);
+        ms_model *m = net_open(&c, &heap, kinds[kind], 400, 0.1);
+        msi_search s = census_search(&c, 1);
+        s.may_move = true;
         assert_true(msi_exhaustive_init(&all, &s));
         msi_choose_groups(&all);
         const msi_graph *g = &m->graph;
@@ -2459,16 +2456,14 @@ static void splits_are_made_and_taken_back(void **state) {
     static const net_kind kinds[] = {NET_RESNET, NET_UNET};
     for (size_t kind = 0; kind < sizeof kinds / sizeof kinds[0]; ++kind) {
         meter heap;
-        ms_model *m;
-        msi_search s;
         msi_greedy w;
-        const ms_config config = solver_config(&heap);
+        ms_model *m = net_open(&c, &heap, kinds[kind], 60, 0.1);
+        msi_search s = census_search(&c, 1);
         uint32_t list = 0, splits = 0, count = 0;
         uint64_t begun = 0, before = UINT64_MAX;
         msi_score scores[PLANS];
         uint32_t drops[PLANS];
-        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
-        linked_open(&c, &s, m, kinds[kind], 60);
+        s.may_move = true;
         while (!(msi_move_lists[list].needs & MSI_NEEDS_SPLITS)) {
             list++;
         }
