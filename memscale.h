@@ -17620,7 +17620,7 @@ static void msi_find_host_left(msi_greedy *w) {
 }
 
 /* Whether what a live range holds may be moved, and is worth a copy: one that takes less time than
-   its launch is not, except in the smallest plan. */
+   its launch is not, where most other tensors are larger by far than what is moved. */
 static bool msi_may_move(const msi_greedy *w, uint32_t t, uint32_t move) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     const msi_costs *costs = w->scorer->costs;
@@ -17630,9 +17630,10 @@ static bool msi_may_move(const msi_greedy *w, uint32_t t, uint32_t move) {
     const uint64_t each = move == MSI_MOVES_STATE && states > 0 ? all / states : tensor->bytes;
     const double us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, each);
     const uint32_t kind = tensor->kind == MSI_KIND_PARAM ? move : (uint32_t)MSI_MOVES_MADE;
+    const bool tiny = 4ull * w->graph->tensors.count * all < w->search->budget;
     return (w->search->moves & kind) && all <= w->host_left &&
            (msi_may_choose(w->graph, t) & move) && !(w->decisions[t].moves & move) &&
-           (us >= 2.0 * costs->hardware.launch_us || w->search->budget == 0) &&
+           (us >= 2.0 * costs->hardware.launch_us || !tiny) &&
            !(w->scorer->homes && tensor->kind == MSI_KIND_PARAM);
 }
 
