@@ -1763,7 +1763,7 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
    One byte less is refused (unless equal blocks of layers stand for each other: then somewhat less
    may be accepted), all above is accepted. A larger budget never makes the predicted step
    slower, and a smaller one never makes the arena larger; with offloading, where times rise and
-   fall along the plans that are tried, the first mostly holds within 2 % (10 % were seen), with
+   fall along the plans that are tried, the first mostly holds within 2 % (2.4 % were seen), with
    accumulation within about 14 %, and where graphs of more than 8 layers may be in tiles or in 16 bits, both hold
    nearly. Exception: what rounds (optimizer state in 8 bits, values in 16) and what runs in tiles is
    considered only where the budget asks for more than early updates. So there is one budget, the
@@ -17105,15 +17105,10 @@ enum {
     MSI_GIVE_BACK_SHARE = 4 // times the try limit: plans that take moves back
 };
 
-/* What a list of plans may need to differ from others: that the list before made several moves at a
-   time, or met splits, which this one makes early; that the device maps memory of the host, where
-   updates use state in place; accumulation, which moves state at little cost. */
-enum {
-    MSI_NEEDS_COARSE = 1 << 0,
-    MSI_NEEDS_SPLITS = 1 << 1,
-    MSI_NEEDS_MAPPING = MSI_IN_PLACE,
-    MSI_NEEDS_MICROS = 1 << 4
-};
+/* What a list of plans may need to differ from others: that the one before met splits, which this one
+   makes early; that the device maps memory of the host, where updates use state in place;
+   accumulation, which moves state at little cost. */
+enum { MSI_NEEDS_SPLITS = 1 << 0, MSI_NEEDS_MAPPING = MSI_IN_PLACE, MSI_NEEDS_MICROS = 1 << 4 };
 
 /* Finds the time that it costs to run a layer again, under the decisions so far. */
 typedef struct msi_pricing {
@@ -17301,7 +17296,7 @@ typedef struct msi_greedy {
     msi_link_load load;            // of the plan at hand
     uint64_t host_left;            // bytes that it leaves of the host's memory
     uint32_t batch_share;          // of the moves are made at once
-    uint32_t met;                  // what the list has of MSI_NEEDS_COARSE and others
+    uint32_t met;                  // what the list has of MSI_NEEDS_SPLITS and others
     uint32_t needs;                // what it needs
     uint32_t try_limit;            // for a plan of the list
     uint32_t tries_left;           // for all of them
@@ -17868,7 +17863,6 @@ static bool msi_next_plan(msi_greedy *w) {
          tries++) {
         w->tries_left--;
         batch = batch < w->moves.count - first ? batch : w->moves.count - first;
-        w->met |= batch > 1 ? (uint32_t)MSI_NEEDS_COARSE : 0u;
         if (msi_make_moves(w, first, batch, &old)) {
             return true;
         }
@@ -18030,36 +18024,33 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
 // ------------------------------------------------------------------------------------------------
 // >>lists  what greedy may offload: lists of moves, and what is given back again; segments
 
-/* Lists of plans that move something to the host: what they may move, how many times as fine the
-   steps from plan to plan are, what of all params is on the host from the start, and the room for
-   copies. A list that may move less can be faster: greedy moves do not foresee how busy the link
-   gets. They win where params weigh most, and with accumulation nearly everywhere: the first where
-   homes are forced and the budget is large, the second on a slow link, the finer one on transformers
-   at a third of the plain arena, the one that splits early on U-Nets and ResNets at a fifth. */
+/* Lists of plans that move something to the host: what they may move, what of all params is on the
+   host from the start, and the room for copies. A list that may move less can be faster: greedy moves
+   do not foresee how busy the link gets. They win where params weigh most, and with accumulation
+   nearly everywhere: the first where homes are forced and the budget is large, the second on a slow
+   link, the one that splits early on U-Nets and ResNets at a fifth of the plain arena. */
 typedef struct msi_move_list {
     uint32_t moves;
-    uint8_t fineness;
     uint8_t begun; // a mask of MSI_MOVES_VALUE and others
     uint8_t room;
-    uint8_t needs; // a mask of MSI_NEEDS_COARSE and others: without these it is of no use
+    uint8_t needs; // a mask of MSI_NEEDS_SPLITS and others: without these it is of no use
     bool seeds;    // the local search begins with its plans too
 } msi_move_list;
 
 static const msi_move_list msi_move_lists[] = {
-    {0, 1, 0, 4, 0, false},
-    {MSI_MOVES_STATE, 1, 0, 1, 0, false},
-    {MSI_MOVES_OF_STEP, 1, 0, 1, 0, true},
-    {MSI_MOVES_OF_STEP, 2, 0, 1, MSI_NEEDS_COARSE, false},
-    {MSI_MOVES_OF_STEP, 1, 0, 1, MSI_NEEDS_MAPPING, false},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, 0, 1, 0, true},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, 0, false},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, MSI_NEEDS_SPLITS, false},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_OF_STEP, 0, MSI_NEEDS_MICROS, false},
-    {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, 1, MSI_MOVES_STATE, 0, MSI_NEEDS_MICROS, false},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 1, MSI_MOVES_ALL, 0, MSI_NEEDS_MAPPING, true}};
+    {0, 0, 4, 0, false},
+    {MSI_MOVES_STATE, 0, 1, 0, false},
+    {MSI_MOVES_OF_STEP, 0, 1, 0, true},
+    {MSI_MOVES_OF_STEP, 0, 1, MSI_NEEDS_MAPPING, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 0, 1, 0, true},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, MSI_MOVES_ALL, 0, 0, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, MSI_MOVES_ALL, 0, MSI_NEEDS_SPLITS, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, MSI_MOVES_OF_STEP, 0, MSI_NEEDS_MICROS, false},
+    {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, MSI_MOVES_STATE, 0, MSI_NEEDS_MICROS, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, MSI_MOVES_ALL, 0, MSI_NEEDS_MAPPING, true}};
 
 enum {
-    MSI_FIRST_BEGUN = 6, // the first list that begins with all moved
+    MSI_FIRST_BEGUN = 5, // the first list that begins with all moved
     MSI_MOVE_LISTS = sizeof msi_move_lists / sizeof msi_move_lists[0]
 };
 
@@ -18275,7 +18266,6 @@ static void msi_begin_moves(msi_greedy *w, const msi_move_list *list) {
     w->decisions[w->graph->tensors.count].room = list->room;
     w->needs = list->needs;
     w->try_limit = MSI_OFFLOAD_TRIES;
-    w->batch_share *= list->fineness;
     w->score = msi_search_estimate(w->search, w->decisions);
 }
 
@@ -22774,7 +22764,10 @@ static MSI_COLD void msi_add_cures(msi_text *to, uint64_t least) {
                      x->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_OFF;
     }
     t.techniques = msi_sound_techniques(m, t.techniques | added);
-    const uint64_t bytes = added ? msi_tried_bytes(&t, MSI_GOAL_TRY, 0, NULL) : least;
+    const bool moves = added & MSI_OFFLOADING; // then a squeezed plan is hardly larger
+    const uint64_t bytes = !added  ? least
+                           : moves ? msi_tried_bytes(&t, MSI_GOAL_SQUEEZED, MSI_NO_BUDGET, NULL)
+                                   : msi_tried_bytes(&t, MSI_GOAL_TRY, 0, NULL);
     const char *before = ". With ON for";
     for (int k = 0; k < MS_TECHNIQUE_COUNT && bytes < least; k++) {
         if (added >> k & 1) {
@@ -22782,7 +22775,9 @@ static MSI_COLD void msi_add_cures(msi_text *to, uint64_t least) {
             before = " and";
         }
     }
-    msi_add_text(to, "%s%s", bytes < least ? ": " : "", bytes < least ? msi_size(bytes).text : "");
+    if (bytes < least) {
+        msi_add_text(to, ": %s%s", moves ? "no more than " : "", msi_size(bytes).text);
+    }
     to->trials.result = t.result;
     if (early) {
         msi_add_text(to, ". No early updates, since %s", early);

@@ -3391,6 +3391,33 @@ static void sizes_of_the_error_are_enough(void **state) {
     assert_true(rounded >= 5);
 }
 
+/* And who turns on what the error says has one with the size after it. */
+static void a_switch_that_is_named_helps(void **state) {
+    (void)state;
+    zoo z;
+    ms_config config = zoo_config();
+    const ms_hardware hardware = gpu_hardware(100.0);
+    uint64_t least = 0;
+    for (int64_t rows = 100; rows < 2000; rows += 190) {
+        config.offloading = MS_SWITCH_OFF;
+        zoo_create_along(&z, &config, rows, 48, 0);
+        ms_set_hardware(z.m, &hardware);
+        ms_set_budget(z.m, 1000);
+        t_error(z.m, ms_wrap(z.m), MS_RESULT_BUDGET);
+        const uint64_t said =
+            size_after(ms_last_error(z.m), ". With ON for offloading: no more than ");
+        ms_destroy(z.m);
+        config.offloading = MS_SWITCH_DEFAULT;
+        zoo_create_along(&z, &config, rows, 48, 0);
+        ms_set_hardware(z.m, &hardware);
+        t_ok(z.m, ms_smallest_budget(z.m, &least));
+        assert_in_range(said, least, least + least / 2);
+        ms_set_budget(z.m, said);
+        t_ok(z.m, ms_wrap(z.m));
+        ms_destroy(z.m);
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // policies
 
@@ -3960,6 +3987,7 @@ int main(void) {
         cmocka_unit_test(what_else_would_help),
         cmocka_unit_test(a_long_refusal_is_whole),
         cmocka_unit_test(sizes_of_the_error_are_enough),
+        cmocka_unit_test(a_switch_that_is_named_helps),
         cmocka_unit_test(a_policy_chooses_the_mode),
         cmocka_unit_test(a_policy_sees_whole_steps),
         cmocka_unit_test(the_built_in_policy),
