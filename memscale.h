@@ -20951,16 +20951,18 @@ static void msi_score_again(msi_solver *s, uint64_t arena_bytes) {
 /* Delays updates inside backward as long as the arena does not grow. The weights that the backward
    of a layer has just read lie in the caches of several cores, where writing them is slow: measured
    on two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of traffic
-   later. The predicted time must stay as it is, too: plans were compared by it. */
+   later. The predicted time must stay as it is, too: plans were compared by it. What is on the host
+   may not grow either. */
 static void msi_relax_updates(msi_solver *s) {
     static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20};
-    const uint64_t arena_bytes = s->score.bytes;
+    const uint64_t arena_bytes = s->score.bytes, host_bytes = s->score.host_bytes;
     const double us = s->score.us;
     for (int i = 0; i < (int)(sizeof lags / sizeof lags[0]) && !msi_is_short(s->scorer); i++) {
         msi_place_updates(s->scorer->graph, s->plan->decisions, true, lags[i]);
         s->score = msi_estimate(s->scorer, s->plan->decisions);
         if (msi_fits(s->scorer, &s->score, arena_bytes, arena_bytes) &&
-            s->score.bytes == arena_bytes && !(s->score.us < us) && !(s->score.us > us)) {
+            s->score.bytes == arena_bytes && s->score.host_bytes <= host_bytes &&
+            !(s->score.us < us) && !(s->score.us > us)) {
             return;
         }
     }
@@ -21124,6 +21126,7 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
             /* It was laid out when it was found, and will be when its updates are delayed. */
             s->score = msi_estimate(s->scorer, s->plan->decisions);
             s->score.bytes = search->best_score.bytes;
+            s->score.host_bytes = search->best_score.host_bytes;
         } else {
             msi_score_again(s, search->best_score.bytes);
         }
@@ -22764,7 +22767,7 @@ static MSI_COLD void msi_add_cures(msi_text *to, uint64_t least) {
                      x->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_OFF;
     }
     t.techniques = msi_sound_techniques(m, t.techniques | added);
-    const bool moves = added & MSI_OFFLOADING; // then a squeezed plan is hardly larger
+    const bool moves = added & MSI_OFFLOADING; // then a bound, as for modes
     const uint64_t bytes = !added  ? least
                            : moves ? msi_tried_bytes(&t, MSI_GOAL_SQUEEZED, MSI_NO_BUDGET, NULL)
                                    : msi_tried_bytes(&t, MSI_GOAL_TRY, 0, NULL);

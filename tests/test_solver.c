@@ -2670,6 +2670,49 @@ static void a_plan_has_room_on_both_sides(void **state) {
     }
 }
 
+/* Updates inside backward are not delayed where the plan would have more on the host. */
+static void delayed_updates_need_no_more_of_the_host(void **state) {
+    (void)state;
+    static census with;
+    uint32_t delayed = 0;
+    for (uint64_t seed = 1; seed <= 40; ++seed) {
+        moving of;
+        moving_open(&of, &with, seed, 1);
+        msi_request request = MSI_ZERO_INIT;
+        msi_solver s = MSI_ZERO_INIT;
+        const ms_model *m = of.g.model;
+        msi_tensor_decision *d = with.plan->decisions, *before;
+        const size_t bytes = (size_t)msi_decisions_bytes(&m->graph);
+        msi_decide_plain(&m->graph, d);
+        for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
+            const bool value = m->graph.tensors.items[t].kind != MSI_KIND_PARAM;
+            d[t].moves = (uint8_t)(value ? msi_may_choose(&m->graph, t) & MSI_MOVES_VALUE : 0);
+        }
+        msi_place_updates(&m->graph, d, true, 0);
+        before = (msi_tensor_decision *)malloc(bytes);
+        assert_non_null(before);
+        memcpy(before, d, bytes);
+        s.scorer = &with.scorer;
+        s.plan = with.plan;
+        s.request = &request;
+        request.budget = UINT64_MAX;
+        for (int room = 1; room >= 0; --room) { // for all that it has there, or for one byte less
+            memcpy(d, before, bytes);
+            s.score = msi_score_of(s.scorer, d);
+            const uint64_t arena_bytes = s.score.bytes, host_bytes = s.score.host_bytes;
+            s.score.host_bytes -= !room;
+            msi_relax_updates(&s);
+            const bool same = memcmp(d, before, bytes) == 0;
+            assert_true(s.score.bytes == arena_bytes && s.score.host_bytes <= host_bytes);
+            assert_true(room || same || s.score.host_bytes < host_bytes);
+            delayed += room && !same;
+        }
+        free(before);
+        moving_close(&of, &with);
+    }
+    assert_true(delayed > 5);
+}
+
 /* What a list is skipped for: no plan of it has fewer bytes resident, and where all that it may move
    is moved, there are no more; and a plan with so little resident copies as long as is said. */
 static void bounds_of_lists_hold(void **state) {
@@ -3079,6 +3122,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(homes_are_taken_as_they_are),
         cmocka_unit_test(a_list_ends_where_it_cannot_win),
         cmocka_unit_test(a_plan_has_room_on_both_sides),
+        cmocka_unit_test(delayed_updates_need_no_more_of_the_host),
         cmocka_unit_test(bounds_of_lists_hold),
         cmocka_unit_test(a_drop_costs_what_its_recomputation_reads),
         cmocka_unit_test(climbs_begin_at_what_was_found_before),
