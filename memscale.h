@@ -17105,9 +17105,8 @@ enum {
     MSI_GIVE_BACK_SHARE = 4 // times the try limit: plans that take moves back
 };
 
-/* What a list of plans may need to differ from others: that the one before met splits, which this one
-   makes early; that the device maps memory of the host, where updates use state in place;
-   accumulation, which moves state at little cost. */
+/* What a list of plans may need to differ from others: splits, met by the one before; that the device
+   maps memory of the host, so that state is used in place; accumulation, for which state moves cheaply. */
 enum { MSI_NEEDS_SPLITS = 1 << 0, MSI_NEEDS_MAPPING = MSI_IN_PLACE, MSI_NEEDS_MICROS = 1 << 4 };
 
 /* Finds the time that it costs to run a layer again, under the decisions so far. */
@@ -18300,18 +18299,16 @@ static MSI_NOINLINE void msi_search_moves(msi_greedy *w, const msi_move_list *li
 static uint32_t msi_search_list_of_moves(msi_search *s, int number) {
     const uint32_t techniques = s->techniques;
     msi_greedy w;
-    uint32_t met = 0;
     s->how.by = MSI_FINDER_LISTS;
     s->how.list = number;
     s->moves = msi_move_lists[number].moves;
     s->techniques |= MSI_OFFLOADING;
     if (msi_greedy_init(&w, s)) {
         msi_search_moves(&w, &msi_move_lists[number]);
-        met = w.met;
     }
     msi_greedy_free(&w);
     s->techniques = techniques;
-    return met;
+    return w.met;
 }
 
 /* Searches for plans that move something to the host. A list that begins with all moved is skipped
@@ -19299,9 +19296,8 @@ static MSI_NOINLINE bool msi_search_chain(msi_search *s) {
    measure of all live bytes. From what it has found, climbs begin: each makes a plan faster within
    a rung of a ladder of budgets, by one or two groups at a time. All choices tried form a list.
    Exhaustive wins on graphs of a few layers; local on those of up to some 200 with branches, most at
-   small budgets, many of which no other search meets, and on transformers that move something. Climbs
-   make steps of nets with branches up to 8 % faster, of those that need nested recomputation too: they
-   begin at points of the chain as well. */
+   small budgets, and on transformers that move something. Climbs make steps of nets with branches up
+   to 8 % faster, of those that need nested recomputation too: they begin at points of chains as well. */
 enum {
     MSI_ALL_GROUPS = 256,
     MSI_MOST_GROUPS = MSI_ALL_GROUPS - 2, // with members
@@ -19312,6 +19308,7 @@ enum {
     MSI_ALL_CHAIN = 32,     // groups of a chain
     MSI_ALL_SHARE = 2,      // of that work is done before climbs
     MSI_ALL_SHARE_MOVES = 4,
+    MSI_ALL_ROUNDS = 16, // from what greedy lists have
     MSI_RUNGS = 96,
     MSI_RUNG_REACH = 4, // rungs below one that its climb may reach
     MSI_CLIMB_STEPS = 8,
@@ -19741,10 +19738,11 @@ static void msi_try_greedy(msi_exhaustive *all, const msi_move_list *list) {
     s->techniques = techniques;
 }
 
-/* The local search: begins with the choices of greedy lists, and explores the fronts by turns. It may
-   try a share of what an exhaustive search may, and leaves the rest to climbs. */
+/* The local search: begins with greedy lists, explores fronts by turns, and then from the choice that
+   does all, late updates too. It may try a share of what may be tried, the rest is for climbs. */
 static void msi_search_locally(msi_exhaustive *all) {
     const uint32_t share = all->search->may_move ? MSI_ALL_SHARE_MOVES : MSI_ALL_SHARE;
+    msi_groups done = MSI_ZERO_INIT;
     all->limit /= share;
     all->tries_left /= share;
     msi_try_greedy(all, NULL);
@@ -19753,7 +19751,13 @@ static void msi_search_locally(msi_exhaustive *all) {
             msi_try_greedy(all, &msi_move_lists[k]);
         }
     }
+    for (uint32_t k = 0; k < all->group_count; k++) {
+        msi_change_group(all, &done, k);
+    }
     for (uint32_t round = 0, idle = 0; idle < 2 && msi_may_try(all); round++) {
+        if (round == MSI_ALL_ROUNDS || idle == 1) {
+            msi_try_groups(all, &done);
+        }
         const msi_front *f = round % 2 ? &all->by_crowd : &all->by_bytes;
         const uint32_t choice = msi_pick_unexplored(all, f, round % 4 < 2);
         idle = choice == MSI_NONE ? idle + 1 : 0;
@@ -20951,8 +20955,7 @@ static void msi_score_again(msi_solver *s, uint64_t arena_bytes) {
 /* Delays updates inside backward as long as the arena does not grow. The weights that the backward
    of a layer has just read lie in the caches of several cores, where writing them is slow: measured
    on two cores, AdamW ran at 15 GB/s right after the layer, and at 90 GB/s some 30 MB of traffic
-   later. The predicted time must stay as it is, too: plans were compared by it. What is on the host
-   may not grow either. */
+   later. The predicted time has to stay, since plans were compared by it, and the host to suffice. */
 static void msi_relax_updates(msi_solver *s) {
     static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20};
     const uint64_t arena_bytes = s->score.bytes, host_bytes = s->score.host_bytes;
@@ -21033,9 +21036,8 @@ static void msi_search_smallest(const msi_solver *s, msi_search *search) {
 
 /* Searches the best plan or, if none fits, the smallest. Where a squeezed plan fits, something does.
    Where none does although it moves what it can, probably nothing does: so the smallest plan is
-   searched first, and if that is too large, nothing else is. Without moves the smallest is searched
-   last: a search for a budget goes no further than to live bytes within it, although a layout may
-   need more, and so it can miss that plan. */
+   searched first, and if that is too large, nothing else is. Without moves it comes last: a search
+   for a budget ends at live bytes within it, although a layout may need more, and can miss it. */
 static void msi_search_best(const msi_solver *s, msi_search *search) {
     if (search->budget > 0) {
         msi_propose_squeezed(s, search, search->budget);
@@ -22778,9 +22780,8 @@ static MSI_COLD void msi_add_cures(msi_text *to, uint64_t least) {
             before = " and";
         }
     }
-    if (bytes < least) {
-        msi_add_text(to, ": %s%s", moves ? "no more than " : "", msi_size(bytes).text);
-    }
+    before = bytes >= least ? "" : moves ? ": no more than " : ": ";
+    msi_add_text(to, "%s%s", before, bytes < least ? msi_size(bytes).text : "");
     to->trials.result = t.result;
     if (early) {
         msi_add_text(to, ". No early updates, since %s", early);
