@@ -1763,7 +1763,7 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
    One byte less is refused (unless equal blocks of layers stand for each other: then somewhat less
    may be accepted), all above is accepted. A larger budget never makes the predicted step
    slower, and a smaller one never makes the arena larger; with offloading, where times rise and
-   fall along the plans that are tried, the first mostly holds within 2 % (5 % were seen), with
+   fall along the plans that are tried, the first mostly holds within 2 % (8 % were seen), with
    accumulation within about 14 %, and where graphs of more than 8 layers may be in tiles or in 16 bits, both hold
    nearly. Exception: what rounds (optimizer state in 8 bits, values in 16) and what runs in tiles is
    considered only where the budget asks for more than early updates. So there is one budget, the
