@@ -1764,8 +1764,8 @@ MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text
    may be accepted), all above is accepted. A larger budget never makes the predicted step
    slower, and a smaller one never makes the arena larger; with offloading, where times rise and
    fall along the plans that are tried, the first mostly holds within 2 % (8 % were seen), with
-   accumulation within about 14 %, and where graphs of more than 8 layers may be in tiles or in 16 bits, both hold
-   nearly. Exception: what rounds (optimizer state in 8 bits, values in 16) and what runs in tiles is
+   accumulation within about 14 %, and where graphs of more than 8 layers may be in tiles or in 16
+   bits, both hold nearly. Exception: what rounds (optimizer state in 8 bits, values in 16) and what runs in tiles is
    considered only where the budget asks for more than early updates. So there is one budget, the
    least with which the plan that does neither fits without recomputing or moving anything, that can
    be slower than one byte less: see docs/decision-engine.md. */
@@ -19308,7 +19308,7 @@ enum {
     MSI_ALL_CHAIN = 32,     // groups of a chain
     MSI_ALL_SHARE = 2,      // of that work is done before climbs
     MSI_ALL_SHARE_MOVES = 4,
-    MSI_ALL_ROUNDS = 16, // from what greedy lists have
+    MSI_ALL_ROUNDS = 16, // before the choice that does all
     MSI_RUNGS = 96,
     MSI_RUNG_REACH = 4, // rungs below one that its climb may reach
     MSI_CLIMB_STEPS = 8,
