@@ -14079,8 +14079,7 @@ static msi_block *msi_block_of(const msi_program *p, const msi_range *range) {
     return (range->on_host ? p->layout.host_blocks.items : p->layout.blocks.items) + range->block;
 }
 
-/* Makes one block of memory for each chain of aliases and for what is packed; residents have their
-   places already. */
+/* Makes one block of memory for each chain of aliases and for what is packed, residents apart. */
 static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resident_count) {
     uint32_t on_host = 0;
     for (uint32_t i = resident_count; i < p->code.ranges.count; i++) {
@@ -16778,11 +16777,18 @@ static bool msi_is_same_search(const msi_found *a, const msi_found *b, bool has_
            a->early == b->early && (a->tiles == b->tiles || !has_tiles);
 }
 
-/* Notes which search has found a plan, unless that has found a better one. */
+/* Notes which search has found a plan, unless that has found a better one, or another list the same
+   plan: then both lists moved the same, and would in what is guided. */
 static void msi_rank(msi_search *s, const msi_score *score) {
     uint32_t at = 0;
-    while (at < s->rank_count && !msi_is_same_search(&s->ranks[at], &s->how, true)) {
-        at++;
+    for (; at < s->rank_count; at++) {
+        const msi_score *by_it = &s->rank_scores[at];
+        const bool ties = !msi_comes_first(s, score, by_it) && !msi_comes_first(s, by_it, score);
+        msi_found how = s->how;
+        how.list = ties ? s->ranks[at].list : how.list;
+        if (msi_is_same_search(&s->ranks[at], &how, true)) {
+            break;
+        }
     }
     if (at < s->rank_count && !msi_comes_first(s, score, &s->rank_scores[at])) {
         return;
@@ -18350,8 +18356,7 @@ static void msi_move_all(const msi_search *search, msi_tensor_decision *decision
     }
 }
 
-/* Drops what is used within one segment of `width` layers; if `moves`, what can be moved is moved
-   instead. */
+/* Drops what is used within one segment of `width` layers; if `moves`, moves what can be moved. */
 static void msi_decide_segments(const msi_search *search, msi_tensor_decision *decisions,
                                 uint32_t width, bool moves) {
     const msi_graph *g = search->scorer->graph;
@@ -19581,8 +19586,7 @@ static double msi_crowd(const msi_exhaustive *all) {
     return sum;
 }
 
-/* Adds a choice to a front, and removes what it makes needless there. False: it does not belong
-   there. */
+/* Adds a choice to a front, and removes what it makes needless. False: it does not belong there. */
 static bool msi_join_front(msi_front *f, double size, double us, uint32_t choice) {
     uint32_t first = 0, end = f->count;
     while (first < end) {
@@ -20197,8 +20201,7 @@ static uint64_t msi_try_window(msi_grouping *c, const msi_window *w, uint32_t ti
     return msi_is_short(c->scorer) ? UINT64_MAX : msi_live_of(c->scorer, &score);
 }
 
-/* About the bytes not cut into tiles: what a group reads and makes for others, and params, with
-   gradients. */
+/* About the bytes not cut into tiles, with gradients: params, what a group reads and gives away. */
 static uint64_t msi_whole_in_window(const msi_graph *g, uint32_t first, uint32_t end) {
     uint64_t bytes = 0;
     for (uint32_t i = first; i < end; i++) {
@@ -20963,9 +20966,9 @@ static void msi_relax_updates(msi_solver *s) {
     for (int i = 0; i < (int)(sizeof lags / sizeof lags[0]) && !msi_is_short(s->scorer); i++) {
         msi_place_updates(s->scorer->graph, s->plan->decisions, true, lags[i]);
         s->score = msi_estimate(s->scorer, s->plan->decisions);
-        if (msi_fits(s->scorer, &s->score, arena_bytes, arena_bytes) &&
-            s->score.bytes == arena_bytes && s->score.host_bytes <= host_bytes &&
-            !(s->score.us < us) && !(s->score.us > us)) {
+        if (!(s->score.us < us) && !(s->score.us > us) &&
+            msi_fits(s->scorer, &s->score, arena_bytes, arena_bytes) &&
+            s->score.bytes == arena_bytes && s->score.host_bytes <= host_bytes) {
             return;
         }
     }
@@ -21412,8 +21415,7 @@ static bool msi_can_wait(const msi_ordering *o, uint32_t wait, int engine, uint3
     return fits;
 }
 
-/* Gives the next WAIT for the engine what this one awaits: both ends of each copy stay live until
-   then. */
+/* Gives the next WAIT for the engine what this one awaits: until then both ends of a copy live. */
 static bool msi_pass_on(msi_ordering *o, uint32_t wait, int engine) {
     msi_program *p = o->program;
     msi_instruction *from = &p->code.instructions.items[wait];
@@ -22328,8 +22330,7 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     return result;
 }
 
-/* Plans at `sizes` (NULL: the largest). The plan must fit into the arena of `largest`, if that is
-   not NULL. */
+/* Plans at `sizes` (NULL: the largest). The plan must fit into the arena of `largest`, if any. */
 static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
                              const int64_t *sizes, const msi_plan *largest, msi_plan **made) {
     int64_t old[MS_LIMIT_AXES];
@@ -22341,8 +22342,7 @@ static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
     return result;
 }
 
-/* Gives all residents the places that a plan has decided on, and makes room for its transient
-   values. */
+/* Gives all residents the places that a plan has decided on, and room to its transient values. */
 static void msi_put_homes(msi_store *store, const msi_plan *plan) {
     store->resident_bytes = store->reserved_bytes;
     store->host_bytes = store->borrowed_bytes = 0;

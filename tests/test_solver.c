@@ -2670,6 +2670,36 @@ static void a_plan_has_room_on_both_sides(void **state) {
     }
 }
 
+/* Lists of moves that found plans of the same score are named once to what a fold guides, each other
+   search for itself, the best first. */
+static void a_guide_names_equal_lists_once(void **state) {
+    (void)state;
+    static const struct {
+        msi_finder by;
+        int list;
+        uint32_t rounding;
+        double us;
+        uint32_t at, count; // where it is ranked then, of how many
+    } found[] = {{MSI_FINDER_LISTS, 1, 0, 4.0, 0, 1},  {MSI_FINDER_LISTS, 2, 0, 4.0, 1, 1},
+                 {MSI_FINDER_GREEDY, 0, 0, 4.0, 1, 2}, {MSI_FINDER_LISTS, 4, 0, 3.0, 0, 3},
+                 {MSI_FINDER_LISTS, 5, 0, 3.0, 3, 3},  {MSI_FINDER_LISTS, 4, 1, 3.0, 1, 3}};
+    msi_search s = MSI_ZERO_INIT;
+    s.budget = 100;
+    for (size_t i = 0; i < sizeof found / sizeof found[0]; ++i) {
+        msi_score score = {100, 100, found[i].us, 0, 0.0};
+        uint32_t at = 0;
+        s.how.by = found[i].by;
+        s.how.list = found[i].list;
+        s.how.rounding = found[i].rounding;
+        msi_rank(&s, &score);
+        while (at < s.rank_count && !msi_is_same_search(&s.ranks[at], &s.how, true)) {
+            ++at;
+        }
+        assert_int_equal(s.rank_count, found[i].count);
+        assert_int_equal(at, found[i].at);
+    }
+}
+
 /* Updates inside backward are not delayed where the plan would have more on the host. */
 static void delayed_updates_need_no_more_of_the_host(void **state) {
     (void)state;
@@ -3122,6 +3152,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(homes_are_taken_as_they_are),
         cmocka_unit_test(a_list_ends_where_it_cannot_win),
         cmocka_unit_test(a_plan_has_room_on_both_sides),
+        cmocka_unit_test(a_guide_names_equal_lists_once),
         cmocka_unit_test(delayed_updates_need_no_more_of_the_host),
         cmocka_unit_test(bounds_of_lists_hold),
         cmocka_unit_test(a_drop_costs_what_its_recomputation_reads),
