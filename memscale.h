@@ -19302,7 +19302,7 @@ static MSI_NOINLINE bool msi_search_chain(msi_search *s) {
    a rung of a ladder of budgets, by one or two groups at a time. All choices tried form a list.
    Exhaustive wins on graphs of a few layers; local on those of up to some 200 with branches, most at
    small budgets, and on transformers that move something. Climbs make steps of nets with branches up
-   to 8 % faster, of those that need nested recomputation too: they begin at points of chains as well. */
+   to 8 % faster, with moves up to 25 %; they begin at points of chains too, with nested recomputation. */
 enum {
     MSI_ALL_GROUPS = 256,
     MSI_MOST_GROUPS = MSI_ALL_GROUPS - 2, // with members
@@ -19315,17 +19315,14 @@ enum {
     MSI_ALL_SHARE_MOVES = 4,
     MSI_ALL_ROUNDS = 16, // before the choice that does all
     MSI_RUNGS = 96,
-    MSI_RUNG_REACH = 4, // rungs below one that its climb may reach
-    MSI_CLIMB_STEPS = 8,
+    MSI_RUNG_REACH = 4,       // rungs below one that its climb may reach
     MSI_CLIMB_PAIRS = 24,     // that are tried in a step
-    MSI_CLIMB_TAKEN_BACK = 4, // changes that need another drop to fit
-    MSI_CLIMB_TRIES = 600,    // and for each group:
-    MSI_CLIMB_TRIES_EACH = 8,
+    MSI_CLIMB_TAKEN_BACK = 8, // changes that need another one to fit
     MSI_TRIED_LAYOUTS = 32
 };
 
 /* A climb makes a plan faster by at most this share. */
-static const double MSI_CLIMB_GAIN = 0.06;
+static const double MSI_CLIMB_GAIN = 0.5;
 
 typedef struct msi_groups {
     uint64_t dropped[MSI_ALL_WORDS];
@@ -19863,8 +19860,8 @@ static void msi_climb_by_pairs(msi_exhaustive *all, msi_rung *r, uint32_t from) 
     }
 }
 
-/* Makes the changes that gain most, each alone, though they do not fit, and tries to drop something
-   else at the peak that this leads to. */
+/* Makes the changes that gain most, each alone, though they do not fit, and tries to drop or move
+   something else at the peak that this leads to. */
 static void msi_climb_by_exchange(msi_exhaustive *all, msi_rung *r, uint32_t from) {
     const msi_groups start = all->tried[from].groups;
     for (uint32_t turn = 0; turn < MSI_CLIMB_TAKEN_BACK && msi_may_try(all); turn++) {
@@ -19879,7 +19876,7 @@ static void msi_climb_by_exchange(msi_exhaustive *all, msi_rung *r, uint32_t fro
         msi_groups changed = start;
         msi_change_group(all, &changed, first);
         const msi_groups helpful = msi_groups_at_peak(all, &changed);
-        for (uint32_t k = 0; k < all->drop_count && msi_may_try(all); k++) {
+        for (uint32_t k = 0; k < all->group_count && msi_may_try(all); k++) {
             msi_groups groups = changed;
             if (k != first && msi_has_group(&helpful, k) && !msi_has_group(&start, k)) {
                 msi_change_group(all, &groups, k);
@@ -19891,8 +19888,7 @@ static void msi_climb_by_exchange(msi_exhaustive *all, msi_rung *r, uint32_t fro
 
 static void msi_climb(msi_exhaustive *all, msi_rung *r) {
     uint32_t from = MSI_NONE;
-    for (uint32_t step = 0; step < MSI_CLIMB_STEPS && r->choice != from && msi_may_try(all);
-         step++) {
+    while (r->choice != from && msi_may_try(all)) {
         from = r->choice;
         msi_climb_singly(all, r, from);
         msi_climb_by_pairs(all, r, from);
@@ -19960,7 +19956,6 @@ static void msi_climb_rungs(msi_exhaustive *all) {
     const double rung =
         (1.0 / all->crowd_unit + (double)(all->resident_bytes - low)) / (double)MSI_RUNGS;
     const uint64_t reach = (uint64_t)(rung * (double)MSI_RUNG_REACH);
-    const uint32_t tries = MSI_CLIMB_TRIES + MSI_CLIMB_TRIES_EACH * all->group_count;
     const double below = s->budget > low ? (double)(s->budget - low) / rung : 0.0;
     const uint32_t at = below < (double)MSI_RUNGS ? (uint32_t)below : (uint32_t)MSI_RUNGS - 1;
     all->climbs = true;
@@ -19975,7 +19970,7 @@ static void msi_climb_rungs(msi_exhaustive *all) {
             continue;
         }
         all->limit = all->room;
-        all->tries_left = tries; // those of what other climbs have tried too
+        all->tries_left = MSI_NONE; // what other climbs have tried costs little
         if (point != MSI_NONE) {
             const msi_groups groups = msi_groups_of_point(all, point);
             msi_climb_to(all, &r, msi_number_of(all, &groups));
