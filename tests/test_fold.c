@@ -460,8 +460,8 @@ static void all_budgets_from_the_smallest_on_have_plans(void **state) {
 }
 
 /* Nets with a link, at budgets where what is recomputed together has to be split, or where only the
-   local search of 140 layers finds such a plan; and with one on which each copy takes less time than
-   its launch. */
+   local search of 140 layers finds such a plan; with one on which each copy takes less time than its
+   launch; and where climbs of the local search have to go on for long, the last by moves in exchange. */
 static void small_budgets_take_little_longer(void **state) {
     (void)state;
     static const struct {
@@ -472,7 +472,10 @@ static void small_budgets_take_little_longer(void **state) {
                 {NET_RESNET, 400, 0.1, 0.1, 1.5},    {NET_UNET, 60, 0.1, 0.3, 1.4},
                 {NET_UNET, 90, 0.1, 0.2, 1.6},       {NET_RANDOM, 140, 0.1, 0.5, 1.03},
                 {NET_RANDOM, 140, 0.1, 0.46, 1.05},  {NET_DENSENET, 90, 0.1, 0.24, 2.5},
-                {NET_EQUAL, 60, 1000.0, 0.35, 1.01}, {NET_RESNET, 60, 1000.0, 0.35, 1.01}};
+                {NET_EQUAL, 60, 1000.0, 0.35, 1.01}, {NET_RESNET, 60, 1000.0, 0.35, 1.01},
+                {NET_CHAIN, 20, 0.1, 0.25, 1.85},    {NET_UNET, 61, 0.1, 0.25, 1.4},
+                {NET_RESNET, 43, 0.1, 0.25, 1.2},    {NET_DENSENET, 61, 0.1, 0.25, 1.5},
+                {NET_INCEPTION, 43, 0.1, 0.35, 2.4}, {NET_INCEPTION, 20, 0.1, 0.7, 1.49}};
     for (size_t k = 0; k < sizeof rows / sizeof rows[0]; ++k) {
         const double step =
             fold_step(rows[k].kind, rows[k].layers, rows[k].gb_per_s, rows[k].share);
