@@ -15469,8 +15469,7 @@ static void msi_gap_pass_standing(msi_layout_work *w, msi_gap *gap) {
     gap->standing = k;
 }
 
-/* Raises the gap above a placed block that is in the way. One that is further up is added to the
-   blocks to be met. */
+/* Raises the gap above a placed block in the way. One further up is added to those to be met. */
 static void msi_gap_meet(msi_layout_work *w, msi_gap *gap, uint32_t block) {
     const uint64_t begin = w->offset[block], end = begin + w->blocks[block].bytes;
     const uint64_t low = !gap->hangs ? begin : end < w->bound ? w->bound - end : 0;
@@ -18383,8 +18382,7 @@ static void msi_decide_squeezed(const msi_search *search, msi_tensor_decision *d
 }
 
 /* Square-root checkpointing and its kin: all layers in segments of equal length. Wins on nets of a
-   thousand layers with skips past most of them: the smallest arena of such a U-Net is a sixth
-   smaller. */
+   thousand layers with skips past most: the smallest arena of such a U-Net is a sixth smaller. */
 static void msi_search_segments(msi_search *s) {
     const uint32_t layers = s->scorer->graph->layers.count;
     const uint32_t step = layers > MSI_BATCH_LAYERS ? 1 : 3;
@@ -18570,8 +18568,7 @@ static bool msi_is_cut(const msi_chain *c, const msi_crossings *x, uint32_t laye
             (x->count[layer] == 1 && !msi_is_drop_forced(c->graph, (uint32_t)x->sum[layer] - 1)));
 }
 
-/* Cuts the graph where at most one value crosses; if these are too many stages, only where enough
-   bytes lie between cuts. */
+/* Cuts the graph where at most one value crosses; if too often, where enough bytes lie between. */
 static void msi_cut_stages(msi_chain *c, const msi_crossings *x) {
     const msi_graph *g = c->graph;
     const uint32_t layers = g->layers.count;
@@ -19321,8 +19318,8 @@ enum {
     MSI_TRIED_LAYOUTS = 32
 };
 
-/* A climb makes a plan faster by at most this share. */
-static const double MSI_CLIMB_GAIN = 0.5;
+/* A climb makes a plan faster by at most this share: where nothing may be moved, and where something. */
+static const double MSI_CLIMB_GAINS[] = {0.04, 0.5};
 
 typedef struct msi_groups {
     uint64_t dropped[MSI_ALL_WORDS];
@@ -19486,8 +19483,7 @@ static void msi_list_groups(msi_exhaustive *all, bool by_layer, uint64_t least_b
     all->first[all->group_count] = member;
 }
 
-/* Lists as many groups as there is room for: of values or, if these are too many, of layers, those
-   with the most bytes. */
+/* Lists as many groups as there is room for: of values, or of the layers with the most bytes. */
 static void msi_choose_groups(msi_exhaustive *all) {
     uint64_t few = UINT64_MAX, many = 0; // groups of at least so many bytes fit, or do not
     msi_list_groups(all, false, 0, MSI_NONE);
@@ -19648,8 +19644,7 @@ static void msi_try_groups(msi_exhaustive *all, const msi_groups *groups) {
     }
 }
 
-/* The groups that may lower the peak of a choice: those that drop a value which is idle there, and all
-   that move something. */
+/* The groups that may lower the peak of a choice: drops of what is idle there, and all moves. */
 static msi_groups msi_groups_at_peak(msi_exhaustive *all, const msi_groups *choice) {
     const msi_program *p = all->search->scorer->program;
     msi_groups groups = MSI_ZERO_INIT;
@@ -19794,8 +19789,7 @@ static void msi_climb_to(msi_exhaustive *all, msi_rung *r, uint32_t choice) {
     }
 }
 
-/* Tries the neighbours of a choice, and notes what each group changes. Groups that do not lower the
-   peak are not added. */
+/* Tries the neighbours of a choice, adds only what may lower its peak, notes what each changes. */
 static void msi_climb_singly(msi_exhaustive *all, msi_rung *r, uint32_t from) {
     const msi_groups start = all->tried[from].groups;
     const msi_score base = all->list[from].score;
@@ -19942,16 +19936,25 @@ static uint32_t msi_begin_climb(const msi_exhaustive *all, msi_rung *r) {
         point = chain->points[k].bytes <= r->most - all->resident_bytes ? k : point;
     }
     const double point_us = point == MSI_NONE ? us : all->base_us + (double)chain->points[point].us;
-    r->least_us = (point_us < us ? point_us : us) * (1.0 - MSI_CLIMB_GAIN);
+    r->least_us = (point_us < us ? point_us : us) * (1.0 - MSI_CLIMB_GAINS[all->search->may_move]);
     return point_us < us ? point : MSI_NONE;
 }
 
+/* Forgets the choices from number `count` on. */
+static void msi_forget_tried(msi_exhaustive *all, uint32_t count) {
+    memset(all->index, 0, (all->index_mask + 1ull) * sizeof *all->index);
+    for (all->count = 0; all->count < count; all->count++) {
+        *msi_find_tried(all, &all->tried[all->count].groups) = all->count + 1;
+    }
+}
+
 /* Climbs at the rungs of a ladder of budgets, each from the plans that were found before any climb,
-   so that what is found does not depend on the budget. Nor does it matter that rungs are skipped
-   whose climb cannot count: a climb counts down to some rungs below its own, and up to a gain. Those
-   at the budget come first, since all share the memory for choices. */
+   and where nothing may be moved with as many choices: so what is found does not depend on the budget.
+   Nor does it matter that rungs are skipped whose climb cannot count: a climb counts down to some rungs
+   below its own, and up to a gain. With moves all share the choices: those at the budget come first. */
 static void msi_climb_rungs(msi_exhaustive *all) {
     const msi_search *s = all->search;
+    const uint32_t before = all->count;
     const uint64_t low = s->may_move ? 0 : all->resident_bytes;
     const double rung =
         (1.0 / all->crowd_unit + (double)(all->resident_bytes - low)) / (double)MSI_RUNGS;
@@ -19969,7 +19972,10 @@ static void msi_climb_rungs(msi_exhaustive *all) {
         if (!s->fits || r.least >= s->budget || r.least_us >= s->best_score.us) {
             continue;
         }
-        all->limit = all->room;
+        if (!s->may_move) {
+            msi_forget_tried(all, before);
+        }
+        all->limit = s->may_move ? all->room : (all->room + before) / 2;
         all->tries_left = MSI_NONE; // what other climbs have tried costs little
         if (point != MSI_NONE) {
             const msi_groups groups = msi_groups_of_point(all, point);
@@ -21358,8 +21364,7 @@ static uint32_t msi_awaited_by(const msi_ordering *o, uint32_t wait, uint32_t be
     return end;
 }
 
-/* The next WAIT from instruction `now` on for copies of an engine or, with `others`, of any other
-   one; or the end. */
+/* The next WAIT from `now` on for copies of an engine or, with `others`, of another; or the end. */
 static MSI_NOINLINE uint32_t msi_next_wait(const msi_program *p, uint32_t now, int engine,
                                            bool others) {
     const msi_instruction *all = p->code.instructions.items;

@@ -1938,6 +1938,37 @@ static void climbs_have_room_for_what_they_try(void **state) {
     }
 }
 
+/* What climbs find does not depend on those before them, which depend on the budget. Each budget is
+   asked of a new model, at which plans of other budgets are unknown. */
+static void climbs_keep_larger_budgets_faster(void **state) {
+    (void)state;
+    double fastest = 1e300;
+    uint64_t bytes = 0;
+    for (int k = 0; k < 16; ++k) {
+        meter heap;
+        ms_memory_report r;
+        ms_model *m;
+        ms_config config = solver_config(&heap);
+        uint64_t least = 0;
+        config.offloading = MS_SWITCH_OFF;
+        assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+        net_register(m, NET_RANDOM, 63, 13);
+        ms_set_hardware(m, ms_hardware_find("RTX 3090"));
+        ms_set_budget(m, UINT64_MAX);
+        t_ok(m, ms_smallest_budget(m, &least));
+        t_ok(m, ms_wrap(m));
+        t_report(m, &r);
+        ms_set_budget(m, least + (r.plain_bytes - least) * (uint64_t)k / 128);
+        t_ok(m, ms_wrap(m));
+        t_report(m, &r);
+        assert_true(r.step_us <= fastest && r.arena_bytes >= bytes);
+        fastest = r.step_us;
+        bytes = r.arena_bytes;
+        ms_destroy(m);
+        assert_true(heap.live == 0);
+    }
+}
+
 /* Of all pairs that should gain something and fit, each is taken once, those that gain more first. */
 static void pairs_are_tried_in_the_order_of_gain(void **state) {
     (void)state;
@@ -3159,6 +3190,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(climbs_begin_at_what_was_found_before),
         cmocka_unit_test(climbs_begin_at_points_of_the_chain),
         cmocka_unit_test(climbs_have_room_for_what_they_try),
+        cmocka_unit_test(climbs_keep_larger_budgets_faster),
         cmocka_unit_test(pairs_are_tried_in_the_order_of_gain),
         cmocka_unit_test(a_chain_needs_what_its_search_expects),
         cmocka_unit_test(a_plan_of_the_list_is_one_move_further),
