@@ -3552,10 +3552,9 @@ MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
 #include <stdarg.h>
 #ifndef MEMSCALE_NO_SYSTEM
 #include <time.h>
-#endif
-#if defined(MEMSCALE_NO_SYSTEM)
-#elif !defined(_WIN32) && !defined(CLOCK_MONOTONIC) && !defined(__linux__)
+#if !defined(_WIN32) && !defined(CLOCK_MONOTONIC)
 #include <sys/time.h>
+#endif
 #endif
 #if defined(MEMSCALE_NO_SYSTEM)                 // copies run on the thread that computes
 #elif defined(_WIN32) && _WIN32_WINNT >= 0x0600 // the first with SRWLOCK
@@ -19942,7 +19941,7 @@ static uint32_t msi_begin_climb(const msi_exhaustive *all, msi_rung *r) {
 
 /* Forgets the choices from number `count` on. */
 static void msi_forget_tried(msi_exhaustive *all, uint32_t count) {
-    memset(all->index, 0, (all->index_mask + 1ull) * sizeof *all->index);
+    memset(all->index, 0, ((size_t)all->index_mask + 1) * sizeof *all->index);
     for (all->count = 0; all->count < count; all->count++) {
         *msi_find_tried(all, &all->tried[all->count].groups) = all->count + 1;
     }

@@ -824,6 +824,8 @@ check broad 'riscv64, one translation unit' "$riscv-gcc $body $program"
 check broad 'riscv64, examples/robot' "$riscv-gcc -O2 examples/robot.c --seconds 12"
 arm32='cell_elsewhere qemu-arm arm-linux-gnueabihf'
 check broad '32-bit ARM, one translation unit' "$arm32-gcc '$body -O1' $program"
+check broad '32-bit ARM, what strict C99 hides without -pthread' \
+    "need arm-linux-gnueabihf-gcc; compile arm-linux-gnueabihf-gcc $body -fsyntax-only $program"
 check broad 'what the system tells' "cell gcc tests/compile_host.c"
 
 group 'compile, nvcc'
