@@ -520,8 +520,7 @@ typedef int (*ms_layer_fn)(const ms_call *call);
 // ------------------------------------------------------------------------------------------------
 // >>backend  allocator, log, and the table of what runs on the device
 
-/* Both functions or neither (NULL: malloc, free and realloc). release receives the size that was
-   passed to alloc. */
+/* Both functions or neither (NULL: malloc, free and realloc). release gets the size that alloc got. */
 typedef struct ms_allocator {
     void *(*alloc)(uint64_t bytes, void *user);
     void (*release)(void *memory, uint64_t bytes, void *user);
@@ -547,8 +546,7 @@ typedef struct ms_parallel {
 
 typedef enum ms_log_level { MS_LOG_ERROR, MS_LOG_WARNING, MS_LOG_INFO, MS_LOG_DEBUG } ms_log_level;
 
-/* tag: debug, error, file, graph, plan, policy, rules, state or timing; text: one line without its line
-   end. */
+/* tag: debug, error, file, graph, plan, policy, rules, state or timing; text: one line. */
 typedef void (*ms_log_fn)(ms_log_level level, const char *tag, const char *text, void *user);
 
 /* Microseconds of a clock that is never set back, from any beginning, and that goes on while a call
@@ -600,8 +598,7 @@ typedef enum ms_optimizer_kind {
     MS_OPTIMIZER_NONE    // no update: ms_read can read the gradients until the next step
 } ms_optimizer_kind;
 
-/* How the factor of gradients in F16 follows their overflows; see PRECISION. A field of 0 has the
-   value in brackets. */
+/* How the factor of gradients in F16 follows overflows; see PRECISION. 0: the value in brackets. */
 typedef struct ms_loss_scaling {
     float initial;         // [65536]
     float growth, backoff; // [2, 0.5] times this: after growth_steps steps, after an overflow
@@ -800,9 +797,8 @@ typedef struct ms_backend {
     int (*cast)(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
                 uint64_t count);
     int (*scale_f32)(void *state, void *device, const float *factor, uint64_t count); // *=
-    /* Unless step->halted is set: step->loss = factor * sum of the losses; if that is not finite,
-       halted = MS_HALT_LOSS and halted_step = step->step. A halt by an overflow in an earlier step
-       ends before. */
+    /* Unless step->halted is set (by an overflow in an earlier step): step->loss = factor * sum of the
+       losses; if that is not finite, halted = MS_HALT_LOSS and halted_step = step->step. */
     int (*loss)(void *state, const void *losses, uint64_t count, double factor,
                 ms_step_state *step);
     /* Clipping: *sum += sum of squares, and if that is not finite and *nonfinite is 0, it becomes
@@ -978,8 +974,7 @@ typedef struct ms_config {
     ms_arena *arena;              // shared with other models; NULL: the model's own
     /* A block of device memory that the trainer lends for the arena, as long as the model lives; NULL:
        memory of the backend. Plans are never larger, and a budget of 0 is all of it, from the first
-       address that is a multiple of 64 on (of 256 where the backend has a workspace). Not with a
-       shared arena. */
+       address that is a multiple of 64 on (256: a backend with a workspace). Not with a shared one. */
     void *memory;
     uint64_t memory_bytes;
     /* The trainer's cudaStream_t for all work, as long as the model lives; cudaStreamLegacy for the
@@ -1074,8 +1069,7 @@ typedef struct ms_layer_desc {
     /* What recompute reads; zero: every input and param. Not an output in must_in_place. */
     ms_reads recompute_reads;
     /* Gradients that backward can only add to (it finds zeros or earlier contributions), or only
-       overwrite (F32 only; the library adds the result to earlier ones). All others follow
-       ms_view.beta. */
+       overwrite (F32; the library adds the result to earlier ones). Others follow ms_view.beta. */
     ms_edges accumulates, overwrites;
     /* in_place[j]: inputs that out[j] may alias. It does so if nobody reads that input afterwards,
        so forward must be right both ways. */
@@ -1096,8 +1090,7 @@ typedef struct ms_layer_desc {
     ms_slot_masks clobbers;
     /* Inputs whose gradients forward writes, in a layer that computes a loss: it runs once (in debug
        mode without no_recompute several times in its first step), has no backward, and nothing
-       differentiates through its outputs: one that a layer with a backward reads needs
-       ms_stop_gradient. */
+       differentiates through its outputs: what a layer with a backward reads needs ms_stop_gradient. */
     uint32_t grads_in_forward;
     uint32_t optional_saved; // no data if nobody is going to read them; the others always have it
     ms_layer_dtypes dtypes;
@@ -1385,8 +1378,7 @@ typedef struct ms_memory_report {
 
 typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
 
-/* How long a value is in memory in a program. New fields are added at the end; size says which
-   there are. */
+/* How long a value is in memory in a program. New fields come at the end; size says which there are. */
 typedef struct ms_lifetime {
     uint32_t size;    // sizeof(ms_lifetime)
     ms_tensor tensor; // or a handle of ms_gradient or ms_optimizer_state; 0: scratch memory
@@ -1524,8 +1516,7 @@ MEMSCALE_API const char *ms_result_text(ms_result result);
 MEMSCALE_API const char *ms_dtype_name(ms_dtype dtype);
 MEMSCALE_API uint64_t ms_dtype_bytes(ms_dtype dtype);
 
-/* Shapes of rank 1 to 4, and the number of elements of a shape (0 if a dim is below 1 or the
-   product overflows). */
+/* Shapes of rank 1 to 4, and the number of elements of one (0: a dim below 1, or an overflow). */
 MEMSCALE_API ms_shape ms_shape1(int64_t d0);
 MEMSCALE_API ms_shape ms_shape2(int64_t d0, int64_t d1);
 MEMSCALE_API ms_shape ms_shape3(int64_t d0, int64_t d1, int64_t d2);
@@ -1573,8 +1564,7 @@ MEMSCALE_API uint64_t ms_arena_bytes(const ms_arena *arena);
    model with an error either, *model is NULL. */
 MEMSCALE_API_CHECKED ms_result ms_create(const ms_config *config, ms_model **model);
 
-/* Frees everything; NULL is allowed. In a callback of the model it frees nothing, and notes an
-   error (ORDER). */
+/* Frees everything; NULL is allowed. In a callback of the model it frees nothing and notes ORDER. */
 MEMSCALE_API void ms_destroy(ms_model *model);
 
 /* Text of the last error of this model, "" if there was none; valid until the next call that fails.
@@ -2065,8 +2055,7 @@ MEMSCALE_API const char *ms_technique_name(ms_technique technique);
 MEMSCALE_API const char *ms_decision_source_name(ms_decision_source source);
 MEMSCALE_API const char *ms_time_source_name(ms_time_source source);
 
-/* The rules in the order in which they are tried (the first that holds explains a decision); NULL
-   after the last. */
+/* The rules in their order, of which the first that holds explains a decision; NULL after the last. */
 MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number);
 
 /* Calls visit for each layer in the order of registration, and for each technique of ms_technique:
@@ -2445,8 +2434,7 @@ MSI_HD uint64_t msi_bits_of_f64(double x) {
 
 /* Comparisons cannot tell whether a number is finite or a NaN: with -Ofast or -ffinite-math-only
    compilers assume that all numbers are finite, and fold x != x and x - x == 0. From the arithmetic
-   that made x they may even derive that its bits are those of a finite number; `volatile` prevents
-   that. */
+   that made x they may even derive that its bits are those of such a number, without `volatile`. */
 MSI_HD bool msi_is_finite(double x) {
     volatile uint64_t bits = msi_bits_of_f64(x);
     return (bits >> 52 & 0x7ff) != 0x7ff;
@@ -4272,8 +4260,7 @@ typedef struct msi_block {
     uint8_t from_top;     // a hint to place gradients, which pile up while others end, from the top
 } msi_block;
 
-/* Simulated times: in all; of waiting for copies; of recomputation; and of the copies of each
-   engine. */
+/* Simulated times: in all; of waits for copies; of recomputation; of the copies of each engine. */
 typedef struct msi_times {
     double us, stall_us, recompute_us, link_us[MS_STREAM_COUNT];
 } msi_times;
@@ -4301,8 +4288,7 @@ typedef struct msi_known_layout {
     uint64_t key, height, host_height;
 } msi_known_layout;
 
-/* Where the live ranges of a program are, and the memory that they take. Offsets count from the end
-   of the residents. */
+/* Where the live ranges of a program are, from the end of the residents, and the memory they take. */
 typedef struct msi_placement {
     MSI_LIST(msi_block) blocks;
     MSI_LIST(msi_block) host_blocks;
@@ -4528,9 +4514,8 @@ static const uint32_t MSI_AT_END = UINT32_MAX - 1;
 
 typedef enum msi_finder { MSI_FINDERS(MEMSCALE_FIRST) MSI_FINDER_COUNT } msi_finder;
 
-/* How a plan was found: by which search, in which of msi_move_lists, among plans with which
-   roundings, and whether these have groups of layers in tiles by choice, and update params inside
-   backward. */
+/* How a plan was found: by which search, in which of msi_move_lists, among plans with which roundings,
+   and whether with groups of layers in tiles by choice, and with updates inside backward. */
 typedef struct msi_found {
     msi_finder by;
     int list;
@@ -4649,8 +4634,7 @@ typedef struct msi_wrapped {
         *waiting; // the function that has set it, if the next step is to warn of that; or NULL
 } msi_wrapped;
 
-/* Memory of a first store that failed once values had moved there: they stay in it until there is a
-   store. */
+/* Memory of a first store that failed once values had moved there, for them until there is one. */
 typedef struct msi_refuge {
     void *memory;
     uint8_t *host;
@@ -5477,8 +5461,7 @@ static MSI_NOINLINE ms_result msi_synchronize(ms_model *m) {
                : MS_RESULT_OK;
 }
 
-/* Waits after a failure for what is under way, since its memory is going to be released; the first
-   error stays. */
+/* Waits after a failure for what is under way, whose memory will be released; the first error stays. */
 static ms_result msi_settle_failure(ms_model *m, ms_result result) {
     if (result != MS_RESULT_OK) {
         const msi_errors errors = m->errors;
@@ -5742,8 +5725,7 @@ MSI_WIDE msi_ints msi_wide_of_u32(uint32_t x) {
     return MSI_V(set1_epi32)((int)x);
 }
 
-/* Floats that are not negative sort as their bits do, and processors have more units that compare
-   integers. */
+/* Floats that are not negative sort as their bits do, and more units of processors compare integers. */
 MSI_WIDE msi_floats msi_wide_smaller(msi_floats a, msi_floats b) {
     return MSI_V_OF_BITS(MSI_V(min_epi32)(MSI_V_BITS(castps)(a), MSI_V_BITS(castps)(b)));
 }
@@ -5911,8 +5893,7 @@ MSI_WIDE void msi_wide_decode(const uint8_t *codes, bool is_signed, float scale,
     }
 }
 
-/* As msi_bf16_at_random of msi_random, for elements with consecutive numbers that differ in the
-   lower half only. */
+/* As msi_bf16_at_random of msi_random, for elements whose numbers differ in the lower half. */
 MSI_WIDE void msi_wide_store_at_random(uint16_t *to, msi_floats x, uint32_t key, uint64_t number) {
     const msi_ints bits = MSI_V_BITS(castps)(x);
     msi_ints r = MSI_V(add_epi32)(msi_wide_of_u32((uint32_t)number), MSI_V_IOTA());
@@ -6451,8 +6432,7 @@ typedef struct msi_update_floats {
     float scale; // of gradients
 } msi_update_floats;
 
-/* Square roots. Where sqrtf sets errno, which compilers assume by default, it is in no loop that they
-   vectorize. */
+/* Square roots. Where sqrtf sets errno, as by default, compilers vectorize no loop with it. */
 static void msi_take_roots(float *x, int count) {
     int i = 0;
 #if defined(MSI_LANES)
@@ -7082,8 +7062,7 @@ static MSI_NOINLINE ms_matrix msi_matrix_at(const ms_matrix *x, int64_t index) {
     return one;
 }
 
-/* A product in blocks of c. Blocks that follow each other share the longer operand, which they then
-   find in a cache. */
+/* A product in blocks of c. Blocks that follow each other share the longer operand, then in a cache. */
 typedef struct msi_gemm_job {
     float alpha, beta;
     const ms_matrix *a, *b, *c;
@@ -8605,8 +8584,7 @@ static void msi_mark_narrow(msi_graph *g, const msi_layer *l, msi_format narrow)
     }
 }
 
-/* The format of a value: the narrow one where the plan may have it so (`may`), or else by force
-   alone. */
+/* The format of a value: the narrow one where the plan may have it (`may`), otherwise by force. */
 static msi_format msi_format_of_value(const msi_graph *g, uint32_t t, bool may) {
     const msi_tensor *tensor = &g->tensors.items[t];
     const ms_switch force = (ms_switch)tensor->technique[MS_TECHNIQUE_MIXED_PRECISION];
@@ -8962,9 +8940,8 @@ static void msi_analyze(msi_graph *g) {
     }
 }
 
-/* From the loss back: a layer runs backward if one of its outputs has a gradient, and its inputs
-   lead to the loss if an output does. Marks what its backward reads, and the gradients that it
-   contributes to. */
+/* From the loss back: a layer runs backward if one of its outputs has a gradient, and its inputs lead
+   to the loss if an output does. Marks what its backward reads, and the gradients that it adds to. */
 static void msi_analyze_backward(msi_graph *g) {
     g->backward_begin = 0;
     for (uint32_t i = g->layers.count; i-- > 0;) {
@@ -9208,8 +9185,7 @@ static ms_switch msi_tiling_force(const msi_graph *g, const msi_layer *l) {
     return off ? MS_SWITCH_OFF : on ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
 }
 
-/* The end of the group that begins with a layer and goes on as long as layers can join it and are
-   forced alike. */
+/* The end of the group that begins with a layer: as long as layers can join it and are forced alike. */
 static uint32_t msi_longest_group(const msi_graph *g, uint32_t first) {
     const ms_switch force = msi_tiling_force(g, &g->layers.items[first]);
     uint32_t end = first;
@@ -9391,8 +9367,7 @@ static MSI_COLD ms_result msi_check_loans(ms_model *m) {
 // ------------------------------------------------------------------------------------------------
 // >>validate  what a trainer can get wrong, each with its own text
 
-/* Whether a table has every function that it must have, and, of functions that belong together, all
-   or none. */
+/* Whether a table has all functions that it must have and, of those that are a set, all or none. */
 static bool msi_is_complete(const ms_backend *b) {
     const bool needed = b->size == sizeof *b && b->name && b->memory_alloc && b->memory_release &&
                         b->hardware && b->copy_in && b->copy_out && b->copy && b->fill_bytes &&
@@ -9448,8 +9423,7 @@ static MSI_COLD bool msi_scaling_is_valid(const ms_loss_scaling *l) {
            !((l->initial > 0.0f ? l->initial : 65536.0f) < l->least);
 }
 
-/* What is wrong with a config whose defaults are filled in, and the number that is wrong, or 0;
-   NULL: nothing is. */
+/* What is wrong with a config with defaults filled in, and the number that is, or 0; NULL: nothing. */
 static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number) {
     const struct {
         bool wrong;
@@ -10462,8 +10436,7 @@ static ms_result msi_check_loss(ms_model *m) {
                         msi_tensor_name(&m->graph, g->loss));
 }
 
-/* No backward can run through the outputs of a layer that has already written its gradients in
-   forward. */
+/* No backward can run through outputs of a layer that has written its gradients in forward. */
 static ms_result msi_check_ends(ms_model *m) {
     const msi_graph *g = &m->graph;
     for (uint32_t i = 0; i < g->layers.count; i++) {
@@ -10671,8 +10644,7 @@ static double msi_tflops(const msi_costs *c, msi_format format) {
     return h->f16_tflops;
 }
 
-/* Roofline (Williams, Waterman and Patterson, "Roofline", 2009): what takes longer, arithmetic or
-   memory. */
+/* Roofline (Williams, Waterman and Patterson 2009): what takes longer, arithmetic or memory. */
 static MSI_NOINLINE double msi_roofline_us(const msi_costs *c, double flops, double bytes,
                                            msi_format format) {
     const ms_hardware *h = &c->hardware;
@@ -11413,8 +11385,7 @@ static void msi_put_params(msi_homes *h, const uint32_t *params, uint32_t count)
     }
 }
 
-/* What moves together lies together on the host: the params of a layer, and what belongs to them.
-   All else follows. */
+/* What moves together lies together on the host: the params of a layer, and what is theirs. */
 static bool msi_order_homes(const ms_model *m, msi_store *store) {
     const msi_graph *g = &m->graph;
     const uint32_t residents = store->residents.count;
@@ -11601,8 +11572,7 @@ typedef struct msi_tile_run {
     bool for_backward; // the run is for the group's own backward
 } msi_tile_run;
 
-/* Params whose gradient is complete, to be updated in this order, and the updates to be emitted
-   next, together. */
+/* Params whose gradient is complete, to be updated in this order, and the updates to emit next. */
 typedef struct msi_update_queue {
     uint32_t *params;
     uint32_t first, end;
@@ -12390,9 +12360,8 @@ static void msi_list_edges(msi_lowering *w, const msi_layer *l, uint32_t in_mask
     }
 }
 
-/* Decides where an edge writes: to the gradient itself, as its first contribution or on top of what
-   is there; or to memory of its own, if that has another format, or if it overwrites and others
-   contribute too. */
+/* Decides where an edge writes: to the gradient itself, first or on top of what is there; or to
+   memory of its own, if that has another format, or if it overwrites and others contribute too. */
 static void msi_decide_edge(msi_lowering *w, msi_edge *edge) {
     bool first = msi_now(w, w->now.gradient, edge->tensor) == MSI_NONE, mixed = false;
     for (uint32_t k = 0; k < w->next.edge_count; k++) {
@@ -12592,8 +12561,7 @@ static uint32_t msi_written_range(msi_lowering *w, const msi_layer *l, int group
     return cast->from;
 }
 
-/* After a call: casts what it has written in another format to the ranges that are kept. Those that
-   are new begin here. */
+/* After a call: casts what it has written in another format to the ranges that are kept or begin. */
 static void msi_cast_results(msi_lowering *w) {
     for (uint32_t k = 0; k < w->next.cast_count && !w->program->out_of_memory; k++) {
         const msi_result_cast *cast = &w->next.casts[k];
@@ -12707,8 +12675,7 @@ static bool msi_can_join(const msi_lowering *w, uint32_t a, uint32_t b) {
            !residents[a].is_shown && !residents[b].is_shown;
 }
 
-/* Whether a home lies right after another one: all residents between them in home_order are on the
-   device or borrowed. */
+/* Whether a home lies right after another: all residents between them in home_order are elsewhere. */
 static bool msi_lies_after(const msi_lowering *w, uint32_t home, uint32_t before) {
     const msi_store *store = w->store;
     const uint32_t end = store->home_at[home];
@@ -13139,8 +13106,7 @@ static uint32_t msi_wanted_layers(const msi_lowering *w, const msi_tiling *group
     return msi_add_producers(w, group, mask);
 }
 
-/* One pass: makes those of the first `count` missing tensors that belong to it, and what they are
-   made of. */
+/* One pass: makes those of the first `count` missing tensors that are its own, and what they need. */
 static void msi_lower_pass(msi_lowering *w, uint32_t count, uint32_t reader) {
     const msi_graph *g = w->graph;
     w->again.pass_number++;
@@ -13633,8 +13599,7 @@ static void msi_drop_unused_copies(const msi_lowering *w) {
     }
 }
 
-/* Forward or eval of a layer or, with its first layer, of a group, tile by tile; where that sweeps,
-   backward too. */
+/* Forward or eval of a layer or, with its first one, of a group, in tiles; in a sweep backward too. */
 static void msi_lower_layer_forward(msi_lowering *w, msi_op op, uint32_t layer) {
     const msi_tiling *group = msi_group_of_layer(w, layer);
     const bool sweeps = group && op == MSI_OP_FORWARD && group->sweeps;
@@ -13969,8 +13934,7 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     msi_end_program(w, false);
 }
 
-/* The eval program: nothing is recomputed, and only params can be moved. It depends on their homes
-   alone. */
+/* The eval program: nothing is recomputed, only params can move. It depends on their homes alone. */
 static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions, msi_program *p) {
     msi_blocks *blocks = w->repeating.blocks;
     w->repeating.blocks = NULL;
@@ -14845,14 +14809,15 @@ static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_s
 // ------------------------------------------------------------------------------------------------
 // >>layout  offsets for live ranges (dynamic storage allocation with all requests known)
 
-/* The search has five stages and keeps the best layout. It ends when the effort is spent or the
+/* The search has six stages and keeps the best layout. It ends when the effort is spent or the
    layout is small enough.
-   1. From the peak: first-fit around two stacks, near O(n log n) for what training makes.
-   2. Skylines in several orders (as Sekiyama et al. 2018 pack training memory), O(n log n) each.
-   3. First-fit in several orders, the usual greedy method, which also fills gaps. For each block it
+   1. Of many blocks, one in the order of time, as an allocator makes it: O(n log n).
+   2. From the peak: first-fit around two stacks, near O(n log n) for what training makes.
+   3. Skylines in several orders (as Sekiyama et al. 2018 pack training memory), O(n log n) each.
+   4. First-fit in several orders, the usual greedy method, which also fills gaps. For each block it
       looks at all that live at the same time: O(n^2) where all do.
-   4. Mending: orders are changed where first-fit fails.
-   5. Ejection chains press the layout below one target after another. */
+   5. Mending: orders are changed where first-fit fails.
+   6. Ejection chains press the layout below one target after another. */
 
 /* A placed block, with what is needed to compare it with others. */
 typedef struct msi_spot {
@@ -15062,6 +15027,8 @@ static void msi_layout_compress_time(msi_layout_work *w) {
 }
 
 /* Four classes from one power of two to the next. */
+enum { MSI_MOST_CLASSES = 4 * 64 };
+
 static uint64_t msi_layout_class(uint64_t size) {
     uint64_t exponent = 0;
     while (size >> exponent >= 8) {
@@ -15966,6 +15933,86 @@ static MSI_NOINLINE void msi_layout_press(msi_layout_work *w) {
     }
 }
 
+/* The blocks that live, and the gaps between them. Block number `count` is the ground and the ceiling;
+   a gap has the number of the block below. In the memory of the stacks: enough for more than 256. */
+typedef struct msi_gaps {
+    uint32_t *above, *below;   // per block: its neighbours, in a ring
+    uint32_t *next, *previous; // per gap: the others of its class, in a ring with that
+} msi_gaps;
+
+static uint64_t msi_gaps_high(const msi_layout_work *w, uint32_t block) {
+    return block == w->count ? 0 : w->offset[block] + w->blocks[block].bytes;
+}
+
+/* There is none below the ceiling. */
+static uint64_t msi_gaps_bytes(const msi_layout_work *w, const msi_gaps *g, uint32_t block) {
+    const uint32_t above = g->above[block];
+    return above == w->count ? 0 : w->offset[above] - msi_gaps_high(w, block);
+}
+
+static uint32_t msi_gaps_class(const msi_layout_work *w, uint64_t bytes) {
+    return w->count + 1 + (uint32_t)msi_layout_class(bytes);
+}
+
+/* Moves the gap above a block to its class. */
+static void msi_gaps_move(const msi_layout_work *w, const msi_gaps *g, uint32_t block) {
+    const uint32_t to = msi_gaps_class(w, msi_gaps_bytes(w, g, block));
+    g->next[g->previous[block]] = g->next[block];
+    g->previous[g->next[block]] = g->previous[block];
+    g->previous[block] = to;
+    g->next[block] = g->next[to];
+    g->previous[g->next[block]] = g->next[to] = block;
+}
+
+/* Places a block into the newest gap of its class or of a larger one, or else below the ceiling. */
+static void msi_gaps_place(const msi_layout_work *w, const msi_gaps *g, uint32_t block) {
+    const uint32_t end = w->count + 1 + MSI_MOST_CLASSES;
+    uint32_t of = msi_gaps_class(w, w->blocks[block].bytes);
+    while (of < end && msi_gaps_bytes(w, g, g->next[of]) < w->blocks[block].bytes) {
+        of++;
+    }
+    const uint32_t below = of < end ? g->next[of] : g->below[w->count];
+    w->offset[block] = msi_gaps_high(w, below);
+    g->above[block] = g->above[below];
+    g->below[block] = below;
+    g->below[g->above[block]] = g->above[below] = block;
+    msi_gaps_move(w, g, below);
+    msi_gaps_move(w, g, block);
+}
+
+static void msi_gaps_free(const msi_layout_work *w, const msi_gaps *g, uint32_t block) {
+    const uint32_t below = g->below[block];
+    g->above[below] = g->above[block];
+    g->below[g->above[block]] = below;
+    g->above[block] = w->count; // no gap
+    msi_gaps_move(w, g, below);
+    msi_gaps_move(w, g, block);
+}
+
+/* Places blocks in the order of time, as an allocator does that merges what is freed. */
+static void msi_layout_allocate(msi_layout_work *w) {
+    const msi_stacks *s = &w->stacks;
+    const msi_gaps g = {s->reach[0], s->reach[1], s->lack[0], s->lack[1]};
+    uint64_t height = 0;
+    uint32_t ended = 0;
+    for (uint32_t i = 0; i <= w->count + MSI_MOST_CLASSES; i++) {
+        g.above[i] = g.below[i] = w->count;
+        g.next[i] = g.previous[i] = i;
+    }
+    for (uint32_t i = 0; i < w->used; i++) {
+        w->key[w->order[i]] = w->last[w->order[i]];
+    }
+    msi_sort_indices(w->order, w->scratch, w->used, w->key);
+    for (uint32_t i = 0; i < w->used; i++) {
+        for (; w->last[w->order[ended]] < w->first[w->by_start[i]]; ended++) {
+            msi_gaps_free(w, &g, w->order[ended]);
+        }
+        msi_gaps_place(w, &g, w->by_start[i]);
+        height = msi_larger(height, msi_gaps_high(w, w->by_start[i]));
+    }
+    msi_layout_keep_best(w, height);
+}
+
 static bool msi_layout_goes_on(const msi_layout_work *w) {
     return w->height > w->enough && w->effort > 0;
 }
@@ -16051,7 +16098,7 @@ static void msi_layout_try_from_peak(msi_layout_work *w, uint64_t below, uint64_
     for (uint32_t i = 1; i < sizeof ways / sizeof ways[0] && w->height > enough; i++) {
         const uint64_t best = w->height, stop = w->bound + 1;
         const bool to_bound = ways[i].rest == MSI_ORDER_SPAN;
-        if (to_bound && below == UINT64_MAX) {
+        if (to_bound && below > enough + 1) {
             continue; // it has been tried, or there are few blocks
         }
         w->height = to_bound ? stop : best;
@@ -16060,19 +16107,22 @@ static void msi_layout_try_from_peak(msi_layout_work *w, uint64_t below, uint64_
     }
 }
 
-/* Returns whether the best layout from the peak is good enough, which one of many blocks is even a
-   little above the bound. Of many, most ways are soon seen not to be: only if that is so of all, each
-   of them is followed to its end. */
+/* Returns whether the best layout in the order of time or from the peak is good enough, which one of
+   many blocks is even a little above the bound. Of many, most ways are soon seen not to be: only if that
+   is so of all, each of them is followed to its end. */
 static bool msi_layout_search_from_peak(msi_layout_work *w) {
-    const bool many = w->used > MSI_LAYOUT_MANY;
-    const uint64_t share = w->used > 16u * MSI_LAYOUT_MANY ? 128 : 1024;
-    const uint64_t close = many ? w->bound + w->bound / share : w->bound;
+    const bool many = w->used > MSI_LAYOUT_MANY, most = w->used > 16u * MSI_LAYOUT_MANY;
+    const uint64_t close = w->bound + (many ? w->bound / (most ? 128 : 1024) : 0);
     const uint64_t enough = msi_larger(w->enough, close);
-    if (many && enough < UINT64_MAX) {
-        msi_layout_try_from_peak(w, enough + 1, enough);
+    if (many) {
+        msi_layout_allocate(w);
+    }
+    const uint64_t height = w->height;
+    if (many && enough < UINT64_MAX && height > (most ? enough : w->enough)) {
+        msi_layout_try_from_peak(w, msi_smaller(height, enough + 1), enough);
     }
     if (w->height > enough) {
-        msi_layout_try_from_peak(w, UINT64_MAX, enough);
+        msi_layout_try_from_peak(w, height, enough);
     }
     return w->height <= enough || (many && w->height <= w->bound + w->bound / 64);
 }
@@ -16945,8 +16995,7 @@ enum { MSI_MAX_PARTS = 64 }; // of a param, however large it is: a program must 
 #endif
 
 /* The plain plan drops only what nothing reads again, updates params last, and moves only what the
-   trainer lends on the host. A param comes to its update in parts of so many bytes, or larger if these
-   are too many. */
+   trainer lends on the host. A param comes to its update in parts of so many bytes, or larger ones. */
 static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
@@ -17287,8 +17336,7 @@ typedef struct msi_greedy {
     msi_tensor_decision *decisions; // of the plan at hand
     msi_score score;                // of that plan
     msi_pricing pricing;
-    /* A segment is a set of layers that are recomputed together: each reads what another one of
-       them brings back. */
+    /* A segment is a set of layers recomputed together: each reads what another brings back. */
     uint32_t *segment;             // per layer: one of the layers of the same segment
     uint64_t *segment_bytes;       // per segment: bytes that it brings back
     uint64_t *started_bytes;       // per tensor: bytes of the last segment that starts from it
@@ -17938,8 +17986,7 @@ static void msi_trim_last(msi_greedy *w, const msi_prefix *before, const msi_sco
     }
 }
 
-/* The number of the fastest plan of the whole list that fits, which becomes the plan at hand; or
-   MSI_NONE. */
+/* The number of the fastest plan of the list that fits, which becomes that at hand; or MSI_NONE. */
 static uint32_t msi_take_fastest(msi_greedy *w) {
     const msi_prefix *list = w->prefixes.items;
     msi_score tried = MSI_ZERO_INIT;
@@ -20843,9 +20890,8 @@ static void msi_search_like(const msi_solver *s, msi_greedy *w, const msi_found 
     }
 }
 
-/* Searches the plans with these roundings and tiles, as a plan was found or, if that is NULL, by all
-   searches; unless something is forced, no plan counts as faster than the first. When updates run is
-   as before after it. */
+/* Searches the plans with these roundings and tiles, as a plan was found or, if NULL, by all searches;
+   unless something is forced, none counts as faster than the first. When updates run: as before. */
 static void msi_search_list(const msi_solver *s, msi_search *search, uint32_t mask, uint32_t tiling,
                             const msi_found *found) {
     const bool early = search->how.early;
@@ -21348,19 +21394,17 @@ static bool msi_conflicts_with(const msi_ordering *o, uint32_t now, int engine, 
     return conflict;
 }
 
-/* How many copies of its engine have been awaited after a WAIT, `before` of them by earlier ones:
-   all up to the last one that records its event. */
+/* How many copies of its engine have been awaited after a WAIT, `before` of them by earlier ones: all
+   up to the one that records its event. Those that are not awaited yet have events of their own. */
 static uint32_t msi_awaited_by(const msi_ordering *o, uint32_t wait, uint32_t before) {
     const msi_instruction *all = o->program->code.instructions.items;
     const ms_stream_kind engine = msi_awaited_engine(o->program, &all[wait]);
     uint32_t end = before;
-    while (end < o->count[engine] && o->copies[engine][end] < wait) {
+    while (end < o->count[engine] && o->copies[engine][end] < wait &&
+           all[o->copies[engine][end]].event != all[wait].event) {
         end++;
     }
-    while (end > before && all[o->copies[engine][end - 1]].event != all[wait].event) {
-        end--;
-    }
-    return end;
+    return end < o->count[engine] && o->copies[engine][end] < wait ? end + 1 : before;
 }
 
 /* The next WAIT from `now` on for copies of an engine or, with `others`, of another; or the end. */
@@ -21383,9 +21427,8 @@ static bool msi_waits_on_host(const msi_ordering *o, const msi_instruction *wait
     return host < o->store->residents.count && o->store->residents.items[host].is_shown;
 }
 
-/* Whether the copies of an engine from number `first` to before `end`, which a WAIT awaits, can as
-   well be awaited by the next WAIT. Another engine runs after them from its first copy on that
-   follows that WAIT. */
+/* Whether the copies of an engine from number `first` to before `end`, which a WAIT awaits, can as well
+   be awaited by the next WAIT. Another engine runs after them from its first copy that follows that. */
 static bool msi_can_wait(const msi_ordering *o, uint32_t wait, int engine, uint32_t first,
                          uint32_t end) {
     const msi_program *p = o->program;
@@ -21785,8 +21828,7 @@ static uint32_t msi_stretched(const msi_repeats *run, uint32_t block) {
 }
 
 /* Fills in layer_of with the layers of the whole that decide, and `next` with the numbers in the fold
-   of those that it has: the first half of its blocks from the beginning of a run, the others from its
-   end. */
+   of those that it has: the first half of its blocks from the begin of a run, others from the end. */
 static void msi_choose_layers(msi_fold *f) {
     uint32_t count = 0, run_number = 0;
     for (uint32_t i = 0; i < f->whole.layers.count; i++) {
@@ -22213,9 +22255,8 @@ static uint64_t msi_budget_of_fold(uint64_t budget, const msi_bytes_range *whole
                                               (double)(whole->most - whole->least)));
 }
 
-/* Plans the fold, whose graph the model has meanwhile, and makes a guide of its plan. Where the
-   plain plan of the fold fits its share of the budget, that of the whole does too, or nearly: less
-   is taken then. */
+/* Plans the fold, whose graph the model has meanwhile, and makes a guide of its plan. Where the plain
+   plan of the fold fits its share, that of the whole does too, or nearly: less is taken then. */
 static ms_result msi_plan_fold(ms_model *m, const msi_fold *f, const msi_request *request,
                                const msi_bytes_range *whole, msi_guide *guide) {
     msi_bytes_range range = MSI_ZERO_INIT;
@@ -22535,8 +22576,7 @@ static void msi_resize(msi_resizing *z, int64_t size) {
     }
 }
 
-/* The input that tells the batch, or MSI_NONE: the first that has the foremost axis, otherwise the
-   first with a dim. */
+/* The input that tells the batch, or MSI_NONE: the first with the foremost axis, or else with a dim. */
 static uint32_t msi_find_batch(const msi_graph *g, uint32_t *axis) {
     int foremost = MS_LIMIT_RANK;
     uint32_t found = MSI_NONE;
@@ -22875,8 +22915,7 @@ static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *
     return MS_RESULT_OK;
 }
 
-/* The built-in policy: the fastest strategy that fits or, if none does, the smallest; of equal ones
-   the most careful. */
+/* The built-in policy: the fastest strategy that fits, or the smallest; of equals the most careful. */
 static uint32_t msi_fastest(const ms_policy_args *args) {
     uint32_t best = 0;
     for (uint32_t i = 1; i < args->strategy_count; i++) {
@@ -23278,8 +23317,7 @@ static void msi_review_free(msi_review *r) {
     msi_release(&r->model->config.allocator, r->again_us, r->bytes);
 }
 
-/* Whether a layer reports what is moved of one of its tensors: for a param only the first layer
-   that has it does. */
+/* Whether a layer reports what is moved of one of its tensors: of a param the first with it. */
 static bool msi_tells_of(const msi_review *r, uint32_t layer, uint32_t tensor) {
     return r->model->graph.tensors.items[tensor].kind != MSI_KIND_PARAM || r->user[tensor] == layer;
 }
@@ -23358,8 +23396,7 @@ static MSI_COLD bool msi_matters(const msi_review *r, uint32_t layer, ms_techniq
     return true;
 }
 
-/* Whether layers run while a value lies idle between its last use in forward and its first in
-   backward. */
+/* Whether layers run between the last use of a value in forward and its first in backward. */
 static MSI_COLD bool msi_lies_idle(const msi_review *r, uint32_t tensor) {
     const msi_program *p = &r->plan->train;
     const msi_range *range = msi_forward_range(r, tensor);
@@ -23402,8 +23439,7 @@ static MSI_COLD uint64_t msi_applied_facts(const msi_review *r, const ms_decisio
            MSI_FACT(OFFLOAD) | MSI_FACT(TO_8BIT) | MSI_FACT(TO_16BIT) | MSI_FACT(TILE);
 }
 
-/* The facts about the tensor of a layer that a technique is not applied to; MSI_NONE: there is no
-   such tensor. */
+/* The facts about the tensor of a layer to which a technique is not applied; MSI_NONE: none. */
 static MSI_COLD uint64_t msi_checkpointing_facts(const msi_review *r, uint32_t layer,
                                                  uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
@@ -23473,8 +23509,7 @@ static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor,
     return bytes;
 }
 
-/* The facts about the tensor of a layer that is not moved. Of what could be moved of a param, the
-   largest decides. */
+/* The facts about the tensor of a layer that is not moved; of a param, of the largest that could. */
 static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t layer,
                                               uint32_t tensor) {
     const ms_model *m = r->model;
@@ -24752,9 +24787,8 @@ static bool msi_is_unwritten(const uint8_t *at, ms_dtype dtype) {
            word == msi_bits_of_f32(msi_f32_of_f16(UINT16_MAX));
 }
 
-/* Counts elements that are not finite in a piece of a value that begins with element `first`, and notes
-   the first NaN, or without any the first infinity; if `poisoned`, except poison that nobody has
-   overwritten. */
+/* Counts elements that are not finite in a piece of a value that begins with element `first`, and
+   notes the first NaN or else infinity; if `poisoned`, except poison that nobody has overwritten. */
 static void msi_scan_piece(ms_nonfinite *n, const uint8_t *data, ms_dtype dtype, uint64_t count,
                            uint64_t first, bool poisoned) {
     const uint64_t size = ms_dtype_bytes(dtype);
@@ -24770,8 +24804,7 @@ static void msi_scan_piece(ms_nonfinite *n, const uint8_t *data, ms_dtype dtype,
     }
 }
 
-/* What memory is filled with: poison or, for integers, which a layer may use as indices, a number that
-   is one of them. */
+/* What memory is filled with: poison or, for integers, which may be indices, one of their numbers. */
 typedef struct msi_pattern {
     uint8_t bytes[8];
 } msi_pattern;
@@ -25157,8 +25190,7 @@ static bool msi_is_added_up(const msi_trial *t, const msi_staged *s) {
            !msi_is_by_rows(t->layer, s->group, s->slot) && !(sets >> s->slot & 1);
 }
 
-/* The beta of a gradient in the run under way. The later slots of one tensor always add to what the
-   first has made. */
+/* The beta of a gradient in the run under way. Later slots of one tensor always add to the first. */
 static MSI_COLD float msi_beta_of(const msi_trial *t, const msi_staged *s) {
     const bool first = s->lies_in == (uint32_t)(s - t->staged[MSI_SET_OWN]);
     if (!msi_is_first_tile(t) && msi_is_added_up(t, s)) {
@@ -25597,8 +25629,7 @@ static bool msi_is_left(const msi_trial *t, const msi_staged *s, uint64_t at, ui
                   : msi_is_filled_with(now, bytes, MSI_POISON_LAST);
 }
 
-/* Fails if the layer has written the first half of the bytes of a gradient, as if it were in 16 bits
-   like the call. */
+/* Fails if the layer has written the first half of a gradient, as if it had 16 bits like the call. */
 static MSI_COLD void msi_check_width(msi_trial *t, const msi_staged *s) {
     const uint64_t half = s->bytes / 2;
     if (msi_is_narrow_call(t) && s->dtype == MS_DTYPE_F32 && !msi_is_left(t, s, 0, half) &&
@@ -25772,8 +25803,7 @@ static MSI_COLD bool msi_act_on(msi_trial *t, const ms_call *call) {
     return t->result == MS_RESULT_OK;
 }
 
-/* Runs the callback once, in one way; false if that way does not exist. All but the results must be
-   as before. */
+/* Runs the callback once, in one way, if there is that. All but the results must be as before. */
 static MSI_COLD bool msi_act(msi_trial *t, const msi_variant *how) {
     ms_call call;
     t->how = *how;
@@ -26194,8 +26224,7 @@ static MSI_COLD msi_slope msi_slope_of(const msi_trial *t, const msi_staged *gra
     return s;
 }
 
-/* The operands of the runs that show a slope: those of a recomputation, or of a forward that writes
-   gradients. */
+/* The operands of runs that show a slope: of a recomputation, or of a forward that writes gradients. */
 static msi_staged_set msi_slope_set(const msi_trial *t) {
     return t->instruction->op == MSI_OP_BACKWARD ? MSI_SET_RECOMPUTE : MSI_SET_OWN;
 }
@@ -26541,8 +26570,7 @@ static MSI_COLD void msi_try_aliases(msi_trial *t) {
 
 /* Whether element i of a gradient is far from the sum of what it held and what the layer contributes
    in the plan; or NaN, where it held NaN that was to be written over. What is not finite in the plan
-   shows nothing, nor does an infinity: sums may overflow with one number before them and not with
-   another. */
+   shows nothing, nor an infinity: sums may overflow after one number and not after another. */
 static MSI_COLD bool msi_is_wrong_sum(const msi_trial *t, const msi_staged *s, uint64_t i) {
     const msi_staged *first = &t->staged[MSI_SET_OWN][s->lies_in];
     const float planned = msi_load(msi_own_bytes_in(t, MSI_IMAGE_LAST, s), s->dtype, i);
@@ -26669,8 +26697,7 @@ static MSI_COLD void msi_try_other_gradient(msi_trial *t) {
     }
 }
 
-/* Warns of a gradient that gets nothing in MSI_IDLE_STEPS steps in a row, although the outputs have
-   gradients. */
+/* Warns of a gradient that gets nothing in MSI_IDLE_STEPS steps in a row, while the outputs do. */
 static MSI_COLD void msi_warn_of_idle(msi_trial *t) {
     ms_model *m = t->model;
     msi_debugged *known = msi_debugged_layer(t);
@@ -26881,8 +26908,7 @@ static MSI_COLD void msi_try_probes(msi_trial *t) {
     }
 }
 
-/* Runs the layer in all the ways that its declarations allow, also in those that the plan has not
-   chosen. */
+/* Runs the layer in all ways that its declarations allow, whatever the plan has chosen. */
 static MSI_COLD void msi_run_trials(msi_trial *t) {
     const msi_op op = (msi_op)t->instruction->op;
     const bool once = op == MSI_OP_FORWARD && !msi_can_repeat(t->layer);
@@ -26980,8 +27006,7 @@ static MSI_COLD void msi_note_operand(msi_trial *t, const msi_staged *s, const u
     m->run.nonfinite = m->run.is_certain || m->run.nonfinite.count == 0 ? n : m->run.nonfinite;
 }
 
-/* What layers hand on was looked at when it was made, but updates and the trainer make params and
-   buffers. */
+/* What layers hand on was looked at when made; updates and the trainer make params and buffers. */
 static MSI_COLD void msi_note_nonfinite(msi_trial *t) {
     for (MSI_STAGED(s, t, MSI_SET_OWN)) {
         if ((s->group == MSI_GROUP_PARAM || s->group == MSI_GROUP_STATE) && s->before &&
@@ -27014,8 +27039,7 @@ static MSI_COLD void msi_keep_results(msi_trial *t) {
     }
 }
 
-/* The address on the stage of an operand of the callback that runs, and its format there; NULL:
-   there is none. */
+/* The address on the stage of an operand of the callback that runs, and its format; NULL: none. */
 static void *msi_staged_address(const ms_model *m, uint32_t tensor, msi_role role,
                                 msi_format *format) {
     const msi_debug *d = m->run.store ? m->run.store->debug : NULL;
@@ -27267,8 +27291,7 @@ static MSI_COLD bool msi_updates_by_gradient(const msi_update_trial *t) {
     return any;
 }
 
-/* Runs an update of the trainer's own on copies, which must depend on its arguments alone, and on
-   all of them. */
+/* Runs an update of the trainer's own on copies: it must depend on its arguments alone, and on all. */
 static MSI_COLD ms_result msi_try_update(ms_model *m, const ms_update_args *args) {
     msi_update_trial t = msi_begin_update_trial(m, args);
     msi_act_update(&t, MSI_IMAGE_FIRST, MSI_POISON_FIRST, 1.0f);
@@ -27334,8 +27357,7 @@ static MSI_COLD void msi_run_watched(msi_update_trial *t) {
     }
 }
 
-/* Warns of an update that leaves the value as it was in MSI_IDLE_STEPS steps in a row, although there is
-   a gradient. */
+/* Warns of an update that leaves the value as it was in MSI_IDLE_STEPS steps with a gradient. */
 static MSI_COLD ms_result msi_watch_update(ms_model *m, const ms_update_args *args) {
     const uint32_t param = msi_index(&m->graph, args->param);
     uint8_t *idle = &m->run.store->debug->originals[param].idle;
@@ -27360,10 +27382,9 @@ static MSI_COLD ms_result msi_watch_update(ms_model *m, const ms_update_args *ar
     return MS_RESULT_OK;
 }
 
-/* An update of the trainer's own in debug mode: tried first, if nothing was updated yet in this step and
-   so nothing is lost when it fails. It may run on copies, and more than once, if it has declared its
-   moments, and so keeps none of its own, which it may find by the address of a value that the trainer
-   has lent. */
+/* An update of the trainer's own in debug mode: tried first, if nothing was updated yet in this step
+   and so nothing is lost when it fails. It may run on copies, and more than once, if it has declared
+   its moments, and so keeps none of its own, perhaps found by the address of a lent value. */
 static MSI_COLD ms_result msi_debug_update(ms_model *m, const ms_update_args *args) {
     const uint32_t param = msi_index(&m->graph, args->param);
     ms_result result = MS_RESULT_OK;
@@ -27813,8 +27834,7 @@ static bool msi_is_shown(const msi_store *store, const msi_pair *pair) {
            (ends[1] < store->residents.count && store->residents.items[ends[1]].is_shown);
 }
 
-/* Takes pairs of a copy from number `first` on, as long as they lie together at both ends, as one.
-   Returns how many. */
+/* Takes pairs of a copy from `first` on that lie together at both ends as one. Returns how many. */
 static uint32_t msi_take_pairs(const ms_model *m, const msi_program *p, const msi_instruction *i,
                                uint32_t first, msi_pair *pair) {
     const uint32_t count = msi_pair_count(i);
@@ -27897,8 +27917,7 @@ static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instr
     return result;
 }
 
-/* Whether memory without live ranges is poisoned for AddressSanitizer. Not in debug mode, which
-   copies all of it. */
+/* Whether memory without live ranges is poisoned for AddressSanitizer. Debug mode copies all of it. */
 static bool msi_watches_memory(const ms_model *m) {
 #ifdef MSI_ASAN
     return msi_is_direct(m) && !m->config.debug;
@@ -28438,8 +28457,7 @@ static ms_result msi_finish_update(ms_model *m) {
 }
 
 /* Everything that a step enqueues after msi_start, or what is left of it after a slice. An asynchronous
-   device judges the loss by itself; its verdict is copied out while backward runs, unless one on the
-   norm follows. */
+   device judges the loss itself; that is copied out during backward, unless the norm is judged too. */
 static ms_result msi_run_step(ms_model *m) {
     const bool asynchronous = m->config.backend.is_asynchronous, begins = !m->run.is_summed;
     const bool clips = m->optimizer.grad_clip_norm > 0.0f && msi_is_last_micro(&m->run);
@@ -28545,8 +28563,7 @@ static ms_result msi_backward(ms_model *m) {
 }
 
 /* Ends a step of which only some micro-batches have come, with an update by their gradients. With
-   accumulation nothing that backward leaves in the arena is needed for that. Such a step is not
-   timed. */
+   accumulation nothing that backward leaves in the arena is needed for that. It is not timed. */
 static ms_result msi_end_early(ms_model *m) {
     const msi_program *p = &m->run.plan->train;
     const float count = (float)m->run.store->micro_count, done = (float)m->run.micro;
@@ -28909,8 +28926,7 @@ static void msi_drop_written(ms_model *m) {
     memset(r, 0, sizeof *r);
 }
 
-/* The updates of params are counted while a plan trains them. State that is borrowed outlasts a plan
-   that does not. */
+/* The updates of params are counted while a plan trains them. Borrowed state outlasts a plan. */
 static void msi_count_updates(ms_model *m) {
     const uint64_t now = m->run.step - m->scale.skipped_steps;
     for (MSI_ITEMS(msi_tensor, t, m->graph.tensors)) {
@@ -28993,8 +29009,7 @@ static MSI_COLD ms_result msi_check_loan(ms_model *m, uint32_t t, msi_role role)
                   : MS_RESULT_OK;
 }
 
-/* Compares memory that is lent after ms_wrap with what is lent already, as msi_check_loans does with
-   all of it. */
+/* Compares memory that is lent after ms_wrap with what is lent already, as msi_check_loans does. */
 static ms_result msi_check_new_loan(ms_model *m, const msi_loan *loan) {
     const msi_store *store = m->run.store;
     const bool same_addresses = m->config.backend.device_is_host;
@@ -29274,8 +29289,7 @@ static ms_result msi_alloc_host(ms_model *m, msi_store *store) {
     return msi_host_alloc(m, store->host_room, &store->host);
 }
 
-/* Allocates what a store needs, with so many bytes of device memory, and gives its residents their
-   addresses. */
+/* Allocates what a store needs, with so many bytes of the device; gives its residents addresses. */
 static ms_result msi_alloc_store(ms_model *m, msi_store *store, uint64_t bytes) {
     ms_result result = msi_take_device(m, store, bytes);
     MSI_THEN(result, msi_alloc_host(m, store));
@@ -29308,8 +29322,7 @@ static ms_result msi_settle(ms_model *m, msi_store *store) {
 
 /* How the first store of a model takes over what was written before, where the host is the device:
    one value after the other, each of which is released then. Meanwhile the arena grows, if it can,
-   so that no more than the largest value exists twice. Values that the store has in another format
-   stay to the end. */
+   so that no more than the largest value exists twice. Values in another format stay to the end. */
 typedef struct msi_taking {
     ms_model *model;
     msi_store *store;
@@ -29533,9 +29546,8 @@ static MSI_COLD ms_result msi_load_store(ms_model *m) {
     return result;
 }
 
-/* Gives a new store its values by way of the host: the old one gives up its device memory before the
-   new one has any. After a failure the old one has it again; if even that fails, the model is
-   suspended. */
+/* Gives a new store its values by way of the host: the old one gives up its device memory before
+   the new one has any. After a failure the old one has it again; or the model is suspended. */
 static ms_result msi_exchange(ms_model *m, msi_store *store) {
     const bool was_suspended = msi_is_suspended(m);
     ms_result result = was_suspended ? MS_RESULT_OK : msi_save_store(m, NULL);
@@ -30060,8 +30072,7 @@ static MSI_COLD void msi_log_long(const ms_model *m) {
             : ": its rows, or a tiling that is OFF, allow no smaller tiles");
 }
 
-/* As msi_adopt, and logs the reasons. Memory for that is allocated first, so that nothing can fail
-   after the change. */
+/* As msi_adopt, and logs the reasons, whose memory is allocated first: nothing can fail later. */
 static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
     msi_review review;
     ms_result result = MS_RESULT_OK;
@@ -30165,8 +30176,7 @@ static void msi_time_plans(ms_model *m) {
 }
 
 /* Plans again after the last sample. Where the device has no room for a second arena, the new plan
-   uses the first. If there is no new plan, the old one stays; only an error of the device is an
-   error. */
+   uses the first. Without a new plan the old one stays: only the device can fail. */
 static ms_result msi_plan_again(ms_model *m) {
     m->run.timing->warmup = MSI_WARMUP_AGAIN;
     ms_result result = msi_settle_steps(m);
@@ -30534,8 +30544,7 @@ static MSI_COLD ms_result msi_save_borrowed(msi_verification *v) {
     return result;
 }
 
-/* Plans a pass: forward and backward that drop what the plan drops. Gradients stay, as without an
-   optimizer. */
+/* Plans a pass: forward and backward with the drops of the plan. Gradients stay: no updates. */
 static MSI_COLD ms_result msi_make_pass(msi_verification *v, int pass) {
     ms_model *m = v->model;
     const ms_allocator *a = &m->config.allocator;
@@ -30614,8 +30623,7 @@ static MSI_COLD ms_result msi_enter_store(msi_verification *v) {
     return MS_RESULT_OK;
 }
 
-/* A pass begins with the model's buffers, and without gradients, except borrowed ones, which are
-   never cleared. */
+/* A pass begins with the model's buffers, and without gradients but borrowed ones, never cleared. */
 static MSI_COLD ms_result msi_reset_store(msi_verification *v) {
     ms_model *m = v->model;
     const msi_store *store = v->store, *from = v->before.store;
@@ -30715,8 +30723,7 @@ static void msi_compare_block(msi_verification *v, ms_difference *d, const ms_up
     }
 }
 
-/* Compares the k-th tensor of state of a param for a piece of its gradient, from element `begin`
-   on. */
+/* Compares the k-th tensor of state of a param for a piece of its gradient, from `begin` on. */
 static MSI_COLD ms_result msi_compare_state(msi_verification *v, ms_difference *d, uint32_t t,
                                             uint32_t k, uint64_t begin, const float *gradient,
                                             uint64_t count) {
@@ -30852,9 +30859,8 @@ static MSI_COLD ms_result msi_run_pass(msi_verification *v, int pass) {
     return result;
 }
 
-/* Puts back what the model ran before; a copy that fails is tried once more. If the trainer's
-   memory could not be restored, which outdoes the result so far, or debug mode has lost params, the
-   model has failed. */
+/* Puts back what the model ran before; a copy that fails is tried once more. If the trainer's memory
+   could not be restored, which outdoes the result so far, or debug mode lost params, it failed. */
 static MSI_COLD ms_result msi_leave_store(msi_verification *v, ms_result result) {
     ms_model *m = v->model;
     msi_errors errors = m->errors;
@@ -32566,8 +32572,7 @@ static MSI_COLD ms_result msi_set_step(ms_model *m, uint64_t count) {
 
 #ifndef MEMSCALE_NO_STDIO
 
-/* The disk begins with what is large, where the system can be asked for that, and need not wait for
-   the end. */
+/* The disk begins with what is large before the end, where the system can be asked for that. */
 static int msi_fwrite(void *user, const void *data, size_t bytes) {
     FILE *file = (FILE *)user;
     const int result = fwrite(data, 1, bytes, file) == bytes ? 0 : -1;
@@ -32996,8 +33001,7 @@ static MSI_COLD uint64_t msi_sum_categories(const uint64_t *bytes_of) {
     return bytes;
 }
 
-/* What the model has on the host: the categories at the moment when the larger of the two programs
-   has most there. */
+/* What the model has on the host: the categories when the larger of the two programs has most there. */
 static MSI_COLD void msi_report_host(const ms_model *m, ms_memory_report *r) {
     const msi_plan *plan = m->run.plan;
     const msi_store *store = m->run.store;
@@ -33208,8 +33212,7 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
     return o;
 }
 
-/* The operands of the present instruction, or only those that are dead after it. Returns their
-   count. */
+/* The operands of the present instruction, or those that are dead after it. Returns their count. */
 static MSI_COLD uint32_t msi_event_operands(const msi_walk *w, bool dead_only) {
     const msi_operand *all = w->program->code.operands.items + w->instruction->operand_first;
     uint32_t count = 0;
@@ -35177,8 +35180,7 @@ static uint64_t msi_cuda_blocks(uint64_t threads) {
 // >>cuda kernels  a thread takes a group of elements by 16-byte accesses, or one element at the
 //                 end of an array and where an array is not aligned to 16 bytes
 
-/* How an array is split over threads: the first `groups` of them take a group each, the others one
-   element each. */
+/* How an array is split over threads: the first `groups` take a group each, the others an element. */
 typedef struct msi_cuda_split {
     uint64_t count, groups, threads;
 } msi_cuda_split;
@@ -36039,8 +36041,7 @@ static void *msi_cuda_stream(void *state) {
     return ((const msi_cuda *)state)->streams[MS_STREAM_COMPUTE];
 }
 
-/* A call of this thread that cannot be recorded invalidates the recording; other threads may call
-   what they like. */
+/* A call of this thread that cannot be recorded invalidates the recording; others may call anything. */
 static int msi_cuda_recording_begin(void *state) {
     return msi_cuda_with(state, [&](const msi_cuda *c) {
         return cudaStreamBeginCapture(c->streams[MS_STREAM_COMPUTE],

@@ -256,6 +256,38 @@ static void layouts_from_the_peak(void **state) {
     }
 }
 
+/* Layouts in the order of time are layouts, in which each block stands on the ground or on another. */
+static void layouts_in_the_order_of_time(void **state) {
+    (void)state;
+    const ms_allocator none = {NULL, NULL, NULL, NULL};
+    static msi_block blocks[PEAK_BLOCKS];
+    double sum = 0.0;
+    for (uint64_t seed = 0; seed < 400; ++seed) {
+        t_rng rng = t_seed(seed);
+        const uint32_t count = nested_blocks(&rng, blocks);
+        memset(blocks + count, 0, (PEAK_BLOCKS - count) * sizeof *blocks); // it is for many
+        msi_layout_work w;
+        uint64_t *memory, height = 0, bound;
+        assert_int_equal(msi_layout_begin(&w, &none, blocks, PEAK_BLOCKS, &memory), MS_RESULT_OK);
+        msi_layout_allocate(&w);
+        for (uint32_t i = 0; i < count; ++i) {
+            bool stands = blocks[i].bytes == 0 || w.best[i] == 0;
+            for (uint32_t k = 0; k < count && !stands; ++k) {
+                stands = blocks[k].bytes > 0 && w.first[k] <= w.first[i] &&
+                         w.first[i] <= w.last[k] && w.best[k] + blocks[k].bytes == w.best[i];
+            }
+            assert_true(stands);
+            blocks[i].offset = blocks[i].bytes ? w.best[i] : 0;
+            height = msi_larger(height, blocks[i].offset + blocks[i].bytes);
+        }
+        assert_true(is_valid(blocks, PEAK_BLOCKS, &bound) && (w.used == 0 || height == w.height));
+        sum += w.used > 0 ? (double)height / (double)bound : 1.0;
+        msi_release(&none, memory, msi_layout_bind(&w, NULL));
+    }
+    print_message("arena over lower bound: %.4f\n", sum / 400.0);
+    assert_true(sum / 400.0 < 1.15);
+}
+
 /* What a block that meets those before it in the order of w can have as highest offset below the
    bound, found by trial of all; UINT64_MAX: there is none. */
 static uint64_t highest_offset(const msi_layout_work *w, uint32_t i) {
@@ -474,6 +506,36 @@ static void layouts_of_recomputation_take_near_linear_time(void **state) {
     }
 }
 
+/* Many values live long, as those do that are copied to the host and back: first-fit from the peak takes
+   seconds and leaves a fifth of the arena empty, the order of time does not. */
+static void layouts_of_what_lives_long(void **state) {
+    (void)state;
+    static const uint32_t counts[] = {10000, 100000};
+    static const double most[] = {1.02, 1.005};
+    for (int i = 0; i < 2; ++i) {
+        msi_block *blocks = (msi_block *)calloc(counts[i], sizeof *blocks);
+        uint32_t count = 0;
+        t_heap heap;
+        t_rng rng = t_seed(7);
+        const ms_allocator allocator = plain_allocator(&heap);
+        uint64_t height = 0, bound = 0;
+        assert_non_null(blocks);
+        while (count < counts[i]) {
+            const uint32_t longest = t_chance(&rng, 0.5) ? 3 : counts[i] / 3;
+            const uint32_t now = count, end = now + 1 + t_below(&rng, longest);
+            add_block(blocks, &count, (uint64_t)4096 << t_below(&rng, 3), now, end);
+        }
+        const clock_t begin = clock();
+        assert_int_equal(msi_layout(&allocator, blocks, count, LAYOUT_EFFORT, 0, &height), 0);
+        const double seconds = (double)(clock() - begin) / CLOCKS_PER_SEC;
+        assert_true(is_valid(blocks, count, &bound));
+        print_message("%u blocks: arena over lower bound %.5f, in %.3f s\n", count,
+                      (double)height / (double)bound, seconds);
+        assert_true((double)height <= most[i] * (double)bound && seconds < 2.0);
+        free(blocks);
+    }
+}
+
 /* Two blocks that overlap are no layout, whatever else stands there. */
 static void an_invalid_layout_is_told(void **state) {
     (void)state;
@@ -579,12 +641,14 @@ int main(void) {
         cmocka_unit_test(random_layouts),
         cmocka_unit_test(layouts_of_recomputation),
         cmocka_unit_test(layouts_from_the_peak),
+        cmocka_unit_test(layouts_in_the_order_of_time),
         cmocka_unit_test(first_fit_finds_the_first_gap),
         cmocka_unit_test(a_skyline_is_as_high_as_its_blocks),
         cmocka_unit_test(layouts_of_large_graphs),
         cmocka_unit_test(layouts_of_larger_nets),
         cmocka_unit_test(layouts_of_published_traces),
         cmocka_unit_test(layouts_of_recomputation_take_near_linear_time),
+        cmocka_unit_test(layouts_of_what_lives_long),
         cmocka_unit_test(an_invalid_layout_is_told),
         cmocka_unit_test(gradients_come_from_the_top),
         cmocka_unit_test(layouts_of_nothing_and_of_little),
