@@ -15937,7 +15937,7 @@ static MSI_NOINLINE void msi_layout_press(msi_layout_work *w) {
    a gap has the number of the block below. In the memory of the stacks: enough for more than 256. */
 typedef struct msi_gaps {
     uint32_t *above, *below;   // per block: its neighbours, in a ring
-    uint32_t *next, *previous; // per gap: the others of its class, in a ring with that
+    uint32_t *next, *previous; // per gap: the others of its class, in a ring
 } msi_gaps;
 
 static uint64_t msi_gaps_high(const msi_layout_work *w, uint32_t block) {
@@ -15967,11 +15967,11 @@ static void msi_gaps_move(const msi_layout_work *w, const msi_gaps *g, uint32_t 
 /* Places a block into the newest gap of its class or of a larger one, or else below the ceiling. */
 static void msi_gaps_place(const msi_layout_work *w, const msi_gaps *g, uint32_t block) {
     const uint32_t end = w->count + 1 + MSI_MOST_CLASSES;
-    uint32_t of = msi_gaps_class(w, w->blocks[block].bytes);
-    while (of < end && msi_gaps_bytes(w, g, g->next[of]) < w->blocks[block].bytes) {
-        of++;
+    uint32_t ring = msi_gaps_class(w, w->blocks[block].bytes);
+    while (ring < end && msi_gaps_bytes(w, g, g->next[ring]) < w->blocks[block].bytes) {
+        ring++;
     }
-    const uint32_t below = of < end ? g->next[of] : g->below[w->count];
+    const uint32_t below = ring < end ? g->next[ring] : g->below[w->count];
     w->offset[block] = msi_gaps_high(w, below);
     g->above[block] = g->above[below];
     g->below[block] = below;
@@ -21828,7 +21828,7 @@ static uint32_t msi_stretched(const msi_repeats *run, uint32_t block) {
 }
 
 /* Fills in layer_of with the layers of the whole that decide, and `next` with the numbers in the fold
-   of those that it has: the first half of its blocks from the begin of a run, others from the end. */
+   of those that it has: the first half of its blocks from the start of a run, others from its end. */
 static void msi_choose_layers(msi_fold *f) {
     uint32_t count = 0, run_number = 0;
     for (uint32_t i = 0; i < f->whole.layers.count; i++) {
