@@ -4267,8 +4267,9 @@ typedef struct msi_times {
 
 /* The instructions of a program as >>lower makes them, with the copies where >>schedule puts them,
    and without the waits that >>order drops. */
+typedef MSI_LIST(msi_instruction) msi_instructions;
 typedef struct msi_code {
-    MSI_LIST(msi_instruction) instructions;
+    msi_instructions instructions;
     MSI_LIST(msi_operand) operands;
     MSI_LIST(msi_range) ranges;
     uint32_t forward_end, backward_end;
@@ -4282,6 +4283,12 @@ typedef struct msi_code {
     uint64_t most_bytes;  // up to which copies under way may raise live bytes, residents included
     uint64_t homes;       // which params have their home on the host, and formats: a hash
 } msi_code;
+
+/* Memory for scheduling, kept from one program to the next: fresh memory costs a page fault a page. */
+typedef struct msi_spare {
+    msi_instructions instructions; // those of an earlier program
+    MSI_LIST(uint64_t) words;
+} msi_spare;
 
 /* The memory that a layout took; the key is a hash of what was laid out, and how. */
 typedef struct msi_known_layout {
@@ -11596,6 +11603,7 @@ typedef struct msi_lowering {
     msi_recomputation again;
     msi_tile_run tiles;
     msi_update_queue queue;
+    msi_spare spare;
     bool has_narrow;  // some decision has a format of 16 bits
     bool scales_loss; // some decision has F16, which needs a loss scale
     bool calls_f32;   // all the same, layers compute in F32, and read masters where there are any
@@ -11680,6 +11688,8 @@ static void msi_lowering_free(msi_lowering *w) {
         MSI_LIST_FREE(msi_written, w->allocator, r->lists[k].writes);
     }
     MSI_LIST_FREE(msi_tiling, w->allocator, w->tiles.groups);
+    MSI_LIST_FREE(msi_instruction, w->allocator, w->spare.instructions);
+    MSI_LIST_FREE(uint64_t, w->allocator, w->spare.words);
     msi_release(w->allocator, w->now.snapshot, msi_lowering_bytes(w->graph));
 }
 
@@ -14124,7 +14134,7 @@ typedef struct msi_scheduling {
     const ms_allocator *allocator;
     const msi_store *store;
     msi_program *program;
-    MSI_LIST(msi_instruction) instructions; // the new list
+    msi_spare *spare; // its instructions are the new list
     uint32_t slot_count, transfer_count;
     msi_transfer *transfers; // in the order of the old list
     double *begin_us;        // per slot, and of the end: when it begins if nothing waits for copies
@@ -14136,7 +14146,6 @@ typedef struct msi_scheduling {
     uint32_t *moved;     // per old instruction, and of the end: its new number
     uint32_t *of_range;  // per range: the last transfer that has it as an end, or MSI_NONE
     uint32_t *used_for;  // per range: the range that is used in its place
-    uint64_t bytes;      // of all these
     uint64_t most_bytes; // that may be live
     uint64_t end_count;  // operands of what is issued
     bool leaves_out;     // copies
@@ -14182,17 +14191,19 @@ static bool msi_scheduling_init(msi_scheduling *s) {
     const msi_program *p = s->program;
     const uint64_t instructions = p->code.instructions.count + 2ull, ranges = p->code.ranges.count;
     const uint64_t groups = instructions / MSI_SLOT_GROUP + 1, sums = instructions + groups;
-    s->bytes = s->transfer_count * (uint64_t)sizeof(msi_transfer) + 2 * groups * sizeof(uint64_t) +
-               instructions * (sizeof(double) + 2 * sizeof(uint64_t) + 2 * sizeof(uint32_t)) +
-               2 * ranges * sizeof(uint32_t);
-    s->begin_us = (double *)msi_alloc(s->allocator, s->bytes);
-    if (!s->begin_us ||
+    const uint64_t bytes =
+        s->transfer_count * (uint64_t)sizeof(msi_transfer) + 2 * groups * sizeof(uint64_t) +
+        instructions * (sizeof(double) + 2 * sizeof(uint64_t) + 2 * sizeof(uint32_t)) +
+        2 * ranges * sizeof(uint32_t);
+    s->spare->instructions.count = s->spare->words.count = 0;
+    if (!MSI_RESERVE(uint64_t, s->allocator, s->spare->words, bytes / sizeof(uint64_t) + 1) ||
         !MSI_RESERVE(msi_operand, s->allocator, s->program->code.operands,
                      p->code.operands.count + s->end_count) ||
-        !MSI_RESERVE(msi_instruction, s->allocator, s->instructions,
+        !MSI_RESERVE(msi_instruction, s->allocator, s->spare->instructions,
                      instructions + s->end_count / 2)) { // for each copy a wait, at most
         return false;
     }
+    s->begin_us = (double *)(void *)s->spare->words.items;
     s->live_bytes = (uint64_t *)(void *)(s->begin_us + instructions);
     s->held_from = s->live_bytes + instructions;
     s->more_bytes = s->held_from + instructions;
@@ -14602,7 +14613,7 @@ static void msi_place_transfers(msi_scheduling *s) {
 
 /* Appends to the new list, for which there is memory. */
 static msi_instruction *msi_place(msi_scheduling *s, const msi_instruction *i) {
-    msi_instruction *placed = &s->instructions.items[s->instructions.count++];
+    msi_instruction *placed = &s->spare->instructions.items[s->spare->instructions.count++];
     *placed = *i;
     return placed;
 }
@@ -14646,14 +14657,14 @@ static void msi_place_wait(msi_scheduling *s, const msi_instruction *copy, uint3
     uint32_t *number = &s->awaited[msi_ops[copy->op].engine];
     for (; *number < end; *number = s->transfers[*number].next) {
         const uint32_t placed = s->moved[s->transfers[*number].instruction];
-        msi_place_ends(s, wait, &s->instructions.items[placed]);
+        msi_place_ends(s, wait, &s->spare->instructions.items[placed]);
     }
 }
 
 /* Places the issue of a copy. The last of the copies that one wait is for has an event. */
 static void msi_place_issue(msi_scheduling *s, const msi_transfer *t) {
     const msi_transfer *next = t->next < s->transfer_count ? &s->transfers[t->next] : NULL;
-    s->moved[t->instruction] = s->instructions.count;
+    s->moved[t->instruction] = s->spare->instructions.count;
     msi_instruction *i = msi_place(s, &s->program->code.instructions.items[t->instruction]);
     i->follows = s->followed_count[t->engine] != s->computed_count;
     s->followed_count[t->engine] = s->computed_count;
@@ -14672,7 +14683,7 @@ static void msi_place_waits(msi_scheduling *s, uint32_t slot, int engine) {
         last = number;
     }
     const uint32_t placed = s->moved[s->transfers[last].instruction];
-    msi_place_wait(s, &s->instructions.items[placed], last);
+    msi_place_wait(s, &s->spare->instructions.items[placed], last);
     s->awaited[engine] = number;
 }
 
@@ -14697,14 +14708,15 @@ static void msi_place_copies(msi_scheduling *s, uint32_t slot, bool fetches) {
 /* Places what is computed in a slot. What callbacks use on the host is awaited at once: so are all
    copies before it on its engine, which need no events then. */
 static void msi_place_slot(msi_scheduling *s, uint32_t now) {
-    s->moved[now] = s->instructions.count;
+    s->moved[now] = s->spare->instructions.count;
     msi_instruction *i = msi_place(s, &s->program->code.instructions.items[now]);
     const ms_stream_kind engine = msi_ops[i->op].engine;
     s->computed_count++;
     if (msi_is_issued((msi_op)i->op)) {
         i->event = (uint16_t)msi_first_signal(s->program, engine);
         for (uint32_t k = s->awaited[engine]; k < s->issued[engine]; k = s->transfers[k].next) {
-            s->instructions.items[s->moved[s->transfers[k].instruction]].event = MSI_NO_EVENT;
+            s->spare->instructions.items[s->moved[s->transfers[k].instruction]].event =
+                MSI_NO_EVENT;
         }
         msi_place_wait(s, i, s->issued[engine]);
     }
@@ -14725,9 +14737,9 @@ static void msi_place_all(msi_scheduling *s) {
     for (uint32_t slot = 0; slot <= s->slot_count; slot++) {
         msi_place_copies(s, slot, false);
         p->code.forward_end =
-            slot == s->slot[ends[0]] ? s->instructions.count : p->code.forward_end;
+            slot == s->slot[ends[0]] ? s->spare->instructions.count : p->code.forward_end;
         p->code.backward_end =
-            slot == s->slot[ends[1]] ? s->instructions.count : p->code.backward_end;
+            slot == s->slot[ends[1]] ? s->spare->instructions.count : p->code.backward_end;
         msi_place_copies(s, slot, true);
         while (now < count && msi_is_transfer(&p->code.instructions.items[now])) {
             now++;
@@ -14736,13 +14748,13 @@ static void msi_place_all(msi_scheduling *s) {
             msi_place_slot(s, now++);
         }
     }
-    s->moved[count] = s->instructions.count;
+    s->moved[count] = s->spare->instructions.count;
 }
 
 /* Finds the live ranges anew in the new list. Both ends of a copy stay live until it is awaited. */
 static void msi_renumber(const msi_scheduling *s) {
     msi_program *p = s->program;
-    const uint32_t residents = s->store->residents.count, end = s->instructions.count;
+    const uint32_t residents = s->store->residents.count, end = s->spare->instructions.count;
     for (uint32_t k = residents; k < p->code.ranges.count; k++) {
         msi_range *range = &p->code.ranges.items[k];
         if (range->idle_last != MSI_NONE) {
@@ -14754,7 +14766,7 @@ static void msi_renumber(const msi_scheduling *s) {
         range->last = range->outlives ? end - 1 : 0;
     }
     for (uint32_t now = end; now-- > 0;) {
-        const msi_instruction *i = &s->instructions.items[now];
+        const msi_instruction *i = &s->spare->instructions.items[now];
         const msi_operand *operands = p->code.operands.items + i->operand_first;
         for (uint32_t k = 0; k < i->operand_count; k++) {
             if (operands[k].range != MSI_NONE && operands[k].range >= residents) {
@@ -14769,7 +14781,7 @@ static void msi_renumber(const msi_scheduling *s) {
 
 /* Places the copies of a program. The order of all other instructions stays as it is. */
 static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_store *store,
-                         const ms_allocator *allocator, msi_program *p) {
+                         const ms_allocator *allocator, msi_spare *spare, msi_program *p) {
     msi_scheduling s = MSI_ZERO_INIT;
     p->code.most_bytes = 0;
     p->code.event_count = 1;
@@ -14778,6 +14790,7 @@ static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_s
     s.allocator = allocator;
     s.store = store;
     s.program = p;
+    s.spare = spare;
     if (p->out_of_memory || !msi_find_transfers(&s)) {
         return;
     }
@@ -14794,15 +14807,9 @@ static void msi_schedule(const msi_graph *g, const msi_costs *costs, const msi_s
         msi_place_transfers(&s);
         msi_place_all(&s);
         msi_renumber(&s);
-        MSI_LIST_FREE(msi_instruction, allocator, p->code.instructions);
-        p->code.instructions.items = s.instructions.items;
-        p->code.instructions.count = s.instructions.count;
-        p->code.instructions.capacity = s.instructions.capacity;
-    } else {
-        MSI_LIST_FREE(msi_instruction, allocator, s.instructions);
-    }
-    if (s.begin_us) {
-        msi_release(allocator, s.begin_us, s.bytes);
+        const msi_instructions scheduled = spare->instructions;
+        spare->instructions = p->code.instructions;
+        p->code.instructions = scheduled;
     }
 }
 
@@ -16582,7 +16589,7 @@ static MSI_NOINLINE void *msi_scratch(const msi_scorer *s, uint64_t bytes) {
 
 /* Schedules, aliases and simulates a program that was lowered. */
 static void msi_complete(const msi_scorer *s, msi_program *p) {
-    msi_schedule(s->graph, s->costs, s->store, s->allocator, p);
+    msi_schedule(s->graph, s->costs, s->store, s->allocator, &s->lowering->spare, p);
     if (!p->out_of_memory) {
         msi_share_memory(s->graph, p);
     }
@@ -20876,6 +20883,12 @@ static uint32_t msi_list_roundings(const msi_solver *s, msi_search *search,
     return count;
 }
 
+/* Whether the best plan that fits is as fast as any plan of a list can be. Such a list is searched only
+   if it was the best of a fold, since its plans may move less. */
+static bool msi_is_at_floor(const msi_search *s) {
+    return s->fits && !(s->best_score.us > s->least_us);
+}
+
 /* Searches from the plan at hand as a plan was found. */
 static void msi_search_like(const msi_solver *s, msi_greedy *w, const msi_found *found) {
     msi_search *search = w->search;
@@ -20907,7 +20920,7 @@ static void msi_search_list(const msi_solver *s, msi_search *search, uint32_t ma
             search->how.by = MSI_FINDER_BASE;
             msi_propose(search, w.decisions, &w.score);
         }
-        if (found && !fits) {
+        if (found && !fits && (found == s->request->guide->ranks || !msi_is_at_floor(search))) {
             msi_search_like(s, &w, found);
         } else if (!found && (!fits || s->forced)) {
             msi_search_all(s, &w);
@@ -21130,6 +21143,9 @@ static void msi_search_guided(const msi_solver *s, msi_search *search) {
         search->how.early = guide->early;
         const msi_score score = msi_score_of(s->scorer, c.decisions);
         msi_propose(search, c.decisions, &score);
+        if (msi_is_at_floor(search)) {
+            msi_give_back_best(search); // it may move less then than what is searched
+        }
         search->how.early = early;
         msi_grouping_free(&c);
     }
@@ -30574,9 +30590,9 @@ static MSI_COLD ms_result msi_make_pass(msi_verification *v, int pass) {
     msi_program *p = &plan->train;
     w.calls_f32 = pass == MSI_PASS_PLAIN;
     msi_lower_train(&w, plan->decisions, p);
-    msi_lowering_free(&w);
     p->code.scales_loss = m->run.plan->train.code.scales_loss; // the same in both passes
-    msi_schedule(&m->graph, &m->costs, v->store, a, p);
+    msi_schedule(&m->graph, &m->costs, v->store, a, &w.spare, p);
+    msi_lowering_free(&w);
     if (!p->out_of_memory) {
         msi_share_memory(&m->graph, p);
     }
