@@ -12025,7 +12025,8 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     p->code.reads_masters = w->calls_f32;
     p->out_of_memory = p->layout.is_done = p->layout.is_placed = false;
     p->layout.resident_bytes = store->reserved_bytes;
-    p->layout.home_bytes = p->layout.sent_bytes = p->code.homes = 0;
+    p->layout.home_bytes = p->layout.sent_bytes = 0;
+    p->code.homes = 1; // there is a program
     p->code.room = decisions[w->graph->tensors.count].room;
     w->program = p;
     w->decisions = decisions;
@@ -16685,10 +16686,12 @@ static uint64_t msi_host_of(const msi_program *train, const msi_program *eval) {
            msi_larger(train->layout.host_height, eval->layout.host_height);
 }
 
-/* Lowers the eval program for these decisions. It keeps nothing for a backward. */
-static MSI_NOINLINE void msi_make_eval(const msi_scorer *s, const msi_tensor_decision *decisions) {
-    msi_lower_eval(s->lowering, decisions, s->eval);
-    msi_complete(s, s->eval);
+/* Makes the eval program for what was estimated last, unless it has this one. */
+static MSI_NOINLINE void msi_make_eval(const msi_scorer *s) {
+    if (!msi_is_short(s) && s->eval->code.homes != s->program->code.homes) {
+        msi_lower_eval(s->lowering, s->lowering->repeating.decisions, s->eval);
+        msi_complete(s, s->eval);
+    }
 }
 
 /* Lowers, schedules and simulates, for live bytes and time. This takes less time than a layout. */
@@ -16697,9 +16700,6 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
     if (!msi_is_short(s)) {
         msi_lower_train(s->lowering, decisions, s->program);
         msi_complete(s, s->program);
-    }
-    if (!msi_is_short(s) && s->eval->code.homes != s->program->code.homes) {
-        msi_make_eval(s, decisions);
     }
     if (!msi_is_short(s)) {
         score.live_bytes = s->program->layout.resident_bytes + s->program->layout.peak_bytes;
@@ -16713,6 +16713,7 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
 
 /* The largest sum of live bytes, in training or eval, of what was scored. */
 static uint64_t msi_live_of(const msi_scorer *s, const msi_score *score) {
+    msi_make_eval(s);
     return msi_larger(score->live_bytes,
                       s->program->layout.resident_bytes + s->eval->layout.peak_bytes);
 }
@@ -16723,6 +16724,7 @@ static bool msi_fits(const msi_scorer *s, msi_score *score, uint64_t budget, uin
         return false;
     }
     msi_lay_out(s, s->program, enough);
+    msi_make_eval(s);
     if (!s->eval->layout.is_done) {
         msi_lay_out(s, s->eval, 0);
     }
@@ -20299,10 +20301,10 @@ static uint32_t msi_list_windows(const msi_grouping *c, msi_window *list) {
 static void msi_find_peak(msi_grouping *c) {
     const msi_scorer *s = c->scorer;
     const msi_score score = msi_estimate(s, c->decisions);
+    c->live_bytes = msi_live_of(s, &score);
     const msi_program *p =
         s->eval->layout.peak_bytes > s->program->layout.peak_bytes ? s->eval : s->program;
     uint32_t now = p->layout.peak;
-    c->live_bytes = msi_live_of(s, &score);
     c->peak = MSI_NONE;
     for (; now < p->code.instructions.count && c->peak == MSI_NONE; now++) {
         const msi_instruction *i = &p->code.instructions.items[now];
@@ -22167,7 +22169,6 @@ static MSI_NOINLINE void msi_find_freed(const msi_scorer *s, msi_plan *plan) {
             msi_take_out((ms_technique)k, &s->graph->tensors.items[t], &without[t]);
         }
         if (memcmp(without, plan->decisions, (size_t)bytes) != 0) {
-            msi_make_eval(&apart, without);
             const msi_score score = msi_estimate(&apart, without);
             plan->freed_bytes[k] = (int64_t)(msi_live_of(&apart, &score) - live_bytes);
         }
@@ -22190,8 +22191,6 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     s.host_budget = request->host_budget;
     s.packs = request->goal != MSI_GOAL_FOLD;
     msi_find_times(m);
-    msi_make_eval(&s, plan->decisions); // nothing is moved
-    msi_lay_out(&s, s.eval, 0);
     msi_solve(&s, request, plan);
     if (msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s)) {
         msi_place_blocks(&s, &plan->train);
