@@ -16765,6 +16765,7 @@ typedef struct msi_tilings {
 typedef struct msi_search {
     const msi_scorer *scorer;
     uint64_t budget, enough;    // no layout need be smaller than `enough`
+    uint64_t least_live_bytes;  // of all plans that were estimated for this budget
     double least_us;            // of the first plan of the list: no plan counts as faster
     uint32_t techniques;        // mask of those that may be used
     uint32_t moves;             // of params, a mask; MSI_MOVES_MADE: values of layers too
@@ -16793,9 +16794,10 @@ typedef struct msi_search {
 enum { MSI_ROUNDS_STATE = 1, MSI_ROUNDS_VALUES = 2, MSI_ROUNDS_PARAMS = 4, MSI_ROUNDINGS = 8 };
 
 /* Estimates decisions for a search. */
-static MSI_NOINLINE msi_score msi_search_estimate(const msi_search *s,
+static MSI_NOINLINE msi_score msi_search_estimate(msi_search *s,
                                                   const msi_tensor_decision *decisions) {
     msi_score score = msi_estimate(s->scorer, decisions);
+    s->least_live_bytes = msi_smaller(s->least_live_bytes, score.live_bytes);
     score.us = score.us > s->least_us ? score.us : s->least_us;
     return score;
 }
@@ -16828,10 +16830,20 @@ static bool msi_comes_first(const msi_search *s, const msi_score *a, const msi_s
     return fits != (b->bytes <= s->budget) ? fits : fits ? msi_is_faster(a, b) : smaller;
 }
 
+/* The search that finds a plan again: see msi_search_like. When its updates run is no choice there. */
+static msi_found msi_search_of(msi_found found) {
+    const bool moves = found.by == MSI_FINDER_LISTS || found.by == MSI_FINDER_GIVEN_BACK;
+    const bool drops = found.by != MSI_FINDER_CHAIN && found.by != MSI_FINDER_SEGMENTS;
+    found.by = moves ? MSI_FINDER_LISTS : drops ? MSI_FINDER_GREEDY : found.by;
+    found.list = moves ? found.list : 0;
+    found.early = false;
+    return found;
+}
+
 /* Whether two searches are the same, where groups in tiles make a difference or do not. */
 static bool msi_is_same_search(const msi_found *a, const msi_found *b, bool has_tiles) {
     return a->by == b->by && a->list == b->list && a->rounding == b->rounding &&
-           a->early == b->early && (a->tiles == b->tiles || !has_tiles);
+           (a->tiles == b->tiles || !has_tiles);
 }
 
 /* Notes which search has found a plan, unless that has found a better one, or another list the same
@@ -16841,7 +16853,7 @@ static void msi_rank(msi_search *s, const msi_score *score) {
     for (; at < s->rank_count; at++) {
         const msi_score *by_it = &s->rank_scores[at];
         const bool ties = !msi_comes_first(s, score, by_it) && !msi_comes_first(s, by_it, score);
-        msi_found how = s->how;
+        msi_found how = msi_search_of(s->how);
         how.list = ties ? s->ranks[at].list : how.list;
         if (msi_is_same_search(&s->ranks[at], &how, true)) {
             break;
@@ -16855,7 +16867,7 @@ static void msi_rank(msi_search *s, const msi_score *score) {
         s->ranks[at] = s->ranks[at - 1];
         s->rank_scores[at] = s->rank_scores[at - 1];
     }
-    s->ranks[at] = s->how;
+    s->ranks[at] = msi_search_of(s->how);
     s->rank_scores[at] = *score;
 }
 
@@ -20898,7 +20910,7 @@ static void msi_search_like(const msi_solver *s, msi_greedy *w, const msi_found 
         (void)msi_search_chain(search);
     } else if (found->by == MSI_FINDER_SEGMENTS) {
         msi_search_segments(search);
-    } else if (found->by == MSI_FINDER_LISTS || found->by == MSI_FINDER_GIVEN_BACK) {
+    } else if (found->by == MSI_FINDER_LISTS) {
         (void)msi_search_list_of_moves(search, found->list);
     } else {
         msi_search_greedy(w, s->request->techniques & MSI_CHECKPOINTING);
@@ -21100,8 +21112,9 @@ static void msi_search_smallest(const msi_solver *s, msi_search *search) {
 
 /* Searches the best plan or, if none fits, the smallest. Where a squeezed plan fits, something does.
    Where none does although it moves what it can, probably nothing does: so the smallest plan is
-   searched first, and if that is too large, nothing else is. Without moves it comes last: a search
-   for a budget ends at live bytes within it, although a layout may need more, and can miss it. */
+   searched first, and if that is too large, nothing else is. Without moves it comes last, if at all:
+   a search for a budget finds it too, except where it ended at live bytes within the budget, although
+   the layout needed more. */
 static void msi_search_best(const msi_solver *s, msi_search *search) {
     if (search->budget > 0) {
         msi_propose_squeezed(s, search, search->budget);
@@ -21109,14 +21122,22 @@ static void msi_search_best(const msi_solver *s, msi_search *search) {
     const bool sure = search->budget > 0 && search->found && search->fits;
     search->found = search->fits = sure && search->any; // it is not kept, unless any plan will do
     const bool first = !sure && (search->may_move || search->budget == 0);
+    search->least_live_bytes = UINT64_MAX;
     if (first) {
         msi_search_smallest(s, search);
     }
     if ((!first || search->fits) && !msi_is_found(search)) {
         msi_search_allowed(s, search);
     }
-    if (!first && !search->fits && !msi_is_short(s->scorer)) {
+    const uint32_t rank_count = search->rank_count;
+    if (first || search->fits || msi_is_short(s->scorer)) {
+        return;
+    }
+    if (search->least_live_bytes <= search->budget) {
         msi_search_smallest(s, search);
+    } else {
+        msi_propose_squeezed(s, search, MSI_NO_BUDGET);
+        search->rank_count = rank_count;
     }
 }
 
@@ -22674,8 +22695,8 @@ static int64_t msi_raise_size(msi_resizing *z, const msi_plan *decided, uint64_t
 /* A size that fits the budget, in units: 0 for none, -1 if there is nothing to resize or none is known.
    Where a squeezed plan fits, ms_wrap finds one. With room on the host it is hardly larger than the
    smallest, and for a large graph there is no time to look for others. The decisions of the smallest
-   plan carry over to sizes nearby, but another plan for such a size need not find them. No size fits
-   if params alone exceed the budget, where plans can neither move nor round them. */
+   plan carry over to sizes nearby, but another plan for such a size need not find them. With these no
+   size fits if the params that they leave on the device exceed the budget alone. */
 static int64_t msi_fitting_size(msi_resizing *z, uint64_t budget, const msi_store *store,
                                 const msi_plan *smallest, bool host_is_short) {
     const msi_graph *g = &z->trials->model->graph;
@@ -22684,14 +22705,18 @@ static int64_t msi_fitting_size(msi_resizing *z, uint64_t budget, const msi_stor
     const bool squeezed = (may & MSI_OFFLOADING) && (large || !host_is_short);
     const bool fixed = !(may & (MSI_OFFLOADING | MSI_MIXED | MSI_8BIT));
     uint64_t params_bytes = 0;
-    for (MSI_ITEMS(const msi_resident, r, store->residents)) {
-        const bool stays = !r->on_host && g->tensors.items[r->tensor].kind == MSI_KIND_PARAM;
-        params_bytes += stays ? r->bytes : 0;
+    for (uint32_t k = 0; k < store->residents.count; k++) {
+        const msi_resident *r = &store->residents.items[k];
+        const msi_range *range = &smallest->train.code.ranges.items[k];
+        const bool is_param = g->tensors.items[r->tensor].kind == MSI_KIND_PARAM;
+        params_bytes += is_param && !r->borrowed && !range->on_host ? range->bytes : 0;
     }
-    if (z->declared <= z->unit || (fixed && params_bytes > budget)) {
+    const bool never = params_bytes > budget;
+    if (z->declared <= z->unit || (fixed && never)) {
         return z->declared <= z->unit ? -1 : 0;
     }
-    const int64_t size = msi_raise_size(z, squeezed ? NULL : smallest, budget);
+    const int64_t size =
+        !squeezed && never ? 0 : msi_raise_size(z, squeezed ? NULL : smallest, budget);
     const int64_t tried = size > 1 ? size : 1;
     if (squeezed && (size > 0 || large)) {
         return size > 0 ? size : -1;

@@ -87,10 +87,14 @@ static inline void repeats_score(repeats *r, const ms_model *m, const msi_tensor
     apart.lowering = &lowering;
     apart.program = &train;
     apart.eval = &eval;
-    msi_make_eval(&apart, d);
     const msi_score alone = msi_estimate(&apart, d), after = msi_estimate(&r->scorer, d);
     assert_memory_equal(&alone, &after, sizeof alone);
     repeats_compare(r->scorer.program, &train);
+    msi_make_eval(&apart);
+    msi_make_eval(&r->scorer);
+    assert_int_equal(r->scorer.eval->layout.peak_bytes, eval.layout.peak_bytes);
+    assert_memory_equal(&r->scorer.eval->predicted.step, &eval.predicted.step,
+                        sizeof eval.predicted.step);
     const msi_repeating *made = &r->lowering.repeating;
     for (uint32_t k = r->store->residents.count; made->before && k < made->renamed.count; ++k) {
         r->repeated += made->renamed.items[k] != MSI_NONE;

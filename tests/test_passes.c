@@ -72,8 +72,8 @@ static ms_result lower_again(ms_model *m, const msi_store *store, msi_plan *plan
     bool fine = msi_lowering_init(&w, g, store, &m->optimizer, a);
     if (fine) {
         msi_lower_train(&w, plan->decisions, p);
+        msi_schedule(g, &m->costs, store, a, &w.spare, p);
         msi_lowering_free(&w);
-        msi_schedule(g, &m->costs, store, a, p);
         fine = !p->out_of_memory;
     }
     if (fine) {

@@ -1490,8 +1490,8 @@ static int64_t live_without(ms_model *m, bool drops, bool early, bool moves) {
         d->update_after = early ? d->update_after : MSI_NONE;
         d->moves = moves ? d->moves : 0;
     }
-    msi_make_eval(&s, plan->decisions);
     const msi_score score = msi_estimate(&s, plan->decisions);
+    msi_make_eval(&s);
     const uint64_t eval = plan->train.layout.resident_bytes + plan->eval.layout.peak_bytes;
     msi_lowering_free(&lowering);
     msi_plan_free(m, plan);

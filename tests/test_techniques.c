@@ -194,7 +194,6 @@ static void census_open(census *c, uint64_t seed) {
     c->plan = msi_new_plan(m);
     assert_non_null(c->plan);
     assert_true(msi_scorer_init(&c->scorer, m, m->run.store, c->plan, &c->lowering, &c->shortage));
-    msi_make_eval(&c->scorer, c->plan->decisions);
     c->base = (msi_tensor_decision *)calloc(2, (size_t)msi_decisions_bytes(&m->graph));
     assert_non_null(c->base);
     assert_true(m->graph.tensors.count < 64);

@@ -887,7 +887,8 @@ static void programs_are_those_of_their_decisions(void **state) {
             memcpy(first.plan->decisions, one.plan->decisions, bytes);
             (void)msi_estimate(&one.scorer, one.plan->decisions);
             (void)msi_estimate(&first.scorer, first.plan->decisions);
-            msi_make_eval(&first.scorer, first.plan->decisions);
+            msi_make_eval(&one.scorer);
+            msi_make_eval(&first.scorer);
             same_program(seed, one.scorer.program, first.scorer.program);
             same_program(seed, one.scorer.eval, first.scorer.eval);
             scored_close(&first);
