@@ -4125,8 +4125,7 @@ enum {
    copy has pairs of operands (PAIRS), a target and a source for each value that moves in it. There
    is a WAIT between what is issued to another engine and the next use of any of its operands.
    RECOMPUTE calls the recompute callback of a layer or, without one, forward; REPEAT calls forward
-   although there is such a callback, since what the callback reads has been dropped. NOTHING is no
-   event. */
+   although there is such a callback, since what that reads has been dropped. NOTHING is no event. */
 #define MSI_OPS(X)                                                                                 \
     X(FORWARD, "forward", FORWARD, FORWARD, 0, COMPUTE, FORWARD, 0)                                \
     X(RECOMPUTE, "recompute", RECOMPUTE, RECOMPUTE, 0, COMPUTE, RECOMPUTE, 0)                      \
@@ -4366,8 +4365,7 @@ typedef struct msi_resident {
 /* Slices that an asynchronous device may have been given and not finished. */
 enum { MSI_MOST_SLICES = MS_BACKEND_TIMED_EVENTS / 2 };
 
-/* Events of a model; those of staged inputs follow, and then the ends of the copies of a program, by
-   msi_instruction.event. */
+/* Events of a model; those of staged inputs follow, and then, by msi_instruction.event, ends of copies. */
 enum {
     MSI_EVENT_SLICES, // the beginning and the end of each slice
     MSI_EVENT_COMPUTE =
@@ -4409,8 +4407,7 @@ typedef struct msi_debugged {
     uint64_t used; // a mask of the spots that it has run at in this step
     bool is_told;  // that its state changes in an eval
     bool is_told_of_integers;
-    /* No need to try that again: forward leaves nothing behind, for itself or for backward; a loss was
-       given other factors. */
+    /* No need to try these again: that forward leaves nothing behind; that a loss has other factors. */
     bool is_clean, hands_on, scales_by_loss;
     /* Per input, then per param: steps in a row in which backward has added nothing to its gradient; and
        steps in which that was compared with the slope of forward, MSI_KNOWN after one that agreed. */
@@ -7090,14 +7087,10 @@ static void msi_gemm_piece(void *argument, uint32_t piece) {
 static int msi_builtin_gemm(const ms_parallel *jobs, float alpha, const ms_matrix *a,
                             const ms_matrix *b, float beta, const ms_matrix *c) {
     const int64_t depth = a->transposed ? a->rows : a->cols;
-    msi_gemm_job job = {alpha,
-                        beta,
-                        a,
-                        b,
-                        c,
-                        (c->cols + MSI_GEMM_N - 1) / MSI_GEMM_N,
-                        (c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M};
-    const int64_t blocks = job.across * job.down * c->batch_count;
+    const int64_t across = (c->cols + MSI_GEMM_N - 1) / MSI_GEMM_N;
+    const int64_t down = (c->rows + MSI_GEMM_M - 1) / MSI_GEMM_M;
+    const int64_t blocks = across * down * c->batch_count;
+    msi_gemm_job job = {alpha, beta, a, b, c, across, down};
     if (blocks > UINT32_MAX) {
         return 1;
     }
@@ -10691,8 +10684,7 @@ static double msi_growth(double elements, double before) {
     return before > 0.0 ? elements / before : 1.0;
 }
 
-/* Predicts the times of a layer, for calls in a format. Every operand counts once, and so
-   does every gradient. */
+/* Predicts the times of a layer in a format. Every operand, and every gradient, counts once. */
 static ms_layer_time msi_static_time(const msi_graph *g, const msi_costs *c, const msi_layer *l,
                                      msi_format format) {
     const double elements = msi_output_elements(g, l);
@@ -13717,8 +13709,7 @@ static void msi_lower_block(msi_lowering *w, uint32_t number, uint32_t first) {
    up by functions that note the tensor. So a block is the same as in the program before if none of
    its tensors is different. Which tensors are different is known by induction: at the start, those
    whose decisions have changed; after a block that was lowered, those that it leaves elsewhere than
-   the program before did. Live ranges have other numbers now, and stand for each other where they are
-   alike. */
+   the program before. Live ranges have other numbers now; those that are alike stand for each other. */
 
 /* Whether blocks can be repeated at all: the groups in tiles, the order of updates, and whether anything
    is moved or in 16 bits are the same. Notes which decisions have changed. */
@@ -14150,9 +14141,8 @@ typedef struct msi_scheduling {
     uint64_t most_bytes; // that may be live
     uint64_t end_count;  // operands of what is issued
     bool leaves_out;     // copies
-    /* The first slot after backward, or MSI_NONE. Between ms_backward and ms_update a
-       trainer may write values, and other micro-batches may follow: no copy in for a later
-       slot is issued before. */
+    /* The first slot after backward, or MSI_NONE. Between ms_backward and ms_update values may be
+       written, and micro-batches may follow: no copy in for a later slot is issued before. */
     uint32_t barrier;
     uint32_t computed_count; // instructions that compute, among those that are placed
     /* By engine: the first copy that is not placed yet, and the first that is not awaited, or the
@@ -14313,8 +14303,7 @@ static void msi_list_transfers(msi_scheduling *s) {
     }
 }
 
-/* The slot before which a range ends: if a copy to the host uses it last, that of the copy, which
-   has none of its own. */
+/* The slot before which a range ends: if a copy out uses it last, that of the copy, which has none. */
 static uint32_t msi_live_end(const msi_scheduling *s, const msi_range *range) {
     return range->outlives ? s->slot_count : s->slot[range->last + !range->aliased];
 }
@@ -16361,8 +16350,7 @@ static double msi_staging_us(const msi_graph *g, const msi_costs *c, const msi_r
     return staged ? msi_copy_us(c, MS_STREAM_TO_DEVICE, t->bytes) : 0.0;
 }
 
-/* The beginning of a step: each input is copied in full and, as msi_write does it, all computing
-   waits for these copies. */
+/* The beginning of a step: inputs are copied in full, and all computing waits, as msi_write does it. */
 static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *costs,
                             const msi_store *store, const msi_program *p) {
     memset(c, 0, sizeof *c);
@@ -21111,10 +21099,9 @@ static void msi_search_smallest(const msi_solver *s, msi_search *search) {
 }
 
 /* Searches the best plan or, if none fits, the smallest. Where a squeezed plan fits, something does.
-   Where none does although it moves what it can, probably nothing does: so the smallest plan is
-   searched first, and if that is too large, nothing else is. Without moves it comes last, if at all:
-   a search for a budget finds it too, except where it ended at live bytes within the budget, although
-   the layout needed more. */
+   Where none does although it moves what it can, probably nothing does: so the smallest is searched
+   first, and if it is too large, nothing else is. Without moves it comes last, and only where a search
+   for the budget has ended at live bytes within it, although the layout needed more. */
 static void msi_search_best(const msi_solver *s, msi_search *search) {
     if (search->budget > 0) {
         msi_propose_squeezed(s, search, search->budget);
@@ -21689,28 +21676,15 @@ static uint64_t msi_distance(uint32_t layer, uint32_t from) {
 }
 
 static uint64_t msi_hash_tensor(uint64_t hash, const msi_tensor *t) {
-    const uint8_t what[] = {(uint8_t)t->kind,
-                            (uint8_t)t->view.dtype,
-                            t->frozen,
-                            t->is_output,
-                            t->is_eval_output,
-                            t->on_host,
-                            t->no_gradient,
-                            t->wants_gradient,
-                            t->updates_early,
-                            t->must_stay,
-                            t->serves_recompute,
-                            t->leads_to_loss,
-                            t->is_looked_up,
-                            t->narrow_gradient,
-                            t->narrow,
-                            t->not_narrow,
-                            t->format,
-                            t->borrowed,
-                            t->forced_moves,
-                            t->forbidden_moves,
-                            (uint8_t)t->view.shape.rank};
-    hash = msi_hash_bytes(hash, what, sizeof what);
+    const bool flags[] = {t->frozen,        t->is_output,    t->is_eval_output,
+                          t->on_host,       t->no_gradient,  t->wants_gradient,
+                          t->updates_early, t->must_stay,    t->serves_recompute,
+                          t->leads_to_loss, t->is_looked_up, t->narrow_gradient,
+                          t->narrow};
+    const int numbers[] = {t->kind,         t->view.dtype,      t->format,     t->borrowed,
+                           t->forced_moves, t->forbidden_moves, t->not_narrow, t->view.shape.rank};
+    hash = msi_hash_bytes(hash, flags, sizeof flags);
+    hash = msi_hash_bytes(hash, numbers, sizeof numbers);
     hash = msi_hash_bytes(hash, t->technique, sizeof t->technique);
     for (int k = 0; k < t->view.shape.rank; k++) {
         hash = msi_mix_in(hash, (uint64_t)t->view.shape.dim[k]);
@@ -21723,16 +21697,11 @@ static uint64_t msi_class_of(const msi_fold *f, uint32_t layer) {
     const msi_graph *g = &f->whole;
     const msi_layer *l = &g->layers.items[layer];
     const ms_layer_fn calls[] = {l->forward, l->backward, l->recompute, l->bind};
-    const double numbers[] = {l->flops,
-                              l->backward_flops,
-                              l->recompute_flops,
-                              l->elements,
-                              l->known.forward_us,
-                              l->known.backward_us,
-                              l->known.recompute_us};
+    const double numbers[] = {l->flops, l->backward_flops, l->recompute_flops, l->elements};
     uint64_t hash = msi_hash_layer(l->has_backward, g, l, false);
     hash = msi_hash_bytes(hash, calls, sizeof calls);
     hash = msi_hash_bytes(hash, numbers, sizeof numbers);
+    hash = msi_hash_bytes(hash, &l->known, sizeof l->known);
     for (uint32_t k = 0; k < l->start[MSI_GROUP_COUNT]; k++) {
         const uint32_t t = g->operands.items[l->operand_first + k];
         if (t == MSI_NONE) {
@@ -22380,15 +22349,11 @@ static ms_result msi_solve_guided(ms_model *m, const msi_store *store, const msi
    the plan for the largest sizes, if that is not NULL. */
 static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
                                const msi_plan *largest, msi_plan **made) {
-    const uint64_t room = msi_room_of(store);
-    msi_request request = {goal,
-                           largest ? room : budget,
-                           m->wrapped.choice.techniques,
-                           m->config.early_update,
-                           largest,
-                           room,
-                           store->host_bytes + store->host_transient_bytes,
-                           msi_host_budget(m),
+    const uint64_t room = msi_room_of(store), most = largest ? room : budget;
+    const uint64_t host_room = store->host_bytes + store->host_transient_bytes;
+    const uint32_t techniques = m->wrapped.choice.techniques;
+    msi_request request = {goal,    most, techniques, m->config.early_update,
+                           largest, room, host_room,  msi_host_budget(m),
                            NULL};
     msi_fold fold;
     const bool may_fold = !largest && goal != MSI_GOAL_PLAIN && goal != MSI_GOAL_SQUEEZED;
@@ -22564,8 +22529,7 @@ static void msi_mark_followers(msi_resizing *z) {
     }
 }
 
-/* The size of which all others must be multiples, so that the rows of each layer are those that stay
-   together, or multiples. */
+/* The size of which others must be multiples, so that rows of layers that stay together do so. */
 static int64_t msi_unit_of_sizes(const msi_resizing *z) {
     const msi_graph *g = &z->trials->model->graph;
     const uint64_t declared = (uint64_t)z->declared;
@@ -25917,8 +25881,7 @@ static MSI_COLD msi_variant msi_plain_variant(uint32_t reach, msi_image into) {
     return how;
 }
 
-/* Runs the layer with the poison of this reach, at the given spot. Returns whether it makes the same
-   bits as `image` has. */
+/* Runs the layer with the poison of this reach, at the given spot: whether it makes the bits of `image`. */
 static bool msi_is_same_again(msi_trial *t, uint32_t reach, uint32_t spot, msi_image image) {
     const msi_variant how = msi_plain_variant(reach, MSI_IMAGE_NOW);
     t->fixed_spot = spot;
@@ -27233,8 +27196,7 @@ static MSI_COLD msi_update_trial msi_begin_update_trial(ms_model *m, const ms_up
     return t;
 }
 
-/* Runs the update on the copies, with state that is not declared filled with this poison, and with the
-   scale times a factor. */
+/* Runs the update on the copies, with this poison in state that is not declared, and a factor to the scale. */
 static MSI_COLD void msi_act_update(msi_update_trial *t, msi_image into, uint8_t undeclared,
                                     float factor) {
     ms_model *m = t->model;
@@ -28209,8 +28171,7 @@ static void msi_correct(msi_slices *s, double predicted_us, double us) {
     s->correction = old + (bounded - old) * 0.125;
 }
 
-/* Notes how long an instruction took. What took long once may do so again: its expectation rises
-   fast and falls slowly. */
+/* Notes how long an instruction took. What took long once may again: expectations rise fast, fall slowly. */
 static void msi_note_slice(msi_run *r, uint32_t now, double us) {
     float *expected = &r->plan->train.predicted.expected.items[now];
     const double old = (double)*expected;
@@ -30052,8 +30013,7 @@ static ms_result msi_check_suspendable(ms_model *m, const char *function, bool s
                : MS_RESULT_OK;
 }
 
-/* Logs what was decided: a line about the plan, one per technique, and one per layer to which a
-   technique is applied. */
+/* Logs what was decided: a line about the plan, each technique, and each layer to which one is applied. */
 static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
     const msi_plan *plan = m->run.plan;
     msi_log(m, MS_LOG_INFO, "rules",
