@@ -20,7 +20,7 @@
 #   FUZZ_READER=gguf                                of make fuzz-weights: one reader, of those in tests/fuzz_weights.c
 #   MUTANTS=lower MUTANTS_MOST_S=0.3                of make mutants: those in sections with that in the name;
 #                                                   by tests that take no longer
-#   header= OUT= private=                           another header than memscale.h, in a folder of its own
+#   header= OUT=                                    another header than memscale.h, in a folder of its own
 
 config ?= release
 header ?= memscale.h
@@ -143,7 +143,7 @@ $(OUT)/memscale.o: tests/compile_implementation.c $(OUT)/flags
 # quick: what is compiled once and runs in each test is worth -O2; programs link it too.
 once := $(if $(filter quick,$(config)),-O2)
 
-private ?= build/private
+private := $(if $(filter memscale.h,$(header)),build,$(OUT))/private
 $(private)/private.h $(private)/bodies.h: $(private)/%.h: tests/private.awk $(header)
 	@mkdir -p $(@D)
 	@awk $(if $(filter bodies,$*),-v bodies=1) -f $^ > $@.$$$$ && mv $@.$$$$ $@

@@ -16820,11 +16820,10 @@ static bool msi_comes_first(const msi_search *s, const msi_score *a, const msi_s
 
 /* The search that finds a plan again: see msi_search_like. When its updates run is no choice there. */
 static msi_found msi_search_of(msi_found found) {
-    const bool moves = found.by == MSI_FINDER_LISTS || found.by == MSI_FINDER_GIVEN_BACK;
-    const bool drops = found.by != MSI_FINDER_CHAIN && found.by != MSI_FINDER_SEGMENTS;
-    found.by = moves ? MSI_FINDER_LISTS : drops ? MSI_FINDER_GREEDY : found.by;
-    found.list = moves ? found.list : 0;
-    found.early = false;
+    const bool other = found.by != MSI_FINDER_CHAIN && found.by != MSI_FINDER_SEGMENTS &&
+                       found.by != MSI_FINDER_LISTS;
+    found.by = other ? MSI_FINDER_GREEDY : found.by;
+    found.list = other ? 0 : found.list;
     return found;
 }
 
@@ -22669,11 +22668,9 @@ static int64_t msi_fitting_size(msi_resizing *z, uint64_t budget, const msi_stor
     const bool squeezed = (may & MSI_OFFLOADING) && (large || !host_is_short);
     const bool fixed = !(may & (MSI_OFFLOADING | MSI_MIXED | MSI_8BIT));
     uint64_t params_bytes = 0;
-    for (uint32_t k = 0; k < store->residents.count; k++) {
-        const msi_resident *r = &store->residents.items[k];
-        const msi_range *range = &smallest->train.code.ranges.items[k];
-        const bool is_param = g->tensors.items[r->tensor].kind == MSI_KIND_PARAM;
-        params_bytes += is_param && !r->borrowed && !range->on_host ? range->bytes : 0;
+    for (MSI_ITEMS(const msi_resident, r, store->residents)) { // as the smallest plan has them
+        const bool stays = !r->on_host && g->tensors.items[r->tensor].kind == MSI_KIND_PARAM;
+        params_bytes += stays && !r->borrowed ? r->bytes : 0;
     }
     const bool never = params_bytes > budget;
     if (z->declared <= z->unit || (fixed && never)) {

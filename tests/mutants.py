@@ -141,7 +141,7 @@ class Unit:
 
 
 def make(*targets):
-    subprocess.run(['make', '-s', '-k', '-j%d' % os.cpu_count(), 'config=quick', 'OUT=' + OUT, 'private=' + OUT,
+    subprocess.run(['make', '-s', '-k', '-j%d' % os.cpu_count(), 'config=quick', 'OUT=' + OUT,
                     'header=%s/memscale.h' % OUT, 'LDFLAGS=%s/choose.o' % OUT] + list(targets), cwd=ROOT, check=True)
 
 

@@ -461,7 +461,8 @@ static void all_budgets_from_the_smallest_on_have_plans(void **state) {
 
 /* Nets with a link, at budgets where what is recomputed together has to be split, or where only the
    local search of 140 layers finds such a plan; with one on which each copy takes less time than its
-   launch; and where climbs of the local search have to go on for long, the last by moves in exchange. */
+   launch; where climbs of the local search have to go on for long, the last of them by moves in exchange;
+   and where the best plan of a fold is found by another search than that of the whole. */
 static void small_budgets_take_little_longer(void **state) {
     (void)state;
     static const struct {
@@ -475,7 +476,8 @@ static void small_budgets_take_little_longer(void **state) {
                 {NET_EQUAL, 60, 1000.0, 0.35, 1.01}, {NET_RESNET, 60, 1000.0, 0.35, 1.01},
                 {NET_CHAIN, 20, 0.1, 0.25, 1.85},    {NET_UNET, 61, 0.1, 0.25, 1.4},
                 {NET_RESNET, 43, 0.1, 0.25, 1.2},    {NET_DENSENET, 61, 0.1, 0.25, 1.5},
-                {NET_INCEPTION, 43, 0.1, 0.35, 2.4}, {NET_INCEPTION, 20, 0.1, 0.7, 1.49}};
+                {NET_INCEPTION, 43, 0.1, 0.35, 2.4}, {NET_INCEPTION, 20, 0.1, 0.7, 1.49},
+                {NET_RESNET, 1000, 0.1, 0.3, 1.08}};
     for (size_t k = 0; k < sizeof rows / sizeof rows[0]; ++k) {
         const double step =
             fold_step(rows[k].kind, rows[k].layers, rows[k].gb_per_s, rows[k].share);

@@ -2673,6 +2673,55 @@ static void the_batch_is_a_factor_of_the_first_dim(void **state) {
     t_text_has(text, "is too much for this budget, even if all that is computed from it shrinks");
 }
 
+enum { HEAVY_LAYERS = 4, HEAVY_COLS = 256, HEAVY_ROWS = 900 };
+
+/* A perceptron whose params and their state, of 3 MiB, weigh as much as its values at 200 rows. */
+static ms_result wrap_heavy(int64_t rows, ms_config config, uint64_t budget, bool lends,
+                            char *text) {
+    static float lent[HEAVY_LAYERS][HEAVY_COLS * HEAVY_COLS];
+    const ms_shape shape = ms_shape2(rows, HEAVY_COLS);
+    const ms_optimizer_desc adamw = t_optimizer(MS_OPTIMIZER_ADAMW, 1e-3f);
+    ms_model *m = NULL;
+    config.memory_budget_bytes = budget;
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    ms_tensor last = ms_input(m, "x", MS_DTYPE_F32, shape);
+    for (int i = 0; i < HEAVY_LAYERS; ++i) {
+        const ms_tensor out = ms_activation(m, "h", MS_DTYPE_F32, shape);
+        ms_layer_desc d = zoo_layer("connected", last, out);
+        d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape2(HEAVY_COLS, HEAVY_COLS));
+        if (lends) {
+            t_ok(m, ms_borrow(m, d.param[0], lent[i]));
+        }
+        ms_register_layer(m, &d);
+        last = out;
+    }
+    const ms_tensor loss = ms_activation(m, "loss", MS_DTYPE_F32, ms_shape1(rows));
+    const ms_layer_desc d = zoo_layer("loss", last, loss);
+    ms_register_layer(m, &d);
+    ms_set_loss(m, loss);
+    ms_set_optimizer(m, &adamw);
+    return wrap_once(m, text);
+}
+
+/* Params that exceed the budget alone as they are declared leave room for a batch all the same, where
+   their state is in 8 bits, some of it is on a host with little memory, or they are the trainer's. */
+static void a_batch_fits_beside_params_that_shrink(void **state) {
+    (void)state;
+    const uint64_t budget = (uint64_t)(2.8 * 1048576.0);
+    ms_config configs[] = {zoo_config(), zoo_config(), zoo_config()};
+    configs[0].optimizer_8bit = MS_SWITCH_ON;
+    configs[1].offloading = MS_SWITCH_ON;
+    configs[1].max_host_bytes = 1u << 20;
+    for (int i = 0; i < 3; ++i) {
+        char text[MSI_ERROR_BYTES];
+        assert_int_equal(wrap_heavy(HEAVY_ROWS, configs[i], budget, i == 2, text),
+                         MS_RESULT_BUDGET);
+        const long long said = rows_said(text);
+        assert_true(said > (i == 1 ? 5 : 100));
+        assert_int_equal(wrap_heavy(said, configs[i], budget, i == 2, text), MS_RESULT_OK);
+    }
+}
+
 enum { KEPT_TOKENS = 6, KEPT_COLS = 32, KEPT_BATCH = 48 };
 
 /* A net in tiles whose rows stay together in fours or, if each token of a sequence is one, in those of
@@ -3972,6 +4021,7 @@ int main(void) {
         cmocka_unit_test(the_size_that_fits),
         cmocka_unit_test(a_size_of_exactly_the_budget_fits),
         cmocka_unit_test(the_batch_is_a_factor_of_the_first_dim),
+        cmocka_unit_test(a_batch_fits_beside_params_that_shrink),
         cmocka_unit_test(sizes_keep_rows_together),
         cmocka_unit_test(a_refusal_is_about_the_largest_sizes),
         cmocka_unit_test(advice_names_the_foremost_axis),
