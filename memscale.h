@@ -20932,19 +20932,22 @@ static void msi_search_list(const msi_solver *s, msi_search *search, uint32_t ma
 }
 
 /* Whether a list need not be searched. While no plan fits, a list that is_worse may have the only
-   one that does: state in F32 moves in smaller parts than codes do. On a large graph there is no
-   time for these, nor for lists whose plans are hardly ever smaller than the best so far. Where
-   nothing moves none is left out, since squeezed plans are far from the smallest then: a budget of
-   one byte less than the smallest would have a plan. */
+   one that does, where something moves: state in F32 moves in smaller parts than codes do. On a large
+   graph there is no time for these, nor for lists whose plans are hardly ever smaller than the best so
+   far. Where nothing moves such are not left out, since squeezed plans are far from the smallest then:
+   a budget of one byte less than the smallest would have a plan. */
 static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
     const bool is_large = !msi_is_small(search->scorer->graph);
-    const uint64_t least = search->found ? search->best_score.bytes : UINT64_MAX;
-    return search->fits ? r->is_worse || r->bound_us >= search->best_score.us ||
-                              (is_large && msi_is_too_large(r, search->budget))
-                        : (!search->may_move && r->resident_bytes > search->budget &&
-                           r->resident_bytes > least) ||
-                              (is_large && search->found && search->may_move &&
-                               (r->least_bytes >= least || (r->is_worse && r->mask != 0)));
+    const uint64_t least = search->best_score.bytes; // if a plan was found
+    if (search->fits) {
+        return r->is_worse || r->bound_us >= search->best_score.us ||
+               (is_large && msi_is_too_large(r, search->budget));
+    }
+    if (!search->found || search->may_move) {
+        return search->found && is_large &&
+               (r->least_bytes >= least || (r->is_worse && r->mask != 0));
+    }
+    return r->is_worse || (r->resident_bytes > search->budget && r->resident_bytes > least);
 }
 
 /* Groups the layers at the peak of the smallest plan in another way, and searches the plans with
