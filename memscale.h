@@ -21681,10 +21681,10 @@ static uint64_t msi_hash_tensor(uint64_t hash, const msi_tensor *t) {
     const bool flags[] = {t->frozen,        t->is_output,    t->is_eval_output,
                           t->on_host,       t->no_gradient,  t->wants_gradient,
                           t->updates_early, t->must_stay,    t->serves_recompute,
-                          t->leads_to_loss, t->is_looked_up, t->narrow_gradient,
-                          t->narrow};
-    const int numbers[] = {t->kind,         t->view.dtype,      t->format,     t->borrowed,
-                           t->forced_moves, t->forbidden_moves, t->not_narrow, t->view.shape.rank};
+                          t->leads_to_loss, t->is_looked_up, t->narrow_gradient};
+    const int numbers[] = {(int)t->kind,    (int)t->view.dtype, t->format,
+                           t->narrow,       t->not_narrow,      t->borrowed,
+                           t->forced_moves, t->forbidden_moves, t->view.shape.rank};
     hash = msi_hash_bytes(hash, flags, sizeof flags);
     hash = msi_hash_bytes(hash, numbers, sizeof numbers);
     hash = msi_hash_bytes(hash, t->technique, sizeof t->technique);
