@@ -20933,8 +20933,8 @@ static void msi_search_list(const msi_solver *s, msi_search *search, uint32_t ma
 
 /* Whether a list need not be searched. While no plan fits, a list that is_worse may have the only
    one that does, where something moves: state in F32 moves in smaller parts than codes do. On a large
-   graph there is no time for these, nor for lists whose plans are hardly ever smaller than the best so
-   far. Where nothing moves such are not left out, since squeezed plans are far from the smallest then:
+   graph there is no time for these, nor for lists whose squeezed plan is no smaller than the best so
+   far. Where nothing moves the latter are searched, since squeezed plans are far from the smallest:
    a budget of one byte less than the smallest would have a plan. */
 static bool msi_is_hopeless(const msi_search *search, const msi_rounding *r) {
     const bool is_large = !msi_is_small(search->scorer->graph);
@@ -21105,13 +21105,13 @@ static void msi_search_smallest(const msi_solver *s, msi_search *search) {
    first, and if it is too large, nothing else is. Without moves it comes last, and only where a search
    for the budget has ended at live bytes within it, although the layout needed more. */
 static void msi_search_best(const msi_solver *s, msi_search *search) {
+    search->least_live_bytes = UINT64_MAX;
     if (search->budget > 0) {
         msi_propose_squeezed(s, search, search->budget);
     }
     const bool sure = search->budget > 0 && search->found && search->fits;
     search->found = search->fits = sure && search->any; // it is not kept, unless any plan will do
     const bool first = !sure && (search->may_move || search->budget == 0);
-    search->least_live_bytes = UINT64_MAX;
     if (first) {
         msi_search_smallest(s, search);
     }
