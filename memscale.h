@@ -4407,7 +4407,7 @@ typedef struct msi_debugged {
     uint64_t used; // a mask of the spots that it has run at in this step
     bool is_told;  // that its state changes in an eval
     bool is_told_of_integers;
-    /* No need to try these again: that forward leaves nothing behind; that a loss has other factors. */
+    /* Need no other try: forward leaves nothing, for itself or for backward; other factors of a loss. */
     bool is_clean, hands_on, scales_by_loss;
     /* Per input, then per param: steps in a row in which backward has added nothing to its gradient; and
        steps in which that was compared with the slope of forward, MSI_KNOWN after one that agreed. */
@@ -14303,7 +14303,7 @@ static void msi_list_transfers(msi_scheduling *s) {
     }
 }
 
-/* The slot before which a range ends: if a copy out uses it last, that of the copy, which has none. */
+/* The slot before which a range ends: if a copy out, which has none, uses it last, the next one. */
 static uint32_t msi_live_end(const msi_scheduling *s, const msi_range *range) {
     return range->outlives ? s->slot_count : s->slot[range->last + !range->aliased];
 }
@@ -16350,7 +16350,7 @@ static double msi_staging_us(const msi_graph *g, const msi_costs *c, const msi_r
     return staged ? msi_copy_us(c, MS_STREAM_TO_DEVICE, t->bytes) : 0.0;
 }
 
-/* The beginning of a step: inputs are copied in full, and all computing waits, as msi_write does it. */
+/* The beginning of a step: inputs are copied in full, and computing waits for that, as by msi_write. */
 static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *costs,
                             const msi_store *store, const msi_program *p) {
     memset(c, 0, sizeof *c);
@@ -27196,7 +27196,7 @@ static MSI_COLD msi_update_trial msi_begin_update_trial(ms_model *m, const ms_up
     return t;
 }
 
-/* Runs the update on the copies, with this poison in state that is not declared, and a factor to the scale. */
+/* Runs the update on the copies: this poison is in state that is not declared, the scale times a factor. */
 static MSI_COLD void msi_act_update(msi_update_trial *t, msi_image into, uint8_t undeclared,
                                     float factor) {
     ms_model *m = t->model;
