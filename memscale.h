@@ -4475,8 +4475,7 @@ typedef struct msi_tensor_decision {
     bool splits;     // in parts even if nothing is moved: as a whole the update takes too long
     uint8_t moves;   // what lies on the host: a mask of MSI_MOVES_VALUE and others
     bool state_8bit; // of a param: its optimizer state is in codes of 8 bits
-    uint8_t
-        format; // of a value that a layer makes and of its gradient, or of a param: F32, BF16...
+    uint8_t format;  // of a value that a layer makes and of its gradient, or of a param
     /* Of the first output of a layer. In how many tiles the layer is computed, together with those
        before it back to the first of its group; 0: whole. */
     uint16_t tiles;
@@ -18033,7 +18032,7 @@ static bool msi_cannot_win(const msi_greedy *w, double fastest_us) {
 }
 
 /* Goes through the whole of a list along which times rise and fall, as copies are hidden or not.
-   Proposes the fastest plan that fits, or the smallest. */
+   Proposes the fastest plan that fits or, in a search for that, the smallest. */
 static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
     const uint64_t budget = w->search->budget;
     double fastest_us = 1e300;
@@ -18051,7 +18050,7 @@ static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
         if (best > 0 && w->prefixes.items[best - 1].score.us < last.us) {
             msi_trim_last(w, &w->prefixes.items[best - 1], &last);
         }
-    } else if (!w->search->fits && !msi_is_short(w->scorer) && msi_take_smallest(w)) {
+    } else if (budget == 0 && !msi_is_short(w->scorer) && msi_take_smallest(w)) {
         msi_propose(w->search, w->decisions, &w->score);
     }
 }
@@ -18109,7 +18108,8 @@ static const msi_move_list msi_move_lists[] = {
 
 enum {
     MSI_FIRST_BEGUN = 5, // the first list that begins with all moved
-    MSI_MOVE_LISTS = sizeof msi_move_lists / sizeof msi_move_lists[0]
+    MSI_MOVE_LISTS = sizeof msi_move_lists / sizeof msi_move_lists[0],
+    MSI_SMALL_LAYERS = 8 // of a graph that is small: see msi_is_small
 };
 
 /* Moves of all params what `begun` names, where it may be moved. */
@@ -18370,15 +18370,27 @@ static uint32_t msi_search_list_of_moves(msi_search *s, int number) {
     return w.met;
 }
 
+/* Whether there is time for all combinations of roundings, groups and lists. */
+static bool msi_is_small(const msi_graph *g) {
+    return g->layers.count <= MSI_SMALL_LAYERS;
+}
+
 /* Searches for plans that move something to the host. A list that begins with all moved is skipped
    if its first plan is slower than the best that fits, since drops seldom make a plan faster. That
-   best plan depends on the budget, so the properties of a search hold only nearly. */
+   best plan depends on the budget, so the properties of a search hold only nearly. Such lists come
+   first for the smallest plan: on graphs that are not small the others seldom have it, unless these
+   find nothing smaller than other searches. */
 static void msi_search_offloading(msi_search *s) {
     const int count = MSI_MOVE_LISTS;
+    const bool smallest = s->budget == 0 && !msi_is_small(s->scorer->graph);
+    const int begin = s->scorer->store->micro_count > 1 ? MSI_FIRST_BEGUN : 0;
     uint32_t met = 0; // by the list before
     for (int turn = 0; turn < count && !msi_is_short(s->scorer) && !(s->any && s->fits); turn++) {
-        const int k = (turn + (s->scorer->store->micro_count > 1 ? MSI_FIRST_BEGUN : 0)) % count;
-        if (msi_is_list_of_use(s, k, met)) {
+        const int k = smallest ? count - 1 - turn : (turn + begin) % count;
+        const bool moot = smallest && !msi_move_lists[k].begun &&
+                          s->best_how.by == MSI_FINDER_LISTS &&
+                          msi_move_lists[s->best_how.list].begun;
+        if (!moot && msi_is_list_of_use(s, k, met)) {
             met = msi_search_list_of_moves(s, k);
         }
     }
@@ -20002,10 +20014,22 @@ static void msi_forget_tried(msi_exhaustive *all, uint32_t count) {
     }
 }
 
+/* Climbs within the budget, from the fastest choice of all there: a rung reaches beyond the budget, and
+   what fits is passed by on the way up. */
+static void msi_climb_in_budget(msi_exhaustive *all) {
+    msi_rung r = {all->search->budget, 0, 0.0, MSI_NONE};
+    for (uint32_t i = 0; i < all->count; i++) {
+        msi_climb_to(all, &r, i);
+    }
+    all->limit = all->room;
+    msi_climb(all, &r);
+}
+
 /* Climbs at the rungs of a ladder of budgets, each from the plans that were found before any climb,
    and where nothing may be moved with as many choices: so what is found does not depend on the budget.
    Nor does it matter that rungs are skipped whose climb cannot count: a climb counts down to some rungs
-   below its own, and up to a gain. With moves all share the choices: those at the budget come first. */
+   below its own, and up to a gain. With moves all share the choices: those at the budget come first,
+   and a fifth is left for one more climb. */
 static void msi_climb_rungs(msi_exhaustive *all) {
     const msi_search *s = all->search;
     const uint32_t before = all->count;
@@ -20016,6 +20040,8 @@ static void msi_climb_rungs(msi_exhaustive *all) {
     const double below = s->budget > low ? (double)(s->budget - low) / rung : 0.0;
     const uint32_t at = below < (double)MSI_RUNGS ? (uint32_t)below : (uint32_t)MSI_RUNGS - 1;
     all->climbs = true;
+    all->limit = s->may_move ? all->room / 5 * 4 : (all->room + before) / 2;
+    all->tries_left = MSI_NONE; // what other climbs have tried costs little
     msi_propose_tried(all);
     for (uint32_t i = 0; i <= at + MSI_RUNG_REACH && s->best_score.us > s->least_us; i++) {
         const uint32_t k = i <= MSI_RUNG_REACH ? at + i : at + MSI_RUNG_REACH - i;
@@ -20029,16 +20055,15 @@ static void msi_climb_rungs(msi_exhaustive *all) {
         if (!s->may_move) {
             msi_forget_tried(all, before);
         }
-        all->limit = s->may_move ? all->room : (all->room + before) / 2;
-        all->tries_left = MSI_NONE; // what other climbs have tried costs little
         if (point != MSI_NONE) {
             const msi_groups groups = msi_groups_of_point(all, point);
             msi_climb_to(all, &r, msi_number_of(all, &groups));
         }
-        if (r.choice != MSI_NONE) {
-            msi_climb(all, &r);
-        }
+        msi_climb(all, &r);
         msi_propose_tried(all);
+    }
+    if (s->may_move && s->fits && s->best_score.us > s->least_us) {
+        msi_climb_in_budget(all);
     }
 }
 
@@ -20057,7 +20082,7 @@ static bool msi_exhaustive_init(msi_exhaustive *all, msi_search *search) {
     all->search = search;
     all->graph = g;
     all->limit = work / (layers < 16 ? 16 : layers);
-    all->room = 2 * all->limit;       // with those of climbs
+    all->room = 2 * all->limit + (search->may_move ? all->limit / 2 : 0); // with those of climbs
     all->tries_left = 4 * all->limit; // many are of choices that were tried before
     all->index_mask = 1;
     while (all->index_mask < 2 * all->room) {
@@ -20133,16 +20158,10 @@ enum {
     MSI_GROUPING_TRIES = 8, // groups for one peak
     MSI_GROUPING_TILES = 16,
     MSI_GROUPING_WORK = 1 << 20, // layers that are lowered
-    MSI_GROUPING_SMALL = 8,      // layers of a graph for which all combinations are tried
     MSI_GROUPING_SETS = 2,       // of a larger graph, from each plan
     MSI_GROUPING_GAIN = 1024,    // a set has to save at least 1/1024 of its bytes
     MSI_STREAMS_LEAST = 8        // sets for parts: these have at least 1/8 of its bytes
 };
-
-/* Whether there is time for all combinations of roundings and groups. */
-static bool msi_is_small(const msi_graph *g) {
-    return g->layers.count <= MSI_GROUPING_SMALL;
-}
 
 typedef struct msi_window {
     uint32_t first, end;
@@ -20533,7 +20552,7 @@ static void msi_find_tilings(msi_search *search, uint32_t roundings, msi_tilings
 
 /* What is known of a good plan before any is searched: how it is found, and decisions like its. */
 typedef struct msi_guide {
-    msi_found ranks[MSI_RANKS]; // searches that find it or others that are nearly as good
+    msi_found ranks[MSI_RANKS + 1]; // searches that find it or others that are nearly as good
     uint32_t rank_count;
     bool early; // it updates params inside backward
     msi_tensor_decision *decisions;
@@ -21130,12 +21149,6 @@ static void msi_search_best(const msi_solver *s, msi_search *search) {
     }
 }
 
-/* Searches one kind of plans that the guide names. */
-static void msi_search_rank(const msi_solver *s, msi_search *search, const msi_found *found) {
-    const uint32_t tiling = found->tiles && search->tilings->count > 0 ? 1 : 0;
-    msi_search_list(s, search, found->rounding, tiling, found);
-}
-
 /* Proposes the decisions of the guide, and searches as it says. */
 static void msi_search_guided(const msi_solver *s, msi_search *search) {
     const msi_guide *guide = s->request->guide;
@@ -21167,14 +21180,13 @@ static void msi_search_guided(const msi_solver *s, msi_search *search) {
         while (!msi_is_same_search(&guide->ranks[first], &guide->ranks[k], tilings.end[1] > 0)) {
             first++;
         }
+        const msi_found *found = &guide->ranks[k];
         if (first == k) {
-            msi_search_rank(s, search, &guide->ranks[k]);
+            msi_search_list(s, search, found->rounding, found->tiles && tilings.count > 0, found);
         }
     }
-    if (guide->smallest && (s->request->techniques & MSI_CHECKPOINTING)) {
-        const msi_found first = guide->ranks[0];
-        const msi_found found = {MSI_FINDER_SEGMENTS, 0, first.rounding, first.tiles, false};
-        msi_search_rank(s, search, &found); // these can win although they do not in the fold
+    if (!search->found && !msi_is_short(s->scorer)) {
+        msi_propose_squeezed(s, search, MSI_NO_BUDGET); // the host may be short for all others
     }
     search->budget = budget;
     search->fits = search->found && search->best_score.bytes <= budget;
@@ -22118,29 +22130,13 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
 }
 
 /* Takes a technique out of the decision on one tensor. */
-static void msi_take_out(ms_technique technique, const msi_tensor *t, msi_tensor_decision *d) {
-    switch (technique) {
-    case MS_TECHNIQUE_CHECKPOINTING:
-        d->pass = 0;
-        break;
-    case MS_TECHNIQUE_EARLY_UPDATE:
-        d->update_after = MSI_NONE;
-        break;
-    case MS_TECHNIQUE_OFFLOADING:
-        d->moves = 0;
-        break;
-    case MS_TECHNIQUE_TILING:
-        d->tiles = 0;
-        break;
-    case MS_TECHNIQUE_MIXED_PRECISION:
-        d->format = t->format;
-        break;
-    case MS_TECHNIQUE_OPTIMIZER_8BIT:
-        d->state_8bit = false;
-        break;
-    case MS_TECHNIQUE_COUNT:
-        break;
-    }
+static void msi_take_out(ms_technique k, const msi_tensor *t, msi_tensor_decision *d) {
+    d->pass = k == MS_TECHNIQUE_CHECKPOINTING ? 0 : d->pass;
+    d->update_after = k == MS_TECHNIQUE_EARLY_UPDATE ? MSI_NONE : d->update_after;
+    d->moves = k == MS_TECHNIQUE_OFFLOADING ? 0 : d->moves;
+    d->tiles = k == MS_TECHNIQUE_TILING ? 0 : d->tiles;
+    d->format = k == MS_TECHNIQUE_MIXED_PRECISION ? t->format : d->format;
+    d->state_8bit = d->state_8bit && k != MS_TECHNIQUE_OPTIMIZER_8BIT;
 }
 
 /* Finds how much larger the peak of live bytes would be without each technique: scores the
@@ -22264,12 +22260,14 @@ static uint64_t msi_budget_of_fold(uint64_t budget, const msi_bytes_range *whole
 
 /* Plans the fold, whose graph the model has meanwhile, and makes a guide of its plan. Where the plain
    plan of the fold fits its share, that of the whole does too, or nearly: less is taken then. */
-static ms_result msi_plan_fold(ms_model *m, const msi_fold *f, const msi_request *request,
-                               const msi_bytes_range *whole, msi_guide *guide) {
+static ms_result msi_find_guide(ms_model *m, const msi_fold *f, const msi_request *request,
+                                const msi_bytes_range *whole, msi_guide *guide) {
+    const msi_graph graph = m->graph;
     msi_bytes_range range = MSI_ZERO_INIT;
     msi_request of_fold = *request;
     msi_store *store;
     msi_plan *plan = NULL;
+    m->graph = f->graph;
     ms_result result = msi_make_store(m, &store);
     MSI_THEN(result, msi_range_of(m, store, request, &range));
     of_fold.goal = MSI_GOAL_FOLD;
@@ -22291,6 +22289,12 @@ static ms_result msi_plan_fold(ms_model *m, const msi_fold *f, const msi_request
         guide->early = plan->found.early;
         guide->rank_count = plan->rank_count;
         memcpy(guide->ranks, plan->ranks, sizeof plan->ranks);
+        if (guide->smallest && (request->techniques & MSI_CHECKPOINTING)) {
+            msi_found *last = &guide->ranks[guide->rank_count++];
+            *last = guide->ranks[0];        // its roundings and tiles
+            last->by = MSI_FINDER_SEGMENTS; // these can win although they do not in the fold
+            last->list = 0;
+        }
         msi_unfold(f, plan->decisions, plan->found.early, guide->decisions);
         msi_log(m, MS_LOG_DEBUG, "plan", "%u of %u layers stand for all: planned by search \"%s\"",
                 (unsigned)f->graph.layers.count, (unsigned)f->whole.layers.count,
@@ -22298,44 +22302,40 @@ static ms_result msi_plan_fold(ms_model *m, const msi_fold *f, const msi_request
     }
     msi_plan_free(m, plan);
     msi_store_free(m, store);
-    return result;
-}
-
-/* Makes a guide for a request from the plan of a fold. */
-static ms_result msi_find_guide(ms_model *m, const msi_store *store, const msi_fold *f,
-                                const msi_request *request, msi_guide *guide) {
-    const msi_graph whole = m->graph;
-    msi_bytes_range range = MSI_ZERO_INIT;
-    ms_result result = msi_range_of(m, store, request, &range);
-    m->graph = f->graph;
-    MSI_THEN(result, msi_plan_fold(m, f, request, &range, guide));
-    m->graph = whole;
+    m->graph = graph;
     return result;
 }
 
 /* Solves a request whose graph has a fold, guided by a plan of that. If that does not fit its share
    of the budget, it is the smallest plan of the fold, and guides to the smallest of the whole: if that
-   fits, there may be a faster one. If nothing fits otherwise, the smallest is searched at last. */
+   fits, there may be a faster one. If nothing fits otherwise, the smallest is searched at last; it is
+   first where something moves, but the squeezed plan hardly fits: see msi_search_best. */
 static ms_result msi_solve_guided(ms_model *m, const msi_store *store, const msi_fold *f,
                                   msi_request *request, msi_plan **made) {
     const uint64_t bytes = msi_decisions_bytes(&m->graph);
+    msi_bytes_range range = MSI_ZERO_INIT;
     msi_guide guide = MSI_ZERO_INIT;
     guide.decisions = (msi_tensor_decision *)msi_alloc(f->allocator, bytes);
     *made = NULL;
     if (!guide.decisions) {
         return msi_fail_memory(m, "the fold", bytes);
     }
+    ms_result result = msi_range_of(m, store, request, &range);
+    const uint64_t budget = request->goal == MSI_GOAL_SMALLEST ? 0 : request->budget;
+    const bool first = (budget == 0 || (request->techniques & MSI_OFFLOADING)) &&
+                       budget - budget / 8 < range.least;
+    guide.smallest = first;
+    MSI_THEN(result, msi_find_guide(m, f, request, &range, &guide));
     request->guide = &guide;
-    guide.smallest = request->goal == MSI_GOAL_SMALLEST;
-    ms_result result = msi_find_guide(m, store, f, request, &guide);
     MSI_THEN(result, msi_solve_anew(m, store, request, made));
-    const bool fits = *made && (*made)->arena_bytes <= request->budget;
-    if (*made && request->goal != MSI_GOAL_SMALLEST && fits == guide.smallest) {
+    const bool fits = *made && (*made)->arena_bytes <= budget;
+    if (*made && budget > 0 && (first ? fits : fits == guide.smallest)) {
         msi_plan *other = NULL;
         guide.smallest = !fits;
-        result = fits ? MS_RESULT_OK : msi_find_guide(m, store, f, request, &guide);
+        result = first || !fits ? msi_find_guide(m, f, request, &range, &guide) : MS_RESULT_OK;
+        guide.smallest = !fits;
         MSI_THEN(result, msi_solve_anew(m, store, request, &other));
-        const bool better = other && (!fits || other->arena_bytes <= request->budget);
+        const bool better = other && other->arena_bytes <= (fits ? budget : (*made)->arena_bytes);
         msi_plan_free(m, better ? *made : other);
         *made = better ? other : *made;
     }

@@ -462,7 +462,8 @@ static void all_budgets_from_the_smallest_on_have_plans(void **state) {
 /* Nets with a link, at budgets where what is recomputed together has to be split, or where only the
    local search of 140 layers finds such a plan; with one on which each copy takes less time than its
    launch; where climbs of the local search have to go on for long, the last of them by moves in exchange;
-   and where the best plan of a fold is found by another search than that of the whole. */
+   where the best plan of a fold is found by another search than that of the whole; and where the last climb
+   begins at what fits the budget itself. */
 static void small_budgets_take_little_longer(void **state) {
     (void)state;
     static const struct {
@@ -477,7 +478,8 @@ static void small_budgets_take_little_longer(void **state) {
                 {NET_CHAIN, 20, 0.1, 0.25, 1.85},    {NET_UNET, 61, 0.1, 0.25, 1.4},
                 {NET_RESNET, 43, 0.1, 0.25, 1.2},    {NET_DENSENET, 61, 0.1, 0.25, 1.5},
                 {NET_INCEPTION, 43, 0.1, 0.35, 2.4}, {NET_INCEPTION, 20, 0.1, 0.7, 1.49},
-                {NET_RESNET, 1000, 0.1, 0.3, 1.08}};
+                {NET_RESNET, 1000, 0.1, 0.3, 1.08},  {NET_DENSENET, 61, 0.1, 0.4, 1.09},
+                {NET_RESNET, 61, 0.1, 0.2, 1.18}};
     for (size_t k = 0; k < sizeof rows / sizeof rows[0]; ++k) {
         const double step =
             fold_step(rows[k].kind, rows[k].layers, rows[k].gb_per_s, rows[k].share);
@@ -485,6 +487,82 @@ static void small_budgets_take_little_longer(void **state) {
             fail_msg("row %d: %.3f", (int)k, step);
         }
     }
+}
+
+/* Segments are searched in the whole, though in the fold another search finds a smaller plan. */
+static void segments_have_the_smallest_plan_of_deep_nets(void **state) {
+    (void)state;
+    ms_memory_report r;
+    uint64_t least;
+    ms_model *m = fold_net(NET_UNET, 1000, 0.0);
+    t_report(m, &r);
+    t_ok(m, ms_smallest_budget(m, &least));
+    assert_in_range(least, 1, r.plain_bytes / 100 * 33);
+    ms_destroy(m);
+}
+
+static void fold_count_plans(ms_log_level level, const char *tag, const char *text, void *user) {
+    if (level == MS_LOG_DEBUG && strcmp(tag, "plan") == 0 && strstr(text, "stand for all")) {
+        *(uint32_t *)user += 1;
+    }
+}
+
+/* Where the squeezed plan hardly fits the smallest is searched first, and a budget below it is refused
+   when that has failed: the fold is planned once. Above it, once more, and where a squeezed plan fits only
+   once. */
+static void what_hardly_fits_is_refused_at_once(void **state) {
+    (void)state;
+    static const net_kind kinds[] = {NET_EQUAL, NET_RESNET};
+    for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; ++k) {
+        uint32_t plans = 0;
+        uint64_t least;
+        ms_memory_report r;
+        ms_model *m = fold_net(kinds[k], 700, 0.1);
+        m->config.log = fold_count_plans;
+        m->config.log_user = &plans;
+        t_report(m, &r);
+        t_ok(m, ms_smallest_budget(m, &least));
+        const struct {
+            uint64_t budget;
+            ms_result result;
+            uint32_t plans;
+        } rows[] = {{least - least / 10, MS_RESULT_BUDGET, 1},
+                    {least - 1, MS_RESULT_BUDGET, 1},
+                    {least, MS_RESULT_OK, 2},
+                    {r.plain_bytes / 2, MS_RESULT_OK, 1}};
+        for (size_t i = 0; i < sizeof rows / sizeof rows[0]; ++i) {
+            plans = 0;
+            ms_set_budget(m, rows[i].budget);
+            assert_int_equal(ms_wrap(m), rows[i].result);
+            if (plans != rows[i].plans) {
+                fail_msg("%s, row %d: %u plans of a fold", net_names[kinds[k]], (int)i,
+                         (unsigned)plans);
+            }
+        }
+        ms_destroy(m);
+    }
+}
+
+/* Whatever a fold guides to, there is a plan that needs no more of the host than there is. */
+static void a_host_too_small_for_what_a_fold_guides_to(void **state) {
+    (void)state;
+    ms_memory_report r;
+    ms_model *m = fold_net(NET_EQUAL, 416, 0.1);
+    m->config.mode = MS_MODE_AGGRESSIVE;
+    t_report(m, &r);
+    ms_set_budget(m, r.plain_bytes / 1000 * 93);
+    t_ok(m, ms_wrap(m));
+    t_report(m, &r);
+    m->config.max_host_bytes = r.host_bytes;
+    for (uint64_t k = 1; m->config.max_host_bytes > 1; ++k) {
+        m->config.max_host_bytes /= 2;
+        ms_set_budget(m, r.plain_bytes / 1000 * 93 + k); // another one, so that it is planned again
+        const ms_result result = ms_wrap(m);
+        assert_true(result == MS_RESULT_OK || result == MS_RESULT_BUDGET);
+        t_report(m, &r);
+        assert_true(result != MS_RESULT_OK || r.host_bytes <= m->config.max_host_bytes);
+    }
+    ms_destroy(m);
 }
 
 static void many_layers_are_planned_like_a_hundred(void **state) {
@@ -594,6 +672,9 @@ int main(void) {
         cmocka_unit_test(groups_of_folds_are_sound_for_the_whole),
         cmocka_unit_test(all_budgets_from_the_smallest_on_have_plans),
         cmocka_unit_test(small_budgets_take_little_longer),
+        cmocka_unit_test(segments_have_the_smallest_plan_of_deep_nets),
+        cmocka_unit_test(what_hardly_fits_is_refused_at_once),
+        cmocka_unit_test(a_host_too_small_for_what_a_fold_guides_to),
         cmocka_unit_test(many_layers_are_planned_like_a_hundred),
         cmocka_unit_test(plans_by_a_fold_change_no_bit),
     };

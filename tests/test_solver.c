@@ -2685,6 +2685,42 @@ static void a_list_ends_where_it_cannot_win(void **state) {
     }
 }
 
+/* The smallest plan is searched in the lists that begin with all moved, from the last one on, and in the
+   others only where these have not found it; and what does not fit a budget is not laid out for that. */
+static void the_smallest_is_searched_from_the_other_end(void **state) {
+    (void)state;
+    static census c;
+    uint32_t moot = 0, others = 0;
+    for (uint64_t seed = 1; seed <= t_sweep(40, 400); ++seed) {
+        moving of;
+        moving_open(&of, &c, seed, 1);
+        const uint64_t *lowered = &c.scorer.lowering->lowered;
+        msi_search s = of.search, few = of.search;
+        uint32_t met = 0;
+        s.techniques = few.techniques = MSI_CHECKPOINTING;
+        const uint64_t before = *lowered;
+        msi_search_offloading(&s);
+        const uint64_t middle = *lowered;
+        for (int k = MSI_MOVE_LISTS - 1; k >= MSI_FIRST_BEGUN; --k) {
+            met = msi_is_list_of_use(&few, k, met) ? msi_search_list_of_moves(&few, k) : met;
+        }
+        const bool has =
+            few.found && few.best_how.by == MSI_FINDER_LISTS && !msi_is_small(&of.g.model->graph);
+        assert_true(has ? middle - before == *lowered - middle
+                        : middle - before > *lowered - middle);
+        assert_true(s.best_score.bytes <= few.best_score.bytes || !few.found);
+        moot += has;
+        others += !has;
+        few = of.search;
+        few.budget = 1;
+        msi_search_offloading(&few);
+        assert_false(few.found);
+        moving_close(&of, &c);
+    }
+    print_message("%u without the others, %u with them\n", (unsigned)moot, (unsigned)others);
+    assert_true(moot > 0 && others > 0);
+}
+
 /* A plan for other sizes fits if neither the device nor the host has too little memory. */
 static void a_plan_has_room_on_both_sides(void **state) {
     (void)state;
@@ -3184,6 +3220,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(splits_are_made_and_taken_back),
         cmocka_unit_test(homes_are_taken_as_they_are),
         cmocka_unit_test(a_list_ends_where_it_cannot_win),
+        cmocka_unit_test(the_smallest_is_searched_from_the_other_end),
         cmocka_unit_test(a_plan_has_room_on_both_sides),
         cmocka_unit_test(a_guide_names_equal_lists_once),
         cmocka_unit_test(delayed_updates_need_no_more_of_the_host),
