@@ -546,23 +546,26 @@ static void what_hardly_fits_is_refused_at_once(void **state) {
 /* Whatever a fold guides to, there is a plan that needs no more of the host than there is. */
 static void a_host_too_small_for_what_a_fold_guides_to(void **state) {
     (void)state;
-    ms_memory_report r;
-    ms_model *m = fold_net(NET_EQUAL, 416, 0.1);
-    m->config.mode = MS_MODE_AGGRESSIVE;
-    t_report(m, &r);
-    ms_set_budget(m, r.plain_bytes / 1000 * 93);
-    t_ok(m, ms_wrap(m));
-    t_report(m, &r);
-    m->config.max_host_bytes = r.host_bytes;
-    for (uint64_t k = 1; m->config.max_host_bytes > 1; ++k) {
-        m->config.max_host_bytes /= 2;
-        ms_set_budget(m, r.plain_bytes / 1000 * 93 + k); // another one, so that it is planned again
-        const ms_result result = ms_wrap(m);
-        assert_true(result == MS_RESULT_OK || result == MS_RESULT_BUDGET);
-        t_report(m, &r);
-        assert_true(result != MS_RESULT_OK || r.host_bytes <= m->config.max_host_bytes);
+    uint64_t least[2], host_bytes = 0;
+    for (int moves = 0; moves < 2; ++moves) {
+        ms_model *m = fold_net(NET_EQUAL, 416, moves ? 0.1 : 0.0);
+        m->config.mode = MS_MODE_AGGRESSIVE;
+        t_ok(m, ms_smallest_budget(m, &least[moves]));
+        ms_destroy(m);
     }
-    ms_destroy(m);
+    for (uint64_t share = 1; share <= 64; share *= 2) {
+        ms_memory_report r;
+        ms_model *m = fold_net(NET_EQUAL, 416, 0.1);
+        m->config.mode = MS_MODE_AGGRESSIVE;
+        m->config.max_host_bytes = share > 1 ? host_bytes / share : m->config.max_host_bytes;
+        ms_set_budget(m, least[1] + (least[0] - least[1]) / 8 * 5);
+        const ms_result result = ms_wrap(m);
+        assert_true(result == MS_RESULT_OK || (result == MS_RESULT_BUDGET && share > 2));
+        t_report(m, &r);
+        host_bytes = share > 1 ? host_bytes : r.host_bytes;
+        assert_true(result != MS_RESULT_OK || r.host_bytes <= m->config.max_host_bytes);
+        ms_destroy(m);
+    }
 }
 
 static void many_layers_are_planned_like_a_hundred(void **state) {
