@@ -18044,14 +18044,12 @@ static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
         fastest_us = fits && w->score.us < fastest_us ? w->score.us : fastest_us;
     } while (!msi_is_short(w->scorer) && !msi_cannot_win(w, fastest_us) && msi_next_plan(w));
     const uint32_t best = msi_take_fastest(w);
-    if (best != MSI_NONE) {
-        const msi_score last = w->score;
+    if (best != MSI_NONE || (budget == 0 && !msi_is_short(w->scorer) && msi_take_smallest(w))) {
         msi_propose(w->search, w->decisions, &w->score);
-        if (best > 0 && w->prefixes.items[best - 1].score.us < last.us) {
-            msi_trim_last(w, &w->prefixes.items[best - 1], &last);
-        }
-    } else if (budget == 0 && !msi_is_short(w->scorer) && msi_take_smallest(w)) {
-        msi_propose(w->search, w->decisions, &w->score);
+    }
+    const msi_score last = w->score;
+    if (best != MSI_NONE && best > 0 && w->prefixes.items[best - 1].score.us < last.us) {
+        msi_trim_last(w, &w->prefixes.items[best - 1], &last);
     }
 }
 
@@ -18066,15 +18064,12 @@ static void msi_search_greedy(msi_greedy *w, bool may_drop) {
     while (may_drop && !fits && !msi_is_short(w->scorer) && msi_next_plan(w)) {
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
-    if (fits && w->search->any) {
+    if (fits || (!w->search->fits && !msi_is_short(w->scorer) && msi_take_smallest(w))) {
         msi_propose(w->search, w->decisions, &w->score);
-    } else if (fits && w->prefixes.count > 1) {
-        const msi_prefix *before = &w->prefixes.items[w->prefixes.count - 2];
-        msi_propose(w->search, w->decisions, &w->score);
-        const msi_score last = w->score;
-        msi_trim_last(w, before, &last);
-    } else if (!w->search->fits && !msi_is_short(w->scorer) && msi_take_smallest(w)) {
-        msi_propose(w->search, w->decisions, &w->score);
+    }
+    const msi_score last = w->score;
+    if (fits && !w->search->any && w->prefixes.count > 1) {
+        msi_trim_last(w, &w->prefixes.items[w->prefixes.count - 2], &last);
     }
 }
 
@@ -20006,30 +20001,11 @@ static uint32_t msi_begin_climb(const msi_exhaustive *all, msi_rung *r) {
     return point_us < us ? point : MSI_NONE;
 }
 
-/* Forgets the choices from number `count` on. */
-static void msi_forget_tried(msi_exhaustive *all, uint32_t count) {
-    memset(all->index, 0, ((size_t)all->index_mask + 1) * sizeof *all->index);
-    for (all->count = 0; all->count < count; all->count++) {
-        *msi_find_tried(all, &all->tried[all->count].groups) = all->count + 1;
-    }
-}
-
-/* Climbs within the budget, from the fastest choice of all there: a rung reaches beyond the budget, and
-   what fits is passed by on the way up. */
-static void msi_climb_in_budget(msi_exhaustive *all) {
-    msi_rung r = {all->search->budget, 0, 0.0, MSI_NONE};
-    for (uint32_t i = 0; i < all->count; i++) {
-        msi_climb_to(all, &r, i);
-    }
-    all->limit = all->room;
-    msi_climb(all, &r);
-}
-
 /* Climbs at the rungs of a ladder of budgets, each from the plans that were found before any climb,
    and where nothing may be moved with as many choices: so what is found does not depend on the budget.
    Nor does it matter that rungs are skipped whose climb cannot count: a climb counts down to some rungs
    below its own, and up to a gain. With moves all share the choices: those at the budget come first,
-   and a fifth is left for one more climb. */
+   and a fifth is left for one more climb, from the fastest choice within the budget itself. */
 static void msi_climb_rungs(msi_exhaustive *all) {
     const msi_search *s = all->search;
     const uint32_t before = all->count;
@@ -20041,7 +20017,7 @@ static void msi_climb_rungs(msi_exhaustive *all) {
     const uint32_t at = below < (double)MSI_RUNGS ? (uint32_t)below : (uint32_t)MSI_RUNGS - 1;
     all->climbs = true;
     all->limit = s->may_move ? all->room / 5 * 4 : (all->room + before) / 2;
-    all->tries_left = MSI_NONE; // what other climbs have tried costs little
+    all->tries_left = MSI_NONE; // what was tried costs little
     msi_propose_tried(all);
     for (uint32_t i = 0; i <= at + MSI_RUNG_REACH && s->best_score.us > s->least_us; i++) {
         const uint32_t k = i <= MSI_RUNG_REACH ? at + i : at + MSI_RUNG_REACH - i;
@@ -20052,8 +20028,11 @@ static void msi_climb_rungs(msi_exhaustive *all) {
         if (!s->fits || r.least >= s->budget || r.least_us >= s->best_score.us) {
             continue;
         }
-        if (!s->may_move) {
-            msi_forget_tried(all, before);
+        if (!s->may_move) { // forgets what other climbs have tried
+            memset(all->index, 0, ((size_t)all->index_mask + 1) * sizeof *all->index);
+            for (all->count = 0; all->count < before; all->count++) {
+                *msi_find_tried(all, &all->tried[all->count].groups) = all->count + 1;
+            }
         }
         if (point != MSI_NONE) {
             const msi_groups groups = msi_groups_of_point(all, point);
@@ -20062,8 +20041,14 @@ static void msi_climb_rungs(msi_exhaustive *all) {
         msi_climb(all, &r);
         msi_propose_tried(all);
     }
+    /* A rung reaches beyond the budget, and what fits is passed by on the way up. */
     if (s->may_move && s->fits && s->best_score.us > s->least_us) {
-        msi_climb_in_budget(all);
+        msi_rung r = {s->budget, 0, 0.0, MSI_NONE};
+        for (uint32_t i = 0; i < all->count; i++) {
+            msi_climb_to(all, &r, i);
+        }
+        all->limit = all->room;
+        msi_climb(all, &r);
     }
 }
 
@@ -21281,14 +21266,13 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
 // ------------------------------------------------------------------------------------------------
 // >>order  which waits between streams order nothing, once it is known what shares memory
 
-/* A schedule is made before offsets are known, and orders whatever may come to share memory. With
-   the offsets, some of its waits turn out to order nothing: without them, all instructions that use
-   the same bytes, at least one of them to write, still run in one order. Such a WAIT is removed,
-   and the next WAIT for that engine awaits its copies too; and a copy that need not wait for
-   computing no longer follows it. Programs stay in order with anything that is enqueued between
-   them. Removing a wait makes none of the others needless, so one pass finds all. Without this room
-   11 of 98 plans with copies (GPT-2 and BERT, on an RTX 3090 and an H200) are predicted to be
-   slower, by up to 2.1 %. */
+/* A schedule is made before offsets are known, and orders whatever may come to share memory. With the
+   offsets, some of its waits turn out to order nothing: without them, all instructions that use the
+   same bytes, at least one of them to write, still run in one order. Such a WAIT is removed, and the
+   next WAIT for that engine awaits its copies too; and a copy that need not wait for computing no
+   longer follows it. Programs stay in order with anything that is enqueued between them. Removing a
+   wait makes none of the others needless, so one pass finds all. Without this room 11 of 98 plans with
+   copies (GPT-2 and BERT, on an RTX 3090 and an H200) are predicted to be slower, by up to 2.1 %. */
 
 /* The number of operands of a group that a layer's instruction has. */
 static MSI_NOINLINE uint32_t msi_operands_in(const msi_layer *l, const msi_instruction *i,
@@ -22130,13 +22114,29 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
 }
 
 /* Takes a technique out of the decision on one tensor. */
-static void msi_take_out(ms_technique k, const msi_tensor *t, msi_tensor_decision *d) {
-    d->pass = k == MS_TECHNIQUE_CHECKPOINTING ? 0 : d->pass;
-    d->update_after = k == MS_TECHNIQUE_EARLY_UPDATE ? MSI_NONE : d->update_after;
-    d->moves = k == MS_TECHNIQUE_OFFLOADING ? 0 : d->moves;
-    d->tiles = k == MS_TECHNIQUE_TILING ? 0 : d->tiles;
-    d->format = k == MS_TECHNIQUE_MIXED_PRECISION ? t->format : d->format;
-    d->state_8bit = d->state_8bit && k != MS_TECHNIQUE_OPTIMIZER_8BIT;
+static void msi_take_out(ms_technique technique, const msi_tensor *t, msi_tensor_decision *d) {
+    switch (technique) {
+    case MS_TECHNIQUE_CHECKPOINTING:
+        d->pass = 0;
+        break;
+    case MS_TECHNIQUE_EARLY_UPDATE:
+        d->update_after = MSI_NONE;
+        break;
+    case MS_TECHNIQUE_OFFLOADING:
+        d->moves = 0;
+        break;
+    case MS_TECHNIQUE_TILING:
+        d->tiles = 0;
+        break;
+    case MS_TECHNIQUE_MIXED_PRECISION:
+        d->format = t->format;
+        break;
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+        d->state_8bit = false;
+        break;
+    case MS_TECHNIQUE_COUNT:
+        break;
+    }
 }
 
 /* Finds how much larger the peak of live bytes would be without each technique: scores the
