@@ -22741,7 +22741,7 @@ static MSI_COLD bool msi_add_host(msi_text *to, uint64_t budget, uint64_t least)
     const uint64_t wanted = msi_larger(bytes, budget);
     uint64_t enough = t.host_limit = t.host_bytes;
     while (t.result == MS_RESULT_OK && enough > most &&
-           msi_tried_bytes(&t, MSI_GOAL_SQUEEZED, wanted, NULL) > wanted) {
+           msi_tried_bytes(&t, MSI_GOAL_SQUEEZED, MSI_NO_BUDGET, NULL) > wanted) {
         enough = t.host_limit = enough + enough / 32 + 1;
     }
     while (bytes <= budget && enough > most && enough - most > 1 + enough / 128) {

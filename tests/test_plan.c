@@ -644,6 +644,50 @@ static void network_destroy(network *n) {
     nn_destroy(n->net);
 }
 
+/* GPT-2 of 8 blocks on an RTX 3090, dry, for two budgets. The text is that of the error. */
+static ms_result wrap_gpt2(uint64_t budget, uint64_t host_bytes, char *text, size_t room) {
+    nn_transformer_config shape;
+    ms_config config;
+    ms_model *m;
+    memset(&config, 0, sizeof config);
+    memset(&shape, 0, sizeof shape);
+    assert_true(nn_preset("gpt2-124M", &shape));
+    shape.layers = 8;
+    shape.batch = 4;
+    shape.sequence = shape.context = 512;
+    shape.vocabulary = 1024;
+    config.dry_run = true;
+    config.memory_budget_bytes = budget;
+    config.max_host_bytes = host_bytes;
+    t_ok(NULL, ms_create(&config, &m));
+    nn_net *net = nn_create(m);
+    assert_non_null(net);
+    (void)nn_gpt2(net, &shape);
+    ms_set_hardware(m, ms_hardware_find("RTX 3090"));
+    const ms_result result = ms_wrap(m);
+    snprintf(text, room, "%s", ms_last_error(m));
+    ms_destroy(m);
+    nn_destroy(net);
+    return result;
+}
+
+/* How much of the host would help is found also where a layout for the budget is larger than one that
+   goes on to the end: a plan that fits with any amount of it was looked for without end. */
+static void the_host_that_is_named_is_enough(void **state) {
+    (void)state;
+    char text[1024];
+    const uint64_t budget = 20419785, host_bytes = 29780243;
+    assert_int_equal(wrap_gpt2(budget, host_bytes, text, sizeof text), MS_RESULT_BUDGET);
+    const char *at = strstr(text, "With max_host_bytes of ");
+    assert_non_null(at);
+    const uint64_t wanted_host = strtoull(strchr(at, '(') + 1, NULL, 10);
+    at = strstr(at, ": ");
+    assert_non_null(at);
+    const uint64_t wanted = strtoull(strchr(at, '(') + 1, NULL, 10);
+    assert_true(wanted > budget && wanted_host > host_bytes);
+    assert_int_equal(wrap_gpt2(wanted, wanted_host, text, sizeof text), MS_RESULT_OK);
+}
+
 static void check_report(const ms_memory_report *report) {
     uint64_t sum = 0;
     for (int i = 0; i < MS_CATEGORY_COUNT; ++i) {
@@ -1368,6 +1412,7 @@ static void long_names_cut_no_line(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_mask_is_of_its_own_operands),
+        cmocka_unit_test(the_host_that_is_named_is_enough),
         cmocka_unit_test_teardown(live_ranges_never_overlap, name_failing_graph),
         cmocka_unit_test(listings_have_every_instruction_once),
         cmocka_unit_test(the_plan_is_printed),
