@@ -18032,7 +18032,7 @@ static bool msi_cannot_win(const msi_greedy *w, double fastest_us) {
 }
 
 /* Goes through the whole of a list along which times rise and fall, as copies are hidden or not.
-   Proposes the fastest plan that fits or, in a search for that, the smallest. */
+   Proposes the fastest plan that fits or, where the smallest is searched, that. */
 static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
     const uint64_t budget = w->search->budget;
     double fastest_us = 1e300;
@@ -18104,7 +18104,7 @@ static const msi_move_list msi_move_lists[] = {
 enum {
     MSI_FIRST_BEGUN = 5, // the first list that begins with all moved
     MSI_MOVE_LISTS = sizeof msi_move_lists / sizeof msi_move_lists[0],
-    MSI_SMALL_LAYERS = 8 // of a graph that is small: see msi_is_small
+    MSI_SMALL_LAYERS = 8 // at most, of a graph that is small
 };
 
 /* Moves of all params what `begun` names, where it may be moved. */
@@ -22333,7 +22333,7 @@ static ms_result msi_solve_guided(ms_model *m, const msi_store *store, const msi
         msi_plan *other = NULL;
         guide.smallest = !fits;
         result = first || !fits ? msi_find_guide(m, f, request, &range, &guide) : MS_RESULT_OK;
-        guide.smallest = !fits;
+        guide.smallest = !fits; // though the fold may not fit its share of the budget
         MSI_THEN(result, msi_solve_anew(m, store, request, &other));
         const bool better = other && other->arena_bytes <= (fits ? budget : (*made)->arena_bytes);
         msi_plan_free(m, better ? *made : other);
@@ -22727,8 +22727,8 @@ static MSI_COLD void msi_add_modes(msi_text *to, uint64_t least) {
 }
 
 /* Adds what more memory of the host would help: an amount with which a squeezed plan fits this budget,
-   to 1/128; or, if none does with any, what that takes of both. Returns whether it would help. A
-   squeezed plan may take more than it has there, since it moves nothing that might not fit. */
+   to 1/128; or, if none does with any, what that takes of both. Returns whether it would help. Squeezed
+   plans move nothing that might not fit, and may so take more; layouts that end at a budget may too. */
 static MSI_COLD bool msi_add_host(msi_text *to, uint64_t budget, uint64_t least) {
     msi_trials t = to->trials;
     uint64_t most = msi_host_budget(t.model);
