@@ -5498,9 +5498,7 @@ static ms_result msi_issue_copy(ms_model *m, ms_stream_kind engine, void *target
     const bool enqueues = msi_enqueues_copies(&m->config.backend);
     int error = enqueues ? msi_follow_compute(m, engine) : 0;
     error = error ? error : msi_copy_by(m, engine, target, source, bytes);
-    if (!error && enqueues) {
-        error = m->config.backend.record(m->device, engine, event);
-    }
+    error = !error && enqueues ? m->config.backend.record(m->device, engine, event) : error;
     return msi_device(m, error, msi_engines[engine].what);
 }
 
@@ -6583,9 +6581,7 @@ static void msi_update_wide(const ms_update_args *a, const uint32_t *keys,
                             const msi_update_floats *b, msi_wide_waiting *w) {
     const msi_wide_factors f = msi_widen_factors(a->factors, b->scale);
     msi_wide_state s0 = msi_wide_open(a, 0, keys[0], b->at, (float *)(void *)w->floats[0]), s1 = s0;
-    if (a->state[1]) {
-        s1 = msi_wide_open(a, 1, keys[1], b->at, (float *)(void *)w->floats[1]);
-    }
+    s1 = a->state[1] ? msi_wide_open(a, 1, keys[1], b->at, (float *)(void *)w->floats[1]) : s1;
 #define MSI_X(constant, ...)                                                                       \
     case constant:                                                                                 \
         if (s0.format == MS_STATE_FORMAT_8BIT && s1.format == MS_STATE_FORMAT_8BIT) {              \
@@ -7332,9 +7328,7 @@ static uint64_t msi_done_jobs(msi_copy_stream *s, uint64_t job_count) {
 
 /* As the model's thread waits: without the lock, if it knows that they are done. */
 static MSI_NOINLINE void msi_await_jobs(msi_copy_stream *s, uint64_t job_count) {
-    if (s->known_count < job_count) {
-        s->known_count = msi_done_jobs(s, job_count);
-    }
+    s->known_count = s->known_count < job_count ? msi_done_jobs(s, job_count) : s->known_count;
 }
 
 static void msi_do_job(const msi_copy_job *job) {
@@ -11808,9 +11802,7 @@ static uint32_t msi_new_whole(msi_lowering *w, uint32_t t, msi_role role, msi_fo
 /* The live range for all rows that the present run through a group makes, in its first tile. */
 static uint32_t msi_whole_of(msi_lowering *w, uint32_t *whole, uint32_t t, msi_role role,
                              msi_format format) {
-    if (whole[t] == MSI_NONE) {
-        whole[t] = msi_new_whole(w, t, role, format);
-    }
+    whole[t] = whole[t] == MSI_NONE ? msi_new_whole(w, t, role, format) : whole[t];
     return whole[t];
 }
 
@@ -11934,9 +11926,7 @@ static MSI_NOINLINE uint32_t msi_emit_zeros(msi_lowering *w, uint32_t t, msi_rol
 /* Bytes of scratch memory of the next call of a layer. */
 static uint64_t msi_call_workspace(const msi_lowering *w, const msi_layer *l, int which) {
     uint64_t rows = l->workspace[which].row_bytes > 0 ? msi_layer_rows(w->graph, l, false) : 0;
-    if (w->tiles.group) {
-        rows = msi_scale_rows(rows, w->tiles.rows.count, w->tiles.rows.of);
-    }
+    rows = w->tiles.group ? msi_scale_rows(rows, w->tiles.rows.count, w->tiles.rows.of) : rows;
     return msi_workspace_for(l, which, rows);
 }
 
@@ -13329,9 +13319,7 @@ static void msi_lower_update(msi_lowering *w, uint32_t param) {
         return;
     }
     msi_list_update(w, param, &u);
-    if (!msi_may_join_updates(w, &u)) {
-        w->queue.batch.count = 0;
-    }
+    w->queue.batch.count = msi_may_join_updates(w, &u) ? w->queue.batch.count : 0;
     if (!msi_goes_along(&w->queue.batch, t->bytes)) {
         msi_lower_gathered(w);
     }
@@ -15842,9 +15830,7 @@ static uint64_t msi_layout_least_harm(msi_layout_work *w, uint32_t block, uint64
         uint64_t harm = begun - ended;
         if (candidate && harm <= *least) {
             ties = harm < *least ? 1 : ties + 1;
-            if (msi_layout_random(w, ties) == 0) {
-                best = low;
-            }
+            best = msi_layout_random(w, ties) == 0 ? low : best;
             *least = harm;
         }
         if (*least == 0 || next == w->spot_count) {
@@ -17162,6 +17148,7 @@ enum {
     MSI_TRIM_TRIES = 8,
     MSI_OFFLOAD_TRIES = 16, // like MSI_TRY_LIMIT, where something is moved
     MSI_APPROACH = 16,      // a share of what is missing
+    MSI_LAYOUTS = 8,        // that do not fit, of any plans of a list
     MSI_GIVE_BACK_SHARE = 4 // times the try limit: plans that take moves back
 };
 
@@ -17993,57 +17980,75 @@ static void msi_trim_last(msi_greedy *w, const msi_prefix *before, const msi_sco
     }
 }
 
-/* The number of the fastest plan of the list that fits, which becomes that at hand; or MSI_NONE. */
-static uint32_t msi_take_fastest(msi_greedy *w) {
+/* Takes the fastest plan of the list from number `first` on that fits, and returns its number, or MSI_NONE.
+   On a large graph, where some did not fit, only plans with fewer live bytes are laid out. */
+static uint32_t msi_take_fastest(msi_greedy *w, uint32_t first) {
     const msi_prefix *list = w->prefixes.items;
+    const uint64_t budget = w->search->budget;
     msi_score tried = MSI_ZERO_INIT;
-    uint32_t best = MSI_NONE;
+    uint32_t best = MSI_NONE, failed = 0;
+    uint64_t most = budget;
     tried.us = -1.0;
     while (best == MSI_NONE && !msi_is_short(w->scorer)) {
         uint32_t next = MSI_NONE; // the first of those that come after what was tried
-        for (uint32_t k = 0; k < w->prefixes.count; k++) {
-            const bool may = list[k].counts && list[k].score.live_bytes <= w->search->budget &&
+        for (uint32_t k = first; k < w->prefixes.count; k++) {
+            const bool may = list[k].counts && list[k].score.live_bytes <= most &&
                              msi_is_faster(&tried, &list[k].score);
-            const bool first = next == MSI_NONE || msi_is_faster(&list[k].score, &list[next].score);
-            next = may && first ? k : next;
+            const bool comes = next == MSI_NONE || msi_is_faster(&list[k].score, &list[next].score);
+            next = may && comes ? k : next;
         }
         if (next == MSI_NONE) {
             return MSI_NONE;
         }
         tried = list[next].score;
         msi_return_to(w, &list[next], msi_enough_of_list(w->search));
-        best = w->score.bytes <= w->search->budget && msi_host_suffices(w) ? next : MSI_NONE;
+        best = w->score.bytes <= budget && msi_host_suffices(w) ? next : MSI_NONE;
+        const bool ends = w->search->is_guided && w->score.bytes > budget && ++failed > MSI_LAYOUTS;
+        most = ends ? msi_smaller(most, tried.live_bytes - 1) : most;
     }
     return best;
 }
 
 /* Whether all later plans of the list, each of which moves or drops more than the one before, are
    slower than one that fits: of another list or, by a tenth, since it is not laid out yet, of this
-   one. Changes no plan, but saves a fifteenth of the time of planning. In the search of a whole whose
-   fold was searched, an eighth below the budget is the end, since most of the time went beyond. */
+   one. Changes no plan, but saves a fifteenth of the time of planning. */
 static bool msi_cannot_win(const msi_greedy *w, double fastest_us) {
     const msi_program *p = w->scorer->program;
     const double best_us = w->search->fits ? w->search->best_score.us : 1e300;
     const double limit_us = 1.1 * fastest_us < best_us ? 1.1 * fastest_us : best_us;
-    return (w->search->is_guided && fastest_us < 1e300 &&
-            w->score.live_bytes < w->search->budget - w->search->budget / 8) ||
-           msi_busiest_us(p->predicted.step.link_us) > limit_us ||
+    return msi_busiest_us(p->predicted.step.link_us) > limit_us ||
            w->search->least_us + p->predicted.step.recompute_us > limit_us;
 }
 
-/* Goes through the whole of a list along which times rise and fall, as copies are hidden or not.
-   Proposes the fastest plan that fits or, where the smallest is searched, that. */
-static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
-    const uint64_t budget = w->search->budget;
+/* Notes the plan at hand and later ones of the list, until one that may fit has live bytes of less
+   than `end`, or none can win. Takes the fastest of these that fits: see msi_take_fastest. */
+static uint32_t msi_search_until(msi_greedy *w, uint64_t end) {
+    const uint32_t first = w->prefixes.count;
     double fastest_us = 1e300;
     do {
         const msi_prefix prefix = {w->score, w->drops.count, w->search->how.early,
                                    w->scorer->program->layout.home_bytes <= w->search->host_budget};
         (void)MSI_APPEND(msi_prefix, w->scorer, w->prefixes, prefix);
-        const bool fits = prefix.counts && w->score.live_bytes <= budget - budget / 64;
+        const bool fits =
+            prefix.counts && w->score.live_bytes <= w->search->budget - w->search->budget / 64;
         fastest_us = fits && w->score.us < fastest_us ? w->score.us : fastest_us;
-    } while (!msi_is_short(w->scorer) && !msi_cannot_win(w, fastest_us) && msi_next_plan(w));
-    const uint32_t best = msi_take_fastest(w);
+    } while (!msi_is_short(w->scorer) && !(fastest_us < 1e300 && w->score.live_bytes < end) &&
+             !msi_cannot_win(w, fastest_us) && msi_next_plan(w));
+    return msi_take_fastest(w, first);
+}
+
+/* Goes through the whole of a list along which times rise and fall, as copies are hidden or not. Proposes
+   the fastest plan that fits or, where the smallest is searched, that. In the search of a whole whose fold
+   was searched, it ends an eighth below the budget if something fits by then: most of the time went beyond. */
+static MSI_NOINLINE void msi_search_whole(msi_greedy *w) {
+    const uint64_t budget = w->search->budget;
+    const uint64_t end = w->search->is_guided ? budget - budget / 8 : 0;
+    uint32_t best = msi_search_until(w, end);
+    const uint32_t count = w->prefixes.count;
+    if (best == MSI_NONE && count > 0 && w->prefixes.items[count - 1].score.live_bytes < end) {
+        msi_return_to(w, &w->prefixes.items[count - 1], MSI_NO_BUDGET);
+        best = msi_next_plan(w) ? msi_search_until(w, 0) : MSI_NONE;
+    }
     if (best != MSI_NONE || (budget == 0 && !msi_is_short(w->scorer) && msi_take_smallest(w))) {
         msi_propose(w->search, w->decisions, &w->score);
     }
@@ -18087,19 +18092,20 @@ typedef struct msi_move_list {
     uint8_t room;
     uint8_t needs; // a mask of MSI_NEEDS_SPLITS and others: without these it is of no use
     bool seeds;    // the local search begins with its plans too
+    bool reaches;  // far down: it is searched where no search of a fold has found its plan
 } msi_move_list;
 
 static const msi_move_list msi_move_lists[] = {
-    {0, 0, 4, 0, false},
-    {MSI_MOVES_STATE, 0, 1, 0, false},
-    {MSI_MOVES_OF_STEP, 0, 1, 0, true},
-    {MSI_MOVES_OF_STEP, 0, 1, MSI_NEEDS_MAPPING, false},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, 0, 1, 0, true},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, MSI_MOVES_ALL, 0, 0, false},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, MSI_MOVES_ALL, 0, MSI_NEEDS_SPLITS, false},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, MSI_MOVES_OF_STEP, 0, MSI_NEEDS_MICROS, false},
-    {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, MSI_MOVES_STATE, 0, MSI_NEEDS_MICROS, false},
-    {MSI_MOVES_ALL | MSI_MOVES_MADE, MSI_MOVES_ALL, 0, MSI_NEEDS_MAPPING, true}};
+    {0, 0, 4, 0, false, false},
+    {MSI_MOVES_STATE, 0, 1, 0, false, false},
+    {MSI_MOVES_OF_STEP, 0, 1, 0, true, false},
+    {MSI_MOVES_OF_STEP, 0, 1, MSI_NEEDS_MAPPING, false, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, 0, 1, 0, true, true},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, MSI_MOVES_ALL, 0, 0, false, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, MSI_MOVES_ALL, 0, MSI_NEEDS_SPLITS, false, true},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, MSI_MOVES_OF_STEP, 0, MSI_NEEDS_MICROS, false, false},
+    {MSI_MOVES_OF_STEP | MSI_MOVES_MADE, MSI_MOVES_STATE, 0, MSI_NEEDS_MICROS, false, false},
+    {MSI_MOVES_ALL | MSI_MOVES_MADE, MSI_MOVES_ALL, 0, MSI_NEEDS_MAPPING, true, true}};
 
 enum {
     MSI_FIRST_BEGUN = 5, // the first list that begins with all moved
@@ -18385,9 +18391,7 @@ static void msi_search_offloading(msi_search *s) {
         const bool moot = smallest && !msi_move_lists[k].begun &&
                           s->best_how.by == MSI_FINDER_LISTS &&
                           msi_move_lists[s->best_how.list].begun;
-        if (!moot && msi_is_list_of_use(s, k, met)) {
-            met = msi_search_list_of_moves(s, k);
-        }
+        met = !moot && msi_is_list_of_use(s, k, met) ? msi_search_list_of_moves(s, k) : met;
     }
 }
 
@@ -18943,9 +18947,7 @@ static void msi_offer(msi_chain *c, const msi_way *from, uint64_t bytes, float u
     if (us < bucket->us || (us <= bucket->us && bytes < bucket->bytes)) {
         *bucket = point;
     }
-    if (bytes == c->low && us < c->lowest.us) {
-        c->lowest = point;
-    }
+    c->lowest = bytes == c->low && us < c->lowest.us ? point : c->lowest;
 }
 
 /* Adds a way to those of the subchain at hand. */
@@ -21783,9 +21785,7 @@ static msi_repeats msi_longest_repeats(const msi_fold *f, uint32_t first) {
             end++;
         }
         const msi_repeats run = {first, at - first, (end - first) / (at - first), 0};
-        if (run.count > 1 && run.count * run.period > best.count * best.period) {
-            best = run;
-        }
+        best = run.count > 1 && run.count * run.period > best.count * best.period ? run : best;
     }
     return best;
 }
@@ -22258,6 +22258,13 @@ static uint64_t msi_budget_of_fold(uint64_t budget, const msi_bytes_range *whole
                                               (double)(whole->most - whole->least)));
 }
 
+/* Adds a search to those that a guide names, with the roundings and tiles of a plan of the fold. */
+static void msi_add_rank(msi_guide *guide, const msi_found *like, msi_finder by, int list) {
+    const msi_found one = {by, list, like->rounding, like->tiles, false};
+    MEMSCALE_ASSERT(guide->rank_count <= MSI_RANKS);
+    guide->ranks[guide->rank_count++] = one;
+}
+
 /* Plans the fold, whose graph the model has meanwhile, and makes a guide of its plan. Where the plain
    plan of the fold fits its share, that of the whole does too, or nearly: less is taken then. */
 static ms_result msi_find_guide(ms_model *m, const msi_fold *f, const msi_request *request,
@@ -22289,11 +22296,14 @@ static ms_result msi_find_guide(ms_model *m, const msi_fold *f, const msi_reques
         guide->early = plan->found.early;
         guide->rank_count = plan->rank_count;
         memcpy(guide->ranks, plan->ranks, sizeof plan->ranks);
+        const bool none = plan->rank_count == 0 && of_fold.budget > 0;
+        for (int k = MSI_MOVE_LISTS; none && k-- > 0;) {
+            if (msi_move_lists[k].reaches && (request->techniques & MSI_OFFLOADING)) {
+                msi_add_rank(guide, &plan->found, MSI_FINDER_LISTS, k);
+            }
+        }
         if (guide->smallest && (request->techniques & MSI_CHECKPOINTING)) {
-            msi_found *last = &guide->ranks[guide->rank_count++];
-            *last = guide->ranks[0];        // its roundings and tiles
-            last->by = MSI_FINDER_SEGMENTS; // these can win although they do not in the fold
-            last->list = 0;
+            msi_add_rank(guide, &plan->found, MSI_FINDER_SEGMENTS, 0);
         }
         msi_unfold(f, plan->decisions, plan->found.early, guide->decisions);
         msi_log(m, MS_LOG_DEBUG, "plan", "%u of %u layers stand for all: planned by search \"%s\"",
@@ -24100,9 +24110,7 @@ static MSI_COLD ms_result msi_fail_halted(ms_model *m, const ms_step_state *stat
     const bool loss = state->halted == (uint32_t)MS_HALT_LOSS, noted = m->run.nonfinite.count > 0;
     const bool overflows = !loss && state->scaling.growth_steps > 0 && state->overflow > 0;
     msi_words first = MSI_ZERO_INIT;
-    if (noted) {
-        first = msi_nonfinite_name(m, &m->run.nonfinite);
-    }
+    first = noted ? msi_nonfinite_name(m, &m->run.nonfinite) : first;
     if (m->run.infinite.count > 0) {
         first = msi_words_of("%s. Of what it reads, %s", first.text,
                              msi_nonfinite_name(m, &m->run.infinite).text);
@@ -28745,9 +28753,7 @@ static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss
     if (result == MS_RESULT_MORE) {
         return result;
     }
-    if (result != MS_RESULT_OK && s->is_open && m->run.program) {
-        result = msi_doubt(m, result);
-    }
+    result = result != MS_RESULT_OK && s->is_open && m->run.program ? msi_doubt(m, result) : result;
     s->is_open = false;
     return msi_count_success(m, result, s->step);
 }
@@ -32494,9 +32500,7 @@ static MSI_COLD ms_result msi_load_file(ms_model *m, const char *function, const
     c.m = m;
     c.function = function;
     c.source = source;
-    if (options) {
-        c.options = *options;
-    }
+    c.options = options ? *options : c.options;
     c.result = msi_check_settled(m, function);
     MSI_THEN(c.result, msi_settle_steps(m));
     MSI_THEN(c.result, msi_keep_scale(m, m->run.store));
@@ -35125,9 +35129,7 @@ struct msi_cuda_scope {
 
     explicit msi_cuda_scope(int wanted) : device(wanted), before(wanted), error(0) {
         error = msi_cuda_error(cudaGetDevice(&before));
-        if (error == 0 && before != device) {
-            error = msi_cuda_error(cudaSetDevice(device));
-        }
+        error = error == 0 && before != device ? msi_cuda_error(cudaSetDevice(device)) : error;
     }
 
     ~msi_cuda_scope() {
@@ -35474,9 +35476,7 @@ static __device__ __forceinline__ void msi_cuda_decode_8bit(float *x, const uint
     const float scale = *(const float *)(state + msi_scale_at(block, count));
     const float unit = scale * (is_signed ? MSI_UNIT_SIGNED : MSI_UNIT_UNSIGNED);
     uint2 packed = make_uint2(0, 0);
-    if (lane.used > 0) {
-        packed = *(const uint2 *)(state + msi_codes_at(lane.at));
-    }
+    packed = lane.used > 0 ? *(const uint2 *)(state + msi_codes_at(lane.at)) : packed;
     for (uint32_t i = 0; i < 8; i++) {
         const uint8_t code = (uint8_t)((i < 4 ? packed.x : packed.y) >> (i % 4 * 8));
         x[i] = i < lane.used && msi_bits_of_f32(scale) != 0 // zeroed codes have a sign
