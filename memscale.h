@@ -390,7 +390,7 @@ typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_FIRST) MS_RESULT_COUNT } ms_r
 
 typedef struct ms_model ms_model; // opaque
 
-/* Typed handles. An id of 0 is no tensor, no layer, no axis: a zeroed desc has empty slots. Other
+/* Typed handles. An id of 0 is no tensor, no layer, no axis, no group: a zeroed desc has empty slots. Other
    ids have no meaning of their own, and differ from model to model and from run to run. */
 typedef struct ms_tensor {
     uint32_t id;
@@ -405,6 +405,11 @@ typedef struct ms_axis {
     uint32_t id;
 } ms_axis;
 
+/* Params with an optimizer of their own; see ms_optimizer_group. */
+typedef struct ms_param_group {
+    uint32_t id;
+} ms_param_group;
+
 enum {
     MS_LIMIT_RANK = 6,
     MS_LIMIT_IN = 32, // slots of a layer
@@ -413,7 +418,10 @@ enum {
     MS_LIMIT_PARAM = 32,
     MS_LIMIT_STATE = 32,
     MS_LIMIT_OPTIMIZER_STATE = 4, // tensors of optimizer state of one param
-    MS_LIMIT_AXES = 8
+    MS_LIMIT_AXES = 8,
+    MS_LIMIT_NORMS =
+        16, // of gradients that are clipped apart: see ms_optimizer_desc.grad_clip_norm
+    MS_LIMIT_GROUPS = 4096
 };
 
 #define MS_ALL_SLOTS 0xffffffffu // in a mask: every slot that the layer uses
@@ -594,8 +602,10 @@ typedef enum ms_optimizer_kind {
     MS_OPTIMIZER_ADAMW,
     MS_OPTIMIZER_SGD,
     MS_OPTIMIZER_LION,
-    MS_OPTIMIZER_CUSTOM, // the trainer's own callback
-    MS_OPTIMIZER_NONE    // no update: ms_read can read the gradients until the next step
+    MS_OPTIMIZER_NESTEROV, // SGD with Nesterov's momentum
+    MS_OPTIMIZER_CUSTOM,   // the trainer's own callback
+    MS_OPTIMIZER_NONE,     // no update: ms_read can read the gradients until the next step
+    MS_OPTIMIZER_COUNT
 } ms_optimizer_kind;
 
 /* How the factor of gradients in F16 follows overflows; see PRECISION. 0: the value in brackets. */
@@ -611,28 +621,37 @@ typedef struct ms_loss_scaling {
    what the host uploads for its kernels before it. */
 typedef struct ms_step_state {
     double loss;          // sum of the elements of the loss tensor, times the loss factor
-    double norm;          // of the gradients, if they are clipped or scaled
+    double norm;          // of all gradients, if they are clipped or scaled
     uint64_t halted_step; // the step that was halted
     uint32_t halted;      // an ms_halt; if not 0, updates change nothing
     /* Loss scaling; growth_steps is 0 without it. loss_scale: of the next step. */
     uint32_t nonfinite; // of this step: number of the first param whose gradient is not finite; 0
     float loss_scale;
     uint32_t clean_steps;   // since the last overflow or growth
-    uint32_t skipped_steps; // by overflows
+    uint32_t skipped_steps; // by overflows, and by the norm
     uint32_t overflow;      // nonfinite of the last of these
     uint32_t skipped_in_row;
     ms_loss_scaling scaling;
-    uint64_t step, seed; // uploaded: number of the step; *ms_call.step_seed
-    /* Uploaded: what the gradients are multiplied by in the update of a step that ms_update has ended
-       before its last micro-batch, so that they are of the mean; 0: 1. */
+    uint32_t skipped_by_norm; // steps whose norm was above skip_above
+    float skip_above;         // 0: none is skipped
+    uint64_t step, seed;      // uploaded: number of the step; *ms_call.step_seed
+    /* Uploaded: what the gradients are multiplied by in the update (ms_set_gradient_factor), also so
+       that they are of the mean in a step that ms_update has ended before its last micro-batch. */
     float gradient_factor;
 } ms_step_state;
 
+/* Of gradients, in device memory: the sum of their squares, and what an update multiplies them by. */
+typedef struct ms_norm {
+    double sum;
+    float scale;
+} ms_norm;
+
 typedef enum ms_halt {
     MS_HALT_NONE,
-    MS_HALT_LOSS,    // the loss is not a finite number
-    MS_HALT_NORM,    // the norm of the gradients is not
-    MS_HALT_OVERFLOW // nor is it here, but scaled: no error, and the next loss ends it
+    MS_HALT_LOSS,     // the loss is not a finite number
+    MS_HALT_NORM,     // the norm of the gradients is not
+    MS_HALT_OVERFLOW, // nor is it here, but scaled: no error, and the next loss ends it, as below
+    MS_HALT_SKIPPED   // the norm is above skip_above
 } ms_halt;
 
 /* How optimizer state lies in memory. BF16: rounded at random to one of its two neighbours, so that
@@ -666,6 +685,7 @@ typedef enum ms_state_format {
    included. AdamW: m = beta1 * m + rest1 * g; v = beta2 * v + rest2 * g * g;
    p = decay * p + rate * m / (scale2 * sqrt(v) + epsilon).
    SGD: v = beta1 * v + g; p = p + rate * (v + decay * p).
+   Nesterov: v = beta1 * v + g; p = p + rate * (g + beta1 * v + decay * p).
    Lion: p = decay * p + rate * sign(beta1 * m + rest1 * g); m = beta2 * m + rest2 * g. */
 typedef struct ms_update_factors {
     float rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
@@ -694,7 +714,7 @@ typedef struct ms_update_args {
     float *state[MS_LIMIT_OPTIMIZER_STATE];
     float learning_rate, weight_decay;
     float beta1, beta2, epsilon; // AdamW; Lion: the betas
-    float momentum;              // SGD
+    float momentum;              // SGD, Nesterov
     uint64_t t;                  // number of this update, from 1; again from 1 if the state is new
     void *stream;                // as ms_call.stream
     ms_state_format state_format[MS_LIMIT_OPTIMIZER_STATE];
@@ -802,14 +822,16 @@ typedef struct ms_backend {
     int (*loss)(void *state, const void *losses, uint64_t count, double factor,
                 ms_step_state *step);
     /* Clipping: *sum += sum of squares, and if that is not finite and *nonfinite is 0, it becomes
-       `number`; then *scale = min(1, limit / sqrt(*sum)), step->norm = sqrt(*sum), and halted =
-       MS_HALT_NORM as above if that is not finite. With step->scaling, gradients are loss_scale
-       times too large, the limit may be infinite, and the `count` factors of the updates that
-       follow are corrected for the steps that were skipped (msi_correct_bias, >>arithmetic). */
+       `number`. Then norms[k].scale = min(1, limits[k] / sqrt(norms[k].sum)) for each k below count;
+       step->norm is the root of all sums together; halted = MS_HALT_NORM as above if that is not
+       finite, and MS_HALT_SKIPPED if it is above step->skip_above. limits are on the host. With
+       step->scaling, gradients are loss_scale times too large, limits may be infinite, and the
+       `factor_count` factors of the updates that follow are corrected for the steps that were skipped
+       (msi_judge_norms and msi_correct_bias, >>arithmetic). */
     int (*add_squares)(void *state, const void *device, ms_dtype dtype, uint64_t count, double *sum,
                        uint32_t number, uint32_t *nonfinite);
-    int (*clip_scale)(void *state, const double *sum, float limit, float *scale,
-                      ms_step_state *step, ms_update_factors *factors, uint64_t count);
+    int (*clip_scale)(void *state, ms_norm *norms, const float *limits, uint32_t count,
+                      ms_step_state *step, ms_update_factors *factors, uint64_t factor_count);
     int (*update)(void *state, const ms_update_args *args);
     int (*gemm)(void *state, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                 const ms_matrix *c); // already checked; batch counts are at least 1
@@ -1114,16 +1136,27 @@ typedef struct ms_layer_desc {
 } ms_layer_desc;
 
 /* AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
-   SGD: v = momentum * v + g; p = p - rate * (v + decay * p). Lion: Chen et al., "Symbolic discovery
+   SGD: v = momentum * v + g; p = p - rate * (v + decay * p). Nesterov: v = momentum * v + g;
+   p = p - rate * (g + momentum * v + decay * p), as in Sutskever et al., "On the importance of
+   initialization and momentum in deep learning", 2013, with p at the point that they look ahead to.
+   Lion: Chen et al., "Symbolic discovery
    of optimization algorithms", 2023, algorithm 2. Clipping: Pascanu, Mikolov and Bengio, "On the
    difficulty of training recurrent neural networks", 2013, algorithm 1. */
 typedef struct ms_optimizer_desc {
     float learning_rate; // 0: 0.001; Lion: 0.0001
     ms_optimizer_kind kind;
     float beta1, beta2, epsilon; // AdamW; 0: 0.9, 0.999, 1e-8; Lion: 0.9, 0.99, and no epsilon
-    float momentum;              // SGD; 0: none, and no state
+    float momentum;              // SGD; 0: none, and no state. Nesterov; 0: 0.9
     float weight_decay;          // of all params, unless ms_set_weight_decay says otherwise
-    float grad_clip_norm; // scale all gradients down if their global norm exceeds this; 0: never
+    /* Scale gradients down if their norm exceeds this; 0: never. That norm is of all gradients
+       together, except those of groups (ms_optimizer_group) with a number of their own here, which
+       have each their own norm; FLT_MAX in a group: its gradients are not clipped, nor do they count
+       for the others. Such groups are at most MS_LIMIT_NORMS - 1. */
+    float grad_clip_norm;
+    /* A step in which the norm of all gradients, before clipping, is above this updates nothing,
+       which is no error: ms_memory_report.skipped_by_norm counts such steps; they do not count in
+       AdamW's bias correction. 0: no step is skipped. In the desc of a group it must be 0. */
+    float skip_above_norm;
     ms_update_fn update;  // MS_OPTIMIZER_CUSTOM: once for each param and step, the whole param
     void *user;           // of update
     uint32_t state_count; // MS_OPTIMIZER_CUSTOM: tensors shaped like the param, initially zero
@@ -1371,6 +1404,7 @@ typedef struct ms_memory_report {
        last overflow ("": there was none). Otherwise 1, 0, 0 and "". */
     double loss_scale;
     uint32_t skipped_steps, clean_steps;
+    uint32_t skipped_by_norm; // steps with a norm above skip_above_norm, as far as the host knows
     const char *overflow_layer;
     const char *backend_name; // ms_backend.name
     const char *device_name;  // the device that the plan is for; valid until the next ms_wrap
@@ -1415,8 +1449,8 @@ typedef void (*ms_lifetime_fn)(const ms_lifetime *lifetime, void *user);
     X(MS_EVENT_COPY_OUT, "copy out") /* target, source, and so on: to the host, on its stream */   \
     X(MS_EVENT_WAIT, "wait")     /* for the copies of these operands: target, source, and so on */ \
     X(MS_EVENT_ADD, "add")       /* target, source */                                              \
-    X(MS_EVENT_NORM, "norm")     /* gradient, sum of squares (a double) */                         \
-    X(MS_EVENT_CLIP, "clip")     /* the sum gives the scale of all gradients, a float after it */  \
+    X(MS_EVENT_NORM, "norm")     /* gradient, the ms_norm to whose sum its squares are added */    \
+    X(MS_EVENT_CLIP, "clip")     /* of each ms_norm of the operand, the sum gives the scale */     \
     X(MS_EVENT_UPDATE, "update") /* param, gradient, what CLIP left; from slot 3 on the state */   \
     X(MS_EVENT_DROP, "drop")     /* the live ranges of the operands end */                         \
     X(MS_EVENT_INPUT, "copy in") /* an input, before the first instruction */                      \
@@ -1691,9 +1725,20 @@ MEMSCALE_API ms_optimizer_desc ms_optimizer_defaults(ms_optimizer_kind kind);
    ms_backend.has_state_formats); all stick. */
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc);
 
-/* Change a rate between steps, at any time.
+/* Groups of params, each with an optimizer of its own: other rates, betas, decay or clipping, or
+   another kind. ms_optimizer_group adds a group; ms_set_param_group puts a param into it, or, with
+   the handle 0, back among those of ms_set_optimizer, where all params begin. Nothing else is to be
+   done for a group: its state is planned, moved, coded and saved like that of any param. Errors:
+   INVALID, UNSUPPORTED, ORDER as of ms_set_optimizer; all stick, and the handle is 0. */
+MEMSCALE_API ms_param_group ms_optimizer_group(ms_model *model, const ms_optimizer_desc *desc);
+MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_group group);
+
+/* Change a rate between steps, at any time: of the params in no group, of those in a group (0: in
+   none), or the weight decay of one param.
    Errors: INVALID (a wrong handle, a value that is not finite); sticks. */
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate);
+MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
+                                             float learning_rate);
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay);
 
 /* The number of updates that the optimizer state of a param has seen: AdamW corrects its bias by the
@@ -1705,6 +1750,13 @@ MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float we
    in a callback), BACKEND. */
 MEMSCALE_API ms_result ms_set_update_count(ms_model *model, ms_tensor param, uint64_t count);
 MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param);
+
+/* Pauses the updates of a param, or resumes them, from the next one on: its value, its optimizer state
+   and their count stay as they are, and so does the plan. Its gradient is computed all the same, and
+   counts in no norm. To save that time too for many steps, freeze it. Stream: waits, where steps may be
+   skipped. Errors: INVALID (not a param; sticks), ORDER (in a step that has begun to update, in slices,
+   in a callback), BACKEND. */
+MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paused);
 
 /* These take effect at the next ms_wrap. A frozen param has no gradient and no optimizer state: its
    state is dropped, and starts from zero if the param is trained again; borrowed state is not
@@ -2017,10 +2069,22 @@ MEMSCALE_API_CHECKED ms_result ms_update(ms_model *model);
    a step that ms_forward has begun. Errors: as ms_step. */
 MEMSCALE_API_CHECKED ms_result ms_eval(ms_model *model, double *loss);
 
-/* The global norm of all gradients in the last update, before clipping. Errors: INVALID, ORDER (no
-   grad_clip_norm; no update since ms_wrap; another step or an eval has begun since), BACKEND,
-   NONFINITE (in F16, the last step has overflowed; *norm is what it is). */
+/* The norm of all gradients, before clipping: between ms_backward and ms_update of those that are
+   going to be applied (a step that should not be then ends with the next ms_forward instead); after
+   that of those in the last update. Of params that are paused it has nothing. Errors: INVALID, ORDER
+   (neither grad_clip_norm nor skip_above_norm is set: FLT_MAX has norms without clipping; no backward
+   since ms_wrap; another step or an eval has begun since), BACKEND, NONFINITE (*norm is what it is:
+   in F16, the last step has overflowed; otherwise this step has ended, and updates nothing). */
 MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
+
+/* Multiplies all gradients by a factor in the next update, once, before their norm is taken: where the
+   number of rows that count is known only after the last micro-batch (ms_set_loss_factor of 1, and
+   then 1 / their number). Set it before the step, between micro-batches, or, if the plan updates
+   nothing inside backward, between ms_backward and ms_update. A step that fails drops it. Gradients
+   themselves are not changed; MS_OPTIMIZER_NONE does not see it. Errors: INVALID (not finite, or not
+   positive), ORDER (in a callback, between slices; params have been updated, or ms_gradient_norm was
+   called, since ms_backward). */
+MEMSCALE_API_CHECKED ms_result ms_set_gradient_factor(ms_model *model, float factor);
 
 /* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read; c cannot be
    transposed. a and b are both F32, F16 or BF16, c is F32 or like them; products are summed in F32.
@@ -3309,7 +3373,7 @@ typedef struct msi_optimizer {
     bool has_momentum;  // which is beta1 of the factors; where it is 0, there are no states
     bool shrinks;       // decay is 1 - rate * weight decay, and multiplies the value
     bool corrects_bias; // rate and scale2 depend on the number of the update
-    float learning_rate, beta1, beta2, epsilon; // by default
+    float learning_rate, momentum, beta1, beta2, epsilon; // by default
 } msi_optimizer;
 
 enum { MSI_ANY_FORMAT = (1 << MS_STATE_FORMAT_COUNT) - 1 };
@@ -3317,10 +3381,14 @@ enum { MSI_ANY_FORMAT = (1 << MS_STATE_FORMAT_COUNT) - 1 };
 /* The optimizers that are built in. Columns: the constant; the name, as in msi_NAME_element and
    msi_wide_NAME; the fields of msi_optimizer after the first. */
 #define MSI_OPTIMIZERS(X)                                                                          \
-    X(MS_OPTIMIZER_ADAMW, adamw, 2, 1 << 1, MSI_ANY_FORMAT, false, true, true, 1e-3f, 0.9f,        \
+    X(MS_OPTIMIZER_ADAMW, adamw, 2, 1 << 1, MSI_ANY_FORMAT, false, true, true, 1e-3f, 0.0f, 0.9f,  \
       0.999f, 1e-8f)                                                                               \
-    X(MS_OPTIMIZER_SGD, sgd, 1, 0, MSI_ANY_FORMAT, true, false, false, 1e-3f, 0.9f, 0.999f, 1e-8f) \
-    X(MS_OPTIMIZER_LION, lion, 1, 0, MSI_ANY_FORMAT, false, true, false, 1e-4f, 0.9f, 0.99f, 1e-8f)
+    X(MS_OPTIMIZER_SGD, sgd, 1, 0, MSI_ANY_FORMAT, true, false, false, 1e-3f, 0.0f, 0.9f, 0.999f,  \
+      1e-8f)                                                                                       \
+    X(MS_OPTIMIZER_LION, lion, 1, 0, MSI_ANY_FORMAT, false, true, false, 1e-4f, 0.0f, 0.9f, 0.99f, \
+      1e-8f)                                                                                       \
+    X(MS_OPTIMIZER_NESTEROV, nesterov, 1, 0, MSI_ANY_FORMAT, true, false, false, 1e-3f, 0.9f,      \
+      0.9f, 0.999f, 1e-8f)
 
 /* A switch with the case MSI_X for each of them. */
 #define MSI_SWITCH_OPTIMIZERS(kind)                                                                \
@@ -3328,11 +3396,13 @@ enum { MSI_ANY_FORMAT = (1 << MS_STATE_FORMAT_COUNT) - 1 };
         MSI_OPTIMIZERS(MSI_X)                                                                      \
     case MS_OPTIMIZER_CUSTOM:                                                                      \
     case MS_OPTIMIZER_NONE:                                                                        \
+    case MS_OPTIMIZER_COUNT:                                                                       \
         break;                                                                                     \
     }
 
 MSI_HD msi_optimizer msi_optimizer_of(ms_optimizer_kind kind) {
-    const msi_optimizer none = {false, 0, 0, 1, false, false, false, 1e-3f, 0.9f, 0.999f, 1e-8f};
+    const msi_optimizer none = {false, 0,     0,    1,    false,  false,
+                                false, 1e-3f, 0.0f, 0.9f, 0.999f, 1e-8f};
 #define MSI_X(constant, name, ...)                                                                 \
     case constant: {                                                                               \
         const msi_optimizer row = {true, __VA_ARGS__};                                             \
@@ -3377,6 +3447,17 @@ MSI_HD float msi_sgd_element(const ms_update_factors *f, float value, float grad
     if (momentum) {
         v = MSI_FMA(f->beta1, *momentum, gradient);
         *momentum = v;
+    }
+    return MSI_FMA(f->rate, MSI_FMA(f->decay, value, v), value);
+}
+
+MSI_HD float msi_nesterov_element(const ms_update_factors *f, float value, float gradient,
+                                  float *momentum, float *none) {
+    float v = gradient;
+    (void)none;
+    if (momentum) {
+        *momentum = MSI_FMA(f->beta1, *momentum, gradient);
+        v = MSI_FMA(f->beta1, *momentum, gradient);
     }
     return MSI_FMA(f->rate, MSI_FMA(f->decay, value, v), value);
 }
@@ -3471,14 +3552,14 @@ MSI_HD void msi_set_bias_correction(ms_update_factors *f, uint32_t n) {
 
 /* Steps that loss scaling has skipped do not count as updates. */
 MSI_HD void msi_correct_bias(ms_update_factors *f, const ms_step_state *s) {
-    if (s->scaling.growth_steps > 0 && s->skipped_steps > 0 && f->number > s->skipped_steps) {
+    if (s->skipped_steps > 0 && f->number > s->skipped_steps) {
         msi_set_bias_correction(f, f->number - s->skipped_steps);
     }
 }
 
 /* Halts the step if the loss is not finite. The first reason to halt stays. */
 MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
-    if (s->halted == (uint32_t)MS_HALT_OVERFLOW && s->halted_step != s->step) {
+    if (s->halted >= (uint32_t)MS_HALT_OVERFLOW && s->halted_step != s->step) {
         s->halted = MS_HALT_NONE;
     }
     if (s->halted == (uint32_t)MS_HALT_NONE) {
@@ -3506,27 +3587,39 @@ MSI_HD void msi_follow_overflows(ms_step_state *s, bool finite) {
     s->loss_scale = msi_is_finite((double)scale) ? scale : s->loss_scale;
 }
 
-/* As msi_judge_loss, of the norm of the gradients, given the sum of their squares. With loss scaling,
-   a step that overflows is skipped, unless too many before it were. Returns the
-   factor that scales the gradients down to a norm of `limit`, undoes the loss scale, and makes up for
-   micro-batches that have not come. */
-MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
+/* As msi_judge_loss, of the norm of all gradients, given the sums of their squares. With loss
+   scaling, a step that overflows is skipped, unless too many before it were. The scales bring the
+   norms down to their limits, undo the loss scale, and multiply by the factor of the gradients. */
+MSI_HD void msi_judge_norms(ms_step_state *s, ms_norm *norms, const float *limits, uint32_t count) {
+    double sum = 0.0;
+    for (uint32_t k = 0; k < count; k++) {
+        sum += norms[k].sum;
+    }
     const bool scaled = s->scaling.growth_steps > 0, finite = msi_is_finite(sum);
     const double factor = s->gradient_factor > 0.0f ? (double)s->gradient_factor : 1.0;
     const double loss_scale = (scaled ? (double)s->loss_scale : 1.0) / factor;
     const double norm = sqrt(sum) / loss_scale;
     const bool skips = scaled && s->skipped_in_row < s->scaling.most_skipped;
+    const bool above = finite && s->skip_above > 0.0f && norm > (double)s->skip_above;
     if (s->halted == (uint32_t)MS_HALT_NONE) {
         s->norm = norm;
-        s->halted = (uint32_t)(finite ? MS_HALT_NONE : skips ? MS_HALT_OVERFLOW : MS_HALT_NORM);
+        s->halted = (uint32_t)(above    ? MS_HALT_SKIPPED
+                               : finite ? MS_HALT_NONE
+                               : skips  ? MS_HALT_OVERFLOW
+                                        : MS_HALT_NORM);
         s->halted_step = s->step;
         s->overflow = finite ? s->overflow : s->nonfinite;
         s->nonfinite = scaled ? 0 : s->nonfinite;
+        s->skipped_by_norm += above;
+        s->skipped_steps += above;
         if (scaled && (finite || skips)) {
             msi_follow_overflows(s, finite);
         }
     }
-    return (float)((norm > (double)limit ? (double)limit / norm : 1.0) / loss_scale);
+    for (uint32_t k = 0; k < count; k++) {
+        const double own = sqrt(norms[k].sum) / loss_scale, limit = (double)limits[k];
+        norms[k].scale = (float)((own > limit ? limit / own : 1.0) / loss_scale);
+    }
 }
 
 #endif // MEMSCALE_SHARED_DONE
@@ -3916,7 +4009,7 @@ typedef enum msi_role {
     MSI_ROLE_CONTRIBUTION = MSI_ROLE_RESIDENT_COUNT, // to a gradient, to be added to it
     MSI_ROLE_SNAPSHOT,                               // a copy of a buffer
     MSI_ROLE_WORKSPACE,                              // of a layer
-    MSI_ROLE_NORM                                    // an msi_norm, of no tensor
+    MSI_ROLE_NORM                                    // ms_norm, of no tensor
 } msi_role;
 
 typedef struct msi_tensor {
@@ -3925,11 +4018,13 @@ typedef struct msi_tensor {
     uint32_t name;                 // offset in graph.names
     uint32_t producer;             // layer that writes it
     msi_kind kind;
+    uint32_t group;     // of a param: number of its optimizer in msi_optimizers
     float weight_decay; // if has_weight_decay; otherwise the optimizer's
     /* Updates of its optimizer state; while the param is trained (is_counted), those that the model
        has completed since its own count was `counted_from` come on top. */
     uint64_t updates, counted_from;
     bool is_counted;
+    bool is_paused; // a param: not updated, and its state and count stay
     bool has_weight_decay, frozen, is_output, is_eval_output, on_host, no_gradient;
     bool is_state;                         // of a layer, which changes it
     uint8_t forced_moves, forbidden_moves; // masks of MSI_MOVES_VALUE and others
@@ -4244,12 +4339,6 @@ typedef struct msi_instruction {
 } msi_instruction;
 
 enum { MSI_NO_EVENT = UINT16_MAX };
-
-/* What clipping computes, in device memory. */
-typedef struct msi_norm {
-    double sum; // of squares
-    float scale;
-} msi_norm;
 
 /* A block of memory: that of one live range, or of several that alias one another or are packed. */
 typedef struct msi_block {
@@ -4695,7 +4784,8 @@ typedef struct msi_run {
     uint32_t micro;             // micro-batches of it that are done
     uint64_t step;              // completed updates
     float step_factor;          // of the gradient of the loss, in this step
-    float gradient_factor;      // of the step's state; 0 unless ms_update has ended the step early
+    float gradient_factor;      // of the step's state; 0: 1
+    float given_factor;         // by ms_set_gradient_factor, for the next update; 0: none
     bool is_stuck;              // steps overflow at the least loss scale: warned of
     msi_loss_sum loss;          // as the trainer had set it when the step began
     msi_progress progress;
@@ -4751,13 +4841,25 @@ typedef struct msi_extra {
     uint64_t bytes;
 } msi_extra;
 
+/* An optimizer, and the norm that its gradients are part of. */
+typedef struct msi_param_group {
+    ms_optimizer_desc desc; // defaults filled in
+    uint32_t norm;          // 0: that of all gradients that are not clipped by themselves
+} msi_param_group;
+
+/* How params are updated: the first are those of no group. */
+typedef struct msi_optimizers {
+    MSI_LIST(msi_param_group) groups;
+    uint32_t norm_count;
+} msi_optimizers;
+
 struct ms_model {
     ms_model *self;   // for msi_enter
     msi_owned *owned; // the last
     MSI_LIST(msi_extra) extras;
     ms_config config; // defaults resolved
     void *device;     // state of the backend, or its user
-    ms_optimizer_desc optimizer;
+    msi_optimizers optimizers;
     msi_loss_sum loss;
     ms_step_state scale; // the loss scale, while no store has it
     msi_graph graph;
@@ -6001,7 +6103,7 @@ MSI_WIDE msi_floats msi_wide_sign(msi_floats x) {
     return MSI_V_CHOOSE(MSI_V_BELOW(zero, size), MSI_V_CHOOSE(is_number, one, x), x);
 }
 
-/* As msi_adamw_element, msi_sgd_element and msi_lion_element. */
+/* As msi_adamw_element, msi_sgd_element, and so on. */
 MSI_WIDE void msi_wide_adamw(const msi_wide_factors *f, const msi_floats *gradient,
                              msi_floats *value, msi_floats *m, msi_floats *v) {
     msi_floats step[MSI_WIDE_STRIP];
@@ -6026,6 +6128,16 @@ MSI_WIDE void msi_wide_sgd(const msi_wide_factors *f, const msi_floats *gradient
         momentum[k] = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
         value[k] =
             MSI_V(fmadd_ps)(f->rate, MSI_V(fmadd_ps)(f->decay, value[k], momentum[k]), value[k]);
+    }
+}
+
+MSI_WIDE void msi_wide_nesterov(const msi_wide_factors *f, const msi_floats *gradient,
+                                msi_floats *value, msi_floats *momentum, msi_floats *none) {
+    (void)none;
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        momentum[k] = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
+        const msi_floats v = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
+        value[k] = MSI_V(fmadd_ps)(f->rate, MSI_V(fmadd_ps)(f->decay, value[k], v), value[k]);
     }
 }
 
@@ -6249,11 +6361,12 @@ static int msi_cpu_add_squares(void *user, const void *device, ms_dtype dtype, u
     return 0;
 }
 
-static int msi_cpu_clip_scale(void *user, const double *sum, float limit, float *scale,
-                              ms_step_state *step, ms_update_factors *factors, uint64_t count) {
+static int msi_cpu_clip_scale(void *user, ms_norm *norms, const float *limits, uint32_t count,
+                              ms_step_state *step, ms_update_factors *factors,
+                              uint64_t factor_count) {
     (void)user;
-    *scale = msi_judge_norm(step, *sum, limit);
-    for (uint64_t i = 0; i < count; i++) {
+    msi_judge_norms(step, norms, limits, count);
+    for (uint64_t i = 0; i < factor_count; i++) {
         msi_correct_bias(&factors[i], step);
     }
     return 0;
@@ -8242,7 +8355,35 @@ static bool msi_learns(const msi_tensor *t) {
     return msi_is_trained(t) && t->last_gradient != MSI_NONE;
 }
 
-static MSI_NOINLINE uint32_t msi_state_count(const ms_optimizer_desc *o) {
+/* The optimizer of a param. */
+static const ms_optimizer_desc *msi_desc_of(const msi_optimizers *o, const msi_tensor *t) {
+    return &o->groups.items[t->group].desc;
+}
+
+/* The kinds of all optimizers: a mask. */
+static uint32_t msi_kinds(const msi_optimizers *o) {
+    uint32_t kinds = 0;
+    for (MSI_ITEMS(const msi_param_group, group, o->groups)) {
+        kinds |= 1u << group->desc.kind;
+    }
+    return kinds;
+}
+
+static bool msi_has_kind(const msi_optimizers *o, ms_optimizer_kind kind) {
+    return msi_kinds(o) >> kind & 1;
+}
+
+/* Whether updates need the norm of the gradients: to clip them, or to skip a step. */
+static bool msi_takes_norm(const msi_optimizers *o) {
+    bool takes = o->groups.items[0].desc.skip_above_norm > 0.0f;
+    for (MSI_ITEMS(const msi_param_group, group, o->groups)) {
+        takes |= group->desc.grad_clip_norm > 0.0f;
+    }
+    return takes;
+}
+
+static MSI_NOINLINE uint32_t msi_state_count(const msi_optimizers *all, const msi_tensor *t) {
+    const ms_optimizer_desc *o = msi_desc_of(all, t);
     const msi_optimizer row = msi_optimizer_of(o->kind);
     const bool lacks = row.has_momentum && o->momentum == 0.0f;
     return o->kind == MS_OPTIMIZER_CUSTOM ? o->state_count : lacks ? 0 : (uint32_t)row.states;
@@ -8257,6 +8398,11 @@ static uint8_t msi_move_of(msi_role role) {
     return (uint8_t)(role == MSI_ROLE_VALUE      ? MSI_MOVES_VALUE
                      : role == MSI_ROLE_GRADIENT ? MSI_MOVES_GRADIENT
                                                  : MSI_MOVES_STATE);
+}
+
+/* Whether codes of what has this role have signs. */
+static bool msi_is_signed(const msi_optimizers *o, const msi_tensor *t, msi_role role) {
+    return msi_state_is_signed(msi_desc_of(o, t)->kind, (int)role - (int)MSI_ROLE_STATE0);
 }
 
 /* Why the optimizer state of a param is not in codes of 8 bits: it cannot be, or, from SMALL on, a
@@ -8281,14 +8427,15 @@ static const char *const msi_not_8bit_texts[] = {MSI_NOT_8BIT(MSI_X)};
 
 enum { MSI_8BIT_LEAST = 4096 };
 
-static msi_not_8bit msi_why_not_8bit(const ms_optimizer_desc *o, bool has_formats,
+static msi_not_8bit msi_why_not_8bit(const msi_optimizers *o, bool has_formats,
                                      const msi_tensor *t) {
-    const uint32_t states = msi_state_count(o);
+    const uint32_t states = msi_state_count(o, t);
     bool borrowed = false;
     for (uint32_t k = 0; k < states; k++) {
         borrowed |= msi_is_borrowed(t, (msi_role)(MSI_ROLE_STATE0 + k));
     }
-    const bool coded = msi_optimizer_of(o->kind).formats >> MS_STATE_FORMAT_8BIT & 1;
+    const bool coded =
+        msi_optimizer_of(msi_desc_of(o, t)->kind).formats >> MS_STATE_FORMAT_8BIT & 1;
     return states == 0 || !msi_learns(t)               ? MSI_8BIT_NO_STATE
            : !coded                                    ? MSI_8BIT_CUSTOM
            : !has_formats                              ? MSI_8BIT_BACKEND
@@ -8305,8 +8452,7 @@ static bool msi_can_be_8bit(msi_not_8bit why) {
 }
 
 /* Whether the state of a param is coded: where the plan may do so (`may`), or by force alone. */
-static bool msi_is_8bit(const ms_optimizer_desc *o, bool has_formats, bool may,
-                        const msi_tensor *t) {
+static bool msi_is_8bit(const msi_optimizers *o, bool has_formats, bool may, const msi_tensor *t) {
     const ms_switch force = (ms_switch)t->technique[MS_TECHNIQUE_OPTIMIZER_8BIT];
     const msi_not_8bit why = msi_why_not_8bit(o, has_formats, t);
     return force == MS_SWITCH_ON ? msi_can_be_8bit(why)
@@ -8350,8 +8496,9 @@ static uint64_t msi_value_bytes(const msi_tensor *t, msi_format format) {
 }
 
 /* The format of a tensor in a role, if its value is not rounded; state_8bit: its state is coded. */
-static msi_format msi_format_of(const ms_optimizer_desc *o, const msi_tensor *t, msi_role role,
+static msi_format msi_format_of(const msi_optimizers *all, const msi_tensor *t, msi_role role,
                                 bool state_8bit) {
+    const ms_optimizer_desc *o = msi_desc_of(all, t);
     return role < MSI_ROLE_STATE0 ? (msi_format)t->format
            : role >= MSI_ROLE_STATE0 + 2 || // more states are the trainer's
                    o->kind == MS_OPTIMIZER_CUSTOM || msi_is_borrowed(t, role)
@@ -8361,10 +8508,9 @@ static msi_format msi_format_of(const ms_optimizer_desc *o, const msi_tensor *t,
 }
 
 /* Bytes in memory of all state of a param, each tensor of it aligned. */
-static uint64_t msi_all_state_bytes(const ms_optimizer_desc *o, const msi_tensor *t,
-                                    bool state_8bit) {
+static uint64_t msi_all_state_bytes(const msi_optimizers *o, const msi_tensor *t, bool state_8bit) {
     uint64_t bytes = 0;
-    for (uint32_t k = 0; k < msi_state_count(o); k++) {
+    for (uint32_t k = 0; k < msi_state_count(o, t); k++) {
         const msi_role role = (msi_role)(MSI_ROLE_STATE0 + k);
         bytes += msi_align(
             msi_format_bytes(msi_format_of(o, t, role, state_8bit), t->bytes / sizeof(float)));
@@ -9000,8 +9146,6 @@ static void msi_analyze_narrow(ms_model *m) {
     msi_graph *g = &m->graph;
     const msi_format narrow = msi_narrow_of(m);
     const bool masters = m->config.master_weights != MS_SWITCH_OFF;
-    const bool updates =
-        msi_optimizer_of(m->optimizer.kind).is_built_in && m->config.backend.has_state_formats;
     for (MSI_ITEMS(msi_tensor, tensor, g->tensors)) {
         tensor->not_narrow = MSI_NARROW_NOT_USED;
         tensor->narrow = (uint8_t)narrow;
@@ -9012,6 +9156,9 @@ static void msi_analyze_narrow(ms_model *m) {
     }
     for (MSI_ITEMS(msi_tensor, tensor, g->tensors)) {
         const bool learns = msi_learns(tensor);
+        const bool updates =
+            msi_optimizer_of(msi_desc_of(&m->optimizers, tensor)->kind).is_built_in &&
+            m->config.backend.has_state_formats;
         if (tensor->kind == MSI_KIND_PARAM && tensor->not_narrow == (uint8_t)MSI_NARROW_MAY_BE) {
             tensor->not_narrow =
                 (uint8_t)(msi_is_borrowed(tensor, MSI_ROLE_VALUE) ? MSI_NARROW_UPDATE
@@ -9529,20 +9676,22 @@ static bool msi_is_positive_or_zero(double value) {
 }
 
 /* What does not go together in an optimizer, or NULL. */
-static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
+static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc, bool of_group) {
     const bool custom = desc && desc->kind == MS_OPTIMIZER_CUSTOM;
     unsigned formats = 0;
     for (int k = 0; k < 2 && desc; k++) {
         formats =
             (unsigned)desc->state_format[k] > formats ? (unsigned)desc->state_format[k] : formats;
     }
-    return !desc                                      ? "desc is NULL"
-           : (unsigned)desc->kind > MS_OPTIMIZER_NONE ? "there is no such kind"
+    return !desc                                        ? "desc is NULL"
+           : (unsigned)desc->kind >= MS_OPTIMIZER_COUNT ? "there is no such kind"
            : custom && !desc->update           ? "MS_OPTIMIZER_CUSTOM needs an update callback"
            : !custom && desc->update           ? "only MS_OPTIMIZER_CUSTOM takes an update callback"
            : !custom && desc->state_count != 0 ? "only MS_OPTIMIZER_CUSTOM takes a state_count"
            : desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
                ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
+           : of_group && desc->skip_above_norm != 0.0f
+               ? "a step is skipped as a whole: give skip_above_norm to ms_set_optimizer"
            : desc->is_filled && desc->epsilon == 0.0f && msi_optimizer_of(desc->kind).corrects_bias
                ? "epsilon is 0: elements whose gradients are 0 would become NaN; set a small "
                  "positive number"
@@ -9554,36 +9703,37 @@ static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
                : NULL;
 }
 
-static MSI_COLD bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
-    const char *fault = msi_optimizer_fault(desc);
+static MSI_COLD bool msi_check_optimizer(ms_model *m, const char *function,
+                                         const ms_optimizer_desc *desc, bool of_group) {
+    const char *fault = msi_optimizer_fault(desc, of_group);
     if (fault) {
-        return MSI_REFUSE(m, "ms_set_optimizer: %s", fault);
+        return MSI_REFUSE(m, "%s: %s", function, fault);
     }
     if (desc->state_count > MS_LIMIT_OPTIMIZER_STATE) {
-        return MSI_REFUSE(
-            m, "ms_set_optimizer: state_count is %u; a param has %d tensors of state at most",
-            (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
+        return MSI_REFUSE(m, "%s: state_count is %u; a param has %d tensors of state at most",
+                          function, (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
     }
     if (!m->config.backend.has_state_formats && (desc->state_format[0] || desc->state_format[1])) {
-        MSI_STICK(
-            m, MS_RESULT_UNSUPPORTED,
-            "ms_set_optimizer: state_format is BF16, but the update of backend %s takes state "
-            "in F32 alone (ms_backend.has_state_formats)",
-            m->config.backend.name);
+        MSI_STICK(m, MS_RESULT_UNSUPPORTED,
+                  "%s: state_format is BF16, but the update of backend %s takes state in F32 alone "
+                  "(ms_backend.has_state_formats)",
+                  function, m->config.backend.name);
         return false;
     }
     return (msi_is_share(desc->beta1) && msi_is_share(desc->beta2) &&
             msi_is_share(desc->momentum) && msi_is_positive_or_zero((double)desc->epsilon) &&
             msi_is_finite((double)desc->learning_rate) &&
             msi_is_finite((double)desc->weight_decay) &&
-            msi_is_positive_or_zero((double)desc->grad_clip_norm)) ||
+            msi_is_positive_or_zero((double)desc->grad_clip_norm) &&
+            msi_is_positive_or_zero((double)desc->skip_above_norm)) ||
            MSI_REFUSE(m,
-                      "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, "
-                      "clip norm %g: all must be finite, betas and momentum at least 0 and below "
-                      "1, epsilon and norm not negative",
-                      (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
-                      (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon,
-                      (double)desc->grad_clip_norm);
+                      "%s: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, clip norm %g, "
+                      "skip_above_norm %g: all must be finite, betas and momentum at least 0 and "
+                      "below 1, epsilon and norms not negative",
+                      function, (double)desc->learning_rate, (double)desc->weight_decay,
+                      (double)desc->beta1, (double)desc->beta2, (double)desc->momentum,
+                      (double)desc->epsilon, (double)desc->grad_clip_norm,
+                      (double)desc->skip_above_norm);
 }
 
 /* Checks a number that a setter received, perhaps for a tensor. */
@@ -10300,8 +10450,9 @@ static const char *msi_tiling_fault(const msi_graph *g, uint32_t layer) {
 
 /* Why no value can be in F16, or NULL. */
 static const char *msi_narrow_fault(const ms_model *m) {
-    return !msi_is_scaled(msi_narrow_of(m)) ? NULL
-           : !msi_optimizer_of(m->optimizer.kind).is_built_in
+    const bool scaled = msi_is_scaled(msi_narrow_of(m));
+    return scaled && (msi_has_kind(&m->optimizers, MS_OPTIMIZER_CUSTOM) ||
+                      msi_has_kind(&m->optimizers, MS_OPTIMIZER_NONE))
                ? "gradients in F16 are scaled, which an update of the trainer's own does not undo"
                : NULL;
 }
@@ -10337,9 +10488,10 @@ static const char *msi_early_fault(const ms_model *m) {
         is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_has_narrow(m) && by_mode);
     return msi_may_scale(m, !msi_narrow_fault(m) && may_round) ? "a loss scale needs all gradients"
            : m->config.accumulation_steps > 1                  ? "accumulation_steps is above 1"
-           : m->optimizer.grad_clip_norm > 0.0f     ? "grad_clip_norm needs all gradients"
-           : m->optimizer.kind == MS_OPTIMIZER_NONE ? "MS_OPTIMIZER_NONE does not update"
-                                                    : NULL;
+           : msi_takes_norm(&m->optimizers) ? "the norm of the gradients needs all of them"
+           : msi_kinds(&m->optimizers) == 1u << MS_OPTIMIZER_NONE
+               ? "MS_OPTIMIZER_NONE does not update"
+               : NULL;
 }
 
 /* What the user forces must be possible. */
@@ -10351,7 +10503,7 @@ static ms_result msi_check_forced(ms_model *m) {
                         "early_update is ON, but %s (accumulation_steps %u, grad_clip_norm %g): "
                         "set it to DEFAULT or OFF",
                         early, (unsigned)m->config.accumulation_steps,
-                        (double)m->optimizer.grad_clip_norm);
+                        (double)m->optimizers.groups.items[0].desc.grad_clip_norm);
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const char *fault = msi_tiling_fault(g, i);
@@ -10369,7 +10521,8 @@ static ms_result msi_check_forced(ms_model *m) {
             narrows || m->config.mixed_precision == MS_SWITCH_ON ? msi_narrow_fault(m) : NULL;
         const msi_not_narrow why_not = (msi_not_narrow)tensor->not_narrow;
         const msi_not_8bit why =
-            msi_why_not_8bit(&m->optimizer, m->config.backend.has_state_formats, tensor);
+            msi_why_not_8bit(&m->optimizers, m->config.backend.has_state_formats, tensor);
+        const bool updates = msi_desc_of(&m->optimizers, tensor)->kind != MS_OPTIMIZER_NONE;
         const struct {
             const char *technique, *fault;
         } forced[] = {
@@ -10378,6 +10531,7 @@ static ms_result msi_check_forced(ms_model *m) {
             {"early update", is[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON ? NULL
                              : early                                       ? early
                              : tensor->frozen                              ? "it is frozen"
+                             : !updates ? "MS_OPTIMIZER_NONE does not update"
                              : tensor->last_gradient == MSI_NONE ? "the loss does not depend on it"
                              : msi_is_borrowed(tensor, MSI_ROLE_GRADIENT)
                                  ? "its gradient is borrowed"
@@ -10559,11 +10713,12 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_analyze_narrow(m);
     const bool never_early = msi_early_fault(m) != NULL;
     for (MSI_ITEMS(msi_tensor, t, g->tensors)) {
-        t->updates_early &= !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !never_early;
+        t->updates_early &= !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !never_early &&
+                            msi_desc_of(&m->optimizers, t)->kind != MS_OPTIMIZER_NONE;
     }
     msi_warn(m);
     result = msi_check_ends(m);
-    if (m->config.cuda_graph && m->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
+    if (m->config.cuda_graph && msi_has_kind(&m->optimizers, MS_OPTIMIZER_CUSTOM)) {
         return msi_fail(
             m, MS_RESULT_INVALID,
             "cuda_graph: the arguments of an update callback differ from step to step, so it "
@@ -11296,7 +11451,6 @@ static void msi_reserve(const ms_model *m, msi_store *store) {
    gradient if that is accumulated or borrowed. */
 static bool msi_list_residents(ms_model *m, msi_store *store) {
     const msi_graph *g = &m->graph;
-    const uint32_t states = msi_state_count(&m->optimizer);
     const bool mixes = (m->wrapped.choice.techniques & MSI_MIXED) != 0;
     uint32_t learning = 0; // params that learn, so far
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -11318,7 +11472,7 @@ static bool msi_list_residents(ms_model *m, msi_store *store) {
         if (store->micro_count > 1 || msi_is_borrowed(tensor, MSI_ROLE_GRADIENT)) {
             msi_add_resident(m, store, t, MSI_ROLE_GRADIENT);
         }
-        for (uint32_t k = 0; k < states; k++) {
+        for (uint32_t k = 0; k < msi_state_count(&m->optimizers, tensor); k++) {
             msi_add_resident(m, store, t, (msi_role)(MSI_ROLE_STATE0 + k));
         }
         if (m->config.master_weights != MS_SWITCH_OFF &&
@@ -11579,7 +11733,8 @@ typedef struct msi_lowering {
     const msi_store *store;
     const msi_costs *costs; // NULL: what is lowered is not timed
     const msi_tensor_decision *decisions;
-    const ms_optimizer_desc *optimizer;
+    const msi_optimizers *optimizers;
+    bool keeps_gradients; // nothing is updated, nor are norms taken
     msi_program *program;
     msi_repeating repeating;
     uint64_t lowered; // instructions of all training programs so far
@@ -11616,12 +11771,12 @@ static uint64_t msi_lowering_bytes(const msi_graph *g) {
 }
 
 static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_store *store,
-                              const ms_optimizer_desc *optimizer, const ms_allocator *allocator) {
+                              const msi_optimizers *optimizers, const ms_allocator *allocator) {
     memset(w, 0, sizeof *w);
     w->graph = g;
     w->allocator = allocator;
     w->store = store;
-    w->optimizer = optimizer;
+    w->optimizers = optimizers;
     uint32_t *at = (uint32_t *)msi_alloc(allocator, msi_lowering_bytes(g));
     uint32_t **const lists[] = {
         &w->now.value,         &w->now.gradient,         &w->now.away,
@@ -12038,7 +12193,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
                                       ? rounded
                                   : resident->role == MSI_ROLE_GRADIENT && tensor->narrow_gradient
                                       ? rounded
-                                      : msi_format_of(w->optimizer, tensor, resident->role,
+                                      : msi_format_of(w->optimizers, tensor, resident->role,
                                                       decisions[resident->tensor].state_8bit);
         const bool is_none =
             resident->role == MSI_ROLE_MASTER && rounded == (msi_format)tensor->format;
@@ -13154,10 +13309,10 @@ static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reade
 static void msi_lower_norm(msi_lowering *w) {
     const msi_graph *g = w->graph;
     msi_program *p = w->program;
-    if (!(w->optimizer->grad_clip_norm > 0.0f) && !w->scales_loss) {
+    if (w->keeps_gradients || (!msi_takes_norm(w->optimizers) && !w->scales_loss)) {
         return;
     }
-    p->code.norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
+    p->code.norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, w->optimizers->norm_count * sizeof(ms_norm));
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         if (msi_learns(&g->tensors.items[t])) {
             msi_fetch(w, t, MSI_ROLE_GRADIENT);
@@ -13172,12 +13327,17 @@ static void msi_lower_norm(msi_lowering *w) {
     msi_use(w, p->code.norm, false);
 }
 
+/* Whether the update of a param is the trainer's own. */
+static bool msi_is_custom(const msi_lowering *w, uint32_t param) {
+    return msi_desc_of(w->optimizers, &w->graph->tensors.items[param])->kind == MS_OPTIMIZER_CUSTOM;
+}
+
 /* The number of parts of the update of a param: one if parts of codes would be smaller than a
    group, or if the update is the trainer's own. */
 static uint32_t msi_update_parts(const msi_lowering *w, uint32_t param) {
     const msi_tensor_decision *d = &w->decisions[param];
     const uint64_t count = w->graph->tensors.items[param].bytes / sizeof(float);
-    const bool whole = w->optimizer->kind == MS_OPTIMIZER_CUSTOM ||
+    const bool whole = msi_is_custom(w, param) ||
                        (d->state_8bit && msi_part_size(count, d->parts) < MSI_CODED_GROUP);
     return whole || d->parts < 2 ? 1 : d->parts;
 }
@@ -13272,7 +13432,7 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts
     }
     for (uint32_t n = 0; n < w->queue.update_count; n++) {
         const msi_update_operand *gradient = &w->queue.updates[n].operands[1];
-        if (w->optimizer->kind == MS_OPTIMIZER_CUSTOM &&
+        if (msi_is_custom(w, w->queue.updates[n].param) &&
             gradient->home < w->store->residents.count && // else none: what is lent is written back
             w->store->residents.items[gradient->home].borrowed) {
             msi_send_home(w, gradient->home, gradient->range, MSI_NONE, part, parts);
@@ -13304,7 +13464,7 @@ static bool msi_may_join_updates(const msi_lowering *w, const msi_param_update *
     const msi_param_update *last =
         w->queue.update_count > 0 ? &w->queue.updates[w->queue.update_count - 1] : NULL;
     return last && last->moves && u->moves && last->parts == 1 && u->parts == 1 &&
-           w->optimizer->kind != MS_OPTIMIZER_CUSTOM &&
+           !msi_is_custom(w, last->param) && !msi_is_custom(w, u->param) &&
            tensors[last->param].last_gradient == tensors[u->param].last_gradient;
 }
 
@@ -13326,6 +13486,12 @@ static void msi_lower_update(msi_lowering *w, uint32_t param) {
     w->queue.updates[w->queue.update_count++] = u;
     msi_set_now(w, w->now.gradient, param, MSI_NONE);
     msi_set_now(w, w->now.gradient_away, param, MSI_NONE);
+}
+
+/* Whether a param that is trained is updated by this program. */
+static bool msi_is_updated(const msi_lowering *w, uint32_t param) {
+    const msi_tensor *t = &w->graph->tensors.items[param];
+    return !w->keeps_gradients && msi_desc_of(w->optimizers, t)->kind != MS_OPTIMIZER_NONE;
 }
 
 /* The param in a slot of a layer if its gradient is complete after the backward of that layer, and
@@ -13641,7 +13807,7 @@ static void msi_end_program(msi_lowering *w, bool eval) {
         if (tensor->is_output || (eval && tensor->is_eval_output) || t == g->loss) {
             msi_keep_to_end(w, w->now.value[t]);
         }
-        if (!eval && msi_is_trained(tensor) && w->optimizer->kind == MS_OPTIMIZER_NONE) {
+        if (!eval && msi_is_trained(tensor) && !msi_is_updated(w, t)) {
             msi_keep_to_end(w, gradient[t] != MSI_NONE ? gradient[t] : away[t]);
         }
     }
@@ -13670,8 +13836,7 @@ static void msi_lower_block(msi_lowering *w, uint32_t number, uint32_t first) {
     } else {
         msi_lower_norm(w);
         for (uint32_t t = 0; t < w->graph->tensors.count && !w->program->out_of_memory; t++) {
-            if (w->optimizer->kind != MS_OPTIMIZER_NONE &&
-                msi_is_trained(&w->graph->tensors.items[t])) {
+            if (msi_is_trained(&w->graph->tensors.items[t]) && msi_is_updated(w, t)) {
                 msi_lower_update(w, t);
             }
         }
@@ -17109,7 +17274,7 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
         const uint8_t forced = tensor->forced_moves & msi_movable(g, t);
         decisions[t].pass |= msi_is_drop_forced(g, t);
         decisions[t].moves = (uint8_t)(decisions[t].pass > 0 ? forced & ~MSI_MOVES_VALUE : forced);
-        decisions[t].state_8bit = msi_is_8bit(s->lowering->optimizer, s->has_state_formats,
+        decisions[t].state_8bit = msi_is_8bit(s->lowering->optimizers, s->has_state_formats,
                                               search->how.rounding & MSI_ROUNDS_STATE, tensor);
         if (s->homes && tensor->kind == MSI_KIND_PARAM) {
             decisions[t].moves = s->homes[t].moves;
@@ -17463,7 +17628,7 @@ static uint64_t msi_bytes_to_move(const msi_scorer *s, const msi_tensor_decision
                                   uint32_t t, uint32_t move) {
     const msi_tensor *tensor = &s->graph->tensors.items[t];
     const uint64_t master = decisions[t].format != tensor->format ? msi_align(tensor->bytes) : 0;
-    return move & MSI_MOVES_STATE ? master + msi_all_state_bytes(s->lowering->optimizer, tensor,
+    return move & MSI_MOVES_STATE ? master + msi_all_state_bytes(s->lowering->optimizers, tensor,
                                                                  decisions[t].state_8bit)
                                   : msi_align(msi_decided_bytes(s->graph, decisions, t));
 }
@@ -17665,7 +17830,7 @@ static bool msi_may_move(const msi_greedy *w, uint32_t t, uint32_t move) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     const msi_costs *costs = w->scorer->costs;
     const uint64_t all = msi_bytes_to_move(w->scorer, w->decisions, t, move);
-    const uint32_t states = msi_state_count(w->scorer->lowering->optimizer);
+    const uint32_t states = msi_state_count(w->scorer->lowering->optimizers, tensor);
     /* State is copied one tensor after another. */
     const uint64_t each = move == MSI_MOVES_STATE && states > 0 ? all / states : tensor->bytes;
     const double us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, each);
@@ -22107,7 +22272,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     s->packs = true;
     s->shortage = shortage;
     shortage->what = NULL;
-    const bool there = msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator);
+    const bool there = msi_lowering_init(lowering, s->graph, store, &m->optimizers, s->allocator);
     lowering->costs = s->costs;
     lowering->repeating.is_checked = m->config.debug;
     return there || msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
@@ -23498,7 +23663,7 @@ static MSI_COLD double msi_copies_us(const msi_review *r, uint32_t tensor, uint3
     const bool weight = t->kind == MSI_KIND_PARAM && move == MSI_MOVES_VALUE;
     const bool coded = r->plan->decisions[tensor].state_8bit;
     const uint64_t bytes =
-        move == MSI_MOVES_STATE ? msi_all_state_bytes(&m->optimizer, t, coded) : t->bytes;
+        move == MSI_MOVES_STATE ? msi_all_state_bytes(&m->optimizers, t, coded) : t->bytes;
     const double in_us = msi_copy_us(&m->costs, MS_STREAM_TO_DEVICE, bytes);
     const double out_us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, bytes);
     return (weight ? 2.0 : 1.0) * in_us + (weight && !msi_learns(t) ? 0.0 : out_us);
@@ -23511,11 +23676,11 @@ static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor,
     const int first = move == MSI_MOVES_VALUE      ? MSI_ROLE_VALUE
                       : move == MSI_MOVES_GRADIENT ? MSI_ROLE_GRADIENT
                                                    : MSI_ROLE_STATE0;
-    const int count = move == MSI_MOVES_STATE ? (int)msi_state_count(&r->model->optimizer) : 1;
+    const int count = move == MSI_MOVES_STATE ? (int)msi_state_count(&r->model->optimizers, t) : 1;
     const bool coded = r->plan->decisions[tensor].state_8bit;
     uint64_t bytes = 0;
     for (int role = first; role < first + count; role++) {
-        const msi_format format = msi_format_of(&r->model->optimizer, t, (msi_role)role, coded);
+        const msi_format format = msi_format_of(&r->model->optimizers, t, (msi_role)role, coded);
         bytes += msi_is_borrowed(t, (msi_role)role)
                      ? 0
                      : msi_align(msi_format_bytes(format, t->bytes / sizeof(float)));
@@ -23571,14 +23736,14 @@ static MSI_COLD uint64_t msi_8bit_facts(const msi_review *r, uint32_t layer, uin
     const ms_model *m = r->model;
     return tensor == MSI_NONE
                ? MSI_FACT(NO_STATE)
-               : facts[msi_why_not_8bit(&m->optimizer, m->config.backend.has_state_formats,
+               : facts[msi_why_not_8bit(&m->optimizers, m->config.backend.has_state_formats,
                                         &m->graph.tensors.items[tensor])] |
                      msi_fact(MSI_FACT(SHARED_PARAM), !msi_tells_of(r, layer, tensor));
 }
 
 /* How many more bytes of the arena the state of a param takes if it is not coded. */
 static MSI_COLD uint64_t msi_bytes_of_codes(const msi_review *r, uint32_t tensor) {
-    const ms_optimizer_desc *o = &r->model->optimizer;
+    const msi_optimizers *o = &r->model->optimizers;
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
     const msi_not_8bit why = msi_why_not_8bit(o, r->model->config.backend.has_state_formats, t);
     const bool may = msi_can_be_8bit(why) && !(r->moved[tensor] & MSI_MOVES_STATE);
@@ -23875,12 +24040,35 @@ static MSI_COLD ms_optimizer_desc msi_fill_optimizer(ms_optimizer_desc o) {
     const msi_optimizer row = msi_optimizer_of(o.kind);
     if (!o.is_filled) {
         o.learning_rate = msi_or(o.learning_rate, row.learning_rate);
+        o.momentum = msi_or(o.momentum, row.momentum);
         o.beta1 = msi_or(o.beta1, row.beta1);
         o.beta2 = msi_or(o.beta2, row.beta2);
         o.epsilon = msi_or(o.epsilon, row.epsilon);
         o.is_filled = true;
     }
     return o;
+}
+
+/* Index of the group of a handle, or MSI_NONE, and the error sticks. */
+static MSI_COLD uint32_t msi_group_index(ms_model *m, const char *function, ms_param_group group) {
+    const uint32_t index = group.id ? msi_id_number(&m->graph, group.id) : 0;
+    if (index < m->optimizers.groups.count && (index > 0 || group.id == 0)) {
+        return index;
+    }
+    (void)MSI_REFUSE(m, "%s: the group is none of this model: see ms_optimizer_group", function);
+    return MSI_NONE;
+}
+
+/* Adds the optimizer of all params that are in no group. False without memory. */
+static MSI_COLD bool msi_begin_groups(msi_optimizers *o, const ms_allocator *a) {
+    const ms_optimizer_desc defaults = MSI_ZERO_INIT;
+    if (!MSI_RESERVE(msi_param_group, a, o->groups, 1)) {
+        return false;
+    }
+    o->groups.items[0].desc = msi_fill_optimizer(defaults);
+    o->groups.items[0].norm = 0;
+    o->groups.count = o->norm_count = 1;
+    return true;
 }
 
 /* Warns of a 0 that is likely to have been meant, but stands for a default. */
@@ -23902,6 +24090,32 @@ static MSI_COLD void msi_doubt_zeros(const ms_model *m, const ms_optimizer_desc 
                      : beta1 ? used.beta1
                              : used.beta2));
     }
+}
+
+/* Adds a group with a valid desc. */
+static MSI_COLD ms_param_group msi_add_group(ms_model *m, const ms_optimizer_desc *desc) {
+    msi_optimizers *o = &m->optimizers;
+    const uint32_t index = o->groups.count;
+    const bool apart = desc->grad_clip_norm > 0.0f;
+    ms_param_group group = {0};
+    if (index == MS_LIMIT_GROUPS || (apart && o->norm_count == MS_LIMIT_NORMS)) {
+        (void)MSI_REFUSE(m,
+                         "ms_optimizer_group: there are %u groups already, at most %d, and %u "
+                         "norms, at most %d",
+                         (unsigned)index - 1, MS_LIMIT_GROUPS - 1, (unsigned)o->norm_count,
+                         MS_LIMIT_NORMS);
+        return group;
+    }
+    if (!MSI_RESERVE(msi_param_group, &m->config.allocator, o->groups, index + 1)) {
+        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "ms_optimizer_group: no memory for a group");
+        return group;
+    }
+    msi_doubt_zeros(m, desc);
+    o->groups.items[index].desc = msi_fill_optimizer(*desc);
+    o->groups.items[index].norm = apart ? o->norm_count++ : 0;
+    o->groups.count++;
+    group.id = msi_id(&m->graph, index);
+    return group;
 }
 
 /* The host's copy of the step's own memory; where the device is direct, that memory itself. */
@@ -23951,7 +24165,7 @@ static float msi_decay_factor(const ms_optimizer_desc *o, float decay) {
 }
 
 static float msi_weight_decay(const ms_model *m, const msi_tensor *t) {
-    return t->has_weight_decay ? t->weight_decay : m->optimizer.weight_decay;
+    return t->has_weight_decay ? t->weight_decay : msi_desc_of(&m->optimizers, t)->weight_decay;
 }
 
 /* Number of the update of a param in this step, from 1, when this many steps were skipped. */
@@ -23959,10 +24173,15 @@ static uint64_t msi_update_number(const msi_run *r, const msi_tensor *t, uint32_
     return t->updates + (r->step - skipped - t->counted_from) + 1;
 }
 
-/* The steps that loss scaling has skipped and that the host is to subtract. While a model scales,
-   the device subtracts them, since the host does not wait to learn of the latest. */
+/* Whether the steps of a store may be skipped, which the device then counts. */
+static bool msi_may_skip(const ms_model *m, const msi_store *store) {
+    return store->scales || m->optimizers.groups.items[0].desc.skip_above_norm > 0.0f;
+}
+
+/* The steps that were skipped and that the host is to subtract. While more may be, the device
+   subtracts them, since the host does not wait to learn of the latest. */
 static uint32_t msi_skipped_before(const ms_model *m) {
-    return m->run.store->scales ? 0 : m->scale.skipped_steps;
+    return msi_may_skip(m, m->run.store) ? 0 : m->scale.skipped_steps;
 }
 
 /* Uploads a part of the step's own memory, after what is enqueued. */
@@ -23987,14 +24206,22 @@ static uint64_t msi_seed_of_param(const ms_model *m, uint32_t t) {
     return msi_mix(m->config.seed + t);
 }
 
-/* Notes the loss scale that a store has, for the steps of another one. */
+/* Notes what a store has counted, and its loss scale, for the steps of another one. */
 static ms_result msi_keep_scale(ms_model *m, const msi_store *store) {
-    if (!store || !store->knows_scale || !store->scales) {
+    ms_step_state now = MSI_ZERO_INIT;
+    if (!store || !store->knows_scale || !msi_may_skip(m, store)) {
         return MS_RESULT_OK;
     }
-    const ms_result result = msi_copy(m, &m->scale, true, store->step + MSI_STATE_BYTES,
-                                      msi_is_direct(m), sizeof m->scale);
-    return result == MS_RESULT_OK ? msi_synchronize(m) : result;
+    ms_result result =
+        msi_copy(m, &now, true, store->step + MSI_STATE_BYTES, msi_is_direct(m), sizeof now);
+    MSI_THEN(result, msi_synchronize(m));
+    if (result == MS_RESULT_OK && store->scales) {
+        m->scale = now;
+    } else if (result == MS_RESULT_OK) {
+        m->scale.skipped_steps = now.skipped_steps;
+        m->scale.skipped_by_norm = now.skipped_by_norm;
+    }
+    return result;
 }
 
 static float msi_first_scale(const ms_model *m) {
@@ -24013,7 +24240,10 @@ static ms_result msi_set_scale(ms_model *m, bool scales) {
     const bool begins = m->scale.scaling.growth_steps == 0;
     state->loss_scale = !scales ? 1.0f : begins ? msi_first_scale(m) : m->scale.loss_scale;
     state->clean_steps = scales ? m->scale.clean_steps : 0;
-    state->skipped_steps = scales ? m->scale.skipped_steps : 0;
+    store->scales = scales;
+    state->skip_above = m->optimizers.groups.items[0].desc.skip_above_norm;
+    state->skipped_steps = msi_may_skip(m, store) ? m->scale.skipped_steps : 0;
+    state->skipped_by_norm = m->scale.skipped_by_norm;
     state->overflow = scales ? m->scale.overflow : 0;
     state->skipped_in_row = scales ? m->scale.skipped_in_row : 0;
     state->scaling.growth = msi_or(given->growth, 2.0f);
@@ -24024,7 +24254,6 @@ static ms_result msi_set_scale(ms_model *m, bool scales) {
     MSI_THEN(result, msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, loss_scale),
                                 MSI_STATES_BYTES));
     store->knows_scale = result == MS_RESULT_OK;
-    store->scales = scales;
     return result;
 }
 
@@ -24033,7 +24262,7 @@ static ms_result msi_upload_step(ms_model *m) {
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
     state->step = m->run.step;
     state->seed = msi_seed_at(m, m->run.micro);
-    state->gradient_factor = m->run.gradient_factor;
+    state->gradient_factor = m->run.gradient_factor > 0.0f ? m->run.gradient_factor : 1.0f;
     return msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES);
 }
 
@@ -24043,27 +24272,26 @@ static ms_update_factors *msi_factors_on_device(const msi_store *store) {
 
 /* Uploads the factors of all updates of a step, before what reads them first. */
 static ms_result msi_upload_factors(ms_model *m) {
-    const ms_optimizer_desc *o = &m->optimizer;
     ms_update_factors *to = (ms_update_factors *)(void *)(msi_step_on_host(m) + MSI_STATES_BYTES);
     const uint32_t skipped = msi_skipped_before(m);
-    ms_update_factors f;
+    const ms_optimizer_desc *last = NULL; // that the factors at hand are of
+    ms_update_factors f = MSI_ZERO_INIT;
     uint64_t number = 0;
-    if (!msi_optimizer_of(o->kind).is_built_in) {
-        return MS_RESULT_OK;
-    }
     for (MSI_ITEMS(const msi_resident, resident, m->run.store->residents)) {
         const msi_tensor *t = &m->graph.tensors.items[resident->tensor];
-        if (resident->factors == MSI_NONE) {
+        const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
+        if (resident->factors == MSI_NONE || !msi_optimizer_of(o->kind).is_built_in) {
             continue;
         }
-        if (number != msi_update_number(&m->run, t, skipped)) {
+        if (last != o || number != msi_update_number(&m->run, t, skipped)) {
             number = msi_update_number(&m->run, t, skipped);
             f = msi_factors_at(o, number);
+            last = o;
         }
         to[resident->factors] = f;
         to[resident->factors].decay = msi_decay_factor(o, msi_weight_decay(m, t));
     }
-    return msi_upload(m, MSI_STATES_BYTES, m->run.store->step_bytes);
+    return last ? msi_upload(m, MSI_STATES_BYTES, m->run.store->step_bytes) : MS_RESULT_OK;
 }
 
 static ms_result msi_copy_verdict(ms_model *m) {
@@ -24195,7 +24423,8 @@ static ms_result msi_act_on_verdict(ms_model *m) {
 
 static int msi_call_update(ms_model *m, const ms_update_args *args) {
     m->run.busy = true;
-    const int error = m->optimizer.update(args);
+    const msi_tensor *t = &m->graph.tensors.items[msi_index(&m->graph, args->param)];
+    const int error = msi_desc_of(&m->optimizers, t)->update(args);
     m->run.busy = false;
     return error;
 }
@@ -24236,12 +24465,12 @@ static void *msi_part_address(const ms_model *m, const msi_program *p, const msi
 
 static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p,
                                          const msi_instruction *i) {
-    const ms_optimizer_desc *o = &m->optimizer;
     const msi_tensor *t = &m->graph.tensors.items[i->target];
+    const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
     const msi_store *store = m->run.store;
     const msi_resident *resident = &store->residents.items[store->resident_of[i->target]];
     const ms_step_state *state = msi_state_on_device(m, false);
-    const msi_norm *norm = NULL;
+    const ms_norm *norm = NULL;
     ms_update_args args = MSI_ZERO_INIT;
     for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, state, master
         const uint32_t index = p->code.operands.items[i->operand_first + k].range;
@@ -24258,7 +24487,7 @@ static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p
             args.gradient = (float *)at;
             args.gradient_dtype = msi_dtype_of(format);
         } else if (k == 2) {
-            norm = (const msi_norm *)at;
+            norm = (const ms_norm *)at + m->optimizers.groups.items[t->group].norm;
         } else if (range->role == MSI_ROLE_MASTER) {
             args.master = (float *)at;
         } else {
@@ -24273,9 +24502,10 @@ static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p
     args.begin = part.begin;
     args.count = part.count;
     args.seed = msi_seed_of_param(m, i->target);
-    args.gradient_scale = norm                            ? &norm->scale
-                          : m->run.gradient_factor > 0.0f ? &state->gradient_factor
-                                                          : NULL;
+    args.gradient_scale = norm ? &norm->scale
+                          : m->run.gradient_factor > 0.0f || m->config.cuda_graph
+                              ? &state->gradient_factor
+                              : NULL;
     args.learning_rate = o->learning_rate;
     args.weight_decay = msi_weight_decay(m, t);
     args.beta1 = o->beta1;
@@ -24293,8 +24523,13 @@ static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instr
     const uint32_t range = p->code.operands.items[i->operand_first].range;
     const ms_dtype dtype = msi_dtype_of((msi_format)p->code.ranges.items[range].format);
     const uint64_t count = p->code.ranges.items[range].bytes / ms_dtype_bytes(dtype);
-    double *norm = (double *)msi_address(m, p, p->code.norm);
+    const msi_tensor *t = &m->graph.tensors.items[i->target];
+    ms_norm *norms = (ms_norm *)msi_address(m, p, p->code.norm);
+    double *norm = &norms[m->optimizers.groups.items[t->group].norm].sum;
     ms_result result = msi_await_verdict_copy(m);
+    if (t->is_paused) {
+        return result;
+    }
     MSI_THEN(result, msi_device(m,
                                 m->config.backend.add_squares(
                                     m->device, msi_address(m, p, range), dtype, count, norm,
@@ -24306,20 +24541,25 @@ static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instr
 /* The norm is checked before anything is updated: if it is not finite, nothing is. */
 static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     const ms_backend *b = &m->config.backend;
-    msi_norm *norm = (msi_norm *)msi_address(m, p, p->code.norm);
+    ms_norm *norms = (ms_norm *)msi_address(m, p, p->code.norm);
     const msi_store *store = m->run.store;
-    const bool clips = m->optimizer.grad_clip_norm > 0.0f;
-    const bool factors = msi_optimizer_of(m->optimizer.kind).is_built_in;
+    const msi_optimizers *o = &m->optimizers;
+    float limits[MS_LIMIT_NORMS];
+    for (MSI_ITEMS(const msi_param_group, group, o->groups)) {
+        const float limit = group->desc.grad_clip_norm;
+        if (group->norm > 0 || group == o->groups.items) {
+            limits[group->norm] = limit > 0.0f ? limit : FLT_MAX;
+        }
+    }
     ms_result result = m->run.recording ? MS_RESULT_OK : msi_upload_factors(m);
     MSI_THEN(result, msi_await_verdict_copy(m));
-    MSI_THEN(result,
-             msi_device(m,
-                        b->clip_scale(m->device, &norm->sum,
-                                      clips ? m->optimizer.grad_clip_norm : FLT_MAX, &norm->scale,
-                                      msi_state_on_device(m, false), msi_factors_on_device(store),
-                                      factors ? store->factor_count : 0),
-                        "clip"));
-    if (!clips && b->is_asynchronous) { // the verdict of the next step tells of too many overflows
+    MSI_THEN(result, msi_device(m,
+                                b->clip_scale(m->device, norms, limits, o->norm_count,
+                                              msi_state_on_device(m, false),
+                                              msi_factors_on_device(store), store->factor_count),
+                                "clip"));
+    if (!msi_takes_norm(o) &&
+        b->is_asynchronous) { // the verdict of the next step tells of too many overflows
         return result;
     }
     m->run.verdict = MSI_VERDICT_ON_DEVICE;
@@ -27187,7 +27427,8 @@ static float *msi_update_array(const msi_update_trial *t, int k) {
 /* Sets the scene: the arrays as they are, and poison in what is not declared. */
 static MSI_COLD msi_update_trial msi_begin_update_trial(ms_model *m, const ms_update_args *a) {
     const msi_debug *d = m->run.store->debug;
-    const int declared_end = MSI_UPDATE_STATE + (int)m->optimizer.state_count;
+    const msi_tensor *param = &m->graph.tensors.items[msi_index(&m->graph, a->param)];
+    const int declared_end = MSI_UPDATE_STATE + (int)msi_state_count(&m->optimizers, param);
     msi_update_trial t = {m, a, a->count * sizeof(float), declared_end, MS_RESULT_OK};
     memset(d->images, MSI_POISON_FIRST, (size_t)d->image_bytes);
     for (int k = 0; k < MSI_UPDATE_ARRAYS; k++) {
@@ -27397,12 +27638,12 @@ static MSI_COLD ms_result msi_watch_update(ms_model *m, const ms_update_args *ar
    its moments, and so keeps none of its own, perhaps found by the address of a lent value. */
 static MSI_COLD ms_result msi_debug_update(ms_model *m, const ms_update_args *args) {
     const uint32_t param = msi_index(&m->graph, args->param);
+    const uint32_t states = msi_state_count(&m->optimizers, &m->graph.tensors.items[param]);
     ms_result result = MS_RESULT_OK;
     msi_log(m, MS_LOG_DEBUG, "debug", "param \"%s\": update, with %u tensors of state%s",
-            msi_tensor_name(&m->graph, param), (unsigned)m->optimizer.state_count,
+            msi_tensor_name(&m->graph, param), (unsigned)states,
             args->gradient_scale ? "" : ", without a gradient_scale");
-    if (m->run.updates_done == 0 && m->optimizer.state_count > 0 &&
-        m->graph.tensors.items[param].borrowed == 0) {
+    if (m->run.updates_done == 0 && states > 0 && m->graph.tensors.items[param].borrowed == 0) {
         result = msi_try_update(m, args);
     }
     MSI_THEN(result, msi_watch_update(m, args));
@@ -27416,8 +27657,9 @@ static MSI_COLD uint64_t msi_hash_of_lent(ms_model *m, uint32_t tensor) {
     const bool is_lent = msi_is_borrowed(&m->graph.tensors.items[tensor], MSI_ROLE_GRADIENT);
     const msi_resident *r =
         is_lent ? msi_find_resident(m->run.store, tensor, MSI_ROLE_GRADIENT) : NULL;
-    const bool updates =
-        m->optimizer.kind != MS_OPTIMIZER_NONE && m->optimizer.kind != MS_OPTIMIZER_CUSTOM;
+    const ms_optimizer_kind kind =
+        msi_desc_of(&m->optimizers, &m->graph.tensors.items[tensor])->kind;
+    const bool updates = kind != MS_OPTIMIZER_NONE && kind != MS_OPTIMIZER_CUSTOM;
     const uint64_t bytes = r && updates ? r->bytes : 0;
     uint64_t hash = 0;
     bool any = false;
@@ -27517,7 +27759,7 @@ static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, m
             d->half_bytes[place] =
                 msi_larger(d->half_bytes[place], msi_half_bytes_of(g, &g->layers.items[i], place));
         }
-        if (place == 0 && m->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
+        if (place == 0 && msi_has_kind(&m->optimizers, MS_OPTIMIZER_CUSTOM)) {
             d->half_bytes[0] =
                 msi_larger(d->half_bytes[0], msi_update_array_at(most, MSI_UPDATE_ARRAYS));
         }
@@ -27757,7 +27999,10 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     const ms_update_args args = msi_update_args_of(m, p, i);
     const bool first = m->run.updates_done == 0;
     ms_result result = MS_RESULT_OK;
-    if (m->optimizer.kind != MS_OPTIMIZER_CUSTOM) {
+    if (m->graph.tensors.items[i->target].is_paused) {
+        return result;
+    }
+    if (args.kind != MS_OPTIMIZER_CUSTOM) {
         result = first && p->code.norm == MSI_NONE && !m->run.recording ? msi_upload_factors(m)
                                                                         : MS_RESULT_OK;
         m->run.updates_done += result == MS_RESULT_OK;
@@ -27768,8 +28013,9 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
         result = msi_copy_verdict(m);
         MSI_THEN(result, msi_act_on_verdict(m));
     }
-    MSI_THEN(result,
-             m->run.store->debug ? msi_debug_update(m, &args) : msi_custom_update(m, &args));
+    if (result == MS_RESULT_OK && msi_verdict(m, false)->halted == (uint32_t)MS_HALT_NONE) {
+        result = m->run.store->debug ? msi_debug_update(m, &args) : msi_custom_update(m, &args);
+    }
     return result;
 }
 
@@ -28036,6 +28282,7 @@ static ms_result msi_abandon(ms_model *m, ms_result result) {
     m->run.failed |= m->run.updates_done > 0 && !m->run.recording;
     const bool is_eval = m->run.program == &m->run.plan->eval;
     m->run.micro = is_eval ? m->run.micro : 0;
+    m->run.given_factor = is_eval ? m->run.given_factor : 0.0f;
     m->run.swept &= is_eval;
     m->run.slices.is_open = false;
     msi_drop_step(&m->run);
@@ -28160,7 +28407,10 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     m->run.loss = m->loss;
     m->run.step_factor = msi_loss_factor(m); // the mean over all micro-batches is minimised
     m->run.step_factor /= m->run.loss.has_factor ? 1.0f : (float)m->run.store->micro_count;
-    m->run.gradient_factor = 0.0f;
+    if (m->run.progress == MSI_PROGRESS_BACKWARD) {
+        m->run.given_factor = 0.0f; // it was for the step that is dropped here
+    }
+    m->run.gradient_factor = m->run.given_factor;
     return msi_start_at(m, p, 0, false);
 }
 
@@ -28202,8 +28452,10 @@ static uint32_t msi_event_of_host(const ms_model *m, const msi_program *p, uint3
                    ? m->run.store->event_count + i->event
                    : MSI_NONE;
     }
-    return i->op == MSI_OP_UPDATE && m->optimizer.kind == MS_OPTIMIZER_CUSTOM && asynchronous &&
-                   m->run.updates_done == 0 && m->run.verdict == MSI_VERDICT_COPIED
+    return i->op == MSI_OP_UPDATE && asynchronous && m->run.updates_done == 0 &&
+                   msi_desc_of(&m->optimizers, &m->graph.tensors.items[i->target])->kind ==
+                       MS_OPTIMIZER_CUSTOM &&
+                   m->run.verdict == MSI_VERDICT_COPIED
                ? (uint32_t)MSI_EVENT_VERDICT
                : MSI_NONE;
 }
@@ -28331,10 +28583,10 @@ static ms_result msi_conclude(ms_model *m, double *loss) {
 /* Waits for all that is enqueued, and looks at the verdict that a step without a loss has left, and
    at what has become of the loss scale since a loss was read. */
 static ms_result msi_settle_steps(ms_model *m) {
-    const bool scales = m->run.store->scales, pending = m->run.verdict != MSI_VERDICT_NONE;
+    const bool skips = msi_may_skip(m, m->run.store), pending = m->run.verdict != MSI_VERDICT_NONE;
     ms_result result = msi_synchronize(m);
-    MSI_THEN(result, scales ? msi_copy_verdict(m) : pending ? msi_fetch_verdict(m) : MS_RESULT_OK);
-    MSI_THEN(result, scales || pending ? msi_settle_verdict(m) : MS_RESULT_OK);
+    MSI_THEN(result, skips ? msi_copy_verdict(m) : pending ? msi_fetch_verdict(m) : MS_RESULT_OK);
+    MSI_THEN(result, skips || pending ? msi_settle_verdict(m) : MS_RESULT_OK);
     return msi_doubt(m, result);
 }
 
@@ -28441,6 +28693,7 @@ static void msi_note_update(msi_run *r) {
     r->step++;
     r->updates_done = 0;
     r->micro = 0;
+    r->given_factor = 0.0f;
     r->progress = MSI_PROGRESS_NONE;
 }
 
@@ -28469,7 +28722,7 @@ static ms_result msi_finish_update(ms_model *m) {
    device judges the loss itself; that is copied out during backward, unless the norm is judged too. */
 static ms_result msi_run_step(ms_model *m) {
     const bool asynchronous = m->config.backend.is_asynchronous, begins = !m->run.is_summed;
-    const bool clips = m->optimizer.grad_clip_norm > 0.0f && msi_is_last_micro(&m->run);
+    const bool clips = msi_takes_norm(&m->optimizers) && msi_is_last_micro(&m->run);
     ms_result result = begins ? msi_run_forward(m) : MS_RESULT_OK;
     if (begins && result == MS_RESULT_OK && !m->run.recording && !(asynchronous && clips)) {
         result = asynchronous ? msi_copy_verdict(m) : msi_conclude(m, NULL);
@@ -28580,7 +28833,8 @@ static ms_result msi_end_early(ms_model *m) {
         m->run.program == p && m->run.position == p->code.backward_end && msi_owns_arena(m);
     msi_timing *timing = m->run.timing;
     m->run.timing = NULL;
-    m->run.gradient_factor = m->run.loss.has_factor ? 0.0f : count / done;
+    m->run.gradient_factor = (m->run.given_factor > 0.0f ? m->run.given_factor : 1.0f) *
+                             (m->run.loss.has_factor ? 1.0f : count / done);
     ms_result result = msi_start_at(m, p, p->code.backward_end, intact);
     if (result == MS_RESULT_OK) {
         m->run.progress = MSI_PROGRESS_BACKWARD;
@@ -28758,14 +29012,61 @@ static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss
     return msi_count_success(m, result, s->step);
 }
 
-/* The norm of the last update, while its sum of squares is in memory. */
+static ms_result msi_set_gradient_factor(ms_model *m, float factor) {
+    static const char *const function = "ms_set_gradient_factor";
+    const bool begun = m->run.progress == MSI_PROGRESS_BACKWARD;
+    if (!msi_is_finite((double)factor) || !(factor > 0.0f)) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "%s: the factor is %g; it must be positive and finite", function,
+                        (double)factor);
+    }
+    ms_result result = msi_check_called(m, function);
+    if (result == MS_RESULT_OK && m->run.slices.is_open) {
+        result = msi_fail_in_slices(m, function);
+    }
+    if (result == MS_RESULT_OK && begun &&
+        (m->run.updates_done > 0 || m->run.position > m->run.program->code.backward_end)) {
+        result = msi_fail(m, MS_RESULT_ORDER,
+                          "%s: the update has begun (early_update, or ms_gradient_norm): set the "
+                          "factor before ms_backward",
+                          function);
+    }
+    if (result == MS_RESULT_OK) {
+        m->run.given_factor = factor;
+        m->run.gradient_factor = begun ? factor : m->run.gradient_factor;
+        result = begun ? msi_upload_step(m) : MS_RESULT_OK;
+    }
+    return result;
+}
+
+/* The instruction after that which judges the norm, in a program that has one. */
+static uint32_t msi_after_clip(const msi_program *p) {
+    uint32_t i = p->code.backward_end;
+    while (p->code.instructions.items[i].op != MSI_OP_CLIP) {
+        i++;
+    }
+    return i + 1;
+}
+
+/* The norm of the update that is next, or of the last one while its sum of squares is in memory. */
 static ms_result msi_gradient_norm(ms_model *m, double *norm) {
     const msi_program *p = m->run.plan && !msi_is_suspended(m) ? &m->run.plan->train : NULL;
-    if (!p || p->code.norm == MSI_NONE || m->run.program != p || !msi_owns_arena(m) ||
-        m->run.position < p->code.instructions.count) {
+    const bool has = p && p->code.norm != MSI_NONE && m->run.program == p && msi_owns_arena(m) &&
+                     !m->run.slices.is_open && !m->run.busy && !m->run.visits;
+    const uint32_t end = has ? msi_after_clip(p) : 0;
+    const bool waits = has && m->run.progress == MSI_PROGRESS_BACKWARD && m->run.position < end;
+    *norm = 0.0;
+    if (waits) {
+        const ms_result result = msi_run_to(m, end);
+        if (result != MS_RESULT_OK) {
+            *norm = msi_verdict(m, false)->norm;
+            return result;
+        }
+    } else if (!has || m->run.position < p->code.instructions.count) {
         return msi_fail(m, MS_RESULT_ORDER,
-                        "ms_gradient_norm: there is no norm now: it can be read after an update "
-                        "with grad_clip_norm, until the next step or eval");
+                        "ms_gradient_norm: there is no norm now: with grad_clip_norm or "
+                        "skip_above_norm it can be read from ms_backward on, until the next step "
+                        "or eval");
     }
     const double *at = &msi_state_on_device(m, false)->norm;
     const ms_result result = msi_copy(m, norm, true, at, msi_is_direct(m), sizeof *norm);
@@ -28835,8 +29136,7 @@ static ms_result msi_copy_value(ms_model *m, const msi_memory *to, const msi_mem
                                 const msi_tensor *t, msi_role role, uint64_t bytes) {
     const uint64_t count = bytes / sizeof(float);
     if (to->format != from->format) {
-        const bool is_signed =
-            msi_state_is_signed(m->optimizer.kind, (int)role - (int)MSI_ROLE_STATE0);
+        const bool is_signed = msi_is_signed(&m->optimizers, t, role);
         return msi_convert_state(m, to, from, is_signed, count);
     }
     return msi_copy(m, to->target, to->on_host, from->source, from->on_host,
@@ -28937,10 +29237,12 @@ static void msi_drop_written(ms_model *m) {
 static void msi_count_updates(ms_model *m) {
     const uint64_t now = m->run.step - m->scale.skipped_steps;
     for (MSI_ITEMS(msi_tensor, t, m->graph.tensors)) {
-        const bool trains = msi_learns(t), begins = trains && !t->is_counted;
+        const bool learns = msi_learns(t), trains = learns && !t->is_paused;
+        const bool begins = trains && !t->is_counted;
         const bool is_borrowed = msi_is_borrowed(t, MSI_ROLE_STATE0);
-        if (!trains && t->is_counted) {
-            t->updates = is_borrowed ? t->updates + (now - t->counted_from) : 0;
+        if (!trains && (t->is_counted || t->is_paused)) {
+            const uint64_t more = t->is_counted ? now - t->counted_from : 0;
+            t->updates = learns || is_borrowed ? t->updates + more : 0;
         }
         t->counted_from = begins ? now : t->counted_from;
         t->is_counted = trains;
@@ -29119,7 +29421,8 @@ static bool msi_is_kept(const msi_tensor *t, msi_role role) {
 /* What there is to know about a value that is not in memory. */
 static MSI_COLD const char *msi_read_cure(const ms_model *m, uint32_t t, msi_role role) {
     const msi_tensor *tensor = &m->graph.tensors.items[t];
-    const bool has_state = (uint32_t)(role - MSI_ROLE_STATE0) < msi_state_count(&m->optimizer);
+    const bool has_state =
+        (uint32_t)(role - MSI_ROLE_STATE0) < msi_state_count(&m->optimizers, tensor);
     const bool trains = !m->run.plan || tensor->kind != MSI_KIND_PARAM || msi_learns(tensor);
     return role != MSI_ROLE_VALUE && !trains
                ? "a param that is frozen, or that the loss does not depend on, has none"
@@ -29685,9 +29988,9 @@ static void msi_put_carried(msi_relocation *r, const msi_resident *from, const m
     const bool converts = from->format != to->format;
     uint8_t *now = converts ? carried + msi_align(from->bytes) : carried;
     if (converts) {
-        const int state = (int)to->role - (int)MSI_ROLE_STATE0;
+        const msi_tensor *t = &r->model->graph.tensors.items[to->tensor];
         msi_convert_on_host(now, to->format, carried, from->format,
-                            msi_state_is_signed(r->model->optimizer.kind, state), count);
+                            msi_is_signed(&r->model->optimizers, t, to->role), count);
     }
     MSI_THEN(r->result, msi_copy(r->model, to->address, to->on_host, now, true, to->bytes));
 }
@@ -30323,7 +30626,8 @@ static MSI_COLD ms_result msi_make_broken(const ms_config *c, const char *fault,
 /* Makes a model from a valid config with its defaults resolved. */
 static MSI_COLD ms_result msi_make_model(const ms_config *c, ms_model **model) {
     ms_model *m = (ms_model *)msi_alloc_zeroed(&c->allocator, sizeof *m);
-    if (!m) {
+    if (!m || !msi_begin_groups(&m->optimizers, &c->allocator)) {
+        msi_release(&c->allocator, m, sizeof *m);
         return MS_RESULT_OUT_OF_MEMORY;
     }
     *model = m;
@@ -30341,8 +30645,6 @@ static MSI_COLD ms_result msi_make_model(const ms_config *c, ms_model **model) {
     if (c->arena) {
         c->arena->references++;
     }
-    ms_optimizer_desc defaults = MSI_ZERO_INIT;
-    m->optimizer = msi_fill_optimizer(defaults);
     return MS_RESULT_OK;
 }
 
@@ -30382,6 +30684,7 @@ static MSI_COLD void msi_free_model(ms_model *m) {
     MSI_LIST_FREE(msi_layer, &allocator, g->layers);
     MSI_LIST_FREE(uint32_t, &allocator, g->operands);
     MSI_LIST_FREE(uint32_t, &allocator, g->masks);
+    MSI_LIST_FREE(msi_param_group, &allocator, m->optimizers.groups);
     MSI_LIST_FREE(msi_extra, &allocator, m->extras);
     if (m->config.backend.close && !m->config.dry_run) {
         m->config.backend.close(m->device);
@@ -30440,7 +30743,7 @@ typedef struct msi_verification {
 static MSI_COLD const msi_resident *msi_rounded_state(const msi_verification *v, uint32_t t,
                                                       uint32_t k) {
     const msi_resident *r =
-        k < msi_state_count(&v->model->optimizer)
+        k < msi_state_count(&v->model->optimizers, &v->model->graph.tensors.items[t])
             ? msi_find_resident(v->before.store, t, (msi_role)(MSI_ROLE_STATE0 + k))
             : NULL;
     return v->compares && r && r->format != MSI_FORMAT_F32 ? r : NULL;
@@ -30555,13 +30858,11 @@ static MSI_COLD ms_result msi_make_pass(msi_verification *v, int pass) {
     ms_model *m = v->model;
     const ms_allocator *a = &m->config.allocator;
     msi_plan *plan = v->plans[pass] = msi_new_plan(m);
-    ms_optimizer_desc none = m->optimizer;
     msi_lowering w;
-    none.kind = MS_OPTIMIZER_NONE;
-    none.grad_clip_norm = 0.0f;
-    if (!plan || !msi_lowering_init(&w, &m->graph, v->store, &none, a)) {
+    if (!plan || !msi_lowering_init(&w, &m->graph, v->store, &m->optimizers, a)) {
         return msi_fail_memory(m, "the plan of a pass", msi_lowering_bytes(&m->graph));
     }
+    w.keeps_gradients = true;
     msi_decide_plain(&m->graph, plan->decisions);
     for (uint32_t t = 0; t < m->graph.tensors.count;
          t++) { // one store has the homes of both passes
@@ -30739,13 +31040,14 @@ static MSI_COLD ms_result msi_compare_state(msi_verification *v, ms_difference *
     const msi_part part = {begin, count};
     const msi_part bytes = msi_part_bytes(r->format, part);
     ms_step_state step = MSI_ZERO_INIT; // of the last micro-batch, in which params are updated
-    const ms_update_factors f = msi_factors_at(
-        &m->optimizer, msi_update_number(&v->before, tensor, m->scale.skipped_steps));
+    const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, tensor);
+    const ms_update_factors f =
+        msi_factors_at(o, msi_update_number(&v->before, tensor, m->scale.skipped_steps));
     uint8_t *raw = v->results + v->result_bytes + MSI_PIECE_BYTES;
     ms_update_args args = MSI_ZERO_INIT;
     float state[MSI_CODED_BLOCK];
     step.seed = msi_seed_at(m, m->run.store->micro_count - 1);
-    args.kind = m->optimizer.kind;
+    args.kind = o->kind;
     args.state_format[k] = msi_formats[r->format].state;
     args.state_of_step = &step;
     args.seed = msi_seed_of_param(m, t);
@@ -31158,7 +31460,8 @@ static uint64_t msi_end_sum(const msi_sum *s) {
     X(skipped_in_row)                                                                              \
     X(overflow)                                                                                    \
     X(scaled)                                                                                      \
-    X(saves)
+    X(saves)                                                                                       \
+    X(skipped_by_norm)
 
 #define MSI_X(name) uint64_t name;
 typedef struct msi_numbers {
@@ -31638,7 +31941,7 @@ static MSI_COLD void msi_take_number(msi_checkpoint *c, const char *key, char *v
     bit <<= 1;
     MSI_NUMBERS(MSI_X)
 #undef MSI_X
-    c->is_whole = c->numbers_read == bit - 1;
+    c->is_whole = (c->numbers_read | bit >> 1) == bit - 1; // files of version 0.8 lack the last
 }
 
 static MSI_COLD void msi_parse_metadata(msi_checkpoint *c, msi_json *j) {
@@ -31787,6 +32090,25 @@ static MSI_COLD void msi_save_item(msi_checkpoint *c, msi_item *i) {
     c->sums.items[c->sums.count++] = msi_end_sum(&sum);
 }
 
+/* The numbers of kinds in files, which no later version changes. */
+static const uint8_t msi_kinds_in_files[MS_OPTIMIZER_COUNT] = {0, 1, 2, 5, 3, 4};
+
+/* The kind of the optimizer, or a hash where not all params have the same. */
+static MSI_COLD uint64_t msi_number_of_kinds(const ms_model *m) {
+    uint64_t number = msi_kinds_in_files[m->optimizers.groups.items[0].desc.kind], hash = 0;
+    bool any = false, same = true;
+    for (MSI_ITEMS(const msi_tensor, t, m->graph.tensors)) {
+        const uint64_t kind = msi_kinds_in_files[msi_desc_of(&m->optimizers, t)->kind];
+        if (t->kind == MSI_KIND_PARAM) {
+            same &= !any || number == kind;
+            any = true;
+            number = kind;
+            hash = msi_mix_in(hash, kind);
+        }
+    }
+    return same ? number : hash | (uint64_t)1 << 63;
+}
+
 /* The state of a run as numbers. */
 static MSI_COLD void msi_take_numbers(msi_checkpoint *c) {
     const ms_model *m = c->m;
@@ -31797,12 +32119,13 @@ static MSI_COLD void msi_take_numbers(msi_checkpoint *c) {
     n->micro_count = m->run.store->micro_count;
     n->seed = m->config.seed;
     n->graph = msi_hash_structure(&m->graph);
-    n->optimizer = (uint64_t)m->optimizer.kind;
+    n->optimizer = msi_number_of_kinds(m);
     n->scaled = m->run.plan->train.code.scales_loss;
+    n->skipped_steps = m->scale.skipped_steps;
+    n->skipped_by_norm = m->scale.skipped_by_norm;
     if (m->scale.scaling.growth_steps > 0) {
         n->loss_scale = msi_bits_of_f32(m->scale.loss_scale);
         n->clean_steps = m->scale.clean_steps;
-        n->skipped_steps = m->scale.skipped_steps;
         n->skipped_in_row = m->scale.skipped_in_row;
         n->overflow = m->scale.overflow;
     }
@@ -32113,10 +32436,10 @@ static MSI_COLD void msi_check_numbers(msi_checkpoint *c) {
     const ms_model *m = c->m;
     const float scale = msi_f32_of_bits((uint32_t)n->loss_scale);
     const char *wrong =
-        n->version != MSI_FILE_VERSION                      ? "the version"
-        : n->step >= (uint64_t)1 << 41                      ? "the step"
-        : n->skipped_steps > n->step                        ? "the skipped steps"
-        : n->micro_count == 0 || n->micro >= n->micro_count ? "the micro-batches"
+        n->version != MSI_FILE_VERSION                                        ? "the version"
+        : n->step >= (uint64_t)1 << 41                                        ? "the step"
+        : n->skipped_steps > n->step || n->skipped_by_norm > n->skipped_steps ? "the skipped steps"
+        : n->micro_count == 0 || n->micro >= n->micro_count                   ? "the micro-batches"
         : n->loss_scale > UINT32_MAX ||
                 (n->loss_scale > 0 && (!msi_is_finite((double)scale) || !(scale > 0.0f)))
             ? "the loss scale"
@@ -32125,8 +32448,8 @@ static MSI_COLD void msi_check_numbers(msi_checkpoint *c) {
             ? "the counters of the loss scale"
         : n->graph != msi_hash_structure(&m->graph) && !c->options.partial
             ? "the graph of layers (partial loads what fits)"
-        : n->optimizer != (uint64_t)m->optimizer.kind
-            ? "the kind of the optimizer (values_only loads the params)"
+        : n->optimizer != msi_number_of_kinds(m)
+            ? "the kind of an optimizer (values_only loads the params)"
             : NULL;
     if (wrong) {
         MSI_REFUSE_FILE(c, "the file is of no run of this model: %s differs or cannot be right",
@@ -32196,7 +32519,7 @@ static MSI_COLD void msi_check_piece(msi_checkpoint *c, const msi_item *i, const
                          c->m->graph.tensors.items[i->index].kind == MSI_KIND_PARAM;
     const bool is_signed =
         i->role < MSI_ROLE_STATE0 ||
-        msi_state_is_signed(c->m->optimizer.kind, (int)i->role - MSI_ROLE_STATE0);
+        msi_is_signed(&c->m->optimizers, &c->m->graph.tensors.items[i->index], i->role);
     if (matters && !c->options.nonfinite &&
         !(msi_is_coded(i->format)
               ? msi_codes_are_finite(data, count)
@@ -32225,9 +32548,9 @@ static MSI_COLD void msi_convert_piece(const msi_checkpoint *c, const msi_item *
         }
         return;
     }
-    msi_convert_on_host(to, to_format, from, i->format,
-                        msi_state_is_signed(c->m->optimizer.kind, (int)i->role - MSI_ROLE_STATE0),
-                        count);
+    msi_convert_on_host(
+        to, to_format, from, i->format,
+        msi_is_signed(&c->m->optimizers, &c->m->graph.tensors.items[i->index], i->role), count);
 }
 
 /* The residents that an item is loaded into: of the value of a param in 16 bits its master too. */
@@ -32402,6 +32725,7 @@ static MSI_COLD void msi_set_numbers(msi_checkpoint *c) {
     m->config.seed = n->seed;
     memset(&m->scale, 0, sizeof m->scale);
     m->scale.skipped_steps = (uint32_t)n->skipped_steps;
+    m->scale.skipped_by_norm = (uint32_t)n->skipped_by_norm;
     m->scale.clean_steps = (uint32_t)n->clean_steps;
     m->scale.skipped_in_row = (uint32_t)n->skipped_in_row;
     m->scale.overflow = (uint32_t)n->overflow;
@@ -33037,7 +33361,8 @@ static MSI_COLD void msi_report_host(const ms_model *m, ms_memory_report *r) {
    was loaded, how that is to begin. */
 static const ms_step_state *msi_known_scale(const ms_model *m) {
     const msi_store *store = m->config.dry_run ? NULL : m->run.store;
-    return store && store->knows_scale && store->scales ? msi_verdict(m, false) : &m->scale;
+    return store && store->knows_scale && msi_may_skip(m, store) ? msi_verdict(m, false)
+                                                                 : &m->scale;
 }
 
 static MSI_COLD void msi_report_scale(const ms_model *m, ms_memory_report *r) {
@@ -33050,7 +33375,8 @@ static MSI_COLD void msi_report_scale(const ms_model *m, ms_memory_report *r) {
         }
     }
     r->loss_scale = scales ? (double)state->loss_scale : 1.0;
-    r->skipped_steps = scales ? state->skipped_steps : 0;
+    r->skipped_steps = scales ? state->skipped_steps - state->skipped_by_norm : 0;
+    r->skipped_by_norm = state->skipped_by_norm;
     r->clean_steps = scales ? state->clean_steps : 0;
     r->overflow_layer = layer == MSI_NONE ? "" : msi_layer_name(&m->graph, layer);
 }
@@ -33198,6 +33524,12 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
                                              msi_part_of(elements, i->part, i->part_count));
         o.begin = part.begin;
         o.bytes = part.count;
+    } else if (!whole && range->role == MSI_ROLE_NORM &&
+               (i->op == MSI_OP_NORM || i->op == MSI_OP_UPDATE)) {
+        const msi_tensor *t = &w->model->graph.tensors.items[i->target];
+        o.is_part = w->model->optimizers.norm_count > 1;
+        o.begin = w->model->optimizers.groups.items[t->group].norm * sizeof(ms_norm);
+        o.bytes = sizeof(ms_norm);
     }
     o.offset += (by_rows ? range->is_tile : range->part > 0) || o.is_borrowed ? 0 : o.begin;
     o.is_new = !fixed && range->first == w->now;
@@ -33645,15 +33977,46 @@ MEMSCALE_API ms_optimizer_desc ms_optimizer_defaults(ms_optimizer_kind kind) {
 }
 
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc) {
-    if (msi_registering(model, "ms_set_optimizer", NULL, "") && msi_check_optimizer(model, desc)) {
+    static const char *const function = "ms_set_optimizer";
+    if (msi_registering(model, function, NULL, "") &&
+        msi_check_optimizer(model, function, desc, false)) {
         msi_doubt_zeros(model, desc);
-        model->optimizer = msi_fill_optimizer(*desc);
+        model->optimizers.groups.items[0].desc = msi_fill_optimizer(*desc);
+    }
+}
+
+MEMSCALE_API ms_param_group ms_optimizer_group(ms_model *model, const ms_optimizer_desc *desc) {
+    static const char *const function = "ms_optimizer_group";
+    const ms_param_group none = {0};
+    return msi_registering(model, function, NULL, "") &&
+                   msi_check_optimizer(model, function, desc, true)
+               ? msi_add_group(model, desc)
+               : none;
+}
+
+MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_group group) {
+    static const char *const function = "ms_set_param_group";
+    msi_tensor *t =
+        msi_registering(model, function, NULL, "") ? msi_param_of(model, function, param) : NULL;
+    const uint32_t index = t ? msi_group_index(model, function, group) : MSI_NONE;
+    if (index != MSI_NONE) {
+        t->group = index;
     }
 }
 
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
-    if (msi_check_finite(model, "ms_set_learning_rate", NULL, learning_rate)) {
-        model->optimizer.learning_rate = learning_rate;
+    const ms_param_group none = {0};
+    ms_set_group_learning_rate(model, none, learning_rate);
+}
+
+MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
+                                             float learning_rate) {
+    const char *function = group.id ? "ms_set_group_learning_rate" : "ms_set_learning_rate";
+    const uint32_t index = msi_check_finite(model, function, NULL, learning_rate)
+                               ? msi_group_index(model, function, group)
+                               : MSI_NONE;
+    if (index != MSI_NONE) {
+        model->optimizers.groups.items[index].desc.learning_rate = learning_rate;
     }
 }
 
@@ -33664,6 +34027,26 @@ MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float we
         t->weight_decay = weight_decay;
         t->has_weight_decay = true;
     }
+}
+
+MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paused) {
+    static const char *const function = "ms_set_paused";
+    msi_tensor *t = msi_param_of(model, function, param);
+    if (!t) {
+        return MS_RESULT_INVALID;
+    }
+    const bool runs = model->run.store && !model->config.dry_run;
+    ms_result result = msi_check_between_steps(model, function);
+    MSI_THEN(result, runs ? msi_settle_verdict(model) : MS_RESULT_OK);
+    MSI_THEN(result, runs ? msi_keep_scale(model, model->run.store) : MS_RESULT_OK);
+    if (result == MS_RESULT_OK && t->is_paused != paused) {
+        t->is_paused = paused;
+        model->run.epoch++;
+        if (model->run.plan) {
+            msi_count_updates(model);
+        }
+    }
+    return result;
 }
 
 MEMSCALE_API ms_result ms_set_update_count(ms_model *model, ms_tensor param, uint64_t count) {
@@ -33979,8 +34362,9 @@ MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index) {
     const uint32_t t = model ? msi_value_index(&model->graph, param) : MSI_NONE;
     const ms_tensor none = {0};
-    const bool known = t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM &&
-                       index >= 0 && (uint32_t)index < msi_state_count(&model->optimizer);
+    const bool known =
+        t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM && index >= 0 &&
+        (uint32_t)index < msi_state_count(&model->optimizers, &model->graph.tensors.items[t]);
     return known ? msi_handle(&model->graph, t, (msi_role)(MSI_ROLE_STATE0 + index)) : none;
 }
 
@@ -34072,6 +34456,11 @@ MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
     ms_result result = msi_begin_passes(model, "ms_find_nonfinite");
     MSI_THEN(result, msi_find_nonfinite(model, found));
     return result;
+}
+
+MEMSCALE_API ms_result ms_set_gradient_factor(ms_model *model, float factor) {
+    const ms_result result = msi_made(model);
+    return result == MS_RESULT_OK ? msi_set_gradient_factor(model, factor) : result;
 }
 
 MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
@@ -35382,15 +35771,19 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
+typedef struct msi_cuda_limits {
+    float of[MS_LIMIT_NORMS];
+} msi_cuda_limits;
+
 /* By one block. */
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_clip(const double *sum, float limit, float *scale, ms_step_state *step,
-               ms_update_factors *factors, uint64_t count) {
+    msi_k_clip(ms_norm *norms, msi_cuda_limits limits, uint32_t count, ms_step_state *step,
+               ms_update_factors *factors, uint64_t factor_count) {
     if (threadIdx.x == 0) {
-        *scale = msi_judge_norm(step, *sum, limit);
+        msi_judge_norms(step, norms, limits.of, count);
     }
     __syncthreads();
-    for (uint64_t i = threadIdx.x; i < count; i += blockDim.x) {
+    for (uint64_t i = threadIdx.x; i < factor_count; i += blockDim.x) {
         msi_correct_bias(&factors[i], step);
     }
 }
@@ -35964,9 +36357,14 @@ static int msi_cuda_add_squares(void *state, const void *device, ms_dtype dtype,
                                    number, nonfinite);
 }
 
-static int msi_cuda_clip_scale(void *state, const double *sum, float limit, float *scale,
-                               ms_step_state *step, ms_update_factors *factors, uint64_t count) {
-    return msi_cuda_launch(state, 1, msi_k_clip, sum, limit, scale, step, factors, count);
+static int msi_cuda_clip_scale(void *state, ms_norm *norms, const float *limits, uint32_t count,
+                               ms_step_state *step, ms_update_factors *factors,
+                               uint64_t factor_count) {
+    msi_cuda_limits by_value;
+    memset(&by_value, 0, sizeof by_value);
+    memcpy(by_value.of, limits, count * sizeof *limits);
+    return msi_cuda_launch(state, 1, msi_k_clip, norms, by_value, count, step, factors,
+                           factor_count);
 }
 
 static int msi_cuda_update(void *state, const ms_update_args *args) {

@@ -123,6 +123,7 @@ enum {
     RD_VALUES = 512,
     RD_ELEMENTS = 256, // of the largest tensor
     RD_STATES = MS_LIMIT_OPTIMIZER_STATE,
+    RD_GROUPS = 3,
     RD_AXIS_LIMIT = 2,
     RD_TEXT = 512,
     RD_CALLBACK_ERROR = 77
@@ -146,6 +147,7 @@ typedef struct rd_value {
     int64_t rows;  // without the axes
     uint32_t axes; // mask of those that multiply the rows
     int64_t cols;
+    uint8_t group; // of a param, with an optimizer of its own; 0: none
     bool frozen, on_host, stopped, kept, kept_in_eval;
     bool borrowed, borrowed_gradient, borrowed_state;
     bool is_state;  // of some layer
@@ -169,7 +171,9 @@ typedef struct rd_graph {
     int64_t size[RD_AXIS_LIMIT], largest[RD_AXIS_LIMIT];
     rd_value value[RD_VALUES];
     rd_layer layer[RD_LAYERS];
-    ms_optimizer_desc optimizer;
+    ms_optimizer_desc optimizer;        // of params in no group
+    ms_optimizer_desc group[RD_GROUPS]; // of the others; rd_value.group counts these from 1
+    uint32_t group_count;
     uint8_t seen[RD_FEATURE_COUNT];
     /* NULL, or makes the desc of a layer one for where the next net is to run. */
     ms_layer_desc (*move)(void *mover, uint32_t layer, const ms_layer_desc *desc);
@@ -740,6 +744,62 @@ static inline void rd_random_optimizer(rd_graph *g) {
     g->accumulation = t_chance(&g->rng, 0.25) ? 2 + t_below(&g->rng, 3) : 1;
 }
 
+/* Groups of params with other rates, betas, kinds and norms, where the update is not the trainer's. */
+static inline void rd_random_groups(rd_graph *g) {
+    t_rng rng = t_seed(g->seed ^ 0x67726f7570);
+    if (!t_is_built_in((int)g->optimizer.kind) || t_chance(&rng, 0.5)) {
+        return;
+    }
+    g->group_count = 1 + t_below(&rng, RD_GROUPS);
+    for (uint32_t k = 0; k < g->group_count; ++k) {
+        ms_optimizer_desc *o = &g->group[k];
+        o->kind = (ms_optimizer_kind)t_below(&rng, MS_OPTIMIZER_CUSTOM);
+        o->learning_rate = 0.01f * (float)(k + 1);
+        o->beta1 = t_chance(&rng, 0.5) ? 0.8f : 0.0f;
+        o->momentum = t_chance(&rng, 0.5) ? 0.7f : 0.0f;
+        o->weight_decay = t_chance(&rng, 0.5) ? 0.05f : 0.0f;
+        o->grad_clip_norm = t_chance(&rng, 0.75) ? 0.0f : t_chance(&rng, 0.5) ? 0.03f : FLT_MAX;
+    }
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        g->value[i].group = (uint8_t)t_below(&rng, g->group_count + 1);
+    }
+}
+
+static inline const ms_optimizer_desc *rd_optimizer(const rd_graph *g, uint32_t param) {
+    const uint32_t group = g->value[param].group;
+    return group > 0 ? &g->group[group - 1] : &g->optimizer;
+}
+
+static inline uint32_t rd_state_count(const rd_graph *g, uint32_t value) {
+    const ms_optimizer_desc o = msi_fill_optimizer(*rd_optimizer(g, value));
+    return t_state_count(&o);
+}
+
+/* Which of the norms the gradient of a param counts in, and how many there are. */
+static inline uint32_t rd_norm_of(const rd_graph *g, uint32_t group) {
+    uint32_t norm = 0;
+    for (uint32_t k = 0; k < group; ++k) {
+        norm += g->group[k].grad_clip_norm > 0.0f;
+    }
+    return group > 0 && g->group[group - 1].grad_clip_norm > 0.0f ? norm : 0;
+}
+
+static inline uint32_t rd_norm_count(const rd_graph *g, float *limits) {
+    uint32_t count = 1;
+    limits[0] = g->optimizer.grad_clip_norm > 0.0f ? g->optimizer.grad_clip_norm : FLT_MAX;
+    for (uint32_t k = 0; k < g->group_count; ++k) {
+        if (g->group[k].grad_clip_norm > 0.0f) {
+            limits[count++] = g->group[k].grad_clip_norm;
+        }
+    }
+    return count;
+}
+
+static inline bool rd_clips(const rd_graph *g) {
+    float limits[1 + RD_GROUPS];
+    return g->optimizer.grad_clip_norm > 0.0f || rd_norm_count(g, limits) > 1;
+}
+
 static inline void rd_freeze_prefix(rd_graph *g) {
     if (!t_chance(&g->rng, 0.15)) {
         return;
@@ -808,7 +868,7 @@ static inline void rd_count_value(rd_graph *g, const rd_value *v) {
     seen[RD_BORROWED_BUFFER] |= v->borrowed && v->role == RD_BUFFER;
     seen[RD_BORROWED_GRADIENT] |= v->borrowed_gradient && !v->frozen;
     seen[RD_BORROWED_STATE] |=
-        v->borrowed_state && !v->frozen && msi_state_count(&g->optimizer) > 0;
+        v->borrowed_state && !v->frozen && rd_state_count(g, (uint32_t)(v - g->value)) > 0;
 }
 
 static inline void rd_count_features(rd_graph *g) {
@@ -854,6 +914,7 @@ static inline rd_graph *rd_generate(uint64_t seed) {
     rd_add_head(g);
     rd_add_loss(g, false);
     rd_random_optimizer(g);
+    rd_random_groups(g);
     rd_count_features(g);
     return g;
 }
@@ -2186,52 +2247,53 @@ static inline bool rd_reference_backward(rd_reference *r) {
     return fine;
 }
 
-/* The norm of all gradients, and the factor that brings it down to the limit. */
-static inline float rd_reference_clip(rd_reference *r) {
+/* The norms of the gradients, and the factors that bring them down to their limits. */
+static inline void rd_reference_clip(rd_reference *r, ms_norm *norms) {
     const rd_graph *g = r->run.graph;
-    double sum = 0.0;
-    float scale = 1.0f;
+    float limits[1 + RD_GROUPS];
     uint32_t nonfinite = 0;
-    if (!(g->optimizer.grad_clip_norm > 0.0f)) {
-        return scale;
+    if (!rd_clips(g)) {
+        return;
     }
+    const uint32_t count = rd_norm_count(g, limits);
     for (uint32_t i = 0; i < g->value_count; ++i) {
         if (g->value[i].role == RD_PARAM && r->takes_part[i]) {
-            uint64_t count = rd_count(&g->value[i], r->run.size);
-            assert_int_equal(r->cpu.add_squares(r->cpu.user, r->gradient[i], MS_DTYPE_F32, count,
-                                                &sum, 1, &nonfinite),
+            assert_int_equal(r->cpu.add_squares(r->cpu.user, r->gradient[i], MS_DTYPE_F32,
+                                                rd_count(&g->value[i], r->run.size),
+                                                &norms[rd_norm_of(g, g->value[i].group)].sum, 1,
+                                                &nonfinite),
                              0);
         }
     }
     ms_step_state state;
     memset(&state, 0, sizeof state);
     state.gradient_factor = r->gradient_factor;
-    assert_int_equal(
-        r->cpu.clip_scale(r->cpu.user, &sum, g->optimizer.grad_clip_norm, &scale, &state, NULL, 0),
-        0);
+    assert_int_equal(r->cpu.clip_scale(r->cpu.user, norms, limits, count, &state, NULL, 0), 0);
     r->norm = state.norm;
-    r->run.seen[RD_DID_CLIP] |= scale < 1.0f;
-    return scale;
+    r->run.seen[RD_DID_CLIP] |= norms[0].scale < 1.0f;
 }
 
 /* All but the arrays. */
 static inline void rd_fill_update(ms_update_args *args, rd_graph *g, uint32_t param,
                                   const int64_t *size, float learning_rate, uint64_t t) {
+    const ms_optimizer_desc o = msi_fill_optimizer(*rd_optimizer(g, param));
     args->user = g;
-    args->kind = g->optimizer.kind;
+    args->kind = o.kind;
     args->count = rd_count(&g->value[param], size);
-    args->learning_rate = learning_rate;
-    args->weight_decay = g->optimizer.weight_decay;
-    args->beta1 = msi_optimizer_of(args->kind).beta1;
-    args->beta2 = msi_optimizer_of(args->kind).beta2;
-    args->epsilon = 1e-8f;
-    args->momentum = g->optimizer.momentum;
+    args->learning_rate = g->value[param].group > 0 ? o.learning_rate : learning_rate;
+    args->weight_decay = o.weight_decay;
+    args->beta1 = o.beta1;
+    args->beta2 = o.beta2;
+    args->epsilon = o.epsilon;
+    args->momentum = o.momentum;
     args->t = t;
 }
 
 static inline void rd_reference_update(rd_reference *r) {
     rd_graph *g = r->run.graph;
-    float scale = rd_reference_clip(r);
+    ms_norm norms[1 + RD_GROUPS];
+    memset(norms, 0, sizeof norms);
+    rd_reference_clip(r, norms);
     r->updates += 1;
     for (uint32_t i = 0; i < g->value_count && g->optimizer.kind != MS_OPTIMIZER_NONE; ++i) {
         ms_update_args args;
@@ -2242,9 +2304,9 @@ static inline void rd_reference_update(rd_reference *r) {
         rd_fill_update(&args, g, i, r->run.size, r->learning_rate, r->updates);
         args.value = (float *)r->data[i];
         args.gradient = r->gradient[i];
-        args.gradient_scale = g->optimizer.grad_clip_norm > 0.0f ? &scale
-                              : r->gradient_factor > 0.0f        ? &r->gradient_factor
-                                                                 : NULL;
+        args.gradient_scale = rd_clips(g) ? &norms[rd_norm_of(g, g->value[i].group)].scale
+                              : r->gradient_factor > 0.0f ? &r->gradient_factor
+                                                          : NULL;
         memcpy(args.state, r->state[i], sizeof args.state);
         int error = args.kind == MS_OPTIMIZER_CUSTOM ? rd_update(&args) : t_update(&r->cpu, &args);
         assert_int_equal(error, 0);
@@ -2342,9 +2404,9 @@ static inline bool rd_lend(rd_net *n, ms_tensor tensor, void *memory, uint64_t b
 /* Memory for all that is borrowed, holding its first values. */
 static inline void rd_lend_all(rd_net *n) {
     const rd_graph *g = n->run.graph;
-    uint32_t states = msi_state_count(&g->optimizer);
     for (uint32_t i = 0; i < g->value_count; ++i) {
         const rd_value *v = &g->value[i];
+        const uint32_t states = rd_state_count(g, i);
         uint64_t bytes = rd_largest_bytes(g, v);
         bool trained = v->role == RD_PARAM && !v->frozen;
         if (v->borrowed) {
@@ -2401,6 +2463,16 @@ static inline rd_net *rd_net_create(rd_graph *g, const ms_config *config, const 
     optimizer.update = optimizer.kind == MS_OPTIMIZER_CUSTOM ? rd_update : NULL;
     optimizer.user = g;
     ms_set_optimizer(n->model, &optimizer);
+    ms_param_group groups[1 + RD_GROUPS];
+    memset(groups, 0, sizeof groups);
+    for (uint32_t k = 0; k < g->group_count; ++k) {
+        groups[k + 1] = ms_optimizer_group(n->model, &g->group[k]);
+    }
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        if (g->value[i].role == RD_PARAM && g->value[i].group > 0) {
+            ms_set_param_group(n->model, n->handle[i], groups[g->value[i].group]);
+        }
+    }
     rd_lend_all(n);
     return n;
 }
@@ -2421,7 +2493,7 @@ static inline void rd_force_moves(rd_net *n, t_rng *rng) {
             ms_set_tensor_technique(n->model, ms_gradient(n->model, n->handle[i]),
                                     MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
         }
-        if ((random & 4) && v->role == RD_PARAM && msi_state_count(&g->optimizer) > 0) {
+        if ((random & 4) && v->role == RD_PARAM && rd_state_count(g, i) > 0) {
             ms_set_tensor_technique(n->model, ms_optimizer_state(n->model, n->handle[i], 0),
                                     MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
         }
@@ -2443,7 +2515,7 @@ static inline void rd_force_codes(rd_net *n, uint64_t seed) {
         const uint32_t t = msi_index(&n->model->graph, n->handle[i]);
         const bool coded = t_chance(&rng, 0.5);
         const msi_not_8bit why =
-            msi_why_not_8bit(&n->model->optimizer, true, &n->model->graph.tensors.items[t]);
+            msi_why_not_8bit(&n->model->optimizers, true, &n->model->graph.tensors.items[t]);
         if (coded && msi_can_be_8bit(why)) {
             ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_OPTIMIZER_8BIT,
                                     MS_SWITCH_ON);
@@ -2598,7 +2670,7 @@ static inline void rd_print(const rd_graph *g) {
     print_error("seed %llu: optimizer %d, %u states, clip %g, %u micro-batches, axes %d of %d, "
                 "%d of %d\n",
                 (unsigned long long)g->seed, (int)g->optimizer.kind,
-                (unsigned)msi_state_count(&g->optimizer), (double)g->optimizer.grad_clip_norm,
+                (unsigned)t_state_count(&g->optimizer), (double)g->optimizer.grad_clip_norm,
                 (unsigned)g->accumulation, g->axis_count > 0 ? (int)g->size[0] : 0,
                 (int)g->largest[0], g->axis_count > 1 ? (int)g->size[1] : 0, (int)g->largest[1]);
     for (uint32_t i = 0; i < g->value_count; ++i) {

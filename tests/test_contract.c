@@ -85,7 +85,6 @@ static bool view_tensor(view *to, rd_net *n, const char *what, uint32_t value, u
 
 static bool view_lasting(view *to, rd_net *n) {
     const rd_graph *g = n->run.graph;
-    uint32_t states = msi_state_count(&g->optimizer);
     bool fine = true;
     for (uint32_t i = 0; i < g->value_count && fine; ++i) {
         const rd_value *v = &g->value[i];
@@ -93,7 +92,7 @@ static bool view_lasting(view *to, rd_net *n) {
             fine = view_tensor(to, n, "value", i, 0, n->handle[i]);
         }
         bool trained = v->role == RD_PARAM && !v->frozen;
-        for (uint32_t k = 0; k < states && trained && fine; ++k) {
+        for (uint32_t k = 0; k < rd_state_count(g, i) && trained && fine; ++k) {
             fine = view_tensor(to, n, "state", i, k,
                                ms_optimizer_state(n->model, n->handle[i], (int)k));
         }
@@ -132,7 +131,7 @@ static void view_number(view *to, const char *what, double number) {
 
 static bool view_norm(view *to, rd_net *n) {
     double norm = 0.0;
-    if (!(n->run.graph->optimizer.grad_clip_norm > 0.0f)) {
+    if (!rd_clips(n->run.graph)) {
         return true;
     }
     if (ms_gradient_norm(n->model, &norm) != MS_RESULT_OK) {
@@ -283,8 +282,8 @@ static bool wrap_net(trial *t, uint32_t k) {
 static ms_config random_config(trial *t, uint32_t k) {
     ms_config config = t_config();
     const rd_graph *g = t->graph;
-    bool can_be_early = g->accumulation == 1 && !(g->optimizer.grad_clip_norm > 0.0f) &&
-                        g->optimizer.kind != MS_OPTIMIZER_NONE;
+    bool can_be_early =
+        g->accumulation == 1 && !rd_clips(g) && g->optimizer.kind != MS_OPTIMIZER_NONE;
     if (k == 0) {
         config.checkpointing = MS_SWITCH_OFF;
         config.early_update = MS_SWITCH_OFF;
@@ -567,7 +566,8 @@ static bool replay_add(replay *r, const ms_event *event, uint32_t operand) {
 static bool replay_check(replay *r, const ms_event *event) {
     for (uint32_t k = 0; k < event->operand_count; ++k) {
         const ms_event_operand *o = &event->operands[k];
-        bool inside = o->offset % 64 == 0 && o->offset + o->bytes <= r->arena_bytes;
+        const uint64_t whole = o->offset - (o->is_part ? o->begin : 0);
+        bool inside = whole % 64 == 0 && o->offset + o->bytes <= r->arena_bytes;
         if (!o->is_outside && !inside) {
             return replay_fail(r, "lies outside the arena", event, k);
         }
@@ -680,7 +680,7 @@ static void replay_update(replay *r, const ms_event *event) {
         } else if (o->tensor.id == ms_gradient(r->net->model, event->tensor).id) {
             args.gradient = data;
         } else if (o->tensor.id == 0) {
-            args.gradient_scale = data + 2; // after the sum, see replay_other
+            args.gradient_scale = &((const ms_norm *)(const void *)data)->scale;
         }
         for (int i = 0; i < RD_STATES; ++i) {
             ms_tensor state = ms_optimizer_state(r->net->model, event->tensor, i);
@@ -759,11 +759,13 @@ static bool replay_other(replay *r, const ms_event *event) {
         uint32_t nonfinite = 0;
         return r->cpu.add_squares(r->cpu.user, data, MS_DTYPE_F32, count, sum, 1, &nonfinite) == 0;
     }
-    case MS_EVENT_CLIP: { // the scale lies after the sum
+    case MS_EVENT_CLIP: {
+        float limits[1 + RD_GROUPS];
+        const uint32_t norms = rd_norm_count(r->run.graph, limits);
         ms_step_state state;
         memset(&state, 0, sizeof state);
-        return r->cpu.clip_scale(r->cpu.user, sum, r->run.graph->optimizer.grad_clip_norm,
-                                 (float *)(sum + 1), &state, NULL, 0) == 0;
+        return r->cpu.clip_scale(r->cpu.user, (ms_norm *)(void *)floats, limits, norms, &state,
+                                 NULL, 0) == 0;
     }
     default:
         replay_update(r, event);

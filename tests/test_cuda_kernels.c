@@ -494,7 +494,10 @@ static void factors_of_clipping_match_the_cpu(void **state) {
     t_rng rng = t_seed(9);
     bench_open(&b, 9);
     for (size_t i = 0; i < 2 * sizeof sums / sizeof sums[0]; i++) {
-        pair s, sum, scale, factors;
+        static const float limits[] = {0.5f, FLT_MAX, 2.0f};
+        const uint32_t count = 1 + (uint32_t)(i % 3);
+        ms_norm norms[3] = {{sums[i / 2], 0.0f}, {1.0, 0.0f}, {16.0, 0.0f}};
+        pair s, norm, factors;
         pair_make(&s, sizeof(ms_step_state), 0, &rng, 1.0f);
         set_state(&s, i % 2 ? MS_HALT_LOSS : MS_HALT_NONE, 11);
         if (i % 3 != 0) {
@@ -502,17 +505,16 @@ static void factors_of_clipping_match_the_cpu(void **state) {
         }
         pair_make(&factors, FACTORS * sizeof(ms_update_factors), 0, &rng, 1.0f);
         set_factors(&factors);
-        pair_make(&sum, sizeof(double), 0, &rng, 1.0f);
-        memcpy(on_host(&sum), &sums[i / 2], sizeof(double));
-        device_release(sum.device);
-        sum.device = (uint8_t *)device_put(sum.host, pair_all(&sum));
-        pair_make(&scale, sizeof(float), 0, &rng, 1.0f);
-        assert_int_equal(b.cuda.clip_scale(b.state, (const double *)on_device(&sum), 0.5f,
-                                           (float *)on_device(&scale), state_on_device(&s),
+        pair_make(&norm, sizeof norms, 0, &rng, 1.0f);
+        memcpy(on_host(&norm), norms, sizeof norms);
+        device_release(norm.device);
+        norm.device = (uint8_t *)device_put(norm.host, pair_all(&norm));
+        assert_int_equal(b.cuda.clip_scale(b.state, (ms_norm *)on_device(&norm), limits, count,
+                                           state_on_device(&s),
                                            (ms_update_factors *)on_device(&factors), FACTORS),
                          0);
-        assert_int_equal(b.cpu.clip_scale(b.cpu.user, (const double *)on_host(&sum), 0.5f,
-                                          (float *)on_host(&scale), (ms_step_state *)on_host(&s),
+        assert_int_equal(b.cpu.clip_scale(b.cpu.user, (ms_norm *)on_host(&norm), limits, count,
+                                          (ms_step_state *)on_host(&s),
                                           (ms_update_factors *)on_host(&factors), FACTORS),
                          0);
         bench_wait(&b);
@@ -521,12 +523,11 @@ static void factors_of_clipping_match_the_cpu(void **state) {
         assert_int_equal(found.halted_step, expected.halted_step);
         assert_true(found.norm == expected.norm || found.norm != found.norm);
         assert_true(sums[i / 2] == sums[i / 2] ? pair_same(&s) : true);
-        assert_true(pair_same(&scale));
+        assert_true(pair_same(&norm));
         assert_true(pair_same(&factors));
         pair_free(&factors);
         pair_free(&s);
-        pair_free(&sum);
-        pair_free(&scale);
+        pair_free(&norm);
     }
     bench_close(&b);
 }
@@ -562,7 +563,7 @@ static ms_update_args args_of(const update_case *c, const pair *arrays, bool dev
     args.master = c->has_master ? at[MASTER] : NULL;
     args.value = at[VALUE];
     args.gradient = at[GRADIENT];
-    const uint32_t states = msi_state_count(&o);
+    const uint32_t states = t_state_count(&o);
     args.state[0] = states > 0 ? at[STATE0] : NULL;
     args.state[1] = states > 1 ? at[STATE1] : NULL;
     args.begin = 8192;

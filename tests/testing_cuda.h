@@ -599,7 +599,7 @@ static inline int cn_state_count(const cn_how *how) {
     ms_optimizer_desc o = t_optimizer(how->optimizer, 0.0f);
     o.momentum = how->momentum;
     o.state_count = 2; // of cn_custom_update
-    return (int)msi_state_count(&o);
+    return (int)t_state_count(&o);
 }
 
 /* Memory for the first param and its optimizer state, three floats behind an aligned address. */
