@@ -304,6 +304,7 @@
                     >>lists          what greedy may offload, what is given back, segments
                     >>chain >>exhaustive >>grouping >>solve
                     >>order >>fold >>plan >>policy >>explain >>optimizer >>call
+                    >>matrices       updates of whole matrices, in steps: Muon, Adafactor
       debug mode    >>stage          where a layer runs: its operands lie apart, between poison
                     >>checks         what it must leave as it was; who is to blame for a difference
                     >>probes         over other numbers: what is remembered, and slopes
@@ -602,10 +603,19 @@ typedef enum ms_optimizer_kind {
     MS_OPTIMIZER_ADAMW,
     MS_OPTIMIZER_SGD,
     MS_OPTIMIZER_LION,
-    MS_OPTIMIZER_NESTEROV, // SGD with Nesterov's momentum
-    MS_OPTIMIZER_CUSTOM,   // the trainer's own callback
-    MS_OPTIMIZER_NONE,     // no update: ms_read can read the gradients until the next step
-    MS_OPTIMIZER_COUNT
+    MS_OPTIMIZER_NESTEROV,  // SGD with Nesterov's momentum
+    MS_OPTIMIZER_CUSTOM,    // the trainer's own callback
+    MS_OPTIMIZER_NONE,      // no update: ms_read can read the gradients until the next step
+    MS_OPTIMIZER_ADAFACTOR, // the second moment of a matrix as those of its rows and columns
+    MS_OPTIMIZER_MUON,      // momentum of matrices, made orthogonal
+    MS_OPTIMIZER_COUNT,
+    /* The steps of which updates by the last two consist, for ms_update_args.kind of backends. */
+    MS_UPDATE_MOMENTUM, // state[0] = beta1 * state[0] + g; p = g + beta1 * state[0]
+    MS_UPDATE_APPLY,    // p = decay * p + rate * g
+    MS_UPDATE_SQUARE,   // p = g * g + epsilon
+    MS_UPDATE_BLEND,    // p = beta2 * p + rest2 * g
+    MS_UPDATE_ROOT,     // p = 1 / sqrt(g)
+    MS_UPDATE_MULTIPLY  // p = p * g
 } ms_optimizer_kind;
 
 /* How the factor of gradients in F16 follows overflows; see PRECISION. 0: the value in brackets. */
@@ -686,20 +696,22 @@ typedef enum ms_state_format {
    p = decay * p + rate * m / (scale2 * sqrt(v) + epsilon).
    SGD: v = beta1 * v + g; p = p + rate * (v + decay * p).
    Nesterov: v = beta1 * v + g; p = p + rate * (g + beta1 * v + decay * p).
-   Lion: p = decay * p + rate * sign(beta1 * m + rest1 * g); m = beta2 * m + rest2 * g. */
+   Lion: p = decay * p + rate * sign(beta1 * m + rest1 * g); m = beta2 * m + rest2 * g.
+   Of the steps of other updates see ms_optimizer_kind. */
 typedef struct ms_update_factors {
     float rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
     float learning_rate; // AdamW: of this and of the number, rate and scale2 are made
-    uint32_t number;     // AdamW: of the update, from 1, with steps that loss scaling skips; else 0
+    /* AdamW: of the update, from 1, with steps that were skipped; Adafactor: the same and 2^31; else 0. */
+    uint32_t number;
 } ms_update_factors;
 
 /* One update of one param, by the trainer's own callback, which always gets the whole param (begin is
    0), or by the backend's kernel, which may get a part of it. All arrays have count floats in device
-   memory, except that the library's own optimizers may have the value and the gradient in 16 bits
-   (value_dtype, gradient_dtype), and state in another format (state_format[k] says how state[k] lies in
-   memory): what is not F32 must not be read through the pointer to float. Where the value is in 16
-   bits, the update is of `master`, which is then rounded to the nearest; without it, of the value
-   itself, rounded at random. AdamW: state[0] and state[1] are the first and second moments; SGD:
+   memory, except that the library's own optimizers, and a callback that takes_formats, may have the
+   value and the gradient in 16 bits (value_dtype, gradient_dtype), and state in another format
+   (state_format[k] says how state[k] lies in memory): what is not F32 must not be read through the
+   pointer to float. Where the value is in 16 bits, the update is of `master`, which is then rounded to
+   the nearest; without it, of the value itself, rounded at random. AdamW: state[0] and state[1] are the first and second moments; SGD:
    state[0] is the momentum; Lion: the moment. The update multiplies the gradient by *gradient_scale
    (device memory; NULL: 1). If anything is not F32, elements whose gradient is not below 2^64 in
    magnitude stay as they are. A custom update multiplies so too, enqueues its work on stream and may
@@ -722,13 +734,33 @@ typedef struct ms_update_args {
     uint64_t seed;  // of the param, for random bits, along with that of state_of_step
     ms_dtype value_dtype, gradient_dtype;
     float *master; // NULL: there is none
-    /* For the backend's kernel; in device memory. */
+    /* For the trainer's own callback. shape: of the param. call: to give to ms_gemm and ms_cast; it has
+       the stream, the step, and scratch memory of as many bytes as ms_optimizer_desc.workspace says. */
+    ms_shape shape;
+    const ms_call *call;
+    /* For the backend's kernel; in device memory. A callback that takes_formats finds the seed of
+       random bits in state_of_step. */
     const ms_update_factors *factors;
     const ms_step_state *state_of_step; // if it is halted, change nothing
 } ms_update_args;
 
 /* 0, or the caller's own error number, which ends the step with MS_RESULT_CALLBACK. */
 typedef int (*ms_update_fn)(const ms_update_args *args);
+
+/* Bytes of scratch memory that the update of a param of this shape needs. */
+typedef uint64_t (*ms_update_workspace_fn)(const ms_shape *shape, void *user);
+
+/* What ms_backend.factor makes of sums of squares and of `mean`, all in device memory, in one of the
+   updates of matrices of `count` elements. MUON: 1 / (sqrt(sums[0]) + 1e-7). ADAFACTOR, where g is
+   what the update is to be but for a root of mean, sums[0] is of g, and sums[1] of the param:
+   root(mean) * max(1e-3, rms(p)) / max(1, root(mean) * rms(g)). */
+typedef struct ms_factor_args {
+    ms_optimizer_kind kind;
+    uint64_t count;
+    const double *sums;
+    const float *mean; // NULL: 1
+    float *factor;
+} ms_factor_args;
 
 /* Streams run concurrently; the work on each runs in the order in which it was enqueued. */
 #define MEMSCALE_STREAMS(X)                                                                        \
@@ -781,6 +813,7 @@ typedef struct ms_backend {
     bool maps_host; // update may be given memory of host_alloc as state, as if it were the device's
     bool has_state_formats; // update takes state in every ms_state_format, and values and gradients
                             // in 16 bits; otherwise all is F32
+    bool has_update_steps;  // update takes the kinds MS_UPDATE_...; needs `factor`
     uint64_t workspace_bytes; // device memory for the backend in each arena; part of the budget
 
     /* The result is aligned to 64 bytes, or to 256 if workspace_bytes is not 0. */
@@ -833,6 +866,7 @@ typedef struct ms_backend {
     int (*clip_scale)(void *state, ms_norm *norms, const float *limits, uint32_t count,
                       ms_step_state *step, ms_update_factors *factors, uint64_t factor_count);
     int (*update)(void *state, const ms_update_args *args);
+    int (*factor)(void *state, const ms_factor_args *args); // for has_update_steps
     int (*gemm)(void *state, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                 const ms_matrix *c); // already checked; batch counts are at least 1
 
@@ -1139,14 +1173,26 @@ typedef struct ms_layer_desc {
    SGD: v = momentum * v + g; p = p - rate * (v + decay * p). Nesterov: v = momentum * v + g;
    p = p - rate * (g + momentum * v + decay * p), as in Sutskever et al., "On the importance of
    initialization and momentum in deep learning", 2013, with p at the point that they look ahead to.
-   Lion: Chen et al., "Symbolic discovery
-   of optimization algorithms", 2023, algorithm 2. Clipping: Pascanu, Mikolov and Bengio, "On the
-   difficulty of training recurrent neural networks", 2013, algorithm 1. */
+   Lion: Chen et al., "Symbolic discovery of optimization algorithms", 2023, algorithm 2.
+   Muon: K. Jordan, "Muon: an optimizer for hidden layers", 2024: m = momentum * m + g, and p moves by
+   g + momentum * m with its singular values brought near 1, by five Newton-Schulz steps
+   x = 3.4445 x + (-4.7750 a + 2.0315 a * a) x, a = x * transposed x, times 0.2 * sqrt(larger dim), which
+   is about the root mean square of AdamW's updates (Liu et al., "Muon is scalable for LLM training",
+   2025), so that the rates and decays of AdamW are right for it. For params of rank 2 or more; of
+   higher ranks the dims after the first are one. Not for embeddings, nor for heads.
+   Adafactor: Shazeer and Stern, "Adafactor: adaptive learning rates with sublinear memory cost", 2018,
+   algorithms 4 and 5: no first moment; of a param of rank 2 or more the second moment is kept as means
+   of its rows and of its columns, the last dim; updates are clipped to a root mean square of 1, and
+   scaled by max(0.001, rms(p)) and by the least of rate and 1 / sqrt(t). Moments decay by
+   1 - t^-0.8, or by beta2 where that is given; epsilon is added to squares.
+   Clipping: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
+   2013, algorithm 1. */
 typedef struct ms_optimizer_desc {
-    float learning_rate; // 0: 0.001; Lion: 0.0001
+    float learning_rate; // 0: 0.001; Lion: 0.0001; Adafactor: 0.01
     ms_optimizer_kind kind;
-    float beta1, beta2, epsilon; // AdamW; 0: 0.9, 0.999, 1e-8; Lion: 0.9, 0.99, and no epsilon
-    float momentum;              // SGD; 0: none, and no state. Nesterov; 0: 0.9
+    float beta1, beta2, epsilon; // AdamW; 0: 0.9, 0.999, 1e-8; Lion: 0.9, 0.99, and no epsilon;
+                                 // Adafactor: beta2 0, epsilon 1e-30
+    float momentum;              // SGD; 0: none, and no state. Nesterov; 0: 0.9. Muon; 0: 0.95
     float weight_decay;          // of all params, unless ms_set_weight_decay says otherwise
     /* Scale gradients down if their norm exceeds this; 0: never. That norm is of all gradients
        together, except those of groups (ms_optimizer_group) with a number of their own here, which
@@ -1160,8 +1206,15 @@ typedef struct ms_optimizer_desc {
     ms_update_fn update;  // MS_OPTIMIZER_CUSTOM: once for each param and step, the whole param
     void *user;           // of update
     uint32_t state_count; // MS_OPTIMIZER_CUSTOM: tensors shaped like the param, initially zero
-    /* Format of the state of built-in optimizers, tensor by tensor, where a plan does not make it
-       8-bit: F32 or BF16. State that is borrowed is F32. */
+    ms_update_workspace_fn workspace; // MS_OPTIMIZER_CUSTOM, with user; NULL: none
+    /* MS_OPTIMIZER_CUSTOM: update can do with a value and gradients in 16 bits, with a master, and with
+       the first two tensors of state in every ms_state_format, as ms_update_args says; in 8 bits
+       without signs those of the mask. Otherwise all is F32, and plans cannot be in F16. */
+    bool takes_formats;
+    uint32_t unsigned_state;
+    /* Format of the state of built-in optimizers, and of a callback that takes_formats, tensor by
+       tensor, where a plan does not make it 8-bit: F32 or BF16; Adafactor: F32. State that is borrowed
+       is F32. */
     ms_state_format state_format[2];
     /* Set by ms_optimizer_defaults, which has filled the fields above: each is meant as it is, and a
        rate or a beta of 0 is 0. An epsilon of 0 is refused for AdamW, where 0 / 0 would follow. */
@@ -1416,7 +1469,7 @@ typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
 typedef struct ms_lifetime {
     uint32_t size;    // sizeof(ms_lifetime)
     ms_tensor tensor; // or a handle of ms_gradient or ms_optimizer_state; 0: scratch memory
-    const char *name; // of the tensor, or of the layer that the scratch memory is for
+    const char *name; // of the tensor, or of the layer or param that the scratch memory is for
     ms_category category;
     uint64_t bytes;                   // in the arena: rounded up to 64
     uint32_t first, last;             // instructions: it is alive from the first through the last
@@ -1451,7 +1504,7 @@ typedef void (*ms_lifetime_fn)(const ms_lifetime *lifetime, void *user);
     X(MS_EVENT_ADD, "add")       /* target, source */                                              \
     X(MS_EVENT_NORM, "norm")     /* gradient, the ms_norm to whose sum its squares are added */    \
     X(MS_EVENT_CLIP, "clip")     /* of each ms_norm of the operand, the sum gives the scale */     \
-    X(MS_EVENT_UPDATE, "update") /* param, gradient, what CLIP left; from slot 3 on the state */   \
+    X(MS_EVENT_UPDATE, "update") /* param, gradient, what CLIP left; then state; scratch memory */ \
     X(MS_EVENT_DROP, "drop")     /* the live ranges of the operands end */                         \
     X(MS_EVENT_INPUT, "copy in") /* an input, before the first instruction */                      \
     X(MS_EVENT_LOSS, "loss")     /* after forward: the sum of the operand's elements */            \
@@ -3367,48 +3420,78 @@ static inline void msi_host_memory(const char *root, uint64_t *total_bytes, uint
 /* What there is to know of an optimizer, if it is not the trainer's own. */
 typedef struct msi_optimizer {
     bool is_built_in;
-    int states;         // tensors shaped like the param
+    int states;         // tensors shaped like the param, unless they are factored
     int unsigned_codes; // a mask of those whose codes of 8 bits have no sign
     int formats;        // that they may have, a mask of 1 << ms_state_format
+    bool is_whole;      // updates need whole params, and consist of steps
     bool has_momentum;  // which is beta1 of the factors; where it is 0, there are no states
     bool shrinks;       // decay is 1 - rate * weight decay, and multiplies the value
-    bool corrects_bias; // rate and scale2 depend on the number of the update
+    bool counts;        // its factors depend on the number of the update
     float learning_rate, momentum, beta1, beta2, epsilon; // by default
 } msi_optimizer;
 
-enum { MSI_ANY_FORMAT = (1 << MS_STATE_FORMAT_COUNT) - 1 };
+enum { MSI_ANY_FORMAT = (1 << MS_STATE_FORMAT_COUNT) - 1, MSI_FLOATS = 3, MSI_ONLY_F32 = 1 };
 
-/* The optimizers that are built in. Columns: the constant; the name, as in msi_NAME_element and
-   msi_wide_NAME; the fields of msi_optimizer after the first. */
-#define MSI_OPTIMIZERS(X)                                                                          \
-    X(MS_OPTIMIZER_ADAMW, adamw, 2, 1 << 1, MSI_ANY_FORMAT, false, true, true, 1e-3f, 0.0f, 0.9f,  \
+/* Updates of one element at a time. Columns: the constant; the name, as in msi_NAME_element and, of
+   those with state, msi_wide_NAME; the fields of msi_optimizer after the first. */
+#define MSI_UPDATES_WITH_STATE(X)                                                                  \
+    X(MS_OPTIMIZER_ADAMW, adamw, 2, 1 << 1, MSI_ANY_FORMAT, false, false, true, true, 1e-3f, 0.0f, \
+      0.9f, 0.999f, 1e-8f)                                                                         \
+    X(MS_OPTIMIZER_SGD, sgd, 1, 0, MSI_ANY_FORMAT, false, true, false, false, 1e-3f, 0.0f, 0.9f,   \
       0.999f, 1e-8f)                                                                               \
-    X(MS_OPTIMIZER_SGD, sgd, 1, 0, MSI_ANY_FORMAT, true, false, false, 1e-3f, 0.0f, 0.9f, 0.999f,  \
-      1e-8f)                                                                                       \
-    X(MS_OPTIMIZER_LION, lion, 1, 0, MSI_ANY_FORMAT, false, true, false, 1e-4f, 0.0f, 0.9f, 0.99f, \
-      1e-8f)                                                                                       \
-    X(MS_OPTIMIZER_NESTEROV, nesterov, 1, 0, MSI_ANY_FORMAT, true, false, false, 1e-3f, 0.9f,      \
-      0.9f, 0.999f, 1e-8f)
+    X(MS_OPTIMIZER_LION, lion, 1, 0, MSI_ANY_FORMAT, false, false, true, false, 1e-4f, 0.0f, 0.9f, \
+      0.99f, 1e-8f)                                                                                \
+    X(MS_OPTIMIZER_NESTEROV, nesterov, 1, 0, MSI_ANY_FORMAT, false, true, false, false, 1e-3f,     \
+      0.9f, 0.9f, 0.999f, 1e-8f)                                                                   \
+    X(MS_UPDATE_MOMENTUM, momentum, 1, 0, MSI_FLOATS, false, true, false, false, 0, 0, 0, 0, 0)
+#define MSI_UPDATES_WITHOUT(X)                                                                     \
+    X(MS_UPDATE_APPLY, apply, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)       \
+    X(MS_UPDATE_SQUARE, square, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)     \
+    X(MS_UPDATE_BLEND, blend, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)       \
+    X(MS_UPDATE_ROOT, root, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)         \
+    X(MS_UPDATE_MULTIPLY, multiply, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)
 
-/* A switch with the case MSI_X for each of them. */
-#define MSI_SWITCH_OPTIMIZERS(kind)                                                                \
-    switch (kind) {                                                                                \
-        MSI_OPTIMIZERS(MSI_X)                                                                      \
+/* Updates of whole params, in steps: the same columns. */
+#define MSI_UPDATES_OF_MATRICES(X)                                                                 \
+    X(MS_OPTIMIZER_ADAFACTOR, adafactor, 2, 0, MSI_ONLY_F32, true, false, true, true, 1e-2f, 0.0f, \
+      0.9f, 0.0f, 1e-30f)                                                                          \
+    X(MS_OPTIMIZER_MUON, muon, 1, 0, MSI_FLOATS, true, true, true, false, 1e-3f, 0.95f, 0.9f,      \
+      0.999f, 1e-8f)
+
+/* Cases MSI_X for the kinds of some of these tables, and for the others. */
+#define MSI_CASES_OF_ELEMENTS                                                                      \
+    MSI_UPDATES_WITH_STATE(MSI_X)                                                                  \
+    MSI_UPDATES_WITHOUT(MSI_X)
+#define MSI_CASES_OF_NO_UPDATE                                                                     \
     case MS_OPTIMIZER_CUSTOM:                                                                      \
     case MS_OPTIMIZER_NONE:                                                                        \
     case MS_OPTIMIZER_COUNT:                                                                       \
-        break;                                                                                     \
-    }
+        break;
+#define MSI_CASES_OF_NO_ELEMENT                                                                    \
+    case MS_OPTIMIZER_ADAFACTOR:                                                                   \
+    case MS_OPTIMIZER_MUON:                                                                        \
+        MSI_CASES_OF_NO_UPDATE
+#define MSI_CASES_WITHOUT_STATE                                                                    \
+    case MS_UPDATE_APPLY:                                                                          \
+    case MS_UPDATE_SQUARE:                                                                         \
+    case MS_UPDATE_BLEND:                                                                          \
+    case MS_UPDATE_ROOT:                                                                           \
+    case MS_UPDATE_MULTIPLY:                                                                       \
+        MSI_CASES_OF_NO_ELEMENT
 
 MSI_HD msi_optimizer msi_optimizer_of(ms_optimizer_kind kind) {
-    const msi_optimizer none = {false, 0,     0,    1,    false,  false,
+    const msi_optimizer none = {false, 0,     0,    1,    false,  false, false,
                                 false, 1e-3f, 0.0f, 0.9f, 0.999f, 1e-8f};
 #define MSI_X(constant, name, ...)                                                                 \
     case constant: {                                                                               \
         const msi_optimizer row = {true, __VA_ARGS__};                                             \
         return row;                                                                                \
     }
-    MSI_SWITCH_OPTIMIZERS(kind)
+    switch (kind) {
+        MSI_CASES_OF_ELEMENTS
+        MSI_UPDATES_OF_MATRICES(MSI_X)
+        MSI_CASES_OF_NO_UPDATE
+    }
 #undef MSI_X
     return none;
 }
@@ -3489,14 +3572,61 @@ MSI_HD float msi_lion_element(const ms_update_factors *f, float value, float gra
     return MSI_FMA(f->rate, msi_sign(c), f->decay * value);
 }
 
+/* The steps of updates of matrices. */
+MSI_HD float msi_momentum_element(const ms_update_factors *f, float value, float gradient,
+                                  float *momentum, float *none) {
+    (void)value;
+    (void)none;
+    if (momentum) {
+        *momentum = MSI_FMA(f->beta1, *momentum, gradient);
+        return MSI_FMA(f->beta1, *momentum, gradient);
+    }
+    return gradient;
+}
+
+#define MSI_STEP(name, result)                                                                     \
+    MSI_HD float msi_##name##_element(const ms_update_factors *f, float value, float gradient,     \
+                                      float *none, float *neither) {                               \
+        (void)f;                                                                                   \
+        (void)value;                                                                               \
+        (void)none;                                                                                \
+        (void)neither;                                                                             \
+        return result;                                                                             \
+    }
+MSI_STEP(apply, MSI_FMA(f->rate, gradient, f->decay *value))
+MSI_STEP(square, MSI_FMA(gradient, gradient, f->epsilon))
+MSI_STEP(blend, MSI_FMA(f->rest2, gradient, f->beta2 *value))
+MSI_STEP(root, MSI_DIVIDE(1.0f, MSI_SQRT(gradient)))
+MSI_STEP(multiply, value *gradient)
+
 MSI_HD float msi_element(ms_optimizer_kind kind, const ms_update_factors *f, float value,
                          float gradient, float *s0, float *s1) {
 #define MSI_X(constant, name, ...)                                                                 \
     case constant:                                                                                 \
         return msi_##name##_element(f, value, gradient, s0, s1);
-    MSI_SWITCH_OPTIMIZERS(kind)
+    switch (kind) {
+        MSI_CASES_OF_ELEMENTS
+        MSI_CASES_OF_NO_ELEMENT
+    }
 #undef MSI_X
     return value;
+}
+
+/* See ms_factor_args. */
+MSI_HD float msi_factor_of(const ms_factor_args *a) {
+    if (a->kind == MS_OPTIMIZER_MUON) {
+        return (float)(1.0 / (sqrt(a->sums[0]) + 1e-7));
+    }
+    const double root = a->mean ? sqrt((double)*a->mean) : 1.0, count = (double)a->count;
+    const double change = root * sqrt(a->sums[0] / count), size = sqrt(a->sums[1] / count);
+    return (float)(root * (size > 1e-3 ? size : 1e-3) / (change > 1.0 ? change : 1.0));
+}
+
+/* What a value is where its gradient changes nothing: what it was, or 0 if it is made anew. */
+MSI_HD float msi_value_without(ms_optimizer_kind kind, float value) {
+    const bool made = kind == MS_UPDATE_MOMENTUM || kind == MS_UPDATE_SQUARE ||
+                      kind == MS_UPDATE_ROOT || kind == MS_UPDATE_MULTIPLY;
+    return made ? 0.0f : value;
 }
 
 /* The update of an element, unless nothing is to change. */
@@ -3507,7 +3637,7 @@ MSI_HD float msi_guarded_element(ms_optimizer_kind kind, const ms_update_factors
     const float new_value = msi_element(kind, f, value, gradient, &new0, &new1);
     *s0 = msi_choose(changes, new0, *s0);
     *s1 = msi_choose(changes, new1, *s1);
-    return msi_choose(changes, new_value, value);
+    return msi_choose(changes, new_value, msi_value_without(kind, value));
 }
 
 /* The key of the random bits for tensor k of the state of a param. */
@@ -3541,19 +3671,31 @@ MSI_HD double msi_power(double x, uint32_t n) {
     return power;
 }
 
-/* The factors of update number n that correct the bias of the moments. What is volatile keeps
-   compilers from fusing the last multiplication with the subtraction. */
-MSI_HD void msi_set_bias_correction(ms_update_factors *f, uint32_t n) {
+#define MSI_ADAFACTOR_NUMBERS (1u << 31)
+
+/* The factors that depend on the number n of an update: AdamW's, which correct the bias of the moments,
+   or Adafactor's. What is volatile keeps compilers from fusing the last multiplication with the
+   subtraction. */
+MSI_HD void msi_set_numbered(ms_update_factors *f, uint32_t n) {
+    if (f->number >= MSI_ADAFACTOR_NUMBERS) {
+        const double rest = f->scale2 > 0.0f ? 1.0 - (double)f->scale2 : pow((double)n, -0.8);
+        const double rate = (double)f->learning_rate, most = 1.0 / sqrt((double)n);
+        f->rate = (float)-(rate < most ? rate : most);
+        f->beta2 = (float)(1.0 - rest);
+        f->rest2 = (float)rest;
+        return;
+    }
     const volatile double power1 = msi_power((double)f->beta1, n);
     const volatile double power2 = msi_power((double)f->beta2, n);
     f->rate = (float)(-(double)f->learning_rate / (1.0 - power1));
     f->scale2 = (float)(1.0 / sqrt(1.0 - power2));
 }
 
-/* Steps that loss scaling has skipped do not count as updates. */
+/* Steps that were skipped do not count as updates. */
 MSI_HD void msi_correct_bias(ms_update_factors *f, const ms_step_state *s) {
-    if (s->skipped_steps > 0 && f->number > s->skipped_steps) {
-        msi_set_bias_correction(f, f->number - s->skipped_steps);
+    const uint32_t number = f->number & ~MSI_ADAFACTOR_NUMBERS;
+    if (s->skipped_steps > 0 && number > s->skipped_steps) {
+        msi_set_numbered(f, number - s->skipped_steps);
     }
 }
 
@@ -4009,7 +4151,8 @@ typedef enum msi_role {
     MSI_ROLE_CONTRIBUTION = MSI_ROLE_RESIDENT_COUNT, // to a gradient, to be added to it
     MSI_ROLE_SNAPSHOT,                               // a copy of a buffer
     MSI_ROLE_WORKSPACE,                              // of a layer
-    MSI_ROLE_NORM                                    // ms_norm, of no tensor
+    MSI_ROLE_NORM,                                   // ms_norm, of no tensor
+    MSI_ROLE_SCRATCH                                 // for the update of a param
 } msi_role;
 
 typedef struct msi_tensor {
@@ -4047,6 +4190,7 @@ typedef struct msi_tensor {
     uint32_t last_use;      // the last layer that reads it in forward, or its producer
     uint32_t last_reader;   // the last layer to run backward whose backward reads the value
     uint32_t last_gradient; // the last layer to run backward that contributes to its gradient
+    uint64_t scratch_bytes; // params: that an update of the trainer's own needs
     /* Per role: the trainer's memory, or a copy of what was written before ms_wrap. */
     void *memory[MSI_ROLE_RESIDENT_COUNT];
 } msi_tensor;
@@ -6141,6 +6285,15 @@ MSI_WIDE void msi_wide_nesterov(const msi_wide_factors *f, const msi_floats *gra
     }
 }
 
+MSI_WIDE void msi_wide_momentum(const msi_wide_factors *f, const msi_floats *gradient,
+                                msi_floats *value, msi_floats *momentum, msi_floats *none) {
+    (void)none;
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        momentum[k] = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
+        value[k] = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
+    }
+}
+
 MSI_WIDE void msi_wide_lion(const msi_wide_factors *f, const msi_floats *gradient,
                             msi_floats *value, msi_floats *m, msi_floats *none) {
     (void)none;
@@ -6180,9 +6333,15 @@ MSI_WIDE void msi_wide_update(ms_optimizer_kind kind, const msi_wide_factors *f,
     case constant:                                                                                 \
         msi_wide_##name(f, gradient, x[0], x[1], x[2]);                                            \
         break;
-        MSI_SWITCH_OPTIMIZERS(kind)
+        switch (kind) {
+            MSI_UPDATES_WITH_STATE(MSI_X)
+            MSI_CASES_WITHOUT_STATE
+        }
 #undef MSI_X
         if (msi_wide_any_kept(gradient)) {
+            MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+                old[0][k] = kind == MS_UPDATE_MOMENTUM ? MSI_V(setzero_ps)() : old[0][k];
+            }
             for (int j = 0; j < 2 + has_second; j++) {
                 msi_wide_keep(gradient, old[j], x[j]);
             }
@@ -6602,7 +6761,10 @@ static void msi_update_elements(ms_optimizer_kind kind, const ms_update_factors 
             value[i] = msi_##name##_element(&f, value[i], scale * gradient[i], NULL, NULL);        \
         }                                                                                          \
         break;
-    MSI_SWITCH_OPTIMIZERS(kind)
+    switch (kind) {
+        MSI_CASES_OF_ELEMENTS
+        MSI_CASES_OF_NO_ELEMENT
+    }
 #undef MSI_X
 }
 
@@ -6621,7 +6783,7 @@ static void msi_update_any(const ms_update_args *a, const uint32_t *keys, int st
                         state[1]);
     for (int i = 0; i < b->count; i++) { // as msi_guarded_element
         const uint32_t changes = msi_changes(b->scale * b->gradient[i]);
-        value[i] = msi_choose(changes, value[i], b->value[i]);
+        value[i] = msi_choose(changes, value[i], msi_value_without(a->kind, b->value[i]));
         state[0][i] = msi_choose(changes, state[0][i], old[0][i]);
         state[1][i] = msi_choose(changes, state[1][i], old[1][i]);
     }
@@ -6704,7 +6866,10 @@ static void msi_update_wide(const ms_update_args *a, const uint32_t *keys,
             msi_wide_update(constant, &f, b->value, b->gradient, &s0, &s1);                        \
         }                                                                                          \
         break;
-    MSI_SWITCH_OPTIMIZERS(a->kind)
+    switch (a->kind) {
+        MSI_UPDATES_WITH_STATE(MSI_X)
+        MSI_CASES_WITHOUT_STATE
+    }
 #undef MSI_X
     w->most[0] = msi_wide_most(&s0, msi_state_is_signed(a->kind, 0));
     w->most[1] = msi_wide_most(&s1, msi_state_is_signed(a->kind, 1));
@@ -6793,6 +6958,12 @@ static void msi_update_piece(void *argument, uint32_t piece) {
     msi_update_elements(a->kind, &j->factors, j->scale, count, a->value + begin,
                         a->gradient + begin, a->state[0] ? a->state[0] + begin : NULL,
                         a->state[1] ? a->state[1] + begin : NULL);
+}
+
+static int msi_cpu_factor(void *user, const ms_factor_args *args) {
+    (void)user;
+    *args->factor = msi_factor_of(args);
+    return 0;
 }
 
 static int msi_update_for(const ms_parallel *jobs, const ms_update_args *args) {
@@ -7668,7 +7839,7 @@ static ms_backend msi_cpu_table(void) {
     b.memory_release = msi_cpu_memory_release;
     b.memory_resize = msi_cpu_memory_resize;
     b.device_is_host = true;
-    b.has_state_formats = true;
+    b.has_state_formats = b.has_update_steps = true;
     b.copy_in = b.copy_out = b.copy = msi_cpu_copy;
     b.fill_bytes = msi_cpu_fill_bytes;
     b.fill_f32 = msi_cpu_fill_f32;
@@ -7679,6 +7850,7 @@ static ms_backend msi_cpu_table(void) {
     b.add_squares = msi_cpu_add_squares;
     b.clip_scale = msi_cpu_clip_scale;
     b.update = msi_cpu_update;
+    b.factor = msi_cpu_factor;
     b.gemm = msi_cpu_gemm;
     b.hardware = msi_cpu_hardware;
     return b;
@@ -8355,6 +8527,10 @@ static bool msi_learns(const msi_tensor *t) {
     return msi_is_trained(t) && t->last_gradient != MSI_NONE;
 }
 
+static bool msi_is_borrowed(const msi_tensor *t, msi_role role) {
+    return t->borrowed >> role & 1;
+}
+
 /* The optimizer of a param. */
 static const ms_optimizer_desc *msi_desc_of(const msi_optimizers *o, const msi_tensor *t) {
     return &o->groups.items[t->group].desc;
@@ -8382,15 +8558,90 @@ static bool msi_takes_norm(const msi_optimizers *o) {
     return takes;
 }
 
+/* The formats that state can have: a mask of 1 << ms_state_format. */
+static uint32_t msi_state_formats(const ms_optimizer_desc *o) {
+    return o->takes_formats ? (uint32_t)MSI_ANY_FORMAT
+                            : (uint32_t)msi_optimizer_of(o->kind).formats;
+}
+
+/* A param as a matrix for updates of such: rows, and cols, which is the last dim of it for Adafactor,
+   and all but the first for Muon. Adafactor factors only what has several of both. */
+typedef struct msi_grid {
+    uint64_t rows, cols;
+    bool is_factored;
+} msi_grid;
+
+static msi_grid msi_grid_of(const ms_optimizer_desc *o, const msi_tensor *t) {
+    const ms_shape *s = &t->view.shape;
+    const uint64_t count = t->bytes / sizeof(float);
+    msi_grid grid = {1, count, false};
+    if (s->rank >= 2) {
+        grid.rows = o->kind == MS_OPTIMIZER_MUON ? (uint64_t)s->dim[0]
+                                                 : count / (uint64_t)s->dim[s->rank - 1];
+        grid.cols = count / grid.rows;
+    }
+    grid.is_factored = o->kind == MS_OPTIMIZER_ADAFACTOR && grid.rows > 1 && grid.cols > 1;
+    return grid;
+}
+
+/* The scratch memory of an update of a matrix: offsets. */
+typedef struct msi_matrix_scratch {
+    uint64_t x, y; // matrices like the param; Muon: x is the gradient, if that can be used up
+    uint64_t a,
+        b; // Muon: squares of its smaller dim; Adafactor: a vector for its rows, for its cols
+    uint64_t ones; // Adafactor: as many as rows or cols
+    uint64_t sums; // two doubles; a mean, a factor, and the number of what is not finite
+    uint64_t bytes;
+} msi_matrix_scratch;
+
+static uint64_t msi_add_floats(uint64_t *bytes, uint64_t count) {
+    const uint64_t at = *bytes;
+    *bytes += msi_align(count * sizeof(float));
+    return at;
+}
+
+static msi_matrix_scratch msi_scratch_of(const ms_optimizer_desc *o, const msi_tensor *t,
+                                         bool is_f32) {
+    const msi_grid grid = msi_grid_of(o, t);
+    const uint64_t count = grid.rows * grid.cols, least = msi_smaller(grid.rows, grid.cols);
+    const bool muon = o->kind == MS_OPTIMIZER_MUON;
+    const bool in_place = muon && is_f32 && !msi_is_borrowed(t, MSI_ROLE_GRADIENT);
+    msi_matrix_scratch s = MSI_ZERO_INIT;
+    s.x = msi_add_floats(&s.bytes, in_place ? 0 : count);
+    s.y = msi_add_floats(&s.bytes, muon ? count : 0);
+    s.a = msi_add_floats(&s.bytes, muon ? least * least : grid.is_factored ? grid.rows : 0);
+    s.b = msi_add_floats(&s.bytes, muon ? least * least : grid.is_factored ? grid.cols : 0);
+    s.ones =
+        msi_add_floats(&s.bytes, grid.is_factored ? msi_larger(grid.rows, grid.cols) : (uint64_t)0);
+    s.sums = msi_add_floats(&s.bytes, 16);
+    return s;
+}
+
 static MSI_NOINLINE uint32_t msi_state_count(const msi_optimizers *all, const msi_tensor *t) {
     const ms_optimizer_desc *o = msi_desc_of(all, t);
     const msi_optimizer row = msi_optimizer_of(o->kind);
     const bool lacks = row.has_momentum && o->momentum == 0.0f;
-    return o->kind == MS_OPTIMIZER_CUSTOM ? o->state_count : lacks ? 0 : (uint32_t)row.states;
+    return o->kind == MS_OPTIMIZER_CUSTOM      ? o->state_count
+           : o->kind == MS_OPTIMIZER_ADAFACTOR ? 1 + (uint32_t)msi_grid_of(o, t).is_factored
+           : lacks                             ? 0
+                                               : (uint32_t)row.states;
 }
 
-static bool msi_is_borrowed(const msi_tensor *t, msi_role role) {
-    return t->borrowed >> role & 1;
+/* Elements of what has a role: factored state has fewer than its param. */
+static uint64_t msi_elements_of(const msi_optimizers *all, const msi_tensor *t, msi_role role) {
+    const msi_grid grid = msi_grid_of(msi_desc_of(all, t), t);
+    return role == MSI_ROLE_STATE0 && grid.is_factored                   ? grid.rows
+           : role == (msi_role)(MSI_ROLE_STATE0 + 1) && grid.is_factored ? grid.cols
+                                                                         : t->bytes / sizeof(float);
+}
+
+/* Bytes of what has a role, as the trainer knows it; `largest`: with every axis at its largest. */
+static uint64_t msi_role_bytes(const msi_optimizers *all, const msi_tensor *t, msi_role role,
+                               bool largest) {
+    return role >= MSI_ROLE_STATE0 && t->kind == MSI_KIND_PARAM
+               ? msi_elements_of(all, t, role) * sizeof(float)
+           : largest ? t->largest_bytes
+                     : t->bytes;
 }
 
 /* The bit of what is moved with a role. */
@@ -8402,7 +8653,9 @@ static uint8_t msi_move_of(msi_role role) {
 
 /* Whether codes of what has this role have signs. */
 static bool msi_is_signed(const msi_optimizers *o, const msi_tensor *t, msi_role role) {
-    return msi_state_is_signed(msi_desc_of(o, t)->kind, (int)role - (int)MSI_ROLE_STATE0);
+    const int k = (int)role - (int)MSI_ROLE_STATE0;
+    const ms_optimizer_desc *desc = msi_desc_of(o, t);
+    return k < 0 || (msi_state_is_signed(desc->kind, k) && !(desc->unsigned_state >> k & 1));
 }
 
 /* Why the optimizer state of a param is not in codes of 8 bits: it cannot be, or, from SMALL on, a
@@ -8411,7 +8664,8 @@ static bool msi_is_signed(const msi_optimizers *o, const msi_tensor *t, msi_role
 #define MSI_NOT_8BIT(X)                                                                            \
     X(MSI_8BIT_MAY_BE, 0, NULL)                                                                    \
     X(MSI_8BIT_NO_STATE, MSI_FACT(NO_STATE), "it has no optimizer state")                          \
-    X(MSI_8BIT_CUSTOM, MSI_FACT(CUSTOM), "the update is the trainer's own")                        \
+    X(MSI_8BIT_CUSTOM, MSI_FACT(CUSTOM),                                                           \
+      "its optimizer takes no codes, or the update is the trainer's own")                          \
     X(MSI_8BIT_BACKEND, MSI_FACT(BACKEND),                                                         \
       "the backend's update takes state in F32 alone (has_state_formats)")                         \
     X(MSI_8BIT_BORROWED, MSI_FACT(BORROWED), "its state is borrowed")                              \
@@ -8434,8 +8688,7 @@ static msi_not_8bit msi_why_not_8bit(const msi_optimizers *o, bool has_formats,
     for (uint32_t k = 0; k < states; k++) {
         borrowed |= msi_is_borrowed(t, (msi_role)(MSI_ROLE_STATE0 + k));
     }
-    const bool coded =
-        msi_optimizer_of(msi_desc_of(o, t)->kind).formats >> MS_STATE_FORMAT_8BIT & 1;
+    const bool coded = msi_state_formats(msi_desc_of(o, t)) >> MS_STATE_FORMAT_8BIT & 1;
     return states == 0 || !msi_learns(t)               ? MSI_8BIT_NO_STATE
            : !coded                                    ? MSI_8BIT_CUSTOM
            : !has_formats                              ? MSI_8BIT_BACKEND
@@ -8501,7 +8754,7 @@ static msi_format msi_format_of(const msi_optimizers *all, const msi_tensor *t, 
     const ms_optimizer_desc *o = msi_desc_of(all, t);
     return role < MSI_ROLE_STATE0 ? (msi_format)t->format
            : role >= MSI_ROLE_STATE0 + 2 || // more states are the trainer's
-                   o->kind == MS_OPTIMIZER_CUSTOM || msi_is_borrowed(t, role)
+                   (o->kind == MS_OPTIMIZER_CUSTOM && !o->takes_formats) || msi_is_borrowed(t, role)
                ? MSI_FORMAT_F32
            : state_8bit ? MSI_FORMAT_8BIT
                         : msi_format_of_state(o->state_format[role - MSI_ROLE_STATE0]);
@@ -8513,7 +8766,7 @@ static uint64_t msi_all_state_bytes(const msi_optimizers *o, const msi_tensor *t
     for (uint32_t k = 0; k < msi_state_count(o, t); k++) {
         const msi_role role = (msi_role)(MSI_ROLE_STATE0 + k);
         bytes += msi_align(
-            msi_format_bytes(msi_format_of(o, t, role, state_8bit), t->bytes / sizeof(float)));
+            msi_format_bytes(msi_format_of(o, t, role, state_8bit), msi_elements_of(o, t, role)));
     }
     return bytes;
 }
@@ -9156,9 +9409,9 @@ static void msi_analyze_narrow(ms_model *m) {
     }
     for (MSI_ITEMS(msi_tensor, tensor, g->tensors)) {
         const bool learns = msi_learns(tensor);
-        const bool updates =
-            msi_optimizer_of(msi_desc_of(&m->optimizers, tensor)->kind).is_built_in &&
-            m->config.backend.has_state_formats;
+        const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, tensor);
+        const bool updates = o->takes_formats || (msi_optimizer_of(o->kind).is_built_in &&
+                                                  m->config.backend.has_state_formats);
         if (tensor->kind == MSI_KIND_PARAM && tensor->not_narrow == (uint8_t)MSI_NARROW_MAY_BE) {
             tensor->not_narrow =
                 (uint8_t)(msi_is_borrowed(tensor, MSI_ROLE_VALUE) ? MSI_NARROW_UPDATE
@@ -9409,7 +9662,8 @@ static msi_loan msi_loan_of(const ms_model *m, uint32_t t, msi_role role, const 
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     const uint64_t begin = (uint64_t)(uintptr_t)memory;
     const bool changes = msi_is_trained(tensor) || tensor->is_state;
-    const msi_loan loan = {t, role, begin, begin + tensor->largest_bytes, tensor->on_host, changes};
+    const uint64_t end = begin + msi_role_bytes(&m->optimizers, tensor, role, true);
+    const msi_loan loan = {t, role, begin, end, tensor->on_host, changes};
     return loan;
 }
 
@@ -9688,18 +9942,22 @@ static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc, b
            : custom && !desc->update           ? "MS_OPTIMIZER_CUSTOM needs an update callback"
            : !custom && desc->update           ? "only MS_OPTIMIZER_CUSTOM takes an update callback"
            : !custom && desc->state_count != 0 ? "only MS_OPTIMIZER_CUSTOM takes a state_count"
+           : !custom && (desc->workspace || desc->takes_formats || desc->unsigned_state)
+               ? "only MS_OPTIMIZER_CUSTOM takes a workspace, takes_formats and unsigned_state"
            : desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
                ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
            : of_group && desc->skip_above_norm != 0.0f
                ? "a step is skipped as a whole: give skip_above_norm to ms_set_optimizer"
-           : desc->is_filled && desc->epsilon == 0.0f && msi_optimizer_of(desc->kind).corrects_bias
+           : desc->is_filled && desc->epsilon == 0.0f && msi_optimizer_of(desc->kind).counts
                ? "epsilon is 0: elements whose gradients are 0 would become NaN; set a small "
                  "positive number"
            : formats >= MS_STATE_FORMAT_COUNT ||
                    msi_is_coded(msi_format_of_state((ms_state_format)formats))
                ? "state_format is F32 or BF16; 8 bits are a technique (ms_config.optimizer_8bit)"
-           : !(msi_optimizer_of(desc->kind).formats >> formats & 1)
-               ? "only built-in optimizers take a state_format"
+           : !(msi_state_formats(desc) >> formats & 1)
+               ? "state_format of MS_OPTIMIZER_ADAFACTOR is F32, as of MS_OPTIMIZER_CUSTOM unless "
+                 "it "
+                 "takes_formats"
                : NULL;
 }
 
@@ -9717,6 +9975,13 @@ static MSI_COLD bool msi_check_optimizer(ms_model *m, const char *function,
         MSI_STICK(m, MS_RESULT_UNSUPPORTED,
                   "%s: state_format is BF16, but the update of backend %s takes state in F32 alone "
                   "(ms_backend.has_state_formats)",
+                  function, m->config.backend.name);
+        return false;
+    }
+    if (!m->config.backend.has_update_steps && msi_optimizer_of(desc->kind).is_whole) {
+        MSI_STICK(m, MS_RESULT_UNSUPPORTED,
+                  "%s: backend %s does not compute the steps of updates of matrices "
+                  "(ms_backend.has_update_steps)",
                   function, m->config.backend.name);
         return false;
     }
@@ -10450,9 +10715,11 @@ static const char *msi_tiling_fault(const msi_graph *g, uint32_t layer) {
 
 /* Why no value can be in F16, or NULL. */
 static const char *msi_narrow_fault(const ms_model *m) {
-    const bool scaled = msi_is_scaled(msi_narrow_of(m));
-    return scaled && (msi_has_kind(&m->optimizers, MS_OPTIMIZER_CUSTOM) ||
-                      msi_has_kind(&m->optimizers, MS_OPTIMIZER_NONE))
+    bool undone = true; // the loss scale, by all updates
+    for (MSI_ITEMS(const msi_param_group, group, m->optimizers.groups)) {
+        undone &= group->desc.takes_formats || msi_optimizer_of(group->desc.kind).is_built_in;
+    }
+    return msi_is_scaled(msi_narrow_of(m)) && !undone
                ? "gradients in F16 are scaled, which an update of the trainer's own does not undo"
                : NULL;
 }
@@ -10695,6 +10962,30 @@ static void msi_warn(const ms_model *m) {
     }
 }
 
+/* Whether params can be updated as they are to be; when, and with how much scratch memory. */
+static ms_result msi_analyze_updates(ms_model *m) {
+    const bool never_early = msi_early_fault(m) != NULL;
+    for (MSI_ITEMS(msi_tensor, t, m->graph.tensors)) {
+        const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
+        const bool learns = msi_learns(t);
+        t->updates_early &=
+            !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !never_early && o->kind != MS_OPTIMIZER_NONE;
+        t->scratch_bytes = learns && o->workspace ? o->workspace(&t->view.shape, o->user) : 0;
+        if (t->scratch_bytes >> 48 > 0) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "param \"%s\": ms_optimizer_desc.workspace asks for %llu bytes",
+                            msi_name(&m->graph, t->name), (unsigned long long)t->scratch_bytes);
+        }
+        if (learns && o->kind == MS_OPTIMIZER_MUON && t->view.shape.rank < 2) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "param \"%s\" has rank %d, and MS_OPTIMIZER_MUON updates matrices: "
+                            "put it into another group (ms_optimizer_group), of AdamW for example",
+                            msi_name(&m->graph, t->name), (int)t->view.shape.rank);
+        }
+    }
+    return MS_RESULT_OK;
+}
+
 /* Analyses the graph, and checks it as a whole. */
 static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_graph *g = &m->graph;
@@ -10711,14 +11002,11 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     }
     msi_analyze_backward(g);
     msi_analyze_narrow(m);
-    const bool never_early = msi_early_fault(m) != NULL;
-    for (MSI_ITEMS(msi_tensor, t, g->tensors)) {
-        t->updates_early &= !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !never_early &&
-                            msi_desc_of(&m->optimizers, t)->kind != MS_OPTIMIZER_NONE;
-    }
     msi_warn(m);
-    result = msi_check_ends(m);
-    if (m->config.cuda_graph && msi_has_kind(&m->optimizers, MS_OPTIMIZER_CUSTOM)) {
+    result = msi_analyze_updates(m);
+    MSI_THEN(result, msi_check_ends(m));
+    if (result == MS_RESULT_OK && m->config.cuda_graph &&
+        msi_has_kind(&m->optimizers, MS_OPTIMIZER_CUSTOM)) {
         return msi_fail(
             m, MS_RESULT_INVALID,
             "cuda_graph: the arguments of an update callback differ from step to step, so it "
@@ -11412,7 +11700,7 @@ static msi_resident *msi_add_resident(const ms_model *m, msi_store *store, uint3
     memset(resident, 0, sizeof *resident);
     resident->tensor = t;
     resident->role = role;
-    resident->bytes = tensor->largest_bytes;
+    resident->bytes = msi_role_bytes(&m->optimizers, tensor, role, true);
     resident->on_host = resident->is_shown = tensor->on_host;
     resident->borrowed = msi_is_borrowed(tensor, role);
     msi_place_resident(store, resident);
@@ -11911,6 +12199,7 @@ static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role ro
     switch (role) {
     case MSI_ROLE_WORKSPACE:
     case MSI_ROLE_NORM:
+    case MSI_ROLE_SCRATCH:
         return MS_CATEGORY_WORKSPACE;
     case MSI_ROLE_VALUE:
         return of_value[g->tensors.items[tensor].kind];
@@ -12197,11 +12486,11 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
                                                       decisions[resident->tensor].state_8bit);
         const bool is_none =
             resident->role == MSI_ROLE_MASTER && rounded == (msi_format)tensor->format;
-        const uint64_t bytes =
-            is_none ? 0
-            : format == (msi_format)tensor->format
-                ? tensor->largest_bytes
-                : msi_format_bytes(format, tensor->largest_bytes / sizeof(float));
+        const uint64_t all = msi_role_bytes(w->optimizers, tensor, resident->role, true);
+        const uint64_t bytes = is_none ? 0
+                               : format == (msi_format)tensor->format
+                                   ? all
+                                   : msi_format_bytes(format, all / sizeof(float));
         const uint32_t range = msi_new_range(w, resident->tensor, resident->role, bytes);
         if (range == MSI_NONE) {
             return;
@@ -12261,7 +12550,8 @@ static uint64_t msi_updated_bytes(const msi_graph *g, const msi_program *p,
                                   const msi_instruction *i, bool on_host) {
     uint64_t bytes = 0;
     for (uint32_t k = 3; k < i->operand_count && i->op == MSI_OP_UPDATE; k++) {
-        const bool counts = !on_host || msi_operand_range(p, i, k)->on_host;
+        const msi_range *range = msi_operand_range(p, i, k);
+        const bool counts = on_host ? range->on_host : range->role != MSI_ROLE_SCRATCH;
         bytes += counts ? msi_operand_bytes(g, p, i, k) : (uint64_t)0;
     }
     return bytes;
@@ -13332,12 +13622,18 @@ static bool msi_is_custom(const msi_lowering *w, uint32_t param) {
     return msi_desc_of(w->optimizers, &w->graph->tensors.items[param])->kind == MS_OPTIMIZER_CUSTOM;
 }
 
+/* Whether its update needs the whole param. */
+static bool msi_is_whole(const msi_lowering *w, uint32_t param) {
+    const msi_tensor *t = &w->graph->tensors.items[param];
+    return msi_optimizer_of(msi_desc_of(w->optimizers, t)->kind).is_whole;
+}
+
 /* The number of parts of the update of a param: one if parts of codes would be smaller than a
    group, or if the update is the trainer's own. */
 static uint32_t msi_update_parts(const msi_lowering *w, uint32_t param) {
     const msi_tensor_decision *d = &w->decisions[param];
     const uint64_t count = w->graph->tensors.items[param].bytes / sizeof(float);
-    const bool whole = msi_is_custom(w, param) ||
+    const bool whole = msi_is_custom(w, param) || msi_is_whole(w, param) ||
                        (d->state_8bit && msi_part_size(count, d->parts) < MSI_CODED_GROUP);
     return whole || d->parts < 2 ? 1 : d->parts;
 }
@@ -13404,6 +13700,17 @@ static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
     return count;
 }
 
+/* Bytes of scratch memory that an update needs, whose gradient is there. */
+static uint64_t msi_update_scratch(const msi_lowering *w, const msi_param_update *u) {
+    const msi_tensor *t = &w->graph->tensors.items[u->param];
+    const ms_optimizer_desc *o = msi_desc_of(w->optimizers, t);
+    const uint32_t gradient = u->operands[1].range;
+    const bool is_f32 = gradient != MSI_NONE &&
+                        w->program->code.ranges.items[gradient].format == (uint8_t)MSI_FORMAT_F32;
+    return msi_optimizer_of(o->kind).is_whole ? msi_scratch_of(o, t, is_f32).bytes
+                                              : t->scratch_bytes;
+}
+
 /* One part of the updates at hand: what is moved is fetched before, and sent back after. What was
    fetched in one copy is sent back in one; a value that backward has fetched goes by itself. */
 static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts) {
@@ -13424,10 +13731,15 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts
         }
     }
     for (uint32_t n = 0; n < w->queue.update_count; n++) {
-        msi_emit(w, MSI_OP_UPDATE, w->queue.updates[n].param);
+        const msi_param_update *u = &w->queue.updates[n];
+        msi_emit(w, MSI_OP_UPDATE, u->param);
         msi_set_part(w, part, parts);
-        for (uint32_t k = 0; k < w->queue.updates[n].count; k++) {
-            msi_use(w, w->queue.updates[n].operands[k].range, false);
+        for (uint32_t k = 0; k < u->count; k++) {
+            msi_use(w, u->operands[k].range, false);
+        }
+        const uint64_t scratch = msi_update_scratch(w, u);
+        if (scratch > 0 && !w->program->out_of_memory) {
+            msi_use(w, msi_new_range(w, u->param, MSI_ROLE_SCRATCH, scratch), false);
         }
     }
     for (uint32_t n = 0; n < w->queue.update_count; n++) {
@@ -23683,7 +23995,8 @@ static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor,
         const msi_format format = msi_format_of(&r->model->optimizers, t, (msi_role)role, coded);
         bytes += msi_is_borrowed(t, (msi_role)role)
                      ? 0
-                     : msi_align(msi_format_bytes(format, t->bytes / sizeof(float)));
+                     : msi_align(msi_format_bytes(
+                           format, msi_elements_of(&r->model->optimizers, t, (msi_role)role)));
     }
     return bytes;
 }
@@ -24149,10 +24462,12 @@ static ms_update_factors msi_factors_at(const ms_optimizer_desc *o, uint64_t t) 
     f.rest1 = (float)(1.0 - (double)o->beta1);
     f.rest2 = (float)(1.0 - (double)o->beta2);
     f.epsilon = o->epsilon;
-    if (msi_optimizer_of(o->kind).corrects_bias) {
+    if (msi_optimizer_of(o->kind).counts) {
+        const bool adafactor = o->kind == MS_OPTIMIZER_ADAFACTOR;
         f.learning_rate = o->learning_rate;
-        f.number = (uint32_t)t;
-        msi_set_bias_correction(&f, f.number);
+        f.scale2 = adafactor ? o->beta2 : 0.0f;
+        f.number = (uint32_t)t | (adafactor ? MSI_ADAFACTOR_NUMBERS : 0u);
+        msi_set_numbered(&f, (uint32_t)t);
     }
     return f;
 }
@@ -24162,6 +24477,14 @@ static float msi_decay_factor(const ms_optimizer_desc *o, float decay) {
     return msi_optimizer_of(o->kind).shrinks
                ? (float)(1.0 - (double)o->learning_rate * (double)decay)
                : decay;
+}
+
+/* Muon: about the root mean square of an update by AdamW over that of an orthogonal matrix. */
+static float msi_rate_of_matrix(const ms_optimizer_desc *o, const msi_tensor *t) {
+    const msi_grid grid = msi_grid_of(o, t);
+    return o->kind == MS_OPTIMIZER_MUON
+               ? (float)(0.2 * sqrt((double)msi_larger(grid.rows, grid.cols)))
+               : 1.0f;
 }
 
 static float msi_weight_decay(const ms_model *m, const msi_tensor *t) {
@@ -24289,6 +24612,7 @@ static ms_result msi_upload_factors(ms_model *m) {
             last = o;
         }
         to[resident->factors] = f;
+        to[resident->factors].rate *= msi_rate_of_matrix(o, t);
         to[resident->factors].decay = msi_decay_factor(o, msi_weight_decay(m, t));
     }
     return last ? msi_upload(m, MSI_STATES_BYTES, m->run.store->step_bytes) : MS_RESULT_OK;
@@ -24463,8 +24787,8 @@ static void *msi_part_address(const ms_model *m, const msi_program *p, const msi
     return whole + msi_part_bytes((msi_format)r->format, part).begin;
 }
 
-static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p,
-                                         const msi_instruction *i) {
+static ms_update_args msi_update_args_of(ms_model *m, const msi_program *p,
+                                         const msi_instruction *i, ms_call *call) {
     const msi_tensor *t = &m->graph.tensors.items[i->target];
     const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
     const msi_store *store = m->run.store;
@@ -24472,6 +24796,7 @@ static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p
     const ms_step_state *state = msi_state_on_device(m, false);
     const ms_norm *norm = NULL;
     ms_update_args args = MSI_ZERO_INIT;
+    memset(call, 0, sizeof *call);
     for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, state, master
         const uint32_t index = p->code.operands.items[i->operand_first + k].range;
         if (index == MSI_NONE) {
@@ -24490,6 +24815,9 @@ static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p
             norm = (const ms_norm *)at + m->optimizers.groups.items[t->group].norm;
         } else if (range->role == MSI_ROLE_MASTER) {
             args.master = (float *)at;
+        } else if (range->role == MSI_ROLE_SCRATCH) {
+            call->workspace = at;
+            call->workspace_bytes = range->bytes;
         } else {
             args.state[range->role - MSI_ROLE_STATE0] = (float *)at;
             args.state_format[range->role - MSI_ROLE_STATE0] = msi_formats[format].state;
@@ -24513,7 +24841,13 @@ static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p
     args.epsilon = o->epsilon;
     args.momentum = o->momentum;
     args.t = msi_update_number(&m->run, t, msi_skipped_before(m));
-    args.stream = msi_stream(m);
+    args.stream = call->stream = msi_stream(m);
+    call->user = o->user;
+    call->model = m;
+    call->phase = MS_PHASE_BACKWARD;
+    call->step = m->run.step;
+    args.call = call;
+    args.shape = t->view.shape;
     args.factors = msi_factors_on_device(store) + resident->factors;
     args.state_of_step = state;
     return args;
@@ -24833,6 +25167,213 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
                : msi_device(m,
                             b->cast(m->device, to->data, to->dtype, from->data, from->dtype, count),
                             "cast");
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>matrices  updates of whole matrices, in steps that backends compute: Muon and Adafactor
+
+/* An update that is under way; once `result` is an error, its steps do nothing. */
+typedef struct msi_matrix_update {
+    ms_model *m;
+    const ms_update_args *args;
+    msi_grid grid;
+    float *x, *y, *a, *b, *ones, *mean, *factor;
+    double *sums;
+    uint32_t *nonfinite;
+    ms_result result;
+} msi_matrix_update;
+
+static msi_matrix_update msi_begin_matrix(ms_model *m, const ms_update_args *args) {
+    const msi_tensor *t = &m->graph.tensors.items[msi_index(&m->graph, args->param)];
+    const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
+    const msi_matrix_scratch s = msi_scratch_of(o, t, args->gradient_dtype == MS_DTYPE_F32);
+    uint8_t *scratch = (uint8_t *)args->call->workspace;
+    msi_matrix_update u = MSI_ZERO_INIT;
+    u.m = m;
+    u.args = args;
+    u.grid = msi_grid_of(o, t);
+    u.x = s.y > s.x || args->kind != MS_OPTIMIZER_MUON ? (float *)(void *)(scratch + s.x)
+                                                       : args->gradient;
+    u.y = (float *)(void *)(scratch + s.y);
+    u.a = (float *)(void *)(scratch + s.a);
+    u.b = (float *)(void *)(scratch + s.b);
+    u.ones = (float *)(void *)(scratch + s.ones);
+    u.sums = (double *)(void *)(scratch + s.sums);
+    u.mean = (float *)(void *)(u.sums + 2);
+    u.factor = u.mean + 1;
+    u.nonfinite = (uint32_t *)(void *)(u.mean + 2);
+    return u;
+}
+
+/* A step on floats, without state. scale: of the gradient, or NULL. */
+static void msi_step_floats(msi_matrix_update *u, ms_optimizer_kind step, float *value,
+                            const void *gradient, ms_dtype dtype, const float *scale,
+                            uint64_t count) {
+    ms_update_args args = *u->args;
+    args.kind = step;
+    args.count = count;
+    args.value = value;
+    args.value_dtype = MS_DTYPE_F32;
+    args.master = NULL;
+    args.gradient = (float *)(uintptr_t)gradient;
+    args.gradient_dtype = dtype;
+    args.gradient_scale = scale;
+    args.state[0] = args.state[1] = NULL;
+    args.state_format[0] = args.state_format[1] = MS_STATE_FORMAT_F32;
+    MSI_THEN(u->result,
+             msi_device(u->m, u->m->config.backend.update(u->m->device, &args), "update"));
+}
+
+/* The last step, of the param itself: by x, times `scale`. */
+static void msi_apply_matrix(msi_matrix_update *u, const float *scale) {
+    ms_update_args args = *u->args;
+    args.kind = MS_UPDATE_APPLY;
+    args.gradient = u->x;
+    args.gradient_dtype = MS_DTYPE_F32;
+    args.gradient_scale = scale;
+    args.state[0] = args.state[1] = NULL;
+    args.state_format[0] = args.state_format[1] = MS_STATE_FORMAT_F32;
+    MSI_THEN(u->result,
+             msi_device(u->m, u->m->config.backend.update(u->m->device, &args), "update"));
+}
+
+static ms_matrix msi_floats_as(float *data, uint64_t rows, uint64_t cols, bool transposed) {
+    ms_matrix x = MSI_ZERO_INIT;
+    x.data = data;
+    x.rows = (int64_t)rows;
+    x.cols = x.stride = (int64_t)cols;
+    x.dtype = MS_DTYPE_F32;
+    x.transposed = transposed;
+    return x;
+}
+
+static void msi_multiply_floats(msi_matrix_update *u, float alpha, ms_matrix a, ms_matrix b,
+                                float beta, ms_matrix c) {
+    MSI_THEN(u->result, msi_gemm(u->m, alpha, a, b, beta, c));
+}
+
+/* The sum of squares of a matrix, number k of the sums. */
+static void msi_sum_squares(msi_matrix_update *u, int k, const void *data, ms_dtype dtype) {
+    const ms_backend *b = &u->m->config.backend;
+    MSI_THEN(u->result, msi_device(u->m,
+                                   b->add_squares(u->m->device, data, dtype, u->args->count,
+                                                  &u->sums[k], 1, u->nonfinite),
+                                   "sum of squares"));
+}
+
+static void msi_find_factor(msi_matrix_update *u, const float *mean) {
+    const ms_factor_args args = {u->args->kind, u->args->count, u->sums, mean, u->factor};
+    MSI_THEN(u->result,
+             msi_device(u->m, u->m->config.backend.factor(u->m->device, &args), "factor"));
+}
+
+static void msi_clear_sums(msi_matrix_update *u) {
+    MSI_THEN(u->result, msi_fill(u->m, u->sums, false, 0, 2 * sizeof(double) + 3 * sizeof(float)));
+}
+
+static void msi_copy_floats(msi_matrix_update *u, float *to, const float *from, uint64_t count) {
+    MSI_THEN(u->result,
+             msi_device(u->m,
+                        u->m->config.backend.copy(u->m->device, to, from, count * sizeof(float)),
+                        "copy"));
+}
+
+/* One of the steps that bring the singular values of x near 1; the result changes places with x. */
+static void msi_orthogonalize(msi_matrix_update *u) {
+    const uint64_t rows = u->grid.rows, cols = u->grid.cols;
+    const bool wide = rows <= cols;
+    const uint64_t least = wide ? rows : cols;
+    const ms_matrix x = msi_floats_as(u->x, rows, cols, false);
+    const ms_matrix turned = msi_floats_as(u->x, rows, cols, true);
+    const ms_matrix y = msi_floats_as(u->y, rows, cols, false);
+    const ms_matrix a = msi_floats_as(u->a, least, least, false);
+    const ms_matrix b = msi_floats_as(u->b, least, least, false);
+    float *const spare = u->x;
+    msi_multiply_floats(u, 1.0f, wide ? x : turned, wide ? turned : x, 0.0f, a);
+    msi_copy_floats(u, u->b, u->a, least * least);
+    msi_multiply_floats(u, 2.0315f, a, a, -4.7750f, b);
+    msi_copy_floats(u, u->y, u->x, rows * cols);
+    msi_multiply_floats(u, 1.0f, wide ? b : x, wide ? x : b, 3.4445f, y);
+    u->x = u->y;
+    u->y = spare;
+}
+
+static ms_result msi_update_muon(ms_model *m, const ms_update_args *args) {
+    msi_matrix_update u = msi_begin_matrix(m, args);
+    ms_update_args momentum = *args;
+    momentum.kind = MS_UPDATE_MOMENTUM;
+    momentum.value = u.x;
+    momentum.value_dtype = MS_DTYPE_F32;
+    momentum.master = NULL;
+    msi_clear_sums(&u);
+    MSI_THEN(u.result, msi_device(m, m->config.backend.update(m->device, &momentum), "update"));
+    msi_sum_squares(&u, 0, u.x, MS_DTYPE_F32);
+    msi_find_factor(&u, NULL);
+    MSI_THEN(
+        u.result,
+        msi_device(m, m->config.backend.scale_f32(m->device, u.x, u.factor, args->count), "scale"));
+    for (int k = 0; k < 5; k++) {
+        msi_orthogonalize(&u);
+    }
+    msi_apply_matrix(&u, NULL);
+    return u.result;
+}
+
+/* The second moment of a matrix, from its squares in x; x becomes the inverse of its root, but for the
+   root of u->mean. */
+static void msi_factor_moment(msi_matrix_update *u) {
+    const uint64_t rows = u->grid.rows, cols = u->grid.cols;
+    float *const of_rows = u->args->state[0], *const of_cols = u->args->state[1];
+    const ms_matrix x = msi_floats_as(u->x, rows, cols, false);
+    const float row = 1.0f / (float)rows, col = 1.0f / (float)cols;
+    MSI_THEN(u->result, msi_device(u->m,
+                                   u->m->config.backend.fill_f32(u->m->device, u->ones, 1.0f,
+                                                                 msi_larger(rows, cols)),
+                                   "fill"));
+    msi_multiply_floats(u, col, x, msi_floats_as(u->ones, cols, 1, false), 0.0f,
+                        msi_floats_as(u->a, rows, 1, false));
+    msi_multiply_floats(u, row, msi_floats_as(u->ones, 1, rows, false), x, 0.0f,
+                        msi_floats_as(u->b, 1, cols, false));
+    msi_step_floats(u, MS_UPDATE_BLEND, of_rows, u->a, MS_DTYPE_F32, NULL, rows);
+    msi_step_floats(u, MS_UPDATE_BLEND, of_cols, u->b, MS_DTYPE_F32, NULL, cols);
+    msi_multiply_floats(u, row, msi_floats_as(of_rows, 1, rows, false),
+                        msi_floats_as(u->ones, rows, 1, false), 0.0f,
+                        msi_floats_as(u->mean, 1, 1, false));
+    msi_step_floats(u, MS_UPDATE_ROOT, u->a, of_rows, MS_DTYPE_F32, NULL, rows);
+    msi_step_floats(u, MS_UPDATE_ROOT, u->b, of_cols, MS_DTYPE_F32, NULL, cols);
+    msi_multiply_floats(u, 1.0f, msi_floats_as(u->a, rows, 1, false),
+                        msi_floats_as(u->b, 1, cols, false), 0.0f, x);
+}
+
+static ms_result msi_update_adafactor(ms_model *m, const ms_update_args *args) {
+    msi_matrix_update u = msi_begin_matrix(m, args);
+    msi_clear_sums(&u);
+    msi_step_floats(&u, MS_UPDATE_SQUARE, u.x, args->gradient, args->gradient_dtype,
+                    args->gradient_scale, args->count);
+    if (u.grid.is_factored) {
+        msi_factor_moment(&u);
+    } else {
+        msi_step_floats(&u, MS_UPDATE_BLEND, args->state[0], u.x, MS_DTYPE_F32, NULL, args->count);
+        msi_step_floats(&u, MS_UPDATE_ROOT, u.x, args->state[0], MS_DTYPE_F32, NULL, args->count);
+    }
+    msi_step_floats(&u, MS_UPDATE_MULTIPLY, u.x, args->gradient, args->gradient_dtype,
+                    args->gradient_scale, args->count);
+    msi_sum_squares(&u, 0, u.x, MS_DTYPE_F32);
+    msi_sum_squares(&u, 1, args->master ? (void *)args->master : (void *)args->value,
+                    args->master ? MS_DTYPE_F32 : args->value_dtype);
+    msi_find_factor(&u, u.grid.is_factored ? u.mean : NULL);
+    msi_apply_matrix(&u, u.factor);
+    return u.result;
+}
+
+static ms_result msi_update_matrix(ms_model *m, const ms_update_args *args) {
+#define MSI_X(constant, name, ...)                                                                 \
+    if (args->kind == (constant)) {                                                                \
+        return msi_update_##name(m, args);                                                         \
+    }
+    MSI_UPDATES_OF_MATRICES(MSI_X)
+#undef MSI_X
+    return MS_RESULT_OK;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -27391,11 +27932,12 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
 
 // an update of the trainer's own
 
-/* Copies of the arrays of an update on the stage, between poison: value, gradient, all the state that
-   there could be, and the scale of gradients. */
+/* Copies of the arrays of an update on the stage, between poison: value, gradient, master, all the
+   state that there could be, and the scale of gradients. */
 enum {
     MSI_UPDATE_VALUE,
     MSI_UPDATE_GRADIENT,
+    MSI_UPDATE_MASTER,
     MSI_UPDATE_STATE,
     MSI_UPDATE_SCALE = MSI_UPDATE_STATE + MS_LIMIT_OPTIMIZER_STATE,
     MSI_UPDATE_ARRAYS
@@ -27404,7 +27946,8 @@ enum {
 typedef struct msi_update_trial {
     ms_model *model;
     const ms_update_args *args;
-    uint64_t bytes;   // of an array
+    uint64_t most;                     // bytes of an array
+    uint64_t bytes[MSI_UPDATE_ARRAYS]; // of each; of what is not there, or not declared, `most`
     int declared_end; // the first array after those that are declared, the scale apart
     ms_result result;
 } msi_update_trial;
@@ -27415,31 +27958,50 @@ static uint64_t msi_update_array_at(uint64_t bytes, int k) {
 
 static uint8_t *msi_update_image(const msi_update_trial *t, msi_image image, int k) {
     const msi_debug *d = t->model->run.store->debug;
-    return d->images + (uint64_t)image * d->image_bytes + msi_update_array_at(t->bytes, k);
+    return d->images + (uint64_t)image * d->image_bytes + msi_update_array_at(t->most, k);
 }
 
 /* An array on the stage. */
 static float *msi_update_array(const msi_update_trial *t, int k) {
     uint8_t *stage = (uint8_t *)t->model->run.store->debug->stage[0];
-    return (float *)(void *)(stage + msi_update_array_at(t->bytes, k));
+    return (float *)(void *)(stage + msi_update_array_at(t->most, k));
+}
+
+/* Array k of the arguments, and its format. */
+static const void *msi_given_array(const ms_update_args *a, int k, msi_format *format) {
+    const int state = k - MSI_UPDATE_STATE;
+    const bool is_state = state >= 0 && state < MS_LIMIT_OPTIMIZER_STATE;
+    *format = k == MSI_UPDATE_VALUE      ? msi_format_of_dtype(a->value_dtype)
+              : k == MSI_UPDATE_GRADIENT ? msi_format_of_dtype(a->gradient_dtype)
+              : is_state                 ? msi_format_of_state(a->state_format[state])
+                                         : MSI_FORMAT_F32;
+    return k == MSI_UPDATE_VALUE      ? (const void *)a->value
+           : k == MSI_UPDATE_GRADIENT ? (const void *)a->gradient
+           : k == MSI_UPDATE_MASTER   ? (const void *)a->master
+           : is_state                 ? (const void *)a->state[state]
+                                      : (const void *)a->gradient_scale;
 }
 
 /* Sets the scene: the arrays as they are, and poison in what is not declared. */
 static MSI_COLD msi_update_trial msi_begin_update_trial(ms_model *m, const ms_update_args *a) {
     const msi_debug *d = m->run.store->debug;
     const msi_tensor *param = &m->graph.tensors.items[msi_index(&m->graph, a->param)];
-    const int declared_end = MSI_UPDATE_STATE + (int)msi_state_count(&m->optimizers, param);
-    msi_update_trial t = {m, a, a->count * sizeof(float), declared_end, MS_RESULT_OK};
+    msi_update_trial t = MSI_ZERO_INIT;
+    t.model = m;
+    t.args = a;
+    t.most = a->count * sizeof(float);
+    t.declared_end = MSI_UPDATE_STATE + (int)msi_state_count(&m->optimizers, param);
     memset(d->images, MSI_POISON_FIRST, (size_t)d->image_bytes);
     for (int k = 0; k < MSI_UPDATE_ARRAYS; k++) {
-        const void *from = k == MSI_UPDATE_VALUE      ? (const void *)a->value
-                           : k == MSI_UPDATE_GRADIENT ? (const void *)a->gradient
-                           : k == MSI_UPDATE_SCALE    ? (const void *)a->gradient_scale
-                           : k < declared_end         ? (const void *)a->state[k - MSI_UPDATE_STATE]
-                                                      : NULL;
+        msi_format format;
+        const bool declared = k < t.declared_end || k == MSI_UPDATE_SCALE;
+        const void *from = declared ? msi_given_array(a, k, &format) : NULL;
+        t.bytes[k] = k == MSI_UPDATE_SCALE ? sizeof(float)
+                     : from                ? msi_format_bytes(format, a->count)
+                                           : t.most;
         if (from) {
             MSI_THEN(t.result, msi_copy(m, msi_update_image(&t, MSI_IMAGE_SCENE, k), true, from,
-                                        false, k == MSI_UPDATE_SCALE ? sizeof(float) : t.bytes));
+                                        false, t.bytes[k]));
         }
     }
     return t;
@@ -27451,17 +28013,18 @@ static MSI_COLD void msi_act_update(msi_update_trial *t, msi_image into, uint8_t
     ms_model *m = t->model;
     const msi_debug *d = m->run.store->debug;
     uint8_t *image = d->images + (uint64_t)into * d->image_bytes;
-    const uint64_t bytes = msi_update_array_at(t->bytes, MSI_UPDATE_ARRAYS);
+    const uint64_t bytes = msi_update_array_at(t->most, MSI_UPDATE_ARRAYS);
     ms_update_args args = *t->args;
     memcpy(image, d->images, (size_t)bytes);
     float *scale = (float *)(void *)msi_update_image(t, into, MSI_UPDATE_SCALE);
     *scale *= args.gradient_scale ? factor : 1.0f;
     args.value = msi_update_array(t, MSI_UPDATE_VALUE);
     args.gradient = msi_update_array(t, MSI_UPDATE_GRADIENT);
+    args.master = args.master ? msi_update_array(t, MSI_UPDATE_MASTER) : NULL;
     for (int k = MSI_UPDATE_STATE; k < MSI_UPDATE_SCALE; k++) {
         args.state[k - MSI_UPDATE_STATE] = msi_update_array(t, k);
         if (k >= t->declared_end) {
-            memset(msi_update_image(t, into, k), undeclared, (size_t)t->bytes);
+            memset(msi_update_image(t, into, k), undeclared, (size_t)t->bytes[k]);
         }
     }
     args.gradient_scale = args.gradient_scale ? msi_update_array(t, MSI_UPDATE_SCALE) : NULL;
@@ -27483,8 +28046,9 @@ static MSI_COLD void msi_act_update(msi_update_trial *t, msi_image into, uint8_t
 static MSI_COLD bool msi_same_update(const msi_update_trial *t, msi_image a, msi_image b) {
     bool same = true;
     for (int k = 0; k < t->declared_end; k++) {
-        same &= k == MSI_UPDATE_GRADIENT ||
-                memcmp(msi_update_image(t, a, k), msi_update_image(t, b, k), (size_t)t->bytes) == 0;
+        same &=
+            k == MSI_UPDATE_GRADIENT ||
+            memcmp(msi_update_image(t, a, k), msi_update_image(t, b, k), (size_t)t->bytes[k]) == 0;
     }
     return same;
 }
@@ -27505,10 +28069,10 @@ static MSI_COLD void msi_check_update(msi_update_trial *t) {
     for (int k = 0; k < MSI_UPDATE_ARRAYS; k++) {
         const bool undeclared = k >= t->declared_end && k < MSI_UPDATE_SCALE;
         const uint8_t *now = msi_update_image(t, MSI_IMAGE_FIRST, k);
-        const uint64_t used = k == MSI_UPDATE_SCALE ? sizeof(float) : t->bytes;
+        const uint64_t used = t->bytes[k];
         if (undeclared && !msi_is_filled_with(now, used, MSI_POISON_FIRST)) {
             msi_fail_update(t, MSI_WRITES_UNDECLARED);
-        } else if (!msi_is_filled_with(now + used, msi_align(t->bytes) + MSI_GAP_BYTES - used,
+        } else if (!msi_is_filled_with(now + used, msi_align(t->most) + MSI_GAP_BYTES - used,
                                        MSI_POISON_FIRST)) {
             msi_fail_update(t, "writes beyond the end of an array: keep to ms_update_args.count");
         }
@@ -27521,9 +28085,9 @@ static MSI_COLD void msi_check_originals(msi_update_trial *t) {
     for (int k = 0; k < 2; k++) {
         uint8_t *now = msi_update_image(t, MSI_IMAGE_NOW, k);
         const uint8_t *before = msi_update_image(t, MSI_IMAGE_SCENE, k);
-        MSI_THEN(t->result, msi_copy(t->model, now, true, originals[k], false, t->bytes));
-        if (t->result == MS_RESULT_OK && memcmp(now, before, (size_t)t->bytes) != 0) {
-            t->result = msi_copy(t->model, originals[k], false, before, true, t->bytes);
+        MSI_THEN(t->result, msi_copy(t->model, now, true, originals[k], false, t->bytes[k]));
+        if (t->result == MS_RESULT_OK && memcmp(now, before, (size_t)t->bytes[k]) != 0) {
+            t->result = msi_copy(t->model, originals[k], false, before, true, t->bytes[k]);
             msi_fail_update(t, k == 0 ? "writes to the param where it lies, not to "
                                         "ms_update_args.value: take all pointers from the call"
                                       : "writes to the gradient where it lies, not to "
@@ -27534,10 +28098,11 @@ static MSI_COLD void msi_check_originals(msi_update_trial *t) {
 
 /* Whether the gradient has an element that is finite and not 0. */
 static MSI_COLD bool msi_updates_by_gradient(const msi_update_trial *t) {
-    const float *g = (const float *)(const void *)msi_update_image(t, MSI_IMAGE_SCENE, 1);
+    const uint8_t *gradient = msi_update_image(t, MSI_IMAGE_SCENE, MSI_UPDATE_GRADIENT);
     bool any = false;
-    for (uint64_t i = 0; i < t->bytes / sizeof *g && !any; i++) {
-        any = g[i] != 0.0f && msi_is_finite((double)g[i]);
+    for (uint64_t i = 0; i < t->args->count && !any; i++) {
+        const float g = msi_load(gradient, t->args->gradient_dtype, i);
+        any = g != 0.0f && msi_is_finite((double)g);
     }
     return any;
 }
@@ -27577,8 +28142,8 @@ static MSI_COLD void msi_copy_undeclared(msi_update_trial *t, msi_image image, b
     for (int k = t->declared_end; k < MSI_UPDATE_SCALE; k++) {
         float *at = msi_update_array(t, k);
         uint8_t *copy = msi_update_image(t, image, k);
-        MSI_THEN(t->result, to_stage ? msi_copy(t->model, at, false, copy, true, t->bytes)
-                                     : msi_copy(t->model, copy, true, at, false, t->bytes));
+        MSI_THEN(t->result, to_stage ? msi_copy(t->model, at, false, copy, true, t->bytes[k])
+                                     : msi_copy(t->model, copy, true, at, false, t->bytes[k]));
     }
 }
 
@@ -27596,13 +28161,13 @@ static MSI_COLD void msi_run_watched(msi_update_trial *t) {
     MSI_THEN(t->result, msi_custom_update(m, &args));
     msi_copy_undeclared(t, MSI_IMAGE_NOW, false);
     for (int k = t->declared_end; k < MSI_UPDATE_SCALE && t->result == MS_RESULT_OK; k++) {
-        writes |=
-            !msi_is_filled_with(msi_update_image(t, MSI_IMAGE_NOW, k), t->bytes, MSI_POISON_FIRST);
+        writes |= !msi_is_filled_with(msi_update_image(t, MSI_IMAGE_NOW, k), t->bytes[k],
+                                      MSI_POISON_FIRST);
     }
     if (writes) {
-        t->result =
-            msi_copy(m, t->args->value, false,
-                     msi_update_image(t, MSI_IMAGE_SCENE, MSI_UPDATE_VALUE), true, t->bytes);
+        t->result = msi_copy(m, t->args->value, false,
+                             msi_update_image(t, MSI_IMAGE_SCENE, MSI_UPDATE_VALUE), true,
+                             t->bytes[MSI_UPDATE_VALUE]);
         m->run.updates_done = done;
         msi_fail_update(t, MSI_WRITES_UNDECLARED);
     }
@@ -27616,12 +28181,13 @@ static MSI_COLD ms_result msi_watch_update(ms_model *m, const ms_update_args *ar
     const bool learns = args->learning_rate != 0.0f && msi_updates_by_gradient(&t);
     msi_run_watched(&t);
     MSI_THEN(t.result, msi_copy(m, msi_update_image(&t, MSI_IMAGE_NOW, MSI_UPDATE_VALUE), true,
-                                args->value, false, t.bytes));
+                                args->value, false, t.bytes[MSI_UPDATE_VALUE]));
     if (t.result != MS_RESULT_OK || !learns) {
         return t.result;
     }
     if (memcmp(msi_update_image(&t, MSI_IMAGE_SCENE, MSI_UPDATE_VALUE),
-               msi_update_image(&t, MSI_IMAGE_NOW, MSI_UPDATE_VALUE), (size_t)t.bytes) != 0) {
+               msi_update_image(&t, MSI_IMAGE_NOW, MSI_UPDATE_VALUE),
+               (size_t)t.bytes[MSI_UPDATE_VALUE]) != 0) {
         *idle = 0;
     } else if (*idle <= MSI_IDLE_STEPS && ++*idle == MSI_IDLE_STEPS) {
         msi_log(m, MS_LOG_WARNING, "debug",
@@ -27996,7 +28562,8 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 // >>execute  run a program: no allocation, no lookup by name
 
 static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const ms_update_args args = msi_update_args_of(m, p, i);
+    ms_call call;
+    const ms_update_args args = msi_update_args_of(m, p, i, &call);
     const bool first = m->run.updates_done == 0;
     ms_result result = MS_RESULT_OK;
     if (m->graph.tensors.items[i->target].is_paused) {
@@ -28006,7 +28573,9 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
         result = first && p->code.norm == MSI_NONE && !m->run.recording ? msi_upload_factors(m)
                                                                         : MS_RESULT_OK;
         m->run.updates_done += result == MS_RESULT_OK;
-        MSI_THEN(result, msi_device(m, m->config.backend.update(m->device, &args), "update"));
+        MSI_THEN(result, msi_optimizer_of(args.kind).is_whole
+                             ? msi_update_matrix(m, &args)
+                             : msi_device(m, m->config.backend.update(m->device, &args), "update"));
         return result;
     }
     if (first && m->config.backend.is_asynchronous) { // it ignores a halt: waits for the verdict
@@ -29185,8 +29754,10 @@ static ms_result msi_set_first_value(ms_model *m, const msi_resident *to) {
     const msi_role role = to->role == MSI_ROLE_MASTER ? MSI_ROLE_VALUE : to->role;
     const msi_memory now = msi_memory_of(to), written = msi_memory_given(t, t->memory[role], NULL);
     ms_result result = msi_fill(m, to->address, to->on_host, 0, to->bytes);
-    MSI_THEN(result, written.source ? msi_copy_value(m, &now, &written, t, to->role, t->bytes)
-                                    : MS_RESULT_OK);
+    MSI_THEN(result, written.source
+                         ? msi_copy_value(m, &now, &written, t, to->role,
+                                          msi_role_bytes(&m->optimizers, t, to->role, false))
+                         : MS_RESULT_OK);
     return result;
 }
 
@@ -29199,7 +29770,8 @@ static ms_result msi_move_values(ms_model *m, const msi_store *store) {
         if (to->bytes > 0 && !to->borrowed && old) {
             const msi_memory now = msi_memory_of(to), before = msi_memory_of(old);
             const msi_tensor *t = &m->graph.tensors.items[to->tensor];
-            result = msi_copy_value(m, &now, &before, t, to->role, t->largest_bytes);
+            result = msi_copy_value(m, &now, &before, t, to->role,
+                                    msi_role_bytes(&m->optimizers, t, to->role, true));
         } else if (to->bytes > 0 && !to->borrowed) {
             result = msi_set_first_value(m, to);
         }
@@ -29409,7 +29981,8 @@ static ms_result msi_write_unplanned(ms_model *m, msi_tensor *t, msi_role role, 
     if (!*memory) {
         *memory = msi_alloc_zeroed(&m->config.allocator, t->largest_bytes);
     }
-    return *memory ? msi_copy(m, *memory, !on_device, data, true, t->bytes)
+    return *memory ? msi_copy(m, *memory, !on_device, data, true,
+                              msi_role_bytes(&m->optimizers, t, role, false))
                    : msi_fail_memory(m, msi_name(&m->graph, t->name), t->largest_bytes);
 }
 
@@ -29464,9 +30037,10 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
         m->run.progress = MSI_PROGRESS_NONE; // backward would see another value than forward did
     }
     const msi_resident *master = resident ? msi_find_value(m->run.store, t, role) : NULL;
-    ms_result result = resident ? msi_write(m, resident, data, target->bytes)
-                                : msi_write_unplanned(m, target, role, data);
-    MSI_THEN(result, master == resident ? MS_RESULT_OK : msi_write(m, master, data, target->bytes));
+    const uint64_t bytes = msi_role_bytes(&m->optimizers, target, role, false);
+    ms_result result =
+        resident ? msi_write(m, resident, data, bytes) : msi_write_unplanned(m, target, role, data);
+    MSI_THEN(result, master == resident ? MS_RESULT_OK : msi_write(m, master, data, bytes));
     target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
     target->has_written_state |= role >= MSI_ROLE_STATE0;
     return result;
@@ -29490,6 +30064,7 @@ static bool msi_hides_value(const ms_model *m, uint32_t t, msi_role role) {
 static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *data) {
     const msi_tensor *source = &m->graph.tensors.items[t];
     const char *name = msi_name(&m->graph, source->name);
+    const uint64_t bytes = msi_role_bytes(&m->optimizers, source, role, false);
     if (m->config.dry_run) {
         return msi_fail(m, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"", name);
     }
@@ -29505,8 +30080,8 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
     if (!m->run.plan && msi_is_kept(source, role)) { // as it was written, or zeros
         const bool on_device = msi_is_borrowed(source, role) && !source->on_host;
         return source->memory[role]
-                   ? msi_copy(m, data, true, source->memory[role], !on_device, source->bytes)
-                   : msi_fill(m, data, true, 0, source->bytes);
+                   ? msi_copy(m, data, true, source->memory[role], !on_device, bytes)
+                   : msi_fill(m, data, true, 0, bytes);
     }
     const msi_memory to = msi_memory_given(source, NULL, data);
     const msi_memory from =
@@ -29516,7 +30091,7 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
                         msi_role_name(role), name, msi_read_cure(m, t, role));
     }
     ms_result result = from.on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write
-    MSI_THEN(result, msi_copy_value(m, &to, &from, source, role, source->bytes));
+    MSI_THEN(result, msi_copy_value(m, &to, &from, source, role, bytes));
     return result;
 }
 
@@ -31630,6 +32205,7 @@ static MSI_COLD void msi_add_training(msi_checkpoint *c, msi_item item, const ch
                            msi_is_borrowed(t, MSI_ROLE_GRADIENT);
         const msi_words of_state = msi_words_of("memscale.state%d.", role - MSI_ROLE_STATE0);
         item.role = (msi_role)role;
+        item.count = msi_elements_of(&c->m->optimizers, t, item.role);
         if (r && r->bytes > 0 && lasts) {
             item.format = r->format;
             msi_add_item(c, item, role == MSI_ROLE_GRADIENT ? "memscale.gradient." : of_state.text,
@@ -32091,7 +32667,7 @@ static MSI_COLD void msi_save_item(msi_checkpoint *c, msi_item *i) {
 }
 
 /* The numbers of kinds in files, which no later version changes. */
-static const uint8_t msi_kinds_in_files[MS_OPTIMIZER_COUNT] = {0, 1, 2, 5, 3, 4};
+static const uint8_t msi_kinds_in_files[MS_OPTIMIZER_COUNT] = {0, 1, 2, 5, 3, 4, 6, 7};
 
 /* The kind of the optimizer, or a hash where not all params have the same. */
 static MSI_COLD uint64_t msi_number_of_kinds(const ms_model *m) {
@@ -33475,7 +34051,7 @@ static ms_state_format msi_public_format(const msi_range *range) {
 
 static MSI_COLD ms_dtype msi_public_dtype(const msi_range *range) {
     const msi_role role = (msi_role)range->role;
-    return role == MSI_ROLE_WORKSPACE || role == MSI_ROLE_NORM ? MS_DTYPE_U8
+    return role >= MSI_ROLE_WORKSPACE ? MS_DTYPE_U8
            : role >= MSI_ROLE_STATE0 && role <= MSI_ROLE_MASTER
                ? MS_DTYPE_F32
                : msi_dtype_of((msi_format)range->format);
@@ -33735,6 +34311,8 @@ static MSI_COLD void msi_visit_lifetimes(const ms_model *m, const msi_program *p
                          resident ? 0 : range->first, resident ? end : msi_counts_to(range));
         if (role < MSI_ROLE_RESIDENT_COUNT) {
             l.tensor = msi_handle(&m->graph, range->tensor, role);
+            l.name = msi_tensor_name(&m->graph, range->tensor);
+        } else if (role == MSI_ROLE_SCRATCH) {
             l.name = msi_tensor_name(&m->graph, range->tensor);
         } else if (role == MSI_ROLE_WORKSPACE) {
             l.name = msi_layer_name(&m->graph, range->tensor);
@@ -34371,17 +34949,27 @@ MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
     const ms_shape wrong = {{0, 0, 0, 0, 0, 0}, -1, {0, 0, 0, 0, 0, 0}, 0};
-    return t == MSI_NONE ? wrong : model->graph.tensors.items[t].view.shape;
+    if (t == MSI_NONE) {
+        return wrong;
+    }
+    const msi_tensor *x = &model->graph.tensors.items[t];
+    const msi_role role = msi_role_of(&model->graph, tensor);
+    return role >= MSI_ROLE_STATE0 && x->kind == MSI_KIND_PARAM &&
+                   msi_grid_of(msi_desc_of(&model->optimizers, x), x).is_factored
+               ? ms_shape1((int64_t)msi_elements_of(&model->optimizers, x, role))
+               : x->view.shape;
 }
 
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor) {
-    const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
-    return t == MSI_NONE ? 0 : ms_shape_count(&model->graph.tensors.items[t].view.shape);
+    const ms_shape shape = ms_tensor_shape(model, tensor);
+    return ms_shape_count(&shape);
 }
 
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
-    return t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
+    return t == MSI_NONE ? 0
+                         : msi_role_bytes(&model->optimizers, &model->graph.tensors.items[t],
+                                          msi_role_of(&model->graph, tensor), false);
 }
 
 MEMSCALE_API ms_dtype ms_tensor_dtype(const ms_model *model, ms_tensor tensor) {
@@ -34391,7 +34979,7 @@ MEMSCALE_API ms_dtype ms_tensor_dtype(const ms_model *model, ms_tensor tensor) {
 
 MEMSCALE_API ms_result ms_expect_bytes(ms_model *model, ms_tensor tensor, uint64_t bytes) {
     const uint32_t t = msi_transfer_index(model, "ms_expect_bytes", tensor, &bytes);
-    const uint64_t has = t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
+    const uint64_t has = t == MSI_NONE ? 0 : ms_tensor_bytes(model, tensor);
     return t == MSI_NONE ? msi_invalid(model)
            : has == bytes
                ? MS_RESULT_OK
@@ -35788,6 +36376,12 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_factor(ms_factor_args args) {
+    if (threadIdx.x == 0) {
+        *args.factor = msi_factor_of(&args);
+    }
+}
+
 /* An update in F32, compiled for each optimizer. */
 static __device__ __forceinline__ void
 msi_cuda_update_floats(ms_optimizer_kind kind, const ms_update_args &u, msi_cuda_split r) {
@@ -35828,7 +36422,7 @@ msi_cuda_update_floats(ms_optimizer_kind kind, const ms_update_args &u, msi_cuda
         msi_k_##name(ms_update_args u, msi_cuda_split r) {                                         \
         msi_cuda_update_floats(constant, u, r);                                                    \
     }
-MSI_OPTIMIZERS(MSI_X)
+MSI_CASES_OF_ELEMENTS
 #undef MSI_X
 
 /* Where state is not all F32, a warp takes a block of 256 elements: each lane 8 of them, or the
@@ -36380,9 +36974,16 @@ static int msi_cuda_update(void *state, const ms_update_args *args) {
 #define MSI_X(constant, name, ...)                                                                 \
     case constant:                                                                                 \
         return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_##name, *args, r);
-    MSI_SWITCH_OPTIMIZERS(args->kind)
+    switch (args->kind) {
+        MSI_CASES_OF_ELEMENTS
+        MSI_CASES_OF_NO_ELEMENT
+    }
 #undef MSI_X
     return (int)cudaErrorInvalidValue;
+}
+
+static int msi_cuda_factor(void *state, const ms_factor_args *args) {
+    return msi_cuda_launch(state, 1, msi_k_factor, *args);
 }
 
 static int msi_cuda_synchronize(void *state) {
@@ -36494,7 +37095,7 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     b.user = (void *)(intptr_t)device;
     b.is_asynchronous = true;
     b.maps_host = msi_cuda_attribute(device, cudaDevAttrUnifiedAddressing) > 0.0;
-    b.has_state_formats = true;
+    b.has_state_formats = b.has_update_steps = true;
     // What cuBLAS recommends ("Results reproducibility" and cublasSetWorkspace).
     b.workspace_bytes = ((uint64_t)(compute >= 9.0 ? 32 : 4) << 20) + MSI_CUDA_PARTIALS_BYTES;
 #define MSI_USE(function) b.function = msi_cuda_##function
@@ -36502,7 +37103,7 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     MSI_USE(hardware), MSI_USE(error_text), MSI_USE(open), MSI_USE(close), MSI_USE(prepare);
     MSI_USE(copy_in), MSI_USE(copy_out), MSI_USE(upload), MSI_USE(copy), MSI_USE(fill_bytes);
     MSI_USE(fill_f32), MSI_USE(scale_f32), MSI_USE(add), MSI_USE(cast), MSI_USE(loss);
-    MSI_USE(add_squares), MSI_USE(clip_scale), MSI_USE(update), MSI_USE(gemm);
+    MSI_USE(add_squares), MSI_USE(clip_scale), MSI_USE(update), MSI_USE(factor), MSI_USE(gemm);
     MSI_USE(synchronize), MSI_USE(record), MSI_USE(wait), MSI_USE(wait_on_host), MSI_USE(stream);
     MSI_USE(recording_begin), MSI_USE(recording_check), MSI_USE(recording_end);
     MSI_USE(recording_launch), MSI_USE(recording_release), MSI_USE(query), MSI_USE(elapsed);

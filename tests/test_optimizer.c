@@ -54,9 +54,7 @@ static void reference_update(const ms_optimizer_desc *o, double rate, double dec
         value[0] -= rate * (g + mu * value[1] + decay * value[0]);
         break;
     }
-    case MS_OPTIMIZER_CUSTOM:
-    case MS_OPTIMIZER_NONE:
-    case MS_OPTIMIZER_COUNT:
+    default: // not of one element at a time
         fail();
     }
 }

@@ -488,9 +488,7 @@ static double exact_update(ms_optimizer_kind kind, const ms_update_factors *f, d
         return m != 0.0 && fabs(m) <= 2e-7 * fabs((double)f->rest1 * g)
                    ? DBL_MAX
                    : decay * p + rate * ((m > 0.0) - (m < 0.0));
-    case MS_OPTIMIZER_CUSTOM:
-    case MS_OPTIMIZER_NONE:
-    case MS_OPTIMIZER_COUNT:
+    default: // not of one element at a time
         break;
     }
     return 0.0;
