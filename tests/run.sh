@@ -878,6 +878,16 @@ done
 check quick 'README.md shows examples/minimal.c' 'tests/source.sh readme_program'
 check broad 'figures of predictions are those that the programs print' check_figures
 
+group 'installing'
+check quick 'versions agree' 'tests/packaging.sh versions'
+check quick 'make install, make uninstall' 'tests/packaging.sh install'
+check quick 'programs by pkg-config' 'tests/packaging.sh pkgconfig'
+check quick 'programs by CMake' 'tests/packaging.sh cmake'
+check broad 'programs by CMake, with a CBLAS' 'tests/packaging.sh cblas'
+check broad 'programs by pkg-config and CMake, with nvcc' 'tests/packaging.sh cuda'
+check quick 'the port for vcpkg, by stand-ins for its functions' 'tests/packaging.sh vcpkg'
+check quick 'the recipe for Conan' 'tests/packaging.sh conan'
+
 group 'programs'
 check broad 'make gpu-first on the emulated GPU' check_gpu_first
 check broad '--help of every program' check_help
