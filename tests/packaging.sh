@@ -157,7 +157,9 @@ check_cmake() {
     # What comes from a checkout.
     program "$out/sub program"
     ln -s "$root" "$out/sub program/memscale"
-    cmake_program "$out/sub program" "$(snippet cmake 'add_subdirectory(memscale')"
+    cmake_program "$out/sub program" "$(snippet cmake 'add_subdirectory(memscale')
+        add_library(header OBJECT memscale.c)
+        target_link_libraries(header PRIVATE memscale::header)"
     cmake_program "$out/fetched" "$(snippet cmake FetchContent_MakeAvailable)" -DFETCHCONTENT_SOURCE_DIR_MEMSCALE="$root"
 
     # C++ alone; one package, found in one folder and used in another, in a shared library too.
