@@ -876,6 +876,7 @@ for document in memscale.h $(grep -lxE '```c(uda)?' README.md docs/*.md); do
     check $tier "snippets of $document" "tests/snippets.sh $document"
 done
 check quick 'README.md shows examples/minimal.c' 'tests/source.sh readme_program'
+check quick 'docs/recipes.md shows tests/test_recipes.c' 'tests/source.sh recipes'
 check broad 'figures of predictions are those that the programs print' check_figures
 
 group 'installing'
