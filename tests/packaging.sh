@@ -253,7 +253,8 @@ assert port["dependencies"] == [{"name": "vcpkg-cmake", "host": True}]' $port/vc
 
 # The recipe: the package is made, and its test runs; and a program that pkg-config gives the flags for.
 check_conan() {
-    local conan
+    local conan cc=${CC:-cc}
+    unset CC CXX # by the name cc, Conan knows no compiler
     conan=$(dirname "${PYTHON:-python3}")/conan
     [ -x "$conan" ] || conan=conan
     need "$conan" cmake
@@ -272,7 +273,7 @@ check_conan() {
     snippet ini '[requires]' | sed 's/^CMakeDeps/PkgConfigDeps/; /^CMakeToolchain/d' > "$out/program/conanfile.txt"
     quietly "$conan" install "$out/program" --output-folder "$out/program" --no-remote -s build_type=Debug
     export PKG_CONFIG_PATH="$out/program"
-    (cd "$out/program" && quietly eval "${CC:-cc} -o trainer main.c memscale.c $(pkg-config --cflags --libs memscale)" && quietly ./trainer)
+    (cd "$out/program" && quietly eval "$cc -o trainer main.c memscale.c $(pkg-config --cflags --libs memscale)" && quietly ./trainer)
 }
 
 check_$1

@@ -693,6 +693,7 @@ check broad 'test_elastic, MEMSCALE_NO_SYSTEM' 'run_test_with -DMEMSCALE_NO_SYST
 check broad 'test_profile, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_profile.c'
 check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
 check full 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
+check full 'test_recipes, thread sanitizer' 'run_threads build/thread/tests/test_recipes'
 check broad 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=20 run_threads build/thread/tests/test_offload'
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api tests/corpus'
 check quick 'fuzz_load on tests/corpus_load, sanitizers' 'run_corpus build/sanitize/tests/fuzz_load tests/corpus_load'
