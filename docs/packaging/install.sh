@@ -64,3 +64,4 @@ put memscale.pc "$pkgconfigdir"
 for file in $package; do
     put $file "$cmakedir"
 done
+echo "memscale.h $version is in $DESTDIR$includedir"
