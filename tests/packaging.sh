@@ -17,6 +17,12 @@ need() { # COMMAND...
     done
 }
 
+need_cmake() { # ranges of versions, which are tested, are new in 3.19
+    need cmake
+    cmake --version | awk 'NR == 1 { split($3, v, "."); exit v[1] * 1000 + v[2] < 3019 }' ||
+        { echo "$(cmake --version | head -n 1), not 3.19 or newer"; exit 77; }
+}
+
 fail() {
     printf '%s\n' "$@"
     exit 1
@@ -143,7 +149,7 @@ check_pkgconfig() {
 
 check_cmake() {
     local prefix="$out/a prefix" text other
-    need cmake
+    need_cmake
     install_to "$prefix"
     cmake_program "$out/compiled program" "$(snippet cmake 'target_link_libraries(trainer PRIVATE memscale::memscale)')" \
         -DCMAKE_PREFIX_PATH="$prefix"
@@ -187,7 +193,7 @@ check_cmake() {
             endif()
             unset(memscale_DIR CACHE)"
     done > "$out/versions.cmake"
-    quietly cmake_program "$out/versions" "cmake_minimum_required(VERSION 3.19)
+    cmake_program "$out/versions" "cmake_minimum_required(VERSION 3.19)
         project(trainer LANGUAGES NONE)
         include(\"$out/versions.cmake\")" -DCMAKE_PREFIX_PATH="$prefix"
     mkdir "$out/no cuda"
