@@ -693,6 +693,7 @@ check broad 'test_elastic, MEMSCALE_NO_SYSTEM' 'run_test_with -DMEMSCALE_NO_SYST
 check broad 'test_profile, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_profile.c'
 check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
 check full 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
+check full 'test_recipes, thread sanitizer' 'run_threads build/thread/tests/test_recipes'
 check broad 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=20 run_threads build/thread/tests/test_offload'
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api tests/corpus'
 check quick 'fuzz_load on tests/corpus_load, sanitizers' 'run_corpus build/sanitize/tests/fuzz_load tests/corpus_load'
@@ -876,7 +877,18 @@ for document in memscale.h $(grep -lxE '```c(uda)?' README.md docs/*.md); do
     check $tier "snippets of $document" "tests/snippets.sh $document"
 done
 check quick 'README.md shows examples/minimal.c' 'tests/source.sh readme_program'
+check quick 'docs/recipes.md shows tests/test_recipes.c' 'tests/source.sh recipes'
 check broad 'figures of predictions are those that the programs print' check_figures
+
+group 'installing'
+check quick 'versions agree' 'tests/packaging.sh versions'
+check quick 'make install, make uninstall' 'tests/packaging.sh install'
+check quick 'programs by pkg-config' 'tests/packaging.sh pkgconfig'
+check quick 'programs by CMake' 'tests/packaging.sh cmake'
+check broad 'programs by CMake, with a CBLAS' 'tests/packaging.sh cblas'
+check broad 'programs by pkg-config and CMake, with nvcc' 'tests/packaging.sh cuda'
+check quick 'the port for vcpkg, by stand-ins for its functions' 'tests/packaging.sh vcpkg'
+check quick 'the recipe for Conan' 'tests/packaging.sh conan'
 
 group 'programs'
 check broad 'make gpu-first on the emulated GPU' check_gpu_first

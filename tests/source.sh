@@ -302,4 +302,25 @@ check_readme_program() {
     diff $checks/readme.c examples/minimal.c
 }
 
+# The code of docs/recipes.md is in the test of it, word for word, except which headers it includes.
+check_recipes() {
+    awk '
+        FNR == NR { source = source $0 "\n"; next }
+        /^```/ {
+            if (inside) {
+                if (index(source, text) == 0) { print "tests/test_recipes.c has not what follows line " begin; wrong = 1 }
+                blocks++
+            }
+            inside = !inside && $0 == "```c"
+            text = ""
+            begin = FNR
+            next
+        }
+        inside && !/^#include/ { text = text $0 "\n" }
+        END { exit wrong || blocks < 9 }' tests/test_recipes.c "${1:-docs/recipes.md}" || return 1
+    [ $# -eq 0 ] || return 0
+    sed 's/(1.0f - decay)/(1.5f - decay)/' docs/recipes.md > $checks/recipes.md
+    ! check_recipes $checks/recipes.md > $checks/recipes.log && [ -s $checks/recipes.log ]
+}
+
 "check_$1"
