@@ -666,6 +666,15 @@ static void check_update(bench *b, const update_case *c, uint64_t count, const s
     if (c->gradient != MS_DTYPE_F32) {
         put_numbers(&arrays[GRADIENT], c->gradient, count, rng);
     }
+    if (c->kind == MS_UPDATE_ROOT) { // of what is positive
+        for (uint64_t i = 0; i < count; i++) {
+            const float g = fabsf(msi_load(on_host(&arrays[GRADIENT]), c->gradient, i));
+            msi_store_as(on_host(&arrays[GRADIENT]), c->gradient, i, g);
+        }
+        device_release(arrays[GRADIENT].device);
+        arrays[GRADIENT].device =
+            (uint8_t *)device_put(arrays[GRADIENT].host, pair_all(&arrays[GRADIENT]));
+    }
     put_moments(&arrays[STATE0], c, 0, count);
     put_moments(&arrays[STATE1], c, 1, count);
     ms_update_args on_cuda = args_of(c, arrays, true), on_cpu = args_of(c, arrays, false);
@@ -687,6 +696,11 @@ static void check_update(bench *b, const update_case *c, uint64_t count, const s
     device_release(told);
 }
 
+#define UPDATE_KIND(constant, ...) constant,
+static const ms_optimizer_kind update_kinds[] = {MSI_UPDATES_WITH_STATE(UPDATE_KIND)
+                                                     MSI_UPDATES_WITHOUT(UPDATE_KIND)};
+enum { UPDATE_KINDS = sizeof update_kinds / sizeof update_kinds[0] };
+
 /* State in each format: the blocks of codes end where those of threads do not. */
 static void updates_of_every_format_of_state_match_the_cpu(void **state) {
     (void)state;
@@ -697,8 +711,8 @@ static void updates_of_every_format_of_state_match_the_cpu(void **state) {
     t_rng rng = t_seed(12);
     bench_open(&b, 12);
     for (int formats = 1; formats < 9; formats++) {
-        for (int kind = 0; t_is_built_in(kind); kind++) {
-            update_case c = {(ms_optimizer_kind)kind,
+        for (int kind = 0; kind < UPDATE_KINDS; kind++) {
+            update_case c = {update_kinds[kind],
                              0.9f,
                              formats % 2 == 0,
                              false,
@@ -707,8 +721,8 @@ static void updates_of_every_format_of_state_match_the_cpu(void **state) {
                              MS_DTYPE_F32,
                              MS_DTYPE_F32,
                              false};
-            if (msi_optimizer_of(c.kind).states < 2) {
-                c.format[1] = MS_STATE_FORMAT_F32;
+            for (int k = msi_optimizer_of(c.kind).states; k < 2; k++) {
+                c.format[k] = MS_STATE_FORMAT_F32;
             }
             for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
                 check_update(&b, &c, counts[i], offsets[i % 4], &rng);
@@ -731,10 +745,10 @@ static void updates_in_16_bits_match_the_cpu(void **state) {
     t_rng rng = t_seed(21);
     bench_open(&b, 21);
     for (int k = 1; k < 9; k++) {
-        for (int how = 0; t_is_built_in(how / 4); how++) {
+        for (int how = 0; how < 4 * UPDATE_KINDS; how++) {
             const ms_dtype value = dtypes[k % 3];
             const bool alone = how % 2;
-            const ms_optimizer_kind kind = (ms_optimizer_kind)(how / 4);
+            const ms_optimizer_kind kind = update_kinds[how / 4];
             if (how / 2 % 2 == 1 && !msi_optimizer_of(kind).has_momentum) {
                 continue;
             }
@@ -768,10 +782,10 @@ static void updates_match_the_cpu(void **state) {
     bench b;
     t_rng rng = t_seed(10);
     bench_open(&b, 10);
-    for (size_t i = 0; t_is_built_in((int)(i / 6)); i++) {
+    for (size_t i = 0; i < 6 * UPDATE_KINDS; i++) {
         update_case c;
         memset(&c, 0, sizeof c);
-        c.kind = (ms_optimizer_kind)(i / 6);
+        c.kind = update_kinds[i / 6];
         c.momentum = how[i % 6].momentum ? 0.9f : 0.0f;
         c.scaled = how[i % 6].scaled;
         c.halted = how[i % 6].halted;
@@ -786,6 +800,38 @@ static void updates_match_the_cpu(void **state) {
                 check_update(&b, &c, count, offsets[k], &rng);
             }
         }
+    }
+    bench_close(&b);
+}
+
+/* What the steps of updates of matrices are scaled by. */
+static void factors_match_the_cpu(void **state) {
+    (void)state;
+    static const double sums[][2] = {{4.0, 9.0}, {0.0, 0.0}, {1e-20, 1e20}, {1e30, 1e-9}};
+    bench b;
+    bench_open(&b, 31);
+    for (int i = 0; i < 16; i++) {
+        struct {
+            double sums[2];
+            float mean, factor;
+        } on_host = {{sums[i / 4][0], sums[i / 4][1]}, 0.25f, 0.0f}, found;
+        uint8_t *on_device = (uint8_t *)device_put(&on_host, sizeof on_host);
+        ms_factor_args args;
+        memset(&args, 0, sizeof args);
+        args.kind = i % 2 ? MS_OPTIMIZER_MUON : MS_OPTIMIZER_ADAFACTOR;
+        args.count = 100;
+        args.sums = on_host.sums;
+        args.mean = i / 2 % 2 ? &on_host.mean : NULL;
+        args.factor = &on_host.factor;
+        assert_int_equal(b.cpu.factor(b.cpu.user, &args), 0);
+        args.sums = (const double *)(void *)on_device;
+        args.mean = args.mean ? (const float *)(void *)(on_device + sizeof on_host.sums) : NULL;
+        args.factor = (float *)(void *)(on_device + sizeof on_host.sums + sizeof(float));
+        assert_int_equal(b.cuda.factor(b.state, &args), 0);
+        bench_wait(&b);
+        device_get(&found, on_device, sizeof found);
+        assert_true(found.factor == on_host.factor);
+        device_release(on_device);
     }
     bench_close(&b);
 }
@@ -1038,6 +1084,7 @@ int main(void) {
         cmocka_unit_test(sums_of_squares_match_float64),
         cmocka_unit_test(factors_of_clipping_match_the_cpu),
         cmocka_unit_test(updates_match_the_cpu),
+        cmocka_unit_test(factors_match_the_cpu),
         cmocka_unit_test(updates_of_every_format_of_state_match_the_cpu),
         cmocka_unit_test(updates_in_16_bits_match_the_cpu),
         cmocka_unit_test(products_match_float64),
