@@ -23612,7 +23612,8 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
       "no gradient may be used up before all of them are complete")                                \
     X(NO_STATE, MSI_8BIT, "no-state", "the layer has no param with optimizer state",               \
       "there is nothing to code")                                                                  \
-    X(CUSTOM, MSI_8BIT | MSI_MIXED, "custom-update", "the update is the trainer's own",            \
+    X(CUSTOM, MSI_8BIT | MSI_MIXED, "custom-update",                                               \
+      "the update is the trainer's own, or its optimizer takes no codes",                          \
       "it reads and writes its state as it likes")                                                 \
     X(BACKEND, MSI_8BIT, "backend", "the backend has no has_state_formats",                        \
       "its update takes state in F32 alone")                                                       \
@@ -32667,7 +32668,8 @@ static MSI_COLD void msi_save_item(msi_checkpoint *c, msi_item *i) {
 }
 
 /* The numbers of kinds in files, which no later version changes. */
-static const uint8_t msi_kinds_in_files[MS_OPTIMIZER_COUNT] = {0, 1, 2, 5, 3, 4, 6, 7};
+static const uint8_t msi_kinds_in_files[] = {0, 1, 2, 5, 3, 4, 6, 7};
+typedef char msi_each_kind_has_a_number[sizeof msi_kinds_in_files == MS_OPTIMIZER_COUNT ? 1 : -1];
 
 /* The kind of the optimizer, or a hash where not all params have the same. */
 static MSI_COLD uint64_t msi_number_of_kinds(const ms_model *m) {
@@ -34582,20 +34584,23 @@ MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_
     }
 }
 
+static void msi_set_rate(ms_model *model, const char *function, ms_param_group group, float rate) {
+    const uint32_t index = msi_check_finite(model, function, NULL, rate)
+                               ? msi_group_index(model, function, group)
+                               : MSI_NONE;
+    if (index != MSI_NONE) {
+        model->optimizers.groups.items[index].desc.learning_rate = rate;
+    }
+}
+
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
     const ms_param_group none = {0};
-    ms_set_group_learning_rate(model, none, learning_rate);
+    msi_set_rate(model, "ms_set_learning_rate", none, learning_rate);
 }
 
 MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
                                              float learning_rate) {
-    const char *function = group.id ? "ms_set_group_learning_rate" : "ms_set_learning_rate";
-    const uint32_t index = msi_check_finite(model, function, NULL, learning_rate)
-                               ? msi_group_index(model, function, group)
-                               : MSI_NONE;
-    if (index != MSI_NONE) {
-        model->optimizers.groups.items[index].desc.learning_rate = learning_rate;
-    }
+    msi_set_rate(model, "ms_set_group_learning_rate", group, learning_rate);
 }
 
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay) {

@@ -153,10 +153,10 @@ check_new_op() {
 # the compiler asks for; then a function for an element and its twin for vectors, which it asks for by
 # name. No other place knows how many there are.
 check_new_optimizer() {
-    local copy text row='planted, 1, 0, MSI_ANY_FORMAT, false, true, false, 1e-3f, 0.9f, 0.9f, 0.0f'
+    local copy text row='planted, 1, 0, MSI_ANY_FORMAT, false, false, true, false, 1e-3f, 0.0f, 0.9f, 0.9f, 0.0f'
     copy=$(plant '    MS_OPTIMIZER_SGD,' '    MS_OPTIMIZER_PLANTED,') || return 1
     ! text=$(compile -DMEMSCALE_IMPLEMENTATION "$copy" 2>&1) || return 1
-    grep -q "MS_OPTIMIZER_PLANTED.*switch" <<< "$text" || { echo "without a row: $text"; return 1; }
+    grep -q "MS_OPTIMIZER_PLANTED.*switch" <<< "$text" && grep -q msi_each_kind_has_a_number <<< "$text" || { echo "without a row: $text"; return 1; }
     sed -i "s/    X(MS_OPTIMIZER_LION, lion/    X(MS_OPTIMIZER_PLANTED, $row) &/" "$copy"
     ! text=$(compile -mavx2 -mfma -DMEMSCALE_IMPLEMENTATION "$copy" 2>&1) || return 1
     grep -q msi_planted_element <<< "$text" && grep -q msi_wide_planted <<< "$text" ||
