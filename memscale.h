@@ -4191,6 +4191,7 @@ typedef struct msi_tensor {
     uint32_t last_reader;   // the last layer to run backward whose backward reads the value
     uint32_t last_gradient; // the last layer to run backward that contributes to its gradient
     uint64_t scratch_bytes; // params: that an update of the trainer's own needs
+    double update_flops;    // params: of the products of an update
     /* Per role: the trainer's memory, or a copy of what was written before ms_wrap. */
     void *memory[MSI_ROLE_RESIDENT_COUNT];
 } msi_tensor;
@@ -8594,6 +8595,14 @@ typedef struct msi_matrix_scratch {
     uint64_t bytes;
 } msi_matrix_scratch;
 
+/* Operations of the products of an update: Muon's five steps. */
+static double msi_update_flops(const ms_optimizer_desc *o, const msi_tensor *t) {
+    const msi_grid grid = msi_grid_of(o, t);
+    const double rows = (double)grid.rows, cols = (double)grid.cols;
+    const double least = rows < cols ? rows : cols, most = rows < cols ? cols : rows;
+    return o->kind == MS_OPTIMIZER_MUON ? 10.0 * least * least * (2.0 * most + least) : 0.0;
+}
+
 static uint64_t msi_add_floats(uint64_t *bytes, uint64_t count) {
     const uint64_t at = *bytes;
     *bytes += msi_align(count * sizeof(float));
@@ -10971,6 +10980,7 @@ static ms_result msi_analyze_updates(ms_model *m) {
         t->updates_early &=
             !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !never_early && o->kind != MS_OPTIMIZER_NONE;
         t->scratch_bytes = learns && o->workspace ? o->workspace(&t->view.shape, o->user) : 0;
+        t->update_flops = learns ? msi_update_flops(o, t) : 0.0;
         if (t->scratch_bytes >> 48 > 0) {
             return msi_fail(m, MS_RESULT_INVALID,
                             "param \"%s\": ms_optimizer_desc.workspace asks for %llu bytes",
@@ -12545,14 +12555,14 @@ static bool msi_continues(const msi_program *p, const msi_instruction *i, uint32
            ends[end].range == (ends - 2)[end].range + 1 && device[-1].bytes % MSI_ALIGNMENT == 0;
 }
 
-/* Bytes of the state that an update reads and writes, or only of that which it uses on the host. */
+/* Bytes of the state and scratch memory that an update reads and writes, or only of the state which it
+   uses on the host. */
 static uint64_t msi_updated_bytes(const msi_graph *g, const msi_program *p,
                                   const msi_instruction *i, bool on_host) {
     uint64_t bytes = 0;
     for (uint32_t k = 3; k < i->operand_count && i->op == MSI_OP_UPDATE; k++) {
         const msi_range *range = msi_operand_range(p, i, k);
-        const bool counts = on_host ? range->on_host : range->role != MSI_ROLE_SCRATCH;
-        bytes += counts ? msi_operand_bytes(g, p, i, k) : (uint64_t)0;
+        bytes += !on_host || range->on_host ? msi_operand_bytes(g, p, i, k) : (uint64_t)0;
     }
     return bytes;
 }
@@ -12626,7 +12636,8 @@ static double msi_update_us(const msi_graph *g, const msi_costs *c, const msi_pr
         flops > 0.0 ? c->hardware.launch_us + flops / (c->hardware.f32_tflops * 1e6) : 0.0;
     const bool measured = flops > 0.0 && c->bytes_per_us[MSI_COST_UPDATE_8BIT] > 0.0;
     const double moving = msi_bytes_us(c, measured ? MSI_COST_UPDATE_8BIT : MSI_COST_UPDATE, bytes);
-    return (measured || moving > coding ? moving : coding) + msi_mapped_us(g, c, p, i);
+    return (measured || moving > coding ? moving : coding) + msi_mapped_us(g, c, p, i) +
+           g->tensors.items[i->target].update_flops / (msi_tflops(c, MSI_FORMAT_F32) * 1e6);
 }
 
 /* The engine that an op runs on: a device without links has one. */
