@@ -28002,15 +28002,16 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     if (m->graph.tensors.items[i->target].is_paused) {
         return result;
     }
+    if (first && p->code.norm == MSI_NONE && !m->run.recording) {
+        result = msi_upload_factors(m);
+    }
     if (args.kind != MS_OPTIMIZER_CUSTOM) {
-        result = first && p->code.norm == MSI_NONE && !m->run.recording ? msi_upload_factors(m)
-                                                                        : MS_RESULT_OK;
         m->run.updates_done += result == MS_RESULT_OK;
         MSI_THEN(result, msi_device(m, m->config.backend.update(m->device, &args), "update"));
         return result;
     }
-    if (first && m->config.backend.is_asynchronous) { // it ignores a halt: waits for the verdict
-        result = msi_copy_verdict(m);
+    if (m->config.backend.is_asynchronous && m->run.verdict != MSI_VERDICT_NONE) {
+        MSI_THEN(result, msi_copy_verdict(m)); // it ignores a halt: waits for the verdict
         MSI_THEN(result, msi_act_on_verdict(m));
     }
     if (result == MS_RESULT_OK && msi_verdict(m, false)->halted == (uint32_t)MS_HALT_NONE) {
@@ -28452,7 +28453,7 @@ static uint32_t msi_event_of_host(const ms_model *m, const msi_program *p, uint3
                    ? m->run.store->event_count + i->event
                    : MSI_NONE;
     }
-    return i->op == MSI_OP_UPDATE && asynchronous && m->run.updates_done == 0 &&
+    return i->op == MSI_OP_UPDATE && asynchronous &&
                    msi_desc_of(&m->optimizers, &m->graph.tensors.items[i->target])->kind ==
                        MS_OPTIMIZER_CUSTOM &&
                    m->run.verdict == MSI_VERDICT_COPIED
