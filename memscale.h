@@ -31637,9 +31637,10 @@ static MSI_COLD void msi_add_training(msi_checkpoint *c, msi_item item, const ch
                          base);
         }
     }
-    if (t->is_counted) {
+    if (t->is_counted || (t->is_paused && msi_learns(t))) {
+        const uint64_t now = c->m->run.step - c->m->scale.skipped_steps;
         item.kind = MSI_ITEM_COUNT;
-        item.number = t->updates + (c->m->run.step - c->m->scale.skipped_steps - t->counted_from);
+        item.number = t->updates + (t->is_counted ? now - t->counted_from : 0);
         item.format = MSI_FORMAT_I64;
         item.count = 1;
         msi_add_item(c, item, "memscale.updates.", base);
