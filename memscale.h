@@ -29015,7 +29015,7 @@ static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss
 
 static ms_result msi_set_gradient_factor(ms_model *m, float factor) {
     static const char *const function = "ms_set_gradient_factor";
-    const bool begun = m->run.progress == MSI_PROGRESS_BACKWARD;
+    const bool begun = m->run.progress != MSI_PROGRESS_NONE;
     if (!msi_is_finite((double)factor) || !(factor > 0.0f)) {
         return msi_fail(m, MS_RESULT_INVALID,
                         "%s: the factor is %g; it must be positive and finite", function,
