@@ -24241,6 +24241,8 @@ static ms_result msi_set_scale(ms_model *m, bool scales) {
     state->loss_scale = !scales ? 1.0f : begins ? msi_first_scale(m) : m->scale.loss_scale;
     state->clean_steps = scales ? m->scale.clean_steps : 0;
     store->scales = scales;
+    state->halted = MS_HALT_NONE; // the number of a step that was skipped may come again
+    state->nonfinite = 0;
     state->skip_above = m->optimizers.groups.items[0].desc.skip_above_norm;
     state->skipped_steps = msi_may_skip(m, store) ? m->scale.skipped_steps : 0;
     state->skipped_by_norm = m->scale.skipped_by_norm;
@@ -24251,8 +24253,8 @@ static ms_result msi_set_scale(ms_model *m, bool scales) {
     state->scaling.least = msi_or(given->least, 1.0f);
     state->scaling.growth_steps = !scales ? 0 : given->growth_steps ? given->growth_steps : 2000;
     state->scaling.most_skipped = given->most_skipped ? given->most_skipped : 50;
-    MSI_THEN(result, msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, loss_scale),
-                                MSI_STATES_BYTES));
+    MSI_THEN(result,
+             msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, halted), MSI_STATES_BYTES));
     store->knows_scale = result == MS_RESULT_OK;
     return result;
 }
