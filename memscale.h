@@ -4786,6 +4786,7 @@ typedef struct msi_run {
     float step_factor;          // of the gradient of the loss, in this step
     float gradient_factor;      // of the step's state; 0: 1
     float given_factor;         // by ms_set_gradient_factor, for the next update; 0: none
+    bool is_left_out;           // ms_gradient_norm has counted this step, which updates nothing
     bool is_stuck;              // steps overflow at the least loss scale: warned of
     msi_loss_sum loss;          // as the trainer had set it when the step began
     msi_progress progress;
@@ -28271,6 +28272,7 @@ static MSI_NOINLINE ms_result msi_run_instruction(ms_model *m, const msi_program
 /* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
    only the update is missing. */
 static void msi_drop_step(msi_run *r) {
+    r->is_left_out = false;
     r->micro = r->progress == MSI_PROGRESS_BACKWARD ? 0 : r->micro;
     r->program = NULL;
     r->updates_done = 0;
@@ -28693,7 +28695,8 @@ static ms_result msi_finish_backward(ms_model *m) {
 
 static void msi_note_update(msi_run *r) {
     r->position = r->program->code.instructions.count;
-    r->step++;
+    r->step += !r->is_left_out;
+    r->is_left_out = false;
     r->updates_done = 0;
     r->micro = 0;
     r->given_factor = 0.0f;
@@ -29057,15 +29060,23 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
     const bool has = p && p->code.norm != MSI_NONE && m->run.program == p && msi_owns_arena(m) &&
                      !m->run.slices.is_open && !m->run.busy && !m->run.visits;
     const uint32_t end = has ? msi_after_clip(p) : 0;
-    const bool waits = has && m->run.progress == MSI_PROGRESS_BACKWARD && m->run.position < end;
+    const bool waits = has && m->run.progress == MSI_PROGRESS_BACKWARD;
     *norm = 0.0;
-    if (waits) {
-        const ms_result result = msi_run_to(m, end);
+    if (waits && m->run.position < end) {
+        ms_result result = msi_run_to(m, end);
+        if (result == MS_RESULT_OK) {
+            result = msi_copy_verdict(m);
+            MSI_THEN(result, msi_act_on_verdict(m));
+            result = msi_doubt(m, result);
+        }
+        const ms_step_state *state = msi_verdict(m, false);
+        m->run.is_left_out = result == MS_RESULT_OK && state->halted != (uint32_t)MS_HALT_NONE;
+        m->run.step += m->run.is_left_out;
         if (result != MS_RESULT_OK) {
-            *norm = msi_verdict(m, false)->norm;
+            *norm = state->norm;
             return result;
         }
-    } else if (!has || m->run.position < p->code.instructions.count) {
+    } else if (!has || (!waits && m->run.position < p->code.instructions.count)) {
         return msi_fail(m, MS_RESULT_ORDER,
                         "ms_gradient_norm: there is no norm now: with grad_clip_norm or "
                         "skip_above_norm it can be read from ms_backward on, until the next step "
