@@ -4931,6 +4931,7 @@ typedef struct msi_run {
     float step_factor;          // of the gradient of the loss, in this step
     float gradient_factor;      // of the step's state; 0: 1
     float given_factor;         // by ms_set_gradient_factor, for the next update; 0: none
+    bool is_left_out;           // ms_gradient_norm has counted this step, which updates nothing
     bool is_stuck;              // steps overflow at the least loss scale: warned of
     msi_loss_sum loss;          // as the trainer had set it when the step began
     msi_progress progress;
@@ -24576,6 +24577,8 @@ static ms_result msi_set_scale(ms_model *m, bool scales) {
     state->loss_scale = !scales ? 1.0f : begins ? msi_first_scale(m) : m->scale.loss_scale;
     state->clean_steps = scales ? m->scale.clean_steps : 0;
     store->scales = scales;
+    state->halted = MS_HALT_NONE; // the number of a step that was skipped may come again
+    state->nonfinite = 0;
     state->skip_above = m->optimizers.groups.items[0].desc.skip_above_norm;
     state->skipped_steps = msi_may_skip(m, store) ? m->scale.skipped_steps : 0;
     state->skipped_by_norm = m->scale.skipped_by_norm;
@@ -24586,8 +24589,8 @@ static ms_result msi_set_scale(ms_model *m, bool scales) {
     state->scaling.least = msi_or(given->least, 1.0f);
     state->scaling.growth_steps = !scales ? 0 : given->growth_steps ? given->growth_steps : 2000;
     state->scaling.most_skipped = given->most_skipped ? given->most_skipped : 50;
-    MSI_THEN(result, msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, loss_scale),
-                                MSI_STATES_BYTES));
+    MSI_THEN(result,
+             msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, halted), MSI_STATES_BYTES));
     store->knows_scale = result == MS_RESULT_OK;
     return result;
 }
@@ -28581,17 +28584,18 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     if (m->graph.tensors.items[i->target].is_paused) {
         return result;
     }
+    if (first && p->code.norm == MSI_NONE && !m->run.recording) {
+        result = msi_upload_factors(m);
+    }
     if (args.kind != MS_OPTIMIZER_CUSTOM) {
-        result = first && p->code.norm == MSI_NONE && !m->run.recording ? msi_upload_factors(m)
-                                                                        : MS_RESULT_OK;
         m->run.updates_done += result == MS_RESULT_OK;
         MSI_THEN(result, msi_optimizer_of(args.kind).is_whole
                              ? msi_update_matrix(m, &args)
                              : msi_device(m, m->config.backend.update(m->device, &args), "update"));
         return result;
     }
-    if (first && m->config.backend.is_asynchronous) { // it ignores a halt: waits for the verdict
-        result = msi_copy_verdict(m);
+    if (m->config.backend.is_asynchronous && m->run.verdict != MSI_VERDICT_NONE) {
+        MSI_THEN(result, msi_copy_verdict(m)); // it ignores a halt: waits for the verdict
         MSI_THEN(result, msi_act_on_verdict(m));
     }
     if (result == MS_RESULT_OK && msi_verdict(m, false)->halted == (uint32_t)MS_HALT_NONE) {
@@ -28849,6 +28853,7 @@ static MSI_NOINLINE ms_result msi_run_instruction(ms_model *m, const msi_program
 /* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
    only the update is missing. */
 static void msi_drop_step(msi_run *r) {
+    r->is_left_out = false;
     r->micro = r->progress == MSI_PROGRESS_BACKWARD ? 0 : r->micro;
     r->program = NULL;
     r->updates_done = 0;
@@ -29033,7 +29038,7 @@ static uint32_t msi_event_of_host(const ms_model *m, const msi_program *p, uint3
                    ? m->run.store->event_count + i->event
                    : MSI_NONE;
     }
-    return i->op == MSI_OP_UPDATE && asynchronous && m->run.updates_done == 0 &&
+    return i->op == MSI_OP_UPDATE && asynchronous &&
                    msi_desc_of(&m->optimizers, &m->graph.tensors.items[i->target])->kind ==
                        MS_OPTIMIZER_CUSTOM &&
                    m->run.verdict == MSI_VERDICT_COPIED
@@ -29271,7 +29276,8 @@ static ms_result msi_finish_backward(ms_model *m) {
 
 static void msi_note_update(msi_run *r) {
     r->position = r->program->code.instructions.count;
-    r->step++;
+    r->step += !r->is_left_out;
+    r->is_left_out = false;
     r->updates_done = 0;
     r->micro = 0;
     r->given_factor = 0.0f;
@@ -29595,7 +29601,7 @@ static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss
 
 static ms_result msi_set_gradient_factor(ms_model *m, float factor) {
     static const char *const function = "ms_set_gradient_factor";
-    const bool begun = m->run.progress == MSI_PROGRESS_BACKWARD;
+    const bool begun = m->run.progress != MSI_PROGRESS_NONE;
     if (!msi_is_finite((double)factor) || !(factor > 0.0f)) {
         return msi_fail(m, MS_RESULT_INVALID,
                         "%s: the factor is %g; it must be positive and finite", function,
@@ -29635,15 +29641,23 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
     const bool has = p && p->code.norm != MSI_NONE && m->run.program == p && msi_owns_arena(m) &&
                      !m->run.slices.is_open && !m->run.busy && !m->run.visits;
     const uint32_t end = has ? msi_after_clip(p) : 0;
-    const bool waits = has && m->run.progress == MSI_PROGRESS_BACKWARD && m->run.position < end;
+    const bool waits = has && m->run.progress == MSI_PROGRESS_BACKWARD;
     *norm = 0.0;
-    if (waits) {
-        const ms_result result = msi_run_to(m, end);
+    if (waits && m->run.position < end) {
+        ms_result result = msi_run_to(m, end);
+        if (result == MS_RESULT_OK) {
+            result = msi_copy_verdict(m);
+            MSI_THEN(result, msi_act_on_verdict(m));
+            result = msi_doubt(m, result);
+        }
+        const ms_step_state *state = msi_verdict(m, false);
+        m->run.is_left_out = result == MS_RESULT_OK && state->halted != (uint32_t)MS_HALT_NONE;
+        m->run.step += m->run.is_left_out;
         if (result != MS_RESULT_OK) {
-            *norm = msi_verdict(m, false)->norm;
+            *norm = state->norm;
             return result;
         }
-    } else if (!has || m->run.position < p->code.instructions.count) {
+    } else if (!has || (!waits && m->run.position < p->code.instructions.count)) {
         return msi_fail(m, MS_RESULT_ORDER,
                         "ms_gradient_norm: there is no norm now: with grad_clip_norm or "
                         "skip_above_norm it can be read from ms_backward on, until the next step "
@@ -32224,9 +32238,10 @@ static MSI_COLD void msi_add_training(msi_checkpoint *c, msi_item item, const ch
                          base);
         }
     }
-    if (t->is_counted) {
+    if (t->is_counted || (t->is_paused && msi_learns(t))) {
+        const uint64_t now = c->m->run.step - c->m->scale.skipped_steps;
         item.kind = MSI_ITEM_COUNT;
-        item.number = t->updates + (c->m->run.step - c->m->scale.skipped_steps - t->counted_from);
+        item.number = t->updates + (t->is_counted ? now - t->counted_from : 0);
         item.format = MSI_FORMAT_I64;
         item.count = 1;
         msi_add_item(c, item, "memscale.updates.", base);

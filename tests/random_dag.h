@@ -65,10 +65,14 @@
     X(ADAMW, 10)                                                                                   \
     X(SGD, 10)                                                                                     \
     X(LION, 10)                                                                                    \
+    X(NESTEROV, 10)                                                                                \
     X(CUSTOM, 10)                                                                                  \
     X(NO_OPTIMIZER, 3)                                                                             \
     X(MICRO_BATCHES, 15)                                                                           \
     X(CLIPPING, 15)                                                                                \
+    X(GROUPS_OF_PARAMS, 15)                                                                        \
+    X(OWN_NORM, 5)                                                                                 \
+    X(KINDS_MIXED, 10)                                                                             \
     X(LOSS_FACTOR, 10)                                                                             \
     X(AXES, 20)                                                                                    \
     X(RESHAPED, 5)                                                                                 \
@@ -744,10 +748,10 @@ static inline void rd_random_optimizer(rd_graph *g) {
     g->accumulation = t_chance(&g->rng, 0.25) ? 2 + t_below(&g->rng, 3) : 1;
 }
 
-/* Groups of params with other rates, betas, kinds and norms, where the update is not the trainer's. */
+/* Groups of params with other rates, betas, kinds and norms; also beside updates of the trainer's own. */
 static inline void rd_random_groups(rd_graph *g) {
     t_rng rng = t_seed(g->seed ^ 0x67726f7570);
-    if (!t_is_built_in((int)g->optimizer.kind) || t_chance(&rng, 0.5)) {
+    if (g->optimizer.kind == MS_OPTIMIZER_NONE || t_chance(&rng, 0.5)) {
         return;
     }
     g->group_count = 1 + t_below(&rng, RD_GROUPS);
@@ -869,6 +873,12 @@ static inline void rd_count_value(rd_graph *g, const rd_value *v) {
     seen[RD_BORROWED_GRADIENT] |= v->borrowed_gradient && !v->frozen;
     seen[RD_BORROWED_STATE] |=
         v->borrowed_state && !v->frozen && rd_state_count(g, (uint32_t)(v - g->value)) > 0;
+    if (v->role == RD_PARAM && v->group > 0) {
+        const ms_optimizer_desc *o = &g->group[v->group - 1];
+        seen[RD_GROUPS_OF_PARAMS] = 1;
+        seen[RD_OWN_NORM] |= o->grad_clip_norm > 0.0f;
+        seen[RD_KINDS_MIXED] |= o->kind != g->optimizer.kind;
+    }
 }
 
 static inline void rd_count_features(rd_graph *g) {
