@@ -621,6 +621,7 @@ typedef struct ms_step_state {
     uint32_t skipped_steps; // by overflows
     uint32_t overflow;      // nonfinite of the last of these
     uint32_t skipped_in_row;
+    float last_scale; // of the last step whose norm was judged
     ms_loss_scaling scaling;
     uint64_t step, seed; // uploaded: number of the step; *ms_call.step_seed
     /* Uploaded: what the gradients are multiplied by in the update of a step that ms_update has ended
@@ -1630,6 +1631,16 @@ MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size
 MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor);
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
 
+/* Keep the gradient of this input, buffer or activation until the next step or eval, so that ms_read
+   of its ms_gradient can read it from ms_backward on, also after ms_step: for saliency, adversarial
+   examples, style transfer, or to hand it to another model. With accumulation it is that of the last
+   micro-batch that has run. ms_read gives it in the dtype of the tensor, without the loss scale, and,
+   if the plan has the tensor in 16 bits, rounded to them. Where no param is trained, a step only
+   computes the gradients that are wanted, and updates nothing. Errors: INVALID (an integer tensor; with
+   ms_stop_gradient of the same tensor; a buffer that is state, or a tensor on which the loss does not
+   depend, which ms_wrap finds), ORDER (after ms_wrap); all stick. */
+MEMSCALE_API void ms_want_gradient(ms_model *model, ms_tensor tensor);
+
 /* Lends the model the trainer's own memory for a value that is kept between steps: an input, a
    param, a buffer, the optimizer state (ms_optimizer_state) or the gradient (ms_gradient) of a
    param. It is device memory, or host memory for a tensor on the host and for what offloading is
@@ -1926,12 +1937,12 @@ MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *
    */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
-/* Handles of the gradient of a param or activation, for ms_read, and of the optimizer state of a
+/* Handles of the gradient of a tensor, for ms_read, and of the optimizer state of a
    param, for ms_read and ms_write (as in ms_update_args.state). Handle 0 if there cannot be one.
    Call ms_optimizer_state after ms_set_optimizer. A param that is frozen, or that the loss does not
    depend on, has handles too, but after ms_wrap there is nothing to read or write: ms_visit_lifetimes
-   shows which there are. The gradient of an activation lives only inside backward, and ms_read can
-   copy it in no plan: docs/porting.md has a layer that copies it. */
+   shows which there are. The gradient of an input, a buffer or an activation lives only inside
+   backward, unless ms_want_gradient keeps it. */
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 
@@ -3492,6 +3503,7 @@ MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
 MSI_HD void msi_follow_overflows(ms_step_state *s, bool finite) {
     const ms_loss_scaling *l = &s->scaling;
     float scale = s->loss_scale;
+    s->last_scale = scale;
     s->clean_steps = finite ? s->clean_steps + 1 : 0;
     s->skipped_in_row = finite ? 0 : s->skipped_in_row + 1;
     if (finite && s->clean_steps >= l->growth_steps) {
@@ -3932,6 +3944,7 @@ typedef struct msi_tensor {
     bool is_counted;
     bool has_weight_decay, frozen, is_output, is_eval_output, on_host, no_gradient;
     bool is_state;                         // of a layer, which changes it
+    bool wanted;                           // by ms_want_gradient: its gradient
     uint8_t forced_moves, forbidden_moves; // masks of MSI_MOVES_VALUE and others
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
     uint8_t borrowed;                      // mask of the roles whose memory is the trainer's
@@ -4036,6 +4049,7 @@ typedef struct msi_layer {
     ms_layer_tile tile;
     bool no_recompute : 1, recompute_keeps_state : 1, no_backward : 1, surrogate_gradient : 1;
     bool differentiable : 1; // gradients pass through it: it has a backward, or no callback at all
+    bool passes : 1;         // analysis: some operand wants a gradient that it can pass on
     bool has_backward : 1;   // analysis: its backward runs
     bool ends_in_loss : 1;   // analysis: its forward writes gradients
 } msi_layer;
@@ -4055,8 +4069,9 @@ typedef struct msi_graph {
     msi_axis axes[MS_LIMIT_AXES];
     uint32_t axis_count;
     uint64_t bytes; // of all tensors and workspaces, below 2^58: no sum over a program overflows
-    uint32_t loss;
+    uint32_t loss;  // or MSI_NONE
     uint32_t backward_begin; // analysis: the layers from here on have no backward
+    bool trains;             // analysis: some gradient is wanted of the loss
 } msi_graph;
 
 /* What determines the time of an instruction: the time of its layer, or the bytes that it moves and
@@ -4538,6 +4553,7 @@ typedef struct msi_plan {
     uint64_t least_live_bytes;               // GOAL_SQUEEZED: about that of the smallest
     int64_t freed_bytes[MS_TECHNIQUE_COUNT]; // see ms_memory_report
     msi_program train, eval;
+    bool evals; // there is no step: train is the same program as eval
     double plain_step_us;
     msi_found found;
     msi_found ranks[MSI_RANKS]; // the searches that found the best plans, the best first
@@ -8896,11 +8912,12 @@ static bool msi_is_read_again(const msi_tensor *t) {
     return t->last_reader != MSI_NONE || t->serves_recompute;
 }
 
-/* In the order of forward: which tensors want a gradient. */
+/* In the order of forward: which tensors want a gradient, and whether the loss has one to give. */
 static void msi_analyze(msi_graph *g) {
+    g->trains = false;
     for (uint32_t i = 0; i < g->tensors.count; i++) {
         msi_tensor *t = &g->tensors.items[i];
-        t->wants_gradient = msi_is_trained(t);
+        t->wants_gradient = g->loss != MSI_NONE && (msi_is_trained(t) || t->wanted);
         t->updates_early =
             t->wants_gradient && t->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_OFF;
         t->last_reader = t->last_gradient = MSI_NONE;
@@ -8912,6 +8929,7 @@ static void msi_analyze(msi_graph *g) {
         msi_layer *l = &g->layers.items[i];
         const bool wanted = msi_any_wants(g, l, MSI_GROUP_IN, MS_ALL_SLOTS) ||
                             msi_any_wants(g, l, MSI_GROUP_PARAM, MS_ALL_SLOTS);
+        l->passes = wanted && l->differentiable && !l->grads_in_forward;
         l->ends_in_loss = msi_any_wants(g, l, MSI_GROUP_IN, l->grads_in_forward);
         bool looks_up = false;
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
@@ -8922,15 +8940,18 @@ static void msi_analyze(msi_graph *g) {
             param.t->is_looked_up |= looks_up;
         }
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
-            out.t->wants_gradient = wanted && l->differentiable && !l->grads_in_forward &&
-                                    !out.t->no_gradient && msi_is_float(out.t->view.dtype);
+            out.t->wants_gradient =
+                out.t->wanted ? g->loss != MSI_NONE
+                              : l->passes && !out.t->no_gradient && msi_is_float(out.t->view.dtype);
         }
         for (MSI_EACH_OF(made, g, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) {
             made.t->serves_recompute =
                 l->recompute && (l->recompute_masks[made.group] >> made.slot & 1);
             made.t->must_stay = !msi_can_repeat(l) && (!l->recompute || made.t->serves_recompute);
         }
+        g->trains |= l->ends_in_loss;
     }
+    g->trains |= g->loss != MSI_NONE && g->tensors.items[g->loss].wants_gradient;
 }
 
 /* From the loss back: a layer runs backward if one of its outputs has a gradient, and its inputs lead
@@ -8943,7 +8964,7 @@ static void msi_analyze_backward(msi_graph *g) {
         l->has_backward = false;
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
             leads |= out.t->leads_to_loss;
-            l->has_backward |= out.t->wants_gradient &&
+            l->has_backward |= l->passes && out.t->wants_gradient &&
                                (out.tensor == g->loss || out.t->last_gradient != MSI_NONE);
         }
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
@@ -9731,10 +9752,6 @@ static const msi_tensor *msi_tensor_at(const ms_model *m, ms_tensor handle) {
     return t == MSI_NONE ? NULL : &m->graph.tensors.items[t];
 }
 
-static const char *const msi_activation_cure =
-    "the gradient of an activation lives only inside backward, where a layer that passes on its "
-    "input can copy it to a buffer that it has as state and in backward_state";
-
 /* The output of a layer that a setter received; MSI_NONE and an error that sticks if it is none. */
 static uint32_t msi_activation_index(ms_model *model, const char *function, ms_tensor tensor) {
     if (!msi_setting(model, function, tensor)) {
@@ -9747,7 +9764,7 @@ static uint32_t msi_activation_index(ms_model *model, const char *function, ms_t
         const bool is_gradient = t == MSI_NONE && is_activation;
         MSI_STICK(model, MS_RESULT_INVALID, "%s: %s is not the output of a layer: %s", function,
                   msi_handle_words(&model->graph, tensor).text,
-                  is_gradient ? msi_activation_cure
+                  is_gradient ? "ms_want_gradient keeps the gradient of an activation"
                               : "pass an activation that is in `out` of a layer registered before");
         return MSI_NONE;
     }
@@ -10413,20 +10430,39 @@ static ms_result msi_check_forced(ms_model *m) {
 
 static ms_result msi_check_loss(ms_model *m) {
     const msi_graph *g = &m->graph;
-    if (g->loss == MSI_NONE) {
-        return msi_fail(m, MS_RESULT_INVALID, "no loss: call ms_set_loss with a layer's output");
+    bool wants = false; // some gradient; otherwise the model evaluates, and nothing is amiss
+    for (uint32_t t = 0; t < g->tensors.count && g->loss != MSI_NONE && !wants; t++) {
+        wants = msi_is_trained(&g->tensors.items[t]);
     }
-    bool learns = g->tensors.items[g->loss].wants_gradient;
-    for (uint32_t i = 0; i < g->layers.count && !learns; i++) {
-        learns = g->layers.items[i].ends_in_loss;
+    return g->trains || !wants
+               ? MS_RESULT_OK
+               : msi_fail(m, MS_RESULT_INVALID,
+                          "loss \"%s\" depends on no trained param through layers that have a "
+                          "backward, without ms_stop_gradient in between: give one of these layers "
+                          "a backward; or, for ms_eval alone, freeze all params or set no loss",
+                          msi_tensor_name(&m->graph, g->loss));
+}
+
+/* The gradients that are wanted are there only if the loss depends on their tensors. */
+static ms_result msi_check_wanted(ms_model *m) {
+    const msi_graph *g = &m->graph;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const char *fault = !tensor->wanted       ? NULL
+                            : g->loss == MSI_NONE ? "there is no loss: call ms_set_loss"
+                            : tensor->is_state    ? "it is the state of a layer"
+                            : tensor->no_gradient ? "ms_stop_gradient is called of it too"
+                            : t == g->loss        ? NULL
+                            : tensor->last_gradient == MSI_NONE
+                                ? "the loss does not depend on it through layers that have a "
+                                  "backward, without ms_stop_gradient in between"
+                                : NULL;
+        if (fault) {
+            return msi_fail(m, MS_RESULT_INVALID, "ms_want_gradient of \"%s\": %s",
+                            msi_tensor_name(g, t), fault);
+        }
     }
-    return learns ? MS_RESULT_OK
-                  : msi_fail(
-                        m, MS_RESULT_INVALID,
-                        "loss \"%s\" depends on no trained param through layers that have a "
-                        "backward, without ms_stop_gradient in between: give one of these layers a "
-                        "backward, or unfreeze a param",
-                        msi_tensor_name(&m->graph, g->loss));
+    return MS_RESULT_OK;
 }
 
 /* No backward can run through outputs of a layer that has written its gradients in forward. */
@@ -10517,7 +10553,7 @@ static void msi_warn_of_layer(const ms_model *m, uint32_t i) {
 static void msi_warn(const ms_model *m) {
     const msi_graph *g = &m->graph;
     for (MSI_ITEMS(const msi_tensor, t, g->tensors)) {
-        if (msi_is_trained(t) && t->last_gradient == MSI_NONE) {
+        if (g->trains && msi_is_trained(t) && t->last_gradient == MSI_NONE) {
             msi_log(m, MS_LOG_WARNING, "graph", "param \"%s\" gets no gradient from the loss",
                     msi_name(&m->graph, t->name));
         }
@@ -10562,7 +10598,8 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
         t->updates_early &= !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !never_early;
     }
     msi_warn(m);
-    result = msi_check_ends(m);
+    result = msi_check_wanted(m);
+    MSI_THEN(result, msi_check_ends(m));
     if (m->config.cuda_graph && m->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
         return msi_fail(
             m, MS_RESULT_INVALID,
@@ -11413,7 +11450,8 @@ static ms_result msi_make_store(ms_model *m, msi_store **made) {
     msi_store *store = (msi_store *)msi_alloc_zeroed(a, sizeof *store);
     *made = store;
     if (store) {
-        store->micro_count = m->config.accumulation_steps ? m->config.accumulation_steps : 1;
+        store->micro_count =
+            m->graph.trains && m->config.accumulation_steps ? m->config.accumulation_steps : 1;
         store->resident_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
         msi_reserve(m, store);
     }
@@ -11595,6 +11633,7 @@ typedef struct msi_lowering {
     bool has_tiles;   // some decision has tiles
     bool has_moves;   // something is on the host
     bool is_seeded;   // the gradient of the loss is there
+    bool evals;       // there is no training program: the eval program takes its place
     msi_instruction lost; // see msi_last
 } msi_lowering;
 
@@ -11807,12 +11846,13 @@ static uint32_t msi_whole_of(msi_lowering *w, uint32_t *whole, uint32_t t, msi_r
 }
 
 /* A live range for a value or a gradient in a format; for the rows of the present tile, if cut. But
-   the gradient of a tensor that was made before the group has all rows. */
+   the gradient of a tensor that was made before the group, or that is wanted, has all rows. */
 static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, msi_format format) {
     const uint32_t producer = w->graph->tensors.items[t].producer;
     const bool cut = msi_cuts(w, t);
     if (cut && role == MSI_ROLE_GRADIENT &&
-        (producer == MSI_NONE || producer < w->tiles.group->first)) {
+        (producer == MSI_NONE || producer < w->tiles.group->first ||
+         w->graph->tensors.items[t].wanted)) {
         return msi_whole_of(w, w->tiles.whole_gradient, t, role, format);
     }
     const uint32_t range = msi_new_whole(w, t, role, format);
@@ -12007,8 +12047,8 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     p->out_of_memory = p->layout.is_done = p->layout.is_placed = false;
     p->layout.resident_bytes = store->reserved_bytes;
     p->layout.home_bytes = p->layout.sent_bytes = 0;
-    p->code.homes = 1; // there is a program
     p->code.room = decisions[w->graph->tensors.count].room;
+    p->code.homes = w->evals ? 1 + p->code.room : 1; // there is a program
     w->program = p;
     w->decisions = decisions;
     w->queue.first = w->queue.end = w->queue.update_count = 0;
@@ -12026,7 +12066,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
         if (decisions[t].format != w->graph->tensors.items[t].format) {
             p->code.homes = msi_mix_in(p->code.homes, (uint64_t)t << 8 | decisions[t].format);
             w->has_narrow = true;
-            w->scales_loss |= msi_is_scaled((msi_format)decisions[t].format);
+            w->scales_loss |= !w->evals && msi_is_scaled((msi_format)decisions[t].format);
         }
     }
     memset(w->now.snapshot, 0xff, w->graph->operands.count * sizeof *w->now.snapshot); // MSI_NONE
@@ -12852,6 +12892,18 @@ static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
     }
 }
 
+/* Copies the gradients of outputs that backward destroys, but that are wanted afterwards. */
+static void msi_lower_clobbered_gradients(msi_lowering *w, const msi_layer *l, uint32_t *grad_out) {
+    for (MSI_EACH(out, w->graph, l, MSI_GROUP_OUT)) {
+        const uint32_t gradient = msi_now(w, w->now.gradient, out.tensor);
+        if (out.t->wanted && (l->clobbers.grad_out >> out.slot & 1) &&
+            grad_out[out.slot] == MSI_UNSET && gradient != MSI_NONE) {
+            grad_out[out.slot] =
+                msi_emit_copy(w, out.tensor, MSI_ROLE_CONTRIBUTION, MSI_NONE, gradient);
+        }
+    }
+}
+
 /* Fetches the gradients of params to which earlier layers have contributed. One that is kept
    between micro-batches is cleared in the first. */
 static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
@@ -12885,6 +12937,7 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     msi_lower_clobbers(w, l);
     msi_prepare_edges(w, l, MS_ALL_SLOTS, MS_ALL_SLOTS, grad_out);
     msi_cast_gradients(w, l, grad_out);
+    msi_lower_clobbered_gradients(w, l, grad_out);
     const uint32_t workspace = msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
     msi_emit_call(w, MSI_OP_BACKWARD, layer);
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
@@ -13159,7 +13212,8 @@ static void msi_lower_norm(msi_lowering *w) {
     }
     p->code.norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (msi_learns(&g->tensors.items[t])) {
+        const bool alone = w->store->factor_count == 0 && g->tensors.items[t].wanted;
+        if (msi_learns(&g->tensors.items[t]) || alone) { // without updates, for overflows
             msi_fetch(w, t, MSI_ROLE_GRADIENT);
             msi_emit(w, MSI_OP_NORM, t);
             msi_use_both(w, msi_now(w, w->now.gradient, t), false, p->code.norm);
@@ -13414,8 +13468,8 @@ static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool e
 /* The gradient of the loss. */
 static void msi_lower_seed(msi_lowering *w) {
     const msi_graph *g = w->graph;
-    uint32_t gradient = msi_now(w, w->now.gradient, g->loss);
-    if (!g->tensors.items[g->loss].wants_gradient || w->is_seeded) {
+    uint32_t gradient = w->evals ? MSI_NONE : msi_now(w, w->now.gradient, g->loss);
+    if (w->evals || !g->tensors.items[g->loss].wants_gradient || w->is_seeded) {
         return;
     }
     w->is_seeded = true;
@@ -13634,14 +13688,15 @@ static void msi_end_program(msi_lowering *w, bool eval) {
     if (!w->program->out_of_memory) {
         msi_find_lives(w->program, w->store->residents.count);
     }
-    w->program->code.loss = w->now.value[g->loss];
+    w->program->code.loss = g->loss == MSI_NONE ? MSI_NONE : w->now.value[g->loss];
     msi_keep_to_end(w, w->program->code.norm);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         if (tensor->is_output || (eval && tensor->is_eval_output) || t == g->loss) {
             msi_keep_to_end(w, w->now.value[t]);
         }
-        if (!eval && msi_is_trained(tensor) && w->optimizer->kind == MS_OPTIMIZER_NONE) {
+        if (!eval && (tensor->wanted ||
+                      (msi_is_trained(tensor) && w->optimizer->kind == MS_OPTIMIZER_NONE))) {
             msi_keep_to_end(w, gradient[t] != MSI_NONE ? gradient[t] : away[t]);
         }
     }
@@ -13662,9 +13717,10 @@ static void msi_lower_block(msi_lowering *w, uint32_t number, uint32_t first) {
     if (number == 0) {
         msi_lower_first_micro(w);
     } else if (number <= layers) {
-        msi_lower_layer_forward(w, MSI_OP_FORWARD, number - 1);
+        msi_lower_layer_forward(w, w->evals ? MSI_OP_EVAL : MSI_OP_FORWARD, number - 1);
     } else if (number == layers + 1) {
         msi_lower_seed(w);
+    } else if (w->evals) { // nothing follows
     } else if (number <= 2 * layers + 1) {
         msi_lower_layer_backward(w, 2 * layers + 1 - number);
     } else {
@@ -13878,7 +13934,7 @@ static void msi_lower_blocks(msi_lowering *w, const msi_tensor_decision *decisio
         const uint32_t first = p->code.instructions.count;
         p->code.forward_end = number == layers + 1 ? first : p->code.forward_end;
         p->code.backward_end = number == last ? first : p->code.backward_end;
-        if (number == layers + 1) {
+        if (number == layers + 1 && !w->evals) {
             msi_forget_values(w);
         }
         if (msi_is_same_block(r, number)) {
@@ -13920,7 +13976,7 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     }
     r->is_complete = !p->out_of_memory;
     w->lowered += p->code.instructions.count;
-    msi_end_program(w, false);
+    msi_end_program(w, w->evals);
 }
 
 /* The eval program: nothing is recomputed, only params can move. It depends on their homes alone. */
@@ -13928,7 +13984,7 @@ static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions
     msi_blocks *blocks = w->repeating.blocks;
     w->repeating.blocks = NULL;
     msi_start_program(w, decisions, p);
-    p->code.room = 0;
+    p->code.room = w->evals ? p->code.room : 0;
     for (uint32_t i = 0; i < w->graph->layers.count && !p->out_of_memory; i++) {
         msi_lower_layer_forward(w, MSI_OP_EVAL, i);
     }
@@ -16353,7 +16409,11 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
 /* The losses are summed after the last forward, and the verdict is copied out during backward.
    (With clipping a step copies it after CLIP, which is not simulated.) */
 static void msi_clock_judge(msi_clock *c) {
-    const double bytes = (double)c->program->code.ranges.items[c->program->code.loss].bytes;
+    const uint32_t loss = c->program->code.loss;
+    if (loss == MSI_NONE) {
+        return;
+    }
+    const double bytes = (double)c->program->code.ranges.items[loss].bytes;
     msi_enqueue(c, MS_STREAM_COMPUTE, 0.0, msi_bytes_us(c->costs, MSI_COST_SUM, bytes));
     if (c->costs->has_copies) {
         msi_enqueue(c, MS_STREAM_TO_HOST, c->free_us[MS_STREAM_COMPUTE],
@@ -21679,7 +21739,8 @@ static uint64_t msi_hash_tensor(uint64_t hash, const msi_tensor *t) {
     const bool flags[] = {t->frozen,        t->is_output,    t->is_eval_output,
                           t->on_host,       t->no_gradient,  t->wants_gradient,
                           t->updates_early, t->must_stay,    t->serves_recompute,
-                          t->leads_to_loss, t->is_looked_up, t->narrow_gradient};
+                          t->leads_to_loss, t->is_looked_up, t->narrow_gradient,
+                          t->wanted};
     const int numbers[] = {(int)t->kind,    (int)t->view.dtype, t->format,
                            t->narrow,       t->not_narrow,      t->borrowed,
                            t->forced_moves, t->forbidden_moves, t->view.shape.rank};
@@ -21898,7 +21959,7 @@ static bool msi_make_fold(msi_fold *f) {
             added->producer = producer == MSI_NONE ? MSI_NONE : f->next[producer];
         }
     }
-    f->graph.loss = f->tensor_of[g->loss];
+    f->graph.loss = g->loss == MSI_NONE ? MSI_NONE : f->tensor_of[g->loss];
     uint32_t run_number = 0;
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_repeats *run = run_number < f->runs.count ? &f->runs.items[run_number] : NULL;
@@ -22109,6 +22170,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     shortage->what = NULL;
     const bool there = msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator);
     lowering->costs = s->costs;
+    lowering->evals = plan->evals;
     lowering->repeating.is_checked = m->config.debug;
     return there || msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
 }
@@ -22214,6 +22276,7 @@ static ms_result msi_solve_anew(ms_model *m, const msi_store *store, const msi_r
     if (!plan) {
         return msi_fail_memory(m, "the plan", sizeof *plan + msi_decisions_bytes(&m->graph));
     }
+    plan->evals = !m->graph.trains;
     msi_get_sizes(&m->graph, plan->sizes);
     const msi_shortage shortage = msi_fill_plan(m, store, plan, request);
     if (shortage.what) {
@@ -27775,8 +27838,9 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
 
 /* The factor of the loss in the value that is reported, for the step that has begun. */
 static MSI_NOINLINE float msi_loss_factor(const ms_model *m) {
-    return m->run.loss.has_factor
-               ? m->run.loss.factor
+    return m->run.loss.has_factor ? m->run.loss.factor
+           : m->graph.loss == MSI_NONE
+               ? 1.0f
                : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
 }
 
@@ -28299,7 +28363,8 @@ static ms_result msi_run_forward(ms_model *m) {
         return result;
     }
     int error = msi_is_eval(&m->run) ? b->fill_bytes(m->device, state, 0, sizeof *state) : 0;
-    if (error == 0) {
+    m->run.is_summed = p->code.loss == MSI_NONE;
+    if (error == 0 && p->code.loss != MSI_NONE) {
         error = b->loss(m->device, msi_address(m, p, p->code.loss),
                         p->code.ranges.items[p->code.loss].bytes / sizeof(float),
                         (double)msi_loss_factor(m), state);
@@ -28322,7 +28387,10 @@ static ms_result msi_conclude(ms_model *m, double *loss) {
     const bool eval = msi_is_eval(&m->run);
     ms_result result = msi_fetch_verdict(m);
     MSI_THEN(result, msi_act_on_verdict(m));
-    if (loss) {
+    if (loss && m->graph.loss == MSI_NONE) {
+        MSI_THEN(result, msi_synchronize(m));
+        *loss = (double)msi_f32_of_bits(0x7fc00000u); // not a number
+    } else if (loss) {
         *loss = msi_verdict(m, eval)->loss;
     }
     return msi_doubt(m, result);
@@ -28410,9 +28478,22 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
                                                           : msi_check_between_steps(m, function);
 }
 
-/* Whether a program may start from its beginning. */
-static ms_result msi_check_start(ms_model *m, const char *function) {
+/* Likewise, and whether there are steps at all. */
+static ms_result msi_check_trains(ms_model *m, const char *function) {
     const ms_result result = msi_check_ready(m, function);
+    return result != MS_RESULT_OK || !m->run.plan->evals
+               ? result
+               : msi_fail(m, MS_RESULT_ORDER,
+                          "%s: this model evaluates alone, since %s: call ms_eval, or %s", function,
+                          m->graph.loss == MSI_NONE ? "it has no loss" : "nothing in it is trained",
+                          m->graph.loss == MSI_NONE
+                              ? "ms_set_loss before ms_wrap"
+                              : "unfreeze a param (ms_set_frozen) and call ms_wrap");
+}
+
+/* Whether a program may start from its beginning: that of a step, or of an eval. */
+static ms_result msi_check_start(ms_model *m, const char *function, bool trains) {
+    const ms_result result = trains ? msi_check_trains(m, function) : msi_check_ready(m, function);
     return result != MS_RESULT_OK || m->run.all_written ? result : msi_check_written(m, function);
 }
 
@@ -28559,7 +28640,7 @@ static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
 }
 
 static ms_result msi_backward(ms_model *m) {
-    const ms_result result = msi_check_ready(m, "ms_backward");
+    const ms_result result = msi_check_trains(m, "ms_backward");
     return result != MS_RESULT_OK ? result
            : m->run.progress != MSI_PROGRESS_FORWARD
                ? msi_fail(m, MS_RESULT_ORDER,
@@ -28595,7 +28676,7 @@ static ms_result msi_update(ms_model *m) {
     if (begun && !m->run.busy && !m->run.visits && msi_owns_arena(m) && !msi_is_suspended(m)) {
         return msi_finish_update(m);
     }
-    const ms_result result = msi_check_ready(m, "ms_update");
+    const ms_result result = msi_check_trains(m, "ms_update");
     return result != MS_RESULT_OK ? result
            : begun
                ? msi_fail(m, MS_RESULT_ORDER,
@@ -28715,7 +28796,7 @@ static ms_result msi_enter_slices(ms_model *m) {
                                              "the last slice: the step begins anew",
                                              function));
     }
-    ms_result result = msi_check_start(m, function);
+    ms_result result = msi_check_start(m, function, true);
     if (result == MS_RESULT_OK) {
         s->is_open = true;
         s->is_enqueued = false;
@@ -29123,7 +29204,10 @@ static MSI_COLD const char *msi_read_cure(const ms_model *m, uint32_t t, msi_rol
     const bool trains = !m->run.plan || tensor->kind != MSI_KIND_PARAM || msi_learns(tensor);
     return role != MSI_ROLE_VALUE && !trains
                ? "a param that is frozen, or that the loss does not depend on, has none"
-           : role == MSI_ROLE_GRADIENT && tensor->kind != MSI_KIND_PARAM ? msi_activation_cure
+           : role == MSI_ROLE_GRADIENT && tensor->wanted
+               ? "it is there from ms_backward to the next step or eval"
+           : role == MSI_ROLE_GRADIENT && tensor->kind != MSI_KIND_PARAM
+               ? "ms_want_gradient keeps it, before ms_wrap"
            : role == MSI_ROLE_GRADIENT
                ? "it is there from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
                  "ms_update; MS_OPTIMIZER_NONE: to the next step)"
@@ -29184,6 +29268,25 @@ static bool msi_hides_value(const ms_model *m, uint32_t t, msi_role role) {
     return r->slices.is_open && !r->busy && !settled;
 }
 
+/* Takes the loss scale out of a gradient that was read: that of its step, which the update that has
+   followed may have changed. */
+static MSI_COLD ms_result msi_unscale(ms_model *m, const msi_tensor *t, void *data) {
+    const msi_program *p = m->run.program;
+    ms_step_state state;
+    const ms_result result =
+        msi_copy(m, &state, true, msi_state_on_device(m, false), msi_is_direct(m), sizeof state);
+    const bool updated = m->run.position == p->code.instructions.count;
+    const float scale = updated ? state.last_scale : state.loss_scale;
+    for (uint64_t i = 0; i < ms_shape_count(&t->view.shape) && result == MS_RESULT_OK; i++) {
+        if (t->view.dtype == MS_DTYPE_F64) {
+            ((double *)data)[i] /= (double)scale;
+        } else {
+            msi_store_as(data, t->view.dtype, i, msi_load(data, t->view.dtype, i) / scale);
+        }
+    }
+    return result;
+}
+
 static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *data) {
     const msi_tensor *source = &m->graph.tensors.items[t];
     const char *name = msi_name(&m->graph, source->name);
@@ -29214,6 +29317,10 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
     }
     ms_result result = from.on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write
     MSI_THEN(result, msi_copy_value(m, &to, &from, source, role, source->bytes));
+    if (result == MS_RESULT_OK && role == MSI_ROLE_GRADIENT && source->wanted &&
+        m->run.plan->train.code.scales_loss) {
+        result = msi_unscale(m, source, data);
+    }
     return result;
 }
 
@@ -30212,7 +30319,7 @@ static ms_result msi_plan_again(ms_model *m) {
 
 /* Checks whether a training step may begin. Plans again first, if the last sample was taken. */
 static ms_result msi_begin_step(ms_model *m, const char *function) {
-    ms_result result = msi_check_start(m, function);
+    ms_result result = msi_check_start(m, function, true);
     if (result == MS_RESULT_OK && m->run.timing && m->run.timing->warmup == MSI_WARMUP_PLAN &&
         m->run.micro == 0) {
         result = msi_plan_again(m);
@@ -30419,7 +30526,7 @@ typedef struct msi_verification {
     msi_store *store;
     msi_plan *plans[MSI_PASS_COUNT];
     /* Per tensor that is compared its live range: of a param the gradient, of a buffer the value.
-       MSI_NONE for the others. */
+       of anything else whose gradient is wanted, that. MSI_NONE for the others. */
     uint32_t *range_of;
     uint8_t *results;      // of the plain pass; after them a piece of the other one's, and of state
     uint64_t result_bytes; // of one pass
@@ -30461,8 +30568,9 @@ static MSI_COLD ms_result msi_choose_compared(msi_verification *v) {
     v->range_of = (uint32_t *)msi_alloc(a, g->tensors.count * (uint64_t)sizeof(uint32_t));
     for (uint32_t t = 0; v->range_of && t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        v->range_of[t] =
-            msi_learns(tensor) || tensor->is_state ? m->run.store->resident_of[t] : MSI_NONE;
+        v->range_of[t] = msi_learns(tensor) || tensor->is_state ? m->run.store->resident_of[t]
+                         : tensor->wanted                       ? MSI_UNSET
+                                                                : MSI_NONE;
         if (v->range_of[t] != MSI_NONE) {
             for (uint32_t k = 0; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
                 v->state_count += msi_rounded_state(v, t, k) != NULL;
@@ -30484,8 +30592,7 @@ static MSI_COLD ms_result msi_choose_compared(msi_verification *v) {
 /* Whether the passes write a resident: a gradient, or a buffer that a layer changes. */
 static bool msi_pass_changes(const msi_verification *v, const msi_resident *r) {
     const msi_tensor *tensor = &v->model->graph.tensors.items[r->tensor];
-    return r->role == MSI_ROLE_GRADIENT ||
-           (tensor->kind == MSI_KIND_BUFFER && v->range_of[r->tensor] != MSI_NONE);
+    return r->role == MSI_ROLE_GRADIENT || (tensor->kind == MSI_KIND_BUFFER && tensor->is_state);
 }
 
 /* Makes a store with the same residents as the model's, which lends those that no pass changes.
@@ -30795,8 +30902,7 @@ static MSI_COLD ms_result msi_take_result(msi_verification *v, int pass, uint32_
     if (pass == MSI_PASS_PLAIN) {
         return msi_read_result(v, v->range_of[t], 0, tensor->bytes, result);
     }
-    d->tensor = msi_handle(&m->graph, t,
-                           tensor->kind == MSI_KIND_PARAM ? MSI_ROLE_GRADIENT : MSI_ROLE_VALUE);
+    d->tensor = msi_handle(&m->graph, t, tensor->is_state ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
     d->name = msi_name(&m->graph, tensor->name);
     d->count = ms_shape_count(&tensor->view.shape);
     memset(v->error, 0, sizeof v->error);
@@ -30829,7 +30935,7 @@ static MSI_COLD ms_result msi_take_results(msi_verification *v, int pass) {
     for (uint32_t i = 0; i < p->code.ranges.count; i++) {
         const msi_range *range = &p->code.ranges.items[i];
         const bool stays = i < v->store->residents.count || range->outlives;
-        if (stays && range->role == MSI_ROLE_GRADIENT && range->category == MS_CATEGORY_GRADIENT) {
+        if (stays && range->role == MSI_ROLE_GRADIENT && v->range_of[range->tensor] != MSI_NONE) {
             v->range_of[range->tensor] = i;
         }
     }
@@ -31020,7 +31126,7 @@ static MSI_COLD ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
 }
 
 static ms_result msi_begin_passes(ms_model *m, const char *function) {
-    const ms_result result = msi_check_start(m, function);
+    const ms_result result = msi_check_start(m, function, true);
     return result != MS_RESULT_OK ? result
            : m->wrapped.changed   ? msi_fail_changed(m, function)
            : m->run.progress != MSI_PROGRESS_NONE
@@ -33324,6 +33430,9 @@ static MSI_COLD void msi_visit_inputs(const msi_walk *w) {
 /* After forward the losses are summed; the verdict is copied to the host: see msi_clock_judge. */
 static MSI_COLD void msi_visit_verdict(const msi_walk *w) {
     const ms_model *m = w->model;
+    if (w->program->code.loss == MSI_NONE) {
+        return;
+    }
     const msi_range *range = &w->program->code.ranges.items[w->program->code.loss];
     const double us = msi_bytes_us(&m->costs, MSI_COST_SUM, (double)range->bytes);
     ms_event_operand loss = MSI_ZERO_INIT, verdict = MSI_ZERO_INIT;
@@ -33576,8 +33685,28 @@ MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor) {
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor) {
     msi_tensor *t =
         msi_tensor_of(model, "ms_stop_gradient", tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
-    if (t) {
+    if (t && (!t->wanted || MSI_REFUSE(model,
+                                       "ms_stop_gradient of \"%s\": its gradient is wanted "
+                                       "(ms_want_gradient): leave one of the two out",
+                                       msi_name(&model->graph, t->name)))) {
         t->no_gradient = true;
+    }
+}
+
+MEMSCALE_API void ms_want_gradient(ms_model *model, ms_tensor tensor) {
+    static const char *const function = "ms_want_gradient";
+    const uint32_t index = model ? msi_value_index(&model->graph, tensor) : MSI_NONE;
+    const bool is_buffer =
+        index != MSI_NONE && model->graph.tensors.items[index].kind == MSI_KIND_BUFFER;
+    msi_tensor *t = msi_tensor_of(model, function, tensor, MSI_KIND_ACTIVATION,
+                                  is_buffer ? MSI_KIND_BUFFER : MSI_KIND_INPUT);
+    if (t && (t->no_gradient || !msi_is_float(t->view.dtype))) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s of \"%s\": %s", function,
+                  msi_name(&model->graph, t->name),
+                  t->no_gradient ? "ms_stop_gradient is called of it too: leave one of the two out"
+                                 : "an integer tensor has no gradient");
+    } else if (t) {
+        t->wanted = true;
     }
 }
 
@@ -33971,8 +34100,7 @@ MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_value_index(&model->graph, tensor) : MSI_NONE;
     const ms_tensor none = {0};
     const msi_tensor *of = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
-    const bool has = of && msi_is_float(of->view.dtype) &&
-                     (of->kind == MSI_KIND_PARAM || of->kind == MSI_KIND_ACTIVATION);
+    const bool has = of && msi_is_float(of->view.dtype) && of->kind != MSI_KIND_SAVED;
     return has ? msi_handle(&model->graph, t, MSI_ROLE_GRADIENT) : none;
 }
 
@@ -34048,7 +34176,7 @@ MEMSCALE_API void ms_cancel(ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
-    ms_result result = model ? msi_check_start(model, "ms_eval") : MS_RESULT_INVALID;
+    ms_result result = model ? msi_check_start(model, "ms_eval", false) : MS_RESULT_INVALID;
     MSI_THEN(result, msi_forward(model, &model->run.plan->eval, loss));
     return result;
 }
