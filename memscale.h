@@ -10430,6 +10430,9 @@ static ms_result msi_check_forced(ms_model *m) {
 
 static ms_result msi_check_loss(ms_model *m) {
     const msi_graph *g = &m->graph;
+    if (g->layers.count == 0) {
+        return msi_fail(m, MS_RESULT_INVALID, "no layers: call ms_register_layer before ms_wrap");
+    }
     bool wants = false; // some gradient; otherwise the model evaluates, and nothing is amiss
     for (uint32_t t = 0; t < g->tensors.count && g->loss != MSI_NONE && !wants; t++) {
         wants = msi_is_trained(&g->tensors.items[t]);
@@ -10451,7 +10454,6 @@ static ms_result msi_check_wanted(ms_model *m) {
         const char *fault = !tensor->wanted       ? NULL
                             : g->loss == MSI_NONE ? "there is no loss: call ms_set_loss"
                             : tensor->is_state    ? "it is the state of a layer"
-                            : tensor->no_gradient ? "ms_stop_gradient is called of it too"
                             : t == g->loss        ? NULL
                             : tensor->last_gradient == MSI_NONE
                                 ? "the loss does not depend on it through layers that have a "
@@ -13212,7 +13214,8 @@ static void msi_lower_norm(msi_lowering *w) {
     }
     p->code.norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const bool alone = w->store->factor_count == 0 && g->tensors.items[t].wanted;
+        const bool alone =
+            w->scales_loss && w->store->factor_count == 0 && g->tensors.items[t].wanted;
         if (msi_learns(&g->tensors.items[t]) || alone) { // without updates, for overflows
             msi_fetch(w, t, MSI_ROLE_GRADIENT);
             msi_emit(w, MSI_OP_NORM, t);

@@ -52,6 +52,9 @@
     X(INTEGER_OUTPUT, 10)                                                                          \
     X(INTEGER_SAVED, 20)                                                                           \
     X(STOP_GRADIENT, 10)                                                                           \
+    X(WANTED_INPUT, 5)                                                                             \
+    X(WANTED_ACTIVATION, 10)                                                                       \
+    X(WANTED_ALONE, 1)                                                                             \
     X(ON_HOST, 10)                                                                                 \
     X(BORROWED_INPUT, 5)                                                                           \
     X(BORROWED_PARAM, 5)                                                                           \
@@ -147,6 +150,7 @@ typedef struct rd_value {
     uint32_t axes; // mask of those that multiply the rows
     int64_t cols;
     bool frozen, on_host, stopped, kept, kept_in_eval;
+    bool wanted; // its gradient, by ms_want_gradient
     bool borrowed, borrowed_gradient, borrowed_state;
     bool is_state;  // of some layer
     bool is_sealed; // an auxiliary loss that no layer may read
@@ -171,6 +175,7 @@ typedef struct rd_graph {
     rd_layer layer[RD_LAYERS];
     ms_optimizer_desc optimizer;
     uint8_t seen[RD_FEATURE_COUNT];
+    bool has_no_loss; // nothing is minimised: it is only evaluated
     /* NULL, or makes the desc of a layer one for where the next net is to run. */
     ms_layer_desc (*move)(void *mover, uint32_t layer, const ms_layer_desc *desc);
     void *mover;
@@ -203,7 +208,7 @@ static inline bool rd_is_float(const rd_value *v) {
 /* Can take a gradient, as far as the tensor itself goes. */
 static inline bool rd_is_differentiable(const rd_value *v) {
     return (v->role == RD_ACTIVATION && rd_is_float(v) && !v->stopped) ||
-           (v->role == RD_PARAM && !v->frozen);
+           (v->role == RD_PARAM && !v->frozen) || v->wanted;
 }
 
 static inline bool rd_same_shape(const rd_value *a, const rd_value *b) {
@@ -829,6 +834,45 @@ static inline void rd_count_features(rd_graph *g) {
     g->seen[RD_AXES] |= g->axis_count > 0;
 }
 
+/* Wants gradients of values on which the loss depends, each by itself: going back from the loss. Now
+   and then no param is trained beside them. */
+static inline void rd_want_gradients(rd_graph *g, t_rng *rng) {
+    static bool gets[RD_VALUES];
+    bool any = false;
+    if (!t_chance(rng, 0.35)) {
+        return;
+    }
+    memset(gets, 0, sizeof gets);
+    gets[g->loss] = true;
+    for (uint32_t k = g->layer_count; k-- > 0;) {
+        const rd_layer *l = &g->layer[k];
+        bool runs = false;
+        for (int i = 0; i < l->count[RD_GROUP_OUT] && l->has_backward; ++i) {
+            const rd_value *out = rd_at(g, l, RD_GROUP_OUT, i);
+            runs |= out != NULL && !out->stopped && gets[l->slot[RD_GROUP_OUT][i] - 1];
+        }
+        for (int i = 0; i < l->count[RD_GROUP_IN]; ++i) {
+            rd_value *v =
+                l->slot[RD_GROUP_IN][i] == 0 ? NULL : &g->value[l->slot[RD_GROUP_IN][i] - 1];
+            const bool given = v != NULL && (runs || rd_bit(l->desc.grads_in_forward, i));
+            if (!given || !rd_is_float(v) || v->stopped || v->is_state || v->role == RD_PARAM) {
+                continue;
+            }
+            gets[l->slot[RD_GROUP_IN][i] - 1] |= v->role == RD_ACTIVATION;
+            v->wanted |= t_chance(rng, 0.2);
+            any |= v->wanted;
+            g->seen[RD_WANTED_INPUT] |= v->wanted && v->role != RD_ACTIVATION;
+            g->seen[RD_WANTED_ACTIVATION] |= v->wanted && v->role == RD_ACTIVATION;
+        }
+    }
+    if (any && t_chance(rng, 0.1)) {
+        g->seen[RD_WANTED_ALONE] = 1;
+        for (uint32_t i = 0; i < g->value_count; ++i) {
+            g->value[i].frozen |= g->value[i].role == RD_PARAM;
+        }
+    }
+}
+
 static inline rd_graph *rd_generate(uint64_t seed) {
     static const double spices[] = {0.15, 0.5, 1.0, 1.0};
     rd_graph *g = (rd_graph *)calloc(1, sizeof(rd_graph));
@@ -854,6 +898,8 @@ static inline rd_graph *rd_generate(uint64_t seed) {
     rd_add_head(g);
     rd_add_loss(g, false);
     rd_random_optimizer(g);
+    t_rng wants = t_seed(seed ^ 0x3a9e);
+    rd_want_gradients(g, &wants);
     rd_count_features(g);
     return g;
 }
@@ -2142,6 +2188,7 @@ static inline bool rd_reference_forward(rd_reference *r, ms_phase phase) {
 static inline bool rd_reference_backward_layer(rd_reference *r, uint32_t layer) {
     rd_frame f;
     float *parts[2][RD_SLOTS];
+    void *wanted[RD_SLOTS] = {NULL}; // copies of gradients that backward destroys
     const rd_layer *l = &r->run.graph->layer[layer];
     const ms_slot_masks *c = &l->desc.clobbers;
     bool any = false;
@@ -2151,6 +2198,11 @@ static inline bool rd_reference_backward_layer(rd_reference *r, uint32_t layer) 
         if (value != 0 && r->has_gradient[value - 1]) {
             f.grad_out[j].data = r->gradient[value - 1];
             any = true;
+        }
+        if (f.grad_out[j].data != NULL && r->run.graph->value[value - 1].wanted && l->has_backward &&
+            rd_bit(c->grad_out, j)) {
+            f.grad_out[j].data = wanted[j] =
+                rd_copy_of(r->gradient[value - 1], rd_view_bytes(&f.grad_out[j]));
         }
     }
     if (!l->has_backward || !any) {
@@ -2167,6 +2219,9 @@ static inline bool rd_reference_backward_layer(rd_reference *r, uint32_t layer) 
     rd_reference_add(r, &f, l, RD_GROUP_IN, parts[0]);
     rd_reference_add(r, &f, l, RD_GROUP_PARAM, parts[1]);
     rd_frame_free(&f);
+    for (int j = 0; j < RD_SLOTS; ++j) {
+        rd_free(wanted[j]);
+    }
     return fine;
 }
 
@@ -2298,6 +2353,9 @@ static inline void rd_register_values(rd_net *n, const ms_axis *axes) {
         if (v->stopped) {
             ms_stop_gradient(n->model, n->handle[i]);
         }
+        if (v->wanted) {
+            ms_want_gradient(n->model, n->handle[i]);
+        }
     }
 }
 
@@ -2388,7 +2446,9 @@ static inline rd_net *rd_net_create(rd_graph *g, const ms_config *config, const 
     }
     rd_register_values(n, axes);
     rd_register_layers(n);
-    ms_set_loss(n->model, n->handle[g->loss]);
+    if (!g->has_no_loss) {
+        ms_set_loss(n->model, n->handle[g->loss]);
+    }
     for (uint32_t i = 0; i < g->value_count; ++i) {
         if (g->value[i].kept) {
             ms_add_output(n->model, n->handle[i]);
