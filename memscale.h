@@ -1625,6 +1625,12 @@ MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtyp
    more than MS_LIMIT_AXES axes), ORDER (after ms_wrap), OUT_OF_MEMORY. */
 MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest);
 
+/* Lets ms_reshape give an axis sizes up to this one, beyond its largest: for ms_eval alone, while
+   steps are an error (ORDER) until a size that is for training. The arena has room for an eval at
+   these sizes, and inputs for their rows. Call it before anything lies along the axis. Errors:
+   INVALID (no such axis; below its largest size), ORDER (after that, or after ms_wrap); both stick. */
+MEMSCALE_API void ms_set_eval_largest(ms_model *model, ms_axis axis, int64_t largest);
+
 /* ms_set_on_host: callbacks read and write this input or buffer in host memory.
    ms_stop_gradient: nobody wants the gradient of this activation; none flows to or through it.
    Errors: INVALID, ORDER (after ms_wrap); both stick. */
@@ -4056,6 +4062,7 @@ typedef struct msi_layer {
 
 typedef struct msi_axis {
     int64_t size, largest;
+    int64_t eval_largest; // for ms_eval alone; not below largest
     uint32_t name;
 } msi_axis;
 
@@ -8425,13 +8432,13 @@ static bool msi_count_bytes(msi_graph *g, uint64_t bytes) {
     return good;
 }
 
-/* A shape with the axes at these sizes, or at their largest. */
+/* A shape with the axes at these sizes, or at the largest of an eval. */
 static ms_shape msi_resized(const msi_graph *g, ms_shape shape, bool largest,
                             const int64_t *sizes) {
     for (int i = 0; i < shape.rank; i++) {
         for (uint32_t a = 0; a < g->axis_count && shape.axes[i]; a++) {
             if (shape.axes[i] >> a & 1) {
-                const int64_t size = largest ? g->axes[a].largest : sizes[a];
+                const int64_t size = largest ? g->axes[a].eval_largest : sizes[a];
                 const int64_t unit = shape.dim[i] / g->axes[a].size;
                 shape.dim[i] = unit <= INT64_MAX / size ? unit * size : INT64_MAX;
             }
@@ -8881,15 +8888,37 @@ static uint64_t msi_tile_unit(const msi_graph *g, const msi_layer *l) {
     return unit <= rows && rows % unit == 0 ? unit : 0;
 }
 
-/* Sets the sizes of the axes; NULL: the largest. */
-static void msi_set_sizes(msi_graph *g, const int64_t *sizes) {
+/* The largest size of an axis in the program that a plan is made for: in training, if there is any. */
+static int64_t msi_largest_size(const msi_graph *g, uint32_t a) {
+    return g->trains ? g->axes[a].largest : g->axes[a].eval_largest;
+}
+
+/* Whether such sizes are for evals alone; NULL: the largest of evals. */
+static bool msi_is_beyond(const msi_graph *g, const int64_t *sizes) {
+    bool beyond = false;
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        beyond |= (sizes ? sizes[a] : g->axes[a].eval_largest) > msi_largest_size(g, a);
+    }
+    return beyond;
+}
+
+/* Sets the sizes of the axes; NULL: the largest, of evals too if they are larger. */
+static void msi_set_sizes_of(msi_graph *g, const int64_t *sizes, bool evals) {
+    int64_t to[MS_LIMIT_AXES];
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        to[a] = sizes ? sizes[a] : evals ? g->axes[a].eval_largest : msi_largest_size(g, a);
+    }
     for (MSI_ITEMS_WHILE(msi_tensor, t, g->tensors, g->axis_count)) {
-        t->view.shape = msi_resized(g, t->view.shape, sizes == NULL, sizes);
+        t->view.shape = msi_resized(g, t->view.shape, false, to);
         t->bytes = ms_shape_count(&t->view.shape) * ms_dtype_bytes(t->view.dtype);
     }
     for (uint32_t a = 0; a < g->axis_count; a++) {
-        g->axes[a].size = sizes ? sizes[a] : g->axes[a].largest;
+        g->axes[a].size = to[a];
     }
+}
+
+static void msi_set_sizes(msi_graph *g, const int64_t *sizes) {
+    msi_set_sizes_of(g, sizes, false);
 }
 
 static MSI_NOINLINE void msi_get_sizes(const msi_graph *g, int64_t *sizes) {
@@ -9695,11 +9724,11 @@ static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
         return msi_fail_argument(m, "ms_reshape", "the model has no axes: see ms_add_axis");
     }
     for (uint32_t a = 0; a < g->axis_count; a++) {
-        if (sizes[a] < 1 || sizes[a] > g->axes[a].largest) {
+        if (sizes[a] < 1 || sizes[a] > g->axes[a].eval_largest) {
             return msi_fail(m, MS_RESULT_INVALID,
                             "ms_reshape: axis \"%s\" cannot have size %lld: 1 to %lld was declared",
                             msi_name(&m->graph, g->axes[a].name), (long long)sizes[a],
-                            (long long)g->axes[a].largest);
+                            (long long)g->axes[a].eval_largest);
         }
     }
     return MS_RESULT_OK;
@@ -11452,8 +11481,7 @@ static ms_result msi_make_store(ms_model *m, msi_store **made) {
     msi_store *store = (msi_store *)msi_alloc_zeroed(a, sizeof *store);
     *made = store;
     if (store) {
-        store->micro_count =
-            m->graph.trains && m->config.accumulation_steps ? m->config.accumulation_steps : 1;
+        store->micro_count = m->config.accumulation_steps ? m->config.accumulation_steps : 1;
         store->resident_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
         msi_reserve(m, store);
     }
@@ -16518,7 +16546,9 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
     p->predicted.micro = store->micro_count > 1 && p->code.backward_end < p->code.instructions.count
                              ? p->predicted.micro
                              : p->predicted.last;
-    p->predicted.step = msi_sum_step(&p->predicted.micro, &p->predicted.last, store->micro_count);
+    const bool evals = p->code.forward_end == p->code.instructions.count;
+    p->predicted.step =
+        msi_sum_step(&p->predicted.micro, &p->predicted.last, evals ? 1 : store->micro_count);
 }
 
 /* Fills in live bytes and times of a program; without memory for that, sets p->out_of_memory. */
@@ -16563,6 +16593,7 @@ typedef struct msi_shortage {
 /* Judges decisions by the bytes and the time of the program that they lead to. */
 typedef struct msi_scorer {
     const msi_graph *graph;
+    const msi_graph *eval_graph; // the same at the largest sizes of evals, where these are larger
     const msi_costs *costs;
     const msi_store *store;
     const ms_allocator *allocator;
@@ -16625,12 +16656,12 @@ static MSI_NOINLINE void *msi_scratch(const msi_scorer *s, uint64_t bytes) {
      ((void)((list).items[(list).count++] = (item)), true))
 
 /* Schedules, aliases and simulates a program that was lowered. */
-static void msi_complete(const msi_scorer *s, msi_program *p) {
-    msi_schedule(s->graph, s->costs, s->store, s->allocator, &s->lowering->spare, p);
+static void msi_complete(const msi_scorer *s, const msi_graph *g, msi_program *p) {
+    msi_schedule(g, s->costs, s->store, s->allocator, &s->lowering->spare, p);
     if (!p->out_of_memory) {
-        msi_share_memory(s->graph, p);
+        msi_share_memory(g, p);
     }
-    msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
+    msi_simulate(g, s->costs, s->store, s->allocator, p);
     if (p->out_of_memory) {
         msi_run_short(s, "the program", p->code.ranges.count * sizeof(msi_range));
     }
@@ -16725,8 +16756,10 @@ static uint64_t msi_host_of(const msi_program *train, const msi_program *eval) {
 /* Makes the eval program for what was estimated last, unless it has this one. */
 static MSI_NOINLINE void msi_make_eval(const msi_scorer *s) {
     if (!msi_is_short(s) && s->eval->code.homes != s->program->code.homes) {
+        s->lowering->graph = s->eval_graph;
         msi_lower_eval(s->lowering, s->lowering->repeating.decisions, s->eval);
-        msi_complete(s, s->eval);
+        s->lowering->graph = s->graph;
+        msi_complete(s, s->eval_graph, s->eval);
     }
 }
 
@@ -16735,7 +16768,7 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
     msi_score score = {UINT64_MAX, UINT64_MAX, 1e300, UINT64_MAX, 0.0};
     if (!msi_is_short(s)) {
         msi_lower_train(s->lowering, decisions, s->program);
-        msi_complete(s, s->program);
+        msi_complete(s, s->graph, s->program);
     }
     if (!msi_is_short(s)) {
         score.live_bytes = s->program->layout.resident_bytes + s->program->layout.peak_bytes;
@@ -20702,7 +20735,7 @@ static void msi_follow(msi_solver *s) {
     s->early = false; // the updates stay where that plan has them
     if (!msi_has_room(s) && !msi_is_short(s->scorer)) {
         msi_lower_train(s->scorer->lowering, plan->decisions, &plan->train);
-        msi_follow_program(s->scorer, &plan->train, &largest->train);
+        msi_follow_program(s->scorer, &plan->train, plan->evals ? &largest->eval : &largest->train);
         msi_lower_eval(s->scorer->lowering, plan->decisions, &plan->eval);
         msi_follow_program(s->scorer, &plan->eval, &largest->eval);
         s->score.us = plan->train.predicted.step.us;
@@ -21302,7 +21335,8 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
     s.plan = plan;
     if (request->goal == MSI_GOAL_FOLLOW) {
         msi_follow(&s);
-        plan->arena_bytes = s.score.bytes;
+        plan->arena_bytes = plan->plain_bytes = s.score.bytes;
+        plan->plain_step_us = s.score.us;
         return;
     }
     if (request->goal == MSI_GOAL_SQUEEZED) {
@@ -21671,7 +21705,7 @@ static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
         msi_next_wait(p, 0, MS_STREAM_COMPUTE, true) == p->code.instructions.count) {
         return;
     }
-    o.graph = s->graph;
+    o.graph = p == s->eval ? s->eval_graph : s->graph;
     o.store = s->store;
     o.allocator = s->allocator;
     o.program = p;
@@ -22157,7 +22191,7 @@ static void msi_resolve(const msi_store *store, msi_program *p) {
    its use. False without memory. */
 static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *store,
                             msi_plan *plan, msi_lowering *lowering, msi_shortage *shortage) {
-    s->graph = &m->graph;
+    s->graph = s->eval_graph = &m->graph;
     s->costs = &m->costs;
     s->store = store;
     s->allocator = &m->config.allocator;
@@ -22243,6 +22277,17 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     s.homes = request->largest ? request->largest->decisions : NULL;
     s.host_budget = request->host_budget;
     s.packs = request->goal != MSI_GOAL_FOLD;
+    msi_graph beyond = m->graph;
+    const uint64_t bytes = m->graph.tensors.count * (uint64_t)sizeof(msi_tensor);
+    msi_tensor *tensors = NULL;
+    if (!request->largest && msi_is_beyond(&m->graph, NULL)) {
+        tensors = beyond.tensors.items = (msi_tensor *)msi_scratch(&s, bytes);
+        if (tensors) {
+            memcpy(tensors, m->graph.tensors.items, (size_t)bytes);
+            msi_set_sizes_of(&beyond, NULL, true);
+            s.eval_graph = &beyond;
+        }
+    }
     msi_find_times(m);
     msi_solve(&s, request, plan);
     if (msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s)) {
@@ -22258,6 +22303,7 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
                           plan->train.code.instructions.count * sizeof(float));
         }
     }
+    msi_release(s.allocator, tensors, bytes);
     msi_lowering_free(&lowering);
     const uint64_t moments = 2ull * plan->train.code.instructions.count;
     if (m->run.timing && !MSI_RESERVE(double, s.allocator, plan->train.measured.spans, moments)) {
@@ -22279,8 +22325,8 @@ static ms_result msi_solve_anew(ms_model *m, const msi_store *store, const msi_r
     if (!plan) {
         return msi_fail_memory(m, "the plan", sizeof *plan + msi_decisions_bytes(&m->graph));
     }
-    plan->evals = !m->graph.trains;
     msi_get_sizes(&m->graph, plan->sizes);
+    plan->evals = !m->graph.trains || msi_is_beyond(&m->graph, plan->sizes);
     const msi_shortage shortage = msi_fill_plan(m, store, plan, request);
     if (shortage.what) {
         msi_plan_free(m, plan);
@@ -22456,7 +22502,9 @@ static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
     msi_get_sizes(&m->graph, old);
     msi_set_sizes(&m->graph, sizes);
     const uint64_t budget = largest ? largest->budget_bytes : msi_budget(m);
-    const ms_result result = msi_make_plan(m, store, goal, budget, largest, made);
+    const bool beyond = msi_is_beyond(&m->graph, sizes ? sizes : old) && largest;
+    const ms_result result =
+        msi_make_plan(m, store, beyond ? MSI_GOAL_FOLLOW : goal, budget, largest, made);
     msi_set_sizes(&m->graph, old);
     return result;
 }
@@ -22494,16 +22542,20 @@ static void msi_put_homes(msi_store *store, const msi_plan *plan) {
    budget, the smallest is made. */
 static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     int64_t sizes[MS_LIMIT_AXES];
-    bool alone = true; // no other plan follows this one
+    const bool beyond = msi_is_beyond(&m->graph, NULL);
+    bool alone = !beyond; // no other plan follows this one
     msi_get_sizes(&m->graph, sizes);
     for (uint32_t a = 0; a < m->graph.axis_count; a++) {
-        alone &= sizes[a] == m->graph.axes[a].largest;
+        alone &= sizes[a] == msi_largest_size(&m->graph, a);
     }
     *plans = NULL;
     ms_result result = msi_make_store(m, store);
     MSI_THEN(result, msi_plan_at(m, *store, alone && goal == MSI_GOAL_BUDGET ? MSI_GOAL_TRY : goal,
                                  NULL, NULL, plans));
     MSI_DO(result, msi_put_homes(*store, *plans));
+    for (uint32_t a = 0; a < MS_LIMIT_AXES && result == MS_RESULT_OK && beyond; a++) {
+        (*plans)->sizes[a] = -1; // its eval is for other sizes: it stands for no size
+    }
     if (result == MS_RESULT_OK && !alone) {
         msi_plan *now;
         result = msi_plan_at(m, *store, goal, sizes, *plans, &now);
@@ -22637,7 +22689,9 @@ static int64_t msi_share(int64_t count, int64_t size, int64_t whole) {
 static void msi_resize(msi_resizing *z, int64_t size) {
     msi_graph *g = &z->trials->model->graph;
     if (z->axis != MSI_NONE) {
-        g->axes[z->axis].largest = size;
+        msi_axis *axis = &g->axes[z->axis];
+        axis->eval_largest = axis->eval_largest > axis->largest ? axis->eval_largest : size;
+        axis->largest = size;
         msi_set_sizes(g, NULL);
     }
     for (uint32_t i = 0; i < g->tensors.count; i++) {
@@ -22650,7 +22704,10 @@ static void msi_resize(msi_resizing *z, int64_t size) {
             t->bytes =
                 (uint64_t)msi_share(count, size, z->declared) * ms_dtype_bytes(t->view.dtype);
         }
-        t->largest_bytes = t->bytes;
+        const ms_shape largest = msi_resized(g, t->view.shape, true, NULL);
+        t->largest_bytes = z->axis == MSI_NONE
+                               ? t->bytes
+                               : ms_shape_count(&largest) * ms_dtype_bytes(t->view.dtype);
     }
 }
 
@@ -28484,8 +28541,13 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
 /* Likewise, and whether there are steps at all. */
 static ms_result msi_check_trains(ms_model *m, const char *function) {
     const ms_result result = msi_check_ready(m, function);
-    return result != MS_RESULT_OK || !m->run.plan->evals
-               ? result
+    return result != MS_RESULT_OK || !m->run.plan->evals ? result
+           : m->graph.trains
+               ? msi_fail(m, MS_RESULT_ORDER,
+                          "%s: the axes have sizes that are for ms_eval alone "
+                          "(ms_set_eval_largest): ms_reshape to their largest of training or less "
+                          "first",
+                          function)
                : msi_fail(m, MS_RESULT_ORDER,
                           "%s: this model evaluates alone, since %s: call ms_eval, or %s", function,
                           m->graph.loss == MSI_NONE ? "it has no loss" : "nothing in it is trained",
@@ -30280,7 +30342,7 @@ static void msi_time_plans(ms_model *m) {
     int64_t sizes[MS_LIMIT_AXES];
     msi_get_sizes(&m->graph, sizes);
     for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
-        msi_set_sizes(&m->graph, plan->sizes);
+        msi_set_sizes(&m->graph, plan->sizes[0] < 0 ? NULL : plan->sizes);
         msi_find_times(m);
         msi_time_program(&m->graph, &m->costs, m->run.store, &plan->train);
         msi_time_program(&m->graph, &m->costs, m->run.store, &plan->eval);
@@ -30385,7 +30447,8 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
             return result;
         }
         // it rounds like the largest, so the sums of earlier micro-batches stay what they are
-        MEMSCALE_ASSERT(plan->train.code.scales_loss == m->wrapped.largest->train.code.scales_loss);
+        MEMSCALE_ASSERT(plan->evals ||
+                        plan->train.code.scales_loss == m->wrapped.largest->train.code.scales_loss);
         msi_add_plan(m, plan);
     }
     msi_forget_inputs(m, all);
@@ -31907,7 +31970,7 @@ static MSI_COLD void msi_take_numbers(msi_checkpoint *c) {
     n->seed = m->config.seed;
     n->graph = msi_hash_structure(&m->graph);
     n->optimizer = (uint64_t)m->optimizer.kind;
-    n->scaled = m->run.plan->train.code.scales_loss;
+    n->scaled = m->wrapped.largest->train.code.scales_loss;
     if (m->scale.scaling.growth_steps > 0) {
         n->loss_scale = msi_bits_of_f32(m->scale.loss_scale);
         n->clean_steps = m->scale.clean_steps;
@@ -32360,7 +32423,7 @@ static MSI_COLD void msi_put_piece(msi_checkpoint *c, const msi_item *i, msi_par
                                    const uint8_t *data) {
     const msi_resident *targets[2];
     const uint32_t count = msi_targets_of(c, i, targets);
-    const bool there = c->numbers.scaled != 0, here = c->m->run.plan->train.code.scales_loss;
+    const bool there = c->numbers.scaled != 0, here = c->m->wrapped.largest->train.code.scales_loss;
     const float scale = c->numbers.loss_scale > 0 ? msi_f32_of_bits((uint32_t)c->numbers.loss_scale)
                                                   : msi_first_scale(c->m);
     const float factor = // of the gradients of a window: there and here a plan may scale the loss
@@ -33151,7 +33214,8 @@ static const ms_step_state *msi_known_scale(const ms_model *m) {
 
 static MSI_COLD void msi_report_scale(const ms_model *m, ms_memory_report *r) {
     const ms_step_state *state = msi_known_scale(m);
-    const bool scales = m->run.plan->train.code.scales_loss && state->scaling.growth_steps > 0;
+    const bool scales =
+        m->wrapped.largest->train.code.scales_loss && state->scaling.growth_steps > 0;
     uint32_t layer = MSI_NONE; // the first that has the param
     for (uint32_t i = m->graph.layers.count; i-- > 0 && scales && state->overflow > 0;) {
         for (MSI_EACH(param, &m->graph, &m->graph.layers.items[i], MSI_GROUP_PARAM)) {
@@ -33652,11 +33716,38 @@ MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size
         msi_graph *g = &model->graph;
         if (msi_add_name(model, name, &g->axes[g->axis_count].name)) {
             g->axes[g->axis_count].size = size;
-            g->axes[g->axis_count].largest = largest;
+            g->axes[g->axis_count].largest = g->axes[g->axis_count].eval_largest = largest;
             axis.id = msi_axes_tag(g) << MSI_AXIS_BITS | ++g->axis_count;
         }
     }
     return axis;
+}
+
+MEMSCALE_API void ms_set_eval_largest(ms_model *model, ms_axis axis, int64_t largest) {
+    static const char *const function = "ms_set_eval_largest";
+    if (!msi_registering(model, function, NULL, "")) {
+        return;
+    }
+    msi_graph *g = &model->graph;
+    const uint32_t index = (axis.id & ((1u << MSI_AXIS_BITS) - 1)) - 1;
+    bool is_used = false;
+    for (uint32_t t = 0; t < g->tensors.count && index < g->axis_count; t++) {
+        for (int k = 0; k < g->tensors.items[t].view.shape.rank; k++) {
+            is_used |= g->tensors.items[t].view.shape.axes[k] >> index & 1;
+        }
+    }
+    if (index >= g->axis_count || axis.id >> MSI_AXIS_BITS != msi_axes_tag(g) ||
+        largest < g->axes[index].largest) {
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "%s: %lld, of an axis that is not of this model or whose largest size is larger",
+                  function, (long long)largest);
+    } else if (is_used) {
+        MSI_STICK(model, MS_RESULT_ORDER,
+                  "%s: a tensor lies along axis \"%s\" already: call it right after ms_add_axis",
+                  function, msi_name(g, g->axes[index].name));
+    } else {
+        g->axes[index].eval_largest = largest;
+    }
 }
 
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc) {
