@@ -74,6 +74,7 @@
     X(CLIPPING, 15)                                                                                \
     X(LOSS_FACTOR, 10)                                                                             \
     X(AXES, 20)                                                                                    \
+    X(LARGER_EVALS, 5)                                                                             \
     X(RESHAPED, 5)                                                                                 \
     X(SHARED_ARENA, 5)                                                                             \
     X(DEBUG_MODE, 3)                                                                               \
@@ -171,6 +172,7 @@ typedef struct rd_graph {
     double spice; // how likely the unusual is
     uint32_t axis_count, value_count, layer_count, loss, accumulation;
     int64_t size[RD_AXIS_LIMIT], largest[RD_AXIS_LIMIT];
+    int64_t trains[RD_AXIS_LIMIT]; // the largest in training; 0: the largest
     rd_value value[RD_VALUES];
     rd_layer layer[RD_LAYERS];
     ms_optimizer_desc optimizer;
@@ -900,6 +902,11 @@ static inline rd_graph *rd_generate(uint64_t seed) {
     rd_random_optimizer(g);
     t_rng wants = t_seed(seed ^ 0x3a9e);
     rd_want_gradients(g, &wants);
+    for (uint32_t i = 0; i < g->axis_count && t_chance(&wants, 0.5); ++i) {
+        g->trains[i] =
+            g->size[i] + (int64_t)t_below(&wants, (uint32_t)(g->largest[i] - g->size[i]) + 1);
+        g->seen[RD_LARGER_EVALS] |= g->trains[i] < g->largest[i];
+    }
     rd_count_features(g);
     return g;
 }
@@ -2199,8 +2206,8 @@ static inline bool rd_reference_backward_layer(rd_reference *r, uint32_t layer) 
             f.grad_out[j].data = r->gradient[value - 1];
             any = true;
         }
-        if (f.grad_out[j].data != NULL && r->run.graph->value[value - 1].wanted && l->has_backward &&
-            rd_bit(c->grad_out, j)) {
+        if (f.grad_out[j].data != NULL && r->run.graph->value[value - 1].wanted &&
+            l->has_backward && rd_bit(c->grad_out, j)) {
             f.grad_out[j].data = wanted[j] =
                 rd_copy_of(r->gradient[value - 1], rd_view_bytes(&f.grad_out[j]));
         }
@@ -2442,7 +2449,11 @@ static inline rd_net *rd_net_create(rd_graph *g, const ms_config *config, const 
         return n;
     }
     for (uint32_t i = 0; i < g->axis_count; ++i) {
-        axes[i] = ms_add_axis(n->model, names[i], g->size[i], g->largest[i]);
+        const int64_t largest = g->trains[i] > 0 ? g->trains[i] : g->largest[i];
+        axes[i] = ms_add_axis(n->model, names[i], g->size[i], largest);
+        if (largest < g->largest[i]) {
+            ms_set_eval_largest(n->model, axes[i], g->largest[i]);
+        }
     }
     rd_register_values(n, axes);
     rd_register_layers(n);

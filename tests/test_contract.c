@@ -1128,12 +1128,14 @@ static bool eval_all(trial *t, bool abandons) {
     return compare_all(t);
 }
 
-static bool reshape_all(trial *t) {
+/* beyond: to sizes at which a step is an error, if there are such. */
+static bool reshape_all(trial *t, bool beyond) {
     int64_t size[RD_AXIS_LIMIT];
     rd_graph *g = t->graph;
     for (uint32_t i = 0; i < RD_AXIS_LIMIT; ++i) {
-        size[i] =
-            i < g->axis_count ? 1 + (int64_t)t_below(&t->rng, (uint32_t)g->largest[i]) : g->size[i];
+        const int64_t largest = g->trains[i] > 0 && !beyond ? g->trains[i] : g->largest[i];
+        size[i] = i < g->axis_count ? 1 + (int64_t)t_below(&t->rng, (uint32_t)largest) : g->size[i];
+        size[i] = beyond && g->trains[i] > 0 ? largest : size[i];
     }
     g->seen[RD_RESHAPED] = 1;
     for (uint32_t k = 0; k < t->net_count; ++k) {
@@ -1232,13 +1234,20 @@ static bool between_steps(trial *t) {
         retune_all(t);
     }
     if (t->graph->axis_count > 0 && t_chance(&t->rng, 0.4)) {
-        fine = reshape_all(t);
+        fine = reshape_all(t, false);
     }
     if (fine && t_chance(&t->rng, 0.1)) {
         fine = retrain_all(t);
     }
     for (uint32_t k = 0; k < t->net_count && fine; ++k) {
         fine = disturb(t, k);
+    }
+    if (fine && t->graph->seen[RD_LARGER_EVALS] != 0 && t->graph->seed % 2 == 0) {
+        fine = reshape_all(t, true) && eval_all(t, false);
+        for (uint32_t k = 0; k < t->net_count && fine && !t->graph->has_no_loss; ++k) {
+            t_error(t->net[k]->model, ms_step(t->net[k]->model, NULL), MS_RESULT_ORDER);
+        }
+        fine = fine && reshape_all(t, false);
     }
     if (fine && t_chance(&t->rng, 0.25)) {
         fine = eval_all(t, t_chance(&t->rng, 0.4) && !t->graph->has_no_loss);
