@@ -1394,6 +1394,7 @@ typedef struct ms_lifetime {
     bool is_on_host;                  // outside the arena, in host memory
     ms_state_format format;           // of optimizer state; otherwise F32
     ms_dtype dtype;                   // of any other value, in this plan; of scratch memory U8
+    uint64_t offset; // in the arena; if is_on_host, in the model's memory there; of what is lent 0
 } ms_lifetime;
 
 /* lifetime is valid only during the call. */
@@ -1408,7 +1409,7 @@ typedef void (*ms_lifetime_fn)(const ms_lifetime *lifetime, void *user);
     X(MS_EVENT_RECOMPUTE, "recompute")                                                             \
     X(MS_EVENT_BACKWARD, "backward")                                                               \
     X(MS_EVENT_EVAL, "eval")                                                                       \
-    X(MS_EVENT_SEED, "seed") /* the gradient of the loss is set to ms_call.loss_factor */          \
+    X(MS_EVENT_SEED, "seed") /* the gradient of the loss is set to ms_event.value */               \
     X(MS_EVENT_ZERO, "zero")                                                                       \
     X(MS_EVENT_COPY, "copy") /* target, source; nothing to do if both are at one arena offset */   \
     X(MS_EVENT_CAST, "cast") /* target, source: of other dtypes, rounded to the nearest */         \
@@ -1496,6 +1497,9 @@ typedef struct ms_event {
        for it; of a WAIT, the number that the compute stream waits for: as recorded last. */
     bool follows;
     uint32_t signal; // UINT32_MAX in all other events
+    /* Of a SEED: what each element is set to, by ms_set_loss_factor or the mean as they are now. In a
+       plan in F16 the device multiplies it by the loss scale. 0 in all other events. */
+    float value;
 } ms_event;
 
 /* event is valid only during the call. */
@@ -1637,11 +1641,16 @@ MEMSCALE_API void ms_set_eval_largest(ms_model *model, ms_axis axis, int64_t lar
 MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor);
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
 
+/* The gradient of this activation has a dtype of its own (F32, BF16 or F16) in every call, whatever the
+   value has: for operators with gradients in F32 of values in F16. Call it before the layer that makes
+   the activation is registered. Errors: INVALID, ORDER (after that layer); both stick. */
+MEMSCALE_API void ms_set_gradient_dtype(ms_model *model, ms_tensor tensor, ms_dtype dtype);
+
 /* Keep the gradient of this input, buffer or activation until the next step or eval, so that ms_read
    of its ms_gradient can read it from ms_backward on, also after ms_step: for saliency, adversarial
    examples, style transfer, or to hand it to another model. With accumulation it is that of the last
-   micro-batch that has run. ms_read gives it in the dtype of the tensor, without the loss scale, and,
-   if the plan has the tensor in 16 bits, rounded to them. Where no param is trained, a step only
+   micro-batch that has run. ms_read gives it in the dtype of the tensor (or of ms_set_gradient_dtype), without the loss scale,
+   and, if the plan has the tensor in 16 bits, rounded to them. Where no param is trained, a step only
    computes the gradients that are wanted, and updates nothing. Errors: INVALID (an integer tensor; with
    ms_stop_gradient of the same tensor; a buffer that is state, or a tensor on which the loss does not
    depend, which ms_wrap finds), ORDER (after ms_wrap); all stick. */
@@ -3955,6 +3964,7 @@ typedef struct msi_tensor {
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
     uint8_t borrowed;                      // mask of the roles whose memory is the trainer's
     uint8_t format;                        // as it was created: an msi_format
+    uint8_t gradient_format;               // of its gradient, always; COUNT: as the value has it
     uint8_t narrow;                        // analysis: the one that a plan may round it to
     uint8_t not_narrow;                    // or why there is none: an msi_not_narrow
     bool narrow_gradient;                  // params: the gradient is rounded with the value
@@ -8361,15 +8371,27 @@ static int msi_group_of_values(int group) {
 static msi_format msi_seen_format(const msi_tensor *t, const msi_layer *l, int group, uint32_t slot,
                                   msi_format call) {
     const bool stays = group == MSI_GROUP_GRAD_PARAM && !(l->dtypes.half_gradients >> slot & 1);
-    return !stays && msi_follows_call(t, l, msi_group_of_values(group), slot)
+    return (group == MSI_GROUP_GRAD_OUT || group == MSI_GROUP_GRAD_IN) &&
+                   t->gradient_format != MSI_FORMAT_COUNT
+               ? (msi_format)t->gradient_format
+           : !stays && msi_follows_call(t, l, msi_group_of_values(group), slot)
                ? call
                : (msi_format)t->format;
 }
 
+static uint64_t msi_elements(const msi_tensor *t) {
+    return t->bytes / msi_formats[t->format].bytes;
+}
+
 /* Bytes of a value or a gradient in a format. */
 static uint64_t msi_value_bytes(const msi_tensor *t, msi_format format) {
-    return format == (msi_format)t->format ? t->bytes
-                                           : msi_format_bytes(format, t->bytes / sizeof(float));
+    return format == (msi_format)t->format ? t->bytes : msi_format_bytes(format, msi_elements(t));
+}
+
+/* The format in which the trainer knows a tensor in a role. */
+static msi_format msi_known_format(const msi_tensor *t, msi_role role) {
+    const bool own = role == MSI_ROLE_GRADIENT && t->gradient_format != MSI_FORMAT_COUNT;
+    return (msi_format)(own ? t->gradient_format : t->format);
 }
 
 /* The format of a tensor in a role, if its value is not rounded; state_8bit: its state is coded. */
@@ -8460,6 +8482,7 @@ static MSI_COLD ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char 
     t.view.shape = *shape;
     t.view.dtype = dtype;
     t.format = (uint8_t)msi_format_of_dtype(dtype);
+    t.gradient_format = MSI_FORMAT_COUNT;
     t.kind = kind;
     t.producer = MSI_NONE;
     if (!msi_shape_bytes(shape, dtype, &t.bytes) ||
@@ -9989,6 +10012,7 @@ static MSI_COLD bool msi_check_must(ms_model *m, const char *name, bool of_grad,
     *claimed |= (uint32_t)1 << k;
     const msi_tensor *x = msi_tensor_at(m, result), *y = msi_tensor_at(m, operands[k]);
     return (x && y && x->view.dtype == y->view.dtype && x->bytes == y->bytes &&
+            (!of_grad || x->gradient_format == y->gradient_format) &&
             msi_scales_alike(&m->graph, msi_index(&m->graph, result),
                              msi_index(&m->graph, operands[k]))) ||
            MSI_REFUSE_LAYER(m, name,
@@ -10077,14 +10101,15 @@ static MSI_COLD bool msi_check_edges(ms_model *m, const char *name, const ms_lay
     const uint32_t overwrites = d->overwrites.in | d->must_grad_in_place;
     for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
         const msi_tensor *t = overwrites >> i & 1 ? msi_tensor_at(m, d->in[i]) : NULL;
+        const msi_format has = t ? msi_known_format(t, MSI_ROLE_GRADIENT) : MSI_FORMAT_F32;
         if (t && t->kind == MSI_KIND_ACTIVATION && msi_is_float(t->view.dtype) &&
-            t->view.dtype != MS_DTYPE_F32) {
+            has != MSI_FORMAT_F32) {
             return MSI_REFUSE_LAYER(m, name,
                                     "the gradient of in[%u] \"%s\" is %s; one that is overwritten "
                                     "or computed in place may have to be summed by the library, "
                                     "which sums only f32: follow ms_view.beta instead",
                                     (unsigned)i, msi_name(&m->graph, t->name),
-                                    ms_dtype_name(t->view.dtype));
+                                    ms_dtype_name(msi_dtype_of(has)));
         }
     }
     return true;
@@ -12383,6 +12408,8 @@ static msi_format msi_gradient_format(const msi_lowering *w, uint32_t t) {
                ? msi_format_at(w, msi_now(w, w->now.gradient, t))
            : msi_now(w, w->now.gradient_away, t) != MSI_NONE
                ? msi_format_at(w, msi_now(w, w->now.gradient_away, t))
+           : tensor->gradient_format != MSI_FORMAT_COUNT
+               ? msi_known_format(tensor, MSI_ROLE_GRADIENT)
            : tensor->kind == MSI_KIND_PARAM && !tensor->narrow_gradient
                ? MSI_FORMAT_F32
                : (msi_format)msi_decided(w, t)->format;
@@ -21336,6 +21363,7 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
     if (request->goal == MSI_GOAL_FOLLOW) {
         msi_follow(&s);
         plan->arena_bytes = plan->plain_bytes = s.score.bytes;
+        plan->plain_live_bytes = plan->train.layout.resident_bytes + plan->train.layout.peak_bytes;
         plan->plain_step_us = s.score.us;
         return;
     }
@@ -21778,9 +21806,10 @@ static uint64_t msi_hash_tensor(uint64_t hash, const msi_tensor *t) {
                           t->updates_early, t->must_stay,    t->serves_recompute,
                           t->leads_to_loss, t->is_looked_up, t->narrow_gradient,
                           t->wanted};
-    const int numbers[] = {(int)t->kind,    (int)t->view.dtype, t->format,
-                           t->narrow,       t->not_narrow,      t->borrowed,
-                           t->forced_moves, t->forbidden_moves, t->view.shape.rank};
+    const int numbers[] = {(int)t->kind,      (int)t->view.dtype, t->format,
+                           t->narrow,         t->not_narrow,      t->borrowed,
+                           t->forced_moves,   t->forbidden_moves, t->view.shape.rank,
+                           t->gradient_format};
     hash = msi_hash_bytes(hash, flags, sizeof flags);
     hash = msi_hash_bytes(hash, numbers, sizeof numbers);
     hash = msi_hash_bytes(hash, t->technique, sizeof t->technique);
@@ -27896,12 +27925,17 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     return result;
 }
 
-/* The factor of the loss in the value that is reported, for the step that has begun. */
-static MSI_NOINLINE float msi_loss_factor(const ms_model *m) {
-    return m->run.loss.has_factor ? m->run.loss.factor
+/* The factor of the loss in the value that is reported. */
+static MSI_NOINLINE float msi_loss_factor(const ms_model *m, const msi_loss_sum *loss) {
+    return loss->has_factor ? loss->factor
            : m->graph.loss == MSI_NONE
                ? 1.0f
                : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
+}
+
+/* That in the gradient: the mean over all micro-batches is minimised. */
+static float msi_step_factor(const ms_model *m, const msi_loss_sum *loss) {
+    return msi_loss_factor(m, loss) / (loss->has_factor ? 1.0f : (float)m->run.store->micro_count);
 }
 
 static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
@@ -27939,7 +27973,7 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
     if (i->rows.of > 0) {
         pair.bytes = msi_operand_bytes(&m->graph, p, i, 2 * number);
     } else if (i->part_count > 1 || target->format != t->format) {
-        const msi_part part = msi_part_of(t->bytes / sizeof(float), i->part, i->part_count);
+        const msi_part part = msi_part_of(msi_elements(t), i->part, i->part_count);
         pair.bytes = msi_part_bytes((msi_format)target->format, part).count;
     }
     return pair;
@@ -28282,8 +28316,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
         m->wrapped.waiting = NULL;
     }
     m->run.loss = m->loss;
-    m->run.step_factor = msi_loss_factor(m); // the mean over all micro-batches is minimised
-    m->run.step_factor /= m->run.loss.has_factor ? 1.0f : (float)m->run.store->micro_count;
+    m->run.step_factor = msi_step_factor(m, &m->loss);
     m->run.gradient_factor = 0.0f;
     return msi_start_at(m, p, 0, false);
 }
@@ -28427,7 +28460,7 @@ static ms_result msi_run_forward(ms_model *m) {
     if (error == 0 && p->code.loss != MSI_NONE) {
         error = b->loss(m->device, msi_address(m, p, p->code.loss),
                         p->code.ranges.items[p->code.loss].bytes / sizeof(float),
-                        (double)msi_loss_factor(m), state);
+                        (double)msi_loss_factor(m, &m->run.loss), state);
         m->run.verdict = MSI_VERDICT_ON_DEVICE;
         m->run.is_summed = true;
     }
@@ -29342,11 +29375,12 @@ static MSI_COLD ms_result msi_unscale(ms_model *m, const msi_tensor *t, void *da
         msi_copy(m, &state, true, msi_state_on_device(m, false), msi_is_direct(m), sizeof state);
     const bool updated = m->run.position == p->code.instructions.count;
     const float scale = updated ? state.last_scale : state.loss_scale;
-    for (uint64_t i = 0; i < ms_shape_count(&t->view.shape) && result == MS_RESULT_OK; i++) {
-        if (t->view.dtype == MS_DTYPE_F64) {
+    const ms_dtype dtype = msi_dtype_of(msi_known_format(t, MSI_ROLE_GRADIENT));
+    for (uint64_t i = 0; i < msi_elements(t) && result == MS_RESULT_OK; i++) {
+        if (dtype == MS_DTYPE_F64) {
             ((double *)data)[i] /= (double)scale;
         } else {
-            msi_store_as(data, t->view.dtype, i, msi_load(data, t->view.dtype, i) / scale);
+            msi_store_as(data, dtype, i, msi_load(data, dtype, i) / scale);
         }
     }
     return result;
@@ -29373,7 +29407,11 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
                    ? msi_copy(m, data, true, source->memory[role], !on_device, source->bytes)
                    : msi_fill(m, data, true, 0, source->bytes);
     }
-    const msi_memory to = msi_memory_given(source, NULL, data);
+    msi_memory to = msi_memory_given(source, NULL, data);
+    to.format = msi_known_format(source, role);
+    const uint64_t bytes = to.format == (msi_format)source->format
+                               ? source->bytes
+                               : msi_elements(source) * sizeof(float);
     const msi_memory from =
         m->run.plan ? msi_live_memory(m, t, role) : msi_memory_given(source, NULL, NULL);
     if (!from.source) {
@@ -29381,7 +29419,7 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
                         msi_role_name(role), name, msi_read_cure(m, t, role));
     }
     ms_result result = from.on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write
-    MSI_THEN(result, msi_copy_value(m, &to, &from, source, role, source->bytes));
+    MSI_THEN(result, msi_copy_value(m, &to, &from, source, role, bytes));
     if (result == MS_RESULT_OK && role == MSI_ROLE_GRADIENT && source->wanted &&
         m->run.plan->train.code.scales_loss) {
         result = msi_unscale(m, source, data);
@@ -30624,6 +30662,15 @@ static uint64_t msi_pieces_bytes(const msi_verification *v) {
     return v->state_count > 0 ? 2 * MSI_PIECE_BYTES : MSI_PIECE_BYTES;
 }
 
+/* The format and the bytes in which results of a tensor are compared. */
+static msi_format msi_compared_format(const msi_tensor *t) {
+    return msi_known_format(t, t->is_state ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
+}
+
+static uint64_t msi_compared_bytes(const msi_tensor *t) {
+    return msi_value_bytes(t, msi_compared_format(t));
+}
+
 /* Marks the params that learn and the buffers that layers change, and allocates for the results
    that are compared, and a piece.
    The live ranges of gradients are known only when a pass has been lowered. */
@@ -30642,7 +30689,7 @@ static MSI_COLD ms_result msi_choose_compared(msi_verification *v) {
                 v->state_count += msi_rounded_state(v, t, k) != NULL;
             }
             v->count += v->compares;
-            v->result_bytes += v->compares ? msi_align(g->tensors.items[t].bytes) : 0;
+            v->result_bytes += v->compares ? msi_align(msi_compared_bytes(tensor)) : 0;
         }
     }
     v->count += v->state_count;
@@ -30944,13 +30991,14 @@ static MSI_COLD ms_result msi_read_result(const msi_verification *v, uint32_t ra
     ms_model *m = v->model;
     const msi_range *r = &m->run.program->code.ranges.items[range];
     const msi_format format = (msi_format)r->format;
-    const bool rounded = format != (msi_format)m->graph.tensors.items[r->tensor].format;
+    const msi_format as = msi_compared_format(&m->graph.tensors.items[r->tensor]);
+    const bool rounded = format != as;
     const uint64_t skipped = rounded ? msi_format_bytes(format, done / sizeof(float)) : done;
     const uint64_t bytes = rounded ? msi_format_bytes(format, part / sizeof(float)) : part;
     const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, range) + skipped;
     const ms_result result = msi_copy(m, to + (part - bytes), true, from, r->on_host, bytes);
-    const bool scaled =
-        r->role == MSI_ROLE_GRADIENT && (v->loss_scale < 1.0f || v->loss_scale > 1.0f);
+    const bool scaled = as == MSI_FORMAT_F32 && r->role == MSI_ROLE_GRADIENT &&
+                        (v->loss_scale < 1.0f || v->loss_scale > 1.0f);
     for (uint64_t i = 0; i < part / sizeof(float) && (rounded || scaled); i++) {
         const float x = msi_load(to + (part - bytes), msi_dtype_of(format), i);
         ((float *)(void *)to)[i] = scaled ? x / v->loss_scale : x;
@@ -30966,7 +31014,7 @@ static MSI_COLD ms_result msi_take_result(msi_verification *v, int pass, uint32_
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     uint8_t *piece = v->results + v->result_bytes;
     if (pass == MSI_PASS_PLAIN) {
-        return msi_read_result(v, v->range_of[t], 0, tensor->bytes, result);
+        return msi_read_result(v, v->range_of[t], 0, msi_compared_bytes(tensor), result);
     }
     d->tensor = msi_handle(&m->graph, t, tensor->is_state ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
     d->name = msi_name(&m->graph, tensor->name);
@@ -30974,11 +31022,12 @@ static MSI_COLD ms_result msi_take_result(msi_verification *v, int pass, uint32_
     memset(v->error, 0, sizeof v->error);
     memset(v->size, 0, sizeof v->size);
     ms_result taken = MS_RESULT_OK;
-    for (uint64_t done = 0; done < tensor->bytes && taken == MS_RESULT_OK;
-         done += MSI_PIECE_BYTES) {
-        const uint64_t part = msi_smaller(tensor->bytes - done, MSI_PIECE_BYTES);
+    const uint64_t bytes = msi_compared_bytes(tensor);
+    for (uint64_t done = 0; done < bytes && taken == MS_RESULT_OK; done += MSI_PIECE_BYTES) {
+        const uint64_t part = msi_smaller(bytes - done, MSI_PIECE_BYTES);
         taken = msi_read_result(v, v->range_of[t], done, part, piece);
-        MSI_DO(taken, msi_compare_piece(d, tensor->view.dtype, result + done, piece, part));
+        MSI_DO(taken, msi_compare_piece(d, msi_dtype_of(msi_compared_format(tensor)), result + done,
+                                        piece, part));
         for (uint32_t k = 0, n = 1; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
             if (msi_rounded_state(v, t, k)) {
                 MSI_THEN(taken, msi_compare_state(v, d + n++, t, k, done / sizeof(float),
@@ -31011,7 +31060,7 @@ static MSI_COLD ms_result msi_take_results(msi_verification *v, int pass) {
             for (uint32_t s = 0; s < MS_LIMIT_OPTIMIZER_STATE; s++) {
                 k += msi_rounded_state(v, t, s) != NULL;
             }
-            to += msi_align(m->graph.tensors.items[t].bytes);
+            to += msi_align(msi_compared_bytes(&m->graph.tensors.items[t]));
         }
     }
     return result;
@@ -33320,6 +33369,16 @@ static ms_state_format msi_public_format(const msi_range *range) {
     return is_state ? msi_formats[range->format].state : MS_STATE_FORMAT_F32;
 }
 
+/* Where a live range is: in the arena, or in the model's memory on the host; 0 if it is lent. */
+static MSI_COLD uint64_t msi_public_offset(const msi_store *store, const msi_program *p,
+                                           uint32_t index) {
+    const msi_range *range = &p->code.ranges.items[index];
+    const msi_resident *r = index < store->residents.count ? &store->residents.items[index] : NULL;
+    return r                ? (r->borrowed ? 0 : r->offset)
+           : range->on_host ? store->host_bytes + range->offset
+                            : store->resident_bytes + range->offset;
+}
+
 static MSI_COLD ms_dtype msi_public_dtype(const msi_range *range) {
     const msi_role role = (msi_role)range->role;
     return role == MSI_ROLE_WORKSPACE || role == MSI_ROLE_NORM ? MS_DTYPE_U8
@@ -33353,11 +33412,8 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
     o.dtype = msi_public_dtype(range);
     o.is_outside = msi_is_outside(store, p, operand->range);
     o.is_on_host = msi_is_on_host(store, p, operand->range);
-    o.offset = fixed            ? store->residents.items[operand->range].offset
-               : range->on_host ? store->host_bytes + range->offset
-                                : store->resident_bytes + range->offset;
+    o.offset = msi_public_offset(store, p, operand->range);
     o.is_borrowed = fixed && store->residents.items[operand->range].borrowed;
-    o.offset = o.is_borrowed ? 0 : o.offset;
     const bool by_rows = !whole && msi_is_operand_cut(&w->model->graph, p, i, k);
     o.is_part = by_rows || (!whole && i->part_count > 1 && range->role != MSI_ROLE_NORM);
     if (by_rows) {
@@ -33453,6 +33509,7 @@ static MSI_COLD void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     event.row_total = drops ? 0 : i->rows.of;
     event.follows = i->follows && !drops;
     event.signal = drops || i->event == MSI_NO_EVENT ? UINT32_MAX : i->event;
+    event.value = i->op == MSI_OP_SEED && !drops ? msi_step_factor(m, &m->loss) : 0.0f;
     if (w->program->measured.is_there) {
         const double *measured = w->program->measured.spans.items + 2ull * w->now;
         event.measured_us = drops ? 0.0 : measured[1];
@@ -33588,6 +33645,7 @@ static MSI_COLD void msi_visit_lifetimes(const ms_model *m, const msi_program *p
         l.dtype = msi_public_dtype(range);
         l.is_outside = msi_is_outside(m->run.store, p, k);
         l.is_on_host = msi_is_on_host(m->run.store, p, k);
+        l.offset = msi_public_offset(m->run.store, p, k);
         l.is_at_peak = !l.is_outside && l.first <= p->layout.peak && p->layout.peak <= l.last;
         if (l.first <= l.last) { // not aliased at once
             visit(&l, user);
@@ -33787,6 +33845,26 @@ MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor) {
     }
 }
 
+MEMSCALE_API void ms_set_gradient_dtype(ms_model *model, ms_tensor tensor, ms_dtype dtype) {
+    static const char *const function = "ms_set_gradient_dtype";
+    msi_tensor *t =
+        msi_tensor_of(model, function, tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
+    const bool can_be = (MSI_NARROW_DTYPES | 1u << MS_DTYPE_F32) >> ((unsigned)dtype & 31u) & 1u;
+    if (t && (!can_be || (unsigned)dtype > 31u || !msi_is_float(t->view.dtype))) {
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "%s of \"%s\", which is %s: %s; a gradient of a float tensor can be f32, bf16 or "
+                  "f16",
+                  function, msi_name(&model->graph, t->name), ms_dtype_name(t->view.dtype),
+                  ms_dtype_name(dtype));
+    } else if (t && t->producer != MSI_NONE) {
+        MSI_STICK(model, MS_RESULT_ORDER, "%s of \"%s\": call it before %s is registered", function,
+                  msi_name(&model->graph, t->name),
+                  msi_layer_label(&model->graph, t->producer).text);
+    } else if (t) {
+        t->gradient_format = (uint8_t)msi_format_of_dtype(dtype);
+    }
+}
+
 MEMSCALE_API void ms_want_gradient(ms_model *model, ms_tensor tensor) {
     static const char *const function = "ms_want_gradient";
     const uint32_t index = model ? msi_value_index(&model->graph, tensor) : MSI_NONE;
@@ -33825,9 +33903,12 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
     const uint32_t t = msi_activation_index(model, "ms_set_loss", loss);
     const ms_view *view = t == MSI_NONE ? NULL : &model->graph.tensors.items[t].view;
-    if (view && (view->dtype == MS_DTYPE_F32 ||
-                 MSI_REFUSE(model, "loss \"%s\" has dtype %s; a loss is f32",
-                            msi_tensor_name(&model->graph, t), ms_dtype_name(view->dtype)))) {
+    const msi_format of_gradient =
+        view ? msi_known_format(&model->graph.tensors.items[t], MSI_ROLE_GRADIENT) : MSI_FORMAT_F32;
+    if (view && ((view->dtype == MS_DTYPE_F32 && of_gradient == MSI_FORMAT_F32) ||
+                 MSI_REFUSE(model, "loss \"%s\" has dtype %s, its gradient %s; a loss is f32",
+                            msi_tensor_name(&model->graph, t), ms_dtype_name(view->dtype),
+                            ms_dtype_name(msi_dtype_of(of_gradient))))) {
         model->graph.loss = t;
     }
 }
@@ -34184,7 +34265,7 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
     const msi_memory memory = msi_live_memory(model, t, role);
     const msi_resident *resident = msi_find_resident(model->run.store, t, role);
     msi_tensor *value = &model->graph.tensors.items[t];
-    const msi_format created = (msi_format)value->format;
+    const msi_format created = msi_known_format(value, role);
     const bool is_rounded = resident && resident->format != created;
     value->in_place |= role == MSI_ROLE_VALUE && !is_rounded;
     return memory.format == created && !is_rounded ? memory.target : NULL;
@@ -34219,17 +34300,20 @@ MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor) {
 
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
-    return t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
+    const msi_tensor *of = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
+    return of ? msi_value_bytes(of, msi_known_format(of, msi_role_of(&model->graph, tensor))) : 0;
 }
 
 MEMSCALE_API ms_dtype ms_tensor_dtype(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
-    return t == MSI_NONE ? MS_DTYPE_COUNT : model->graph.tensors.items[t].view.dtype;
+    return t == MSI_NONE ? MS_DTYPE_COUNT
+                         : msi_dtype_of(msi_known_format(&model->graph.tensors.items[t],
+                                                         msi_role_of(&model->graph, tensor)));
 }
 
 MEMSCALE_API ms_result ms_expect_bytes(ms_model *model, ms_tensor tensor, uint64_t bytes) {
     const uint32_t t = msi_transfer_index(model, "ms_expect_bytes", tensor, &bytes);
-    const uint64_t has = t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
+    const uint64_t has = t == MSI_NONE ? 0 : ms_tensor_bytes(model, tensor);
     return t == MSI_NONE ? msi_invalid(model)
            : has == bytes
                ? MS_RESULT_OK

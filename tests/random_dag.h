@@ -151,7 +151,8 @@ typedef struct rd_value {
     uint32_t axes; // mask of those that multiply the rows
     int64_t cols;
     bool frozen, on_host, stopped, kept, kept_in_eval;
-    bool wanted; // its gradient, by ms_want_gradient
+    bool wanted;       // its gradient, by ms_want_gradient
+    bool f32_gradient; // by ms_set_gradient_dtype
     bool borrowed, borrowed_gradient, borrowed_state;
     bool is_state;  // of some layer
     bool is_sealed; // an auxiliary loss that no layer may read
@@ -931,6 +932,17 @@ static inline void rd_random_dtypes(rd_graph *g, uint64_t seed) {
         const uint32_t used = (1u << l->count[RD_GROUP_PARAM]) - 1u;
         d->half_gradients = (uint32_t)t_next(&rng) & used & ~d->f32_param;
     }
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        bool stays = false; // a gradient lies in the place of another one, of the same dtype
+        for (uint32_t k = 0; k < g->layer_count; ++k) {
+            const rd_layer *l = &g->layer[k];
+            stays |= l->desc.must_grad_in_place != 0 &&
+                     (rd_has(l, RD_GROUP_IN, i) || rd_has(l, RD_GROUP_OUT, i));
+        }
+        rd_value *v = &g->value[i];
+        v->f32_gradient =
+            t_chance(&rng, 0.2) && !stays && v->role == RD_ACTIVATION && rd_is_float(v);
+    }
 }
 
 /* The dtype in which a call is to see an operand. */
@@ -1129,9 +1141,10 @@ static inline bool rd_is_worked_on(const rd_layer *l, int out) {
 static inline bool rd_check_gradient(rd_op *op, const ms_call *call, const ms_view *view,
                                      const rd_value *v, const char *what, int slot) {
     const int group = what[5] == 'o' ? RD_GROUP_OUT : what[5] == 'i' ? RD_GROUP_IN : RD_GROUP_PARAM;
-    ms_dtype dtype =
-        v == NULL ? MS_DTYPE_F32
-                  : rd_dtype(op->layer, call->dtype, group, slot, v, group == RD_GROUP_PARAM);
+    ms_dtype dtype = v == NULL         ? MS_DTYPE_F32
+                     : v->f32_gradient ? MS_DTYPE_F32
+                                       : rd_dtype(op->layer, call->dtype, group, slot, v,
+                                                  group == RD_GROUP_PARAM);
     if (!rd_check_view(op, view, v, dtype, what, slot)) {
         return false;
     }
@@ -2362,6 +2375,9 @@ static inline void rd_register_values(rd_net *n, const ms_axis *axes) {
         }
         if (v->wanted) {
             ms_want_gradient(n->model, n->handle[i]);
+        }
+        if (v->f32_gradient) {
+            ms_set_gradient_dtype(n->model, n->handle[i], MS_DTYPE_F32);
         }
     }
 }

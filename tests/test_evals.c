@@ -757,6 +757,202 @@ static void a_gradient_alone_updates_nothing(void **state) {
     }
 }
 
+// ------------------------------------------------------------------------------------------------
+// gradients of another dtype than their value has
+
+static uint32_t wrong_dtypes;
+
+/* y = tanh(a) + tanh(b), of values in F16 or F32; the gradients of values in F16 are F32. */
+static int sum_forward(const ms_call *c) {
+    for (uint64_t i = 0; i < ms_shape_count(&c->out[0].shape); ++i) {
+        const float a = get(&c->in[0], i), b = c->in[1].data != NULL ? get(&c->in[1], i) : 0.0f;
+        msi_store_as(c->out[0].data, c->out[0].dtype, i, tanhf(a) + tanhf(b));
+    }
+    return 0;
+}
+
+static int sum_backward(const ms_call *c) {
+    wrong_dtypes += c->grad_out[0].dtype != MS_DTYPE_F32;
+    for (int k = 0; k < 2; ++k) {
+        wrong_dtypes += c->in[k].shape.rank > 0 && c->grad_in[k].dtype != MS_DTYPE_F32;
+        for (uint64_t i = 0; i < ms_shape_count(&c->out[0].shape) && c->grad_in[k].data; ++i) {
+            const float y = tanhf(get(&c->in[k], i));
+            give(&c->grad_in[k], i, get(&c->grad_out[0], i) * (1.0f - y * y));
+        }
+    }
+    return 0;
+}
+
+enum { LINKS = 5 };
+
+/* h[k] = tanh(h[k - 1]) + tanh(h[k - 2]) in F16: each value has two readers, whose gradients add up. The
+   gradient of x against the formula in float64, from the values as they were rounded. */
+static void gradients_have_a_dtype_of_their_own(void **state) {
+    (void)state;
+    for (int way = 0; way < 6; ++way) { // plain; smallest; moved; in tiles; overwriting; debug
+        ms_config config = t_config();
+        config.force_optimize = way > 0;
+        config.debug = way == 5;
+        ms_model *m;
+        t_ok(NULL, ms_create(&config, &m));
+        const ms_shape shape = ms_shape2(ROWS, COLS);
+        ms_tensor h[LINKS + 1];
+        h[0] = ms_input(m, "x", MS_DTYPE_F32, shape);
+        for (int k = 1; k <= LINKS; ++k) {
+            const ms_dtype dtype = k < LINKS ? MS_DTYPE_F16 : MS_DTYPE_F32;
+            h[k] = ms_activation(m, "h", dtype, shape);
+            ms_set_gradient_dtype(m, h[k], MS_DTYPE_F32);
+            ms_layer_desc d = t_new_layer("sum", sum_forward, sum_backward, NULL);
+            d.in[0] = h[k - 1];
+            d.in[1] = k > 1 ? h[k - 2] : d.in[1];
+            d.out[0] = h[k];
+            d.backward_reads.in = k > 1 ? 3 : 1;
+            d.overwrites.in = way == 4 && k > 2 ? 1 : 0;
+            d.tile.axes = 1;
+            const ms_layer layer = ms_register_layer(m, &d);
+            ms_add_output(m, h[k]);
+            if (way == 2 && k == 3) {
+                ms_set_layer_technique(m, layer, MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+            } else if (way == 3) {
+                ms_set_layer_technique(m, layer, MS_TECHNIQUE_TILING, MS_SWITCH_ON);
+            }
+        }
+        ms_set_loss(m, h[LINKS]);
+        ms_want_gradient(m, h[0]);
+        ms_want_gradient(m, h[2]);
+        t_ok(m, ms_wrap(m));
+        assert_int_equal(ms_tensor_dtype(m, h[2]), MS_DTYPE_F16);
+        assert_int_equal(ms_tensor_dtype(m, ms_gradient(m, h[2])), MS_DTYPE_F32);
+        assert_int_equal(ms_tensor_bytes(m, ms_gradient(m, h[2])), ROWS * COLS * 4);
+        t_ok(m, ms_write(m, h[0], batch(3)));
+        wrong_dtypes = 0;
+        t_ok(m, ms_step(m, NULL));
+        t_ok(m, ms_synchronize(m));
+        assert_int_equal(wrong_dtypes, 0);
+        static float values[LINKS + 1][ROWS * COLS], gradient[2][ROWS * COLS];
+        static uint16_t halves[ROWS * COLS];
+        memcpy(values[0], batch(3), sizeof values[0]);
+        for (int k = 1; k < LINKS; ++k) {
+            t_ok(m, ms_read(m, h[k], halves));
+            for (int i = 0; i < ROWS * COLS; ++i) {
+                values[k][i] = msi_load(halves, MS_DTYPE_F16, (uint64_t)i);
+            }
+        }
+        t_ok(m, ms_read(m, ms_gradient(m, h[0]), gradient[0]));
+        t_ok(m, ms_read(m, ms_gradient(m, h[2]), gradient[1]));
+        for (int i = 0; i < ROWS * COLS; ++i) {
+            double g[LINKS + 1];
+            g[LINKS] = 1.0 / (ROWS * COLS);
+            for (int k = LINKS - 1; k >= 0; --k) {
+                const double y = tanh((double)values[k][i]);
+                g[k] = (1.0 - y * y) * (g[k + 1] + (k + 2 <= LINKS ? g[k + 2] : 0.0));
+            }
+            assert_true(fabs(g[0] - (double)gradient[0][i]) < 1e-6 * fabs(g[0]));
+            assert_true(fabs(g[2] - (double)gradient[1][i]) < 1e-6 * fabs(g[2]));
+        }
+        ms_verify_report report;
+        t_ok(m, ms_verify(m, NULL, NULL, &report));
+        assert_int_equal(report.tensor_count, 2);
+        assert_int_equal(report.differ_count, 0);
+        ms_destroy(m);
+    }
+}
+
+static void wrong_dtypes_of_gradients(void **state) {
+    (void)state;
+    const ms_config config = t_config();
+    for (int way = 0; way < 5; ++way) {
+        ms_model *m;
+        t_ok(NULL, ms_create(&config, &m));
+        const ms_shape shape = ms_shape2(ROWS, COLS);
+        const ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, shape);
+        const ms_tensor h = ms_activation(m, "h", way == 2 ? MS_DTYPE_I32 : MS_DTYPE_F32, shape);
+        ms_layer_desc d = t_new_layer("sum", sum_forward, sum_backward, NULL);
+        d.in[0] = x;
+        d.out[0] = h;
+        if (way == 3) {
+            ms_register_layer(m, &d);
+        }
+        ms_set_gradient_dtype(m, way == 0 ? x : h, way == 1 ? MS_DTYPE_F64 : MS_DTYPE_BF16);
+        if (way == 4) { // a loss has one in F32
+            ms_register_layer(m, &d);
+            ms_set_loss(m, h);
+        }
+        t_error(m, ms_wrap(m), way == 3 ? MS_RESULT_ORDER : MS_RESULT_INVALID);
+        t_text_has(ms_last_error(m), way == 4 ? "loss \"h\"" : "ms_set_gradient_dtype");
+        ms_destroy(m);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// what a framework that runs a plan itself reads of it
+
+typedef struct listed {
+    ms_model *m;
+    uint64_t ends[2]; // of the arena, of the host
+    uint32_t seeds, lifetimes, matches;
+    float seed;
+    ms_lifetime all[256];
+} listed;
+
+static void list_lifetime(const ms_lifetime *l, void *user) {
+    listed *to = (listed *)user;
+    const bool lent = l->is_outside && !l->is_on_host;
+    assert_true(!lent || l->offset == 0);
+    if (!lent && l->tensor.id != 0) {
+        to->ends[l->is_on_host] = msi_larger(to->ends[l->is_on_host], l->offset + l->bytes);
+    }
+    assert_true(to->lifetimes < 256);
+    to->all[to->lifetimes++] = *l;
+}
+
+/* Operands of events are where the lifetimes of their values are. */
+static void match_event(const ms_event *e, void *user) {
+    listed *to = (listed *)user;
+    assert_true(e->kind == MS_EVENT_SEED || !(e->value < 0.0f || e->value > 0.0f));
+    to->seeds += e->kind == MS_EVENT_SEED;
+    to->seed = e->kind == MS_EVENT_SEED ? e->value : to->seed;
+    for (uint32_t k = 0; k < e->operand_count && e->index != UINT32_MAX; ++k) {
+        const ms_event_operand *o = &e->operands[k];
+        bool found = false;
+        for (uint32_t i = 0; i < to->lifetimes && !found; ++i) {
+            const ms_lifetime *l = &to->all[i];
+            found = l->tensor.id == o->tensor.id && l->offset == o->offset &&
+                    l->is_on_host == o->is_on_host && l->first <= e->index && e->index <= l->last;
+        }
+        const bool settled = o->tensor.id != 0 && !o->is_part && e->kind != MS_EVENT_DROP &&
+                             e->kind != MS_EVENT_COPY && e->kind != MS_EVENT_WAIT;
+        to->matches += settled && found;
+        assert_true(!settled || found || o->is_new); // a result may lie in an operand that ends
+    }
+}
+
+static void plans_say_where_and_what(void **state) {
+    (void)state;
+    ms_config config = t_config();
+    config.dry_run = config.force_optimize = true;
+    config.offloading = MS_SWITCH_ON;
+    config.accumulation_steps = 2;
+    net n = new_net(&config, &usual);
+    t_ok(n.m, ms_wrap(n.m));
+    static listed seen;
+    memset(&seen, 0, sizeof seen);
+    t_ok(n.m, ms_visit_lifetimes(n.m, MS_PROGRAM_TRAIN, list_lifetime, &seen));
+    ms_memory_report r;
+    t_report(n.m, &r);
+    assert_true(seen.ends[0] > 0 && seen.ends[0] <= r.arena_bytes);
+    assert_true(seen.ends[1] > 0 && seen.ends[1] <= r.host_bytes);
+    for (int k = 0; k < 2; ++k) {
+        seen.seeds = 0;
+        t_ok(n.m, ms_visit_events(n.m, MS_PROGRAM_TRAIN, match_event, &seen));
+        assert_int_equal(seen.seeds, 1);
+        assert_true(fabsf(seen.seed - (k == 0 ? 0.5f / ROWS : 0.25f)) < 1e-9f);
+        ms_set_loss_factor(n.m, 0.25f);
+    }
+    assert_true(seen.matches > 50);
+    ms_destroy(n.m);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_model_without_a_loss_is_evaluated),
@@ -768,6 +964,9 @@ int main(void) {
         cmocka_unit_test(wrong_sizes_of_evals),
         cmocka_unit_test(wanted_gradients_are_those_of_the_loss),
         cmocka_unit_test(a_gradient_alone_updates_nothing),
+        cmocka_unit_test(gradients_have_a_dtype_of_their_own),
+        cmocka_unit_test(wrong_dtypes_of_gradients),
+        cmocka_unit_test(plans_say_where_and_what),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
