@@ -61,7 +61,7 @@
     1. ms_create             a model from a config; zero fields mean defaults
     2. ms_input ... ms_saved name every tensor, with its dtype and shape
     3. ms_register_layer     in the order of execution: a value's producer before its readers
-    4. ms_set_loss           which tensor to minimise; ms_set_optimizer: how
+    4. ms_set_loss           which tensor to minimise (none: ms_eval alone); ms_set_optimizer: how
     5. ms_wrap               everything is decided and allocated here
     6. ms_write              initial params once, then one batch per step
     7. ms_step               or ms_step_slice; or ms_forward, ms_backward, ms_update; ms_eval for
@@ -143,8 +143,8 @@
 
     In F16, gradients are multiplied by a loss scale (ms_config.loss_scaling). A step in which a
     gradient is not finite updates nothing and lowers it: that is no error, unless it happens too
-    often in a row, and counts as a step, but not in AdamW's bias correction. Gradients that ms_read
-    copies between ms_backward and ms_update are multiplied by the scale, and a layer with
+    often in a row, and counts as a step, but not in AdamW's bias correction. Gradients of params that
+    ms_read copies between ms_backward and ms_update are multiplied by the scale, and a layer with
     grads_in_forward must multiply by *ms_call.loss_scale. Nothing is updated inside backward, and
     F16 with MS_OPTIMIZER_CUSTOM or MS_OPTIMIZER_NONE is UNSUPPORTED. More of all this is in
     docs/techniques.md.
@@ -181,8 +181,9 @@
     bit. docs/embedding.md has more.
 
     SIZES. Dims along axes (ms_add_axis, ms_along) can change between steps. The arena is allocated
-    for the plan of the largest sizes; plans for other sizes fit into it, and are kept. A callback
-    reads the sizes from its views; one that it keeps in user goes stale.
+    for the plan of the largest sizes; plans for other sizes fit into it, and are kept. Evals may be
+    larger than steps (ms_set_eval_largest). A callback reads the sizes from its views; one that it
+    keeps in user goes stale.
 
     NUMERICS. A recomputation runs the same callback on the same inputs with the same seed, so it
     gives the same bits wherever the callback is deterministic. Gradients are summed in one fixed
@@ -1377,6 +1378,7 @@ typedef struct ms_memory_report {
     const char *device_name;  // the device that the plan is for; valid until the next ms_wrap
 } ms_memory_report;
 
+/* Where there are no steps (see ms_set_loss and ms_set_eval_largest), both are that of ms_eval. */
 typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
 
 /* How long a value is in memory in a program. New fields come at the end; size says which there are. */
@@ -1687,7 +1689,9 @@ MEMSCALE_API void *ms_model_alloc(ms_model *model, uint64_t bytes, void (*end)(v
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
 
 /* The tensor of which training minimises the mean of all elements: F32, written by a layer. It is
-   always kept for ms_read. Errors: INVALID, ORDER (after ms_wrap); both stick. */
+   always kept for ms_read. A model without a loss, or of which all params are frozen and no gradient
+   is wanted, plans ms_eval alone: it has no gradients and no optimizer state, its params are like
+   frozen ones, and steps return ORDER. Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss);
 
 /* From the next step on, minimise and report factor * sum of the loss tensor instead of its mean:
@@ -1963,7 +1967,8 @@ MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param
 
 /* Present shape, element count and bytes of a tensor, and the dtype that it was registered with; rank
    -1, 0, 0 and MS_DTYPE_COUNT for a wrong handle. The bytes are those that ms_read gives: of
-   optimizer state those in F32, whatever its format in memory. */
+   optimizer state those in F32, whatever its format in memory; of a gradient, and its dtype too, as
+   ms_set_gradient_dtype says. */
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
@@ -1993,7 +1998,8 @@ MEMSCALE_API uint32_t ms_layer_index(const ms_model *model, ms_layer layer);
    neither. A loss that is not finite is then the error of the next ms_step, ms_forward, ms_eval or
    ms_synchronize that finds it. It also waits for the loss before an update by MS_OPTIMIZER_CUSTOM,
    for copies of state on the host, and for another model that has used the shared arena. Errors:
-   CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped; else as ms_wrap), UNSUPPORTED
+   CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped; a model or sizes for ms_eval
+   alone, in which case ms_eval has no error; else as ms_wrap), UNSUPPORTED
    (a recording, with state on the host that a recomputation changes), DRY_RUN. */
 MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
 
@@ -2040,7 +2046,7 @@ MEMSCALE_API_CHECKED ms_result ms_backward(ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_update(ms_model *model);
 
 /* Forward alone, in MS_PHASE_EVAL, by a program of its own that keeps nothing for a backward. Ends
-   a step that ms_forward has begun. Errors: as ms_step. */
+   a step that ms_forward has begun. Without a loss, *loss is a NaN. Errors: as ms_step. */
 MEMSCALE_API_CHECKED ms_result ms_eval(ms_model *model, double *loss);
 
 /* The global norm of all gradients in the last update, before clipping. Errors: INVALID, ORDER (no
@@ -2092,7 +2098,8 @@ MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_deci
 
 /* Runs forward and backward by the plain plan and by the present plan, both from the present values
    and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update,
-   and compares the gradients of all trained params and the buffers that layers change. Afterwards
+   and compares the gradients of all trained params, those of ms_want_gradient, and the buffers that
+   layers change. Afterwards
    visit (may be NULL) receives each of them, in the order of registration. If all bits are equal,
    the plan changes nothing, except that updates round optimizer state that is not F32: visit
    receives such state after the gradient of its param, with what rounding will do to it (see

@@ -757,6 +757,33 @@ static void a_gradient_alone_updates_nothing(void **state) {
     }
 }
 
+/* In F16, without params, the gradients that are wanted tell whether a step has overflowed. */
+static void overflows_are_found_without_params(void **state) {
+    (void)state;
+    ms_config config = t_config();
+    set_f16(&config);
+    config.early_update = MS_SWITCH_OFF;
+    config.loss_scaling.initial = 1e9f;
+    config.loss_scaling.growth_steps = 1000;
+    net n = new_net(&config, &usual);
+    ms_want_gradient(n.m, n.hidden[WANTED_HIDDEN]);
+    for (int i = 0; i < DEPTH; ++i) {
+        ms_set_frozen(n.m, n.weight[i], true);
+    }
+    t_ok(n.m, ms_wrap(n.m));
+    write_weights(&n);
+    write_batch(&n, 5);
+    double loss = 0.0;
+    ms_memory_report r;
+    for (int step = 0; step < 30; ++step) {
+        t_ok(n.m, ms_step(n.m, &loss));
+    }
+    t_ok(n.m, ms_synchronize(n.m));
+    t_report(n.m, &r);
+    assert_true(r.skipped_steps > 3 && r.skipped_steps < 30 && r.loss_scale < 1e8);
+    ms_destroy(n.m);
+}
+
 // ------------------------------------------------------------------------------------------------
 // gradients of another dtype than their value has
 
@@ -964,6 +991,7 @@ int main(void) {
         cmocka_unit_test(wrong_sizes_of_evals),
         cmocka_unit_test(wanted_gradients_are_those_of_the_loss),
         cmocka_unit_test(a_gradient_alone_updates_nothing),
+        cmocka_unit_test(overflows_are_found_without_params),
         cmocka_unit_test(gradients_have_a_dtype_of_their_own),
         cmocka_unit_test(wrong_dtypes_of_gradients),
         cmocka_unit_test(plans_say_where_and_what),
