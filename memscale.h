@@ -28582,7 +28582,7 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
 static ms_result msi_check_trains(ms_model *m, const char *function) {
     const ms_result result = msi_check_ready(m, function);
     return result != MS_RESULT_OK || !m->run.plan->evals ? result
-           : m->graph.trains
+           : !m->wrapped.largest->evals
                ? msi_fail(m, MS_RESULT_ORDER,
                           "%s: the axes have sizes that are for ms_eval alone "
                           "(ms_set_eval_largest): ms_reshape to their largest of training or less "
@@ -30084,8 +30084,10 @@ static ms_result msi_check_sums(ms_model *m, const msi_store *store, const msi_p
     if (m->run.micro == 0 || m->run.progress == MSI_PROGRESS_BACKWARD || m->run.failed) {
         return MS_RESULT_OK;
     }
-    bool alike = old->micro_count == store->micro_count &&
-                 m->run.plan->train.code.scales_loss == plan->train.code.scales_loss;
+    const bool scales = m->run.plan->train.code.scales_loss,
+               evals = m->run.plan->evals || plan->evals;
+    bool alike = m->graph.trains && old->micro_count == store->micro_count &&
+                 (evals || scales == plan->train.code.scales_loss);
     for (MSI_ITEMS(const msi_resident, r, store->residents)) {
         alike &= r->role != MSI_ROLE_GRADIENT || msi_find_resident(old, r->tensor, r->role);
     }

@@ -441,6 +441,29 @@ static void a_teacher_takes_values_and_turns(void **state) {
     ms_destroy(teacher.m);
 }
 
+/* Between the micro-batches of a step a model cannot stop training: their gradients would be lost. */
+static void no_micro_batch_is_lost(void **state) {
+    (void)state;
+    ms_config config = t_config();
+    config.accumulation_steps = 3;
+    net n = start_net(&config, &usual);
+    double loss = 0.0;
+    t_ok(n.m, ms_step(n.m, &loss));
+    for (int frozen = 1; frozen >= 0; --frozen) {
+        for (int i = 0; i < DEPTH; ++i) {
+            ms_set_frozen(n.m, n.weight[i], frozen == 1);
+        }
+        t_error(n.m, ms_wrap(n.m), frozen == 1 ? MS_RESULT_ORDER : MS_RESULT_OK);
+        t_ok(n.m, ms_eval(n.m, &loss));
+    }
+    t_ok(n.m, ms_step(n.m, &loss));
+    t_ok(n.m, ms_step(n.m, &loss));
+    ms_memory_report r;
+    t_report(n.m, &r);
+    assert_int_equal(r.step_count, 1);
+    ms_destroy(n.m);
+}
+
 /* All params are frozen for a while: the model evaluates; then it trains on as if nothing had been. */
 static void a_model_can_stop_training(void **state) {
     (void)state;
@@ -985,6 +1008,7 @@ int main(void) {
         cmocka_unit_test(a_model_without_a_loss_is_evaluated),
         cmocka_unit_test(an_eval_fits_any_budget),
         cmocka_unit_test(a_teacher_takes_values_and_turns),
+        cmocka_unit_test(no_micro_batch_is_lost),
         cmocka_unit_test(a_model_can_stop_training),
         cmocka_unit_test(evals_may_be_larger),
         cmocka_unit_test(budgets_count_larger_evals),
