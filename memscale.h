@@ -1651,11 +1651,11 @@ MEMSCALE_API void ms_set_gradient_dtype(ms_model *model, ms_tensor tensor, ms_dt
 /* Keep the gradient of this input, buffer or activation until the next step or eval, so that ms_read
    of its ms_gradient can read it from ms_backward on, also after ms_step: for saliency, adversarial
    examples, style transfer, or to hand it to another model. With accumulation it is that of the last
-   micro-batch that has run. ms_read gives it in the dtype of the tensor (or of ms_set_gradient_dtype), without the loss scale,
-   and, if the plan has the tensor in 16 bits, rounded to them. Where no param is trained, a step only
-   computes the gradients that are wanted, and updates nothing. Errors: INVALID (an integer tensor; with
-   ms_stop_gradient of the same tensor; a buffer that is state, or a tensor on which the loss does not
-   depend, which ms_wrap finds), ORDER (after ms_wrap); all stick. */
+   micro-batch that has run. ms_read gives it in the dtype of the tensor, or of ms_set_gradient_dtype,
+   without the loss scale; if the plan has the tensor in 16 bits, it is rounded to them. Where no param
+   is trained, a step only computes the gradients that are wanted, and updates nothing. Errors: INVALID
+   (an integer tensor; with ms_stop_gradient of the same tensor; a buffer that is state, or a tensor on
+   which the loss does not depend, which ms_wrap finds), ORDER (after ms_wrap); all stick. */
 MEMSCALE_API void ms_want_gradient(ms_model *model, ms_tensor tensor);
 
 /* Lends the model the trainer's own memory for a value that is kept between steps: an input, a
@@ -8386,6 +8386,7 @@ static msi_format msi_seen_format(const msi_tensor *t, const msi_layer *l, int g
                : (msi_format)t->format;
 }
 
+/* How many elements a tensor has at the present sizes. */
 static uint64_t msi_elements(const msi_tensor *t) {
     return t->bytes / msi_formats[t->format].bytes;
 }
@@ -22316,7 +22317,8 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     msi_graph beyond = m->graph;
     const uint64_t bytes = m->graph.tensors.count * (uint64_t)sizeof(msi_tensor);
     msi_tensor *tensors = NULL;
-    if (!request->largest && msi_is_beyond(&m->graph, NULL)) {
+    const bool makes_room = !request->largest || (request->goal == MSI_GOAL_FOLLOW && !plan->evals);
+    if (makes_room && msi_is_beyond(&m->graph, NULL)) {
         tensors = beyond.tensors.items = (msi_tensor *)msi_scratch(&s, bytes);
         if (tensors) {
             memcpy(tensors, m->graph.tensors.items, (size_t)bytes);
@@ -22725,9 +22727,10 @@ static int64_t msi_share(int64_t count, int64_t size, int64_t whole) {
 static void msi_resize(msi_resizing *z, int64_t size) {
     msi_graph *g = &z->trials->model->graph;
     if (z->axis != MSI_NONE) {
-        msi_axis *axis = &g->axes[z->axis];
-        axis->eval_largest = axis->eval_largest > axis->largest ? axis->eval_largest : size;
-        axis->largest = size;
+        msi_axis *axis = &g->axes[z->axis]; // whose evals stay as large as they are, if larger
+        const bool stays = g->trains && axis->eval_largest > axis->largest;
+        axis->eval_largest = stays ? axis->eval_largest : size;
+        axis->largest = g->trains ? size : axis->largest;
         msi_set_sizes(g, NULL);
     }
     for (uint32_t i = 0; i < g->tensors.count; i++) {
@@ -22786,7 +22789,7 @@ static bool msi_resizing_begin(msi_resizing *z, msi_trials *trials) {
         return false;
     }
     z->declared = z->axis == MSI_NONE ? g->tensors.items[z->input].view.shape.dim[0]
-                                      : g->axes[z->axis].largest;
+                                      : msi_largest_size(g, z->axis);
     if (z->axis == MSI_NONE) {
         msi_mark_followers(z);
     }
