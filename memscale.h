@@ -61,7 +61,7 @@
     1. ms_create             a model from a config; zero fields mean defaults
     2. ms_input ... ms_saved name every tensor, with its dtype and shape
     3. ms_register_layer     in the order of execution: a value's producer before its readers
-    4. ms_set_loss           which tensor to minimise; ms_set_optimizer: how
+    4. ms_set_loss           which tensor to minimise (none: ms_eval alone); ms_set_optimizer: how
     5. ms_wrap               everything is decided and allocated here
     6. ms_write              initial params once, then one batch per step
     7. ms_step               or ms_step_slice; or ms_forward, ms_backward, ms_update; ms_eval for
@@ -143,8 +143,8 @@
 
     In F16, gradients are multiplied by a loss scale (ms_config.loss_scaling). A step in which a
     gradient is not finite updates nothing and lowers it: that is no error, unless it happens too
-    often in a row, and counts as a step, but not in AdamW's bias correction. Gradients that ms_read
-    copies between ms_backward and ms_update are multiplied by the scale, and a layer with
+    often in a row, and counts as a step, but not in AdamW's bias correction. Gradients of params that
+    ms_read copies between ms_backward and ms_update are multiplied by the scale, and a layer with
     grads_in_forward must multiply by *ms_call.loss_scale. Nothing is updated inside backward, and
     F16 with MS_OPTIMIZER_CUSTOM or MS_OPTIMIZER_NONE is UNSUPPORTED. More of all this is in
     docs/techniques.md.
@@ -181,8 +181,9 @@
     bit. docs/embedding.md has more.
 
     SIZES. Dims along axes (ms_add_axis, ms_along) can change between steps. The arena is allocated
-    for the plan of the largest sizes; plans for other sizes fit into it, and are kept. A callback
-    reads the sizes from its views; one that it keeps in user goes stale.
+    for the plan of the largest sizes; plans for other sizes fit into it, and are kept. Evals may be
+    larger than steps (ms_set_eval_largest). A callback reads the sizes from its views; one that it
+    keeps in user goes stale.
 
     NUMERICS. A recomputation runs the same callback on the same inputs with the same seed, so it
     gives the same bits wherever the callback is deterministic. Gradients are summed in one fixed
@@ -641,6 +642,7 @@ typedef struct ms_step_state {
     uint32_t skipped_steps; // by overflows, and by the norm
     uint32_t overflow;      // nonfinite of the last of these
     uint32_t skipped_in_row;
+    float last_scale; // of the last step whose norm was judged
     ms_loss_scaling scaling;
     uint32_t skipped_by_norm; // steps whose norm was above skip_above
     float skip_above;         // 0: none is skipped
@@ -1463,6 +1465,7 @@ typedef struct ms_memory_report {
     const char *device_name;  // the device that the plan is for; valid until the next ms_wrap
 } ms_memory_report;
 
+/* Where there are no steps (see ms_set_loss and ms_set_eval_largest), both are that of ms_eval. */
 typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
 
 /* How long a value is in memory in a program. New fields come at the end; size says which there are. */
@@ -1480,6 +1483,7 @@ typedef struct ms_lifetime {
     bool is_on_host;                  // outside the arena, in host memory
     ms_state_format format;           // of optimizer state; otherwise F32
     ms_dtype dtype;                   // of any other value, in this plan; of scratch memory U8
+    uint64_t offset; // in the arena; if is_on_host, in the model's memory there; of what is lent 0
 } ms_lifetime;
 
 /* lifetime is valid only during the call. */
@@ -1494,7 +1498,7 @@ typedef void (*ms_lifetime_fn)(const ms_lifetime *lifetime, void *user);
     X(MS_EVENT_RECOMPUTE, "recompute")                                                             \
     X(MS_EVENT_BACKWARD, "backward")                                                               \
     X(MS_EVENT_EVAL, "eval")                                                                       \
-    X(MS_EVENT_SEED, "seed") /* the gradient of the loss is set to ms_call.loss_factor */          \
+    X(MS_EVENT_SEED, "seed") /* the gradient of the loss is set to ms_event.value */               \
     X(MS_EVENT_ZERO, "zero")                                                                       \
     X(MS_EVENT_COPY, "copy") /* target, source; nothing to do if both are at one arena offset */   \
     X(MS_EVENT_CAST, "cast") /* target, source: of other dtypes, rounded to the nearest */         \
@@ -1582,6 +1586,9 @@ typedef struct ms_event {
        for it; of a WAIT, the number that the compute stream waits for: as recorded last. */
     bool follows;
     uint32_t signal; // UINT32_MAX in all other events
+    /* Of a SEED: what each element is set to, by ms_set_loss_factor or the mean as they are now. In a
+       plan in F16 the device multiplies it by the loss scale. 0 in all other events. */
+    float value;
 } ms_event;
 
 /* event is valid only during the call. */
@@ -1711,11 +1718,32 @@ MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtyp
    more than MS_LIMIT_AXES axes), ORDER (after ms_wrap), OUT_OF_MEMORY. */
 MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest);
 
+/* Lets ms_reshape give an axis sizes up to this one, beyond its largest: for ms_eval alone, while
+   steps are an error (ORDER) until a size that is for training. The arena has room for an eval at
+   these sizes, and inputs for their rows. Call it before anything lies along the axis. Errors:
+   INVALID (no such axis; below its largest size), ORDER (after that, or after ms_wrap); both stick. */
+MEMSCALE_API void ms_set_eval_largest(ms_model *model, ms_axis axis, int64_t largest);
+
 /* ms_set_on_host: callbacks read and write this input or buffer in host memory.
    ms_stop_gradient: nobody wants the gradient of this activation; none flows to or through it.
    Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor);
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
+
+/* The gradient of this activation has a dtype of its own (F32, BF16 or F16) in every call, whatever the
+   value has: for operators with gradients in F32 of values in F16. Call it before the layer that makes
+   the activation is registered. Errors: INVALID, ORDER (after that layer); both stick. */
+MEMSCALE_API void ms_set_gradient_dtype(ms_model *model, ms_tensor tensor, ms_dtype dtype);
+
+/* Keep the gradient of this input, buffer or activation until the next step or eval, so that ms_read
+   of its ms_gradient can read it from ms_backward on, also after ms_step: for saliency, adversarial
+   examples, style transfer, or to hand it to another model. With accumulation it is that of the last
+   micro-batch that has run. ms_read gives it in the dtype of the tensor, or of ms_set_gradient_dtype,
+   without the loss scale; if the plan has the tensor in 16 bits, it is rounded to them. Where no param
+   is trained, a step only computes the gradients that are wanted, and updates nothing. Errors: INVALID
+   (an integer tensor; with ms_stop_gradient of the same tensor; a buffer that is state, or a tensor on
+   which the loss does not depend, which ms_wrap finds), ORDER (after ms_wrap); all stick. */
+MEMSCALE_API void ms_want_gradient(ms_model *model, ms_tensor tensor);
 
 /* Lends the model the trainer's own memory for a value that is kept between steps: an input, a
    param, a buffer, the optimizer state (ms_optimizer_state) or the gradient (ms_gradient) of a
@@ -1748,7 +1776,9 @@ MEMSCALE_API void *ms_model_alloc(ms_model *model, uint64_t bytes, void (*end)(v
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
 
 /* The tensor of which training minimises the mean of all elements: F32, written by a layer. It is
-   always kept for ms_read. Errors: INVALID, ORDER (after ms_wrap); both stick. */
+   always kept for ms_read. A model without a loss, or of which all params are frozen and no gradient
+   is wanted, plans ms_eval alone: it has no gradients and no optimizer state, its params are like
+   frozen ones, and steps return ORDER. Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss);
 
 /* From the next step on, minimise and report factor * sum of the loss tensor instead of its mean:
@@ -2031,18 +2061,19 @@ MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *
    */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
-/* Handles of the gradient of a param or activation, for ms_read, and of the optimizer state of a
+/* Handles of the gradient of a tensor, for ms_read, and of the optimizer state of a
    param, for ms_read and ms_write (as in ms_update_args.state). Handle 0 if there cannot be one.
    Call ms_optimizer_state after ms_set_optimizer. A param that is frozen, or that the loss does not
    depend on, has handles too, but after ms_wrap there is nothing to read or write: ms_visit_lifetimes
-   shows which there are. The gradient of an activation lives only inside backward, and ms_read can
-   copy it in no plan: docs/porting.md has a layer that copies it. */
+   shows which there are. The gradient of an input, a buffer or an activation lives only inside
+   backward, unless ms_want_gradient keeps it. */
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 
 /* Present shape, element count and bytes of a tensor, and the dtype that it was registered with; rank
    -1, 0, 0 and MS_DTYPE_COUNT for a wrong handle. The bytes are those that ms_read gives: of
-   optimizer state those in F32, whatever its format in memory. */
+   optimizer state those in F32, whatever its format in memory; of a gradient, and its dtype too, as
+   ms_set_gradient_dtype says. */
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
@@ -2072,7 +2103,8 @@ MEMSCALE_API uint32_t ms_layer_index(const ms_model *model, ms_layer layer);
    neither. A loss that is not finite is then the error of the next ms_step, ms_forward, ms_eval or
    ms_synchronize that finds it. It also waits for the loss before an update by MS_OPTIMIZER_CUSTOM,
    for copies of state on the host, and for another model that has used the shared arena. Errors:
-   CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped; else as ms_wrap), UNSUPPORTED
+   CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped; a model or sizes for ms_eval
+   alone, in which case ms_eval has no error; else as ms_wrap), UNSUPPORTED
    (a recording, with state on the host that a recomputation changes), DRY_RUN. */
 MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
 
@@ -2119,7 +2151,7 @@ MEMSCALE_API_CHECKED ms_result ms_backward(ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_update(ms_model *model);
 
 /* Forward alone, in MS_PHASE_EVAL, by a program of its own that keeps nothing for a backward. Ends
-   a step that ms_forward has begun. Errors: as ms_step. */
+   a step that ms_forward has begun. Without a loss, *loss is a NaN. Errors: as ms_step. */
 MEMSCALE_API_CHECKED ms_result ms_eval(ms_model *model, double *loss);
 
 /* The norm of all gradients, before clipping: between ms_backward and ms_update of those that are
@@ -2183,7 +2215,8 @@ MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_deci
 
 /* Runs forward and backward by the plain plan and by the present plan, both from the present values
    and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update,
-   and compares the gradients of all trained params and the buffers that layers change. Afterwards
+   and compares the gradients of all trained params, those of ms_want_gradient, and the buffers that
+   layers change. Afterwards
    visit (may be NULL) receives each of them, in the order of registration. If all bits are equal,
    the plan changes nothing, except that updates round optimizer state that is not F32: visit
    receives such state after the gradient of its param, with what rounding will do to it (see
@@ -3715,6 +3748,7 @@ MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
 MSI_HD void msi_follow_overflows(ms_step_state *s, bool finite) {
     const ms_loss_scaling *l = &s->scaling;
     float scale = s->loss_scale;
+    s->last_scale = scale;
     s->clean_steps = finite ? s->clean_steps + 1 : 0;
     s->skipped_in_row = finite ? 0 : s->skipped_in_row + 1;
     if (finite && s->clean_steps >= l->growth_steps) {
@@ -4170,10 +4204,12 @@ typedef struct msi_tensor {
     bool is_paused; // a param: not updated, and its state and count stay
     bool has_weight_decay, frozen, is_output, is_eval_output, on_host, no_gradient;
     bool is_state;                         // of a layer, which changes it
+    bool wanted;                           // by ms_want_gradient: its gradient
     uint8_t forced_moves, forbidden_moves; // masks of MSI_MOVES_VALUE and others
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
     uint8_t borrowed;                      // mask of the roles whose memory is the trainer's
     uint8_t format;                        // as it was created: an msi_format
+    uint8_t gradient_format;               // of its gradient, always; COUNT: as the value has it
     uint8_t narrow;                        // analysis: the one that a plan may round it to
     uint8_t not_narrow;                    // or why there is none: an msi_not_narrow
     bool narrow_gradient;                  // params: the gradient is rounded with the value
@@ -4276,12 +4312,14 @@ typedef struct msi_layer {
     ms_layer_tile tile;
     bool no_recompute : 1, recompute_keeps_state : 1, no_backward : 1, surrogate_gradient : 1;
     bool differentiable : 1; // gradients pass through it: it has a backward, or no callback at all
+    bool passes : 1;         // analysis: some operand wants a gradient that it can pass on
     bool has_backward : 1;   // analysis: its backward runs
     bool ends_in_loss : 1;   // analysis: its forward writes gradients
 } msi_layer;
 
 typedef struct msi_axis {
     int64_t size, largest;
+    int64_t eval_largest; // for ms_eval alone; not below largest
     uint32_t name;
 } msi_axis;
 
@@ -4295,8 +4333,9 @@ typedef struct msi_graph {
     msi_axis axes[MS_LIMIT_AXES];
     uint32_t axis_count;
     uint64_t bytes; // of all tensors and workspaces, below 2^58: no sum over a program overflows
-    uint32_t loss;
+    uint32_t loss;  // or MSI_NONE
     uint32_t backward_begin; // analysis: the layers from here on have no backward
+    bool trains;             // analysis: some gradient is wanted of the loss
 } msi_graph;
 
 /* What determines the time of an instruction: the time of its layer, or the bytes that it moves and
@@ -4772,6 +4811,7 @@ typedef struct msi_plan {
     uint64_t least_live_bytes;               // GOAL_SQUEEZED: about that of the smallest
     int64_t freed_bytes[MS_TECHNIQUE_COUNT]; // see ms_memory_report
     msi_program train, eval;
+    bool evals; // there is no step: train is the same program as eval
     double plain_step_us;
     msi_found found;
     msi_found ranks[MSI_RANKS]; // the searches that found the best plans, the best first
@@ -8747,15 +8787,28 @@ static int msi_group_of_values(int group) {
 static msi_format msi_seen_format(const msi_tensor *t, const msi_layer *l, int group, uint32_t slot,
                                   msi_format call) {
     const bool stays = group == MSI_GROUP_GRAD_PARAM && !(l->dtypes.half_gradients >> slot & 1);
-    return !stays && msi_follows_call(t, l, msi_group_of_values(group), slot)
+    return (group == MSI_GROUP_GRAD_OUT || group == MSI_GROUP_GRAD_IN) &&
+                   t->gradient_format != MSI_FORMAT_COUNT
+               ? (msi_format)t->gradient_format
+           : !stays && msi_follows_call(t, l, msi_group_of_values(group), slot)
                ? call
                : (msi_format)t->format;
 }
 
+/* How many elements a tensor has at the present sizes. */
+static uint64_t msi_elements(const msi_tensor *t) {
+    return t->bytes / msi_formats[t->format].bytes;
+}
+
 /* Bytes of a value or a gradient in a format. */
 static uint64_t msi_value_bytes(const msi_tensor *t, msi_format format) {
-    return format == (msi_format)t->format ? t->bytes
-                                           : msi_format_bytes(format, t->bytes / sizeof(float));
+    return format == (msi_format)t->format ? t->bytes : msi_format_bytes(format, msi_elements(t));
+}
+
+/* The format in which the trainer knows a tensor in a role. */
+static msi_format msi_known_format(const msi_tensor *t, msi_role role) {
+    const bool own = role == MSI_ROLE_GRADIENT && t->gradient_format != MSI_FORMAT_COUNT;
+    return (msi_format)(own ? t->gradient_format : t->format);
 }
 
 /* The format of a tensor in a role, if its value is not rounded; state_8bit: its state is coded. */
@@ -8818,13 +8871,13 @@ static bool msi_count_bytes(msi_graph *g, uint64_t bytes) {
     return good;
 }
 
-/* A shape with the axes at these sizes, or at their largest. */
+/* A shape with the axes at these sizes, or at the largest of an eval. */
 static ms_shape msi_resized(const msi_graph *g, ms_shape shape, bool largest,
                             const int64_t *sizes) {
     for (int i = 0; i < shape.rank; i++) {
         for (uint32_t a = 0; a < g->axis_count && shape.axes[i]; a++) {
             if (shape.axes[i] >> a & 1) {
-                const int64_t size = largest ? g->axes[a].largest : sizes[a];
+                const int64_t size = largest ? g->axes[a].eval_largest : sizes[a];
                 const int64_t unit = shape.dim[i] / g->axes[a].size;
                 shape.dim[i] = unit <= INT64_MAX / size ? unit * size : INT64_MAX;
             }
@@ -8846,6 +8899,7 @@ static MSI_COLD ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char 
     t.view.shape = *shape;
     t.view.dtype = dtype;
     t.format = (uint8_t)msi_format_of_dtype(dtype);
+    t.gradient_format = MSI_FORMAT_COUNT;
     t.kind = kind;
     t.producer = MSI_NONE;
     if (!msi_shape_bytes(shape, dtype, &t.bytes) ||
@@ -9274,15 +9328,37 @@ static uint64_t msi_tile_unit(const msi_graph *g, const msi_layer *l) {
     return unit <= rows && rows % unit == 0 ? unit : 0;
 }
 
-/* Sets the sizes of the axes; NULL: the largest. */
-static void msi_set_sizes(msi_graph *g, const int64_t *sizes) {
+/* The largest size of an axis in the program that a plan is made for: in training, if there is any. */
+static int64_t msi_largest_size(const msi_graph *g, uint32_t a) {
+    return g->trains ? g->axes[a].largest : g->axes[a].eval_largest;
+}
+
+/* Whether such sizes are for evals alone; NULL: the largest of evals. */
+static bool msi_is_beyond(const msi_graph *g, const int64_t *sizes) {
+    bool beyond = false;
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        beyond |= (sizes ? sizes[a] : g->axes[a].eval_largest) > msi_largest_size(g, a);
+    }
+    return beyond;
+}
+
+/* Sets the sizes of the axes; NULL: the largest, of evals too if they are larger. */
+static void msi_set_sizes_of(msi_graph *g, const int64_t *sizes, bool evals) {
+    int64_t to[MS_LIMIT_AXES];
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        to[a] = sizes ? sizes[a] : evals ? g->axes[a].eval_largest : msi_largest_size(g, a);
+    }
     for (MSI_ITEMS_WHILE(msi_tensor, t, g->tensors, g->axis_count)) {
-        t->view.shape = msi_resized(g, t->view.shape, sizes == NULL, sizes);
+        t->view.shape = msi_resized(g, t->view.shape, false, to);
         t->bytes = ms_shape_count(&t->view.shape) * ms_dtype_bytes(t->view.dtype);
     }
     for (uint32_t a = 0; a < g->axis_count; a++) {
-        g->axes[a].size = sizes ? sizes[a] : g->axes[a].largest;
+        g->axes[a].size = to[a];
     }
+}
+
+static void msi_set_sizes(msi_graph *g, const int64_t *sizes) {
+    msi_set_sizes_of(g, sizes, false);
 }
 
 static MSI_NOINLINE void msi_get_sizes(const msi_graph *g, int64_t *sizes) {
@@ -9305,11 +9381,12 @@ static bool msi_is_read_again(const msi_tensor *t) {
     return t->last_reader != MSI_NONE || t->serves_recompute;
 }
 
-/* In the order of forward: which tensors want a gradient. */
+/* In the order of forward: which tensors want a gradient, and whether the loss has one to give. */
 static void msi_analyze(msi_graph *g) {
+    g->trains = false;
     for (uint32_t i = 0; i < g->tensors.count; i++) {
         msi_tensor *t = &g->tensors.items[i];
-        t->wants_gradient = msi_is_trained(t);
+        t->wants_gradient = g->loss != MSI_NONE && (msi_is_trained(t) || t->wanted);
         t->updates_early =
             t->wants_gradient && t->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_OFF;
         t->last_reader = t->last_gradient = MSI_NONE;
@@ -9321,6 +9398,7 @@ static void msi_analyze(msi_graph *g) {
         msi_layer *l = &g->layers.items[i];
         const bool wanted = msi_any_wants(g, l, MSI_GROUP_IN, MS_ALL_SLOTS) ||
                             msi_any_wants(g, l, MSI_GROUP_PARAM, MS_ALL_SLOTS);
+        l->passes = wanted && l->differentiable && !l->grads_in_forward;
         l->ends_in_loss = msi_any_wants(g, l, MSI_GROUP_IN, l->grads_in_forward);
         bool looks_up = false;
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
@@ -9331,15 +9409,18 @@ static void msi_analyze(msi_graph *g) {
             param.t->is_looked_up |= looks_up;
         }
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
-            out.t->wants_gradient = wanted && l->differentiable && !l->grads_in_forward &&
-                                    !out.t->no_gradient && msi_is_float(out.t->view.dtype);
+            out.t->wants_gradient =
+                out.t->wanted ? g->loss != MSI_NONE
+                              : l->passes && !out.t->no_gradient && msi_is_float(out.t->view.dtype);
         }
         for (MSI_EACH_OF(made, g, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) {
             made.t->serves_recompute =
                 l->recompute && (l->recompute_masks[made.group] >> made.slot & 1);
             made.t->must_stay = !msi_can_repeat(l) && (!l->recompute || made.t->serves_recompute);
         }
+        g->trains |= l->ends_in_loss;
     }
+    g->trains |= g->loss != MSI_NONE && g->tensors.items[g->loss].wants_gradient;
 }
 
 /* From the loss back: a layer runs backward if one of its outputs has a gradient, and its inputs lead
@@ -9352,7 +9433,7 @@ static void msi_analyze_backward(msi_graph *g) {
         l->has_backward = false;
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
             leads |= out.t->leads_to_loss;
-            l->has_backward |= out.t->wants_gradient &&
+            l->has_backward |= l->passes && out.t->wants_gradient &&
                                (out.tensor == g->loss || out.t->last_gradient != MSI_NONE);
         }
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
@@ -10099,11 +10180,11 @@ static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
         return msi_fail_argument(m, "ms_reshape", "the model has no axes: see ms_add_axis");
     }
     for (uint32_t a = 0; a < g->axis_count; a++) {
-        if (sizes[a] < 1 || sizes[a] > g->axes[a].largest) {
+        if (sizes[a] < 1 || sizes[a] > g->axes[a].eval_largest) {
             return msi_fail(m, MS_RESULT_INVALID,
                             "ms_reshape: axis \"%s\" cannot have size %lld: 1 to %lld was declared",
                             msi_name(&m->graph, g->axes[a].name), (long long)sizes[a],
-                            (long long)g->axes[a].largest);
+                            (long long)g->axes[a].eval_largest);
         }
     }
     return MS_RESULT_OK;
@@ -10156,10 +10237,6 @@ static const msi_tensor *msi_tensor_at(const ms_model *m, ms_tensor handle) {
     return t == MSI_NONE ? NULL : &m->graph.tensors.items[t];
 }
 
-static const char *const msi_activation_cure =
-    "the gradient of an activation lives only inside backward, where a layer that passes on its "
-    "input can copy it to a buffer that it has as state and in backward_state";
-
 /* The output of a layer that a setter received; MSI_NONE and an error that sticks if it is none. */
 static uint32_t msi_activation_index(ms_model *model, const char *function, ms_tensor tensor) {
     if (!msi_setting(model, function, tensor)) {
@@ -10172,7 +10249,7 @@ static uint32_t msi_activation_index(ms_model *model, const char *function, ms_t
         const bool is_gradient = t == MSI_NONE && is_activation;
         MSI_STICK(model, MS_RESULT_INVALID, "%s: %s is not the output of a layer: %s", function,
                   msi_handle_words(&model->graph, tensor).text,
-                  is_gradient ? msi_activation_cure
+                  is_gradient ? "ms_want_gradient keeps the gradient of an activation"
                               : "pass an activation that is in `out` of a layer registered before");
         return MSI_NONE;
     }
@@ -10368,6 +10445,7 @@ static MSI_COLD bool msi_check_must(ms_model *m, const char *name, bool of_grad,
     *claimed |= (uint32_t)1 << k;
     const msi_tensor *x = msi_tensor_at(m, result), *y = msi_tensor_at(m, operands[k]);
     return (x && y && x->view.dtype == y->view.dtype && x->bytes == y->bytes &&
+            (!of_grad || x->gradient_format == y->gradient_format) &&
             msi_scales_alike(&m->graph, msi_index(&m->graph, result),
                              msi_index(&m->graph, operands[k]))) ||
            MSI_REFUSE_LAYER(m, name,
@@ -10456,14 +10534,15 @@ static MSI_COLD bool msi_check_edges(ms_model *m, const char *name, const ms_lay
     const uint32_t overwrites = d->overwrites.in | d->must_grad_in_place;
     for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
         const msi_tensor *t = overwrites >> i & 1 ? msi_tensor_at(m, d->in[i]) : NULL;
+        const msi_format has = t ? msi_known_format(t, MSI_ROLE_GRADIENT) : MSI_FORMAT_F32;
         if (t && t->kind == MSI_KIND_ACTIVATION && msi_is_float(t->view.dtype) &&
-            t->view.dtype != MS_DTYPE_F32) {
+            has != MSI_FORMAT_F32) {
             return MSI_REFUSE_LAYER(m, name,
                                     "the gradient of in[%u] \"%s\" is %s; one that is overwritten "
                                     "or computed in place may have to be summed by the library, "
                                     "which sums only f32: follow ms_view.beta instead",
                                     (unsigned)i, msi_name(&m->graph, t->name),
-                                    ms_dtype_name(t->view.dtype));
+                                    ms_dtype_name(msi_dtype_of(has)));
         }
     }
     return true;
@@ -10844,20 +10923,41 @@ static ms_result msi_check_forced(ms_model *m) {
 
 static ms_result msi_check_loss(ms_model *m) {
     const msi_graph *g = &m->graph;
-    if (g->loss == MSI_NONE) {
-        return msi_fail(m, MS_RESULT_INVALID, "no loss: call ms_set_loss with a layer's output");
+    if (g->layers.count == 0) {
+        return msi_fail(m, MS_RESULT_INVALID, "no layers: call ms_register_layer before ms_wrap");
     }
-    bool learns = g->tensors.items[g->loss].wants_gradient;
-    for (uint32_t i = 0; i < g->layers.count && !learns; i++) {
-        learns = g->layers.items[i].ends_in_loss;
+    bool wants = false; // some gradient; otherwise the model evaluates, and nothing is amiss
+    for (uint32_t t = 0; t < g->tensors.count && g->loss != MSI_NONE && !wants; t++) {
+        wants = msi_is_trained(&g->tensors.items[t]);
     }
-    return learns ? MS_RESULT_OK
-                  : msi_fail(
-                        m, MS_RESULT_INVALID,
-                        "loss \"%s\" depends on no trained param through layers that have a "
-                        "backward, without ms_stop_gradient in between: give one of these layers a "
-                        "backward, or unfreeze a param",
-                        msi_tensor_name(&m->graph, g->loss));
+    return g->trains || !wants
+               ? MS_RESULT_OK
+               : msi_fail(m, MS_RESULT_INVALID,
+                          "loss \"%s\" depends on no trained param through layers that have a "
+                          "backward, without ms_stop_gradient in between: give one of these layers "
+                          "a backward; or, for ms_eval alone, freeze all params or set no loss",
+                          msi_tensor_name(&m->graph, g->loss));
+}
+
+/* The gradients that are wanted are there only if the loss depends on their tensors. */
+static ms_result msi_check_wanted(ms_model *m) {
+    const msi_graph *g = &m->graph;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const char *fault = !tensor->wanted       ? NULL
+                            : g->loss == MSI_NONE ? "there is no loss: call ms_set_loss"
+                            : tensor->is_state    ? "it is the state of a layer"
+                            : t == g->loss        ? NULL
+                            : tensor->last_gradient == MSI_NONE
+                                ? "the loss does not depend on it through layers that have a "
+                                  "backward, without ms_stop_gradient in between"
+                                : NULL;
+        if (fault) {
+            return msi_fail(m, MS_RESULT_INVALID, "ms_want_gradient of \"%s\": %s",
+                            msi_tensor_name(g, t), fault);
+        }
+    }
+    return MS_RESULT_OK;
 }
 
 /* No backward can run through outputs of a layer that has written its gradients in forward. */
@@ -10948,7 +11048,7 @@ static void msi_warn_of_layer(const ms_model *m, uint32_t i) {
 static void msi_warn(const ms_model *m) {
     const msi_graph *g = &m->graph;
     for (MSI_ITEMS(const msi_tensor, t, g->tensors)) {
-        if (msi_is_trained(t) && t->last_gradient == MSI_NONE) {
+        if (g->trains && msi_is_trained(t) && t->last_gradient == MSI_NONE) {
             msi_log(m, MS_LOG_WARNING, "graph", "param \"%s\" gets no gradient from the loss",
                     msi_name(&m->graph, t->name));
         }
@@ -11015,6 +11115,7 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_analyze_narrow(m);
     msi_warn(m);
     result = msi_analyze_updates(m);
+    MSI_THEN(result, msi_check_wanted(m));
     MSI_THEN(result, msi_check_ends(m));
     if (result == MS_RESULT_OK && m->config.cuda_graph &&
         msi_has_kind(&m->optimizers, MS_OPTIMIZER_CUSTOM)) {
@@ -12049,6 +12150,7 @@ typedef struct msi_lowering {
     bool has_tiles;   // some decision has tiles
     bool has_moves;   // something is on the host
     bool is_seeded;   // the gradient of the loss is there
+    bool evals;       // there is no training program: the eval program takes its place
     msi_instruction lost; // see msi_last
 } msi_lowering;
 
@@ -12262,12 +12364,13 @@ static uint32_t msi_whole_of(msi_lowering *w, uint32_t *whole, uint32_t t, msi_r
 }
 
 /* A live range for a value or a gradient in a format; for the rows of the present tile, if cut. But
-   the gradient of a tensor that was made before the group has all rows. */
+   the gradient of a tensor that was made before the group, or that is wanted, has all rows. */
 static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, msi_format format) {
     const uint32_t producer = w->graph->tensors.items[t].producer;
     const bool cut = msi_cuts(w, t);
     if (cut && role == MSI_ROLE_GRADIENT &&
-        (producer == MSI_NONE || producer < w->tiles.group->first)) {
+        (producer == MSI_NONE || producer < w->tiles.group->first ||
+         w->graph->tensors.items[t].wanted)) {
         return msi_whole_of(w, w->tiles.whole_gradient, t, role, format);
     }
     const uint32_t range = msi_new_whole(w, t, role, format);
@@ -12462,8 +12565,8 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     p->out_of_memory = p->layout.is_done = p->layout.is_placed = false;
     p->layout.resident_bytes = store->reserved_bytes;
     p->layout.home_bytes = p->layout.sent_bytes = 0;
-    p->code.homes = 1; // there is a program
     p->code.room = decisions[w->graph->tensors.count].room;
+    p->code.homes = w->evals ? 1 + p->code.room : 1; // there is a program
     w->program = p;
     w->decisions = decisions;
     w->queue.first = w->queue.end = w->queue.update_count = 0;
@@ -12481,7 +12584,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
         if (decisions[t].format != w->graph->tensors.items[t].format) {
             p->code.homes = msi_mix_in(p->code.homes, (uint64_t)t << 8 | decisions[t].format);
             w->has_narrow = true;
-            w->scales_loss |= msi_is_scaled((msi_format)decisions[t].format);
+            w->scales_loss |= !w->evals && msi_is_scaled((msi_format)decisions[t].format);
         }
     }
     memset(w->now.snapshot, 0xff, w->graph->operands.count * sizeof *w->now.snapshot); // MSI_NONE
@@ -12770,6 +12873,8 @@ static msi_format msi_gradient_format(const msi_lowering *w, uint32_t t) {
                ? msi_format_at(w, msi_now(w, w->now.gradient, t))
            : msi_now(w, w->now.gradient_away, t) != MSI_NONE
                ? msi_format_at(w, msi_now(w, w->now.gradient_away, t))
+           : tensor->gradient_format != MSI_FORMAT_COUNT
+               ? msi_known_format(tensor, MSI_ROLE_GRADIENT)
            : tensor->kind == MSI_KIND_PARAM && !tensor->narrow_gradient
                ? MSI_FORMAT_F32
                : (msi_format)msi_decided(w, t)->format;
@@ -13309,6 +13414,18 @@ static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
     }
 }
 
+/* Copies the gradients of outputs that backward destroys, but that are wanted afterwards. */
+static void msi_lower_clobbered_gradients(msi_lowering *w, const msi_layer *l, uint32_t *grad_out) {
+    for (MSI_EACH(out, w->graph, l, MSI_GROUP_OUT)) {
+        const uint32_t gradient = msi_now(w, w->now.gradient, out.tensor);
+        if (out.t->wanted && (l->clobbers.grad_out >> out.slot & 1) &&
+            grad_out[out.slot] == MSI_UNSET && gradient != MSI_NONE) {
+            grad_out[out.slot] =
+                msi_emit_copy(w, out.tensor, MSI_ROLE_CONTRIBUTION, MSI_NONE, gradient);
+        }
+    }
+}
+
 /* Fetches the gradients of params to which earlier layers have contributed. One that is kept
    between micro-batches is cleared in the first. */
 static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
@@ -13342,6 +13459,7 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     msi_lower_clobbers(w, l);
     msi_prepare_edges(w, l, MS_ALL_SLOTS, MS_ALL_SLOTS, grad_out);
     msi_cast_gradients(w, l, grad_out);
+    msi_lower_clobbered_gradients(w, l, grad_out);
     const uint32_t workspace = msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
     msi_emit_call(w, MSI_OP_BACKWARD, layer);
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
@@ -13616,7 +13734,9 @@ static void msi_lower_norm(msi_lowering *w) {
     }
     p->code.norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, w->optimizers->norm_count * sizeof(ms_norm));
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (msi_learns(&g->tensors.items[t])) {
+        const bool alone =
+            w->scales_loss && w->store->factor_count == 0 && g->tensors.items[t].wanted;
+        if (msi_learns(&g->tensors.items[t]) || alone) { // without updates, for overflows
             msi_fetch(w, t, MSI_ROLE_GRADIENT);
             msi_emit(w, MSI_OP_NORM, t);
             msi_use_both(w, msi_now(w, w->now.gradient, t), false, p->code.norm);
@@ -13904,8 +14024,8 @@ static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool e
 /* The gradient of the loss. */
 static void msi_lower_seed(msi_lowering *w) {
     const msi_graph *g = w->graph;
-    uint32_t gradient = msi_now(w, w->now.gradient, g->loss);
-    if (!g->tensors.items[g->loss].wants_gradient || w->is_seeded) {
+    uint32_t gradient = w->evals ? MSI_NONE : msi_now(w, w->now.gradient, g->loss);
+    if (w->evals || !g->tensors.items[g->loss].wants_gradient || w->is_seeded) {
         return;
     }
     w->is_seeded = true;
@@ -14124,14 +14244,14 @@ static void msi_end_program(msi_lowering *w, bool eval) {
     if (!w->program->out_of_memory) {
         msi_find_lives(w->program, w->store->residents.count);
     }
-    w->program->code.loss = w->now.value[g->loss];
+    w->program->code.loss = g->loss == MSI_NONE ? MSI_NONE : w->now.value[g->loss];
     msi_keep_to_end(w, w->program->code.norm);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         if (tensor->is_output || (eval && tensor->is_eval_output) || t == g->loss) {
             msi_keep_to_end(w, w->now.value[t]);
         }
-        if (!eval && msi_is_trained(tensor) && !msi_is_updated(w, t)) {
+        if (!eval && (tensor->wanted || (msi_is_trained(tensor) && !msi_is_updated(w, t)))) {
             msi_keep_to_end(w, gradient[t] != MSI_NONE ? gradient[t] : away[t]);
         }
     }
@@ -14152,9 +14272,10 @@ static void msi_lower_block(msi_lowering *w, uint32_t number, uint32_t first) {
     if (number == 0) {
         msi_lower_first_micro(w);
     } else if (number <= layers) {
-        msi_lower_layer_forward(w, MSI_OP_FORWARD, number - 1);
+        msi_lower_layer_forward(w, w->evals ? MSI_OP_EVAL : MSI_OP_FORWARD, number - 1);
     } else if (number == layers + 1) {
         msi_lower_seed(w);
+    } else if (w->evals) { // nothing follows
     } else if (number <= 2 * layers + 1) {
         msi_lower_layer_backward(w, 2 * layers + 1 - number);
     } else {
@@ -14367,7 +14488,7 @@ static void msi_lower_blocks(msi_lowering *w, const msi_tensor_decision *decisio
         const uint32_t first = p->code.instructions.count;
         p->code.forward_end = number == layers + 1 ? first : p->code.forward_end;
         p->code.backward_end = number == last ? first : p->code.backward_end;
-        if (number == layers + 1) {
+        if (number == layers + 1 && !w->evals) {
             msi_forget_values(w);
         }
         if (msi_is_same_block(r, number)) {
@@ -14409,7 +14530,7 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     }
     r->is_complete = !p->out_of_memory;
     w->lowered += p->code.instructions.count;
-    msi_end_program(w, false);
+    msi_end_program(w, w->evals);
 }
 
 /* The eval program: nothing is recomputed, only params can move. It depends on their homes alone. */
@@ -14417,7 +14538,7 @@ static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions
     msi_blocks *blocks = w->repeating.blocks;
     w->repeating.blocks = NULL;
     msi_start_program(w, decisions, p);
-    p->code.room = 0;
+    p->code.room = w->evals ? p->code.room : 0;
     for (uint32_t i = 0; i < w->graph->layers.count && !p->out_of_memory; i++) {
         msi_lower_layer_forward(w, MSI_OP_EVAL, i);
     }
@@ -16842,7 +16963,11 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
 /* The losses are summed after the last forward, and the verdict is copied out during backward.
    (With clipping a step copies it after CLIP, which is not simulated.) */
 static void msi_clock_judge(msi_clock *c) {
-    const double bytes = (double)c->program->code.ranges.items[c->program->code.loss].bytes;
+    const uint32_t loss = c->program->code.loss;
+    if (loss == MSI_NONE) {
+        return;
+    }
+    const double bytes = (double)c->program->code.ranges.items[loss].bytes;
     msi_enqueue(c, MS_STREAM_COMPUTE, 0.0, msi_bytes_us(c->costs, MSI_COST_SUM, bytes));
     if (c->costs->has_copies) {
         msi_enqueue(c, MS_STREAM_TO_HOST, c->free_us[MS_STREAM_COMPUTE],
@@ -16944,7 +17069,9 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
     p->predicted.micro = store->micro_count > 1 && p->code.backward_end < p->code.instructions.count
                              ? p->predicted.micro
                              : p->predicted.last;
-    p->predicted.step = msi_sum_step(&p->predicted.micro, &p->predicted.last, store->micro_count);
+    const bool evals = p->code.forward_end == p->code.instructions.count;
+    p->predicted.step =
+        msi_sum_step(&p->predicted.micro, &p->predicted.last, evals ? 1 : store->micro_count);
 }
 
 /* Fills in live bytes and times of a program; without memory for that, sets p->out_of_memory. */
@@ -16989,6 +17116,7 @@ typedef struct msi_shortage {
 /* Judges decisions by the bytes and the time of the program that they lead to. */
 typedef struct msi_scorer {
     const msi_graph *graph;
+    const msi_graph *eval_graph; // the same at the largest sizes of evals, where these are larger
     const msi_costs *costs;
     const msi_store *store;
     const ms_allocator *allocator;
@@ -17051,12 +17179,12 @@ static MSI_NOINLINE void *msi_scratch(const msi_scorer *s, uint64_t bytes) {
      ((void)((list).items[(list).count++] = (item)), true))
 
 /* Schedules, aliases and simulates a program that was lowered. */
-static void msi_complete(const msi_scorer *s, msi_program *p) {
-    msi_schedule(s->graph, s->costs, s->store, s->allocator, &s->lowering->spare, p);
+static void msi_complete(const msi_scorer *s, const msi_graph *g, msi_program *p) {
+    msi_schedule(g, s->costs, s->store, s->allocator, &s->lowering->spare, p);
     if (!p->out_of_memory) {
-        msi_share_memory(s->graph, p);
+        msi_share_memory(g, p);
     }
-    msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
+    msi_simulate(g, s->costs, s->store, s->allocator, p);
     if (p->out_of_memory) {
         msi_run_short(s, "the program", p->code.ranges.count * sizeof(msi_range));
     }
@@ -17151,8 +17279,10 @@ static uint64_t msi_host_of(const msi_program *train, const msi_program *eval) {
 /* Makes the eval program for what was estimated last, unless it has this one. */
 static MSI_NOINLINE void msi_make_eval(const msi_scorer *s) {
     if (!msi_is_short(s) && s->eval->code.homes != s->program->code.homes) {
+        s->lowering->graph = s->eval_graph;
         msi_lower_eval(s->lowering, s->lowering->repeating.decisions, s->eval);
-        msi_complete(s, s->eval);
+        s->lowering->graph = s->graph;
+        msi_complete(s, s->eval_graph, s->eval);
     }
 }
 
@@ -17161,7 +17291,7 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
     msi_score score = {UINT64_MAX, UINT64_MAX, 1e300, UINT64_MAX, 0.0};
     if (!msi_is_short(s)) {
         msi_lower_train(s->lowering, decisions, s->program);
-        msi_complete(s, s->program);
+        msi_complete(s, s->graph, s->program);
     }
     if (!msi_is_short(s)) {
         score.live_bytes = s->program->layout.resident_bytes + s->program->layout.peak_bytes;
@@ -21128,7 +21258,7 @@ static void msi_follow(msi_solver *s) {
     s->early = false; // the updates stay where that plan has them
     if (!msi_has_room(s) && !msi_is_short(s->scorer)) {
         msi_lower_train(s->scorer->lowering, plan->decisions, &plan->train);
-        msi_follow_program(s->scorer, &plan->train, &largest->train);
+        msi_follow_program(s->scorer, &plan->train, plan->evals ? &largest->eval : &largest->train);
         msi_lower_eval(s->scorer->lowering, plan->decisions, &plan->eval);
         msi_follow_program(s->scorer, &plan->eval, &largest->eval);
         s->score.us = plan->train.predicted.step.us;
@@ -21728,7 +21858,9 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
     s.plan = plan;
     if (request->goal == MSI_GOAL_FOLLOW) {
         msi_follow(&s);
-        plan->arena_bytes = s.score.bytes;
+        plan->arena_bytes = plan->plain_bytes = s.score.bytes;
+        plan->plain_live_bytes = plan->train.layout.resident_bytes + plan->train.layout.peak_bytes;
+        plan->plain_step_us = s.score.us;
         return;
     }
     if (request->goal == MSI_GOAL_SQUEEZED) {
@@ -22097,7 +22229,7 @@ static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
         msi_next_wait(p, 0, MS_STREAM_COMPUTE, true) == p->code.instructions.count) {
         return;
     }
-    o.graph = s->graph;
+    o.graph = p == s->eval ? s->eval_graph : s->graph;
     o.store = s->store;
     o.allocator = s->allocator;
     o.program = p;
@@ -22168,10 +22300,12 @@ static uint64_t msi_hash_tensor(uint64_t hash, const msi_tensor *t) {
     const bool flags[] = {t->frozen,        t->is_output,    t->is_eval_output,
                           t->on_host,       t->no_gradient,  t->wants_gradient,
                           t->updates_early, t->must_stay,    t->serves_recompute,
-                          t->leads_to_loss, t->is_looked_up, t->narrow_gradient};
-    const int numbers[] = {(int)t->kind,    (int)t->view.dtype, t->format,
-                           t->narrow,       t->not_narrow,      t->borrowed,
-                           t->forced_moves, t->forbidden_moves, t->view.shape.rank};
+                          t->leads_to_loss, t->is_looked_up, t->narrow_gradient,
+                          t->wanted};
+    const int numbers[] = {(int)t->kind,      (int)t->view.dtype, t->format,
+                           t->narrow,         t->not_narrow,      t->borrowed,
+                           t->forced_moves,   t->forbidden_moves, t->view.shape.rank,
+                           t->gradient_format};
     hash = msi_hash_bytes(hash, flags, sizeof flags);
     hash = msi_hash_bytes(hash, numbers, sizeof numbers);
     hash = msi_hash_bytes(hash, t->technique, sizeof t->technique);
@@ -22387,7 +22521,7 @@ static bool msi_make_fold(msi_fold *f) {
             added->producer = producer == MSI_NONE ? MSI_NONE : f->next[producer];
         }
     }
-    f->graph.loss = f->tensor_of[g->loss];
+    f->graph.loss = g->loss == MSI_NONE ? MSI_NONE : f->tensor_of[g->loss];
     uint32_t run_number = 0;
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_repeats *run = run_number < f->runs.count ? &f->runs.items[run_number] : NULL;
@@ -22582,7 +22716,7 @@ static void msi_resolve(const msi_store *store, msi_program *p) {
    its use. False without memory. */
 static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *store,
                             msi_plan *plan, msi_lowering *lowering, msi_shortage *shortage) {
-    s->graph = &m->graph;
+    s->graph = s->eval_graph = &m->graph;
     s->costs = &m->costs;
     s->store = store;
     s->allocator = &m->config.allocator;
@@ -22598,6 +22732,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     shortage->what = NULL;
     const bool there = msi_lowering_init(lowering, s->graph, store, &m->optimizers, s->allocator);
     lowering->costs = s->costs;
+    lowering->evals = plan->evals;
     lowering->repeating.is_checked = m->config.debug;
     return there || msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
 }
@@ -22667,6 +22802,18 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     s.homes = request->largest ? request->largest->decisions : NULL;
     s.host_budget = request->host_budget;
     s.packs = request->goal != MSI_GOAL_FOLD;
+    msi_graph beyond = m->graph;
+    const uint64_t bytes = m->graph.tensors.count * (uint64_t)sizeof(msi_tensor);
+    msi_tensor *tensors = NULL;
+    const bool makes_room = !request->largest || (request->goal == MSI_GOAL_FOLLOW && !plan->evals);
+    if (makes_room && msi_is_beyond(&m->graph, NULL)) {
+        tensors = beyond.tensors.items = (msi_tensor *)msi_scratch(&s, bytes);
+        if (tensors) {
+            memcpy(tensors, m->graph.tensors.items, (size_t)bytes);
+            msi_set_sizes_of(&beyond, NULL, true);
+            s.eval_graph = &beyond;
+        }
+    }
     msi_find_times(m);
     msi_solve(&s, request, plan);
     if (msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s)) {
@@ -22682,6 +22829,7 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
                           plan->train.code.instructions.count * sizeof(float));
         }
     }
+    msi_release(s.allocator, tensors, bytes);
     msi_lowering_free(&lowering);
     const uint64_t moments = 2ull * plan->train.code.instructions.count;
     if (m->run.timing && !MSI_RESERVE(double, s.allocator, plan->train.measured.spans, moments)) {
@@ -22704,6 +22852,7 @@ static ms_result msi_solve_anew(ms_model *m, const msi_store *store, const msi_r
         return msi_fail_memory(m, "the plan", sizeof *plan + msi_decisions_bytes(&m->graph));
     }
     msi_get_sizes(&m->graph, plan->sizes);
+    plan->evals = !m->graph.trains || msi_is_beyond(&m->graph, plan->sizes);
     const msi_shortage shortage = msi_fill_plan(m, store, plan, request);
     if (shortage.what) {
         msi_plan_free(m, plan);
@@ -22879,7 +23028,9 @@ static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
     msi_get_sizes(&m->graph, old);
     msi_set_sizes(&m->graph, sizes);
     const uint64_t budget = largest ? largest->budget_bytes : msi_budget(m);
-    const ms_result result = msi_make_plan(m, store, goal, budget, largest, made);
+    const bool beyond = msi_is_beyond(&m->graph, sizes ? sizes : old) && largest;
+    const ms_result result =
+        msi_make_plan(m, store, beyond ? MSI_GOAL_FOLLOW : goal, budget, largest, made);
     msi_set_sizes(&m->graph, old);
     return result;
 }
@@ -22917,16 +23068,20 @@ static void msi_put_homes(msi_store *store, const msi_plan *plan) {
    budget, the smallest is made. */
 static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     int64_t sizes[MS_LIMIT_AXES];
-    bool alone = true; // no other plan follows this one
+    const bool beyond = msi_is_beyond(&m->graph, NULL);
+    bool alone = !beyond; // no other plan follows this one
     msi_get_sizes(&m->graph, sizes);
     for (uint32_t a = 0; a < m->graph.axis_count; a++) {
-        alone &= sizes[a] == m->graph.axes[a].largest;
+        alone &= sizes[a] == msi_largest_size(&m->graph, a);
     }
     *plans = NULL;
     ms_result result = msi_make_store(m, store);
     MSI_THEN(result, msi_plan_at(m, *store, alone && goal == MSI_GOAL_BUDGET ? MSI_GOAL_TRY : goal,
                                  NULL, NULL, plans));
     MSI_DO(result, msi_put_homes(*store, *plans));
+    for (uint32_t a = 0; a < MS_LIMIT_AXES && result == MS_RESULT_OK && beyond; a++) {
+        (*plans)->sizes[a] = -1; // its eval is for other sizes: it stands for no size
+    }
     if (result == MS_RESULT_OK && !alone) {
         msi_plan *now;
         result = msi_plan_at(m, *store, goal, sizes, *plans, &now);
@@ -23060,7 +23215,10 @@ static int64_t msi_share(int64_t count, int64_t size, int64_t whole) {
 static void msi_resize(msi_resizing *z, int64_t size) {
     msi_graph *g = &z->trials->model->graph;
     if (z->axis != MSI_NONE) {
-        g->axes[z->axis].largest = size;
+        msi_axis *axis = &g->axes[z->axis]; // whose evals stay as large as they are, if larger
+        const bool stays = g->trains && axis->eval_largest > axis->largest;
+        axis->eval_largest = stays ? axis->eval_largest : size;
+        axis->largest = g->trains ? size : axis->largest;
         msi_set_sizes(g, NULL);
     }
     for (uint32_t i = 0; i < g->tensors.count; i++) {
@@ -23073,7 +23231,10 @@ static void msi_resize(msi_resizing *z, int64_t size) {
             t->bytes =
                 (uint64_t)msi_share(count, size, z->declared) * ms_dtype_bytes(t->view.dtype);
         }
-        t->largest_bytes = t->bytes;
+        const ms_shape largest = msi_resized(g, t->view.shape, true, NULL);
+        t->largest_bytes = z->axis == MSI_NONE
+                               ? t->bytes
+                               : ms_shape_count(&largest) * ms_dtype_bytes(t->view.dtype);
     }
 }
 
@@ -23116,7 +23277,7 @@ static bool msi_resizing_begin(msi_resizing *z, msi_trials *trials) {
         return false;
     }
     z->declared = z->axis == MSI_NONE ? g->tensors.items[z->input].view.shape.dim[0]
-                                      : g->axes[z->axis].largest;
+                                      : msi_largest_size(g, z->axis);
     if (z->axis == MSI_NONE) {
         msi_mark_followers(z);
     }
@@ -28604,11 +28765,17 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     return result;
 }
 
-/* The factor of the loss in the value that is reported, for the step that has begun. */
-static MSI_NOINLINE float msi_loss_factor(const ms_model *m) {
-    return m->run.loss.has_factor
-               ? m->run.loss.factor
+/* The factor of the loss in the value that is reported. */
+static MSI_NOINLINE float msi_loss_factor(const ms_model *m, const msi_loss_sum *loss) {
+    return loss->has_factor ? loss->factor
+           : m->graph.loss == MSI_NONE
+               ? 1.0f
                : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
+}
+
+/* That in the gradient: the mean over all micro-batches is minimised. */
+static float msi_step_factor(const ms_model *m, const msi_loss_sum *loss) {
+    return msi_loss_factor(m, loss) / (loss->has_factor ? 1.0f : (float)m->run.store->micro_count);
 }
 
 static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
@@ -28646,7 +28813,7 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
     if (i->rows.of > 0) {
         pair.bytes = msi_operand_bytes(&m->graph, p, i, 2 * number);
     } else if (i->part_count > 1 || target->format != t->format) {
-        const msi_part part = msi_part_of(t->bytes / sizeof(float), i->part, i->part_count);
+        const msi_part part = msi_part_of(msi_elements(t), i->part, i->part_count);
         pair.bytes = msi_part_bytes((msi_format)target->format, part).count;
     }
     return pair;
@@ -28991,8 +29158,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
         m->wrapped.waiting = NULL;
     }
     m->run.loss = m->loss;
-    m->run.step_factor = msi_loss_factor(m); // the mean over all micro-batches is minimised
-    m->run.step_factor /= m->run.loss.has_factor ? 1.0f : (float)m->run.store->micro_count;
+    m->run.step_factor = msi_step_factor(m, &m->loss);
     if (m->run.progress == MSI_PROGRESS_BACKWARD) {
         m->run.given_factor = 0.0f; // it was for the step that is dropped here
     }
@@ -29137,10 +29303,11 @@ static ms_result msi_run_forward(ms_model *m) {
         return result;
     }
     int error = msi_is_eval(&m->run) ? b->fill_bytes(m->device, state, 0, sizeof *state) : 0;
-    if (error == 0) {
+    m->run.is_summed = p->code.loss == MSI_NONE;
+    if (error == 0 && p->code.loss != MSI_NONE) {
         error = b->loss(m->device, msi_address(m, p, p->code.loss),
                         p->code.ranges.items[p->code.loss].bytes / sizeof(float),
-                        (double)msi_loss_factor(m), state);
+                        (double)msi_loss_factor(m, &m->run.loss), state);
         m->run.verdict = MSI_VERDICT_ON_DEVICE;
         m->run.is_summed = true;
     }
@@ -29160,7 +29327,10 @@ static ms_result msi_conclude(ms_model *m, double *loss) {
     const bool eval = msi_is_eval(&m->run);
     ms_result result = msi_fetch_verdict(m);
     MSI_THEN(result, msi_act_on_verdict(m));
-    if (loss) {
+    if (loss && m->graph.loss == MSI_NONE) {
+        MSI_THEN(result, msi_synchronize(m));
+        *loss = (double)msi_f32_of_bits(0x7fc00000u); // not a number
+    } else if (loss) {
         *loss = msi_verdict(m, eval)->loss;
     }
     return msi_doubt(m, result);
@@ -29248,9 +29418,27 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
                                                           : msi_check_between_steps(m, function);
 }
 
-/* Whether a program may start from its beginning. */
-static ms_result msi_check_start(ms_model *m, const char *function) {
+/* Likewise, and whether there are steps at all. */
+static ms_result msi_check_trains(ms_model *m, const char *function) {
     const ms_result result = msi_check_ready(m, function);
+    return result != MS_RESULT_OK || !m->run.plan->evals ? result
+           : !m->wrapped.largest->evals
+               ? msi_fail(m, MS_RESULT_ORDER,
+                          "%s: the axes have sizes that are for ms_eval alone "
+                          "(ms_set_eval_largest): ms_reshape to their largest of training or less "
+                          "first",
+                          function)
+               : msi_fail(m, MS_RESULT_ORDER,
+                          "%s: this model evaluates alone, since %s: call ms_eval, or %s", function,
+                          m->graph.loss == MSI_NONE ? "it has no loss" : "nothing in it is trained",
+                          m->graph.loss == MSI_NONE
+                              ? "ms_set_loss before ms_wrap"
+                              : "unfreeze a param (ms_set_frozen) and call ms_wrap");
+}
+
+/* Whether a program may start from its beginning: that of a step, or of an eval. */
+static ms_result msi_check_start(ms_model *m, const char *function, bool trains) {
+    const ms_result result = trains ? msi_check_trains(m, function) : msi_check_ready(m, function);
     return result != MS_RESULT_OK || m->run.all_written ? result : msi_check_written(m, function);
 }
 
@@ -29399,7 +29587,7 @@ static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
 }
 
 static ms_result msi_backward(ms_model *m) {
-    const ms_result result = msi_check_ready(m, "ms_backward");
+    const ms_result result = msi_check_trains(m, "ms_backward");
     return result != MS_RESULT_OK ? result
            : m->run.progress != MSI_PROGRESS_FORWARD
                ? msi_fail(m, MS_RESULT_ORDER,
@@ -29436,7 +29624,7 @@ static ms_result msi_update(ms_model *m) {
     if (begun && !m->run.busy && !m->run.visits && msi_owns_arena(m) && !msi_is_suspended(m)) {
         return msi_finish_update(m);
     }
-    const ms_result result = msi_check_ready(m, "ms_update");
+    const ms_result result = msi_check_trains(m, "ms_update");
     return result != MS_RESULT_OK ? result
            : begun
                ? msi_fail(m, MS_RESULT_ORDER,
@@ -29556,7 +29744,7 @@ static ms_result msi_enter_slices(ms_model *m) {
                                              "the last slice: the step begins anew",
                                              function));
     }
-    ms_result result = msi_check_start(m, function);
+    ms_result result = msi_check_start(m, function, true);
     if (result == MS_RESULT_OK) {
         s->is_open = true;
         s->is_enqueued = false;
@@ -30025,7 +30213,10 @@ static MSI_COLD const char *msi_read_cure(const ms_model *m, uint32_t t, msi_rol
     const bool trains = !m->run.plan || tensor->kind != MSI_KIND_PARAM || msi_learns(tensor);
     return role != MSI_ROLE_VALUE && !trains
                ? "a param that is frozen, or that the loss does not depend on, has none"
-           : role == MSI_ROLE_GRADIENT && tensor->kind != MSI_KIND_PARAM ? msi_activation_cure
+           : role == MSI_ROLE_GRADIENT && tensor->wanted
+               ? "it is there from ms_backward to the next step or eval"
+           : role == MSI_ROLE_GRADIENT && tensor->kind != MSI_KIND_PARAM
+               ? "ms_want_gradient keeps it, before ms_wrap"
            : role == MSI_ROLE_GRADIENT
                ? "it is there from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
                  "ms_update; MS_OPTIMIZER_NONE: to the next step)"
@@ -30087,10 +30278,33 @@ static bool msi_hides_value(const ms_model *m, uint32_t t, msi_role role) {
     return r->slices.is_open && !r->busy && !settled;
 }
 
+/* Takes the loss scale out of a gradient that was read: that of its step, which the update that has
+   followed may have changed. */
+static MSI_COLD ms_result msi_unscale(ms_model *m, const msi_tensor *t, void *data) {
+    const msi_program *p = m->run.program;
+    ms_step_state state;
+    const ms_result result =
+        msi_copy(m, &state, true, msi_state_on_device(m, false), msi_is_direct(m), sizeof state);
+    const bool updated = m->run.position == p->code.instructions.count;
+    const float scale = updated ? state.last_scale : state.loss_scale;
+    const ms_dtype dtype = msi_dtype_of(msi_known_format(t, MSI_ROLE_GRADIENT));
+    for (uint64_t i = 0; i < msi_elements(t) && result == MS_RESULT_OK; i++) {
+        if (dtype == MS_DTYPE_F64) {
+            ((double *)data)[i] /= (double)scale;
+        } else {
+            msi_store_as(data, dtype, i, msi_load(data, dtype, i) / scale);
+        }
+    }
+    return result;
+}
+
 static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *data) {
     const msi_tensor *source = &m->graph.tensors.items[t];
     const char *name = msi_name(&m->graph, source->name);
-    const uint64_t bytes = msi_role_bytes(&m->optimizers, source, role, false);
+    const bool as_created = msi_known_format(source, role) == (msi_format)source->format;
+    const uint64_t bytes = role < MSI_ROLE_STATE0 && !as_created
+                               ? msi_elements(source) * sizeof(float)
+                               : msi_role_bytes(&m->optimizers, source, role, false);
     if (m->config.dry_run) {
         return msi_fail(m, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"", name);
     }
@@ -30109,7 +30323,8 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
                    ? msi_copy(m, data, true, source->memory[role], !on_device, bytes)
                    : msi_fill(m, data, true, 0, bytes);
     }
-    const msi_memory to = msi_memory_given(source, NULL, data);
+    msi_memory to = msi_memory_given(source, NULL, data);
+    to.format = msi_known_format(source, role);
     const msi_memory from =
         m->run.plan ? msi_live_memory(m, t, role) : msi_memory_given(source, NULL, NULL);
     if (!from.source) {
@@ -30118,6 +30333,10 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
     }
     ms_result result = from.on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write
     MSI_THEN(result, msi_copy_value(m, &to, &from, source, role, bytes));
+    if (result == MS_RESULT_OK && role == MSI_ROLE_GRADIENT && source->wanted &&
+        m->run.plan->train.code.scales_loss) {
+        result = msi_unscale(m, source, data);
+    }
     return result;
 }
 
@@ -30771,8 +30990,10 @@ static ms_result msi_check_sums(ms_model *m, const msi_store *store, const msi_p
     if (m->run.micro == 0 || m->run.progress == MSI_PROGRESS_BACKWARD || m->run.failed) {
         return MS_RESULT_OK;
     }
-    bool alike = old->micro_count == store->micro_count &&
-                 m->run.plan->train.code.scales_loss == plan->train.code.scales_loss;
+    const bool scales = m->run.plan->train.code.scales_loss,
+               evals = m->run.plan->evals || plan->evals;
+    bool alike = m->graph.trains && old->micro_count == store->micro_count &&
+                 (evals || scales == plan->train.code.scales_loss);
     for (MSI_ITEMS(const msi_resident, r, store->residents)) {
         alike &= r->role != MSI_ROLE_GRADIENT || msi_find_resident(old, r->tensor, r->role);
     }
@@ -31074,7 +31295,7 @@ static void msi_time_plans(ms_model *m) {
     int64_t sizes[MS_LIMIT_AXES];
     msi_get_sizes(&m->graph, sizes);
     for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
-        msi_set_sizes(&m->graph, plan->sizes);
+        msi_set_sizes(&m->graph, plan->sizes[0] < 0 ? NULL : plan->sizes);
         msi_find_times(m);
         msi_time_program(&m->graph, &m->costs, m->run.store, &plan->train);
         msi_time_program(&m->graph, &m->costs, m->run.store, &plan->eval);
@@ -31116,7 +31337,7 @@ static ms_result msi_plan_again(ms_model *m) {
 
 /* Checks whether a training step may begin. Plans again first, if the last sample was taken. */
 static ms_result msi_begin_step(ms_model *m, const char *function) {
-    ms_result result = msi_check_start(m, function);
+    ms_result result = msi_check_start(m, function, true);
     if (result == MS_RESULT_OK && m->run.timing && m->run.timing->warmup == MSI_WARMUP_PLAN &&
         m->run.micro == 0) {
         result = msi_plan_again(m);
@@ -31179,7 +31400,8 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
             return result;
         }
         // it rounds like the largest, so the sums of earlier micro-batches stay what they are
-        MEMSCALE_ASSERT(plan->train.code.scales_loss == m->wrapped.largest->train.code.scales_loss);
+        MEMSCALE_ASSERT(plan->evals ||
+                        plan->train.code.scales_loss == m->wrapped.largest->train.code.scales_loss);
         msi_add_plan(m, plan);
     }
     msi_forget_inputs(m, all);
@@ -31323,7 +31545,7 @@ typedef struct msi_verification {
     msi_store *store;
     msi_plan *plans[MSI_PASS_COUNT];
     /* Per tensor that is compared its live range: of a param the gradient, of a buffer the value.
-       MSI_NONE for the others. */
+       of anything else whose gradient is wanted, that. MSI_NONE for the others. */
     uint32_t *range_of;
     uint8_t *results;      // of the plain pass; after them a piece of the other one's, and of state
     uint64_t result_bytes; // of one pass
@@ -31355,6 +31577,15 @@ static uint64_t msi_pieces_bytes(const msi_verification *v) {
     return v->state_count > 0 ? 2 * MSI_PIECE_BYTES : MSI_PIECE_BYTES;
 }
 
+/* The format and the bytes in which results of a tensor are compared. */
+static msi_format msi_compared_format(const msi_tensor *t) {
+    return msi_known_format(t, t->is_state ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
+}
+
+static uint64_t msi_compared_bytes(const msi_tensor *t) {
+    return msi_value_bytes(t, msi_compared_format(t));
+}
+
 /* Marks the params that learn and the buffers that layers change, and allocates for the results
    that are compared, and a piece.
    The live ranges of gradients are known only when a pass has been lowered. */
@@ -31365,14 +31596,15 @@ static MSI_COLD ms_result msi_choose_compared(msi_verification *v) {
     v->range_of = (uint32_t *)msi_alloc(a, g->tensors.count * (uint64_t)sizeof(uint32_t));
     for (uint32_t t = 0; v->range_of && t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        v->range_of[t] =
-            msi_learns(tensor) || tensor->is_state ? m->run.store->resident_of[t] : MSI_NONE;
+        v->range_of[t] = msi_learns(tensor) || tensor->is_state ? m->run.store->resident_of[t]
+                         : tensor->wanted                       ? MSI_UNSET
+                                                                : MSI_NONE;
         if (v->range_of[t] != MSI_NONE) {
             for (uint32_t k = 0; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
                 v->state_count += msi_rounded_state(v, t, k) != NULL;
             }
             v->count += v->compares;
-            v->result_bytes += v->compares ? msi_align(g->tensors.items[t].bytes) : 0;
+            v->result_bytes += v->compares ? msi_align(msi_compared_bytes(tensor)) : 0;
         }
     }
     v->count += v->state_count;
@@ -31388,8 +31620,7 @@ static MSI_COLD ms_result msi_choose_compared(msi_verification *v) {
 /* Whether the passes write a resident: a gradient, or a buffer that a layer changes. */
 static bool msi_pass_changes(const msi_verification *v, const msi_resident *r) {
     const msi_tensor *tensor = &v->model->graph.tensors.items[r->tensor];
-    return r->role == MSI_ROLE_GRADIENT ||
-           (tensor->kind == MSI_KIND_BUFFER && v->range_of[r->tensor] != MSI_NONE);
+    return r->role == MSI_ROLE_GRADIENT || (tensor->kind == MSI_KIND_BUFFER && tensor->is_state);
 }
 
 /* Makes a store with the same residents as the model's, which lends those that no pass changes.
@@ -31674,13 +31905,14 @@ static MSI_COLD ms_result msi_read_result(const msi_verification *v, uint32_t ra
     ms_model *m = v->model;
     const msi_range *r = &m->run.program->code.ranges.items[range];
     const msi_format format = (msi_format)r->format;
-    const bool rounded = format != (msi_format)m->graph.tensors.items[r->tensor].format;
+    const msi_format as = msi_compared_format(&m->graph.tensors.items[r->tensor]);
+    const bool rounded = format != as;
     const uint64_t skipped = rounded ? msi_format_bytes(format, done / sizeof(float)) : done;
     const uint64_t bytes = rounded ? msi_format_bytes(format, part / sizeof(float)) : part;
     const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, range) + skipped;
     const ms_result result = msi_copy(m, to + (part - bytes), true, from, r->on_host, bytes);
-    const bool scaled =
-        r->role == MSI_ROLE_GRADIENT && (v->loss_scale < 1.0f || v->loss_scale > 1.0f);
+    const bool scaled = as == MSI_FORMAT_F32 && r->role == MSI_ROLE_GRADIENT &&
+                        (v->loss_scale < 1.0f || v->loss_scale > 1.0f);
     for (uint64_t i = 0; i < part / sizeof(float) && (rounded || scaled); i++) {
         const float x = msi_load(to + (part - bytes), msi_dtype_of(format), i);
         ((float *)(void *)to)[i] = scaled ? x / v->loss_scale : x;
@@ -31696,20 +31928,20 @@ static MSI_COLD ms_result msi_take_result(msi_verification *v, int pass, uint32_
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     uint8_t *piece = v->results + v->result_bytes;
     if (pass == MSI_PASS_PLAIN) {
-        return msi_read_result(v, v->range_of[t], 0, tensor->bytes, result);
+        return msi_read_result(v, v->range_of[t], 0, msi_compared_bytes(tensor), result);
     }
-    d->tensor = msi_handle(&m->graph, t,
-                           tensor->kind == MSI_KIND_PARAM ? MSI_ROLE_GRADIENT : MSI_ROLE_VALUE);
+    d->tensor = msi_handle(&m->graph, t, tensor->is_state ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
     d->name = msi_name(&m->graph, tensor->name);
     d->count = ms_shape_count(&tensor->view.shape);
     memset(v->error, 0, sizeof v->error);
     memset(v->size, 0, sizeof v->size);
     ms_result taken = MS_RESULT_OK;
-    for (uint64_t done = 0; done < tensor->bytes && taken == MS_RESULT_OK;
-         done += MSI_PIECE_BYTES) {
-        const uint64_t part = msi_smaller(tensor->bytes - done, MSI_PIECE_BYTES);
+    const uint64_t bytes = msi_compared_bytes(tensor);
+    for (uint64_t done = 0; done < bytes && taken == MS_RESULT_OK; done += MSI_PIECE_BYTES) {
+        const uint64_t part = msi_smaller(bytes - done, MSI_PIECE_BYTES);
         taken = msi_read_result(v, v->range_of[t], done, part, piece);
-        MSI_DO(taken, msi_compare_piece(d, tensor->view.dtype, result + done, piece, part));
+        MSI_DO(taken, msi_compare_piece(d, msi_dtype_of(msi_compared_format(tensor)), result + done,
+                                        piece, part));
         for (uint32_t k = 0, n = 1; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
             if (msi_rounded_state(v, t, k)) {
                 MSI_THEN(taken, msi_compare_state(v, d + n++, t, k, done / sizeof(float),
@@ -31732,7 +31964,7 @@ static MSI_COLD ms_result msi_take_results(msi_verification *v, int pass) {
     for (uint32_t i = 0; i < p->code.ranges.count; i++) {
         const msi_range *range = &p->code.ranges.items[i];
         const bool stays = i < v->store->residents.count || range->outlives;
-        if (stays && range->role == MSI_ROLE_GRADIENT && range->category == MS_CATEGORY_GRADIENT) {
+        if (stays && range->role == MSI_ROLE_GRADIENT && v->range_of[range->tensor] != MSI_NONE) {
             v->range_of[range->tensor] = i;
         }
     }
@@ -31742,7 +31974,7 @@ static MSI_COLD ms_result msi_take_results(msi_verification *v, int pass) {
             for (uint32_t s = 0; s < MS_LIMIT_OPTIMIZER_STATE; s++) {
                 k += msi_rounded_state(v, t, s) != NULL;
             }
-            to += msi_align(m->graph.tensors.items[t].bytes);
+            to += msi_align(msi_compared_bytes(&m->graph.tensors.items[t]));
         }
     }
     return result;
@@ -31923,7 +32155,7 @@ static MSI_COLD ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
 }
 
 static ms_result msi_begin_passes(ms_model *m, const char *function) {
-    const ms_result result = msi_check_start(m, function);
+    const ms_result result = msi_check_start(m, function, true);
     return result != MS_RESULT_OK ? result
            : m->wrapped.changed   ? msi_fail_changed(m, function)
            : m->run.progress != MSI_PROGRESS_NONE
@@ -32724,7 +32956,7 @@ static MSI_COLD void msi_take_numbers(msi_checkpoint *c) {
     n->seed = m->config.seed;
     n->graph = msi_hash_structure(&m->graph);
     n->optimizer = msi_number_of_kinds(m);
-    n->scaled = m->run.plan->train.code.scales_loss;
+    n->scaled = m->wrapped.largest->train.code.scales_loss;
     n->skipped_steps = m->scale.skipped_steps;
     n->skipped_by_norm = m->scale.skipped_by_norm;
     if (m->scale.scaling.growth_steps > 0) {
@@ -33178,7 +33410,7 @@ static MSI_COLD void msi_put_piece(msi_checkpoint *c, const msi_item *i, msi_par
                                    const uint8_t *data) {
     const msi_resident *targets[2];
     const uint32_t count = msi_targets_of(c, i, targets);
-    const bool there = c->numbers.scaled != 0, here = c->m->run.plan->train.code.scales_loss;
+    const bool there = c->numbers.scaled != 0, here = c->m->wrapped.largest->train.code.scales_loss;
     const float scale = c->numbers.loss_scale > 0 ? msi_f32_of_bits((uint32_t)c->numbers.loss_scale)
                                                   : msi_first_scale(c->m);
     const float factor = // of the gradients of a window: there and here a plan may scale the loss
@@ -33971,7 +34203,8 @@ static const ms_step_state *msi_known_scale(const ms_model *m) {
 
 static MSI_COLD void msi_report_scale(const ms_model *m, ms_memory_report *r) {
     const ms_step_state *state = msi_known_scale(m);
-    const bool scales = m->run.plan->train.code.scales_loss && state->scaling.growth_steps > 0;
+    const bool scales =
+        m->wrapped.largest->train.code.scales_loss && state->scaling.growth_steps > 0;
     uint32_t layer = MSI_NONE; // the first that has the param
     for (uint32_t i = m->graph.layers.count; i-- > 0 && scales && state->overflow > 0;) {
         for (MSI_EACH(param, &m->graph, &m->graph.layers.items[i], MSI_GROUP_PARAM)) {
@@ -34077,6 +34310,16 @@ static ms_state_format msi_public_format(const msi_range *range) {
     return is_state ? msi_formats[range->format].state : MS_STATE_FORMAT_F32;
 }
 
+/* Where a live range is: in the arena, or in the model's memory on the host; 0 if it is lent. */
+static MSI_COLD uint64_t msi_public_offset(const msi_store *store, const msi_program *p,
+                                           uint32_t index) {
+    const msi_range *range = &p->code.ranges.items[index];
+    const msi_resident *r = index < store->residents.count ? &store->residents.items[index] : NULL;
+    return r                ? (r->borrowed ? 0 : r->offset)
+           : range->on_host ? store->host_bytes + range->offset
+                            : store->resident_bytes + range->offset;
+}
+
 static MSI_COLD ms_dtype msi_public_dtype(const msi_range *range) {
     const msi_role role = (msi_role)range->role;
     return role >= MSI_ROLE_WORKSPACE ? MS_DTYPE_U8
@@ -34110,11 +34353,8 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
     o.dtype = msi_public_dtype(range);
     o.is_outside = msi_is_outside(store, p, operand->range);
     o.is_on_host = msi_is_on_host(store, p, operand->range);
-    o.offset = fixed            ? store->residents.items[operand->range].offset
-               : range->on_host ? store->host_bytes + range->offset
-                                : store->resident_bytes + range->offset;
+    o.offset = msi_public_offset(store, p, operand->range);
     o.is_borrowed = fixed && store->residents.items[operand->range].borrowed;
-    o.offset = o.is_borrowed ? 0 : o.offset;
     const bool by_rows = !whole && msi_is_operand_cut(&w->model->graph, p, i, k);
     o.is_part = by_rows || (!whole && i->part_count > 1 && range->role != MSI_ROLE_NORM);
     if (by_rows) {
@@ -34216,6 +34456,7 @@ static MSI_COLD void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     event.row_total = drops ? 0 : i->rows.of;
     event.follows = i->follows && !drops;
     event.signal = drops || i->event == MSI_NO_EVENT ? UINT32_MAX : i->event;
+    event.value = i->op == MSI_OP_SEED && !drops ? msi_step_factor(m, &m->loss) : 0.0f;
     if (w->program->measured.is_there) {
         const double *measured = w->program->measured.spans.items + 2ull * w->now;
         event.measured_us = drops ? 0.0 : measured[1];
@@ -34260,6 +34501,9 @@ static MSI_COLD void msi_visit_inputs(const msi_walk *w) {
 /* After forward the losses are summed; the verdict is copied to the host: see msi_clock_judge. */
 static MSI_COLD void msi_visit_verdict(const msi_walk *w) {
     const ms_model *m = w->model;
+    if (w->program->code.loss == MSI_NONE) {
+        return;
+    }
     const msi_range *range = &w->program->code.ranges.items[w->program->code.loss];
     const double us = msi_bytes_us(&m->costs, MSI_COST_SUM, (double)range->bytes);
     ms_event_operand loss = MSI_ZERO_INIT, verdict = MSI_ZERO_INIT;
@@ -34350,6 +34594,7 @@ static MSI_COLD void msi_visit_lifetimes(const ms_model *m, const msi_program *p
         l.dtype = msi_public_dtype(range);
         l.is_outside = msi_is_outside(m->run.store, p, k);
         l.is_on_host = msi_is_on_host(m->run.store, p, k);
+        l.offset = msi_public_offset(m->run.store, p, k);
         l.is_at_peak = !l.is_outside && l.first <= p->layout.peak && p->layout.peak <= l.last;
         if (l.first <= l.last) { // not aliased at once
             visit(&l, user);
@@ -34478,11 +34723,38 @@ MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size
         msi_graph *g = &model->graph;
         if (msi_add_name(model, name, &g->axes[g->axis_count].name)) {
             g->axes[g->axis_count].size = size;
-            g->axes[g->axis_count].largest = largest;
+            g->axes[g->axis_count].largest = g->axes[g->axis_count].eval_largest = largest;
             axis.id = msi_axes_tag(g) << MSI_AXIS_BITS | ++g->axis_count;
         }
     }
     return axis;
+}
+
+MEMSCALE_API void ms_set_eval_largest(ms_model *model, ms_axis axis, int64_t largest) {
+    static const char *const function = "ms_set_eval_largest";
+    if (!msi_registering(model, function, NULL, "")) {
+        return;
+    }
+    msi_graph *g = &model->graph;
+    const uint32_t index = (axis.id & ((1u << MSI_AXIS_BITS) - 1)) - 1;
+    bool is_used = false;
+    for (uint32_t t = 0; t < g->tensors.count && index < g->axis_count; t++) {
+        for (int k = 0; k < g->tensors.items[t].view.shape.rank; k++) {
+            is_used |= g->tensors.items[t].view.shape.axes[k] >> index & 1;
+        }
+    }
+    if (index >= g->axis_count || axis.id >> MSI_AXIS_BITS != msi_axes_tag(g) ||
+        largest < g->axes[index].largest) {
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "%s: %lld, of an axis that is not of this model or whose largest size is larger",
+                  function, (long long)largest);
+    } else if (is_used) {
+        MSI_STICK(model, MS_RESULT_ORDER,
+                  "%s: a tensor lies along axis \"%s\" already: call it right after ms_add_axis",
+                  function, msi_name(g, g->axes[index].name));
+    } else {
+        g->axes[index].eval_largest = largest;
+    }
 }
 
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc) {
@@ -34514,8 +34786,48 @@ MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor) {
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor) {
     msi_tensor *t =
         msi_tensor_of(model, "ms_stop_gradient", tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
-    if (t) {
+    if (t && (!t->wanted || MSI_REFUSE(model,
+                                       "ms_stop_gradient of \"%s\": its gradient is wanted "
+                                       "(ms_want_gradient): leave one of the two out",
+                                       msi_name(&model->graph, t->name)))) {
         t->no_gradient = true;
+    }
+}
+
+MEMSCALE_API void ms_set_gradient_dtype(ms_model *model, ms_tensor tensor, ms_dtype dtype) {
+    static const char *const function = "ms_set_gradient_dtype";
+    msi_tensor *t =
+        msi_tensor_of(model, function, tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
+    const bool can_be = (MSI_NARROW_DTYPES | 1u << MS_DTYPE_F32) >> ((unsigned)dtype & 31u) & 1u;
+    if (t && (!can_be || (unsigned)dtype > 31u || !msi_is_float(t->view.dtype))) {
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "%s of \"%s\", which is %s: %s; a gradient of a float tensor can be f32, bf16 or "
+                  "f16",
+                  function, msi_name(&model->graph, t->name), ms_dtype_name(t->view.dtype),
+                  ms_dtype_name(dtype));
+    } else if (t && t->producer != MSI_NONE) {
+        MSI_STICK(model, MS_RESULT_ORDER, "%s of \"%s\": call it before %s is registered", function,
+                  msi_name(&model->graph, t->name),
+                  msi_layer_label(&model->graph, t->producer).text);
+    } else if (t) {
+        t->gradient_format = (uint8_t)msi_format_of_dtype(dtype);
+    }
+}
+
+MEMSCALE_API void ms_want_gradient(ms_model *model, ms_tensor tensor) {
+    static const char *const function = "ms_want_gradient";
+    const uint32_t index = model ? msi_value_index(&model->graph, tensor) : MSI_NONE;
+    const bool is_buffer =
+        index != MSI_NONE && model->graph.tensors.items[index].kind == MSI_KIND_BUFFER;
+    msi_tensor *t = msi_tensor_of(model, function, tensor, MSI_KIND_ACTIVATION,
+                                  is_buffer ? MSI_KIND_BUFFER : MSI_KIND_INPUT);
+    if (t && (t->no_gradient || !msi_is_float(t->view.dtype))) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s of \"%s\": %s", function,
+                  msi_name(&model->graph, t->name),
+                  t->no_gradient ? "ms_stop_gradient is called of it too: leave one of the two out"
+                                 : "an integer tensor has no gradient");
+    } else if (t) {
+        t->wanted = true;
     }
 }
 
@@ -34540,9 +34852,12 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
     const uint32_t t = msi_activation_index(model, "ms_set_loss", loss);
     const ms_view *view = t == MSI_NONE ? NULL : &model->graph.tensors.items[t].view;
-    if (view && (view->dtype == MS_DTYPE_F32 ||
-                 MSI_REFUSE(model, "loss \"%s\" has dtype %s; a loss is f32",
-                            msi_tensor_name(&model->graph, t), ms_dtype_name(view->dtype)))) {
+    const msi_format of_gradient =
+        view ? msi_known_format(&model->graph.tensors.items[t], MSI_ROLE_GRADIENT) : MSI_FORMAT_F32;
+    if (view && ((view->dtype == MS_DTYPE_F32 && of_gradient == MSI_FORMAT_F32) ||
+                 MSI_REFUSE(model, "loss \"%s\" has dtype %s, its gradient %s; a loss is f32",
+                            msi_tensor_name(&model->graph, t), ms_dtype_name(view->dtype),
+                            ms_dtype_name(msi_dtype_of(of_gradient))))) {
         model->graph.loss = t;
     }
 }
@@ -34953,7 +35268,7 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
     const msi_memory memory = msi_live_memory(model, t, role);
     const msi_resident *resident = msi_find_resident(model->run.store, t, role);
     msi_tensor *value = &model->graph.tensors.items[t];
-    const msi_format created = (msi_format)value->format;
+    const msi_format created = msi_known_format(value, role);
     const bool is_rounded = resident && resident->format != created;
     value->in_place |= role == MSI_ROLE_VALUE && !is_rounded;
     return memory.format == created && !is_rounded ? memory.target : NULL;
@@ -34963,8 +35278,7 @@ MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_value_index(&model->graph, tensor) : MSI_NONE;
     const ms_tensor none = {0};
     const msi_tensor *of = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
-    const bool has = of && msi_is_float(of->view.dtype) &&
-                     (of->kind == MSI_KIND_PARAM || of->kind == MSI_KIND_ACTIVATION);
+    const bool has = of && msi_is_float(of->view.dtype) && of->kind != MSI_KIND_SAVED;
     return has ? msi_handle(&model->graph, t, MSI_ROLE_GRADIENT) : none;
 }
 
@@ -34998,14 +35312,18 @@ MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor) {
 
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
-    return t == MSI_NONE ? 0
-                         : msi_role_bytes(&model->optimizers, &model->graph.tensors.items[t],
-                                          msi_role_of(&model->graph, tensor), false);
+    const msi_tensor *of = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
+    const msi_role role = msi_role_of(&model->graph, tensor);
+    return !of                       ? 0
+           : role >= MSI_ROLE_STATE0 ? msi_role_bytes(&model->optimizers, of, role, false)
+                                     : msi_value_bytes(of, msi_known_format(of, role));
 }
 
 MEMSCALE_API ms_dtype ms_tensor_dtype(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
-    return t == MSI_NONE ? MS_DTYPE_COUNT : model->graph.tensors.items[t].view.dtype;
+    return t == MSI_NONE ? MS_DTYPE_COUNT
+                         : msi_dtype_of(msi_known_format(&model->graph.tensors.items[t],
+                                                         msi_role_of(&model->graph, tensor)));
 }
 
 MEMSCALE_API ms_result ms_expect_bytes(ms_model *model, ms_tensor tensor, uint64_t bytes) {
@@ -35051,7 +35369,7 @@ MEMSCALE_API void ms_cancel(ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
-    ms_result result = model ? msi_check_start(model, "ms_eval") : MS_RESULT_INVALID;
+    ms_result result = model ? msi_check_start(model, "ms_eval", false) : MS_RESULT_INVALID;
     MSI_THEN(result, msi_forward(model, &model->run.plan->eval, loss));
     return result;
 }

@@ -52,6 +52,9 @@
     X(INTEGER_OUTPUT, 10)                                                                          \
     X(INTEGER_SAVED, 20)                                                                           \
     X(STOP_GRADIENT, 10)                                                                           \
+    X(WANTED_INPUT, 5)                                                                             \
+    X(WANTED_ACTIVATION, 10)                                                                       \
+    X(WANTED_ALONE, 1)                                                                             \
     X(ON_HOST, 10)                                                                                 \
     X(BORROWED_INPUT, 5)                                                                           \
     X(BORROWED_PARAM, 5)                                                                           \
@@ -75,6 +78,7 @@
     X(KINDS_MIXED, 10)                                                                             \
     X(LOSS_FACTOR, 10)                                                                             \
     X(AXES, 20)                                                                                    \
+    X(LARGER_EVALS, 5)                                                                             \
     X(RESHAPED, 5)                                                                                 \
     X(SHARED_ARENA, 5)                                                                             \
     X(DEBUG_MODE, 3)                                                                               \
@@ -153,6 +157,8 @@ typedef struct rd_value {
     int64_t cols;
     uint8_t group; // of a param, with an optimizer of its own; 0: none
     bool frozen, on_host, stopped, kept, kept_in_eval;
+    bool wanted;       // its gradient, by ms_want_gradient
+    bool f32_gradient; // by ms_set_gradient_dtype
     bool borrowed, borrowed_gradient, borrowed_state;
     bool is_state;  // of some layer
     bool is_sealed; // an auxiliary loss that no layer may read
@@ -173,12 +179,14 @@ typedef struct rd_graph {
     double spice; // how likely the unusual is
     uint32_t axis_count, value_count, layer_count, loss, accumulation;
     int64_t size[RD_AXIS_LIMIT], largest[RD_AXIS_LIMIT];
+    int64_t trains[RD_AXIS_LIMIT]; // the largest in training; 0: the largest
     rd_value value[RD_VALUES];
     rd_layer layer[RD_LAYERS];
     ms_optimizer_desc optimizer;        // of params in no group
     ms_optimizer_desc group[RD_GROUPS]; // of the others; rd_value.group counts these from 1
     uint32_t group_count;
     uint8_t seen[RD_FEATURE_COUNT];
+    bool has_no_loss; // nothing is minimised: it is only evaluated
     /* NULL, or makes the desc of a layer one for where the next net is to run. */
     ms_layer_desc (*move)(void *mover, uint32_t layer, const ms_layer_desc *desc);
     void *mover;
@@ -211,7 +219,7 @@ static inline bool rd_is_float(const rd_value *v) {
 /* Can take a gradient, as far as the tensor itself goes. */
 static inline bool rd_is_differentiable(const rd_value *v) {
     return (v->role == RD_ACTIVATION && rd_is_float(v) && !v->stopped) ||
-           (v->role == RD_PARAM && !v->frozen);
+           (v->role == RD_PARAM && !v->frozen) || v->wanted;
 }
 
 static inline bool rd_same_shape(const rd_value *a, const rd_value *b) {
@@ -899,6 +907,45 @@ static inline void rd_count_features(rd_graph *g) {
     g->seen[RD_AXES] |= g->axis_count > 0;
 }
 
+/* Wants gradients of values on which the loss depends, each by itself: going back from the loss. Now
+   and then no param is trained beside them. */
+static inline void rd_want_gradients(rd_graph *g, t_rng *rng) {
+    static bool gets[RD_VALUES];
+    bool any = false;
+    if (!t_chance(rng, 0.35)) {
+        return;
+    }
+    memset(gets, 0, sizeof gets);
+    gets[g->loss] = true;
+    for (uint32_t k = g->layer_count; k-- > 0;) {
+        const rd_layer *l = &g->layer[k];
+        bool runs = false;
+        for (int i = 0; i < l->count[RD_GROUP_OUT] && l->has_backward; ++i) {
+            const rd_value *out = rd_at(g, l, RD_GROUP_OUT, i);
+            runs |= out != NULL && !out->stopped && gets[l->slot[RD_GROUP_OUT][i] - 1];
+        }
+        for (int i = 0; i < l->count[RD_GROUP_IN]; ++i) {
+            rd_value *v =
+                l->slot[RD_GROUP_IN][i] == 0 ? NULL : &g->value[l->slot[RD_GROUP_IN][i] - 1];
+            const bool given = v != NULL && (runs || rd_bit(l->desc.grads_in_forward, i));
+            if (!given || !rd_is_float(v) || v->stopped || v->is_state || v->role == RD_PARAM) {
+                continue;
+            }
+            gets[l->slot[RD_GROUP_IN][i] - 1] |= v->role == RD_ACTIVATION;
+            v->wanted |= t_chance(rng, 0.2);
+            any |= v->wanted;
+            g->seen[RD_WANTED_INPUT] |= v->wanted && v->role != RD_ACTIVATION;
+            g->seen[RD_WANTED_ACTIVATION] |= v->wanted && v->role == RD_ACTIVATION;
+        }
+    }
+    if (any && t_chance(rng, 0.1)) {
+        g->seen[RD_WANTED_ALONE] = 1;
+        for (uint32_t i = 0; i < g->value_count; ++i) {
+            g->value[i].frozen |= g->value[i].role == RD_PARAM;
+        }
+    }
+}
+
 static inline rd_graph *rd_generate(uint64_t seed) {
     static const double spices[] = {0.15, 0.5, 1.0, 1.0};
     rd_graph *g = (rd_graph *)calloc(1, sizeof(rd_graph));
@@ -925,6 +972,13 @@ static inline rd_graph *rd_generate(uint64_t seed) {
     rd_add_loss(g, false);
     rd_random_optimizer(g);
     rd_random_groups(g);
+    t_rng wants = t_seed(seed ^ 0x3a9e);
+    rd_want_gradients(g, &wants);
+    for (uint32_t i = 0; i < g->axis_count && t_chance(&wants, 0.5); ++i) {
+        g->trains[i] =
+            g->size[i] + (int64_t)t_below(&wants, (uint32_t)(g->largest[i] - g->size[i]) + 1);
+        g->seen[RD_LARGER_EVALS] |= g->trains[i] < g->largest[i];
+    }
     rd_count_features(g);
     return g;
 }
@@ -948,6 +1002,17 @@ static inline void rd_random_dtypes(rd_graph *g, uint64_t seed) {
         }
         const uint32_t used = (1u << l->count[RD_GROUP_PARAM]) - 1u;
         d->half_gradients = (uint32_t)t_next(&rng) & used & ~d->f32_param;
+    }
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        bool stays = false; // a gradient lies in the place of another one, of the same dtype
+        for (uint32_t k = 0; k < g->layer_count; ++k) {
+            const rd_layer *l = &g->layer[k];
+            stays |= l->desc.must_grad_in_place != 0 &&
+                     (rd_has(l, RD_GROUP_IN, i) || rd_has(l, RD_GROUP_OUT, i));
+        }
+        rd_value *v = &g->value[i];
+        v->f32_gradient =
+            t_chance(&rng, 0.2) && !stays && v->role == RD_ACTIVATION && rd_is_float(v);
     }
 }
 
@@ -1147,9 +1212,10 @@ static inline bool rd_is_worked_on(const rd_layer *l, int out) {
 static inline bool rd_check_gradient(rd_op *op, const ms_call *call, const ms_view *view,
                                      const rd_value *v, const char *what, int slot) {
     const int group = what[5] == 'o' ? RD_GROUP_OUT : what[5] == 'i' ? RD_GROUP_IN : RD_GROUP_PARAM;
-    ms_dtype dtype =
-        v == NULL ? MS_DTYPE_F32
-                  : rd_dtype(op->layer, call->dtype, group, slot, v, group == RD_GROUP_PARAM);
+    ms_dtype dtype = v == NULL         ? MS_DTYPE_F32
+                     : v->f32_gradient ? MS_DTYPE_F32
+                                       : rd_dtype(op->layer, call->dtype, group, slot, v,
+                                                  group == RD_GROUP_PARAM);
     if (!rd_check_view(op, view, v, dtype, what, slot)) {
         return false;
     }
@@ -2213,6 +2279,7 @@ static inline bool rd_reference_forward(rd_reference *r, ms_phase phase) {
 static inline bool rd_reference_backward_layer(rd_reference *r, uint32_t layer) {
     rd_frame f;
     float *parts[2][RD_SLOTS];
+    void *wanted[RD_SLOTS] = {NULL}; // copies of gradients that backward destroys
     const rd_layer *l = &r->run.graph->layer[layer];
     const ms_slot_masks *c = &l->desc.clobbers;
     bool any = false;
@@ -2222,6 +2289,11 @@ static inline bool rd_reference_backward_layer(rd_reference *r, uint32_t layer) 
         if (value != 0 && r->has_gradient[value - 1]) {
             f.grad_out[j].data = r->gradient[value - 1];
             any = true;
+        }
+        if (f.grad_out[j].data != NULL && r->run.graph->value[value - 1].wanted &&
+            l->has_backward && rd_bit(c->grad_out, j)) {
+            f.grad_out[j].data = wanted[j] =
+                rd_copy_of(r->gradient[value - 1], rd_view_bytes(&f.grad_out[j]));
         }
     }
     if (!l->has_backward || !any) {
@@ -2238,6 +2310,9 @@ static inline bool rd_reference_backward_layer(rd_reference *r, uint32_t layer) 
     rd_reference_add(r, &f, l, RD_GROUP_IN, parts[0]);
     rd_reference_add(r, &f, l, RD_GROUP_PARAM, parts[1]);
     rd_frame_free(&f);
+    for (int j = 0; j < RD_SLOTS; ++j) {
+        rd_free(wanted[j]);
+    }
     return fine;
 }
 
@@ -2370,6 +2445,12 @@ static inline void rd_register_values(rd_net *n, const ms_axis *axes) {
         if (v->stopped) {
             ms_stop_gradient(n->model, n->handle[i]);
         }
+        if (v->wanted) {
+            ms_want_gradient(n->model, n->handle[i]);
+        }
+        if (v->f32_gradient) {
+            ms_set_gradient_dtype(n->model, n->handle[i], MS_DTYPE_F32);
+        }
     }
 }
 
@@ -2456,11 +2537,17 @@ static inline rd_net *rd_net_create(rd_graph *g, const ms_config *config, const 
         return n;
     }
     for (uint32_t i = 0; i < g->axis_count; ++i) {
-        axes[i] = ms_add_axis(n->model, names[i], g->size[i], g->largest[i]);
+        const int64_t largest = g->trains[i] > 0 ? g->trains[i] : g->largest[i];
+        axes[i] = ms_add_axis(n->model, names[i], g->size[i], largest);
+        if (largest < g->largest[i]) {
+            ms_set_eval_largest(n->model, axes[i], g->largest[i]);
+        }
     }
     rd_register_values(n, axes);
     rd_register_layers(n);
-    ms_set_loss(n->model, n->handle[g->loss]);
+    if (!g->has_no_loss) {
+        ms_set_loss(n->model, n->handle[g->loss]);
+    }
     for (uint32_t i = 0; i < g->value_count; ++i) {
         if (g->value[i].kept) {
             ms_add_output(n->model, n->handle[i]);

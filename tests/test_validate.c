@@ -1537,10 +1537,43 @@ static ms_result no_budget(world *w) {
     return MS_RESULT_OK;
 }
 
-static ms_result freeze_everything(world *w) {
-    ms_set_frozen(w->m, w->t[W_WEIGHT], true);
-    ms_set_frozen(w->m, w->t[W_P], true);
-    ms_set_frozen(w->m, w->t[W_Q], true);
+static ms_result want(world *w, name_of tensor) {
+    ms_want_gradient(w->m, w->t[tensor]);
+    return MS_RESULT_OK;
+}
+
+static ms_result want_of_nothing(world *w) {
+    return want(w, W_NONE);
+}
+
+static ms_result want_of_a_param(world *w) {
+    return want(w, W_P);
+}
+
+static ms_result want_of_saved(world *w) {
+    return want(w, W_S);
+}
+
+static ms_result want_of_integers(world *w) {
+    return want(w, W_INTS);
+}
+
+static ms_result want_of_state(world *w) {
+    return want(w, W_RUNNING);
+}
+
+static ms_result want_what_leads_nowhere(world *w) {
+    return want(w, W_WIDE);
+}
+
+static ms_result want_what_is_stopped(world *w) {
+    ms_stop_gradient(w->m, w->t[W_GATED]);
+    return want(w, W_GATED);
+}
+
+static ms_result stop_what_is_wanted(world *w) {
+    (void)want(w, W_GATED);
+    ms_stop_gradient(w->m, w->t[W_GATED]);
     return MS_RESULT_OK;
 }
 
@@ -1655,7 +1688,7 @@ static const misuse registrations[] = {
      BEFORE_WRAP,
      output_of_a_gradient,
      BAD,
-     {"ms_add_output: the gradient of \"hidden\" is not the output", "backward_state"}},
+     {"ms_add_output: the gradient of \"hidden\" is not the output", "ms_want_gradient"}},
     {"an input as output",
      BEFORE_WRAP,
      eval_output_of_an_input,
@@ -1814,7 +1847,42 @@ static const misuse registrations[] = {
      no_budget,
      MS_RESULT_BUDGET,
      {"budget", "1", "smallest|needs"}},
-    {"all params frozen", BEFORE_WRAP, freeze_everything, BAD, {"losses", "param"}},
+    {"no gradient", BEFORE_WRAP, want_of_nothing, BAD, {"ms_want_gradient: an empty handle"}},
+    {"the gradient of a param",
+     BEFORE_WRAP,
+     want_of_a_param,
+     BAD,
+     {"ms_want_gradient: \"p-scale\" (param) is not an activation or input"}},
+    {"the gradient of a saved tensor",
+     BEFORE_WRAP,
+     want_of_saved,
+     BAD,
+     {"ms_want_gradient: \"s-saved\"", "saved tensor"}},
+    {"the gradient of integers",
+     BEFORE_WRAP,
+     want_of_integers,
+     BAD,
+     {"ms_want_gradient of \"ints\"", "integer"}},
+    {"the gradient of state",
+     BEFORE_WRAP,
+     want_of_state,
+     BAD,
+     {"ms_want_gradient of \"running\"", "state"}},
+    {"a gradient that the loss does not have",
+     BEFORE_WRAP,
+     want_what_leads_nowhere,
+     BAD,
+     {"ms_want_gradient of \"wide\"", "loss does not depend"}},
+    {"a gradient that is stopped",
+     BEFORE_WRAP,
+     want_what_is_stopped,
+     BAD,
+     {"ms_want_gradient of \"gated\"", "ms_stop_gradient"}},
+    {"a stop of what is wanted",
+     BEFORE_WRAP,
+     stop_what_is_wanted,
+     BAD,
+     {"ms_stop_gradient of \"gated\"", "ms_want_gradient"}},
 };
 
 /* Shapes of equal size that keep it at all sizes of the axes are those whose product has each axis
@@ -2591,8 +2659,7 @@ static const call_case calls[] = {
      STEPPED,
      read_gradient_of_activation,
      ORDER,
-     {"the gradient of \"hidden\" is not in memory now: the gradient of an activation lives only",
-      "backward_state"}},
+     {"the gradient of \"hidden\" is not in memory now: ms_want_gradient keeps it"}},
     {"update after forward", FORWARDED, update, ORDER, {"ms_update", "ms_backward"}},
     {"backward twice", BACKWARDED, backward, ORDER, {"ms_backward", "ms_forward"}},
     {"step in the middle", EARLY_BACKWARDED, step, ORDER, {"ms_step|ms_forward", "ms_update"}},
