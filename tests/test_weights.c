@@ -60,9 +60,9 @@ static void numbers_of_16_bits(void **state) {
         assert_memory_equal(&bf16, &wide, sizeof wide);
         if ((code >> 10 & 31) < 31) {
             same_float(half, half_value(code), code);
-            assert_int_equal(weights_f16(half), code);
+            assert_int_equal(blocks_half_of(half), code);
         } else { // by bits, since -Ofast knows no NaN
-            const uint32_t size = weights_bits(half) & 0x7fffffffu, again = weights_f16(half);
+            const uint32_t size = blocks_bits_of(half) & 0x7fffffffu, again = blocks_half_of(half);
             assert_true((code & 1023) != 0 ? size > 0x7f800000u : size == 0x7f800000u);
             assert_true((code & 1023) != 0 ? (again & 0x7fffu) > 0x7c00u : (int)again == code);
         }
@@ -76,18 +76,18 @@ static void rounding_to_16_bits(void **state) {
     (void)state;
     for (int code = 0; code < 0x7bff; code++) {
         const float middle = (float)(0.5 * (half_value(code) + half_value(code + 1)));
-        assert_int_equal(weights_f16(nextafterf(middle, 0.0f)), code);
-        assert_int_equal(weights_f16(nextafterf(middle, 1e9f)), code + 1);
-        assert_int_equal(weights_f16(middle), code + (code & 1));
-        assert_int_equal(weights_f16(-middle), 0x8000 + code + (code & 1));
+        assert_int_equal(blocks_half_of(nextafterf(middle, 0.0f)), code);
+        assert_int_equal(blocks_half_of(nextafterf(middle, 1e9f)), code + 1);
+        assert_int_equal(blocks_half_of(middle), code + (code & 1));
+        assert_int_equal(blocks_half_of(-middle), 0x8000 + code + (code & 1));
     }
-    assert_int_equal(weights_f16(65519.99f), 0x7bff);
-    assert_int_equal(weights_f16(65520.0f), 0x7c00);
+    assert_int_equal(blocks_half_of(65519.99f), 0x7bff);
+    assert_int_equal(blocks_half_of(65520.0f), 0x7c00);
     for (uint32_t code = 0; code < 0x7f7f; code++) {
         const uint32_t bits = code << 16 | 0x8000u;
-        assert_int_equal(weights_bf16(gguf_float(bits)), code + (code & 1));
-        assert_int_equal(weights_bf16(gguf_float(bits - 1)), code);
-        assert_int_equal(weights_bf16(gguf_float(bits + 1)), code + 1);
+        assert_int_equal(weights_bf16(blocks_float_of(bits)), code + (code & 1));
+        assert_int_equal(weights_bf16(blocks_float_of(bits - 1)), code);
+        assert_int_equal(weights_bf16(blocks_float_of(bits + 1)), code + 1);
     }
 }
 
@@ -381,7 +381,7 @@ static float in_file(const weight_file *f, const char *name, int64_t row, int64_
     if (!e) {
         fail_msg("there is no %s", name);
     }
-    return gguf_float(
+    return blocks_float_of(
         (uint32_t)gguf_load(e->data + 4 * (row * (e->rank > 1 ? e->dim[1] : 1) + column), 4));
 }
 
@@ -1760,7 +1760,7 @@ static void smollm2_is_decoded(void **state) {
         assert_non_null(values);
         need(weight_decode(&f, e, 0, e->count, values), f.error);
         for (int64_t i = 0; i < e->count; i++) {
-            sum += (uint64_t)(i + 1) * weights_bits(values[i]);
+            sum += (uint64_t)(i + 1) * blocks_bits_of(values[i]);
         }
         assert_true(sum == sums[k].sum);
         free(values);
