@@ -100,8 +100,8 @@
     more; ms_visit_lifetimes says which values need the memory, and when.
 
     OFFLOADING. A plan may give a param, its gradient or its optimizer state a home in host memory,
-    each by itself: it is copied to the device for its use, and back if that has changed it. What a
-    layer makes can be copied out after its use in forward, and in before backward. All of it is in
+    each by itself: it is copied to the device for its use, and back if that has changed it. So may
+    a buffer that no layer has as state. What a layer makes can be copied out after its use in forward, and in before backward. All of it is in
     one block of host memory, pinned where the backend can. Copies run beside the arithmetic, one
     stream in each direction, and are issued early and awaited late, as far as the arena has room.
     By default modes BALANCED and AGGRESSIVE offload on devices with memory of their own; on others
@@ -277,7 +277,8 @@
     that its norm has halted. Renamed, of the functions under >>formats: msi_units_of_signed and
     msi_units_of_unsigned to msi_signed_value and msi_unsigned_value. 0.8.0 (2026): runs are
     saved and resumed, in safetensors files (ms_save, ms_load and what follows them);
-    ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE.
+    ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE; frozen params of any dtype, and offloading of
+    buffers that no layer changes.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
@@ -1108,7 +1109,9 @@ typedef struct ms_layer_desc {
     ms_workspace recompute_workspace; // of the callback recompute
     /* Work of one forward, one backward and one call of recompute, for predicted times. 0: for
        forward 2 per param element and vector of the first output, which has elements / last dim of
-       these (1 per output element without params), for backward twice that of forward, for
+       these (1 per output element without params), where a U8 param of rank 2, whose elements are
+       hidden in blocks, has as many as its rows times the last dim of the first input in floats (none
+       if there is no such input: a lookup); for backward twice that of forward, for
        recompute 1 per output element. A layer that computes nothing has 1. */
     double flops, backward_flops, recompute_flops;
 } ms_layer_desc;
@@ -1326,7 +1329,7 @@ typedef struct ms_memory_report {
     /* Largest sum, during the step, of activations, activation gradients and saved tensors. It need
        not occur at the peak instruction. */
     uint64_t activation_peak_bytes;
-    uint64_t param_count; // elements, not tensors
+    uint64_t param_count; // elements, not tensors; of a param in U8 its bytes
     uint32_t layer_count, tensor_count, instruction_count;
     uint32_t recompute_count; // recompute instructions in a step
     double recompute_share;   // predicted time of the recomputations / that of a plain step
@@ -1605,13 +1608,15 @@ MEMSCALE_API void *ms_stream(const ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_synchronize(ms_model *model);
 
 /* Register a tensor. The name is copied and need not be unique. A failure returns the handle 0 and
-   sticks. Errors: INVALID (dtype, shape), UNSUPPORTED (a param that is not F32), ORDER (after
-   ms_wrap), OUT_OF_MEMORY.
+   sticks. Errors: INVALID (dtype, shape), ORDER (after ms_wrap), OUT_OF_MEMORY.
      input       fed with ms_write, keeps its value until it is written again
-     param       trained; F32
+     param       trained, in F32; or of any dtype, and frozen (ms_set_frozen)
      buffer      kept between steps, not trained; an input or the state of layers
      activation  an output of exactly one layer
-     saved       written by a layer's forward for its own backward */
+     saved       written by a layer's forward for its own backward
+   A param of another dtype than F32 has neither gradient nor state, and calls in every format see it
+   in its own dtype. Weights in a quantized format of the trainer's own, in blocks of codes with their
+   scales, are a U8 param of shape (rows, bytes of one row), which the callbacks decode. */
 MEMSCALE_API ms_tensor ms_input(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
 MEMSCALE_API ms_tensor ms_param(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
 MEMSCALE_API ms_tensor ms_buffer(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
@@ -1708,20 +1713,23 @@ MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param);
 
 /* These take effect at the next ms_wrap. A frozen param has no gradient and no optimizer state: its
    state is dropped, and starts from zero if the param is trained again; borrowed state is not
-   touched, and keeps its count of updates. With force_optimize, the budget does not matter. Between
+   touched, and keeps its count of updates. A param that is not F32 can only be frozen, and ms_wrap
+   refuses it (UNSUPPORTED) until it is. With force_optimize, the budget does not matter. Between
    micro-batches of a step, ms_wrap and ms_detach keep the gradients that have been summed, or return
    ORDER where that is impossible, as with another micro_count: ms_update ends such a step. Budget 0:
-   a share of free memory; micro_count 0: 1. Errors: INVALID (of ms_set_frozen: not a param); sticks. */
+   a share of free memory; micro_count 0: 1. Errors: of ms_set_frozen INVALID (not a param) and
+   UNSUPPORTED (to train what is not F32); stick. */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
 MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
 
 /* Forces (ON), forbids (OFF) or leaves to the planner (DEFAULT) a technique for one tensor, or for
    those of a layer: its params, for EARLY_UPDATE and OPTIMIZER_8BIT; its outputs and saved tensors,
-   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING of a
-   param is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient
+   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING can also
+   be set for buffers that no layer has as state and, by force alone, for inputs; of a
+   param it is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient
    and about all of its state; through a layer about all three. It has no effect on outputs, the
-   loss, and what no backward reads. TILING holds for the whole layer, whichever of its outputs and
+   loss, and what a layer makes and no backward reads. TILING holds for the whole layer, whichever of its outputs and
    saved tensors it is set for; layers that are forced and follow each other become one group, if
    they can. Takes effect at the next ms_wrap, which fails with the reason if it is impossible.
    What is forced holds in every plan except that of ms_detach, even if the technique's switch is
