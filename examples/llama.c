@@ -152,6 +152,14 @@ static int choose_base(llama *l) {
     if (!blocks_find(l->base, &c->base)) {
         return fail("--base %s: there are q8_0, q4_1 and nf4", l->base);
     }
+    const int64_t size = c->head_size || c->heads < 1 ? c->head_size : c->channels / c->heads;
+    const int64_t widths[] = {c->channels, c->feed_forward, c->heads * size}; // of matrices
+    for (int i = 0; i < 3; i++) {
+        if (widths[i] % blocks_length(c->base) != 0) {
+            return fail("--base %s: rows of %lld numbers are not whole blocks of %d", l->base,
+                        (long long)widths[i], blocks_length(c->base));
+        }
+    }
     c->head_rows = HEAD_ROWS;
     return l->rank > 0 ? 0 : fail("--base %s needs --rank: what is in blocks is frozen", l->base);
 }

@@ -487,6 +487,72 @@ static void architectures_of_gguf(void **state) {
     }
 }
 
+/* A base in blocks has the values of the file: its blocks as they are, or what is decoded from others, row by
+   row, and encoded. Queries and keys are permuted rows. */
+static void bases_in_blocks(void **state) {
+    (void)state;
+    for (int k = 0; k < 9; k++) {
+        static const blocks_kind of_files[] = {BLOCKS_NONE, BLOCKS_Q8_0, BLOCKS_Q4_1};
+        const blocks_kind base = (blocks_kind)(BLOCKS_Q8_0 + k % 3);
+        nn_llama_config c = made_llama_config();
+        made_gguf g;
+        weight_file f;
+        uint8_t *copy;
+        memset(&g, 0, sizeof g);
+        c.channels = 64;
+        c.head_size = 16;
+        made_kind = of_files[k / 3];
+        made_settings(&g, "llama", &c);
+        made_gguf_tensors(&g, &c);
+        made file = made_gguf_file(&g);
+        need(open_made(&f, &file, file.size, &copy), f.error);
+        const weights_layout layout = weights_layout_of(&c, WEIGHTS_GGUF_LLAMA);
+        c.adapter_rank = 2;
+        net_of floats = llama_net(&c);
+        c.base = base;
+        c.head_rows = 2;
+        net_of coded = llama_net(&c);
+        need(weights_read(floats.model, floats.net, &f, &layout), f.error);
+        need(weights_read(coded.model, coded.net, &f, &layout), f.error);
+        for (int64_t i = 0; i < nn_param_count(coded.net); i++) {
+            const nn_param_info *param = nn_param_at(coded.net, i);
+            const int64_t count = (int64_t)ms_shape_count(&param->shape);
+            if (nn_is_adapter(param)) {
+                continue;
+            }
+            float *expected = values_of(&floats, nn_param_at(floats.net, i));
+            float *values = (float *)malloc((size_t)count * sizeof *values);
+            uint8_t *blocks = (uint8_t *)malloc((size_t)count * 4);
+            assert_true(values && blocks);
+            assert_int_equal(param->blocks, param->shape.rank > 1 ? base : BLOCKS_NONE);
+            if (param->blocks != made_kind) {
+                blocks_encode(param->blocks, expected, count, blocks);
+                blocks_decode(param->blocks, blocks, count, expected);
+            }
+            t_ok(coded.model, nn_read_param(coded.model, param, values));
+            if (memcmp(values, expected, (size_t)count * sizeof *values) != 0) {
+                fail_msg("%s of %d from %d", param->name, (int)base, (int)made_kind);
+            }
+            free(expected);
+            free(values);
+            free(blocks);
+        }
+        weight_entry *e = weight_find(&f, "blk.1.ffn_up.weight");
+        if (made_kind == BLOCKS_NONE) { // what no block can hold
+            const float huge = 1e6f;
+            memcpy((uint8_t *)(uintptr_t)e->data + 400, &huge, sizeof huge);
+            assert_false(weights_read(coded.model, coded.net, &f, &layout));
+            t_text_has(f.error, "blk.1.ffn_up.weight has 1e+06");
+        }
+        net_end(&floats);
+        net_end(&coded);
+        weight_close(&f);
+        free(copy);
+        free(file.data);
+    }
+    made_kind = BLOCKS_NONE;
+}
+
 /* A whole model and a tokenizer, cut off after every byte of what describes them, and here and there in
    the data. */
 static void cut_off_gguf(void **state) {
@@ -1827,6 +1893,7 @@ int main(void) {
         cmocka_unit_test(codes_in_order),
         cmocka_unit_test(metadata_is_read),
         cmocka_unit_test(architectures_of_gguf),
+        cmocka_unit_test(bases_in_blocks),
         cmocka_unit_test(cut_off_gguf),
         cmocka_unit_test(lies_of_gguf),
         cmocka_unit_test(misfits_are_told),
