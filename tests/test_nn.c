@@ -8,7 +8,7 @@ static int64_t tile_queries = 64, tile_keys = 256, tile_sums = 1024; // as in nn
 #define NN_TILE_QUERIES tile_queries
 #define NN_TILE_KEYS    tile_keys
 #define NN_TILE_SUMS    tile_sums
-static int64_t decoded = 300; // numbers of a matrix in blocks, at a time: in nn.h more
+static int64_t decoded = 1 << 18; // as in nn.h
 #define NN_DECODED decoded
 #include "nn.h"
 #include "testing.h"
@@ -809,6 +809,7 @@ static void coded_reference(const c_case *c, const double *const *leaf, const fl
 /* Numbers are decoded to the dtype of the call; the rows of d[2] are not those of whole tiles. */
 static void linear_layers_over_blocks_match_float64(void **state) {
     (void)state;
+    decoded = 300;
     for (int kind = BLOCKS_Q8_0; kind <= BLOCKS_NF4; kind++) {
         for (uint32_t flags = 0; flags <= T_BIAS; flags += T_BIAS) {
             c_case c =
@@ -822,6 +823,7 @@ static void linear_layers_over_blocks_match_float64(void **state) {
             c_check(&c);
         }
     }
+    decoded = 1 << 18;
 }
 
 static ms_tensor coded_build_embedding(c_run *run, const int64_t *d, uint32_t flags) {
