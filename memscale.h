@@ -100,8 +100,8 @@
     more; ms_visit_lifetimes says which values need the memory, and when.
 
     OFFLOADING. A plan may give a param, its gradient or its optimizer state a home in host memory,
-    each by itself: it is copied to the device for its use, and back if that has changed it. What a
-    layer makes can be copied out after its use in forward, and in before backward. All of it is in
+    each by itself: it is copied to the device for its use, and back if that has changed it. So may
+    a buffer that no layer has as state. What a layer makes can be copied out after its use in forward, and in before backward. All of it is in
     one block of host memory, pinned where the backend can. Copies run beside the arithmetic, one
     stream in each direction, and are issued early and awaited late, as far as the arena has room.
     By default modes BALANCED and AGGRESSIVE offload on devices with memory of their own; on others
@@ -278,7 +278,8 @@
     that its norm has halted. Renamed, of the functions under >>formats: msi_units_of_signed and
     msi_units_of_unsigned to msi_signed_value and msi_unsigned_value. 0.8.0 (2026): runs are
     saved and resumed, in safetensors files (ms_save, ms_load and what follows them);
-    ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE.
+    ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE; frozen params of any dtype, and offloading of
+    buffers that no layer changes.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
@@ -1166,7 +1167,9 @@ typedef struct ms_layer_desc {
     ms_workspace recompute_workspace; // of the callback recompute
     /* Work of one forward, one backward and one call of recompute, for predicted times. 0: for
        forward 2 per param element and vector of the first output, which has elements / last dim of
-       these (1 per output element without params), for backward twice that of forward, for
+       these (1 per output element without params), where a U8 param of rank 2, whose elements are
+       hidden in blocks, has as many as its rows times the last dim of the first input in floats (none
+       if there is no such input: a lookup); for backward twice that of forward, for
        recompute 1 per output element. A layer that computes nothing has 1. */
     double flops, backward_flops, recompute_flops;
 } ms_layer_desc;
@@ -1414,7 +1417,7 @@ typedef struct ms_memory_report {
     /* Largest sum, during the step, of activations, activation gradients and saved tensors. It need
        not occur at the peak instruction. */
     uint64_t activation_peak_bytes;
-    uint64_t param_count; // elements, not tensors
+    uint64_t param_count; // elements, not tensors; of a param in U8 its bytes
     uint32_t layer_count, tensor_count, instruction_count;
     uint32_t recompute_count; // recompute instructions in a step
     double recompute_share;   // predicted time of the recomputations / that of a plain step
@@ -1699,13 +1702,15 @@ MEMSCALE_API void *ms_stream(const ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_synchronize(ms_model *model);
 
 /* Register a tensor. The name is copied and need not be unique. A failure returns the handle 0 and
-   sticks. Errors: INVALID (dtype, shape), UNSUPPORTED (a param that is not F32), ORDER (after
-   ms_wrap), OUT_OF_MEMORY.
+   sticks. Errors: INVALID (dtype, shape), ORDER (after ms_wrap), OUT_OF_MEMORY.
      input       fed with ms_write, keeps its value until it is written again
-     param       trained; F32
+     param       trained, in F32; or of any dtype, and frozen (ms_set_frozen)
      buffer      kept between steps, not trained; an input or the state of layers
      activation  an output of exactly one layer
-     saved       written by a layer's forward for its own backward */
+     saved       written by a layer's forward for its own backward
+   A param of another dtype than F32 has neither gradient nor state, and calls in every format see it
+   in its own dtype. Weights in a quantized format of the trainer's own, in blocks of codes with their
+   scales, are a U8 param of shape (rows, bytes of one row), which the callbacks decode. */
 MEMSCALE_API ms_tensor ms_input(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
 MEMSCALE_API ms_tensor ms_param(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
 MEMSCALE_API ms_tensor ms_buffer(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
@@ -1843,20 +1848,23 @@ MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paus
 
 /* These take effect at the next ms_wrap. A frozen param has no gradient and no optimizer state: its
    state is dropped, and starts from zero if the param is trained again; borrowed state is not
-   touched, and keeps its count of updates. With force_optimize, the budget does not matter. Between
+   touched, and keeps its count of updates. A param that is not F32 can only be frozen, and ms_wrap
+   refuses it (UNSUPPORTED) until it is. With force_optimize, the budget does not matter. Between
    micro-batches of a step, ms_wrap and ms_detach keep the gradients that have been summed, or return
    ORDER where that is impossible, as with another micro_count: ms_update ends such a step. Budget 0:
-   a share of free memory; micro_count 0: 1. Errors: INVALID (of ms_set_frozen: not a param); sticks. */
+   a share of free memory; micro_count 0: 1. Errors: of ms_set_frozen INVALID (not a param) and
+   UNSUPPORTED (to train what is not F32); stick. */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
 MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
 
 /* Forces (ON), forbids (OFF) or leaves to the planner (DEFAULT) a technique for one tensor, or for
    those of a layer: its params, for EARLY_UPDATE and OPTIMIZER_8BIT; its outputs and saved tensors,
-   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING of a
-   param is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient
+   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING can also
+   be set for buffers that no layer has as state and, by force alone, for inputs; of a
+   param it is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient
    and about all of its state; through a layer about all three. It has no effect on outputs, the
-   loss, and what no backward reads. TILING holds for the whole layer, whichever of its outputs and
+   loss, and what a layer makes and no backward reads. TILING holds for the whole layer, whichever of its outputs and
    saved tensors it is set for; layers that are forced and follow each other become one group, if
    they can. Takes effect at the next ms_wrap, which fails with the reason if it is impossible.
    What is forced holds in every plan except that of ms_detach, even if the technique's switch is
@@ -4228,6 +4236,7 @@ typedef struct msi_tensor {
     uint32_t last_gradient; // the last layer to run backward that contributes to its gradient
     uint64_t scratch_bytes; // params: that an update of the trainer's own needs
     double update_flops;    // params: of the products of an update
+    uint32_t alike_group;   // params: see msi_param_group
     /* Per role: the trainer's memory, or a copy of what was written before ms_wrap. */
     void *memory[MSI_ROLE_RESIDENT_COUNT];
 } msi_tensor;
@@ -5031,6 +5040,7 @@ typedef struct msi_extra {
 typedef struct msi_param_group {
     ms_optimizer_desc desc; // defaults filled in
     uint32_t norm;          // 0: that of all gradients that are not clipped by themselves
+    uint32_t alike;         // analysis: the first group that plans treat like this one
 } msi_param_group;
 
 /* How params are updated: the first are those of no group. */
@@ -5124,8 +5134,8 @@ static const char *msi_phase_name(ms_phase phase) {
       "an activation or a saved tensor: only these are recomputed", MSI_FROM_CONSERVATIVE)         \
     X(MS_TECHNIQUE_EARLY_UPDATE, early_update, "early update", MSI_PARAM_KIND,                     \
       "a param: only params are updated", MSI_FROM_CONSERVATIVE)                                   \
-    X(MS_TECHNIQUE_OFFLOADING, offloading, "offloading", MSI_MADE_KINDS | MSI_PARAM_KIND,          \
-      "a param, an activation or a saved tensor", MSI_FROM_BALANCED)                               \
+    X(MS_TECHNIQUE_OFFLOADING, offloading, "offloading", MSI_ALL_KINDS,                            \
+      "a tensor, or the gradient or state of a param", MSI_FROM_BALANCED)                          \
     X(MS_TECHNIQUE_TILING, tiling, "tiling", MSI_MADE_KINDS, "an activation or a saved tensor",    \
       MSI_FROM_AGGRESSIVE)                                                                         \
     X(MS_TECHNIQUE_MIXED_PRECISION, mixed_precision, "mixed precision",                            \
@@ -5137,6 +5147,7 @@ static const char *msi_phase_name(ms_phase phase) {
 enum {
     MSI_MADE_KINDS = 1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED,
     MSI_PARAM_KIND = 1 << MSI_KIND_PARAM,
+    MSI_ALL_KINDS = (2 << MSI_KIND_SAVED) - 1,
     MSI_FROM_AGGRESSIVE = 1 << MS_MODE_AGGRESSIVE,
     MSI_FROM_BALANCED = MSI_FROM_AGGRESSIVE | 1 << MS_MODE_BALANCED,
     MSI_FROM_CONSERVATIVE = MSI_FROM_BALANCED | 1 << MS_MODE_CONSERVATIVE
@@ -8561,6 +8572,14 @@ static bool msi_is_resident(const msi_tensor *t) {
     return t->kind <= MSI_KIND_BUFFER;
 }
 
+/* Whether the home of a value that is kept between steps may be the host, from where each use copies it:
+   params, and what no layer changes; an input, which is seldom large and used once, only by force. */
+static bool msi_may_stream(const msi_tensor *t) {
+    return t->kind == MSI_KIND_PARAM ||
+           (msi_is_resident(t) && !t->is_state && !t->on_host &&
+            (t->kind == MSI_KIND_BUFFER || (t->forced_moves & MSI_MOVES_VALUE)));
+}
+
 static bool msi_is_trained(const msi_tensor *t) {
     return t->kind == MSI_KIND_PARAM && !t->frozen;
 }
@@ -8617,7 +8636,7 @@ static msi_grid msi_grid_of(const ms_optimizer_desc *o, const msi_tensor *t) {
     const ms_shape *s = &t->view.shape;
     const uint64_t count = t->bytes / sizeof(float);
     msi_grid grid = {1, count, false};
-    if (s->rank >= 2) {
+    if (s->rank >= 2 && t->view.dtype == MS_DTYPE_F32) {
         grid.rows = o->kind == MS_OPTIMIZER_MUON ? (uint64_t)s->dim[0]
                                                  : count / (uint64_t)s->dim[s->rank - 1];
         grid.cols = count / grid.rows;
@@ -10108,11 +10127,6 @@ static MSI_COLD bool msi_check_shape(ms_model *m, msi_kind kind, const char *nam
     if (ms_dtype_bytes(dtype) == 0) {
         return MSI_REFUSE(m, "%s \"%s\": there is no dtype %d", what, name, (int)dtype);
     }
-    if (kind == MSI_KIND_PARAM && dtype != MS_DTYPE_F32) {
-        MSI_STICK(m, MS_RESULT_UNSUPPORTED, "param \"%s\" has dtype %s; params are f32", name,
-                  ms_dtype_name(dtype));
-        return false;
-    }
     if (shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
         return MSI_REFUSE(
             m, "%s \"%s\": rank %d; it must be 0 to %d (-1 is what a wrong ms_along returns)", what,
@@ -10850,6 +10864,19 @@ static const char *msi_early_fault(const ms_model *m) {
                : NULL;
 }
 
+/* Only params in F32 can be trained. */
+static ms_result msi_check_frozen(ms_model *m) {
+    for (MSI_ITEMS(const msi_tensor, t, m->graph.tensors)) {
+        if (msi_is_trained(t) && t->view.dtype != MS_DTYPE_F32) {
+            return msi_fail(m, MS_RESULT_UNSUPPORTED,
+                            "param \"%s\" has dtype %s, and only f32 can be trained: call "
+                            "ms_set_frozen(model, param, true), or create it as f32",
+                            msi_name(&m->graph, t->name), ms_dtype_name(t->view.dtype));
+        }
+    }
+    return MS_RESULT_OK;
+}
+
 /* What the user forces must be possible. */
 static ms_result msi_check_forced(ms_model *m) {
     const msi_graph *g = &m->graph;
@@ -10884,6 +10911,10 @@ static ms_result msi_check_forced(ms_model *m) {
         } forced[] = {
             {"checkpointing",
              is[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON ? msi_drop_fault(g, t) : NULL},
+            {"offloading", !(tensor->forced_moves & MSI_MOVES_VALUE) ? NULL
+                           : tensor->on_host  ? "ms_set_on_host has it on the host"
+                           : tensor->is_state ? "a layer changes it as state"
+                                              : NULL},
             {"early update", is[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON ? NULL
                              : early                                       ? early
                              : tensor->frozen                              ? "it is frozen"
@@ -10907,7 +10938,7 @@ static ms_result msi_check_forced(ms_model *m) {
                             "MS_DTYPE_BF16, or use a built-in optimizer",
                             narrow_fault);
         }
-        for (int k = 0; k < 4; k++) {
+        for (size_t k = 0; k < sizeof forced / sizeof forced[0]; k++) {
             if (forced[k].fault) {
                 const bool of = k == 0 && tensor->producer != MSI_NONE;
                 return msi_fail(m, MS_RESULT_INVALID,
@@ -11072,9 +11103,24 @@ static void msi_warn(const ms_model *m) {
     }
 }
 
+/* Whether plans treat the params of two groups alike. */
+static bool msi_are_alike(const ms_optimizer_desc *a, const ms_optimizer_desc *b) {
+    return a->kind == b->kind && a->state_format[0] == b->state_format[0] &&
+           a->state_format[1] == b->state_format[1] && a->state_count == b->state_count &&
+           a->takes_formats == b->takes_formats && a->workspace == b->workspace &&
+           a->user == b->user && (a->momentum == 0.0f) == (b->momentum == 0.0f);
+}
+
 /* Whether params can be updated as they are to be; when, and with how much scratch memory. */
 static ms_result msi_analyze_updates(ms_model *m) {
     const bool never_early = msi_early_fault(m) != NULL;
+    msi_param_group *groups = m->optimizers.groups.items;
+    for (uint32_t k = 0; k < m->optimizers.groups.count; k++) {
+        groups[k].alike = 0;
+        while (!msi_are_alike(&groups[groups[k].alike].desc, &groups[k].desc)) {
+            groups[k].alike++;
+        }
+    }
     for (MSI_ITEMS(msi_tensor, t, m->graph.tensors)) {
         const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
         const bool learns = msi_learns(t);
@@ -11082,6 +11128,7 @@ static ms_result msi_analyze_updates(ms_model *m) {
             !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !never_early && o->kind != MS_OPTIMIZER_NONE;
         t->scratch_bytes = learns && o->workspace ? o->workspace(&t->view.shape, o->user) : 0;
         t->update_flops = learns ? msi_update_flops(o, t) : 0.0;
+        t->alike_group = groups[t->group].alike;
         if (t->scratch_bytes >> 48 > 0) {
             return msi_fail(m, MS_RESULT_INVALID,
                             "param \"%s\": ms_optimizer_desc.workspace asks for %llu bytes",
@@ -11104,6 +11151,7 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
         return msi_fail_again(m, m->errors.sticky, "");
     }
     ms_result result = msi_check_loans(m); // may lack memory; a plan in force needs the analysis
+    MSI_THEN(result, msi_check_frozen(m));
     MSI_DO(result, msi_analyze(g));
     MSI_THEN(result, msi_check_buffers(m));
     MSI_THEN(result, msi_check_on_host(m));
@@ -11202,11 +11250,19 @@ static MSI_NOINLINE double msi_roofline_us(const msi_costs *c, double flops, dou
 }
 
 /* 2 flops per param element and vector of the first output, as in a matrix product; without params,
-   1 per element of output. */
+   1 per element of output. A U8 param of rank 2 is a matrix in blocks, which hide how many elements it
+   has: a row of it is multiplied by a vector of the first input in floats. */
 static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
-    double params = 0.0, rows = 0.0;
+    double params = 0.0, rows = 0.0, width = 0.0;
+    for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+        const ms_shape *shape = &in.t->view.shape;
+        const bool is_first = width < 1.0 && msi_is_float(in.t->view.dtype) && shape->rank > 0;
+        width = is_first ? (double)shape->dim[shape->rank - 1] : width;
+    }
     for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
-        params += (double)ms_shape_count(&param.t->view.shape);
+        const ms_shape *shape = &param.t->view.shape;
+        const bool in_blocks = param.t->view.dtype == MS_DTYPE_U8 && shape->rank == 2;
+        params += in_blocks ? (double)shape->dim[0] * width : (double)ms_shape_count(shape);
     }
     for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
         const ms_shape *shape = &out.t->view.shape;
@@ -13271,13 +13327,16 @@ static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, 
     const uint32_t t = p->code.ranges.items[home].tensor;
     const msi_role role = (msi_role)p->code.ranges.items[home].role;
     const msi_format format = (msi_format)p->code.ranges.items[home].format;
-    const uint64_t elements = w->graph->tensors.items[t].bytes / sizeof(float);
-    const msi_part piece = msi_part_bytes(format, msi_part_of(elements, part, part_count));
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    const msi_part some = msi_part_of(tensor->bytes / sizeof(float), part, part_count);
+    const uint64_t bytes = part_count > 1 || role >= MSI_ROLE_STATE0
+                               ? msi_part_bytes(format, some).count
+                               : msi_value_bytes(tensor, format);
     if (before == MSI_NONE) {
         msi_emit(w, MSI_OP_COPY, t);
         msi_set_part(w, part, part_count);
     }
-    const uint32_t range = msi_new_range(w, t, role, piece.count);
+    const uint32_t range = msi_new_range(w, t, role, bytes);
     if (range != MSI_NONE) {
         p->code.ranges.items[range].format = (uint8_t)format;
         p->code.ranges.items[range].part = (uint16_t)(part_count > 1 ? part + 1 : 0);
@@ -13328,15 +13387,15 @@ static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
     msi_fetch_params(w, l, msi_op_reads(l, op, MSI_GROUP_PARAM));
 }
 
-/* Forgets the copies on the device of params whose home is the host; inside a group not before its
-   last tile, when msi_end_group calls this. */
+/* Forgets the copies on the device of params, and of other residents, whose home is the host; inside a
+   group not before its last tile, when msi_end_group calls this. */
 static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
     if (w->tiles.group || !w->has_moves) {
         return;
     }
-    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
-        if (msi_now(w, w->now.away, param.tensor) != MSI_NONE) {
-            msi_set_now(w, w->now.value, param.tensor, MSI_NONE);
+    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_PARAM)) {
+        if (msi_is_resident(operand.t) && msi_now(w, w->now.away, operand.tensor) != MSI_NONE) {
+            msi_set_now(w, w->now.value, operand.tensor, MSI_NONE);
         }
     }
 }
@@ -16954,8 +17013,9 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
     c->program = p;
     c->event_us = p->predicted.event_us.items;
     for (uint32_t k = 0; k < store->residents.count && costs->has_copies; k++) {
+        const bool moved = p->code.ranges.items[k].on_host;
         msi_enqueue(c, MS_STREAM_TO_DEVICE, 0.0,
-                    msi_staging_us(g, costs, &store->residents.items[k]));
+                    moved ? 0.0 : msi_staging_us(g, costs, &store->residents.items[k]));
     }
     msi_enqueue(c, MS_STREAM_COMPUTE, c->free_us[MS_STREAM_TO_DEVICE], 0.0);
 }
@@ -17570,7 +17630,7 @@ static MSI_NOINLINE bool msi_is_choice(const msi_graph *g, uint32_t t) {
 /* What of a tensor a plan can move. */
 static uint8_t msi_movable(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
-    if (tensor->kind == MSI_KIND_PARAM) {
+    if (msi_may_stream(tensor)) {
         return (uint8_t)(msi_learns(tensor) ? MSI_MOVES_ALL : MSI_MOVES_VALUE);
     }
     const bool waits =
@@ -17730,7 +17790,7 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
         decisions[t].moves = (uint8_t)(decisions[t].pass > 0 ? forced & ~MSI_MOVES_VALUE : forced);
         decisions[t].state_8bit = msi_is_8bit(s->lowering->optimizers, s->has_state_formats,
                                               search->how.rounding & MSI_ROUNDS_STATE, tensor);
-        if (s->homes && tensor->kind == MSI_KIND_PARAM) {
+        if (s->homes && msi_is_resident(tensor)) {
             decisions[t].moves = s->homes[t].moves;
             decisions[t].state_8bit = s->homes[t].state_8bit;
         }
@@ -18185,7 +18245,8 @@ static bool msi_find_load(msi_greedy *w) {
         }
         for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
             const msi_range *range = msi_operand_range(p, i, k);
-            if (range && range->category == MS_CATEGORY_PARAM) {
+            if (range && range->role == MSI_ROLE_VALUE &&
+                msi_may_stream(&w->graph->tensors.items[range->tensor])) {
                 uint32_t *last = &w->load.last_use[range->tensor];
                 *last = *last == MSI_NONE ? now : *last;
                 w->load.first_use[range->tensor] = now;
@@ -18222,7 +18283,7 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     const uint32_t first = load->first_use[t], last = load->last_use[t];
     const double micros = (double)w->scorer->store->micro_count;
     double us = 0.0, once_us = 0.0; // in each micro-batch, and with the update
-    if (w->graph->tensors.items[t].kind != MSI_KIND_PARAM) {
+    if (!msi_may_stream(&w->graph->tensors.items[t])) {
         return msi_exposed_us(in_us, in_left_us, of->idle_last) +
                msi_exposed_us(out_us, out_left_us, of->idle_first);
     }
@@ -18288,12 +18349,12 @@ static bool msi_may_move(const msi_greedy *w, uint32_t t, uint32_t move) {
     /* State is copied one tensor after another. */
     const uint64_t each = move == MSI_MOVES_STATE && states > 0 ? all / states : tensor->bytes;
     const double us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, each);
-    const uint32_t kind = tensor->kind == MSI_KIND_PARAM ? move : (uint32_t)MSI_MOVES_MADE;
+    const bool streams = msi_may_stream(tensor);
+    const uint32_t kind = streams ? move : (uint32_t)MSI_MOVES_MADE;
     const bool tiny = 4ull * w->graph->tensors.count * all < w->search->budget;
     return (w->search->moves & kind) && all <= w->host_left &&
            (msi_may_choose(w->graph, t) & move) && !(w->decisions[t].moves & move) &&
-           (us >= 2.0 * costs->hardware.launch_us || !tiny) &&
-           !(w->scorer->homes && tensor->kind == MSI_KIND_PARAM);
+           (us >= 2.0 * costs->hardware.launch_us || !tiny) && !(w->scorer->homes && streams);
 }
 
 /* Lists the split at a value that was dropped and is live at the peak again. Ranges are given in their
@@ -18327,7 +18388,7 @@ static void msi_list_offloads(msi_greedy *w) {
                                          role <= MSI_ROLE_STATE0); // which stands for all state
         const bool value = role == MSI_ROLE_VALUE && !resident && msi_is_idle_at_peak(p, range);
         const bool fixed = resident && role < MSI_ROLE_RESIDENT_COUNT &&
-                           w->graph->tensors.items[range->tensor].kind == MSI_KIND_PARAM;
+                           msi_may_stream(&w->graph->tensors.items[range->tensor]);
         const bool gradient = role == MSI_ROLE_GRADIENT &&
                               range->category == MS_CATEGORY_GRADIENT &&
                               range->first < p->layout.peak && range->last > p->layout.peak;
@@ -18736,8 +18797,7 @@ enum {
 static void msi_move_params(msi_greedy *w, uint32_t begun, uint8_t in_place) {
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
-            const bool moves = (begun & move) &&
-                               w->graph->tensors.items[t].kind == MSI_KIND_PARAM &&
+            const bool moves = (begun & move) && msi_may_stream(&w->graph->tensors.items[t]) &&
                                msi_may_move(w, t, move);
             w->host_left -= moves ? msi_action_bytes(w, t | move << MSI_ACTION_SHIFT) : 0;
             w->decisions[t].moves = (uint8_t)(w->decisions[t].moves | (moves ? move : 0));
@@ -18830,7 +18890,7 @@ static void msi_list_made_moves(msi_greedy *w, const msi_blame *b) {
     const msi_graph *g = w->graph;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        const bool fixed = tensor->kind == MSI_KIND_PARAM && w->scorer->homes;
+        const bool fixed = msi_may_stream(tensor) && w->scorer->homes;
         const uint32_t moved = w->decisions[t].moves & msi_may_choose(g, t) & ~tensor->forced_moves;
         for (int k = 0; k < 3 && !fixed; k++) {
             if ((moved >> k & 1) &&
@@ -18926,7 +18986,7 @@ static uint64_t msi_least_resident_bytes(const msi_greedy *w) {
     const msi_graph *g = w->graph;
     uint64_t moved = 0;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const uint32_t may = g->tensors.items[t].kind == MSI_KIND_PARAM && !w->scorer->homes
+        const uint32_t may = msi_may_stream(&g->tensors.items[t]) && !w->scorer->homes
                                  ? w->search->moves & msi_may_choose(g, t)
                                  : 0u;
         for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
@@ -19027,11 +19087,11 @@ static void msi_move_all(const msi_search *search, msi_tensor_decision *decision
         const uint32_t move = of_params ? order[k] : (uint32_t)MSI_MOVES_VALUE;
         for (uint32_t t = 0; t < g->tensors.count; t++) {
             msi_tensor_decision *d = &decisions[t];
-            const bool is_param = g->tensors.items[t].kind == MSI_KIND_PARAM;
-            const bool may = d->pass == 0 && !(is_param && search->scorer->homes) &&
+            const bool streams = msi_may_stream(&g->tensors.items[t]);
+            const bool may = d->pass == 0 && !(streams && search->scorer->homes) &&
                              (msi_may_choose(g, t) & move);
             const uint64_t bytes = msi_bytes_to_move(search->scorer, decisions, t, move);
-            if (is_param == of_params && ((d->moves & move) || (may && bytes <= left))) {
+            if (streams == of_params && ((d->moves & move) || (may && bytes <= left))) {
                 d->moves = (uint8_t)(d->moves | move);
                 left -= msi_smaller(left, bytes);
             }
@@ -20102,7 +20162,7 @@ static uint32_t msi_list_move_groups(msi_exhaustive *all, uint32_t member) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const uint32_t free = (msi_may_choose(g, t) & ~(uint32_t)all->base[t].moves) |
                               (all->search->scorer->costs->maps_host ? (uint32_t)MSI_IN_PLACE : 0u);
-        const bool fixed = all->search->scorer->homes && g->tensors.items[t].kind == MSI_KIND_PARAM;
+        const bool fixed = all->search->scorer->homes && msi_may_stream(&g->tensors.items[t]);
         uint32_t against = all->group_of[t];
         for (int k = 0; k < 4 && !fixed && all->base[t].pass == 0; k++) {
             const uint32_t action = t | ways[k] << MSI_ACTION_SHIFT;
@@ -22301,11 +22361,11 @@ static uint64_t msi_hash_tensor(uint64_t hash, const msi_tensor *t) {
                           t->on_host,       t->no_gradient,  t->wants_gradient,
                           t->updates_early, t->must_stay,    t->serves_recompute,
                           t->leads_to_loss, t->is_looked_up, t->narrow_gradient,
-                          t->wanted};
-    const int numbers[] = {(int)t->kind,      (int)t->view.dtype, t->format,
-                           t->narrow,         t->not_narrow,      t->borrowed,
-                           t->forced_moves,   t->forbidden_moves, t->view.shape.rank,
-                           t->gradient_format};
+                          t->wanted,        t->is_state};
+    const int numbers[] = {(int)t->kind,       (int)t->view.dtype, t->format,
+                           t->narrow,          t->not_narrow,      t->borrowed,
+                           t->forced_moves,    t->forbidden_moves, t->view.shape.rank,
+                           t->gradient_format, (int)t->alike_group};
     hash = msi_hash_bytes(hash, flags, sizeof flags);
     hash = msi_hash_bytes(hash, numbers, sizeof numbers);
     hash = msi_hash_bytes(hash, t->technique, sizeof t->technique);
@@ -23332,7 +23392,7 @@ static int64_t msi_fitting_size(msi_resizing *z, uint64_t budget, const msi_stor
     const bool fixed = !(may & (MSI_OFFLOADING | MSI_MIXED | MSI_8BIT));
     uint64_t params_bytes = 0;
     for (MSI_ITEMS(const msi_resident, r, store->residents)) { // as the smallest plan has them
-        const bool stays = !r->on_host && g->tensors.items[r->tensor].kind == MSI_KIND_PARAM;
+        const bool stays = !r->on_host && msi_may_stream(&g->tensors.items[r->tensor]);
         params_bytes += stays && !r->borrowed ? r->bytes : 0;
     }
     const bool never = params_bytes > budget;
@@ -23866,7 +23926,7 @@ typedef struct msi_review {
     uint32_t *forward; // per layer: its instruction in forward
     uint32_t *again;   // per layer: how often it is recomputed
     uint32_t *update;  // per tensor: the instruction that updates it, or MSI_NONE
-    uint32_t *user;    // per param: the first layer that has it, or MSI_NONE
+    uint32_t *user;    // per tensor: the first layer that has it, or MSI_NONE
     uint8_t *moved;    // per tensor: what lies on the host, a mask as in msi_tensor_decision.moves
     uint64_t bytes;    // of all these
 } msi_review;
@@ -23911,19 +23971,19 @@ static MSI_COLD void msi_review_times(msi_review *r) {
     }
 }
 
-/* Finds the first layer that has each param, and what of each param has its home on the host. */
+/* Finds the first layer that has each tensor, and what of each resident has its home on the host. */
 static MSI_COLD void msi_review_params(msi_review *r) {
     const msi_graph *g = &r->model->graph;
     memset(r->update, 0xff, g->tensors.count * sizeof *r->update); // MSI_NONE
     memset(r->user, 0xff, g->tensors.count * sizeof *r->user);
     for (uint32_t i = g->layers.count; i-- > 0;) {
-        for (MSI_EACH(param, g, &g->layers.items[i], MSI_GROUP_PARAM)) {
-            r->user[param.tensor] = i;
+        for (MSI_EACH_OF(operand, g, &g->layers.items[i], MSI_GROUP_IN, MSI_GROUP_PARAM)) {
+            r->user[operand.tensor] = i;
         }
     }
     for (uint32_t k = 0; k < r->store->residents.count; k++) {
         const msi_range *home = &r->plan->train.code.ranges.items[k];
-        if (home->on_host && g->tensors.items[home->tensor].kind == MSI_KIND_PARAM) {
+        if (home->on_host && !g->tensors.items[home->tensor].on_host) {
             r->moved[home->tensor] |= msi_move_of((msi_role)home->role);
         }
     }
@@ -23982,9 +24042,9 @@ static void msi_review_free(msi_review *r) {
     msi_release(&r->model->config.allocator, r->again_us, r->bytes);
 }
 
-/* Whether a layer reports what is moved of one of its tensors: of a param the first with it. */
+/* Whether a layer reports what is moved of one of its tensors: of a resident the first with it. */
 static bool msi_tells_of(const msi_review *r, uint32_t layer, uint32_t tensor) {
-    return r->model->graph.tensors.items[tensor].kind != MSI_KIND_PARAM || r->user[tensor] == layer;
+    return !msi_may_stream(&r->model->graph.tensors.items[tensor]) || r->user[tensor] == layer;
 }
 
 /* The live range in which a value is made in forward, or NULL. */
@@ -24048,7 +24108,7 @@ static MSI_COLD bool msi_matters(const msi_review *r, uint32_t layer, ms_techniq
     case MS_TECHNIQUE_EARLY_UPDATE:
         return msi_is_trained(t) && t->last_gradient == layer;
     case MS_TECHNIQUE_OFFLOADING:
-        return t->kind == MSI_KIND_PARAM || waits;
+        return msi_may_stream(t) || waits;
     case MS_TECHNIQUE_OPTIMIZER_8BIT:
         return msi_tells_of(r, layer, tensor);
     case MS_TECHNIQUE_MIXED_PRECISION:
@@ -24133,7 +24193,7 @@ static MSI_COLD uint64_t msi_early_facts(const msi_review *r, uint32_t layer, ui
 /* What a plan could move of a tensor, at this layer, and does not. */
 static MSI_COLD uint32_t msi_not_moved(const msi_review *r, uint32_t layer, uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
-    const bool made = g->tensors.items[tensor].kind != MSI_KIND_PARAM;
+    const bool made = !msi_may_stream(&g->tensors.items[tensor]);
     const bool early = r->update[tensor] < r->plan->train.code.backward_end; // the gradient is gone
     const bool may = made ? msi_lies_idle(r, tensor) && r->plan->decisions[tensor].pass == 0
                           : msi_tells_of(r, layer, tensor);
@@ -24146,7 +24206,7 @@ static MSI_COLD uint32_t msi_not_moved(const msi_review *r, uint32_t layer, uint
 static MSI_COLD double msi_copies_us(const msi_review *r, uint32_t tensor, uint32_t move) {
     const ms_model *m = r->model;
     const msi_tensor *t = &m->graph.tensors.items[tensor];
-    const bool weight = t->kind == MSI_KIND_PARAM && move == MSI_MOVES_VALUE;
+    const bool weight = msi_may_stream(t) && move == MSI_MOVES_VALUE;
     const bool coded = r->plan->decisions[tensor].state_8bit;
     const uint64_t bytes =
         move == MSI_MOVES_STATE ? msi_all_state_bytes(&m->optimizers, t, coded) : t->bytes;
@@ -24166,11 +24226,12 @@ static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor,
     const bool coded = r->plan->decisions[tensor].state_8bit;
     uint64_t bytes = 0;
     for (int role = first; role < first + count; role++) {
-        const msi_format format = msi_format_of(&r->model->optimizers, t, (msi_role)role, coded);
-        bytes += msi_is_borrowed(t, (msi_role)role)
-                     ? 0
-                     : msi_align(msi_format_bytes(
-                           format, msi_elements_of(&r->model->optimizers, t, (msi_role)role)));
+        const msi_optimizers *o = &r->model->optimizers;
+        const msi_format format = msi_format_of(o, t, (msi_role)role, coded);
+        bytes += msi_is_borrowed(t, (msi_role)role) ? 0
+                 : role < MSI_ROLE_STATE0
+                     ? msi_align(msi_value_bytes(t, format))
+                     : msi_align(msi_format_bytes(format, msi_elements_of(o, t, (msi_role)role)));
     }
     return bytes;
 }
@@ -24186,7 +24247,7 @@ static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t laye
         return MSI_FACT(UNREAD);
     }
     const msi_tensor *t = &g->tensors.items[tensor];
-    const bool made = t->kind != MSI_KIND_PARAM;
+    const bool made = !msi_may_stream(t);
     const bool again =
         r->plan->decisions[tensor].pass > 0 && !(made && msi_is_at_tile_size(r, tensor));
     const double in_us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, t->bytes);
@@ -24374,11 +24435,12 @@ static MSI_COLD uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_deci
     const msi_graph *g = &r->model->graph;
     uint32_t left = MSI_NONE;
     *forced = true;
-    for (MSI_EACH_OF(operand, g, &g->layers.items[layer], MSI_GROUP_OUT, MSI_GROUP_PARAM)) {
+    for (MSI_EACH_OF(operand, g, &g->layers.items[layer], MSI_GROUP_IN, MSI_GROUP_PARAM)) {
         const uint32_t index = operand.tensor;
-        bool listed = false; // in an earlier slot
+        bool listed = operand.group == MSI_GROUP_IN && !msi_may_stream(operand.t);
         for (uint32_t k = 0; k < operand.slot; k++) {
-            listed |= msi_group(g, &g->layers.items[layer], operand.group)[k] == index;
+            listed |= // in an earlier slot
+                msi_group(g, &g->layers.items[layer], operand.group)[k] == index;
         }
         if (listed || !(msi_techniques[d->technique].kinds >> operand.t->kind & 1)) {
             continue;
@@ -28082,7 +28144,7 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
     t->outside_reach = t->fixed_spot = MSI_NONE;
     t->workspace_bytes = UINT64_MAX;
     for (MSI_EACH_OF(operand, &m->graph, t->layer, MSI_GROUP_IN, MSI_GROUP_STATE)) {
-        t->has_integers |= !msi_is_float(operand.t->view.dtype);
+        t->has_integers |= operand.group != MSI_GROUP_PARAM && !msi_is_float(operand.t->view.dtype);
     }
     msi_log(m, MS_LOG_DEBUG, "debug", "%s: %s", // so that even a crash has a name
             msi_layer_label(&m->graph, t->instruction->target).text, msi_phase_name(t->phase));
@@ -30171,7 +30233,7 @@ static ms_result msi_write(ms_model *m, const msi_resident *resident, const void
                            uint64_t bytes) {
     ms_result result = MS_RESULT_OK;
     m->run.epoch += resident->is_shown; // a callback may have read it for a recording
-    if (resident->event == MSI_NONE) {
+    if (resident->event == MSI_NONE || resident->on_host) {
         const msi_memory to = msi_memory_of(resident);
         const msi_tensor *t = &m->graph.tensors.items[resident->tensor];
         const msi_memory from = msi_memory_given(t, data, NULL);
@@ -33325,13 +33387,17 @@ static MSI_COLD bool msi_codes_are_finite(const void *codes, uint64_t count) {
 static MSI_NOINLINE bool msi_are_finite(msi_format format, bool is_signed, const void *data,
                                         uint64_t bytes) {
     const bool is_f32 = format == MSI_FORMAT_F32, is_f16 = format == MSI_FORMAT_F16;
-    const uint64_t each = is_f32 ? 0x0000000100000001u : 0x0001000100010001u;
-    const uint64_t exponent = each * (is_f32 ? 0x7f800000u : is_f16 ? 0x7c00u : 0x7f80u);
-    const uint64_t one = each * (is_f32 ? 0x00800000u : is_f16 ? 0x0400u : 0x0080u);
+    const bool is_f64 = format == MSI_FORMAT_F64, is_float = msi_is_float(msi_dtype_of(format));
+    const uint64_t each = is_f64 ? 1 : is_f32 ? 0x0000000100000001u : 0x0001000100010001u;
+    const uint64_t one = each * (is_f64   ? (uint64_t)1 << 52
+                                 : is_f32 ? 0x00800000u
+                                 : is_f16 ? 0x0400u
+                                          : 0x0080u);
+    const uint64_t exponent = one * (is_f64 ? 0x7ff : is_f16 ? 0x1f : 0xff);
     const uint64_t signs = is_signed ? 0 : exponent + one;
     const uint8_t *at = (const uint8_t *)data;
     uint64_t any[8] = {0}, word[8];
-    for (; bytes > 0 && format != MSI_FORMAT_F64; at += sizeof word) {
+    for (; bytes > 0 && is_float; at += sizeof word) {
         const uint64_t some = msi_smaller(bytes, sizeof word);
         if (some < sizeof word) {
             memset(word, 0, sizeof word);
@@ -35005,7 +35071,12 @@ MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param) {
 
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen) {
     msi_tensor *t = msi_param_of(model, "ms_set_frozen", param);
-    if (t) {
+    if (t && !frozen && t->view.dtype != MS_DTYPE_F32) {
+        MSI_STICK(model, MS_RESULT_UNSUPPORTED,
+                  "ms_set_frozen: param \"%s\" has dtype %s, and only f32 can be trained: it stays "
+                  "frozen",
+                  msi_name(&model->graph, t->name), ms_dtype_name(t->view.dtype));
+    } else if (t) {
         t->frozen = frozen;
         model->wrapped.changed = true;
         model->wrapped.waiting = "ms_set_frozen";
@@ -35278,16 +35349,17 @@ MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_value_index(&model->graph, tensor) : MSI_NONE;
     const ms_tensor none = {0};
     const msi_tensor *of = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
-    const bool has = of && msi_is_float(of->view.dtype) && of->kind != MSI_KIND_SAVED;
+    const bool has = of && msi_is_float(of->view.dtype) && of->kind != MSI_KIND_SAVED &&
+                     (of->kind != MSI_KIND_PARAM || of->view.dtype == MS_DTYPE_F32);
     return has ? msi_handle(&model->graph, t, MSI_ROLE_GRADIENT) : none;
 }
 
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index) {
     const uint32_t t = model ? msi_value_index(&model->graph, param) : MSI_NONE;
     const ms_tensor none = {0};
-    const bool known =
-        t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM && index >= 0 &&
-        (uint32_t)index < msi_state_count(&model->optimizers, &model->graph.tensors.items[t]);
+    const msi_tensor *of = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
+    const bool known = of && of->kind == MSI_KIND_PARAM && of->view.dtype == MS_DTYPE_F32 &&
+                       index >= 0 && (uint32_t)index < msi_state_count(&model->optimizers, of);
     return known ? msi_handle(&model->graph, t, (msi_role)(MSI_ROLE_STATE0 + index)) : none;
 }
 

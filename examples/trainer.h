@@ -584,6 +584,15 @@ static int print_machine(trainer *t) {
     return 0;
 }
 
+/* Also of params in blocks, of which a report counts the bytes. */
+static double param_elements(const nn_net *net) {
+    double elements = 0.0;
+    for (int64_t i = 0; i < nn_param_count(net); i++) {
+        elements += nn_elements(nn_param_at(net, i)->shape);
+    }
+    return elements;
+}
+
 /* Plans without memory, to learn the smallest and the plain arena, and chooses a budget, half way
    between the smallest and that of the plan without a budget if none was given. */
 static int choose_budget(trainer *t, uint64_t *budget_bytes) {
@@ -602,9 +611,8 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
     printf("model     %s: %lld layers, %lld channels, %lld heads, vocabulary %lld: %.2f M params; "
            "batch %lld x %lld\n",
            t->model_name, (long long)t->shape.layers, (long long)t->shape.channels,
-           (long long)t->shape.heads, (long long)t->shape.vocabulary,
-           (double)plain.param_count / 1e6, (long long)t->shape.batch,
-           (long long)t->shape.sequence);
+           (long long)t->shape.heads, (long long)t->shape.vocabulary, param_elements(t->net) / 1e6,
+           (long long)t->shape.batch, (long long)t->shape.sequence);
     printf("plain     %9.1f MiB, what training takes without a plan\n",
            rounded_up(mebibytes(plain.plain_bytes), 1));
     if (plain.arena_bytes != plain.plain_bytes) {

@@ -24,6 +24,8 @@
     X(TIED_PARAM, 30)                                                                              \
     X(FROZEN_PARAM, 20)                                                                            \
     X(FROZEN_PREFIX, 5)                                                                            \
+    X(PARAM_OF_OTHER_DTYPE, 10)                                                                    \
+    X(READ_ONLY_BUFFER, 20)                                                                        \
     X(KEPT_OUTPUT, 20)                                                                             \
     X(EVAL_OUTPUT, 10)                                                                             \
     X(ACCUMULATES, 30)                                                                             \
@@ -823,6 +825,18 @@ static inline void rd_freeze_prefix(rd_graph *g) {
     }
 }
 
+/* Half of the frozen params have another dtype. These have random numbers of their own. */
+static inline void rd_choose_dtypes(rd_graph *g) {
+    static const ms_dtype dtypes[] = {MS_DTYPE_U8,  MS_DTYPE_I8,  MS_DTYPE_F16, MS_DTYPE_BF16,
+                                      MS_DTYPE_F64, MS_DTYPE_I32, MS_DTYPE_I64};
+    t_rng rng = t_seed(g->seed ^ 0x5eed);
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        if (g->value[i].frozen && t_chance(&rng, 0.5)) {
+            g->value[i].dtype = dtypes[t_below(&rng, sizeof dtypes / sizeof dtypes[0])];
+        }
+    }
+}
+
 static inline void rd_count_layer(rd_graph *g, const rd_layer *l) {
     const ms_layer_desc *d = &l->desc;
     const ms_workspace *spaces[] = {&d->forward_workspace, &d->backward_workspace,
@@ -867,6 +881,8 @@ static inline void rd_count_value(rd_graph *g, const rd_value *v) {
     bool integer = v->dtype != MS_DTYPE_F32 && v->dtype != MS_DTYPE_F64;
     seen[RD_FAN_OUT] |= v->role == RD_ACTIVATION && v->readers > 1;
     seen[RD_FROZEN_PARAM] |= v->frozen;
+    seen[RD_PARAM_OF_OTHER_DTYPE] |= v->role == RD_PARAM && !rd_is_float(v);
+    seen[RD_READ_ONLY_BUFFER] |= v->role == RD_BUFFER && !v->is_state && v->readers > 0;
     seen[RD_KEPT_OUTPUT] |= v->kept;
     seen[RD_EVAL_OUTPUT] |= v->kept_in_eval;
     seen[RD_STATE_READ_ELSEWHERE] |= v->is_state && v->readers > 0;
@@ -979,6 +995,7 @@ static inline rd_graph *rd_generate(uint64_t seed) {
             g->size[i] + (int64_t)t_below(&wants, (uint32_t)(g->largest[i] - g->size[i]) + 1);
         g->seen[RD_LARGER_EVALS] |= g->trains[i] < g->largest[i];
     }
+    rd_choose_dtypes(g);
     rd_count_features(g);
     return g;
 }
@@ -1947,6 +1964,13 @@ static inline void rd_initial(const rd_graph *g, uint32_t index, const int64_t *
         case MS_DTYPE_F32:
             ((float *)to)[i] = 2.0f * (float)(bits >> 40) / 16777216.0f - 1.0f;
             break;
+        case MS_DTYPE_F64:
+            ((double *)to)[i] = 2.0 * (double)(bits >> 40) / 16777216.0 - 1.0;
+            break;
+        case MS_DTYPE_F16:
+        case MS_DTYPE_BF16: // between -1 and 1 in both
+            ((uint16_t *)to)[i] = (uint16_t)(bits >> 48 & 0xbbff);
+            break;
         case MS_DTYPE_I64:
             ((uint64_t *)to)[i] = bits;
             break;
@@ -2580,17 +2604,19 @@ static inline void rd_force_moves(rd_net *n, t_rng *rng) {
     for (uint32_t i = 0; i < g->value_count; ++i) {
         const rd_value *v = &g->value[i];
         const uint64_t random = t_next(rng);
-        if (v->role == RD_INPUT || v->role == RD_BUFFER) {
+        const bool kept = v->role == RD_INPUT || v->role == RD_BUFFER;
+        if (kept && (v->is_state || v->on_host || (random >> 8 & 3))) {
             continue;
         }
-        if (random & 1) {
+        if ((random & 1) || kept) {
             ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
         }
-        if ((random & 2) && v->role == RD_PARAM) {
+        const bool trainable = v->role == RD_PARAM && rd_is_float(v);
+        if ((random & 2) && trainable) {
             ms_set_tensor_technique(n->model, ms_gradient(n->model, n->handle[i]),
                                     MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
         }
-        if ((random & 4) && v->role == RD_PARAM && rd_state_count(g, i) > 0) {
+        if ((random & 4) && trainable && rd_state_count(g, i) > 0) {
             ms_set_tensor_technique(n->model, ms_optimizer_state(n->model, n->handle[i], 0),
                                     MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
         }

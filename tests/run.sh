@@ -568,7 +568,8 @@ check_shared_options() {
         'gpt2 --dropout 1' 'gpt2 --graph' 'gpt2 --device none' 'bert --preset none' 'cnn --offload none' \
         'lora --preset none' 'llama --write none/none' 'llama --write LICENSE' 'llama --from none' 'llama --from docs' \
         'llama --from LICENSE' 'llama --from LICENSE --preset tiny' 'llama --write-type f16' 'llama --prompt' \
-        'llama --data' 'llmc_style --size none' 'darknet_style --batch 9999'; do
+        'llama --data' 'llama --base q4_1' 'llama --rank 2 --base none' 'llama --rank 2 --preset tiny --base nf4' \
+        'llmc_style --size none' 'darknet_style --batch 9999'; do
         build quick build/quick/examples/${command%% *} && refuses build/quick/examples/$command || status=1
     done
     for command in layout 'layout trace:4' chain 'chain tests/chain.csv much' 'gpu --warmup 65' \

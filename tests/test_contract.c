@@ -1213,7 +1213,8 @@ static bool retrain_all(trial *t) {
     for (uint32_t i = 0; i < g->value_count; ++i) {
         rd_value *v = &g->value[i];
         bool is_head = rd_has(&g->layer[g->layer_count - 2], RD_GROUP_PARAM, i);
-        if (v->role == RD_PARAM && !is_head && t_chance(&t->rng, 0.3)) {
+        bool trainable = v->role == RD_PARAM && rd_is_float(v);
+        if (trainable && !is_head && t_chance(&t->rng, 0.3)) {
             v->frozen = !v->frozen;
             for (uint32_t k = 0; k < t->net_count; ++k) {
                 ms_set_frozen(t->net[k]->model, t->net[k]->handle[i], v->frozen);

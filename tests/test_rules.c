@@ -871,7 +871,7 @@ static void techniques_have_their_tensors(void **state) {
     (void)state;
     static const bool takes[MS_TECHNIQUE_COUNT][3] = {// input, param, activation
                                                       {false, false, true}, {false, true, false},
-                                                      {false, true, true},  {false, false, true},
+                                                      {true, true, true},   {false, false, true},
                                                       {false, true, true},  {false, true, false}};
     for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
         for (int kind = 0; kind < 3; ++kind) {

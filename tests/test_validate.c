@@ -966,11 +966,19 @@ static ms_result many_huge_tensors(world *w) {
 }
 
 static ms_result integer_param(world *w) {
-    return none_is(ms_param(w->m, "counts", MS_DTYPE_I32, ms_shape1(4)));
+    return ms_param(w->m, "counts", MS_DTYPE_I32, ms_shape1(4)).id ? MS_RESULT_OK
+                                                                   : MS_RESULT_INVALID;
 }
 
 static ms_result half_param(world *w) {
-    return none_is(ms_param(w->m, "half", MS_DTYPE_F16, ms_shape1(4)));
+    return ms_param(w->m, "half", MS_DTYPE_F16, ms_shape1(4)).id ? MS_RESULT_OK : MS_RESULT_INVALID;
+}
+
+static ms_result frozen_half_param(world *w) {
+    const ms_tensor half = ms_param(w->m, "half", MS_DTYPE_F16, ms_shape1(4));
+    ms_set_frozen(w->m, half, true);
+    ms_set_frozen(w->m, half, false);
+    return MS_RESULT_OK;
 }
 
 static ms_result axis_of_zero(world *w) {
@@ -1381,6 +1389,15 @@ static ms_result force_the_layer_of_the_loss(world *w) {
     return layer_technique(w, L_LAST, MS_TECHNIQUE_CHECKPOINTING);
 }
 
+static ms_result offload_state(world *w) {
+    return tensor_technique(w, W_RUNNING, MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+}
+
+static ms_result offload_what_is_on_the_host(world *w) {
+    ms_set_on_host(w->m, w->t[W_READ_ONLY]);
+    return tensor_technique(w, W_READ_ONLY, MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+}
+
 static ms_result force_a_kept_output(world *w) {
     ms_add_output(w->m, w->t[W_GATED]);
     return tensor_technique(w, W_GATED, MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_ON);
@@ -1591,8 +1608,17 @@ static const misuse registrations[] = {
      BEFORE_WRAP,
      integer_param,
      MS_RESULT_UNSUPPORTED,
-     {"counts", "i32", "f32"}},
-    {"a param of halves", BEFORE_WRAP, half_param, MS_RESULT_UNSUPPORTED, {"half", "f16", "f32"}},
+     {"\"counts\" has dtype i32", "ms_set_frozen"}},
+    {"a param of halves",
+     BEFORE_WRAP,
+     half_param,
+     MS_RESULT_UNSUPPORTED,
+     {"\"half\" has dtype f16", "ms_set_frozen"}},
+    {"a param of halves that is to be trained",
+     BEFORE_WRAP,
+     frozen_half_param,
+     MS_RESULT_UNSUPPORTED,
+     {"ms_set_frozen: param \"half\" has dtype f16", "f32"}},
     {"an axis of size 0", BEFORE_WRAP, axis_of_zero, BAD, {"time", "0", "8"}},
     {"an axis beyond its largest", BEFORE_WRAP, axis_beyond_its_largest, BAD, {"time", "9", "8"}},
     {"nine axes", BEFORE_WRAP, nine_axes, BAD, {"ninth", "8"}},
@@ -1780,6 +1806,16 @@ static const misuse registrations[] = {
      force_the_layer_of_the_loss,
      BAD,
      {"losses", "loss"}},
+    {"forced: offloading of state",
+     BEFORE_WRAP,
+     offload_state,
+     BAD,
+     {"offloading is forced on \"running\"", "a layer changes it as state"}},
+    {"forced: offloading of what is on the host",
+     BEFORE_WRAP,
+     offload_what_is_on_the_host,
+     BAD,
+     {"offloading is forced on \"read-only\"", "ms_set_on_host"}},
     {"forced: a kept output",
      BEFORE_WRAP,
      force_a_kept_output,
