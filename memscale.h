@@ -11104,7 +11104,7 @@ static void msi_warn(const ms_model *m) {
 }
 
 /* Whether plans treat the params of two groups alike. */
-static bool msi_are_alike(const ms_optimizer_desc *a, const ms_optimizer_desc *b) {
+static bool msi_plan_alike(const ms_optimizer_desc *a, const ms_optimizer_desc *b) {
     return a->kind == b->kind && a->state_format[0] == b->state_format[0] &&
            a->state_format[1] == b->state_format[1] && a->state_count == b->state_count &&
            a->takes_formats == b->takes_formats && a->workspace == b->workspace &&
@@ -11117,7 +11117,7 @@ static ms_result msi_analyze_updates(ms_model *m) {
     msi_param_group *groups = m->optimizers.groups.items;
     for (uint32_t k = 0; k < m->optimizers.groups.count; k++) {
         groups[k].alike = 0;
-        while (!msi_are_alike(&groups[groups[k].alike].desc, &groups[k].desc)) {
+        while (!msi_plan_alike(&groups[groups[k].alike].desc, &groups[k].desc)) {
             groups[k].alike++;
         }
     }
