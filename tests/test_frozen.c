@@ -198,8 +198,12 @@ static void move_all(net *n, bool some) {
     ms_set_tensor_technique(n->m, n->x, MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
 }
 
+/* The device of the nets that are made; NULL: the CPU. */
+static t_device *their_device;
+
 static void make_net(net *n, const way *w, ms_dtype first, bool moves) {
     ms_config config = t_config();
+    config.backend = their_device ? t_device_backend(their_device) : config.backend;
     memset(n, 0, sizeof *n);
     config.memory_budget_bytes = UINT64_MAX;
     config.mixed_dtype = w->half;
@@ -382,6 +386,53 @@ static void runs_are_saved_and_loaded(void **state) {
     }
 }
 
+/* A step, an eval, and values of homes that are written and read; the first error. */
+static ms_result live(net *n) {
+    static float x[BATCH * WIDTH];
+    uint8_t bytes[WIDTH * 8] = {1}, rows[BATCH * WIDTH * 4];
+    double loss;
+    ms_result result = ms_write(n->m, n->x, x);
+    result = result == MS_RESULT_OK ? ms_step(n->m, &loss) : result;
+    result = result == MS_RESULT_OK ? ms_write(n->m, n->frozen[0], bytes) : result;
+    result = result == MS_RESULT_OK ? ms_read(n->m, n->rows[1], rows) : result;
+    result = result == MS_RESULT_OK ? ms_eval(n->m, &loss) : result;
+    return result == MS_RESULT_OK ? ms_read(n->m, n->frozen[1], bytes) : result;
+}
+
+/* What fails says so, and nothing is lost: homes are as they were, and unless an update was cut short the
+   net lives on. */
+static void every_call_of_the_device_fails_once(void **state) {
+    (void)state;
+    t_device device;
+    memset(&device, 0, sizeof device);
+    t_failing f = t_failing_device(&device);
+    uint32_t lived_on = 0;
+    while (t_next_failure(&f, t_stride(7))) {
+        net n, still;
+        memset(&device, 0, sizeof device);
+        their_device = &device;
+        make_net(&n, &ways[0], MS_DTYPE_F32, true);
+        t_arm(&f);
+        const ms_result result = live(&n);
+        (void)t_failed(&f, n.m, result);
+        const ms_result again = live(&n);
+        assert_true(again == MS_RESULT_OK || again == MS_RESULT_FAILED);
+        lived_on += result != MS_RESULT_OK && again == MS_RESULT_OK;
+        their_device = NULL;
+        make_net(&still, &ways[0], MS_DTYPE_F32, false);
+        for (int i = 0; i < LAYERS; ++i) {
+            expect_equal(&n, &still, n.rows[i], still.rows[i]);
+            expect_equal(&n, &still, n.columns[i], still.columns[i]);
+            if (i > 0) { // which nobody has written since
+                expect_equal(&n, &still, n.frozen[i], still.frozen[i]);
+            }
+        }
+        ms_destroy(still.m);
+        ms_destroy(n.m);
+    }
+    assert_true(lived_on > 0);
+}
+
 /* What the decisions say about the values that are moved. */
 static void add_decision(const ms_decision *d, void *user) {
     uint64_t *bytes = (uint64_t *)user;
@@ -423,10 +474,10 @@ static int pass(const ms_call *c) {
 }
 
 /* Adapters beside U8 matrices or buffers of 1 MiB each: by itself a plan for a small budget has as many of
-   these on the device as one layer needs. */
+   these on the device as one layer needs. Buffers that layers change stay. */
 static void plans_stream_them_of_their_own_accord(void **state) {
     (void)state;
-    for (int kind = 0; kind < 2; ++kind) {
+    for (int kind = 0; kind < 3; ++kind) {
         ms_config config = t_config();
         ms_model *m;
         config.offloading = MS_SWITCH_ON;
@@ -442,20 +493,23 @@ static void plans_stream_them_of_their_own_accord(void **state) {
                 d.param[1] = ms_param(m, "base", MS_DTYPE_U8, shape);
                 ms_set_frozen(m, d.param[1], true);
             } else {
-                d.in[1] = ms_buffer(m, "base", MS_DTYPE_U8, shape);
+                *(kind == 1 ? &d.in[1] : &d.state[0]) = ms_buffer(m, "base", MS_DTYPE_U8, shape);
+                d.recompute_keeps_state = kind == 2;
             }
             d.out[0] = x = ms_activation(m, "y", MS_DTYPE_F32, ms_shape1(WIDTH));
             d.overwrites.in = d.overwrites.param = 1;
             ms_register_layer(m, &d);
         }
         ms_set_loss(m, x);
-        t_ok(m, ms_wrap(m));
-        ms_memory_report r;
-        t_report(m, &r);
-        assert_true(r.arena_bytes <= 3 * LARGE && r.host_bytes >= (MANY - 3) * LARGE);
+        t_error(m, ms_wrap(m), kind < 2 ? MS_RESULT_OK : MS_RESULT_BUDGET);
         uint64_t smallest;
         t_ok(m, ms_smallest_budget(m, &smallest));
-        assert_true(smallest < LARGE + LARGE / 8);
+        assert_true(kind < 2 ? smallest < LARGE + LARGE / 8 : smallest > MANY * LARGE);
+        if (kind < 2) {
+            ms_memory_report r;
+            t_report(m, &r);
+            assert_true(r.arena_bytes <= 3 * LARGE && r.host_bytes >= (MANY - 3) * LARGE);
+        }
         ms_destroy(m);
     }
 }
@@ -503,6 +557,7 @@ int main(void) {
         cmocka_unit_test(homes_change_no_bit),
         cmocka_unit_test(plans_may_change_between_steps),
         cmocka_unit_test(runs_are_saved_and_loaded),
+        cmocka_unit_test(every_call_of_the_device_fails_once),
         cmocka_unit_test(moved_values_are_explained),
         cmocka_unit_test(plans_stream_them_of_their_own_accord),
         cmocka_unit_test(flops_of_matrices_in_blocks_are_those_of_their_elements),
