@@ -1323,6 +1323,7 @@ static uint64_t features[RD_FEATURE_COUNT];
 
 static void expect_trial(uint64_t seed, rd_graph *g, const ms_config *config) {
     static trial t;
+    memset(g->trains, 0, sizeof g->trains); // its plans of several passes are made for one size
     const bool fine = run_trial(&t, g, config);
     for (int i = 0; i < RD_FEATURE_COUNT; ++i) {
         features[i] += g->seen[i];
