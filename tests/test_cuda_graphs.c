@@ -155,7 +155,7 @@ static cn_values train_groups(const cn_how *how, uint32_t *skipped) {
     for (uint64_t i = 0; i < 2 * STEPS; i++) {
         ms_set_group_learning_rate(net.model, net.group[1 + i % 2], 0.004f * (float)(i % 5));
         if (i % 3 == 1) {
-            t_ok(net.model, ms_set_gradient_factor(net.model, i % 2 == 0 ? 0.125f : 100.0f));
+            t_ok(net.model, ms_set_gradient_factor(net.model, i % 2 == 0 ? 0.125f : 1e4f));
         }
         if (i == 7 || i == 12) {
             t_ok(net.model, ms_set_paused(net.model, net.param[1], i == 7));
@@ -189,7 +189,10 @@ static void groups_change_while_they_are_replayed(void **state) {
                 const cn_values with = train_groups(&how, &skipped[1]);
                 cn_clean();
                 assert_true(cn_alike(&with, &without, 0.0));
-                assert_true(skipped[0] > 0 && skipped[0] < STEPS && skipped[0] == skipped[1]);
+                if (!(skipped[0] > 0 && skipped[0] < 2 * STEPS && skipped[0] == skipped[1])) {
+                    fail_msg("%u and %u of %d steps skipped", (unsigned)skipped[0],
+                             (unsigned)skipped[1], 2 * STEPS);
+                }
             }
         }
     }

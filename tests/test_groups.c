@@ -99,6 +99,20 @@ static script new_script(uint64_t seed, bool own) {
         s.group_of[i] = t_below(&rng, s.group_count + 1);
         s.decay[i] = t_chance(&rng, 0.2) ? 0.2f * (float)t_unit(&rng) : -1.0f;
     }
+    if (own && seed % 4 < 2) { // an update of the trainer's own first, without norms, or later
+        const uint32_t of_own = (uint32_t)seed % 4;
+        s.group_count += s.group_count == 0;
+        for (uint32_t k = 0; k <= s.group_count && of_own == 0; ++k) {
+            s.desc[k].grad_clip_norm = s.desc[k].skip_above_norm = 0.0f;
+        }
+        s.desc[1 - of_own] = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+        s.desc[0].skip_above_norm = of_own == 1 ? 40.0f : 0.0f;
+        s.desc[of_own] = t_optimizer(MS_OPTIMIZER_CUSTOM, 0.005f);
+        s.desc[of_own].update = own_update;
+        s.desc[of_own].state_count = 1;
+        s.group_of[0] = 0;
+        s.group_of[1] = 1;
+    }
     s.loss_factor = t_chance(&rng, 0.5) ? 0.02f + 0.02f * (float)t_unit(&rng) : 0.0f;
     return s;
 }
@@ -135,15 +149,15 @@ enum {
     SAVED = 256   // and loaded into another model, twice
 };
 
-typedef struct how {
+typedef struct ways {
     const char *name;
     unsigned is;
     ms_dtype dtype; // of mixed precision; F32: none
-} how;
+} ways;
 
 typedef struct net {
     const script *of;
-    const how *how;
+    const ways *how;
     ms_model *m;
     ms_tensor x, p[PARAMS], loss;
     ms_param_group group[GROUPS + 1];
@@ -159,7 +173,7 @@ typedef struct net {
 #endif
 } net;
 
-static bool has(const how *h, unsigned what) {
+static bool has(const ways *h, unsigned what) {
     return (h->is & what) != 0;
 }
 
@@ -210,7 +224,10 @@ static void add(net *n, t_kind kind, ms_tensor in, ms_tensor out, const ms_tenso
         desc = v_wrap(&desc, &n->layer[n->op_count]);
     }
 #endif
-    ms_register_layer(n->m, &desc);
+    const ms_layer layer = ms_register_layer(n->m, &desc);
+    if (desc.dtypes.accepts != 0) {
+        ms_set_layer_technique(n->m, layer, MS_TECHNIQUE_MIXED_PRECISION, MS_SWITCH_ON);
+    }
     n->op_count += 1;
 }
 
@@ -288,20 +305,20 @@ static void write_params(net *n) {
     }
 }
 
-static void start(net *n, const script *s, const how *h) {
+static void start(net *n, const script *s, const ways *h) {
     memset(n, 0, sizeof *n);
     ms_config config = t_config();
     n->of = s;
     n->how = h;
     config.allocator = t_heap_allocator(&n->heap);
     config.backend = ms_backend_cpu();
-    config.backend.gemm = t_gemm;
+    config.backend.gemm = h->dtype == MS_DTYPE_F32 ? t_gemm : config.backend.gemm;
 #ifdef T_CUDA
     memset(&config.backend, 0, sizeof config.backend);
 #else
     if (has(h, ON_VIRTUAL)) {
         v_open(&n->device, s->seed);
-        n->device.cpu.gemm = t_gemm;
+        n->device.cpu.gemm = config.backend.gemm;
         config.backend = v_backend(&n->device);
     }
 #endif
@@ -310,6 +327,7 @@ static void start(net *n, const script *s, const how *h) {
     config.optimizer_8bit = has(h, CODED) ? MS_SWITCH_DEFAULT : MS_SWITCH_OFF;
     config.mixed_precision = h->dtype != MS_DTYPE_F32 ? MS_SWITCH_ON : MS_SWITCH_OFF;
     config.mixed_dtype = h->dtype;
+    config.loss_scaling.initial = 16.0f; // large norms do not overflow
     config.accumulation_steps = s->micro_count;
     config.seed = 5;
     if (has(h, SLICED)) {
@@ -532,7 +550,7 @@ static void end_step(net *n, const event *e, exact *x) {
     if (takes_norms(n->of)) {
         t_ok(n->m, ms_gradient_norm(n->m, &after));
         assert_true(!e->asks || before == after);
-    } else {
+    } else if (n->how->dtype != MS_DTYPE_F16) { // which needs the norm itself
         assert_int_equal(ms_gradient_norm(n->m, &after), MS_RESULT_ORDER);
     }
     if (x != NULL && takes_norms(n->of)) {
@@ -618,7 +636,7 @@ typedef struct tally {
     uint64_t skipped, dropped, clipped, paused, early, factors, mixed;
 } tally;
 
-static void check_exact(uint64_t seed, const how *h, tally *t) {
+static void check_exact(uint64_t seed, const ways *h, tally *t) {
     static exact x;
     net n;
     const script s = new_script(seed, true);
@@ -659,18 +677,18 @@ static void check_exact(uint64_t seed, const how *h, tally *t) {
     end(&n);
 }
 
-static const how plain = {"plain", 0, MS_DTYPE_F32};
+static const ways plain = {"plain", 0, MS_DTYPE_F32};
 
 static void groups_follow_their_formulas(void **state) {
     (void)state;
     tally t;
     memset(&t, 0, sizeof t);
-    const uint64_t count = t_sweep(100, 2000);
+    const uint64_t count = t_sweep(40, 2000);
     for (uint64_t seed = 0; seed < count; ++seed) {
         check_exact(seed, &plain, &t);
     }
-    assert_true(t.skipped > count / 4 && t.dropped > count / 8 && t.early > count / 8);
-    assert_true(t.paused > 4 * count && t.factors > 2 * count && t.mixed > count / 20);
+    assert_true(t.skipped > count / 8 && t.dropped > count / 8 && t.early > count / 8);
+    assert_true(t.paused > 4 * count && t.factors > 2 * count && t.mixed > count / 3);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -754,14 +772,33 @@ static void move_by_file(net *n) {
     end(&next);
 }
 
-static void check_bits(uint64_t seed, const how *h) {
+/* What is forced is there. */
+static void expect_ways(const net *n) {
+    ms_memory_report report;
+    bool coded = false, narrow = false;
+    const msi_store *store = n->m->run.store;
+    t_report(n->m, &report);
+    for (MSI_ITEMS(const msi_resident, r, store->residents)) {
+        coded |= r->role >= MSI_ROLE_STATE0 && msi_is_coded(r->format);
+        narrow |= r->role == MSI_ROLE_VALUE && r->bytes == 2 * WIDE;
+    }
+    assert_true(coded || !has(n->how, CODED) || n->of->group_count == 0 ||
+                has_kind(n->of, MS_OPTIMIZER_CUSTOM) || has_kind(n->of, MS_OPTIMIZER_NONE) ||
+                has_kind(n->of, MS_OPTIMIZER_SGD));
+    assert_true(narrow == (n->how->dtype != MS_DTYPE_F32));
+    assert_true(n->m->run.plan->train.code.scales_loss == (n->how->dtype == MS_DTYPE_F16));
+    assert_true((report.host_bytes > 0) == has(n->how, MOVED));
+}
+
+static void check_bits(uint64_t seed, const ways *h) {
     static net a, b;
     const script s = new_script(seed, !has(h, DEBUGGED) && h->dtype == MS_DTYPE_F32);
-    how with = plain; // of the same formats
+    ways with = plain; // of the same formats
     with.is = h->is & CODED;
     with.dtype = h->dtype;
     start(&a, &s, &with);
     start(&b, &s, h);
+    expect_ways(&b);
     for (uint64_t number = 0; number < STEPS; ++number) {
         event e = event_at(&s, number);
         /* What rounds at random draws by the number of the step, which is the same after a step that
@@ -788,7 +825,7 @@ static void check_bits(uint64_t seed, const how *h) {
 
 static void techniques_leave_the_bits_alone(void **state) {
     (void)state;
-    static const how hows[] = {
+    static const ways hows[] = {
         {"again", 0, MS_DTYPE_F32},
         {"by step", BY_STEP, MS_DTYPE_F32},
         {"debug", DEBUGGED, MS_DTYPE_F32},
@@ -812,7 +849,7 @@ static void techniques_leave_the_bits_alone(void **state) {
 #endif
     };
     for (size_t i = 0; i < sizeof hows / sizeof hows[0]; ++i) {
-        for (uint64_t seed = 0; seed < t_sweep(6, 300); ++seed) {
+        for (uint64_t seed = 0; seed < t_sweep(4, 300); ++seed) {
             check_bits(1000 * (i + 1) + seed, &hows[i]);
         }
     }
@@ -857,7 +894,7 @@ static event usual_event(const script *s) {
 /* A step above the norm leaves everything as in a twin that never had its batch, also later. */
 static void steps_above_the_norm_leave_nothing(void **state) {
     (void)state;
-    static const how hows[] = {
+    static const ways hows[] = {
         {"plain", 0, MS_DTYPE_F32},
         {"by step", BY_STEP | SMALLEST, MS_DTYPE_F32},
         {"debug", DEBUGGED, MS_DTYPE_F32},
@@ -920,11 +957,11 @@ static void steps_above_the_norm_leave_nothing(void **state) {
 /* What ms_gradient_norm has found to be above the limit is counted at once, whatever comes then. */
 static void steps_are_left_out_by_going_on(void **state) {
     (void)state;
-    static const how hows[] = {{"plain", 0, MS_DTYPE_F32},
+    static const ways hows[] = {{"plain", 0, MS_DTYPE_F32},
 #ifndef T_CUDA
-                               {"virtual", ON_VIRTUAL, MS_DTYPE_F32},
+                                {"virtual", ON_VIRTUAL, MS_DTYPE_F32},
 #endif
-                               {"debug", DEBUGGED, MS_DTYPE_F32}};
+                                {"debug", DEBUGGED, MS_DTYPE_F32}};
     for (size_t i = 0; i < sizeof hows / sizeof hows[0]; ++i) {
         for (int then = 0; then < 6; ++then) {
             static net n, twin;
@@ -1002,7 +1039,7 @@ static void numbers_of_skipped_steps_come_again(void **state) {
 /* A norm that is no number is told of at once, and ends the step, also where the device is late. */
 static void norms_that_are_not_finite_end_the_step(void **state) {
     (void)state;
-    static const how hows[] = {
+    static const ways hows[] = {
 #ifndef T_CUDA
         {"virtual", ON_VIRTUAL, MS_DTYPE_F32},
         {"virtual, moves", ON_VIRTUAL | MOVED, MS_DTYPE_F32},
@@ -1204,7 +1241,7 @@ static ms_memory_report plan_of(uint64_t seed, uint32_t groups, bool smallest) {
 static void groups_cost_nothing(void **state) {
     (void)state;
     uint64_t compared = 0;
-    for (uint64_t seed = 0; seed < t_sweep(60, 1000); ++seed) {
+    for (uint64_t seed = 0; seed < t_sweep(20, 1000); ++seed) {
         for (int smallest = 0; smallest < 2; ++smallest) {
             const ms_memory_report none = plan_of(seed, 0, smallest != 0);
             for (uint32_t groups = 1; groups <= RD_GROUPS; groups += 2) {
@@ -1216,7 +1253,7 @@ static void groups_cost_nothing(void **state) {
             }
         }
     }
-    assert_true(compared > 100);
+    assert_true(compared >= 80);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1550,8 +1587,8 @@ static void callbacks_are_refused(void **state) {
 static void calls_have_their_time(void **state) {
     (void)state;
     static net n;
-    static const how smallest = {"smallest", SMALLEST, MS_DTYPE_F32};
-    static const how sliced = {"slices", SLICED, MS_DTYPE_F32};
+    static const ways smallest = {"smallest", SMALLEST, MS_DTYPE_F32};
+    static const ways sliced = {"slices", SLICED, MS_DTYPE_F32};
     script s = usual_script(1, 30.0f);
     double norm = 0.0;
     start(&n, &s, &plain);
@@ -1628,6 +1665,7 @@ static void every_allocation_fails_once(void **state) {
     t_heap heap;
     memset(&heap, 0, sizeof heap);
     t_failing f = t_failing_heap(&heap);
+    f.errors |= 1u << MS_RESULT_BACKEND; // of a device that cannot be opened
     while (t_next_failure(&f, 1)) {
         t_net n;
         const ms_optimizer_desc o = t_optimizer(MS_OPTIMIZER_LION, 0.01f);
