@@ -705,7 +705,7 @@ static void detach(walk *w) {
 static void wrap(walk *w) {
     note(w, 'W');
     settle(w);
-    const ms_optimizer_desc *o = &w->m[1]->optimizer;
+    const ms_optimizer_desc *o = &w->m[1]->optimizers.groups.items[0].desc;
     const bool rounds = w->codes && (o->state_format[0] || o->state_format[1]); // codes, to BF16
     if (!rounds && t_chance(&w->rng, 0.3)) {
         detach(w);
