@@ -9766,7 +9766,8 @@ static bool msi_is_complete(const ms_backend *b) {
     const bool needed = b->size == sizeof *b && b->name && b->memory_alloc && b->memory_release &&
                         b->hardware && b->copy_in && b->copy_out && b->copy && b->fill_bytes &&
                         b->fill_f32 && b->scale_f32 && b->add && b->cast && b->loss &&
-                        b->add_squares && b->clip_scale && b->update && b->gemm;
+                        b->add_squares && b->clip_scale && b->update && b->gemm &&
+                        (b->factor || !b->has_update_steps);
     const bool streams = b->synchronize && b->record && b->wait && b->wait_on_host;
     const bool recordings = b->recording_check && b->recording_end && b->recording_launch &&
                             b->recording_release && streams;
@@ -32296,11 +32297,17 @@ static MSI_COLD const char *msi_dtype_in_file(msi_format format) {
     return msi_is_coded(format) ? "U8" : names[format];
 }
 
+/* The shape of an item whose elements are numbers: that of its tensor, unless it is factored state. */
+static MSI_COLD ms_shape msi_number_shape(const msi_checkpoint *c, const msi_item *i) {
+    const ms_shape *shape = &c->m->graph.tensors.items[i->index].view.shape;
+    return i->count == ms_shape_count(shape) ? *shape : ms_shape1((int64_t)i->count);
+}
+
 /* The shape of an item in a file: codes, and what is no tensor of the graph, have one dim. */
 static MSI_COLD ms_shape msi_item_shape(const msi_checkpoint *c, const msi_item *i) {
     const bool is_coded = msi_is_coded(i->format);
     return i->kind == MSI_ITEM_TENSOR && !is_coded
-               ? c->m->graph.tensors.items[i->index].view.shape
+               ? msi_number_shape(c, i)
                : ms_shape1((int64_t)(is_coded ? i->bytes : i->count));
 }
 
@@ -32943,7 +32950,7 @@ static MSI_COLD msi_format msi_format_in_file(const msi_checkpoint *c, const msi
     }
     const bool is_float = (int)format < MSI_CALL_FORMAT_COUNT;
     const bool takes_float = (int)t->format < MSI_CALL_FORMAT_COUNT;
-    const ms_shape there = msi_entry_shape(c, e), here = t->view.shape;
+    const ms_shape there = msi_entry_shape(c, e), here = msi_number_shape(c, i);
     bool reads = (format == (msi_format)t->format || (is_float && takes_float)) &&
                  there.rank == here.rank && (!i->is_transposed || here.rank == 2);
     for (int k = 0; k < here.rank && reads; k++) {
