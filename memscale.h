@@ -810,7 +810,9 @@ typedef struct ms_backend {
     /* copy_in and copy_out enqueue and return, although all else is done when it returns;
        synchronize to wait_on_host are required. is_asynchronous implies it. */
     bool has_copy_streams;
-    bool maps_host; // update may be given memory of host_alloc as state, as if it were the device's
+    /* update may be given memory of host_alloc as state, as if it were the device's; with
+       has_update_steps also as the value or the gradient of a step, and gemm as an operand. */
+    bool maps_host;
     bool has_state_formats; // update takes state in every ms_state_format, and values and gradients
                             // in 16 bits; otherwise all is F32
     bool has_update_steps;  // update takes the kinds MS_UPDATE_...; needs `factor`
@@ -9957,8 +9959,7 @@ static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc, b
                ? "state_format is F32 or BF16; 8 bits are a technique (ms_config.optimizer_8bit)"
            : !(msi_state_formats(desc) >> formats & 1)
                ? "state_format of MS_OPTIMIZER_ADAFACTOR is F32, as of MS_OPTIMIZER_CUSTOM unless "
-                 "it "
-                 "takes_formats"
+                 "it takes_formats"
                : NULL;
 }
 
@@ -13155,7 +13156,7 @@ static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, 
     const uint32_t t = p->code.ranges.items[home].tensor;
     const msi_role role = (msi_role)p->code.ranges.items[home].role;
     const msi_format format = (msi_format)p->code.ranges.items[home].format;
-    const uint64_t elements = w->graph->tensors.items[t].bytes / sizeof(float);
+    const uint64_t elements = msi_elements_of(w->optimizers, &w->graph->tensors.items[t], role);
     const msi_part piece = msi_part_bytes(format, msi_part_of(elements, part, part_count));
     if (before == MSI_NONE) {
         msi_emit(w, MSI_OP_COPY, t);
@@ -28627,11 +28628,12 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
     const msi_range *target = &p->code.ranges.items[ends[0].range];
     const msi_tensor *t = &m->graph.tensors.items[target->tensor];
     msi_pair pair = {ends[0].range, ends[1].range, msi_part_address(m, p, i, ends[0].range),
-                     msi_part_address(m, p, i, ends[1].range), t->bytes};
+                     msi_part_address(m, p, i, ends[1].range),
+                     msi_role_bytes(&m->optimizers, t, (msi_role)target->role, false)};
     if (i->rows.of > 0) {
         pair.bytes = msi_operand_bytes(&m->graph, p, i, 2 * number);
     } else if (i->part_count > 1 || target->format != t->format) {
-        const msi_part part = msi_part_of(t->bytes / sizeof(float), i->part, i->part_count);
+        const msi_part part = msi_part_of(pair.bytes / sizeof(float), i->part, i->part_count);
         pair.bytes = msi_part_bytes((msi_format)target->format, part).count;
     }
     return pair;

@@ -581,6 +581,8 @@ static void run_plan(plan_of plan, const ms_optimizer_desc *o, ms_dtype half, ui
     v_device device;
     t_device counted;
     pull z;
+    t_heap heap;
+    memset(&heap, 0, sizeof heap);
     v_open(&device, seed);
     shapes_for(o->kind, shapes);
     config.mixed_dtype = half;
@@ -599,6 +601,7 @@ static void run_plan(plan_of plan, const ms_optimizer_desc *o, ms_dtype half, ui
     }
     if (late) {
         config.backend = v_backend(&device);
+        config.allocator = t_heap_allocator(&heap);
     } else if (plan == PLAN_COUNTED) {
         config.backend = t_device_backend(&counted);
     }
@@ -609,6 +612,11 @@ static void run_plan(plan_of plan, const ms_optimizer_desc *o, ms_dtype half, ui
         move_all(&z);
     }
     t_ok(z.m, ms_wrap(z.m));
+    if (getenv("SHOW") && plan == 4) {
+        t_text text = {NULL, 0};
+        t_ok(z.m, ms_print_plan_full(z.m, t_append, &text));
+        puts(text.data);
+    }
     pull_write(&z, 9);
     t_rng rng = t_seed(31);
     for (int step = 0; step < STEPS_OF_PLANS; ++step) {
@@ -657,6 +665,13 @@ static void plans_change_no_bit(void **state) {
                 run_plan((plan_of)plan, &o, half, seed, &other);
                 if (plain.count != other.count ||
                     memcmp(plain.all, other.all, plain.count * sizeof(float)) != 0) {
+                    uint64_t at = 0;
+                    while (plain.all[at] == other.all[at]) {
+                        at++;
+                    }
+                    print_error("element %u of %u: %g, plain %g\n", (unsigned)at,
+                                (unsigned)plain.count, (double)other.all[at],
+                                (double)plain.all[at]);
                     fail_msg("plan %d, case %d, seed %u: other bits", plan, how, (unsigned)seed);
                 }
             }
