@@ -10817,7 +10817,8 @@ static ms_result msi_check_forced(ms_model *m) {
         if (narrow_fault) {
             return msi_fail(m, MS_RESULT_UNSUPPORTED,
                             "mixed precision is asked for in F16, but %s: set mixed_dtype to "
-                            "MS_DTYPE_BF16, or use a built-in optimizer",
+                            "MS_DTYPE_BF16, or use a built-in optimizer, or an update that "
+                            "takes_formats",
                             narrow_fault);
         }
         for (int k = 0; k < 4; k++) {
@@ -24756,14 +24757,17 @@ static int msi_call_update(ms_model *m, const ms_update_args *args) {
 }
 
 static ms_result msi_custom_update(ms_model *m, const ms_update_args *args) {
+    const uint32_t error_count = m->errors.count;
     m->run.updates_done++;
     const int error = msi_call_update(m, args);
-    return error == 0
-               ? MS_RESULT_OK
-               : msi_fail(m, MS_RESULT_CALLBACK,
-                          "param \"%s\": the update callback returned %d; the model has "
-                          "failed: write params and state again, then wrap",
-                          msi_tensor_name(&m->graph, msi_index(&m->graph, args->param)), error);
+    const bool told = m->errors.count != error_count; // by ms_gemm, say
+    const msi_words inner = msi_words_of(": %.510s", m->errors.text);
+    return error == 0 ? MS_RESULT_OK
+                      : msi_fail(m, MS_RESULT_CALLBACK,
+                                 "param \"%s\": the update callback returned %d%s; the model has "
+                                 "failed: write params and state again, then wrap",
+                                 msi_tensor_name(&m->graph, msi_index(&m->graph, args->param)),
+                                 error, told ? inner.text : "");
 }
 
 static void *msi_stream(const ms_model *m) {
@@ -28565,7 +28569,7 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 
 static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
     ms_call call;
-    const ms_update_args args = msi_update_args_of(m, p, i, &call);
+    ms_update_args args = msi_update_args_of(m, p, i, &call);
     const bool first = m->run.updates_done == 0;
     ms_result result = MS_RESULT_OK;
     if (m->graph.tensors.items[i->target].is_paused) {
@@ -28580,11 +28584,14 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
                              : msi_device(m, m->config.backend.update(m->device, &args), "update"));
         return result;
     }
-    if (first && m->config.backend.is_asynchronous) { // it ignores a halt: waits for the verdict
+    /* It ignores a halt, and takes the number of the update from the host: it waits for the verdict. */
+    if (m->config.backend.is_asynchronous && (first || m->run.verdict != MSI_VERDICT_NONE)) {
         result = msi_copy_verdict(m);
         MSI_THEN(result, msi_act_on_verdict(m));
     }
-    if (result == MS_RESULT_OK && msi_verdict(m, false)->halted == (uint32_t)MS_HALT_NONE) {
+    const ms_step_state *verdict = msi_verdict(m, false);
+    if (result == MS_RESULT_OK && verdict->halted == (uint32_t)MS_HALT_NONE) {
+        args.t -= msi_may_skip(m, m->run.store) ? verdict->skipped_steps : 0;
         result = m->run.store->debug ? msi_debug_update(m, &args) : msi_custom_update(m, &args);
     }
     return result;
