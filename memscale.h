@@ -813,7 +813,9 @@ typedef struct ms_backend {
     /* copy_in and copy_out enqueue and return, although all else is done when it returns;
        synchronize to wait_on_host are required. is_asynchronous implies it. */
     bool has_copy_streams;
-    bool maps_host; // update may be given memory of host_alloc as state, as if it were the device's
+    /* update may be given memory of host_alloc as state, as if it were the device's; with
+       has_update_steps also as the value or the gradient of a step, and gemm as an operand. */
+    bool maps_host;
     bool has_state_formats; // update takes state in every ms_state_format, and values and gradients
                             // in 16 bits; otherwise all is F32
     bool has_update_steps;  // update takes the kinds MS_UPDATE_...; needs `factor`
@@ -9876,7 +9878,8 @@ static bool msi_is_complete(const ms_backend *b) {
     const bool needed = b->size == sizeof *b && b->name && b->memory_alloc && b->memory_release &&
                         b->hardware && b->copy_in && b->copy_out && b->copy && b->fill_bytes &&
                         b->fill_f32 && b->scale_f32 && b->add && b->cast && b->loss &&
-                        b->add_squares && b->clip_scale && b->update && b->gemm;
+                        b->add_squares && b->clip_scale && b->update && b->gemm &&
+                        (b->factor || !b->has_update_steps);
     const bool streams = b->synchronize && b->record && b->wait && b->wait_on_host;
     const bool recordings = b->recording_check && b->recording_end && b->recording_launch &&
                             b->recording_release && streams;
@@ -10066,8 +10069,7 @@ static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc, b
                ? "state_format is F32 or BF16; 8 bits are a technique (ms_config.optimizer_8bit)"
            : !(msi_state_formats(desc) >> formats & 1)
                ? "state_format of MS_OPTIMIZER_ADAFACTOR is F32, as of MS_OPTIMIZER_CUSTOM unless "
-                 "it "
-                 "takes_formats"
+                 "it takes_formats"
                : NULL;
 }
 
@@ -10935,7 +10937,8 @@ static ms_result msi_check_forced(ms_model *m) {
         if (narrow_fault) {
             return msi_fail(m, MS_RESULT_UNSUPPORTED,
                             "mixed precision is asked for in F16, but %s: set mixed_dtype to "
-                            "MS_DTYPE_BF16, or use a built-in optimizer",
+                            "MS_DTYPE_BF16, or use a built-in optimizer, or an update that "
+                            "takes_formats",
                             narrow_fault);
         }
         for (size_t k = 0; k < sizeof forced / sizeof forced[0]; k++) {
@@ -13328,7 +13331,8 @@ static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, 
     const msi_role role = (msi_role)p->code.ranges.items[home].role;
     const msi_format format = (msi_format)p->code.ranges.items[home].format;
     const msi_tensor *tensor = &w->graph->tensors.items[t];
-    const msi_part some = msi_part_of(tensor->bytes / sizeof(float), part, part_count);
+    const msi_part some =
+        msi_part_of(msi_elements_of(w->optimizers, tensor, role), part, part_count);
     const uint64_t bytes = part_count > 1 || role >= MSI_ROLE_STATE0
                                ? msi_part_bytes(format, some).count
                                : msi_value_bytes(tensor, format);
@@ -24992,14 +24996,17 @@ static int msi_call_update(ms_model *m, const ms_update_args *args) {
 }
 
 static ms_result msi_custom_update(ms_model *m, const ms_update_args *args) {
+    const uint32_t error_count = m->errors.count;
     m->run.updates_done++;
     const int error = msi_call_update(m, args);
-    return error == 0
-               ? MS_RESULT_OK
-               : msi_fail(m, MS_RESULT_CALLBACK,
-                          "param \"%s\": the update callback returned %d; the model has "
-                          "failed: write params and state again, then wrap",
-                          msi_tensor_name(&m->graph, msi_index(&m->graph, args->param)), error);
+    const bool told = m->errors.count != error_count; // by ms_gemm, say
+    const msi_words inner = msi_words_of(": %.510s", m->errors.text);
+    return error == 0 ? MS_RESULT_OK
+                      : msi_fail(m, MS_RESULT_CALLBACK,
+                                 "param \"%s\": the update callback returned %d%s; the model has "
+                                 "failed: write params and state again, then wrap",
+                                 msi_tensor_name(&m->graph, msi_index(&m->graph, args->param)),
+                                 error, told ? inner.text : "");
 }
 
 static void *msi_stream(const ms_model *m) {
@@ -28801,7 +28808,7 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 
 static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
     ms_call call;
-    const ms_update_args args = msi_update_args_of(m, p, i, &call);
+    ms_update_args args = msi_update_args_of(m, p, i, &call);
     const bool first = m->run.updates_done == 0;
     ms_result result = MS_RESULT_OK;
     if (m->graph.tensors.items[i->target].is_paused) {
@@ -28817,11 +28824,14 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
                              : msi_device(m, m->config.backend.update(m->device, &args), "update"));
         return result;
     }
-    if (m->config.backend.is_asynchronous && m->run.verdict != MSI_VERDICT_NONE) {
-        MSI_THEN(result, msi_copy_verdict(m)); // it ignores a halt: waits for the verdict
+    /* It ignores a halt, and takes the number of the update from the host: it waits for the verdict. */
+    if (m->config.backend.is_asynchronous && (first || m->run.verdict != MSI_VERDICT_NONE)) {
+        MSI_THEN(result, msi_copy_verdict(m));
         MSI_THEN(result, msi_act_on_verdict(m));
     }
-    if (result == MS_RESULT_OK && msi_verdict(m, false)->halted == (uint32_t)MS_HALT_NONE) {
+    const ms_step_state *verdict = msi_verdict(m, false);
+    if (result == MS_RESULT_OK && verdict->halted == (uint32_t)MS_HALT_NONE) {
+        args.t -= msi_may_skip(m, m->run.store) ? verdict->skipped_steps : 0;
         result = m->run.store->debug ? msi_debug_update(m, &args) : msi_custom_update(m, &args);
     }
     return result;
@@ -28871,11 +28881,14 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
     const msi_range *target = &p->code.ranges.items[ends[0].range];
     const msi_tensor *t = &m->graph.tensors.items[target->tensor];
     msi_pair pair = {ends[0].range, ends[1].range, msi_part_address(m, p, i, ends[0].range),
-                     msi_part_address(m, p, i, ends[1].range), t->bytes};
+                     msi_part_address(m, p, i, ends[1].range),
+                     msi_role_bytes(&m->optimizers, t, (msi_role)target->role, false)};
     if (i->rows.of > 0) {
         pair.bytes = msi_operand_bytes(&m->graph, p, i, 2 * number);
     } else if (i->part_count > 1 || target->format != t->format) {
-        const msi_part part = msi_part_of(msi_elements(t), i->part, i->part_count);
+        const bool is_state = target->role >= MSI_ROLE_STATE0 && t->kind == MSI_KIND_PARAM;
+        const uint64_t elements = is_state ? pair.bytes / sizeof(float) : msi_elements(t);
+        const msi_part part = msi_part_of(elements, i->part, i->part_count);
         pair.bytes = msi_part_bytes((msi_format)target->format, part).count;
     }
     return pair;
@@ -32617,11 +32630,17 @@ static MSI_COLD const char *msi_dtype_in_file(msi_format format) {
     return msi_is_coded(format) ? "U8" : names[format];
 }
 
+/* The shape of an item whose elements are numbers: that of its tensor, unless it is factored state. */
+static MSI_COLD ms_shape msi_number_shape(const msi_checkpoint *c, const msi_item *i) {
+    const ms_shape *shape = &c->m->graph.tensors.items[i->index].view.shape;
+    return i->count == ms_shape_count(shape) ? *shape : ms_shape1((int64_t)i->count);
+}
+
 /* The shape of an item in a file: codes, and what is no tensor of the graph, have one dim. */
 static MSI_COLD ms_shape msi_item_shape(const msi_checkpoint *c, const msi_item *i) {
     const bool is_coded = msi_is_coded(i->format);
     return i->kind == MSI_ITEM_TENSOR && !is_coded
-               ? c->m->graph.tensors.items[i->index].view.shape
+               ? msi_number_shape(c, i)
                : ms_shape1((int64_t)(is_coded ? i->bytes : i->count));
 }
 
@@ -33265,7 +33284,7 @@ static MSI_COLD msi_format msi_format_in_file(const msi_checkpoint *c, const msi
     }
     const bool is_float = (int)format < MSI_CALL_FORMAT_COUNT;
     const bool takes_float = (int)t->format < MSI_CALL_FORMAT_COUNT;
-    const ms_shape there = msi_entry_shape(c, e), here = t->view.shape;
+    const ms_shape there = msi_entry_shape(c, e), here = msi_number_shape(c, i);
     bool reads = (format == (msi_format)t->format || (is_float && takes_float)) &&
                  there.rank == here.rank && (!i->is_transposed || here.rank == 2);
     for (int k = 0; k < here.rank && reads; k++) {
