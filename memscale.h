@@ -100,13 +100,14 @@
     more; ms_visit_lifetimes says which values need the memory, and when.
 
     OFFLOADING. A plan may give a param, its gradient or its optimizer state a home in host memory,
-    each by itself: it is copied to the device for its use, and back if that has changed it. So may
-    a buffer that no layer has as state. What a layer makes can be copied out after its use in forward, and in before backward. All of it is in
-    one block of host memory, pinned where the backend can. Copies run beside the arithmetic, one
-    stream in each direction, and are issued early and awaited late, as far as the arena has room.
-    By default modes BALANCED and AGGRESSIVE offload on devices with memory of their own; on others
-    it frees nothing, and is for those who switch it ON or force it. max_host_bytes is a budget like
-    that of the arena. docs/offloading.md has more.
+    each by itself: it is copied to the device for its use, and back if that has changed it. So
+    may a buffer that no layer has as state. What a layer makes can be copied out after its use
+    in forward, and in before backward. All of it is in one block of host memory, pinned where
+    the backend can. Copies run beside the arithmetic, one stream in each direction, and are
+    issued early and awaited late, as far as the arena has room. By default modes BALANCED and
+    AGGRESSIVE offload on devices with memory of their own; on others it frees nothing, and is
+    for those who switch it ON or force it. max_host_bytes is a budget like that of the arena.
+    docs/offloading.md has more.
 
     PROFILES. The time of a layer comes from the first of these sources that has it: what was set by
     ms_set_layer_time; what was measured (ms_config.empirical_profiling) or loaded
@@ -393,8 +394,9 @@ typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_FIRST) MS_RESULT_COUNT } ms_r
 
 typedef struct ms_model ms_model; // opaque
 
-/* Typed handles. An id of 0 is no tensor, no layer, no axis, no group: a zeroed desc has empty slots. Other
-   ids have no meaning of their own, and differ from model to model and from run to run. */
+/* Typed handles. An id of 0 is no tensor, no layer, no axis, no group: a zeroed desc has empty
+   slots. Other ids have no meaning of their own, and differ from model to model and from run to
+   run. */
 typedef struct ms_tensor {
     uint32_t id;
 } ms_tensor;
@@ -422,8 +424,7 @@ enum {
     MS_LIMIT_STATE = 32,
     MS_LIMIT_OPTIMIZER_STATE = 4, // tensors of optimizer state of one param
     MS_LIMIT_AXES = 8,
-    MS_LIMIT_NORMS =
-        16, // of gradients that are clipped apart: see ms_optimizer_desc.grad_clip_norm
+    MS_LIMIT_NORMS = 16, // of gradients that are clipped apart: ms_optimizer_desc.grad_clip_norm
     MS_LIMIT_GROUPS = 4096
 };
 
@@ -704,21 +705,22 @@ typedef enum ms_state_format {
 typedef struct ms_update_factors {
     float rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
     float learning_rate; // AdamW: of this and of the number, rate and scale2 are made
-    /* AdamW: of the update, from 1, with steps that were skipped; Adafactor: the same and 2^31; else 0. */
+    /* AdamW: of the update, from 1, with steps that were skipped; Adafactor: that and 2^31; else 0. */
     uint32_t number;
 } ms_update_factors;
 
-/* One update of one param, by the trainer's own callback, which always gets the whole param (begin is
-   0), or by the backend's kernel, which may get a part of it. All arrays have count floats in device
-   memory, except that the library's own optimizers, and a callback that takes_formats, may have the
-   value and the gradient in 16 bits (value_dtype, gradient_dtype), and state in another format
-   (state_format[k] says how state[k] lies in memory): what is not F32 must not be read through the
-   pointer to float. Where the value is in 16 bits, the update is of `master`, which is then rounded to
-   the nearest; without it, of the value itself, rounded at random. AdamW: state[0] and state[1] are the first and second moments; SGD:
-   state[0] is the momentum; Lion: the moment. The update multiplies the gradient by *gradient_scale
-   (device memory; NULL: 1). If anything is not F32, elements whose gradient is not below 2^64 in
-   magnitude stay as they are. A custom update multiplies so too, enqueues its work on stream and may
-   overwrite the gradient (which nobody reads again, unless it is borrowed); no halted step calls it. */
+/* One update of one param, by the trainer's own callback, which always gets the whole param (begin
+   is 0), or by the backend's kernel, which may get a part of it. All arrays have count floats in
+   device memory, except that the library's own optimizers, and a callback that takes_formats, may
+   have the value and the gradient in 16 bits (value_dtype, gradient_dtype), and state in another
+   format (state_format[k] says how state[k] lies in memory): what is not F32 must not be read
+   through the pointer to float. Where the value is in 16 bits, the update is of `master`, which is
+   then rounded to the nearest; without it, of the value itself, rounded at random. AdamW: state[0]
+   and state[1] are the first and second moments; SGD: state[0] is the momentum; Lion: the moment.
+   The update multiplies the gradient by *gradient_scale (device memory; NULL: 1). If anything is
+   not F32, elements whose gradient is not below 2^64 in magnitude stay as they are. A custom update
+   multiplies so too, enqueues its work on stream and may overwrite the gradient (which nobody reads
+   again, unless it is borrowed); no halted step calls it. */
 typedef struct ms_update_args {
     void *user; // ms_optimizer_desc.user
     ms_tensor param;
@@ -1862,15 +1864,15 @@ MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
 
 /* Forces (ON), forbids (OFF) or leaves to the planner (DEFAULT) a technique for one tensor, or for
    those of a layer: its params, for EARLY_UPDATE and OPTIMIZER_8BIT; its outputs and saved tensors,
-   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING can also
-   be set for buffers that no layer has as state and, by force alone, for inputs; of a
-   param it is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient
-   and about all of its state; through a layer about all three. It has no effect on outputs, the
-   loss, and what a layer makes and no backward reads. TILING holds for the whole layer, whichever of its outputs and
-   saved tensors it is set for; layers that are forced and follow each other become one group, if
-   they can. Takes effect at the next ms_wrap, which fails with the reason if it is impossible.
-   What is forced holds in every plan except that of ms_detach, even if the technique's switch is
-   OFF. Errors: INVALID; sticks. */
+   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING can
+   also be set for buffers that no layer has as state and, by force alone, for inputs; of a param it
+   is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient and
+   about all of its state; through a layer about all three. It has no effect on outputs, the loss,
+   and what a layer makes and no backward reads. TILING holds for the whole layer, whichever of its
+   outputs and saved tensors it is set for; layers that are forced and follow each other become one
+   group, if they can. Takes effect at the next ms_wrap, which fails with the reason if it is
+   impossible. What is forced holds in every plan except that of ms_detach, even if the technique's
+   switch is OFF. Errors: INVALID; sticks. */
 MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force);
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
