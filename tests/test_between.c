@@ -885,6 +885,7 @@ static void walk_dag(uint64_t seed, const ms_backend *backend, v_layer *layers, 
     w.micros = g->accumulation ? g->accumulation : 1;
     w.value_count = g->value_count;
     memcpy(w.size, g->size, sizeof g->size);
+    memset(g->trains, 0, sizeof g->trains); // steps at every size
     memcpy(w.largest, g->largest, sizeof g->largest);
     choose_config(&w, &plain, &moved);
     moved.allocator = t_heap_allocator(&heap);
