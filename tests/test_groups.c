@@ -1414,7 +1414,7 @@ static void handles_are_checked(void **state) {
             t_net_loss(nets[k], t_net_scale(nets[k], "scale", nets[k]->x, 0.0f, p[k]), 1.0f);
             assert_true(group[k].id != 0);
         }
-        const ms_param_group wrong = {p[0].id};
+        const ms_param_group wrong = {n.x.id}; // whose number is that of no group
         const ms_tensor no_tensor = {0};
         ms_result expected = MS_RESULT_INVALID;
         const char *text = "the group is none of this model: see ms_optimizer_group";
