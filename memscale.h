@@ -34019,11 +34019,6 @@ MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_
     }
 }
 
-MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
-    const ms_param_group none = {0};
-    ms_set_group_learning_rate(model, none, learning_rate);
-}
-
 MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
                                              float learning_rate) {
     const char *function = group.id ? "ms_set_group_learning_rate" : "ms_set_learning_rate";
@@ -34033,6 +34028,11 @@ MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group gro
     if (index != MSI_NONE) {
         model->optimizers.groups.items[index].desc.learning_rate = learning_rate;
     }
+}
+
+MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
+    const ms_param_group none = {0};
+    ms_set_group_learning_rate(model, none, learning_rate);
 }
 
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay) {

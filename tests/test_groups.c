@@ -1228,7 +1228,7 @@ static ms_memory_report plan_of(uint64_t seed, uint32_t groups, bool smallest) {
         g->group[k].user = g;
     }
     for (uint32_t i = 0; i < g->value_count; ++i) {
-        g->value[i].group = groups > 0 ? (uint8_t)(1 + i % groups) : 0;
+        g->value[i].group = (uint8_t)(groups > 0 ? 1 + i % groups : 0);
     }
     rd_net *n = rd_net_create(g, &config, "groups", failure, false);
     t_ok(n->model, ms_wrap(n->model));
