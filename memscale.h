@@ -35012,23 +35012,20 @@ MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_
     }
 }
 
-static void msi_set_rate(ms_model *model, const char *function, ms_param_group group, float rate) {
-    const uint32_t index = msi_check_finite(model, function, NULL, rate)
+MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
+                                             float learning_rate) {
+    const char *function = group.id ? "ms_set_group_learning_rate" : "ms_set_learning_rate";
+    const uint32_t index = msi_check_finite(model, function, NULL, learning_rate)
                                ? msi_group_index(model, function, group)
                                : MSI_NONE;
     if (index != MSI_NONE) {
-        model->optimizers.groups.items[index].desc.learning_rate = rate;
+        model->optimizers.groups.items[index].desc.learning_rate = learning_rate;
     }
 }
 
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
     const ms_param_group none = {0};
-    msi_set_rate(model, "ms_set_learning_rate", none, learning_rate);
-}
-
-MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
-                                             float learning_rate) {
-    msi_set_rate(model, "ms_set_group_learning_rate", group, learning_rate);
+    ms_set_group_learning_rate(model, none, learning_rate);
 }
 
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay) {
