@@ -29907,7 +29907,6 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
                      !m->run.slices.is_open && !m->run.busy && !m->run.visits;
     const uint32_t end = has ? msi_after_clip(p) : 0;
     const bool waits = has && m->run.progress == MSI_PROGRESS_BACKWARD;
-    *norm = 0.0;
     if (waits && m->run.position < end) {
         ms_result result = msi_run_to(m, end);
         if (result == MS_RESULT_OK) {
@@ -29918,8 +29917,8 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
         const ms_step_state *state = msi_verdict(m, false);
         m->run.is_left_out = result == MS_RESULT_OK && state->halted != (uint32_t)MS_HALT_NONE;
         m->run.step += m->run.is_left_out;
+        *norm = result == MS_RESULT_NONFINITE ? state->norm : *norm;
         if (result != MS_RESULT_OK) {
-            *norm = state->norm;
             return result;
         }
     } else if (!has || (!waits && m->run.position < p->code.instructions.count)) {
