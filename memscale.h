@@ -10862,7 +10862,9 @@ static const char *msi_early_fault(const ms_model *m) {
         is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_has_narrow(m) && by_mode);
     return msi_may_scale(m, !msi_narrow_fault(m) && may_round) ? "a loss scale needs all gradients"
            : m->config.accumulation_steps > 1                  ? "accumulation_steps is above 1"
-           : msi_takes_norm(&m->optimizers) ? "the norm of the gradients needs all of them"
+           : m->optimizers.groups.items[0].desc.skip_above_norm > 0.0f
+               ? "skip_above_norm needs all gradients"
+           : msi_takes_norm(&m->optimizers) ? "grad_clip_norm needs all gradients"
            : msi_kinds(&m->optimizers) == 1u << MS_OPTIMIZER_NONE
                ? "MS_OPTIMIZER_NONE does not update"
                : NULL;
