@@ -611,6 +611,14 @@ static void move_all(pull *z) {
     }
 }
 
+/* On the device, state that is moved takes as many bytes as it has. */
+static void check_state_size(const ms_lifetime *l, void *user) {
+    const pull *z = (const pull *)user;
+    if (l->category == MS_CATEGORY_OPTIMIZER && l->tensor.id != 0 && !l->is_outside) {
+        assert_true(l->bytes <= msi_align(ms_tensor_bytes(z->m, l->tensor)));
+    }
+}
+
 static void run_plan(plan_of plan, const ms_optimizer_desc *o, ms_dtype half, uint64_t seed,
                      outcome *to) {
     const bool late = plan == PLAN_VIRTUAL || plan == PLAN_VIRTUAL_MOVED;
@@ -652,6 +660,7 @@ static void run_plan(plan_of plan, const ms_optimizer_desc *o, ms_dtype half, ui
         move_all(&z);
     }
     t_ok(z.m, ms_wrap(z.m));
+    t_ok(z.m, ms_visit_lifetimes(z.m, MS_PROGRAM_TRAIN, check_state_size, &z));
     pull_write(&z, 9);
     t_rng rng = t_seed(31);
     for (int step = 0; step < STEPS_OF_PLANS; ++step) {
