@@ -815,9 +815,7 @@ typedef struct ms_backend {
     /* copy_in and copy_out enqueue and return, although all else is done when it returns;
        synchronize to wait_on_host are required. is_asynchronous implies it. */
     bool has_copy_streams;
-    /* update may be given memory of host_alloc as state, as if it were the device's; with
-       has_update_steps also as the value or the gradient of a step, and gemm as an operand. */
-    bool maps_host;
+    bool maps_host; // update may be given memory of host_alloc as state, as if it were the device's
     bool has_state_formats; // update takes state in every ms_state_format, and values and gradients
                             // in 16 bits; otherwise all is F32
     bool has_update_steps;  // update takes the kinds MS_UPDATE_...; needs `factor`
@@ -13858,10 +13856,13 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
                               w->program->code.ranges.items[i].bytes > 0;
         if (store->residents.items[i].role >= MSI_ROLE_STATE0 && is_there) {
             /* What does not move in place is copied, and so is the trainer's own memory: it may be
-               pageable, which a device cannot use. */
-            const bool copied = msi_is_moved(w, param, MSI_ROLE_STATE0) &&
-                                (store->residents.items[i].borrowed ||
-                                 !(msi_decided(w, param)->moves & MSI_IN_PLACE));
+               pageable, which a device cannot use; and factors, which are operands of products. */
+            const bool in_place =
+                (msi_decided(w, param)->moves & MSI_IN_PLACE) != 0 &&
+                !store->residents.items[i].borrowed &&
+                msi_desc_of(w->optimizers, &w->graph->tensors.items[param])->kind !=
+                    MS_OPTIMIZER_ADAFACTOR;
+            const bool copied = msi_is_moved(w, param, MSI_ROLE_STATE0) && !in_place;
             list[count].range = copied ? MSI_NONE : i;
             list[count].home = copied ? i : MSI_NONE;
             list[count++].is_fetched = copied;
