@@ -1824,7 +1824,7 @@ MEMSCALE_API ms_param_group ms_optimizer_group(ms_model *model, const ms_optimiz
 MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_group group);
 
 /* Change a rate between steps, at any time: of the params in no group, of those in a group (0: in
-   none), or the weight decay of one param.
+   none), or the weight decay of one param. After ms_gradient_norm it is for the next step.
    Errors: INVALID (a wrong handle, a value that is not finite); sticks. */
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate);
 MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
@@ -1844,8 +1844,8 @@ MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param);
 /* Pauses the updates of a param, or resumes them, from the next one on: its value, its optimizer state
    and their count stay as they are, and so does the plan. Its gradient is computed all the same, and
    counts in no norm. To save that time too for many steps, freeze it. Stream: waits, where steps may be
-   skipped. Errors: INVALID (not a param; sticks), ORDER (in a step that has begun to update, in slices,
-   in a callback), BACKEND. */
+   skipped. Errors: INVALID (not a param; sticks), ORDER (in a step that has begun to update or whose
+   norm ms_gradient_norm has taken, in slices, in a callback), BACKEND. */
 MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paused);
 
 /* These take effect at the next ms_wrap. A frozen param has no gradient and no optimizer state: its
@@ -2167,8 +2167,8 @@ MEMSCALE_API_CHECKED ms_result ms_eval(ms_model *model, double *loss);
 /* The norm of all gradients, before clipping: between ms_backward and ms_update of those that are
    going to be applied (a step that should not be then ends with the next ms_forward instead); after
    that of those in the last update. Of params that are paused it has nothing. Errors: INVALID, ORDER
-   (neither grad_clip_norm nor skip_above_norm is set: FLT_MAX has norms without clipping; no backward
-   since ms_wrap; another step or an eval has begun since), BACKEND, NONFINITE (*norm is what it is:
+   (neither grad_clip_norm nor skip_above_norm is set, nor is the plan in F16: FLT_MAX has norms without
+   clipping; no backward since ms_wrap; another step or an eval has begun since), BACKEND, NONFINITE (*norm is what it is:
    in F16, the last step has overflowed; otherwise this step has ended, and updates nothing). */
 MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 
@@ -5049,6 +5049,8 @@ typedef struct msi_param_group {
 typedef struct msi_optimizers {
     MSI_LIST(msi_param_group) groups;
     uint32_t norm_count;
+    uint32_t kinds;    // analysis: of the params that are not frozen, a mask
+    bool undoes_scale; // analysis: all of their updates undo a loss scale
 } msi_optimizers;
 
 struct ms_model {
@@ -8599,19 +8601,6 @@ static const ms_optimizer_desc *msi_desc_of(const msi_optimizers *o, const msi_t
     return &o->groups.items[t->group].desc;
 }
 
-/* The kinds of all optimizers: a mask. */
-static uint32_t msi_kinds(const msi_optimizers *o) {
-    uint32_t kinds = 0;
-    for (MSI_ITEMS(const msi_param_group, group, o->groups)) {
-        kinds |= 1u << group->desc.kind;
-    }
-    return kinds;
-}
-
-static bool msi_has_kind(const msi_optimizers *o, ms_optimizer_kind kind) {
-    return msi_kinds(o) >> kind & 1;
-}
-
 /* Whether updates need the norm of the gradients: to clip them, or to skip a step. */
 static bool msi_takes_norm(const msi_optimizers *o) {
     bool takes = o->groups.items[0].desc.skip_above_norm > 0.0f;
@@ -10820,11 +10809,7 @@ static const char *msi_tiling_fault(const msi_graph *g, uint32_t layer) {
 
 /* Why no value can be in F16, or NULL. */
 static const char *msi_narrow_fault(const ms_model *m) {
-    bool undone = true; // the loss scale, by all updates
-    for (MSI_ITEMS(const msi_param_group, group, m->optimizers.groups)) {
-        undone &= group->desc.takes_formats || msi_optimizer_of(group->desc.kind).is_built_in;
-    }
-    return msi_is_scaled(msi_narrow_of(m)) && !undone
+    return msi_is_scaled(msi_narrow_of(m)) && !m->optimizers.undoes_scale
                ? "gradients in F16 are scaled, which an update of the trainer's own does not undo"
                : NULL;
 }
@@ -10862,10 +10847,9 @@ static const char *msi_early_fault(const ms_model *m) {
            : m->config.accumulation_steps > 1                  ? "accumulation_steps is above 1"
            : m->optimizers.groups.items[0].desc.skip_above_norm > 0.0f
                ? "skip_above_norm needs all gradients"
-           : msi_takes_norm(&m->optimizers) ? "grad_clip_norm needs all gradients"
-           : msi_kinds(&m->optimizers) == 1u << MS_OPTIMIZER_NONE
-               ? "MS_OPTIMIZER_NONE does not update"
-               : NULL;
+           : msi_takes_norm(&m->optimizers)                 ? "grad_clip_norm needs all gradients"
+           : m->optimizers.kinds == 1u << MS_OPTIMIZER_NONE ? "MS_OPTIMIZER_NONE does not update"
+                                                            : NULL;
 }
 
 /* Only params in F32 can be trained. */
@@ -11108,6 +11092,19 @@ static void msi_warn(const ms_model *m) {
     }
 }
 
+/* Which optimizers there are, of params that are to be trained. */
+static void msi_analyze_kinds(ms_model *m) {
+    m->optimizers.kinds = 0;
+    m->optimizers.undoes_scale = true;
+    for (MSI_ITEMS(const msi_tensor, t, m->graph.tensors)) {
+        const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
+        if (msi_is_trained(t)) {
+            m->optimizers.kinds |= 1u << o->kind;
+            m->optimizers.undoes_scale &= o->takes_formats || msi_optimizer_of(o->kind).is_built_in;
+        }
+    }
+}
+
 /* Whether plans treat the params of two groups alike. */
 static bool msi_plan_alike(const ms_optimizer_desc *a, const ms_optimizer_desc *b) {
     return a->kind == b->kind && a->state_format[0] == b->state_format[0] &&
@@ -11155,6 +11152,7 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     if (m->errors.sticky != MS_RESULT_OK && !m->run.plan) {
         return msi_fail_again(m, m->errors.sticky, "");
     }
+    msi_analyze_kinds(m);
     ms_result result = msi_check_loans(m); // may lack memory; a plan in force needs the analysis
     MSI_THEN(result, msi_check_frozen(m));
     MSI_DO(result, msi_analyze(g));
@@ -11171,7 +11169,7 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     MSI_THEN(result, msi_check_wanted(m));
     MSI_THEN(result, msi_check_ends(m));
     if (result == MS_RESULT_OK && m->config.cuda_graph &&
-        msi_has_kind(&m->optimizers, MS_OPTIMIZER_CUSTOM)) {
+        (m->optimizers.kinds >> MS_OPTIMIZER_CUSTOM & 1)) {
         return msi_fail(
             m, MS_RESULT_INVALID,
             "cuda_graph: the arguments of an update callback differ from step to step, so it "
@@ -28575,7 +28573,7 @@ static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, m
             d->half_bytes[place] =
                 msi_larger(d->half_bytes[place], msi_half_bytes_of(g, &g->layers.items[i], place));
         }
-        if (place == 0 && msi_has_kind(&m->optimizers, MS_OPTIMIZER_CUSTOM)) {
+        if (place == 0 && (m->optimizers.kinds >> MS_OPTIMIZER_CUSTOM & 1)) {
             d->half_bytes[0] =
                 msi_larger(d->half_bytes[0], msi_update_array_at(most, MSI_UPDATE_ARRAYS));
         }
@@ -29867,6 +29865,12 @@ static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss
     return msi_count_success(m, result, s->step);
 }
 
+/* Whether ms_gradient_norm has taken the norm of an update that has not come yet. */
+static bool msi_has_norm(const msi_run *r) {
+    return r->progress == MSI_PROGRESS_BACKWARD && r->program &&
+           r->position > r->program->code.backward_end;
+}
+
 static ms_result msi_set_gradient_factor(ms_model *m, float factor) {
     static const char *const function = "ms_set_gradient_factor";
     const bool begun = m->run.progress != MSI_PROGRESS_NONE;
@@ -29879,8 +29883,7 @@ static ms_result msi_set_gradient_factor(ms_model *m, float factor) {
     if (result == MS_RESULT_OK && m->run.slices.is_open) {
         result = msi_fail_in_slices(m, function);
     }
-    if (result == MS_RESULT_OK && begun &&
-        (m->run.updates_done > 0 || m->run.position > m->run.program->code.backward_end)) {
+    if (result == MS_RESULT_OK && begun && (m->run.updates_done > 0 || msi_has_norm(&m->run))) {
         result = msi_fail(m, MS_RESULT_ORDER,
                           "%s: the update has begun (early_update, or ms_gradient_norm): set the "
                           "factor before ms_backward",
@@ -35043,10 +35046,16 @@ MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paus
     static const char *const function = "ms_set_paused";
     msi_tensor *t = msi_param_of(model, function, param);
     if (!t) {
-        return MS_RESULT_INVALID;
+        return model && msi_made(model) != MS_RESULT_OK ? msi_made(model) : MS_RESULT_INVALID;
     }
     const bool runs = model->run.store && !model->config.dry_run;
     ms_result result = msi_check_between_steps(model, function);
+    if (result == MS_RESULT_OK && msi_has_norm(&model->run)) {
+        result = msi_fail(model, MS_RESULT_ORDER,
+                          "%s: ms_gradient_norm has taken the norm of this update: pause params "
+                          "before it, or after ms_update",
+                          function);
+    }
     MSI_THEN(result, runs ? msi_settle_verdict(model) : MS_RESULT_OK);
     MSI_THEN(result, runs ? msi_keep_scale(model, model->run.store) : MS_RESULT_OK);
     if (result == MS_RESULT_OK && t->is_paused != paused) {

@@ -1166,6 +1166,7 @@ static void gradients_are_scaled_for_own_optimizers_only(void **state) {
         z.m->config.mixed_dtype = f16 ? MS_DTYPE_F16 : MS_DTYPE_BF16;
         for (int kind = MS_OPTIMIZER_ADAMW; kind <= MS_OPTIMIZER_NONE; ++kind) {
             z.m->optimizers.groups.items[0].desc.kind = (ms_optimizer_kind)kind;
+            msi_analyze_kinds(z.m);
             for (int how = 0; how < 2; ++how) {
                 z.m->config.mixed_precision = how ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
                 const uint32_t allowed = msi_allowed(z.m, MS_MODE_AGGRESSIVE);
