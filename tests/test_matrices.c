@@ -1170,8 +1170,8 @@ static int own_muon(const ms_update_args *a) {
     }
     for (int64_t i = 0; i < count; ++i) {
         const float g = (a->gradient_scale ? *a->gradient_scale : 1.0f) * a->gradient[i];
-        a->state[0][i] = fmaf(a->momentum, a->state[0][i], g);
-        x[i] = fmaf(a->momentum, a->state[0][i], g);
+        a->state[0][i] = MSI_FMA(a->momentum, a->state[0][i], g);
+        x[i] = MSI_FMA(a->momentum, a->state[0][i], g);
     }
     assert_int_equal(cpu.add_squares(cpu.user, x, MS_DTYPE_F32, a->count, &sum, 1, &nonfinite), 0);
     const float size = (float)(1.0 / (sqrt(sum) + 1e-7));
@@ -1184,7 +1184,7 @@ static int own_muon(const ms_update_args *a) {
     const float unit = -a->learning_rate * (float)(0.2 * sqrt((double)(rows > cols ? rows : cols)));
     const float decay = (float)(1.0 - (double)a->learning_rate * (double)a->weight_decay);
     for (int64_t i = 0; i < count && result == MS_RESULT_OK; ++i) {
-        a->value[i] = fmaf(unit, x[i], decay * a->value[i]);
+        a->value[i] = MSI_FMA(unit, x[i], decay * a->value[i]);
     }
     return (int)result;
 }
