@@ -56,9 +56,9 @@ BLOCKS_HD uint32_t blocks_bits_of(float value) {
 }
 
 /* A binary16 number; its subnormal numbers are normal in float32. */
-BLOCKS_HD float blocks_half(uint32_t half) {
-    const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31,
-                   fraction = half & 1023;
+BLOCKS_HD float blocks_half(uint32_t bits) {
+    const uint32_t sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31,
+                   fraction = bits & 1023;
     if (exponent == 0) {
         const float value = (float)fraction * 5.9604644775390625e-8f; // 2^-24
         return sign ? -value : value;
