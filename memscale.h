@@ -760,7 +760,7 @@ typedef uint64_t (*ms_update_workspace_fn)(const ms_shape *shape, void *user);
 
 /* What ms_backend.factor makes of sums of squares and of `mean`, all in device memory, in one of the
    updates of matrices of `count` elements. MUON: 1 / (sqrt(sums[0]) + 1e-7). ADAFACTOR, where g is
-   what the update is to be but for a root of mean, sums[0] is of g, and sums[1] of the param:
+   the update divided by the root of mean, sums[0] is of g, and sums[1] of the param:
    root(mean) * max(1e-3, rms(p)) / max(1, root(mean) * rms(g)). */
 typedef struct ms_factor_args {
     ms_optimizer_kind kind;
@@ -25461,38 +25461,41 @@ static msi_matrix_update msi_begin_matrix(ms_model *m, const ms_update_args *arg
     return u;
 }
 
-/* A step on floats, without state. scale: of the gradient, or NULL. */
-static void msi_step_floats(msi_matrix_update *u, ms_optimizer_kind step, float *value,
-                            const void *gradient, ms_dtype dtype, const float *scale,
-                            uint64_t count) {
-    ms_update_args args = *u->args;
+/* A step by these arguments. */
+static void msi_take_step(msi_matrix_update *u, ms_optimizer_kind step, ms_update_args args) {
     args.kind = step;
-    args.count = count;
-    args.value = value;
-    args.value_dtype = MS_DTYPE_F32;
-    args.master = NULL;
     args.is_guarded = u->is_guarded;
+    MSI_THEN(u->result,
+             msi_device(u->m, u->m->config.backend.update(u->m->device, &args), "update"));
+}
+
+/* The arguments of the update, without its state, and with another gradient. scale: of that, or NULL. */
+static ms_update_args msi_stateless_args(const msi_matrix_update *u, const void *gradient,
+                                         ms_dtype dtype, const float *scale) {
+    ms_update_args args = *u->args;
     args.gradient = (float *)(uintptr_t)gradient;
     args.gradient_dtype = dtype;
     args.gradient_scale = scale;
     args.state[0] = args.state[1] = NULL;
     args.state_format[0] = args.state_format[1] = MS_STATE_FORMAT_F32;
-    MSI_THEN(u->result,
-             msi_device(u->m, u->m->config.backend.update(u->m->device, &args), "update"));
+    return args;
+}
+
+/* A step on floats, without state. */
+static void msi_step_floats(msi_matrix_update *u, ms_optimizer_kind step, float *value,
+                            const void *gradient, ms_dtype dtype, const float *scale,
+                            uint64_t count) {
+    ms_update_args args = msi_stateless_args(u, gradient, dtype, scale);
+    args.count = count;
+    args.value = value;
+    args.value_dtype = MS_DTYPE_F32;
+    args.master = NULL;
+    msi_take_step(u, step, args);
 }
 
 /* The last step, of the param itself: by x, times `scale`. */
 static void msi_apply_matrix(msi_matrix_update *u, const float *scale) {
-    ms_update_args args = *u->args;
-    args.kind = MS_UPDATE_APPLY;
-    args.is_guarded = u->is_guarded;
-    args.gradient = u->x;
-    args.gradient_dtype = MS_DTYPE_F32;
-    args.gradient_scale = scale;
-    args.state[0] = args.state[1] = NULL;
-    args.state_format[0] = args.state_format[1] = MS_STATE_FORMAT_F32;
-    MSI_THEN(u->result,
-             msi_device(u->m, u->m->config.backend.update(u->m->device, &args), "update"));
+    msi_take_step(u, MS_UPDATE_APPLY, msi_stateless_args(u, u->x, MS_DTYPE_F32, scale));
 }
 
 static ms_matrix msi_floats_as(float *data, uint64_t rows, uint64_t cols, bool transposed) {
@@ -25559,13 +25562,11 @@ static void msi_orthogonalize(msi_matrix_update *u) {
 static ms_result msi_update_muon(ms_model *m, const ms_update_args *args) {
     msi_matrix_update u = msi_begin_matrix(m, args);
     ms_update_args momentum = *args;
-    momentum.kind = MS_UPDATE_MOMENTUM;
     momentum.value = u.x;
     momentum.value_dtype = MS_DTYPE_F32;
     momentum.master = NULL;
-    momentum.is_guarded = u.is_guarded;
     msi_clear_sums(&u);
-    MSI_THEN(u.result, msi_device(m, m->config.backend.update(m->device, &momentum), "update"));
+    msi_take_step(&u, MS_UPDATE_MOMENTUM, momentum);
     msi_sum_squares(&u, 0, u.x, MS_DTYPE_F32);
     msi_find_factor(&u, NULL);
     MSI_THEN(
@@ -25578,8 +25579,8 @@ static ms_result msi_update_muon(ms_model *m, const ms_update_args *args) {
     return u.result;
 }
 
-/* The second moment of a matrix, from its squares in x; x becomes the inverse of its root, but for the
-   root of u->mean. */
+/* The second moment of a matrix, from its squares in x; x becomes the inverse of its root, divided
+   by the root of u->mean. */
 static void msi_factor_moment(msi_matrix_update *u) {
     const uint64_t rows = u->grid.rows, cols = u->grid.cols;
     float *const of_rows = u->args->state[0], *const of_cols = u->args->state[1];

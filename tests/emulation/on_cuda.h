@@ -134,7 +134,7 @@ static inline ms_result t_cuda_arena_create(const ms_backend *backend,
 }
 
 // ------------------------------------------------------------------------------------------------
-// host code amid device memory
+// host code that works on device memory
 
 static int t_cuda_depth; // of callbacks that run on the host now
 
