@@ -299,6 +299,7 @@
                     >>lower          backward, groups in tiles, and the whole program
                     >>repeat         blocks that changed decisions do not reach
                     >>alias >>schedule >>layout >>fit >>simulate >>score
+                    >>plans          in files
       searches      >>moves          what can be changed, what that frees and is expected to cost
                     >>greedy         one move after another
                     >>lists          what greedy may offload, what is given back, segments
@@ -1747,6 +1748,11 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
    text says which line), ORDER (saved before ms_wrap). */
 MEMSCALE_API_CHECKED ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user);
 MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text, size_t length);
+
+/* PLANS IN FILES. ms_plan_save writes.
+   TODO */
+MEMSCALE_API_CHECKED ms_result ms_plan_save(ms_model *model, const ms_sink *sink);
+MEMSCALE_API_CHECKED ms_result ms_plan_load(ms_model *model, const ms_source *source);
 
 /* The smallest budget that ms_wrap would accept with the present switches (with auto_policy, in any
    mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET.
@@ -4463,26 +4469,39 @@ typedef struct msi_store {
 } msi_store;
 
 /* What a plan does with one tensor. A plan is an array of these, one per tensor and one more, and
-   nothing else: plans with equal decisions are equal. */
+   nothing else: plans with equal decisions are equal. The table has each field with what it may be at
+   most, which a plan in a file is checked by: a field that is added here is saved and loaded too.
+     pass          of a value. 0: it is kept for backward. n: it is not; the n-th pass of
+                   recomputations brings it back to stay. Earlier passes may make it on the way to
+                   other values, and drop it again
+     update_after  of a param: the layer after whose backward it is updated; MSI_NONE: it is updated
+                   after the whole backward; MSI_AT_END: so too, although it could be updated inside
+     parts         of a param: in how many parts what is moved comes to its update; 0: one
+     splits        in parts even if nothing is moved: as a whole the update takes too long
+     moves         what lies on the host: a mask of MSI_MOVES_VALUE and others
+     state_8bit    of a param: its optimizer state is in codes of 8 bits
+     format        of a value that a layer makes and of its gradient, or of a param
+     tiles         of the first output of a layer: in how many tiles the layer is computed, together
+                   with those before it back to the first of its group; 0: whole
+     begins_group  of the first output of a layer that is this first one
+     room          of the plan, in the element after that of the last tensor: how much more may be live
+                   than at the peak, in sixteenths of that, so that more copies can be under way */
+#define MSI_DECISION_FIELDS(X)                                                                     \
+    X(uint32_t, pass, MSI_MAX_TENSORS)                                                             \
+    X(uint32_t, update_after, UINT32_MAX)                                                          \
+    X(uint16_t, parts, UINT16_MAX)                                                                 \
+    X(bool, splits, 1)                                                                             \
+    X(uint8_t, moves, MSI_MOVES_ALL | MSI_IN_PLACE)                                                \
+    X(bool, state_8bit, 1)                                                                         \
+    X(uint8_t, format, MSI_FORMAT_COUNT - 1)                                                       \
+    X(uint16_t, tiles, UINT16_MAX)                                                                 \
+    X(bool, begins_group, 1)                                                                       \
+    X(uint8_t, room, 16)
+
 typedef struct msi_tensor_decision {
-    /* Of a value. 0: it is kept for backward. n: it is not; the n-th pass of recomputations brings
-       it back to stay. Earlier passes may make it on the way to other values, and drop it again. */
-    uint32_t pass;
-    /* Of a param: the layer after whose backward it is updated; MSI_NONE: it is updated after the
-       whole backward; MSI_AT_END: so too, although it could be updated inside backward. */
-    uint32_t update_after;
-    uint16_t parts;  // of a param: in how many parts what is moved comes to its update; 0: one
-    bool splits;     // in parts even if nothing is moved: as a whole the update takes too long
-    uint8_t moves;   // what lies on the host: a mask of MSI_MOVES_VALUE and others
-    bool state_8bit; // of a param: its optimizer state is in codes of 8 bits
-    uint8_t format;  // of a value that a layer makes and of its gradient, or of a param
-    /* Of the first output of a layer. In how many tiles the layer is computed, together with those
-       before it back to the first of its group; 0: whole. */
-    uint16_t tiles;
-    bool begins_group;
-    /* Of the plan, in the element after that of the last tensor: how much more may be live than at
-       the peak, in sixteenths of that, so that more copies can be under way. */
-    uint8_t room;
+#define MSI_X(type, field, most) type field;
+    MSI_DECISION_FIELDS(MSI_X)
+#undef MSI_X
 } msi_tensor_decision;
 
 /* What can be moved to the host. The value of a param, its gradient and its state have their home
@@ -4526,7 +4545,7 @@ typedef struct msi_found {
     bool tiles, early;
 } msi_found;
 
-enum { MSI_RANKS = 3 };
+enum { MSI_RANKS = 3, MSI_MAX_PLANS = 64 };
 
 typedef struct msi_plan {
     struct msi_plan *next;        // of the plans for other sizes, the last used first
@@ -4542,6 +4561,7 @@ typedef struct msi_plan {
     msi_found found;
     msi_found ranks[MSI_RANKS]; // the searches that found the best plans, the best first
     uint32_t rank_count;
+    bool follows; // it has the schedule and the offsets of the one for the largest sizes
     msi_recording recordings[MSI_RECORDING_COUNT];
 } msi_plan;
 
@@ -4768,6 +4788,7 @@ struct ms_model {
     msi_kept kept[MSI_MOST_KEPT]; // the last used last
     uint32_t kept_count;
     msi_refuge refuge;
+    MSI_LIST(uint8_t) loaded; // the file of a plan for the next ms_wrap, if it has items
     msi_run run;
     msi_views views;
     msi_errors errors;
@@ -17133,6 +17154,672 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>plans  in files: saved with what they depend on, and loaded where that is the same
+
+/* What a plan is to be made for. */
+typedef struct msi_request {
+    msi_goal goal;
+    uint64_t budget;
+    uint32_t techniques; // mask of those that may be used
+    ms_switch early_update;
+    const msi_plan *largest; // the plan at the largest sizes, in whose arena this one must fit; for
+                             // GOAL_FOLLOW any plan, whose decisions are taken; or NULL
+    uint64_t room, host_room;      // bytes of that arena, and of what it has on the host
+    uint64_t host_budget;          // of what lies on the host
+    const struct msi_guide *guide; // or NULL
+    struct msi_saved_plans *file;  // from which it is taken, without a search; or NULL
+} msi_request;
+
+/* Whether a plan will be executed. */
+static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
+    return r->goal != MSI_GOAL_ANY && r->goal != MSI_GOAL_FOLD && r->goal != MSI_GOAL_SQUEEZED &&
+           (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
+}
+
+/* Gives a lowered program the copies of the program at the largest sizes, at the same places; both
+   were lowered from the same decisions. If copies were scheduled anew for smaller sizes, they could
+   keep values live for longer. */
+static bool msi_copy_schedule(const ms_allocator *a, msi_program *p, const msi_program *from) {
+    MEMSCALE_ASSERT(p->code.ranges.count == from->code.ranges.count);
+    if (!MSI_RESERVE(msi_instruction, a, p->code.instructions, from->code.instructions.count) ||
+        !MSI_RESERVE(msi_operand, a, p->code.operands, from->code.operands.count)) {
+        return false;
+    }
+    memcpy(p->code.instructions.items, from->code.instructions.items,
+           from->code.instructions.count * sizeof(msi_instruction));
+    memcpy(p->code.operands.items, from->code.operands.items,
+           from->code.operands.count * sizeof(msi_operand));
+    p->code.instructions.count = from->code.instructions.count;
+    p->code.operands.count = from->code.operands.count;
+    p->code.forward_end = from->code.forward_end;
+    p->code.backward_end = from->code.backward_end;
+    p->code.event_count = from->code.event_count;
+    for (uint32_t k = 0; k < p->code.ranges.count; k++) {
+        msi_range *range = &p->code.ranges.items[k];
+        const uint64_t bytes = from->code.ranges.items[k].bytes > 0 ? range->bytes : 0;
+        *range = from->code.ranges.items[k];
+        range->bytes = bytes;
+        range->alias_of = range->block = MSI_NONE;
+        range->aliased = false;
+    }
+    return true;
+}
+
+/* Makes a program that was lowered fit wherever the one at the largest sizes does, by its schedule
+   and its offsets: it has the same live ranges with the same aliases, none of which is larger. */
+static void msi_follow_program(const msi_scorer *s, msi_program *p, const msi_program *from) {
+    if (p->out_of_memory || !msi_copy_schedule(s->allocator, p, from)) {
+        msi_run_short(s, "the program", from->code.ranges.count * sizeof(msi_range));
+        return;
+    }
+    msi_share_memory(s->graph, p);
+    msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
+    if (p->out_of_memory || !msi_make_blocks(s->allocator, p, s->store->residents.count)) {
+        msi_run_short(s, "the layout", p->code.ranges.count * sizeof(msi_block));
+        return;
+    }
+    MEMSCALE_ASSERT(p->layout.blocks.count == from->layout.blocks.count);
+    for (uint32_t i = 0; i < p->layout.blocks.count; i++) {
+        p->layout.blocks.items[i].offset = from->layout.blocks.items[i].offset;
+    }
+    for (uint32_t i = 0; i < p->layout.host_blocks.count; i++) {
+        p->layout.host_blocks.items[i].offset = from->layout.host_blocks.items[i].offset;
+    }
+    p->layout.height = from->layout.height;
+    p->layout.host_height = from->layout.host_height;
+    p->layout.is_done = p->layout.is_placed = true;
+}
+
+/* A file is a sequence of numbers, in seven bits a byte, the lowest first: a mark and a version; the terms,
+   on which its plans depend; the mode; the times by which copies were scheduled, if there are any; the
+   plans, that for the largest sizes first; and a checksum. A plan is its decisions, where they differ
+   from those of the plain plan, and the offset of each block. All else follows from these, by >>lower and
+   what comes after it: a loaded plan is made as any other, except that nothing is searched. And nothing
+   is trusted: its decisions must be possible and allowed here, and no two blocks that live at one time
+   may overlap. One function says how each part is written and how it is read. */
+enum {
+    MSI_PLAN_MARK = 0x6e6c70, // "pln"
+    MSI_PLAN_VERSION = 1,
+    MSI_PLAN_LEAST = 32, // bytes
+    MSI_PLAN_MOST = 1 << 30,
+    MSI_PLAN_SUM_BYTES = 10 // of a number whose highest bit is set
+};
+
+/* What plans depend on, as errors say it. PRECISION is 0 where nothing may be rounded, and COPIES where
+   nothing is moved. */
+#define MSI_TERMS(X)                                                                               \
+    X(GRAPH, "graph: tensors, layers, shapes, largest sizes of axes, or what layers declare")      \
+    X(OUTPUTS, "set of outputs (ms_add_output, ms_add_eval_output)")                               \
+    X(FROZEN, "set of frozen params (ms_set_frozen)")                                              \
+    X(FORCED, "set of forced and forbidden techniques (ms_set_layer_technique)")                   \
+    X(LOANS, "set of borrowed values (ms_borrow)")                                                 \
+    X(OPTIMIZER, "optimizer: its kind, its state, or whether it clips")                            \
+    X(MICROS, "accumulation_steps (ms_set_accumulation)")                                          \
+    X(PRECISION, "precision: mixed_dtype, master_weights, or whether 16 bits are allowed")         \
+    X(BACKEND, "backend: workspace_bytes, device_is_host or is_asynchronous")                      \
+    X(COPIES, "way to copy: has_copy_streams, async_offload, prefetch_depth, debug or tf32")
+
+#define MSI_X(term, what) MSI_TERM_##term,
+enum { MSI_TERMS(MSI_X) MSI_TERM_COUNT };
+#undef MSI_X
+#define MSI_X(term, what) what,
+static const char *const msi_term_names[MSI_TERM_COUNT] = {MSI_TERMS(MSI_X)};
+#undef MSI_X
+
+/* Finds them, of a model whose graph was analysed, and whose mode was chosen. */
+static MSI_COLD void msi_find_terms(const ms_model *m, bool moves, uint64_t *terms) {
+    const msi_graph *g = &m->graph;
+    const ms_optimizer_desc *o = &m->optimizer;
+    const ms_backend *b = &m->config.backend;
+    bool rounds = m->wrapped.choice.techniques & MSI_MIXED;
+    memset(terms, 0, MSI_TERM_COUNT * sizeof *terms);
+    uint64_t *graph = &terms[MSI_TERM_GRAPH];
+    *graph = msi_hash_graph(g);
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        *graph = msi_mix_in(*graph, (uint64_t)g->axes[a].largest);
+    }
+    for (MSI_ITEMS(const msi_layer, l, g->layers)) {
+        *graph = msi_hash_bytes(msi_mix_in(*graph, l->dtypes.accepts), &l->tile, sizeof l->tile);
+    }
+    for (MSI_ITEMS(const msi_tensor, t, g->tensors)) {
+        const uint32_t words[] = {(uint32_t)t->is_output | (uint32_t)t->is_eval_output << 1,
+                                  t->frozen, (uint32_t)t->forced_moves << 8 | t->forbidden_moves,
+                                  t->borrowed};
+        for (int k = 0; k < 4; k++) {
+            terms[MSI_TERM_OUTPUTS + k] = msi_mix_in(terms[MSI_TERM_OUTPUTS + k], words[k]);
+        }
+        terms[MSI_TERM_FORCED] =
+            msi_hash_bytes(terms[MSI_TERM_FORCED], t->technique, sizeof t->technique);
+        rounds |= t->technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_ON;
+    }
+    const uint64_t of_optimizer[] = {(uint64_t)o->kind, msi_state_count(o),
+                                     (uint64_t)o->state_format[0], (uint64_t)o->state_format[1],
+                                     o->grad_clip_norm > 0.0f};
+    const uint64_t of_precision[] = {m->config.master_weights == MS_SWITCH_OFF,
+                                     (uint64_t)msi_narrow_of(m)};
+    const uint64_t of_backend[] = {b->workspace_bytes, b->device_is_host, b->is_asynchronous};
+    const uint64_t of_copies[] = {m->costs.has_links, m->costs.waits_for_copies,
+                                  m->costs.copies_ahead, m->costs.tf32,
+                                  m->config.static_profiling == MS_SWITCH_OFF};
+    terms[MSI_TERM_OPTIMIZER] = msi_hash_bytes(0, of_optimizer, sizeof of_optimizer);
+    terms[MSI_TERM_MICROS] = msi_larger(m->config.accumulation_steps, 1);
+    terms[MSI_TERM_PRECISION] = rounds ? msi_hash_bytes(0, of_precision, sizeof of_precision) : 0;
+    terms[MSI_TERM_BACKEND] = msi_hash_bytes(0, of_backend, sizeof of_backend);
+    terms[MSI_TERM_COPIES] = moves ? msi_hash_bytes(0, of_copies, sizeof of_copies) : 0;
+}
+
+/* The numbers that all times follow from: speeds, and what is known of each layer. */
+enum { MSI_TIMES_EACH = 8, MSI_TIMES_FIRST = MSI_SPEED_COUNT + MSI_COST_COUNT };
+
+static uint64_t msi_time_count(const msi_graph *g) {
+    return MSI_TIMES_FIRST + MSI_TIMES_EACH * (uint64_t)g->layers.count;
+}
+
+static double *msi_time_at(ms_model *m, uint64_t k) {
+    if (k < MSI_TIMES_FIRST) {
+        return k < MSI_SPEED_COUNT ? msi_speed(&m->costs.hardware, (int)k)
+                                   : &m->costs.bytes_per_us[k - MSI_SPEED_COUNT];
+    }
+    msi_layer *l = &m->graph.layers.items[(k - MSI_TIMES_FIRST) / MSI_TIMES_EACH];
+    double *const all[MSI_TIMES_EACH] = {&l->known.forward_us,      &l->known.backward_us,
+                                         &l->known.recompute_us,    &l->known_elements,
+                                         &l->measured.forward_us,   &l->measured.backward_us,
+                                         &l->measured.recompute_us, &l->measured_elements};
+    return all[(k - MSI_TIMES_FIRST) % MSI_TIMES_EACH];
+}
+
+/* A file that is written or read. What is wrong is sticky: after that all numbers are 0. */
+typedef struct msi_saved_plans {
+    ms_model *model;
+    bool writes, is_short;   // of memory
+    MSI_LIST(uint8_t) bytes; // written so far
+    const uint8_t *at, *end; // of what is still to be read
+    msi_words fault;         // what is wrong; empty: nothing is
+    uint64_t terms[MSI_TERM_COUNT];
+    ms_mode mode;
+    bool moves; // some plan moves something to the host
+    uint32_t plan_count;
+    MSI_LIST(double) times; // of the file; while these are in force, those of the model
+    uint64_t hash;          // of the programs of the plan that was read last
+} msi_saved_plans;
+
+#define MSI_REFUSE_PLAN(f, ...)                                                                    \
+    ((f)->fault.text[0] ? (void)0 : (void)((f)->fault = msi_words_of(__VA_ARGS__)))
+
+static bool msi_is_sound_file(const msi_saved_plans *f) {
+    return !f->is_short && !f->fault.text[0];
+}
+
+/* Writes a number, or reads one that is at most `most`. Returns it. */
+static MSI_COLD uint64_t msi_file_number(msi_saved_plans *f, uint64_t number, uint64_t most) {
+    const ms_allocator *a = &f->model->config.allocator;
+    bool more = true;
+    f->is_short |= f->writes && !MSI_RESERVE(uint8_t, a, f->bytes, f->bytes.count + 10ull);
+    for (uint64_t rest = number; f->writes && !f->is_short && more; rest >>= 7) {
+        more = rest >> 7 != 0;
+        f->bytes.items[f->bytes.count++] = (uint8_t)((rest & 127) | (more ? 128u : 0u));
+    }
+    number = f->writes ? number : 0;
+    for (uint32_t bit = 0; !f->writes && bit < 64 && more && f->at < f->end; bit += 7) {
+        more = *f->at >> 7;
+        number |= (uint64_t)(*f->at++ & 127) << bit;
+    }
+    if (more || number > most) {
+        MSI_REFUSE_PLAN(f, "a number in it is cut off or out of range");
+    }
+    return msi_is_sound_file(f) ? number : 0;
+}
+
+/* Number k of those that times follow from. */
+static MSI_COLD double msi_file_time(msi_saved_plans *f, uint64_t k, double time) {
+    const uint64_t bits = msi_file_number(f, msi_bits_of_f64(time), UINT64_MAX);
+    memcpy(&time, &bits, sizeof time);
+    if (k < MSI_SPEED_COUNT
+            ? !(msi_is_speed((int)k, time) && (time > 0.0 || k + 1 == MSI_SPEED_COUNT))
+            : bits != 0 && !(time >= 1e-12 && time <= msi_longest_us)) {
+        MSI_REFUSE_PLAN(f, "a time in it is out of range");
+    }
+    return time;
+}
+
+/* All that comes before the plans. */
+static MSI_COLD void msi_file_head(msi_saved_plans *f) {
+    const uint64_t times = msi_time_count(&f->model->graph);
+    (void)msi_file_number(f, MSI_PLAN_MARK, MSI_PLAN_MARK);
+    (void)msi_file_number(f, MSI_PLAN_VERSION, MSI_PLAN_VERSION);
+    for (int k = 0; k < MSI_TERM_COUNT; k++) {
+        f->terms[k] = msi_file_number(f, f->terms[k], UINT64_MAX);
+    }
+    f->mode = (ms_mode)msi_file_number(f, (uint64_t)f->mode, MS_MODE_COUNT - 1);
+    f->moves = msi_file_number(f, f->moves, 1) != 0;
+    f->is_short |= !MSI_RESERVE(double, &f->model->config.allocator, f->times, times);
+    for (uint64_t k = 0; k < times && f->moves && msi_is_sound_file(f); k++) {
+        f->times.items[k] = msi_file_time(f, k, *msi_time_at(f->model, k));
+    }
+    f->plan_count = (uint32_t)msi_file_number(f, f->plan_count, MSI_MAX_PLANS);
+}
+
+/* The sizes of the axes that a plan is for. */
+static MSI_COLD void msi_file_sizes(msi_saved_plans *f, int64_t *sizes) {
+    const msi_graph *g = &f->model->graph;
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        sizes[a] = (int64_t)msi_file_number(f, (uint64_t)sizes[a], (uint64_t)g->axes[a].largest);
+        if (sizes[a] < 1) {
+            MSI_REFUSE_PLAN(f, "a plan in it is for a size of 0");
+        }
+    }
+}
+
+#define MSI_X(type, field, most) MSI_FIELD_##field,
+enum { MSI_DECISION_FIELDS(MSI_X) MSI_FIELD_COUNT };
+#undef MSI_X
+
+/* What is known of a plan, and its decisions, where they differ from those of the plain plan. */
+static MSI_COLD void msi_file_decisions(msi_saved_plans *f, msi_plan *plan,
+                                        const msi_tensor_decision *plain) {
+    plan->follows = msi_file_number(f, plan->follows, 1) != 0;
+    plan->found.by = (msi_finder)msi_file_number(f, (uint64_t)plan->found.by, MSI_FINDER_COUNT - 1);
+    plan->plain_bytes = msi_file_number(f, plan->plain_bytes, UINT64_MAX >> 1);
+    f->hash = msi_file_number(f, f->hash, UINT64_MAX);
+    for (uint32_t t = 0; t <= f->model->graph.tensors.count && msi_is_sound_file(f); t++) {
+        msi_tensor_decision *d = &plan->decisions[t];
+        uint64_t mask = 0;
+#define MSI_X(type, field, most)                                                                   \
+    mask |= (uint64_t)(d->field != plain[t].field) << MSI_FIELD_##field;
+        MSI_DECISION_FIELDS(MSI_X)
+#undef MSI_X
+        mask = msi_file_number(f, mask, (1u << MSI_FIELD_COUNT) - 1);
+#define MSI_X(type, field, most)                                                                   \
+    d->field =                                                                                     \
+        mask >> MSI_FIELD_##field & 1 ? (type)msi_file_number(f, d->field, most) : plain[t].field;
+        MSI_DECISION_FIELDS(MSI_X)
+#undef MSI_X
+    }
+}
+
+/* The offsets of blocks, on the device or on the host. Returns their height; no two may overlap. */
+static MSI_COLD uint64_t msi_file_offsets(msi_saved_plans *f, msi_block *blocks, uint32_t count) {
+    uint64_t height = 0, bound;
+    bool valid = true;
+    if (msi_file_number(f, count, UINT32_MAX) != count) {
+        MSI_REFUSE_PLAN(f, "its programs have other values than those here");
+    }
+    for (uint32_t k = 0; k < count && msi_is_sound_file(f); k++) {
+        const uint64_t number = blocks[k].offset / MSI_ALIGNMENT;
+        blocks[k].offset = msi_file_number(f, number, (uint64_t)1 << 52) * MSI_ALIGNMENT;
+        height = msi_larger(height, blocks[k].offset + blocks[k].bytes);
+    }
+    if (!f->writes && msi_is_sound_file(f)) {
+        f->is_short = msi_layout_check(&f->model->config.allocator, blocks, count, &valid,
+                                       &bound) != MS_RESULT_OK;
+    }
+    if (!valid) {
+        MSI_REFUSE_PLAN(f, "two of its values overlap in memory");
+    }
+    return height;
+}
+
+/* The place of each block of a program. */
+static MSI_COLD void msi_file_placement(msi_saved_plans *f, msi_placement *l) {
+    const uint64_t height = msi_file_offsets(f, l->blocks.items, l->blocks.count);
+    const uint64_t on_host = msi_file_offsets(f, l->host_blocks.items, l->host_blocks.count);
+    if (!f->writes) {
+        l->height = height;
+        l->host_height = on_host;
+        l->is_done = l->is_placed = true;
+    }
+}
+
+static MSI_COLD uint64_t msi_hash_program(uint64_t hash, const msi_program *p,
+                                          uint32_t resident_count) {
+    hash = msi_mix_in(hash, p->code.instructions.count);
+    for (MSI_ITEMS(const msi_instruction, i, p->code.instructions)) {
+        const uint64_t head = (uint64_t)i->op << 16 | i->operand_count;
+        hash = msi_mix_in(hash, head << 32 | i->target);
+        for (uint32_t k = 0; k < i->operand_count; k++) {
+            const msi_operand *operand = &p->code.operands.items[i->operand_first + k];
+            hash = msi_mix_in(hash, (uint64_t)operand->accumulate << 32 | operand->range);
+        }
+    }
+    for (uint32_t k = resident_count; k < p->code.ranges.count; k++) {
+        hash = msi_mix_in(msi_mix_in(hash, p->code.ranges.items[k].bytes),
+                          p->code.ranges.items[k].offset);
+    }
+    return hash;
+}
+
+/* Of both programs of a plan, wherever its residents are. */
+static MSI_COLD uint64_t msi_hash_programs(const msi_store *store, const msi_plan *plan) {
+    const uint32_t residents = store->residents.count;
+    return msi_hash_program(msi_hash_program(0, &plan->train, residents), &plan->eval, residents);
+}
+
+/* The technique by which what is decided for a tensor is impossible, or not allowed by `techniques` or
+   by force; COUNT: there is none. What groups in tiles are made of is for msi_has_sound_groups. */
+static MSI_COLD ms_technique msi_decision_fault(const msi_scorer *s, uint32_t techniques,
+                                                const msi_tensor_decision *decisions,
+                                                const msi_tensor_decision *plain, uint32_t t) {
+    const msi_graph *g = s->graph;
+    const msi_tensor *x = &g->tensors.items[t];
+    const msi_tensor_decision *d = &decisions[t];
+    const bool is_param = x->kind == MSI_KIND_PARAM;
+    const bool is_first =
+        x->producer != MSI_NONE && msi_first_output(g, &g->layers.items[x->producer]) == t;
+    const bool in_tiles = x->producer != MSI_NONE && msi_tiles_of(g, decisions, x->producer) > 0;
+    const uint64_t elements = x->bytes / sizeof(float), each = msi_part_size(elements, d->parts);
+    const bool parted = is_param && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
+                        (elements + each - 1) / each == d->parts;
+    const uint32_t moves = d->moves & (uint32_t)MSI_MOVES_ALL;
+    const uint32_t movable = (x->forced_moves & msi_movable(g, t)) |
+                             (techniques & MSI_OFFLOADING ? msi_may_choose(g, t) : 0u);
+    const bool maps = s->costs->maps_host && is_param && (moves & MSI_MOVES_STATE);
+    bool may[MS_TECHNIQUE_COUNT];
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        may[k] = (techniques >> k & 1) || x->technique[k] == MS_SWITCH_ON;
+    }
+    may[MS_TECHNIQUE_TILING] |= s->costs->most_us > 0.0 && s->costs->splits_layers;
+    const bool sound[MS_TECHNIQUE_COUNT] = {
+        d->pass == plain[t].pass ||
+            (msi_is_droppable(g, t) && d->pass <= g->layers.count && (moves == 0 || d->pass == 0) &&
+             (may[MS_TECHNIQUE_CHECKPOINTING] || in_tiles)),
+        d->update_after == MSI_NONE ||
+            (is_param && x->updates_early && may[MS_TECHNIQUE_EARLY_UPDATE] &&
+             (d->update_after < g->layers.count || d->update_after == MSI_AT_END)),
+        (moves & ~movable) == 0 && (!(d->moves & MSI_IN_PLACE) || maps) &&
+            (parted || (!d->splits && d->parts == plain[t].parts)),
+        d->room == 0 &&
+            ((d->tiles == 0 && !d->begins_group) || (is_first && may[MS_TECHNIQUE_TILING])),
+        d->format == x->format ||
+            (msi_format)d->format == msi_format_of_value(g, t, may[MS_TECHNIQUE_MIXED_PRECISION]),
+        !d->state_8bit || msi_is_8bit(s->lowering->optimizer, s->has_state_formats,
+                                      may[MS_TECHNIQUE_OPTIMIZER_8BIT], x)};
+    int k = 0;
+    while (k < MS_TECHNIQUE_COUNT && sound[k]) {
+        k++;
+    }
+    return (ms_technique)k;
+}
+
+/* Whether groups in tiles are possible, at these sizes of the axes or, for `homes`, at the largest. */
+static MSI_COLD bool msi_has_sound_groups(const msi_graph *g, const msi_tensor_decision *d,
+                                          const msi_tensor_decision *homes) {
+    bool sound = true;
+    for (uint32_t i = 0; i < g->layers.count && sound;) {
+        const uint32_t tiles = msi_tiles_of(g, d, i);
+        msi_tiling group = {i, i + 1, 0, 0, 0, false, false};
+        bool same = homes != NULL;
+        if (tiles > 0) {
+            group = msi_group_at(g, d, i);
+        }
+        for (; i < group.end; i++) {
+            const uint32_t t = msi_first_output(g, &g->layers.items[i]);
+            same = same && homes[t].tiles == tiles && homes[t].begins_group == d[t].begins_group;
+            sound &= tiles > 0 || !d[t].begins_group;
+        }
+        sound = sound && tiles <= MSI_MOST_TILES &&
+                (tiles == 0 || same || msi_can_group(g, group.first, group.end));
+    }
+    return sound;
+}
+
+/* Checks decisions that were read. `largest` is the plan for the largest sizes, if this is another. */
+static MSI_COLD void msi_check_decisions(msi_saved_plans *f, const msi_scorer *s,
+                                         const msi_plan *largest, const msi_plan *plan,
+                                         const msi_tensor_decision *plain) {
+    const msi_graph *g = s->graph;
+    const msi_tensor_decision *d = plan->decisions, *homes = largest ? largest->decisions : NULL;
+    for (uint32_t t = 0; t < g->tensors.count && msi_is_sound_file(f); t++) {
+        const ms_technique k =
+            msi_decision_fault(s, f->model->wrapped.choice.techniques, d, plain, t);
+        const bool is_home = homes && g->tensors.items[t].kind == MSI_KIND_PARAM;
+        if (k < MS_TECHNIQUE_COUNT) {
+            MSI_REFUSE_PLAN(f,
+                            "it uses %s for \"%.100s\", which this graph or backend does not "
+                            "allow, or mode and switches do not",
+                            msi_techniques[k].name, msi_tensor_name(g, t));
+        } else if (is_home && (homes[t].moves != d[t].moves || homes[t].format != d[t].format ||
+                               homes[t].state_8bit != d[t].state_8bit)) {
+            MSI_REFUSE_PLAN(f, "its plans differ in where and how \"%.100s\" is kept",
+                            msi_tensor_name(g, t));
+        }
+    }
+    const bool follows = homes && memcmp(homes, d, (size_t)msi_decisions_bytes(g)) == 0;
+    if (msi_is_sound_file(f) &&
+        (!msi_has_sound_groups(g, d, homes) || (plan->follows && !follows))) {
+        MSI_REFUSE_PLAN(f, "layers that it computes in tiles cannot be a group, or a plan does not "
+                           "follow the one for the largest sizes");
+    }
+}
+
+/* Puts the times of the file into the model, and those of the model into their place; or back. */
+static MSI_COLD void msi_swap_times(msi_saved_plans *f) {
+    for (uint64_t k = 0; k < msi_time_count(&f->model->graph) && f->moves; k++) {
+        double *at = msi_time_at(f->model, k);
+        const double time = *at;
+        *at = f->times.items[k];
+        f->times.items[k] = time;
+    }
+    msi_find_times(f->model);
+}
+
+/* Lowers both programs of a plan, with copies where the times of the file put them. */
+static MSI_COLD void msi_restore_programs(msi_saved_plans *f, const msi_scorer *s,
+                                          const msi_plan *largest, msi_plan *plan) {
+    msi_program *const programs[] = {&plan->train, &plan->eval};
+    msi_swap_times(f);
+    msi_lower_train(s->lowering, plan->decisions, &plan->train);
+    msi_lower_eval(s->lowering, plan->decisions, &plan->eval);
+    for (int k = 0; k < 2 && !plan->follows; k++) {
+        msi_schedule(s->graph, s->costs, s->store, s->allocator, &s->lowering->spare, programs[k]);
+    }
+    msi_swap_times(f);
+    s->lowering->repeating.is_complete = false; // what was timed by the file is not repeated
+    for (int k = 0; k < 2; k++) {
+        msi_program *p = programs[k];
+        for (MSI_ITEMS_WHILE(msi_instruction, i, p->code.instructions, !p->out_of_memory)) {
+            i->is_timed = false;
+        }
+        if (plan->follows) {
+            msi_follow_program(s, p, k == 0 ? &largest->train : &largest->eval);
+            continue;
+        }
+        if (!p->out_of_memory) {
+            msi_share_memory(s->graph, p);
+        }
+        msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
+        if (p->out_of_memory || !msi_make_blocks(s->allocator, p, s->store->residents.count)) {
+            msi_run_short(s, "the program", p->code.ranges.count * sizeof(msi_range));
+        }
+    }
+}
+
+/* Finds what a plan is compared with: the time of the plain plan, whose bytes are those of the file. */
+static MSI_COLD void msi_restore_plain(msi_saved_plans *f, const msi_scorer *s, msi_plan *plan,
+                                       const msi_tensor_decision *plain) {
+    msi_program train = MSI_ZERO_INIT, eval = MSI_ZERO_INIT;
+    msi_scorer apart = *s;
+    apart.program = &train;
+    apart.eval = &eval;
+    const msi_score score = msi_estimate(&apart, plain);
+    plan->plain_step_us = score.us;
+    plan->plain_live_bytes = msi_live_of(&apart, &score);
+    if (plan->plain_bytes < plan->plain_live_bytes) {
+        MSI_REFUSE_PLAN(f, "the plain plan takes more than it says");
+    }
+    msi_program_free(s->allocator, &train);
+    msi_program_free(s->allocator, &eval);
+}
+
+/* Takes a plan from a file, in place of a search: its blocks are placed afterwards. */
+static MSI_COLD void msi_restore_plan(msi_saved_plans *f, const msi_scorer *s,
+                                      const msi_plan *largest, msi_plan *plan) {
+    const uint64_t bytes = msi_decisions_bytes(s->graph);
+    msi_tensor_decision *plain = (msi_tensor_decision *)msi_scratch(s, bytes);
+    if (plain) {
+        msi_decide_plain(s->graph, plain);
+        msi_file_decisions(f, plan, plain);
+        msi_check_decisions(f, s, largest, plan, plain);
+    }
+    if (msi_is_sound_file(f) && plain) {
+        msi_restore_programs(f, s, largest, plan);
+    }
+    if (msi_is_sound_file(f) && !msi_is_short(s)) {
+        msi_file_placement(f, &plan->train.layout);
+        msi_file_placement(f, &plan->eval.layout);
+        msi_restore_plain(f, s, plan, plain);
+        plan->arena_bytes = msi_arena_of(&plan->train, &plan->eval);
+    }
+    if (f->is_short) {
+        msi_run_short(s, "a plan", bytes);
+    }
+    msi_release(s->allocator, plain, plain ? bytes : 0);
+}
+
+static MSI_COLD void msi_close_plans(msi_saved_plans *f) {
+    const ms_allocator *a = &f->model->config.allocator;
+    MSI_LIST_FREE(uint8_t, a, f->bytes);
+    MSI_LIST_FREE(double, a, f->times);
+}
+
+/* Writes a plan in force. */
+static MSI_COLD void msi_put_plan(msi_saved_plans *f, msi_plan *plan,
+                                  const msi_tensor_decision *plain) {
+    f->hash = msi_hash_programs(f->model->run.store, plan);
+    msi_file_sizes(f, plan->sizes);
+    msi_file_decisions(f, plan, plain);
+    msi_file_placement(f, &plan->train.layout);
+    msi_file_placement(f, &plan->eval.layout);
+}
+
+/* A number whose highest bit is set, so that it takes ten bytes. */
+static MSI_COLD uint64_t msi_plan_sum(const uint8_t *bytes, uint64_t count) {
+    return msi_hash_bytes(0, bytes, count) | (uint64_t)1 << 63;
+}
+
+/* Writes all plans in force. `plain` is memory for decisions. */
+static MSI_COLD void msi_put_file(msi_saved_plans *f, msi_tensor_decision *plain) {
+    ms_model *m = f->model;
+    f->writes = true;
+    f->mode = m->wrapped.choice.mode;
+    for (const msi_plan *plan = m->run.plan; plan; plan = plan->next, f->plan_count++) {
+        for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+            f->moves |= plan->decisions[t].moves != 0;
+        }
+    }
+    msi_decide_plain(&m->graph, plain);
+    msi_find_terms(m, f->moves, f->terms);
+    msi_file_head(f);
+    msi_put_plan(f, m->wrapped.largest, plain);
+    for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
+        if (plan != m->wrapped.largest) {
+            msi_put_plan(f, plan, plain);
+        }
+    }
+    (void)msi_file_number(f, f->is_short ? 0 : msi_plan_sum(f->bytes.items, f->bytes.count),
+                          UINT64_MAX);
+}
+
+static MSI_COLD ms_result msi_save_plans(ms_model *m, const ms_sink *sink) {
+    const uint64_t bytes = msi_decisions_bytes(&m->graph);
+    ms_result result = msi_check_called(m, "ms_plan_save");
+    if (result == MS_RESULT_OK && (!m->run.plan || m->wrapped.changed)) {
+        return msi_fail(m, MS_RESULT_ORDER, "ms_plan_save: call ms_wrap first%s",
+                        m->run.plan ? ": something was set since that asks for a new plan" : "");
+    }
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    msi_saved_plans f = MSI_ZERO_INIT;
+    msi_tensor_decision *plain =
+        (msi_tensor_decision *)msi_alloc_zeroed(&m->config.allocator, bytes);
+    f.model = m;
+    f.is_short = !plain;
+    if (plain) {
+        msi_put_file(&f, plain);
+    }
+    result =
+        f.is_short ? msi_fail_memory(m, "the file of a plan", f.bytes.count + bytes)
+        : sink->write(sink->user, f.bytes.items, f.bytes.count) != 0
+            ? msi_fail(m, MS_RESULT_FILE, "ms_plan_save: the sink has failed to write %u bytes",
+                       (unsigned)f.bytes.count)
+            : MS_RESULT_OK;
+    msi_release(&m->config.allocator, plain, plain ? bytes : 0);
+    msi_close_plans(&f);
+    return result;
+}
+
+/* What can be said of a file without its graph; and the graph. */
+static MSI_COLD ms_result msi_check_plan_file(ms_model *m, const uint8_t *bytes, uint64_t size) {
+    const uint64_t body = size - MSI_PLAN_SUM_BYTES;
+    msi_saved_plans f = MSI_ZERO_INIT;
+    f.model = m;
+    f.at = bytes;
+    f.end = bytes + size;
+    const uint64_t mark = msi_file_number(&f, 0, UINT64_MAX),
+                   version = msi_file_number(&f, 0, UINT64_MAX);
+    uint64_t graph = msi_file_number(&f, 0, UINT64_MAX), here[MSI_TERM_COUNT];
+    f.at = bytes + body;
+    const uint64_t sum = msi_file_number(&f, 0, UINT64_MAX);
+    msi_find_terms(m, false, here);
+    return mark != MSI_PLAN_MARK ? msi_fail(m, MS_RESULT_INVALID,
+                                            "ms_plan_load: this is not a plan "
+                                            "that ms_plan_save has written")
+           : version != MSI_PLAN_VERSION
+               ? msi_fail(m, MS_RESULT_INVALID,
+                          "ms_plan_load: the plan is of version %llu, and this library reads "
+                          "version %d: save it again",
+                          (unsigned long long)version, (int)MSI_PLAN_VERSION)
+           : f.at != f.end || sum != msi_plan_sum(bytes, body)
+               ? msi_fail(m, MS_RESULT_INVALID,
+                          "ms_plan_load: the plan is damaged: it has another "
+                          "checksum: copy or save it again")
+           : graph != here[MSI_TERM_GRAPH]
+               ? msi_fail(m, MS_RESULT_INVALID,
+                          "ms_plan_load: the plan is for another %s (%016llx, and here %016llx): "
+                          "load it after the same registrations, or save one of this model",
+                          msi_term_names[MSI_TERM_GRAPH], (unsigned long long)graph,
+                          (unsigned long long)here[MSI_TERM_GRAPH])
+               : MS_RESULT_OK;
+}
+
+static MSI_COLD void msi_drop_loaded(ms_model *m) {
+    MSI_LIST_FREE(uint8_t, &m->config.allocator, m->loaded);
+    memset(&m->loaded, 0, sizeof m->loaded);
+}
+
+/* Keeps the bytes of a file for the next ms_wrap. */
+static MSI_COLD ms_result msi_load_plans(ms_model *m, const ms_source *source) {
+    const ms_allocator *a = &m->config.allocator;
+    msi_saved_plans f = MSI_ZERO_INIT; // for its bytes
+    ms_result result = msi_check_called(m, "ms_plan_load");
+    if (result == MS_RESULT_OK && (source->size < MSI_PLAN_LEAST || source->size > MSI_PLAN_MOST)) {
+        return msi_fail(m, MS_RESULT_INVALID, "ms_plan_load: %llu bytes are no plan",
+                        (unsigned long long)source->size);
+    }
+    if (result == MS_RESULT_OK && !MSI_RESERVE(uint8_t, a, f.bytes, source->size)) {
+        result = msi_fail_memory(m, "the file of a plan", source->size);
+    }
+    if (result == MS_RESULT_OK &&
+        source->read(source->user, 0, f.bytes.items, (size_t)source->size) != 0) {
+        result =
+            msi_fail(m, MS_RESULT_FILE, "ms_plan_load: the source has failed to read %llu bytes",
+                     (unsigned long long)source->size);
+    }
+    MSI_THEN(result, msi_check_plan_file(m, f.bytes.items, source->size));
+    f.model = m;
+    if (result != MS_RESULT_OK) {
+        msi_close_plans(&f);
+        return result;
+    }
+    msi_drop_loaded(m);
+    m->loaded.items = f.bytes.items;
+    m->loaded.capacity = f.bytes.capacity;
+    m->loaded.count = (uint32_t)source->size;
+    m->wrapped.changed = true;
+    return MS_RESULT_OK;
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>moves  what can be changed in a plan: the bytes that frees, and the time it is expected to
 // cost
 
@@ -20546,19 +21233,6 @@ typedef struct msi_guide {
     bool smallest; // it is the smallest plan
 } msi_guide;
 
-/* What a plan is to be made for. */
-typedef struct msi_request {
-    msi_goal goal;
-    uint64_t budget;
-    uint32_t techniques; // mask of those that may be used
-    ms_switch early_update;
-    const msi_plan *largest; // the plan at the largest sizes, in whose arena this one must fit; for
-                             // GOAL_FOLLOW any plan, whose decisions are taken; or NULL
-    uint64_t room, host_room; // bytes of that arena, and of what it has on the host
-    uint64_t host_budget;     // of what lies on the host
-    const msi_guide *guide;   // or NULL
-} msi_request;
-
 typedef struct msi_solver {
     const msi_request *request;
     const msi_scorer *scorer;
@@ -20567,60 +21241,6 @@ typedef struct msi_solver {
     bool early;      // plan->decisions update params inside backward
     bool forced;     // the trainer forces decisions
 } msi_solver;
-
-/* Gives a lowered program the copies of the program at the largest sizes, at the same places; both
-   were lowered from the same decisions. If copies were scheduled anew for smaller sizes, they could
-   keep values live for longer. */
-static bool msi_copy_schedule(const ms_allocator *a, msi_program *p, const msi_program *from) {
-    MEMSCALE_ASSERT(p->code.ranges.count == from->code.ranges.count);
-    if (!MSI_RESERVE(msi_instruction, a, p->code.instructions, from->code.instructions.count) ||
-        !MSI_RESERVE(msi_operand, a, p->code.operands, from->code.operands.count)) {
-        return false;
-    }
-    memcpy(p->code.instructions.items, from->code.instructions.items,
-           from->code.instructions.count * sizeof(msi_instruction));
-    memcpy(p->code.operands.items, from->code.operands.items,
-           from->code.operands.count * sizeof(msi_operand));
-    p->code.instructions.count = from->code.instructions.count;
-    p->code.operands.count = from->code.operands.count;
-    p->code.forward_end = from->code.forward_end;
-    p->code.backward_end = from->code.backward_end;
-    p->code.event_count = from->code.event_count;
-    for (uint32_t k = 0; k < p->code.ranges.count; k++) {
-        msi_range *range = &p->code.ranges.items[k];
-        const uint64_t bytes = from->code.ranges.items[k].bytes > 0 ? range->bytes : 0;
-        *range = from->code.ranges.items[k];
-        range->bytes = bytes;
-        range->alias_of = range->block = MSI_NONE;
-        range->aliased = false;
-    }
-    return true;
-}
-
-/* Makes a program that was lowered fit wherever the one at the largest sizes does, by its schedule
-   and its offsets: it has the same live ranges with the same aliases, none of which is larger. */
-static void msi_follow_program(const msi_scorer *s, msi_program *p, const msi_program *from) {
-    if (p->out_of_memory || !msi_copy_schedule(s->allocator, p, from)) {
-        msi_run_short(s, "the program", from->code.ranges.count * sizeof(msi_range));
-        return;
-    }
-    msi_share_memory(s->graph, p);
-    msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
-    if (p->out_of_memory || !msi_make_blocks(s->allocator, p, s->store->residents.count)) {
-        msi_run_short(s, "the layout", p->code.ranges.count * sizeof(msi_block));
-        return;
-    }
-    MEMSCALE_ASSERT(p->layout.blocks.count == from->layout.blocks.count);
-    for (uint32_t i = 0; i < p->layout.blocks.count; i++) {
-        p->layout.blocks.items[i].offset = from->layout.blocks.items[i].offset;
-    }
-    for (uint32_t i = 0; i < p->layout.host_blocks.count; i++) {
-        p->layout.host_blocks.items[i].offset = from->layout.host_blocks.items[i].offset;
-    }
-    p->layout.height = from->layout.height;
-    p->layout.host_height = from->layout.host_height;
-    p->layout.is_done = p->layout.is_placed = true;
-}
 
 /* Whether a plan fits into the memory of the plan at the largest sizes. */
 static bool msi_has_room(const msi_solver *s) {
@@ -20638,6 +21258,7 @@ static void msi_follow(msi_solver *s) {
     s->score = msi_score_of(s->scorer, plan->decisions);
     s->early = false; // the updates stay where that plan has them
     if (!msi_has_room(s) && !msi_is_short(s->scorer)) {
+        plan->follows = true;
         msi_lower_train(s->scorer->lowering, plan->decisions, &plan->train);
         msi_follow_program(s->scorer, &plan->train, &largest->train);
         msi_lower_eval(s->scorer->lowering, plan->decisions, &plan->eval);
@@ -20715,12 +21336,6 @@ static bool msi_may_relax(const msi_solver *s) {
 /* Whether searching can end: any plan that fits will do, and one does. */
 static bool msi_is_found(const msi_search *s) {
     return s->any && s->fits;
-}
-
-/* Whether a plan will be executed. */
-static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
-    return r->goal != MSI_GOAL_ANY && r->goal != MSI_GOAL_FOLD && r->goal != MSI_GOAL_SQUEEZED &&
-           (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
 }
 
 /* Whether the local search may gain enough for its time. Where something may be moved, little of what
@@ -22179,8 +22794,13 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     s.host_budget = request->host_budget;
     s.packs = request->goal != MSI_GOAL_FOLD;
     msi_find_times(m);
-    msi_solve(&s, request, plan);
-    if (msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s)) {
+    if (request->file) {
+        msi_restore_plan(request->file, &s, request->largest, plan);
+    } else {
+        msi_solve(&s, request, plan);
+    }
+    const bool is_there = !request->file || msi_is_sound_file(request->file);
+    if (is_there && msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s)) {
         msi_place_blocks(&s, &plan->train);
         msi_place_blocks(&s, &plan->eval);
         msi_find_freed(&s, plan);
@@ -22366,7 +22986,7 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     const uint32_t techniques = m->wrapped.choice.techniques;
     msi_request request = {goal,    most, techniques, m->config.early_update,
                            largest, room, host_room,  msi_host_budget(m),
-                           NULL};
+                           NULL,    NULL};
     msi_fold fold;
     const bool may_fold = !largest && goal != MSI_GOAL_PLAIN && goal != MSI_GOAL_SQUEEZED;
     const bool folds = may_fold && msi_fold_init(&fold, &m->graph, &m->config.allocator);
@@ -22423,9 +23043,129 @@ static void msi_put_homes(msi_store *store, const msi_plan *plan) {
                   MSI_LEAST_EVENTS, MSI_MOST_EVENTS);
 }
 
-/* Makes a store and the list of plans for the graph, which has been checked: the plan at the
-   present sizes, and the plan at the largest sizes after it, if these differ. If no plan fits the
-   budget, the smallest is made. */
+/* Moves the plan for these sizes to the head of a list; false if there is none. */
+static bool msi_find_plan(msi_plan **plans, const int64_t *sizes) {
+    for (msi_plan **at = plans; *at; at = &(*at)->next) {
+        msi_plan *plan = *at;
+        if (memcmp(plan->sizes, sizes, sizeof plan->sizes) == 0) {
+            *at = plan->next;
+            plan->next = *plans;
+            *plans = plan;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The plan for the largest sizes, or NULL. */
+static msi_plan *msi_plan_at_largest(const msi_graph *g, msi_plan *plans) {
+    for (; plans; plans = plans->next) {
+        bool is_largest = true;
+        for (uint32_t a = 0; a < g->axis_count; a++) {
+            is_largest &= plans->sizes[a] == g->axes[a].largest;
+        }
+        if (is_largest) {
+            return plans;
+        }
+    }
+    return NULL;
+}
+
+/* Reads the next plan of a file, and puts it at the head of the list. The first is for the largest sizes,
+   and tells where all of them have their residents. */
+static ms_result msi_take_plan(ms_model *m, msi_saved_plans *f, msi_store *store,
+                               msi_plan **plans) {
+    const bool is_first = *plans == NULL;
+    int64_t sizes[MS_LIMIT_AXES], now[MS_LIMIT_AXES];
+    msi_request request = MSI_ZERO_INIT;
+    msi_plan *plan = NULL;
+    ms_result result = MS_RESULT_OK;
+    request.goal = MSI_GOAL_BUDGET;
+    request.budget = msi_budget(m);
+    request.host_budget = msi_host_budget(m);
+    request.largest = msi_plan_at_largest(&m->graph, *plans);
+    request.file = f;
+    msi_get_sizes(&m->graph, now);
+    msi_get_sizes(&m->graph, sizes);
+    msi_file_sizes(f, sizes);
+    msi_set_sizes(&m->graph, sizes);
+    if (msi_is_sound_file(f)) {
+        result = msi_solve_anew(m, store, &request, &plan);
+    }
+    msi_set_sizes(&m->graph, now);
+    if (!plan) {
+        return result;
+    }
+    plan->budget_bytes = request.budget;
+    plan->next = *plans;
+    *plans = plan;
+    if (is_first && !msi_plan_at_largest(&m->graph, plan)) {
+        MSI_REFUSE_PLAN(f, "its first plan is not for the largest sizes of the axes");
+    } else if (is_first && msi_is_sound_file(f)) {
+        msi_put_homes(store, plan);
+    }
+    if (msi_is_sound_file(f) &&
+        (f->hash != msi_hash_programs(store, plan) || plan->arena_bytes > msi_room_of(store) ||
+         msi_host_of(&plan->train, &plan->eval) >
+             store->host_bytes + store->host_transient_bytes)) {
+        MSI_REFUSE_PLAN(f,
+                        "its programs are others here: another version of the library saved it, or "
+                        "another processor, whose arithmetic differs");
+    }
+    return result;
+}
+
+/* Makes a store and plans as the file says that was loaded. */
+static ms_result msi_take_plans(ms_model *m, msi_store **made, msi_plan **plans) {
+    const uint64_t budget = msi_budget(m), host_budget = msi_host_budget(m);
+    uint64_t here[MSI_TERM_COUNT];
+    msi_saved_plans f = MSI_ZERO_INIT;
+    f.model = m;
+    f.at = m->loaded.items;
+    f.end = f.at + m->loaded.count - MSI_PLAN_SUM_BYTES;
+    msi_file_head(&f);
+    if (m->config.auto_policy) { // which has chosen where the plan was saved
+        const msi_choice choice = {f.mode, MS_DECISION_SOURCE_POLICY, msi_allowed(m, f.mode)};
+        m->wrapped.choice = choice;
+    }
+    msi_find_terms(m, f.moves, here);
+    for (int k = 0; k < MSI_TERM_COUNT; k++) {
+        if (f.terms[k] != here[k]) {
+            MSI_REFUSE_PLAN(&f, "it is for another %s (%llx, and here %llx)", msi_term_names[k],
+                            (unsigned long long)f.terms[k], (unsigned long long)here[k]);
+        }
+    }
+    ms_result result = msi_make_store(m, made);
+    msi_store *store = *made;
+    for (uint32_t k = 0; k < f.plan_count && result == MS_RESULT_OK && msi_is_sound_file(&f); k++) {
+        result = msi_take_plan(m, &f, store, plans);
+    }
+    const uint64_t host_bytes = store ? store->host_bytes + store->host_transient_bytes : 0;
+    if (result == MS_RESULT_OK && f.is_short) {
+        result = msi_fail_memory(m, "a loaded plan", m->loaded.count);
+    } else if (result == MS_RESULT_OK && (f.fault.text[0] || !*plans || f.at != f.end)) {
+        result =
+            msi_fail(m, MS_RESULT_INVALID,
+                     "the loaded plan does not fit: %s: save one of a model that is made and "
+                     "configured like this one",
+                     f.fault.text[0] ? f.fault.text : "it has no plan, or bytes after the last");
+    } else if (result == MS_RESULT_OK &&
+               (msi_room_of(store) > budget || (host_bytes > host_budget && f.moves))) {
+        result = msi_fail(m, MS_RESULT_BUDGET,
+                          "the loaded plan needs %s (%llu bytes) and %s on the host (%llu bytes), "
+                          "the budgets are %s and %s: save a plan for these, or set larger ones",
+                          msi_size(msi_room_of(store)).text, (unsigned long long)msi_room_of(store),
+                          msi_size(host_bytes).text, (unsigned long long)host_bytes,
+                          msi_size_down(budget).text, msi_size_down(host_budget).text);
+    }
+    msi_close_plans(&f);
+    msi_drop_loaded(m);
+    return result;
+}
+
+/* Makes a store and the list of plans for the graph, which has been checked: those of the file that was
+   loaded, or else the plan at the largest sizes; and the plan at the present sizes, if these differ and
+   it is not there. If no plan fits the budget, the smallest is made. */
 static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     int64_t sizes[MS_LIMIT_AXES];
     bool alone = true; // no other plan follows this one
@@ -22434,13 +23174,17 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
         alone &= sizes[a] == m->graph.axes[a].largest;
     }
     *plans = NULL;
-    ms_result result = msi_make_store(m, store);
-    MSI_THEN(result, msi_plan_at(m, *store, alone && goal == MSI_GOAL_BUDGET ? MSI_GOAL_TRY : goal,
-                                 NULL, NULL, plans));
-    MSI_DO(result, msi_put_homes(*store, *plans));
-    if (result == MS_RESULT_OK && !alone) {
+    const bool loads = m->loaded.count > 0 && goal != MSI_GOAL_PLAIN;
+    ms_result result = loads ? msi_take_plans(m, store, plans) : msi_make_store(m, store);
+    if (result == MS_RESULT_OK && !loads) {
+        const msi_goal first = alone && goal == MSI_GOAL_BUDGET ? MSI_GOAL_TRY : goal;
+        result = msi_plan_at(m, *store, first, NULL, NULL, plans);
+        MSI_DO(result, msi_put_homes(*store, *plans));
+    }
+    if (result == MS_RESULT_OK && !msi_find_plan(plans, sizes)) {
         msi_plan *now;
-        result = msi_plan_at(m, *store, goal, sizes, *plans, &now);
+        const msi_plan *largest = msi_plan_at_largest(&m->graph, *plans);
+        result = msi_plan_at(m, *store, goal, sizes, largest, &now);
         if (now) {
             now->next = *plans;
             *plans = now;
@@ -22459,10 +23203,6 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
 static void msi_plans_and_store_free(ms_model *m, msi_store *store, msi_plan *plans) {
     msi_plans_free(m, plans);
     msi_store_free(m, store);
-}
-
-static const msi_plan *msi_plan_at_largest(const msi_plan *plans) {
-    return plans->next ? plans->next : plans;
 }
 
 /* Plans that are tried for their sizes alone, at the sizes that are in force. */
@@ -22924,7 +23664,8 @@ static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *
         }
         s->arena_bytes = msi_room_of(contenders[i].store);
         s->step_us = contenders[i].plans->train.predicted.step.us;
-        s->fits = s->arena_bytes <= msi_plan_at_largest(contenders[i].plans)->budget_bytes;
+        s->fits =
+            s->arena_bytes <= msi_plan_at_largest(&m->graph, contenders[i].plans)->budget_bytes;
     }
     return MS_RESULT_OK;
 }
@@ -22954,8 +23695,8 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     ms_policy_args args = MSI_ZERO_INIT;
     args.user = m->config.policy_user;
     args.hardware = &m->costs.hardware;
-    args.budget_bytes = msi_plan_at_largest(contenders[0].plans)->budget_bytes;
-    args.plain_bytes = msi_plan_at_largest(contenders[0].plans)->plain_bytes;
+    args.budget_bytes = msi_plan_at_largest(&m->graph, contenders[0].plans)->budget_bytes;
+    args.plain_bytes = msi_plan_at_largest(&m->graph, contenders[0].plans)->plain_bytes;
     args.strategies = strategies;
     args.strategy_count = MS_MODE_COUNT;
     for (uint32_t i = 0; i < MS_MODE_COUNT; i++) {
@@ -23018,7 +23759,7 @@ static void msi_stay_with(ms_model *m, const msi_choice *choice, const msi_costs
 /* Checks the graph, then plans for the mode of the config or of the policy. The choice stays in
    force; after a failure the caller takes it back. */
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
-    const bool asks = m->config.auto_policy && goal != MSI_GOAL_PLAIN;
+    const bool asks = m->config.auto_policy && goal != MSI_GOAL_PLAIN && m->loaded.count == 0;
     ms_result result = msi_check_all(m, goal);
     if (result != MS_RESULT_OK) {
         return result;
@@ -23026,7 +23767,7 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
     m->wrapped.choice = msi_config_choice(m);
     result = asks ? msi_ask_policy(m, goal, store, plans) : msi_make_plans(m, goal, store, plans);
     if (result == MS_RESULT_OK && goal == MSI_GOAL_BUDGET) {
-        const msi_plan *largest = msi_plan_at_largest(*plans);
+        const msi_plan *largest = msi_plan_at_largest(&m->graph, *plans);
         if (msi_room_of(*store) > largest->budget_bytes) {
             result = msi_no_fit(m, *store, largest);
             msi_plans_and_store_free(m, *store, *plans);
@@ -29955,20 +30696,6 @@ static MSI_COLD ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *pla
     return result;
 }
 
-/* Moves the plan for these sizes to the head of a list; false if there is none. */
-static bool msi_find_plan(msi_plan **plans, const int64_t *sizes) {
-    for (msi_plan **at = plans; *at; at = &(*at)->next) {
-        msi_plan *plan = *at;
-        if (memcmp(plan->sizes, sizes, sizeof plan->sizes) == 0) {
-            *at = plan->next;
-            plan->next = *plans;
-            *plans = plan;
-            return true;
-        }
-    }
-    return false;
-}
-
 /* Takes up the plans that were kept for the present budget, if there are any, or stays with those
    that are in force if they are for it. */
 static bool msi_readopt(ms_model *m, msi_goal goal, ms_result *result) {
@@ -30086,7 +30813,7 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
     if (m->config.log && !msi_review_init(&review, m, store, plans)) {
         result = msi_fail_memory(m, "the decisions", msi_review_bytes(&m->graph, plans));
     } else {
-        result = msi_adopt(m, store, plans, plans->next ? plans->next : plans, goal);
+        result = msi_adopt(m, store, plans, msi_plan_at_largest(&m->graph, plans), goal);
         if (m->config.log && result == MS_RESULT_OK) {
             msi_log_decisions(m, &review);
             msi_log_long(m);
@@ -30220,8 +30947,6 @@ static ms_result msi_begin_step(ms_model *m, const char *function) {
     }
     return result;
 }
-
-enum { MSI_MAX_PLANS = 64 };
 
 /* Puts a plan at the head of the list. Frees the least recently used one if there are too many. */
 static void msi_add_plan(ms_model *m, msi_plan *plan) {
@@ -30383,6 +31108,7 @@ static MSI_COLD void msi_free_model(ms_model *m) {
     MSI_LIST_FREE(uint32_t, &allocator, g->operands);
     MSI_LIST_FREE(uint32_t, &allocator, g->masks);
     MSI_LIST_FREE(msi_extra, &allocator, m->extras);
+    msi_drop_loaded(m);
     if (m->config.backend.close && !m->config.dry_run) {
         m->config.backend.close(m->device);
     }
@@ -32905,24 +33631,6 @@ static MSI_COLD void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     r->peak_layer = msi_calls_layer((msi_op)i->op) ? msi_layer_name(&m->graph, i->target) : "";
 }
 
-static MSI_COLD uint64_t msi_hash_program(uint64_t hash, const msi_program *p,
-                                          uint32_t resident_count) {
-    hash = msi_mix_in(hash, p->code.instructions.count);
-    for (MSI_ITEMS(const msi_instruction, i, p->code.instructions)) {
-        const uint64_t head = (uint64_t)i->op << 16 | i->operand_count;
-        hash = msi_mix_in(hash, head << 32 | i->target);
-        for (uint32_t k = 0; k < i->operand_count; k++) {
-            const msi_operand *operand = &p->code.operands.items[i->operand_first + k];
-            hash = msi_mix_in(hash, (uint64_t)operand->accumulate << 32 | operand->range);
-        }
-    }
-    for (uint32_t k = resident_count; k < p->code.ranges.count; k++) {
-        hash = msi_mix_in(msi_mix_in(hash, p->code.ranges.items[k].bytes),
-                          p->code.ranges.items[k].offset);
-    }
-    return hash;
-}
-
 /* From indices, sizes and offsets, never from addresses, so that all processes agree. */
 static MSI_COLD uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
     uint64_t hash =
@@ -32933,8 +33641,7 @@ static MSI_COLD uint64_t msi_hash_plan(const msi_store *store, const msi_plan *p
         hash = msi_mix_in(hash, (outside << 8 | (uint64_t)resident->role) << 32 | resident->tensor);
         hash = msi_mix_in(msi_mix_in(hash, resident->bytes), resident->offset);
     }
-    hash = msi_hash_program(hash, &plan->train, store->residents.count);
-    return msi_hash_program(hash, &plan->eval, store->residents.count);
+    return msi_mix_in(hash, msi_hash_programs(store, plan));
 }
 
 /* A walk through a program: what is live at each instruction, and when that runs. */
@@ -33784,6 +34491,18 @@ MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t
     MSI_DO(result, model->wrapped.changed = true);
     MSI_THEN(result, msi_read_profile(model, from, length, true));
     return result;
+}
+
+MEMSCALE_API ms_result ms_plan_save(ms_model *model, const ms_sink *sink) {
+    return sink && sink->write
+               ? MSI_MADE(model, msi_save_plans(model, sink))
+               : msi_fail_argument(model, "ms_plan_save", "sink or its function is NULL");
+}
+
+MEMSCALE_API ms_result ms_plan_load(ms_model *model, const ms_source *source) {
+    return source && source->read
+               ? MSI_MADE(model, msi_load_plans(model, source))
+               : msi_fail_argument(model, "ms_plan_load", "source or its function is NULL");
 }
 
 MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
