@@ -4368,6 +4368,14 @@ typedef struct msi_resident {
     bool is_saved; // its device memory was released: it is in the image of a suspended model
 } msi_resident;
 
+/* Where a value is, to be read and to be written, and the format that optimizer state has there. */
+typedef struct msi_memory {
+    const void *source; // NULL: it is not there
+    void *target;
+    msi_format format;
+    bool on_host;
+} msi_memory;
+
 /* Slices that an asynchronous device may have been given and not finished. */
 enum { MSI_MOST_SLICES = MS_BACKEND_TIMED_EVENTS / 2 };
 
@@ -5066,6 +5074,20 @@ static MSI_COLD ms_result msi_fail_memory(ms_model *m, const char *what, uint64_
     return msi_fail(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s (%llu bytes)", what,
                     (unsigned long long)bytes);
 }
+
+#ifdef MEMSCALE_NO_PLANNER
+enum { MSI_HAS_PLANNER = false };
+
+static MSI_COLD ms_result msi_fail_unplanned(ms_model *m, const char *function) {
+    return msi_fail(
+        m, MS_RESULT_UNSUPPORTED,
+        "%s: this library is built without its planner (MEMSCALE_NO_PLANNER): load a plan "
+        "with ms_plan_load, or take the plain one with ms_detach",
+        function);
+}
+#else
+enum { MSI_HAS_PLANNER = true };
+#endif
 
 /* The error of ms_create that a model carries, if any; INVALID if the model is NULL. */
 static ms_result msi_made(const ms_model *m) {
@@ -9446,6 +9468,10 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
     } checks[] = {
         {c->cuda_graph && (!c->backend.recording_begin || !c->backend.is_asynchronous), 0.0,
          "cuda_graph: this backend cannot record: leave it off"},
+        {!MSI_HAS_PLANNER && (c->debug || c->empirical_profiling == MS_SWITCH_ON), 0.0,
+         "debug or empirical_profiling: compiled with MEMSCALE_NO_PLANNER there is neither: leave "
+         "them "
+         "off, and use them in a build with the planner"},
         {c->cuda_graph && c->debug, 0.0,
          "cuda_graph: debug mode runs callbacks several times: leave one of the two off"},
         {!msi_is_complete(&c->backend), (double)c->backend.size,
@@ -15119,6 +15145,8 @@ static void msi_layout_place_on_skylines(msi_layout_work *w, bool two_sided) {
     msi_layout_keep_best(w, height);
 }
 
+#ifndef MEMSCALE_NO_PLANNER
+
 /* The leaf from `from` on, up to `end`, whose value is `least` or more; `end`: there is none. Each
    node of the tree has the largest value below it. */
 static uint32_t msi_tree_next(const uint32_t *tree, uint32_t leaves, uint32_t from, uint32_t end,
@@ -16148,6 +16176,19 @@ static void msi_layout_search(msi_layout_work *w) {
         w->best = from_peak;
     }
 }
+
+#else
+
+/* Without a search: the best of a few skylines. */
+static void msi_layout_search(msi_layout_work *w) {
+    static const msi_layout_order orders[] = {MSI_ORDER_LOAD, MSI_ORDER_SPAN, MSI_ORDER_BYTES};
+    for (int i = 0; i < 6 && w->height > w->enough; i++) {
+        msi_layout_sort(w, orders[i / 2], 1);
+        msi_layout_place_on_skylines(w, i % 2 == 1);
+    }
+}
+
+#endif // MEMSCALE_NO_PLANNER
 
 /* Divides memory among the arrays of w, unless it is NULL. Returns the bytes that this takes. Spots
    and stacks share the memory of the skylines, which are at least as large. */
@@ -17230,6 +17271,31 @@ static void msi_follow_program(const msi_scorer *s, msi_program *p, const msi_pr
     p->layout.is_done = p->layout.is_placed = true;
 }
 
+/* Whether a plan fits into the memory of the plan at the largest sizes. */
+static bool msi_has_room(const msi_request *r, const msi_score *score) {
+    return score->bytes <= r->room && score->host_bytes <= r->host_room;
+}
+
+/* Decides as the plan at the largest sizes did, which fits: with its decisions no live range is
+   longer or larger than in that plan, copies apart. If it does not fit all the same, the schedule
+   and the offsets of that plan are used. */
+static msi_score msi_follow(const msi_scorer *s, const msi_request *r, msi_plan *plan) {
+    memcpy(plan->decisions, r->largest->decisions, (size_t)msi_decisions_bytes(s->graph));
+    plan->found.by = MSI_FINDER_LARGEST;
+    msi_score score = msi_score_of(s, plan->decisions);
+    if (!msi_has_room(r, &score) && !msi_is_short(s)) {
+        plan->follows = true;
+        msi_lower_train(s->lowering, plan->decisions, &plan->train);
+        msi_follow_program(s, &plan->train, &r->largest->train);
+        msi_lower_eval(s->lowering, plan->decisions, &plan->eval);
+        msi_follow_program(s, &plan->eval, &r->largest->eval);
+        score.us = plan->train.predicted.step.us;
+        score.bytes = msi_arena_of(&plan->train, &plan->eval);
+        score.host_bytes = msi_host_of(&plan->train, &plan->eval);
+    }
+    return score;
+}
+
 /* A file is a sequence of numbers, in seven bits a byte, the lowest first: a mark and a version; the terms,
    on which its plans depend; the mode; the times by which copies were scheduled, if there are any; the
    plans, that for the largest sizes first; and a checksum. A plan is its decisions, where they differ
@@ -17818,6 +17884,8 @@ static MSI_COLD ms_result msi_load_plans(ms_model *m, const ms_source *source) {
     m->wrapped.changed = true;
     return MS_RESULT_OK;
 }
+
+#ifndef MEMSCALE_NO_PLANNER
 
 // ------------------------------------------------------------------------------------------------
 // >>moves  what can be changed in a plan: the bytes that frees, and the time it is expected to
@@ -21242,33 +21310,6 @@ typedef struct msi_solver {
     bool forced;     // the trainer forces decisions
 } msi_solver;
 
-/* Whether a plan fits into the memory of the plan at the largest sizes. */
-static bool msi_has_room(const msi_solver *s) {
-    return s->score.bytes <= s->request->room && s->score.host_bytes <= s->request->host_room;
-}
-
-/* Decides as the plan at the largest sizes did, which fits: with its decisions no live range is
-   longer or larger than in that plan, copies apart. If it does not fit all the same, the schedule
-   and the offsets of that plan are used. */
-static void msi_follow(msi_solver *s) {
-    const msi_plan *largest = s->request->largest;
-    msi_plan *plan = s->plan;
-    memcpy(plan->decisions, largest->decisions, (size_t)msi_decisions_bytes(s->scorer->graph));
-    plan->found.by = MSI_FINDER_LARGEST;
-    s->score = msi_score_of(s->scorer, plan->decisions);
-    s->early = false; // the updates stay where that plan has them
-    if (!msi_has_room(s) && !msi_is_short(s->scorer)) {
-        plan->follows = true;
-        msi_lower_train(s->scorer->lowering, plan->decisions, &plan->train);
-        msi_follow_program(s->scorer, &plan->train, &largest->train);
-        msi_lower_eval(s->scorer->lowering, plan->decisions, &plan->eval);
-        msi_follow_program(s->scorer, &plan->eval, &largest->eval);
-        s->score.us = plan->train.predicted.step.us;
-        s->score.bytes = msi_arena_of(&plan->train, &plan->eval);
-        s->score.host_bytes = msi_host_of(&plan->train, &plan->eval);
-    }
-}
-
 /* A hash of what decisions round. */
 static uint64_t msi_hash_rounding(const msi_graph *g, const msi_tensor_decision *decisions) {
     uint64_t hash = 0;
@@ -21828,8 +21869,9 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     s->plan->found = search->best_how;
     s->plan->rank_count = search->rank_count;
     memcpy(s->plan->ranks, search->ranks, sizeof s->plan->ranks);
-    if (r->largest && !msi_has_room(s)) {
-        msi_follow(s);
+    if (r->largest && !msi_has_room(r, &s->score)) {
+        s->score = msi_follow(s->scorer, r, s->plan);
+        s->early = false; // the updates stay where that plan has them
     }
     if (msi_is_to_run(r, s->score.bytes) && msi_may_relax(s)) {
         msi_relax_updates(s);
@@ -21853,8 +21895,7 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
     s.request = request;
     s.plan = plan;
     if (request->goal == MSI_GOAL_FOLLOW) {
-        msi_follow(&s);
-        plan->arena_bytes = s.score.bytes;
+        plan->arena_bytes = msi_follow(scorer, request, plan).bytes;
         return;
     }
     if (request->goal == MSI_GOAL_SQUEEZED) {
@@ -21879,6 +21920,19 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
     msi_greedy_free(&greedy);
     plan->arena_bytes = s.score.bytes;
 }
+
+#else
+
+/* Without a search: the plain plan, or the decisions of the one for the largest sizes. */
+static void msi_solve(const msi_scorer *s, const msi_request *request, msi_plan *plan) {
+    msi_decide_plain(s->graph, plan->decisions);
+    const msi_score plain = msi_score_of(s, plan->decisions);
+    plan->plain_bytes = plain.bytes;
+    plan->plain_step_us = plain.us;
+    plan->arena_bytes = request->largest ? msi_follow(s, request, plan).bytes : plain.bytes;
+}
+
+#endif // MEMSCALE_NO_PLANNER
 
 // ------------------------------------------------------------------------------------------------
 // >>order  which waits between streams order nothing, once it is known what shares memory
@@ -22244,6 +22298,8 @@ static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
     }
 }
 
+#ifndef MEMSCALE_NO_PLANNER
+
 // ------------------------------------------------------------------------------------------------
 // >>fold  a graph with fewer equal blocks of layers, whose plans are repeated for the whole
 
@@ -22604,6 +22660,8 @@ static void msi_unfold(const msi_fold *f, const msi_tensor_decision *folded, boo
     msi_mend_groups(g, decisions);
 }
 
+#endif // MEMSCALE_NO_PLANNER
+
 // ------------------------------------------------------------------------------------------------
 // >>plan  the life cycle of plans: for the largest sizes, and for others in the same arena
 
@@ -22844,6 +22902,8 @@ static ms_result msi_solve_anew(ms_model *m, const msi_store *store, const msi_r
     return MS_RESULT_OK;
 }
 
+#ifndef MEMSCALE_NO_PLANNER
+
 /* What plans of a graph take: of the plain plan, and about of the smallest. */
 typedef struct msi_bytes_range {
     uint64_t most, least;
@@ -22977,26 +23037,48 @@ static ms_result msi_solve_guided(ms_model *m, const msi_store *store, const msi
     return result;
 }
 
+/* Solves a request, by a fold where the graph has one. */
+static ms_result msi_solve_whole(ms_model *m, const msi_store *store, msi_request *request,
+                                 msi_plan **made) {
+    msi_fold fold;
+    *made = NULL;
+    if (request->largest || request->goal == MSI_GOAL_PLAIN || request->goal == MSI_GOAL_SQUEEZED) {
+        return msi_solve_anew(m, store, request, made);
+    }
+    const bool folds = msi_fold_init(&fold, &m->graph, &m->config.allocator);
+    const ms_result result = fold.out_of_memory ? msi_fail_memory(m, "the fold", fold.bytes)
+                             : folds            ? msi_solve_guided(m, store, &fold, request, made)
+                                                : msi_solve_anew(m, store, request, made);
+    msi_fold_free(&fold);
+    return result;
+}
+
+#else
+
+static ms_result msi_solve_whole(ms_model *m, const msi_store *store, msi_request *request,
+                                 msi_plan **made) {
+    return msi_solve_anew(m, store, request, made);
+}
+
+#endif // MEMSCALE_NO_PLANNER
+
 /* Makes a new plan for the graph as it is, which has been checked. It must fit into the arena of
    the plan for the largest sizes, if that is not NULL. */
 static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
                                const msi_plan *largest, msi_plan **made) {
     const uint64_t room = msi_room_of(store), most = largest ? room : budget;
     const uint64_t host_room = store->host_bytes + store->host_transient_bytes;
-    const uint32_t techniques = m->wrapped.choice.techniques;
-    msi_request request = {goal,    most, techniques, m->config.early_update,
-                           largest, room, host_room,  msi_host_budget(m),
-                           NULL,    NULL};
-    msi_fold fold;
-    const bool may_fold = !largest && goal != MSI_GOAL_PLAIN && goal != MSI_GOAL_SQUEEZED;
-    const bool folds = may_fold && msi_fold_init(&fold, &m->graph, &m->config.allocator);
-    *made = NULL;
-    ms_result result = may_fold && fold.out_of_memory ? msi_fail_memory(m, "the fold", fold.bytes)
-                       : folds ? msi_solve_guided(m, store, &fold, &request, made)
-                               : msi_solve_anew(m, store, &request, made);
-    if (may_fold) {
-        msi_fold_free(&fold);
-    }
+    msi_request request = {goal,
+                           most,
+                           m->wrapped.choice.techniques,
+                           m->config.early_update,
+                           largest,
+                           room,
+                           host_room,
+                           msi_host_budget(m),
+                           NULL,
+                           NULL};
+    const ms_result result = msi_solve_whole(m, store, &request, made);
     if (result == MS_RESULT_OK) {
         (*made)->budget_bytes = budget;
     }
@@ -23204,6 +23286,8 @@ static void msi_plans_and_store_free(ms_model *m, msi_store *store, msi_plan *pl
     msi_plans_free(m, plans);
     msi_store_free(m, store);
 }
+
+#ifndef MEMSCALE_NO_PLANNER
 
 /* Plans that are tried for their sizes alone, at the sizes that are in force. */
 typedef struct msi_trials {
@@ -23729,6 +23813,8 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     return MS_RESULT_OK;
 }
 
+#endif // MEMSCALE_NO_PLANNER
+
 /* Finds the hardware, by which the 16-bit format of a graph is chosen, and checks the graph; and the
    budget: 0 stands for a share of the free memory, which not every platform tells. */
 static MSI_COLD ms_result msi_check_all(ms_model *m, msi_goal goal) {
@@ -23755,6 +23841,8 @@ static void msi_stay_with(ms_model *m, const msi_choice *choice, const msi_costs
         msi_find_times(m); // at the present sizes
     }
 }
+
+#ifndef MEMSCALE_NO_PLANNER
 
 /* Checks the graph, then plans for the mode of the config or of the policy. The choice stays in
    force; after a failure the caller takes it back. */
@@ -24605,6 +24693,20 @@ static MSI_COLD void msi_find_alike(msi_alike *rows, uint32_t count) {
     }
 }
 
+#else
+
+/* Takes the plan that was loaded, or makes the plain one. */
+static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
+    ms_result result = msi_check_all(m, goal);
+    MSI_DO(result, m->wrapped.choice = msi_config_choice(m));
+    if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN && m->loaded.count == 0) {
+        return msi_fail_unplanned(m, "ms_wrap");
+    }
+    return MSI_THEN(result, msi_make_plans(m, goal, store, plans));
+}
+
+#endif // MEMSCALE_NO_PLANNER
+
 // ------------------------------------------------------------------------------------------------
 // >>optimizer  state and update of params
 
@@ -25335,6 +25437,8 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
                             b->cast(m->device, to->data, to->dtype, from->data, from->dtype, count),
                             "cast");
 }
+
+#ifndef MEMSCALE_NO_PLANNER
 
 // ------------------------------------------------------------------------------------------------
 // >>stage  where debug mode runs a layer: its operands lie apart, between poison
@@ -28243,6 +28347,22 @@ static MSI_COLD uint64_t msi_half_bytes_of(const msi_graph *g, const msi_layer *
     return msi_align(bytes + msi_align(workspace) + MSI_GAP_BYTES);
 }
 
+/* Where a value is that a callback in a trial sees; false if there is none. */
+static MSI_COLD bool msi_find_staged(const ms_model *m, uint32_t tensor, msi_role role,
+                                     const msi_resident *resident, msi_memory *memory) {
+    msi_format format = (msi_format)m->graph.tensors.items[tensor].format;
+    void *staged = msi_staged_address(m, tensor, role, &format);
+    const msi_memory found = {staged, staged, format, resident && resident->is_shown};
+    *memory = staged ? found : *memory;
+    if (staged && resident && resident->format != format) { // the callback sees it rounded
+        const uint32_t index = (uint32_t)(resident - m->run.store->residents.items);
+        const msi_memory saved = {m->run.store->debug->shadow + msi_extent_at(m, index).shadow,
+                                  NULL, resident->format, true};
+        *memory = saved;
+    }
+    return staged != NULL;
+}
+
 /* Sets the sizes of what debug mode needs beside a store. */
 static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, msi_debug *d) {
     const msi_graph *g = &m->graph;
@@ -28307,6 +28427,41 @@ static MSI_COLD ms_result msi_alloc_debug(ms_model *m, msi_store *store) {
     d->stage[1] = host;
     return result;
 }
+
+#else // ms_create refuses debug mode
+
+static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now) {
+    (void)p;
+    return msi_fail_unplanned(m, now ? "debug" : "debug mode");
+}
+
+static ms_result msi_debug_update(ms_model *m, const ms_update_args *args) {
+    (void)args;
+    return msi_fail_unplanned(m, "debug");
+}
+
+static void msi_begin_debug(ms_model *m, const msi_program *p) {
+    (void)m;
+    (void)p;
+}
+
+static void msi_watch_lent(ms_model *m, bool notes) {
+    (void)m;
+    (void)notes;
+}
+
+static bool msi_find_staged(const ms_model *m, uint32_t tensor, msi_role role,
+                            const msi_resident *resident, msi_memory *memory) {
+    return memory == NULL && m && tensor && role && resident; // there is none
+}
+
+static ms_result msi_alloc_debug(ms_model *m, msi_store *store) {
+    (void)m;
+    (void)store;
+    return MS_RESULT_OK;
+}
+
+#endif // MEMSCALE_NO_PLANNER
 
 // ------------------------------------------------------------------------------------------------
 // >>timing  empirical profiling: measures the first steps, and learns times from them
@@ -29520,14 +29675,6 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
 // ------------------------------------------------------------------------------------------------
 // >>values  what outlasts a step: params, state, inputs and outputs, written, read and borrowed
 
-/* Where a value is, to be read and to be written, and the format that optimizer state has there. */
-typedef struct msi_memory {
-    const void *source; // NULL: it is not there
-    void *target;
-    msi_format format;
-    bool on_host;
-} msi_memory;
-
 enum { MSI_CONVERT_ELEMENTS = 1 << 18 }; // at a time: whole groups of codes
 
 /* Elements of state from one format to another, both in host memory; `from` and `to` begin with
@@ -29700,17 +29847,12 @@ static void msi_count_updates(ms_model *m) {
 static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, msi_role role) {
     const msi_resident *resident = msi_find_value(m->run.store, tensor, role);
     const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
-    msi_format format = (msi_format)m->graph.tensors.items[tensor].format;
-    void *staged = msi_staged_address(m, tensor, role, &format);
-    msi_memory memory = {staged, staged, format, resident && resident->is_shown};
-    if (staged && resident && resident->format != format) { // the callback sees it rounded
-        const uint32_t index = (uint32_t)(resident - m->run.store->residents.items);
-        const msi_memory saved = {m->run.store->debug->shadow + msi_extent_at(m, index).shadow,
-                                  NULL, resident->format, true};
-        return saved;
+    msi_memory memory = MSI_ZERO_INIT;
+    if (msi_find_staged(m, tensor, role, resident, &memory)) {
+        return memory;
     }
-    if (staged || resident) {
-        return staged ? memory : msi_memory_of(resident);
+    if (resident) {
+        return msi_memory_of(resident);
     }
     for (uint32_t i = p ? m->run.store->residents.count : MSI_NONE; p && i < p->code.ranges.count;
          i++) {
@@ -30746,6 +30888,34 @@ static ms_result msi_check_suspendable(ms_model *m, const char *function, bool s
                : MS_RESULT_OK;
 }
 
+/* Warns of instructions that take longer than ms_config.max_instruction_us all the same. */
+static MSI_COLD void msi_log_long(const ms_model *m) {
+    const msi_program *p = &m->run.plan->train;
+    if (p->predicted.long_count == 0) {
+        return;
+    }
+    const msi_instruction *i = &p->code.instructions.items[p->predicted.longest];
+    const bool calls = msi_calls_layer((msi_op)i->op);
+    const uint32_t range =
+        i->operand_count > 0 ? p->code.operands.items[i->operand_first].range : MSI_NONE;
+    const bool layer = calls || (range != MSI_NONE && // else its target may be a workspace
+                                 p->code.ranges.items[range].role == MSI_ROLE_WORKSPACE);
+    msi_log(
+        m, MS_LOG_WARNING, "plan",
+        "%u instructions are predicted to take longer than max_instruction_us (%s); the longest "
+        "is %s of %s%s%s, %s%s",
+        (unsigned)p->predicted.long_count, msi_time(m->costs.most_us).text, msi_ops[i->op].name,
+        layer ? msi_layer_label(&m->graph, i->target).text : "\"",
+        layer ? "" : msi_tensor_name(&m->graph, i->target), layer ? "" : "\"",
+        msi_time(p->predicted.longest_us).text,
+        !calls ? ": the library does not split it"
+        : m->graph.layers.items[i->target].tile.axes == 0
+            ? ": it declares no rows (ms_layer_desc.tile) by which to split it"
+            : ": its rows, or a tiling that is OFF, allow no smaller tiles");
+}
+
+#ifndef MEMSCALE_NO_PLANNER
+
 /* Logs what was decided: a line about the plan, each technique, and each layer to which one is applied. */
 static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
     const msi_plan *plan = m->run.plan;
@@ -30779,32 +30949,6 @@ static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
     }
 }
 
-/* Warns of instructions that take longer than ms_config.max_instruction_us all the same. */
-static MSI_COLD void msi_log_long(const ms_model *m) {
-    const msi_program *p = &m->run.plan->train;
-    if (p->predicted.long_count == 0) {
-        return;
-    }
-    const msi_instruction *i = &p->code.instructions.items[p->predicted.longest];
-    const bool calls = msi_calls_layer((msi_op)i->op);
-    const uint32_t range =
-        i->operand_count > 0 ? p->code.operands.items[i->operand_first].range : MSI_NONE;
-    const bool layer = calls || (range != MSI_NONE && // else its target may be a workspace
-                                 p->code.ranges.items[range].role == MSI_ROLE_WORKSPACE);
-    msi_log(
-        m, MS_LOG_WARNING, "plan",
-        "%u instructions are predicted to take longer than max_instruction_us (%s); the longest "
-        "is %s of %s%s%s, %s%s",
-        (unsigned)p->predicted.long_count, msi_time(m->costs.most_us).text, msi_ops[i->op].name,
-        layer ? msi_layer_label(&m->graph, i->target).text : "\"",
-        layer ? "" : msi_tensor_name(&m->graph, i->target), layer ? "" : "\"",
-        msi_time(p->predicted.longest_us).text,
-        !calls ? ": the library does not split it"
-        : m->graph.layers.items[i->target].tile.axes == 0
-            ? ": it declares no rows (ms_layer_desc.tile) by which to split it"
-            : ": its rows, or a tiling that is OFF, allow no smaller tiles");
-}
-
 /* As msi_adopt, and logs the reasons, whose memory is allocated first: nothing can fail later. */
 static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
     msi_review review;
@@ -30827,6 +30971,21 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
     }
     return result;
 }
+
+#else
+
+static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
+    const bool is_new = store != m->run.store;
+    const ms_result result =
+        msi_adopt(m, store, plans, msi_plan_at_largest(&m->graph, plans), goal);
+    MSI_DO(result, msi_log_long(m));
+    if (result != MS_RESULT_OK && m->run.plan != plans) {
+        msi_plans_and_store_free(m, is_new ? store : NULL, plans);
+    }
+    return result;
+}
+
+#endif // MEMSCALE_NO_PLANNER
 
 /* Makes plans for a goal, which take effect: in the same memory, if that is asked for and suffices.
    After a failure the choice and the costs are those of before. */
@@ -31123,6 +31282,8 @@ static MSI_COLD void msi_free_model(ms_model *m) {
     msi_release(&allocator, m, sizeof *m);
     msi_arena_leave(arena);
 }
+
+#ifndef MEMSCALE_NO_PLANNER
 
 // ------------------------------------------------------------------------------------------------
 // >>verify  compares a plain pass with one by the present plan, both from the same values
@@ -31787,6 +31948,8 @@ static MSI_COLD ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *
     msi_end_verification(&v);
     return result;
 }
+
+#endif // MEMSCALE_NO_PLANNER
 
 // ------------------------------------------------------------------------------------------------
 // >>safetensors  what a checkpoint consists of, under which names; its header, written and parsed
@@ -34505,17 +34668,6 @@ MEMSCALE_API ms_result ms_plan_load(ms_model *model, const ms_source *source) {
                : msi_fail_argument(model, "ms_plan_load", "source or its function is NULL");
 }
 
-MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
-    if (!model || !bytes) {
-        return msi_fail_argument(model, "ms_smallest_budget", "an argument is NULL");
-    }
-    uint64_t least = 0;
-    ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
-    MSI_THEN(result, msi_smallest_of_modes(model, &least));
-    *bytes = result == MS_RESULT_OK ? least : *bytes;
-    return result;
-}
-
 MEMSCALE_API ms_result ms_wrap(ms_model *model) {
     return model ? msi_replan(model, "ms_wrap",
                               model->config.force_optimize ? MSI_GOAL_SMALLEST : MSI_GOAL_BUDGET)
@@ -34772,27 +34924,6 @@ MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
     return result;
 }
 
-MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
-                                 ms_verify_report *report) {
-    if (!model || !report) {
-        return msi_fail_argument(model, "ms_verify", "an argument is NULL");
-    }
-    memset(report, 0, sizeof *report);
-    ms_result result = msi_begin_passes(model, "ms_verify");
-    MSI_THEN(result, msi_verify(model, visit, user, report));
-    return result;
-}
-
-MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
-    if (!model || !found) {
-        return msi_fail_argument(model, "ms_find_nonfinite", "an argument is NULL");
-    }
-    memset(found, 0, sizeof *found);
-    ms_result result = msi_begin_passes(model, "ms_find_nonfinite");
-    MSI_THEN(result, msi_find_nonfinite(model, found));
-    return result;
-}
-
 MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
     return model && norm ? msi_gradient_norm(model, norm)
                          : msi_fail_argument(model, "ms_gradient_norm", "an argument is NULL");
@@ -34842,10 +34973,6 @@ MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program
     return MS_RESULT_OK;
 }
 
-MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
-    return number < MSI_RULE_COUNT ? &msi_rules[number].text : NULL;
-}
-
 MEMSCALE_API ms_result ms_visit_lifetimes(const ms_model *model, ms_program program,
                                           ms_lifetime_fn visit, void *user) {
     const ms_result result =
@@ -34857,6 +34984,44 @@ MEMSCALE_API ms_result ms_visit_lifetimes(const ms_model *model, ms_program prog
                             user);
         msi_leave(model, outer);
     }
+    return result;
+}
+
+#ifndef MEMSCALE_NO_PLANNER
+
+MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
+                                 ms_verify_report *report) {
+    if (!model || !report) {
+        return msi_fail_argument(model, "ms_verify", "an argument is NULL");
+    }
+    memset(report, 0, sizeof *report);
+    ms_result result = msi_begin_passes(model, "ms_verify");
+    MSI_THEN(result, msi_verify(model, visit, user, report));
+    return result;
+}
+
+MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
+    if (!model || !found) {
+        return msi_fail_argument(model, "ms_find_nonfinite", "an argument is NULL");
+    }
+    memset(found, 0, sizeof *found);
+    ms_result result = msi_begin_passes(model, "ms_find_nonfinite");
+    MSI_THEN(result, msi_find_nonfinite(model, found));
+    return result;
+}
+
+MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
+    return number < MSI_RULE_COUNT ? &msi_rules[number].text : NULL;
+}
+
+MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
+    if (!model || !bytes) {
+        return msi_fail_argument(model, "ms_smallest_budget", "an argument is NULL");
+    }
+    uint64_t least = 0;
+    ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
+    MSI_THEN(result, msi_smallest_of_modes(model, &least));
+    *bytes = result == MS_RESULT_OK ? least : *bytes;
     return result;
 }
 
@@ -34899,6 +35064,39 @@ MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn 
     msi_review_free(&review);
     return rows ? MS_RESULT_OK : MS_RESULT_OUT_OF_MEMORY;
 }
+
+#else
+
+MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
+                                 ms_verify_report *report) {
+    (void)visit;
+    (void)user;
+    (void)report;
+    return MSI_MADE(model, msi_fail_unplanned(model, "ms_verify"));
+}
+
+MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
+    (void)found;
+    return MSI_MADE(model, msi_fail_unplanned(model, "ms_find_nonfinite"));
+}
+
+MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
+    (void)number;
+    return NULL;
+}
+
+MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
+    (void)bytes;
+    return MSI_MADE(model, msi_fail_unplanned(model, "ms_smallest_budget"));
+}
+
+MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn visit, void *user) {
+    (void)visit;
+    (void)user;
+    return MSI_MADE(model, MS_RESULT_UNSUPPORTED);
+}
+
+#endif // MEMSCALE_NO_PLANNER
 
 MEMSCALE_API ms_tensor ms_tensor_of(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
