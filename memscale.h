@@ -300,7 +300,8 @@
                     >>repeat         blocks that changed decisions do not reach
                     >>alias >>schedule >>layout >>fit >>simulate >>score
                     >>plans          in files
-      searches      >>moves          what can be changed, what that frees and is expected to cost
+      searches      >>search         what all of them share
+                    >>moves          what can be changed, what that frees and is expected to cost
                     >>greedy         one move after another
                     >>lists          what greedy may offload, what is given back, segments
                     >>chain >>exhaustive >>grouping >>solve
@@ -4192,10 +4193,6 @@ static bool msi_fetches(msi_op op) {
     return msi_engines[msi_ops[op].engine].fetches;
 }
 
-static bool msi_sends(msi_op op) {
-    return msi_is_issued(op) && !msi_fetches(op);
-}
-
 /* Whether an op that calls no layer only reads operand k. */
 static bool msi_is_source(msi_op op, uint32_t k) {
     return msi_ops[op].sources >> (msi_has_pairs(op) ? k & 1 : k) & 1;
@@ -5023,7 +5020,8 @@ static void msi_log(const ms_model *m, ms_log_level level, const char *tag, cons
 }
 
 MEMSCALE_PRINTF(3, 4)
-static MSI_COLD ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...) {
+static MSI_COLD ms_result msi_fail_in_words(ms_model *m, ms_result result, const char *format,
+                                            ...) {
     char text[MSI_ERROR_BYTES]; // the arguments may point into m->errors
     va_list args;
     if (m->errors.broken != MS_RESULT_OK) {
@@ -5039,6 +5037,34 @@ static MSI_COLD ms_result msi_fail(ms_model *m, ms_result result, const char *fo
     memcpy(m->errors.text, text, sizeof text); // the callback may have caused another one
     return result;
 }
+
+/* On a small board errors have the text of their result alone, except about plans in files, and nothing
+   else is logged. */
+#if defined(MEMSCALE_NO_PLANNER) && defined(MEMSCALE_NO_STDIO)
+static MSI_NOINLINE ms_result msi_fail_briefly(ms_model *m, ms_result result) {
+    return msi_fail_in_words(m, result, "%s", ms_result_text(result));
+}
+
+#define msi_fail(m, result, ...)                                                                   \
+    (0 ? msi_fail_in_words(m, result, __VA_ARGS__) : msi_fail_briefly(m, result))
+#define msi_log(m, level, tag, ...) (0 ? msi_log(m, level, tag, __VA_ARGS__) : (void)0)
+#else
+#define msi_fail msi_fail_in_words
+#endif
+
+#ifdef MEMSCALE_NO_PLANNER
+enum { MSI_HAS_PLANNER = false };
+
+static MSI_COLD ms_result msi_fail_unplanned(ms_model *m, const char *function) {
+    return msi_fail_in_words(
+        m, MS_RESULT_UNSUPPORTED,
+        "%s: this library is built without its planner (MEMSCALE_NO_PLANNER): load a plan "
+        "with ms_plan_load, or take the plain one with ms_detach",
+        function);
+}
+#else
+enum { MSI_HAS_PLANNER = true };
+#endif
 
 static MSI_COLD ms_result msi_fail_busy(ms_model *m, const char *function) {
     return msi_fail(m, MS_RESULT_ORDER,
@@ -5074,20 +5100,6 @@ static MSI_COLD ms_result msi_fail_memory(ms_model *m, const char *what, uint64_
     return msi_fail(m, MS_RESULT_OUT_OF_MEMORY, "no memory for %s (%llu bytes)", what,
                     (unsigned long long)bytes);
 }
-
-#ifdef MEMSCALE_NO_PLANNER
-enum { MSI_HAS_PLANNER = false };
-
-static MSI_COLD ms_result msi_fail_unplanned(ms_model *m, const char *function) {
-    return msi_fail(
-        m, MS_RESULT_UNSUPPORTED,
-        "%s: this library is built without its planner (MEMSCALE_NO_PLANNER): load a plan "
-        "with ms_plan_load, or take the plain one with ms_detach",
-        function);
-}
-#else
-enum { MSI_HAS_PLANNER = true };
-#endif
 
 /* The error of ms_create that a model carries, if any; INVALID if the model is NULL. */
 static ms_result msi_made(const ms_model *m) {
@@ -8403,18 +8415,6 @@ static msi_format msi_format_of(const ms_optimizer_desc *o, const msi_tensor *t,
                         : msi_format_of_state(o->state_format[role - MSI_ROLE_STATE0]);
 }
 
-/* Bytes in memory of all state of a param, each tensor of it aligned. */
-static uint64_t msi_all_state_bytes(const ms_optimizer_desc *o, const msi_tensor *t,
-                                    bool state_8bit) {
-    uint64_t bytes = 0;
-    for (uint32_t k = 0; k < msi_state_count(o); k++) {
-        const msi_role role = (msi_role)(MSI_ROLE_STATE0 + k);
-        bytes += msi_align(
-            msi_format_bytes(msi_format_of(o, t, role, state_8bit), t->bytes / sizeof(float)));
-    }
-    return bytes;
-}
-
 /* What a function was given: `"x"`, `the gradient of "x"`. */
 static msi_words msi_handle_words(const msi_graph *g, ms_tensor handle) {
     const uint32_t t = msi_index(g, handle);
@@ -8568,12 +8568,6 @@ static uint32_t msi_op_reads(const msi_layer *l, msi_op op, int group) {
     return op == MSI_OP_BACKWARD    ? l->backward_masks[group]
            : op == MSI_OP_RECOMPUTE ? l->recompute_masks[group]
                                     : msi_forward_reads_of(group);
-}
-
-/* The time of a layer's recomputation. */
-static double msi_again_us(const msi_layer *l, msi_op op) {
-    return op == MSI_OP_REPEAT ? l->time[MSI_FORMAT_F32].forward_us
-                               : l->time[MSI_FORMAT_F32].recompute_us;
 }
 
 /* Why a value cannot be in 16 bits. */
@@ -9219,57 +9213,6 @@ static ms_switch msi_tiling_force(const msi_graph *g, const msi_layer *l) {
         off |= made.t->technique[MS_TECHNIQUE_TILING] == MS_SWITCH_OFF;
     }
     return off ? MS_SWITCH_OFF : on ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
-}
-
-/* The end of the group that begins with a layer: as long as layers can join it and are forced alike. */
-static uint32_t msi_longest_group(const msi_graph *g, uint32_t first) {
-    const ms_switch force = msi_tiling_force(g, &g->layers.items[first]);
-    uint32_t end = first;
-    while (end < g->layers.count && msi_tiling_force(g, &g->layers.items[end]) == force &&
-           msi_can_join_group(g, first, end)) {
-        end++;
-    }
-    while (end > first && !msi_can_group(g, first, end)) {
-        end--;
-    }
-    return end;
-}
-
-/* The most tiles that a group can have: each a multiple of `unit`, and none below tile.smallest. */
-static uint32_t msi_most_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
-    uint64_t unit, rows = msi_common_rows(g, first, end, &unit), least = unit;
-    for (uint32_t i = first; i < end; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint64_t own = msi_layer_rows(g, l, false);
-        const uint64_t smallest = l->tile.smallest > 1 ? (uint64_t)l->tile.smallest : 1;
-        least = msi_larger(least, msi_smaller(smallest, own) * (rows / own));
-    }
-    least = (least + unit - 1) / unit * unit;
-    const uint64_t most = rows / least;
-    return (uint32_t)(most < 1 ? 1 : most < MSI_MOST_TILES ? most : (uint64_t)MSI_MOST_TILES);
-}
-
-/* The number of tiles of a group that is forced: 4, or more if a layer prefers fewer rows. */
-static uint32_t msi_forced_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
-    uint64_t unit, rows = msi_common_rows(g, first, end, &unit), each = (rows + 3) / 4;
-    for (uint32_t i = first; i < end; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint64_t own = msi_layer_rows(g, l, false), prefers = (uint64_t)l->tile.preferred;
-        each =
-            prefers > 0 ? msi_smaller(each, prefers < own ? prefers * (rows / own) : rows) : each;
-    }
-    const uint64_t tiles = (rows + each - 1) / each, most = msi_most_tiles(g, first, end);
-    return (uint32_t)(tiles < 2 ? 2 : msi_smaller(tiles, most < 2 ? 2 : most));
-}
-
-/* Decides that layers are a group of so many tiles, or whole. */
-static void msi_decide_group(const msi_graph *g, msi_tensor_decision *d, uint32_t first,
-                             uint32_t end, uint32_t tiles) {
-    for (uint32_t i = first; i < end; i++) {
-        msi_tensor_decision *of = &d[msi_first_output(g, &g->layers.items[i])];
-        of->tiles = (uint16_t)tiles;
-        of->begins_group = tiles > 0 && i == first;
-    }
 }
 
 /* Whether an instruction has no rows to work on. */
@@ -13413,48 +13356,6 @@ typedef struct msi_param_cursor {
     uint32_t layer, slot; // the next one is at a slot of layer - 1; all later layers are done
 } msi_param_cursor;
 
-/* The next param that may be updated inside backward, if its gradient is complete after the
-   backward of layer `end`; or MSI_NONE. */
-static uint32_t msi_next_early(msi_param_cursor *c, const msi_tensor_decision *d, uint32_t end) {
-    const msi_graph *g = c->graph;
-    while (c->layer > end) {
-        const uint32_t layer = c->layer - 1;
-        while (c->slot < g->layers.items[layer].count[MSI_GROUP_PARAM]) {
-            const uint32_t t = msi_completed_param(g, layer, c->slot++);
-            if (t != MSI_NONE && d[t].update_after != MSI_NONE) {
-                return t;
-            }
-        }
-        c->layer--;
-        c->slot = 0;
-    }
-    return MSI_NONE;
-}
-
-/* Decides when params are updated: inside backward those that are forced, and if `early` all that
-   may be. They are updated in the order in which their gradients are complete, as soon as the
-   gradients that wait exceed lag_bytes. */
-static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool early,
-                              uint64_t lag_bytes) {
-    msi_param_cursor head = {g, g->layers.count, 0}, tail = head;
-    uint64_t waiting_bytes = 0;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        const bool forced = tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON;
-        d[t].update_after = tensor->updates_early && (early || forced) ? MSI_AT_END : MSI_NONE;
-    }
-    for (uint32_t i = g->layers.count; i-- > 0;) {
-        for (uint32_t t; (t = msi_next_early(&tail, d, i)) != MSI_NONE;) {
-            waiting_bytes += g->tensors.items[t].bytes;
-        }
-        while (waiting_bytes > lag_bytes) {
-            const uint32_t t = msi_next_early(&head, d, i);
-            waiting_bytes -= g->tensors.items[t].bytes;
-            d[t].update_after = i;
-        }
-    }
-}
-
 // ------------------------------------------------------------------------------------------------
 // >>lower  from graph and decisions to a program: backward, groups in tiles, and the whole
 
@@ -13761,17 +13662,22 @@ static bool msi_may_repeat(msi_lowering *w) {
     return may;
 }
 
+/* The blocks of the program before, if any can be repeated: without a planner none are. */
+static const msi_blocks *msi_before(const msi_repeating *r) {
+    return MSI_HAS_PLANNER ? r->before : NULL;
+}
+
 /* Begins the blocks of a program, which has its residents. `last`: those of the program before. */
 static void msi_begin_blocks(msi_lowering *w, const msi_blocks *last) {
     msi_repeating *r = &w->repeating;
     const size_t words = msi_word_count(w->graph);
-    r->before = msi_may_repeat(w) ? last : NULL;
+    r->before = MSI_HAS_PLANNER && msi_may_repeat(w) ? last : NULL;
     r->is_complete = false;
-    r->renamed.count = r->before ? r->code.ranges.count : 0;
+    r->renamed.count = msi_before(r) ? r->code.ranges.count : 0;
     memcpy(r->decisions, w->decisions, (size_t)msi_decisions_bytes(w->graph));
     if (!MSI_RESERVE(uint32_t, w->allocator, r->renamed, r->renamed.count)) {
         w->program->out_of_memory = true;
-    } else if (r->before) {
+    } else if (msi_before(r)) {
         memcpy(r->was, w->now.snapshot, words * sizeof *r->was);
         memset(r->differs, 0, words * sizeof *r->differs);
         for (uint32_t k = 0; k < r->renamed.count; k++) {
@@ -13825,7 +13731,7 @@ static void msi_forget_values(msi_lowering *w) {
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         const bool drops = w->decisions[t].pass > 0;
         w->now.value[t] = drops || w->now.away[t] != MSI_NONE ? MSI_NONE : w->now.value[t];
-        if (w->repeating.before) {
+        if (msi_before(&w->repeating)) {
             was[t] = drops || was_away[t] != MSI_NONE ? MSI_NONE : was[t];
             msi_compare_word(w, states + t);
         }
@@ -13850,7 +13756,7 @@ static void msi_compare_whereabouts(msi_lowering *w, uint32_t number) {
 
 /* Whether a block is the same as in the program before. */
 static bool msi_is_same_block(const msi_repeating *r, uint32_t number) {
-    const msi_block_start *of = r->before ? &r->before->starts.items[number] : NULL;
+    const msi_block_start *of = msi_before(r) ? &r->before->starts.items[number] : NULL;
     bool same = of != NULL;
     for (uint32_t k = same ? of->reads : 0; same && k < of[1].reads; k++) {
         same = r->different[r->before->reads.items[k]] == 0;
@@ -13932,7 +13838,7 @@ static void msi_lower_blocks(msi_lowering *w, const msi_tensor_decision *decisio
             msi_repeat_block(w, number);
         } else {
             msi_lower_block(w, number, first);
-            if (r->before && !p->out_of_memory) {
+            if (msi_before(r) && !p->out_of_memory) {
                 msi_compare_whereabouts(w, number);
             }
         }
@@ -13954,11 +13860,12 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     msi_lower_blocks(w, decisions, p, true);
     p->out_of_memory =
         p->out_of_memory ||
-        !MSI_COPY_LIST(msi_instruction, w->allocator, kept->instructions, p->code.instructions) ||
-        !MSI_COPY_LIST(msi_operand, w->allocator, kept->operands, p->code.operands) ||
-        !MSI_COPY_LIST(msi_range, w->allocator, kept->ranges, p->code.ranges);
+        (MSI_HAS_PLANNER &&
+         (!MSI_COPY_LIST(msi_instruction, w->allocator, kept->instructions, p->code.instructions) ||
+          !MSI_COPY_LIST(msi_operand, w->allocator, kept->operands, p->code.operands) ||
+          !MSI_COPY_LIST(msi_range, w->allocator, kept->ranges, p->code.ranges)));
     kept->norm = p->code.norm;
-    if (r->is_checked && r->before && !p->out_of_memory) {
+    if (r->is_checked && msi_before(r) && !p->out_of_memory) {
         msi_lower_blocks(w, decisions, p, false);
         MEMSCALE_ASSERT(p->out_of_memory ||
                         (MSI_IS_EQUAL_LIST(kept->instructions, p->code.instructions) &&
@@ -16470,15 +16377,6 @@ static msi_times msi_read_clock(const msi_clock *c) {
     return times;
 }
 
-/* The most that an engine copies, of times by engine. */
-static double msi_busiest_us(const double *link_us) {
-    double most_us = 0.0;
-    for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
-        most_us = link_us[engine] > most_us ? link_us[engine] : most_us;
-    }
-    return most_us;
-}
-
 /* The times of a step: of all its micro-batches, the last of which goes on to the update. */
 static msi_times msi_sum_step(const msi_times *micro, const msi_times *last, uint32_t micro_count) {
     const double before = (double)(micro_count - 1);
@@ -16777,203 +16675,6 @@ static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *de
     return score;
 }
 
-/* Sets of groups of layers in tiles: set n, from 1 on, is a part of one list of groups. */
-enum { MSI_MOST_TILINGS = 32 };
-
-typedef struct msi_tilings {
-    MSI_LIST(msi_tiling) groups;
-    uint32_t end[MSI_MOST_TILINGS + 1]; // of set n in the list; [0] is 0
-    uint32_t count;
-} msi_tilings;
-
-/* What plans have to meet, and the best one that the searches have found so far.
-
-   A search is a function from a budget to a plan that fits it, or to none, with two properties:
-   - a larger budget gets no slower plan;
-   - if the plan for a budget fits a smaller one as well, then it is the plan for that one too.
-   The second implies that a smaller budget gets no larger arena: it gets the same plan, or one that
-   fits where that one does not. The fastest plan of a fixed list that fits, with ties broken by a
-   fixed order, has both properties, and so has the best of the plans of several searches. Nothing
-   else about plans needs to be known for ms_wrap to keep its promise; the order of tries, and what
-   is skipped because it cannot win, make no difference. The lists of plans that move something keep
-   both only nearly: see msi_search_offloading. */
-typedef struct msi_search {
-    const msi_scorer *scorer;
-    uint64_t budget, enough;    // no layout need be smaller than `enough`
-    uint64_t least_live_bytes;  // of all plans that were estimated for this budget
-    double least_us;            // of the first plan of the list: no plan counts as faster
-    uint32_t techniques;        // mask of those that may be used
-    uint32_t moves;             // of params, a mask; MSI_MOVES_MADE: values of layers too
-    bool may_move;              // plans that move something to the host are searched too
-    uint64_t host_budget;       // of what lies on the host
-    bool any;                   // one plan that fits is enough
-    bool is_guided;             // by the plan of a fold
-    msi_found how;              // the search under way, and what the plans have that it proposes
-    bool may_delay;             // those that update params after backward are searched too
-    const msi_tilings *tilings; // found by msi_find_tilings, or NULL
-    uint32_t tiling;            // number of the set that groups their layers; 0: none
-    msi_tensor_decision *best;  // the best plan so far, if one was found
-    bool found, fits;
-    msi_found best_how;
-    msi_score best_score;
-    /* Other searches that found good plans, the best first, and the best score of each; at the end
-       one that does not count. */
-    msi_found ranks[MSI_RANKS + 1];
-    msi_score rank_scores[MSI_RANKS + 1];
-    uint32_t rank_count;
-    bool keeps_chain;        // for the local search
-    struct msi_chain *chain; // or NULL
-} msi_search;
-
-/* What plans round: optimizer state to codes of 8 bits; what layers make, and params, to 16. */
-enum { MSI_ROUNDS_STATE = 1, MSI_ROUNDS_VALUES = 2, MSI_ROUNDS_PARAMS = 4, MSI_ROUNDINGS = 8 };
-
-/* Estimates decisions for a search. */
-static MSI_NOINLINE msi_score msi_search_estimate(msi_search *s,
-                                                  const msi_tensor_decision *decisions) {
-    msi_score score = msi_estimate(s->scorer, decisions);
-    s->least_live_bytes = msi_smaller(s->least_live_bytes, score.live_bytes);
-    score.us = score.us > s->least_us ? score.us : s->least_us;
-    return score;
-}
-
-/* The most bytes of a plan that may be better than the best so far. */
-static uint64_t msi_most_bytes(const msi_search *s) {
-    return s->fits ? s->budget : msi_larger(s->budget, s->best_score.bytes);
-}
-
-/* Whether decisions come before others: the faster first, then those that copy less, then those with
-   fewer live bytes. Arenas are not compared, since a layout that fits may have ended early. */
-static bool msi_is_faster(const msi_score *a, const msi_score *b) {
-    const double by_us = a->us - b->us, by_link_us = a->link_us - b->link_us;
-    return by_us < 0.0 ||
-           (!(by_us > 0.0) &&
-            (by_link_us < 0.0 || (!(by_link_us > 0.0) && a->live_bytes < b->live_bytes)));
-}
-
-/* Whether decisions that were estimated may be the best so far, and so are worth a layout. */
-static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
-    return !s->found || (score->live_bytes <= msi_most_bytes(s) &&
-                         (!s->fits || msi_is_faster(score, &s->best_score)));
-}
-
-/* Whether a plan that was laid out comes before another: those that fit come first, the faster before
-   the slower; then the others, the smaller before the larger. */
-static bool msi_comes_first(const msi_search *s, const msi_score *a, const msi_score *b) {
-    const bool fits = a->bytes <= s->budget;
-    const bool smaller = a->bytes < b->bytes || (a->bytes == b->bytes && a->us < b->us);
-    return fits != (b->bytes <= s->budget) ? fits : fits ? msi_is_faster(a, b) : smaller;
-}
-
-/* The search that finds a plan again: see msi_search_like. When its updates run is no choice there. */
-static msi_found msi_search_of(msi_found found) {
-    const bool other = found.by != MSI_FINDER_CHAIN && found.by != MSI_FINDER_SEGMENTS &&
-                       found.by != MSI_FINDER_LISTS;
-    found.by = other ? MSI_FINDER_GREEDY : found.by;
-    found.list = other ? 0 : found.list;
-    return found;
-}
-
-/* Whether two searches are the same, where groups in tiles make a difference or do not. */
-static bool msi_is_same_search(const msi_found *a, const msi_found *b, bool has_tiles) {
-    return a->by == b->by && a->list == b->list && a->rounding == b->rounding &&
-           (a->tiles == b->tiles || !has_tiles);
-}
-
-/* Notes which search has found a plan, unless that has found a better one, or another list the same
-   plan: then both lists moved the same, and would in what is guided. */
-static void msi_rank(msi_search *s, const msi_score *score) {
-    uint32_t at = 0;
-    for (; at < s->rank_count; at++) {
-        const msi_score *by_it = &s->rank_scores[at];
-        const bool ties = !msi_comes_first(s, score, by_it) && !msi_comes_first(s, by_it, score);
-        msi_found how = msi_search_of(s->how);
-        how.list = ties ? s->ranks[at].list : how.list;
-        if (msi_is_same_search(&s->ranks[at], &how, true)) {
-            break;
-        }
-    }
-    if (at < s->rank_count && !msi_comes_first(s, score, &s->rank_scores[at])) {
-        return;
-    }
-    s->rank_count += at == s->rank_count && at < MSI_RANKS;
-    for (; at > 0 && msi_comes_first(s, score, &s->rank_scores[at - 1]); at--) {
-        s->ranks[at] = s->ranks[at - 1];
-        s->rank_scores[at] = s->rank_scores[at - 1];
-    }
-    s->ranks[at] = msi_search_of(s->how);
-    s->rank_scores[at] = *score;
-}
-
-/* Keeps decisions that were laid out if they are better than the best so far. */
-static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
-                        const msi_score *score) {
-    s->how.tiles = s->tiling > 0;
-    if (msi_is_short(s->scorer) || score->host_bytes > s->host_budget) {
-        return;
-    }
-    msi_rank(s, score);
-    if (!s->found || msi_comes_first(s, score, &s->best_score)) {
-        s->found = true;
-        s->fits = score->bytes <= s->budget;
-        s->best_score = *score;
-        s->best_how = s->how;
-        memcpy(s->best, decisions, (size_t)msi_decisions_bytes(s->scorer->graph));
-    }
-}
-
-/* Decisions on a list, which were estimated. */
-typedef struct msi_candidate {
-    msi_score score;
-    uint32_t number; // by which their search finds them again
-    bool done;       // they were laid out
-} msi_candidate;
-
-typedef MSI_LIST(msi_candidate) msi_candidates;
-
-/* The candidate to lay out next, of those that may be the best: the fastest or, as long as none
-   fits, the smallest, after which few others may still be the best. MSI_NONE: there is none. */
-static uint32_t msi_next_candidate(const msi_search *s, const msi_candidate *list, uint32_t count) {
-    uint32_t best = MSI_NONE;
-    for (uint32_t k = 0; k < count && !msi_is_short(s->scorer); k++) {
-        const msi_score *a = &list[k].score, *b = &list[best == MSI_NONE ? k : best].score;
-        const bool better = s->fits ? msi_is_faster(a, b) : a->live_bytes < b->live_bytes;
-        const bool first = best == MSI_NONE || better;
-        best = first && !list[k].done && msi_may_be_best(s, a) ? k : best;
-    }
-    return best;
-}
-
-/* Whether the program that was estimated last has more on the host than it may, however that is laid
-   out: its homes, and what lives there at the start of any other value. */
-static bool msi_exceeds_host(const msi_search *s) {
-    const msi_program *p = s->scorer->program;
-    const uint32_t first = s->scorer->store->residents.count;
-    uint64_t most = 0;
-    for (uint32_t i = first; i < p->code.ranges.count && p->layout.sent_bytes > 0; i++) {
-        const msi_range *at = &p->code.ranges.items[i];
-        uint64_t live = 0;
-        for (uint32_t k = first; k < p->code.ranges.count && at->on_host; k++) {
-            const msi_range *r = &p->code.ranges.items[k];
-            const bool counts = r->on_host && r->alias_of == MSI_NONE;
-            live += counts && r->first <= at->first && at->first <= r->last ? r->bytes : 0;
-        }
-        most = msi_larger(most, live);
-    }
-    return p->layout.home_bytes > s->host_budget || most > s->host_budget - p->layout.home_bytes;
-}
-
-/* Lays out and proposes a candidate that was estimated last, unless it exceeds the host. */
-static MSI_NOINLINE void msi_propose_candidate(msi_search *s, msi_candidate *c,
-                                               const msi_tensor_decision *decisions,
-                                               msi_score score) {
-    if (!msi_exceeds_host(s)) {
-        (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
-        msi_propose(s, decisions, &score);
-    }
-    c->done = true;
-}
-
 /* The values that a layer makes, outputs and then saved tensors:
    for (MSI_EACH_MADE(made, g, layer)) { ... made.tensor ... } */
 #define MSI_EACH_MADE(operand, g, layer)                                                           \
@@ -16986,30 +16687,6 @@ static MSI_NOINLINE bool msi_is_droppable(const msi_graph *g, uint32_t t) {
            tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
 }
 
-static bool msi_is_drop_forced(const msi_graph *g, uint32_t t) {
-    return g->tensors.items[t].technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON;
-}
-
-/* How the values of a layer come back under these decisions: as msi_way_back has it. */
-static msi_op msi_decided_way(const msi_graph *g, const msi_tensor_decision *decisions,
-                              uint32_t layer) {
-    bool there = true;
-    if (!g->layers.items[layer].recompute) {
-        return MSI_OP_RECOMPUTE;
-    }
-    for (MSI_EACH_MADE(made, g, layer)) {
-        there &=
-            !g->tensors.items[made.tensor].serves_recompute || decisions[made.tensor].pass == 0;
-    }
-    return there ? MSI_OP_RECOMPUTE : MSI_OP_REPEAT;
-}
-
-/* Whether a search may drop a value. The plain plan has dropped what nothing reads again. */
-static MSI_NOINLINE bool msi_is_choice(const msi_graph *g, uint32_t t) {
-    return msi_is_read_again(&g->tensors.items[t]) && msi_is_droppable(g, t) &&
-           !msi_is_drop_forced(g, t);
-}
-
 /* What of a tensor a plan can move. */
 static uint8_t msi_movable(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
@@ -17019,11 +16696,6 @@ static uint8_t msi_movable(const msi_graph *g, uint32_t t) {
     const bool waits =
         !msi_is_resident(tensor) && msi_is_read_again(tensor) && !tensor->is_output && t != g->loss;
     return (uint8_t)(waits ? MSI_MOVES_VALUE : 0);
-}
-
-/* Bytes of a value that a layer makes, in the format that was decided. */
-static uint64_t msi_decided_bytes(const msi_graph *g, const msi_tensor_decision *d, uint32_t t) {
-    return msi_value_bytes(&g->tensors.items[t], (msi_format)d[t].format);
 }
 
 /* What of a tensor lies in the trainer's memory. */
@@ -17071,127 +16743,6 @@ static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions)
         decisions[t].begins_group = false;
     }
     decisions[g->tensors.count].room = 0;
-}
-
-/* Makes layers a group, and drops the values that only this group uses: each tile recomputes its
-   own rows. Values that are moved to the host stay moved. */
-static void msi_decide_tiles(const msi_graph *g, msi_tensor_decision *decisions, uint32_t first,
-                             uint32_t end, uint32_t tiles) {
-    msi_decide_group(g, decisions, first, end, tiles);
-    for (uint32_t i = first; i < end; i++) {
-        for (MSI_EACH_MADE(made, g, i)) {
-            const uint32_t t = made.tensor;
-            const bool inner = g->tensors.items[t].last_use < end && msi_is_droppable(g, t) &&
-                               !(decisions[t].moves & MSI_MOVES_VALUE);
-            decisions[t].pass = inner && decisions[t].pass == 0 ? 1 : decisions[t].pass;
-        }
-    }
-}
-
-/* Puts the layers that are forced to be in tiles into groups. */
-static void msi_decide_forced_tiles(const msi_graph *g, msi_tensor_decision *decisions) {
-    for (uint32_t i = 0; i < g->layers.count;) {
-        const bool forced = msi_tiling_force(g, &g->layers.items[i]) == MS_SWITCH_ON;
-        const uint32_t end = forced ? msi_longest_group(g, i) : i;
-        if (end > i) {
-            msi_decide_tiles(g, decisions, i, end, msi_forced_tiles(g, i, end));
-        }
-        i = end > i ? end : i + 1;
-    }
-}
-
-/* How many tiles a layer needs so that none takes longer than an instruction may; 0: it can stay
-   whole, or cannot be split. */
-static uint32_t msi_tiles_for_time(const msi_graph *g, const msi_costs *c, uint32_t layer) {
-    const msi_layer *l = &g->layers.items[layer];
-    const ms_layer_time *t = &l->time[MSI_FORMAT_F32];
-    const double longer = t->forward_us > t->backward_us ? t->forward_us : t->backward_us;
-    const double longest = longer > t->recompute_us ? longer : t->recompute_us;
-    if (!(c->most_us > 0.0) || !c->splits_layers || !(longest > c->most_us) ||
-        msi_tiling_force(g, l) == MS_SWITCH_OFF || !msi_can_group(g, layer, layer + 1)) {
-        return 0;
-    }
-    uint64_t unit;
-    const uint64_t rows = msi_common_rows(g, layer, layer + 1, &unit);
-    const uint64_t fit = (uint64_t)((double)rows * (c->most_us / longest));
-    const uint64_t each = fit > unit ? fit : unit;
-    return (uint32_t)msi_smaller((rows + each - 1) / each, msi_most_tiles(g, layer, layer + 1));
-}
-
-/* Decides on a group in as many tiles as are wanted, or as its slowest layer needs. */
-static void msi_decide_tiles_in_time(const msi_graph *g, const msi_costs *c,
-                                     msi_tensor_decision *decisions, const msi_tiling *group) {
-    const uint32_t most = msi_most_tiles(g, group->first, group->end);
-    uint32_t tiles = group->tiles;
-    for (uint32_t i = group->first; i < group->end; i++) {
-        const uint32_t needed = msi_tiles_for_time(g, c, i);
-        tiles = needed > tiles ? needed : tiles;
-    }
-    tiles = tiles < most || most < 2 ? tiles : most;
-    if (group->keeps) {
-        msi_decide_group(g, decisions, group->first, group->end, tiles);
-    } else {
-        msi_decide_tiles(g, decisions, group->first, group->end, tiles);
-    }
-}
-
-/* Splits what would take longer than an instruction may: layers alone, in tiles, and updates. An
-   update reads and writes up to seven times the bytes of its param. */
-static void msi_split_long(const msi_graph *g, const msi_costs *c, msi_tensor_decision *decisions) {
-    for (uint32_t i = 0; i < g->layers.count; i++) {
-        const uint32_t tiles = msi_tiles_for_time(g, c, i);
-        if (tiles > 1) {
-            msi_decide_tiles(g, decisions, i, i + 1, tiles);
-        }
-    }
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        const double us = msi_bytes_us(c, MSI_COST_UPDATE, 7.0 * (double)tensor->bytes);
-        if (tensor->kind == MSI_KIND_PARAM && us > c->most_us) {
-            const double wanted = us / c->most_us;
-            const uint32_t most =
-                wanted < (double)MSI_MAX_PARTS ? (uint32_t)wanted + 1 : (uint32_t)MSI_MAX_PARTS;
-            const uint64_t elements = tensor->bytes / sizeof(float);
-            const uint64_t each = msi_part_size(elements, most);
-            const uint32_t parts = (uint32_t)((elements + each - 1) / each);
-            decisions[t].splits = parts > 1;
-            decisions[t].parts = parts > decisions[t].parts ? (uint16_t)parts : decisions[t].parts;
-        }
-    }
-}
-
-/* What a search begins with: nothing is dropped or moved by choice, only what is forced. Early
-   updates, roundings and tiles are those of the plans that it searches. */
-static void msi_decide_base(const msi_search *search, msi_tensor_decision *decisions) {
-    const msi_scorer *s = search->scorer;
-    const msi_graph *g = s->graph;
-    msi_decide_plain(g, decisions);
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        const uint8_t forced = tensor->forced_moves & msi_movable(g, t);
-        decisions[t].pass |= msi_is_drop_forced(g, t);
-        decisions[t].moves = (uint8_t)(decisions[t].pass > 0 ? forced & ~MSI_MOVES_VALUE : forced);
-        decisions[t].state_8bit = msi_is_8bit(s->lowering->optimizer, s->has_state_formats,
-                                              search->how.rounding & MSI_ROUNDS_STATE, tensor);
-        if (s->homes && tensor->kind == MSI_KIND_PARAM) {
-            decisions[t].moves = s->homes[t].moves;
-            decisions[t].state_8bit = s->homes[t].state_8bit;
-        }
-        const uint32_t rounds =
-            tensor->kind == MSI_KIND_PARAM ? MSI_ROUNDS_PARAMS : MSI_ROUNDS_VALUES;
-        decisions[t].format =
-            s->homes ? s->homes[t].format
-                     : (uint8_t)msi_format_of_value(g, t, search->how.rounding & rounds);
-    }
-    msi_decide_forced_tiles(g, decisions);
-    if (s->costs->most_us > 0.0) {
-        msi_split_long(g, s->costs, decisions);
-    }
-    for (uint32_t k = search->tiling > 0 ? search->tilings->end[search->tiling - 1] : 0;
-         search->tiling > 0 && k < search->tilings->end[search->tiling]; k++) {
-        msi_decide_tiles_in_time(g, s->costs, decisions, &search->tilings->groups.items[k]);
-    }
-    msi_place_updates(g, decisions, search->how.early, 0);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -17789,8 +17340,9 @@ static MSI_COLD ms_result msi_save_plans(ms_model *m, const ms_sink *sink) {
     const uint64_t bytes = msi_decisions_bytes(&m->graph);
     ms_result result = msi_check_called(m, "ms_plan_save");
     if (result == MS_RESULT_OK && (!m->run.plan || m->wrapped.changed)) {
-        return msi_fail(m, MS_RESULT_ORDER, "ms_plan_save: call ms_wrap first%s",
-                        m->run.plan ? ": something was set since that asks for a new plan" : "");
+        return msi_fail_in_words(m, MS_RESULT_ORDER, "ms_plan_save: call ms_wrap first%s",
+                                 m->run.plan ? ": something was set since that asks for a new plan"
+                                             : "");
     }
     if (result != MS_RESULT_OK) {
         return result;
@@ -17803,12 +17355,12 @@ static MSI_COLD ms_result msi_save_plans(ms_model *m, const ms_sink *sink) {
     if (plain) {
         msi_put_file(&f, plain);
     }
-    result =
-        f.is_short ? msi_fail_memory(m, "the file of a plan", f.bytes.count + bytes)
-        : sink->write(sink->user, f.bytes.items, f.bytes.count) != 0
-            ? msi_fail(m, MS_RESULT_FILE, "ms_plan_save: the sink has failed to write %u bytes",
-                       (unsigned)f.bytes.count)
-            : MS_RESULT_OK;
+    result = f.is_short ? msi_fail_memory(m, "the file of a plan", f.bytes.count + bytes)
+             : sink->write(sink->user, f.bytes.items, f.bytes.count) != 0
+                 ? msi_fail_in_words(m, MS_RESULT_FILE,
+                                     "ms_plan_save: the sink has failed to write %u bytes",
+                                     (unsigned)f.bytes.count)
+                 : MS_RESULT_OK;
     msi_release(&m->config.allocator, plain, plain ? bytes : 0);
     msi_close_plans(&f);
     return result;
@@ -17827,24 +17379,26 @@ static MSI_COLD ms_result msi_check_plan_file(ms_model *m, const uint8_t *bytes,
     f.at = bytes + body;
     const uint64_t sum = msi_file_number(&f, 0, UINT64_MAX);
     msi_find_terms(m, false, here);
-    return mark != MSI_PLAN_MARK ? msi_fail(m, MS_RESULT_INVALID,
-                                            "ms_plan_load: this is not a plan "
-                                            "that ms_plan_save has written")
+    return mark != MSI_PLAN_MARK ? msi_fail_in_words(m, MS_RESULT_INVALID,
+                                                     "ms_plan_load: this is not a plan "
+                                                     "that ms_plan_save has written")
            : version != MSI_PLAN_VERSION
-               ? msi_fail(m, MS_RESULT_INVALID,
-                          "ms_plan_load: the plan is of version %llu, and this library reads "
-                          "version %d: save it again",
-                          (unsigned long long)version, (int)MSI_PLAN_VERSION)
+               ? msi_fail_in_words(
+                     m, MS_RESULT_INVALID,
+                     "ms_plan_load: the plan is of version %llu, and this library reads "
+                     "version %d: save it again",
+                     (unsigned long long)version, (int)MSI_PLAN_VERSION)
            : f.at != f.end || sum != msi_plan_sum(bytes, body)
-               ? msi_fail(m, MS_RESULT_INVALID,
-                          "ms_plan_load: the plan is damaged: it has another "
-                          "checksum: copy or save it again")
+               ? msi_fail_in_words(m, MS_RESULT_INVALID,
+                                   "ms_plan_load: the plan is damaged: it has another "
+                                   "checksum: copy or save it again")
            : graph != here[MSI_TERM_GRAPH]
-               ? msi_fail(m, MS_RESULT_INVALID,
-                          "ms_plan_load: the plan is for another %s (%016llx, and here %016llx): "
-                          "load it after the same registrations, or save one of this model",
-                          msi_term_names[MSI_TERM_GRAPH], (unsigned long long)graph,
-                          (unsigned long long)here[MSI_TERM_GRAPH])
+               ? msi_fail_in_words(
+                     m, MS_RESULT_INVALID,
+                     "ms_plan_load: the plan is for another %s (%016llx, and here %016llx): "
+                     "load it after the same registrations, or save one of this model",
+                     msi_term_names[MSI_TERM_GRAPH], (unsigned long long)graph,
+                     (unsigned long long)here[MSI_TERM_GRAPH])
                : MS_RESULT_OK;
 }
 
@@ -17859,17 +17413,17 @@ static MSI_COLD ms_result msi_load_plans(ms_model *m, const ms_source *source) {
     msi_saved_plans f = MSI_ZERO_INIT; // for its bytes
     ms_result result = msi_check_called(m, "ms_plan_load");
     if (result == MS_RESULT_OK && (source->size < MSI_PLAN_LEAST || source->size > MSI_PLAN_MOST)) {
-        return msi_fail(m, MS_RESULT_INVALID, "ms_plan_load: %llu bytes are no plan",
-                        (unsigned long long)source->size);
+        return msi_fail_in_words(m, MS_RESULT_INVALID, "ms_plan_load: %llu bytes are no plan",
+                                 (unsigned long long)source->size);
     }
     if (result == MS_RESULT_OK && !MSI_RESERVE(uint8_t, a, f.bytes, source->size)) {
         result = msi_fail_memory(m, "the file of a plan", source->size);
     }
     if (result == MS_RESULT_OK &&
         source->read(source->user, 0, f.bytes.items, (size_t)source->size) != 0) {
-        result =
-            msi_fail(m, MS_RESULT_FILE, "ms_plan_load: the source has failed to read %llu bytes",
-                     (unsigned long long)source->size);
+        result = msi_fail_in_words(m, MS_RESULT_FILE,
+                                   "ms_plan_load: the source has failed to read %llu bytes",
+                                   (unsigned long long)source->size);
     }
     MSI_THEN(result, msi_check_plan_file(m, f.bytes.items, source->size));
     f.model = m;
@@ -17886,6 +17440,480 @@ static MSI_COLD ms_result msi_load_plans(ms_model *m, const ms_source *source) {
 }
 
 #ifndef MEMSCALE_NO_PLANNER
+
+// ------------------------------------------------------------------------------------------------
+// >>search  what all searches share: the best plan so far, and what they begin with
+
+/* The most tiles that a group can have: each a multiple of `unit`, and none below tile.smallest. */
+static uint32_t msi_most_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
+    uint64_t unit, rows = msi_common_rows(g, first, end, &unit), least = unit;
+    for (uint32_t i = first; i < end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint64_t own = msi_layer_rows(g, l, false);
+        const uint64_t smallest = l->tile.smallest > 1 ? (uint64_t)l->tile.smallest : 1;
+        least = msi_larger(least, msi_smaller(smallest, own) * (rows / own));
+    }
+    least = (least + unit - 1) / unit * unit;
+    const uint64_t most = rows / least;
+    return (uint32_t)(most < 1 ? 1 : most < MSI_MOST_TILES ? most : (uint64_t)MSI_MOST_TILES);
+}
+
+/* The next param that may be updated inside backward, if its gradient is complete after the
+   backward of layer `end`; or MSI_NONE. */
+static uint32_t msi_next_early(msi_param_cursor *c, const msi_tensor_decision *d, uint32_t end) {
+    const msi_graph *g = c->graph;
+    while (c->layer > end) {
+        const uint32_t layer = c->layer - 1;
+        while (c->slot < g->layers.items[layer].count[MSI_GROUP_PARAM]) {
+            const uint32_t t = msi_completed_param(g, layer, c->slot++);
+            if (t != MSI_NONE && d[t].update_after != MSI_NONE) {
+                return t;
+            }
+        }
+        c->layer--;
+        c->slot = 0;
+    }
+    return MSI_NONE;
+}
+
+/* The end of the group that begins with a layer: as long as layers can join it and are forced alike. */
+static uint32_t msi_longest_group(const msi_graph *g, uint32_t first) {
+    const ms_switch force = msi_tiling_force(g, &g->layers.items[first]);
+    uint32_t end = first;
+    while (end < g->layers.count && msi_tiling_force(g, &g->layers.items[end]) == force &&
+           msi_can_join_group(g, first, end)) {
+        end++;
+    }
+    while (end > first && !msi_can_group(g, first, end)) {
+        end--;
+    }
+    return end;
+}
+
+/* The number of tiles of a group that is forced: 4, or more if a layer prefers fewer rows. */
+static uint32_t msi_forced_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
+    uint64_t unit, rows = msi_common_rows(g, first, end, &unit), each = (rows + 3) / 4;
+    for (uint32_t i = first; i < end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint64_t own = msi_layer_rows(g, l, false), prefers = (uint64_t)l->tile.preferred;
+        each =
+            prefers > 0 ? msi_smaller(each, prefers < own ? prefers * (rows / own) : rows) : each;
+    }
+    const uint64_t tiles = (rows + each - 1) / each, most = msi_most_tiles(g, first, end);
+    return (uint32_t)(tiles < 2 ? 2 : msi_smaller(tiles, most < 2 ? 2 : most));
+}
+
+/* Decides that layers are a group of so many tiles, or whole. */
+static void msi_decide_group(const msi_graph *g, msi_tensor_decision *d, uint32_t first,
+                             uint32_t end, uint32_t tiles) {
+    for (uint32_t i = first; i < end; i++) {
+        msi_tensor_decision *of = &d[msi_first_output(g, &g->layers.items[i])];
+        of->tiles = (uint16_t)tiles;
+        of->begins_group = tiles > 0 && i == first;
+    }
+}
+
+/* Decides when params are updated: inside backward those that are forced, and if `early` all that
+   may be. They are updated in the order in which their gradients are complete, as soon as the
+   gradients that wait exceed lag_bytes. */
+static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool early,
+                              uint64_t lag_bytes) {
+    msi_param_cursor head = {g, g->layers.count, 0}, tail = head;
+    uint64_t waiting_bytes = 0;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const bool forced = tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON;
+        d[t].update_after = tensor->updates_early && (early || forced) ? MSI_AT_END : MSI_NONE;
+    }
+    for (uint32_t i = g->layers.count; i-- > 0;) {
+        for (uint32_t t; (t = msi_next_early(&tail, d, i)) != MSI_NONE;) {
+            waiting_bytes += g->tensors.items[t].bytes;
+        }
+        while (waiting_bytes > lag_bytes) {
+            const uint32_t t = msi_next_early(&head, d, i);
+            waiting_bytes -= g->tensors.items[t].bytes;
+            d[t].update_after = i;
+        }
+    }
+}
+
+static bool msi_is_drop_forced(const msi_graph *g, uint32_t t) {
+    return g->tensors.items[t].technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON;
+}
+
+static bool msi_sends(msi_op op) {
+    return msi_is_issued(op) && !msi_fetches(op);
+}
+
+/* Bytes in memory of all state of a param, each tensor of it aligned. */
+static uint64_t msi_all_state_bytes(const ms_optimizer_desc *o, const msi_tensor *t,
+                                    bool state_8bit) {
+    uint64_t bytes = 0;
+    for (uint32_t k = 0; k < msi_state_count(o); k++) {
+        const msi_role role = (msi_role)(MSI_ROLE_STATE0 + k);
+        bytes += msi_align(
+            msi_format_bytes(msi_format_of(o, t, role, state_8bit), t->bytes / sizeof(float)));
+    }
+    return bytes;
+}
+
+/* The time of a layer's recomputation. */
+static double msi_again_us(const msi_layer *l, msi_op op) {
+    return op == MSI_OP_REPEAT ? l->time[MSI_FORMAT_F32].forward_us
+                               : l->time[MSI_FORMAT_F32].recompute_us;
+}
+
+/* The most that an engine copies, of times by engine. */
+static double msi_busiest_us(const double *link_us) {
+    double most_us = 0.0;
+    for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
+        most_us = link_us[engine] > most_us ? link_us[engine] : most_us;
+    }
+    return most_us;
+}
+
+/* Sets of groups of layers in tiles: set n, from 1 on, is a part of one list of groups. */
+enum { MSI_MOST_TILINGS = 32 };
+
+typedef struct msi_tilings {
+    MSI_LIST(msi_tiling) groups;
+    uint32_t end[MSI_MOST_TILINGS + 1]; // of set n in the list; [0] is 0
+    uint32_t count;
+} msi_tilings;
+
+/* What plans have to meet, and the best one that the searches have found so far.
+
+   A search is a function from a budget to a plan that fits it, or to none, with two properties:
+   - a larger budget gets no slower plan;
+   - if the plan for a budget fits a smaller one as well, then it is the plan for that one too.
+   The second implies that a smaller budget gets no larger arena: it gets the same plan, or one that
+   fits where that one does not. The fastest plan of a fixed list that fits, with ties broken by a
+   fixed order, has both properties, and so has the best of the plans of several searches. Nothing
+   else about plans needs to be known for ms_wrap to keep its promise; the order of tries, and what
+   is skipped because it cannot win, make no difference. The lists of plans that move something keep
+   both only nearly: see msi_search_offloading. */
+typedef struct msi_search {
+    const msi_scorer *scorer;
+    uint64_t budget, enough;    // no layout need be smaller than `enough`
+    uint64_t least_live_bytes;  // of all plans that were estimated for this budget
+    double least_us;            // of the first plan of the list: no plan counts as faster
+    uint32_t techniques;        // mask of those that may be used
+    uint32_t moves;             // of params, a mask; MSI_MOVES_MADE: values of layers too
+    bool may_move;              // plans that move something to the host are searched too
+    uint64_t host_budget;       // of what lies on the host
+    bool any;                   // one plan that fits is enough
+    bool is_guided;             // by the plan of a fold
+    msi_found how;              // the search under way, and what the plans have that it proposes
+    bool may_delay;             // those that update params after backward are searched too
+    const msi_tilings *tilings; // found by msi_find_tilings, or NULL
+    uint32_t tiling;            // number of the set that groups their layers; 0: none
+    msi_tensor_decision *best;  // the best plan so far, if one was found
+    bool found, fits;
+    msi_found best_how;
+    msi_score best_score;
+    /* Other searches that found good plans, the best first, and the best score of each; at the end
+       one that does not count. */
+    msi_found ranks[MSI_RANKS + 1];
+    msi_score rank_scores[MSI_RANKS + 1];
+    uint32_t rank_count;
+    bool keeps_chain;        // for the local search
+    struct msi_chain *chain; // or NULL
+} msi_search;
+
+/* What plans round: optimizer state to codes of 8 bits; what layers make, and params, to 16. */
+enum { MSI_ROUNDS_STATE = 1, MSI_ROUNDS_VALUES = 2, MSI_ROUNDS_PARAMS = 4, MSI_ROUNDINGS = 8 };
+
+/* Estimates decisions for a search. */
+static MSI_NOINLINE msi_score msi_search_estimate(msi_search *s,
+                                                  const msi_tensor_decision *decisions) {
+    msi_score score = msi_estimate(s->scorer, decisions);
+    s->least_live_bytes = msi_smaller(s->least_live_bytes, score.live_bytes);
+    score.us = score.us > s->least_us ? score.us : s->least_us;
+    return score;
+}
+
+/* The most bytes of a plan that may be better than the best so far. */
+static uint64_t msi_most_bytes(const msi_search *s) {
+    return s->fits ? s->budget : msi_larger(s->budget, s->best_score.bytes);
+}
+
+/* Whether decisions come before others: the faster first, then those that copy less, then those with
+   fewer live bytes. Arenas are not compared, since a layout that fits may have ended early. */
+static bool msi_is_faster(const msi_score *a, const msi_score *b) {
+    const double by_us = a->us - b->us, by_link_us = a->link_us - b->link_us;
+    return by_us < 0.0 ||
+           (!(by_us > 0.0) &&
+            (by_link_us < 0.0 || (!(by_link_us > 0.0) && a->live_bytes < b->live_bytes)));
+}
+
+/* Whether decisions that were estimated may be the best so far, and so are worth a layout. */
+static bool msi_may_be_best(const msi_search *s, const msi_score *score) {
+    return !s->found || (score->live_bytes <= msi_most_bytes(s) &&
+                         (!s->fits || msi_is_faster(score, &s->best_score)));
+}
+
+/* Whether a plan that was laid out comes before another: those that fit come first, the faster before
+   the slower; then the others, the smaller before the larger. */
+static bool msi_comes_first(const msi_search *s, const msi_score *a, const msi_score *b) {
+    const bool fits = a->bytes <= s->budget;
+    const bool smaller = a->bytes < b->bytes || (a->bytes == b->bytes && a->us < b->us);
+    return fits != (b->bytes <= s->budget) ? fits : fits ? msi_is_faster(a, b) : smaller;
+}
+
+/* The search that finds a plan again: see msi_search_like. When its updates run is no choice there. */
+static msi_found msi_search_of(msi_found found) {
+    const bool other = found.by != MSI_FINDER_CHAIN && found.by != MSI_FINDER_SEGMENTS &&
+                       found.by != MSI_FINDER_LISTS;
+    found.by = other ? MSI_FINDER_GREEDY : found.by;
+    found.list = other ? 0 : found.list;
+    return found;
+}
+
+/* Whether two searches are the same, where groups in tiles make a difference or do not. */
+static bool msi_is_same_search(const msi_found *a, const msi_found *b, bool has_tiles) {
+    return a->by == b->by && a->list == b->list && a->rounding == b->rounding &&
+           (a->tiles == b->tiles || !has_tiles);
+}
+
+/* Notes which search has found a plan, unless that has found a better one, or another list the same
+   plan: then both lists moved the same, and would in what is guided. */
+static void msi_rank(msi_search *s, const msi_score *score) {
+    uint32_t at = 0;
+    for (; at < s->rank_count; at++) {
+        const msi_score *by_it = &s->rank_scores[at];
+        const bool ties = !msi_comes_first(s, score, by_it) && !msi_comes_first(s, by_it, score);
+        msi_found how = msi_search_of(s->how);
+        how.list = ties ? s->ranks[at].list : how.list;
+        if (msi_is_same_search(&s->ranks[at], &how, true)) {
+            break;
+        }
+    }
+    if (at < s->rank_count && !msi_comes_first(s, score, &s->rank_scores[at])) {
+        return;
+    }
+    s->rank_count += at == s->rank_count && at < MSI_RANKS;
+    for (; at > 0 && msi_comes_first(s, score, &s->rank_scores[at - 1]); at--) {
+        s->ranks[at] = s->ranks[at - 1];
+        s->rank_scores[at] = s->rank_scores[at - 1];
+    }
+    s->ranks[at] = msi_search_of(s->how);
+    s->rank_scores[at] = *score;
+}
+
+/* Keeps decisions that were laid out if they are better than the best so far. */
+static void msi_propose(msi_search *s, const msi_tensor_decision *decisions,
+                        const msi_score *score) {
+    s->how.tiles = s->tiling > 0;
+    if (msi_is_short(s->scorer) || score->host_bytes > s->host_budget) {
+        return;
+    }
+    msi_rank(s, score);
+    if (!s->found || msi_comes_first(s, score, &s->best_score)) {
+        s->found = true;
+        s->fits = score->bytes <= s->budget;
+        s->best_score = *score;
+        s->best_how = s->how;
+        memcpy(s->best, decisions, (size_t)msi_decisions_bytes(s->scorer->graph));
+    }
+}
+
+/* Decisions on a list, which were estimated. */
+typedef struct msi_candidate {
+    msi_score score;
+    uint32_t number; // by which their search finds them again
+    bool done;       // they were laid out
+} msi_candidate;
+
+typedef MSI_LIST(msi_candidate) msi_candidates;
+
+/* The candidate to lay out next, of those that may be the best: the fastest or, as long as none
+   fits, the smallest, after which few others may still be the best. MSI_NONE: there is none. */
+static uint32_t msi_next_candidate(const msi_search *s, const msi_candidate *list, uint32_t count) {
+    uint32_t best = MSI_NONE;
+    for (uint32_t k = 0; k < count && !msi_is_short(s->scorer); k++) {
+        const msi_score *a = &list[k].score, *b = &list[best == MSI_NONE ? k : best].score;
+        const bool better = s->fits ? msi_is_faster(a, b) : a->live_bytes < b->live_bytes;
+        const bool first = best == MSI_NONE || better;
+        best = first && !list[k].done && msi_may_be_best(s, a) ? k : best;
+    }
+    return best;
+}
+
+/* Whether the program that was estimated last has more on the host than it may, however that is laid
+   out: its homes, and what lives there at the start of any other value. */
+static bool msi_exceeds_host(const msi_search *s) {
+    const msi_program *p = s->scorer->program;
+    const uint32_t first = s->scorer->store->residents.count;
+    uint64_t most = 0;
+    for (uint32_t i = first; i < p->code.ranges.count && p->layout.sent_bytes > 0; i++) {
+        const msi_range *at = &p->code.ranges.items[i];
+        uint64_t live = 0;
+        for (uint32_t k = first; k < p->code.ranges.count && at->on_host; k++) {
+            const msi_range *r = &p->code.ranges.items[k];
+            const bool counts = r->on_host && r->alias_of == MSI_NONE;
+            live += counts && r->first <= at->first && at->first <= r->last ? r->bytes : 0;
+        }
+        most = msi_larger(most, live);
+    }
+    return p->layout.home_bytes > s->host_budget || most > s->host_budget - p->layout.home_bytes;
+}
+
+/* Lays out and proposes a candidate that was estimated last, unless it exceeds the host. */
+static MSI_NOINLINE void msi_propose_candidate(msi_search *s, msi_candidate *c,
+                                               const msi_tensor_decision *decisions,
+                                               msi_score score) {
+    if (!msi_exceeds_host(s)) {
+        (void)msi_fits(s->scorer, &score, MSI_NO_BUDGET, s->enough);
+        msi_propose(s, decisions, &score);
+    }
+    c->done = true;
+}
+
+/* How the values of a layer come back under these decisions: as msi_way_back has it. */
+static msi_op msi_decided_way(const msi_graph *g, const msi_tensor_decision *decisions,
+                              uint32_t layer) {
+    bool there = true;
+    if (!g->layers.items[layer].recompute) {
+        return MSI_OP_RECOMPUTE;
+    }
+    for (MSI_EACH_MADE(made, g, layer)) {
+        there &=
+            !g->tensors.items[made.tensor].serves_recompute || decisions[made.tensor].pass == 0;
+    }
+    return there ? MSI_OP_RECOMPUTE : MSI_OP_REPEAT;
+}
+
+/* Whether a search may drop a value. The plain plan has dropped what nothing reads again. */
+static MSI_NOINLINE bool msi_is_choice(const msi_graph *g, uint32_t t) {
+    return msi_is_read_again(&g->tensors.items[t]) && msi_is_droppable(g, t) &&
+           !msi_is_drop_forced(g, t);
+}
+
+/* Bytes of a value that a layer makes, in the format that was decided. */
+static uint64_t msi_decided_bytes(const msi_graph *g, const msi_tensor_decision *d, uint32_t t) {
+    return msi_value_bytes(&g->tensors.items[t], (msi_format)d[t].format);
+}
+
+/* Makes layers a group, and drops the values that only this group uses: each tile recomputes its
+   own rows. Values that are moved to the host stay moved. */
+static void msi_decide_tiles(const msi_graph *g, msi_tensor_decision *decisions, uint32_t first,
+                             uint32_t end, uint32_t tiles) {
+    msi_decide_group(g, decisions, first, end, tiles);
+    for (uint32_t i = first; i < end; i++) {
+        for (MSI_EACH_MADE(made, g, i)) {
+            const uint32_t t = made.tensor;
+            const bool inner = g->tensors.items[t].last_use < end && msi_is_droppable(g, t) &&
+                               !(decisions[t].moves & MSI_MOVES_VALUE);
+            decisions[t].pass = inner && decisions[t].pass == 0 ? 1 : decisions[t].pass;
+        }
+    }
+}
+
+/* Puts the layers that are forced to be in tiles into groups. */
+static void msi_decide_forced_tiles(const msi_graph *g, msi_tensor_decision *decisions) {
+    for (uint32_t i = 0; i < g->layers.count;) {
+        const bool forced = msi_tiling_force(g, &g->layers.items[i]) == MS_SWITCH_ON;
+        const uint32_t end = forced ? msi_longest_group(g, i) : i;
+        if (end > i) {
+            msi_decide_tiles(g, decisions, i, end, msi_forced_tiles(g, i, end));
+        }
+        i = end > i ? end : i + 1;
+    }
+}
+
+/* How many tiles a layer needs so that none takes longer than an instruction may; 0: it can stay
+   whole, or cannot be split. */
+static uint32_t msi_tiles_for_time(const msi_graph *g, const msi_costs *c, uint32_t layer) {
+    const msi_layer *l = &g->layers.items[layer];
+    const ms_layer_time *t = &l->time[MSI_FORMAT_F32];
+    const double longer = t->forward_us > t->backward_us ? t->forward_us : t->backward_us;
+    const double longest = longer > t->recompute_us ? longer : t->recompute_us;
+    if (!(c->most_us > 0.0) || !c->splits_layers || !(longest > c->most_us) ||
+        msi_tiling_force(g, l) == MS_SWITCH_OFF || !msi_can_group(g, layer, layer + 1)) {
+        return 0;
+    }
+    uint64_t unit;
+    const uint64_t rows = msi_common_rows(g, layer, layer + 1, &unit);
+    const uint64_t fit = (uint64_t)((double)rows * (c->most_us / longest));
+    const uint64_t each = fit > unit ? fit : unit;
+    return (uint32_t)msi_smaller((rows + each - 1) / each, msi_most_tiles(g, layer, layer + 1));
+}
+
+/* Decides on a group in as many tiles as are wanted, or as its slowest layer needs. */
+static void msi_decide_tiles_in_time(const msi_graph *g, const msi_costs *c,
+                                     msi_tensor_decision *decisions, const msi_tiling *group) {
+    const uint32_t most = msi_most_tiles(g, group->first, group->end);
+    uint32_t tiles = group->tiles;
+    for (uint32_t i = group->first; i < group->end; i++) {
+        const uint32_t needed = msi_tiles_for_time(g, c, i);
+        tiles = needed > tiles ? needed : tiles;
+    }
+    tiles = tiles < most || most < 2 ? tiles : most;
+    if (group->keeps) {
+        msi_decide_group(g, decisions, group->first, group->end, tiles);
+    } else {
+        msi_decide_tiles(g, decisions, group->first, group->end, tiles);
+    }
+}
+
+/* Splits what would take longer than an instruction may: layers alone, in tiles, and updates. An
+   update reads and writes up to seven times the bytes of its param. */
+static void msi_split_long(const msi_graph *g, const msi_costs *c, msi_tensor_decision *decisions) {
+    for (uint32_t i = 0; i < g->layers.count; i++) {
+        const uint32_t tiles = msi_tiles_for_time(g, c, i);
+        if (tiles > 1) {
+            msi_decide_tiles(g, decisions, i, i + 1, tiles);
+        }
+    }
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const double us = msi_bytes_us(c, MSI_COST_UPDATE, 7.0 * (double)tensor->bytes);
+        if (tensor->kind == MSI_KIND_PARAM && us > c->most_us) {
+            const double wanted = us / c->most_us;
+            const uint32_t most =
+                wanted < (double)MSI_MAX_PARTS ? (uint32_t)wanted + 1 : (uint32_t)MSI_MAX_PARTS;
+            const uint64_t elements = tensor->bytes / sizeof(float);
+            const uint64_t each = msi_part_size(elements, most);
+            const uint32_t parts = (uint32_t)((elements + each - 1) / each);
+            decisions[t].splits = parts > 1;
+            decisions[t].parts = parts > decisions[t].parts ? (uint16_t)parts : decisions[t].parts;
+        }
+    }
+}
+
+/* What a search begins with: nothing is dropped or moved by choice, only what is forced. Early
+   updates, roundings and tiles are those of the plans that it searches. */
+static void msi_decide_base(const msi_search *search, msi_tensor_decision *decisions) {
+    const msi_scorer *s = search->scorer;
+    const msi_graph *g = s->graph;
+    msi_decide_plain(g, decisions);
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const uint8_t forced = tensor->forced_moves & msi_movable(g, t);
+        decisions[t].pass |= msi_is_drop_forced(g, t);
+        decisions[t].moves = (uint8_t)(decisions[t].pass > 0 ? forced & ~MSI_MOVES_VALUE : forced);
+        decisions[t].state_8bit = msi_is_8bit(s->lowering->optimizer, s->has_state_formats,
+                                              search->how.rounding & MSI_ROUNDS_STATE, tensor);
+        if (s->homes && tensor->kind == MSI_KIND_PARAM) {
+            decisions[t].moves = s->homes[t].moves;
+            decisions[t].state_8bit = s->homes[t].state_8bit;
+        }
+        const uint32_t rounds =
+            tensor->kind == MSI_KIND_PARAM ? MSI_ROUNDS_PARAMS : MSI_ROUNDS_VALUES;
+        decisions[t].format =
+            s->homes ? s->homes[t].format
+                     : (uint8_t)msi_format_of_value(g, t, search->how.rounding & rounds);
+    }
+    msi_decide_forced_tiles(g, decisions);
+    if (s->costs->most_us > 0.0) {
+        msi_split_long(g, s->costs, decisions);
+    }
+    for (uint32_t k = search->tiling > 0 ? search->tilings->end[search->tiling - 1] : 0;
+         search->tiling > 0 && k < search->tilings->end[search->tiling]; k++) {
+        msi_decide_tiles_in_time(g, s->costs, decisions, &search->tilings->groups.items[k]);
+    }
+    msi_place_updates(g, decisions, search->how.early, 0);
+}
 
 // ------------------------------------------------------------------------------------------------
 // >>moves  what can be changed in a plan: the bytes that frees, and the time it is expected to
@@ -22879,11 +22907,6 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     return shortage;
 }
 
-/* A share of a budget; one that is not limited stays so. */
-static uint64_t msi_budget_share(uint64_t budget, double share) {
-    return budget == UINT64_MAX ? budget : (uint64_t)(share * (double)budget);
-}
-
 /* Solves for the graph that the model has at present, into a new plan. */
 static ms_result msi_solve_anew(ms_model *m, const msi_store *store, const msi_request *request,
                                 msi_plan **made) {
@@ -22903,6 +22926,11 @@ static ms_result msi_solve_anew(ms_model *m, const msi_store *store, const msi_r
 }
 
 #ifndef MEMSCALE_NO_PLANNER
+
+/* A share of a budget; one that is not limited stays so. */
+static uint64_t msi_budget_share(uint64_t budget, double share) {
+    return budget == UINT64_MAX ? budget : (uint64_t)(share * (double)budget);
+}
 
 /* What plans of a graph take: of the plain plan, and about of the smallest. */
 typedef struct msi_bytes_range {
@@ -23226,19 +23254,20 @@ static ms_result msi_take_plans(ms_model *m, msi_store **made, msi_plan **plans)
     if (result == MS_RESULT_OK && f.is_short) {
         result = msi_fail_memory(m, "a loaded plan", m->loaded.count);
     } else if (result == MS_RESULT_OK && (f.fault.text[0] || !*plans || f.at != f.end)) {
-        result =
-            msi_fail(m, MS_RESULT_INVALID,
-                     "the loaded plan does not fit: %s: save one of a model that is made and "
-                     "configured like this one",
-                     f.fault.text[0] ? f.fault.text : "it has no plan, or bytes after the last");
+        result = msi_fail_in_words(
+            m, MS_RESULT_INVALID,
+            "the loaded plan does not fit: %s: save one of a model that is made and "
+            "configured like this one",
+            f.fault.text[0] ? f.fault.text : "it has no plan, or bytes after the last");
     } else if (result == MS_RESULT_OK &&
                (msi_room_of(store) > budget || (host_bytes > host_budget && f.moves))) {
-        result = msi_fail(m, MS_RESULT_BUDGET,
-                          "the loaded plan needs %s (%llu bytes) and %s on the host (%llu bytes), "
-                          "the budgets are %s and %s: save a plan for these, or set larger ones",
-                          msi_size(msi_room_of(store)).text, (unsigned long long)msi_room_of(store),
-                          msi_size(host_bytes).text, (unsigned long long)host_bytes,
-                          msi_size_down(budget).text, msi_size_down(host_budget).text);
+        result = msi_fail_in_words(
+            m, MS_RESULT_BUDGET,
+            "the loaded plan needs %s (%llu bytes) and %s on the host (%llu bytes), "
+            "the budgets are %s and %s: save a plan for these, or set larger ones",
+            msi_size(msi_room_of(store)).text, (unsigned long long)msi_room_of(store),
+            msi_size(host_bytes).text, (unsigned long long)host_bytes, msi_size_down(budget).text,
+            msi_size_down(host_budget).text);
     }
     msi_close_plans(&f);
     msi_drop_loaded(m);
