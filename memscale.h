@@ -16976,9 +16976,12 @@ static MSI_COLD uint64_t msi_file_number(msi_saved_plans *f, uint64_t number, ui
         more = rest >> 7 != 0;
         f->bytes.items[f->bytes.count++] = (uint8_t)((rest & 127) | (more ? 128u : 0u));
     }
-    number = f->writes ? number : 0;
-    for (uint32_t bit = 0; !f->writes && bit < 64 && more && f->at < f->end; bit += 7) {
-        more = *f->at >> 7;
+    if (f->writes) {
+        return number; // so what is written stays as it is
+    }
+    number = 0;
+    for (uint32_t bit = 0; bit < 64 && more && f->at < f->end; bit += 7) {
+        more = *f->at >> 7 || (bit == 63 && *f->at > 1);
         number |= (uint64_t)(*f->at++ & 127) << bit;
     }
     if (more || number > most) {
@@ -17162,19 +17165,18 @@ static MSI_COLD bool msi_has_sound_groups(const msi_graph *g, const msi_tensor_d
                                           const msi_tensor_decision *homes) {
     bool sound = true;
     for (uint32_t i = 0; i < g->layers.count && sound;) {
-        const uint32_t tiles = msi_tiles_of(g, d, i);
-        msi_tiling group = {i, i + 1, 0, 0, 0, false, false};
-        bool same = homes != NULL;
-        if (tiles > 0) {
-            group = msi_group_at(g, d, i);
-        }
-        for (; i < group.end; i++) {
+        const uint32_t first = i, tiles = msi_tiles_of(g, d, i);
+        bool same = homes != NULL, goes_on = true;
+        for (; goes_on; i++) {
             const uint32_t t = msi_first_output(g, &g->layers.items[i]);
             same = same && homes[t].tiles == tiles && homes[t].begins_group == d[t].begins_group;
             sound &= tiles > 0 || !d[t].begins_group;
+            goes_on = i + 1 < g->layers.count && i + 1 - first < MSI_MOST_GROUPED && tiles > 0 &&
+                      msi_tiles_of(g, d, i + 1) == tiles &&
+                      !d[msi_first_output(g, &g->layers.items[i + 1])].begins_group;
         }
-        sound = sound && tiles <= MSI_MOST_TILES &&
-                (tiles == 0 || same || msi_can_group(g, group.first, group.end));
+        sound =
+            sound && tiles <= MSI_MOST_TILES && (tiles == 0 || same || msi_can_group(g, first, i));
     }
     return sound;
 }
@@ -23198,8 +23200,8 @@ static ms_result msi_take_plan(ms_model *m, msi_saved_plans *f, msi_store *store
     msi_get_sizes(&m->graph, now);
     msi_get_sizes(&m->graph, sizes);
     msi_file_sizes(f, sizes);
-    msi_set_sizes(&m->graph, sizes);
     if (msi_is_sound_file(f)) {
+        msi_set_sizes(&m->graph, sizes);
         result = msi_solve_anew(m, store, &request, &plan);
     }
     msi_set_sizes(&m->graph, now);
