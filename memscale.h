@@ -5020,8 +5020,7 @@ static void msi_log(const ms_model *m, ms_log_level level, const char *tag, cons
 }
 
 MEMSCALE_PRINTF(3, 4)
-static MSI_COLD ms_result msi_fail_in_words(ms_model *m, ms_result result, const char *format,
-                                            ...) {
+static MSI_COLD ms_result msi_fail(ms_model *m, ms_result result, const char *format, ...) {
     char text[MSI_ERROR_BYTES]; // the arguments may point into m->errors
     va_list args;
     if (m->errors.broken != MS_RESULT_OK) {
@@ -5038,25 +5037,26 @@ static MSI_COLD ms_result msi_fail_in_words(ms_model *m, ms_result result, const
     return result;
 }
 
+/* Calls msi_fail where errors are brief, too: there it is a macro. */
+#define MSI_FAIL_IN_WORDS (msi_fail)
+
 /* On a small board errors have the text of their result alone, except about plans in files, and nothing
-   else is logged. */
+   is logged but these. */
 #if defined(MEMSCALE_NO_PLANNER) && defined(MEMSCALE_NO_STDIO)
 static MSI_NOINLINE ms_result msi_fail_briefly(ms_model *m, ms_result result) {
-    return msi_fail_in_words(m, result, "%s", ms_result_text(result));
+    return MSI_FAIL_IN_WORDS(m, result, "%s", ms_result_text(result));
 }
 
 #define msi_fail(m, result, ...)                                                                   \
-    (0 ? msi_fail_in_words(m, result, __VA_ARGS__) : msi_fail_briefly(m, result))
-#define msi_log(m, level, tag, ...) (0 ? msi_log(m, level, tag, __VA_ARGS__) : (void)0)
-#else
-#define msi_fail msi_fail_in_words
+    (0 ? MSI_FAIL_IN_WORDS(m, result, __VA_ARGS__) : msi_fail_briefly(m, result))
+#define msi_log(m, level, tag, ...) (0 ? (msi_log)(m, level, tag, __VA_ARGS__) : (void)0)
 #endif
 
 #ifdef MEMSCALE_NO_PLANNER
 enum { MSI_HAS_PLANNER = false };
 
 static MSI_COLD ms_result msi_fail_unplanned(ms_model *m, const char *function) {
-    return msi_fail_in_words(
+    return MSI_FAIL_IN_WORDS(
         m, MS_RESULT_UNSUPPORTED,
         "%s: this library is built without its planner (MEMSCALE_NO_PLANNER): load a plan "
         "with ms_plan_load, or take the plain one with ms_detach",
@@ -16874,7 +16874,7 @@ enum {
     X(MICROS, "accumulation_steps (ms_set_accumulation)")                                          \
     X(PRECISION, "precision: mixed_dtype, master_weights, or whether 16 bits are allowed")         \
     X(BACKEND, "backend: workspace_bytes, device_is_host or is_asynchronous")                      \
-    X(COPIES, "way to copy: has_copy_streams, async_offload, prefetch_depth, debug or tf32")
+    X(COPIES, "way to copy: async_offload, prefetch_depth, debug, tf32 or static_profiling")
 
 #define MSI_X(term, what) MSI_TERM_##term,
 enum { MSI_TERMS(MSI_X) MSI_TERM_COUNT };
@@ -16915,8 +16915,7 @@ static MSI_COLD void msi_find_terms(const ms_model *m, bool moves, uint64_t *ter
     const uint64_t of_precision[] = {m->config.master_weights == MS_SWITCH_OFF,
                                      (uint64_t)msi_narrow_of(m)};
     const uint64_t of_backend[] = {b->workspace_bytes, b->device_is_host, b->is_asynchronous};
-    const uint64_t of_copies[] = {m->costs.has_links, m->costs.waits_for_copies,
-                                  m->costs.copies_ahead, m->costs.tf32,
+    const uint64_t of_copies[] = {m->costs.waits_for_copies, m->costs.copies_ahead, m->costs.tf32,
                                   m->config.static_profiling == MS_SWITCH_OFF};
     terms[MSI_TERM_OPTIMIZER] = msi_hash_bytes(0, of_optimizer, sizeof of_optimizer);
     terms[MSI_TERM_MICROS] = msi_larger(m->config.accumulation_steps, 1);
@@ -16954,7 +16953,8 @@ typedef struct msi_saved_plans {
     msi_words fault;         // what is wrong; empty: nothing is
     uint64_t terms[MSI_TERM_COUNT];
     ms_mode mode;
-    bool moves; // some plan moves something to the host
+    bool moves;     // some plan moves something to the host
+    bool has_links; // as in msi_costs: one of the times below
     uint32_t plan_count;
     MSI_LIST(double) times; // of the file; while these are in force, those of the model
     uint64_t hash;          // of the programs of the plan that was read last
@@ -17012,6 +17012,7 @@ static MSI_COLD void msi_file_head(msi_saved_plans *f) {
     }
     f->mode = (ms_mode)msi_file_number(f, (uint64_t)f->mode, MS_MODE_COUNT - 1);
     f->moves = msi_file_number(f, f->moves, 1) != 0;
+    f->has_links = msi_file_number(f, f->has_links, 1) != 0;
     f->is_short |= !MSI_RESERVE(double, &f->model->config.allocator, f->times, times);
     for (uint64_t k = 0; k < times && f->moves && msi_is_sound_file(f); k++) {
         f->times.items[k] = msi_file_time(f, k, *msi_time_at(f->model, k));
@@ -17218,6 +17219,9 @@ static MSI_COLD void msi_swap_times(msi_saved_plans *f) {
         *at = f->times.items[k];
         f->times.items[k] = time;
     }
+    const bool has_links = f->model->costs.has_links;
+    f->model->costs.has_links = f->moves ? f->has_links : has_links;
+    f->has_links = has_links;
     msi_find_times(f->model);
 }
 
@@ -17320,6 +17324,7 @@ static MSI_COLD void msi_put_file(msi_saved_plans *f, msi_tensor_decision *plain
     ms_model *m = f->model;
     f->writes = true;
     f->mode = m->wrapped.choice.mode;
+    f->has_links = m->costs.has_links;
     for (const msi_plan *plan = m->run.plan; plan; plan = plan->next, f->plan_count++) {
         for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
             f->moves |= plan->decisions[t].moves != 0;
@@ -17342,7 +17347,7 @@ static MSI_COLD ms_result msi_save_plans(ms_model *m, const ms_sink *sink) {
     const uint64_t bytes = msi_decisions_bytes(&m->graph);
     ms_result result = msi_check_called(m, "ms_plan_save");
     if (result == MS_RESULT_OK && (!m->run.plan || m->wrapped.changed)) {
-        return msi_fail_in_words(m, MS_RESULT_ORDER, "ms_plan_save: call ms_wrap first%s",
+        return MSI_FAIL_IN_WORDS(m, MS_RESULT_ORDER, "ms_plan_save: call ms_wrap first%s",
                                  m->run.plan ? ": something was set since that asks for a new plan"
                                              : "");
     }
@@ -17359,7 +17364,7 @@ static MSI_COLD ms_result msi_save_plans(ms_model *m, const ms_sink *sink) {
     }
     result = f.is_short ? msi_fail_memory(m, "the file of a plan", f.bytes.count + bytes)
              : sink->write(sink->user, f.bytes.items, f.bytes.count) != 0
-                 ? msi_fail_in_words(m, MS_RESULT_FILE,
+                 ? MSI_FAIL_IN_WORDS(m, MS_RESULT_FILE,
                                      "ms_plan_save: the sink has failed to write %u bytes",
                                      (unsigned)f.bytes.count)
                  : MS_RESULT_OK;
@@ -17381,21 +17386,21 @@ static MSI_COLD ms_result msi_check_plan_file(ms_model *m, const uint8_t *bytes,
     f.at = bytes + body;
     const uint64_t sum = msi_file_number(&f, 0, UINT64_MAX);
     msi_find_terms(m, false, here);
-    return mark != MSI_PLAN_MARK ? msi_fail_in_words(m, MS_RESULT_INVALID,
+    return mark != MSI_PLAN_MARK ? MSI_FAIL_IN_WORDS(m, MS_RESULT_INVALID,
                                                      "ms_plan_load: this is not a plan "
                                                      "that ms_plan_save has written")
            : version != MSI_PLAN_VERSION
-               ? msi_fail_in_words(
+               ? MSI_FAIL_IN_WORDS(
                      m, MS_RESULT_INVALID,
                      "ms_plan_load: the plan is of version %llu, and this library reads "
                      "version %d: save it again",
                      (unsigned long long)version, (int)MSI_PLAN_VERSION)
            : f.at != f.end || sum != msi_plan_sum(bytes, body)
-               ? msi_fail_in_words(m, MS_RESULT_INVALID,
+               ? MSI_FAIL_IN_WORDS(m, MS_RESULT_INVALID,
                                    "ms_plan_load: the plan is damaged: it has another "
                                    "checksum: copy or save it again")
            : graph != here[MSI_TERM_GRAPH]
-               ? msi_fail_in_words(
+               ? MSI_FAIL_IN_WORDS(
                      m, MS_RESULT_INVALID,
                      "ms_plan_load: the plan is for another %s (%016llx, and here %016llx): "
                      "load it after the same registrations, or save one of this model",
@@ -17415,7 +17420,7 @@ static MSI_COLD ms_result msi_load_plans(ms_model *m, const ms_source *source) {
     msi_saved_plans f = MSI_ZERO_INIT; // for its bytes
     ms_result result = msi_check_called(m, "ms_plan_load");
     if (result == MS_RESULT_OK && (source->size < MSI_PLAN_LEAST || source->size > MSI_PLAN_MOST)) {
-        return msi_fail_in_words(m, MS_RESULT_INVALID, "ms_plan_load: %llu bytes are no plan",
+        return MSI_FAIL_IN_WORDS(m, MS_RESULT_INVALID, "ms_plan_load: %llu bytes are no plan",
                                  (unsigned long long)source->size);
     }
     if (result == MS_RESULT_OK && !MSI_RESERVE(uint8_t, a, f.bytes, source->size)) {
@@ -17423,7 +17428,7 @@ static MSI_COLD ms_result msi_load_plans(ms_model *m, const ms_source *source) {
     }
     if (result == MS_RESULT_OK &&
         source->read(source->user, 0, f.bytes.items, (size_t)source->size) != 0) {
-        result = msi_fail_in_words(m, MS_RESULT_FILE,
+        result = MSI_FAIL_IN_WORDS(m, MS_RESULT_FILE,
                                    "ms_plan_load: the source has failed to read %llu bytes",
                                    (unsigned long long)source->size);
     }
@@ -23256,14 +23261,14 @@ static ms_result msi_take_plans(ms_model *m, msi_store **made, msi_plan **plans)
     if (result == MS_RESULT_OK && f.is_short) {
         result = msi_fail_memory(m, "a loaded plan", m->loaded.count);
     } else if (result == MS_RESULT_OK && (f.fault.text[0] || !*plans || f.at != f.end)) {
-        result = msi_fail_in_words(
+        result = MSI_FAIL_IN_WORDS(
             m, MS_RESULT_INVALID,
             "the loaded plan does not fit: %s: save one of a model that is made and "
             "configured like this one",
             f.fault.text[0] ? f.fault.text : "it has no plan, or bytes after the last");
     } else if (result == MS_RESULT_OK &&
                (msi_room_of(store) > budget || (host_bytes > host_budget && f.moves))) {
-        result = msi_fail_in_words(
+        result = MSI_FAIL_IN_WORDS(
             m, MS_RESULT_BUDGET,
             "the loaded plan needs %s (%llu bytes) and %s on the host (%llu bytes), "
             "the budgets are %s and %s: save a plan for these, or set larger ones",

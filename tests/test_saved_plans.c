@@ -1,6 +1,8 @@
 /*  test_saved_plans.c - plans in files. A model of the same registrations that loads the plan of another
     has the same programs and the same bits as that one; what a plan depends on is compared; and a file
-    that is damaged, or was made up, is refused or gives the right numbers. */
+    that is damaged, or was made up, is refused or gives the right numbers.
+    With MEMSCALE_TEST_PLANS=FOLDER, plans are written there along with what training by them gives; compiled
+    with MEMSCALE_NO_PLANNER it loads these, and must get the same. */
 #define T_OFFLOADS
 #include "private.h"
 #include "toy_layers.h"
@@ -32,6 +34,208 @@ static ms_result load_plan(ms_model *m, t_file *from) {
 
 // ------------------------------------------------------------------------------------------------
 // two models
+
+// ------------------------------------------------------------------------------------------------
+// random graphs
+
+typedef struct pair {
+    rd_graph *g;
+    rd_net *n[2]; // the one that plans, and the one that loads
+    v_device device[2];
+    v_layer layers[2][RD_LAYERS];
+    t_heap heap[2];
+    bool late, half, codes;
+    char failure[RD_TEXT];
+} pair;
+
+/* One of both nets, registered but not wrapped, with all that is forced. */
+static rd_net *make_net(pair *p, int k, const ms_config *config) {
+    ms_config own = *config;
+    own.allocator = t_heap_allocator(&p->heap[k]);
+    p->g->move = NULL;
+    if (p->late) {
+        v_open(&p->device[k], p->g->seed);
+        own.backend = v_backend(&p->device[k]);
+        (void)ld_make_late(p->g, p->layers[k]);
+    }
+    rd_net *n = rd_net_create(p->g, &own, k ? "loads" : "plans", p->failure, false);
+    if (p->half) {
+        rd_force_half(n, p->g->seed);
+    }
+    return n;
+}
+
+static void check_pair(const pair *p) {
+    if (p->failure[0]) {
+        fail_msg("seed %llu: %s", (unsigned long long)p->g->seed, p->failure);
+    }
+}
+
+/* A step of one of both nets. Returns its loss. */
+static double step_one(pair *p, int k, uint64_t round) {
+    const uint32_t micros = p->g->accumulation > 1 ? p->g->accumulation : 1;
+    double loss = 0.0;
+    for (uint32_t micro = 0; micro < micros; ++micro) {
+        p->n[k]->run.micro = micro;
+        for (uint32_t i = 0; i < p->g->layer_count; ++i) {
+            rd_op *op = &p->n[k]->run.op[i];
+            op->forwards = op->backwards = op->recomputes = 0;
+        }
+        assert_true(rd_net_write(p->n[k], round * 8 + micro, false));
+        const ms_result result = ms_step(p->n[k]->model, &loss);
+        check_pair(p);
+        t_ok(p->n[k]->model, result);
+        t_ok(p->n[k]->model, ms_synchronize(p->n[k]->model));
+    }
+    p->n[k]->run.step += 1;
+    return loss;
+}
+
+static void close_pair(pair *p) {
+    for (int k = 0; k < 2; ++k) {
+        rd_net_destroy(p->n[k]);
+        if (p->late && p->n[k]) {
+            assert_int_equal(p->device[k].engine.pending, 0);
+            assert_int_equal(p->device[k].callback_error, 0);
+            assert_int_equal(p->device[k].overtaken, 0);
+            v_close(&p->device[k]);
+        }
+        assert_int_equal(p->heap[k].live_count, 0);
+        assert_int_equal(p->heap[k].wrong_releases, 0);
+    }
+    free(p->g);
+}
+
+/* How a graph is planned, by its seed. */
+static ms_config begin_pair(pair *p, uint64_t seed, bool late, t_rng *rng) {
+    ms_config config = t_config();
+    memset(p, 0, sizeof *p);
+    p->g = rd_generate(seed);
+    p->late = late;
+    p->half = t_chance(rng, 0.3);
+    config.mode = (ms_mode)t_below(rng, MS_MODE_COUNT);
+    config.offloading = t_chance(rng, 0.5) ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+    config.master_weights = t_chance(rng, 0.3) ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    config.force_optimize = t_chance(rng, 0.2);
+    config.auto_policy = t_chance(rng, 0.2);
+    config.loss_scaling.initial = 16.0f;
+    if (t_chance(rng, 0.5)) {
+        rd_random_formats(p->g, rng);
+    }
+    if (p->half) {
+        rd_random_dtypes(p->g, seed + 99);
+        config.mixed_dtype = seed % 3 == 0 && t_is_built_in((int)p->g->optimizer.kind)
+                                 ? MS_DTYPE_F16
+                                 : MS_DTYPE_BF16;
+    }
+    return config;
+}
+
+/* What training by a plan gives, before it in its file. */
+typedef struct outcome {
+    uint64_t budget, plan_hash, values, bytes;
+} outcome;
+
+static FILE *plan_file(uint64_t seed, const char *how) {
+    char path[512];
+    const char *folder = getenv("MEMSCALE_TEST_PLANS");
+    snprintf(path, sizeof path, "%s/%llu.plan", folder ? folder : ".", (unsigned long long)seed);
+    return folder ? fopen(path, how) : NULL;
+}
+
+/* Of all values that can be read. */
+static uint64_t hash_values(ms_model *m) {
+    static uint64_t data[MOST_BYTES / 8];
+    uint64_t hash = 0;
+    for (uint32_t t = 0; t < m->graph.tensors.count; ++t) {
+        for (int role = 0; role < MSI_ROLE_MASTER; ++role) {
+            const ms_tensor handle = msi_handle(&m->graph, t, (msi_role)role);
+            if (ms_read(m, handle, data) == MS_RESULT_OK) {
+                hash = msi_hash_bytes(hash, data, ms_tensor_bytes(m, handle));
+            }
+        }
+    }
+    return hash;
+}
+
+#ifdef MEMSCALE_NO_PLANNER
+
+static bool trip_without_planner(uint64_t seed, bool late) {
+    static pair p;
+    t_rng rng = t_seed(seed ^ 0x51a5);
+    outcome o;
+    ms_memory_report report;
+    FILE *from = plan_file(seed, "rb");
+    if (!from) {
+        return false;
+    }
+    assert_true(fread(&o, sizeof o, 1, from) == 1 &&
+                fread(file.data, 1, (size_t)o.bytes, from) == o.bytes);
+    fclose(from);
+    file.bytes = (size_t)o.bytes;
+    const ms_config config = begin_pair(&p, seed, late, &rng);
+    p.n[1] = make_net(&p, 1, &config);
+    ms_model *m = p.n[1]->model;
+    t_error(m, ms_wrap(m), MS_RESULT_UNSUPPORTED);
+    t_text_has(ms_last_error(m), "MEMSCALE_NO_PLANNER");
+    ms_set_budget(m, o.budget);
+    t_ok(m, load_plan(m, &file));
+    t_ok(m, ms_wrap(m));
+    t_report(m, &report);
+    assert_true(report.plan_hash == o.plan_hash);
+    static t_file again;
+    t_ok(m, save_plan(m, &again));
+    assert_true(again.bytes == file.bytes);
+    assert_true(rd_net_write(p.n[1], 0, false));
+    for (uint64_t round = 1; round <= STEPS; ++round) {
+        (void)step_one(&p, 1, round);
+    }
+    assert_true(hash_values(m) == o.values);
+    if (p.g->axis_count > 0) {
+        const int64_t sizes[RD_AXIS_LIMIT] = {1, 1};
+        t_ok(m, ms_reshape(m, sizes)); // which follows the plan for the largest
+        memcpy(p.n[1]->run.size, sizes, sizeof sizes);
+        assert_true(rd_net_write(p.n[1], 99, true));
+        (void)step_one(&p, 1, STEPS + 1);
+    }
+    t_ok(m, ms_detach(m));
+    (void)step_one(&p, 1, STEPS + 2);
+    close_pair(&p);
+    return true;
+}
+
+static void plans_of_another_build_are_loaded(void **state) {
+    (void)state;
+    uint64_t seed = 1;
+    while (trip_without_planner(seed, seed % 3 == 0)) {
+        seed += 1;
+    }
+    print_message("%u plans\n", (unsigned)seed - 1);
+    if (seed == 1) {
+        skip();
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(plans_of_another_build_are_loaded)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
+
+#else
+
+/* Budgets between the smallest and that of the plain plan; the last one is more. */
+enum { BUDGETS = 4 };
+
+static uint64_t budget_of(ms_model *m, int number) {
+    uint64_t least, plain;
+    ms_memory_report report;
+    ms_set_budget(m, (uint64_t)1 << 40);
+    t_ok(m, ms_wrap(m));
+    t_report(m, &report);
+    plain = report.plain_bytes;
+    t_ok(m, ms_smallest_budget(m, &least));
+    return least + (plain > least ? (plain - least) * (uint64_t)number / (BUDGETS - 1) : 0);
+}
 
 /* All that a report says of a plan, and of what it is predicted to take. */
 static void expect_same_plans(const ms_model *a, const ms_model *b, const char *what) {
@@ -91,116 +295,16 @@ static void expect_same_values(ms_model *a, ms_model *b, bool same_plans, const 
     }
 }
 
-/* Budgets between the smallest and that of the plain plan; the last one is more. */
-enum { BUDGETS = 4 };
-
-static uint64_t budget_of(ms_model *m, int number) {
-    uint64_t least, plain;
-    ms_memory_report report;
-    ms_set_budget(m, (uint64_t)1 << 40);
-    t_ok(m, ms_wrap(m));
-    t_report(m, &report);
-    plain = report.plain_bytes;
-    t_ok(m, ms_smallest_budget(m, &least));
-    return least + (plain > least ? (plain - least) * (uint64_t)number / (BUDGETS - 1) : 0);
-}
-
-// ------------------------------------------------------------------------------------------------
-// random graphs
-
-typedef struct pair {
-    rd_graph *g;
-    rd_net *n[2]; // the one that plans, and the one that loads
-    v_device device[2];
-    v_layer layers[2][RD_LAYERS];
-    t_heap heap[2];
-    bool late, half, codes;
-    char failure[RD_TEXT];
-} pair;
-
-/* One of both nets, registered but not wrapped, with all that is forced. */
-static rd_net *make_net(pair *p, int k, const ms_config *config) {
-    ms_config own = *config;
-    own.allocator = t_heap_allocator(&p->heap[k]);
-    p->g->move = NULL;
-    if (p->late) {
-        v_open(&p->device[k], p->g->seed);
-        own.backend = v_backend(&p->device[k]);
-        (void)ld_make_late(p->g, p->layers[k]);
-    }
-    rd_net *n = rd_net_create(p->g, &own, k ? "loads" : "plans", p->failure, false);
-    if (p->half) {
-        rd_force_half(n, p->g->seed);
-    }
-    return n;
-}
-
-static void check_pair(const pair *p) {
-    if (p->failure[0]) {
-        fail_msg("seed %llu: %s", (unsigned long long)p->g->seed, p->failure);
-    }
-}
-
 static void step_both(pair *p, uint64_t round) {
-    const uint32_t micros = p->g->accumulation > 1 ? p->g->accumulation : 1;
-    double loss[2];
-    for (int k = 0; k < 2; ++k) {
-        for (uint32_t micro = 0; micro < micros; ++micro) {
-            p->n[k]->run.micro = micro;
-            for (uint32_t i = 0; i < p->g->layer_count; ++i) {
-                rd_op *op = &p->n[k]->run.op[i];
-                op->forwards = op->backwards = op->recomputes = 0;
-            }
-            assert_true(rd_net_write(p->n[k], round * 8 + micro, false));
-            const ms_result result = ms_step(p->n[k]->model, &loss[k]);
-            check_pair(p);
-            t_ok(p->n[k]->model, result);
-            t_ok(p->n[k]->model, ms_synchronize(p->n[k]->model));
-        }
-        p->n[k]->run.step += 1;
-    }
-    assert_memory_equal(&loss[0], &loss[1], sizeof loss[0]);
-}
-
-static void close_pair(pair *p) {
-    for (int k = 0; k < 2; ++k) {
-        rd_net_destroy(p->n[k]);
-        if (p->late) {
-            assert_int_equal(p->device[k].engine.pending, 0);
-            assert_int_equal(p->device[k].callback_error, 0);
-            assert_int_equal(p->device[k].overtaken, 0);
-            v_close(&p->device[k]);
-        }
-        assert_int_equal(p->heap[k].live_count, 0);
-        assert_int_equal(p->heap[k].wrong_releases, 0);
-    }
-    free(p->g);
+    const double a = step_one(p, 0, round), b = step_one(p, 1, round);
+    assert_memory_equal(&a, &b, sizeof a);
 }
 
 static void trip_dag(uint64_t seed, bool late, uint32_t *techniques) {
     static pair p;
     t_rng rng = t_seed(seed ^ 0x51a5);
-    ms_config config = t_config();
     char what[80];
-    memset(&p, 0, sizeof p);
-    p.g = rd_generate(seed);
-    p.late = late;
-    p.half = t_chance(&rng, 0.3);
-    config.mode = (ms_mode)t_below(&rng, MS_MODE_COUNT);
-    config.offloading = t_chance(&rng, 0.5) ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
-    config.master_weights = t_chance(&rng, 0.3) ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
-    config.force_optimize = t_chance(&rng, 0.2);
-    config.debug = !late && t_chance(&rng, 0.1);
-    config.auto_policy = t_chance(&rng, 0.2);
-    config.loss_scaling.initial = 16.0f;
-    if (t_chance(&rng, 0.5)) {
-        rd_random_formats(p.g, &rng);
-    }
-    if (p.half) {
-        rd_random_dtypes(p.g, seed + 99);
-        config.mixed_dtype =
-            seed % 3 == 0 && t_is_built_in((int)p.g->optimizer.kind) ? MS_DTYPE_F16 : MS_DTYPE_BF16;
-    }
+    const ms_config config = begin_pair(&p, seed, late, &rng);
     for (int k = 0; k < 2; ++k) {
         p.n[k] = make_net(&p, k, &config);
     }
@@ -235,6 +339,14 @@ static void trip_dag(uint64_t seed, bool late, uint32_t *techniques) {
     for (uint64_t round = 1; round <= STEPS; ++round) {
         step_both(&p, round);
         expect_same_values(a, b, true, what);
+    }
+    FILE *to = plan_file(seed, "wb");
+    if (to) {
+        ms_memory_report report;
+        t_report(b, &report);
+        const outcome o = {budget, report.plan_hash, hash_values(b), file.bytes};
+        assert_true(fwrite(&o, sizeof o, 1, to) == 1 &&
+                    fwrite(file.data, 1, file.bytes, to) == file.bytes && fclose(to) == 0);
     }
     for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
         for (uint32_t t = 0; t < a->graph.tensors.count; ++t) {
@@ -624,3 +736,5 @@ int main(void) {
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
+
+#endif // MEMSCALE_NO_PLANNER
