@@ -47,6 +47,13 @@
                               cgroups
     MEMSCALE_NO_SYSTEM        MEMSCALE_NO_STDIO, and no threads, clock or questions to the system:
                               set ms_config.clock for slices, a budget, and max_host_bytes
+    MEMSCALE_NO_PLANNER       for boards, with half of the code: ms_wrap takes a plan that was made
+                              elsewhere (ms_plan_load), ms_detach the plain one, and ms_reshape
+                              follows the plan for the largest sizes. No debug mode, no
+                              empirical_profiling; UNSUPPORTED: ms_verify, ms_find_nonfinite,
+                              ms_smallest_budget, ms_visit_decisions. With MEMSCALE_NO_STDIO too,
+                              errors have the text of ms_result_text alone, except about plans in
+                              files
 
   WHAT IT DOES NOT DO
     It is neither a tensor library nor an autograd: the trainer does the arithmetic of its layers.
@@ -107,6 +114,10 @@
     By default modes BALANCED and AGGRESSIVE offload on devices with memory of their own; on others
     it frees nothing, and is for those who switch it ON or force it. max_host_bytes is a budget like
     that of the arena. docs/offloading.md has more.
+
+    PLANS IN FILES. ms_plan_save writes the plan of one machine, and ms_plan_load reads it on
+    another, where it is checked and needs no search, nor a library that can search
+    (MEMSCALE_NO_PLANNER).
 
     PROFILES. The time of a layer comes from the first of these sources that has it: what was set by
     ms_set_layer_time; what was measured (ms_config.empirical_profiling) or loaded
@@ -1750,8 +1761,25 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
 MEMSCALE_API_CHECKED ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user);
 MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text, size_t length);
 
-/* PLANS IN FILES. ms_plan_save writes.
-   TODO */
+/* PLANS IN FILES. A plan that is made on one machine and used on another, or in another process: a wrap
+   that loads its plan takes a tenth of one that searches it, or less. ms_plan_save writes the plans in
+   force, for the largest sizes of the axes and for others that there are. ms_plan_load reads them, after
+   all registrations and ms_set_loss, for the next ms_wrap, whether that succeeds or not; later ones plan
+   as ever. The model then has the same programs, the same plan_hash and the same bits, in another build
+   too. What a step is predicted to take follows from its own hardware and profile.
+
+   A file has decisions and offsets, and is checked, not trusted: the programs are made from the decisions,
+   which must be possible and allowed here; no two values that live at one time may overlap; the budgets
+   must suffice. It is for one graph (names and callbacks apart), and for the outputs, frozen params,
+   forced techniques, loans, optimizer and accumulation_steps that it was saved with; for one dtype of
+   mixed precision and one way to copy, if it rounds or moves anything. Seed, rates, the log, the budget
+   and the device may differ. Copies are scheduled by the times of the machine that has saved it, so a plan
+   that moves something may be refused on a processor whose arithmetic differs in the last bit. Numbers
+   about the plain plan in the report (plain_bytes) are those of the file.
+   Errors: INVALID (no plan; another version; damaged; another graph; of ms_wrap: whatever else does not
+   fit, and what), BUDGET (of ms_wrap), ORDER (ms_plan_save before ms_wrap, or after something that asks
+   for another; in a callback), FILE (the sink or the source has failed), OUT_OF_MEMORY. After an error
+   the model is as before. */
 MEMSCALE_API_CHECKED ms_result ms_plan_save(ms_model *model, const ms_sink *sink);
 MEMSCALE_API_CHECKED ms_result ms_plan_load(ms_model *model, const ms_source *source);
 
