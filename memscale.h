@@ -17143,50 +17143,53 @@ static MSI_COLD uint64_t msi_hash_programs(const msi_store *store, const msi_pla
     return msi_hash_program(msi_hash_program(0, &plan->train, residents), &plan->eval, residents);
 }
 
-/* The technique by which what is decided for a tensor is impossible, or not allowed by `techniques` or
-   by force; COUNT: there is none. What groups in tiles are made of is for msi_has_sound_groups. */
-static MSI_COLD ms_technique msi_decision_fault(const msi_scorer *s, uint32_t techniques,
-                                                const msi_tensor_decision *decisions,
-                                                const msi_tensor_decision *plain, uint32_t t) {
+/* Whether what is decided for a tensor about a technique is possible, and allowed by `techniques` or by
+   force. What groups in tiles are made of is for msi_has_sound_groups. */
+static MSI_COLD bool msi_is_sound_decision(const msi_scorer *s, uint32_t techniques,
+                                           const msi_tensor_decision *decisions,
+                                           const msi_tensor_decision *plain, uint32_t t,
+                                           ms_technique technique) {
     const msi_graph *g = s->graph;
     const msi_tensor *x = &g->tensors.items[t];
     const msi_tensor_decision *d = &decisions[t];
-    const bool is_param = x->kind == MSI_KIND_PARAM;
-    const bool is_first =
-        x->producer != MSI_NONE && msi_first_output(g, &g->layers.items[x->producer]) == t;
-    const bool in_tiles = x->producer != MSI_NONE && msi_tiles_of(g, decisions, x->producer) > 0;
-    const uint64_t elements = x->bytes / sizeof(float), each = msi_part_size(elements, d->parts);
-    const bool parted = is_param && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
-                        (elements + each - 1) / each == d->parts;
+    const bool is_param = x->kind == MSI_KIND_PARAM, is_made = x->producer != MSI_NONE;
+    const bool may = (techniques >> technique & 1) || x->technique[technique] == MS_SWITCH_ON;
     const uint32_t moves = d->moves & (uint32_t)MSI_MOVES_ALL;
-    const uint32_t movable = (x->forced_moves & msi_movable(g, t)) |
-                             (techniques & MSI_OFFLOADING ? msi_may_choose(g, t) : 0u);
-    const bool maps = s->costs->maps_host && is_param && (moves & MSI_MOVES_STATE);
-    bool may[MS_TECHNIQUE_COUNT];
-    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        may[k] = (techniques >> k & 1) || x->technique[k] == MS_SWITCH_ON;
+    switch (technique) {
+    case MS_TECHNIQUE_CHECKPOINTING:
+        return d->pass == plain[t].pass ||
+               (msi_is_droppable(g, t) && d->pass <= g->layers.count &&
+                (moves == 0 || d->pass == 0) &&
+                (may || (is_made && msi_tiles_of(g, decisions, x->producer) > 0)));
+    case MS_TECHNIQUE_EARLY_UPDATE:
+        return d->update_after == MSI_NONE ||
+               (is_param && x->updates_early && may &&
+                (d->update_after < g->layers.count || d->update_after == MSI_AT_END));
+    case MS_TECHNIQUE_OFFLOADING: {
+        const uint64_t elements = x->bytes / sizeof(float);
+        const uint64_t each = msi_part_size(elements, d->parts);
+        const bool parted = is_param && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
+                            (elements + each - 1) / each == d->parts;
+        const uint32_t movable = (x->forced_moves & msi_movable(g, t)) |
+                                 (techniques & MSI_OFFLOADING ? msi_may_choose(g, t) : 0u);
+        const bool maps = s->costs->maps_host && is_param && (moves & MSI_MOVES_STATE);
+        return (moves & ~movable) == 0 && (!(d->moves & MSI_IN_PLACE) || maps) &&
+               (parted || (!d->splits && d->parts == plain[t].parts));
     }
-    may[MS_TECHNIQUE_TILING] |= s->costs->most_us > 0.0 && s->costs->splits_layers;
-    const bool sound[MS_TECHNIQUE_COUNT] = {
-        d->pass == plain[t].pass ||
-            (msi_is_droppable(g, t) && d->pass <= g->layers.count && (moves == 0 || d->pass == 0) &&
-             (may[MS_TECHNIQUE_CHECKPOINTING] || in_tiles)),
-        d->update_after == MSI_NONE ||
-            (is_param && x->updates_early && may[MS_TECHNIQUE_EARLY_UPDATE] &&
-             (d->update_after < g->layers.count || d->update_after == MSI_AT_END)),
-        (moves & ~movable) == 0 && (!(d->moves & MSI_IN_PLACE) || maps) &&
-            (parted || (!d->splits && d->parts == plain[t].parts)),
-        d->room == 0 &&
-            ((d->tiles == 0 && !d->begins_group) || (is_first && may[MS_TECHNIQUE_TILING])),
-        d->format == x->format ||
-            (msi_format)d->format == msi_format_of_value(g, t, may[MS_TECHNIQUE_MIXED_PRECISION]),
-        !d->state_8bit || msi_is_8bit(s->lowering->optimizer, s->has_state_formats,
-                                      may[MS_TECHNIQUE_OPTIMIZER_8BIT], x)};
-    int k = 0;
-    while (k < MS_TECHNIQUE_COUNT && sound[k]) {
-        k++;
+    case MS_TECHNIQUE_TILING: {
+        const bool splits = s->costs->most_us > 0.0 && s->costs->splits_layers;
+        const bool is_first = is_made && msi_first_output(g, &g->layers.items[x->producer]) == t;
+        return d->room == 0 &&
+               ((d->tiles == 0 && !d->begins_group) || (is_first && (may || splits)));
     }
-    return (ms_technique)k;
+    case MS_TECHNIQUE_MIXED_PRECISION:
+        return d->format == x->format || (msi_format)d->format == msi_format_of_value(g, t, may);
+    case MS_TECHNIQUE_OPTIMIZER_8BIT:
+        return !d->state_8bit || msi_is_8bit(s->lowering->optimizer, s->has_state_formats, may, x);
+    case MS_TECHNIQUE_COUNT:
+        break;
+    }
+    return false;
 }
 
 /* Whether groups in tiles are possible, at these sizes of the axes or, for `homes`, at the largest. */
@@ -17217,8 +17220,12 @@ static MSI_COLD void msi_check_decisions(msi_saved_plans *f, const msi_scorer *s
     const msi_graph *g = s->graph;
     const msi_tensor_decision *d = plan->decisions, *homes = largest ? largest->decisions : NULL;
     for (uint32_t t = 0; t < g->tensors.count && msi_is_sound_file(f); t++) {
-        const ms_technique k =
-            msi_decision_fault(s, f->model->wrapped.choice.techniques, d, plain, t);
+        int k = 0;
+        while (k < MS_TECHNIQUE_COUNT &&
+               msi_is_sound_decision(s, f->model->wrapped.choice.techniques, d, plain, t,
+                                     (ms_technique)k)) {
+            k++;
+        }
         const bool is_home = homes && g->tensors.items[t].kind == MSI_KIND_PARAM;
         if (k < MS_TECHNIQUE_COUNT) {
             MSI_REFUSE_PLAN(f,
