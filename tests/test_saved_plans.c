@@ -62,6 +62,10 @@ static rd_net *make_net(pair *p, int k, const ms_config *config) {
     if (p->half) {
         rd_force_half(n, p->g->seed);
     }
+    if (p->codes && p->failure[0] == 0) { // which params have state is known once there is a plan
+        t_ok(n->model, ms_detach(n->model));
+        rd_force_codes(n, p->g->seed);
+    }
     return n;
 }
 
@@ -118,6 +122,7 @@ static ms_config begin_pair(pair *p, uint64_t seed, bool late, t_rng *rng) {
     config.master_weights = t_chance(rng, 0.3) ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
     config.force_optimize = t_chance(rng, 0.2);
     config.auto_policy = t_chance(rng, 0.2);
+    p->codes = t_chance(rng, 0.3);
     config.loss_scaling.initial = 16.0f;
     if (t_chance(rng, 0.5)) {
         rd_random_formats(p->g, rng);
@@ -367,6 +372,50 @@ static void a_loaded_plan_is_the_plan_that_was_saved(void **state) {
         trip_dag(seed, seed % 3 == 0, &techniques);
     }
     print_message("techniques: %x\n", (unsigned)techniques);
+}
+
+/* The same in tiles, with budgets of all sizes. */
+static void a_loaded_plan_has_the_same_tiles(void **state) {
+    (void)state;
+    uint32_t tiled = 0;
+    const uint64_t graphs = t_sweep(60, 1000);
+    for (uint64_t seed = 1; seed <= graphs; ++seed) {
+        t_rng rng = t_seed(seed ^ 0x711e);
+        ms_config config = t_config();
+        rt_graph *g = rt_generate(seed);
+        rt_net *n[2];
+        char what[32];
+        config.mode = MS_MODE_AGGRESSIVE;
+        config.offloading = t_chance(&rng, 0.3) ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+        for (int k = 0; k < 2; ++k) {
+            n[k] = rt_net_create(g, &config, NULL, NULL);
+        }
+        ms_model *a = n[0]->model, *b = n[1]->model;
+        const uint64_t budget = budget_of(a, (int)t_below(&rng, BUDGETS));
+        ms_set_budget(a, budget);
+        ms_set_budget(b, budget);
+        t_ok(a, ms_wrap(a));
+        t_ok(a, save_plan(a, &file));
+        t_ok(b, load_plan(b, &file));
+        t_ok(b, ms_wrap(b));
+        snprintf(what, sizeof what, "rows, seed %llu", (unsigned long long)seed);
+        expect_same_plans(a, b, what);
+        for (uint64_t round = 0; round < STEPS; ++round) {
+            for (int k = 0; k < 2; ++k) {
+                rt_net_write(n[k], round, round == 0);
+                t_ok(n[k]->model, ms_step(n[k]->model, NULL));
+            }
+            expect_same_values(a, b, true, what);
+        }
+        for (uint32_t t = 0; t < a->graph.tensors.count; ++t) {
+            tiled += a->run.plan->decisions[t].begins_group;
+        }
+        rt_net_destroy(n[0]);
+        rt_net_destroy(n[1]);
+        free(g);
+    }
+    print_message("%u groups in tiles\n", (unsigned)tiled);
+    assert_true(tiled > 0);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -727,6 +776,7 @@ static void a_file_that_was_made_up_is_refused_or_right(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_loaded_plan_is_the_plan_that_was_saved),
+        cmocka_unit_test(a_loaded_plan_has_the_same_tiles),
         cmocka_unit_test(a_plan_is_for_one_graph_and_one_config),
         cmocka_unit_test(other_times_are_other_predictions_of_the_same_programs),
         cmocka_unit_test(a_loaded_plan_is_followed_by_others),
