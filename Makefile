@@ -20,6 +20,8 @@
 #   FUZZ_READER=gguf                                of make fuzz-weights: one reader, of those in tests/fuzz_weights.c
 #   MUTANTS=lower MUTANTS_MOST_S=0.3                of make mutants: those in sections with that in the name;
 #                                                   by tests that take no longer
+#   PREFIX=/usr DESTDIR= includedir= datarootdir= pkgconfigdir= cmakedir=
+#                                                   of make install and make uninstall
 #   header= OUT=                                    another header than memscale.h, in a folder of its own
 
 config ?= release
@@ -51,7 +53,7 @@ endif
 
 # ---- what this machine has -----------------------------------------------------------------------
 
-quiet_goals := clean format help
+quiet_goals := clean format help install uninstall
 ifneq ($(filter-out $(quiet_goals),$(or $(MAKECMDGOALS),all)),)
 
 # $(call try,HEADERS,EXPRESSION,FLAGS): FLAGS, if a program with these compiles and links.
@@ -123,7 +125,7 @@ sources  := $(filter-out tests/test_cuda%,$(wildcard tests/test_*.c))
 tests    := $(patsubst %.c,$(OUT)/%,$(sources))
 twins    := $(addsuffix _cpp,$(tests))
 
-.PHONY: all cuda run cross mutants test test-broad test-all test-gpu gpu-build gpu-first bench-gpu fuzz fuzz-corpus fuzz-load fuzz-load-corpus fuzz-weights fuzz-weights-corpus coverage clean format help FORCE
+.PHONY: all cuda run cross mutants test test-broad test-all test-gpu gpu-build gpu-first bench-gpu fuzz fuzz-corpus fuzz-load fuzz-load-corpus fuzz-weights fuzz-weights-corpus coverage clean install uninstall format help FORCE
 all: $(programs)
 
 say = $(if $(V),,@echo '  $(1)' &&)
@@ -309,6 +311,21 @@ coverage:
 clean:
 	rm -rf build
 
+# The header, memscale.pc for pkg-config, and a CMake package: docs/packaging/README.md.
+PREFIX      ?= /usr/local
+prefix       = $(PREFIX)
+includedir   = $(prefix)/include
+datarootdir  = $(prefix)/share
+pkgconfigdir = $(datarootdir)/pkgconfig
+cmakedir     = $(datarootdir)/cmake/memscale
+install uninstall: export DESTDIR := $(DESTDIR)
+install uninstall: export prefix := $(prefix)
+install uninstall: export includedir := $(includedir)
+install uninstall: export pkgconfigdir := $(pkgconfigdir)
+install uninstall: export cmakedir := $(cmakedir)
+install uninstall:
+	@docs/packaging/install.sh $@
+
 format:
 	clang-format -i memscale.h $(wildcard examples/*.[ch] examples/*/*.[ch] bench/*.[ch] tests/*.[ch])
 
@@ -331,5 +348,6 @@ help:
 	@echo 'make fuzz-weights  random files of published weights; fuzz-weights-corpus: its small corpus anew'
 	@echo 'make coverage   line coverage of the tests'
 	@echo 'make format     clang-format all sources'
+	@echo 'make install    memscale.h, memscale.pc and a CMake package below /usr/local; make uninstall removes them'
 	@echo 'make clean      remove build/'
 	@sed -n 's/^#   /  /p' Makefile

@@ -68,7 +68,7 @@
     1. ms_create             a model from a config; zero fields mean defaults
     2. ms_input ... ms_saved name every tensor, with its dtype and shape
     3. ms_register_layer     in the order of execution: a value's producer before its readers
-    4. ms_set_loss           which tensor to minimise; ms_set_optimizer: how
+    4. ms_set_loss           which tensor to minimise (none: ms_eval alone); ms_set_optimizer: how
     5. ms_wrap               everything is decided and allocated here
     6. ms_write              initial params once, then one batch per step
     7. ms_step               or ms_step_slice; or ms_forward, ms_backward, ms_update; ms_eval for
@@ -107,8 +107,8 @@
     more; ms_visit_lifetimes says which values need the memory, and when.
 
     OFFLOADING. A plan may give a param, its gradient or its optimizer state a home in host memory,
-    each by itself: it is copied to the device for its use, and back if that has changed it. What a
-    layer makes can be copied out after its use in forward, and in before backward. All of it is in
+    each by itself: it is copied to the device for its use, and back if that has changed it. So may
+    a buffer that no layer has as state. What a layer makes can be copied out after its use in forward, and in before backward. All of it is in
     one block of host memory, pinned where the backend can. Copies run beside the arithmetic, one
     stream in each direction, and are issued early and awaited late, as far as the arena has room.
     By default modes BALANCED and AGGRESSIVE offload on devices with memory of their own; on others
@@ -154,8 +154,8 @@
 
     In F16, gradients are multiplied by a loss scale (ms_config.loss_scaling). A step in which a
     gradient is not finite updates nothing and lowers it: that is no error, unless it happens too
-    often in a row, and counts as a step, but not in AdamW's bias correction. Gradients that ms_read
-    copies between ms_backward and ms_update are multiplied by the scale, and a layer with
+    often in a row, and counts as a step, but not in AdamW's bias correction. Gradients of params that
+    ms_read copies between ms_backward and ms_update are multiplied by the scale, and a layer with
     grads_in_forward must multiply by *ms_call.loss_scale. Nothing is updated inside backward, and
     F16 with MS_OPTIMIZER_CUSTOM or MS_OPTIMIZER_NONE is UNSUPPORTED. More of all this is in
     docs/techniques.md.
@@ -192,8 +192,9 @@
     bit. docs/embedding.md has more.
 
     SIZES. Dims along axes (ms_add_axis, ms_along) can change between steps. The arena is allocated
-    for the plan of the largest sizes; plans for other sizes fit into it, and are kept. A callback
-    reads the sizes from its views; one that it keeps in user goes stale.
+    for the plan of the largest sizes; plans for other sizes fit into it, and are kept. Evals may be
+    larger than steps (ms_set_eval_largest). A callback reads the sizes from its views; one that it
+    keeps in user goes stale.
 
     NUMERICS. A recomputation runs the same callback on the same inputs with the same seed, so it
     gives the same bits wherever the callback is deterministic. Gradients are summed in one fixed
@@ -288,7 +289,8 @@
     that its norm has halted. Renamed, of the functions under >>formats: msi_units_of_signed and
     msi_units_of_unsigned to msi_signed_value and msi_unsigned_value. 0.8.0 (2026): runs are
     saved and resumed, in safetensors files (ms_save, ms_load and what follows them);
-    ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE.
+    ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE; frozen params of any dtype, and offloading of
+    buffers that no layer changes.
 
   TABLE OF CONTENTS (search for the tag)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
@@ -317,6 +319,7 @@
                     >>lists          what greedy may offload, what is given back, segments
                     >>chain >>exhaustive >>grouping >>solve
                     >>order >>fold >>plan >>policy >>explain >>optimizer >>call
+                    >>matrices       updates of whole matrices, in steps: Muon, Adafactor
       debug mode    >>stage          where a layer runs: its operands lie apart, between poison
                     >>checks         what it must leave as it was; who is to blame for a difference
                     >>probes         over other numbers: what is remembered, and slopes
@@ -403,7 +406,7 @@ typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_FIRST) MS_RESULT_COUNT } ms_r
 
 typedef struct ms_model ms_model; // opaque
 
-/* Typed handles. An id of 0 is no tensor, no layer, no axis: a zeroed desc has empty slots. Other
+/* Typed handles. An id of 0 is no tensor, no layer, no axis, no group: a zeroed desc has empty slots. Other
    ids have no meaning of their own, and differ from model to model and from run to run. */
 typedef struct ms_tensor {
     uint32_t id;
@@ -418,6 +421,11 @@ typedef struct ms_axis {
     uint32_t id;
 } ms_axis;
 
+/* Params with an optimizer of their own; see ms_optimizer_group. */
+typedef struct ms_param_group {
+    uint32_t id;
+} ms_param_group;
+
 enum {
     MS_LIMIT_RANK = 6,
     MS_LIMIT_IN = 32, // slots of a layer
@@ -426,7 +434,10 @@ enum {
     MS_LIMIT_PARAM = 32,
     MS_LIMIT_STATE = 32,
     MS_LIMIT_OPTIMIZER_STATE = 4, // tensors of optimizer state of one param
-    MS_LIMIT_AXES = 8
+    MS_LIMIT_AXES = 8,
+    MS_LIMIT_NORMS =
+        16, // of gradients that are clipped apart: see ms_optimizer_desc.grad_clip_norm
+    MS_LIMIT_GROUPS = 4096
 };
 
 #define MS_ALL_SLOTS 0xffffffffu // in a mask: every slot that the layer uses
@@ -607,8 +618,19 @@ typedef enum ms_optimizer_kind {
     MS_OPTIMIZER_ADAMW,
     MS_OPTIMIZER_SGD,
     MS_OPTIMIZER_LION,
-    MS_OPTIMIZER_CUSTOM, // the trainer's own callback
-    MS_OPTIMIZER_NONE    // no update: ms_read can read the gradients until the next step
+    MS_OPTIMIZER_NESTEROV,  // SGD with Nesterov's momentum
+    MS_OPTIMIZER_CUSTOM,    // the trainer's own callback
+    MS_OPTIMIZER_NONE,      // no update: ms_read can read the gradients until the next step
+    MS_OPTIMIZER_ADAFACTOR, // the second moment of a matrix as those of its rows and columns
+    MS_OPTIMIZER_MUON,      // momentum of matrices, made orthogonal
+    MS_OPTIMIZER_COUNT,
+    /* The steps of which updates by the last two consist, for ms_update_args.kind of backends. */
+    MS_UPDATE_MOMENTUM, // state[0] = beta1 * state[0] + g; p = g + beta1 * state[0]
+    MS_UPDATE_APPLY,    // p = decay * p + rate * g
+    MS_UPDATE_SQUARE,   // p = g * g + epsilon
+    MS_UPDATE_BLEND,    // p = beta2 * p + rest2 * g
+    MS_UPDATE_ROOT,     // p = 1 / sqrt(g)
+    MS_UPDATE_MULTIPLY  // p = p * g
 } ms_optimizer_kind;
 
 /* How the factor of gradients in F16 follows overflows; see PRECISION. 0: the value in brackets. */
@@ -624,28 +646,38 @@ typedef struct ms_loss_scaling {
    what the host uploads for its kernels before it. */
 typedef struct ms_step_state {
     double loss;          // sum of the elements of the loss tensor, times the loss factor
-    double norm;          // of the gradients, if they are clipped or scaled
+    double norm;          // of all gradients, if they are clipped or scaled
     uint64_t halted_step; // the step that was halted
     uint32_t halted;      // an ms_halt; if not 0, updates change nothing
     /* Loss scaling; growth_steps is 0 without it. loss_scale: of the next step. */
     uint32_t nonfinite; // of this step: number of the first param whose gradient is not finite; 0
     float loss_scale;
     uint32_t clean_steps;   // since the last overflow or growth
-    uint32_t skipped_steps; // by overflows
+    uint32_t skipped_steps; // by overflows, and by the norm
     uint32_t overflow;      // nonfinite of the last of these
     uint32_t skipped_in_row;
+    float last_scale; // of the last step whose norm was judged
     ms_loss_scaling scaling;
-    uint64_t step, seed; // uploaded: number of the step; *ms_call.step_seed
-    /* Uploaded: what the gradients are multiplied by in the update of a step that ms_update has ended
-       before its last micro-batch, so that they are of the mean; 0: 1. */
+    uint32_t skipped_by_norm; // steps whose norm was above skip_above
+    float skip_above;         // 0: none is skipped
+    uint64_t step, seed;      // uploaded: number of the step; *ms_call.step_seed
+    /* Uploaded: what the gradients are multiplied by in the update (ms_set_gradient_factor), also so
+       that they are of the mean in a step that ms_update has ended before its last micro-batch. */
     float gradient_factor;
 } ms_step_state;
 
+/* Of gradients, in device memory: the sum of their squares, and what an update multiplies them by. */
+typedef struct ms_norm {
+    double sum;
+    float scale;
+} ms_norm;
+
 typedef enum ms_halt {
     MS_HALT_NONE,
-    MS_HALT_LOSS,    // the loss is not a finite number
-    MS_HALT_NORM,    // the norm of the gradients is not
-    MS_HALT_OVERFLOW // nor is it here, but scaled: no error, and the next loss ends it
+    MS_HALT_LOSS,     // the loss is not a finite number
+    MS_HALT_NORM,     // the norm of the gradients is not
+    MS_HALT_OVERFLOW, // nor is it here, but scaled: no error, and the next loss ends it, as below
+    MS_HALT_SKIPPED   // the norm is above skip_above
 } ms_halt;
 
 /* How optimizer state lies in memory. BF16: rounded at random to one of its two neighbours, so that
@@ -679,20 +711,23 @@ typedef enum ms_state_format {
    included. AdamW: m = beta1 * m + rest1 * g; v = beta2 * v + rest2 * g * g;
    p = decay * p + rate * m / (scale2 * sqrt(v) + epsilon).
    SGD: v = beta1 * v + g; p = p + rate * (v + decay * p).
-   Lion: p = decay * p + rate * sign(beta1 * m + rest1 * g); m = beta2 * m + rest2 * g. */
+   Nesterov: v = beta1 * v + g; p = p + rate * (g + beta1 * v + decay * p).
+   Lion: p = decay * p + rate * sign(beta1 * m + rest1 * g); m = beta2 * m + rest2 * g.
+   Of the steps of other updates see ms_optimizer_kind. */
 typedef struct ms_update_factors {
     float rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
     float learning_rate; // AdamW: of this and of the number, rate and scale2 are made
-    uint32_t number;     // AdamW: of the update, from 1, with steps that loss scaling skips; else 0
+    /* AdamW: of the update, from 1, with steps that were skipped; Adafactor: the same and 2^31; else 0. */
+    uint32_t number;
 } ms_update_factors;
 
 /* One update of one param, by the trainer's own callback, which always gets the whole param (begin is
    0), or by the backend's kernel, which may get a part of it. All arrays have count floats in device
-   memory, except that the library's own optimizers may have the value and the gradient in 16 bits
-   (value_dtype, gradient_dtype), and state in another format (state_format[k] says how state[k] lies in
-   memory): what is not F32 must not be read through the pointer to float. Where the value is in 16
-   bits, the update is of `master`, which is then rounded to the nearest; without it, of the value
-   itself, rounded at random. AdamW: state[0] and state[1] are the first and second moments; SGD:
+   memory, except that the library's own optimizers, and a callback that takes_formats, may have the
+   value and the gradient in 16 bits (value_dtype, gradient_dtype), and state in another format
+   (state_format[k] says how state[k] lies in memory): what is not F32 must not be read through the
+   pointer to float. Where the value is in 16 bits, the update is of `master`, which is then rounded to
+   the nearest; without it, of the value itself, rounded at random. AdamW: state[0] and state[1] are the first and second moments; SGD:
    state[0] is the momentum; Lion: the moment. The update multiplies the gradient by *gradient_scale
    (device memory; NULL: 1). If anything is not F32, elements whose gradient is not below 2^64 in
    magnitude stay as they are. A custom update multiplies so too, enqueues its work on stream and may
@@ -707,7 +742,7 @@ typedef struct ms_update_args {
     float *state[MS_LIMIT_OPTIMIZER_STATE];
     float learning_rate, weight_decay;
     float beta1, beta2, epsilon; // AdamW; Lion: the betas
-    float momentum;              // SGD
+    float momentum;              // SGD, Nesterov
     uint64_t t;                  // number of this update, from 1; again from 1 if the state is new
     void *stream;                // as ms_call.stream
     ms_state_format state_format[MS_LIMIT_OPTIMIZER_STATE];
@@ -715,13 +750,33 @@ typedef struct ms_update_args {
     uint64_t seed;  // of the param, for random bits, along with that of state_of_step
     ms_dtype value_dtype, gradient_dtype;
     float *master; // NULL: there is none
-    /* For the backend's kernel; in device memory. */
+    /* For the trainer's own callback. shape: of the param. call: to give to ms_gemm and ms_cast; it has
+       the stream, the step, and scratch memory of as many bytes as ms_optimizer_desc.workspace says. */
+    ms_shape shape;
+    const ms_call *call;
+    /* For the backend's kernel; in device memory. A callback that takes_formats finds the seed of
+       random bits in state_of_step. */
     const ms_update_factors *factors;
     const ms_step_state *state_of_step; // if it is halted, change nothing
 } ms_update_args;
 
 /* 0, or the caller's own error number, which ends the step with MS_RESULT_CALLBACK. */
 typedef int (*ms_update_fn)(const ms_update_args *args);
+
+/* Bytes of scratch memory that the update of a param of this shape needs. */
+typedef uint64_t (*ms_update_workspace_fn)(const ms_shape *shape, void *user);
+
+/* What ms_backend.factor makes of sums of squares and of `mean`, all in device memory, in one of the
+   updates of matrices of `count` elements. MUON: 1 / (sqrt(sums[0]) + 1e-7). ADAFACTOR, where g is
+   what the update is to be but for a root of mean, sums[0] is of g, and sums[1] of the param:
+   root(mean) * max(1e-3, rms(p)) / max(1, root(mean) * rms(g)). */
+typedef struct ms_factor_args {
+    ms_optimizer_kind kind;
+    uint64_t count;
+    const double *sums;
+    const float *mean; // NULL: 1
+    float *factor;
+} ms_factor_args;
 
 /* Streams run concurrently; the work on each runs in the order in which it was enqueued. */
 #define MEMSCALE_STREAMS(X)                                                                        \
@@ -774,6 +829,7 @@ typedef struct ms_backend {
     bool maps_host; // update may be given memory of host_alloc as state, as if it were the device's
     bool has_state_formats; // update takes state in every ms_state_format, and values and gradients
                             // in 16 bits; otherwise all is F32
+    bool has_update_steps;  // update takes the kinds MS_UPDATE_...; needs `factor`
     uint64_t workspace_bytes; // device memory for the backend in each arena; part of the budget
 
     /* The result is aligned to 64 bytes, or to 256 if workspace_bytes is not 0. */
@@ -815,15 +871,18 @@ typedef struct ms_backend {
     int (*loss)(void *state, const void *losses, uint64_t count, double factor,
                 ms_step_state *step);
     /* Clipping: *sum += sum of squares, and if that is not finite and *nonfinite is 0, it becomes
-       `number`; then *scale = min(1, limit / sqrt(*sum)), step->norm = sqrt(*sum), and halted =
-       MS_HALT_NORM as above if that is not finite. With step->scaling, gradients are loss_scale
-       times too large, the limit may be infinite, and the `count` factors of the updates that
-       follow are corrected for the steps that were skipped (msi_correct_bias, >>arithmetic). */
+       `number`. Then norms[k].scale = min(1, limits[k] / sqrt(norms[k].sum)) for each k below count;
+       step->norm is the root of all sums together; halted = MS_HALT_NORM as above if that is not
+       finite, and MS_HALT_SKIPPED if it is above step->skip_above. limits are on the host. With
+       step->scaling, gradients are loss_scale times too large, limits may be infinite, and the
+       `factor_count` factors of the updates that follow are corrected for the steps that were skipped
+       (msi_judge_norms and msi_correct_bias, >>arithmetic). */
     int (*add_squares)(void *state, const void *device, ms_dtype dtype, uint64_t count, double *sum,
                        uint32_t number, uint32_t *nonfinite);
-    int (*clip_scale)(void *state, const double *sum, float limit, float *scale,
-                      ms_step_state *step, ms_update_factors *factors, uint64_t count);
+    int (*clip_scale)(void *state, ms_norm *norms, const float *limits, uint32_t count,
+                      ms_step_state *step, ms_update_factors *factors, uint64_t factor_count);
     int (*update)(void *state, const ms_update_args *args);
+    int (*factor)(void *state, const ms_factor_args *args); // for has_update_steps
     int (*gemm)(void *state, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                 const ms_matrix *c); // already checked; batch counts are at least 1
 
@@ -1121,27 +1180,59 @@ typedef struct ms_layer_desc {
     ms_workspace recompute_workspace; // of the callback recompute
     /* Work of one forward, one backward and one call of recompute, for predicted times. 0: for
        forward 2 per param element and vector of the first output, which has elements / last dim of
-       these (1 per output element without params), for backward twice that of forward, for
+       these (1 per output element without params), where a U8 param of rank 2, whose elements are
+       hidden in blocks, has as many as its rows times the last dim of the first input in floats (none
+       if there is no such input: a lookup); for backward twice that of forward, for
        recompute 1 per output element. A layer that computes nothing has 1. */
     double flops, backward_flops, recompute_flops;
 } ms_layer_desc;
 
 /* AdamW: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, algorithm 2.
-   SGD: v = momentum * v + g; p = p - rate * (v + decay * p). Lion: Chen et al., "Symbolic discovery
-   of optimization algorithms", 2023, algorithm 2. Clipping: Pascanu, Mikolov and Bengio, "On the
-   difficulty of training recurrent neural networks", 2013, algorithm 1. */
+   SGD: v = momentum * v + g; p = p - rate * (v + decay * p). Nesterov: v = momentum * v + g;
+   p = p - rate * (g + momentum * v + decay * p), as in Sutskever et al., "On the importance of
+   initialization and momentum in deep learning", 2013, with p at the point that they look ahead to.
+   Lion: Chen et al., "Symbolic discovery of optimization algorithms", 2023, algorithm 2.
+   Muon: K. Jordan, "Muon: an optimizer for hidden layers", 2024: m = momentum * m + g, and p moves by
+   g + momentum * m with its singular values brought near 1, by five Newton-Schulz steps
+   x = 3.4445 x + (-4.7750 a + 2.0315 a * a) x, a = x * transposed x, times 0.2 * sqrt(larger dim), which
+   is about the root mean square of AdamW's updates (Liu et al., "Muon is scalable for LLM training",
+   2025), so that the rates and decays of AdamW are right for it. For params of rank 2 or more; of
+   higher ranks the dims after the first are one. Not for embeddings, nor for heads.
+   Adafactor: Shazeer and Stern, "Adafactor: adaptive learning rates with sublinear memory cost", 2018,
+   algorithms 4 and 5: no first moment; of a param of rank 2 or more the second moment is kept as means
+   of its rows and of its columns, the last dim; updates are clipped to a root mean square of 1, and
+   scaled by max(0.001, rms(p)) and by the least of rate and 1 / sqrt(t). Moments decay by
+   1 - t^-0.8, or by beta2 where that is given; epsilon is added to squares.
+   Clipping: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
+   2013, algorithm 1. */
 typedef struct ms_optimizer_desc {
-    float learning_rate; // 0: 0.001; Lion: 0.0001
+    float learning_rate; // 0: 0.001; Lion: 0.0001; Adafactor: 0.01
     ms_optimizer_kind kind;
-    float beta1, beta2, epsilon; // AdamW; 0: 0.9, 0.999, 1e-8; Lion: 0.9, 0.99, and no epsilon
-    float momentum;              // SGD; 0: none, and no state
+    float beta1, beta2, epsilon; // AdamW; 0: 0.9, 0.999, 1e-8; Lion: 0.9, 0.99, and no epsilon;
+                                 // Adafactor: beta2 0, epsilon 1e-30
+    float momentum;              // SGD; 0: none, and no state. Nesterov; 0: 0.9. Muon; 0: 0.95
     float weight_decay;          // of all params, unless ms_set_weight_decay says otherwise
-    float grad_clip_norm; // scale all gradients down if their global norm exceeds this; 0: never
+    /* Scale gradients down if their norm exceeds this; 0: never. That norm is of all gradients
+       together, except those of groups (ms_optimizer_group) with a number of their own here, which
+       have each their own norm; FLT_MAX in a group: its gradients are not clipped, nor do they count
+       for the others. Such groups are at most MS_LIMIT_NORMS - 1. */
+    float grad_clip_norm;
+    /* A step in which the norm of all gradients, before clipping, is above this updates nothing,
+       which is no error: ms_memory_report.skipped_by_norm counts such steps; they do not count in
+       AdamW's bias correction. 0: no step is skipped. In the desc of a group it must be 0. */
+    float skip_above_norm;
     ms_update_fn update;  // MS_OPTIMIZER_CUSTOM: once for each param and step, the whole param
     void *user;           // of update
     uint32_t state_count; // MS_OPTIMIZER_CUSTOM: tensors shaped like the param, initially zero
-    /* Format of the state of built-in optimizers, tensor by tensor, where a plan does not make it
-       8-bit: F32 or BF16. State that is borrowed is F32. */
+    ms_update_workspace_fn workspace; // MS_OPTIMIZER_CUSTOM, with user; NULL: none
+    /* MS_OPTIMIZER_CUSTOM: update can do with a value and gradients in 16 bits, with a master, and with
+       the first two tensors of state in every ms_state_format, as ms_update_args says; in 8 bits
+       without signs those of the mask. Otherwise all is F32, and plans cannot be in F16. */
+    bool takes_formats;
+    uint32_t unsigned_state;
+    /* Format of the state of built-in optimizers, and of a callback that takes_formats, tensor by
+       tensor, where a plan does not make it 8-bit: F32 or BF16; Adafactor: F32. State that is borrowed
+       is F32. */
     ms_state_format state_format[2];
     /* Set by ms_optimizer_defaults, which has filled the fields above: each is meant as it is, and a
        rate or a beta of 0 is 0. An epsilon of 0 is refused for AdamW, where 0 / 0 would follow. */
@@ -1339,7 +1430,7 @@ typedef struct ms_memory_report {
     /* Largest sum, during the step, of activations, activation gradients and saved tensors. It need
        not occur at the peak instruction. */
     uint64_t activation_peak_bytes;
-    uint64_t param_count; // elements, not tensors
+    uint64_t param_count; // elements, not tensors; of a param in U8 its bytes
     uint32_t layer_count, tensor_count, instruction_count;
     uint32_t recompute_count; // recompute instructions in a step
     double recompute_share;   // predicted time of the recomputations / that of a plain step
@@ -1384,18 +1475,20 @@ typedef struct ms_memory_report {
        last overflow ("": there was none). Otherwise 1, 0, 0 and "". */
     double loss_scale;
     uint32_t skipped_steps, clean_steps;
+    uint32_t skipped_by_norm; // steps with a norm above skip_above_norm, as far as the host knows
     const char *overflow_layer;
     const char *backend_name; // ms_backend.name
     const char *device_name;  // the device that the plan is for; valid until the next ms_wrap
 } ms_memory_report;
 
+/* Where there are no steps (see ms_set_loss and ms_set_eval_largest), both are that of ms_eval. */
 typedef enum ms_program { MS_PROGRAM_TRAIN, MS_PROGRAM_EVAL } ms_program;
 
 /* How long a value is in memory in a program. New fields come at the end; size says which there are. */
 typedef struct ms_lifetime {
     uint32_t size;    // sizeof(ms_lifetime)
     ms_tensor tensor; // or a handle of ms_gradient or ms_optimizer_state; 0: scratch memory
-    const char *name; // of the tensor, or of the layer that the scratch memory is for
+    const char *name; // of the tensor, or of the layer or param that the scratch memory is for
     ms_category category;
     uint64_t bytes;                   // in the arena: rounded up to 64
     uint32_t first, last;             // instructions: it is alive from the first through the last
@@ -1406,6 +1499,7 @@ typedef struct ms_lifetime {
     bool is_on_host;                  // outside the arena, in host memory
     ms_state_format format;           // of optimizer state; otherwise F32
     ms_dtype dtype;                   // of any other value, in this plan; of scratch memory U8
+    uint64_t offset; // in the arena; if is_on_host, in the model's memory there; of what is lent 0
 } ms_lifetime;
 
 /* lifetime is valid only during the call. */
@@ -1420,7 +1514,7 @@ typedef void (*ms_lifetime_fn)(const ms_lifetime *lifetime, void *user);
     X(MS_EVENT_RECOMPUTE, "recompute")                                                             \
     X(MS_EVENT_BACKWARD, "backward")                                                               \
     X(MS_EVENT_EVAL, "eval")                                                                       \
-    X(MS_EVENT_SEED, "seed") /* the gradient of the loss is set to ms_call.loss_factor */          \
+    X(MS_EVENT_SEED, "seed") /* the gradient of the loss is set to ms_event.value */               \
     X(MS_EVENT_ZERO, "zero")                                                                       \
     X(MS_EVENT_COPY, "copy") /* target, source; nothing to do if both are at one arena offset */   \
     X(MS_EVENT_CAST, "cast") /* target, source: of other dtypes, rounded to the nearest */         \
@@ -1428,9 +1522,9 @@ typedef void (*ms_lifetime_fn)(const ms_lifetime *lifetime, void *user);
     X(MS_EVENT_COPY_OUT, "copy out") /* target, source, and so on: to the host, on its stream */   \
     X(MS_EVENT_WAIT, "wait")     /* for the copies of these operands: target, source, and so on */ \
     X(MS_EVENT_ADD, "add")       /* target, source */                                              \
-    X(MS_EVENT_NORM, "norm")     /* gradient, sum of squares (a double) */                         \
-    X(MS_EVENT_CLIP, "clip")     /* the sum gives the scale of all gradients, a float after it */  \
-    X(MS_EVENT_UPDATE, "update") /* param, gradient, what CLIP left; from slot 3 on the state */   \
+    X(MS_EVENT_NORM, "norm")     /* gradient, the ms_norm to whose sum its squares are added */    \
+    X(MS_EVENT_CLIP, "clip")     /* of each ms_norm of the operand, the sum gives the scale */     \
+    X(MS_EVENT_UPDATE, "update") /* param, gradient, what CLIP left; then state; scratch memory */ \
     X(MS_EVENT_DROP, "drop")     /* the live ranges of the operands end */                         \
     X(MS_EVENT_INPUT, "copy in") /* an input, before the first instruction */                      \
     X(MS_EVENT_LOSS, "loss")     /* after forward: the sum of the operand's elements */            \
@@ -1508,6 +1602,9 @@ typedef struct ms_event {
        for it; of a WAIT, the number that the compute stream waits for: as recorded last. */
     bool follows;
     uint32_t signal; // UINT32_MAX in all other events
+    /* Of a SEED: what each element is set to, by ms_set_loss_factor or the mean as they are now. In a
+       plan in F16 the device multiplies it by the loss scale. 0 in all other events. */
+    float value;
 } ms_event;
 
 /* event is valid only during the call. */
@@ -1618,13 +1715,15 @@ MEMSCALE_API void *ms_stream(const ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_synchronize(ms_model *model);
 
 /* Register a tensor. The name is copied and need not be unique. A failure returns the handle 0 and
-   sticks. Errors: INVALID (dtype, shape), UNSUPPORTED (a param that is not F32), ORDER (after
-   ms_wrap), OUT_OF_MEMORY.
+   sticks. Errors: INVALID (dtype, shape), ORDER (after ms_wrap), OUT_OF_MEMORY.
      input       fed with ms_write, keeps its value until it is written again
-     param       trained; F32
+     param       trained, in F32; or of any dtype, and frozen (ms_set_frozen)
      buffer      kept between steps, not trained; an input or the state of layers
      activation  an output of exactly one layer
-     saved       written by a layer's forward for its own backward */
+     saved       written by a layer's forward for its own backward
+   A param of another dtype than F32 has neither gradient nor state, and calls in every format see it
+   in its own dtype. Weights in a quantized format of the trainer's own, in blocks of codes with their
+   scales, are a U8 param of shape (rows, bytes of one row), which the callbacks decode. */
 MEMSCALE_API ms_tensor ms_input(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
 MEMSCALE_API ms_tensor ms_param(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
 MEMSCALE_API ms_tensor ms_buffer(ms_model *model, const char *name, ms_dtype dtype, ms_shape shape);
@@ -1637,11 +1736,32 @@ MEMSCALE_API ms_tensor ms_saved(ms_model *model, const char *name, ms_dtype dtyp
    more than MS_LIMIT_AXES axes), ORDER (after ms_wrap), OUT_OF_MEMORY. */
 MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size, int64_t largest);
 
+/* Lets ms_reshape give an axis sizes up to this one, beyond its largest: for ms_eval alone, while
+   steps are an error (ORDER) until a size that is for training. The arena has room for an eval at
+   these sizes, and inputs for their rows. Call it before anything lies along the axis. Errors:
+   INVALID (no such axis; below its largest size), ORDER (after that, or after ms_wrap); both stick. */
+MEMSCALE_API void ms_set_eval_largest(ms_model *model, ms_axis axis, int64_t largest);
+
 /* ms_set_on_host: callbacks read and write this input or buffer in host memory.
    ms_stop_gradient: nobody wants the gradient of this activation; none flows to or through it.
    Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor);
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor);
+
+/* The gradient of this activation has a dtype of its own (F32, BF16 or F16) in every call, whatever the
+   value has: for operators with gradients in F32 of values in F16. Call it before the layer that makes
+   the activation is registered. Errors: INVALID, ORDER (after that layer); both stick. */
+MEMSCALE_API void ms_set_gradient_dtype(ms_model *model, ms_tensor tensor, ms_dtype dtype);
+
+/* Keep the gradient of this input, buffer or activation until the next step or eval, so that ms_read
+   of its ms_gradient can read it from ms_backward on, also after ms_step: for saliency, adversarial
+   examples, style transfer, or to hand it to another model. With accumulation it is that of the last
+   micro-batch that has run. ms_read gives it in the dtype of the tensor, or of ms_set_gradient_dtype,
+   without the loss scale; if the plan has the tensor in 16 bits, it is rounded to them. Where no param
+   is trained, a step only computes the gradients that are wanted, and updates nothing. Errors: INVALID
+   (an integer tensor; with ms_stop_gradient of the same tensor; a buffer that is state, or a tensor on
+   which the loss does not depend, which ms_wrap finds), ORDER (after ms_wrap); all stick. */
+MEMSCALE_API void ms_want_gradient(ms_model *model, ms_tensor tensor);
 
 /* Lends the model the trainer's own memory for a value that is kept between steps: an input, a
    param, a buffer, the optimizer state (ms_optimizer_state) or the gradient (ms_gradient) of a
@@ -1674,7 +1794,9 @@ MEMSCALE_API void *ms_model_alloc(ms_model *model, uint64_t bytes, void (*end)(v
 MEMSCALE_API void ms_refuse(ms_model *model, const char *reason);
 
 /* The tensor of which training minimises the mean of all elements: F32, written by a layer. It is
-   always kept for ms_read. Errors: INVALID, ORDER (after ms_wrap); both stick. */
+   always kept for ms_read. A model without a loss, or of which all params are frozen and no gradient
+   is wanted, plans ms_eval alone: it has no gradients and no optimizer state, its params are like
+   frozen ones, and steps return ORDER. Errors: INVALID, ORDER (after ms_wrap); both stick. */
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss);
 
 /* From the next step on, minimise and report factor * sum of the loss tensor instead of its mean:
@@ -1704,9 +1826,20 @@ MEMSCALE_API ms_optimizer_desc ms_optimizer_defaults(ms_optimizer_kind kind);
    ms_backend.has_state_formats); all stick. */
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc);
 
-/* Change a rate between steps, at any time.
+/* Groups of params, each with an optimizer of its own: other rates, betas, decay or clipping, or
+   another kind. ms_optimizer_group adds a group; ms_set_param_group puts a param into it, or, with
+   the handle 0, back among those of ms_set_optimizer, where all params begin. Nothing else is to be
+   done for a group: its state is planned, moved, coded and saved like that of any param. Errors:
+   INVALID, UNSUPPORTED, ORDER as of ms_set_optimizer; all stick, and the handle is 0. */
+MEMSCALE_API ms_param_group ms_optimizer_group(ms_model *model, const ms_optimizer_desc *desc);
+MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_group group);
+
+/* Change a rate between steps, at any time: of the params in no group, of those in a group (0: in
+   none), or the weight decay of one param.
    Errors: INVALID (a wrong handle, a value that is not finite); sticks. */
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate);
+MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
+                                             float learning_rate);
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay);
 
 /* The number of updates that the optimizer state of a param has seen: AdamW corrects its bias by the
@@ -1719,22 +1852,32 @@ MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float we
 MEMSCALE_API ms_result ms_set_update_count(ms_model *model, ms_tensor param, uint64_t count);
 MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param);
 
+/* Pauses the updates of a param, or resumes them, from the next one on: its value, its optimizer state
+   and their count stay as they are, and so does the plan. Its gradient is computed all the same, and
+   counts in no norm. To save that time too for many steps, freeze it. Stream: waits, where steps may be
+   skipped. Errors: INVALID (not a param; sticks), ORDER (in a step that has begun to update, in slices,
+   in a callback), BACKEND. */
+MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paused);
+
 /* These take effect at the next ms_wrap. A frozen param has no gradient and no optimizer state: its
    state is dropped, and starts from zero if the param is trained again; borrowed state is not
-   touched, and keeps its count of updates. With force_optimize, the budget does not matter. Between
+   touched, and keeps its count of updates. A param that is not F32 can only be frozen, and ms_wrap
+   refuses it (UNSUPPORTED) until it is. With force_optimize, the budget does not matter. Between
    micro-batches of a step, ms_wrap and ms_detach keep the gradients that have been summed, or return
    ORDER where that is impossible, as with another micro_count: ms_update ends such a step. Budget 0:
-   a share of free memory; micro_count 0: 1. Errors: INVALID (of ms_set_frozen: not a param); sticks. */
+   a share of free memory; micro_count 0: 1. Errors: of ms_set_frozen INVALID (not a param) and
+   UNSUPPORTED (to train what is not F32); stick. */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
 MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
 
 /* Forces (ON), forbids (OFF) or leaves to the planner (DEFAULT) a technique for one tensor, or for
    those of a layer: its params, for EARLY_UPDATE and OPTIMIZER_8BIT; its outputs and saved tensors,
-   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING of a
-   param is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient
+   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING can also
+   be set for buffers that no layer has as state and, by force alone, for inputs; of a
+   param it is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient
    and about all of its state; through a layer about all three. It has no effect on outputs, the
-   loss, and what no backward reads. TILING holds for the whole layer, whichever of its outputs and
+   loss, and what a layer makes and no backward reads. TILING holds for the whole layer, whichever of its outputs and
    saved tensors it is set for; layers that are forced and follow each other become one group, if
    they can. Takes effect at the next ms_wrap, which fails with the reason if it is impossible.
    What is forced holds in every plan except that of ms_detach, even if the technique's switch is
@@ -1961,18 +2104,19 @@ MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *
    */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
-/* Handles of the gradient of a param or activation, for ms_read, and of the optimizer state of a
+/* Handles of the gradient of a tensor, for ms_read, and of the optimizer state of a
    param, for ms_read and ms_write (as in ms_update_args.state). Handle 0 if there cannot be one.
    Call ms_optimizer_state after ms_set_optimizer. A param that is frozen, or that the loss does not
    depend on, has handles too, but after ms_wrap there is nothing to read or write: ms_visit_lifetimes
-   shows which there are. The gradient of an activation lives only inside backward, and ms_read can
-   copy it in no plan: docs/porting.md has a layer that copies it. */
+   shows which there are. The gradient of an input, a buffer or an activation lives only inside
+   backward, unless ms_want_gradient keeps it. */
 MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index);
 
 /* Present shape, element count and bytes of a tensor, and the dtype that it was registered with; rank
    -1, 0, 0 and MS_DTYPE_COUNT for a wrong handle. The bytes are those that ms_read gives: of
-   optimizer state those in F32, whatever its format in memory. */
+   optimizer state those in F32, whatever its format in memory; of a gradient, and its dtype too, as
+   ms_set_gradient_dtype says. */
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor);
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor);
@@ -2002,7 +2146,8 @@ MEMSCALE_API uint32_t ms_layer_index(const ms_model *model, ms_layer layer);
    neither. A loss that is not finite is then the error of the next ms_step, ms_forward, ms_eval or
    ms_synchronize that finds it. It also waits for the loss before an update by MS_OPTIMIZER_CUSTOM,
    for copies of state on the host, and for another model that has used the shared arena. Errors:
-   CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped; else as ms_wrap), UNSUPPORTED
+   CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped; a model or sizes for ms_eval
+   alone, in which case ms_eval has no error; else as ms_wrap), UNSUPPORTED
    (a recording, with state on the host that a recomputation changes), DRY_RUN. */
 MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
 
@@ -2049,13 +2194,25 @@ MEMSCALE_API_CHECKED ms_result ms_backward(ms_model *model);
 MEMSCALE_API_CHECKED ms_result ms_update(ms_model *model);
 
 /* Forward alone, in MS_PHASE_EVAL, by a program of its own that keeps nothing for a backward. Ends
-   a step that ms_forward has begun. Errors: as ms_step. */
+   a step that ms_forward has begun. Without a loss, *loss is a NaN. Errors: as ms_step. */
 MEMSCALE_API_CHECKED ms_result ms_eval(ms_model *model, double *loss);
 
-/* The global norm of all gradients in the last update, before clipping. Errors: INVALID, ORDER (no
-   grad_clip_norm; no update since ms_wrap; another step or an eval has begun since), BACKEND,
-   NONFINITE (in F16, the last step has overflowed; *norm is what it is). */
+/* The norm of all gradients, before clipping: between ms_backward and ms_update of those that are
+   going to be applied (a step that should not be then ends with the next ms_forward instead); after
+   that of those in the last update. Of params that are paused it has nothing. Errors: INVALID, ORDER
+   (neither grad_clip_norm nor skip_above_norm is set: FLT_MAX has norms without clipping; no backward
+   since ms_wrap; another step or an eval has begun since), BACKEND, NONFINITE (*norm is what it is:
+   in F16, the last step has overflowed; otherwise this step has ended, and updates nothing). */
 MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
+
+/* Multiplies all gradients by a factor in the next update, once, before their norm is taken: where the
+   number of rows that count is known only after the last micro-batch (ms_set_loss_factor of 1, and
+   then 1 / their number). Set it before the step, between micro-batches, or, if the plan updates
+   nothing inside backward, between ms_backward and ms_update. A step that fails drops it. Gradients
+   themselves are not changed; MS_OPTIMIZER_NONE does not see it. Errors: INVALID (not finite, or not
+   positive), ORDER (in a callback, between slices; params have been updated, or ms_gradient_norm was
+   called, since ms_backward). */
+MEMSCALE_API_CHECKED ms_result ms_set_gradient_factor(ms_model *model, float factor);
 
 /* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read; c cannot be
    transposed. a and b are both F32, F16 or BF16, c is F32 or like them; products are summed in F32.
@@ -2101,7 +2258,8 @@ MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_deci
 
 /* Runs forward and backward by the plain plan and by the present plan, both from the present values
    and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update,
-   and compares the gradients of all trained params and the buffers that layers change. Afterwards
+   and compares the gradients of all trained params, those of ms_want_gradient, and the buffers that
+   layers change. Afterwards
    visit (may be NULL) receives each of them, in the order of registration. If all bits are equal,
    the plan changes nothing, except that updates round optimizer state that is not F32: visit
    receives such state after the gradient of its param, with what rounding will do to it (see
@@ -3338,42 +3496,78 @@ static inline void msi_host_memory(const char *root, uint64_t *total_bytes, uint
 /* What there is to know of an optimizer, if it is not the trainer's own. */
 typedef struct msi_optimizer {
     bool is_built_in;
-    int states;         // tensors shaped like the param
+    int states;         // tensors shaped like the param, unless they are factored
     int unsigned_codes; // a mask of those whose codes of 8 bits have no sign
     int formats;        // that they may have, a mask of 1 << ms_state_format
+    bool is_whole;      // updates need whole params, and consist of steps
     bool has_momentum;  // which is beta1 of the factors; where it is 0, there are no states
     bool shrinks;       // decay is 1 - rate * weight decay, and multiplies the value
-    bool corrects_bias; // rate and scale2 depend on the number of the update
-    float learning_rate, beta1, beta2, epsilon; // by default
+    bool counts;        // its factors depend on the number of the update
+    float learning_rate, momentum, beta1, beta2, epsilon; // by default
 } msi_optimizer;
 
-enum { MSI_ANY_FORMAT = (1 << MS_STATE_FORMAT_COUNT) - 1 };
+enum { MSI_ANY_FORMAT = (1 << MS_STATE_FORMAT_COUNT) - 1, MSI_FLOATS = 3, MSI_ONLY_F32 = 1 };
 
-/* The optimizers that are built in. Columns: the constant; the name, as in msi_NAME_element and
-   msi_wide_NAME; the fields of msi_optimizer after the first. */
-#define MSI_OPTIMIZERS(X)                                                                          \
-    X(MS_OPTIMIZER_ADAMW, adamw, 2, 1 << 1, MSI_ANY_FORMAT, false, true, true, 1e-3f, 0.9f,        \
+/* Updates of one element at a time. Columns: the constant; the name, as in msi_NAME_element and, of
+   those with state, msi_wide_NAME; the fields of msi_optimizer after the first. */
+#define MSI_UPDATES_WITH_STATE(X)                                                                  \
+    X(MS_OPTIMIZER_ADAMW, adamw, 2, 1 << 1, MSI_ANY_FORMAT, false, false, true, true, 1e-3f, 0.0f, \
+      0.9f, 0.999f, 1e-8f)                                                                         \
+    X(MS_OPTIMIZER_SGD, sgd, 1, 0, MSI_ANY_FORMAT, false, true, false, false, 1e-3f, 0.0f, 0.9f,   \
       0.999f, 1e-8f)                                                                               \
-    X(MS_OPTIMIZER_SGD, sgd, 1, 0, MSI_ANY_FORMAT, true, false, false, 1e-3f, 0.9f, 0.999f, 1e-8f) \
-    X(MS_OPTIMIZER_LION, lion, 1, 0, MSI_ANY_FORMAT, false, true, false, 1e-4f, 0.9f, 0.99f, 1e-8f)
+    X(MS_OPTIMIZER_LION, lion, 1, 0, MSI_ANY_FORMAT, false, false, true, false, 1e-4f, 0.0f, 0.9f, \
+      0.99f, 1e-8f)                                                                                \
+    X(MS_OPTIMIZER_NESTEROV, nesterov, 1, 0, MSI_ANY_FORMAT, false, true, false, false, 1e-3f,     \
+      0.9f, 0.9f, 0.999f, 1e-8f)                                                                   \
+    X(MS_UPDATE_MOMENTUM, momentum, 1, 0, MSI_FLOATS, false, true, false, false, 0, 0, 0, 0, 0)
+#define MSI_UPDATES_WITHOUT(X)                                                                     \
+    X(MS_UPDATE_APPLY, apply, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)       \
+    X(MS_UPDATE_SQUARE, square, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)     \
+    X(MS_UPDATE_BLEND, blend, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)       \
+    X(MS_UPDATE_ROOT, root, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)         \
+    X(MS_UPDATE_MULTIPLY, multiply, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)
 
-/* A switch with the case MSI_X for each of them. */
-#define MSI_SWITCH_OPTIMIZERS(kind)                                                                \
-    switch (kind) {                                                                                \
-        MSI_OPTIMIZERS(MSI_X)                                                                      \
+/* Updates of whole params, in steps: the same columns. */
+#define MSI_UPDATES_OF_MATRICES(X)                                                                 \
+    X(MS_OPTIMIZER_ADAFACTOR, adafactor, 2, 0, MSI_ONLY_F32, true, false, true, true, 1e-2f, 0.0f, \
+      0.9f, 0.0f, 1e-30f)                                                                          \
+    X(MS_OPTIMIZER_MUON, muon, 1, 0, MSI_FLOATS, true, true, true, false, 1e-3f, 0.95f, 0.9f,      \
+      0.999f, 1e-8f)
+
+/* Cases MSI_X for the kinds of some of these tables, and for the others. */
+#define MSI_CASES_OF_ELEMENTS                                                                      \
+    MSI_UPDATES_WITH_STATE(MSI_X)                                                                  \
+    MSI_UPDATES_WITHOUT(MSI_X)
+#define MSI_CASES_OF_NO_UPDATE                                                                     \
     case MS_OPTIMIZER_CUSTOM:                                                                      \
     case MS_OPTIMIZER_NONE:                                                                        \
-        break;                                                                                     \
-    }
+    case MS_OPTIMIZER_COUNT:                                                                       \
+        break;
+#define MSI_CASES_OF_NO_ELEMENT                                                                    \
+    case MS_OPTIMIZER_ADAFACTOR:                                                                   \
+    case MS_OPTIMIZER_MUON:                                                                        \
+        MSI_CASES_OF_NO_UPDATE
+#define MSI_CASES_WITHOUT_STATE                                                                    \
+    case MS_UPDATE_APPLY:                                                                          \
+    case MS_UPDATE_SQUARE:                                                                         \
+    case MS_UPDATE_BLEND:                                                                          \
+    case MS_UPDATE_ROOT:                                                                           \
+    case MS_UPDATE_MULTIPLY:                                                                       \
+        MSI_CASES_OF_NO_ELEMENT
 
 MSI_HD msi_optimizer msi_optimizer_of(ms_optimizer_kind kind) {
-    const msi_optimizer none = {false, 0, 0, 1, false, false, false, 1e-3f, 0.9f, 0.999f, 1e-8f};
+    const msi_optimizer none = {false, 0,     0,    1,    false,  false, false,
+                                false, 1e-3f, 0.0f, 0.9f, 0.999f, 1e-8f};
 #define MSI_X(constant, name, ...)                                                                 \
     case constant: {                                                                               \
         const msi_optimizer row = {true, __VA_ARGS__};                                             \
         return row;                                                                                \
     }
-    MSI_SWITCH_OPTIMIZERS(kind)
+    switch (kind) {
+        MSI_CASES_OF_ELEMENTS
+        MSI_UPDATES_OF_MATRICES(MSI_X)
+        MSI_CASES_OF_NO_UPDATE
+    }
 #undef MSI_X
     return none;
 }
@@ -3416,6 +3610,17 @@ MSI_HD float msi_sgd_element(const ms_update_factors *f, float value, float grad
     return MSI_FMA(f->rate, MSI_FMA(f->decay, value, v), value);
 }
 
+MSI_HD float msi_nesterov_element(const ms_update_factors *f, float value, float gradient,
+                                  float *momentum, float *none) {
+    float v = gradient;
+    (void)none;
+    if (momentum) {
+        *momentum = MSI_FMA(f->beta1, *momentum, gradient);
+        v = MSI_FMA(f->beta1, *momentum, gradient);
+    }
+    return MSI_FMA(f->rate, MSI_FMA(f->decay, value, v), value);
+}
+
 /* For updates with state in fewer bits than float: msi_changes is a mask of all bits if an element
    is to change, and msi_choose applies it. Gradients from 2^64 on, and NaN, change nothing. */
 #define MSI_NO_GRADIENT 0x5f800000u // the bits of 2^64
@@ -3443,14 +3648,61 @@ MSI_HD float msi_lion_element(const ms_update_factors *f, float value, float gra
     return MSI_FMA(f->rate, msi_sign(c), f->decay * value);
 }
 
+/* The steps of updates of matrices. */
+MSI_HD float msi_momentum_element(const ms_update_factors *f, float value, float gradient,
+                                  float *momentum, float *none) {
+    (void)value;
+    (void)none;
+    if (momentum) {
+        *momentum = MSI_FMA(f->beta1, *momentum, gradient);
+        return MSI_FMA(f->beta1, *momentum, gradient);
+    }
+    return gradient;
+}
+
+#define MSI_STEP(name, result)                                                                     \
+    MSI_HD float msi_##name##_element(const ms_update_factors *f, float value, float gradient,     \
+                                      float *none, float *neither) {                               \
+        (void)f;                                                                                   \
+        (void)value;                                                                               \
+        (void)none;                                                                                \
+        (void)neither;                                                                             \
+        return result;                                                                             \
+    }
+MSI_STEP(apply, MSI_FMA(f->rate, gradient, f->decay *value))
+MSI_STEP(square, MSI_FMA(gradient, gradient, f->epsilon))
+MSI_STEP(blend, MSI_FMA(f->rest2, gradient, f->beta2 *value))
+MSI_STEP(root, MSI_DIVIDE(1.0f, MSI_SQRT(gradient)))
+MSI_STEP(multiply, value *gradient)
+
 MSI_HD float msi_element(ms_optimizer_kind kind, const ms_update_factors *f, float value,
                          float gradient, float *s0, float *s1) {
 #define MSI_X(constant, name, ...)                                                                 \
     case constant:                                                                                 \
         return msi_##name##_element(f, value, gradient, s0, s1);
-    MSI_SWITCH_OPTIMIZERS(kind)
+    switch (kind) {
+        MSI_CASES_OF_ELEMENTS
+        MSI_CASES_OF_NO_ELEMENT
+    }
 #undef MSI_X
     return value;
+}
+
+/* See ms_factor_args. */
+MSI_HD float msi_factor_of(const ms_factor_args *a) {
+    if (a->kind == MS_OPTIMIZER_MUON) {
+        return (float)(1.0 / (sqrt(a->sums[0]) + 1e-7));
+    }
+    const double root = a->mean ? sqrt((double)*a->mean) : 1.0, count = (double)a->count;
+    const double change = root * sqrt(a->sums[0] / count), size = sqrt(a->sums[1] / count);
+    return (float)(root * (size > 1e-3 ? size : 1e-3) / (change > 1.0 ? change : 1.0));
+}
+
+/* What a value is where its gradient changes nothing: what it was, or 0 if it is made anew. */
+MSI_HD float msi_value_without(ms_optimizer_kind kind, float value) {
+    const bool made = kind == MS_UPDATE_MOMENTUM || kind == MS_UPDATE_SQUARE ||
+                      kind == MS_UPDATE_ROOT || kind == MS_UPDATE_MULTIPLY;
+    return made ? 0.0f : value;
 }
 
 /* The update of an element, unless nothing is to change. */
@@ -3461,7 +3713,7 @@ MSI_HD float msi_guarded_element(ms_optimizer_kind kind, const ms_update_factors
     const float new_value = msi_element(kind, f, value, gradient, &new0, &new1);
     *s0 = msi_choose(changes, new0, *s0);
     *s1 = msi_choose(changes, new1, *s1);
-    return msi_choose(changes, new_value, value);
+    return msi_choose(changes, new_value, msi_value_without(kind, value));
 }
 
 /* The key of the random bits for tensor k of the state of a param. */
@@ -3495,25 +3747,37 @@ MSI_HD double msi_power(double x, uint32_t n) {
     return power;
 }
 
-/* The factors of update number n that correct the bias of the moments. What is volatile keeps
-   compilers from fusing the last multiplication with the subtraction. */
-MSI_HD void msi_set_bias_correction(ms_update_factors *f, uint32_t n) {
+#define MSI_ADAFACTOR_NUMBERS (1u << 31)
+
+/* The factors that depend on the number n of an update: AdamW's, which correct the bias of the moments,
+   or Adafactor's. What is volatile keeps compilers from fusing the last multiplication with the
+   subtraction. */
+MSI_HD void msi_set_numbered(ms_update_factors *f, uint32_t n) {
+    if (f->number >= MSI_ADAFACTOR_NUMBERS) {
+        const double rest = f->scale2 > 0.0f ? 1.0 - (double)f->scale2 : pow((double)n, -0.8);
+        const double rate = (double)f->learning_rate, most = 1.0 / sqrt((double)n);
+        f->rate = (float)-(rate < most ? rate : most);
+        f->beta2 = (float)(1.0 - rest);
+        f->rest2 = (float)rest;
+        return;
+    }
     const volatile double power1 = msi_power((double)f->beta1, n);
     const volatile double power2 = msi_power((double)f->beta2, n);
     f->rate = (float)(-(double)f->learning_rate / (1.0 - power1));
     f->scale2 = (float)(1.0 / sqrt(1.0 - power2));
 }
 
-/* Steps that loss scaling has skipped do not count as updates. */
+/* Steps that were skipped do not count as updates. */
 MSI_HD void msi_correct_bias(ms_update_factors *f, const ms_step_state *s) {
-    if (s->scaling.growth_steps > 0 && s->skipped_steps > 0 && f->number > s->skipped_steps) {
-        msi_set_bias_correction(f, f->number - s->skipped_steps);
+    const uint32_t number = f->number & ~MSI_ADAFACTOR_NUMBERS;
+    if (s->skipped_steps > 0 && number > s->skipped_steps) {
+        msi_set_numbered(f, number - s->skipped_steps);
     }
 }
 
 /* Halts the step if the loss is not finite. The first reason to halt stays. */
 MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
-    if (s->halted == (uint32_t)MS_HALT_OVERFLOW && s->halted_step != s->step) {
+    if (s->halted >= (uint32_t)MS_HALT_OVERFLOW && s->halted_step != s->step) {
         s->halted = MS_HALT_NONE;
     }
     if (s->halted == (uint32_t)MS_HALT_NONE) {
@@ -3527,6 +3791,7 @@ MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
 MSI_HD void msi_follow_overflows(ms_step_state *s, bool finite) {
     const ms_loss_scaling *l = &s->scaling;
     float scale = s->loss_scale;
+    s->last_scale = scale;
     s->clean_steps = finite ? s->clean_steps + 1 : 0;
     s->skipped_in_row = finite ? 0 : s->skipped_in_row + 1;
     if (finite && s->clean_steps >= l->growth_steps) {
@@ -3541,27 +3806,39 @@ MSI_HD void msi_follow_overflows(ms_step_state *s, bool finite) {
     s->loss_scale = msi_is_finite((double)scale) ? scale : s->loss_scale;
 }
 
-/* As msi_judge_loss, of the norm of the gradients, given the sum of their squares. With loss scaling,
-   a step that overflows is skipped, unless too many before it were. Returns the
-   factor that scales the gradients down to a norm of `limit`, undoes the loss scale, and makes up for
-   micro-batches that have not come. */
-MSI_HD float msi_judge_norm(ms_step_state *s, double sum, float limit) {
+/* As msi_judge_loss, of the norm of all gradients, given the sums of their squares. With loss
+   scaling, a step that overflows is skipped, unless too many before it were. The scales bring the
+   norms down to their limits, undo the loss scale, and multiply by the factor of the gradients. */
+MSI_HD void msi_judge_norms(ms_step_state *s, ms_norm *norms, const float *limits, uint32_t count) {
+    double sum = 0.0;
+    for (uint32_t k = 0; k < count; k++) {
+        sum += norms[k].sum;
+    }
     const bool scaled = s->scaling.growth_steps > 0, finite = msi_is_finite(sum);
     const double factor = s->gradient_factor > 0.0f ? (double)s->gradient_factor : 1.0;
     const double loss_scale = (scaled ? (double)s->loss_scale : 1.0) / factor;
     const double norm = sqrt(sum) / loss_scale;
     const bool skips = scaled && s->skipped_in_row < s->scaling.most_skipped;
+    const bool above = finite && s->skip_above > 0.0f && norm > (double)s->skip_above;
     if (s->halted == (uint32_t)MS_HALT_NONE) {
         s->norm = norm;
-        s->halted = (uint32_t)(finite ? MS_HALT_NONE : skips ? MS_HALT_OVERFLOW : MS_HALT_NORM);
+        s->halted = (uint32_t)(above    ? MS_HALT_SKIPPED
+                               : finite ? MS_HALT_NONE
+                               : skips  ? MS_HALT_OVERFLOW
+                                        : MS_HALT_NORM);
         s->halted_step = s->step;
         s->overflow = finite ? s->overflow : s->nonfinite;
         s->nonfinite = scaled ? 0 : s->nonfinite;
+        s->skipped_by_norm += above;
+        s->skipped_steps += above;
         if (scaled && (finite || skips)) {
             msi_follow_overflows(s, finite);
         }
     }
-    return (float)((norm > (double)limit ? (double)limit / norm : 1.0) / loss_scale);
+    for (uint32_t k = 0; k < count; k++) {
+        const double own = sqrt(norms[k].sum) / loss_scale, limit = (double)limits[k];
+        norms[k].scale = (float)((own > limit ? limit / own : 1.0) / loss_scale);
+    }
 }
 
 #endif // MEMSCALE_SHARED_DONE
@@ -3951,7 +4228,8 @@ typedef enum msi_role {
     MSI_ROLE_CONTRIBUTION = MSI_ROLE_RESIDENT_COUNT, // to a gradient, to be added to it
     MSI_ROLE_SNAPSHOT,                               // a copy of a buffer
     MSI_ROLE_WORKSPACE,                              // of a layer
-    MSI_ROLE_NORM                                    // an msi_norm, of no tensor
+    MSI_ROLE_NORM,                                   // ms_norm, of no tensor
+    MSI_ROLE_SCRATCH                                 // for the update of a param
 } msi_role;
 
 typedef struct msi_tensor {
@@ -3960,17 +4238,21 @@ typedef struct msi_tensor {
     uint32_t name;                 // offset in graph.names
     uint32_t producer;             // layer that writes it
     msi_kind kind;
+    uint32_t group;     // of a param: number of its optimizer in msi_optimizers
     float weight_decay; // if has_weight_decay; otherwise the optimizer's
     /* Updates of its optimizer state; while the param is trained (is_counted), those that the model
        has completed since its own count was `counted_from` come on top. */
     uint64_t updates, counted_from;
     bool is_counted;
+    bool is_paused; // a param: not updated, and its state and count stay
     bool has_weight_decay, frozen, is_output, is_eval_output, on_host, no_gradient;
     bool is_state;                         // of a layer, which changes it
+    bool wanted;                           // by ms_want_gradient: its gradient
     uint8_t forced_moves, forbidden_moves; // masks of MSI_MOVES_VALUE and others
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
     uint8_t borrowed;                      // mask of the roles whose memory is the trainer's
     uint8_t format;                        // as it was created: an msi_format
+    uint8_t gradient_format;               // of its gradient, always; COUNT: as the value has it
     uint8_t narrow;                        // analysis: the one that a plan may round it to
     uint8_t not_narrow;                    // or why there is none: an msi_not_narrow
     bool narrow_gradient;                  // params: the gradient is rounded with the value
@@ -3987,6 +4269,9 @@ typedef struct msi_tensor {
     uint32_t last_use;      // the last layer that reads it in forward, or its producer
     uint32_t last_reader;   // the last layer to run backward whose backward reads the value
     uint32_t last_gradient; // the last layer to run backward that contributes to its gradient
+    uint64_t scratch_bytes; // params: that an update of the trainer's own needs
+    double update_flops;    // params: of the products of an update
+    uint32_t alike_group;   // params: see msi_param_group
     /* Per role: the trainer's memory, or a copy of what was written before ms_wrap. */
     void *memory[MSI_ROLE_RESIDENT_COUNT];
 } msi_tensor;
@@ -4071,12 +4356,14 @@ typedef struct msi_layer {
     ms_layer_tile tile;
     bool no_recompute : 1, recompute_keeps_state : 1, no_backward : 1, surrogate_gradient : 1;
     bool differentiable : 1; // gradients pass through it: it has a backward, or no callback at all
+    bool passes : 1;         // analysis: some operand wants a gradient that it can pass on
     bool has_backward : 1;   // analysis: its backward runs
     bool ends_in_loss : 1;   // analysis: its forward writes gradients
 } msi_layer;
 
 typedef struct msi_axis {
     int64_t size, largest;
+    int64_t eval_largest; // for ms_eval alone; not below largest
     uint32_t name;
 } msi_axis;
 
@@ -4090,8 +4377,9 @@ typedef struct msi_graph {
     msi_axis axes[MS_LIMIT_AXES];
     uint32_t axis_count;
     uint64_t bytes; // of all tensors and workspaces, below 2^58: no sum over a program overflows
-    uint32_t loss;
+    uint32_t loss;  // or MSI_NONE
     uint32_t backward_begin; // analysis: the layers from here on have no backward
+    bool trains;             // analysis: some gradient is wanted of the loss
 } msi_graph;
 
 /* What determines the time of an instruction: the time of its layer, or the bytes that it moves and
@@ -4275,12 +4563,6 @@ typedef struct msi_instruction {
 } msi_instruction;
 
 enum { MSI_NO_EVENT = UINT16_MAX };
-
-/* What clipping computes, in device memory. */
-typedef struct msi_norm {
-    double sum; // of squares
-    float scale;
-} msi_norm;
 
 /* A block of memory: that of one live range, or of several that alias one another or are packed. */
 typedef struct msi_block {
@@ -4527,7 +4809,7 @@ typedef struct msi_store {
     X(uint8_t, moves, MSI_MOVES_ALL | MSI_IN_PLACE)                                                \
     X(bool, state_8bit, 1)                                                                         \
     X(uint8_t, format, MSI_FORMAT_COUNT - 1)                                                       \
-    X(uint16_t, tiles, UINT16_MAX)                                                                 \
+    X(uint16_t, tiles, MSI_MOST_TILES)                                                             \
     X(bool, begins_group, 1)                                                                       \
     X(uint8_t, room, 16)
 
@@ -4590,11 +4872,13 @@ typedef struct msi_plan {
     uint64_t least_live_bytes;               // GOAL_SQUEEZED: about that of the smallest
     int64_t freed_bytes[MS_TECHNIQUE_COUNT]; // see ms_memory_report
     msi_program train, eval;
+    bool evals; // there is no step: train is the same program as eval
     double plain_step_us;
     msi_found found;
     msi_found ranks[MSI_RANKS]; // the searches that found the best plans, the best first
     uint32_t rank_count;
-    bool follows; // it has the schedule and the offsets of the one for the largest sizes
+    bool makes_room; // it is for the largest sizes: the store is as it says
+    bool follows;    // it has the schedule and the offsets of that one
     msi_recording recordings[MSI_RECORDING_COUNT];
 } msi_plan;
 
@@ -4748,7 +5032,9 @@ typedef struct msi_run {
     uint32_t micro;             // micro-batches of it that are done
     uint64_t step;              // completed updates
     float step_factor;          // of the gradient of the loss, in this step
-    float gradient_factor;      // of the step's state; 0 unless ms_update has ended the step early
+    float gradient_factor;      // of the step's state; 0: 1
+    float given_factor;         // by ms_set_gradient_factor, for the next update; 0: none
+    bool is_left_out;           // ms_gradient_norm has counted this step, which updates nothing
     bool is_stuck;              // steps overflow at the least loss scale: warned of
     msi_loss_sum loss;          // as the trainer had set it when the step began
     msi_progress progress;
@@ -4804,13 +5090,26 @@ typedef struct msi_extra {
     uint64_t bytes;
 } msi_extra;
 
+/* An optimizer, and the norm that its gradients are part of. */
+typedef struct msi_param_group {
+    ms_optimizer_desc desc; // defaults filled in
+    uint32_t norm;          // 0: that of all gradients that are not clipped by themselves
+    uint32_t alike;         // analysis: the first group that plans treat like this one
+} msi_param_group;
+
+/* How params are updated: the first are those of no group. */
+typedef struct msi_optimizers {
+    MSI_LIST(msi_param_group) groups;
+    uint32_t norm_count;
+} msi_optimizers;
+
 struct ms_model {
     ms_model *self;   // for msi_enter
     msi_owned *owned; // the last
     MSI_LIST(msi_extra) extras;
     ms_config config; // defaults resolved
     void *device;     // state of the backend, or its user
-    ms_optimizer_desc optimizer;
+    msi_optimizers optimizers;
     msi_loss_sum loss;
     ms_step_state scale; // the loss scale, while no store has it
     msi_graph graph;
@@ -4821,7 +5120,7 @@ struct ms_model {
     msi_kept kept[MSI_MOST_KEPT]; // the last used last
     uint32_t kept_count;
     msi_refuge refuge;
-    MSI_LIST(uint8_t) loaded; // the file of a plan for the next ms_wrap, if it has items
+    struct msi_saved_plans *loaded; // for the next ms_wrap, or NULL
     msi_run run;
     msi_views views;
     msi_errors errors;
@@ -4890,8 +5189,8 @@ static const char *msi_phase_name(ms_phase phase) {
       "an activation or a saved tensor: only these are recomputed", MSI_FROM_CONSERVATIVE)         \
     X(MS_TECHNIQUE_EARLY_UPDATE, early_update, "early update", MSI_PARAM_KIND,                     \
       "a param: only params are updated", MSI_FROM_CONSERVATIVE)                                   \
-    X(MS_TECHNIQUE_OFFLOADING, offloading, "offloading", MSI_MADE_KINDS | MSI_PARAM_KIND,          \
-      "a param, an activation or a saved tensor", MSI_FROM_BALANCED)                               \
+    X(MS_TECHNIQUE_OFFLOADING, offloading, "offloading", MSI_ALL_KINDS,                            \
+      "a tensor, or the gradient or state of a param", MSI_FROM_BALANCED)                          \
     X(MS_TECHNIQUE_TILING, tiling, "tiling", MSI_MADE_KINDS, "an activation or a saved tensor",    \
       MSI_FROM_AGGRESSIVE)                                                                         \
     X(MS_TECHNIQUE_MIXED_PRECISION, mixed_precision, "mixed precision",                            \
@@ -4903,6 +5202,7 @@ static const char *msi_phase_name(ms_phase phase) {
 enum {
     MSI_MADE_KINDS = 1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED,
     MSI_PARAM_KIND = 1 << MSI_KIND_PARAM,
+    MSI_ALL_KINDS = (2 << MSI_KIND_SAVED) - 1,
     MSI_FROM_AGGRESSIVE = 1 << MS_MODE_AGGRESSIVE,
     MSI_FROM_BALANCED = MSI_FROM_AGGRESSIVE | 1 << MS_MODE_BALANCED,
     MSI_FROM_CONSERVATIVE = MSI_FROM_BALANCED | 1 << MS_MODE_CONSERVATIVE
@@ -6084,7 +6384,7 @@ MSI_WIDE msi_floats msi_wide_sign(msi_floats x) {
     return MSI_V_CHOOSE(MSI_V_BELOW(zero, size), MSI_V_CHOOSE(is_number, one, x), x);
 }
 
-/* As msi_adamw_element, msi_sgd_element and msi_lion_element. */
+/* As msi_adamw_element, msi_sgd_element, and so on. */
 MSI_WIDE void msi_wide_adamw(const msi_wide_factors *f, const msi_floats *gradient,
                              msi_floats *value, msi_floats *m, msi_floats *v) {
     msi_floats step[MSI_WIDE_STRIP];
@@ -6109,6 +6409,25 @@ MSI_WIDE void msi_wide_sgd(const msi_wide_factors *f, const msi_floats *gradient
         momentum[k] = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
         value[k] =
             MSI_V(fmadd_ps)(f->rate, MSI_V(fmadd_ps)(f->decay, value[k], momentum[k]), value[k]);
+    }
+}
+
+MSI_WIDE void msi_wide_nesterov(const msi_wide_factors *f, const msi_floats *gradient,
+                                msi_floats *value, msi_floats *momentum, msi_floats *none) {
+    (void)none;
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        momentum[k] = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
+        const msi_floats v = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
+        value[k] = MSI_V(fmadd_ps)(f->rate, MSI_V(fmadd_ps)(f->decay, value[k], v), value[k]);
+    }
+}
+
+MSI_WIDE void msi_wide_momentum(const msi_wide_factors *f, const msi_floats *gradient,
+                                msi_floats *value, msi_floats *momentum, msi_floats *none) {
+    (void)none;
+    MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+        momentum[k] = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
+        value[k] = MSI_V(fmadd_ps)(f->beta1, momentum[k], gradient[k]);
     }
 }
 
@@ -6151,9 +6470,15 @@ MSI_WIDE void msi_wide_update(ms_optimizer_kind kind, const msi_wide_factors *f,
     case constant:                                                                                 \
         msi_wide_##name(f, gradient, x[0], x[1], x[2]);                                            \
         break;
-        MSI_SWITCH_OPTIMIZERS(kind)
+        switch (kind) {
+            MSI_UPDATES_WITH_STATE(MSI_X)
+            MSI_CASES_WITHOUT_STATE
+        }
 #undef MSI_X
         if (msi_wide_any_kept(gradient)) {
+            MSI_UNROLLED(k, MSI_WIDE_STRIP) {
+                old[0][k] = kind == MS_UPDATE_MOMENTUM ? MSI_V(setzero_ps)() : old[0][k];
+            }
             for (int j = 0; j < 2 + has_second; j++) {
                 msi_wide_keep(gradient, old[j], x[j]);
             }
@@ -6332,11 +6657,12 @@ static int msi_cpu_add_squares(void *user, const void *device, ms_dtype dtype, u
     return 0;
 }
 
-static int msi_cpu_clip_scale(void *user, const double *sum, float limit, float *scale,
-                              ms_step_state *step, ms_update_factors *factors, uint64_t count) {
+static int msi_cpu_clip_scale(void *user, ms_norm *norms, const float *limits, uint32_t count,
+                              ms_step_state *step, ms_update_factors *factors,
+                              uint64_t factor_count) {
     (void)user;
-    *scale = msi_judge_norm(step, *sum, limit);
-    for (uint64_t i = 0; i < count; i++) {
+    msi_judge_norms(step, norms, limits, count);
+    for (uint64_t i = 0; i < factor_count; i++) {
         msi_correct_bias(&factors[i], step);
     }
     return 0;
@@ -6572,7 +6898,10 @@ static void msi_update_elements(ms_optimizer_kind kind, const ms_update_factors 
             value[i] = msi_##name##_element(&f, value[i], scale * gradient[i], NULL, NULL);        \
         }                                                                                          \
         break;
-    MSI_SWITCH_OPTIMIZERS(kind)
+    switch (kind) {
+        MSI_CASES_OF_ELEMENTS
+        MSI_CASES_OF_NO_ELEMENT
+    }
 #undef MSI_X
 }
 
@@ -6591,7 +6920,7 @@ static void msi_update_any(const ms_update_args *a, const uint32_t *keys, int st
                         state[1]);
     for (int i = 0; i < b->count; i++) { // as msi_guarded_element
         const uint32_t changes = msi_changes(b->scale * b->gradient[i]);
-        value[i] = msi_choose(changes, value[i], b->value[i]);
+        value[i] = msi_choose(changes, value[i], msi_value_without(a->kind, b->value[i]));
         state[0][i] = msi_choose(changes, state[0][i], old[0][i]);
         state[1][i] = msi_choose(changes, state[1][i], old[1][i]);
     }
@@ -6674,7 +7003,10 @@ static void msi_update_wide(const ms_update_args *a, const uint32_t *keys,
             msi_wide_update(constant, &f, b->value, b->gradient, &s0, &s1);                        \
         }                                                                                          \
         break;
-    MSI_SWITCH_OPTIMIZERS(a->kind)
+    switch (a->kind) {
+        MSI_UPDATES_WITH_STATE(MSI_X)
+        MSI_CASES_WITHOUT_STATE
+    }
 #undef MSI_X
     w->most[0] = msi_wide_most(&s0, msi_state_is_signed(a->kind, 0));
     w->most[1] = msi_wide_most(&s1, msi_state_is_signed(a->kind, 1));
@@ -6763,6 +7095,12 @@ static void msi_update_piece(void *argument, uint32_t piece) {
     msi_update_elements(a->kind, &j->factors, j->scale, count, a->value + begin,
                         a->gradient + begin, a->state[0] ? a->state[0] + begin : NULL,
                         a->state[1] ? a->state[1] + begin : NULL);
+}
+
+static int msi_cpu_factor(void *user, const ms_factor_args *args) {
+    (void)user;
+    *args->factor = msi_factor_of(args);
+    return 0;
 }
 
 static int msi_update_for(const ms_parallel *jobs, const ms_update_args *args) {
@@ -7638,7 +7976,7 @@ static ms_backend msi_cpu_table(void) {
     b.memory_release = msi_cpu_memory_release;
     b.memory_resize = msi_cpu_memory_resize;
     b.device_is_host = true;
-    b.has_state_formats = true;
+    b.has_state_formats = b.has_update_steps = true;
     b.copy_in = b.copy_out = b.copy = msi_cpu_copy;
     b.fill_bytes = msi_cpu_fill_bytes;
     b.fill_f32 = msi_cpu_fill_f32;
@@ -7649,6 +7987,7 @@ static ms_backend msi_cpu_table(void) {
     b.add_squares = msi_cpu_add_squares;
     b.clip_scale = msi_cpu_clip_scale;
     b.update = msi_cpu_update;
+    b.factor = msi_cpu_factor;
     b.gemm = msi_cpu_gemm;
     b.hardware = msi_cpu_hardware;
     return b;
@@ -8317,6 +8656,14 @@ static bool msi_is_resident(const msi_tensor *t) {
     return t->kind <= MSI_KIND_BUFFER;
 }
 
+/* Whether the home of a value that is kept between steps may be the host, from where each use copies it:
+   params, and what no layer changes; an input, which is seldom large and used once, only by force. */
+static bool msi_may_stream(const msi_tensor *t) {
+    return t->kind == MSI_KIND_PARAM ||
+           (msi_is_resident(t) && !t->is_state && !t->on_host &&
+            (t->kind == MSI_KIND_BUFFER || (t->forced_moves & MSI_MOVES_VALUE)));
+}
+
 static bool msi_is_trained(const msi_tensor *t) {
     return t->kind == MSI_KIND_PARAM && !t->frozen;
 }
@@ -8325,14 +8672,129 @@ static bool msi_learns(const msi_tensor *t) {
     return msi_is_trained(t) && t->last_gradient != MSI_NONE;
 }
 
-static MSI_NOINLINE uint32_t msi_state_count(const ms_optimizer_desc *o) {
-    const msi_optimizer row = msi_optimizer_of(o->kind);
-    const bool lacks = row.has_momentum && o->momentum == 0.0f;
-    return o->kind == MS_OPTIMIZER_CUSTOM ? o->state_count : lacks ? 0 : (uint32_t)row.states;
-}
-
 static bool msi_is_borrowed(const msi_tensor *t, msi_role role) {
     return t->borrowed >> role & 1;
+}
+
+/* The optimizer of a param. */
+static const ms_optimizer_desc *msi_desc_of(const msi_optimizers *o, const msi_tensor *t) {
+    return &o->groups.items[t->group].desc;
+}
+
+/* The kinds of all optimizers: a mask. */
+static uint32_t msi_kinds(const msi_optimizers *o) {
+    uint32_t kinds = 0;
+    for (MSI_ITEMS(const msi_param_group, group, o->groups)) {
+        kinds |= 1u << group->desc.kind;
+    }
+    return kinds;
+}
+
+static bool msi_has_kind(const msi_optimizers *o, ms_optimizer_kind kind) {
+    return msi_kinds(o) >> kind & 1;
+}
+
+/* Whether updates need the norm of the gradients: to clip them, or to skip a step. */
+static bool msi_takes_norm(const msi_optimizers *o) {
+    bool takes = o->groups.items[0].desc.skip_above_norm > 0.0f;
+    for (MSI_ITEMS(const msi_param_group, group, o->groups)) {
+        takes |= group->desc.grad_clip_norm > 0.0f;
+    }
+    return takes;
+}
+
+/* The formats that state can have: a mask of 1 << ms_state_format. */
+static uint32_t msi_state_formats(const ms_optimizer_desc *o) {
+    return o->takes_formats ? (uint32_t)MSI_ANY_FORMAT
+                            : (uint32_t)msi_optimizer_of(o->kind).formats;
+}
+
+/* A param as a matrix for updates of such: rows, and cols, which is the last dim of it for Adafactor,
+   and all but the first for Muon. Adafactor factors only what has several of both. */
+typedef struct msi_grid {
+    uint64_t rows, cols;
+    bool is_factored;
+} msi_grid;
+
+static msi_grid msi_grid_of(const ms_optimizer_desc *o, const msi_tensor *t) {
+    const ms_shape *s = &t->view.shape;
+    const uint64_t count = t->bytes / sizeof(float);
+    msi_grid grid = {1, count, false};
+    if (s->rank >= 2 && t->view.dtype == MS_DTYPE_F32) {
+        grid.rows = o->kind == MS_OPTIMIZER_MUON ? (uint64_t)s->dim[0]
+                                                 : count / (uint64_t)s->dim[s->rank - 1];
+        grid.cols = count / grid.rows;
+    }
+    grid.is_factored = o->kind == MS_OPTIMIZER_ADAFACTOR && grid.rows > 1 && grid.cols > 1;
+    return grid;
+}
+
+/* The scratch memory of an update of a matrix: offsets. */
+typedef struct msi_matrix_scratch {
+    uint64_t x, y; // matrices like the param; Muon: x is the gradient, if that can be used up
+    uint64_t a,
+        b; // Muon: squares of its smaller dim; Adafactor: a vector for its rows, for its cols
+    uint64_t ones; // Adafactor: as many as rows or cols
+    uint64_t sums; // two doubles; a mean, a factor, and the number of what is not finite
+    uint64_t bytes;
+} msi_matrix_scratch;
+
+/* Operations of the products of an update: Muon's five steps. */
+static double msi_update_flops(const ms_optimizer_desc *o, const msi_tensor *t) {
+    const msi_grid grid = msi_grid_of(o, t);
+    const double rows = (double)grid.rows, cols = (double)grid.cols;
+    const double least = rows < cols ? rows : cols, most = rows < cols ? cols : rows;
+    return o->kind == MS_OPTIMIZER_MUON ? 10.0 * least * least * (2.0 * most + least) : 0.0;
+}
+
+static uint64_t msi_add_floats(uint64_t *bytes, uint64_t count) {
+    const uint64_t at = *bytes;
+    *bytes += msi_align(count * sizeof(float));
+    return at;
+}
+
+static msi_matrix_scratch msi_scratch_of(const ms_optimizer_desc *o, const msi_tensor *t,
+                                         bool is_f32) {
+    const msi_grid grid = msi_grid_of(o, t);
+    const uint64_t count = grid.rows * grid.cols, least = msi_smaller(grid.rows, grid.cols);
+    const bool muon = o->kind == MS_OPTIMIZER_MUON;
+    const bool in_place = muon && is_f32 && !msi_is_borrowed(t, MSI_ROLE_GRADIENT);
+    msi_matrix_scratch s = MSI_ZERO_INIT;
+    s.x = msi_add_floats(&s.bytes, in_place ? 0 : count);
+    s.y = msi_add_floats(&s.bytes, muon ? count : 0);
+    s.a = msi_add_floats(&s.bytes, muon ? least * least : grid.is_factored ? grid.rows : 0);
+    s.b = msi_add_floats(&s.bytes, muon ? least * least : grid.is_factored ? grid.cols : 0);
+    s.ones =
+        msi_add_floats(&s.bytes, grid.is_factored ? msi_larger(grid.rows, grid.cols) : (uint64_t)0);
+    s.sums = msi_add_floats(&s.bytes, 16);
+    return s;
+}
+
+static MSI_NOINLINE uint32_t msi_state_count(const msi_optimizers *all, const msi_tensor *t) {
+    const ms_optimizer_desc *o = msi_desc_of(all, t);
+    const msi_optimizer row = msi_optimizer_of(o->kind);
+    const bool lacks = row.has_momentum && o->momentum == 0.0f;
+    return o->kind == MS_OPTIMIZER_CUSTOM      ? o->state_count
+           : o->kind == MS_OPTIMIZER_ADAFACTOR ? 1 + (uint32_t)msi_grid_of(o, t).is_factored
+           : lacks                             ? 0
+                                               : (uint32_t)row.states;
+}
+
+/* Elements of what has a role: factored state has fewer than its param. */
+static uint64_t msi_elements_of(const msi_optimizers *all, const msi_tensor *t, msi_role role) {
+    const msi_grid grid = msi_grid_of(msi_desc_of(all, t), t);
+    return role == MSI_ROLE_STATE0 && grid.is_factored                   ? grid.rows
+           : role == (msi_role)(MSI_ROLE_STATE0 + 1) && grid.is_factored ? grid.cols
+                                                                         : t->bytes / sizeof(float);
+}
+
+/* Bytes of what has a role, as the trainer knows it; `largest`: with every axis at its largest. */
+static uint64_t msi_role_bytes(const msi_optimizers *all, const msi_tensor *t, msi_role role,
+                               bool largest) {
+    return role >= MSI_ROLE_STATE0 && t->kind == MSI_KIND_PARAM
+               ? msi_elements_of(all, t, role) * sizeof(float)
+           : largest ? t->largest_bytes
+                     : t->bytes;
 }
 
 /* The bit of what is moved with a role. */
@@ -8342,13 +8804,21 @@ static uint8_t msi_move_of(msi_role role) {
                                                  : MSI_MOVES_STATE);
 }
 
+/* Whether codes of what has this role have signs. */
+static bool msi_is_signed(const msi_optimizers *o, const msi_tensor *t, msi_role role) {
+    const int k = (int)role - (int)MSI_ROLE_STATE0;
+    const ms_optimizer_desc *desc = msi_desc_of(o, t);
+    return k < 0 || (msi_state_is_signed(desc->kind, k) && !(desc->unsigned_state >> k & 1));
+}
+
 /* Why the optimizer state of a param is not in codes of 8 bits: it cannot be, or, from SMALL on, a
    rule says so, which force overrules. Columns: the constant; the fact by which plans are
    explained; the reason in words. */
 #define MSI_NOT_8BIT(X)                                                                            \
     X(MSI_8BIT_MAY_BE, 0, NULL)                                                                    \
     X(MSI_8BIT_NO_STATE, MSI_FACT(NO_STATE), "it has no optimizer state")                          \
-    X(MSI_8BIT_CUSTOM, MSI_FACT(CUSTOM), "the update is the trainer's own")                        \
+    X(MSI_8BIT_CUSTOM, MSI_FACT(CUSTOM),                                                           \
+      "its optimizer takes no codes, or the update is the trainer's own")                          \
     X(MSI_8BIT_BACKEND, MSI_FACT(BACKEND),                                                         \
       "the backend's update takes state in F32 alone (has_state_formats)")                         \
     X(MSI_8BIT_BORROWED, MSI_FACT(BORROWED), "its state is borrowed")                              \
@@ -8364,14 +8834,14 @@ static const char *const msi_not_8bit_texts[] = {MSI_NOT_8BIT(MSI_X)};
 
 enum { MSI_8BIT_LEAST = 4096 };
 
-static msi_not_8bit msi_why_not_8bit(const ms_optimizer_desc *o, bool has_formats,
+static msi_not_8bit msi_why_not_8bit(const msi_optimizers *o, bool has_formats,
                                      const msi_tensor *t) {
-    const uint32_t states = msi_state_count(o);
+    const uint32_t states = msi_state_count(o, t);
     bool borrowed = false;
     for (uint32_t k = 0; k < states; k++) {
         borrowed |= msi_is_borrowed(t, (msi_role)(MSI_ROLE_STATE0 + k));
     }
-    const bool coded = msi_optimizer_of(o->kind).formats >> MS_STATE_FORMAT_8BIT & 1;
+    const bool coded = msi_state_formats(msi_desc_of(o, t)) >> MS_STATE_FORMAT_8BIT & 1;
     return states == 0 || !msi_learns(t)               ? MSI_8BIT_NO_STATE
            : !coded                                    ? MSI_8BIT_CUSTOM
            : !has_formats                              ? MSI_8BIT_BACKEND
@@ -8388,8 +8858,7 @@ static bool msi_can_be_8bit(msi_not_8bit why) {
 }
 
 /* Whether the state of a param is coded: where the plan may do so (`may`), or by force alone. */
-static bool msi_is_8bit(const ms_optimizer_desc *o, bool has_formats, bool may,
-                        const msi_tensor *t) {
+static bool msi_is_8bit(const msi_optimizers *o, bool has_formats, bool may, const msi_tensor *t) {
     const ms_switch force = (ms_switch)t->technique[MS_TECHNIQUE_OPTIMIZER_8BIT];
     const msi_not_8bit why = msi_why_not_8bit(o, has_formats, t);
     return force == MS_SWITCH_ON ? msi_can_be_8bit(why)
@@ -8421,23 +8890,37 @@ static int msi_group_of_values(int group) {
 static msi_format msi_seen_format(const msi_tensor *t, const msi_layer *l, int group, uint32_t slot,
                                   msi_format call) {
     const bool stays = group == MSI_GROUP_GRAD_PARAM && !(l->dtypes.half_gradients >> slot & 1);
-    return !stays && msi_follows_call(t, l, msi_group_of_values(group), slot)
+    return (group == MSI_GROUP_GRAD_OUT || group == MSI_GROUP_GRAD_IN) &&
+                   t->gradient_format != MSI_FORMAT_COUNT
+               ? (msi_format)t->gradient_format
+           : !stays && msi_follows_call(t, l, msi_group_of_values(group), slot)
                ? call
                : (msi_format)t->format;
 }
 
+/* How many elements a tensor has at the present sizes. */
+static uint64_t msi_elements(const msi_tensor *t) {
+    return t->bytes / msi_formats[t->format].bytes;
+}
+
 /* Bytes of a value or a gradient in a format. */
 static uint64_t msi_value_bytes(const msi_tensor *t, msi_format format) {
-    return format == (msi_format)t->format ? t->bytes
-                                           : msi_format_bytes(format, t->bytes / sizeof(float));
+    return format == (msi_format)t->format ? t->bytes : msi_format_bytes(format, msi_elements(t));
+}
+
+/* The format in which the trainer knows a tensor in a role. */
+static msi_format msi_known_format(const msi_tensor *t, msi_role role) {
+    const bool own = role == MSI_ROLE_GRADIENT && t->gradient_format != MSI_FORMAT_COUNT;
+    return (msi_format)(own ? t->gradient_format : t->format);
 }
 
 /* The format of a tensor in a role, if its value is not rounded; state_8bit: its state is coded. */
-static msi_format msi_format_of(const ms_optimizer_desc *o, const msi_tensor *t, msi_role role,
+static msi_format msi_format_of(const msi_optimizers *all, const msi_tensor *t, msi_role role,
                                 bool state_8bit) {
+    const ms_optimizer_desc *o = msi_desc_of(all, t);
     return role < MSI_ROLE_STATE0 ? (msi_format)t->format
            : role >= MSI_ROLE_STATE0 + 2 || // more states are the trainer's
-                   o->kind == MS_OPTIMIZER_CUSTOM || msi_is_borrowed(t, role)
+                   (o->kind == MS_OPTIMIZER_CUSTOM && !o->takes_formats) || msi_is_borrowed(t, role)
                ? MSI_FORMAT_F32
            : state_8bit ? MSI_FORMAT_8BIT
                         : msi_format_of_state(o->state_format[role - MSI_ROLE_STATE0]);
@@ -8480,13 +8963,13 @@ static bool msi_count_bytes(msi_graph *g, uint64_t bytes) {
     return good;
 }
 
-/* A shape with the axes at these sizes, or at their largest. */
+/* A shape with the axes at these sizes, or at the largest of an eval. */
 static ms_shape msi_resized(const msi_graph *g, ms_shape shape, bool largest,
                             const int64_t *sizes) {
     for (int i = 0; i < shape.rank; i++) {
         for (uint32_t a = 0; a < g->axis_count && shape.axes[i]; a++) {
             if (shape.axes[i] >> a & 1) {
-                const int64_t size = largest ? g->axes[a].largest : sizes[a];
+                const int64_t size = largest ? g->axes[a].eval_largest : sizes[a];
                 const int64_t unit = shape.dim[i] / g->axes[a].size;
                 shape.dim[i] = unit <= INT64_MAX / size ? unit * size : INT64_MAX;
             }
@@ -8508,6 +8991,7 @@ static MSI_COLD ms_tensor msi_add_tensor(ms_model *m, msi_kind kind, const char 
     t.view.shape = *shape;
     t.view.dtype = dtype;
     t.format = (uint8_t)msi_format_of_dtype(dtype);
+    t.gradient_format = MSI_FORMAT_COUNT;
     t.kind = kind;
     t.producer = MSI_NONE;
     if (!msi_shape_bytes(shape, dtype, &t.bytes) ||
@@ -8930,15 +9414,37 @@ static uint64_t msi_tile_unit(const msi_graph *g, const msi_layer *l) {
     return unit <= rows && rows % unit == 0 ? unit : 0;
 }
 
-/* Sets the sizes of the axes; NULL: the largest. */
-static void msi_set_sizes(msi_graph *g, const int64_t *sizes) {
+/* The largest size of an axis in the program that a plan is made for: in training, if there is any. */
+static int64_t msi_largest_size(const msi_graph *g, uint32_t a) {
+    return g->trains ? g->axes[a].largest : g->axes[a].eval_largest;
+}
+
+/* Whether such sizes are for evals alone; NULL: the largest of evals. */
+static bool msi_is_beyond(const msi_graph *g, const int64_t *sizes) {
+    bool beyond = false;
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        beyond |= (sizes ? sizes[a] : g->axes[a].eval_largest) > msi_largest_size(g, a);
+    }
+    return beyond;
+}
+
+/* Sets the sizes of the axes; NULL: the largest, of evals too if they are larger. */
+static void msi_set_sizes_of(msi_graph *g, const int64_t *sizes, bool evals) {
+    int64_t to[MS_LIMIT_AXES];
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        to[a] = sizes ? sizes[a] : evals ? g->axes[a].eval_largest : msi_largest_size(g, a);
+    }
     for (MSI_ITEMS_WHILE(msi_tensor, t, g->tensors, g->axis_count)) {
-        t->view.shape = msi_resized(g, t->view.shape, sizes == NULL, sizes);
+        t->view.shape = msi_resized(g, t->view.shape, false, to);
         t->bytes = ms_shape_count(&t->view.shape) * ms_dtype_bytes(t->view.dtype);
     }
     for (uint32_t a = 0; a < g->axis_count; a++) {
-        g->axes[a].size = sizes ? sizes[a] : g->axes[a].largest;
+        g->axes[a].size = to[a];
     }
+}
+
+static void msi_set_sizes(msi_graph *g, const int64_t *sizes) {
+    msi_set_sizes_of(g, sizes, false);
 }
 
 static MSI_NOINLINE void msi_get_sizes(const msi_graph *g, int64_t *sizes) {
@@ -8961,11 +9467,12 @@ static bool msi_is_read_again(const msi_tensor *t) {
     return t->last_reader != MSI_NONE || t->serves_recompute;
 }
 
-/* In the order of forward: which tensors want a gradient. */
+/* In the order of forward: which tensors want a gradient, and whether the loss has one to give. */
 static void msi_analyze(msi_graph *g) {
+    g->trains = false;
     for (uint32_t i = 0; i < g->tensors.count; i++) {
         msi_tensor *t = &g->tensors.items[i];
-        t->wants_gradient = msi_is_trained(t);
+        t->wants_gradient = g->loss != MSI_NONE && (msi_is_trained(t) || t->wanted);
         t->updates_early =
             t->wants_gradient && t->technique[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_OFF;
         t->last_reader = t->last_gradient = MSI_NONE;
@@ -8977,6 +9484,7 @@ static void msi_analyze(msi_graph *g) {
         msi_layer *l = &g->layers.items[i];
         const bool wanted = msi_any_wants(g, l, MSI_GROUP_IN, MS_ALL_SLOTS) ||
                             msi_any_wants(g, l, MSI_GROUP_PARAM, MS_ALL_SLOTS);
+        l->passes = wanted && l->differentiable && !l->grads_in_forward;
         l->ends_in_loss = msi_any_wants(g, l, MSI_GROUP_IN, l->grads_in_forward);
         bool looks_up = false;
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
@@ -8987,15 +9495,18 @@ static void msi_analyze(msi_graph *g) {
             param.t->is_looked_up |= looks_up;
         }
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
-            out.t->wants_gradient = wanted && l->differentiable && !l->grads_in_forward &&
-                                    !out.t->no_gradient && msi_is_float(out.t->view.dtype);
+            out.t->wants_gradient =
+                out.t->wanted ? g->loss != MSI_NONE
+                              : l->passes && !out.t->no_gradient && msi_is_float(out.t->view.dtype);
         }
         for (MSI_EACH_OF(made, g, l, MSI_GROUP_OUT, MSI_GROUP_SAVED)) {
             made.t->serves_recompute =
                 l->recompute && (l->recompute_masks[made.group] >> made.slot & 1);
             made.t->must_stay = !msi_can_repeat(l) && (!l->recompute || made.t->serves_recompute);
         }
+        g->trains |= l->ends_in_loss;
     }
+    g->trains |= g->loss != MSI_NONE && g->tensors.items[g->loss].wants_gradient;
 }
 
 /* From the loss back: a layer runs backward if one of its outputs has a gradient, and its inputs lead
@@ -9008,7 +9519,7 @@ static void msi_analyze_backward(msi_graph *g) {
         l->has_backward = false;
         for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
             leads |= out.t->leads_to_loss;
-            l->has_backward |= out.t->wants_gradient &&
+            l->has_backward |= l->passes && out.t->wants_gradient &&
                                (out.tensor == g->loss || out.t->last_gradient != MSI_NONE);
         }
         for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
@@ -9065,8 +9576,6 @@ static void msi_analyze_narrow(ms_model *m) {
     msi_graph *g = &m->graph;
     const msi_format narrow = msi_narrow_of(m);
     const bool masters = m->config.master_weights != MS_SWITCH_OFF;
-    const bool updates =
-        msi_optimizer_of(m->optimizer.kind).is_built_in && m->config.backend.has_state_formats;
     for (MSI_ITEMS(msi_tensor, tensor, g->tensors)) {
         tensor->not_narrow = MSI_NARROW_NOT_USED;
         tensor->narrow = (uint8_t)narrow;
@@ -9077,6 +9586,9 @@ static void msi_analyze_narrow(ms_model *m) {
     }
     for (MSI_ITEMS(msi_tensor, tensor, g->tensors)) {
         const bool learns = msi_learns(tensor);
+        const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, tensor);
+        const bool updates = o->takes_formats || (msi_optimizer_of(o->kind).is_built_in &&
+                                                  m->config.backend.has_state_formats);
         if (tensor->kind == MSI_KIND_PARAM && tensor->not_narrow == (uint8_t)MSI_NARROW_MAY_BE) {
             tensor->not_narrow =
                 (uint8_t)(msi_is_borrowed(tensor, MSI_ROLE_VALUE) ? MSI_NARROW_UPDATE
@@ -9276,7 +9788,8 @@ static msi_loan msi_loan_of(const ms_model *m, uint32_t t, msi_role role, const 
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     const uint64_t begin = (uint64_t)(uintptr_t)memory;
     const bool changes = msi_is_trained(tensor) || tensor->is_state;
-    const msi_loan loan = {t, role, begin, begin + tensor->largest_bytes, tensor->on_host, changes};
+    const uint64_t end = begin + msi_role_bytes(&m->optimizers, tensor, role, true);
+    const msi_loan loan = {t, role, begin, end, tensor->on_host, changes};
     return loan;
 }
 
@@ -9547,61 +10060,75 @@ static bool msi_is_positive_or_zero(double value) {
 }
 
 /* What does not go together in an optimizer, or NULL. */
-static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc) {
+static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc, bool of_group) {
     const bool custom = desc && desc->kind == MS_OPTIMIZER_CUSTOM;
     unsigned formats = 0;
     for (int k = 0; k < 2 && desc; k++) {
         formats =
             (unsigned)desc->state_format[k] > formats ? (unsigned)desc->state_format[k] : formats;
     }
-    return !desc                                      ? "desc is NULL"
-           : (unsigned)desc->kind > MS_OPTIMIZER_NONE ? "there is no such kind"
+    return !desc                                        ? "desc is NULL"
+           : (unsigned)desc->kind >= MS_OPTIMIZER_COUNT ? "there is no such kind"
            : custom && !desc->update           ? "MS_OPTIMIZER_CUSTOM needs an update callback"
            : !custom && desc->update           ? "only MS_OPTIMIZER_CUSTOM takes an update callback"
            : !custom && desc->state_count != 0 ? "only MS_OPTIMIZER_CUSTOM takes a state_count"
+           : !custom && (desc->workspace || desc->takes_formats || desc->unsigned_state)
+               ? "only MS_OPTIMIZER_CUSTOM takes a workspace, takes_formats and unsigned_state"
            : desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
                ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
-           : desc->is_filled && desc->epsilon == 0.0f && msi_optimizer_of(desc->kind).corrects_bias
+           : of_group && desc->skip_above_norm != 0.0f
+               ? "a step is skipped as a whole: give skip_above_norm to ms_set_optimizer"
+           : desc->is_filled && desc->epsilon == 0.0f && msi_optimizer_of(desc->kind).counts
                ? "epsilon is 0: elements whose gradients are 0 would become NaN; set a small "
                  "positive number"
            : formats >= MS_STATE_FORMAT_COUNT ||
                    msi_is_coded(msi_format_of_state((ms_state_format)formats))
                ? "state_format is F32 or BF16; 8 bits are a technique (ms_config.optimizer_8bit)"
-           : !(msi_optimizer_of(desc->kind).formats >> formats & 1)
-               ? "only built-in optimizers take a state_format"
+           : !(msi_state_formats(desc) >> formats & 1)
+               ? "state_format of MS_OPTIMIZER_ADAFACTOR is F32, as of MS_OPTIMIZER_CUSTOM unless "
+                 "it "
+                 "takes_formats"
                : NULL;
 }
 
-static MSI_COLD bool msi_check_optimizer(ms_model *m, const ms_optimizer_desc *desc) {
-    const char *fault = msi_optimizer_fault(desc);
+static MSI_COLD bool msi_check_optimizer(ms_model *m, const char *function,
+                                         const ms_optimizer_desc *desc, bool of_group) {
+    const char *fault = msi_optimizer_fault(desc, of_group);
     if (fault) {
-        return MSI_REFUSE(m, "ms_set_optimizer: %s", fault);
+        return MSI_REFUSE(m, "%s: %s", function, fault);
     }
     if (desc->state_count > MS_LIMIT_OPTIMIZER_STATE) {
-        return MSI_REFUSE(
-            m, "ms_set_optimizer: state_count is %u; a param has %d tensors of state at most",
-            (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
+        return MSI_REFUSE(m, "%s: state_count is %u; a param has %d tensors of state at most",
+                          function, (unsigned)desc->state_count, MS_LIMIT_OPTIMIZER_STATE);
     }
     if (!m->config.backend.has_state_formats && (desc->state_format[0] || desc->state_format[1])) {
-        MSI_STICK(
-            m, MS_RESULT_UNSUPPORTED,
-            "ms_set_optimizer: state_format is BF16, but the update of backend %s takes state "
-            "in F32 alone (ms_backend.has_state_formats)",
-            m->config.backend.name);
+        MSI_STICK(m, MS_RESULT_UNSUPPORTED,
+                  "%s: state_format is BF16, but the update of backend %s takes state in F32 alone "
+                  "(ms_backend.has_state_formats)",
+                  function, m->config.backend.name);
+        return false;
+    }
+    if (!m->config.backend.has_update_steps && msi_optimizer_of(desc->kind).is_whole) {
+        MSI_STICK(m, MS_RESULT_UNSUPPORTED,
+                  "%s: backend %s does not compute the steps of updates of matrices "
+                  "(ms_backend.has_update_steps)",
+                  function, m->config.backend.name);
         return false;
     }
     return (msi_is_share(desc->beta1) && msi_is_share(desc->beta2) &&
             msi_is_share(desc->momentum) && msi_is_positive_or_zero((double)desc->epsilon) &&
             msi_is_finite((double)desc->learning_rate) &&
             msi_is_finite((double)desc->weight_decay) &&
-            msi_is_positive_or_zero((double)desc->grad_clip_norm)) ||
+            msi_is_positive_or_zero((double)desc->grad_clip_norm) &&
+            msi_is_positive_or_zero((double)desc->skip_above_norm)) ||
            MSI_REFUSE(m,
-                      "ms_set_optimizer: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, "
-                      "clip norm %g: all must be finite, betas and momentum at least 0 and below "
-                      "1, epsilon and norm not negative",
-                      (double)desc->learning_rate, (double)desc->weight_decay, (double)desc->beta1,
-                      (double)desc->beta2, (double)desc->momentum, (double)desc->epsilon,
-                      (double)desc->grad_clip_norm);
+                      "%s: rate %g, decay %g, betas %g %g, momentum %g, epsilon %g, clip norm %g, "
+                      "skip_above_norm %g: all must be finite, betas and momentum at least 0 and "
+                      "below 1, epsilon and norms not negative",
+                      function, (double)desc->learning_rate, (double)desc->weight_decay,
+                      (double)desc->beta1, (double)desc->beta2, (double)desc->momentum,
+                      (double)desc->epsilon, (double)desc->grad_clip_norm,
+                      (double)desc->skip_above_norm);
 }
 
 /* Checks a number that a setter received, perhaps for a tensor. */
@@ -9619,11 +10146,6 @@ static MSI_COLD bool msi_check_shape(ms_model *m, msi_kind kind, const char *nam
     const char *what = msi_kind_names[kind];
     if (ms_dtype_bytes(dtype) == 0) {
         return MSI_REFUSE(m, "%s \"%s\": there is no dtype %d", what, name, (int)dtype);
-    }
-    if (kind == MSI_KIND_PARAM && dtype != MS_DTYPE_F32) {
-        MSI_STICK(m, MS_RESULT_UNSUPPORTED, "param \"%s\" has dtype %s; params are f32", name,
-                  ms_dtype_name(dtype));
-        return false;
     }
     if (shape->rank < 0 || shape->rank > MS_LIMIT_RANK) {
         return MSI_REFUSE(
@@ -9692,11 +10214,11 @@ static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
         return msi_fail_argument(m, "ms_reshape", "the model has no axes: see ms_add_axis");
     }
     for (uint32_t a = 0; a < g->axis_count; a++) {
-        if (sizes[a] < 1 || sizes[a] > g->axes[a].largest) {
+        if (sizes[a] < 1 || sizes[a] > g->axes[a].eval_largest) {
             return msi_fail(m, MS_RESULT_INVALID,
                             "ms_reshape: axis \"%s\" cannot have size %lld: 1 to %lld was declared",
                             msi_name(&m->graph, g->axes[a].name), (long long)sizes[a],
-                            (long long)g->axes[a].largest);
+                            (long long)g->axes[a].eval_largest);
         }
     }
     return MS_RESULT_OK;
@@ -9749,10 +10271,6 @@ static const msi_tensor *msi_tensor_at(const ms_model *m, ms_tensor handle) {
     return t == MSI_NONE ? NULL : &m->graph.tensors.items[t];
 }
 
-static const char *const msi_activation_cure =
-    "the gradient of an activation lives only inside backward, where a layer that passes on its "
-    "input can copy it to a buffer that it has as state and in backward_state";
-
 /* The output of a layer that a setter received; MSI_NONE and an error that sticks if it is none. */
 static uint32_t msi_activation_index(ms_model *model, const char *function, ms_tensor tensor) {
     if (!msi_setting(model, function, tensor)) {
@@ -9765,7 +10283,7 @@ static uint32_t msi_activation_index(ms_model *model, const char *function, ms_t
         const bool is_gradient = t == MSI_NONE && is_activation;
         MSI_STICK(model, MS_RESULT_INVALID, "%s: %s is not the output of a layer: %s", function,
                   msi_handle_words(&model->graph, tensor).text,
-                  is_gradient ? msi_activation_cure
+                  is_gradient ? "ms_want_gradient keeps the gradient of an activation"
                               : "pass an activation that is in `out` of a layer registered before");
         return MSI_NONE;
     }
@@ -9961,6 +10479,7 @@ static MSI_COLD bool msi_check_must(ms_model *m, const char *name, bool of_grad,
     *claimed |= (uint32_t)1 << k;
     const msi_tensor *x = msi_tensor_at(m, result), *y = msi_tensor_at(m, operands[k]);
     return (x && y && x->view.dtype == y->view.dtype && x->bytes == y->bytes &&
+            (!of_grad || x->gradient_format == y->gradient_format) &&
             msi_scales_alike(&m->graph, msi_index(&m->graph, result),
                              msi_index(&m->graph, operands[k]))) ||
            MSI_REFUSE_LAYER(m, name,
@@ -10049,14 +10568,15 @@ static MSI_COLD bool msi_check_edges(ms_model *m, const char *name, const ms_lay
     const uint32_t overwrites = d->overwrites.in | d->must_grad_in_place;
     for (uint32_t i = 0; i < MS_LIMIT_IN; i++) {
         const msi_tensor *t = overwrites >> i & 1 ? msi_tensor_at(m, d->in[i]) : NULL;
+        const msi_format has = t ? msi_known_format(t, MSI_ROLE_GRADIENT) : MSI_FORMAT_F32;
         if (t && t->kind == MSI_KIND_ACTIVATION && msi_is_float(t->view.dtype) &&
-            t->view.dtype != MS_DTYPE_F32) {
+            has != MSI_FORMAT_F32) {
             return MSI_REFUSE_LAYER(m, name,
                                     "the gradient of in[%u] \"%s\" is %s; one that is overwritten "
                                     "or computed in place may have to be summed by the library, "
                                     "which sums only f32: follow ms_view.beta instead",
                                     (unsigned)i, msi_name(&m->graph, t->name),
-                                    ms_dtype_name(t->view.dtype));
+                                    ms_dtype_name(msi_dtype_of(has)));
         }
     }
     return true;
@@ -10318,8 +10838,11 @@ static const char *msi_tiling_fault(const msi_graph *g, uint32_t layer) {
 
 /* Why no value can be in F16, or NULL. */
 static const char *msi_narrow_fault(const ms_model *m) {
-    return !msi_is_scaled(msi_narrow_of(m)) ? NULL
-           : !msi_optimizer_of(m->optimizer.kind).is_built_in
+    bool undone = true; // the loss scale, by all updates
+    for (MSI_ITEMS(const msi_param_group, group, m->optimizers.groups)) {
+        undone &= group->desc.takes_formats || msi_optimizer_of(group->desc.kind).is_built_in;
+    }
+    return msi_is_scaled(msi_narrow_of(m)) && !undone
                ? "gradients in F16 are scaled, which an update of the trainer's own does not undo"
                : NULL;
 }
@@ -10355,9 +10878,23 @@ static const char *msi_early_fault(const ms_model *m) {
         is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_has_narrow(m) && by_mode);
     return msi_may_scale(m, !msi_narrow_fault(m) && may_round) ? "a loss scale needs all gradients"
            : m->config.accumulation_steps > 1                  ? "accumulation_steps is above 1"
-           : m->optimizer.grad_clip_norm > 0.0f     ? "grad_clip_norm needs all gradients"
-           : m->optimizer.kind == MS_OPTIMIZER_NONE ? "MS_OPTIMIZER_NONE does not update"
-                                                    : NULL;
+           : msi_takes_norm(&m->optimizers) ? "the norm of the gradients needs all of them"
+           : msi_kinds(&m->optimizers) == 1u << MS_OPTIMIZER_NONE
+               ? "MS_OPTIMIZER_NONE does not update"
+               : NULL;
+}
+
+/* Only params in F32 can be trained. */
+static ms_result msi_check_frozen(ms_model *m) {
+    for (MSI_ITEMS(const msi_tensor, t, m->graph.tensors)) {
+        if (msi_is_trained(t) && t->view.dtype != MS_DTYPE_F32) {
+            return msi_fail(m, MS_RESULT_UNSUPPORTED,
+                            "param \"%s\" has dtype %s, and only f32 can be trained: call "
+                            "ms_set_frozen(model, param, true), or create it as f32",
+                            msi_name(&m->graph, t->name), ms_dtype_name(t->view.dtype));
+        }
+    }
+    return MS_RESULT_OK;
 }
 
 /* What the user forces must be possible. */
@@ -10369,7 +10906,7 @@ static ms_result msi_check_forced(ms_model *m) {
                         "early_update is ON, but %s (accumulation_steps %u, grad_clip_norm %g): "
                         "set it to DEFAULT or OFF",
                         early, (unsigned)m->config.accumulation_steps,
-                        (double)m->optimizer.grad_clip_norm);
+                        (double)m->optimizers.groups.items[0].desc.grad_clip_norm);
     }
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const char *fault = msi_tiling_fault(g, i);
@@ -10387,15 +10924,21 @@ static ms_result msi_check_forced(ms_model *m) {
             narrows || m->config.mixed_precision == MS_SWITCH_ON ? msi_narrow_fault(m) : NULL;
         const msi_not_narrow why_not = (msi_not_narrow)tensor->not_narrow;
         const msi_not_8bit why =
-            msi_why_not_8bit(&m->optimizer, m->config.backend.has_state_formats, tensor);
+            msi_why_not_8bit(&m->optimizers, m->config.backend.has_state_formats, tensor);
+        const bool updates = msi_desc_of(&m->optimizers, tensor)->kind != MS_OPTIMIZER_NONE;
         const struct {
             const char *technique, *fault;
         } forced[] = {
             {"checkpointing",
              is[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON ? msi_drop_fault(g, t) : NULL},
+            {"offloading", !(tensor->forced_moves & MSI_MOVES_VALUE) ? NULL
+                           : tensor->on_host  ? "ms_set_on_host has it on the host"
+                           : tensor->is_state ? "a layer changes it as state"
+                                              : NULL},
             {"early update", is[MS_TECHNIQUE_EARLY_UPDATE] != MS_SWITCH_ON ? NULL
                              : early                                       ? early
                              : tensor->frozen                              ? "it is frozen"
+                             : !updates ? "MS_OPTIMIZER_NONE does not update"
                              : tensor->last_gradient == MSI_NONE ? "the loss does not depend on it"
                              : msi_is_borrowed(tensor, MSI_ROLE_GRADIENT)
                                  ? "its gradient is borrowed"
@@ -10415,7 +10958,7 @@ static ms_result msi_check_forced(ms_model *m) {
                             "MS_DTYPE_BF16, or use a built-in optimizer",
                             narrow_fault);
         }
-        for (int k = 0; k < 4; k++) {
+        for (size_t k = 0; k < sizeof forced / sizeof forced[0]; k++) {
             if (forced[k].fault) {
                 const bool of = k == 0 && tensor->producer != MSI_NONE;
                 return msi_fail(m, MS_RESULT_INVALID,
@@ -10431,20 +10974,41 @@ static ms_result msi_check_forced(ms_model *m) {
 
 static ms_result msi_check_loss(ms_model *m) {
     const msi_graph *g = &m->graph;
-    if (g->loss == MSI_NONE) {
-        return msi_fail(m, MS_RESULT_INVALID, "no loss: call ms_set_loss with a layer's output");
+    if (g->layers.count == 0) {
+        return msi_fail(m, MS_RESULT_INVALID, "no layers: call ms_register_layer before ms_wrap");
     }
-    bool learns = g->tensors.items[g->loss].wants_gradient;
-    for (uint32_t i = 0; i < g->layers.count && !learns; i++) {
-        learns = g->layers.items[i].ends_in_loss;
+    bool wants = false; // some gradient; otherwise the model evaluates, and nothing is amiss
+    for (uint32_t t = 0; t < g->tensors.count && g->loss != MSI_NONE && !wants; t++) {
+        wants = msi_is_trained(&g->tensors.items[t]);
     }
-    return learns ? MS_RESULT_OK
-                  : msi_fail(
-                        m, MS_RESULT_INVALID,
-                        "loss \"%s\" depends on no trained param through layers that have a "
-                        "backward, without ms_stop_gradient in between: give one of these layers a "
-                        "backward, or unfreeze a param",
-                        msi_tensor_name(&m->graph, g->loss));
+    return g->trains || !wants
+               ? MS_RESULT_OK
+               : msi_fail(m, MS_RESULT_INVALID,
+                          "loss \"%s\" depends on no trained param through layers that have a "
+                          "backward, without ms_stop_gradient in between: give one of these layers "
+                          "a backward; or, for ms_eval alone, freeze all params or set no loss",
+                          msi_tensor_name(&m->graph, g->loss));
+}
+
+/* The gradients that are wanted are there only if the loss depends on their tensors. */
+static ms_result msi_check_wanted(ms_model *m) {
+    const msi_graph *g = &m->graph;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const char *fault = !tensor->wanted       ? NULL
+                            : g->loss == MSI_NONE ? "there is no loss: call ms_set_loss"
+                            : tensor->is_state    ? "it is the state of a layer"
+                            : t == g->loss        ? NULL
+                            : tensor->last_gradient == MSI_NONE
+                                ? "the loss does not depend on it through layers that have a "
+                                  "backward, without ms_stop_gradient in between"
+                                : NULL;
+        if (fault) {
+            return msi_fail(m, MS_RESULT_INVALID, "ms_want_gradient of \"%s\": %s",
+                            msi_tensor_name(g, t), fault);
+        }
+    }
+    return MS_RESULT_OK;
 }
 
 /* No backward can run through outputs of a layer that has written its gradients in forward. */
@@ -10535,7 +11099,7 @@ static void msi_warn_of_layer(const ms_model *m, uint32_t i) {
 static void msi_warn(const ms_model *m) {
     const msi_graph *g = &m->graph;
     for (MSI_ITEMS(const msi_tensor, t, g->tensors)) {
-        if (msi_is_trained(t) && t->last_gradient == MSI_NONE) {
+        if (g->trains && msi_is_trained(t) && t->last_gradient == MSI_NONE) {
             msi_log(m, MS_LOG_WARNING, "graph", "param \"%s\" gets no gradient from the loss",
                     msi_name(&m->graph, t->name));
         }
@@ -10559,6 +11123,47 @@ static void msi_warn(const ms_model *m) {
     }
 }
 
+/* Whether plans treat the params of two groups alike. */
+static bool msi_plan_alike(const ms_optimizer_desc *a, const ms_optimizer_desc *b) {
+    return a->kind == b->kind && a->state_format[0] == b->state_format[0] &&
+           a->state_format[1] == b->state_format[1] && a->state_count == b->state_count &&
+           a->takes_formats == b->takes_formats && a->workspace == b->workspace &&
+           a->user == b->user && (a->momentum == 0.0f) == (b->momentum == 0.0f);
+}
+
+/* Whether params can be updated as they are to be; when, and with how much scratch memory. */
+static ms_result msi_analyze_updates(ms_model *m) {
+    const bool never_early = msi_early_fault(m) != NULL;
+    msi_param_group *groups = m->optimizers.groups.items;
+    for (uint32_t k = 0; k < m->optimizers.groups.count; k++) {
+        groups[k].alike = 0;
+        while (!msi_plan_alike(&groups[groups[k].alike].desc, &groups[k].desc)) {
+            groups[k].alike++;
+        }
+    }
+    for (MSI_ITEMS(msi_tensor, t, m->graph.tensors)) {
+        const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
+        const bool learns = msi_learns(t);
+        t->updates_early &=
+            !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !never_early && o->kind != MS_OPTIMIZER_NONE;
+        t->scratch_bytes = learns && o->workspace ? o->workspace(&t->view.shape, o->user) : 0;
+        t->update_flops = learns ? msi_update_flops(o, t) : 0.0;
+        t->alike_group = groups[t->group].alike;
+        if (t->scratch_bytes >> 48 > 0) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "param \"%s\": ms_optimizer_desc.workspace asks for %llu bytes",
+                            msi_name(&m->graph, t->name), (unsigned long long)t->scratch_bytes);
+        }
+        if (learns && o->kind == MS_OPTIMIZER_MUON && t->view.shape.rank < 2) {
+            return msi_fail(m, MS_RESULT_INVALID,
+                            "param \"%s\" has rank %d, and MS_OPTIMIZER_MUON updates matrices: "
+                            "put it into another group (ms_optimizer_group), of AdamW for example",
+                            msi_name(&m->graph, t->name), (int)t->view.shape.rank);
+        }
+    }
+    return MS_RESULT_OK;
+}
+
 /* Analyses the graph, and checks it as a whole. */
 static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_graph *g = &m->graph;
@@ -10566,6 +11171,7 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
         return msi_fail_again(m, m->errors.sticky, "");
     }
     ms_result result = msi_check_loans(m); // may lack memory; a plan in force needs the analysis
+    MSI_THEN(result, msi_check_frozen(m));
     MSI_DO(result, msi_analyze(g));
     MSI_THEN(result, msi_check_buffers(m));
     MSI_THEN(result, msi_check_on_host(m));
@@ -10575,13 +11181,12 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     }
     msi_analyze_backward(g);
     msi_analyze_narrow(m);
-    const bool never_early = msi_early_fault(m) != NULL;
-    for (MSI_ITEMS(msi_tensor, t, g->tensors)) {
-        t->updates_early &= !msi_is_borrowed(t, MSI_ROLE_GRADIENT) && !never_early;
-    }
     msi_warn(m);
-    result = msi_check_ends(m);
-    if (m->config.cuda_graph && m->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
+    result = msi_analyze_updates(m);
+    MSI_THEN(result, msi_check_wanted(m));
+    MSI_THEN(result, msi_check_ends(m));
+    if (result == MS_RESULT_OK && m->config.cuda_graph &&
+        msi_has_kind(&m->optimizers, MS_OPTIMIZER_CUSTOM)) {
         return msi_fail(
             m, MS_RESULT_INVALID,
             "cuda_graph: the arguments of an update callback differ from step to step, so it "
@@ -10665,11 +11270,19 @@ static MSI_NOINLINE double msi_roofline_us(const msi_costs *c, double flops, dou
 }
 
 /* 2 flops per param element and vector of the first output, as in a matrix product; without params,
-   1 per element of output. */
+   1 per element of output. A U8 param of rank 2 is a matrix in blocks, which hide how many elements it
+   has: a row of it is multiplied by a vector of the first input in floats. */
 static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
-    double params = 0.0, rows = 0.0;
+    double params = 0.0, rows = 0.0, width = 0.0;
+    for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
+        const ms_shape *shape = &in.t->view.shape;
+        const bool is_first = width < 1.0 && msi_is_float(in.t->view.dtype) && shape->rank > 0;
+        width = is_first ? (double)shape->dim[shape->rank - 1] : width;
+    }
     for (MSI_EACH(param, g, l, MSI_GROUP_PARAM)) {
-        params += (double)ms_shape_count(&param.t->view.shape);
+        const ms_shape *shape = &param.t->view.shape;
+        const bool in_blocks = param.t->view.dtype == MS_DTYPE_U8 && shape->rank == 2;
+        params += in_blocks ? (double)shape->dim[0] * width : (double)ms_shape_count(shape);
     }
     for (MSI_EACH(out, g, l, MSI_GROUP_OUT)) {
         const ms_shape *shape = &out.t->view.shape;
@@ -11275,7 +11888,7 @@ static msi_resident *msi_add_resident(const ms_model *m, msi_store *store, uint3
     memset(resident, 0, sizeof *resident);
     resident->tensor = t;
     resident->role = role;
-    resident->bytes = tensor->largest_bytes;
+    resident->bytes = msi_role_bytes(&m->optimizers, tensor, role, true);
     resident->on_host = resident->is_shown = tensor->on_host;
     resident->borrowed = msi_is_borrowed(tensor, role);
     msi_place_resident(store, resident);
@@ -11314,7 +11927,6 @@ static void msi_reserve(const ms_model *m, msi_store *store) {
    gradient if that is accumulated or borrowed. */
 static bool msi_list_residents(ms_model *m, msi_store *store) {
     const msi_graph *g = &m->graph;
-    const uint32_t states = msi_state_count(&m->optimizer);
     const bool mixes = (m->wrapped.choice.techniques & MSI_MIXED) != 0;
     uint32_t learning = 0; // params that learn, so far
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -11336,7 +11948,7 @@ static bool msi_list_residents(ms_model *m, msi_store *store) {
         if (store->micro_count > 1 || msi_is_borrowed(tensor, MSI_ROLE_GRADIENT)) {
             msi_add_resident(m, store, t, MSI_ROLE_GRADIENT);
         }
-        for (uint32_t k = 0; k < states; k++) {
+        for (uint32_t k = 0; k < msi_state_count(&m->optimizers, tensor); k++) {
             msi_add_resident(m, store, t, (msi_role)(MSI_ROLE_STATE0 + k));
         }
         if (m->config.master_weights != MS_SWITCH_OFF &&
@@ -11597,7 +12209,8 @@ typedef struct msi_lowering {
     const msi_store *store;
     const msi_costs *costs; // NULL: what is lowered is not timed
     const msi_tensor_decision *decisions;
-    const ms_optimizer_desc *optimizer;
+    const msi_optimizers *optimizers;
+    bool keeps_gradients; // nothing is updated, nor are norms taken
     msi_program *program;
     msi_repeating repeating;
     uint64_t lowered; // instructions of all training programs so far
@@ -11613,6 +12226,7 @@ typedef struct msi_lowering {
     bool has_tiles;   // some decision has tiles
     bool has_moves;   // something is on the host
     bool is_seeded;   // the gradient of the loss is there
+    bool evals;       // there is no training program: the eval program takes its place
     msi_instruction lost; // see msi_last
 } msi_lowering;
 
@@ -11634,12 +12248,12 @@ static uint64_t msi_lowering_bytes(const msi_graph *g) {
 }
 
 static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_store *store,
-                              const ms_optimizer_desc *optimizer, const ms_allocator *allocator) {
+                              const msi_optimizers *optimizers, const ms_allocator *allocator) {
     memset(w, 0, sizeof *w);
     w->graph = g;
     w->allocator = allocator;
     w->store = store;
-    w->optimizer = optimizer;
+    w->optimizers = optimizers;
     uint32_t *at = (uint32_t *)msi_alloc(allocator, msi_lowering_bytes(g));
     uint32_t **const lists[] = {
         &w->now.value,         &w->now.gradient,         &w->now.away,
@@ -11774,6 +12388,7 @@ static ms_category msi_category(const msi_graph *g, uint32_t tensor, msi_role ro
     switch (role) {
     case MSI_ROLE_WORKSPACE:
     case MSI_ROLE_NORM:
+    case MSI_ROLE_SCRATCH:
         return MS_CATEGORY_WORKSPACE;
     case MSI_ROLE_VALUE:
         return of_value[g->tensors.items[tensor].kind];
@@ -11825,12 +12440,13 @@ static uint32_t msi_whole_of(msi_lowering *w, uint32_t *whole, uint32_t t, msi_r
 }
 
 /* A live range for a value or a gradient in a format; for the rows of the present tile, if cut. But
-   the gradient of a tensor that was made before the group has all rows. */
+   the gradient of a tensor that was made before the group, or that is wanted, has all rows. */
 static uint32_t msi_new_value(msi_lowering *w, uint32_t t, msi_role role, msi_format format) {
     const uint32_t producer = w->graph->tensors.items[t].producer;
     const bool cut = msi_cuts(w, t);
     if (cut && role == MSI_ROLE_GRADIENT &&
-        (producer == MSI_NONE || producer < w->tiles.group->first)) {
+        (producer == MSI_NONE || producer < w->tiles.group->first ||
+         w->graph->tensors.items[t].wanted)) {
         return msi_whole_of(w, w->tiles.whole_gradient, t, role, format);
     }
     const uint32_t range = msi_new_whole(w, t, role, format);
@@ -12025,8 +12641,8 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     p->out_of_memory = p->layout.is_done = p->layout.is_placed = false;
     p->layout.resident_bytes = store->reserved_bytes;
     p->layout.home_bytes = p->layout.sent_bytes = 0;
-    p->code.homes = 1; // there is a program
     p->code.room = decisions[w->graph->tensors.count].room;
+    p->code.homes = w->evals ? 1 + p->code.room : 1; // there is a program
     w->program = p;
     w->decisions = decisions;
     w->queue.first = w->queue.end = w->queue.update_count = 0;
@@ -12044,7 +12660,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
         if (decisions[t].format != w->graph->tensors.items[t].format) {
             p->code.homes = msi_mix_in(p->code.homes, (uint64_t)t << 8 | decisions[t].format);
             w->has_narrow = true;
-            w->scales_loss |= msi_is_scaled((msi_format)decisions[t].format);
+            w->scales_loss |= !w->evals && msi_is_scaled((msi_format)decisions[t].format);
         }
     }
     memset(w->now.snapshot, 0xff, w->graph->operands.count * sizeof *w->now.snapshot); // MSI_NONE
@@ -12056,15 +12672,15 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
                                       ? rounded
                                   : resident->role == MSI_ROLE_GRADIENT && tensor->narrow_gradient
                                       ? rounded
-                                      : msi_format_of(w->optimizer, tensor, resident->role,
+                                      : msi_format_of(w->optimizers, tensor, resident->role,
                                                       decisions[resident->tensor].state_8bit);
         const bool is_none =
             resident->role == MSI_ROLE_MASTER && rounded == (msi_format)tensor->format;
-        const uint64_t bytes =
-            is_none ? 0
-            : format == (msi_format)tensor->format
-                ? tensor->largest_bytes
-                : msi_format_bytes(format, tensor->largest_bytes / sizeof(float));
+        const uint64_t all = msi_role_bytes(w->optimizers, tensor, resident->role, true);
+        const uint64_t bytes = is_none ? 0
+                               : format == (msi_format)tensor->format
+                                   ? all
+                                   : msi_format_bytes(format, all / sizeof(float));
         const uint32_t range = msi_new_range(w, resident->tensor, resident->role, bytes);
         if (range == MSI_NONE) {
             return;
@@ -12119,13 +12735,14 @@ static bool msi_continues(const msi_program *p, const msi_instruction *i, uint32
            ends[end].range == (ends - 2)[end].range + 1 && device[-1].bytes % MSI_ALIGNMENT == 0;
 }
 
-/* Bytes of the state that an update reads and writes, or only of that which it uses on the host. */
+/* Bytes of the state and scratch memory that an update reads and writes, or only of the state which it
+   uses on the host. */
 static uint64_t msi_updated_bytes(const msi_graph *g, const msi_program *p,
                                   const msi_instruction *i, bool on_host) {
     uint64_t bytes = 0;
     for (uint32_t k = 3; k < i->operand_count && i->op == MSI_OP_UPDATE; k++) {
-        const bool counts = !on_host || msi_operand_range(p, i, k)->on_host;
-        bytes += counts ? msi_operand_bytes(g, p, i, k) : (uint64_t)0;
+        const msi_range *range = msi_operand_range(p, i, k);
+        bytes += !on_host || range->on_host ? msi_operand_bytes(g, p, i, k) : (uint64_t)0;
     }
     return bytes;
 }
@@ -12199,7 +12816,8 @@ static double msi_update_us(const msi_graph *g, const msi_costs *c, const msi_pr
         flops > 0.0 ? c->hardware.launch_us + flops / (c->hardware.f32_tflops * 1e6) : 0.0;
     const bool measured = flops > 0.0 && c->bytes_per_us[MSI_COST_UPDATE_8BIT] > 0.0;
     const double moving = msi_bytes_us(c, measured ? MSI_COST_UPDATE_8BIT : MSI_COST_UPDATE, bytes);
-    return (measured || moving > coding ? moving : coding) + msi_mapped_us(g, c, p, i);
+    return (measured || moving > coding ? moving : coding) + msi_mapped_us(g, c, p, i) +
+           g->tensors.items[i->target].update_flops / (msi_tflops(c, MSI_FORMAT_F32) * 1e6);
 }
 
 /* The engine that an op runs on: a device without links has one. */
@@ -12331,6 +12949,8 @@ static msi_format msi_gradient_format(const msi_lowering *w, uint32_t t) {
                ? msi_format_at(w, msi_now(w, w->now.gradient, t))
            : msi_now(w, w->now.gradient_away, t) != MSI_NONE
                ? msi_format_at(w, msi_now(w, w->now.gradient_away, t))
+           : tensor->gradient_format != MSI_FORMAT_COUNT
+               ? msi_known_format(tensor, MSI_ROLE_GRADIENT)
            : tensor->kind == MSI_KIND_PARAM && !tensor->narrow_gradient
                ? MSI_FORMAT_F32
                : (msi_format)msi_decided(w, t)->format;
@@ -12727,13 +13347,16 @@ static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, 
     const uint32_t t = p->code.ranges.items[home].tensor;
     const msi_role role = (msi_role)p->code.ranges.items[home].role;
     const msi_format format = (msi_format)p->code.ranges.items[home].format;
-    const uint64_t elements = w->graph->tensors.items[t].bytes / sizeof(float);
-    const msi_part piece = msi_part_bytes(format, msi_part_of(elements, part, part_count));
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    const msi_part some = msi_part_of(tensor->bytes / sizeof(float), part, part_count);
+    const uint64_t bytes = part_count > 1 || role >= MSI_ROLE_STATE0
+                               ? msi_part_bytes(format, some).count
+                               : msi_value_bytes(tensor, format);
     if (before == MSI_NONE) {
         msi_emit(w, MSI_OP_COPY, t);
         msi_set_part(w, part, part_count);
     }
-    const uint32_t range = msi_new_range(w, t, role, piece.count);
+    const uint32_t range = msi_new_range(w, t, role, bytes);
     if (range != MSI_NONE) {
         p->code.ranges.items[range].format = (uint8_t)format;
         p->code.ranges.items[range].part = (uint16_t)(part_count > 1 ? part + 1 : 0);
@@ -12784,15 +13407,15 @@ static void msi_fetch_values(msi_lowering *w, msi_op op, const msi_layer *l) {
     msi_fetch_params(w, l, msi_op_reads(l, op, MSI_GROUP_PARAM));
 }
 
-/* Forgets the copies on the device of params whose home is the host; inside a group not before its
-   last tile, when msi_end_group calls this. */
+/* Forgets the copies on the device of params, and of other residents, whose home is the host; inside a
+   group not before its last tile, when msi_end_group calls this. */
 static void msi_drop_params(msi_lowering *w, const msi_layer *l) {
     if (w->tiles.group || !w->has_moves) {
         return;
     }
-    for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) {
-        if (msi_now(w, w->now.away, param.tensor) != MSI_NONE) {
-            msi_set_now(w, w->now.value, param.tensor, MSI_NONE);
+    for (MSI_EACH_OF(operand, w->graph, l, MSI_GROUP_IN, MSI_GROUP_PARAM)) {
+        if (msi_is_resident(operand.t) && msi_now(w, w->now.away, operand.tensor) != MSI_NONE) {
+            msi_set_now(w, w->now.value, operand.tensor, MSI_NONE);
         }
     }
 }
@@ -12870,6 +13493,18 @@ static void msi_lower_clobbers(msi_lowering *w, const msi_layer *l) {
     }
 }
 
+/* Copies the gradients of outputs that backward destroys, but that are wanted afterwards. */
+static void msi_lower_clobbered_gradients(msi_lowering *w, const msi_layer *l, uint32_t *grad_out) {
+    for (MSI_EACH(out, w->graph, l, MSI_GROUP_OUT)) {
+        const uint32_t gradient = msi_now(w, w->now.gradient, out.tensor);
+        if (out.t->wanted && (l->clobbers.grad_out >> out.slot & 1) &&
+            grad_out[out.slot] == MSI_UNSET && gradient != MSI_NONE) {
+            grad_out[out.slot] =
+                msi_emit_copy(w, out.tensor, MSI_ROLE_CONTRIBUTION, MSI_NONE, gradient);
+        }
+    }
+}
+
 /* Fetches the gradients of params to which earlier layers have contributed. One that is kept
    between micro-batches is cleared in the first. */
 static void msi_fetch_gradients(msi_lowering *w, const msi_layer *l) {
@@ -12903,6 +13538,7 @@ static void msi_lower_backward(msi_lowering *w, uint32_t layer) {
     msi_lower_clobbers(w, l);
     msi_prepare_edges(w, l, MS_ALL_SLOTS, MS_ALL_SLOTS, grad_out);
     msi_cast_gradients(w, l, grad_out);
+    msi_lower_clobbered_gradients(w, l, grad_out);
     const uint32_t workspace = msi_prepare_workspace(w, layer, MSI_WORKSPACE_BACKWARD);
     msi_emit_call(w, MSI_OP_BACKWARD, layer);
     for (int group = 0; group < MSI_GROUP_COUNT; group++) {
@@ -13172,12 +13808,14 @@ static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reade
 static void msi_lower_norm(msi_lowering *w) {
     const msi_graph *g = w->graph;
     msi_program *p = w->program;
-    if (!(w->optimizer->grad_clip_norm > 0.0f) && !w->scales_loss) {
+    if (w->keeps_gradients || (!msi_takes_norm(w->optimizers) && !w->scales_loss)) {
         return;
     }
-    p->code.norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, sizeof(msi_norm));
+    p->code.norm = msi_emit_zero(w, 0, MSI_ROLE_NORM, w->optimizers->norm_count * sizeof(ms_norm));
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        if (msi_learns(&g->tensors.items[t])) {
+        const bool alone =
+            w->scales_loss && w->store->factor_count == 0 && g->tensors.items[t].wanted;
+        if (msi_learns(&g->tensors.items[t]) || alone) { // without updates, for overflows
             msi_fetch(w, t, MSI_ROLE_GRADIENT);
             msi_emit(w, MSI_OP_NORM, t);
             msi_use_both(w, msi_now(w, w->now.gradient, t), false, p->code.norm);
@@ -13190,12 +13828,23 @@ static void msi_lower_norm(msi_lowering *w) {
     msi_use(w, p->code.norm, false);
 }
 
+/* Whether the update of a param is the trainer's own. */
+static bool msi_is_custom(const msi_lowering *w, uint32_t param) {
+    return msi_desc_of(w->optimizers, &w->graph->tensors.items[param])->kind == MS_OPTIMIZER_CUSTOM;
+}
+
+/* Whether its update needs the whole param. */
+static bool msi_is_whole(const msi_lowering *w, uint32_t param) {
+    const msi_tensor *t = &w->graph->tensors.items[param];
+    return msi_optimizer_of(msi_desc_of(w->optimizers, t)->kind).is_whole;
+}
+
 /* The number of parts of the update of a param: one if parts of codes would be smaller than a
    group, or if the update is the trainer's own. */
 static uint32_t msi_update_parts(const msi_lowering *w, uint32_t param) {
     const msi_tensor_decision *d = &w->decisions[param];
     const uint64_t count = w->graph->tensors.items[param].bytes / sizeof(float);
-    const bool whole = w->optimizer->kind == MS_OPTIMIZER_CUSTOM ||
+    const bool whole = msi_is_custom(w, param) || msi_is_whole(w, param) ||
                        (d->state_8bit && msi_part_size(count, d->parts) < MSI_CODED_GROUP);
     return whole || d->parts < 2 ? 1 : d->parts;
 }
@@ -13262,6 +13911,17 @@ static uint32_t msi_list_moved(msi_lowering *w, msi_update_operand **moved) {
     return count;
 }
 
+/* Bytes of scratch memory that an update needs, whose gradient is there. */
+static uint64_t msi_update_scratch(const msi_lowering *w, const msi_param_update *u) {
+    const msi_tensor *t = &w->graph->tensors.items[u->param];
+    const ms_optimizer_desc *o = msi_desc_of(w->optimizers, t);
+    const uint32_t gradient = u->operands[1].range;
+    const bool is_f32 = gradient != MSI_NONE &&
+                        w->program->code.ranges.items[gradient].format == (uint8_t)MSI_FORMAT_F32;
+    return msi_optimizer_of(o->kind).is_whole ? msi_scratch_of(o, t, is_f32).bytes
+                                              : t->scratch_bytes;
+}
+
 /* One part of the updates at hand: what is moved is fetched before, and sent back after. What was
    fetched in one copy is sent back in one; a value that backward has fetched goes by itself. */
 static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts) {
@@ -13282,15 +13942,20 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts
         }
     }
     for (uint32_t n = 0; n < w->queue.update_count; n++) {
-        msi_emit(w, MSI_OP_UPDATE, w->queue.updates[n].param);
+        const msi_param_update *u = &w->queue.updates[n];
+        msi_emit(w, MSI_OP_UPDATE, u->param);
         msi_set_part(w, part, parts);
-        for (uint32_t k = 0; k < w->queue.updates[n].count; k++) {
-            msi_use(w, w->queue.updates[n].operands[k].range, false);
+        for (uint32_t k = 0; k < u->count; k++) {
+            msi_use(w, u->operands[k].range, false);
+        }
+        const uint64_t scratch = msi_update_scratch(w, u);
+        if (scratch > 0 && !w->program->out_of_memory) {
+            msi_use(w, msi_new_range(w, u->param, MSI_ROLE_SCRATCH, scratch), false);
         }
     }
     for (uint32_t n = 0; n < w->queue.update_count; n++) {
         const msi_update_operand *gradient = &w->queue.updates[n].operands[1];
-        if (w->optimizer->kind == MS_OPTIMIZER_CUSTOM &&
+        if (msi_is_custom(w, w->queue.updates[n].param) &&
             gradient->home < w->store->residents.count && // else none: what is lent is written back
             w->store->residents.items[gradient->home].borrowed) {
             msi_send_home(w, gradient->home, gradient->range, MSI_NONE, part, parts);
@@ -13322,7 +13987,7 @@ static bool msi_may_join_updates(const msi_lowering *w, const msi_param_update *
     const msi_param_update *last =
         w->queue.update_count > 0 ? &w->queue.updates[w->queue.update_count - 1] : NULL;
     return last && last->moves && u->moves && last->parts == 1 && u->parts == 1 &&
-           w->optimizer->kind != MS_OPTIMIZER_CUSTOM &&
+           !msi_is_custom(w, last->param) && !msi_is_custom(w, u->param) &&
            tensors[last->param].last_gradient == tensors[u->param].last_gradient;
 }
 
@@ -13344,6 +14009,12 @@ static void msi_lower_update(msi_lowering *w, uint32_t param) {
     w->queue.updates[w->queue.update_count++] = u;
     msi_set_now(w, w->now.gradient, param, MSI_NONE);
     msi_set_now(w, w->now.gradient_away, param, MSI_NONE);
+}
+
+/* Whether a param that is trained is updated by this program. */
+static bool msi_is_updated(const msi_lowering *w, uint32_t param) {
+    const msi_tensor *t = &w->graph->tensors.items[param];
+    return !w->keeps_gradients && msi_desc_of(w->optimizers, t)->kind != MS_OPTIMIZER_NONE;
 }
 
 /* The param in a slot of a layer if its gradient is complete after the backward of that layer, and
@@ -13390,8 +14061,8 @@ typedef struct msi_param_cursor {
 /* The gradient of the loss. */
 static void msi_lower_seed(msi_lowering *w) {
     const msi_graph *g = w->graph;
-    uint32_t gradient = msi_now(w, w->now.gradient, g->loss);
-    if (!g->tensors.items[g->loss].wants_gradient || w->is_seeded) {
+    uint32_t gradient = w->evals ? MSI_NONE : msi_now(w, w->now.gradient, g->loss);
+    if (w->evals || !g->tensors.items[g->loss].wants_gradient || w->is_seeded) {
         return;
     }
     w->is_seeded = true;
@@ -13610,14 +14281,14 @@ static void msi_end_program(msi_lowering *w, bool eval) {
     if (!w->program->out_of_memory) {
         msi_find_lives(w->program, w->store->residents.count);
     }
-    w->program->code.loss = w->now.value[g->loss];
+    w->program->code.loss = g->loss == MSI_NONE ? MSI_NONE : w->now.value[g->loss];
     msi_keep_to_end(w, w->program->code.norm);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         if (tensor->is_output || (eval && tensor->is_eval_output) || t == g->loss) {
             msi_keep_to_end(w, w->now.value[t]);
         }
-        if (!eval && msi_is_trained(tensor) && w->optimizer->kind == MS_OPTIMIZER_NONE) {
+        if (!eval && (tensor->wanted || (msi_is_trained(tensor) && !msi_is_updated(w, t)))) {
             msi_keep_to_end(w, gradient[t] != MSI_NONE ? gradient[t] : away[t]);
         }
     }
@@ -13638,16 +14309,16 @@ static void msi_lower_block(msi_lowering *w, uint32_t number, uint32_t first) {
     if (number == 0) {
         msi_lower_first_micro(w);
     } else if (number <= layers) {
-        msi_lower_layer_forward(w, MSI_OP_FORWARD, number - 1);
+        msi_lower_layer_forward(w, w->evals ? MSI_OP_EVAL : MSI_OP_FORWARD, number - 1);
     } else if (number == layers + 1) {
         msi_lower_seed(w);
+    } else if (w->evals) { // nothing follows
     } else if (number <= 2 * layers + 1) {
         msi_lower_layer_backward(w, 2 * layers + 1 - number);
     } else {
         msi_lower_norm(w);
         for (uint32_t t = 0; t < w->graph->tensors.count && !w->program->out_of_memory; t++) {
-            if (w->optimizer->kind != MS_OPTIMIZER_NONE &&
-                msi_is_trained(&w->graph->tensors.items[t])) {
+            if (msi_is_trained(&w->graph->tensors.items[t]) && msi_is_updated(w, t)) {
                 msi_lower_update(w, t);
             }
         }
@@ -13859,7 +14530,7 @@ static void msi_lower_blocks(msi_lowering *w, const msi_tensor_decision *decisio
         const uint32_t first = p->code.instructions.count;
         p->code.forward_end = number == layers + 1 ? first : p->code.forward_end;
         p->code.backward_end = number == last ? first : p->code.backward_end;
-        if (number == layers + 1) {
+        if (number == layers + 1 && !w->evals) {
             msi_forget_values(w);
         }
         if (msi_is_same_block(r, number)) {
@@ -13902,7 +14573,7 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     }
     r->is_complete = !p->out_of_memory;
     w->lowered += p->code.instructions.count;
-    msi_end_program(w, false);
+    msi_end_program(w, w->evals);
 }
 
 /* The eval program: nothing is recomputed, only params can move. It depends on their homes alone. */
@@ -13910,7 +14581,7 @@ static void msi_lower_eval(msi_lowering *w, const msi_tensor_decision *decisions
     msi_blocks *blocks = w->repeating.blocks;
     w->repeating.blocks = NULL;
     msi_start_program(w, decisions, p);
-    p->code.room = 0;
+    p->code.room = w->evals ? p->code.room : 0;
     for (uint32_t i = 0; i < w->graph->layers.count && !p->out_of_memory; i++) {
         msi_lower_layer_forward(w, MSI_OP_EVAL, i);
     }
@@ -16341,8 +17012,9 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
     c->program = p;
     c->event_us = p->predicted.event_us.items;
     for (uint32_t k = 0; k < store->residents.count && costs->has_copies; k++) {
+        const bool moved = p->code.ranges.items[k].on_host;
         msi_enqueue(c, MS_STREAM_TO_DEVICE, 0.0,
-                    msi_staging_us(g, costs, &store->residents.items[k]));
+                    moved ? 0.0 : msi_staging_us(g, costs, &store->residents.items[k]));
     }
     msi_enqueue(c, MS_STREAM_COMPUTE, c->free_us[MS_STREAM_TO_DEVICE], 0.0);
 }
@@ -16350,7 +17022,11 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
 /* The losses are summed after the last forward, and the verdict is copied out during backward.
    (With clipping a step copies it after CLIP, which is not simulated.) */
 static void msi_clock_judge(msi_clock *c) {
-    const double bytes = (double)c->program->code.ranges.items[c->program->code.loss].bytes;
+    const uint32_t loss = c->program->code.loss;
+    if (loss == MSI_NONE) {
+        return;
+    }
+    const double bytes = (double)c->program->code.ranges.items[loss].bytes;
     msi_enqueue(c, MS_STREAM_COMPUTE, 0.0, msi_bytes_us(c->costs, MSI_COST_SUM, bytes));
     if (c->costs->has_copies) {
         msi_enqueue(c, MS_STREAM_TO_HOST, c->free_us[MS_STREAM_COMPUTE],
@@ -16443,7 +17119,9 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
     p->predicted.micro = store->micro_count > 1 && p->code.backward_end < p->code.instructions.count
                              ? p->predicted.micro
                              : p->predicted.last;
-    p->predicted.step = msi_sum_step(&p->predicted.micro, &p->predicted.last, store->micro_count);
+    const bool evals = p->code.forward_end == p->code.instructions.count;
+    p->predicted.step =
+        msi_sum_step(&p->predicted.micro, &p->predicted.last, evals ? 1 : store->micro_count);
 }
 
 /* Fills in live bytes and times of a program; without memory for that, sets p->out_of_memory. */
@@ -16488,6 +17166,7 @@ typedef struct msi_shortage {
 /* Judges decisions by the bytes and the time of the program that they lead to. */
 typedef struct msi_scorer {
     const msi_graph *graph;
+    const msi_graph *eval_graph; // the same at the largest sizes of evals, where these are larger
     const msi_costs *costs;
     const msi_store *store;
     const ms_allocator *allocator;
@@ -16550,12 +17229,12 @@ static MSI_NOINLINE void *msi_scratch(const msi_scorer *s, uint64_t bytes) {
      ((void)((list).items[(list).count++] = (item)), true))
 
 /* Schedules, aliases and simulates a program that was lowered. */
-static void msi_complete(const msi_scorer *s, msi_program *p) {
-    msi_schedule(s->graph, s->costs, s->store, s->allocator, &s->lowering->spare, p);
+static void msi_complete(const msi_scorer *s, const msi_graph *g, msi_program *p) {
+    msi_schedule(g, s->costs, s->store, s->allocator, &s->lowering->spare, p);
     if (!p->out_of_memory) {
-        msi_share_memory(s->graph, p);
+        msi_share_memory(g, p);
     }
-    msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
+    msi_simulate(g, s->costs, s->store, s->allocator, p);
     if (p->out_of_memory) {
         msi_run_short(s, "the program", p->code.ranges.count * sizeof(msi_range));
     }
@@ -16650,8 +17329,10 @@ static uint64_t msi_host_of(const msi_program *train, const msi_program *eval) {
 /* Makes the eval program for what was estimated last, unless it has this one. */
 static MSI_NOINLINE void msi_make_eval(const msi_scorer *s) {
     if (!msi_is_short(s) && s->eval->code.homes != s->program->code.homes) {
+        s->lowering->graph = s->eval_graph;
         msi_lower_eval(s->lowering, s->lowering->repeating.decisions, s->eval);
-        msi_complete(s, s->eval);
+        s->lowering->graph = s->graph;
+        msi_complete(s, s->eval_graph, s->eval);
     }
 }
 
@@ -16660,7 +17341,7 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
     msi_score score = {UINT64_MAX, UINT64_MAX, 1e300, UINT64_MAX, 0.0};
     if (!msi_is_short(s)) {
         msi_lower_train(s->lowering, decisions, s->program);
-        msi_complete(s, s->program);
+        msi_complete(s, s->graph, s->program);
     }
     if (!msi_is_short(s)) {
         score.live_bytes = s->program->layout.resident_bytes + s->program->layout.peak_bytes;
@@ -16718,7 +17399,7 @@ static MSI_NOINLINE bool msi_is_droppable(const msi_graph *g, uint32_t t) {
 /* What of a tensor a plan can move. */
 static uint8_t msi_movable(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
-    if (tensor->kind == MSI_KIND_PARAM) {
+    if (msi_may_stream(tensor)) {
         return (uint8_t)(msi_learns(tensor) ? MSI_MOVES_ALL : MSI_MOVES_VALUE);
     }
     const bool waits =
@@ -16773,6 +17454,37 @@ static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions)
     decisions[g->tensors.count].room = 0;
 }
 
+/* Decides that layers are a group of so many tiles, or whole. */
+static void msi_decide_group(const msi_graph *g, msi_tensor_decision *d, uint32_t first,
+                             uint32_t end, uint32_t tiles) {
+    for (uint32_t i = first; i < end; i++) {
+        msi_tensor_decision *of = &d[msi_first_output(g, &g->layers.items[i])];
+        of->tiles = (uint16_t)tiles;
+        of->begins_group = tiles > 0 && i == first;
+    }
+}
+
+/* Makes groups in tiles of what layers of several blocks have decided: a group ends where the next
+   layer cannot join it, and layers that cannot be a group are whole. */
+static void msi_mend_groups(const msi_graph *g, msi_tensor_decision *d) {
+    for (uint32_t i = 0; i < g->layers.count;) {
+        const uint32_t tiles = msi_tiles_of(g, d, i);
+        uint32_t end = i + 1;
+        if (tiles > 0) {
+            d[msi_first_output(g, &g->layers.items[i])].begins_group = true;
+        }
+        while (tiles > 0 && end < g->layers.count && msi_tiles_of(g, d, end) == tiles &&
+               !d[msi_first_output(g, &g->layers.items[end])].begins_group &&
+               msi_can_join_group(g, i, end)) {
+            end++;
+        }
+        if (tiles > 0 && !msi_can_group(g, i, end)) {
+            msi_decide_group(g, d, i, end, 0);
+        }
+        i = end;
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>plans  in files: saved with what they depend on, and loaded where that is the same
 
@@ -16787,7 +17499,6 @@ typedef struct msi_request {
     uint64_t room, host_room;      // bytes of that arena, and of what it has on the host
     uint64_t host_budget;          // of what lies on the host
     const struct msi_guide *guide; // or NULL
-    struct msi_saved_plans *file;  // from which it is taken, without a search; or NULL
 } msi_request;
 
 /* Whether a plan will be executed. */
@@ -16850,6 +17561,14 @@ static void msi_follow_program(const msi_scorer *s, msi_program *p, const msi_pr
     p->layout.is_done = p->layout.is_placed = true;
 }
 
+/* Makes the programs of a plan, which decides as the one at the largest sizes, fit where those do. */
+static void msi_follow_programs(const msi_scorer *s, const msi_plan *largest, msi_plan *plan) {
+    msi_lower_train(s->lowering, plan->decisions, &plan->train);
+    msi_follow_program(s, &plan->train, plan->evals ? &largest->eval : &largest->train);
+    msi_lower_eval(s->lowering, plan->decisions, &plan->eval);
+    msi_follow_program(s, &plan->eval, &largest->eval);
+}
+
 /* Whether a plan fits into the memory of the plan at the largest sizes. */
 static bool msi_has_room(const msi_request *r, const msi_score *score) {
     return score->bytes <= r->room && score->host_bytes <= r->host_room;
@@ -16864,10 +17583,7 @@ static msi_score msi_follow(const msi_scorer *s, const msi_request *r, msi_plan 
     msi_score score = msi_score_of(s, plan->decisions);
     if (!msi_has_room(r, &score) && !msi_is_short(s)) {
         plan->follows = true;
-        msi_lower_train(s->lowering, plan->decisions, &plan->train);
-        msi_follow_program(s, &plan->train, &r->largest->train);
-        msi_lower_eval(s->lowering, plan->decisions, &plan->eval);
-        msi_follow_program(s, &plan->eval, &r->largest->eval);
+        msi_follow_programs(s, r->largest, plan);
         score.us = plan->train.predicted.step.us;
         score.bytes = msi_arena_of(&plan->train, &plan->eval);
         score.host_bytes = msi_host_of(&plan->train, &plan->eval);
@@ -16875,13 +17591,13 @@ static msi_score msi_follow(const msi_scorer *s, const msi_request *r, msi_plan 
     return score;
 }
 
-/* A file is a sequence of numbers, in seven bits a byte, the lowest first: a mark and a version; the terms,
-   on which its plans depend; the mode; the times by which copies were scheduled, if there are any; the
-   plans, that for the largest sizes first; and a checksum. A plan is its decisions, where they differ
-   from those of the plain plan, and the offset of each block. All else follows from these, by >>lower and
-   what comes after it: a loaded plan is made as any other, except that nothing is searched. And nothing
-   is trusted: its decisions must be possible and allowed here, and no two blocks that live at one time
-   may overlap. One function says how each part is written and how it is read. */
+/* A file is a sequence of numbers, in seven bits a byte, the lowest first: a mark and a version; what its
+   plans depend on; the times by which copies were scheduled, if there are any; the plans, that for the
+   largest sizes first; and a checksum. A plan is its decisions, where they differ from those of the plain
+   plan, and the offset of each block. All else follows from these, by >>lower and what comes after it: a
+   loaded plan is made as any other, except that nothing is searched. And nothing is trusted: its decisions
+   must be possible and allowed here, and no two blocks that live at one time may overlap. One function says
+   how each part is written and how it is read. */
 enum {
     MSI_PLAN_MARK = 0x6e6c70, // "pln"
     MSI_PLAN_VERSION = 1,
@@ -16890,127 +17606,99 @@ enum {
     MSI_PLAN_SUM_BYTES = 10 // of a number whose highest bit is set
 };
 
-/* What plans depend on, as errors say it. PRECISION is 0 where nothing may be rounded, and COPIES where
-   nothing is moved. */
-#define MSI_TERMS(X)                                                                               \
-    X(GRAPH, "graph: tensors, layers, shapes, largest sizes of axes, or what layers declare")      \
-    X(OUTPUTS, "set of outputs (ms_add_output, ms_add_eval_output)")                               \
-    X(FROZEN, "set of frozen params (ms_set_frozen)")                                              \
-    X(FORCED, "set of forced and forbidden techniques (ms_set_layer_technique)")                   \
-    X(LOANS, "set of borrowed values (ms_borrow)")                                                 \
-    X(OPTIMIZER, "optimizer: its kind, its state, or whether it clips")                            \
-    X(MICROS, "accumulation_steps (ms_set_accumulation)")                                          \
-    X(PRECISION, "precision: mixed_dtype, master_weights, or whether 16 bits are allowed")         \
-    X(BACKEND, "backend: workspace_bytes, device_is_host or is_asynchronous")                      \
-    X(COPIES, "way to copy: async_offload, prefetch_depth, debug, tf32 or static_profiling")
+/* What plans depend on, as errors say it, with a number for each tensor `t` of the model `m`; and then with
+   a number for the model. Plans that round nothing, or move nothing, do not depend on how that is done. */
+#define MSI_TENSOR_TERMS(X)                                                                        \
+    X("set of outputs (ms_add_output, ms_add_eval_output)", t->is_output * 2u + t->is_eval_output) \
+    X("set of gradients that are wanted, or have a dtype (ms_want_gradient, "                      \
+      "ms_set_gradient_dtype)",                                                                    \
+      t->gradient_format * 2u + t->wanted)                                                         \
+    X("set of frozen params (ms_set_frozen)", t->frozen)                                           \
+    X("set of forced and forbidden techniques (ms_set_layer_technique, ms_set_tensor_technique)",  \
+      msi_hash_bytes(t->forced_moves * 256u + t->forbidden_moves, t->technique,                    \
+                     sizeof t->technique))                                                         \
+    X("set of borrowed values (ms_borrow)", t->borrowed)                                           \
+    X("optimizer of some param: its kind, norm, state, formats or workspace", msi_hash_update(m, t))
 
-#define MSI_X(term, what) MSI_TERM_##term,
-enum { MSI_TERMS(MSI_X) MSI_TERM_COUNT };
-#undef MSI_X
-#define MSI_X(term, what) what,
-static const char *const msi_term_names[MSI_TERM_COUNT] = {MSI_TERMS(MSI_X)};
-#undef MSI_X
+#define MSI_MODEL_TERMS(X)                                                                         \
+    X("graph: tensors, layers, or what layers declare", msi_hash_graph(&m->graph))                 \
+    X("set of largest sizes of axes", msi_hash_axes(&m->graph))                                    \
+    X("accumulation_steps (ms_set_accumulation)", msi_larger(m->config.accumulation_steps, 1))     \
+    X("clipping: a norm is needed or is not", msi_takes_norm(&m->optimizers))                      \
+    X("precision: mixed_dtype or master_weights",                                                  \
+      f->rounds ? (uint64_t)msi_narrow_of(m) * 2 + (m->config.master_weights == MS_SWITCH_OFF)     \
+                : UINT64_MAX)                                                                      \
+    X("backend: workspace_bytes, device_is_host or is_asynchronous",                               \
+      m->config.backend.workspace_bytes * 4 + m->config.backend.device_is_host * 2u +              \
+          m->config.backend.is_asynchronous)                                                       \
+    X("way to copy: async_offload, prefetch_depth, debug, tf32 or static_profiling",               \
+      f->moves ? m->costs.copies_ahead * 8ull + m->costs.waits_for_copies * 4u +                   \
+                     m->costs.tf32 * 2u + (m->config.static_profiling == MS_SWITCH_OFF)            \
+               : UINT64_MAX)
 
-/* Finds them, of a model whose graph was analysed, and whose mode was chosen. */
-static MSI_COLD void msi_find_terms(const ms_model *m, bool moves, uint64_t *terms) {
-    const msi_graph *g = &m->graph;
-    const ms_optimizer_desc *o = &m->optimizer;
-    const ms_backend *b = &m->config.backend;
-    bool rounds = m->wrapped.choice.techniques & MSI_MIXED;
-    memset(terms, 0, MSI_TERM_COUNT * sizeof *terms);
-    uint64_t *graph = &terms[MSI_TERM_GRAPH];
-    *graph = msi_hash_graph(g);
+/* Of how a param is updated, what plans depend on. */
+static MSI_COLD uint64_t msi_hash_update(const ms_model *m, const msi_tensor *t) {
+    const msi_optimizers *all = &m->optimizers;
+    const ms_optimizer_desc *o = msi_desc_of(all, t);
+    const uint64_t numbers[] = {(uint64_t)o->kind,
+                                all->groups.items[t->group].norm,
+                                msi_state_count(all, t),
+                                (uint64_t)o->state_format[0],
+                                (uint64_t)o->state_format[1],
+                                o->takes_formats,
+                                msi_elements_of(all, t, MSI_ROLE_STATE0),
+                                t->scratch_bytes};
+    return msi_learns(t) ? msi_hash_bytes(0, numbers, sizeof numbers) : 0;
+}
+
+static MSI_COLD uint64_t msi_hash_axes(const msi_graph *g) {
+    uint64_t hash = g->trains;
     for (uint32_t a = 0; a < g->axis_count; a++) {
-        *graph = msi_mix_in(*graph, (uint64_t)g->axes[a].largest);
+        hash = msi_mix_in(msi_mix_in(hash, (uint64_t)g->axes[a].largest),
+                          (uint64_t)g->axes[a].eval_largest);
     }
-    for (MSI_ITEMS(const msi_layer, l, g->layers)) {
-        *graph = msi_hash_bytes(msi_mix_in(*graph, l->dtypes.accepts), &l->tile, sizeof l->tile);
-    }
-    for (MSI_ITEMS(const msi_tensor, t, g->tensors)) {
-        const uint32_t words[] = {(uint32_t)t->is_output | (uint32_t)t->is_eval_output << 1,
-                                  t->frozen, (uint32_t)t->forced_moves << 8 | t->forbidden_moves,
-                                  t->borrowed};
-        for (int k = 0; k < 4; k++) {
-            terms[MSI_TERM_OUTPUTS + k] = msi_mix_in(terms[MSI_TERM_OUTPUTS + k], words[k]);
-        }
-        terms[MSI_TERM_FORCED] =
-            msi_hash_bytes(terms[MSI_TERM_FORCED], t->technique, sizeof t->technique);
-        rounds |= t->technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_ON;
-    }
-    const uint64_t of_optimizer[] = {(uint64_t)o->kind, msi_state_count(o),
-                                     (uint64_t)o->state_format[0], (uint64_t)o->state_format[1],
-                                     o->grad_clip_norm > 0.0f};
-    const uint64_t of_precision[] = {m->config.master_weights == MS_SWITCH_OFF,
-                                     (uint64_t)msi_narrow_of(m)};
-    const uint64_t of_backend[] = {b->workspace_bytes, b->device_is_host, b->is_asynchronous};
-    const uint64_t of_copies[] = {m->costs.waits_for_copies, m->costs.copies_ahead, m->costs.tf32,
-                                  m->config.static_profiling == MS_SWITCH_OFF};
-    terms[MSI_TERM_OPTIMIZER] = msi_hash_bytes(0, of_optimizer, sizeof of_optimizer);
-    terms[MSI_TERM_MICROS] = msi_larger(m->config.accumulation_steps, 1);
-    terms[MSI_TERM_PRECISION] = rounds ? msi_hash_bytes(0, of_precision, sizeof of_precision) : 0;
-    terms[MSI_TERM_BACKEND] = msi_hash_bytes(0, of_backend, sizeof of_backend);
-    terms[MSI_TERM_COPIES] = moves ? msi_hash_bytes(0, of_copies, sizeof of_copies) : 0;
-}
-
-/* The numbers that all times follow from: speeds, and what is known of each layer. */
-enum { MSI_TIMES_EACH = 8, MSI_TIMES_FIRST = MSI_SPEED_COUNT + MSI_COST_COUNT };
-
-static uint64_t msi_time_count(const msi_graph *g) {
-    return MSI_TIMES_FIRST + MSI_TIMES_EACH * (uint64_t)g->layers.count;
-}
-
-static double *msi_time_at(ms_model *m, uint64_t k) {
-    if (k < MSI_TIMES_FIRST) {
-        return k < MSI_SPEED_COUNT ? msi_speed(&m->costs.hardware, (int)k)
-                                   : &m->costs.bytes_per_us[k - MSI_SPEED_COUNT];
-    }
-    msi_layer *l = &m->graph.layers.items[(k - MSI_TIMES_FIRST) / MSI_TIMES_EACH];
-    double *const all[MSI_TIMES_EACH] = {&l->known.forward_us,      &l->known.backward_us,
-                                         &l->known.recompute_us,    &l->known_elements,
-                                         &l->measured.forward_us,   &l->measured.backward_us,
-                                         &l->measured.recompute_us, &l->measured_elements};
-    return all[(k - MSI_TIMES_FIRST) % MSI_TIMES_EACH];
+    return hash;
 }
 
 /* A file that is written or read. What is wrong is sticky: after that all numbers are 0. */
 typedef struct msi_saved_plans {
     ms_model *model;
-    bool writes, is_short;   // of memory
-    MSI_LIST(uint8_t) bytes; // written so far
-    const uint8_t *at, *end; // of what is still to be read
-    msi_words fault;         // what is wrong; empty: nothing is
-    uint64_t terms[MSI_TERM_COUNT];
-    ms_mode mode;
-    bool moves;     // some plan moves something to the host
-    bool has_links; // as in msi_costs: one of the times below
+    bool writes, is_short; // of memory
+    bool is_open;          // the plans that are made are those of the file
+    bool moves, rounds;    // some plan moves something to the host, or rounds a value
+    MSI_LIST(uint8_t) bytes;
+    uint64_t at;     // of what is still to be read
+    msi_words fault; // what is wrong; empty: nothing is
     uint32_t plan_count;
-    MSI_LIST(double) times; // of the file; while these are in force, those of the model
-    uint64_t hash;          // of the programs of the plan that was read last
+    msi_costs costs; // with the times of the file; while these are in force, those of the model
+    MSI_LIST(msi_layer) layers;
 } msi_saved_plans;
-
-#define MSI_REFUSE_PLAN(f, ...)                                                                    \
-    ((f)->fault.text[0] ? (void)0 : (void)((f)->fault = msi_words_of(__VA_ARGS__)))
 
 static bool msi_is_sound_file(const msi_saved_plans *f) {
     return !f->is_short && !f->fault.text[0];
 }
 
+/* Notes what is wrong, unless something was before. */
+#define MSI_REFUSE_PLAN(f, ...)                                                                    \
+    (msi_is_sound_file(f) ? (void)((f)->fault = msi_words_of(__VA_ARGS__)) : (void)0)
+
 /* Writes a number, or reads one that is at most `most`. Returns it. */
 static MSI_COLD uint64_t msi_file_number(msi_saved_plans *f, uint64_t number, uint64_t most) {
-    const ms_allocator *a = &f->model->config.allocator;
     bool more = true;
-    f->is_short |= f->writes && !MSI_RESERVE(uint8_t, a, f->bytes, f->bytes.count + 10ull);
-    for (uint64_t rest = number; f->writes && !f->is_short && more; rest >>= 7) {
-        more = rest >> 7 != 0;
-        f->bytes.items[f->bytes.count++] = (uint8_t)((rest & 127) | (more ? 128u : 0u));
-    }
     if (f->writes) {
-        return number; // so what is written stays as it is
+        f->is_short |= !MSI_RESERVE(uint8_t, &f->model->config.allocator, f->bytes,
+                                    f->bytes.count + (uint64_t)MSI_PLAN_SUM_BYTES);
+        for (uint64_t rest = number; !f->is_short && more; rest >>= 7) {
+            more = rest >> 7 != 0;
+            f->bytes.items[f->bytes.count++] = (uint8_t)((rest & 127) | (more ? 128u : 0u));
+        }
+        return number;
     }
     number = 0;
-    for (uint32_t bit = 0; bit < 64 && more && f->at < f->end; bit += 7) {
-        more = *f->at >> 7 || (bit == 63 && *f->at > 1);
-        number |= (uint64_t)(*f->at++ & 127) << bit;
+    for (uint32_t bit = 0; bit < 64 && more && f->at < f->bytes.count; bit += 7) {
+        const uint8_t byte = f->bytes.items[f->at++];
+        more = byte >> 7 || (bit == 63 && byte > 1);
+        number |= (uint64_t)(byte & 127) << bit;
     }
     if (more || number > most) {
         MSI_REFUSE_PLAN(f, "a number in it is cut off or out of range");
@@ -17018,59 +17706,126 @@ static MSI_COLD uint64_t msi_file_number(msi_saved_plans *f, uint64_t number, ui
     return msi_is_sound_file(f) ? number : 0;
 }
 
-/* Number k of those that times follow from. */
-static MSI_COLD double msi_file_time(msi_saved_plans *f, uint64_t k, double time) {
-    const uint64_t bits = msi_file_number(f, msi_bits_of_f64(time), UINT64_MAX);
-    memcpy(&time, &bits, sizeof time);
-    if (k < MSI_SPEED_COUNT
-            ? !(msi_is_speed((int)k, time) && (time > 0.0 || k + 1 == MSI_SPEED_COUNT))
-            : bits != 0 && !(time >= 1e-12 && time <= msi_longest_us)) {
+/* Writes a number, or reads one that must be the same. */
+static MSI_COLD void msi_file_same(msi_saved_plans *f, uint64_t number, const char *what) {
+    const uint64_t there = msi_file_number(f, number, UINT64_MAX);
+    if (there != number) {
+        MSI_REFUSE_PLAN(f, "it has another %s (%llx, and here %llx)", what,
+                        (unsigned long long)there, (unsigned long long)number);
+    }
+}
+
+/* Writes or reads a time or a speed. A link may be missing, and a launch takes no time on a CPU. */
+static MSI_COLD void msi_file_time(msi_saved_plans *f, double *time) {
+    uint64_t bits = msi_bits_of_f64(*time);
+    bits = msi_file_number(f, bits, UINT64_MAX);
+    memcpy(time, &bits, sizeof *time);
+    if (bits != 0 && !(*time >= 1e-12 && *time <= msi_longest_us)) {
         MSI_REFUSE_PLAN(f, "a time in it is out of range");
     }
-    return time;
 }
 
-/* All that comes before the plans. */
-static MSI_COLD void msi_file_head(msi_saved_plans *f) {
-    const uint64_t times = msi_time_count(&f->model->graph);
-    (void)msi_file_number(f, MSI_PLAN_MARK, MSI_PLAN_MARK);
-    (void)msi_file_number(f, MSI_PLAN_VERSION, MSI_PLAN_VERSION);
-    for (int k = 0; k < MSI_TERM_COUNT; k++) {
-        f->terms[k] = msi_file_number(f, f->terms[k], UINT64_MAX);
-    }
-    f->mode = (ms_mode)msi_file_number(f, (uint64_t)f->mode, MS_MODE_COUNT - 1);
-    f->moves = msi_file_number(f, f->moves, 1) != 0;
-    f->has_links = msi_file_number(f, f->has_links, 1) != 0;
-    f->is_short |= !MSI_RESERVE(double, &f->model->config.allocator, f->times, times);
-    for (uint64_t k = 0; k < times && f->moves && msi_is_sound_file(f); k++) {
-        f->times.items[k] = msi_file_time(f, k, *msi_time_at(f->model, k));
-    }
-    f->plan_count = (uint32_t)msi_file_number(f, f->plan_count, MSI_MAX_PLANS);
-}
-
-/* The sizes of the axes that a plan is for. */
-static MSI_COLD void msi_file_sizes(msi_saved_plans *f, int64_t *sizes) {
-    const msi_graph *g = &f->model->graph;
-    for (uint32_t a = 0; a < g->axis_count; a++) {
-        sizes[a] = (int64_t)msi_file_number(f, (uint64_t)sizes[a], (uint64_t)g->axes[a].largest);
-        if (sizes[a] < 1) {
-            MSI_REFUSE_PLAN(f, "a plan in it is for a size of 0");
+/* What all times follow from: speeds, and what is known of each layer. */
+static MSI_COLD void msi_file_times(msi_saved_plans *f) {
+    f->costs.has_links = msi_file_number(f, f->costs.has_links, 1) != 0;
+    for (int k = 0; k < MSI_SPEED_COUNT; k++) {
+        double *speed = msi_speed(&f->costs.hardware, k);
+        msi_file_time(f, speed);
+        if (!msi_is_speed(k, *speed) || (*speed == 0.0 && k + 1 < MSI_SPEED_COUNT)) {
+            MSI_REFUSE_PLAN(f, "a speed in it is out of range");
         }
     }
+    for (int k = 0; k < MSI_COST_COUNT; k++) {
+        msi_file_time(f, &f->costs.bytes_per_us[k]);
+    }
+    for (MSI_ITEMS(msi_layer, l, f->layers)) {
+        double *const all[] = {&l->known.forward_us,      &l->known.backward_us,
+                               &l->known.recompute_us,    &l->known_elements,
+                               &l->measured.forward_us,   &l->measured.backward_us,
+                               &l->measured.recompute_us, &l->measured_elements};
+        for (int k = 0; k < 8; k++) {
+            msi_file_time(f, all[k]);
+        }
+    }
+}
+
+/* Puts the times of the file into the model, and those of the model into their place; or back. */
+static MSI_COLD void msi_swap_times(msi_saved_plans *f) {
+    ms_model *m = f->model;
+    if (f->moves) {
+        const msi_costs costs = m->costs;
+        m->costs = f->costs;
+        f->costs = costs;
+        for (uint32_t i = 0; i < f->layers.count; i++) {
+            const msi_layer layer = m->graph.layers.items[i];
+            m->graph.layers.items[i] = f->layers.items[i];
+            f->layers.items[i] = layer;
+        }
+        msi_find_times(m);
+    }
+}
+
+static MSI_COLD void msi_file_mark(msi_saved_plans *f) {
+    msi_file_same(f, MSI_PLAN_MARK, "mark: ms_plan_save has not written it");
+    msi_file_same(f, MSI_PLAN_VERSION, "version: save it by this version of the library");
+}
+
+/* All that comes before the plans. The model was analysed, and its mode was chosen: by the file, where a
+   policy has chosen. */
+static MSI_COLD void msi_file_head(msi_saved_plans *f) {
+    ms_model *m = f->model;
+    const uint64_t mode =
+        msi_file_number(f, (uint64_t)m->wrapped.choice.mode, (uint64_t)MS_MODE_COUNT - 1);
+    if (m->config.auto_policy) {
+        const msi_choice choice = {(ms_mode)mode, MS_DECISION_SOURCE_POLICY,
+                                   msi_allowed(m, (ms_mode)mode)};
+        m->wrapped.choice = choice;
+    }
+    f->moves = msi_file_number(f, f->moves, 1) != 0;
+    f->rounds = msi_file_number(f, f->rounds, 1) != 0;
+#define MSI_X(what, number) msi_file_same(f, number, what);
+    MSI_MODEL_TERMS(MSI_X)
+#undef MSI_X
+    uint64_t hash;
+#define MSI_X(what, number)                                                                        \
+    hash = 0;                                                                                      \
+    for (MSI_ITEMS(const msi_tensor, t, m->graph.tensors)) {                                       \
+        hash = msi_mix_in(hash, number);                                                           \
+    }                                                                                              \
+    msi_file_same(f, hash, what);
+    MSI_TENSOR_TERMS(MSI_X)
+#undef MSI_X
+    if (f->moves && msi_is_sound_file(f)) {
+        f->costs = m->costs;
+        f->is_short |= !MSI_COPY_LIST(msi_layer, &m->config.allocator, f->layers, m->graph.layers);
+        msi_file_times(f);
+    }
+    f->plan_count = (uint32_t)msi_file_number(f, f->plan_count, MSI_MAX_PLANS);
 }
 
 #define MSI_X(type, field, most) MSI_FIELD_##field,
 enum { MSI_DECISION_FIELDS(MSI_X) MSI_FIELD_COUNT };
 #undef MSI_X
 
-/* What is known of a plan, and its decisions, where they differ from those of the plain plan. */
-static MSI_COLD void msi_file_decisions(msi_saved_plans *f, msi_plan *plan,
+/* What is known of a plan, and its decisions, where they differ from those of the plain plan. `largest` is
+   the plan for the largest sizes, if this is another. Whether it decides as that one does. */
+static MSI_COLD bool msi_file_decisions(msi_saved_plans *f, const msi_plan *largest, msi_plan *plan,
                                         const msi_tensor_decision *plain) {
-    plan->follows = msi_file_number(f, plan->follows, 1) != 0;
+    const msi_graph *g = &f->model->graph;
+    const size_t bytes = (size_t)msi_decisions_bytes(g);
+    const bool equal =
+        f->writes && largest && memcmp(plan->decisions, largest->decisions, bytes) == 0;
+    const uint64_t like = msi_file_number(f, equal ? 1u + plan->follows : 0u, largest ? 2 : 0);
+    plan->follows = like == 2;
     plan->found.by = (msi_finder)msi_file_number(f, (uint64_t)plan->found.by, MSI_FINDER_COUNT - 1);
     plan->plain_bytes = msi_file_number(f, plan->plain_bytes, UINT64_MAX >> 1);
-    f->hash = msi_file_number(f, f->hash, UINT64_MAX);
-    for (uint32_t t = 0; t <= f->model->graph.tensors.count && msi_is_sound_file(f); t++) {
+    plan->plain_live_bytes = msi_file_number(f, plan->plain_live_bytes, UINT64_MAX >> 1);
+    msi_file_time(f, &plan->plain_step_us);
+    if (like > 0) {
+        memcpy(plan->decisions, largest->decisions, bytes);
+        return true;
+    }
+    for (uint32_t t = 0; t <= g->tensors.count && msi_is_sound_file(f); t++) {
         msi_tensor_decision *d = &plan->decisions[t];
         uint64_t mask = 0;
 #define MSI_X(type, field, most)                                                                   \
@@ -17084,38 +17839,169 @@ static MSI_COLD void msi_file_decisions(msi_saved_plans *f, msi_plan *plan,
         MSI_DECISION_FIELDS(MSI_X)
 #undef MSI_X
     }
+    return false;
 }
 
-/* The offsets of blocks, on the device or on the host. Returns their height; no two may overlap. */
-static MSI_COLD uint64_t msi_file_offsets(msi_saved_plans *f, msi_block *blocks, uint32_t count) {
-    uint64_t height = 0, bound;
+/* The place of each block of a program, on the device and on the host. No two may overlap. */
+static MSI_COLD void msi_file_offsets(msi_saved_plans *f, msi_placement *l) {
+    msi_block *const lists[] = {l->blocks.items, l->host_blocks.items};
+    const uint32_t counts[] = {l->blocks.count, l->host_blocks.count};
+    uint64_t *const heights[] = {&l->height, &l->host_height}, bound;
     bool valid = true;
-    if (msi_file_number(f, count, UINT32_MAX) != count) {
-        MSI_REFUSE_PLAN(f, "its programs have other values than those here");
+    for (int n = 0; n < 2 && msi_is_sound_file(f); n++) {
+        uint64_t height = 0;
+        for (uint32_t k = 0; k < counts[n]; k++) {
+            msi_block *b = &lists[n][k];
+            b->offset = MSI_ALIGNMENT * msi_file_number(f, b->offset / MSI_ALIGNMENT, 1ull << 52);
+            height = msi_larger(height, b->offset + b->bytes);
+        }
+        if (!f->writes) {
+            *heights[n] = height;
+            f->is_short |= msi_layout_check(&f->model->config.allocator, lists[n], counts[n],
+                                            &valid, &bound) != MS_RESULT_OK;
+        }
     }
-    for (uint32_t k = 0; k < count && msi_is_sound_file(f); k++) {
-        const uint64_t number = blocks[k].offset / MSI_ALIGNMENT;
-        blocks[k].offset = msi_file_number(f, number, (uint64_t)1 << 52) * MSI_ALIGNMENT;
-        height = msi_larger(height, blocks[k].offset + blocks[k].bytes);
-    }
-    if (!f->writes && msi_is_sound_file(f)) {
-        f->is_short = msi_layout_check(&f->model->config.allocator, blocks, count, &valid,
-                                       &bound) != MS_RESULT_OK;
-    }
+    l->is_done = l->is_placed = true;
     if (!valid) {
         MSI_REFUSE_PLAN(f, "two of its values overlap in memory");
     }
-    return height;
 }
 
-/* The place of each block of a program. */
-static MSI_COLD void msi_file_placement(msi_saved_plans *f, msi_placement *l) {
-    const uint64_t height = msi_file_offsets(f, l->blocks.items, l->blocks.count);
-    const uint64_t on_host = msi_file_offsets(f, l->host_blocks.items, l->host_blocks.count);
-    if (!f->writes) {
-        l->height = height;
-        l->host_height = on_host;
-        l->is_done = l->is_placed = true;
+/* The technique that a decision on a tensor uses although that is not possible or, by `techniques` and by
+   force, not allowed; COUNT: there is none. */
+static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t techniques,
+                                              const msi_tensor_decision *decisions,
+                                              const msi_tensor_decision *plain, uint32_t t) {
+    const msi_graph *g = s->graph;
+    const msi_tensor *x = &g->tensors.items[t];
+    const msi_tensor_decision *d = &decisions[t];
+    const bool is_param = x->kind == MSI_KIND_PARAM, is_made = x->producer != MSI_NONE;
+    const uint64_t elements = x->bytes / sizeof(float), each = msi_part_size(elements, d->parts);
+    const bool parted = is_param && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
+                        (elements + each - 1) / each == d->parts;
+    const uint32_t moves = d->moves & (uint32_t)MSI_MOVES_ALL;
+    const uint32_t movable = (x->forced_moves & msi_movable(g, t)) |
+                             (techniques & MSI_OFFLOADING ? msi_may_choose(g, t) : 0u);
+    const bool maps = s->costs->maps_host && is_param && (moves & MSI_MOVES_STATE);
+    const bool splits = s->costs->most_us > 0.0 && s->costs->splits_layers;
+    bool may[MS_TECHNIQUE_COUNT], sound[MS_TECHNIQUE_COUNT];
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        may[k] = (techniques >> k & 1) || x->technique[k] == MS_SWITCH_ON;
+    }
+    sound[MS_TECHNIQUE_CHECKPOINTING] =
+        d->pass == plain[t].pass ||
+        (msi_is_droppable(g, t) && d->pass <= g->layers.count && (moves == 0 || d->pass == 0) &&
+         (may[MS_TECHNIQUE_CHECKPOINTING] ||
+          (is_made && msi_tiles_of(g, decisions, x->producer) > 0)));
+    sound[MS_TECHNIQUE_EARLY_UPDATE] =
+        d->update_after == MSI_NONE ||
+        (x->updates_early && may[MS_TECHNIQUE_EARLY_UPDATE] &&
+         (d->update_after == MSI_AT_END || (is_param && d->update_after < g->layers.count)));
+    sound[MS_TECHNIQUE_OFFLOADING] = (moves & ~movable) == 0 &&
+                                     (!(d->moves & MSI_IN_PLACE) || maps) &&
+                                     (parted || (!d->splits && d->parts == plain[t].parts));
+    sound[MS_TECHNIQUE_TILING] =
+        d->room == 0 && ((d->tiles == 0 && !d->begins_group) ||
+                         (is_made && msi_first_output(g, &g->layers.items[x->producer]) == t &&
+                          (may[MS_TECHNIQUE_TILING] || splits)));
+    sound[MS_TECHNIQUE_MIXED_PRECISION] =
+        d->format == x->format ||
+        (msi_format)d->format == msi_format_of_value(g, t, may[MS_TECHNIQUE_MIXED_PRECISION]);
+    sound[MS_TECHNIQUE_OPTIMIZER_8BIT] =
+        !d->state_8bit || msi_is_8bit(s->lowering->optimizers, s->has_state_formats,
+                                      may[MS_TECHNIQUE_OPTIMIZER_8BIT], x);
+    int k = 0;
+    while (k < MS_TECHNIQUE_COUNT && sound[k]) {
+        k++;
+    }
+    return (ms_technique)k;
+}
+
+/* Checks decisions that were read; overwrites `plain`. What outlasts a step is where the plan for the
+   largest sizes has it, if this is another. */
+static MSI_COLD void msi_check_decisions(msi_saved_plans *f, const msi_scorer *s,
+                                         const msi_tensor_decision *d, msi_tensor_decision *plain) {
+    const msi_graph *g = s->graph;
+    for (uint32_t t = 0; t < g->tensors.count && msi_is_sound_file(f); t++) {
+        const msi_tensor_decision *home = s->homes ? &s->homes[t] : &d[t];
+        const ms_technique unsound =
+            msi_find_unsound(s, f->model->wrapped.choice.techniques, d, plain, t);
+        if (unsound < MS_TECHNIQUE_COUNT) {
+            MSI_REFUSE_PLAN(f,
+                            "it uses %s for \"%.100s\", which this graph or backend does not "
+                            "allow, or mode and switches do not",
+                            msi_techniques[unsound].name, msi_tensor_name(g, t));
+        } else if (msi_is_resident(&g->tensors.items[t]) &&
+                   (home->moves != d[t].moves || home->format != d[t].format ||
+                    home->state_8bit != d[t].state_8bit)) {
+            MSI_REFUSE_PLAN(f, "its plans differ in where and how \"%.100s\" is kept",
+                            msi_tensor_name(g, t));
+        }
+    }
+    memcpy(plain, d, (size_t)msi_decisions_bytes(g));
+    msi_mend_groups(g, plain);
+    if (memcmp(plain, d, (size_t)msi_decisions_bytes(g)) != 0) {
+        MSI_REFUSE_PLAN(f, "layers that it computes in tiles cannot be a group");
+    }
+}
+
+/* Lowers both programs of a plan, with copies where the times of the file put them, or where the plan for
+   the largest sizes has them; then all times are those of the model. */
+static MSI_COLD void msi_restore_programs(msi_saved_plans *f, const msi_scorer *s,
+                                          const msi_plan *largest, msi_plan *plan) {
+    msi_program *const programs[] = {&plan->train, &plan->eval};
+    if (plan->follows) {
+        msi_follow_programs(s, largest, plan);
+        return;
+    }
+    msi_swap_times(f);
+    (void)msi_estimate(s, plan->decisions);
+    msi_make_eval(s);
+    msi_swap_times(f);
+    s->lowering->repeating.is_complete = false; // what was timed by the file is not repeated
+    for (int k = 0; k < 2 && !msi_is_short(s); k++) {
+        msi_simulate(k ? s->eval_graph : s->graph, s->costs, s->store, s->allocator, programs[k]);
+        if (programs[k]->out_of_memory ||
+            !msi_make_blocks(s->allocator, programs[k], s->store->residents.count)) {
+            msi_run_short(s, "the program", programs[k]->code.ranges.count * sizeof(msi_range));
+        }
+    }
+    if (!msi_is_short(s)) {
+        msi_file_offsets(f, &plan->train.layout);
+        msi_file_offsets(f, &plan->eval.layout);
+    }
+}
+
+/* Takes a plan from a file, in place of a search. */
+static MSI_COLD void msi_restore_plan(msi_saved_plans *f, const msi_scorer *s,
+                                      const msi_plan *largest, msi_plan *plan) {
+    const uint64_t bytes = msi_decisions_bytes(s->graph);
+    msi_tensor_decision *plain = (msi_tensor_decision *)msi_scratch(s, bytes);
+    if (plain) {
+        msi_decide_plain(s->graph, plain);
+        if (!msi_file_decisions(f, largest, plan, plain)) {
+            msi_check_decisions(f, s, plan->decisions, plain);
+        }
+    }
+    if (msi_is_sound_file(f) && plain) {
+        msi_restore_programs(f, s, largest, plan);
+        plan->arena_bytes = msi_arena_of(&plan->train, &plan->eval);
+    }
+    if (f->is_short) {
+        msi_run_short(s, "a plan", bytes);
+    }
+    msi_release(s->allocator, plain, plain ? bytes : 0);
+}
+
+/* The sizes of the axes that a plan is for. */
+static MSI_COLD void msi_file_sizes(msi_saved_plans *f, int64_t *sizes) {
+    const msi_graph *g = &f->model->graph;
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        const int64_t most = g->axes[a].eval_largest;
+        sizes[a] = (int64_t)msi_file_number(f, (uint64_t)sizes[a], (uint64_t)most);
+        if (sizes[a] < 1) {
+            MSI_REFUSE_PLAN(f, "a plan in it is for a size of 0");
+        }
     }
 }
 
@@ -17143,230 +18029,46 @@ static MSI_COLD uint64_t msi_hash_programs(const msi_store *store, const msi_pla
     return msi_hash_program(msi_hash_program(0, &plan->train, residents), &plan->eval, residents);
 }
 
-/* Whether what is decided for a tensor about a technique is possible, and allowed by `techniques` or by
-   force. What groups in tiles are made of is for msi_has_sound_groups. */
-static MSI_COLD bool msi_is_sound_decision(const msi_scorer *s, uint32_t techniques,
-                                           const msi_tensor_decision *decisions,
-                                           const msi_tensor_decision *plain, uint32_t t,
-                                           ms_technique technique) {
-    const msi_graph *g = s->graph;
-    const msi_tensor *x = &g->tensors.items[t];
-    const msi_tensor_decision *d = &decisions[t];
-    const bool is_param = x->kind == MSI_KIND_PARAM, is_made = x->producer != MSI_NONE;
-    const bool may = (techniques >> technique & 1) || x->technique[technique] == MS_SWITCH_ON;
-    const uint32_t moves = d->moves & (uint32_t)MSI_MOVES_ALL;
-    switch (technique) {
-    case MS_TECHNIQUE_CHECKPOINTING:
-        return d->pass == plain[t].pass ||
-               (msi_is_droppable(g, t) && d->pass <= g->layers.count &&
-                (moves == 0 || d->pass == 0) &&
-                (may || (is_made && msi_tiles_of(g, decisions, x->producer) > 0)));
-    case MS_TECHNIQUE_EARLY_UPDATE:
-        return d->update_after == MSI_NONE ||
-               (is_param && x->updates_early && may &&
-                (d->update_after < g->layers.count || d->update_after == MSI_AT_END));
-    case MS_TECHNIQUE_OFFLOADING: {
-        const uint64_t elements = x->bytes / sizeof(float);
-        const uint64_t each = msi_part_size(elements, d->parts);
-        const bool parted = is_param && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
-                            (elements + each - 1) / each == d->parts;
-        const uint32_t movable = (x->forced_moves & msi_movable(g, t)) |
-                                 (techniques & MSI_OFFLOADING ? msi_may_choose(g, t) : 0u);
-        const bool maps = s->costs->maps_host && is_param && (moves & MSI_MOVES_STATE);
-        return (moves & ~movable) == 0 && (!(d->moves & MSI_IN_PLACE) || maps) &&
-               (parted || (!d->splits && d->parts == plain[t].parts));
-    }
-    case MS_TECHNIQUE_TILING: {
-        const bool splits = s->costs->most_us > 0.0 && s->costs->splits_layers;
-        const bool is_first = is_made && msi_first_output(g, &g->layers.items[x->producer]) == t;
-        return d->room == 0 &&
-               ((d->tiles == 0 && !d->begins_group) || (is_first && (may || splits)));
-    }
-    case MS_TECHNIQUE_MIXED_PRECISION:
-        return d->format == x->format || (msi_format)d->format == msi_format_of_value(g, t, may);
-    case MS_TECHNIQUE_OPTIMIZER_8BIT:
-        return !d->state_8bit || msi_is_8bit(s->lowering->optimizer, s->has_state_formats, may, x);
-    case MS_TECHNIQUE_COUNT:
-        break;
-    }
-    return false;
+/* The programs of a plan must be those that were saved. */
+static MSI_COLD void msi_file_programs(msi_saved_plans *f, const msi_store *store,
+                                       const msi_plan *plan) {
+    msi_file_same(f, msi_hash_programs(store, plan),
+                  "program: another version of the library has saved it, or another processor, "
+                  "whose arithmetic differs");
 }
 
-/* Whether groups in tiles are possible, at these sizes of the axes or, for `homes`, at the largest. */
-static MSI_COLD bool msi_has_sound_groups(const msi_graph *g, const msi_tensor_decision *d,
-                                          const msi_tensor_decision *homes) {
-    bool sound = true;
-    for (uint32_t i = 0; i < g->layers.count && sound;) {
-        const uint32_t first = i, tiles = msi_tiles_of(g, d, i);
-        bool same = homes != NULL, goes_on = true;
-        for (; goes_on; i++) {
-            const uint32_t t = msi_first_output(g, &g->layers.items[i]);
-            same = same && homes[t].tiles == tiles && homes[t].begins_group == d[t].begins_group;
-            sound &= tiles > 0 || !d[t].begins_group;
-            goes_on = i + 1 < g->layers.count && i + 1 - first < MSI_MOST_GROUPED && tiles > 0 &&
-                      msi_tiles_of(g, d, i + 1) == tiles &&
-                      !d[msi_first_output(g, &g->layers.items[i + 1])].begins_group;
-        }
-        sound =
-            sound && tiles <= MSI_MOST_TILES && (tiles == 0 || same || msi_can_group(g, first, i));
-    }
-    return sound;
+/* A checksum of all bytes but those of itself, which takes ten. */
+static MSI_COLD void msi_file_sum(msi_saved_plans *f) {
+    const uint64_t count = f->writes ? f->bytes.count : f->bytes.count - MSI_PLAN_SUM_BYTES;
+    f->at = count;
+    msi_file_same(f, msi_hash_bytes(0, f->bytes.items, count) | (uint64_t)1 << 63,
+                  "checksum: it is damaged: copy or save it again");
 }
 
-/* Checks decisions that were read. `largest` is the plan for the largest sizes, if this is another. */
-static MSI_COLD void msi_check_decisions(msi_saved_plans *f, const msi_scorer *s,
-                                         const msi_plan *largest, const msi_plan *plan,
-                                         const msi_tensor_decision *plain) {
-    const msi_graph *g = s->graph;
-    const msi_tensor_decision *d = plan->decisions, *homes = largest ? largest->decisions : NULL;
-    for (uint32_t t = 0; t < g->tensors.count && msi_is_sound_file(f); t++) {
-        int k = 0;
-        while (k < MS_TECHNIQUE_COUNT &&
-               msi_is_sound_decision(s, f->model->wrapped.choice.techniques, d, plain, t,
-                                     (ms_technique)k)) {
-            k++;
-        }
-        const bool is_home = homes && g->tensors.items[t].kind == MSI_KIND_PARAM;
-        if (k < MS_TECHNIQUE_COUNT) {
-            MSI_REFUSE_PLAN(f,
-                            "it uses %s for \"%.100s\", which this graph or backend does not "
-                            "allow, or mode and switches do not",
-                            msi_techniques[k].name, msi_tensor_name(g, t));
-        } else if (is_home && (homes[t].moves != d[t].moves || homes[t].format != d[t].format ||
-                               homes[t].state_8bit != d[t].state_8bit)) {
-            MSI_REFUSE_PLAN(f, "its plans differ in where and how \"%.100s\" is kept",
-                            msi_tensor_name(g, t));
-        }
+static MSI_COLD void msi_put_plan(msi_saved_plans *f, msi_plan *plan, msi_tensor_decision *plain) {
+    const msi_plan *largest = f->model->wrapped.largest;
+    if (plan != largest) {
+        msi_file_sizes(f, plan->sizes);
     }
-    const bool follows = homes && memcmp(homes, d, (size_t)msi_decisions_bytes(g)) == 0;
-    if (msi_is_sound_file(f) &&
-        (!msi_has_sound_groups(g, d, homes) || (plan->follows && !follows))) {
-        MSI_REFUSE_PLAN(f, "layers that it computes in tiles cannot be a group, or a plan does not "
-                           "follow the one for the largest sizes");
+    (void)msi_file_decisions(f, plan != largest ? largest : NULL, plan, plain);
+    if (!plan->follows) {
+        msi_file_offsets(f, &plan->train.layout);
+        msi_file_offsets(f, &plan->eval.layout);
     }
-}
-
-/* Puts the times of the file into the model, and those of the model into their place; or back. */
-static MSI_COLD void msi_swap_times(msi_saved_plans *f) {
-    for (uint64_t k = 0; k < msi_time_count(&f->model->graph) && f->moves; k++) {
-        double *at = msi_time_at(f->model, k);
-        const double time = *at;
-        *at = f->times.items[k];
-        f->times.items[k] = time;
-    }
-    const bool has_links = f->model->costs.has_links;
-    f->model->costs.has_links = f->moves ? f->has_links : has_links;
-    f->has_links = has_links;
-    msi_find_times(f->model);
-}
-
-/* Lowers both programs of a plan, with copies where the times of the file put them. */
-static MSI_COLD void msi_restore_programs(msi_saved_plans *f, const msi_scorer *s,
-                                          const msi_plan *largest, msi_plan *plan) {
-    msi_program *const programs[] = {&plan->train, &plan->eval};
-    msi_swap_times(f);
-    msi_lower_train(s->lowering, plan->decisions, &plan->train);
-    msi_lower_eval(s->lowering, plan->decisions, &plan->eval);
-    for (int k = 0; k < 2 && !plan->follows; k++) {
-        msi_schedule(s->graph, s->costs, s->store, s->allocator, &s->lowering->spare, programs[k]);
-    }
-    msi_swap_times(f);
-    s->lowering->repeating.is_complete = false; // what was timed by the file is not repeated
-    for (int k = 0; k < 2; k++) {
-        msi_program *p = programs[k];
-        for (MSI_ITEMS_WHILE(msi_instruction, i, p->code.instructions, !p->out_of_memory)) {
-            i->is_timed = false;
-        }
-        if (plan->follows) {
-            msi_follow_program(s, p, k == 0 ? &largest->train : &largest->eval);
-            continue;
-        }
-        if (!p->out_of_memory) {
-            msi_share_memory(s->graph, p);
-        }
-        msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
-        if (p->out_of_memory || !msi_make_blocks(s->allocator, p, s->store->residents.count)) {
-            msi_run_short(s, "the program", p->code.ranges.count * sizeof(msi_range));
-        }
-    }
-}
-
-/* Finds what a plan is compared with: the time of the plain plan, whose bytes are those of the file. */
-static MSI_COLD void msi_restore_plain(msi_saved_plans *f, const msi_scorer *s, msi_plan *plan,
-                                       const msi_tensor_decision *plain) {
-    msi_program train = MSI_ZERO_INIT, eval = MSI_ZERO_INIT;
-    msi_scorer apart = *s;
-    apart.program = &train;
-    apart.eval = &eval;
-    const msi_score score = msi_estimate(&apart, plain);
-    plan->plain_step_us = score.us;
-    plan->plain_live_bytes = msi_live_of(&apart, &score);
-    if (plan->plain_bytes < plan->plain_live_bytes) {
-        MSI_REFUSE_PLAN(f, "the plain plan takes more than it says");
-    }
-    msi_program_free(s->allocator, &train);
-    msi_program_free(s->allocator, &eval);
-}
-
-/* Takes a plan from a file, in place of a search: its blocks are placed afterwards. */
-static MSI_COLD void msi_restore_plan(msi_saved_plans *f, const msi_scorer *s,
-                                      const msi_plan *largest, msi_plan *plan) {
-    const uint64_t bytes = msi_decisions_bytes(s->graph);
-    msi_tensor_decision *plain = (msi_tensor_decision *)msi_scratch(s, bytes);
-    if (plain) {
-        msi_decide_plain(s->graph, plain);
-        msi_file_decisions(f, plan, plain);
-        msi_check_decisions(f, s, largest, plan, plain);
-    }
-    if (msi_is_sound_file(f) && plain) {
-        msi_restore_programs(f, s, largest, plan);
-    }
-    if (msi_is_sound_file(f) && !msi_is_short(s)) {
-        msi_file_placement(f, &plan->train.layout);
-        msi_file_placement(f, &plan->eval.layout);
-        msi_restore_plain(f, s, plan, plain);
-        plan->arena_bytes = msi_arena_of(&plan->train, &plan->eval);
-    }
-    if (f->is_short) {
-        msi_run_short(s, "a plan", bytes);
-    }
-    msi_release(s->allocator, plain, plain ? bytes : 0);
-}
-
-static MSI_COLD void msi_close_plans(msi_saved_plans *f) {
-    const ms_allocator *a = &f->model->config.allocator;
-    MSI_LIST_FREE(uint8_t, a, f->bytes);
-    MSI_LIST_FREE(double, a, f->times);
-}
-
-/* Writes a plan in force. */
-static MSI_COLD void msi_put_plan(msi_saved_plans *f, msi_plan *plan,
-                                  const msi_tensor_decision *plain) {
-    f->hash = msi_hash_programs(f->model->run.store, plan);
-    msi_file_sizes(f, plan->sizes);
-    msi_file_decisions(f, plan, plain);
-    msi_file_placement(f, &plan->train.layout);
-    msi_file_placement(f, &plan->eval.layout);
-}
-
-/* A number whose highest bit is set, so that it takes ten bytes. */
-static MSI_COLD uint64_t msi_plan_sum(const uint8_t *bytes, uint64_t count) {
-    return msi_hash_bytes(0, bytes, count) | (uint64_t)1 << 63;
+    msi_file_programs(f, f->model->run.store, plan);
 }
 
 /* Writes all plans in force. `plain` is memory for decisions. */
 static MSI_COLD void msi_put_file(msi_saved_plans *f, msi_tensor_decision *plain) {
     ms_model *m = f->model;
-    f->writes = true;
-    f->mode = m->wrapped.choice.mode;
-    f->has_links = m->costs.has_links;
     for (const msi_plan *plan = m->run.plan; plan; plan = plan->next, f->plan_count++) {
         for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
             f->moves |= plan->decisions[t].moves != 0;
+            f->rounds |= plan->decisions[t].format != m->graph.tensors.items[t].format;
         }
     }
     msi_decide_plain(&m->graph, plain);
-    msi_find_terms(m, f->moves, f->terms);
+    msi_file_mark(f);
     msi_file_head(f);
     msi_put_plan(f, m->wrapped.largest, plain);
     for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
@@ -17374,109 +18076,111 @@ static MSI_COLD void msi_put_file(msi_saved_plans *f, msi_tensor_decision *plain
             msi_put_plan(f, plan, plain);
         }
     }
-    (void)msi_file_number(f, f->is_short ? 0 : msi_plan_sum(f->bytes.items, f->bytes.count),
-                          UINT64_MAX);
+    if (!f->is_short) {
+        msi_file_sum(f);
+    }
+}
+
+static MSI_COLD void msi_free_file(msi_saved_plans *f) {
+    const ms_allocator *a = &f->model->config.allocator;
+    MSI_LIST_FREE(uint8_t, a, f->bytes);
+    MSI_LIST_FREE(msi_layer, a, f->layers);
+    msi_release(a, f, sizeof *f);
+}
+
+static MSI_COLD void msi_drop_loaded(ms_model *m) {
+    if (m->loaded) {
+        msi_free_file(m->loaded);
+        m->loaded = NULL;
+    }
+}
+
+/* The error of a file, if there is one. */
+static MSI_COLD ms_result msi_check_file(const msi_saved_plans *f, const char *function) {
+    return f->is_short ? msi_fail_memory(f->model, "the file of a plan", f->bytes.count)
+           : msi_is_sound_file(f)
+               ? MS_RESULT_OK
+               : (msi_fail)(f->model, MS_RESULT_INVALID,
+                            "%s: the plan does not fit: %s: save one of a model that is made and "
+                            "configured like this one",
+                            function, f->fault.text);
+}
+
+static MSI_COLD ms_result msi_new_file(ms_model *m, msi_saved_plans **made) {
+    *made = (msi_saved_plans *)msi_alloc_zeroed(&m->config.allocator, sizeof **made);
+    if (*made) {
+        (*made)->model = m;
+    }
+    return *made ? MS_RESULT_OK : msi_fail_memory(m, "the file of a plan", sizeof **made);
 }
 
 static MSI_COLD ms_result msi_save_plans(ms_model *m, const ms_sink *sink) {
     const uint64_t bytes = msi_decisions_bytes(&m->graph);
+    msi_saved_plans *f;
     ms_result result = msi_check_called(m, "ms_plan_save");
     if (result == MS_RESULT_OK && (!m->run.plan || m->wrapped.changed)) {
-        return MSI_FAIL_IN_WORDS(m, MS_RESULT_ORDER, "ms_plan_save: call ms_wrap first%s",
-                                 m->run.plan ? ": something was set since that asks for a new plan"
-                                             : "");
+        result =
+            (msi_fail)(m, MS_RESULT_ORDER, "ms_plan_save: call ms_wrap first%s",
+                       m->run.plan ? ": something was set since that asks for a new plan" : "");
     }
-    if (result != MS_RESULT_OK) {
+    if (MSI_THEN(result, msi_new_file(m, &f)) != MS_RESULT_OK) {
         return result;
     }
-    msi_saved_plans f = MSI_ZERO_INIT;
     msi_tensor_decision *plain =
         (msi_tensor_decision *)msi_alloc_zeroed(&m->config.allocator, bytes);
-    f.model = m;
-    f.is_short = !plain;
+    f->writes = true;
+    f->is_short = !plain;
     if (plain) {
-        msi_put_file(&f, plain);
+        msi_put_file(f, plain);
     }
-    result = f.is_short ? msi_fail_memory(m, "the file of a plan", f.bytes.count + bytes)
-             : sink->write(sink->user, f.bytes.items, f.bytes.count) != 0
-                 ? MSI_FAIL_IN_WORDS(m, MS_RESULT_FILE,
-                                     "ms_plan_save: the sink has failed to write %u bytes",
-                                     (unsigned)f.bytes.count)
-                 : MS_RESULT_OK;
+    result = msi_check_file(f, "ms_plan_save");
+    if (result == MS_RESULT_OK && sink->write(sink->user, f->bytes.items, f->bytes.count) != 0) {
+        result =
+            (msi_fail)(m, MS_RESULT_FILE, "ms_plan_save: the sink has failed to write %u bytes",
+                       (unsigned)f->bytes.count);
+    }
     msi_release(&m->config.allocator, plain, plain ? bytes : 0);
-    msi_close_plans(&f);
+    msi_free_file(f);
     return result;
 }
 
-/* What can be said of a file without its graph; and the graph. */
-static MSI_COLD ms_result msi_check_plan_file(ms_model *m, const uint8_t *bytes, uint64_t size) {
-    const uint64_t body = size - MSI_PLAN_SUM_BYTES;
-    msi_saved_plans f = MSI_ZERO_INIT;
-    f.model = m;
-    f.at = bytes;
-    f.end = bytes + size;
-    const uint64_t mark = msi_file_number(&f, 0, UINT64_MAX),
-                   version = msi_file_number(&f, 0, UINT64_MAX);
-    uint64_t graph = msi_file_number(&f, 0, UINT64_MAX), here[MSI_TERM_COUNT];
-    f.at = bytes + body;
-    const uint64_t sum = msi_file_number(&f, 0, UINT64_MAX);
-    msi_find_terms(m, false, here);
-    return mark != MSI_PLAN_MARK ? MSI_FAIL_IN_WORDS(m, MS_RESULT_INVALID,
-                                                     "ms_plan_load: this is not a plan "
-                                                     "that ms_plan_save has written")
-           : version != MSI_PLAN_VERSION
-               ? MSI_FAIL_IN_WORDS(
-                     m, MS_RESULT_INVALID,
-                     "ms_plan_load: the plan is of version %llu, and this library reads "
-                     "version %d: save it again",
-                     (unsigned long long)version, (int)MSI_PLAN_VERSION)
-           : f.at != f.end || sum != msi_plan_sum(bytes, body)
-               ? MSI_FAIL_IN_WORDS(m, MS_RESULT_INVALID,
-                                   "ms_plan_load: the plan is damaged: it has another "
-                                   "checksum: copy or save it again")
-           : graph != here[MSI_TERM_GRAPH]
-               ? MSI_FAIL_IN_WORDS(
-                     m, MS_RESULT_INVALID,
-                     "ms_plan_load: the plan is for another %s (%016llx, and here %016llx): "
-                     "load it after the same registrations, or save one of this model",
-                     msi_term_names[MSI_TERM_GRAPH], (unsigned long long)graph,
-                     (unsigned long long)here[MSI_TERM_GRAPH])
-               : MS_RESULT_OK;
+/* Reads a file, of which all that does not depend on the model must be right. */
+static MSI_COLD ms_result msi_read_file(msi_saved_plans *f, const ms_source *source) {
+    f->is_short = !MSI_RESERVE(uint8_t, &f->model->config.allocator, f->bytes, source->size);
+    if (!f->is_short && source->read(source->user, 0, f->bytes.items, (size_t)source->size) != 0) {
+        return (msi_fail)(f->model, MS_RESULT_FILE,
+                          "ms_plan_load: the source has failed to read %llu bytes",
+                          (unsigned long long)source->size);
+    }
+    if (!f->is_short) {
+        f->bytes.count = (uint32_t)source->size;
+        msi_file_mark(f);
+        const uint64_t head = f->at;
+        msi_file_sum(f);
+        f->at = head;
+        f->bytes.count -= MSI_PLAN_SUM_BYTES;
+    }
+    return msi_check_file(f, "ms_plan_load");
 }
 
-static MSI_COLD void msi_drop_loaded(ms_model *m) {
-    MSI_LIST_FREE(uint8_t, &m->config.allocator, m->loaded);
-    memset(&m->loaded, 0, sizeof m->loaded);
-}
-
-/* Keeps the bytes of a file for the next ms_wrap. */
+/* Keeps a file for the next ms_wrap. */
 static MSI_COLD ms_result msi_load_plans(ms_model *m, const ms_source *source) {
-    const ms_allocator *a = &m->config.allocator;
-    msi_saved_plans f = MSI_ZERO_INIT; // for its bytes
+    msi_saved_plans *f;
     ms_result result = msi_check_called(m, "ms_plan_load");
     if (result == MS_RESULT_OK && (source->size < MSI_PLAN_LEAST || source->size > MSI_PLAN_MOST)) {
-        return MSI_FAIL_IN_WORDS(m, MS_RESULT_INVALID, "ms_plan_load: %llu bytes are no plan",
-                                 (unsigned long long)source->size);
+        result = (msi_fail)(m, MS_RESULT_INVALID, "ms_plan_load: %llu bytes are no plan",
+                            (unsigned long long)source->size);
     }
-    if (result == MS_RESULT_OK && !MSI_RESERVE(uint8_t, a, f.bytes, source->size)) {
-        result = msi_fail_memory(m, "the file of a plan", source->size);
+    if (MSI_THEN(result, msi_new_file(m, &f)) != MS_RESULT_OK) {
+        return result;
     }
-    if (result == MS_RESULT_OK &&
-        source->read(source->user, 0, f.bytes.items, (size_t)source->size) != 0) {
-        result = MSI_FAIL_IN_WORDS(m, MS_RESULT_FILE,
-                                   "ms_plan_load: the source has failed to read %llu bytes",
-                                   (unsigned long long)source->size);
-    }
-    MSI_THEN(result, msi_check_plan_file(m, f.bytes.items, source->size));
-    f.model = m;
+    result = msi_read_file(f, source);
     if (result != MS_RESULT_OK) {
-        msi_close_plans(&f);
+        msi_free_file(f);
         return result;
     }
     msi_drop_loaded(m);
-    m->loaded.items = f.bytes.items;
-    m->loaded.capacity = f.bytes.capacity;
-    m->loaded.count = (uint32_t)source->size;
+    m->loaded = f;
     m->wrapped.changed = true;
     return MS_RESULT_OK;
 }
@@ -17545,16 +18249,6 @@ static uint32_t msi_forced_tiles(const msi_graph *g, uint32_t first, uint32_t en
     return (uint32_t)(tiles < 2 ? 2 : msi_smaller(tiles, most < 2 ? 2 : most));
 }
 
-/* Decides that layers are a group of so many tiles, or whole. */
-static void msi_decide_group(const msi_graph *g, msi_tensor_decision *d, uint32_t first,
-                             uint32_t end, uint32_t tiles) {
-    for (uint32_t i = first; i < end; i++) {
-        msi_tensor_decision *of = &d[msi_first_output(g, &g->layers.items[i])];
-        of->tiles = (uint16_t)tiles;
-        of->begins_group = tiles > 0 && i == first;
-    }
-}
-
 /* Decides when params are updated: inside backward those that are forced, and if `early` all that
    may be. They are updated in the order in which their gradients are complete, as soon as the
    gradients that wait exceed lag_bytes. */
@@ -17588,13 +18282,12 @@ static bool msi_sends(msi_op op) {
 }
 
 /* Bytes in memory of all state of a param, each tensor of it aligned. */
-static uint64_t msi_all_state_bytes(const ms_optimizer_desc *o, const msi_tensor *t,
-                                    bool state_8bit) {
+static uint64_t msi_all_state_bytes(const msi_optimizers *o, const msi_tensor *t, bool state_8bit) {
     uint64_t bytes = 0;
-    for (uint32_t k = 0; k < msi_state_count(o); k++) {
+    for (uint32_t k = 0; k < msi_state_count(o, t); k++) {
         const msi_role role = (msi_role)(MSI_ROLE_STATE0 + k);
         bytes += msi_align(
-            msi_format_bytes(msi_format_of(o, t, role, state_8bit), t->bytes / sizeof(float)));
+            msi_format_bytes(msi_format_of(o, t, role, state_8bit), msi_elements_of(o, t, role)));
     }
     return bytes;
 }
@@ -17934,9 +18627,9 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
         const uint8_t forced = tensor->forced_moves & msi_movable(g, t);
         decisions[t].pass |= msi_is_drop_forced(g, t);
         decisions[t].moves = (uint8_t)(decisions[t].pass > 0 ? forced & ~MSI_MOVES_VALUE : forced);
-        decisions[t].state_8bit = msi_is_8bit(s->lowering->optimizer, s->has_state_formats,
+        decisions[t].state_8bit = msi_is_8bit(s->lowering->optimizers, s->has_state_formats,
                                               search->how.rounding & MSI_ROUNDS_STATE, tensor);
-        if (s->homes && tensor->kind == MSI_KIND_PARAM) {
+        if (s->homes && msi_is_resident(tensor)) {
             decisions[t].moves = s->homes[t].moves;
             decisions[t].state_8bit = s->homes[t].state_8bit;
         }
@@ -18288,7 +18981,7 @@ static uint64_t msi_bytes_to_move(const msi_scorer *s, const msi_tensor_decision
                                   uint32_t t, uint32_t move) {
     const msi_tensor *tensor = &s->graph->tensors.items[t];
     const uint64_t master = decisions[t].format != tensor->format ? msi_align(tensor->bytes) : 0;
-    return move & MSI_MOVES_STATE ? master + msi_all_state_bytes(s->lowering->optimizer, tensor,
+    return move & MSI_MOVES_STATE ? master + msi_all_state_bytes(s->lowering->optimizers, tensor,
                                                                  decisions[t].state_8bit)
                                   : msi_align(msi_decided_bytes(s->graph, decisions, t));
 }
@@ -18391,7 +19084,8 @@ static bool msi_find_load(msi_greedy *w) {
         }
         for (uint32_t k = 0; k < i->operand_count && msi_calls_layer((msi_op)i->op); k++) {
             const msi_range *range = msi_operand_range(p, i, k);
-            if (range && range->category == MS_CATEGORY_PARAM) {
+            if (range && range->role == MSI_ROLE_VALUE &&
+                msi_may_stream(&w->graph->tensors.items[range->tensor])) {
                 uint32_t *last = &w->load.last_use[range->tensor];
                 *last = *last == MSI_NONE ? now : *last;
                 w->load.first_use[range->tensor] = now;
@@ -18428,7 +19122,7 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     const uint32_t first = load->first_use[t], last = load->last_use[t];
     const double micros = (double)w->scorer->store->micro_count;
     double us = 0.0, once_us = 0.0; // in each micro-batch, and with the update
-    if (w->graph->tensors.items[t].kind != MSI_KIND_PARAM) {
+    if (!msi_may_stream(&w->graph->tensors.items[t])) {
         return msi_exposed_us(in_us, in_left_us, of->idle_last) +
                msi_exposed_us(out_us, out_left_us, of->idle_first);
     }
@@ -18490,16 +19184,16 @@ static bool msi_may_move(const msi_greedy *w, uint32_t t, uint32_t move) {
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     const msi_costs *costs = w->scorer->costs;
     const uint64_t all = msi_bytes_to_move(w->scorer, w->decisions, t, move);
-    const uint32_t states = msi_state_count(w->scorer->lowering->optimizer);
+    const uint32_t states = msi_state_count(w->scorer->lowering->optimizers, tensor);
     /* State is copied one tensor after another. */
     const uint64_t each = move == MSI_MOVES_STATE && states > 0 ? all / states : tensor->bytes;
     const double us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, each);
-    const uint32_t kind = tensor->kind == MSI_KIND_PARAM ? move : (uint32_t)MSI_MOVES_MADE;
+    const bool streams = msi_may_stream(tensor);
+    const uint32_t kind = streams ? move : (uint32_t)MSI_MOVES_MADE;
     const bool tiny = 4ull * w->graph->tensors.count * all < w->search->budget;
     return (w->search->moves & kind) && all <= w->host_left &&
            (msi_may_choose(w->graph, t) & move) && !(w->decisions[t].moves & move) &&
-           (us >= 2.0 * costs->hardware.launch_us || !tiny) &&
-           !(w->scorer->homes && tensor->kind == MSI_KIND_PARAM);
+           (us >= 2.0 * costs->hardware.launch_us || !tiny) && !(w->scorer->homes && streams);
 }
 
 /* Lists the split at a value that was dropped and is live at the peak again. Ranges are given in their
@@ -18533,7 +19227,7 @@ static void msi_list_offloads(msi_greedy *w) {
                                          role <= MSI_ROLE_STATE0); // which stands for all state
         const bool value = role == MSI_ROLE_VALUE && !resident && msi_is_idle_at_peak(p, range);
         const bool fixed = resident && role < MSI_ROLE_RESIDENT_COUNT &&
-                           w->graph->tensors.items[range->tensor].kind == MSI_KIND_PARAM;
+                           msi_may_stream(&w->graph->tensors.items[range->tensor]);
         const bool gradient = role == MSI_ROLE_GRADIENT &&
                               range->category == MS_CATEGORY_GRADIENT &&
                               range->first < p->layout.peak && range->last > p->layout.peak;
@@ -18942,8 +19636,7 @@ enum {
 static void msi_move_params(msi_greedy *w, uint32_t begun, uint8_t in_place) {
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
-            const bool moves = (begun & move) &&
-                               w->graph->tensors.items[t].kind == MSI_KIND_PARAM &&
+            const bool moves = (begun & move) && msi_may_stream(&w->graph->tensors.items[t]) &&
                                msi_may_move(w, t, move);
             w->host_left -= moves ? msi_action_bytes(w, t | move << MSI_ACTION_SHIFT) : 0;
             w->decisions[t].moves = (uint8_t)(w->decisions[t].moves | (moves ? move : 0));
@@ -19036,7 +19729,7 @@ static void msi_list_made_moves(msi_greedy *w, const msi_blame *b) {
     const msi_graph *g = w->graph;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        const bool fixed = tensor->kind == MSI_KIND_PARAM && w->scorer->homes;
+        const bool fixed = msi_may_stream(tensor) && w->scorer->homes;
         const uint32_t moved = w->decisions[t].moves & msi_may_choose(g, t) & ~tensor->forced_moves;
         for (int k = 0; k < 3 && !fixed; k++) {
             if ((moved >> k & 1) &&
@@ -19132,7 +19825,7 @@ static uint64_t msi_least_resident_bytes(const msi_greedy *w) {
     const msi_graph *g = w->graph;
     uint64_t moved = 0;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const uint32_t may = g->tensors.items[t].kind == MSI_KIND_PARAM && !w->scorer->homes
+        const uint32_t may = msi_may_stream(&g->tensors.items[t]) && !w->scorer->homes
                                  ? w->search->moves & msi_may_choose(g, t)
                                  : 0u;
         for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
@@ -19233,11 +19926,11 @@ static void msi_move_all(const msi_search *search, msi_tensor_decision *decision
         const uint32_t move = of_params ? order[k] : (uint32_t)MSI_MOVES_VALUE;
         for (uint32_t t = 0; t < g->tensors.count; t++) {
             msi_tensor_decision *d = &decisions[t];
-            const bool is_param = g->tensors.items[t].kind == MSI_KIND_PARAM;
-            const bool may = d->pass == 0 && !(is_param && search->scorer->homes) &&
+            const bool streams = msi_may_stream(&g->tensors.items[t]);
+            const bool may = d->pass == 0 && !(streams && search->scorer->homes) &&
                              (msi_may_choose(g, t) & move);
             const uint64_t bytes = msi_bytes_to_move(search->scorer, decisions, t, move);
-            if (is_param == of_params && ((d->moves & move) || (may && bytes <= left))) {
+            if (streams == of_params && ((d->moves & move) || (may && bytes <= left))) {
                 d->moves = (uint8_t)(d->moves | move);
                 left -= msi_smaller(left, bytes);
             }
@@ -20308,7 +21001,7 @@ static uint32_t msi_list_move_groups(msi_exhaustive *all, uint32_t member) {
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const uint32_t free = (msi_may_choose(g, t) & ~(uint32_t)all->base[t].moves) |
                               (all->search->scorer->costs->maps_host ? (uint32_t)MSI_IN_PLACE : 0u);
-        const bool fixed = all->search->scorer->homes && g->tensors.items[t].kind == MSI_KIND_PARAM;
+        const bool fixed = all->search->scorer->homes && msi_may_stream(&g->tensors.items[t]);
         uint32_t against = all->group_of[t];
         for (int k = 0; k < 4 && !fixed && all->base[t].pass == 0; k++) {
             const uint32_t action = t | ways[k] << MSI_ACTION_SHIFT;
@@ -21965,7 +22658,10 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
     s.request = request;
     s.plan = plan;
     if (request->goal == MSI_GOAL_FOLLOW) {
-        plan->arena_bytes = msi_follow(scorer, request, plan).bytes;
+        s.score = msi_follow(scorer, request, plan);
+        plan->arena_bytes = plan->plain_bytes = s.score.bytes;
+        plan->plain_live_bytes = plan->train.layout.resident_bytes + plan->train.layout.peak_bytes;
+        plan->plain_step_us = s.score.us;
         return;
     }
     if (request->goal == MSI_GOAL_SQUEEZED) {
@@ -22347,7 +23043,7 @@ static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
         msi_next_wait(p, 0, MS_STREAM_COMPUTE, true) == p->code.instructions.count) {
         return;
     }
-    o.graph = s->graph;
+    o.graph = p == s->eval ? s->eval_graph : s->graph;
     o.store = s->store;
     o.allocator = s->allocator;
     o.program = p;
@@ -22420,10 +23116,12 @@ static uint64_t msi_hash_tensor(uint64_t hash, const msi_tensor *t) {
     const bool flags[] = {t->frozen,        t->is_output,    t->is_eval_output,
                           t->on_host,       t->no_gradient,  t->wants_gradient,
                           t->updates_early, t->must_stay,    t->serves_recompute,
-                          t->leads_to_loss, t->is_looked_up, t->narrow_gradient};
-    const int numbers[] = {(int)t->kind,    (int)t->view.dtype, t->format,
-                           t->narrow,       t->not_narrow,      t->borrowed,
-                           t->forced_moves, t->forbidden_moves, t->view.shape.rank};
+                          t->leads_to_loss, t->is_looked_up, t->narrow_gradient,
+                          t->wanted,        t->is_state};
+    const int numbers[] = {(int)t->kind,       (int)t->view.dtype, t->format,
+                           t->narrow,          t->not_narrow,      t->borrowed,
+                           t->forced_moves,    t->forbidden_moves, t->view.shape.rank,
+                           t->gradient_format, (int)t->alike_group};
     hash = msi_hash_bytes(hash, flags, sizeof flags);
     hash = msi_hash_bytes(hash, numbers, sizeof numbers);
     hash = msi_hash_bytes(hash, t->technique, sizeof t->technique);
@@ -22639,7 +23337,7 @@ static bool msi_make_fold(msi_fold *f) {
             added->producer = producer == MSI_NONE ? MSI_NONE : f->next[producer];
         }
     }
-    f->graph.loss = f->tensor_of[g->loss];
+    f->graph.loss = g->loss == MSI_NONE ? MSI_NONE : f->tensor_of[g->loss];
     uint32_t run_number = 0;
     for (uint32_t i = 0; i < g->layers.count; i++) {
         const msi_repeats *run = run_number < f->runs.count ? &f->runs.items[run_number] : NULL;
@@ -22692,27 +23390,6 @@ static bool msi_fold_init(msi_fold *f, const msi_graph *g, const ms_allocator *a
     }
     msi_choose_layers(f);
     return msi_make_fold(f);
-}
-
-/* Makes groups in tiles of what layers of several blocks have decided: a group ends where the next
-   layer cannot join it, and layers that cannot be a group are whole. */
-static void msi_mend_groups(const msi_graph *g, msi_tensor_decision *d) {
-    for (uint32_t i = 0; i < g->layers.count;) {
-        const uint32_t tiles = msi_tiles_of(g, d, i);
-        uint32_t end = i + 1;
-        if (tiles > 0) {
-            d[msi_first_output(g, &g->layers.items[i])].begins_group = true;
-        }
-        while (tiles > 0 && end < g->layers.count && msi_tiles_of(g, d, end) == tiles &&
-               !d[msi_first_output(g, &g->layers.items[end])].begins_group &&
-               msi_can_join_group(g, i, end)) {
-            end++;
-        }
-        if (tiles > 0 && !msi_can_group(g, i, end)) {
-            msi_decide_group(g, d, i, end, 0);
-        }
-        i = end;
-    }
 }
 
 /* Decides for the whole as the plan of the fold does. */
@@ -22836,7 +23513,7 @@ static void msi_resolve(const msi_store *store, msi_program *p) {
    its use. False without memory. */
 static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *store,
                             msi_plan *plan, msi_lowering *lowering, msi_shortage *shortage) {
-    s->graph = &m->graph;
+    s->graph = s->eval_graph = &m->graph;
     s->costs = &m->costs;
     s->store = store;
     s->allocator = &m->config.allocator;
@@ -22850,8 +23527,9 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     s->packs = true;
     s->shortage = shortage;
     shortage->what = NULL;
-    const bool there = msi_lowering_init(lowering, s->graph, store, &m->optimizer, s->allocator);
+    const bool there = msi_lowering_init(lowering, s->graph, store, &m->optimizers, s->allocator);
     lowering->costs = s->costs;
+    lowering->evals = plan->evals;
     lowering->repeating.is_checked = m->config.debug;
     return there || msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
 }
@@ -22921,14 +23599,27 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
     s.homes = request->largest ? request->largest->decisions : NULL;
     s.host_budget = request->host_budget;
     s.packs = request->goal != MSI_GOAL_FOLD;
+    msi_graph beyond = m->graph;
+    const uint64_t bytes = m->graph.tensors.count * (uint64_t)sizeof(msi_tensor);
+    msi_tensor *tensors = NULL;
+    const bool makes_room = !request->largest || (request->goal == MSI_GOAL_FOLLOW && !plan->evals);
+    if (makes_room && msi_is_beyond(&m->graph, NULL)) {
+        tensors = beyond.tensors.items = (msi_tensor *)msi_scratch(&s, bytes);
+        if (tensors) {
+            memcpy(tensors, m->graph.tensors.items, (size_t)bytes);
+            msi_set_sizes_of(&beyond, NULL, true);
+            s.eval_graph = &beyond;
+        }
+    }
     msi_find_times(m);
-    if (request->file) {
-        msi_restore_plan(request->file, &s, request->largest, plan);
+    msi_saved_plans *file = m->loaded && m->loaded->is_open ? m->loaded : NULL;
+    if (file) {
+        msi_restore_plan(file, &s, request->largest, plan);
     } else {
         msi_solve(&s, request, plan);
     }
-    const bool is_there = !request->file || msi_is_sound_file(request->file);
-    if (is_there && msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s)) {
+    if ((!file || msi_is_sound_file(file)) && msi_is_to_run(request, plan->arena_bytes) &&
+        !msi_is_short(&s)) {
         msi_place_blocks(&s, &plan->train);
         msi_place_blocks(&s, &plan->eval);
         msi_find_freed(&s, plan);
@@ -22941,6 +23632,7 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
                           plan->train.code.instructions.count * sizeof(float));
         }
     }
+    msi_release(s.allocator, tensors, bytes);
     msi_lowering_free(&lowering);
     const uint64_t moments = 2ull * plan->train.code.instructions.count;
     if (m->run.timing && !MSI_RESERVE(double, s.allocator, plan->train.measured.spans, moments)) {
@@ -22958,6 +23650,7 @@ static ms_result msi_solve_anew(ms_model *m, const msi_store *store, const msi_r
         return msi_fail_memory(m, "the plan", sizeof *plan + msi_decisions_bytes(&m->graph));
     }
     msi_get_sizes(&m->graph, plan->sizes);
+    plan->evals = !m->graph.trains || msi_is_beyond(&m->graph, plan->sizes);
     const msi_shortage shortage = msi_fill_plan(m, store, plan, request);
     if (shortage.what) {
         msi_plan_free(m, plan);
@@ -23112,7 +23805,8 @@ static ms_result msi_solve_whole(ms_model *m, const msi_store *store, msi_reques
                                  msi_plan **made) {
     msi_fold fold;
     *made = NULL;
-    if (request->largest || request->goal == MSI_GOAL_PLAIN || request->goal == MSI_GOAL_SQUEEZED) {
+    if (request->largest || request->goal == MSI_GOAL_PLAIN || request->goal == MSI_GOAL_SQUEEZED ||
+        m->loaded) {
         return msi_solve_anew(m, store, request, made);
     }
     const bool folds = msi_fold_init(&fold, &m->graph, &m->config.allocator);
@@ -23138,15 +23832,9 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
                                const msi_plan *largest, msi_plan **made) {
     const uint64_t room = msi_room_of(store), most = largest ? room : budget;
     const uint64_t host_room = store->host_bytes + store->host_transient_bytes;
-    msi_request request = {goal,
-                           most,
-                           m->wrapped.choice.techniques,
-                           m->config.early_update,
-                           largest,
-                           room,
-                           host_room,
-                           msi_host_budget(m),
-                           NULL,
+    const uint32_t techniques = m->wrapped.choice.techniques;
+    msi_request request = {goal,    most, techniques, m->config.early_update,
+                           largest, room, host_room,  msi_host_budget(m),
                            NULL};
     const ms_result result = msi_solve_whole(m, store, &request, made);
     if (result == MS_RESULT_OK) {
@@ -23162,13 +23850,16 @@ static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
     msi_get_sizes(&m->graph, old);
     msi_set_sizes(&m->graph, sizes);
     const uint64_t budget = largest ? largest->budget_bytes : msi_budget(m);
-    const ms_result result = msi_make_plan(m, store, goal, budget, largest, made);
+    const bool beyond = msi_is_beyond(&m->graph, sizes ? sizes : old) && largest;
+    const ms_result result =
+        msi_make_plan(m, store, beyond ? MSI_GOAL_FOLLOW : goal, budget, largest, made);
     msi_set_sizes(&m->graph, old);
     return result;
 }
 
 /* Gives all residents the places that a plan has decided on, and room to its transient values. */
-static void msi_put_homes(msi_store *store, const msi_plan *plan) {
+static void msi_put_homes(msi_store *store, msi_plan *plan) {
+    plan->makes_room = true;
     store->resident_bytes = store->reserved_bytes;
     store->host_bytes = store->borrowed_bytes = 0;
     for (uint32_t k = 0; k < store->residents.count; k++) {
@@ -23209,134 +23900,96 @@ static bool msi_find_plan(msi_plan **plans, const int64_t *sizes) {
     return false;
 }
 
-/* The plan for the largest sizes, or NULL. */
-static msi_plan *msi_plan_at_largest(const msi_graph *g, msi_plan *plans) {
-    for (; plans; plans = plans->next) {
-        bool is_largest = true;
-        for (uint32_t a = 0; a < g->axis_count; a++) {
-            is_largest &= plans->sizes[a] == g->axes[a].largest;
-        }
-        if (is_largest) {
-            return plans;
-        }
+/* The plan for the largest sizes, which a list has. */
+static msi_plan *msi_plan_at_largest(msi_plan *plans) {
+    while (!plans->makes_room) {
+        plans = plans->next;
     }
-    return NULL;
+    return plans;
 }
 
-/* Reads the next plan of a file, and puts it at the head of the list. The first is for the largest sizes,
-   and tells where all of them have their residents. */
-static ms_result msi_take_plan(ms_model *m, msi_saved_plans *f, msi_store *store,
-                               msi_plan **plans) {
-    const bool is_first = *plans == NULL;
-    int64_t sizes[MS_LIMIT_AXES], now[MS_LIMIT_AXES];
-    msi_request request = MSI_ZERO_INIT;
-    msi_plan *plan = NULL;
-    ms_result result = MS_RESULT_OK;
-    request.goal = MSI_GOAL_BUDGET;
-    request.budget = msi_budget(m);
-    request.host_budget = msi_host_budget(m);
-    request.largest = msi_plan_at_largest(&m->graph, *plans);
-    request.file = f;
-    msi_get_sizes(&m->graph, now);
-    msi_get_sizes(&m->graph, sizes);
-    msi_file_sizes(f, sizes);
-    if (msi_is_sound_file(f)) {
-        msi_set_sizes(&m->graph, sizes);
-        result = msi_solve_anew(m, store, &request, &plan);
-    }
-    msi_set_sizes(&m->graph, now);
-    if (!plan) {
-        return result;
-    }
-    plan->budget_bytes = request.budget;
-    plan->next = *plans;
-    *plans = plan;
-    if (is_first && !msi_plan_at_largest(&m->graph, plan)) {
-        MSI_REFUSE_PLAN(f, "its first plan is not for the largest sizes of the axes");
-    } else if (is_first && msi_is_sound_file(f)) {
-        msi_put_homes(store, plan);
-    }
-    if (msi_is_sound_file(f) &&
-        (f->hash != msi_hash_programs(store, plan) || plan->arena_bytes > msi_room_of(store) ||
-         msi_host_of(&plan->train, &plan->eval) >
-             store->host_bytes + store->host_transient_bytes)) {
-        MSI_REFUSE_PLAN(f,
-                        "its programs are others here: another version of the library saved it, or "
-                        "another processor, whose arithmetic differs");
-    }
-    return result;
-}
-
-/* Makes a store and plans as the file says that was loaded. */
-static ms_result msi_take_plans(ms_model *m, msi_store **made, msi_plan **plans) {
+/* Makes all plans of the file that was loaded, the last first; the last is for the largest sizes, and tells
+   where all of them have what outlasts a step. */
+static ms_result msi_take_plans(ms_model *m, msi_store *store, msi_plan **plans) {
+    msi_saved_plans *f = m->loaded;
     const uint64_t budget = msi_budget(m), host_budget = msi_host_budget(m);
-    uint64_t here[MSI_TERM_COUNT];
-    msi_saved_plans f = MSI_ZERO_INIT;
-    f.model = m;
-    f.at = m->loaded.items;
-    f.end = f.at + m->loaded.count - MSI_PLAN_SUM_BYTES;
-    msi_file_head(&f);
-    if (m->config.auto_policy) { // which has chosen where the plan was saved
-        const msi_choice choice = {f.mode, MS_DECISION_SOURCE_POLICY, msi_allowed(m, f.mode)};
-        m->wrapped.choice = choice;
-    }
-    msi_find_terms(m, f.moves, here);
-    for (int k = 0; k < MSI_TERM_COUNT; k++) {
-        if (f.terms[k] != here[k]) {
-            MSI_REFUSE_PLAN(&f, "it is for another %s (%llx, and here %llx)", msi_term_names[k],
-                            (unsigned long long)f.terms[k], (unsigned long long)here[k]);
+    const msi_plan *largest = NULL;
+    ms_result result = MS_RESULT_OK;
+    f->is_open = true;
+    msi_file_head(f);
+    for (uint32_t k = 0; k < f->plan_count && result == MS_RESULT_OK && msi_is_sound_file(f); k++) {
+        int64_t sizes[MS_LIMIT_AXES];
+        msi_plan *plan = NULL;
+        msi_get_sizes(&m->graph, sizes);
+        if (largest) {
+            msi_file_sizes(f, sizes);
+        }
+        if (msi_is_sound_file(f)) {
+            result = msi_plan_at(m, store, MSI_GOAL_BUDGET, largest ? sizes : NULL, largest, &plan);
+        }
+        if (plan) {
+            plan->next = *plans;
+            *plans = plan;
+        }
+        if (plan && msi_is_sound_file(f)) {
+            if (!largest) {
+                msi_put_homes(store, plan);
+                largest = plan;
+            }
+            msi_file_programs(f, store, plan);
+            if (plan->arena_bytes > msi_room_of(store) ||
+                msi_host_of(&plan->train, &plan->eval) >
+                    store->host_bytes + store->host_transient_bytes) {
+                MSI_REFUSE_PLAN(f, "a plan in it needs more memory than the first one");
+            }
         }
     }
-    ms_result result = msi_make_store(m, made);
-    msi_store *store = *made;
-    for (uint32_t k = 0; k < f.plan_count && result == MS_RESULT_OK && msi_is_sound_file(&f); k++) {
-        result = msi_take_plan(m, &f, store, plans);
+    if (!largest || f->at != f->bytes.count) {
+        MSI_REFUSE_PLAN(f, "it has no plan, or bytes after the last");
     }
-    const uint64_t host_bytes = store ? store->host_bytes + store->host_transient_bytes : 0;
-    if (result == MS_RESULT_OK && f.is_short) {
-        result = msi_fail_memory(m, "a loaded plan", m->loaded.count);
-    } else if (result == MS_RESULT_OK && (f.fault.text[0] || !*plans || f.at != f.end)) {
-        result = MSI_FAIL_IN_WORDS(
-            m, MS_RESULT_INVALID,
-            "the loaded plan does not fit: %s: save one of a model that is made and "
-            "configured like this one",
-            f.fault.text[0] ? f.fault.text : "it has no plan, or bytes after the last");
-    } else if (result == MS_RESULT_OK &&
-               (msi_room_of(store) > budget || (host_bytes > host_budget && f.moves))) {
-        result = MSI_FAIL_IN_WORDS(
-            m, MS_RESULT_BUDGET,
-            "the loaded plan needs %s (%llu bytes) and %s on the host (%llu bytes), "
-            "the budgets are %s and %s: save a plan for these, or set larger ones",
-            msi_size(msi_room_of(store)).text, (unsigned long long)msi_room_of(store),
-            msi_size(host_bytes).text, (unsigned long long)host_bytes, msi_size_down(budget).text,
-            msi_size_down(host_budget).text);
+    const uint64_t bytes = msi_room_of(store),
+                   host_bytes = store->host_bytes + store->host_transient_bytes;
+    MSI_THEN(result, msi_check_file(f, "ms_wrap"));
+    if (result == MS_RESULT_OK && (bytes > budget || (host_bytes > host_budget && f->moves))) {
+        result =
+            (msi_fail)(m, MS_RESULT_BUDGET,
+                       "the loaded plan needs %s (%llu bytes) and %s on the host (%llu bytes), "
+                       "the budgets are %s and %s: save a plan for these, or set larger ones",
+                       msi_size(bytes).text, (unsigned long long)bytes, msi_size(host_bytes).text,
+                       (unsigned long long)host_bytes, msi_size_down(budget).text,
+                       msi_size_down(host_budget).text);
     }
-    msi_close_plans(&f);
     msi_drop_loaded(m);
     return result;
 }
 
 /* Makes a store and the list of plans for the graph, which has been checked: those of the file that was
-   loaded, or else the plan at the largest sizes; and the plan at the present sizes, if these differ and
-   it is not there. If no plan fits the budget, the smallest is made. */
+   loaded, or else the plan at the largest sizes; and the plan at the present sizes before it, if these
+   differ and it is not there. If no plan fits the budget, the smallest is made. */
 static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     int64_t sizes[MS_LIMIT_AXES];
-    bool alone = true; // no other plan follows this one
+    const bool beyond = msi_is_beyond(&m->graph, NULL);
+    bool alone = !beyond; // no other plan follows this one
     msi_get_sizes(&m->graph, sizes);
     for (uint32_t a = 0; a < m->graph.axis_count; a++) {
-        alone &= sizes[a] == m->graph.axes[a].largest;
+        alone &= sizes[a] == msi_largest_size(&m->graph, a);
     }
     *plans = NULL;
-    const bool loads = m->loaded.count > 0 && goal != MSI_GOAL_PLAIN;
-    ms_result result = loads ? msi_take_plans(m, store, plans) : msi_make_store(m, store);
-    if (result == MS_RESULT_OK && !loads) {
-        const msi_goal first = alone && goal == MSI_GOAL_BUDGET ? MSI_GOAL_TRY : goal;
-        result = msi_plan_at(m, *store, first, NULL, NULL, plans);
+    ms_result result = msi_make_store(m, store);
+    if (m->loaded && goal != MSI_GOAL_PLAIN) {
+        MSI_THEN(result, msi_take_plans(m, *store, plans));
+    } else {
+        MSI_THEN(result,
+                 msi_plan_at(m, *store, alone && goal == MSI_GOAL_BUDGET ? MSI_GOAL_TRY : goal,
+                             NULL, NULL, plans));
         MSI_DO(result, msi_put_homes(*store, *plans));
     }
-    if (result == MS_RESULT_OK && !msi_find_plan(plans, sizes)) {
+    msi_plan *largest = result == MS_RESULT_OK ? msi_plan_at_largest(*plans) : NULL;
+    for (uint32_t a = 0; a < MS_LIMIT_AXES && largest && beyond; a++) {
+        largest->sizes[a] = -1; // its eval is for other sizes: it stands for no size
+    }
+    if (largest && !msi_find_plan(plans, sizes)) {
         msi_plan *now;
-        const msi_plan *largest = msi_plan_at_largest(&m->graph, *plans);
         result = msi_plan_at(m, *store, goal, sizes, largest, &now);
         if (now) {
             now->next = *plans;
@@ -23466,7 +24119,10 @@ static int64_t msi_share(int64_t count, int64_t size, int64_t whole) {
 static void msi_resize(msi_resizing *z, int64_t size) {
     msi_graph *g = &z->trials->model->graph;
     if (z->axis != MSI_NONE) {
-        g->axes[z->axis].largest = size;
+        msi_axis *axis = &g->axes[z->axis]; // whose evals stay as large as they are, if larger
+        const bool stays = g->trains && axis->eval_largest > axis->largest;
+        axis->eval_largest = stays ? axis->eval_largest : size;
+        axis->largest = g->trains ? size : axis->largest;
         msi_set_sizes(g, NULL);
     }
     for (uint32_t i = 0; i < g->tensors.count; i++) {
@@ -23479,7 +24135,10 @@ static void msi_resize(msi_resizing *z, int64_t size) {
             t->bytes =
                 (uint64_t)msi_share(count, size, z->declared) * ms_dtype_bytes(t->view.dtype);
         }
-        t->largest_bytes = t->bytes;
+        const ms_shape largest = msi_resized(g, t->view.shape, true, NULL);
+        t->largest_bytes = z->axis == MSI_NONE
+                               ? t->bytes
+                               : ms_shape_count(&largest) * ms_dtype_bytes(t->view.dtype);
     }
 }
 
@@ -23522,7 +24181,7 @@ static bool msi_resizing_begin(msi_resizing *z, msi_trials *trials) {
         return false;
     }
     z->declared = z->axis == MSI_NONE ? g->tensors.items[z->input].view.shape.dim[0]
-                                      : g->axes[z->axis].largest;
+                                      : msi_largest_size(g, z->axis);
     if (z->axis == MSI_NONE) {
         msi_mark_followers(z);
     }
@@ -23577,7 +24236,7 @@ static int64_t msi_fitting_size(msi_resizing *z, uint64_t budget, const msi_stor
     const bool fixed = !(may & (MSI_OFFLOADING | MSI_MIXED | MSI_8BIT));
     uint64_t params_bytes = 0;
     for (MSI_ITEMS(const msi_resident, r, store->residents)) { // as the smallest plan has them
-        const bool stays = !r->on_host && g->tensors.items[r->tensor].kind == MSI_KIND_PARAM;
+        const bool stays = !r->on_host && msi_may_stream(&g->tensors.items[r->tensor]);
         params_bytes += stays && !r->borrowed ? r->bytes : 0;
     }
     const bool never = params_bytes > budget;
@@ -23819,8 +24478,7 @@ static ms_result msi_make_contenders(ms_model *m, msi_goal goal, msi_contender *
         }
         s->arena_bytes = msi_room_of(contenders[i].store);
         s->step_us = contenders[i].plans->train.predicted.step.us;
-        s->fits =
-            s->arena_bytes <= msi_plan_at_largest(&m->graph, contenders[i].plans)->budget_bytes;
+        s->fits = s->arena_bytes <= msi_plan_at_largest(contenders[i].plans)->budget_bytes;
     }
     return MS_RESULT_OK;
 }
@@ -23850,8 +24508,8 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     ms_policy_args args = MSI_ZERO_INIT;
     args.user = m->config.policy_user;
     args.hardware = &m->costs.hardware;
-    args.budget_bytes = msi_plan_at_largest(&m->graph, contenders[0].plans)->budget_bytes;
-    args.plain_bytes = msi_plan_at_largest(&m->graph, contenders[0].plans)->plain_bytes;
+    args.budget_bytes = msi_plan_at_largest(contenders[0].plans)->budget_bytes;
+    args.plain_bytes = msi_plan_at_largest(contenders[0].plans)->plain_bytes;
     args.strategies = strategies;
     args.strategy_count = MS_MODE_COUNT;
     for (uint32_t i = 0; i < MS_MODE_COUNT; i++) {
@@ -23918,7 +24576,7 @@ static void msi_stay_with(ms_model *m, const msi_choice *choice, const msi_costs
 /* Checks the graph, then plans for the mode of the config or of the policy. The choice stays in
    force; after a failure the caller takes it back. */
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
-    const bool asks = m->config.auto_policy && goal != MSI_GOAL_PLAIN && m->loaded.count == 0;
+    const bool asks = m->config.auto_policy && goal != MSI_GOAL_PLAIN && !m->loaded;
     ms_result result = msi_check_all(m, goal);
     if (result != MS_RESULT_OK) {
         return result;
@@ -23926,7 +24584,7 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
     m->wrapped.choice = msi_config_choice(m);
     result = asks ? msi_ask_policy(m, goal, store, plans) : msi_make_plans(m, goal, store, plans);
     if (result == MS_RESULT_OK && goal == MSI_GOAL_BUDGET) {
-        const msi_plan *largest = msi_plan_at_largest(&m->graph, *plans);
+        const msi_plan *largest = msi_plan_at_largest(*plans);
         if (msi_room_of(*store) > largest->budget_bytes) {
             result = msi_no_fit(m, *store, largest);
             msi_plans_and_store_free(m, *store, *plans);
@@ -24035,7 +24693,8 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
       "no gradient may be used up before all of them are complete")                                \
     X(NO_STATE, MSI_8BIT, "no-state", "the layer has no param with optimizer state",               \
       "there is nothing to code")                                                                  \
-    X(CUSTOM, MSI_8BIT | MSI_MIXED, "custom-update", "the update is the trainer's own",            \
+    X(CUSTOM, MSI_8BIT | MSI_MIXED, "custom-update",                                               \
+      "the update is the trainer's own, or its optimizer takes no codes",                          \
       "it reads and writes its state as it likes")                                                 \
     X(BACKEND, MSI_8BIT, "backend", "the backend has no has_state_formats",                        \
       "its update takes state in F32 alone")                                                       \
@@ -24115,7 +24774,7 @@ typedef struct msi_review {
     uint32_t *forward; // per layer: its instruction in forward
     uint32_t *again;   // per layer: how often it is recomputed
     uint32_t *update;  // per tensor: the instruction that updates it, or MSI_NONE
-    uint32_t *user;    // per param: the first layer that has it, or MSI_NONE
+    uint32_t *user;    // per tensor: the first layer that has it, or MSI_NONE
     uint8_t *moved;    // per tensor: what lies on the host, a mask as in msi_tensor_decision.moves
     uint64_t bytes;    // of all these
 } msi_review;
@@ -24160,19 +24819,19 @@ static MSI_COLD void msi_review_times(msi_review *r) {
     }
 }
 
-/* Finds the first layer that has each param, and what of each param has its home on the host. */
+/* Finds the first layer that has each tensor, and what of each resident has its home on the host. */
 static MSI_COLD void msi_review_params(msi_review *r) {
     const msi_graph *g = &r->model->graph;
     memset(r->update, 0xff, g->tensors.count * sizeof *r->update); // MSI_NONE
     memset(r->user, 0xff, g->tensors.count * sizeof *r->user);
     for (uint32_t i = g->layers.count; i-- > 0;) {
-        for (MSI_EACH(param, g, &g->layers.items[i], MSI_GROUP_PARAM)) {
-            r->user[param.tensor] = i;
+        for (MSI_EACH_OF(operand, g, &g->layers.items[i], MSI_GROUP_IN, MSI_GROUP_PARAM)) {
+            r->user[operand.tensor] = i;
         }
     }
     for (uint32_t k = 0; k < r->store->residents.count; k++) {
         const msi_range *home = &r->plan->train.code.ranges.items[k];
-        if (home->on_host && g->tensors.items[home->tensor].kind == MSI_KIND_PARAM) {
+        if (home->on_host && !g->tensors.items[home->tensor].on_host) {
             r->moved[home->tensor] |= msi_move_of((msi_role)home->role);
         }
     }
@@ -24231,9 +24890,9 @@ static void msi_review_free(msi_review *r) {
     msi_release(&r->model->config.allocator, r->again_us, r->bytes);
 }
 
-/* Whether a layer reports what is moved of one of its tensors: of a param the first with it. */
+/* Whether a layer reports what is moved of one of its tensors: of a resident the first with it. */
 static bool msi_tells_of(const msi_review *r, uint32_t layer, uint32_t tensor) {
-    return r->model->graph.tensors.items[tensor].kind != MSI_KIND_PARAM || r->user[tensor] == layer;
+    return !msi_may_stream(&r->model->graph.tensors.items[tensor]) || r->user[tensor] == layer;
 }
 
 /* The live range in which a value is made in forward, or NULL. */
@@ -24297,7 +24956,7 @@ static MSI_COLD bool msi_matters(const msi_review *r, uint32_t layer, ms_techniq
     case MS_TECHNIQUE_EARLY_UPDATE:
         return msi_is_trained(t) && t->last_gradient == layer;
     case MS_TECHNIQUE_OFFLOADING:
-        return t->kind == MSI_KIND_PARAM || waits;
+        return msi_may_stream(t) || waits;
     case MS_TECHNIQUE_OPTIMIZER_8BIT:
         return msi_tells_of(r, layer, tensor);
     case MS_TECHNIQUE_MIXED_PRECISION:
@@ -24382,7 +25041,7 @@ static MSI_COLD uint64_t msi_early_facts(const msi_review *r, uint32_t layer, ui
 /* What a plan could move of a tensor, at this layer, and does not. */
 static MSI_COLD uint32_t msi_not_moved(const msi_review *r, uint32_t layer, uint32_t tensor) {
     const msi_graph *g = &r->model->graph;
-    const bool made = g->tensors.items[tensor].kind != MSI_KIND_PARAM;
+    const bool made = !msi_may_stream(&g->tensors.items[tensor]);
     const bool early = r->update[tensor] < r->plan->train.code.backward_end; // the gradient is gone
     const bool may = made ? msi_lies_idle(r, tensor) && r->plan->decisions[tensor].pass == 0
                           : msi_tells_of(r, layer, tensor);
@@ -24395,10 +25054,10 @@ static MSI_COLD uint32_t msi_not_moved(const msi_review *r, uint32_t layer, uint
 static MSI_COLD double msi_copies_us(const msi_review *r, uint32_t tensor, uint32_t move) {
     const ms_model *m = r->model;
     const msi_tensor *t = &m->graph.tensors.items[tensor];
-    const bool weight = t->kind == MSI_KIND_PARAM && move == MSI_MOVES_VALUE;
+    const bool weight = msi_may_stream(t) && move == MSI_MOVES_VALUE;
     const bool coded = r->plan->decisions[tensor].state_8bit;
     const uint64_t bytes =
-        move == MSI_MOVES_STATE ? msi_all_state_bytes(&m->optimizer, t, coded) : t->bytes;
+        move == MSI_MOVES_STATE ? msi_all_state_bytes(&m->optimizers, t, coded) : t->bytes;
     const double in_us = msi_copy_us(&m->costs, MS_STREAM_TO_DEVICE, bytes);
     const double out_us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, bytes);
     return (weight ? 2.0 : 1.0) * in_us + (weight && !msi_learns(t) ? 0.0 : out_us);
@@ -24411,14 +25070,16 @@ static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor,
     const int first = move == MSI_MOVES_VALUE      ? MSI_ROLE_VALUE
                       : move == MSI_MOVES_GRADIENT ? MSI_ROLE_GRADIENT
                                                    : MSI_ROLE_STATE0;
-    const int count = move == MSI_MOVES_STATE ? (int)msi_state_count(&r->model->optimizer) : 1;
+    const int count = move == MSI_MOVES_STATE ? (int)msi_state_count(&r->model->optimizers, t) : 1;
     const bool coded = r->plan->decisions[tensor].state_8bit;
     uint64_t bytes = 0;
     for (int role = first; role < first + count; role++) {
-        const msi_format format = msi_format_of(&r->model->optimizer, t, (msi_role)role, coded);
-        bytes += msi_is_borrowed(t, (msi_role)role)
-                     ? 0
-                     : msi_align(msi_format_bytes(format, t->bytes / sizeof(float)));
+        const msi_optimizers *o = &r->model->optimizers;
+        const msi_format format = msi_format_of(o, t, (msi_role)role, coded);
+        bytes += msi_is_borrowed(t, (msi_role)role) ? 0
+                 : role < MSI_ROLE_STATE0
+                     ? msi_align(msi_value_bytes(t, format))
+                     : msi_align(msi_format_bytes(format, msi_elements_of(o, t, (msi_role)role)));
     }
     return bytes;
 }
@@ -24434,7 +25095,7 @@ static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t laye
         return MSI_FACT(UNREAD);
     }
     const msi_tensor *t = &g->tensors.items[tensor];
-    const bool made = t->kind != MSI_KIND_PARAM;
+    const bool made = !msi_may_stream(t);
     const bool again =
         r->plan->decisions[tensor].pass > 0 && !(made && msi_is_at_tile_size(r, tensor));
     const double in_us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, t->bytes);
@@ -24471,14 +25132,14 @@ static MSI_COLD uint64_t msi_8bit_facts(const msi_review *r, uint32_t layer, uin
     const ms_model *m = r->model;
     return tensor == MSI_NONE
                ? MSI_FACT(NO_STATE)
-               : facts[msi_why_not_8bit(&m->optimizer, m->config.backend.has_state_formats,
+               : facts[msi_why_not_8bit(&m->optimizers, m->config.backend.has_state_formats,
                                         &m->graph.tensors.items[tensor])] |
                      msi_fact(MSI_FACT(SHARED_PARAM), !msi_tells_of(r, layer, tensor));
 }
 
 /* How many more bytes of the arena the state of a param takes if it is not coded. */
 static MSI_COLD uint64_t msi_bytes_of_codes(const msi_review *r, uint32_t tensor) {
-    const ms_optimizer_desc *o = &r->model->optimizer;
+    const msi_optimizers *o = &r->model->optimizers;
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
     const msi_not_8bit why = msi_why_not_8bit(o, r->model->config.backend.has_state_formats, t);
     const bool may = msi_can_be_8bit(why) && !(r->moved[tensor] & MSI_MOVES_STATE);
@@ -24622,11 +25283,12 @@ static MSI_COLD uint32_t msi_gather(const msi_review *r, uint32_t layer, ms_deci
     const msi_graph *g = &r->model->graph;
     uint32_t left = MSI_NONE;
     *forced = true;
-    for (MSI_EACH_OF(operand, g, &g->layers.items[layer], MSI_GROUP_OUT, MSI_GROUP_PARAM)) {
+    for (MSI_EACH_OF(operand, g, &g->layers.items[layer], MSI_GROUP_IN, MSI_GROUP_PARAM)) {
         const uint32_t index = operand.tensor;
-        bool listed = false; // in an earlier slot
+        bool listed = operand.group == MSI_GROUP_IN && !msi_may_stream(operand.t);
         for (uint32_t k = 0; k < operand.slot; k++) {
-            listed |= msi_group(g, &g->layers.items[layer], operand.group)[k] == index;
+            listed |= // in an earlier slot
+                msi_group(g, &g->layers.items[layer], operand.group)[k] == index;
         }
         if (listed || !(msi_techniques[d->technique].kinds >> operand.t->kind & 1)) {
             continue;
@@ -24770,7 +25432,7 @@ static MSI_COLD void msi_find_alike(msi_alike *rows, uint32_t count) {
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     ms_result result = msi_check_all(m, goal);
     MSI_DO(result, m->wrapped.choice = msi_config_choice(m));
-    if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN && m->loaded.count == 0) {
+    if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN && !m->loaded) {
         return msi_fail_unplanned(m, "ms_wrap");
     }
     return MSI_THEN(result, msi_make_plans(m, goal, store, plans));
@@ -24789,12 +25451,35 @@ static MSI_COLD ms_optimizer_desc msi_fill_optimizer(ms_optimizer_desc o) {
     const msi_optimizer row = msi_optimizer_of(o.kind);
     if (!o.is_filled) {
         o.learning_rate = msi_or(o.learning_rate, row.learning_rate);
+        o.momentum = msi_or(o.momentum, row.momentum);
         o.beta1 = msi_or(o.beta1, row.beta1);
         o.beta2 = msi_or(o.beta2, row.beta2);
         o.epsilon = msi_or(o.epsilon, row.epsilon);
         o.is_filled = true;
     }
     return o;
+}
+
+/* Index of the group of a handle, or MSI_NONE, and the error sticks. */
+static MSI_COLD uint32_t msi_group_index(ms_model *m, const char *function, ms_param_group group) {
+    const uint32_t index = group.id ? msi_id_number(&m->graph, group.id) : 0;
+    if (index < m->optimizers.groups.count && (index > 0 || group.id == 0)) {
+        return index;
+    }
+    (void)MSI_REFUSE(m, "%s: the group is none of this model: see ms_optimizer_group", function);
+    return MSI_NONE;
+}
+
+/* Adds the optimizer of all params that are in no group. False without memory. */
+static MSI_COLD bool msi_begin_groups(msi_optimizers *o, const ms_allocator *a) {
+    const ms_optimizer_desc defaults = MSI_ZERO_INIT;
+    if (!MSI_RESERVE(msi_param_group, a, o->groups, 1)) {
+        return false;
+    }
+    o->groups.items[0].desc = msi_fill_optimizer(defaults);
+    o->groups.items[0].norm = 0;
+    o->groups.count = o->norm_count = 1;
+    return true;
 }
 
 /* Warns of a 0 that is likely to have been meant, but stands for a default. */
@@ -24816,6 +25501,32 @@ static MSI_COLD void msi_doubt_zeros(const ms_model *m, const ms_optimizer_desc 
                      : beta1 ? used.beta1
                              : used.beta2));
     }
+}
+
+/* Adds a group with a valid desc. */
+static MSI_COLD ms_param_group msi_add_group(ms_model *m, const ms_optimizer_desc *desc) {
+    msi_optimizers *o = &m->optimizers;
+    const uint32_t index = o->groups.count;
+    const bool apart = desc->grad_clip_norm > 0.0f;
+    ms_param_group group = {0};
+    if (index == MS_LIMIT_GROUPS || (apart && o->norm_count == MS_LIMIT_NORMS)) {
+        (void)MSI_REFUSE(m,
+                         "ms_optimizer_group: there are %u groups already, at most %d, and %u "
+                         "norms, at most %d",
+                         (unsigned)index - 1, MS_LIMIT_GROUPS - 1, (unsigned)o->norm_count,
+                         MS_LIMIT_NORMS);
+        return group;
+    }
+    if (!MSI_RESERVE(msi_param_group, &m->config.allocator, o->groups, index + 1)) {
+        MSI_STICK(m, MS_RESULT_OUT_OF_MEMORY, "ms_optimizer_group: no memory for a group");
+        return group;
+    }
+    msi_doubt_zeros(m, desc);
+    o->groups.items[index].desc = msi_fill_optimizer(*desc);
+    o->groups.items[index].norm = apart ? o->norm_count++ : 0;
+    o->groups.count++;
+    group.id = msi_id(&m->graph, index);
+    return group;
 }
 
 /* The host's copy of the step's own memory; where the device is direct, that memory itself. */
@@ -24849,10 +25560,12 @@ static ms_update_factors msi_factors_at(const ms_optimizer_desc *o, uint64_t t) 
     f.rest1 = (float)(1.0 - (double)o->beta1);
     f.rest2 = (float)(1.0 - (double)o->beta2);
     f.epsilon = o->epsilon;
-    if (msi_optimizer_of(o->kind).corrects_bias) {
+    if (msi_optimizer_of(o->kind).counts) {
+        const bool adafactor = o->kind == MS_OPTIMIZER_ADAFACTOR;
         f.learning_rate = o->learning_rate;
-        f.number = (uint32_t)t;
-        msi_set_bias_correction(&f, f.number);
+        f.scale2 = adafactor ? o->beta2 : 0.0f;
+        f.number = (uint32_t)t | (adafactor ? MSI_ADAFACTOR_NUMBERS : 0u);
+        msi_set_numbered(&f, (uint32_t)t);
     }
     return f;
 }
@@ -24864,8 +25577,16 @@ static float msi_decay_factor(const ms_optimizer_desc *o, float decay) {
                : decay;
 }
 
+/* Muon: about the root mean square of an update by AdamW over that of an orthogonal matrix. */
+static float msi_rate_of_matrix(const ms_optimizer_desc *o, const msi_tensor *t) {
+    const msi_grid grid = msi_grid_of(o, t);
+    return o->kind == MS_OPTIMIZER_MUON
+               ? (float)(0.2 * sqrt((double)msi_larger(grid.rows, grid.cols)))
+               : 1.0f;
+}
+
 static float msi_weight_decay(const ms_model *m, const msi_tensor *t) {
-    return t->has_weight_decay ? t->weight_decay : m->optimizer.weight_decay;
+    return t->has_weight_decay ? t->weight_decay : msi_desc_of(&m->optimizers, t)->weight_decay;
 }
 
 /* Number of the update of a param in this step, from 1, when this many steps were skipped. */
@@ -24873,10 +25594,15 @@ static uint64_t msi_update_number(const msi_run *r, const msi_tensor *t, uint32_
     return t->updates + (r->step - skipped - t->counted_from) + 1;
 }
 
-/* The steps that loss scaling has skipped and that the host is to subtract. While a model scales,
-   the device subtracts them, since the host does not wait to learn of the latest. */
+/* Whether the steps of a store may be skipped, which the device then counts. */
+static bool msi_may_skip(const ms_model *m, const msi_store *store) {
+    return store->scales || m->optimizers.groups.items[0].desc.skip_above_norm > 0.0f;
+}
+
+/* The steps that were skipped and that the host is to subtract. While more may be, the device
+   subtracts them, since the host does not wait to learn of the latest. */
 static uint32_t msi_skipped_before(const ms_model *m) {
-    return m->run.store->scales ? 0 : m->scale.skipped_steps;
+    return msi_may_skip(m, m->run.store) ? 0 : m->scale.skipped_steps;
 }
 
 /* Uploads a part of the step's own memory, after what is enqueued. */
@@ -24901,14 +25627,22 @@ static uint64_t msi_seed_of_param(const ms_model *m, uint32_t t) {
     return msi_mix(m->config.seed + t);
 }
 
-/* Notes the loss scale that a store has, for the steps of another one. */
+/* Notes what a store has counted, and its loss scale, for the steps of another one. */
 static ms_result msi_keep_scale(ms_model *m, const msi_store *store) {
-    if (!store || !store->knows_scale || !store->scales) {
+    ms_step_state now = MSI_ZERO_INIT;
+    if (!store || !store->knows_scale || !msi_may_skip(m, store)) {
         return MS_RESULT_OK;
     }
-    const ms_result result = msi_copy(m, &m->scale, true, store->step + MSI_STATE_BYTES,
-                                      msi_is_direct(m), sizeof m->scale);
-    return result == MS_RESULT_OK ? msi_synchronize(m) : result;
+    ms_result result =
+        msi_copy(m, &now, true, store->step + MSI_STATE_BYTES, msi_is_direct(m), sizeof now);
+    MSI_THEN(result, msi_synchronize(m));
+    if (result == MS_RESULT_OK && store->scales) {
+        m->scale = now;
+    } else if (result == MS_RESULT_OK) {
+        m->scale.skipped_steps = now.skipped_steps;
+        m->scale.skipped_by_norm = now.skipped_by_norm;
+    }
+    return result;
 }
 
 static float msi_first_scale(const ms_model *m) {
@@ -24927,7 +25661,12 @@ static ms_result msi_set_scale(ms_model *m, bool scales) {
     const bool begins = m->scale.scaling.growth_steps == 0;
     state->loss_scale = !scales ? 1.0f : begins ? msi_first_scale(m) : m->scale.loss_scale;
     state->clean_steps = scales ? m->scale.clean_steps : 0;
-    state->skipped_steps = scales ? m->scale.skipped_steps : 0;
+    store->scales = scales;
+    state->halted = MS_HALT_NONE; // the number of a step that was skipped may come again
+    state->nonfinite = 0;
+    state->skip_above = m->optimizers.groups.items[0].desc.skip_above_norm;
+    state->skipped_steps = msi_may_skip(m, store) ? m->scale.skipped_steps : 0;
+    state->skipped_by_norm = m->scale.skipped_by_norm;
     state->overflow = scales ? m->scale.overflow : 0;
     state->skipped_in_row = scales ? m->scale.skipped_in_row : 0;
     state->scaling.growth = msi_or(given->growth, 2.0f);
@@ -24935,10 +25674,9 @@ static ms_result msi_set_scale(ms_model *m, bool scales) {
     state->scaling.least = msi_or(given->least, 1.0f);
     state->scaling.growth_steps = !scales ? 0 : given->growth_steps ? given->growth_steps : 2000;
     state->scaling.most_skipped = given->most_skipped ? given->most_skipped : 50;
-    MSI_THEN(result, msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, loss_scale),
-                                MSI_STATES_BYTES));
+    MSI_THEN(result,
+             msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, halted), MSI_STATES_BYTES));
     store->knows_scale = result == MS_RESULT_OK;
-    store->scales = scales;
     return result;
 }
 
@@ -24947,7 +25685,7 @@ static ms_result msi_upload_step(ms_model *m) {
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
     state->step = m->run.step;
     state->seed = msi_seed_at(m, m->run.micro);
-    state->gradient_factor = m->run.gradient_factor;
+    state->gradient_factor = m->run.gradient_factor > 0.0f ? m->run.gradient_factor : 1.0f;
     return msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES);
 }
 
@@ -24957,27 +25695,27 @@ static ms_update_factors *msi_factors_on_device(const msi_store *store) {
 
 /* Uploads the factors of all updates of a step, before what reads them first. */
 static ms_result msi_upload_factors(ms_model *m) {
-    const ms_optimizer_desc *o = &m->optimizer;
     ms_update_factors *to = (ms_update_factors *)(void *)(msi_step_on_host(m) + MSI_STATES_BYTES);
     const uint32_t skipped = msi_skipped_before(m);
-    ms_update_factors f;
+    const ms_optimizer_desc *last = NULL; // that the factors at hand are of
+    ms_update_factors f = MSI_ZERO_INIT;
     uint64_t number = 0;
-    if (!msi_optimizer_of(o->kind).is_built_in) {
-        return MS_RESULT_OK;
-    }
     for (MSI_ITEMS(const msi_resident, resident, m->run.store->residents)) {
         const msi_tensor *t = &m->graph.tensors.items[resident->tensor];
-        if (resident->factors == MSI_NONE) {
+        const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
+        if (resident->factors == MSI_NONE || !msi_optimizer_of(o->kind).is_built_in) {
             continue;
         }
-        if (number != msi_update_number(&m->run, t, skipped)) {
+        if (last != o || number != msi_update_number(&m->run, t, skipped)) {
             number = msi_update_number(&m->run, t, skipped);
             f = msi_factors_at(o, number);
+            last = o;
         }
         to[resident->factors] = f;
+        to[resident->factors].rate *= msi_rate_of_matrix(o, t);
         to[resident->factors].decay = msi_decay_factor(o, msi_weight_decay(m, t));
     }
-    return msi_upload(m, MSI_STATES_BYTES, m->run.store->step_bytes);
+    return last ? msi_upload(m, MSI_STATES_BYTES, m->run.store->step_bytes) : MS_RESULT_OK;
 }
 
 static ms_result msi_copy_verdict(ms_model *m) {
@@ -25109,7 +25847,8 @@ static ms_result msi_act_on_verdict(ms_model *m) {
 
 static int msi_call_update(ms_model *m, const ms_update_args *args) {
     m->run.busy = true;
-    const int error = m->optimizer.update(args);
+    const msi_tensor *t = &m->graph.tensors.items[msi_index(&m->graph, args->param)];
+    const int error = msi_desc_of(&m->optimizers, t)->update(args);
     m->run.busy = false;
     return error;
 }
@@ -25148,15 +25887,16 @@ static void *msi_part_address(const ms_model *m, const msi_program *p, const msi
     return whole + msi_part_bytes((msi_format)r->format, part).begin;
 }
 
-static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p,
-                                         const msi_instruction *i) {
-    const ms_optimizer_desc *o = &m->optimizer;
+static ms_update_args msi_update_args_of(ms_model *m, const msi_program *p,
+                                         const msi_instruction *i, ms_call *call) {
     const msi_tensor *t = &m->graph.tensors.items[i->target];
+    const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
     const msi_store *store = m->run.store;
     const msi_resident *resident = &store->residents.items[store->resident_of[i->target]];
     const ms_step_state *state = msi_state_on_device(m, false);
-    const msi_norm *norm = NULL;
+    const ms_norm *norm = NULL;
     ms_update_args args = MSI_ZERO_INIT;
+    memset(call, 0, sizeof *call);
     for (uint32_t k = 0; k < i->operand_count; k++) { // value, gradient, norm, state, master
         const uint32_t index = p->code.operands.items[i->operand_first + k].range;
         if (index == MSI_NONE) {
@@ -25172,9 +25912,12 @@ static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p
             args.gradient = (float *)at;
             args.gradient_dtype = msi_dtype_of(format);
         } else if (k == 2) {
-            norm = (const msi_norm *)at;
+            norm = (const ms_norm *)at + m->optimizers.groups.items[t->group].norm;
         } else if (range->role == MSI_ROLE_MASTER) {
             args.master = (float *)at;
+        } else if (range->role == MSI_ROLE_SCRATCH) {
+            call->workspace = at;
+            call->workspace_bytes = range->bytes;
         } else {
             args.state[range->role - MSI_ROLE_STATE0] = (float *)at;
             args.state_format[range->role - MSI_ROLE_STATE0] = msi_formats[format].state;
@@ -25187,9 +25930,10 @@ static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p
     args.begin = part.begin;
     args.count = part.count;
     args.seed = msi_seed_of_param(m, i->target);
-    args.gradient_scale = norm                            ? &norm->scale
-                          : m->run.gradient_factor > 0.0f ? &state->gradient_factor
-                                                          : NULL;
+    args.gradient_scale = norm ? &norm->scale
+                          : m->run.gradient_factor > 0.0f || m->config.cuda_graph
+                              ? &state->gradient_factor
+                              : NULL;
     args.learning_rate = o->learning_rate;
     args.weight_decay = msi_weight_decay(m, t);
     args.beta1 = o->beta1;
@@ -25197,7 +25941,13 @@ static ms_update_args msi_update_args_of(const ms_model *m, const msi_program *p
     args.epsilon = o->epsilon;
     args.momentum = o->momentum;
     args.t = msi_update_number(&m->run, t, msi_skipped_before(m));
-    args.stream = msi_stream(m);
+    args.stream = call->stream = msi_stream(m);
+    call->user = o->user;
+    call->model = m;
+    call->phase = MS_PHASE_BACKWARD;
+    call->step = m->run.step;
+    args.call = call;
+    args.shape = t->view.shape;
     args.factors = msi_factors_on_device(store) + resident->factors;
     args.state_of_step = state;
     return args;
@@ -25207,8 +25957,13 @@ static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instr
     const uint32_t range = p->code.operands.items[i->operand_first].range;
     const ms_dtype dtype = msi_dtype_of((msi_format)p->code.ranges.items[range].format);
     const uint64_t count = p->code.ranges.items[range].bytes / ms_dtype_bytes(dtype);
-    double *norm = (double *)msi_address(m, p, p->code.norm);
+    const msi_tensor *t = &m->graph.tensors.items[i->target];
+    ms_norm *norms = (ms_norm *)msi_address(m, p, p->code.norm);
+    double *norm = &norms[m->optimizers.groups.items[t->group].norm].sum;
     ms_result result = msi_await_verdict_copy(m);
+    if (t->is_paused) {
+        return result;
+    }
     MSI_THEN(result, msi_device(m,
                                 m->config.backend.add_squares(
                                     m->device, msi_address(m, p, range), dtype, count, norm,
@@ -25220,20 +25975,25 @@ static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instr
 /* The norm is checked before anything is updated: if it is not finite, nothing is. */
 static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     const ms_backend *b = &m->config.backend;
-    msi_norm *norm = (msi_norm *)msi_address(m, p, p->code.norm);
+    ms_norm *norms = (ms_norm *)msi_address(m, p, p->code.norm);
     const msi_store *store = m->run.store;
-    const bool clips = m->optimizer.grad_clip_norm > 0.0f;
-    const bool factors = msi_optimizer_of(m->optimizer.kind).is_built_in;
+    const msi_optimizers *o = &m->optimizers;
+    float limits[MS_LIMIT_NORMS];
+    for (MSI_ITEMS(const msi_param_group, group, o->groups)) {
+        const float limit = group->desc.grad_clip_norm;
+        if (group->norm > 0 || group == o->groups.items) {
+            limits[group->norm] = limit > 0.0f ? limit : FLT_MAX;
+        }
+    }
     ms_result result = m->run.recording ? MS_RESULT_OK : msi_upload_factors(m);
     MSI_THEN(result, msi_await_verdict_copy(m));
-    MSI_THEN(result,
-             msi_device(m,
-                        b->clip_scale(m->device, &norm->sum,
-                                      clips ? m->optimizer.grad_clip_norm : FLT_MAX, &norm->scale,
-                                      msi_state_on_device(m, false), msi_factors_on_device(store),
-                                      factors ? store->factor_count : 0),
-                        "clip"));
-    if (!clips && b->is_asynchronous) { // the verdict of the next step tells of too many overflows
+    MSI_THEN(result, msi_device(m,
+                                b->clip_scale(m->device, norms, limits, o->norm_count,
+                                              msi_state_on_device(m, false),
+                                              msi_factors_on_device(store), store->factor_count),
+                                "clip"));
+    if (!msi_takes_norm(o) &&
+        b->is_asynchronous) { // the verdict of the next step tells of too many overflows
         return result;
     }
     m->run.verdict = MSI_VERDICT_ON_DEVICE;
@@ -25507,6 +26267,213 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
                : msi_device(m,
                             b->cast(m->device, to->data, to->dtype, from->data, from->dtype, count),
                             "cast");
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>matrices  updates of whole matrices, in steps that backends compute: Muon and Adafactor
+
+/* An update that is under way; once `result` is an error, its steps do nothing. */
+typedef struct msi_matrix_update {
+    ms_model *m;
+    const ms_update_args *args;
+    msi_grid grid;
+    float *x, *y, *a, *b, *ones, *mean, *factor;
+    double *sums;
+    uint32_t *nonfinite;
+    ms_result result;
+} msi_matrix_update;
+
+static msi_matrix_update msi_begin_matrix(ms_model *m, const ms_update_args *args) {
+    const msi_tensor *t = &m->graph.tensors.items[msi_index(&m->graph, args->param)];
+    const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
+    const msi_matrix_scratch s = msi_scratch_of(o, t, args->gradient_dtype == MS_DTYPE_F32);
+    uint8_t *scratch = (uint8_t *)args->call->workspace;
+    msi_matrix_update u = MSI_ZERO_INIT;
+    u.m = m;
+    u.args = args;
+    u.grid = msi_grid_of(o, t);
+    u.x = s.y > s.x || args->kind != MS_OPTIMIZER_MUON ? (float *)(void *)(scratch + s.x)
+                                                       : args->gradient;
+    u.y = (float *)(void *)(scratch + s.y);
+    u.a = (float *)(void *)(scratch + s.a);
+    u.b = (float *)(void *)(scratch + s.b);
+    u.ones = (float *)(void *)(scratch + s.ones);
+    u.sums = (double *)(void *)(scratch + s.sums);
+    u.mean = (float *)(void *)(u.sums + 2);
+    u.factor = u.mean + 1;
+    u.nonfinite = (uint32_t *)(void *)(u.mean + 2);
+    return u;
+}
+
+/* A step on floats, without state. scale: of the gradient, or NULL. */
+static void msi_step_floats(msi_matrix_update *u, ms_optimizer_kind step, float *value,
+                            const void *gradient, ms_dtype dtype, const float *scale,
+                            uint64_t count) {
+    ms_update_args args = *u->args;
+    args.kind = step;
+    args.count = count;
+    args.value = value;
+    args.value_dtype = MS_DTYPE_F32;
+    args.master = NULL;
+    args.gradient = (float *)(uintptr_t)gradient;
+    args.gradient_dtype = dtype;
+    args.gradient_scale = scale;
+    args.state[0] = args.state[1] = NULL;
+    args.state_format[0] = args.state_format[1] = MS_STATE_FORMAT_F32;
+    MSI_THEN(u->result,
+             msi_device(u->m, u->m->config.backend.update(u->m->device, &args), "update"));
+}
+
+/* The last step, of the param itself: by x, times `scale`. */
+static void msi_apply_matrix(msi_matrix_update *u, const float *scale) {
+    ms_update_args args = *u->args;
+    args.kind = MS_UPDATE_APPLY;
+    args.gradient = u->x;
+    args.gradient_dtype = MS_DTYPE_F32;
+    args.gradient_scale = scale;
+    args.state[0] = args.state[1] = NULL;
+    args.state_format[0] = args.state_format[1] = MS_STATE_FORMAT_F32;
+    MSI_THEN(u->result,
+             msi_device(u->m, u->m->config.backend.update(u->m->device, &args), "update"));
+}
+
+static ms_matrix msi_floats_as(float *data, uint64_t rows, uint64_t cols, bool transposed) {
+    ms_matrix x = MSI_ZERO_INIT;
+    x.data = data;
+    x.rows = (int64_t)rows;
+    x.cols = x.stride = (int64_t)cols;
+    x.dtype = MS_DTYPE_F32;
+    x.transposed = transposed;
+    return x;
+}
+
+static void msi_multiply_floats(msi_matrix_update *u, float alpha, ms_matrix a, ms_matrix b,
+                                float beta, ms_matrix c) {
+    MSI_THEN(u->result, msi_gemm(u->m, alpha, a, b, beta, c));
+}
+
+/* The sum of squares of a matrix, number k of the sums. */
+static void msi_sum_squares(msi_matrix_update *u, int k, const void *data, ms_dtype dtype) {
+    const ms_backend *b = &u->m->config.backend;
+    MSI_THEN(u->result, msi_device(u->m,
+                                   b->add_squares(u->m->device, data, dtype, u->args->count,
+                                                  &u->sums[k], 1, u->nonfinite),
+                                   "sum of squares"));
+}
+
+static void msi_find_factor(msi_matrix_update *u, const float *mean) {
+    const ms_factor_args args = {u->args->kind, u->args->count, u->sums, mean, u->factor};
+    MSI_THEN(u->result,
+             msi_device(u->m, u->m->config.backend.factor(u->m->device, &args), "factor"));
+}
+
+static void msi_clear_sums(msi_matrix_update *u) {
+    MSI_THEN(u->result, msi_fill(u->m, u->sums, false, 0, 2 * sizeof(double) + 3 * sizeof(float)));
+}
+
+static void msi_copy_floats(msi_matrix_update *u, float *to, const float *from, uint64_t count) {
+    MSI_THEN(u->result,
+             msi_device(u->m,
+                        u->m->config.backend.copy(u->m->device, to, from, count * sizeof(float)),
+                        "copy"));
+}
+
+/* One of the steps that bring the singular values of x near 1; the result changes places with x. */
+static void msi_orthogonalize(msi_matrix_update *u) {
+    const uint64_t rows = u->grid.rows, cols = u->grid.cols;
+    const bool wide = rows <= cols;
+    const uint64_t least = wide ? rows : cols;
+    const ms_matrix x = msi_floats_as(u->x, rows, cols, false);
+    const ms_matrix turned = msi_floats_as(u->x, rows, cols, true);
+    const ms_matrix y = msi_floats_as(u->y, rows, cols, false);
+    const ms_matrix a = msi_floats_as(u->a, least, least, false);
+    const ms_matrix b = msi_floats_as(u->b, least, least, false);
+    float *const spare = u->x;
+    msi_multiply_floats(u, 1.0f, wide ? x : turned, wide ? turned : x, 0.0f, a);
+    msi_copy_floats(u, u->b, u->a, least * least);
+    msi_multiply_floats(u, 2.0315f, a, a, -4.7750f, b);
+    msi_copy_floats(u, u->y, u->x, rows * cols);
+    msi_multiply_floats(u, 1.0f, wide ? b : x, wide ? x : b, 3.4445f, y);
+    u->x = u->y;
+    u->y = spare;
+}
+
+static ms_result msi_update_muon(ms_model *m, const ms_update_args *args) {
+    msi_matrix_update u = msi_begin_matrix(m, args);
+    ms_update_args momentum = *args;
+    momentum.kind = MS_UPDATE_MOMENTUM;
+    momentum.value = u.x;
+    momentum.value_dtype = MS_DTYPE_F32;
+    momentum.master = NULL;
+    msi_clear_sums(&u);
+    MSI_THEN(u.result, msi_device(m, m->config.backend.update(m->device, &momentum), "update"));
+    msi_sum_squares(&u, 0, u.x, MS_DTYPE_F32);
+    msi_find_factor(&u, NULL);
+    MSI_THEN(
+        u.result,
+        msi_device(m, m->config.backend.scale_f32(m->device, u.x, u.factor, args->count), "scale"));
+    for (int k = 0; k < 5; k++) {
+        msi_orthogonalize(&u);
+    }
+    msi_apply_matrix(&u, NULL);
+    return u.result;
+}
+
+/* The second moment of a matrix, from its squares in x; x becomes the inverse of its root, but for the
+   root of u->mean. */
+static void msi_factor_moment(msi_matrix_update *u) {
+    const uint64_t rows = u->grid.rows, cols = u->grid.cols;
+    float *const of_rows = u->args->state[0], *const of_cols = u->args->state[1];
+    const ms_matrix x = msi_floats_as(u->x, rows, cols, false);
+    const float row = 1.0f / (float)rows, col = 1.0f / (float)cols;
+    MSI_THEN(u->result, msi_device(u->m,
+                                   u->m->config.backend.fill_f32(u->m->device, u->ones, 1.0f,
+                                                                 msi_larger(rows, cols)),
+                                   "fill"));
+    msi_multiply_floats(u, col, x, msi_floats_as(u->ones, cols, 1, false), 0.0f,
+                        msi_floats_as(u->a, rows, 1, false));
+    msi_multiply_floats(u, row, msi_floats_as(u->ones, 1, rows, false), x, 0.0f,
+                        msi_floats_as(u->b, 1, cols, false));
+    msi_step_floats(u, MS_UPDATE_BLEND, of_rows, u->a, MS_DTYPE_F32, NULL, rows);
+    msi_step_floats(u, MS_UPDATE_BLEND, of_cols, u->b, MS_DTYPE_F32, NULL, cols);
+    msi_multiply_floats(u, row, msi_floats_as(of_rows, 1, rows, false),
+                        msi_floats_as(u->ones, rows, 1, false), 0.0f,
+                        msi_floats_as(u->mean, 1, 1, false));
+    msi_step_floats(u, MS_UPDATE_ROOT, u->a, of_rows, MS_DTYPE_F32, NULL, rows);
+    msi_step_floats(u, MS_UPDATE_ROOT, u->b, of_cols, MS_DTYPE_F32, NULL, cols);
+    msi_multiply_floats(u, 1.0f, msi_floats_as(u->a, rows, 1, false),
+                        msi_floats_as(u->b, 1, cols, false), 0.0f, x);
+}
+
+static ms_result msi_update_adafactor(ms_model *m, const ms_update_args *args) {
+    msi_matrix_update u = msi_begin_matrix(m, args);
+    msi_clear_sums(&u);
+    msi_step_floats(&u, MS_UPDATE_SQUARE, u.x, args->gradient, args->gradient_dtype,
+                    args->gradient_scale, args->count);
+    if (u.grid.is_factored) {
+        msi_factor_moment(&u);
+    } else {
+        msi_step_floats(&u, MS_UPDATE_BLEND, args->state[0], u.x, MS_DTYPE_F32, NULL, args->count);
+        msi_step_floats(&u, MS_UPDATE_ROOT, u.x, args->state[0], MS_DTYPE_F32, NULL, args->count);
+    }
+    msi_step_floats(&u, MS_UPDATE_MULTIPLY, u.x, args->gradient, args->gradient_dtype,
+                    args->gradient_scale, args->count);
+    msi_sum_squares(&u, 0, u.x, MS_DTYPE_F32);
+    msi_sum_squares(&u, 1, args->master ? (void *)args->master : (void *)args->value,
+                    args->master ? MS_DTYPE_F32 : args->value_dtype);
+    msi_find_factor(&u, u.grid.is_factored ? u.mean : NULL);
+    msi_apply_matrix(&u, u.factor);
+    return u.result;
+}
+
+static ms_result msi_update_matrix(ms_model *m, const ms_update_args *args) {
+#define MSI_X(constant, name, ...)                                                                 \
+    if (args->kind == (constant)) {                                                                \
+        return msi_update_##name(m, args);                                                         \
+    }
+    MSI_UPDATES_OF_MATRICES(MSI_X)
+#undef MSI_X
+    return MS_RESULT_OK;
 }
 
 #ifndef MEMSCALE_NO_PLANNER
@@ -28041,7 +29008,7 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
     t->outside_reach = t->fixed_spot = MSI_NONE;
     t->workspace_bytes = UINT64_MAX;
     for (MSI_EACH_OF(operand, &m->graph, t->layer, MSI_GROUP_IN, MSI_GROUP_STATE)) {
-        t->has_integers |= !msi_is_float(operand.t->view.dtype);
+        t->has_integers |= operand.group != MSI_GROUP_PARAM && !msi_is_float(operand.t->view.dtype);
     }
     msi_log(m, MS_LOG_DEBUG, "debug", "%s: %s", // so that even a crash has a name
             msi_layer_label(&m->graph, t->instruction->target).text, msi_phase_name(t->phase));
@@ -28067,11 +29034,12 @@ static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now
 
 // an update of the trainer's own
 
-/* Copies of the arrays of an update on the stage, between poison: value, gradient, all the state that
-   there could be, and the scale of gradients. */
+/* Copies of the arrays of an update on the stage, between poison: value, gradient, master, all the
+   state that there could be, and the scale of gradients. */
 enum {
     MSI_UPDATE_VALUE,
     MSI_UPDATE_GRADIENT,
+    MSI_UPDATE_MASTER,
     MSI_UPDATE_STATE,
     MSI_UPDATE_SCALE = MSI_UPDATE_STATE + MS_LIMIT_OPTIMIZER_STATE,
     MSI_UPDATE_ARRAYS
@@ -28080,7 +29048,8 @@ enum {
 typedef struct msi_update_trial {
     ms_model *model;
     const ms_update_args *args;
-    uint64_t bytes;   // of an array
+    uint64_t most;                     // bytes of an array
+    uint64_t bytes[MSI_UPDATE_ARRAYS]; // of each; of what is not there, or not declared, `most`
     int declared_end; // the first array after those that are declared, the scale apart
     ms_result result;
 } msi_update_trial;
@@ -28091,30 +29060,50 @@ static uint64_t msi_update_array_at(uint64_t bytes, int k) {
 
 static uint8_t *msi_update_image(const msi_update_trial *t, msi_image image, int k) {
     const msi_debug *d = t->model->run.store->debug;
-    return d->images + (uint64_t)image * d->image_bytes + msi_update_array_at(t->bytes, k);
+    return d->images + (uint64_t)image * d->image_bytes + msi_update_array_at(t->most, k);
 }
 
 /* An array on the stage. */
 static float *msi_update_array(const msi_update_trial *t, int k) {
     uint8_t *stage = (uint8_t *)t->model->run.store->debug->stage[0];
-    return (float *)(void *)(stage + msi_update_array_at(t->bytes, k));
+    return (float *)(void *)(stage + msi_update_array_at(t->most, k));
+}
+
+/* Array k of the arguments, and its format. */
+static const void *msi_given_array(const ms_update_args *a, int k, msi_format *format) {
+    const int state = k - MSI_UPDATE_STATE;
+    const bool is_state = state >= 0 && state < MS_LIMIT_OPTIMIZER_STATE;
+    *format = k == MSI_UPDATE_VALUE      ? msi_format_of_dtype(a->value_dtype)
+              : k == MSI_UPDATE_GRADIENT ? msi_format_of_dtype(a->gradient_dtype)
+              : is_state                 ? msi_format_of_state(a->state_format[state])
+                                         : MSI_FORMAT_F32;
+    return k == MSI_UPDATE_VALUE      ? (const void *)a->value
+           : k == MSI_UPDATE_GRADIENT ? (const void *)a->gradient
+           : k == MSI_UPDATE_MASTER   ? (const void *)a->master
+           : is_state                 ? (const void *)a->state[state]
+                                      : (const void *)a->gradient_scale;
 }
 
 /* Sets the scene: the arrays as they are, and poison in what is not declared. */
 static MSI_COLD msi_update_trial msi_begin_update_trial(ms_model *m, const ms_update_args *a) {
     const msi_debug *d = m->run.store->debug;
-    const int declared_end = MSI_UPDATE_STATE + (int)m->optimizer.state_count;
-    msi_update_trial t = {m, a, a->count * sizeof(float), declared_end, MS_RESULT_OK};
+    const msi_tensor *param = &m->graph.tensors.items[msi_index(&m->graph, a->param)];
+    msi_update_trial t = MSI_ZERO_INIT;
+    t.model = m;
+    t.args = a;
+    t.most = a->count * sizeof(float);
+    t.declared_end = MSI_UPDATE_STATE + (int)msi_state_count(&m->optimizers, param);
     memset(d->images, MSI_POISON_FIRST, (size_t)d->image_bytes);
     for (int k = 0; k < MSI_UPDATE_ARRAYS; k++) {
-        const void *from = k == MSI_UPDATE_VALUE      ? (const void *)a->value
-                           : k == MSI_UPDATE_GRADIENT ? (const void *)a->gradient
-                           : k == MSI_UPDATE_SCALE    ? (const void *)a->gradient_scale
-                           : k < declared_end         ? (const void *)a->state[k - MSI_UPDATE_STATE]
-                                                      : NULL;
+        msi_format format;
+        const bool declared = k < t.declared_end || k == MSI_UPDATE_SCALE;
+        const void *from = declared ? msi_given_array(a, k, &format) : NULL;
+        t.bytes[k] = k == MSI_UPDATE_SCALE ? sizeof(float)
+                     : from                ? msi_format_bytes(format, a->count)
+                                           : t.most;
         if (from) {
             MSI_THEN(t.result, msi_copy(m, msi_update_image(&t, MSI_IMAGE_SCENE, k), true, from,
-                                        false, k == MSI_UPDATE_SCALE ? sizeof(float) : t.bytes));
+                                        false, t.bytes[k]));
         }
     }
     return t;
@@ -28126,17 +29115,18 @@ static MSI_COLD void msi_act_update(msi_update_trial *t, msi_image into, uint8_t
     ms_model *m = t->model;
     const msi_debug *d = m->run.store->debug;
     uint8_t *image = d->images + (uint64_t)into * d->image_bytes;
-    const uint64_t bytes = msi_update_array_at(t->bytes, MSI_UPDATE_ARRAYS);
+    const uint64_t bytes = msi_update_array_at(t->most, MSI_UPDATE_ARRAYS);
     ms_update_args args = *t->args;
     memcpy(image, d->images, (size_t)bytes);
     float *scale = (float *)(void *)msi_update_image(t, into, MSI_UPDATE_SCALE);
     *scale *= args.gradient_scale ? factor : 1.0f;
     args.value = msi_update_array(t, MSI_UPDATE_VALUE);
     args.gradient = msi_update_array(t, MSI_UPDATE_GRADIENT);
+    args.master = args.master ? msi_update_array(t, MSI_UPDATE_MASTER) : NULL;
     for (int k = MSI_UPDATE_STATE; k < MSI_UPDATE_SCALE; k++) {
         args.state[k - MSI_UPDATE_STATE] = msi_update_array(t, k);
         if (k >= t->declared_end) {
-            memset(msi_update_image(t, into, k), undeclared, (size_t)t->bytes);
+            memset(msi_update_image(t, into, k), undeclared, (size_t)t->bytes[k]);
         }
     }
     args.gradient_scale = args.gradient_scale ? msi_update_array(t, MSI_UPDATE_SCALE) : NULL;
@@ -28158,8 +29148,9 @@ static MSI_COLD void msi_act_update(msi_update_trial *t, msi_image into, uint8_t
 static MSI_COLD bool msi_same_update(const msi_update_trial *t, msi_image a, msi_image b) {
     bool same = true;
     for (int k = 0; k < t->declared_end; k++) {
-        same &= k == MSI_UPDATE_GRADIENT ||
-                memcmp(msi_update_image(t, a, k), msi_update_image(t, b, k), (size_t)t->bytes) == 0;
+        same &=
+            k == MSI_UPDATE_GRADIENT ||
+            memcmp(msi_update_image(t, a, k), msi_update_image(t, b, k), (size_t)t->bytes[k]) == 0;
     }
     return same;
 }
@@ -28180,10 +29171,10 @@ static MSI_COLD void msi_check_update(msi_update_trial *t) {
     for (int k = 0; k < MSI_UPDATE_ARRAYS; k++) {
         const bool undeclared = k >= t->declared_end && k < MSI_UPDATE_SCALE;
         const uint8_t *now = msi_update_image(t, MSI_IMAGE_FIRST, k);
-        const uint64_t used = k == MSI_UPDATE_SCALE ? sizeof(float) : t->bytes;
+        const uint64_t used = t->bytes[k];
         if (undeclared && !msi_is_filled_with(now, used, MSI_POISON_FIRST)) {
             msi_fail_update(t, MSI_WRITES_UNDECLARED);
-        } else if (!msi_is_filled_with(now + used, msi_align(t->bytes) + MSI_GAP_BYTES - used,
+        } else if (!msi_is_filled_with(now + used, msi_align(t->most) + MSI_GAP_BYTES - used,
                                        MSI_POISON_FIRST)) {
             msi_fail_update(t, "writes beyond the end of an array: keep to ms_update_args.count");
         }
@@ -28196,9 +29187,9 @@ static MSI_COLD void msi_check_originals(msi_update_trial *t) {
     for (int k = 0; k < 2; k++) {
         uint8_t *now = msi_update_image(t, MSI_IMAGE_NOW, k);
         const uint8_t *before = msi_update_image(t, MSI_IMAGE_SCENE, k);
-        MSI_THEN(t->result, msi_copy(t->model, now, true, originals[k], false, t->bytes));
-        if (t->result == MS_RESULT_OK && memcmp(now, before, (size_t)t->bytes) != 0) {
-            t->result = msi_copy(t->model, originals[k], false, before, true, t->bytes);
+        MSI_THEN(t->result, msi_copy(t->model, now, true, originals[k], false, t->bytes[k]));
+        if (t->result == MS_RESULT_OK && memcmp(now, before, (size_t)t->bytes[k]) != 0) {
+            t->result = msi_copy(t->model, originals[k], false, before, true, t->bytes[k]);
             msi_fail_update(t, k == 0 ? "writes to the param where it lies, not to "
                                         "ms_update_args.value: take all pointers from the call"
                                       : "writes to the gradient where it lies, not to "
@@ -28209,10 +29200,11 @@ static MSI_COLD void msi_check_originals(msi_update_trial *t) {
 
 /* Whether the gradient has an element that is finite and not 0. */
 static MSI_COLD bool msi_updates_by_gradient(const msi_update_trial *t) {
-    const float *g = (const float *)(const void *)msi_update_image(t, MSI_IMAGE_SCENE, 1);
+    const uint8_t *gradient = msi_update_image(t, MSI_IMAGE_SCENE, MSI_UPDATE_GRADIENT);
     bool any = false;
-    for (uint64_t i = 0; i < t->bytes / sizeof *g && !any; i++) {
-        any = g[i] != 0.0f && msi_is_finite((double)g[i]);
+    for (uint64_t i = 0; i < t->args->count && !any; i++) {
+        const float g = msi_load(gradient, t->args->gradient_dtype, i);
+        any = g != 0.0f && msi_is_finite((double)g);
     }
     return any;
 }
@@ -28252,8 +29244,8 @@ static MSI_COLD void msi_copy_undeclared(msi_update_trial *t, msi_image image, b
     for (int k = t->declared_end; k < MSI_UPDATE_SCALE; k++) {
         float *at = msi_update_array(t, k);
         uint8_t *copy = msi_update_image(t, image, k);
-        MSI_THEN(t->result, to_stage ? msi_copy(t->model, at, false, copy, true, t->bytes)
-                                     : msi_copy(t->model, copy, true, at, false, t->bytes));
+        MSI_THEN(t->result, to_stage ? msi_copy(t->model, at, false, copy, true, t->bytes[k])
+                                     : msi_copy(t->model, copy, true, at, false, t->bytes[k]));
     }
 }
 
@@ -28271,13 +29263,13 @@ static MSI_COLD void msi_run_watched(msi_update_trial *t) {
     MSI_THEN(t->result, msi_custom_update(m, &args));
     msi_copy_undeclared(t, MSI_IMAGE_NOW, false);
     for (int k = t->declared_end; k < MSI_UPDATE_SCALE && t->result == MS_RESULT_OK; k++) {
-        writes |=
-            !msi_is_filled_with(msi_update_image(t, MSI_IMAGE_NOW, k), t->bytes, MSI_POISON_FIRST);
+        writes |= !msi_is_filled_with(msi_update_image(t, MSI_IMAGE_NOW, k), t->bytes[k],
+                                      MSI_POISON_FIRST);
     }
     if (writes) {
-        t->result =
-            msi_copy(m, t->args->value, false,
-                     msi_update_image(t, MSI_IMAGE_SCENE, MSI_UPDATE_VALUE), true, t->bytes);
+        t->result = msi_copy(m, t->args->value, false,
+                             msi_update_image(t, MSI_IMAGE_SCENE, MSI_UPDATE_VALUE), true,
+                             t->bytes[MSI_UPDATE_VALUE]);
         m->run.updates_done = done;
         msi_fail_update(t, MSI_WRITES_UNDECLARED);
     }
@@ -28291,12 +29283,13 @@ static MSI_COLD ms_result msi_watch_update(ms_model *m, const ms_update_args *ar
     const bool learns = args->learning_rate != 0.0f && msi_updates_by_gradient(&t);
     msi_run_watched(&t);
     MSI_THEN(t.result, msi_copy(m, msi_update_image(&t, MSI_IMAGE_NOW, MSI_UPDATE_VALUE), true,
-                                args->value, false, t.bytes));
+                                args->value, false, t.bytes[MSI_UPDATE_VALUE]));
     if (t.result != MS_RESULT_OK || !learns) {
         return t.result;
     }
     if (memcmp(msi_update_image(&t, MSI_IMAGE_SCENE, MSI_UPDATE_VALUE),
-               msi_update_image(&t, MSI_IMAGE_NOW, MSI_UPDATE_VALUE), (size_t)t.bytes) != 0) {
+               msi_update_image(&t, MSI_IMAGE_NOW, MSI_UPDATE_VALUE),
+               (size_t)t.bytes[MSI_UPDATE_VALUE]) != 0) {
         *idle = 0;
     } else if (*idle <= MSI_IDLE_STEPS && ++*idle == MSI_IDLE_STEPS) {
         msi_log(m, MS_LOG_WARNING, "debug",
@@ -28313,12 +29306,12 @@ static MSI_COLD ms_result msi_watch_update(ms_model *m, const ms_update_args *ar
    its moments, and so keeps none of its own, perhaps found by the address of a lent value. */
 static MSI_COLD ms_result msi_debug_update(ms_model *m, const ms_update_args *args) {
     const uint32_t param = msi_index(&m->graph, args->param);
+    const uint32_t states = msi_state_count(&m->optimizers, &m->graph.tensors.items[param]);
     ms_result result = MS_RESULT_OK;
     msi_log(m, MS_LOG_DEBUG, "debug", "param \"%s\": update, with %u tensors of state%s",
-            msi_tensor_name(&m->graph, param), (unsigned)m->optimizer.state_count,
+            msi_tensor_name(&m->graph, param), (unsigned)states,
             args->gradient_scale ? "" : ", without a gradient_scale");
-    if (m->run.updates_done == 0 && m->optimizer.state_count > 0 &&
-        m->graph.tensors.items[param].borrowed == 0) {
+    if (m->run.updates_done == 0 && states > 0 && m->graph.tensors.items[param].borrowed == 0) {
         result = msi_try_update(m, args);
     }
     MSI_THEN(result, msi_watch_update(m, args));
@@ -28332,8 +29325,9 @@ static MSI_COLD uint64_t msi_hash_of_lent(ms_model *m, uint32_t tensor) {
     const bool is_lent = msi_is_borrowed(&m->graph.tensors.items[tensor], MSI_ROLE_GRADIENT);
     const msi_resident *r =
         is_lent ? msi_find_resident(m->run.store, tensor, MSI_ROLE_GRADIENT) : NULL;
-    const bool updates =
-        m->optimizer.kind != MS_OPTIMIZER_NONE && m->optimizer.kind != MS_OPTIMIZER_CUSTOM;
+    const ms_optimizer_kind kind =
+        msi_desc_of(&m->optimizers, &m->graph.tensors.items[tensor])->kind;
+    const bool updates = kind != MS_OPTIMIZER_NONE && kind != MS_OPTIMIZER_CUSTOM;
     const uint64_t bytes = r && updates ? r->bytes : 0;
     uint64_t hash = 0;
     bool any = false;
@@ -28449,7 +29443,7 @@ static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, m
             d->half_bytes[place] =
                 msi_larger(d->half_bytes[place], msi_half_bytes_of(g, &g->layers.items[i], place));
         }
-        if (place == 0 && m->optimizer.kind == MS_OPTIMIZER_CUSTOM) {
+        if (place == 0 && msi_has_kind(&m->optimizers, MS_OPTIMIZER_CUSTOM)) {
             d->half_bytes[0] =
                 msi_larger(d->half_bytes[0], msi_update_array_at(most, MSI_UPDATE_ARRAYS));
         }
@@ -28721,30 +29715,44 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 // >>execute  run a program: no allocation, no lookup by name
 
 static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const ms_update_args args = msi_update_args_of(m, p, i);
+    ms_call call;
+    const ms_update_args args = msi_update_args_of(m, p, i, &call);
     const bool first = m->run.updates_done == 0;
     ms_result result = MS_RESULT_OK;
-    if (m->optimizer.kind != MS_OPTIMIZER_CUSTOM) {
-        result = first && p->code.norm == MSI_NONE && !m->run.recording ? msi_upload_factors(m)
-                                                                        : MS_RESULT_OK;
-        m->run.updates_done += result == MS_RESULT_OK;
-        MSI_THEN(result, msi_device(m, m->config.backend.update(m->device, &args), "update"));
+    if (m->graph.tensors.items[i->target].is_paused) {
         return result;
     }
-    if (first && m->config.backend.is_asynchronous) { // it ignores a halt: waits for the verdict
-        result = msi_copy_verdict(m);
+    if (first && p->code.norm == MSI_NONE && !m->run.recording) {
+        result = msi_upload_factors(m);
+    }
+    if (args.kind != MS_OPTIMIZER_CUSTOM) {
+        m->run.updates_done += result == MS_RESULT_OK;
+        MSI_THEN(result, msi_optimizer_of(args.kind).is_whole
+                             ? msi_update_matrix(m, &args)
+                             : msi_device(m, m->config.backend.update(m->device, &args), "update"));
+        return result;
+    }
+    if (m->config.backend.is_asynchronous && m->run.verdict != MSI_VERDICT_NONE) {
+        MSI_THEN(result, msi_copy_verdict(m)); // it ignores a halt: waits for the verdict
         MSI_THEN(result, msi_act_on_verdict(m));
     }
-    MSI_THEN(result,
-             m->run.store->debug ? msi_debug_update(m, &args) : msi_custom_update(m, &args));
+    if (result == MS_RESULT_OK && msi_verdict(m, false)->halted == (uint32_t)MS_HALT_NONE) {
+        result = m->run.store->debug ? msi_debug_update(m, &args) : msi_custom_update(m, &args);
+    }
     return result;
 }
 
-/* The factor of the loss in the value that is reported, for the step that has begun. */
-static MSI_NOINLINE float msi_loss_factor(const ms_model *m) {
-    return m->run.loss.has_factor
-               ? m->run.loss.factor
+/* The factor of the loss in the value that is reported. */
+static MSI_NOINLINE float msi_loss_factor(const ms_model *m, const msi_loss_sum *loss) {
+    return loss->has_factor ? loss->factor
+           : m->graph.loss == MSI_NONE
+               ? 1.0f
                : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
+}
+
+/* That in the gradient: the mean over all micro-batches is minimised. */
+static float msi_step_factor(const ms_model *m, const msi_loss_sum *loss) {
+    return msi_loss_factor(m, loss) / (loss->has_factor ? 1.0f : (float)m->run.store->micro_count);
 }
 
 static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instruction *i) {
@@ -28782,7 +29790,7 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
     if (i->rows.of > 0) {
         pair.bytes = msi_operand_bytes(&m->graph, p, i, 2 * number);
     } else if (i->part_count > 1 || target->format != t->format) {
-        const msi_part part = msi_part_of(t->bytes / sizeof(float), i->part, i->part_count);
+        const msi_part part = msi_part_of(msi_elements(t), i->part, i->part_count);
         pair.bytes = msi_part_bytes((msi_format)target->format, part).count;
     }
     return pair;
@@ -28989,6 +29997,7 @@ static MSI_NOINLINE ms_result msi_run_instruction(ms_model *m, const msi_program
 /* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
    only the update is missing. */
 static void msi_drop_step(msi_run *r) {
+    r->is_left_out = false;
     r->micro = r->progress == MSI_PROGRESS_BACKWARD ? 0 : r->micro;
     r->program = NULL;
     r->updates_done = 0;
@@ -29003,6 +30012,7 @@ static ms_result msi_abandon(ms_model *m, ms_result result) {
     m->run.failed |= m->run.updates_done > 0 && !m->run.recording;
     const bool is_eval = m->run.program == &m->run.plan->eval;
     m->run.micro = is_eval ? m->run.micro : 0;
+    m->run.given_factor = is_eval ? m->run.given_factor : 0.0f;
     m->run.swept &= is_eval;
     m->run.slices.is_open = false;
     msi_drop_step(&m->run);
@@ -29125,9 +30135,11 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
         m->wrapped.waiting = NULL;
     }
     m->run.loss = m->loss;
-    m->run.step_factor = msi_loss_factor(m); // the mean over all micro-batches is minimised
-    m->run.step_factor /= m->run.loss.has_factor ? 1.0f : (float)m->run.store->micro_count;
-    m->run.gradient_factor = 0.0f;
+    m->run.step_factor = msi_step_factor(m, &m->loss);
+    if (m->run.progress == MSI_PROGRESS_BACKWARD) {
+        m->run.given_factor = 0.0f; // it was for the step that is dropped here
+    }
+    m->run.gradient_factor = m->run.given_factor;
     return msi_start_at(m, p, 0, false);
 }
 
@@ -29169,8 +30181,10 @@ static uint32_t msi_event_of_host(const ms_model *m, const msi_program *p, uint3
                    ? m->run.store->event_count + i->event
                    : MSI_NONE;
     }
-    return i->op == MSI_OP_UPDATE && m->optimizer.kind == MS_OPTIMIZER_CUSTOM && asynchronous &&
-                   m->run.updates_done == 0 && m->run.verdict == MSI_VERDICT_COPIED
+    return i->op == MSI_OP_UPDATE && asynchronous &&
+                   msi_desc_of(&m->optimizers, &m->graph.tensors.items[i->target])->kind ==
+                       MS_OPTIMIZER_CUSTOM &&
+                   m->run.verdict == MSI_VERDICT_COPIED
                ? (uint32_t)MSI_EVENT_VERDICT
                : MSI_NONE;
 }
@@ -29266,10 +30280,11 @@ static ms_result msi_run_forward(ms_model *m) {
         return result;
     }
     int error = msi_is_eval(&m->run) ? b->fill_bytes(m->device, state, 0, sizeof *state) : 0;
-    if (error == 0) {
+    m->run.is_summed = p->code.loss == MSI_NONE;
+    if (error == 0 && p->code.loss != MSI_NONE) {
         error = b->loss(m->device, msi_address(m, p, p->code.loss),
                         p->code.ranges.items[p->code.loss].bytes / sizeof(float),
-                        (double)msi_loss_factor(m), state);
+                        (double)msi_loss_factor(m, &m->run.loss), state);
         m->run.verdict = MSI_VERDICT_ON_DEVICE;
         m->run.is_summed = true;
     }
@@ -29289,7 +30304,10 @@ static ms_result msi_conclude(ms_model *m, double *loss) {
     const bool eval = msi_is_eval(&m->run);
     ms_result result = msi_fetch_verdict(m);
     MSI_THEN(result, msi_act_on_verdict(m));
-    if (loss) {
+    if (loss && m->graph.loss == MSI_NONE) {
+        MSI_THEN(result, msi_synchronize(m));
+        *loss = (double)msi_f32_of_bits(0x7fc00000u); // not a number
+    } else if (loss) {
         *loss = msi_verdict(m, eval)->loss;
     }
     return msi_doubt(m, result);
@@ -29298,10 +30316,10 @@ static ms_result msi_conclude(ms_model *m, double *loss) {
 /* Waits for all that is enqueued, and looks at the verdict that a step without a loss has left, and
    at what has become of the loss scale since a loss was read. */
 static ms_result msi_settle_steps(ms_model *m) {
-    const bool scales = m->run.store->scales, pending = m->run.verdict != MSI_VERDICT_NONE;
+    const bool skips = msi_may_skip(m, m->run.store), pending = m->run.verdict != MSI_VERDICT_NONE;
     ms_result result = msi_synchronize(m);
-    MSI_THEN(result, scales ? msi_copy_verdict(m) : pending ? msi_fetch_verdict(m) : MS_RESULT_OK);
-    MSI_THEN(result, scales || pending ? msi_settle_verdict(m) : MS_RESULT_OK);
+    MSI_THEN(result, skips ? msi_copy_verdict(m) : pending ? msi_fetch_verdict(m) : MS_RESULT_OK);
+    MSI_THEN(result, skips || pending ? msi_settle_verdict(m) : MS_RESULT_OK);
     return msi_doubt(m, result);
 }
 
@@ -29377,9 +30395,27 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
                                                           : msi_check_between_steps(m, function);
 }
 
-/* Whether a program may start from its beginning. */
-static ms_result msi_check_start(ms_model *m, const char *function) {
+/* Likewise, and whether there are steps at all. */
+static ms_result msi_check_trains(ms_model *m, const char *function) {
     const ms_result result = msi_check_ready(m, function);
+    return result != MS_RESULT_OK || !m->run.plan->evals ? result
+           : !m->wrapped.largest->evals
+               ? msi_fail(m, MS_RESULT_ORDER,
+                          "%s: the axes have sizes that are for ms_eval alone "
+                          "(ms_set_eval_largest): ms_reshape to their largest of training or less "
+                          "first",
+                          function)
+               : msi_fail(m, MS_RESULT_ORDER,
+                          "%s: this model evaluates alone, since %s: call ms_eval, or %s", function,
+                          m->graph.loss == MSI_NONE ? "it has no loss" : "nothing in it is trained",
+                          m->graph.loss == MSI_NONE
+                              ? "ms_set_loss before ms_wrap"
+                              : "unfreeze a param (ms_set_frozen) and call ms_wrap");
+}
+
+/* Whether a program may start from its beginning: that of a step, or of an eval. */
+static ms_result msi_check_start(ms_model *m, const char *function, bool trains) {
+    const ms_result result = trains ? msi_check_trains(m, function) : msi_check_ready(m, function);
     return result != MS_RESULT_OK || m->run.all_written ? result : msi_check_written(m, function);
 }
 
@@ -29405,9 +30441,11 @@ static ms_result msi_finish_backward(ms_model *m) {
 
 static void msi_note_update(msi_run *r) {
     r->position = r->program->code.instructions.count;
-    r->step++;
+    r->step += !r->is_left_out;
+    r->is_left_out = false;
     r->updates_done = 0;
     r->micro = 0;
+    r->given_factor = 0.0f;
     r->progress = MSI_PROGRESS_NONE;
 }
 
@@ -29436,7 +30474,7 @@ static ms_result msi_finish_update(ms_model *m) {
    device judges the loss itself; that is copied out during backward, unless the norm is judged too. */
 static ms_result msi_run_step(ms_model *m) {
     const bool asynchronous = m->config.backend.is_asynchronous, begins = !m->run.is_summed;
-    const bool clips = m->optimizer.grad_clip_norm > 0.0f && msi_is_last_micro(&m->run);
+    const bool clips = msi_takes_norm(&m->optimizers) && msi_is_last_micro(&m->run);
     ms_result result = begins ? msi_run_forward(m) : MS_RESULT_OK;
     if (begins && result == MS_RESULT_OK && !m->run.recording && !(asynchronous && clips)) {
         result = asynchronous ? msi_copy_verdict(m) : msi_conclude(m, NULL);
@@ -29526,7 +30564,7 @@ static ms_result msi_forward(ms_model *m, const msi_program *p, double *loss) {
 }
 
 static ms_result msi_backward(ms_model *m) {
-    const ms_result result = msi_check_ready(m, "ms_backward");
+    const ms_result result = msi_check_trains(m, "ms_backward");
     return result != MS_RESULT_OK ? result
            : m->run.progress != MSI_PROGRESS_FORWARD
                ? msi_fail(m, MS_RESULT_ORDER,
@@ -29547,7 +30585,8 @@ static ms_result msi_end_early(ms_model *m) {
         m->run.program == p && m->run.position == p->code.backward_end && msi_owns_arena(m);
     msi_timing *timing = m->run.timing;
     m->run.timing = NULL;
-    m->run.gradient_factor = m->run.loss.has_factor ? 0.0f : count / done;
+    m->run.gradient_factor = (m->run.given_factor > 0.0f ? m->run.given_factor : 1.0f) *
+                             (m->run.loss.has_factor ? 1.0f : count / done);
     ms_result result = msi_start_at(m, p, p->code.backward_end, intact);
     if (result == MS_RESULT_OK) {
         m->run.progress = MSI_PROGRESS_BACKWARD;
@@ -29562,7 +30601,7 @@ static ms_result msi_update(ms_model *m) {
     if (begun && !m->run.busy && !m->run.visits && msi_owns_arena(m) && !msi_is_suspended(m)) {
         return msi_finish_update(m);
     }
-    const ms_result result = msi_check_ready(m, "ms_update");
+    const ms_result result = msi_check_trains(m, "ms_update");
     return result != MS_RESULT_OK ? result
            : begun
                ? msi_fail(m, MS_RESULT_ORDER,
@@ -29682,7 +30721,7 @@ static ms_result msi_enter_slices(ms_model *m) {
                                              "the last slice: the step begins anew",
                                              function));
     }
-    ms_result result = msi_check_start(m, function);
+    ms_result result = msi_check_start(m, function, true);
     if (result == MS_RESULT_OK) {
         s->is_open = true;
         s->is_enqueued = false;
@@ -29725,14 +30764,69 @@ static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss
     return msi_count_success(m, result, s->step);
 }
 
-/* The norm of the last update, while its sum of squares is in memory. */
+static ms_result msi_set_gradient_factor(ms_model *m, float factor) {
+    static const char *const function = "ms_set_gradient_factor";
+    const bool begun = m->run.progress != MSI_PROGRESS_NONE;
+    if (!msi_is_finite((double)factor) || !(factor > 0.0f)) {
+        return msi_fail(m, MS_RESULT_INVALID,
+                        "%s: the factor is %g; it must be positive and finite", function,
+                        (double)factor);
+    }
+    ms_result result = msi_check_called(m, function);
+    if (result == MS_RESULT_OK && m->run.slices.is_open) {
+        result = msi_fail_in_slices(m, function);
+    }
+    if (result == MS_RESULT_OK && begun &&
+        (m->run.updates_done > 0 || m->run.position > m->run.program->code.backward_end)) {
+        result = msi_fail(m, MS_RESULT_ORDER,
+                          "%s: the update has begun (early_update, or ms_gradient_norm): set the "
+                          "factor before ms_backward",
+                          function);
+    }
+    if (result == MS_RESULT_OK) {
+        m->run.given_factor = factor;
+        m->run.gradient_factor = begun ? factor : m->run.gradient_factor;
+        result = begun ? msi_upload_step(m) : MS_RESULT_OK;
+    }
+    return result;
+}
+
+/* The instruction after that which judges the norm, in a program that has one. */
+static uint32_t msi_after_clip(const msi_program *p) {
+    uint32_t i = p->code.backward_end;
+    while (p->code.instructions.items[i].op != MSI_OP_CLIP) {
+        i++;
+    }
+    return i + 1;
+}
+
+/* The norm of the update that is next, or of the last one while its sum of squares is in memory. */
 static ms_result msi_gradient_norm(ms_model *m, double *norm) {
     const msi_program *p = m->run.plan && !msi_is_suspended(m) ? &m->run.plan->train : NULL;
-    if (!p || p->code.norm == MSI_NONE || m->run.program != p || !msi_owns_arena(m) ||
-        m->run.position < p->code.instructions.count) {
+    const bool has = p && p->code.norm != MSI_NONE && m->run.program == p && msi_owns_arena(m) &&
+                     !m->run.slices.is_open && !m->run.busy && !m->run.visits;
+    const uint32_t end = has ? msi_after_clip(p) : 0;
+    const bool waits = has && m->run.progress == MSI_PROGRESS_BACKWARD;
+    *norm = 0.0;
+    if (waits && m->run.position < end) {
+        ms_result result = msi_run_to(m, end);
+        if (result == MS_RESULT_OK) {
+            result = msi_copy_verdict(m);
+            MSI_THEN(result, msi_act_on_verdict(m));
+            result = msi_doubt(m, result);
+        }
+        const ms_step_state *state = msi_verdict(m, false);
+        m->run.is_left_out = result == MS_RESULT_OK && state->halted != (uint32_t)MS_HALT_NONE;
+        m->run.step += m->run.is_left_out;
+        if (result != MS_RESULT_OK) {
+            *norm = state->norm;
+            return result;
+        }
+    } else if (!has || (!waits && m->run.position < p->code.instructions.count)) {
         return msi_fail(m, MS_RESULT_ORDER,
-                        "ms_gradient_norm: there is no norm now: it can be read after an update "
-                        "with grad_clip_norm, until the next step or eval");
+                        "ms_gradient_norm: there is no norm now: with grad_clip_norm or "
+                        "skip_above_norm it can be read from ms_backward on, until the next step "
+                        "or eval");
     }
     const double *at = &msi_state_on_device(m, false)->norm;
     const ms_result result = msi_copy(m, norm, true, at, msi_is_direct(m), sizeof *norm);
@@ -29794,8 +30888,7 @@ static ms_result msi_copy_value(ms_model *m, const msi_memory *to, const msi_mem
                                 const msi_tensor *t, msi_role role, uint64_t bytes) {
     const uint64_t count = bytes / sizeof(float);
     if (to->format != from->format) {
-        const bool is_signed =
-            msi_state_is_signed(m->optimizer.kind, (int)role - (int)MSI_ROLE_STATE0);
+        const bool is_signed = msi_is_signed(&m->optimizers, t, role);
         return msi_convert_state(m, to, from, is_signed, count);
     }
     return msi_copy(m, to->target, to->on_host, from->source, from->on_host,
@@ -29844,8 +30937,10 @@ static ms_result msi_set_first_value(ms_model *m, const msi_resident *to) {
     const msi_role role = to->role == MSI_ROLE_MASTER ? MSI_ROLE_VALUE : to->role;
     const msi_memory now = msi_memory_of(to), written = msi_memory_given(t, t->memory[role], NULL);
     ms_result result = msi_fill(m, to->address, to->on_host, 0, to->bytes);
-    MSI_THEN(result, written.source ? msi_copy_value(m, &now, &written, t, to->role, t->bytes)
-                                    : MS_RESULT_OK);
+    MSI_THEN(result, written.source
+                         ? msi_copy_value(m, &now, &written, t, to->role,
+                                          msi_role_bytes(&m->optimizers, t, to->role, false))
+                         : MS_RESULT_OK);
     return result;
 }
 
@@ -29858,7 +30953,8 @@ static ms_result msi_move_values(ms_model *m, const msi_store *store) {
         if (to->bytes > 0 && !to->borrowed && old) {
             const msi_memory now = msi_memory_of(to), before = msi_memory_of(old);
             const msi_tensor *t = &m->graph.tensors.items[to->tensor];
-            result = msi_copy_value(m, &now, &before, t, to->role, t->largest_bytes);
+            result = msi_copy_value(m, &now, &before, t, to->role,
+                                    msi_role_bytes(&m->optimizers, t, to->role, true));
         } else if (to->bytes > 0 && !to->borrowed) {
             result = msi_set_first_value(m, to);
         }
@@ -29896,10 +30992,12 @@ static void msi_drop_written(ms_model *m) {
 static void msi_count_updates(ms_model *m) {
     const uint64_t now = m->run.step - m->scale.skipped_steps;
     for (MSI_ITEMS(msi_tensor, t, m->graph.tensors)) {
-        const bool trains = msi_learns(t), begins = trains && !t->is_counted;
+        const bool learns = msi_learns(t), trains = learns && !t->is_paused;
+        const bool begins = trains && !t->is_counted;
         const bool is_borrowed = msi_is_borrowed(t, MSI_ROLE_STATE0);
-        if (!trains && t->is_counted) {
-            t->updates = is_borrowed ? t->updates + (now - t->counted_from) : 0;
+        if (!trains && (t->is_counted || t->is_paused)) {
+            const uint64_t more = t->is_counted ? now - t->counted_from : 0;
+            t->updates = learns || is_borrowed ? t->updates + more : 0;
         }
         t->counted_from = begins ? now : t->counted_from;
         t->is_counted = trains;
@@ -30037,7 +31135,7 @@ static ms_result msi_write(ms_model *m, const msi_resident *resident, const void
                            uint64_t bytes) {
     ms_result result = MS_RESULT_OK;
     m->run.epoch += resident->is_shown; // a callback may have read it for a recording
-    if (resident->event == MSI_NONE) {
+    if (resident->event == MSI_NONE || resident->on_host) {
         const msi_memory to = msi_memory_of(resident);
         const msi_tensor *t = &m->graph.tensors.items[resident->tensor];
         const msi_memory from = msi_memory_given(t, data, NULL);
@@ -30061,7 +31159,8 @@ static ms_result msi_write_unplanned(ms_model *m, msi_tensor *t, msi_role role, 
     if (!*memory) {
         *memory = msi_alloc_zeroed(&m->config.allocator, t->largest_bytes);
     }
-    return *memory ? msi_copy(m, *memory, !on_device, data, true, t->bytes)
+    return *memory ? msi_copy(m, *memory, !on_device, data, true,
+                              msi_role_bytes(&m->optimizers, t, role, false))
                    : msi_fail_memory(m, msi_name(&m->graph, t->name), t->largest_bytes);
 }
 
@@ -30073,11 +31172,15 @@ static bool msi_is_kept(const msi_tensor *t, msi_role role) {
 /* What there is to know about a value that is not in memory. */
 static MSI_COLD const char *msi_read_cure(const ms_model *m, uint32_t t, msi_role role) {
     const msi_tensor *tensor = &m->graph.tensors.items[t];
-    const bool has_state = (uint32_t)(role - MSI_ROLE_STATE0) < msi_state_count(&m->optimizer);
+    const bool has_state =
+        (uint32_t)(role - MSI_ROLE_STATE0) < msi_state_count(&m->optimizers, tensor);
     const bool trains = !m->run.plan || tensor->kind != MSI_KIND_PARAM || msi_learns(tensor);
     return role != MSI_ROLE_VALUE && !trains
                ? "a param that is frozen, or that the loss does not depend on, has none"
-           : role == MSI_ROLE_GRADIENT && tensor->kind != MSI_KIND_PARAM ? msi_activation_cure
+           : role == MSI_ROLE_GRADIENT && tensor->wanted
+               ? "it is there from ms_backward to the next step or eval"
+           : role == MSI_ROLE_GRADIENT && tensor->kind != MSI_KIND_PARAM
+               ? "ms_want_gradient keeps it, before ms_wrap"
            : role == MSI_ROLE_GRADIENT
                ? "it is there from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
                  "ms_update; MS_OPTIMIZER_NONE: to the next step)"
@@ -30115,9 +31218,10 @@ static ms_result msi_write_tensor(ms_model *m, uint32_t t, msi_role role, const 
         m->run.progress = MSI_PROGRESS_NONE; // backward would see another value than forward did
     }
     const msi_resident *master = resident ? msi_find_value(m->run.store, t, role) : NULL;
-    ms_result result = resident ? msi_write(m, resident, data, target->bytes)
-                                : msi_write_unplanned(m, target, role, data);
-    MSI_THEN(result, master == resident ? MS_RESULT_OK : msi_write(m, master, data, target->bytes));
+    const uint64_t bytes = msi_role_bytes(&m->optimizers, target, role, false);
+    ms_result result =
+        resident ? msi_write(m, resident, data, bytes) : msi_write_unplanned(m, target, role, data);
+    MSI_THEN(result, master == resident ? MS_RESULT_OK : msi_write(m, master, data, bytes));
     target->written |= result == MS_RESULT_OK && role == MSI_ROLE_VALUE;
     target->has_written_state |= role >= MSI_ROLE_STATE0;
     return result;
@@ -30138,9 +31242,33 @@ static bool msi_hides_value(const ms_model *m, uint32_t t, msi_role role) {
     return r->slices.is_open && !r->busy && !settled;
 }
 
+/* Takes the loss scale out of a gradient that was read: that of its step, which the update that has
+   followed may have changed. */
+static MSI_COLD ms_result msi_unscale(ms_model *m, const msi_tensor *t, void *data) {
+    const msi_program *p = m->run.program;
+    ms_step_state state;
+    const ms_result result =
+        msi_copy(m, &state, true, msi_state_on_device(m, false), msi_is_direct(m), sizeof state);
+    const bool updated = m->run.position == p->code.instructions.count;
+    const float scale = updated ? state.last_scale : state.loss_scale;
+    const ms_dtype dtype = msi_dtype_of(msi_known_format(t, MSI_ROLE_GRADIENT));
+    for (uint64_t i = 0; i < msi_elements(t) && result == MS_RESULT_OK; i++) {
+        if (dtype == MS_DTYPE_F64) {
+            ((double *)data)[i] /= (double)scale;
+        } else {
+            msi_store_as(data, dtype, i, msi_load(data, dtype, i) / scale);
+        }
+    }
+    return result;
+}
+
 static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *data) {
     const msi_tensor *source = &m->graph.tensors.items[t];
     const char *name = msi_name(&m->graph, source->name);
+    const bool as_created = msi_known_format(source, role) == (msi_format)source->format;
+    const uint64_t bytes = role < MSI_ROLE_STATE0 && !as_created
+                               ? msi_elements(source) * sizeof(float)
+                               : msi_role_bytes(&m->optimizers, source, role, false);
     if (m->config.dry_run) {
         return msi_fail(m, MS_RESULT_DRY_RUN, "ms_read: a dry run has no memory for \"%s\"", name);
     }
@@ -30156,10 +31284,11 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
     if (!m->run.plan && msi_is_kept(source, role)) { // as it was written, or zeros
         const bool on_device = msi_is_borrowed(source, role) && !source->on_host;
         return source->memory[role]
-                   ? msi_copy(m, data, true, source->memory[role], !on_device, source->bytes)
-                   : msi_fill(m, data, true, 0, source->bytes);
+                   ? msi_copy(m, data, true, source->memory[role], !on_device, bytes)
+                   : msi_fill(m, data, true, 0, bytes);
     }
-    const msi_memory to = msi_memory_given(source, NULL, data);
+    msi_memory to = msi_memory_given(source, NULL, data);
+    to.format = msi_known_format(source, role);
     const msi_memory from =
         m->run.plan ? msi_live_memory(m, t, role) : msi_memory_given(source, NULL, NULL);
     if (!from.source) {
@@ -30167,7 +31296,11 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
                         msi_role_name(role), name, msi_read_cure(m, t, role));
     }
     ms_result result = from.on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write
-    MSI_THEN(result, msi_copy_value(m, &to, &from, source, role, source->bytes));
+    MSI_THEN(result, msi_copy_value(m, &to, &from, source, role, bytes));
+    if (result == MS_RESULT_OK && role == MSI_ROLE_GRADIENT && source->wanted &&
+        m->run.plan->train.code.scales_loss) {
+        result = msi_unscale(m, source, data);
+    }
     return result;
 }
 
@@ -30639,9 +31772,9 @@ static void msi_put_carried(msi_relocation *r, const msi_resident *from, const m
     const bool converts = from->format != to->format;
     uint8_t *now = converts ? carried + msi_align(from->bytes) : carried;
     if (converts) {
-        const int state = (int)to->role - (int)MSI_ROLE_STATE0;
+        const msi_tensor *t = &r->model->graph.tensors.items[to->tensor];
         msi_convert_on_host(now, to->format, carried, from->format,
-                            msi_state_is_signed(r->model->optimizer.kind, state), count);
+                            msi_is_signed(&r->model->optimizers, t, to->role), count);
     }
     MSI_THEN(r->result, msi_copy(r->model, to->address, to->on_host, now, true, to->bytes));
 }
@@ -30821,8 +31954,10 @@ static ms_result msi_check_sums(ms_model *m, const msi_store *store, const msi_p
     if (m->run.micro == 0 || m->run.progress == MSI_PROGRESS_BACKWARD || m->run.failed) {
         return MS_RESULT_OK;
     }
-    bool alike = old->micro_count == store->micro_count &&
-                 m->run.plan->train.code.scales_loss == plan->train.code.scales_loss;
+    const bool scales = m->run.plan->train.code.scales_loss,
+               evals = m->run.plan->evals || plan->evals;
+    bool alike = m->graph.trains && old->micro_count == store->micro_count &&
+                 (evals || scales == plan->train.code.scales_loss);
     for (MSI_ITEMS(const msi_resident, r, store->residents)) {
         alike &= r->role != MSI_ROLE_GRADIENT || msi_find_resident(old, r->tensor, r->role);
     }
@@ -31028,7 +32163,7 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
     if (m->config.log && !msi_review_init(&review, m, store, plans)) {
         result = msi_fail_memory(m, "the decisions", msi_review_bytes(&m->graph, plans));
     } else {
-        result = msi_adopt(m, store, plans, msi_plan_at_largest(&m->graph, plans), goal);
+        result = msi_adopt(m, store, plans, msi_plan_at_largest(plans), goal);
         if (m->config.log && result == MS_RESULT_OK) {
             msi_log_decisions(m, &review);
             msi_log_long(m);
@@ -31047,8 +32182,7 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
 
 static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
     const bool is_new = store != m->run.store;
-    const ms_result result =
-        msi_adopt(m, store, plans, msi_plan_at_largest(&m->graph, plans), goal);
+    const ms_result result = msi_adopt(m, store, plans, msi_plan_at_largest(plans), goal);
     MSI_DO(result, msi_log_long(m));
     if (result != MS_RESULT_OK && m->run.plan != plans) {
         msi_plans_and_store_free(m, is_new ? store : NULL, plans);
@@ -31063,8 +32197,8 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
 static ms_result msi_plan_anew(ms_model *m, msi_goal goal, bool keeps_memory) {
     const msi_choice choice = m->wrapped.choice;
     const msi_costs costs = m->costs;
-    msi_store *store;
-    msi_plan *plans;
+    msi_store *store = NULL;
+    msi_plan *plans = NULL;
     ms_result result = msi_decide(m, goal, &store, &plans);
     if (result == MS_RESULT_OK && keeps_memory) {
         msi_store *old = m->run.store;
@@ -31127,7 +32261,7 @@ static void msi_time_plans(ms_model *m) {
     int64_t sizes[MS_LIMIT_AXES];
     msi_get_sizes(&m->graph, sizes);
     for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
-        msi_set_sizes(&m->graph, plan->sizes);
+        msi_set_sizes(&m->graph, plan->sizes[0] < 0 ? NULL : plan->sizes);
         msi_find_times(m);
         msi_time_program(&m->graph, &m->costs, m->run.store, &plan->train);
         msi_time_program(&m->graph, &m->costs, m->run.store, &plan->eval);
@@ -31169,7 +32303,7 @@ static ms_result msi_plan_again(ms_model *m) {
 
 /* Checks whether a training step may begin. Plans again first, if the last sample was taken. */
 static ms_result msi_begin_step(ms_model *m, const char *function) {
-    ms_result result = msi_check_start(m, function);
+    ms_result result = msi_check_start(m, function, true);
     if (result == MS_RESULT_OK && m->run.timing && m->run.timing->warmup == MSI_WARMUP_PLAN &&
         m->run.micro == 0) {
         result = msi_plan_again(m);
@@ -31230,7 +32364,8 @@ static ms_result msi_reshape(ms_model *m, const int64_t *sizes) {
             return result;
         }
         // it rounds like the largest, so the sums of earlier micro-batches stay what they are
-        MEMSCALE_ASSERT(plan->train.code.scales_loss == m->wrapped.largest->train.code.scales_loss);
+        MEMSCALE_ASSERT(plan->evals ||
+                        plan->train.code.scales_loss == m->wrapped.largest->train.code.scales_loss);
         msi_add_plan(m, plan);
     }
     msi_forget_inputs(m, all);
@@ -31278,7 +32413,8 @@ static MSI_COLD ms_result msi_make_broken(const ms_config *c, const char *fault,
 /* Makes a model from a valid config with its defaults resolved. */
 static MSI_COLD ms_result msi_make_model(const ms_config *c, ms_model **model) {
     ms_model *m = (ms_model *)msi_alloc_zeroed(&c->allocator, sizeof *m);
-    if (!m) {
+    if (!m || !msi_begin_groups(&m->optimizers, &c->allocator)) {
+        msi_release(&c->allocator, m, sizeof *m);
         return MS_RESULT_OUT_OF_MEMORY;
     }
     *model = m;
@@ -31296,8 +32432,6 @@ static MSI_COLD ms_result msi_make_model(const ms_config *c, ms_model **model) {
     if (c->arena) {
         c->arena->references++;
     }
-    ms_optimizer_desc defaults = MSI_ZERO_INIT;
-    m->optimizer = msi_fill_optimizer(defaults);
     return MS_RESULT_OK;
 }
 
@@ -31337,6 +32471,7 @@ static MSI_COLD void msi_free_model(ms_model *m) {
     MSI_LIST_FREE(msi_layer, &allocator, g->layers);
     MSI_LIST_FREE(uint32_t, &allocator, g->operands);
     MSI_LIST_FREE(uint32_t, &allocator, g->masks);
+    MSI_LIST_FREE(msi_param_group, &allocator, m->optimizers.groups);
     MSI_LIST_FREE(msi_extra, &allocator, m->extras);
     msi_drop_loaded(m);
     if (m->config.backend.close && !m->config.dry_run) {
@@ -31377,7 +32512,7 @@ typedef struct msi_verification {
     msi_store *store;
     msi_plan *plans[MSI_PASS_COUNT];
     /* Per tensor that is compared its live range: of a param the gradient, of a buffer the value.
-       MSI_NONE for the others. */
+       of anything else whose gradient is wanted, that. MSI_NONE for the others. */
     uint32_t *range_of;
     uint8_t *results;      // of the plain pass; after them a piece of the other one's, and of state
     uint64_t result_bytes; // of one pass
@@ -31398,7 +32533,7 @@ typedef struct msi_verification {
 static MSI_COLD const msi_resident *msi_rounded_state(const msi_verification *v, uint32_t t,
                                                       uint32_t k) {
     const msi_resident *r =
-        k < msi_state_count(&v->model->optimizer)
+        k < msi_state_count(&v->model->optimizers, &v->model->graph.tensors.items[t])
             ? msi_find_resident(v->before.store, t, (msi_role)(MSI_ROLE_STATE0 + k))
             : NULL;
     return v->compares && r && r->format != MSI_FORMAT_F32 ? r : NULL;
@@ -31407,6 +32542,15 @@ static MSI_COLD const msi_resident *msi_rounded_state(const msi_verification *v,
 /* Bytes of the pieces after the results. */
 static uint64_t msi_pieces_bytes(const msi_verification *v) {
     return v->state_count > 0 ? 2 * MSI_PIECE_BYTES : MSI_PIECE_BYTES;
+}
+
+/* The format and the bytes in which results of a tensor are compared. */
+static msi_format msi_compared_format(const msi_tensor *t) {
+    return msi_known_format(t, t->is_state ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
+}
+
+static uint64_t msi_compared_bytes(const msi_tensor *t) {
+    return msi_value_bytes(t, msi_compared_format(t));
 }
 
 /* Marks the params that learn and the buffers that layers change, and allocates for the results
@@ -31419,14 +32563,15 @@ static MSI_COLD ms_result msi_choose_compared(msi_verification *v) {
     v->range_of = (uint32_t *)msi_alloc(a, g->tensors.count * (uint64_t)sizeof(uint32_t));
     for (uint32_t t = 0; v->range_of && t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
-        v->range_of[t] =
-            msi_learns(tensor) || tensor->is_state ? m->run.store->resident_of[t] : MSI_NONE;
+        v->range_of[t] = msi_learns(tensor) || tensor->is_state ? m->run.store->resident_of[t]
+                         : tensor->wanted                       ? MSI_UNSET
+                                                                : MSI_NONE;
         if (v->range_of[t] != MSI_NONE) {
             for (uint32_t k = 0; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
                 v->state_count += msi_rounded_state(v, t, k) != NULL;
             }
             v->count += v->compares;
-            v->result_bytes += v->compares ? msi_align(g->tensors.items[t].bytes) : 0;
+            v->result_bytes += v->compares ? msi_align(msi_compared_bytes(tensor)) : 0;
         }
     }
     v->count += v->state_count;
@@ -31442,8 +32587,7 @@ static MSI_COLD ms_result msi_choose_compared(msi_verification *v) {
 /* Whether the passes write a resident: a gradient, or a buffer that a layer changes. */
 static bool msi_pass_changes(const msi_verification *v, const msi_resident *r) {
     const msi_tensor *tensor = &v->model->graph.tensors.items[r->tensor];
-    return r->role == MSI_ROLE_GRADIENT ||
-           (tensor->kind == MSI_KIND_BUFFER && v->range_of[r->tensor] != MSI_NONE);
+    return r->role == MSI_ROLE_GRADIENT || (tensor->kind == MSI_KIND_BUFFER && tensor->is_state);
 }
 
 /* Makes a store with the same residents as the model's, which lends those that no pass changes.
@@ -31513,13 +32657,11 @@ static MSI_COLD ms_result msi_make_pass(msi_verification *v, int pass) {
     ms_model *m = v->model;
     const ms_allocator *a = &m->config.allocator;
     msi_plan *plan = v->plans[pass] = msi_new_plan(m);
-    ms_optimizer_desc none = m->optimizer;
     msi_lowering w;
-    none.kind = MS_OPTIMIZER_NONE;
-    none.grad_clip_norm = 0.0f;
-    if (!plan || !msi_lowering_init(&w, &m->graph, v->store, &none, a)) {
+    if (!plan || !msi_lowering_init(&w, &m->graph, v->store, &m->optimizers, a)) {
         return msi_fail_memory(m, "the plan of a pass", msi_lowering_bytes(&m->graph));
     }
+    w.keeps_gradients = true;
     msi_decide_plain(&m->graph, plan->decisions);
     for (uint32_t t = 0; t < m->graph.tensors.count;
          t++) { // one store has the homes of both passes
@@ -31697,13 +32839,14 @@ static MSI_COLD ms_result msi_compare_state(msi_verification *v, ms_difference *
     const msi_part part = {begin, count};
     const msi_part bytes = msi_part_bytes(r->format, part);
     ms_step_state step = MSI_ZERO_INIT; // of the last micro-batch, in which params are updated
-    const ms_update_factors f = msi_factors_at(
-        &m->optimizer, msi_update_number(&v->before, tensor, m->scale.skipped_steps));
+    const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, tensor);
+    const ms_update_factors f =
+        msi_factors_at(o, msi_update_number(&v->before, tensor, m->scale.skipped_steps));
     uint8_t *raw = v->results + v->result_bytes + MSI_PIECE_BYTES;
     ms_update_args args = MSI_ZERO_INIT;
     float state[MSI_CODED_BLOCK];
     step.seed = msi_seed_at(m, m->run.store->micro_count - 1);
-    args.kind = m->optimizer.kind;
+    args.kind = o->kind;
     args.state_format[k] = msi_formats[r->format].state;
     args.state_of_step = &step;
     args.seed = msi_seed_of_param(m, t);
@@ -31729,13 +32872,14 @@ static MSI_COLD ms_result msi_read_result(const msi_verification *v, uint32_t ra
     ms_model *m = v->model;
     const msi_range *r = &m->run.program->code.ranges.items[range];
     const msi_format format = (msi_format)r->format;
-    const bool rounded = format != (msi_format)m->graph.tensors.items[r->tensor].format;
+    const msi_format as = msi_compared_format(&m->graph.tensors.items[r->tensor]);
+    const bool rounded = format != as;
     const uint64_t skipped = rounded ? msi_format_bytes(format, done / sizeof(float)) : done;
     const uint64_t bytes = rounded ? msi_format_bytes(format, part / sizeof(float)) : part;
     const uint8_t *from = (const uint8_t *)msi_address(m, m->run.program, range) + skipped;
     const ms_result result = msi_copy(m, to + (part - bytes), true, from, r->on_host, bytes);
-    const bool scaled =
-        r->role == MSI_ROLE_GRADIENT && (v->loss_scale < 1.0f || v->loss_scale > 1.0f);
+    const bool scaled = as == MSI_FORMAT_F32 && r->role == MSI_ROLE_GRADIENT &&
+                        (v->loss_scale < 1.0f || v->loss_scale > 1.0f);
     for (uint64_t i = 0; i < part / sizeof(float) && (rounded || scaled); i++) {
         const float x = msi_load(to + (part - bytes), msi_dtype_of(format), i);
         ((float *)(void *)to)[i] = scaled ? x / v->loss_scale : x;
@@ -31751,20 +32895,20 @@ static MSI_COLD ms_result msi_take_result(msi_verification *v, int pass, uint32_
     const msi_tensor *tensor = &m->graph.tensors.items[t];
     uint8_t *piece = v->results + v->result_bytes;
     if (pass == MSI_PASS_PLAIN) {
-        return msi_read_result(v, v->range_of[t], 0, tensor->bytes, result);
+        return msi_read_result(v, v->range_of[t], 0, msi_compared_bytes(tensor), result);
     }
-    d->tensor = msi_handle(&m->graph, t,
-                           tensor->kind == MSI_KIND_PARAM ? MSI_ROLE_GRADIENT : MSI_ROLE_VALUE);
+    d->tensor = msi_handle(&m->graph, t, tensor->is_state ? MSI_ROLE_VALUE : MSI_ROLE_GRADIENT);
     d->name = msi_name(&m->graph, tensor->name);
     d->count = ms_shape_count(&tensor->view.shape);
     memset(v->error, 0, sizeof v->error);
     memset(v->size, 0, sizeof v->size);
     ms_result taken = MS_RESULT_OK;
-    for (uint64_t done = 0; done < tensor->bytes && taken == MS_RESULT_OK;
-         done += MSI_PIECE_BYTES) {
-        const uint64_t part = msi_smaller(tensor->bytes - done, MSI_PIECE_BYTES);
+    const uint64_t bytes = msi_compared_bytes(tensor);
+    for (uint64_t done = 0; done < bytes && taken == MS_RESULT_OK; done += MSI_PIECE_BYTES) {
+        const uint64_t part = msi_smaller(bytes - done, MSI_PIECE_BYTES);
         taken = msi_read_result(v, v->range_of[t], done, part, piece);
-        MSI_DO(taken, msi_compare_piece(d, tensor->view.dtype, result + done, piece, part));
+        MSI_DO(taken, msi_compare_piece(d, msi_dtype_of(msi_compared_format(tensor)), result + done,
+                                        piece, part));
         for (uint32_t k = 0, n = 1; k < MS_LIMIT_OPTIMIZER_STATE; k++) {
             if (msi_rounded_state(v, t, k)) {
                 MSI_THEN(taken, msi_compare_state(v, d + n++, t, k, done / sizeof(float),
@@ -31787,7 +32931,7 @@ static MSI_COLD ms_result msi_take_results(msi_verification *v, int pass) {
     for (uint32_t i = 0; i < p->code.ranges.count; i++) {
         const msi_range *range = &p->code.ranges.items[i];
         const bool stays = i < v->store->residents.count || range->outlives;
-        if (stays && range->role == MSI_ROLE_GRADIENT && range->category == MS_CATEGORY_GRADIENT) {
+        if (stays && range->role == MSI_ROLE_GRADIENT && v->range_of[range->tensor] != MSI_NONE) {
             v->range_of[range->tensor] = i;
         }
     }
@@ -31797,7 +32941,7 @@ static MSI_COLD ms_result msi_take_results(msi_verification *v, int pass) {
             for (uint32_t s = 0; s < MS_LIMIT_OPTIMIZER_STATE; s++) {
                 k += msi_rounded_state(v, t, s) != NULL;
             }
-            to += msi_align(m->graph.tensors.items[t].bytes);
+            to += msi_align(msi_compared_bytes(&m->graph.tensors.items[t]));
         }
     }
     return result;
@@ -31978,7 +33122,7 @@ static MSI_COLD ms_result msi_find_nonfinite(ms_model *m, ms_nonfinite *found) {
 }
 
 static ms_result msi_begin_passes(ms_model *m, const char *function) {
-    const ms_result result = msi_check_start(m, function);
+    const ms_result result = msi_check_start(m, function, true);
     return result != MS_RESULT_OK ? result
            : m->wrapped.changed   ? msi_fail_changed(m, function)
            : m->run.progress != MSI_PROGRESS_NONE
@@ -32118,7 +33262,8 @@ static uint64_t msi_end_sum(const msi_sum *s) {
     X(skipped_in_row)                                                                              \
     X(overflow)                                                                                    \
     X(scaled)                                                                                      \
-    X(saves)
+    X(saves)                                                                                       \
+    X(skipped_by_norm)
 
 #define MSI_X(name) uint64_t name;
 typedef struct msi_numbers {
@@ -32287,15 +33432,17 @@ static MSI_COLD void msi_add_training(msi_checkpoint *c, msi_item item, const ch
                            msi_is_borrowed(t, MSI_ROLE_GRADIENT);
         const msi_words of_state = msi_words_of("memscale.state%d.", role - MSI_ROLE_STATE0);
         item.role = (msi_role)role;
+        item.count = msi_elements_of(&c->m->optimizers, t, item.role);
         if (r && r->bytes > 0 && lasts) {
             item.format = r->format;
             msi_add_item(c, item, role == MSI_ROLE_GRADIENT ? "memscale.gradient." : of_state.text,
                          base);
         }
     }
-    if (t->is_counted) {
+    if (t->is_counted || (t->is_paused && msi_learns(t))) {
+        const uint64_t now = c->m->run.step - c->m->scale.skipped_steps;
         item.kind = MSI_ITEM_COUNT;
-        item.number = t->updates + (c->m->run.step - c->m->scale.skipped_steps - t->counted_from);
+        item.number = t->updates + (t->is_counted ? now - t->counted_from : 0);
         item.format = MSI_FORMAT_I64;
         item.count = 1;
         msi_add_item(c, item, "memscale.updates.", base);
@@ -32598,7 +33745,7 @@ static MSI_COLD void msi_take_number(msi_checkpoint *c, const char *key, char *v
     bit <<= 1;
     MSI_NUMBERS(MSI_X)
 #undef MSI_X
-    c->is_whole = c->numbers_read == bit - 1;
+    c->is_whole = (c->numbers_read | bit >> 1) == bit - 1; // files of version 0.8 lack the last
 }
 
 static MSI_COLD void msi_parse_metadata(msi_checkpoint *c, msi_json *j) {
@@ -32747,6 +33894,26 @@ static MSI_COLD void msi_save_item(msi_checkpoint *c, msi_item *i) {
     c->sums.items[c->sums.count++] = msi_end_sum(&sum);
 }
 
+/* The numbers of kinds in files, which no later version changes. */
+static const uint8_t msi_kinds_in_files[] = {0, 1, 2, 5, 3, 4, 6, 7};
+typedef char msi_each_kind_has_a_number[sizeof msi_kinds_in_files == MS_OPTIMIZER_COUNT ? 1 : -1];
+
+/* The kind of the optimizer, or a hash where not all params have the same. */
+static MSI_COLD uint64_t msi_number_of_kinds(const ms_model *m) {
+    uint64_t number = msi_kinds_in_files[m->optimizers.groups.items[0].desc.kind], hash = 0;
+    bool any = false, same = true;
+    for (MSI_ITEMS(const msi_tensor, t, m->graph.tensors)) {
+        const uint64_t kind = msi_kinds_in_files[msi_desc_of(&m->optimizers, t)->kind];
+        if (t->kind == MSI_KIND_PARAM) {
+            same &= !any || number == kind;
+            any = true;
+            number = kind;
+            hash = msi_mix_in(hash, kind);
+        }
+    }
+    return same ? number : hash | (uint64_t)1 << 63;
+}
+
 /* The state of a run as numbers. */
 static MSI_COLD void msi_take_numbers(msi_checkpoint *c) {
     const ms_model *m = c->m;
@@ -32757,12 +33924,13 @@ static MSI_COLD void msi_take_numbers(msi_checkpoint *c) {
     n->micro_count = m->run.store->micro_count;
     n->seed = m->config.seed;
     n->graph = msi_hash_structure(&m->graph);
-    n->optimizer = (uint64_t)m->optimizer.kind;
-    n->scaled = m->run.plan->train.code.scales_loss;
+    n->optimizer = msi_number_of_kinds(m);
+    n->scaled = m->wrapped.largest->train.code.scales_loss;
+    n->skipped_steps = m->scale.skipped_steps;
+    n->skipped_by_norm = m->scale.skipped_by_norm;
     if (m->scale.scaling.growth_steps > 0) {
         n->loss_scale = msi_bits_of_f32(m->scale.loss_scale);
         n->clean_steps = m->scale.clean_steps;
-        n->skipped_steps = m->scale.skipped_steps;
         n->skipped_in_row = m->scale.skipped_in_row;
         n->overflow = m->scale.overflow;
     }
@@ -33073,10 +34241,10 @@ static MSI_COLD void msi_check_numbers(msi_checkpoint *c) {
     const ms_model *m = c->m;
     const float scale = msi_f32_of_bits((uint32_t)n->loss_scale);
     const char *wrong =
-        n->version != MSI_FILE_VERSION                      ? "the version"
-        : n->step >= (uint64_t)1 << 41                      ? "the step"
-        : n->skipped_steps > n->step                        ? "the skipped steps"
-        : n->micro_count == 0 || n->micro >= n->micro_count ? "the micro-batches"
+        n->version != MSI_FILE_VERSION                                        ? "the version"
+        : n->step >= (uint64_t)1 << 41                                        ? "the step"
+        : n->skipped_steps > n->step || n->skipped_by_norm > n->skipped_steps ? "the skipped steps"
+        : n->micro_count == 0 || n->micro >= n->micro_count                   ? "the micro-batches"
         : n->loss_scale > UINT32_MAX ||
                 (n->loss_scale > 0 && (!msi_is_finite((double)scale) || !(scale > 0.0f)))
             ? "the loss scale"
@@ -33085,8 +34253,8 @@ static MSI_COLD void msi_check_numbers(msi_checkpoint *c) {
             ? "the counters of the loss scale"
         : n->graph != msi_hash_structure(&m->graph) && !c->options.partial
             ? "the graph of layers (partial loads what fits)"
-        : n->optimizer != (uint64_t)m->optimizer.kind
-            ? "the kind of the optimizer (values_only loads the params)"
+        : n->optimizer != msi_number_of_kinds(m)
+            ? "the kind of an optimizer (values_only loads the params)"
             : NULL;
     if (wrong) {
         MSI_REFUSE_FILE(c, "the file is of no run of this model: %s differs or cannot be right",
@@ -33126,13 +34294,17 @@ static MSI_COLD bool msi_codes_are_finite(const void *codes, uint64_t count) {
 static MSI_NOINLINE bool msi_are_finite(msi_format format, bool is_signed, const void *data,
                                         uint64_t bytes) {
     const bool is_f32 = format == MSI_FORMAT_F32, is_f16 = format == MSI_FORMAT_F16;
-    const uint64_t each = is_f32 ? 0x0000000100000001u : 0x0001000100010001u;
-    const uint64_t exponent = each * (is_f32 ? 0x7f800000u : is_f16 ? 0x7c00u : 0x7f80u);
-    const uint64_t one = each * (is_f32 ? 0x00800000u : is_f16 ? 0x0400u : 0x0080u);
+    const bool is_f64 = format == MSI_FORMAT_F64, is_float = msi_is_float(msi_dtype_of(format));
+    const uint64_t each = is_f64 ? 1 : is_f32 ? 0x0000000100000001u : 0x0001000100010001u;
+    const uint64_t one = each * (is_f64   ? (uint64_t)1 << 52
+                                 : is_f32 ? 0x00800000u
+                                 : is_f16 ? 0x0400u
+                                          : 0x0080u);
+    const uint64_t exponent = one * (is_f64 ? 0x7ff : is_f16 ? 0x1f : 0xff);
     const uint64_t signs = is_signed ? 0 : exponent + one;
     const uint8_t *at = (const uint8_t *)data;
     uint64_t any[8] = {0}, word[8];
-    for (; bytes > 0 && format != MSI_FORMAT_F64; at += sizeof word) {
+    for (; bytes > 0 && is_float; at += sizeof word) {
         const uint64_t some = msi_smaller(bytes, sizeof word);
         if (some < sizeof word) {
             memset(word, 0, sizeof word);
@@ -33156,7 +34328,7 @@ static MSI_COLD void msi_check_piece(msi_checkpoint *c, const msi_item *i, const
                          c->m->graph.tensors.items[i->index].kind == MSI_KIND_PARAM;
     const bool is_signed =
         i->role < MSI_ROLE_STATE0 ||
-        msi_state_is_signed(c->m->optimizer.kind, (int)i->role - MSI_ROLE_STATE0);
+        msi_is_signed(&c->m->optimizers, &c->m->graph.tensors.items[i->index], i->role);
     if (matters && !c->options.nonfinite &&
         !(msi_is_coded(i->format)
               ? msi_codes_are_finite(data, count)
@@ -33185,9 +34357,9 @@ static MSI_COLD void msi_convert_piece(const msi_checkpoint *c, const msi_item *
         }
         return;
     }
-    msi_convert_on_host(to, to_format, from, i->format,
-                        msi_state_is_signed(c->m->optimizer.kind, (int)i->role - MSI_ROLE_STATE0),
-                        count);
+    msi_convert_on_host(
+        to, to_format, from, i->format,
+        msi_is_signed(&c->m->optimizers, &c->m->graph.tensors.items[i->index], i->role), count);
 }
 
 /* The residents that an item is loaded into: of the value of a param in 16 bits its master too. */
@@ -33211,7 +34383,7 @@ static MSI_COLD void msi_put_piece(msi_checkpoint *c, const msi_item *i, msi_par
                                    const uint8_t *data) {
     const msi_resident *targets[2];
     const uint32_t count = msi_targets_of(c, i, targets);
-    const bool there = c->numbers.scaled != 0, here = c->m->run.plan->train.code.scales_loss;
+    const bool there = c->numbers.scaled != 0, here = c->m->wrapped.largest->train.code.scales_loss;
     const float scale = c->numbers.loss_scale > 0 ? msi_f32_of_bits((uint32_t)c->numbers.loss_scale)
                                                   : msi_first_scale(c->m);
     const float factor = // of the gradients of a window: there and here a plan may scale the loss
@@ -33362,6 +34534,7 @@ static MSI_COLD void msi_set_numbers(msi_checkpoint *c) {
     m->config.seed = n->seed;
     memset(&m->scale, 0, sizeof m->scale);
     m->scale.skipped_steps = (uint32_t)n->skipped_steps;
+    m->scale.skipped_by_norm = (uint32_t)n->skipped_by_norm;
     m->scale.clean_steps = (uint32_t)n->clean_steps;
     m->scale.skipped_in_row = (uint32_t)n->skipped_in_row;
     m->scale.overflow = (uint32_t)n->overflow;
@@ -33978,12 +35151,14 @@ static MSI_COLD void msi_report_host(const ms_model *m, ms_memory_report *r) {
    was loaded, how that is to begin. */
 static const ms_step_state *msi_known_scale(const ms_model *m) {
     const msi_store *store = m->config.dry_run ? NULL : m->run.store;
-    return store && store->knows_scale && store->scales ? msi_verdict(m, false) : &m->scale;
+    return store && store->knows_scale && msi_may_skip(m, store) ? msi_verdict(m, false)
+                                                                 : &m->scale;
 }
 
 static MSI_COLD void msi_report_scale(const ms_model *m, ms_memory_report *r) {
     const ms_step_state *state = msi_known_scale(m);
-    const bool scales = m->run.plan->train.code.scales_loss && state->scaling.growth_steps > 0;
+    const bool scales =
+        m->wrapped.largest->train.code.scales_loss && state->scaling.growth_steps > 0;
     uint32_t layer = MSI_NONE; // the first that has the param
     for (uint32_t i = m->graph.layers.count; i-- > 0 && scales && state->overflow > 0;) {
         for (MSI_EACH(param, &m->graph, &m->graph.layers.items[i], MSI_GROUP_PARAM)) {
@@ -33991,7 +35166,8 @@ static MSI_COLD void msi_report_scale(const ms_model *m, ms_memory_report *r) {
         }
     }
     r->loss_scale = scales ? (double)state->loss_scale : 1.0;
-    r->skipped_steps = scales ? state->skipped_steps : 0;
+    r->skipped_steps = scales ? state->skipped_steps - state->skipped_by_norm : 0;
+    r->skipped_by_norm = state->skipped_by_norm;
     r->clean_steps = scales ? state->clean_steps : 0;
     r->overflow_layer = layer == MSI_NONE ? "" : msi_layer_name(&m->graph, layer);
 }
@@ -34088,9 +35264,19 @@ static ms_state_format msi_public_format(const msi_range *range) {
     return is_state ? msi_formats[range->format].state : MS_STATE_FORMAT_F32;
 }
 
+/* Where a live range is: in the arena, or in the model's memory on the host; 0 if it is lent. */
+static MSI_COLD uint64_t msi_public_offset(const msi_store *store, const msi_program *p,
+                                           uint32_t index) {
+    const msi_range *range = &p->code.ranges.items[index];
+    const msi_resident *r = index < store->residents.count ? &store->residents.items[index] : NULL;
+    return r                ? (r->borrowed ? 0 : r->offset)
+           : range->on_host ? store->host_bytes + range->offset
+                            : store->resident_bytes + range->offset;
+}
+
 static MSI_COLD ms_dtype msi_public_dtype(const msi_range *range) {
     const msi_role role = (msi_role)range->role;
-    return role == MSI_ROLE_WORKSPACE || role == MSI_ROLE_NORM ? MS_DTYPE_U8
+    return role >= MSI_ROLE_WORKSPACE ? MS_DTYPE_U8
            : role >= MSI_ROLE_STATE0 && role <= MSI_ROLE_MASTER
                ? MS_DTYPE_F32
                : msi_dtype_of((msi_format)range->format);
@@ -34121,11 +35307,8 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
     o.dtype = msi_public_dtype(range);
     o.is_outside = msi_is_outside(store, p, operand->range);
     o.is_on_host = msi_is_on_host(store, p, operand->range);
-    o.offset = fixed            ? store->residents.items[operand->range].offset
-               : range->on_host ? store->host_bytes + range->offset
-                                : store->resident_bytes + range->offset;
+    o.offset = msi_public_offset(store, p, operand->range);
     o.is_borrowed = fixed && store->residents.items[operand->range].borrowed;
-    o.offset = o.is_borrowed ? 0 : o.offset;
     const bool by_rows = !whole && msi_is_operand_cut(&w->model->graph, p, i, k);
     o.is_part = by_rows || (!whole && i->part_count > 1 && range->role != MSI_ROLE_NORM);
     if (by_rows) {
@@ -34139,6 +35322,12 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
                                              msi_part_of(elements, i->part, i->part_count));
         o.begin = part.begin;
         o.bytes = part.count;
+    } else if (!whole && range->role == MSI_ROLE_NORM &&
+               (i->op == MSI_OP_NORM || i->op == MSI_OP_UPDATE)) {
+        const msi_tensor *t = &w->model->graph.tensors.items[i->target];
+        o.is_part = w->model->optimizers.norm_count > 1;
+        o.begin = w->model->optimizers.groups.items[t->group].norm * sizeof(ms_norm);
+        o.bytes = sizeof(ms_norm);
     }
     o.offset += (by_rows ? range->is_tile : range->part > 0) || o.is_borrowed ? 0 : o.begin;
     o.is_new = !fixed && range->first == w->now;
@@ -34221,6 +35410,7 @@ static MSI_COLD void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     event.row_total = drops ? 0 : i->rows.of;
     event.follows = i->follows && !drops;
     event.signal = drops || i->event == MSI_NO_EVENT ? UINT32_MAX : i->event;
+    event.value = i->op == MSI_OP_SEED && !drops ? msi_step_factor(m, &m->loss) : 0.0f;
     if (w->program->measured.is_there) {
         const double *measured = w->program->measured.spans.items + 2ull * w->now;
         event.measured_us = drops ? 0.0 : measured[1];
@@ -34265,6 +35455,9 @@ static MSI_COLD void msi_visit_inputs(const msi_walk *w) {
 /* After forward the losses are summed; the verdict is copied to the host: see msi_clock_judge. */
 static MSI_COLD void msi_visit_verdict(const msi_walk *w) {
     const ms_model *m = w->model;
+    if (w->program->code.loss == MSI_NONE) {
+        return;
+    }
     const msi_range *range = &w->program->code.ranges.items[w->program->code.loss];
     const double us = msi_bytes_us(&m->costs, MSI_COST_SUM, (double)range->bytes);
     ms_event_operand loss = MSI_ZERO_INIT, verdict = MSI_ZERO_INIT;
@@ -34345,6 +35538,8 @@ static MSI_COLD void msi_visit_lifetimes(const ms_model *m, const msi_program *p
         if (role < MSI_ROLE_RESIDENT_COUNT) {
             l.tensor = msi_handle(&m->graph, range->tensor, role);
             l.name = msi_tensor_name(&m->graph, range->tensor);
+        } else if (role == MSI_ROLE_SCRATCH) {
+            l.name = msi_tensor_name(&m->graph, range->tensor);
         } else if (role == MSI_ROLE_WORKSPACE) {
             l.name = msi_layer_name(&m->graph, range->tensor);
         }
@@ -34353,6 +35548,7 @@ static MSI_COLD void msi_visit_lifetimes(const ms_model *m, const msi_program *p
         l.dtype = msi_public_dtype(range);
         l.is_outside = msi_is_outside(m->run.store, p, k);
         l.is_on_host = msi_is_on_host(m->run.store, p, k);
+        l.offset = msi_public_offset(m->run.store, p, k);
         l.is_at_peak = !l.is_outside && l.first <= p->layout.peak && p->layout.peak <= l.last;
         if (l.first <= l.last) { // not aliased at once
             visit(&l, user);
@@ -34481,11 +35677,38 @@ MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size
         msi_graph *g = &model->graph;
         if (msi_add_name(model, name, &g->axes[g->axis_count].name)) {
             g->axes[g->axis_count].size = size;
-            g->axes[g->axis_count].largest = largest;
+            g->axes[g->axis_count].largest = g->axes[g->axis_count].eval_largest = largest;
             axis.id = msi_axes_tag(g) << MSI_AXIS_BITS | ++g->axis_count;
         }
     }
     return axis;
+}
+
+MEMSCALE_API void ms_set_eval_largest(ms_model *model, ms_axis axis, int64_t largest) {
+    static const char *const function = "ms_set_eval_largest";
+    if (!msi_registering(model, function, NULL, "")) {
+        return;
+    }
+    msi_graph *g = &model->graph;
+    const uint32_t index = (axis.id & ((1u << MSI_AXIS_BITS) - 1)) - 1;
+    bool is_used = false;
+    for (uint32_t t = 0; t < g->tensors.count && index < g->axis_count; t++) {
+        for (int k = 0; k < g->tensors.items[t].view.shape.rank; k++) {
+            is_used |= g->tensors.items[t].view.shape.axes[k] >> index & 1;
+        }
+    }
+    if (index >= g->axis_count || axis.id >> MSI_AXIS_BITS != msi_axes_tag(g) ||
+        largest < g->axes[index].largest) {
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "%s: %lld, of an axis that is not of this model or whose largest size is larger",
+                  function, (long long)largest);
+    } else if (is_used) {
+        MSI_STICK(model, MS_RESULT_ORDER,
+                  "%s: a tensor lies along axis \"%s\" already: call it right after ms_add_axis",
+                  function, msi_name(g, g->axes[index].name));
+    } else {
+        g->axes[index].eval_largest = largest;
+    }
 }
 
 MEMSCALE_API ms_layer ms_register_layer(ms_model *model, const ms_layer_desc *desc) {
@@ -34517,8 +35740,48 @@ MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor) {
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor) {
     msi_tensor *t =
         msi_tensor_of(model, "ms_stop_gradient", tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
-    if (t) {
+    if (t && (!t->wanted || MSI_REFUSE(model,
+                                       "ms_stop_gradient of \"%s\": its gradient is wanted "
+                                       "(ms_want_gradient): leave one of the two out",
+                                       msi_name(&model->graph, t->name)))) {
         t->no_gradient = true;
+    }
+}
+
+MEMSCALE_API void ms_set_gradient_dtype(ms_model *model, ms_tensor tensor, ms_dtype dtype) {
+    static const char *const function = "ms_set_gradient_dtype";
+    msi_tensor *t =
+        msi_tensor_of(model, function, tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
+    const bool can_be = (MSI_NARROW_DTYPES | 1u << MS_DTYPE_F32) >> ((unsigned)dtype & 31u) & 1u;
+    if (t && (!can_be || (unsigned)dtype > 31u || !msi_is_float(t->view.dtype))) {
+        MSI_STICK(model, MS_RESULT_INVALID,
+                  "%s of \"%s\", which is %s: %s; a gradient of a float tensor can be f32, bf16 or "
+                  "f16",
+                  function, msi_name(&model->graph, t->name), ms_dtype_name(t->view.dtype),
+                  ms_dtype_name(dtype));
+    } else if (t && t->producer != MSI_NONE) {
+        MSI_STICK(model, MS_RESULT_ORDER, "%s of \"%s\": call it before %s is registered", function,
+                  msi_name(&model->graph, t->name),
+                  msi_layer_label(&model->graph, t->producer).text);
+    } else if (t) {
+        t->gradient_format = (uint8_t)msi_format_of_dtype(dtype);
+    }
+}
+
+MEMSCALE_API void ms_want_gradient(ms_model *model, ms_tensor tensor) {
+    static const char *const function = "ms_want_gradient";
+    const uint32_t index = model ? msi_value_index(&model->graph, tensor) : MSI_NONE;
+    const bool is_buffer =
+        index != MSI_NONE && model->graph.tensors.items[index].kind == MSI_KIND_BUFFER;
+    msi_tensor *t = msi_tensor_of(model, function, tensor, MSI_KIND_ACTIVATION,
+                                  is_buffer ? MSI_KIND_BUFFER : MSI_KIND_INPUT);
+    if (t && (t->no_gradient || !msi_is_float(t->view.dtype))) {
+        MSI_STICK(model, MS_RESULT_INVALID, "%s of \"%s\": %s", function,
+                  msi_name(&model->graph, t->name),
+                  t->no_gradient ? "ms_stop_gradient is called of it too: leave one of the two out"
+                                 : "an integer tensor has no gradient");
+    } else if (t) {
+        t->wanted = true;
     }
 }
 
@@ -34543,9 +35806,12 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
     const uint32_t t = msi_activation_index(model, "ms_set_loss", loss);
     const ms_view *view = t == MSI_NONE ? NULL : &model->graph.tensors.items[t].view;
-    if (view && (view->dtype == MS_DTYPE_F32 ||
-                 MSI_REFUSE(model, "loss \"%s\" has dtype %s; a loss is f32",
-                            msi_tensor_name(&model->graph, t), ms_dtype_name(view->dtype)))) {
+    const msi_format of_gradient =
+        view ? msi_known_format(&model->graph.tensors.items[t], MSI_ROLE_GRADIENT) : MSI_FORMAT_F32;
+    if (view && ((view->dtype == MS_DTYPE_F32 && of_gradient == MSI_FORMAT_F32) ||
+                 MSI_REFUSE(model, "loss \"%s\" has dtype %s, its gradient %s; a loss is f32",
+                            msi_tensor_name(&model->graph, t), ms_dtype_name(view->dtype),
+                            ms_dtype_name(msi_dtype_of(of_gradient))))) {
         model->graph.loss = t;
     }
 }
@@ -34586,16 +35852,50 @@ MEMSCALE_API ms_optimizer_desc ms_optimizer_defaults(ms_optimizer_kind kind) {
 }
 
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc) {
-    if (msi_registering(model, "ms_set_optimizer", NULL, "") && msi_check_optimizer(model, desc)) {
+    static const char *const function = "ms_set_optimizer";
+    if (msi_registering(model, function, NULL, "") &&
+        msi_check_optimizer(model, function, desc, false)) {
         msi_doubt_zeros(model, desc);
-        model->optimizer = msi_fill_optimizer(*desc);
+        model->optimizers.groups.items[0].desc = msi_fill_optimizer(*desc);
+    }
+}
+
+MEMSCALE_API ms_param_group ms_optimizer_group(ms_model *model, const ms_optimizer_desc *desc) {
+    static const char *const function = "ms_optimizer_group";
+    const ms_param_group none = {0};
+    return msi_registering(model, function, NULL, "") &&
+                   msi_check_optimizer(model, function, desc, true)
+               ? msi_add_group(model, desc)
+               : none;
+}
+
+MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_group group) {
+    static const char *const function = "ms_set_param_group";
+    msi_tensor *t =
+        msi_registering(model, function, NULL, "") ? msi_param_of(model, function, param) : NULL;
+    const uint32_t index = t ? msi_group_index(model, function, group) : MSI_NONE;
+    if (index != MSI_NONE) {
+        t->group = index;
+    }
+}
+
+static void msi_set_rate(ms_model *model, const char *function, ms_param_group group, float rate) {
+    const uint32_t index = msi_check_finite(model, function, NULL, rate)
+                               ? msi_group_index(model, function, group)
+                               : MSI_NONE;
+    if (index != MSI_NONE) {
+        model->optimizers.groups.items[index].desc.learning_rate = rate;
     }
 }
 
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
-    if (msi_check_finite(model, "ms_set_learning_rate", NULL, learning_rate)) {
-        model->optimizer.learning_rate = learning_rate;
-    }
+    const ms_param_group none = {0};
+    msi_set_rate(model, "ms_set_learning_rate", none, learning_rate);
+}
+
+MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
+                                             float learning_rate) {
+    msi_set_rate(model, "ms_set_group_learning_rate", group, learning_rate);
 }
 
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay) {
@@ -34605,6 +35905,26 @@ MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float we
         t->weight_decay = weight_decay;
         t->has_weight_decay = true;
     }
+}
+
+MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paused) {
+    static const char *const function = "ms_set_paused";
+    msi_tensor *t = msi_param_of(model, function, param);
+    if (!t) {
+        return MS_RESULT_INVALID;
+    }
+    const bool runs = model->run.store && !model->config.dry_run;
+    ms_result result = msi_check_between_steps(model, function);
+    MSI_THEN(result, runs ? msi_settle_verdict(model) : MS_RESULT_OK);
+    MSI_THEN(result, runs ? msi_keep_scale(model, model->run.store) : MS_RESULT_OK);
+    if (result == MS_RESULT_OK && t->is_paused != paused) {
+        t->is_paused = paused;
+        model->run.epoch++;
+        if (model->run.plan) {
+            msi_count_updates(model);
+        }
+    }
+    return result;
 }
 
 MEMSCALE_API ms_result ms_set_update_count(ms_model *model, ms_tensor param, uint64_t count) {
@@ -34639,7 +35959,12 @@ MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param) {
 
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen) {
     msi_tensor *t = msi_param_of(model, "ms_set_frozen", param);
-    if (t) {
+    if (t && !frozen && t->view.dtype != MS_DTYPE_F32) {
+        MSI_STICK(model, MS_RESULT_UNSUPPORTED,
+                  "ms_set_frozen: param \"%s\" has dtype %s, and only f32 can be trained: it stays "
+                  "frozen",
+                  msi_name(&model->graph, t->name), ms_dtype_name(t->view.dtype));
+    } else if (t) {
         t->frozen = frozen;
         model->wrapped.changed = true;
         model->wrapped.waiting = "ms_set_frozen";
@@ -34903,7 +36228,7 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
     const msi_memory memory = msi_live_memory(model, t, role);
     const msi_resident *resident = msi_find_resident(model->run.store, t, role);
     msi_tensor *value = &model->graph.tensors.items[t];
-    const msi_format created = (msi_format)value->format;
+    const msi_format created = msi_known_format(value, role);
     const bool is_rounded = resident && resident->format != created;
     value->in_place |= role == MSI_ROLE_VALUE && !is_rounded;
     return memory.format == created && !is_rounded ? memory.target : NULL;
@@ -34913,43 +36238,58 @@ MEMSCALE_API ms_tensor ms_gradient(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_value_index(&model->graph, tensor) : MSI_NONE;
     const ms_tensor none = {0};
     const msi_tensor *of = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
-    const bool has = of && msi_is_float(of->view.dtype) &&
-                     (of->kind == MSI_KIND_PARAM || of->kind == MSI_KIND_ACTIVATION);
+    const bool has = of && msi_is_float(of->view.dtype) && of->kind != MSI_KIND_SAVED &&
+                     (of->kind != MSI_KIND_PARAM || of->view.dtype == MS_DTYPE_F32);
     return has ? msi_handle(&model->graph, t, MSI_ROLE_GRADIENT) : none;
 }
 
 MEMSCALE_API ms_tensor ms_optimizer_state(const ms_model *model, ms_tensor param, int index) {
     const uint32_t t = model ? msi_value_index(&model->graph, param) : MSI_NONE;
     const ms_tensor none = {0};
-    const bool known = t != MSI_NONE && model->graph.tensors.items[t].kind == MSI_KIND_PARAM &&
-                       index >= 0 && (uint32_t)index < msi_state_count(&model->optimizer);
+    const msi_tensor *of = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
+    const bool known = of && of->kind == MSI_KIND_PARAM && of->view.dtype == MS_DTYPE_F32 &&
+                       index >= 0 && (uint32_t)index < msi_state_count(&model->optimizers, of);
     return known ? msi_handle(&model->graph, t, (msi_role)(MSI_ROLE_STATE0 + index)) : none;
 }
 
 MEMSCALE_API ms_shape ms_tensor_shape(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
     const ms_shape wrong = {{0, 0, 0, 0, 0, 0}, -1, {0, 0, 0, 0, 0, 0}, 0};
-    return t == MSI_NONE ? wrong : model->graph.tensors.items[t].view.shape;
+    if (t == MSI_NONE) {
+        return wrong;
+    }
+    const msi_tensor *x = &model->graph.tensors.items[t];
+    const msi_role role = msi_role_of(&model->graph, tensor);
+    return role >= MSI_ROLE_STATE0 && x->kind == MSI_KIND_PARAM &&
+                   msi_grid_of(msi_desc_of(&model->optimizers, x), x).is_factored
+               ? ms_shape1((int64_t)msi_elements_of(&model->optimizers, x, role))
+               : x->view.shape;
 }
 
 MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor) {
-    const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
-    return t == MSI_NONE ? 0 : ms_shape_count(&model->graph.tensors.items[t].view.shape);
+    const ms_shape shape = ms_tensor_shape(model, tensor);
+    return ms_shape_count(&shape);
 }
 
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
-    return t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
+    const msi_tensor *of = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
+    const msi_role role = msi_role_of(&model->graph, tensor);
+    return !of                       ? 0
+           : role >= MSI_ROLE_STATE0 ? msi_role_bytes(&model->optimizers, of, role, false)
+                                     : msi_value_bytes(of, msi_known_format(of, role));
 }
 
 MEMSCALE_API ms_dtype ms_tensor_dtype(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
-    return t == MSI_NONE ? MS_DTYPE_COUNT : model->graph.tensors.items[t].view.dtype;
+    return t == MSI_NONE ? MS_DTYPE_COUNT
+                         : msi_dtype_of(msi_known_format(&model->graph.tensors.items[t],
+                                                         msi_role_of(&model->graph, tensor)));
 }
 
 MEMSCALE_API ms_result ms_expect_bytes(ms_model *model, ms_tensor tensor, uint64_t bytes) {
     const uint32_t t = msi_transfer_index(model, "ms_expect_bytes", tensor, &bytes);
-    const uint64_t has = t == MSI_NONE ? 0 : model->graph.tensors.items[t].bytes;
+    const uint64_t has = t == MSI_NONE ? 0 : ms_tensor_bytes(model, tensor);
     return t == MSI_NONE ? msi_invalid(model)
            : has == bytes
                ? MS_RESULT_OK
@@ -34990,9 +36330,14 @@ MEMSCALE_API void ms_cancel(ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
-    ms_result result = model ? msi_check_start(model, "ms_eval") : MS_RESULT_INVALID;
+    ms_result result = model ? msi_check_start(model, "ms_eval", false) : MS_RESULT_INVALID;
     MSI_THEN(result, msi_forward(model, &model->run.plan->eval, loss));
     return result;
+}
+
+MEMSCALE_API ms_result ms_set_gradient_factor(ms_model *model, float factor) {
+    const ms_result result = msi_made(model);
+    return result == MS_RESULT_OK ? msi_set_gradient_factor(model, factor) : result;
 }
 
 MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
@@ -36370,16 +37715,26 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
+typedef struct msi_cuda_limits {
+    float of[MS_LIMIT_NORMS];
+} msi_cuda_limits;
+
 /* By one block. */
 static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_clip(const double *sum, float limit, float *scale, ms_step_state *step,
-               ms_update_factors *factors, uint64_t count) {
+    msi_k_clip(ms_norm *norms, msi_cuda_limits limits, uint32_t count, ms_step_state *step,
+               ms_update_factors *factors, uint64_t factor_count) {
     if (threadIdx.x == 0) {
-        *scale = msi_judge_norm(step, *sum, limit);
+        msi_judge_norms(step, norms, limits.of, count);
     }
     __syncthreads();
-    for (uint64_t i = threadIdx.x; i < count; i += blockDim.x) {
+    for (uint64_t i = threadIdx.x; i < factor_count; i += blockDim.x) {
         msi_correct_bias(&factors[i], step);
+    }
+}
+
+static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_factor(ms_factor_args args) {
+    if (threadIdx.x == 0) {
+        *args.factor = msi_factor_of(&args);
     }
 }
 
@@ -36423,7 +37778,7 @@ msi_cuda_update_floats(ms_optimizer_kind kind, const ms_update_args &u, msi_cuda
         msi_k_##name(ms_update_args u, msi_cuda_split r) {                                         \
         msi_cuda_update_floats(constant, u, r);                                                    \
     }
-MSI_OPTIMIZERS(MSI_X)
+MSI_CASES_OF_ELEMENTS
 #undef MSI_X
 
 /* Where state is not all F32, a warp takes a block of 256 elements: each lane 8 of them, or the
@@ -36952,9 +38307,14 @@ static int msi_cuda_add_squares(void *state, const void *device, ms_dtype dtype,
                                    number, nonfinite);
 }
 
-static int msi_cuda_clip_scale(void *state, const double *sum, float limit, float *scale,
-                               ms_step_state *step, ms_update_factors *factors, uint64_t count) {
-    return msi_cuda_launch(state, 1, msi_k_clip, sum, limit, scale, step, factors, count);
+static int msi_cuda_clip_scale(void *state, ms_norm *norms, const float *limits, uint32_t count,
+                               ms_step_state *step, ms_update_factors *factors,
+                               uint64_t factor_count) {
+    msi_cuda_limits by_value;
+    memset(&by_value, 0, sizeof by_value);
+    memcpy(by_value.of, limits, count * sizeof *limits);
+    return msi_cuda_launch(state, 1, msi_k_clip, norms, by_value, count, step, factors,
+                           factor_count);
 }
 
 static int msi_cuda_update(void *state, const ms_update_args *args) {
@@ -36970,9 +38330,16 @@ static int msi_cuda_update(void *state, const ms_update_args *args) {
 #define MSI_X(constant, name, ...)                                                                 \
     case constant:                                                                                 \
         return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_##name, *args, r);
-    MSI_SWITCH_OPTIMIZERS(args->kind)
+    switch (args->kind) {
+        MSI_CASES_OF_ELEMENTS
+        MSI_CASES_OF_NO_ELEMENT
+    }
 #undef MSI_X
     return (int)cudaErrorInvalidValue;
+}
+
+static int msi_cuda_factor(void *state, const ms_factor_args *args) {
+    return msi_cuda_launch(state, 1, msi_k_factor, *args);
 }
 
 static int msi_cuda_synchronize(void *state) {
@@ -37084,7 +38451,7 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     b.user = (void *)(intptr_t)device;
     b.is_asynchronous = true;
     b.maps_host = msi_cuda_attribute(device, cudaDevAttrUnifiedAddressing) > 0.0;
-    b.has_state_formats = true;
+    b.has_state_formats = b.has_update_steps = true;
     // What cuBLAS recommends ("Results reproducibility" and cublasSetWorkspace).
     b.workspace_bytes = ((uint64_t)(compute >= 9.0 ? 32 : 4) << 20) + MSI_CUDA_PARTIALS_BYTES;
 #define MSI_USE(function) b.function = msi_cuda_##function
@@ -37092,7 +38459,7 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     MSI_USE(hardware), MSI_USE(error_text), MSI_USE(open), MSI_USE(close), MSI_USE(prepare);
     MSI_USE(copy_in), MSI_USE(copy_out), MSI_USE(upload), MSI_USE(copy), MSI_USE(fill_bytes);
     MSI_USE(fill_f32), MSI_USE(scale_f32), MSI_USE(add), MSI_USE(cast), MSI_USE(loss);
-    MSI_USE(add_squares), MSI_USE(clip_scale), MSI_USE(update), MSI_USE(gemm);
+    MSI_USE(add_squares), MSI_USE(clip_scale), MSI_USE(update), MSI_USE(factor), MSI_USE(gemm);
     MSI_USE(synchronize), MSI_USE(record), MSI_USE(wait), MSI_USE(wait_on_host), MSI_USE(stream);
     MSI_USE(recording_begin), MSI_USE(recording_check), MSI_USE(recording_end);
     MSI_USE(recording_launch), MSI_USE(recording_release), MSI_USE(query), MSI_USE(elapsed);

@@ -8,6 +8,10 @@
 // A window is --sequence ids and, as the last target, the id that follows; the next window begins
 // there. A step takes --batch windows, each once, in order. The rate is constant; matrices decay,
 // vectors do not.
+//
+// With --rank adapters are trained alone. --base has the matrices beside them in blocks of codes, as
+// examples/llama does; with --decoded they are F32 with the values of these blocks, so that the two runs
+// differ by arithmetic alone.
 #include "bench.h"
 
 #define MEMSCALE_IMPLEMENTATION
@@ -19,7 +23,7 @@
 #include "weights.h"
 #include "weights_config.h"
 
-enum { WARM_STEPS = 2 };
+enum { WARM_STEPS = 2, HEAD_ROWS = 64 };
 
 /* Tokens of a file: int32, in the order of bytes of this machine. */
 typedef struct id_file {
@@ -29,8 +33,11 @@ typedef struct id_file {
 
 typedef struct finetune {
     trainer t;
-    const char *from, *train_path, *held_out_path, *write, *write_type;
+    const char *from, *train_path, *held_out_path, *base, *write, *write_type;
     float rate;
+    int64_t rank;
+    bool decodes;
+    blocks_kind blocks; // of the base
     nn_llama_config config;
     weights_output out;
     weight_file file; // of --from; closed once it is read
@@ -93,6 +100,9 @@ static int choose_model(trainer *t) {
                     (long long)t->options.sequence, (long long)f->config.positions);
     }
     f->layout = weights_layout_of(&f->config, f->layout.family);
+    f->config.adapter_rank = f->rank;
+    f->config.base = f->decodes ? BLOCKS_NONE : f->blocks;
+    f->config.head_rows = f->blocks != BLOCKS_NONE ? HEAD_ROWS : 0; // alike in both runs
     f->config.batch = t->shape.batch = t->options.batch;
     f->config.sequence = t->shape.sequence = t->options.sequence;
     t->shape.vocabulary = f->config.vocabulary;
@@ -112,12 +122,55 @@ static bool keeps_no_logits(const trainer *t) {
     return false;
 }
 
+/* Matrices that the file has in other blocks, or in none, get the values of blocks. */
+static int round_to_blocks(finetune *f, const nn_param_info *param, float *values,
+                           uint8_t *blocks) {
+    const int64_t count = (int64_t)ms_shape_count(&param->shape);
+    if (nn_read_param(f->t.model, param, values) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(f->t.model));
+    }
+    blocks_encode(f->blocks, values, count, blocks);
+    blocks_decode(f->blocks, blocks, count, values);
+    return nn_write_param(f->t.model, param, values) == MS_RESULT_OK
+               ? 0
+               : fail("%s", ms_last_error(f->t.model));
+}
+
+static int round_matrices(finetune *f) {
+    weights_list list;
+    int64_t elements = 0;
+    float *values = NULL;
+    int result = 0;
+    if (!weights_find_all(&f->file, f->t.net, &f->layout, &list) ||
+        !(values = weights_buffers(f->file.error, f->t.net, &elements))) {
+        result = fail("%s", f->file.error);
+    }
+    const nn_param_info *last = NULL;
+    for (int64_t i = 0; i < list.count && result == 0; i++) {
+        const weights_piece *p = &list.items[i];
+        if (p->param->shape.rank > 1 && p->param != last &&
+            weights_blocks_of(p->entry->type) != f->blocks) {
+            result = round_to_blocks(f, p->param, values, (uint8_t *)(values + elements));
+            last = p->param;
+        }
+    }
+    free(values);
+    free(list.items);
+    return result;
+}
+
 /* A file that is not needed any more is closed: its pages count as resident. */
 static int read_weights(trainer *t) {
     finetune *f = (finetune *)t;
+    if (f->rank > 0 && nn_init_adapters(t->net, 1) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->model));
+    }
     const bool is_read = weights_read(t->model, t->net, &f->file, &f->layout);
     if (!is_read) {
         return fail("--from %s: %s", f->from, f->file.error);
+    }
+    if (f->decodes && round_matrices(f) != 0) {
+        return 1;
     }
     weight_close(&f->file);
     f->has_file = false;
@@ -225,6 +278,12 @@ static int prepare(finetune *f) {
     if (!f->from) {
         return fail("--from names the weights to begin with");
     }
+    if (f->base && !blocks_find(f->base, &f->blocks)) {
+        return fail("--base %s: there are q8_0, q4_1 and nf4", f->base);
+    }
+    if ((f->base && f->rank == 0) || (f->decodes && !f->base)) {
+        return fail("--base needs --rank, and --decoded needs --base");
+    }
     if (f->write_type && !f->write) {
         return fail("--write-type needs --write FOLDER");
     }
@@ -311,6 +370,11 @@ int main(int argc, char **argv) {
         {"--batch", "N", OPTION_COUNT, &o->batch, "windows of a step"},
         {"--sequence", "N", OPTION_COUNT, &o->sequence, "tokens of a window"},
         {"--steps", "N", OPTION_COUNT, &o->steps, "steps to take (all)"},
+        {"--rank", "N", OPTION_COUNT, &f.rank, "train adapters of this rank alone"},
+        {"--base", "NAME", OPTION_TEXT, &f.base,
+         "the matrices beside adapters in blocks of codes: q8_0, q4_1 or nf4"},
+        {"--decoded", NULL, OPTION_FLAG, &f.decodes, "the base in F32, with the values of --base"},
+        {"--offload", "NAME", OPTION_TEXT, &o->offload, OPTION_OFFLOAD_HELP},
         {"--rate", "X", OPTION_REAL, &f.rate, "learning rate, constant"},
         {"--budget", "SIZE", OPTION_BUDGET, &o->budget, OPTION_BUDGET_HELP},
         {"--mode", "NAME", OPTION_TEXT, &o->mode, "conservative, balanced or aggressive"},

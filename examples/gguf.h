@@ -8,9 +8,11 @@
     Nothing in a file is trusted: each offset, count and size is checked before it is used, and an error
     is one line of text in weight_file.error. safetensors.h opens a path and knows the other format.
 
-    It needs C alone. It is C and C++. */
+    It needs blocks.h, which decodes blocks that nets have too. It is C and C++. */
 #ifndef MEMSCALE_GGUF_H
 #define MEMSCALE_GGUF_H
+
+#include "blocks.h"
 
 #include <errno.h>
 #include <stdarg.h>
@@ -138,61 +140,34 @@ GGUF_API uint64_t gguf_load(const uint8_t *data, int bytes) {
     return value;
 }
 
-GGUF_API float gguf_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* A binary16 number; its subnormal numbers are normal in float32. */
-GGUF_API float gguf_half(uint32_t half) {
-    const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31,
-                   fraction = half & 1023;
-    if (exponent == 0) {
-        const float value = (float)fraction * 5.9604644775390625e-8f; // 2^-24
-        return sign ? -value : value;
-    }
-    return gguf_float(sign | (exponent == 31 ? 255u : exponent + 112u) << 23 | fraction << 13);
-}
-
-GGUF_API float gguf_half_at(const uint8_t *data) {
-    return gguf_half((uint32_t)gguf_load(data, 2));
-}
-
 // ---- types --------------------------------------------------------------------------------------
 
 GGUF_API void gguf_decode_f32(const uint8_t *blocks, int64_t count, float *to) {
     for (int64_t i = 0; i < count; i++) {
-        to[i] = gguf_float((uint32_t)gguf_load(blocks + 4 * i, 4));
+        to[i] = blocks_float_of((uint32_t)gguf_load(blocks + 4 * i, 4));
     }
 }
 
 GGUF_API void gguf_decode_f16(const uint8_t *blocks, int64_t count, float *to) {
     for (int64_t i = 0; i < count; i++) {
-        to[i] = gguf_half_at(blocks + 2 * i);
+        to[i] = blocks_half_at(blocks + 2 * i);
     }
 }
 
 GGUF_API void gguf_decode_bf16(const uint8_t *blocks, int64_t count, float *to) {
     for (int64_t i = 0; i < count; i++) {
-        to[i] = gguf_float((uint32_t)gguf_load(blocks + 2 * i, 2) << 16);
+        to[i] = blocks_float_of((uint32_t)gguf_load(blocks + 2 * i, 2) << 16);
     }
 }
 
-/* A block of 32: a scale, then signed bytes. */
 GGUF_API void gguf_decode_q8_0(const uint8_t *blocks, int64_t count, float *to) {
-    for (const uint8_t *b = blocks; b < blocks + 34 * count; b += 34, to += 32) {
-        const float scale = gguf_half_at(b);
-        for (int i = 0; i < 32; i++) {
-            to[i] = (float)(b[2 + i] < 128 ? b[2 + i] : b[2 + i] - 256) * scale;
-        }
-    }
+    blocks_decode(BLOCKS_Q8_0, blocks, 32 * count, to);
 }
 
 /* A block of 32: a scale, then codes of 4 bits minus 8: low halves of the bytes first. */
 GGUF_API void gguf_decode_q4_0(const uint8_t *blocks, int64_t count, float *to) {
     for (const uint8_t *b = blocks; b < blocks + 18 * count; b += 18, to += 32) {
-        const float scale = gguf_half_at(b);
+        const float scale = blocks_half_at(b);
         for (int i = 0; i < 16; i++) {
             to[i] = (float)((b[2 + i] & 15) - 8) * scale;
             to[i + 16] = (float)((b[2 + i] >> 4) - 8) * scale;
@@ -200,20 +175,8 @@ GGUF_API void gguf_decode_q4_0(const uint8_t *blocks, int64_t count, float *to) 
     }
 }
 
-/* A block of 32: a scale and the smallest value, then codes of 4 bits. The product is exact: 4 bits
-   times 11. */
 GGUF_API void gguf_decode_q4_1(const uint8_t *blocks, int64_t count, float *to) {
-    for (const uint8_t *b = blocks; b < blocks + 20 * count; b += 20, to += 32) {
-        const float scale = gguf_half_at(b), least = gguf_half_at(b + 2);
-        float value[16]; // of each code
-        for (int code = 0; code < 16; code++) {
-            value[code] = (float)code * scale + least;
-        }
-        for (int i = 0; i < 16; i++) {
-            to[i] = value[b[4 + i] & 15];
-            to[i + 16] = value[b[4 + i] >> 4];
-        }
-    }
+    blocks_decode(BLOCKS_Q4_1, blocks, 32 * count, to);
 }
 
 /* Sizes of types that are not decoded: so that a file that has some can be checked and listed. */
@@ -589,7 +552,7 @@ GGUF_API double gguf_number_at(const gguf_value *v, uint64_t index) {
     const uint64_t bits = gguf_load(v->data + index * (uint64_t)size, size);
     switch (v->type) {
     case GGUF_F32:
-        return (double)gguf_float((uint32_t)bits);
+        return (double)blocks_float_of((uint32_t)bits);
     case GGUF_F64:
         memcpy(&real, &bits, sizeof real);
         return real;

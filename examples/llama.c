@@ -5,11 +5,13 @@
         build/examples/llama --from smollm2-135m-instruct-q4_1.gguf --rank 8 --budget smallest book.txt
         build/examples/llama --from SmolLM2-135M --sequence 512 --precision bf16 --state 8bit \
             --budget half --steps 200 --write tuned book.txt
+        build/examples/llama --from SmolLM2-135M --base q4_1 --rank 8 --offload on --budget smallest book.txt
         build/examples/llama --preset qwen3-0.6B --sequence 2048 --mode aggressive --dry
 
     Beyond what gpt2 shows: weights that are read by the names of their files (weights.h), tokens by the
     tokenizer that comes with them (tokenizer.h), adapters beside frozen weights, which lie in the file
-    where they can (ms_borrow), and a folder that transformers loads.
+    where they can (ms_borrow) or are kept in blocks of codes (--base; Dettmers et al., "QLoRA", 2023),
+    which a plan streams from the host, and a folder that transformers loads.
 
     Compiled with MODEL_SHAPE_CJSON, and linked with cJSON (-lcjson), it reads and writes safetensors;
     without, it reads GGUF alone. */
@@ -27,11 +29,12 @@
 #include "weights_config.h"
 
 enum { TUNED_BATCHES = 8 /* that are evaluated, where a step takes long */ };
+enum { HEAD_ROWS = 64 /* of a tile of head and loss, beside a base in blocks */ };
 enum { SAMPLE_TOKENS = 40, SAMPLE_SEQUENCE = 64, MOST_PRESETS = 64 };
 
 typedef struct llama {
     trainer t;
-    const char *from, *prompt, *write, *write_type;
+    const char *from, *base, *prompt, *write, *write_type;
     int64_t rank;
     nn_llama_config config;
     weight_file file; // of --from; open as long as the model
@@ -55,6 +58,8 @@ static int list_llama_options(trainer *t, option_spec *specs) {
          "tokenizer.json beside it, or a folder of these"},
         {"--rank", "N", OPTION_COUNT, &l->rank,
          "train adapters of this rank beside all matrices, which stay as they are"},
+        {"--base", "NAME", OPTION_TEXT, &l->base,
+         "keep the matrices beside adapters in blocks of codes: q8_0, q4_1 or nf4"},
         {"--data", "FILE", OPTION_WORD, &t->options.files, "one more text file"},
         {"--prompt", "TEXT", OPTION_TEXT, &l->prompt,
          "let the model go on from this text at the end"},
@@ -141,6 +146,24 @@ static int check_folder(llama *l) {
                                                    : fail("--write %s: %s", l->write, l->out.error);
 }
 
+/* With a large vocabulary most of the memory would be logits, so that head and loss are in tiles. */
+static int choose_base(llama *l) {
+    nn_llama_config *c = &l->config;
+    if (!blocks_find(l->base, &c->base)) {
+        return fail("--base %s: there are q8_0, q4_1 and nf4", l->base);
+    }
+    const int64_t size = c->head_size || c->heads < 1 ? c->head_size : c->channels / c->heads;
+    const int64_t widths[] = {c->channels, c->feed_forward, c->heads * size}; // of matrices
+    for (int i = 0; i < 3; i++) {
+        if (widths[i] % blocks_length(c->base) != 0) {
+            return fail("--base %s: rows of %lld numbers are not whole blocks of %d", l->base,
+                        (long long)widths[i], blocks_length(c->base));
+        }
+    }
+    c->head_rows = HEAD_ROWS;
+    return l->rank > 0 ? 0 : fail("--base %s needs --rank: what is in blocks is frozen", l->base);
+}
+
 static int choose_llama(trainer *t) {
     llama *l = llama_of(t);
     const settings *o = &t->options;
@@ -162,6 +185,9 @@ static int choose_llama(trainer *t) {
     c->batch = o->batch ? o->batch : is_small ? 8 : 1;
     c->sequence = o->sequence;
     c->adapter_rank = l->rank;
+    if (l->base && choose_base(l) != 0) {
+        return 1;
+    }
     c->largest_sequence = l->prompt && o->sequence > SAMPLE_SEQUENCE ? o->sequence : 0;
     t->shape.batch = c->batch;
     t->shape.sequence = c->sequence;

@@ -65,6 +65,11 @@
     works in tiles; and, in convolution, the gradient of pixels that several bands of patches cover,
     once for each band.
 
+    BLOCKS. The weight of a linear layer, and an embedding table, can be a matrix in blocks of codes
+    (blocks.h): a frozen param in U8, with the bytes of a row of the matrix in each row
+    (nn_param_in_blocks). Calls decode some of its rows at a time to scratch memory, in the dtype of the
+    call, and multiply by these; sums over several of such products are F32.
+
     TILES. All layers except batch normalization declare their rows (ms_layer_desc.tile): images,
     the sequences of attention and of whole blocks, and otherwise tokens. In tiles, outputs and
     dropout masks are those of all rows at once, since what depends on the place of a row counts
@@ -112,6 +117,8 @@
 
 #include "memscale.h"
 
+#include "blocks.h"
+
 #include <float.h>
 #include <math.h>
 #include <stdio.h>
@@ -155,6 +162,7 @@ typedef struct nn_param_info {
     ms_shape shape;
     nn_init_kind init;
     float deviation;
+    blocks_kind blocks; // of nn_param_in_blocks: how its numbers are stored
 } nn_param_info;
 
 /* Callbacks of layers return this error, those of ms_gemm or those of the CUDA runtime. */
@@ -205,6 +213,16 @@ NN_API ms_axis nn_axis(nn_net *net, const char *name, int64_t size, int64_t larg
    normalization) has no weight decay. */
 NN_API ms_tensor nn_param(nn_net *net, const char *name, ms_shape shape, nn_init_kind init,
                           float deviation);
+
+/* A matrix (rows, columns) in blocks of codes: a frozen param in U8, as weight of nn_linear_tied and as
+   table of nn_embedding, which then has no positions. columns must be whole blocks. */
+NN_API ms_tensor nn_param_in_blocks(nn_net *net, const char *name, blocks_kind kind, int64_t rows,
+                                    int64_t columns, float deviation);
+
+/* ms_write and ms_read of a param by its elements in F32, which those in blocks are encoded from and
+   decoded to. Errors: those of ms_write and ms_read, OUT_OF_MEMORY. */
+NN_API ms_result nn_write_param(ms_model *model, const nn_param_info *info, const float *values);
+NN_API ms_result nn_read_param(ms_model *model, const nn_param_info *info, float *values);
 
 /* Whether layers that are registered from now on let the gradients of their weights be in 16 bits,
    in steps that call them in 16 bits: those of linear layers, also within blocks, and embedding
@@ -515,6 +533,13 @@ typedef struct nn_lookup {
     const int32_t *index;
     int64_t entries, first, period;
 } nn_lookup;
+
+/* A matrix in blocks of codes. */
+typedef struct nn_coded {
+    const uint8_t *blocks;
+    blocks_kind kind;
+    int64_t rows, columns;
+} nn_coded;
 
 /* Rows that a kernel works on come in groups: `group` of them follow each other, and the groups begin
    `apart` elements from one another, as do the queries of a token within its queries, keys and
@@ -1019,7 +1044,8 @@ NN_HD int64_t nn_largest_place(nn_values plane, const nn_window *w, int64_t y, i
    the sum of exponentials of each row; in forward its data may be NULL. dqkv is not qkv.
    rotary: the pairs of y = those of x turned, or back; y may be x. What is in no pair is left alone.
    gated: y = function(gate) * up; y may be either. Its gradients may be where operands are.
-   softcap: y = cap * tanh(x / cap); y may be x. Its gradient comes from y. */
+   softcap: y = cap * tanh(x / cap); y may be x. Its gradient comes from y.
+   decode: row r of y = row index[r] of a matrix in blocks, or row first + r if index is NULL. */
 #define NN_KERNELS(K)                                                                              \
     K(copy, (const ms_call *call, nn_dest y, nn_values x, int64_t count))                          \
     K(copy_columns,                                                                                \
@@ -1042,6 +1068,8 @@ NN_HD int64_t nn_largest_place(nn_values plane, const nn_window *w, int64_t y, i
                   int64_t rows, int64_t channels))                                                 \
     K(embedding_backward, (const ms_call *call, nn_dest dtable, const nn_lookup *lookup,           \
                            nn_values dy, int64_t rows, int64_t channels, float *work))             \
+    K(decode, (const ms_call *call, nn_values y, nn_coded from, const int32_t *index,              \
+               int64_t first, int64_t rows))                                                       \
     K(linear, (const ms_call *call, nn_values y, nn_values x, nn_values weight, const float *bias, \
                nn_linear_size n))                                                                  \
     K(linear_gelu, (const ms_call *call, nn_values y, nn_values h, nn_values x, nn_values weight,  \
@@ -1277,6 +1305,70 @@ NN_API ms_tensor nn_buffer(nn_net *net, const char *name, ms_shape shape, nn_ini
     return info->tensor;
 }
 
+NN_API ms_tensor nn_param_in_blocks(nn_net *net, const char *name, blocks_kind kind, int64_t rows,
+                                    int64_t columns, float deviation) {
+    const ms_tensor none = {0};
+    char reason[160];
+    if (kind == BLOCKS_NONE || columns % blocks_length(kind) != 0) {
+        snprintf(reason, sizeof reason,
+                 "nn: %.60s: rows of %lld numbers are not whole blocks of %d", name,
+                 (long long)columns, blocks_length(kind));
+        return nn_refuse(net, reason);
+    }
+    nn_param_info *info =
+        nn_append(net, &net->params, name, ms_shape2(rows, columns), NN_INIT_NORMAL, deviation);
+    if (info == NULL) {
+        return none;
+    }
+    info->blocks = kind;
+    info->tensor =
+        ms_param(net->model, name, MS_DTYPE_U8, ms_shape2(rows, blocks_row_bytes(kind, columns)));
+    ms_set_frozen(net->model, info->tensor, true);
+    return info->tensor;
+}
+
+NN_API ms_result nn_write_param(ms_model *model, const nn_param_info *info, const float *values) {
+    if (info->blocks == BLOCKS_NONE) {
+        return ms_write(model, info->tensor, values);
+    }
+    uint8_t *blocks = (uint8_t *)malloc((size_t)ms_tensor_bytes(model, info->tensor) + 1);
+    if (blocks == NULL) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    blocks_encode(info->blocks, values, (int64_t)ms_shape_count(&info->shape), blocks);
+    const ms_result result = ms_write(model, info->tensor, blocks);
+    free(blocks);
+    return result;
+}
+
+NN_API ms_result nn_read_param(ms_model *model, const nn_param_info *info, float *values) {
+    if (info->blocks == BLOCKS_NONE) {
+        return ms_read(model, info->tensor, values);
+    }
+    uint8_t *blocks = (uint8_t *)malloc((size_t)ms_tensor_bytes(model, info->tensor) + 1);
+    if (blocks == NULL) {
+        return MS_RESULT_OUT_OF_MEMORY;
+    }
+    const ms_result result = ms_read(model, info->tensor, blocks);
+    if (result == MS_RESULT_OK) {
+        blocks_decode(info->blocks, blocks, (int64_t)ms_shape_count(&info->shape), values);
+    }
+    free(blocks);
+    return result;
+}
+
+/* The entry of a param in blocks; NULL: the tensor is none. */
+NN_API const nn_param_info *nn_find_in_blocks(const nn_net *net, ms_tensor tensor) {
+    const bool may_be = ms_tensor_dtype(net->model, tensor) == MS_DTYPE_U8;
+    for (int64_t i = 0; i < net->params.count && may_be; i++) {
+        const nn_param_info *info = &net->params.infos[i];
+        if (info->blocks != BLOCKS_NONE && info->tensor.id == tensor.id) {
+            return info;
+        }
+    }
+    return NULL;
+}
+
 NN_API const nn_param_info *nn_list_at(const nn_list *list, int64_t index) {
     return index >= 0 && index < list->count ? &list->infos[index] : NULL;
 }
@@ -1344,7 +1436,7 @@ NN_API ms_result nn_init_list(nn_net *net, const nn_list *list, bool adapters_al
         } else {
             nn_constant_kernel(values, count, info->init == NN_INIT_ONES ? 1.0f : 0.0f);
         }
-        result = ms_write(net->model, info->tensor, values);
+        result = nn_write_param(net->model, info, values);
     }
     return result;
 }
@@ -1511,6 +1603,118 @@ NN_API int nn_linear_backward(const ms_call *call) {
         call, nn_gradient_of(&call->grad_in[0]), nn_gradient_of(&call->grad_param[0]),
         nn_bias_gradient_in(call), nn_values_of(&call->grad_out[0]), nn_values_of(&call->in[0]),
         nn_values_of(&call->param[0]), nn_linear_size_of(call), (float *)call->workspace);
+}
+
+/* Of layers whose first param is in blocks. */
+typedef struct nn_coded_options {
+    nn_options common;
+    blocks_kind kind;
+    int64_t columns;
+    bool biased;
+} nn_coded_options;
+
+NN_API nn_coded nn_coded_in(const ms_call *call) {
+    const nn_coded_options *o = (const nn_coded_options *)call->user;
+    nn_coded coded;
+    coded.blocks = (const uint8_t *)call->param[0].data;
+    coded.kind = o->kind;
+    coded.rows = call->param[0].shape.dim[0];
+    coded.columns = o->columns;
+    return coded;
+}
+
+/* Numbers that are decoded at a time, about. Tests, whose sizes are small, set it lower. */
+#ifndef NN_DECODED
+#define NN_DECODED (1 << 18)
+#endif
+
+/* Rows of a matrix that are decoded at a time. */
+NN_API int64_t nn_decoded_rows(int64_t rows, int64_t columns) {
+    return nn_least(rows, nn_most(1, NN_DECODED / columns));
+}
+
+/* The rows that a call works on, decoded at the start of its workspace. */
+NN_API int nn_decode_rows(const ms_call *call, const nn_coded *w, int64_t first, int64_t count,
+                          ms_dtype dtype, ms_matrix *decoded) {
+    const nn_values some = nn_values_in(call->workspace, dtype);
+    *decoded = nn_matrix(some, count, w->columns, w->columns);
+    return nn_device_in(call)->decode(call, some, *w, NULL, first, count);
+}
+
+NN_API int nn_coded_embedding_forward(const ms_call *call) {
+    return nn_device_in(call)->decode(call, nn_values_of(&call->out[0]), nn_coded_in(call),
+                                      nn_integers(&call->in[0]) + call->row_begin, 0,
+                                      nn_rows(call->out[0].shape));
+}
+
+/* Each row of y = the bias: that of a table with one entry. */
+NN_API int nn_fill_with_bias(const ms_call *call, int64_t rows) {
+    nn_lookup lookup;
+    memset(&lookup, 0, sizeof lookup);
+    lookup.table = nn_values_of(&call->param[1]);
+    lookup.entries = lookup.period = 1;
+    return nn_device_in(call)->embedding(call, nn_values_of(&call->out[0]), &lookup, 1, rows,
+                                         nn_last(call->out[0].shape));
+}
+
+NN_API int nn_coded_linear_forward(const ms_call *call) {
+    const nn_coded w = nn_coded_in(call);
+    const nn_values x = nn_values_of(&call->in[0]), y = nn_values_of(&call->out[0]);
+    const int64_t rows = nn_rows(call->in[0].shape), step = nn_decoded_rows(w.rows, w.columns);
+    const bool biased = ((const nn_coded_options *)call->user)->biased;
+    int result = biased ? nn_fill_with_bias(call, rows) : 0;
+    for (int64_t first = 0; first < w.rows && result == 0; first += step) {
+        const int64_t count = nn_least(step, w.rows - first);
+        ms_matrix some;
+        result = nn_decode_rows(call, &w, first, count, x.dtype, &some);
+        result = nn_first(result, (int)ms_gemm(call, 1.0f, nn_matrix(x, rows, w.columns, w.columns),
+                                               ms_transpose(some), biased ? 1.0f : 0.0f,
+                                               nn_matrix(nn_from(y, first), rows, count, w.rows)));
+    }
+    return result;
+}
+
+/* dx = dy * weight, or += that, some rows of the weight at a time. The sum is F32: in 16 bits in scratch
+   memory, and rounded once. */
+NN_API int nn_coded_products(const ms_call *call, const nn_coded *w, float *sums) {
+    const nn_values dy = nn_values_of(&call->grad_out[0]);
+    const int64_t rows = nn_rows(call->in[0].shape), step = nn_decoded_rows(w->rows, w->columns);
+    const ms_view *dx = &call->grad_in[0];
+    const bool rounds = dx->dtype != MS_DTYPE_F32;
+    ms_view sum = *dx;
+    int result = 0;
+    if (rounds) {
+        sum.data = sums;
+        sum.dtype = MS_DTYPE_F32;
+        result = dx->beta != 0.0f ? (int)ms_cast(call, &sum, dx) : 0;
+    }
+    for (int64_t first = 0; first < w->rows && result == 0; first += step) {
+        const int64_t count = nn_least(step, w->rows - first);
+        ms_matrix some;
+        result = nn_decode_rows(call, w, first, count, dy.dtype, &some);
+        result = nn_first(
+            result, (int)ms_gemm(call, 1.0f, nn_matrix(nn_from(dy, first), rows, count, w->rows),
+                                 some, first == 0 ? dx->beta : 1.0f,
+                                 nn_matrix(nn_values_of(&sum), rows, w->columns, w->columns)));
+    }
+    return nn_first(result, rounds && result == 0 ? (int)ms_cast(call, dx, &sum) : 0);
+}
+
+/* Its workspace: decoded rows, F32 sums of all rows of x, and what sums over columns need. */
+NN_API int nn_coded_linear_backward(const ms_call *call) {
+    const nn_coded w = nn_coded_in(call);
+    const nn_dest dbias = ((const nn_coded_options *)call->user)->biased
+                              ? nn_gradient_of(&call->grad_param[1])
+                              : nn_nowhere();
+    const nn_linear_size n = {nn_rows(call->in[0].shape), w.columns, w.rows};
+    float *sums = (float *)call->workspace + nn_decoded_rows(w.rows, w.columns) * w.columns;
+    int result = call->grad_in[0].data != NULL ? nn_coded_products(call, &w, sums) : 0;
+    if (result == 0 && dbias.data != NULL) {
+        result = nn_device_in(call)->linear_backward(call, nn_nowhere(), nn_nowhere(), dbias,
+                                                     nn_values_of(&call->grad_out[0]), nn_f32(NULL),
+                                                     nn_f32(NULL), n, sums + n.rows * w.columns);
+    }
+    return result;
 }
 
 typedef struct nn_norm_options {
@@ -2013,12 +2217,12 @@ NN_API bool nn_check_formats(nn_net *net, const char *layer, const ms_tensor *op
 }
 
 /* Registers desc with a new activation of this shape as its only output. The inputs in the mask
-   `integers` are numbers of rows. */
-NN_API ms_tensor nn_register_indexed(nn_net *net, ms_layer_desc *desc, ms_shape shape,
-                                     uint32_t integers) {
+   `integers` are numbers of rows, the params in the mask `coded` are in blocks. */
+NN_API ms_tensor nn_register_coded(nn_net *net, ms_layer_desc *desc, ms_shape shape,
+                                   uint32_t integers, uint32_t coded) {
     const ms_tensor nothing = {0};
     if (!nn_check_formats(net, desc->name, desc->in, integers) ||
-        !nn_check_formats(net, desc->name, desc->param, 0)) {
+        !nn_check_formats(net, desc->name, desc->param, coded)) {
         return nothing;
     }
     desc->out[0] = ms_activation(net->model, desc->name, MS_DTYPE_F32, shape);
@@ -2037,6 +2241,11 @@ NN_API ms_tensor nn_register_indexed(nn_net *net, ms_layer_desc *desc, ms_shape 
         ms_set_layer_technique(net->model, layer, MS_TECHNIQUE_TILING, MS_SWITCH_ON);
     }
     return desc->out[0];
+}
+
+NN_API ms_tensor nn_register_indexed(nn_net *net, ms_layer_desc *desc, ms_shape shape,
+                                     uint32_t integers) {
+    return nn_register_coded(net, desc, shape, integers, 0);
 }
 
 NN_API ms_tensor nn_register(nn_net *net, ms_layer_desc *desc, ms_shape shape) {
@@ -2173,12 +2382,45 @@ NN_API ms_shape nn_largest(const nn_net *net, ms_shape shape) {
     return shape;
 }
 
+/* Options of a layer whose weight or table is in blocks. */
+NN_API void *nn_attach_coded(nn_net *net, const nn_param_info *weight, bool biased) {
+    nn_coded_options options;
+    memset(&options, 0, sizeof options);
+    options.kind = weight->blocks;
+    options.columns = weight->shape.dim[1];
+    options.biased = biased;
+    return nn_attach(net, &options, sizeof options);
+}
+
+/* Nothing flows back: the table is frozen. */
+NN_API ms_tensor nn_coded_embedding(nn_net *net, const char *name, ms_tensor tokens,
+                                    const nn_param_info *table) {
+    ms_layer_desc desc =
+        nn_desc(name, nn_coded_embedding_forward, NULL, nn_attach_coded(net, table, false));
+    ms_shape out = ms_tensor_shape(net->model, tokens);
+    desc.in[0] = tokens;
+    desc.param[0] = table->tensor;
+    desc.no_backward = true;
+    out.rank = 3;
+    out = nn_with_last(out, table->shape.dim[1]);
+    desc.flops = 2.0 * nn_elements(out);
+    nn_declare_rows(&desc, out);
+    desc.tile.whole_in = 1;
+    return nn_register_coded(net, &desc, out, 1, 1);
+}
+
 NN_API ms_tensor nn_embedding(nn_net *net, const char *name, ms_tensor tokens, ms_tensor table,
                               ms_tensor positions, ms_tensor segments, ms_tensor segment_table) {
     const ms_shape ids = ms_tensor_shape(net->model, tokens);
     const bool segmented = segments.id != 0 && segment_table.id != 0;
     if (ids.rank != 2) {
         return nn_refuse(net, "nn_embedding: tokens must be (B, T)");
+    }
+    const nn_param_info *coded = nn_find_in_blocks(net, table);
+    if (coded != NULL) {
+        return positions.id == 0 && !segmented
+                   ? nn_coded_embedding(net, name, tokens, coded)
+                   : nn_refuse(net, "nn_embedding: a table in blocks, with positions or segments");
     }
     if (positions.id != 0 &&
         ms_tensor_shape(net->model, positions).dim[0] < nn_largest(net, ids).dim[1]) {
@@ -2218,8 +2460,53 @@ NN_API uint32_t nn_bias_mask(ms_tensor bias) {
     return bias.id != 0 ? 2 : 0;
 }
 
+/* The workspace for some decoded rows and, in backward, for what nn_coded_linear_backward has after them:
+   F32 sums for each row of the layer, and the scratch memory of sums over columns. */
+NN_API ms_workspace nn_coded_workspace(const nn_net *net, const nn_param_info *weight, ms_shape out,
+                                       uint32_t axes, bool backward) {
+    const int64_t columns = weight->shape.dim[1];
+    const int64_t decoded = nn_decoded_rows(weight->shape.dim[0], columns) * columns;
+    const ms_shape largest = nn_largest(net, out);
+    if (!backward) {
+        return nn_workspace(decoded);
+    }
+    ms_workspace workspace = nn_column_workspace(net, largest, axes, nn_column_scratch);
+    const int64_t units = axes > 0 ? nn_leading(largest, axes) : 1; // what row_bytes is for
+    const uint64_t sums = (uint64_t)(nn_rows(largest) / units * columns) * sizeof(float);
+    workspace.row_bytes += axes > 0 ? sums : 0;
+    workspace.bytes += (uint64_t)decoded * sizeof(float) + (axes > 0 ? 0 : sums);
+    return workspace;
+}
+
+NN_API ms_tensor nn_coded_linear(nn_net *net, const char *name, ms_tensor x,
+                                 const nn_param_info *weight, ms_tensor bias) {
+    const ms_shape from = ms_tensor_shape(net->model, x);
+    if (from.rank < 1 || weight->shape.dim[1] != nn_last(from)) {
+        return nn_refuse(net, "nn_linear: the weight does not fit the input");
+    }
+    ms_layer_desc desc = nn_desc(name, nn_coded_linear_forward, nn_coded_linear_backward,
+                                 nn_attach_coded(net, weight, bias.id != 0));
+    desc.in[0] = x;
+    desc.param[0] = weight->tensor;
+    desc.param[1] = bias;
+    desc.backward_reads.param = 1;
+    const ms_shape out = nn_with_last(from, weight->shape.dim[0]);
+    const double elements = nn_elements(weight->shape); // which are decoded: some 4 operations each
+    desc.flops = nn_elements(out) * 2.0 * (double)weight->shape.dim[1] + 4.0 * elements;
+    desc.backward_flops = desc.flops; // there is no gradient of the weight
+    nn_declare_rows(&desc, out);
+    desc.forward_workspace = nn_coded_workspace(net, weight, out, desc.tile.axes, false);
+    desc.backward_workspace = nn_coded_workspace(net, weight, out, desc.tile.axes, true);
+    desc.tile.smallest = out.rank == 3 ? NN_TILE_ROWS : 0;
+    return nn_register_coded(net, &desc, out, 0, 1);
+}
+
 NN_API ms_tensor nn_linear_tied(nn_net *net, const char *name, ms_tensor x, ms_tensor weight,
                                 ms_tensor bias) {
+    const nn_param_info *coded = nn_find_in_blocks(net, weight);
+    if (coded != NULL) {
+        return nn_coded_linear(net, name, x, coded, bias);
+    }
     const ms_shape from = ms_tensor_shape(net->model, x);
     const ms_shape matrix = ms_tensor_shape(net->model, weight);
     if (from.rank < 1 || matrix.rank != 2 || matrix.dim[1] != nn_last(from)) {

@@ -461,6 +461,30 @@ NN_API int nn_embedding_kernel(const ms_call *call, nn_values y, const nn_lookup
     return 0;
 }
 
+/* Rows of a matrix in blocks. */
+NN_API int nn_decode_kernel(const ms_call *call, nn_values y, nn_coded from, const int32_t *index,
+                            int64_t first, int64_t rows) {
+    (void)call;
+    if (index != NULL && nn_index_check(index, rows, from.rows, false) != 0) {
+        return NN_ERROR_INDEX;
+    }
+    const int64_t piece = nn_piece(y.dtype, from.columns); // NN_ROOM is whole blocks
+    NN_PARALLEL(rows * from.columns)
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t row = index != NULL ? (int64_t)index[r] : first + r;
+        const uint8_t *blocks = from.blocks + row * blocks_row_bytes(from.kind, from.columns);
+        const nn_dest to = nn_dest_of(nn_from(y, r * from.columns), 0.0f);
+        float room[NN_ROOM];
+        for (int64_t begin = 0; begin < from.columns; begin += piece) {
+            const int64_t size = nn_least(piece, from.columns - begin);
+            float *values = nn_open(to, begin, size, room);
+            blocks_decode(from.kind, blocks + blocks_row_bytes(from.kind, begin), size, values);
+            nn_close(to, begin, size, values);
+        }
+    }
+    return 0;
+}
+
 /* dtable (entries, channels), F32: for each entry the sum of the rows of dy (rows, channels) that
    took it, or += that. */
 NN_API int nn_embedding_backward_kernel(const ms_call *call, nn_dest dtable,

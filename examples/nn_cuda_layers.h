@@ -737,6 +737,41 @@ static int nn_cuda_embedding(const ms_call *call, nn_values y, const nn_lookup *
     return NN_AS(y.dtype, nn_cuda_embedding_as, call, y, all, rows, channels);
 }
 
+/* Rows of a matrix in blocks: a thread per block. A row that the matrix does not have becomes NaN. */
+template <typename T>
+static __global__ void __launch_bounds__(NN_THREADS)
+    nn_k_decode(T *y, nn_coded from, const int32_t *index, int64_t first, int64_t rows) {
+    const int length = blocks_length(from.kind);
+    const int64_t in_row = from.columns / length;
+    const int64_t i = (int64_t)blockIdx.x * NN_THREADS + threadIdx.x;
+    if (i >= rows * in_row) {
+        return;
+    }
+    const int64_t row = index != NULL ? (int64_t)index[i / in_row] : first + i / in_row;
+    const bool is_there = row >= 0 && row < from.rows;
+    float value[BLOCKS_LONGEST];
+    if (is_there) {
+        const int64_t block = row * in_row + i % in_row;
+        blocks_decode_one(from.kind, from.blocks + block * blocks_bytes(from.kind), value);
+    }
+    for (int k = 0; k < length; k++) {
+        nn_d_round(y + i * length + k, is_there ? value[k] : nn_nan());
+    }
+}
+
+template <typename T>
+static int nn_cuda_decode_as(const ms_call *call, nn_values y, const nn_coded &from,
+                             const int32_t *index, int64_t first, int64_t rows) {
+    const int64_t count = rows * (from.columns / blocks_length(from.kind));
+    return nn_launch(call, nn_grid_of(nn_divide_up(count, NN_THREADS), 1, NN_THREADS),
+                     nn_k_decode<T>, y.data, from, index, first, rows);
+}
+
+static int nn_cuda_decode(const ms_call *call, nn_values y, nn_coded from, const int32_t *index,
+                          int64_t first, int64_t rows) {
+    return NN_AS(y.dtype, nn_cuda_decode_as, call, y, from, index, first, rows);
+}
+
 /* Adds up the rows of dy that took the same entry of a table. */
 typedef struct nn_scatter {
     nn_values out; // (entries, channels)

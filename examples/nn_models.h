@@ -472,6 +472,8 @@ typedef struct nn_llama_config {
     /* As in nn_transformer_config. */
     int64_t batch, sequence, largest_batch, largest_sequence;
     int64_t adapter_rank;
+    blocks_kind base;  // all matrices in such blocks of codes, which needs adapters; NONE: in F32
+    int64_t head_rows; // rows of the tiles of head and loss, in every plan; 0: as the plan sees fit
 } nn_llama_config;
 
 /* Registers a model. Params: "tokens.weight" (V, C); of block 0 "h0.norm1.weight", "h0.qkv.weight"
@@ -610,7 +612,11 @@ typedef struct nn_llama_builder {
     bool has_window;
 } nn_llama_builder;
 
-NN_API ms_tensor nn_llama_weight(nn_net *net, const char *name, int64_t out, int64_t in) {
+NN_API ms_tensor nn_llama_weight(nn_net *net, const char *name, blocks_kind kind, int64_t out,
+                                 int64_t in) {
+    if (kind != BLOCKS_NONE) {
+        return nn_param_in_blocks(net, nn_join(name, "weight").text, kind, out, in, 0.02f);
+    }
     return nn_param(net, nn_join(name, "weight").text, ms_shape2(out, in), NN_INIT_NORMAL, 0.02f);
 }
 
@@ -621,7 +627,7 @@ NN_API ms_tensor nn_llama_linear(const nn_llama_builder *b, const char *name, ms
     const int64_t rank = b->config->adapter_rank;
     const int64_t in = nn_last(ms_tensor_shape(b->net->model, x));
     ms_tensor bias = {0};
-    const ms_tensor weight = nn_llama_weight(b->net, whole.text, out, in);
+    const ms_tensor weight = nn_llama_weight(b->net, whole.text, b->config->base, out, in);
     if (biased) {
         bias =
             nn_param(b->net, nn_join(whole.text, "bias").text, ms_shape1(out), NN_INIT_ZEROS, 0.0f);
@@ -718,13 +724,16 @@ NN_API nn_llama_config nn_llama_filled(const nn_llama_config *config) {
 NN_API const char *nn_llama_mistake(const nn_llama_config *c) {
     const float reals[] = {c->epsilon,       c->theta,     c->local_theta,
                            c->attention_cap, c->logit_cap, c->query_scale};
-    bool are_sizes = c->layers >= 0 && c->window >= 0 && c->full_every >= 0 && c->adapter_rank >= 0;
+    bool are_sizes = c->layers >= 0 && c->window >= 0 && c->full_every >= 0 &&
+                     c->adapter_rank >= 0 && c->head_rows >= 0;
     for (size_t i = 0; i < sizeof reals / sizeof reals[0]; i++) {
         are_sizes = are_sizes && nn_is_size(reals[i]);
     }
     return !are_sizes ? "nn_llama: a setting is below 0, or no number"
            : c->heads < 1 || (c->head_size == 0 && c->channels % c->heads != 0)
                ? "nn_llama: channels must be a multiple of heads, or head_size given"
+           : c->base != BLOCKS_NONE && c->adapter_rank == 0
+               ? "nn_llama: a base in blocks is frozen, so it needs adapters"
                : NULL;
 }
 
@@ -742,7 +751,7 @@ NN_API nn_transformer nn_llama(nn_net *net, const nn_llama_config *config) {
         nn_ids_shape(net, c.batch, c.sequence, c.largest_batch, c.largest_sequence);
     t.tokens = ms_input(net->model, "tokens", MS_DTYPE_I32, ids);
     t.targets = ms_input(net->model, "targets", MS_DTYPE_I32, ids);
-    const ms_tensor table = nn_llama_weight(net, "tokens", c.vocabulary, c.channels);
+    const ms_tensor table = nn_llama_weight(net, "tokens", c.base, c.vocabulary, c.channels);
     ms_tensor x = nn_embedding(net, "embedding", t.tokens, table, none, none, none);
     x = c.scaled_tokens ? nn_scale(net, "scaled", x, sqrtf((float)c.channels)) : x;
     for (int64_t l = 0; l < c.layers; l++) {
@@ -754,10 +763,14 @@ NN_API nn_transformer nn_llama(nn_net *net, const nn_llama_config *config) {
         x = nn_llama_block(&b, x);
     }
     x = nn_rmsnorm(net, "norm", x, c.epsilon, c.offset_norms);
-    const ms_tensor head = c.tied ? table : nn_llama_weight(net, "head", c.vocabulary, c.channels);
+    const ms_tensor head =
+        c.tied ? table : nn_llama_weight(net, "head", c.base, c.vocabulary, c.channels);
+    const int64_t others = net->tile_rows;
+    nn_force_tiles(net, c.head_rows > 0 ? c.head_rows : others);
     t.logits = nn_linear_tied(net, "head", x, head, none);
     t.logits = c.logit_cap > 0.0f ? nn_softcap(net, "capped", t.logits, c.logit_cap) : t.logits;
     t.losses = nn_cross_entropy(net, "loss", t.logits, t.targets);
+    nn_force_tiles(net, others);
     ms_set_loss(net->model, t.losses);
     if (c.adapter_rank > 0) {
         nn_freeze(net);

@@ -70,6 +70,7 @@ struct trainer {
     nn_transformer_config shape;
     ms_model *model;
     nn_net *net;
+    ms_param_group matrices; // that Muon updates; 0: none
     nn_transformer built;
     const char *model_name;
     double usual_rate;
@@ -393,14 +394,17 @@ static int choose_precision(const char *name, ms_config *config, bool *forces) {
     return 0;
 }
 
-/* Lion takes 3 to 10 times smaller rates than AdamW, and as many times its decay (Chen et al., 2023). */
+/* Lion takes 3 to 10 times smaller rates than AdamW, and as many times its decay (Chen et al., 2023).
+   Muon is for matrices; AdamW updates the rest. */
 static const struct {
     const char *name;
     ms_optimizer_kind kind;
     double rate; // times that of AdamW
     float weight_decay;
 } trainer_optimizers[] = {{"adamw", MS_OPTIMIZER_ADAMW, 1.0, 0.1f},
-                          {"lion", MS_OPTIMIZER_LION, 1.0 / 3.0, 0.3f}};
+                          {"lion", MS_OPTIMIZER_LION, 1.0 / 3.0, 0.3f},
+                          {"adafactor", MS_OPTIMIZER_ADAFACTOR, 10.0, 0.0f},
+                          {"muon", MS_OPTIMIZER_MUON, 1.0, 0.1f}};
 enum { TRAINER_OPTIMIZERS = sizeof trainer_optimizers / sizeof trainer_optimizers[0] };
 
 /* Of trainer_optimizers; TRAINER_OPTIMIZERS: there is none of that name. */
@@ -419,9 +423,10 @@ static int choose_optimizer(const trainer *t, ms_optimizer_desc *desc, ms_config
     const settings *o = &t->options;
     const int i = optimizer_of(o);
     if (i == TRAINER_OPTIMIZERS) {
-        return fail("--optimizer %s: there are adamw and lion", o->optimizer);
+        return fail("--optimizer %s: there are adamw, lion, adafactor and muon", o->optimizer);
     }
-    *desc = ms_optimizer_defaults(trainer_optimizers[i].kind);
+    const ms_optimizer_kind kind = trainer_optimizers[i].kind;
+    *desc = ms_optimizer_defaults(kind == MS_OPTIMIZER_MUON ? MS_OPTIMIZER_ADAMW : kind);
     desc->beta2 = desc->kind == MS_OPTIMIZER_ADAMW ? t->kind->beta2 : desc->beta2;
     desc->weight_decay = trainer_optimizers[i].weight_decay;
     const bool bf16 = o->state && strcmp(o->state, "bf16") == 0;
@@ -429,6 +434,10 @@ static int choose_optimizer(const trainer *t, ms_optimizer_desc *desc, ms_config
                        (!o->state[4] || strcmp(o->state + 4, "-all") == 0);
     if (o->state && !bf16 && !coded && strcmp(o->state, "f32") != 0) {
         return fail("--state %s: there are f32, bf16, 8bit and 8bit-all", o->state);
+    }
+    if ((kind == MS_OPTIMIZER_ADAFACTOR && (bf16 || coded)) ||
+        (kind == MS_OPTIMIZER_MUON && coded)) {
+        return fail("--state %s: adafactor has f32, muon f32 and bf16", o->state);
     }
     desc->state_format[0] = desc->state_format[1] =
         bf16 ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
@@ -444,20 +453,43 @@ static bool has_adapters(const nn_net *net) {
     return has;
 }
 
+/* Whether the rows of a param are looked up. */
+static bool is_table(const nn_param_info *param) {
+    static const char *const names[] = {"wte", "wpe", "wse", "tokens.weight"};
+    bool is = false;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        is = is || strcmp(param->name, names[i]) == 0;
+    }
+    return is;
+}
+
+/* With --optimizer muon: the group of the matrices that it updates. */
+static void group_matrices(trainer *t, const ms_optimizer_desc *others) {
+    ms_optimizer_desc muon = ms_optimizer_defaults(MS_OPTIMIZER_MUON);
+    if (trainer_optimizers[optimizer_of(&t->options)].kind != MS_OPTIMIZER_MUON) {
+        return;
+    }
+    muon.weight_decay = others->weight_decay;
+    muon.state_format[0] = others->state_format[0];
+    t->matrices = ms_optimizer_group(t->model, &muon);
+    for (int64_t i = 0; i < nn_param_count(t->net); i++) {
+        const nn_param_info *param = nn_param_at(t->net, i);
+        if (param->shape.rank == 2 && !is_table(param)) {
+            ms_set_param_group(t->model, param->tensor, t->matrices);
+        }
+    }
+}
+
 /* With --state 8bit or 8bit-all: codes the state of the params of all matrix products that are
    trained, whatever the budget. By itself, a plan would do so where the budget asks for it. */
 static void force_codes(trainer *t) {
     const bool is_frozen = has_adapters(t->net); // all params except theirs
     for (int64_t i = 0; i < nn_param_count(t->net); i++) {
         const nn_param_info *param = nn_param_at(t->net, i);
-        const char *const name = param->name;
-        const bool is_table = strcmp(name, "wte") == 0 || // whose rows are looked up
-                              strcmp(name, "wpe") == 0 || strcmp(name, "wse") == 0 ||
-                              strcmp(name, "tokens.weight") == 0;
         const char *state = t->options.state ? t->options.state : "f32";
         if (strncmp(state, "8bit", 4) == 0 && param->shape.rank == 2 &&
             (!is_frozen || nn_is_adapter(param)) && ms_shape_count(&param->shape) >= 4096 &&
-            (!is_table || state[4])) {
+            (!is_table(param) || state[4])) {
             ms_set_tensor_technique(t->model, param->tensor, MS_TECHNIQUE_OPTIMIZER_8BIT,
                                     MS_SWITCH_ON);
         }
@@ -518,6 +550,7 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     }
     optimizer.grad_clip_norm = t->options.clip;
     ms_set_optimizer(t->model, &optimizer);
+    group_matrices(t, &optimizer);
     force_codes(t);
     return 0;
 }
@@ -527,6 +560,7 @@ static void free_model(trainer *t) {
     nn_destroy(t->net);
     t->model = NULL;
     t->net = NULL;
+    t->matrices.id = 0;
 }
 
 static int print_machine(trainer *t) {
@@ -550,6 +584,15 @@ static int print_machine(trainer *t) {
     return 0;
 }
 
+/* Also of params in blocks, of which a report counts the bytes. */
+static double param_elements(const nn_net *net) {
+    double elements = 0.0;
+    for (int64_t i = 0; i < nn_param_count(net); i++) {
+        elements += nn_elements(nn_param_at(net, i)->shape);
+    }
+    return elements;
+}
+
 /* Plans without memory, to learn the smallest and the plain arena, and chooses a budget, half way
    between the smallest and that of the plan without a budget if none was given. */
 static int choose_budget(trainer *t, uint64_t *budget_bytes) {
@@ -568,9 +611,8 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
     printf("model     %s: %lld layers, %lld channels, %lld heads, vocabulary %lld: %.2f M params; "
            "batch %lld x %lld\n",
            t->model_name, (long long)t->shape.layers, (long long)t->shape.channels,
-           (long long)t->shape.heads, (long long)t->shape.vocabulary,
-           (double)plain.param_count / 1e6, (long long)t->shape.batch,
-           (long long)t->shape.sequence);
+           (long long)t->shape.heads, (long long)t->shape.vocabulary, param_elements(t->net) / 1e6,
+           (long long)t->shape.batch, (long long)t->shape.sequence);
     printf("plain     %9.1f MiB, what training takes without a plan\n",
            rounded_up(mebibytes(plain.plain_bytes), 1));
     if (plain.arena_bytes != plain.plain_bytes) {
@@ -731,6 +773,7 @@ static int train_step(trainer *t, progress *p, bool reads) {
     const int64_t batches = t->options.accumulate;
     double sum = 0.0;
     ms_set_learning_rate(t->model, learning_rate(t, p));
+    ms_set_group_learning_rate(t->model, t->matrices, learning_rate(t, p));
     for (int64_t i = 0; i < batches; i++) {
         double loss = 0.0;
         t->kind->draw_batch(t);

@@ -534,6 +534,45 @@ GGUF_API bool weights_decode(weight_file *f, const weights_piece *p, const weigh
     return true;
 }
 
+/* The blocks that the tensors of a file consist of. */
+GGUF_API blocks_kind weights_blocks_of(const weight_type *type) {
+    return strcmp(type->name, "Q8_0") == 0   ? BLOCKS_Q8_0
+           : strcmp(type->name, "Q4_1") == 0 ? BLOCKS_Q4_1
+                                             : BLOCKS_NONE;
+}
+
+/* The rows of a piece of a param in blocks: as they are in the file, if it has the same blocks; or decoded
+   and encoded, one after the other, by way of `row`. */
+GGUF_API bool weights_encode(weight_file *f, const weights_piece *p, const weights_layout *l,
+                             uint8_t *param, float *row) {
+    const blocks_kind kind = p->param->blocks;
+    const int64_t row_bytes = blocks_row_bytes(kind, p->columns);
+    const uint32_t flags = p->row->flags;
+    bool fits = (flags & WEIGHTS_TRANSPOSED) == 0;
+    for (int64_t i = 0; i < p->rows && fits; i++) {
+        const bool is_permuted = (flags & WEIGHTS_PERMUTED) != 0;
+        const int64_t their =
+            p->their_first + (is_permuted ? weights_permuted_row(i, l->head_size) : i);
+        uint8_t *to = param + (p->first + i) * row_bytes;
+        if (weights_blocks_of(p->entry->type) == kind) {
+            memcpy(to, p->entry->data + their * row_bytes, (size_t)row_bytes);
+            continue;
+        }
+        if (!weight_decode(f, p->entry, their * p->columns, p->columns, row)) {
+            return false;
+        }
+        for (int64_t k = 0; k < p->columns; k++) {
+            if (!(fabsf(row[k]) < 32768.0f)) { // the difference of two must fit binary16
+                return weight_fail(f->error, "%s has %g, which blocks of codes cannot hold",
+                                   p->entry->name, (double)row[k]);
+            }
+        }
+        blocks_encode(kind, row, p->columns, to);
+    }
+    return fits || weight_fail(f->error, "%s is transposed: it cannot be had in blocks of codes",
+                               p->entry->name);
+}
+
 /* Two buffers that each hold the largest param of a list. */
 GGUF_API float *weights_buffers(char *error, const nn_net *net, int64_t *elements) {
     *elements = 1;
@@ -549,7 +588,8 @@ GGUF_API float *weights_buffers(char *error, const nn_net *net, int64_t *element
     return buffers;
 }
 
-/* Writes all params that have not been lent, except those of adapters, from a file. Nothing is written
+/* Writes all params that have not been lent, except those of adapters, from a file; those in blocks are
+   encoded where the file has other ones. Nothing is written
    if the file does not fit the net; f->error then says why. */
 GGUF_API bool weights_read(ms_model *model, const nn_net *net, weight_file *f,
                            const weights_layout *l) {
@@ -564,7 +604,9 @@ GGUF_API bool weights_read(ms_model *model, const nn_net *net, weight_file *f,
         if ((p->entry->used & (uint32_t)WEIGHTS_LENT) != 0) {
             continue;
         }
-        is_read = weights_decode(f, p, l, buffers, buffers + elements);
+        is_read = p->param->blocks == BLOCKS_NONE
+                      ? weights_decode(f, p, l, buffers, buffers + elements)
+                      : weights_encode(f, p, l, (uint8_t *)buffers, buffers + elements);
         weight_forget(f, p->entry);
         if (is_read && is_last && ms_write(model, p->param->tensor, buffers) != MS_RESULT_OK) {
             is_read = weight_fail(f->error, "%s", ms_last_error(model));
@@ -591,7 +633,8 @@ GGUF_API bool weights_lend(ms_model *model, const nn_net *net, weight_file *f,
         const bool is_changed = l->family == WEIGHTS_GGUF_GEMMA && l->offset_norms &&
                                 (p->row->flags & WEIGHTS_PLUS_ONE) != 0;
         if (p->row->part != WEIGHTS_ALL || is_turned || is_changed ||
-            strcmp(p->entry->type->name, "F32") != 0 || (uintptr_t)p->entry->data % 4 != 0) {
+            p->param->blocks != BLOCKS_NONE || strcmp(p->entry->type->name, "F32") != 0 ||
+            (uintptr_t)p->entry->data % 4 != 0) {
             continue;
         }
         void *data = (void *)(uintptr_t)p->entry->data; // of a private mapping
@@ -663,32 +706,11 @@ typedef struct weights_output {
     char error[WEIGHT_ERROR];
 } weights_output;
 
-GGUF_API uint32_t weights_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
 /* Rounded to nearest, ties to even, as IEEE 754 has it; NaN stays NaN. */
 GGUF_API uint32_t weights_bf16(float value) {
-    const uint32_t bits = weights_bits(value);
+    const uint32_t bits = blocks_bits_of(value);
     return (bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u
                                               : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
-}
-
-GGUF_API uint32_t weights_f16(float value) {
-    const uint32_t bits = weights_bits(value), sign = bits >> 16 & 0x8000u;
-    const uint32_t size = bits & 0x7fffffffu;
-    if (size > 0x7f800000u) {
-        return sign | 0x7e00u;
-    }
-    if (size >= 0x477ff000u) { // from 65520 on
-        return sign | 0x7c00u;
-    }
-    if (size < 0x38800000u) { // subnormal: steps of 2^-24, as float32 has them from 0.5 on
-        return sign | (weights_bits(gguf_float(size) + 0.5f) - 0x3f000000u);
-    }
-    return sign | (size - 0x38000000u + 0xfffu + (size >> 13 & 1)) >> 13;
 }
 
 /* Writes numbers in one of the three types. */
@@ -701,9 +723,9 @@ GGUF_API void weights_put_floats(weights_file *w, const char *type, const float 
         size_t length = 0;
         for (int64_t k = 0; k < some; k++) {
             const float x = from[i + k];
-            const uint32_t code = is_wide   ? weights_bits(x)
+            const uint32_t code = is_wide   ? blocks_bits_of(x)
                                   : is_bf16 ? weights_bf16(x)
-                                            : weights_f16(x);
+                                            : blocks_half_of(x);
             for (int b = 0; b < (is_wide ? 4 : 2); b++) {
                 bytes[length++] = (uint8_t)(code >> (8 * b));
             }
@@ -841,13 +863,13 @@ GGUF_API bool weights_merge(char *error, ms_model *model, const nn_net *net,
 /* Reads a param, as it is to be written, to `values`. */
 GGUF_API bool weights_fetch(ms_model *model, const nn_net *net, const nn_param_info *param,
                             weights_output *out, float *values) {
-    if (ms_read(model, param->tensor, values) != MS_RESULT_OK) {
+    if (nn_read_param(model, param, values) != MS_RESULT_OK) {
         return weight_fail(out->error, "%s", ms_last_error(model));
     }
     if (out->merges && !weights_merge(out->error, model, net, param, values)) {
         return false;
     }
-    const int64_t count = (int64_t)ms_tensor_count(model, param->tensor);
+    const int64_t count = (int64_t)ms_shape_count(&param->shape);
     for (int64_t i = 0; i < count && strcmp(out->type, "F16") == 0; i++) {
         if (values[i] >= 65520.0f || values[i] <= -65520.0f) {
             return weight_fail(out->error, "%s has %g, which F16 cannot hold: write BF16 or F32",

@@ -225,10 +225,12 @@ static int fz_add_squares(void *user, const void *device, ms_dtype dtype, uint64
                       : CPU->add_squares(CPU->user, device, dtype, count, sum, number, nonfinite);
 }
 
-static int fz_clip_scale(void *user, const double *sum, float limit, float *scale,
-                         ms_step_state *step, ms_update_factors *factors, uint64_t count) {
+static int fz_clip_scale(void *user, ms_norm *norms, const float *limits, uint32_t count,
+                         ms_step_state *step, ms_update_factors *factors, uint64_t factor_count) {
     int error = backend_fails(user);
-    return error != 0 ? error : CPU->clip_scale(CPU->user, sum, limit, scale, step, factors, count);
+    return error != 0
+               ? error
+               : CPU->clip_scale(CPU->user, norms, limits, count, step, factors, factor_count);
 }
 
 static int fz_update(void *user, const ms_update_args *args) {

@@ -207,13 +207,24 @@ MADE_API float made_value(int64_t n, int64_t i) {
     return (float)(n * 1000 + i) * 0.25f - 100.0f;
 }
 
+/* The blocks of all matrices that are made from now on; NONE: float32. */
+static blocks_kind made_kind;
+
 MADE_API void made_floats(made_gguf *g, const char *name, int64_t rows, int64_t columns) {
     const int64_t dim[2] = {rows, columns}, count = rows * (columns > 0 ? columns : 1);
     float *values = (float *)malloc((size_t)count * sizeof *values);
     for (int64_t i = 0; i < count && values; i++) {
         values[i] = made_value((int64_t)g->tensor_count, i);
     }
-    made_tensor(g, name, 0, columns > 0 ? 2 : 1, dim, values, (size_t)count * sizeof *values);
+    const blocks_kind kind = columns > 0 ? made_kind : BLOCKS_NONE;
+    const int64_t bytes = blocks_row_bytes(kind, count);
+    uint8_t *blocks = (uint8_t *)malloc((size_t)bytes);
+    if (values && blocks) {
+        blocks_encode(kind, values, count, blocks);
+    }
+    const uint32_t type = kind == BLOCKS_Q8_0 ? 8 : kind == BLOCKS_Q4_1 ? 3 : 0;
+    made_tensor(g, name, type, columns > 0 ? 2 : 1, dim, blocks, (size_t)bytes);
+    free(blocks);
     free(values);
 }
 

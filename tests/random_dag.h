@@ -24,6 +24,8 @@
     X(TIED_PARAM, 30)                                                                              \
     X(FROZEN_PARAM, 20)                                                                            \
     X(FROZEN_PREFIX, 5)                                                                            \
+    X(PARAM_OF_OTHER_DTYPE, 10)                                                                    \
+    X(READ_ONLY_BUFFER, 20)                                                                        \
     X(KEPT_OUTPUT, 20)                                                                             \
     X(EVAL_OUTPUT, 10)                                                                             \
     X(ACCUMULATES, 30)                                                                             \
@@ -52,6 +54,9 @@
     X(INTEGER_OUTPUT, 10)                                                                          \
     X(INTEGER_SAVED, 20)                                                                           \
     X(STOP_GRADIENT, 10)                                                                           \
+    X(WANTED_INPUT, 5)                                                                             \
+    X(WANTED_ACTIVATION, 10)                                                                       \
+    X(WANTED_ALONE, 1)                                                                             \
     X(ON_HOST, 10)                                                                                 \
     X(BORROWED_INPUT, 5)                                                                           \
     X(BORROWED_PARAM, 5)                                                                           \
@@ -65,12 +70,17 @@
     X(ADAMW, 10)                                                                                   \
     X(SGD, 10)                                                                                     \
     X(LION, 10)                                                                                    \
+    X(NESTEROV, 10)                                                                                \
     X(CUSTOM, 10)                                                                                  \
     X(NO_OPTIMIZER, 3)                                                                             \
     X(MICRO_BATCHES, 15)                                                                           \
     X(CLIPPING, 15)                                                                                \
+    X(GROUPS_OF_PARAMS, 15)                                                                        \
+    X(OWN_NORM, 5)                                                                                 \
+    X(KINDS_MIXED, 10)                                                                             \
     X(LOSS_FACTOR, 10)                                                                             \
     X(AXES, 20)                                                                                    \
+    X(LARGER_EVALS, 5)                                                                             \
     X(RESHAPED, 5)                                                                                 \
     X(SHARED_ARENA, 5)                                                                             \
     X(DEBUG_MODE, 3)                                                                               \
@@ -123,6 +133,7 @@ enum {
     RD_VALUES = 512,
     RD_ELEMENTS = 256, // of the largest tensor
     RD_STATES = MS_LIMIT_OPTIMIZER_STATE,
+    RD_GROUPS = 3,
     RD_AXIS_LIMIT = 2,
     RD_TEXT = 512,
     RD_CALLBACK_ERROR = 77
@@ -146,7 +157,10 @@ typedef struct rd_value {
     int64_t rows;  // without the axes
     uint32_t axes; // mask of those that multiply the rows
     int64_t cols;
+    uint8_t group; // of a param, with an optimizer of its own; 0: none
     bool frozen, on_host, stopped, kept, kept_in_eval;
+    bool wanted;       // its gradient, by ms_want_gradient
+    bool f32_gradient; // by ms_set_gradient_dtype
     bool borrowed, borrowed_gradient, borrowed_state;
     bool is_state;  // of some layer
     bool is_sealed; // an auxiliary loss that no layer may read
@@ -167,10 +181,14 @@ typedef struct rd_graph {
     double spice; // how likely the unusual is
     uint32_t axis_count, value_count, layer_count, loss, accumulation;
     int64_t size[RD_AXIS_LIMIT], largest[RD_AXIS_LIMIT];
+    int64_t trains[RD_AXIS_LIMIT]; // the largest in training; 0: the largest
     rd_value value[RD_VALUES];
     rd_layer layer[RD_LAYERS];
-    ms_optimizer_desc optimizer;
+    ms_optimizer_desc optimizer;        // of params in no group
+    ms_optimizer_desc group[RD_GROUPS]; // of the others; rd_value.group counts these from 1
+    uint32_t group_count;
     uint8_t seen[RD_FEATURE_COUNT];
+    bool has_no_loss; // nothing is minimised: it is only evaluated
     /* NULL, or makes the desc of a layer one for where the next net is to run. */
     ms_layer_desc (*move)(void *mover, uint32_t layer, const ms_layer_desc *desc);
     void *mover;
@@ -203,7 +221,7 @@ static inline bool rd_is_float(const rd_value *v) {
 /* Can take a gradient, as far as the tensor itself goes. */
 static inline bool rd_is_differentiable(const rd_value *v) {
     return (v->role == RD_ACTIVATION && rd_is_float(v) && !v->stopped) ||
-           (v->role == RD_PARAM && !v->frozen);
+           (v->role == RD_PARAM && !v->frozen) || v->wanted;
 }
 
 static inline bool rd_same_shape(const rd_value *a, const rd_value *b) {
@@ -740,6 +758,62 @@ static inline void rd_random_optimizer(rd_graph *g) {
     g->accumulation = t_chance(&g->rng, 0.25) ? 2 + t_below(&g->rng, 3) : 1;
 }
 
+/* Groups of params with other rates, betas, kinds and norms; also beside updates of the trainer's own. */
+static inline void rd_random_groups(rd_graph *g) {
+    t_rng rng = t_seed(g->seed ^ 0x67726f7570);
+    if (g->optimizer.kind == MS_OPTIMIZER_NONE || t_chance(&rng, 0.5)) {
+        return;
+    }
+    g->group_count = 1 + t_below(&rng, RD_GROUPS);
+    for (uint32_t k = 0; k < g->group_count; ++k) {
+        ms_optimizer_desc *o = &g->group[k];
+        o->kind = (ms_optimizer_kind)t_below(&rng, MS_OPTIMIZER_CUSTOM);
+        o->learning_rate = 0.01f * (float)(k + 1);
+        o->beta1 = t_chance(&rng, 0.5) ? 0.8f : 0.0f;
+        o->momentum = t_chance(&rng, 0.5) ? 0.7f : 0.0f;
+        o->weight_decay = t_chance(&rng, 0.5) ? 0.05f : 0.0f;
+        o->grad_clip_norm = t_chance(&rng, 0.75) ? 0.0f : t_chance(&rng, 0.5) ? 0.03f : FLT_MAX;
+    }
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        g->value[i].group = (uint8_t)t_below(&rng, g->group_count + 1);
+    }
+}
+
+static inline const ms_optimizer_desc *rd_optimizer(const rd_graph *g, uint32_t param) {
+    const uint32_t group = g->value[param].group;
+    return group > 0 ? &g->group[group - 1] : &g->optimizer;
+}
+
+static inline uint32_t rd_state_count(const rd_graph *g, uint32_t value) {
+    const ms_optimizer_desc o = msi_fill_optimizer(*rd_optimizer(g, value));
+    return t_state_count(&o);
+}
+
+/* Which of the norms the gradient of a param counts in, and how many there are. */
+static inline uint32_t rd_norm_of(const rd_graph *g, uint32_t group) {
+    uint32_t norm = 0;
+    for (uint32_t k = 0; k < group; ++k) {
+        norm += g->group[k].grad_clip_norm > 0.0f;
+    }
+    return group > 0 && g->group[group - 1].grad_clip_norm > 0.0f ? norm : 0;
+}
+
+static inline uint32_t rd_norm_count(const rd_graph *g, float *limits) {
+    uint32_t count = 1;
+    limits[0] = g->optimizer.grad_clip_norm > 0.0f ? g->optimizer.grad_clip_norm : FLT_MAX;
+    for (uint32_t k = 0; k < g->group_count; ++k) {
+        if (g->group[k].grad_clip_norm > 0.0f) {
+            limits[count++] = g->group[k].grad_clip_norm;
+        }
+    }
+    return count;
+}
+
+static inline bool rd_clips(const rd_graph *g) {
+    float limits[1 + RD_GROUPS];
+    return g->optimizer.grad_clip_norm > 0.0f || rd_norm_count(g, limits) > 1;
+}
+
 static inline void rd_freeze_prefix(rd_graph *g) {
     if (!t_chance(&g->rng, 0.15)) {
         return;
@@ -748,6 +822,18 @@ static inline void rd_freeze_prefix(rd_graph *g) {
     for (uint32_t i = 0; i < values; ++i) {
         g->value[i].frozen |= g->value[i].role == RD_PARAM;
         g->seen[RD_FROZEN_PREFIX] |= g->value[i].role == RD_PARAM;
+    }
+}
+
+/* Half of the frozen params have another dtype. These have random numbers of their own. */
+static inline void rd_choose_dtypes(rd_graph *g) {
+    static const ms_dtype dtypes[] = {MS_DTYPE_U8,  MS_DTYPE_I8,  MS_DTYPE_F16, MS_DTYPE_BF16,
+                                      MS_DTYPE_F64, MS_DTYPE_I32, MS_DTYPE_I64};
+    t_rng rng = t_seed(g->seed ^ 0x5eed);
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        if (g->value[i].frozen && t_chance(&rng, 0.5)) {
+            g->value[i].dtype = dtypes[t_below(&rng, sizeof dtypes / sizeof dtypes[0])];
+        }
     }
 }
 
@@ -795,6 +881,8 @@ static inline void rd_count_value(rd_graph *g, const rd_value *v) {
     bool integer = v->dtype != MS_DTYPE_F32 && v->dtype != MS_DTYPE_F64;
     seen[RD_FAN_OUT] |= v->role == RD_ACTIVATION && v->readers > 1;
     seen[RD_FROZEN_PARAM] |= v->frozen;
+    seen[RD_PARAM_OF_OTHER_DTYPE] |= v->role == RD_PARAM && !rd_is_float(v);
+    seen[RD_READ_ONLY_BUFFER] |= v->role == RD_BUFFER && !v->is_state && v->readers > 0;
     seen[RD_KEPT_OUTPUT] |= v->kept;
     seen[RD_EVAL_OUTPUT] |= v->kept_in_eval;
     seen[RD_STATE_READ_ELSEWHERE] |= v->is_state && v->readers > 0;
@@ -808,7 +896,13 @@ static inline void rd_count_value(rd_graph *g, const rd_value *v) {
     seen[RD_BORROWED_BUFFER] |= v->borrowed && v->role == RD_BUFFER;
     seen[RD_BORROWED_GRADIENT] |= v->borrowed_gradient && !v->frozen;
     seen[RD_BORROWED_STATE] |=
-        v->borrowed_state && !v->frozen && msi_state_count(&g->optimizer) > 0;
+        v->borrowed_state && !v->frozen && rd_state_count(g, (uint32_t)(v - g->value)) > 0;
+    if (v->role == RD_PARAM && v->group > 0) {
+        const ms_optimizer_desc *o = &g->group[v->group - 1];
+        seen[RD_GROUPS_OF_PARAMS] = 1;
+        seen[RD_OWN_NORM] |= o->grad_clip_norm > 0.0f;
+        seen[RD_KINDS_MIXED] |= o->kind != g->optimizer.kind;
+    }
 }
 
 static inline void rd_count_features(rd_graph *g) {
@@ -827,6 +921,45 @@ static inline void rd_count_features(rd_graph *g) {
     g->seen[RD_MICRO_BATCHES] |= g->accumulation > 1;
     g->seen[RD_CLIPPING] |= o->grad_clip_norm > 0.0f;
     g->seen[RD_AXES] |= g->axis_count > 0;
+}
+
+/* Wants gradients of values on which the loss depends, each by itself: going back from the loss. Now
+   and then no param is trained beside them. */
+static inline void rd_want_gradients(rd_graph *g, t_rng *rng) {
+    static bool gets[RD_VALUES];
+    bool any = false;
+    if (!t_chance(rng, 0.35)) {
+        return;
+    }
+    memset(gets, 0, sizeof gets);
+    gets[g->loss] = true;
+    for (uint32_t k = g->layer_count; k-- > 0;) {
+        const rd_layer *l = &g->layer[k];
+        bool runs = false;
+        for (int i = 0; i < l->count[RD_GROUP_OUT] && l->has_backward; ++i) {
+            const rd_value *out = rd_at(g, l, RD_GROUP_OUT, i);
+            runs |= out != NULL && !out->stopped && gets[l->slot[RD_GROUP_OUT][i] - 1];
+        }
+        for (int i = 0; i < l->count[RD_GROUP_IN]; ++i) {
+            rd_value *v =
+                l->slot[RD_GROUP_IN][i] == 0 ? NULL : &g->value[l->slot[RD_GROUP_IN][i] - 1];
+            const bool given = v != NULL && (runs || rd_bit(l->desc.grads_in_forward, i));
+            if (!given || !rd_is_float(v) || v->stopped || v->is_state || v->role == RD_PARAM) {
+                continue;
+            }
+            gets[l->slot[RD_GROUP_IN][i] - 1] |= v->role == RD_ACTIVATION;
+            v->wanted |= t_chance(rng, 0.2);
+            any |= v->wanted;
+            g->seen[RD_WANTED_INPUT] |= v->wanted && v->role != RD_ACTIVATION;
+            g->seen[RD_WANTED_ACTIVATION] |= v->wanted && v->role == RD_ACTIVATION;
+        }
+    }
+    if (any && t_chance(rng, 0.1)) {
+        g->seen[RD_WANTED_ALONE] = 1;
+        for (uint32_t i = 0; i < g->value_count; ++i) {
+            g->value[i].frozen |= g->value[i].role == RD_PARAM;
+        }
+    }
 }
 
 static inline rd_graph *rd_generate(uint64_t seed) {
@@ -854,6 +987,15 @@ static inline rd_graph *rd_generate(uint64_t seed) {
     rd_add_head(g);
     rd_add_loss(g, false);
     rd_random_optimizer(g);
+    rd_random_groups(g);
+    t_rng wants = t_seed(seed ^ 0x3a9e);
+    rd_want_gradients(g, &wants);
+    for (uint32_t i = 0; i < g->axis_count && t_chance(&wants, 0.5); ++i) {
+        g->trains[i] =
+            g->size[i] + (int64_t)t_below(&wants, (uint32_t)(g->largest[i] - g->size[i]) + 1);
+        g->seen[RD_LARGER_EVALS] |= g->trains[i] < g->largest[i];
+    }
+    rd_choose_dtypes(g);
     rd_count_features(g);
     return g;
 }
@@ -877,6 +1019,17 @@ static inline void rd_random_dtypes(rd_graph *g, uint64_t seed) {
         }
         const uint32_t used = (1u << l->count[RD_GROUP_PARAM]) - 1u;
         d->half_gradients = (uint32_t)t_next(&rng) & used & ~d->f32_param;
+    }
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        bool stays = false; // a gradient lies in the place of another one, of the same dtype
+        for (uint32_t k = 0; k < g->layer_count; ++k) {
+            const rd_layer *l = &g->layer[k];
+            stays |= l->desc.must_grad_in_place != 0 &&
+                     (rd_has(l, RD_GROUP_IN, i) || rd_has(l, RD_GROUP_OUT, i));
+        }
+        rd_value *v = &g->value[i];
+        v->f32_gradient =
+            t_chance(&rng, 0.2) && !stays && v->role == RD_ACTIVATION && rd_is_float(v);
     }
 }
 
@@ -1076,9 +1229,10 @@ static inline bool rd_is_worked_on(const rd_layer *l, int out) {
 static inline bool rd_check_gradient(rd_op *op, const ms_call *call, const ms_view *view,
                                      const rd_value *v, const char *what, int slot) {
     const int group = what[5] == 'o' ? RD_GROUP_OUT : what[5] == 'i' ? RD_GROUP_IN : RD_GROUP_PARAM;
-    ms_dtype dtype =
-        v == NULL ? MS_DTYPE_F32
-                  : rd_dtype(op->layer, call->dtype, group, slot, v, group == RD_GROUP_PARAM);
+    ms_dtype dtype = v == NULL         ? MS_DTYPE_F32
+                     : v->f32_gradient ? MS_DTYPE_F32
+                                       : rd_dtype(op->layer, call->dtype, group, slot, v,
+                                                  group == RD_GROUP_PARAM);
     if (!rd_check_view(op, view, v, dtype, what, slot)) {
         return false;
     }
@@ -1810,6 +1964,13 @@ static inline void rd_initial(const rd_graph *g, uint32_t index, const int64_t *
         case MS_DTYPE_F32:
             ((float *)to)[i] = 2.0f * (float)(bits >> 40) / 16777216.0f - 1.0f;
             break;
+        case MS_DTYPE_F64:
+            ((double *)to)[i] = 2.0 * (double)(bits >> 40) / 16777216.0 - 1.0;
+            break;
+        case MS_DTYPE_F16:
+        case MS_DTYPE_BF16: // between -1 and 1 in both
+            ((uint16_t *)to)[i] = (uint16_t)(bits >> 48 & 0xbbff);
+            break;
         case MS_DTYPE_I64:
             ((uint64_t *)to)[i] = bits;
             break;
@@ -2142,6 +2303,7 @@ static inline bool rd_reference_forward(rd_reference *r, ms_phase phase) {
 static inline bool rd_reference_backward_layer(rd_reference *r, uint32_t layer) {
     rd_frame f;
     float *parts[2][RD_SLOTS];
+    void *wanted[RD_SLOTS] = {NULL}; // copies of gradients that backward destroys
     const rd_layer *l = &r->run.graph->layer[layer];
     const ms_slot_masks *c = &l->desc.clobbers;
     bool any = false;
@@ -2151,6 +2313,11 @@ static inline bool rd_reference_backward_layer(rd_reference *r, uint32_t layer) 
         if (value != 0 && r->has_gradient[value - 1]) {
             f.grad_out[j].data = r->gradient[value - 1];
             any = true;
+        }
+        if (f.grad_out[j].data != NULL && r->run.graph->value[value - 1].wanted &&
+            l->has_backward && rd_bit(c->grad_out, j)) {
+            f.grad_out[j].data = wanted[j] =
+                rd_copy_of(r->gradient[value - 1], rd_view_bytes(&f.grad_out[j]));
         }
     }
     if (!l->has_backward || !any) {
@@ -2167,6 +2334,9 @@ static inline bool rd_reference_backward_layer(rd_reference *r, uint32_t layer) 
     rd_reference_add(r, &f, l, RD_GROUP_IN, parts[0]);
     rd_reference_add(r, &f, l, RD_GROUP_PARAM, parts[1]);
     rd_frame_free(&f);
+    for (int j = 0; j < RD_SLOTS; ++j) {
+        rd_free(wanted[j]);
+    }
     return fine;
 }
 
@@ -2186,52 +2356,53 @@ static inline bool rd_reference_backward(rd_reference *r) {
     return fine;
 }
 
-/* The norm of all gradients, and the factor that brings it down to the limit. */
-static inline float rd_reference_clip(rd_reference *r) {
+/* The norms of the gradients, and the factors that bring them down to their limits. */
+static inline void rd_reference_clip(rd_reference *r, ms_norm *norms) {
     const rd_graph *g = r->run.graph;
-    double sum = 0.0;
-    float scale = 1.0f;
+    float limits[1 + RD_GROUPS];
     uint32_t nonfinite = 0;
-    if (!(g->optimizer.grad_clip_norm > 0.0f)) {
-        return scale;
+    if (!rd_clips(g)) {
+        return;
     }
+    const uint32_t count = rd_norm_count(g, limits);
     for (uint32_t i = 0; i < g->value_count; ++i) {
         if (g->value[i].role == RD_PARAM && r->takes_part[i]) {
-            uint64_t count = rd_count(&g->value[i], r->run.size);
-            assert_int_equal(r->cpu.add_squares(r->cpu.user, r->gradient[i], MS_DTYPE_F32, count,
-                                                &sum, 1, &nonfinite),
+            assert_int_equal(r->cpu.add_squares(r->cpu.user, r->gradient[i], MS_DTYPE_F32,
+                                                rd_count(&g->value[i], r->run.size),
+                                                &norms[rd_norm_of(g, g->value[i].group)].sum, 1,
+                                                &nonfinite),
                              0);
         }
     }
     ms_step_state state;
     memset(&state, 0, sizeof state);
     state.gradient_factor = r->gradient_factor;
-    assert_int_equal(
-        r->cpu.clip_scale(r->cpu.user, &sum, g->optimizer.grad_clip_norm, &scale, &state, NULL, 0),
-        0);
+    assert_int_equal(r->cpu.clip_scale(r->cpu.user, norms, limits, count, &state, NULL, 0), 0);
     r->norm = state.norm;
-    r->run.seen[RD_DID_CLIP] |= scale < 1.0f;
-    return scale;
+    r->run.seen[RD_DID_CLIP] |= norms[0].scale < 1.0f;
 }
 
 /* All but the arrays. */
 static inline void rd_fill_update(ms_update_args *args, rd_graph *g, uint32_t param,
                                   const int64_t *size, float learning_rate, uint64_t t) {
+    const ms_optimizer_desc o = msi_fill_optimizer(*rd_optimizer(g, param));
     args->user = g;
-    args->kind = g->optimizer.kind;
+    args->kind = o.kind;
     args->count = rd_count(&g->value[param], size);
-    args->learning_rate = learning_rate;
-    args->weight_decay = g->optimizer.weight_decay;
-    args->beta1 = msi_optimizer_of(args->kind).beta1;
-    args->beta2 = msi_optimizer_of(args->kind).beta2;
-    args->epsilon = 1e-8f;
-    args->momentum = g->optimizer.momentum;
+    args->learning_rate = g->value[param].group > 0 ? o.learning_rate : learning_rate;
+    args->weight_decay = o.weight_decay;
+    args->beta1 = o.beta1;
+    args->beta2 = o.beta2;
+    args->epsilon = o.epsilon;
+    args->momentum = o.momentum;
     args->t = t;
 }
 
 static inline void rd_reference_update(rd_reference *r) {
     rd_graph *g = r->run.graph;
-    float scale = rd_reference_clip(r);
+    ms_norm norms[1 + RD_GROUPS];
+    memset(norms, 0, sizeof norms);
+    rd_reference_clip(r, norms);
     r->updates += 1;
     for (uint32_t i = 0; i < g->value_count && g->optimizer.kind != MS_OPTIMIZER_NONE; ++i) {
         ms_update_args args;
@@ -2242,9 +2413,9 @@ static inline void rd_reference_update(rd_reference *r) {
         rd_fill_update(&args, g, i, r->run.size, r->learning_rate, r->updates);
         args.value = (float *)r->data[i];
         args.gradient = r->gradient[i];
-        args.gradient_scale = g->optimizer.grad_clip_norm > 0.0f ? &scale
-                              : r->gradient_factor > 0.0f        ? &r->gradient_factor
-                                                                 : NULL;
+        args.gradient_scale = rd_clips(g) ? &norms[rd_norm_of(g, g->value[i].group)].scale
+                              : r->gradient_factor > 0.0f ? &r->gradient_factor
+                                                          : NULL;
         memcpy(args.state, r->state[i], sizeof args.state);
         int error = args.kind == MS_OPTIMIZER_CUSTOM ? rd_update(&args) : t_update(&r->cpu, &args);
         assert_int_equal(error, 0);
@@ -2298,6 +2469,12 @@ static inline void rd_register_values(rd_net *n, const ms_axis *axes) {
         if (v->stopped) {
             ms_stop_gradient(n->model, n->handle[i]);
         }
+        if (v->wanted) {
+            ms_want_gradient(n->model, n->handle[i]);
+        }
+        if (v->f32_gradient) {
+            ms_set_gradient_dtype(n->model, n->handle[i], MS_DTYPE_F32);
+        }
     }
 }
 
@@ -2342,9 +2519,9 @@ static inline bool rd_lend(rd_net *n, ms_tensor tensor, void *memory, uint64_t b
 /* Memory for all that is borrowed, holding its first values. */
 static inline void rd_lend_all(rd_net *n) {
     const rd_graph *g = n->run.graph;
-    uint32_t states = msi_state_count(&g->optimizer);
     for (uint32_t i = 0; i < g->value_count; ++i) {
         const rd_value *v = &g->value[i];
+        const uint32_t states = rd_state_count(g, i);
         uint64_t bytes = rd_largest_bytes(g, v);
         bool trained = v->role == RD_PARAM && !v->frozen;
         if (v->borrowed) {
@@ -2384,11 +2561,17 @@ static inline rd_net *rd_net_create(rd_graph *g, const ms_config *config, const 
         return n;
     }
     for (uint32_t i = 0; i < g->axis_count; ++i) {
-        axes[i] = ms_add_axis(n->model, names[i], g->size[i], g->largest[i]);
+        const int64_t largest = g->trains[i] > 0 ? g->trains[i] : g->largest[i];
+        axes[i] = ms_add_axis(n->model, names[i], g->size[i], largest);
+        if (largest < g->largest[i]) {
+            ms_set_eval_largest(n->model, axes[i], g->largest[i]);
+        }
     }
     rd_register_values(n, axes);
     rd_register_layers(n);
-    ms_set_loss(n->model, n->handle[g->loss]);
+    if (!g->has_no_loss) {
+        ms_set_loss(n->model, n->handle[g->loss]);
+    }
     for (uint32_t i = 0; i < g->value_count; ++i) {
         if (g->value[i].kept) {
             ms_add_output(n->model, n->handle[i]);
@@ -2401,6 +2584,16 @@ static inline rd_net *rd_net_create(rd_graph *g, const ms_config *config, const 
     optimizer.update = optimizer.kind == MS_OPTIMIZER_CUSTOM ? rd_update : NULL;
     optimizer.user = g;
     ms_set_optimizer(n->model, &optimizer);
+    ms_param_group groups[1 + RD_GROUPS];
+    memset(groups, 0, sizeof groups);
+    for (uint32_t k = 0; k < g->group_count; ++k) {
+        groups[k + 1] = ms_optimizer_group(n->model, &g->group[k]);
+    }
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        if (g->value[i].role == RD_PARAM && g->value[i].group > 0) {
+            ms_set_param_group(n->model, n->handle[i], groups[g->value[i].group]);
+        }
+    }
     rd_lend_all(n);
     return n;
 }
@@ -2411,17 +2604,19 @@ static inline void rd_force_moves(rd_net *n, t_rng *rng) {
     for (uint32_t i = 0; i < g->value_count; ++i) {
         const rd_value *v = &g->value[i];
         const uint64_t random = t_next(rng);
-        if (v->role == RD_INPUT || v->role == RD_BUFFER) {
+        const bool kept = v->role == RD_INPUT || v->role == RD_BUFFER;
+        if (kept && (v->is_state || v->on_host || (random >> 8 & 3))) {
             continue;
         }
-        if (random & 1) {
+        if ((random & 1) || kept) {
             ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
         }
-        if ((random & 2) && v->role == RD_PARAM) {
+        const bool trainable = v->role == RD_PARAM && rd_is_float(v);
+        if ((random & 2) && trainable) {
             ms_set_tensor_technique(n->model, ms_gradient(n->model, n->handle[i]),
                                     MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
         }
-        if ((random & 4) && v->role == RD_PARAM && msi_state_count(&g->optimizer) > 0) {
+        if ((random & 4) && trainable && rd_state_count(g, i) > 0) {
             ms_set_tensor_technique(n->model, ms_optimizer_state(n->model, n->handle[i], 0),
                                     MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
         }
@@ -2443,7 +2638,7 @@ static inline void rd_force_codes(rd_net *n, uint64_t seed) {
         const uint32_t t = msi_index(&n->model->graph, n->handle[i]);
         const bool coded = t_chance(&rng, 0.5);
         const msi_not_8bit why =
-            msi_why_not_8bit(&n->model->optimizer, true, &n->model->graph.tensors.items[t]);
+            msi_why_not_8bit(&n->model->optimizers, true, &n->model->graph.tensors.items[t]);
         if (coded && msi_can_be_8bit(why)) {
             ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_OPTIMIZER_8BIT,
                                     MS_SWITCH_ON);
@@ -2598,7 +2793,7 @@ static inline void rd_print(const rd_graph *g) {
     print_error("seed %llu: optimizer %d, %u states, clip %g, %u micro-batches, axes %d of %d, "
                 "%d of %d\n",
                 (unsigned long long)g->seed, (int)g->optimizer.kind,
-                (unsigned)msi_state_count(&g->optimizer), (double)g->optimizer.grad_clip_norm,
+                (unsigned)t_state_count(&g->optimizer), (double)g->optimizer.grad_clip_norm,
                 (unsigned)g->accumulation, g->axis_count > 0 ? (int)g->size[0] : 0,
                 (int)g->largest[0], g->axis_count > 1 ? (int)g->size[1] : 0, (int)g->largest[1]);
     for (uint32_t i = 0; i < g->value_count; ++i) {

@@ -83,7 +83,7 @@ static inline void repeats_score(repeats *r, const ms_model *m, const msi_tensor
     memset(&train, 0, sizeof train);
     memset(&eval, 0, sizeof eval);
     assert_true(
-        msi_lowering_init(&lowering, &m->graph, r->store, &m->optimizer, &m->config.allocator));
+        msi_lowering_init(&lowering, &m->graph, r->store, &m->optimizers, &m->config.allocator));
     apart.lowering = &lowering;
     apart.program = &train;
     apart.eval = &eval;

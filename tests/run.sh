@@ -584,7 +584,8 @@ check_shared_options() {
         'gpt2 --dropout 1' 'gpt2 --graph' 'gpt2 --device none' 'bert --preset none' 'cnn --offload none' \
         'lora --preset none' 'llama --write none/none' 'llama --write LICENSE' 'llama --from none' 'llama --from docs' \
         'llama --from LICENSE' 'llama --from LICENSE --preset tiny' 'llama --write-type f16' 'llama --prompt' \
-        'llama --data' 'llmc_style --size none' 'darknet_style --batch 9999'; do
+        'llama --data' 'llama --base q4_1' 'llama --rank 2 --base none' 'llama --rank 2 --preset tiny --base nf4' \
+        'llmc_style --size none' 'darknet_style --batch 9999'; do
         build quick build/quick/examples/${command%% *} && refuses build/quick/examples/$command || status=1
     done
     for command in layout 'layout trace:4' chain 'chain tests/chain.csv much' 'gpu --warmup 65' \
@@ -710,6 +711,7 @@ check quick 'test_saved_plans, MEMSCALE_NO_PLANNER' check_unplanned
 check broad 'test_profile, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_profile.c'
 check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
 check full 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
+check full 'test_recipes, thread sanitizer' 'run_threads build/thread/tests/test_recipes'
 check broad 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=20 run_threads build/thread/tests/test_offload'
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api tests/corpus'
 check quick 'fuzz_load on tests/corpus_load, sanitizers' 'run_corpus build/sanitize/tests/fuzz_load tests/corpus_load'
@@ -897,7 +899,18 @@ for document in memscale.h $(grep -lxE '```c(uda)?' README.md docs/*.md); do
     check $tier "snippets of $document" "tests/snippets.sh $document"
 done
 check quick 'README.md shows examples/minimal.c' 'tests/source.sh readme_program'
+check quick 'docs/recipes.md shows tests/test_recipes.c' 'tests/source.sh recipes'
 check broad 'figures of predictions are those that the programs print' check_figures
+
+group 'installing'
+check quick 'versions agree' 'tests/packaging.sh versions'
+check quick 'make install, make uninstall' 'tests/packaging.sh install'
+check quick 'programs by pkg-config' 'tests/packaging.sh pkgconfig'
+check quick 'programs by CMake' 'tests/packaging.sh cmake'
+check broad 'programs by CMake, with a CBLAS' 'tests/packaging.sh cblas'
+check broad 'programs by pkg-config and CMake, with nvcc' 'tests/packaging.sh cuda'
+check quick 'the port for vcpkg, by stand-ins for its functions' 'tests/packaging.sh vcpkg'
+check quick 'the recipe for Conan' 'tests/packaging.sh conan'
 
 group 'programs'
 check broad 'make gpu-first on the emulated GPU' check_gpu_first

@@ -153,10 +153,10 @@ check_new_op() {
 # the compiler asks for; then a function for an element and its twin for vectors, which it asks for by
 # name. No other place knows how many there are.
 check_new_optimizer() {
-    local copy text row='planted, 1, 0, MSI_ANY_FORMAT, false, true, false, 1e-3f, 0.9f, 0.9f, 0.0f'
+    local copy text row='planted, 1, 0, MSI_ANY_FORMAT, false, false, true, false, 1e-3f, 0.0f, 0.9f, 0.9f, 0.0f'
     copy=$(plant '    MS_OPTIMIZER_SGD,' '    MS_OPTIMIZER_PLANTED,') || return 1
     ! text=$(compile -DMEMSCALE_IMPLEMENTATION "$copy" 2>&1) || return 1
-    grep -q "MS_OPTIMIZER_PLANTED.*switch" <<< "$text" || { echo "without a row: $text"; return 1; }
+    grep -q "MS_OPTIMIZER_PLANTED.*switch" <<< "$text" && grep -q msi_each_kind_has_a_number <<< "$text" || { echo "without a row: $text"; return 1; }
     sed -i "s/    X(MS_OPTIMIZER_LION, lion/    X(MS_OPTIMIZER_PLANTED, $row) &/" "$copy"
     ! text=$(compile -mavx2 -mfma -DMEMSCALE_IMPLEMENTATION "$copy" 2>&1) || return 1
     grep -q msi_planted_element <<< "$text" && grep -q msi_wide_planted <<< "$text" ||
@@ -300,6 +300,27 @@ check_readme_program() {
          !inside && whole { exit }
          END { printf "%s", text }' README.md > $checks/readme.c
     diff $checks/readme.c examples/minimal.c
+}
+
+# The code of docs/recipes.md is in the test of it, word for word, except which headers it includes.
+check_recipes() {
+    awk '
+        FNR == NR { source = source $0 "\n"; next }
+        /^```/ {
+            if (inside) {
+                if (index(source, text) == 0) { print "tests/test_recipes.c has not what follows line " begin; wrong = 1 }
+                blocks++
+            }
+            inside = !inside && $0 == "```c"
+            text = ""
+            begin = FNR
+            next
+        }
+        inside && !/^#include/ { text = text $0 "\n" }
+        END { exit wrong || blocks < 9 }' tests/test_recipes.c "${1:-docs/recipes.md}" || return 1
+    [ $# -eq 0 ] || return 0
+    sed 's/(1.0f - decay)/(1.5f - decay)/' docs/recipes.md > $checks/recipes.md
+    ! check_recipes $checks/recipes.md > $checks/recipes.log && [ -s $checks/recipes.log ]
 }
 
 "check_$1"

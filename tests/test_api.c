@@ -692,13 +692,13 @@ static int tap_backward(const ms_call *call) {
     return 0;
 }
 
-/* What the error of ms_read says about the gradient of an activation works, in every plan: the
-   gradient that arrives is p/2 times that of y, and that of q is half of it. */
+/* A layer can copy the gradient that it passes on to its state, in every plan: what arrives is p/2 times
+   the gradient of y, and that of q is half of it. ms_want_gradient keeps the same. */
 static void a_layer_of_ones_own_copies_the_gradient_of_an_activation(void **state) {
     (void)state;
     for (int way = 0; way < 4; ++way) {
         enum { COLS = 8 };
-        float weight[COLS * COLS], x[COLS], twos[COLS], copy[COLS], of_q[COLS];
+        float weight[COLS * COLS], x[COLS], twos[COLS], copy[COLS], kept[COLS], of_q[COLS];
         t_op ops[3];
         ms_model *m;
         ms_config config = t_config();
@@ -731,6 +731,7 @@ static void a_layer_of_ones_own_copies_the_gradient_of_an_activation(void **stat
         affine.param[1] = q;
         t_register(m, &ops[1], &affine);
         (void)t_set_loss(m, &ops[2], T_LOSS, y);
+        ms_want_gradient(m, tap.out[0]);
         ms_optimizer_desc none = ms_optimizer_defaults(MS_OPTIMIZER_NONE);
         ms_set_optimizer(m, &none);
         t_ok(m, ms_wrap(m));
@@ -746,8 +747,10 @@ static void a_layer_of_ones_own_copies_the_gradient_of_an_activation(void **stat
         t_ok(m, ms_write(m, q, x));
         t_ok(m, ms_step(m, NULL));
         t_error(m, ms_read(m, ms_gradient(m, h), copy), MS_RESULT_ORDER);
-        t_text_has(ms_last_error(m), "copy it to a buffer that it has as state");
+        t_text_has(ms_last_error(m), "ms_want_gradient keeps it");
         t_ok(m, ms_read(m, tapped, copy));
+        t_ok(m, ms_read(m, ms_gradient(m, tap.out[0]), kept));
+        assert_memory_equal(copy, kept, sizeof copy);
         t_ok(m, ms_read(m, ms_gradient(m, q), of_q));
         for (int i = 0; i < COLS; ++i) {
             assert_true(copy[i] != 0.0f && copy[i] == 2.0f * of_q[i]);

@@ -108,8 +108,9 @@ static bool is_kept(const msi_tensor *t) {
 }
 
 static int state_count(const walk *w, const msi_tensor *t) {
-    return t->kind == MSI_KIND_PARAM && msi_learns(t) ? (int)msi_state_count(&w->m[0]->optimizer)
-                                                      : 0;
+    return t->kind == MSI_KIND_PARAM && msi_learns(t)
+               ? (int)msi_state_count(&w->m[0]->optimizers, t)
+               : 0;
 }
 
 static bool is_lent_gradient(const msi_tensor *t) {

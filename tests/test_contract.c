@@ -85,7 +85,6 @@ static bool view_tensor(view *to, rd_net *n, const char *what, uint32_t value, u
 
 static bool view_lasting(view *to, rd_net *n) {
     const rd_graph *g = n->run.graph;
-    uint32_t states = msi_state_count(&g->optimizer);
     bool fine = true;
     for (uint32_t i = 0; i < g->value_count && fine; ++i) {
         const rd_value *v = &g->value[i];
@@ -93,7 +92,7 @@ static bool view_lasting(view *to, rd_net *n) {
             fine = view_tensor(to, n, "value", i, 0, n->handle[i]);
         }
         bool trained = v->role == RD_PARAM && !v->frozen;
-        for (uint32_t k = 0; k < states && trained && fine; ++k) {
+        for (uint32_t k = 0; k < rd_state_count(g, i) && trained && fine; ++k) {
             fine = view_tensor(to, n, "state", i, k,
                                ms_optimizer_state(n->model, n->handle[i], (int)k));
         }
@@ -103,7 +102,7 @@ static bool view_lasting(view *to, rd_net *n) {
 
 static bool view_outputs(view *to, rd_net *n, bool eval) {
     const rd_graph *g = n->run.graph;
-    bool fine = view_tensor(to, n, "loss", g->loss, 0, n->handle[g->loss]);
+    bool fine = g->has_no_loss || view_tensor(to, n, "loss", g->loss, 0, n->handle[g->loss]);
     for (uint32_t i = 0; i < g->value_count && fine; ++i) {
         if (g->value[i].kept || (eval && g->value[i].kept_in_eval)) {
             fine = view_tensor(to, n, "output", i, 0, n->handle[i]);
@@ -112,14 +111,14 @@ static bool view_outputs(view *to, rd_net *n, bool eval) {
     return fine;
 }
 
-/* Gradients that a step leaves: without an optimizer, and in the trainer's own memory. */
+/* Gradients that a step leaves: without an optimizer, in the trainer's own memory, and wanted. */
 static bool view_gradients(view *to, rd_net *n) {
     const rd_graph *g = n->run.graph;
     bool all = g->optimizer.kind == MS_OPTIMIZER_NONE;
     bool fine = true;
     for (uint32_t i = 0; i < g->value_count && fine; ++i) {
         const rd_value *v = &g->value[i];
-        if (v->role == RD_PARAM && !v->frozen && (all || v->borrowed_gradient)) {
+        if (v->wanted || (v->role == RD_PARAM && !v->frozen && (all || v->borrowed_gradient))) {
             fine = view_tensor(to, n, "gradient", i, 0, ms_gradient(n->model, n->handle[i]));
         }
     }
@@ -132,7 +131,7 @@ static void view_number(view *to, const char *what, double number) {
 
 static bool view_norm(view *to, rd_net *n) {
     double norm = 0.0;
-    if (!(n->run.graph->optimizer.grad_clip_norm > 0.0f)) {
+    if (!rd_clips(n->run.graph)) {
         return true;
     }
     if (ms_gradient_norm(n->model, &norm) != MS_RESULT_OK) {
@@ -283,8 +282,8 @@ static bool wrap_net(trial *t, uint32_t k) {
 static ms_config random_config(trial *t, uint32_t k) {
     ms_config config = t_config();
     const rd_graph *g = t->graph;
-    bool can_be_early = g->accumulation == 1 && !(g->optimizer.grad_clip_norm > 0.0f) &&
-                        g->optimizer.kind != MS_OPTIMIZER_NONE;
+    bool can_be_early =
+        g->accumulation == 1 && !rd_clips(g) && g->optimizer.kind != MS_OPTIMIZER_NONE;
     if (k == 0) {
         config.checkpointing = MS_SWITCH_OFF;
         config.early_update = MS_SWITCH_OFF;
@@ -339,11 +338,24 @@ static bool is_f16(const rd_graph *g) {
     return t_is_built_in((int)g->optimizer.kind) && (g->seed % 8 == 3 || g->seed % 8 == 4);
 }
 
+/* The graphs of the next trials have no loss: they are evaluated. */
+static bool drops_loss;
+
+static void drop_loss(rd_graph *g) {
+    g->has_no_loss = g->value[g->loss].kept_in_eval = true;
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        g->value[i].wanted = false;
+    }
+}
+
 static bool trial_begin(trial *t, uint64_t seed, rd_fault fault, bool debug, bool mixed) {
     static const char *const names[] = {"plain", "planned", "planned too"};
     memset(t, 0, sizeof *t);
     t->graph = rd_generate(seed);
     t->mixed = mixed;
+    if (drops_loss) {
+        drop_loss(t->graph);
+    }
     if (mixed) {
         rd_random_dtypes(t->graph, seed + 99);
     }
@@ -567,7 +579,8 @@ static bool replay_add(replay *r, const ms_event *event, uint32_t operand) {
 static bool replay_check(replay *r, const ms_event *event) {
     for (uint32_t k = 0; k < event->operand_count; ++k) {
         const ms_event_operand *o = &event->operands[k];
-        bool inside = o->offset % 64 == 0 && o->offset + o->bytes <= r->arena_bytes;
+        const uint64_t whole = o->offset - (o->is_part ? o->begin : 0);
+        bool inside = whole % 64 == 0 && o->offset + o->bytes <= r->arena_bytes;
         if (!o->is_outside && !inside) {
             return replay_fail(r, "lies outside the arena", event, k);
         }
@@ -680,7 +693,7 @@ static void replay_update(replay *r, const ms_event *event) {
         } else if (o->tensor.id == ms_gradient(r->net->model, event->tensor).id) {
             args.gradient = data;
         } else if (o->tensor.id == 0) {
-            args.gradient_scale = data + 2; // after the sum, see replay_other
+            args.gradient_scale = &((const ms_norm *)(const void *)data)->scale;
         }
         for (int i = 0; i < RD_STATES; ++i) {
             ms_tensor state = ms_optimizer_state(r->net->model, event->tensor, i);
@@ -759,11 +772,13 @@ static bool replay_other(replay *r, const ms_event *event) {
         uint32_t nonfinite = 0;
         return r->cpu.add_squares(r->cpu.user, data, MS_DTYPE_F32, count, sum, 1, &nonfinite) == 0;
     }
-    case MS_EVENT_CLIP: { // the scale lies after the sum
+    case MS_EVENT_CLIP: {
+        float limits[1 + RD_GROUPS];
+        const uint32_t norms = rd_norm_count(r->run.graph, limits);
         ms_step_state state;
         memset(&state, 0, sizeof state);
-        return r->cpu.clip_scale(r->cpu.user, sum, r->run.graph->optimizer.grad_clip_norm,
-                                 (float *)(sum + 1), &state, NULL, 0) == 0;
+        return r->cpu.clip_scale(r->cpu.user, (ms_norm *)(void *)floats, limits, norms, &state,
+                                 NULL, 0) == 0;
     }
     default:
         replay_update(r, event);
@@ -912,16 +927,21 @@ static bool replay_begin(const trial *t, rd_net *n, bool dry) {
     return fine;
 }
 
+/* The tensor that an item was read from. */
+static ms_tensor tensor_of(const replay *r, const item *it) {
+    const ms_tensor handle = r->net->handle[it->value];
+    return strcmp(it->what, "state") == 0
+               ? ms_optimizer_state(r->net->model, handle, (int)it->index)
+           : strcmp(it->what, "gradient") == 0 ? ms_gradient(r->net->model, handle)
+                                               : handle;
+}
+
 /* What is left after the program must be what the step leaves for ms_read, with the same bits. */
 static bool replay_compare(replay *r, const view *seen) {
     bool keeps_gradients = r->run.graph->optimizer.kind == MS_OPTIMIZER_NONE;
     for (uint32_t i = 0; i < seen->count && r->fine; ++i) {
         const item *it = &seen->items[i];
-        ms_tensor handle = r->net->handle[it->value];
-        ms_tensor tensor = strcmp(it->what, "state") == 0
-                               ? ms_optimizer_state(r->net->model, handle, (int)it->index)
-                           : strcmp(it->what, "gradient") == 0 ? ms_gradient(r->net->model, handle)
-                                                               : handle;
+        const ms_tensor tensor = tensor_of(r, it);
         for (uint32_t k = 0; k < r->cell_count; ++k) {
             const cell *c = &r->cells[k];
             if (c->tensor == tensor.id && c->bytes == it->bytes && it->is_tensor &&
@@ -934,8 +954,8 @@ static bool replay_compare(replay *r, const view *seen) {
     for (uint32_t k = 0; k < r->cell_count && !keeps_gradients; ++k) {
         bool named = r->cells[k].lasts || r->cells[k].tensor == 0;
         for (uint32_t i = 0; i < seen->count && !named; ++i) {
-            named = seen->items[i].is_tensor &&
-                    r->net->handle[seen->items[i].value].id == r->cells[k].tensor;
+            named =
+                seen->items[i].is_tensor && tensor_of(r, &seen->items[i]).id == r->cells[k].tensor;
         }
         if (!named) {
             return rd_fail(&r->run, "tensor %u is never dropped", (unsigned)r->cells[k].tensor);
@@ -1086,7 +1106,10 @@ static bool eval_all(trial *t, bool abandons) {
             !TRY(n, ms_eval(n->model, &loss))) {
             return false;
         }
-        view_number(to, "loss", loss);
+        if (t->graph->has_no_loss && msi_is_finite(loss)) {
+            return rd_fail(&n->run, "a loss of %g, where there is none", loss);
+        }
+        view_number(to, "loss", t->graph->has_no_loss ? 0.0 : loss);
         if (!view_outputs(to, n, true) || !view_lasting(to, n)) {
             return false;
         }
@@ -1107,12 +1130,14 @@ static bool eval_all(trial *t, bool abandons) {
     return compare_all(t);
 }
 
-static bool reshape_all(trial *t) {
+/* beyond: to sizes at which a step is an error, if there are such. */
+static bool reshape_all(trial *t, bool beyond) {
     int64_t size[RD_AXIS_LIMIT];
     rd_graph *g = t->graph;
     for (uint32_t i = 0; i < RD_AXIS_LIMIT; ++i) {
-        size[i] =
-            i < g->axis_count ? 1 + (int64_t)t_below(&t->rng, (uint32_t)g->largest[i]) : g->size[i];
+        const int64_t largest = g->trains[i] > 0 && !beyond ? g->trains[i] : g->largest[i];
+        size[i] = i < g->axis_count ? 1 + (int64_t)t_below(&t->rng, (uint32_t)largest) : g->size[i];
+        size[i] = beyond && g->trains[i] > 0 ? largest : size[i];
     }
     g->seen[RD_RESHAPED] = 1;
     for (uint32_t k = 0; k < t->net_count; ++k) {
@@ -1188,7 +1213,8 @@ static bool retrain_all(trial *t) {
     for (uint32_t i = 0; i < g->value_count; ++i) {
         rd_value *v = &g->value[i];
         bool is_head = rd_has(&g->layer[g->layer_count - 2], RD_GROUP_PARAM, i);
-        if (v->role == RD_PARAM && !is_head && t_chance(&t->rng, 0.3)) {
+        bool trainable = v->role == RD_PARAM && rd_is_float(v);
+        if (trainable && !is_head && t_chance(&t->rng, 0.3)) {
             v->frozen = !v->frozen;
             for (uint32_t k = 0; k < t->net_count; ++k) {
                 ms_set_frozen(t->net[k]->model, t->net[k]->handle[i], v->frozen);
@@ -1211,7 +1237,7 @@ static bool between_steps(trial *t) {
         retune_all(t);
     }
     if (t->graph->axis_count > 0 && t_chance(&t->rng, 0.4)) {
-        fine = reshape_all(t);
+        fine = reshape_all(t, false);
     }
     if (fine && t_chance(&t->rng, 0.1)) {
         fine = retrain_all(t);
@@ -1219,8 +1245,15 @@ static bool between_steps(trial *t) {
     for (uint32_t k = 0; k < t->net_count && fine; ++k) {
         fine = disturb(t, k);
     }
+    if (fine && t->graph->seen[RD_LARGER_EVALS] != 0 && t->graph->seed % 2 == 0) {
+        fine = reshape_all(t, true) && eval_all(t, false);
+        for (uint32_t k = 0; k < t->net_count && fine && !t->graph->has_no_loss; ++k) {
+            t_error(t->net[k]->model, ms_step(t->net[k]->model, NULL), MS_RESULT_ORDER);
+        }
+        fine = fine && reshape_all(t, false);
+    }
     if (fine && t_chance(&t->rng, 0.25)) {
-        fine = eval_all(t, t_chance(&t->rng, 0.4));
+        fine = eval_all(t, t_chance(&t->rng, 0.4) && !t->graph->has_no_loss);
     }
     return fine;
 }
@@ -1261,7 +1294,8 @@ static bool run_trial(trial *t, uint64_t seed, rd_fault fault, bool debug, bool 
     uint32_t steps = 2 + t_below(&t->rng, STEPS - 1);
     t->round = 1;
     for (uint32_t step = 0; step < steps && fine; ++step) {
-        fine = step_all(t) && t->failure[0] == 0 && between_steps(t);
+        fine = (t->graph->has_no_loss ? eval_all(t, false) : step_all(t)) && t->failure[0] == 0 &&
+               between_steps(t);
     }
     return fine && t->failure[0] == 0;
 }
@@ -1292,6 +1326,32 @@ static void random_graphs_are_equal_bit_for_bit(void **state) {
             fail();
         }
     }
+}
+
+/* The same graphs without a loss, with values in 16 bits or without: evals agree. */
+static void graphs_without_a_loss_are_evaluated(void **state) {
+    (void)state;
+    static trial t;
+    uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
+    uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS / 4));
+    drops_loss = true;
+    for (uint64_t seed = first; seed < first + count; ++seed) {
+        const bool fine = run_trial(&t, seed, RD_FAULT_NONE, false, seed % 4 == 0);
+        if (!fine) {
+            rd_print(t.graph);
+        }
+        for (uint32_t k = 0; k < t.net_count && fine; ++k) {
+            double loss = 0.0;
+            t_error(t.net[k]->model, ms_step(t.net[k]->model, &loss), MS_RESULT_ORDER);
+        }
+        trial_end(&t);
+        if (t.failure[0] != 0) {
+            print_error("%s\nfailed: MEMSCALE_TEST_SEED=%llu MEMSCALE_TEST_DAGS=1\n", t.failure,
+                        (unsigned long long)seed);
+            fail();
+        }
+    }
+    drops_loss = false;
 }
 
 /* A net without a mesh catches no fish: each feature stands in its share of the graphs. */
@@ -1465,6 +1525,7 @@ static void dry_runs_hand_out_whole_plans(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(random_graphs_are_equal_bit_for_bit),
+        cmocka_unit_test(graphs_without_a_loss_are_evaluated),
         cmocka_unit_test(mixed_graphs_are_equal_bit_for_bit),
         cmocka_unit_test(the_graphs_cover_the_contract),
         cmocka_unit_test(dry_runs_hand_out_whole_plans),

@@ -146,6 +146,58 @@ static void replays_draw_new_masks(void **state) {
     cn_clean();
 }
 
+/* Rates of groups, a factor of the gradients, a param that is paused, and steps above the norm. */
+static cn_values train_groups(const cn_how *how, uint32_t *skipped) {
+    cn_net net;
+    ms_memory_report report;
+    const uint64_t micros = how->micro_count ? how->micro_count : 1;
+    cn_start(&net, how);
+    for (uint64_t i = 0; i < 2 * STEPS; i++) {
+        ms_set_group_learning_rate(net.model, net.group[1 + i % 2], 0.004f * (float)(i % 5));
+        if (i % 3 == 1) {
+            t_ok(net.model, ms_set_gradient_factor(net.model, i % 2 == 0 ? 0.125f : 1e4f));
+        }
+        if (i == 7 || i == 12) {
+            t_ok(net.model, ms_set_paused(net.model, net.param[1], i == 7));
+        }
+        cn_steps(&net, i * micros, micros);
+    }
+    t_ok(net.model, ms_synchronize(net.model));
+    t_report(net.model, &report);
+    *skipped = report.skipped_by_norm;
+    assert_int_equal(ms_update_count(net.model, net.param[0]), 2 * STEPS - *skipped);
+    const cn_values values = cn_get_values(&net);
+    cn_destroy(&net);
+    return values;
+}
+
+static void groups_change_while_they_are_replayed(void **state) {
+    (void)state;
+    for (uint32_t micros = 1; micros <= 3; micros++) {
+        for (int clips = 0; clips < 2; clips++) {
+            for (uint64_t seed = 0; seed < cn_seeds(10); seed++) {
+                cn_how how;
+                uint32_t skipped[2] = {0, 0};
+                memset(&how, 0, sizeof how);
+                how.cuda = how.groups = true;
+                how.smallest = seed % 2 != 0;
+                how.micro_count = micros;
+                how.clip = clips != 0 ? 0.05f : 0.0f;
+                cn_reset(seed);
+                const cn_values without = train_groups(&how, &skipped[0]);
+                how.graph = true;
+                const cn_values with = train_groups(&how, &skipped[1]);
+                cn_clean();
+                assert_true(cn_alike(&with, &without, 0.0));
+                if (!(skipped[0] > 0 && skipped[0] < 2 * STEPS && skipped[0] == skipped[1])) {
+                    fail_msg("%u and %u of %d steps skipped", (unsigned)skipped[0],
+                             (unsigned)skipped[1], 2 * STEPS);
+                }
+            }
+        }
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // what makes a new recording
 
@@ -445,6 +497,7 @@ int main(void) {
         cmocka_unit_test(replays_give_the_bits_of_steps),
         cmocka_unit_test(steps_are_recorded_after_they_are_timed),
         cmocka_unit_test(replays_draw_new_masks),
+        cmocka_unit_test(groups_change_while_they_are_replayed),
         cmocka_unit_test(changes_make_a_new_recording),
         cmocka_unit_test(an_arena_that_grows_makes_a_new_recording),
         cmocka_unit_test(what_cannot_be_recorded_is_told),

@@ -494,7 +494,10 @@ static void factors_of_clipping_match_the_cpu(void **state) {
     t_rng rng = t_seed(9);
     bench_open(&b, 9);
     for (size_t i = 0; i < 2 * sizeof sums / sizeof sums[0]; i++) {
-        pair s, sum, scale, factors;
+        static const float limits[] = {0.5f, FLT_MAX, 2.0f};
+        const uint32_t count = 1 + (uint32_t)(i % 3);
+        ms_norm norms[3] = {{sums[i / 2], 0.0f}, {1.0, 0.0f}, {16.0, 0.0f}};
+        pair s, norm, factors;
         pair_make(&s, sizeof(ms_step_state), 0, &rng, 1.0f);
         set_state(&s, i % 2 ? MS_HALT_LOSS : MS_HALT_NONE, 11);
         if (i % 3 != 0) {
@@ -502,17 +505,16 @@ static void factors_of_clipping_match_the_cpu(void **state) {
         }
         pair_make(&factors, FACTORS * sizeof(ms_update_factors), 0, &rng, 1.0f);
         set_factors(&factors);
-        pair_make(&sum, sizeof(double), 0, &rng, 1.0f);
-        memcpy(on_host(&sum), &sums[i / 2], sizeof(double));
-        device_release(sum.device);
-        sum.device = (uint8_t *)device_put(sum.host, pair_all(&sum));
-        pair_make(&scale, sizeof(float), 0, &rng, 1.0f);
-        assert_int_equal(b.cuda.clip_scale(b.state, (const double *)on_device(&sum), 0.5f,
-                                           (float *)on_device(&scale), state_on_device(&s),
+        pair_make(&norm, sizeof norms, 0, &rng, 1.0f);
+        memcpy(on_host(&norm), norms, sizeof norms);
+        device_release(norm.device);
+        norm.device = (uint8_t *)device_put(norm.host, pair_all(&norm));
+        assert_int_equal(b.cuda.clip_scale(b.state, (ms_norm *)on_device(&norm), limits, count,
+                                           state_on_device(&s),
                                            (ms_update_factors *)on_device(&factors), FACTORS),
                          0);
-        assert_int_equal(b.cpu.clip_scale(b.cpu.user, (const double *)on_host(&sum), 0.5f,
-                                          (float *)on_host(&scale), (ms_step_state *)on_host(&s),
+        assert_int_equal(b.cpu.clip_scale(b.cpu.user, (ms_norm *)on_host(&norm), limits, count,
+                                          (ms_step_state *)on_host(&s),
                                           (ms_update_factors *)on_host(&factors), FACTORS),
                          0);
         bench_wait(&b);
@@ -521,12 +523,11 @@ static void factors_of_clipping_match_the_cpu(void **state) {
         assert_int_equal(found.halted_step, expected.halted_step);
         assert_true(found.norm == expected.norm || found.norm != found.norm);
         assert_true(sums[i / 2] == sums[i / 2] ? pair_same(&s) : true);
-        assert_true(pair_same(&scale));
+        assert_true(pair_same(&norm));
         assert_true(pair_same(&factors));
         pair_free(&factors);
         pair_free(&s);
-        pair_free(&sum);
-        pair_free(&scale);
+        pair_free(&norm);
     }
     bench_close(&b);
 }
@@ -562,7 +563,7 @@ static ms_update_args args_of(const update_case *c, const pair *arrays, bool dev
     args.master = c->has_master ? at[MASTER] : NULL;
     args.value = at[VALUE];
     args.gradient = at[GRADIENT];
-    const uint32_t states = msi_state_count(&o);
+    const uint32_t states = t_state_count(&o);
     args.state[0] = states > 0 ? at[STATE0] : NULL;
     args.state[1] = states > 1 ? at[STATE1] : NULL;
     args.begin = 8192;
@@ -665,6 +666,15 @@ static void check_update(bench *b, const update_case *c, uint64_t count, const s
     if (c->gradient != MS_DTYPE_F32) {
         put_numbers(&arrays[GRADIENT], c->gradient, count, rng);
     }
+    if (c->kind == MS_UPDATE_ROOT) { // of what is positive
+        for (uint64_t i = 0; i < count; i++) {
+            const float g = fabsf(msi_load(on_host(&arrays[GRADIENT]), c->gradient, i));
+            msi_store_as(on_host(&arrays[GRADIENT]), c->gradient, i, g);
+        }
+        device_release(arrays[GRADIENT].device);
+        arrays[GRADIENT].device =
+            (uint8_t *)device_put(arrays[GRADIENT].host, pair_all(&arrays[GRADIENT]));
+    }
     put_moments(&arrays[STATE0], c, 0, count);
     put_moments(&arrays[STATE1], c, 1, count);
     ms_update_args on_cuda = args_of(c, arrays, true), on_cpu = args_of(c, arrays, false);
@@ -686,6 +696,11 @@ static void check_update(bench *b, const update_case *c, uint64_t count, const s
     device_release(told);
 }
 
+#define UPDATE_KIND(constant, ...) constant,
+static const ms_optimizer_kind update_kinds[] = {MSI_UPDATES_WITH_STATE(UPDATE_KIND)
+                                                     MSI_UPDATES_WITHOUT(UPDATE_KIND)};
+enum { UPDATE_KINDS = sizeof update_kinds / sizeof update_kinds[0] };
+
 /* State in each format: the blocks of codes end where those of threads do not. */
 static void updates_of_every_format_of_state_match_the_cpu(void **state) {
     (void)state;
@@ -696,8 +711,8 @@ static void updates_of_every_format_of_state_match_the_cpu(void **state) {
     t_rng rng = t_seed(12);
     bench_open(&b, 12);
     for (int formats = 1; formats < 9; formats++) {
-        for (int kind = 0; t_is_built_in(kind); kind++) {
-            update_case c = {(ms_optimizer_kind)kind,
+        for (int kind = 0; kind < UPDATE_KINDS; kind++) {
+            update_case c = {update_kinds[kind],
                              0.9f,
                              formats % 2 == 0,
                              false,
@@ -706,8 +721,8 @@ static void updates_of_every_format_of_state_match_the_cpu(void **state) {
                              MS_DTYPE_F32,
                              MS_DTYPE_F32,
                              false};
-            if (msi_optimizer_of(c.kind).states < 2) {
-                c.format[1] = MS_STATE_FORMAT_F32;
+            for (int k = msi_optimizer_of(c.kind).states; k < 2; k++) {
+                c.format[k] = MS_STATE_FORMAT_F32;
             }
             for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
                 check_update(&b, &c, counts[i], offsets[i % 4], &rng);
@@ -730,10 +745,10 @@ static void updates_in_16_bits_match_the_cpu(void **state) {
     t_rng rng = t_seed(21);
     bench_open(&b, 21);
     for (int k = 1; k < 9; k++) {
-        for (int how = 0; t_is_built_in(how / 4); how++) {
+        for (int how = 0; how < 4 * UPDATE_KINDS; how++) {
             const ms_dtype value = dtypes[k % 3];
             const bool alone = how % 2;
-            const ms_optimizer_kind kind = (ms_optimizer_kind)(how / 4);
+            const ms_optimizer_kind kind = update_kinds[how / 4];
             if (how / 2 % 2 == 1 && !msi_optimizer_of(kind).has_momentum) {
                 continue;
             }
@@ -767,10 +782,10 @@ static void updates_match_the_cpu(void **state) {
     bench b;
     t_rng rng = t_seed(10);
     bench_open(&b, 10);
-    for (size_t i = 0; t_is_built_in((int)(i / 6)); i++) {
+    for (size_t i = 0; i < 6 * UPDATE_KINDS; i++) {
         update_case c;
         memset(&c, 0, sizeof c);
-        c.kind = (ms_optimizer_kind)(i / 6);
+        c.kind = update_kinds[i / 6];
         c.momentum = how[i % 6].momentum ? 0.9f : 0.0f;
         c.scaled = how[i % 6].scaled;
         c.halted = how[i % 6].halted;
@@ -785,6 +800,38 @@ static void updates_match_the_cpu(void **state) {
                 check_update(&b, &c, count, offsets[k], &rng);
             }
         }
+    }
+    bench_close(&b);
+}
+
+/* What the steps of updates of matrices are scaled by. */
+static void factors_match_the_cpu(void **state) {
+    (void)state;
+    static const double sums[][2] = {{4.0, 9.0}, {0.0, 0.0}, {1e-20, 1e20}, {1e30, 1e-9}};
+    bench b;
+    bench_open(&b, 31);
+    for (int i = 0; i < 16; i++) {
+        struct {
+            double sums[2];
+            float mean, factor;
+        } on_host = {{sums[i / 4][0], sums[i / 4][1]}, 0.25f, 0.0f}, found;
+        uint8_t *on_device = (uint8_t *)device_put(&on_host, sizeof on_host);
+        ms_factor_args args;
+        memset(&args, 0, sizeof args);
+        args.kind = i % 2 ? MS_OPTIMIZER_MUON : MS_OPTIMIZER_ADAFACTOR;
+        args.count = 100;
+        args.sums = on_host.sums;
+        args.mean = i / 2 % 2 ? &on_host.mean : NULL;
+        args.factor = &on_host.factor;
+        assert_int_equal(b.cpu.factor(b.cpu.user, &args), 0);
+        args.sums = (const double *)(void *)on_device;
+        args.mean = args.mean ? (const float *)(void *)(on_device + sizeof on_host.sums) : NULL;
+        args.factor = (float *)(void *)(on_device + sizeof on_host.sums + sizeof(float));
+        assert_int_equal(b.cuda.factor(b.state, &args), 0);
+        bench_wait(&b);
+        device_get(&found, on_device, sizeof found);
+        assert_true(found.factor == on_host.factor);
+        device_release(on_device);
     }
     bench_close(&b);
 }
@@ -1037,6 +1084,7 @@ int main(void) {
         cmocka_unit_test(sums_of_squares_match_float64),
         cmocka_unit_test(factors_of_clipping_match_the_cpu),
         cmocka_unit_test(updates_match_the_cpu),
+        cmocka_unit_test(factors_match_the_cpu),
         cmocka_unit_test(updates_of_every_format_of_state_match_the_cpu),
         cmocka_unit_test(updates_in_16_bits_match_the_cpu),
         cmocka_unit_test(products_match_float64),

@@ -89,8 +89,7 @@ static void same_lasting(const elastic *e) {
     for (uint32_t i = 0; i < g->value_count; ++i) {
         const rd_value *v = &g->value[i];
         const ms_tensor a = e->fixed->handle[i], b = e->net->handle[i];
-        const int states =
-            v->role == RD_PARAM && !v->frozen ? (int)msi_state_count(&g->optimizer) : 0;
+        const int states = v->role == RD_PARAM && !v->frozen ? (int)rd_state_count(g, i) : 0;
         if (v->role < RD_ACTIVATION) {
             same_tensor(e, "the value", i, a, b);
         }

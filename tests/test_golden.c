@@ -189,7 +189,7 @@ enum { MOST_STATES = 100 };
 static int states_of(const mixture *k) {
     ms_optimizer_desc o = t_optimizer(k->kind, 0.0f);
     o.momentum = k->momentum;
-    return (int)msi_state_count(&o);
+    return (int)t_state_count(&o);
 }
 
 /* Each optimizer that is built in, with each format of each tensor of its state. */
@@ -362,7 +362,7 @@ static void pulled_start(pulled *z, const mixture *k, const way *w,
         o.update = own_update;
         o.state_count = 1;
     }
-    z->states = (int)msi_state_count(&o);
+    z->states = (int)t_state_count(&o);
     z->micro_count = micro_count;
     assert_int_equal(ms_create(&config, &z->m), MS_RESULT_OK);
     ms_set_optimizer(z->m, &o);

@@ -562,18 +562,20 @@ static void the_scale_follows_an_automaton(void **state) {
         const bool overflow =
             t_chance(&rng, 0.02 + (a.exponent > 20 ? 0.5 : 0.0) + (i / 1000 % 4 == 3 ? 0.5 : 0.0));
         const float before = s.loss_scale, loss = 1.0f;
-        float gradient[2], scale = 0.0f;
-        double sum = 0.0;
+        const float limit = FLT_MAX;
+        float gradient[2];
+        ms_norm norm = {0.0, 0.0f};
         gradient[0] = before * 0.75f;
         gradient[1] = overflow ? (i % 2 ? INFINITY : NAN) : 0.0f;
         s.step = (uint64_t)i;
         assert_int_equal(cpu.loss(cpu.user, &loss, 1, 1.0, &s), 0);
         assert_int_equal(s.halted, MS_HALT_NONE);
         assert_int_equal(
-            cpu.add_squares(cpu.user, gradient, MS_DTYPE_F32, 1, &sum, 4, &s.nonfinite), 0);
+            cpu.add_squares(cpu.user, gradient, MS_DTYPE_F32, 1, &norm.sum, 4, &s.nonfinite), 0);
         assert_int_equal(
-            cpu.add_squares(cpu.user, gradient + 1, MS_DTYPE_F32, 1, &sum, 9, &s.nonfinite), 0);
-        assert_int_equal(cpu.clip_scale(cpu.user, &sum, FLT_MAX, &scale, &s, NULL, 0), 0);
+            cpu.add_squares(cpu.user, gradient + 1, MS_DTYPE_F32, 1, &norm.sum, 9, &s.nonfinite),
+            0);
+        assert_int_equal(cpu.clip_scale(cpu.user, &norm, &limit, 1, &s, NULL, 0), 0);
         follow(&a, overflow, GROWTH);
         assert_true(s.loss_scale == ldexpf(1.0f, a.exponent));
         assert_true(s.clean_steps == a.clean && s.skipped_steps == a.skipped);
@@ -581,7 +583,7 @@ static void the_scale_follows_an_automaton(void **state) {
         if (overflow) {
             assert_int_equal(s.overflow, 9);
         } else {
-            assert_true(scale == 1.0f / before && fabs(s.norm - 0.75) < 1e-12);
+            assert_true(norm.scale == 1.0f / before && fabs(s.norm - 0.75) < 1e-12);
         }
     }
     assert_true(a.skipped > 500 && a.exponent < 25);
@@ -957,7 +959,7 @@ static void overflows_at_every_layer_skip_a_step(void **state) {
         for (int k = -1; k < s.layers; ++k) {
             static float before[MOST_LAYERS][3][COLS], after[COLS];
             ms_memory_report report;
-            const int states = (int)msi_state_count(&optimizer);
+            const int states = (int)t_state_count(&optimizer);
             for (int p = 0; p < s.layers; ++p) {
                 t_ok(s.m, ms_read(s.m, s.w[p], before[p][0]));
                 for (int i = 0; i < states; ++i) {

@@ -8,6 +8,8 @@ static int64_t tile_queries = 64, tile_keys = 256, tile_sums = 1024; // as in nn
 #define NN_TILE_QUERIES tile_queries
 #define NN_TILE_KEYS    tile_keys
 #define NN_TILE_SUMS    tile_sums
+static int64_t decoded = 1 << 18; // as in nn.h
+#define NN_DECODED decoded
 #include "nn.h"
 #include "testing.h"
 #include "testing_nn.h"
@@ -713,6 +715,198 @@ static void linear_layers_match_float64(void **state) {
     l_check(6, 5, 71, T_BIAS);
     l_check(6, 3, 132, T_BIAS);
     l_check(102, 3, 4, T_BIAS);
+}
+
+// ------------------------------------------------------------------------------------------------
+// linear and embedding over a matrix in blocks: d = rows, in, out, kind; leaves: x [, bias]
+
+enum { CODED_MOST = 8192 }; // bytes of a matrix
+
+/* Blocks of random numbers, some of them zeros and some far from the others. */
+static void coded_fill(blocks_kind kind, int64_t rows, int64_t columns, uint8_t *blocks) {
+    float *values = c_floats((uint64_t)(rows * columns));
+    t_rng rng = t_seed(31 + (uint64_t)kind);
+    t_fill(&rng, values, (uint64_t)(rows * columns), 0.5f);
+    memset(values, 0, (size_t)blocks_length(kind) * sizeof *values);
+    values[columns + 1] = 3.0f;
+    assert_true(rows * blocks_row_bytes(kind, columns) <= CODED_MOST);
+    blocks_encode(kind, values, rows * columns, blocks);
+    free(values);
+}
+
+static double coded_half(const uint8_t *b) {
+    const int code = b[0] | b[1] << 8, exponent = code >> 10 & 31, fraction = code & 1023;
+    const double size =
+        exponent == 0 ? ldexp(fraction, -24) : ldexp(1024 + fraction, exponent - 25);
+    return code & 0x8000 ? -size : size;
+}
+
+/* Number i of a row, by the published layouts. */
+static double coded_number(blocks_kind kind, const uint8_t *row, int64_t i) {
+    static const double nf4[] = {-1.0,
+                                 -0.6961928009986877,
+                                 -0.5250730514526367,
+                                 -0.39491748809814453,
+                                 -0.28444138169288635,
+                                 -0.18477343022823334,
+                                 -0.09105003625154495,
+                                 0.0,
+                                 0.07958029955625534,
+                                 0.16093020141124725,
+                                 0.24611230194568634,
+                                 0.33791524171829224,
+                                 0.44070982933044434,
+                                 0.5626170039176941,
+                                 0.7229568362236023,
+                                 1.0};
+    const int64_t length = kind == BLOCKS_NF4 ? 64 : 32, in = i % length;
+    const uint8_t *b = row + i / length *
+                                 (kind == BLOCKS_Q8_0   ? 34
+                                  : kind == BLOCKS_Q4_1 ? 20
+                                                        : 36);
+    float largest;
+    memcpy(&largest, b, sizeof largest);
+    return kind == BLOCKS_Q8_0 ? coded_half(b) * (double)(int8_t)b[2 + in]
+           : kind == BLOCKS_Q4_1
+               ? coded_half(b) * (double)(b[4 + in % 16] >> (in < 16 ? 0 : 4) & 15) +
+                     coded_half(b + 2)
+               : (double)largest * nf4[b[4 + in / 2] >> (in % 2 == 0 ? 4 : 0) & 15];
+}
+
+static ms_tensor coded_param(c_run *run, const int64_t *d) {
+    uint8_t blocks[CODED_MOST];
+    const blocks_kind kind = (blocks_kind)d[3];
+    const ms_tensor weight = nn_param_in_blocks(run->net, "weight", kind, d[2], d[1], 0.1f);
+    coded_fill(kind, d[2], d[1], blocks);
+    t_ok(run->model, ms_write(run->model, weight, blocks));
+    return weight;
+}
+
+static ms_tensor coded_build(c_run *run, const int64_t *d, uint32_t flags) {
+    const ms_tensor none = {0};
+    return nn_linear_tied(run->net, "linear", run->lifted[0], coded_param(run, d),
+                          (flags & T_BIAS) != 0 ? run->leaf[1] : none);
+}
+
+static void coded_reference(const c_case *c, const double *const *leaf, const float *library,
+                            double *out) {
+    (void)library;
+    uint8_t blocks[CODED_MOST];
+    const blocks_kind kind = (blocks_kind)c->d[3];
+    coded_fill(kind, c->d[2], c->d[1], blocks);
+    for (int64_t r = 0; r < c->d[0]; r++) {
+        for (int64_t o = 0; o < c->d[2]; o++) {
+            const uint8_t *row = blocks + o * blocks_row_bytes(kind, c->d[1]);
+            double sum = (c->flags & T_BIAS) != 0 ? leaf[1][o] : 0.0;
+            for (int64_t i = 0; i < c->d[1]; i++) {
+                sum += leaf[0][r * c->d[1] + i] * coded_number(kind, row, i);
+            }
+            out[r * c->d[2] + o] = sum;
+        }
+    }
+}
+
+/* Numbers are decoded to the dtype of the call; the rows of d[2] are not those of whole tiles. */
+static void linear_layers_over_blocks_match_float64(void **state) {
+    (void)state;
+    decoded = 300;
+    for (int kind = BLOCKS_Q8_0; kind <= BLOCKS_NF4; kind++) {
+        for (uint32_t flags = 0; flags <= T_BIAS; flags += T_BIAS) {
+            c_case c =
+                c_make("linear over blocks", coded_build, coded_reference, 6, 128, 11, kind, flags);
+            c_add_leaf(&c, ms_shape3(2, 3, 128), true);
+            if (flags != 0) {
+                c_add_leaf(&c, ms_shape1(11), false);
+            }
+            c.out_count = 6 * 11;
+            c.inner_out = c.inner_gradient = 3.0;
+            c_check(&c);
+        }
+    }
+    decoded = 1 << 18;
+}
+
+static ms_tensor coded_build_embedding(c_run *run, const int64_t *d, uint32_t flags) {
+    const ms_tensor none = {0};
+    (void)flags;
+    run->ids[0] = ms_input(run->model, "tokens", MS_DTYPE_I32, ms_shape2(2, d[0] / 2));
+    return nn_add(
+        run->net, "sum",
+        nn_embedding(run->net, "embedding", run->ids[0], coded_param(run, d), none, none, none),
+        run->lifted[0]);
+}
+
+static void coded_embedding_reference(const c_case *c, const double *const *leaf,
+                                      const float *library, double *out) {
+    (void)library;
+    uint8_t blocks[CODED_MOST];
+    const blocks_kind kind = (blocks_kind)c->d[3];
+    coded_fill(kind, c->d[2], c->d[1], blocks);
+    for (int64_t r = 0; r < c->d[0]; r++) {
+        const uint8_t *row = blocks + c->ids[0][r] * blocks_row_bytes(kind, c->d[1]);
+        for (int64_t i = 0; i < c->d[1]; i++) {
+            out[r * c->d[1] + i] = coded_number(kind, row, i) + leaf[0][r * c->d[1] + i];
+        }
+    }
+}
+
+static void embeddings_over_blocks_match_float64(void **state) {
+    (void)state;
+    for (int kind = BLOCKS_Q8_0; kind <= BLOCKS_NF4; kind++) {
+        c_case c = c_make("embedding over blocks", coded_build_embedding, coded_embedding_reference,
+                          10, 128, 7, kind, 0);
+        c_add_leaf(&c, ms_shape3(2, 5, 128), true);
+        c.ids[0] = e_tokens;
+        c.out_count = 10 * 128;
+        c.inner_out = 1.0;
+        c.exact = true;
+        c_check(&c);
+    }
+}
+
+/* What is written and read by its elements in F32; whole blocks; a table that has no positions. */
+static void params_in_blocks_are_written_and_read_as_f32(void **state) {
+    (void)state;
+    const ms_tensor none = {0};
+    for (int kind = BLOCKS_Q8_0; kind <= BLOCKS_NF4; kind++) {
+        ms_config config = t_device_config();
+        ms_model *model;
+        uint8_t blocks[CODED_MOST], stored[CODED_MOST];
+        float values[7 * 128];
+        assert_int_equal(ms_create(&config, &model), MS_RESULT_OK);
+        nn_net *net = nn_create_on(model, t_nn_device());
+        assert_non_null(net);
+        const ms_tensor weight = nn_param_in_blocks(net, "w", (blocks_kind)kind, 7, 128, 0.1f);
+        const nn_param_info *info = nn_find_param(net, "w");
+        coded_fill((blocks_kind)kind, 7, 128, blocks);
+        t_ok(model, ms_write(model, weight, blocks));
+        t_ok(model, nn_read_param(model, info, values));
+        for (int64_t i = 0; i < 7 * 128; i++) {
+            const double x = coded_number((blocks_kind)kind, blocks, i);
+            assert_true(fabs((double)values[i] - x) <= 1e-7 * fabs(x));
+        }
+        t_ok(model, nn_init(net, 3));
+        t_ok(model, nn_read_param(model, info, values));
+        t_ok(model, ms_read(model, weight, blocks));
+        t_ok(model, nn_write_param(model, info, values)); // of what was decoded: the same to a step
+        t_ok(model, ms_read(model, weight, stored));
+        float *again = c_floats(7 * 128);
+        t_ok(model, nn_read_param(model, info, again));
+        for (int i = 0; i < 7 * 128; i++) {
+            assert_true(fabsf(again[i] - values[i]) <= 0.002f);
+        }
+        free(again);
+        const ms_tensor tokens = ms_input(model, "tokens", MS_DTYPE_I32, ms_shape2(1, 2));
+        if (kind == BLOCKS_Q8_0) {
+            nn_embedding(net, "bad", tokens, weight, weight, none, none);
+            t_text_has(ms_last_error(model), "positions");
+        } else {
+            nn_param_in_blocks(net, "odd", (blocks_kind)kind, 2, 48, 0.1f);
+            t_text_has(ms_last_error(model), "odd: rows of 48 numbers");
+        }
+        ms_destroy(model);
+        nn_destroy(net);
+    }
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -3477,6 +3671,9 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(embeddings_match_float64),
         cmocka_unit_test(linear_layers_match_float64),
+        cmocka_unit_test(linear_layers_over_blocks_match_float64),
+        cmocka_unit_test(embeddings_over_blocks_match_float64),
+        cmocka_unit_test(params_in_blocks_are_written_and_read_as_f32),
         cmocka_unit_test(layernorms_match_float64),
         cmocka_unit_test(rmsnorms_match_float64),
         cmocka_unit_test(norms_of_heads_match_float64),

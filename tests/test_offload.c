@@ -606,7 +606,6 @@ static bool same_gradients(pair_of_nets *t) {
 
 static bool same_values(pair_of_nets *t) {
     const rd_graph *g = t->graph;
-    const uint32_t states = msi_state_count(&g->optimizer);
     ms_model *const a = t->plain->model, *const b = t->moved->model;
     bool fine = true;
     for (uint32_t i = 0; i < g->value_count && fine; ++i) {
@@ -616,7 +615,7 @@ static bool same_values(pair_of_nets *t) {
         if (v->role < RD_ACTIVATION || v->kept || i == g->loss) {
             fine = same_tensor(t, "value", i, plain, moved);
         }
-        for (uint32_t k = 0; k < states && trained && fine; ++k) {
+        for (uint32_t k = 0; k < rd_state_count(g, i) && trained && fine; ++k) {
             fine = same_tensor(t, "state", i, ms_optimizer_state(a, plain, (int)k),
                                ms_optimizer_state(b, moved, (int)k));
         }

@@ -69,7 +69,7 @@ static ms_result lower_again(ms_model *m, const msi_store *store, msi_plan *plan
     if (with->early_update) {
         msi_place_updates(g, plan->decisions, true, with->update_lag_bytes);
     }
-    bool fine = msi_lowering_init(&w, g, store, &m->optimizer, a);
+    bool fine = msi_lowering_init(&w, g, store, &m->optimizers, a);
     if (fine) {
         msi_lower_train(&w, plan->decisions, p);
         msi_schedule(g, &m->costs, store, a, &w.spare, p);
@@ -1197,14 +1197,14 @@ static bool same_gradients(trial *t) {
 /* What forward leaves, or a whole step, of which the reference knows too. */
 static bool same_values(trial *t, bool whole) {
     bool fine = true;
-    const uint32_t states = msi_state_count(&t->graph->optimizer);
     for (uint32_t i = 0; i < t->graph->value_count && fine; ++i) {
         const rd_value *v = &t->graph->value[i];
         if (v->role < RD_ACTIVATION || v->kept || i == t->graph->loss) {
             fine = same(t, "value", i, t->plain->handle[i], t->nested->handle[i],
                         whole ? t->reference->data[i] : NULL);
         }
-        for (uint32_t k = 0; whole && k < states && v->role == RD_PARAM && !v->frozen && fine;
+        for (uint32_t k = 0;
+             whole && k < rd_state_count(t->graph, i) && v->role == RD_PARAM && !v->frozen && fine;
              ++k) {
             fine = same(t, "state", i,
                         ms_optimizer_state(t->plain->model, t->plain->handle[i], (int)k),
@@ -1323,6 +1323,7 @@ static uint64_t features[RD_FEATURE_COUNT];
 
 static void expect_trial(uint64_t seed, rd_graph *g, const ms_config *config) {
     static trial t;
+    memset(g->trains, 0, sizeof g->trains); // its plans of several passes are made for one size
     const bool fine = run_trial(&t, g, config);
     for (int i = 0; i < RD_FEATURE_COUNT; ++i) {
         features[i] += g->seen[i];

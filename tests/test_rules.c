@@ -871,7 +871,7 @@ static void techniques_have_their_tensors(void **state) {
     (void)state;
     static const bool takes[MS_TECHNIQUE_COUNT][3] = {// input, param, activation
                                                       {false, false, true}, {false, true, false},
-                                                      {false, true, true},  {false, false, true},
+                                                      {true, true, true},   {false, false, true},
                                                       {false, true, true},  {false, true, false}};
     for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
         for (int kind = 0; kind < 3; ++kind) {
@@ -1165,7 +1165,7 @@ static void gradients_are_scaled_for_own_optimizers_only(void **state) {
     for (int f16 = 0; f16 < 2; ++f16) {
         z.m->config.mixed_dtype = f16 ? MS_DTYPE_F16 : MS_DTYPE_BF16;
         for (int kind = MS_OPTIMIZER_ADAMW; kind <= MS_OPTIMIZER_NONE; ++kind) {
-            z.m->optimizer.kind = (ms_optimizer_kind)kind;
+            z.m->optimizers.groups.items[0].desc.kind = (ms_optimizer_kind)kind;
             for (int how = 0; how < 2; ++how) {
                 z.m->config.mixed_precision = how ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
                 const uint32_t allowed = msi_allowed(z.m, MS_MODE_AGGRESSIVE);

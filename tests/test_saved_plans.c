@@ -330,7 +330,11 @@ static void trip_dag(uint64_t seed, bool late, uint32_t *techniques) {
     const ms_result loaded = load_plan(b, &file);
     t_ok(b, loaded);
     const uint64_t searched = b->errors.count;
-    t_ok(b, ms_wrap(b));
+    const ms_result wrapped = ms_wrap(b);
+    if (wrapped != MS_RESULT_OK) {
+        print_error("%s\n", what);
+    }
+    t_ok(b, wrapped);
     assert_int_equal(b->errors.count, searched);
     expect_same_plans(a, b, what);
     uint32_t plans[2] = {0, 0};
@@ -534,14 +538,13 @@ static void a_plan_is_for_one_graph_and_one_config(void **state) {
     WITH(forbidden = true, "another set of forced");
     WITH(borrowed = true, "another set of borrowed");
     WITH(output = true, "another set of outputs");
-    WITH(clips = true, "another optimizer");
+    WITH(clips = true, "another clipping");
     WITH(momentum = true, "another optimizer");
     WITH(bf16_state = true, "another optimizer");
     WITH(micros = 2, "another accumulation_steps");
     WITH(config.backend = ms_backend_cpu();
          other.config.backend.workspace_bytes = 512, "another backend");
-    WITH(config.mode = MS_MODE_AGGRESSIVE;
-         other.config.mixed_precision = MS_SWITCH_ON, "another precision");
+    ALSO(config.mixed_precision = MS_SWITCH_ON); // nothing is rounded
     WITH(config.checkpointing = MS_SWITCH_OFF, "it uses checkpointing for \"y\"");
     ALSO(config.seed = 77);
     ALSO(config.async_offload = MS_SWITCH_OFF); // nothing is moved
@@ -694,7 +697,8 @@ static void every_allocation_may_fail(void **state) {
 
 /* Makes the checksum right. */
 static void mend(t_file *f) {
-    uint64_t sum = msi_plan_sum(f->data, f->bytes - MSI_PLAN_SUM_BYTES);
+    uint64_t sum =
+        msi_hash_bytes(0, f->data, f->bytes - MSI_PLAN_SUM_BYTES) | (uint64_t)1 << 63;
     for (int k = 0; k < MSI_PLAN_SUM_BYTES; ++k, sum >>= 7) {
         f->data[f->bytes - MSI_PLAN_SUM_BYTES + (size_t)k] =
             (uint8_t)((sum & 127) | (k + 1 < MSI_PLAN_SUM_BYTES ? 128u : 0u));

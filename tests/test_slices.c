@@ -719,7 +719,7 @@ static lasting take_lasting(rd_net *n) {
     assert_non_null(l.data);
     for (uint32_t i = 0; i < g->value_count; ++i) {
         const rd_value *v = &g->value[i];
-        const int states = v->frozen ? 0 : (int)msi_state_count(&g->optimizer);
+        const int states = v->frozen ? 0 : (int)rd_state_count(g, i);
         for (int k = -1; k < states && v->role == RD_PARAM; ++k) {
             const ms_tensor t =
                 k < 0 ? n->handle[i] : ms_optimizer_state(n->model, n->handle[i], k);

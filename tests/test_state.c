@@ -480,13 +480,15 @@ static double exact_update(ms_optimizer_kind kind, const ms_update_factors *f, d
     case MS_OPTIMIZER_SGD:
         s[0] = (double)f->beta1 * s[0] + g;
         return p + rate * (s[0] + decay * p);
+    case MS_OPTIMIZER_NESTEROV:
+        s[0] = (double)f->beta1 * s[0] + g;
+        return p + rate * (g + (double)f->beta1 * s[0] + decay * p);
     case MS_OPTIMIZER_LION:
         s[0] = (double)f->beta2 * s[0] + (double)f->rest2 * g;
         return m != 0.0 && fabs(m) <= 2e-7 * fabs((double)f->rest1 * g)
                    ? DBL_MAX
                    : decay * p + rate * ((m > 0.0) - (m < 0.0));
-    case MS_OPTIMIZER_CUSTOM:
-    case MS_OPTIMIZER_NONE:
+    default: // not of one element at a time
         break;
     }
     return 0.0;
@@ -1000,7 +1002,7 @@ static void codes_that_are_fast_are_enough(void **state) {
         assert_int_equal(forced.recompute_count, 0);
         for (int i = 0; i < z.layers; ++i) {
             const bool vector =
-                msi_why_not_8bit(&z.m->optimizer, true,
+                msi_why_not_8bit(&z.m->optimizers, true,
                                  &z.m->graph.tensors.items[msi_index(&z.m->graph, z.weight[i])]) !=
                 MSI_8BIT_MAY_BE;
             ms_set_tensor_technique(z.m, z.weight[i], MS_TECHNIQUE_OPTIMIZER_8BIT,
@@ -1342,7 +1344,7 @@ static void what_is_moved_counts_in_its_format(void **state) {
     memset(&scorer, 0, sizeof scorer);
     memset(&search, 0, sizeof search);
     memset(&greedy, 0, sizeof greedy);
-    lowering.optimizer = &z.m->optimizer;
+    lowering.optimizers = &z.m->optimizers;
     scorer.graph = &z.m->graph;
     scorer.costs = &z.m->costs;
     scorer.lowering = &lowering;

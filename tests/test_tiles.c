@@ -62,7 +62,7 @@ static void same_values(const rt_graph *g, const rt_net *plain, const rt_net *ti
             same_tensor(g, "value", v, plain->model, plain->handle[v], tiled->model,
                         tiled->handle[v]);
         }
-        if (g->value[v].role == RT_TRAINED && msi_state_count(&g->optimizer) > 0) {
+        if (g->value[v].role == RT_TRAINED && t_state_count(&g->optimizer) > 0) {
             same_tensor(g, "state", v, plain->model,
                         ms_optimizer_state(plain->model, plain->handle[v], 0), tiled->model,
                         ms_optimizer_state(tiled->model, tiled->handle[v], 0));
@@ -1443,7 +1443,7 @@ static uint32_t fetches_of(const ms_model *m, ms_tensor param) {
     msi_lowering w;
     uint32_t fetches = 0;
     assert_true(
-        msi_lowering_init(&w, &m->graph, m->run.store, &m->optimizer, &m->config.allocator));
+        msi_lowering_init(&w, &m->graph, m->run.store, &m->optimizers, &m->config.allocator));
     msi_lower_train(&w, plan->decisions, p);
     assert_false(p->out_of_memory);
     msi_lowering_free(&w);

@@ -563,7 +563,7 @@ static float *param_at(const rd_net *n, bool own) {
         for (int i = 0; i < liar.l->count[RD_GROUP_PARAM]; ++i) {
             is_own |= liar.l->slot[RD_GROUP_PARAM][i] == v + 1;
         }
-        if (g->value[v].role == RD_PARAM && is_own == own) {
+        if (g->value[v].role == RD_PARAM && rd_is_float(&g->value[v]) && is_own == own) {
             return (float *)ms_data(n->model, n->handle[v]);
         }
     }

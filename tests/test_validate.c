@@ -966,11 +966,19 @@ static ms_result many_huge_tensors(world *w) {
 }
 
 static ms_result integer_param(world *w) {
-    return none_is(ms_param(w->m, "counts", MS_DTYPE_I32, ms_shape1(4)));
+    return ms_param(w->m, "counts", MS_DTYPE_I32, ms_shape1(4)).id ? MS_RESULT_OK
+                                                                   : MS_RESULT_INVALID;
 }
 
 static ms_result half_param(world *w) {
-    return none_is(ms_param(w->m, "half", MS_DTYPE_F16, ms_shape1(4)));
+    return ms_param(w->m, "half", MS_DTYPE_F16, ms_shape1(4)).id ? MS_RESULT_OK : MS_RESULT_INVALID;
+}
+
+static ms_result frozen_half_param(world *w) {
+    const ms_tensor half = ms_param(w->m, "half", MS_DTYPE_F16, ms_shape1(4));
+    ms_set_frozen(w->m, half, true);
+    ms_set_frozen(w->m, half, false);
+    return MS_RESULT_OK;
 }
 
 static ms_result axis_of_zero(world *w) {
@@ -1381,6 +1389,15 @@ static ms_result force_the_layer_of_the_loss(world *w) {
     return layer_technique(w, L_LAST, MS_TECHNIQUE_CHECKPOINTING);
 }
 
+static ms_result offload_state(world *w) {
+    return tensor_technique(w, W_RUNNING, MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+}
+
+static ms_result offload_what_is_on_the_host(world *w) {
+    ms_set_on_host(w->m, w->t[W_READ_ONLY]);
+    return tensor_technique(w, W_READ_ONLY, MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+}
+
 static ms_result force_a_kept_output(world *w) {
     ms_add_output(w->m, w->t[W_GATED]);
     return tensor_technique(w, W_GATED, MS_TECHNIQUE_CHECKPOINTING, MS_SWITCH_ON);
@@ -1537,10 +1554,43 @@ static ms_result no_budget(world *w) {
     return MS_RESULT_OK;
 }
 
-static ms_result freeze_everything(world *w) {
-    ms_set_frozen(w->m, w->t[W_WEIGHT], true);
-    ms_set_frozen(w->m, w->t[W_P], true);
-    ms_set_frozen(w->m, w->t[W_Q], true);
+static ms_result want(world *w, name_of tensor) {
+    ms_want_gradient(w->m, w->t[tensor]);
+    return MS_RESULT_OK;
+}
+
+static ms_result want_of_nothing(world *w) {
+    return want(w, W_NONE);
+}
+
+static ms_result want_of_a_param(world *w) {
+    return want(w, W_P);
+}
+
+static ms_result want_of_saved(world *w) {
+    return want(w, W_S);
+}
+
+static ms_result want_of_integers(world *w) {
+    return want(w, W_INTS);
+}
+
+static ms_result want_of_state(world *w) {
+    return want(w, W_RUNNING);
+}
+
+static ms_result want_what_leads_nowhere(world *w) {
+    return want(w, W_WIDE);
+}
+
+static ms_result want_what_is_stopped(world *w) {
+    ms_stop_gradient(w->m, w->t[W_GATED]);
+    return want(w, W_GATED);
+}
+
+static ms_result stop_what_is_wanted(world *w) {
+    (void)want(w, W_GATED);
+    ms_stop_gradient(w->m, w->t[W_GATED]);
     return MS_RESULT_OK;
 }
 
@@ -1558,8 +1608,17 @@ static const misuse registrations[] = {
      BEFORE_WRAP,
      integer_param,
      MS_RESULT_UNSUPPORTED,
-     {"counts", "i32", "f32"}},
-    {"a param of halves", BEFORE_WRAP, half_param, MS_RESULT_UNSUPPORTED, {"half", "f16", "f32"}},
+     {"\"counts\" has dtype i32", "ms_set_frozen"}},
+    {"a param of halves",
+     BEFORE_WRAP,
+     half_param,
+     MS_RESULT_UNSUPPORTED,
+     {"\"half\" has dtype f16", "ms_set_frozen"}},
+    {"a param of halves that is to be trained",
+     BEFORE_WRAP,
+     frozen_half_param,
+     MS_RESULT_UNSUPPORTED,
+     {"ms_set_frozen: param \"half\" has dtype f16", "f32"}},
     {"an axis of size 0", BEFORE_WRAP, axis_of_zero, BAD, {"time", "0", "8"}},
     {"an axis beyond its largest", BEFORE_WRAP, axis_beyond_its_largest, BAD, {"time", "9", "8"}},
     {"nine axes", BEFORE_WRAP, nine_axes, BAD, {"ninth", "8"}},
@@ -1655,7 +1714,7 @@ static const misuse registrations[] = {
      BEFORE_WRAP,
      output_of_a_gradient,
      BAD,
-     {"ms_add_output: the gradient of \"hidden\" is not the output", "backward_state"}},
+     {"ms_add_output: the gradient of \"hidden\" is not the output", "ms_want_gradient"}},
     {"an input as output",
      BEFORE_WRAP,
      eval_output_of_an_input,
@@ -1747,6 +1806,16 @@ static const misuse registrations[] = {
      force_the_layer_of_the_loss,
      BAD,
      {"losses", "loss"}},
+    {"forced: offloading of state",
+     BEFORE_WRAP,
+     offload_state,
+     BAD,
+     {"offloading is forced on \"running\"", "a layer changes it as state"}},
+    {"forced: offloading of what is on the host",
+     BEFORE_WRAP,
+     offload_what_is_on_the_host,
+     BAD,
+     {"offloading is forced on \"read-only\"", "ms_set_on_host"}},
     {"forced: a kept output",
      BEFORE_WRAP,
      force_a_kept_output,
@@ -1814,7 +1883,42 @@ static const misuse registrations[] = {
      no_budget,
      MS_RESULT_BUDGET,
      {"budget", "1", "smallest|needs"}},
-    {"all params frozen", BEFORE_WRAP, freeze_everything, BAD, {"losses", "param"}},
+    {"no gradient", BEFORE_WRAP, want_of_nothing, BAD, {"ms_want_gradient: an empty handle"}},
+    {"the gradient of a param",
+     BEFORE_WRAP,
+     want_of_a_param,
+     BAD,
+     {"ms_want_gradient: \"p-scale\" (param) is not an activation or input"}},
+    {"the gradient of a saved tensor",
+     BEFORE_WRAP,
+     want_of_saved,
+     BAD,
+     {"ms_want_gradient: \"s-saved\"", "saved tensor"}},
+    {"the gradient of integers",
+     BEFORE_WRAP,
+     want_of_integers,
+     BAD,
+     {"ms_want_gradient of \"ints\"", "integer"}},
+    {"the gradient of state",
+     BEFORE_WRAP,
+     want_of_state,
+     BAD,
+     {"ms_want_gradient of \"running\"", "state"}},
+    {"a gradient that the loss does not have",
+     BEFORE_WRAP,
+     want_what_leads_nowhere,
+     BAD,
+     {"ms_want_gradient of \"wide\"", "loss does not depend"}},
+    {"a gradient that is stopped",
+     BEFORE_WRAP,
+     want_what_is_stopped,
+     BAD,
+     {"ms_want_gradient of \"gated\"", "ms_stop_gradient"}},
+    {"a stop of what is wanted",
+     BEFORE_WRAP,
+     stop_what_is_wanted,
+     BAD,
+     {"ms_stop_gradient of \"gated\"", "ms_want_gradient"}},
 };
 
 /* Shapes of equal size that keep it at all sizes of the axes are those whose product has each axis
@@ -2591,8 +2695,7 @@ static const call_case calls[] = {
      STEPPED,
      read_gradient_of_activation,
      ORDER,
-     {"the gradient of \"hidden\" is not in memory now: the gradient of an activation lives only",
-      "backward_state"}},
+     {"the gradient of \"hidden\" is not in memory now: ms_want_gradient keeps it"}},
     {"update after forward", FORWARDED, update, ORDER, {"ms_update", "ms_backward"}},
     {"backward twice", BACKWARDED, backward, ORDER, {"ms_backward", "ms_forward"}},
     {"step in the middle", EARLY_BACKWARDED, step, ORDER, {"ms_step|ms_forward", "ms_update"}},

@@ -455,7 +455,7 @@ static ms_result step_on(net *n, uint64_t seed, bool is_finite) {
 
 /* Checks that a weight and its optimizer state are the same in both. */
 static void compare_weights(net *n, net *twin) {
-    for (int of = -1; of < (int)msi_state_count(&n->model->optimizer); ++of) {
+    for (int of = -1; of < (int)t_state_count(&n->model->optimizers.groups.items[0].desc); ++of) {
         float found[COLS * COLS], expected[COLS * COLS];
         const ms_tensor w = n->weight[0], v = twin->weight[0];
         t_ok(n->model, ms_read(n->model, of < 0 ? w : ms_optimizer_state(n->model, w, of), found));

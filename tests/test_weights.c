@@ -60,9 +60,9 @@ static void numbers_of_16_bits(void **state) {
         assert_memory_equal(&bf16, &wide, sizeof wide);
         if ((code >> 10 & 31) < 31) {
             same_float(half, half_value(code), code);
-            assert_int_equal(weights_f16(half), code);
+            assert_int_equal(blocks_half_of(half), code);
         } else { // by bits, since -Ofast knows no NaN
-            const uint32_t size = weights_bits(half) & 0x7fffffffu, again = weights_f16(half);
+            const uint32_t size = blocks_bits_of(half) & 0x7fffffffu, again = blocks_half_of(half);
             assert_true((code & 1023) != 0 ? size > 0x7f800000u : size == 0x7f800000u);
             assert_true((code & 1023) != 0 ? (again & 0x7fffu) > 0x7c00u : (int)again == code);
         }
@@ -76,18 +76,18 @@ static void rounding_to_16_bits(void **state) {
     (void)state;
     for (int code = 0; code < 0x7bff; code++) {
         const float middle = (float)(0.5 * (half_value(code) + half_value(code + 1)));
-        assert_int_equal(weights_f16(nextafterf(middle, 0.0f)), code);
-        assert_int_equal(weights_f16(nextafterf(middle, 1e9f)), code + 1);
-        assert_int_equal(weights_f16(middle), code + (code & 1));
-        assert_int_equal(weights_f16(-middle), 0x8000 + code + (code & 1));
+        assert_int_equal(blocks_half_of(nextafterf(middle, 0.0f)), code);
+        assert_int_equal(blocks_half_of(nextafterf(middle, 1e9f)), code + 1);
+        assert_int_equal(blocks_half_of(middle), code + (code & 1));
+        assert_int_equal(blocks_half_of(-middle), 0x8000 + code + (code & 1));
     }
-    assert_int_equal(weights_f16(65519.99f), 0x7bff);
-    assert_int_equal(weights_f16(65520.0f), 0x7c00);
+    assert_int_equal(blocks_half_of(65519.99f), 0x7bff);
+    assert_int_equal(blocks_half_of(65520.0f), 0x7c00);
     for (uint32_t code = 0; code < 0x7f7f; code++) {
         const uint32_t bits = code << 16 | 0x8000u;
-        assert_int_equal(weights_bf16(gguf_float(bits)), code + (code & 1));
-        assert_int_equal(weights_bf16(gguf_float(bits - 1)), code);
-        assert_int_equal(weights_bf16(gguf_float(bits + 1)), code + 1);
+        assert_int_equal(weights_bf16(blocks_float_of(bits)), code + (code & 1));
+        assert_int_equal(weights_bf16(blocks_float_of(bits - 1)), code);
+        assert_int_equal(weights_bf16(blocks_float_of(bits + 1)), code + 1);
     }
 }
 
@@ -381,7 +381,7 @@ static float in_file(const weight_file *f, const char *name, int64_t row, int64_
     if (!e) {
         fail_msg("there is no %s", name);
     }
-    return gguf_float(
+    return blocks_float_of(
         (uint32_t)gguf_load(e->data + 4 * (row * (e->rank > 1 ? e->dim[1] : 1) + column), 4));
 }
 
@@ -485,6 +485,72 @@ static void architectures_of_gguf(void **state) {
         free(copy);
         free(file.data);
     }
+}
+
+/* A base in blocks has the values of the file: its blocks as they are, or what is decoded from others, row by
+   row, and encoded. Queries and keys are permuted rows. */
+static void bases_in_blocks(void **state) {
+    (void)state;
+    for (int k = 0; k < 9; k++) {
+        static const blocks_kind of_files[] = {BLOCKS_NONE, BLOCKS_Q8_0, BLOCKS_Q4_1};
+        const blocks_kind base = (blocks_kind)(BLOCKS_Q8_0 + k % 3);
+        nn_llama_config c = made_llama_config();
+        made_gguf g;
+        weight_file f;
+        uint8_t *copy;
+        memset(&g, 0, sizeof g);
+        c.channels = 64;
+        c.head_size = 16;
+        made_kind = of_files[k / 3];
+        made_settings(&g, "llama", &c);
+        made_gguf_tensors(&g, &c);
+        made file = made_gguf_file(&g);
+        need(open_made(&f, &file, file.size, &copy), f.error);
+        const weights_layout layout = weights_layout_of(&c, WEIGHTS_GGUF_LLAMA);
+        c.adapter_rank = 2;
+        net_of floats = llama_net(&c);
+        c.base = base;
+        c.head_rows = 2;
+        net_of coded = llama_net(&c);
+        need(weights_read(floats.model, floats.net, &f, &layout), f.error);
+        need(weights_read(coded.model, coded.net, &f, &layout), f.error);
+        for (int64_t i = 0; i < nn_param_count(coded.net); i++) {
+            const nn_param_info *param = nn_param_at(coded.net, i);
+            const int64_t count = (int64_t)ms_shape_count(&param->shape);
+            if (nn_is_adapter(param)) {
+                continue;
+            }
+            float *expected = values_of(&floats, nn_param_at(floats.net, i));
+            float *values = (float *)malloc((size_t)count * sizeof *values);
+            uint8_t *blocks = (uint8_t *)malloc((size_t)count * 4);
+            assert_true(values && blocks);
+            assert_int_equal(param->blocks, param->shape.rank > 1 ? base : BLOCKS_NONE);
+            if (param->blocks != made_kind) {
+                blocks_encode(param->blocks, expected, count, blocks);
+                blocks_decode(param->blocks, blocks, count, expected);
+            }
+            t_ok(coded.model, nn_read_param(coded.model, param, values));
+            if (memcmp(values, expected, (size_t)count * sizeof *values) != 0) {
+                fail_msg("%s of %d from %d", param->name, (int)base, (int)made_kind);
+            }
+            free(expected);
+            free(values);
+            free(blocks);
+        }
+        weight_entry *e = weight_find(&f, "blk.1.ffn_up.weight");
+        if (made_kind == BLOCKS_NONE) { // what no block can hold
+            const float huge = 1e6f;
+            memcpy((uint8_t *)(uintptr_t)e->data + 400, &huge, sizeof huge);
+            assert_false(weights_read(coded.model, coded.net, &f, &layout));
+            t_text_has(f.error, "blk.1.ffn_up.weight has 1e+06");
+        }
+        net_end(&floats);
+        net_end(&coded);
+        weight_close(&f);
+        free(copy);
+        free(file.data);
+    }
+    made_kind = BLOCKS_NONE;
 }
 
 /* A whole model and a tokenizer, cut off after every byte of what describes them, and here and there in
@@ -1760,7 +1826,7 @@ static void smollm2_is_decoded(void **state) {
         assert_non_null(values);
         need(weight_decode(&f, e, 0, e->count, values), f.error);
         for (int64_t i = 0; i < e->count; i++) {
-            sum += (uint64_t)(i + 1) * weights_bits(values[i]);
+            sum += (uint64_t)(i + 1) * blocks_bits_of(values[i]);
         }
         assert_true(sum == sums[k].sum);
         free(values);
@@ -1827,6 +1893,7 @@ int main(void) {
         cmocka_unit_test(codes_in_order),
         cmocka_unit_test(metadata_is_read),
         cmocka_unit_test(architectures_of_gguf),
+        cmocka_unit_test(bases_in_blocks),
         cmocka_unit_test(cut_off_gguf),
         cmocka_unit_test(lies_of_gguf),
         cmocka_unit_test(misfits_are_told),

@@ -330,6 +330,14 @@ static inline bool t_is_built_in(int kind) {
     return msi_optimizer_of((ms_optimizer_kind)kind).is_built_in;
 }
 
+/* How many tensors of state a param of an optimizer has. */
+static inline uint32_t t_state_count(const ms_optimizer_desc *o) {
+    const msi_optimizer row = msi_optimizer_of(o->kind);
+    return o->kind == MS_OPTIMIZER_CUSTOM            ? o->state_count
+           : row.has_momentum && o->momentum == 0.0f ? 0
+                                                     : (uint32_t)row.states;
+}
+
 /* ms_backend.update for args that have no factors and no state of a step. */
 static inline int t_update(const ms_backend *backend, const ms_update_args *args) {
     ms_optimizer_desc o;
@@ -446,14 +454,14 @@ static inline int t_device_add_squares(void *user, const void *from, ms_dtype dt
                                                 nonfinite);
 }
 
-static inline int t_device_clip_scale(void *user, const double *sum, float limit, float *scale,
-                                      ms_step_state *step, ms_update_factors *factors,
-                                      uint64_t count) {
+static inline int t_device_clip_scale(void *user, ms_norm *norms, const float *limits,
+                                      uint32_t count, ms_step_state *step,
+                                      ms_update_factors *factors, uint64_t factor_count) {
     t_device *device = (t_device *)user;
     const int error = t_device_fails(device);
-    return error != 0
-               ? error
-               : device->cpu.clip_scale(device->cpu.user, sum, limit, scale, step, factors, count);
+    return error != 0 ? error
+                      : device->cpu.clip_scale(device->cpu.user, norms, limits, count, step,
+                                               factors, factor_count);
 }
 
 static inline int t_device_loss(void *user, const void *losses, uint64_t count, double factor,

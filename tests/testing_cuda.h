@@ -430,6 +430,7 @@ typedef struct cn_how {
     bool tf32, debug;
     bool profiles; // times its first steps
     bool offloads; // what it may
+    bool groups;   // the others have an optimizer each; steps with a large norm are skipped
     ms_optimizer_kind optimizer;
     float momentum, clip;
     uint32_t micro_count;
@@ -446,6 +447,7 @@ typedef struct cn_net {
     ms_axis axis;
     ms_tensor x, ids, scale, spoil, moving, loss, last;
     ms_tensor param[CN_PARAMS];
+    ms_param_group group[CN_PARAMS]; // with how.groups, of all but the first
     cn_op ops[CN_OPS];
     uint32_t op_count, param_count;
     int64_t rows;
@@ -592,14 +594,23 @@ static inline void cn_optimizer(cn_net *net) {
         o.update = cn_custom_update;
         o.state_count = 2;
     }
+    o.skip_above_norm = net->how.groups ? 5.0f : 0.0f;
     ms_set_optimizer(net->model, &o);
+    for (uint32_t i = 1; i < net->param_count && net->how.groups; i++) {
+        o.learning_rate = 0.01f * (float)i;
+        o.skip_above_norm = 0.0f;
+        o.grad_clip_norm = i == 1 ? 0.01f : 0.0f;
+        o.beta1 = 0.8f;
+        net->group[i] = ms_optimizer_group(net->model, &o);
+        ms_set_param_group(net->model, net->param[i], net->group[i]);
+    }
 }
 
 static inline int cn_state_count(const cn_how *how) {
     ms_optimizer_desc o = t_optimizer(how->optimizer, 0.0f);
     o.momentum = how->momentum;
     o.state_count = 2; // of cn_custom_update
-    return (int)msi_state_count(&o);
+    return (int)t_state_count(&o);
 }
 
 /* Memory for the first param and its optimizer state, three floats behind an aligned address. */

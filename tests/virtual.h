@@ -103,7 +103,8 @@ typedef struct v_work {
     float value;
     double factor;
     ms_dtype to, from;
-    float *scale;
+    ms_norm *norms;
+    float limits[MS_LIMIT_NORMS];
     double *sum;
     uint32_t param, *nonfinite;
     ms_step_state *step;
@@ -145,7 +146,7 @@ static inline int v_compute(const ms_backend *cpu, const v_work *w) {
     case V_ADD_SQUARES:
         return cpu->add_squares(user, w->source, w->from, w->count, w->sum, w->param, w->nonfinite);
     case V_CLIP_SCALE:
-        return cpu->clip_scale(user, (const double *)w->source, w->value, w->scale, w->step,
+        return cpu->clip_scale(user, w->norms, w->limits, w->param, w->step,
                                (ms_update_factors *)w->target, w->count);
     case V_UPDATE:
         return cpu->update(user, &w->update);
@@ -305,12 +306,13 @@ static inline int v_add_squares(void *state, const void *device, ms_dtype dtype,
     return v_put((v_state *)state, MS_STREAM_COMPUTE, &w);
 }
 
-static inline int v_clip_scale(void *state, const double *sum, float limit, float *scale,
-                               ms_step_state *step, ms_update_factors *factors, uint64_t count) {
-    v_work w = v_begin(V_CLIP_SCALE, factors, NULL, count);
-    w.source = sum;
-    w.value = limit;
-    w.scale = scale;
+static inline int v_clip_scale(void *state, ms_norm *norms, const float *limits, uint32_t count,
+                               ms_step_state *step, ms_update_factors *factors,
+                               uint64_t factor_count) {
+    v_work w = v_begin(V_CLIP_SCALE, factors, NULL, factor_count);
+    w.norms = norms;
+    memcpy(w.limits, limits, count * sizeof *limits);
+    w.param = count;
     w.step = step;
     return v_put((v_state *)state, MS_STREAM_COMPUTE, &w);
 }

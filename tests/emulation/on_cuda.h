@@ -364,18 +364,34 @@ static inline int t_cuda_update(const ms_update_args *args) {
     return error;
 }
 
-static inline void t_cuda_set_optimizer(ms_model *model, const ms_optimizer_desc *desc) {
-    if (desc == NULL || desc->update == NULL) {
-        ms_set_optimizer(model, desc);
-        return;
-    }
+/* The desc with an update of the trainer's own, which finds device memory open. */
+static inline ms_optimizer_desc t_cuda_optimizer(const ms_optimizer_desc *desc) {
     ms_optimizer_desc with = *desc;
-    t_cuda_layer *layer = t_cuda_new_layer();
-    layer->update = desc->update;
-    layer->user = desc->user;
-    with.update = t_cuda_update;
-    with.user = layer;
-    ms_set_optimizer(model, &with);
+    if (desc->update != NULL) {
+        t_cuda_layer *layer = t_cuda_new_layer();
+        layer->update = desc->update;
+        layer->user = desc->user;
+        with.update = t_cuda_update;
+        with.user = layer;
+    }
+    return with;
+}
+
+static inline void t_cuda_set_optimizer(ms_model *model, const ms_optimizer_desc *desc) {
+    ms_optimizer_desc with;
+    if (desc != NULL) {
+        with = t_cuda_optimizer(desc);
+    }
+    ms_set_optimizer(model, desc != NULL ? &with : NULL);
+}
+
+static inline ms_param_group t_cuda_optimizer_group(ms_model *model,
+                                                    const ms_optimizer_desc *desc) {
+    ms_optimizer_desc with;
+    if (desc != NULL) {
+        with = t_cuda_optimizer(desc);
+    }
+    return ms_optimizer_group(model, desc != NULL ? &with : NULL);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -430,6 +446,7 @@ static inline ms_result t_cuda_borrow(ms_model *model, ms_tensor tensor, void *m
 #define ms_arena_create(backend, host, arena) t_cuda_arena_create(backend, host, arena)
 #define ms_register_layer(model, desc)        t_cuda_register_layer(model, desc)
 #define ms_set_optimizer(model, desc)         t_cuda_set_optimizer(model, desc)
+#define ms_optimizer_group(model, desc)       t_cuda_optimizer_group(model, desc)
 #define ms_borrow(model, tensor, memory)      t_cuda_borrow(model, tensor, memory)
 #define ms_gemm(call, alpha, a, b, beta, c)   t_cuda_gemm(call, alpha, a, b, beta, c)
 #define ms_cast(call, to, from)               t_cuda_cast(call, to, from)
