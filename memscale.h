@@ -312,13 +312,11 @@
                     >>lower          backward, groups in tiles, and the whole program
                     >>repeat         blocks that changed decisions do not reach
                     >>alias >>schedule >>layout >>fit >>simulate >>score
-                    >>plans          in files
-      searches      >>search         what all of them share
-                    >>moves          what can be changed, what that frees and is expected to cost
+      searches      >>moves          what can be changed, what that frees and is expected to cost
                     >>greedy         one move after another
                     >>lists          what greedy may offload, what is given back, segments
                     >>chain >>exhaustive >>grouping >>solve
-                    >>order >>fold >>plan >>policy >>explain >>optimizer >>call
+                    >>order >>fold >>plans >>plan >>policy >>explain >>optimizer >>call
                     >>matrices       updates of whole matrices, in steps: Muon, Adafactor
       debug mode    >>stage          where a layer runs: its operands lie apart, between poison
                     >>checks         what it must leave as it was; who is to blame for a difference
@@ -4509,6 +4507,10 @@ static bool msi_fetches(msi_op op) {
     return msi_engines[msi_ops[op].engine].fetches;
 }
 
+static bool msi_sends(msi_op op) {
+    return msi_is_issued(op) && !msi_fetches(op);
+}
+
 /* Whether an op that calls no layer only reads operand k. */
 static bool msi_is_source(msi_op op, uint32_t k) {
     return msi_ops[op].sources >> (msi_has_pairs(op) ? k & 1 : k) & 1;
@@ -4674,14 +4676,6 @@ typedef struct msi_resident {
     bool is_shown; // it is on the host, where callbacks use it
     bool is_saved; // its device memory was released: it is in the image of a suspended model
 } msi_resident;
-
-/* Where a value is, to be read and to be written, and the format that optimizer state has there. */
-typedef struct msi_memory {
-    const void *source; // NULL: it is not there
-    void *target;
-    msi_format format;
-    bool on_host;
-} msi_memory;
 
 /* Slices that an asynchronous device may have been given and not finished. */
 enum { MSI_MOST_SLICES = MS_BACKEND_TIMED_EVENTS / 2 };
@@ -5365,34 +5359,33 @@ static MSI_COLD ms_result msi_fail(ms_model *m, ms_result result, const char *fo
     return result;
 }
 
-/* Calls msi_fail where errors are brief, too: there it is a macro. */
-#define MSI_FAIL_IN_WORDS (msi_fail)
-
-/* On a small board errors have the text of their result alone, except about plans in files, and nothing
-   is logged but these. */
-#if defined(MEMSCALE_NO_PLANNER) && defined(MEMSCALE_NO_STDIO)
-static MSI_NOINLINE ms_result msi_fail_briefly(ms_model *m, ms_result result) {
-    return MSI_FAIL_IN_WORDS(m, result, "%s", ms_result_text(result));
-}
-
-#define msi_fail(m, result, ...)                                                                   \
-    (0 ? MSI_FAIL_IN_WORDS(m, result, __VA_ARGS__) : msi_fail_briefly(m, result))
-#define msi_log(m, level, tag, ...) (0 ? (msi_log)(m, level, tag, __VA_ARGS__) : (void)0)
-#endif
-
+/* Without a planner what only searches, checks or explains is not called. Errors have the text of their
+   result alone, except those that are raised by (msi_fail). */
 #ifdef MEMSCALE_NO_PLANNER
 enum { MSI_HAS_PLANNER = false };
 
-static MSI_COLD ms_result msi_fail_unplanned(ms_model *m, const char *function) {
-    return MSI_FAIL_IN_WORDS(
-        m, MS_RESULT_UNSUPPORTED,
-        "%s: this library is built without its planner (MEMSCALE_NO_PLANNER): load a plan "
-        "with ms_plan_load, or take the plain one with ms_detach",
-        function);
+static MSI_NOINLINE ms_result msi_fail_briefly(ms_model *m, ms_result result) {
+    return msi_fail(m, result, "%s", ms_result_text(result));
 }
+
+#define msi_fail(m, result, ...)                                                                   \
+    (0 ? (msi_fail)(m, result, __VA_ARGS__) : msi_fail_briefly(m, result))
+#define msi_log(m, level, tag, ...) (0 ? (msi_log)(m, level, tag, __VA_ARGS__) : (void)0)
 #else
 enum { MSI_HAS_PLANNER = true };
 #endif
+
+static bool msi_debugs(const ms_model *m) {
+    return MSI_HAS_PLANNER && m->config.debug;
+}
+
+static MSI_COLD ms_result msi_fail_unplanned(ms_model *m, const char *function) {
+    return (msi_fail)(m, MS_RESULT_UNSUPPORTED,
+                      "%s: this library is built without its planner (MEMSCALE_NO_PLANNER): load a "
+                      "plan with "
+                      "ms_plan_load, or take the plain one with ms_detach",
+                      function);
+}
 
 static MSI_COLD ms_result msi_fail_busy(ms_model *m, const char *function) {
     return msi_fail(m, MS_RESULT_ORDER,
@@ -8926,6 +8919,17 @@ static msi_format msi_format_of(const msi_optimizers *all, const msi_tensor *t, 
                         : msi_format_of_state(o->state_format[role - MSI_ROLE_STATE0]);
 }
 
+/* Bytes in memory of all state of a param, each tensor of it aligned. */
+static uint64_t msi_all_state_bytes(const msi_optimizers *o, const msi_tensor *t, bool state_8bit) {
+    uint64_t bytes = 0;
+    for (uint32_t k = 0; k < msi_state_count(o, t); k++) {
+        const msi_role role = (msi_role)(MSI_ROLE_STATE0 + k);
+        bytes += msi_align(
+            msi_format_bytes(msi_format_of(o, t, role, state_8bit), msi_elements_of(o, t, role)));
+    }
+    return bytes;
+}
+
 /* What a function was given: `"x"`, `the gradient of "x"`. */
 static msi_words msi_handle_words(const msi_graph *g, ms_tensor handle) {
     const uint32_t t = msi_index(g, handle);
@@ -9080,6 +9084,12 @@ static uint32_t msi_op_reads(const msi_layer *l, msi_op op, int group) {
     return op == MSI_OP_BACKWARD    ? l->backward_masks[group]
            : op == MSI_OP_RECOMPUTE ? l->recompute_masks[group]
                                     : msi_forward_reads_of(group);
+}
+
+/* The time of a layer's recomputation. */
+static double msi_again_us(const msi_layer *l, msi_op op) {
+    return op == MSI_OP_REPEAT ? l->time[MSI_FORMAT_F32].forward_us
+                               : l->time[MSI_FORMAT_F32].recompute_us;
 }
 
 /* Why a value cannot be in 16 bits. */
@@ -9755,6 +9765,57 @@ static ms_switch msi_tiling_force(const msi_graph *g, const msi_layer *l) {
     return off ? MS_SWITCH_OFF : on ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
 }
 
+/* The end of the group that begins with a layer: as long as layers can join it and are forced alike. */
+static uint32_t msi_longest_group(const msi_graph *g, uint32_t first) {
+    const ms_switch force = msi_tiling_force(g, &g->layers.items[first]);
+    uint32_t end = first;
+    while (end < g->layers.count && msi_tiling_force(g, &g->layers.items[end]) == force &&
+           msi_can_join_group(g, first, end)) {
+        end++;
+    }
+    while (end > first && !msi_can_group(g, first, end)) {
+        end--;
+    }
+    return end;
+}
+
+/* The most tiles that a group can have: each a multiple of `unit`, and none below tile.smallest. */
+static uint32_t msi_most_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
+    uint64_t unit, rows = msi_common_rows(g, first, end, &unit), least = unit;
+    for (uint32_t i = first; i < end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint64_t own = msi_layer_rows(g, l, false);
+        const uint64_t smallest = l->tile.smallest > 1 ? (uint64_t)l->tile.smallest : 1;
+        least = msi_larger(least, msi_smaller(smallest, own) * (rows / own));
+    }
+    least = (least + unit - 1) / unit * unit;
+    const uint64_t most = rows / least;
+    return (uint32_t)(most < 1 ? 1 : most < MSI_MOST_TILES ? most : (uint64_t)MSI_MOST_TILES);
+}
+
+/* The number of tiles of a group that is forced: 4, or more if a layer prefers fewer rows. */
+static uint32_t msi_forced_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
+    uint64_t unit, rows = msi_common_rows(g, first, end, &unit), each = (rows + 3) / 4;
+    for (uint32_t i = first; i < end; i++) {
+        const msi_layer *l = &g->layers.items[i];
+        const uint64_t own = msi_layer_rows(g, l, false), prefers = (uint64_t)l->tile.preferred;
+        each =
+            prefers > 0 ? msi_smaller(each, prefers < own ? prefers * (rows / own) : rows) : each;
+    }
+    const uint64_t tiles = (rows + each - 1) / each, most = msi_most_tiles(g, first, end);
+    return (uint32_t)(tiles < 2 ? 2 : msi_smaller(tiles, most < 2 ? 2 : most));
+}
+
+/* Decides that layers are a group of so many tiles, or whole. */
+static void msi_decide_group(const msi_graph *g, msi_tensor_decision *d, uint32_t first,
+                             uint32_t end, uint32_t tiles) {
+    for (uint32_t i = first; i < end; i++) {
+        msi_tensor_decision *of = &d[msi_first_output(g, &g->layers.items[i])];
+        of->tiles = (uint16_t)tiles;
+        of->begins_group = tiles > 0 && i == first;
+    }
+}
+
 /* Whether an instruction has no rows to work on. */
 static bool msi_is_empty(const msi_instruction *i) {
     return i->rows.of > 0 && i->rows.count == 0;
@@ -9954,8 +10015,7 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
          "cuda_graph: this backend cannot record: leave it off"},
         {!MSI_HAS_PLANNER && (c->debug || c->empirical_profiling == MS_SWITCH_ON), 0.0,
          "debug or empirical_profiling: compiled with MEMSCALE_NO_PLANNER there is neither: leave "
-         "them "
-         "off, and use them in a build with the planner"},
+         "them off, and use them in a build with the planner"},
         {c->cuda_graph && c->debug, 0.0,
          "cuda_graph: debug mode runs callbacks several times: leave one of the two off"},
         {!msi_is_complete(&c->backend), (double)c->backend.size,
@@ -11239,7 +11299,7 @@ static void msi_get_hardware(ms_model *m) {
     m->costs.has_links = m->costs.has_copies || msi_enqueues_copies(&m->config.backend);
     m->costs.maps_host = m->config.backend.maps_host || (m->config.dry_run && m->sources.is_given &&
                                                          h->kind == MS_DEVICE_DISCRETE);
-    m->costs.waits_for_copies = m->config.debug || m->config.async_offload == MS_SWITCH_OFF;
+    m->costs.waits_for_copies = msi_debugs(m) || m->config.async_offload == MS_SWITCH_OFF;
     m->costs.copies_ahead = MSI_MOST_EVENTS - 1;
     if (m->config.prefetch_depth > 0 && m->config.prefetch_depth < m->costs.copies_ahead) {
         m->costs.copies_ahead = m->config.prefetch_depth;
@@ -14055,6 +14115,48 @@ typedef struct msi_param_cursor {
     uint32_t layer, slot; // the next one is at a slot of layer - 1; all later layers are done
 } msi_param_cursor;
 
+/* The next param that may be updated inside backward, if its gradient is complete after the
+   backward of layer `end`; or MSI_NONE. */
+static uint32_t msi_next_early(msi_param_cursor *c, const msi_tensor_decision *d, uint32_t end) {
+    const msi_graph *g = c->graph;
+    while (c->layer > end) {
+        const uint32_t layer = c->layer - 1;
+        while (c->slot < g->layers.items[layer].count[MSI_GROUP_PARAM]) {
+            const uint32_t t = msi_completed_param(g, layer, c->slot++);
+            if (t != MSI_NONE && d[t].update_after != MSI_NONE) {
+                return t;
+            }
+        }
+        c->layer--;
+        c->slot = 0;
+    }
+    return MSI_NONE;
+}
+
+/* Decides when params are updated: inside backward those that are forced, and if `early` all that
+   may be. They are updated in the order in which their gradients are complete, as soon as the
+   gradients that wait exceed lag_bytes. */
+static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool early,
+                              uint64_t lag_bytes) {
+    msi_param_cursor head = {g, g->layers.count, 0}, tail = head;
+    uint64_t waiting_bytes = 0;
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const bool forced = tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON;
+        d[t].update_after = tensor->updates_early && (early || forced) ? MSI_AT_END : MSI_NONE;
+    }
+    for (uint32_t i = g->layers.count; i-- > 0;) {
+        for (uint32_t t; (t = msi_next_early(&tail, d, i)) != MSI_NONE;) {
+            waiting_bytes += g->tensors.items[t].bytes;
+        }
+        while (waiting_bytes > lag_bytes) {
+            const uint32_t t = msi_next_early(&head, d, i);
+            waiting_bytes -= g->tensors.items[t].bytes;
+            d[t].update_after = i;
+        }
+    }
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>lower  from graph and decisions to a program: backward, groups in tiles, and the whole
 
@@ -14361,22 +14463,17 @@ static bool msi_may_repeat(msi_lowering *w) {
     return may;
 }
 
-/* The blocks of the program before, if any can be repeated: without a planner none are. */
-static const msi_blocks *msi_before(const msi_repeating *r) {
-    return MSI_HAS_PLANNER ? r->before : NULL;
-}
-
 /* Begins the blocks of a program, which has its residents. `last`: those of the program before. */
 static void msi_begin_blocks(msi_lowering *w, const msi_blocks *last) {
     msi_repeating *r = &w->repeating;
     const size_t words = msi_word_count(w->graph);
-    r->before = MSI_HAS_PLANNER && msi_may_repeat(w) ? last : NULL;
+    r->before = msi_may_repeat(w) ? last : NULL;
     r->is_complete = false;
-    r->renamed.count = msi_before(r) ? r->code.ranges.count : 0;
+    r->renamed.count = r->before ? r->code.ranges.count : 0;
     memcpy(r->decisions, w->decisions, (size_t)msi_decisions_bytes(w->graph));
     if (!MSI_RESERVE(uint32_t, w->allocator, r->renamed, r->renamed.count)) {
         w->program->out_of_memory = true;
-    } else if (msi_before(r)) {
+    } else if (r->before) {
         memcpy(r->was, w->now.snapshot, words * sizeof *r->was);
         memset(r->differs, 0, words * sizeof *r->differs);
         for (uint32_t k = 0; k < r->renamed.count; k++) {
@@ -14430,7 +14527,7 @@ static void msi_forget_values(msi_lowering *w) {
     for (uint32_t t = 0; t < w->graph->tensors.count; t++) {
         const bool drops = w->decisions[t].pass > 0;
         w->now.value[t] = drops || w->now.away[t] != MSI_NONE ? MSI_NONE : w->now.value[t];
-        if (msi_before(&w->repeating)) {
+        if (w->repeating.before) {
             was[t] = drops || was_away[t] != MSI_NONE ? MSI_NONE : was[t];
             msi_compare_word(w, states + t);
         }
@@ -14455,7 +14552,7 @@ static void msi_compare_whereabouts(msi_lowering *w, uint32_t number) {
 
 /* Whether a block is the same as in the program before. */
 static bool msi_is_same_block(const msi_repeating *r, uint32_t number) {
-    const msi_block_start *of = msi_before(r) ? &r->before->starts.items[number] : NULL;
+    const msi_block_start *of = r->before ? &r->before->starts.items[number] : NULL;
     bool same = of != NULL;
     for (uint32_t k = same ? of->reads : 0; same && k < of[1].reads; k++) {
         same = r->different[r->before->reads.items[k]] == 0;
@@ -14537,7 +14634,7 @@ static void msi_lower_blocks(msi_lowering *w, const msi_tensor_decision *decisio
             msi_repeat_block(w, number);
         } else {
             msi_lower_block(w, number, first);
-            if (msi_before(r) && !p->out_of_memory) {
+            if (r->before && !p->out_of_memory) {
                 msi_compare_whereabouts(w, number);
             }
         }
@@ -14559,12 +14656,11 @@ static void msi_lower_train(msi_lowering *w, const msi_tensor_decision *decision
     msi_lower_blocks(w, decisions, p, true);
     p->out_of_memory =
         p->out_of_memory ||
-        (MSI_HAS_PLANNER &&
-         (!MSI_COPY_LIST(msi_instruction, w->allocator, kept->instructions, p->code.instructions) ||
-          !MSI_COPY_LIST(msi_operand, w->allocator, kept->operands, p->code.operands) ||
-          !MSI_COPY_LIST(msi_range, w->allocator, kept->ranges, p->code.ranges)));
+        !MSI_COPY_LIST(msi_instruction, w->allocator, kept->instructions, p->code.instructions) ||
+        !MSI_COPY_LIST(msi_operand, w->allocator, kept->operands, p->code.operands) ||
+        !MSI_COPY_LIST(msi_range, w->allocator, kept->ranges, p->code.ranges);
     kept->norm = p->code.norm;
-    if (r->is_checked && msi_before(r) && !p->out_of_memory) {
+    if (r->is_checked && r->before && !p->out_of_memory) {
         msi_lower_blocks(w, decisions, p, false);
         MEMSCALE_ASSERT(p->out_of_memory ||
                         (MSI_IS_EQUAL_LIST(kept->instructions, p->code.instructions) &&
@@ -15751,8 +15847,6 @@ static void msi_layout_place_on_skylines(msi_layout_work *w, bool two_sided) {
     msi_layout_keep_best(w, height);
 }
 
-#ifndef MEMSCALE_NO_PLANNER
-
 /* The leaf from `from` on, up to `end`, whose value is `least` or more; `end`: there is none. Each
    node of the tree has the largest value below it. */
 static uint32_t msi_tree_next(const uint32_t *tree, uint32_t leaves, uint32_t from, uint32_t end,
@@ -16767,6 +16861,14 @@ static bool msi_layout_search_from_peak(msi_layout_work *w) {
 /* The search in orders starts anew, since the best layout from the peak is not a good start for it.
    The smaller of both results is kept. */
 static void msi_layout_search(msi_layout_work *w) {
+    if (!MSI_HAS_PLANNER) { // the best of a few skylines
+        static const msi_layout_order orders[] = {MSI_ORDER_LOAD, MSI_ORDER_SPAN, MSI_ORDER_BYTES};
+        for (int i = 0; i < 6 && w->height > w->enough; i++) {
+            msi_layout_sort(w, orders[i / 2], 1);
+            msi_layout_place_on_skylines(w, i % 2 == 1);
+        }
+        return;
+    }
     if (w->used == 0 || msi_layout_search_from_peak(w)) {
         return;
     }
@@ -16782,19 +16884,6 @@ static void msi_layout_search(msi_layout_work *w) {
         w->best = from_peak;
     }
 }
-
-#else
-
-/* Without a search: the best of a few skylines. */
-static void msi_layout_search(msi_layout_work *w) {
-    static const msi_layout_order orders[] = {MSI_ORDER_LOAD, MSI_ORDER_SPAN, MSI_ORDER_BYTES};
-    for (int i = 0; i < 6 && w->height > w->enough; i++) {
-        msi_layout_sort(w, orders[i / 2], 1);
-        msi_layout_place_on_skylines(w, i % 2 == 1);
-    }
-}
-
-#endif // MEMSCALE_NO_PLANNER
 
 /* Divides memory among the arrays of w, unless it is NULL. Returns the bytes that this takes. Spots
    and stacks share the memory of the skylines, which are at least as large. */
@@ -17079,6 +17168,15 @@ static msi_times msi_read_clock(const msi_clock *c) {
     }
     times.stall_us = c->stall_us;
     return times;
+}
+
+/* The most that an engine copies, of times by engine. */
+static double msi_busiest_us(const double *link_us) {
+    double most_us = 0.0;
+    for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
+        most_us = link_us[engine] > most_us ? link_us[engine] : most_us;
+    }
+    return most_us;
 }
 
 /* The times of a step: of all its micro-batches, the last of which goes on to the update. */
@@ -17384,929 +17482,6 @@ static msi_score msi_score_of(const msi_scorer *s, const msi_tensor_decision *de
     return score;
 }
 
-/* The values that a layer makes, outputs and then saved tensors:
-   for (MSI_EACH_MADE(made, g, layer)) { ... made.tensor ... } */
-#define MSI_EACH_MADE(operand, g, layer)                                                           \
-    MSI_EACH_OF(operand, g, &(g)->layers.items[layer], MSI_GROUP_OUT, MSI_GROUP_SAVED)
-
-/* Whether the plan may drop a value to recompute it. */
-static MSI_NOINLINE bool msi_is_droppable(const msi_graph *g, uint32_t t) {
-    const msi_tensor *tensor = &g->tensors.items[t];
-    return !msi_is_resident(tensor) && !tensor->is_output && t != g->loss && !tensor->must_stay &&
-           tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
-}
-
-/* What of a tensor a plan can move. */
-static uint8_t msi_movable(const msi_graph *g, uint32_t t) {
-    const msi_tensor *tensor = &g->tensors.items[t];
-    if (msi_may_stream(tensor)) {
-        return (uint8_t)(msi_learns(tensor) ? MSI_MOVES_ALL : MSI_MOVES_VALUE);
-    }
-    const bool waits =
-        !msi_is_resident(tensor) && msi_is_read_again(tensor) && !tensor->is_output && t != g->loss;
-    return (uint8_t)(waits ? MSI_MOVES_VALUE : 0);
-}
-
-/* What of a tensor lies in the trainer's memory. */
-static uint8_t msi_lent(const msi_tensor *t) {
-    uint8_t lent = 0;
-    for (int role = MSI_ROLE_VALUE; role < MSI_ROLE_RESIDENT_COUNT; role++) {
-        const bool is = msi_is_borrowed(t, (msi_role)role);
-        lent = (uint8_t)(lent | (is ? msi_move_of((msi_role)role) : 0));
-    }
-    return lent;
-}
-
-/* What of a tensor a plan may move by choice. Memory that the trainer lends is not: it is on the
-   device or, if its home is forced to be the host, there in every plan. */
-static uint8_t msi_may_choose(const msi_graph *g, uint32_t t) {
-    const msi_tensor *tensor = &g->tensors.items[t];
-    return (uint8_t)(msi_movable(g, t) & ~tensor->forbidden_moves & ~msi_lent(tensor));
-}
-
-enum { MSI_MAX_PARTS = 64 }; // of a param, however large it is: a program must not grow with it
-
-#ifndef MSI_PART_BYTES // tests have their own
-#define MSI_PART_BYTES ((uint64_t)16 << 20)
-#endif
-
-/* The plain plan drops only what nothing reads again, updates params last, and moves only what the
-   trainer lends on the host. A param comes to its update in parts of so many bytes, or larger ones. */
-static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        const bool unread = !msi_is_read_again(tensor);
-        const uint64_t bytes = tensor->kind == MSI_KIND_PARAM ? tensor->bytes : 0;
-        const uint64_t elements = bytes / sizeof(float);
-        const uint32_t parts =
-            (uint32_t)msi_smaller((bytes + MSI_PART_BYTES - 1) / MSI_PART_BYTES, MSI_MAX_PARTS);
-        const uint64_t each = msi_part_size(elements, parts);
-        decisions[t].parts = (uint16_t)(parts > 1 ? (elements + each - 1) / each : 0);
-        decisions[t].splits = false;
-        decisions[t].pass = unread && msi_is_droppable(g, t) ? 1 : 0;
-        decisions[t].update_after = MSI_NONE;
-        decisions[t].moves = (uint8_t)(msi_movable(g, t) & tensor->forced_moves & msi_lent(tensor));
-        decisions[t].state_8bit = false;
-        decisions[t].format = tensor->format;
-        decisions[t].tiles = 0;
-        decisions[t].begins_group = false;
-    }
-    decisions[g->tensors.count].room = 0;
-}
-
-/* Decides that layers are a group of so many tiles, or whole. */
-static void msi_decide_group(const msi_graph *g, msi_tensor_decision *d, uint32_t first,
-                             uint32_t end, uint32_t tiles) {
-    for (uint32_t i = first; i < end; i++) {
-        msi_tensor_decision *of = &d[msi_first_output(g, &g->layers.items[i])];
-        of->tiles = (uint16_t)tiles;
-        of->begins_group = tiles > 0 && i == first;
-    }
-}
-
-/* Makes groups in tiles of what layers of several blocks have decided: a group ends where the next
-   layer cannot join it, and layers that cannot be a group are whole. */
-static void msi_mend_groups(const msi_graph *g, msi_tensor_decision *d) {
-    for (uint32_t i = 0; i < g->layers.count;) {
-        const uint32_t tiles = msi_tiles_of(g, d, i);
-        uint32_t end = i + 1;
-        if (tiles > 0) {
-            d[msi_first_output(g, &g->layers.items[i])].begins_group = true;
-        }
-        while (tiles > 0 && end < g->layers.count && msi_tiles_of(g, d, end) == tiles &&
-               !d[msi_first_output(g, &g->layers.items[end])].begins_group &&
-               msi_can_join_group(g, i, end)) {
-            end++;
-        }
-        if (tiles > 0 && !msi_can_group(g, i, end)) {
-            msi_decide_group(g, d, i, end, 0);
-        }
-        i = end;
-    }
-}
-
-// ------------------------------------------------------------------------------------------------
-// >>plans  in files: saved with what they depend on, and loaded where that is the same
-
-/* What a plan is to be made for. */
-typedef struct msi_request {
-    msi_goal goal;
-    uint64_t budget;
-    uint32_t techniques; // mask of those that may be used
-    ms_switch early_update;
-    const msi_plan *largest; // the plan at the largest sizes, in whose arena this one must fit; for
-                             // GOAL_FOLLOW any plan, whose decisions are taken; or NULL
-    uint64_t room, host_room;      // bytes of that arena, and of what it has on the host
-    uint64_t host_budget;          // of what lies on the host
-    const struct msi_guide *guide; // or NULL
-} msi_request;
-
-/* Whether a plan will be executed. */
-static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
-    return r->goal != MSI_GOAL_ANY && r->goal != MSI_GOAL_FOLD && r->goal != MSI_GOAL_SQUEEZED &&
-           (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
-}
-
-/* Gives a lowered program the copies of the program at the largest sizes, at the same places; both
-   were lowered from the same decisions. If copies were scheduled anew for smaller sizes, they could
-   keep values live for longer. */
-static bool msi_copy_schedule(const ms_allocator *a, msi_program *p, const msi_program *from) {
-    MEMSCALE_ASSERT(p->code.ranges.count == from->code.ranges.count);
-    if (!MSI_RESERVE(msi_instruction, a, p->code.instructions, from->code.instructions.count) ||
-        !MSI_RESERVE(msi_operand, a, p->code.operands, from->code.operands.count)) {
-        return false;
-    }
-    memcpy(p->code.instructions.items, from->code.instructions.items,
-           from->code.instructions.count * sizeof(msi_instruction));
-    memcpy(p->code.operands.items, from->code.operands.items,
-           from->code.operands.count * sizeof(msi_operand));
-    p->code.instructions.count = from->code.instructions.count;
-    p->code.operands.count = from->code.operands.count;
-    p->code.forward_end = from->code.forward_end;
-    p->code.backward_end = from->code.backward_end;
-    p->code.event_count = from->code.event_count;
-    for (uint32_t k = 0; k < p->code.ranges.count; k++) {
-        msi_range *range = &p->code.ranges.items[k];
-        const uint64_t bytes = from->code.ranges.items[k].bytes > 0 ? range->bytes : 0;
-        *range = from->code.ranges.items[k];
-        range->bytes = bytes;
-        range->alias_of = range->block = MSI_NONE;
-        range->aliased = false;
-    }
-    return true;
-}
-
-/* Makes a program that was lowered fit wherever the one at the largest sizes does, by its schedule
-   and its offsets: it has the same live ranges with the same aliases, none of which is larger. */
-static void msi_follow_program(const msi_scorer *s, msi_program *p, const msi_program *from) {
-    if (p->out_of_memory || !msi_copy_schedule(s->allocator, p, from)) {
-        msi_run_short(s, "the program", from->code.ranges.count * sizeof(msi_range));
-        return;
-    }
-    msi_share_memory(s->graph, p);
-    msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
-    if (p->out_of_memory || !msi_make_blocks(s->allocator, p, s->store->residents.count)) {
-        msi_run_short(s, "the layout", p->code.ranges.count * sizeof(msi_block));
-        return;
-    }
-    MEMSCALE_ASSERT(p->layout.blocks.count == from->layout.blocks.count);
-    for (uint32_t i = 0; i < p->layout.blocks.count; i++) {
-        p->layout.blocks.items[i].offset = from->layout.blocks.items[i].offset;
-    }
-    for (uint32_t i = 0; i < p->layout.host_blocks.count; i++) {
-        p->layout.host_blocks.items[i].offset = from->layout.host_blocks.items[i].offset;
-    }
-    p->layout.height = from->layout.height;
-    p->layout.host_height = from->layout.host_height;
-    p->layout.is_done = p->layout.is_placed = true;
-}
-
-/* Makes the programs of a plan, which decides as the one at the largest sizes, fit where those do. */
-static void msi_follow_programs(const msi_scorer *s, const msi_plan *largest, msi_plan *plan) {
-    msi_lower_train(s->lowering, plan->decisions, &plan->train);
-    msi_follow_program(s, &plan->train, plan->evals ? &largest->eval : &largest->train);
-    msi_lower_eval(s->lowering, plan->decisions, &plan->eval);
-    msi_follow_program(s, &plan->eval, &largest->eval);
-}
-
-/* Whether a plan fits into the memory of the plan at the largest sizes. */
-static bool msi_has_room(const msi_request *r, const msi_score *score) {
-    return score->bytes <= r->room && score->host_bytes <= r->host_room;
-}
-
-/* Decides as the plan at the largest sizes did, which fits: with its decisions no live range is
-   longer or larger than in that plan, copies apart. If it does not fit all the same, the schedule
-   and the offsets of that plan are used. */
-static msi_score msi_follow(const msi_scorer *s, const msi_request *r, msi_plan *plan) {
-    memcpy(plan->decisions, r->largest->decisions, (size_t)msi_decisions_bytes(s->graph));
-    plan->found.by = MSI_FINDER_LARGEST;
-    msi_score score = msi_score_of(s, plan->decisions);
-    if (!msi_has_room(r, &score) && !msi_is_short(s)) {
-        plan->follows = true;
-        msi_follow_programs(s, r->largest, plan);
-        score.us = plan->train.predicted.step.us;
-        score.bytes = msi_arena_of(&plan->train, &plan->eval);
-        score.host_bytes = msi_host_of(&plan->train, &plan->eval);
-    }
-    return score;
-}
-
-/* A file is a sequence of numbers, in seven bits a byte, the lowest first: a mark and a version; what its
-   plans depend on; the times by which copies were scheduled, if there are any; the plans, that for the
-   largest sizes first; and a checksum. A plan is its decisions, where they differ from those of the plain
-   plan, and the offset of each block. All else follows from these, by >>lower and what comes after it: a
-   loaded plan is made as any other, except that nothing is searched. And nothing is trusted: its decisions
-   must be possible and allowed here, and no two blocks that live at one time may overlap. One function says
-   how each part is written and how it is read. */
-enum {
-    MSI_PLAN_MARK = 0x6e6c70, // "pln"
-    MSI_PLAN_VERSION = 1,
-    MSI_PLAN_LEAST = 32, // bytes
-    MSI_PLAN_MOST = 1 << 30,
-    MSI_PLAN_SUM_BYTES = 10 // of a number whose highest bit is set
-};
-
-/* What plans depend on, as errors say it, with a number for each tensor `t` of the model `m`; and then with
-   a number for the model. Plans that round nothing, or move nothing, do not depend on how that is done. */
-#define MSI_TENSOR_TERMS(X)                                                                        \
-    X("set of outputs (ms_add_output, ms_add_eval_output)", t->is_output * 2u + t->is_eval_output) \
-    X("set of gradients that are wanted, or have a dtype (ms_want_gradient, "                      \
-      "ms_set_gradient_dtype)",                                                                    \
-      t->gradient_format * 2u + t->wanted)                                                         \
-    X("set of frozen params (ms_set_frozen)", t->frozen)                                           \
-    X("set of forced and forbidden techniques (ms_set_layer_technique, ms_set_tensor_technique)",  \
-      msi_hash_bytes(t->forced_moves * 256u + t->forbidden_moves, t->technique,                    \
-                     sizeof t->technique))                                                         \
-    X("set of borrowed values (ms_borrow)", t->borrowed)                                           \
-    X("optimizer of some param: its kind, norm, state, formats or workspace", msi_hash_update(m, t))
-
-#define MSI_MODEL_TERMS(X)                                                                         \
-    X("graph: tensors, layers, or what layers declare", msi_hash_graph(&m->graph))                 \
-    X("set of largest sizes of axes", msi_hash_axes(&m->graph))                                    \
-    X("accumulation_steps (ms_set_accumulation)", msi_larger(m->config.accumulation_steps, 1))     \
-    X("clipping: a norm is needed or is not", msi_takes_norm(&m->optimizers))                      \
-    X("precision: mixed_dtype or master_weights",                                                  \
-      f->rounds ? (uint64_t)msi_narrow_of(m) * 2 + (m->config.master_weights == MS_SWITCH_OFF)     \
-                : UINT64_MAX)                                                                      \
-    X("backend: workspace_bytes, device_is_host or is_asynchronous",                               \
-      m->config.backend.workspace_bytes * 4 + m->config.backend.device_is_host * 2u +              \
-          m->config.backend.is_asynchronous)                                                       \
-    X("way to copy: async_offload, prefetch_depth, debug, tf32 or static_profiling",               \
-      f->moves ? m->costs.copies_ahead * 8ull + m->costs.waits_for_copies * 4u +                   \
-                     m->costs.tf32 * 2u + (m->config.static_profiling == MS_SWITCH_OFF)            \
-               : UINT64_MAX)
-
-/* Of how a param is updated, what plans depend on. */
-static MSI_COLD uint64_t msi_hash_update(const ms_model *m, const msi_tensor *t) {
-    const msi_optimizers *all = &m->optimizers;
-    const ms_optimizer_desc *o = msi_desc_of(all, t);
-    const uint64_t numbers[] = {(uint64_t)o->kind,
-                                all->groups.items[t->group].norm,
-                                msi_state_count(all, t),
-                                (uint64_t)o->state_format[0],
-                                (uint64_t)o->state_format[1],
-                                o->takes_formats,
-                                msi_elements_of(all, t, MSI_ROLE_STATE0),
-                                t->scratch_bytes};
-    return msi_learns(t) ? msi_hash_bytes(0, numbers, sizeof numbers) : 0;
-}
-
-static MSI_COLD uint64_t msi_hash_axes(const msi_graph *g) {
-    uint64_t hash = g->trains;
-    for (uint32_t a = 0; a < g->axis_count; a++) {
-        hash = msi_mix_in(msi_mix_in(hash, (uint64_t)g->axes[a].largest),
-                          (uint64_t)g->axes[a].eval_largest);
-    }
-    return hash;
-}
-
-/* A file that is written or read. What is wrong is sticky: after that all numbers are 0. */
-typedef struct msi_saved_plans {
-    ms_model *model;
-    bool writes, is_short; // of memory
-    bool is_open;          // the plans that are made are those of the file
-    bool moves, rounds;    // some plan moves something to the host, or rounds a value
-    MSI_LIST(uint8_t) bytes;
-    uint64_t at;     // of what is still to be read
-    msi_words fault; // what is wrong; empty: nothing is
-    uint32_t plan_count;
-    msi_costs costs; // with the times of the file; while these are in force, those of the model
-    MSI_LIST(msi_layer) layers;
-} msi_saved_plans;
-
-static bool msi_is_sound_file(const msi_saved_plans *f) {
-    return !f->is_short && !f->fault.text[0];
-}
-
-/* Notes what is wrong, unless something was before. */
-#define MSI_REFUSE_PLAN(f, ...)                                                                    \
-    (msi_is_sound_file(f) ? (void)((f)->fault = msi_words_of(__VA_ARGS__)) : (void)0)
-
-/* Writes a number, or reads one that is at most `most`. Returns it. */
-static MSI_COLD uint64_t msi_file_number(msi_saved_plans *f, uint64_t number, uint64_t most) {
-    bool more = true;
-    if (f->writes) {
-        f->is_short |= !MSI_RESERVE(uint8_t, &f->model->config.allocator, f->bytes,
-                                    f->bytes.count + (uint64_t)MSI_PLAN_SUM_BYTES);
-        for (uint64_t rest = number; !f->is_short && more; rest >>= 7) {
-            more = rest >> 7 != 0;
-            f->bytes.items[f->bytes.count++] = (uint8_t)((rest & 127) | (more ? 128u : 0u));
-        }
-        return number;
-    }
-    number = 0;
-    for (uint32_t bit = 0; bit < 64 && more && f->at < f->bytes.count; bit += 7) {
-        const uint8_t byte = f->bytes.items[f->at++];
-        more = byte >> 7 || (bit == 63 && byte > 1);
-        number |= (uint64_t)(byte & 127) << bit;
-    }
-    if (more || number > most) {
-        MSI_REFUSE_PLAN(f, "a number in it is cut off or out of range");
-    }
-    return msi_is_sound_file(f) ? number : 0;
-}
-
-/* Writes a number, or reads one that must be the same. */
-static MSI_COLD void msi_file_same(msi_saved_plans *f, uint64_t number, const char *what) {
-    const uint64_t there = msi_file_number(f, number, UINT64_MAX);
-    if (there != number) {
-        MSI_REFUSE_PLAN(f, "it has another %s (%llx, and here %llx)", what,
-                        (unsigned long long)there, (unsigned long long)number);
-    }
-}
-
-/* Writes or reads a time or a speed. A link may be missing, and a launch takes no time on a CPU. */
-static MSI_COLD void msi_file_time(msi_saved_plans *f, double *time) {
-    uint64_t bits = msi_bits_of_f64(*time);
-    bits = msi_file_number(f, bits, UINT64_MAX);
-    memcpy(time, &bits, sizeof *time);
-    if (bits != 0 && !(*time >= 1e-12 && *time <= msi_longest_us)) {
-        MSI_REFUSE_PLAN(f, "a time in it is out of range");
-    }
-}
-
-/* What all times follow from: speeds, and what is known of each layer. */
-static MSI_COLD void msi_file_times(msi_saved_plans *f) {
-    f->costs.has_links = msi_file_number(f, f->costs.has_links, 1) != 0;
-    for (int k = 0; k < MSI_SPEED_COUNT; k++) {
-        double *speed = msi_speed(&f->costs.hardware, k);
-        msi_file_time(f, speed);
-        if (!msi_is_speed(k, *speed) || (*speed == 0.0 && k + 1 < MSI_SPEED_COUNT)) {
-            MSI_REFUSE_PLAN(f, "a speed in it is out of range");
-        }
-    }
-    for (int k = 0; k < MSI_COST_COUNT; k++) {
-        msi_file_time(f, &f->costs.bytes_per_us[k]);
-    }
-    for (MSI_ITEMS(msi_layer, l, f->layers)) {
-        double *const all[] = {&l->known.forward_us,      &l->known.backward_us,
-                               &l->known.recompute_us,    &l->known_elements,
-                               &l->measured.forward_us,   &l->measured.backward_us,
-                               &l->measured.recompute_us, &l->measured_elements};
-        for (int k = 0; k < 8; k++) {
-            msi_file_time(f, all[k]);
-        }
-    }
-}
-
-/* Puts the times of the file into the model, and those of the model into their place; or back. */
-static MSI_COLD void msi_swap_times(msi_saved_plans *f) {
-    ms_model *m = f->model;
-    if (f->moves) {
-        const msi_costs costs = m->costs;
-        m->costs = f->costs;
-        f->costs = costs;
-        for (uint32_t i = 0; i < f->layers.count; i++) {
-            const msi_layer layer = m->graph.layers.items[i];
-            m->graph.layers.items[i] = f->layers.items[i];
-            f->layers.items[i] = layer;
-        }
-        msi_find_times(m);
-    }
-}
-
-static MSI_COLD void msi_file_mark(msi_saved_plans *f) {
-    msi_file_same(f, MSI_PLAN_MARK, "mark: ms_plan_save has not written it");
-    msi_file_same(f, MSI_PLAN_VERSION, "version: save it by this version of the library");
-}
-
-/* All that comes before the plans. The model was analysed, and its mode was chosen: by the file, where a
-   policy has chosen. */
-static MSI_COLD void msi_file_head(msi_saved_plans *f) {
-    ms_model *m = f->model;
-    const uint64_t mode =
-        msi_file_number(f, (uint64_t)m->wrapped.choice.mode, (uint64_t)MS_MODE_COUNT - 1);
-    if (m->config.auto_policy) {
-        const msi_choice choice = {(ms_mode)mode, MS_DECISION_SOURCE_POLICY,
-                                   msi_allowed(m, (ms_mode)mode)};
-        m->wrapped.choice = choice;
-    }
-    f->moves = msi_file_number(f, f->moves, 1) != 0;
-    f->rounds = msi_file_number(f, f->rounds, 1) != 0;
-#define MSI_X(what, number) msi_file_same(f, number, what);
-    MSI_MODEL_TERMS(MSI_X)
-#undef MSI_X
-    uint64_t hash;
-#define MSI_X(what, number)                                                                        \
-    hash = 0;                                                                                      \
-    for (MSI_ITEMS(const msi_tensor, t, m->graph.tensors)) {                                       \
-        hash = msi_mix_in(hash, number);                                                           \
-    }                                                                                              \
-    msi_file_same(f, hash, what);
-    MSI_TENSOR_TERMS(MSI_X)
-#undef MSI_X
-    if (f->moves && msi_is_sound_file(f)) {
-        f->costs = m->costs;
-        f->is_short |= !MSI_COPY_LIST(msi_layer, &m->config.allocator, f->layers, m->graph.layers);
-        msi_file_times(f);
-    }
-    f->plan_count = (uint32_t)msi_file_number(f, f->plan_count, MSI_MAX_PLANS);
-}
-
-#define MSI_X(type, field, most) MSI_FIELD_##field,
-enum { MSI_DECISION_FIELDS(MSI_X) MSI_FIELD_COUNT };
-#undef MSI_X
-
-/* What is known of a plan, and its decisions, where they differ from those of the plain plan. `largest` is
-   the plan for the largest sizes, if this is another. Whether it decides as that one does. */
-static MSI_COLD bool msi_file_decisions(msi_saved_plans *f, const msi_plan *largest, msi_plan *plan,
-                                        const msi_tensor_decision *plain) {
-    const msi_graph *g = &f->model->graph;
-    const size_t bytes = (size_t)msi_decisions_bytes(g);
-    const bool equal =
-        f->writes && largest && memcmp(plan->decisions, largest->decisions, bytes) == 0;
-    const uint64_t like = msi_file_number(f, equal ? 1u + plan->follows : 0u, largest ? 2 : 0);
-    plan->follows = like == 2;
-    plan->found.by = (msi_finder)msi_file_number(f, (uint64_t)plan->found.by, MSI_FINDER_COUNT - 1);
-    plan->plain_bytes = msi_file_number(f, plan->plain_bytes, UINT64_MAX >> 1);
-    plan->plain_live_bytes = msi_file_number(f, plan->plain_live_bytes, UINT64_MAX >> 1);
-    msi_file_time(f, &plan->plain_step_us);
-    if (like > 0) {
-        memcpy(plan->decisions, largest->decisions, bytes);
-        return true;
-    }
-    for (uint32_t t = 0; t <= g->tensors.count && msi_is_sound_file(f); t++) {
-        msi_tensor_decision *d = &plan->decisions[t];
-        uint64_t mask = 0;
-#define MSI_X(type, field, most)                                                                   \
-    mask |= (uint64_t)(d->field != plain[t].field) << MSI_FIELD_##field;
-        MSI_DECISION_FIELDS(MSI_X)
-#undef MSI_X
-        mask = msi_file_number(f, mask, (1u << MSI_FIELD_COUNT) - 1);
-#define MSI_X(type, field, most)                                                                   \
-    d->field =                                                                                     \
-        mask >> MSI_FIELD_##field & 1 ? (type)msi_file_number(f, d->field, most) : plain[t].field;
-        MSI_DECISION_FIELDS(MSI_X)
-#undef MSI_X
-    }
-    return false;
-}
-
-/* The place of each block of a program, on the device and on the host. No two may overlap. */
-static MSI_COLD void msi_file_offsets(msi_saved_plans *f, msi_placement *l) {
-    msi_block *const lists[] = {l->blocks.items, l->host_blocks.items};
-    const uint32_t counts[] = {l->blocks.count, l->host_blocks.count};
-    uint64_t *const heights[] = {&l->height, &l->host_height}, bound;
-    bool valid = true;
-    for (int n = 0; n < 2 && msi_is_sound_file(f); n++) {
-        uint64_t height = 0;
-        for (uint32_t k = 0; k < counts[n]; k++) {
-            msi_block *b = &lists[n][k];
-            b->offset = MSI_ALIGNMENT * msi_file_number(f, b->offset / MSI_ALIGNMENT, 1ull << 52);
-            height = msi_larger(height, b->offset + b->bytes);
-        }
-        if (!f->writes) {
-            *heights[n] = height;
-            f->is_short |= msi_layout_check(&f->model->config.allocator, lists[n], counts[n],
-                                            &valid, &bound) != MS_RESULT_OK;
-        }
-    }
-    l->is_done = l->is_placed = true;
-    if (!valid) {
-        MSI_REFUSE_PLAN(f, "two of its values overlap in memory");
-    }
-}
-
-/* The technique that a decision on a tensor uses although that is not possible or, by `techniques` and by
-   force, not allowed; COUNT: there is none. */
-static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t techniques,
-                                              const msi_tensor_decision *decisions,
-                                              const msi_tensor_decision *plain, uint32_t t) {
-    const msi_graph *g = s->graph;
-    const msi_tensor *x = &g->tensors.items[t];
-    const msi_tensor_decision *d = &decisions[t];
-    const bool is_param = x->kind == MSI_KIND_PARAM, is_made = x->producer != MSI_NONE;
-    const uint64_t elements = x->bytes / sizeof(float), each = msi_part_size(elements, d->parts);
-    const bool parted = is_param && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
-                        (elements + each - 1) / each == d->parts;
-    const uint32_t moves = d->moves & (uint32_t)MSI_MOVES_ALL;
-    const uint32_t movable = (x->forced_moves & msi_movable(g, t)) |
-                             (techniques & MSI_OFFLOADING ? msi_may_choose(g, t) : 0u);
-    const bool maps = s->costs->maps_host && is_param && (moves & MSI_MOVES_STATE);
-    const bool splits = s->costs->most_us > 0.0 && s->costs->splits_layers;
-    bool may[MS_TECHNIQUE_COUNT], sound[MS_TECHNIQUE_COUNT];
-    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        may[k] = (techniques >> k & 1) || x->technique[k] == MS_SWITCH_ON;
-    }
-    sound[MS_TECHNIQUE_CHECKPOINTING] =
-        d->pass == plain[t].pass ||
-        (msi_is_droppable(g, t) && d->pass <= g->layers.count && (moves == 0 || d->pass == 0) &&
-         (may[MS_TECHNIQUE_CHECKPOINTING] ||
-          (is_made && msi_tiles_of(g, decisions, x->producer) > 0)));
-    sound[MS_TECHNIQUE_EARLY_UPDATE] =
-        d->update_after == MSI_NONE ||
-        (x->updates_early && may[MS_TECHNIQUE_EARLY_UPDATE] &&
-         (d->update_after == MSI_AT_END || (is_param && d->update_after < g->layers.count)));
-    sound[MS_TECHNIQUE_OFFLOADING] = (moves & ~movable) == 0 &&
-                                     (!(d->moves & MSI_IN_PLACE) || maps) &&
-                                     (parted || (!d->splits && d->parts == plain[t].parts));
-    sound[MS_TECHNIQUE_TILING] =
-        d->room == 0 && ((d->tiles == 0 && !d->begins_group) ||
-                         (is_made && msi_first_output(g, &g->layers.items[x->producer]) == t &&
-                          (may[MS_TECHNIQUE_TILING] || splits)));
-    sound[MS_TECHNIQUE_MIXED_PRECISION] =
-        d->format == x->format ||
-        (msi_format)d->format == msi_format_of_value(g, t, may[MS_TECHNIQUE_MIXED_PRECISION]);
-    sound[MS_TECHNIQUE_OPTIMIZER_8BIT] =
-        !d->state_8bit || msi_is_8bit(s->lowering->optimizers, s->has_state_formats,
-                                      may[MS_TECHNIQUE_OPTIMIZER_8BIT], x);
-    int k = 0;
-    while (k < MS_TECHNIQUE_COUNT && sound[k]) {
-        k++;
-    }
-    return (ms_technique)k;
-}
-
-/* Checks decisions that were read; overwrites `plain`. What outlasts a step is where the plan for the
-   largest sizes has it, if this is another. */
-static MSI_COLD void msi_check_decisions(msi_saved_plans *f, const msi_scorer *s,
-                                         const msi_tensor_decision *d, msi_tensor_decision *plain) {
-    const msi_graph *g = s->graph;
-    for (uint32_t t = 0; t < g->tensors.count && msi_is_sound_file(f); t++) {
-        const msi_tensor_decision *home = s->homes ? &s->homes[t] : &d[t];
-        const ms_technique unsound =
-            msi_find_unsound(s, f->model->wrapped.choice.techniques, d, plain, t);
-        if (unsound < MS_TECHNIQUE_COUNT) {
-            MSI_REFUSE_PLAN(f,
-                            "it uses %s for \"%.100s\", which this graph or backend does not "
-                            "allow, or mode and switches do not",
-                            msi_techniques[unsound].name, msi_tensor_name(g, t));
-        } else if (msi_is_resident(&g->tensors.items[t]) &&
-                   (home->moves != d[t].moves || home->format != d[t].format ||
-                    home->state_8bit != d[t].state_8bit)) {
-            MSI_REFUSE_PLAN(f, "its plans differ in where and how \"%.100s\" is kept",
-                            msi_tensor_name(g, t));
-        }
-    }
-    memcpy(plain, d, (size_t)msi_decisions_bytes(g));
-    msi_mend_groups(g, plain);
-    if (memcmp(plain, d, (size_t)msi_decisions_bytes(g)) != 0) {
-        MSI_REFUSE_PLAN(f, "layers that it computes in tiles cannot be a group");
-    }
-}
-
-/* Lowers both programs of a plan, with copies where the times of the file put them, or where the plan for
-   the largest sizes has them; then all times are those of the model. */
-static MSI_COLD void msi_restore_programs(msi_saved_plans *f, const msi_scorer *s,
-                                          const msi_plan *largest, msi_plan *plan) {
-    msi_program *const programs[] = {&plan->train, &plan->eval};
-    if (plan->follows) {
-        msi_follow_programs(s, largest, plan);
-        return;
-    }
-    msi_swap_times(f);
-    (void)msi_estimate(s, plan->decisions);
-    msi_make_eval(s);
-    msi_swap_times(f);
-    s->lowering->repeating.is_complete = false; // what was timed by the file is not repeated
-    for (int k = 0; k < 2 && !msi_is_short(s); k++) {
-        msi_simulate(k ? s->eval_graph : s->graph, s->costs, s->store, s->allocator, programs[k]);
-        if (programs[k]->out_of_memory ||
-            !msi_make_blocks(s->allocator, programs[k], s->store->residents.count)) {
-            msi_run_short(s, "the program", programs[k]->code.ranges.count * sizeof(msi_range));
-        }
-    }
-    if (!msi_is_short(s)) {
-        msi_file_offsets(f, &plan->train.layout);
-        msi_file_offsets(f, &plan->eval.layout);
-    }
-}
-
-/* Takes a plan from a file, in place of a search. */
-static MSI_COLD void msi_restore_plan(msi_saved_plans *f, const msi_scorer *s,
-                                      const msi_plan *largest, msi_plan *plan) {
-    const uint64_t bytes = msi_decisions_bytes(s->graph);
-    msi_tensor_decision *plain = (msi_tensor_decision *)msi_scratch(s, bytes);
-    if (plain) {
-        msi_decide_plain(s->graph, plain);
-        if (!msi_file_decisions(f, largest, plan, plain)) {
-            msi_check_decisions(f, s, plan->decisions, plain);
-        }
-    }
-    if (msi_is_sound_file(f) && plain) {
-        msi_restore_programs(f, s, largest, plan);
-        plan->arena_bytes = msi_arena_of(&plan->train, &plan->eval);
-    }
-    if (f->is_short) {
-        msi_run_short(s, "a plan", bytes);
-    }
-    msi_release(s->allocator, plain, plain ? bytes : 0);
-}
-
-/* The sizes of the axes that a plan is for. */
-static MSI_COLD void msi_file_sizes(msi_saved_plans *f, int64_t *sizes) {
-    const msi_graph *g = &f->model->graph;
-    for (uint32_t a = 0; a < g->axis_count; a++) {
-        const int64_t most = g->axes[a].eval_largest;
-        sizes[a] = (int64_t)msi_file_number(f, (uint64_t)sizes[a], (uint64_t)most);
-        if (sizes[a] < 1) {
-            MSI_REFUSE_PLAN(f, "a plan in it is for a size of 0");
-        }
-    }
-}
-
-static MSI_COLD uint64_t msi_hash_program(uint64_t hash, const msi_program *p,
-                                          uint32_t resident_count) {
-    hash = msi_mix_in(hash, p->code.instructions.count);
-    for (MSI_ITEMS(const msi_instruction, i, p->code.instructions)) {
-        const uint64_t head = (uint64_t)i->op << 16 | i->operand_count;
-        hash = msi_mix_in(hash, head << 32 | i->target);
-        for (uint32_t k = 0; k < i->operand_count; k++) {
-            const msi_operand *operand = &p->code.operands.items[i->operand_first + k];
-            hash = msi_mix_in(hash, (uint64_t)operand->accumulate << 32 | operand->range);
-        }
-    }
-    for (uint32_t k = resident_count; k < p->code.ranges.count; k++) {
-        hash = msi_mix_in(msi_mix_in(hash, p->code.ranges.items[k].bytes),
-                          p->code.ranges.items[k].offset);
-    }
-    return hash;
-}
-
-/* Of both programs of a plan, wherever its residents are. */
-static MSI_COLD uint64_t msi_hash_programs(const msi_store *store, const msi_plan *plan) {
-    const uint32_t residents = store->residents.count;
-    return msi_hash_program(msi_hash_program(0, &plan->train, residents), &plan->eval, residents);
-}
-
-/* The programs of a plan must be those that were saved. */
-static MSI_COLD void msi_file_programs(msi_saved_plans *f, const msi_store *store,
-                                       const msi_plan *plan) {
-    msi_file_same(f, msi_hash_programs(store, plan),
-                  "program: another version of the library has saved it, or another processor, "
-                  "whose arithmetic differs");
-}
-
-/* A checksum of all bytes but those of itself, which takes ten. */
-static MSI_COLD void msi_file_sum(msi_saved_plans *f) {
-    const uint64_t count = f->writes ? f->bytes.count : f->bytes.count - MSI_PLAN_SUM_BYTES;
-    f->at = count;
-    msi_file_same(f, msi_hash_bytes(0, f->bytes.items, count) | (uint64_t)1 << 63,
-                  "checksum: it is damaged: copy or save it again");
-}
-
-static MSI_COLD void msi_put_plan(msi_saved_plans *f, msi_plan *plan, msi_tensor_decision *plain) {
-    const msi_plan *largest = f->model->wrapped.largest;
-    if (plan != largest) {
-        msi_file_sizes(f, plan->sizes);
-    }
-    (void)msi_file_decisions(f, plan != largest ? largest : NULL, plan, plain);
-    if (!plan->follows) {
-        msi_file_offsets(f, &plan->train.layout);
-        msi_file_offsets(f, &plan->eval.layout);
-    }
-    msi_file_programs(f, f->model->run.store, plan);
-}
-
-/* Writes all plans in force. `plain` is memory for decisions. */
-static MSI_COLD void msi_put_file(msi_saved_plans *f, msi_tensor_decision *plain) {
-    ms_model *m = f->model;
-    for (const msi_plan *plan = m->run.plan; plan; plan = plan->next, f->plan_count++) {
-        for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-            f->moves |= plan->decisions[t].moves != 0;
-            f->rounds |= plan->decisions[t].format != m->graph.tensors.items[t].format;
-        }
-    }
-    msi_decide_plain(&m->graph, plain);
-    msi_file_mark(f);
-    msi_file_head(f);
-    msi_put_plan(f, m->wrapped.largest, plain);
-    for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
-        if (plan != m->wrapped.largest) {
-            msi_put_plan(f, plan, plain);
-        }
-    }
-    if (!f->is_short) {
-        msi_file_sum(f);
-    }
-}
-
-static MSI_COLD void msi_free_file(msi_saved_plans *f) {
-    const ms_allocator *a = &f->model->config.allocator;
-    MSI_LIST_FREE(uint8_t, a, f->bytes);
-    MSI_LIST_FREE(msi_layer, a, f->layers);
-    msi_release(a, f, sizeof *f);
-}
-
-static MSI_COLD void msi_drop_loaded(ms_model *m) {
-    if (m->loaded) {
-        msi_free_file(m->loaded);
-        m->loaded = NULL;
-    }
-}
-
-/* The error of a file, if there is one. */
-static MSI_COLD ms_result msi_check_file(const msi_saved_plans *f, const char *function) {
-    return f->is_short ? msi_fail_memory(f->model, "the file of a plan", f->bytes.count)
-           : msi_is_sound_file(f)
-               ? MS_RESULT_OK
-               : (msi_fail)(f->model, MS_RESULT_INVALID,
-                            "%s: the plan does not fit: %s: save one of a model that is made and "
-                            "configured like this one",
-                            function, f->fault.text);
-}
-
-static MSI_COLD ms_result msi_new_file(ms_model *m, msi_saved_plans **made) {
-    *made = (msi_saved_plans *)msi_alloc_zeroed(&m->config.allocator, sizeof **made);
-    if (*made) {
-        (*made)->model = m;
-    }
-    return *made ? MS_RESULT_OK : msi_fail_memory(m, "the file of a plan", sizeof **made);
-}
-
-static MSI_COLD ms_result msi_save_plans(ms_model *m, const ms_sink *sink) {
-    const uint64_t bytes = msi_decisions_bytes(&m->graph);
-    msi_saved_plans *f;
-    ms_result result = msi_check_called(m, "ms_plan_save");
-    if (result == MS_RESULT_OK && (!m->run.plan || m->wrapped.changed)) {
-        result =
-            (msi_fail)(m, MS_RESULT_ORDER, "ms_plan_save: call ms_wrap first%s",
-                       m->run.plan ? ": something was set since that asks for a new plan" : "");
-    }
-    if (MSI_THEN(result, msi_new_file(m, &f)) != MS_RESULT_OK) {
-        return result;
-    }
-    msi_tensor_decision *plain =
-        (msi_tensor_decision *)msi_alloc_zeroed(&m->config.allocator, bytes);
-    f->writes = true;
-    f->is_short = !plain;
-    if (plain) {
-        msi_put_file(f, plain);
-    }
-    result = msi_check_file(f, "ms_plan_save");
-    if (result == MS_RESULT_OK && sink->write(sink->user, f->bytes.items, f->bytes.count) != 0) {
-        result =
-            (msi_fail)(m, MS_RESULT_FILE, "ms_plan_save: the sink has failed to write %u bytes",
-                       (unsigned)f->bytes.count);
-    }
-    msi_release(&m->config.allocator, plain, plain ? bytes : 0);
-    msi_free_file(f);
-    return result;
-}
-
-/* Reads a file, of which all that does not depend on the model must be right. */
-static MSI_COLD ms_result msi_read_file(msi_saved_plans *f, const ms_source *source) {
-    f->is_short = !MSI_RESERVE(uint8_t, &f->model->config.allocator, f->bytes, source->size);
-    if (!f->is_short && source->read(source->user, 0, f->bytes.items, (size_t)source->size) != 0) {
-        return (msi_fail)(f->model, MS_RESULT_FILE,
-                          "ms_plan_load: the source has failed to read %llu bytes",
-                          (unsigned long long)source->size);
-    }
-    if (!f->is_short) {
-        f->bytes.count = (uint32_t)source->size;
-        msi_file_mark(f);
-        const uint64_t head = f->at;
-        msi_file_sum(f);
-        f->at = head;
-        f->bytes.count -= MSI_PLAN_SUM_BYTES;
-    }
-    return msi_check_file(f, "ms_plan_load");
-}
-
-/* Keeps a file for the next ms_wrap. */
-static MSI_COLD ms_result msi_load_plans(ms_model *m, const ms_source *source) {
-    msi_saved_plans *f;
-    ms_result result = msi_check_called(m, "ms_plan_load");
-    if (result == MS_RESULT_OK && (source->size < MSI_PLAN_LEAST || source->size > MSI_PLAN_MOST)) {
-        result = (msi_fail)(m, MS_RESULT_INVALID, "ms_plan_load: %llu bytes are no plan",
-                            (unsigned long long)source->size);
-    }
-    if (MSI_THEN(result, msi_new_file(m, &f)) != MS_RESULT_OK) {
-        return result;
-    }
-    result = msi_read_file(f, source);
-    if (result != MS_RESULT_OK) {
-        msi_free_file(f);
-        return result;
-    }
-    msi_drop_loaded(m);
-    m->loaded = f;
-    m->wrapped.changed = true;
-    return MS_RESULT_OK;
-}
-
-#ifndef MEMSCALE_NO_PLANNER
-
-// ------------------------------------------------------------------------------------------------
-// >>search  what all searches share: the best plan so far, and what they begin with
-
-/* The most tiles that a group can have: each a multiple of `unit`, and none below tile.smallest. */
-static uint32_t msi_most_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
-    uint64_t unit, rows = msi_common_rows(g, first, end, &unit), least = unit;
-    for (uint32_t i = first; i < end; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint64_t own = msi_layer_rows(g, l, false);
-        const uint64_t smallest = l->tile.smallest > 1 ? (uint64_t)l->tile.smallest : 1;
-        least = msi_larger(least, msi_smaller(smallest, own) * (rows / own));
-    }
-    least = (least + unit - 1) / unit * unit;
-    const uint64_t most = rows / least;
-    return (uint32_t)(most < 1 ? 1 : most < MSI_MOST_TILES ? most : (uint64_t)MSI_MOST_TILES);
-}
-
-/* The next param that may be updated inside backward, if its gradient is complete after the
-   backward of layer `end`; or MSI_NONE. */
-static uint32_t msi_next_early(msi_param_cursor *c, const msi_tensor_decision *d, uint32_t end) {
-    const msi_graph *g = c->graph;
-    while (c->layer > end) {
-        const uint32_t layer = c->layer - 1;
-        while (c->slot < g->layers.items[layer].count[MSI_GROUP_PARAM]) {
-            const uint32_t t = msi_completed_param(g, layer, c->slot++);
-            if (t != MSI_NONE && d[t].update_after != MSI_NONE) {
-                return t;
-            }
-        }
-        c->layer--;
-        c->slot = 0;
-    }
-    return MSI_NONE;
-}
-
-/* The end of the group that begins with a layer: as long as layers can join it and are forced alike. */
-static uint32_t msi_longest_group(const msi_graph *g, uint32_t first) {
-    const ms_switch force = msi_tiling_force(g, &g->layers.items[first]);
-    uint32_t end = first;
-    while (end < g->layers.count && msi_tiling_force(g, &g->layers.items[end]) == force &&
-           msi_can_join_group(g, first, end)) {
-        end++;
-    }
-    while (end > first && !msi_can_group(g, first, end)) {
-        end--;
-    }
-    return end;
-}
-
-/* The number of tiles of a group that is forced: 4, or more if a layer prefers fewer rows. */
-static uint32_t msi_forced_tiles(const msi_graph *g, uint32_t first, uint32_t end) {
-    uint64_t unit, rows = msi_common_rows(g, first, end, &unit), each = (rows + 3) / 4;
-    for (uint32_t i = first; i < end; i++) {
-        const msi_layer *l = &g->layers.items[i];
-        const uint64_t own = msi_layer_rows(g, l, false), prefers = (uint64_t)l->tile.preferred;
-        each =
-            prefers > 0 ? msi_smaller(each, prefers < own ? prefers * (rows / own) : rows) : each;
-    }
-    const uint64_t tiles = (rows + each - 1) / each, most = msi_most_tiles(g, first, end);
-    return (uint32_t)(tiles < 2 ? 2 : msi_smaller(tiles, most < 2 ? 2 : most));
-}
-
-/* Decides when params are updated: inside backward those that are forced, and if `early` all that
-   may be. They are updated in the order in which their gradients are complete, as soon as the
-   gradients that wait exceed lag_bytes. */
-static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool early,
-                              uint64_t lag_bytes) {
-    msi_param_cursor head = {g, g->layers.count, 0}, tail = head;
-    uint64_t waiting_bytes = 0;
-    for (uint32_t t = 0; t < g->tensors.count; t++) {
-        const msi_tensor *tensor = &g->tensors.items[t];
-        const bool forced = tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON;
-        d[t].update_after = tensor->updates_early && (early || forced) ? MSI_AT_END : MSI_NONE;
-    }
-    for (uint32_t i = g->layers.count; i-- > 0;) {
-        for (uint32_t t; (t = msi_next_early(&tail, d, i)) != MSI_NONE;) {
-            waiting_bytes += g->tensors.items[t].bytes;
-        }
-        while (waiting_bytes > lag_bytes) {
-            const uint32_t t = msi_next_early(&head, d, i);
-            waiting_bytes -= g->tensors.items[t].bytes;
-            d[t].update_after = i;
-        }
-    }
-}
-
-static bool msi_is_drop_forced(const msi_graph *g, uint32_t t) {
-    return g->tensors.items[t].technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON;
-}
-
-static bool msi_sends(msi_op op) {
-    return msi_is_issued(op) && !msi_fetches(op);
-}
-
-/* Bytes in memory of all state of a param, each tensor of it aligned. */
-static uint64_t msi_all_state_bytes(const msi_optimizers *o, const msi_tensor *t, bool state_8bit) {
-    uint64_t bytes = 0;
-    for (uint32_t k = 0; k < msi_state_count(o, t); k++) {
-        const msi_role role = (msi_role)(MSI_ROLE_STATE0 + k);
-        bytes += msi_align(
-            msi_format_bytes(msi_format_of(o, t, role, state_8bit), msi_elements_of(o, t, role)));
-    }
-    return bytes;
-}
-
-/* The time of a layer's recomputation. */
-static double msi_again_us(const msi_layer *l, msi_op op) {
-    return op == MSI_OP_REPEAT ? l->time[MSI_FORMAT_F32].forward_us
-                               : l->time[MSI_FORMAT_F32].recompute_us;
-}
-
-/* The most that an engine copies, of times by engine. */
-static double msi_busiest_us(const double *link_us) {
-    double most_us = 0.0;
-    for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
-        most_us = link_us[engine] > most_us ? link_us[engine] : most_us;
-    }
-    return most_us;
-}
-
 /* Sets of groups of layers in tiles: set n, from 1 on, is a part of one list of groups. */
 enum { MSI_MOST_TILINGS = 32 };
 
@@ -18504,6 +17679,22 @@ static MSI_NOINLINE void msi_propose_candidate(msi_search *s, msi_candidate *c,
     c->done = true;
 }
 
+/* The values that a layer makes, outputs and then saved tensors:
+   for (MSI_EACH_MADE(made, g, layer)) { ... made.tensor ... } */
+#define MSI_EACH_MADE(operand, g, layer)                                                           \
+    MSI_EACH_OF(operand, g, &(g)->layers.items[layer], MSI_GROUP_OUT, MSI_GROUP_SAVED)
+
+/* Whether the plan may drop a value to recompute it. */
+static MSI_NOINLINE bool msi_is_droppable(const msi_graph *g, uint32_t t) {
+    const msi_tensor *tensor = &g->tensors.items[t];
+    return !msi_is_resident(tensor) && !tensor->is_output && t != g->loss && !tensor->must_stay &&
+           tensor->technique[MS_TECHNIQUE_CHECKPOINTING] != MS_SWITCH_OFF;
+}
+
+static bool msi_is_drop_forced(const msi_graph *g, uint32_t t) {
+    return g->tensors.items[t].technique[MS_TECHNIQUE_CHECKPOINTING] == MS_SWITCH_ON;
+}
+
 /* How the values of a layer come back under these decisions: as msi_way_back has it. */
 static msi_op msi_decided_way(const msi_graph *g, const msi_tensor_decision *decisions,
                               uint32_t layer) {
@@ -18524,9 +17715,67 @@ static MSI_NOINLINE bool msi_is_choice(const msi_graph *g, uint32_t t) {
            !msi_is_drop_forced(g, t);
 }
 
+/* What of a tensor a plan can move. */
+static uint8_t msi_movable(const msi_graph *g, uint32_t t) {
+    const msi_tensor *tensor = &g->tensors.items[t];
+    if (msi_may_stream(tensor)) {
+        return (uint8_t)(msi_learns(tensor) ? MSI_MOVES_ALL : MSI_MOVES_VALUE);
+    }
+    const bool waits =
+        !msi_is_resident(tensor) && msi_is_read_again(tensor) && !tensor->is_output && t != g->loss;
+    return (uint8_t)(waits ? MSI_MOVES_VALUE : 0);
+}
+
 /* Bytes of a value that a layer makes, in the format that was decided. */
 static uint64_t msi_decided_bytes(const msi_graph *g, const msi_tensor_decision *d, uint32_t t) {
     return msi_value_bytes(&g->tensors.items[t], (msi_format)d[t].format);
+}
+
+/* What of a tensor lies in the trainer's memory. */
+static uint8_t msi_lent(const msi_tensor *t) {
+    uint8_t lent = 0;
+    for (int role = MSI_ROLE_VALUE; role < MSI_ROLE_RESIDENT_COUNT; role++) {
+        const bool is = msi_is_borrowed(t, (msi_role)role);
+        lent = (uint8_t)(lent | (is ? msi_move_of((msi_role)role) : 0));
+    }
+    return lent;
+}
+
+/* What of a tensor a plan may move by choice. Memory that the trainer lends is not: it is on the
+   device or, if its home is forced to be the host, there in every plan. */
+static uint8_t msi_may_choose(const msi_graph *g, uint32_t t) {
+    const msi_tensor *tensor = &g->tensors.items[t];
+    return (uint8_t)(msi_movable(g, t) & ~tensor->forbidden_moves & ~msi_lent(tensor));
+}
+
+enum { MSI_MAX_PARTS = 64 }; // of a param, however large it is: a program must not grow with it
+
+#ifndef MSI_PART_BYTES // tests have their own
+#define MSI_PART_BYTES ((uint64_t)16 << 20)
+#endif
+
+/* The plain plan drops only what nothing reads again, updates params last, and moves only what the
+   trainer lends on the host. A param comes to its update in parts of so many bytes, or larger ones. */
+static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions) {
+    for (uint32_t t = 0; t < g->tensors.count; t++) {
+        const msi_tensor *tensor = &g->tensors.items[t];
+        const bool unread = !msi_is_read_again(tensor);
+        const uint64_t bytes = tensor->kind == MSI_KIND_PARAM ? tensor->bytes : 0;
+        const uint64_t elements = bytes / sizeof(float);
+        const uint32_t parts =
+            (uint32_t)msi_smaller((bytes + MSI_PART_BYTES - 1) / MSI_PART_BYTES, MSI_MAX_PARTS);
+        const uint64_t each = msi_part_size(elements, parts);
+        decisions[t].parts = (uint16_t)(parts > 1 ? (elements + each - 1) / each : 0);
+        decisions[t].splits = false;
+        decisions[t].pass = unread && msi_is_droppable(g, t) ? 1 : 0;
+        decisions[t].update_after = MSI_NONE;
+        decisions[t].moves = (uint8_t)(msi_movable(g, t) & tensor->forced_moves & msi_lent(tensor));
+        decisions[t].state_8bit = false;
+        decisions[t].format = tensor->format;
+        decisions[t].tiles = 0;
+        decisions[t].begins_group = false;
+    }
+    decisions[g->tensors.count].room = 0;
 }
 
 /* Makes layers a group, and drops the values that only this group uses: each tile recomputes its
@@ -22064,6 +21313,19 @@ typedef struct msi_guide {
     bool smallest; // it is the smallest plan
 } msi_guide;
 
+/* What a plan is to be made for. */
+typedef struct msi_request {
+    msi_goal goal;
+    uint64_t budget;
+    uint32_t techniques; // mask of those that may be used
+    ms_switch early_update;
+    const msi_plan *largest; // the plan at the largest sizes, in whose arena this one must fit; for
+                             // GOAL_FOLLOW any plan, whose decisions are taken; or NULL
+    uint64_t room, host_room; // bytes of that arena, and of what it has on the host
+    uint64_t host_budget;     // of what lies on the host
+    const msi_guide *guide;   // or NULL
+} msi_request;
+
 typedef struct msi_solver {
     const msi_request *request;
     const msi_scorer *scorer;
@@ -22072,6 +21334,92 @@ typedef struct msi_solver {
     bool early;      // plan->decisions update params inside backward
     bool forced;     // the trainer forces decisions
 } msi_solver;
+
+/* Gives a lowered program the copies of the program at the largest sizes, at the same places; both
+   were lowered from the same decisions. If copies were scheduled anew for smaller sizes, they could
+   keep values live for longer. */
+static bool msi_copy_schedule(const ms_allocator *a, msi_program *p, const msi_program *from) {
+    MEMSCALE_ASSERT(p->code.ranges.count == from->code.ranges.count);
+    if (!MSI_RESERVE(msi_instruction, a, p->code.instructions, from->code.instructions.count) ||
+        !MSI_RESERVE(msi_operand, a, p->code.operands, from->code.operands.count)) {
+        return false;
+    }
+    memcpy(p->code.instructions.items, from->code.instructions.items,
+           from->code.instructions.count * sizeof(msi_instruction));
+    memcpy(p->code.operands.items, from->code.operands.items,
+           from->code.operands.count * sizeof(msi_operand));
+    p->code.instructions.count = from->code.instructions.count;
+    p->code.operands.count = from->code.operands.count;
+    p->code.forward_end = from->code.forward_end;
+    p->code.backward_end = from->code.backward_end;
+    p->code.event_count = from->code.event_count;
+    for (uint32_t k = 0; k < p->code.ranges.count; k++) {
+        msi_range *range = &p->code.ranges.items[k];
+        const uint64_t bytes = from->code.ranges.items[k].bytes > 0 ? range->bytes : 0;
+        *range = from->code.ranges.items[k];
+        range->bytes = bytes;
+        range->alias_of = range->block = MSI_NONE;
+        range->aliased = false;
+    }
+    return true;
+}
+
+/* Makes a program that was lowered fit wherever the one at the largest sizes does, by its schedule
+   and its offsets: it has the same live ranges with the same aliases, none of which is larger. */
+static void msi_follow_program(const msi_scorer *s, msi_program *p, const msi_program *from) {
+    if (p->out_of_memory || !msi_copy_schedule(s->allocator, p, from)) {
+        msi_run_short(s, "the program", from->code.ranges.count * sizeof(msi_range));
+        return;
+    }
+    msi_share_memory(s->graph, p);
+    msi_simulate(s->graph, s->costs, s->store, s->allocator, p);
+    if (p->out_of_memory || !msi_make_blocks(s->allocator, p, s->store->residents.count)) {
+        msi_run_short(s, "the layout", p->code.ranges.count * sizeof(msi_block));
+        return;
+    }
+    MEMSCALE_ASSERT(p->layout.blocks.count == from->layout.blocks.count);
+    for (uint32_t i = 0; i < p->layout.blocks.count; i++) {
+        p->layout.blocks.items[i].offset = from->layout.blocks.items[i].offset;
+    }
+    for (uint32_t i = 0; i < p->layout.host_blocks.count; i++) {
+        p->layout.host_blocks.items[i].offset = from->layout.host_blocks.items[i].offset;
+    }
+    p->layout.height = from->layout.height;
+    p->layout.host_height = from->layout.host_height;
+    p->layout.is_done = p->layout.is_placed = true;
+}
+
+/* Makes the programs of a plan, which decides as the one at the largest sizes, fit where those do. */
+static void msi_follow_programs(const msi_scorer *s, const msi_plan *largest, msi_plan *plan) {
+    msi_lower_train(s->lowering, plan->decisions, &plan->train);
+    msi_follow_program(s, &plan->train, plan->evals ? &largest->eval : &largest->train);
+    msi_lower_eval(s->lowering, plan->decisions, &plan->eval);
+    msi_follow_program(s, &plan->eval, &largest->eval);
+}
+
+/* Whether a plan fits into the memory of the plan at the largest sizes. */
+static bool msi_has_room(const msi_solver *s) {
+    return s->score.bytes <= s->request->room && s->score.host_bytes <= s->request->host_room;
+}
+
+/* Decides as the plan at the largest sizes did, which fits: with its decisions no live range is
+   longer or larger than in that plan, copies apart. If it does not fit all the same, the schedule
+   and the offsets of that plan are used. */
+static void msi_follow(msi_solver *s) {
+    const msi_plan *largest = s->request->largest;
+    msi_plan *plan = s->plan;
+    memcpy(plan->decisions, largest->decisions, (size_t)msi_decisions_bytes(s->scorer->graph));
+    plan->found.by = MSI_FINDER_LARGEST;
+    s->score = msi_score_of(s->scorer, plan->decisions);
+    s->early = false; // the updates stay where that plan has them
+    if (!msi_has_room(s) && !msi_is_short(s->scorer)) {
+        plan->follows = true;
+        msi_follow_programs(s->scorer, largest, plan);
+        s->score.us = plan->train.predicted.step.us;
+        s->score.bytes = msi_arena_of(&plan->train, &plan->eval);
+        s->score.host_bytes = msi_host_of(&plan->train, &plan->eval);
+    }
+}
 
 /* A hash of what decisions round. */
 static uint64_t msi_hash_rounding(const msi_graph *g, const msi_tensor_decision *decisions) {
@@ -22140,6 +21488,12 @@ static bool msi_may_relax(const msi_solver *s) {
 /* Whether searching can end: any plan that fits will do, and one does. */
 static bool msi_is_found(const msi_search *s) {
     return s->any && s->fits;
+}
+
+/* Whether a plan will be executed. */
+static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
+    return r->goal != MSI_GOAL_ANY && r->goal != MSI_GOAL_FOLD && r->goal != MSI_GOAL_SQUEEZED &&
+           (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
 }
 
 /* Whether the local search may gain enough for its time. Where something may be moved, little of what
@@ -22632,9 +21986,8 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
     s->plan->found = search->best_how;
     s->plan->rank_count = search->rank_count;
     memcpy(s->plan->ranks, search->ranks, sizeof s->plan->ranks);
-    if (r->largest && !msi_has_room(r, &s->score)) {
-        s->score = msi_follow(s->scorer, r, s->plan);
-        s->early = false; // the updates stay where that plan has them
+    if (r->largest && !msi_has_room(s)) {
+        msi_follow(s);
     }
     if (msi_is_to_run(r, s->score.bytes) && msi_may_relax(s)) {
         msi_relax_updates(s);
@@ -22657,8 +22010,13 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
     s.scorer = scorer;
     s.request = request;
     s.plan = plan;
-    if (request->goal == MSI_GOAL_FOLLOW) {
-        s.score = msi_follow(scorer, request, plan);
+    if (request->goal == MSI_GOAL_FOLLOW || !MSI_HAS_PLANNER) {
+        if (request->largest) {
+            msi_follow(&s);
+        } else {
+            msi_decide_plain(scorer->graph, plan->decisions);
+            s.score = msi_score_of(scorer, plan->decisions);
+        }
         plan->arena_bytes = plan->plain_bytes = s.score.bytes;
         plan->plain_live_bytes = plan->train.layout.resident_bytes + plan->train.layout.peak_bytes;
         plan->plain_step_us = s.score.us;
@@ -22686,19 +22044,6 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
     msi_greedy_free(&greedy);
     plan->arena_bytes = s.score.bytes;
 }
-
-#else
-
-/* Without a search: the plain plan, or the decisions of the one for the largest sizes. */
-static void msi_solve(const msi_scorer *s, const msi_request *request, msi_plan *plan) {
-    msi_decide_plain(s->graph, plan->decisions);
-    const msi_score plain = msi_score_of(s, plan->decisions);
-    plan->plain_bytes = plain.bytes;
-    plan->plain_step_us = plain.us;
-    plan->arena_bytes = request->largest ? msi_follow(s, request, plan).bytes : plain.bytes;
-}
-
-#endif // MEMSCALE_NO_PLANNER
 
 // ------------------------------------------------------------------------------------------------
 // >>order  which waits between streams order nothing, once it is known what shares memory
@@ -23064,8 +22409,6 @@ static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
     }
 }
 
-#ifndef MEMSCALE_NO_PLANNER
-
 // ------------------------------------------------------------------------------------------------
 // >>fold  a graph with fewer equal blocks of layers, whose plans are repeated for the whole
 
@@ -23392,6 +22735,27 @@ static bool msi_fold_init(msi_fold *f, const msi_graph *g, const ms_allocator *a
     return msi_make_fold(f);
 }
 
+/* Makes groups in tiles of what layers of several blocks have decided: a group ends where the next
+   layer cannot join it, and layers that cannot be a group are whole. */
+static void msi_mend_groups(const msi_graph *g, msi_tensor_decision *d) {
+    for (uint32_t i = 0; i < g->layers.count;) {
+        const uint32_t tiles = msi_tiles_of(g, d, i);
+        uint32_t end = i + 1;
+        if (tiles > 0) {
+            d[msi_first_output(g, &g->layers.items[i])].begins_group = true;
+        }
+        while (tiles > 0 && end < g->layers.count && msi_tiles_of(g, d, end) == tiles &&
+               !d[msi_first_output(g, &g->layers.items[end])].begins_group &&
+               msi_can_join_group(g, i, end)) {
+            end++;
+        }
+        if (tiles > 0 && !msi_can_group(g, i, end)) {
+            msi_decide_group(g, d, i, end, 0);
+        }
+        i = end;
+    }
+}
+
 /* Decides for the whole as the plan of the fold does. */
 static void msi_unfold(const msi_fold *f, const msi_tensor_decision *folded, bool early,
                        msi_tensor_decision *decisions) {
@@ -23407,7 +22771,602 @@ static void msi_unfold(const msi_fold *f, const msi_tensor_decision *folded, boo
     msi_mend_groups(g, decisions);
 }
 
-#endif // MEMSCALE_NO_PLANNER
+// ------------------------------------------------------------------------------------------------
+// >>plans  in files: saved with what they depend on, and loaded where that is the same
+
+/* A file is a sequence of numbers, in seven bits a byte, the lowest first: a mark and a version; what its
+   plans depend on; the times by which copies were scheduled, if there are any; the plans, that for the
+   largest sizes first; and a checksum. A plan is its decisions, where they differ from those of the plain
+   plan, and the offset of each block. All else follows from these, by >>lower and what comes after it: a
+   loaded plan is made as any other, except that nothing is searched. And nothing is trusted: its decisions
+   must be possible and allowed here, and no two blocks that live at one time may overlap. One function says
+   how each part is written and how it is read. */
+enum {
+    MSI_PLAN_MARK = 0x6e6c70, // "pln"
+    MSI_PLAN_VERSION = 1,
+    MSI_PLAN_LEAST = 32, // bytes
+    MSI_PLAN_MOST = 1 << 30,
+    MSI_PLAN_SUM_BYTES = 10 // of a number whose highest bit is set
+};
+
+/* What plans depend on, as errors say it, with a number for each tensor `t` of the model `m`; and then with
+   a number for the model. Plans that round nothing, or move nothing, do not depend on how that is done. */
+#define MSI_TENSOR_TERMS(X)                                                                        \
+    X("set of outputs (ms_add_output, ms_add_eval_output)", t->is_output * 2u + t->is_eval_output) \
+    X("set of gradients that are wanted, or have a dtype (ms_want_gradient, "                      \
+      "ms_set_gradient_dtype)",                                                                    \
+      t->gradient_format * 2u + t->wanted)                                                         \
+    X("set of frozen params (ms_set_frozen)", t->frozen)                                           \
+    X("set of forced and forbidden techniques (ms_set_layer_technique, ms_set_tensor_technique)",  \
+      msi_hash_bytes(t->forced_moves * 256u + t->forbidden_moves, t->technique,                    \
+                     sizeof t->technique))                                                         \
+    X("set of borrowed values (ms_borrow)", t->borrowed)                                           \
+    X("optimizer of some param: its kind, norm, state, formats or workspace", msi_hash_update(m, t))
+
+#define MSI_MODEL_TERMS(X)                                                                         \
+    X("graph: tensors, layers, or what layers declare", msi_hash_graph(&m->graph))                 \
+    X("set of largest sizes of axes", msi_hash_axes(&m->graph))                                    \
+    X("accumulation_steps (ms_set_accumulation)", msi_larger(m->config.accumulation_steps, 1))     \
+    X("clipping: a norm is needed or is not", msi_takes_norm(&m->optimizers))                      \
+    X("precision: mixed_dtype or master_weights",                                                  \
+      f->rounds ? (uint64_t)msi_narrow_of(m) * 2 + (m->config.master_weights == MS_SWITCH_OFF)     \
+                : UINT64_MAX)                                                                      \
+    X("backend: workspace_bytes, device_is_host or is_asynchronous",                               \
+      m->config.backend.workspace_bytes * 4 + m->config.backend.device_is_host * 2u +              \
+          m->config.backend.is_asynchronous)                                                       \
+    X("way to copy: async_offload, prefetch_depth, debug, tf32 or static_profiling",               \
+      f->moves ? m->costs.copies_ahead * 8ull + m->costs.waits_for_copies * 4u +                   \
+                     m->costs.tf32 * 2u + (m->config.static_profiling == MS_SWITCH_OFF)            \
+               : UINT64_MAX)
+
+/* Of how a param is updated, what plans depend on. */
+static MSI_COLD uint64_t msi_hash_update(const ms_model *m, const msi_tensor *t) {
+    const msi_optimizers *all = &m->optimizers;
+    const ms_optimizer_desc *o = msi_desc_of(all, t);
+    const uint64_t numbers[] = {(uint64_t)o->kind,
+                                all->groups.items[t->group].norm,
+                                msi_state_count(all, t),
+                                (uint64_t)o->state_format[0],
+                                (uint64_t)o->state_format[1],
+                                o->takes_formats,
+                                msi_elements_of(all, t, MSI_ROLE_STATE0),
+                                t->scratch_bytes};
+    return msi_learns(t) ? msi_hash_bytes(0, numbers, sizeof numbers) : 0;
+}
+
+static MSI_COLD uint64_t msi_hash_axes(const msi_graph *g) {
+    uint64_t hash = g->trains;
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        hash = msi_mix_in(msi_mix_in(hash, (uint64_t)g->axes[a].largest),
+                          (uint64_t)g->axes[a].eval_largest);
+    }
+    return hash;
+}
+
+/* A file that is written or read. What is wrong is sticky: after that all numbers are 0. */
+typedef struct msi_saved_plans {
+    ms_model *model;
+    bool writes, is_short; // of memory
+    bool is_open;          // the plans that are made are those of the file
+    bool moves, rounds;    // some plan moves something to the host, or rounds a value
+    MSI_LIST(uint8_t) bytes;
+    uint64_t at;     // of what is still to be read
+    msi_words fault; // what is wrong; empty: nothing is
+    uint32_t plan_count;
+    msi_costs costs; // with the times of the file; while these are in force, those of the model
+    MSI_LIST(msi_layer) layers;
+} msi_saved_plans;
+
+static bool msi_is_sound_file(const msi_saved_plans *f) {
+    return !f->is_short && !f->fault.text[0];
+}
+
+/* Notes what is wrong, unless something was before. */
+#define MSI_REFUSE_PLAN(f, ...)                                                                    \
+    (msi_is_sound_file(f) ? (void)((f)->fault = msi_words_of(__VA_ARGS__)) : (void)0)
+
+/* Writes a number, or reads one that is at most `most`. Returns it. */
+static MSI_COLD uint64_t msi_file_number(msi_saved_plans *f, uint64_t number, uint64_t most) {
+    bool more = true;
+    if (f->writes) {
+        f->is_short |= !MSI_RESERVE(uint8_t, &f->model->config.allocator, f->bytes,
+                                    f->bytes.count + (uint64_t)MSI_PLAN_SUM_BYTES);
+        for (uint64_t rest = number; !f->is_short && more; rest >>= 7) {
+            more = rest >> 7 != 0;
+            f->bytes.items[f->bytes.count++] = (uint8_t)((rest & 127) | (more ? 128u : 0u));
+        }
+        return number;
+    }
+    number = 0;
+    for (uint32_t bit = 0; bit < 64 && more && f->at < f->bytes.count; bit += 7) {
+        const uint8_t byte = f->bytes.items[f->at++];
+        more = byte >> 7 || (bit == 63 && byte > 1);
+        number |= (uint64_t)(byte & 127) << bit;
+    }
+    if (more || number > most) {
+        MSI_REFUSE_PLAN(f, "a number in it is cut off or out of range");
+    }
+    return msi_is_sound_file(f) ? number : 0;
+}
+
+/* Writes a number, or reads one that must be the same. */
+static MSI_COLD void msi_file_same(msi_saved_plans *f, uint64_t number, const char *what) {
+    const uint64_t there = msi_file_number(f, number, UINT64_MAX);
+    if (there != number) {
+        MSI_REFUSE_PLAN(f, "it has another %s (%llx, and here %llx)", what,
+                        (unsigned long long)there, (unsigned long long)number);
+    }
+}
+
+/* Writes or reads a time or a speed. A link may be missing, and a launch takes no time on a CPU. */
+static MSI_COLD void msi_file_time(msi_saved_plans *f, double *time) {
+    uint64_t bits = msi_bits_of_f64(*time);
+    bits = msi_file_number(f, bits, UINT64_MAX);
+    memcpy(time, &bits, sizeof *time);
+    if (bits != 0 && !(*time >= 1e-12 && *time <= msi_longest_us)) {
+        MSI_REFUSE_PLAN(f, "a time in it is out of range");
+    }
+}
+
+/* What all times follow from: speeds, and what is known of each layer. */
+static MSI_COLD void msi_file_times(msi_saved_plans *f) {
+    f->costs.has_links = msi_file_number(f, f->costs.has_links, 1) != 0;
+    for (int k = 0; k < MSI_SPEED_COUNT; k++) {
+        double *speed = msi_speed(&f->costs.hardware, k);
+        msi_file_time(f, speed);
+        if (!msi_is_speed(k, *speed) || (*speed == 0.0 && k + 1 < MSI_SPEED_COUNT)) {
+            MSI_REFUSE_PLAN(f, "a speed in it is out of range");
+        }
+    }
+    for (int k = 0; k < MSI_COST_COUNT; k++) {
+        msi_file_time(f, &f->costs.bytes_per_us[k]);
+    }
+    for (MSI_ITEMS(msi_layer, l, f->layers)) {
+        double *const all[] = {&l->known.forward_us,      &l->known.backward_us,
+                               &l->known.recompute_us,    &l->known_elements,
+                               &l->measured.forward_us,   &l->measured.backward_us,
+                               &l->measured.recompute_us, &l->measured_elements};
+        for (int k = 0; k < 8; k++) {
+            msi_file_time(f, all[k]);
+        }
+    }
+}
+
+/* Puts the times of the file into the model, and those of the model into their place; or back. */
+static MSI_COLD void msi_swap_times(msi_saved_plans *f) {
+    ms_model *m = f->model;
+    if (f->moves) {
+        const msi_costs costs = m->costs;
+        m->costs = f->costs;
+        f->costs = costs;
+        for (uint32_t i = 0; i < f->layers.count; i++) {
+            const msi_layer layer = m->graph.layers.items[i];
+            m->graph.layers.items[i] = f->layers.items[i];
+            f->layers.items[i] = layer;
+        }
+        msi_find_times(m);
+    }
+}
+
+static MSI_COLD void msi_file_mark(msi_saved_plans *f) {
+    msi_file_same(f, MSI_PLAN_MARK, "mark: ms_plan_save has not written it");
+    msi_file_same(f, MSI_PLAN_VERSION, "version: save it by this version of the library");
+}
+
+/* All that comes before the plans. The model was analysed, and its mode was chosen: by the file, where a
+   policy has chosen. */
+static MSI_COLD void msi_file_head(msi_saved_plans *f) {
+    ms_model *m = f->model;
+    const uint64_t mode =
+        msi_file_number(f, (uint64_t)m->wrapped.choice.mode, (uint64_t)MS_MODE_COUNT - 1);
+    if (m->config.auto_policy) {
+        const msi_choice choice = {(ms_mode)mode, MS_DECISION_SOURCE_POLICY,
+                                   msi_allowed(m, (ms_mode)mode)};
+        m->wrapped.choice = choice;
+    }
+    f->moves = msi_file_number(f, f->moves, 1) != 0;
+    f->rounds = msi_file_number(f, f->rounds, 1) != 0;
+#define MSI_X(what, number) msi_file_same(f, number, what);
+    MSI_MODEL_TERMS(MSI_X)
+#undef MSI_X
+    uint64_t hash;
+#define MSI_X(what, number)                                                                        \
+    hash = 0;                                                                                      \
+    for (MSI_ITEMS(const msi_tensor, t, m->graph.tensors)) {                                       \
+        hash = msi_mix_in(hash, number);                                                           \
+    }                                                                                              \
+    msi_file_same(f, hash, what);
+    MSI_TENSOR_TERMS(MSI_X)
+#undef MSI_X
+    if (f->moves && msi_is_sound_file(f)) {
+        f->costs = m->costs;
+        f->is_short |= !MSI_COPY_LIST(msi_layer, &m->config.allocator, f->layers, m->graph.layers);
+        msi_file_times(f);
+    }
+    f->plan_count = (uint32_t)msi_file_number(f, f->plan_count, MSI_MAX_PLANS);
+}
+
+#define MSI_X(type, field, most) MSI_FIELD_##field,
+enum { MSI_DECISION_FIELDS(MSI_X) MSI_FIELD_COUNT };
+#undef MSI_X
+
+/* What is known of a plan, and its decisions, where they differ from those of the plain plan. `largest` is
+   the plan for the largest sizes, if this is another. Whether it decides as that one does. */
+static MSI_COLD bool msi_file_decisions(msi_saved_plans *f, const msi_plan *largest, msi_plan *plan,
+                                        const msi_tensor_decision *plain) {
+    const msi_graph *g = &f->model->graph;
+    const size_t bytes = (size_t)msi_decisions_bytes(g);
+    const bool equal =
+        f->writes && largest && memcmp(plan->decisions, largest->decisions, bytes) == 0;
+    const uint64_t like = msi_file_number(f, equal ? 1u + plan->follows : 0u, largest ? 2 : 0);
+    plan->follows = like == 2;
+    plan->found.by = (msi_finder)msi_file_number(f, (uint64_t)plan->found.by, MSI_FINDER_COUNT - 1);
+    plan->plain_bytes = msi_file_number(f, plan->plain_bytes, UINT64_MAX >> 1);
+    plan->plain_live_bytes = msi_file_number(f, plan->plain_live_bytes, UINT64_MAX >> 1);
+    msi_file_time(f, &plan->plain_step_us);
+    if (like > 0) {
+        memcpy(plan->decisions, largest->decisions, bytes);
+        return true;
+    }
+    for (uint32_t t = 0; t <= g->tensors.count && msi_is_sound_file(f); t++) {
+        msi_tensor_decision *d = &plan->decisions[t];
+        uint64_t mask = 0;
+#define MSI_X(type, field, most)                                                                   \
+    mask |= (uint64_t)(d->field != plain[t].field) << MSI_FIELD_##field;
+        MSI_DECISION_FIELDS(MSI_X)
+#undef MSI_X
+        mask = msi_file_number(f, mask, (1u << MSI_FIELD_COUNT) - 1);
+#define MSI_X(type, field, most)                                                                   \
+    d->field =                                                                                     \
+        mask >> MSI_FIELD_##field & 1 ? (type)msi_file_number(f, d->field, most) : plain[t].field;
+        MSI_DECISION_FIELDS(MSI_X)
+#undef MSI_X
+    }
+    return false;
+}
+
+/* The place of each block of a program, on the device and on the host. No two may overlap. */
+static MSI_COLD void msi_file_offsets(msi_saved_plans *f, msi_placement *l) {
+    msi_block *const lists[] = {l->blocks.items, l->host_blocks.items};
+    const uint32_t counts[] = {l->blocks.count, l->host_blocks.count};
+    uint64_t *const heights[] = {&l->height, &l->host_height}, bound;
+    bool valid = true;
+    for (int n = 0; n < 2 && msi_is_sound_file(f); n++) {
+        uint64_t height = 0;
+        for (uint32_t k = 0; k < counts[n]; k++) {
+            msi_block *b = &lists[n][k];
+            b->offset = MSI_ALIGNMENT * msi_file_number(f, b->offset / MSI_ALIGNMENT, 1ull << 52);
+            height = msi_larger(height, b->offset + b->bytes);
+        }
+        if (!f->writes) {
+            *heights[n] = height;
+            f->is_short |= msi_layout_check(&f->model->config.allocator, lists[n], counts[n],
+                                            &valid, &bound) != MS_RESULT_OK;
+        }
+    }
+    l->is_done = l->is_placed = true;
+    if (!valid) {
+        MSI_REFUSE_PLAN(f, "two of its values overlap in memory");
+    }
+}
+
+/* The technique that a decision on a tensor uses although that is not possible or, by `techniques` and by
+   force, not allowed; COUNT: there is none. */
+static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t techniques,
+                                              const msi_tensor_decision *decisions,
+                                              const msi_tensor_decision *plain, uint32_t t) {
+    const msi_graph *g = s->graph;
+    const msi_tensor *x = &g->tensors.items[t];
+    const msi_tensor_decision *d = &decisions[t];
+    const bool is_param = x->kind == MSI_KIND_PARAM, is_made = x->producer != MSI_NONE;
+    const uint64_t elements = x->bytes / sizeof(float), each = msi_part_size(elements, d->parts);
+    const bool parted = is_param && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
+                        (elements + each - 1) / each == d->parts;
+    const uint32_t moves = d->moves & (uint32_t)MSI_MOVES_ALL;
+    const uint32_t movable = (x->forced_moves & msi_movable(g, t)) |
+                             (techniques & MSI_OFFLOADING ? msi_may_choose(g, t) : 0u);
+    const bool maps = s->costs->maps_host && is_param && (moves & MSI_MOVES_STATE);
+    const bool splits = s->costs->most_us > 0.0 && s->costs->splits_layers;
+    bool may[MS_TECHNIQUE_COUNT], sound[MS_TECHNIQUE_COUNT];
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        may[k] = (techniques >> k & 1) || x->technique[k] == MS_SWITCH_ON;
+    }
+    sound[MS_TECHNIQUE_CHECKPOINTING] =
+        d->pass == plain[t].pass ||
+        (msi_is_droppable(g, t) && d->pass <= g->layers.count && (moves == 0 || d->pass == 0) &&
+         (may[MS_TECHNIQUE_CHECKPOINTING] ||
+          (is_made && msi_tiles_of(g, decisions, x->producer) > 0)));
+    sound[MS_TECHNIQUE_EARLY_UPDATE] =
+        d->update_after == MSI_NONE ||
+        (x->updates_early && may[MS_TECHNIQUE_EARLY_UPDATE] &&
+         (d->update_after == MSI_AT_END || (is_param && d->update_after < g->layers.count)));
+    sound[MS_TECHNIQUE_OFFLOADING] = (moves & ~movable) == 0 &&
+                                     (!(d->moves & MSI_IN_PLACE) || maps) &&
+                                     (parted || (!d->splits && d->parts == plain[t].parts));
+    sound[MS_TECHNIQUE_TILING] =
+        d->room == 0 && ((d->tiles == 0 && !d->begins_group) ||
+                         (is_made && msi_first_output(g, &g->layers.items[x->producer]) == t &&
+                          (may[MS_TECHNIQUE_TILING] || splits)));
+    sound[MS_TECHNIQUE_MIXED_PRECISION] =
+        d->format == x->format ||
+        (msi_format)d->format == msi_format_of_value(g, t, may[MS_TECHNIQUE_MIXED_PRECISION]);
+    sound[MS_TECHNIQUE_OPTIMIZER_8BIT] =
+        !d->state_8bit || msi_is_8bit(s->lowering->optimizers, s->has_state_formats,
+                                      may[MS_TECHNIQUE_OPTIMIZER_8BIT], x);
+    int k = 0;
+    while (k < MS_TECHNIQUE_COUNT && sound[k]) {
+        k++;
+    }
+    return (ms_technique)k;
+}
+
+/* Checks decisions that were read; overwrites `plain`. What outlasts a step is where the plan for the
+   largest sizes has it, if this is another. */
+static MSI_COLD void msi_check_decisions(msi_saved_plans *f, const msi_scorer *s,
+                                         const msi_tensor_decision *d, msi_tensor_decision *plain) {
+    const msi_graph *g = s->graph;
+    for (uint32_t t = 0; t < g->tensors.count && msi_is_sound_file(f); t++) {
+        const msi_tensor_decision *home = s->homes ? &s->homes[t] : &d[t];
+        const ms_technique unsound =
+            msi_find_unsound(s, f->model->wrapped.choice.techniques, d, plain, t);
+        if (unsound < MS_TECHNIQUE_COUNT) {
+            MSI_REFUSE_PLAN(f,
+                            "it uses %s for \"%.100s\", which this graph or backend does not "
+                            "allow, or mode and switches do not",
+                            msi_techniques[unsound].name, msi_tensor_name(g, t));
+        } else if (msi_is_resident(&g->tensors.items[t]) &&
+                   (home->moves != d[t].moves || home->format != d[t].format ||
+                    home->state_8bit != d[t].state_8bit)) {
+            MSI_REFUSE_PLAN(f, "its plans differ in where and how \"%.100s\" is kept",
+                            msi_tensor_name(g, t));
+        }
+    }
+    memcpy(plain, d, (size_t)msi_decisions_bytes(g));
+    msi_mend_groups(g, plain);
+    if (memcmp(plain, d, (size_t)msi_decisions_bytes(g)) != 0) {
+        MSI_REFUSE_PLAN(f, "layers that it computes in tiles cannot be a group");
+    }
+}
+
+/* Lowers both programs of a plan, with copies where the times of the file put them, or where the plan for
+   the largest sizes has them; then all times are those of the model. */
+static MSI_COLD void msi_restore_programs(msi_saved_plans *f, const msi_scorer *s,
+                                          const msi_plan *largest, msi_plan *plan) {
+    msi_program *const programs[] = {&plan->train, &plan->eval};
+    if (plan->follows) {
+        msi_follow_programs(s, largest, plan);
+        return;
+    }
+    msi_swap_times(f);
+    (void)msi_estimate(s, plan->decisions);
+    msi_make_eval(s);
+    msi_swap_times(f);
+    s->lowering->repeating.is_complete = false; // what was timed by the file is not repeated
+    for (int k = 0; k < 2 && !msi_is_short(s); k++) {
+        msi_simulate(k ? s->eval_graph : s->graph, s->costs, s->store, s->allocator, programs[k]);
+        if (programs[k]->out_of_memory ||
+            !msi_make_blocks(s->allocator, programs[k], s->store->residents.count)) {
+            msi_run_short(s, "the program", programs[k]->code.ranges.count * sizeof(msi_range));
+        }
+    }
+    if (!msi_is_short(s)) {
+        msi_file_offsets(f, &plan->train.layout);
+        msi_file_offsets(f, &plan->eval.layout);
+    }
+}
+
+/* Takes a plan from a file, in place of a search. */
+static MSI_COLD void msi_restore_plan(msi_saved_plans *f, const msi_scorer *s,
+                                      const msi_plan *largest, msi_plan *plan) {
+    const uint64_t bytes = msi_decisions_bytes(s->graph);
+    msi_tensor_decision *plain = (msi_tensor_decision *)msi_scratch(s, bytes);
+    if (plain) {
+        msi_decide_plain(s->graph, plain);
+        if (!msi_file_decisions(f, largest, plan, plain)) {
+            msi_check_decisions(f, s, plan->decisions, plain);
+        }
+    }
+    if (msi_is_sound_file(f) && plain) {
+        msi_restore_programs(f, s, largest, plan);
+        plan->arena_bytes = msi_arena_of(&plan->train, &plan->eval);
+    }
+    if (f->is_short) {
+        msi_run_short(s, "a plan", bytes);
+    }
+    msi_release(s->allocator, plain, plain ? bytes : 0);
+}
+
+/* The sizes of the axes that a plan is for. */
+static MSI_COLD void msi_file_sizes(msi_saved_plans *f, int64_t *sizes) {
+    const msi_graph *g = &f->model->graph;
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        const int64_t most = g->axes[a].eval_largest;
+        sizes[a] = (int64_t)msi_file_number(f, (uint64_t)sizes[a], (uint64_t)most);
+        if (sizes[a] < 1) {
+            MSI_REFUSE_PLAN(f, "a plan in it is for a size of 0");
+        }
+    }
+}
+
+static MSI_COLD uint64_t msi_hash_program(uint64_t hash, const msi_program *p,
+                                          uint32_t resident_count) {
+    hash = msi_mix_in(hash, p->code.instructions.count);
+    for (MSI_ITEMS(const msi_instruction, i, p->code.instructions)) {
+        const uint64_t head = (uint64_t)i->op << 16 | i->operand_count;
+        hash = msi_mix_in(hash, head << 32 | i->target);
+        for (uint32_t k = 0; k < i->operand_count; k++) {
+            const msi_operand *operand = &p->code.operands.items[i->operand_first + k];
+            hash = msi_mix_in(hash, (uint64_t)operand->accumulate << 32 | operand->range);
+        }
+    }
+    for (uint32_t k = resident_count; k < p->code.ranges.count; k++) {
+        hash = msi_mix_in(msi_mix_in(hash, p->code.ranges.items[k].bytes),
+                          p->code.ranges.items[k].offset);
+    }
+    return hash;
+}
+
+/* Of both programs of a plan, wherever its residents are. */
+static MSI_COLD uint64_t msi_hash_programs(const msi_store *store, const msi_plan *plan) {
+    const uint32_t residents = store->residents.count;
+    return msi_hash_program(msi_hash_program(0, &plan->train, residents), &plan->eval, residents);
+}
+
+/* The programs of a plan must be those that were saved. */
+static MSI_COLD void msi_file_programs(msi_saved_plans *f, const msi_store *store,
+                                       const msi_plan *plan) {
+    msi_file_same(f, msi_hash_programs(store, plan),
+                  "program: another version of the library has saved it, or another processor, "
+                  "whose arithmetic differs");
+}
+
+/* A checksum of all bytes but those of itself, which takes ten. */
+static MSI_COLD void msi_file_sum(msi_saved_plans *f) {
+    const uint64_t count = f->writes ? f->bytes.count : f->bytes.count - MSI_PLAN_SUM_BYTES;
+    f->at = count;
+    msi_file_same(f, msi_hash_bytes(0, f->bytes.items, count) | (uint64_t)1 << 63,
+                  "checksum: it is damaged: copy or save it again");
+}
+
+static MSI_COLD void msi_put_plan(msi_saved_plans *f, msi_plan *plan, msi_tensor_decision *plain) {
+    const msi_plan *largest = f->model->wrapped.largest;
+    if (plan != largest) {
+        msi_file_sizes(f, plan->sizes);
+    }
+    (void)msi_file_decisions(f, plan != largest ? largest : NULL, plan, plain);
+    if (!plan->follows) {
+        msi_file_offsets(f, &plan->train.layout);
+        msi_file_offsets(f, &plan->eval.layout);
+    }
+    msi_file_programs(f, f->model->run.store, plan);
+}
+
+/* Writes all plans in force. `plain` is memory for decisions. */
+static MSI_COLD void msi_put_file(msi_saved_plans *f, msi_tensor_decision *plain) {
+    ms_model *m = f->model;
+    for (const msi_plan *plan = m->run.plan; plan; plan = plan->next, f->plan_count++) {
+        for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+            f->moves |= plan->decisions[t].moves != 0;
+            f->rounds |= plan->decisions[t].format != m->graph.tensors.items[t].format;
+        }
+    }
+    msi_decide_plain(&m->graph, plain);
+    msi_file_mark(f);
+    msi_file_head(f);
+    msi_put_plan(f, m->wrapped.largest, plain);
+    for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
+        if (plan != m->wrapped.largest) {
+            msi_put_plan(f, plan, plain);
+        }
+    }
+    if (!f->is_short) {
+        msi_file_sum(f);
+    }
+}
+
+static MSI_COLD void msi_free_file(msi_saved_plans *f) {
+    const ms_allocator *a = &f->model->config.allocator;
+    MSI_LIST_FREE(uint8_t, a, f->bytes);
+    MSI_LIST_FREE(msi_layer, a, f->layers);
+    msi_release(a, f, sizeof *f);
+}
+
+static MSI_COLD void msi_drop_loaded(ms_model *m) {
+    if (m->loaded) {
+        msi_free_file(m->loaded);
+        m->loaded = NULL;
+    }
+}
+
+/* The error of a file, if there is one. */
+static MSI_COLD ms_result msi_check_file(const msi_saved_plans *f, const char *function) {
+    return f->is_short ? msi_fail_memory(f->model, "the file of a plan", f->bytes.count)
+           : msi_is_sound_file(f)
+               ? MS_RESULT_OK
+               : (msi_fail)(f->model, MS_RESULT_INVALID,
+                            "%s: the plan does not fit: %s: save one of a model that is made and "
+                            "configured like this one",
+                            function, f->fault.text);
+}
+
+static MSI_COLD ms_result msi_new_file(ms_model *m, msi_saved_plans **made) {
+    *made = (msi_saved_plans *)msi_alloc_zeroed(&m->config.allocator, sizeof **made);
+    if (*made) {
+        (*made)->model = m;
+    }
+    return *made ? MS_RESULT_OK : msi_fail_memory(m, "the file of a plan", sizeof **made);
+}
+
+static MSI_COLD ms_result msi_save_plans(ms_model *m, const ms_sink *sink) {
+    const uint64_t bytes = msi_decisions_bytes(&m->graph);
+    msi_saved_plans *f;
+    ms_result result = msi_check_called(m, "ms_plan_save");
+    if (result == MS_RESULT_OK && (!m->run.plan || m->wrapped.changed)) {
+        result =
+            (msi_fail)(m, MS_RESULT_ORDER, "ms_plan_save: call ms_wrap first%s",
+                       m->run.plan ? ": something was set since that asks for a new plan" : "");
+    }
+    if (MSI_THEN(result, msi_new_file(m, &f)) != MS_RESULT_OK) {
+        return result;
+    }
+    msi_tensor_decision *plain =
+        (msi_tensor_decision *)msi_alloc_zeroed(&m->config.allocator, bytes);
+    f->writes = true;
+    f->is_short = !plain;
+    if (plain) {
+        msi_put_file(f, plain);
+    }
+    result = msi_check_file(f, "ms_plan_save");
+    if (result == MS_RESULT_OK && sink->write(sink->user, f->bytes.items, f->bytes.count) != 0) {
+        result =
+            (msi_fail)(m, MS_RESULT_FILE, "ms_plan_save: the sink has failed to write %u bytes",
+                       (unsigned)f->bytes.count);
+    }
+    msi_release(&m->config.allocator, plain, plain ? bytes : 0);
+    msi_free_file(f);
+    return result;
+}
+
+/* Reads a file, of which all that does not depend on the model must be right. */
+static MSI_COLD ms_result msi_read_file(msi_saved_plans *f, const ms_source *source) {
+    f->is_short = !MSI_RESERVE(uint8_t, &f->model->config.allocator, f->bytes, source->size);
+    if (!f->is_short && source->read(source->user, 0, f->bytes.items, (size_t)source->size) != 0) {
+        return (msi_fail)(f->model, MS_RESULT_FILE,
+                          "ms_plan_load: the source has failed to read %llu bytes",
+                          (unsigned long long)source->size);
+    }
+    if (!f->is_short) {
+        f->bytes.count = (uint32_t)source->size;
+        msi_file_mark(f);
+        const uint64_t head = f->at;
+        msi_file_sum(f);
+        f->at = head;
+        f->bytes.count -= MSI_PLAN_SUM_BYTES;
+    }
+    return msi_check_file(f, "ms_plan_load");
+}
+
+/* Keeps a file for the next ms_wrap. */
+static MSI_COLD ms_result msi_load_plans(ms_model *m, const ms_source *source) {
+    msi_saved_plans *f;
+    ms_result result = msi_check_called(m, "ms_plan_load");
+    if (result == MS_RESULT_OK && (source->size < MSI_PLAN_LEAST || source->size > MSI_PLAN_MOST)) {
+        result = (msi_fail)(m, MS_RESULT_INVALID, "ms_plan_load: %llu bytes are no plan",
+                            (unsigned long long)source->size);
+    }
+    if (MSI_THEN(result, msi_new_file(m, &f)) != MS_RESULT_OK) {
+        return result;
+    }
+    result = msi_read_file(f, source);
+    if (result != MS_RESULT_OK) {
+        msi_free_file(f);
+        return result;
+    }
+    msi_drop_loaded(m);
+    m->loaded = f;
+    m->wrapped.changed = true;
+    return MS_RESULT_OK;
+}
 
 // ------------------------------------------------------------------------------------------------
 // >>plan  the life cycle of plans: for the largest sizes, and for others in the same arena
@@ -23517,7 +23476,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     s->costs = &m->costs;
     s->store = store;
     s->allocator = &m->config.allocator;
-    s->checks_layouts = m->config.debug;
+    s->checks_layouts = msi_debugs(m);
     s->has_state_formats = m->config.backend.has_state_formats;
     s->lowering = lowering;
     s->program = &plan->train;
@@ -23530,7 +23489,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     const bool there = msi_lowering_init(lowering, s->graph, store, &m->optimizers, s->allocator);
     lowering->costs = s->costs;
     lowering->evals = plan->evals;
-    lowering->repeating.is_checked = m->config.debug;
+    lowering->repeating.is_checked = msi_debugs(m);
     return there || msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
 }
 
@@ -23622,7 +23581,9 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
         !msi_is_short(&s)) {
         msi_place_blocks(&s, &plan->train);
         msi_place_blocks(&s, &plan->eval);
-        msi_find_freed(&s, plan);
+        if (MSI_HAS_PLANNER) {
+            msi_find_freed(&s, plan);
+        }
         msi_resolve(store, &plan->train);
         msi_resolve(store, &plan->eval);
         msi_drop_needless(&s, &plan->train);
@@ -23639,6 +23600,11 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
         msi_run_short(&s, "the times of the plan", moments * sizeof(double));
     }
     return shortage;
+}
+
+/* A share of a budget; one that is not limited stays so. */
+static uint64_t msi_budget_share(uint64_t budget, double share) {
+    return budget == UINT64_MAX ? budget : (uint64_t)(share * (double)budget);
 }
 
 /* Solves for the graph that the model has at present, into a new plan. */
@@ -23658,13 +23624,6 @@ static ms_result msi_solve_anew(ms_model *m, const msi_store *store, const msi_r
     }
     *made = plan;
     return MS_RESULT_OK;
-}
-
-#ifndef MEMSCALE_NO_PLANNER
-
-/* A share of a budget; one that is not limited stays so. */
-static uint64_t msi_budget_share(uint64_t budget, double share) {
-    return budget == UINT64_MAX ? budget : (uint64_t)(share * (double)budget);
 }
 
 /* What plans of a graph take: of the plain plan, and about of the smallest. */
@@ -23800,32 +23759,6 @@ static ms_result msi_solve_guided(ms_model *m, const msi_store *store, const msi
     return result;
 }
 
-/* Solves a request, by a fold where the graph has one. */
-static ms_result msi_solve_whole(ms_model *m, const msi_store *store, msi_request *request,
-                                 msi_plan **made) {
-    msi_fold fold;
-    *made = NULL;
-    if (request->largest || request->goal == MSI_GOAL_PLAIN || request->goal == MSI_GOAL_SQUEEZED ||
-        m->loaded) {
-        return msi_solve_anew(m, store, request, made);
-    }
-    const bool folds = msi_fold_init(&fold, &m->graph, &m->config.allocator);
-    const ms_result result = fold.out_of_memory ? msi_fail_memory(m, "the fold", fold.bytes)
-                             : folds            ? msi_solve_guided(m, store, &fold, request, made)
-                                                : msi_solve_anew(m, store, request, made);
-    msi_fold_free(&fold);
-    return result;
-}
-
-#else
-
-static ms_result msi_solve_whole(ms_model *m, const msi_store *store, msi_request *request,
-                                 msi_plan **made) {
-    return msi_solve_anew(m, store, request, made);
-}
-
-#endif // MEMSCALE_NO_PLANNER
-
 /* Makes a new plan for the graph as it is, which has been checked. It must fit into the arena of
    the plan for the largest sizes, if that is not NULL. */
 static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goal, uint64_t budget,
@@ -23836,7 +23769,17 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     msi_request request = {goal,    most, techniques, m->config.early_update,
                            largest, room, host_room,  msi_host_budget(m),
                            NULL};
-    const ms_result result = msi_solve_whole(m, store, &request, made);
+    msi_fold fold;
+    const bool may_fold = MSI_HAS_PLANNER && !m->loaded && !largest && goal != MSI_GOAL_PLAIN &&
+                          goal != MSI_GOAL_SQUEEZED;
+    const bool folds = may_fold && msi_fold_init(&fold, &m->graph, &m->config.allocator);
+    *made = NULL;
+    ms_result result = may_fold && fold.out_of_memory ? msi_fail_memory(m, "the fold", fold.bytes)
+                       : folds ? msi_solve_guided(m, store, &fold, &request, made)
+                               : msi_solve_anew(m, store, &request, made);
+    if (may_fold) {
+        msi_fold_free(&fold);
+    }
     if (result == MS_RESULT_OK) {
         (*made)->budget_bytes = budget;
     }
@@ -24010,8 +23953,6 @@ static void msi_plans_and_store_free(ms_model *m, msi_store *store, msi_plan *pl
     msi_plans_free(m, plans);
     msi_store_free(m, store);
 }
-
-#ifndef MEMSCALE_NO_PLANNER
 
 /* Plans that are tried for their sizes alone, at the sizes that are in force. */
 typedef struct msi_trials {
@@ -24542,8 +24483,6 @@ static ms_result msi_ask_policy(ms_model *m, msi_goal goal, msi_store **store, m
     return MS_RESULT_OK;
 }
 
-#endif // MEMSCALE_NO_PLANNER
-
 /* Finds the hardware, by which the 16-bit format of a graph is chosen, and checks the graph; and the
    budget: 0 stands for a share of the free memory, which not every platform tells. */
 static MSI_COLD ms_result msi_check_all(ms_model *m, msi_goal goal) {
@@ -24571,19 +24510,21 @@ static void msi_stay_with(ms_model *m, const msi_choice *choice, const msi_costs
     }
 }
 
-#ifndef MEMSCALE_NO_PLANNER
-
 /* Checks the graph, then plans for the mode of the config or of the policy. The choice stays in
    force; after a failure the caller takes it back. */
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
-    const bool asks = m->config.auto_policy && goal != MSI_GOAL_PLAIN && !m->loaded;
+    const bool plans_here = goal != MSI_GOAL_PLAIN && !m->loaded;
+    const bool asks = MSI_HAS_PLANNER && m->config.auto_policy && plans_here;
     ms_result result = msi_check_all(m, goal);
     if (result != MS_RESULT_OK) {
         return result;
     }
+    if (!MSI_HAS_PLANNER && plans_here) {
+        return msi_fail_unplanned(m, "ms_wrap");
+    }
     m->wrapped.choice = msi_config_choice(m);
     result = asks ? msi_ask_policy(m, goal, store, plans) : msi_make_plans(m, goal, store, plans);
-    if (result == MS_RESULT_OK && goal == MSI_GOAL_BUDGET) {
+    if (MSI_HAS_PLANNER && result == MS_RESULT_OK && goal == MSI_GOAL_BUDGET) {
         const msi_plan *largest = msi_plan_at_largest(*plans);
         if (msi_room_of(*store) > largest->budget_bytes) {
             result = msi_no_fit(m, *store, largest);
@@ -25425,20 +25366,6 @@ static MSI_COLD void msi_find_alike(msi_alike *rows, uint32_t count) {
         at += blocks * layers;
     }
 }
-
-#else
-
-/* Takes the plan that was loaded, or makes the plain one. */
-static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
-    ms_result result = msi_check_all(m, goal);
-    MSI_DO(result, m->wrapped.choice = msi_config_choice(m));
-    if (result == MS_RESULT_OK && goal != MSI_GOAL_PLAIN && !m->loaded) {
-        return msi_fail_unplanned(m, "ms_wrap");
-    }
-    return MSI_THEN(result, msi_make_plans(m, goal, store, plans));
-}
-
-#endif // MEMSCALE_NO_PLANNER
 
 // ------------------------------------------------------------------------------------------------
 // >>optimizer  state and update of params
@@ -26475,8 +26402,6 @@ static ms_result msi_update_matrix(ms_model *m, const ms_update_args *args) {
 #undef MSI_X
     return MS_RESULT_OK;
 }
-
-#ifndef MEMSCALE_NO_PLANNER
 
 // ------------------------------------------------------------------------------------------------
 // >>stage  where debug mode runs a layer: its operands lie apart, between poison
@@ -28936,7 +28861,7 @@ static MSI_COLD void msi_keep_results(msi_trial *t) {
 /* The address on the stage of an operand of the callback that runs, and its format; NULL: none. */
 static void *msi_staged_address(const ms_model *m, uint32_t tensor, msi_role role,
                                 msi_format *format) {
-    const msi_debug *d = m->run.store ? m->run.store->debug : NULL;
+    const msi_debug *d = m->run.store && msi_debugs(m) ? m->run.store->debug : NULL;
     const msi_trial *t = d ? d->trial : NULL;
     const msi_staged_set set = t ? t->how.set : MSI_SET_OWN;
     if (!t || !t->is_acting) {
@@ -29412,22 +29337,6 @@ static MSI_COLD uint64_t msi_half_bytes_of(const msi_graph *g, const msi_layer *
     return msi_align(bytes + msi_align(workspace) + MSI_GAP_BYTES);
 }
 
-/* Where a value is that a callback in a trial sees; false if there is none. */
-static MSI_COLD bool msi_find_staged(const ms_model *m, uint32_t tensor, msi_role role,
-                                     const msi_resident *resident, msi_memory *memory) {
-    msi_format format = (msi_format)m->graph.tensors.items[tensor].format;
-    void *staged = msi_staged_address(m, tensor, role, &format);
-    const msi_memory found = {staged, staged, format, resident && resident->is_shown};
-    *memory = staged ? found : *memory;
-    if (staged && resident && resident->format != format) { // the callback sees it rounded
-        const uint32_t index = (uint32_t)(resident - m->run.store->residents.items);
-        const msi_memory saved = {m->run.store->debug->shadow + msi_extent_at(m, index).shadow,
-                                  NULL, resident->format, true};
-        *memory = saved;
-    }
-    return staged != NULL;
-}
-
 /* Sets the sizes of what debug mode needs beside a store. */
 static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, msi_debug *d) {
     const msi_graph *g = &m->graph;
@@ -29462,7 +29371,7 @@ static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, m
 /* Debug mode: the stage, a copy of everything in memory, and what forward makes. */
 static MSI_COLD ms_result msi_alloc_debug(ms_model *m, msi_store *store) {
     const ms_allocator *a = &m->config.allocator;
-    if (!m->config.debug) {
+    if (!msi_debugs(m)) {
         return MS_RESULT_OK;
     }
     msi_debug *d = store->debug = (msi_debug *)msi_alloc_zeroed(a, sizeof *d);
@@ -29492,41 +29401,6 @@ static MSI_COLD ms_result msi_alloc_debug(ms_model *m, msi_store *store) {
     d->stage[1] = host;
     return result;
 }
-
-#else // ms_create refuses debug mode
-
-static ms_result msi_debug_layer(ms_model *m, const msi_program *p, uint32_t now) {
-    (void)p;
-    return msi_fail_unplanned(m, now ? "debug" : "debug mode");
-}
-
-static ms_result msi_debug_update(ms_model *m, const ms_update_args *args) {
-    (void)args;
-    return msi_fail_unplanned(m, "debug");
-}
-
-static void msi_begin_debug(ms_model *m, const msi_program *p) {
-    (void)m;
-    (void)p;
-}
-
-static void msi_watch_lent(ms_model *m, bool notes) {
-    (void)m;
-    (void)notes;
-}
-
-static bool msi_find_staged(const ms_model *m, uint32_t tensor, msi_role role,
-                            const msi_resident *resident, msi_memory *memory) {
-    return memory == NULL && m && tensor && role && resident; // there is none
-}
-
-static ms_result msi_alloc_debug(ms_model *m, msi_store *store) {
-    (void)m;
-    (void)store;
-    return MS_RESULT_OK;
-}
-
-#endif // MEMSCALE_NO_PLANNER
 
 // ------------------------------------------------------------------------------------------------
 // >>timing  empirical profiling: measures the first steps, and learns times from them
@@ -29567,7 +29441,8 @@ static ms_result msi_make_timing(ms_model *m) {
 /* Whether the instructions that run now are timed. */
 static MSI_NOINLINE bool msi_is_timed(const msi_run *r) {
     const msi_timing *t = r->timing;
-    return t && (t->warmup == MSI_WARMUP_SAMPLE || t->warmup == MSI_WARMUP_SHOW) &&
+    return MSI_HAS_PLANNER && t &&
+           (t->warmup == MSI_WARMUP_SAMPLE || t->warmup == MSI_WARMUP_SHOW) &&
            r->program == &r->plan->train && !r->slices.is_open;
 }
 
@@ -29737,7 +29612,7 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
         MSI_THEN(result, msi_act_on_verdict(m));
     }
     if (result == MS_RESULT_OK && msi_verdict(m, false)->halted == (uint32_t)MS_HALT_NONE) {
-        result = m->run.store->debug ? msi_debug_update(m, &args) : msi_custom_update(m, &args);
+        result = msi_debugs(m) ? msi_debug_update(m, &args) : msi_custom_update(m, &args);
     }
     return result;
 }
@@ -29896,7 +29771,7 @@ static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instr
     const msi_pair pair = msi_pair_of(m, p, i, 0);
     const uint32_t event = m->run.store->event_count + i->event;
     ms_result result = msi_wait_on_device(m, event);
-    if (msi_is_shown(m->run.store, &pair) || m->config.debug) {
+    if (msi_is_shown(m->run.store, &pair) || msi_debugs(m)) {
         MSI_THEN(result, msi_wait_on_host(m, event));
     }
     return result;
@@ -29905,7 +29780,7 @@ static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instr
 /* Whether memory without live ranges is poisoned for AddressSanitizer. Debug mode copies all of it. */
 static bool msi_watches_memory(const ms_model *m) {
 #ifdef MSI_ASAN
-    return msi_is_direct(m) && !m->config.debug;
+    return msi_is_direct(m) && !msi_debugs(m);
 #else
     (void)m;
     return false;
@@ -29932,7 +29807,7 @@ static void msi_mark_operands(ms_model *m, const msi_program *p, uint32_t now, b
 }
 
 static MSI_NOINLINE ms_result msi_run_layer(ms_model *m, const msi_program *p, uint32_t now) {
-    if (m->config.debug) {
+    if (msi_debugs(m)) {
         return msi_debug_layer(m, p, now);
     }
     const msi_instruction *i = &p->code.instructions.items[now];
@@ -30099,7 +29974,7 @@ static ms_result msi_check_swept(ms_model *m, const msi_program *p) {
 /* Begins a program at an instruction. `intact`: what those before it made is in the arena. */
 static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t position, bool intact) {
     const ms_backend *b = &m->config.backend;
-    if (m->run.store->debug) {
+    if (msi_debugs(m)) {
         msi_begin_debug(m, p);
     }
     msi_drop_step(&m->run);
@@ -30177,7 +30052,7 @@ static uint32_t msi_event_of_host(const ms_model *m, const msi_program *p, uint3
     const bool asynchronous = m->config.backend.is_asynchronous;
     if (i->op == MSI_OP_WAIT && msi_enqueues_copies(&m->config.backend)) {
         const msi_pair pair = msi_pair_of(m, p, i, 0);
-        return !asynchronous || m->config.debug || msi_is_shown(m->run.store, &pair)
+        return !asynchronous || msi_debugs(m) || msi_is_shown(m->run.store, &pair)
                    ? m->run.store->event_count + i->event
                    : MSI_NONE;
     }
@@ -30461,10 +30336,10 @@ static ms_result msi_finish_update(ms_model *m) {
     const uint64_t step = m->run.step;
     ms_result result = msi_run_to(m, m->run.program->code.instructions.count);
     MSI_DO(result, msi_note_update(&m->run));
-    if (result == MS_RESULT_OK && m->run.store->debug) {
+    if (result == MS_RESULT_OK && msi_debugs(m)) {
         msi_watch_lent(m, true);
     }
-    if (result == MS_RESULT_OK && m->run.timing && !m->run.slices.is_open) {
+    if (MSI_HAS_PLANNER && result == MS_RESULT_OK && m->run.timing && !m->run.slices.is_open) {
         result = msi_doubt(m, msi_end_timing(m, timed));
     }
     return msi_count_success(m, result, step);
@@ -30840,6 +30715,14 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
 // ------------------------------------------------------------------------------------------------
 // >>values  what outlasts a step: params, state, inputs and outputs, written, read and borrowed
 
+/* Where a value is, to be read and to be written, and the format that optimizer state has there. */
+typedef struct msi_memory {
+    const void *source; // NULL: it is not there
+    void *target;
+    msi_format format;
+    bool on_host;
+} msi_memory;
+
 enum { MSI_CONVERT_ELEMENTS = 1 << 18 }; // at a time: whole groups of codes
 
 /* Elements of state from one format to another, both in host memory; `from` and `to` begin with
@@ -31016,12 +30899,17 @@ static void msi_count_updates(ms_model *m) {
 static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, msi_role role) {
     const msi_resident *resident = msi_find_value(m->run.store, tensor, role);
     const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
-    msi_memory memory = MSI_ZERO_INIT;
-    if (msi_find_staged(m, tensor, role, resident, &memory)) {
-        return memory;
+    msi_format format = (msi_format)m->graph.tensors.items[tensor].format;
+    void *staged = msi_staged_address(m, tensor, role, &format);
+    msi_memory memory = {staged, staged, format, resident && resident->is_shown};
+    if (staged && resident && resident->format != format) { // the callback sees it rounded
+        const uint32_t index = (uint32_t)(resident - m->run.store->residents.items);
+        const msi_memory saved = {m->run.store->debug->shadow + msi_extent_at(m, index).shadow,
+                                  NULL, resident->format, true};
+        return saved;
     }
-    if (resident) {
-        return msi_memory_of(resident);
+    if (staged || resident) {
+        return staged ? memory : msi_memory_of(resident);
     }
     for (uint32_t i = p ? m->run.store->residents.count : MSI_NONE; p && i < p->code.ranges.count;
          i++) {
@@ -32094,34 +31982,6 @@ static ms_result msi_check_suspendable(ms_model *m, const char *function, bool s
                : MS_RESULT_OK;
 }
 
-/* Warns of instructions that take longer than ms_config.max_instruction_us all the same. */
-static MSI_COLD void msi_log_long(const ms_model *m) {
-    const msi_program *p = &m->run.plan->train;
-    if (p->predicted.long_count == 0) {
-        return;
-    }
-    const msi_instruction *i = &p->code.instructions.items[p->predicted.longest];
-    const bool calls = msi_calls_layer((msi_op)i->op);
-    const uint32_t range =
-        i->operand_count > 0 ? p->code.operands.items[i->operand_first].range : MSI_NONE;
-    const bool layer = calls || (range != MSI_NONE && // else its target may be a workspace
-                                 p->code.ranges.items[range].role == MSI_ROLE_WORKSPACE);
-    msi_log(
-        m, MS_LOG_WARNING, "plan",
-        "%u instructions are predicted to take longer than max_instruction_us (%s); the longest "
-        "is %s of %s%s%s, %s%s",
-        (unsigned)p->predicted.long_count, msi_time(m->costs.most_us).text, msi_ops[i->op].name,
-        layer ? msi_layer_label(&m->graph, i->target).text : "\"",
-        layer ? "" : msi_tensor_name(&m->graph, i->target), layer ? "" : "\"",
-        msi_time(p->predicted.longest_us).text,
-        !calls ? ": the library does not split it"
-        : m->graph.layers.items[i->target].tile.axes == 0
-            ? ": it declares no rows (ms_layer_desc.tile) by which to split it"
-            : ": its rows, or a tiling that is OFF, allow no smaller tiles");
-}
-
-#ifndef MEMSCALE_NO_PLANNER
-
 /* Logs what was decided: a line about the plan, each technique, and each layer to which one is applied. */
 static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
     const msi_plan *plan = m->run.plan;
@@ -32155,20 +32015,46 @@ static MSI_COLD void msi_log_decisions(const ms_model *m, const msi_review *r) {
     }
 }
 
+/* Warns of instructions that take longer than ms_config.max_instruction_us all the same. */
+static MSI_COLD void msi_log_long(const ms_model *m) {
+    const msi_program *p = &m->run.plan->train;
+    if (p->predicted.long_count == 0) {
+        return;
+    }
+    const msi_instruction *i = &p->code.instructions.items[p->predicted.longest];
+    const bool calls = msi_calls_layer((msi_op)i->op);
+    const uint32_t range =
+        i->operand_count > 0 ? p->code.operands.items[i->operand_first].range : MSI_NONE;
+    const bool layer = calls || (range != MSI_NONE && // else its target may be a workspace
+                                 p->code.ranges.items[range].role == MSI_ROLE_WORKSPACE);
+    msi_log(
+        m, MS_LOG_WARNING, "plan",
+        "%u instructions are predicted to take longer than max_instruction_us (%s); the longest "
+        "is %s of %s%s%s, %s%s",
+        (unsigned)p->predicted.long_count, msi_time(m->costs.most_us).text, msi_ops[i->op].name,
+        layer ? msi_layer_label(&m->graph, i->target).text : "\"",
+        layer ? "" : msi_tensor_name(&m->graph, i->target), layer ? "" : "\"",
+        msi_time(p->predicted.longest_us).text,
+        !calls ? ": the library does not split it"
+        : m->graph.layers.items[i->target].tile.axes == 0
+            ? ": it declares no rows (ms_layer_desc.tile) by which to split it"
+            : ": its rows, or a tiling that is OFF, allow no smaller tiles");
+}
+
 /* As msi_adopt, and logs the reasons, whose memory is allocated first: nothing can fail later. */
 static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
     msi_review review;
     ms_result result = MS_RESULT_OK;
-    const bool is_new = store != m->run.store;
-    if (m->config.log && !msi_review_init(&review, m, store, plans)) {
+    const bool logs = MSI_HAS_PLANNER && m->config.log, is_new = store != m->run.store;
+    if (logs && !msi_review_init(&review, m, store, plans)) {
         result = msi_fail_memory(m, "the decisions", msi_review_bytes(&m->graph, plans));
     } else {
         result = msi_adopt(m, store, plans, msi_plan_at_largest(plans), goal);
-        if (m->config.log && result == MS_RESULT_OK) {
+        if (logs && result == MS_RESULT_OK) {
             msi_log_decisions(m, &review);
             msi_log_long(m);
         }
-        if (m->config.log) {
+        if (logs) {
             msi_review_free(&review);
         }
     }
@@ -32178,27 +32064,13 @@ static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plan
     return result;
 }
 
-#else
-
-static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
-    const bool is_new = store != m->run.store;
-    const ms_result result = msi_adopt(m, store, plans, msi_plan_at_largest(plans), goal);
-    MSI_DO(result, msi_log_long(m));
-    if (result != MS_RESULT_OK && m->run.plan != plans) {
-        msi_plans_and_store_free(m, is_new ? store : NULL, plans);
-    }
-    return result;
-}
-
-#endif // MEMSCALE_NO_PLANNER
-
 /* Makes plans for a goal, which take effect: in the same memory, if that is asked for and suffices.
    After a failure the choice and the costs are those of before. */
 static ms_result msi_plan_anew(ms_model *m, msi_goal goal, bool keeps_memory) {
     const msi_choice choice = m->wrapped.choice;
     const msi_costs costs = m->costs;
-    msi_store *store = NULL;
-    msi_plan *plans = NULL;
+    msi_store *store;
+    msi_plan *plans;
     ms_result result = msi_decide(m, goal, &store, &plans);
     if (result == MS_RESULT_OK && keeps_memory) {
         msi_store *old = m->run.store;
@@ -32304,8 +32176,8 @@ static ms_result msi_plan_again(ms_model *m) {
 /* Checks whether a training step may begin. Plans again first, if the last sample was taken. */
 static ms_result msi_begin_step(ms_model *m, const char *function) {
     ms_result result = msi_check_start(m, function, true);
-    if (result == MS_RESULT_OK && m->run.timing && m->run.timing->warmup == MSI_WARMUP_PLAN &&
-        m->run.micro == 0) {
+    if (MSI_HAS_PLANNER && result == MS_RESULT_OK && m->run.timing &&
+        m->run.timing->warmup == MSI_WARMUP_PLAN && m->run.micro == 0) {
         result = msi_plan_again(m);
         MSI_THEN(result, msi_check_ready(m, function));
     }
@@ -32488,8 +32360,6 @@ static MSI_COLD void msi_free_model(ms_model *m) {
     msi_release(&allocator, m, sizeof *m);
     msi_arena_leave(arena);
 }
-
-#ifndef MEMSCALE_NO_PLANNER
 
 // ------------------------------------------------------------------------------------------------
 // >>verify  compares a plain pass with one by the present plan, both from the same values
@@ -33036,8 +32906,8 @@ static MSI_COLD ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n,
         const uint64_t part = msi_smaller(bytes - done, MSI_PIECE_BYTES);
         const uint64_t size = ms_dtype_bytes(dtype);
         result = msi_copy(m, piece, true, from + done, on_host, part);
-        MSI_DO(result, msi_scan_piece(n, piece, dtype, part / size, (first + done) / size,
-                                      m->config.debug));
+        MSI_DO(result,
+               msi_scan_piece(n, piece, dtype, part / size, (first + done) / size, msi_debugs(m)));
     }
     return result;
 }
@@ -33163,8 +33033,6 @@ static MSI_COLD ms_result msi_verify(ms_model *m, ms_difference_fn visit, void *
     msi_end_verification(&v);
     return result;
 }
-
-#endif // MEMSCALE_NO_PLANNER
 
 // ------------------------------------------------------------------------------------------------
 // >>safetensors  what a checkpoint consists of, under which names; its header, written and parsed
@@ -36052,6 +35920,18 @@ MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t
     return result;
 }
 
+MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
+    if (!model || !bytes) {
+        return msi_fail_argument(model, "ms_smallest_budget", "an argument is NULL");
+    }
+    uint64_t least = 0;
+    ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
+    MSI_THEN(result, MSI_HAS_PLANNER ? msi_smallest_of_modes(model, &least)
+                                     : msi_fail_unplanned(model, "ms_smallest_budget"));
+    *bytes = result == MS_RESULT_OK ? least : *bytes;
+    return result;
+}
+
 MEMSCALE_API ms_result ms_plan_save(ms_model *model, const ms_sink *sink) {
     return sink && sink->write
                ? MSI_MADE(model, msi_save_plans(model, sink))
@@ -36335,6 +36215,27 @@ MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
     return result;
 }
 
+MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
+                                 ms_verify_report *report) {
+    if (!model || !report) {
+        return msi_fail_argument(model, "ms_verify", "an argument is NULL");
+    }
+    memset(report, 0, sizeof *report);
+    ms_result result = msi_begin_passes(model, "ms_verify");
+    MSI_THEN(result, msi_verify(model, visit, user, report));
+    return result;
+}
+
+MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
+    if (!model || !found) {
+        return msi_fail_argument(model, "ms_find_nonfinite", "an argument is NULL");
+    }
+    memset(found, 0, sizeof *found);
+    ms_result result = msi_begin_passes(model, "ms_find_nonfinite");
+    MSI_THEN(result, msi_find_nonfinite(model, found));
+    return result;
+}
+
 MEMSCALE_API ms_result ms_set_gradient_factor(ms_model *model, float factor) {
     const ms_result result = msi_made(model);
     return result == MS_RESULT_OK ? msi_set_gradient_factor(model, factor) : result;
@@ -36389,6 +36290,10 @@ MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program
     return MS_RESULT_OK;
 }
 
+MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
+    return number < MSI_RULE_COUNT ? &msi_rules[number].text : NULL;
+}
+
 MEMSCALE_API ms_result ms_visit_lifetimes(const ms_model *model, ms_program program,
                                           ms_lifetime_fn visit, void *user) {
     const ms_result result =
@@ -36400,44 +36305,6 @@ MEMSCALE_API ms_result ms_visit_lifetimes(const ms_model *model, ms_program prog
                             user);
         msi_leave(model, outer);
     }
-    return result;
-}
-
-#ifndef MEMSCALE_NO_PLANNER
-
-MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
-                                 ms_verify_report *report) {
-    if (!model || !report) {
-        return msi_fail_argument(model, "ms_verify", "an argument is NULL");
-    }
-    memset(report, 0, sizeof *report);
-    ms_result result = msi_begin_passes(model, "ms_verify");
-    MSI_THEN(result, msi_verify(model, visit, user, report));
-    return result;
-}
-
-MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
-    if (!model || !found) {
-        return msi_fail_argument(model, "ms_find_nonfinite", "an argument is NULL");
-    }
-    memset(found, 0, sizeof *found);
-    ms_result result = msi_begin_passes(model, "ms_find_nonfinite");
-    MSI_THEN(result, msi_find_nonfinite(model, found));
-    return result;
-}
-
-MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
-    return number < MSI_RULE_COUNT ? &msi_rules[number].text : NULL;
-}
-
-MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
-    if (!model || !bytes) {
-        return msi_fail_argument(model, "ms_smallest_budget", "an argument is NULL");
-    }
-    uint64_t least = 0;
-    ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
-    MSI_THEN(result, msi_smallest_of_modes(model, &least));
-    *bytes = result == MS_RESULT_OK ? least : *bytes;
     return result;
 }
 
@@ -36480,39 +36347,6 @@ MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn 
     msi_review_free(&review);
     return rows ? MS_RESULT_OK : MS_RESULT_OUT_OF_MEMORY;
 }
-
-#else
-
-MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
-                                 ms_verify_report *report) {
-    (void)visit;
-    (void)user;
-    (void)report;
-    return MSI_MADE(model, msi_fail_unplanned(model, "ms_verify"));
-}
-
-MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
-    (void)found;
-    return MSI_MADE(model, msi_fail_unplanned(model, "ms_find_nonfinite"));
-}
-
-MEMSCALE_API const ms_rule *ms_rule_at(uint32_t number) {
-    (void)number;
-    return NULL;
-}
-
-MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
-    (void)bytes;
-    return MSI_MADE(model, msi_fail_unplanned(model, "ms_smallest_budget"));
-}
-
-MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn visit, void *user) {
-    (void)visit;
-    (void)user;
-    return MSI_MADE(model, MS_RESULT_UNSUPPORTED);
-}
-
-#endif // MEMSCALE_NO_PLANNER
 
 MEMSCALE_API ms_tensor ms_tensor_of(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
