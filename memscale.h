@@ -5097,6 +5097,25 @@ typedef struct msi_optimizers {
     uint32_t norm_count;
 } msi_optimizers;
 
+/* A text that a function returns. */
+typedef struct msi_words {
+    char text[512];
+} msi_words;
+
+/* A file of plans that is written or read. What is wrong is sticky: after that all numbers are 0. */
+typedef struct msi_saved_plans {
+    ms_model *model;       // NULL: there is none
+    bool writes, is_short; // of memory
+    bool is_open;          // the plans that are made are those of the file
+    bool moves, rounds;    // some plan moves something to the host, or rounds a value
+    MSI_LIST(uint8_t) bytes;
+    uint64_t at;     // of what is still to be read
+    msi_words fault; // what is wrong; empty: nothing is
+    uint32_t plan_count;
+    bool has_links;         // as in msi_costs: one of the times below
+    MSI_LIST(double) times; // of the file; while these are in force, those of the model
+} msi_saved_plans;
+
 struct ms_model {
     ms_model *self;   // for msi_enter
     msi_owned *owned; // the last
@@ -5114,7 +5133,7 @@ struct ms_model {
     msi_kept kept[MSI_MOST_KEPT]; // the last used last
     uint32_t kept_count;
     msi_refuge refuge;
-    struct msi_saved_plans *loaded; // for the next ms_wrap, or NULL
+    msi_saved_plans loaded; // for the next ms_wrap
     msi_run run;
     msi_views views;
     msi_errors errors;
@@ -5463,11 +5482,6 @@ static MSI_COLD ms_result msi_fail_again(ms_model *m, ms_result result, const ch
 
 // ------------------------------------------------------------------------------------------------
 // >>text  for the log and the listings: sizes, times and names as text, sums of decisions
-
-/* A text that a function returns. */
-typedef struct msi_words {
-    char text[512];
-} msi_words;
 
 MEMSCALE_PRINTF(1, 2)
 static MSI_NOINLINE msi_words msi_words_of(const char *format, ...) {
@@ -22786,7 +22800,8 @@ enum {
     MSI_PLAN_VERSION = 1,
     MSI_PLAN_LEAST = 32, // bytes
     MSI_PLAN_MOST = 1 << 30,
-    MSI_PLAN_SUM_BYTES = 10 // of a number whose highest bit is set
+    MSI_PLAN_SUM_BYTES = 10, // of a number whose highest bit is set
+    MSI_TIMES_EACH = 8       // numbers that the times of a layer follow from
 };
 
 /* What plans depend on, as errors say it, with a number for each tensor `t` of the model `m`; and then with
@@ -22805,7 +22820,6 @@ enum {
 
 #define MSI_MODEL_TERMS(X)                                                                         \
     X("graph: tensors, layers, or what layers declare", msi_hash_graph(&m->graph))                 \
-    X("set of largest sizes of axes", msi_hash_axes(&m->graph))                                    \
     X("accumulation_steps (ms_set_accumulation)", msi_larger(m->config.accumulation_steps, 1))     \
     X("clipping: a norm is needed or is not", msi_takes_norm(&m->optimizers))                      \
     X("precision: mixed_dtype or master_weights",                                                  \
@@ -22821,41 +22835,16 @@ enum {
 
 /* Of how a param is updated, what plans depend on. */
 static MSI_COLD uint64_t msi_hash_update(const ms_model *m, const msi_tensor *t) {
-    const msi_optimizers *all = &m->optimizers;
-    const ms_optimizer_desc *o = msi_desc_of(all, t);
-    const uint64_t numbers[] = {(uint64_t)o->kind,
-                                all->groups.items[t->group].norm,
-                                msi_state_count(all, t),
-                                (uint64_t)o->state_format[0],
-                                (uint64_t)o->state_format[1],
-                                o->takes_formats,
-                                msi_elements_of(all, t, MSI_ROLE_STATE0),
-                                t->scratch_bytes};
-    return msi_learns(t) ? msi_hash_bytes(0, numbers, sizeof numbers) : 0;
-}
-
-static MSI_COLD uint64_t msi_hash_axes(const msi_graph *g) {
-    uint64_t hash = g->trains;
-    for (uint32_t a = 0; a < g->axis_count; a++) {
-        hash = msi_mix_in(msi_mix_in(hash, (uint64_t)g->axes[a].largest),
-                          (uint64_t)g->axes[a].eval_largest);
+    const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
+    uint64_t hash = msi_mix_in(m->optimizers.groups.items[t->group].norm, (uint64_t)o->kind);
+    hash = msi_mix_in(msi_mix_in(hash, t->scratch_bytes), o->takes_formats);
+    for (uint32_t k = 0; k < msi_state_count(&m->optimizers, t); k++) {
+        const msi_role role = (msi_role)(MSI_ROLE_STATE0 + k);
+        hash = msi_mix_in(hash, msi_elements_of(&m->optimizers, t, role));
+        hash = msi_mix_in(hash, (uint64_t)msi_format_of(&m->optimizers, t, role, false));
     }
-    return hash;
+    return msi_learns(t) ? hash : 0;
 }
-
-/* A file that is written or read. What is wrong is sticky: after that all numbers are 0. */
-typedef struct msi_saved_plans {
-    ms_model *model;
-    bool writes, is_short; // of memory
-    bool is_open;          // the plans that are made are those of the file
-    bool moves, rounds;    // some plan moves something to the host, or rounds a value
-    MSI_LIST(uint8_t) bytes;
-    uint64_t at;     // of what is still to be read
-    msi_words fault; // what is wrong; empty: nothing is
-    uint32_t plan_count;
-    msi_costs costs; // with the times of the file; while these are in force, those of the model
-    MSI_LIST(msi_layer) layers;
-} msi_saved_plans;
 
 static bool msi_is_sound_file(const msi_saved_plans *f) {
     return !f->is_short && !f->fault.text[0];
@@ -22898,77 +22887,70 @@ static MSI_COLD void msi_file_same(msi_saved_plans *f, uint64_t number, const ch
     }
 }
 
-/* Writes or reads a time or a speed. A link may be missing, and a launch takes no time on a CPU. */
-static MSI_COLD void msi_file_time(msi_saved_plans *f, double *time) {
-    uint64_t bits = msi_bits_of_f64(*time);
-    bits = msi_file_number(f, bits, UINT64_MAX);
+static MSI_COLD void msi_file_flag(msi_saved_plans *f, bool *flag) {
+    *flag = msi_file_number(f, *flag, 1) != 0;
+}
+
+static MSI_COLD void msi_file_time(msi_saved_plans *f, double *time, bool may_be_zero) {
+    const uint64_t bits = msi_file_number(f, msi_bits_of_f64(*time), UINT64_MAX);
     memcpy(time, &bits, sizeof *time);
-    if (bits != 0 && !(*time >= 1e-12 && *time <= msi_longest_us)) {
+    if (!(*time >= 1e-12 && *time <= msi_longest_us) && !(bits == 0 && may_be_zero)) {
         MSI_REFUSE_PLAN(f, "a time in it is out of range");
     }
 }
 
-/* What all times follow from: speeds, and what is known of each layer. */
-static MSI_COLD void msi_file_times(msi_saved_plans *f) {
-    f->costs.has_links = msi_file_number(f, f->costs.has_links, 1) != 0;
-    for (int k = 0; k < MSI_SPEED_COUNT; k++) {
-        double *speed = msi_speed(&f->costs.hardware, k);
-        msi_file_time(f, speed);
-        if (!msi_is_speed(k, *speed) || (*speed == 0.0 && k + 1 < MSI_SPEED_COUNT)) {
-            MSI_REFUSE_PLAN(f, "a speed in it is out of range");
-        }
-    }
-    for (int k = 0; k < MSI_COST_COUNT; k++) {
-        msi_file_time(f, &f->costs.bytes_per_us[k]);
-    }
-    for (MSI_ITEMS(msi_layer, l, f->layers)) {
-        double *const all[] = {&l->known.forward_us,      &l->known.backward_us,
-                               &l->known.recompute_us,    &l->known_elements,
-                               &l->measured.forward_us,   &l->measured.backward_us,
-                               &l->measured.recompute_us, &l->measured_elements};
-        for (int k = 0; k < 8; k++) {
-            msi_file_time(f, all[k]);
-        }
-    }
+static void msi_swap(double *a, double *b) {
+    const double was = *a;
+    *a = *b;
+    *b = was;
 }
 
-/* Puts the times of the file into the model, and those of the model into their place; or back. */
+/* Exchanges what the times of the model follow from, speeds and what is known of each layer, with that of
+   the file, if its plans move something. */
 static MSI_COLD void msi_swap_times(msi_saved_plans *f) {
     ms_model *m = f->model;
-    if (f->moves) {
-        const msi_costs costs = m->costs;
-        m->costs = f->costs;
-        f->costs = costs;
-        for (uint32_t i = 0; i < f->layers.count; i++) {
-            const msi_layer layer = m->graph.layers.items[i];
-            m->graph.layers.items[i] = f->layers.items[i];
-            f->layers.items[i] = layer;
-        }
-        msi_find_times(m);
+    double *at = f->times.items;
+    for (int k = 0; k < MSI_SPEED_COUNT && f->moves; k++) {
+        msi_swap(msi_speed(&m->costs.hardware, k), at++);
     }
+    for (int k = 0; k < MSI_COST_COUNT && f->moves; k++) {
+        msi_swap(&m->costs.bytes_per_us[k], at++);
+    }
+    for (MSI_ITEMS_WHILE(msi_layer, l, m->graph.layers, f->moves)) {
+        double *const all[MSI_TIMES_EACH] = {&l->known.forward_us,      &l->known.backward_us,
+                                             &l->known.recompute_us,    &l->known_elements,
+                                             &l->measured.forward_us,   &l->measured.backward_us,
+                                             &l->measured.recompute_us, &l->measured_elements};
+        for (int k = 0; k < MSI_TIMES_EACH; k++) {
+            msi_swap(all[k], at++);
+        }
+    }
+    const bool has_links = m->costs.has_links;
+    m->costs.has_links = f->moves ? f->has_links : has_links;
+    f->has_links = has_links;
 }
 
-static MSI_COLD void msi_file_mark(msi_saved_plans *f) {
-    msi_file_same(f, MSI_PLAN_MARK, "mark: ms_plan_save has not written it");
-    msi_file_same(f, MSI_PLAN_VERSION, "version: save it by this version of the library");
-}
-
-/* All that comes before the plans. The model was analysed, and its mode was chosen: by the file, where a
-   policy has chosen. */
+/* Writes or reads all that comes before the plans. The model was analysed, and its mode was chosen: by the
+   file, where a policy has chosen. */
 static MSI_COLD void msi_file_head(msi_saved_plans *f) {
     ms_model *m = f->model;
-    const uint64_t mode =
-        msi_file_number(f, (uint64_t)m->wrapped.choice.mode, (uint64_t)MS_MODE_COUNT - 1);
+    const uint64_t times =
+        MSI_SPEED_COUNT + MSI_COST_COUNT + MSI_TIMES_EACH * m->graph.layers.count;
+    const ms_mode mode =
+        (ms_mode)msi_file_number(f, (uint64_t)m->wrapped.choice.mode, (uint64_t)MS_MODE_COUNT - 1);
     if (m->config.auto_policy) {
-        const msi_choice choice = {(ms_mode)mode, MS_DECISION_SOURCE_POLICY,
-                                   msi_allowed(m, (ms_mode)mode)};
+        const msi_choice choice = {mode, MS_DECISION_SOURCE_POLICY, msi_allowed(m, mode)};
         m->wrapped.choice = choice;
     }
-    f->moves = msi_file_number(f, f->moves, 1) != 0;
-    f->rounds = msi_file_number(f, f->rounds, 1) != 0;
+    msi_file_flag(f, &f->moves);
+    msi_file_flag(f, &f->rounds);
 #define MSI_X(what, number) msi_file_same(f, number, what);
     MSI_MODEL_TERMS(MSI_X)
 #undef MSI_X
+    for (uint32_t a = 0; a < m->graph.axis_count; a++) {
+        msi_file_same(f, (uint64_t)m->graph.axes[a].largest, "largest size of an axis");
+        msi_file_same(f, (uint64_t)m->graph.axes[a].eval_largest, "largest size of evals");
+    }
     uint64_t hash;
 #define MSI_X(what, number)                                                                        \
     hash = 0;                                                                                      \
@@ -22978,10 +22960,19 @@ static MSI_COLD void msi_file_head(msi_saved_plans *f) {
     msi_file_same(f, hash, what);
     MSI_TENSOR_TERMS(MSI_X)
 #undef MSI_X
+    f->is_short |= f->moves && !MSI_RESERVE(double, &m->config.allocator, f->times, times);
     if (f->moves && msi_is_sound_file(f)) {
-        f->costs = m->costs;
-        f->is_short |= !MSI_COPY_LIST(msi_layer, &m->config.allocator, f->layers, m->graph.layers);
-        msi_file_times(f);
+        memset(f->times.items, 0, (size_t)times * sizeof *f->times.items);
+        if (f->writes) {
+            msi_swap_times(f); // for a moment the model has none
+        }
+        msi_file_flag(f, &f->has_links);
+        for (uint64_t k = 0; k < times; k++) {
+            msi_file_time(f, &f->times.items[k], k + 1 >= MSI_SPEED_COUNT);
+        }
+        if (f->writes) {
+            msi_swap_times(f);
+        }
     }
     f->plan_count = (uint32_t)msi_file_number(f, f->plan_count, MSI_MAX_PLANS);
 }
@@ -23003,7 +22994,7 @@ static MSI_COLD bool msi_file_decisions(msi_saved_plans *f, const msi_plan *larg
     plan->found.by = (msi_finder)msi_file_number(f, (uint64_t)plan->found.by, MSI_FINDER_COUNT - 1);
     plan->plain_bytes = msi_file_number(f, plan->plain_bytes, UINT64_MAX >> 1);
     plan->plain_live_bytes = msi_file_number(f, plan->plain_live_bytes, UINT64_MAX >> 1);
-    msi_file_time(f, &plan->plain_step_us);
+    msi_file_time(f, &plan->plain_step_us, true);
     if (like > 0) {
         memcpy(plan->decisions, largest->decisions, bytes);
         return true;
@@ -23025,79 +23016,80 @@ static MSI_COLD bool msi_file_decisions(msi_saved_plans *f, const msi_plan *larg
     return false;
 }
 
-/* The place of each block of a program, on the device and on the host. No two may overlap. */
-static MSI_COLD void msi_file_offsets(msi_saved_plans *f, msi_placement *l) {
-    msi_block *const lists[] = {l->blocks.items, l->host_blocks.items};
-    const uint32_t counts[] = {l->blocks.count, l->host_blocks.count};
-    uint64_t *const heights[] = {&l->height, &l->host_height}, bound;
+/* The place of each block of a program, on the device or on the host. Returns their height; no two may
+   overlap. */
+static MSI_COLD uint64_t msi_file_offsets(msi_saved_plans *f, msi_block *blocks, uint32_t count) {
+    uint64_t height = 0, bound;
     bool valid = true;
-    for (int n = 0; n < 2 && msi_is_sound_file(f); n++) {
-        uint64_t height = 0;
-        for (uint32_t k = 0; k < counts[n]; k++) {
-            msi_block *b = &lists[n][k];
-            b->offset = MSI_ALIGNMENT * msi_file_number(f, b->offset / MSI_ALIGNMENT, 1ull << 52);
-            height = msi_larger(height, b->offset + b->bytes);
-        }
-        if (!f->writes) {
-            *heights[n] = height;
-            f->is_short |= msi_layout_check(&f->model->config.allocator, lists[n], counts[n],
-                                            &valid, &bound) != MS_RESULT_OK;
-        }
+    for (uint32_t k = 0; k < count; k++) {
+        msi_block *b = &blocks[k];
+        b->offset = MSI_ALIGNMENT * msi_file_number(f, b->offset / MSI_ALIGNMENT, 1ull << 52);
+        height = msi_larger(height, b->offset + b->bytes);
     }
-    l->is_done = l->is_placed = true;
+    if (!f->writes && msi_is_sound_file(f)) {
+        f->is_short = msi_layout_check(&f->model->config.allocator, blocks, count, &valid,
+                                       &bound) != MS_RESULT_OK;
+    }
     if (!valid) {
         MSI_REFUSE_PLAN(f, "two of its values overlap in memory");
     }
+    return height;
 }
 
-/* The technique that a decision on a tensor uses although that is not possible or, by `techniques` and by
-   force, not allowed; COUNT: there is none. */
-static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t techniques,
+static MSI_COLD void msi_file_placement(msi_saved_plans *f, msi_placement *l) {
+    const uint64_t height = msi_file_offsets(f, l->blocks.items, l->blocks.count);
+    const uint64_t on_host = msi_file_offsets(f, l->host_blocks.items, l->host_blocks.count);
+    if (!f->writes) {
+        l->height = height;
+        l->host_height = on_host;
+        l->is_done = l->is_placed = true;
+    }
+}
+
+/* The technique that a decision on a tensor uses although that is not possible or, by `may` and by force,
+   not allowed; COUNT: there is none. */
+static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t may,
                                               const msi_tensor_decision *decisions,
                                               const msi_tensor_decision *plain, uint32_t t) {
     const msi_graph *g = s->graph;
     const msi_tensor *x = &g->tensors.items[t];
     const msi_tensor_decision *d = &decisions[t];
-    const bool is_param = x->kind == MSI_KIND_PARAM, is_made = x->producer != MSI_NONE;
+    const msi_layer *made = x->producer == MSI_NONE ? NULL : &g->layers.items[x->producer];
+    const bool is_param = x->kind == MSI_KIND_PARAM;
     const uint64_t elements = x->bytes / sizeof(float), each = msi_part_size(elements, d->parts);
     const bool parted = is_param && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
                         (elements + each - 1) / each == d->parts;
     const uint32_t moves = d->moves & (uint32_t)MSI_MOVES_ALL;
-    const uint32_t movable = (x->forced_moves & msi_movable(g, t)) |
-                             (techniques & MSI_OFFLOADING ? msi_may_choose(g, t) : 0u);
+    const uint32_t movable =
+        (x->forced_moves & msi_movable(g, t)) | (may & MSI_OFFLOADING ? msi_may_choose(g, t) : 0u);
     const bool maps = s->costs->maps_host && is_param && (moves & MSI_MOVES_STATE);
-    const bool splits = s->costs->most_us > 0.0 && s->costs->splits_layers;
-    bool may[MS_TECHNIQUE_COUNT], sound[MS_TECHNIQUE_COUNT];
     for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
-        may[k] = (techniques >> k & 1) || x->technique[k] == MS_SWITCH_ON;
+        may |= (uint32_t)(x->technique[k] == MS_SWITCH_ON) << k;
     }
-    sound[MS_TECHNIQUE_CHECKPOINTING] =
-        d->pass == plain[t].pass ||
-        (msi_is_droppable(g, t) && d->pass <= g->layers.count && (moves == 0 || d->pass == 0) &&
-         (may[MS_TECHNIQUE_CHECKPOINTING] ||
-          (is_made && msi_tiles_of(g, decisions, x->producer) > 0)));
-    sound[MS_TECHNIQUE_EARLY_UPDATE] =
-        d->update_after == MSI_NONE ||
-        (x->updates_early && may[MS_TECHNIQUE_EARLY_UPDATE] &&
-         (d->update_after == MSI_AT_END || (is_param && d->update_after < g->layers.count)));
-    sound[MS_TECHNIQUE_OFFLOADING] = (moves & ~movable) == 0 &&
-                                     (!(d->moves & MSI_IN_PLACE) || maps) &&
-                                     (parted || (!d->splits && d->parts == plain[t].parts));
-    sound[MS_TECHNIQUE_TILING] =
-        d->room == 0 && ((d->tiles == 0 && !d->begins_group) ||
-                         (is_made && msi_first_output(g, &g->layers.items[x->producer]) == t &&
-                          (may[MS_TECHNIQUE_TILING] || splits)));
-    sound[MS_TECHNIQUE_MIXED_PRECISION] =
-        d->format == x->format ||
-        (msi_format)d->format == msi_format_of_value(g, t, may[MS_TECHNIQUE_MIXED_PRECISION]);
-    sound[MS_TECHNIQUE_OPTIMIZER_8BIT] =
-        !d->state_8bit || msi_is_8bit(s->lowering->optimizers, s->has_state_formats,
-                                      may[MS_TECHNIQUE_OPTIMIZER_8BIT], x);
-    int k = 0;
-    while (k < MS_TECHNIQUE_COUNT && sound[k]) {
-        k++;
-    }
-    return (ms_technique)k;
+    return d->pass != plain[t].pass && (!msi_is_droppable(g, t) || d->pass > g->layers.count ||
+                                        (moves != 0 && d->pass > 0) ||
+                                        !((may & MSI_CHECKPOINTING) ||
+                                          (made && msi_tiles_of(g, decisions, x->producer) > 0)))
+               ? MS_TECHNIQUE_CHECKPOINTING
+           : d->update_after != MSI_NONE && (!x->updates_early || !(may & MSI_EARLY_UPDATE) ||
+                                             !(d->update_after == MSI_AT_END ||
+                                               (is_param && d->update_after < g->layers.count)))
+               ? MS_TECHNIQUE_EARLY_UPDATE
+           : (moves & ~movable) != 0 || ((d->moves & MSI_IN_PLACE) && !maps) ||
+                   (!parted && (d->splits || d->parts != plain[t].parts))
+               ? MS_TECHNIQUE_OFFLOADING
+           : d->room != 0 ||
+                   ((d->tiles > 0 || d->begins_group) &&
+                    (!made || msi_first_output(g, made) != t ||
+                     !((may & MSI_TILING) || (s->costs->most_us > 0.0 && s->costs->splits_layers))))
+               ? MS_TECHNIQUE_TILING
+           : d->format != x->format &&
+                   (msi_format)d->format != msi_format_of_value(g, t, (may & MSI_MIXED) != 0)
+               ? MS_TECHNIQUE_MIXED_PRECISION
+           : d->state_8bit && !msi_is_8bit(s->lowering->optimizers, s->has_state_formats,
+                                           (may & MSI_8BIT) != 0, x)
+               ? MS_TECHNIQUE_OPTIMIZER_8BIT
+               : MS_TECHNIQUE_COUNT;
 }
 
 /* Checks decisions that were read; overwrites `plain`. What outlasts a step is where the plan for the
@@ -23128,34 +23120,8 @@ static MSI_COLD void msi_check_decisions(msi_saved_plans *f, const msi_scorer *s
     }
 }
 
-/* Lowers both programs of a plan, with copies where the times of the file put them, or where the plan for
-   the largest sizes has them; then all times are those of the model. */
-static MSI_COLD void msi_restore_programs(msi_saved_plans *f, const msi_scorer *s,
-                                          const msi_plan *largest, msi_plan *plan) {
-    msi_program *const programs[] = {&plan->train, &plan->eval};
-    if (plan->follows) {
-        msi_follow_programs(s, largest, plan);
-        return;
-    }
-    msi_swap_times(f);
-    (void)msi_estimate(s, plan->decisions);
-    msi_make_eval(s);
-    msi_swap_times(f);
-    s->lowering->repeating.is_complete = false; // what was timed by the file is not repeated
-    for (int k = 0; k < 2 && !msi_is_short(s); k++) {
-        msi_simulate(k ? s->eval_graph : s->graph, s->costs, s->store, s->allocator, programs[k]);
-        if (programs[k]->out_of_memory ||
-            !msi_make_blocks(s->allocator, programs[k], s->store->residents.count)) {
-            msi_run_short(s, "the program", programs[k]->code.ranges.count * sizeof(msi_range));
-        }
-    }
-    if (!msi_is_short(s)) {
-        msi_file_offsets(f, &plan->train.layout);
-        msi_file_offsets(f, &plan->eval.layout);
-    }
-}
-
-/* Takes a plan from a file, in place of a search. */
+/* Takes a plan from a file, in place of a search: lowers its decisions, with copies where the times of the
+   file put them, and reads its offsets; or follows the plan for the largest sizes. */
 static MSI_COLD void msi_restore_plan(msi_saved_plans *f, const msi_scorer *s,
                                       const msi_plan *largest, msi_plan *plan) {
     const uint64_t bytes = msi_decisions_bytes(s->graph);
@@ -23166,14 +23132,31 @@ static MSI_COLD void msi_restore_plan(msi_saved_plans *f, const msi_scorer *s,
             msi_check_decisions(f, s, plan->decisions, plain);
         }
     }
-    if (msi_is_sound_file(f) && plain) {
-        msi_restore_programs(f, s, largest, plan);
-        plan->arena_bytes = msi_arena_of(&plan->train, &plan->eval);
+    msi_release(s->allocator, plain, plain ? bytes : 0);
+    if (msi_is_sound_file(f) && plan->follows) {
+        msi_follow_programs(s, largest, plan);
+    } else if (msi_is_sound_file(f)) {
+        msi_swap_times(f);
+        msi_find_times(f->model);
+        (void)msi_estimate(s, plan->decisions);
+        msi_make_eval(s);
+        msi_swap_times(f);
+        msi_find_times(f->model);
+        s->lowering->repeating.is_complete = false; // what was timed by the file is not repeated
     }
+    for (int k = 0; k < 2 && msi_is_sound_file(f) && !plan->follows && !msi_is_short(s); k++) {
+        msi_program *p = k ? &plan->eval : &plan->train;
+        msi_simulate(k ? s->eval_graph : s->graph, s->costs, s->store, s->allocator, p);
+        if (p->out_of_memory || !msi_make_blocks(s->allocator, p, s->store->residents.count)) {
+            msi_run_short(s, "the program", p->code.ranges.count * sizeof(msi_range));
+        } else {
+            msi_file_placement(f, &p->layout);
+        }
+    }
+    plan->arena_bytes = msi_arena_of(&plan->train, &plan->eval);
     if (f->is_short) {
         msi_run_short(s, "a plan", bytes);
     }
-    msi_release(s->allocator, plain, plain ? bytes : 0);
 }
 
 /* The sizes of the axes that a plan is for. */
@@ -23220,9 +23203,13 @@ static MSI_COLD void msi_file_programs(msi_saved_plans *f, const msi_store *stor
                   "whose arithmetic differs");
 }
 
-/* A checksum of all bytes but those of itself, which takes ten. */
-static MSI_COLD void msi_file_sum(msi_saved_plans *f) {
-    const uint64_t count = f->writes ? f->bytes.count : f->bytes.count - MSI_PLAN_SUM_BYTES;
+static MSI_COLD void msi_file_mark(msi_saved_plans *f) {
+    msi_file_same(f, MSI_PLAN_MARK, "mark: ms_plan_save has not written it");
+    msi_file_same(f, MSI_PLAN_VERSION, "version: save it by this version of the library");
+}
+
+/* The last number: a checksum of all bytes before it, which takes ten bytes. */
+static MSI_COLD void msi_file_sum(msi_saved_plans *f, uint32_t count) {
     f->at = count;
     msi_file_same(f, msi_hash_bytes(0, f->bytes.items, count) | (uint64_t)1 << 63,
                   "checksum: it is damaged: copy or save it again");
@@ -23235,46 +23222,46 @@ static MSI_COLD void msi_put_plan(msi_saved_plans *f, msi_plan *plan, msi_tensor
     }
     (void)msi_file_decisions(f, plan != largest ? largest : NULL, plan, plain);
     if (!plan->follows) {
-        msi_file_offsets(f, &plan->train.layout);
-        msi_file_offsets(f, &plan->eval.layout);
+        msi_file_placement(f, &plan->train.layout);
+        msi_file_placement(f, &plan->eval.layout);
     }
     msi_file_programs(f, f->model->run.store, plan);
 }
 
-/* Writes all plans in force. `plain` is memory for decisions. */
-static MSI_COLD void msi_put_file(msi_saved_plans *f, msi_tensor_decision *plain) {
+/* Writes all plans in force, that for the largest sizes first. */
+static MSI_COLD void msi_put_file(msi_saved_plans *f) {
     ms_model *m = f->model;
-    for (const msi_plan *plan = m->run.plan; plan; plan = plan->next, f->plan_count++) {
-        for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
-            f->moves |= plan->decisions[t].moves != 0;
-            f->rounds |= plan->decisions[t].format != m->graph.tensors.items[t].format;
+    const uint64_t bytes = msi_decisions_bytes(&m->graph);
+    msi_tensor_decision *plain =
+        (msi_tensor_decision *)msi_alloc_zeroed(&m->config.allocator, bytes);
+    f->writes = true;
+    f->is_short = !plain;
+    if (plain) {
+        msi_decide_plain(&m->graph, plain);
+        for (const msi_plan *plan = m->run.plan; plan; plan = plan->next, f->plan_count++) {
+            for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+                f->moves |= plan->decisions[t].moves != 0;
+                f->rounds |= plan->decisions[t].format != m->graph.tensors.items[t].format;
+            }
         }
-    }
-    msi_decide_plain(&m->graph, plain);
-    msi_file_mark(f);
-    msi_file_head(f);
-    msi_put_plan(f, m->wrapped.largest, plain);
-    for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
-        if (plan != m->wrapped.largest) {
-            msi_put_plan(f, plan, plain);
+        msi_file_mark(f);
+        msi_file_head(f);
+        msi_put_plan(f, m->wrapped.largest, plain);
+        for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
+            if (plan != m->wrapped.largest) {
+                msi_put_plan(f, plan, plain);
+            }
         }
-    }
-    if (!f->is_short) {
-        msi_file_sum(f);
+        msi_file_sum(f, f->is_short ? 0 : f->bytes.count);
+        msi_release(&m->config.allocator, plain, bytes);
     }
 }
 
-static MSI_COLD void msi_free_file(msi_saved_plans *f) {
-    const ms_allocator *a = &f->model->config.allocator;
-    MSI_LIST_FREE(uint8_t, a, f->bytes);
-    MSI_LIST_FREE(msi_layer, a, f->layers);
-    msi_release(a, f, sizeof *f);
-}
-
-static MSI_COLD void msi_drop_loaded(ms_model *m) {
-    if (m->loaded) {
-        msi_free_file(m->loaded);
-        m->loaded = NULL;
+static MSI_COLD void msi_drop_file(msi_saved_plans *f) {
+    if (f->model) {
+        MSI_LIST_FREE(uint8_t, &f->model->config.allocator, f->bytes);
+        MSI_LIST_FREE(double, &f->model->config.allocator, f->times);
+        memset(f, 0, sizeof *f);
     }
 }
 
@@ -23289,83 +23276,58 @@ static MSI_COLD ms_result msi_check_file(const msi_saved_plans *f, const char *f
                             function, f->fault.text);
 }
 
-static MSI_COLD ms_result msi_new_file(ms_model *m, msi_saved_plans **made) {
-    *made = (msi_saved_plans *)msi_alloc_zeroed(&m->config.allocator, sizeof **made);
-    if (*made) {
-        (*made)->model = m;
-    }
-    return *made ? MS_RESULT_OK : msi_fail_memory(m, "the file of a plan", sizeof **made);
-}
-
 static MSI_COLD ms_result msi_save_plans(ms_model *m, const ms_sink *sink) {
-    const uint64_t bytes = msi_decisions_bytes(&m->graph);
-    msi_saved_plans *f;
+    msi_saved_plans f = MSI_ZERO_INIT;
     ms_result result = msi_check_called(m, "ms_plan_save");
+    f.model = m;
     if (result == MS_RESULT_OK && (!m->run.plan || m->wrapped.changed)) {
         result =
             (msi_fail)(m, MS_RESULT_ORDER, "ms_plan_save: call ms_wrap first%s",
                        m->run.plan ? ": something was set since that asks for a new plan" : "");
     }
-    if (MSI_THEN(result, msi_new_file(m, &f)) != MS_RESULT_OK) {
-        return result;
-    }
-    msi_tensor_decision *plain =
-        (msi_tensor_decision *)msi_alloc_zeroed(&m->config.allocator, bytes);
-    f->writes = true;
-    f->is_short = !plain;
-    if (plain) {
-        msi_put_file(f, plain);
-    }
-    result = msi_check_file(f, "ms_plan_save");
-    if (result == MS_RESULT_OK && sink->write(sink->user, f->bytes.items, f->bytes.count) != 0) {
+    MSI_DO(result, msi_put_file(&f));
+    MSI_THEN(result, msi_check_file(&f, "ms_plan_save"));
+    if (result == MS_RESULT_OK && sink->write(sink->user, f.bytes.items, f.bytes.count) != 0) {
         result =
             (msi_fail)(m, MS_RESULT_FILE, "ms_plan_save: the sink has failed to write %u bytes",
-                       (unsigned)f->bytes.count);
+                       (unsigned)f.bytes.count);
     }
-    msi_release(&m->config.allocator, plain, plain ? bytes : 0);
-    msi_free_file(f);
+    msi_drop_file(&f);
     return result;
 }
 
-/* Reads a file, of which all that does not depend on the model must be right. */
-static MSI_COLD ms_result msi_read_file(msi_saved_plans *f, const ms_source *source) {
-    f->is_short = !MSI_RESERVE(uint8_t, &f->model->config.allocator, f->bytes, source->size);
-    if (!f->is_short && source->read(source->user, 0, f->bytes.items, (size_t)source->size) != 0) {
-        return (msi_fail)(f->model, MS_RESULT_FILE,
-                          "ms_plan_load: the source has failed to read %llu bytes",
-                          (unsigned long long)source->size);
-    }
-    if (!f->is_short) {
-        f->bytes.count = (uint32_t)source->size;
-        msi_file_mark(f);
-        const uint64_t head = f->at;
-        msi_file_sum(f);
-        f->at = head;
-        f->bytes.count -= MSI_PLAN_SUM_BYTES;
-    }
-    return msi_check_file(f, "ms_plan_load");
-}
-
-/* Keeps a file for the next ms_wrap. */
+/* Keeps a file for the next ms_wrap. All that does not depend on the model must be right. */
 static MSI_COLD ms_result msi_load_plans(ms_model *m, const ms_source *source) {
-    msi_saved_plans *f;
+    const bool has_size = source->size >= MSI_PLAN_LEAST && source->size <= MSI_PLAN_MOST;
+    msi_saved_plans f = MSI_ZERO_INIT;
     ms_result result = msi_check_called(m, "ms_plan_load");
-    if (result == MS_RESULT_OK && (source->size < MSI_PLAN_LEAST || source->size > MSI_PLAN_MOST)) {
-        result = (msi_fail)(m, MS_RESULT_INVALID, "ms_plan_load: %llu bytes are no plan",
-                            (unsigned long long)source->size);
+    f.model = m;
+    if (result == MS_RESULT_OK && !has_size) {
+        MSI_REFUSE_PLAN(&f, "%llu bytes are no plan", (unsigned long long)source->size);
+    } else if (result == MS_RESULT_OK) {
+        f.is_short = !MSI_RESERVE(uint8_t, &m->config.allocator, f.bytes, source->size);
     }
-    if (MSI_THEN(result, msi_new_file(m, &f)) != MS_RESULT_OK) {
-        return result;
+    if (result == MS_RESULT_OK && msi_is_sound_file(&f)) {
+        f.bytes.count = (uint32_t)source->size;
+        if (source->read(source->user, 0, f.bytes.items, f.bytes.count) != 0) {
+            result = (msi_fail)(m, MS_RESULT_FILE,
+                                "ms_plan_load: the source has failed to read %u bytes",
+                                (unsigned)f.bytes.count);
+        }
+        msi_file_mark(&f);
+        const uint64_t begin = f.at;
+        msi_file_sum(&f, f.bytes.count - MSI_PLAN_SUM_BYTES);
+        f.at = begin;
+        f.bytes.count -= MSI_PLAN_SUM_BYTES;
     }
-    result = msi_read_file(f, source);
-    if (result != MS_RESULT_OK) {
-        msi_free_file(f);
-        return result;
+    if (MSI_THEN(result, msi_check_file(&f, "ms_plan_load")) == MS_RESULT_OK) {
+        msi_drop_file(&m->loaded);
+        m->loaded = f;
+        m->wrapped.changed = true;
+    } else {
+        msi_drop_file(&f);
     }
-    msi_drop_loaded(m);
-    m->loaded = f;
-    m->wrapped.changed = true;
-    return MS_RESULT_OK;
+    return result;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -23571,13 +23533,12 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
         }
     }
     msi_find_times(m);
-    msi_saved_plans *file = m->loaded && m->loaded->is_open ? m->loaded : NULL;
-    if (file) {
-        msi_restore_plan(file, &s, request->largest, plan);
+    if (m->loaded.is_open) {
+        msi_restore_plan(&m->loaded, &s, request->largest, plan);
     } else {
         msi_solve(&s, request, plan);
     }
-    if ((!file || msi_is_sound_file(file)) && msi_is_to_run(request, plan->arena_bytes) &&
+    if (msi_is_sound_file(&m->loaded) && msi_is_to_run(request, plan->arena_bytes) &&
         !msi_is_short(&s)) {
         msi_place_blocks(&s, &plan->train);
         msi_place_blocks(&s, &plan->eval);
@@ -23770,8 +23731,8 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
                            largest, room, host_room,  msi_host_budget(m),
                            NULL};
     msi_fold fold;
-    const bool may_fold = MSI_HAS_PLANNER && !m->loaded && !largest && goal != MSI_GOAL_PLAIN &&
-                          goal != MSI_GOAL_SQUEEZED;
+    const bool may_fold = MSI_HAS_PLANNER && !m->loaded.is_open && !largest &&
+                          goal != MSI_GOAL_PLAIN && goal != MSI_GOAL_SQUEEZED;
     const bool folds = may_fold && msi_fold_init(&fold, &m->graph, &m->config.allocator);
     *made = NULL;
     ms_result result = may_fold && fold.out_of_memory ? msi_fail_memory(m, "the fold", fold.bytes)
@@ -23854,7 +23815,7 @@ static msi_plan *msi_plan_at_largest(msi_plan *plans) {
 /* Makes all plans of the file that was loaded, the last first; the last is for the largest sizes, and tells
    where all of them have what outlasts a step. */
 static ms_result msi_take_plans(ms_model *m, msi_store *store, msi_plan **plans) {
-    msi_saved_plans *f = m->loaded;
+    msi_saved_plans *f = &m->loaded;
     const uint64_t budget = msi_budget(m), host_budget = msi_host_budget(m);
     const msi_plan *largest = NULL;
     ms_result result = MS_RESULT_OK;
@@ -23902,7 +23863,7 @@ static ms_result msi_take_plans(ms_model *m, msi_store *store, msi_plan **plans)
                        (unsigned long long)host_bytes, msi_size_down(budget).text,
                        msi_size_down(host_budget).text);
     }
-    msi_drop_loaded(m);
+    msi_drop_file(&m->loaded);
     return result;
 }
 
@@ -23919,7 +23880,7 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
     }
     *plans = NULL;
     ms_result result = msi_make_store(m, store);
-    if (m->loaded && goal != MSI_GOAL_PLAIN) {
+    if (m->loaded.model && goal != MSI_GOAL_PLAIN) {
         MSI_THEN(result, msi_take_plans(m, *store, plans));
     } else {
         MSI_THEN(result,
@@ -24513,7 +24474,7 @@ static void msi_stay_with(ms_model *m, const msi_choice *choice, const msi_costs
 /* Checks the graph, then plans for the mode of the config or of the policy. The choice stays in
    force; after a failure the caller takes it back. */
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
-    const bool plans_here = goal != MSI_GOAL_PLAIN && !m->loaded;
+    const bool plans_here = goal != MSI_GOAL_PLAIN && !m->loaded.model;
     const bool asks = MSI_HAS_PLANNER && m->config.auto_policy && plans_here;
     ms_result result = msi_check_all(m, goal);
     if (result != MS_RESULT_OK) {
@@ -32345,7 +32306,7 @@ static MSI_COLD void msi_free_model(ms_model *m) {
     MSI_LIST_FREE(uint32_t, &allocator, g->masks);
     MSI_LIST_FREE(msi_param_group, &allocator, m->optimizers.groups);
     MSI_LIST_FREE(msi_extra, &allocator, m->extras);
-    msi_drop_loaded(m);
+    msi_drop_file(&m->loaded);
     if (m->config.backend.close && !m->config.dry_run) {
         m->config.backend.close(m->device);
     }
