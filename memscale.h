@@ -22800,8 +22800,9 @@ enum {
     MSI_PLAN_VERSION = 1,
     MSI_PLAN_LEAST = 32, // bytes
     MSI_PLAN_MOST = 1 << 30,
-    MSI_PLAN_SUM_BYTES = 10, // of a number whose highest bit is set
-    MSI_TIMES_EACH = 8       // numbers that the times of a layer follow from
+    MSI_PLAN_SUM_BYTES = 10,                            // of a number whose highest bit is set
+    MSI_FIRST_TIMES = MSI_SPEED_COUNT + MSI_COST_COUNT, // numbers that times follow from
+    MSI_LAYER_TIMES = 8                                 // and more for each layer
 };
 
 /* What plans depend on, as errors say it, with a number for each tensor `t` of the model `m`; and then with
@@ -22899,43 +22900,38 @@ static MSI_COLD void msi_file_time(msi_saved_plans *f, double *time, bool may_be
     }
 }
 
-static void msi_swap(double *a, double *b) {
-    const double was = *a;
-    *a = *b;
-    *b = was;
+/* Number k of those that all times follow from: speeds, and what is known of each layer. */
+static MSI_COLD double *msi_time_at(ms_model *m, uint32_t k) {
+    if (k < MSI_FIRST_TIMES) {
+        return k < MSI_SPEED_COUNT ? msi_speed(&m->costs.hardware, (int)k)
+                                   : &m->costs.bytes_per_us[k - MSI_SPEED_COUNT];
+    }
+    msi_layer *l = &m->graph.layers.items[(k - MSI_FIRST_TIMES) / MSI_LAYER_TIMES];
+    double *const all[MSI_LAYER_TIMES] = {&l->known.forward_us,      &l->known.backward_us,
+                                          &l->known.recompute_us,    &l->known_elements,
+                                          &l->measured.forward_us,   &l->measured.backward_us,
+                                          &l->measured.recompute_us, &l->measured_elements};
+    return all[(k - MSI_FIRST_TIMES) % MSI_LAYER_TIMES];
 }
 
-/* Exchanges what the times of the model follow from, speeds and what is known of each layer, with that of
-   the file, if its plans move something. */
+/* Puts the times of the file into the model, and those of the model into their place; or back. */
 static MSI_COLD void msi_swap_times(msi_saved_plans *f) {
-    ms_model *m = f->model;
-    double *at = f->times.items;
-    for (int k = 0; k < MSI_SPEED_COUNT && f->moves; k++) {
-        msi_swap(msi_speed(&m->costs.hardware, k), at++);
-    }
-    for (int k = 0; k < MSI_COST_COUNT && f->moves; k++) {
-        msi_swap(&m->costs.bytes_per_us[k], at++);
-    }
-    for (MSI_ITEMS_WHILE(msi_layer, l, m->graph.layers, f->moves)) {
-        double *const all[MSI_TIMES_EACH] = {&l->known.forward_us,      &l->known.backward_us,
-                                             &l->known.recompute_us,    &l->known_elements,
-                                             &l->measured.forward_us,   &l->measured.backward_us,
-                                             &l->measured.recompute_us, &l->measured_elements};
-        for (int k = 0; k < MSI_TIMES_EACH; k++) {
-            msi_swap(all[k], at++);
-        }
-    }
-    const bool has_links = m->costs.has_links;
-    m->costs.has_links = f->moves ? f->has_links : has_links;
+    const bool has_links = f->model->costs.has_links;
+    f->model->costs.has_links = f->has_links;
     f->has_links = has_links;
+    for (uint32_t k = 0; k < f->times.count; k++) {
+        double *at = msi_time_at(f->model, k);
+        const double time = *at;
+        *at = f->times.items[k];
+        f->times.items[k] = time;
+    }
+    msi_find_times(f->model);
 }
 
 /* Writes or reads all that comes before the plans. The model was analysed, and its mode was chosen: by the
    file, where a policy has chosen. */
 static MSI_COLD void msi_file_head(msi_saved_plans *f) {
     ms_model *m = f->model;
-    const uint64_t times =
-        MSI_SPEED_COUNT + MSI_COST_COUNT + MSI_TIMES_EACH * m->graph.layers.count;
     const ms_mode mode =
         (ms_mode)msi_file_number(f, (uint64_t)m->wrapped.choice.mode, (uint64_t)MS_MODE_COUNT - 1);
     if (m->config.auto_policy) {
@@ -22960,19 +22956,15 @@ static MSI_COLD void msi_file_head(msi_saved_plans *f) {
     msi_file_same(f, hash, what);
     MSI_TENSOR_TERMS(MSI_X)
 #undef MSI_X
-    f->is_short |= f->moves && !MSI_RESERVE(double, &m->config.allocator, f->times, times);
-    if (f->moves && msi_is_sound_file(f)) {
-        memset(f->times.items, 0, (size_t)times * sizeof *f->times.items);
-        if (f->writes) {
-            msi_swap_times(f); // for a moment the model has none
-        }
+    f->has_links = m->costs.has_links;
+    f->times.count = f->moves ? MSI_FIRST_TIMES + MSI_LAYER_TIMES * m->graph.layers.count : 0;
+    f->is_short |= !MSI_RESERVE(double, &m->config.allocator, f->times, f->times.count);
+    for (uint32_t k = 0; k < f->times.count && msi_is_sound_file(f); k++) {
+        f->times.items[k] = *msi_time_at(m, k);
+        msi_file_time(f, &f->times.items[k], k + 1 >= MSI_SPEED_COUNT);
+    }
+    if (f->moves) {
         msi_file_flag(f, &f->has_links);
-        for (uint64_t k = 0; k < times; k++) {
-            msi_file_time(f, &f->times.items[k], k + 1 >= MSI_SPEED_COUNT);
-        }
-        if (f->writes) {
-            msi_swap_times(f);
-        }
     }
     f->plan_count = (uint32_t)msi_file_number(f, f->plan_count, MSI_MAX_PLANS);
 }
@@ -23137,11 +23129,9 @@ static MSI_COLD void msi_restore_plan(msi_saved_plans *f, const msi_scorer *s,
         msi_follow_programs(s, largest, plan);
     } else if (msi_is_sound_file(f)) {
         msi_swap_times(f);
-        msi_find_times(f->model);
         (void)msi_estimate(s, plan->decisions);
         msi_make_eval(s);
         msi_swap_times(f);
-        msi_find_times(f->model);
         s->lowering->repeating.is_complete = false; // what was timed by the file is not repeated
     }
     for (int k = 0; k < 2 && msi_is_sound_file(f) && !plan->follows && !msi_is_short(s); k++) {
@@ -23819,8 +23809,6 @@ static ms_result msi_take_plans(ms_model *m, msi_store *store, msi_plan **plans)
     const uint64_t budget = msi_budget(m), host_budget = msi_host_budget(m);
     const msi_plan *largest = NULL;
     ms_result result = MS_RESULT_OK;
-    f->is_open = true;
-    msi_file_head(f);
     for (uint32_t k = 0; k < f->plan_count && result == MS_RESULT_OK && msi_is_sound_file(f); k++) {
         int64_t sizes[MS_LIMIT_AXES];
         msi_plan *plan = NULL;
@@ -23863,7 +23851,6 @@ static ms_result msi_take_plans(ms_model *m, msi_store *store, msi_plan **plans)
                        (unsigned long long)host_bytes, msi_size_down(budget).text,
                        msi_size_down(host_budget).text);
     }
-    msi_drop_file(&m->loaded);
     return result;
 }
 
@@ -23879,9 +23866,14 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
         alone &= sizes[a] == msi_largest_size(&m->graph, a);
     }
     *plans = NULL;
+    m->loaded.is_open = m->loaded.model && goal != MSI_GOAL_PLAIN;
+    if (m->loaded.is_open) { // it may say for which mode a store is made
+        msi_file_head(&m->loaded);
+    }
     ms_result result = msi_make_store(m, store);
-    if (m->loaded.model && goal != MSI_GOAL_PLAIN) {
+    if (m->loaded.is_open) {
         MSI_THEN(result, msi_take_plans(m, *store, plans));
+        msi_drop_file(&m->loaded);
     } else {
         MSI_THEN(result,
                  msi_plan_at(m, *store, alone && goal == MSI_GOAL_BUDGET ? MSI_GOAL_TRY : goal,
