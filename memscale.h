@@ -22966,7 +22966,7 @@ static MSI_COLD void msi_file_head(msi_saved_plans *f) {
     if (f->moves) {
         msi_file_flag(f, &f->has_links);
     }
-    f->plan_count = (uint32_t)msi_file_number(f, f->plan_count, MSI_MAX_PLANS);
+    f->plan_count = 1 + (uint32_t)msi_file_number(f, f->plan_count - 1, MSI_MAX_PLANS - 1);
 }
 
 #define MSI_X(type, field, most) MSI_FIELD_##field,
@@ -23039,7 +23039,7 @@ static MSI_COLD void msi_file_placement(msi_saved_plans *f, msi_placement *l) {
 }
 
 /* The technique that a decision on a tensor uses although that is not possible or, by `may` and by force,
-   not allowed; COUNT: there is none. */
+   not allowed; or, for what outlasts a step, not as the plan for the largest sizes does. COUNT: none. */
 static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t may,
                                               const msi_tensor_decision *decisions,
                                               const msi_tensor_decision *plain, uint32_t t) {
@@ -23047,6 +23047,7 @@ static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t may,
     const msi_tensor *x = &g->tensors.items[t];
     const msi_tensor_decision *d = &decisions[t];
     const msi_layer *made = x->producer == MSI_NONE ? NULL : &g->layers.items[x->producer];
+    const msi_tensor_decision *home = s->homes && msi_is_resident(x) ? &s->homes[t] : d;
     const bool is_param = x->kind == MSI_KIND_PARAM;
     const uint64_t elements = x->bytes / sizeof(float), each = msi_part_size(elements, d->parts);
     const bool parted = is_param && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
@@ -23067,7 +23068,8 @@ static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t may,
                                              !(d->update_after == MSI_AT_END ||
                                                (is_param && d->update_after < g->layers.count)))
                ? MS_TECHNIQUE_EARLY_UPDATE
-           : (moves & ~movable) != 0 || ((d->moves & MSI_IN_PLACE) && !maps) ||
+           : d->moves != home->moves || (moves & ~movable) != 0 ||
+                   ((d->moves & MSI_IN_PLACE) && !maps) ||
                    (!parted && (d->splits || d->parts != plain[t].parts))
                ? MS_TECHNIQUE_OFFLOADING
            : d->room != 0 ||
@@ -23075,39 +23077,34 @@ static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t may,
                     (!made || msi_first_output(g, made) != t ||
                      !((may & MSI_TILING) || (s->costs->most_us > 0.0 && s->costs->splits_layers))))
                ? MS_TECHNIQUE_TILING
-           : d->format != x->format &&
-                   (msi_format)d->format != msi_format_of_value(g, t, (may & MSI_MIXED) != 0)
+           : d->format != home->format ||
+                   (d->format != x->format &&
+                    (msi_format)d->format != msi_format_of_value(g, t, (may & MSI_MIXED) != 0))
                ? MS_TECHNIQUE_MIXED_PRECISION
-           : d->state_8bit && !msi_is_8bit(s->lowering->optimizers, s->has_state_formats,
-                                           (may & MSI_8BIT) != 0, x)
+           : d->state_8bit != home->state_8bit ||
+                   (d->state_8bit && !msi_is_8bit(s->lowering->optimizers, s->has_state_formats,
+                                                  (may & MSI_8BIT) != 0, x))
                ? MS_TECHNIQUE_OPTIMIZER_8BIT
                : MS_TECHNIQUE_COUNT;
 }
 
-/* Checks decisions that were read; overwrites `plain`. What outlasts a step is where the plan for the
-   largest sizes has it, if this is another. */
+/* Checks decisions that were read; overwrites `plain`. */
 static MSI_COLD void msi_check_decisions(msi_saved_plans *f, const msi_scorer *s,
                                          const msi_tensor_decision *d, msi_tensor_decision *plain) {
-    const msi_graph *g = s->graph;
-    for (uint32_t t = 0; t < g->tensors.count && msi_is_sound_file(f); t++) {
-        const msi_tensor_decision *home = s->homes ? &s->homes[t] : &d[t];
-        const ms_technique unsound =
-            msi_find_unsound(s, f->model->wrapped.choice.techniques, d, plain, t);
+    const uint32_t may = f->model->wrapped.choice.techniques;
+    const size_t bytes = (size_t)msi_decisions_bytes(s->graph);
+    for (uint32_t t = 0; t < s->graph->tensors.count && msi_is_sound_file(f); t++) {
+        const ms_technique unsound = msi_find_unsound(s, may, d, plain, t);
         if (unsound < MS_TECHNIQUE_COUNT) {
             MSI_REFUSE_PLAN(f,
                             "it uses %s for \"%.100s\", which this graph or backend does not "
-                            "allow, or mode and switches do not",
-                            msi_techniques[unsound].name, msi_tensor_name(g, t));
-        } else if (msi_is_resident(&g->tensors.items[t]) &&
-                   (home->moves != d[t].moves || home->format != d[t].format ||
-                    home->state_8bit != d[t].state_8bit)) {
-            MSI_REFUSE_PLAN(f, "its plans differ in where and how \"%.100s\" is kept",
-                            msi_tensor_name(g, t));
+                            "allow, or mode and switches do not, or its first plan does not",
+                            msi_techniques[unsound].name, msi_tensor_name(s->graph, t));
         }
     }
-    memcpy(plain, d, (size_t)msi_decisions_bytes(g));
-    msi_mend_groups(g, plain);
-    if (memcmp(plain, d, (size_t)msi_decisions_bytes(g)) != 0) {
+    memcpy(plain, d, bytes);
+    msi_mend_groups(s->graph, plain);
+    if (memcmp(plain, d, bytes) != 0) {
         MSI_REFUSE_PLAN(f, "layers that it computes in tiles cannot be a group");
     }
 }
@@ -23153,11 +23150,8 @@ static MSI_COLD void msi_restore_plan(msi_saved_plans *f, const msi_scorer *s,
 static MSI_COLD void msi_file_sizes(msi_saved_plans *f, int64_t *sizes) {
     const msi_graph *g = &f->model->graph;
     for (uint32_t a = 0; a < g->axis_count; a++) {
-        const int64_t most = g->axes[a].eval_largest;
-        sizes[a] = (int64_t)msi_file_number(f, (uint64_t)sizes[a], (uint64_t)most);
-        if (sizes[a] < 1) {
-            MSI_REFUSE_PLAN(f, "a plan in it is for a size of 0");
-        }
+        const uint64_t most = (uint64_t)g->axes[a].eval_largest;
+        sizes[a] = 1 + (int64_t)msi_file_number(f, (uint64_t)sizes[a] - 1, most - 1);
     }
 }
 
@@ -23185,12 +23179,16 @@ static MSI_COLD uint64_t msi_hash_programs(const msi_store *store, const msi_pla
     return msi_hash_program(msi_hash_program(0, &plan->train, residents), &plan->eval, residents);
 }
 
-/* The programs of a plan must be those that were saved. */
+/* The programs of a plan must be those that were saved, and fit where those of the first plan do. */
 static MSI_COLD void msi_file_programs(msi_saved_plans *f, const msi_store *store,
                                        const msi_plan *plan) {
     msi_file_same(f, msi_hash_programs(store, plan),
                   "program: another version of the library has saved it, or another processor, "
                   "whose arithmetic differs");
+    if (plan->arena_bytes > store->resident_bytes + store->transient_bytes ||
+        msi_host_of(&plan->train, &plan->eval) > store->host_bytes + store->host_transient_bytes) {
+        MSI_REFUSE_PLAN(f, "a plan in it needs more memory than the first one");
+    }
 }
 
 static MSI_COLD void msi_file_mark(msi_saved_plans *f) {
@@ -23802,56 +23800,42 @@ static msi_plan *msi_plan_at_largest(msi_plan *plans) {
     return plans;
 }
 
-/* Makes all plans of the file that was loaded, the last first; the last is for the largest sizes, and tells
+/* Makes all plans of the file that was loaded, the last first. The last is for the largest sizes, and tells
    where all of them have what outlasts a step. */
 static ms_result msi_take_plans(ms_model *m, msi_store *store, msi_plan **plans) {
     msi_saved_plans *f = &m->loaded;
     const uint64_t budget = msi_budget(m), host_budget = msi_host_budget(m);
-    const msi_plan *largest = NULL;
     ms_result result = MS_RESULT_OK;
     for (uint32_t k = 0; k < f->plan_count && result == MS_RESULT_OK && msi_is_sound_file(f); k++) {
         int64_t sizes[MS_LIMIT_AXES];
-        msi_plan *plan = NULL;
+        msi_plan *largest = *plans ? msi_plan_at_largest(*plans) : NULL, *plan = NULL;
         msi_get_sizes(&m->graph, sizes);
         if (largest) {
             msi_file_sizes(f, sizes);
         }
-        if (msi_is_sound_file(f)) {
-            result = msi_plan_at(m, store, MSI_GOAL_BUDGET, largest ? sizes : NULL, largest, &plan);
+        result = msi_plan_at(m, store, MSI_GOAL_BUDGET, largest ? sizes : NULL, largest, &plan);
+        if (plan && !largest && msi_is_sound_file(f)) {
+            msi_put_homes(store, plan);
         }
         if (plan) {
             plan->next = *plans;
             *plans = plan;
-        }
-        if (plan && msi_is_sound_file(f)) {
-            if (!largest) {
-                msi_put_homes(store, plan);
-                largest = plan;
-            }
             msi_file_programs(f, store, plan);
-            if (plan->arena_bytes > msi_room_of(store) ||
-                msi_host_of(&plan->train, &plan->eval) >
-                    store->host_bytes + store->host_transient_bytes) {
-                MSI_REFUSE_PLAN(f, "a plan in it needs more memory than the first one");
-            }
         }
     }
-    if (!largest || f->at != f->bytes.count) {
-        MSI_REFUSE_PLAN(f, "it has no plan, or bytes after the last");
+    if (f->at != f->bytes.count) {
+        MSI_REFUSE_PLAN(f, "it has bytes after its last plan");
     }
     const uint64_t bytes = msi_room_of(store),
                    host_bytes = store->host_bytes + store->host_transient_bytes;
     MSI_THEN(result, msi_check_file(f, "ms_wrap"));
-    if (result == MS_RESULT_OK && (bytes > budget || (host_bytes > host_budget && f->moves))) {
-        result =
-            (msi_fail)(m, MS_RESULT_BUDGET,
-                       "the loaded plan needs %s (%llu bytes) and %s on the host (%llu bytes), "
-                       "the budgets are %s and %s: save a plan for these, or set larger ones",
-                       msi_size(bytes).text, (unsigned long long)bytes, msi_size(host_bytes).text,
-                       (unsigned long long)host_bytes, msi_size_down(budget).text,
-                       msi_size_down(host_budget).text);
-    }
-    return result;
+    return result == MS_RESULT_OK && (bytes > budget || (host_bytes > host_budget && f->moves))
+               ? (msi_fail)(m, MS_RESULT_BUDGET,
+                            "the loaded plan needs %llu bytes and %llu on the host, the budgets "
+                            "are %llu and %llu: save a plan for these, or set larger ones",
+                            (unsigned long long)bytes, (unsigned long long)host_bytes,
+                            (unsigned long long)budget, (unsigned long long)host_budget)
+               : result;
 }
 
 /* Makes a store and the list of plans for the graph, which has been checked: those of the file that was
